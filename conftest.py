@@ -1,0 +1,5 @@
+"""Sets the environment before any framework loads."""
+
+from parity.backends import prepare_environment
+
+prepare_environment()

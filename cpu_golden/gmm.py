@@ -1,0 +1,248 @@
+"""Grouped matrix multiplication (MoE layers): the definition, in float64.
+
+`group_sizes[E]` cut the M rows into E consecutive groups; rows beyond their sum belong to none. A shard of an
+expert-parallel layer holds the G consecutive groups from `group_offset` on; only their rows are *active*.
+Names and meaning follow MegaBlocks (Gale et al. 2022, arXiv:2211.15841) and JAX's megablox.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from cpu_golden import Array, Rounding, exact
+from op_arguments import Tiling, resolve_tiling
+from op_arguments.gmm import check_gmm, check_group_metadata, check_tgmm
+
+
+class GroupMetadata(NamedTuple):
+    """Which (group, row tile) pairs a kernel visits, in order. All int32.
+
+    group_offsets [E + 1]: first row of each group, then the end of the last. group_ids [V], tile_ids [V]: the
+    shard-local group and the row tile of each visit, V = ceil(m / tm) + num_groups; only the first num_visits [1]
+    count, later entries repeat the last of them (0 where there is none).
+    """
+
+    group_offsets: Any
+    group_ids: Any
+    tile_ids: Any
+    num_visits: Any
+
+
+def naive_gmm(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    group_offset: int = 0,
+    existing_out: Array | None = None,
+    transpose_rhs: bool = False,
+    preferred_element_type: Any = None,
+    tiling: Tiling | None = None,
+) -> Array:
+    """`gmm` row by row, straight from the definition. Arguments, result and errors as `gmm`."""
+    group_offset, sizes = _scalar(group_offset), _values(group_sizes)
+    p = check_gmm(
+        lhs,
+        rhs,
+        group_sizes,
+        group_offset=group_offset,
+        existing_out=existing_out,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type,
+        sizes=sizes,
+        exact=True,
+    )
+    out = np.zeros((p.m, p.n)) if existing_out is None else existing_out.astype(np.float64)
+    group_of_row = np.repeat(np.arange(p.experts), group_sizes) - group_offset
+    for row, group in enumerate(group_of_row):
+        if 0 <= group < p.groups:
+            weights = rhs[group].astype(np.float64)
+            out[row] = lhs[row].astype(np.float64) @ (weights.T if transpose_rhs else weights)
+    return out
+
+
+def naive_tgmm(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    group_offset: int = 0,
+    num_actual_groups: int | None = None,
+    existing_out: Array | None = None,
+    preferred_element_type: Any = None,
+    tiling: Tiling | None = None,
+) -> Array:
+    """`tgmm` row by row, straight from the definition. Arguments, result and errors as `tgmm`."""
+    group_offset, sizes = _scalar(group_offset), _values(group_sizes)
+    p = check_tgmm(
+        lhs,
+        rhs,
+        group_sizes,
+        group_offset=group_offset,
+        num_actual_groups=num_actual_groups,
+        existing_out=existing_out,
+        preferred_element_type=preferred_element_type,
+        sizes=sizes,
+        exact=True,
+    )
+    out = np.zeros((p.groups, p.k, p.n)) if existing_out is None else existing_out.astype(np.float64)
+    group_of_row = np.repeat(np.arange(p.experts), group_sizes) - group_offset
+    for row, group in enumerate(group_of_row):
+        if 0 <= group < p.groups:
+            out[group] += np.outer(lhs[row].astype(np.float64), rhs[row].astype(np.float64))
+    return out
+
+
+def gmm(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    group_offset: int = 0,
+    existing_out: Array | None = None,
+    transpose_rhs: bool = False,
+    preferred_element_type: Any = None,
+    tiling: Tiling | None = None,
+    rounding: Rounding = exact,
+) -> Array:
+    """Rows of each group times that group's matrix: `out[m] = lhs[m] @ rhs[group of m - group_offset]`.
+
+    lhs [M, K]; rhs [G, K, N], or [G, N, K] with transpose_rhs; both float32, bfloat16, float16 or float64.
+    group_sizes [E] int32, >= 0, sum <= M. Returns float64 [M, N]: rows of no active group are zero, or
+    existing_out's rows where it is given (active rows overwrite it). preferred_element_type is checked, and the
+    value left unrounded; tiling gives the K step of the staged sum (default: all of K at once).
+    Sites: lhs, rhs (operands of the dot), partial (one K step's products summed), acc (the running sum), out.
+    Raises ValueError or TypeError as `op_arguments.gmm.check_gmm`.
+    """
+    group_offset, sizes = _scalar(group_offset), _values(group_sizes)
+    p = check_gmm(
+        lhs,
+        rhs,
+        group_sizes,
+        group_offset=group_offset,
+        existing_out=existing_out,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type,
+        sizes=sizes,
+        exact=True,
+    )
+    _, tk, _ = resolve_tiling(tiling, _one_tile, p.m, p.k, p.n)
+    out = np.zeros((p.m, p.n)) if existing_out is None else existing_out.astype(np.float64)
+    for group, rows in _active_groups(sizes, group_offset, p.groups):
+        a = rounding("lhs", lhs[rows].astype(np.float64))
+        b = rounding("rhs", rhs[group].astype(np.float64))
+        out[rows] = _staged_dot(a, b.T if transpose_rhs else b, tk, rounding)
+    return rounding("out", out)
+
+
+def tgmm(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    group_offset: int = 0,
+    num_actual_groups: int | None = None,
+    existing_out: Array | None = None,
+    preferred_element_type: Any = None,
+    tiling: Tiling | None = None,
+    rounding: Rounding = exact,
+) -> Array:
+    """The weight gradient of `gmm`: `out[g] = lhs[rows of g].T @ rhs[rows of g]`.
+
+    lhs [M, K] and rhs [M, N]: float32, bfloat16, float16 or float64. group_sizes [E] int32, >= 0, sum <= M.
+    Returns float64 [G, K, N], G = num_actual_groups (default E): an empty group's block is zero; existing_out
+    [G, K, N] is added. tiling gives the row step of the staged sum (default: all rows at once).
+    Sites: lhs, rhs (operands of the dot), partial (one row step's products summed), acc (the running sum), out.
+    Raises ValueError or TypeError as `op_arguments.gmm.check_tgmm`.
+    """
+    group_offset, sizes = _scalar(group_offset), _values(group_sizes)
+    p = check_tgmm(
+        lhs,
+        rhs,
+        group_sizes,
+        group_offset=group_offset,
+        num_actual_groups=num_actual_groups,
+        existing_out=existing_out,
+        preferred_element_type=preferred_element_type,
+        sizes=sizes,
+        exact=True,
+    )
+    tm, _, _ = resolve_tiling(tiling, _one_tile, p.m, p.k, p.n)
+    out = np.zeros((p.groups, p.k, p.n)) if existing_out is None else existing_out.astype(np.float64)
+    for group, rows in _active_groups(sizes, group_offset, p.groups):
+        a = rounding("lhs", lhs[rows].astype(np.float64))
+        b = rounding("rhs", rhs[rows].astype(np.float64))
+        out[group] += _staged_dot(a.T, b, tm, rounding)
+    return rounding("out", out)
+
+
+def make_group_metadata(
+    group_sizes: Array,
+    *,
+    m: int,
+    tm: int,
+    group_offset: int = 0,
+    num_groups: int,
+    cover: Literal["tiles", "groups"],
+) -> GroupMetadata:
+    """The (group, row tile) pairs that a kernel with row tiles of `tm` visits; see `GroupMetadata`.
+
+    Every pair of a non-empty active group and a tile that holds rows of it, in row order. `cover="tiles"` (gmm)
+    adds the tiles without active rows, once each: leading ones as group 0, trailing ones as the last non-empty
+    group (0 if none), so that no further weights are fetched for them. `cover="groups"` (tgmm) adds each empty
+    active group, once, at the tile its start falls in (the last tile where that is beyond the rows).
+    Raises ValueError or TypeError as `op_arguments.gmm.check_group_metadata`.
+    """
+    group_offset, sizes = _scalar(group_offset), _values(group_sizes)
+    check_group_metadata(
+        group_sizes, m=m, tm=tm, group_offset=group_offset, num_groups=num_groups, cover=cover, sizes=sizes
+    )
+    offsets = np.concatenate([[0], np.cumsum(group_sizes)]).astype(np.int32)
+    tiles = -(-m // tm)
+    visits: list[tuple[int, int]] = []
+    for group in range(num_groups):
+        start, end = int(offsets[group_offset + group]), int(offsets[group_offset + group + 1])
+        if start < end:
+            visits += [(group, tile) for tile in range(start // tm, -(-end // tm))]
+        elif cover == "groups" and tiles:
+            visits.append((group, min(start // tm, tiles - 1)))
+    if cover == "tiles":
+        first, last = (visits[0], visits[-1]) if visits else ((0, tiles), (0, tiles - 1))
+        leading = [(0, tile) for tile in range(first[1])]
+        trailing = [(last[0], tile) for tile in range(last[1] + 1, tiles)]
+        visits = leading + visits + trailing
+    padding = [visits[-1] if visits else (0, 0)] * (tiles + num_groups - len(visits))
+    pairs = np.array(visits + padding, np.int32).reshape(-1, 2)
+    return GroupMetadata(offsets, pairs[:, 0].copy(), pairs[:, 1].copy(), np.array([len(visits)], np.int32))
+
+
+def _staged_dot(a: Array, b: Array, step: int, rounding: Rounding) -> Array:
+    """a [I, J] @ b [J, L], summed over J in steps as the kernels do."""
+    acc = np.zeros((a.shape[0], b.shape[1]))
+    for j in range(0, a.shape[1], step):
+        partial = rounding("partial", a[:, j : j + step] @ b[j : j + step])
+        acc = rounding("acc", acc + partial)
+    return acc
+
+
+def _active_groups(sizes: list[int] | None, group_offset: int, groups: int) -> list[tuple[int, slice]]:
+    """(shard-local group, its rows) for every non-empty group of the shard."""
+    offsets = np.concatenate([[0], np.cumsum(sizes or [0])]).astype(int)
+    ends = [(g, offsets[group_offset + g], offsets[group_offset + g + 1]) for g in range(groups)]
+    return [(group, slice(start, end)) for group, start, end in ends if start < end]
+
+
+def _values(group_sizes: Any) -> list[int] | None:
+    """The values of group_sizes where it is the int vector it should be (else the check says what it is)."""
+    integers = isinstance(group_sizes, np.ndarray) and group_sizes.ndim == 1 and group_sizes.dtype == np.int32
+    return [int(size) for size in group_sizes] if integers else None
+
+
+def _scalar(value: Any) -> Any:
+    """The int in an int32 scalar array ([] or [1]); anything else as it is, for the check to judge."""
+    one_integer = isinstance(value, np.ndarray | np.integer) and value.size == 1 and value.dtype.kind == "i"
+    return int(value.reshape(())) if one_integer else value
+
+
+def _one_tile(m: int, k: int, n: int) -> tuple[int, int, int]:
+    return max(m, 1), max(k, 1), max(n, 1)

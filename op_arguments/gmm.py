@@ -1,0 +1,139 @@
+"""What `gmm`, `tgmm` and `make_group_metadata` accept (the operations are defined in `cpu_golden/gmm.py`)."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from op_arguments import Array, check_array, check_output_dtype, check_shape, dtype_name
+
+FLOATS = ("float32", "bfloat16", "float16")
+COVERS = ("tiles", "groups")
+
+
+class Problem(NamedTuple):
+    """A checked grouped matmul: its sizes and the name of its output dtype."""
+
+    m: int
+    k: int
+    n: int
+    groups: int  # G, in this shard
+    experts: int  # E, in group_sizes
+    out_dtype: str
+
+
+def check_gmm(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    group_offset: Any,
+    existing_out: Array | None,
+    transpose_rhs: bool,
+    preferred_element_type: Any,
+    sizes: Sequence[int] | None,
+    exact: bool = False,
+) -> Problem:
+    """Check the arguments of `gmm`.
+
+    `sizes` are the values of group_sizes, or None where reading them is impossible (traced) or would stall
+    a device. `exact` also lets float64 operands through: the goldens take them.
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, shape or value.
+    """
+    floats = (*FLOATS, "float64") if exact else FLOATS
+    check_array("lhs", lhs, "M, K", floats)
+    check_array("rhs", rhs, "G, N, K" if transpose_rhs else "G, K, N", floats)
+    _same_dtype(lhs, rhs)
+    m, k = lhs.shape
+    groups, *kn = rhs.shape
+    rhs_k, n = reversed(kn) if transpose_rhs else kn
+    if rhs_k != k:
+        raise ValueError(f"rhs must have K = {k} as lhs does, got {rhs_k} (shape {list(rhs.shape)})")
+    out_dtype = check_output_dtype("preferred_element_type", preferred_element_type, lhs.dtype, floats)
+    experts = _check_groups(group_sizes, group_offset, groups, m, sizes)
+    _check_existing_out(existing_out, "M, N", (m, n), out_dtype, exact)
+    return Problem(m, k, n, groups, experts, out_dtype)
+
+
+def check_tgmm(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    group_offset: Any,
+    num_actual_groups: int | None,
+    existing_out: Array | None,
+    preferred_element_type: Any,
+    sizes: Sequence[int] | None,
+    exact: bool = False,
+) -> Problem:
+    """Check the arguments of `tgmm`; as `check_gmm`."""
+    floats = (*FLOATS, "float64") if exact else FLOATS
+    check_array("lhs", lhs, "M, K", floats)
+    check_array("rhs", rhs, "M, N", floats)
+    _same_dtype(lhs, rhs)
+    (m, k), n = lhs.shape, rhs.shape[1]
+    if rhs.shape[0] != m:
+        raise ValueError(f"rhs must have M = {m} rows as lhs does, got {rhs.shape[0]}")
+    out_dtype = check_output_dtype("preferred_element_type", preferred_element_type, lhs.dtype, floats)
+    check_array("group_sizes", group_sizes, "E", ("int32",))
+    groups = group_sizes.shape[0] if num_actual_groups is None else num_actual_groups
+    if type(groups) is not int:
+        raise TypeError(f"num_actual_groups must be an int, got {type(groups).__name__}")
+    if not 0 <= groups <= group_sizes.shape[0]:
+        raise ValueError(f"num_actual_groups must be in [0, E = {group_sizes.shape[0]}], got {groups}")
+    experts = _check_groups(group_sizes, group_offset, groups, m, sizes)
+    _check_existing_out(existing_out, "G, K, N", (groups, k, n), out_dtype, exact)
+    return Problem(m, k, n, groups, experts, out_dtype)
+
+
+def check_group_metadata(
+    group_sizes: Array, *, m: int, tm: int, group_offset: Any, num_groups: int, cover: str, sizes: Sequence[int] | None
+) -> None:
+    """Check the arguments of `make_group_metadata`; as `check_gmm`."""
+    for name, value, least in (("m", m, 0), ("tm", tm, 1), ("num_groups", num_groups, 0)):
+        if type(value) is not int:
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    if cover not in COVERS:
+        raise ValueError(f"cover must be 'tiles' or 'groups', got {cover!r}")
+    _check_groups(group_sizes, group_offset, num_groups, m, sizes)
+
+
+def _same_dtype(lhs: Array, rhs: Array) -> None:
+    if dtype_name(lhs.dtype) != dtype_name(rhs.dtype):
+        raise TypeError(f"rhs must have lhs's dtype {dtype_name(lhs.dtype)}, got {dtype_name(rhs.dtype)}")
+
+
+def _check_groups(group_sizes: Array, group_offset: Any, groups: int, m: int, sizes: Sequence[int] | None) -> int:
+    """E, after checking group_sizes, its values where they are known, and the shard's place in them."""
+    check_array("group_sizes", group_sizes, "E", ("int32",))
+    (experts,) = group_sizes.shape
+    if groups > experts:
+        raise ValueError(f"group_sizes must name at least the {groups} groups of the shard, got {experts}")
+    if hasattr(group_offset, "dtype") and hasattr(group_offset, "shape"):
+        if tuple(group_offset.shape) not in ((), (1,)):
+            raise ValueError(f"group_offset must be a scalar, got shape {list(group_offset.shape)}")
+        if dtype_name(group_offset.dtype) not in ("int32", "int64"):
+            raise TypeError(f"group_offset must be int32, got {dtype_name(group_offset.dtype)}")
+    elif type(group_offset) is not int:
+        raise TypeError(f"group_offset must be an int or an int32 scalar, got {type(group_offset).__name__}")
+    elif not 0 <= group_offset <= experts - groups:
+        raise ValueError(
+            f"group_offset must be in [0, E - G] = [0, {experts - groups}] "
+            f"(E = {experts} groups, G = {groups} in the shard), got {group_offset}"
+        )
+    if sizes is not None:
+        for index, size in enumerate(sizes):
+            if size < 0:
+                raise ValueError(f"group_sizes must be >= 0, got {size} at index {index}")
+        if sum(sizes) > m:
+            raise ValueError(f"group_sizes must sum to at most M = {m}, got {sum(sizes)}")
+    return experts
+
+
+def _check_existing_out(
+    existing_out: Array | None, axes: str, shape: tuple[int, ...], out_dtype: str, exact: bool
+) -> None:
+    if existing_out is not None:
+        check_array("existing_out", existing_out, axes, (out_dtype, "float64") if exact else (out_dtype,))
+        check_shape("existing_out", existing_out, axes, shape)

@@ -1,0 +1,8 @@
+"""kernel-parity: judge TPU and GPU kernels of the same operation against one float64 golden."""
+
+from parity.interop import jax_to_torch, torch_to_jax
+from parity.magnitude import abs_of
+from parity.op import Array, Case, Contract, Groups, Op
+from parity.plugin import cases
+
+__all__ = ["Array", "Case", "Contract", "Groups", "Op", "abs_of", "cases", "jax_to_torch", "torch_to_jax"]

@@ -1,0 +1,82 @@
+"""Where a case runs: on the accelerator, or in the interpreter with the matrix unit's numerics emulated."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from parity.op import Backend, Inputs
+
+
+class Runner(Protocol):
+    """Runs kernels of one backend."""
+
+    name: Backend
+    real: bool
+    """Whether an accelerator computes; else everything is emulated on the CPU."""
+
+    def describe(self) -> str:
+        """The device and, where emulated, the model of it, in a few words."""
+
+    def run(self, kernel: Callable[..., Any], inputs: Inputs, arguments: Mapping[str, Any]) -> Any:
+        """The kernel's result, with every array brought back as NumPy, bit for bit."""
+
+
+@cache
+def runner(name: Backend) -> Runner:
+    """The runner of a backend. Imports its framework; raises ImportError where that is missing."""
+    module = importlib.import_module(f"parity.backends.{name}")
+    found: Runner = module.make_runner()
+    return found
+
+
+def load_kernel(target: str) -> Callable[..., Any]:
+    """The function called `"module:function"`."""
+    module, _, function = target.partition(":")
+    kernel: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return kernel
+
+
+def to_numpy_tree(result: Any, convert: Callable[[Any], np.ndarray]) -> Any:
+    """A kernel's result (one array, or a NamedTuple of arrays and None) through `convert`."""
+    if hasattr(result, "_asdict"):
+        return type(result)(*(None if x is None else convert(x) for x in result))
+    return convert(result)
+
+
+def prepare_environment() -> None:
+    """Set what the frameworks read when they load: call it before importing any of them.
+
+    Without a TPU, JAX is kept on its CPU backend (a libtpu that is only there to compile would search for chips);
+    without a CUDA device, Triton interprets. Variables that are set already stay as they are.
+    """
+    defaults = {
+        # Triton 3.10 flips this default, which changes results.
+        "TRITON_DEFAULT_FP_FUSION": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        # Read by pytest-xdist's workers, which share the cores among themselves.
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    if not has_tpu():
+        defaults |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    if not has_cuda():
+        defaults |= {"TRITON_INTERPRET": "1"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def has_tpu() -> bool:
+    """Whether a TPU's device files are there, without loading a framework."""
+    return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+
+
+def has_cuda() -> bool:
+    """Whether an NVIDIA device's files are there and visible, without loading a framework."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")

@@ -1,0 +1,40 @@
+"""Triton kernels: on a CUDA device where torch has one, else interpreted with emulated tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from parity.backends import to_numpy_tree
+from parity.backends.emulation import tensor_core
+from parity.interop import to_numpy, to_torch
+from parity.op import Backend, Inputs
+
+
+class GpuRunner:
+    """Runs Triton kernels; see `parity.backends.Runner`."""
+
+    name: Backend = "gpu"
+
+    def __init__(self) -> None:
+        self.real = torch.cuda.is_available()
+        self._device = "cuda" if self.real else "cpu"
+
+    def describe(self) -> str:
+        """The device, or what stands in for it."""
+        return torch.cuda.get_device_name() if self.real else "emulated (Triton interpreted, tensor cores)"
+
+    def run(self, kernel: Callable[..., Any], inputs: Inputs, arguments: Mapping[str, Any]) -> Any:
+        """See `parity.backends.Runner.run`."""
+        tensors = {name: to_torch(x, device=self._device) for name, x in inputs.items() if x is not None}
+        if self.real:
+            return to_numpy_tree(kernel(**tensors, **arguments), to_numpy)
+        with tensor_core.emulated():
+            return to_numpy_tree(kernel(**tensors, **arguments), to_numpy)
+
+
+def make_runner() -> GpuRunner:
+    """The runner of this process."""
+    return GpuRunner()

@@ -1,0 +1,41 @@
+"""Pallas kernels: on a TPU where JAX has one, else interpreted with an emulated MXU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from parity.backends import to_numpy_tree
+from parity.backends.emulation import mxu
+from parity.interop import to_jax, to_numpy
+from parity.op import Backend, Inputs
+
+
+class TpuRunner:
+    """Runs Pallas kernels; see `parity.backends.Runner`."""
+
+    name: Backend = "tpu"
+
+    def __init__(self) -> None:
+        self.real = jax.default_backend() == "tpu"
+        self._device = jax.devices("tpu" if self.real else "cpu")[0]
+
+    def describe(self) -> str:
+        """The device, or what stands in for it."""
+        return self._device.device_kind if self.real else "emulated (Pallas interpreted, MXU passes)"
+
+    def run(self, kernel: Callable[..., Any], inputs: Inputs, arguments: Mapping[str, Any]) -> Any:
+        """See `parity.backends.Runner.run`."""
+        with jax.default_device(self._device):
+            arrays = {name: to_jax(x) for name, x in inputs.items() if x is not None}
+            if self.real:
+                return to_numpy_tree(kernel(**arrays, **arguments), to_numpy)
+            with mxu.emulated():
+                return to_numpy_tree(kernel(**arrays, **arguments), to_numpy)
+
+
+def make_runner() -> TpuRunner:
+    """The runner of this process."""
+    return TpuRunner()

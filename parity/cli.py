@@ -1,0 +1,169 @@
+"""The `parity` command."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from parity import matrix
+from parity.backends import prepare_environment
+from parity.op import SHORT_NAMES, Case, Op
+from parity.plugin import BACKENDS
+from parity.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table: what all seeds of one case came to."""
+
+    case: Case
+    seeds: int
+    epsilon: dict[str, float]  # root mean square over seeds, by backend
+    load: dict[str, float]  # worst η / bound, by backend
+    verdict: Verdict
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 0 all verdicts pass, 1 one fails, 2 wrong usage."""
+    parser = argparse.ArgumentParser(
+        prog="parity", description="Judge TPU and GPU kernels of the same operations against one float64 golden."
+    )
+    parser.add_argument("--root", type=Path, default=Path.cwd(), help="the project's folder (default: this one)")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser(
+        "run", help="run the cases with published model shapes on both backends and print the table of ε"
+    )
+    run.add_argument("-k", metavar="TEXT", default="", help="only cases whose id or model contains TEXT")
+    run.add_argument("--seeds", type=int, default=8, metavar="S", help="paired draws of each case (default: 8)")
+    run.add_argument("-j", "--jobs", type=int, default=None, metavar="N", help="processes (default: one per core)")
+    listing = commands.add_parser("list", help="list the ops of the matrix, or with -k their cases")
+    listing.add_argument("-k", metavar="TEXT", help="list the cases whose id or model contains TEXT")
+    given = parser.parse_args(arguments)
+    prepare_environment()
+    try:
+        ops = matrix.load(given.root.resolve())
+    except ValueError as error:
+        parser.error(str(error))
+    if given.command == "list":
+        return _list(ops, given.k)
+    if given.seeds < 1:
+        parser.error(f"--seeds must be at least 1, got {given.seeds}")
+    return _run(given.root.resolve(), ops, given.k, given.seeds, given.jobs or os.cpu_count() or 1)
+
+
+def _matches(case: Case, text: str) -> bool:
+    return text.lower() in f"{case.id} {case.model}".lower()
+
+
+def _list(ops: Sequence[Op], text: str | None) -> int:
+    for op in ops:
+        if text is None:
+            tiers = {tier: len(list(group)) for tier, group in groupby(sorted(c.tier for c in op.cases))}
+            print(f"{op.name:<12} {len(op.cases):>6} cases  ({', '.join(f'{n} {tier}' for tier, n in tiers.items())})")
+        else:
+            for case in op.cases:
+                if _matches(case, text):
+                    print(f"{case.id}{f'  {case.model}' if case.model else ''}")
+    return 0
+
+
+def _run(root: Path, ops: Sequence[Op], text: str, seeds: int, jobs: int) -> int:
+    chosen = [(op, case) for op in ops for case in op.cases if case.model and _matches(case, text)]
+    console = Console()
+    if not chosen:
+        console.print(f"no case of a model's shape matches {text!r}", style="red")
+        return 2
+    lines: dict[str, Line] = {}
+    with Progress(
+        TextColumn("parity"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
+        console=console, transient=True,
+    ) as progress:  # fmt: skip
+        task = progress.add_task("", total=len(chosen))
+        for line in _judge_all(root, chosen, seeds, jobs):
+            lines[line.case.id] = line
+            progress.update(task, advance=1, description=line.case.id)
+    console.print(_table([lines[case.id] for _, case in chosen]))
+    failed = [line for line in lines.values() if not line.verdict.passed]
+    for line in failed:
+        console.print(f"{line.verdict.outcome}: {line.case.id}: {line.verdict.reason}", style="red", highlight=False)
+    print(f"{len(lines) - len(failed)} passed, {len(failed)} failed")
+    return 1 if failed else 0
+
+
+def _judge_all(root: Path, chosen: Sequence[tuple[Op, Case]], seeds: int, jobs: int) -> Iterator[Line]:
+    # Spawned, not forked: the frameworks' threads do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=prepare_environment) as pool:
+        pending = [pool.submit(judge_seeds, root, op.name, case, seeds) for op, case in chosen]
+        try:
+            for done in as_completed(pending):
+                yield done.result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def judge_seeds(root: Path, op_name: str, case: Case, seeds: int) -> Line:
+    """Judge seeds 0 … seeds - 1 of a case on both backends, each against the golden and one against the other."""
+    from parity.judge import judge
+    from parity.verdict import parity
+
+    op = next(op for op in matrix.load(root) if op.name == op_name)
+    judged = {b: [judge(op, case.with_seed(s), b) for s in range(seeds)] for b in BACKENDS}
+    everything = [j for js in judged.values() for j in js]
+    failed = next((j for j in everything if not j.verdict.passed), None)
+    metrics = {b: [j.metrics for j in js if j.metrics is not None] for b, js in judged.items()}
+    if failed is not None:
+        verdict = Verdict(failed.verdict.outcome, failed.verdict.gate, f"{failed.backend}: {failed.verdict.reason}")
+    else:
+        verdict = parity(metrics["tpu"], metrics["gpu"], op.tau).verdict
+    return Line(
+        case,
+        seeds,
+        {b: (sum(m.epsilon**2 for m in ms) / max(len(ms), 1)) ** 0.5 for b, ms in metrics.items()},
+        {b: max(j.metrics.eta_max / j.bound for j in js if j.metrics) for b, js in judged.items()},
+        verdict,
+    )
+
+
+def _table(lines: Sequence[Line]) -> Table:
+    from parity.backends import runner
+
+    where = {b: b.upper() if runner(b).real else f"{b.upper()} emulated" for b in BACKENDS}
+    table = Table(title="ε_TPU ≤ ε_GPU", header_style="bold")
+    for name in ("op", "dtype", "model", "shape", "cases"):
+        table.add_column(name, justify="right" if name == "cases" else "left", no_wrap=True)
+    for b in BACKENDS:
+        table.add_column(f"ε {where[b]}", justify="right")
+    table.add_column("worst η/bound", justify="right")
+    table.add_column("verdict")
+    for line in lines:
+        case = line.case
+        dtypes = "→".join(SHORT_NAMES.get(d, d) for d in dict.fromkeys([case.dtype, case.out]))
+        table.add_row(
+            case.op,
+            dtypes,
+            case.model,
+            "_".join(f"{name}{size}" for name, size in case.dims),
+            str(line.seeds),
+            *(f"{line.epsilon[b]:.3g}" for b in BACKENDS),
+            f"{max(line.load.values()):.3f}",
+            f"{line.verdict.outcome} {line.verdict.reason}",
+            style=None if line.verdict.passed else "red",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

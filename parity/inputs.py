@@ -1,0 +1,225 @@
+"""The same input bytes on every host and in every framework, without a framework.
+
+Raw counter-based bits (Philox 4x64, Salmon et al. 2011, keyed by SHA-256 of op, case, argument and seed) are mapped
+to values by integer arithmetic and single IEEE operations alone: no libm, whose last bits differ between hosts. One
+key per argument, so a new argument moves no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from parity.op import Array, Case, Groups, Inputs, Op
+
+REVISION = 1
+"""Raised whenever a change here changes the bytes of an existing case."""
+
+Bits = Callable[[int], np.ndarray]
+"""Draws that many uint64 words; further calls go on in the stream."""
+
+CANCELLATION = 2.0**-6
+"""Relative difference of the two terms of a cancelling pair: far above any accumulator's roundoff, so that what is
+left is a known value and not noise."""
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy (or ml_dtypes) dtype called `name`; raises TypeError for a name neither has."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def draw(op: Op, case: Case) -> Inputs:
+    """The input arrays of a case, by argument name."""
+    drawn: dict[str, np.ndarray | None] = {}
+    for name, spec in op.inputs(case).items():
+        bits = _stream(case, name)
+        if isinstance(spec, Groups):
+            drawn[name] = group_sizes(spec, bits)
+        elif isinstance(spec, Array):
+            drawn[name] = DISTRIBUTIONS[case.data](spec, bits, case.out).astype(numpy_dtype(spec.dtype))
+        else:
+            drawn[name] = None
+    if case.data in ("poison", "nonfinite"):
+        for name, unread in op.unread(case, drawn).items():
+            array = drawn[name]
+            if array is not None:
+                where = unread if case.data == "poison" else ~unread & _one_in(4099, array.shape, _stream(case, name))
+                array[where] = np.resize(np.array([np.nan, np.inf, -np.inf]), int(where.sum()))
+    return drawn
+
+
+def hashes(inputs: Inputs) -> dict[str, str]:
+    """SHA-256 of each input's shape, dtype and bytes."""
+    return {
+        name: hashlib.sha256(f"{array.shape}{array.dtype}".encode() + array.tobytes()).hexdigest()
+        for name, array in inputs.items()
+        if array is not None
+    }
+
+
+def _stream(case: Case, argument: str) -> Bits:
+    name = case.with_data("normal" if case.data == "poison" else case.data).with_seed(0).id
+    key = hashlib.sha256(f"{name}|{argument}|{case.seed}".encode()).digest()
+    return np.random.Philox(key=int.from_bytes(key[:16], "little")).random_raw
+
+
+# --- distributions: float64 (or smaller) values, which `draw` rounds to the argument's dtype ---
+
+
+def _normal(spec: Array, bits: Bits, out: str) -> np.ndarray:
+    """Mean 0, variance 1: eight uniform 32-bit integers summed (Irwin-Hall), which reaches ±4.9."""
+    count = int(np.prod(spec.shape))
+    total = bits(4 * count).view(np.uint32).reshape(count, 8).sum(axis=1, dtype=np.int64)
+    sigma = np.sqrt(8 / 12) * 2.0**32
+    return ((total - 8 * 2**31) / sigma).reshape(spec.shape)
+
+
+def _one_signed(spec: Array, bits: Bits, out: str) -> np.ndarray:
+    """Uniform in (0, 1): nothing cancels, errors of one sign add up."""
+    return ((bits(int(np.prod(spec.shape))) >> np.uint64(11)) + 0.5).reshape(spec.shape) * 2.0**-53
+
+
+def _integers(spec: Array, bits: Bits, out: str) -> np.ndarray:
+    """±1 and ±2, sparse enough along the summed axis that every partial sum is exact in the output dtype."""
+    digits = 1 - round(np.log2(float(ml_dtypes.finfo(numpy_dtype(out)).eps)))
+    words = bits(int(np.prod(spec.shape))).reshape(spec.shape)
+    values = np.array([-2.0, -1.0, 1.0, 2.0])[words & np.uint64(3)]
+    if spec.sum_over is None:
+        return values
+    # 2·2 per term, and a quarter of the range left for what is added at the end.
+    terms = 2 ** min(24, digits) // 8
+    length = spec.shape[spec.sum_over]
+    stride = -(-length // terms)
+    position = np.expand_dims(np.arange(length), [a for a in range(len(spec.shape)) if a != spec.sum_over % len(spec.shape)])
+    # One phase per line along the summed axis: over all lines every position is used.
+    phase = np.take(words, [0], axis=spec.sum_over) >> np.uint64(2) if length else words
+    kept = (position + phase % np.uint64(max(stride, 1))) % max(stride, 1) == 0
+    return np.where(kept, values, 0.0)
+
+
+def _wide(spec: Array, bits: Bits, out: str) -> np.ndarray:
+    """Log-uniform magnitudes over 24 (float16: 8) powers of two, either sign."""
+    reach = 4 if "float16" in (spec.dtype, out) else 12
+    count = int(np.prod(spec.shape))
+    words = bits(count)
+    mantissa = 1 + (words >> np.uint64(12)) * 2.0**-52
+    exponent = (words % np.uint64(2 * reach + 1)).astype(np.int64) - reach
+    sign = 1.0 - 2.0 * (bits(count) & np.uint64(1))
+    return (sign * np.ldexp(mantissa, exponent)).reshape(spec.shape)
+
+
+def _outliers(spec: Array, bits: Bits, out: str) -> np.ndarray:
+    """Normal, with about one channel in 32 along the summed axis of the first factor 64 times larger, as activations
+    of large language models have (Dettmers et al. 2022, arXiv:2208.07339)."""
+    values = _normal(spec, bits, out)
+    if spec.sum_over is None or spec.pair_sign < 0:
+        return values
+    channels = [1] * values.ndim
+    channels[spec.sum_over] = -1
+    loud = _one_in(32, (spec.shape[spec.sum_over],), bits)
+    return values * np.where(loud, 64.0, 1.0).reshape(channels)
+
+
+def _cancellation(spec: Array, bits: Bits, out: str) -> np.ndarray:
+    """Neighbours along the summed axis whose products cancel up to `CANCELLATION`."""
+    values = _normal(spec, bits, out)
+    if spec.sum_over is None:
+        return values
+    # Rounded first: the pair must stay a pair in the argument's dtype.
+    lines = np.moveaxis(values.astype(numpy_dtype(spec.dtype)).astype(np.float64), spec.sum_over, -1)
+    even = lines[..., 0 : lines.shape[-1] // 2 * 2 : 2]
+    lines[..., 1::2] = even if spec.pair_sign > 0 else -even * (1 + CANCELLATION)
+    return np.moveaxis(lines, -1, spec.sum_over)
+
+
+DISTRIBUTIONS: Mapping[str, Callable[[Array, Bits, str], np.ndarray]] = {
+    "normal": _normal,
+    "one_signed": _one_signed,
+    "integers": _integers,
+    "wide": _wide,
+    "outliers": _outliers,
+    "cancellation": _cancellation,
+    "poison": _normal,  # normal, with NaN and ±inf wherever the operation must not read
+    "nonfinite": _normal,  # normal, with a few NaN and ±inf where it must
+}
+
+
+def _one_in(n: int, shape: tuple[int, ...], bits: Bits) -> np.ndarray:
+    return (bits(int(np.prod(shape))) % np.uint64(n) == 0).reshape(shape)
+
+
+# --- group sizes ---
+
+
+def group_sizes(spec: Groups, bits: Bits) -> np.ndarray:
+    """`spec.count` group sizes of int32 that sum to at most `spec.rows`, by `spec.pattern`."""
+    return GROUPS[spec.pattern](spec.count, spec.rows, bits).astype(np.int32)
+
+
+def _balanced(count: int, rows: int, bits: Bits) -> np.ndarray:
+    return np.full(count, rows // max(count, 1)) + (np.arange(count) < rows % max(count, 1))
+
+
+def _zipf(count: int, rows: int, bits: Bits) -> np.ndarray:
+    """Each row picks the expert of rank r with probability ~ 1/r; ranks are shuffled over the experts."""
+    if not count:
+        return np.zeros(0, np.int64)
+    edges = np.cumsum([2**40 // rank for rank in range(1, count + 1)])
+    ranks = np.searchsorted(edges, (bits(rows) >> np.uint64(1)).astype(np.int64) % edges[-1], side="right")
+    return np.bincount(ranks, minlength=count)[np.argsort(bits(count), kind="stable")]
+
+
+def _with_empty(empty: Callable[[int], list[int]]) -> Callable[[int, int, Bits], np.ndarray]:
+    def sizes(count: int, rows: int, bits: Bits) -> np.ndarray:
+        full = np.setdiff1d(np.arange(count), empty(count))
+        out = np.zeros(count, np.int64)
+        out[full] = _straddle(len(full), rows, bits)
+        return out
+
+    return sizes
+
+
+def _one_hot(count: int, rows: int, bits: Bits) -> np.ndarray:
+    return np.where(np.arange(count) == count // 2, rows, 0)
+
+
+def _ones(count: int, rows: int, bits: Bits) -> np.ndarray:
+    return (np.arange(count) < rows).astype(np.int64)
+
+
+def _straddle(count: int, rows: int, bits: Bits) -> np.ndarray:
+    """Sizes in proportion 3 : 5 : 7 : 3 : …, nudged to be odd, so that boundaries fall inside tiles."""
+    if not count:
+        return np.zeros(0, np.int64)
+    weights = np.resize([3, 5, 7], count)
+    edges = np.cumsum(weights) * rows // weights.sum()
+    edges[:-1] -= (edges[:-1] % 2 == 0) & (edges[:-1] > 0)
+    return np.diff(edges, prepend=0)
+
+
+def _short(count: int, rows: int, bits: Bits) -> np.ndarray:
+    """Only about three fifths of the rows belong to a group: a padded buffer."""
+    return _zipf(count, rows * 3 // 5, bits)
+
+
+def _none(count: int, rows: int, bits: Bits) -> np.ndarray:
+    return np.zeros(count, np.int64)
+
+
+GROUPS: Mapping[str, Callable[[int, int, Bits], np.ndarray]] = {
+    "balanced": _balanced,
+    "zipf": _zipf,
+    "empty_first": _with_empty(lambda count: [0]),
+    "empty_middle": _with_empty(lambda count: [count // 2]),
+    "empty_last": _with_empty(lambda count: [count - 1]),
+    "empty_runs": _with_empty(lambda count: [g for g in range(count) if g % 4 != 3]),
+    "one_hot": _one_hot,
+    "ones": _ones,
+    "straddle": _straddle,
+    "short": _short,
+    "none": _none,
+}

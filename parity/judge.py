@@ -1,0 +1,141 @@
+"""One case through golden, kernel and verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from parity import verdict
+from parity.backends import load_kernel, runner
+from parity.inputs import draw
+from parity.metrics import Floats, Metrics, eta, measure
+from parity.op import Backend, Case, Contract, Inputs, Op, outputs
+from parity.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a case's outputs are measured against: drawn inputs, golden and magnitude by output, longest chain."""
+
+    inputs: Inputs
+    golden: dict[str, Floats]
+    magnitude: dict[str, Floats]
+    chain: int
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The worst element of an output."""
+
+    index: tuple[int, ...]
+    golden: float
+    got: float
+    allowed: float  # |got - golden| that the bound allows there, before the output is rounded
+    box: tuple[tuple[int, int], ...]  # first and last index, per axis, of the elements beyond the bound
+    beyond: int  # how many there are
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict on one case on one backend, and what it rests on."""
+
+    case: Case
+    backend: Backend
+    real: bool
+    verdict: Verdict
+    output: str  # the output that decided
+    bound: float
+    metrics: Metrics | None = None  # None where the outputs cannot be compared
+    worst: Worst | None = None
+
+    def summary(self) -> dict[str, Any]:
+        """The figures that the terminal summary needs, as plain data that survives a trip between processes."""
+        figures = {key: getattr(self.metrics, key) for key in ("epsilon", "eta_max")} if self.metrics else {}
+        return {
+            "op": self.case.op,
+            "case": self.case.id,
+            "backend": self.backend,
+            "real": self.real,
+            "bound": self.bound,
+            **asdict(self.verdict),
+            "passed": self.verdict.passed,
+            **figures,
+        }
+
+
+@lru_cache(maxsize=4)
+def _reference(op: Op, case: Case) -> Reference:
+    inputs = draw(op, case)
+    with np.errstate(invalid="ignore", over="ignore"):
+        golden = outputs(op.golden(**inputs, **op.arguments(case)))
+        magnitude = outputs(op.magnitude(op, case, inputs))
+    return Reference(inputs, golden, magnitude, op.chain(case, inputs))
+
+
+def judge(op: Op, case: Case, backend: Backend, kernel: Callable[..., Any] | None = None) -> Judgement:
+    """Run a case on a backend and pass it through the gates that need no other backend (G1 to G3).
+
+    `kernel` takes the place of the op's own, for instance one with a planted fault. Data `integers` must come out exact (G2); everything else must lie within its contract's bound (G3). The verdict
+    of several outputs is that of the worst one. Raises ImportError where the backend's framework is missing.
+    """
+    reference = _reference(op, case)
+    run = runner(backend)
+    kernel = kernel or load_kernel(getattr(op, backend))
+    first, again = (outputs(run.run(kernel, reference.inputs, op.arguments(case))) for _ in range(2))
+    contract = op.contract(case, backend)
+    if set(first) != set(reference.golden):
+        reason = f"golden returns {', '.join(reference.golden)}, got {', '.join(first)}"
+        verdict_on_names = Verdict("WRONG OUTPUTS", "G1", reason)
+        return Judgement(case, backend, run.real, verdict_on_names, "", 0.0)
+    judgements = [
+        _judge_output(case, backend, run.real, contract, reference, name, first[name], again[name]) for name in first
+    ]
+    return max(judgements, key=lambda j: (not j.verdict.passed, j.metrics is None, j.metrics.eta_max if j.metrics else 0))
+
+
+def _judge_output(
+    case: Case,
+    backend: Backend,
+    real: bool,
+    contract: Contract,
+    reference: Reference,
+    name: str,
+    y: np.ndarray,
+    again: np.ndarray,
+) -> Judgement:
+    golden, magnitude, chain = reference.golden[name], reference.magnitude[name], reference.chain
+    bound, roundoff = contract.bound(chain), contract.roundoff
+    bad_form = verdict.form(y, again, golden, contract.out)
+    if bad_form and y.shape != golden.shape:
+        return Judgement(case, backend, real, bad_form, name, bound)
+    metrics = measure(y, golden, magnitude, roundoff=roundoff, fan_in=chain)
+    if bad_form:
+        decided = bad_form
+    elif case.data == "integers":
+        decided = verdict.exactness(y, golden)
+    else:
+        decided = verdict.agreement(metrics, bound)
+        if decided.passed:
+            untrusted = verdict.mistrusted(golden, magnitude, contract.out, bound, roundoff, chain)
+            decided = untrusted or decided
+    worst = None if decided.passed else _worst(y, golden, magnitude, metrics, bound, roundoff, chain)
+    return Judgement(case, backend, real, decided, name, bound, metrics, worst)
+
+
+def _worst(
+    y: np.ndarray, golden: Floats, magnitude: Floats, metrics: Metrics, bound: float, roundoff: float, chain: int
+) -> Worst | None:
+    if not metrics.worst:
+        return None
+    index = metrics.worst[0]
+    beyond = np.argwhere(
+        (eta(y, golden, magnitude, roundoff=roundoff, fan_in=chain) > bound)
+        | (np.isfinite(golden) != np.isfinite(y.astype(np.float64)))
+    )
+    box = tuple((int(axis.min()), int(axis.max())) for axis in beyond.T) if len(beyond) else ()
+    allowed = bound * roundoff * float(magnitude[index])
+    return Worst(index, float(golden[index]), float(y[index]), allowed, box, len(beyond))

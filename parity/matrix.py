@@ -1,0 +1,30 @@
+"""The matrix of a project: the ops named by `[tool.parity] matrix` in its pyproject.toml."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tomllib
+from pathlib import Path
+
+from parity.op import Op
+
+
+def load(root: Path) -> tuple[Op, ...]:
+    """The ops of the project at `root`: the `OPS` of the module that its pyproject.toml names.
+
+    Raises ValueError where the setting, the module's `OPS`, or the uniqueness of their names is missing.
+    """
+    pyproject = root / "pyproject.toml"
+    settings = tomllib.loads(pyproject.read_text())["tool"].get("parity", {}) if pyproject.exists() else {}
+    if "matrix" not in settings:
+        raise ValueError(f'{pyproject} must name a module of ops: [tool.parity] matrix = "tests.matrix"')
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    ops: tuple[Op, ...] = getattr(importlib.import_module(settings["matrix"]), "OPS", ())
+    if not ops:
+        raise ValueError(f"{settings['matrix']} must define OPS, a tuple of parity.Op, got none")
+    names = [op.name for op in ops]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{settings['matrix']}.OPS must have unique names, got {', '.join(names)}")
+    return ops

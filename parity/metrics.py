@@ -1,0 +1,142 @@
+"""How far an output is from its golden: pure functions of arrays.
+
+The error of one element is measured as the *compute error that explains it*: the smallest |δ| for which the golden
+plus δ, correctly rounded to the output dtype, is what the kernel returned.
+
+    η = min{ |δ| : RN_out(g + δ) = y } / (u_c · M + ω)
+
+It is 0 for a correctly rounded result in any output dtype, and it counts everything else in units of the
+accumulator's roundoff over M, so a bfloat16 output hides nothing: an error that a tolerance of half an output ulp
+would swallow shows as soon as it moves a rounding. ω = (fan-in + 1) · smallest normal float32 allows for units that
+flush subnormals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from parity.inputs import numpy_dtype
+
+REVISION = 1
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+HISTOGRAM = np.arange(-32.0, 33.0)
+"""Edges, in log2 η, of the 64 bins; zeros and what lies below go to the first, what lies above to the last."""
+MAP = 8
+"""Tiles along each of the last two axes of the η map."""
+TOP = 8
+"""Worst elements kept."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One output of one case and seed against its golden. Errors e = (y - g) / M and f = (RN_out(g) - g) / M."""
+
+    elements: int
+    epsilon: float  # E = rms(e), this is ε
+    floor: float  # F = rms(f), a correctly rounded result's
+    misrounded: float  # ρ, share of elements that are not RN_out(g)
+    eta_max: float
+    eta_q999: float
+    bias: float  # mean(e) / rms(e)
+    wrong_finiteness: int  # elements finite in one and not in the other
+    differing: int  # elements with η > 0
+    worst: tuple[tuple[int, ...], ...]  # indices, worst first
+    histogram: tuple[int, ...]  # of η > 0, `HISTOGRAM`
+    tiles: tuple[tuple[float, ...], ...]  # rms η over `MAP` x `MAP` tiles of the last two axes
+
+
+def round_to(values: Floats, dtype: str) -> np.ndarray:
+    """float64 values rounded once, to nearest even, to the dtype called `dtype`.
+
+    A direct cast to a narrow dtype goes through float32 and rounds twice; so float32 is entered by rounding to odd
+    (Boldo & Melquiond 2008, IEEE TC 57:462), which keeps the sticky bit.
+    """
+    target = numpy_dtype(dtype)
+    if target.itemsize >= 4:
+        return values.astype(target)
+    with np.errstate(over="ignore", invalid="ignore"):
+        single = values.astype(np.float32)
+    inexact = np.isfinite(single) & (single.astype(np.float64) != values)
+    bits = single.view(np.uint32)
+    away = inexact & (np.abs(single.astype(np.float64)) > np.abs(values))
+    bits[...] = np.where(inexact, (bits - away) | 1, bits)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return single.astype(target)
+
+
+def explained_by(y: np.ndarray, golden: Floats) -> Floats:
+    """|δ|: the smallest change of `golden` (float64) that one correct rounding to y's dtype turns into `y`.
+
+    NaN where either is not finite.
+    """
+    value = y.astype(np.float64)
+    infinity = np.array(np.inf, y.dtype)
+    up, down = (np.nextafter(y, end).astype(np.float64) for end in (infinity, -infinity))
+    gap_up = np.where(np.isfinite(up), up - value, value - down)
+    gap_down = np.where(np.isfinite(down), value - down, up - value)
+    with np.errstate(invalid="ignore"):
+        beyond = np.where(golden > value, golden - value - gap_up / 2, value - golden - gap_down / 2)
+    return np.where(np.isfinite(value) & np.isfinite(golden), np.maximum(beyond, 0), np.nan)
+
+
+def eta(y: np.ndarray, golden: Floats, magnitude: Floats, *, roundoff: float, fan_in: int) -> Floats:
+    """η of every element, 0 where neither side is finite; see the module's docstring."""
+    omega = (fan_in + 1) * float(np.finfo(np.float32).tiny)
+    with np.errstate(invalid="ignore"):
+        return np.nan_to_num(explained_by(y, golden) / (roundoff * magnitude + omega), nan=0.0, posinf=np.inf)
+
+
+def measure(y: np.ndarray, golden: Floats, magnitude: Floats, *, roundoff: float, fan_in: int) -> Metrics:
+    """`Metrics` of an output `y` in its own dtype; golden and magnitude are float64 of the same shape."""
+    value = y.astype(np.float64)
+    finite = np.isfinite(golden)
+    wrong = finite != np.isfinite(value)
+    scored = finite & ~wrong & (magnitude > 0)
+    rounded = round_to(golden[scored], str(y.dtype))
+    scale = magnitude[scored]
+    e = (value[scored] - golden[scored]) / scale
+    f = (rounded.astype(np.float64) - golden[scored]) / scale
+    errors = eta(y, golden, magnitude, roundoff=roundoff, fan_in=fan_in)
+    errors[wrong] = np.inf
+    epsilon = _rms(e)
+    order = np.argsort(errors, axis=None)[::-1][:TOP]
+    return Metrics(
+        elements=y.size,
+        epsilon=epsilon,
+        floor=_rms(f),
+        misrounded=float(np.mean(y[scored] != rounded)) if e.size else 0.0,
+        eta_max=float(errors.max(initial=0.0)),
+        eta_q999=float(np.quantile(errors, 0.999, method="higher")) if errors.size else 0.0,
+        bias=float(e.mean() / epsilon) if epsilon else 0.0,
+        wrong_finiteness=int(wrong.sum()),
+        differing=int((errors > 0).sum()),
+        worst=tuple(tuple(int(i) for i in np.unravel_index(flat, y.shape)) for flat in order),
+        histogram=histogram(errors),
+        tiles=tile_map(errors),
+    )
+
+
+def histogram(errors: Floats) -> tuple[int, ...]:
+    """Counts of η > 0 in the bins of `HISTOGRAM`."""
+    logs = np.log2(errors[errors > 0])
+    counts, _ = np.histogram(np.clip(logs, HISTOGRAM[0], np.nextafter(HISTOGRAM[-1], 0)), HISTOGRAM)
+    return tuple(int(count) for count in counts)
+
+
+def tile_map(errors: Floats) -> tuple[tuple[float, ...], ...]:
+    """rms η over `MAP` x `MAP` tiles of the last two axes, all leading axes together."""
+    flat = errors.reshape(-1, *((1, 1, *errors.shape)[-2:]))
+    rows, columns = (np.linspace(0, size, min(MAP, size) + 1).astype(int) for size in flat.shape[1:])
+    return tuple(
+        tuple(_rms(flat[:, r0:r1, c0:c1]) for c0, c1 in zip(columns, columns[1:], strict=False))
+        for r0, r1 in zip(rows, rows[1:], strict=False)
+    )
+
+
+def _rms(values: Floats) -> float:
+    return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0

@@ -1,0 +1,222 @@
+"""What is compared: an operation, one case of it, and what its kernels promise. Data; nothing runs here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+Backend = Literal["tpu", "gpu"]
+Inputs = Mapping[str, np.ndarray | None]
+"""One array per tensor argument; None where a case leaves an optional one out."""
+
+TIERS = ("smoke", "default", "full")
+SHORT_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
+
+UNIT_ROUNDOFF = {
+    "float64": 2.0**-53,
+    "float32": 2.0**-24,
+    "tf32": 2.0**-11,
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-8,
+    "float8_e4m3fn": 2.0**-4,
+    "float8_e5m2": 2.0**-3,
+}
+"""Half an ulp at 1, bounding the relative error of one rounding to nearest."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """A tensor argument: its shape, its dtype's name, and how it enters the sum.
+
+    `sum_over` is the axis that the operation sums over (None: the argument is not summed). `pair_sign` is the sign
+    that the second of two neighbours along it carries in cancelling data: +1 in one factor, -1 in the other.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    sum_over: int | None = None
+    pair_sign: int = 1
+
+
+@dataclass(frozen=True)
+class Groups:
+    """An int32 vector of `count` group sizes that cut `rows` rows, drawn by `pattern` (`parity.inputs.GROUPS`)."""
+
+    count: int
+    rows: int
+    pattern: str
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a kernel promises: how its dots round their operands, what it accumulates in, what it returns.
+
+    dot: `native` (exact products of narrow operands), `ieee` (exact products of float32), `bf16x6`, `bf16x3`,
+    `bf16x1` (float32 operands in that many bfloat16 passes) or `tf32`. Source of the roundoffs: `DOTS`.
+    """
+
+    dot: str
+    out: str
+    accumulate: str = "float32"
+
+    DOTS = {
+        # dot: (relative error of a product, from rounding its operands; passes added into one sum)
+        "native": (0.0, 1),
+        "ieee": (0.0, 1),
+        # Three bfloat16 pieces hold 24 bits; the dropped products of pieces are below 2^-24 |a||b| together.
+        "bf16x6": (2.0**-24, 6),
+        # Two pieces hold 16 bits of each operand, and lo·lo is dropped.
+        "bf16x3": (2 * 2.0**-16 + 2.0**-16, 3),
+        "bf16x1": (2 * UNIT_ROUNDOFF["bfloat16"], 1),
+        "tf32": (2 * UNIT_ROUNDOFF["tf32"], 1),
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if self.dot not in self.DOTS:
+            raise ValueError(f"dot must be one of {', '.join(self.DOTS)}, got {self.dot!r}")
+        for name in ("accumulate", "out"):
+            if getattr(self, name) not in UNIT_ROUNDOFF:
+                raise ValueError(f"{name} must be one of {', '.join(UNIT_ROUNDOFF)}, got {getattr(self, name)!r}")
+
+    @property
+    def roundoff(self) -> float:
+        """u_c, the unit roundoff that errors are counted in: the accumulator's."""
+        return UNIT_ROUNDOFF[self.accumulate]
+
+    def bound(self, chain: int) -> float:
+        """The a-priori bound on η for sums whose longest chain has `chain` additions.
+
+        The smaller of the deterministic n + 2 and the probabilistic 8·√n (Higham & Mary 2019, SIAM J. Sci. Comput.
+        41:A2815, with λ = 8), plus what the operands lose when they are rounded on the fly.
+        """
+        operands, passes = self.DOTS[self.dot]
+        n = max(chain, 1) + passes - 1
+        return float(min(n + 2, 8 * np.sqrt(n)) + operands / self.roundoff)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of an op's matrix. Its sizes and options read as attributes: `case.M`, `case.transpose_rhs`."""
+
+    op: str
+    dims: tuple[tuple[str, int], ...]
+    dtype: str  # of the inputs
+    out: str  # of the outputs
+    options: tuple[tuple[str, Any], ...] = ()
+    data: str = "normal"
+    seed: int = 0
+    tier: str = "default"
+    model: str = ""  # the published model whose shape this is
+    hidden: tuple[str, ...] = field(default=(), repr=False)  # options at their default: not in the id
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked for by copy and pickle before any field is set
+            raise AttributeError(name)
+        for key, value in (*self.dims, *self.options):
+            if key == name:
+                return value
+        raise AttributeError(f"case {self.id} has no size or option {name!r}")
+
+    @property
+    def id(self) -> str:
+        """Readable, stable and unique in the matrix: `gmm-M512_K256_N384_G8-bf16-zipf-s3`."""
+        sizes = "_".join(f"{name}{size}" for name, size in self.dims)
+        options = [_spell(name, value) for name, value in self.options if name not in self.hidden]
+        data = [] if self.data == "normal" else [self.data]
+        dtypes = "_".join(SHORT_NAMES.get(name, name) for name in dict.fromkeys([self.dtype, self.out]))
+        return "-".join([self.op, sizes, dtypes, *options, *data, f"s{self.seed}"])
+
+    def with_data(self, data: str) -> Case:
+        """The same case on other data."""
+        return replace(self, data=data)
+
+    def with_seed(self, seed: int) -> Case:
+        """The same case on another draw of its data."""
+        return replace(self, seed=seed)
+
+
+def _spell(name: str, value: Any) -> str:
+    if value is True:
+        return name
+    if isinstance(value, str):
+        return value
+    if isinstance(value, tuple):
+        return name + "x".join(map(str, value))
+    return f"{name}{value}"
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """An operation with its golden, its two kernels and its cases.
+
+    golden, naive: NumPy functions; tpu, gpu: `"module:function"`, imported only where they run. All four take the
+    tensors of `inputs(case)` and the keywords of `arguments(case)` under the same names.
+    defaults: the options of a case and what they are when a case does not say; one that is at its default is left
+    out of the case id unless `spelled` names it.
+    contract(case, backend); chain(case, inputs): the longest chain of additions behind one output element;
+    magnitude(op, case, inputs): Σ|terms| behind each output element, shaped as the output;
+    unread(case, inputs): masks of elements that the operation must not read, poisoned in `poison` data.
+    """
+
+    name: str
+    golden: Callable[..., Any]
+    naive: Callable[..., Any]
+    tpu: str
+    gpu: str
+    inputs: Callable[[Case], Mapping[str, Array | Groups | None]]
+    arguments: Callable[[Case], Mapping[str, Any]]
+    contract: Callable[[Case, Backend], Contract]
+    chain: Callable[[Case, Inputs], int]
+    magnitude: Callable[[Op, Case, Inputs], Any]
+    unread: Callable[[Case, Inputs], Mapping[str, np.ndarray]]
+    defaults: Mapping[str, Any]
+    spelled: tuple[str, ...] = ()
+    tau: float = 0.0  # how much larger ε_TPU may be than ε_GPU; anything but 0 needs a reason beside it
+    cases: tuple[Case, ...] = ()
+
+    def grid(
+        self,
+        shapes: Iterable[Mapping[str, int]],
+        *,
+        dtype: Sequence[str | tuple[str, str]],
+        data: Sequence[str] = ("normal",),
+        tier: str = "default",
+        model: str = "",
+        **options: Sequence[Any],
+    ) -> tuple[Case, ...]:
+        """Every combination of shapes, dtypes, data and option values, as cases.
+
+        A dtype is that of inputs and outputs, or a pair (inputs, outputs).
+        """
+        if tier not in TIERS:
+            raise ValueError(f"tier must be one of {', '.join(TIERS)}, got {tier!r}")
+        if unknown := set(options) - set(self.defaults):
+            raise ValueError(f"options must be among {', '.join(self.defaults)}, got {', '.join(sorted(unknown))}")
+        axes = [options.get(name, (default,)) for name, default in self.defaults.items()]
+
+        def build() -> Iterator[Case]:
+            for shape, kind, drawn, values in itertools.product(shapes, dtype, data, itertools.product(*axes)):
+                chosen = tuple(zip(self.defaults, values, strict=True))
+                hidden = tuple(n for n, v in chosen if v == self.defaults[n] and n not in self.spelled)
+                given, out = (kind, kind) if isinstance(kind, str) else kind
+                yield Case(self.name, tuple(shape.items()), given, out, chosen, drawn, 0, tier, model, hidden)
+
+        return tuple(build())
+
+    def with_cases(self, *parts: Iterable[Case]) -> Op:
+        """This op with the union of `parts` as its matrix; where two cases share an id the first one stays."""
+        unique: dict[str, Case] = {}
+        for case in itertools.chain(*parts):
+            unique.setdefault(case.id, case)
+        return replace(self, cases=tuple(unique.values()))
+
+
+def outputs(result: Any) -> dict[str, Any]:
+    """A kernel's or golden's result by name: a NamedTuple's fields that are not None, or the one array as `out`."""
+    if hasattr(result, "_asdict"):
+        return {name: value for name, value in result._asdict().items() if value is not None}
+    return {"out": result}

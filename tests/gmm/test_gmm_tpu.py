@@ -1,0 +1,14 @@
+"""gmm and tgmm on the TPU, or its emulation, against the float64 golden."""
+
+import parity
+from tests.matrix.gmm import GMM, TGMM
+
+
+@parity.cases(GMM, TGMM, backend="tpu")
+def test_agrees_with_golden(run):
+    run.agrees()
+
+
+@parity.cases(GMM, TGMM, backend="tpu", data="integers")
+def test_is_exact_on_integers(run):
+    run.is_exact()

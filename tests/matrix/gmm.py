@@ -1,0 +1,158 @@
+"""gmm and tgmm: their cases, how their inputs are drawn, what their kernels promise."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from cpu_golden.gmm import gmm, naive_gmm, naive_tgmm, tgmm
+from parity import Array, Case, Contract, Groups, Op, abs_of
+from parity.inputs import GROUPS
+from parity.op import Backend, Inputs
+from tests.matrix.models import MODELS
+
+F32, BF16, F16 = "float32", "bfloat16", "float16"
+
+
+def contract(c: Case, backend: Backend) -> Contract:
+    """Float32 accumulation and one rounding of the output, everywhere.
+
+    The MXU has no float16: float16 operands go the way of float32 there.
+    """
+    if c.dtype == BF16 or (c.dtype == F16 and backend == "gpu"):
+        return Contract(dot="native", out=c.out)
+    return Contract(dot="bf16x6" if backend == "tpu" else "ieee", out=c.out)
+
+
+def shard(c: Case) -> tuple[int, int]:
+    """(group_offset, E): the case's G groups are those from group_offset on, of E."""
+    return c.shard or (0, c.G)
+
+
+def active_rows(c: Case, inputs: Inputs) -> slice:
+    """The rows of lhs that belong to a group of the shard."""
+    offset, _ = shard(c)
+    starts = np.concatenate([[0], np.cumsum(inputs["group_sizes"])])
+    return slice(starts[offset], starts[offset + c.G])
+
+
+def inactive(c: Case, inputs: Inputs) -> Mapping[str, np.ndarray]:
+    """Rows of no active group, and the matrices of groups without rows: their values must not reach the output."""
+    offset, _ = shard(c)
+    rows = np.ones(c.M, bool)
+    rows[active_rows(c, inputs)] = False
+    masks = {"lhs": rows, "rhs": rows if c.op == "tgmm" else inputs["group_sizes"][offset : offset + c.G] == 0}
+    return {
+        name: np.broadcast_to(mask.reshape(-1, *[1] * (inputs[name].ndim - 1)), inputs[name].shape)
+        for name, mask in masks.items()
+    }
+
+
+def longest_group(c: Case, inputs: Inputs) -> int:
+    offset, _ = shard(c)
+    return int(inputs["group_sizes"][offset : offset + c.G].max(initial=0)) + 1  # and existing_out
+
+
+DEFAULTS = dict(transpose_rhs=False, existing_out=False, shard=None, tiling=None, groups="zipf")
+
+_GMM = Op(
+    "gmm",
+    golden=gmm,
+    naive=naive_gmm,
+    tpu="tpu_kernels.gmm:gmm",
+    gpu="gpu_reference.gmm:gmm",
+    inputs=lambda c: {
+        "lhs": Array((c.M, c.K), c.dtype, sum_over=1),
+        "rhs": Array((c.G, c.N, c.K), c.dtype, sum_over=2, pair_sign=-1)
+        if c.transpose_rhs
+        else Array((c.G, c.K, c.N), c.dtype, sum_over=1, pair_sign=-1),
+        "group_sizes": Groups(shard(c)[1], rows=c.M, pattern=c.groups),
+        "existing_out": Array((c.M, c.N), c.out) if c.existing_out else None,
+    },
+    arguments=lambda c: {
+        "group_offset": shard(c)[0],
+        "transpose_rhs": c.transpose_rhs,
+        "preferred_element_type": c.out,
+        "tiling": c.tiling,
+    },
+    contract=contract,
+    chain=lambda c, inputs: c.K,
+    magnitude=abs_of("lhs", "rhs", "existing_out"),
+    unread=inactive,
+    defaults=DEFAULTS,
+    spelled=("groups",),
+)
+
+_TGMM = Op(
+    "tgmm",
+    golden=tgmm,
+    naive=naive_tgmm,
+    tpu="tpu_kernels.gmm:tgmm",
+    gpu="gpu_reference.gmm:tgmm",
+    inputs=lambda c: {
+        "lhs": Array((c.M, c.K), c.dtype, sum_over=0),
+        "rhs": Array((c.M, c.N), c.dtype, sum_over=0, pair_sign=-1),
+        "group_sizes": Groups(shard(c)[1], rows=c.M, pattern=c.groups),
+        "existing_out": Array((c.G, c.K, c.N), c.out) if c.existing_out else None,
+    },
+    arguments=lambda c: {
+        "group_offset": shard(c)[0],
+        "num_actual_groups": c.G,
+        "preferred_element_type": c.out,
+        "tiling": c.tiling,
+    },
+    contract=contract,
+    chain=longest_group,
+    magnitude=abs_of("lhs", "rhs", "existing_out"),
+    unread=inactive,
+    defaults={name: value for name, value in DEFAULTS.items() if name != "transpose_rhs"},
+    spelled=("groups",),
+)
+
+DTYPES = [F32, BF16, F16, (BF16, F32), (F16, F32)]
+PATTERNS = list(GROUPS)
+SMALL_TILES = (64, 128, 128)  # several tiles along every axis of a small case, and boundaries inside them
+
+SMALL = [dict(M=300, K=200, N=160, G=6)]
+EDGES = [dict(M=m, K=k, N=n, G=g) for m in (128, 257) for k in (1, 130, 512) for n in (1, 96, 256) for g in (1, 5)]
+EMPTY = [dict(M=0, K=64, N=64, G=3), dict(M=64, K=0, N=64, G=3), dict(M=64, K=64, N=0, G=3), dict(M=64, K=64, N=64, G=0)]
+SHARD = [dict(M=200, K=130, N=96, G=2)]
+MANY_GROUPS = [dict(M=130, K=64, N=40, G=64)]
+LARGE = [dict(M=m, K=k, N=n, G=g) for m in (1, 511, 1024) for k in (257, 1024) for n in (160, 640) for g in (3, 32)]
+SOME_TILES = [(128, 128, 128), (32, 256, 128), (100, 130, 90), (256, 512, 256), (16, 128, 256)]
+DISTRIBUTIONS = ["one_signed", "wide", "outliers", "cancellation", "poison", "nonfinite"]
+
+
+def models(op: Op) -> tuple[Case, ...]:
+    """Each model's expert layer, as a shard of at most 8 experts and a slice of N; K is whole."""
+    cases: tuple[Case, ...] = ()
+    for model in MODELS:
+        shape = dict(M=256, K=model.hidden, N=min(model.intermediate, 128), G=8)
+        held = [(model.experts // 4, model.experts)] if model.experts > 8 else [None]
+        cases += op.grid([shape], dtype=[BF16, (BF16, F32)], shard=held, model=model.name)
+    return cases
+
+
+def cases(op: Op) -> tuple[Case, ...]:
+    """The matrix of gmm or tgmm."""
+    flags = {"transpose_rhs": [False, True]} if "transpose_rhs" in op.defaults else {}
+    small = dict(tiling=[SMALL_TILES])
+    parts = [
+        op.grid(SMALL, dtype=[F32, BF16], groups=["zipf", "empty_middle", "short"], tier="smoke", **small, **flags),
+        op.grid(SMALL, dtype=DTYPES, groups=PATTERNS, **small, **flags),
+        op.grid(EDGES, dtype=[F32, BF16], groups=["straddle"]),
+        op.grid(EMPTY, dtype=[F32, BF16], existing_out=[False, True], groups=["balanced"]),
+        op.grid(SHARD, dtype=[F32, BF16], shard=[(0, 8), (3, 8), (6, 8)], existing_out=[False, True], groups=["zipf", "empty_runs"], **small),
+        op.grid(SMALL, dtype=[F32, BF16, F16], existing_out=[True], groups=["zipf", "short", "none", "one_hot"], **small),
+        op.grid(SMALL, dtype=[F32, (BF16, F32), BF16], data=DISTRIBUTIONS, groups=["short"], **small),
+        op.grid(SMALL, dtype=[F32, BF16], tiling=SOME_TILES, groups=["straddle"]),
+        op.grid(MANY_GROUPS, dtype=[F32, BF16], groups=["zipf", "ones", "empty_runs"]),
+        models(op),
+        op.grid(LARGE, dtype=DTYPES, groups=["zipf", "short"], tier="full", **flags),
+        op.grid(SMALL, dtype=DTYPES, data=DISTRIBUTIONS, groups=PATTERNS, existing_out=[False, True], tier="full", **small, **flags),
+    ]  # fmt: skip
+    return op.with_cases(*parts).cases
+
+
+GMM = replace(_GMM, cases=cases(_GMM))
+TGMM = replace(_TGMM, cases=cases(_TGMM))
