@@ -13,8 +13,13 @@ Tiling = tuple[int, int, int] | Callable[[int, int, int], tuple[int, int, int] |
 class Array(Protocol):
     """What NumPy, JAX and torch arrays have in common."""
 
-    shape: Any
-    dtype: Any
+    @property
+    def shape(self) -> Any:
+        """Sizes of the axes."""
+
+    @property
+    def dtype(self) -> Any:
+        """The framework's own dtype."""
 
 
 def dtype_name(dtype: Any) -> str:
@@ -26,15 +31,17 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-def check_array(name: str, value: Any, axes: str, dtypes: tuple[str, ...]) -> None:
-    """Refuse `value` unless it is an array with the named axes (`"M, K"`) and one of `dtypes`."""
+def check_array(name: str, value: Any, axes: str, dtypes: tuple[str, ...], *, exact: bool = False) -> None:
+    """Refuse `value` unless it is an array with the named axes (`"M, K"`) and one of `dtypes`.
+
+    `exact` lets float64 through as well, which only the goldens take and no kernel is promised to.
+    """
     if not (hasattr(value, "shape") and hasattr(value, "dtype")):
         raise TypeError(f"{name} must be an array [{axes}], got {type(value).__name__}")
     rank = axes.count(",") + 1
     if len(value.shape) != rank:
         raise ValueError(f"{name} must have rank {rank} [{axes}], got shape {list(value.shape)}")
-    if dtype_name(value.dtype) not in dtypes:
-        raise TypeError(f"{name} must be {_either(dtypes)}, got {dtype_name(value.dtype)}")
+    _check_dtype(name, dtype_name(value.dtype), dtypes, exact)
 
 
 def check_shape(name: str, value: Array, axes: str, expected: tuple[int, ...]) -> None:
@@ -43,11 +50,10 @@ def check_shape(name: str, value: Array, axes: str, expected: tuple[int, ...]) -
         raise ValueError(f"{name} must have shape [{axes}] = {list(expected)}, got {list(value.shape)}")
 
 
-def check_output_dtype(name: str, dtype: Any, default: Any, dtypes: tuple[str, ...]) -> str:
-    """The name of the output dtype asked for (`default`'s where `dtype` is None)."""
+def check_output_dtype(name: str, dtype: Any, default: Any, dtypes: tuple[str, ...], *, exact: bool = False) -> str:
+    """The name of the output dtype asked for (`default`'s where `dtype` is None); `exact` as in `check_array`."""
     chosen = dtype_name(default if dtype is None else dtype)
-    if chosen not in dtypes:
-        raise TypeError(f"{name} must be {_either(dtypes)}, got {chosen}")
+    _check_dtype(name, chosen, dtypes, exact)
     return chosen
 
 
@@ -67,6 +73,11 @@ def resolve_tiling(
         raise ValueError(f"tiling must be three positive ints (tm, tk, tn), got {tile!r}")
     tm, tk, tn = tile
     return tm, tk, tn
+
+
+def _check_dtype(name: str, dtype: str, dtypes: tuple[str, ...], exact: bool) -> None:
+    if dtype not in dtypes and not (exact and dtype == "float64"):
+        raise TypeError(f"{name} must be {_either(dtypes)}, got {dtype}")
 
 
 def _either(names: tuple[str, ...]) -> str:

@@ -38,16 +38,15 @@ def check_gmm(
     a device. `exact` also lets float64 operands through: the goldens take them.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, shape or value.
     """
-    floats = (*FLOATS, "float64") if exact else FLOATS
-    check_array("lhs", lhs, "M, K", floats)
-    check_array("rhs", rhs, "G, N, K" if transpose_rhs else "G, K, N", floats)
+    check_array("lhs", lhs, "M, K", FLOATS, exact=exact)
+    check_array("rhs", rhs, "G, N, K" if transpose_rhs else "G, K, N", FLOATS, exact=exact)
     _same_dtype(lhs, rhs)
     m, k = lhs.shape
     groups, *kn = rhs.shape
     rhs_k, n = reversed(kn) if transpose_rhs else kn
     if rhs_k != k:
         raise ValueError(f"rhs must have K = {k} as lhs does, got {rhs_k} (shape {list(rhs.shape)})")
-    out_dtype = check_output_dtype("preferred_element_type", preferred_element_type, lhs.dtype, floats)
+    out_dtype = check_output_dtype("preferred_element_type", preferred_element_type, lhs.dtype, FLOATS, exact=exact)
     experts = _check_groups(group_sizes, group_offset, groups, m, sizes)
     _check_existing_out(existing_out, "M, N", (m, n), out_dtype, exact)
     return Problem(m, k, n, groups, experts, out_dtype)
@@ -66,14 +65,13 @@ def check_tgmm(
     exact: bool = False,
 ) -> Problem:
     """Check the arguments of `tgmm`; as `check_gmm`."""
-    floats = (*FLOATS, "float64") if exact else FLOATS
-    check_array("lhs", lhs, "M, K", floats)
-    check_array("rhs", rhs, "M, N", floats)
+    check_array("lhs", lhs, "M, K", FLOATS, exact=exact)
+    check_array("rhs", rhs, "M, N", FLOATS, exact=exact)
     _same_dtype(lhs, rhs)
     (m, k), n = lhs.shape, rhs.shape[1]
     if rhs.shape[0] != m:
         raise ValueError(f"rhs must have M = {m} rows as lhs does, got {rhs.shape[0]}")
-    out_dtype = check_output_dtype("preferred_element_type", preferred_element_type, lhs.dtype, floats)
+    out_dtype = check_output_dtype("preferred_element_type", preferred_element_type, lhs.dtype, FLOATS, exact=exact)
     check_array("group_sizes", group_sizes, "E", ("int32",))
     groups = group_sizes.shape[0] if num_actual_groups is None else num_actual_groups
     if type(groups) is not int:
@@ -135,5 +133,5 @@ def _check_existing_out(
     existing_out: Array | None, axes: str, shape: tuple[int, ...], out_dtype: str, exact: bool
 ) -> None:
     if existing_out is not None:
-        check_array("existing_out", existing_out, axes, (out_dtype, "float64") if exact else (out_dtype,))
+        check_array("existing_out", existing_out, axes, (out_dtype,), exact=exact)
         check_shape("existing_out", existing_out, axes, shape)

@@ -18,7 +18,8 @@ from rich.table import Table
 
 from parity import matrix
 from parity.backends import prepare_environment
-from parity.op import SHORT_NAMES, Case, Op
+from parity.dtypes import SHORT_NAMES
+from parity.op import Case, Op
 from parity.plugin import BACKENDS
 from parity.verdict import Verdict
 
@@ -127,7 +128,8 @@ def judge_seeds(root: Path, op_name: str, case: Case, seeds: int) -> Line:
     if failed is not None:
         verdict = Verdict(failed.verdict.outcome, failed.verdict.gate, f"{failed.backend}: {failed.verdict.reason}")
     else:
-        verdict = parity(metrics["tpu"], metrics["gpu"], op.tau).verdict
+        narrow = op.contract(case, "tpu").narrow_output
+        verdict = parity(metrics["tpu"], metrics["gpu"], narrow_output=narrow, tau=op.tau).verdict
     return Line(
         case,
         seeds,

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from parity.dtypes import numpy_dtype, round_to
 from parity.op import Array, Case, Groups, Inputs, Op
 
 REVISION = 1
@@ -27,11 +27,6 @@ CANCELLATION = 2.0**-6
 left is a known value and not noise."""
 
 
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy (or ml_dtypes) dtype called `name`; raises TypeError for a name neither has."""
-    return np.dtype(getattr(ml_dtypes, name, name))
-
-
 def draw(op: Op, case: Case) -> Inputs:
     """The input arrays of a case, by argument name."""
     drawn: dict[str, np.ndarray | None] = {}
@@ -40,7 +35,7 @@ def draw(op: Op, case: Case) -> Inputs:
         if isinstance(spec, Groups):
             drawn[name] = group_sizes(spec, bits)
         elif isinstance(spec, Array):
-            drawn[name] = DISTRIBUTIONS[case.data](spec, bits, case.out).astype(numpy_dtype(spec.dtype))
+            drawn[name] = round_to(DISTRIBUTIONS[case.data](spec, bits, case.out), spec.dtype)
         else:
             drawn[name] = None
     if case.data in ("poison", "nonfinite"):
@@ -94,7 +89,9 @@ def _integers(spec: Array, bits: Bits, out: str) -> np.ndarray:
     terms = 2 ** min(24, digits) // 8
     length = spec.shape[spec.sum_over]
     stride = -(-length // terms)
-    position = np.expand_dims(np.arange(length), [a for a in range(len(spec.shape)) if a != spec.sum_over % len(spec.shape)])
+    position = np.expand_dims(
+        np.arange(length), [a for a in range(len(spec.shape)) if a != spec.sum_over % len(spec.shape)]
+    )
     # One phase per line along the summed axis: over all lines every position is used.
     phase = np.take(words, [0], axis=spec.sum_over) >> np.uint64(2) if length else words
     kept = (position + phase % np.uint64(max(stride, 1))) % max(stride, 1) == 0
@@ -130,7 +127,7 @@ def _cancellation(spec: Array, bits: Bits, out: str) -> np.ndarray:
     if spec.sum_over is None:
         return values
     # Rounded first: the pair must stay a pair in the argument's dtype.
-    lines = np.moveaxis(values.astype(numpy_dtype(spec.dtype)).astype(np.float64), spec.sum_over, -1)
+    lines = np.moveaxis(round_to(values, spec.dtype).astype(np.float64), spec.sum_over, -1)
     even = lines[..., 0 : lines.shape[-1] // 2 * 2 : 2]
     lines[..., 1::2] = even if spec.pair_sign > 0 else -even * (1 + CANCELLATION)
     return np.moveaxis(lines, -1, spec.sum_over)

@@ -197,9 +197,10 @@ def _check_x64(name: str, dtype: str) -> None:
     import jax
 
     if dtype in ("float64", "int64") and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        narrow = dtype.replace("64", "32")
         raise TypeError(
-            f"{name} must be at most 32 bits wide while JAX's 64-bit types are off, got {dtype}: "
-            f'call this inside `with jax.enable_x64(True):`, or convert explicitly with dtype="{dtype[:-2]}32"'
+            f"{name} must be at most 32 bits wide while JAX's 64-bit types are off, got {dtype}: call this inside "
+            f'`with jax.enable_x64(True):`, or convert to {narrow} explicitly (torch_to_jax(..., dtype="{narrow}"))'
         )
 
 

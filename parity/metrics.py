@@ -14,15 +14,13 @@ flush subnormals.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 
-from parity.inputs import numpy_dtype
+from parity.dtypes import Floats, round_to
 
 REVISION = 1
-
-Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 HISTOGRAM = np.arange(-32.0, 33.0)
 """Edges, in log2 η, of the 64 bins; zeros and what lies below go to the first, what lies above to the last."""
@@ -48,25 +46,6 @@ class Metrics:
     worst: tuple[tuple[int, ...], ...]  # indices, worst first
     histogram: tuple[int, ...]  # of η > 0, `HISTOGRAM`
     tiles: tuple[tuple[float, ...], ...]  # rms η over `MAP` x `MAP` tiles of the last two axes
-
-
-def round_to(values: Floats, dtype: str) -> np.ndarray:
-    """float64 values rounded once, to nearest even, to the dtype called `dtype`.
-
-    A direct cast to a narrow dtype goes through float32 and rounds twice; so float32 is entered by rounding to odd
-    (Boldo & Melquiond 2008, IEEE TC 57:462), which keeps the sticky bit.
-    """
-    target = numpy_dtype(dtype)
-    if target.itemsize >= 4:
-        return values.astype(target)
-    with np.errstate(over="ignore", invalid="ignore"):
-        single = values.astype(np.float32)
-    inexact = np.isfinite(single) & (single.astype(np.float64) != values)
-    bits = single.view(np.uint32)
-    away = inexact & (np.abs(single.astype(np.float64)) > np.abs(values))
-    bits[...] = np.where(inexact, (bits - away) | 1, bits)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return single.astype(target)
 
 
 def explained_by(y: np.ndarray, golden: Floats) -> Floats:
@@ -130,12 +109,11 @@ def histogram(errors: Floats) -> tuple[int, ...]:
 
 def tile_map(errors: Floats) -> tuple[tuple[float, ...], ...]:
     """rms η over `MAP` x `MAP` tiles of the last two axes, all leading axes together."""
+    if not errors.size:
+        return ()
     flat = errors.reshape(-1, *((1, 1, *errors.shape)[-2:]))
     rows, columns = (np.linspace(0, size, min(MAP, size) + 1).astype(int) for size in flat.shape[1:])
-    return tuple(
-        tuple(_rms(flat[:, r0:r1, c0:c1]) for c0, c1 in zip(columns, columns[1:], strict=False))
-        for r0, r1 in zip(rows, rows[1:], strict=False)
-    )
+    return tuple(tuple(_rms(flat[:, r0:r1, c0:c1]) for c0, c1 in pairwise(columns)) for r0, r1 in pairwise(rows))
 
 
 def _rms(values: Floats) -> float:

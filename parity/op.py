@@ -5,27 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
+
+from parity.dtypes import SHORT_NAMES, UNIT_ROUNDOFF
 
 Backend = Literal["tpu", "gpu"]
 Inputs = Mapping[str, np.ndarray | None]
 """One array per tensor argument; None where a case leaves an optional one out."""
 
 TIERS = ("smoke", "default", "full")
-SHORT_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
-
-UNIT_ROUNDOFF = {
-    "float64": 2.0**-53,
-    "float32": 2.0**-24,
-    "tf32": 2.0**-11,
-    "float16": 2.0**-11,
-    "bfloat16": 2.0**-8,
-    "float8_e4m3fn": 2.0**-4,
-    "float8_e5m2": 2.0**-3,
-}
-"""Half an ulp at 1, bounding the relative error of one rounding to nearest."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +53,7 @@ class Contract:
     out: str
     accumulate: str = "float32"
 
-    DOTS = {
+    DOTS: ClassVar[Mapping[str, tuple[float, int]]] = {
         # dot: (relative error of a product, from rounding its operands; passes added into one sum)
         "native": (0.0, 1),
         "ieee": (0.0, 1),
@@ -86,6 +76,11 @@ class Contract:
     def roundoff(self) -> float:
         """u_c, the unit roundoff that errors are counted in: the accumulator's."""
         return UNIT_ROUNDOFF[self.accumulate]
+
+    @property
+    def narrow_output(self) -> bool:
+        """Whether rounding the output loses more than one operation of the accumulator."""
+        return UNIT_ROUNDOFF[self.out] > self.roundoff
 
     def bound(self, chain: int) -> float:
         """The a-priori bound on η for sums whose longest chain has `chain` additions.

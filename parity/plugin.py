@@ -67,6 +67,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options, all named --parity-…."""
     group = parser.getgroup("parity", "kernel parity")
     group.addoption(
         "--parity-tier",
@@ -80,6 +81,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers and the reporter."""
     config.addinivalue_line("markers", "parity_cases(ops, backend, data): run over the matrix of ops; see parity.cases")
     config.addinivalue_line("markers", "smoke: the tier of cases that runs in under a minute")
     config.addinivalue_line("markers", "full: the tier of cases that runs only where asked for")
@@ -98,6 +100,7 @@ def _matrix(config: pytest.Config) -> tuple[Op, ...]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test per case where `cases` asks for it."""
     marker = metafunc.definition.get_closest_marker("parity_cases")
     if marker is None:
         return
@@ -109,16 +112,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for case in op.cases:
             drawn = case.with_seed(metafunc.config.getoption("--parity-seed"))
             drawn = drawn if data is None else drawn.with_data(data)
-            marks = [getattr(pytest.mark, backend), *([getattr(pytest.mark, case.tier)] if case.tier != "default" else [])]
+            marks = [
+                getattr(pytest.mark, backend),
+                *([getattr(pytest.mark, case.tier)] if case.tier != "default" else []),
+            ]
             chosen.setdefault(drawn.id, pytest.param((op, drawn, backend), id=drawn.id, marks=marks))
     metafunc.parametrize("run", list(chosen.values()), indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is beyond the chosen tier."""
     tier = config.getoption("--parity-tier") or ("full" if "full" in config.getoption("markexpr") else "default")
     if tier == "full":
         return
-    kept, dropped = [], []
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
     for item in items:
         wanted = item.get_closest_marker("smoke") if tier == "smoke" else not item.get_closest_marker("full")
         (kept if wanted else dropped).append(item)
@@ -128,6 +136,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_header(config: pytest.Config) -> str:
+    """Which backend is real and which is emulated."""
     from parity.backends import has_cuda, has_tpu
 
     real = {"tpu": has_tpu(), "gpu": has_cuda()}
@@ -143,7 +152,7 @@ class _Reporter:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
-            self._judged += [value for name, value in report.user_properties if name == "parity"]
+            self._judged += [value for name, value in report.user_properties if name == "parity"]  # type: ignore[misc]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         lines = text.summary(self._judged)

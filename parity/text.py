@@ -50,7 +50,10 @@ def sparkline(counts: Sequence[int]) -> str:
 def heat_map(tiles: Sequence[Sequence[float]]) -> list[str]:
     """Tiles as rows of shades, darkest where the error is largest."""
     top = max(max(row) for row in tiles) or 1.0
-    return ["".join(SHADES[min(4, int(4 * value / top + 0.999))] * 2 if value < float("inf") else "██" for value in row) for row in tiles]
+    return [
+        "".join(SHADES[min(4, int(4 * value / top + 0.999))] * 2 if value < float("inf") else "██" for value in row)
+        for row in tiles
+    ]
 
 
 def _worst_tile(tiles: Sequence[Sequence[float]]) -> str:
@@ -65,7 +68,9 @@ def summary(judged: Iterable[Mapping[str, Any]]) -> list[str]:
     groups: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
     for entry in judged:
         groups.setdefault((entry["op"], entry["backend"], entry["real"]), []).append(entry)
-    lines = [f"{'op':<10} {'backend':<14} {'cases':>6} {'worst η/bound':>14} {'worst ε':>9}  verdicts"] if groups else []
+    lines = (
+        [f"{'op':<10} {'backend':<14} {'cases':>6} {'worst η/bound':>14} {'worst ε':>9}  verdicts"] if groups else []
+    )
     for (op, backend, real), entries in sorted(groups.items()):
         scored = [e for e in entries if "eta_max" in e and e["gate"] == "G3" and e["bound"]]
         ratio = max((e["eta_max"] / e["bound"] for e in scored), default=0.0)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parity.metrics import Floats, Metrics, eta, explained_by, round_to
+from parity.dtypes import Floats, round_to
+from parity.metrics import Metrics, eta, explained_by
 
 Z = 4.0
 """Standard errors that a difference must exceed before it counts."""
@@ -58,7 +59,9 @@ def exactness(y: np.ndarray, golden: Floats) -> Verdict:
         raise ValueError(f"golden must be exact in {y.dtype} on integer data, got values that are not")
     wrong = int((y.astype(np.float64) != golden).sum())
     if wrong:
-        return Verdict("LOGIC FAULT", "G2", f"{wrong} of {y.size} elements differ on integer data, where every sum is exact")
+        return Verdict(
+            "LOGIC FAULT", "G2", f"{wrong} of {y.size} elements differ on integer data, where every sum is exact"
+        )
     return Verdict("EXACT", "G2", "equal to the golden")
 
 
@@ -69,11 +72,15 @@ def agreement(metrics: Metrics, bound: float) -> Verdict:
     return Verdict("AGREES", "G3", f"η = {metrics.eta_max:.3g} (bound {bound:.3g})")
 
 
-def mistrusted(golden: Floats, magnitude: Floats, dtype: str, bound: float, roundoff: float, fan_in: int) -> Verdict | None:
+def mistrusted(
+    golden: Floats, magnitude: Floats, dtype: str, bound: float, roundoff: float, fan_in: int
+) -> Verdict | None:
     """The verdict on the case itself where an obviously wrong output would pass its bound."""
     for name, wrong in wrong_outputs(golden):
         differs = np.nonzero(explained_by(round_to(wrong, dtype), golden) != 0)
-        scores = eta(round_to(wrong[differs], dtype), golden[differs], magnitude[differs], roundoff=roundoff, fan_in=fan_in)
+        scores = eta(
+            round_to(wrong[differs], dtype), golden[differs], magnitude[differs], roundoff=roundoff, fan_in=fan_in
+        )
         if not np.any(scores > bound):
             return Verdict("MISTRUSTED", "G3", f"an output that is {name} would pass (bound {bound:.3g})")
     return None
@@ -81,10 +88,7 @@ def mistrusted(golden: Floats, magnitude: Floats, dtype: str, bound: float, roun
 
 def wrong_outputs(golden: Floats) -> Iterator[tuple[str, Floats]]:
     """Outputs that no case may let pass, by what is wrong with them; only those that differ from the golden."""
-    if golden.ndim < 2:
-        rows = golden.reshape(-1, 1)
-    else:
-        rows = golden
+    rows = golden.reshape(-1, 1) if golden.ndim < 2 else golden
     nonzero = np.argwhere(np.nan_to_num(rows, posinf=1, neginf=1) != 0)
     if not len(nonzero):
         return
@@ -109,10 +113,11 @@ class Parity:
     high: float
 
 
-def parity(tpu: Sequence[Metrics], gpu: Sequence[Metrics], tau: float = 0.0) -> Parity:
+def parity(tpu: Sequence[Metrics], gpu: Sequence[Metrics], *, narrow_output: bool, tau: float = 0.0) -> Parity:
     """G5: WIN, TIE or LOSS of the TPU's error against the GPU's, from the same seeds in the same order.
 
-    The statistic T is ε, or the misround rate where the output is so narrow that ε is its rounding floor on both.
+    The statistic T is ε, or the misround rate where the output is narrower than the accumulator (`narrow_output`) and ε
+    is nothing but its rounding on both backends.
     LOSS where mean(ln T_TPU - ln T_GPU) > ln(1 + τ) + z·max(sd, noise)/√S, unless ε_TPU is within 1.05 of the floor;
     WIN where the mean is below the negative margin. sd is the spread over S seeds; noise is what one seed's sampling
     alone causes: 1.26/√N of ε over N elements, the square root of 1/count + 1/count of the misrounded elements.
@@ -120,7 +125,7 @@ def parity(tpu: Sequence[Metrics], gpu: Sequence[Metrics], tau: float = 0.0) -> 
     """
     if len(tpu) != len(gpu) or not tpu:
         raise ValueError(f"tpu and gpu must be paired seeds, at least one, got {len(tpu)} and {len(gpu)}")
-    narrow = all(_excess(m) < 0.05 * m.floor for m in (*tpu, *gpu))
+    narrow = narrow_output and all(_excess(m) < 0.05 * m.floor for m in (*tpu, *gpu))
     statistic, noise = (_misround_rate, _misround_noise) if narrow else (_epsilon, _epsilon_noise)
     logs = np.array([np.log(statistic(t)) - np.log(statistic(g)) for t, g in zip(tpu, gpu, strict=True)])
     spread = float(logs.std(ddof=1)) if len(logs) > 1 else 0.0

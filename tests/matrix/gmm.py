@@ -115,8 +115,14 @@ SMALL_TILES = (64, 128, 128)  # several tiles along every axis of a small case, 
 
 SMALL = [dict(M=300, K=200, N=160, G=6)]
 EDGES = [dict(M=m, K=k, N=n, G=g) for m in (128, 257) for k in (1, 130, 512) for n in (1, 96, 256) for g in (1, 5)]
-EMPTY = [dict(M=0, K=64, N=64, G=3), dict(M=64, K=0, N=64, G=3), dict(M=64, K=64, N=0, G=3), dict(M=64, K=64, N=64, G=0)]
+EMPTY = [
+    dict(M=0, K=64, N=64, G=3),
+    dict(M=64, K=0, N=64, G=3),
+    dict(M=64, K=64, N=0, G=3),
+    dict(M=64, K=64, N=64, G=0),
+]
 SHARD = [dict(M=200, K=130, N=96, G=2)]
+SQUARE = [dict(M=200, K=128, N=128, G=4)]  # where a forgotten transpose still fits
 MANY_GROUPS = [dict(M=130, K=64, N=40, G=64)]
 LARGE = [dict(M=m, K=k, N=n, G=g) for m in (1, 511, 1024) for k in (257, 1024) for n in (160, 640) for g in (3, 32)]
 SOME_TILES = [(128, 128, 128), (32, 256, 128), (100, 130, 90), (256, 512, 256), (16, 128, 256)]
@@ -146,6 +152,7 @@ def cases(op: Op) -> tuple[Case, ...]:
         op.grid(SMALL, dtype=[F32, BF16, F16], existing_out=[True], groups=["zipf", "short", "none", "one_hot"], **small),
         op.grid(SMALL, dtype=[F32, (BF16, F32), BF16], data=DISTRIBUTIONS, groups=["short"], **small),
         op.grid(SMALL, dtype=[F32, BF16], tiling=SOME_TILES, groups=["straddle"]),
+        op.grid(SQUARE, dtype=[F32, BF16], groups=["straddle"], **flags),
         op.grid(MANY_GROUPS, dtype=[F32, BF16], groups=["zipf", "ones", "empty_runs"]),
         models(op),
         op.grid(LARGE, dtype=DTYPES, groups=["zipf", "short"], tier="full", **flags),

@@ -1,0 +1,229 @@
+"""The arithmetic of NVIDIA's matrix units, put into Triton's interpreter.
+
+By itself the interpreter multiplies bfloat16 as integers, truncates to bfloat16, ignores `input_precision`, and sums
+float32 dots in whatever order NumPy likes. Inside `emulated()` a dot does what Triton compiles it to:
+
+- Operands of 16 or 8 bits and TF32: products are exact, and each instruction adds the products of its own depth
+  (DEPTHS) to the accumulator with one rounding. Fasi, Higham, Mikaitis & Pranesh 2021, "Numerical behavior of NVIDIA
+  tensor cores" (PeerJ CS 7:e330): exact products, sums aligned and added without intermediate normalisation. The
+  hardware aligns to a few extra bits and truncates; here the sum is exact to float64 and rounds to nearest even, which
+  is the most accurate tensor core there could be, not a particular one. Depths are Hopper's; older chips cut them
+  in parts. The narrower accumulator of Hopper's fp8 is not modelled.
+- float32 "ieee": no tensor core, but one FMA per k, in order, continuing from the accumulator (the PTX is a chain of
+  fma.rn.f32, with floating-point fusion on or off).
+- float32 "tf32": the operands go to the instruction as they are, and it ignores their low 13 bits: truncation.
+- "tf32x3", "bf16x3", "bf16x6": split operands, low-order products first, the accumulator added last (Triton's F32DotTC
+  pass; Henry, Tang & Heinecke 2019, arXiv:1904.06376). TF32 splits round to nearest, ties away (cvt.rna).
+- int8 (exact in int32), float64 and `tl.dot_scaled` are as the interpreter has them. Subnormals are kept: neither the
+  FMA nor the tensor core flushes them as Triton compiles for them.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Operation = Callable[..., Array]
+
+TF32_DEPTH = 8
+DEPTHS = {8: 32, 16: 16}
+"""Products that one instruction adds, by operand bits (Hopper: wgmma m64nNk32 and m64nNk16; TF32: m64nNk8)."""
+
+FLOAT8 = {
+    "fp8e4nv": ml_dtypes.float8_e4m3fn,
+    "fp8e5": ml_dtypes.float8_e5m2,
+    "fp8e4b8": ml_dtypes.float8_e4m3fnuz,
+    "fp8e5b16": ml_dtypes.float8_e5m2fnuz,
+}
+
+
+@contextlib.contextmanager
+def emulated() -> Iterator[None]:
+    """Let kernels interpreted inside the context compute as a tensor core does; restored on exit, and may be nested.
+
+    Only kernels that Triton interprets are affected (TRITON_INTERPRET=1), in every thread of the process.
+    """
+    builder = interpreter.interpreter_builder
+    before = builder.__class__, builder.options
+    builder.__class__ = TensorCoreBuilder
+    builder.options = dataclasses.replace(
+        builder.options, allowed_dot_input_precisions=("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
+    )
+    try:
+        yield
+    finally:
+        builder.__class__, builder.options = before
+
+
+class TensorCoreBuilder(InterpreterBuilder):  # type: ignore[misc]
+    """The interpreter's operations, those on bfloat16 and the dot replaced."""
+
+    def create_dot(
+        self, a: TensorHandle, b: TensorHandle, d: TensorHandle, input_precision: Any, max_num_imprecise_acc: int
+    ) -> TensorHandle:
+        """a [..., M, K] @ b [..., K, N] + d, of d's dtype."""
+        bits = a.dtype.scalar.primitive_bitwidth
+        if not a.dtype.scalar.is_floating() or bits == 64:
+            return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
+        lhs, rhs = _values(a), _values(b)
+        with np.errstate(all="ignore"):
+            if bits < 32:
+                data = fused_dot(lhs, rhs, d.data, DEPTHS[bits])
+            else:
+                data = FLOAT32_DOTS[input_precision.name](lhs, rhs, d.data)
+        return TensorHandle(data, d.dtype.scalar)
+
+    def cast_impl(self, src: TensorHandle, dst_type: Any) -> TensorHandle:
+        """Any cast but those of 8-bit floats."""
+        source, target = src.dtype.scalar, dst_type.scalar
+        if source != tl.bfloat16 and target == tl.bfloat16:
+            return TensorHandle(_round_to_bfloat16(src.data), tl.bfloat16)
+        if source == tl.bfloat16 and target != tl.bfloat16:
+            src = TensorHandle(_values(src), tl.float32)
+        return super().cast_impl(src, dst_type)
+
+    def create_fp_to_fp(self, src: TensorHandle, dst_type: Any, rounding_mode: Any) -> TensorHandle:
+        """Casts with a rounding mode, and those of 8-bit floats."""
+        to_nearest = rounding_mode is None or rounding_mode.name == "RTNE"
+        if dst_type.scalar == tl.bfloat16 and to_nearest:
+            return TensorHandle(_round_to_bfloat16(_values(src)), tl.bfloat16)
+        return super().create_fp_to_fp(src, dst_type, rounding_mode)
+
+    def get_bf16(self, value: float) -> TensorHandle:
+        """A scalar constant."""
+        return self.cast_impl(self.get_fp32(value), tl.bfloat16)
+
+    def unary_op(self, arg: TensorHandle, op: Operation) -> TensorHandle:
+        """Elementwise op of one tensor."""
+        return _on_bfloat16(op, arg) if arg.dtype.scalar == tl.bfloat16 else super().unary_op(arg, op)
+
+    def binary_op(self, lhs: TensorHandle, rhs: TensorHandle, op: Operation) -> TensorHandle:
+        """Elementwise op or comparison of two tensors."""
+        return _on_bfloat16(op, lhs, rhs) if lhs.dtype.scalar == tl.bfloat16 else super().binary_op(lhs, rhs, op)
+
+    def ternary_op(self, lhs: TensorHandle, rhs: TensorHandle, other: TensorHandle, op: Operation) -> TensorHandle:
+        """Elementwise op of three tensors; a select (np.where) moves bits and is right as it is."""
+        if other.dtype.scalar == tl.bfloat16 and op is not np.where:
+            return _on_bfloat16(op, lhs, rhs, other)
+        return super().ternary_op(lhs, rhs, other, op)
+
+    def create_fma(self, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+        """x * y + z, rounded once."""
+        if z.dtype.scalar == tl.bfloat16:
+            return _on_bfloat16(lambda x, y, z: x * y + z, x, y, z)
+        return super().create_fma(x, y, z)
+
+
+def fused_dot(lhs: Array, rhs: Array, acc: Array, depth: int) -> Array:
+    """acc + lhs @ rhs by instructions that each add `depth` exact products to the accumulator and round once."""
+    lhs, rhs, acc = lhs.astype(np.float64), rhs.astype(np.float64), acc.copy()
+    for k in range(0, lhs.shape[-1], depth):
+        np.add(lhs[..., k : k + depth] @ rhs[..., k : k + depth, :], acc, out=acc, casting="same_kind")
+    return acc
+
+
+def fma_chain(lhs: Array, rhs: Array, acc: Array) -> Array:
+    """acc + lhs @ rhs by one fused multiply-add per k, in order.
+
+    A float64 sum rounded to float32 stands for the FMA: it differs where the first rounding makes a tie, 1 in 2^29.
+    """
+    columns = np.moveaxis(lhs, -1, 0).astype(np.float64, order="C")[..., None]
+    rows = np.moveaxis(rhs, -2, 0).astype(np.float64, order="C")[..., None, :]
+    acc = acc.copy()
+    product = np.empty(acc.shape)
+    for column, row in zip(columns, rows, strict=True):
+        np.multiply(column, row, out=product)
+        np.add(product, acc, out=acc, casting="same_kind")
+    return acc
+
+
+def truncate_to_tf32(x: Array) -> Array:
+    """float32 without its low 13 bits: what a TF32 instruction reads."""
+    return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def round_to_tf32(x: Array) -> Array:
+    """float32 rounded to TF32, ties away from zero (cvt.rna.tf32.f32)."""
+    nearest = truncate_to_tf32((x.view(np.uint32) + np.uint32(0x1000)).view(np.float32))
+    return np.where(np.isfinite(x), nearest, x)
+
+
+def round_to_bf16(x: Array) -> Array:
+    """float32 rounded to bfloat16, ties to even."""
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+Pass = tuple[int, int]
+CORRECTIONS_3: tuple[Pass, ...] = ((1, 0), (0, 1))
+CORRECTIONS_6: tuple[Pass, ...] = ((1, 1), (2, 0), (0, 2), *CORRECTIONS_3)
+
+
+def split_dot(
+    lhs: Array, rhs: Array, acc: Array, depth: int, roundings: tuple[Operation, ...], corrections: tuple[Pass, ...]
+) -> Array:
+    """acc + lhs @ rhs in several narrow passes: `corrections` (part of lhs, part of rhs), then the leading parts.
+
+    Part i is what `roundings[i]` makes of what the parts before it left over. An infinite operand makes its
+    corrections NaN (inf - inf), which are dropped.
+    """
+    lhs_parts, rhs_parts = _split(lhs, roundings), _split(rhs, roundings)
+    total = np.zeros_like(acc)
+    for i, j in corrections:
+        total = fused_dot(lhs_parts[i], rhs_parts[j], total, depth)
+    total = np.where(np.isnan(total), np.float32(0), total)
+    return fused_dot(lhs_parts[0], rhs_parts[0], total, depth) + acc
+
+
+FLOAT32_DOTS: dict[str, Callable[[Array, Array, Array], Array]] = {
+    "IEEE": fma_chain,
+    "TF32": lambda a, b, acc: fused_dot(truncate_to_tf32(a), truncate_to_tf32(b), acc, TF32_DEPTH),
+    "TF32x3": lambda a, b, acc: split_dot(a, b, acc, TF32_DEPTH, (round_to_tf32, truncate_to_tf32), CORRECTIONS_3),
+    "BF16x3": lambda a, b, acc: split_dot(a, b, acc, DEPTHS[16], (round_to_bf16,) * 2, CORRECTIONS_3),
+    "BF16x6": lambda a, b, acc: split_dot(a, b, acc, DEPTHS[16], (round_to_bf16,) * 3, CORRECTIONS_6),
+}
+"""By the name of Triton's InputPrecision."""
+
+
+def _split(x: Array, roundings: tuple[Operation, ...]) -> list[Array]:
+    parts = []
+    for rounding in roundings:
+        parts.append(rounding(x))
+        x = x - parts[-1]
+    return parts
+
+
+def _values(handle: TensorHandle) -> Array:
+    """The numbers in a handle, which keeps bfloat16 and 8-bit floats as bit patterns."""
+    dtype = handle.dtype.scalar
+    if dtype == tl.bfloat16:
+        return (handle.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if dtype.name in FLOAT8:
+        return handle.data.view(FLOAT8[dtype.name]).astype(np.float32)
+    data: Array = handle.data
+    return data
+
+
+def _round_to_bfloat16(x: Array) -> Array:
+    """The bit patterns of x rounded to bfloat16 once, ties to even."""
+    if x.dtype != np.float32:
+        exact = x.astype(np.float64)
+        x = exact.astype(np.float32)
+        # Round to odd first (towards zero, last bit set where inexact), so that the second rounding sees no false tie.
+        bits = x.view(np.uint32) - (np.abs(x) > np.abs(exact))
+        x = (bits | (x != exact) & ~np.isnan(exact)).astype(np.uint32).view(np.float32)
+    return x.astype(ml_dtypes.bfloat16).view(np.uint16)
+
+
+def _on_bfloat16(op: Operation, *handles: TensorHandle) -> TensorHandle:
+    with np.errstate(all="ignore"):
+        result = op(*(_values(handle).astype(np.float64) for handle in handles))
+        if result.dtype == np.bool_:
+            return TensorHandle(result, tl.int1)
+        return TensorHandle(_round_to_bfloat16(result), tl.bfloat16)

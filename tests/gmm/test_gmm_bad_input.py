@@ -1,0 +1,108 @@
+"""Bad input to gmm, tgmm and make_group_metadata: the same exception with the same words in all three packages."""
+
+import importlib
+
+import numpy as np
+import pytest
+
+from parity.interop import to_jax, to_torch
+
+PACKAGES = {"cpu_golden": lambda x: x, "tpu_kernels": to_jax, "gpu_reference": to_torch}
+
+
+def f32(*shape):
+    return np.ones(shape, np.float32)
+
+
+def i32(*values):
+    return np.array(values, np.int32)
+
+
+GMM = dict(lhs=f32(8, 4), rhs=f32(3, 4, 5), group_sizes=i32(2, 3, 3))
+TGMM = dict(lhs=f32(8, 4), rhs=f32(8, 5), group_sizes=i32(2, 3, 3))
+METADATA = dict(group_sizes=i32(2, 3, 3), m=8, tm=4, num_groups=3, cover="tiles")
+GOOD = {"gmm": GMM, "tgmm": TGMM, "make_group_metadata": METADATA}
+
+BAD = [
+    ("gmm", dict(lhs=[1.0]), TypeError, "lhs must be an array [M, K], got list"),
+    ("gmm", dict(lhs=f32(8)), ValueError, "lhs must have rank 2 [M, K], got shape [8]"),
+    ("gmm", dict(rhs=f32(4, 5)), ValueError, "rhs must have rank 3 [G, K, N], got shape [4, 5]"),
+    ("gmm", dict(lhs=np.ones((8, 4), np.int8)), TypeError, "lhs must be float32, bfloat16 or float16, got int8"),
+    ("gmm", dict(rhs=np.ones((3, 4, 5), np.float16)), TypeError, "rhs must have lhs's dtype float32, got float16"),
+    ("gmm", dict(rhs=f32(3, 6, 5)), ValueError, "rhs must have K = 4 as lhs does, got 6 (shape [3, 6, 5])"),
+    ("gmm", dict(transpose_rhs=True), ValueError, "rhs must have K = 4 as lhs does, got 5 (shape [3, 4, 5])"),
+    ("gmm", dict(preferred_element_type="int8"), TypeError,
+     "preferred_element_type must be float32, bfloat16 or float16, got int8"),
+    ("gmm", dict(existing_out=f32(8, 4)), ValueError, "existing_out must have shape [M, N] = [8, 5], got [8, 4]"),
+    ("gmm", dict(existing_out=np.ones((8, 5), np.float16)), TypeError, "existing_out must be float32, got float16"),
+    ("gmm", dict(tiling=lambda m, k, n: None), ValueError,
+     "tiling must give (tm, tk, tn) for every shape, got None for (m, k, n) = (8, 4, 5)"),
+    ("gmm", dict(tiling=(8, 8)), TypeError, "tiling must be three ints (tm, tk, tn), got (8, 8)"),
+    ("gmm", dict(tiling=(8, 0, 8)), ValueError, "tiling must be three positive ints (tm, tk, tn), got (8, 0, 8)"),
+    ("tgmm", dict(rhs=f32(7, 5)), ValueError, "rhs must have M = 8 rows as lhs does, got 7"),
+    ("tgmm", dict(num_actual_groups=4), ValueError, "num_actual_groups must be in [0, E = 3], got 4"),
+    ("tgmm", dict(num_actual_groups=2.0), TypeError, "num_actual_groups must be an int, got float"),
+    ("tgmm", dict(existing_out=f32(8, 5)), ValueError, "existing_out must have rank 3 [G, K, N], got shape [8, 5]"),
+    ("make_group_metadata", dict(cover="rows"), ValueError, "cover must be 'tiles' or 'groups', got 'rows'"),
+    ("make_group_metadata", dict(tm=0), ValueError, "tm must be at least 1, got 0"),
+    ("make_group_metadata", dict(m=8.0), TypeError, "m must be an int, got float"),
+]  # fmt: skip
+
+# What every one of the three functions refuses of its groups. All hold 3 groups.
+BAD_GROUPS = [
+    (dict(group_sizes=np.ones(3, np.int16)), TypeError, "group_sizes must be int32, got int16"),
+    (dict(group_sizes=np.ones((3, 1), np.int32)), ValueError, "group_sizes must have rank 1 [E], got shape [3, 1]"),
+    (dict(group_sizes=i32(2, -1, 3)), ValueError, "group_sizes must be >= 0, got -1 at index 1"),
+    (dict(group_sizes=i32(2, 3, 4)), ValueError, "group_sizes must sum to at most M = 8, got 9"),
+    (dict(group_offset=1), ValueError,
+     "group_offset must be in [0, E - G] = [0, 0] (E = 3 groups, G = 3 in the shard), got 1"),
+    (dict(group_offset=-1), ValueError,
+     "group_offset must be in [0, E - G] = [0, 0] (E = 3 groups, G = 3 in the shard), got -1"),
+    (dict(group_offset=i32(1)), ValueError,
+     "group_offset must be in [0, E - G] = [0, 0] (E = 3 groups, G = 3 in the shard), got 1"),
+    (dict(group_offset=1.0), TypeError, "group_offset must be an int or an int32 scalar, got float"),
+    (dict(group_offset=i32(0, 0)), ValueError, "group_offset must be a scalar, got shape [2]"),
+    (dict(group_offset=np.float32(0)), TypeError, "group_offset must be int32, got float32"),
+]  # fmt: skip
+BAD += [
+    (function, {**({"num_actual_groups": 3} if function == "tgmm" else {}), **change}, error, message)
+    for function in GOOD
+    for change, error, message in BAD_GROUPS
+]
+BAD += [
+    ("gmm", dict(group_sizes=i32(2)), ValueError, "group_sizes must name at least the 3 groups of the shard, got 1")
+]
+
+
+def call(package, function, arguments):
+    convert = PACKAGES[package]
+    module = importlib.import_module(f"{package}.gmm")
+    converted = {
+        name: convert(np.asarray(x)) if isinstance(x, np.ndarray | np.generic) else x for name, x in arguments.items()
+    }
+    return getattr(module, function)(**converted)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("function", GOOD)
+def test_the_good_arguments_are_good(package, function):
+    assert call(package, function, GOOD[function]) is not None
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(("function", "change", "error", "message"), BAD, ids=[f"{b[0]}-{b[3]}" for b in BAD])
+def test_bad_arguments_are_refused_in_the_same_words(package, function, change, error, message):
+    with pytest.raises(error) as refused:
+        call(package, function, {**GOOD[function], **change})
+    assert str(refused.value) == message
+    assert type(refused.value) is error
+
+
+def test_values_are_not_checked_under_tracing_and_bad_ones_harm_nothing():
+    jax = pytest.importorskip("jax")
+    from tpu_kernels.gmm import gmm
+
+    good = {name: to_jax(x) for name, x in GMM.items()}
+    traced = jax.jit(lambda sizes: gmm(good["lhs"], good["rhs"], sizes))
+    assert traced(to_jax(i32(2, -1, 99))).shape == (8, 5)
+    assert np.array_equal(np.asarray(traced(good["group_sizes"])), np.full((8, 5), 4, np.float32))

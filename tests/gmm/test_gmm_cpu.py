@@ -1,0 +1,136 @@
+"""The goldens of gmm and tgmm: against their definition, against exact arithmetic, and their metadata and stages."""
+
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpu_golden.gmm import gmm, make_group_metadata, naive_gmm, naive_tgmm, tgmm
+from parity.inputs import draw
+from tests.matrix.gmm import GMM, TGMM
+
+# The definition knows nothing of tiles, and of dtypes only their values: one case for each of what is left.
+DISTINCT = {
+    (op.name, case.dims, case.data, tuple(o for o in case.options if o[0] != "tiling")): (op, case)
+    for op in (GMM, TGMM)
+    for case in op.cases
+    if case.tier != "full" and not case.model
+}
+
+
+@pytest.mark.parametrize(("op", "case"), [pytest.param(op, case, id=case.id) for op, case in DISTINCT.values()])
+def test_golden_is_its_definition(op, case):
+    inputs, arguments = draw(op, case), op.arguments(case)
+    with np.errstate(invalid="ignore"):
+        golden, naive = op.golden(**inputs, **arguments), op.naive(**inputs, **arguments)
+        magnitude = op.magnitude(op, case, inputs)
+    assert golden.dtype == naive.dtype == np.float64
+    finite = np.isfinite(golden)
+    assert np.array_equal(finite, np.isfinite(naive))
+    assert np.all(np.abs(golden[finite] - naive[finite]) <= 1e-12 * magnitude[finite])
+
+
+def exact_dot(a, b):
+    return float(sum(Fraction(float(x)) * Fraction(float(y)) for x, y in zip(a, b, strict=True)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_golden_against_exact_rationals(dtype):
+    rng = np.random.default_rng(0)
+    lhs, rhs = rng.standard_normal((9, 300)).astype(dtype), rng.standard_normal((2, 300, 7)).astype(dtype)
+    sizes = np.array([4, 3], np.int32)
+    out = gmm(lhs, rhs, sizes)
+    wgrad = tgmm(lhs, out.astype(dtype), sizes)
+    for m, n in [(0, 0), (3, 6), (4, 0), (6, 3)]:
+        assert out[m, n] == pytest.approx(exact_dot(lhs[m], rhs[int(m >= 4), :, n]), rel=1e-12, abs=1e-12)
+    assert np.all(out[7:] == 0)
+    for group, rows in enumerate([slice(0, 4), slice(4, 7)]):
+        expected = exact_dot(lhs[rows, 17], out.astype(dtype)[rows, 5])
+        assert wgrad[group, 17, 5] == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_a_worked_example():
+    lhs = np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.float32)
+    rhs = np.array([[[1], [0]], [[0], [10]]], np.float32)
+    sizes = np.array([1, 0, 2], np.int32)
+    kept = np.full((4, 1), -1.0, np.float32)
+    assert gmm(lhs, rhs, sizes, group_offset=1).tolist() == [[0], [40], [60], [0]]
+    assert gmm(lhs, rhs, sizes, group_offset=1, existing_out=kept).tolist() == [[-1], [40], [60], [-1]]
+    assert gmm(lhs, rhs.transpose(0, 2, 1), sizes, group_offset=0, transpose_rhs=True).tolist() == [[1], [0], [0], [0]]
+    grads = tgmm(lhs, lhs[:, :1], sizes, num_actual_groups=3, existing_out=np.full((3, 2, 1), 0.5, np.float32))
+    assert grads.tolist() == [[[1.5], [2.5]], [[0.5], [0.5]], [[9 + 25 + 0.5], [12 + 30 + 0.5]]]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), max_size=12),
+    spare=st.integers(0, 60),
+    tm=st.integers(1, 50),
+    data=st.data(),
+    cover=st.sampled_from(["tiles", "groups"]),
+)
+@settings(derandomize=True, max_examples=300)
+def test_metadata_visits_what_it_must_once(sizes, spare, tm, data, cover):
+    m = sum(sizes) + spare
+    offset = data.draw(st.integers(0, len(sizes)))
+    groups = data.draw(st.integers(0, len(sizes) - offset))
+    got = make_group_metadata(
+        np.array(sizes, np.int32), m=m, tm=tm, group_offset=offset, num_groups=groups, cover=cover
+    )
+    tiles = -(-m // tm)
+    count = int(got.num_visits[0])
+    assert got.group_ids.shape == got.tile_ids.shape == (tiles + groups,)
+    assert count <= tiles + groups
+    visits = list(zip(got.group_ids[:count].tolist(), got.tile_ids[:count].tolist(), strict=True))
+    edges = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
+    assert got.group_offsets.tolist() == edges.tolist()
+    needed = {(g, row // tm) for g in range(groups) for row in range(edges[offset + g], edges[offset + g + 1])}
+    assert needed <= set(visits)
+    assert len(set(visits)) == count
+    assert visits == sorted(visits, key=lambda v: (v[1], v[0]) if cover == "tiles" else v)
+    if cover == "tiles":
+        assert {tile for _, tile in visits} == set(range(tiles))
+        assert len(visits) == len(needed) + len(set(range(tiles)) - {tile for _, tile in needed})
+    else:
+        assert {group for group, _ in visits} == (set(range(groups)) if tiles else set())
+        assert len(visits) - len(needed) == (
+            sum(edges[offset + g] == edges[offset + g + 1] for g in range(groups)) if tiles else 0
+        )
+
+
+def test_stages_see_every_site_and_change_nothing_by_themselves():
+    rng = np.random.default_rng(1)
+    lhs, rhs = rng.standard_normal((12, 10)).astype(np.float32), rng.standard_normal((3, 10, 4)).astype(np.float32)
+    sizes = np.array([5, 0, 7], np.int32)
+    seen = {}
+
+    def watch(site, value):
+        seen[site] = seen.get(site, 0) + 1
+        return value
+
+    staged = gmm(lhs, rhs, sizes, tiling=(12, 4, 4), rounding=watch)
+    assert seen == {"lhs": 2, "rhs": 2, "partial": 6, "acc": 6, "out": 1}
+    np.testing.assert_allclose(staged, naive_gmm(lhs, rhs, sizes), rtol=1e-12, atol=1e-12)
+    staged = tgmm(lhs, lhs, sizes, tiling=(4, 10, 10), rounding=watch)
+    np.testing.assert_allclose(staged, naive_tgmm(lhs, lhs, sizes), rtol=1e-12, atol=1e-12)
+
+
+def test_rounding_one_site_emulates_a_kernel_that_rounds_there():
+    rng = np.random.default_rng(2)
+    lhs, rhs = rng.standard_normal((16, 256)).astype(np.float32), rng.standard_normal((1, 256, 8)).astype(np.float32)
+    sizes = np.array([16], np.int32)
+
+    def bfloat16_at(*sites):
+        return lambda site, value: value.astype(ml_dtypes.bfloat16).astype(np.float64) if site in sites else value
+
+    exact = gmm(lhs, rhs, sizes)
+    errors = {
+        sites: np.sqrt(np.mean((gmm(lhs, rhs, sizes, tiling=(16, 32, 8), rounding=bfloat16_at(*sites)) - exact) ** 2))
+        for sites in [("out",), ("acc",), ("lhs", "rhs")]
+    }
+    assert errors["out",] < errors["lhs", "rhs"] < errors["acc",] * 2
+    rounded = gmm(lhs, rhs, sizes, rounding=bfloat16_at("lhs", "rhs"))
+    narrow = gmm(lhs.astype(ml_dtypes.bfloat16), rhs.astype(ml_dtypes.bfloat16), sizes)
+    np.testing.assert_allclose(rounded, narrow, rtol=1e-12, atol=1e-12)

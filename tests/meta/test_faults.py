@@ -1,0 +1,279 @@
+"""Planted faults: each is put into a copy of a kernel's source, and cases of the default tier must catch it."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from parity.judge import judge
+from parity.op import Case
+from tests.matrix.gmm import GMM, TGMM
+
+ROOT = Path(__file__).parents[2]
+FILES = {"tpu": "tpu_kernels/gmm.py", "gpu": "gpu_reference/gmm.py"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old` becomes `new` in the backend's file; `ops` must catch it in a case that `where` admits."""
+
+    name: str
+    backend: str
+    ops: tuple[str, ...]
+    old: str
+    new: str
+    where: Callable[[Case], bool] = lambda c: c.tier == "smoke"
+
+
+def empty_groups(c):
+    return c.groups.startswith("empty")
+
+
+def boundaries_in_tiles(c):
+    return c.groups == "straddle" and c.M == 300
+
+
+def sharded(c):
+    return bool(c.shard) and not c.model
+
+
+def square(c):
+    return c.transpose_rhs and c.K == c.N
+
+
+def existing(c):
+    return c.existing_out and c.M == 300
+
+
+def narrow_output(c):
+    return c.out == "bfloat16" and c.tier == "smoke"
+
+
+FAULTS = [
+    Fault(
+        "the last tile is never visited",
+        "tpu", ("gmm", "tgmm"),
+        "num_visits[0] = visit",
+        "num_visits[0] = visit - 1",
+    ),
+    Fault(
+        "the last tile is never visited",
+        "gpu", ("gmm",),
+        "if visit >= tl.load(num_visits):",
+        "if visit >= tl.load(num_visits) - 1:",
+    ),
+    Fault(
+        "the last tile is never visited",
+        "gpu", ("tgmm",),
+        "for first_row in range(start, end, TM):",
+        "for first_row in range(start, end // TM * TM, TM):",
+    ),
+    Fault(
+        "a partial K tile is dropped",
+        "tpu", ("gmm",),
+        "pl.when((start < end) & (step == last_step))(lambda: accumulate(rest))",
+        "pass",
+    ),
+    Fault(
+        "a partial K tile is dropped",
+        "gpu", ("gmm",),
+        "range(0, tl.where(has_rows, k, 0), TK)",
+        "range(0, tl.where(has_rows, k // TK * TK, 0), TK)",
+    ),
+    Fault("the K remainder is not masked", "tpu", ("gmm",), "lambda: accumulate(rest)", "lambda: accumulate(tk)"),
+    Fault("the K remainder is not masked", "gpu", ("gmm",), "in_k = at_k < k", "in_k = at_k < k + TK"),
+    Fault(
+        "an empty group is left unwritten",
+        "tpu", ("tgmm",),
+        'empty_tiles = 1 if cover == "groups" else 0',
+        "empty_tiles = 0",
+        empty_groups,
+    ),
+    Fault(
+        "an empty group is left unwritten",
+        "gpu", ("tgmm",),
+        "in_out = (at_k < k) & (column < n)",
+        "in_out = (at_k < k) & (column < tl.where(start < end, n, 0))",
+        empty_groups,
+    ),
+    Fault(
+        "inactive rows are not zeroed",
+        "tpu", ("gmm",),
+        "others = jnp.where(first_of_tile, fill, out[...].astype(jnp.float32))",
+        "others = out[...].astype(jnp.float32)",
+    ),
+    Fault(
+        "inactive rows are not zeroed",
+        "gpu", ("gmm",),
+        "mask=(in_group | is_unclaimed)[:, None] & in_columns)",
+        "mask=in_group[:, None] & in_columns)",
+    ),
+    Fault(
+        "existing_out is added, not kept",
+        "tpu", ("gmm",),
+        "(rows < end), acc[...], others)",
+        "(rows < end), acc[...] + fill, others)",
+        existing,
+    ),
+    Fault(
+        "existing_out is added, not kept",
+        "gpu", ("gmm",),
+        "mask=is_unclaimed[:, None] & in_columns, other=0)",
+        "mask=(in_group | is_unclaimed)[:, None] & in_columns, other=0)\n        result += kept",
+        existing,
+    ),
+    Fault(
+        "existing_out is overwritten, not added",
+        "tpu", ("tgmm",),
+        "acc[...] + existing_out[0][...].astype(jnp.float32) if existing_out else acc[...]",
+        "acc[...]",
+        existing,
+    ),
+    Fault(
+        "existing_out is overwritten, not added",
+        "gpu", ("tgmm",),
+        "sums += tl.load(existing_tile, mask=in_out, other=0).to(tl.float32)",
+        "pass",
+        existing,
+    ),
+    Fault("transpose_rhs is ignored", "tpu", ("gmm",), "(1, 1 if transpose_rhs else 0)", "(1, 0)", square),
+    Fault("transpose_rhs is ignored", "gpu", ("gmm",), "rhs.transpose(1, 2)", "rhs", square),
+    Fault(
+        "group_offset is off by one",
+        "tpu", ("gmm", "tgmm"),
+        "return jnp.asarray(group_offset, jnp.int32).reshape(1)",
+        "return jnp.maximum(jnp.asarray(group_offset, jnp.int32).reshape(1) - 1, 0)",
+        sharded,
+    ),
+    Fault(
+        "group_offset is off by one",
+        "gpu", ("gmm", "tgmm"),
+        "tl.load(group_offset).to(tl.int32), 0)",
+        "tl.load(group_offset).to(tl.int32) - 1, 0)",
+        sharded,
+    ),
+    Fault("the accumulator is bfloat16", "tpu", ("gmm",), "VMEM((tm, tn), jnp.float32)", "VMEM((tm, tn), jnp.bfloat16)"),
+    Fault("the accumulator is bfloat16", "tpu", ("tgmm",), "VMEM((tk, tn), jnp.float32)", "VMEM((tk, tn), jnp.bfloat16)"),
+    Fault(
+        "the accumulator is bfloat16",
+        "gpu", ("gmm",),
+        'sums = tl.dot(a, b, sums, input_precision="ieee")\n\n    is_inactive',
+        'sums = tl.dot(a, b, sums, input_precision="ieee").to(tl.bfloat16).to(tl.float32)\n\n    is_inactive',
+        narrow_output,
+    ),
+    Fault(
+        "the output is rounded twice",
+        "tpu", ("gmm",),
+        "acc[...], others).astype(out.dtype)",
+        "lax.reduce_precision(acc[...], 8, 10), others).astype(out.dtype)",
+        narrow_output,
+    ),
+    Fault(
+        "the output is rounded twice",
+        "tpu", ("tgmm",),
+        "out[...] = total.astype(out.dtype)",
+        "out[...] = lax.reduce_precision(total, 8, 10).astype(out.dtype)",
+        narrow_output,
+    ),
+    Fault(
+        "the output is rounded twice",
+        "gpu", ("gmm",),
+        "result = sums.to(out.dtype.element_ty)",
+        "result = sums.to(tl.float16).to(out.dtype.element_ty)",
+        narrow_output,
+    ),
+    Fault(
+        "the output is rounded twice",
+        "gpu", ("tgmm",),
+        "tl.store(out_tile, sums.to(out.dtype.element_ty), mask=in_out)",
+        "tl.store(out_tile, sums.to(tl.float16).to(out.dtype.element_ty), mask=in_out)",
+        narrow_output,
+    ),
+    Fault(
+        "a group boundary inside a tile is off by one",
+        "tpu", ("gmm", "tgmm"),
+        "return jnp.maximum(start, 0), jnp.minimum(end, tm)",
+        "return jnp.maximum(start - 1, 0), jnp.minimum(end, tm)",
+        boundaries_in_tiles,
+    ),
+    Fault(
+        "a group boundary inside a tile is ignored",
+        "gpu", ("gmm",),
+        "in_group = (row >= start) & (row < end)",
+        "in_group = row < end",
+        boundaries_in_tiles,
+    ),
+    Fault(
+        "a group boundary inside a tile is ignored",
+        "gpu", ("tgmm",),
+        "in_group = row < end\n",
+        "in_group = row < m\n",
+        boundaries_in_tiles,
+    ),
+    Fault(
+        "two groups are swapped",
+        "tpu", ("gmm",),
+        "else (group_ids[visit], k_i, n_i)",
+        "else (jnp.where(group_ids[visit] < 2, 1 - group_ids[visit], group_ids[visit]), k_i, n_i)",
+    ),
+    Fault(
+        "two groups are swapped",
+        "tpu", ("tgmm",),
+        "return group_ids[visit], k_i, n_i",
+        "return jnp.where(group_ids[visit] < 2, 1 - group_ids[visit], group_ids[visit]), k_i, n_i",
+    ),
+    Fault(
+        "two groups are swapped",
+        "gpu", ("gmm",),
+        "rhs + group.to(tl.int64) * rhs_stride_g",
+        "rhs + tl.where(group < 2, 1 - group, group).to(tl.int64) * rhs_stride_g",
+    ),
+    Fault(
+        "two groups are swapped",
+        "gpu", ("tgmm",),
+        "out_tile = out + (group.to(tl.int64) * k",
+        "out_tile = out + (tl.where(group < 2, 1 - group, group).to(tl.int64) * k",
+    ),
+]  # fmt: skip
+
+
+def plant(fault: Fault, folder: Path):
+    """The module of the fault's backend with the fault in it."""
+    source = (ROOT / FILES[fault.backend]).read_text()
+    assert source.count(fault.old) == 1, (
+        f"{fault.old!r} occurs {source.count(fault.old)} times in {FILES[fault.backend]}"
+    )
+    path = folder / f"planted_{fault.backend}.py"
+    path.write_text(source.replace(fault.old, fault.new))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("fault", "op"),
+    [
+        pytest.param(fault, op, id=f"{fault.backend}-{op.name}-{fault.name}", marks=getattr(pytest.mark, fault.backend))
+        for fault in FAULTS
+        for op in (GMM, TGMM)
+        if op.name in fault.ops
+    ],
+)
+def test_a_planted_fault_is_caught(fault, op, tmp_path):
+    pytest.importorskip("jax" if fault.backend == "tpu" else "triton")
+    kernel = getattr(plant(fault, tmp_path), op.name)
+    tried = [case for case in op.cases if case.tier != "full" and fault.where(case)]
+    assert tried, "no case of the default tier is there to catch it"
+    verdicts = {}
+    for case in tried:
+        try:
+            verdicts[case.id] = judge(op, case, fault.backend, kernel).verdict
+        except IndexError as error:  # an interpreter that checks bounds has caught it
+            verdicts[case.id] = error
+            return
+        if not verdicts[case.id].passed:
+            return
+    pytest.fail(f"not caught by any of {len(tried)} cases: {verdicts}")

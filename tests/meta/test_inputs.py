@@ -1,0 +1,160 @@
+"""The inputs: the same bytes everywhere, each distribution what it says, group sizes that fit."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from parity.dtypes import numpy_dtype
+from parity.inputs import CANCELLATION, DISTRIBUTIONS, GROUPS, draw, group_sizes, hashes
+from parity.op import Groups
+from tests.matrix import OPS
+from tests.matrix.gmm import GMM, TGMM
+
+DEFAULT = [(op, case) for op in OPS for case in op.cases if case.tier != "full"]
+
+
+def find(op, **wanted):
+    return next(c for c in op.cases if all(getattr(c, name) == value for name, value in wanted.items()))
+
+
+def test_the_bytes_of_a_case_never_change():
+    """Frozen digests: whoever changes them changes what every recorded error was measured on."""
+    case = find(GMM, dtype="bfloat16", groups="zipf", data="normal", tier="smoke")
+    assert {name: digest[:16] for name, digest in hashes(draw(GMM, case)).items()} == BYTES
+    other = {name: digest[:16] for name, digest in hashes(draw(GMM, case.with_seed(1))).items()}
+    assert all(other[name] != digest for name, digest in BYTES.items())
+
+
+BYTES = {"lhs": "d949f8624f954c7e", "rhs": "a4396c73b2477917", "group_sizes": "5221077f924be1ef"}
+
+
+def test_an_argument_has_a_key_of_its_own():
+    case = find(GMM, existing_out=True, dtype="float32", groups="zipf", M=300)
+    drawn = draw(GMM, case)
+    flat = {name: x.ravel()[:64].tobytes() for name, x in drawn.items()}
+    assert len(set(flat.values())) == len(flat)
+
+
+@pytest.mark.parametrize("data", DISTRIBUTIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_distribution_fits_every_dtype(data, dtype):
+    case = find(GMM, dtype=dtype, groups="short", data="normal", M=300).with_data(data)
+    drawn = draw(GMM, case)
+    for name in ("lhs", "rhs"):
+        x = drawn[name]
+        assert x.dtype == numpy_dtype(dtype)
+        values = x.astype(np.float64)
+        if data not in ("poison", "nonfinite"):
+            assert np.all(np.isfinite(values))
+        assert np.unique(values[np.isfinite(values)]).size > 3
+
+
+def values(data, dtype="float32", name="lhs"):
+    case = find(GMM, dtype=dtype, groups="short", data="normal", M=300).with_data(data)
+    return draw(GMM, case)[name].astype(np.float64)
+
+
+def test_normal():
+    x = values("normal", name="rhs")
+    assert abs(x.mean()) < 0.01
+    assert abs(x.std() - 1) < 0.01
+    assert abs(np.mean(x**4) - 2.85) < 0.05  # Irwin-Hall of eight: 3 - 6 / 40
+    assert 3.5 < np.abs(x).max() < 4.9
+    significant = np.frexp(x)[0] * 2.0**24
+    assert np.mean(significant % 2 == 1) > 0.4  # float32 data use all 24 digits
+
+
+def test_one_signed():
+    x = values("one_signed")
+    assert (x > 0).all()
+    assert x.max() <= 1
+    assert abs(x.mean() - 0.5) < 0.01
+
+
+def test_wide_spans_the_exponents():
+    exponents = np.frexp(values("wide"))[1]
+    assert np.unique(exponents).size >= 24
+
+
+def test_outliers_are_whole_channels_of_the_first_factor():
+    x, w = values("outliers"), values("outliers", name="rhs")
+    loud = np.sqrt((x**2).mean(axis=0)) > 16
+    assert 0 < loud.sum() < x.shape[1] // 8
+    assert np.abs(w).max() < 5
+
+
+def test_cancellation_cancels_and_leaves_a_known_rest():
+    case = find(GMM, dtype="float32", groups="short", data="cancellation", M=300)
+    drawn = draw(GMM, case)
+    golden, magnitude = GMM.golden(**drawn, **GMM.arguments(case)), GMM.magnitude(GMM, case, drawn)
+    active = magnitude > 0
+    left = np.sqrt(np.mean((golden[active] / magnitude[active]) ** 2))
+    assert CANCELLATION / 50 < left < CANCELLATION
+
+
+@pytest.mark.parametrize("op", [GMM, TGMM], ids=["gmm", "tgmm"])
+@pytest.mark.parametrize("out", ["float32", "bfloat16", "float16"])
+def test_integer_sums_are_exact_in_the_output_and_reach_every_position(op, out):
+    case = find(op, out=out, groups="zipf", data="normal", M=300, existing_out=True).with_data("integers")
+    drawn = draw(op, case)
+    sums = op.magnitude(op, case, drawn)
+    digits = {"float32": 24, "bfloat16": 8, "float16": 11}[out]
+    assert sums.max() <= 2**digits
+    axis = op.inputs(case)["lhs"].sum_over
+    assert (drawn["lhs"] != 0).any(axis=1 - axis).all()
+
+
+def test_poison_is_only_where_nothing_may_be_read_and_keeps_the_rest():
+    case = find(GMM, dtype="float32", groups="short", data="poison", M=300)
+    poisoned, clean = draw(GMM, case), draw(GMM, case.with_data("normal"))
+    unread = GMM.unread(case, clean)
+    for name in ("lhs", "rhs"):
+        assert not np.isfinite(poisoned[name][unread[name]]).any()
+        assert np.array_equal(poisoned[name][~unread[name]], clean[name][~unread[name]])
+    assert unread["lhs"].any()
+
+
+@pytest.mark.parametrize("pattern", GROUPS)
+@pytest.mark.parametrize(("count", "rows"), [(0, 0), (1, 0), (1, 7), (6, 300), (64, 130), (8, 3), (256, 4096)])
+def test_group_sizes_fit(pattern, count, rows):
+    bits = np.random.Philox(key=1).random_raw
+    if count == 0 and pattern == "one_hot":
+        pattern = "none"
+    sizes = group_sizes(Groups(count, rows, pattern), bits)
+    assert sizes.shape == (count,)
+    assert sizes.dtype == np.int32
+    assert (sizes >= 0).all()
+    assert sizes.sum() <= rows
+
+
+def test_zipf_is_skewed_as_routers_are_and_leaves_experts_empty():
+    sizes = np.sort(group_sizes(Groups(128, 512, "zipf"), np.random.Philox(key=5).random_raw))[::-1]
+    assert sizes.sum() == 512
+    assert sizes[0] > 4 * sizes[8] > 0
+    assert (sizes == 0).any()
+
+
+def test_patterns_are_what_they_are_called():
+    bits = np.random.Philox(key=1).random_raw
+    sizes = {name: group_sizes(Groups(8, 300, name), bits) for name in GROUPS}
+    assert sizes["empty_first"][0] == sizes["empty_last"][7] == sizes["empty_middle"][4] == 0
+    assert (sizes["empty_runs"] == 0).tolist() == [True, True, True, False] * 2
+    assert sizes["one_hot"].max() == 300
+    assert set(sizes["ones"]) == {1}
+    assert sizes["short"].sum() == 180
+    assert all(edge % 2 for edge in np.cumsum(sizes["straddle"])[:-1])
+
+
+def test_every_draw_of_the_default_tier_is_valid_and_every_case_has_its_own_id():
+    ids = [case.id for _, case in DEFAULT]
+    assert len(set(ids)) == len(ids) >= 400
+    for op, case in DEFAULT:
+        if not case.model:
+            op.golden(**draw(op, case), **op.arguments(case))
+
+
+def test_ml_dtypes_are_found_by_name():
+    assert numpy_dtype("bfloat16") == ml_dtypes.bfloat16
+    assert numpy_dtype("float32") == np.float32
+    with pytest.raises(TypeError):
+        numpy_dtype("float17")
