@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from parity import matrix
-from parity.backends import prepare_environment
+from parity.backends import prepare_environment, runner
 from parity.dtypes import SHORT_NAMES
 from parity.op import Case, Op
 from parity.plugin import BACKENDS
@@ -31,7 +32,7 @@ class Line:
     case: Case
     seeds: int
     epsilon: dict[str, float]  # root mean square over seeds, by backend
-    load: dict[str, float]  # worst η / bound, by backend
+    worst: tuple[float, float]  # η and its bound, where η comes closest to it
     verdict: Verdict
 
 
@@ -94,7 +95,10 @@ def _run(root: Path, ops: Sequence[Op], text: str, seeds: int, jobs: int) -> int
         for line in _judge_all(root, chosen, seeds, jobs):
             lines[line.case.id] = line
             progress.update(task, advance=1, description=line.case.id)
-    console.print(_table([lines[case.id] for _, case in chosen]))
+    table = _table([lines[case.id] for _, case in chosen])
+    # Into a file or a log the table goes whole; a terminal folds it.
+    console.print(table, width=console.width if console.is_terminal else max(console.width, 150))
+    console.print(" · ".join(f"{b}: {runner(b).describe()}" for b in BACKENDS), highlight=False)
     failed = [line for line in lines.values() if not line.verdict.passed]
     for line in failed:
         console.print(f"{line.verdict.outcome}: {line.case.id}: {line.verdict.reason}", style="red", highlight=False)
@@ -134,35 +138,30 @@ def judge_seeds(root: Path, op_name: str, case: Case, seeds: int) -> Line:
         case,
         seeds,
         {b: (sum(m.epsilon**2 for m in ms) / max(len(ms), 1)) ** 0.5 for b, ms in metrics.items()},
-        {b: max(j.metrics.eta_max / j.bound for j in js if j.metrics) for b, js in judged.items()},
+        max(((j.eta_max, j.bound) for j in everything), key=lambda worst: worst[0] / worst[1]),
         verdict,
     )
 
 
 def _table(lines: Sequence[Line]) -> Table:
-    from parity.backends import runner
-
-    where = {b: b.upper() if runner(b).real else f"{b.upper()} emulated" for b in BACKENDS}
-    table = Table(title="ε_TPU ≤ ε_GPU", header_style="bold")
-    for name in ("op", "dtype", "model", "shape", "cases"):
-        table.add_column(name, justify="right" if name == "cases" else "left", no_wrap=True)
-    for b in BACKENDS:
-        table.add_column(f"ε {where[b]}", justify="right")
-    table.add_column("worst η/bound", justify="right")
+    table = Table(title="ε_TPU ≤ ε_GPU", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("op", "dtype", "model", "shape"):
+        table.add_column(name, no_wrap=True)
+    for name in ("cases", "ε_TPU", "ε_GPU", "η / bound"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict")
     for line in lines:
-        case = line.case
-        dtypes = "→".join(SHORT_NAMES.get(d, d) for d in dict.fromkeys([case.dtype, case.out]))
+        case, passed = line.case, line.verdict.passed
         table.add_row(
             case.op,
-            dtypes,
+            "→".join(SHORT_NAMES.get(d, d) for d in dict.fromkeys([case.dtype, case.out])),
             case.model,
-            "_".join(f"{name}{size}" for name, size in case.dims),
+            " ".join(f"{name}{size}" for name, size in case.dims),
             str(line.seeds),
-            *(f"{line.epsilon[b]:.3g}" for b in BACKENDS),
-            f"{max(line.load.values()):.3f}",
+            *(f"{line.epsilon[b]:.2e}" for b in BACKENDS),
+            f"{line.worst[0]:.2g} / {line.worst[1]:.3g}",
             f"{line.verdict.outcome} {line.verdict.reason}",
-            style=None if line.verdict.passed else "red",
+            style=None if passed else "red",
         )
     return table
 

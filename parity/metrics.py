@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,24 @@ MAP = 8
 """Tiles along each of the last two axes of the η map."""
 TOP = 8
 """Worst elements kept."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What errors are measured in: the magnitude M of each element, the accumulator's roundoff u_c, the fan-in."""
+
+    magnitude: Floats
+    roundoff: float
+    fan_in: int
+
+    @property
+    def unit(self) -> Floats:
+        """u_c · M + ω, the compute error that counts as η = 1."""
+        return self.roundoff * self.magnitude + (self.fan_in + 1) * float(np.finfo(np.float32).tiny)
+
+    def at(self, index: Any) -> Scale:
+        """The scale of some elements."""
+        return Scale(self.magnitude[index], self.roundoff, self.fan_in)
 
 
 @dataclass(frozen=True)
@@ -53,7 +72,8 @@ def explained_by(y: np.ndarray, golden: Floats) -> Floats:
 
     NaN where either is not finite.
     """
-    value = y.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        value = y.astype(np.float64)
     infinity = np.array(np.inf, y.dtype)
     up, down = (np.nextafter(y, end).astype(np.float64) for end in (infinity, -infinity))
     gap_up = np.where(np.isfinite(up), up - value, value - down)
@@ -63,27 +83,26 @@ def explained_by(y: np.ndarray, golden: Floats) -> Floats:
     return np.where(np.isfinite(value) & np.isfinite(golden), np.maximum(beyond, 0), np.nan)
 
 
-def eta(y: np.ndarray, golden: Floats, magnitude: Floats, *, roundoff: float, fan_in: int) -> Floats:
+def eta(y: np.ndarray, golden: Floats, scale: Scale) -> Floats:
     """η of every element, 0 where neither side is finite; see the module's docstring."""
-    omega = (fan_in + 1) * float(np.finfo(np.float32).tiny)
     with np.errstate(invalid="ignore"):
-        return np.nan_to_num(explained_by(y, golden) / (roundoff * magnitude + omega), nan=0.0, posinf=np.inf)
+        return np.nan_to_num(explained_by(y, golden) / scale.unit, nan=0.0, posinf=np.inf)
 
 
-def measure(y: np.ndarray, golden: Floats, magnitude: Floats, *, roundoff: float, fan_in: int) -> Metrics:
-    """`Metrics` of an output `y` in its own dtype; golden and magnitude are float64 of the same shape."""
-    value = y.astype(np.float64)
+def measure(y: np.ndarray, golden: Floats, scale: Scale) -> Metrics:
+    """`Metrics` of an output `y` in its own dtype against its float64 golden of the same shape."""
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        value = y.astype(np.float64)
     finite = np.isfinite(golden)
     wrong = finite != np.isfinite(value)
-    scored = finite & ~wrong & (magnitude > 0)
+    scored = finite & ~wrong & (scale.magnitude > 0)
     rounded = round_to(golden[scored], str(y.dtype))
-    scale = magnitude[scored]
-    e = (value[scored] - golden[scored]) / scale
-    f = (rounded.astype(np.float64) - golden[scored]) / scale
-    errors = eta(y, golden, magnitude, roundoff=roundoff, fan_in=fan_in)
+    e = (value[scored] - golden[scored]) / scale.magnitude[scored]
+    f = (rounded.astype(np.float64) - golden[scored]) / scale.magnitude[scored]
+    errors = eta(y, golden, scale)
     errors[wrong] = np.inf
     epsilon = _rms(e)
-    order = np.argsort(errors, axis=None)[::-1][:TOP]
+    order = _largest(errors.ravel(), TOP)
     return Metrics(
         elements=y.size,
         epsilon=epsilon,
@@ -114,6 +133,16 @@ def tile_map(errors: Floats) -> tuple[tuple[float, ...], ...]:
     flat = errors.reshape(-1, *((1, 1, *errors.shape)[-2:]))
     rows, columns = (np.linspace(0, size, min(MAP, size) + 1).astype(int) for size in flat.shape[1:])
     return tuple(tuple(_rms(flat[:, r0:r1, c0:c1]) for c0, c1 in pairwise(columns)) for r0, r1 in pairwise(rows))
+
+
+def _largest(values: Floats, count: int) -> Any:
+    """Indices of the `count` largest values, largest first, equal ones in order."""
+    if values.size > count:
+        threshold = np.partition(values, -count)[-count]
+        candidates = np.concatenate([np.flatnonzero(values > threshold), np.flatnonzero(values == threshold)[:count]])
+    else:
+        candidates = np.arange(values.size)
+    return candidates[np.argsort(-values[candidates], kind="stable")][:count]
 
 
 def _rms(values: Floats) -> float:

@@ -18,9 +18,8 @@ def failure(judged: Judgement, twin: Judgement | None, rerun: str) -> str:
     lines = [f"{v.outcome}  {v.gate}: {v.reason}   {judged.backend}: {device}   {judged.case.id}  [{judged.output}]"]
     if worst := judged.worst:
         index = ", ".join(map(str, worst.index))
-        lines.append(
-            f"worst {judged.output}[{index}]: golden {worst.golden:.9g}  got {worst.got:.9g}  bound ±{worst.allowed:.3g}"
-        )
+        compared = f"golden {worst.golden:.9g}  got {worst.got:.9g}  bound ±{worst.allowed:.3g}"
+        lines.append(f"worst {judged.output}[{index}]: {compared}")
         if worst.box:
             ranges = ", ".join(f"{first}-{last}" for first, last in worst.box)
             lines.append(f"where: {worst.beyond:,} elements beyond the bound, all within [{ranges}]")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from parity.dtypes import Floats, round_to
-from parity.metrics import Metrics, eta, explained_by
+from parity.metrics import Metrics, Scale, eta, explained_by
 
 Z = 4.0
 """Standard errors that a difference must exceed before it counts."""
@@ -72,16 +72,11 @@ def agreement(metrics: Metrics, bound: float) -> Verdict:
     return Verdict("AGREES", "G3", f"η = {metrics.eta_max:.3g} (bound {bound:.3g})")
 
 
-def mistrusted(
-    golden: Floats, magnitude: Floats, dtype: str, bound: float, roundoff: float, fan_in: int
-) -> Verdict | None:
+def mistrusted(golden: Floats, scale: Scale, dtype: str, bound: float) -> Verdict | None:
     """The verdict on the case itself where an obviously wrong output would pass its bound."""
     for name, wrong in wrong_outputs(golden):
         differs = np.nonzero(explained_by(round_to(wrong, dtype), golden) != 0)
-        scores = eta(
-            round_to(wrong[differs], dtype), golden[differs], magnitude[differs], roundoff=roundoff, fan_in=fan_in
-        )
-        if not np.any(scores > bound):
+        if not np.any(eta(round_to(wrong[differs], dtype), golden[differs], scale.at(differs)) > bound):
             return Verdict("MISTRUSTED", "G3", f"an output that is {name} would pass (bound {bound:.3g})")
     return None
 

@@ -150,6 +150,8 @@ def _compile(case: Compilation, start: float) -> Compiled:
         program = jax.jit(lambda *args, **kwargs: function(*args, **kwargs, **static))
         compiled = program.lower(*map(traced, case.arguments), **arrays).compile()
     memory = compiled.memory_analysis()
+    if memory is None:
+        raise RuntimeError("libtpu gave no memory analysis")
     return Compiled(
         ok=True,
         seconds=time.perf_counter() - start,

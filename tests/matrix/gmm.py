@@ -130,12 +130,15 @@ DISTRIBUTIONS = ["one_signed", "wide", "outliers", "cancellation", "poison", "no
 
 
 def models(op: Op) -> tuple[Case, ...]:
-    """Each model's expert layer, as a shard of at most 8 experts and a slice of N; K is whole."""
+    """Each model's expert layer: the router over all its experts, a shard of at most 8 of them, and fewer rows.
+
+    What is summed over stays whole; of the axes along which the same sum is only repeated there are fewer columns.
+    """
     cases: tuple[Case, ...] = ()
     for model in MODELS:
-        shape = dict(M=256, K=model.hidden, N=min(model.intermediate, 128), G=8)
-        held = [(model.experts // 4, model.experts)] if model.experts > 8 else [None]
-        cases += op.grid([shape], dtype=[BF16, (BF16, F32)], shard=held, model=model.name)
+        shape = dict(M=512, K=model.hidden if op.name == "gmm" else model.hidden // 8, N=128, G=8)
+        held = (model.experts // 4, model.experts) if model.experts > 8 else None
+        cases += op.grid([shape], dtype=[BF16, (BF16, F32)], shard=[held], model=model.name)
     return cases
 
 
@@ -148,15 +151,23 @@ def cases(op: Op) -> tuple[Case, ...]:
         op.grid(SMALL, dtype=DTYPES, groups=PATTERNS, **small, **flags),
         op.grid(EDGES, dtype=[F32, BF16], groups=["straddle"]),
         op.grid(EMPTY, dtype=[F32, BF16], existing_out=[False, True], groups=["balanced"]),
-        op.grid(SHARD, dtype=[F32, BF16], shard=[(0, 8), (3, 8), (6, 8)], existing_out=[False, True], groups=["zipf", "empty_runs"], **small),
-        op.grid(SMALL, dtype=[F32, BF16, F16], existing_out=[True], groups=["zipf", "short", "none", "one_hot"], **small),
+        op.grid(
+            SHARD, dtype=[F32, BF16], shard=[(0, 8), (3, 8), (6, 8)], existing_out=[False, True],
+            groups=["zipf", "empty_runs"], **small,
+        ),
+        op.grid(
+            SMALL, dtype=[F32, BF16, F16], existing_out=[True], groups=["zipf", "short", "none", "one_hot"], **small
+        ),
         op.grid(SMALL, dtype=[F32, (BF16, F32), BF16], data=DISTRIBUTIONS, groups=["short"], **small),
         op.grid(SMALL, dtype=[F32, BF16], tiling=SOME_TILES, groups=["straddle"]),
         op.grid(SQUARE, dtype=[F32, BF16], groups=["straddle"], **flags),
         op.grid(MANY_GROUPS, dtype=[F32, BF16], groups=["zipf", "ones", "empty_runs"]),
         models(op),
         op.grid(LARGE, dtype=DTYPES, groups=["zipf", "short"], tier="full", **flags),
-        op.grid(SMALL, dtype=DTYPES, data=DISTRIBUTIONS, groups=PATTERNS, existing_out=[False, True], tier="full", **small, **flags),
+        op.grid(
+            SMALL, dtype=DTYPES, data=DISTRIBUTIONS, groups=PATTERNS, existing_out=[False, True], tier="full",
+            **small, **flags,
+        ),
     ]  # fmt: skip
     return op.with_cases(*parts).cases
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parity.dtypes import round_to
-from parity.metrics import MAP, eta, explained_by, histogram, measure, tile_map
+from parity.metrics import MAP, Scale, eta, explained_by, histogram, measure, tile_map
 
 U32 = 2.0**-24
 NARROW = ["bfloat16", "float16"]
@@ -61,25 +61,25 @@ def test_a_neighbour_of_the_rounded_golden_needs_the_distance_to_the_tie(dtype):
 def test_eta_counts_roundoffs_of_the_magnitude():
     golden, magnitude = np.array([1.0, 0.0]), np.array([64.0, 64.0])
     y = np.array([1 + 64 * 5 * U32, 64 * 5 * U32], np.float32)
-    scores = eta(y, golden, magnitude, roundoff=U32, fan_in=1)
+    scores = eta(y, golden, Scale(magnitude, U32, 1))
     assert np.allclose(scores, 5, rtol=0.02)
 
 
 def test_flushed_subnormals_are_forgiven_and_real_ones_are_not():
     golden, magnitude = np.array([2.0**-130]), np.array([2.0**-130])
-    assert eta(np.zeros(1, np.float32), golden, magnitude, roundoff=U32, fan_in=4) < 1
-    assert eta(np.zeros(1, np.float32), golden * 2.0**40, magnitude * 2.0**40, roundoff=U32, fan_in=4) > 1e6
+    assert eta(np.zeros(1, np.float32), golden, Scale(magnitude, U32, 4)) < 1
+    assert eta(np.zeros(1, np.float32), golden * 2.0**40, Scale(magnitude * 2.0**40, U32, 4)) > 1e6
 
 
 def test_measure_of_a_known_error():
     rng = np.random.default_rng(0)
     golden, magnitude = rng.standard_normal((64, 48)), np.full((64, 48), 2.0)
     y = golden.astype(np.float32)
-    perfect = measure(y, golden, magnitude, roundoff=U32, fan_in=8)
+    perfect = measure(y, golden, Scale(magnitude, U32, 8))
     assert perfect.epsilon == perfect.floor > 0
     assert (perfect.misrounded, perfect.eta_max, perfect.differing) == (0, 0, 0)
     y[40, 7] += 1
-    broken = measure(y, golden, magnitude, roundoff=U32, fan_in=8)
+    broken = measure(y, golden, Scale(magnitude, U32, 8))
     assert broken.worst[0] == (40, 7)
     assert broken.eta_max == pytest.approx(1 / (2 * U32), rel=1e-5)
     assert broken.misrounded == 1 / golden.size
@@ -90,13 +90,13 @@ def test_measure_of_a_known_error():
 def test_wrong_finiteness_is_infinite_error():
     golden = np.array([[1.0, np.nan, 2.0]])
     y = np.array([[np.nan, np.nan, 2.0]], np.float32)
-    m = measure(y, golden, np.ones((1, 3)), roundoff=U32, fan_in=1)
+    m = measure(y, golden, Scale(np.ones((1, 3)), U32, 1))
     assert (m.wrong_finiteness, m.eta_max) == (1, np.inf)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0, 5), (1, 1), (7,), (2, 3, 9, 11)])
 def test_any_shape_can_be_measured(shape):
-    m = measure(np.zeros(shape, np.float32), np.zeros(shape), np.ones(shape), roundoff=U32, fan_in=1)
+    m = measure(np.zeros(shape, np.float32), np.zeros(shape), Scale(np.ones(shape), U32, 1))
     assert (m.elements, m.eta_max) == (int(np.prod(shape)), 0)
 
 

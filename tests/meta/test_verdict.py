@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from parity.dtypes import round_to
-from parity.metrics import measure
+from parity.metrics import Scale, measure
 from parity.op import Contract
 from parity.verdict import agreement, exactness, form, mistrusted, parity
 
@@ -28,7 +28,7 @@ def metrics(rng, error, dtype="float32", seeds=8, shape=(64, 64)):
     for seed in range(seeds):
         golden, magnitude = draw(np.random.default_rng(seed), shape)
         y = kernel(rng, golden, magnitude, error, dtype)
-        measured.append(measure(y, golden, magnitude, roundoff=U32, fan_in=256))
+        measured.append(measure(y, golden, Scale(magnitude, U32, 256)))
     return measured
 
 
@@ -80,7 +80,7 @@ def test_agreement_at_the_bound():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_obviously_wrong_outputs_are_outside_a_sane_bound(dtype):
     golden, magnitude = draw(np.random.default_rng(0))
-    assert mistrusted(golden, magnitude, dtype, 128.0, U32, 256) is None
+    assert mistrusted(golden, Scale(magnitude, U32, 256), dtype, 128.0) is None
 
 
 @pytest.mark.parametrize(
@@ -91,13 +91,13 @@ def test_obviously_wrong_outputs_are_outside_a_sane_bound(dtype):
     ],
 )
 def test_a_case_that_lets_a_wrong_output_pass_is_mistrusted(golden, bound, name):
-    judged = mistrusted(golden, np.ones_like(golden), "float32", bound, U32, 1)
+    judged = mistrusted(golden, Scale(np.ones_like(golden), U32, 1), "float32", bound)
     assert judged.outcome == "MISTRUSTED"
     assert name in judged.reason
 
 
 def test_an_output_that_must_be_zero_is_no_reason_to_mistrust():
-    assert mistrusted(np.zeros((4, 4)), np.zeros((4, 4)), "float32", 3.0, U32, 1) is None
+    assert mistrusted(np.zeros((4, 4)), Scale(np.zeros((4, 4)), U32, 1), "float32", 3.0) is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

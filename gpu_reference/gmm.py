@@ -1,0 +1,605 @@
+"""Grouped matrix multiplication (MoE layers) on the GPU, in Triton; the operations are defined in `cpu_golden/gmm.py`.
+
+Nothing is read back from the device: `group_sizes` and `group_offset` stay where they are, the grid is sized by the
+host for the worst case, and the calls can be captured in a CUDA graph. The values of CUDA tensors are therefore not
+checked; sizes that are negative or too large are clamped inside the kernels and reach no memory outside the tensors.
+Sums are float32 (operands in full precision: no TF32) and are rounded once, when they are stored.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# (kernel arguments are what Triton makes of them; every host function below is annotated)
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu_reference.hardware import check_devices, computes_bfloat16
+from op_arguments import Tiling, resolve_tiling
+from op_arguments.gmm import Problem, check_gmm, check_group_metadata, check_tgmm
+
+Tile = tuple[int, int, int]
+
+GMM_TILES: dict[int, tuple[Tile, ...]] = {
+    2: ((128, 64, 128), (64, 64, 128), (32, 64, 128), (16, 128, 128)),
+    4: ((128, 16, 128), (64, 32, 128), (32, 32, 128), (16, 64, 128)),
+}
+"""(tm, tk, tn) by bytes per operand element, largest first: the candidates of an autotuner. 16-bit operands run on
+tensor cores, float32 as a chain of FMAs, whose unrolled steps must stay short to fit the registers of sm_80. None
+spills. The default is the first whose tm an average group fills."""
+
+TGMM_TILES: dict[int, tuple[Tile, ...]] = {
+    2: ((64, 128, 128), (32, 64, 128), (32, 64, 64)),
+    4: ((16, 128, 128), (32, 64, 64), (16, 64, 64)),
+}
+"""As GMM_TILES; here tm is the step of the sum over a group's rows, tk x tn the tile of the output."""
+
+LARGEST_TILE = 128  # per axis: 128 x 128 float32 sums are 64 registers a thread with eight warps
+STAGE_BYTES = 96 * 1024  # shared memory for the operand tiles in flight; the least that a target has is 99 KiB (sm_120)
+METADATA_BLOCK = 128  # visits per program of the metadata kernel
+BAND = 8  # visits whose output columns are computed together, so that weights are fetched once for all of them
+
+
+class GroupMetadata(NamedTuple):
+    """Which (group, row tile) pairs a kernel visits, in order. All int32.
+
+    group_offsets [E + 1]: first row of each group, then the end of the last. group_ids [V], tile_ids [V]: the
+    shard-local group and the row tile of each visit, V = ceil(m / tm) + num_groups; only the first num_visits [1]
+    count, later entries repeat the last of them (0 where there is none).
+    """
+
+    group_offsets: Any
+    group_ids: Any
+    tile_ids: Any
+    num_visits: Any
+
+
+class Launch(NamedTuple):
+    """A kernel with all that its launch takes. Built from shapes alone, so tensors of the meta device will do."""
+
+    kernel: Any
+    grid: tuple[int]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    def run(self, device: torch.device) -> None:
+        """Launch on the current stream of `device`."""
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            self.kernel[self.grid](**self.arguments, **self.options)
+
+
+def gmm(
+    lhs: Tensor,
+    rhs: Tensor,
+    group_sizes: Tensor,
+    *,
+    group_offset: int | Tensor = 0,
+    existing_out: Tensor | None = None,
+    transpose_rhs: bool = False,
+    preferred_element_type: torch.dtype | None = None,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """Rows of each group times that group's matrix: `out[m] = lhs[m] @ rhs[group of m - group_offset]`.
+
+    lhs [M, K]; rhs [G, K, N], or [G, N, K] with transpose_rhs; both float32, bfloat16 or float16, of any strides.
+    group_sizes [E] int32, >= 0, sum <= M. Returns [M, N] of preferred_element_type (default: lhs's dtype), contiguous:
+    rows of no active group are zero, or existing_out's rows where it is given (active rows overwrite it).
+    tiling is (tm, tk, tn), or a function (m, k, n) -> (tm, tk, tn): a look-up table or an autotuner over GMM_TILES.
+    Each of the three becomes a power of two from 16 to 128.
+    Raises ValueError or TypeError as `op_arguments.gmm.check_gmm`, ValueError for tensors on several devices, and
+    RuntimeError for CPU tensors where Triton's interpreter is off.
+    """
+    group_offset = _value(group_offset)
+    p = check_gmm(
+        lhs,
+        rhs,
+        group_sizes,
+        group_offset=group_offset,
+        existing_out=existing_out,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type,
+        sizes=_values(group_sizes),
+    )
+    tensors = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "existing_out": existing_out}
+    device = check_devices(tensors | _only_tensor("group_offset", group_offset))
+    out_dtype = getattr(torch, p.out_dtype)
+    if torch.bfloat16 in (lhs.dtype, out_dtype) and not computes_bfloat16(device):
+        return gmm(
+            lhs.float(),
+            rhs.float(),
+            group_sizes,
+            group_offset=group_offset,
+            existing_out=None if existing_out is None else existing_out.float(),
+            transpose_rhs=transpose_rhs,
+            tiling=tiling,
+        ).to(out_dtype)
+
+    if p.groups == 0:
+        return (
+            lhs.new_zeros(p.m, p.n, dtype=out_dtype)
+            if existing_out is None
+            else existing_out.clone(memory_format=torch.contiguous_format)
+        )
+    out = lhs.new_empty(p.m, p.n, dtype=out_dtype)
+    if out.numel():
+        tile = gmm_tile(p, lhs.element_size(), tiling)
+        offset = _on_device(group_offset, device)
+        metadata = make_group_metadata(
+            group_sizes, m=p.m, tm=tile[0], group_offset=offset, num_groups=p.groups, cover="tiles"
+        )
+        weights = rhs.transpose(1, 2) if transpose_rhs else rhs
+        gmm_launch(p, tile, lhs, weights, existing_out, out, metadata, offset).run(device)
+    return out
+
+
+def tgmm(
+    lhs: Tensor,
+    rhs: Tensor,
+    group_sizes: Tensor,
+    *,
+    group_offset: int | Tensor = 0,
+    num_actual_groups: int | None = None,
+    existing_out: Tensor | None = None,
+    preferred_element_type: torch.dtype | None = None,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """The weight gradient of `gmm`: `out[g] = lhs[rows of g].T @ rhs[rows of g]`.
+
+    lhs [M, K] and rhs [M, N]: float32, bfloat16 or float16, of any strides. group_sizes [E] int32, >= 0, sum <= M.
+    Returns [G, K, N] of preferred_element_type (default: lhs's dtype), contiguous, G = num_actual_groups (default E):
+    an empty group's block is zero; existing_out [G, K, N] is added to the float32 sums. tiling as in `gmm`.
+    Raises as `gmm`, with `op_arguments.gmm.check_tgmm`.
+    """
+    group_offset = _value(group_offset)
+    p = check_tgmm(
+        lhs,
+        rhs,
+        group_sizes,
+        group_offset=group_offset,
+        num_actual_groups=num_actual_groups,
+        existing_out=existing_out,
+        preferred_element_type=preferred_element_type,
+        sizes=_values(group_sizes),
+    )
+    tensors = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "existing_out": existing_out}
+    device = check_devices(tensors | _only_tensor("group_offset", group_offset))
+    out_dtype = getattr(torch, p.out_dtype)
+    if torch.bfloat16 in (lhs.dtype, out_dtype) and not computes_bfloat16(device):
+        return tgmm(
+            lhs.float(),
+            rhs.float(),
+            group_sizes,
+            group_offset=group_offset,
+            num_actual_groups=num_actual_groups,
+            existing_out=None if existing_out is None else existing_out.float(),
+            tiling=tiling,
+        ).to(out_dtype)
+
+    out = lhs.new_empty(p.groups, p.k, p.n, dtype=out_dtype)
+    if out.numel():
+        tile = tgmm_tile(p, lhs.element_size(), tiling)
+        tgmm_launch(p, tile, lhs, rhs, existing_out, out, group_sizes, _on_device(group_offset, device)).run(device)
+    return out
+
+
+def make_group_metadata(
+    group_sizes: Tensor,
+    *,
+    m: int,
+    tm: int,
+    group_offset: int | Tensor = 0,
+    num_groups: int,
+    cover: Literal["tiles", "groups"],
+) -> GroupMetadata:
+    """The (group, row tile) pairs that a kernel with row tiles of `tm` visits; see `GroupMetadata`.
+
+    Every pair of a non-empty active group and a tile that holds rows of it, in row order. `cover="tiles"` (gmm)
+    adds the tiles without active rows, once each: leading ones as group 0, trailing ones as the last non-empty
+    group (0 if none). `cover="groups"` adds each empty active group, once, at the tile its start falls in (the last
+    tile where that is beyond the rows). Computed on the device of group_sizes [E] int32.
+    Raises as `gmm`, with `op_arguments.gmm.check_group_metadata`.
+    """
+    group_offset = _value(group_offset)
+    check_group_metadata(
+        group_sizes,
+        m=m,
+        tm=tm,
+        group_offset=group_offset,
+        num_groups=num_groups,
+        cover=cover,
+        sizes=_values(group_sizes),
+    )
+    device = check_devices({"group_sizes": group_sizes} | _only_tensor("group_offset", group_offset))
+    visits = triton.cdiv(m, tm) + num_groups
+    shapes = (group_sizes.shape[0] + 1, visits, visits, 1)
+    metadata = GroupMetadata(*(group_sizes.new_empty(shape) for shape in shapes))
+    metadata_launch(group_sizes, _on_device(group_offset, device), metadata, m, tm, num_groups, cover).run(device)
+    return metadata
+
+
+def gmm_tile(p: Problem, element_size: int, tiling: Tiling | None = None) -> Tile:
+    """(tm, tk, tn) of `gmm`: the caller's, else the first of GMM_TILES whose tm an average group fills."""
+
+    def table(m: int, k: int, n: int) -> Tile:
+        rows = m // max(p.groups, 1)
+        return next((t for t in GMM_TILES[element_size] if t[0] <= rows), GMM_TILES[element_size][-1])
+
+    return _fitted(tiling, table, p)
+
+
+def tgmm_tile(p: Problem, element_size: int, tiling: Tiling | None = None) -> Tile:
+    """(tm, tk, tn) of `tgmm`: the caller's, else the first of TGMM_TILES, its output tile no larger than the output."""
+    return _fitted(tiling, lambda m, k, n: TGMM_TILES[element_size][0], p)
+
+
+def gmm_launch(
+    p: Problem,
+    tile: Tile,
+    lhs: Tensor,
+    rhs: Tensor,
+    existing_out: Tensor | None,
+    out: Tensor,
+    metadata: GroupMetadata,
+    group_offset: Tensor,
+) -> Launch:
+    """The main kernel of `gmm`: rhs as [G, K, N] whatever its layout, group_offset on the device."""
+    tm, tk, tn = tile
+    arguments = {
+        "lhs": lhs,
+        "rhs": rhs,
+        "existing_out": existing_out,
+        "out": out,
+        **metadata._asdict(),
+        "group_offset": group_offset,
+        "m": p.m,
+        "k": p.k,
+        "n": p.n,
+        "experts": p.experts,
+        "groups": p.groups,
+        **_strides("lhs", lhs, "mk"),
+        **_strides("rhs", rhs, "gkn"),
+        **_strides("existing", existing_out, "mn"),
+        "TM": tm,
+        "TK": tk,
+        "TN": tn,
+        "EVEN_K": p.k % tk == 0,
+        "BAND_SIZE": BAND,
+    }
+    bands = triton.cdiv(triton.cdiv(p.m, tm) + p.groups, BAND)
+    grid = (bands * BAND * triton.cdiv(p.n, tn),)
+    return Launch(_gmm_kernel, grid, arguments, _options(tm, tk, tn, lhs.element_size()))
+
+
+def tgmm_launch(
+    p: Problem,
+    tile: Tile,
+    lhs: Tensor,
+    rhs: Tensor,
+    existing_out: Tensor | None,
+    out: Tensor,
+    group_sizes: Tensor,
+    group_offset: Tensor,
+) -> Launch:
+    """The kernel of `tgmm`, group_offset on the device."""
+    tm, tk, tn = tile
+    arguments = {
+        "lhs": lhs,
+        "rhs": rhs,
+        "existing_out": existing_out,
+        "out": out,
+        "group_sizes": group_sizes,
+        "group_offset": group_offset,
+        "m": p.m,
+        "k": p.k,
+        "n": p.n,
+        "experts": p.experts,
+        "groups": p.groups,
+        **_strides("lhs", lhs, "mk"),
+        **_strides("rhs", rhs, "mn"),
+        **_strides("existing", existing_out, "gkn"),
+        "TM": tm,
+        "TK": tk,
+        "TN": tn,
+        "EXPERTS_BLOCK": _block(p.experts),
+    }
+    grid = (p.groups * triton.cdiv(p.k, tk) * triton.cdiv(p.n, tn),)
+    return Launch(_tgmm_kernel, grid, arguments, _options(tk, tm, tn, lhs.element_size()))
+
+
+def metadata_launch(
+    group_sizes: Tensor,
+    group_offset: Tensor,
+    metadata: GroupMetadata,
+    m: int,
+    tm: int,
+    groups: int,
+    cover: Literal["tiles", "groups"],
+) -> Launch:
+    """The kernel of `make_group_metadata`, which fills `metadata`."""
+    (experts,) = group_sizes.shape
+    visits = triton.cdiv(m, tm) + groups
+    arguments = {
+        "group_sizes": group_sizes,
+        "group_offset": group_offset,
+        **metadata._asdict(),
+        "m": m,
+        "tm": tm,
+        "visits": visits,
+        "experts": experts,
+        "groups": groups,
+        "COVER_TILES": cover == "tiles",
+        "EXPERTS_BLOCK": _block(experts),
+        "VISITS_BLOCK": METADATA_BLOCK,
+    }
+    return Launch(_metadata_kernel, (triton.cdiv(max(visits, 1), METADATA_BLOCK),), arguments, {"num_warps": 4})
+
+
+@triton.jit
+def _metadata_kernel(
+    group_sizes,
+    group_offset,
+    group_offsets,
+    group_ids,
+    tile_ids,
+    num_visits,
+    m,
+    tm,
+    visits,
+    experts,
+    groups,
+    COVER_TILES: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    VISITS_BLOCK: tl.constexpr,
+):
+    """One program per block of visits; each sees all group sizes."""
+    expert = tl.arange(0, EXPERTS_BLOCK)
+    sizes = tl.maximum(tl.load(group_sizes + expert, mask=expert < experts, other=0), 0).to(tl.int64)
+    ends = tl.cumsum(sizes)
+    starts = tl.minimum(ends - sizes, m).to(tl.int32)
+    ends = tl.minimum(ends, m).to(tl.int32)
+
+    tiles = tl.cdiv(m, tm)
+    group = expert - tl.minimum(tl.maximum(tl.load(group_offset).to(tl.int32), 0), experts - groups)
+    in_shard = (group >= 0) & (group < groups)
+    occupied = in_shard & (starts < ends)
+    first_tile = starts // tm
+    end_tile = tl.where(occupied, (ends + tm - 1) // tm, 0)
+    group_visits = tl.where(occupied, end_tile - first_tile, 0)
+    if COVER_TILES:
+        leading = tl.min(tl.where(occupied, first_tile, tiles))
+        trailing_tile = tl.maximum(tl.max(end_tile), leading)
+        trailing = tiles - trailing_tile
+    else:
+        empty = in_shard & (starts >= ends) & (tiles > 0)
+        group_visits = tl.where(empty, 1, group_visits)
+        first_tile = tl.minimum(first_tile, tiles - 1)
+        leading = 0
+        trailing_tile = 0
+        trailing = 0
+    end_visit = leading + tl.cumsum(group_visits)
+    first_visit = end_visit - group_visits
+    trailing_visit = leading + tl.sum(group_visits)
+    count = trailing_visit + trailing
+
+    slot = tl.program_id(0) * VISITS_BLOCK + tl.arange(0, VISITS_BLOCK)
+    visit = tl.minimum(slot, tl.maximum(count - 1, 0))
+    is_group = (first_visit[None, :] <= visit[:, None]) & (visit[:, None] < end_visit[None, :])
+    group_id = tl.sum(tl.where(is_group, group[None, :], 0), axis=1)
+    tile_id = tl.sum(tl.where(is_group, (first_tile - first_visit)[None, :], 0), axis=1) + visit
+    is_trailing = visit >= trailing_visit
+    group_id = tl.where(is_trailing, tl.max(tl.where(occupied, group, 0)), group_id)
+    tile_id = tl.where(is_trailing, trailing_tile + visit - trailing_visit, tile_id)
+    tl.store(group_ids + slot, group_id, mask=slot < visits)
+    tl.store(tile_ids + slot, tl.where(count > 0, tile_id, 0), mask=slot < visits)
+    if tl.program_id(0) == 0:
+        tl.store(group_offsets, 0)
+        tl.store(group_offsets + 1 + expert, ends, mask=expert < experts)
+        tl.store(num_visits, count)
+
+
+@triton.jit
+def _gmm_kernel(
+    lhs,
+    rhs,
+    existing_out,
+    out,
+    group_offsets,
+    group_ids,
+    tile_ids,
+    num_visits,
+    group_offset,
+    m,
+    k,
+    n,
+    experts,
+    groups,
+    lhs_stride_m,
+    lhs_stride_k,
+    rhs_stride_g,
+    rhs_stride_k,
+    rhs_stride_n,
+    existing_stride_m,
+    existing_stride_n,
+    TM: tl.constexpr,
+    TK: tl.constexpr,
+    TN: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BAND_SIZE: tl.constexpr,
+):
+    """One program per (visit, column tile), in bands. It stores its group's rows of the row tile; the first visit of a
+    tile also stores the rows of no active group, so that every row is stored exactly once."""
+    tiles_n = (n + TN - 1) // TN
+    in_band = tl.program_id(0) % (BAND_SIZE * tiles_n)
+    visit = tl.program_id(0) // (BAND_SIZE * tiles_n) * BAND_SIZE + in_band % BAND_SIZE
+    tile_n = in_band // BAND_SIZE
+    if visit >= tl.load(num_visits):
+        return
+    tile_m = tl.load(tile_ids + visit)
+    is_first_visit = tl.load(tile_ids + visit - 1, mask=visit > 0, other=-1) != tile_m
+    group = tl.load(group_ids + visit)
+    shard_offsets = group_offsets + tl.minimum(tl.maximum(tl.load(group_offset).to(tl.int32), 0), experts - groups)
+    start = tl.load(shard_offsets + group)
+    end = tl.load(shard_offsets + group + 1)
+
+    row = (tile_m * TM + tl.arange(0, TM))[:, None]
+    column = (tile_n * TN + tl.arange(0, TN))[None, :]
+    in_group = (row >= start) & (row < end)
+    in_columns = column < n
+    row_offset = row.to(tl.int64)
+    column_offset = column.to(tl.int64)
+
+    along_k = tl.arange(0, TK)[None, :]
+    down_k = tl.arange(0, TK)[:, None]
+    whole_tile = tl.full((), TK, tl.int64)
+    a_tile = lhs + row_offset * lhs_stride_m + along_k.to(tl.int64) * lhs_stride_k
+    b_tile = rhs + group.to(tl.int64) * rhs_stride_g + down_k.to(tl.int64) * rhs_stride_k + column_offset * rhs_stride_n
+    a_step = whole_tile * lhs_stride_k
+    b_step = whole_tile * rhs_stride_k
+    sums = tl.full((TM, TN), 0.0, tl.float32)
+    has_rows = tl.maximum(start, tile_m * TM) < tl.minimum(end, tile_m * TM + TM)
+    for first_k in range(0, tl.where(has_rows, k, 0), TK):
+        if EVEN_K:
+            a = tl.load(a_tile, mask=in_group, other=0)
+            b = tl.load(b_tile, mask=in_columns, other=0)
+        else:
+            a = tl.load(a_tile, mask=in_group & (along_k < k - first_k), other=0)
+            b = tl.load(b_tile, mask=in_columns & (down_k < k - first_k), other=0)
+        sums = tl.dot(a, b, sums, input_precision="ieee")
+        a_tile += a_step
+        b_tile += b_step
+
+    result = sums.to(out.dtype.element_ty)
+    is_inactive = (row < tl.load(shard_offsets)) | (row >= tl.load(shard_offsets + groups))
+    is_unclaimed = is_inactive & (row < tl.where(is_first_visit, m, 0))
+    # Selects, since 0 * inf of a weight leaves NaN in the sums of rows outside the group.
+    if existing_out is None:
+        result = tl.where(in_group, result, 0.0)
+    else:
+        existing_tile = existing_out + row_offset * existing_stride_m + column_offset * existing_stride_n
+        result = tl.where(in_group, result, tl.load(existing_tile, mask=is_unclaimed & in_columns, other=0))
+    tl.store(out + row_offset * n + column_offset, result, mask=(in_group | is_unclaimed) & in_columns)
+
+
+@triton.jit
+def _tgmm_kernel(
+    lhs,
+    rhs,
+    existing_out,
+    out,
+    group_sizes,
+    group_offset,
+    m,
+    k,
+    n,
+    experts,
+    groups,
+    lhs_stride_m,
+    lhs_stride_k,
+    rhs_stride_m,
+    rhs_stride_n,
+    existing_stride_g,
+    existing_stride_k,
+    existing_stride_n,
+    TM: tl.constexpr,
+    TK: tl.constexpr,
+    TN: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+):
+    """One program per (group, output tile): the sum over the group's rows, in steps from its first row."""
+    tiles_n = (n + TN - 1) // TN
+    tiles = (k + TK - 1) // TK * tiles_n
+    group = tl.program_id(0) // tiles
+    tile_k = tl.program_id(0) % tiles // tiles_n
+    tile_n = tl.program_id(0) % tiles_n
+
+    expert = tl.arange(0, EXPERTS_BLOCK)
+    sizes = tl.maximum(tl.load(group_sizes + expert, mask=expert < experts, other=0), 0).to(tl.int64)
+    this = tl.minimum(tl.maximum(tl.load(group_offset).to(tl.int32), 0), experts - groups) + group
+    start = tl.minimum(tl.sum(tl.where(expert < this, sizes, 0)), m).to(tl.int32)
+    end = tl.minimum(tl.sum(tl.where(expert <= this, sizes, 0)), m).to(tl.int32)
+
+    at_k = (tile_k * TK + tl.arange(0, TK))[:, None]
+    column = (tile_n * TN + tl.arange(0, TN))[None, :]
+    in_k = at_k < k
+    in_columns = column < n
+    k_offset = at_k.to(tl.int64)
+    column_offset = column.to(tl.int64)
+
+    along_rows = tl.arange(0, TM)[None, :]
+    down_rows = tl.arange(0, TM)[:, None]
+    first_row = start.to(tl.int64)
+    whole_tile = tl.full((), TM, tl.int64)
+    # lhs is read transposed by its addresses: tl.trans next to a wgmma has been miscompiled (Triton before 3.7.1).
+    a_tile = lhs + (first_row + along_rows) * lhs_stride_m + k_offset * lhs_stride_k
+    b_tile = rhs + (first_row + down_rows) * rhs_stride_m + column_offset * rhs_stride_n
+    a_step = whole_tile * lhs_stride_m
+    b_step = whole_tile * rhs_stride_m
+    sums = tl.full((TK, TN), 0.0, tl.float32)
+    for rows_before in range(0, end - start, TM):
+        rows_left = end - start - rows_before
+        a = tl.load(a_tile, mask=in_k & (along_rows < rows_left), other=0)
+        b = tl.load(b_tile, mask=(down_rows < rows_left) & in_columns, other=0)
+        sums = tl.dot(a, b, sums, input_precision="ieee")
+        a_tile += a_step
+        b_tile += b_step
+
+    in_out = in_k & in_columns
+    nth = group.to(tl.int64)
+    if existing_out is not None:
+        existing_group = existing_out + nth * existing_stride_g
+        existing_tile = existing_group + k_offset * existing_stride_k + column_offset * existing_stride_n
+        sums += tl.load(existing_tile, mask=in_out, other=0).to(tl.float32)
+    out_tile = out + (nth * k + k_offset) * n + column_offset
+    tl.store(out_tile, sums.to(out.dtype.element_ty), mask=in_out)
+
+
+def _fitted(tiling: Tiling | None, table: Callable[[int, int, int], Tile], p: Problem) -> Tile:
+    """The chosen tile as the kernels need it: powers of two, not far beyond the problem's own size."""
+    tile = resolve_tiling(tiling, table, p.m, p.k, p.n)
+    tm, tk, tn = (min(_block(t), _block(size), LARGEST_TILE) for t, size in zip(tile, (p.m, p.k, p.n), strict=True))
+    return tm, tk, tn
+
+
+def _block(size: int) -> int:
+    """The block that holds `size` elements: a power of two, at least 16 (the smallest operand of a dot)."""
+    return max(int(triton.next_power_of_2(size)), 16)
+
+
+def _options(rows: int, depth: int, columns: int, element_size: int) -> dict[str, Any]:
+    """How to run a kernel whose dot is [rows, depth] @ [depth, columns]."""
+    stage_bytes = (rows + columns) * depth * element_size
+    return {
+        "num_warps": max(4, min(rows * columns * element_size // 4096, 8)),
+        "num_stages": max(1, min(STAGE_BYTES // stage_bytes, 4)),
+        "enable_fp_fusion": True,
+    }
+
+
+def _strides(name: str, tensor: Tensor | None, axes: str) -> dict[str, int]:
+    strides = (0,) * len(axes) if tensor is None else tensor.stride()
+    return {f"{name}_stride_{axis}": stride for axis, stride in zip(axes, strides, strict=True)}
+
+
+def _on_device(group_offset: int | Tensor, device: torch.device) -> Tensor:
+    if isinstance(group_offset, Tensor):
+        return group_offset
+    return torch.full((1,), group_offset, dtype=torch.int32, device=device)
+
+
+def _only_tensor(name: str, value: Any) -> dict[str, Tensor | None]:
+    return {name: value} if isinstance(value, Tensor) else {}
+
+
+def _values(group_sizes: Any) -> list[int] | None:
+    """The values of group_sizes where it is the int vector it should be, in memory that the host can read at once."""
+    readable = isinstance(group_sizes, Tensor) and group_sizes.device.type == "cpu"
+    return group_sizes.tolist() if readable and group_sizes.dtype == torch.int32 and group_sizes.ndim == 1 else None
+
+
+def _value(group_offset: Any) -> Any:
+    """The int in a CPU scalar tensor ([] or [1]); anything else as it is, for the check to judge."""
+    readable = isinstance(group_offset, Tensor) and group_offset.device.type == "cpu"
+    integer = readable and group_offset.numel() == 1 and group_offset.dtype in (torch.int32, torch.int64)
+    return int(group_offset) if integer else group_offset

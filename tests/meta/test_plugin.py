@@ -1,0 +1,166 @@
+"""The pytest plugin as its users meet it: selection, summary, failures, xdist, other people's matrices."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MATRIX = '''
+import numpy as np
+from parity import Array, Case, Contract, Op, abs_of
+
+def double(x):
+    return 2.0 * x.astype(np.float64)
+
+_DOUBLE = Op(
+    "double", golden=double, naive=double, tpu="kernels:good", gpu="kernels:{gpu}",
+    inputs=lambda c: {{"x": Array((c.M, c.N), c.dtype)}},
+    arguments=lambda c: {{}},
+    contract=lambda c, backend: Contract(dot="ieee", out=c.out),
+    chain=lambda c, inputs: 1, magnitude=abs_of("x"), unread=lambda c, inputs: {{}}, defaults={{}},
+)
+DOUBLE = _DOUBLE.with_cases(
+    _DOUBLE.grid([dict(M=8, N=40)], dtype=["float32"], tier="smoke"),
+    _DOUBLE.grid([dict(M=8, N=40), dict(M=3, N=5)], dtype=["float32", "bfloat16"]),
+    _DOUBLE.grid([dict(M=99, N=40)], dtype=["float32"], tier="full"),
+)
+OPS = (DOUBLE,)
+'''
+
+KERNELS = '''
+def good(x):
+    return x + x
+
+def bad(x):
+    y = x + x
+    y[5:, 7] = 0
+    return y
+'''
+
+TESTS = '''
+import parity
+from matrix import DOUBLE
+
+@parity.cases(DOUBLE, backend="gpu")
+def test_agrees(run):
+    run.agrees()
+
+@parity.cases(DOUBLE, backend="gpu", data="integers")
+def test_is_exact(run):
+    run.is_exact()
+'''
+
+
+@pytest.fixture
+def project(tmp_path):
+    """Somebody else's project: its own op, its own kernels on torch tensors."""
+
+    def make(gpu="good"):
+        (tmp_path / "pyproject.toml").write_text(
+            '[tool.parity]\nmatrix = "matrix"\n[tool.pytest.ini_options]\npythonpath = ["."]\n'
+        )
+        (tmp_path / "matrix.py").write_text(MATRIX.format(gpu=gpu))
+        (tmp_path / "kernels.py").write_text(KERNELS)
+        (tmp_path / "test_double.py").write_text(TESTS)
+        return lambda *arguments: pytest_in(tmp_path, *arguments)
+
+    return make
+
+
+def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def test_a_good_day_is_quiet(project):
+    run = project()("-q")
+    assert run.returncode == 0, run.stdout
+    assert "8 passed, 2 deselected" in run.stdout
+    summary = re.search(r"double +gpu emulated +8 +0\.00 +\S+  4 AGREES  4 EXACT", run.stdout)
+    assert summary, run.stdout
+    assert len(run.stdout.splitlines()) < 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "count"),
+    [(["-m", "smoke"], 2), (["--parity-tier=smoke"], 2), ([], 8), (["--parity-tier=full"], 10), (["-m", "full"], 2)],
+)
+def test_tiers(project, arguments, count):
+    run = project()("-q", *arguments)
+    assert f"{count} passed" in run.stdout, run.stdout
+
+
+def test_the_case_id_alone_selects_the_case(project):
+    run = project()("-q", "-k", "double-M3_N5-bf16-s0")
+    assert "1 passed" in run.stdout, run.stdout
+
+
+def test_xdist_gives_the_same_result(project):
+    run = project(gpu="bad")
+    alone, together = run("-q"), run("-q", "-n", "2")
+
+    def outcome(done):
+        table = done.stdout[done.stdout.index("op   ") :].split("====")[0]
+        failed = sorted(line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith("FAILED"))
+        return table.strip().splitlines()[:2], failed, done.returncode
+
+    assert outcome(alone) == outcome(together)
+    assert outcome(alone)[2] == 1
+
+
+def test_a_failure_fits_on_a_screen_and_can_be_acted_on(project):
+    run = project(gpu="bad")("-q", "-k", "test_agrees and M8_N40 and f32 and not integers")
+    assert run.returncode == 1
+    text = run.stdout[run.stdout.index("____") : run.stdout.index("short test summary")]
+    assert len(text.splitlines()) <= 27, text  # a title above, a rule below
+    assert "OUT OF BOUND  G3" in text
+    assert re.search(r"worst out\[\d, 7\]: golden \S+  got 0  bound ±\S+", text), text
+    assert "3 elements beyond the bound, all within [5-7, 7-7]" in text
+    assert "integer twin: fails too" in text
+    rerun = re.search(r'rerun: pytest -n0 "(.+)"', text)
+    assert rerun, text
+    again = project(gpu="bad")("-q", "-n0", rerun[1])
+    assert "1 failed" in again.stdout, again.stdout
+
+
+def test_the_header_says_what_is_emulated(project):
+    run = project()()
+    assert "parity: tpu emulated · gpu emulated · goldens float64" in run.stdout
+
+
+def test_another_seed_is_another_case(project):
+    run = project()("--parity-seed=3", "--collect-only", "-q")
+    assert "double-M3_N5-bf16-s3" in run.stdout
+    assert "-s0" not in run.stdout
+
+
+def test_help_and_markers_are_documented(project):
+    run = project()("--help")
+    assert "--parity-tier" in run.stdout
+    assert "smoke:" in project()("--markers").stdout
+
+
+@pytest.mark.parametrize(
+    ("pyproject", "message"),
+    [
+        ("", "must name a module of ops"),
+        ('[tool.parity]\nmatrix = "kernels"\n', "must define OPS, a tuple of parity.Op, got none"),
+    ],
+)
+def test_a_missing_matrix_is_named(project, tmp_path, pyproject, message):
+    run = project()
+    (tmp_path / "pyproject.toml").write_text(pyproject + '[tool.pytest.ini_options]\npythonpath = ["."]\n')
+    done = run("-q")
+    assert done.returncode != 0
+    assert message in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_the_table_shows_both_backends_and_fails_with_the_verdict(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "parity.cli", "run", "-k", "no such case"], capture_output=True, text=True, cwd=Path.cwd()
+    )
+    assert run.returncode == 2
+    assert "no case of a model's shape matches" in run.stdout

@@ -1,0 +1,72 @@
+"""Which TPU a kernel is traced for, and what its matrix unit multiplies.
+
+`kind` is a JAX device kind (`"TPU7x"`). Where it is not given, the answers are about the abstract mesh in use (the
+target of an ahead-of-time compilation), else about JAX's default backend.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_GENERATIONS = {
+    "TPU v4": 4,
+    "TPU v5 lite": 5,
+    "TPU v5e": 5,
+    "TPU v5": 5,
+    "TPU v5p": 5,
+    "TPU v6 lite": 6,
+    "TPU v6e": 6,
+    "TPU7x": 7,
+}
+# What libtpu 0.0.51 compiles a Pallas dot of; it refuses float16 everywhere, and on v4 all 8-bit types. Not all are
+# native: v6e and earlier convert float8 to bfloat16, tpu7x converts int8.
+_WIDE = ("float32", "bfloat16")
+_NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
+_FIRST_GENERATION_WITH_NARROW = 5
+
+
+def tpu_kind() -> str | None:
+    """The device kind of the TPU in question, None where there is no TPU."""
+    target = jax.sharding.get_abstract_mesh().abstract_device
+    if target is not None:
+        return target.device_kind if target.device_kind.startswith("TPU") else None
+    return jax.devices()[0].device_kind if jax.default_backend() == "tpu" else None
+
+
+def is_tpu() -> bool:
+    """Whether there is a TPU."""
+    return tpu_kind() is not None
+
+
+def tpu_generation(kind: str | None = None) -> int | None:
+    """4 to 7, None where there is no TPU. Raises ValueError for a kind that is none of v4, v5e, v5p, v6e, tpu7x."""
+    kind = kind or tpu_kind()
+    if kind is None:
+        return None
+    if kind not in _GENERATIONS:
+        raise ValueError(f"kind must be one of {', '.join(_GENERATIONS)}, got {kind!r}")
+    return _GENERATIONS[kind]
+
+
+def supports_matmul(dtype: Any, kind: str | None = None) -> bool:
+    """Whether Mosaic compiles a dot of two operands of `dtype` for the TPU; False where there is none."""
+    generation = tpu_generation(kind)
+    if generation is None:
+        return False
+    narrow = _NARROW if generation >= _FIRST_GENERATION_WITH_NARROW else ()
+    return jnp.dtype(dtype).name in (*_WIDE, *narrow)
+
+
+def select_input_dtype(lhs: Any, rhs: Any, kind: str | None = None) -> jnp.dtype[Any]:
+    """The dtype to feed a dot of arrays (or dtypes) lhs and rhs: the narrowest supported one that holds both exactly.
+
+    Their own where they agree and it is supported; else bfloat16, which holds every 8-bit type; else float32.
+    Where there is no TPU (interpreted kernels), as on the newest.
+    """
+    kind = kind or tpu_kind() or "TPU7x"
+    dtypes = {jnp.dtype(getattr(x, "dtype", x)) for x in (lhs, rhs)}
+    if len(dtypes) == 1 and all(supports_matmul(dtype, kind) for dtype in dtypes):
+        return dtypes.pop()
+    in_bfloat16 = all(dtype.name in ("bfloat16", *_NARROW) for dtype in dtypes)
+    return jnp.dtype(jnp.bfloat16 if in_bfloat16 else jnp.float32)
