@@ -27,8 +27,8 @@ GMM_TILES: dict[int, tuple[Tile, ...]] = {
     4: ((128, 16, 128), (64, 32, 128), (32, 32, 128), (16, 64, 128)),
 }
 """(tm, tk, tn) by bytes per operand element, largest first: the candidates of an autotuner. 16-bit operands run on
-tensor cores, float32 as a chain of FMAs, whose unrolled steps must stay short to fit the registers of sm_80. None
-spills. The default is the first whose tm an average group fills."""
+tensor cores, float32 as a chain of FMAs, whose unrolled steps must stay short to fit the registers of sm_80: no
+tile spills more than a few words on sm_80 to sm_120. The default is the first whose tm an average group fills."""
 
 TGMM_TILES: dict[int, tuple[Tile, ...]] = {
     2: ((64, 128, 128), (32, 64, 128), (32, 64, 64)),
@@ -443,7 +443,8 @@ def _gmm_kernel(
     start = tl.load(shard_offsets + group)
     end = tl.load(shard_offsets + group + 1)
 
-    row = (tile_m * TM + tl.arange(0, TM))[:, None]
+    first_row = tile_m * TM
+    row = (first_row + tl.arange(0, TM))[:, None]
     column = (tile_n * TN + tl.arange(0, TN))[None, :]
     in_group = (row >= start) & (row < end)
     in_columns = column < n
@@ -458,7 +459,7 @@ def _gmm_kernel(
     a_step = whole_tile * lhs_stride_k
     b_step = whole_tile * rhs_stride_k
     sums = tl.full((TM, TN), 0.0, tl.float32)
-    has_rows = tl.maximum(start, tile_m * TM) < tl.minimum(end, tile_m * TM + TM)
+    has_rows = tl.maximum(start, first_row) < tl.minimum(end, first_row + TM)
     for first_k in range(0, tl.where(has_rows, k, 0), TK):
         if EVEN_K:
             a = tl.load(a_tile, mask=in_group, other=0)

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -20,9 +20,10 @@ from rich.table import Table
 from parity import matrix
 from parity.backends import prepare_environment, runner
 from parity.dtypes import SHORT_NAMES
+from parity.judge import Judgement, judge
 from parity.op import Case, Op
 from parity.plugin import BACKENDS
-from parity.verdict import Verdict
+from parity.verdict import Verdict, parity
 
 
 @dataclass(frozen=True)
@@ -121,23 +122,26 @@ def _judge_all(root: Path, chosen: Sequence[tuple[Op, Case]], seeds: int, jobs: 
 
 def judge_seeds(root: Path, op_name: str, case: Case, seeds: int) -> Line:
     """Judge seeds 0 … seeds - 1 of a case on both backends, each against the golden and one against the other."""
-    from parity.judge import judge
-    from parity.verdict import parity
-
     op = next(op for op in matrix.load(root) if op.name == op_name)
-    judged = {b: [judge(op, case.with_seed(s), b) for s in range(seeds)] for b in BACKENDS}
+    judged: dict[str, list[Judgement]] = {}
+    for backend in BACKENDS:
+        try:
+            judged[backend] = [judge(op, case.with_seed(seed), backend) for seed in range(seeds)]
+        except Exception as error:  # whatever a kernel raises costs its line alone
+            reason = f"{backend}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            return Line(case, seeds, {}, (0.0, 0.0), Verdict("CRASH", "G1", reason))
     everything = [j for js in judged.values() for j in js]
-    failed = next((j for j in everything if not j.verdict.passed), None)
     metrics = {b: [j.metrics for j in js if j.metrics is not None] for b, js in judged.items()}
+    failed = next((j for j in everything if not j.verdict.passed), None)
     if failed is not None:
-        verdict = Verdict(failed.verdict.outcome, failed.verdict.gate, f"{failed.backend}: {failed.verdict.reason}")
+        verdict = replace(failed.verdict, reason=f"{failed.backend}, seed {failed.case.seed}: {failed.verdict.reason}")
     else:
         narrow = op.contract(case, "tpu").narrow_output
         verdict = parity(metrics["tpu"], metrics["gpu"], narrow_output=narrow, tau=op.tau).verdict
     return Line(
         case,
         seeds,
-        {b: (sum(m.epsilon**2 for m in ms) / max(len(ms), 1)) ** 0.5 for b, ms in metrics.items()},
+        {b: (sum(m.epsilon**2 for m in ms) / len(ms)) ** 0.5 for b, ms in metrics.items() if ms},
         max(((j.eta_max, j.bound) for j in everything), key=lambda worst: worst[0] / worst[1]),
         verdict,
     )
@@ -158,7 +162,7 @@ def _table(lines: Sequence[Line]) -> Table:
             case.model,
             " ".join(f"{name}{size}" for name, size in case.dims),
             str(line.seeds),
-            *(f"{line.epsilon[b]:.2e}" for b in BACKENDS),
+            *(f"{line.epsilon[b]:.2e}" if b in line.epsilon else "–" for b in BACKENDS),
             f"{line.worst[0]:.2g} / {line.worst[1]:.3g}",
             f"{line.verdict.outcome} {line.verdict.reason}",
             style=None if passed else "red",

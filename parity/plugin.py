@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import pytest
 
 from parity import matrix, text
+from parity.backends import has_cuda, has_tpu
+from parity.judge import judge
 from parity.op import TIERS, Backend, Case, Op
 
 Test = TypeVar("Test", bound=Callable[..., Any])
@@ -46,8 +48,6 @@ class Run:
 
     def _judge(self) -> None:
         __tracebackhide__ = True
-        from parity.judge import judge
-
         judged = judge(self.op, self.case, self.backend)
         self._request.node.user_properties.append(("parity", judged.summary()))
         if not judged.verdict.passed:
@@ -137,8 +137,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_report_header(config: pytest.Config) -> str:
     """Which backend is real and which is emulated."""
-    from parity.backends import has_cuda, has_tpu
-
     real = {"tpu": has_tpu(), "gpu": has_cuda()}
     where = [f"{name} {'real' if real[name] else 'emulated'}" for name in BACKENDS]
     return " · ".join(["parity: " + where[0], *where[1:], "goldens float64"])

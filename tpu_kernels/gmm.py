@@ -62,8 +62,8 @@ def gmm(
     is given (active rows overwrite it). Sums are float32, of exact bfloat16 products or of float32 products in six
     bfloat16 passes (float16 is widened), rounded once.
     tiling: (tm, tk, tn) or a look-up (m, k, n) -> (tm, tk, tn), capped to the problem and rounded up to whole
-    registers; default: `_default_tiles`. interpret: as `pl.pallas_call`; None interprets where JAX's default backend is
-    no TPU.
+    registers; default: `_gmm_tiles`. interpret: as `pl.pallas_call`; None interprets where there is no TPU.
+    `jax.shard_map` takes it with check_vma=False.
     Raises ValueError or TypeError as `op_arguments.gmm.check_gmm`; values are checked outside tracing only.
     """
     group_offset = _static_scalar(group_offset)
@@ -77,7 +77,7 @@ def gmm(
         preferred_element_type=preferred_element_type,
         sizes=_values(group_sizes),
     )
-    tile = resolve_tiling(tiling, partial(_default_tiles, lhs.dtype), p.m, p.k, p.n)
+    tile = resolve_tiling(tiling, partial(_gmm_tiles, lhs.dtype), p.m, p.k, p.n)
     return _gmm(
         lhs,
         rhs,
@@ -107,7 +107,8 @@ def tgmm(
 
     lhs [M, K] and rhs [M, N]: float32, bfloat16 or float16. group_sizes [E] int32, >= 0, sum <= M. Returns [G, K, N]
     in preferred_element_type (default lhs's), G = num_actual_groups (default E): an empty group's block is zero;
-    existing_out [G, K, N] is added, in float32. Precision, group_offset, tiling and interpret as `gmm`.
+    existing_out [G, K, N] is added, in float32. Precision, group_offset, tiling (default: `_tgmm_tiles`) and
+    interpret as `gmm`.
     Raises ValueError or TypeError as `op_arguments.gmm.check_tgmm`; values are checked outside tracing only.
     """
     group_offset = _static_scalar(group_offset)
@@ -121,7 +122,7 @@ def tgmm(
         preferred_element_type=preferred_element_type,
         sizes=_values(group_sizes),
     )
-    tile = resolve_tiling(tiling, partial(_default_tiles, lhs.dtype), p.m, p.k, p.n)
+    tile = resolve_tiling(tiling, partial(_tgmm_tiles, lhs.dtype), p.m, p.k, p.n)
     return _tgmm(
         lhs,
         rhs,
@@ -200,9 +201,16 @@ def _resolve_interpret(interpret: Interpret) -> bool | pltpu.InterpretParams:
     return not is_tpu() if interpret is None else interpret
 
 
-def _default_tiles(dtype: Any, m: int, k: int, n: int) -> Tile:
-    """Of every shape: the largest that fit, twice buffered, the 16 MiB of VMEM a kernel has by default on v5e."""
+def _gmm_tiles(dtype: Any, m: int, k: int, n: int) -> Tile:
+    """The largest that fit, twice buffered, the 16 MiB of VMEM that a kernel has by default on v5e."""
     return (512, 1024, 512) if jnp.dtype(dtype) == jnp.bfloat16 else (256, 512, 512)
+
+
+def _tgmm_tiles(dtype: Any, m: int, k: int, n: int) -> Tile:
+    """As `_gmm_tiles`, and the shorter side to lhs, which the kernel transposes."""
+    if jnp.dtype(dtype) == jnp.bfloat16:
+        return (512, 512, 1024) if n >= 1024 else (512, 1024, 512)
+    return (256, 512, 512)
 
 
 def _fit(tile: Tile, p: Problem) -> Tile:
@@ -315,7 +323,7 @@ def _gmm_kernel(
     visit, step, last_step = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
     (tm, tk), tn = lhs.shape, out.shape[1]
     start, end = _rows_of_visit(visit, group_ids, tile_ids, group_offsets, group_offset, tm)
-    rest = k % tk or tk  # of K, in the last step; what the block holds beyond it is not ours to read
+    rest = k % tk or tk  # of K, in the last step; the block holds garbage beyond it, and 0 * NaN is NaN
 
     def accumulate(depth: int) -> None:
         for columns in _blocks(tn):
@@ -419,7 +427,6 @@ def _tgmm_kernel(
     tm = rhs.shape[0]
     start, end = _rows_of_visit(visit, group_ids, tile_ids, group_offsets, group_offset, tm)
     group = group_ids[visit]
-
     first_of_group = (visit == 0) | (group_ids[jnp.maximum(visit - 1, 0)] != group)
 
     def own(block: jax.Array) -> jax.Array:
@@ -524,7 +531,7 @@ def _group_metadata_kernel(
 
     def add_size(expert: Any, end: Any) -> Any:
         # Bad sizes go unseen under tracing; clipped, they give wrong numbers, but no write beyond the lists.
-        end = jnp.minimum(end + jnp.maximum(group_sizes[expert], 0), m)
+        end += jnp.clip(group_sizes[expert], 0, m - end)
         group_offsets[expert + 1] = end
         return end
 

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -151,9 +152,7 @@ def _specialise(
     return signature, constants, attributes
 
 
-def _cubin_resources(cubin: bytes) -> dict[str, int]:
-    import tempfile
-
+def _cubin_resources(cubin: bytes) -> dict[str, Any]:
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -166,11 +165,11 @@ def _cubin_resources(cubin: bytes) -> dict[str, int]:
     return _numbers(report, registers=r"REG:(\d+)", spill_bytes=r"STACK:(\d+)")
 
 
-def _amdgcn_resources(assembly: str) -> dict[str, int]:
+def _amdgcn_resources(assembly: str) -> dict[str, Any]:
     return _numbers(assembly, registers=r"\.vgpr_count:\s+(\d+)", spill_bytes=r"\.private_segment_fixed_size:\s+(\d+)")
 
 
-def _numbers(text: str, **patterns: str) -> dict[str, int]:
+def _numbers(text: str, **patterns: str) -> dict[str, Any]:
     found = {name: re.search(pattern, text) for name, pattern in patterns.items()}
     return {name: int(match[1]) for name, match in found.items() if match}
 

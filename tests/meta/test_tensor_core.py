@@ -30,7 +30,7 @@ def dot_kernel(lhs, rhs, acc, m, n, k, PRECISION: tl.constexpr, TM: tl.constexpr
     a = tl.load(lhs + i * k + depth[None, :])
     b = tl.load(rhs + depth[:, None] * n + j)
     out = acc + i * n + j
-    tl.store(out, tl.dot(a, b, tl.load(out), input_precision=PRECISION))
+    tl.store(out, tl.dot(a, b, tl.load(out), input_precision=PRECISION, out_dtype=acc.dtype.element_ty))
 
 
 @triton.jit

@@ -54,7 +54,9 @@ def emulated() -> Iterator[None]:
     before = builder.__class__, builder.options
     builder.__class__ = TensorCoreBuilder
     builder.options = dataclasses.replace(
-        builder.options, allowed_dot_input_precisions=("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
+        builder.options,
+        allowed_dot_input_precisions=("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6"),
+        sanitize_overflow=False,  # as compiled without debug; the checks take a third of the interpreter's time
     )
     try:
         yield
