@@ -5,8 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Where there is no NVIDIA device, torch's newest plain build would bring gigabytes of CUDA libraries.
-TORCH ?= $(if $(wildcard /dev/nvidia0),torch,torch==2.13.0)
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/pytest -n $(or $(JOBS),auto) --dist loadgroup
 
 .PHONY: parity test smoke full lint install clean
@@ -33,8 +32,9 @@ install: $(VENV)/installed
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "kernel-parity needs Python 3.11 or newer: make PYTHON=python3.12 …")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[jax,triton,libtpu,dev]"
+# Without an NVIDIA device the CPU build, where an index offers it: the plain one brings gigabytes of CUDA libraries.
+	test -e /dev/nvidia0 || $(PIP) torch==2.13.0+cpu || $(PIP) torch==2.13.0
+	$(PIP) --editable ".[jax,triton,libtpu,dev]"
 	touch $@
 
 clean:

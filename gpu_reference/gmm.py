@@ -289,7 +289,7 @@ def tgmm_launch(
         "rhs": rhs,
         "existing_out": existing_out,
         "out": out,
-        "group_sizes": group_sizes,
+        "group_sizes": group_sizes.contiguous(),
         "group_offset": group_offset,
         "m": p.m,
         "k": p.k,
@@ -321,7 +321,7 @@ def metadata_launch(
     (experts,) = group_sizes.shape
     visits = triton.cdiv(m, tm) + groups
     arguments = {
-        "group_sizes": group_sizes,
+        "group_sizes": group_sizes.contiguous(),
         "group_offset": group_offset,
         **metadata._asdict(),
         "m": m,

@@ -75,10 +75,10 @@ def explained_by(y: np.ndarray, golden: Floats) -> Floats:
     with np.errstate(invalid="ignore"):  # signalling NaNs
         value = y.astype(np.float64)
     infinity = np.array(np.inf, y.dtype)
-    up, down = (np.nextafter(y, end).astype(np.float64) for end in (infinity, -infinity))
-    gap_up = np.where(np.isfinite(up), up - value, value - down)
-    gap_down = np.where(np.isfinite(down), value - down, up - value)
     with np.errstate(invalid="ignore"):
+        up, down = (np.nextafter(y, end).astype(np.float64) for end in (infinity, -infinity))
+        gap_up = np.where(np.isfinite(up), up - value, value - down)
+        gap_down = np.where(np.isfinite(down), value - down, up - value)
         beyond = np.where(golden > value, golden - value - gap_up / 2, value - golden - gap_down / 2)
     return np.where(np.isfinite(value) & np.isfinite(golden), np.maximum(beyond, 0), np.nan)
 

@@ -57,12 +57,12 @@ class Contract:
         # dot: (relative error of a product, from rounding its operands; passes added into one sum)
         "native": (0.0, 1),
         "ieee": (0.0, 1),
-        # Three bfloat16 pieces hold 24 bits; the dropped products of pieces are below 2^-24 |a||b| together.
-        "bf16x6": (2.0**-24, 6),
-        # Two pieces hold 16 bits of each operand, and lo·lo is dropped.
-        "bf16x3": (2 * 2.0**-16 + 2.0**-16, 3),
+        # Pieces of 8 bits, cut off by truncation: what is left after one is up to 2^-7, after two 2^-14 of the whole.
+        # x6 rounds both rests (2^-8 each) in their own product; x3 rounds them in two products and drops the third.
+        "bf16x6": (2 * 2.0**-8 * 2.0**-14, 6),
+        "bf16x3": (2 * 2.0**-8 * 2.0**-7 + 2.0**-14, 3),
         "bf16x1": (2 * UNIT_ROUNDOFF["bfloat16"], 1),
-        "tf32": (2 * UNIT_ROUNDOFF["tf32"], 1),
+        "tf32": (2 * 2.0**-10, 1),  # the instruction ignores the low 13 bits: truncation
     }  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -54,7 +54,11 @@ def narrow_output(c):
 SWAP = "jnp.where(group_ids[visit] < 2, 1 - group_ids[visit], group_ids[visit])"
 
 FAULTS = [
-    Fault("the last tile is never visited", "tpu", ("gmm", "tgmm"), "num_visits[0] = visit", "num_visits[0] = visit - 1"),
+    Fault(
+        "the last tile is never visited", "tpu", ("gmm", "tgmm"),
+        "num_visits[0] = visit",
+        "num_visits[0] = visit - 1",
+    ),
     Fault(
         "the last tile is never visited", "gpu", ("gmm",),
         "if visit >= tl.load(num_visits):",
@@ -155,16 +159,14 @@ FAULTS = [
     ),
     Fault(
         "the accumulator is bfloat16", "gpu", ("gmm",),
-        'sums = tl.dot(a, b, sums, input_precision="ieee")\n        a_tile += a_step\n        b_tile += b_step\n\n    result',
-        'sums = tl.dot(a, b, sums, input_precision="ieee").to(tl.bfloat16).to(tl.float32)\n'
-        "        a_tile += a_step\n        b_tile += b_step\n\n    result",
+        "b_tile += b_step\n\n    result",
+        "b_tile += b_step\n        sums = sums.to(tl.bfloat16).to(tl.float32)\n\n    result",
         narrow_output,
     ),
     Fault(
         "the accumulator is bfloat16", "gpu", ("tgmm",),
-        'sums = tl.dot(a, b, sums, input_precision="ieee")\n        a_tile += a_step\n        b_tile += b_step\n\n    in_out',
-        'sums = tl.dot(a, b, sums, input_precision="ieee").to(tl.bfloat16).to(tl.float32)\n'
-        "        a_tile += a_step\n        b_tile += b_step\n\n    in_out",
+        "b_tile += b_step\n\n    in_out",
+        "b_tile += b_step\n        sums = sums.to(tl.bfloat16).to(tl.float32)\n\n    in_out",
         narrow_output,
     ),
     Fault(

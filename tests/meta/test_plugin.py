@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-MATRIX = '''
+MATRIX = """
 import numpy as np
 from parity import Array, Case, Contract, Op, abs_of
 
@@ -27,9 +27,9 @@ DOUBLE = _DOUBLE.with_cases(
     _DOUBLE.grid([dict(M=99, N=40)], dtype=["float32"], tier="full"),
 )
 OPS = (DOUBLE,)
-'''
+"""
 
-KERNELS = '''
+KERNELS = """
 def good(x):
     return x + x
 
@@ -37,9 +37,9 @@ def bad(x):
     y = x + x
     y[5:, 7] = 0
     return y
-'''
+"""
 
-TESTS = '''
+TESTS = """
 import parity
 from matrix import DOUBLE
 
@@ -50,7 +50,7 @@ def test_agrees(run):
 @parity.cases(DOUBLE, backend="gpu", data="integers")
 def test_is_exact(run):
     run.is_exact()
-'''
+"""
 
 
 @pytest.fixture
@@ -160,7 +160,10 @@ def test_a_missing_matrix_is_named(project, tmp_path, pyproject, message):
 
 def test_the_table_shows_both_backends_and_fails_with_the_verdict(tmp_path):
     run = subprocess.run(
-        [sys.executable, "-m", "parity.cli", "run", "-k", "no such case"], capture_output=True, text=True, cwd=Path.cwd()
+        [sys.executable, "-m", "parity.cli", "run", "-k", "no such case"],
+        capture_output=True,
+        text=True,
+        cwd=Path.cwd(),
     )
     assert run.returncode == 2
     assert "no case of a model's shape matches" in run.stdout

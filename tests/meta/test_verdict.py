@@ -67,7 +67,7 @@ def test_bound_is_the_smaller_of_the_two_and_grows_with_what_operands_lose():
     assert ieee.bound(1) == 3
     assert ieee.bound(10_000) == 800
     assert Contract(dot="bf16x1", out="float32").bound(1) == 3 + 2**17
-    assert Contract(dot="bf16x6", out="float32").bound(1) == 8 + 1
+    assert Contract(dot="bf16x6", out="float32").bound(1) == 8 + 8
 
 
 def test_agreement_at_the_bound():

@@ -58,7 +58,7 @@ def emulated() -> Iterator[None]:
     token = _emulating.set(True)
     try:
         # JAX's caches do not know of the lowering rule, but XLA metadata are part of their keys.
-        with set_xla_metadata(matrix_unit="mxu"):  # type: ignore[no-untyped-call]
+        with set_xla_metadata(matrix_unit="mxu"):
             yield
     finally:
         _emulating.reset(token)
