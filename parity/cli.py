@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -20,10 +20,9 @@ from rich.table import Table
 from parity import matrix
 from parity.backends import prepare_environment, runner
 from parity.dtypes import SHORT_NAMES
-from parity.judge import Judgement, judge
-from parity.op import Case, Op
-from parity.plugin import BACKENDS
-from parity.verdict import Verdict, parity
+from parity.judge import compare
+from parity.op import BACKENDS, Case, Op
+from parity.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Line:
     case: Case
     seeds: int
     epsilon: dict[str, float]  # root mean square over seeds, by backend
-    worst: tuple[float, float]  # η and its bound, where η comes closest to it
+    worst: tuple[float, float] | None  # η and its bound, where η comes closest to it
     verdict: Verdict
 
 
@@ -111,7 +110,7 @@ def _judge_all(root: Path, chosen: Sequence[tuple[Op, Case]], seeds: int, jobs: 
     # Spawned, not forked: the frameworks' threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=prepare_environment) as pool:
-        pending = [pool.submit(judge_seeds, root, op.name, case, seeds) for op, case in chosen]
+        pending = [pool.submit(judge_line, root, op.name, case, seeds) for op, case in chosen]
         try:
             for done in as_completed(pending):
                 yield done.result()
@@ -120,30 +119,21 @@ def _judge_all(root: Path, chosen: Sequence[tuple[Op, Case]], seeds: int, jobs: 
                 future.cancel()
 
 
-def judge_seeds(root: Path, op_name: str, case: Case, seeds: int) -> Line:
-    """Judge seeds 0 … seeds - 1 of a case on both backends, each against the golden and one against the other."""
-    op = next(op for op in matrix.load(root) if op.name == op_name)
-    judged: dict[str, list[Judgement]] = {}
-    for backend in BACKENDS:
-        try:
-            judged[backend] = [judge(op, case.with_seed(seed), backend) for seed in range(seeds)]
-        except Exception as error:  # whatever a kernel raises costs its line alone
-            reason = f"{backend}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            return Line(case, seeds, {}, (0.0, 0.0), Verdict("CRASH", "G1", reason))
-    everything = [j for js in judged.values() for j in js]
-    metrics = {b: [j.metrics for j in js if j.metrics is not None] for b, js in judged.items()}
-    failed = next((j for j in everything if not j.verdict.passed), None)
-    if failed is not None:
-        verdict = replace(failed.verdict, reason=f"{failed.backend}, seed {failed.case.seed}: {failed.verdict.reason}")
-    else:
-        narrow = op.contract(case, "tpu").narrow_output
-        verdict = parity(metrics["tpu"], metrics["gpu"], narrow_output=narrow, tau=op.tau).verdict
+def judge_line(root: Path, op_name: str, case: Case, seeds: int) -> Line:
+    """One line of the table; whatever a kernel raises costs its line alone."""
+    try:
+        op = next(op for op in matrix.load(root) if op.name == op_name)
+        compared = compare(op, case, seeds)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return Line(case, seeds, {}, None, Verdict("CRASH", "G1", reason))
+    worst = max(compared.everything, key=lambda j: j.eta_max / j.bound if j.bound else j.eta_max)
     return Line(
         case,
         seeds,
-        {b: (sum(m.epsilon**2 for m in ms) / len(ms)) ** 0.5 for b, ms in metrics.items() if ms},
-        max(((j.eta_max, j.bound) for j in everything), key=lambda worst: worst[0] / worst[1]),
-        verdict,
+        {backend: compared.epsilon(backend) for backend in BACKENDS},
+        (worst.eta_max, worst.bound),
+        compared.comparison.verdict,
     )
 
 
@@ -163,7 +153,7 @@ def _table(lines: Sequence[Line]) -> Table:
             " ".join(f"{name}{size}" for name, size in case.dims),
             str(line.seeds),
             *(f"{line.epsilon[b]:.2e}" if b in line.epsilon else "–" for b in BACKENDS),
-            f"{line.worst[0]:.2g} / {line.worst[1]:.3g}",
+            f"{line.worst[0]:.2g} / {line.worst[1]:.3g}" if line.worst else "–",
             f"{line.verdict.outcome} {line.verdict.reason}",
             style=None if passed else "red",
         )

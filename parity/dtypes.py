@@ -34,6 +34,9 @@ def round_to(values: Floats, dtype: str) -> np.ndarray:
     A direct cast to a narrow dtype goes through float32 and rounds twice; so float32 is entered by rounding to odd
     (Boldo & Melquiond 2008, IEEE TC 57:462), which keeps the sticky bit.
     """
+    if dtype == "tf32":  # 11 significant bits in a float32
+        mantissa, exponent = np.frexp(values)
+        return np.ldexp(np.rint(mantissa * 2.0**11) * 2.0**-11, exponent).astype(np.float32)
     target = numpy_dtype(dtype)
     if target.itemsize >= 4:
         return values.astype(target)

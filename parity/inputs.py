@@ -31,7 +31,7 @@ def draw(op: Op, case: Case) -> Inputs:
     """The input arrays of a case, by argument name."""
     drawn: dict[str, np.ndarray | None] = {}
     for name, spec in op.inputs(case).items():
-        bits = _stream(case, name)
+        bits = stream(case, name)
         if isinstance(spec, Groups):
             drawn[name] = group_sizes(spec, bits)
         elif isinstance(spec, Array):
@@ -42,7 +42,7 @@ def draw(op: Op, case: Case) -> Inputs:
         for name, unread in op.unread(case, drawn).items():
             array = drawn[name]
             if array is not None:
-                where = unread if case.data == "poison" else ~unread & _one_in(4099, array.shape, _stream(case, name))
+                where = unread if case.data == "poison" else ~unread & _one_in(4099, array.shape, stream(case, name))
                 array[where] = np.resize(np.array([np.nan, np.inf, -np.inf]), int(where.sum()))
     return drawn
 
@@ -56,7 +56,8 @@ def hashes(inputs: Inputs) -> dict[str, str]:
     }
 
 
-def _stream(case: Case, argument: str) -> Bits:
+def stream(case: Case, argument: str) -> Bits:
+    """The raw bits of one argument of a case (or of whatever else is to be random about it)."""
     name = case.with_data("normal" if case.data == "poison" else case.data).with_seed(0).id
     key = hashlib.sha256(f"{name}|{argument}|{case.seed}".encode()).digest()
     return np.random.Philox(key=int.from_bytes(key[:16], "little")).random_raw

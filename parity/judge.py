@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,8 +14,9 @@ from parity.backends import load_kernel, runner
 from parity.dtypes import Floats
 from parity.inputs import draw
 from parity.metrics import Metrics, Scale, eta, measure
-from parity.op import Backend, Case, Contract, Inputs, Op, outputs
-from parity.verdict import Verdict
+from parity.op import BACKENDS, Backend, Case, Contract, Inputs, Op, outputs
+from parity.stages import emulate
+from parity.verdict import Comparison, Verdict
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,13 @@ class Judgement:
     verdict: Verdict
     output: str  # the output that decided
     bound: float
-    metrics: Metrics | None = None  # None where the outputs cannot be compared
+    outputs: Mapping[str, Metrics] = field(default_factory=dict)  # those that can be compared
     worst: Worst | None = None
+
+    @property
+    def metrics(self) -> Metrics | None:
+        """Of the output that decided."""
+        return self.outputs.get(self.output)
 
     @property
     def eta_max(self) -> float:
@@ -108,7 +114,8 @@ def judge(op: Op, case: Case, backend: Backend, kernel: Callable[..., Any] | Non
         _judge_output(Judgement(case, backend, run.real, UNDECIDED, name, bound), contract, reference, y, again[name])
         for name, y in first.items()
     ]
-    return max(judgements, key=lambda j: (not j.verdict.passed, j.metrics is None, j.eta_max))
+    worst = max(judgements, key=lambda j: (not j.verdict.passed, j.eta_max))
+    return replace(worst, outputs={name: metrics for j in judgements for name, metrics in j.outputs.items()})
 
 
 def _judge_output(
@@ -129,7 +136,7 @@ def _judge_output(
         if decided.passed:
             decided = verdict.mistrusted(golden, scale, contract.out, judged.bound) or decided
     worst = None if decided.passed or not y.size else _worst(y, golden, scale, metrics, judged.bound)
-    return replace(judged, verdict=decided, metrics=metrics, worst=worst)
+    return replace(judged, verdict=decided, outputs={judged.output: metrics}, worst=worst)
 
 
 def _worst(y: np.ndarray, golden: Floats, scale: Scale, metrics: Metrics, bound: float) -> Worst:
@@ -138,3 +145,67 @@ def _worst(y: np.ndarray, golden: Floats, scale: Scale, metrics: Metrics, bound:
     beyond = np.argwhere((eta(y, golden, scale) > bound) | wrong)
     box = tuple((int(axis.min()), int(axis.max())) for axis in beyond.T) if len(beyond) else ()
     return Worst(index, float(golden[index]), float(y[index]), bound * float(scale.at(index).unit), box, len(beyond))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The rule ε_TPU ≤ ε_GPU on one case: every seed judged on both backends, and the comparison of the two."""
+
+    case: Case
+    judged: Mapping[Backend, tuple[Judgement, ...]]
+    comparison: Comparison
+
+    @property
+    def everything(self) -> list[Judgement]:
+        """All judgements."""
+        return [judged for of_backend in self.judged.values() for judged in of_backend]
+
+    def summary(self) -> dict[str, Any]:
+        """As `Judgement.summary`, of the TPU and its ratio to the GPU."""
+        worst = max(self.judged["tpu"], key=lambda j: j.eta_max)
+        ratio = {name: getattr(self.comparison, name) for name in ("ratio", "low", "high")}
+        verdict = asdict(self.comparison.verdict)
+        return worst.summary() | verdict | ratio | {"passed": self.comparison.verdict.passed}
+
+    def epsilon(self, backend: Backend) -> float:
+        """ε of a backend over all seeds and outputs, root mean square; NaN where nothing could be compared."""
+        measured = [metrics.epsilon for judged in self.judged[backend] for metrics in judged.outputs.values()]
+        return float(np.sqrt(np.mean(np.square(measured)))) if measured else float("nan")
+
+
+def compare(op: Op, case: Case, seeds: int) -> Compared:
+    """Judge `seeds` seeds, from the case's own on, on both backends: each against the golden, then against the other.
+
+    Where a kernel fails against the golden that is the verdict; of several outputs the worst one decides.
+    Raises ImportError where a backend's framework is missing.
+    """
+    judged: dict[Backend, tuple[Judgement, ...]] = dict.fromkeys(BACKENDS, ())
+    contract: list[dict[str, Metrics]] = []
+    for drawn in (case.with_seed(case.seed + n) for n in range(seeds)):
+        for backend in BACKENDS:
+            judged[backend] += (judge(op, drawn, backend),)
+        contract.append(_measure_contract(op, drawn, "gpu"))
+    failed = next((j for js in judged.values() for j in js if not j.verdict.passed), None)
+    if failed is not None:
+        reason = f"{failed.backend}, seed {failed.case.seed}: {failed.verdict.reason}"
+        return Compared(case, judged, Comparison(replace(failed.verdict, reason=reason)))
+    comparisons = [
+        verdict.compare(
+            [j.outputs[name] for j in judged["tpu"]],
+            [j.outputs[name] for j in judged["gpu"]],
+            [metrics[name] for metrics in contract],
+            narrow_output=op.contract(case, "tpu").narrow_output,
+            tau=op.tau,
+        )
+        for name in contract[0]
+    ]
+    return Compared(case, judged, max(comparisons, key=lambda c: (not c.verdict.passed, c.ratio)))
+
+
+def _measure_contract(op: Op, case: Case, backend: Backend) -> dict[str, Metrics]:
+    """What a kernel emulated under the backend's contract would measure."""
+    reference, contract = _reference(op, case), op.contract(case, backend)
+    return {
+        name: measure(y, reference.golden[name], Scale(reference.magnitude[name], contract.roundoff, reference.chain))
+        for name, y in emulate(op, case, reference.inputs, backend).items()
+    }

@@ -12,6 +12,7 @@ import numpy as np
 from parity.dtypes import SHORT_NAMES, UNIT_ROUNDOFF
 
 Backend = Literal["tpu", "gpu"]
+BACKENDS: tuple[Backend, ...] = ("tpu", "gpu")
 Inputs = Mapping[str, np.ndarray | None]
 """One array per tensor argument; None where a case leaves an optional one out."""
 
@@ -47,11 +48,14 @@ class Contract:
 
     dot: `native` (exact products of narrow operands), `ieee` (exact products of float32), `bf16x6`, `bf16x3`,
     `bf16x1` (float32 operands in that many bfloat16 passes) or `tf32`. Source of the roundoffs: `DOTS`.
+    depth and sites say where the staged golden rounds to emulate such a kernel (`parity.stages.emulate`).
     """
 
     dot: str
     out: str
     accumulate: str = "float32"
+    depth: int = 1  # products that are summed before the accumulator is rounded
+    sites: Mapping[str, str] = field(default_factory=dict)  # of the staged golden, and the dtype they are rounded to
 
     DOTS: ClassVar[Mapping[str, tuple[float, int]]] = {
         # dot: (relative error of a product, from rounding its operands; passes added into one sum)
@@ -154,6 +158,7 @@ class Op:
     out of the case id unless `spelled` names it.
     contract(case, backend); chain(case, inputs): the longest chain of additions behind one output element;
     magnitude(op, case, inputs): Σ|terms| behind each output element, shaped as the output;
+    steps(case, contract): arguments that give the staged golden the steps of a kernel under that contract;
     unread(case, inputs): masks of elements that the operation must not read, poisoned in `poison` data.
     """
 
@@ -167,9 +172,11 @@ class Op:
     contract: Callable[[Case, Backend], Contract]
     chain: Callable[[Case, Inputs], int]
     magnitude: Callable[[Op, Case, Inputs], Any]
+    steps: Callable[[Case, Contract], Mapping[str, Any]]
     unread: Callable[[Case, Inputs], Mapping[str, np.ndarray]]
     defaults: Mapping[str, Any]
     spelled: tuple[str, ...] = ()
+    representative: Callable[[Case], bool] = lambda case: True  # cases whose ε are compared in the default tier too
     tau: float = 0.0  # how much larger ε_TPU may be than ε_GPU; anything but 0 needs a reason beside it
     cases: tuple[Case, ...] = ()
 

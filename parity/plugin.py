@@ -9,22 +9,22 @@ import pytest
 
 from parity import matrix, text
 from parity.backends import has_cuda, has_tpu
-from parity.judge import judge
-from parity.op import TIERS, Backend, Case, Op
+from parity.judge import compare, judge
+from parity.op import BACKENDS, TIERS, Backend, Case, Op
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
-BACKENDS: tuple[Backend, ...] = ("tpu", "gpu")
 FRAMEWORK = {"tpu": "jax", "gpu": "triton"}
 _OPS = pytest.StashKey[tuple[Op, ...]]()
 
 
-def cases(*ops: Op, backend: Backend, data: str | None = None) -> Callable[[Test], Test]:
+def cases(*ops: Op, backend: Backend, data: str | None = None, compared: bool = False) -> Callable[[Test], Test]:
     """Run a test once for every case of `ops` on a backend, through its `run` argument.
 
-    `data` replaces the cases' own distribution; cases that then coincide run once.
+    `data` replaces the cases' own distribution; cases that then coincide run once. `compared`: the test compares the
+    backends, over many seeds; outside the full tier only the cases do that are `representative` of their op.
     """
-    return pytest.mark.parity_cases(ops, backend=backend, data=data)
+    return pytest.mark.parity_cases(ops, backend=backend, data=data, compared=compared)
 
 
 class Run:
@@ -46,6 +46,18 @@ class Run:
             raise ValueError(f"is_exact needs data='integers' in parity.cases, got {self.case.data!r}")
         self._judge()
 
+    def is_no_worse(self) -> None:
+        """Fail unless both backends agree with the golden and ε_TPU ≤ ε_GPU over paired seeds (G4 to G7)."""
+        __tracebackhide__ = True
+        compared = compare(self.op, self.case, self._request.config.getoption("--parity-seeds"))
+        self._request.node.user_properties.append(("parity", compared.summary()))
+        if not compared.comparison.verdict.passed:
+            pytest.fail(text.comparison(compared, self._rerun()), pytrace=False)
+
+    def _rerun(self) -> str:
+        n0 = "-n0 " if self._request.config.pluginmanager.hasplugin("xdist") else ""
+        return f'pytest {n0}"{self._request.node.nodeid}"'
+
     def _judge(self) -> None:
         __tracebackhide__ = True
         judged = judge(self.op, self.case, self.backend)
@@ -53,9 +65,7 @@ class Run:
         if not judged.verdict.passed:
             twin = self.case.with_data("integers")
             twin_judged = None if twin == self.case else judge(self.op, twin, self.backend)
-            n0 = "-n0 " if self._request.config.pluginmanager.hasplugin("xdist") else ""
-            rerun = f'pytest {n0}"{self._request.node.nodeid}"'
-            pytest.fail(text.failure(judged, twin_judged, rerun), pytrace=False)
+            pytest.fail(text.failure(judged, twin_judged, self._rerun()), pytrace=False)
 
 
 @pytest.fixture
@@ -77,6 +87,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--parity-seed", type=int, default=0, metavar="N", help="draw the inputs of every case from seed N (default: 0)"
+    )
+    group.addoption(
+        "--parity-seeds", type=int, default=8, metavar="S", help="paired seeds to compare the backends on (default: 8)"
     )
 
 
@@ -104,7 +117,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("parity_cases")
     if marker is None:
         return
-    (ops,), backend, data = marker.args, marker.kwargs["backend"], marker.kwargs["data"]
+    (ops,) = marker.args
+    backend, data, compared = (marker.kwargs[name] for name in ("backend", "data", "compared"))
     if strangers := [op.name for op in ops if op not in _matrix(metafunc.config)]:
         raise pytest.UsageError(f"{metafunc.definition.nodeid}: {', '.join(strangers)} is not in the matrix's OPS")
     chosen: dict[str, Any] = {}
@@ -112,10 +126,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for case in op.cases:
             drawn = case.with_seed(metafunc.config.getoption("--parity-seed"))
             drawn = drawn if data is None else drawn.with_data(data)
-            marks = [
-                getattr(pytest.mark, backend),
-                *([getattr(pytest.mark, case.tier)] if case.tier != "default" else []),
-            ]
+            tier = case.tier if not compared else "default" if op.representative(case) else "full"
+            marks = [getattr(pytest.mark, name) for name in (backend, tier) if name != "default"]
             chosen.setdefault(drawn.id, pytest.param((op, drawn, backend), id=drawn.id, marks=marks))
     metafunc.parametrize("run", list(chosen.values()), indirect=True)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from parity.judge import Judgement
+from parity.judge import Compared, Judgement
 from parity.metrics import HISTOGRAM
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -62,22 +63,35 @@ def _worst_tile(tiles: Sequence[Sequence[float]]) -> str:
     return f"({row}, {column}) of {len(tiles)} x {len(tiles[0])}: {tiles[row][column]:.3g}"
 
 
+def comparison(compared: Compared, rerun: str) -> str:
+    """Why a comparison of the backends failed: the verdict, both ε, every seed's ratio, the command that reruns it."""
+    v, metrics = compared.comparison.verdict, {b: [j.metrics for j in js] for b, js in compared.judged.items()}
+    lines = [f"{v.outcome}  {v.gate}: {v.reason}   {compared.case.id}"]
+    for backend, judged in compared.judged.items():
+        device = "real" if judged[0].real else "emulated"
+        eta = max(j.eta_max for j in judged)
+        lines.append(f"{backend} {device}: ε = {compared.epsilon(backend):.3g}   worst η {eta:.3g}")
+    ratios = [t.epsilon / g.epsilon for t, g in zip(*metrics.values(), strict=True) if t and g and g.epsilon]
+    lines.append("ε_TPU/ε_GPU by seed: " + " ".join(f"{ratio:.3g}" for ratio in ratios))
+    lines.append(f"rerun: {rerun}")
+    return "\n".join(lines)
+
+
 def summary(judged: Iterable[Mapping[str, Any]]) -> list[str]:
-    """One line per op and backend over `Judgement.summary` entries."""
+    """One line per op and backend over `Judgement.summary` and `Compared.summary` entries."""
     groups: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
     for entry in judged:
         groups.setdefault((entry["op"], entry["backend"], entry["real"]), []).append(entry)
-    lines = (
-        [f"{'op':<10} {'backend':<14} {'cases':>6} {'worst η/bound':>14} {'worst ε':>9}  verdicts"] if groups else []
-    )
+    if not groups:
+        return []
+    lines = [f"{'op':<8} {'backend':<12} {'cases':>6} {'worst η/bound':>14} {'worst ε_TPU/ε_GPU':>22}  verdicts"]
     for (op, backend, real), entries in sorted(groups.items()):
-        scored = [e for e in entries if "eta_max" in e and e["gate"] == "G3" and e["bound"]]
-        ratio = max((e["eta_max"] / e["bound"] for e in scored), default=0.0)
-        epsilon = max((e["epsilon"] for e in scored), default=0.0)
-        counts: dict[str, int] = {}
-        for entry in entries:
-            counts[entry["outcome"]] = counts.get(entry["outcome"], 0) + 1
+        loads = [e["eta_max"] / e["bound"] for e in entries if "eta_max" in e and e["bound"]]
+        compared = max((e for e in entries if "ratio" in e), key=lambda e: e["ratio"], default=None)
+        ratio = f"{compared['ratio']:.2f} [{compared['low']:.2f}, {compared['high']:.2f}]" if compared else "–"
+        counts = Counter(entry["outcome"] for entry in entries)
         verdicts = "  ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
         where = backend if real else f"{backend} emulated"
-        lines.append(f"{op:<10} {where:<14} {len(entries):>6} {ratio:>14.2f} {epsilon:>9.2g}  {verdicts}")
+        cases = len({entry["case"] for entry in entries})
+        lines.append(f"{op:<8} {where:<12} {cases:>6} {max(loads, default=0.0):>14.2f} {ratio:>22}  {verdicts}")
     return lines

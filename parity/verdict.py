@@ -1,13 +1,14 @@
 """Verdicts: pure functions that turn measurements into a named outcome.
 
 Against the golden: G1 shape, dtype, finiteness and repeatability; G2 integer data exact; G3 every element within the
-a-priori bound. Between the backends: the parity rule ε_TPU ≤ ε_GPU (G5), on paired seeds.
+a-priori bound. Between the backends, on paired seeds: G4 the GPU's record fits its own contract; G5 the parity rule
+ε_TPU ≤ ε_GPU; G6 the tail; G7 the bias.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -99,62 +100,128 @@ def wrong_outputs(golden: Floats) -> Iterator[tuple[str, Floats]]:
 
 
 @dataclass(frozen=True)
-class Parity:
-    """ε_TPU against ε_GPU over paired seeds: the verdict, their ratio and its interval."""
+class Comparison:
+    """ε_TPU against ε_GPU over paired seeds: the verdict, the ratio that decided it and its interval."""
 
     verdict: Verdict
-    ratio: float
-    low: float
-    high: float
+    ratio: float = float("nan")
+    low: float = float("nan")
+    high: float = float("nan")
 
 
-def parity(tpu: Sequence[Metrics], gpu: Sequence[Metrics], *, narrow_output: bool, tau: float = 0.0) -> Parity:
-    """G5: WIN, TIE or LOSS of the TPU's error against the GPU's, from the same seeds in the same order.
+def compare(
+    tpu: Sequence[Metrics],
+    gpu: Sequence[Metrics],
+    contract: Sequence[Metrics],
+    *,
+    narrow_output: bool,
+    tau: float = 0.0,
+) -> Comparison:
+    """The rule ε_TPU ≤ ε_GPU with all its gates (G4 to G7), from the same seeds in the same order.
 
-    The statistic T is ε, or the misround rate where the output is narrower than the accumulator (`narrow_output`) and ε
-    is nothing but its rounding on both backends.
-    LOSS where mean(ln T_TPU - ln T_GPU) > ln(1 + τ) + z·max(sd, noise)/√S, unless ε_TPU is within 1.05 of the floor;
-    WIN where the mean is below the negative margin. sd is the spread over S seeds; noise is what one seed's sampling
-    alone causes: 1.26/√N of ε over N elements, the square root of 1/count + 1/count of the misrounded elements.
-    Raises ValueError for unpaired or missing seeds.
+    `contract` are the measurements of a kernel emulated under the GPU's contract. `narrow_output`: the output is
+    narrower than the accumulator. τ: how much larger ε_TPU may be. Raises ValueError for unpaired or missing seeds.
     """
-    if len(tpu) != len(gpu) or not tpu:
-        raise ValueError(f"tpu and gpu must be paired seeds, at least one, got {len(tpu)} and {len(gpu)}")
-    narrow = narrow_output and all(_excess(m) < 0.05 * m.floor for m in (*tpu, *gpu))
-    statistic, noise = (_misround_rate, _misround_noise) if narrow else (_epsilon, _epsilon_noise)
-    logs = np.array([np.log(statistic(t)) - np.log(statistic(g)) for t, g in zip(tpu, gpu, strict=True)])
-    spread = float(logs.std(ddof=1)) if len(logs) > 1 else 0.0
-    margin = Z * max(spread, *(noise(t, g) for t, g in zip(tpu, gpu, strict=True))) / np.sqrt(len(logs))
-    mean = float(logs.mean())
+    if not len(tpu) == len(gpu) == len(contract) or not tpu:
+        raise ValueError(
+            f"tpu, gpu and contract must be paired seeds, at least one, got {len(tpu)}, {len(gpu)} and {len(contract)}"
+        )
+    statistic = _statistic((*tpu, *gpu), narrow_output)
+    unfit = fitness(gpu, contract, narrow_output=narrow_output)
+    if unfit:
+        return Comparison(unfit)
+    decided = parity(tpu, gpu, statistic, tau)
+    worse = tail(tpu, gpu, tau) or bias(tpu, gpu)
+    return replace(decided, verdict=worse) if decided.verdict.passed and worse else decided
+
+
+def fitness(gpu: Sequence[Metrics], contract: Sequence[Metrics], *, narrow_output: bool) -> Verdict | None:
+    """G4: UNFIT where the GPU's error is not within [½, 2] of its emulated contract's, beyond what sampling does.
+
+    A TF32 or a broken GPU result must never make the rule easy.
+    """
+    statistic = _statistic((*gpu, *contract), narrow_output)
+    mean, margin = _log_ratio(gpu, contract, statistic)
+    at_floor = not statistic.narrow and all(m.epsilon <= 1.05 * m.floor for m in (*gpu, *contract))
+    if abs(mean) > np.log(2) + margin and not at_floor:
+        return Verdict("UNFIT", "G4", f"the GPU's {statistic.name} is {np.exp(mean):.3g}× its contract's")
+    return None
+
+
+def parity(tpu: Sequence[Metrics], gpu: Sequence[Metrics], statistic: Statistic, tau: float) -> Comparison:
+    """G5: WIN, TIE or LOSS.
+
+    LOSS where mean(ln T_TPU - ln T_GPU) > ln(1 + τ) + z·max(sd, noise)/√S, unless ε_TPU is within 1.05 of the floor;
+    WIN where the mean is below the negative margin. sd is the spread over S seeds, noise what sampling alone causes.
+    """
+    mean, margin = _log_ratio(tpu, gpu, statistic)
     ratio, low, high = (float(np.exp(x)) for x in (mean, mean - margin, mean + margin))
-    at_floor = not narrow and all(t.epsilon <= 1.05 * t.floor for t in tpu)
+    at_floor = not statistic.narrow and all(t.epsilon <= 1.05 * t.floor for t in tpu)
     if mean > np.log1p(tau) + margin and not at_floor:
         outcome = "LOSS"
     elif mean < -margin:
         outcome = "WIN"
     else:
         outcome = "TIE"
-    reason = f"{'misround rate' if narrow else 'ε'} {ratio:.3g}× [{low:.3g}, {high:.3g}] τ={tau:g}"
-    return Parity(Verdict(outcome, "G5", reason), ratio, low, high)
+    reason = f"{statistic.name} {ratio:.3g}× [{low:.3g}, {high:.3g}] τ={tau:g}"
+    return Comparison(Verdict(outcome, "G5", reason), ratio, low, high)
 
 
-def _excess(m: Metrics) -> float:
-    """What the computation adds to the floor of the output's rounding."""
-    return float(np.sqrt(max(m.epsilon**2 - m.floor**2, 0.0)))
+def tail(tpu: Sequence[Metrics], gpu: Sequence[Metrics], tau: float) -> Verdict | None:
+    """G6: TAIL where the 99.9 % quantile of η exceeds 1.5·(1 + τ) times the GPU's; below one roundoff is no tail."""
+    ratio = float(np.exp(np.mean([np.log(max(t.eta_q999, 1) / max(g.eta_q999, 1)) for t, g in _pairs(tpu, gpu)])))
+    return (
+        Verdict("TAIL", "G6", f"the 99.9 % quantile of η is {ratio:.3g}× the GPU's")
+        if ratio > 1.5 * (1 + tau)
+        else None
+    )
 
 
-def _epsilon(m: Metrics) -> float:
-    return max(m.epsilon, float(np.finfo(np.float64).tiny))
+def bias(tpu: Sequence[Metrics], gpu: Sequence[Metrics]) -> Verdict | None:
+    """G7: BIAS where |mean e| / rms e · √N exceeds 6 and the GPU's by more than sampling, over all seeds together."""
+    elements = sum(m.elements for m in tpu)
+    ours, theirs = (abs(float(np.mean([m.bias for m in ms]))) * np.sqrt(elements) for ms in (tpu, gpu))
+    if ours > 6 and ours > theirs + Z:
+        return Verdict("BIAS", "G7", f"|bias|·√N = {ours:.3g} (the GPU's {theirs:.3g})")
+    return None
 
 
-def _epsilon_noise(t: Metrics, g: Metrics) -> float:
-    return 1.26 / float(np.sqrt(max(t.elements, 1)))
+@dataclass(frozen=True)
+class Statistic:
+    """T, what is compared: ε, or where nothing but the rounding of a narrow output is left of it, the misround rate."""
+
+    narrow: bool
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return "misround rate" if self.narrow else "ε"
+
+    def log(self, m: Metrics) -> float:
+        """ln T; half an element is added to a count, so that a faultless seed has a logarithm."""
+        if self.narrow:
+            return float(np.log((m.misrounded * m.elements + 0.5) / (m.elements + 1)))
+        return float(np.log(max(m.epsilon, np.finfo(np.float64).tiny)))
+
+    def noise(self, a: Metrics, b: Metrics) -> float:
+        """Standard deviation of ln T_a - ln T_b from sampling: 1.26/√N of ε, 1/count + 1/count of a count."""
+        if self.narrow:
+            return float(np.sqrt(sum(1 / (m.misrounded * m.elements + 0.5) for m in (a, b))))
+        return 1.26 / float(np.sqrt(max(a.elements, 1)))
 
 
-def _misround_rate(m: Metrics) -> float:
-    """With half an element added, so that a faultless seed has a logarithm."""
-    return (m.misrounded * m.elements + 0.5) / (m.elements + 1)
+def _statistic(measured: Sequence[Metrics], narrow_output: bool) -> Statistic:
+    excess = [np.sqrt(max(m.epsilon**2 - m.floor**2, 0.0)) for m in measured]
+    return Statistic(narrow_output and all(x < 0.05 * m.floor for x, m in zip(excess, measured, strict=True)))
 
 
-def _misround_noise(t: Metrics, g: Metrics) -> float:
-    return float(np.sqrt(sum(1 / (m.misrounded * m.elements + 0.5) for m in (t, g))))
+def _pairs(a: Sequence[Metrics], b: Sequence[Metrics]) -> list[tuple[Metrics, Metrics]]:
+    return list(zip(a, b, strict=True))
+
+
+def _log_ratio(a: Sequence[Metrics], b: Sequence[Metrics], statistic: Statistic) -> tuple[float, float]:
+    """The mean over seeds of ln T_a - ln T_b, and z standard errors of it."""
+    logs = np.array([statistic.log(x) - statistic.log(y) for x, y in _pairs(a, b)])
+    spread = float(logs.std(ddof=1)) if len(logs) > 1 else 0.0
+    noise = max(statistic.noise(x, y) for x, y in _pairs(a, b))
+    return float(logs.mean()), Z * max(spread, noise) / float(np.sqrt(len(logs)))

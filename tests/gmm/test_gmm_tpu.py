@@ -12,3 +12,8 @@ def test_agrees_with_golden(run):
 @parity.cases(GMM, TGMM, backend="tpu", data="integers")
 def test_is_exact_on_integers(run):
     run.is_exact()
+
+
+@parity.cases(GMM, TGMM, backend="tpu", compared=True)
+def test_is_no_worse_than_the_gpu(run):
+    run.is_no_worse()

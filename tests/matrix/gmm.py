@@ -11,6 +11,7 @@ from parity.inputs import GROUPS
 from parity.op import Backend, Inputs
 from tests.matrix.models import MODELS
 
+MXU_DEPTH, MMA_DEPTH = 128, 16  # as `parity.backends.emulation` documents them
 F32, BF16, F16 = "float32", "bfloat16", "float16"
 
 
@@ -19,9 +20,12 @@ def contract(c: Case, backend: Backend) -> Contract:
 
     The MXU has no float16: float16 operands go the way of float32 there.
     """
+    sites = {"acc": F32}
     if c.dtype == BF16 or (c.dtype == F16 and backend == "gpu"):
-        return Contract(dot="native", out=c.out)
-    return Contract(dot="bf16x6" if backend == "tpu" else "ieee", out=c.out)
+        return Contract(dot="native", out=c.out, depth=MXU_DEPTH if backend == "tpu" else MMA_DEPTH, sites=sites)
+    if backend == "tpu":
+        return Contract(dot="bf16x6", out=c.out, depth=MXU_DEPTH, sites=sites)
+    return Contract(dot="ieee", out=c.out, depth=1, sites=sites)  # a chain of FMAs
 
 
 def shard(c: Case) -> tuple[int, int]:
@@ -53,6 +57,12 @@ def longest_group(c: Case, inputs: Inputs) -> int:
     return int(inputs["group_sizes"][offset : offset + c.G].max(initial=0)) + 1  # and existing_out
 
 
+def representative(c: Case) -> bool:
+    """One case for every pair of dtypes."""
+    plain = not (c.existing_out or c.shard or dict(c.options).get("transpose_rhs"))
+    return plain and c.groups == "zipf" and c.M == 300 and c.data == "normal"
+
+
 DEFAULTS = dict(transpose_rhs=False, existing_out=False, shard=None, tiling=None, groups="zipf")
 
 _GMM = Op(
@@ -77,6 +87,8 @@ _GMM = Op(
     },
     contract=contract,
     chain=lambda c, inputs: c.K,
+    steps=lambda c, contract: {"tiling": (1, contract.depth, 1)},
+    representative=representative,
     magnitude=abs_of("lhs", "rhs", "existing_out"),
     unread=inactive,
     defaults=DEFAULTS,
@@ -103,6 +115,8 @@ _TGMM = Op(
     },
     contract=contract,
     chain=longest_group,
+    steps=lambda c, contract: {"tiling": (contract.depth, 1, 1)},
+    representative=representative,
     magnitude=abs_of("lhs", "rhs", "existing_out"),
     unread=inactive,
     defaults={name: value for name, value in DEFAULTS.items() if name != "transpose_rhs"},
@@ -114,7 +128,8 @@ PATTERNS = list(GROUPS)
 SMALL_TILES = (64, 128, 128)  # several tiles along every axis of a small case, and boundaries inside them
 
 SMALL = [dict(M=300, K=200, N=160, G=6)]
-EDGES = [dict(M=m, K=k, N=n, G=g) for m in (128, 257) for k in (1, 130, 512) for n in (1, 96, 256) for g in (1, 5)]
+EDGES = [dict(M=m, K=k, N=n, G=5) for m in (128, 257) for k in (1, 130, 512) for n in (1, 96, 256)]
+ONE_GROUP = [dict(M=m, K=k, N=96, G=1) for m in (128, 257) for k in (1, 130, 512)]
 EMPTY = [
     dict(M=0, K=64, N=64, G=3),
     dict(M=64, K=0, N=64, G=3),
@@ -148,8 +163,9 @@ def cases(op: Op) -> tuple[Case, ...]:
     small = dict(tiling=[SMALL_TILES])
     parts = [
         op.grid(SMALL, dtype=[F32, BF16], groups=["zipf", "empty_middle", "short"], tier="smoke", **small, **flags),
-        op.grid(SMALL, dtype=DTYPES, groups=PATTERNS, **small, **flags),
-        op.grid(EDGES, dtype=[F32, BF16], groups=["straddle"]),
+        op.grid(SMALL, dtype=DTYPES, groups=PATTERNS, **small),
+        op.grid(SMALL, dtype=[F32, (BF16, F32)], groups=PATTERNS, **small, **flags),
+        op.grid(EDGES + ONE_GROUP, dtype=[F32, BF16], groups=["straddle"]),
         op.grid(EMPTY, dtype=[F32, BF16], existing_out=[False, True], groups=["balanced"]),
         op.grid(
             SHARD, dtype=[F32, BF16], shard=[(0, 8), (3, 8), (6, 8)], existing_out=[False, True],

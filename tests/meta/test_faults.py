@@ -80,7 +80,11 @@ FAULTS = [
         "range(0, tl.where(has_rows, k // TK * TK, 0), TK)",
     ),
     Fault("the K remainder is not masked", "tpu", ("gmm",), "lambda: accumulate(rest)", "lambda: accumulate(tk)"),
-    Fault("the K remainder is not masked", "gpu", ("gmm",), "in_group & (along_k < k - first_k)", "in_group"),
+    Fault(  # one element too late, in both operands: further on the interpreter might leave the tensor's memory
+        "the K remainder is not masked", "gpu", ("gmm",),
+        "(along_k < k - first_k), other=0)\n            b = tl.load(b_tile, mask=in_columns & (down_k < k - first_k)",
+        "(along_k <= k - first_k), other=0)\n            b = tl.load(b_tile, mask=in_columns & (down_k <= k - first_k)",
+    ),
     Fault(
         "an empty group is left unwritten", "tpu", ("tgmm",),
         'empty_tiles = 1 if cover == "groups" else 0',

@@ -1,0 +1,86 @@
+"""What the staged goldens are for besides their value: the value at each site, each site's share of the error, and
+kernels emulated under a contract, so that ε is predicted before any device runs.
+
+A staged golden calls `rounding(site, value)` wherever a kernel may round; everything here is a choice of that function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from parity.dtypes import Floats, round_to
+from parity.inputs import stream
+from parity.op import Backend, Case, Inputs, Op, outputs
+
+PERTURBATION = 1e-7
+"""Relative size of the change at one site: far above float64's roundoff, far below what a site's own rounding does."""
+DRAWS = 4
+"""Random perturbations per site; their shares vary by about 1 %."""
+
+
+def values(op: Op, case: Case, inputs: Inputs, backend: Backend) -> dict[str, list[Floats]]:
+    """The float64 values at every site, in the order in which a kernel with the backend's steps reaches them."""
+    seen: dict[str, list[Floats]] = {}
+
+    def watch(site: str, value: Floats) -> Floats:
+        seen.setdefault(site, []).append(value.copy())
+        return value
+
+    _staged(op, case, inputs, backend, watch)
+    return seen
+
+
+def budget(op: Op, case: Case, inputs: Inputs, backend: Backend) -> dict[str, float]:
+    """Each site's share of the error that equal relative roundings at all sites would cause (they sum to 1).
+
+    The shares are of the mean square error over M, by perturbing one site at a time.
+    """
+    exact = _staged(op, case, inputs, backend, lambda site, value: value)
+    magnitude = outputs(op.magnitude(op, case, inputs))
+    power: dict[str, float] = {}
+    for site in values(op, case, inputs, backend):
+        power[site] = float(
+            np.mean([_power(_perturbed(op, case, inputs, backend, site, n), exact, magnitude) for n in range(DRAWS)])
+        )
+    total = sum(power.values()) or 1.0
+    return {site: part / total for site, part in power.items()}
+
+
+def emulate(op: Op, case: Case, inputs: Inputs, backend: Backend) -> dict[str, np.ndarray]:
+    """The outputs of a kernel that rounds exactly where and as its contract says, in the contract's output dtype."""
+    contract = op.contract(case, backend)
+
+    def rounding(site: str, value: Floats) -> Floats:
+        dtype = contract.sites.get(site)
+        return value if dtype is None else round_to(value, dtype).astype(np.float64)
+
+    return {name: round_to(y, contract.out) for name, y in _staged(op, case, inputs, backend, rounding).items()}
+
+
+def _staged(
+    op: Op, case: Case, inputs: Inputs, backend: Backend, rounding: Callable[[str, Floats], Floats]
+) -> dict[str, Floats]:
+    arguments = {**op.arguments(case), **op.steps(case, op.contract(case, backend))}
+    with np.errstate(invalid="ignore", over="ignore"):
+        return outputs(op.golden(**inputs, **arguments, rounding=rounding))
+
+
+def _perturbed(op: Op, case: Case, inputs: Inputs, backend: Backend, site: str, draw: int) -> dict[str, Floats]:
+    bits = stream(case, f"{site}|{draw}")
+
+    def rounding(at: str, value: Floats) -> Floats:
+        if at != site:
+            return value
+        signs = 1.0 - 2.0 * (bits(value.size) & np.uint64(1)).reshape(value.shape)
+        return value * (1 + PERTURBATION * signs)
+
+    return _staged(op, case, inputs, backend, rounding)
+
+
+def _power(got: Mapping[str, Any], exact: Mapping[str, Floats], magnitude: Mapping[str, Floats]) -> float:
+    """Mean square of the difference over M, all outputs together."""
+    errors = [(got[name] - exact[name])[magnitude[name] > 0] / magnitude[name][magnitude[name] > 0] for name in exact]
+    return float(np.mean(np.concatenate([e.ravel() for e in errors]) ** 2)) if any(e.size for e in errors) else 0.0
