@@ -82,7 +82,8 @@ def _list(ops: Sequence[Op], text: str | None) -> int:
 
 def _run(root: Path, ops: Sequence[Op], text: str, seeds: int, jobs: int) -> int:
     chosen = [(op, case) for op in ops for case in op.cases if case.model and _matches(case, text)]
-    console = Console()
+    # Into a file or a log the table goes whole; a terminal folds it.
+    console = Console(width=None if sys.stdout.isatty() else 150)
     if not chosen:
         console.print(f"no case of a model's shape matches {text!r}", style="red")
         return 2
@@ -96,8 +97,7 @@ def _run(root: Path, ops: Sequence[Op], text: str, seeds: int, jobs: int) -> int
             lines[line.case.id] = line
             progress.update(task, advance=1, description=line.case.id)
     table = _table([lines[case.id] for _, case in chosen])
-    # Into a file or a log the table goes whole; a terminal folds it.
-    console.print(table, width=console.width if console.is_terminal else max(console.width, 150))
+    console.print(table)
     console.print(" · ".join(f"{b}: {runner(b).describe()}" for b in BACKENDS), highlight=False)
     failed = [line for line in lines.values() if not line.verdict.passed]
     for line in failed:

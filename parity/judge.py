@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -53,6 +54,7 @@ class Judgement:
     bound: float
     outputs: Mapping[str, Metrics] = field(default_factory=dict)  # those that can be compared
     worst: Worst | None = None
+    seconds: float = 0.0  # of one run of the kernel, compilation included
 
     @property
     def metrics(self) -> Metrics | None:
@@ -83,7 +85,8 @@ UNDECIDED = Verdict("UNDECIDED", "", "")
 
 
 @lru_cache(maxsize=4)
-def _reference(op: Op, case: Case) -> Reference:
+def reference(op: Op, case: Case) -> Reference:
+    """The inputs of a case, drawn, and what its outputs are measured against; the last few are kept."""
     inputs = draw(op, case)
     with np.errstate(invalid="ignore", over="ignore"):
         golden = outputs(op.golden(**inputs, **op.arguments(case)))
@@ -98,31 +101,35 @@ def judge(op: Op, case: Case, backend: Backend, kernel: Callable[..., Any] | Non
     of several outputs is that of the worst one. `kernel` takes the place of the op's own, for instance one with a
     planted fault. Raises ImportError where the backend's framework is missing.
     """
-    reference = _reference(op, case)
+    expected = reference(op, case)
     run = runner(backend)
     kernel = kernel or load_kernel(getattr(op, backend))
-    first = outputs(run.run(kernel, reference.inputs, op.arguments(case)))
+    began = time.perf_counter()
+    first = outputs(run.run(kernel, expected.inputs, op.arguments(case)))
+    seconds = time.perf_counter() - began
     # What must be exact leaves no room to vary, and interpreters are sequential: for them a sample is enough.
     repeat = case.data != "integers" and (run.real or case.tier == "smoke")
-    again = outputs(run.run(kernel, reference.inputs, op.arguments(case))) if repeat else first
+    again = outputs(run.run(kernel, expected.inputs, op.arguments(case))) if repeat else first
     contract = op.contract(case, backend)
-    if set(first) != set(reference.golden):
-        reason = f"golden returns {', '.join(reference.golden)}, got {', '.join(first)}"
+    if set(first) != set(expected.golden):
+        reason = f"golden returns {', '.join(expected.golden)}, got {', '.join(first)}"
         return Judgement(case, backend, run.real, Verdict("WRONG OUTPUTS", "G1", reason), "", 0.0)
-    bound = 0.0 if case.data == "integers" else contract.bound(reference.chain)
+    bound = 0.0 if case.data == "integers" else contract.bound(expected.chain)
     judgements = [
-        _judge_output(Judgement(case, backend, run.real, UNDECIDED, name, bound), contract, reference, y, again[name])
+        _judge_output(Judgement(case, backend, run.real, UNDECIDED, name, bound), contract, expected, y, again[name])
         for name, y in first.items()
     ]
     worst = max(judgements, key=lambda j: (not j.verdict.passed, j.eta_max))
-    return replace(worst, outputs={name: metrics for j in judgements for name, metrics in j.outputs.items()})
+    return replace(
+        worst, seconds=seconds, outputs={name: metrics for j in judgements for name, metrics in j.outputs.items()}
+    )
 
 
 def _judge_output(
-    judged: Judgement, contract: Contract, reference: Reference, y: np.ndarray, again: np.ndarray
+    judged: Judgement, contract: Contract, expected: Reference, y: np.ndarray, again: np.ndarray
 ) -> Judgement:
-    golden = reference.golden[judged.output]
-    scale = Scale(reference.magnitude[judged.output], contract.roundoff, reference.chain)
+    golden = expected.golden[judged.output]
+    scale = Scale(expected.magnitude[judged.output], contract.roundoff, expected.chain)
     bad_form = verdict.form(y, again, golden, contract.out)
     if bad_form and y.shape != golden.shape:
         return replace(judged, verdict=bad_form)
@@ -173,18 +180,19 @@ class Compared:
         return float(np.sqrt(np.mean(np.square(measured)))) if measured else float("nan")
 
 
-def compare(op: Op, case: Case, seeds: int) -> Compared:
+def compare(op: Op, case: Case, seeds: int, recorded: Sequence[Judgement] | None = None) -> Compared:
     """Judge `seeds` seeds, from the case's own on, on both backends: each against the golden, then against the other.
 
-    Where a kernel fails against the golden that is the verdict; of several outputs the worst one decides.
+    `recorded` are the GPU's judgements of those seeds where it is not here to run them. Where a kernel fails against
+    the golden that is the verdict; of several outputs the worst one decides.
     Raises ImportError where a backend's framework is missing.
     """
-    judged: dict[Backend, tuple[Judgement, ...]] = dict.fromkeys(BACKENDS, ())
+    judged: dict[Backend, tuple[Judgement, ...]] = {"tpu": (), "gpu": tuple(recorded or ())}
     contract: list[dict[str, Metrics]] = []
     for drawn in (case.with_seed(case.seed + n) for n in range(seeds)):
-        for backend in BACKENDS:
+        for backend in BACKENDS if recorded is None else BACKENDS[:1]:
             judged[backend] += (judge(op, drawn, backend),)
-        contract.append(_measure_contract(op, drawn, "gpu"))
+        contract.append(measure_contract(op, drawn, "gpu"))
     failed = next((j for js in judged.values() for j in js if not j.verdict.passed), None)
     if failed is not None:
         reason = f"{failed.backend}, seed {failed.case.seed}: {failed.verdict.reason}"
@@ -202,10 +210,10 @@ def compare(op: Op, case: Case, seeds: int) -> Compared:
     return Compared(case, judged, max(comparisons, key=lambda c: (not c.verdict.passed, c.ratio)))
 
 
-def _measure_contract(op: Op, case: Case, backend: Backend) -> dict[str, Metrics]:
+def measure_contract(op: Op, case: Case, backend: Backend) -> dict[str, Metrics]:
     """What a kernel emulated under the backend's contract would measure."""
-    reference, contract = _reference(op, case), op.contract(case, backend)
+    expected, contract = reference(op, case), op.contract(case, backend)
     return {
-        name: measure(y, reference.golden[name], Scale(reference.magnitude[name], contract.roundoff, reference.chain))
-        for name, y in emulate(op, case, reference.inputs, backend).items()
+        name: measure(y, expected.golden[name], Scale(expected.magnitude[name], contract.roundoff, expected.chain))
+        for name, y in emulate(op, case, expected.inputs, backend).items()
     }

@@ -54,6 +54,7 @@ class Metrics:
     """One output of one case and seed against its golden. Errors e = (y - g) / M and f = (RN_out(g) - g) / M."""
 
     elements: int
+    scored: int  # of them: finite in both, with something summed behind them; what E, F, ρ and bias are taken over
     epsilon: float  # E = rms(e), this is ε
     floor: float  # F = rms(f), a correctly rounded result's
     misrounded: float  # ρ, share of elements that are not RN_out(g)
@@ -105,6 +106,7 @@ def measure(y: np.ndarray, golden: Floats, scale: Scale) -> Metrics:
     order = _largest(errors.ravel(), TOP)
     return Metrics(
         elements=y.size,
+        scored=int(scored.sum()),
         epsilon=epsilon,
         floor=_rms(f),
         misrounded=float(np.mean(y[scored] != rounded)) if e.size else 0.0,

@@ -77,6 +77,11 @@ class Contract:
                 raise ValueError(f"{name} must be one of {', '.join(UNIT_ROUNDOFF)}, got {getattr(self, name)!r}")
 
     @property
+    def name(self) -> str:
+        """How records call it: dot/accumulator/output."""
+        return f"{self.dot}/{self.accumulate}/{self.out}"
+
+    @property
     def roundoff(self) -> float:
         """u_c, the unit roundoff that errors are counted in: the accumulator's."""
         return UNIT_ROUNDOFF[self.accumulate]

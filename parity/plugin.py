@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
 from parity import matrix, text
-from parity.backends import has_cuda, has_tpu
+from parity.backends import has_cuda, has_tpu, runner
 from parity.judge import compare, judge
+from parity.ledger import Book
 from parity.op import BACKENDS, TIERS, Backend, Case, Op
+from parity.records import Merged, Recorder, merge
+from parity.verdict import Verdict
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
 FRAMEWORK = {"tpu": "jax", "gpu": "triton"}
 _OPS = pytest.StashKey[tuple[Op, ...]]()
+_BOOK = pytest.StashKey[Book]()
+_RECORDER = pytest.StashKey[Recorder | None]()
 
 
 def cases(*ops: Op, backend: Backend, data: str | None = None, compared: bool = False) -> Callable[[Test], Test]:
@@ -47,12 +55,39 @@ class Run:
         self._judge()
 
     def is_no_worse(self) -> None:
-        """Fail unless both backends agree with the golden and ε_TPU ≤ ε_GPU over paired seeds (G4 to G7)."""
+        """Fail unless both backends agree with the golden and ε_TPU ≤ ε_GPU over paired seeds (G4 to G7).
+
+        A TPU is compared with the GPU at hand or the records of one, an emulated TPU with an emulated GPU.
+        """
         __tracebackhide__ = True
-        compared = compare(self.op, self.case, self._request.config.getoption("--parity-seeds"))
-        self._request.node.user_properties.append(("parity", compared.summary()))
+        seeds = self._request.config.getoption("--parity-seeds")
+        recorded = None
+        if runner("tpu").real and not has_cuda():
+            recorded = []
+            for entry in self._book.seeds(self.op, self.case, seeds, "gpu"):
+                if isinstance(entry, Verdict):
+                    missing = {"op": self.op.name, "case": self.case.id, "backend": "tpu", "real": True, "bound": 0.0}
+                    self._report(missing | asdict(entry) | {"record": entry.outcome})
+                    pytest.skip(f"{entry.outcome}: {entry.reason}; on a GPU: pytest --parity-record -k {self.case.id}")
+                recorded.append(entry)
+        compared = compare(self.op, self.case, seeds, recorded)
+        if self._recorder:
+            for judged in compared.everything if recorded is None else compared.judged["tpu"]:
+                self._recorder.write(self._book.record(self.op, judged))
+        self._report(compared.summary())
         if not compared.comparison.verdict.passed:
             pytest.fail(text.comparison(compared, self._rerun()), pytrace=False)
+
+    @property
+    def _book(self) -> Book:
+        return self._request.config.stash[_BOOK]
+
+    @property
+    def _recorder(self) -> Recorder | None:
+        return self._request.config.stash[_RECORDER]
+
+    def _report(self, entry: dict[str, Any]) -> None:
+        self._request.node.user_properties.append(("parity", entry))
 
     def _rerun(self) -> str:
         n0 = "-n0 " if self._request.config.pluginmanager.hasplugin("xdist") else ""
@@ -61,7 +96,14 @@ class Run:
     def _judge(self) -> None:
         __tracebackhide__ = True
         judged = judge(self.op, self.case, self.backend)
-        self._request.node.user_properties.append(("parity", judged.summary()))
+        status = {}
+        if self.case.data != "integers":
+            if self._recorder:
+                self._recorder.write(self._book.record(self.op, judged))
+            elif self._book.root.exists():
+                strict = self._request.config.getoption("--parity-strict-records")
+                judged, status["record"] = self._book.check(self.op, judged, strict=strict)
+        self._report(judged.summary() | status)
         if not judged.verdict.passed:
             twin = self.case.with_data("integers")
             twin_judged = None if twin == self.case else judge(self.op, twin, self.backend)
@@ -91,6 +133,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--parity-seeds", type=int, default=8, metavar="S", help="paired seeds to compare the backends on (default: 8)"
     )
+    group.addoption(
+        "--parity-records", type=Path, default=None, metavar="DIR", help="the ledger's folder (default: records)"
+    )
+    group.addoption("--parity-record", action="store_true", help="write what is measured into the ledger")
+    group.addoption("--parity-strict-records", action="store_true", help="fail where a record is stale")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -100,7 +147,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: the tier of cases that runs only where asked for")
     config.addinivalue_line("markers", "tpu: runs Pallas kernels")
     config.addinivalue_line("markers", "gpu: runs Triton kernels")
-    config.pluginmanager.register(_Reporter(), "parity-reporter")
+    root = config.getoption("--parity-records") or config.rootpath / "records"
+    # Workers take the controller's clock, so that a run has one provenance.
+    utc = getattr(config, "workerinput", {}).get("parity_utc") or datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    config.stash[_BOOK] = Book(root, utc)
+    config.stash[_RECORDER] = Recorder(root) if config.getoption("--parity-record") else None
+    config.pluginmanager.register(_Reporter(config), "parity-reporter")
 
 
 def _matrix(config: pytest.Config) -> tuple[Op, ...]:
@@ -126,7 +178,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for case in op.cases:
             drawn = case.with_seed(metafunc.config.getoption("--parity-seed"))
             drawn = drawn if data is None else drawn.with_data(data)
-            tier = case.tier if not compared else "default" if op.representative(case) else "full"
+            tier = case.tier
+            if compared and tier != "full":
+                tier = "default" if op.representative(case) else "full"
             marks = [getattr(pytest.mark, name) for name in (backend, tier) if name != "default"]
             chosen.setdefault(drawn.id, pytest.param((op, drawn, backend), id=drawn.id, marks=marks))
     metafunc.parametrize("run", list(chosen.values()), indirect=True)
@@ -157,8 +211,23 @@ def pytest_report_header(config: pytest.Config) -> str:
 class _Reporter:
     """Collects the judgements that tests report, also through pytest-xdist, and prints their summary."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
         self._judged: list[dict[str, Any]] = []
+        self._merged: Merged | None = None
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """pytest-xdist's: what a worker is told before it starts."""
+        node.workerinput["parity_utc"] = self._config.stash[_BOOK].utc
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        recorder = self._config.stash[_RECORDER]
+        if recorder:
+            recorder.close()
+            if not hasattr(self._config, "workerinput"):
+                self._merged = merge(self._config.stash[_BOOK].root)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
@@ -170,3 +239,7 @@ class _Reporter:
             terminalreporter.section("parity")
             for line in lines:
                 terminalreporter.write_line(line)
+        if self._merged:
+            terminalreporter.write_line(f"records: {self._merged.written} written to {self._config.stash[_BOOK].root}")
+            for lost in self._merged.lost_lines:
+                terminalreporter.write_line(f"records: lost {lost}", red=True)

@@ -26,19 +26,18 @@ import types
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from parity import inputs, magnitude, metrics
+from parity.backends import EMULATED
 from parity.metrics import HISTOGRAM, MAP, TOP, Metrics
 from parity.op import Backend, Op
 
 SCHEMA = 1
-EMULATED = "emulated"
-"""The device kind of every record that no accelerator computed."""
 
 LINE_LIMIT = 2**20
 FILE_LIMIT = 2**28
@@ -90,10 +89,10 @@ class Provenance:
         if datetime.strptime(self.utc, _TIME).strftime(_TIME) != self.utc:  # written in one way alone, so that it sorts
             raise ValueError(f"utc must be written as 2026-01-31T23:59:59Z, got {self.utc!r}")
 
-    @property
+    @cached_property
     def id(self) -> str:
         """What records call it by."""
-        return hashlib.sha256(_canonical(asdict(self)).encode()).hexdigest()[:12]
+        return hashlib.sha256(_canonical(self).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
@@ -307,12 +306,12 @@ def merge(root: Path) -> Merged:
                 else:
                     latest[_home(root, entry), entry.key] = entry
             for place, record in latest.items():
-                found[place] = max(found.get(place, record), record, key=_age)
+                found[place] = _newer(record, found.get(place, record))
         paths = sorted({_inside(root, path) for path, _ in found})
         ledgers = {path: _read_home(root, path) if path.exists() else {} for path in paths}
         written = 0
         for (path, key), record in found.items():
-            if _age(record) >= _age(ledgers[path].get(key, record)):
+            if _newer(record, ledgers[path].get(key, record)) is record:
                 ledgers[path][key] = record
                 written += 1
         for path, ledger in ledgers.items():
@@ -341,8 +340,11 @@ def _in_use(part: Path) -> bool:
     return False  # for good: no writer opens a part twice
 
 
-def _age(record: Record) -> tuple[str, str]:
-    return record.provenance.utc, _record_line(record)
+def _newer(one: Record, other: Record) -> Record:
+    """Of two equally new records always the same one, so that the order of parts does not matter."""
+    if one.provenance.utc == other.provenance.utc:
+        return one if one == other else max(one, other, key=_record_line)
+    return max(one, other, key=lambda record: record.provenance.utc)
 
 
 def _replace(path: Path, ledger: Ledger) -> None:
@@ -363,15 +365,15 @@ def _replace(path: Path, ledger: Ledger) -> None:
 
 
 def _provenance_line(provenance: Provenance) -> str:
-    return _canonical({"id": provenance.id, "provenance": asdict(provenance)})
+    return _canonical({"id": provenance.id, "provenance": provenance})
 
 
 def _record_line(record: Record) -> str:
     seconds = round(record.seconds, 3)
-    return _canonical({**asdict(record), "seconds": seconds, "provenance": record.provenance.id})
+    return _canonical({**vars(record), "seconds": seconds, "provenance": record.provenance.id})
 
 
-def _canonical(value: Mapping[str, Any]) -> str:
+def _canonical(value: Any) -> str:
     return json.dumps(_plain(value), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -379,10 +381,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         rounded = float(f"{value:.9g}")
         return rounded if math.isfinite(rounded) else str(rounded)
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
     return value
 
 
@@ -532,13 +536,11 @@ def _decode(hint: Any, value: Any, name: str) -> Any:
 
     Numbers are counts, sizes and errors: none is negative but a bias.
     """
-    kind, arguments = get_origin(hint) or hint, get_args(hint)
-    if kind is Literal:  # which ones is for the dataclass to check
-        kind = str
-    if kind is types.UnionType:  # X | None
-        return None if value is None else _decode(arguments[0], value, name)
+    kind, arguments = _parts_of(hint)
     if is_dataclass(hint):
         return _decode_fields(hint, value, f"{name}.")
+    if kind is types.UnionType:  # X | None
+        return None if value is None else _decode(arguments[0], value, name)
     if kind is tuple and isinstance(value, list):
         return tuple(_decode(arguments[0], item, f"{name}[{i}]") for i, item in enumerate(value))
     if kind is Mapping and isinstance(value, dict):
@@ -576,6 +578,13 @@ def _decode_fields(cls: Any, value: Any, prefix: str, **known: Any) -> Any:
 
 
 _hints = cache(get_type_hints)
+
+
+@cache
+def _parts_of(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """`tuple[int, ...]` as tuple and (int, ...), `int` as int and ()."""
+    kind = get_origin(hint) or hint
+    return str if kind is Literal else kind, get_args(hint)  # which words are allowed, the dataclass checks
 
 
 def _check_hashes(hashes: Mapping[str, str]) -> None:

@@ -79,8 +79,9 @@ def comparison(compared: Compared, rerun: str) -> str:
 
 def summary(judged: Iterable[Mapping[str, Any]]) -> list[str]:
     """One line per op and backend over `Judgement.summary` and `Compared.summary` entries."""
+    all_entries = list(judged)
     groups: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
-    for entry in judged:
+    for entry in all_entries:
         groups.setdefault((entry["op"], entry["backend"], entry["real"]), []).append(entry)
     if not groups:
         return []
@@ -94,4 +95,8 @@ def summary(judged: Iterable[Mapping[str, Any]]) -> list[str]:
         where = backend if real else f"{backend} emulated"
         cases = len({entry["case"] for entry in entries})
         lines.append(f"{op:<8} {where:<12} {cases:>6} {max(loads, default=0.0):>14.2f} {ratio:>22}  {verdicts}")
+    statuses = Counter(entry["record"] for entry in all_entries if "record" in entry)
+    if statuses.keys() - {"VALID"}:
+        counted = "  ".join(f"{count} {status}" for status, count in sorted(statuses.items()))
+        lines.append(f"records: {counted}   (measure them anew: pytest --parity-record)")
     return lines

@@ -179,10 +179,20 @@ def tail(tpu: Sequence[Metrics], gpu: Sequence[Metrics], tau: float) -> Verdict 
 
 def bias(tpu: Sequence[Metrics], gpu: Sequence[Metrics]) -> Verdict | None:
     """G7: BIAS where |mean e| / rms e · √N exceeds 6 and the GPU's by more than sampling, over all seeds together."""
-    elements = sum(m.elements for m in tpu)
+    elements = sum(m.scored for m in tpu)
     ours, theirs = (abs(float(np.mean([m.bias for m in ms]))) * np.sqrt(elements) for ms in (tpu, gpu))
     if ours > 6 and ours > theirs + Z:
         return Verdict("BIAS", "G7", f"|bias|·√N = {ours:.3g} (the GPU's {theirs:.3g})")
+    return None
+
+
+def regression(now: Metrics, then: Metrics, *, narrow_output: bool) -> Verdict | None:
+    """REGRESSION where the error has grown since it was recorded on the same inputs, by more than sampling does."""
+    statistic = _statistic((now, then), narrow_output)
+    mean, margin = _log_ratio([now], [then], statistic)
+    at_floor = not statistic.narrow and now.epsilon <= 1.05 * now.floor
+    if mean > margin and not at_floor:
+        return Verdict("REGRESSION", "G5", f"{statistic.name} is {np.exp(mean):.3g}× what the ledger has")
     return None
 
 
@@ -200,14 +210,14 @@ class Statistic:
     def log(self, m: Metrics) -> float:
         """ln T; half an element is added to a count, so that a faultless seed has a logarithm."""
         if self.narrow:
-            return float(np.log((m.misrounded * m.elements + 0.5) / (m.elements + 1)))
+            return float(np.log((m.misrounded * m.scored + 0.5) / (m.scored + 1)))
         return float(np.log(max(m.epsilon, np.finfo(np.float64).tiny)))
 
     def noise(self, a: Metrics, b: Metrics) -> float:
         """Standard deviation of ln T_a - ln T_b from sampling: 1.26/√N of ε, 1/count + 1/count of a count."""
         if self.narrow:
-            return float(np.sqrt(sum(1 / (m.misrounded * m.elements + 0.5) for m in (a, b))))
-        return 1.26 / float(np.sqrt(max(a.elements, 1)))
+            return float(np.sqrt(sum(1 / (m.misrounded * m.scored + 0.5) for m in (a, b))))
+        return 1.26 / float(np.sqrt(max(a.scored, 1)))
 
 
 def _statistic(measured: Sequence[Metrics], narrow_output: bool) -> Statistic:

@@ -13,6 +13,9 @@ import numpy as np
 
 from parity.op import Backend, Inputs
 
+EMULATED = "emulated"
+"""The device kind of everything that no accelerator computed."""
+
 
 class Runner(Protocol):
     """Runs kernels of one backend."""
@@ -20,6 +23,10 @@ class Runner(Protocol):
     name: Backend
     real: bool
     """Whether an accelerator computes; else everything is emulated on the CPU."""
+
+    @property
+    def device_kind(self) -> str:
+        """What its framework calls the device, or `EMULATED`."""
 
     def describe(self) -> str:
         """The device and, where emulated, the model of it, in a few words."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from parity.backends import to_numpy_tree
+from parity.backends import EMULATED, to_numpy_tree
 from parity.backends.emulation import tensor_core
 from parity.interop import to_numpy, to_torch
 from parity.op import Backend, Inputs
@@ -22,9 +22,14 @@ class GpuRunner:
         self.real = torch.cuda.is_available()
         self._device = "cuda" if self.real else "cpu"
 
+    @property
+    def device_kind(self) -> str:
+        """What CUDA calls the GPU, or `emulated`."""
+        return torch.cuda.get_device_name() if self.real else EMULATED
+
     def describe(self) -> str:
         """The device, or what stands in for it."""
-        return torch.cuda.get_device_name() if self.real else "emulated (Triton interpreted, tensor cores)"
+        return self.device_kind if self.real else "emulated (Triton interpreted, tensor cores)"
 
     def run(self, kernel: Callable[..., Any], inputs: Inputs, arguments: Mapping[str, Any]) -> Any:
         """See `parity.backends.Runner.run`."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from parity.backends import to_numpy_tree
+from parity.backends import EMULATED, to_numpy_tree
 from parity.backends.emulation import mxu
 from parity.interop import to_jax, to_numpy
 from parity.op import Backend, Inputs
@@ -22,9 +22,14 @@ class TpuRunner:
         self.real = jax.default_backend() == "tpu"
         self._device = jax.devices("tpu" if self.real else "cpu")[0]
 
+    @property
+    def device_kind(self) -> str:
+        """What JAX calls the TPU, or `emulated`."""
+        return self._device.device_kind if self.real else EMULATED
+
     def describe(self) -> str:
         """The device, or what stands in for it."""
-        return self._device.device_kind if self.real else "emulated (Pallas interpreted, MXU passes)"
+        return self.device_kind if self.real else "emulated (Pallas interpreted, MXU passes)"
 
     def run(self, kernel: Callable[..., Any], inputs: Inputs, arguments: Mapping[str, Any]) -> Any:
         """See `parity.backends.Runner.run`."""

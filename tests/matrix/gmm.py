@@ -151,7 +151,7 @@ def models(op: Op) -> tuple[Case, ...]:
     """
     cases: tuple[Case, ...] = ()
     for model in MODELS:
-        shape = dict(M=512, K=model.hidden if op.name == "gmm" else model.hidden // 8, N=128, G=8)
+        shape = dict(M=256, K=model.hidden if op.name == "gmm" else model.hidden // 8, N=128, G=8)
         held = (model.experts // 4, model.experts) if model.experts > 8 else None
         cases += op.grid([shape], dtype=[BF16, (BF16, F32)], shard=[held], model=model.name)
     return cases

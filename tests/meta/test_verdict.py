@@ -178,7 +178,7 @@ def simulated(rng, trials, size, scale, seeds=8):
     mean = errors.mean(axis=-1, dtype=np.float64)
     return [
         [
-            replace(TEMPLATE, elements=size, epsilon=e, floor=e / 100, eta_q999=10 * q, bias=b / e)
+            replace(TEMPLATE, elements=size, scored=size, epsilon=e, floor=e / 100, eta_q999=10 * q, bias=b / e)
             for e, q, b in zip(*trial, strict=True)
         ]
         for trial in zip(rms.tolist(), quantile.tolist(), mean.tolist(), strict=True)
