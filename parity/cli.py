@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 from rich import box
@@ -17,11 +18,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from parity import matrix
+from parity import diff, matrix
 from parity.backends import prepare_environment, runner
 from parity.dtypes import SHORT_NAMES
 from parity.judge import compare
-from parity.op import BACKENDS, Case, Op
+from parity.op import BACKENDS, TIERS, Case, Op
 from parity.verdict import Verdict
 
 
@@ -37,63 +38,114 @@ class Line:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code: 0 all verdicts pass, 1 one fails, 2 wrong usage."""
-    parser = argparse.ArgumentParser(
-        prog="parity", description="Judge TPU and GPU kernels of the same operations against one float64 golden."
-    )
-    parser.add_argument("--root", type=Path, default=Path.cwd(), help="the project's folder (default: this one)")
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser(
-        "run", help="run the cases with published model shapes on both backends and print the table of ε"
-    )
-    run.add_argument("-k", metavar="TEXT", default="", help="only cases whose id or model contains TEXT")
-    run.add_argument("--seeds", type=int, default=8, metavar="S", help="paired draws of each case (default: 8)")
-    run.add_argument("-j", "--jobs", type=int, default=None, metavar="N", help="processes (default: one per core)")
-    listing = commands.add_parser("list", help="list the ops of the matrix, or with -k their cases")
-    listing.add_argument("-k", metavar="TEXT", help="list the cases whose id or model contains TEXT")
+    """Entry point; returns the exit code: 0 all is well, 1 a verdict fails or something regressed, 2 wrong usage."""
+    parser = _parser()
     given = parser.parse_args(arguments)
     prepare_environment()
     try:
-        ops = matrix.load(given.root.resolve())
+        return int(given.command(given))
     except ValueError as error:
         parser.error(str(error))
-    if given.command == "list":
-        return _list(ops, given.k)
-    if given.seeds < 1:
-        parser.error(f"--seeds must be at least 1, got {given.seeds}")
-    return _run(given.root.resolve(), ops, given.k, given.seeds, given.jobs or os.cpu_count() or 1)
 
 
-def _matches(case: Case, text: str) -> bool:
-    return text.lower() in f"{case.id} {case.model}".lower()
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="parity", description="Judge TPU and GPU kernels of the same operations against one float64 golden."
+    )
+    parser.add_argument("--root", type=_folder, default=Path.cwd(), help="the project's folder (default: this one)")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(command=function)
+        return command
+
+    expression = "only cases whose id or model matches, as pytest's -k: words, and, or, not, ( )"
+    run = add("run", _run, "run the cases with published model shapes on both backends and print the table of ε")
+    run.add_argument("-k", metavar="EXPRESSION", default="", help=expression)
+    run.add_argument("--seeds", type=_positive, default=8, metavar="S", help="paired draws of each case (default: 8)")
+    run.add_argument(
+        "-j", "--jobs", type=_positive, default=None, metavar="N", help="processes (default: one per core)"
+    )
+    listing = add(
+        "list", _list, "list the ops of the matrix, or with -k their cases with the contracts of both backends"
+    )
+    listing.add_argument("-k", metavar="EXPRESSION", help=expression)
+    diffing = add("diff", _diff, "compare two ledgers: what got better or worse beyond noise, and who moved it")
+    for name in ("a", "b"):
+        diffing.add_argument(name, help="a ledger, a folder of ledgers, or a git revision of this project")
+    diffing.add_argument("--json", action="store_true", help="print JSON")
+    diffing.add_argument("--fail-on-regression", action="store_true", help="exit with 1 if a case got worse")
+    showing = add("show", _show, "print what the ledger has of a case, on all backends")
+    showing.add_argument("case", help="a case id, with or without its seed")
+    showing.add_argument("--records", type=_folder, default=None, metavar="DIR", help="the ledger (default: records)")
+    return parser
 
 
-def _list(ops: Sequence[Op], text: str | None) -> int:
-    for op in ops:
-        if text is None:
-            tiers = {tier: len(list(group)) for tier, group in groupby(sorted(c.tier for c in op.cases))}
-            print(f"{op.name:<12} {len(op.cases):>6} cases  ({', '.join(f'{n} {tier}' for tier, n in tiers.items())})")
+def _folder(text: str) -> Path:
+    path = Path(text).resolve()
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a folder, got {text}")
+    return path
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text}")
+    return int(text)
+
+
+def _matches(case: Case, expression: str) -> bool:
+    return diff.matches(expression, f"{case.id} {case.model}")
+
+
+def _list(given: argparse.Namespace) -> int:
+    for op in matrix.load(given.root):
+        if given.k is None:
+            tiers = Counter(case.tier for case in op.cases)
+            print(
+                f"{op.name:<12} {len(op.cases):>6} cases  ({', '.join(f'{tiers[t]} {t}' for t in TIERS if t in tiers)})"
+            )
         else:
             for case in op.cases:
-                if _matches(case, text):
-                    print(f"{case.id}{f'  {case.model}' if case.model else ''}")
+                if _matches(case, given.k):
+                    contracts = "  ".join(f"{backend}: {op.contract(case, backend).name}" for backend in BACKENDS)
+                    print("  ".join(filter(None, [case.id, case.model, contracts])))
     return 0
 
 
-def _run(root: Path, ops: Sequence[Op], text: str, seeds: int, jobs: int) -> int:
-    chosen = [(op, case) for op in ops for case in op.cases if case.model and _matches(case, text)]
+def _diff(given: argparse.Namespace) -> int:
+    moved = diff.diff(diff.load(given.a, given.root), diff.load(given.b, given.root))
+    print(diff.to_json(moved) if given.json else diff.describe(moved))
+    return int(given.fail_on_regression and diff.regressed(moved))
+
+
+def _show(given: argparse.Namespace) -> int:
+    ledgers = diff.load(str(given.records or given.root / "records"), given.root)
+    wanted = re.sub(r"-s\d+$", "", given.case)
+    found = [r for ledger in ledgers.values() for r in ledger.values() if re.sub(r"-s\d+$", "", r.case) == wanted]
+    if not found:
+        raise ValueError(
+            f"case must be in the ledger, got {given.case} (record it: pytest --parity-record -k {given.case})"
+        )
+    print(diff.show(found))
+    return 0
+
+
+def _run(given: argparse.Namespace) -> int:
+    ops = matrix.load(given.root)
+    chosen = [(op, case) for op in ops for case in op.cases if case.model and _matches(case, given.k)]
     # Into a file or a log the table goes whole; a terminal folds it.
     console = Console(width=None if sys.stdout.isatty() else 150)
     if not chosen:
-        console.print(f"no case of a model's shape matches {text!r}", style="red")
-        return 2
+        raise ValueError(f"-k must match a case of a model's shape, got {given.k!r}")
     lines: dict[str, Line] = {}
     with Progress(
         TextColumn("parity"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
         console=console, transient=True,
     ) as progress:  # fmt: skip
         task = progress.add_task("", total=len(chosen))
-        for line in _judge_all(root, chosen, seeds, jobs):
+        for line in _judge_all(given.root, chosen, given.seeds, given.jobs or os.cpu_count() or 1):
             lines[line.case.id] = line
             progress.update(task, advance=1, description=line.case.id)
     table = _table([lines[case.id] for _, case in chosen])

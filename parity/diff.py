@@ -26,7 +26,7 @@ from parity.metrics import Metrics
 from parity.op import Contract
 from parity.records import FILE_LIMIT, Ledger, Record, RecordError, read
 from parity.text import heat_map, sparkline
-from parity.verdict import PASSING, _statistic, parity
+from parity.verdict import PASSING, Statistic, parity
 
 FOLDER = "records"
 """Where a revision keeps its ledgers, below the project's root."""
@@ -38,12 +38,12 @@ Key = tuple[str, str, str]
 Change = Literal["worse", "better", "not comparable", "unchanged", "only in A", "only in B"]
 
 _REVISION = re.compile(r"(?!.*\.\.)[A-Za-z0-9_@][A-Za-z0-9_./@{}~^+-]{0,199}")
-_SEED = re.compile(r"-s\d+$")  # the end of every case id
 # Who can move a result, the likeliest first.
 _MOVERS = (
     "kernel", "tiles", "compiler", "framework", "flags", "device", "driver", "contract",
     "golden", "generator", "metrics",
 )  # fmt: skip
+_CHANGE: Mapping[str, Change] = {"LOSS": "worse", "WIN": "better", "TIE": "unchanged"}
 _COMPILERS = ("libtpu", "triton")
 
 
@@ -57,15 +57,21 @@ def load(source: str, root: Path) -> dict[Key, Ledger]:
     revision have the same name, the path is meant. Raises ValueError where `source` is none of them or holds no
     ledger, RecordError (a ValueError) for a ledger that cannot be trusted.
     """
-    path = Path(source)
-    if source and path.exists():
-        return _load_files(path, source)
+    if _is_path(source):
+        return _load_files(Path(source), source)
     with tempfile.TemporaryDirectory() as folder:
         try:
             _check_out(source, root, Path(folder))
             return _load_files(Path(folder), f"{source}:{FOLDER}")
         except RecordError as error:
             raise RecordError(str(error).replace(f"{folder}/", f"{source}:")) from error
+
+
+def _is_path(source: str) -> bool:
+    try:
+        return bool(source) and Path(source).exists()
+    except (OSError, ValueError):  # no path could be written so
+        return False
 
 
 def _load_files(path: Path, name: str) -> dict[Key, Ledger]:
@@ -128,6 +134,11 @@ class Ratio:
     low: float
     high: float
 
+    @property
+    def size(self) -> float:
+        """How far from 1, up or down."""
+        return abs(math.log(self.ratio)) if self.ratio else math.inf
+
     def __str__(self) -> str:
         near = abs(self.ratio - 1) < 0.05
         ratio, low, high = (
@@ -140,7 +151,7 @@ class Ratio:
 class CaseDiff:
     """What became of one case, over all its seeds."""
 
-    case: str  # without its seed
+    case: str
     change: Change
     seeds: int = 0  # that could be compared
     ratio: Ratio | None = None  # None where nothing could be measured
@@ -213,12 +224,8 @@ def _kinds_alone(one: Iterable[Key], other: Iterable[Key], backend: str, op: str
 def _by_case(ledger: Ledger) -> dict[str, dict[int, Record]]:
     cases: dict[str, dict[int, Record]] = {}
     for record in ledger.values():
-        cases.setdefault(_seedless(record), {})[record.seed] = record
+        cases.setdefault(record.case, {})[record.seed] = record
     return cases
-
-
-def _seedless(record: Record) -> str:
-    return _SEED.sub("", record.case)
 
 
 def _diff_case(name: str, a: Mapping[int, Record], b: Mapping[int, Record]) -> CaseDiff:
@@ -226,19 +233,14 @@ def _diff_case(name: str, a: Mapping[int, Record], b: Mapping[int, Record]) -> C
         return CaseDiff(name, "only in A" if a else "only in B")
     pairs = [(a[seed], b[seed]) for seed in sorted(a.keys() & b.keys())]
     compared = [pair for pair in pairs if _comparable(*pair)]
-    ratio = _ratio(compared)
+    change, ratio = _measured(compared)
     sound = {(_sound(old), _sound(new)) for old, new in pairs}
-    change: Change = "unchanged"
     if (True, False) in sound:  # whatever became of ε
         change = "worse"
     elif (False, True) in sound:
         change = "better"
     elif not compared:
         change = "not comparable"
-    elif ratio and ratio.low > 1:
-        change = "worse"
-    elif ratio and ratio.high < 1:
-        change = "better"
     verdicts = tuple(_outcome(side) for side in zip(*pairs, strict=True))
     moved = _likeliest_first(mover for pair in pairs for mover in _movers(*pair))
     return CaseDiff(name, change, len(compared), ratio, verdicts, moved)
@@ -252,29 +254,34 @@ def _comparable(a: Record, b: Record) -> bool:
 
 
 def _sound(record: Record) -> bool:
-    return record.verdict in PASSING and all(math.isfinite(m.epsilon) for m in record.outputs.values())
+    return record.verdict in PASSING and all(map(_finite, record.outputs.values()))
+
+
+def _finite(m: Metrics) -> bool:
+    """Whether T can be taken of it: a file may say anything, and the verdict squares ε."""
+    return math.isfinite(m.epsilon * m.epsilon) and math.isfinite(m.misrounded)
 
 
 def _outcome(records: Sequence[Record]) -> str:
     return next((record.verdict for record in records if not _sound(record)), records[0].verdict)
 
 
-def _ratio(pairs: Sequence[tuple[Record, Record]]) -> Ratio | None:
-    """Of the outputs that all records have, the one that got worse most, else the one that got better most."""
+def _measured(pairs: Sequence[tuple[Record, Record]]) -> tuple[Change, Ratio | None]:
+    """What became of T, by the output that got worse most, or where none did, better most."""
     records = [record for pair in pairs for record in pair]
     names = [name for name in records[0].outputs if all(name in r.outputs for r in records)] if records else []
-    narrow = all(_narrow_output(contract) for contract in {record.contract for record in records})
-    ratios = []
+    narrow = {_narrow_output(record.contract) for record in records} == {True}
+    found: list[tuple[Change, Ratio]] = []
     for name in names:
         a, b = ([pair[side].outputs[name] for pair in pairs] for side in (0, 1))
-        if all(math.isfinite(m.epsilon) for m in (*a, *b)):
-            statistic = _statistic((*a, *b), narrow)
-            with np.errstate(over="ignore"):  # a faultless output that is no longer
-                found = parity(b, a, statistic, 0.0)
-            ratios.append(Ratio(name, statistic.name, found.ratio, found.low, found.high))
-    better = min((r for r in ratios if r.high < 1), key=lambda r: r.ratio, default=None)
-    worst = max(ratios, key=lambda r: (r.low > 1, r.ratio), default=None)
-    return worst if worst is None or worst.low > 1 else better or worst
+        if all(map(_finite, (*a, *b))):
+            statistic = Statistic.of((*a, *b), narrow)
+            with np.errstate(over="ignore"):  # where a faultless output no longer is
+                compared = parity(b, a, statistic, 0.0)
+            ratio = Ratio(name, statistic.name, compared.ratio, compared.low, compared.high)
+            found.append((_CHANGE[compared.verdict.outcome], ratio))
+    order = get_args(Change)
+    return min(found, key=lambda f: (order.index(f[0]), -f[1].size), default=("unchanged", None))
 
 
 def _narrow_output(contract: str) -> bool:
@@ -340,8 +347,8 @@ def describe(diffs: Sequence[OpDiff], worst: int = 5) -> str:
 def _severity(case: CaseDiff) -> tuple[int, bool, float, str]:
     """Worse before better, a changed verdict before a changed ε, much before little."""
     outcomes_differ = len(set(case.verdicts)) > 1
-    change = abs(math.log(case.ratio.ratio)) if case.ratio and case.ratio.ratio else 0.0
-    return get_args(Change).index(case.change), not outcomes_differ, -change, case.case
+    size = case.ratio.size if case.ratio else 0.0
+    return get_args(Change).index(case.change), not outcomes_differ, -size, case.case
 
 
 def _line(case: CaseDiff) -> str:
@@ -379,7 +386,7 @@ def show(records: Sequence[Record]) -> str:
 
     def block(record: Record) -> tuple[str, ...]:
         p = record.provenance
-        return _seedless(record), p.backend, p.device_kind, p.utc, p.id, record.contract, record.tiles or ""
+        return record.case, p.backend, p.device_kind, p.utc, p.id, record.contract, record.tiles or ""
 
     ordered = sorted(records, key=lambda record: (block(record), record.seed))
     return "\n\n".join("\n".join(_show_block(list(together))) for _, together in groupby(ordered, block))
@@ -389,7 +396,7 @@ def _show_block(records: Sequence[Record]) -> Iterator[str]:
     record, p = records[0], records[0].provenance
     outcomes = Counter(r.verdict for r in records)
     tree = {True: " with local changes", False: "", None: ""}[p.dirty]
-    yield f"{_seedless(record)}   {'  '.join(f'{count} {outcome}' for outcome, count in outcomes.items())}"
+    yield f"{record.case}   {'  '.join(f'{count} {outcome}' for outcome, count in outcomes.items())}"
     yield f"{p.backend} {p.device_kind}   contract {record.contract}   tiles {record.tiles or 'chosen by the kernel'}"
     yield f"recorded {p.utc} at commit {p.commit or 'unknown'}{tree}   kernel {p.kernel[:12]}   golden {p.golden[:12]}"
     yield "versions " + ", ".join(f"{name} {version}" for name, version in sorted(p.versions.items()))

@@ -125,6 +125,8 @@ class Record:
                 raise ValueError(f"outputs.{name}.histogram must have {bins} bins, got {len(m.histogram)}")
             if len(m.worst) > TOP or len(m.tiles) > MAP or any(len(row) > MAP for row in m.tiles):
                 raise ValueError(f"outputs.{name} must have at most {TOP} worst elements and {MAP} x {MAP} tiles")
+            if any(len(row) != len(m.tiles[0]) or not row or any(map(math.isnan, row)) for row in m.tiles):
+                raise ValueError(f"outputs.{name}.tiles must be rows of equal length without NaN")
 
     @property
     def key(self) -> tuple[str, int]:

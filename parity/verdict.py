@@ -126,7 +126,7 @@ def compare(
         raise ValueError(
             f"tpu, gpu and contract must be paired seeds, at least one, got {len(tpu)}, {len(gpu)} and {len(contract)}"
         )
-    statistic = _statistic((*tpu, *gpu), narrow_output)
+    statistic = Statistic.of((*tpu, *gpu), narrow_output)
     unfit = fitness(gpu, contract, narrow_output=narrow_output)
     if unfit:
         return Comparison(unfit)
@@ -140,7 +140,7 @@ def fitness(gpu: Sequence[Metrics], contract: Sequence[Metrics], *, narrow_outpu
 
     A TF32 or a broken GPU result must never make the rule easy.
     """
-    statistic = _statistic((*gpu, *contract), narrow_output)
+    statistic = Statistic.of((*gpu, *contract), narrow_output)
     mean, margin = _log_ratio(gpu, contract, statistic)
     at_floor = not statistic.narrow and all(m.epsilon <= 1.05 * m.floor for m in (*gpu, *contract))
     if abs(mean) > np.log(2) + margin and not at_floor:
@@ -188,7 +188,7 @@ def bias(tpu: Sequence[Metrics], gpu: Sequence[Metrics]) -> Verdict | None:
 
 def regression(now: Metrics, then: Metrics, *, narrow_output: bool) -> Verdict | None:
     """REGRESSION where the error has grown since it was recorded on the same inputs, by more than sampling does."""
-    statistic = _statistic((now, then), narrow_output)
+    statistic = Statistic.of((now, then), narrow_output)
     mean, margin = _log_ratio([now], [then], statistic)
     at_floor = not statistic.narrow and now.epsilon <= 1.05 * now.floor
     if mean > margin and not at_floor:
@@ -201,6 +201,12 @@ class Statistic:
     """T, what is compared: ε, or where nothing but the rounding of a narrow output is left of it, the misround rate."""
 
     narrow: bool
+
+    @classmethod
+    def of(cls, measured: Sequence[Metrics], narrow_output: bool) -> Statistic:
+        """What to compare these by: the misround rate only where ε is the output's rounding on all of them."""
+        excess = [np.sqrt(max((m.epsilon - m.floor) * (m.epsilon + m.floor), 0.0)) for m in measured]
+        return cls(narrow_output and all(x < 0.05 * m.floor for x, m in zip(excess, measured, strict=True)))
 
     @property
     def name(self) -> str:
@@ -218,11 +224,6 @@ class Statistic:
         if self.narrow:
             return float(np.sqrt(sum(1 / (m.misrounded * m.scored + 0.5) for m in (a, b))))
         return 1.26 / float(np.sqrt(max(a.scored, 1)))
-
-
-def _statistic(measured: Sequence[Metrics], narrow_output: bool) -> Statistic:
-    excess = [np.sqrt(max(m.epsilon**2 - m.floor**2, 0.0)) for m in measured]
-    return Statistic(narrow_output and all(x < 0.05 * m.floor for x, m in zip(excess, measured, strict=True)))
 
 
 def _pairs(a: Sequence[Metrics], b: Sequence[Metrics]) -> list[tuple[Metrics, Metrics]]:

@@ -18,14 +18,14 @@ F32, BF16, F16 = "float32", "bfloat16", "float16"
 def contract(c: Case, backend: Backend) -> Contract:
     """Float32 accumulation and one rounding of the output, everywhere.
 
-    The MXU has no float16: float16 operands go the way of float32 there.
+    The MXU has no float16: float16 operands go the way of float32 there. What leaves it is rounded before it is added.
     """
-    sites = {"acc": F32}
-    if c.dtype == BF16 or (c.dtype == F16 and backend == "gpu"):
-        return Contract(dot="native", out=c.out, depth=MXU_DEPTH if backend == "tpu" else MMA_DEPTH, sites=sites)
+    native = c.dtype == BF16 or (c.dtype == F16 and backend == "gpu")
     if backend == "tpu":
-        return Contract(dot="bf16x6", out=c.out, depth=MXU_DEPTH, sites=sites)
-    return Contract(dot="ieee", out=c.out, depth=1, sites=sites)  # a chain of FMAs
+        sites = {"partial": F32, "acc": F32}
+        return Contract(dot="native" if native else "bf16x6", out=c.out, depth=MXU_DEPTH, sites=sites)
+    depth = MMA_DEPTH if native else 1  # float32 is a chain of FMAs
+    return Contract(dot="native" if native else "ieee", out=c.out, depth=depth, sites={"acc": F32})
 
 
 def shard(c: Case) -> tuple[int, int]:
