@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from parity import verdict
-from parity.backends import runner
+from parity.backends import EMULATED, runner
 from parity.inputs import hashes
 from parity.judge import Judgement, measure_contract, reference
 from parity.op import Backend, Case, Op
@@ -76,20 +76,20 @@ class Book:
             return replace(judged, verdict=Verdict("STALE", "G0", fresh.reason)), fresh.status
         return judged, fresh.status
 
-    def seeds(self, op: Op, case: Case, seeds: int, backend: Backend) -> Iterator[Judgement | Verdict]:
-        """The real backend's recorded judgements of `seeds` seeds from the case's own on; a verdict (G0) in place of
-        each that is missing or invalid."""
+    def seeds(self, op: Op, case: Case, seeds: int, backend: Backend, *, real: bool) -> Iterator[Judgement | Verdict]:
+        """The recorded judgements of `seeds` seeds from the case's own on, on a real or an emulated backend; a verdict
+        (G0) in place of each that is missing or invalid."""
         for drawn in (case.with_seed(case.seed + n) for n in range(seeds)):
-            found = self.find(op, drawn, backend, real=True)
+            found = self.find(op, drawn, backend, real=real)
             if found is None:
-                yield Verdict("NO-RECORD", "G0", f"no {backend} has recorded {drawn.id}")
+                yield Verdict("NO-RECORD", "G0", f"no {'' if real else 'emulated '}{backend} has recorded {drawn.id}")
             elif found[1].status == "INVALID":
                 yield Verdict("INVALID", "G0", f"the {backend}'s record of {drawn.id}: {found[1].reason}")
             else:
                 record = found[0]
                 output = max(record.outputs, key=lambda name: record.outputs[name].eta_max, default="")
                 outcome = Verdict(record.verdict, "G0", f"recorded on {record.provenance.device_kind}")
-                yield Judgement(drawn, backend, True, outcome, output, record.bound, record.outputs)
+                yield Judgement(drawn, backend, real, outcome, output, record.bound, record.outputs)
 
     def _of(self, backend: Backend) -> dict[tuple[str, str], Ledger]:
         if backend not in self._ledgers:
@@ -102,8 +102,11 @@ class Book:
 
 @cache
 def _provenance(op: Op, backend: Backend, utc: str | None) -> Provenance:
-    run = runner(backend)
-    return here(op, backend, run.device_kind, run.real, utc)
+    try:
+        device_kind, real = runner(backend).device_kind, runner(backend).real
+    except ImportError:  # a host without the backend's framework can still check what others have recorded
+        device_kind, real = EMULATED, False
+    return here(op, backend, device_kind, real, utc)
 
 
 def _tiles(case: Case) -> str | None:

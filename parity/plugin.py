@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from parity import matrix, text
-from parity.backends import has_cuda, has_tpu, runner
+from parity.backends import has_cuda, has_tpu, is_here, runner
 from parity.judge import compare, judge
 from parity.ledger import Book
 from parity.op import BACKENDS, TIERS, Backend, Case, Op
@@ -57,18 +57,20 @@ class Run:
     def is_no_worse(self) -> None:
         """Fail unless both backends agree with the golden and ε_TPU ≤ ε_GPU over paired seeds (G4 to G7).
 
-        A TPU is compared with the GPU at hand or the records of one, an emulated TPU with an emulated GPU.
+        A TPU is compared with a GPU, an emulated TPU with an emulated GPU: with the one at hand, or its records.
         """
         __tracebackhide__ = True
         seeds = self._request.config.getoption("--parity-seeds")
+        real = runner("tpu").real
         recorded = None
-        if runner("tpu").real and not has_cuda():
+        if not is_here("gpu", real=real):
             recorded = []
-            for entry in self._book.seeds(self.op, self.case, seeds, "gpu"):
+            for entry in self._book.seeds(self.op, self.case, seeds, "gpu", real=real):
                 if isinstance(entry, Verdict):
-                    missing = {"op": self.op.name, "case": self.case.id, "backend": "tpu", "real": True, "bound": 0.0}
+                    missing = {"op": self.op.name, "case": self.case.id, "backend": "tpu", "real": real, "bound": 0.0}
                     self._report(missing | asdict(entry) | {"record": entry.outcome})
-                    pytest.skip(f"{entry.outcome}: {entry.reason}; on a GPU: pytest --parity-record -k {self.case.id}")
+                    where = "on a GPU runner" if real else "where there is no GPU"
+                    pytest.skip(f"{entry.outcome}: {entry.reason}; {where}: pytest --parity-record -k {self.case.id}")
                 recorded.append(entry)
         compared = compare(self.op, self.case, seeds, recorded)
         if self._recorder:
@@ -190,18 +192,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is beyond the chosen tier."""
+    """Leave out what is beyond the chosen tier, and put together what shares a compiled kernel."""
     tier = config.getoption("--parity-tier") or ("full" if "full" in config.getoption("markexpr") else "default")
-    if tier == "full":
-        return
-    kept: list[pytest.Item] = []
-    dropped: list[pytest.Item] = []
-    for item in items:
-        wanted = item.get_closest_marker("smoke") if tier == "smoke" else not item.get_closest_marker("full")
-        (kept if wanted else dropped).append(item)
-    if dropped:
-        config.hook.pytest_deselected(items=dropped)
-        items[:] = kept
+    if tier != "full":
+        kept: list[pytest.Item] = []
+        dropped: list[pytest.Item] = []
+        for item in items:
+            wanted = item.get_closest_marker("smoke") if tier == "smoke" else not item.get_closest_marker("full")
+            (kept if wanted else dropped).append(item)
+        if dropped:
+            config.hook.pytest_deselected(items=dropped)
+            items[:] = kept
+    # Neighbours mostly go to the same pytest-xdist worker: a case and its other data then compile once.
+    place: dict[Any, int] = {}
+    items.sort(key=lambda item: place.setdefault(_shared(item), len(place)))
+
+
+def _shared(item: pytest.Item) -> Any:
+    """What tests that run the same compiled kernel have in common; the item itself where it is not of the matrix."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or item.get_closest_marker("parity_cases") is None:
+        return item
+    _, case, backend = callspec.params["run"]
+    return item.path, backend, case.with_data("normal").id
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -43,6 +43,14 @@ def runner(name: Backend) -> Runner:
     return found
 
 
+def is_here(name: Backend, *, real: bool) -> bool:
+    """Whether this process can run kernels of a backend on an accelerator (`real`), or emulated."""
+    try:
+        return runner(name).real == real
+    except ImportError:
+        return False
+
+
 def load_kernel(target: str) -> Callable[..., Any]:
     """The function called `"module:function"`."""
     module, _, function = target.partition(":")

@@ -180,10 +180,18 @@ def test_a_tpu_is_judged_against_the_records_of_a_gpu(tpu_host):
     assert re.search(r"double +tpu +4 .* 4 TIE", done.stdout), done.stdout
 
 
+def test_a_tpu_host_without_the_gpus_framework_can_read_its_records(tpu_host, tmp_path):
+    run, path, real = tpu_host
+    path.write_text(rewritten(real))
+    (tmp_path / "torch.py").write_text("raise ImportError('not on this host')\n")
+    done = run("-q", "test_compared.py", "--parity-seeds=2")
+    assert "4 passed" in done.stdout, done.stdout
+
+
 def test_a_tpu_without_records_of_a_gpu_says_which_command_makes_them(tpu_host):
     run, _, _ = tpu_host
     done = run("-q", "test_compared.py", "--parity-seeds=2", "-rs")
     assert "4 skipped" in done.stdout, done.stdout
     assert "NO-RECORD: no gpu has recorded double-M8_N40-f32-s0" in done.stdout
-    assert "on a GPU: pytest --parity-record -k double-M8_N40-f32-s0" in done.stdout
+    assert "on a GPU runner: pytest --parity-record -k double-M8_N40-f32-s0" in done.stdout
     assert re.search(r"double +tpu .* 4 NO-RECORD", done.stdout), done.stdout
