@@ -232,6 +232,8 @@ def _diff_case(name: str, a: Mapping[int, Record], b: Mapping[int, Record]) -> C
     if not a or not b:
         return CaseDiff(name, "only in A" if a else "only in B")
     pairs = [(a[seed], b[seed]) for seed in sorted(a.keys() & b.keys())]
+    # Seeds that were not recorded again say nothing of what moved, and would hide it.
+    pairs = [(old, new) for old, new in pairs if old != new] or pairs
     compared = [pair for pair in pairs if _comparable(*pair)]
     change, ratio = _measured(compared)
     sound = {(_sound(old), _sound(new)) for old, new in pairs}

@@ -193,7 +193,7 @@ def test_changed_inputs_are_reported_but_not_compared():
     moved = [replace(r, inputs={"x": HASH[::-1]}) for r in changed(scale=3)]
     case = of_one_case(BASE, moved)
     assert (case.change, case.seeds, case.ratio, case.cause) == ("not comparable", 0, None, "generator")
-    case = of_one_case(BASE, [*moved[:4], *BASE[4:]])
+    case = of_one_case(BASE, [*moved[:4], *changed(BASE[4:], seconds=0.5)])
     assert (case.change, case.seeds, case.moved) == ("unchanged", 4, ("generator",))
     assert of_one_case(BASE, changed(moved, verdict="OUT OF BOUND")).change == "worse"
 
@@ -435,3 +435,10 @@ def test_matches_as_pytest_does(expression, found):
 def test_malformed_expressions_are_refused(expression):
     with pytest.raises(ValueError, match="-k "):
         matches(expression, "gmm")
+
+
+def test_seeds_that_were_not_recorded_again_do_not_hide_the_one_that_was():
+    again = changed(BASE[:1], scale=8.0, where=dict(kernel="f" * 64))
+    case = of_one_case(BASE, [*again, *BASE[1:]])
+    assert (case.change, case.seeds) == ("worse", 1)
+    assert "kernel" in case.cause
