@@ -231,6 +231,7 @@ class _Reporter:
         self._config = config
         self._judged: list[dict[str, Any]] = []
         self._merged: Merged | None = None
+        self._lost: list[str] = []
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -246,6 +247,8 @@ class _Reporter:
                 self._merged = merge(self._config.stash[_BOOK].root)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if str(report.when) == "???":  # pytest-xdist's word for what a worker was at when it died
+            self._lost.append(report.nodeid)
         if report.when == "call":
             self._judged += [value for name, value in report.user_properties if name == "parity"]  # type: ignore[misc]
 
@@ -257,5 +260,9 @@ class _Reporter:
                 terminalreporter.write_line(line)
         if self._merged:
             terminalreporter.write_line(f"records: {self._merged.written} written to {self._config.stash[_BOOK].root}")
-            for lost in self._merged.lost_lines:
-                terminalreporter.write_line(f"records: lost {lost}", red=True)
+            for line in self._merged.lost_lines:
+                terminalreporter.write_line(f"records: lost {line}", red=True)
+            for nodeid in self._lost:
+                terminalreporter.write_line(
+                    f'records: nothing of {nodeid}, whose worker died: pytest --parity-record "{nodeid}"', red=True
+                )

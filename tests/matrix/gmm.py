@@ -153,7 +153,8 @@ def models(op: Op) -> tuple[Case, ...]:
     for model in MODELS:
         shape = dict(M=256, K=model.hidden if op.name == "gmm" else model.hidden // 8, N=128, G=8)
         held = (model.experts // 4, model.experts) if model.experts > 8 else None
-        cases += op.grid([shape], dtype=[BF16, (BF16, F32)], shard=[held], model=model.name)
+        cases += op.grid([shape], dtype=[BF16], shard=[held], model=model.name)
+        cases += op.grid([shape], dtype=[(BF16, F32)], shard=[held], model=model.name, tier="full")
     return cases
 
 
@@ -163,21 +164,24 @@ def cases(op: Op) -> tuple[Case, ...]:
     small = dict(tiling=[SMALL_TILES])
     parts = [
         op.grid(SMALL, dtype=[F32, BF16], groups=["zipf", "empty_middle", "short"], tier="smoke", **small, **flags),
-        op.grid(SMALL, dtype=DTYPES, groups=PATTERNS, **small),
+        op.grid(SMALL, dtype=[F32, BF16, (BF16, F32)], groups=PATTERNS, **small),
+        op.grid(SMALL, dtype=[F16, (F16, F32)], groups=["zipf", "short", "none"], **small),
         op.grid(SMALL, dtype=[F32, (BF16, F32)], groups=PATTERNS, **small, **flags),
-        op.grid(EDGES + ONE_GROUP, dtype=[F32, BF16], groups=["straddle"]),
+        op.grid(EDGES + ONE_GROUP, dtype=[F32], groups=["straddle"]),
+        op.grid([shape for shape in EDGES if shape["K"] == 130], dtype=[BF16], groups=["straddle", "zipf"]),
         op.grid(EMPTY, dtype=[F32, BF16], existing_out=[False, True], groups=["balanced"]),
         op.grid(
             SHARD, dtype=[F32, BF16], shard=[(0, 8), (3, 8), (6, 8)], existing_out=[False, True],
-            groups=["zipf", "empty_runs"], **small,
+            groups=["zipf", "empty_runs", "short"], **small,
         ),
         op.grid(
-            SMALL, dtype=[F32, BF16, F16], existing_out=[True], groups=["zipf", "short", "none", "one_hot"], **small
+            SMALL, dtype=[F32, BF16, F16], existing_out=[True],
+            groups=["zipf", "short", "none", "one_hot", "straddle", "ones"], **small,
         ),
         op.grid(SMALL, dtype=[F32, (BF16, F32), BF16], data=DISTRIBUTIONS, groups=["short"], **small),
         op.grid(SMALL, dtype=[F32, BF16], tiling=SOME_TILES, groups=["straddle"]),
         op.grid(SQUARE, dtype=[F32, BF16], groups=["straddle"], **flags),
-        op.grid(MANY_GROUPS, dtype=[F32, BF16], groups=["zipf", "ones", "empty_runs"]),
+        op.grid(MANY_GROUPS, dtype=[F32, BF16], groups=["zipf", "ones", "empty_runs", "short"]),
         models(op),
         op.grid(LARGE, dtype=DTYPES, groups=["zipf", "short"], tier="full", **flags),
         op.grid(

@@ -16,7 +16,7 @@ def test_what_is_recorded_is_valid_afterwards(project, tmp_path):
     run = project()
     recorded = run(*RECORD)
     assert "records: 4 written" in recorded.stdout, recorded.stdout
-    assert ledgers(tmp_path) == ["gpu/emulated/double.jsonl"]
+    assert ledgers(tmp_path) == ["tpu/emulated/double.jsonl"]
     again = run("-q")
     assert again.returncode == 0
     assert "NO-RECORD" not in again.stdout
@@ -25,7 +25,7 @@ def test_what_is_recorded_is_valid_afterwards(project, tmp_path):
 def test_xdist_records_the_same(project, tmp_path):
     run = project()
     run(*RECORD)
-    path = tmp_path / "records/gpu/emulated/double.jsonl"
+    path = tmp_path / "records/tpu/emulated/double.jsonl"
 
     def content():
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -72,7 +72,7 @@ def test_a_changed_kernel_of_the_same_quality_is_stale_and_fails_only_if_strict(
 def test_records_of_other_inputs_are_invalid_and_compared_with_nothing(project, tmp_path):
     run = project()
     run(*RECORD)
-    path = tmp_path / "records/gpu/emulated/double.jsonl"
+    path = tmp_path / "records/tpu/emulated/double.jsonl"
     path.write_text(re.sub(r'"x":"[0-9a-f]{64}"', f'"x":"{"0" * 64}"', path.read_text()))
     done = run("-q")
     assert "records: 4 INVALID" in done.stdout, done.stdout
@@ -82,7 +82,7 @@ def test_records_of_other_inputs_are_invalid_and_compared_with_nothing(project, 
 def test_a_broken_ledger_is_one_clear_error(project, tmp_path):
     run = project()
     run(*RECORD)
-    path = tmp_path / "records/gpu/emulated/double.jsonl"
+    path = tmp_path / "records/tpu/emulated/double.jsonl"
     path.write_text(path.read_text()[:-40])
     done = run("-q", "-x")
     assert done.returncode != 0
@@ -107,7 +107,8 @@ def test_a_killed_worker_loses_nothing_that_was_recorded_before(project, tmp_pat
     done = run("-q", "-n", "2", "--parity-record", "-k", "test_agrees")
     assert done.returncode == 1
     assert "crashed" in done.stdout
-    text = (tmp_path / "records/gpu/emulated/double.jsonl").read_text()
+    assert re.search(r"records: nothing of \S+M3_N5-bf16-s0\], whose worker died: pytest --parity-record", done.stdout)
+    text = (tmp_path / "records/tpu/emulated/double.jsonl").read_text()
     recorded = {json.loads(line)["case"] for line in text.splitlines() if '"case"' in line}
     assert recorded == {"double-M8_N40-f32-s0", "double-M8_N40-bf16-s0", "double-M3_N5-f32-s0", "double-M3_N5-bf16-s0"}
 
@@ -141,10 +142,12 @@ tpu.make_runner = PretendedTpu
 def tpu_host(project, tmp_path):
     """A host with a TPU (pretended) and without a GPU, whose ledger came from elsewhere."""
     run = project()
-    (tmp_path / "test_compared.py").write_text(COMPARED)
     gpu = tmp_path / "records/gpu"
+    tests = tmp_path / "test_double.py"
+    tests.write_text(tests.read_text().replace('"tpu"', '"gpu"'))
     for seed in range(2):
         run(*RECORD, f"--parity-seed={seed}", "-k", "test_agrees")
+    (tmp_path / "test_compared.py").write_text(COMPARED)
     ledger = (gpu / "emulated/double.jsonl").read_text()
     (gpu / "NVIDIA_Pretended").mkdir()
     real = ledger.replace('"device_kind":"emulated"', '"device_kind":"NVIDIA Pretended"').replace(

@@ -9,7 +9,7 @@ def test_a_good_day_is_quiet(project):
     run = project()("-q")
     assert run.returncode == 0, run.stdout
     assert "8 passed, 2 deselected" in run.stdout
-    summary = re.search(r"double +gpu emulated +8 +0\.00 +–  4 AGREES  4 EXACT", run.stdout)
+    summary = re.search(r"double +tpu emulated +8 +0\.00 +–  4 AGREES  4 EXACT", run.stdout)
     assert summary, run.stdout
     assert len(run.stdout.splitlines()) < 12
 
@@ -29,7 +29,7 @@ def test_the_case_id_alone_selects_the_case(project):
 
 
 def test_xdist_gives_the_same_result(project):
-    run = project(gpu="bad")
+    run = project(kernel="bad")
     alone, together = run("-q"), run("-q", "-n", "2")
 
     def outcome(done):
@@ -42,7 +42,7 @@ def test_xdist_gives_the_same_result(project):
 
 
 def test_a_failure_fits_on_a_screen_and_can_be_acted_on(project):
-    run = project(gpu="bad")("-q", "-k", "test_agrees and M8_N40 and f32 and not integers")
+    run = project(kernel="bad")("-q", "-k", "test_agrees and M8_N40 and f32 and not integers")
     assert run.returncode == 1
     text = run.stdout[run.stdout.index("____") : run.stdout.index("short test summary")]
     assert len(text.splitlines()) <= 27, text  # a title above, a rule below
@@ -52,7 +52,7 @@ def test_a_failure_fits_on_a_screen_and_can_be_acted_on(project):
     assert "integer twin: fails too" in text
     rerun = re.search(r'rerun: pytest -n0 "(.+)"', text)
     assert rerun, text
-    again = project(gpu="bad")("-q", "-n0", rerun[1])
+    again = project(kernel="bad")("-q", "-n0", rerun[1])
     assert "1 failed" in again.stdout, again.stdout
 
 
