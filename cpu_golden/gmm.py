@@ -40,7 +40,7 @@ def naive_gmm(
     tiling: Tiling | None = None,
 ) -> Array:
     """`gmm` row by row, straight from the definition. Arguments, result and errors as `gmm`."""
-    group_offset, sizes = _scalar(group_offset), _values(group_sizes)
+    group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_gmm(
         lhs,
         rhs,
@@ -73,7 +73,7 @@ def naive_tgmm(
     tiling: Tiling | None = None,
 ) -> Array:
     """`tgmm` row by row, straight from the definition. Arguments, result and errors as `tgmm`."""
-    group_offset, sizes = _scalar(group_offset), _values(group_sizes)
+    group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_tgmm(
         lhs,
         rhs,
@@ -114,7 +114,7 @@ def gmm(
     Sites: lhs, rhs (operands of the dot), partial (one K step's products summed), acc (the running sum), out.
     Raises ValueError or TypeError as `op_arguments.gmm.check_gmm`.
     """
-    group_offset, sizes = _scalar(group_offset), _values(group_sizes)
+    group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_gmm(
         lhs,
         rhs,
@@ -126,12 +126,12 @@ def gmm(
         sizes=sizes,
         exact=True,
     )
-    _, tk, _ = resolve_tiling(tiling, _one_tile, p.m, p.k, p.n)
+    _, tk, _ = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
     out = np.zeros((p.m, p.n)) if existing_out is None else existing_out.astype(np.float64)
-    for group, rows in _active_groups(sizes, group_offset, p.groups):
+    for group, rows in active_groups(sizes, group_offset, p.groups):
         a = rounding("lhs", lhs[rows].astype(np.float64))
         b = rounding("rhs", rhs[group].astype(np.float64))
-        out[rows] = _staged_dot(a, b.T if transpose_rhs else b, tk, rounding)
+        out[rows] = staged_dot(a, b.T if transpose_rhs else b, tk, rounding)
     return rounding("out", out)
 
 
@@ -155,7 +155,7 @@ def tgmm(
     Sites: lhs, rhs (operands of the dot), partial (one row step's products summed), acc (the running sum), out.
     Raises ValueError or TypeError as `op_arguments.gmm.check_tgmm`.
     """
-    group_offset, sizes = _scalar(group_offset), _values(group_sizes)
+    group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_tgmm(
         lhs,
         rhs,
@@ -167,12 +167,12 @@ def tgmm(
         sizes=sizes,
         exact=True,
     )
-    tm, _, _ = resolve_tiling(tiling, _one_tile, p.m, p.k, p.n)
+    tm, _, _ = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
     out = np.zeros((p.groups, p.k, p.n)) if existing_out is None else existing_out.astype(np.float64)
-    for group, rows in _active_groups(sizes, group_offset, p.groups):
+    for group, rows in active_groups(sizes, group_offset, p.groups):
         a = rounding("lhs", lhs[rows].astype(np.float64))
         b = rounding("rhs", rhs[rows].astype(np.float64))
-        out[group] += _staged_dot(a.T, b, tm, rounding)
+        out[group] += staged_dot(a.T, b, tm, rounding)
     return rounding("out", out)
 
 
@@ -193,7 +193,7 @@ def make_group_metadata(
     active group, once, at the tile its start falls in (the last tile where that is beyond the rows).
     Raises ValueError or TypeError as `op_arguments.gmm.check_group_metadata`.
     """
-    group_offset, sizes = _scalar(group_offset), _values(group_sizes)
+    group_offset, sizes = scalar(group_offset), values(group_sizes)
     check_group_metadata(
         group_sizes, m=m, tm=tm, group_offset=group_offset, num_groups=num_groups, cover=cover, sizes=sizes
     )
@@ -216,33 +216,34 @@ def make_group_metadata(
     return GroupMetadata(offsets, pairs[:, 0].copy(), pairs[:, 1].copy(), np.array([len(visits)], np.int32))
 
 
-def _staged_dot(a: Array, b: Array, step: int, rounding: Rounding) -> Array:
-    """a [I, J] @ b [J, L], summed over J in steps as the kernels do."""
+def staged_dot(a: Array, b: Array, step: int, rounding: Rounding, running: str = "acc") -> Array:
+    """a [I, J] @ b [J, L], summed over J in steps as the kernels do; `running` is the site of the running sum."""
     acc = np.zeros((a.shape[0], b.shape[1]))
     for j in range(0, a.shape[1], step):
         partial = rounding("partial", a[:, j : j + step] @ b[j : j + step])
-        acc = rounding("acc", acc + partial)
+        acc = rounding(running, acc + partial)
     return acc
 
 
-def _active_groups(sizes: list[int] | None, group_offset: int, groups: int) -> list[tuple[int, slice]]:
+def active_groups(sizes: list[int] | None, group_offset: int, groups: int) -> list[tuple[int, slice]]:
     """(shard-local group, its rows) for every non-empty group of the shard."""
     offsets = np.concatenate([[0], np.cumsum(sizes or [0])]).astype(int)
     ends = [(g, offsets[group_offset + g], offsets[group_offset + g + 1]) for g in range(groups)]
     return [(group, slice(start, end)) for group, start, end in ends if start < end]
 
 
-def _values(group_sizes: Any) -> list[int] | None:
+def values(group_sizes: Any) -> list[int] | None:
     """The values of group_sizes where it is the int vector it should be (else the check says what it is)."""
     integers = isinstance(group_sizes, np.ndarray) and group_sizes.ndim == 1 and group_sizes.dtype == np.int32
     return [int(size) for size in group_sizes] if integers else None
 
 
-def _scalar(value: Any) -> Any:
+def scalar(value: Any) -> Any:
     """The int in an int32 scalar array ([] or [1]); anything else as it is, for the check to judge."""
     one_integer = isinstance(value, np.ndarray | np.integer) and value.size == 1 and value.dtype.kind == "i"
     return int(value.reshape(())) if one_integer else value
 
 
-def _one_tile(m: int, k: int, n: int) -> tuple[int, int, int]:
+def one_tile(m: int, k: int, n: int) -> tuple[int, int, int]:
+    """The whole problem as one tile."""
     return max(m, 1), max(k, 1), max(n, 1)

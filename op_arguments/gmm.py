@@ -47,8 +47,8 @@ def check_gmm(
     if rhs_k != k:
         raise ValueError(f"rhs must have K = {k} as lhs does, got {rhs_k} (shape {list(rhs.shape)})")
     out_dtype = check_output_dtype("preferred_element_type", preferred_element_type, lhs.dtype, FLOATS, exact=exact)
-    experts = _check_groups(group_sizes, group_offset, groups, m, sizes)
-    _check_existing_out(existing_out, "M, N", (m, n), out_dtype, exact)
+    experts = check_groups(group_sizes, group_offset, groups, m, sizes)
+    check_existing_out(existing_out, "M, N", (m, n), out_dtype, exact)
     return Problem(m, k, n, groups, experts, out_dtype)
 
 
@@ -72,14 +72,9 @@ def check_tgmm(
     if rhs.shape[0] != m:
         raise ValueError(f"rhs must have M = {m} rows as lhs does, got {rhs.shape[0]}")
     out_dtype = check_output_dtype("preferred_element_type", preferred_element_type, lhs.dtype, FLOATS, exact=exact)
-    check_array("group_sizes", group_sizes, "E", ("int32",))
-    groups = group_sizes.shape[0] if num_actual_groups is None else num_actual_groups
-    if type(groups) is not int:
-        raise TypeError(f"num_actual_groups must be an int, got {type(groups).__name__}")
-    if not 0 <= groups <= group_sizes.shape[0]:
-        raise ValueError(f"num_actual_groups must be in [0, E = {group_sizes.shape[0]}], got {groups}")
-    experts = _check_groups(group_sizes, group_offset, groups, m, sizes)
-    _check_existing_out(existing_out, "G, K, N", (groups, k, n), out_dtype, exact)
+    groups = check_num_actual_groups(num_actual_groups, group_sizes)
+    experts = check_groups(group_sizes, group_offset, groups, m, sizes)
+    check_existing_out(existing_out, "G, K, N", (groups, k, n), out_dtype, exact)
     return Problem(m, k, n, groups, experts, out_dtype)
 
 
@@ -94,7 +89,7 @@ def check_group_metadata(
             raise ValueError(f"{name} must be at least {least}, got {value}")
     if cover not in COVERS:
         raise ValueError(f"cover must be 'tiles' or 'groups', got {cover!r}")
-    _check_groups(group_sizes, group_offset, num_groups, m, sizes)
+    check_groups(group_sizes, group_offset, num_groups, m, sizes)
 
 
 def _same_dtype(lhs: Array, rhs: Array) -> None:
@@ -102,7 +97,18 @@ def _same_dtype(lhs: Array, rhs: Array) -> None:
         raise TypeError(f"rhs must have lhs's dtype {dtype_name(lhs.dtype)}, got {dtype_name(rhs.dtype)}")
 
 
-def _check_groups(group_sizes: Array, group_offset: Any, groups: int, m: int, sizes: Sequence[int] | None) -> int:
+def check_num_actual_groups(num_actual_groups: int | None, group_sizes: Array) -> int:
+    """G of a `tgmm`: num_actual_groups, or E where it is None."""
+    check_array("group_sizes", group_sizes, "E", ("int32",))
+    groups = group_sizes.shape[0] if num_actual_groups is None else num_actual_groups
+    if type(groups) is not int:
+        raise TypeError(f"num_actual_groups must be an int, got {type(groups).__name__}")
+    if not 0 <= groups <= group_sizes.shape[0]:
+        raise ValueError(f"num_actual_groups must be in [0, E = {group_sizes.shape[0]}], got {groups}")
+    return int(groups)
+
+
+def check_groups(group_sizes: Array, group_offset: Any, groups: int, m: int, sizes: Sequence[int] | None) -> int:
     """E, after checking group_sizes, its values where they are known, and the shard's place in them."""
     check_array("group_sizes", group_sizes, "E", ("int32",))
     (experts,) = group_sizes.shape
@@ -129,9 +135,10 @@ def _check_groups(group_sizes: Array, group_offset: Any, groups: int, m: int, si
     return experts
 
 
-def _check_existing_out(
+def check_existing_out(
     existing_out: Array | None, axes: str, shape: tuple[int, ...], out_dtype: str, exact: bool
 ) -> None:
+    """Refuse an existing_out that has not the shape and dtype of the output."""
     if existing_out is not None:
         check_array("existing_out", existing_out, axes, (out_dtype,), exact=exact)
         check_shape("existing_out", existing_out, axes, shape)

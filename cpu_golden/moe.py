@@ -1,0 +1,121 @@
+"""Layers of a mixture of experts: the definition, in float64."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cpu_golden import Array
+from cpu_golden.gmm import active_groups, gmm, scalar, tgmm, values
+from cpu_golden.quantize import Quantized, fp8_quantize
+from cpu_golden.quantized_gmm import gmm_quantized, tgmm_quantized
+from op_arguments import Tiling
+from op_arguments.moe import check_quantize_options
+
+Quantize = bool | str
+
+
+class Grads(NamedTuple):
+    """The gradients of `grouped_dense`; existing_out's is None where none was given."""
+
+    lhs: Any
+    rhs: Any
+    existing_out: Any
+
+
+def grouped_dense(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    existing_out: Array | None = None,
+    *,
+    group_offset: int = 0,
+    transpose_rhs: bool = False,
+    quantize: Quantize = "auto",
+    bwd_quantize: Quantize = "auto",
+    block_size: int | None = 128,
+    preferred_element_type: Any = None,
+    tiling: Tiling | None = None,
+) -> Array:
+    """`gmm`, differentiable in lhs, rhs and existing_out, with its operands quantised to e4m3 on request.
+
+    Arguments, result and errors as `gmm` (float64 [M, N] here). quantize: multiply in fp8, lhs with one scale per row
+    and `block_size` elements of K, rhs with one per block_size x block_size elements (None: whole axes), the recipe
+    of DeepSeek-V3 (arXiv:2412.19437, section 3.3). bwd_quantize: the same for the two matmuls of the backward pass:
+    dout by rows and blocks of N for lhs's gradient, by columns and global blocks of M for rhs's. "auto" quantises
+    where the matrix unit multiplies fp8 natively, which a golden's host does not. block_size must divide K and N
+    where anything is quantised; M need not be a multiple of it.
+    """
+    check_quantize_options(quantize, bwd_quantize, block_size)
+    arguments: dict[str, Any] = {
+        "group_offset": group_offset,
+        "existing_out": existing_out,
+        "transpose_rhs": transpose_rhs,
+    }
+    out_dtype = lhs.dtype if preferred_element_type is None else preferred_element_type
+    if quantize is not True:
+        return gmm(lhs, rhs, group_sizes, **arguments, preferred_element_type=out_dtype, tiling=tiling)
+    a, b = fp8_quantize(lhs, 1, block_size, check_finite=False), _weights(rhs, block_size)
+    return gmm_quantized(*a, *b, group_sizes, **arguments, preferred_element_type=out_dtype, tiling=tiling)
+
+
+def grouped_dense_bwd(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    dout: Array,
+    existing_out: Array | None = None,
+    *,
+    group_offset: int = 0,
+    transpose_rhs: bool = False,
+    quantize: Quantize = "auto",
+    bwd_quantize: Quantize = "auto",
+    block_size: int | None = 128,
+    preferred_element_type: Any = None,
+    tiling: Tiling | None = None,
+) -> Grads:
+    """The gradients of `grouped_dense` in lhs, rhs and existing_out, for a gradient dout [M, N] of its result.
+
+    Where anything is quantised the residuals are fp8 pairs, so the gradients are those of the quantised operands:
+    lhs by columns, with one scale per `block_size` rows, and rhs as in the forward pass. Returns float64 gradients
+    shaped as the primals: zero for rows of no active group (lhs), for empty groups (rhs) and for rows that were
+    overwritten (existing_out).
+    """
+    check_quantize_options(quantize, bwd_quantize, block_size)
+    offset, sizes = scalar(group_offset), values(group_sizes)
+    groups = rhs.shape[0]
+    left, right = (dout, lhs) if transpose_rhs else (lhs, dout)
+    if quantize is not True and bwd_quantize is not True:
+        dlhs = gmm(dout, rhs, group_sizes, group_offset=group_offset, transpose_rhs=not transpose_rhs)
+        drhs = tgmm(left, right, group_sizes, group_offset=group_offset, num_actual_groups=groups)
+    else:
+        by_rows: tuple[Any, Any] = (dout, None)
+        by_columns: tuple[Any, Any] = (_padded(dout, block_size), None)
+        if bwd_quantize is True:
+            by_rows = fp8_quantize(dout, 1, block_size, check_finite=False)
+            by_columns = fp8_quantize(by_columns[0], 0, block_size, check_finite=False)
+        dlhs = gmm_quantized(
+            *by_rows,
+            *_weights(rhs, block_size),
+            group_sizes,
+            group_offset=group_offset,
+            transpose_rhs=not transpose_rhs,
+        )
+        saved = fp8_quantize(_padded(lhs, block_size), 0, block_size, check_finite=False)
+        pairs = (by_columns, saved) if transpose_rhs else (saved, by_columns)
+        drhs = tgmm_quantized(*pairs[0], *pairs[1], group_sizes, group_offset=group_offset, num_actual_groups=groups)
+    if existing_out is None:
+        return Grads(dlhs, drhs, None)
+    passed = dout.astype(np.float64)
+    for _, rows in active_groups(sizes, offset, groups):
+        passed[rows] = 0.0
+    return Grads(dlhs, drhs, passed)
+
+
+def _weights(rhs: Array, block_size: int | None) -> Quantized:
+    return fp8_quantize(rhs, (1, 2), block_size, check_finite=False)
+
+
+def _padded(x: Array, block_size: int | None) -> Array:
+    """x with rows of zeros up to a multiple of block_size."""
+    missing = 0 if block_size is None else -x.shape[0] % block_size
+    return np.pad(x, [(0, missing), (0, 0)])

@@ -1,0 +1,145 @@
+"""Quantisation to fp8 and int8 with one float32 scale per block: the definition.
+
+`x ≈ qvalue · scale`. A scale has the rank of its qvalue; each of its axes divides the qvalue's, and the ratio is the
+block: [1, 1] per tensor, [M, 1] per row, [M, K/128], [G, K/128, N/128], [G, 1, N] per channel. Formats: OCP 8-bit
+floating point (Micikevicius et al. 2022, arXiv:2209.05433).
+
+Float32 subnormals count as zero, in x and in what `dequantize` returns: vector units of TPUs flush them.
+"""
+
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from cpu_golden import Array
+from op_arguments.quantize import (
+    FP8,
+    Blocks,
+    check_blocks,
+    check_dequantize,
+    check_dual_quantize,
+    check_finite_values,
+    check_quantize,
+)
+
+INT8_MAX = 127.0
+SMALLEST = float(np.finfo(np.float32).tiny)
+
+
+class Quantized(NamedTuple):
+    """A quantised array: x ≈ qvalue · scale, the scale of each block repeated over it."""
+
+    qvalue: Any
+    scale: Any
+
+
+class DualQuantized(NamedTuple):
+    """An array quantised by rows (blocks along its last axis) and by columns (blocks along the one before)."""
+
+    rowwise: Any
+    rowwise_scale: Any
+    columnwise: Any
+    columnwise_scale: Any
+
+
+def fp8_quantize(
+    x: Array,
+    axis: int | tuple[int, ...],
+    block_size: int | None = 128,
+    *,
+    dtype: Any = "float8_e4m3fn",
+    check_finite: bool = True,
+) -> Quantized:
+    """x in fp8, with one scale per block of `block_size` elements (None: all) along each axis in `axis`.
+
+    x [...] float32, bfloat16 or float16. Returns qvalue [...] in dtype (float8_e4m3fn or float8_e5m2) and scale
+    float32, whose `axis` are divided by the block. `scale = absmax / finfo(dtype).max`, absmax taken over the finite
+    elements, correctly rounded and at least the smallest normal float32; 1 where absmax is 0. `qvalue = x / scale`,
+    the exact quotient rounded once, to nearest even; zeros keep x's sign; NaN stays NaN (the positive quiet one).
+    ±inf is refused with check_finite (where the values are at hand) and becomes ±finfo(dtype).max without.
+    Raises TypeError for a wrong dtype, ValueError for a wrong axis, a block that does not divide, or ±inf.
+    """
+    blocks, name = check_quantize(x, axis, block_size, dtype)
+    if check_finite:
+        check_finite_values(int(np.isinf(x.astype(np.float64)).sum()), 0)
+    return _quantize(x, blocks, name)
+
+
+def int8_quantize(
+    x: Array, axis: int | tuple[int, ...], block_size: int | None = 128, *, check_finite: bool = True
+) -> Quantized:
+    """As `fp8_quantize`, to int8 in [-127, 127], `scale = absmax / 127`.
+
+    NaN, which int8 has not, is refused with check_finite and becomes 0 without.
+    """
+    blocks = check_blocks(x, axis, block_size)
+    if check_finite:
+        values = x.astype(np.float64)
+        check_finite_values(int(np.isinf(values).sum()), int(np.isnan(values).sum()))
+    return _quantize(x, blocks, "int8")
+
+
+def fp8_dual_quantize(
+    x: Array, block_size: int | None = 128, *, dtype: Any = "float8_e4m3fn", check_finite: bool = True
+) -> DualQuantized:
+    """`fp8_quantize(x, -1, …)` and `fp8_quantize(x, -2, …)`; the kernels read x [M, K] or [G, M, K] once for both."""
+    by_rows, by_columns, name = check_dual_quantize(x, block_size, dtype)
+    if check_finite:
+        check_finite_values(int(np.isinf(x.astype(np.float64)).sum()), 0)
+    return DualQuantized(*_quantize(x, by_rows, name), *_quantize(x, by_columns, name))
+
+
+def fp8_dequantize(qvalue: Array, scale: Array) -> Array:
+    """qvalue · scale in float32: [...] fp8 times its block's scale, rounded once; a subnormal result is zero.
+
+    Raises TypeError for a wrong dtype, ValueError for a scale that does not divide qvalue.
+    """
+    return _dequantize(qvalue, scale, FP8)
+
+
+def int8_dequantize(qvalue: Array, scale: Array) -> Array:
+    """As `fp8_dequantize`, of int8."""
+    return _dequantize(qvalue, scale, ("int8",))
+
+
+def expand(scale: Array, blocks: Blocks) -> Array:
+    """A scale repeated over its blocks, in float64."""
+    wide = scale.astype(np.float64)
+    for axis, block in enumerate(blocks):
+        wide = np.repeat(wide, block, axis)
+    return wide
+
+
+def _quantize(x: Array, blocks: Blocks, dtype: str) -> Quantized:
+    target = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    largest = INT8_MAX if dtype == "int8" else float(ml_dtypes.finfo(target).max)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        values = x.astype(np.float64)
+    values = np.where(np.abs(values) < SMALLEST, np.copysign(0.0, values), values)
+    finite = np.where(np.isfinite(values), np.abs(values), 0.0)
+    # [a, b] in blocks of [p, q] is [a/p, p, b/q, q].
+    split = [part for size, block in zip(x.shape, blocks, strict=True) for part in (size // block, block)]
+    absmax = finite.reshape(split).max(axis=tuple(range(1, len(split), 2)), initial=0.0)
+    scale = np.where(absmax > 0, np.maximum((absmax / largest).astype(np.float32), np.float32(SMALLEST)), np.float32(1))
+    quotient = np.clip(values / expand(scale, blocks), -largest, largest)
+    if dtype == "int8":
+        return Quantized(np.rint(np.nan_to_num(quotient, nan=0.0)).astype(np.int8), scale)
+    qvalue = _round_fp8(quotient, target).astype(target)
+    qvalue[np.isnan(values)] = np.array(np.nan, target)
+    return Quantized(qvalue, scale)
+
+
+def _round_fp8(values: Array, dtype: np.dtype[Any]) -> Array:
+    """float64 values to the nearest one of an fp8 format, ties to even."""
+    info = ml_dtypes.finfo(dtype)
+    _, exponent = np.frexp(values)  # |values| in [2^(exponent - 1), 2^exponent)
+    quantum = np.ldexp(1.0, np.maximum(exponent - 1, int(info.minexp)) - int(info.nmant))
+    return np.rint(values / quantum) * quantum
+
+
+def _dequantize(qvalue: Array, scale: Array, dtypes: tuple[str, ...]) -> Array:
+    blocks = check_dequantize(qvalue, scale, dtypes)
+    with np.errstate(over="ignore", invalid="ignore"):
+        product = (qvalue.astype(np.float64) * expand(scale, blocks)).astype(np.float32)
+    return np.where(np.abs(product) < np.float32(SMALLEST), np.copysign(np.float32(0), product), product)

@@ -1,0 +1,215 @@
+"""Grouped matrix multiplication of block-scaled operands: the definition, in float64.
+
+A quantised operand is a pair (qvalue, scale) as `cpu_golden/quantize.py` makes them; None for the scale means that
+the operand is not quantised. Groups and shards are those of `cpu_golden/gmm.py`.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from cpu_golden import Array, Rounding, exact
+from cpu_golden.gmm import active_groups, naive_gmm, naive_tgmm, one_tile, scalar, staged_dot, values
+from cpu_golden.quantize import expand
+from op_arguments import Tiling, resolve_tiling
+from op_arguments.quantized_gmm import QuantizedProblem, check_gmm_quantized, check_tgmm_quantized, check_tile
+
+
+def naive_gmm_quantized(
+    lhs: Array,
+    lhs_scale: Array | None,
+    rhs: Array,
+    rhs_scale: Array | None,
+    group_sizes: Array,
+    *,
+    group_offset: int = 0,
+    existing_out: Array | None = None,
+    transpose_rhs: bool = False,
+    preferred_element_type: Any = None,
+    tiling: Tiling | None = None,
+) -> Array:
+    """`gmm` of the dequantised operands. Arguments, result and errors as `gmm_quantized`."""
+    p = check_gmm_quantized(
+        lhs,
+        lhs_scale,
+        rhs,
+        rhs_scale,
+        group_sizes,
+        group_offset=scalar(group_offset),
+        existing_out=existing_out,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type,
+        sizes=values(group_sizes),
+    )
+    return naive_gmm(
+        _dequantized(lhs, lhs_scale, p.lhs_blocks),
+        _dequantized(rhs, rhs_scale, p.rhs_blocks),
+        group_sizes,
+        group_offset=group_offset,
+        existing_out=existing_out,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=p.out_dtype,
+    )
+
+
+def naive_tgmm_quantized(
+    lhs: Array,
+    lhs_scale: Array | None,
+    rhs: Array,
+    rhs_scale: Array | None,
+    group_sizes: Array,
+    *,
+    group_offset: int = 0,
+    num_actual_groups: int | None = None,
+    existing_out: Array | None = None,
+    preferred_element_type: Any = None,
+    tiling: Tiling | None = None,
+) -> Array:
+    """`tgmm` of the dequantised operands. Arguments, result and errors as `tgmm_quantized`."""
+    p = check_tgmm_quantized(
+        lhs,
+        lhs_scale,
+        rhs,
+        rhs_scale,
+        group_sizes,
+        group_offset=scalar(group_offset),
+        num_actual_groups=num_actual_groups,
+        existing_out=existing_out,
+        preferred_element_type=preferred_element_type,
+        sizes=values(group_sizes),
+    )
+    return naive_tgmm(
+        _dequantized(lhs, lhs_scale, p.lhs_blocks),
+        _dequantized(rhs, rhs_scale, p.rhs_blocks),
+        group_sizes,
+        group_offset=group_offset,
+        num_actual_groups=num_actual_groups,
+        existing_out=existing_out,
+        preferred_element_type=p.out_dtype,
+    )
+
+
+def gmm_quantized(
+    lhs: Array,
+    lhs_scale: Array | None,
+    rhs: Array,
+    rhs_scale: Array | None,
+    group_sizes: Array,
+    *,
+    group_offset: int = 0,
+    existing_out: Array | None = None,
+    transpose_rhs: bool = False,
+    preferred_element_type: Any = None,
+    tiling: Tiling | None = None,
+    rounding: Rounding = exact,
+) -> Array:
+    """`gmm` of operands with block scales: `out[m] = Σ_b (lhs[m, b] @ rhs[g, b]) · lhs_scale[m, b] · rhs_scale[g, b]`.
+
+    lhs [M, K] and rhs [G, K, N] (or [G, N, K] with transpose_rhs) are fp8 (e4m3fn, e5m2, mixed or not), int8, or one
+    of them float32, bfloat16 or float16, with None for its scale. Scales are float32 of the operand's rank, each axis
+    dividing the operand's; along K their blocks are 32, 64, 128, 256, 512 or the whole axis, each operand's own.
+    b runs over the shorter blocks of K. preferred_element_type: float32, bfloat16 or float16 (default: the
+    unquantised lhs's dtype, else bfloat16); it is checked, and the float64 result left unrounded. group_sizes,
+    group_offset, existing_out and errors as `gmm`; a `tiling` whose tk cuts a block is refused.
+    Sites: lhs, rhs (operands of the dot), partial (one K step's products summed), inner (their running sum within a
+    block), scale (the product of the two scales), scaled (a block's sum times it), acc (the running sum), out.
+    """
+    group_offset, sizes = scalar(group_offset), values(group_sizes)
+    p = check_gmm_quantized(
+        lhs,
+        lhs_scale,
+        rhs,
+        rhs_scale,
+        group_sizes,
+        group_offset=group_offset,
+        existing_out=existing_out,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type,
+        sizes=sizes,
+    )
+    _, tk, _ = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
+    check_tile("tk", tk, p.block, p.k)
+    a_scale, b_scale = _scale(lhs_scale, p.lhs_blocks, lhs.shape), _scale(rhs_scale, p.rhs_blocks, rhs.shape)
+    out = np.zeros((p.m, p.n)) if existing_out is None else existing_out.astype(np.float64)
+    for group, rows in active_groups(sizes, group_offset, p.groups):
+        b, b_s = (x[group].T if transpose_rhs else x[group] for x in (rhs, b_scale))
+        out[rows] = _staged_blocks(lhs[rows], a_scale[rows], b, b_s, 0, p, tk, rounding)
+    return rounding("out", out)
+
+
+def tgmm_quantized(
+    lhs: Array,
+    lhs_scale: Array | None,
+    rhs: Array,
+    rhs_scale: Array | None,
+    group_sizes: Array,
+    *,
+    group_offset: int = 0,
+    num_actual_groups: int | None = None,
+    existing_out: Array | None = None,
+    preferred_element_type: Any = None,
+    tiling: Tiling | None = None,
+    rounding: Rounding = exact,
+) -> Array:
+    """`tgmm` of operands with block scales: `out[g] = Σ_b (lhs[b].T @ rhs[b]) · lhs_scale[b] · rhs_scale[b]`.
+
+    lhs [M, K] and rhs [M, N] and their scales as in `gmm_quantized`, blocks of the contraction now along M. Blocks
+    are those of all M rows: a group that begins inside one uses that block's scale for its part of it. existing_out
+    [G, K, N] is added. Everything else as `tgmm`; a `tiling` whose tm cuts a block is refused.
+    Sites as `gmm_quantized`.
+    """
+    group_offset, sizes = scalar(group_offset), values(group_sizes)
+    p = check_tgmm_quantized(
+        lhs,
+        lhs_scale,
+        rhs,
+        rhs_scale,
+        group_sizes,
+        group_offset=group_offset,
+        num_actual_groups=num_actual_groups,
+        existing_out=existing_out,
+        preferred_element_type=preferred_element_type,
+        sizes=sizes,
+    )
+    tm, _, _ = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
+    check_tile("tm", tm, p.block, p.m)
+    a_scale, b_scale = _scale(lhs_scale, p.lhs_blocks, lhs.shape), _scale(rhs_scale, p.rhs_blocks, rhs.shape)
+    out = np.zeros((p.groups, p.k, p.n)) if existing_out is None else existing_out.astype(np.float64)
+    for group, rows in active_groups(sizes, group_offset, p.groups):
+        out[group] += _staged_blocks(
+            lhs[rows].T, a_scale[rows].T, rhs[rows], b_scale[rows], rows.start, p, tm, rounding
+        )
+    return rounding("out", out)
+
+
+def _staged_blocks(
+    a: Array,
+    a_scale: Array,
+    b: Array,
+    b_scale: Array,
+    start: int,
+    p: QuantizedProblem,
+    step: int,
+    rounding: Rounding,
+) -> Array:
+    """a [I, J] @ b [J, L] with their scales, block by block as the kernels do; J starts at `start` of its blocks."""
+    a, b = rounding("lhs", a.astype(np.float64)), rounding("rhs", b.astype(np.float64))
+    acc = np.zeros((a.shape[0], b.shape[1]))
+    first, end = 0, a.shape[1]
+    while first < end:
+        last = min(first + p.block - (start + first) % p.block, end)
+        inner = staged_dot(a[:, first:last], b[first:last], step, rounding, running="inner")
+        # No scale changes within a block: that of its first element is that of all.
+        scale = rounding("scale", a_scale[:, first, None] * b_scale[None, first])
+        acc = rounding("acc", acc + rounding("scaled", inner * scale))
+        first = last
+    return acc
+
+
+def _scale(scale: Array | None, blocks: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+    """The scale of every element, a view of 1 where there is none."""
+    return np.broadcast_to(1.0, shape) if scale is None else expand(scale, blocks)
+
+
+def _dequantized(qvalue: Array, scale: Array | None, blocks: tuple[int, ...]) -> Array:
+    return qvalue.astype(np.float64) * _scale(scale, blocks, qvalue.shape)

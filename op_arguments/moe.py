@@ -1,0 +1,13 @@
+"""What `grouped_dense` accepts (defined in `cpu_golden/moe.py`) beyond what its matmuls and quantisers check."""
+
+from typing import Any
+
+from op_arguments.quantize import check_block_size
+
+
+def check_quantize_options(quantize: Any, bwd_quantize: Any, block_size: int | None) -> None:
+    """Refuse a quantize or bwd_quantize other than "auto", True and False (ValueError), and a bad block_size."""
+    for name, value in (("quantize", quantize), ("bwd_quantize", bwd_quantize)):
+        if value != "auto" and not isinstance(value, bool):
+            raise ValueError(f"{name} must be 'auto', True or False, got {value!r}")
+    check_block_size(block_size)
