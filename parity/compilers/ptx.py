@@ -1,19 +1,28 @@
 """Triton's ahead-of-time compiler: kernels become machine code for GPUs that are not here.
 
-The compiler (ptxas included) ships inside Triton and needs no GPU, but it takes no kernel that was decorated while
-TRITON_INTERPRET=1: so cases are compiled in a subprocess, which is given them as JSON lines and answers in kind.
+The compiler (ptxas and the disassembler included) ships inside Triton and needs no GPU, but it takes no kernel that was
+decorated while TRITON_INTERPRET=1, and what it does not survive it takes with it: so a subprocess compiles, which is
+given one case at a time as a line of JSON and answers in kind. What was compiled is kept (`parity.compilers.cache`).
 """
 
+import contextlib
 import importlib
+import inspect
 import json
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from parity.compilers import cache, gpu_code
 
 Target = tuple[str, int | str, int]
 Argument = int | bool | str | None
@@ -43,6 +52,11 @@ POINTERS = {
 }
 """Triton's name of a tensor argument, by the name of its dtype."""
 
+Outcome = Literal["compiled", "refused", "too large", "crashed", "timed out", "unreadable"]
+
+_START_SECONDS = 300.0  # for the subprocess to import Triton; minutes on a machine that is busy and has cold disks
+_LOG_CHARACTERS = 8000
+
 
 @dataclass(frozen=True)
 class Case:
@@ -60,76 +74,305 @@ class Case:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a case: `error` (None where it compiled), and bytes or registers where it says."""
+    """What the compiler made of a case, as far as it came: None is what it did not say.
 
+    outcome: `compiled`; `refused` by the compiler (or by Python, before it came to that); `too large`: compiled, but no
+    block fits the chip; `crashed`, `timed out`: so did the compiler; `unreadable`: machine code in an unknown format.
+    error: the compiler's own line, None where it compiled. location: "file:line" of the kernel's source, where it names
+    one. log: all it wrote, shortened in the middle. seconds: of compilation; where the result was kept, of the first.
+    shared_bytes of a block; registers ... dot_kinds as in `gpu_code.MachineCode`. resident_warps: how many of its warps
+    one SM (AMD: CU) holds at most, bound_by what (`gpu_code.occupancy`).
+    """
+
+    outcome: Outcome
     error: str | None = None
+    location: str | None = None
+    log: str = ""
+    seconds: float | None = None
     shared_bytes: int | None = None
     registers: int | None = None
     spill_bytes: int | None = None
     code_bytes: int | None = None
+    scalar_registers: int | None = None
+    accumulation_registers: int | None = None
+    spilled_registers: int | None = None
+    resident_warps: int | None = None
+    bound_by: str | None = None
+    instructions: Mapping[str, int] = field(default_factory=dict)
+    dot_kinds: Mapping[str, int] = field(default_factory=dict)
+
+    def keeps_dot(self, dot: str, dtype: str) -> bool:
+        """Whether the machine code keeps a contract's dot for operands of a dtype: `gpu_code.keeps_dot`."""
+        return gpu_code.keeps_dot(dot, dtype, self.dot_kinds)
 
 
 def compile_kernels(cases: Sequence[Case], timeout: float = 300.0) -> list[Compiled]:
-    """Compile all cases, in order. `timeout` is in seconds, for each run of the compiler.
+    """Compile all cases, in order; one result each. `timeout` is in seconds, for each case.
 
-    A case that crashes or hangs the compiler is an error of that case alone: the rest go to a fresh one.
+    A case that crashes or hangs the compiler costs that case alone: the rest go to a fresh one.
+    Raises ValueError for a target that is not in TARGETS, RuntimeError where the compiler does not start.
     """
-    results: list[Compiled] = []
-    while len(results) < len(cases):
-        done, failure = _run(cases[len(results) :], timeout)
-        results += done
-        if len(results) < len(cases):
-            results.append(Compiled(error=failure))
+    for case in cases:
+        _name(case.target)
+    results = []
+    with contextlib.ExitStack() as stack:
+        compiler = None
+        for case in cases:
+            compiler = compiler or stack.enter_context(_Compiler())
+            results.append(compiler.compile(case, timeout))
+            if results[-1].outcome in ("crashed", "timed out"):
+                stack.close()
+                compiler = None
     return results
 
 
-def _run(cases: Sequence[Case], timeout: float) -> tuple[list[Compiled], str]:
-    """The results that one subprocess came to, and why there are no more."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    environment.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-        text=True,
-    )
-    try:
-        output, errors = process.communicate("".join(json.dumps(asdict(case)) + "\n" for case in cases), timeout)
-        failure = f"the compiler ended with status {process.returncode}: {errors[-2000:]}"
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-        failure = f"the compiler took more than {timeout:g} s"
-    return [Compiled(**json.loads(line)) for line in output.splitlines() if line.endswith("}")], failure
+def deviations(problems: Mapping[str, str | None], limits: Mapping[str, str]) -> list[str]:
+    """How cases differ from what is declared of them, in both directions; empty where all is as declared.
+
+    problems: by the name of a case, what is wrong with it (a compiler's error), None where nothing is. limits: by the
+    name of a case that a chip is known not to support, a part of what must be wrong with it.
+    """
+    found = [f"{name} is no case, but a limit is declared" for name in limits if name not in problems]
+    for name, problem in problems.items():
+        limit = limits.get(name)
+        if limit is not None and problem is None:
+            found.append(f"{name}: nothing is wrong any more, but a limit is declared: {limit}")
+        elif problem is not None and (limit is None or limit not in problem):
+            found.append(f"{name}: {problem}" + (f" (declared: {limit})" if limit else ""))
+    return found
 
 
-def _serve(requests: Iterator[str]) -> None:
-    for request in requests:
-        case = json.loads(request)
+def _name(target: Target) -> str:
+    for name, known in TARGETS.items():
+        if known == tuple(target):
+            return name
+    raise ValueError(f"target must be one of {', '.join(map(str, TARGETS.values()))}, got {target}")
+
+
+class _Compiler:
+    """A subprocess that compiles. Its log holds what was written since the case at hand was given to it."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        path = Path(self._folder.name, "log")
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        environment.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+        # Triton's own cache would answer without compiling: no time, no diagnostics.
+        environment["TRITON_CACHE_DIR"] = str(Path(self._folder.name, "triton"))
+        self._log = path.open("a+", errors="replace")
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import _serve; import sys; _serve(sys.argv[1])", str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+            bufsize=0,
+            start_new_session=True,  # so that ptxas, its child, ends with it
+        )
+
+    def __enter__(self) -> "_Compiler":
+        if self._answer(_START_SECONDS) is None:
+            failure = self._failure(_START_SECONDS)
+            self.__exit__()
+            raise RuntimeError(f"the GPU compiler did not start: {failure.error}\n{failure.log}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with self._process:
+            pass
+        self._log.close()
+        self._folder.cleanup()
+
+    def compile(self, case: Case, timeout: float) -> Compiled:
+        """The result of one case, within `timeout` seconds."""
+        self._log.truncate(0)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(asdict(case)).encode() + b"\n")
+        answer = self._answer(timeout)
+        return self._failure(timeout) if answer is None else Compiled(**json.loads(answer))
+
+    def _answer(self, timeout: float) -> bytes | None:
+        """The next line of the subprocess; None where it ended, or did not write one in time."""
+        assert self._process.stdout is not None
+        end, line = time.monotonic() + timeout, b""
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))
+            piece = os.read(self._process.stdout.fileno(), 1 << 16) if ready else b""
+            if not piece:
+                return None
+            line += piece
+        return line
+
+    def _failure(self, timeout: float) -> Compiled:
         try:
-            result = _compile(Case(**case))
-        except Exception as error:
-            result = Compiled(error=f"{type(error).__name__}: {error}")
-        print(json.dumps(asdict(result)), flush=True)
+            status = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return Compiled("timed out", error=f"the compiler took more than {timeout:g} s", log=self._text())
+        log = self._text()
+        reason = _first_error(log) or log.strip().rpartition("\n")[2]
+        end = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        return Compiled("crashed", error=f"the compiler ended with {end}: {reason}", log=log)
+
+    def _text(self) -> str:
+        self._log.seek(0)
+        return _shortened(self._log.read())
 
 
-def _compile(case: Case) -> Compiled:
-    import triton
-    from triton.backends.compiler import GPUTarget
+def _shortened(text: str) -> str:
+    half = _LOG_CHARACTERS // 2
+    return text if len(text) <= _LOG_CHARACTERS else f"{text[:half]}\n[...]\n{text[-half:]}"
+
+
+def _first_error(log: str) -> str | None:
+    """The first line that calls itself an error, or a failed assertion."""
+    lines = (line.strip() for line in log.splitlines())
+    return next((line for line in lines if re.search(r"\b(error|ERROR)\s*:|Assertion .* failed", line)), None)
+
+
+def _serve(log: str) -> None:
+    """The subprocess: a case per line of stdin, an answer per line of stdout. All else that is written is log."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import triton  # noqa: F401 (so that its import is nobody's compile time)
+
+    print("started", file=answers, flush=True)
+    for request in sys.stdin:
+        answer = _answer(Case(**json.loads(request)), Path(log))
+        print(json.dumps(asdict(answer)), file=answers, flush=True)
+
+
+def _answer(case: Case, log: Path) -> Compiled:
+    try:
+        module, _, name = case.kernel.partition(":")
+        kernel = getattr(importlib.import_module(module), name)
+        source = _source(kernel, case.arguments)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        return Compiled("refused", error=text.partition("\n")[0], log=_shortened(text))
+    try:
+        return _kept_or_compiled(source, case)
+    except gpu_code.UnknownCode as error:
+        return Compiled("unreadable", error=str(error).partition("\n")[0], log=_shortened(str(error)))
+    except Exception as error:
+        sys.stderr.flush()
+        return _refusal(error, kernel, log.read_text(errors="replace"))
+
+
+def _source(kernel: Any, arguments: Mapping[str, Argument]) -> Any:
     from triton.compiler import ASTSource
 
-    module, _, name = case.kernel.partition(":")
-    kernel = getattr(importlib.import_module(module), name)
-    signature, constants, attributes = _specialise(kernel, case.arguments)
-    source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget(*case.target), options=dict(case.options))
-    result = Compiled(shared_bytes=compiled.metadata.shared)
+    return ASTSource(kernel, *_specialise(kernel, arguments))
+
+
+def _kept_or_compiled(source: Any, case: Case) -> Compiled:
+    import triton
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+
+    target = GPUTarget(*case.target)
+    backend = make_backend(target)
+    key = cache.digest(
+        *(Path(path).read_bytes() for path in (__file__, gpu_code.__file__)),
+        triton.__version__,
+        backend.hash(),  # of the target and of ptxas
+        backend.parse_options(dict(case.options)).hash(),
+        repr(sorted(get_cache_invalidating_env_vars().items())),
+        source.hash(),  # of the kernel, the functions it calls, its signature and its constants
+    )
+    kept = cache.load("ptx", key)
+    if kept is not None:
+        return Compiled(**kept)
+    start = time.perf_counter()
+    compiled = triton.compile(source, target=target, options=dict(case.options))
+    result = _read(compiled, _name(case.target), time.perf_counter() - start)
+    cache.store("ptx", key, asdict(result))
+    return result
+
+
+def _read(compiled: Any, target: str, seconds: float) -> Compiled:
+    metadata = compiled.metadata
     if "cubin" in compiled.asm:
-        return replace(result, code_bytes=len(compiled.asm["cubin"]), **_cubin_resources(compiled.asm["cubin"]))
-    return replace(result, code_bytes=len(compiled.asm["hsaco"]), **_amdgcn_resources(compiled.asm["amdgcn"]))
+        code = gpu_code.read_nvidia(_disassembly(compiled.asm["cubin"]), compiled.asm["ptx"], metadata.name)
+    else:
+        code = gpu_code.read_amd(compiled.asm["amdgcn"], target)
+    columns = getattr(metadata, "tmem_size", None) or 0
+    limits = gpu_code.LIMITS[target]
+    warps, bound = gpu_code.occupancy(
+        limits,
+        warps=metadata.num_warps,
+        registers=code.registers,
+        shared_bytes=metadata.shared,
+        tensor_columns=columns,
+    )
+    error = None
+    if not warps:
+        block = f"{metadata.num_warps} warps with {code.registers} registers a thread"
+        shared = f"{metadata.shared} of {limits.block_shared_bytes} bytes of shared memory"
+        tensor = f"{columns} of {gpu_code.TENSOR_COLUMNS} columns of tensor memory"
+        error = f"too much {bound} for one block: {block}, {shared}, {tensor}"
+    return Compiled(
+        "compiled" if warps else "too large",
+        error=error,
+        seconds=seconds,
+        shared_bytes=metadata.shared,
+        resident_warps=warps,
+        bound_by=bound,
+        **asdict(code),
+    )
+
+
+def _disassembly(cubin: bytes) -> str:
+    """What cuobjdump says about a cubin: its resources and its instructions. Raises gpu_code.UnknownCode."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", file.name]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise gpu_code.UnknownCode(f"cuobjdump cannot read the cubin: {run.stderr.strip()}")
+    return run.stdout
+
+
+def _refusal(error: Exception, kernel: Any, diagnostics: str) -> Compiled:
+    """What the compiler says in an exception, or has written while it ran."""
+    chain = list(_chain(error))
+    log = _shortened("\n".join([*(f"{type(e).__name__}: {e}" for e in chain), diagnostics]))
+    found = re.search(r'^(?:loc\()?"?([^\s":]+)"?:(\d+):\d+\)?: error: (.+)$', diagnostics, re.MULTILINE)
+    if found is not None:
+        location = f"{found[1]}:{found[2]}" if found[1].endswith(".py") else None
+        return Compiled("refused", error=found[3], location=location, log=log)
+    # Of an error in a called function there is one for each call on the way; the innermost has the reason.
+    reasons = [(e.error_message or "") if hasattr(e, "error_message") else str(e) for e in chain]
+    reason = next((reason.strip() for reason in reversed(reasons) if reason), "")
+    line = _first_error(reason) or reason.partition("\n")[0]
+    return Compiled("refused", error=f"{type(error).__name__}: {line}", location=_location(chain, kernel), log=log)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _location(chain: Sequence[BaseException], kernel: Any) -> str | None:
+    """Where the innermost error is whose function we can find: an error names a line of its function's source."""
+    functions = [f for f in (*kernel.fn.__globals__.values(), kernel) if isinstance(f, type(kernel))]
+    sources = {function.src: function.fn for function in functions}
+    for error in reversed(chain):
+        line = getattr(getattr(error, "node", None), "lineno", None)
+        function = sources.get(getattr(error, "src", None))
+        if line is not None and function is not None:
+            lines, first = inspect.getsourcelines(function)
+            decorators = next(i for i, text in enumerate(lines) if text.lstrip().startswith("def "))
+            return f"{inspect.getsourcefile(function)}:{first + decorators + line - 1}"
+    return None
 
 
 def _specialise(
@@ -150,29 +393,3 @@ def _specialise(
         if isinstance(value, str) or value % 16 == 0:
             attributes[(parameter.num,)] = [("tt.divisibility", 16)]
     return signature, constants, attributes
-
-
-def _cubin_resources(cubin: bytes) -> dict[str, Any]:
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        report = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    # A kernel has no local arrays of its own: what lies on its stack was spilled.
-    return _numbers(report, registers=r"REG:(\d+)", spill_bytes=r"STACK:(\d+)")
-
-
-def _amdgcn_resources(assembly: str) -> dict[str, Any]:
-    return _numbers(assembly, registers=r"\.vgpr_count:\s+(\d+)", spill_bytes=r"\.private_segment_fixed_size:\s+(\d+)")
-
-
-def _numbers(text: str, **patterns: str) -> dict[str, Any]:
-    found = {name: re.search(pattern, text) for name, pattern in patterns.items()}
-    return {name: int(match[1]) for name, match in found.items() if match}
-
-
-if __name__ == "__main__":
-    _serve(iter(sys.stdin))

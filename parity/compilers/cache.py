@@ -1,0 +1,45 @@
+"""Results of the compilers, kept between runs in the user's cache folder."""
+
+import hashlib
+import os
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def folder() -> Path:
+    """`$XDG_CACHE_HOME` (default ~/.cache) / kernel-parity."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kernel-parity"
+
+
+def digest(*parts: str | bytes) -> str:
+    """The key of a result: a hash of all that it depends on."""
+    whole = hashlib.sha256()
+    for part in parts:
+        content = part.encode() if isinstance(part, str) else part
+        whole.update(len(content).to_bytes(8, "little") + content)
+    return whole.hexdigest()
+
+
+def load(compiler: str, key: str) -> Any:
+    """The result kept under a key; None where there is none, or what is there is not whole."""
+    try:
+        content = (folder() / compiler / key).read_bytes()
+    except OSError:
+        return None
+    checksum, payload = content[:32], content[32:]
+    return pickle.loads(payload) if hashlib.sha256(payload).digest() == checksum else None
+
+
+def store(compiler: str, key: str, result: Any) -> None:
+    """Keep a result. A crash leaves the old one or the new one; in a folder that cannot be written none is kept."""
+    payload = pickle.dumps(result)
+    target = folder() / compiler / key
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as part:
+            part.write(hashlib.sha256(payload).digest() + payload)
+        Path(part.name).replace(target)
+    except OSError:
+        return
