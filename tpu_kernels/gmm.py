@@ -4,8 +4,12 @@ Both kernels walk a list of *visits*: pairs of a group and a row tile that holds
 groups is visited once for each, so group sizes need no alignment. The list is made on the device by a small kernel
 of its own and steers the main kernel by scalar prefetch, as in MegaBlocks (Gale et al. 2022, arXiv:2211.15841) and
 JAX's megablox.
+
+A tile that lies within one group is multiplied whole; of any other, only the blocks of rows that the group has part in
+are. `quantized_gmm` shares the visits and what reads them: everything here without a leading underscore.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -18,14 +22,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.gmm import Problem, check_gmm, check_group_metadata, check_tgmm
-from tpu_kernels.hardware import is_tpu
+from tpu_kernels.hardware import is_tpu, tpu_generation
 
 Interpret = bool | pltpu.InterpretParams | None
 Tile = tuple[int, int, int]
 
+NEWEST = 7  # the generation that an interpreted kernel is traced for
 LANES = 128
 SUBLANES = 16  # of a packed 16-bit register; a multiple of float32's 8
-BLOCK = 256  # the width of the matrix unit on v6e and tpu7x
+BLOCK = 256  # the width of the matrix unit on v6e and tpu7x; fewer rows cost no less than loading its weights
+COPY_ROWS = 32  # of a masked copy at a time: one packed 8-bit register, two 16-bit ones
 
 
 class GroupMetadata(NamedTuple):
@@ -66,7 +72,7 @@ def gmm(
     `jax.shard_map` takes it with check_vma=False.
     Raises ValueError or TypeError as `op_arguments.gmm.check_gmm`; values are checked outside tracing only.
     """
-    group_offset = _static_scalar(group_offset)
+    group_offset = static_scalar(group_offset)
     p = check_gmm(
         lhs,
         rhs,
@@ -75,19 +81,19 @@ def gmm(
         existing_out=existing_out,
         transpose_rhs=transpose_rhs,
         preferred_element_type=preferred_element_type,
-        sizes=_values(group_sizes),
+        sizes=concrete_values(group_sizes),
     )
     tile = resolve_tiling(tiling, partial(_gmm_tiles, lhs.dtype), p.m, p.k, p.n)
     return _gmm(
         lhs,
         rhs,
         group_sizes,
-        _as_vector(group_offset, p.experts - p.groups),
+        as_vector(group_offset, p.experts - p.groups),
         existing_out,
         problem=p,
-        tile=_fit(tile, p),
+        tile=fit_tile(tile, p),
         transpose_rhs=bool(transpose_rhs),
-        interpret=_resolve_interpret(interpret),
+        interpret=resolve_interpret(interpret),
     )
 
 
@@ -111,7 +117,7 @@ def tgmm(
     interpret as `gmm`.
     Raises ValueError or TypeError as `op_arguments.gmm.check_tgmm`; values are checked outside tracing only.
     """
-    group_offset = _static_scalar(group_offset)
+    group_offset = static_scalar(group_offset)
     p = check_tgmm(
         lhs,
         rhs,
@@ -120,18 +126,18 @@ def tgmm(
         num_actual_groups=num_actual_groups,
         existing_out=existing_out,
         preferred_element_type=preferred_element_type,
-        sizes=_values(group_sizes),
+        sizes=concrete_values(group_sizes),
     )
     tile = resolve_tiling(tiling, partial(_tgmm_tiles, lhs.dtype), p.m, p.k, p.n)
     return _tgmm(
         lhs,
         rhs,
         group_sizes,
-        _as_vector(group_offset, p.experts - p.groups),
+        as_vector(group_offset, p.experts - p.groups),
         existing_out,
         problem=p,
-        tile=_fit(tile, p),
-        interpret=_resolve_interpret(interpret),
+        tile=fit_tile(tile, p),
+        interpret=resolve_interpret(interpret),
     )
 
 
@@ -153,7 +159,7 @@ def make_group_metadata(
     active group, once, at the tile its start falls in (the last tile where that is beyond the rows).
     Raises ValueError or TypeError as `op_arguments.gmm.check_group_metadata`; values outside tracing only.
     """
-    group_offset = _static_scalar(group_offset)
+    group_offset = static_scalar(group_offset)
     check_group_metadata(
         group_sizes,
         m=m,
@@ -161,59 +167,75 @@ def make_group_metadata(
         group_offset=group_offset,
         num_groups=num_groups,
         cover=cover,
-        sizes=_values(group_sizes),
+        sizes=concrete_values(group_sizes),
     )
-    return _group_metadata(
+    return group_metadata(
         group_sizes,
-        _as_vector(group_offset, group_sizes.shape[0] - num_groups),
+        as_vector(group_offset, group_sizes.shape[0] - num_groups),
         m=m,
         tm=tm,
         num_groups=num_groups,
         cover=cover,
-        interpret=_resolve_interpret(interpret),
+        interpret=resolve_interpret(interpret),
     )
 
 
 # ---------------------------------------------------------------------------------------------------- arguments
 
 
-def _values(group_sizes: Any) -> list[int] | None:
+def concrete_values(group_sizes: Any) -> list[int] | None:
     """The values of group_sizes, or None where it is traced (or not the vector it should be: the check says so)."""
     if isinstance(group_sizes, jax.core.Tracer) or len(getattr(group_sizes, "shape", ())) != 1:
         return None
     return [int(size) for size in np.asarray(group_sizes)]
 
 
-def _static_scalar(value: Any) -> Any:
+def static_scalar(value: Any) -> Any:
     """The int in a concrete integer scalar ([] or [1]); anything else as it is, for the check to judge."""
     concrete = isinstance(value, jax.Array | np.ndarray | np.integer) and not isinstance(value, jax.core.Tracer)
     return int(value.reshape(())) if concrete and value.size == 1 and value.dtype.kind == "i" else value
 
 
-def _as_vector(group_offset: int | jax.Array, most: int) -> jax.Array:
+def as_vector(group_offset: int | jax.Array, most: int) -> jax.Array:
     """group_offset as the kernels read it: int32 [1], clipped where a traced one could not be checked."""
     if not isinstance(group_offset, int):
         group_offset = jnp.clip(group_offset, 0, most)
     return jnp.asarray(group_offset, jnp.int32).reshape(1)
 
 
-def _resolve_interpret(interpret: Interpret) -> bool | pltpu.InterpretParams:
+def resolve_interpret(interpret: Interpret) -> bool | pltpu.InterpretParams:
+    """interpret, or where it is None whether there is no TPU."""
     return not is_tpu() if interpret is None else interpret
 
 
 def _gmm_tiles(dtype: Any, m: int, k: int, n: int) -> Tile:
-    """The largest that fit, twice buffered, the 16 MiB of VMEM that a kernel has by default on v5e."""
-    return (512, 1024, 512) if jnp.dtype(dtype) == jnp.bfloat16 else (256, 512, 512)
+    """All of K in a step where it fits, so that nothing is added up in memory and a group's weights stay.
+
+    A step costs some 350 cycles beyond its products, for which v6e makes it twice as long; tpu7x hides most of them.
+    Twice buffered the blocks fit the VMEM that a kernel has by default: 16 MiB on v5e, 32 MiB from v6e on.
+    """
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return 256, 512, 512
+    generation = tpu_generation() or NEWEST
+    tm = {6: 1024, 7: 512}.get(generation, 256)
+    if k <= 3072:
+        return tm if k <= 2048 else max(tm // 2, BLOCK), max(k, 1), max(2**20 // max(k, 512) // 512 * 512, 512)
+    return (tm, 1024, 1024) if generation >= 6 else (512, 1024, 512)
 
 
 def _tgmm_tiles(dtype: Any, m: int, k: int, n: int) -> Tile:
-    """As `_gmm_tiles`, and the shorter side to lhs, which the kernel transposes."""
-    if jnp.dtype(dtype) == jnp.bfloat16:
-        return (512, 512, 1024) if n >= 1024 else (512, 1024, 512)
-    return (256, 512, 512)
+    """As `_gmm_tiles`, and the shorter side to lhs, which the kernel transposes.
+
+    Blocks that the matrices do not divide into take more program to fetch, which leaves less for a long step.
+    """
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return 256, 512, 512
+    tk, tn = (512, 1024) if n >= 1024 else (1024, 512)
+    long = (tpu_generation() or NEWEST) >= 6 and k % tk == 0 and n % tn == 0
+    return (1024 if long else 512), tk, tn
 
 
-def _fit(tile: Tile, p: Problem) -> Tile:
+def fit_tile(tile: Tile, p: Problem) -> Tile:
     """The tile, capped to the problem; what is left smaller is rounded up to whole registers, as Mosaic asks."""
 
     def fit(size: int, unit: int, whole: int) -> int:
@@ -223,12 +245,12 @@ def _fit(tile: Tile, p: Problem) -> Tile:
     return fit(tm, SUBLANES, p.m), fit(tk, LANES, p.k), fit(tn, LANES, p.n)
 
 
-def _kernel_operand(x: jax.Array) -> jax.Array:
+def kernel_operand(x: jax.Array) -> jax.Array:
     """x as Mosaic can load it: it has no float16."""
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
-def _kernel_dtype(name: str) -> Any:
+def kernel_dtype(name: str) -> Any:
     """The dtype in which the kernel stores an output that XLA hands over as dtype `name`."""
     return jnp.dtype("float32" if name == "float16" else name)
 
@@ -259,7 +281,7 @@ def _gmm(
         rhs = jnp.zeros((groups, n, 1) if transpose_rhs else (groups, 1, n), rhs.dtype)
 
     tiles_m, tiles_k, tiles_n = pl.cdiv(m, tm), pl.cdiv(k, tk), pl.cdiv(n, tn)
-    metadata = _group_metadata(
+    metadata = group_metadata(
         group_sizes, group_offset, m=m, tm=tm, num_groups=groups, cover="tiles", interpret=interpret
     )
 
@@ -277,8 +299,8 @@ def _gmm(
         pl.BlockSpec((None, tn, tk) if transpose_rhs else (None, tk, tn), rhs_block),
         pl.BlockSpec((tm, tn), out_block),
     ]
-    operands = [_kernel_operand(x) for x in (lhs, rhs, existing_out) if x is not None]
-    out_shape = jax.ShapeDtypeStruct((m, n), _kernel_dtype(out_dtype))
+    operands = [kernel_operand(x) for x in (lhs, rhs, existing_out) if x is not None]
+    out_shape = jax.ShapeDtypeStruct((m, n), kernel_dtype(out_dtype))
     # A block is fetched anew when its index changes: with a single step over K, only at a new tile or a new group.
     visits = tiles_m + groups - 1
     lhs_rows, rhs_blocks = (m, groups) if tiles_k == 1 else (visits * tm, visits)
@@ -322,35 +344,54 @@ def _gmm_kernel(
     *existing_out, out, acc = refs
     visit, step, last_step = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
     (tm, tk), tn = lhs.shape, out.shape[1]
-    start, end = _rows_of_visit(visit, group_ids, tile_ids, group_offsets, group_offset, tm)
+    start, end = rows_of_visit(visit, group_ids, tile_ids, group_offsets, group_offset, tm)
+    whole = (start == 0) & (end == tm)
+    one_step = tk == k
     rest = k % tk or tk  # of K, in the last step; the block holds garbage beyond it, and 0 * NaN is NaN
 
-    def accumulate(depth: int) -> None:
-        for columns in _blocks(tn):
-            weights = rhs[columns, :depth] if transpose_rhs else rhs[:depth, columns]
-            partial_sum = _dot(lhs[:, :depth], weights, contract=(1, 1 if transpose_rhs else 0))
-            acc[:, columns] = jnp.where(step == 0, 0.0, acc[:, columns]) + partial_sum
+    def store(rows: Any, columns: Any, sums: jax.Array, masked: bool) -> None:
+        result = sums.astype(out.dtype)
+        if masked:
+            own = is_own_row(rows.start, result.shape, start, end)
+            result = jnp.where(own, result, out[rows, columns])
+        out[rows, columns] = result
 
-    if rest == tk:
-        pl.when(start < end)(lambda: accumulate(tk))
+    def multiply(rows: Any, depth: int, masked: bool) -> None:
+        for columns in blocks(tn, BLOCK):
+            for part in blocks(depth, dot_depth()):
+                weights = rhs[columns, part] if transpose_rhs else rhs[part, columns]
+                sums = dot(lhs[rows, part], weights, contract=(1, 1 if transpose_rhs else 0))
+                if part.start > 0:
+                    sums += acc[rows, columns]
+                elif not one_step:
+                    sums += jnp.where(step == 0, 0.0, acc[rows, columns])
+                if one_step and part.start + part.size == k:
+                    store(rows, columns, sums, masked)
+                else:
+                    acc[rows, columns] = sums
+
+    def multiply_step(rows: Any, masked: bool) -> None:
+        if rest == tk:
+            multiply(rows, tk, masked)
+        else:
+            pl.when(step < last_step)(lambda: multiply(rows, tk, masked))
+            pl.when(step == last_step)(lambda: multiply(rows, rest, masked))
+        if not one_step:
+            pl.when(step == last_step)(lambda: store(rows, slice(None), acc[rows, :], masked))
+
+    # Consecutive visits of a tile share its output block: the first one fills the rows that are not its own.
+    first_of_tile = (visit == 0) | (tile_ids[jnp.maximum(visit - 1, 0)] != tile_ids[visit])
+
+    @pl.when(~whole & first_of_tile & (step == last_step))
+    def _() -> None:
+        out[...] = existing_out[0][...] if existing_out else jnp.zeros_like(out)
+
+    multiply_own = partial(for_row_blocks, start, end, tm, partial(multiply_step, masked=True))
+    if row_block(tm) == tm:  # the masks cost less than a second program
+        multiply_own()
     else:
-        pl.when((start < end) & (step < last_step))(lambda: accumulate(tk))
-        pl.when((start < end) & (step == last_step))(lambda: accumulate(rest))
-
-    whole = (start == 0) & (end == tm)
-
-    @pl.when((step == last_step) & whole)
-    def _() -> None:
-        out[...] = acc[...].astype(out.dtype)
-
-    @pl.when((step == last_step) & ~whole)
-    def _() -> None:
-        # Consecutive visits of a tile share its output block: the first one fills the rows that are not its own.
-        first_of_tile = (visit == 0) | (tile_ids[jnp.maximum(visit - 1, 0)] != tile_ids[visit])
-        rows = lax.broadcasted_iota(jnp.int32, acc.shape, 0)
-        fill = existing_out[0][...] if existing_out else jnp.zeros_like(out)
-        others = jnp.where(first_of_tile, fill, out[...])
-        out[...] = jnp.where((start <= rows) & (rows < end), acc[...].astype(out.dtype), others)
+        pl.when(whole)(lambda: multiply_step(pl.ds(0, tm), masked=False))
+        pl.when(~whole)(multiply_own)
 
 
 # --------------------------------------------------------------------------------------------------------- tgmm
@@ -374,7 +415,7 @@ def _tgmm(
 
     tm, tk, tn = tile
     tiles_k, tiles_n = pl.cdiv(k, tk), pl.cdiv(n, tn)
-    metadata = _group_metadata(
+    metadata = group_metadata(
         group_sizes, group_offset, m=m, tm=tm, num_groups=groups, cover="groups", interpret=interpret
     )
 
@@ -392,8 +433,8 @@ def _tgmm(
         pl.BlockSpec((tm, tn), rhs_block),
         pl.BlockSpec((None, tk, tn), out_block),
     ]
-    operands = [_kernel_operand(x) for x in (lhs, rhs, existing_out) if x is not None]
-    out_shape = jax.ShapeDtypeStruct((groups, k, n), _kernel_dtype(out_dtype))
+    operands = [kernel_operand(x) for x in (lhs, rhs, existing_out) if x is not None]
+    out_shape = jax.ShapeDtypeStruct((groups, k, n), kernel_dtype(out_dtype))
     cost = pl.CostEstimate(
         flops=2 * m * k * n,
         transcendentals=0,
@@ -409,7 +450,11 @@ def _tgmm(
             grid=(tiles_n, tiles_k, metadata.num_visits[0]),
             in_specs=in_specs[: len(operands)],
             out_specs=pl.BlockSpec((None, tk, tn), out_block),
-            scratch_shapes=[pltpu.VMEM((tk, tn), jnp.float32)],
+            scratch_shapes=[
+                pltpu.VMEM((tk, tn), jnp.float32),
+                pltpu.VMEM((row_block(tm), tk), operands[0].dtype),
+                pltpu.VMEM((row_block(tm), tn), operands[1].dtype),
+            ],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=cost,
@@ -422,27 +467,29 @@ def _tgmm(
 def _tgmm_kernel(
     group_ids: Any, tile_ids: Any, group_offsets: Any, group_offset: Any, lhs: Any, rhs: Any, *refs: Any
 ) -> None:
-    *existing_out, out, acc = refs
+    *existing_out, out, acc, own_lhs, own_rhs = refs
     visit, last_visit = pl.program_id(2), pl.num_programs(2) - 1
     tm = rhs.shape[0]
-    start, end = _rows_of_visit(visit, group_ids, tile_ids, group_offsets, group_offset, tm)
+    start, end = rows_of_visit(visit, group_ids, tile_ids, group_offsets, group_offset, tm)
+    whole = (start == 0) & (end == tm)
     group = group_ids[visit]
     first_of_group = (visit == 0) | (group_ids[jnp.maximum(visit - 1, 0)] != group)
 
-    def own(block: jax.Array) -> jax.Array:
-        # On both operands: rows of other groups may hold NaN or infinities, and 0 * NaN is NaN.
-        rows = lax.broadcasted_iota(jnp.int32, block.shape, 0)
-        return jnp.where((start <= rows) & (rows < end), block, jnp.zeros_like(block))
+    def multiply(lhs: Any, rhs: Any, first: Any) -> None:
+        for part in blocks(lhs.shape[0], dot_depth(transposed=True)):
+            for columns in blocks(rhs.shape[1], 2 * BLOCK):
+                for rows in blocks(lhs.shape[1], 2 * BLOCK):
+                    before = acc[rows, columns]
+                    if part.start == 0:
+                        before = jnp.where(first, 0.0, before)
+                    acc[rows, columns] = before + dot(lhs[part, rows], rhs[part, columns], contract=(0, 0))
 
-    def accumulate(masked: bool) -> None:
-        b = own(rhs[...]) if masked else rhs[...]
-        for columns in _blocks(lhs.shape[1]):
-            a = own(lhs[:, columns]) if masked else lhs[:, columns]
-            acc[columns, :] = jnp.where(first_of_group, 0.0, acc[columns, :]) + _dot(a, b, contract=(0, 0))
+    def multiply_own(rows: Any) -> None:
+        copy_own_rows(((lhs, own_lhs), (rhs, own_rhs)), rows, start, end)
+        multiply(own_lhs, own_rhs, first_of_group & (rows.start <= start))
 
-    whole = (start == 0) & (end == tm)
-    pl.when(whole)(lambda: accumulate(masked=False))
-    pl.when((start < end) & ~whole)(lambda: accumulate(masked=True))
+    pl.when(whole)(lambda: multiply(lhs, rhs, first_of_group))
+    pl.when(~whole)(lambda: for_row_blocks(start, end, tm, multiply_own))
 
     @pl.when((visit == last_visit) | (group_ids[jnp.minimum(visit + 1, last_visit)] != group))
     def _() -> None:
@@ -452,7 +499,10 @@ def _tgmm_kernel(
         out[...] = total.astype(out.dtype)
 
 
-def _rows_of_visit(
+# ------------------------------------------------------------------------------------------------------- visits
+
+
+def rows_of_visit(
     visit: Any, group_ids: Any, tile_ids: Any, group_offsets: Any, group_offset: Any, tm: int
 ) -> tuple[Any, Any]:
     """The rows [start, end) of the visit's tile that belong to its group; start >= end where none do."""
@@ -462,12 +512,73 @@ def _rows_of_visit(
     return jnp.maximum(start, 0), jnp.minimum(end, tm)
 
 
-def _blocks(size: int) -> list[Any]:
-    """Slices of BLOCK. A dot over a whole tile needs more registers than there are, and spills."""
-    return [pl.ds(first, min(BLOCK, size - first)) for first in range(0, size, BLOCK)]
+def row_block(tm: int) -> int:
+    """How many of a tile's tm rows are multiplied at a time where the tile is not one group's alone."""
+    return tm if tm % BLOCK else BLOCK
 
 
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+def for_row_blocks(start: Any, end: Any, tm: int, body: Callable[[Any], None]) -> None:
+    """body(rows) for each block of `row_block(tm)` rows that has part in rows [start, end) of a tile, in order."""
+    height = row_block(tm)
+
+    @pl.when(start < end)
+    def _() -> None:
+        if height == tm:
+            body(pl.ds(0, tm))
+        else:
+            first, last = lax.div(start, height), lax.div(end - 1, height)
+            lax.fori_loop(first, last + 1, lambda i, _: body(pl.ds(pl.multiple_of(i * height, height), height)), None)
+
+
+def is_own_row(first_row: Any, shape: tuple[int, ...], start: Any, end: Any) -> jax.Array:
+    """Which elements of a block of `shape`, the first row of which is first_row, are in rows [start, end)."""
+    row = first_row + lax.broadcasted_iota(jnp.int32, shape, 0)
+    return (start <= row) & (row < end)
+
+
+def copy_own_rows(copies: Sequence[tuple[Any, Any]], rows: Any, start: Any, end: Any) -> None:
+    """Copy `rows` of each (tile, block) of `copies`, with zeros for those not in [start, end).
+
+    The others may hold NaN or infinities, and 0 * NaN is NaN: both operands of a sum over rows need it. A loop and
+    memory of its own, as masks made between the products need more registers than there are.
+    """
+    height = COPY_ROWS if rows.size % COPY_ROWS == 0 else rows.size
+
+    def copy(first: Any) -> None:
+        for tile, block in copies:
+            x = tile[pl.ds(rows.start + first, height), :]
+            own = is_own_row(rows.start + first, x.shape, start, end)
+            block[pl.ds(first, height), :] = jnp.where(own, x, jnp.zeros_like(x))
+
+    if height == rows.size:
+        copy(0)
+    else:
+        lax.fori_loop(0, rows.size // height, lambda i, _: copy(pl.multiple_of(i * height, height)), None)
+
+
+# ----------------------------------------------------------------------------------------------------- products
+
+
+def blocks(size: int, width: int) -> list[Any]:
+    """The slices of `width`, the last one maybe less, that make up an axis of `size`.
+
+    A dot over a whole tile needs more registers than there are, and spills.
+    """
+    return [pl.ds(first, min(width, size - first)) for first in range(0, size, width)]
+
+
+def dot_depth(transposed: bool = False) -> int:
+    """How deep a dot may be, for one that transposes an operand in registers or not.
+
+    The matrix unit of tpu7x adds up what it multiplies. Those before it leave that to registers, which run out: the
+    sums go through memory as often as keeps them from spilling.
+    """
+    if (tpu_generation() or NEWEST) >= 7:
+        return 2**20  # more than any tile has
+    return 2 * BLOCK if tpu_generation() == 6 and not transposed else BLOCK
+
+
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """float32 sums over axis `contract[0]` of a and `contract[1]` of b."""
     if contract == (1, 1) and b.shape[0] == 1:
         # Pallas takes a bfloat16 product with a single row for a matrix-vector one, and fails to lower that to float32.
@@ -482,7 +593,7 @@ def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames=("m", "tm", "num_groups", "cover", "interpret"))
-def _group_metadata(
+def group_metadata(
     group_sizes: jax.Array,
     group_offset: jax.Array,
     *,
@@ -492,6 +603,7 @@ def _group_metadata(
     cover: str,
     interpret: bool | pltpu.InterpretParams,
 ) -> GroupMetadata:
+    """`make_group_metadata` of checked arguments; group_offset as `as_vector` gives it."""
     (experts,) = group_sizes.shape
     tiles = pl.cdiv(m, tm)
     lengths = GroupMetadata(experts + 1, tiles + num_groups, tiles + num_groups, 1)

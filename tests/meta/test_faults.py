@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 
 from parity.judge import judge
-from parity.op import Case
+from parity.op import Case, Op
 from tests.matrix.gmm import GMM, TGMM
 
 ROOT = Path(__file__).parents[2]
-FILES = {"tpu": "tpu_kernels/gmm.py", "gpu": "gpu_reference/gmm.py"}
+PACKAGES = {"tpu": "tpu_kernels", "gpu": "gpu_reference"}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`old` becomes `new` in the backend's file; `ops` must catch it in a case that `where` admits."""
+    """`old` becomes `new` in a module of the backend; `ops` must catch it in a case that `where` admits.
+
+    `data` takes the place of the cases' own.
+    """
 
     name: str
     backend: str
@@ -25,6 +28,8 @@ class Fault:
     old: str
     new: str
     where: Callable[[Case], bool] = lambda c: c.tier == "smoke"
+    module: str = "gmm"
+    data: str | None = None
 
 
 def empty_groups(c):
@@ -71,7 +76,7 @@ FAULTS = [
     ),
     Fault(
         "a partial K tile is dropped", "tpu", ("gmm",),
-        "pl.when((start < end) & (step == last_step))(lambda: accumulate(rest))",
+        "pl.when(step == last_step)(lambda: multiply(rows, rest, masked))",
         "pass",
     ),
     Fault(
@@ -79,7 +84,11 @@ FAULTS = [
         "range(0, tl.where(has_rows, k, 0), TK)",
         "range(0, tl.where(has_rows, k // TK * TK, 0), TK)",
     ),
-    Fault("the K remainder is not masked", "tpu", ("gmm",), "lambda: accumulate(rest)", "lambda: accumulate(tk)"),
+    Fault(
+        "the K remainder is not masked", "tpu", ("gmm",),
+        "lambda: multiply(rows, rest, masked)",
+        "lambda: multiply(rows, tk, masked)",
+    ),
     Fault(  # one element too late, in both operands: further on the interpreter might leave the tensor's memory
         "the K remainder is not masked", "gpu", ("gmm",),
         "(along_k < k - first_k), other=0)\n            b = tl.load(b_tile, mask=in_columns & (down_k < k - first_k)",
@@ -99,8 +108,8 @@ FAULTS = [
     ),
     Fault(
         "inactive rows are not zeroed", "tpu", ("gmm",),
-        "others = jnp.where(first_of_tile, fill, out[...])",
-        "others = out[...]",
+        "out[...] = existing_out[0][...] if existing_out else jnp.zeros_like(out)",
+        "out[...] = existing_out[0][...] if existing_out else out[...]",
     ),
     Fault(
         "inactive rows are not zeroed", "gpu", ("gmm",),
@@ -109,8 +118,8 @@ FAULTS = [
     ),
     Fault(
         "existing_out is added, not kept", "tpu", ("gmm",),
-        "(rows < end), acc[...].astype(out.dtype), others)",
-        "(rows < end), acc[...].astype(out.dtype) + fill, others)",
+        "jnp.where(own, result, out[rows, columns])",
+        "jnp.where(own, result, 0) + out[rows, columns]",
         existing,
     ),
     Fault(
@@ -153,13 +162,13 @@ FAULTS = [
     ),
     Fault(
         "the accumulator is bfloat16", "tpu", ("gmm",),
-        "acc[:, columns]) + partial_sum",
-        "acc[:, columns]) + partial_sum.astype(jnp.bfloat16)",
+        "sums += jnp.where(step == 0, 0.0, acc[rows, columns])",
+        "sums = sums.astype(jnp.bfloat16) + jnp.where(step == 0, 0.0, acc[rows, columns])",
     ),
     Fault(
         "the accumulator is bfloat16", "tpu", ("tgmm",),
-        "acc[columns, :]) + _dot(a, b, contract=(0, 0))",
-        "acc[columns, :]) + _dot(a, b, contract=(0, 0)).astype(jnp.bfloat16)",
+        "rhs[part, columns], contract=(0, 0))",
+        "rhs[part, columns], contract=(0, 0)).astype(jnp.bfloat16)",
     ),
     Fault(
         "the accumulator is bfloat16", "gpu", ("gmm",),
@@ -175,8 +184,8 @@ FAULTS = [
     ),
     Fault(
         "the output is rounded twice", "tpu", ("gmm",),
-        "(rows < end), acc[...].astype(out.dtype), others)",
-        "(rows < end), lax.reduce_precision(acc[...], 8, 10).astype(out.dtype), others)",
+        "result = sums.astype(out.dtype)",
+        "result = lax.reduce_precision(sums, 8, 10).astype(out.dtype)",
         narrow_output,
     ),
     Fault(
@@ -232,10 +241,9 @@ FAULTS = [
 
 def plant(fault: Fault, folder: Path):
     """The module of the fault's backend with the fault in it."""
-    source = (ROOT / FILES[fault.backend]).read_text()
-    assert source.count(fault.old) == 1, (
-        f"{fault.old!r} occurs {source.count(fault.old)} times in {FILES[fault.backend]}"
-    )
+    file = f"{PACKAGES[fault.backend]}/{fault.module}.py"
+    source = (ROOT / file).read_text()
+    assert source.count(fault.old) == 1, f"{fault.old!r} occurs {source.count(fault.old)} times in {file}"
     path = folder / f"planted_{fault.backend}.py"
     path.write_text(source.replace(fault.old, fault.new))
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -254,9 +262,15 @@ def plant(fault: Fault, folder: Path):
     ],
 )
 def test_a_planted_fault_is_caught(fault, op, tmp_path):
+    check_is_caught(fault, op, tmp_path)
+
+
+def check_is_caught(fault: Fault, op: Op, folder: Path):
+    """Fail unless a case of the op's default tier fails with the fault."""
     pytest.importorskip("jax" if fault.backend == "tpu" else "triton")
-    kernel = getattr(plant(fault, tmp_path), op.name)
+    kernel = getattr(plant(fault, folder), op.name)
     tried = [case for case in op.cases if case.tier != "full" and fault.where(case)]
+    tried = tried if fault.data is None else [case.with_data(fault.data) for case in tried]
     assert tried, "no case of the default tier is there to catch it"
     verdicts = {}
     for case in tried:
