@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from parity import diff, matrix
+from parity import diff, matrix, schedule
 from parity.backends import prepare_environment, runner
 from parity.dtypes import SHORT_NAMES
 from parity.judge import compare
@@ -79,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     showing = add("show", _show, "print what the ledger has of a case, on all backends")
     showing.add_argument("case", help="a case id, with or without its seed")
     showing.add_argument("--records", type=_folder, default=None, metavar="DIR", help="the ledger (default: records)")
+    text = "what the TPU compiler makes of the kernels: the recorded table, or what has changed"
+    schedule.add_arguments(add("schedule", schedule.command, text))
     return parser
 
 

@@ -1,22 +1,33 @@
 """The real TPU compiler on a host without a TPU: `libtpu` compiles JAX functions for any generation.
 
 Only shapes and dtypes go in, no data. libtpu reads its environment when it loads and a process can load it once,
-so every batch is compiled in a process of its own; a compiler that crashes or hangs costs one case, not the batch.
+so cases are compiled in processes of their own; a compiler that crashes or hangs costs one case, not the others.
+Results are cached by the lowered module: a second run traces and lowers, and compiles nothing.
 """
 
 import importlib
 import os
 import pickle
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+from parity.compilers import bundles, cache, chips
+from parity.compilers import kernels as pallas
+from parity.compilers.bundles import Schedule, UnknownDump
+from parity.compilers.chips import CHIPS, packed_rows
+from parity.compilers.kernels import DotPasses, Kernel, dot_passes
+
+TOPOLOGIES = {name: chip.topology for name, chip in CHIPS.items()}
 """The smallest topology libtpu knows of each chip."""
 
 _ENVIRONMENT = {
@@ -24,85 +35,168 @@ _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # the host's own backend
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # other processes may hold libtpu's lock file
 }
-_ERROR_CHARACTERS = 4000
+_DUMP = (
+    "--xla_jf_dump_to={} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
+    " --xla_jf_dump_llo_pass_label_regex=final_bundles|static"
+)
+_LOG_CHARACTERS = 4000
 
 
 @dataclass(frozen=True)
 class Abstract:
-    """An array of which only the shape and the dtype (by name) are known."""
+    """An array of which only the shape and the dtype (by name) are known; split: the axis cut across the cores."""
 
     shape: tuple[int, ...]
     dtype: str
+    split: int | None = None
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """A function to compile for one core of a chip.
+    """A function to compile for a chip.
 
     function is `"module:function"`, chip a key of `TOPOLOGIES`. `Abstract` arguments become traced arrays; all other
-    keywords are passed as they are.
+    keywords are passed as they are. With cores > 1 the function sees a mesh of so many, of the one axis "core", and
+    an argument is whole on each core unless it says along which axis it is split.
     """
 
     function: str
     chip: str
     arguments: tuple[Abstract, ...]
     keywords: Mapping[str, Any] = field(default_factory=dict)
+    cores: int = 1
+
+
+@dataclass(frozen=True)
+class CompiledKernel(Schedule):
+    """One Pallas kernel of a compiled function: its schedule, and more.
+
+    passes: over the matrix unit, of the source's dots. vmem_bytes: the scoped VMEM that it takes. fetch_starvation,
+    write_starvation: the share of its bundles in which the compiler expects to wait for HBM.
+    """
+
+    call: Kernel
+    passes: tuple[DotPasses, ...]
+    vmem_bytes: int
+    fetch_starvation: float
+    write_starvation: float
+
+    @property
+    def name(self) -> str:
+        """The `pallas_call`'s name, or what XLA calls it."""
+        return self.call.name
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Cycles that a kernel takes at least, all steps on one core: its schedule, the matrix units alone, HBM alone."""
+
+    schedule: float
+    mxu: float
+    hbm: float
+
+    @property
+    def bound(self) -> str:
+        """What bounds it: "HBM", "MXU" or its "schedule"."""
+        if self.hbm >= self.schedule:
+            return "HBM"
+        return "MXU" if self.mxu >= 0.99 * self.schedule else "schedule"
+
+
+def roofline(kernel: CompiledKernel, chip: str) -> Roofline:
+    """The roofline of a kernel on a chip, from its grid, its HBM bytes and the chip's published peaks."""
+    steps, peaks = kernel.call.steps, CHIPS[chip]
+    return Roofline(
+        schedule=steps * kernel.static_cycles,
+        mxu=steps * kernel.mxu_cycles,
+        hbm=kernel.call.hbm_bytes / peaks.hbm_gbs * peaks.ghz,
+    )
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler said. Where ok is False, error is its own text and the byte counts are 0."""
+    """What the compiler said. Where ok is False, error is its own text and the byte counts are 0.
+
+    code is its error's code (E2001) and location the line of ours that it blames, "path:line", each empty where it
+    names none; log is what it wrote before it crashed or hung. hbm_bytes: what XLA counts for the whole program, None
+    where it counts none. kernels: with `schedule`, the Pallas kernels in program order. cached: nothing was compiled.
+    """
 
     ok: bool
     seconds: float = 0.0
     error: str = ""
+    location: str = ""
+    log: str = ""
     code_bytes: int = 0
     argument_bytes: int = 0
     output_bytes: int = 0
     temp_bytes: int = 0
+    hbm_bytes: int | None = None
+    kernels: tuple[CompiledKernel, ...] = ()
+    cached: bool = False
+
+    @property
+    def code(self) -> str:
+        """The compiler's code of the error."""
+        found = re.search(r"\bE\d{4}\b", self.error)
+        return found[0] if found else ""
+
+    @property
+    def reason(self) -> str:
+        """The first line of the error, without the exception's name, the status and the kernel's."""
+        line = self.error.partition("\n")[0]
+        return re.sub(r"^\w+: (?:[A-Z_]+: )?(?:Mosaic failed to compile TPU kernel .*?HLO name `[^`]*`: )?", "", line)
 
 
-def compile_for_tpu(cases: Sequence[Compilation], timeout: float = 300.0) -> list[Compiled]:
+def compile_for_tpu(cases: Sequence[Compilation], timeout: float = 300.0, *, schedule: bool = False) -> list[Compiled]:
     """Compile each case, in order, in as few fresh processes as possible; one result per case.
 
-    A process that dies or runs longer than `timeout` seconds fails the case it was at; the rest go on in a new one.
-    Raises ValueError for an unknown chip.
+    A case whose process dies, or that takes longer than `timeout` seconds, fails; the rest go on in a new one.
+    schedule: also read the schedules of the Pallas kernels; a dump that cannot be read is then an error of its case.
+    Raises ValueError for an unknown chip or a number of cores that its topology does not have.
     """
     for case in cases:
         if case.chip not in TOPOLOGIES:
             raise ValueError(f"chip must be one of {', '.join(TOPOLOGIES)}, got {case.chip!r}")
+        if case.cores < 1:
+            raise ValueError(f"cores must be at least 1, got {case.cores}")
+    if timeout < 1:
+        raise ValueError(f"timeout must be at least 1 s, got {timeout:g}")
     results: list[Compiled] = []
     while len(results) < len(cases):
-        done, failure = _compile_in_subprocess(cases[len(results) :], timeout)
+        done, failure = _compile_in_subprocess(cases[len(results) :], timeout, schedule)
         results += done
         if len(results) < len(cases):
-            results.append(Compiled(ok=False, error=failure))
+            results.append(failure)
     return results
 
 
-def _compile_in_subprocess(cases: Sequence[Compilation], timeout: float) -> tuple[list[Compiled], str]:
-    """The results of one process, and why it stopped early if it did."""
+def _compile_in_subprocess(
+    cases: Sequence[Compilation], timeout: float, schedule: bool
+) -> tuple[list[Compiled], Compiled]:
+    """The results of one process, and what to say of the next case if it stopped early."""
     with tempfile.TemporaryDirectory() as folder:
-        requests, answers = Path(folder, "requests"), Path(folder, "answers")
-        requests.write_bytes(pickle.dumps(list(cases)))
+        requests, answers, log, dump = (Path(folder, name) for name in ("requests", "answers", "log", "dump"))
+        requests.write_bytes(pickle.dumps((list(cases), timeout, str(dump) if schedule else "")))
         answers.touch()
-        program = f"from {__name__} import _serve; import sys; _serve(sys.argv[1], sys.argv[2])"
         environment = os.environ | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        try:
-            process = subprocess.run(
+        if schedule:
+            flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+            environment["LIBTPU_INIT_ARGS"] = f"{flags} {_DUMP.format(dump)}".strip()
+        program = f"from {__name__} import _serve; import sys; _serve(*sys.argv[1:])"
+        with log.open("ab") as stream:
+            status = subprocess.run(
                 [sys.executable, "-c", program, str(requests), str(answers)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                timeout=timeout,
+                stderr=stream,
                 check=False,
-            )
-            failure = f"compiler process ended with status {process.returncode}: {process.stderr[-_ERROR_CHARACTERS:]}"
-        except subprocess.TimeoutExpired:
-            failure = f"compiler process ran longer than {timeout:g} s"
-        return _read(answers), failure
+            ).returncode
+        hung = status == -signal.SIGALRM
+        failure = f"compiler took longer than {timeout:g} s" if hung else f"compiler process ended with status {status}"
+        last_words = log.read_bytes()[-_LOG_CHARACTERS:].decode(errors="replace")
+        return _read(answers), Compiled(ok=False, error=failure, log=last_words, seconds=timeout if hung else 0.0)
 
 
 def _read(answers: Path) -> list[Compiled]:
@@ -118,45 +212,165 @@ def _read(answers: Path) -> list[Compiled]:
 
 def _serve(requests: str, answers: str) -> None:
     """The subprocess: compile what the parent wrote, answer case by case."""
+    importlib.import_module("jax")  # before the first case's time begins
+    cases, timeout, dump = pickle.loads(Path(requests).read_bytes())
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, wherever in the compiler it is
     with Path(answers).open("ab") as stream:
-        for case in pickle.loads(Path(requests).read_bytes()):
+        for case in cases:
+            signal.setitimer(signal.ITIMER_REAL, timeout)
+            os.ftruncate(sys.stderr.fileno(), 0)  # what is in it when the process dies is about this case
+            for left in Path(dump).glob("*") if dump else ():
+                left.unlink()
             start = time.perf_counter()
             try:
-                answer = _compile(case, start)
+                answer = _compile(case, Path(dump) if dump else None)
             except Exception as error:  # whatever the compiler raises is the answer
                 text = f"{type(error).__name__}: {error}"
-                answer = Compiled(ok=False, seconds=time.perf_counter() - start, error=text[:_ERROR_CHARACTERS])
-            stream.write(pickle.dumps(answer))
+                location = _blamed(text) or _raised_at(error)
+                answer = Compiled(ok=False, error=text[:_LOG_CHARACTERS], location=location)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            stream.write(pickle.dumps(replace(answer, seconds=time.perf_counter() - start)))
             stream.flush()
 
 
-def _compile(case: Compilation, start: float) -> Compiled:
+def _compile(case: Compilation, dump: Path | None) -> Compiled:
     import jax
     from jax.experimental import topologies
 
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[case.chip])
-    mesh = jax.sharding.Mesh(topology.devices[:1], ("core",))
-    on_core = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[case.chip]).devices
+    if case.cores > len(devices):
+        raise ValueError(f"cores must be at most {len(devices)} on {TOPOLOGIES[case.chip]}, got {case.cores}")
+    mesh = jax.sharding.Mesh(devices[: case.cores], ("core",))
 
     def traced(value: Abstract) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(value.shape, jax.numpy.dtype(value.dtype), sharding=on_core)
+        axes = [] if value.split is None else [None] * value.split + ["core"]
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+        return jax.ShapeDtypeStruct(value.shape, jax.numpy.dtype(value.dtype), sharding=sharding)
 
     module, _, name = case.function.partition(":")
     function = getattr(importlib.import_module(module), name)
-    arrays = {key: traced(value) for key, value in case.keywords.items() if isinstance(value, Abstract)}
-    static = {key: value for key, value in case.keywords.items() if key not in arrays}
+    arrays = {word: traced(value) for word, value in case.keywords.items() if isinstance(value, Abstract)}
+    static = {word: value for word, value in case.keywords.items() if word not in arrays}
     # The abstract mesh makes questions about the device (get_tpu_info) answer for the target, not for this host.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         program = jax.jit(lambda *args, **kwargs: function(*args, **kwargs, **static))
-        compiled = program.lower(*map(traced, case.arguments), **arrays).compile()
-    memory = compiled.memory_analysis()
+        trace = program.trace(*map(traced, case.arguments), **arrays)
+        lowered = trace.lower()
+        key = _cache_key(case, lowered.as_text(), dump)
+        known = cache.load("mosaic", key)
+        if isinstance(known, Compiled):
+            return replace(known, cached=True)
+        compiled = lowered.compile()
+    memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
     if memory is None:
         raise RuntimeError("libtpu gave no memory analysis")
-    return Compiled(
+    result = Compiled(
         ok=True,
-        seconds=time.perf_counter() - start,
         code_bytes=memory.generated_code_size_in_bytes,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
+        hbm_bytes=int(costs["bytes accessed"]) if "bytes accessed" in costs else None,
+        kernels=_kernels(dump, case.chip, pallas.kernels(trace.jaxpr)) if dump else (),
     )
+    cache.store("mosaic", key, result)
+    return result
+
+
+def _cache_key(case: Compilation, module: str, dump: Path | None) -> str:
+    from importlib.metadata import version
+
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "").replace(str(dump), "")
+    readers = "".join(Path(file).read_text() for file in (bundles.__file__, chips.__file__, pallas.__file__, __file__))
+    return cache.digest(module, case.chip, str(case.cores), version("libtpu"), version("jaxlib"), flags, readers)
+
+
+def _kernels(dump: Path, chip: str, calls: Sequence[Kernel]) -> tuple[CompiledKernel, ...]:
+    """Each call with what the dump has of it."""
+    files = {path.name: path.read_text() for path in sorted(dump.glob("*.txt"))}
+    seen: Counter[tuple[str, tuple[tuple[int, ...], ...]]] = Counter()
+    compiled = []
+    for call in calls:
+        compiled.append(read_dump(files, call, chip, nth=seen[call.name, call.operands]))
+        seen[call.name, call.operands] += 1
+    return tuple(compiled)
+
+
+def read_dump(files: Mapping[str, str], call: Kernel, chip: str, nth: int = 0) -> CompiledKernel:
+    """The kernel of a call in a dump (file name → text), the nth of those with its name and operands.
+
+    Raises UnknownDump where the dump has no such kernel or is not in the format that is known here.
+    """
+    stem = _stem(files, call, nth)
+    (utilization,) = _named(files, rf"{re.escape(stem)}-\d+-final_hlo-static-per-bundle-utilization\.txt").values()
+    (text,) = _named(files, rf"{re.escape(stem)}-\d+-final_bundles\.txt").values()
+    program = bundles.parse(text, utilization)
+    instruction = stem.partition("-")[2]
+    profile = "".join(_named(files, r".*-hlo-static-bundle-profile\.txt").values())
+    section = re.search(rf"^HLO: %{re.escape(instruction)} = (.*?)(?=^HLO: |\Z)", profile, re.MULTILINE | re.DOTALL)
+    scoped = section and re.search(
+        r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"', section[1]
+    )
+    if not section or not scoped:
+        raise UnknownDump(f"the dump must have a profile of {instruction} with the VMEM that it uses")
+
+    def share(counter: str) -> float:
+        used = re.search(rf"{counter}: \((\d+)/(\d+)\)", section[1])
+        if used is None:
+            raise UnknownDump(f"the profile of {instruction} must have {counter}")
+        return int(used[1]) / int(used[2])
+
+    width = CHIPS[chip].width
+    rows = {operand: count * packed_rows(operand) for operand, count in bundles.emitted(program).items()}
+    return CompiledKernel(
+        **vars(bundles.schedule(program, CHIPS[chip], call.steps_per_block)),
+        call=call if call.name else replace(call, name=re.sub(r"(\.\d+)+$", "", instruction)),
+        passes=dot_passes(call.dots, rows, width),
+        vmem_bytes=int(scoped[1]),
+        fetch_starvation=share("HBM_TO_VMEM_ESTIMATED_STARVATION"),
+        write_starvation=share("VMEM_TO_HBM_ESTIMATED_STARVATION"),
+    )
+
+
+def _stem(files: Mapping[str, str], call: Kernel, nth: int) -> str:
+    """What the names of a kernel's files begin with: a time and the name of its HLO instruction."""
+    # XLA names a kernel without a name as it likes. (Names in capitals or brackets are of no instruction.)
+    name = re.escape(call.name) if call.name else r"[a-z_][^-]*"
+    pattern = rf"\d+-{name}(?:\.\d+)*-\d+-final_bundles\.txt"
+    stems = {re.sub(r"-\d+-final_bundles\.txt$", "", name): text for name, text in _named(files, pattern).items()}
+    if len(stems) > 1:  # equal calls may share a program
+        stems = {stem: text for stem, text in stems.items() if _operands(text) == call.operands}
+    if not stems:
+        raise UnknownDump(f"the dump must have a program of kernel {call.name} with operands {call.operands}")
+    return list(stems)[min(nth, len(stems) - 1)]
+
+
+def _named(files: Mapping[str, str], pattern: str) -> dict[str, str]:
+    return {name: text for name, text in files.items() if re.fullmatch(pattern, name)}
+
+
+def _operands(text: str) -> tuple[tuple[int, ...], ...]:
+    """The shapes of a program's operands, inputs and outputs, in order."""
+    found = re.findall(r"inlined_call_operand[^\[]*\[shape: \w+\[([\d,]*)\], index: (\d+), kind: ", text)
+    in_order = sorted((int(index), shape) for shape, index in found)
+    return tuple(tuple(int(size) for size in shape.split(",") if size) for _, shape in in_order)
+
+
+def _blamed(error: str) -> str:
+    """The innermost source line of ours among the locations that the compiler's error gives, or none."""
+    for path, line in re.findall(r'"([^"]+\.py)":(\d+)', error):
+        if "site-packages" not in path:
+            return f"{_shown(path)}:{line}"
+    return ""
+
+
+def _raised_at(error: Exception) -> str:
+    """The innermost line of ours that was running when an error was raised, or none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if "site-packages" not in frame.filename and frame.filename != __file__ and Path(frame.filename).is_file():
+            return f"{_shown(frame.filename)}:{frame.lineno}"
+    return ""
+
+
+def _shown(path: str) -> str:
+    return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path

@@ -1,0 +1,392 @@
+"""The machine code of a TPU kernel, read from the compiler's dump, and what it says about speed.
+
+The dump has a kernel as *bundles*, one VLIW instruction word each (`final_bundles`), and how many slots of each
+functional unit every bundle uses (`final_hlo-static-per-bundle-utilization`). Branches name the region they jump to,
+and the bundle in which a region starts says so. That gives each loop and each conditional part (`pl.when`, `lax.cond`)
+as an interval of bundles.
+
+**A step** is one iteration of the loop over the grid (which Mosaic pipelines: it fetches for the next step and writes
+back for the one before). Without a grid it is the outermost loop around the hot code whose length only the data say,
+or else the whole program.
+
+**A whole middle step** is one that works on a full tile, at no end of the grid and no boundary of a group. Of the step
+it runs
+
+1. all unconditional bundles. The check of a condition is unconditional, and so are the delay slots of its branch;
+2. of the conditional parts that do the kernel's work the one that does most of it, and of those that do the same the
+   shortest: a whole tile against a masked one. Work is `vmatmul`, in a kernel without any it is vector stores. What
+   encloses this *hot* part runs too; the outermost is the compute stage of the pipeline, whose condition fails only in
+   the first and the last steps;
+3. in the other stages of the pipeline everything: they copy operands that XLA put into VMEM;
+4. conditional parts that neither do work nor store vectors: they start copies or wait for them;
+5. of the conditional parts that store vectors and do no work, one before the hot code (initial values) and one after
+   it (results), the shortest of each (a whole tile against a masked one), *every few steps*: they are divided by the
+   number of steps that share an output block;
+6. a loop inside it as often as it runs, or once, and counted in `unknown_loops`, if only the data say how often.
+
+Its **static cycles** are these bundles, or, where that is more, the cycles for which its `vmatmul`s occupy the matrix
+units. On tpu7x they queue, so that bundles can be fewer than that; the chips before it space them in the schedule.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from parity.compilers.chips import Chip
+
+UNITS = ("MATMUL", "MATPUSH", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL", "SALU")
+"""The columns of the utilization file; fills and spills are among the loads and the stores."""
+
+_BUNDLE = re.compile(r"^ *(?:0x)?([0-9a-f]+) +(?:[A-Z]{2})? *: [> ]*\{", re.MULTILINE)
+_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+_START = re.compile(r"Start(?:/End empty)? region (\d+)")
+_END = re.compile(r"End region (\d+)")
+_BRANCH = re.compile(r"= sbr\.rel (?:\((!?%\w+)\) )?target = \$region(\d+)")
+_ANY_BRANCH = re.compile(r"= s(?:br|call|jmp)\b")
+_VMATMUL = re.compile(r"= vmatmul\.([\w.]+)")
+_OPERANDS = {"f32": "f32", "bf16": "bf16", "f8": "fp8", "s8": "int8", "u8": "int8"}
+_DELAY_SLOTS = 6  # after a branch, at most
+
+
+class UnknownDump(ValueError):
+    """A dump of the compiler is not in the format that this module reads."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """One VLIW instruction word: its text and the slots it uses of each of `UNITS`."""
+
+    text: str
+    used: tuple[int, ...]
+
+    @cached_property
+    def code(self) -> str:
+        """The text without comments."""
+        return _COMMENT.sub("", self.text)
+
+    @cached_property
+    def vmatmuls(self) -> Counter[str]:
+        """Its `vmatmul` instructions by operand type. (Preparing them takes MATMUL slots too.)"""
+        return Counter(map(_operand, _VMATMUL.findall(self.code)))
+
+    @property
+    def stores(self) -> int:
+        """Vector stores, spilled registers not among them."""
+        return self.used[UNITS.index("VSTORE")] - self.used[UNITS.index("VSTORE:SPILL")]
+
+
+@dataclass
+class Part:
+    """Bundles [start, end) that run or do not run together, and the parts inside.
+
+    trips: how often a loop runs, None where only the data say. pipelined: it is the loop over the grid.
+    """
+
+    start: int
+    end: int
+    loop: bool = False
+    trips: int | None = 1
+    pipelined: bool = False
+    inner: list["Part"] = field(default_factory=list)
+
+    @property
+    def own(self) -> list[int]:
+        """The bundles that are in no part inside."""
+        inside = {i for part in self.inner for i in range(part.start, part.end)}
+        return [i for i in range(self.start, self.end) if i not in inside]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A kernel's machine code: bundles, slots that a bundle has of each of `UNITS`, and the whole as a part."""
+
+    bundles: tuple[Bundle, ...]
+    capacity: tuple[int, ...]
+    whole: Part
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a kernel's machine code says about its speed (see the module). A bundle issues in one cycle of a core.
+
+    bundles: the whole program; step_bundles: a whole middle step, without the parts that run only every few steps;
+    periodic_bundles: those, spread over the steps; mxu_cycles: for how long its `vmatmul`s occupy the matrix units;
+    vmatmuls: how many it has, by operand type; slots: used and there, by unit. loop_bundles: the code of the loop over
+    the grid, all branches. hot_bundles, hot_vmatmuls: the straight-line region of the step with the most work.
+    spills, fills: vector registers saved to VMEM and loaded back, in the whole program, and spill_share of its vector
+    stores. unknown_loops: loops of the step that were counted once.
+    """
+
+    bundles: int
+    loop_bundles: int
+    step_bundles: float
+    periodic_bundles: float
+    mxu_cycles: float
+    vmatmuls: Mapping[str, float]
+    slots: Mapping[str, tuple[float, float]]
+    hot_bundles: int
+    hot_vmatmuls: int
+    spills: int
+    fills: int
+    spill_share: float
+    unknown_loops: int
+
+    @property
+    def static_cycles(self) -> float:
+        """Cycles of a whole middle step."""
+        return max(self.step_bundles + self.periodic_bundles, self.mxu_cycles)
+
+    @property
+    def mxu_use(self) -> float:
+        """The part of the static cycles in which the matrix units work; 1 is the floor."""
+        return self.mxu_cycles / self.static_cycles
+
+
+def parse(bundles: str, utilization: str) -> Program:
+    """The program in the texts of a kernel's two dump files.
+
+    Raises UnknownDump where they are not in the known format, or not of the same program.
+    """
+    heads = list(_BUNDLE.finditer(bundles))
+    if not heads or [int(head[1], 16) for head in heads] != list(range(len(heads))):
+        raise UnknownDump("bundles must be numbered from 0 on without a gap")
+    ends = [head.start() for head in heads[1:]] + [len(bundles)]
+    texts = [bundles[head.end() : end] for head, end in zip(heads, ends, strict=True)]
+    if "/* exit bundle:" not in texts[-1]:
+        raise UnknownDump("the last bundle must be the exit bundle")
+    capacity, *used = _utilization(utilization)
+    if len(used) != len(texts):
+        raise UnknownDump(f"utilization must have one row for each of the {len(texts)} bundles, got {len(used)}")
+    parsed = tuple(Bundle(text, row) for text, row in zip(texts, used, strict=True))
+    return Program(parsed, capacity, Part(0, len(parsed), inner=_parts(parsed)))
+
+
+def _utilization(text: str) -> list[tuple[int, ...]]:
+    """The rows of the file: capacities first, then each bundle's use."""
+    lines = text.splitlines()
+    if len(lines) < 4 or tuple(re.split(r",\s*", lines[1].strip())) != UNITS or "UTILIZATION" not in lines[3]:
+        raise UnknownDump(
+            f"utilization must begin with the columns {', '.join(UNITS)}, got {' '.join(lines[:2])[:200]}"
+        )
+    rows = [line.split() for line in [lines[2], *lines[4:]] if line.strip()]
+    if not all(len(row) == len(UNITS) and "".join(row).isdigit() for row in rows):
+        raise UnknownDump(f"utilization must have {len(UNITS)} numbers in every row")
+    return [tuple(map(int, row)) for row in rows]
+
+
+def _operand(suffixes: str) -> str:
+    """The left operand's type of a vmatmul, the first one among its suffixes: mubr.msk.f8e4m3b11.bf16.gmra is fp8."""
+    for suffix in suffixes.split("."):
+        for prefix, operand in _OPERANDS.items():
+            if suffix.startswith(prefix):
+                return operand
+    raise UnknownDump(f"vmatmul must have an operand type of {', '.join(_OPERANDS)}, got {suffixes}")
+
+
+def _parts(bundles: Sequence[Bundle]) -> list[Part]:
+    """The outermost parts."""
+    starts: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    for address, bundle in enumerate(bundles):
+        starts |= {int(region): address for region in _START.findall(bundle.text)}
+        ends |= {int(region): address + 1 for region in _END.findall(bundle.text)}
+    code = "\n".join(bundle.code for bundle in bundles)
+    parts = []
+    for address, bundle in enumerate(bundles):
+        branches = _BRANCH.findall(bundle.code)
+        if len(branches) != len(_ANY_BRANCH.findall(bundle.code)):
+            raise UnknownDump(f"bundle {address:#x} has an unknown kind of branch")
+        for condition, target in branches:
+            region = int(target)
+            # A check, its branch, what is skipped and what follows are numbered in this order. What follows the last
+            # region of the program is not marked.
+            to = starts.get(region, ends.get(region - 1, -1))
+            if to < 0:
+                raise UnknownDump(f"bundle {address:#x} branches to region {region}, which starts nowhere")
+            if to > address:
+                delayed = ends.get(region - 2, 0)
+                parts.append(Part(delayed if address < delayed < to else address + 1, to))
+            else:
+                # The delay slots end with the branch's region, together with others.
+                after = max(end for end in [address + 1, *ends.values()] if end <= address + 1 + _DELAY_SLOTS)
+                pipelined = "iteration index, stage" in bundles[to].text
+                parts.append(Part(to, after, loop=True, trips=_trips(code, condition), pipelined=pipelined))
+    return _nested(parts)
+
+
+def _nested(parts: list[Part]) -> list[Part]:
+    outermost: list[Part] = []
+    for part in sorted(parts, key=lambda p: (p.start, -p.end, p.loop)):
+        siblings = outermost
+        while siblings and siblings[-1].end > part.start:
+            enclosing = siblings[-1]
+            if part.end > enclosing.end + _DELAY_SLOTS:
+                raise UnknownDump(f"bundles {part.start:#x} to {part.end:#x} are not inside {enclosing.end:#x}")
+            part.end = min(part.end, enclosing.end)
+            siblings = enclosing.inner
+        siblings.append(part)
+    return outermost
+
+
+def _trips(code: str, condition: str) -> int | None:
+    """How often a loop runs that is left when `condition` (`!%p`) fails: its counter's start, step and bound."""
+    name, predicate = r"%\w+", r"(?:\(!?%\w+\), )?"
+
+    def find(pattern: str) -> re.Match[str] | None:
+        return re.search(pattern.replace("PRED", predicate).replace("NAME", name), code)
+
+    test = find(rf"{condition.lstrip('!')} = scmp\.ge\.s32\.totalorder PRED(NAME), (\d+)\b")
+    step = test and find(rf"{test[1]} = sadd\.s32 PRED(\d+), (NAME)")
+    phi = test and step and find(rf"{step[2]} = sphi (NAME), {test[1]}\b")
+    start = phi and find(rf"{phi[1]} = smov\.u32 PRED(\d+)\b")
+    if not (test and step and start and condition.startswith("!")):
+        return None
+    return max(1, -(-(int(test[2]) - int(start[1])) // int(step[1])))
+
+
+@dataclass
+class _Path:
+    """How often each bundle runs in a step: those that run in each, and those that run every few steps."""
+
+    runs: Counter[int] = field(default_factory=Counter)
+    periodic: Counter[int] = field(default_factory=Counter)
+    unknown_loops: int = 0
+
+    def add(self, other: "_Path", times: int = 1) -> None:
+        for mine, others in (self.runs, other.runs), (self.periodic, other.periodic):
+            for address, runs in others.items():
+                mine[address] += runs * times
+        self.unknown_loops += other.unknown_loops
+
+
+def schedule(program: Program, chip: Chip, steps_per_block: float = 1.0) -> Schedule:
+    """What the program says about the kernel's speed on the chip; steps_per_block: steps that share an output block."""
+    reader = _Reader(program)
+    bundles = program.bundles
+    step = reader.step()
+    path = reader.path(step)
+    runs = {i: path.runs[i] + path.periodic[i] / steps_per_block for i in path.runs | path.periodic}
+    vmatmuls: dict[str, float] = {}
+    for i, times in runs.items():
+        for operand, count in bundles[i].vmatmuls.items():
+            vmatmuls[operand] = vmatmuls.get(operand, 0.0) + times * count
+    hot = reader.hot_region(step, path)
+    spills, fills, stores = (
+        sum(bundle.used[UNITS.index(unit)] for bundle in bundles) for unit in ("VSTORE:SPILL", "VLOAD:FILL", "VSTORE")
+    )
+    return Schedule(
+        bundles=len(bundles),
+        loop_bundles=step.end - step.start,
+        step_bundles=path.runs.total(),
+        periodic_bundles=path.periodic.total() / steps_per_block,
+        mxu_cycles=sum(count * chip.vmatmul_cycles(operand) for operand, count in vmatmuls.items()) / chip.mxus,
+        vmatmuls=vmatmuls,
+        slots={
+            unit: (
+                sum(times * bundles[i].used[n] for i, times in runs.items()),
+                program.capacity[n] * sum(runs.values()),
+            )
+            for n, unit in enumerate(UNITS)
+        },
+        hot_bundles=len(hot),
+        hot_vmatmuls=sum(bundles[i].vmatmuls.total() for i in hot),
+        spills=spills,
+        fills=fills,
+        spill_share=spills / stores if stores else 0.0,
+        unknown_loops=path.unknown_loops,
+    )
+
+
+def emitted(program: Program) -> Counter[str]:
+    """The `vmatmul`s of one step with every condition true, by operand type: all that the source's dots became."""
+    counts: Counter[str] = Counter()
+    for address, runs in _Reader(program).everything(program.whole).runs.items():
+        for operand, count in program.bundles[address].vmatmuls.items():
+            counts[operand] += runs * count
+    return counts
+
+
+class _Reader:
+    """Which bundles a whole middle step runs; the numbers are those of the module's list."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.multiplies = any(bundle.vmatmuls for bundle in program.bundles)
+
+    def step(self) -> Part:
+        part = step = self.program.whole
+        while part.inner:
+            part = max(part.inner, key=lambda inner: self.work(self.path(inner)))
+            if part.pipelined:
+                return part
+            if step is self.program.whole and part.trips is None:
+                step = part
+        return step
+
+    def path(self, part: Part) -> _Path:
+        """What a whole middle step runs of a part, the body of an inner loop as often as it runs."""
+        own = _Path(Counter(part.own))
+        inner = [(child, self.path(child)) for child in part.inner]
+        always = [own] + [path for child, path in inner if child.loop]
+        conditional = [(child, path) for child, path in inner if not child.loop]
+        hot = max(conditional, key=lambda c: (self.work(c[1]), -c[1].runs.total()), default=None)
+        hottest = max(always, key=self.work)
+        if hot and self.work(hot[1]) > self.work(hottest):
+            hottest = hot[1]
+        else:
+            hot = None
+        hot_at = min((i for i in hottest.runs if self.work_of(i)), default=0)
+
+        path = _Path()
+        for each in always:
+            path.add(each)
+        before: list[Counter[int]] = []
+        after: list[Counter[int]] = []
+        for child, each in conditional:
+            if hot and child is hot[0]:
+                path.add(each)  # 2
+            elif hot and part.pipelined:
+                path.add(self.everything(child))  # 3
+            elif not self.work(each) and not any(self.program.bundles[i].stores for i in each.runs):
+                path.add(each)  # 4
+            elif not self.work(each) or not (self.multiplies or hot):
+                (before if child.start < hot_at else after).append(each.runs)  # 5
+        for alternatives in before, after:
+            if alternatives:
+                shortest: Counter[int] = min(alternatives, key=lambda runs: runs.total())
+                path.periodic += shortest
+        if not part.loop or part.pipelined:
+            return path
+        repeated = _Path()
+        repeated.add(path, times=part.trips or 1)  # 6
+        repeated.unknown_loops += part.trips is None
+        return repeated
+
+    def everything(self, part: Part) -> _Path:
+        """All bundles of a part, those of an inner loop as often as it runs; of the loop over the grid one step."""
+        path = _Path(Counter(part.own))
+        for child in part.inner:
+            path.add(self.everything(child), times=1 if child.pipelined else child.trips or 1)
+        return path
+
+    def work(self, path: _Path) -> int:
+        return sum(runs * self.work_of(address) for address, runs in path.runs.items())
+
+    def work_of(self, address: int) -> int:
+        bundle = self.program.bundles[address]
+        return bundle.vmatmuls.total() if self.multiplies else bundle.stores
+
+    def hot_region(self, step: Part, path: _Path) -> list[int]:
+        borders, parts = set(), [step]
+        while parts:
+            part = parts.pop()
+            borders |= {part.start, part.end}
+            parts += part.inner
+        regions: list[list[int]] = [[]]
+        for address in sorted(path.runs):
+            if regions[-1] and (address != regions[-1][-1] + 1 or address in borders):
+                regions.append([])
+            regions[-1].append(address)
+        return max(regions, key=lambda region: (sum(map(self.work_of, region)), len(region)))

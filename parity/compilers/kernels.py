@@ -1,0 +1,220 @@
+"""What the Pallas kernels of a traced JAX function are: grids, blocks, dots and bytes, read from the jaxpr."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from parity.compilers.chips import packed_rows
+
+_OPERANDS = {4: "f32", 2: "bf16"}
+_PASSES_OF_HIGHEST = 6
+
+
+@dataclass(frozen=True)
+class Block:
+    """How an operand is cut: its shape, a block's shape and bytes, and the grid axes that each index depends on."""
+
+    array: tuple[int, ...]
+    shape: tuple[int, ...]
+    nbytes: int
+    axes: tuple[frozenset[int], ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Blocks along each axis of the operand."""
+        return tuple(-(-whole // block) for whole, block in zip(self.array, self.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A `dot_general` [rows, depth] × [depth, columns]: how often a step runs it, and passes at its precision.
+
+    operand: "f32", "bf16", "fp8" or "int8", of two types the wider. A float32 dot at HIGHEST is six bfloat16 products,
+    any other a single one.
+    """
+
+    rows: int
+    depth: int
+    columns: int
+    operand: str
+    passes: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A `pallas_call`. grid: its axes, None for a length that is traced; operands: shapes of inputs and outputs.
+
+    name: "" where it has none; estimated_bytes: as its `CostEstimate` has them, None without one.
+    """
+
+    name: str
+    grid: tuple[int | None, ...]
+    operands: tuple[tuple[int, ...], ...]
+    inputs: tuple[Block, ...]
+    outputs: tuple[Block, ...]
+    dots: tuple[Dot, ...]
+    estimated_bytes: int | None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The length of each grid axis. A traced axis has a step for each tile along it, as if all tiles were whole.
+
+        An axis of single entries, such as the groups whose matrices a kernel picks, has no tiles.
+        """
+        lengths = []
+        for axis, length in enumerate(self.grid):
+            tiles = [
+                count
+                for block in self.inputs + self.outputs
+                for count, size, axes in zip(block.counts, block.shape, block.axes, strict=True)
+                if axis in axes and size > 1
+            ]
+            lengths.append(max(tiles, default=1) if length is None else length)
+        return tuple(lengths)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the grid."""
+        return math.prod(self.lengths)
+
+    @property
+    def steps_per_block(self) -> float:
+        """How many steps share a block of an output, at least 1; of several outputs the one whose blocks most share.
+
+        (An output of which every step writes a block needs no condition.)
+        """
+        return max([1.0, *(self.steps / max(1, math.prod(block.counts)) for block in self.outputs)])
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Bytes read from and written to HBM: the kernel's `CostEstimate`, or else its blocks'.
+
+        A block is fetched or written when its index changes: in each step of the innermost axis that it depends on.
+        """
+        if self.estimated_bytes is not None:
+            return self.estimated_bytes
+        total = 0
+        for block in self.inputs + self.outputs:
+            innermost = max([-1, *frozenset().union(*block.axes)])
+            total += block.nbytes * math.prod(self.lengths[: innermost + 1])
+        return total
+
+
+def kernels(jaxpr: Any) -> list[Kernel]:
+    """The Pallas kernels in a closed jaxpr, in program order."""
+    return [_kernel(call) for call, _ in _equations(jaxpr.jaxpr, "pallas_call")]
+
+
+def _equations(jaxpr: Any, primitive: str, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """The equations of a primitive, at any depth, and how often each runs (every branch taken, a `while` once)."""
+    from jax.extend.core import jaxprs_in_params
+
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == primitive:
+            yield equation, times
+            continue
+        repeated = times * (equation.params["length"] if equation.primitive.name == "scan" else 1)
+        for inner in jaxprs_in_params(equation.params):
+            yield from _equations(inner, primitive, repeated)
+
+
+def _kernel(call: Any) -> Kernel:
+    mapping, cost = call.params["grid_mapping"], call.params["cost_estimate"]
+    grid = tuple(length if isinstance(length, int) else None for length in mapping.grid)
+    blocks = tuple(_block(block, len(grid)) for block in mapping.block_mappings)
+    dots = Counter(_dot(dot, times) for dot, times in _equations(call.params["jaxpr"], "dot_general"))
+    return Kernel(
+        name=call.params["name"] or "",
+        grid=grid,
+        operands=tuple(variable.aval.shape for variable in [*call.invars, *call.outvars]),
+        inputs=blocks[: mapping.num_inputs],
+        outputs=blocks[mapping.num_inputs :],
+        dots=tuple(dots.elements()),
+        estimated_bytes=None if cost is None else cost.bytes_accessed,
+    )
+
+
+def _block(mapping: Any, grid_axes: int) -> Block:
+    array = mapping.array_aval
+    shape = tuple(getattr(size, "block_size", 1) for size in mapping.block_shape)
+    index_map = mapping.index_map_jaxpr.jaxpr
+    axes: dict[Any, frozenset[int]] = {
+        variable: frozenset([axis]) for axis, variable in enumerate(index_map.invars[:grid_axes])
+    }
+
+    def axes_of(atom: Any) -> frozenset[int]:
+        return frozenset() if hasattr(atom, "val") else axes.get(atom, frozenset())  # a literal has a value
+
+    for equation in index_map.eqns:
+        of_any: frozenset[int] = frozenset().union(*map(axes_of, equation.invars))
+        axes |= dict.fromkeys(equation.outvars, of_any)
+    nbytes = math.prod(shape) * array.dtype.itemsize
+    return Block(array.shape, shape, nbytes, tuple(map(axes_of, index_map.outvars)))
+
+
+def _dot(equation: Any, times: int) -> Dot:
+    lhs, rhs = (variable.aval for variable in equation.invars)
+    (lhs_depth, rhs_depth), (lhs_batch, rhs_batch) = equation.params["dimension_numbers"]
+
+    def size(shape: tuple[int, ...], axes: Any) -> int:
+        return math.prod(shape[axis] for axis in axes)
+
+    def rest(shape: tuple[int, ...], *used: Any) -> int:
+        return math.prod(size for axis, size in enumerate(shape) if not any(axis in axes for axes in used))
+
+    wider = max(lhs.dtype, rhs.dtype, key=lambda dtype: dtype.itemsize)
+    operand = _OPERANDS.get(wider.itemsize, "int8" if wider.kind in "iu" else "fp8")
+    highest = operand == "f32" and "HIGHEST" in str(equation.params["precision"])
+    return Dot(
+        rows=rest(lhs.shape, lhs_depth, lhs_batch),
+        depth=size(lhs.shape, lhs_depth),
+        columns=rest(rhs.shape, rhs_depth, rhs_batch),
+        operand=operand,
+        passes=_PASSES_OF_HIGHEST if highest else 1,
+        count=times * size(lhs.shape, lhs_batch),
+    )
+
+
+@dataclass(frozen=True)
+class DotPasses:
+    """The passes over the matrix unit that all dots of one operand type take, times as much work as one pass each.
+
+    promised: by their precision; emitted: in the machine code, as operands of which type ("" where the matrix unit has
+    no part in it). Both are means over the dots, by their work. What is emitted may be less than promised: two passes
+    over at most half of the unit's depth can share one.
+    """
+
+    operand: str
+    dots: int
+    promised: float
+    emitted: float
+    emitted_as: str
+
+
+def dot_passes(dots: tuple[Dot, ...], emitted_rows: Mapping[str, float], width: int) -> tuple[DotPasses, ...]:
+    """How many passes the machine code makes of each dot, for every operand type of the dots.
+
+    emitted_rows: rows of left operands that a step sends through a width × width matrix unit, by operand type. A type
+    that the unit does not have is converted to bfloat16 first, and counts among the bfloat16 dots.
+    """
+    by_type: dict[str, list[Dot]] = {}
+    for dot in dots:
+        emitted_as = next((operand for operand in (dot.operand, "bf16") if operand in emitted_rows), "")
+        by_type.setdefault(emitted_as, []).append(dot)
+    passes = []
+    for emitted_as, same in by_type.items():
+        packed = packed_rows(emitted_as or "f32")
+        rows = [d.count * packed * -(-d.rows // packed) * -(-d.depth // width) * -(-d.columns // width) for d in same]
+        passes.append(
+            DotPasses(
+                operand="+".join(sorted({dot.operand for dot in same})),
+                dots=len(same),
+                promised=sum(n * dot.passes for n, dot in zip(rows, same, strict=True)) / sum(rows),
+                emitted=emitted_rows.get(emitted_as, 0.0) / sum(rows),
+                emitted_as=emitted_as,
+            )
+        )
+    return tuple(passes)

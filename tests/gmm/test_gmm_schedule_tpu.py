@@ -1,0 +1,39 @@
+"""What the TPU compiler makes of gmm and tgmm: as declared, and no worse than the schedule ledger has it."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from parity import schedule
+from parity.compilers.chips import CHIPS
+from tests.matrix.programs import PROGRAMS
+
+pytestmark = pytest.mark.skipif(
+    find_spec("libtpu") is None, reason="the TPU compiler is not installed: pip install libtpu"
+)
+
+REPRESENTATIVE = [program for program in PROGRAMS if program.name == "DeepSeek-V3-bf16"]
+
+
+def check(programs, chip, root):
+    compiled = schedule.compile_all(programs, [chip])
+    by_id = {program.id: program for program in programs}
+    lines = [schedule.line(by_id[name], chip, result) for (name, _), result in compiled.items() if result.ok]
+    assert schedule.surprises(programs, compiled) == []
+    assert schedule.regressions(schedule.read(root), lines) == [], "if it is meant: parity schedule --record"
+
+
+@pytest.mark.parametrize("chip", ["v6e", "tpu7x"])
+def test_representative_programs(chip, pytestconfig):
+    check(REPRESENTATIVE, chip, pytestconfig.rootpath)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("chip", CHIPS)
+def test_all_programs(chip, pytestconfig):
+    check(PROGRAMS, chip, pytestconfig.rootpath)
+
+
+def test_every_line_of_the_ledger_has_a_program(pytestconfig):
+    declared = {(chip, program.op, program.name) for program in PROGRAMS for chip in program.chips}
+    assert schedule.read(pytestconfig.rootpath).keys() - declared == set()

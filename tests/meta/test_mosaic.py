@@ -1,0 +1,274 @@
+"""The TPU compiler's report: real dumps are read as by hand, and what a compiler can do wrong is told apart."""
+
+import gzip
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from parity.compilers import bundles, cache
+from parity.compilers.bundles import UnknownDump, parse
+from parity.compilers.chips import CHIPS
+from parity.compilers.kernels import Block, Dot, Kernel
+from parity.compilers.mosaic import Abstract, Compilation, compile_for_tpu, read_dump, roofline
+
+needs_libtpu = pytest.mark.skipif(
+    find_spec("libtpu") is None, reason="the TPU compiler is not installed: pip install libtpu"
+)
+
+# --------------------------------------------------------------------- real dumps: gmm, tile 512 × 1024 × 512, bfloat16
+
+M, K, N, GROUPS, VISITS = 8192, 2048, 512, 8, 24
+TM, TK, TN = 512, 1024, 512
+BY_N, BY_VISIT, BY_K, FIXED = frozenset([0]), frozenset([1]), frozenset([2]), frozenset()
+GMM = Kernel(
+    name="gmm",
+    grid=(1, None, 2),
+    operands=((), (VISITS,), (VISITS,), (GROUPS + 1,), (1,), (M, K), (GROUPS, K, N), (M, N)),
+    inputs=(
+        Block((M, K), (TM, TK), TM * TK * 2, (BY_VISIT, BY_K)),
+        Block((GROUPS, K, N), (1, TK, TN), TK * TN * 2, (BY_VISIT, BY_K, BY_N)),
+    ),
+    outputs=(Block((M, N), (TM, TN), TM * TN * 2, (BY_VISIT, BY_N)),),
+    dots=(Dot(TM, TK, 256, "bf16", passes=1, count=1),) * 2,
+    estimated_bytes=None,
+)
+
+
+def dump(chip):
+    with gzip.open(Path(__file__).parent / "fixtures" / "mosaic" / f"gmm-{chip}.json.gz", "rt") as file:
+        return json.load(file)
+
+
+def texts(chip):
+    files = dump(chip)
+    (program,) = (text for name, text in files.items() if name.endswith("-final_bundles.txt"))
+    (utilization,) = (text for name, text in files.items() if name.endswith("-per-bundle-utilization.txt"))
+    return program, utilization
+
+
+def test_tpu7x_is_read_as_by_hand():
+    kernel = read_dump(dump("tpu7x"), GMM, "tpu7x")
+    assert GMM.steps == 32 and GMM.steps_per_block == 2
+    # Two branches of the loop's 0x2a to 0x46a lead around: the compute stage 0x64 to 0x458, and in it the sum 0x84 to
+    # 0x313, a whole tile's store 0x321 to 0x37b and a masked one's 0x385 to 0x440.
+    loop, stage, total, whole, masked = 0x46B - 0x2A, 0x459 - 0x64, 0x314 - 0x84, 0x37C - 0x321, 0x441 - 0x385
+    assert (kernel.bundles, kernel.loop_bundles) == (1135, loop)
+    assert kernel.step_bundles == loop - stage + (stage - total - whole - masked) + total
+    assert kernel.periodic_bundles == whole / 2
+    assert (kernel.hot_bundles, kernel.hot_vmatmuls, kernel.vmatmuls) == (total, 256, {"bf16": 256})
+    assert kernel.mxu_cycles == kernel.static_cycles == 256 * 8 / 2
+    assert (kernel.spills, kernel.fills, kernel.unknown_loops) == (0, 0, 0)
+    assert kernel.vmem_bytes == 4 * 2**20
+    assert (kernel.fetch_starvation, kernel.write_starvation) == (85 / 1809, 336 / 1809)
+    assert [(p.operand, p.promised, p.emitted) for p in kernel.passes] == [("bf16", 1, 1)]
+    assert roofline(kernel, "tpu7x").schedule == roofline(kernel, "tpu7x").mxu == 32 * 1024
+
+
+def test_v6e_is_read_as_by_hand():
+    kernel = read_dump(dump("v6e"), GMM, "v6e")
+    loop, stage, total, whole, masked = 0x6D6 - 0x31, 0x6C3 - 0x9F, 0x574 - 0xB8, 0x5E3 - 0x57F, 0x6AA - 0x5EA
+    assert (kernel.bundles, kernel.loop_bundles) == (1756, loop)
+    assert kernel.step_bundles == loop - whole - masked == loop - stage + (stage - total - whole - masked) + total
+    assert kernel.static_cycles == kernel.step_bundles + whole / 2 > kernel.mxu_cycles == 1024
+    assert (kernel.spills, kernel.fills) == (178, 178)
+    assert kernel.spill_share == 178 / 690  # vst instructions in the dump
+
+
+def test_what_bounds_a_kernel():
+    def bound(chip, bytes_accessed):
+        return roofline(read_dump(dump(chip), replace(GMM, estimated_bytes=bytes_accessed), chip), chip).bound
+
+    assert bound("tpu7x", 2**20) == "MXU" and bound("v6e", 2**20) == "schedule"
+    assert bound("tpu7x", 2**30) == bound("v6e", 2**30) == "HBM"
+
+
+def test_slots_are_of_the_step():
+    kernel = read_dump(dump("tpu7x"), GMM, "tpu7x")
+    used, there = kernel.slots["MATPUSH"]
+    assert there == 2 * (kernel.step_bundles + kernel.periodic_bundles)
+    assert 0 < used < there
+    assert kernel.slots["XLU"][0] == 0
+
+
+def test_blocks_without_an_estimate_are_counted():
+    lhs, rhs, out = 32 * TM * TK * 2, 32 * TK * TN * 2, 16 * TM * TN * 2
+    assert GMM.hbm_bytes == lhs + rhs + out
+    assert replace(GMM, estimated_bytes=7).hbm_bytes == 7
+
+
+@pytest.mark.parametrize("chip, tflops", [("v4", 275), ("v5e", 197), ("v5p", 459), ("v6e", 918), ("tpu7x", 2307)])
+def test_peaks_are_the_published_ones(chip, tflops):
+    assert CHIPS[chip].cores * CHIPS[chip].teraflops("bf16") == pytest.approx(tflops, rel=0.002)
+
+
+CORRUPTIONS = {
+    "a bundle is missing": lambda p, u: (p.replace(" 0x31a ", " 0x9999 ", 1), u),
+    "cut off": lambda p, u: (p[: len(p) // 2], u),
+    "empty": lambda p, u: ("", u),
+    "a row is missing": lambda p, u: (p, u.rsplit("\n", 2)[0] + "\n"),
+    "another column": lambda p, u: (p, u.replace("XLU,", "XLU, YLU,", 1)),
+    "not a number": lambda p, u: (p, u[:-3] + "x\n"),
+    "a branch to nowhere": lambda p, u: (p.replace("target = $region36", "target = $region9999"), u),
+    "another kind of branch": lambda p, u: (p.replace("sbr.rel", "sbr.abs", 1), u),
+    "another operand type": lambda p, u: (p.replace("vmatmul.mubr.bf16", "vmatmul.mubr.f64", 1), u),
+}
+
+
+@pytest.mark.parametrize("what", CORRUPTIONS)
+def test_a_corrupted_dump_is_an_error(what):
+    program, utilization = texts("tpu7x")
+    corrupted = CORRUPTIONS[what](program, utilization)
+    assert corrupted != (program, utilization)
+    with pytest.raises(UnknownDump):
+        bundles.schedule(parse(*corrupted), CHIPS["tpu7x"])
+
+
+def test_a_kernel_that_is_not_in_the_dump_is_an_error():
+    with pytest.raises(UnknownDump, match="a program of kernel tgmm"):
+        read_dump(dump("tpu7x"), replace(GMM, name="tgmm"), "tpu7x")
+
+
+# -------------------------------------------------------------------------------------------------- the compiler itself
+
+
+def case(name, chip="tpu7x", dtype="bfloat16", size=1024, **options):
+    arguments = (Abstract((size, size), dtype), Abstract((size, 512), dtype))
+    return Compilation(f"tests.meta.pallas_kernels:{name}", chip, arguments, **options)
+
+
+KERNELS = {
+    "half_refused": case("half_refused"),
+    "dot": case("dot"),
+    "two_dots": case("two_dots"),
+    "looped": case("looped"),
+    "scale": case("scale"),
+    "pair": case("pair"),
+    "nameless": case("nameless", size=256),
+    "default": case("dot", dtype="float32"),
+    "exact": case("exact", dtype="float32"),
+    "exact_bf16": case("exact"),
+    "beyond_vmem": case("beyond_vmem", size=8192, dtype="float32"),
+    "fp8_on_v4": case("dot", chip="v4", dtype="float8_e4m3fn"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def compiled(folder):
+    return dict(zip(KERNELS, compile_for_tpu(list(KERNELS.values()), schedule=True), strict=True))
+
+
+def kernel_of(result):
+    assert result.ok, result.error
+    (kernel,) = result.kernels
+    return kernel
+
+
+@needs_libtpu
+def test_a_dot_pass_more_is_seen(compiled):
+    one, two = kernel_of(compiled["dot"]), kernel_of(compiled["two_dots"])
+    assert not compiled["half_refused"].ok  # and its dump is not read for the next one
+    assert [p.emitted for p in one.passes] == [1] and one.passes[0].dots == 1
+    assert two.passes[0].dots == 2 and two.vmatmuls["bf16"] == 2 * one.vmatmuls["bf16"]
+    assert two.mxu_cycles == 2 * one.mxu_cycles
+
+
+@needs_libtpu
+def test_float32_passes_are_those_of_the_precision(compiled):
+    one, six = kernel_of(compiled["default"]).passes, kernel_of(compiled["exact"]).passes
+    assert [(p.operand, p.promised, p.emitted) for p in one + six] == [("f32", 1, 1), ("f32", 6, 6)]
+
+
+@needs_libtpu
+def test_spills_are_seen(compiled):
+    assert kernel_of(compiled["dot"]).spill_share == 0
+    assert kernel_of(compiled["exact"]).spill_share > 0.5
+
+
+@needs_libtpu
+def test_a_loop_counts_as_often_as_it_runs(compiled):
+    looped = kernel_of(compiled["looped"])
+    assert looped.vmatmuls == kernel_of(compiled["dot"]).vmatmuls
+    assert looped.hot_vmatmuls * 4 == looped.vmatmuls["bf16"] and looped.unknown_loops == 0
+    assert [p.emitted for p in looped.passes] == [1]
+
+
+@needs_libtpu
+def test_a_kernel_without_dots(compiled):
+    scale = kernel_of(compiled["scale"])
+    assert scale.static_cycles >= scale.hot_bundles > 0
+    assert (scale.vmatmuls, scale.passes, scale.call.steps) == ({}, (), 8)
+
+
+@needs_libtpu
+def test_kernels_are_told_apart(compiled):
+    assert [(kernel.name, kernel.call.steps) for kernel in compiled["pair"].kernels] == [("matmul", 8), ("matmul", 4)]
+    nameless = kernel_of(compiled["nameless"])
+    assert nameless.name and nameless.call.steps == 1 and nameless.loop_bundles == nameless.bundles
+
+
+@needs_libtpu
+def test_errors_are_the_compilers_own(compiled):
+    refused, vmem, fp8 = (compiled[name] for name in ("exact_bf16", "beyond_vmem", "fp8_on_v4"))
+    assert not (refused.ok or vmem.ok or fp8.ok)
+    assert refused.reason == "Bad lhs type"
+    assert vmem.reason.startswith("XLA:TPU compile permanent error. Ran out of memory in memory space vmem")
+    assert fp8.code == "E2001" and "Unsupported matmul RHS type" in fp8.reason
+    source = Path(__file__).with_name("pallas_kernels.py").read_text().splitlines()
+    for result in refused, fp8:
+        path, _, line = result.location.rpartition(":")
+        assert path.endswith("pallas_kernels.py") and "jnp.dot" in source[int(line) - 1]
+
+
+@needs_libtpu
+def test_runs_are_identical_and_cached(compiled, monkeypatch, tmp_path):
+    def figures(result):
+        return replace(result, seconds=0.0, cached=False)
+
+    (again,) = compile_for_tpu([KERNELS["dot"]], schedule=True)
+    assert again.cached and not compiled["dot"].cached
+    assert figures(again) == figures(compiled["dot"])
+    for kept in (cache.folder() / "mosaic").iterdir():
+        kept.write_bytes(kept.read_bytes()[:-1])
+    (anew,) = compile_for_tpu([KERNELS["dot"]], schedule=True)
+    assert not anew.cached
+    assert figures(anew) == figures(again)
+
+
+@needs_libtpu
+def test_a_crash_costs_one_case(folder):
+    crashed, other = compile_for_tpu([case("crashes"), KERNELS["dot"]])
+    assert not crashed.ok and crashed.error == "compiler process ended with status -6"
+    assert "last words" in crashed.log
+    assert other.ok
+
+
+@needs_libtpu
+def test_a_hang_costs_one_case(folder):
+    (hung,) = compile_for_tpu([case("hangs")], timeout=5)
+    assert not hung.ok and hung.error == "compiler took longer than 5 s"
+
+
+@needs_libtpu
+def test_cores(folder):
+    halves, missing = compile_for_tpu([case("split", cores=2), case("split", cores=99)], schedule=True)
+    assert kernel_of(halves).call.steps == 4  # of 8, on each of two cores
+    assert "cores must be at most" in missing.error
+
+
+def test_wrong_usage():
+    with pytest.raises(ValueError, match=r"chip must be one of v4, .*got 'v3'"):
+        compile_for_tpu([case("dot", chip="v3")])
+    with pytest.raises(ValueError, match="cores must be at least 1, got 0"):
+        compile_for_tpu([case("dot", cores=0)])
+    with pytest.raises(ValueError, match="timeout must be at least 1 s, got 0"):
+        compile_for_tpu([case("dot")], timeout=0)
