@@ -2,7 +2,19 @@
 
 from parity.interop import jax_to_torch, torch_to_jax
 from parity.magnitude import abs_of
-from parity.op import Array, Case, Contract, Groups, Op
+from parity.op import Array, Case, Contract, Expected, Groups, Op, Scales
 from parity.plugin import cases
 
-__all__ = ["Array", "Case", "Contract", "Groups", "Op", "abs_of", "cases", "jax_to_torch", "torch_to_jax"]
+__all__ = [
+    "Array",
+    "Case",
+    "Contract",
+    "Expected",
+    "Groups",
+    "Op",
+    "Scales",
+    "abs_of",
+    "cases",
+    "jax_to_torch",
+    "torch_to_jax",
+]

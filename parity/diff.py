@@ -1,7 +1,8 @@
 """Two sets of records compared: what got better or worse beyond noise, and who moved. And one record, for a person.
 
 A and B are compared case by case on the seeds that both have with the same input bytes. What is compared, and how much
-it must differ to count, are the verdict's: the mean over seeds of ln T_B - ln T_A with its z standard errors.
+it must differ to count, are the verdict's: the mean over seeds of ln T_B - ln T_A with its z standard errors, the tail
+and the bias.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from parity.metrics import Metrics
 from parity.op import Contract
 from parity.records import FILE_LIMIT, Ledger, Record, RecordError, read
 from parity.text import heat_map, sparkline
-from parity.verdict import PASSING, Statistic, parity
+from parity.verdict import PASSING, TAIL, Statistic, bias_size, is_biased, parity, tail_ratio
 
 FOLDER = "records"
 """Where a revision keeps its ledgers, below the project's root."""
+SCHEDULES = "schedule"
+"""The folder in it that holds compilers' figures, which are not records of a case."""
 SCHEMA = 1
 """Of the JSON that `to_json` writes."""
 
@@ -44,6 +47,7 @@ _MOVERS = (
     "golden", "generator", "metrics",
 )  # fmt: skip
 _CHANGE: Mapping[str, Change] = {"LOSS": "worse", "WIN": "better", "TIE": "unchanged"}
+_ORDER: tuple[Change, ...] = get_args(Change)
 _COMPILERS = ("libtpu", "triton")
 
 
@@ -75,8 +79,12 @@ def _is_path(source: str) -> bool:
 
 
 def _load_files(path: Path, name: str) -> dict[Key, Ledger]:
-    # Parts that are still to be merged lie in a hidden folder.
-    inside = sorted(p for p in path.rglob("*.jsonl") if not any(s.startswith(".") for s in p.relative_to(path).parts))
+    # Parts that are still to be merged lie in a hidden folder; schedules are `parity schedule`'s.
+    def is_ledger(file: Path) -> bool:
+        folders = file.relative_to(path).parts[:-1]
+        return SCHEDULES not in folders and not any(folder.startswith(".") for folder in folders)
+
+    inside = sorted(filter(is_ledger, path.rglob("*.jsonl")))
     files = inside if path.is_dir() else [path]
     if not files:
         raise ValueError(f"{name} must be a ledger or hold some (*.jsonl), got none")
@@ -155,6 +163,7 @@ class CaseDiff:
     change: Change
     seeds: int = 0  # that could be compared
     ratio: Ratio | None = None  # None where nothing could be measured
+    beyond: tuple[str, ...] = ()  # tails and biases that changed by more than the verdict allows
     verdicts: tuple[str, ...] = ()  # outcome in A and in B; of several seeds the first that fails
     moved: tuple[str, ...] = ()  # what differs between A and B, the likeliest cause first
 
@@ -235,7 +244,7 @@ def _diff_case(name: str, a: Mapping[int, Record], b: Mapping[int, Record]) -> C
     # Seeds that were not recorded again say nothing of what moved, and would hide it.
     pairs = [(old, new) for old, new in pairs if old != new] or pairs
     compared = [pair for pair in pairs if _comparable(*pair)]
-    change, ratio = _measured(compared)
+    change, ratio, beyond = _measured(compared)
     sound = {(_sound(old), _sound(new)) for old, new in pairs}
     if (True, False) in sound:  # whatever became of ε
         change = "worse"
@@ -245,7 +254,7 @@ def _diff_case(name: str, a: Mapping[int, Record], b: Mapping[int, Record]) -> C
         change = "not comparable"
     verdicts = tuple(_outcome(side) for side in zip(*pairs, strict=True))
     moved = _likeliest_first(mover for pair in pairs for mover in _movers(*pair))
-    return CaseDiff(name, change, len(compared), ratio, verdicts, moved)
+    return CaseDiff(name, change, len(compared), ratio, beyond, verdicts, moved)
 
 
 def _comparable(a: Record, b: Record) -> bool:
@@ -268,12 +277,13 @@ def _outcome(records: Sequence[Record]) -> str:
     return next((record.verdict for record in records if not _sound(record)), records[0].verdict)
 
 
-def _measured(pairs: Sequence[tuple[Record, Record]]) -> tuple[Change, Ratio | None]:
-    """What became of T, by the output that got worse most, or where none did, better most."""
+def _measured(pairs: Sequence[tuple[Record, Record]]) -> tuple[Change, Ratio | None, tuple[str, ...]]:
+    """What became of T, by the output that got worse most, or where none did, better most; of all tails and biases."""
     records = [record for pair in pairs for record in pair]
     names = [name for name in records[0].outputs if all(name in r.outputs for r in records)] if records else []
     narrow = {_narrow_output(record.contract) for record in records} == {True}
     found: list[tuple[Change, Ratio]] = []
+    beyond: list[str] = []
     for name in names:
         a, b = ([pair[side].outputs[name] for pair in pairs] for side in (0, 1))
         if all(map(_finite, (*a, *b))):
@@ -281,9 +291,23 @@ def _measured(pairs: Sequence[tuple[Record, Record]]) -> tuple[Change, Ratio | N
             with np.errstate(over="ignore"):  # where a faultless output no longer is
                 compared = parity(b, a, statistic, 0.0)
             ratio = Ratio(name, statistic.name, compared.ratio, compared.low, compared.high)
-            found.append((_CHANGE[compared.verdict.outcome], ratio))
-    order = get_args(Change)
-    return min(found, key=lambda f: (order.index(f[0]), -f[1].size), default=("unchanged", None))
+            changes = {_CHANGE[compared.verdict.outcome]}
+            for change, words in _beyond(a, b):
+                changes.add(change)
+                beyond.append(words if name == "out" else f"{words} of {name}")
+            found.append((min(changes, key=_ORDER.index), ratio))
+    worst = min(found, key=lambda f: (_ORDER.index(f[0]), -f[1].size), default=("unchanged", None))
+    return (*worst, tuple(beyond))
+
+
+def _beyond(a: Sequence[Metrics], b: Sequence[Metrics]) -> Iterator[tuple[Change, str]]:
+    """G6 and G7 between A and B, in both directions. They fail a kernel however good its ε is, so either outweighs."""
+    ratio = tail_ratio(b, a)
+    if ratio > TAIL or ratio < 1 / TAIL:
+        yield "worse" if ratio > 1 else "better", f"tail {ratio:.3g}×"
+    before, now = bias_size(a), bias_size(b)
+    if is_biased(now, before) or is_biased(before, now):
+        yield "worse" if now > before else "better", f"bias {before:.3g} → {now:.3g}"
 
 
 def _narrow_output(contract: str) -> bool:
@@ -336,7 +360,7 @@ def describe(diffs: Sequence[OpDiff], worst: int = 5) -> str:
     """One line per op, then its `worst` changed cases: those that got worse first, most first."""
     lines = []
     for of_op in diffs:
-        counts = ", ".join(f"{of_op.counts[name]} {name}" for name in get_args(Change) if name in of_op.counts)
+        counts = ", ".join(f"{of_op.counts[name]} {name}" for name in _ORDER if name in of_op.counts)
         cause = f"   who moved: {of_op.cause}" if of_op.cause else ""
         lines.append(f"{of_op.op}  {of_op.backend} {of_op.device_kind}: {counts}{cause}")
         changed = sorted((c for c in of_op.cases if c.change in ("worse", "better", "not comparable")), key=_severity)
@@ -350,7 +374,7 @@ def _severity(case: CaseDiff) -> tuple[int, bool, float, str]:
     """Worse before better, a changed verdict before a changed ε, much before little."""
     outcomes_differ = len(set(case.verdicts)) > 1
     size = case.ratio.size if case.ratio else 0.0
-    return get_args(Change).index(case.change), not outcomes_differ, -size, case.case
+    return _ORDER.index(case.change), not outcomes_differ, -size, case.case
 
 
 def _line(case: CaseDiff) -> str:
@@ -358,6 +382,7 @@ def _line(case: CaseDiff) -> str:
     if case.ratio:
         name = case.ratio.statistic if case.ratio.output == "out" else f"{case.ratio.statistic} of {case.ratio.output}"
         parts.append(f"{name} {case.ratio} over {case.seeds} seed{'s' if case.seeds > 1 else ''}")
+    parts += case.beyond
     if len(set(case.verdicts)) > 1:
         parts.append(" → ".join(case.verdicts))
     return "   ".join([*parts, case.cause])

@@ -9,7 +9,10 @@ import numpy as np
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-SHORT_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
+SHORT_NAMES = {
+    "float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64",
+    "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "i8",
+}  # fmt: skip
 
 UNIT_ROUNDOFF = {
     "float64": 2.0**-53,
@@ -29,7 +32,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def round_to(values: Floats, dtype: str) -> np.ndarray:
-    """float64 values rounded once, to nearest even, to the dtype called `dtype`.
+    """float64 values rounded once, to nearest even, to the dtype called `dtype` (an integer dtype must hold them).
 
     A direct cast to a narrow dtype goes through float32 and rounds twice; so float32 is entered by rounding to odd
     (Boldo & Melquiond 2008, IEEE TC 57:462), which keeps the sticky bit.
@@ -38,6 +41,8 @@ def round_to(values: Floats, dtype: str) -> np.ndarray:
         mantissa, exponent = np.frexp(values)
         return np.ldexp(np.rint(mantissa * 2.0**11) * 2.0**-11, exponent).astype(np.float32)
     target = numpy_dtype(dtype)
+    if target.kind == "i":
+        return np.rint(values).astype(target)
     if target.itemsize >= 4:
         return values.astype(target)
     with np.errstate(over="ignore", invalid="ignore"):

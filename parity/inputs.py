@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 import ml_dtypes
 import numpy as np
 
-from parity.dtypes import numpy_dtype, round_to
-from parity.op import Array, Case, Groups, Inputs, Op
+from parity.dtypes import UNIT_ROUNDOFF, numpy_dtype, round_to
+from parity.op import Array, Case, Groups, Inputs, Op, Scales
 
 REVISION = 1
 """Raised whenever a change here changes the bytes of an existing case."""
@@ -24,7 +24,14 @@ Bits = Callable[[int], np.ndarray]
 
 CANCELLATION = 2.0**-6
 """Relative difference of the two terms of a cancelling pair: far above any accumulator's roundoff, so that what is
-left is a known value and not noise."""
+left is a known value and not noise. Four roundoffs of the argument's dtype where that is more."""
+INT8_UNIT = 16.0
+"""What 1.0 of a distribution is in int8, whose range it would not fill otherwise; beyond ±127 it saturates."""
+REACH = {"float8_e4m3fn": 6, "float8_e5m2": 6, "int8": 3}
+"""Powers of two, up and down, of wide data in dtypes with less range than float32's."""
+FP8_EXACT = 1.75
+"""Integer data that an operation quantises itself are multiples of this: 448, the largest e4m3, is 2^8 of it, so
+that scales are powers of two and every quotient is exact."""
 
 
 def draw(op: Op, case: Case) -> Inputs:
@@ -35,13 +42,18 @@ def draw(op: Op, case: Case) -> Inputs:
         if isinstance(spec, Groups):
             drawn[name] = group_sizes(spec, bits)
         elif isinstance(spec, Array):
-            drawn[name] = round_to(DISTRIBUTIONS[case.data](spec, bits, case.out), spec.dtype)
+            values = DISTRIBUTIONS[case.data](spec, bits, case.out)
+            if spec.dtype == "int8" and case.data != "integers":
+                values = np.clip(values * INT8_UNIT, -127, 127)
+            drawn[name] = round_to(values, spec.dtype)
+        elif isinstance(spec, Scales):
+            drawn[name] = SCALES["powers" if case.data == "integers" else spec.pattern](spec.shape, bits)
         else:
             drawn[name] = None
     if case.data in ("poison", "nonfinite"):
         for name, unread in op.unread(case, drawn).items():
             array = drawn[name]
-            if array is not None:
+            if array is not None and array.dtype.kind != "i":  # integers have no such values
                 where = unread if case.data == "poison" else ~unread & _one_in(4099, array.shape, stream(case, name))
                 array[where] = np.resize(np.array([np.nan, np.inf, -np.inf]), int(where.sum()))
     return drawn
@@ -80,14 +92,24 @@ def _one_signed(spec: Array, bits: Bits, out: str) -> np.ndarray:
 
 
 def _integers(spec: Array, bits: Bits, out: str) -> np.ndarray:
-    """±1 and ±2, sparse enough along the summed axis that every partial sum is exact in the output dtype."""
+    """±1 and ±2, sparse enough along the summed axis that every partial sum is exact in the output dtype.
+
+    Quantised data are ±1 and their scales 1 and 2. Data that swing are far from sparse: the first half of the sum
+    climbs, the second half comes back.
+    """
+    if spec.swings and spec.sum_over is not None:
+        return _swinging(spec, spec.sum_over, bits)
     digits = 1 - round(np.log2(float(ml_dtypes.finfo(numpy_dtype(out)).eps)))
     words = bits(int(np.prod(spec.shape))).reshape(spec.shape)
-    values = np.array([-2.0, -1.0, 1.0, 2.0])[words & np.uint64(3)]
+    narrow = spec.dtype == "int8" or spec.dtype.startswith("float8")
+    values = np.array([-1.0, -1.0, 1.0, 1.0] if narrow else [-2.0, -1.0, 1.0, 2.0])[words & np.uint64(3)]
+    values *= FP8_EXACT if spec.quantised_inside else 1.0
     if spec.sum_over is None:
         return values
     # 2·2 per term, and a quarter of the range left for what is added at the end.
     terms = 2 ** min(24, digits) // 8
+    if spec.quantised_inside:
+        terms = max(terms // 49, 1)  # (4 · 1.75)² per product; a single one is exact in any case
     length = spec.shape[spec.sum_over]
     stride = -(-length // terms)
     position = np.expand_dims(
@@ -101,7 +123,7 @@ def _integers(spec: Array, bits: Bits, out: str) -> np.ndarray:
 
 def _wide(spec: Array, bits: Bits, out: str) -> np.ndarray:
     """Log-uniform magnitudes over 24 (float16: 8) powers of two, either sign."""
-    reach = 4 if "float16" in (spec.dtype, out) else 12
+    reach = 4 if "float16" in (spec.dtype, out) else REACH.get(spec.dtype, 12)
     count = int(np.prod(spec.shape))
     words = bits(count)
     mantissa = 1 + (words >> np.uint64(12)) * 2.0**-52
@@ -130,8 +152,41 @@ def _cancellation(spec: Array, bits: Bits, out: str) -> np.ndarray:
     # Rounded first: the pair must stay a pair in the argument's dtype.
     lines = np.moveaxis(round_to(values, spec.dtype).astype(np.float64), spec.sum_over, -1)
     even = lines[..., 0 : lines.shape[-1] // 2 * 2 : 2]
-    lines[..., 1::2] = even if spec.pair_sign > 0 else -even * (1 + CANCELLATION)
+    left = max(CANCELLATION, 4 * UNIT_ROUNDOFF[spec.dtype])
+    lines[..., 1::2] = even if spec.pair_sign > 0 else -even * (1 + left)
     return np.moveaxis(lines, -1, spec.sum_over)
+
+
+def _swinging(spec: Array, axis: int, bits: Bits) -> np.ndarray:
+    """121 to 127 in one factor; in the other with a minus in the second half of the summed axis."""
+    values = 121.0 + bits(int(np.prod(spec.shape))).reshape(spec.shape) % np.uint64(7)
+    if spec.pair_sign < 0:
+        return values
+    lines = np.moveaxis(values, axis, -1)
+    lines[..., lines.shape[-1] // 2 :] *= -1
+    return values
+
+
+def _bits(spec: Array, bits: Bits, out: str) -> np.ndarray:
+    """Every bit pattern of the dtype alike: NaN, ±inf, ±0 and subnormals among them."""
+    dtype = numpy_dtype(spec.dtype)
+    patterns = bits(int(np.prod(spec.shape))).astype(f"uint{8 * dtype.itemsize}").view(dtype)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        return patterns.astype(np.float64).reshape(spec.shape)
+
+
+def _ranges(spec: Array, bits: Bits, out: str) -> np.ndarray:
+    """Normal in tiles of 128 x 128 (small arrays: 32 x 32), each of another size: zero, about the largest value,
+    subnormal, about the smallest normal one, in between."""
+    info = ml_dtypes.finfo(numpy_dtype(spec.dtype))
+    smallest, largest = int(info.minexp), int(info.maxexp)
+    sizes = np.ldexp(1.0, np.array([0, largest, smallest - 6, smallest + 6, smallest, smallest // 2, 0]))
+    sizes[0] = 0.0
+    rows, columns = spec.shape[-2:]
+    edge = 128 if min(rows, columns) >= 128 else 32
+    tiles = -(-rows // edge), -(-columns // edge)
+    chosen = np.resize(sizes, tiles)
+    return _normal(spec, bits, out) / 8 * np.kron(chosen, np.ones((edge, edge)))[:rows, :columns]
 
 
 DISTRIBUTIONS: Mapping[str, Callable[[Array, Bits, str], np.ndarray]] = {
@@ -143,11 +198,54 @@ DISTRIBUTIONS: Mapping[str, Callable[[Array, Bits, str], np.ndarray]] = {
     "cancellation": _cancellation,
     "poison": _normal,  # normal, with NaN and ±inf wherever the operation must not read
     "nonfinite": _normal,  # normal, with a few NaN and ±inf where it must
+    "bits": _bits,
+    "ranges": _ranges,
 }
 
 
 def _one_in(n: int, shape: tuple[int, ...], bits: Bits) -> np.ndarray:
     return (bits(int(np.prod(shape))) % np.uint64(n) == 0).reshape(shape)
+
+
+# --- scales ---
+
+
+def _varied(shape: tuple[int, ...], bits: Bits) -> np.ndarray:
+    """Log-uniform over four powers of two around 1, all digits of float32 used."""
+    words = bits(int(np.prod(shape)))
+    exponent = (words & np.uint64(3)).astype(np.int32) - 2
+    return np.ldexp(_significand(words), exponent).astype(np.float32).reshape(shape)
+
+
+def _steps(shape: tuple[int, ...], bits: Bits) -> np.ndarray:
+    """Each about eight times or an eighth of its neighbours along every axis."""
+    words = bits(int(np.prod(shape)))
+    odd = np.indices(shape).sum(axis=0) % 2
+    return (_significand(words).reshape(shape) * np.where(odd, 2.0, 0.25)).astype(np.float32)
+
+
+def _extremes(shape: tuple[int, ...], bits: Bits) -> np.ndarray:
+    """About the smallest normal and the largest float32, and in between."""
+    words = bits(int(np.prod(shape)))
+    exponent = np.array([-126, -120, 0, 120, 127])[(words % np.uint64(5)).astype(int)]
+    return np.ldexp(_significand(words), exponent).astype(np.float32).reshape(shape)
+
+
+def _powers(shape: tuple[int, ...], bits: Bits) -> np.ndarray:
+    """1 or 2, for integer data."""
+    return np.where(bits(int(np.prod(shape))) & np.uint64(1), 2.0, 1.0).astype(np.float32).reshape(shape)
+
+
+def _significand(words: np.ndarray) -> np.ndarray:
+    return 1 + (words >> np.uint64(41)) * 2.0**-23
+
+
+SCALES: Mapping[str, Callable[[tuple[int, ...], Bits], np.ndarray]] = {
+    "varied": _varied,
+    "steps": _steps,
+    "extremes": _extremes,
+    "powers": _powers,
+}
 
 
 # --- group sizes ---

@@ -13,7 +13,8 @@ from parity.op import Op
 def load(root: Path) -> tuple[Op, ...]:
     """The ops of the project at `root`: the `OPS` of the module that its pyproject.toml names.
 
-    Raises ValueError where the setting, the module's `OPS`, or the uniqueness of their names is missing.
+    Raises ValueError where the setting, the module's `OPS`, or the uniqueness of their names is missing, and for an
+    expected failure that no case has.
     """
     pyproject = root / "pyproject.toml"
     settings = tomllib.loads(pyproject.read_text())["tool"].get("parity", {}) if pyproject.exists() else {}
@@ -27,4 +28,9 @@ def load(root: Path) -> tuple[Op, ...]:
     names = [op.name for op in ops]
     if len(set(names)) < len(names):
         raise ValueError(f"{settings['matrix']}.OPS must have unique names, got {', '.join(names)}")
+    for op in ops:
+        declared = {op.expectation(case) for case in op.cases}
+        for n, expected in enumerate(op.expected):
+            if expected not in declared:
+                raise ValueError(f"{op.name}.expected[{n}] must match a case, matches none: {expected.reason}")
     return ops

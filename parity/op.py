@@ -25,12 +25,24 @@ class Array:
 
     `sum_over` is the axis that the operation sums over (None: the argument is not summed). `pair_sign` is the sign
     that the second of two neighbours along it carries in cancelling data: +1 in one factor, -1 in the other.
+    `quantised_inside`: the operation rounds it to fp8 itself. `swings`: an int8 factor whose products the operation
+    sums exactly over the whole axis, however large the sum gets on its way.
     """
 
     shape: tuple[int, ...]
     dtype: str
     sum_over: int | None = None
     pair_sign: int = 1
+    quantised_inside: bool = False
+    swings: bool = False
+
+
+@dataclass(frozen=True)
+class Scales:
+    """A float32 tensor of the positive scales of a quantised argument, by `pattern` (`parity.inputs.SCALES`)."""
+
+    shape: tuple[int, ...]
+    pattern: str
 
 
 @dataclass(frozen=True)
@@ -46,8 +58,9 @@ class Groups:
 class Contract:
     """What a kernel promises: how its dots round their operands, what it accumulates in, what it returns.
 
-    dot: `native` (exact products of narrow operands), `ieee` (exact products of float32), `bf16x6`, `bf16x3`,
-    `bf16x1` (float32 operands in that many bfloat16 passes) or `tf32`. Source of the roundoffs: `DOTS`.
+    dot: `native` (exact products of 16-bit operands), `fp8`, `int8` (exact products, and of int8 exact sums wherever
+    no scale changes), `ieee` (exact products of float32), `bf16x6`, `bf16x3`, `bf16x1` (float32 operands in that many
+    bfloat16 passes), `tf32`, or `none` (an elementwise operation). Source of the roundoffs: `DOTS`.
     depth and sites say where the staged golden rounds to emulate such a kernel (`parity.stages.emulate`).
     """
 
@@ -59,7 +72,10 @@ class Contract:
 
     DOTS: ClassVar[Mapping[str, tuple[float, int]]] = {
         # dot: (relative error of a product, from rounding its operands; passes added into one sum)
+        "none": (0.0, 1),
         "native": (0.0, 1),
+        "fp8": (0.0, 1),
+        "int8": (0.0, 1),
         "ieee": (0.0, 1),
         # Pieces of 8 bits, cut off by truncation: what is left after one is up to 2^-7, after two 2^-14 of the whole.
         # x6 rounds both rests (2^-8 each) in their own product; x3 rounds them in two products and drops the third.
@@ -143,6 +159,28 @@ class Case:
         return replace(self, seed=seed)
 
 
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """A failure of the rule ε_TPU ≤ ε_GPU that is known and has a reason; strict, as pytest's `xfail(strict=True)`.
+
+    The cases that `where` admits must end in `verdict` (one of `FAILURES`), and then count as passed; one that passes
+    fails, and so does a matrix with a declaration that matches none of its cases. Raises ValueError for a verdict
+    that cannot be expected (a broken kernel, or a GPU that is no reference, never is) and for a missing reason.
+    """
+
+    where: Callable[[Case], bool]
+    verdict: str
+    reason: str
+
+    FAILURES: ClassVar[tuple[str, ...]] = ("LOSS", "TAIL", "BIAS")
+
+    def __post_init__(self) -> None:
+        if self.verdict not in self.FAILURES:
+            raise ValueError(f"verdict must be one of {', '.join(self.FAILURES)}, got {self.verdict!r}")
+        if not self.reason:
+            raise ValueError("reason must say why the failure is expected, got none")
+
+
 def _spell(name: str, value: Any) -> str:
     if value is True:
         return name
@@ -172,7 +210,7 @@ class Op:
     naive: Callable[..., Any]
     tpu: str
     gpu: str
-    inputs: Callable[[Case], Mapping[str, Array | Groups | None]]
+    inputs: Callable[[Case], Mapping[str, Array | Scales | Groups | None]]
     arguments: Callable[[Case], Mapping[str, Any]]
     contract: Callable[[Case, Backend], Contract]
     chain: Callable[[Case, Inputs], int]
@@ -183,7 +221,13 @@ class Op:
     spelled: tuple[str, ...] = ()
     representative: Callable[[Case], bool] = lambda case: True  # cases whose ε are compared in the default tier too
     tau: float = 0.0  # how much larger ε_TPU may be than ε_GPU; anything but 0 needs a reason beside it
+    bit_exact: bool = False  # the golden returns the outputs' own dtypes, and every bit must be its
+    expected: tuple[Expected, ...] = ()  # known failures of the comparison; of several that match, the first counts
     cases: tuple[Case, ...] = ()
+
+    def expectation(self, case: Case) -> Expected | None:
+        """The known failure of a case in comparison with the GPU, if one is declared."""
+        return next((expected for expected in self.expected if expected.where(case)), None)
 
     def grid(
         self,

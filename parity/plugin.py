@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -58,6 +58,7 @@ class Run:
         """Fail unless both backends agree with the golden and ε_TPU ≤ ε_GPU over paired seeds (G4 to G7).
 
         A TPU is compared with a GPU, an emulated TPU with an emulated GPU: with the one at hand, or its records.
+        A failure that the op expects is pytest's xfail, and strict.
         """
         __tracebackhide__ = True
         seeds = self._request.config.getoption("--parity-seeds")
@@ -68,17 +69,31 @@ class Run:
             for entry in self._book.seeds(self.op, self.case, seeds, "gpu", real=real):
                 if isinstance(entry, Verdict):
                     missing = {"op": self.op.name, "case": self.case.id, "backend": "tpu", "real": real, "bound": 0.0}
-                    self._report(missing | asdict(entry) | {"record": entry.outcome})
                     where = "on a GPU runner" if real else "where there is no GPU"
-                    pytest.skip(f"{entry.outcome}: {entry.reason}; {where}: pytest --parity-record -k {self.case.id}")
+                    record = {"record": entry.outcome, "record_of": "gpu", "where": where}
+                    self._report(missing | asdict(entry) | record)
+                    cases = {self.op.name: {self.case.id}}
+                    command = text.record_command(_recording(self._request.config), "gpu", cases)
+                    pytest.skip(f"{entry.outcome}: {entry.reason}; {where}: {command}")
                 recorded.append(entry)
         compared = compare(self.op, self.case, seeds, recorded)
         if self._recorder:
             for judged in compared.everything if recorded is None else compared.judged["tpu"]:
                 self._recorder.write(self._book.record(self.op, judged))
         self._report(compared.summary())
-        if not compared.comparison.verdict.passed:
+        decided = compared.comparison.verdict
+        if not decided.passed:
             pytest.fail(text.comparison(compared, self._rerun()), pytrace=False)
+        if self.op.expectation(self.case):
+            pytest.xfail(f"{decided.outcome}: {decided.reason}")
+
+    def _compared_elsewhere(self) -> Iterator[Case]:
+        """The case's further seeds where a TPU of another host is to be compared with this GPU's records of them."""
+        config = self._request.config
+        here = is_here("tpu", real=runner(self.backend).real)
+        if self.backend == "gpu" and not here and (_tier(config) == "full" or self.op.representative(self.case)):
+            for n in range(1, config.getoption("--parity-seeds")):
+                yield self.case.with_seed(self.case.seed + n)
 
     @property
     def _book(self) -> Book:
@@ -98,13 +113,16 @@ class Run:
     def _judge(self) -> None:
         __tracebackhide__ = True
         judged = judge(self.op, self.case, self.backend)
-        status = {}
+        status: dict[str, str] = {}
         if self.case.data != "integers":
             if self._recorder:
                 self._recorder.write(self._book.record(self.op, judged))
+                for drawn in self._compared_elsewhere():
+                    self._recorder.write(self._book.record(self.op, judge(self.op, drawn, self.backend)))
             elif self._book.root.exists():
                 strict = self._request.config.getoption("--parity-strict-records")
-                judged, status["record"] = self._book.check(self.op, judged, strict=strict)
+                judged, record = self._book.check(self.op, judged, strict=strict)
+                status = {"record": record, "record_of": self.backend}
         twin = None
         if not judged.verdict.passed and self.case.data != "integers":
             twin = judge(self.op, self.case.with_data("integers"), self.backend)
@@ -193,7 +211,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is beyond the chosen tier, and put together what shares a compiled kernel."""
-    tier = config.getoption("--parity-tier") or ("full" if "full" in config.getoption("markexpr") else "default")
+    tier = _tier(config)
     if tier != "full":
         kept: list[pytest.Item] = []
         dropped: list[pytest.Item] = []
@@ -206,6 +224,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Neighbours mostly go to the same pytest-xdist worker: a case and its other data then compile once.
     place: dict[Any, int] = {}
     items.sort(key=lambda item: place.setdefault(_shared(item), len(place)))
+
+
+def _tier(config: pytest.Config) -> str:
+    named = "full" if "full" in config.getoption("markexpr") else "default"
+    tier: str = config.getoption("--parity-tier") or named
+    return tier
+
+
+def _recording(config: pytest.Config) -> str:
+    """The command that records the cases of this run: its own options, as far as they say which these are."""
+    command = "pytest --parity-record"
+    if _tier(config) != "default":
+        command += f" --parity-tier={_tier(config)}"
+    for option, default in (("--parity-seed", 0), ("--parity-seeds", 8), ("--parity-records", None)):
+        if config.getoption(option) != default:
+            command += f" {option}={config.getoption(option)}"
+    return command
 
 
 def _shared(item: pytest.Item) -> Any:
@@ -253,7 +288,7 @@ class _Reporter:
             self._judged += [value for name, value in report.user_properties if name == "parity"]  # type: ignore[misc]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        lines = text.summary(self._judged)
+        lines = text.summary(self._judged, _recording(self._config))
         if lines:
             terminalreporter.section("parity")
             for line in lines:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from parity.judge import Compared, Judgement
@@ -77,8 +77,12 @@ def comparison(compared: Compared, rerun: str) -> str:
     return "\n".join(lines)
 
 
-def summary(judged: Iterable[Mapping[str, Any]]) -> list[str]:
-    """One line per op and backend over `Judgement.summary` and `Compared.summary` entries."""
+def summary(judged: Iterable[Mapping[str, Any]], recording: str = "pytest --parity-record") -> list[str]:
+    """One line per op and backend over `Judgement.summary` and `Compared.summary` entries, then what to record.
+
+    An entry's `record` is the status of its record and `record_of` the backend that has or lacks it; `where` names the
+    host that can make it, if that is not this one. `recording` is the command that records the cases of this run.
+    """
     all_entries = list(judged)
     groups: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
     for entry in all_entries:
@@ -89,14 +93,48 @@ def summary(judged: Iterable[Mapping[str, Any]]) -> list[str]:
     for (op, backend, real), entries in sorted(groups.items()):
         loads = [e["eta_max"] / e["bound"] for e in entries if "eta_max" in e and e["bound"]]
         compared = max((e for e in entries if "ratio" in e), key=lambda e: e["ratio"], default=None)
-        ratio = f"{compared['ratio']:.2f} [{compared['low']:.2f}, {compared['high']:.2f}]" if compared else "–"
+        ratio = _interval(compared) if compared else "–"
         counts = Counter(entry["outcome"] for entry in entries)
         verdicts = "  ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
         where = backend if real else f"{backend} emulated"
         cases = len({entry["case"] for entry in entries})
         lines.append(f"{op:<8} {where:<12} {cases:>6} {max(loads, default=0.0):>14.2f} {ratio:>22}  {verdicts}")
-    statuses = Counter(entry["record"] for entry in all_entries if "record" in entry)
-    if statuses.keys() - {"VALID"}:
-        counted = "  ".join(f"{count} {status}" for status, count in sorted(statuses.items()))
-        lines.append(f"records: {counted}   (measure them anew: pytest --parity-record)")
+    return lines + _to_record([entry for entry in all_entries if "record" in entry], recording)
+
+
+def _interval(compared: Mapping[str, Any]) -> str:
+    # Of a GPU that makes no error any other is an astronomical multiple.
+    ratio, low, high = (f"{x:.2f}" if x < 1000 else f"{x:.3g}" for x in (compared[n] for n in ("ratio", "low", "high")))
+    return f"{ratio} [{low}, {high}]"
+
+
+def _to_record(entries: Sequence[Mapping[str, Any]], recording: str) -> list[str]:
+    """How many records have which status, and for each but VALID, by backend, the command that measures them anew."""
+    counts = Counter(entry["record"] for entry in entries)
+    if not counts.keys() - {"VALID"}:
+        return []
+    lines = ["records: " + "  ".join(f"{count} {status}" for status, count in sorted(counts.items()))]
+    groups: dict[tuple[str, str, str], dict[str, set[str]]] = {}
+    for entry in entries:
+        if entry["record"] != "VALID":
+            key = entry["record"], entry["record_of"], entry.get("where", "")
+            groups.setdefault(key, {}).setdefault(entry["op"], set()).add(entry["case"])
+    for (status, backend, where), cases in sorted(groups.items()):
+        counted = ", ".join(f"{len(of_op)} of {op}" for op, of_op in sorted(cases.items()))
+        what = ", ".join(filter(None, [f"{counted} on {backend}", where]))
+        lines.append(f"  {status}  {what}: {record_command(recording, backend, cases)}")
     return lines
+
+
+NAMED = 3
+"""Cases of one op that a command names one by one; of more it records the whole op, which changes no valid record's
+figures."""
+
+
+def record_command(recording: str, backend: str, cases: Mapping[str, Set[str]]) -> str:
+    """`recording`, narrowed down to some cases, by op, on one backend."""
+    words: list[str] = []
+    for op, of_op in sorted(cases.items()):
+        # Brackets, as in a test's name: `gmm-` alone is also in the names of tgmm.
+        words += [f"[{case}]" for case in sorted(of_op)] if len(of_op) <= NAMED else [f"[{op}-"]
+    return f'{recording} -m {backend} -k "{" or ".join(words)}"'

@@ -14,9 +14,12 @@ import numpy as np
 
 from parity.dtypes import Floats, round_to
 from parity.metrics import Metrics, Scale, eta, explained_by
+from parity.op import Expected
 
 Z = 4.0
 """Standard errors that a difference must exceed before it counts."""
+TAIL = 1.5
+"""How many times the GPU's the TPU's 99.9 % quantile of η may be."""
 TILE = 128
 """Rows and columns of the tile that `wrong_outputs` drops."""
 
@@ -35,7 +38,7 @@ class Verdict:
         return self.outcome in PASSING
 
 
-PASSING = ("AGREES", "EXACT", "WIN", "TIE")
+PASSING = ("AGREES", "EXACT", "WIN", "TIE", *(f"EXPECTED {outcome}" for outcome in Expected.FAILURES))
 
 
 def form(y: np.ndarray, again: np.ndarray, golden: Floats, dtype: str) -> Verdict | None:
@@ -64,6 +67,27 @@ def exactness(y: np.ndarray, golden: Floats) -> Verdict:
             "LOGIC FAULT", "G2", f"{wrong} of {y.size} elements differ on integer data, where every sum is exact"
         )
     return Verdict("EXACT", "G2", "equal to the golden")
+
+
+def identity(y: np.ndarray, golden: np.ndarray) -> Verdict:
+    """G2 of an op that is compared bit for bit: y and its golden of the same shape and dtype must be the same bytes.
+
+    A NaN's sign and payload mean nothing, except in a format of 8 bits, where they are part of the code.
+    """
+    got, expected = (np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape) for x in (y, golden))
+    differ = got != expected
+    if y.dtype.itemsize > 1:
+        differ &= ~(np.isnan(y) & np.isnan(golden))
+    wrong = np.argwhere(differ)
+    if not len(wrong):
+        return Verdict("EXACT", "G2", "the golden's bits")
+    index = tuple(int(i) for i in wrong[0])
+    values = ", ".join(
+        f"{name} {x[index]} ({b[index]:#x})" for name, x, b in (("golden", golden, expected), ("got", y, got))
+    )
+    return Verdict(
+        "OTHER BITS", "G2", f"{len(wrong)} of {y.size} elements differ in their bits, first at {list(index)}: {values}"
+    )
 
 
 def agreement(metrics: Metrics, bound: float) -> Verdict:
@@ -168,22 +192,49 @@ def parity(tpu: Sequence[Metrics], gpu: Sequence[Metrics], statistic: Statistic,
 
 
 def tail(tpu: Sequence[Metrics], gpu: Sequence[Metrics], tau: float) -> Verdict | None:
-    """G6: TAIL where the 99.9 % quantile of η exceeds 1.5·(1 + τ) times the GPU's; below one roundoff is no tail."""
-    ratio = float(np.exp(np.mean([np.log(max(t.eta_q999, 1) / max(g.eta_q999, 1)) for t, g in _pairs(tpu, gpu)])))
-    return (
-        Verdict("TAIL", "G6", f"the 99.9 % quantile of η is {ratio:.3g}× the GPU's")
-        if ratio > 1.5 * (1 + tau)
-        else None
-    )
+    """G6: TAIL where the 99.9 % quantile of η exceeds 1.5·(1 + τ) times the GPU's."""
+    ratio = tail_ratio(tpu, gpu)
+    if ratio > TAIL * (1 + tau):
+        return Verdict("TAIL", "G6", f"the 99.9 % quantile of η is {ratio:.3g}× the GPU's")
+    return None
+
+
+def tail_ratio(a: Sequence[Metrics], b: Sequence[Metrics]) -> float:
+    """The 99.9 % quantile of η over b's, geometric mean over seeds; below one roundoff is no tail."""
+    return float(np.exp(np.mean([np.log(max(x.eta_q999, 1) / max(y.eta_q999, 1)) for x, y in _pairs(a, b)])))
 
 
 def bias(tpu: Sequence[Metrics], gpu: Sequence[Metrics]) -> Verdict | None:
-    """G7: BIAS where |mean e| / rms e · √N exceeds 6 and the GPU's by more than sampling, over all seeds together."""
-    elements = sum(m.scored for m in tpu)
-    ours, theirs = (abs(float(np.mean([m.bias for m in ms]))) * np.sqrt(elements) for ms in (tpu, gpu))
-    if ours > 6 and ours > theirs + Z:
+    """G7: BIAS where |bias|·√N exceeds 6 and the GPU's by more than sampling does."""
+    ours, theirs = bias_size(tpu), bias_size(gpu)
+    if is_biased(ours, theirs):
         return Verdict("BIAS", "G7", f"|bias|·√N = {ours:.3g} (the GPU's {theirs:.3g})")
     return None
+
+
+def bias_size(measured: Sequence[Metrics]) -> float:
+    """|mean e| / rms e · √N over all seeds together: about 1 where errors have no preferred sign."""
+    return abs(float(np.mean([m.bias for m in measured]))) * float(np.sqrt(sum(m.scored for m in measured)))
+
+
+def is_biased(ours: float, theirs: float) -> bool:
+    """Whether a `bias_size` counts beside a reference's."""
+    return ours > 6 and ours > theirs + Z
+
+
+def held_to(expected: Expected | None, decided: Verdict) -> Verdict:
+    """A comparison's verdict where its failure is declared: the declared one passes, and a pass fails.
+
+    Every other verdict stays as it is.
+    """
+    if expected is None:
+        return decided
+    if decided.outcome == expected.verdict:
+        return replace(decided, outcome=f"EXPECTED {decided.outcome}", reason=f"{decided.reason}; {expected.reason}")
+    if decided.passed:
+        reason = f"{decided.outcome} {decided.reason}, declared {expected.verdict}: {expected.reason}"
+        return replace(decided, outcome="UNEXPECTED PASS", reason=reason)
+    return decided
 
 
 def regression(now: Metrics, then: Metrics, *, narrow_output: bool) -> Verdict | None:

@@ -155,6 +155,37 @@ def test_an_epsilon_that_is_no_number_is_worse(bad):
     assert of_one_case(changed(scale=bad), BASE).change == "better"
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "change", "words"),
+    [
+        (dict(eta_q999=2.0), dict(eta_q999=3.2), "worse", "tail 1.6×"),
+        (dict(eta_q999=3.2), dict(eta_q999=2.0), "better", "tail 0.625×"),
+        (dict(eta_q999=2.0), dict(eta_q999=2.9), "unchanged", ""),
+        (dict(eta_q999=0.1), dict(eta_q999=0.9), "unchanged", ""),  # below one roundoff is no tail
+        (dict(bias=-0.01), dict(bias=0.05), "worse", "bias 1.81 → 9.05"),
+        (dict(bias=0.05), dict(bias=0.01), "better", "bias 9.05 → 1.81"),
+        (dict(bias=-0.01), dict(bias=0.03), "unchanged", ""),
+        (dict(bias=0.05), dict(bias=-0.055), "unchanged", ""),  # beyond 6, but not by more than sampling does
+    ],
+)
+def test_a_tail_and_a_bias_count_beyond_the_verdicts_allowance(before, after, change, words):
+    a, b = changed(metrics=before), changed(metrics=after, where=dict(kernel=HASH[::-1]))
+    case = of_one_case(a, b)
+    assert (case.change, case.beyond) == (change, (words,) if words else ())
+    text = describe(diff(ledgers(a), ledgers(b)))
+    assert (f"over 8 seeds   {words}   kernel" in text) == bool(words)
+    assert json.loads(to_json(diff(ledgers(a), ledgers(b))))["ops"][0]["cases"][0]["beyond"] == list(case.beyond)
+
+
+def test_a_better_epsilon_makes_up_for_no_tail():
+    case = of_one_case(BASE, changed(scale=0.5, metrics=dict(eta_q999=4.0)))
+    assert (case.change, case.beyond) == ("worse", ("tail 2×",))
+    outputs = [replace(r, outputs={"dq": METRICS, "dk": replace(METRICS, bias=0.05)}) for r in BASE]
+    start = [replace(r, outputs={"dq": METRICS, "dk": METRICS}) for r in BASE]
+    case = of_one_case(start, outputs)
+    assert (case.change, case.ratio.output, case.beyond) == ("worse", "dk", ("bias 1.81 → 9.05 of dk",))
+
+
 def test_an_exact_output_that_no_longer_is():
     case = of_one_case(changed(scale=0.0), BASE)
     assert case.change == "worse"
@@ -218,6 +249,15 @@ def test_changed_inputs_are_reported_but_not_compared():
 def test_each_mover_is_named(where, fields, who):
     case = of_one_case(BASE, changed(scale=1.4, where=where, **fields))
     assert (case.change, case.moved, case.cause) == ("worse", (who,), who)
+
+
+def test_an_upgraded_framework_in_a_copied_ledger_is_named(tmp_path):
+    write(tmp_path / "old", BASE)
+    old = load(str(tmp_path / "old"), tmp_path)
+    (ledger,) = old.values()
+    write(tmp_path / "new", changed(ledger.values(), where=dict(versions=PROVENANCE.versions | {"jax": "0.11.2"})))
+    text = describe(diff(old, load(str(tmp_path / "new"), tmp_path)))
+    assert text == "double  tpu emulated: 1 unchanged   who moved: framework jax 0.10.2 → 0.11.2"
 
 
 @pytest.mark.parametrize("measure", ["metrics", "magnitude"])

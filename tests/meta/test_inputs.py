@@ -5,10 +5,13 @@ import numpy as np
 import pytest
 
 from parity.dtypes import numpy_dtype
-from parity.inputs import CANCELLATION, DISTRIBUTIONS, GROUPS, draw, group_sizes, hashes
+from parity.inputs import CANCELLATION, DISTRIBUTIONS, GROUPS, SCALES, draw, group_sizes, hashes
 from parity.op import Groups
 from tests.matrix import OPS
 from tests.matrix.gmm import GMM, TGMM
+from tests.matrix.moe import GROUPED_DENSE
+from tests.matrix.quantize import FP8_QUANTIZE
+from tests.matrix.quantized_gmm import GMM_QUANTIZED, TGMM_QUANTIZED
 
 DEFAULT = [(op, case) for op in OPS for case in op.cases if case.tier != "full"]
 
@@ -44,7 +47,7 @@ def test_every_distribution_fits_every_dtype(data, dtype):
         x = drawn[name]
         assert x.dtype == numpy_dtype(dtype)
         values = x.astype(np.float64)
-        if data not in ("poison", "nonfinite"):
+        if data not in ("poison", "nonfinite", "bits"):
             assert np.all(np.isfinite(values))
         assert np.unique(values[np.isfinite(values)]).size > 3
 
@@ -112,6 +115,76 @@ def test_poison_is_only_where_nothing_may_be_read_and_keeps_the_rest():
         assert not np.isfinite(poisoned[name][unread[name]]).any()
         assert np.array_equal(poisoned[name][~unread[name]], clean[name][~unread[name]])
     assert unread["lhs"].any()
+
+
+@pytest.mark.parametrize("op", [GMM_QUANTIZED, TGMM_QUANTIZED], ids=["gmm", "tgmm"])
+def test_integer_sums_of_quantised_data_are_exact_in_the_output(op):
+    for case in op.cases:
+        if case.tier == "smoke" and not case.model:
+            drawn = draw(op, case.with_data("integers"))
+            sums = op.magnitude(op, case, drawn)
+            assert sums.max() <= 2 ** {"float32": 24, "bfloat16": 8}[case.out], case.id
+            assert set(np.unique(drawn["lhs_scale"])) <= {1.0, 2.0}
+            assert (drawn["lhs"].astype(float) != 0).any()
+
+
+@pytest.mark.parametrize("op", [GMM_QUANTIZED, TGMM_QUANTIZED], ids=["gmm", "tgmm"])
+def test_int8_climbs_beyond_float32_and_comes_back(op):
+    case = find(op, dtype="int8", groups="one_hot" if op is TGMM_QUANTIZED else "balanced").with_data("integers")
+    drawn = draw(op, case)
+    lhs, rhs = (drawn[name].astype(np.int64) for name in ("lhs", "rhs"))
+    terms = lhs[:, 0] * rhs[:, 0] if op is TGMM_QUANTIZED else lhs[0] * rhs[0, :, 0]
+    assert np.cumsum(terms).max() > 2**24
+    assert abs(terms.sum()) < 2**20
+    assert (np.cumsum(terms) % 2).any()  # else float32 would hold it beyond 2^24 as well
+
+
+def test_integer_data_that_are_quantised_inside_stay_what_they_are():
+    case = find(GROUPED_DENSE, quantize=True, dtype="float32", existing_out=False, transpose_rhs=False)
+    case = case.with_data("integers")
+    drawn, arguments = draw(GROUPED_DENSE, case), GROUPED_DENSE.arguments(case)
+    assert (drawn["lhs"] != 0).mean() > 0.9
+    quantised = GROUPED_DENSE.golden(**drawn, **arguments)
+    assert np.array_equal(quantised, GROUPED_DENSE.golden(**drawn, **arguments | {"quantize": False}))
+
+
+def test_narrow_data_fill_their_format_and_stay_finite():
+    for dtype, least in (("float8_e4m3fn", 100), ("float8_e5m2", 60), ("int8", 100)):
+        case = find(GMM_QUANTIZED, dtype=dtype, data="normal", existing_out=False, scales="varied")
+        lhs = draw(GMM_QUANTIZED, case)["lhs"]
+        assert np.isfinite(lhs.astype(np.float64)).all()
+        assert np.unique(lhs.view(np.uint8)).size > least
+        assert lhs.dtype != "int8" or lhs.min() >= -127
+
+
+def test_bits_are_every_pattern_and_ranges_reach_both_ends():
+    case = find(FP8_QUANTIZE, dtype="bfloat16", data="bits")
+    x = draw(FP8_QUANTIZE, case)["x"]
+    with np.errstate(invalid="ignore"):
+        values = x.astype(np.float64)
+    assert np.unique(x.view(np.uint16)).size > 0.7 * 2**16
+    assert np.isnan(values).any()
+    assert np.isinf(values).any()
+    tiles = np.abs(draw(FP8_QUANTIZE, case.with_data("ranges"))["x"].astype(np.float64))
+    tiles = tiles.reshape(2, 128, 3, 128).max(axis=(1, 3))
+    assert (tiles == 0).any()
+    assert ((tiles > 0) & (tiles < 2.0**-126)).any()
+    assert (tiles > 2.0**120).any()
+
+
+def test_scales_are_positive_and_what_they_are_called():
+    bits = np.random.Philox(key=3).random_raw
+    drawn = {name: pattern((6, 8, 10), bits) for name, pattern in SCALES.items()}
+    for scale in drawn.values():
+        assert scale.dtype == np.float32
+        assert np.isfinite(scale).all()
+        assert (scale >= np.finfo(np.float32).tiny).all()
+    assert np.unique(np.frexp(drawn["varied"])[0]).size > 400  # significands of all digits
+    for axis in range(3):
+        ratio = np.abs(np.diff(np.log2(drawn["steps"]), axis=axis))
+        assert ratio.min() > 2
+        assert ratio.max() < 4
+    assert set(np.unique(drawn["powers"])) == {1.0, 2.0}
 
 
 @pytest.mark.parametrize("pattern", GROUPS)

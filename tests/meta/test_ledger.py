@@ -2,9 +2,20 @@
 
 import json
 import re
+import shlex
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 
+from parity.diff import diff, load
+from parity.judge import judge
+from parity.ledger import Book
+from parity.records import Recorder, merge
+from tests.matrix.gmm import GMM, representative
+
+ROOT = Path(__file__).parents[2]
 RECORD = ("-q", "--parity-record")
 
 
@@ -37,10 +48,38 @@ def test_xdist_records_the_same(project, tmp_path):
     assert sum("id" in json.loads(line) for line in path.read_text().splitlines()) == 1  # one run, one provenance
 
 
+def fixes(run, done, line):
+    """Run the command that a line of the summary names; how many records it wrote."""
+    named = re.search(rf"^  {line}: pytest (.+)$", done.stdout, re.MULTILINE)
+    assert named, done.stdout
+    wrote = run("-q", *shlex.split(named[1]))
+    return int(re.search(r"records: (\d+) written", wrote.stdout)[1])
+
+
+def forget(path, *cases):
+    """Take the records of some cases out of a ledger."""
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not any(f'"{case}"' in line for case in cases)))
+
+
 def test_no_record_is_counted_with_the_command_that_makes_one(project, tmp_path):
     (tmp_path / "records").mkdir()
-    run = project()("-q")
-    assert re.search(r"records: 4 NO-RECORD +\(measure them anew: pytest --parity-record\)", run.stdout), run.stdout
+    run = project()
+    options = ("--parity-tier=full", "--parity-seed=3")
+    done = run("-q", *options)
+    assert "records: 5 NO-RECORD\n" in done.stdout, done.stdout
+    assert all(option in done.stdout for option in options), done.stdout
+    assert fixes(run, done, "NO-RECORD  5 of double on tpu") == 5
+
+
+def test_the_command_records_no_case_but_those_that_need_it(project, tmp_path):
+    run = project()
+    run(*RECORD)
+    forget(tmp_path / "records/tpu/emulated/double.jsonl", "double-M3_N5-f32-s0", "double-M3_N5-bf16-s0")
+    done = run("-q")
+    assert "records: 2 NO-RECORD  2 VALID\n" in done.stdout, done.stdout
+    assert fixes(run, done, "NO-RECORD  2 of double on tpu") == 2
+    assert "records:" not in run("-q").stdout
 
 
 def test_a_worse_kernel_is_a_regression_and_names_what_moved(project, tmp_path):
@@ -63,7 +102,8 @@ def test_a_changed_kernel_of_the_same_quality_is_stale_and_fails_only_if_strict(
     kernels.write_text(kernels.read_text() + "\n# nothing that matters\n")
     stale = run("-q")
     assert stale.returncode == 0
-    assert "records: 4 STALE" in stale.stdout, stale.stdout
+    command = 'pytest --parity-record -m tpu -k "[double-"'
+    assert f"records: 4 STALE\n  STALE  4 of double on tpu: {command}\n" in stale.stdout, stale.stdout
     strict = run("-q", "--parity-strict-records")
     assert strict.returncode == 1
     assert "STALE  G0: kernel" in strict.stdout, strict.stdout
@@ -75,7 +115,8 @@ def test_records_of_other_inputs_are_invalid_and_compared_with_nothing(project, 
     path = tmp_path / "records/tpu/emulated/double.jsonl"
     path.write_text(re.sub(r'"x":"[0-9a-f]{64}"', f'"x":"{"0" * 64}"', path.read_text()))
     done = run("-q")
-    assert "records: 4 INVALID" in done.stdout, done.stdout
+    command = 'pytest --parity-record -m tpu -k "[double-"'
+    assert f"records: 4 INVALID\n  INVALID  4 of double on tpu: {command}\n" in done.stdout, done.stdout
     assert done.returncode == 0
 
 
@@ -87,6 +128,43 @@ def test_a_broken_ledger_is_one_clear_error(project, tmp_path):
     done = run("-q", "-x")
     assert done.returncode != 0
     assert re.search(r"double\.jsonl:\d+: ", done.stdout), done.stdout
+
+
+DOT = "lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)"
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("old", "new", "outcome"),
+    [
+        (DOT, f"{DOT}.astype(jnp.bfloat16)", "OUT OF BOUND"),
+        ("lax.Precision.HIGHEST if", "lax.Precision.HIGH if", "OUT OF BOUND"),
+        (DOT, f"lax.reduce_precision({DOT}, 8, 19)", "REGRESSION"),  # within the a-priori bound
+    ],
+    ids=["bfloat16 sums", "half the passes", "sums of 20 bits"],
+)
+def test_a_precision_regression_in_a_copy_of_the_kernel_fails_and_is_named(old, new, outcome, tmp_path, monkeypatch):
+    pytest.importorskip("jax")
+    source = (ROOT / "tpu_kernels/gmm.py").read_text()
+    assert source.count(old) == 1
+    module = f"planted_{tmp_path.name}"  # of every test its own
+    (tmp_path / f"{module}.py").write_text(source.replace(old, new))
+    monkeypatch.syspath_prepend(tmp_path)
+    case = next(c for c in GMM.cases if representative(c) and c.dtype == "float32")
+
+    def record(op, judged, folder):
+        with Recorder(folder) as recorder:
+            recorder.write(Book(folder).record(op, judged))
+        merge(folder)
+
+    record(GMM, judge(GMM, case, "tpu"), tmp_path / "before")
+    planted = replace(GMM, tpu=f"{module}:gmm")
+    judged = judge(planted, case, "tpu")
+    held, _ = Book(tmp_path / "before").check(planted, judged, strict=False)
+    assert held.verdict.outcome == outcome
+    record(planted, judged, tmp_path / "after")
+    (of_op,) = diff(load(str(tmp_path / "before"), tmp_path), load(str(tmp_path / "after"), tmp_path))
+    assert (of_op.counts, of_op.cause) == ({"worse": 1}, "kernel")
 
 
 KILLER = """
@@ -137,64 +215,57 @@ class PretendedTpu(tpu.TpuRunner):
 tpu.make_runner = PretendedTpu
 """
 
+GPU_HOST = """
+from parity.backends import gpu, prepare_environment
+prepare_environment()
+
+class PretendedGpu(gpu.GpuRunner):
+    real = property(lambda self: True, lambda self, value: None)
+    device_kind = "NVIDIA Pretended"
+
+    def __init__(self):
+        self._device = "cpu"
+
+gpu.make_runner = PretendedGpu
+"""
+
 
 @pytest.fixture
-def tpu_host(project, tmp_path):
-    """A host with a TPU (pretended) and without a GPU, whose ledger came from elsewhere."""
+def hosts(project, tmp_path):
+    """Two hosts that share a ledger: one with a TPU (pretended), one with a GPU (pretended), as functions."""
     run = project()
-    gpu = tmp_path / "records/gpu"
     tests = tmp_path / "test_double.py"
     tests.write_text(tests.read_text().replace('"tpu"', '"gpu"'))
-    for seed in range(2):
-        run(*RECORD, f"--parity-seed={seed}", "-k", "test_agrees")
     (tmp_path / "test_compared.py").write_text(COMPARED)
-    ledger = (gpu / "emulated/double.jsonl").read_text()
-    (gpu / "NVIDIA_Pretended").mkdir()
-    real = ledger.replace('"device_kind":"emulated"', '"device_kind":"NVIDIA Pretended"').replace(
-        '"real":false', '"real":true'
-    )
-    ids = re.findall(r'"id":"([0-9a-f]{12})"', real)
-    assert ids
-    (gpu / "emulated/double.jsonl").unlink()
-    (tmp_path / "conftest.py").write_text(TPU_HOST)
-    return run, gpu / "NVIDIA_Pretended/double.jsonl", real
+
+    def host(conftest, *arguments):
+        (tmp_path / "conftest.py").write_text(conftest)
+        return run("-q", "--parity-seeds=2", *arguments)
+
+    return partial(host, TPU_HOST), partial(host, GPU_HOST)
 
 
-def rewritten(real):
-    """The ledger's lines as `records` itself writes them: a provenance goes by the hash of its content."""
-    import hashlib
+def test_a_tpu_is_judged_against_the_records_of_a_gpu(hosts, tmp_path):
+    tpu_host, gpu_host = hosts
+    done = tpu_host("test_compared.py", "-rs")
+    assert "4 skipped" in done.stdout, done.stdout
+    assert "NO-RECORD: no gpu has recorded double-M8_N40-f32-s0; on a GPU runner: pytest --parity-record" in done.stdout
+    assert re.search(r"double +tpu .* 4 NO-RECORD", done.stdout), done.stdout
 
-    names, lines = {}, []
-    for line in map(json.loads, real.splitlines()):
-        if "id" in line:
-            spelled = json.dumps(line["provenance"], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-            names[line["id"]] = line["id"] = hashlib.sha256(spelled.encode()).hexdigest()[:12]
-        else:
-            line["provenance"] = names[line["provenance"]]
-        lines.append(json.dumps(line, sort_keys=True, separators=(",", ":"), ensure_ascii=False))
-    return "".join(f"{line}\n" for line in lines)
+    # The command that it names records every seed that a TPU is compared on.
+    assert fixes(gpu_host, done, "NO-RECORD  4 of double on gpu, on a GPU runner") == 8
+    assert ledgers(tmp_path) == ["gpu/NVIDIA_Pretended/double.jsonl"]
 
-
-def test_a_tpu_is_judged_against_the_records_of_a_gpu(tpu_host):
-    run, path, real = tpu_host
-    path.write_text(rewritten(real))
-    done = run("-q", "test_compared.py", "--parity-seeds=2", "-rs")
+    # To read what a GPU has recorded takes neither a GPU nor its framework.
+    (tmp_path / "torch.py").write_text("raise ImportError('not on this host')\n")
+    done = tpu_host("test_compared.py")
     assert "4 passed" in done.stdout, done.stdout
     assert re.search(r"double +tpu +4 .* 4 TIE", done.stdout), done.stdout
 
-
-def test_a_tpu_host_without_the_gpus_framework_can_read_its_records(tpu_host, tmp_path):
-    run, path, real = tpu_host
-    path.write_text(rewritten(real))
-    (tmp_path / "torch.py").write_text("raise ImportError('not on this host')\n")
-    done = run("-q", "test_compared.py", "--parity-seeds=2")
-    assert "4 passed" in done.stdout, done.stdout
-
-
-def test_a_tpu_without_records_of_a_gpu_says_which_command_makes_them(tpu_host):
-    run, _, _ = tpu_host
-    done = run("-q", "test_compared.py", "--parity-seeds=2", "-rs")
-    assert "4 skipped" in done.stdout, done.stdout
-    assert "NO-RECORD: no gpu has recorded double-M8_N40-f32-s0" in done.stdout
-    assert "on a GPU runner: pytest --parity-record -k double-M8_N40-f32-s0" in done.stdout
-    assert re.search(r"double +tpu .* 4 NO-RECORD", done.stdout), done.stdout
+    path = tmp_path / "records/gpu/NVIDIA_Pretended/double.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(x for x in lines if not ('"double-M8_N40-f32-s0"' in x and '"seed":1' in x)))
+    done = tpu_host("test_compared.py", "-rs")
+    assert "3 passed, 1 skipped" in done.stdout, done.stdout
+    assert "no gpu has recorded double-M8_N40-f32-s1; on a GPU runner: " in done.stdout
+    assert '-m gpu -k "[double-M8_N40-f32-s0]"' in done.stdout

@@ -56,6 +56,56 @@ def test_a_failure_fits_on_a_screen_and_can_be_acted_on(project):
     assert "1 failed" in again.stdout, again.stdout
 
 
+COMPARED = """
+import parity
+from matrix import DOUBLE
+
+@parity.cases(DOUBLE, backend="tpu", compared=True)
+def test_is_no_worse(run):
+    run.is_no_worse()
+"""
+
+
+@pytest.fixture
+def losing(project, tmp_path):
+    """A project whose TPU kernel errs in float32 and whose GPU kernel does not; a failure is declared by `where`."""
+
+    def make(where):
+        run = project()
+        declared = f"defaults={{}}, expected=(Expected(lambda c: {where}, 'LOSS', 'rounds twice'),),"
+        matrix = (tmp_path / "matrix.py").read_text()
+        for old, new in {
+            "import Array,": "import Array, Expected,",
+            "defaults={},": declared,
+            'tpu="kernels:good"': 'tpu="kernels:losing"',
+        }.items():
+            matrix = matrix.replace(old, new)
+        (tmp_path / "matrix.py").write_text(matrix)
+        with (tmp_path / "kernels.py").open("a") as kernels:
+            kernels.write("\ndef losing(x):\n    return x + x * (1 + 2**-23)\n")
+        (tmp_path / "test_double.py").write_text(COMPARED)
+        return run
+
+    return make
+
+
+def test_a_declared_loss_is_an_xfail_that_must_not_pass(losing):
+    done = losing("c.M == 3")("-q", "-rx")
+    assert "2 failed, 1 passed, 1 deselected, 1 xfailed" in done.stdout, done.stdout
+    counts = "1 EXPECTED LOSS  1 LOSS  1 TIE  1 UNEXPECTED PASS"
+    assert re.search(rf"double +tpu emulated .*  {counts}", done.stdout), done.stdout
+    assert re.search(r"XFAIL .*M3_N5-f32-s0\] - EXPECTED LOSS: ε .* τ=0; rounds twice", done.stdout), done.stdout
+    assert re.search(r"UNEXPECTED PASS  G5: TIE ε 1× .* declared LOSS: rounds twice .*M3_N5-bf16-s0", done.stdout)
+    assert re.search(r"^LOSS  G5: ε .* τ=0   double-M8_N40-f32-s0", done.stdout, re.MULTILINE)
+
+
+def test_a_declaration_that_matches_no_case_is_refused(losing):
+    done = losing("c.M == 7")("-q")
+    assert done.returncode != 0
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "double.expected[0] must match a case, matches none: rounds twice" in done.stdout + done.stderr
+
+
 def test_the_header_says_what_is_emulated(project):
     run = project()()
     assert "parity: tpu emulated · gpu emulated · goldens float64" in run.stdout

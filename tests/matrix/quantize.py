@@ -1,0 +1,134 @@
+"""The quantisers and dequantisers: their cases and how their inputs are drawn. All are compared bit for bit."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from cpu_golden.quantize import fp8_dequantize, fp8_dual_quantize, fp8_quantize, int8_dequantize, int8_quantize
+from parity import Array, Case, Contract, Op, Scales
+from parity.op import Backend
+from tests.matrix.gmm import BF16, F16, F32
+from tests.matrix.quantized_gmm import E4M3, E5M2, I8
+
+
+def contract(c: Case, backend: Backend) -> Contract:
+    """The golden's bits; the name says what the scales are."""
+    return Contract(dot="none", out=F32)
+
+
+def shape(c: Case) -> tuple[int, ...]:
+    return tuple(size for _, size in c.dims)
+
+
+def quantise_arguments(c: Case) -> Mapping[str, object]:
+    to_fp8 = {} if c.out == I8 else {"dtype": c.out}
+    axis = {} if c.op == "fp8_dual_quantize" else {"axis": c.axis}
+    return {**axis, "block_size": c.block_size, "check_finite": False, **to_fp8}
+
+
+def scale_shape(c: Case) -> tuple[int, ...]:
+    blocks = (n if b.isalpha() else int(b) for b, n in zip(c.blocks.split("x"), shape(c), strict=True))
+    return tuple(n // b for n, b in zip(shape(c), blocks, strict=True))
+
+
+def op(name: str, golden: object, **settings: object) -> Op:
+    """An op that is compared bit for bit: no magnitude, no chain, no stages."""
+    return Op(
+        name,
+        golden=golden,
+        naive=golden,
+        tpu=f"tpu_kernels.quantize:{name}",
+        gpu=f"gpu_reference.quantize:{name}",
+        contract=contract,
+        chain=lambda c, inputs: 1,
+        magnitude=lambda op, c, inputs: None,
+        steps=lambda c, contract: {},
+        representative=lambda c: False,
+        unread=lambda c, inputs: {},
+        bit_exact=True,
+        **settings,
+    )
+
+
+def quantiser(name: str, golden: object, **defaults: object) -> Op:
+    return op(
+        name, golden, inputs=lambda c: {"x": Array(shape(c), c.dtype)}, arguments=quantise_arguments, defaults=defaults
+    )
+
+
+def dequantiser(name: str, golden: object) -> Op:
+    return op(
+        name,
+        golden,
+        inputs=lambda c: {"qvalue": Array(shape(c), c.dtype), "scale": Scales(scale_shape(c), c.scales)},
+        arguments=lambda c: {},
+        defaults=dict(blocks="1x128", scales="varied"),
+        spelled=("blocks",),
+    )
+
+
+MATRIX = [dict(M=256, K=384)]
+ODD = [dict(M=37, K=96)]
+WEIGHTS = [dict(G=3, K=128, N=256)]
+EMPTY = [dict(M=0, K=128)]
+# Zero blocks, subnormal ones (tpu-inference#1867: absmax 1e-40 gives NaN), the smallest and the largest; every bit.
+EXTREME = ["ranges", "bits"]
+ALONG = [1, 0, (0, 1)]  # 1x128, 128x1, 128x128
+
+
+def quantiser_cases(quantiser: Op, to: list[str]) -> tuple[Case, ...]:
+    """The matrix of a quantiser to the dtypes `to`."""
+    parts = [
+        quantiser.grid(MATRIX, dtype=[(F32, to[0])], axis=[1], tier="smoke"),
+        quantiser.grid(MATRIX, dtype=[(BF16, to[0])], data=EXTREME, axis=ALONG),
+        quantiser.grid(MATRIX, dtype=[(F32, to[-1])], data=EXTREME, axis=[1]),
+        quantiser.grid(ODD, dtype=[(F32, to[0])], data=["bits"], axis=[-1, (-2, -1)], block_size=[None]),
+        quantiser.grid(ODD, dtype=[(F16, to[0])], data=["bits"], axis=[-1], block_size=[32]),
+        quantiser.grid(WEIGHTS, dtype=[(BF16, to[0])], data=["wide"], axis=[(1, 2)]),
+        quantiser.grid(EMPTY, dtype=[(BF16, to[0])], axis=[1]),
+        quantiser.grid(
+            MATRIX, dtype=[(dtype, q) for dtype in (BF16, F32, F16) for q in to], axis=ALONG,
+            data=EXTREME, block_size=[32, 128, None], tier="full",
+        ),
+    ]  # fmt: skip
+    return quantiser.with_cases(*parts).cases
+
+
+def dual_cases(dual: Op) -> tuple[Case, ...]:
+    """The matrix of fp8_dual_quantize."""
+    parts = [
+        dual.grid(MATRIX, dtype=[(BF16, E4M3)], tier="smoke"),
+        dual.grid(MATRIX, dtype=[(BF16, E4M3)], data=["ranges"]),
+        dual.grid(MATRIX, dtype=[(F32, E5M2)], data=["bits"]),
+        dual.grid(WEIGHTS, dtype=[(F32, E4M3)], data=["ranges"], block_size=[32]),
+        dual.grid(ODD, dtype=[(F16, E4M3)], data=["bits"], block_size=[None]),
+        dual.grid(MATRIX, dtype=[(BF16, E4M3), (F32, E4M3), (F16, E5M2)], data=["outliers", *EXTREME],
+                  block_size=[64, 128, None], tier="full"),
+    ]  # fmt: skip
+    return dual.with_cases(*parts).cases
+
+
+def dequantiser_cases(dequantiser: Op, given: list[str]) -> tuple[Case, ...]:
+    """The matrix of a dequantiser of the dtypes `given`."""
+    into = [(dtype, F32) for dtype in given]
+    parts = [
+        dequantiser.grid(MATRIX, dtype=into[:1], data=["bits"], tier="smoke"),
+        dequantiser.grid(MATRIX, dtype=into, data=["bits"], blocks=["1x128", "128x128"], scales=["extremes"]),
+        dequantiser.grid(ODD, dtype=into[:1], data=["bits"], blocks=["MxK", "1xK"]),
+        dequantiser.grid(MATRIX, dtype=into, data=["bits"], blocks=["Mx1", "32x1", "64x32"], tier="full"),
+    ]
+    return dequantiser.with_cases(*parts).cases
+
+
+_FP8 = quantiser("fp8_quantize", fp8_quantize, axis=-1, block_size=128)
+_INT8 = quantiser("int8_quantize", int8_quantize, axis=-1, block_size=128)
+_DUAL = quantiser("fp8_dual_quantize", fp8_dual_quantize, block_size=128)
+_FROM_FP8 = dequantiser("fp8_dequantize", fp8_dequantize)
+_FROM_INT8 = dequantiser("int8_dequantize", int8_dequantize)
+
+FP8_QUANTIZE = replace(_FP8, cases=quantiser_cases(_FP8, [E4M3, E5M2]))
+INT8_QUANTIZE = replace(_INT8, cases=quantiser_cases(_INT8, [I8]))
+FP8_DUAL_QUANTIZE = replace(_DUAL, cases=dual_cases(_DUAL))
+FP8_DEQUANTIZE = replace(_FROM_FP8, cases=dequantiser_cases(_FROM_FP8, [E4M3, E5M2]))
+INT8_DEQUANTIZE = replace(_FROM_INT8, cases=dequantiser_cases(_FROM_INT8, [I8]))
+
+QUANTIZERS = (FP8_QUANTIZE, INT8_QUANTIZE, FP8_DUAL_QUANTIZE, FP8_DEQUANTIZE, INT8_DEQUANTIZE)

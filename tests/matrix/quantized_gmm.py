@@ -1,0 +1,381 @@
+"""gmm_quantized and tgmm_quantized: their cases, how their inputs are drawn, what their kernels promise.
+
+Where scales lie is spelled as the block that shares one: `1x128` is 128 elements of a row, `1xKx1` a column of a
+group's matrix, a letter standing for the whole axis; `plain` is an operand that is not quantised.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from cpu_golden.quantized_gmm import gmm_quantized, naive_gmm_quantized, naive_tgmm_quantized, tgmm_quantized
+from op_arguments.quantize import Blocks
+from op_arguments.quantized_gmm import dot_dtype
+from parity import Array, Case, Contract, Groups, Op, Scales, abs_of
+from parity.inputs import GROUPS
+from parity.op import Backend, Inputs
+from tests.matrix import gmm as unquantised
+from tests.matrix.gmm import BF16, F16, F32, MXU_DEPTH, shard
+from tests.matrix.models import DEEPSEEK_V3, QWEN3_30B, Experts
+
+E4M3, E5M2, I8 = "float8_e4m3fn", "float8_e5m2", "int8"
+FP8_MMA_DEPTH = 32  # as `parity.backends.emulation` documents it
+PLAIN = "plain"
+INT32_CLIMB = 2100  # terms of 121² to 127² that take an int8 sum beyond 2^24 half-way
+
+
+def rhs_dtype(c: Case) -> str:
+    return str(c.rhs_dtype or c.dtype)
+
+
+def blocks_of(spelled: str, shape: tuple[int, ...]) -> Blocks:
+    """The elements along each axis that share a scale."""
+    return tuple(max(n, 1) if b.isalpha() else int(b) for b, n in zip(spelled.split("x"), shape, strict=True))
+
+
+def scale_of(c: Case, spelled: str, shape: tuple[int, ...]) -> Scales | None:
+    """The scales of an operand of `shape`."""
+    if spelled == PLAIN:
+        return None
+    return Scales(tuple(n // b for n, b in zip(shape, blocks_of(spelled, shape), strict=True)), c.scales)
+
+
+def contraction(c: Case) -> int:
+    """The length of the axis that is summed over."""
+    return int(c.M if c.op == "tgmm_quantized" else c.K)
+
+
+def block(c: Case) -> int:
+    """Elements along the contraction over which no scale changes."""
+    gmm = c.op == "gmm_quantized"
+    lhs, rhs = ((c.M, c.K), (c.G, c.K, c.N)) if gmm else ((c.M, c.K), (c.M, c.N))
+    axes = (1, 1) if gmm else (0, 0)
+    found = [
+        blocks_of(spelled, shape)[axis]
+        for spelled, shape, axis in zip((c.lhs_blocks, c.rhs_blocks), (lhs, rhs), axes, strict=True)
+        if spelled != PLAIN
+    ]
+    return min(found)
+
+
+def swings(c: Case) -> bool:
+    """Whether integer data go beyond 2^24 and back: an int32 sum over the whole axis, into a float32 output."""
+    whole = block(c) >= contraction(c) > INT32_CLIMB
+    return bool(whole and c.dtype == rhs_dtype(c) == I8 and c.out == F32)
+
+
+def contract(c: Case, backend: Backend) -> Contract:
+    """Each block's sum and its product with the scales in float32; a narrow operand beside a wide one is widened."""
+    dot = dot_dtype(c.dtype, rhs_dtype(c))
+    scaling = {"inner": F32, "scale": F32, "scaled": F32, "acc": F32}
+    if dot == "int8":  # exact in int32 as long as no scale changes, then converted
+        return Contract(dot="int8", out=c.out, depth=max(block(c), 1), sites=scaling)
+    if dot == "fp8":
+        depth = MXU_DEPTH if backend == "tpu" else FP8_MMA_DEPTH
+        sites = {"partial": F32, **scaling} if backend == "tpu" else scaling
+        return Contract(dot="fp8", out=c.out, depth=depth, sites=sites)
+    wide = unquantised.contract(replace(c, dtype=dot), backend)
+    return replace(wide, sites={**wide.sites, **scaling})
+
+
+def chain(c: Case, length: int) -> int:
+    """Additions behind an element whose sum has `length` terms: within a block, of the blocks, and two products.
+
+    A block's sum is exact in int8. A tile shorter than a block may be scaled on its own.
+    """
+    axis = 0 if c.op == "tgmm_quantized" else 1
+    step = min(block(c), c.tiling[axis]) if c.tiling and block(c) < contraction(c) else block(c)
+    within = 1 if dot_dtype(c.dtype, rhs_dtype(c)) == "int8" else min(block(c), length)
+    # A group may begin inside a block: one more.
+    return within + -(-length // max(step, 1)) + 1 + 2
+
+
+def unread(c: Case, inputs: Inputs) -> Mapping[str, np.ndarray]:
+    """As for gmm; and the scales of nothing but such elements."""
+    masks = dict(unquantised.inactive(c, inputs))
+    for name in ("lhs", "rhs"):
+        scale = inputs.get(f"{name}_scale")
+        if scale is not None:
+            split = [x for n, s in zip(masks[name].shape, scale.shape, strict=True) for x in (s, n // max(s, 1))]
+            masks[f"{name}_scale"] = masks[name].reshape(split).all(axis=tuple(range(1, len(split), 2)))
+    return masks
+
+
+def representative(c: Case) -> bool:
+    """One case for fp8 into float32 and into bfloat16, and one for int8."""
+    return c.tier == "smoke" and c.groups == "straddle"
+
+
+def gmm_inputs(c: Case) -> Mapping[str, Array | Scales | Groups | None]:
+    rhs, axis, order = (c.G, c.K, c.N), 1, (0, 1, 2)
+    if c.transpose_rhs:
+        rhs, axis, order = (c.G, c.N, c.K), 2, (0, 2, 1)
+    spelled = c.rhs_blocks.split("x")
+    rhs_blocks = PLAIN if c.rhs_blocks == PLAIN else "x".join(spelled[n] for n in order)
+    return {
+        "lhs": Array((c.M, c.K), c.dtype, sum_over=1, swings=swings(c)),
+        **given("lhs_scale", scale_of(c, c.lhs_blocks, (c.M, c.K))),
+        "rhs": Array(rhs, rhs_dtype(c), sum_over=axis, pair_sign=-1, swings=swings(c)),
+        **given("rhs_scale", scale_of(c, rhs_blocks, rhs)),
+        "group_sizes": Groups(shard(c)[1], rows=c.M, pattern=c.groups),
+        "existing_out": Array((c.M, c.N), c.out) if c.existing_out else None,
+    }
+
+
+def tgmm_inputs(c: Case) -> Mapping[str, Array | Scales | Groups | None]:
+    return {
+        "lhs": Array((c.M, c.K), c.dtype, sum_over=0, swings=swings(c)),
+        **given("lhs_scale", scale_of(c, c.lhs_blocks, (c.M, c.K))),
+        "rhs": Array((c.M, c.N), rhs_dtype(c), sum_over=0, pair_sign=-1, swings=swings(c)),
+        **given("rhs_scale", scale_of(c, c.rhs_blocks, (c.M, c.N))),
+        "group_sizes": Groups(shard(c)[1], rows=c.M, pattern=c.groups),
+        "existing_out": Array((c.G, c.K, c.N), c.out) if c.existing_out else None,
+    }
+
+
+def given(name: str, scale: Scales | None) -> Mapping[str, Scales]:
+    """A scale where there is one; where there is none it is an explicit None among the arguments."""
+    return {} if scale is None else {name: scale}
+
+
+def no_scales(c: Case) -> Mapping[str, None]:
+    return {f"{name}_scale": None for name in ("lhs", "rhs") if getattr(c, f"{name}_blocks") == PLAIN}
+
+
+DEFAULTS = dict(
+    rhs_dtype=None, lhs_blocks="", rhs_blocks="", scales="varied", transpose_rhs=False, existing_out=False, shard=None,
+    tiling=None, groups="zipf",
+)  # fmt: skip
+
+_GMM = Op(
+    "gmm_quantized",
+    golden=gmm_quantized,
+    naive=naive_gmm_quantized,
+    tpu="tpu_kernels.quantized_gmm:gmm_quantized",
+    gpu="gpu_reference.quantized_gmm:gmm_quantized",
+    inputs=gmm_inputs,
+    arguments=lambda c: {
+        **no_scales(c),
+        "group_offset": shard(c)[0],
+        "transpose_rhs": c.transpose_rhs,
+        "preferred_element_type": c.out,
+        "tiling": c.tiling,
+    },
+    contract=contract,
+    chain=lambda c, inputs: chain(c, c.K),
+    steps=lambda c, contract: {"tiling": (1, contract.depth, 1)},
+    representative=representative,
+    magnitude=abs_of("lhs", "rhs", "existing_out"),
+    unread=unread,
+    defaults=DEFAULTS,
+    spelled=("groups",),
+)
+
+_TGMM = Op(
+    "tgmm_quantized",
+    golden=tgmm_quantized,
+    naive=naive_tgmm_quantized,
+    tpu="tpu_kernels.quantized_gmm:tgmm_quantized",
+    gpu="gpu_reference.quantized_gmm:tgmm_quantized",
+    inputs=tgmm_inputs,
+    arguments=lambda c: {
+        **no_scales(c),
+        "group_offset": shard(c)[0],
+        "num_actual_groups": c.G,
+        "preferred_element_type": c.out,
+        "tiling": c.tiling,
+    },
+    contract=contract,
+    chain=lambda c, inputs: chain(c, unquantised.longest_group(c, inputs)),
+    steps=lambda c, contract: {"tiling": (contract.depth, 1, 1)},
+    representative=representative,
+    magnitude=abs_of("lhs", "rhs", "existing_out"),
+    unread=unread,
+    defaults={name: value for name, value in DEFAULTS.items() if name != "transpose_rhs"},
+    spelled=("groups",),
+)
+
+PATTERNS = list(GROUPS)
+SHARDS = [(0, 8), (3, 8), (6, 8)]
+DISTRIBUTIONS = ["one_signed", "wide", "outliers", "cancellation", "poison", "nonfinite"]
+# Outputs of fp8 products are float32 where the post-scaling is to show: 5e-8 (tpu-inference's gmm_v2 dequantises blocks
+# below 256 to bfloat16 before the dot: 2.35e-3), and bfloat16 where the accumulator's own width is (its default is
+# bfloat16: 4.2e-3 instead of 2.0e-3).
+FP8, FP8_BF16 = (E4M3, F32), (E4M3, BF16)
+# dtype of lhs and output, dtype of rhs (None: the same)
+PAIRS = [
+    (FP8, E5M2),
+    ((E5M2, BF16), None),
+    ((I8, F32), None),
+    # W8A16; a golden of scales rounded to bfloat16 (qwix.dequantize of bfloat16 inputs) errs by 2e-3 itself
+    ((BF16, F32), I8),
+    (BF16, E4M3),
+    (F32, I8),
+]
+MORE_PAIRS = [((E5M2, F32), E4M3), ((I8, BF16), None), (BF16, I8), (F16, E4M3), ((BF16, F32), E5M2)]
+
+
+def mixes(op: Op, shape: Mapping[str, int], layouts: list[tuple[str, str]], **options: object) -> tuple[Case, ...]:
+    """One case for every pair of layouts (lhs, rhs)."""
+    parts = (op.grid([shape], lhs_blocks=[lhs], rhs_blocks=[rhs], **options) for lhs, rhs in layouts)
+    return tuple(case for part in parts for case in part)
+
+
+def pairs(
+    op: Op, shape: Mapping[str, int], dtypes: list[object], layouts: list[tuple[str, str]], **options: object
+) -> tuple[Case, ...]:
+    """Every pair of operand dtypes in every pair of layouts; the unquantised operand of a pair has no scales."""
+    cases: tuple[Case, ...] = ()
+    for dtype, rhs in dtypes:
+        wide = dtype[0] if isinstance(dtype, tuple) else dtype
+        for left, right in layouts:
+            layout = (PLAIN if wide in (F32, BF16, F16) else left, right)
+            cases += mixes(op, shape, [layout], dtype=[dtype], rhs_dtype=[rhs], **options)
+    # … and the weights' side unquantised.
+    cases += mixes(op, shape, [(layouts[0][0], PLAIN)], dtype=[(E4M3, BF16)], rhs_dtype=[BF16], **options)
+    return cases
+
+
+def model(
+    op: Op, experts: Experts, shape: Mapping[str, int], layout: tuple[str, str], **options: object
+) -> tuple[Case, ...]:
+    """A published model's expert layer in DeepSeek-V3's recipe: a shard of 8 experts, and fewer rows and columns."""
+    held = (experts.experts // 4, experts.experts)
+    return mixes(op, {**shape, "G": 8}, [layout], shard=[held], groups=["zipf"], model=experts.name, **options)
+
+
+# 1x128 activations with 128x128 weights: DeepSeek-V3 (arXiv:2412.19437). Nobody has it in all three passes.
+DEEPSEEK = ("1x128", "1x128x128")
+ROW_CHANNEL = ("1xK", "1xKx1")
+GMM_LAYOUTS = [
+    DEEPSEEK,
+    ROW_CHANNEL,
+    ("MxK", "GxKxN"),
+    ("1x32", "1x64x1"),
+    ("1x64", "1x256x1"),
+    ("1x256", "1x32x32"),
+    ("1xK", "1x128x128"),
+    ("MxK", "1x64x1"),
+    ("1x128", "1xKxN"),
+    ("20x64", "2x32x16"),
+    ("1x128", "GxKx1"),
+]
+GMM_SMALL = dict(M=300, K=256, N=160, G=6)  # 160: marin#7484 picks a tile of 256 for it
+GMM_MIX = dict(M=80, K=512, N=128, G=4)
+GMM_LONG = dict(M=80, K=1024, N=128, G=4)
+GMM_SHARD = dict(M=200, K=256, N=96, G=2)
+GMM_SQUARE = dict(M=80, K=256, N=256, G=4)  # where a forgotten transpose still fits
+GMM_TAIL = dict(M=80, K=384, N=128, G=4)  # K % tk != 0 (maxtext#1183)
+GMM_CLIMB = dict(M=24, K=4096, N=24, G=2)
+SMALL_TILES = (64, 128, 128)
+
+
+def gmm_cases(op: Op) -> tuple[Case, ...]:
+    """The matrix of gmm_quantized."""
+    small = dict(tiling=[SMALL_TILES])
+    channels = ("1x128", "1x128x1")
+    parts = [
+        mixes(op, GMM_SMALL, [channels], dtype=[FP8, FP8_BF16], groups=["straddle"], tier="smoke", **small),
+        mixes(op, GMM_SMALL, [ROW_CHANNEL], dtype=[(I8, F32)], groups=["straddle"], tier="smoke", **small),
+        mixes(op, GMM_MIX, GMM_LAYOUTS, dtype=[FP8], scales=["steps"], groups=["straddle"]),
+        # tpu-inference#2609: lhs is quantised in blocks of 512 whatever rhs has, every other scale of rhs is ignored
+        mixes(op, GMM_LONG, [("1x512", "1x256x1")], dtype=[FP8, (I8, F32)], scales=["steps"], groups=["straddle"]),
+        pairs(op, GMM_SMALL, PAIRS, [channels], groups=["straddle"], **small),
+        mixes(op, GMM_SMALL, [channels], dtype=[FP8_BF16], groups=PATTERNS, **small),
+        # Orientation: blocks and steps differ along K and N.
+        mixes(op, GMM_SQUARE, [("1x128", "1x64x32"), DEEPSEEK], dtype=[FP8], scales=["steps"], transpose_rhs=[True],
+              groups=["straddle"]),
+        mixes(op, GMM_SQUARE, [("1x128", "1x64x32")], dtype=[(I8, F32)], transpose_rhs=[True], groups=["zipf"]),
+        mixes(op, GMM_SHARD, [channels], dtype=[FP8], shard=SHARDS, existing_out=[True], groups=["zipf"], **small),
+        mixes(op, GMM_SMALL, [ROW_CHANNEL], dtype=[(I8, BF16)], existing_out=[True], groups=["short"], **small),
+        mixes(op, GMM_TAIL, [channels], dtype=[FP8], tiling=[(64, 32, 128), (32, 256, 128), (128, 512, 128)],
+              scales=["steps"], groups=["straddle"]),
+        mixes(op, GMM_TAIL, [("1x32", "1x64x1")], dtype=[FP8], tiling=[(32, 256, 128)], scales=["steps"],
+              groups=["straddle"]),
+        mixes(op, GMM_SMALL, [channels], dtype=[FP8], data=DISTRIBUTIONS, groups=["short"], **small),
+        # flashinfer#3650: one NaN in a padded row corrupts its tile
+        mixes(op, GMM_SMALL, [("20x64", "2x32x16")], dtype=[FP8], data=["poison"], groups=["short"], **small),
+        mixes(op, GMM_SMALL, [ROW_CHANNEL], dtype=[(I8, F32)], data=["poison"], groups=["short"], **small),
+        mixes(op, GMM_CLIMB, [ROW_CHANNEL], dtype=[(I8, F32)], tiling=[(16, 512, 32)], groups=["balanced"]),
+        *(
+            mixes(op, shape, [ROW_CHANNEL], dtype=[FP8_BF16], groups=["balanced"])
+            for shape in (dict(M=0, K=128, N=64, G=3), dict(M=64, K=0, N=64, G=3), dict(M=64, K=128, N=0, G=3))
+        ),
+        model(op, DEEPSEEK_V3, dict(M=256, K=DEEPSEEK_V3.hidden, N=128), DEEPSEEK, dtype=[FP8]),
+        model(op, QWEN3_30B, dict(M=256, K=QWEN3_30B.hidden, N=128), DEEPSEEK, dtype=[FP8_BF16]),
+        model(op, DEEPSEEK_V3, dict(M=256, K=DEEPSEEK_V3.hidden, N=128), ROW_CHANNEL, dtype=[(I8, F32)], tier="full"),
+        # What full adds: everything against everything.
+        mixes(op, GMM_LONG, GMM_LAYOUTS, dtype=[FP8_BF16, (E5M2, F32), (I8, F32), (I8, BF16)],
+              scales=["varied", "steps"], groups=["zipf"], tier="full"),
+        mixes(op, GMM_SQUARE, GMM_LAYOUTS[:6], dtype=[FP8, (I8, BF16)], transpose_rhs=[True],
+              existing_out=[False, True], groups=["short"], tier="full"),
+        mixes(op, GMM_SMALL, [ROW_CHANNEL, ("20x64", "2x32x16")], dtype=[FP8], groups=PATTERNS,
+              existing_out=[False, True], tier="full", **small),
+        pairs(op, GMM_LONG, PAIRS + MORE_PAIRS, [ROW_CHANNEL, ("1x256", "1x32x32")], scales=["steps"], groups=["zipf"],
+              tier="full"),
+        pairs(op, GMM_SQUARE, PAIRS, [ROW_CHANNEL], transpose_rhs=[True], groups=["zipf"], tier="full"),
+        mixes(op, dict(M=64, K=128, N=64, G=0), [ROW_CHANNEL], dtype=[FP8_BF16], groups=["balanced"], tier="full"),
+    ]  # fmt: skip
+    return op.with_cases(*parts).cases
+
+
+COLUMNS = ("128x1", "128x1")
+TGMM_LAYOUTS = [
+    COLUMNS,
+    ("Mx1", "Mx1"),
+    ("MxK", "MxN"),
+    ("128x64", "128x32"),
+    ("32x1", "64x1"),
+    ("256x1", "64x32"),
+    ("128x1", "Mx1"),
+    ("32x32", "128x1"),
+]
+TGMM_SMALL = dict(M=384, K=160, N=128, G=5)
+TGMM_SHARD = dict(M=256, K=96, N=64, G=2)
+TGMM_MIX = dict(M=512, K=64, N=64, G=4)
+TGMM_LONG = dict(M=1024, K=128, N=64, G=3)
+
+
+def tgmm_cases(op: Op) -> tuple[Case, ...]:
+    """The matrix of tgmm_quantized."""
+    small = dict(tiling=[(128, 64, 128)])
+    parts = [
+        mixes(op, TGMM_SMALL, [COLUMNS], dtype=[FP8, FP8_BF16], groups=["straddle"], tier="smoke", **small),
+        mixes(op, TGMM_SMALL, [("Mx1", "Mx1")], dtype=[(I8, F32)], groups=["straddle"], tier="smoke", **small),
+        mixes(op, TGMM_MIX, TGMM_LAYOUTS, dtype=[FP8], scales=["steps"], groups=["straddle"]),
+        mixes(op, TGMM_LONG, [("512x1", "256x1")], dtype=[FP8], scales=["steps"], groups=["straddle"]),
+        pairs(op, TGMM_SMALL, PAIRS, [COLUMNS], groups=["straddle"], **small),
+        mixes(op, TGMM_SMALL, [COLUMNS], dtype=[FP8_BF16], groups=PATTERNS, **small),
+        mixes(op, TGMM_SHARD, [COLUMNS], dtype=[FP8], shard=SHARDS, existing_out=[True], groups=["zipf"], **small),
+        # primatrix/tokamax#4: the count of sub-blocks is taken from tk instead of tm, wrong where tm > block
+        mixes(op, TGMM_SMALL, [COLUMNS], dtype=[FP8], tiling=[(384, 128, 128), (64, 128, 64)], scales=["steps"],
+              groups=["straddle"]),
+        mixes(op, TGMM_SMALL, [("64x1", "32x1")], dtype=[FP8], tiling=[(256, 64, 128), (32, 256, 128)],
+              scales=["steps"], groups=["straddle"]),
+        mixes(op, TGMM_SMALL, [COLUMNS], dtype=[FP8], data=DISTRIBUTIONS, groups=["short"], **small),
+        mixes(op, TGMM_SMALL, [("128x128", "32x1")], dtype=[(I8, F32)], data=["poison"], groups=["short"]),
+        mixes(op, dict(M=4096, K=24, N=16, G=2), [("Mx1", "Mx1")], dtype=[(I8, F32)], groups=["one_hot"]),
+        *(
+            mixes(op, shape, [("Mx1", "Mx1")], dtype=[FP8_BF16], groups=["balanced"])
+            for shape in (dict(M=0, K=64, N=64, G=3), dict(M=64, K=0, N=64, G=3))
+        ),
+        model(op, DEEPSEEK_V3, dict(M=256, K=DEEPSEEK_V3.hidden // 8, N=128), COLUMNS, dtype=[FP8]),
+        model(op, QWEN3_30B, dict(M=256, K=QWEN3_30B.hidden // 8, N=128), COLUMNS, dtype=[FP8_BF16], tier="full"),
+        # What full adds: everything against everything.
+        mixes(op, TGMM_LONG, TGMM_LAYOUTS, dtype=[FP8_BF16, (E4M3, F16), (E5M2, F32), (I8, F32)],
+              scales=["varied", "steps"], groups=["zipf"], tier="full"),
+        mixes(op, TGMM_SMALL, [("Mx1", "Mx1"), ("32x32", "128x1")], dtype=[FP8], groups=PATTERNS,
+              existing_out=[False, True], tier="full", **small),
+        pairs(op, TGMM_LONG, PAIRS + MORE_PAIRS, [("Mx1", "Mx1"), ("256x1", "64x32")], scales=["steps"],
+              groups=["zipf"], tier="full"),
+        *(
+            mixes(op, shape, [("Mx1", "Mx1")], dtype=[FP8_BF16], groups=["balanced"], tier="full")
+            for shape in (dict(M=64, K=64, N=0, G=3), dict(M=64, K=64, N=64, G=0))
+        ),
+    ]  # fmt: skip
+    return op.with_cases(*parts).cases
+
+
+GMM_QUANTIZED = replace(_GMM, cases=gmm_cases(_GMM))
+TGMM_QUANTIZED = replace(_TGMM, cases=tgmm_cases(_TGMM))
