@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from op_arguments.quantized_gmm import dot_dtype
+
 _GENERATIONS = {
     "TPU v4": 4,
     "TPU v5 lite": 5,
@@ -24,6 +26,7 @@ _GENERATIONS = {
 _WIDE = ("float32", "bfloat16")
 _NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
 _FIRST_GENERATION_WITH_NARROW = 5
+_NATIVE = {"fp8": (7,), "int8": (5, 6)}  # the generations whose matrix unit multiplies it
 
 
 def tpu_kind() -> str | None:
@@ -56,6 +59,23 @@ def supports_matmul(dtype: Any, kind: str | None = None) -> bool:
         return False
     narrow = _NARROW if generation >= _FIRST_GENERATION_WITH_NARROW else ()
     return jnp.dtype(dtype).name in (*_WIDE, *narrow)
+
+
+def matmul_path(lhs: Any, rhs: Any, generation: int) -> tuple[str, str]:
+    """What the matrix unit multiplies for operands of dtypes lhs and rhs of a quantised matmul, and why.
+
+    The first is `"fp8"` or `"int8"` for the operands as they are, else the name of the dtype that both are widened to.
+    Widening is exact. Sums of int8 products in bfloat16 are float32, exact up to 1024 products (127² · 1024 < 2²⁴),
+    and int32 from there on. Raises TypeError for a pair of which neither or not the right one is quantised.
+    """
+    dot = dot_dtype(lhs, rhs)
+    if dot == "float16":
+        return "float32", "Mosaic has no float16, which float32 holds"
+    if dot not in _NATIVE:
+        return dot, f"an operand that is not quantised is multiplied as {dot}"
+    if generation in _NATIVE[dot]:
+        return dot, f"the matrix unit multiplies {dot}"
+    return "bfloat16", f"the matrix unit does not multiply {dot}, which bfloat16 holds"
 
 
 def select_input_dtype(lhs: Any, rhs: Any, kind: str | None = None) -> jnp.dtype[Any]:

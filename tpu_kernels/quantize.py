@@ -1,0 +1,582 @@
+"""Quantisation to fp8 and int8 on the TPU, bit for bit as `cpu_golden/quantize.py` defines it.
+
+No result depends on how exactly the hardware divides. An approximate quotient only finds the neighbouring values of
+the target format; an exact comparison of x with the midpoint between them, times the scale, decides. The scale itself
+is corrected by its exact remainder. Float32 products are made exact by splitting one factor into two of 12 bits.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from op_arguments.quantize import (
+    FP8,
+    Blocks,
+    check_blocks,
+    check_dequantize,
+    check_dual_quantize,
+    check_finite_values,
+    check_quantize,
+)
+from tpu_kernels.gmm import LANES, Interpret, kernel_operand, resolve_interpret
+
+SUBLANES = 32  # of a packed 8-bit register
+SMALLEST = float(np.finfo(np.float32).tiny)
+# Where a scale is below 2^-64, it and its block are multiplied by 2^64, lest a partial product be subnormal.
+LIFT = 2.0**64
+
+
+class Quantized(NamedTuple):
+    """A quantised array: x ≈ qvalue · scale, the scale of each block repeated over it."""
+
+    qvalue: Any
+    scale: Any
+
+
+class DualQuantized(NamedTuple):
+    """An array quantised by rows (blocks along its last axis) and by columns (blocks along the one before)."""
+
+    rowwise: Any
+    rowwise_scale: Any
+    columnwise: Any
+    columnwise_scale: Any
+
+
+class Format(NamedTuple):
+    """A narrow number format. Below `linear`, a power of two, its values are equally spaced; int8's all are."""
+
+    dtype: str
+    largest: float
+    mantissa: int  # stored bits
+    linear: float
+    largest_code: int
+    nan_code: int
+
+
+FORMATS = {
+    "float8_e4m3fn": Format("float8_e4m3fn", 448.0, 3, 2.0**-6, 0x7E, 0x7F),
+    "float8_e5m2": Format("float8_e5m2", 57344.0, 2, 2.0**-14, 0x7B, 0x7E),
+    "int8": Format("int8", 127.0, 7, 2.0**7, 127, 0),
+}
+
+
+def fp8_quantize(
+    x: jax.Array,
+    axis: int | tuple[int, ...],
+    block_size: int | None = 128,
+    *,
+    dtype: Any = "float8_e4m3fn",
+    check_finite: bool = True,
+    interpret: Interpret = None,
+) -> Quantized:
+    """x in fp8, with one scale per block of `block_size` elements (None: all) along each axis in `axis`.
+
+    x [...] float32, bfloat16 or float16. Returns qvalue [...] in dtype (float8_e4m3fn or float8_e5m2) and scale
+    float32, whose `axis` are divided by the block. `scale = absmax / finfo(dtype).max`, absmax taken over the finite
+    elements, correctly rounded and at least the smallest normal float32; 1 where absmax is 0. `qvalue = x / scale`,
+    the exact quotient rounded once, to nearest even; float32 subnormals count as zero, zeros keep x's sign; NaN
+    becomes the positive quiet one. ±inf becomes ±finfo(dtype).max under tracing or without check_finite, and is
+    refused otherwise. interpret: as `pl.pallas_call`; None interprets where there is no TPU.
+    x is read once where blocks fit a tile (all but whole axes of thousands), else twice. Blocks of the last axis that
+    are not 16, 32, 64 or multiples of 128, of the others not multiples of 32, are transposed by XLA first, unless they
+    are whole axes.
+    Raises TypeError for a wrong dtype, ValueError for a wrong axis, a block that does not divide, or ±inf.
+    """
+    blocks, name = check_quantize(x, axis, block_size, dtype)
+    if check_finite:
+        _check_finite(x, nan=False)
+    return _quantize(x, blocks=blocks, dtype=name, interpret=resolve_interpret(interpret))
+
+
+def int8_quantize(
+    x: jax.Array,
+    axis: int | tuple[int, ...],
+    block_size: int | None = 128,
+    *,
+    check_finite: bool = True,
+    interpret: Interpret = None,
+) -> Quantized:
+    """As `fp8_quantize`, to int8 in [-127, 127], `scale = absmax / 127`.
+
+    NaN, which int8 has not, becomes 0 where ±inf saturates, and is refused with it.
+    """
+    blocks = check_blocks(x, axis, block_size)
+    if check_finite:
+        _check_finite(x, nan=True)
+    return _quantize(x, blocks=blocks, dtype="int8", interpret=resolve_interpret(interpret))
+
+
+def fp8_dual_quantize(
+    x: jax.Array,
+    block_size: int | None = 128,
+    *,
+    dtype: Any = "float8_e4m3fn",
+    check_finite: bool = True,
+    interpret: Interpret = None,
+) -> DualQuantized:
+    """`fp8_quantize(x, -1, …)` and `fp8_quantize(x, -2, …)` of x [M, K] or [G, M, K], which is read once for both.
+
+    Blocks of whole axes longer than a tile (512 rows, 1024 columns) and those that `fp8_quantize` transposes take one
+    call each.
+    """
+    by_rows, by_columns, name = check_dual_quantize(x, block_size, dtype)
+    if check_finite:
+        _check_finite(x, nan=False)
+    interpreted = resolve_interpret(interpret)
+    return _dual_quantize(x, by_rows=by_rows, by_columns=by_columns, dtype=name, interpret=interpreted)
+
+
+def fp8_dequantize(qvalue: jax.Array, scale: jax.Array, *, interpret: Interpret = None) -> jax.Array:
+    """qvalue · scale in float32: [...] fp8 times its block's scale, rounded once; a subnormal result is zero.
+
+    Raises TypeError for a wrong dtype, ValueError for a scale that does not divide qvalue.
+    """
+    blocks = check_dequantize(qvalue, scale, FP8)
+    return _dequantize(qvalue, scale, blocks=blocks, interpret=resolve_interpret(interpret))
+
+
+def int8_dequantize(qvalue: jax.Array, scale: jax.Array, *, interpret: Interpret = None) -> jax.Array:
+    """As `fp8_dequantize`, of int8."""
+    blocks = check_dequantize(qvalue, scale, ("int8",))
+    return _dequantize(qvalue, scale, blocks=blocks, interpret=resolve_interpret(interpret))
+
+
+def _check_finite(x: jax.Array, nan: bool) -> None:
+    if not isinstance(x, jax.core.Tracer):
+        values = np.asarray(x)
+        check_finite_values(int(np.isinf(values).sum()), int(np.isnan(values).sum()) if nan else 0)
+
+
+# ------------------------------------------------------------------------------------------------------- layout
+
+
+class Layout(NamedTuple):
+    """How a kernel sees an array: its shape as [A, R, C], and the rows r and columns c of a block.
+
+    split is None where that is a plain reshape. Else it is the shape with each axis split into (blocks, elements of a
+    block): the elements are brought to the front, as R, and every column is a block.
+    """
+
+    shape: tuple[int, int, int]
+    block: tuple[int, int]
+    split: tuple[int, ...] | None
+
+    def view(self, x: jax.Array) -> jax.Array:
+        """x as [A, R, C]."""
+        if self.split is not None:
+            axes = range(len(self.split))
+            x = x.reshape(self.split).transpose(*axes[1::2], *axes[::2])
+        return x.reshape(self.shape)
+
+    def restore(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """What `view` made of an array of `shape`, back."""
+        if self.split is not None:
+            rank = len(shape)
+            order = [i for axis in range(rank) for i in (rank + axis, axis)]
+            x = x.reshape(self.split[1::2] + self.split[::2]).transpose(order)
+        return x.reshape(shape)
+
+
+def _layout(shape: tuple[int, ...], blocks: Blocks) -> Layout:
+    lead, (rows, columns) = shape[:-2], ((1, *shape)[-2:])
+    lead_blocks, (r, c) = blocks[:-2], ((1, *blocks)[-2:])
+    if r == rows and any(block > 1 for block in lead_blocks) and lead_blocks == lead:
+        lead, rows, r = (), rows * int(np.prod(lead)), r * int(np.prod(lead))
+        lead_blocks = ()
+    by_rows = r in (1, rows) or (r % SUBLANES == 0 and r <= TILE_ROWS)
+    by_columns = c in (1, columns) or (c % LANES == 0 and c <= TILE_COLUMNS) or c in (16, 32, 64)
+    if by_rows and by_columns and all(block == 1 for block in lead_blocks):
+        return Layout((int(np.prod(lead)), rows, columns), (r, c), None)
+    split = tuple(part for size, block in zip(shape, blocks, strict=True) for part in (size // block, block))
+    elements = int(np.prod(blocks))
+    return Layout((1, elements, int(np.prod(split[::2]))), (elements, 1), split)
+
+
+TILE_ROWS, TILE_COLUMNS = 512, 1024
+_TILE = TILE_ROWS * TILE_COLUMNS
+
+
+class Tiles(NamedTuple):
+    """The tile [rows, columns] of a kernel, and how many of them along each axis share their blocks."""
+
+    rows: int
+    columns: int
+    steps_r: int
+    steps_c: int
+
+    def grid(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+        """How many tiles, or walks of tiles that share their blocks, there are."""
+        a, rows, columns = shape
+        return a, pl.cdiv(rows, self.rows * self.steps_r), pl.cdiv(columns, self.columns * self.steps_c)
+
+    def at(self, a: Any, i: Any, j: Any, step: Any) -> tuple[Any, Any, Any]:
+        """The tile at a step of a walk."""
+        return a, i * self.steps_r + step // self.steps_c, j * self.steps_c + step % self.steps_c
+
+    def scales(self, shape: tuple[int, int, int], block: tuple[int, int]) -> tuple[int, int]:
+        """How many rows and columns of scales a tile has."""
+        _, rows, columns = shape
+        r, c = block
+        return 1 if r == rows else self.rows // r, 1 if c == columns else self.columns // c
+
+
+def _tiles(shape: tuple[int, int, int], blocks: list[tuple[int, int]]) -> Tiles:
+    """Tiles of whole blocks; a block that is a whole axis, and longer than a tile can be, is walked in steps."""
+    _, rows, columns = shape
+    r, c = (max(sizes) for sizes in zip(*blocks, strict=True))
+    most_r, most_c = TILE_ROWS, TILE_COLUMNS
+    if len(blocks) == 1 and c == columns and r == 1:
+        most_c = 8 * TILE_COLUMNS
+        most_r = min(TILE_ROWS, _TILE // min(columns, most_c) // SUBLANES * SUBLANES)
+    elif len(blocks) == 1 and r == rows and c == 1:
+        most_r = 8 * TILE_ROWS
+        most_c = min(TILE_COLUMNS, _TILE // min(rows, most_r) // LANES * LANES)
+    tile_r, tile_c = min(pl.cdiv(rows, SUBLANES) * SUBLANES, most_r), min(columns, most_c)
+    if r < rows:
+        tile_r = max(tile_r // r * r // SUBLANES * SUBLANES, SUBLANES)
+    if LANES <= c < columns:
+        tile_c = tile_c // c * c
+    steps_r = pl.cdiv(rows, tile_r) if r == rows else 1
+    return Tiles(tile_r, tile_c, steps_r, pl.cdiv(columns, tile_c) if c == columns else 1)
+
+
+def _tiled_scales(scale: jax.Array, tiles: Tiles, shape: tuple[int, int, int], block: tuple[int, int]) -> jax.Array:
+    """Scales [A, R / r, C / c] as [A, tiles of rows, tiles of columns, rows, columns], which fit any tile."""
+    rows, columns = tiles.scales(shape, block)
+    a, tiles_r, tiles_c = tiles.grid(shape)
+    missing = [(0, 0), (0, tiles_r * rows - scale.shape[1]), (0, tiles_c * columns - scale.shape[2])]
+    return jnp.pad(scale, missing).reshape(a, tiles_r, rows, tiles_c, columns).transpose(0, 1, 3, 2, 4)
+
+
+def _untiled_scales(scale: jax.Array, shape: tuple[int, int, int], block: tuple[int, int]) -> jax.Array:
+    """The reverse of `_tiled_scales`."""
+    a, tiles_r, tiles_c, rows, columns = scale.shape
+    flat = scale.transpose(0, 1, 3, 2, 4).reshape(a, tiles_r * rows, tiles_c * columns)
+    return flat[:, : shape[1] // block[0], : shape[2] // block[1]]
+
+
+# ------------------------------------------------------------------------------------------------------ quantise
+
+
+@partial(jax.jit, static_argnames=("blocks", "dtype", "interpret"))
+def _quantize(x: jax.Array, *, blocks: Blocks, dtype: str, interpret: bool | pltpu.InterpretParams) -> Quantized:
+    scale_shape = tuple(size // block for size, block in zip(x.shape, blocks, strict=True))
+    if x.size == 0:
+        return Quantized(jnp.zeros(x.shape, dtype), jnp.ones(scale_shape, jnp.float32))
+    layout = _layout(x.shape, blocks)
+    tiles = _tiles(layout.shape, [layout.block])
+    ((codes, scale),) = _quantize_call(layout.view(x), [layout.block], tiles, FORMATS[dtype], interpret)
+    return Quantized(_qvalue(layout.restore(codes, x.shape), dtype), scale.reshape(scale_shape))
+
+
+@partial(jax.jit, static_argnames=("by_rows", "by_columns", "dtype", "interpret"))
+def _dual_quantize(
+    x: jax.Array, *, by_rows: Blocks, by_columns: Blocks, dtype: str, interpret: bool | pltpu.InterpretParams
+) -> DualQuantized:
+    layouts = [_layout(x.shape, blocks) for blocks in (by_rows, by_columns)]
+    tiles = _tiles(layouts[0].shape, [layout.block for layout in layouts])
+    if x.size == 0 or any(layout.split for layout in layouts) or tiles.steps_r * tiles.steps_c > 1:
+        pairs = (_quantize(x, blocks=blocks, dtype=dtype, interpret=interpret) for blocks in (by_rows, by_columns))
+        return DualQuantized(*(array for pair in pairs for array in pair))
+    blocks = [layout.block for layout in layouts]
+    outputs = []
+    for codes, scale in _quantize_call(layouts[0].view(x), blocks, tiles, FORMATS[dtype], interpret):
+        outputs += [_qvalue(codes.reshape(x.shape), dtype), scale.reshape(x.shape[:-2] + scale.shape[1:])]
+    return DualQuantized(*outputs)
+
+
+def _qvalue(codes: jax.Array, dtype: str) -> jax.Array:
+    return lax.bitcast_convert_type(codes, jnp.dtype(dtype))
+
+
+def _quantize_call(
+    x: jax.Array,
+    blocks: list[tuple[int, int]],
+    tiles: Tiles,
+    target: Format,
+    interpret: bool | pltpu.InterpretParams,
+) -> list[Quantized]:
+    """x [A, R, C], quantised by each of `blocks`, in one pass (two where tiles share their blocks).
+
+    Qvalues are int8 bits of the target format where interpreted.
+    """
+    x = kernel_operand(x)
+    steps = tiles.steps_r * tiles.steps_c
+    passes = 1 if steps == 1 else 2
+    shape: Any = x.shape
+    grid = tiles.grid(shape)
+
+    def x_tile(a: Any, i: Any, j: Any, step: Any) -> Any:
+        return tiles.at(a, i, j, step % steps)
+
+    def q_tile(a: Any, i: Any, j: Any, step: Any) -> Any:
+        return tiles.at(a, i, j, jnp.maximum(step - (passes - 1) * steps, 0))
+
+    def scale_tile(a: Any, i: Any, j: Any, step: Any) -> Any:
+        return a, i, j, 0, 0
+
+    tile = (None, tiles.rows, tiles.columns)
+    # Interpreted, fp8 is made of int8 at the end: XLA's CPU backend copies it by conversions that change NaNs.
+    q_dtype = jnp.dtype("int8" if interpret else target.dtype)
+    out_shape, out_specs = [], []
+    for block in blocks:
+        scales = tiles.scales(shape, block)
+        out_shape += [jax.ShapeDtypeStruct(shape, q_dtype), jax.ShapeDtypeStruct((*grid, *scales), jnp.float32)]
+        out_specs += [pl.BlockSpec(tile, q_tile), pl.BlockSpec((None, None, None, *scales), scale_tile)]
+    outputs = pl.pallas_call(
+        partial(_quantize_kernel, shape=shape, blocks=blocks, tiles=tiles, target=target),
+        out_shape=out_shape,
+        grid=(*grid, passes * steps),
+        in_specs=[pl.BlockSpec(tile, x_tile)],
+        out_specs=out_specs,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=40 * x.size * len(blocks),
+            transcendentals=0,
+            bytes_accessed=passes * x.size * x.dtype.itemsize + sum(s.size * s.dtype.itemsize for s in out_shape),
+        ),
+        interpret=interpret,
+        name="quantize",
+    )(x)
+    pairs = zip(outputs[::2], outputs[1::2], blocks, strict=True)
+    return [Quantized(q, _untiled_scales(scale, shape, block)) for q, scale, block in pairs]
+
+
+def _quantize_kernel(
+    x: Any, *outputs: Any, shape: tuple[int, int, int], blocks: list[tuple[int, int]], tiles: Tiles, target: Format
+) -> None:
+    step, last_step = pl.program_id(3), pl.num_programs(3) - 1
+    steps = tiles.steps_r * tiles.steps_c
+    _, row, column = tiles.at(0, 0, 0, step % steps)
+
+    for q, scale, block in zip(outputs[::2], outputs[1::2], blocks, strict=True):
+
+        def measure(rows: Any, own: Any, scale: Any = scale, block: tuple[int, int] = block) -> None:
+            values = _magnitude(x[rows, :].astype(jnp.float32))
+            # A block that is a whole axis ends where the array does; beyond it the tile holds garbage.
+            for axis, size, first in (
+                (0, shape[1], row * tiles.rows + rows.start),
+                (1, shape[2], column * tiles.columns),
+            ):
+                if block[axis] == size and size % (tiles.rows, tiles.columns)[axis]:
+                    values = jnp.where(first + lax.broadcasted_iota(jnp.int32, values.shape, axis) < size, values, 0.0)
+            if own.size == 1:
+                values = jnp.max(values, axis=0, keepdims=True)
+            scale[own, :] = jnp.maximum(scale[own, :], _maxima(values, block[1], scale.shape[1]))
+
+        def encode(rows: Any, own: Any, q: Any = q, scale: Any = scale, block: tuple[int, int] = block) -> None:
+            for columns in _slices(tiles.columns, block[1], scale.shape[1]):
+                wide = _spread(scale[own, :], columns, block[1])
+                codes = _encode(x[rows, columns].astype(jnp.float32), wide, target)
+                q[rows, columns] = lax.bitcast_convert_type(codes, q.dtype)
+
+        @pl.when(step == 0)
+        def _(scale: Any = scale) -> None:
+            scale[...] = jnp.zeros_like(scale)
+
+        @pl.when(step < steps)
+        def _(scale: Any = scale, block: tuple[int, int] = block, measure: Any = measure) -> None:
+            _for_rows(tiles.rows, block[0], scale.shape[0], measure)
+
+        @pl.when(step == steps - 1)
+        def _(scale: Any = scale) -> None:
+            scale[...] = _scale_of(scale[...], target.largest)
+
+        @pl.when(step > last_step - steps)
+        def _(scale: Any = scale, block: tuple[int, int] = block, encode: Any = encode) -> None:
+            _for_rows(tiles.rows, block[0], scale.shape[0], encode)
+
+
+def _for_rows(rows: int, block: int, scales: int, body: Callable[[Any, Any], None]) -> None:
+    """Call body with slices of 32 rows of a tile and with the rows of its scales that belong to them."""
+
+    def step(i: Any, _: Any) -> None:
+        first = pl.multiple_of(i * SUBLANES, SUBLANES)
+        if scales == 1:
+            own = pl.ds(0, 1)
+        elif block == 1:
+            own = pl.ds(first, SUBLANES)
+        else:
+            own = pl.ds(first // block, 1)
+        body(pl.ds(first, SUBLANES), own)
+
+    lax.fori_loop(0, rows // SUBLANES, step, None)
+
+
+def _slices(width: int, block: int, scales: int) -> Iterator[slice]:
+    """Slices of the columns of a tile: of one block, or of 128 columns of several."""
+    size = 2 * LANES
+    if scales > 1 and block > 1:
+        size = LANES if block % size else size
+    for first in range(0, width, size):
+        yield slice(first, min(first + size, width))
+
+
+def _maxima(values: jax.Array, block: int, scales: int) -> jax.Array:
+    """The maximum of each block of columns, [rows, columns] -> [rows, scales]."""
+    if scales == 1:
+        return jnp.max(values, axis=1, keepdims=True)
+    if block == 1:
+        return values
+    maxima = jnp.zeros((values.shape[0], scales), values.dtype)
+    for b in range(scales):
+        # Lanes are sliced by whole registers.
+        first = b * block // LANES * LANES
+        part = values[:, first : first + max(block, LANES)]
+        if block < LANES:
+            lanes = lax.broadcasted_iota(jnp.int32, part.shape, 1)
+            part = jnp.where(lanes // block == b % (LANES // block), part, 0.0)
+        own = lax.broadcasted_iota(jnp.int32, maxima.shape, 1) == b
+        maxima = jnp.where(own, jnp.max(part, axis=1, keepdims=True), maxima)
+    return maxima
+
+
+def _spread(scale: jax.Array, columns: slice, block: int) -> jax.Array:
+    """The scales [rows, scales] of a slice of columns, one for each of them or one for all."""
+    if scale.shape[1] == 1:
+        return scale
+    if block == 1:
+        return scale[:, columns]
+    b = columns.start // block
+    wide = scale[:, b : b + 1]
+    lanes = lax.broadcasted_iota(jnp.int32, (scale.shape[0], columns.stop - columns.start), 1)
+    for i in range(1, pl.cdiv(lanes.shape[1], block)):
+        wide = jnp.where(lanes < i * block, wide, scale[:, b + i : b + i + 1])
+    return wide
+
+
+# ---------------------------------------------------------------------------------------------------- arithmetic
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _float(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+_MAGNITUDE = 0x7FFFFFFF
+_INFINITY = 0x7F800000
+_SMALLEST = 0x00800000  # normal
+
+
+def _split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x = high + low, of 12 bits each: exact products with numbers of up to 12 bits."""
+    high = _float(_bits(x) & ~0xFFF)
+    return high, x - high
+
+
+def _magnitude(x: jax.Array) -> jax.Array:
+    """|x|, 0 where that is not finite."""
+    bits = _bits(x) & _MAGNITUDE
+    return _float(jnp.where(bits < _INFINITY, bits, 0))
+
+
+def _scale_of(absmax: jax.Array, largest: float) -> jax.Array:
+    """absmax / largest, correctly rounded, at least the smallest normal number; 1 for an absmax of 0 or subnormal."""
+    small = absmax < 1 / LIFT
+    lift = jnp.where(small, LIFT, 1.0)
+    dividend = absmax * lift
+    quotient = dividend * (1 / largest)
+    high, low = _split(quotient)
+    # The remainder is exact, and no quotient lies halfway between two floats: `largest` has an odd factor above 1.
+    quotient += ((dividend - largest * high) - largest * low) * (1 / largest)
+    scale = jnp.maximum(quotient, SMALLEST * lift) * jnp.where(small, 1 / LIFT, 1.0)
+    return jnp.where(absmax < SMALLEST, 1.0, scale)
+
+
+def _encode(x: jax.Array, scale: jax.Array, target: Format) -> jax.Array:
+    """The int8 bits of x / scale in the target format: the exact quotient rounded to nearest even."""
+    bits = _bits(x)
+    magnitude = bits & _MAGNITUDE
+    lift = jnp.where(scale < 1 / LIFT, LIFT, 1.0)
+    divisor = scale * lift
+    high, low = _split(divisor)
+    dividend = _float(jnp.where(magnitude < _SMALLEST, 0, magnitude)) * lift
+    quotient = jnp.minimum(dividend * (1.0 / divisor), target.largest)
+
+    # Adding `linear` to a quotient below it lines up its bits with those of equally spaced values.
+    is_linear = quotient < target.linear
+    offset = jnp.where(is_linear, target.linear, 0.0)
+    shift = 23 - target.mantissa
+    aligned = _bits(quotient + offset)
+    below = aligned >> shift
+    midpoint = _float((aligned & -(1 << shift)) | (1 << (shift - 1))) - offset
+    beyond = (dividend - midpoint * high) - midpoint * low
+    up = (beyond > 0) | ((beyond == 0) & (below & 1 == 1))
+    first = int(np.float32(target.linear).view(np.int32)) >> shift
+    code = below + up.astype(jnp.int32) - jnp.where(is_linear, first, first - (1 << target.mantissa))
+    code = jnp.minimum(code, target.largest_code)
+
+    negative = -code if target.dtype == "int8" else code - 128  # the sign bit, of two's complement
+    code = jnp.where(magnitude > _INFINITY, target.nan_code, jnp.where(bits < 0, negative, code))
+    return code.astype(jnp.int8)
+
+
+def _decode(q: jax.Array, scale: jax.Array) -> jax.Array:
+    """q · scale, rounded once; zero where that is subnormal."""
+    small = scale < 1 / LIFT
+    lift = jnp.where(small, LIFT, 1.0)
+    factor = scale * lift
+    values = q.astype(jnp.float32)
+    product, magnitude = values * factor, jnp.abs(values)
+    high, low = _split(factor)
+    # Half a unit below the smallest normal number, an exact product is rounded up to it.
+    least = jnp.where(small, SMALLEST * LIFT * (1 - 2.0**-24), 0.0)
+    subnormal = (magnitude * high - least) + magnitude * low < 0
+    kept = jnp.maximum(jnp.abs(product), jnp.where(small, SMALLEST * LIFT, 0.0)) * jnp.where(small, 1 / LIFT, 1.0)
+    kept = jnp.where(subnormal | (magnitude == 0), 0.0, kept)
+    signed = _float(_bits(kept) | (_bits(product) & ~_MAGNITUDE))
+    return jnp.where(product == product, signed, product)
+
+
+# ---------------------------------------------------------------------------------------------------- dequantise
+
+
+@partial(jax.jit, static_argnames=("blocks", "interpret"))
+def _dequantize(
+    qvalue: jax.Array, scale: jax.Array, *, blocks: Blocks, interpret: bool | pltpu.InterpretParams
+) -> jax.Array:
+    if qvalue.size == 0:
+        return jnp.zeros(qvalue.shape, jnp.float32)
+    layout = _layout(qvalue.shape, blocks)
+    shape, block = layout.shape, layout.block
+    tiles = _tiles(shape, [block])
+    scales = tiles.scales(shape, block)
+    a, rows, columns = shape
+
+    def scale_tile(a: Any, i: Any, j: Any, step: Any) -> Any:
+        return a, i, j, 0, 0
+
+    tile = pl.BlockSpec((None, tiles.rows, tiles.columns), tiles.at)
+    by_blocks = scale.reshape(a, rows // block[0], columns // block[1])
+    out = pl.pallas_call(
+        partial(_dequantize_kernel, block=block),
+        out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
+        grid=(*tiles.grid(shape), tiles.steps_r * tiles.steps_c),
+        in_specs=[tile, pl.BlockSpec((None, None, None, *scales), scale_tile)],
+        out_specs=tile,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 4),
+        cost_estimate=pl.CostEstimate(
+            flops=12 * qvalue.size, transcendentals=0, bytes_accessed=5 * qvalue.size + 4 * scale.size
+        ),
+        interpret=interpret,
+        name="dequantize",
+    )(layout.view(qvalue), _tiled_scales(by_blocks, tiles, shape, block))
+    return layout.restore(out, qvalue.shape)
+
+
+def _dequantize_kernel(q: Any, scale: Any, out: Any, *, block: tuple[int, int]) -> None:
+    def decode(rows: Any, own: Any) -> None:
+        for columns in _slices(q.shape[1], block[1], scale.shape[1]):
+            out[rows, columns] = _decode(q[rows, columns], _spread(scale[own, :], columns, block[1]))
+
+    _for_rows(q.shape[0], block[0], scale.shape[0], decode)

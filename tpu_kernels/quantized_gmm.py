@@ -1,0 +1,629 @@
+"""Grouped matrix multiplication of block-scaled operands on the TPU. Defined in `cpu_golden/quantized_gmm.py`.
+
+The visits are those of `tpu_kernels/gmm.py`. Along the axis that is summed over a tile holds whole blocks of scales, or
+lies in one: each block is a dot of its own, in the narrow type, and its float32 sums are multiplied by its scales as
+they are added up. A scale that is the same for the whole axis multiplies the finished sums, once.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from op_arguments import Tiling, resolve_tiling
+from op_arguments.quantized_gmm import QuantizedProblem, check_gmm_quantized, check_tgmm_quantized, check_tile
+from tpu_kernels.gmm import (
+    BLOCK,
+    LANES,
+    NEWEST,
+    Interpret,
+    Tile,
+    as_vector,
+    blocks,
+    concrete_values,
+    copy_own_rows,
+    dot,
+    dot_depth,
+    for_row_blocks,
+    group_metadata,
+    is_own_row,
+    kernel_dtype,
+    kernel_operand,
+    resolve_interpret,
+    row_block,
+    rows_of_visit,
+    static_scalar,
+)
+from tpu_kernels.hardware import matmul_path, tpu_generation
+
+SUBLANES = 32  # of a packed 8-bit register
+PARTS = 16
+FIRST_WITH_32_MIB = 6  # the generation from which on a kernel has 32 MiB of VMEM by default, and not 16
+EXACT_SUMS = 1024  # 127² · 1024 < 2^24: sums of so many int8 products are exact in float32
+
+
+def gmm_quantized(
+    lhs: jax.Array,
+    lhs_scale: jax.Array | None,
+    rhs: jax.Array,
+    rhs_scale: jax.Array | None,
+    group_sizes: jax.Array,
+    *,
+    group_offset: int | jax.Array = 0,
+    existing_out: jax.Array | None = None,
+    transpose_rhs: bool = False,
+    preferred_element_type: Any = None,
+    tiling: Tiling | None = None,
+    interpret: Interpret = None,
+) -> jax.Array:
+    """`gmm` of operands with block scales: `out[m] = Σ_b (lhs[m, b] @ rhs[g, b]) · lhs_scale[m, b] · rhs_scale[g, b]`.
+
+    lhs [M, K] and rhs [G, K, N] (or [G, N, K] with transpose_rhs) are fp8 (e4m3fn, e5m2, mixed or not), int8, or one
+    of them float32, bfloat16 or float16, with None for its scale; a narrow operand is then widened to its dtype.
+    Scales are float32 of the operand's rank, each axis dividing the operand's; along K their blocks are 32, 64, 128,
+    256, 512 or the whole axis, each operand's own. preferred_element_type: float32, bfloat16 or float16 (default: the
+    unquantised lhs's dtype, else bfloat16). Sums are float32 of exact products, those of int8 products int32 within a
+    tile of a block (over all of K where no scale changes along it). What the matrix unit multiplies:
+    `tpu_kernels.hardware.matmul_path`. A `tiling` whose tk cuts a block is refused. Everything else as `gmm`.
+    Raises ValueError or TypeError as `op_arguments.quantized_gmm.check_gmm_quantized`; values outside tracing only.
+    """
+    group_offset = static_scalar(group_offset)
+    p = check_gmm_quantized(
+        lhs,
+        lhs_scale,
+        rhs,
+        rhs_scale,
+        group_sizes,
+        group_offset=group_offset,
+        existing_out=existing_out,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type,
+        sizes=concrete_values(group_sizes),
+    )
+    tile = resolve_tiling(tiling, partial(_gmm_tiles, p.block), p.m, p.k, p.n)
+    check_tile("tk", tile[1], p.block, p.k)
+    return _gmm_quantized(
+        lhs,
+        lhs_scale,
+        rhs,
+        rhs_scale,
+        group_sizes,
+        as_vector(group_offset, p.experts - p.groups),
+        existing_out,
+        problem=p,
+        tile=_fit(tile, p),
+        transpose_rhs=bool(transpose_rhs),
+        interpret=resolve_interpret(interpret),
+    )
+
+
+def tgmm_quantized(
+    lhs: jax.Array,
+    lhs_scale: jax.Array | None,
+    rhs: jax.Array,
+    rhs_scale: jax.Array | None,
+    group_sizes: jax.Array,
+    *,
+    group_offset: int | jax.Array = 0,
+    num_actual_groups: int | None = None,
+    existing_out: jax.Array | None = None,
+    preferred_element_type: Any = None,
+    tiling: Tiling | None = None,
+    interpret: Interpret = None,
+) -> jax.Array:
+    """`tgmm` of operands with block scales: `out[g] = Σ_b (lhs[b].T @ rhs[b]) · lhs_scale[b] · rhs_scale[b]`.
+
+    lhs [M, K] and rhs [M, N] and their scales as in `gmm_quantized`, blocks of the contraction now along M. Blocks are
+    those of all M rows: a group that begins inside one uses that block's scale for its part of it. existing_out
+    [G, K, N] is added. A `tiling` whose tm cuts a block is refused. Everything else as `tgmm`.
+    Raises ValueError or TypeError as `op_arguments.quantized_gmm.check_tgmm_quantized`; values outside tracing only.
+    """
+    group_offset = static_scalar(group_offset)
+    p = check_tgmm_quantized(
+        lhs,
+        lhs_scale,
+        rhs,
+        rhs_scale,
+        group_sizes,
+        group_offset=group_offset,
+        num_actual_groups=num_actual_groups,
+        existing_out=existing_out,
+        preferred_element_type=preferred_element_type,
+        sizes=concrete_values(group_sizes),
+    )
+    tile = resolve_tiling(tiling, _tgmm_tiles, p.m, p.k, p.n)
+    check_tile("tm", tile[0], p.block, p.m)
+    return _tgmm_quantized(
+        lhs,
+        lhs_scale,
+        rhs,
+        rhs_scale,
+        group_sizes,
+        as_vector(group_offset, p.experts - p.groups),
+        existing_out,
+        problem=p,
+        tile=_fit(tile, p),
+        interpret=resolve_interpret(interpret),
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- tiles
+
+
+def _gmm_tiles(block: int, m: int, k: int, n: int) -> Tile:
+    """As large as VMEM allows, as in `gmm`, but no more than PARTS blocks of scales: each is code of its own."""
+    if (tpu_generation() or NEWEST) < FIRST_WITH_32_MIB:
+        return 256, min(1024, PARTS * block), 512
+    tk = min(max(k, 1), 2048, PARTS * block)
+    return 512, tk, max(2**20 // max(tk, 512) // 512 * 512, 512)
+
+
+def _tgmm_tiles(m: int, k: int, n: int) -> Tile:
+    """As `tgmm`'s: as large an output block as VMEM allows."""
+    if (tpu_generation() or NEWEST) < FIRST_WITH_32_MIB:
+        return 512, 512, 512
+    if k <= 512:
+        return 512, 512, 2048
+    return (512, 2048, 512) if n <= 512 else (512, 1024, 1024)
+
+
+def _fit(tile: Tile, p: QuantizedProblem) -> Tile:
+    """As `fit_tile`, in registers of 8-bit types."""
+
+    def fit(size: int, unit: int, whole: int) -> int:
+        return min(pl.cdiv(size, unit) * unit, whole)
+
+    tm, tk, tn = tile
+    return fit(tm, SUBLANES, p.m), fit(tk, LANES, p.k), fit(tn, LANES, p.n)
+
+
+# ------------------------------------------------------------------------------------------------------- scales
+
+
+class _Scales(NamedTuple):
+    """Scales as a kernel reads them, and which of them change along the axis that is summed over.
+
+    Each is [..., parts, columns] with the tile's index along that axis, and others, in front: a tile has a row of
+    scales for each of its parts, or a single one that multiplies the finished sums.
+    """
+
+    lhs: jax.Array | None
+    rhs: jax.Array | None
+    lhs_changes: bool
+    rhs_changes: bool
+
+    @property
+    def change(self) -> bool:
+        """Whether any changes along the axis that is summed over."""
+        return self.lhs_changes or self.rhs_changes
+
+    def read(self, lhs: Any | None, rhs: Any | None) -> tuple[tuple[Any | None, Any | None], ...]:
+        """Of each operand, where a kernel finds the scales of a part, and those of the whole axis."""
+        return tuple(
+            (scale, None) if c else (None, scale) for scale, c in ((lhs, self.lhs_changes), (rhs, self.rhs_changes))
+        )
+
+
+def _repeat(scale: jax.Array, axis: int, size: int) -> jax.Array:
+    """scale with `size` elements along an axis, each repeated."""
+    return scale if scale.shape[axis] == size else jnp.repeat(scale, size // scale.shape[axis], axis)
+
+
+def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths)
+
+
+def _by_parts(scale: jax.Array, axis: int, size: int, tile: int, part: int) -> tuple[jax.Array, bool]:
+    """scale with an axis of `size` split into (tiles, parts of a tile); (1, 1), and False, where it has one for all."""
+    changes = scale.shape[axis] > 1
+    tiles, parts = (pl.cdiv(size, tile), tile // part) if changes else (1, 1)
+    if changes:
+        scale = _pad(_repeat(scale, axis, size // part), axis, tiles * parts)
+    return scale.reshape(*scale.shape[:axis], tiles, parts, *scale.shape[axis + 1 :]), changes
+
+
+def _gmm_scales(
+    lhs_scale: jax.Array | None, rhs_scale: jax.Array | None, p: QuantizedProblem, tile: Tile, transpose_rhs: bool
+) -> _Scales:
+    """The scales of lhs [tiles of K, tiles of M, parts, tm] and those of rhs [G, tiles of K, parts, N]."""
+    tm, tk, _ = tile
+    part, tiles_m = min(p.block, tk), pl.cdiv(p.m, tm)
+    lhs_changes = rhs_changes = False
+    if lhs_scale is not None:
+        lhs_scale, lhs_changes = _by_parts(_repeat(lhs_scale, 0, p.m), 1, p.k, tk, part)
+        rows = _pad(lhs_scale.transpose(1, 2, 0), 2, tiles_m * tm)
+        lhs_scale = rows.reshape(*rows.shape[:2], tiles_m, tm).swapaxes(1, 2)
+    if rhs_scale is not None:
+        by_columns = rhs_scale.swapaxes(1, 2) if transpose_rhs else rhs_scale
+        by_columns = _repeat(_repeat(by_columns, 0, p.groups), 2, p.n)
+        rhs_scale, rhs_changes = _by_parts(by_columns, 1, p.k, tk, part)
+    return _Scales(lhs_scale, rhs_scale, lhs_changes, rhs_changes)
+
+
+def _tgmm_scales(lhs_scale: jax.Array | None, rhs_scale: jax.Array | None, p: QuantizedProblem, tile: Tile) -> _Scales:
+    """The scales of lhs [tiles of M, parts, K] and those of rhs [tiles of M, parts, N]."""
+    tm = tile[0]
+    part = min(p.block, tm)
+    lhs_changes = rhs_changes = False
+    if lhs_scale is not None:
+        lhs_scale, lhs_changes = _by_parts(_repeat(lhs_scale, 1, p.k), 0, p.m, tm, part)
+    if rhs_scale is not None:
+        rhs_scale, rhs_changes = _by_parts(_repeat(rhs_scale, 1, p.n), 0, p.m, tm, part)
+    return _Scales(lhs_scale, rhs_scale, lhs_changes, rhs_changes)
+
+
+def _row(scale: Any | None, part: Any, columns: Any) -> jax.Array | None:
+    """The scales [1, columns] of a part of a tile; None where there are none."""
+    return None if scale is None else scale[pl.ds(part, 1), columns]
+
+
+def _columns(row: jax.Array | None) -> jax.Array | None:
+    """A row of scales [1, I], if any, as a column, in every lane [I, 128]: taken from there, none is broadcast."""
+    return None if row is None else jnp.broadcast_to(row, (LANES, row.shape[1])).T
+
+
+def _scaled(sums: jax.Array, columns: jax.Array | None, row: jax.Array | None) -> jax.Array:
+    """sums [I, J] in float32, times a column of scales, given in every lane [I, 128], and a row [1, J] of them."""
+    sums = sums.astype(jnp.float32)
+    if columns is not None:
+        width = sums.shape[1]
+        sums *= jnp.concatenate([columns] * pl.cdiv(width, LANES), axis=1)[:, :width]
+    if row is not None:
+        sums *= row
+    return sums
+
+
+# ----------------------------------------------------------------------------------------------------- products
+
+
+def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """Sums over axis `contract[0]` of a and `contract[1]` of b: int32 of two int8 operands, else float32."""
+    path, _ = matmul_path(a.dtype, b.dtype, tpu_generation() or NEWEST)
+    if path in ("fp8", "int8") and not (contract == (1, 1) and b.shape[0] == 1):
+        axes = (((contract[0],), (contract[1],)), ((), ()))
+        return lax.dot_general(a, b, axes, preferred_element_type=jnp.int32 if path == "int8" else jnp.float32)
+    wide = jnp.dtype("bfloat16" if path in ("fp8", "int8") else path)
+    if a.dtype != jnp.int8 or b.dtype != jnp.int8:
+        return dot(a.astype(wide), b.astype(wide), contract)
+    total = jnp.zeros((), jnp.int32)
+    for part in blocks(a.shape[contract[0]], EXACT_SUMS):
+        last = part.start + part.size
+        x, y = (lax.slice_in_dim(o, part.start, last, axis=axis) for o, axis in zip((a, b), contract, strict=True))
+        total += dot(x.astype(wide), y.astype(wide), contract).astype(jnp.int32)
+    return total
+
+
+def _sum_dtype(lhs: jax.Array, rhs: jax.Array, scales: _Scales) -> Any:
+    """What sums are kept in from tile to tile."""
+    exact = lhs.dtype == rhs.dtype == jnp.int8 and not scales.change
+    return jnp.int32 if exact else jnp.float32
+
+
+# ---------------------------------------------------------------------------------------------------------- gmm
+
+
+@partial(jax.jit, static_argnames=("problem", "tile", "transpose_rhs", "interpret"))
+def _gmm_quantized(
+    lhs: jax.Array,
+    lhs_scale: jax.Array | None,
+    rhs: jax.Array,
+    rhs_scale: jax.Array | None,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    existing_out: jax.Array | None,
+    *,
+    problem: QuantizedProblem,
+    tile: Tile,
+    transpose_rhs: bool,
+    interpret: bool | pltpu.InterpretParams,
+) -> jax.Array:
+    p = problem
+    if p.m == 0 or p.n == 0 or p.groups == 0:
+        return jnp.zeros((p.m, p.n), p.out_dtype) if existing_out is None else existing_out
+    tm, tk, tn = tile
+    if p.k == 0:  # a sum over nothing is a sum over one zero
+        p, tk = p._replace(k=1, block=1), 1
+        lhs, lhs_scale, rhs_scale = jnp.zeros((p.m, 1), jnp.int8), None, None
+        rhs = jnp.zeros((p.groups, p.n, 1) if transpose_rhs else (p.groups, 1, p.n), jnp.int8)
+
+    part = min(p.block, tk)
+    tiles_m, tiles_k, tiles_n = pl.cdiv(p.m, tm), pl.cdiv(p.k, tk), pl.cdiv(p.n, tn)
+    metadata = group_metadata(
+        group_sizes, group_offset, m=p.m, tm=tm, num_groups=p.groups, cover="tiles", interpret=interpret
+    )
+    scales = _gmm_scales(lhs_scale, rhs_scale, p, (tm, tk, tn), transpose_rhs)
+
+    def lhs_block(n_i: Any, visit: Any, k_i: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
+        return tile_ids[visit], k_i
+
+    def lhs_scale_block(n_i: Any, visit: Any, k_i: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
+        return k_i if scales.lhs_changes else 0, tile_ids[visit], 0, 0
+
+    def rhs_block(n_i: Any, visit: Any, k_i: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
+        return (group_ids[visit], n_i, k_i) if transpose_rhs else (group_ids[visit], k_i, n_i)
+
+    def rhs_scale_block(n_i: Any, visit: Any, k_i: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
+        return group_ids[visit], k_i if scales.rhs_changes else 0, 0, n_i
+
+    def out_block(n_i: Any, visit: Any, k_i: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
+        return tile_ids[visit], n_i
+
+    operands: dict[str, tuple[jax.Array, Any, Any]] = {
+        "lhs": (kernel_operand(lhs), (tm, tk), lhs_block),
+        "rhs": (kernel_operand(rhs), (None, tn, tk) if transpose_rhs else (None, tk, tn), rhs_block),
+    }
+    if scales.lhs is not None:
+        operands["lhs_scale"] = (scales.lhs, (None, None, scales.lhs.shape[2], tm), lhs_scale_block)
+    if scales.rhs is not None:
+        operands["rhs_scale"] = (scales.rhs, (None, None, scales.rhs.shape[2], tn), rhs_scale_block)
+    if existing_out is not None:
+        operands["existing_out"] = (kernel_operand(existing_out), (tm, tn), out_block)
+    arrays = [array for array, _, _ in operands.values()]
+    lhs_columns = [pltpu.VMEM((tk // part, tm, LANES), jnp.float32)] if scales.lhs_changes else []
+    out_shape = jax.ShapeDtypeStruct((p.m, p.n), kernel_dtype(p.out_dtype))
+    # A block is fetched anew when its index changes: with a single step over K, only at a new tile or a new group.
+    visits = tiles_m + p.groups - 1
+    lhs_rows, rhs_blocks = (p.m, p.groups) if tiles_k == 1 else (visits * tm, visits)
+    cost = pl.CostEstimate(
+        flops=2 * p.m * p.k * p.n,
+        transcendentals=0,
+        bytes_accessed=tiles_n * lhs_rows * p.k * arrays[0].dtype.itemsize
+        + rhs_blocks * p.k * p.n * arrays[1].dtype.itemsize
+        + sum(array.size * array.dtype.itemsize for array in arrays[2:])
+        + p.m * p.n * out_shape.dtype.itemsize,
+    )
+
+    out = pl.pallas_call(
+        partial(
+            _gmm_kernel,
+            names=tuple(operands),
+            k=p.k,
+            part=part,
+            scales=scales._replace(lhs=None, rhs=None),
+            transpose_rhs=transpose_rhs,
+        ),
+        out_shape=out_shape,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(tiles_n, metadata.num_visits[0], tiles_k),
+            in_specs=[pl.BlockSpec(block, index) for _, block, index in operands.values()],
+            out_specs=pl.BlockSpec((tm, tn), out_block),
+            scratch_shapes=[pltpu.VMEM((tm, tn), _sum_dtype(lhs, rhs, scales)), *lhs_columns],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+        cost_estimate=cost,
+        interpret=interpret,
+        name="gmm_quantized",
+    )(metadata.group_ids, metadata.tile_ids, metadata.group_offsets, group_offset, *arrays)
+    return out.astype(p.out_dtype)
+
+
+def _gmm_kernel(
+    group_ids: Any,
+    tile_ids: Any,
+    group_offsets: Any,
+    group_offset: Any,
+    *refs: Any,
+    names: tuple[str, ...],
+    k: int,
+    part: int,
+    scales: _Scales,
+    transpose_rhs: bool,
+) -> None:
+    (*inputs, out, acc), lhs_columns = refs[: len(names) + 2], refs[len(names) + 2 :]
+    named = dict(zip(names, inputs, strict=True))
+    lhs, rhs, existing_out = named["lhs"], named["rhs"], named.get("existing_out")
+    (lhs_parts, lhs_whole), (rhs_parts, rhs_whole) = scales.read(named.get("lhs_scale"), named.get("rhs_scale"))
+    visit, step, last_step = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
+    (tm, tk), tn = lhs.shape, out.shape[1]
+    start, end = rows_of_visit(visit, group_ids, tile_ids, group_offsets, group_offset, tm)
+    whole = (start == 0) & (end == tm)
+    one_step = tk == k
+    rest = k % tk or tk  # of K, in the last step; the block holds garbage beyond it, and 0 * NaN is NaN
+    depth_of_dot = part if scales.change else dot_depth()
+
+    def store(rows: Any, columns: Any, sums: jax.Array, masked: bool) -> None:
+        result = _scaled(sums, _columns(_row(lhs_whole, 0, rows)), _row(rhs_whole, 0, columns)).astype(out.dtype)
+        if masked:
+            own = is_own_row(rows.start, result.shape, start, end)
+            result = jnp.where(own, result, out[rows, columns])
+        out[rows, columns] = result
+
+    def multiply(rows: Any, depth: int, masked: bool) -> None:
+        for columns in blocks(tn, BLOCK):
+            total: Any = None if one_step else jnp.where(step == 0, jnp.zeros((), acc.dtype), acc[rows, columns])
+            for i, inner in enumerate(blocks(depth, depth_of_dot)):
+                weights = rhs[columns, inner] if transpose_rhs else rhs[inner, columns]
+                sums = _product(lhs[rows, inner], weights, contract=(1, 1 if transpose_rhs else 0))
+                if scales.change:
+                    if columns.start == 0 and lhs_parts is not None:
+                        lhs_columns[0][i, rows, :] = _columns(_row(lhs_parts, i, rows))
+                    column = None if lhs_parts is None else lhs_columns[0][i, rows, :]
+                    sums = _scaled(sums, column, _row(rhs_parts, i, columns))
+                total = sums if total is None else total + sums
+            if one_step:
+                store(rows, columns, total, masked)
+            else:
+                acc[rows, columns] = total
+
+    def multiply_step(rows: Any, masked: bool) -> None:
+        if rest == tk:
+            multiply(rows, tk, masked)
+        else:
+            pl.when(step < last_step)(lambda: multiply(rows, tk, masked))
+            pl.when(step == last_step)(lambda: multiply(rows, rest, masked))
+        if not one_step:
+
+            @pl.when(step == last_step)
+            def _() -> None:
+                for columns in blocks(tn, BLOCK):
+                    store(rows, columns, acc[rows, columns], masked)
+
+    @pl.when(whole)
+    def _() -> None:
+        multiply_step(pl.ds(0, tm), masked=False)
+
+    @pl.when(~whole)
+    def _() -> None:
+        # Consecutive visits of a tile share its output block: the first one fills the rows that are not its own.
+        first_of_tile = (visit == 0) | (tile_ids[jnp.maximum(visit - 1, 0)] != tile_ids[visit])
+
+        @pl.when(first_of_tile & (step == last_step))
+        def _() -> None:
+            out[...] = jnp.zeros_like(out) if existing_out is None else existing_out[...]
+
+        for_row_blocks(start, end, tm, partial(multiply_step, masked=True))
+
+
+# --------------------------------------------------------------------------------------------------------- tgmm
+
+
+@partial(jax.jit, static_argnames=("problem", "tile", "interpret"))
+def _tgmm_quantized(
+    lhs: jax.Array,
+    lhs_scale: jax.Array | None,
+    rhs: jax.Array,
+    rhs_scale: jax.Array | None,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    existing_out: jax.Array | None,
+    *,
+    problem: QuantizedProblem,
+    tile: Tile,
+    interpret: bool | pltpu.InterpretParams,
+) -> jax.Array:
+    p = problem
+    if 0 in (p.m, p.k, p.n, p.groups):
+        return jnp.zeros((p.groups, p.k, p.n), p.out_dtype) if existing_out is None else existing_out
+
+    tm, tk, tn = tile
+    tiles_k, tiles_n = pl.cdiv(p.k, tk), pl.cdiv(p.n, tn)
+    metadata = group_metadata(
+        group_sizes, group_offset, m=p.m, tm=tm, num_groups=p.groups, cover="groups", interpret=interpret
+    )
+    scales = _tgmm_scales(lhs_scale, rhs_scale, p, tile)
+
+    def lhs_block(n_i: Any, k_i: Any, visit: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
+        return tile_ids[visit], k_i
+
+    def lhs_scale_block(n_i: Any, k_i: Any, visit: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
+        return tile_ids[visit] if scales.lhs_changes else 0, 0, k_i
+
+    def rhs_block(n_i: Any, k_i: Any, visit: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
+        return tile_ids[visit], n_i
+
+    def rhs_scale_block(n_i: Any, k_i: Any, visit: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
+        return tile_ids[visit] if scales.rhs_changes else 0, 0, n_i
+
+    def out_block(n_i: Any, k_i: Any, visit: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
+        return group_ids[visit], k_i, n_i
+
+    operands: dict[str, tuple[jax.Array, Any, Any]] = {
+        "lhs": (kernel_operand(lhs), (tm, tk), lhs_block),
+        "rhs": (kernel_operand(rhs), (tm, tn), rhs_block),
+    }
+    if scales.lhs is not None:
+        operands["lhs_scale"] = (scales.lhs, (None, scales.lhs.shape[1], tk), lhs_scale_block)
+    if scales.rhs is not None:
+        operands["rhs_scale"] = (scales.rhs, (None, scales.rhs.shape[1], tn), rhs_scale_block)
+    if existing_out is not None:
+        operands["existing_out"] = (kernel_operand(existing_out), (None, tk, tn), out_block)
+    arrays = [array for array, _, _ in operands.values()]
+    out_shape = jax.ShapeDtypeStruct((p.groups, p.k, p.n), kernel_dtype(p.out_dtype))
+    cost = pl.CostEstimate(
+        flops=2 * p.m * p.k * p.n,
+        transcendentals=0,
+        bytes_accessed=tiles_n * p.m * p.k * arrays[0].dtype.itemsize
+        + tiles_k * p.m * p.n * arrays[1].dtype.itemsize
+        + sum(array.size * array.dtype.itemsize for array in arrays[2:])
+        + p.groups * p.k * p.n * out_shape.dtype.itemsize,
+    )
+
+    out = pl.pallas_call(
+        partial(_tgmm_kernel, names=tuple(operands), part=min(p.block, tm), scales=scales._replace(lhs=None, rhs=None)),
+        out_shape=out_shape,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(tiles_n, tiles_k, metadata.num_visits[0]),
+            in_specs=[pl.BlockSpec(block, index) for _, block, index in operands.values()],
+            out_specs=pl.BlockSpec((None, tk, tn), out_block),
+            scratch_shapes=[
+                pltpu.VMEM((tk, tn), _sum_dtype(lhs, rhs, scales)),
+                pltpu.VMEM((row_block(tm), tk), arrays[0].dtype),
+                pltpu.VMEM((row_block(tm), tn), arrays[1].dtype),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=cost,
+        interpret=interpret,
+        name="tgmm_quantized",
+    )(metadata.group_ids, metadata.tile_ids, metadata.group_offsets, group_offset, *arrays)
+    return out.astype(p.out_dtype)
+
+
+def _tgmm_kernel(
+    group_ids: Any,
+    tile_ids: Any,
+    group_offsets: Any,
+    group_offset: Any,
+    *refs: Any,
+    names: tuple[str, ...],
+    part: int,
+    scales: _Scales,
+) -> None:
+    *inputs, out, acc, own_lhs, own_rhs = refs
+    named = dict(zip(names, inputs, strict=True))
+    lhs, rhs, existing_out = named["lhs"], named["rhs"], named.get("existing_out")
+    (lhs_parts, lhs_whole), (rhs_parts, rhs_whole) = scales.read(named.get("lhs_scale"), named.get("rhs_scale"))
+    visit, last_visit = pl.program_id(2), pl.num_programs(2) - 1
+    (tm, tk), tn = lhs.shape, rhs.shape[1]
+    start, end = rows_of_visit(visit, group_ids, tile_ids, group_offsets, group_offset, tm)
+    whole = (start == 0) & (end == tm)
+    group = group_ids[visit]
+    first_of_group = (visit == 0) | (group_ids[jnp.maximum(visit - 1, 0)] != group)
+    depth_of_dot = part if scales.change else dot_depth(transposed=True)
+
+    def row_of(scale: Any | None, first_row: Any, columns: Any, masked: bool) -> jax.Array | None:
+        """The scales of the part of the tile that first_row is in."""
+        i = first_row // part if isinstance(first_row, int) else lax.div(first_row, part)
+        row = _row(scale, i, columns)
+        if row is None or not masked:
+            return row
+        # A block without rows of the group may have NaN for a scale.
+        return jnp.where((start < (i + 1) * part) & (i * part < end), row, 0.0)
+
+    def multiply(lhs: Any, rhs: Any, first_row: Any, first: Any, masked: bool) -> None:
+        for inner in blocks(lhs.shape[0], min(depth_of_dot, lhs.shape[0])):
+            for columns in blocks(tn, 2 * BLOCK):
+                row = row_of(rhs_parts, first_row + inner.start, columns, masked)
+                for rows in blocks(tk, BLOCK):
+                    before = acc[rows, columns]
+                    if inner.start == 0:
+                        before = jnp.where(first, jnp.zeros_like(before), before)
+                    sums = _product(lhs[inner, rows], rhs[inner, columns], contract=(0, 0))
+                    if scales.change:
+                        column = row_of(lhs_parts, first_row + inner.start, rows, masked)
+                        sums = _scaled(sums, _columns(column), row)
+                    acc[rows, columns] = before + sums
+
+    def multiply_own(rows: Any) -> None:
+        copy_own_rows(((lhs, own_lhs), (rhs, own_rhs)), rows, start, end)
+        multiply(own_lhs, own_rhs, rows.start, first_of_group & (rows.start <= start), masked=True)
+
+    pl.when(whole)(lambda: multiply(lhs, rhs, 0, first_of_group, masked=False))
+    pl.when(~whole)(lambda: for_row_blocks(start, end, tm, multiply_own))
+
+    @pl.when((visit == last_visit) | (group_ids[jnp.minimum(visit + 1, last_visit)] != group))
+    def _() -> None:
+        column, row = _row(lhs_whole, 0, slice(None)), _row(rhs_whole, 0, slice(None))
+        total = _scaled(acc[...], _columns(column), row)
+        total = jnp.where(start < end, total, 0.0)  # an empty group has one visit, without rows
+        if existing_out is not None:
+            total += existing_out[...].astype(jnp.float32)
+        out[...] = total.astype(out.dtype)
