@@ -4,12 +4,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpu_golden import Array
+from cpu_golden import Array, Rounding, exact
 from cpu_golden.gmm import active_groups, gmm, scalar, tgmm, values
 from cpu_golden.quantize import Quantized, fp8_quantize
 from cpu_golden.quantized_gmm import gmm_quantized, tgmm_quantized
 from op_arguments import Tiling
-from op_arguments.moe import check_quantize_options
+from op_arguments.gmm import Problem, check_gmm
+from op_arguments.moe import check_dout, check_quantize_options
 
 Quantize = bool | str
 
@@ -35,6 +36,7 @@ def grouped_dense(
     block_size: int | None = 128,
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
+    rounding: Rounding = exact,
 ) -> Array:
     """`gmm`, differentiable in lhs, rhs and existing_out, with its operands quantised to e4m3 on request.
 
@@ -43,19 +45,24 @@ def grouped_dense(
     of DeepSeek-V3 (arXiv:2412.19437, section 3.3). bwd_quantize: the same for the two matmuls of the backward pass:
     dout by rows and blocks of N for lhs's gradient, by columns and global blocks of M for rhs's. "auto" quantises
     where the matrix unit multiplies fp8 natively, which a golden's host does not. block_size must divide K and N
-    where anything is quantised; M need not be a multiple of it.
+    where anything is quantised; M need not be a multiple of it. tiling: (tm, tk, tn) of this pass, whose backward
+    matmuls take (tm, tn, tk) and (tm, tk, tn), or a look-up (m, k, n) that is asked for each of them.
+    Sites as `gmm` or `gmm_quantized`.
     """
     check_quantize_options(quantize, bwd_quantize, block_size)
+    p = _check(lhs, rhs, group_sizes, existing_out, group_offset, transpose_rhs, preferred_element_type)
     arguments: dict[str, Any] = {
         "group_offset": group_offset,
         "existing_out": existing_out,
         "transpose_rhs": transpose_rhs,
+        "preferred_element_type": p.out_dtype,
+        "tiling": tiling,
+        "rounding": rounding,
     }
-    out_dtype = lhs.dtype if preferred_element_type is None else preferred_element_type
     if quantize is not True:
-        return gmm(lhs, rhs, group_sizes, **arguments, preferred_element_type=out_dtype, tiling=tiling)
+        return gmm(lhs, rhs, group_sizes, **arguments)
     a, b = fp8_quantize(lhs, 1, block_size, check_finite=False), _weights(rhs, block_size)
-    return gmm_quantized(*a, *b, group_sizes, **arguments, preferred_element_type=out_dtype, tiling=tiling)
+    return gmm_quantized(*a, *b, group_sizes, **arguments)
 
 
 def grouped_dense_bwd(
@@ -72,43 +79,75 @@ def grouped_dense_bwd(
     block_size: int | None = 128,
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
+    rounding: Rounding = exact,
 ) -> Grads:
     """The gradients of `grouped_dense` in lhs, rhs and existing_out, for a gradient dout [M, N] of its result.
 
     Where anything is quantised the residuals are fp8 pairs, so the gradients are those of the quantised operands:
     lhs by columns, with one scale per `block_size` rows, and rhs as in the forward pass. Returns float64 gradients
     shaped as the primals: zero for rows of no active group (lhs), for empty groups (rhs) and for rows that were
-    overwritten (existing_out).
+    overwritten (existing_out). Sites as `gmm` and `tgmm` or `gmm_quantized` and `tgmm_quantized`.
     """
     check_quantize_options(quantize, bwd_quantize, block_size)
+    p = _check(lhs, rhs, group_sizes, existing_out, group_offset, transpose_rhs, preferred_element_type)
+    check_dout(dout, p, exact=True)
     offset, sizes = scalar(group_offset), values(group_sizes)
     groups = rhs.shape[0]
     left, right = (dout, lhs) if transpose_rhs else (lhs, dout)
+    swapped = tiling if tiling is None or callable(tiling) else (tiling[0], tiling[2], tiling[1])
+    by_gmm: dict[str, Any] = {
+        "group_offset": group_offset,
+        "transpose_rhs": not transpose_rhs,
+        "tiling": swapped,
+        "rounding": rounding,
+    }
+    by_tgmm: dict[str, Any] = {
+        "group_offset": group_offset,
+        "num_actual_groups": groups,
+        "tiling": swapped if transpose_rhs else tiling,
+        "rounding": rounding,
+    }
     if quantize is not True and bwd_quantize is not True:
-        dlhs = gmm(dout, rhs, group_sizes, group_offset=group_offset, transpose_rhs=not transpose_rhs)
-        drhs = tgmm(left, right, group_sizes, group_offset=group_offset, num_actual_groups=groups)
+        dlhs = gmm(dout, rhs, group_sizes, **by_gmm)
+        drhs = tgmm(left, right, group_sizes, **by_tgmm)
     else:
         by_rows: tuple[Any, Any] = (dout, None)
         by_columns: tuple[Any, Any] = (_padded(dout, block_size), None)
         if bwd_quantize is True:
             by_rows = fp8_quantize(dout, 1, block_size, check_finite=False)
             by_columns = fp8_quantize(by_columns[0], 0, block_size, check_finite=False)
-        dlhs = gmm_quantized(
-            *by_rows,
-            *_weights(rhs, block_size),
-            group_sizes,
-            group_offset=group_offset,
-            transpose_rhs=not transpose_rhs,
-        )
+        dlhs = gmm_quantized(*by_rows, *_weights(rhs, block_size), group_sizes, **by_gmm)
         saved = fp8_quantize(_padded(lhs, block_size), 0, block_size, check_finite=False)
         pairs = (by_columns, saved) if transpose_rhs else (saved, by_columns)
-        drhs = tgmm_quantized(*pairs[0], *pairs[1], group_sizes, group_offset=group_offset, num_actual_groups=groups)
+        drhs = tgmm_quantized(*pairs[0], *pairs[1], group_sizes, **by_tgmm)
     if existing_out is None:
         return Grads(dlhs, drhs, None)
     passed = dout.astype(np.float64)
     for _, rows in active_groups(sizes, offset, groups):
         passed[rows] = 0.0
     return Grads(dlhs, drhs, passed)
+
+
+def _check(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    existing_out: Array | None,
+    group_offset: Any,
+    transpose_rhs: bool,
+    preferred_element_type: Any,
+) -> Problem:
+    return check_gmm(
+        lhs,
+        rhs,
+        group_sizes,
+        group_offset=scalar(group_offset),
+        existing_out=existing_out,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type,
+        sizes=values(group_sizes),
+        exact=True,
+    )
 
 
 def _weights(rhs: Array, block_size: int | None) -> Quantized:

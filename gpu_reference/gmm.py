@@ -8,7 +8,7 @@ Sums are float32 (operands in full precision: no TF32) and are rounded once, whe
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # (kernel arguments are what Triton makes of them; every host function below is annotated)
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,11 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_reference.hardware import check_devices, computes_bfloat16
+from gpu_reference.hardware import Launch, check_devices, computes_bfloat16
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.gmm import Problem, check_gmm, check_group_metadata, check_tgmm
+from op_arguments.quantized_gmm import QuantizedProblem
 
 Tile = tuple[int, int, int]
+Sizes = Problem | QuantizedProblem
 
 GMM_TILES: dict[int, tuple[Tile, ...]] = {
     2: ((128, 64, 128), (64, 64, 128), (32, 64, 128), (16, 128, 128)),
@@ -56,20 +58,6 @@ class GroupMetadata(NamedTuple):
     num_visits: Any
 
 
-class Launch(NamedTuple):
-    """A kernel with all that its launch takes. Built from shapes alone, so tensors of the meta device will do."""
-
-    kernel: Any
-    grid: tuple[int]
-    arguments: dict[str, Any]
-    options: dict[str, Any]
-
-    def run(self, device: torch.device) -> None:
-        """Launch on the current stream of `device`."""
-        with torch.cuda.device(device if device.type == "cuda" else -1):
-            self.kernel[self.grid](**self.arguments, **self.options)
-
-
 def gmm(
     lhs: Tensor,
     rhs: Tensor,
@@ -91,7 +79,7 @@ def gmm(
     Raises ValueError or TypeError as `op_arguments.gmm.check_gmm`, ValueError for tensors on several devices, and
     RuntimeError for CPU tensors where Triton's interpreter is off.
     """
-    group_offset = _value(group_offset)
+    group_offset = scalar(group_offset)
     p = check_gmm(
         lhs,
         rhs,
@@ -100,10 +88,10 @@ def gmm(
         existing_out=existing_out,
         transpose_rhs=transpose_rhs,
         preferred_element_type=preferred_element_type,
-        sizes=_values(group_sizes),
+        sizes=values(group_sizes),
     )
     tensors = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "existing_out": existing_out}
-    device = check_devices(tensors | _only_tensor("group_offset", group_offset))
+    device = check_devices(tensors | only_tensor("group_offset", group_offset))
     out_dtype = getattr(torch, p.out_dtype)
     if torch.bfloat16 in (lhs.dtype, out_dtype) and not computes_bfloat16(device):
         return gmm(
@@ -125,7 +113,7 @@ def gmm(
     out = lhs.new_empty(p.m, p.n, dtype=out_dtype)
     if out.numel():
         tile = gmm_tile(p, lhs.element_size(), tiling)
-        offset = _on_device(group_offset, device)
+        offset = on_device(group_offset, device)
         metadata = make_group_metadata(
             group_sizes, m=p.m, tm=tile[0], group_offset=offset, num_groups=p.groups, cover="tiles"
         )
@@ -152,7 +140,7 @@ def tgmm(
     an empty group's block is zero; existing_out [G, K, N] is added to the float32 sums. tiling as in `gmm`.
     Raises as `gmm`, with `op_arguments.gmm.check_tgmm`.
     """
-    group_offset = _value(group_offset)
+    group_offset = scalar(group_offset)
     p = check_tgmm(
         lhs,
         rhs,
@@ -161,10 +149,10 @@ def tgmm(
         num_actual_groups=num_actual_groups,
         existing_out=existing_out,
         preferred_element_type=preferred_element_type,
-        sizes=_values(group_sizes),
+        sizes=values(group_sizes),
     )
     tensors = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "existing_out": existing_out}
-    device = check_devices(tensors | _only_tensor("group_offset", group_offset))
+    device = check_devices(tensors | only_tensor("group_offset", group_offset))
     out_dtype = getattr(torch, p.out_dtype)
     if torch.bfloat16 in (lhs.dtype, out_dtype) and not computes_bfloat16(device):
         return tgmm(
@@ -180,7 +168,7 @@ def tgmm(
     out = lhs.new_empty(p.groups, p.k, p.n, dtype=out_dtype)
     if out.numel():
         tile = tgmm_tile(p, lhs.element_size(), tiling)
-        tgmm_launch(p, tile, lhs, rhs, existing_out, out, group_sizes, _on_device(group_offset, device)).run(device)
+        tgmm_launch(p, tile, lhs, rhs, existing_out, out, group_sizes, on_device(group_offset, device)).run(device)
     return out
 
 
@@ -201,7 +189,7 @@ def make_group_metadata(
     tile where that is beyond the rows). Computed on the device of group_sizes [E] int32.
     Raises as `gmm`, with `op_arguments.gmm.check_group_metadata`.
     """
-    group_offset = _value(group_offset)
+    group_offset = scalar(group_offset)
     check_group_metadata(
         group_sizes,
         m=m,
@@ -209,29 +197,26 @@ def make_group_metadata(
         group_offset=group_offset,
         num_groups=num_groups,
         cover=cover,
-        sizes=_values(group_sizes),
+        sizes=values(group_sizes),
     )
-    device = check_devices({"group_sizes": group_sizes} | _only_tensor("group_offset", group_offset))
+    device = check_devices({"group_sizes": group_sizes} | only_tensor("group_offset", group_offset))
     visits = triton.cdiv(m, tm) + num_groups
     shapes = (group_sizes.shape[0] + 1, visits, visits, 1)
     metadata = GroupMetadata(*(group_sizes.new_empty(shape) for shape in shapes))
-    metadata_launch(group_sizes, _on_device(group_offset, device), metadata, m, tm, num_groups, cover).run(device)
+    metadata_launch(group_sizes, on_device(group_offset, device), metadata, m, tm, num_groups, cover).run(device)
     return metadata
 
 
 def gmm_tile(p: Problem, element_size: int, tiling: Tiling | None = None) -> Tile:
     """(tm, tk, tn) of `gmm`: the caller's, else the first of GMM_TILES whose tm an average group fills."""
-
-    def table(m: int, k: int, n: int) -> Tile:
-        rows = m // max(p.groups, 1)
-        return next((t for t in GMM_TILES[element_size] if t[0] <= rows), GMM_TILES[element_size][-1])
-
-    return _fitted(tiling, table, p)
+    table = first_filled(GMM_TILES[element_size], p)
+    return fitted(resolve_tiling(tiling, table, p.m, p.k, p.n), p)
 
 
 def tgmm_tile(p: Problem, element_size: int, tiling: Tiling | None = None) -> Tile:
     """(tm, tk, tn) of `tgmm`: the caller's, else the first of TGMM_TILES, its output tile no larger than the output."""
-    return _fitted(tiling, lambda m, k, n: TGMM_TILES[element_size][0], p)
+    tile = TGMM_TILES[element_size][0]
+    return fitted(resolve_tiling(tiling, lambda m, k, n: tile, p.m, p.k, p.n), p)
 
 
 def gmm_launch(
@@ -258,9 +243,9 @@ def gmm_launch(
         "n": p.n,
         "experts": p.experts,
         "groups": p.groups,
-        **_strides("lhs", lhs, "mk"),
-        **_strides("rhs", rhs, "gkn"),
-        **_strides("existing", existing_out, "mn"),
+        **strides("lhs", lhs, "mk"),
+        **strides("rhs", rhs, "gkn"),
+        **strides("existing", existing_out, "mn"),
         "TM": tm,
         "TK": tk,
         "TN": tn,
@@ -269,7 +254,7 @@ def gmm_launch(
     }
     bands = triton.cdiv(triton.cdiv(p.m, tm) + p.groups, BAND)
     grid = (bands * BAND * triton.cdiv(p.n, tn),)
-    return Launch(_gmm_kernel, grid, arguments, _options(tm, tk, tn, lhs.element_size()))
+    return Launch(_gmm_kernel, grid, arguments, launch_options(tm, tk, tn, lhs.element_size()))
 
 
 def tgmm_launch(
@@ -296,16 +281,16 @@ def tgmm_launch(
         "n": p.n,
         "experts": p.experts,
         "groups": p.groups,
-        **_strides("lhs", lhs, "mk"),
-        **_strides("rhs", rhs, "mn"),
-        **_strides("existing", existing_out, "gkn"),
+        **strides("lhs", lhs, "mk"),
+        **strides("rhs", rhs, "mn"),
+        **strides("existing", existing_out, "gkn"),
         "TM": tm,
         "TK": tk,
         "TN": tn,
-        "EXPERTS_BLOCK": _block(p.experts),
+        "EXPERTS_BLOCK": block_of(p.experts),
     }
     grid = (p.groups * triton.cdiv(p.k, tk) * triton.cdiv(p.n, tn),)
-    return Launch(_tgmm_kernel, grid, arguments, _options(tk, tm, tn, lhs.element_size()))
+    return Launch(_tgmm_kernel, grid, arguments, launch_options(tk, tm, tn, lhs.element_size()))
 
 
 def metadata_launch(
@@ -330,7 +315,7 @@ def metadata_launch(
         "experts": experts,
         "groups": groups,
         "COVER_TILES": cover == "tiles",
-        "EXPERTS_BLOCK": _block(experts),
+        "EXPERTS_BLOCK": block_of(experts),
         "VISITS_BLOCK": METADATA_BLOCK,
     }
     return Launch(_metadata_kernel, (triton.cdiv(max(visits, 1), METADATA_BLOCK),), arguments, {"num_warps": 4})
@@ -430,18 +415,12 @@ def _gmm_kernel(
 ):
     """One program per (visit, column tile), in bands. It stores its group's rows of the row tile; the first visit of a
     tile also stores the rows of no active group, so that every row is stored exactly once."""
-    tiles_n = (n + TN - 1) // TN
-    in_band = tl.program_id(0) % (BAND_SIZE * tiles_n)
-    visit = tl.program_id(0) // (BAND_SIZE * tiles_n) * BAND_SIZE + in_band % BAND_SIZE
-    tile_n = in_band // BAND_SIZE
+    visit, tile_n = visit_of_program(n, TN, BAND_SIZE)
     if visit >= tl.load(num_visits):
         return
-    tile_m = tl.load(tile_ids + visit)
-    is_first_visit = tl.load(tile_ids + visit - 1, mask=visit > 0, other=-1) != tile_m
-    group = tl.load(group_ids + visit)
-    shard_offsets = group_offsets + tl.minimum(tl.maximum(tl.load(group_offset).to(tl.int32), 0), experts - groups)
-    start = tl.load(shard_offsets + group)
-    end = tl.load(shard_offsets + group + 1)
+    group, start, end, tile_m, is_first_visit, shard_offsets = rows_of_visit(
+        visit, group_offsets, group_ids, tile_ids, group_offset, experts, groups
+    )
 
     first_row = tile_m * TM
     row = (first_row + tl.arange(0, TM))[:, None]
@@ -472,15 +451,21 @@ def _gmm_kernel(
         b_tile += b_step
 
     result = sums.to(out.dtype.element_ty)
-    is_inactive = (row < tl.load(shard_offsets)) | (row >= tl.load(shard_offsets + groups))
-    is_unclaimed = is_inactive & (row < tl.where(is_first_visit, m, 0))
-    # Selects, since 0 * inf of a weight leaves NaN in the sums of rows outside the group.
-    if existing_out is None:
-        result = tl.where(in_group, result, 0.0)
-    else:
-        existing_tile = existing_out + row_offset * existing_stride_m + column_offset * existing_stride_n
-        result = tl.where(in_group, result, tl.load(existing_tile, mask=is_unclaimed & in_columns, other=0))
-    tl.store(out + row_offset * n + column_offset, result, mask=(in_group | is_unclaimed) & in_columns)
+    store_rows(
+        result,
+        out,
+        existing_out,
+        shard_offsets,
+        is_first_visit,
+        row,
+        column,
+        in_group,
+        m,
+        n,
+        groups,
+        existing_stride_m,
+        existing_stride_n,
+    )
 
 
 @triton.jit
@@ -509,17 +494,8 @@ def _tgmm_kernel(
     EXPERTS_BLOCK: tl.constexpr,
 ):
     """One program per (group, output tile): the sum over the group's rows, in steps from its first row."""
-    tiles_n = (n + TN - 1) // TN
-    tiles = (k + TK - 1) // TK * tiles_n
-    group = tl.program_id(0) // tiles
-    tile_k = tl.program_id(0) % tiles // tiles_n
-    tile_n = tl.program_id(0) % tiles_n
-
-    expert = tl.arange(0, EXPERTS_BLOCK)
-    sizes = tl.maximum(tl.load(group_sizes + expert, mask=expert < experts, other=0), 0).to(tl.int64)
-    this = tl.minimum(tl.maximum(tl.load(group_offset).to(tl.int32), 0), experts - groups) + group
-    start = tl.minimum(tl.sum(tl.where(expert < this, sizes, 0)), m).to(tl.int32)
-    end = tl.minimum(tl.sum(tl.where(expert <= this, sizes, 0)), m).to(tl.int32)
+    group, tile_k, tile_n = output_tile_of_program(k, n, TK, TN)
+    start, end = rows_of_group(group, group_sizes, group_offset, m, experts, groups, EXPERTS_BLOCK)
 
     at_k = (tile_k * TK + tl.arange(0, TK))[:, None]
     column = (tile_n * TN + tl.arange(0, TN))[None, :]
@@ -556,19 +532,100 @@ def _tgmm_kernel(
     tl.store(out_tile, sums.to(out.dtype.element_ty), mask=in_out)
 
 
-def _fitted(tiling: Tiling | None, table: Callable[[int, int, int], Tile], p: Problem) -> Tile:
+@triton.jit
+def visit_of_program(n, TN: tl.constexpr, BAND_SIZE: tl.constexpr):
+    """This program's visit and column tile: all columns of a band of visits before the next band."""
+    tiles_n = (n + TN - 1) // TN
+    in_band = tl.program_id(0) % (BAND_SIZE * tiles_n)
+    visit = tl.program_id(0) // (BAND_SIZE * tiles_n) * BAND_SIZE + in_band % BAND_SIZE
+    return visit, in_band // BAND_SIZE
+
+
+@triton.jit
+def rows_of_visit(visit, group_offsets, group_ids, tile_ids, group_offset, experts, groups):
+    """A visit's group, that group's first row and the first after it, the row tile, whether this is the first visit of
+    the tile, and where the offsets of the shard's groups are."""
+    tile_m = tl.load(tile_ids + visit)
+    is_first_visit = tl.load(tile_ids + visit - 1, mask=visit > 0, other=-1) != tile_m
+    group = tl.load(group_ids + visit)
+    shard_offsets = group_offsets + tl.minimum(tl.maximum(tl.load(group_offset).to(tl.int32), 0), experts - groups)
+    start = tl.load(shard_offsets + group)
+    end = tl.load(shard_offsets + group + 1)
+    return group, start, end, tile_m, is_first_visit, shard_offsets
+
+
+@triton.jit
+def store_rows(
+    result,
+    out,
+    existing_out,
+    shard_offsets,
+    is_first_visit,
+    row,
+    column,
+    in_group,
+    m,
+    n,
+    groups,
+    existing_stride_m,
+    existing_stride_n,
+):
+    """Store a visit's rows, and in the first visit of a tile its rows of no active group: zero, or existing_out's."""
+    in_columns = column < n
+    row_offset = row.to(tl.int64)
+    column_offset = column.to(tl.int64)
+    is_inactive = (row < tl.load(shard_offsets)) | (row >= tl.load(shard_offsets + groups))
+    is_unclaimed = is_inactive & (row < tl.where(is_first_visit, m, 0))
+    # Selects, since 0 * inf of a weight leaves NaN in the sums of rows outside the group.
+    if existing_out is None:
+        result = tl.where(in_group, result, 0.0)
+    else:
+        existing_tile = existing_out + row_offset * existing_stride_m + column_offset * existing_stride_n
+        result = tl.where(in_group, result, tl.load(existing_tile, mask=is_unclaimed & in_columns, other=0))
+    tl.store(out + row_offset * n + column_offset, result, mask=(in_group | is_unclaimed) & in_columns)
+
+
+@triton.jit
+def output_tile_of_program(k, n, TK: tl.constexpr, TN: tl.constexpr):
+    """The group and the output tile of a program of `tgmm`: all tiles of a group before the next."""
+    tiles_n = (n + TN - 1) // TN
+    tiles = (k + TK - 1) // TK * tiles_n
+    return tl.program_id(0) // tiles, tl.program_id(0) % tiles // tiles_n, tl.program_id(0) % tiles_n
+
+
+@triton.jit
+def rows_of_group(group, group_sizes, group_offset, m, experts, groups, EXPERTS_BLOCK: tl.constexpr):
+    """The first row of the shard's `group`, and the first after it."""
+    expert = tl.arange(0, EXPERTS_BLOCK)
+    sizes = tl.maximum(tl.load(group_sizes + expert, mask=expert < experts, other=0), 0).to(tl.int64)
+    this = tl.minimum(tl.maximum(tl.load(group_offset).to(tl.int32), 0), experts - groups) + group
+    start = tl.minimum(tl.sum(tl.where(expert < this, sizes, 0)), m).to(tl.int32)
+    end = tl.minimum(tl.sum(tl.where(expert <= this, sizes, 0)), m).to(tl.int32)
+    return start, end
+
+
+def first_filled(tiles: Sequence[Tile], p: Sizes) -> Callable[[int, int, int], Tile]:
+    """A look-up table: the first of `tiles` whose tm an average group fills, else the last."""
+
+    def table(m: int, k: int, n: int) -> Tile:
+        rows = m // max(p.groups, 1)
+        return next((tile for tile in tiles if tile[0] <= rows), tiles[-1])
+
+    return table
+
+
+def fitted(tile: Tile, p: Sizes) -> Tile:
     """The chosen tile as the kernels need it: powers of two, not far beyond the problem's own size."""
-    tile = resolve_tiling(tiling, table, p.m, p.k, p.n)
-    tm, tk, tn = (min(_block(t), _block(size), LARGEST_TILE) for t, size in zip(tile, (p.m, p.k, p.n), strict=True))
+    tm, tk, tn = (min(block_of(t), block_of(size), LARGEST_TILE) for t, size in zip(tile, (p.m, p.k, p.n), strict=True))
     return tm, tk, tn
 
 
-def _block(size: int) -> int:
+def block_of(size: int) -> int:
     """The block that holds `size` elements: a power of two, at least 16 (the smallest operand of a dot)."""
     return max(int(triton.next_power_of_2(size)), 16)
 
 
-def _options(rows: int, depth: int, columns: int, element_size: int) -> dict[str, Any]:
+def launch_options(rows: int, depth: int, columns: int, element_size: int) -> dict[str, Any]:
     """How to run a kernel whose dot is [rows, depth] @ [depth, columns]."""
     stage_bytes = (rows + columns) * depth * element_size
     return {
@@ -578,28 +635,31 @@ def _options(rows: int, depth: int, columns: int, element_size: int) -> dict[str
     }
 
 
-def _strides(name: str, tensor: Tensor | None, axes: str) -> dict[str, int]:
-    strides = (0,) * len(axes) if tensor is None else tensor.stride()
-    return {f"{name}_stride_{axis}": stride for axis, stride in zip(axes, strides, strict=True)}
+def strides(name: str, tensor: Tensor | None, axes: str) -> dict[str, int]:
+    """The strides of `tensor` as kernels take them: `{name}_stride_{axis}`, 0 where it is None."""
+    sizes = (0,) * len(axes) if tensor is None else tensor.stride()
+    return {f"{name}_stride_{axis}": size for axis, size in zip(axes, sizes, strict=True)}
 
 
-def _on_device(group_offset: int | Tensor, device: torch.device) -> Tensor:
+def on_device(group_offset: int | Tensor, device: torch.device) -> Tensor:
+    """group_offset where a kernel can load it."""
     if isinstance(group_offset, Tensor):
         return group_offset
     return torch.full((1,), group_offset, dtype=torch.int32, device=device)
 
 
-def _only_tensor(name: str, value: Any) -> dict[str, Tensor | None]:
+def only_tensor(name: str, value: Any) -> dict[str, Tensor | None]:
+    """{name: value} for a tensor: what `check_devices` is asked about a group_offset."""
     return {name: value} if isinstance(value, Tensor) else {}
 
 
-def _values(group_sizes: Any) -> list[int] | None:
+def values(group_sizes: Any) -> list[int] | None:
     """The values of group_sizes where it is the int vector it should be, in memory that the host can read at once."""
     readable = isinstance(group_sizes, Tensor) and group_sizes.device.type == "cpu"
     return group_sizes.tolist() if readable and group_sizes.dtype == torch.int32 and group_sizes.ndim == 1 else None
 
 
-def _value(group_offset: Any) -> Any:
+def scalar(group_offset: Any) -> Any:
     """The int in a CPU scalar tensor ([] or [1]); anything else as it is, for the check to judge."""
     readable = isinstance(group_offset, Tensor) and group_offset.device.type == "cpu"
     integer = readable and group_offset.numel() == 1 and group_offset.dtype in (torch.int32, torch.int64)

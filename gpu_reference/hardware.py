@@ -1,13 +1,34 @@
-"""What the device at hand can do, asked before a kernel is launched."""
+"""What the device at hand can do, asked before a kernel is launched, and the launch itself.
+
+An *architecture* is the name of a compiler target: `"sm_90"`, `"gfx942"`; None where kernels are interpreted.
+"""
 # mypy: allow-untyped-defs, allow-untyped-decorators
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
+
+_WIDE = (torch.float32, torch.float16, torch.bfloat16)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Launch(NamedTuple):
+    """A kernel with all that its launch takes. Built from shapes alone, so tensors of the meta device will do."""
+
+    kernel: Any
+    grid: tuple[int]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    def run(self, device: torch.device) -> None:
+        """Launch on the current stream of `device`."""
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            self.kernel[self.grid](**self.arguments, **self.options)
 
 
 @triton.jit
@@ -56,3 +77,47 @@ def computes_bfloat16(device: torch.device) -> bool:
     out = torch.empty_like(lhs)
     _bfloat16_probe_kernel[(1,)](lhs, torch.ones_like(lhs), out)
     return bool((out == 1 + 2 * 2.0**-7).all())
+
+
+def architecture(device: torch.device | None = None) -> str | None:
+    """The architecture of `device` (default: the current CUDA device), None where there is none."""
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(properties.gcnArchName.partition(":")[0])
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def supports_matmul(dtype: torch.dtype, target: str | None = None) -> bool:
+    """Whether the matrix unit of `target` (default: of the device at hand) multiplies two operands of `dtype` as they
+    are, with sums in float32 or int32; False where there is none.
+
+    The OCP fp8 types came with sm_89 and gfx950 (gfx942 has others, with other exponents), int8 with sm_75.
+    float32 is multiplied by FMAs, in full precision.
+    """
+    target = target or architecture()
+    if target is None:
+        return False
+    if dtype in _FP8:
+        return target == "gfx950" or _compute_capability(target) >= 89
+    if dtype == torch.int8:
+        return target.startswith("gfx9") or _compute_capability(target) >= 75
+    return dtype in _WIDE
+
+
+def sums_fp8_in_float32(target: str) -> bool:
+    """Whether the matrix unit of `target` keeps a sum of fp8 products to float32's precision.
+
+    The tensor cores of sm_89 and sm_90 keep 13 bits of its fraction, with float32 accumulators all the same: found
+    by DeepSeek-AI 2024, "DeepSeek-V3 Technical Report" (arXiv:2412.19437, section 3.3.2), and bit by bit by Khattak &
+    Mikaitis 2025, "Accurate Models of NVIDIA Tensor Cores" (arXiv:2512.07004).
+    """
+    return _compute_capability(target) not in (89, 90)
+
+
+def _compute_capability(target: str) -> int:
+    """90 for `"sm_90"`, 0 for what is not NVIDIA's."""
+    return int(target[3:].rstrip("abcdef")) if target.startswith("sm_") else 0

@@ -1,0 +1,382 @@
+"""Grouped matmuls on the real TPU compiler, side by side with JAX's megablox and tokamax, without a TPU.
+
+    python benchmarks/tpu_static.py                             every chip, shape and kernel
+    python benchmarks/tpu_static.py --chip tpu7x --only tgmm    some of them
+    python benchmarks/tpu_static.py --json                      for programs
+
+The figure is the static cycles of one whole middle grid step (`parity/compilers/bundles.py` says which bundles these
+are); ratios between kernels are of cycles per multiplication, whatever their tiles. It is deterministic: two runs
+print the same, whatever else the machine does. Use it for ratios, not for milliseconds: what HBM delivers is not in it.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from parity.compilers.chips import CHIPS, Chip
+from parity.compilers.mosaic import Abstract, Compilation, Compiled, CompiledKernel, compile_for_tpu
+
+Tile = tuple[int, int, int]
+
+BENCHMARKED_CHIPS = ("tpu7x", "v6e")
+SHORT = {"bfloat16": "bf16", "float8_e4m3fn": "fp8", "int8": "int8"}
+HERE = __spec__.name if __spec__ else Path(__file__).stem  # what a compiler process imports; a script has no spec
+
+
+class Shape(NamedTuple):
+    """A grouped matmul [M, K] · [G, K, N]."""
+
+    m: int
+    k: int
+    n: int
+    groups: int
+
+
+SHAPES = [Shape(8192, k, n, groups) for k, n in ((2048, 512), (512, 2048)) for groups in (8, 64)]
+# (tm, tk, tn) of the peers, by (K, N); their own default, 128 x 128 x 128, is far from the best that they can do.
+PEER_TILES: dict[tuple[int, int], Tile] = {(2048, 512): (512, 1024, 512), (512, 2048): (512, 512, 1024)}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of the table: whose, "gmm" or "tgmm", the dtype it multiplies, and how its scales lie.
+
+    block: elements of the contraction that share a scale (None: all); columns: columns of the weights that do.
+    """
+
+    peer: str
+    product: str
+    dtype: str = "bfloat16"
+    block: int | None = None
+    columns: int = 1
+
+    @property
+    def name(self) -> str:
+        """As in "gmm fp8 block 512"."""
+        scales = " per channel" if self.block is None else f" block {self.block}"
+        if self.columns > 1:
+            scales = f" 1×{self.block} · {self.block}×{self.columns}"
+        return f"{self.product} {SHORT[self.dtype]}{scales if self.is_quantised else ''}"
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether its operands have scales."""
+        return self.dtype != "bfloat16"
+
+    def compilation(self, shape: Shape, chip: str) -> Compilation:
+        """What the compiler is given."""
+        m, k, n, groups = shape
+        keywords: dict[str, Any] = {
+            "lhs": Abstract((m, k), self.dtype),
+            "rhs": Abstract((groups, k, n) if self.product == "gmm" else (m, n), self.dtype),
+            "group_sizes": Abstract((groups,), "int32"),
+            "tiling": None if self.peer == "ours" else PEER_TILES[k, n],
+        }
+        if self.is_quantised:
+            contracted = k if self.product == "gmm" else m
+            blocks = contracted // (self.block or contracted)
+            gmm_scales = (m, blocks), (groups, blocks, n // self.columns)
+            lhs_scale, rhs_scale = gmm_scales if self.product == "gmm" else ((blocks, k), (blocks, n))
+            keywords |= {"lhs_scale": Abstract(lhs_scale, "float32"), "rhs_scale": Abstract(rhs_scale, "float32")}
+        return Compilation(self._function, chip, (), keywords)
+
+    @property
+    def _function(self) -> str:
+        if self.peer != "ours":
+            return f"{HERE}:{self.peer}_{self.product}"
+        if self.is_quantised:
+            return f"tpu_kernels.quantized_gmm:{self.product}_quantized"
+        return f"tpu_kernels.gmm:{self.product}"
+
+
+FP8 = "float8_e4m3fn"
+KERNELS = [
+    Kernel("ours", "gmm"),
+    Kernel("megablox", "gmm"),
+    Kernel("tokamax", "gmm"),
+    *(Kernel(peer, "gmm", FP8, block) for block in (None, 512, 256, 128) for peer in ("ours", "tokamax")),
+    Kernel("ours", "gmm", FP8, 128, columns=128),
+    Kernel("ours", "gmm", "int8"),
+    Kernel("ours", "tgmm"),
+    Kernel("megablox", "tgmm"),
+    Kernel("tokamax", "tgmm"),
+    *(Kernel(peer, "tgmm", FP8, block) for block in (None, 512) for peer in ("ours", "tokamax")),
+]
+
+
+class Target(NamedTuple):
+    """The most cycles that a kernel of ours may take, times the MXU's floor or our bf16 kernel of the same product."""
+
+    most: float
+    of: str
+
+
+TARGETS = {
+    "tpu7x": {
+        "gmm bf16": Target(1.02, "floor"),
+        "tgmm bf16": Target(1.05, "floor"),
+        "gmm fp8 per channel": Target(0.6, "bf16"),
+        "gmm fp8 block 512": Target(0.65, "bf16"),
+        "gmm fp8 block 128": Target(1.5, "bf16"),
+        "gmm fp8 1×128 · 128×128": Target(1.5, "bf16"),
+        "tgmm fp8 per channel": Target(0.8, "bf16"),
+        "tgmm fp8 block 512": Target(1.0, "bf16"),
+    },
+    "v6e": {
+        "gmm bf16": Target(1 / 0.9, "floor"),
+        "gmm int8 per channel": Target(0.6, "bf16"),
+        **{kernel.name: Target(1.1, "bf16") for kernel in KERNELS if kernel.dtype == FP8},
+    },
+}
+MOST_SPILLS = {"tpu7x": 0.05}
+MOST_CODE_KB = {"tpu7x": 300.0}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. Where the compiler refused the kernel, error says why and its figures are None."""
+
+    chip: str
+    shape: Shape
+    kernel: str
+    peer: str
+    cycles: float | None = None  # static, of one whole middle grid step
+    floor: float | None = None  # cycles of the step's multiplications with every matrix unit full
+    of_floor: float | None = None
+    of_bf16: float | None = None  # cycles per multiplication over those of our bf16 kernel of that product
+    of_megablox: float | None = None  # and over those of megablox's
+    spill_share: float | None = None  # of the vector store slots
+    code_kb: float | None = None  # of the program, the group metadata included
+    target: str = ""
+    result: str = ""  # "met", or what is missed by how much
+    error: str = ""
+
+
+Case = tuple[str, Shape, Kernel]
+
+
+def measure(
+    chips: Sequence[str] = BENCHMARKED_CHIPS,
+    only: str = "",
+    jobs: int | None = None,
+    done: Callable[[int, int], None] = lambda count, total: None,
+) -> list[Row]:
+    """The table: each shape and kernel whose name contains `only`, on each chip, with `jobs` compilers at a time.
+
+    done(count, total) is called as compilations end. tokamax's kernels are left out where it cannot be imported.
+    """
+    kernels = [kernel for kernel in KERNELS if kernel.peer != "tokamax" or has_tokamax()]
+    shown = [kernel for kernel in kernels if only in kernel.name]
+    products = {kernel.product for kernel in shown}
+    base = [k for k in kernels if k.product in products and not k.is_quantised and k.peer != "tokamax"]
+    wanted = [(chip, shape, k) for chip in chips for shape in SHAPES for k in dict.fromkeys([*base, *shown])]
+
+    def compiled(case: Case) -> Compiled:
+        chip, shape, kernel = case
+        return compile_for_tpu([kernel.compilation(shape, chip)], schedule=True)[0]
+
+    answers: dict[Case, Compiled] = {}
+    with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
+        for case, answer in zip(wanted, pool.map(compiled, wanted), strict=True):
+            answers[case] = answer
+            done(len(answers), len(wanted))
+    return [_row(chip, shape, k, answers) for chip in chips for shape in SHAPES for k in shown]
+
+
+def _row(chip: str, shape: Shape, kernel: Kernel, answers: Mapping[Case, Compiled]) -> Row:
+    answer = answers[chip, shape, kernel]
+    row = Row(chip, shape, kernel.name, kernel.peer, error=answer.reason)
+    main = _main_kernel(answer)
+    if main is None:
+        return row
+    multiplications = _multiplications(shape, main)
+    floor = mxu_floor(CHIPS[chip], multiplications, kernel.dtype)
+
+    def over(peer: str) -> float | None:
+        rival = _main_kernel(answers[chip, shape, Kernel(peer, kernel.product)])
+        if rival is None:
+            return None
+        return main.static_cycles / multiplications / (rival.static_cycles / _multiplications(shape, rival))
+
+    row = replace(
+        row,
+        cycles=main.static_cycles,
+        floor=floor,
+        of_floor=main.static_cycles / floor,
+        of_bf16=over("ours"),
+        of_megablox=over("megablox"),
+        spill_share=main.spill_share,
+        code_kb=answer.code_bytes / 1024,
+    )
+    return _judged(row) if kernel.peer == "ours" else row
+
+
+def mxu_floor(chip: Chip, multiplications: float, dtype: str) -> float:
+    """Cycles in which the chip's matrix units could do so many multiplications of operands of `dtype`."""
+    return multiplications / (chip.width**2 * chip.mxus * chip.rows_per_cycle[SHORT[dtype]])
+
+
+def _main_kernel(answer: Compiled) -> CompiledKernel | None:
+    """The kernel that multiplies, of those of a program."""
+    return max((k for k in answer.kernels if k.mxu_cycles), key=lambda k: k.static_cycles, default=None)
+
+
+def _multiplications(shape: Shape, kernel: CompiledKernel) -> int:
+    """Of one grid step, tm · tk · tn, from its blocks of lhs [M, K] (or its transpose) and of the output [.., N]."""
+    lhs = next(block for block in kernel.call.inputs if sorted(block.array) == sorted((shape.m, shape.k)))
+    return math.prod(lhs.shape) * kernel.call.outputs[0].shape[-1]
+
+
+def _judged(row: Row) -> Row:
+    """The row of a kernel of ours with its targets, and by how much they are missed."""
+    limits: list[tuple[str, float | None, float]] = []
+    target = TARGETS[row.chip].get(row.kernel)
+    if target:
+        limits.append((f"× {target.of}", row.of_floor if target.of == "floor" else row.of_bf16, target.most))
+    if row.chip in MOST_SPILLS:
+        limits.append((" spills", row.spill_share, MOST_SPILLS[row.chip]))
+    if row.chip in MOST_CODE_KB:
+        limits.append((" KB", row.code_kb, MOST_CODE_KB[row.chip]))
+    results = [f"{what.strip()} unknown" for what, got, _ in limits if got is None]
+    results += [f"{what.strip()} missed by {got / most - 1:.0%}" for what, got, most in limits if got and got > most]
+    asked = ", ".join(f"≤ {most:.3g}{what}" for what, _, most in limits)
+    return replace(row, target=asked, result="; ".join(results) or ("met" if limits else ""))
+
+
+def has_tokamax() -> bool:
+    """Whether tokamax, and with it qwix, can be imported; it needs Python 3.12."""
+    return all(find_spec(name) for name in ("tokamax", "qwix"))
+
+
+# --------------------------------------------------------------------------------------------------------- peers
+
+
+# The module of a peer's functions, found by name: the packages' attributes of that name are functions.
+MEGABLOX = "jax.experimental.pallas.ops.tpu.megablox.gmm"
+TOKAMAX = "tokamax._src.ops.ragged_dot.pallas_mosaic_tpu_kernel"
+
+
+def megablox_gmm(lhs: Any, rhs: Any, group_sizes: Any, *, tiling: Tile) -> Any:
+    """JAX's own `gmm`."""
+    return import_module(MEGABLOX).gmm(lhs, rhs, group_sizes, lhs.dtype, tiling)
+
+
+def megablox_tgmm(lhs: Any, rhs: Any, group_sizes: Any, *, tiling: Tile) -> Any:
+    """JAX's own `tgmm`. It takes lhs as [K, M], and turns that around again."""
+    return import_module(MEGABLOX).tgmm(lhs.swapaxes(0, 1), rhs, group_sizes, lhs.dtype, tiling)
+
+
+def tokamax_gmm(
+    lhs: Any, rhs: Any, group_sizes: Any, *, tiling: Tile, lhs_scale: Any = None, rhs_scale: Any = None
+) -> Any:
+    """The first of tokamax's kernels for the TPU."""
+    operands = _qarray(lhs, lhs_scale), _qarray(rhs, rhs_scale)
+    return import_module(TOKAMAX).gmm(*operands, group_sizes, **_tokamax_options(tiling))
+
+
+def tokamax_tgmm(
+    lhs: Any, rhs: Any, group_sizes: Any, *, tiling: Tile, lhs_scale: Any = None, rhs_scale: Any = None
+) -> Any:
+    """As `tokamax_gmm`. It takes lhs as [K, M]."""
+    lhs, lhs_scale = lhs.swapaxes(0, 1), None if lhs_scale is None else lhs_scale.swapaxes(0, 1)
+    operands = _qarray(lhs, lhs_scale), _qarray(rhs, rhs_scale)
+    return import_module(TOKAMAX).tgmm(*operands, group_sizes, **_tokamax_options(tiling))
+
+
+def _qarray(x: Any, scale: Any) -> Any:
+    return x if scale is None else import_module("qwix").QArray(x, scale)
+
+
+def _tokamax_options(tiling: Tile) -> dict[str, Any]:
+    import jax
+
+    default = jax.lax.Precision.DEFAULT
+    return {"precision": (default, default), "out_dtype": jax.numpy.bfloat16, "tiling": tiling}
+
+
+# --------------------------------------------------------------------------------------------------- command line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; returns the exit code: 1 where the compiler refused a kernel of ours."""
+    parser = argparse.ArgumentParser(
+        prog="tpu_static", description="Static cycles of grouped matmuls on the real TPU compiler, next to peers'."
+    )
+    parser.add_argument("--chip", choices=BENCHMARKED_CHIPS, action="append", help="only this chip (may be repeated)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only kernels whose name contains TEXT")
+    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at a time (default: one per core)")
+    parser.add_argument("--json", action="store_true", help="one JSON list, a row each, instead of the table")
+    given = parser.parse_args(arguments)
+
+    columns = TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("")
+        table = measure(
+            given.chip or BENCHMARKED_CHIPS,
+            given.only,
+            given.jobs,
+            lambda count, total: progress.update(task, completed=count, total=total),
+        )
+    if given.json:
+        print(json.dumps([asdict(row) | {"shape": row.shape._asdict()} for row in table], indent=1, ensure_ascii=False))
+    else:
+        # Wide enough for every column where there is no terminal to ask.
+        Console(width=None if sys.stdout.isatty() else 200).print(render(table))
+        if not has_tokamax():
+            version = f"{sys.version_info.major}.{sys.version_info.minor}"
+            print(f"tokamax cannot be imported (Python {version}; it needs 3.12): its rows are left out")
+    return int(any(row.error and row.peer == "ours" for row in table))
+
+
+def render(table: Sequence[Row]) -> Table:
+    """The rows as a table for people."""
+    view = Table(box=box.SIMPLE_HEAD, title="static cycles of one whole middle grid step", title_justify="left")
+    for name in ("chip", "K×N G", "kernel", "whose"):
+        view.add_column(name, no_wrap=True)
+    for name in ("cycles", "floor", "× floor", "× bf16", "× megablox", "spills", "KB"):
+        view.add_column(name, justify="right", no_wrap=True)
+    view.add_column("target")
+    view.add_column("result")
+
+    def number(value: float | None, form: str) -> str:
+        return "–" if value is None else format(value, form)
+
+    last = None
+    for row in table:
+        if last not in (None, (row.chip, row.shape)):
+            view.add_section()
+        last = row.chip, row.shape
+        view.add_row(
+            row.chip,
+            f"{row.shape.k}×{row.shape.n} {row.shape.groups}",
+            row.kernel,
+            row.peer,
+            number(row.cycles, ".0f"),
+            number(row.floor, ".0f"),
+            number(row.of_floor, ".2f"),
+            number(row.of_bf16, ".2f"),
+            number(row.of_megablox, ".2f"),
+            number(row.spill_share, ".1%"),
+            number(row.code_kb, ".0f"),
+            row.target,
+            f"[green]{row.result}[/]" if row.result == "met" else f"[red]{row.result or row.error}[/]",
+        )
+    return view
+
+
+if __name__ == "__main__":
+    sys.exit(main())
