@@ -159,6 +159,8 @@ EMPTY = [
 ]
 SHARD = [dict(M=200, K=130, N=96, G=2)]
 SQUARE = [dict(M=200, K=128, N=128, G=4)]  # where a forgotten transpose still fits
+LONG_TILES = [(512, 128, 128), (512, 512, 512)]  # in blocks of rows and columns, and whole where they are one group's
+LONG_GROUPS = [dict(M=1300, K=200, N=320, G=5)]
 MANY_GROUPS = [dict(M=130, K=64, N=40, G=64)]
 # What full adds: every option, pattern, dtype and distribution at a shape of few tiles (one comparison is 16 runs) …
 CROSSED = [dict(M=150, K=130, N=96, G=6)]
@@ -210,6 +212,8 @@ def cases(op: Op) -> tuple[Case, ...]:
         op.grid(SMALL, dtype=[F32, (BF16, F32), BF16], data=DISTRIBUTIONS, groups=["short"], **small),
         op.grid(SMALL, dtype=[F32, BF16], tiling=SOME_TILES, groups=["straddle"]),
         op.grid(SQUARE, dtype=[F32, BF16], groups=["straddle"], **flags),
+        op.grid(LONG_GROUPS, dtype=[F32, (BF16, F32)], tiling=LONG_TILES, groups=["straddle"]),
+        op.grid(LONG_GROUPS, dtype=[BF16], tiling=LONG_TILES, existing_out=[True], groups=["short"]),
         op.grid(MANY_GROUPS, dtype=[F32, BF16], groups=["zipf", "ones", "empty_runs", "short"]),
         models(op),
         op.grid(LARGE, dtype=DTYPES, groups=["zipf", "short"], tier="full", **flags),

@@ -1,0 +1,99 @@
+"""The whole finite domain on both backends: every 16-bit float quantised, every byte dequantised, every product."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cpu_golden import quantize as golden
+from parity.backends import load_kernel, runner
+from tests.quantized.formats import BITS_OF, FORMATS, decode
+
+FRAMEWORK = {"tpu": "jax", "gpu": "triton"}
+BACKENDS = [pytest.param(backend, marks=getattr(pytest.mark, backend)) for backend in FRAMEWORK]
+PACKAGE = {"tpu": "tpu_kernels", "gpu": "gpu_reference"}
+
+
+def run(backend, function, inputs, **arguments):
+    pytest.importorskip(FRAMEWORK[backend])
+    return runner(backend).run(load_kernel(f"{PACKAGE[backend]}.{function}"), inputs, arguments)
+
+
+def every_pattern(dtype, largest):
+    """Every bit pattern of a 16-bit float, in three arrangements of [rows, 128].
+
+    As they come; those of equal size together; and 127 to a row behind `largest`, so that wherever that is the
+    largest of its row the scale is 1, and every midpoint of two codes is met as a tie.
+    """
+    patterns = np.arange(65536, dtype=np.uint16)
+    in_order = np.argsort(np.abs(np.nan_to_num(patterns.view(dtype).astype(np.float64))), kind="stable")
+    pinned = np.resize(patterns, 517 * 127).view(dtype).reshape(517, 127)
+    return {
+        "mixed": patterns.view(dtype).reshape(512, 128),
+        "sorted": patterns[in_order].view(dtype).reshape(512, 128),
+        "pinned": np.concatenate([np.full((517, 1), largest, dtype), pinned], axis=1),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NaN on purpose
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_pattern_is_quantised_to_the_goldens_bits(backend, name, dtype):
+    function = "int8_quantize" if name == "int8" else "fp8_quantize"
+    arguments = {"axis": 1, "block_size": None, "check_finite": False}
+    if name != "int8":
+        arguments["dtype"] = name
+    for arrangement, x in every_pattern(dtype, FORMATS[name].largest).items():
+        got = run(backend, f"quantize:{function}", {"x": x}, **arguments)
+        expected = getattr(golden, function)(x, **arguments)
+        for field, ours, theirs in zip(got._fields, got, expected, strict=True):
+            wrong = np.argwhere(ours.view(f"u{ours.dtype.itemsize}") != theirs.view(f"u{theirs.dtype.itemsize}"))
+            assert not len(wrong), f"{arrangement} {field}: {len(wrong)} differ, first at {wrong[0]}"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_byte_is_dequantised(backend, name):
+    codes = np.tile(np.arange(256, dtype=np.uint8).view(BITS_OF[name]), (8, 1))
+    scale = np.array([1, 0.1, 3e-38, 2.0**-126, 1e36, 2.0**127, 1 / 3, 448], np.float32)[:, None]
+    function = "int8_dequantize" if name == "int8" else "fp8_dequantize"
+    got = run(backend, f"quantize:{function}", {"qvalue": codes, "scale": scale})
+    with np.errstate(over="ignore"):
+        expected = (decode(name) * scale.astype(np.float64)).astype(np.float32)
+    expected[np.abs(expected) < np.finfo(np.float32).tiny] *= 0.0
+    np.testing.assert_array_equal(got, expected)
+    assert np.array_equal(np.signbit(got)[~np.isnan(got)], np.signbit(expected)[~np.isnan(expected)])
+
+
+@pytest.mark.parametrize(("left", "right"), [("float8_e4m3fn", "float8_e4m3fn"), ("float8_e4m3fn", "float8_e5m2")])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_product_of_two_codes_is_exact(backend, left, right):
+    """256 x 256 products through the dot, one to a sum. Products below float32's smallest normal do not occur."""
+    codes = np.arange(256, dtype=np.uint8)
+    one = np.ones((1, 1), np.float32)
+    inputs = {
+        "lhs": codes.view(BITS_OF[left])[:, None],
+        "lhs_scale": one,
+        "rhs": codes.view(BITS_OF[right])[None, None, :],
+        "rhs_scale": one[None],
+        "group_sizes": np.array([256], np.int32),
+    }
+    got = run(backend, "quantized_gmm:gmm_quantized", inputs, preferred_element_type="float32")
+    with np.errstate(invalid="ignore"):
+        expected = np.outer(decode(left), decode(right)).astype(np.float32)
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_product_of_two_int8_is_exact(backend):
+    values = np.arange(-127, 128, dtype=np.int8)
+    one = np.ones((1, 1), np.float32)
+    inputs = {
+        "lhs": values[:, None],
+        "lhs_scale": one,
+        "rhs": values[None, None, :],
+        "rhs_scale": one[None],
+        "group_sizes": np.array([255], np.int32),
+    }
+    got = run(backend, "quantized_gmm:gmm_quantized", inputs, preferred_element_type="float32")
+    np.testing.assert_array_equal(got, np.outer(values.astype(int), values.astype(int)))
