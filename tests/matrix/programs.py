@@ -5,7 +5,8 @@ from typing import Any
 
 from parity.compilers.mosaic import Abstract
 from parity.schedule import Program
-from tests.matrix.models import MODELS, Experts
+from tests.matrix.models import DEEPSEEK_V3, MODELS, QWEN3_30B, Experts
+from tests.matrix.quantized_gmm import E4M3, PLAIN, blocks_of
 
 ROWS = 8192  # tokens of a batch times the experts that each goes to, on one core
 CORES = 32  # that share the experts of a model with many
@@ -31,6 +32,31 @@ def grouped(op: str, dtype: str, model: Experts, **options: Any) -> Program:
     )
 
 
+def scale(spelled: str, shape: tuple[int, ...]) -> Abstract | None:
+    """The scales of an operand of `shape`, where they lie spelled as in the matrix."""
+    if spelled == PLAIN:
+        return None
+    return Abstract(tuple(n // b for n, b in zip(shape, blocks_of(spelled, shape), strict=True)), "float32")
+
+
+def quantised(op: str, blocks: str, lhs_blocks: str, rhs_blocks: str, model: Experts) -> Program:
+    """gmm_quantized or tgmm_quantized in e4m3, as `grouped`."""
+    k, n, groups = model.hidden, model.intermediate, experts_on_a_core(model)
+    lhs, rhs = (ROWS, k), (ROWS, n) if op == "tgmm_quantized" else (groups, k, n)
+    arguments = {
+        "lhs": Abstract(lhs, E4M3),
+        "lhs_scale": scale(lhs_blocks, lhs),
+        "rhs": Abstract(rhs, E4M3),
+        "rhs_scale": scale(rhs_blocks, rhs),
+        "group_sizes": Abstract((model.experts,), "int32"),
+        "group_offset": Abstract((), "int32"),
+        "interpret": False,
+    }
+    shard = {"num_actual_groups": groups} if op == "tgmm_quantized" else {}
+    name = f"{model.name}-e4m3-{blocks}"
+    return Program(op, name, f"tpu_kernels.quantized_gmm:{op}", (), arguments | shard, work=ROWS)
+
+
 SHORT = {"bfloat16": "bf16", "float32": "f32"}
 
 
@@ -38,7 +64,12 @@ def programs() -> Iterator[Program]:
     for op in ("gmm", "tgmm"):
         for model in MODELS:
             yield grouped(op, "bfloat16", model)
-        yield grouped(op, "float32", MODELS[2])
+        yield grouped(op, "float32", QWEN3_30B)
+    for model in (DEEPSEEK_V3, QWEN3_30B):
+        yield quantised("gmm_quantized", "block128", "1x128", "1x128x128", model)
+        yield quantised("gmm_quantized", "channel", "1xK", "1xKx1", model)
+        yield quantised("tgmm_quantized", "block128", "128x1", "128x1", model)
+        yield quantised("tgmm_quantized", "channel", "Mx1", "Mx1", model)
 
 
 PROGRAMS = tuple(programs())
