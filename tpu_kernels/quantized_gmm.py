@@ -5,6 +5,7 @@ lies in one: each block is a dot of its own, in the narrow type, and its float32
 they are added up. A scale that is the same for the whole axis multiplies the finished sums, once.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from op_arguments import Tiling, resolve_tiling
 from op_arguments.quantized_gmm import QuantizedProblem, check_gmm_quantized, check_tgmm_quantized, check_tile
 from tpu_kernels.gmm import (
     BLOCK,
+    COPY_ROWS,
     LANES,
     NEWEST,
     Interpret,
@@ -43,6 +45,8 @@ from tpu_kernels.hardware import matmul_path, tpu_generation
 SUBLANES = 32  # of a packed 8-bit register
 PARTS = 16
 FIRST_WITH_32_MIB = 6  # the generation from which on a kernel has 32 MiB of VMEM by default, and not 16
+WIDENED_ROWS = 64  # at a time, so that they stay in registers
+TALL = 896  # rows of a dot that the matrix unit adds up by itself: of multiples of 128 the fastest in tgmm on tpu7x
 EXACT_SUMS = 1024  # 127² · 1024 < 2^24: sums of so many int8 products are exact in float32
 
 
@@ -228,6 +232,15 @@ def _by_parts(scale: jax.Array, axis: int, size: int, tile: int, part: int) -> t
     return scale.reshape(*scale.shape[:axis], tiles, parts, *scale.shape[axis + 1 :]), changes
 
 
+def _for_blocks(size: int, width: int, body: Callable[[Any], None]) -> None:
+    """body of each slice of `width` that makes up an axis of `size`; in a loop, unless the last one is less."""
+    if size <= width or size % width:
+        for block in blocks(size, width):
+            body(block)
+    else:
+        lax.fori_loop(0, size // width, lambda i, _: body(pl.ds(pl.multiple_of(i * width, width), width)), None)
+
+
 def _gmm_scales(
     lhs_scale: jax.Array | None, rhs_scale: jax.Array | None, p: QuantizedProblem, tile: Tile, transpose_rhs: bool
 ) -> _Scales:
@@ -299,6 +312,15 @@ def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array
     return total
 
 
+def _widened(lhs: jax.Array, rhs: jax.Array) -> Any | None:
+    """What a kernel widens both operands to, once, before it multiplies; None where `_product` takes them as they are.
+
+    That also widens, for each block of the result anew, which costs little for int8 alone.
+    """
+    path, _ = matmul_path(lhs.dtype, rhs.dtype, tpu_generation() or NEWEST)
+    return None if path in ("fp8", "int8") or lhs.dtype == rhs.dtype == jnp.int8 else jnp.dtype(path)
+
+
 def _sum_dtype(lhs: jax.Array, rhs: jax.Array, scales: _Scales) -> Any:
     """What sums are kept in from tile to tile."""
     exact = lhs.dtype == rhs.dtype == jnp.int8 and not scales.change
@@ -365,7 +387,12 @@ def _gmm_quantized(
     if existing_out is not None:
         operands["existing_out"] = (kernel_operand(existing_out), (tm, tn), out_block)
     arrays = [array for array, _, _ in operands.values()]
-    lhs_columns = [pltpu.VMEM((tk // part, tm, LANES), jnp.float32)] if scales.lhs_changes else []
+    scratch = {"acc": pltpu.VMEM((tm, tn), _sum_dtype(lhs, rhs, scales))}
+    if scales.lhs is not None:
+        scratch["lhs_columns"] = pltpu.VMEM((tk // part if scales.lhs_changes else 1, tm, LANES), jnp.float32)
+    path, _ = matmul_path(lhs.dtype, rhs.dtype, tpu_generation() or NEWEST)
+    if path == "bfloat16" and lhs.dtype.itemsize == rhs.dtype.itemsize == 1:
+        scratch["wide_lhs"] = pltpu.VMEM((tm, tk), jnp.bfloat16)
     out_shape = jax.ShapeDtypeStruct((p.m, p.n), kernel_dtype(p.out_dtype))
     # A block is fetched anew when its index changes: with a single step over K, only at a new tile or a new group.
     visits = tiles_m + p.groups - 1
@@ -382,7 +409,7 @@ def _gmm_quantized(
     out = pl.pallas_call(
         partial(
             _gmm_kernel,
-            names=tuple(operands),
+            names=(*operands, "out", *scratch),
             k=p.k,
             part=part,
             scales=scales._replace(lhs=None, rhs=None),
@@ -394,7 +421,7 @@ def _gmm_quantized(
             grid=(tiles_n, metadata.num_visits[0], tiles_k),
             in_specs=[pl.BlockSpec(block, index) for _, block, index in operands.values()],
             out_specs=pl.BlockSpec((tm, tn), out_block),
-            scratch_shapes=[pltpu.VMEM((tm, tn), _sum_dtype(lhs, rhs, scales)), *lhs_columns],
+            scratch_shapes=list(scratch.values()),
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         cost_estimate=cost,
@@ -416,41 +443,71 @@ def _gmm_kernel(
     scales: _Scales,
     transpose_rhs: bool,
 ) -> None:
-    (*inputs, out, acc), lhs_columns = refs[: len(names) + 2], refs[len(names) + 2 :]
-    named = dict(zip(names, inputs, strict=True))
-    lhs, rhs, existing_out = named["lhs"], named["rhs"], named.get("existing_out")
-    (lhs_parts, lhs_whole), (rhs_parts, rhs_whole) = scales.read(named.get("lhs_scale"), named.get("rhs_scale"))
+    named = dict(zip(names, refs, strict=True))
+    narrow_lhs, rhs, out, acc = named["lhs"], named["rhs"], named["out"], named["acc"]
+    lhs, existing_out = named.get("wide_lhs", narrow_lhs), named.get("existing_out")
+    lhs_scale, lhs_columns = named.get("lhs_scale"), named.get("lhs_columns")
+    rhs_parts, rhs_whole = scales.read(lhs_scale, named.get("rhs_scale"))[1]
     visit, step, last_step = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
     (tm, tk), tn = lhs.shape, out.shape[1]
     start, end = rows_of_visit(visit, group_ids, tile_ids, group_offsets, group_offset, tm)
     whole = (start == 0) & (end == tm)
     one_step = tk == k
     rest = k % tk or tk  # of K, in the last step; the block holds garbage beyond it, and 0 * NaN is NaN
-    depth_of_dot = part if scales.change else dot_depth()
+    whole_depth = min(dot_depth(), EXACT_SUMS) if acc.dtype == jnp.int32 else dot_depth()
+    depth_of_dot = part if scales.change else whole_depth
+
+    def prepare(rows: Any, parts: int) -> None:
+        """Make once what every block of columns needs: lhs as it is multiplied, and its scales as columns."""
+        if lhs is not narrow_lhs:
+            height = WIDENED_ROWS if rows.size % WIDENED_ROWS == 0 else rows.size
+
+            def widen(i: Any, carry: None) -> None:
+                some = pl.ds(pl.multiple_of(rows.start + i * height, height), height)
+                lhs[some, :] = narrow_lhs[some, :].astype(lhs.dtype)
+
+            lax.fori_loop(0, rows.size // height, widen, None)
+        if lhs_columns is not None:
+            for block in blocks(rows.size, LANES):
+                some = pl.ds(rows.start + block.start, block.size)
+                for i in range(parts if scales.lhs_changes else 1):
+                    lhs_columns[i, some, :] = _columns(_row(lhs_scale, i, some))
 
     def store(rows: Any, columns: Any, sums: jax.Array, masked: bool) -> None:
-        result = _scaled(sums, _columns(_row(lhs_whole, 0, rows)), _row(rhs_whole, 0, columns)).astype(out.dtype)
+        column = None if lhs_columns is None or scales.lhs_changes else lhs_columns[0, rows, :]
+        result = _scaled(sums, column, _row(rhs_whole, 0, columns)).astype(out.dtype)
         if masked:
             own = is_own_row(rows.start, result.shape, start, end)
             result = jnp.where(own, result, out[rows, columns])
         out[rows, columns] = result
 
+    def for_columns(body: Callable[[Any], None], masked: bool) -> None:
+        """body(columns) for each block of columns; with masks, as a loop: they leave too few registers for two."""
+        if masked:
+            _for_blocks(tn, BLOCK, body)
+        else:
+            for columns in blocks(tn, BLOCK):
+                body(columns)
+
     def multiply(rows: Any, depth: int, masked: bool) -> None:
-        for columns in blocks(tn, BLOCK):
+        prepare(rows, pl.cdiv(depth, part))
+
+        def multiply_columns(columns: Any) -> None:
             total: Any = None if one_step else jnp.where(step == 0, jnp.zeros((), acc.dtype), acc[rows, columns])
             for i, inner in enumerate(blocks(depth, depth_of_dot)):
                 weights = rhs[columns, inner] if transpose_rhs else rhs[inner, columns]
                 sums = _product(lhs[rows, inner], weights, contract=(1, 1 if transpose_rhs else 0))
                 if scales.change:
-                    if columns.start == 0 and lhs_parts is not None:
-                        lhs_columns[0][i, rows, :] = _columns(_row(lhs_parts, i, rows))
-                    column = None if lhs_parts is None else lhs_columns[0][i, rows, :]
+                    column = lhs_columns[i, rows, :] if lhs_columns is not None and scales.lhs_changes else None
                     sums = _scaled(sums, column, _row(rhs_parts, i, columns))
+                sums = sums.astype(acc.dtype)
                 total = sums if total is None else total + sums
             if one_step:
                 store(rows, columns, total, masked)
             else:
                 acc[rows, columns] = total
+
+        for_columns(multiply_columns, masked)
 
     def multiply_step(rows: Any, masked: bool) -> None:
         if rest == tk:
@@ -462,8 +519,7 @@ def _gmm_kernel(
 
             @pl.when(step == last_step)
             def _() -> None:
-                for columns in blocks(tn, BLOCK):
-                    store(rows, columns, acc[rows, columns], masked)
+                for_columns(lambda columns: store(rows, columns, acc[rows, columns], masked), masked)
 
     @pl.when(whole)
     def _() -> None:
@@ -508,6 +564,7 @@ def _tgmm_quantized(
         group_sizes, group_offset, m=p.m, tm=tm, num_groups=p.groups, cover="groups", interpret=interpret
     )
     scales = _tgmm_scales(lhs_scale, rhs_scale, p, tile)
+    wide = _widened(lhs, rhs)
 
     def lhs_block(n_i: Any, k_i: Any, visit: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
         return tile_ids[visit], k_i
@@ -557,6 +614,7 @@ def _tgmm_quantized(
                 pltpu.VMEM((tk, tn), _sum_dtype(lhs, rhs, scales)),
                 pltpu.VMEM((row_block(tm), tk), arrays[0].dtype),
                 pltpu.VMEM((row_block(tm), tn), arrays[1].dtype),
+                *(pltpu.VMEM((row_block(tm), columns), wide) for columns in (tk, tn) if wide is not None),
             ],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
@@ -577,7 +635,7 @@ def _tgmm_kernel(
     part: int,
     scales: _Scales,
 ) -> None:
-    *inputs, out, acc, own_lhs, own_rhs = refs
+    (*inputs, out, acc, own_lhs, own_rhs), wide = refs[: len(names) + 4], refs[len(names) + 4 :]
     named = dict(zip(names, inputs, strict=True))
     lhs, rhs, existing_out = named["lhs"], named["rhs"], named.get("existing_out")
     (lhs_parts, lhs_whole), (rhs_parts, rhs_whole) = scales.read(named.get("lhs_scale"), named.get("rhs_scale"))
@@ -588,6 +646,7 @@ def _tgmm_kernel(
     group = group_ids[visit]
     first_of_group = (visit == 0) | (group_ids[jnp.maximum(visit - 1, 0)] != group)
     depth_of_dot = part if scales.change else dot_depth(transposed=True)
+    height = TALL if depth_of_dot > tm and not wide else BLOCK
 
     def row_of(scale: Any | None, first_row: Any, columns: Any, masked: bool) -> jax.Array | None:
         """The scales of the part of the tile that first_row is in."""
@@ -599,31 +658,75 @@ def _tgmm_kernel(
         return jnp.where((start < (i + 1) * part) & (i * part < end), row, 0.0)
 
     def multiply(lhs: Any, rhs: Any, first_row: Any, first: Any, masked: bool) -> None:
-        for inner in blocks(lhs.shape[0], min(depth_of_dot, lhs.shape[0])):
+        def multiply_part(inner: Any) -> None:
             for columns in blocks(tn, 2 * BLOCK):
                 row = row_of(rhs_parts, first_row + inner.start, columns, masked)
-                for rows in blocks(tk, BLOCK):
-                    before = acc[rows, columns]
-                    if inner.start == 0:
-                        before = jnp.where(first, jnp.zeros_like(before), before)
-                    sums = _product(lhs[inner, rows], rhs[inner, columns], contract=(0, 0))
+                for rows in blocks(tk, height):
+                    before = jnp.where(first & (inner.start == 0), jnp.zeros((), acc.dtype), acc[rows, columns])
+                    sums = (dot if wide else _product)(lhs[inner, rows], rhs[inner, columns], contract=(0, 0))
                     if scales.change:
                         column = row_of(lhs_parts, first_row + inner.start, rows, masked)
                         sums = _scaled(sums, _columns(column), row)
                     acc[rows, columns] = before + sums
 
+        if scales.change:
+            _for_blocks(lhs.shape[0], min(part, lhs.shape[0]), multiply_part)
+        else:  # few, and no loop: the end of one overlaps with the start of the next
+            for inner in blocks(lhs.shape[0], depth_of_dot):
+                multiply_part(inner)
+
+    def widen(lhs: Any, rhs: Any, first_row: Any) -> tuple[Any, Any]:
+        """Rows of both operands from first_row on, widened once and not for each block of the result."""
+        for narrow, block in zip((lhs, rhs), wide, strict=True):
+
+            def copy(rows: Any, narrow: Any = narrow, block: Any = block) -> None:
+                block[rows, :] = narrow[pl.ds(first_row + rows.start, rows.size), :].astype(block.dtype)
+
+            _for_blocks(block.shape[0], COPY_ROWS, copy)
+        return wide[0], wide[1]
+
     def multiply_own(rows: Any) -> None:
         copy_own_rows(((lhs, own_lhs), (rhs, own_rhs)), rows, start, end)
-        multiply(own_lhs, own_rhs, rows.start, first_of_group & (rows.start <= start), masked=True)
+        operands = widen(own_lhs, own_rhs, 0) if wide else (own_lhs, own_rhs)
+        multiply(*operands, rows.start, first_of_group & (rows.start <= start), masked=True)
 
-    pl.when(whole)(lambda: multiply(lhs, rhs, 0, first_of_group, masked=False))
-    pl.when(~whole)(lambda: for_row_blocks(start, end, tm, multiply_own))
+    def multiply_widened(rows: Any) -> None:
+        multiply(*widen(lhs, rhs, rows.start), rows.start, first_of_group & (rows.start == 0), masked=False)
+
+    @pl.when(whole)
+    def _() -> None:
+        if wide:
+            _for_blocks(tm, row_block(tm), multiply_widened)
+        else:
+            multiply(lhs, rhs, 0, first_of_group, masked=False)
+
+    @pl.when(~whole)
+    def _() -> None:
+        for_row_blocks(start, end, tm, multiply_own)
+
+        @pl.when(start >= end)  # an empty group has one visit, without rows
+        def _() -> None:
+            def clear(rows: Any) -> None:
+                acc[rows, :] = jnp.zeros((rows.size, tn), acc.dtype)
+
+            _for_blocks(tk, COPY_ROWS, clear)
+
+    def whole_axis(scale: Any | None, columns: Any) -> jax.Array | None:
+        row = _row(scale, 0, columns)
+        return None if row is None else jnp.where(start < end, row, 0.0)  # an empty group's is 0, not 0 * NaN
 
     @pl.when((visit == last_visit) | (group_ids[jnp.minimum(visit + 1, last_visit)] != group))
     def _() -> None:
-        column, row = _row(lhs_whole, 0, slice(None)), _row(rhs_whole, 0, slice(None))
-        total = _scaled(acc[...], _columns(column), row)
-        total = jnp.where(start < end, total, 0.0)  # an empty group has one visit, without rows
-        if existing_out is not None:
-            total += existing_out[...].astype(jnp.float32)
-        out[...] = total.astype(out.dtype)
+        def store(rows: Any) -> None:
+            column = _columns(whole_axis(lhs_whole, rows))
+            for columns in blocks(tn, 2 * BLOCK):
+                total = _scaled(acc[rows, columns], column, whole_axis(rhs_whole, columns))
+                if existing_out is not None:
+                    total += existing_out[rows, columns].astype(jnp.float32)
+                out[rows, columns] = total.astype(out.dtype)
+
+        if lhs_whole is None:
+            _for_blocks(tk, BLOCK, store)
+        else:  # a strip's column of scales is made while the strip before is stored
+            for rows in blocks(tk, LANES):
+                store(rows)

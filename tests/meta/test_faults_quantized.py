@@ -131,7 +131,7 @@ FAULTS = [
     in_matmul(
         "scales are applied before the dot, in bfloat16", "tpu", "gmm_quantized",
         "sums = _product(lhs[rows, inner], weights, contract",
-        "scale = _row(lhs_parts, i, rows)\n"
+        "scale = _row(lhs_scale, i, rows)\n"
         "                sums = 1 / scale.T * _product("
         "(lhs[rows, inner].astype(jnp.float32) * scale.T).astype(jnp.bfloat16), weights, contract",
         block_scaled,
@@ -176,8 +176,8 @@ FAULTS = [
     ),
     in_matmul(
         "the group's boundary is masked in its first block alone", "tpu", "tgmm_quantized",
-        "rows, start, end)\n        multiply(own_lhs",
-        "rows, start, jnp.where(rows.start <= start, end, tm))\n        multiply(own_lhs",
+        "rows, start, end)\n        operands = widen(own_lhs",
+        "rows, start, jnp.where(rows.start <= start, end, tm))\n        operands = widen(own_lhs",
         lambda c: c.M >= 512 and c.lhs_blocks == "128x1",
     ),
     in_matmul(
