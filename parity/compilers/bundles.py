@@ -223,6 +223,9 @@ def _nested(parts: list[Part]) -> list[Part]:
         while siblings and siblings[-1].end > part.start:
             enclosing = siblings[-1]
             if part.end > enclosing.end + _DELAY_SLOTS:
+                if enclosing.end <= part.start + _DELAY_SLOTS:  # it follows; the branch before has slots in it
+                    part.start = enclosing.end
+                    break
                 raise UnknownDump(f"bundles {part.start:#x} to {part.end:#x} are not inside {enclosing.end:#x}")
             part.end = min(part.end, enclosing.end)
             siblings = enclosing.inner

@@ -131,6 +131,13 @@ def test_a_kernel_that_is_not_in_the_dump_is_an_error():
         read_dump(dump("tpu7x"), replace(GMM, name="tgmm"), "tpu7x")
 
 
+def test_a_loop_may_begin_in_the_delay_slots_of_the_one_before():
+    first, second = bundles.Part(0, 100, loop=True), bundles.Part(98, 200, loop=True)
+    assert bundles._nested([first, second]) == [bundles.Part(0, 100, loop=True), bundles.Part(100, 200, loop=True)]
+    with pytest.raises(UnknownDump, match="are not inside"):
+        bundles._nested([bundles.Part(0, 100, loop=True), bundles.Part(50, 200, loop=True)])
+
+
 # -------------------------------------------------------------------------------------------------- the compiler itself
 
 
