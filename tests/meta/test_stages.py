@@ -6,6 +6,7 @@ import pytest
 from parity import stages
 from parity.inputs import draw
 from parity.judge import judge, measure_contract
+from tests.matrix import OPS
 from tests.matrix.gmm import GMM, TGMM, representative
 
 CASES = [pytest.param(op, case, id=case.id) for op in (GMM, TGMM) for case in op.cases if representative(case)]
@@ -64,3 +65,19 @@ def test_one_pass_of_bfloat16_is_predicted_as_well():
     ieee, bf16, tf = (measure_contract(op, case, "gpu")["out"].epsilon for op in (GMM, one_pass, tf32))
     assert 1e3 * ieee < tf < bf16
     assert bf16 == pytest.approx(8 * tf, rel=0.1)  # three digits fewer
+
+
+STAGED = [op for op in OPS if not op.bit_exact]
+
+
+@pytest.mark.parametrize("backend", ["tpu", "gpu"])
+@pytest.mark.parametrize("op", STAGED, ids=[op.name for op in STAGED])
+def test_every_op_has_the_sites_of_its_contract_and_a_budget_over_them(op, backend):
+    case = next(c for c in op.cases if c.tier == "smoke" and c.data == "normal")
+    inputs = draw(op, case)
+    seen = stages.values(op, case, inputs, backend)
+    assert op.contract(case, backend).sites.keys() <= seen.keys()
+    share = stages.budget(op, case, inputs, backend)
+    assert share.keys() == seen.keys()
+    assert sum(share.values()) == pytest.approx(1)
+    assert share["out"] > 0
