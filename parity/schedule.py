@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import linecache
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +36,9 @@ GROWTH = 0.02
 
 GUARDED = ("cycles", "hbm_bytes", "spills", "code_bytes")
 """The figures of a line that must not grow."""
+
+HOTTEST = 8
+"""Source lines of a kernel that are shown."""
 
 SCHEMA = 1
 
@@ -317,7 +322,7 @@ def command(given: argparse.Namespace) -> int:
             raise ValueError(
                 "the schedule ledger must have a line to show, has none (record it: parity schedule --record)"
             )
-        _print(lines, given.json)
+        _print(lines, given.json, refused=_refused(given, load(given.root)))
         return 0
     programs = [p for p in load(given.root) if given.program in (None, p.id) and _wanted(given, p.id)]
     if not programs:
@@ -325,12 +330,15 @@ def command(given: argparse.Namespace) -> int:
     compiled = compile_all(programs, given.chip)
     failed = surprises(programs, compiled)
     by_id = {program.id: program for program in programs}
-    lines = [line(by_id[name], chip, result) for (name, chip), result in compiled.items() if result.ok]
+    compiles = {(name, chip): result for (name, chip), result in compiled.items() if result.ok}
+    lines = [line(by_id[name], chip, result) for (name, chip), result in compiles.items()]
     if given.record:
         write(given.root, lines)
     if given.check:
         failed += regressions(read(given.root), lines)
-    _print(lines, given.json, detailed=bool(given.program))
+    if given.program:
+        lines = [_with_source(entry, result) for entry, result in zip(lines, compiles.values(), strict=True)]
+    _print(lines, given.json, detailed=bool(given.program), refused=_refused(given, programs))
     for text in failed:
         print(text, file=sys.stderr)
     return 1 if failed else 0
@@ -340,19 +348,35 @@ def _wanted(given: argparse.Namespace, name: str, chip: str = "") -> bool:
     return diff.matches(given.k, name) and (not chip or not given.chip or chip in given.chip)
 
 
-def _print(lines: Sequence[Line], as_json: bool, detailed: bool = False) -> None:
+def _refused(given: argparse.Namespace, programs: Iterable[Program]) -> list[tuple[Program, str]]:
+    """The wanted programs and chips that the compiler refuses."""
+    return [(p, chip) for p in programs for chip in p.refused if _wanted(given, p.id, chip)]
+
+
+def _with_source(entry: Line, compiled: Compiled) -> Line:
+    """The line with what each kernel's source lines take, which is for people: the ledger does not have it."""
+    kernels = tuple(
+        {**figures, "lines": list(map(asdict, kernel.lines)), "line_passes": list(map(asdict, kernel.line_passes))}
+        for figures, kernel in zip(entry.kernels, compiled.kernels, strict=True)
+    )
+    return replace(entry, kernels=kernels)
+
+
+def _print(
+    lines: Sequence[Line], as_json: bool, detailed: bool = False, refused: Sequence[tuple[Program, str]] = ()
+) -> None:
     if as_json:
         print(json.dumps([asdict(entry) for entry in lines], sort_keys=True))
         return
     console = Console(width=None if sys.stdout.isatty() else 150)
-    console.print(_table(lines))
+    console.print(_table(lines, refused))
     if detailed:
         for entry in lines:
             for kernel in entry.kernels:
-                print(f"{entry.chip} {kernel['name']}: {_detail(kernel)}")
+                print(f"{entry.chip} {kernel['name']}: {_detail(kernel)}\n{_hottest(kernel)}")
 
 
-def _table(lines: Sequence[Line]) -> Table:
+def _table(lines: Sequence[Line], refused: Sequence[tuple[Program, str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("op", "program", "chip"):
         table.add_column(name, no_wrap=True)
@@ -371,6 +395,8 @@ def _table(lines: Sequence[Line]) -> Table:
             f"{e.code_bytes / 1024:.0f}",
             e.bound,
         )
+    for program, chip in refused:
+        table.add_row(program.op, program.name, chip, *["–"] * 5, f"refused: {program.refused[chip]}")
     return table
 
 
@@ -387,3 +413,16 @@ def _detail(kernel: Mapping[str, Any]) -> str:
         f" VMEM {kernel['vmem_bytes'] / 2**20:.1f} MiB; passes: {passes}"
         f"\n  slots: {slots}" + (loops if kernel["unknown_loops"] else "")
     )
+
+
+def _hottest(kernel: Mapping[str, Any]) -> str:
+    """The source lines that take most of a step, with the passes of their dots and their text."""
+    total = kernel["step_bundles"] + kernel["periodic_bundles"]
+    rows = ["  hottest lines, by bundles of a step:"]
+    for line in [entry for entry in kernel["lines"] if entry["place"]][:HOTTEST]:
+        path, _, number = line["place"].rpartition(":")
+        dots = [entry for entry in kernel["line_passes"] if entry["place"] == line["place"]]
+        passes = "".join(f" [{entry['operand']} ×{entry['emitted']:.3g}]" for entry in dots)
+        text = textwrap.shorten(linecache.getline(path, int(number)), 80, placeholder=" …")
+        rows.append(f"    {line['bundles']:7.1f} {line['bundles'] / total:4.0%}  {line['place']}{passes}  {text}")
+    return "\n".join(rows)

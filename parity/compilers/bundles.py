@@ -40,12 +40,13 @@ UNITS = ("MATMUL", "MATPUSH", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VLOAD:FILL
 """The columns of the utilization file; fills and spills are among the loads and the stores."""
 
 _BUNDLE = re.compile(r"^ *(?:0x)?([0-9a-f]+) +(?:[A-Z]{2})? *: [> ]*\{", re.MULTILINE)
-_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+_COMMENT = re.compile(r" ?/\*.*?\*/", re.DOTALL)
 _START = re.compile(r"Start(?:/End empty)? region (\d+)")
 _END = re.compile(r"End region (\d+)")
 _BRANCH = re.compile(r"= sbr\.rel (?:\((!?%\w+)\) )?target = \$region(\d+)")
 _ANY_BRANCH = re.compile(r"= s(?:br|call|jmp)\b")
 _VMATMUL = re.compile(r"= vmatmul\.([\w.]+)")
+_PLACE = re.compile(r'loc\("([^"]+)":(\d+)')
 _OPERANDS = {"f32": "f32", "bf16": "bf16", "f8": "fp8", "s8": "int8", "u8": "int8"}
 _DELAY_SLOTS = 6  # after a branch, at most
 
@@ -70,6 +71,19 @@ class Bundle:
     def vmatmuls(self) -> Counter[str]:
         """Its `vmatmul` instructions by operand type. (Preparing them takes MATMUL slots too.)"""
         return Counter(map(_operand, _VMATMUL.findall(self.code)))
+
+    @cached_property
+    def instructions(self) -> tuple[tuple[str, Counter[str]], ...]:
+        """Of each instruction the place in the source ("" for the compiler's own), and its `vmatmul`s."""
+        texts = [text for text in self.text.split(";;") if "=" in _COMMENT.sub("", text)]
+        places = [_PLACE.search(text) for text in texts]
+        return tuple(
+            (
+                f"{place[1]}:{place[2]}" if place else "",
+                Counter(map(_operand, _VMATMUL.findall(_COMMENT.sub("", text)))),
+            )
+            for text, place in zip(texts, places, strict=True)
+        )
 
     @property
     def stores(self) -> int:
@@ -108,6 +122,19 @@ class Program:
 
 
 @dataclass(frozen=True)
+class SourceLine:
+    """What one line of the source takes of a whole middle step.
+
+    place: "path:line", empty for what is the compiler's own (the pipeline's copies, loop counters, empty bundles).
+    bundles: a bundle's instructions share it evenly, so that all lines together have those of the step.
+    """
+
+    place: str
+    bundles: float
+    instructions: float
+
+
+@dataclass(frozen=True)
 class Schedule:
     """What a kernel's machine code says about its speed (see the module). A bundle issues in one cycle of a core.
 
@@ -116,7 +143,8 @@ class Schedule:
     vmatmuls: how many it has, by operand type; slots: used and there, by unit. loop_bundles: the code of the loop over
     the grid, all branches. hot_bundles, hot_vmatmuls: the straight-line region of the step with the most work.
     spills, fills: vector registers saved to VMEM and loaded back, in the whole program, and spill_share of its vector
-    stores. unknown_loops: loops of the step that were counted once.
+    stores. unknown_loops: loops of the step that were counted once. lines: of the source, those that take most first; a
+    dump without places has none.
     """
 
     bundles: int
@@ -132,6 +160,7 @@ class Schedule:
     fills: int
     spill_share: float
     unknown_loops: int
+    lines: tuple[SourceLine, ...]
 
     @property
     def static_cycles(self) -> float:
@@ -299,15 +328,31 @@ def schedule(program: Program, chip: Chip, steps_per_block: float = 1.0) -> Sche
         fills=fills,
         spill_share=spills / stores if stores else 0.0,
         unknown_loops=path.unknown_loops,
+        lines=_lines(program, runs),
     )
 
 
-def emitted(program: Program) -> Counter[str]:
-    """The `vmatmul`s of one step with every condition true, by operand type: all that the source's dots became."""
-    counts: Counter[str] = Counter()
+def _lines(program: Program, runs: Mapping[int, float]) -> tuple[SourceLine, ...]:
+    bundles: dict[str, float] = {}
+    instructions: dict[str, float] = {}
+    for address, times in runs.items():
+        places = [place for place, _ in program.bundles[address].instructions] or [""]
+        for place in places:
+            bundles[place] = bundles.get(place, 0.0) + times / len(places)
+            instructions[place] = instructions.get(place, 0.0) + times
+    if not any(bundles):
+        return ()
+    hottest = sorted(bundles, key=lambda place: (-bundles[place], place))
+    return tuple(SourceLine(place, bundles[place], instructions[place]) for place in hottest)
+
+
+def emitted(program: Program) -> Counter[tuple[str, str]]:
+    """The `vmatmul`s of one step with every condition true, by place and operand type: what all dots became."""
+    counts: Counter[tuple[str, str]] = Counter()
     for address, runs in _Reader(program).everything(program.whole).runs.items():
-        for operand, count in program.bundles[address].vmatmuls.items():
-            counts[operand] += runs * count
+        for place, vmatmuls in program.bundles[address].instructions:
+            for operand, count in vmatmuls.items():
+                counts[place, operand] += runs * count
     return counts
 
 

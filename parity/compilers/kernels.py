@@ -2,8 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from parity.compilers.chips import packed_rows
@@ -32,7 +33,7 @@ class Dot:
     """A `dot_general` [rows, depth] × [depth, columns]: how often a step runs it, and passes at its precision.
 
     operand: "f32", "bf16", "fp8" or "int8", of two types the wider. A float32 dot at HIGHEST is six bfloat16 products,
-    any other a single one.
+    any other a single one. place: "path:line" of the source, empty where JAX does not know it.
     """
 
     rows: int
@@ -41,6 +42,7 @@ class Dot:
     operand: str
     passes: int
     count: int
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -175,13 +177,26 @@ def _dot(equation: Any, times: int) -> Dot:
         operand=operand,
         passes=_PASSES_OF_HIGHEST if highest else 1,
         count=times * size(lhs.shape, lhs_batch),
+        place=_place(equation),
     )
+
+
+def _place(equation: Any) -> str:
+    """The innermost line outside JAX that an equation comes from, as the compiler's own locations have it."""
+    import jax
+
+    traceback = equation.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        if not Path(frame.file_name).is_relative_to(Path(jax.__file__).parent):
+            return f"{frame.file_name}:{frame.line_num}"
+    return ""
 
 
 @dataclass(frozen=True)
 class DotPasses:
-    """The passes over the matrix unit that all dots of one operand type take, times as much work as one pass each.
+    """The passes over the matrix unit that dots of one operand type take, times as much work as one pass each.
 
+    place: the line of the source that they are on, empty for those of a whole kernel.
     promised: by their precision; emitted: in the machine code, as operands of which type ("" where the matrix unit has
     no part in it). Both are means over the dots, by their work. What is emitted may be less than promised: two passes
     over at most half of the unit's depth can share one.
@@ -192,10 +207,13 @@ class DotPasses:
     promised: float
     emitted: float
     emitted_as: str
+    place: str = ""
 
 
-def dot_passes(dots: tuple[Dot, ...], emitted_rows: Mapping[str, float], width: int) -> tuple[DotPasses, ...]:
-    """How many passes the machine code makes of each dot, for every operand type of the dots.
+def dot_passes(
+    dots: Iterable[Dot], emitted_rows: Mapping[str, float], width: int, place: str = ""
+) -> tuple[DotPasses, ...]:
+    """How many passes the machine code makes of each dot (of those at a place), for every operand type of the dots.
 
     emitted_rows: rows of left operands that a step sends through a width × width matrix unit, by operand type. A type
     that the unit does not have is converted to bfloat16 first, and counts among the bfloat16 dots.
@@ -215,6 +233,7 @@ def dot_passes(dots: tuple[Dot, ...], emitted_rows: Mapping[str, float], width: 
                 promised=sum(n * dot.passes for n, dot in zip(rows, same, strict=True)) / sum(rows),
                 emitted=emitted_rows.get(emitted_as, 0.0) / sum(rows),
                 emitted_as=emitted_as,
+                place=place,
             )
         )
     return tuple(passes)

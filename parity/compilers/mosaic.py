@@ -25,7 +25,7 @@ from parity.compilers import bundles, cache, chips
 from parity.compilers import kernels as pallas
 from parity.compilers.bundles import Schedule, UnknownDump
 from parity.compilers.chips import CHIPS, packed_rows
-from parity.compilers.kernels import DotPasses, Kernel, dot_passes
+from parity.compilers.kernels import Dot, DotPasses, Kernel, dot_passes
 
 TOPOLOGIES = {name: chip.topology for name, chip in CHIPS.items()}
 """The smallest topology libtpu knows of each chip."""
@@ -38,6 +38,7 @@ _ENVIRONMENT = {
 _DUMP = (
     "--xla_jf_dump_to={} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
     " --xla_jf_dump_llo_pass_label_regex=final_bundles|static"
+    " --xla_mosaic_enable_llo_source_annotations=true"  # comments: the code is the same
 )
 _LOG_CHARACTERS = 4000
 
@@ -71,12 +72,14 @@ class Compilation:
 class CompiledKernel(Schedule):
     """One Pallas kernel of a compiled function: its schedule, and more.
 
-    passes: over the matrix unit, of the source's dots. vmem_bytes: the scoped VMEM that it takes. fetch_starvation,
-    write_starvation: the share of its bundles in which the compiler expects to wait for HBM.
+    passes: over the matrix unit, of all the source's dots; line_passes: of those on each line. vmem_bytes: the scoped
+    VMEM that it takes. fetch_starvation, write_starvation: the share of its bundles in which the compiler expects to
+    wait for HBM.
     """
 
     call: Kernel
     passes: tuple[DotPasses, ...]
+    line_passes: tuple[DotPasses, ...]
     vmem_bytes: int
     fetch_starvation: float
     write_starvation: float
@@ -321,14 +324,38 @@ def read_dump(files: Mapping[str, str], call: Kernel, chip: str, nth: int = 0) -
         return int(used[1]) / int(used[2])
 
     width = CHIPS[chip].width
-    rows = {operand: count * packed_rows(operand) for operand, count in bundles.emitted(program).items()}
+    rows: Counter[str] = Counter()
+    rows_at: dict[str, Counter[str]] = {}
+    for (place, operand), count in bundles.emitted(program).items():
+        rows[operand] += count * packed_rows(operand)
+        rows_at.setdefault(place, Counter())[operand] += count * packed_rows(operand)
+    schedule = bundles.schedule(program, CHIPS[chip], call.steps_per_block)
     return CompiledKernel(
-        **vars(bundles.schedule(program, CHIPS[chip], call.steps_per_block)),
+        **vars(schedule) | {"lines": tuple(replace(line, place=_shown(line.place)) for line in schedule.lines)},
         call=call if call.name else replace(call, name=re.sub(r"(\.\d+)+$", "", instruction)),
         passes=dot_passes(call.dots, rows, width),
+        line_passes=_line_passes(call.dots, rows_at, width) if schedule.lines else (),
         vmem_bytes=int(scoped[1]),
         fetch_starvation=share("HBM_TO_VMEM_ESTIMATED_STARVATION"),
         write_starvation=share("VMEM_TO_HBM_ESTIMATED_STARVATION"),
+    )
+
+
+def _line_passes(dots: Sequence[Dot], rows_at: Mapping[str, Counter[str]], width: int) -> tuple[DotPasses, ...]:
+    """The passes of the dots on each line.
+
+    JAX lowers a jitted function such as `jnp.dot` once for equal arguments: later calls are on the line of the first.
+    """
+    homes: dict[Dot, str] = {}
+    by_place: dict[str, list[Dot]] = {}
+    for dot in dots:
+        alike = replace(dot, place="")
+        home = homes.setdefault(alike, dot.place)
+        by_place.setdefault(dot.place if dot.place in rows_at else home, []).append(dot)
+    return tuple(
+        passes
+        for place, same in sorted(by_place.items())
+        for passes in dot_passes(same, rows_at.get(place, {}), width, _shown(place))
     )
 
 

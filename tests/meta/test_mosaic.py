@@ -150,6 +150,7 @@ KERNELS = {
     "half_refused": case("half_refused"),
     "dot": case("dot"),
     "two_dots": case("two_dots"),
+    "two_lines": case("two_lines"),
     "looped": case("looped"),
     "scale": case("scale"),
     "pair": case("pair"),
@@ -193,6 +194,27 @@ def test_a_dot_pass_more_is_seen(compiled):
 def test_float32_passes_are_those_of_the_precision(compiled):
     one, six = kernel_of(compiled["default"]).passes, kernel_of(compiled["exact"]).passes
     assert [(p.operand, p.promised, p.emitted) for p in one + six] == [("f32", 1, 1), ("f32", 6, 6)]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name, passes", [("dot", [1]), ("two_dots", [1]), ("two_lines", [1, 1]), ("exact", [6])])
+def test_source_lines_share_the_step(compiled, name, passes):
+    source = Path(__file__).with_name("pallas_kernels.py").read_text().splitlines()
+    kernel = kernel_of(compiled[name])
+    assert sum(line.bundles for line in kernel.lines) == pytest.approx(kernel.step_bundles + kernel.periodic_bundles)
+    assert [line.bundles for line in kernel.lines] == sorted((line.bundles for line in kernel.lines), reverse=True)
+    text = {line.place: source[int(line.place.rpartition(":")[2]) - 1] for line in kernel.lines if line.place}
+    assert all(place.startswith("tests/meta/pallas_kernels.py:") for place in text)
+    assert "jnp.dot" in next(text[line.place] for line in kernel.lines if line.place)
+    # Both dots of two_dots are one jitted function's: JAX lowers it once.
+    assert [p.emitted for p in kernel.line_passes] == passes
+    assert len({p.place for p in kernel.line_passes}) == len(passes)
+    assert all("jnp.dot" in text[p.place] for p in kernel.line_passes)
+
+
+def test_a_dump_without_places_has_no_lines():
+    kernel = read_dump(dump("tpu7x"), GMM, "tpu7x")
+    assert (kernel.lines, kernel.line_passes) == ((), ())
 
 
 @needs_libtpu

@@ -106,7 +106,9 @@ def test_moved():
     ]
 
 
-def test_the_command_shows_the_ledger_and_what_moved(tmp_path, capsys):
+def test_the_command_shows_the_ledger_and_what_moved(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(schedule, "load", lambda root: ())
+
     def git(*words):
         subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True)
 
@@ -128,6 +130,27 @@ def test_the_command_shows_the_ledger_and_what_moved(tmp_path, capsys):
         main(["--root", str(tmp_path), "schedule", "--diff", "--upload-pack=x"])
     with pytest.raises(SystemExit):
         main(["--root", str(tmp_path), "schedule", "--chip", "v6e"])
+
+
+def test_the_hottest_lines_are_shown_with_their_text_and_passes(tmp_path):
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text("import this\nacc += jnp.dot(x, y)\n")
+    lines = [
+        {"place": "", "bundles": 600.0, "instructions": 3.0},
+        {"place": f"{kernel}:2", "bundles": 250.125, "instructions": 9.0},
+    ]
+    passes = [{"place": f"{kernel}:2", "operand": "f32", "emitted": 6.0}]
+    (figures,) = LINE.kernels
+    shown = schedule._hottest({**figures, "lines": lines, "line_passes": passes}).splitlines()
+    assert shown[1:] == [f"      250.1  25%  {kernel}:2 [f32 ×6]  acc += jnp.dot(x, y)"]
+
+
+def test_what_the_compiler_refuses_is_in_the_table():
+    program = Program("gmm", "fp8", "module:function", (), chips=("tpu7x",), refused={"v4": "Unsupported matmul"})
+    table = schedule._table([LINE], [(program, "v4")])
+    assert table.row_count == 2
+    assert [list(column.cells)[-1] for column in table.columns][2:4] == ["v4", "–"]
+    assert list(table.columns[-1].cells)[-1] == "refused: Unsupported matmul"
 
 
 def test_programs_are_declared_once(tmp_path, monkeypatch):
