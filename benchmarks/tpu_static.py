@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -108,12 +109,14 @@ KERNELS = [
     Kernel("ours", "gmm"),
     Kernel("megablox", "gmm"),
     Kernel("tokamax", "gmm"),
+    Kernel("tokamax_v2", "gmm"),
     *(Kernel(peer, "gmm", FP8, block) for block in (None, 512, 256, 128) for peer in ("ours", "tokamax")),
     Kernel("ours", "gmm", FP8, 128, columns=128),
     Kernel("ours", "gmm", "int8"),
     Kernel("ours", "tgmm"),
     Kernel("megablox", "tgmm"),
     Kernel("tokamax", "tgmm"),
+    Kernel("tokamax_v2", "tgmm"),
     *(Kernel(peer, "tgmm", FP8, block) for block in (None, 512) for peer in ("ours", "tokamax")),
 ]
 
@@ -179,10 +182,10 @@ def measure(
 
     done(count, total) is called as compilations end. tokamax's kernels are left out where it cannot be imported.
     """
-    kernels = [kernel for kernel in KERNELS if kernel.peer != "tokamax" or has_tokamax()]
+    kernels = [kernel for kernel in KERNELS if not kernel.peer.startswith("tokamax") or has_tokamax()]
     shown = [kernel for kernel in kernels if only in kernel.name]
     products = {kernel.product for kernel in shown}
-    base = [k for k in kernels if k.product in products and not k.is_quantised and k.peer != "tokamax"]
+    base = [k for k in kernels if k.product in products and not k.is_quantised and k.peer in ("ours", "megablox")]
     wanted = [(chip, shape, k) for chip in chips for shape in SHAPES for k in dict.fromkeys([*base, *shown])]
 
     def compiled(case: Case) -> Compiled:
@@ -236,7 +239,14 @@ def _main_kernel(answer: Compiled) -> CompiledKernel | None:
 
 
 def _multiplications(shape: Shape, kernel: CompiledKernel) -> int:
-    """Of one grid step, tm · tk · tn, from its blocks of lhs [M, K] (or its transpose) and of the output [.., N]."""
+    """Of one grid step, tm · tk · tn, from its blocks of lhs [M, K] (or its transpose) and of the output [.., N].
+
+    Without a grid (tokamax's kernels have pipelines of their own) the tile is the one in the kernel's name, or else
+    the one that it was given.
+    """
+    if not kernel.call.grid:
+        named = [int(size) for size in re.findall(r"-t[mkn]_(\d+)", kernel.name)]
+        return math.prod(named or PEER_TILES[shape.k, shape.n])
     lhs = next(block for block in kernel.call.inputs if sorted(block.array) == sorted((shape.m, shape.k)))
     return math.prod(lhs.shape) * kernel.call.outputs[0].shape[-1]
 
@@ -266,6 +276,7 @@ def has_tokamax() -> bool:
 
 
 # The module of a peer's functions, found by name: the packages' attributes of that name are functions.
+TOKAMAX_V2 = "tokamax._src.ops.experimental.gmm_v2"
 MEGABLOX = "jax.experimental.pallas.ops.tpu.megablox.gmm"
 TOKAMAX = "tokamax._src.ops.ragged_dot.pallas_mosaic_tpu_kernel"
 
@@ -295,6 +306,18 @@ def tokamax_tgmm(
     lhs, lhs_scale = lhs.swapaxes(0, 1), None if lhs_scale is None else lhs_scale.swapaxes(0, 1)
     operands = _qarray(lhs, lhs_scale), _qarray(rhs, rhs_scale)
     return import_module(TOKAMAX).tgmm(*operands, group_sizes, **_tokamax_options(tiling))
+
+
+def tokamax_v2_gmm(lhs: Any, rhs: Any, group_sizes: Any, *, tiling: Tile) -> Any:
+    """The second one, which picks its tile itself: `tiling` is not used, larger ones than its own take minutes."""
+    gmm_v2 = import_module(f"{TOKAMAX_V2}.gmm_v2").gmm_v2
+    return gmm_v2(lhs, rhs, group_sizes, maybe_quantize_lhs=False, preferred_element_type=lhs.dtype)
+
+
+def tokamax_v2_tgmm(lhs: Any, rhs: Any, group_sizes: Any, *, tiling: Tile) -> Any:
+    """As `tokamax_v2_gmm`."""
+    tgmm_v2 = import_module(f"{TOKAMAX_V2}.tgmm_v2").tgmm_v2
+    return tgmm_v2(lhs, rhs, group_sizes, group_sizes.shape[0], preferred_element_type=lhs.dtype)
 
 
 def _qarray(x: Any, scale: Any) -> Any:

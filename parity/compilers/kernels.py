@@ -107,33 +107,35 @@ class Kernel:
 
 def kernels(jaxpr: Any) -> list[Kernel]:
     """The Pallas kernels in a closed jaxpr, in program order."""
-    return [_kernel(call) for call, _ in _equations(jaxpr.jaxpr, "pallas_call")]
+    return [_kernel(call) for call, _ in _equations(jaxpr.jaxpr, "pallas_call", "mpmd_map")]
 
 
-def _equations(jaxpr: Any, primitive: str, times: int = 1) -> Iterator[tuple[Any, int]]:
-    """The equations of a primitive, at any depth, and how often each runs (every branch taken, a `while` once)."""
+def _equations(jaxpr: Any, *primitives: str, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """The equations of these primitives, at any depth, and how often each runs (every branch, a `while` once)."""
     from jax.extend.core import jaxprs_in_params
 
     for equation in jaxpr.eqns:
-        if equation.primitive.name == primitive:
+        if equation.primitive.name in primitives:
             yield equation, times
             continue
         repeated = times * (equation.params["length"] if equation.primitive.name == "scan" else 1)
         for inner in jaxprs_in_params(equation.params):
-            yield from _equations(inner, primitive, repeated)
+            yield from _equations(inner, *primitives, times=repeated)
 
 
 def _kernel(call: Any) -> Kernel:
-    mapping, cost = call.params["grid_mapping"], call.params["cost_estimate"]
-    grid = tuple(length if isinstance(length, int) else None for length in mapping.grid)
-    blocks = tuple(_block(block, len(grid)) for block in mapping.block_mappings)
-    dots = Counter(_dot(dot, times) for dot, times in _equations(call.params["jaxpr"], "dot_general"))
+    mapping, cost = call.params.get("grid_mapping"), call.params["cost_estimate"]
+    # An `mpmd_map` is what `pl.kernel` becomes: it has no grid and no blocks, its loops and copies are its own.
+    jaxprs = (call.params["jaxpr"],) if mapping else call.params["jaxprs"]
+    grid = tuple(length if isinstance(length, int) else None for length in (mapping.grid if mapping else ()))
+    blocks = tuple(_block(block, len(grid)) for block in (mapping.block_mappings if mapping else ()))
+    dots = Counter(_dot(dot, times) for jaxpr in jaxprs for dot, times in _equations(jaxpr, "dot_general"))
     return Kernel(
         name=call.params["name"] or "",
         grid=grid,
         operands=tuple(variable.aval.shape for variable in [*call.invars, *call.outvars]),
-        inputs=blocks[: mapping.num_inputs],
-        outputs=blocks[mapping.num_inputs :],
+        inputs=blocks[: mapping.num_inputs] if mapping else (),
+        outputs=blocks[mapping.num_inputs :] if mapping else (),
         dots=tuple(dots.elements()),
         estimated_bytes=None if cost is None else cost.bytes_accessed,
     )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 TILE = (256, 512, 512)
 
@@ -96,6 +97,25 @@ def scale(a, b):
 
     block = pl.BlockSpec((256, 512), lambda i, j: (i, j))
     return pl.pallas_call(body, grid=(4, 2), in_specs=[block], out_specs=block, out_shape=a, name="scale")(a)
+
+
+def own_pipeline(a, b):
+    """The copies and the loop are the kernel's own, on a mesh of one core."""
+
+    def body(a, b, out):
+        def tile(x, y, out):
+            out[...] = jnp.dot(x[...], y[...], preferred_element_type=jnp.float32)
+
+        pltpu.emit_pipeline(
+            tile,
+            grid=(4,),
+            in_specs=[pl.BlockSpec((256, 1024), lambda i: (i, 0)), pl.BlockSpec((1024, 512), lambda i: (0, 0))],
+            out_specs=pl.BlockSpec((256, 512), lambda i: (i, 0)),
+        )(a, b, out)
+
+    mesh = pltpu.create_tensorcore_mesh("core", num_cores=1)
+    out = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+    return pl.kernel(body, out_type=out, mesh=mesh, name="own")(a, b)
 
 
 def half_refused(a, b):

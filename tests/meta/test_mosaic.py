@@ -154,6 +154,7 @@ KERNELS = {
     "looped": case("looped"),
     "scale": case("scale"),
     "pair": case("pair"),
+    "own_pipeline": case("own_pipeline"),
     "nameless": case("nameless", size=256),
     "default": case("dot", dtype="float32"),
     "exact": case("exact", dtype="float32"),
@@ -243,6 +244,14 @@ def test_kernels_are_told_apart(compiled):
     assert [(kernel.name, kernel.call.steps) for kernel in compiled["pair"].kernels] == [("matmul", 8), ("matmul", 4)]
     nameless = kernel_of(compiled["nameless"])
     assert nameless.name and nameless.call.steps == 1 and nameless.loop_bundles == nameless.bundles
+
+
+@needs_libtpu
+def test_a_kernel_with_its_own_pipeline(compiled):
+    own = kernel_of(compiled["own_pipeline"])
+    assert (own.name, own.call.grid, own.call.inputs) == ("own", (), ())
+    assert [(p.operand, p.dots, p.place != "") for p in own.line_passes] == [("bf16", 1, True)]
+    assert own.mxu_cycles == 8 * kernel_of(compiled["dot"]).mxu_cycles  # its loop, all of it: the same product
 
 
 @needs_libtpu
