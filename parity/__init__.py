@@ -2,7 +2,7 @@
 
 from parity.interop import jax_to_torch, torch_to_jax
 from parity.magnitude import abs_of
-from parity.op import Array, Case, Contract, Expected, Groups, Op, Scales
+from parity.op import Array, Case, Contract, Expected, Gates, Groups, Offsets, Op, Scales
 from parity.plugin import cases
 
 __all__ = [
@@ -10,7 +10,9 @@ __all__ = [
     "Case",
     "Contract",
     "Expected",
+    "Gates",
     "Groups",
+    "Offsets",
     "Op",
     "Scales",
     "abs_of",

@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from parity import diff, matrix, schedule
+from parity import diff, matrix, schedule, text
 from parity.backends import prepare_environment, runner
 from parity.dtypes import SHORT_NAMES
+from parity.explain import explain
 from parity.judge import compare
 from parity.op import BACKENDS, TIERS, Case, Op
 from parity.verdict import Verdict
@@ -79,8 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     showing = add("show", _show, "print what the ledger has of a case, on all backends")
     showing.add_argument("case", help="a case id, with or without its seed")
     showing.add_argument("--records", type=_folder, default=None, metavar="DIR", help="the ledger (default: records)")
-    text = "what the TPU compiler makes of the kernels: the recorded table, or what has changed"
-    schedule.add_arguments(add("schedule", schedule.command, text))
+    explaining = add("explain", _explain, "say where the error of a case comes from: which rounding, or which fault")
+    explaining.add_argument("case", help="a case id")
+    explaining.add_argument("--backend", choices=BACKENDS, default="tpu", help="whose kernel (default: tpu)")
+    about = "what the TPU compiler makes of the kernels: the recorded table, or what has changed"
+    schedule.add_arguments(add("schedule", schedule.command, about))
     return parser
 
 
@@ -120,6 +124,16 @@ def _diff(given: argparse.Namespace) -> int:
     moved = diff.diff(diff.load(given.a, given.root), diff.load(given.b, given.root))
     print(diff.to_json(moved) if given.json else diff.describe(moved))
     return int(given.fail_on_regression and diff.regressed(moved))
+
+
+def _explain(given: argparse.Namespace) -> int:
+    op, case = matrix.find(matrix.load(given.root), given.case)
+    columns = TextColumn("emulating roundings"), TextColumn("{task.completed:.0f}"), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+        found = explain(op, case, given.backend, done=lambda count: progress.update(task, completed=count))
+    Console(width=None if sys.stdout.isatty() else 150, soft_wrap=True, highlight=False).print(text.explanation(found))
+    return 0 if found.judged.verdict.passed else 1
 
 
 def _show(given: argparse.Namespace) -> int:

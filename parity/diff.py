@@ -313,7 +313,7 @@ def _beyond(a: Sequence[Metrics], b: Sequence[Metrics]) -> Iterator[tuple[Change
 def _narrow_output(contract: str) -> bool:
     try:
         dot, accumulate, out = contract.split("/")
-        return Contract(dot, out, accumulate).narrow_output
+        return Contract(dot, out, accumulate).is_narrow("out")
     except ValueError as error:
         raise RecordError(f"contract must be dot/accumulator/output, got {contract[:100]!r}") from error
 

@@ -40,6 +40,9 @@ def round_to(values: Floats, dtype: str) -> np.ndarray:
     if dtype == "tf32":  # 11 significant bits in a float32
         mantissa, exponent = np.frexp(values)
         return np.ldexp(np.rint(mantissa * 2.0**11) * 2.0**-11, exponent).astype(np.float32)
+    if dtype == "bf16x2":  # the sum of two bfloat16, in a float32
+        high = round_to(values, "bfloat16").astype(np.float64)
+        return (high + round_to(values - high, "bfloat16")).astype(np.float32)
     target = numpy_dtype(dtype)
     if target.kind == "i":
         return np.rint(values).astype(target)

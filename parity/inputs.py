@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 import ml_dtypes
 import numpy as np
 
-from parity.dtypes import UNIT_ROUNDOFF, numpy_dtype, round_to
-from parity.op import Array, Case, Groups, Inputs, Op, Scales
+from parity.dtypes import UNIT_ROUNDOFF, Floats, numpy_dtype, round_to
+from parity.op import Array, Case, Gates, Groups, Inputs, Offsets, Op, Scales
 
 REVISION = 1
 """Raised whenever a change here changes the bytes of an existing case."""
@@ -48,6 +48,11 @@ def draw(op: Op, case: Case) -> Inputs:
             drawn[name] = round_to(values, spec.dtype)
         elif isinstance(spec, Scales):
             drawn[name] = SCALES["powers" if case.data == "integers" else spec.pattern](spec.shape, bits)
+        elif isinstance(spec, Offsets):
+            sizes = OFFSETS[spec.pattern](spec.count, spec.rows, bits)
+            drawn[name] = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+        elif isinstance(spec, Gates):
+            drawn[name] = round_to(log_decays(spec, bits, exact=case.data == "integers"), spec.dtype)
         else:
             drawn[name] = None
     if case.data in ("poison", "nonfinite"):
@@ -104,6 +109,7 @@ def _integers(spec: Array, bits: Bits, out: str) -> np.ndarray:
     narrow = spec.dtype == "int8" or spec.dtype.startswith("float8")
     values = np.array([-1.0, -1.0, 1.0, 1.0] if narrow else [-2.0, -1.0, 1.0, 2.0])[words & np.uint64(3)]
     values *= FP8_EXACT if spec.quantised_inside else 1.0
+    values *= (words >> np.uint64(32)) % np.uint64(spec.one_in) == 0
     if spec.sum_over is None:
         return values
     # 2·2 per term, and a quarter of the range left for what is added at the end.
@@ -248,6 +254,77 @@ SCALES: Mapping[str, Callable[[tuple[int, ...], Bits], np.ndarray]] = {
 }
 
 
+# --- log decays ---
+
+
+def log_decays(spec: Gates, bits: Bits, *, exact: bool) -> Floats:
+    """The log decays of `spec`, in float64; `exact`: in their place 0 and `RESET`, whose decays are exactly 1 and 0."""
+    if exact:
+        heads = np.arange(spec.shape[0]) % 2 == 1  # of a vector of heads every other one
+        return np.where(heads if len(spec.shape) == 1 else _one_in(41, spec.shape, bits), RESET, 0.0)
+    if isinstance(spec.pattern, tuple):
+        return np.broadcast_to(np.array(spec.pattern), spec.shape)
+    return GATES[spec.pattern](spec.shape, bits)
+
+
+RESET = -(2.0**14)
+"""A log decay of which float32 and float64 alike make a decay of exactly 0, exact in every dtype, and in sums."""
+
+
+def _sigmoid(shape: tuple[int, ...], bits: Bits) -> Floats:
+    """logsigmoid(x) / 16 for x of the logistic distribution, as a trained gate is (Yang et al. 2024, arXiv:2312.06635):
+    sigmoid(x) is then uniform in (0, 1)."""
+    return _log_uniform(shape, bits) / 16
+
+
+def _steep(shape: tuple[int, ...], bits: Bits) -> Floats:
+    """About -500 over 64 steps."""
+    return _log_uniform(shape, bits) * (500 / 64)
+
+
+def _resets(shape: tuple[int, ...], bits: Bits) -> Floats:
+    """Next to no decay, and -80 at about one step in 29."""
+    return _log_uniform(shape, bits) / 1024 - np.where(_one_in(29, shape, bits), 80.0, 0.0)
+
+
+def _zero(shape: tuple[int, ...], bits: Bits) -> Floats:
+    return np.zeros(shape)
+
+
+def _positive(shape: tuple[int, ...], bits: Bits) -> Floats:
+    """Growth: about e in 256 steps."""
+    return -_log_uniform(shape, bits) / 256
+
+
+def _mixed(shape: tuple[int, ...], bits: Bits) -> Floats:
+    """Growth and decay in turn, as `_sigmoid` in size."""
+    return _log_uniform(shape, bits) / 16 * (1.0 - 2.0 * _one_in(2, shape, bits))
+
+
+def _log_uniform(shape: tuple[int, ...], bits: Bits) -> Floats:
+    """Natural logarithms of numbers uniform in (0, 1): exponentially distributed, mean -1."""
+    uniform = ((bits(int(np.prod(shape))) >> np.uint64(11)) + 0.5).reshape(shape) * 2.0**-53
+    mantissa, exponent = np.frexp(uniform)
+    # log m = 2 artanh((m - 1) / (m + 1)), |·| <= 1/3: the series to x^33 is right to float64's roundoff.
+    x = (mantissa - 1) / (mantissa + 1)
+    series = np.zeros(shape)
+    for power in range(33, 0, -2):
+        series = series * x * x + 1 / power
+    return 2 * x * series + exponent * LN2
+
+
+LN2 = 0.6931471805599453
+
+GATES: Mapping[str, Callable[[tuple[int, ...], Bits], Floats]] = {
+    "sigmoid": _sigmoid,
+    "steep": _steep,
+    "resets": _resets,
+    "zero": _zero,
+    "positive": _positive,
+    "mixed": _mixed,
+}
+
+
 # --- group sizes ---
 
 
@@ -319,3 +396,19 @@ GROUPS: Mapping[str, Callable[[int, int, Bits], np.ndarray]] = {
     "short": _short,
     "none": _none,
 }
+
+
+def _zeros_and_ones(count: int, rows: int, bits: Bits) -> np.ndarray:
+    """0, 1, 1, 0, … in turn, and what is left in the middle."""
+    sizes = np.resize([0, 1, 1], count)
+    sizes[count // 2] += rows - sizes.sum()
+    return sizes
+
+
+OFFSETS: Mapping[str, Callable[[int, int, Bits], np.ndarray]] = {
+    "even": _balanced,
+    "ragged": _straddle,
+    "zeros_and_ones": _zeros_and_ones,
+    "one": _one_hot,
+}
+"""Lengths of sequences that are packed one behind the other, by pattern; they sum to all rows."""

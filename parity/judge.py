@@ -22,12 +22,12 @@ from parity.verdict import Comparison, Verdict
 
 @dataclass(frozen=True)
 class Reference:
-    """What a case's outputs are measured against: drawn inputs, golden and magnitude by output, longest chain."""
+    """What a case's outputs are measured against: drawn inputs; golden, magnitude and longest chain by output."""
 
     inputs: Inputs
     golden: dict[str, Floats]
     magnitude: dict[str, Floats]
-    chain: int
+    chain: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ def reference(op: Op, case: Case) -> Reference:
     with np.errstate(invalid="ignore", over="ignore"):
         golden = outputs(op.golden(**inputs, **op.arguments(case)))
         magnitude = {} if op.bit_exact else outputs(op.magnitude(op, case, inputs))
-    return Reference(inputs, golden, magnitude, op.chain(case, inputs))
+    chain = op.chain(case, inputs)
+    chains = dict.fromkeys(golden, chain) if isinstance(chain, int) else {name: chain[name] for name in golden}
+    return Reference(inputs, golden, magnitude, chains)
 
 
 def judge(op: Op, case: Case, backend: Backend, kernel: Callable[..., Any] | None = None) -> Judgement:
@@ -105,22 +107,24 @@ def judge(op: Op, case: Case, backend: Backend, kernel: Callable[..., Any] | Non
     run = runner(backend)
     kernel = kernel or load_kernel(getattr(op, backend))
     began = time.perf_counter()
-    first = outputs(run.run(kernel, expected.inputs, op.arguments(case)))
+    arguments = {**op.arguments(case), **op.route(case)}
+    first = outputs(run.run(kernel, expected.inputs, arguments))
     seconds = time.perf_counter() - began
     # What must be exact leaves no room to vary, and interpreters are sequential: for them a sample is enough.
     repeat = case.data != "integers" and (run.real or (case.tier == "smoke" and case.seed == 0))
-    again = outputs(run.run(kernel, expected.inputs, op.arguments(case))) if repeat else first
+    again = outputs(run.run(kernel, expected.inputs, arguments)) if repeat else first
     contract = op.contract(case, backend)
     if set(first) != set(expected.golden):
         reason = f"golden returns {', '.join(expected.golden)}, got {', '.join(first)}"
         return Judgement(case, backend, run.real, Verdict("WRONG OUTPUTS", "G1", reason), "", 0.0)
-    bound = 0.0 if case.data == "integers" or op.bit_exact else contract.bound(expected.chain)
-    undecided = [Judgement(case, backend, run.real, UNDECIDED, name, bound) for name in first]
+    exact = case.data == "integers" or op.bit_exact
+    bounds = {name: 0.0 if exact else contract.bound(expected.chain[name]) for name in first}
+    undecided = [Judgement(case, backend, run.real, UNDECIDED, name, bound) for name, bound in bounds.items()]
     if op.bit_exact:
         judgements = [_judge_bits(j, expected, first[j.output], again[j.output]) for j in undecided]
     else:
         judgements = [_judge_output(j, contract, expected, first[j.output], again[j.output]) for j in undecided]
-    worst = max(judgements, key=lambda j: (not j.verdict.passed, j.eta_max))
+    worst = max(judgements, key=lambda j: (not j.verdict.passed, j.eta_max / (j.bound or 1)))
     return replace(
         worst, seconds=seconds, outputs={name: metrics for j in judgements for name, metrics in j.outputs.items()}
     )
@@ -136,8 +140,9 @@ def _judge_output(
     judged: Judgement, contract: Contract, expected: Reference, y: np.ndarray, again: np.ndarray
 ) -> Judgement:
     golden = expected.golden[judged.output]
-    scale = Scale(expected.magnitude[judged.output], contract.roundoff, expected.chain)
-    bad_form = verdict.form(y, again, golden, contract.out)
+    dtype = contract.dtype(judged.output)
+    scale = Scale(expected.magnitude[judged.output], contract.roundoff, expected.chain[judged.output])
+    bad_form = verdict.form(y, again, golden, dtype)
     if bad_form and y.shape != golden.shape:
         return replace(judged, verdict=bad_form)
     metrics = measure(y, golden, scale)
@@ -148,7 +153,7 @@ def _judge_output(
     else:
         decided = verdict.agreement(metrics, judged.bound)
         if decided.passed:
-            decided = verdict.mistrusted(golden, scale, contract.out, judged.bound) or decided
+            decided = verdict.mistrusted(golden, scale, dtype, judged.bound) or decided
     worst = None if decided.passed or not y.size else _worst(y, golden, scale, metrics, judged.bound)
     return replace(judged, verdict=decided, outputs={judged.output: metrics}, worst=worst)
 
@@ -209,7 +214,7 @@ def compare(op: Op, case: Case, seeds: int, recorded: Sequence[Judgement] | None
             [j.outputs[name] for j in judged["tpu"]],
             [j.outputs[name] for j in judged["gpu"]],
             [metrics[name] for metrics in contract],
-            narrow_output=op.contract(case, "tpu").narrow_output,
+            narrow_output=op.contract(case, "tpu").is_narrow(name),
             tau=op.tau,
         )
         for name in contract[0]
@@ -226,7 +231,6 @@ def measure_contract(op: Op, case: Case, backend: Backend) -> dict[str, Metrics]
     if op.bit_exact:
         return {}
     expected, contract = reference(op, case), op.contract(case, backend)
-    return {
-        name: measure(y, expected.golden[name], Scale(expected.magnitude[name], contract.roundoff, expected.chain))
-        for name, y in emulate(op, case, expected.inputs, backend).items()
-    }
+    scales = {name: Scale(expected.magnitude[name], contract.roundoff, n) for name, n in expected.chain.items()}
+    emulated = emulate(op, case, expected.inputs, backend)
+    return {name: measure(y, expected.golden[name], scales[name]) for name, y in emulated.items()}

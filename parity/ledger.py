@@ -65,9 +65,12 @@ class Book:
         record, fresh = found
         if not judged.verdict.passed or fresh.status == "INVALID":
             return judged, fresh.status
-        narrow = op.contract(judged.case, judged.backend).narrow_output
+        contract = op.contract(judged.case, judged.backend)
         common = [name for name in judged.outputs if name in record.outputs]
-        worse = (verdict.regression(judged.outputs[n], record.outputs[n], narrow_output=narrow) for n in common)
+        worse = (
+            verdict.regression(judged.outputs[n], record.outputs[n], narrow_output=contract.is_narrow(n))
+            for n in common
+        )
         regressed = next(filter(None, worse), None)
         if regressed is not None:
             reason = f"{regressed.reason}; moved since: {fresh.reason or 'nothing that is recorded'}"

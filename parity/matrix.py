@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
-from parity.op import Op
+from parity.op import Case, Op
 
 
 def load(root: Path) -> tuple[Op, ...]:
@@ -34,3 +36,19 @@ def load(root: Path) -> tuple[Op, ...]:
             if expected not in declared:
                 raise ValueError(f"{op.name}.expected[{n}] must match a case, matches none: {expected.reason}")
     return ops
+
+
+def find(ops: Iterable[Op], case_id: str) -> tuple[Op, Case]:
+    """The op and the case of that id; it may have another seed than the matrix gives it, or be its integer twin.
+
+    Raises ValueError where no case has it.
+    """
+    seed = re.search(r"-s(\d+)$", case_id)
+    for op in ops:
+        if case_id.startswith(f"{op.name}-"):
+            for case in op.cases:
+                drawn = case.with_seed(int(seed[1])) if seed else case
+                for same in (drawn, drawn.with_data("integers")):
+                    if case_id in (same.id, re.sub(r"-s\d+$", "", same.id)):
+                        return op, same
+    raise ValueError(f"case must be the id of a case of the matrix (parity list -k WORDS prints them), got {case_id}")

@@ -26,7 +26,8 @@ class Array:
     `sum_over` is the axis that the operation sums over (None: the argument is not summed). `pair_sign` is the sign
     that the second of two neighbours along it carries in cancelling data: +1 in one factor, -1 in the other.
     `quantised_inside`: the operation rounds it to fp8 itself. `swings`: an int8 factor whose products the operation
-    sums exactly over the whole axis, however large the sum gets on its way.
+    sums exactly over the whole axis, however large the sum gets on its way. `one_in`: in integer data no more than
+    about one in that many is other than zero, so that sums over several axes at once stay exact.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +36,7 @@ class Array:
     pair_sign: int = 1
     quantised_inside: bool = False
     swings: bool = False
+    one_in: int = 1
 
 
 @dataclass(frozen=True)
@@ -55,18 +57,45 @@ class Groups:
 
 
 @dataclass(frozen=True)
+class Offsets:
+    """An int32 vector [count + 1] of where each of `count` sequences begins in `rows` rows, and where the last ends.
+
+    `pattern` is one of `parity.inputs.OFFSETS`; the sequences cover all rows.
+    """
+
+    count: int
+    rows: int
+    pattern: str
+
+
+@dataclass(frozen=True)
+class Gates:
+    """A tensor of log decays per step: drawn by `pattern` (`parity.inputs.GATES`), or these values themselves.
+
+    In integer data every decay is exactly 1 or 0, whatever the pattern.
+    """
+
+    shape: tuple[int, ...]
+    pattern: str | tuple[float, ...]
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
 class Contract:
     """What a kernel promises: how its dots round their operands, what it accumulates in, what it returns.
 
     dot: `native` (exact products of 16-bit operands), `fp8`, `int8` (exact products, and of int8 exact sums wherever
     no scale changes), `ieee` (exact products of float32), `bf16x6`, `bf16x3`, `bf16x1` (float32 operands in that many
-    bfloat16 passes), `tf32`, or `none` (an elementwise operation). Source of the roundoffs: `DOTS`.
+    bfloat16 passes), `bf16x2` (one float32 operand in two pieces beside one of 16 bits), `tf32`, or `none` (an
+    elementwise operation). Source of the roundoffs: `DOTS`.
+    outs: the dtypes of the outputs that are not of dtype `out`, by name.
     depth and sites say where the staged golden rounds to emulate such a kernel (`parity.stages.emulate`).
     """
 
     dot: str
     out: str
     accumulate: str = "float32"
+    outs: Mapping[str, str] = field(default_factory=dict)
     depth: int = 1  # products that are summed before the accumulator is rounded
     sites: Mapping[str, str] = field(default_factory=dict)  # of the staged golden, and the dtype they are rounded to
 
@@ -81,6 +110,7 @@ class Contract:
         # x6 rounds both rests (2^-8 each) in their own product; x3 rounds them in two products and drops the third.
         "bf16x6": (2 * 2.0**-8 * 2.0**-14, 6),
         "bf16x3": (2 * 2.0**-8 * 2.0**-7 + 2.0**-14, 3),
+        "bf16x2": (UNIT_ROUNDOFF["bfloat16"] ** 2, 2),  # both pieces rounded to nearest
         "bf16x1": (2 * UNIT_ROUNDOFF["bfloat16"], 1),
         "tf32": (2 * 2.0**-10, 1),  # the instruction ignores the low 13 bits: truncation
     }  # fmt: skip
@@ -88,9 +118,10 @@ class Contract:
     def __post_init__(self) -> None:
         if self.dot not in self.DOTS:
             raise ValueError(f"dot must be one of {', '.join(self.DOTS)}, got {self.dot!r}")
-        for name in ("accumulate", "out"):
-            if getattr(self, name) not in UNIT_ROUNDOFF:
-                raise ValueError(f"{name} must be one of {', '.join(UNIT_ROUNDOFF)}, got {getattr(self, name)!r}")
+        dtypes = {"accumulate": self.accumulate, "out": self.out, **{f"outs[{n!r}]": d for n, d in self.outs.items()}}
+        for name, dtype in dtypes.items():
+            if dtype not in UNIT_ROUNDOFF:
+                raise ValueError(f"{name} must be one of {', '.join(UNIT_ROUNDOFF)}, got {dtype!r}")
 
     @property
     def name(self) -> str:
@@ -102,10 +133,13 @@ class Contract:
         """u_c, the unit roundoff that errors are counted in: the accumulator's."""
         return UNIT_ROUNDOFF[self.accumulate]
 
-    @property
-    def narrow_output(self) -> bool:
-        """Whether rounding the output loses more than one operation of the accumulator."""
-        return UNIT_ROUNDOFF[self.out] > self.roundoff
+    def dtype(self, output: str) -> str:
+        """The dtype of the output of that name."""
+        return self.outs.get(output, self.out)
+
+    def is_narrow(self, output: str) -> bool:
+        """Whether rounding the output of that name loses more than one operation of the accumulator."""
+        return UNIT_ROUNDOFF[self.dtype(output)] > self.roundoff
 
     def bound(self, chain: int) -> float:
         """The a-priori bound on η for sums whose longest chain has `chain` additions.
@@ -196,10 +230,12 @@ class Op:
     """An operation with its golden, its two kernels and its cases.
 
     golden, naive: NumPy functions; tpu, gpu: `"module:function"`, imported only where they run. All four take the
-    tensors of `inputs(case)` and the keywords of `arguments(case)` under the same names.
+    tensors of `inputs(case)` and the keywords of `arguments(case)` under the same names, and the kernels those of
+    `route(case)` as well: which of their ways to the same result they are to take.
     defaults: the options of a case and what they are when a case does not say; one that is at its default is left
     out of the case id unless `spelled` names it.
-    contract(case, backend); chain(case, inputs): the longest chain of additions behind one output element;
+    contract(case, backend); chain(case, inputs): the longest chain of additions behind one output element, or that of
+    each output by name;
     magnitude(op, case, inputs): Σ|terms| behind each output element, shaped as the output;
     steps(case, contract): arguments that give the staged golden the steps of a kernel under that contract;
     unread(case, inputs): masks of elements that the operation must not read, poisoned in `poison` data.
@@ -210,14 +246,15 @@ class Op:
     naive: Callable[..., Any]
     tpu: str
     gpu: str
-    inputs: Callable[[Case], Mapping[str, Array | Scales | Groups | None]]
+    inputs: Callable[[Case], Mapping[str, Array | Scales | Groups | Offsets | Gates | None]]
     arguments: Callable[[Case], Mapping[str, Any]]
     contract: Callable[[Case, Backend], Contract]
-    chain: Callable[[Case, Inputs], int]
+    chain: Callable[[Case, Inputs], int | Mapping[str, int]]
     magnitude: Callable[[Op, Case, Inputs], Any]
     steps: Callable[[Case, Contract], Mapping[str, Any]]
     unread: Callable[[Case, Inputs], Mapping[str, np.ndarray]]
     defaults: Mapping[str, Any]
+    route: Callable[[Case], Mapping[str, Any]] = lambda case: {}
     spelled: tuple[str, ...] = ()
     representative: Callable[[Case], bool] = lambda case: True  # cases whose ε are compared in the default tier too
     tau: float = 0.0  # how much larger ε_TPU may be than ε_GPU; anything but 0 needs a reason beside it

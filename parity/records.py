@@ -10,6 +10,7 @@ ledgers. A file is input like any other: `read` checks every field of every line
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import hashlib
 import importlib.metadata
@@ -24,7 +25,7 @@ import reprlib
 import subprocess
 import types
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
@@ -72,8 +73,8 @@ class Provenance:
     backend: Backend
     device_kind: str  # `EMULATED`, or what the framework calls the device
     real: bool  # whether an accelerator computed
-    kernel: str  # sha256 of the file that defines the kernel
-    golden: str  # sha256 of the file that defines the golden; its values are not hashed, BLAS changes their last bits
+    kernel: str  # sha256 of the module that defines the kernel, and of those of its package that it imports
+    golden: str  # the same of the golden; its values are not hashed, BLAS changes their last bits
     revisions: Mapping[str, int]  # of inputs, magnitude and metrics
     versions: Mapping[str, str]  # of what is installed and this backend's numbers depend on, and of the driver
     flags: Mapping[str, str]  # environment variables that change results, where they are set
@@ -164,17 +165,17 @@ def here(op: Op, backend: Backend, device_kind: str, real: bool, utc: str | None
     `utc` is when the recording began, where it began in another process: workers that share it share a provenance.
     Raises ModuleNotFoundError where the kernel's module is missing, ValueError as `Provenance`.
     """
-    kernel = _source(getattr(op, backend).partition(":")[0])
-    golden = Path(inspect.getfile(inspect.unwrap(op.golden)))
-    commit, dirty = _git(kernel.parent)
+    kernel = _sources_of(getattr(op, backend).partition(":")[0])
+    golden = _sources_of(inspect.unwrap(op.golden).__module__)
+    commit, dirty = _git(kernel[0].parent)
     return Provenance(
         schema=SCHEMA,
         op=op.name,
         backend=backend,
         device_kind=device_kind,
         real=real,
-        kernel=hashlib.sha256(kernel.read_bytes()).hexdigest(),
-        golden=hashlib.sha256(golden.read_bytes()).hexdigest(),
+        kernel=_hash_of(kernel),
+        golden=_hash_of(golden),
         revisions={"inputs": inputs.REVISION, "magnitude": magnitude.REVISION, "metrics": metrics.REVISION},
         versions=_versions(backend, real),
         flags={
@@ -189,11 +190,45 @@ def here(op: Op, backend: Backend, device_kind: str, real: bool, utc: str | None
     )
 
 
-def _source(module: str) -> Path:
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
+def _sources_of(module: str) -> list[Path]:
+    """The file of a module, then those of its own package that it imports, directly or not, by name. Imports nothing.
+
+    Raises ModuleNotFoundError where the module is missing.
+    """
+    package = module.partition(".")[0]
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+
+    def file(name: str) -> Path | None:
+        _, *below = name.split(".")
+        if not below:
+            return Path(spec.origin) if spec.origin else None
+        paths = [folder.joinpath(*below) for folder in folders]
+        found = (file for path in paths for file in (path / "__init__.py", path.with_suffix(".py")))
+        return next(filter(Path.is_file, found), None)
+
+    files: dict[str, Path] = {}
+    wanted = [module]
+    while wanted:
+        name = wanted.pop()
+        path = file(name)
+        if name in files or path is None:
+            continue
+        files[name] = path
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            wanted += [name for name in names if name.partition(".")[0] == package]
+    if module not in files:
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
-    return Path(spec.origin)
+    return [files.pop(module), *(files[name] for name in sorted(files))]
+
+
+def _hash_of(files: Sequence[Path]) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _versions(backend: Backend, real: bool) -> dict[str, str]:

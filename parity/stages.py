@@ -57,7 +57,7 @@ def emulate(op: Op, case: Case, inputs: Inputs, backend: Backend) -> dict[str, n
         dtype = contract.sites.get(site)
         return value if dtype is None else round_to(value, dtype).astype(np.float64)
 
-    return {name: round_to(y, contract.out) for name, y in _staged(op, case, inputs, backend, rounding).items()}
+    return {name: round_to(y, contract.dtype(name)) for name, y in _staged(op, case, inputs, backend, rounding).items()}
 
 
 def _staged(

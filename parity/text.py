@@ -6,11 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
+from rich.text import Text
+
+from parity.explain import Explanation
 from parity.judge import Compared, Judgement
 from parity.metrics import HISTOGRAM
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SHADES = " ░▒▓█"
+HEAT = ("", "blue", "cyan", "yellow", "red")
 
 
 def failure(judged: Judgement, twin: Judgement | None, rerun: str) -> str:
@@ -36,6 +40,36 @@ def failure(judged: Judgement, twin: Judgement | None, rerun: str) -> str:
         lines.append(f"integer twin: {also}")
     lines.append(f"rerun: {rerun}")
     return "\n".join(lines)
+
+
+def explanation(found: Explanation) -> Text:
+    """Where the error of a case comes from, on one screen."""
+    judged = found.judged
+    v, m, device = judged.verdict, judged.metrics, "real" if judged.real else "emulated"
+    out = Text()
+    out.append(f"{v.outcome}  ", "bold green" if v.passed else "bold red")
+    out.append(f"{v.gate}: {v.reason}   {judged.backend}: {device}   {judged.case.id}  [{judged.output}]\n")
+    out.append(found.conclusion + "\n", "bold")
+    if m and judged.bound:
+        out.append(f"ε = {m.epsilon:.3g}  floor {m.floor:.3g}  worst η {m.eta_max:.3g} of {judged.bound:.3g} allowed\n")
+    if worst := judged.worst:
+        index = ", ".join(map(str, worst.index))
+        compared = f"golden {worst.golden:.9g}  got {worst.got:.9g}  bound ±{worst.allowed:.3g}"
+        out.append(f"worst {judged.output}[{index}]: {compared}\n")
+    for c in found.contrasts:
+        out.append(f"  {c.axis:<16} {c.bin:<12} {c.contrast:8.3g}× the η of the rest, {c.share:.0%} of the error\n")
+    if m and any(m.histogram):
+        out.append(f"η  {sparkline(m.histogram)}\n")
+    if m and any(any(row) for row in m.tiles):
+        out.append("rms η by tile, worst at " + _worst_tile(m.tiles) + "\n")
+        for row in heat_map(m.tiles):
+            out.append("   |")
+            for shade in row:
+                out.append(shade, HEAT[SHADES.index(shade)])
+            out.append("|\n")
+    if found.twin is not None:
+        out.append(f"integer twin: {found.twin.verdict.outcome}")
+    return out
 
 
 def sparkline(counts: Sequence[int]) -> str:

@@ -46,6 +46,7 @@ SUBLANES = 32  # of a packed 8-bit register
 PARTS = 16
 FIRST_WITH_32_MIB = 6  # the generation from which on a kernel has 32 MiB of VMEM by default, and not 16
 WIDENED_ROWS = 64  # at a time, so that they stay in registers
+STRIPS = 4  # of 128 rows, that are stored in straight-line code
 TALL = 896  # rows of a dot that the matrix unit adds up by itself: of multiples of 128 the fastest in tgmm on tpu7x
 EXACT_SUMS = 1024  # 127² · 1024 < 2^24: sums of so many int8 products are exact in float32
 
@@ -88,7 +89,8 @@ def gmm_quantized(
         preferred_element_type=preferred_element_type,
         sizes=concrete_values(group_sizes),
     )
-    tile = resolve_tiling(tiling, partial(_gmm_tiles, p.block), p.m, p.k, p.n)
+    small = _are_narrow(lhs, rhs) and existing_out is None and jnp.dtype(p.out_dtype).itemsize == 2
+    tile = resolve_tiling(tiling, partial(_gmm_tiles, p.block, small), p.m, p.k, p.n)
     check_tile("tk", tile[1], p.block, p.k)
     return _gmm_quantized(
         lhs,
@@ -139,7 +141,7 @@ def tgmm_quantized(
         preferred_element_type=preferred_element_type,
         sizes=concrete_values(group_sizes),
     )
-    tile = resolve_tiling(tiling, _tgmm_tiles, p.m, p.k, p.n)
+    tile = resolve_tiling(tiling, partial(_tgmm_tiles, _are_narrow(lhs, rhs)), p.m, p.k, p.n)
     check_tile("tm", tile[0], p.block, p.m)
     return _tgmm_quantized(
         lhs,
@@ -158,21 +160,34 @@ def tgmm_quantized(
 # -------------------------------------------------------------------------------------------------------- tiles
 
 
-def _gmm_tiles(block: int, m: int, k: int, n: int) -> Tile:
-    """As large as VMEM allows, as in `gmm`, but no more than PARTS blocks of scales: each is code of its own."""
-    if (tpu_generation() or NEWEST) < FIRST_WITH_32_MIB:
+def _are_narrow(lhs: jax.Array, rhs: jax.Array) -> bool:
+    return lhs.dtype.itemsize == rhs.dtype.itemsize == 1
+
+
+def _gmm_tiles(block: int, small: bool, m: int, k: int, n: int) -> Tile:
+    """As large as VMEM allows, as in `gmm`, but no more than PARTS blocks of scales: each is code of its own.
+
+    small: operands and results take so little memory that there is room for v6e's longer steps, if scales are few.
+    """
+    generation = tpu_generation() or NEWEST
+    if generation < FIRST_WITH_32_MIB:
         return 256, min(1024, PARTS * block), 512
     tk = min(max(k, 1), 2048, PARTS * block)
-    return 512, tk, max(2**20 // max(tk, 512) // 512 * 512, 512)
+    tm = 1024 if generation == 6 and small and block >= BLOCK else 512
+    return tm, tk, max(2**20 // max(tk, 512) // 512 * 512, 512)
 
 
-def _tgmm_tiles(m: int, k: int, n: int) -> Tile:
-    """As `tgmm`'s: as large an output block as VMEM allows."""
+def _tgmm_tiles(narrow: bool, m: int, k: int, n: int) -> Tile:
+    """As large an output block as VMEM allows, and twice as many rows where both operands are narrow.
+
+    A step has costs that do not grow with its rows: the scales of whole columns, and results to store.
+    """
     if (tpu_generation() or NEWEST) < FIRST_WITH_32_MIB:
         return 512, 512, 512
+    tm = 1024 if narrow else 512
     if k <= 512:
-        return 512, 512, 2048
-    return (512, 2048, 512) if n <= 512 else (512, 1024, 1024)
+        return tm, 512, 2048
+    return (tm, 2048, 512) if n <= 512 else (tm, 1024, 1024)
 
 
 def _fit(tile: Tile, p: QuantizedProblem) -> Tile:
@@ -295,6 +310,22 @@ def _scaled(sums: jax.Array, columns: jax.Array | None, row: jax.Array | None) -
 # ----------------------------------------------------------------------------------------------------- products
 
 
+def _widen(x: jax.Array, dtype: Any) -> jax.Array:
+    """x in a dtype that holds all its values. NaN stays NaN; the sign of a zero may be lost.
+
+    v5e, v5p and v6e have an instruction for e4m3b11fnuz, and not for e4m3fn. The same bits are 1/16 of the value there,
+    but NaN and -0: -0's bits are its NaN. So -0 becomes 0, and NaN, all ones but for the sign, becomes -0; of four
+    elements at a time.
+    """
+    if x.dtype != jnp.float8_e4m3fn or dtype != jnp.bfloat16 or x.shape[0] % SUBLANES or tpu_generation() not in (5, 6):
+        return x.astype(dtype)
+    bits = pltpu.bitcast(x, jnp.int32)
+    magnitude = bits & 0x7F7F7F7F
+    is_nan = lax.shift_right_logical(magnitude + 0x01010101, 7) & 0x01010101
+    sign = bits & (magnitude + 0x7F7F7F7F) & ~0x7F7F7F7F  # of what is not 0
+    return pltpu.bitcast((magnitude + is_nan) | sign, jnp.float8_e4m3b11fnuz).astype(dtype) * jnp.bfloat16(16)
+
+
 def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """Sums over axis `contract[0]` of a and `contract[1]` of b: int32 of two int8 operands, else float32."""
     path, _ = matmul_path(a.dtype, b.dtype, tpu_generation() or NEWEST)
@@ -303,7 +334,7 @@ def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array
         return lax.dot_general(a, b, axes, preferred_element_type=jnp.int32 if path == "int8" else jnp.float32)
     wide = jnp.dtype("bfloat16" if path in ("fp8", "int8") else path)
     if a.dtype != jnp.int8 or b.dtype != jnp.int8:
-        return dot(a.astype(wide), b.astype(wide), contract)
+        return dot(_widen(a, wide), _widen(b, wide), contract)
     total = jnp.zeros((), jnp.int32)
     for part in blocks(a.shape[contract[0]], EXACT_SUMS):
         last = part.start + part.size
@@ -457,14 +488,17 @@ def _gmm_kernel(
     whole_depth = min(dot_depth(), EXACT_SUMS) if acc.dtype == jnp.int32 else dot_depth()
     depth_of_dot = part if scales.change else whole_depth
 
-    def prepare(rows: Any, parts: int) -> None:
-        """Make once what every block of columns needs: lhs as it is multiplied, and its scales as columns."""
-        if lhs is not narrow_lhs:
+    def prepare(rows: Any, parts: int, masked: bool) -> None:
+        """Make once what every block of columns needs: lhs as it is multiplied, and its scales as columns.
+
+        Without masks lhs is widened under the products of the first block of columns.
+        """
+        if lhs is not narrow_lhs and masked:
             height = WIDENED_ROWS if rows.size % WIDENED_ROWS == 0 else rows.size
 
             def widen(i: Any, carry: None) -> None:
                 some = pl.ds(pl.multiple_of(rows.start + i * height, height), height)
-                lhs[some, :] = narrow_lhs[some, :].astype(lhs.dtype)
+                lhs[some, :] = _widen(narrow_lhs[some, :], lhs.dtype)
 
             lax.fori_loop(0, rows.size // height, widen, None)
         if lhs_columns is not None:
@@ -490,12 +524,14 @@ def _gmm_kernel(
                 body(columns)
 
     def multiply(rows: Any, depth: int, masked: bool) -> None:
-        prepare(rows, pl.cdiv(depth, part))
+        prepare(rows, pl.cdiv(depth, part), masked)
 
         def multiply_columns(columns: Any) -> None:
             total: Any = None if one_step else jnp.where(step == 0, jnp.zeros((), acc.dtype), acc[rows, columns])
             for i, inner in enumerate(blocks(depth, depth_of_dot)):
                 weights = rhs[columns, inner] if transpose_rhs else rhs[inner, columns]
+                if lhs is not narrow_lhs and not masked and columns.start == 0:
+                    lhs[rows, inner] = _widen(narrow_lhs[rows, inner], lhs.dtype)
                 sums = _product(lhs[rows, inner], weights, contract=(1, 1 if transpose_rhs else 0))
                 if scales.change:
                     column = lhs_columns[i, rows, :] if lhs_columns is not None and scales.lhs_changes else None
@@ -659,14 +695,14 @@ def _tgmm_kernel(
 
     def multiply(lhs: Any, rhs: Any, first_row: Any, first: Any, masked: bool) -> None:
         def multiply_part(inner: Any) -> None:
-            for columns in blocks(tn, 2 * BLOCK):
-                row = row_of(rhs_parts, first_row + inner.start, columns, masked)
-                for rows in blocks(tk, height):
+            for rows in blocks(tk, height):
+                column = _columns(row_of(lhs_parts, first_row + inner.start, rows, masked))
+                for columns in blocks(tn, 4 * BLOCK):
+                    row = row_of(rhs_parts, first_row + inner.start, columns, masked)
                     before = jnp.where(first & (inner.start == 0), jnp.zeros((), acc.dtype), acc[rows, columns])
                     sums = (dot if wide else _product)(lhs[inner, rows], rhs[inner, columns], contract=(0, 0))
                     if scales.change:
-                        column = row_of(lhs_parts, first_row + inner.start, rows, masked)
-                        sums = _scaled(sums, _columns(column), row)
+                        sums = _scaled(sums, column, row)
                     acc[rows, columns] = before + sums
 
         if scales.change:
@@ -680,7 +716,7 @@ def _tgmm_kernel(
         for narrow, block in zip((lhs, rhs), wide, strict=True):
 
             def copy(rows: Any, narrow: Any = narrow, block: Any = block) -> None:
-                block[rows, :] = narrow[pl.ds(first_row + rows.start, rows.size), :].astype(block.dtype)
+                block[rows, :] = _widen(narrow[pl.ds(first_row + rows.start, rows.size), :], block.dtype)
 
             _for_blocks(block.shape[0], COPY_ROWS, copy)
         return wide[0], wide[1]
@@ -725,8 +761,12 @@ def _tgmm_kernel(
                     total += existing_out[rows, columns].astype(jnp.float32)
                 out[rows, columns] = total.astype(out.dtype)
 
+        def store_strips(rows: Any) -> None:
+            """Strip by strip: a strip's column of scales is made while the strip before is stored."""
+            for strip in blocks(rows.size, LANES):
+                store(pl.ds(rows.start + strip.start, strip.size))
+
         if lhs_whole is None:
             _for_blocks(tk, BLOCK, store)
-        else:  # a strip's column of scales is made while the strip before is stored
-            for rows in blocks(tk, LANES):
-                store(rows)
+        else:
+            _for_blocks(tk, STRIPS * LANES, store_strips)

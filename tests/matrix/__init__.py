@@ -1,8 +1,9 @@
 """The matrix: one module per op family. Data, not code; both backends run all of it."""
 
+from tests.matrix.gla import GATED_LINEAR_ATTENTION
 from tests.matrix.gmm import GMM, TGMM
 from tests.matrix.moe import GROUPED_DENSE, GROUPED_DENSE_BWD
 from tests.matrix.quantize import QUANTIZERS
 from tests.matrix.quantized_gmm import GMM_QUANTIZED, TGMM_QUANTIZED
 
-OPS = (GMM, TGMM, GMM_QUANTIZED, TGMM_QUANTIZED, GROUPED_DENSE, GROUPED_DENSE_BWD, *QUANTIZERS)
+OPS = (GMM, TGMM, GMM_QUANTIZED, TGMM_QUANTIZED, GROUPED_DENSE, GROUPED_DENSE_BWD, *QUANTIZERS, *GATED_LINEAR_ATTENTION)

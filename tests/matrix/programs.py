@@ -1,8 +1,9 @@
 """What the TPU compiler must make of the kernels: production shapes of published models, and what chips refuse."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from parity.compilers.chips import CHIPS
 from parity.compilers.mosaic import Abstract
 from parity.schedule import Program
 from tests.matrix.models import DEEPSEEK_V3, MODELS, QWEN3_30B, Experts
@@ -57,6 +58,60 @@ def quantised(op: str, blocks: str, lhs_blocks: str, rhs_blocks: str, model: Exp
     return Program(op, name, f"tpu_kernels.quantized_gmm:{op}", (), arguments | shard, work=ROWS)
 
 
+def linear_attention(
+    op: str,
+    gates: str,
+    dtype: str,
+    *,
+    batch: int = 2,
+    steps: int = 4096,
+    heads: int = 16,
+    key_size: int = 128,
+    value_size: int = 128,
+    states: bool = False,
+    sequences: int = 0,
+    refused: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Program:
+    """A pass of `simple_gla` (gates "none", "gamma", "g" or "both") or of `gla` (gates "gk").
+
+    states: with those before the first steps, and those after the last. sequences: how many are packed, 0 for none.
+    Its work is counted in STEPS of one head.
+    """
+    backward = op.endswith("_bwd")
+    keys, values = (Abstract((batch, steps, heads, size), dtype) for size in (key_size, value_size))
+    arguments: dict[str, Any] = {"q": keys, "k": keys, "v": values, **({"do": values} if backward else {})}
+    if gates == "gk":
+        arguments["gk"] = Abstract(keys.shape, "float32")
+    if gates in ("g", "both"):
+        arguments["g"] = Abstract(keys.shape[:3], "float32")
+    if gates in ("gamma", "both"):
+        arguments["g_gamma"] = Abstract((heads,), "float32")
+    if states:
+        state = Abstract((sequences or batch, heads, key_size, value_size), "float32")
+        arguments |= {"initial_state": state} | ({"dht": state} if backward else {"output_final_state": True})
+    if sequences:
+        arguments["cu_seqlens"] = Abstract((sequences + 1,), "int32")
+    shape = f"B{batch}_T{steps}_H{heads}_K{key_size}_V{value_size}" + (f"_N{sequences}" if sequences else "")
+    words = [shape, gates, SHORT[dtype], *(["states"] if states else [])]
+    words += [f"{name}_{value}" for name, value in options.items()]
+    module = "simple_gla" if "simple" in op else "gla"
+    refused = dict(refused or {})
+    return Program(
+        op,
+        "-".join(words),
+        f"tpu_kernels.{module}:{op}",
+        (),
+        arguments | {"interpret": False} | options,
+        chips=tuple(chip for chip in LINEAR_ATTENTION_CHIPS if chip not in refused),
+        refused=refused,
+        work=batch * steps * heads // STEPS,
+        unit=f"{STEPS} steps",
+    )
+
+
+STEPS = 64
+LINEAR_ATTENTION_CHIPS = tuple(chip for chip in CHIPS if chip != "v4")
 SHORT = {"bfloat16": "bf16", "float32": "f32"}
 
 
@@ -70,6 +125,15 @@ def programs() -> Iterator[Program]:
         yield quantised("gmm_quantized", "channel", "1xK", "1xKx1", model)
         yield quantised("tgmm_quantized", "block128", "128x1", "128x1", model)
         yield quantised("tgmm_quantized", "channel", "Mx1", "Mx1", model)
+    for direction in ("fwd", "bwd"):
+        for op, gates in ((f"chunk_simple_gla_{direction}", "gamma"), (f"chunk_gla_{direction}", "gk")):
+            yield linear_attention(op, gates, "bfloat16", chunk_size=64)
+            yield linear_attention(op, gates, "bfloat16", chunk_size=128)
+            yield linear_attention(op, gates, "float32", chunk_size=64)
+            yield linear_attention(op, gates, "bfloat16", batch=1, steps=65_536, chunk_size=128)
+        yield linear_attention(f"chunk_simple_gla_{direction}", "g", "bfloat16", chunk_size=64)
+        yield linear_attention(f"fused_recurrent_simple_gla_{direction}", "gamma", "bfloat16")
+        yield linear_attention(f"fused_recurrent_gla_{direction}", "gk", "bfloat16")
 
 
 PROGRAMS = tuple(programs())

@@ -1,9 +1,12 @@
 """Planted faults: each is put into a copy of a kernel's source, and cases of the default tier must catch it."""
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
 
 import pytest
 
@@ -19,7 +22,8 @@ PACKAGES = {"tpu": "tpu_kernels", "gpu": "gpu_reference"}
 class Fault:
     """`old` becomes `new` in a module of the backend; `ops` must catch it in a case that `where` admits.
 
-    `data` takes the place of the cases' own.
+    `data` takes the place of the cases' own. `public`: the module that has the ops, where that is another one, which
+    imports from `module`.
     """
 
     name: str
@@ -30,6 +34,7 @@ class Fault:
     where: Callable[[Case], bool] = lambda c: c.tier == "smoke"
     module: str = "gmm"
     data: str | None = None
+    public: str = ""
 
 
 def empty_groups(c):
@@ -239,14 +244,24 @@ FAULTS = [
 ]  # fmt: skip
 
 
-def plant(fault: Fault, folder: Path):
-    """The module of the fault's backend with the fault in it."""
-    file = f"{PACKAGES[fault.backend]}/{fault.module}.py"
+def plant(fault: Fault, folder: Path) -> ModuleType:
+    """The module with the ops of the fault's backend, with the fault in it or in what it imports."""
+    package = PACKAGES[fault.backend]
+    file = f"{package}/{fault.module}.py"
     source = (ROOT / file).read_text()
     assert source.count(fault.old) == 1, f"{fault.old!r} occurs {source.count(fault.old)} times in {file}"
     path = folder / f"planted_{fault.backend}.py"
     path.write_text(source.replace(fault.old, fault.new))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = load(path, path.stem)
+    if not fault.public:
+        return module
+    with patch.dict(sys.modules, {f"{package}.{fault.module}": module}):
+        return load(ROOT / package / f"{fault.public}.py", f"{path.stem}_{fault.public}")
+
+
+def load(path: Path, name: str) -> ModuleType:
+    """A fresh copy of the module in a file."""
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

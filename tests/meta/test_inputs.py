@@ -5,9 +5,21 @@ import numpy as np
 import pytest
 
 from parity.dtypes import numpy_dtype
-from parity.inputs import CANCELLATION, DISTRIBUTIONS, GROUPS, SCALES, draw, group_sizes, hashes
-from parity.op import Groups
+from parity.inputs import (
+    CANCELLATION,
+    DISTRIBUTIONS,
+    GATES,
+    GROUPS,
+    OFFSETS,
+    SCALES,
+    draw,
+    group_sizes,
+    hashes,
+    log_decays,
+)
+from parity.op import Gates, Groups
 from tests.matrix import OPS
+from tests.matrix.gla import GATED_LINEAR_ATTENTION, build_alibi_slopes, make_alibi_g_gamma
 from tests.matrix.gmm import GMM, TGMM
 from tests.matrix.moe import GROUPED_DENSE
 from tests.matrix.quantize import FP8_QUANTIZE
@@ -216,6 +228,74 @@ def test_patterns_are_what_they_are_called():
     assert set(sizes["ones"]) == {1}
     assert sizes["short"].sum() == 180
     assert all(edge % 2 for edge in np.cumsum(sizes["straddle"])[:-1])
+
+
+def test_log_decays_are_what_they_are_called():
+    bits = np.random.Philox(key=1).random_raw
+    drawn = {name: log_decays(Gates((4, 256, 8), name), bits, exact=False) for name in GATES}
+    assert drawn["sigmoid"].max() < 0
+    assert drawn["sigmoid"].mean() == pytest.approx(-1 / 16, rel=0.05)
+    assert drawn["steep"][:, :64].sum(axis=1).mean() == pytest.approx(-500, rel=0.05)
+    jumps = drawn["resets"] < -79
+    assert 1 / 40 < jumps.mean() < 1 / 20
+    assert drawn["resets"][~jumps].min() > -0.05
+    assert not drawn["zero"].any()
+    assert drawn["positive"].min() > 0
+    assert drawn["positive"].sum(axis=1).mean() == pytest.approx(1, rel=0.1)
+    assert 0.4 < (drawn["mixed"] > 0).mean() < 0.6
+    assert (log_decays(Gates((2, 3), (-0.5, 0.0, 1.0)), bits, exact=False) == [-0.5, 0.0, 1.0]).all()
+
+
+def test_logarithms_are_right_to_the_last_digits():
+    words = np.random.Philox(key=1).random_raw(4096)
+    ours = log_decays(Gates((4096,), "sigmoid"), lambda count: words, exact=False)
+    uniform = ((words >> np.uint64(11)) + 0.5) * 2.0**-53
+    np.testing.assert_allclose(ours * 16, np.log(uniform), rtol=1e-14, atol=1e-16)
+
+
+def test_decays_of_integer_data_are_exactly_one_and_zero():
+    for shape, name in (((2, 300, 2), "sigmoid"), ((16,), "sigmoid"), ((16,), (-0.5,) * 16)):
+        exact = log_decays(Gates(shape, name), np.random.Philox(key=1).random_raw, exact=True)
+        for dtype in (np.float32, ml_dtypes.bfloat16):
+            assert set(np.exp(exact.astype(dtype).astype(np.float32)).ravel()) == {0.0, 1.0}
+            assert np.array_equal(exact.astype(dtype).astype(np.float64), exact)
+
+
+def test_sequences_cover_all_rows():
+    bits = np.random.Philox(key=1).random_raw
+    sizes = {name: pattern(5, 150, bits) for name, pattern in OFFSETS.items()}
+    assert all(size.sum() == 150 and size.min() >= 0 for size in sizes.values())
+    assert set(sizes["even"]) == {30}
+    assert sizes["one"].max() == 150
+    assert {0, 1} < set(sizes["zeros_and_ones"])
+    assert sizes["ragged"].min() > 1
+    assert len(set(sizes["ragged"])) > 2
+
+
+def test_alibi_slopes():
+    assert build_alibi_slopes(8) == tuple(2.0**-i for i in range(1, 9))
+    np.testing.assert_allclose(build_alibi_slopes(64), 2.0 ** (-np.arange(1, 65) / 8), rtol=1e-13)
+    assert build_alibi_slopes(12) == build_alibi_slopes(8) + build_alibi_slopes(16)[:8:2]
+    assert build_alibi_slopes(1) == (2.0**-8,)
+    np.testing.assert_allclose(make_alibi_g_gamma(8, 20, 1), -np.array(build_alibi_slopes(8)) * (1 + 1e-5))
+    np.testing.assert_allclose(make_alibi_g_gamma(8, 20, 20), -np.array(build_alibi_slopes(8)) * 1e-5, rtol=1e-9)
+
+
+@pytest.mark.parametrize("op", GATED_LINEAR_ATTENTION, ids=[op.name for op in GATED_LINEAR_ATTENTION])
+def test_integer_sums_of_gated_linear_attention_are_exact_and_not_all_zero(op):
+    digits = {"float32": 24, "bfloat16": 8}
+    for case in (c.with_data("integers") for c in op.cases if c.tier != "full"):
+        drawn, contract, arguments = draw(op, case), op.contract(case, "tpu"), op.arguments(case)
+        unit = arguments["scale"] or case.K**-0.5
+        assert unit in (0.5, 0.25, 0.125), case.id
+        golden, sums = op.golden(**drawn, **arguments)._asdict(), op.magnitude(op, case, drawn)._asdict()
+        for name, y in golden.items():
+            if y is not None and y.size:
+                assert y.any(), (case.id, name)
+                assert np.all(y / unit == np.round(y / unit)), (case.id, name)
+                assert np.abs(y / unit).max() <= 2.0 ** digits[contract.dtype(name)], (case.id, name)
+                # … and so are the sums in float32, whatever their order.
+                assert np.max(sums[name] / unit) <= 2.0**22, (case.id, name)
 
 
 def test_every_draw_of_the_default_tier_is_valid_and_every_case_has_its_own_id():

@@ -97,3 +97,24 @@ def test_every_product_of_two_int8_is_exact(backend):
     }
     got = run(backend, "quantized_gmm:gmm_quantized", inputs, preferred_element_type="float32")
     np.testing.assert_array_equal(got, np.outer(values.astype(int), values.astype(int)))
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("generation", [5, 6, 7])
+def test_every_byte_is_widened(generation, monkeypatch):
+    """As each generation of TPUs does it, in every place of the four that share a word."""
+    jax = pytest.importorskip("jax")
+    from jax.experimental import pallas as pl
+
+    from tpu_kernels import quantized_gmm
+
+    monkeypatch.setattr(quantized_gmm, "tpu_generation", lambda: generation)
+    codes = np.arange(256, dtype=np.uint8).repeat(128).reshape(256, 128)
+    codes = np.concatenate([codes, np.random.default_rng(0).permuted(codes, axis=0)]).view(ml_dtypes.float8_e4m3fn)
+
+    def widen(narrow, wide):
+        wide[...] = quantized_gmm._widen(narrow[...], wide.dtype)
+
+    wide = jax.ShapeDtypeStruct(codes.shape, jax.numpy.bfloat16)
+    got = pl.pallas_call(widen, out_shape=wide, interpret=True)(codes)
+    np.testing.assert_array_equal(np.asarray(got, np.float64), codes.astype(np.float64))

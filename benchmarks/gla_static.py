@@ -1,0 +1,304 @@
+"""Chunked gated linear attention on the real TPU compiler, without a TPU: cycles, HBM traffic, footprint.
+
+    python -m benchmarks.gla_static                             every chip, gate, pass and route
+    python -m benchmarks.gla_static --chip tpu7x --only g_gamma some of them
+    python -m benchmarks.gla_static --json                      for programs
+
+At B 2, H 16, T 4096, K = V = 128 in bfloat16. Cycles are static ones (`parity/compilers/bundles.py`) per 64 tokens and
+head, all grid steps counted. HBM bytes are those that the whole program reads and writes, over those of its arguments
+and results once: for arguments that lie head by head, as the kernels read them, and for arrays in the default layout,
+token by token, which XLA then has to transpose. All is deterministic: two runs print the same.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from parity.compilers.mosaic import Abstract, Compilation, Compiled, CompiledKernel, compile_for_tpu
+
+BENCHMARKED_CHIPS = ("tpu7x", "v6e")
+B, T, H, K, V = 2, 4096, 16, 128, 128
+DTYPE, DTYPE_BYTES = "bfloat16", 2
+UNIT = B * H * T // 64  # of 64 tokens and a head
+MIB = 2**20
+HERE = __spec__.name if __spec__ else Path(__file__).stem  # what a compiler process imports; a script has no spec
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A pass of a chunked form: its gate ("g_gamma", "g" or "gk"), and whether one kernel does all."""
+
+    gate: str
+    backward: bool
+    chunk: int
+    fused: bool
+
+    @property
+    def name(self) -> str:
+        """As in "g_gamma backward 64 fused"."""
+        direction, route = "backward" if self.backward else "forward", "fused" if self.fused else "unfused"
+        return f"{self.gate} {direction} {self.chunk} {route}"
+
+    def compilation(self, chip: str, head_major: bool) -> Compilation:
+        """What the compiler is given."""
+        module, op = ("gla", "gla") if self.gate == "gk" else ("simple_gla", "simple_gla")
+        function = f"tpu_kernels.{module}:chunk_{op}_{'bwd' if self.backward else 'fwd'}"
+        sizes = {"q": K, "k": K, "v": V} | ({"do": V} if self.backward else {})
+        order = (B, H, T) if head_major else (B, T, H)
+        arguments = {name: Abstract((*order, size), DTYPE) for name, size in sizes.items()}
+        gates = {"g_gamma": (H,), "g": order, "gk": (*order, K)}
+        arguments[self.gate] = Abstract(gates[self.gate], "float32")
+        options = {"chunk_size": self.chunk, "fused": self.fused, "interpret": False}
+        if head_major:
+            return Compilation(f"{HERE}:head_major", chip, (), {"function": function, **arguments, **options})
+        return Compilation(function, chip, (), arguments | options)
+
+
+def head_major(*, function: str, **arguments: Any) -> Any:
+    """The function of arrays [B, H, T, ·], so that no layout changes on the way to its kernels and back."""
+    from importlib import import_module
+
+    import jax
+
+    def turned(x: Any) -> Any:
+        return x.swapaxes(1, 2) if getattr(x, "ndim", 0) >= 3 else x
+
+    module, _, name = function.partition(":")
+    turned_arguments = {key: turned(value) for key, value in arguments.items()}
+    return jax.tree.map(turned, getattr(import_module(module), name)(**turned_arguments))
+
+
+SCANS = [
+    Scan(gate, backward, chunk, fused=True)
+    for gate in ("g_gamma", "g", "gk")
+    for backward in (False, True)
+    for chunk in (64, 128)
+] + [Scan("g_gamma", backward, 64, fused=False) for backward in (False, True)]
+
+MOST_CYCLES = {False: 120.0, True: 320.0}  # by whether it is a backward pass; of one decay per step, fused, on tpu7x
+MOST_HBM = {False: 1.15, True: 2.0}
+MOST_SPILLS = 0.05
+MOST_TRAINING = 0.55  # of the peak of the unfused pipeline
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. Where the compiler refused the program, error says why and its figures are None."""
+
+    chip: str
+    scan: str
+    cycles: float | None = None  # static, per 64 tokens and head
+    floor: float | None = None  # for which the matrix units are busy
+    spill_share: float | None = None  # of the vector store slots, of the kernel that multiplies most
+    code_kb: float | None = None
+    hbm: float | None = None  # bytes over the least, arguments head by head
+    hbm_default: float | None = None  # and token by token
+    temp_mib: float | None = None  # of HBM, beside arguments and results
+    target: str = ""
+    result: str = ""  # "met", or what is missed by how much
+    error: str = ""
+
+
+def measure(
+    chips: Sequence[str] = BENCHMARKED_CHIPS,
+    only: str = "",
+    jobs: int | None = None,
+    done: Callable[[int, int], None] = lambda count, total: None,
+) -> list[Row]:
+    """The table: each scan whose name contains `only`, on each chip, with `jobs` compilers at a time.
+
+    done(count, total) is called as compilations end.
+    """
+    wanted = [(chip, scan) for chip in chips for scan in SCANS if only in scan.name]
+    programs = [(chip, scan, head_major) for chip, scan in wanted for head_major in (True, False)]
+
+    def compiled(program: tuple[str, Scan, bool]) -> Compiled:
+        chip, scan, head_major = program
+        return compile_for_tpu([scan.compilation(chip, head_major)], schedule=True)[0]
+
+    answers: dict[tuple[str, Scan, bool], Compiled] = {}
+    with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
+        for program, answer in zip(programs, pool.map(compiled, programs), strict=True):
+            answers[program] = answer
+            done(len(answers), len(programs))
+    return [_row(chip, scan, answers[chip, scan, True], answers[chip, scan, False]) for chip, scan in wanted]
+
+
+def _row(chip: str, scan: Scan, answer: Compiled, default: Compiled) -> Row:
+    row = Row(chip, scan.name, error=answer.reason or default.reason)
+    if row.error:
+        return row
+    least = answer.argument_bytes + answer.output_bytes
+    spans = [_cycles(kernel, scan) for kernel in answer.kernels]
+    main = max(answer.kernels, key=lambda kernel: kernel.mxu_cycles)
+    row = replace(
+        row,
+        cycles=sum(cycles for cycles, _ in spans) / UNIT,
+        floor=sum(floor for _, floor in spans) / UNIT,
+        spill_share=main.spill_share,
+        code_kb=answer.code_bytes / 1024,
+        hbm=None if answer.hbm_bytes is None else answer.hbm_bytes / least,
+        hbm_default=None if default.hbm_bytes is None else default.hbm_bytes / least,
+        temp_mib=answer.temp_bytes / MIB,
+    )
+    return _judged(row, scan)
+
+
+def _cycles(kernel: CompiledKernel, scan: Scan) -> tuple[float, float]:
+    """Cycles of all steps of a kernel, and of its matrix units.
+
+    The fused backward kernel walks all blocks but the last twice. On the way there it skips the loop that makes the
+    gradients, whose body is its hot code.
+    """
+    steps, cycles, floor = kernel.call.steps, kernel.static_cycles, kernel.mxu_cycles
+    if kernel.name != "chunk_bwd":
+        return steps * cycles, steps * floor
+    walk = kernel.call.grid[-1] or 1
+    there = (walk // 2) / walk * steps
+    chunks = T // (walk // 2 + 1) // scan.chunk
+    hot_share = chunks * kernel.hot_vmatmuls / sum(kernel.vmatmuls.values())
+    return steps * cycles - there * chunks * kernel.hot_bundles, (steps - there * hot_share) * floor
+
+
+def _judged(row: Row, scan: Scan) -> Row:
+    """The row with its targets, and by how much they are missed."""
+    if not scan.fused or row.chip != "tpu7x":
+        return row
+    limits: list[tuple[str, float | None, float]] = [
+        (" × HBM", row.hbm, MOST_HBM[scan.backward]),
+        (" spills", row.spill_share, MOST_SPILLS),
+    ]
+    if scan.gate != "gk":
+        limits.insert(0, (" cycles", row.cycles, MOST_CYCLES[scan.backward]))
+    results = [f"{what.strip(' ×')} unknown" for what, got, _ in limits if got is None]
+    results += [
+        f"{what.strip(' ×')} missed by {got / most - 1:.0%}" for what, got, most in limits if got and got > most
+    ]
+    asked = ", ".join(f"≤ {most:.3g}{what}" for what, _, most in limits)
+    return replace(row, target=asked, result="; ".join(results) or "met")
+
+
+# ----------------------------------------------------------------------------------------------------- footprint
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """HBM that one layer's scan needs, in MiB, with a gate per head: computed from shapes, not measured.
+
+    kept: activations from the forward pass to the backward one. forward, backward: the most at a time in each pass, its
+    arguments and results among it. training: the most of both, while the activations are kept.
+    """
+
+    chunk: int
+    route: str
+    kept: float
+    forward: float
+    backward: float
+    training: float
+
+
+def footprints() -> list[Footprint]:
+    """Of both routes, for chunks of 64 and 128."""
+    key, value = (B * T * H * size * DTYPE_BYTES / MIB for size in (K, V))
+    rows = []
+    for chunk in (64, 128):
+        states = B * (T // chunk) * H * K * V * 4 / MIB
+        for route, kept_states in (("fused", 0.0), ("unfused", states)):
+            kept = 2 * key + value
+            forward = kept + value + kept_states  # o
+            backward = kept + value + 2 * key + value + 2 * kept_states  # do; dq, dk, dv; states and their gradients
+            rows.append(Footprint(chunk, route, kept, forward, backward, max(forward, backward)))
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------- command line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the tables; returns the exit code: 1 where the compiler refused a program."""
+    parser = argparse.ArgumentParser(
+        prog="gla_static",
+        description="Chunked gated linear attention on the real TPU compiler: cycles, HBM, footprint.",
+    )
+    parser.add_argument("--chip", choices=BENCHMARKED_CHIPS, action="append", help="only this chip (may be repeated)")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help='only scans whose name ("g backward 64 fused") has TEXT'
+    )
+    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at a time (default: one per core)")
+    parser.add_argument("--json", action="store_true", help="one JSON object of both tables instead of these")
+    given = parser.parse_args(arguments)
+
+    columns = TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("")
+        table = measure(
+            given.chip or BENCHMARKED_CHIPS,
+            given.only,
+            given.jobs,
+            lambda count, total: progress.update(task, completed=count, total=total),
+        )
+    if given.json:
+        both = {"scans": [asdict(row) for row in table], "footprints": [asdict(row) for row in footprints()]}
+        print(json.dumps(both, indent=1, ensure_ascii=False))
+    else:
+        # Wide enough for every column where there is no terminal to ask.
+        console = Console(width=None if sys.stdout.isatty() else 200)
+        console.print(render(table))
+        console.print(render_footprints(footprints()))
+    return int(any(row.error for row in table))
+
+
+def render(table: Sequence[Row]) -> Table:
+    """The rows as a table for people."""
+    view = Table(box=box.SIMPLE_HEAD, title="static cycles per 64 tokens and head", title_justify="left")
+    for name in ("chip", "scan"):
+        view.add_column(name, no_wrap=True)
+    for name in ("cycles", "MXU floor", "spills", "KB", "× HBM", "× HBM, default layouts", "temp MiB"):
+        view.add_column(name, justify="right")
+    view.add_column("target")
+    view.add_column("result")
+    for row in table:
+        shown = (
+            _shown(row.cycles, ".1f"),
+            _shown(row.floor, ".1f"),
+            _shown(row.spill_share, ".2f"),
+            _shown(row.code_kb, ".0f"),
+            _shown(row.hbm, ".2f"),
+            _shown(row.hbm_default, ".2f"),
+            _shown(row.temp_mib, ".0f"),
+        )
+        view.add_row(row.chip, row.scan, *shown, row.target, row.error or row.result)
+    return view
+
+
+def render_footprints(table: Sequence[Footprint]) -> Table:
+    """The footprints as a table for people, with what of the unfused pipeline's training peak is left."""
+    view = Table(box=box.SIMPLE_HEAD, title="HBM footprint in MiB, from shapes", title_justify="left")
+    for name in ("chunk", "route", "kept", "forward", "backward", "training", "× unfused", "result"):
+        view.add_column(name, justify="left" if name in ("route", "result") else "right")
+    unfused = {row.chunk: row.training for row in table if row.route == "unfused"}
+    for row in table:
+        share = row.training / unfused[row.chunk]
+        result = "met" if share <= MOST_TRAINING else f"missed by {share / MOST_TRAINING - 1:.0%}"
+        figures = (f"{x:.0f}" for x in (row.kept, row.forward, row.backward, row.training))
+        view.add_row(str(row.chunk), row.route, *figures, f"{share:.2f}", result if row.route == "fused" else "")
+    return view
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""Gated linear attentions in Triton on this machine's GPU, next to the flash-linear-attention package.
+
+    pip install flash-linear-attention==0.6.0
+    python benchmarks/gpu_gla.py                        bfloat16, 4096 and 65536 steps
+    python benchmarks/gpu_gla.py --steps 4096 --dtype float32 --json
+
+Both contenders get the same tensors in the same run. Each is checked before it is timed against the float64 golden of
+two heads of one batch row: o, or the worst of dq, dk, dv and the gradient of a gate that differs from step to step.
+The backward pass is what `torch.autograd.grad` runs after a forward pass. Times are medians by CUDA events, with a
+cold L2 cache. It needs a CUDA device, and was written where there was none: no time of it has been seen yet.
+"""
+
+import argparse
+import importlib
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+import cpu_golden.gla
+import cpu_golden.simple_gla
+from gpu_reference.gla import chunk_gla, fused_recurrent_gla
+from gpu_reference.simple_gla import chunk_simple_gla, fused_chunk_simple_gla, fused_recurrent_simple_gla
+
+BATCH, HEADS, KEYS, VALUES = 2, 16, 128, 128
+STEPS = (4096, 65536)
+CHECKED_HEADS = (0, HEADS - 1)  # of batch row 0
+DEVICE = "cuda"
+MOST_ERROR = 2**-8  # relative, Frobenius: twice what rounding every element to bfloat16 costs at most
+FLUSH_BYTES = 256 * 2**20  # more than any L2 cache
+WARM_UP, REPEATS = 5, 20
+
+OURS, PEER = "ours", "flash-linear-attention"
+FASTER_THAN_PEER = 1.0
+
+Kernel = Callable[..., Any]
+KERNELS: list[tuple[Kernel, str]] = [
+    (chunk_simple_gla, "g_gamma"),
+    (chunk_simple_gla, "g"),
+    (fused_chunk_simple_gla, "g"),
+    (chunk_gla, "gk"),
+    (fused_recurrent_simple_gla, "g"),
+    (fused_recurrent_gla, "gk"),
+]
+"""Each with the gate that it is given; the peer's have the same names."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender in one direction. of_peer: speed, the peer's time over this one's. error: why it was not timed."""
+
+    kernel: str
+    direction: str
+    whose: str
+    steps: int
+    microseconds: float | None = None
+    of_peer: float | None = None
+    relative_error: float | None = None
+    error: str = ""
+
+
+def measure(steps: int, dtype: torch.dtype) -> Iterator[list[Row]]:
+    """The rows of each kernel, in both directions."""
+    torch.manual_seed(0)
+    sizes = {"q": KEYS, "k": KEYS, "v": VALUES, "do": VALUES}
+    tensors = {name: torch.randn(BATCH, steps, HEADS, size, device=DEVICE, dtype=dtype) for name, size in sizes.items()}
+    for ours, gate in KERNELS:
+        inputs = {**tensors, gate: _log_decays(gate, steps)}
+        expected = _expected(inputs, gate)
+        for direction in ("forward", "backward"):
+            blank = Row(f"{ours.__name__} {gate}", direction, OURS, steps)
+            rows = [_measured(replace(blank, whose=whose), ours, inputs, expected) for whose in (OURS, PEER)]
+            peer = rows[1].microseconds
+            yield [replace(row, of_peer=peer / row.microseconds) if peer and row.microseconds else row for row in rows]
+
+
+def _log_decays(gate: str, steps: int) -> Tensor:
+    """float32 gates as models have them: ALiBi's slopes, or a sigmoid's logarithm over 16."""
+    if gate == "g_gamma":
+        return -(2.0 ** (-8 / HEADS * torch.arange(1.0, HEADS + 1, device=DEVICE)))
+    shape = (BATCH, steps, HEADS, *([KEYS] if gate == "gk" else []))
+    return logsigmoid(torch.randn(shape, device=DEVICE)) / 16
+
+
+def _expected(inputs: Mapping[str, Tensor], gate: str) -> dict[str, Any]:
+    """o and the gradients of CHECKED_HEADS in float64."""
+    sampled = {name: _sample(x).numpy() for name, x in inputs.items()}
+    do = sampled.pop("do")
+    q, k, v, decays = sampled.values()
+    family: Any = cpu_golden.gla if gate == "gk" else cpu_golden.simple_gla
+    name = family.__name__.replace("cpu_golden.", "chunk_")
+    forward, backward = getattr(family, f"{name}_fwd"), getattr(family, f"{name}_bwd")
+    return {"o": forward(q, k, v, **{gate: decays}).o, **backward(q, k, v, do, **{gate: decays})._asdict()}
+
+
+def _sample(x: Tensor) -> Tensor:
+    """CHECKED_HEADS of the first batch row, or of a tensor [H], in float64 on the host."""
+    heads = x[list(CHECKED_HEADS)] if x.ndim == 1 else x[:1, :, list(CHECKED_HEADS)]
+    return heads.detach().double().cpu()
+
+
+def _peer(name: str) -> Kernel:
+    """The peer's kernel of this name, with our names of the arguments."""
+    kernel: Kernel = getattr(importlib.import_module(f"fla.ops.{'simple_gla' if 'simple' in name else 'gla'}"), name)
+    if name == "chunk_gla":
+        return lambda q, k, v, gk: kernel(q, k, v, g=gk)
+    return kernel
+
+
+def _measured(row: Row, ours: Kernel, inputs: Mapping[str, Tensor], expected: Mapping[str, Any]) -> Row:
+    """The row with its error and, if that is small enough, its time."""
+    try:
+        attention = ours if row.whose == OURS else _peer(ours.__name__)
+        run, results = (_forward if row.direction == "forward" else _backward)(attention, inputs)
+    except (ImportError, RuntimeError, NotImplementedError, ValueError, TypeError) as refused:
+        return replace(row, error=f"refused: {str(refused).splitlines()[0]}")
+    error = max(_relative_error(result, expected[name]) for name, result in results.items())
+    row = replace(row, relative_error=error)
+    if not error <= MOST_ERROR:
+        return replace(row, error=f"wrong: relative error {error:.2g}, at most {MOST_ERROR:.2g} is rounding")
+    del results
+    return replace(row, microseconds=_median_microseconds(run))
+
+
+def _forward(attention: Kernel, inputs: Mapping[str, Tensor]) -> tuple[Callable[[], Any], dict[str, Tensor]]:
+    """The forward pass, and o."""
+    arguments = {name: x for name, x in inputs.items() if name != "do"}
+    return lambda: attention(**arguments), {"o": attention(**arguments)[0]}
+
+
+def _backward(attention: Kernel, inputs: Mapping[str, Tensor]) -> tuple[Callable[[], Any], dict[str, Tensor]]:
+    """The backward pass, and the gradients, but that of g_gamma: it sums over more than the golden is given."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items() if name != "do"}
+    o = attention(**leaves)[0]
+    differentiated = {f"d{name}": x for name, x in leaves.items() if name != "g_gamma"}
+
+    def run() -> Any:
+        return torch.autograd.grad(o, list(differentiated.values()), inputs["do"], retain_graph=True)
+
+    return run, dict(zip(differentiated, run(), strict=True))
+
+
+def _relative_error(result: Tensor, expected: Any) -> float:
+    return float(np.linalg.norm(_sample(result).numpy() - expected) / np.linalg.norm(expected))
+
+
+def _median_microseconds(run: Callable[[], Any]) -> float:
+    cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=DEVICE)
+    times = []
+    for _ in range(WARM_UP + REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        cache.zero_()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times[WARM_UP:])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; returns the exit code: 1 where a kernel of ours is wrong or refused."""
+    parser = argparse.ArgumentParser(prog="gpu_gla", description="Gated linear attentions, next to the public package.")
+    parser.add_argument("--steps", type=int, nargs="+", default=STEPS, metavar="T", help="default: 4096 65536")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--json", action="store_true", help="one JSON list, a row each, instead of the table")
+    given = parser.parse_args(arguments)
+    if min(given.steps) < 1:
+        parser.error(f"--steps must be positive, got {min(given.steps)}")
+    if not torch.cuda.is_available():
+        parser.error("this needs a CUDA device, and PyTorch finds none")
+
+    console = Console(stderr=True)
+    table: list[Row] = []
+    with console.status("measuring") as status:
+        for steps in given.steps:
+            for rows in measure(steps, getattr(torch, given.dtype)):
+                table += rows
+                status.update(f"measured {rows[0].kernel} {rows[0].direction}, T {steps}")
+    if given.json:
+        print(json.dumps([asdict(row) for row in table], indent=1, ensure_ascii=False))
+    else:
+        # Wide enough for every column where there is no terminal to ask.
+        title = f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {given.dtype}"
+        Console(width=None if sys.stdout.isatty() else 200).print(render(table, title))
+    return int(any(row.error and row.whose == OURS for row in table))
+
+
+def render(table: Sequence[Row], title: str) -> Table:
+    """The rows as a table for people."""
+    shape = f"B {BATCH}, H {HEADS}, K {KEYS}, V {VALUES}"
+    view = Table(box=box.SIMPLE_HEAD, title=f"{title}, {shape}: median times, ratios of speed", title_justify="left")
+    for name in ("T", "kernel", "pass", "whose"):
+        view.add_column(name, no_wrap=True)
+    for name in ("µs", "× peer", "relative error"):
+        view.add_column(name, justify="right", no_wrap=True)
+    view.add_column("result")
+    for row in table:
+        figures = [(row.microseconds, ".0f"), (row.of_peer, ".2f"), (row.relative_error, ".2e")]
+        cells = ("–" if figure is None else format(figure, form) for figure, form in figures)
+        view.add_row(str(row.steps), row.kernel, row.direction, row.whose, *cells, row.error or _result(row))
+    return view
+
+
+def _result(row: Row) -> str:
+    """Whether a kernel of ours is as fast as asked."""
+    if row.whose != OURS:
+        return ""
+    if row.of_peer is None:
+        return "no peer to compare with"
+    return "met" if row.of_peer >= FASTER_THAN_PEER else f"{1 - row.of_peer / FASTER_THAN_PEER:.0%} short of its speed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""The gated linear recurrence in chunks, in float64 and staged: what `simple_gla` and `gla` share.
+
+With c the sum of the gates since the chunk began (its own step included) and S the state before it, for the rows i ≥ j
+of one chunk
+
+    A = (q_i · exp(c_i - c_j)) k_jᵀ        o = scale · (A v + (q · exp(c)) S)
+    S' = exp(c_last) S + (k · exp(c_last - c))ᵀ v
+
+(Yang et al. 2023, arXiv:2312.06635, section 4), and for the gradients, dS' that of S',
+
+    dA = scale · do vᵀ                     dv = scale · Aᵀ do + (k · exp(c_last - c)) dS'
+    dq = dA (k · exp(c_i - c_j)) + r       r = scale · exp(c) · do Sᵀ
+    dk = dAᵀ (q · exp(c_i - c_j)) + w      w = exp(c_last - c) · v dS'ᵀ
+    dS = exp(c_last) dS' + scale · (q · exp(c))ᵀ do
+
+A gate decays what is written before its step and read at it or later. Of these pairs its gradient is the sum, each
+found where it is: both in the chunk (A · dA), written before it (q · r, of the steps from t on), read after it (k · w,
+of the steps before t), or both, exp(c_last) Σ_V S · dS'. Exponents are differences of c between two rows in the order
+of time, so they are the logarithms of decays that the recurrence itself has, and only those of pairs i ≥ j are taken.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from cpu_golden import Array
+from cpu_golden.fused_recurrent import Stages, sum_to_gate
+
+SUB_BLOCK = 16  # rows whose pairs are decayed one by one where every channel has its own gate
+
+
+def chunk_forward(
+    q: Array, k: Array, v: Array, gate: Array, state: Array, scale: float, *, chunk_size: int, stages: Stages
+) -> tuple[Array, Array]:
+    """A `Forward` scan of `fused_recurrent`, chunk by chunk.
+
+    Sites: c, exponent, decay, A, state, lhs, rhs, partial, acc (of every dot), out.
+    """
+    o = np.zeros(v.shape)
+    for rows in _chunks(q, chunk_size):
+        q_c, k_c, v_c = (x[..., rows, :] for x in (q, k, v))
+        c = _summed(gate[..., rows, :], stages)
+        a = _scores(q_c, k_c, c, stages)
+        o[..., rows, :] = scale * (stages.dot(a, v_c) + stages.dot(q_c * stages.decay(c), state))
+        state = _next_state(k_c, v_c, c, state, stages)
+    return stages.rounding("out", o), state
+
+
+def chunk_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    do: Array,
+    gate: Array,
+    state: Array,
+    dstate: Array,
+    scale: float,
+    *,
+    chunk_size: int,
+    stages: Stages,
+    magnitude: bool = False,
+) -> tuple[Array, Array, Array, Array, Array]:
+    """A `Backward` scan of `fused_recurrent`, chunk by chunk.
+
+    magnitude: of absolute values (the gates true), and what is added to a gate's gradient and taken away again counts.
+    Sites: those of `chunk_forward`, dA, dstate, dgate (each of the sums that a gate's gradient has).
+    """
+    if magnitude:
+        q, k, v, do, state, dstate = (np.abs(x) for x in (q, k, v, do, state, dstate))
+        scale = abs(scale)
+    states = []
+    for rows in _chunks(q, chunk_size):
+        states.append(state)
+        state = _next_state(k[..., rows, :], v[..., rows, :], _summed(gate[..., rows, :], stages), state, stages)
+    dq, dk, dv, dgate = (np.zeros(x.shape) for x in (q, k, v, gate))
+    for rows in reversed(list(_chunks(q, chunk_size))):
+        q_c, k_c, v_c, do_c = (x[..., rows, :] for x in (q, k, v, do))
+        c, state = _summed(gate[..., rows, :], stages), states.pop()
+        since, until, kept = stages.decay(c), stages.decay(c[..., -1:, :] - c), stages.kept(c[..., -1, :, None])
+        a = _scores(q_c, k_c, c, stages)
+        da = stages.rounding("dA", np.tril(scale * stages.dot(do_c, v_c.mT)))
+        read = scale * since * stages.dot(do_c, state.mT)
+        written = until * stages.dot(v_c, dstate.mT)
+        dq[..., rows, :], dk[..., rows, :], of_pairs = _pair_gradients(a, da, q_c, k_c, c, stages, magnitude)
+        dq[..., rows, :] += read
+        dk[..., rows, :] += written
+        dv[..., rows, :] = scale * stages.dot(a.mT, do_c) + stages.dot(k_c * until, dstate)
+        of_states = np.sum(kept * state * dstate, axis=-1)[..., None, :]
+        sums = of_states, _sum_from(q_c * read), _sum_before(k_c * written, magnitude)
+        dgate[..., rows, :] = of_pairs + sum(stages.rounding("dgate", sum_to_gate(x, gate)) for x in sums)
+        dstate = stages.rounding("dstate", kept * dstate + stages.dot((scale * q_c * since).mT, do_c))
+    out = [stages.rounding("out", x) for x in (dq, dk, dv, dgate)]
+    return out[0], out[1], out[2], out[3], dstate
+
+
+def _chunks(q: Array, chunk_size: int) -> Iterator[slice]:
+    size = q.shape[-2]
+    return (slice(first, min(first + chunk_size, size)) for first in range(0, size, chunk_size))
+
+
+def _summed(gate: Array, stages: Stages) -> Array:
+    return stages.rounding("c", np.cumsum(gate, axis=-2))
+
+
+def _next_state(k: Array, v: Array, c: Array, state: Array, stages: Stages) -> Array:
+    until = stages.decay(c[..., -1:, :] - c)
+    kept = stages.kept(c[..., -1, :, None])
+    return stages.rounding("state", kept * state + stages.dot((k * until).mT, v))
+
+
+def _scores(q: Array, k: Array, c: Array, stages: Stages) -> Array:
+    """A [..., C, C] of a chunk: every pair of rows i ≥ j, decayed from j to i."""
+    if c.shape[-1] == 1:
+        return stages.rounding("A", stages.dot(q, k.mT) * _between(c, stages)[..., 0])
+    a = np.zeros((*q.shape[:-1], q.shape[-2]))
+    for rows in _chunks(q, SUB_BLOCK):
+        decayed = _between(c[..., rows, :], stages) * k[..., None, rows, :]  # [..., i, j, K]
+        a[..., rows, rows] = stages.dot(q[..., rows, None, :], decayed.mT)[..., 0, :]
+    for first, second in _halves(q):
+        since, until = _across(c, first, second, stages)
+        a[..., second, first] = stages.dot(q[..., second, :] * since, (k[..., first, :] * until).mT)
+    return stages.rounding("A", a)
+
+
+def _pair_gradients(
+    a: Array, da: Array, q: Array, k: Array, c: Array, stages: Stages, magnitude: bool
+) -> tuple[Array, Array, Array]:
+    """The parts of dq, dk and dgate that come from A, the pairs of rows within the chunk."""
+    if c.shape[-1] == 1:
+        decayed = da * _between(c, stages)[..., 0]
+        straddling = np.sum(np.tril(_sum_from(a * da), -1), axis=-1, keepdims=True)  # i ≥ t and j < t
+        return stages.dot(decayed, k), stages.dot(decayed.mT, q), stages.rounding("dgate", straddling)
+    dq, dk, dgate = (np.zeros(x.shape) for x in (q, k, c))
+    for rows in _chunks(q, SUB_BLOCK):
+        q_r, k_r, da_r = q[..., rows, :], k[..., rows, :], da[..., rows, rows]
+        decayed = _between(c[..., rows, :], stages) * np.tril(da_r, -1)[..., None]  # [..., i, j, K]
+        dq_r, dk_r = np.sum(decayed * k_r[..., None, :, :], axis=-2), np.sum(decayed * q_r[..., None, :], axis=-3)
+        read, written = q_r * dq_r, k_r * dk_r
+        dgate[..., rows, :] = stages.rounding("dgate", _sum_from(read + written if magnitude else read - written))
+        of_same = np.diagonal(da_r, axis1=-2, axis2=-1)[..., None]  # no gate is between a step and itself
+        dq[..., rows, :], dk[..., rows, :] = dq_r + of_same * k_r, dk_r + of_same * q_r
+    for first, second in _halves(q):
+        since, until = _across(c, first, second, stages)
+        dq_h = since * stages.dot(da[..., second, first], k[..., first, :] * until)
+        dk_h = until * stages.dot(da[..., second, first].mT, q[..., second, :] * since)
+        dgate[..., second, :] += stages.rounding("dgate", _sum_from(q[..., second, :] * dq_h))
+        dgate[..., first, :] += stages.rounding("dgate", _sum_before(k[..., first, :] * dk_h, magnitude))
+        dq[..., second, :] += dq_h
+        dk[..., first, :] += dk_h
+    return dq, dk, dgate
+
+
+def _between(c: Array, stages: Stages) -> Array:
+    """exp(c_i - c_j) [..., i, j, K or 1] of every pair i ≥ j of the rows of c, 0 for the others."""
+    causal = np.tril(np.ones((c.shape[-2],) * 2, bool))[..., None]
+    return stages.decay(np.where(causal, c[..., :, None, :] - c[..., None, :, :], -np.inf))
+
+
+def _halves(q: Array) -> Iterator[tuple[slice, slice]]:
+    """The first and second halves of a chunk, of its halves, and so on down to `SUB_BLOCK` rows: of the rows of every
+    pair that is in no sub-block, one is in a first half and the other in the second half beside it."""
+    size, half = q.shape[-2], SUB_BLOCK
+    while half < size:
+        for border in range(half, size, 2 * half):
+            yield slice(border - half, border), slice(border, min(border + half, size))
+        half *= 2
+
+
+def _across(c: Array, first: slice, second: slice, stages: Stages) -> tuple[Array, Array]:
+    """The decays from the last row of a first half to each of the second, and to it from each of the first."""
+    border = c[..., first.stop - 1, None, :]
+    return stages.decay(c[..., second, :] - border), stages.decay(border - c[..., first, :])
+
+
+def _sum_from(x: Array) -> Array:
+    """The sum over the rows from each on."""
+    return np.flip(np.cumsum(np.flip(x, -2), -2), -2)
+
+
+def _sum_before(x: Array, magnitude: bool) -> Array:
+    """The sum over the rows before each. Kernels may take it from the sum up to each, whose magnitude has x twice."""
+    before = np.zeros(x.shape)
+    before[..., 1:, :] = np.cumsum(x[..., :-1, :], -2)
+    return before + 2 * x if magnitude else before

@@ -1,0 +1,191 @@
+"""What the gated linear attentions accept (defined in `cpu_golden/simple_gla.py` and `cpu_golden/gla.py`)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from op_arguments import Array, check_array, check_shape, dtype_name
+
+FLOATS = ("float32", "bfloat16")
+PRECISIONS = ("ieee", "bf16x3")
+CHUNK_STEP, LARGEST_CHUNK = 16, 256
+
+Gates = Mapping[str, Array | None]
+"""The log decays of an operation by name: `g` and `g_gamma`, either of which may be None, or `gk`, which may not."""
+
+
+class Problem(NamedTuple):
+    """A checked gated linear attention: its sizes, its scale, and the name of the dtype of q, k, v, do and o."""
+
+    b: int
+    t: int
+    h: int
+    k: int
+    v: int
+    n: int  # sequences: B, or as many as cu_seqlens cuts
+    scale: float
+    dtype: str
+
+
+def check_forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    gates: Gates,
+    scale: float | None,
+    initial_state: Array | None,
+    cu_seqlens: Array | None,
+    offsets: Sequence[int] | None,
+    chunk_size: int | None = None,
+    exact: bool = False,
+) -> Problem:
+    """Check the arguments of a forward pass.
+
+    `offsets` are the values of cu_seqlens, or None where there is none, or reading it is impossible (traced) or would
+    stall a device. chunk_size: None for the recurrent forms, which have none. `exact` also lets float64 tensors
+    through: the goldens take them.
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, shape or value.
+    """
+    check_array("q", q, "B, T, H, K", FLOATS, exact=exact)
+    check_array("k", k, "B, T, H, K", FLOATS, exact=True)
+    check_array("v", v, "B, T, H, V", FLOATS, exact=True)
+    b, t, h, key_size = q.shape
+    value_size = v.shape[3]
+    for name, x in (("k", k), ("v", v)):
+        _same_dtype(name, x, q)
+    check_shape("k", k, "B, T, H, K", (b, t, h, key_size))
+    check_shape("v", v, "B, T, H, V", (b, t, h, value_size))
+    dtype = dtype_name(q.dtype)
+    _check_gates(gates, (b, t, h, key_size), dtype, exact)
+    n = _check_sequences(cu_seqlens, offsets, q)
+    _check_state("initial_state", initial_state, (n, h, key_size, value_size), exact)
+    if chunk_size is not None:
+        check_chunk_size(chunk_size)
+    return Problem(b, t, h, key_size, value_size, n, _check_scale(scale, key_size), dtype)
+
+
+def check_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    do: Array,
+    *,
+    gates: Gates,
+    scale: float | None,
+    initial_state: Array | None,
+    dht: Array | None,
+    cu_seqlens: Array | None,
+    offsets: Sequence[int] | None,
+    chunk_size: int | None = None,
+    exact: bool = False,
+) -> Problem:
+    """Check the arguments of a backward pass; as `check_forward`."""
+    p = check_forward(
+        q,
+        k,
+        v,
+        gates=gates,
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        offsets=offsets,
+        chunk_size=chunk_size,
+        exact=exact,
+    )
+    check_array("do", do, "B, T, H, V", FLOATS, exact=True)
+    _same_dtype("do", do, q)
+    check_shape("do", do, "B, T, H, V", (p.b, p.t, p.h, p.v))
+    _check_state("dht", dht, (p.n, p.h, p.k, p.v), exact)
+    return p
+
+
+def check_chunk_size(chunk_size: Any) -> None:
+    """Refuse a chunk_size that is not a multiple of 16 from 16 to 256."""
+    if type(chunk_size) is not int:
+        raise TypeError(f"chunk_size must be an int, got {type(chunk_size).__name__}")
+    if not 0 < chunk_size <= LARGEST_CHUNK or chunk_size % CHUNK_STEP:
+        raise ValueError(
+            f"chunk_size must be a positive multiple of {CHUNK_STEP}, at most {LARGEST_CHUNK}, got {chunk_size}"
+        )
+
+
+def check_precision(precision: Any, dtype: str) -> None:
+    """Refuse a precision other than "ieee" and "bf16x3", and the latter for operands that are no float32."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be 'ieee' or 'bf16x3', got {precision!r}")
+    if precision != "ieee" and dtype != "float32":
+        raise ValueError(f"precision must be 'ieee' for {dtype} operands, got {precision!r}")
+
+
+def check_fused(fused: Any, refusal: str | None) -> bool:
+    """Whether to take the fused route: what was asked for, or where that is None, whether it can be taken.
+
+    `refusal` says why it cannot be taken ("the state does not fit …"), None where it can: asking for it then is a
+    ValueError with that reason.
+    """
+    if fused is not None and not isinstance(fused, bool):
+        raise TypeError(f"fused must be True, False or None, got {type(fused).__name__}")
+    if fused and refusal is not None:
+        raise ValueError(f"fused must be False or None where {refusal}, got True")
+    return refusal is None if fused is None else fused
+
+
+def _same_dtype(name: str, x: Array, q: Array) -> None:
+    if dtype_name(x.dtype) != dtype_name(q.dtype):
+        raise TypeError(f"{name} must have q's dtype {dtype_name(q.dtype)}, got {dtype_name(x.dtype)}")
+
+
+def _check_gates(gates: Gates, shape: tuple[int, ...], dtype: str, exact: bool) -> None:
+    b, t, h, key_size = shape
+    narrow = tuple(dict.fromkeys(["float32", dtype]))
+    known = {
+        "g": ("B, T, H", (b, t, h), narrow),
+        "g_gamma": ("H", (h,), ("float32",)),
+        "gk": ("B, T, H, K", (b, t, h, key_size), narrow),
+    }
+    for name, gate in gates.items():
+        axes, expected, dtypes = known[name]
+        if gate is not None or name == "gk":
+            check_array(name, gate, axes, dtypes, exact=exact)
+        if gate is not None:
+            check_shape(name, gate, axes, expected)
+
+
+def _check_sequences(cu_seqlens: Array | None, offsets: Sequence[int] | None, q: Array) -> int:
+    """N, after checking cu_seqlens, and its values where they are known."""
+    b, t = q.shape[:2]
+    if cu_seqlens is None:
+        return b
+    check_array("cu_seqlens", cu_seqlens, "N + 1", ("int32",))
+    if not cu_seqlens.shape[0]:
+        raise ValueError("cu_seqlens must have N + 1 >= 1 entries, got 0")
+    if b != 1:
+        raise ValueError(f"q must have B = 1 with cu_seqlens, got {b} (shape {list(q.shape)})")
+    if offsets is not None:
+        if offsets[0] != 0:
+            raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
+        for index in range(1, len(offsets)):
+            if offsets[index] < offsets[index - 1]:
+                raise ValueError(
+                    f"cu_seqlens must not decrease, got {offsets[index]} after {offsets[index - 1]} at index {index}"
+                )
+        if offsets[-1] != t:
+            raise ValueError(f"cu_seqlens must end at T = {t}, got {offsets[-1]}")
+    return cu_seqlens.shape[0] - 1
+
+
+def _check_state(name: str, state: Array | None, shape: tuple[int, ...], exact: bool) -> None:
+    if state is not None:
+        check_array(name, state, "N, H, K, V", ("float32",), exact=exact)
+        check_shape(name, state, "N, H, K, V", shape)
+
+
+def _check_scale(scale: Any, key_size: int) -> float:
+    if scale is None:
+        return float(max(key_size, 1)) ** -0.5
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"scale must be a float, got {type(scale).__name__}")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    return float(scale)

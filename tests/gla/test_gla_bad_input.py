@@ -1,0 +1,187 @@
+"""Bad input to gated linear attention: the same exception with the same words in all three packages."""
+
+import importlib
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from op_arguments.gla import check_fused
+from parity.interop import to_jax, to_torch
+
+PACKAGES = {"cpu_golden": lambda x: x, "tpu_kernels": to_jax, "gpu_reference": to_torch}
+FORMS = {"simple_gla": ("chunk", "fused_chunk", "fused_recurrent"), "gla": ("chunk", "fused_recurrent")}
+PASSES = ("_fwd", "_bwd", "")  # the last one is differentiable, which goldens are not
+FUNCTIONS = [
+    (package, module, form, passes)
+    for package in PACKAGES
+    for module, forms in FORMS.items()
+    for form in forms
+    for passes in PASSES
+    if passes or package != "cpu_golden"
+]
+
+
+def f32(*shape):
+    return np.ones(shape, np.float32)
+
+
+def bf16(*shape):
+    return np.ones(shape, ml_dtypes.bfloat16)
+
+
+def i32(*values):
+    return np.array(values, np.int32)
+
+
+# Two rows of 8 steps, 1 head, K = 4, V = 5.
+TENSORS = dict(q=f32(2, 8, 1, 4), k=f32(2, 8, 1, 4), v=f32(2, 8, 1, 5), initial_state=f32(2, 1, 4, 5))
+GATES = {"simple_gla": dict(g=f32(2, 8, 1), g_gamma=f32(1)), "gla": dict(gk=f32(2, 8, 1, 4))}
+GRADS = dict(do=f32(2, 8, 1, 5), dht=f32(2, 1, 4, 5))
+# The same in one row of 8 steps that holds three sequences.
+PACKED_TENSORS = dict(q=f32(1, 8, 1, 4), k=f32(1, 8, 1, 4), v=f32(1, 8, 1, 5), initial_state=f32(3, 1, 4, 5))
+PACKED_GATES = {"simple_gla": dict(g=f32(1, 8, 1), g_gamma=f32(1)), "gla": dict(gk=f32(1, 8, 1, 4))}
+PACKED_GRADS = dict(do=f32(1, 8, 1, 5), dht=f32(3, 1, 4, 5))
+NARROW = {name: bf16(*x.shape) for name, x in {**TENSORS, **GRADS}.items() if name in ("q", "k", "v", "do")}
+
+ANY = [
+    (dict(q=[1.0]), TypeError, "q must be an array [B, T, H, K], got list"),
+    (dict(k=None), TypeError, "k must be an array [B, T, H, K], got NoneType"),
+    (dict(q=f32(8, 1, 4)), ValueError, "q must have rank 4 [B, T, H, K], got shape [8, 1, 4]"),
+    (dict(v=f32(2, 8, 5)), ValueError, "v must have rank 4 [B, T, H, V], got shape [2, 8, 5]"),
+    (dict(q=np.ones((2, 8, 1, 4), np.float16)), TypeError, "q must be float32 or bfloat16, got float16"),
+    (dict(k=np.ones((2, 8, 1, 4), np.int8)), TypeError, "k must be float32 or bfloat16, got int8"),
+    (dict(k=bf16(2, 8, 1, 4)), TypeError, "k must have q's dtype float32, got bfloat16"),
+    (dict(v=bf16(2, 8, 1, 5)), TypeError, "v must have q's dtype float32, got bfloat16"),
+    (dict(k=f32(2, 8, 1, 6)), ValueError, "k must have shape [B, T, H, K] = [2, 8, 1, 4], got [2, 8, 1, 6]"),
+    (dict(k=f32(2, 7, 1, 4)), ValueError, "k must have shape [B, T, H, K] = [2, 8, 1, 4], got [2, 7, 1, 4]"),
+    (dict(v=f32(2, 8, 2, 5)), ValueError, "v must have shape [B, T, H, V] = [2, 8, 1, 5], got [2, 8, 2, 5]"),
+    (dict(initial_state=bf16(2, 1, 4, 5)), TypeError, "initial_state must be float32, got bfloat16"),
+    (dict(initial_state=f32(2, 1, 5, 4)), ValueError,
+     "initial_state must have shape [N, H, K, V] = [2, 1, 4, 5], got [2, 1, 5, 4]"),
+    (dict(initial_state=f32(2, 4, 5)), ValueError,
+     "initial_state must have rank 4 [N, H, K, V], got shape [2, 4, 5]"),
+    (dict(scale="1"), TypeError, "scale must be a float, got str"),
+    (dict(scale=True), TypeError, "scale must be a float, got bool"),
+    (dict(scale=float("nan")), ValueError, "scale must be finite, got nan"),
+    (dict(cu_seqlens=i32(0, 8)), ValueError, "q must have B = 1 with cu_seqlens, got 2 (shape [2, 8, 1, 4])"),
+]  # fmt: skip
+
+PACKED = [
+    (dict(cu_seqlens=[0, 3, 8]), TypeError, "cu_seqlens must be an array [N + 1], got list"),
+    (dict(cu_seqlens=i32(0, 3, 3, 8)[None]), ValueError, "cu_seqlens must have rank 1 [N + 1], got shape [1, 4]"),
+    (dict(cu_seqlens=np.array([0, 3, 3, 8], np.int16)), TypeError, "cu_seqlens must be int32, got int16"),
+    (dict(cu_seqlens=i32()), ValueError, "cu_seqlens must have N + 1 >= 1 entries, got 0"),
+    (dict(cu_seqlens=i32(1, 3, 3, 8)), ValueError, "cu_seqlens must start at 0, got 1"),
+    (dict(cu_seqlens=i32(0, 5, 3, 8)), ValueError, "cu_seqlens must not decrease, got 3 after 5 at index 2"),
+    (dict(cu_seqlens=i32(0, 3, 3, 7)), ValueError, "cu_seqlens must end at T = 8, got 7"),
+    (dict(cu_seqlens=i32(0, 3, 3, 9)), ValueError, "cu_seqlens must end at T = 8, got 9"),
+    (dict(cu_seqlens=i32(0, 3, 8)), ValueError,
+     "initial_state must have shape [N, H, K, V] = [2, 1, 4, 5], got [3, 1, 4, 5]"),
+]  # fmt: skip
+
+OF_GATES = {
+    "simple_gla": [
+        (dict(g=0.5), TypeError, "g must be an array [B, T, H], got float"),
+        (dict(g=f32(2, 8, 1, 4)), ValueError, "g must have rank 3 [B, T, H], got shape [2, 8, 1, 4]"),
+        (dict(g=f32(2, 7, 1)), ValueError, "g must have shape [B, T, H] = [2, 8, 1], got [2, 7, 1]"),
+        (dict(g=bf16(2, 8, 1)), TypeError, "g must be float32, got bfloat16"),
+        (dict(g=np.ones((2, 8, 1), np.int8), **NARROW), TypeError, "g must be float32 or bfloat16, got int8"),
+        (dict(g_gamma=f32(1, 1)), ValueError, "g_gamma must have rank 1 [H], got shape [1, 1]"),
+        (dict(g_gamma=f32(3)), ValueError, "g_gamma must have shape [H] = [1], got [3]"),
+        (dict(g_gamma=bf16(1)), TypeError, "g_gamma must be float32, got bfloat16"),
+    ],
+    "gla": [
+        (dict(gk=None), TypeError, "gk must be an array [B, T, H, K], got NoneType"),
+        (dict(gk=f32(2, 8, 1)), ValueError, "gk must have rank 4 [B, T, H, K], got shape [2, 8, 1]"),
+        (dict(gk=f32(2, 8, 1, 5)), ValueError, "gk must have shape [B, T, H, K] = [2, 8, 1, 4], got [2, 8, 1, 5]"),
+        (dict(gk=bf16(2, 8, 1, 4)), TypeError, "gk must be float32, got bfloat16"),
+    ],
+}
+
+BACKWARD = [
+    (dict(do=None), TypeError, "do must be an array [B, T, H, V], got NoneType"),
+    (dict(do=bf16(2, 8, 1, 5)), TypeError, "do must have q's dtype float32, got bfloat16"),
+    (dict(do=f32(2, 8, 1, 4)), ValueError, "do must have shape [B, T, H, V] = [2, 8, 1, 5], got [2, 8, 1, 4]"),
+    (dict(dht=bf16(2, 1, 4, 5)), TypeError, "dht must be float32, got bfloat16"),
+    (dict(dht=f32(3, 1, 4, 5)), ValueError, "dht must have shape [N, H, K, V] = [2, 1, 4, 5], got [3, 1, 4, 5]"),
+]  # fmt: skip
+
+CHUNKED = [
+    (dict(chunk_size=64.0), TypeError, "chunk_size must be an int, got float"),
+    (dict(chunk_size=0), ValueError, "chunk_size must be a positive multiple of 16, at most 256, got 0"),
+    (dict(chunk_size=-16), ValueError, "chunk_size must be a positive multiple of 16, at most 256, got -16"),
+    (dict(chunk_size=24), ValueError, "chunk_size must be a positive multiple of 16, at most 256, got 24"),
+    (dict(chunk_size=512), ValueError, "chunk_size must be a positive multiple of 16, at most 256, got 512"),
+]
+
+DOTS = [
+    (dict(precision="tf32"), ValueError, "precision must be 'ieee' or 'bf16x3', got 'tf32'"),
+    (dict(precision="bf16x3", **NARROW), ValueError,
+     "precision must be 'ieee' for bfloat16 operands, got 'bf16x3'"),
+]  # fmt: skip
+
+ROUTED = [(dict(fused="yes"), TypeError, "fused must be True, False or None, got str")]
+
+
+def refusals(package, module, form, passes):
+    """What a function refuses: the arguments that are good, the one that is not, and the exception."""
+    backward, chunked = passes == "_bwd", "chunk" in form
+    good = TENSORS | GATES[module] | (GRADS if backward else {})
+    packed = PACKED_TENSORS | PACKED_GATES[module] | (PACKED_GRADS if backward else {})
+    kernel = package != "cpu_golden"
+    lists = [(good, ANY + OF_GATES[module]), (packed, PACKED), (good, BACKWARD * backward), (good, CHUNKED * chunked)]
+    lists += [(good, DOTS * (kernel and chunked)), (good, ROUTED * (kernel and form == "chunk"))]
+    for arguments, bad in lists:
+        for change, error, message in bad:
+            yield {**arguments, **{x: y for x, y in change.items() if backward or x not in GRADS}}, error, message
+
+
+def call(package, module, form, passes, arguments):
+    function = getattr(importlib.import_module(f"{package}.{module}"), f"{form}_{module}{passes}")
+    convert = PACKAGES[package]
+    return function(**{name: convert(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()})
+
+
+FUNCTION = pytest.mark.parametrize(
+    ("package", "module", "form", "passes"), FUNCTIONS, ids=[f"{p}-{f}_{m}{s}" for p, m, f, s in FUNCTIONS]
+)
+
+
+@FUNCTION
+def test_the_good_arguments_are_good(package, module, form, passes):
+    arguments = PACKED_TENSORS | PACKED_GATES[module] | (PACKED_GRADS if passes == "_bwd" else {})
+    result = call(package, module, form, passes, arguments | dict(cu_seqlens=i32(0, 3, 3, 8)))
+    assert result[0].shape == (1, 8, 1, 4 if passes == "_bwd" else 5)
+
+
+@FUNCTION
+def test_bad_arguments_are_refused_in_the_same_words(package, module, form, passes):
+    for arguments, error, message in refusals(package, module, form, passes):
+        with pytest.raises(error) as refused:
+            call(package, module, form, passes, arguments)
+        assert str(refused.value) == message
+        assert type(refused.value) is error
+
+
+def test_a_route_that_cannot_be_taken_is_refused_with_the_reason():
+    assert check_fused(None, None)
+    assert check_fused(True, None)
+    assert not check_fused(False, None)
+    assert not check_fused(None, "the state does not fit")
+    with pytest.raises(ValueError, match=r"^fused must be False or None where the state does not fit, got True$"):
+        check_fused(True, "the state does not fit")
+
+
+@pytest.mark.parametrize("module", FORMS)
+@pytest.mark.parametrize("form", ["chunk", "fused_recurrent"])
+def test_values_are_not_checked_under_tracing_and_slack_is_not_read(module, form):
+    jax = pytest.importorskip("jax")
+    arguments = {name: x.copy() for name, x in (PACKED_TENSORS | PACKED_GATES[module]).items()}
+    for name in set(arguments) - {"initial_state", "g_gamma"}:
+        arguments[name][:, 7:] = np.nan
+    traced = jax.jit(lambda sizes: call("tpu_kernels", module, form, "_fwd", arguments | dict(cu_seqlens=sizes)).o)
+    o = np.asarray(traced(to_jax(i32(0, 3, 3, 7))))
+    assert np.isfinite(o).all()
+    assert not o[:, 7:].any()
+    assert o[:, :7].all()

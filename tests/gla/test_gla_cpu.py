@@ -1,0 +1,432 @@
+"""The goldens of gated linear attention: against the recurrence, finite differences, autograd and exact arithmetic."""
+
+from itertools import pairwise
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cpu_golden import gla, simple_gla
+
+GATES = ["none", "g", "g_gamma", "both", "gk"]
+CHUNKS = [16, 48, 64, 128, 256]
+PER_STEP = ("q", "k", "v", "g", "gk", "do")
+
+
+def problem(gates, *, b=2, t=65, h=2, k=12, v=20, n=None, steepness=0.2, dtype=np.float64, seed=0):
+    """Arguments of a forward pass, and what the backward pass takes besides; decays of `steepness` per step."""
+    normal = np.random.default_rng(seed).standard_normal
+    n = b if n is None else n
+
+    def decays(*shape):
+        return -steepness * np.abs(normal(shape))
+
+    tensors = dict(q=normal((b, t, h, k)), k=normal((b, t, h, k)), v=normal((b, t, h, v)))
+    forward = {name: x.astype(dtype) for name, x in tensors.items()} | dict(initial_state=normal((n, h, k, v)))
+    if gates in ("g", "both"):
+        forward["g"] = decays(b, t, h)
+    if gates in ("g_gamma", "both"):
+        forward["g_gamma"] = decays(h)
+    if gates == "gk":
+        forward["gk"] = decays(b, t, h, k)
+    return forward, dict(do=normal((b, t, h, v)).astype(dtype), dht=normal((n, h, k, v)))
+
+
+def call(form, direction, forward, **arguments):
+    """`<form>_gla_<direction>` or `<form>_simple_gla_<direction>`, whichever takes these gates."""
+    module, name = (gla, "gla") if "gk" in forward else (simple_gla, "simple_gla")
+    return getattr(module, f"{form}_{name}_{direction}")(**forward, **arguments)
+
+
+def absolute(arguments):
+    return {name: x if name in ("g", "g_gamma", "gk") else np.abs(x) for name, x in arguments.items()}
+
+
+def check_within(got, expected, magnitude, tolerance=1e-12):
+    """Every output that is not None within `tolerance` of its magnitude, and the same ones None."""
+    for name in expected._fields:
+        y, x, m = (getattr(result, name) for result in (got, expected, magnitude))
+        assert (y is None) == (x is None), name
+        if x is not None:
+            assert y.dtype == np.float64, name
+            assert y.shape == x.shape, name
+            assert np.isfinite(x).all(), name
+            assert np.all(np.abs(y - x) <= tolerance * m + 1e-300), name
+
+
+def check_is_the_recurrence(forward, backward, chunks, **arguments):
+    """Every form and chunk size, both directions, against the naive form."""
+    last = dict(output_final_state=True, **arguments)
+    o, grads = call("naive", "fwd", forward, **last), call("naive", "bwd", forward, **backward, **arguments)
+    m_o = call("naive", "fwd", absolute(forward), **last)
+    m_grads = call("naive", "bwd", absolute(forward), **absolute(backward), **arguments)
+    check_within(call("fused_recurrent", "fwd", forward, **last), o, m_o)
+    check_within(call("fused_recurrent", "bwd", forward, **backward, **arguments), grads, m_grads)
+    for chunk_size in chunks:
+        check_within(call("chunk", "fwd", forward, **last, chunk_size=chunk_size), o, m_o)
+        chunked = dict(**backward, **arguments, chunk_size=chunk_size)
+        m_chunked = call("chunk", "bwd_magnitude", forward, **chunked)
+        check_within(call("chunk", "bwd", forward, **chunked), grads, m_chunked)
+
+
+@pytest.mark.parametrize("t", [1, 3, 63, 64, 65, 129])
+@pytest.mark.parametrize("gates", GATES)
+def test_every_form_is_the_recurrence(gates, t):
+    check_is_the_recurrence(*problem(gates, t=t), CHUNKS)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("gates", ["both", "gk"])
+def test_every_form_is_the_recurrence_of_narrow_inputs(gates, dtype):
+    forward, backward = problem(gates, dtype=dtype, k=20, v=12)
+    narrow = {name: x.astype(dtype) if name in ("g", "gk") else x.astype(np.float32) for name, x in forward.items()}
+    narrow |= {name: forward[name] for name in "qkv"}
+    backward["dht"] = backward["dht"].astype(np.float32)
+    check_is_the_recurrence(narrow, backward, [16, 64], scale=0.3)
+    wide = {name: x.astype(np.float64) for name, x in narrow.items()}
+    assert np.array_equal(call("chunk", "fwd", wide).o, call("chunk", "fwd", narrow).o)
+
+
+@pytest.mark.parametrize("gates", GATES)
+def test_packed_sequences_are_separate_ones(gates):
+    cu_seqlens = np.array([0, 0, 1, 1, 18, 83, 130, 130], np.int32)
+    forward, backward = problem(gates, b=1, t=130, n=7)
+    check_is_the_recurrence(forward, backward, CHUNKS, cu_seqlens=cu_seqlens)
+    # Another sequence's NaN stays there, and an empty sequence hands its state on.
+    poisoned = {name: x.copy() for name, x in forward.items()}
+    poisoned["initial_state"][3] = np.nan
+    for name in set(poisoned) & set(PER_STEP):
+        poisoned[name][:, 1:18] = np.nan
+    for form in ("naive", "chunk", "fused_recurrent"):
+        packed = call(form, "fwd", poisoned, cu_seqlens=cu_seqlens, output_final_state=True)
+        grads = call(form, "bwd", poisoned, **backward, cu_seqlens=cu_seqlens)
+        for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+            if n == 3:
+                continue
+            alone = {name: x[:, start:end] if name in PER_STEP else x for name, x in forward.items()}
+            alone["initial_state"] = forward["initial_state"][n : n + 1]
+            o, ht = call(form, "fwd", alone, output_final_state=True)
+            assert np.array_equal(packed.o[:, start:end], o)
+            assert np.array_equal(packed.ht[n : n + 1], ht)
+            expected = call(form, "bwd", alone, do=backward["do"][:, start:end], dht=backward["dht"][n : n + 1])
+            for name in ("dq", "dk", "dv"):
+                assert np.array_equal(getattr(grads, name)[:, start:end], getattr(expected, name))
+            assert np.array_equal(grads.dh0[n : n + 1], expected.dh0)
+            if start == end:
+                assert np.array_equal(ht[0], forward["initial_state"][n])
+                assert np.array_equal(expected.dh0[0], backward["dht"][n])
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, np.array([0, 5, 5, 6, 70], np.int32)])
+@pytest.mark.parametrize("gates", GATES)
+def test_reverse_is_time_read_backwards(gates, cu_seqlens):
+    b, n = (2, 2) if cu_seqlens is None else (1, 4)
+    forward, backward = problem(gates, b=b, t=70, n=n)
+    edges = [0, 70] if cu_seqlens is None else cu_seqlens.tolist()
+    order = np.concatenate([np.arange(start, end)[::-1] for start, end in pairwise(edges)])
+
+    def flip(tensors):
+        return {name: x[:, order] if name in PER_STEP else x for name, x in tensors.items()}
+
+    for form in ("naive", "fused_recurrent"):
+        last = dict(cu_seqlens=cu_seqlens, output_final_state=True)
+        got, expected = call(form, "fwd", forward, **last, reverse=True), call(form, "fwd", flip(forward), **last)
+        assert np.array_equal(got.o, expected.o[:, order])
+        assert np.array_equal(got.ht, expected.ht)
+        got = call(form, "bwd", forward, **backward, cu_seqlens=cu_seqlens, reverse=True)
+        expected = call(form, "bwd", flip(forward), **flip(backward), cu_seqlens=cu_seqlens)
+        for name, grad in gradients(forward).items():
+            wanted = getattr(expected, grad)
+            wanted = wanted[:, order] if name in PER_STEP else wanted
+            np.testing.assert_allclose(getattr(got, grad), wanted, rtol=1e-14)  # sums over time in another order
+
+
+def gradients(forward):
+    """The gradient of each argument, by the name that `Grads` has for it."""
+    return {name: {"initial_state": "dh0"}.get(name, f"d{name}") for name in forward}
+
+
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_gradients_are_differences_of_the_recurrence(gates, reverse):
+    forward, backward = problem(gates, t=7, k=3, v=2)
+
+    def loss(arguments):
+        o, ht = call("naive", "fwd", arguments, output_final_state=True, reverse=reverse)
+        return np.sum(o * backward["do"]) + np.sum(ht * backward["dht"])
+
+    grads = call("naive", "bwd", forward, **backward, reverse=reverse)
+    step = 1e-5
+    for name, grad in gradients(forward).items():
+        got = getattr(grads, grad)
+        assert got.shape == forward[name].shape
+        for index in np.ndindex(got.shape):
+            moved = [forward | {name: forward[name].copy()} for _ in range(2)]
+            moved[0][name][index] += step
+            moved[1][name][index] -= step
+            difference = (loss(moved[0]) - loss(moved[1])) / (2 * step)
+            assert got[index] == pytest.approx(difference, rel=1e-6, abs=1e-7), (name, index)
+    absent = [name for name in grads._fields if name not in gradients(forward).values()]
+    assert all(getattr(grads, name) is None for name in absent)
+
+
+@pytest.mark.parametrize("form", ["naive", "chunk", "fused_recurrent"])
+@pytest.mark.parametrize("gates", GATES)
+def test_gradients_are_those_of_autograd(gates, form):
+    torch = pytest.importorskip("torch")
+    forward, backward = problem(gates, t=70, k=9, v=5)
+    leaves = {name: torch.from_numpy(x).requires_grad_() for name, x in forward.items()}
+    decay = torch.zeros(2, 70, 2, 9, dtype=torch.float64)
+    decay = decay + leaves.get("gk", 0) + leaves.get("g_gamma", torch.zeros(2))[:, None]
+    if "g" in leaves:
+        decay = decay + leaves["g"][..., None]
+    state, rows = leaves["initial_state"], []
+    for t in range(70):
+        state = torch.einsum("bhk,bhkv->bhkv", decay[:, t].exp(), state)
+        state = state + torch.einsum("bhk,bhv->bhkv", leaves["k"][:, t], leaves["v"][:, t])
+        rows.append(torch.einsum("bhk,bhkv->bhv", leaves["q"][:, t], state) / 3.0)
+    o = torch.stack(rows, dim=1)
+    torch.autograd.backward([o, state], [torch.from_numpy(backward[name]) for name in ("do", "dht")])
+    got = call(form, "fwd", forward, output_final_state=True)
+    np.testing.assert_allclose(got.o, o.detach().numpy(), rtol=1e-10, atol=1e-11)
+    np.testing.assert_allclose(got.ht, state.detach().numpy(), rtol=1e-10, atol=1e-11)
+    grads = call(form, "bwd", forward, **backward)
+    for name, grad in gradients(forward).items():
+        np.testing.assert_allclose(getattr(grads, grad), leaves[name].grad.numpy(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("steepness", [0.2, 30.0])
+@pytest.mark.parametrize("gates", GATES)
+def test_a_sample_against_fifty_digits(gates, steepness):
+    """The sums over all pairs of steps that the recurrence amounts to, with decays in 50 digits."""
+    mpmath = pytest.importorskip("mpmath")
+    forward, backward = problem(gates, b=1, t=21, h=1, k=3, v=2, steepness=steepness)
+    with mpmath.workdps(50):
+        exactly = np.vectorize(mpmath.mpf, otypes=[object])
+        q, k, v = (exactly(forward[name][0, :, 0]) for name in "qkv")
+        do, h0, dht = map(exactly, (backward["do"][0, :, 0], forward["initial_state"][0, 0], backward["dht"][0, 0]))
+        gate = np.full((21, 3), mpmath.mpf(0), object)
+        for name, axes in (("gk", (0, slice(None), 0)), ("g", (0, slice(None), 0, None)), ("g_gamma", (None, 0))):
+            if name in forward:
+                gate = gate + exactly(forward[name][axes])
+        summed = np.concatenate([np.full((1, 3), mpmath.mpf(0), object), np.cumsum(gate, axis=0)])
+        scale = mpmath.mpf(3) ** -0.5
+
+        def decay(i, j, c):
+            return mpmath.exp(summed[min(i, 20) + 1, c] - summed[j + 1, c])
+
+        def write(j, c):  # what enters channel c of the state at step j, and before the first one
+            return h0[c] if j < 0 else k[j, c] * v[j]
+
+        def read(i, c):  # what its gradient gets at step i, and after the last one
+            return dht[c] if i > 20 else scale * q[i, c] * do[i]
+
+        def straddling(t, c):
+            return [decay(i, j, c) * (read(i, c) @ write(j, c)) for i in range(t, 22) for j in range(-1, t)]
+
+        o = scale * sum(q[13, c] * decay(13, j, c) * write(j, c) for j in range(-1, 14) for c in range(3))
+        dq = [scale * sum(decay(17, j, c) * (do[17] @ write(j, c)) for j in range(-1, 18)) for c in range(3)]
+        dk = [sum(decay(i, 4, c) * (read(i, c) @ v[4]) for i in range(4, 22)) for c in range(3)]
+        dv = sum(decay(i, 4, c) * read(i, c) * k[4, c] for i in range(4, 22) for c in range(3))
+        dgate = [[sum(straddling(t, c)) for c in range(3)] for t in range(21)]
+
+    for form in ("naive", "fused_recurrent", "chunk"):
+        extra = dict(chunk_size=16) if form == "chunk" else {}
+        got, grads = call(form, "fwd", forward, **extra), call(form, "bwd", forward, **backward, **extra)
+        m_o = call(form, "fwd", absolute(forward), **extra).o
+        kind = ("chunk", "bwd_magnitude", forward) if form == "chunk" else (form, "bwd", absolute(forward))
+        m = call(*kind, **absolute(backward), **extra)
+
+        def close(got, magnitude, exact):
+            assert np.all(np.abs(got - np.asarray(exact, np.float64)) <= 1e-13 * magnitude + 1e-300)
+
+        close(got.o[0, 13, 0], m_o[0, 13, 0], o)
+        close(grads.dk[0, 4, 0], m.dk[0, 4, 0], dk)
+        close(grads.dq[0, 17, 0], m.dq[0, 17, 0], dq)
+        close(grads.dv[0, 4, 0], m.dv[0, 4, 0], dv)
+        if "gk" in forward:
+            close(grads.dgk[0, :, 0], m.dgk[0, :, 0], dgate)
+        if "g" in forward:
+            close(grads.dg[0, :, 0], m.dg[0, :, 0], np.sum(dgate, axis=1))
+        if "g_gamma" in forward:
+            close(grads.dg_gamma[0], m.dg_gamma[0], np.sum(dgate))
+
+
+def steep(shape):
+    """-500 over 64 steps, evenly."""
+    return np.full(shape, -500 / 64)
+
+
+def positive(shape):
+    """Growth by 10 % per step."""
+    return np.full(shape, 0.1)
+
+
+def mixed(shape):
+    """Growth and decay by factors of up to e^8 in turn."""
+    return 8 * np.sin(np.arange(np.prod(shape)).reshape(shape))
+
+
+def resets(shape):
+    """Nearly no decay, but one by e^-80 at every 11th step."""
+    gates = np.full(shape, -1e-3)
+    gates[:, ::11] = -80
+    return gates
+
+
+@pytest.mark.parametrize("pattern", [steep, positive, mixed, resets])
+@pytest.mark.parametrize("gates", ["g", "gk", "both"])
+def test_extreme_gates_stay_finite_and_right(gates, pattern):
+    forward, backward = problem(gates, t=140)
+    name = "gk" if gates == "gk" else "g"
+    forward[name] = pattern(forward[name].shape)
+    with np.errstate(over="raise", invalid="raise", divide="raise"):
+        check_is_the_recurrence(forward, backward, [16, 64, 128])
+
+
+def test_a_gate_of_minus_ten_thousand_forgets_everything_exactly():
+    forward, backward = problem("g", t=40)
+    forward["g"][...] = 0
+    forward["g"][:, 20] = -1e4
+    cut = {name: x[:, 20:] for name, x in forward.items() if name != "initial_state"}
+    for form in ("naive", "chunk", "fused_recurrent"):
+        o = call(form, "fwd", forward).o
+        np.testing.assert_allclose(o[:, 20:], call(form, "fwd", cut).o, rtol=1e-12, atol=1e-12)
+        grads = call(form, "bwd", forward, **backward)
+        expected = call(form, "bwd", cut, do=backward["do"][:, 20:], dht=backward["dht"])
+        np.testing.assert_allclose(grads.dk[:, 20:], expected.dk, rtol=1e-12, atol=1e-12)
+        later = dict(do=backward["do"] * (np.arange(40) >= 20)[:, None, None], dht=backward["dht"])
+        assert not call(form, "bwd", forward, **later).dh0.any()
+
+
+@pytest.mark.parametrize("gates", GATES)
+def test_nothing_flows_back_in_time(gates):
+    forward, _ = problem(gates, t=70)
+    changed = {name: x.copy() for name, x in forward.items()}
+    for name in set(forward) & set(PER_STEP):
+        changed[name][:, 37:] = -1e-3 if name in ("g", "gk") else 1e30
+    for form in ("naive", "chunk", "fused_recurrent"):
+        assert np.array_equal(call(form, "fwd", changed).o[:, :37], call(form, "fwd", forward).o[:, :37])
+
+
+def test_a_worked_example():
+    two_steps = dict(
+        q=np.array([1.0, 2.0]).reshape(1, 2, 1, 1),
+        k=np.array([3.0, 5.0]).reshape(1, 2, 1, 1),
+        v=np.array([7.0, 11.0]).reshape(1, 2, 1, 1),
+        initial_state=np.full((1, 1, 1, 1), 16.0),
+    )
+    halves = np.log(np.array([0.5, 0.25])).reshape(1, 2, 1)
+    for gates in (dict(g=halves), dict(gk=halves[..., None]), dict(g=halves + 1, g_gamma=np.array([-1.0]))):
+        o, ht = call("chunk", "fwd", two_steps | gates, output_final_state=True)
+        # S_1 = 16 / 2 + 3 · 7 = 29, S_2 = 29 / 4 + 5 · 11
+        assert o.ravel() == pytest.approx([29, 2 * 62.25])
+        assert ht.ravel() == pytest.approx([62.25])
+    do = np.array([1.0, 10.0]).reshape(1, 2, 1, 1)
+    grads = simple_gla.chunk_simple_gla_bwd(**two_steps, do=do, g=halves, g_gamma=np.zeros(1))
+    # dS_2 = 2 · 10 = 20, dS_1 = 20 / 4 + 1 = 6
+    assert grads.dq.ravel() == pytest.approx([29, 622.5])
+    assert grads.dk.ravel() == pytest.approx([6 * 7, 20 * 11])
+    assert grads.dv.ravel() == pytest.approx([6 * 3, 20 * 5])
+    assert grads.dg.ravel() == pytest.approx([6 * 8, 20 * 29 / 4])
+    assert grads.dg_gamma == pytest.approx([6 * 8 + 20 * 29 / 4])
+    assert grads.dh0.ravel() == pytest.approx([3])
+
+
+@pytest.mark.parametrize("size", ["b", "t", "h", "k", "v"])
+@pytest.mark.parametrize("gates", ["both", "gk"])
+def test_sizes_of_zero(gates, size):
+    forward, backward = problem(gates, **{size: 0})
+    for form in ("naive", "chunk", "fused_recurrent"):
+        o, ht = call(form, "fwd", forward, output_final_state=True)
+        assert o.shape == forward["v"].shape
+        assert not o.any()
+        assert ht.shape == forward["initial_state"].shape
+        grads = call(form, "bwd", forward, **backward)
+        for name, grad in gradients(forward).items():
+            assert getattr(grads, grad).shape == forward[name].shape
+        if size == "t":
+            assert np.array_equal(ht, forward["initial_state"])
+            assert np.array_equal(grads.dh0, backward["dht"])
+
+
+def test_no_sequences_at_all():
+    forward, backward = problem("g", b=1, t=0, n=0)
+    o, ht = call("chunk", "fwd", forward, cu_seqlens=np.zeros(1, np.int32), output_final_state=True)
+    assert o.shape == (1, 0, 2, 20)
+    assert ht.shape == (0, 2, 12, 20)
+    assert call("chunk", "bwd", forward, **backward, cu_seqlens=np.zeros(1, np.int32)).dh0.shape == ht.shape
+
+
+def test_what_was_not_given_has_no_result():
+    forward, backward = problem("g_gamma")
+    del forward["initial_state"]
+    assert call("chunk", "fwd", forward).ht is None
+    grads = call("chunk", "bwd", forward, do=backward["do"])
+    assert [name for name in grads._fields if getattr(grads, name) is None] == ["dg", "dh0"]
+
+
+@pytest.mark.parametrize("gates", ["both", "gk"])
+def test_the_magnitude_is_the_sum_of_what_is_summed(gates):
+    forward, backward = problem(gates, t=37)
+    got = call("chunk", "bwd_magnitude", forward, **backward, chunk_size=16)
+    positive = call("naive", "bwd", absolute(forward), **absolute(backward))
+    for name in ("dq", "dk", "dv", "dh0"):
+        np.testing.assert_allclose(getattr(got, name), getattr(positive, name), rtol=1e-12)
+    # A gate's pairs of steps, and at most all that its chunk reads and writes from its step on.
+    name = "dgk" if gates == "gk" else "dg"
+    written = np.abs(forward["k"]) * positive.dk
+    written = written if gates == "gk" else written.sum(axis=-1)
+    rest = np.concatenate([np.flip(np.cumsum(np.flip(written[:, n : n + 16], 1), 1), 1) for n in (0, 16, 32)], axis=1)
+    more = getattr(got, name) - getattr(positive, name)
+    assert np.all(more >= -1e-12 * getattr(positive, name))
+    assert np.all(more <= (2 + 1e-12) * rest)
+    assert np.all(more.max(axis=1) > 0)
+
+
+FORWARD_SITES = {"c", "exponent", "decay", "A", "state", "lhs", "rhs", "partial", "acc", "out"}
+STEP_SITES = {"exponent", "decay", "state", "lhs", "rhs", "partial", "acc", "out"}
+
+
+@pytest.mark.parametrize("gates", ["both", "gk"])
+def test_stages_see_every_site_and_change_nothing_by_themselves(gates):
+    forward, backward = problem(gates, t=70)
+    seen = {}
+
+    def watch(site, value):
+        seen[site] = seen.get(site, 0) + 1
+        return value
+
+    for form, sites in (("chunk", FORWARD_SITES), ("fused_recurrent", STEP_SITES)):
+        for depth in (None, 5):
+            seen.clear()
+            staged = call(form, "fwd", forward, depth=depth, rounding=watch)
+            assert set(seen) == sites
+            assert seen["lhs"] == seen["rhs"]
+            assert (seen["acc"] == seen["lhs"]) == (depth is None)
+            np.testing.assert_allclose(staged.o, call("naive", "fwd", forward).o, rtol=1e-11, atol=1e-12)
+            staged = call(form, "bwd", forward, **backward, depth=depth, rounding=watch)
+            assert set(seen) == sites | {"dstate", "dgate"} | ({"dA"} if form == "chunk" else set())
+            np.testing.assert_allclose(staged.dv, call("naive", "bwd", forward, **backward).dv, rtol=1e-11, atol=1e-12)
+
+
+def test_rounding_one_site_emulates_a_kernel_that_rounds_there():
+    forward, _ = problem("g", t=256, k=32, v=32, steepness=0.002)
+
+    def error(*sites, depth=None):
+        def rounding(site, value):
+            return value.astype(ml_dtypes.bfloat16).astype(np.float64) if site in sites else value
+
+        return np.sqrt(np.mean((call("chunk", "fwd", forward, depth=depth, rounding=rounding).o - exact) ** 2))
+
+    exact = call("chunk", "fwd", forward).o
+    # A state that is rounded at every chunk border, and a sum rounded at every product, are worse than a result once.
+    assert error("out") < error("state") < error("acc", depth=1)
+    # Exponents of slow decays are small, so that rounding them is nearly nothing, and rounding the decay is not.
+    assert error("exponent") < error("decay")
+    narrow = {name: forward[name].astype(ml_dtypes.bfloat16) for name in "qkv"}
+    assert error("lhs", "rhs") > 0
+    assert np.array_equal(
+        call("chunk", "fwd", forward | narrow).o,
+        call("chunk", "fwd", forward | {name: x.astype(np.float64) for name, x in narrow.items()}).o,
+    )

@@ -1,0 +1,410 @@
+"""The gated linear attentions: their cases, how their inputs are drawn, what their kernels promise."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cpu_golden import gla, simple_gla
+from parity import Array, Case, Contract, Gates, Offsets, Op
+from parity.op import Backend, Inputs, outputs
+from tests.matrix.gmm import BF16, F32, MMA_DEPTH, MXU_DEPTH
+
+LINEAR = ("q", "k", "v", "do", "initial_state", "dht")
+"""The arguments in which every output is linear, or free of."""
+LOG_DECAYS = ("g", "g_gamma", "gk")
+
+
+def build_alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """ALiBi's slope of each head (Press et al. 2022, arXiv:2108.12409): 2^(-8 i / H), i = 1 … H, for a power of two;
+    else those of the next lower power, and every other one of the next higher.
+
+    Square roots and products alone, which every host rounds alike.
+    """
+    if not num_heads:
+        return ()
+    lower = 2 ** (num_heads.bit_length() - 1)
+    if lower < num_heads:
+        return build_alibi_slopes(lower) + build_alibi_slopes(2 * lower)[::2][: num_heads - lower]
+    ratio = 2.0**-8
+    for _ in range(lower.bit_length() - 1):
+        ratio = math.sqrt(ratio)
+    slopes = [ratio]
+    while len(slopes) < num_heads:
+        slopes.append(slopes[-1] * ratio)
+    return tuple(slopes)
+
+
+def make_alibi_g_gamma(num_heads: int, num_layers: int, layer_idx: int) -> tuple[float, ...]:
+    """The constant log decay of each head in a layer: the slopes, smaller from layer to layer."""
+    share = 1 - (layer_idx - 1) / (num_layers - 1) + 1e-5
+    return tuple(-slope * share for slope in build_alibi_slopes(num_heads))
+
+
+def is_simple(c: Case) -> bool:
+    return "simple" in c.op
+
+
+def is_recurrent(c: Case) -> bool:
+    return "recurrent" in c.op
+
+
+def is_backward(c: Case) -> bool:
+    return c.op.endswith("_bwd")
+
+
+def is_packed(c: Case) -> bool:
+    return "N" in dict(c.dims)
+
+
+def gate_dtype(c: Case) -> str:
+    return c.dtype if c.narrow_gates else F32
+
+
+def gates(c: Case) -> Mapping[str, Gates | None]:
+    if not is_simple(c):
+        return {"gk": Gates((c.B, c.T, c.H, c.K), c.decay, gate_dtype(c))}
+    gamma = make_alibi_g_gamma(c.H, *c.alibi)
+    return {
+        "g": Gates((c.B, c.T, c.H), c.decay, gate_dtype(c)) if c.gates in ("g", "both") else None,
+        "g_gamma": Gates((c.H,), gamma) if c.gates in ("gamma", "both") else None,
+    }
+
+
+def inputs(c: Case) -> Mapping[str, Array | Offsets | Gates | None]:
+    """Integer data are sparse along K, V and T together: every output sums over two or three of them, dg over all."""
+    kept = c.K if c.dtype == F32 else min(c.K, 32)  # what the sum over K keeps of it, so that it is exact
+    keys = {"dtype": c.dtype, "sum_over": 3, "one_in": max(kept // 8, 1)}
+    values = {"dtype": c.dtype, "one_in": max(c.V // 8, 1) * max(c.T // (8 if c.narrow_gates else 32), 1)}
+    sequences = c.N if is_packed(c) else c.B
+    state = Array((sequences, c.H, c.K, c.V), F32, one_in=max(c.K * c.V // (16 if c.narrow_gates else 64), 1))
+    given = {
+        "q": Array((c.B, c.T, c.H, c.K), **keys),
+        "k": Array((c.B, c.T, c.H, c.K), pair_sign=-1, **keys),
+        "v": Array((c.B, c.T, c.H, c.V), **values),
+        **gates(c),
+        "initial_state": state if c.h0 else None,
+        "cu_seqlens": Offsets(c.N, c.T, c.lengths) if is_packed(c) else None,
+    }
+    if is_backward(c):
+        given |= {"do": Array((c.B, c.T, c.H, c.V), **values), "dht": state if c.ht else None}
+    return given
+
+
+def is_power_of_four(size: int) -> bool:
+    """Whether the default scale, the reciprocal of the square root of K, is a power of two."""
+    return math.log2(max(size, 1)) % 2 == 0
+
+
+def arguments(c: Case) -> Mapping[str, Any]:
+    exact = c.data == "integers" and c.scale is None and not is_power_of_four(c.K)
+    chosen: dict[str, Any] = {"scale": 0.25 if exact else c.scale}
+    if not is_backward(c):
+        chosen["output_final_state"] = c.ht
+    return chosen | ({"reverse": c.reverse} if is_recurrent(c) else {"chunk_size": c.chunk})
+
+
+def route(c: Case) -> Mapping[str, Any]:
+    chosen = {} if is_recurrent(c) else {"precision": c.precision}
+    return chosen | ({"fused": WAYS[c.route]} if c.op.startswith("chunk") else {})
+
+
+WAYS = {"": None, "fused": True, "unfused": False}
+
+
+def contract(c: Case, backend: Backend) -> Contract:
+    """Float32 states, scores and sums everywhere.
+
+    The recurrent kernels multiply and add in float32 whatever the operands. In the chunked ones a float32 operand meets
+    a bfloat16 one in two pieces; with a gate per channel q·exp(c) meets the state, both float32, in three products.
+    """
+    if is_recurrent(c):
+        dot = "ieee"
+    elif c.dtype == BF16:
+        dot = "bf16x2" if is_simple(c) else "bf16x3"
+    elif c.precision == "bf16x3":
+        dot = "bf16x3"
+    else:
+        dot = "bf16x6" if backend == "tpu" else "ieee"
+    depth = MXU_DEPTH if backend == "tpu" else MMA_DEPTH if c.dtype == BF16 else 1
+    outs = {"dg": gate_dtype(c), "dgk": gate_dtype(c), "dg_gamma": F32, "dh0": F32} if is_backward(c) else {"ht": F32}
+    return Contract(dot=dot, out=c.out, outs=outs, depth=1 if is_recurrent(c) else depth, sites=sites(c))
+
+
+def sites(c: Case) -> Mapping[str, str]:
+    """Every intermediate is float32, but for the sum of the gates, which the kernels carry in two; and what a dot takes
+    is two bfloat16, unless its products are those of float32."""
+    chunked = () if is_recurrent(c) else ("A", "dA") if is_backward(c) else ("A",)
+    backward = ("dstate", "dgate") if is_backward(c) else ()
+    rounded = dict.fromkeys(("exponent", "decay", "partial", "acc", "state", *chunked, *backward), F32)
+    is_split = not is_recurrent(c) and (c.dtype == BF16 or c.precision == "bf16x3")
+    return rounded | (dict.fromkeys(("lhs", "rhs"), "bf16x2") if is_split else {})
+
+
+def chain(c: Case, inputs: Inputs) -> Mapping[str, int]:
+    """The longest chain of roundings behind each output, in chunks of C steps (recurrent: C = 1).
+
+    A state is a sum over the C steps of a chunk, which each later chunk multiplies by its decay and adds to: C + 2 T/C.
+    Through it, or through scores within the chunk, which are fewer, the sums over K (o, dv) or V (dq, dk) follow or
+    precede; four more are the scale, the decay's exp (two) and the sum of the two ways. dg sums what crosses its step,
+    q·dq and k·dk, over K and the chunk, and adds the product of two states over K and V; dg_gamma sums dg over all
+    steps. The error of a decay's exponent is in M: see `magnitude`.
+    """
+    steps = 1 if is_recurrent(c) else c.chunk
+    state = steps + 2 * -(-c.T // steps)
+    gate = 2 * state + c.K + c.V + steps + 4
+    return {
+        "o": c.K + state + 4,
+        "ht": state + 2,
+        "dq": c.V + state + 4,
+        "dk": c.V + state + 4,
+        "dv": c.K + state + 4,
+        "dg": gate,
+        "dgk": gate,
+        "dg_gamma": gate + c.B * c.T,
+        "dh0": state + 2,
+    }
+
+
+STEP = 2.0**-20
+"""By how much, relatively, `magnitude` moves the gates: the square of it is left out."""
+
+
+def magnitude(op: Op, case: Case, inputs: Inputs) -> Any:
+    """Σ|terms| · (1 + G) behind each output, G the sum of |gates| between the two steps that a term couples.
+
+    A term's decay is exp of the sum of those gates: rounding the sum moves the exponent by up to u·G and the decay by
+    as much relatively, in a kernel that adds nothing else to the sum. Terms are multilinear in all but the gates, and
+    moving every gate by STEP·|gate| multiplies one by exp(STEP·G): the golden of absolute values, there and here,
+    or where the golden subtracts what kernels add up, its own sum of absolute terms.
+    """
+    terms = MAGNITUDES.get(op.name, op.golden)
+
+    def at(step: float) -> Any:
+        moved = dict(inputs)
+        for name, x in inputs.items():
+            if x is not None and name in LINEAR:
+                moved[name] = np.abs(x)
+            elif x is not None and name in LOG_DECAYS:
+                exact = x.astype(np.float64)
+                moved[name] = exact + step * np.abs(exact)
+        return terms(**moved, **op.arguments(case))
+
+    here, there = at(0.0), outputs(at(STEP))
+    return here._replace(**{name: x + (there[name] - x) / STEP for name, x in outputs(here).items()})
+
+
+MAGNITUDES: Mapping[str, Any] = {
+    "chunk_simple_gla_bwd": simple_gla.chunk_simple_gla_bwd_magnitude,
+    "fused_chunk_simple_gla_bwd": simple_gla.chunk_simple_gla_bwd_magnitude,
+    "chunk_gla_bwd": gla.chunk_gla_bwd_magnitude,
+}
+
+
+def representative(c: Case) -> bool:
+    """One case of each op; the kernels of fused_chunk_simple_gla are those of chunk_simple_gla where it is fused."""
+    return c.tier == "smoke" and c.dtype == F32 and not c.op.startswith("fused_chunk")
+
+
+DEFAULTS = dict(
+    gates="g", decay="sigmoid", alibi=(20, 1), narrow_gates=False, h0=False, ht=False, lengths="ragged", scale=None,
+)  # fmt: skip
+CHUNKED = DEFAULTS | dict(chunk=64, precision="ieee")
+ROUTED = CHUNKED | dict(route="")
+RECURRENT = DEFAULTS | dict(reverse=False)
+
+
+def op(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
+    """A public function of that name, in all three packages, without its cases."""
+    family = module.__name__.rpartition(".")[2]
+    return Op(
+        name,
+        golden=getattr(module, name),
+        naive=step_by_step(getattr(module, f"naive_{family}_{name[-3:]}")),
+        tpu=f"tpu_kernels.{family}:{name}",
+        gpu=f"gpu_reference.{family}:{name}",
+        inputs=inputs,
+        arguments=arguments,
+        contract=contract,
+        chain=chain,
+        magnitude=magnitude,
+        steps=lambda c, contract: {"depth": contract.depth},
+        unread=lambda c, inputs: {},
+        defaults=defaults if family == "simple_gla" else {n: d for n, d in defaults.items() if n not in SCALAR_GATES},
+        route=route,
+        spelled=tuple({"gates", "chunk"} & defaults.keys()),
+        representative=representative,
+    )
+
+
+def step_by_step(naive: Callable[..., Any]) -> Callable[..., Any]:
+    """The recurrence, which has no chunks, with the arguments of every form."""
+    return lambda *, chunk_size=None, **arguments: naive(**arguments)
+
+
+SCALAR_GATES = ("gates", "alibi")
+
+# Lengths around a chunk's border, K and V that are no multiples of a tile, and of 128, and on either side of it.
+ONE_STEP = dict(B=1, T=1, H=2, K=16, V=16)
+EDGES = [
+    dict(B=2, T=3, H=1, K=32, V=16),
+    dict(B=1, T=63, H=2, K=16, V=48),
+    dict(B=2, T=64, H=1, K=64, V=32),
+    dict(B=1, T=65, H=2, K=32, V=100),
+    dict(B=1, T=129, H=1, K=100, V=64),
+]
+WIDE = [dict(B=1, T=40, H=1, K=128, V=256), dict(B=1, T=40, H=1, K=256, V=100)]
+SMALL = dict(B=2, T=40, H=1, K=64, V=48)
+SMALL_CHANNELS = dict(B=1, T=40, H=2, K=16, V=48)
+LONG = dict(B=1, T=300, H=2, K=32, V=32)
+PACKED = dict(B=1, T=70, H=2, K=16, V=48, N=5)
+STEPS = dict(B=2, T=20, H=1, K=16, V=48)
+STEPS_PACKED = dict(B=1, T=20, H=2, K=16, V=48, N=5)
+HEADS = [dict(B=1, T=300, H=heads, K=16, V=16) for heads in (16, 64)]
+EMPTY = [
+    dict(B=0, T=20, H=2, K=16, V=16),
+    dict(B=1, T=0, H=2, K=16, V=16),
+    dict(B=1, T=20, H=0, K=16, V=16),
+    dict(B=1, T=20, H=2, K=16, V=0),
+]
+PACKINGS = ["even", "ragged", "zeros_and_ones", "one"]
+DECAYS = ["steep", "resets", "zero", "positive", "mixed"]
+DISTRIBUTIONS = ["one_signed", "outliers", "cancellation", "wide"]
+STATES = dict(h0=[True], ht=[True])
+BOTH_WAYS = dict(route=["fused", "unfused"])
+
+
+def small_cases(op: Op, shape: Mapping[str, int], **options: Any) -> tuple[Case, ...]:
+    """One shape in all kinds of data, which share a compiled kernel."""
+    return (
+        *op.grid([shape], dtype=[F32, BF16], tier="smoke", **STATES, **options),
+        *op.grid([shape], dtype=[F32], decay=["steep", "resets", "positive", "mixed"], **STATES, **options),
+        *op.grid([shape], dtype=[BF16], decay=["steep"], **STATES, **options),
+        *op.grid([shape], dtype=[F32], data=["cancellation"], **STATES, **options),
+    )
+
+
+def simple_cases(op: Op) -> tuple[Case, ...]:
+    """The matrix of chunk_simple_gla, forward or backward."""
+    parts = [
+        small_cases(op, SMALL, chunk=[16]),
+        op.grid([SMALL], dtype=[BF16], data=["one_signed"], chunk=[16], **STATES),
+        op.grid([SMALL], dtype=[F32], gates=["none"], scale=[0.5], chunk=[32]),
+        op.grid([SMALL], dtype=[F32], gates=["gamma"], chunk=[32], route=["unfused"], **STATES),
+        op.grid([SMALL], dtype=[F32], gates=["both"], chunk=[32], **BOTH_WAYS, **STATES),
+        op.grid([SMALL], dtype=[F32], chunk=[16], precision=["bf16x3"], **STATES),
+        op.grid([ONE_STEP], dtype=[F32], gates=["both"], **STATES),
+        op.grid(EDGES[2:3], dtype=[F32], gates=["gamma"]),
+        op.grid(EDGES[3:4], dtype=[F32]),
+        op.grid(EDGES[4:5], dtype=[BF16], gates=["gamma"], chunk=[128], ht=[True]),
+        op.grid(WIDE[:1], dtype=[BF16], gates=["gamma"]),
+        op.grid([PACKED], dtype=[F32], gates=["both"], chunk=[16], lengths=["ragged", "zeros_and_ones"], **STATES),
+        op.grid([PACKED], dtype=[BF16], chunk=[32], lengths=["zeros_and_ones"], narrow_gates=[True],
+                route=["unfused"], **STATES),
+        op.grid(EMPTY[1:2], dtype=[F32], **STATES),
+        # What full adds: everything against everything, long sequences, wide heads, ALiBi in many heads and layers.
+        op.grid([SMALL], dtype=[F32, BF16], gates=["none", "g", "gamma", "both"], chunk=[16], **BOTH_WAYS, **STATES,
+                tier="full"),
+        op.grid([SMALL], dtype=[F32], gates=["both"], h0=[False, True], ht=[False, True], tier="full"),
+        op.grid(EDGES + WIDE, dtype=[F32, BF16], chunk=[16, 128], tier="full"),
+        op.grid(EDGES + WIDE, dtype=[F32, BF16], gates=["gamma"], ht=[True], tier="full"),
+        op.grid([LONG], dtype=[F32, BF16], decay=DECAYS, chunk=[64, 256], ht=[True], tier="full"),
+        op.grid([PACKED], dtype=[F32, BF16], lengths=PACKINGS, chunk=[16], **BOTH_WAYS, **STATES, tier="full"),
+        op.grid([SMALL], dtype=[F32, BF16], data=DISTRIBUTIONS, chunk=[16], **STATES, tier="full"),
+        op.grid([dict(B=1, T=1000, H=2, K=64, V=64)], dtype=[F32, BF16], gates=["g", "gamma"], **STATES, tier="full"),
+        op.grid([dict(B=1, T=4096, H=1, K=64, V=64)], dtype=[F32, BF16], gates=["g", "gamma"], chunk=[128],
+                tier="full"),
+        op.grid(HEADS, dtype=[F32, BF16], gates=["gamma"], ht=[True], chunk=[64, 128, 256], alibi=[(20, 1), (70, 1)],
+                tier="full"),
+        op.grid(HEADS, dtype=[F32], gates=["gamma"], ht=[True], alibi=[(20, 10), (20, 20), (70, 35), (70, 70)],
+                tier="full"),
+        op.grid([ONE_STEP, *EMPTY], dtype=[F32, BF16], **STATES, tier="full"),
+    ]  # fmt: skip
+    return op.with_cases(*parts).cases
+
+
+def fused_cases(op: Op) -> tuple[Case, ...]:
+    """The matrix of fused_chunk_simple_gla, whose arithmetic is that of chunk_simple_gla where it is fused."""
+    parts = [
+        op.grid([SMALL], dtype=[F32, BF16], chunk=[16], tier="smoke", **STATES),
+        op.grid([PACKED], dtype=[F32], gates=["gamma"], chunk=[16], lengths=["zeros_and_ones"], **STATES),
+        op.grid(EDGES + WIDE, dtype=[F32, BF16], tier="full"),
+        op.grid([LONG], dtype=[F32, BF16], decay=DECAYS, **STATES, tier="full"),
+        op.grid([PACKED], dtype=[F32, BF16], lengths=PACKINGS, chunk=[32], **STATES, tier="full"),
+    ]
+    return op.with_cases(*parts).cases
+
+
+def per_channel_cases(op: Op) -> tuple[Case, ...]:
+    """The matrix of chunk_gla, forward or backward: a chunk has at least two blocks of 16 rows."""
+    parts = [
+        small_cases(op, SMALL_CHANNELS, chunk=[32]),
+        op.grid([SMALL_CHANNELS], dtype=[F32], chunk=[32], route=["unfused"], **STATES),
+        op.grid([SMALL_CHANNELS], dtype=[F32], chunk=[32], precision=["bf16x3"], **STATES),
+        op.grid([ONE_STEP], dtype=[F32], **STATES),
+        op.grid(EDGES[3:4], dtype=[F32]),
+        op.grid(EDGES[4:5], dtype=[BF16], chunk=[128], narrow_gates=[True]),
+        op.grid([PACKED], dtype=[F32], chunk=[32], lengths=["ragged", "zeros_and_ones"], **STATES),
+        op.grid(EMPTY[1:2], dtype=[F32], **STATES),
+        # What full adds: everything against everything, long sequences, many heads, wide heads.
+        op.grid([SMALL_CHANNELS], dtype=[F32, BF16], h0=[False, True], ht=[False, True], **BOTH_WAYS, tier="full"),
+        op.grid(EDGES + WIDE, dtype=[F32, BF16], chunk=[16, 128], tier="full"),
+        op.grid([LONG], dtype=[F32, BF16], decay=DECAYS, chunk=[64, 256], **STATES, tier="full"),
+        op.grid([LONG], dtype=[BF16], decay=DECAYS, narrow_gates=[True], tier="full"),
+        op.grid([PACKED], dtype=[F32, BF16], lengths=PACKINGS, chunk=[32], **BOTH_WAYS, **STATES, tier="full"),
+        op.grid([SMALL_CHANNELS], dtype=[F32, BF16], data=DISTRIBUTIONS, tier="full"),
+        op.grid([dict(B=1, T=1000, H=2, K=64, V=64)], dtype=[F32, BF16], **STATES, tier="full"),
+        op.grid([dict(B=1, T=4096, H=1, K=64, V=64)], dtype=[F32, BF16], chunk=[128], tier="full"),
+        op.grid(HEADS[:1], dtype=[F32, BF16], ht=[True], tier="full"),
+        op.grid([ONE_STEP, *EMPTY], dtype=[F32, BF16], **STATES, tier="full"),
+    ]
+    return op.with_cases(*parts).cases
+
+
+def recurrent_cases(op: Op) -> tuple[Case, ...]:
+    """The matrix of fused_recurrent_simple_gla or fused_recurrent_gla, forward or backward."""
+    every_gate = dict(gates=["none", "g", "gamma", "both"]) if "gates" in op.defaults else {}
+    last_gate = {name: choices[-1:] for name, choices in every_gate.items()}
+    directions = dict(reverse=[False, True])
+    parts = [
+        op.grid([STEPS], dtype=[F32, BF16], tier="smoke", **STATES),
+        op.grid([STEPS], dtype=[F32], decay=["steep"], **STATES),
+        op.grid([STEPS], dtype=[F32], reverse=[True], **last_gate, **STATES),
+        op.grid(EDGES[:1], dtype=[F32], **{name: choices[2:3] for name, choices in every_gate.items()}),
+        op.grid([STEPS_PACKED], dtype=[F32], lengths=["zeros_and_ones"], reverse=[True], **last_gate, **STATES),
+        # What full adds: everything against everything.
+        op.grid([STEPS], dtype=[F32, BF16], ht=[True], **directions, **every_gate, tier="full"),
+        op.grid([STEPS], dtype=[F32], h0=[False, True], ht=[False, True], **directions, tier="full"),
+        op.grid(EDGES + WIDE, dtype=[F32, BF16], **last_gate, tier="full"),
+        op.grid([STEPS_PACKED], dtype=[F32, BF16], lengths=PACKINGS, **directions, **STATES, tier="full"),
+        op.grid([STEPS], dtype=[F32, BF16], decay=DECAYS, **STATES, tier="full"),
+        op.grid([STEPS], dtype=[BF16], narrow_gates=[True], **directions, tier="full"),
+        op.grid([STEPS], dtype=[F32, BF16], data=DISTRIBUTIONS, tier="full"),
+        op.grid([dict(B=1, T=1000, H=1, K=32, V=32)], dtype=[F32, BF16], **STATES, tier="full"),
+        op.grid([ONE_STEP, *EMPTY], dtype=[F32], **STATES, tier="full"),
+    ]
+    return op.with_cases(*parts).cases
+
+
+def both_passes(
+    name: str, module: Any, defaults: Mapping[str, Any], cases: Callable[[Op], tuple[Case, ...]]
+) -> tuple[Op, ...]:
+    passes = (op(f"{name}_{way}", module, defaults) for way in ("fwd", "bwd"))
+    return tuple(replace(each, cases=cases(each)) for each in passes)
+
+
+CHUNK_SIMPLE_GLA = both_passes("chunk_simple_gla", simple_gla, ROUTED, simple_cases)
+FUSED_CHUNK_SIMPLE_GLA = both_passes("fused_chunk_simple_gla", simple_gla, CHUNKED, fused_cases)
+FUSED_RECURRENT_SIMPLE_GLA = both_passes("fused_recurrent_simple_gla", simple_gla, RECURRENT, recurrent_cases)
+CHUNK_GLA = both_passes("chunk_gla", gla, ROUTED, per_channel_cases)
+FUSED_RECURRENT_GLA = both_passes("fused_recurrent_gla", gla, RECURRENT, recurrent_cases)
+
+GATED_LINEAR_ATTENTION = (
+    *CHUNK_SIMPLE_GLA,
+    *FUSED_CHUNK_SIMPLE_GLA,
+    *FUSED_RECURRENT_SIMPLE_GLA,
+    *CHUNK_GLA,
+    *FUSED_RECURRENT_GLA,
+)

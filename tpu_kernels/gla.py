@@ -1,0 +1,336 @@
+"""Gated linear attention with one decay per step and channel of k, on the TPU. Defined in `cpu_golden/gla.py`.
+
+    S_t = diag(exp(gk_t)) S_{t-1} + k_t v_tᵀ        o_t = scale · q_tᵀ S_t
+
+The chunked forms are scans of `chunk_scan`, the recurrent ones of `fused_recurrent`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from op_arguments.gla import Gates, check_forward
+from tpu_kernels.chunk_scan import chunk_bwd, chunk_fwd
+from tpu_kernels.fused_recurrent import recurrent_bwd, recurrent_fwd
+from tpu_kernels.gmm import Interpret, concrete_values
+
+
+class Output(NamedTuple):
+    """o [B, T, H, V] in q's dtype and the final states ht [N, H, K, V] float32, or None."""
+
+    o: Any
+    ht: Any
+
+
+class Grads(NamedTuple):
+    """The gradients of the arguments of the same names, None where an argument was not given."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dgk: Any
+    dh0: Any
+
+
+def chunk_gla_fwd(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    gk: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    chunk_size: int = 64,
+    precision: str = "ieee",
+    fused: bool | None = None,
+    interpret: Interpret = None,
+) -> Output:
+    """o and, with output_final_state, ht of the recurrence of this module, `chunk_size` steps at a time.
+
+    q, k [B, T, H, K] and v [B, T, H, V]: all float32 or all bfloat16. gk [B, T, H, K], float32 or of q's dtype:
+    natural logarithms of the decays of each step and channel.
+    initial_state [N, H, K, V] float32: the states before the first steps, default zero. cu_seqlens [N + 1] int32: where
+    each of the N sequences that are packed into B = 1 begins, and the end T of the last; without it every row of the
+    batch is one (N = B). It is read on the device. scale: a float, default K^-0.5. chunk_size: a multiple
+    of 16 up to 256, counted from the beginning of each sequence. precision, of dots of float32 operands: "ieee", six
+    bfloat16 passes, or "bf16x3"; of bfloat16 operands only the result is rounded so far. fused: whether one kernel does
+    all, or another one the states before; None: one where its blocks fit VMEM (`chunk_scan.chunk_route` says why).
+    interpret: as `tpu_kernels.gmm.gmm`.
+    Raises ValueError or TypeError as `op_arguments.gla.check_forward`, `check_precision` and `check_fused`; values are
+    checked outside tracing only.
+    """
+    return Output(
+        *chunk_fwd(
+            q,
+            k,
+            v,
+            gates={"gk": gk},
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+            chunk_size=chunk_size,
+            precision=precision,
+            fused=fused,
+            interpret=interpret,
+        )
+    )
+
+
+def chunk_gla_bwd(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    do: jax.Array,
+    *,
+    gk: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    dht: jax.Array | None = None,
+    cu_seqlens: jax.Array | None = None,
+    chunk_size: int = 64,
+    precision: str = "ieee",
+    fused: bool | None = None,
+    interpret: Interpret = None,
+) -> Grads:
+    """The gradients of `chunk_gla_fwd`'s arguments, given do [B, T, H, V] in q's dtype and dht [N, H, K, V] float32.
+
+    Gradients have the dtypes of their arguments. Other arguments and errors as `chunk_gla_fwd`'s, with
+    `op_arguments.gla.check_backward`.
+    """
+    return _grads(
+        chunk_bwd(
+            q,
+            k,
+            v,
+            do,
+            gates={"gk": gk},
+            scale=scale,
+            initial_state=initial_state,
+            dht=dht,
+            cu_seqlens=cu_seqlens,
+            chunk_size=chunk_size,
+            precision=precision,
+            fused=fused,
+            interpret=interpret,
+        )
+    )
+
+
+def chunk_gla(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    gk: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    chunk_size: int = 64,
+    precision: str = "ieee",
+    fused: bool | None = None,
+    interpret: Interpret = None,
+) -> Output:
+    """`chunk_gla_fwd`, differentiable in q, k, v, the gates and initial_state; only they are kept for it."""
+    return differentiable(
+        chunk_fwd,
+        chunk_bwd,
+        q,
+        k,
+        v,
+        gates={"gk": gk},
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        precision=precision,
+        fused=fused,
+        interpret=interpret,
+    )
+
+
+def fused_recurrent_gla_fwd(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    gk: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    reverse: bool = False,
+    interpret: Interpret = None,
+) -> Output:
+    """o and, with output_final_state, ht of the recurrence of this module, one step at a time.
+
+    reverse: time runs backwards, in each sequence. There are no dots, and so no precision to choose. Other arguments
+    and errors as `chunk_gla_fwd`'s.
+    """
+    return Output(
+        *recurrent_fwd(
+            q,
+            k,
+            v,
+            gates={"gk": gk},
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+            reverse=reverse,
+            interpret=interpret,
+        )
+    )
+
+
+def fused_recurrent_gla_bwd(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    do: jax.Array,
+    *,
+    gk: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    dht: jax.Array | None = None,
+    cu_seqlens: jax.Array | None = None,
+    reverse: bool = False,
+    interpret: Interpret = None,
+) -> Grads:
+    """The gradients of `fused_recurrent_gla_fwd`'s arguments; as `chunk_gla_bwd`."""
+    return _grads(
+        recurrent_bwd(
+            q,
+            k,
+            v,
+            do,
+            gates={"gk": gk},
+            scale=scale,
+            initial_state=initial_state,
+            dht=dht,
+            cu_seqlens=cu_seqlens,
+            reverse=reverse,
+            interpret=interpret,
+        )
+    )
+
+
+def fused_recurrent_gla(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    gk: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    reverse: bool = False,
+    interpret: Interpret = None,
+) -> Output:
+    """`fused_recurrent_gla_fwd`, differentiable as `chunk_gla`."""
+    return differentiable(
+        recurrent_fwd,
+        recurrent_bwd,
+        q,
+        k,
+        v,
+        gates={"gk": gk},
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        reverse=reverse,
+        interpret=interpret,
+    )
+
+
+def _grads(gradients: Any) -> Grads:
+    dq, dk, dv, dgates, dh0 = gradients
+    return Grads(dq, dk, dv, dgates["gk"], dh0)
+
+
+# --------------------------------------------------------------------------------------------------- derivatives
+
+
+def differentiable(
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    gates: Gates,
+    initial_state: jax.Array | None,
+    output_final_state: bool,
+    cu_seqlens: jax.Array | None,
+    scale: float | None,
+    interpret: Interpret,
+    **options: Any,
+) -> Output:
+    """`forward(q, k, v, …)` with the derivative `backward(q, k, v, do, …)`."""
+    # Here and not only in the passes: inside a custom_vjp all values are traced.
+    check_forward(
+        q,
+        k,
+        v,
+        gates=gates,
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        offsets=None if cu_seqlens is None else concrete_values(cu_seqlens),
+        chunk_size=options.get("chunk_size"),
+    )
+    options |= {"scale": scale, "interpret": interpret}
+    passes = _Passes(forward, backward, bool(output_final_state), tuple(options.items()))
+    return Output(*_scan(passes, q, k, v, dict(gates), initial_state, cu_seqlens))
+
+
+class _Passes(NamedTuple):
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    output_final_state: bool
+    options: tuple[tuple[str, Any], ...]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scan(passes: _Passes, q: Any, k: Any, v: Any, gates: Any, initial_state: Any, cu_seqlens: Any) -> Any:
+    return passes.forward(
+        q,
+        k,
+        v,
+        gates=gates,
+        initial_state=initial_state,
+        output_final_state=passes.output_final_state,
+        cu_seqlens=cu_seqlens,
+        **dict(passes.options),
+    )
+
+
+def _scan_fwd(passes: _Passes, *arguments: Any) -> tuple[Any, Any]:
+    return _scan(passes, *arguments), arguments
+
+
+def _scan_bwd(passes: _Passes, arguments: Any, cotangents: Any) -> tuple[Any, ...]:
+    (q, k, v, gates, initial_state, cu_seqlens), (do, dht) = arguments, cotangents
+    gradients = passes.backward(
+        q,
+        k,
+        v,
+        do,
+        gates=gates,
+        initial_state=initial_state,
+        dht=dht,
+        cu_seqlens=cu_seqlens,
+        **dict(passes.options),
+    )
+    return *gradients, None
+
+
+_scan.defvjp(_scan_fwd, _scan_bwd)
