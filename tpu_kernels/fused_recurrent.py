@@ -822,7 +822,7 @@ def _step(pair: _Pair, carried: Any, decay: list[jax.Array], term: jax.Array | N
     if not decay:
         return _two_sum(state, residue if term is None else residue + term)
     kept, rest = decay
-    total, left = _two_sum(kept * state, 0.0 if term is None else term)
+    total, left = _two_sum(kept * state, jnp.zeros_like(state) if term is None else term)
     # There is no fused multiply-add: what a product loses is the smaller, the nearer the decay is to 1.
     return _two_sum(total, left + (rest * state + (kept + rest) * residue))
 

@@ -159,8 +159,8 @@ FAULTS = [
     ),
     in_recurrence(
         "the gate decays the new step too", "tpu", "fused_recurrent_simple_gla_fwd",
-        "return _two_sum(kept * state, rest * state + change)",
-        "return _two_sum(kept * (state + change), rest * (state + change))",
+        "_two_sum(kept * state, jnp.zeros_like(state) if term is None else term)",
+        "_two_sum(kept * state, jnp.zeros_like(state) if term is None else (kept + rest) * term)",
         smoke,
     ),
     in_recurrence(
