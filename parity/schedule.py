@@ -378,8 +378,9 @@ def _print(
 
 def _table(lines: Sequence[Line], refused: Sequence[tuple[Program, str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("op", "program", "chip"):
-        table.add_column(name, no_wrap=True)
+    for name in ("op", "program"):
+        table.add_column(name, overflow="fold")
+    table.add_column("chip", no_wrap=True)
     for name in ("cycles / unit", "of MXU floor", "of HBM floor", "spills", "code KiB"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("bound by")
