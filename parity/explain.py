@@ -47,8 +47,8 @@ LARGEST_ROUNDING = 2.0**-5
 SIGNIFICANT_BITS = {"bfloat16": 8, "tf32": 11}
 DOT = "dot"
 """Not a site but the product of lhs and rhs: three bfloat16 passes leave out that of what remains of both."""
-BINS = 8
-"""Parts that an axis without named bins is cut into."""
+PARTS = 8
+"""What an axis is cut into, to see where on it the error is."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ class Contrast:
 class Explanation:
     """One case on one backend, explained.
 
-    kind: "exact", "rounding" (of the named sites), "precision" (lost by no rounding of a named site), "logic".
+    kind: "exact", "rounding" (of the named sites), "noise" (within the bound, and not all of it named), "precision"
+    (beyond it, by no rounding of a named site), "logic".
     """
 
     judged: Judgement
@@ -104,6 +105,7 @@ class Explanation:
         return {
             "exact": "no error: every element is the golden, correctly rounded",
             "rounding": f"error = {named}, {share}",
+            "noise": f"error within its bound, of roundings that no site has (best: {named}, {share})",
             "precision": f"precision is lost, by no rounding of a named site alone (best: {named}, {share})",
             "logic": f"not explained by rounding: a logic fault{where} (best: {named}, {share})",
         }[self.kind]
@@ -131,9 +133,7 @@ def explain(
         return Explanation(judged, None, Attribution((), 0.0), (), "logic")
     field = Field.of(y, expected, name)
     scale = Scale(expected.magnitude[name], op.contract(case, backend).roundoff, expected.chain[name])
-    contrasts = contrast(
-        np.where(field.wrong, np.inf, eta(y, expected.golden[name], scale)), _bins(op, case, expected, y)
-    )
+    contrasts = contrast(np.where(field.wrong, np.inf, eta(y, expected.golden[name], scale)), _parts(y.shape))
     attribution = attribute(op, case, backend, name, field, done)
     twin = judge(op, case.with_data("integers"), backend, kernel) if case.data != "integers" else judged
     return Explanation(judged, twin, attribution, contrasts, _kind(judged, twin, attribution, field))
@@ -145,7 +145,7 @@ def _kind(judged: Judgement, twin: Judgement, attribution: Attribution, field: F
     if attribution.explained >= EXPLAINED:
         return "rounding"
     if judged.verdict.passed:
-        return "rounding" if attribution.roundings else "precision"
+        return "noise"
     too_large = field.largest > LARGEST_ROUNDING or field.wrong.any()
     return "logic" if too_large or not twin.verdict.passed else "precision"
 
@@ -316,9 +316,6 @@ def rounded(value: Floats, dtype: str) -> Floats:
         return np.zeros_like(value)
     if dtype.endswith(" cut"):
         return _cut(value, SIGNIFICANT_BITS[dtype.removesuffix(" cut")])
-    if dtype == "bf16x2":  # the sum of two pieces, both rounded to nearest
-        first = rounded(value, "bfloat16")
-        return first + rounded(value - first, "bfloat16")
     if dtype in ("pieces of bf16", "rest of bf16"):  # the first one cut off
         first = rounded(value, "bfloat16 cut")
         return rounded(value - first, "bfloat16") + (first if dtype == "pieces of bf16" else 0)
@@ -357,12 +354,12 @@ def contrast(errors: Floats, axes: Mapping[str, Mapping[str, np.ndarray]]) -> tu
     return tuple(sorted(found, key=lambda c: -c.contrast))
 
 
-def _bins(op: Op, case: Case, expected: Reference, y: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
-    """The op's own axes (groups, heads, chunks), then each axis of the array in `BINS` parts."""
+def _parts(shape: tuple[int, ...]) -> dict[str, dict[str, np.ndarray]]:
+    """Each axis of an array in `PARTS` parts, as `contrast` takes them."""
     axes: dict[str, dict[str, np.ndarray]] = {}
-    for n, size in enumerate(y.shape):
-        edges = np.unique(np.linspace(0, size, min(BINS, size) + 1).astype(int))
-        position = np.expand_dims(np.arange(size), [a for a in range(y.ndim) if a != n])
+    for n, size in enumerate(shape):
+        edges = np.unique(np.linspace(0, size, min(PARTS, size) + 1).astype(int))
+        position = np.expand_dims(np.arange(size), [a for a in range(len(shape)) if a != n])
         axes[f"axis {n}"] = {
             (f"{low}-{high - 1}" if high - low > 1 else str(low)): (position >= low) & (position < high)
             for low, high in pairwise(edges)

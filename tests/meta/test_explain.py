@@ -171,3 +171,13 @@ def test_a_case_is_found_by_its_id():
     with pytest.raises(ValueError, match="bit-exact"):
         op = OP["fp8_quantize"]
         explain(op, op.cases[0], "gpu")
+
+
+@pytest.mark.tpu
+def test_what_no_site_has_is_no_loss_where_the_case_passes():
+    """Six passes are six roundings of which the golden has none."""
+    pytest.importorskip("jax")
+    op = OP["tgmm"]
+    found = explain(op, next(case for case in op.cases if f32(case)), "tpu")
+    assert (found.kind, found.judged.verdict.outcome) == ("noise", "AGREES")
+    assert found.conclusion.startswith("error within its bound")
