@@ -1,6 +1,5 @@
 """Explanations: losses of precision planted in the real kernels are named, faults of logic are not taken for one."""
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from parity.explain import contrast, explain, rounded
 from parity.judge import judge
 from parity.op import Case
 from tests.matrix import OPS
-from tests.meta.test_faults import FAULTS, PACKAGES, ROOT
+from tests.meta.test_faults import FAULTS, PACKAGES, ROOT, load
 from tests.meta.test_faults import plant as plant_fault
 
 OP = {op.name: op for op in OPS}
@@ -51,10 +50,7 @@ def plant(loss: Loss, folder):
     source = loss.old.join(parts[: loss.nth + 1]) + loss.new + loss.old.join(parts[loss.nth + 1 :])
     path = folder / f"planted_{loss.backend}.py"
     path.write_text(source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, loss.op)
+    return getattr(load(path, path.stem), loss.op)
 
 
 HIGHEST = "precision = lax.Precision.HIGHEST if"
