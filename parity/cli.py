@@ -6,11 +6,13 @@ import argparse
 import multiprocessing
 import os
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from rich import box
@@ -18,12 +20,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from parity import diff, matrix, schedule, text
+from parity import bisect, diff, explain_command, matrix, replay, schedule, shrink
 from parity.backends import prepare_environment, runner
 from parity.dtypes import SHORT_NAMES
-from parity.explain import explain
 from parity.judge import compare
+from parity.lines import command as stages_command
 from parity.op import BACKENDS, TIERS, Case, Op
+from parity.records import Recorder, merge, read_all
+from parity.report import entries
 from parity.verdict import Verdict
 
 
@@ -36,6 +40,7 @@ class Line:
     epsilon: dict[str, float]  # root mean square over seeds, by backend
     worst: tuple[float, float] | None  # η and its bound, where η comes closest to it
     verdict: Verdict
+    entry: entries.Entry
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "-j", "--jobs", type=_positive, default=None, metavar="N", help="processes (default: one per core)"
     )
+    run.add_argument("--report", type=Path, default=None, metavar="FILE", help="write an HTML report as well")
     listing = add(
         "list", _list, "list the ops of the matrix, or with -k their cases with the contracts of both backends"
     )
@@ -77,14 +83,24 @@ def _parser() -> argparse.ArgumentParser:
         diffing.add_argument(name, help="a ledger, a folder of ledgers, or a git revision of this project")
     diffing.add_argument("--json", action="store_true", help="print JSON")
     diffing.add_argument("--fail-on-regression", action="store_true", help="exit with 1 if a case got worse")
+    merging = add("merge", _merge, "join ledgers, of shards or of other machines, into this project's")
+    merging.add_argument("folders", type=_folder, nargs="+", metavar="DIR", help="a folder of ledgers")
+    merging.add_argument("--records", type=Path, default=None, metavar="DIR", help="into which (default: records)")
     showing = add("show", _show, "print what the ledger has of a case, on all backends")
     showing.add_argument("case", help="a case id, with or without its seed")
     showing.add_argument("--records", type=_folder, default=None, metavar="DIR", help="the ledger (default: records)")
-    explaining = add("explain", _explain, "say where the error of a case comes from: which rounding, or which fault")
-    explaining.add_argument("case", help="a case id")
-    explaining.add_argument("--backend", choices=BACKENDS, default="tpu", help="whose kernel (default: tpu)")
+    about = "say where the error of a case comes from: which rounding, or which fault"
+    explain_command.add_arguments(add("explain", explain_command.command, about))
+    about = "say at which stage of a kernel its error enters, and which of its source lines make it"
+    stages_command.add_arguments(add("stages", stages_command.command, about))
     about = "what the TPU compiler makes of the kernels: the recorded table, or what has changed"
     schedule.add_arguments(add("schedule", schedule.command, about))
+    about = "reduce a case that fails as far as its verdict stays, and write a script that shows the failure alone"
+    shrink.add_arguments(add("shrink", shrink.command, about))
+    about = "judge a call that parity.capture saved in a training run or a server"
+    replay.add_arguments(add("replay", replay.command, about))
+    about = "find the first commit whose kernel fails a case that it passed before"
+    bisect.add_arguments(add("bisect", bisect.command, about))
     return parser
 
 
@@ -126,14 +142,16 @@ def _diff(given: argparse.Namespace) -> int:
     return int(given.fail_on_regression and diff.regressed(moved))
 
 
-def _explain(given: argparse.Namespace) -> int:
-    op, case = matrix.find(matrix.load(given.root), given.case)
-    columns = TextColumn("emulating roundings"), TextColumn("{task.completed:.0f}"), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=None)
-        found = explain(op, case, given.backend, done=lambda count: progress.update(task, completed=count))
-    Console(width=None if sys.stdout.isatty() else 150, soft_wrap=True, highlight=False).print(text.explanation(found))
-    return 0 if found.judged.verdict.passed else 1
+def _merge(given: argparse.Namespace) -> int:
+    into = given.records or given.root / "records"
+    with Recorder(into) as recorder:
+        for folder in given.folders:
+            for backend in BACKENDS:
+                for ledger in read_all(folder, backend).values():
+                    for record in ledger.values():
+                        recorder.write(record)
+    print(f"{merge(into).written} records written to {into}; of each case and seed the newest stays")
+    return 0
 
 
 def _show(given: argparse.Namespace) -> int:
@@ -155,6 +173,7 @@ def _run(given: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
     if not chosen:
         raise ValueError(f"-k must match a case of a model's shape, got {given.k!r}")
+    utc = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     lines: dict[str, Line] = {}
     with Progress(
         TextColumn("parity"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
@@ -164,12 +183,24 @@ def _run(given: argparse.Namespace) -> int:
         for line in _judge_all(given.root, chosen, given.seeds, given.jobs or os.cpu_count() or 1):
             lines[line.case.id] = line
             progress.update(task, advance=1, description=line.case.id)
+        if given.report:
+            judged = [lines[case.id].entry for _, case in chosen]
+            explained = entries.attribute(ops, judged, lambda id: progress.update(task, description=f"explain {id}"))
     table = _table([lines[case.id] for _, case in chosen])
     console.print(table)
     console.print(" · ".join(f"{b}: {runner(b).describe()}" for b in BACKENDS), highlight=False)
     failed = [line for line in lines.values() if not line.verdict.passed]
     for line in failed:
         console.print(f"{line.verdict.outcome}: {line.case.id}: {line.verdict.reason}", style="red", highlight=False)
+    if given.report:
+        from parity.report import page
+
+        command = shlex.join(["parity", "run", *(["-k", given.k] if given.k else []), "--seeds", str(given.seeds)])
+        about = page.Run(command, tuple(f"{b}: {runner(b).describe()}" for b in BACKENDS), utc)
+        try:
+            print(f"report: {page.write(given.report, explained, about, given.root)}")
+        except OSError as error:
+            raise ValueError(f"--report must name a file that can be written, got {given.report}: {error}") from error
     print(f"{len(lines) - len(failed)} passed, {len(failed)} failed")
     return 1 if failed else 0
 
@@ -189,12 +220,14 @@ def _judge_all(root: Path, chosen: Sequence[tuple[Op, Case]], seeds: int, jobs: 
 
 def judge_line(root: Path, op_name: str, case: Case, seeds: int) -> Line:
     """One line of the table; whatever a kernel raises costs its line alone."""
+    rerun = f'parity run -k "{case.id}" --seeds {seeds}'
     try:
         op = next(op for op in matrix.load(root) if op.name == op_name)
         compared = compare(op, case, seeds)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return Line(case, seeds, {}, None, Verdict("CRASH", "G1", reason))
+        crash = entries.without_judgement(case, entries.COMPARED, "CRASH", reason, rerun)
+        return Line(case, seeds, {}, None, Verdict("CRASH", "G1", reason), crash)
     worst = max(compared.everything, key=lambda j: j.eta_max / j.bound if j.bound else j.eta_max)
     return Line(
         case,
@@ -202,6 +235,7 @@ def judge_line(root: Path, op_name: str, case: Case, seeds: int) -> Line:
         {backend: compared.epsilon(backend) for backend in BACKENDS},
         (worst.eta_max, worst.bound),
         compared.comparison.verdict,
+        entries.of_comparison(op, compared, rerun),
     )
 
 

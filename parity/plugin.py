@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
 from parity import matrix, text
-from parity.backends import has_cuda, has_tpu, is_here, runner
+from parity.backends import free_compiled_programs, has_cuda, has_tpu, is_here, runner
 from parity.judge import compare, judge
 from parity.ledger import Book
 from parity.op import BACKENDS, TIERS, Backend, Case, Op
 from parity.records import Merged, Recorder, merge
+from parity.report import entries
 from parity.verdict import Verdict
+
+pytest_plugins = ("parity.workers", "parity.casualties", "parity.campaign")
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -24,6 +27,7 @@ FRAMEWORK = {"tpu": "jax", "gpu": "triton"}
 _OPS = pytest.StashKey[tuple[Op, ...]]()
 _BOOK = pytest.StashKey[Book]()
 _RECORDER = pytest.StashKey[Recorder | None]()
+_ENTRY = "parity-report"
 
 
 def cases(*ops: Op, backend: Backend, data: str | None = None, compared: bool = False) -> Callable[[Test], Test]:
@@ -81,6 +85,8 @@ class Run:
             for judged in compared.everything if recorded is None else compared.judged["tpu"]:
                 self._recorder.write(self._book.record(self.op, judged))
         self._report(compared.summary())
+        if self._reports:
+            self._add(entries.of_comparison(self.op, compared, self._rerun()))
         decided = compared.comparison.verdict
         if not decided.passed:
             pytest.fail(text.comparison(compared, self._rerun()), pytrace=False)
@@ -103,12 +109,23 @@ class Run:
     def _recorder(self) -> Recorder | None:
         return self._request.config.stash[_RECORDER]
 
+    @property
+    def _reports(self) -> bool:
+        return bool(self._request.config.getoption("--parity-report"))
+
     def _report(self, entry: dict[str, Any]) -> None:
-        self._request.node.user_properties.append(("parity", entry))
+        properties = self._request.node.user_properties
+        properties.append(("parity", entry))
+        # Each on its own too, for JUnit's XML.
+        named = {"verdict": "outcome", "epsilon": "epsilon", "eta": "eta_max", "bound": "bound", "ratio": "ratio"}
+        properties += [(name, entry[key]) for name, key in named.items() if key in entry]
+        properties.append(("rerun", self._rerun()))
+
+    def _add(self, entry: entries.Entry) -> None:
+        self._request.node.user_properties.append((_ENTRY, entry.plain()))
 
     def _rerun(self) -> str:
-        n0 = "-n0 " if self._request.config.pluginmanager.hasplugin("xdist") else ""
-        return f'pytest {n0}"{self._request.node.nodeid}"'
+        return _rerun(self._request.node)
 
     def _judge(self) -> None:
         __tracebackhide__ = True
@@ -129,6 +146,8 @@ class Run:
             if judged.verdict.gate == "G3" and not twin.verdict.passed:
                 judged = replace(judged, verdict=replace(judged.verdict, outcome="LOGIC FAULT"))
         self._report(judged.summary() | status)
+        if self._reports:
+            self._add(entries.of_judgement(self.op, judged, self._rerun(), status.get("record", "")))
         if not judged.verdict.passed:
             pytest.fail(text.failure(judged, twin, self._rerun()), pytrace=False)
 
@@ -161,6 +180,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--parity-record", action="store_true", help="write what is measured into the ledger")
     group.addoption("--parity-strict-records", action="store_true", help="fail where a record is stale")
+    group.addoption(
+        "--parity-report",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="write everything that is judged as an HTML page",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -171,9 +197,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "tpu: runs Pallas kernels")
     config.addinivalue_line("markers", "gpu: runs Triton kernels")
     root = config.getoption("--parity-records") or config.rootpath / "records"
-    # Workers take the controller's clock, so that a run has one provenance.
-    utc = getattr(config, "workerinput", {}).get("parity_utc") or datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    config.stash[_BOOK] = Book(root, utc)
+    from parity.campaign import began  # not before pytest has loaded it as a plugin
+
+    config.stash[_BOOK] = Book(root, began(config))
     config.stash[_RECORDER] = Recorder(root) if config.getoption("--parity-record") else None
     config.pluginmanager.register(_Reporter(config), "parity-reporter")
 
@@ -252,40 +278,96 @@ def _shared(item: pytest.Item) -> Any:
     return item.path, backend, case.with_data("normal").id
 
 
+def _rerun(item: pytest.Item) -> str:
+    """The command that runs a test alone."""
+    n0 = "-n0 " if item.config.pluginmanager.hasplugin("xdist") else ""
+    return f'pytest {n0}"{item.nodeid}"'
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Free what JAX compiled, before it is too much for one process."""
+    free_compiled_programs(finished=nextitem is None or nextitem.path != item.path)
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     """Which backend is real and which is emulated."""
-    real = {"tpu": has_tpu(), "gpu": has_cuda()}
-    where = [f"{name} {'real' if real[name] else 'emulated'}" for name in BACKENDS]
+    where = _devices()
     return " · ".join(["parity: " + where[0], *where[1:], "goldens float64"])
 
 
+def _devices() -> tuple[str, ...]:
+    real = {"tpu": has_tpu(), "gpu": has_cuda()}
+    return tuple(f"{name} {'real' if real[name] else 'emulated'}" for name in BACKENDS)
+
+
+def _entries_of(report: pytest.TestReport) -> list[dict[str, Any]]:
+    return [value for name, value in report.user_properties if name == _ENTRY]  # type: ignore[misc]
+
+
 class _Reporter:
-    """Collects the judgements that tests report, also through pytest-xdist, and prints their summary."""
+    """Collects what tests report, also through pytest-xdist, prints its summary, and writes the report."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._judged: list[dict[str, Any]] = []
         self._merged: Merged | None = None
         self._lost: list[str] = []
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_configure_node(self, node: Any) -> None:
-        """pytest-xdist's: what a worker is told before it starts."""
-        node.workerinput["parity_utc"] = self._config.stash[_BOOK].utc
+        self._entries: list[entries.Entry] = []
+        self._written = ""
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
         recorder = self._config.stash[_RECORDER]
         if recorder:
             recorder.close()
             if not hasattr(self._config, "workerinput"):
                 self._merged = merge(self._config.stash[_BOOK].root)
+        wanted = self._config.getoption("--parity-report") and not self._config.option.collectonly
+        if wanted and not hasattr(self._config, "workerinput"):
+            self._written = self._write(interrupted=exitstatus == pytest.ExitCode.INTERRUPTED)
+
+    def _write(self, interrupted: bool) -> str:
+        from parity.report import page
+
+        notices = [f"A worker died of {nodeid}: nothing is known of it." for nodeid in self._lost]
+        judged = self._entries
+        if interrupted:
+            notices.append("The run was interrupted: what it had not come to is not here, and no error is explained.")
+        elif judged:
+            judged = list(entries.attribute(_matrix(self._config), judged))
+        command = shlex.join(["pytest", *map(str, self._config.invocation_params.args)])
+        about = page.Run(command, _devices(), self._config.stash[_BOOK].utc or "", tuple(notices))
+        try:
+            return str(page.write(self._config.getoption("--parity-report"), judged, about, self._config.rootpath))
+        except OSError as error:
+            return f"not written: {error}"
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """A case whose test ended otherwise than by its verdict is in the report as well."""
+        report = yield
+        marker, callspec = item.get_closest_marker("parity_cases"), getattr(item, "callspec", None)
+        wanted = self._config.getoption("--parity-report") and call.when != "teardown"
+        if wanted and marker and callspec and call.excinfo:
+            _, case, backend = callspec.params["run"]
+            side = entries.COMPARED if marker.kwargs["compared"] else backend
+            told = [entry["passed"] for entry in _entries_of(report)]
+            reason = call.excinfo.exconly(tryshort=True).splitlines()[0]
+            if (report.failed and False not in told) or (report.skipped and not told):
+                outcome = "CRASH" if report.failed else "SKIPPED"
+                missing = entries.without_judgement(case, side, outcome, reason, _rerun(item))
+                report.user_properties.append((_ENTRY, missing.plain()))
+        return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if str(report.when) == "???":  # pytest-xdist's word for what a worker was at when it died
             self._lost.append(report.nodeid)
-        if report.when == "call":
+        if report.when in ("call", "???"):
             self._judged += [value for name, value in report.user_properties if name == "parity"]  # type: ignore[misc]
+        if report.when == "call" or (report.when == "setup" and not report.passed):
+            self._entries += map(entries.Entry.from_plain, _entries_of(report))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         lines = text.summary(self._judged, _recording(self._config))
@@ -293,6 +375,8 @@ class _Reporter:
             terminalreporter.section("parity")
             for line in lines:
                 terminalreporter.write_line(line)
+        if self._written:
+            terminalreporter.write_line(f"report: {self._written}")
         if self._merged:
             terminalreporter.write_line(f"records: {self._merged.written} written to {self._config.stash[_BOOK].root}")
             for line in self._merged.lost_lines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,10 @@ from parity.op import Backend, Inputs
 
 EMULATED = "emulated"
 """The device kind of everything that no accelerator computed."""
+
+
+MAPPINGS = 30_000
+"""Memory mappings of a process from which on compiled programs are let go: Linux allows 65,530."""
 
 
 class Runner(Protocol):
@@ -85,6 +90,25 @@ def prepare_environment() -> None:
         defaults |= {"TRITON_INTERPRET": "1"}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+def free_compiled_programs(*, finished: bool) -> None:
+    """Let go of every program that JAX has compiled: where its users have `finished`, or this process has many.
+
+    Each program that XLA compiles for the CPU maps memory (a Pallas kernel in interpret mode about 110 times), and
+    beyond the `vm.max_map_count` of a process its compiler crashes.
+    """
+    jax = sys.modules.get("jax")
+    if jax and (finished or _mapped() > MAPPINGS):
+        jax.clear_caches()
+
+
+def _mapped() -> int:
+    try:
+        with Path("/proc/self/maps").open("rb") as maps:
+            return sum(1 for _ in maps)
+    except OSError:  # not Linux
+        return 0
 
 
 def has_tpu() -> bool:

@@ -67,6 +67,12 @@ def project(tmp_path):
     return make
 
 
+@pytest.fixture
+def run_in():
+    """Runs pytest in a folder."""
+    return run_pytest
+
+
 def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
