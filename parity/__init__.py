@@ -1,8 +1,9 @@
 """kernel-parity: judge TPU and GPU kernels of the same operation against one float64 golden."""
 
+from parity import capture
 from parity.interop import jax_to_torch, torch_to_jax
 from parity.magnitude import abs_of
-from parity.op import Array, Case, Contract, Expected, Gates, Groups, Offsets, Op, Scales
+from parity.op import Array, Case, Contract, Expected, Gates, Given, Groups, Offsets, Op, Scales
 from parity.plugin import cases
 
 __all__ = [
@@ -11,11 +12,13 @@ __all__ = [
     "Contract",
     "Expected",
     "Gates",
+    "Given",
     "Groups",
     "Offsets",
     "Op",
     "Scales",
     "abs_of",
+    "capture",
     "cases",
     "jax_to_torch",
     "torch_to_jax",
