@@ -52,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(given.command(given))
     except ValueError as error:
         parser.error(str(error))
+    except BrokenPipeError:  # whoever reads the output, `head` for instance, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "-j", "--jobs", type=_positive, default=None, metavar="N", help="processes (default: one per core)"
     )
-    run.add_argument("--report", type=Path, default=None, metavar="FILE", help="write an HTML report as well")
+    run.add_argument("--report", type=_file, default=None, metavar="FILE", help="write an HTML report as well")
     listing = add(
         "list", _list, "list the ops of the matrix, or with -k their cases with the contracts of both backends"
     )
@@ -108,6 +111,13 @@ def _folder(text: str) -> Path:
     path = Path(text).resolve()
     if not path.is_dir():
         raise argparse.ArgumentTypeError(f"must be a folder, got {text}")
+    return path
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file in a folder that is there, got {text}")
     return path
 
 
@@ -197,10 +207,7 @@ def _run(given: argparse.Namespace) -> int:
 
         command = shlex.join(["parity", "run", *(["-k", given.k] if given.k else []), "--seeds", str(given.seeds)])
         about = page.Run(command, tuple(f"{b}: {runner(b).describe()}" for b in BACKENDS), utc)
-        try:
-            print(f"report: {page.write(given.report, explained, about, given.root)}")
-        except OSError as error:
-            raise ValueError(f"--report must name a file that can be written, got {given.report}: {error}") from error
+        print(f"report: {page.write(given.report, explained, about, given.root)}")
     print(f"{len(lines) - len(failed)} passed, {len(failed)} failed")
     return 1 if failed else 0
 
@@ -226,7 +233,7 @@ def judge_line(root: Path, op_name: str, case: Case, seeds: int) -> Line:
         compared = compare(op, case, seeds)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        crash = entries.without_judgement(case, entries.COMPARED, "CRASH", reason, rerun)
+        crash = entries.without_judgement(op_name, case.id, entries.COMPARED, "CRASH", reason, rerun)
         return Line(case, seeds, {}, None, Verdict("CRASH", "G1", reason), crash)
     worst = max(compared.everything, key=lambda j: j.eta_max / j.bound if j.bound else j.eta_max)
     return Line(

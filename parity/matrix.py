@@ -19,11 +19,15 @@ def load(root: Path) -> tuple[Op, ...]:
     expected failure that no case has.
     """
     pyproject = root / "pyproject.toml"
-    settings = tomllib.loads(pyproject.read_text())["tool"].get("parity", {}) if pyproject.exists() else {}
+    tools = tomllib.loads(pyproject.read_text()).get("tool", {}) if pyproject.exists() else {}
+    settings = tools.get("parity", {})
     if "matrix" not in settings:
         raise ValueError(f'{pyproject} must name a module of ops: [tool.parity] matrix = "tests.matrix"')
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
+    # The project's modules are found where its tests find them.
+    for folder in [".", *tools.get("pytest", {}).get("ini_options", {}).get("pythonpath", [])]:
+        path = str((root / folder).resolve())
+        if path not in sys.path:
+            sys.path.insert(0, path)
     ops: tuple[Op, ...] = getattr(importlib.import_module(settings["matrix"]), "OPS", ())
     if not ops:
         raise ValueError(f"{settings['matrix']} must define OPS, a tuple of parity.Op, got none")

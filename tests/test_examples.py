@@ -1,6 +1,7 @@
-"""Every project under examples/ passes its own tests, in a virtual environment of its own."""
+"""Every project under examples/ gets the verdicts that its README shows, in a virtual environment of its own."""
 
 import os
+import re
 import site
 import subprocess
 import venv
@@ -11,6 +12,12 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+def verdicts(text):
+    """Op, backend, cases and verdicts of every line of a summary, and the counts of pytest's last line."""
+    lines = re.findall(r"^ *(\w+) +(tpu|gpu) emulated +(\d+) +\S+ +(?:–|\S+ \[.+\])  (.+)$", text, re.MULTILINE)
+    return lines, re.findall(r"(?:\d+ failed, )?\d+ passed", text)[-1]
+
+
 @pytest.mark.parametrize("example", sorted(path.parent.name for path in EXAMPLES.glob("*/pyproject.toml")))
 def test_example(example, tmp_path):
     venv.create(tmp_path / "venv", symlinks=True)
@@ -18,9 +25,10 @@ def test_example(example, tmp_path):
     folder = next((tmp_path / "venv").glob("lib/python*/site-packages"))
     folder.joinpath("installed.pth").write_text(f"import site; site.addsitedir({site.getsitepackages()[0]!r})\n")
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    python = tmp_path / "venv" / "bin" / "python"
     done = subprocess.run(
-        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        [tmp_path / "venv" / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider"],
         cwd=EXAMPLES / example, env=environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    shown = verdicts((EXAMPLES / example / "README.md").read_text())
+    assert shown[0]
+    assert verdicts(done.stdout) == shown, done.stdout + done.stderr
