@@ -36,7 +36,7 @@ $(VENV)/installed: pyproject.toml
 	test -e /dev/nvidia0 || $(PIP) torch==2.13.0+cpu || $(PIP) torch==2.13.0
 	$(PIP) --editable ".[jax,triton,libtpu,dev]"
 # The report's tests drive the Chromium of this machine, or else Playwright's, which needs no root; without one they skip.
-	command -v chromium || command -v google-chrome || $(BIN)/playwright install --only-shell chromium || true
+	command -v chromium || command -v google-chrome || $(BIN)/playwright install --only-shell chromium || echo "no Chromium to be had"
 	touch $@
 
 clean:

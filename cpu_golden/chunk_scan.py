@@ -34,14 +34,15 @@ def chunk_forward(
 ) -> tuple[Array, Array]:
     """A `Forward` scan of `fused_recurrent`, chunk by chunk.
 
-    Sites: c, exponent, decay, A, state, lhs, rhs, partial, acc (of every dot), out.
+    Sites: q, k, v, c, exponent, decay, kept_exponent, kept, A, state, lhs, rhs, partial, acc (of every dot), out.
     """
+    q, k, v = stages.operands(q=q, k=k, v=v)
     o = np.zeros(v.shape)
     for rows in _chunks(q, chunk_size):
         q_c, k_c, v_c = (x[..., rows, :] for x in (q, k, v))
         c = _summed(gate[..., rows, :], stages)
         a = _scores(q_c, k_c, c, stages)
-        o[..., rows, :] = scale * (stages.dot(a, v_c) + stages.dot(q_c * stages.decay(c), state))
+        o[..., rows, :] = scale * (stages.dot(a, v_c) + _read(q_c, stages.decay(c), state, stages))
         state = _next_state(k_c, v_c, c, state, stages)
     return stages.rounding("out", o), state
 
@@ -63,8 +64,9 @@ def chunk_backward(
     """A `Backward` scan of `fused_recurrent`, chunk by chunk.
 
     magnitude: of absolute values (the gates true), and what is added to a gate's gradient and taken away again counts.
-    Sites: those of `chunk_forward`, dA, dstate, dgate (each of the sums that a gate's gradient has).
+    Sites: those of `chunk_forward`, do, dA, dstate, dgate (each of the sums that a gate's gradient has).
     """
+    q, k, v, do = stages.operands(q=q, k=k, v=v, do=do)
     if magnitude:
         q, k, v, do, state, dstate = (np.abs(x) for x in (q, k, v, do, state, dstate))
         scale = abs(scale)
@@ -84,11 +86,11 @@ def chunk_backward(
         dq[..., rows, :], dk[..., rows, :], of_pairs = _pair_gradients(a, da, q_c, k_c, c, stages, magnitude)
         dq[..., rows, :] += read
         dk[..., rows, :] += written
-        dv[..., rows, :] = scale * stages.dot(a.mT, do_c) + stages.dot(k_c * until, dstate)
+        dv[..., rows, :] = scale * stages.dot(a.mT, do_c) + _read(k_c, until, dstate, stages)
         of_states = np.sum(kept * state * dstate, axis=-1)[..., None, :]
         sums = of_states, _sum_from(q_c * read), _sum_before(k_c * written, magnitude)
         dgate[..., rows, :] = of_pairs + sum(stages.rounding("dgate", sum_to_gate(x, gate)) for x in sums)
-        dstate = stages.rounding("dstate", kept * dstate + stages.dot((scale * q_c * since).mT, do_c))
+        dstate = stages.rounding("dstate", kept * dstate + _written(q_c, do_c, scale * since, stages))
     out = [stages.rounding("out", x) for x in (dq, dk, dv, dgate)]
     return out[0], out[1], out[2], out[3], dstate
 
@@ -102,10 +104,24 @@ def _summed(gate: Array, stages: Stages) -> Array:
     return stages.rounding("c", np.cumsum(gate, axis=-2))
 
 
+def _read(x: Array, decay: Array, state: Array, stages: Stages) -> Array:
+    """(x · decay) @ state. A decay per row is applied to the sums: kernels take an x of 16 bits as it is."""
+    if decay.shape[-1] == 1:
+        return decay * stages.dot(x, state)
+    return stages.dot(x * decay, state)
+
+
 def _next_state(k: Array, v: Array, c: Array, state: Array, stages: Stages) -> Array:
     until = stages.decay(c[..., -1:, :] - c)
     kept = stages.kept(c[..., -1, :, None])
-    return stages.rounding("state", kept * state + stages.dot((k * until).mT, v))
+    return stages.rounding("state", kept * state + _written(k, v, until, stages))
+
+
+def _written(k: Array, v: Array, decay: Array, stages: Stages) -> Array:
+    """(k · decay)ᵀ @ v."""
+    if stages.values_decayed and decay.shape[-1] == 1:
+        return stages.dot(k.mT, v * decay)
+    return stages.dot((k * decay).mT, v)
 
 
 def _scores(q: Array, k: Array, c: Array, stages: Stages) -> Array:

@@ -35,10 +35,14 @@ class Output(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """How a staged scan rounds: at which sites, and after how many products of a dot (None: after the last)."""
+    """How a staged scan rounds: at which sites, and after how many products of a dot (None: after the last).
+
+    values_decayed: a decay per step of what is written into a state multiplies v (or do), and not k (or q).
+    """
 
     rounding: Rounding = exact
     depth: int | None = None
+    values_decayed: bool = False
 
     def dot(self, a: Array, b: Array) -> Array:
         """a [..., I, J] @ b [..., J, L]. Sites: lhs, rhs (operands), partial (depth products), acc (running sum)."""
@@ -51,17 +55,22 @@ class Stages(NamedTuple):
             acc = self.rounding("acc", acc + partial)
         return acc
 
+    def operands(self, **tensors: Array) -> list[Array]:
+        """What a kernel is given, as it reads it. Sites: their names."""
+        return [self.rounding(name, x) for name, x in tensors.items()]
+
     def decay(self, exponent: Array) -> Array:
         """exp. Sites: exponent, decay."""
         return self.rounding("decay", np.exp(self.rounding("exponent", exponent)))
 
     def kept(self, exponent: Array) -> Array:
         """exp, of what multiplies a state again and again: 0 or 1, whichever is nearer, and what is left, which alone
-        is rounded. (Rounded as a whole, a decay near 1 would err by much of what a state forgets.) Sites as `decay`.
+        is rounded. (Rounded as a whole, a decay near 1 would err by much of what a state forgets.) Sites:
+        kept_exponent, kept (what is left).
         """
-        decay = np.exp(self.rounding("exponent", exponent))
+        decay = np.exp(self.rounding("kept_exponent", exponent))
         whole = np.where(decay < 0.5, 0.0, 1.0)
-        return whole + self.rounding("decay", decay - whole)
+        return whole + self.rounding("kept", decay - whole)
 
 
 def forward(
@@ -173,13 +182,14 @@ def recurrent_forward(
 ) -> tuple[Array, Array]:
     """The recurrence as the fused recurrent kernels round it: see `_step`. A `Forward` scan.
 
-    Sites: exponent (a step's gate), decay, state, lhs, rhs, partial, acc (of q_tᵀ S_t), out.
+    Sites: q, k, v, kept_exponent (a step's gate), kept, state, lhs, rhs, partial, acc (of q_tᵀ S_t), out.
     """
-    o = np.zeros(v.shape)
+    q, k, v = stages.operands(q=q, k=k, v=v)
+    o, rounded = np.zeros(v.shape), state
     for t in range(q.shape[2]):
         state, rounded = _step(t, k, v, gate, state, stages)
         o[..., t, :] = scale * stages.dot(q[..., t, None, :], rounded)[..., 0, :]
-    return stages.rounding("out", o), state
+    return stages.rounding("out", o), rounded
 
 
 def recurrent_backward(
@@ -197,8 +207,9 @@ def recurrent_backward(
     """The derivative of the recurrence as the fused recurrent kernels round it. A `Backward` scan.
 
     A forward pass keeps the state before every `BLOCK` steps; the states between are computed again.
-    Sites: as `recurrent_forward`, dstate, dgate.
+    Sites: as `recurrent_forward`, do, dstate, dgate.
     """
+    q, k, v, do = stages.operands(q=q, k=k, v=v, do=do)
     size = q.shape[2]
     checkpoints = []
     for t in range(size):

@@ -129,9 +129,8 @@ def gmm(
     _, tk, _ = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
     out = np.zeros((p.m, p.n)) if existing_out is None else existing_out.astype(np.float64)
     for group, rows in active_groups(sizes, group_offset, p.groups):
-        a = rounding("lhs", lhs[rows].astype(np.float64))
-        b = rounding("rhs", rhs[group].astype(np.float64))
-        out[rows] = staged_dot(a, b.T if transpose_rhs else b, tk, rounding)
+        b = rhs[group].astype(np.float64)
+        out[rows] = staged_dot(lhs[rows].astype(np.float64), b.T if transpose_rhs else b, tk, rounding)
     return rounding("out", out)
 
 
@@ -145,13 +144,15 @@ def tgmm(
     existing_out: Array | None = None,
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
+    aligned: bool = False,
     rounding: Rounding = exact,
 ) -> Array:
     """The weight gradient of `gmm`: `out[g] = lhs[rows of g].T @ rhs[rows of g]`.
 
     lhs [M, K] and rhs [M, N]: float32, bfloat16, float16 or float64. group_sizes [E] int32, >= 0, sum <= M.
     Returns float64 [G, K, N], G = num_actual_groups (default E): an empty group's block is zero; existing_out
-    [G, K, N] is added. tiling gives the row step of the staged sum (default: all rows at once).
+    [G, K, N] is added. tiling gives the row step of the staged sum (default: all rows at once), which is counted from
+    each group's first row or, if aligned, from the first of all rows.
     Sites: lhs, rhs (operands of the dot), partial (one row step's products summed), acc (the running sum), out.
     Raises ValueError or TypeError as `op_arguments.gmm.check_tgmm`.
     """
@@ -170,9 +171,8 @@ def tgmm(
     tm, _, _ = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
     out = np.zeros((p.groups, p.k, p.n)) if existing_out is None else existing_out.astype(np.float64)
     for group, rows in active_groups(sizes, group_offset, p.groups):
-        a = rounding("lhs", lhs[rows].astype(np.float64))
-        b = rounding("rhs", rhs[rows].astype(np.float64))
-        out[group] += staged_dot(a.T, b, tm, rounding)
+        a, b = (x[rows].astype(np.float64) for x in (lhs, rhs))
+        out[group] += staged_dot(a.T, b, tm, rounding, first=rows.start if aligned else 0)
     return rounding("out", out)
 
 
@@ -216,12 +216,19 @@ def make_group_metadata(
     return GroupMetadata(offsets, pairs[:, 0].copy(), pairs[:, 1].copy(), np.array([len(visits)], np.int32))
 
 
-def staged_dot(a: Array, b: Array, step: int, rounding: Rounding, running: str = "acc") -> Array:
-    """a [I, J] @ b [J, L], summed over J in steps as the kernels do; `running` is the site of the running sum."""
+def staged_dot(a: Array, b: Array, step: int, rounding: Rounding, running: str = "acc", first: int = 0) -> Array:
+    """a [I, J] @ b [J, L], summed over J in steps as the kernels do; `running` is the site of the running sum.
+
+    J begins at `first` of what is cut into steps.
+    """
+    a, b = rounding("lhs", a), rounding("rhs", b)
     acc = np.zeros((a.shape[0], b.shape[1]))
-    for j in range(0, a.shape[1], step):
-        partial = rounding("partial", a[:, j : j + step] @ b[j : j + step])
+    j, end = 0, a.shape[1]
+    while j < end:
+        following = j + step - (first + j) % step
+        partial = rounding("partial", a[:, j:following] @ b[j:following])
         acc = rounding(running, acc + partial)
+        j = following
     return acc
 
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gpu_reference.fused_recurrent import Gates, Gradients
-from gpu_reference.gmm import block_of, values
+from gpu_reference.gmm import Debug, block_of, values
 from gpu_reference.hardware import Launch, check_devices, computes_bfloat16
 from op_arguments.gla import Problem, check_backward, check_forward, check_fused, check_precision
 
@@ -44,7 +44,7 @@ LARGEST_ROWS = {False: 32, True: 16}
 """Rows of a block, at most, without and with a gate for each channel: there pairs within a block are no matrix product,
 and few are best. Every row less costs the backward pass memory for states."""
 
-BLOCK_ELEMENTS = 4096  # of a block's q that has all of K, at most (but never less than 16 rows)
+BLOCK_ELEMENTS = 4096  # of q or of the state in a block that has all of K, at most (never fewer than 16 rows of either)
 
 FORWARD_TILES = {
     ("bfloat16", False): (32, 4),
@@ -55,12 +55,13 @@ FORWARD_TILES = {
 """(columns of V, warps) by dtype and whether each channel has a gate: at most so many, that little is spilled."""
 
 BACKWARD_TILES = {
-    ("bfloat16", False): (64, 16, 8),
-    ("bfloat16", True): (32, 32, 4),
-    ("float32", False): (32, 16, 8),
-    ("float32", True): (32, 16, 4),
+    (True, False): (64, 16, 8),
+    (True, True): (32, 32, 4),
+    (False, False): (32, 16, 8),
+    (False, True): (32, 16, 4),
 }
-"""(columns of K, columns of V, warps) likewise. Every tile of K more costs memory for a copy of dv."""
+"""(columns of K, columns of V, warps) likewise, by whether dots are of bfloat16 and whether each channel has a gate.
+Every tile of K more costs memory for a copy of dv."""
 
 PIECE = tl.constexpr(16 if int(triton.__version__.split(".")[1]) < 9 else 8)
 """Products that a float32 dot sums one after the other, before sums are added in float64: as few as Triton allows."""
@@ -86,13 +87,22 @@ class Route(NamedTuple):
     explain: str
 
 
-def chunk_route(p: Problem, chunk_size: int, processors: int, *, per_channel: bool, backward: bool = False) -> Route:
+def chunk_route(
+    p: Problem,
+    chunk_size: int,
+    processors: int,
+    *,
+    per_channel: bool,
+    backward: bool = False,
+    precision: str = "ieee",
+) -> Route:
     """Whether one pass over each sequence (fused) keeps `processors` multiprocessors busy, or chunks must be spread.
 
-    per_channel: whether the gate is gk.
+    per_channel: whether the gate is gk; precision: as in `chunk_fwd`.
     """
     if backward:
-        axis, tiles = "K", triton.cdiv(p.k, backward_block(p, chunk_size, per_channel=per_channel).keys)
+        block = backward_block(p, chunk_size, precision, per_channel=per_channel)
+        axis, tiles = "K", triton.cdiv(p.k, block.keys)
     else:
         axis, tiles = "V", triton.cdiv(p.v, forward_block(p, chunk_size, per_channel=per_channel).values)
     programs = p.n * p.h * tiles
@@ -117,6 +127,7 @@ def chunk_fwd(
     chunk_size: int = 64,
     precision: str = "ieee",
     fused: bool | None = None,
+    debug: Debug = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(o, ht): `o_t = scale q_t^T S_t`, and the state after the last step where output_final_state, else None.
 
@@ -125,7 +136,7 @@ def chunk_fwd(
     q's dtype. initial_state [N, H, K, V] float32. cu_seqlens [N + 1] int32 packs N sequences into B = 1 (N = B
     without). scale: default K ** -0.5. chunk_size: rows between the states that are kept where not fused.
     precision of dots of float32: "ieee" or "bf16x3" (operands in two bfloat16 parts, three products). fused: in one
-    pass over each sequence; None: as `chunk_route`.
+    pass over each sequence; None: as `chunk_route`. debug: as `gmm.gmm`, at decay (from a block's start), A and state.
     o has v's shape and dtype and is zero beyond the last sequence; ht [N, H, K, V] is float32.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`, ValueError for tensors on several devices, and
     RuntimeError for CPU tensors where Triton's interpreter is off.
@@ -169,11 +180,24 @@ def chunk_fwd(
     block = forward_block(p, chunk_size, per_channel="gk" in gates)
     if not fused:
         first_states, last_states = _states(p, p.b * p.t // chunk_size + p.n, device), None
-        states_launch(p, k, v, gates, initial_state, cu_seqlens, first_states, ht, block, chunk_size, precision).run(
-            device
-        )
+        states_launch(
+            p, k, v, gates, initial_state, cu_seqlens, first_states, ht, block, chunk_size, precision, debug=debug
+        ).run(device)
     forward_launch(
-        p, q, k, v, gates, first_states, cu_seqlens, o, last_states, block, chunk_size, precision, fused=fused
+        p,
+        q,
+        k,
+        v,
+        gates,
+        first_states,
+        cu_seqlens,
+        o,
+        last_states,
+        block,
+        chunk_size,
+        precision,
+        fused=fused,
+        debug=debug,
     ).run(device)
     return o, ht
 
@@ -216,7 +240,7 @@ def chunk_bwd(
     check_precision(precision, p.dtype)
     tensors = {"q": q, "k": k, "v": v, "do": do, **gates, "initial_state": initial_state, "dht": dht}
     device = check_devices(tensors | {"cu_seqlens": cu_seqlens})
-    fused = _is_fused(p, chunk_size, fused, device, per_channel="gk" in gates, backward=True)
+    fused = _is_fused(p, chunk_size, fused, device, per_channel="gk" in gates, backward=True, precision=precision)
     if q.dtype == torch.bfloat16 and not computes_bfloat16(device):
         wide = chunk_bwd(
             q.float(),
@@ -236,7 +260,7 @@ def chunk_bwd(
 
     gk = gates.get("gk")
     per_channel = gk is not None
-    block = backward_block(p, chunk_size, per_channel=per_channel)
+    block = backward_block(p, chunk_size, precision, per_channel=per_channel)
     # A program has a tile of K, and sums over K need those of the others: they are left apart, and added in order.
     tiles = max(triton.cdiv(p.k, block.keys), 1)
     dq, dk = (_rows((p.b, p.t, p.h, p.k), q.dtype, device, cu_seqlens) for _ in range(2))
@@ -332,12 +356,13 @@ def forward_block(p: Problem, chunk_size: int, *, per_channel: bool) -> Block:
     """The block of `_forward_kernel`, which has all of K and a tile of V."""
     values, warps = FORWARD_TILES[p.dtype, per_channel]
     rows = block_rows(p, chunk_size, per_channel=per_channel)
-    return Block(rows, block_of(p.k), min(block_of(p.v), values), warps)
+    keys = block_of(p.k)
+    return Block(rows, keys, min(block_of(p.v), values, max(BLOCK_ELEMENTS // keys, 16)), warps)
 
 
-def backward_block(p: Problem, chunk_size: int, *, per_channel: bool) -> Block:
+def backward_block(p: Problem, chunk_size: int, precision: str, *, per_channel: bool) -> Block:
     """The block of `_backward_kernel`, which goes through tiles of V for each tile of K."""
-    keys, values, warps = BACKWARD_TILES[p.dtype, per_channel]
+    keys, values, warps = BACKWARD_TILES[_is_split(p, precision), per_channel]
     rows = block_rows(p, chunk_size, per_channel=per_channel)
     return Block(rows, min(block_of(p.k), keys), min(block_of(p.v), values), warps)
 
@@ -356,6 +381,7 @@ def states_launch(
     precision: str,
     *,
     reverse: bool = False,
+    debug: Debug = None,
 ) -> Launch:
     """The kernel that fills `states` [B T // segment + N, H, K, V] with the state before each segment, and
     last_state [N, H, K, V] with that after the last; reverse, of q and do: the gradients of the states after each."""
@@ -376,6 +402,7 @@ def states_launch(
         "ROWS": block.rows,
         "BK": keys,
         "BV": values,
+        "DEBUG": debug,
     }
     programs = p.n * p.h * triton.cdiv(p.k, keys) * triton.cdiv(p.v, values)
     return Launch(_states_kernel, (programs,), arguments, _options(block))
@@ -396,6 +423,7 @@ def forward_launch(
     precision: str,
     *,
     fused: bool,
+    debug: Debug = None,
 ) -> Launch:
     """The kernel that fills o from the state before each sequence (fused) or chunk, as `states_launch` leaves them."""
     arguments = {
@@ -414,6 +442,7 @@ def forward_launch(
         "ROWS": block.rows,
         "BK": block.keys,
         "BV": block.values,
+        "DEBUG": debug,
     }
     segments = p.n if fused else p.b * p.t // chunk_size + p.n
     return Launch(_forward_kernel, (segments * p.h * triton.cdiv(p.v, block.values),), arguments, _options(block))
@@ -491,6 +520,7 @@ def _states_kernel(
     ROWS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    DEBUG: tl.constexpr,
 ):
     """One program per (sequence, head, tile of K, tile of V). In reverse k and v are q and do, and states gradients."""
     tiles_v = tl.cdiv(values, BV)
@@ -524,6 +554,8 @@ def _states_kernel(
         if REVERSE:
             weight = since * scale
         state = next_state(state, k_columns, v_rows, weight, kept, lost, SPLIT)
+        if DEBUG is not None:
+            state = DEBUG("state", state, in_state, chunk_size=ROWS)
     if last_state is not None:
         tl.store(last_state + at_sequence, state, mask=in_state)
 
@@ -551,6 +583,7 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    DEBUG: tl.constexpr,
 ):
     """One program per (segment, head, tile of V)."""
     tiles = tl.cdiv(values, BV)
@@ -578,17 +611,27 @@ def _forward_kernel(
             since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key, head, heads, keys, 1, SPLIT, ROWS)
             coarse, fine = gate_sums(g, g_gamma, first, end, head, heads, ROWS)
             scores = dot(q_rows, k_columns, SPLIT) * pair_decays(coarse, fine, False, SPLIT)
+            if DEBUG is not None:
+                since = DEBUG("decay", since, row < end, chunk_size=ROWS)
             out = since[:, None] * dot(q_rows, state, SPLIT)
         else:
             scores = channel_scores(q_rows, k, gk, first, end, key_row, head, heads, keys, False)
             since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key_row, head, heads, keys, 0, SPLIT, ROWS)
+            if DEBUG is not None:
+                since = DEBUG("decay", since, (row[:, None] < end) & (key_row < keys), chunk_size=ROWS)
             out = dot(since * q_rows.to(tl.float32), state, SPLIT)
+        if DEBUG is not None:
+            scores = DEBUG("A", scores, (row[:, None] < end) & (row[None, :] < end), chunk_size=ROWS)
         out += dot(scores, v_rows, SPLIT)
         at_out = (row[:, None] * heads + head) * values + value
         tl.store(o + at_out, (scale * out).to(o.dtype.element_ty), mask=(row[:, None] < end) & (value < values))
         if SEGMENT != ROWS:
             since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key, head, heads, keys, 1, SPLIT, ROWS)
+            # Loaded again: kept meanwhile, they would leave too few registers for the rest.
+            k_columns = load_tile(k, row[None, :], end, key, head, heads, keys)
             state = next_state(state, k_columns, v_rows, rest, kept, lost, SPLIT)
+            if DEBUG is not None:
+                state = DEBUG("state", state, in_state, chunk_size=ROWS)
     if last_states is not None:
         tl.store(last_states + at_segment, state, mask=in_state)
 
@@ -634,6 +677,7 @@ def _backward_kernel(
     key = tile * BK + tl.arange(0, BK)[:, None]
     key_row = tile * BK + tl.arange(0, BK)[None, :]
     at_tile = tile.to(tl.int64) * rows * heads
+    SUM: tl.constexpr = tl.float32 if SPLIT else tl.float64  # of the tiles of V
 
     blocks = tl.cdiv(end - start, ROWS)
     for nth in range(blocks):
@@ -655,10 +699,10 @@ def _backward_kernel(
             scores_t = channel_scores(k_rows, q, gk, first, end, key_row, head, heads, keys, True)
         scores_t *= scale
 
-        products = tl.full((ROWS, ROWS), 0.0, tl.float32)
-        products_t = tl.full((ROWS, ROWS), 0.0, tl.float32)
-        dq_tile = tl.full((BK, ROWS), 0.0, tl.float32)
-        dk_tile = tl.full((BK, ROWS), 0.0, tl.float32)
+        products = tl.full((ROWS, ROWS), 0.0, SUM)
+        products_t = tl.full((ROWS, ROWS), 0.0, SUM)
+        dq_tile = tl.full((BK, ROWS), 0.0, SUM)
+        dk_tile = tl.full((BK, ROWS), 0.0, SUM)
         past_block = tl.full((BK,), 0.0, tl.float32)
         slot = first_slot(sequence, sequence_start, ROWS) + (first - sequence_start) // ROWS
         for first_value in range(0, values, BV):
@@ -689,8 +733,13 @@ def _backward_kernel(
                 dstate = next_state(dstate, q_columns, do_rows, since * scale, kept, lost, SPLIT)
                 tl.store(dstates + at_dstate, dstate, mask=in_state)
 
-        dq_tile *= since * scale
-        dk_tile *= rest
+        products = products.to(tl.float32)
+        products_t = products_t.to(tl.float32)
+        # Loaded again, as in `_forward_kernel`.
+        q_columns = load_tile(q, row[None, :], end, key, head, heads, keys)
+        k_columns = load_tile(k, row[None, :], end, key, head, heads, keys)
+        dq_tile = dq_tile.to(tl.float32) * (since * scale)
+        dk_tile = dk_tile.to(tl.float32) * rest
         if gk is None:
             if dgate is not None:
                 through_state = tl.sum(q_columns.to(tl.float32) * dq_tile, axis=0)
@@ -1024,12 +1073,19 @@ def channel_gradients(
 
 
 def _is_fused(
-    p: Problem, chunk_size: int, fused: bool | None, device: torch.device, *, per_channel: bool, backward: bool = False
+    p: Problem,
+    chunk_size: int,
+    fused: bool | None,
+    device: torch.device,
+    *,
+    per_channel: bool,
+    backward: bool = False,
+    precision: str = "ieee",
 ) -> bool:
     if fused is not None:
         return check_fused(fused, None)
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return chunk_route(p, chunk_size, processors, per_channel=per_channel, backward=backward).fused
+    return chunk_route(p, chunk_size, processors, per_channel=per_channel, backward=backward, precision=precision).fused
 
 
 def _is_split(p: Problem, precision: str) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpu_reference.chunk_scan import chunk_bwd, chunk_fwd, differentiable
 from gpu_reference.fused_recurrent import Gradients, recurrent_bwd, recurrent_fwd
+from gpu_reference.gmm import Debug
 
 Precision = Literal["ieee", "bf16x3"]
 
@@ -79,6 +80,7 @@ def chunk_gla_fwd(
     chunk_size: int = 64,
     precision: Precision = "ieee",
     fused: bool | None = None,
+    debug: Debug = None,
 ) -> Output:
     """The recurrence by blocks of steps; see `chunk_scan` for how.
 
@@ -88,7 +90,8 @@ def chunk_gla_fwd(
     last; without it every row of the batch is one (N = B). chunk_size: a multiple of 16 up to 256, counted from the
     beginning of each sequence. precision: of the dots of float32, "ieee" or "bf16x3" (operands in two bfloat16 parts,
     three products). fused: in one pass over each sequence, or with all chunks at once from states that are kept in
-    memory; None: as `chunk_scan.chunk_route` says.
+    memory; None: as `chunk_scan.chunk_route` says. debug: as `gmm.gmm`, at
+    decay, A and state.
     Returns o [B, T, H, V] in q's dtype, zero in rows of no sequence, and with output_final_state ht [N, H, K, V]
     float32, an empty sequence's being its initial state; else None.
     The values of a CUDA cu_seqlens are not checked; those out of order are clamped.
@@ -108,6 +111,7 @@ def chunk_gla_fwd(
             chunk_size=chunk_size,
             precision=precision,
             fused=fused,
+            debug=debug,
         )
     )
 

@@ -23,6 +23,9 @@ from op_arguments.quantized_gmm import QuantizedProblem
 
 Tile = tuple[int, int, int]
 Sizes = Problem | QuantizedProblem
+Debug = Callable[..., Any] | None
+"""debug(site, value, where=None, **steps) takes the place of each named intermediate result: its value at that site of
+the golden, which is one where `where` is, in the steps that the golden goes with these arguments. Interpreted only."""
 
 GMM_TILES: dict[int, tuple[Tile, ...]] = {
     2: ((128, 64, 128), (64, 64, 128), (32, 64, 128), (16, 128, 128)),
@@ -68,6 +71,7 @@ def gmm(
     transpose_rhs: bool = False,
     preferred_element_type: torch.dtype | None = None,
     tiling: Tiling | None = None,
+    debug: Debug = None,
 ) -> Tensor:
     """Rows of each group times that group's matrix: `out[m] = lhs[m] @ rhs[group of m - group_offset]`.
 
@@ -75,7 +79,8 @@ def gmm(
     group_sizes [E] int32, >= 0, sum <= M. Returns [M, N] of preferred_element_type (default: lhs's dtype), contiguous:
     rows of no active group are zero, or existing_out's rows where it is given (active rows overwrite it).
     tiling is (tm, tk, tn), or a function (m, k, n) -> (tm, tk, tn): a look-up table or an autotuner over GMM_TILES.
-    Each of the three becomes a power of two from 16 to 128.
+    Each of the three becomes a power of two from 16 to 128. debug: see `Debug`, of the sums at acc; None leaves nothing
+    of it.
     Raises ValueError or TypeError as `op_arguments.gmm.check_gmm`, ValueError for tensors on several devices, and
     RuntimeError for CPU tensors where Triton's interpreter is off.
     """
@@ -118,7 +123,7 @@ def gmm(
             group_sizes, m=p.m, tm=tile[0], group_offset=offset, num_groups=p.groups, cover="tiles"
         )
         weights = rhs.transpose(1, 2) if transpose_rhs else rhs
-        gmm_launch(p, tile, lhs, weights, existing_out, out, metadata, offset).run(device)
+        gmm_launch(p, tile, lhs, weights, existing_out, out, metadata, offset, debug).run(device)
     return out
 
 
@@ -132,12 +137,13 @@ def tgmm(
     existing_out: Tensor | None = None,
     preferred_element_type: torch.dtype | None = None,
     tiling: Tiling | None = None,
+    debug: Debug = None,
 ) -> Tensor:
     """The weight gradient of `gmm`: `out[g] = lhs[rows of g].T @ rhs[rows of g]`.
 
     lhs [M, K] and rhs [M, N]: float32, bfloat16 or float16, of any strides. group_sizes [E] int32, >= 0, sum <= M.
     Returns [G, K, N] of preferred_element_type (default: lhs's dtype), contiguous, G = num_actual_groups (default E):
-    an empty group's block is zero; existing_out [G, K, N] is added to the float32 sums. tiling as in `gmm`.
+    an empty group's block is zero; existing_out [G, K, N] is added to the float32 sums. tiling and debug as in `gmm`.
     Raises as `gmm`, with `op_arguments.gmm.check_tgmm`.
     """
     group_offset = scalar(group_offset)
@@ -168,7 +174,8 @@ def tgmm(
     out = lhs.new_empty(p.groups, p.k, p.n, dtype=out_dtype)
     if out.numel():
         tile = tgmm_tile(p, lhs.element_size(), tiling)
-        tgmm_launch(p, tile, lhs, rhs, existing_out, out, group_sizes, on_device(group_offset, device)).run(device)
+        offset = on_device(group_offset, device)
+        tgmm_launch(p, tile, lhs, rhs, existing_out, out, group_sizes, offset, debug).run(device)
     return out
 
 
@@ -228,6 +235,7 @@ def gmm_launch(
     out: Tensor,
     metadata: GroupMetadata,
     group_offset: Tensor,
+    debug: Debug = None,
 ) -> Launch:
     """The main kernel of `gmm`: rhs as [G, K, N] whatever its layout, group_offset on the device."""
     tm, tk, tn = tile
@@ -251,6 +259,7 @@ def gmm_launch(
         "TN": tn,
         "EVEN_K": p.k % tk == 0,
         "BAND_SIZE": BAND,
+        "DEBUG": debug,
     }
     bands = triton.cdiv(triton.cdiv(p.m, tm) + p.groups, BAND)
     grid = (bands * BAND * triton.cdiv(p.n, tn),)
@@ -266,6 +275,7 @@ def tgmm_launch(
     out: Tensor,
     group_sizes: Tensor,
     group_offset: Tensor,
+    debug: Debug = None,
 ) -> Launch:
     """The kernel of `tgmm`, group_offset on the device."""
     tm, tk, tn = tile
@@ -288,6 +298,7 @@ def tgmm_launch(
         "TK": tk,
         "TN": tn,
         "EXPERTS_BLOCK": block_of(p.experts),
+        "DEBUG": debug,
     }
     grid = (p.groups * triton.cdiv(p.k, tk) * triton.cdiv(p.n, tn),)
     return Launch(_tgmm_kernel, grid, arguments, launch_options(tk, tm, tn, lhs.element_size()))
@@ -412,6 +423,7 @@ def _gmm_kernel(
     TN: tl.constexpr,
     EVEN_K: tl.constexpr,
     BAND_SIZE: tl.constexpr,
+    DEBUG: tl.constexpr,
 ):
     """One program per (visit, column tile), in bands. It stores its group's rows of the row tile; the first visit of a
     tile also stores the rows of no active group, so that every row is stored exactly once."""
@@ -447,6 +459,8 @@ def _gmm_kernel(
             a = tl.load(a_tile, mask=in_group & (along_k < k - first_k), other=0)
             b = tl.load(b_tile, mask=in_columns & (down_k < k - first_k), other=0)
         sums = tl.dot(a, b, sums, input_precision="ieee")
+        if DEBUG is not None:
+            sums = DEBUG("acc", sums, in_group & in_columns, tiling=(1, TK, 1))
         a_tile += a_step
         b_tile += b_step
 
@@ -492,6 +506,7 @@ def _tgmm_kernel(
     TK: tl.constexpr,
     TN: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
+    DEBUG: tl.constexpr,
 ):
     """One program per (group, output tile): the sum over the group's rows, in steps from its first row."""
     group, tile_k, tile_n = output_tile_of_program(k, n, TK, TN)
@@ -519,6 +534,8 @@ def _tgmm_kernel(
         a = tl.load(a_tile, mask=in_k & (along_rows < rows_left), other=0)
         b = tl.load(b_tile, mask=(down_rows < rows_left) & in_columns, other=0)
         sums = tl.dot(a, b, sums, input_precision="ieee")
+        if DEBUG is not None:
+            sums = DEBUG("acc", sums, in_k & in_columns, tiling=(TM, 1, 1))
         a_tile += a_step
         b_tile += b_step
 

@@ -9,16 +9,16 @@ makes is a fault of logic, and then *where* it is says most.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 
 from parity.backends import load_kernel, runner
 from parity.dtypes import UNIT_ROUNDOFF, Floats, round_to
-from parity.judge import Judgement, Reference, judge, reference
+from parity.judge import Judgement, Reference, Worst, judge, reference
 from parity.metrics import Scale, eta
 from parity.op import Backend, Case, Op, outputs
 
@@ -40,15 +40,21 @@ ALIKE = 0.005
 """Roundings whose shares differ by less do the same."""
 EXPLAINED = 0.9
 """From this share of the mean square error on the error is explained."""
-DEPTHS = (16, 64, 128, 256, 512)
+DEPTHS = (8, 16, 64, 128, 256, 512)
 """Products that are summed before a sum is rounded, besides the contract's: the depths of units and of tiles."""
 LARGEST_ROUNDING = 2.0**-5
 """|error| / M that roundings of bfloat16 operands, sums and results do not reach."""
 SIGNIFICANT_BITS = {"bfloat16": 8, "tf32": 11}
 DOT = "dot"
-"""Not a site but the product of lhs and rhs: three bfloat16 passes leave out that of what remains of both."""
+"""Not a site but the product of lhs and rhs, in one of `PASSES`."""
+PASSES = ("bf16x3", "bf16x3 cut")
+"""Three bfloat16 passes leave out the product of both second pieces; the first ones are rounded or (cut) cut off."""
 PARTS = 8
 """What an axis is cut into, to see where on it the error is."""
+LOCAL = 2.0
+"""The contrast from which on an error is said to be where it is largest, and not everywhere."""
+MOST_BINS = 64
+"""Bins of an axis that is summed over, each of which takes a run of the golden; of more none is tried."""
 
 
 @dataclass(frozen=True)
@@ -66,20 +72,41 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Attribution:
-    """Roundings that make the kernel's error, the largest first, and the share of its mean square that they explain."""
+    """Roundings that make the kernel's error, the largest first, and the share of its mean square that they explain.
+
+    steps: that share with the first, the first two, … of those that had to be found.
+    """
 
     roundings: tuple[Rounding, ...]
     explained: float
+    steps: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """The bin of an axis that carries most of the error: rms η in it, over rms η in the others."""
+    """The bins of an axis that carry the error: rms η in them, over rms η in the others."""
 
     axis: str
-    bin: str
+    bin: str  # or several
     share: float  # of the sum of squares of η
-    contrast: float
+    contrast: float  # infinite where the others have no error
+
+
+@dataclass(frozen=True)
+class Source:
+    """What an input adds to the sums in a bin of an axis: the error is `factor` times that (-1: it is missing)."""
+
+    tensor: str
+    axis: str
+    bin: str
+    factor: float
+    explained: float
+
+    def __str__(self) -> str:
+        what = {-1.0: "is missing", 1.0: "counts twice"}.get(
+            round(self.factor, 2), f"counts {1 + self.factor:.3g} times"
+        )
+        return f"what {self.tensor} adds in {self.axis} {self.bin} {what}"
 
 
 @dataclass(frozen=True)
@@ -87,7 +114,8 @@ class Explanation:
     """One case on one backend, explained.
 
     kind: "exact", "rounding" (of the named sites), "noise" (within the bound, and not all of it named), "precision"
-    (beyond it, by no rounding of a named site), "logic".
+    (beyond it, by no rounding of a named site), "logic". twin: the same case on integer data. worst: the worst element,
+    in a case that passes too. source: what of the sums the error is made of, where one thing is all of it.
     """
 
     judged: Judgement
@@ -95,19 +123,27 @@ class Explanation:
     attribution: Attribution
     contrasts: tuple[Contrast, ...]
     kind: str
+    worst: Worst | None = None
+    source: Source | None = None
+
+    @property
+    def region(self) -> str:
+        """Where the error is, in words."""
+        first = next(iter(self.contrasts), None)
+        return f"in {first.axis} {first.bin}" if first and first.contrast >= LOCAL else "everywhere"
 
     @property
     def conclusion(self) -> str:
         """In one sentence."""
         named = " and ".join(map(str, self.attribution.roundings)) or "no rounding"
         share = f"{self.attribution.explained:.0%} explained"
-        where = f" in {self.contrasts[0].axis} {self.contrasts[0].bin}" if self.contrasts else ""
+        source = f": {self.source}" if self.source else ""
         return {
             "exact": "no error: every element is the golden, correctly rounded",
             "rounding": f"error = {named}, {share}",
             "noise": f"error within its bound, of roundings that no site has (best: {named}, {share})",
-            "precision": f"precision is lost, by no rounding of a named site alone (best: {named}, {share})",
-            "logic": f"not explained by rounding: a logic fault{where} (best: {named}, {share})",
+            "precision": f"precision is lost {self.region}, by no named site's rounding alone (best: {named}, {share})",
+            "logic": f"not explained by rounding: a logic fault {self.region}{source} (best: {named}, {share})",
         }[self.kind]
 
 
@@ -128,26 +164,42 @@ def explain(
     judged = judge(op, case, backend, kernel)
     expected = reference(op, case)
     name = judged.output
-    y = outputs(runner(backend).run(kernel, expected.inputs, {**op.arguments(case), **op.route(case)})).get(name)
-    if y is None or y.shape != expected.golden[name].shape:
+    ys = outputs(runner(backend).run(kernel, expected.inputs, {**op.arguments(case), **op.route(case)}))
+    whole = {n: y for n, y in ys.items() if n in expected.golden and y.shape == expected.golden[n].shape}
+    if name not in whole:
         return Explanation(judged, None, Attribution((), 0.0), (), "logic")
-    field = Field.of(y, expected, name)
+    fields = {n: Field.of(y, expected, n) for n, y in whole.items()}
+    y, field, golden = whole[name], fields[name], expected.golden[name]
     scale = Scale(expected.magnitude[name], op.contract(case, backend).roundoff, expected.chain[name])
-    contrasts = contrast(np.where(field.wrong, np.inf, eta(y, expected.golden[name], scale)), _parts(y.shape))
-    attribution = attribute(op, case, backend, name, field, done)
+    errors = np.where(field.wrong, np.inf, eta(y, golden, scale))
+    axes = op.axes(case, expected.inputs).get(name, {})
+    contrasts = contrast(errors, {**axes, **_parts(y.shape, axes)})
+    attribution = attribute(op, case, backend, name, fields, done)
     twin = judge(op, case.with_data("integers"), backend, kernel) if case.data != "integers" else judged
-    return Explanation(judged, twin, attribution, contrasts, _kind(judged, twin, attribution, field))
+    kind = _kind(judged, twin, attribution, field)
+    found = source(op, case, name, field) if kind == "logic" and field.power else None
+    worst = _worst(y, errors, golden, scale, judged)
+    return Explanation(judged, twin, attribution, contrasts, kind, worst, found)
+
+
+def _worst(y: np.ndarray, errors: Floats, golden: Floats, scale: Scale, judged: Judgement) -> Worst | None:
+    """As the judgement has it or, of a case that passes, the element whose η is largest."""
+    if judged.worst or not y.size:
+        return judged.worst
+    index = tuple(int(i) for i in np.unravel_index(int(errors.argmax()), y.shape))
+    return Worst(index, float(golden[index]), float(y[index]), judged.bound * float(scale.at(index).unit), (), 0)
 
 
 def _kind(judged: Judgement, twin: Judgement, attribution: Attribution, field: Field) -> str:
     if not field.power and not field.wrong.any():
         return "exact"
+    if field.wrong.any() and not judged.verdict.passed:
+        return "logic"
     if attribution.explained >= EXPLAINED:
         return "rounding"
     if judged.verdict.passed:
         return "noise"
-    too_large = field.largest > LARGEST_ROUNDING or field.wrong.any()
-    return "logic" if too_large or not twin.verdict.passed else "precision"
+    return "logic" if field.largest > LARGEST_ROUNDING or not twin.verdict.passed else "precision"
 
 
 # ------------------------------------------------------------------------------------------------- which rounding
@@ -155,7 +207,10 @@ def _kind(judged: Judgement, twin: Judgement, attribution: Attribution, field: F
 
 @dataclass(frozen=True)
 class Field:
-    """The signed error (y - g) / M of the elements that can be scored. wrong: those finite in one and not the other."""
+    """The signed error (y - g) / M of the elements that can be scored.
+
+    wrong: those finite in one and not the other, and those that nothing is summed behind and are not what they should.
+    """
 
     error: Floats
     scored: np.ndarray
@@ -170,6 +225,7 @@ class Field:
         golden, magnitude = expected.golden[name], expected.magnitude[name]
         value = y.astype(np.float64)
         wrong = np.isfinite(golden) != np.isfinite(value)
+        wrong |= np.isfinite(golden) & (magnitude == 0) & (value != golden)
         scored = np.isfinite(golden) & ~wrong & (magnitude > 0)
         error = (value[scored] - golden[scored]) / magnitude[scored]
         return cls(error, scored, wrong, golden[scored], magnitude[scored], str(y.dtype))
@@ -207,37 +263,60 @@ def attribute(
     case: Case,
     backend: Backend,
     name: str,
-    field: Field,
+    fields: Mapping[str, Field],
     done: Callable[[int], None] = lambda emulations: None,
 ) -> Attribution:
-    """The smallest set of roundings, found greedily, whose error field is the one that was measured.
+    """The smallest set of roundings, found greedily, whose error field in the output `name` is the one measured.
 
     The output's own dtype is among them where it is narrower than the sums. Stops where the next one explains less
-    than `GAIN` of the mean square.
+    than `GAIN` of the mean square. Of roundings that do the same there, the fields of the other outputs decide, and
+    where they cannot the order of `Emulator.candidates`.
     """
-    narrow = op.contract(case, backend).is_narrow(name)
-    own = (Rounding("out", op.contract(case, backend).dtype(name)),) if narrow else ()
+    contract, field = op.contract(case, backend), fields[name]
+    narrow = contract.is_narrow(name)
+    own = (Rounding("out", contract.dtype(name)),) if narrow else ()
     if not field.power:
         return Attribution(own, 0.0)
-    emulator = _Emulator(op, case, backend, name, done)
+    emulator = Emulator(op, case, backend, name, done)
+    others = [other for other in fields if other != name and fields[other].power]
+
+    def share(chosen: tuple[Rounding, ...]) -> float:
+        return field.share_of(emulator.run(chosen)[name])
+
+    def share_elsewhere(chosen: tuple[Rounding, ...]) -> float:
+        emulated = emulator.run(chosen)
+        return float(np.mean([max(fields[other].share_of(emulated[other]), 0.0) for other in others]))
+
     best: tuple[Rounding, ...] = ()
-    explained = field.share_of(emulator.run(best)) if narrow else 0.0
-    candidates = [c for c in emulator.candidates() if emulator.may_explain(c, field)] if explained < 1 - GAIN else []
+    steps: list[float] = []
+    explained = share(best) if narrow else 0.0
+    candidates = []
+    if explained < 1 - GAIN:
+        candidates = [c for c in emulator.candidates() if emulator.may_explain(c, field, field.size)]
     while explained < 1 - GAIN:
-        taken = {r.site for r in best}
-        depth = next((r.depth for r in best if r.depth), None)
-        left = [c for c in candidates if c.site not in taken and (not c.depth or depth in (None, c.depth))]
-        tried = {chosen: field.share_of(emulator.run(chosen)) for chosen in ((*best, c) for c in left)}
+        tried = {chosen: share(chosen) for chosen in one_more(best, candidates)}
         most = max(tried.values(), default=0.0)
         if most < explained + GAIN:
             break
-        best = next(chosen for chosen in tried if tried[chosen] >= most - ALIKE)
+        alike = [chosen for chosen in tried if tried[chosen] >= most - ALIKE]
+        if len(alike) > 1 and others:
+            elsewhere = {chosen: share_elsewhere(chosen) for chosen in alike}
+            alike = [chosen for chosen in alike if elsewhere[chosen] >= max(elsewhere.values()) - ALIKE]
+        best = alike[0]
         explained = tried[best]
-    return Attribution(best + own, explained)
+        steps.append(explained)
+    return Attribution(best + own, explained, tuple(steps))
 
 
-class _Emulator:
-    """One output of the staged golden of a case, with some roundings and no others."""
+def one_more(chosen: tuple[Rounding, ...], candidates: list[Rounding]) -> list[tuple[Rounding, ...]]:
+    """The chosen roundings and one more, of a site that has none; sums are all rounded at the same depth."""
+    taken = {r.site for r in chosen}
+    depth = next((r.depth for r in chosen if r.depth), None)
+    return [(*chosen, c) for c in candidates if c.site not in taken and (not c.depth or depth in (None, c.depth))]
+
+
+class Emulator:
+    """The staged golden of a case with some roundings and no others, of which `name` is the output that counts."""
 
     def __init__(self, op: Op, case: Case, backend: Backend, name: str, done: Callable[[int], None]) -> None:
         self.op, self.case, self.name, self.done = op, case, name, done
@@ -260,7 +339,7 @@ class _Emulator:
             for dtype in ROUNDINGS
             for depth in (dict.fromkeys([self.contract.depth, *DEPTHS]) if site in sums else [None])
         ]
-        return found + ([Rounding(DOT, "bf16x3")] if {"lhs", "rhs"} <= shallow.keys() else [])
+        return found + ([Rounding(DOT, passes) for passes in PASSES] if {"lhs", "rhs"} <= shallow.keys() else [])
 
     def _visits(self, depth: int) -> Counter[str]:
         seen: Counter[str] = Counter()
@@ -272,54 +351,63 @@ class _Emulator:
         self._golden(depth, count)
         return seen
 
-    def may_explain(self, candidate: Rounding, field: Field) -> bool:
-        """Whether an error of the candidate's size can be a part of the field: errors grow with the unit roundoff."""
-        key = candidate.site, candidate.depth
-        known = "bf16x3" if candidate.site == DOT else "bfloat16"
-        if key not in self.sizes:
-            self.sizes[key] = field.size_of(self.run((replace(candidate, dtype=known),)))
-        size = self.sizes[key] * ROUNDINGS.get(candidate.dtype, 1.0) / ROUNDINGS.get(known, 1.0)
-        return PLAUSIBLE[0] * field.size < size < PLAUSIBLE[1] * field.size
+    def may_explain(self, candidate: Rounding, field: Field, size: float) -> bool:
+        """Whether an error of the candidate's size, over the field's elements, can be a part of one of that size.
 
-    def run(self, chosen: tuple[Rounding, ...]) -> Floats:
-        """The output with the chosen roundings."""
+        Errors grow with the unit roundoff: one emulation tells the sizes of all roundings of a site.
+        """
+        key = candidate.site, candidate.depth
+        known = PASSES[0] if candidate.site == DOT else "bfloat16"
+        if key not in self.sizes:
+            self.sizes[key] = field.size_of(self.run((replace(candidate, dtype=known),))[self.name])
+        own = self.sizes[key] * ROUNDINGS.get(candidate.dtype, 1.0) / ROUNDINGS.get(known, 1.0)
+        return PLAUSIBLE[0] * size < own < PLAUSIBLE[1] * size
+
+    def run(self, chosen: tuple[Rounding, ...]) -> dict[str, Floats]:
+        """The outputs with the chosen roundings, themselves not rounded."""
         self.emulations += 1
         self.done(self.emulations)
         depth = next((r.depth for r in chosen if r.depth), self.contract.depth)
         dtypes = {r.site: r.dtype for r in chosen}
-        if DOT not in dtypes:
-            return self._golden(depth, _rounding(dtypes))
-        pieces, rests, nothing = (
-            self._golden(depth, _rounding(dtypes | {"lhs": to, "rhs": to}))
-            for to in ("pieces of bf16", "rest of bf16", "zero")
-        )
-        return pieces - (rests - nothing)
+        if DOT in dtypes:
+            dtypes |= {"lhs": dtypes[DOT], "rhs": dtypes[DOT]}
+        return self._golden(depth, _rounding(dtypes))
 
-    def _golden(self, depth: int, rounding: Callable[[str, Floats], Floats]) -> Floats:
+    def _golden(self, depth: int, rounding: Callable[[str, Floats], Floats]) -> dict[str, Floats]:
         steps = self.op.steps(self.case, replace(self.contract, depth=depth))
         arguments = {**self.op.arguments(self.case), **steps}
         with np.errstate(invalid="ignore", over="ignore"):
-            return outputs(self.op.golden(**self.inputs, **arguments, rounding=rounding))[self.name]
+            return outputs(self.op.golden(**self.inputs, **arguments, rounding=rounding))
 
 
 def _rounding(dtypes: Mapping[str, str]) -> Callable[[str, Floats], Floats]:
     def rounding(site: str, value: Floats) -> Floats:
         dtype = dtypes.get(site)
-        return value if dtype is None else rounded(value, dtype)
+        if dtype is None:
+            return value
+        return in_three_passes(site, value, dtype) if dtype in PASSES else rounded(value, dtype)
 
     return rounding
 
 
 def rounded(value: Floats, dtype: str) -> Floats:
-    """float64 values rounded to a dtype, as one of `ROUNDINGS`, or to what a dot in passes makes of an operand."""
-    if dtype == "zero":
-        return np.zeros_like(value)
+    """float64 values rounded to a dtype, as one of `ROUNDINGS`."""
     if dtype.endswith(" cut"):
         return _cut(value, SIGNIFICANT_BITS[dtype.removesuffix(" cut")])
-    if dtype in ("pieces of bf16", "rest of bf16"):  # the first one cut off
-        first = rounded(value, "bfloat16 cut")
-        return rounded(value - first, "bfloat16") + (first if dtype == "pieces of bf16" else 0)
     return round_to(value, dtype).astype(np.float64)
+
+
+def in_three_passes(site: str, value: Floats, passes: str) -> Floats:
+    """The operand `lhs` [..., I, J] or `rhs` [..., J, L] of a dot, so that its product is that of three passes.
+
+    Of both operands in two bfloat16 pieces all products but that of the second ones, which a longer sum takes away
+    again: [p, -s] @ [p; s].
+    """
+    first = rounded(value, passes.replace("bf16x3", "bfloat16"))
+    second = rounded(value - first, "bfloat16")
+    if site == "lhs":
+        return np.concatenate([first + second, -second], axis=-1)
+    return np.concatenate([first + second, second], axis=-2)
 
 
 def _cut(value: Floats, bits: int) -> Floats:
@@ -330,38 +418,94 @@ def _cut(value: Floats, bits: int) -> Floats:
 # ------------------------------------------------------------------------------------------------------- and where
 
 
-def contrast(errors: Floats, axes: Mapping[str, Mapping[str, np.ndarray]]) -> tuple[Contrast, ...]:
-    """Of each axis the bin whose rms η stands out most, the axis that stands out most first.
+def contrast(errors: Floats, axes: Mapping[str, np.ndarray]) -> tuple[Contrast, ...]:
+    """Of each axis the bins that carry the error, the axis that says most about it first.
 
-    axes: by name, the bins of each, by name, as masks that broadcast to `errors`. An axis of a single bin has no
-    contrast and is left out.
+    axes: by name, labels that broadcast to `errors`, of the bin that each element is in. Of the bins in the order of
+    their rms η those before one of the borders are named: the border that takes most from knowing how many elements
+    there are on either side to knowing how much of the error (the Kullback-Leibler divergence of the two). An axis with
+    a single bin is left out.
     """
-    power = np.where(np.isfinite(errors), np.minimum(errors, 1e100), 1e100) ** 2
+    power = np.minimum(np.where(np.isfinite(errors), np.abs(errors), 1e100), 1e100) ** 2
     total = float(power.sum())
-    found = []
-    for axis, bins in axes.items():
-        masks = {name: np.broadcast_to(mask, errors.shape) for name, mask in bins.items()}
-        masks = {name: mask for name, mask in masks.items() if mask.any() and not mask.all()}
-        if not total or not masks:
+    found: list[tuple[float, Contrast]] = []
+    for axis, labels in axes.items():
+        bins, first, index = np.unique(labels, return_index=True, return_inverse=True)
+        index = np.broadcast_to(index.reshape(labels.shape), errors.shape).ravel()
+        if not total or bins.size < 2:
             continue
-        inside = {name: float(power[mask].sum()) for name, mask in masks.items()}
-        ratios = {
-            name: np.sqrt(inside[name] / mask.sum()) / max(np.sqrt((total - inside[name]) / (~mask).sum()), 1e-300)
-            for name, mask in masks.items()
-        }
-        worst = max(ratios, key=lambda name: (ratios[name], inside[name]))
-        found.append(Contrast(axis, worst, inside[worst] / total, float(ratios[worst])))
-    return tuple(sorted(found, key=lambda c: -c.contrast))
+        inside, sizes = np.bincount(index, power.ravel(), bins.size), np.bincount(index, minlength=bins.size)
+        order = np.argsort(-inside / np.maximum(sizes, 1), kind="stable")
+        share, rest = (np.cumsum(x)[:-1] / total for x in (inside[order], inside[order[::-1]]))
+        size = np.cumsum(sizes[order])[:-1] / errors.size
+        gain = np.where((size > 0) & (size < 1), _divergence(share, rest[::-1], size), -1.0)
+        border = int(gain.argmax())
+        if gain[border] < 0:
+            continue
+        s, r, f = float(share[border]), float(rest[::-1][border]), float(size[border])
+        ratio = float(np.sqrt(s / f * (1 - f) / r)) if r else float("inf")
+        s /= s + r
+        found.append(
+            (
+                float(gain[border]),
+                Contrast(axis, spelled(bins[sorted(order[: border + 1], key=first.__getitem__)]), s, ratio),
+            )
+        )
+    return tuple(c for _, c in sorted(found, key=lambda pair: -pair[0]))
 
 
-def _parts(shape: tuple[int, ...]) -> dict[str, dict[str, np.ndarray]]:
-    """Each axis of an array in `PARTS` parts, as `contrast` takes them."""
-    axes: dict[str, dict[str, np.ndarray]] = {}
+def _divergence(share: Floats, rest: Floats, size: Floats) -> Floats:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = share * np.log(share / size), rest * np.log(rest / (1 - size))
+    return np.nan_to_num(terms[0]) + np.nan_to_num(terms[1])
+
+
+def spelled(bins: Iterable[Any]) -> str:
+    """Bins in words: numbers as ranges; of many the first few."""
+    names = [str(bin_) for bin_ in bins]
+    numbers = sorted(int(name) for name in names if name.isdigit())
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda at: at[1] - at[0])]
+    found = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    found += [name for name in names if not name.isdigit()]
+    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+
+
+def _parts(shape: tuple[int, ...], axes: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Labels of `PARTS` parts of each axis of an array along which no label of `axes` changes."""
+    parts = {}
     for n, size in enumerate(shape):
+        if any(labels.ndim >= len(shape) - n and labels.shape[n - len(shape)] > 1 for labels in axes.values()):
+            continue
         edges = np.unique(np.linspace(0, size, min(PARTS, size) + 1).astype(int))
-        position = np.expand_dims(np.arange(size), [a for a in range(len(shape)) if a != n])
-        axes[f"axis {n}"] = {
-            (f"{low}-{high - 1}" if high - low > 1 else str(low)): (position >= low) & (position < high)
-            for low, high in pairwise(edges)
-        }
-    return axes
+        names = [f"{low}-{high - 1}" if high - low > 1 else str(low) for low, high in pairwise(edges)]
+        labels = np.repeat(np.array(names), np.diff(edges))
+        parts[f"axis {n}"] = np.expand_dims(labels, [a for a in range(len(shape)) if a != n])
+    return parts
+
+
+def source(op: Op, case: Case, name: str, field: Field) -> Source | None:
+    """What the error is a multiple of, of all that the inputs of an op add to its sums bin by bin; None if of nothing.
+
+    The bins are those that `Op.axes` has of inputs; without one of them the golden lacks what it adds. (Of a few
+    elements anything is a multiple.)
+    """
+    if field.error.size < MOST_BINS:
+        return None
+    expected = reference(op, case)
+    labels = op.axes(case, expected.inputs)
+    best = None
+    given = {t: x for t, x in expected.inputs.items() if x is not None and t in labels}
+    for tensor, axis in ((t, axis) for t in given for axis in labels[t]):
+        x, bins = given[tensor], np.unique(labels[tensor][axis])
+        for bin_ in bins if 1 < bins.size <= MOST_BINS else []:
+            without = {**expected.inputs, tensor: np.where(labels[tensor][axis] == bin_, np.zeros((), x.dtype), x)}
+            with np.errstate(invalid="ignore", over="ignore"):
+                rest = outputs(op.golden(**without, **op.arguments(case)))[name]
+            added = (field.golden - rest[field.scored]) / field.magnitude
+            product, power = float(np.mean(added * field.error)), float(np.mean(added**2))
+            if not power or not np.isfinite(product):
+                continue
+            explained = product**2 / (power * field.power)
+            if explained > (best.explained if best else EXPLAINED):
+                best = Source(tensor, axis, str(bin_), product / power, explained)
+    return best

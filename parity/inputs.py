@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from parity.dtypes import UNIT_ROUNDOFF, Floats, numpy_dtype, round_to
-from parity.op import Array, Case, Gates, Groups, Inputs, Offsets, Op, Scales
+from parity.op import Array, Case, Gates, Given, Groups, Inputs, Offsets, Op, Scales
 
 REVISION = 1
 """Raised whenever a change here changes the bytes of an existing case."""
@@ -37,7 +37,8 @@ that scales are powers of two and every quotient is exact."""
 def draw(op: Op, case: Case) -> Inputs:
     """The input arrays of a case, by argument name."""
     drawn: dict[str, np.ndarray | None] = {}
-    for name, spec in op.inputs(case).items():
+    specs = op.inputs(case)
+    for name, spec in specs.items():
         bits = stream(case, name)
         if isinstance(spec, Groups):
             drawn[name] = group_sizes(spec, bits)
@@ -47,18 +48,21 @@ def draw(op: Op, case: Case) -> Inputs:
                 values = np.clip(values * INT8_UNIT, -127, 127)
             drawn[name] = round_to(values, spec.dtype)
         elif isinstance(spec, Scales):
-            drawn[name] = SCALES["powers" if case.data == "integers" else spec.pattern](spec.shape, bits)
+            scales = SCALES["powers" if case.data == "integers" else spec.pattern](spec.shape, bits)
+            drawn[name] = round_to(scales, spec.dtype)
         elif isinstance(spec, Offsets):
             sizes = OFFSETS[spec.pattern](spec.count, spec.rows, bits)
             drawn[name] = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
         elif isinstance(spec, Gates):
             drawn[name] = round_to(log_decays(spec, bits, exact=case.data == "integers"), spec.dtype)
         else:
-            drawn[name] = None
+            drawn[name] = spec.array if spec else None
     if case.data in ("poison", "nonfinite"):
         for name, unread in op.unread(case, drawn).items():
             array = drawn[name]
-            if array is not None and array.dtype.kind != "i":  # integers have no such values
+            if array is None or isinstance(specs[name], Given):
+                continue
+            if array.dtype.kind != "i":  # integers have no such values
                 where = unread if case.data == "poison" else ~unread & _one_in(4099, array.shape, stream(case, name))
                 array[where] = np.resize(np.array([np.nan, np.inf, -np.inf]), int(where.sum()))
     return drawn

@@ -41,10 +41,11 @@ class Array:
 
 @dataclass(frozen=True)
 class Scales:
-    """A float32 tensor of the positive scales of a quantised argument, by `pattern` (`parity.inputs.SCALES`)."""
+    """A tensor of the positive scales of a quantised argument, by `pattern` (`parity.inputs.SCALES`)."""
 
     shape: tuple[int, ...]
     pattern: str
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,13 @@ class Gates:
     dtype: str = "float32"
 
 
+@dataclass(frozen=True, eq=False)
+class Given:
+    """An argument that is not drawn but this array, whatever the data and the seed of the case."""
+
+    array: np.ndarray
+
+
 @dataclass(frozen=True)
 class Contract:
     """What a kernel promises: how its dots round their operands, what it accumulates in, what it returns.
@@ -89,7 +97,7 @@ class Contract:
     bfloat16 passes), `bf16x2` (one float32 operand in two pieces beside one of 16 bits), `tf32`, or `none` (an
     elementwise operation). Source of the roundoffs: `DOTS`.
     outs: the dtypes of the outputs that are not of dtype `out`, by name.
-    depth and sites say where the staged golden rounds to emulate such a kernel (`parity.stages.emulate`).
+    depth, sites and schedule say where the staged golden rounds to emulate such a kernel (`parity.stages.emulate`).
     """
 
     dot: str
@@ -98,6 +106,7 @@ class Contract:
     outs: Mapping[str, str] = field(default_factory=dict)
     depth: int = 1  # products that are summed before the accumulator is rounded
     sites: Mapping[str, str] = field(default_factory=dict)  # of the staged golden, and the dtype they are rounded to
+    schedule: Mapping[str, Any] = field(default_factory=dict)  # what else `Op.steps` gives the staged golden
 
     DOTS: ClassVar[Mapping[str, tuple[float, int]]] = {
         # dot: (relative error of a product, from rounding its operands; passes added into one sum)
@@ -238,7 +247,9 @@ class Op:
     each output by name;
     magnitude(op, case, inputs): Σ|terms| behind each output element, shaped as the output;
     steps(case, contract): arguments that give the staged golden the steps of a kernel under that contract;
-    unread(case, inputs): masks of elements that the operation must not read, poisoned in `poison` data.
+    unread(case, inputs): masks of elements that the operation must not read, poisoned in `poison` data;
+    axes(case, inputs): what an error is looked for along. Of an output, by name: labels (numbers or words) that
+    broadcast to it and say what each element belongs to. Of an input those of what the operation sums over.
     """
 
     name: str
@@ -246,7 +257,7 @@ class Op:
     naive: Callable[..., Any]
     tpu: str
     gpu: str
-    inputs: Callable[[Case], Mapping[str, Array | Scales | Groups | Offsets | Gates | None]]
+    inputs: Callable[[Case], Mapping[str, Array | Scales | Groups | Offsets | Gates | Given | None]]
     arguments: Callable[[Case], Mapping[str, Any]]
     contract: Callable[[Case, Backend], Contract]
     chain: Callable[[Case, Inputs], int | Mapping[str, int]]
@@ -256,6 +267,7 @@ class Op:
     defaults: Mapping[str, Any]
     route: Callable[[Case], Mapping[str, Any]] = lambda case: {}
     spelled: tuple[str, ...] = ()
+    axes: Callable[[Case, Inputs], Mapping[str, Mapping[str, np.ndarray]]] = lambda case, inputs: {}
     representative: Callable[[Case], bool] = lambda case: True  # cases whose ε are compared in the default tier too
     tau: float = 0.0  # how much larger ε_TPU may be than ε_GPU; anything but 0 needs a reason beside it
     bit_exact: bool = False  # the golden returns the outputs' own dtypes, and every bit must be its
@@ -265,6 +277,11 @@ class Op:
     def expectation(self, case: Case) -> Expected | None:
         """The known failure of a case in comparison with the GPU, if one is declared."""
         return next((expected for expected in self.expected if expected.where(case)), None)
+
+    def with_inputs(self, inputs: Inputs) -> Op:
+        """This op with these arrays in place of drawn ones, in every case: what is real, or reduced, is judged so."""
+        given = {name: None if array is None else Given(array) for name, array in inputs.items()}
+        return replace(self, inputs=lambda case: given)
 
     def grid(
         self,

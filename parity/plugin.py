@@ -300,8 +300,8 @@ def _devices() -> tuple[str, ...]:
     return tuple(f"{name} {'real' if real[name] else 'emulated'}" for name in BACKENDS)
 
 
-def _entries_of(report: pytest.TestReport) -> list[dict[str, Any]]:
-    return [value for name, value in report.user_properties if name == _ENTRY]  # type: ignore[misc]
+def _told(report: pytest.TestReport, name: str) -> list[dict[str, Any]]:
+    return [value for key, value in report.user_properties if key == name]  # type: ignore[misc]
 
 
 class _Reporter:
@@ -329,7 +329,7 @@ class _Reporter:
     def _write(self, interrupted: bool) -> str:
         from parity.report import page
 
-        notices = [f"A worker died of {nodeid}: nothing is known of it." for nodeid in self._lost]
+        notices = [f"A worker died of {nodeid}." for nodeid in self._lost]
         judged = self._entries
         if interrupted:
             notices.append("The run was interrupted: what it had not come to is not here, and no error is explained.")
@@ -353,21 +353,29 @@ class _Reporter:
         if wanted and marker and callspec and call.excinfo:
             _, case, backend = callspec.params["run"]
             side = entries.COMPARED if marker.kwargs["compared"] else backend
-            told = [entry["passed"] for entry in _entries_of(report)]
+            told = [entry["passed"] for entry in _told(report, _ENTRY)]
             reason = call.excinfo.exconly(tryshort=True).splitlines()[0]
             if (report.failed and False not in told) or (report.skipped and not told):
-                outcome = "CRASH" if report.failed else "SKIPPED"
-                missing = entries.without_judgement(case, side, outcome, reason, _rerun(item))
+                failed = [entry["outcome"] for entry in _told(report, "parity") if entry.get("passed") is False]
+                outcome = "SKIPPED" if report.skipped else next(iter(failed), "CRASH")
+                missing = entries.without_judgement(case.op, case.id, side, outcome, reason, _rerun(item))
                 report.user_properties.append((_ENTRY, missing.plain()))
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if str(report.when) == "???":  # pytest-xdist's word for what a worker was at when it died
             self._lost.append(report.nodeid)
+            self._entries += [
+                entries.without_judgement(
+                    found["op"], found["case"], found["backend"], found["outcome"], found["reason"],
+                    f'pytest -n0 "{report.nodeid}"',
+                )
+                for found in _told(report, "parity")
+            ]  # fmt: skip
         if report.when in ("call", "???"):
-            self._judged += [value for name, value in report.user_properties if name == "parity"]  # type: ignore[misc]
+            self._judged += _told(report, "parity")
         if report.when == "call" or (report.when == "setup" and not report.passed):
-            self._entries += map(entries.Entry.from_plain, _entries_of(report))
+            self._entries += map(entries.Entry.from_plain, _told(report, _ENTRY))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         lines = text.summary(self._judged, _recording(self._config))

@@ -53,9 +53,9 @@ class Place:
 class Sketch:
     """A recorded case, explained as far as that goes.
 
-    fault: whether no rounding can be behind it, "" if that is open. common: of each axis the bins that the worst elements
-    are in, where those are half of them or fewer. suspect: the roundings that come nearest. drawn: whether the inputs are drawn today as they were
-    for the record; if not the last three fields are empty.
+    fault: why no rounding can be behind it, "" if one can. drawn: whether the inputs are drawn today as they were for
+    the record; if not the last three fields are empty. common: of each axis the bins that the worst elements are in,
+    where those are half of all or fewer. suspect: the roundings that come nearest.
     """
 
     record: Record

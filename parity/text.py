@@ -6,15 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from rich.text import Text
-
-from parity.explain import Explanation
 from parity.judge import Compared, Judgement
 from parity.metrics import HISTOGRAM
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SHADES = " ░▒▓█"
-HEAT = ("", "blue", "cyan", "yellow", "red")
 
 
 def failure(judged: Judgement, twin: Judgement | None, rerun: str) -> str:
@@ -33,43 +29,13 @@ def failure(judged: Judgement, twin: Judgement | None, rerun: str) -> str:
         if any(m.histogram):
             lines.append(f"η  {sparkline(m.histogram)}")
         if any(any(row) for row in m.tiles):
-            lines.append("rms η by tile, worst at " + _worst_tile(m.tiles))
+            lines.append("rms η by tile, worst at " + worst_tile(m.tiles))
             lines += [f"   |{row}|" for row in heat_map(m.tiles)]
     if twin is not None:
         also = "passes too (so: precision, not logic)" if twin.verdict.passed else "fails too (so: not rounding)"
         lines.append(f"integer twin: {also}")
     lines.append(f"rerun: {rerun}")
     return "\n".join(lines)
-
-
-def explanation(found: Explanation) -> Text:
-    """Where the error of a case comes from, on one screen."""
-    judged = found.judged
-    v, m, device = judged.verdict, judged.metrics, "real" if judged.real else "emulated"
-    out = Text()
-    out.append(f"{v.outcome}  ", "bold green" if v.passed else "bold red")
-    out.append(f"{v.gate}: {v.reason}   {judged.backend}: {device}   {judged.case.id}  [{judged.output}]\n")
-    out.append(found.conclusion + "\n", "bold")
-    if m and judged.bound:
-        out.append(f"ε = {m.epsilon:.3g}  floor {m.floor:.3g}  worst η {m.eta_max:.3g} of {judged.bound:.3g} allowed\n")
-    if worst := judged.worst:
-        index = ", ".join(map(str, worst.index))
-        compared = f"golden {worst.golden:.9g}  got {worst.got:.9g}  bound ±{worst.allowed:.3g}"
-        out.append(f"worst {judged.output}[{index}]: {compared}\n")
-    for c in found.contrasts:
-        out.append(f"  {c.axis:<16} {c.bin:<12} {c.contrast:8.3g}× the η of the rest, {c.share:.0%} of the error\n")
-    if m and any(m.histogram):
-        out.append(f"η  {sparkline(m.histogram)}\n")
-    if m and any(any(row) for row in m.tiles):
-        out.append("rms η by tile, worst at " + _worst_tile(m.tiles) + "\n")
-        for row in heat_map(m.tiles):
-            out.append("   |")
-            for shade in row:
-                out.append(shade, HEAT[SHADES.index(shade)])
-            out.append("|\n")
-    if found.twin is not None:
-        out.append(f"integer twin: {found.twin.verdict.outcome}")
-    return out
 
 
 def sparkline(counts: Sequence[int]) -> str:
@@ -90,7 +56,8 @@ def heat_map(tiles: Sequence[Sequence[float]]) -> list[str]:
     ]
 
 
-def _worst_tile(tiles: Sequence[Sequence[float]]) -> str:
+def worst_tile(tiles: Sequence[Sequence[float]]) -> str:
+    """Where the largest of them is, and how large."""
     row, column = max(
         ((r, c) for r, line in enumerate(tiles) for c in range(len(line))), key=lambda rc: tiles[rc[0]][rc[1]]
     )

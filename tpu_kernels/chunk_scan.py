@@ -31,14 +31,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.gla import Gates, Problem, check_backward, check_forward, check_fused, check_precision
-from tpu_kernels.gmm import Interpret, concrete_values, resolve_interpret
+from tpu_kernels.fused_recurrent import Pair, decay_parts, two_sum
+from tpu_kernels.gmm import Debug, Interpret, concrete_values, resolve_interpret
 
 Refs = Mapping[str, Any]
 Load = Callable[[str], jax.Array]
 """The rows [heads, C, ·] of a chunk, of the tensor of that name."""
 Store = Callable[[str, jax.Array], None]
-Pair = tuple[jax.Array, jax.Array]
-"""float32 numbers in two pieces, of which the second is the first's rounding error."""
+Watch = Callable[..., jax.Array]
+"""watch(site, x, *axes) takes the place of x, a chunk's value at a site of the golden whose `axes` are steps."""
 
 LARGEST_EXPONENT = 88.0  # exp of it is finite in float32
 # A step that decays by more leaves nothing of any float32 state, and sums of such steps stay small enough to add.
@@ -131,6 +132,7 @@ def chunk_fwd(
     precision: str = "ieee",
     fused: bool | None = None,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(o, ht): `o_t = scale q_t^T S_t`, and the state after the last step where output_final_state, else None.
 
@@ -138,7 +140,8 @@ def chunk_fwd(
     and `g_gamma` [H], which add (None: no decay), or `gk` [B, T, H, K]; float32, `g` and `gk` also of q's dtype.
     initial_state [N, H, K, V] float32. cu_seqlens [N + 1] int32 packs N sequences into B = 1 (N = B without).
     scale: default K ** -0.5. precision, of dots of float32 operands: "ieee" or "bf16x3". fused: whether one kernel does
-    all (None: where it can, see `chunk_route`). interpret: as `tpu_kernels.gmm.gmm`.
+    all (None: where it can, see `chunk_route`). interpret and debug: as `tpu_kernels.gmm.gmm`; sites are decay (from a
+    chunk's start), A and state.
     o has v's shape and dtype and is zero beyond the last sequence; ht [N, H, K, V] is float32.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`, `check_precision` and `check_fused`; values are
     checked outside tracing only.
@@ -166,6 +169,7 @@ def chunk_fwd(
         fused=fused,
         output_final_state=bool(output_final_state),
         interpret=resolve_interpret(interpret),
+        debug=debug,
     )
 
 
@@ -302,7 +306,7 @@ def _vmem_bytes(scan: Scan, p: Problem, backward: bool, fused: bool) -> int:
 # ------------------------------------------------------------------------------------------------------- passes
 
 
-@partial(jax.jit, static_argnames=("scan", "fused", "output_final_state", "interpret"))
+@partial(jax.jit, static_argnames=("scan", "fused", "output_final_state", "interpret", "debug"))
 def _forward(
     q: jax.Array,
     k: jax.Array,
@@ -315,6 +319,7 @@ def _forward(
     fused: bool,
     output_final_state: bool,
     interpret: bool | pltpu.InterpretParams,
+    debug: Debug,
 ) -> tuple[jax.Array, jax.Array | None]:
     if scan is None:
         h0 = _states(q, v, cu_seqlens) if initial_state is None else initial_state
@@ -325,15 +330,14 @@ def _forward(
     ends = {"ht": layout.state_out()} if output_final_state else {}
     state = {"state": pltpu.VMEM(scan.state, jnp.float32)}
     outputs = {"o": layout.rows_out(scan.v, q.dtype)}
+    forward = partial(_forward_kernel, debug=debug)
     if fused:
-        results = call(
-            _forward_kernel, "chunk_fwd", {**before, **layout.rows(q=q)}, {**outputs, **ends}, state, work=(2, 2)
-        )
+        results = call(forward, "chunk_fwd", {**before, **layout.rows(q=q)}, {**outputs, **ends}, state, work=(2, 2))
     else:
         kept = {"states": layout.chunk_states()}
-        results = call(_forward_kernel, "chunk_states", before, {**kept, **ends}, state, work=(0, 1))
+        results = call(forward, "chunk_states", before, {**kept, **ends}, state, work=(0, 1))
         operands = {**layout.rows(q=q, k=k, v=v), **layout.gates, "states": layout.chunk_states(results["states"])}
-        results |= call(_outputs_kernel, "chunk_outputs", operands, outputs, {}, work=(2, 1))
+        results |= call(partial(_outputs_kernel, debug=debug), "chunk_outputs", operands, outputs, {}, work=(2, 1))
     return layout.public(results["o"]), results["ht"].swapaxes(2, 3) if output_final_state else None
 
 
@@ -649,7 +653,7 @@ class _Block:
         """The decays of chunk i."""
         scan, refs = self.scan, self.refs
         if scan.gate == "channel":
-            return _ChannelDecay(self.load(i, "gk"))
+            return _ChannelDecay(self.load(i, "gk"), scan)
         if scan.gate == "constant":
             live = self.live(i) if scan.masked else scan.chunk
             return _ConstantDecay(refs, _gammas(refs, scan, self.first_head), live, scan)
@@ -723,18 +727,33 @@ class _Block:
         return (chunk == last) | (sequence[jnp.minimum(chunk + 1, last)] != sequence[chunk])
 
 
-def _forward_kernel(refs: Refs, scan: Scan) -> None:
+def _watch(debug: Debug, block: _Block, i: Any) -> Watch:
+    """What is watched of chunk i: nothing without `debug`."""
+    if debug is None:
+        return lambda site, x, *axes: x
+    live = block.live(i)
+
+    def watch(site: str, x: jax.Array, *axes: int) -> jax.Array:
+        where = jnp.full(x.shape, live > 0)
+        for axis in axes:
+            where &= _iota(x.shape, axis) < live
+        return debug(site, x, where, chunk_size=block.scan.chunk)
+
+    return watch
+
+
+def _forward_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
     """o, or the states at the start of each chunk, and ht."""
     block, state = _Block(refs, scan, pl.program_id(2)), refs["state"]
 
     def body(i: Any) -> None:
-        load, decay = partial(block.load, i), block.decay(i)
+        load, decay, watch = partial(block.load, i), block.decay(i), _watch(debug, block, i)
 
         def advance() -> None:
-            state[...] = _next_state(load, state[...], decay, scan)
+            state[...] = watch("state", _next_state(load, state[...], decay, scan))
 
         if "o" in refs:
-            block.store(i, "o", _output(load, state, decay, scan, advance))
+            block.store(i, "o", _output(load, state, decay, scan, watch, advance))
         else:
             refs["states"][i] = state[...]
             advance()
@@ -742,12 +761,13 @@ def _forward_kernel(refs: Refs, scan: Scan) -> None:
     block.for_chunks(body, lambda i: block.load_state("h0", i, state), lambda i: block.store_state("ht", i, state))
 
 
-def _outputs_kernel(refs: Refs, scan: Scan) -> None:
+def _outputs_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
     """o from the states at the start of each chunk."""
     block = _Block(refs, scan, pl.program_id(2))
 
     def body(i: Any) -> None:
-        block.store(i, "o", _output(partial(block.load, i), refs["states"].at[i], block.decay(i), scan))
+        load, decay, watch = partial(block.load, i), block.decay(i), _watch(debug, block, i)
+        block.store(i, "o", _output(load, refs["states"].at[i], decay, scan, watch))
 
     block.for_chunks(body)
 
@@ -818,27 +838,37 @@ def _for_chunks_back(block: _Block, body: Callable[[Any], None]) -> None:
 
 
 def _output(
-    load: Load, state: Any, decay: "_Decay", scan: Scan, meanwhile: Callable[[], None] = lambda: None
+    load: Load,
+    state: Any,
+    decay: "_Decay",
+    scan: Scan,
+    watch: Watch,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> jax.Array:
     """o [heads, C, V] float32 of a chunk, from the ref of the state at its start.
 
     meanwhile() comes before the last product, which has to wait for the scores; it may change the state.
     """
-    scores = decay.scores(load, scan)
-    read = _read(load("q"), state[...], decay, decay.from_start, scan)
+    scores = watch("A", decay.scores(load, scan), 1, 2)
+    read = _read(load("q"), state[...], decay, lambda width: watch("decay", decay.from_start(width), 1), scan)
     meanwhile()
     return scan.scale * (read + _dot(scores, load("v"), (1, 0), scan))
 
 
 def _next_state(load: Load, state: jax.Array, decay: "_Decay", scan: Scan) -> jax.Array:
     """The state [heads, V, K] at the end of a chunk."""
-    return decay.whole * state + _dot(load("v"), _f32(load("k")) * decay.to_end(scan.k), (0, 0), scan)
+    return _decayed(state, decay, _dot(load("v"), _f32(load("k")) * decay.to_end(scan.k), (0, 0), scan))
 
 
 def _previous_dstate(load: Load, dstate: jax.Array, decay: "_Decay", scan: Scan) -> jax.Array:
     """The gradient [heads, V, K] of the state at the start of a chunk, from that at its end."""
     weighted = _f32(load("q")) * (scan.scale * decay.from_start(scan.k))
-    return decay.whole * dstate + _dot(load("do"), weighted, (0, 0), scan)
+    return _decayed(dstate, decay, _dot(load("do"), weighted, (0, 0), scan))
+
+
+def _decayed(state: jax.Array, decay: "_Decay", term: jax.Array) -> jax.Array:
+    """The state, or its gradient, decayed by a whole chunk, and term."""
+    return reduce(lambda rest, part: part * state + rest, reversed(decay.whole), term)
 
 
 def _read(x: jax.Array, state: jax.Array, decay: "_Decay", way: Callable[[int], jax.Array], scan: Scan) -> jax.Array:
@@ -852,8 +882,8 @@ class _StepDecay:
     """Decays of heads that have one per step; of `_ChannelDecay` the counterpart.
 
     from_start(width) [heads, C, 1 or width]: from the start of the chunk to each step; to_end(width): from after each
-    step to the chunk's end; whole [heads, 1, 1]: both. between() [heads, C, C]: from after step j to step i, zero for
-    i < j, at [i, j] in the forward pass and at [j, i] in the backward one.
+    step to the chunk's end; whole [heads, 1, 1]: both, in the parts of `_whole`. between() [heads, C, C]: from after
+    step j to step i, zero for i < j, at [i, j] in the forward pass and at [j, i] in the backward one.
     """
 
     per_channel = False
@@ -861,7 +891,7 @@ class _StepDecay:
     def __init__(self, refs: Refs, i: Any, scan: Scan) -> None:
         """Of chunk i, from what `_prepare_decays` left: rows of a number per step."""
         self._refs, self._chunk, self._scan = refs, i, scan
-        self.whole = self._row("from_start")[:, :, scan.chunk - 1 :]
+        self.whole = _whole(scan, *(self._row(name)[:, :, scan.chunk - 1 :] for name in ("sum_hi", "sum_lo")))
 
     def from_start(self, width: int) -> jax.Array:
         """See the class."""
@@ -907,7 +937,8 @@ class _StepDecay:
         dk = self.to_end(scan.k) * _dot(load("v"), dstate[...], (1, 0), scan)
         to_state = jnp.sum(_f32(load("k")) * dk, axis=2, keepdims=True)
         store("dk", dk + _dot(dscores, load("q"), (1, 0), scan))
-        through = jnp.sum(self.whole * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True), axis=2, keepdims=True)
+        whole = reduce(jnp.add, self.whole)
+        through = jnp.sum(whole * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True), axis=2, keepdims=True)
         store("dgate", through + jnp.sum(jnp.where(row < column, sums + to_state, from_state), axis=1, keepdims=True))
 
 
@@ -916,7 +947,7 @@ class _ConstantDecay(_StepDecay):
 
     def __init__(self, refs: Refs, gammas: jax.Array, live: Any, scan: Scan) -> None:
         self._refs, self._gammas, self._live, self._scan = refs, gammas, live, scan
-        self.whole = _power(gammas, jnp.full(gammas.shape, live, jnp.int32))
+        self.whole = _whole(scan, gammas * _f32(jnp.full(gammas.shape, live, jnp.int32)))
 
     def from_start(self, width: int) -> jax.Array:
         """See `_StepDecay`."""
@@ -946,7 +977,7 @@ class _ChannelDecay:
 
     per_channel = True
 
-    def __init__(self, gk: jax.Array) -> None:
+    def __init__(self, gk: jax.Array, scan: Scan) -> None:
         """From the log decays [heads, C, K]. Sums of halves are added to sums of wholes: no difference is taken."""
         # Of the part of a step, the sum up to it and the sum over the rest.
         until, after = jnp.maximum(_f32(gk), STRONGEST_GATE), jnp.zeros(gk.shape, jnp.float32)
@@ -959,7 +990,7 @@ class _ChannelDecay:
             until += jnp.where(second, pltpu.roll(total, half, 1), 0.0)
             after += jnp.where(second, 0.0, pltpu.roll(total, c - half, 1))
         self._until, self._after = until, after
-        self.whole = _exp(until[:, c - 1 :])
+        self.whole = _whole(scan, until[:, c - 1 :])
 
     def from_start(self, width: int) -> jax.Array:
         """See the class."""
@@ -986,7 +1017,7 @@ class _ChannelDecay:
         dq = scan.scale * self.from_start(scan.k) * _dot(load("do"), state[...], (1, 0), scan)
         dk = self.to_end(scan.k) * _dot(load("v"), dstate[...], (1, 0), scan)
         # As in `_StepDecay.store_gradients`: of the gate of step t, only pairs with t between them, and what passes it.
-        dgk = self.whole * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True)
+        dgk = reduce(jnp.add, self.whole) * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True)
         dgk += _dot(_ones(i >= j, scan), q * dq, (1, 0), scan) + _dot(_ones(i < j, scan), k * dk, (1, 0), scan)
         dscore = scan.scale * jnp.sum(do * v, axis=2, keepdims=True)
         dq, dk = dq + dscore * k, dk + dscore * q
@@ -1061,7 +1092,7 @@ def _prepare_decays(refs: Refs, scan: Scan, first_head: Any) -> None:
     if scan.gate == "step":
         g = jnp.maximum(refs["g"][...], STRONGEST_GATE)
         gamma = jnp.maximum(refs["g_gamma"][...], STRONGEST_GATE) if "g_gamma" in refs else jnp.zeros_like(g)
-        hi, lo = _running_sums(*_two_sum(g, gamma), scan.chunk)
+        hi, lo = _running_sums(*two_sum(g, gamma), scan.chunk)
         last = hi[:, :, scan.chunk - 1 : scan.chunk], lo[:, :, scan.chunk - 1 : scan.chunk]
         refs["sum_hi"][...], refs["sum_lo"][...] = hi, lo
         refs["from_start"][...] = _exp(hi + lo)
@@ -1085,6 +1116,12 @@ def _power(gammas: jax.Array, steps: jax.Array) -> jax.Array:
     return _exp(gammas * _f32(steps))
 
 
+def _whole(scan: Scan, total: jax.Array, low: jax.Array | float = 0.0) -> tuple[jax.Array, ...]:
+    """The decay of a whole chunk, exp(total + low), as a sum: what is near 1 and the rest, so that a product with it
+    loses little of what a slow head keeps for many chunks. Split dots lose more than that."""
+    return (_exp(total + low),) if scan.split else decay_parts(total, low)
+
+
 def _difference(a: Pair, b: Pair) -> jax.Array:
     """a - b, both in two pieces."""
     return (a[0] - b[0]) + (a[1] - b[1])
@@ -1099,16 +1136,9 @@ def _running_sums(hi: jax.Array, lo: jax.Array, chunk: int) -> Pair:
     for level in range(chunk.bit_length() - 1):
         before = 2**level
         earlier_hi, earlier_lo = (jnp.where(lane >= before, pltpu.roll(x, before, 2), 0.0) for x in (hi, lo))
-        hi, error = _two_sum(hi, earlier_hi)
+        hi, error = two_sum(hi, earlier_hi)
         lo += earlier_lo + error
-    return _two_sum(hi, lo)
-
-
-def _two_sum(a: jax.Array, b: jax.Array) -> Pair:
-    """a + b rounded, and the rounding error (Knuth)."""
-    total = a + b
-    b_part = total - a
-    return total, (a - (total - b_part)) + (b - b_part)
+    return two_sum(hi, lo)
 
 
 def _exp(x: jax.Array) -> jax.Array:

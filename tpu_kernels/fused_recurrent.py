@@ -432,9 +432,9 @@ def _gate_inputs(gates: dict[str, Any], plan: _Plan, place: _Place) -> dict[str,
     if g is not None:
         high = jnp.moveaxis(g, 2, 0).reshape(high.shape).astype(jnp.float32)
     if g_gamma is not None:
-        high, low = _two_sum(high, g_gamma[:, None])
+        high, low = two_sum(high, g_gamma[:, None])
         low = jnp.where(jnp.abs(high) < -SMALLEST_EXPONENT, low, 0.0)  # NaN for an infinity
-    decays = jnp.stack(_decay(high, low), axis=1)
+    decays = jnp.stack(decay_parts(high, low), axis=1)
     decays = jnp.pad(decays, ((0, 0), (0, 0), (0, plan.tiles * plan.tile - plan.rows)))
     decays = decays.reshape(plan.heads, 2, plan.tiles, plan.tile // GROUP, GROUP).swapaxes(1, 2)
     return {"decays": _by_rows(decays, decays.shape[2:], place)}
@@ -550,7 +550,7 @@ def _vmem_bytes(shape: tuple[int, ...]) -> int:
 
 
 _Refs = dict[str, Any]
-_Pair = tuple[jax.Array, jax.Array]
+Pair = tuple[jax.Array, jax.Array]
 
 
 class _Visit(NamedTuple):
@@ -624,10 +624,10 @@ def _for_slabs(plan: _Plan, body: Callable[[Any], None]) -> None:
     )
 
 
-def _for_steps(plan: _Plan, body: Callable[[Any, _Pair], _Pair], pair: _Pair, backwards: bool = False) -> _Pair:
+def _for_steps(plan: _Plan, body: Callable[[Any, Pair], Pair], pair: Pair, backwards: bool = False) -> Pair:
     """body(row of its group, pair) for each step of a group, in the order of time or backwards."""
 
-    def step(n: Any, pair: _Pair) -> _Pair:
+    def step(n: Any, pair: Pair) -> Pair:
         return body(GROUP - 1 - n if backwards != plan.reverse else n, pair)
 
     return lax.fori_loop(0, GROUP, step, pair, unroll=plan.unroll)
@@ -649,10 +649,10 @@ def _store(refs: _Refs, visit: _Visit, rows: Any, name: str, x: jax.Array) -> No
 
 
 def _load_decays(refs: _Refs, visit: _Visit, rows: Any) -> None:
-    """The decays of a group's steps as `_decay` has them, none where a row is not the visit's."""
+    """The decays of a group's steps as `decay_parts` has them, none where a row is not the visit's."""
     own = partial(_own, visit, rows)
     if "gk" in refs:
-        decays = _decay(own(refs["gk"][rows, :].astype(jnp.float32)))
+        decays = decay_parts(own(refs["gk"][rows, :].astype(jnp.float32)))
     elif "decays" in refs:
         line, shape = pl.ds(rows.start // GROUP, 1), refs["kept_rows"].shape[::-1]
         kept, rest = (jnp.broadcast_to(refs["decays"][n, line, :], shape) for n in range(2))
@@ -722,7 +722,7 @@ def _advance(
     def advance(slab: Any) -> None:
         v = refs["v_columns"][slab, :]
 
-        def step(n: Any, pair: _Pair) -> _Pair:
+        def step(n: Any, pair: Pair) -> Pair:
             row, decay = pl.ds(n, 1), _decay_of(refs, n)
             before = pair[0] * sum(decay) if decay else pair[0]
             pair = _step(pair, refs["carried_rows"][row, :], decay, _at(v, n) * refs["k_rows"][row, :])
@@ -776,7 +776,7 @@ def _retreat(visit: _Visit, refs: _Refs, rows: Any, *, plan: _Plan) -> None:
     def retreat(slab: Any) -> None:
         v, do = refs["v_columns"][slab, :], refs["do_columns"][slab, :]
 
-        def step(n: Any, pair: _Pair) -> _Pair:
+        def step(n: Any, pair: Pair) -> Pair:
             row = pl.ds(n, 1)
             term = _at(do, n) * (plan.scale * refs["q_rows"][row, :])
             pair = _step(pair, refs["carried_rows"][row, :], [], term)
@@ -814,27 +814,27 @@ def _begin(state: Any, given: Any) -> None:
 # ------------------------------------------------------------------------------------------------------- one step
 
 
-def _step(pair: _Pair, carried: Any, decay: list[jax.Array], term: jax.Array | None) -> _Pair:
+def _step(pair: Pair, carried: Any, decay: list[jax.Array], term: jax.Array | None) -> Pair:
     """decay state + term, rounded to float32, and its residue. pair: the state and its residue, of which `carried`
-    (1 or 0) is added; decay: kept and rest as `_decay` has them, or none."""
+    (1 or 0) is added; decay: kept and rest as `decay_parts` has them, or none."""
     state, residue = pair
     residue = carried * residue
     if not decay:
-        return _two_sum(state, residue if term is None else residue + term)
+        return two_sum(state, residue if term is None else residue + term)
     kept, rest = decay
-    total, left = _two_sum(kept * state, jnp.zeros_like(state) if term is None else term)
+    total, left = two_sum(kept * state, jnp.zeros_like(state) if term is None else term)
     # There is no fused multiply-add: what a product loses is the smaller, the nearer the decay is to 1.
-    return _two_sum(total, left + (rest * state + (kept + rest) * residue))
+    return two_sum(total, left + (rest * state + (kept + rest) * residue))
 
 
-def _two_sum(a: jax.Array, b: jax.Array) -> _Pair:
+def two_sum(a: jax.Array, b: jax.Array) -> Pair:
     """a + b rounded, and exactly what that left out (Knuth, The Art of Computer Programming 2, 4.2.2, theorem B)."""
     total = a + b
     added = total - a
     return total, (a - (total - added)) + (b - added)
 
 
-def _decay(gate: jax.Array, low: jax.Array | float = 0.0) -> _Pair:
+def decay_parts(gate: jax.Array, low: jax.Array | float = 0.0) -> Pair:
     """exp(gate + low) as a sum: 1 or 0, whichever is nearer (1 beyond it), and the float32 that is left; at most the
     largest float32, which times a state of zero is zero.
 

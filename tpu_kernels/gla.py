@@ -14,7 +14,7 @@ import jax
 from op_arguments.gla import Gates, check_forward
 from tpu_kernels.chunk_scan import chunk_bwd, chunk_fwd
 from tpu_kernels.fused_recurrent import recurrent_bwd, recurrent_fwd
-from tpu_kernels.gmm import Interpret, concrete_values
+from tpu_kernels.gmm import Debug, Interpret, concrete_values
 
 
 class Output(NamedTuple):
@@ -48,6 +48,7 @@ def chunk_gla_fwd(
     precision: str = "ieee",
     fused: bool | None = None,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> Output:
     """o and, with output_final_state, ht of the recurrence of this module, `chunk_size` steps at a time.
 
@@ -59,7 +60,7 @@ def chunk_gla_fwd(
     of 16 up to 256, counted from the beginning of each sequence. precision, of dots of float32 operands: "ieee", six
     bfloat16 passes, or "bf16x3"; of bfloat16 operands only the result is rounded so far. fused: whether one kernel does
     all, or another one the states before; None: one where its blocks fit VMEM (`chunk_scan.chunk_route` says why).
-    interpret: as `tpu_kernels.gmm.gmm`.
+    interpret and debug: as `tpu_kernels.gmm.gmm`; sites are decay (from a chunk's start), A and state.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`, `check_precision` and `check_fused`; values are
     checked outside tracing only.
     """
@@ -77,6 +78,7 @@ def chunk_gla_fwd(
             precision=precision,
             fused=fused,
             interpret=interpret,
+            debug=debug,
         )
     )
 

@@ -26,6 +26,9 @@ from tpu_kernels.hardware import is_tpu, tpu_generation
 
 Interpret = bool | pltpu.InterpretParams | None
 Tile = tuple[int, int, int]
+Debug = Callable[..., Any] | None
+"""debug(site, value, where=None, **steps) takes the place of each named intermediate result: its value at that site of
+the golden, which is one where `where` is, in the steps that the golden goes with these arguments."""
 
 NEWEST = 7  # the generation that an interpreted kernel is traced for
 LANES = 128
@@ -59,6 +62,7 @@ def gmm(
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> jax.Array:
     """Rows of each group times that group's matrix: `out[m] = lhs[m] @ rhs[group of m - group_offset]`.
 
@@ -68,7 +72,8 @@ def gmm(
     is given (active rows overwrite it). Sums are float32, of exact bfloat16 products or of float32 products in six
     bfloat16 passes (float16 is widened), rounded once.
     tiling: (tm, tk, tn) or a look-up (m, k, n) -> (tm, tk, tn), capped to the problem and rounded up to whole
-    registers; default: `_gmm_tiles`. interpret: as `pl.pallas_call`; None interprets where there is no TPU.
+    registers; default: `_gmm_tiles`. interpret: as `pl.pallas_call`; None interprets where there is no TPU. debug: see
+    `Debug`, of the sums at partial and acc; None leaves nothing of it.
     `jax.shard_map` takes it with check_vma=False.
     Raises ValueError or TypeError as `op_arguments.gmm.check_gmm`; values are checked outside tracing only.
     """
@@ -94,6 +99,7 @@ def gmm(
         tile=fit_tile(tile, p),
         transpose_rhs=bool(transpose_rhs),
         interpret=resolve_interpret(interpret),
+        debug=debug,
     )
 
 
@@ -108,13 +114,14 @@ def tgmm(
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> jax.Array:
     """The weight gradient of `gmm`: `out[g] = lhs[rows of g].T @ rhs[rows of g]`.
 
     lhs [M, K] and rhs [M, N]: float32, bfloat16 or float16. group_sizes [E] int32, >= 0, sum <= M. Returns [G, K, N]
     in preferred_element_type (default lhs's), G = num_actual_groups (default E): an empty group's block is zero;
-    existing_out [G, K, N] is added, in float32. Precision, group_offset, tiling (default: `_tgmm_tiles`) and
-    interpret as `gmm`.
+    existing_out [G, K, N] is added, in float32. Precision, group_offset, tiling (default: `_tgmm_tiles`),
+    interpret and debug as `gmm`.
     Raises ValueError or TypeError as `op_arguments.gmm.check_tgmm`; values are checked outside tracing only.
     """
     group_offset = static_scalar(group_offset)
@@ -138,6 +145,7 @@ def tgmm(
         problem=p,
         tile=fit_tile(tile, p),
         interpret=resolve_interpret(interpret),
+        debug=debug,
     )
 
 
@@ -258,7 +266,7 @@ def kernel_dtype(name: str) -> Any:
 # ---------------------------------------------------------------------------------------------------------- gmm
 
 
-@partial(jax.jit, static_argnames=("problem", "tile", "transpose_rhs", "interpret"))
+@partial(jax.jit, static_argnames=("problem", "tile", "transpose_rhs", "interpret", "debug"))
 def _gmm(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -270,6 +278,7 @@ def _gmm(
     tile: Tile,
     transpose_rhs: bool,
     interpret: bool | pltpu.InterpretParams,
+    debug: Debug,
 ) -> jax.Array:
     m, k, n, groups, _, out_dtype = problem
     if m == 0 or n == 0 or groups == 0:
@@ -313,7 +322,7 @@ def _gmm(
     )
 
     out = pl.pallas_call(
-        partial(_gmm_kernel, k=k, transpose_rhs=transpose_rhs),
+        partial(_gmm_kernel, k=k, transpose_rhs=transpose_rhs, debug=debug),
         out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
@@ -340,6 +349,7 @@ def _gmm_kernel(
     *refs: Any,
     k: int,
     transpose_rhs: bool,
+    debug: Debug,
 ) -> None:
     *existing_out, out, acc = refs
     visit, step, last_step = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
@@ -348,6 +358,12 @@ def _gmm_kernel(
     whole = (start == 0) & (end == tm)
     one_step = tk == k
     rest = k % tk or tk  # of K, in the last step; the block holds garbage beyond it, and 0 * NaN is NaN
+
+    def watched(site: str, rows: Any, sums: jax.Array) -> jax.Array:
+        deep = min(tk, dot_depth())
+        if debug is None or tk % deep:
+            return sums
+        return debug(site, sums, is_own_row(rows.start, sums.shape, start, end), tiling=(1, deep, 1))
 
     def store(rows: Any, columns: Any, sums: jax.Array, masked: bool) -> None:
         result = sums.astype(out.dtype)
@@ -361,10 +377,12 @@ def _gmm_kernel(
             for part in blocks(depth, dot_depth()):
                 weights = rhs[columns, part] if transpose_rhs else rhs[part, columns]
                 sums = dot(lhs[rows, part], weights, contract=(1, 1 if transpose_rhs else 0))
+                sums = watched("partial", rows, sums)
                 if part.start > 0:
                     sums += acc[rows, columns]
                 elif not one_step:
                     sums += jnp.where(step == 0, 0.0, acc[rows, columns])
+                sums = watched("acc", rows, sums)
                 if one_step and part.start + part.size == k:
                     store(rows, columns, sums, masked)
                 else:
@@ -397,7 +415,7 @@ def _gmm_kernel(
 # --------------------------------------------------------------------------------------------------------- tgmm
 
 
-@partial(jax.jit, static_argnames=("problem", "tile", "interpret"))
+@partial(jax.jit, static_argnames=("problem", "tile", "interpret", "debug"))
 def _tgmm(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -408,6 +426,7 @@ def _tgmm(
     problem: Problem,
     tile: Tile,
     interpret: bool | pltpu.InterpretParams,
+    debug: Debug,
 ) -> jax.Array:
     m, k, n, groups, _, out_dtype = problem
     if 0 in (m, k, n, groups):
@@ -443,7 +462,7 @@ def _tgmm(
     )
 
     out = pl.pallas_call(
-        _tgmm_kernel,
+        partial(_tgmm_kernel, debug=debug),
         out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
@@ -465,7 +484,7 @@ def _tgmm(
 
 
 def _tgmm_kernel(
-    group_ids: Any, tile_ids: Any, group_offsets: Any, group_offset: Any, lhs: Any, rhs: Any, *refs: Any
+    group_ids: Any, tile_ids: Any, group_offsets: Any, group_offset: Any, lhs: Any, rhs: Any, *refs: Any, debug: Debug
 ) -> None:
     *existing_out, out, acc, own_lhs, own_rhs = refs
     visit, last_visit = pl.program_id(2), pl.num_programs(2) - 1
@@ -482,7 +501,10 @@ def _tgmm_kernel(
                     before = acc[rows, columns]
                     if part.start == 0:
                         before = jnp.where(first, 0.0, before)
-                    acc[rows, columns] = before + dot(lhs[part, rows], rhs[part, columns], contract=(0, 0))
+                    sums = dot(lhs[part, rows], rhs[part, columns], contract=(0, 0))
+                    if debug and row_block(tm) == tm == part.size:
+                        sums = debug("partial", sums, tiling=(tm, 1, 1), aligned=True)
+                    acc[rows, columns] = before + sums
 
     def multiply_own(rows: Any) -> None:
         copy_own_rows(((lhs, own_lhs), (rhs, own_rhs)), rows, start, end)
@@ -494,6 +516,8 @@ def _tgmm_kernel(
     @pl.when((visit == last_visit) | (group_ids[jnp.minimum(visit + 1, last_visit)] != group))
     def _() -> None:
         total = jnp.where(start < end, acc[...], 0.0)  # an empty group has one visit, without rows
+        if debug:
+            total = debug("acc", total, jnp.full(total.shape, start < end))
         if existing_out:
             total += existing_out[0][...].astype(jnp.float32)
         out[...] = total.astype(out.dtype)

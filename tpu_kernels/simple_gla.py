@@ -12,7 +12,7 @@ import jax
 from tpu_kernels.chunk_scan import chunk_bwd, chunk_fwd
 from tpu_kernels.fused_recurrent import recurrent_bwd, recurrent_fwd
 from tpu_kernels.gla import Output, differentiable
-from tpu_kernels.gmm import Interpret
+from tpu_kernels.gmm import Debug, Interpret
 
 
 class Grads(NamedTuple):
@@ -41,6 +41,7 @@ def chunk_simple_gla_fwd(
     precision: str = "ieee",
     fused: bool | None = None,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> Output:
     """o and, with output_final_state, ht of the recurrence of this module, `chunk_size` steps at a time.
 
@@ -52,7 +53,7 @@ def chunk_simple_gla_fwd(
     of 16 up to 256, counted from the beginning of each sequence. precision, of dots of float32 operands: "ieee", six
     bfloat16 passes, or "bf16x3"; of bfloat16 operands only the result is rounded so far. fused: whether one kernel does
     all, or another one the states before; None: one where its blocks fit VMEM (`chunk_scan.chunk_route` says why).
-    interpret: as `tpu_kernels.gmm.gmm`.
+    interpret and debug: as `tpu_kernels.gmm.gmm`; sites are decay (from a chunk's start), A and state.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`, `check_precision` and `check_fused`; values are
     checked outside tracing only.
     """
@@ -70,6 +71,7 @@ def chunk_simple_gla_fwd(
             precision=precision,
             fused=fused,
             interpret=interpret,
+            debug=debug,
         )
     )
 
@@ -164,6 +166,7 @@ def fused_chunk_simple_gla_fwd(
     chunk_size: int = 64,
     precision: str = "ieee",
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> Output:
     """`chunk_simple_gla_fwd` in one kernel: ValueError where that cannot be."""
     return Output(
@@ -180,6 +183,7 @@ def fused_chunk_simple_gla_fwd(
             precision=precision,
             fused=True,
             interpret=interpret,
+            debug=debug,
         )
     )
 

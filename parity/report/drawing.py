@@ -43,7 +43,7 @@ def heat_map(tiles: Sequence[Sequence[float]]) -> Markup:
     centres: dict[int, list[str]] = {}
     for r, row in enumerate(tiles):
         for c, value in enumerate(row):
-            level = math.ceil(LEVELS * value / top) if math.isfinite(value) else LEVELS + 1
+            level = min(math.ceil(LEVELS * value / top), LEVELS) if math.isfinite(value) else LEVELS + 1
             if level:
                 centres.setdefault(level, []).append(f"M{c * CELL + CELL // 2} {r * CELL + CELL // 2}h0")
     # A stroke of no length with square ends is a square; how wide and how dark, the style sheet says of each level.

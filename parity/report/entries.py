@@ -14,7 +14,7 @@ from parity import matrix
 from parity.backends import runner
 from parity.explain import Contrast, explain
 from parity.judge import Compared, Judgement
-from parity.op import Backend, Case, Op
+from parity.op import Backend, Op
 from parity.records import here
 
 FAILING = 8
@@ -130,9 +130,9 @@ def of_comparison(op: Op, compared: Compared, rerun: str) -> Entry:
     )
 
 
-def without_judgement(case: Case, side: str, outcome: str, reason: str, rerun: str) -> Entry:
-    """The entry of a case that came to no judgement: its kernel raised (outcome "CRASH"), or it was left out."""
-    return Entry(case.op, case.id, case.model, side, outcome, reason, None if outcome == "SKIPPED" else False, rerun)
+def without_judgement(op: str, case: str, side: str, outcome: str, reason: str, rerun: str) -> Entry:
+    """The entry of a case (its id) that came to no judgement: "SKIPPED", or what became of its kernel or process."""
+    return Entry(op, case, "", side, outcome, reason, None if outcome == "SKIPPED" else False, rerun)
 
 
 def _severity(judged: Judgement) -> tuple[bool, float]:
@@ -208,7 +208,9 @@ def _one_of_each_case(numbers: Iterable[int], entries: Sequence[Entry]) -> list[
 
 
 def _explain(ops: Iterable[Op], entry: Entry) -> Iterator[str]:
-    of = max(entry.measured, key=lambda m: (m.outcome == entry.outcome, m.backend == "tpu"))
+    # A comparison that fails is the TPU's, unless the GPU is no reference.
+    suspect = "gpu" if entry.outcome == "UNFIT" else "tpu"
+    of = max(entry.measured, key=lambda m: (m.outcome == entry.outcome, m.backend == suspect))
     try:
         op, case = matrix.find(ops, entry.case)
         found = explain(op, case.with_seed(of.seed), of.backend)

@@ -30,9 +30,10 @@ SPARE = 2000
 LISTED, MEASURED, DRAWN = range(3)
 """How much the page has of a judgement: its row, its figures too, and its drawings as well."""
 FIRST = 200
-"""The judgements of most interest, which are drawn before the others get figures."""
-ONE_SEED = 1000
-"""Points of the scatter, at most, that are of a single seed and decide nothing: those furthest from the diagonal."""
+"""The judgements of most interest, which are drawn before the others are listed."""
+POINTS = 1500
+"""Points of the scatter, at most: comparisons that failed, other comparisons, single seeds; of each kind those furthest
+from the diagonal first."""
 
 SIDES = (*BACKENDS, COMPARED)
 SYMBOLS = {True: "✓", False: "✗", None: "–"}
@@ -115,10 +116,10 @@ def write(path: Path, entries: Sequence[Entry], run: Run, root: Path) -> Written
     fragments: dict[int, Markup] = {}
     details: dict[int, int] = {}
     ranked = sorted(order, key=_interest)
-    for some, detail in ((ranked, LISTED), (ranked[:FIRST], DRAWN), (ranked, MEASURED), (ranked, DRAWN)):
+    for some, detail in ((ranked[:FIRST], DRAWN), (ranked, LISTED), (ranked, MEASURED), (ranked, DRAWN)):
         for entry in some:
             key = id(entry)
-            if details.get(key, -1) >= detail or (detail > LISTED and key not in fragments) or left <= 0:
+            if details.get(key, -1) >= detail or left <= 0:
                 continue
             new = fragment(entry, detail)
             grown = len(new.encode()) - len(fragments.get(key, "").encode())
@@ -223,6 +224,7 @@ def _cell(cases: Mapping[str, tuple[bool | None, str]], load: float | None) -> C
 
 def _scatter(entries: Sequence[Entry], links: Mapping[int, str]) -> dict[str, Any] | None:
     """The drawing and what its caption must say; None where no case has an ε above 0 on both backends."""
+    failed: list[Point] = []
     compared: list[Point] = []
     zero = 0
     single: dict[str, dict[str, Entry]] = {}
@@ -233,7 +235,7 @@ def _scatter(entries: Sequence[Entry], links: Mapping[int, str]) -> dict[str, An
         elif set(entry.epsilon) == set(BACKENDS):
             if _drawable(entry.epsilon):
                 kind = entry.outcome if entry.outcome in drawing.MARKS else "other"
-                compared.append(_point(entry, entry.epsilon, kind, links))
+                (compared if entry.passed else failed).append(_point(entry, entry.epsilon, kind, links))
             else:
                 zero += 1
     pairs = []
@@ -244,8 +246,10 @@ def _scatter(entries: Sequence[Entry], links: Mapping[int, str]) -> dict[str, An
                 pairs.append(_point(sides["tpu"], epsilon, "one seed", links))
             else:
                 zero += 1
-    pairs.sort(key=lambda point: -abs(math.log(point.tpu / point.gpu)))
-    points = [*compared, *pairs[:ONE_SEED]]
+    ranked = [
+        p for some in (failed, compared, pairs) for p in sorted(some, key=lambda p: -abs(math.log(p.tpu / p.gpu)))
+    ]
+    points = ranked[:POINTS]
     if not points:
         return None
     kinds = [kind for kind in drawing.MARKS if any(point.kind == kind for point in points)]
@@ -253,7 +257,7 @@ def _scatter(entries: Sequence[Entry], links: Mapping[int, str]) -> dict[str, An
         "drawing": drawing.scatter(points),
         "kinds": [(kind, drawing.mark(kind), sum(point.kind == kind for point in points)) for kind in kinds],
         "zero": zero,
-        "left_out": len(pairs[ONE_SEED:]),
+        "left_out": len(ranked[POINTS:]),
     }
 
 

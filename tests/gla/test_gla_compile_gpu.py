@@ -136,7 +136,9 @@ CHUNKED = [
 ]
 CHIPS = ("sm_80", "sm_90", "sm_100")
 LIMITS: dict[str, dict[str, str]] = {
-    # What a chip does not support, with the reason; all else must compile for every target.
+    # What a chip does not support, with the reason; all else must compile for every target. With two bfloat16 parts of
+    # each operand, states and gradients of them in the registers, sm_100 has too few at every tile that was tried.
+    "sm_100": {"chunk-bwd-g-float32-C64-fused=True-precision=bf16x3/1_backward_kernel": "spills: 6.3%"},
 }
 
 

@@ -24,6 +24,10 @@ LIMIT_BY_GATE = {"gamma": 1.2e-7, "g": 3e-7, "both": 3e-7, "gk": 3e-7}
 LIMIT_OF_GATES = 1e-6
 LIMIT_OF_BFLOAT16 = 1.9e-3
 EXTREME = ("steep", "resets")  # -500 over 64 steps, and -80 in one: twice the limit in float32
+# A head that forgets within 5000 steps: whatever error the decay of a chunk has, it has 64 times. Float32 states at the
+# borders of blocks of 32 steps, which are all that a call may go on from, cost 1.3e-7 to 1.6e-7 by themselves (the
+# golden with just these rounded); without care for a decay near 1 it is 3.5e-7.
+LIMIT_OF_SLOW_HEADS = 2e-7
 
 
 class Point(NamedTuple):
@@ -45,7 +49,8 @@ class Point(NamedTuple):
         if self.dtype == BF16:
             return dict.fromkeys(RESULTS, LIMIT_OF_BFLOAT16)
         factor = 2 if self.decay in EXTREME else 1
-        of_results = dict.fromkeys(RESULTS, factor * LIMIT_BY_GATE[self.gates])
+        limit = LIMIT_OF_SLOW_HEADS if "alibi" in self.options else LIMIT_BY_GATE[self.gates]
+        of_results = dict.fromkeys(RESULTS, factor * limit)
         return of_results | dict.fromkeys(GATES, factor * LIMIT_OF_GATES)
 
 
@@ -60,8 +65,7 @@ def points(name, simple, channels, **options):
 SMALL = dict(B=1, T=130, H=1, K=32, V=64)
 MODERATE = dict(B=1, T=512, H=2, K=64, V=128)
 LONG = dict(B=1, T=4096, H=1, K=16, V=16)
-# A head that forgets within 5000 steps: whatever error the decay of a chunk has, it has 64 times.
-SLOW = Point("chunk", CHUNK_SIMPLE_GLA, "gamma", options=dict(alibi=[(20, 19)]))
+SLOW = Point("slow", CHUNK_SIMPLE_GLA, "gamma", options=dict(alibi=[(20, 19)]))
 CHUNKED = points("chunk", CHUNK_SIMPLE_GLA, CHUNK_GLA)
 POINTS = [
     *[(point, SMALL) for point in CHUNKED if point.gates != "both"],

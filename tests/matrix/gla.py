@@ -130,15 +130,33 @@ def contract(c: Case, backend: Backend) -> Contract:
         dot = "bf16x6" if backend == "tpu" else "ieee"
     depth = MXU_DEPTH if backend == "tpu" else MMA_DEPTH if c.dtype == BF16 else 1
     outs = {"dg": gate_dtype(c), "dgk": gate_dtype(c), "dg_gamma": F32, "dh0": F32} if is_backward(c) else {"ht": F32}
-    return Contract(dot=dot, out=c.out, outs=outs, depth=1 if is_recurrent(c) else depth, sites=sites(c))
+    return Contract(
+        dot=dot,
+        out=c.out,
+        outs=outs,
+        depth=1 if is_recurrent(c) else depth,
+        sites=sites(c),
+        schedule=schedule(c, backend),
+    )
+
+
+def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
+    """The GPU's chunked kernels take fewer rows at a time, and with a decay per step decay v where a state is written.
+
+    As `gpu_reference.chunk_scan.block_rows` has it; the TPU's take the chunks of the case.
+    """
+    if is_recurrent(c) or backend == "tpu":
+        return {}
+    rows = min(c.chunk & -c.chunk, 32 if is_simple(c) else 16, max(4096 // max(1 << (c.K - 1).bit_length(), 16), 16))
+    return {"chunk_size": rows, **({"values_decayed": True} if is_simple(c) else {})}
 
 
 def sites(c: Case) -> Mapping[str, str]:
     """Every intermediate is float32, but for the sum of the gates, which the kernels carry in two; and what a dot takes
     is two bfloat16, unless its products are those of float32."""
-    chunked = () if is_recurrent(c) else ("A", "dA") if is_backward(c) else ("A",)
+    chunked = () if is_recurrent(c) else ("exponent", "decay", "A", *(("dA",) if is_backward(c) else ()))
     backward = ("dstate", "dgate") if is_backward(c) else ()
-    rounded = dict.fromkeys(("exponent", "decay", "partial", "acc", "state", *chunked, *backward), F32)
+    rounded = dict.fromkeys(("kept_exponent", "kept", "partial", "acc", "state", *chunked, *backward), F32)
     is_split = not is_recurrent(c) and (c.dtype == BF16 or c.precision == "bf16x3")
     return rounded | (dict.fromkeys(("lhs", "rhs"), "bf16x2") if is_split else {})
 
@@ -166,6 +184,28 @@ def chain(c: Case, inputs: Inputs) -> Mapping[str, int]:
         "dg_gamma": gate + c.B * c.T,
         "dh0": state + 2,
     }
+
+
+def axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
+    """Of what has a row per step: its chunk and its step in it, both counted from where its sequence begins; its head
+    and its sequence. Of what has a state per sequence: head and sequence. v is what is written into states."""
+    offsets = inputs["cu_seqlens"] if is_packed(c) else np.array([0, c.T])
+    steps = np.arange(c.T)
+    sequence = np.searchsorted(offsets[1:], steps, side="right")
+    done = steps - offsets[np.minimum(sequence, len(offsets) - 2)]
+    chunk = 16 if is_recurrent(c) else c.chunk  # what the recurrent kernels take at a time
+    border = np.where(done == 0, "first step", np.where(np.isin(steps + 1, offsets), "last step", "inside"))
+    by_step = {"time chunk": done // chunk, "step of the chunk": done % chunk, "sequence boundary": border}
+    if is_packed(c):
+        by_step["sequence"] = sequence
+    rows = {name: labels[:, None, None] for name, labels in by_step.items()} | {"head": np.arange(c.H)[:, None]}
+    if not is_packed(c):
+        rows["sequence"] = np.arange(c.B)[:, None, None, None]
+    states = np.arange(c.N if is_packed(c) else c.B)
+    of_state = {"sequence": states[:, None, None, None], "head": np.arange(c.H)[:, None, None]}
+    scalar = {name: labels[..., 0] for name, labels in rows.items()}  # without channels
+    found = dict.fromkeys(("o", "dq", "dk", "dv", "dgk"), rows) | {"dg": scalar}
+    return found | dict.fromkeys(("ht", "dh0"), of_state) | {"v": {"time chunk": rows["time chunk"]}}
 
 
 STEP = 2.0**-20
@@ -230,7 +270,8 @@ def op(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
         contract=contract,
         chain=chain,
         magnitude=magnitude,
-        steps=lambda c, contract: {"depth": contract.depth},
+        steps=lambda c, contract: {"depth": contract.depth, **contract.schedule},
+        axes=axes,
         unread=lambda c, inputs: {},
         defaults=defaults if family == "simple_gla" else {n: d for n, d in defaults.items() if n not in SCALAR_GATES},
         route=route,

@@ -23,7 +23,8 @@ def contract(c: Case, backend: Backend) -> Contract:
     native = c.dtype == BF16 or (c.dtype == F16 and backend == "gpu")
     if backend == "tpu":
         sites = {"partial": F32, "acc": F32}
-        return Contract(dot="native" if native else "bf16x6", out=c.out, depth=MXU_DEPTH, sites=sites)
+        schedule = {"aligned": True} if c.op == "tgmm" else {}  # its tiles are of all rows, the GPU's of each group's
+        return Contract("native" if native else "bf16x6", c.out, depth=MXU_DEPTH, sites=sites, schedule=schedule)
     depth = MMA_DEPTH if native else 1  # float32 is a chain of FMAs
     return Contract(dot="native" if native else "ieee", out=c.out, depth=depth, sites={"acc": F32})
 
@@ -55,6 +56,42 @@ def inactive(c: Case, inputs: Inputs) -> Mapping[str, np.ndarray]:
 def longest_group(c: Case, inputs: Inputs) -> int:
     offset, _ = shard(c)
     return int(inputs["group_sizes"][offset : offset + c.G].max(initial=0)) + 1  # and existing_out
+
+
+def of_rows(c: Case, inputs: Inputs) -> dict[str, np.ndarray]:
+    """What the rows of lhs belong to, [M, 1]: their group of the shard, its first or last row, a block of rows."""
+    offset, _ = shard(c)
+    ends = np.cumsum(inputs["group_sizes"])
+    row = np.arange(c.M)
+    group = np.searchsorted(ends, row, side="right")
+    is_first, is_last = np.isin(row, ends - inputs["group_sizes"]), np.isin(row, ends - 1)
+    rows = {
+        "group": np.where((group >= offset) & (group < offset + c.G), (group - offset).astype(str), "none"),
+        "expert boundary": np.where(is_first, "first row", np.where(is_last, "last row", "inside")),
+        "row block": blocks(c, 0, c.M),
+    }
+    return {name: labels[:, None] for name, labels in rows.items()}
+
+
+def blocks(c: Case, n: int, size: int) -> np.ndarray:
+    """The number of each element's block along an axis: of the kernels' tile, the n-th size, or as the MXU is wide."""
+    return np.arange(size) // (c.tiling[n] if c.tiling else MXU_DEPTH)
+
+
+def gmm_axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
+    return {"out": {**of_rows(c, inputs), "column block": blocks(c, 2, c.N)}, "lhs": {"K block": blocks(c, 1, c.K)}}
+
+
+def tgmm_axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
+    offset, _ = shard(c)
+    sizes = inputs["group_sizes"][offset : offset + c.G]
+    groups = {
+        "group": np.arange(c.G),
+        "rows of the group": np.where(sizes == 0, "none", np.where(sizes < 16, "<16", "16+")),
+    }
+    out = {name: labels[:, None, None] for name, labels in groups.items()}
+    out |= {"K block": blocks(c, 1, c.K)[:, None], "column block": blocks(c, 2, c.N)}
+    return {"out": out, "lhs": of_rows(c, inputs)}
 
 
 def representative(c: Case) -> bool:
@@ -104,6 +141,7 @@ _GMM = Op(
     contract=contract,
     chain=lambda c, inputs: c.K,
     steps=lambda c, contract: {"tiling": (1, contract.depth, 1)},
+    axes=gmm_axes,
     representative=representative,
     expected=(Expected(lambda c: c.dtype == F32 and c.K == 1, "LOSS", SHORT_SUMS),),
     magnitude=abs_of("lhs", "rhs", "existing_out"),
@@ -132,7 +170,8 @@ _TGMM = Op(
     },
     contract=contract,
     chain=longest_group,
-    steps=lambda c, contract: {"tiling": (contract.depth, 1, 1)},
+    steps=lambda c, contract: {"tiling": (contract.depth, 1, 1), **contract.schedule},
+    axes=tgmm_axes,
     representative=representative,
     expected=(
         Expected(lambda c: c.dtype == F32 and a_row_or_two_each(c), "LOSS", SHORT_SUMS),

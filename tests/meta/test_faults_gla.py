@@ -111,7 +111,7 @@ FAULTS = [
     ),
     in_scan(
         "the final state is missing from dgk", "tpu", CHANNEL_BACKWARD,
-        "dgk = self.whole * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True)",
+        "dgk = reduce(jnp.add, self.whole) * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True)",
         "dgk = 0.0",
         smoke,
     ),
@@ -123,8 +123,8 @@ FAULTS = [
     ),
     in_scan(
         "a tile overwrites what it should add to", "tpu", FORWARD,
-        "return decay.whole * state + _dot(load(\"v\")",
-        "return _dot(load(\"v\")",
+        "return reduce(lambda rest, part: part * state + rest, reversed(decay.whole), term)",
+        "return term",
         smoke,
     ),
     in_scan(
@@ -159,8 +159,8 @@ FAULTS = [
     ),
     in_recurrence(
         "the gate decays the new step too", "tpu", "fused_recurrent_simple_gla_fwd",
-        "_two_sum(kept * state, jnp.zeros_like(state) if term is None else term)",
-        "_two_sum(kept * state, jnp.zeros_like(state) if term is None else (kept + rest) * term)",
+        "two_sum(kept * state, jnp.zeros_like(state) if term is None else term)",
+        "two_sum(kept * state, jnp.zeros_like(state) if term is None else (kept + rest) * term)",
         smoke,
     ),
     in_recurrence(
@@ -171,7 +171,7 @@ FAULTS = [
     ),
     in_scan(
         "the state is bfloat16", "tpu", FORWARD,
-        "state[...] = _next_state(load, state[...], decay, scan)",
+        "state[...] = watch(\"state\", _next_state(load, state[...], decay, scan))",
         "state[...] = _next_state(load, state[...], decay, scan).astype(jnp.bfloat16).astype(jnp.float32)",
         bfloat16,
     ),
@@ -184,8 +184,8 @@ FAULTS = [
     # flash-linear-attention returns garbage for both
     in_scan(
         "g is ignored beside g_gamma", "tpu", FORWARD,
-        "_running_sums(*_two_sum(g, gamma), scan.chunk)",
-        '_running_sums(*_two_sum(0.0 * g if "g_gamma" in refs else g, gamma), scan.chunk)',
+        "_running_sums(*two_sum(g, gamma), scan.chunk)",
+        '_running_sums(*two_sum(0.0 * g if "g_gamma" in refs else g, gamma), scan.chunk)',
         both,
     ),
     in_scan(
@@ -220,8 +220,8 @@ FAULTS = [
     ),
     in_scan(
         "the gates of a channel are those of the first", "tpu", CHANNEL_FORWARD,
-        'return _ChannelDecay(self.load(i, "gk"))',
-        'return _ChannelDecay(jnp.broadcast_to(self.load(i, "gk")[:, :, :1], self.load(i, "gk").shape))',
+        'return _ChannelDecay(self.load(i, "gk"), scan)',
+        'return _ChannelDecay(jnp.broadcast_to(self.load(i, "gk")[:, :, :1], self.load(i, "gk").shape), scan)',
         smoke,
     ),
 ]  # fmt: skip

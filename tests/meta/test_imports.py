@@ -19,6 +19,7 @@ FRAMEWORKS = {"jax", "jaxlib", "torch", "triton"}
 MODULES_OF_A_FRAMEWORK = {
     "parity/backends/tpu.py", "parity/backends/gpu.py",
     "parity/backends/emulation/mxu.py", "parity/backends/emulation/tensor_core.py",
+    "parity/lines/tpu.py", "parity/lines/gpu.py",
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import math
 import re
 import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import html5lib
 import pytest
 
+from parity import cli
 from parity.explain import Contrast
 from parity.report import drawing, entries
 from parity.report.entries import COMPARED, Entry, Measured, attribute
@@ -204,6 +206,8 @@ def test_a_larger_error_is_a_larger_square_and_the_worst_is_framed():
     assert squares == [("1", "M24 8"), ("2", "M8 24"), ("7", "M8 40"), ("8", "M24 24")]
     assert 'class="frame" x="16" y="16"' in text
     assert "worst inf in row 1, column 1" in text
+    for n in range(1, 200):  # whatever the division rounds to, what is finite is no more than the largest square
+        assert 'class="h7"' in drawing.heat_map(((n / 97, 0.0),))
 
 
 def test_bars_beyond_the_bound_are_told_apart():
@@ -256,37 +260,61 @@ def test_agrees(run):
 
 @parity.cases(DOUBLE, backend="gpu")
 def test_agrees_gpu(run):
-    if run.case.M == 3:
-        pytest.skip("no <such> device")
     run.agrees()
 
 @parity.cases(DOUBLE, backend="tpu", compared=True)
 def test_is_no_worse(run):
+    if run.case.M == 3:
+        pytest.skip("no <such> device")
     run.is_no_worse()
+"""
+DYING = """
+def dying(x):
+    import os
+    if x.shape[0] == 3:
+        os._exit(3)
+    if "bfloat16" in str(x.dtype):
+        raise MemoryError("so <i>much</i>")
+    raise RuntimeError("no <i>such</i> instruction")
 """
 
 
-def test_pytest_writes_what_was_judged_what_crashed_and_what_was_skipped(project, tmp_path):
+def test_pytest_writes_what_was_judged_what_failed_what_died_and_what_was_skipped(project, tmp_path):
     run = project(kernel="bad")
     matrix = tmp_path / "matrix.py"
-    matrix.write_text(matrix.read_text().replace('gpu="kernels:bad"', 'gpu="kernels:crash"'))
+    matrix.write_text(matrix.read_text().replace('gpu="kernels:bad"', 'gpu="kernels:dying"'))
     with (tmp_path / "kernels.py").open("a") as kernels:
-        kernels.write("\ndef crash(x):\n    raise RuntimeError('no <i>such</i> instruction')\n")
+        kernels.write(DYING)
     (tmp_path / "test_double.py").write_text(REPORTED)
-    pages = {}
-    for workers in ("0", "2"):
-        done = run("-q", "-n", workers, "--parity-report", f"out/report{workers}.html", "-k", "f32")
-        assert re.search(r"report: out/report\d\.html: 6 judgements, 0\.\d MB", done.stdout), done.stdout
-        pages[workers] = text = (tmp_path / "out" / f"report{workers}.html").read_text()
-        html5lib.HTMLParser(strict=True).parse(text)
-        assert "4 of 6 judgements failed, 1 not made" in text
-        assert "RuntimeError: no &lt;i&gt;such&lt;/i&gt; instruction" in text
-        assert "no &lt;such&gt; device" in text
-        assert "LOGIC FAULT" in text
-        assert 'class="why">tpu: not explained by rounding: a logic fault' in text
-        assert "test_double.py::test_agrees[double-M8_N40-f32-s0]" in text
-    summaries = [sorted(re.findall(r"<summary>.*?</summary>", text)) for text in pages.values()]
-    assert summaries[0] == summaries[1]
+    chosen = "f32 or (test_agrees_gpu and M8)"
+    done = run("-q", "-n", "1", "--parity-report", "out/report.html", "-k", chosen)
+    assert re.search(r"report: out/report.html: 7 judgements, 0\.\d MB", done.stdout), done.stdout
+    text = (tmp_path / "out" / "report.html").read_text()
+    html5lib.HTMLParser(strict=True).parse(text)
+    assert "5 of 7 judgements failed, 1 not made" in text
+    rows = {
+        (case, side): (outcome, reason)
+        for outcome, case, side, reason in re.findall(
+            r'<details id="c\d+"><summary><span class="\w+">. ([^<]*)</span><span><b>double</b>-(\w+-\w+)-s0</span>'
+            r"<span>([^<]*)</span>.*?<p>([^<]*)",
+            text,
+        )
+    }
+    assert {place: outcome for place, (outcome, _) in rows.items()} == {
+        ("M8_N40-f32", "tpu"): "LOGIC FAULT",
+        ("M3_N5-f32", "tpu"): "AGREES",
+        ("M8_N40-f32", "gpu"): "CRASH",
+        ("M8_N40-bf16", "gpu"): "OOM",
+        ("M3_N5-f32", "gpu"): "CRASH",
+        ("M8_N40-f32", COMPARED): "CRASH",
+        ("M3_N5-f32", COMPARED): "SKIPPED",
+    }
+    assert rows["M8_N40-f32", "gpu"][1] == "RuntimeError: no &lt;i&gt;such&lt;/i&gt; instruction"
+    assert rows["M8_N40-bf16", "gpu"][1] == "MemoryError: so &lt;i&gt;much&lt;/i&gt;"
+    assert rows["M3_N5-f32", "gpu"][1] == "ended with status 3"
+    assert "no &lt;such&gt; device" in rows["M3_N5-f32", COMPARED][1]
+    assert 'class="why">tpu: not explained by rounding: a logic fault' in text
+    assert "pytest -n0 &#34;test_double.py::test_agrees[double-M8_N40-f32-s0]&#34;" in text
 
 
 def test_a_report_that_cannot_be_written_costs_no_result(project, tmp_path):
@@ -297,6 +325,44 @@ def test_a_report_that_cannot_be_written_costs_no_result(project, tmp_path):
     assert "report: not written: " in done.stdout
 
 
+def test_an_interrupted_run_says_so(project, tmp_path):
+    run = project()
+    (tmp_path / "test_stop.py").write_text("def test_stop():\n    raise KeyboardInterrupt\n")
+    run("-q", "--parity-report", "report.html", "test_stop.py")
+    text = (tmp_path / "report.html").read_text()
+    assert "The run was interrupted" in text
+    assert "nothing was judged" in text
+
+
+def test_parity_run_writes_a_report_of_what_its_table_has(project, tmp_path):
+    project()
+    matrix = tmp_path / "matrix.py"
+    tiny = "DOUBLE = _DOUBLE.with_cases(_DOUBLE.grid([dict(M=8, N=4)], dtype=['float32'], model='Tiny'))\nOPS ="
+    matrix.write_text(matrix.read_text().replace("OPS =", tiny))
+    command = [sys.executable, "-m", "parity.cli", "run", "--seeds", "2", "-j", "1", "--report", "report.html"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "report: report.html: 1 judgements, 0.0 MB" in done.stdout
+    text = (tmp_path / "report.html").read_text()
+    for shown in (
+        "Tiny",
+        "1 TIE",
+        "2 seeds",
+        "parity run --seeds 2",
+        "parity run -k &#34;double-M8_N4-f32-s0&#34; --seeds 2",
+    ):
+        assert shown in text, shown
+
+
+@pytest.mark.parametrize("path", [".", "nowhere/report.html"])
+def test_parity_run_refuses_a_report_that_it_could_not_write(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as refused:
+        cli.main(["run", "--report", path])
+    assert refused.value.code == 2
+    assert f"--report: must be a file in a folder that is there, got {path}" in capsys.readouterr().err
+
+
 def test_what_failed_and_the_nearest_to_their_bounds_are_explained(monkeypatch):
     op = SimpleNamespace(name="matmul", bit_exact=False)
     bits = SimpleNamespace(name="bits", bit_exact=True)
@@ -304,7 +370,7 @@ def test_what_failed_and_the_nearest_to_their_bounds_are_explained(monkeypatch):
 
     def explain(op, case, backend):
         asked.append((case.id, backend))
-        if len(asked) == 2:
+        if len(asked) == 4:
             raise RuntimeError("no such instruction")
         return SimpleNamespace(conclusion="error = tf32 at lhs", contrasts=(Contrast("axis 0", "5-7", 1.0, math.inf),))
 
@@ -319,11 +385,12 @@ def test_what_failed_and_the_nearest_to_their_bounds_are_explained(monkeypatch):
         for name, load in zip(names, loads, strict=True)
     ]
     given += [entry(side="gpu", case="e", outcome="OUT OF BOUND"), entry(case="f", op="bits", outcome="OTHER BITS")]
+    given += [entry(side=COMPARED, case="g", outcome="UNFIT"), entry(side=COMPARED, case="h", outcome="LOSS")]
     begun = []
     name = "of the seed that failed"
     found = attribute((op, bits), given, begun.append)
-    assert begun == ["e", "b", "c"]
-    assert asked[0] == (name, "gpu")
+    assert begun == ["e", "g", "h", "b", "c"]
+    assert asked == [(name, backend) for backend in ("gpu", "gpu", "tpu", "tpu", "tpu")]
     assert found[5].attribution == ("gpu: error = tf32 at lhs", "axis 0 5-7: all of the error")
     assert found[1].attribution == ("tpu: not explained: RuntimeError: no such instruction",)
-    assert [bool(e.attribution) for e in found] == [False, True, False, True, False, True, False]
+    assert [bool(e.attribution) for e in found] == [False, True, False, True, False, True, False, True, True]

@@ -21,7 +21,7 @@ def test_values_at_every_site_in_the_kernels_steps(op):
     assert set(seen) == SITES
     np.testing.assert_allclose(seen["out"][-1], op.golden(**inputs, **op.arguments(case)), rtol=1e-12, atol=1e-12)
     depth = op.contract(case, "gpu").depth
-    summed = [case.K] * len(seen["lhs"]) if op is GMM else [x.shape[0] for x in seen["lhs"]]
+    summed = [case.K] * len(seen["lhs"]) if op is GMM else [x.shape[1] for x in seen["lhs"]]
     assert len(seen["partial"]) == len(seen["acc"]) == sum(-(-n // depth) for n in summed)
     # What is accumulated is the running sum of what is produced.
     np.testing.assert_allclose(seen["acc"][1], seen["partial"][0] + seen["partial"][1], rtol=1e-12, atol=1e-12)
