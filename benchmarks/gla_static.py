@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from parity.compilers.mosaic import Abstract, Compilation, Compiled, CompiledKernel, compile_for_tpu
+from parity.compilers.mosaic import Abstract, Compilation, Compiled, compile_for_tpu, roofline
 
 BENCHMARKED_CHIPS = ("tpu7x", "v6e")
 B, T, H, K, V = 2, 4096, 16, 128, 128
@@ -140,12 +140,12 @@ def _row(chip: str, scan: Scan, answer: Compiled, default: Compiled) -> Row:
     if row.error:
         return row
     least = answer.argument_bytes + answer.output_bytes
-    spans = [_cycles(kernel, scan) for kernel in answer.kernels]
+    spans = [roofline(kernel, chip) for kernel in answer.kernels]
     main = max(answer.kernels, key=lambda kernel: kernel.mxu_cycles)
     row = replace(
         row,
-        cycles=sum(cycles for cycles, _ in spans) / UNIT,
-        floor=sum(floor for _, floor in spans) / UNIT,
+        cycles=sum(span.schedule for span in spans) / UNIT,
+        floor=sum(span.mxu for span in spans) / UNIT,
         spill_share=main.spill_share,
         code_kb=answer.code_bytes / 1024,
         hbm=None if answer.hbm_bytes is None else answer.hbm_bytes / least,
@@ -153,22 +153,6 @@ def _row(chip: str, scan: Scan, answer: Compiled, default: Compiled) -> Row:
         temp_mib=answer.temp_bytes / MIB,
     )
     return _judged(row, scan)
-
-
-def _cycles(kernel: CompiledKernel, scan: Scan) -> tuple[float, float]:
-    """Cycles of all steps of a kernel, and of its matrix units.
-
-    The fused backward kernel walks all blocks but the last twice. On the way there it skips the loop that makes the
-    gradients, whose body is its hot code.
-    """
-    steps, cycles, floor = kernel.call.steps, kernel.static_cycles, kernel.mxu_cycles
-    if kernel.name != "chunk_bwd":
-        return steps * cycles, steps * floor
-    walk = kernel.call.grid[-1] or 1
-    there = (walk // 2) / walk * steps
-    chunks = T // (walk // 2 + 1) // scan.chunk
-    hot_share = chunks * kernel.hot_vmatmuls / sum(kernel.vmatmuls.values())
-    return steps * cycles - there * chunks * kernel.hot_bundles, (steps - there * hot_share) * floor
 
 
 def _judged(row: Row, scan: Scan) -> Row:

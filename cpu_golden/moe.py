@@ -5,12 +5,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cpu_golden import Array, Rounding, exact
-from cpu_golden.gmm import active_groups, gmm, scalar, tgmm, values
-from cpu_golden.quantize import Quantized, fp8_quantize
-from cpu_golden.quantized_gmm import gmm_quantized, tgmm_quantized
-from op_arguments import Tiling
+from cpu_golden.gmm import active_groups, gmm, one_tile, scalar, staged_dot, tgmm, values
+from cpu_golden.quantize import Quantized, fp8_quantize, mxfp8_quantize
+from cpu_golden.quantized_gmm import gmm_quantized, grouped_gemm, tgmm_quantized
+from op_arguments import Tiling, resolve_tiling
 from op_arguments.gmm import Problem, check_gmm
-from op_arguments.moe import check_dout, check_quantize_options
+from op_arguments.moe import (
+    Layer,
+    check_dout,
+    check_layer_dout,
+    check_moe_layer,
+    check_permute,
+    check_quantize_options,
+    check_unpermute,
+    permuted_rows,
+)
 
 Quantize = bool | str
 
@@ -158,3 +167,369 @@ def _padded(x: Array, block_size: int | None) -> Array:
     """x with rows of zeros up to a multiple of block_size."""
     missing = 0 if block_size is None else -x.shape[0] % block_size
     return np.pad(x, [(0, missing), (0, 0)])
+
+
+# ------------------------------------------------------------------------------------------------ the whole layer
+
+
+class Permuted(NamedTuple):
+    """Rows sorted by expert. rows [M, D]; slots [T, k] int32, the row of each choice or -1; group_sizes [E] int32."""
+
+    rows: Any
+    slots: Any
+    group_sizes: Any
+
+
+class LayerGrads(NamedTuple):
+    """The gradients of `moe_layer`."""
+
+    x: Any
+    w_router: Any
+    w_gate: Any
+    w_up: Any
+    w_down: Any
+
+
+def permute(x: Array, indices: Array, *, num_experts: int, capacity: int | None = None) -> Permuted:
+    """Copies of the rows of x sorted by the experts that they go to, for a grouped matmul.
+
+    x [T, D] float32, bfloat16 or float16; indices [T, k] int32 in [0, num_experts): the experts of each token, all
+    different. Within an expert rows are in the order of their tokens. capacity: rows that an expert takes at most; of
+    those beyond it the later ones are dropped. Returns rows [M, D] in x's dtype, M = T·k or, if that is less,
+    num_experts·capacity, and zero beyond sum(group_sizes); slots [T, k] int32, the row of each choice, -1 where it was
+    dropped; group_sizes [num_experts] int32. Every bit of a row is x's.
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
+    """
+    rows = check_permute(x, indices, num_experts, capacity, range_of=_range_of(indices), exact=True)
+    source, slots, group_sizes = _plan(indices, num_experts, capacity, rows)
+    return Permuted(_of_rows(x, source, indices.shape[1]), slots, group_sizes)
+
+
+def unpermute(rows: Array, slots: Array, weights: Array | None = None, *, rounding: Rounding = exact) -> Array:
+    """The rows of each token, summed, times their weights where these are given: the inverse of `permute`.
+
+    rows [M, D] float32, bfloat16 or float16; slots [T, k] int32 in [-1, M), as `permute` gives them; weights [T, k]
+    float32. Returns `out[t] = Σ_j weights[t, j] · rows[slots[t, j]]` [T, D], float64 here; a slot of -1 adds nothing.
+    Sites: product, sum (the running sum, in the order of j), out.
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
+    """
+    check_unpermute(rows, slots, weights, range_of=_range_of(slots), exact=True)
+    out = np.zeros((slots.shape[0], rows.shape[1]))
+    for j in range(slots.shape[1]):
+        kept = slots[:, j] >= 0
+        taken = rows[slots[kept, j]].astype(np.float64)
+        if weights is not None:
+            taken = rounding("product", taken * weights[kept, j, None].astype(np.float64))
+        out[kept] = rounding("sum", out[kept] + taken)
+    return rounding("out", out)
+
+
+def moe_layer(
+    x: Array,
+    w_router: Array,
+    w_gate: Array,
+    w_up: Array,
+    w_down: Array,
+    *,
+    top_k: int,
+    quantize: str | None = None,
+    block_size: int | None = 128,
+    capacity: int | None = None,
+    renormalize: bool = True,
+    group_offset: int = 0,
+    sanitize_grads: bool = False,
+    tiling: Tiling | None = None,
+    rounding: Rounding = exact,
+) -> Array:
+    """A layer of SwiGLU experts, of which each token goes to the top_k that its router likes best.
+
+    `out[t] = Σ_j weights[t, j] · (silu(x[t] @ w_gate[e]) · (x[t] @ w_up[e])) @ w_down[e]` with e = indices[t, j].
+
+    x [T, D]; w_gate, w_up [G, D, F] and w_down [G, F, D] of x's dtype (float32, bfloat16 or float16); w_router [D, E]
+    float32, bfloat16 or float16, all finite as x must be. Returns [T, D]: x's dtype, float64 here.
+    Routing: logits x @ w_router in float32; the top_k largest, of equal ones the lower expert first; weights are their
+    softmax, over the top_k chosen with renormalize (Mixtral, Qwen3), else over all E.
+    capacity: rows that an expert takes at most. Of the tokens of an expert the later ones are dropped beyond it: their
+    choice contributes nothing, and the weights of their other choices stay what they were.
+    The G experts are those from group_offset on of the router's E: a choice of any other contributes nothing, so that
+    the layers of all shards sum up to the whole.
+    quantize: the operands of the matmuls of both passes in e4m3; "fp8": rows with a float32 scale per `block_size`
+    elements, weights per block_size x block_size of them (None: whole axes; it must divide D and F), as
+    `grouped_dense`; "mxfp8": with a power of two per 32, of any D and F, as `mxfp8_quantize`. Gradients are those of
+    the quantised operands. What a matmul hands to the next one is then float32, so that each is rounded once; else it
+    has x's dtype.
+    The weights enter before the last matmul, which is linear: their gradient then needs no more than a product of what
+    the backward pass has anyway. sanitize_grads: zero in place of every gradient that is NaN or infinite; by default
+    they propagate. tiling: (tm, tk, tn) of every matmul, or a look-up (m, k, n) -> (tm, tk, tn).
+    Sites: logits, weights; gate, up and hidden (what the matmuls hand on), rows (of the last matmul), those of the
+    matmuls and of `unpermute`.
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
+    """
+    o = _options(x, w_router, w_gate, w_up, w_down, top_k, quantize, block_size, capacity, renormalize, group_offset,
+                 tiling, rounding)  # fmt: skip
+    routed = _route(o, x, w_router)
+    return unpermute(_experts(o, x, routed, w_gate, w_up, w_down).rows, routed.slots, rounding=rounding)
+
+
+def moe_layer_bwd(
+    x: Array,
+    w_router: Array,
+    w_gate: Array,
+    w_up: Array,
+    w_down: Array,
+    dout: Array,
+    *,
+    top_k: int,
+    quantize: str | None = None,
+    block_size: int | None = 128,
+    capacity: int | None = None,
+    renormalize: bool = True,
+    group_offset: int = 0,
+    sanitize_grads: bool = False,
+    tiling: Tiling | None = None,
+    rounding: Rounding = exact,
+) -> LayerGrads:
+    """The gradients of `moe_layer` in all five of its arrays, for a gradient dout [T, D] of its result.
+
+    Float64, shaped as the primals; zero for experts without rows. All else as `moe_layer`.
+    Sites: dhidden, dgate and dup (what the matmuls hand on), dweights, dlogits; drows (of each row), dexperts (their
+    sum for a token) and drouter, the two parts of x's gradient; those of the matmuls and of `unpermute`.
+    """
+    o = _options(x, w_router, w_gate, w_up, w_down, top_k, quantize, block_size, capacity, renormalize, group_offset,
+                 tiling, rounding)  # fmt: skip
+    check_layer_dout(dout, x, exact=True)
+    routed = _route(o, x, w_router)
+    with np.errstate(over="ignore", invalid="ignore"):
+        grads = _backward(o, x, w_router, w_gate, w_up, w_down, routed, dout)
+    if sanitize_grads:
+        return LayerGrads(*(np.where(np.isfinite(grad), grad, 0.0) for grad in grads))
+    return grads
+
+
+class _Options(NamedTuple):
+    """A checked `moe_layer` without its arrays."""
+
+    layer: Layer
+    top_k: int
+    quantize: str | None
+    block_size: int | None
+    capacity: int | None
+    renormalize: bool
+    group_offset: int
+    tiling: Tiling | None
+    rounding: Rounding
+
+
+def _options(
+    x: Array,
+    w_router: Array,
+    w_gate: Array,
+    w_up: Array,
+    w_down: Array,
+    top_k: int,
+    quantize: str | None,
+    block_size: int | None,
+    capacity: int | None,
+    renormalize: bool,
+    group_offset: Any,
+    tiling: Tiling | None,
+    rounding: Rounding,
+) -> _Options:
+    offset = scalar(group_offset)
+    layer = check_moe_layer(
+        x,
+        w_router,
+        w_gate,
+        w_up,
+        w_down,
+        top_k=top_k,
+        quantize=quantize,
+        block_size=block_size,
+        capacity=capacity,
+        group_offset=offset,
+        exact=True,
+    )
+    return _Options(layer, top_k, quantize, block_size, capacity, renormalize, offset, tiling, rounding)
+
+
+class _Routed(NamedTuple):
+    """Where tokens go: indices and weights [T, k], what `_plan` makes of them, and the softmax over all experts."""
+
+    indices: Array
+    weights: Array
+    likelihoods: Array  # [T, E]
+    source: Array
+    slots: Array
+    group_sizes: Array
+
+
+def _route(o: _Options, x: Array, w_router: Array) -> _Routed:
+    logits = o.rounding("logits", _dot(o, x, w_router))
+    indices = np.argsort(-logits, axis=1, kind="stable")[:, : o.top_k].astype(np.int32)
+    chosen = np.take_along_axis(logits, indices, axis=1)
+    likelihoods = _softmax(logits)
+    weights = _softmax(chosen) if o.renormalize else np.take_along_axis(likelihoods, indices, axis=1)
+    rows = permuted_rows(o.layer.tokens, o.top_k, o.layer.experts, o.capacity)
+    plan = _plan(indices, o.layer.experts, o.capacity, rows)
+    return _Routed(indices, o.rounding("weights", weights), likelihoods, *plan)
+
+
+def _plan(indices: Array, num_experts: int, capacity: int | None, rows: int) -> tuple[Array, Array, Array]:
+    """(source [rows]: the choice t·k + j of each row, or -1; slots and group_sizes as `Permuted` has them)."""
+    choices = indices.ravel()
+    source, slots = np.full(rows, -1), np.full(choices.size, -1, np.int32)
+    group_sizes = np.zeros(num_experts, np.int32)
+    first = 0
+    for expert in range(num_experts):
+        of_expert = np.flatnonzero(choices == expert)[:capacity]
+        end = first + len(of_expert)
+        source[first:end], slots[of_expert] = of_expert, np.arange(first, end)
+        group_sizes[expert], first = len(of_expert), end
+    return source, slots.reshape(indices.shape), group_sizes
+
+
+class _Passed(NamedTuple):
+    """What the forward pass computes for each row of an expert."""
+
+    taken: Array  # x's rows, permuted
+    weights: Array  # [M, 1]
+    gate: Array
+    up: Array
+    hidden: Array
+    rows: Array
+
+
+def _experts(o: _Options, x: Array, routed: _Routed, w_gate: Array, w_up: Array, w_down: Array) -> _Passed:
+    taken = _of_rows(x, routed.source, o.top_k)
+    weights = np.append(routed.weights.ravel(), 0.0)[routed.source][:, None]
+    gate, up = (_product(o, routed, taken, w, site) for w, site in ((w_gate, "gate"), (w_up, "up")))
+    hidden = o.rounding("hidden", weights * _silu(gate) * up)
+    return _Passed(taken, weights, gate, up, hidden, _product(o, routed, hidden, w_down, "rows"))
+
+
+def _backward(
+    o: _Options,
+    x: Array,
+    w_router: Array,
+    w_gate: Array,
+    w_up: Array,
+    w_down: Array,
+    routed: _Routed,
+    dout: Array,
+) -> LayerGrads:
+    passed = _experts(o, x, routed, w_gate, w_up, w_down)
+    drows = _of_rows(dout, routed.source, o.top_k)
+    dhidden = _product(o, routed, drows, w_down, "dhidden", transpose_rhs=True)
+    sigmoid, silu = _sigmoid(passed.gate), _silu(passed.gate)
+    dweights = o.rounding("dweights", (dhidden * silu * passed.up).sum(axis=1))
+    dgate = o.rounding("dgate", dhidden * passed.weights * passed.up * sigmoid * (1 + passed.gate * (1 - sigmoid)))
+    dup = o.rounding("dup", dhidden * passed.weights * silu)
+    of_both = ((dgate, w_gate), (dup, w_up))
+    through_gate, through_up = (_product(o, routed, d, w, "dtaken", transpose_rhs=True) for d, w in of_both)
+    dtaken = o.rounding("drows", through_gate + through_up)
+    dexperts = o.rounding("dexperts", unpermute(dtaken, routed.slots, rounding=_with_out(o.rounding, "sum")))
+    dlogits = o.rounding("dlogits", _route_bwd(o, routed, np.append(dweights, 0.0)[routed.slots]))
+    drouter = o.rounding("drouter", _dot(o, dlogits, w_router.T))
+    return LayerGrads(
+        o.rounding("out", dexperts + drouter),
+        o.rounding("out", _dot(o, x.T, dlogits)),
+        _weight_gradient(o, routed, passed.taken, dgate),
+        _weight_gradient(o, routed, passed.taken, dup),
+        _weight_gradient(o, routed, passed.hidden, drows),
+    )
+
+
+def _route_bwd(o: _Options, routed: _Routed, dweights: Array) -> Array:
+    """The gradient of the logits [T, E] for that of the weights [T, k]: of a softmax over the chosen, or over all."""
+    mean = (routed.weights * dweights).sum(axis=1, keepdims=True)
+    dlogits = np.zeros((o.layer.tokens, o.layer.experts))
+    if o.renormalize:
+        np.put_along_axis(dlogits, routed.indices, routed.weights * (dweights - mean), axis=1)
+        return dlogits
+    np.put_along_axis(dlogits, routed.indices, routed.weights * dweights, axis=1)
+    return dlogits - routed.likelihoods * mean
+
+
+def _of_rows(x: Array, source: Array, top_k: int) -> Array:
+    """x's row for each source, zero for -1."""
+    taken = np.zeros((len(source), x.shape[1]), x.dtype)
+    taken[source >= 0] = x[source[source >= 0] // top_k]
+    return taken
+
+
+def _dot(o: _Options, a: Array, b: Array) -> Array:
+    """a @ b, summed in the steps of the other matmuls."""
+    _, step, _ = resolve_tiling(o.tiling, one_tile, a.shape[0], a.shape[1], b.shape[1])
+    a, b = o.rounding("lhs", a.astype(np.float64)), o.rounding("rhs", b.astype(np.float64))
+    return staged_dot(a, b, step, o.rounding)
+
+
+def _product(o: _Options, routed: _Routed, lhs: Array, rhs: Array, site: str, transpose_rhs: bool = False) -> Array:
+    """Rows of each group times that group's weights, both quantised where that is asked for."""
+    arguments: dict[str, Any] = {
+        "group_offset": o.group_offset,
+        "transpose_rhs": transpose_rhs,
+        "tiling": o.tiling,
+        "rounding": _with_out(o.rounding, site),
+    }
+    if o.quantize is None:
+        return gmm(lhs.astype(np.float64), rhs.astype(np.float64), routed.group_sizes, **arguments)
+    arguments["preferred_element_type"] = "float32"
+    if o.quantize == "fp8":
+        a = fp8_quantize(_single(lhs), 1, o.block_size, check_finite=False)
+        return gmm_quantized(*a, *_weights(rhs, o.block_size), routed.group_sizes, **arguments)
+    a = mxfp8_quantize(_single(lhs), 1, check_finite=False)
+    b = mxfp8_quantize(rhs, 2 if transpose_rhs else 1, check_finite=False)
+    return grouped_gemm(a.qvalue, b.qvalue, routed.group_sizes, lhs_scale=a.scale, rhs_scale=b.scale, **arguments)
+
+
+def _weight_gradient(o: _Options, routed: _Routed, lhs: Array, rhs: Array) -> Array:
+    """lhs.T @ rhs over the rows of each group, both quantised by columns where that is asked for."""
+    arguments: dict[str, Any] = {
+        "group_offset": o.group_offset,
+        "num_actual_groups": o.layer.groups,
+        "tiling": o.tiling,
+        "rounding": o.rounding,
+    }
+    if o.quantize is None:
+        return tgmm(lhs.astype(np.float64), rhs.astype(np.float64), routed.group_sizes, **arguments)
+    arguments["preferred_element_type"] = "float32"
+    if o.quantize == "fp8":
+        a, b = (
+            fp8_quantize(_padded(_single(x), o.block_size), 0, o.block_size, check_finite=False) for x in (lhs, rhs)
+        )
+        return tgmm_quantized(*a, *b, routed.group_sizes, **arguments)
+    a, b = (mxfp8_quantize(_single(x), 0, check_finite=False) for x in (lhs, rhs))
+    return grouped_gemm(
+        a.qvalue, b.qvalue, routed.group_sizes, lhs_scale=a.scale, rhs_scale=b.scale, ragged="contracting", **arguments
+    )
+
+
+def _single(x: Array) -> Array:
+    """What is quantised: a float64 intermediate in float32, as it is handed on; anything else as it is."""
+    return x.astype(np.float32) if x.dtype == np.float64 else x
+
+
+def _with_out(rounding: Rounding, name: str) -> Rounding:
+    """rounding, with the site called out under another name."""
+    return lambda site, value: rounding(name if site == "out" else site, value)
+
+
+def _softmax(x: Array) -> Array:
+    grown = np.exp(x - x.max(axis=1, keepdims=True, initial=-np.inf))
+    return grown / grown.sum(axis=1, keepdims=True)
+
+
+def _sigmoid(x: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-x))
+
+
+def _silu(x: Array) -> Array:
+    return x * _sigmoid(x)
+
+
+def _range_of(values: Any) -> tuple[int, int] | None:
+    """The least and the largest of an int array (None where there is none, or where it is no such array)."""
+    integers = isinstance(values, np.ndarray) and values.dtype == np.int32 and values.size > 0
+    return (int(values.min()), int(values.max())) if integers else None

@@ -108,6 +108,18 @@ def supports_matmul(dtype: torch.dtype, target: str | None = None) -> bool:
     return dtype in _WIDE
 
 
+def block_scaled_tile(target: str) -> tuple[int, int] | None:
+    """The least (rows, depth) of a tile that the matrix unit of `target` multiplies with MXFP8's scales, None where it
+    takes none.
+
+    They came with sm_100 (tcgen05: 128 rows), sm_120 and gfx950 (v_mfma_scale_f32_16x16x128). Of a smaller tile Triton
+    makes a dot of bfloat16.
+    """
+    if target == "gfx950":
+        return 16, 128
+    return {10: (128, 32), 12: (16, 32)}.get(_compute_capability(target) // 10)
+
+
 def sums_fp8_in_float32(target: str) -> bool:
     """Whether the matrix unit of `target` keeps a sum of fp8 products to float32's precision.
 

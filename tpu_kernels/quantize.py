@@ -1,13 +1,14 @@
-"""Quantisation to fp8 and int8 on the TPU, bit for bit as `cpu_golden/quantize.py` defines it.
+"""Quantisation to fp8, int8 and MXFP8 on the TPU, bit for bit as `cpu_golden/quantize.py` defines it.
 
 No result depends on how exactly the hardware divides. An approximate quotient only finds the neighbouring values of
 the target format; an exact comparison of x with the midpoint between them, times the scale, decides. The scale itself
 is corrected by its exact remainder. Float32 products are made exact by splitting one factor into two of 12 bits.
+With MXFP8's powers of two for scales every quotient is exact by itself.
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.quantize import (
+    E8M0,
     FP8,
+    MX_BLOCK,
+    SWIZZLED_COLUMNS,
+    SWIZZLED_ROWS,
     Blocks,
     check_blocks,
     check_dequantize,
     check_dual_quantize,
     check_finite_values,
+    check_mxfp8_dequantize,
+    check_mxfp8_dual_quantize,
+    check_mxfp8_quantize,
     check_quantize,
+    check_swizzle,
+    check_unswizzle,
+    swizzled_shape,
 )
 from tpu_kernels.gmm import LANES, Interpret, kernel_operand, resolve_interpret
 
@@ -50,7 +61,10 @@ class DualQuantized(NamedTuple):
 
 
 class Format(NamedTuple):
-    """A narrow number format. Below `linear`, a power of two, its values are equally spaced; int8's all are."""
+    """A narrow number format. Below `linear`, a power of two, its values are equally spaced; int8's all are.
+
+    power: how its scale is rounded to a power of two; None for one that is any float32.
+    """
 
     dtype: str
     largest: float
@@ -58,6 +72,7 @@ class Format(NamedTuple):
     linear: float
     largest_code: int
     nan_code: int
+    power: Literal["up", "floor"] | None = None
 
 
 FORMATS = {
@@ -92,7 +107,7 @@ def fp8_quantize(
     blocks, name = check_quantize(x, axis, block_size, dtype)
     if check_finite:
         _check_finite(x, nan=False)
-    return _quantize(x, blocks=blocks, dtype=name, interpret=resolve_interpret(interpret))
+    return _quantize(x, blocks=blocks, target=FORMATS[name], interpret=resolve_interpret(interpret))
 
 
 def int8_quantize(
@@ -110,7 +125,7 @@ def int8_quantize(
     blocks = check_blocks(x, axis, block_size)
     if check_finite:
         _check_finite(x, nan=True)
-    return _quantize(x, blocks=blocks, dtype="int8", interpret=resolve_interpret(interpret))
+    return _quantize(x, blocks=blocks, target=FORMATS["int8"], interpret=resolve_interpret(interpret))
 
 
 def fp8_dual_quantize(
@@ -130,7 +145,7 @@ def fp8_dual_quantize(
     if check_finite:
         _check_finite(x, nan=False)
     interpreted = resolve_interpret(interpret)
-    return _dual_quantize(x, by_rows=by_rows, by_columns=by_columns, dtype=name, interpret=interpreted)
+    return _dual_quantize(x, by_rows=by_rows, by_columns=by_columns, target=FORMATS[name], interpret=interpreted)
 
 
 def fp8_dequantize(qvalue: jax.Array, scale: jax.Array, *, interpret: Interpret = None) -> jax.Array:
@@ -139,13 +154,144 @@ def fp8_dequantize(qvalue: jax.Array, scale: jax.Array, *, interpret: Interpret 
     Raises TypeError for a wrong dtype, ValueError for a scale that does not divide qvalue.
     """
     blocks = check_dequantize(qvalue, scale, FP8)
-    return _dequantize(qvalue, scale, blocks=blocks, interpret=resolve_interpret(interpret))
+    return _dequantize(qvalue, scale, blocks=blocks, dtype="float32", interpret=resolve_interpret(interpret))
 
 
 def int8_dequantize(qvalue: jax.Array, scale: jax.Array, *, interpret: Interpret = None) -> jax.Array:
     """As `fp8_dequantize`, of int8."""
     blocks = check_dequantize(qvalue, scale, ("int8",))
-    return _dequantize(qvalue, scale, blocks=blocks, interpret=resolve_interpret(interpret))
+    return _dequantize(qvalue, scale, blocks=blocks, dtype="float32", interpret=resolve_interpret(interpret))
+
+
+def mxfp8_quantize(
+    x: jax.Array,
+    axis: int,
+    *,
+    dtype: Any = "float8_e4m3fn",
+    scale_rounding: Literal["up", "floor"] = "up",
+    check_finite: bool = True,
+    interpret: Interpret = None,
+) -> Quantized:
+    """x in MXFP8: fp8 with one power of two per 32 consecutive elements along `axis`; a short last block is a block.
+
+    x [...] float32, bfloat16 or float16. Returns qvalue [...] in dtype (float8_e4m3fn or float8_e5m2) and scale
+    float8_e8m0fnu, whose `axis` is ceil(n / 32). With absmax taken over the finite elements the exponent of the scale
+    is, for scale_rounding="up", ceil(log2(absmax / finfo(dtype).max)), the least that saturates nothing; for "floor",
+    OCP's, floor(log2(absmax)) - 8 (e5m2: 15), which saturates the elements beyond finfo(dtype).max. It is at least
+    -127, which is also that of a block of zeros. `qvalue = x / scale`, rounded once, to nearest even, saturating;
+    float32 subnormals count as zero, zeros keep x's sign; NaN becomes the positive quiet one, and the scale never is.
+    ±inf becomes ±finfo(dtype).max under tracing or without check_finite, and is refused otherwise.
+    x is padded by XLA first where 32 does not divide n. interpret as `fp8_quantize`.
+    Raises TypeError for a wrong dtype, ValueError for a wrong axis or rounding, or ±inf.
+    """
+    axis, name = check_mxfp8_quantize(x, axis, dtype, scale_rounding)
+    if check_finite:
+        _check_finite(x, nan=False)
+    target = FORMATS[name]._replace(power=scale_rounding)
+    padded = _whole_blocks(x, axis)
+    q = _quantize(padded, blocks=_mx_blocks(x, axis), target=target, interpret=resolve_interpret(interpret))
+    return Quantized(lax.slice_in_dim(q.qvalue, 0, x.shape[axis], axis=axis), _e8m0(q.scale))
+
+
+def mxfp8_dual_quantize(
+    x: jax.Array,
+    *,
+    dtype: Any = "float8_e4m3fn",
+    scale_rounding: Literal["up", "floor"] = "up",
+    check_finite: bool = True,
+    interpret: Interpret = None,
+) -> DualQuantized:
+    """`mxfp8_quantize(x, -1, …)` and `mxfp8_quantize(x, -2, …)` of x [M, K] or [G, M, K], which is read once for both.
+
+    The columnwise payload is not the rowwise one: each has been rounded with its own scales.
+    """
+    name = check_mxfp8_dual_quantize(x, dtype, scale_rounding)
+    if check_finite:
+        _check_finite(x, nan=False)
+    *_, m, k = x.shape
+    rows, columns = x.ndim - 1, x.ndim - 2  # the axes that the blocks of each lie along
+    dual = _dual_quantize(
+        _whole_blocks(_whole_blocks(x, rows), columns),
+        by_rows=_mx_blocks(x, rows),
+        by_columns=_mx_blocks(x, columns),
+        target=FORMATS[name]._replace(power=scale_rounding),
+        interpret=resolve_interpret(interpret),
+    )
+    return DualQuantized(
+        dual.rowwise[..., :m, :k],
+        _e8m0(dual.rowwise_scale[..., :m, :]),
+        dual.columnwise[..., :m, :k],
+        _e8m0(dual.columnwise_scale[..., :, :k]),
+    )
+
+
+def mxfp8_dequantize(
+    qvalue: jax.Array, scale: jax.Array, *, dtype: Any = None, interpret: Interpret = None
+) -> jax.Array:
+    """qvalue · scale: [...] fp8 times the power of two of its 32, in float32 (default) or bfloat16.
+
+    The axis that has the blocks is the one of scale (float8_e8m0fnu) that is ceil(n / 32). Exact in either dtype,
+    but at the ends of the exponent range that both share: 2^128 and beyond becomes ±inf, and what is below 2^-126 ±0.
+    A scale of NaN (0xFF) makes its block NaN. Raises TypeError for a wrong dtype, ValueError for a wrong scale.
+    """
+    axis, name = check_mxfp8_dequantize(qvalue, scale, dtype)
+    wide = _dequantize(
+        _whole_blocks(qvalue, axis),
+        e8m0_bytes(scale),
+        blocks=_mx_blocks(qvalue, axis),
+        dtype=name,
+        interpret=resolve_interpret(interpret),
+    )
+    return lax.slice_in_dim(wide, 0, qvalue.shape[axis], axis=axis)
+
+
+def swizzle_scales(scale: jax.Array) -> jax.Array:
+    """Scales [..., R, C] as block-scaled matrix units read them: [..., ceil(R / 128), ceil(C / 4), 32, 16].
+
+    scale: float8_e8m0fnu, R rows (or columns) of an operand with C scales each along the axis that is summed over.
+    Tiles of 128 rows and 4 scales, one behind the other; that of row r and column c of a tile is its byte
+    (r % 32) · 16 + (r // 32) · 4 + c. What is missing of a whole tile is 0, which stands for 2^-127.
+    Source: cuBLAS, "1D Block Scaling Factors Layout". No TPU reads it; here it is for what is shared with GPUs.
+    Raises TypeError and ValueError for any other array.
+    """
+    check_swizzle(scale)
+    *lead, rows, columns = scale.shape
+    missing = [(0, 0)] * len(lead) + [(0, -rows % SWIZZLED_ROWS), (0, -columns % SWIZZLED_COLUMNS)]
+    whole = jnp.pad(lax.bitcast_convert_type(scale, jnp.uint8), missing)
+    tiles_r, tiles_c = whole.shape[-2] // SWIZZLED_ROWS, whole.shape[-1] // SWIZZLED_COLUMNS
+    split = whole.reshape(*lead, tiles_r, SWIZZLED_ROWS // 32, 32, tiles_c, SWIZZLED_COLUMNS)
+    tiles = split.swapaxes(-4, -2).reshape(swizzled_shape(scale.shape))
+    return lax.bitcast_convert_type(tiles, jnp.dtype(E8M0))
+
+
+def unswizzle_scales(swizzled: jax.Array, rows: int, columns: int) -> jax.Array:
+    """The scales [..., rows, columns] of which `swizzled` is the `swizzle_scales`. Raises as it does."""
+    check_unswizzle(swizzled, rows, columns)
+    *lead, tiles_r, tiles_c, _, _ = swizzled.shape
+    in_bytes = lax.bitcast_convert_type(swizzled, jnp.uint8)
+    tiles = in_bytes.reshape(*lead, tiles_r, tiles_c, 32, SWIZZLED_ROWS // 32, SWIZZLED_COLUMNS)
+    whole = tiles.swapaxes(-4, -2).reshape(*lead, tiles_r * SWIZZLED_ROWS, tiles_c * SWIZZLED_COLUMNS)
+    return lax.bitcast_convert_type(whole[..., :rows, :columns], jnp.dtype(E8M0))
+
+
+def e8m0_bytes(scale: jax.Array) -> jax.Array:
+    """The bytes of float8_e8m0fnu scales as int32: their exponents plus 127, and 255 for NaN."""
+    return lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
+
+
+def _e8m0(inverse: jax.Array) -> jax.Array:
+    """The scales of which these powers of two, in float32, are the inverses: 2^127 is that of the smallest."""
+    return lax.bitcast_convert_type((254 - (_bits(inverse) >> 23)).astype(jnp.uint8), jnp.dtype(E8M0))
+
+
+def _mx_blocks(x: jax.Array, axis: int) -> Blocks:
+    return tuple(MX_BLOCK if a == axis else 1 for a in range(x.ndim))
+
+
+def _whole_blocks(x: jax.Array, axis: int) -> jax.Array:
+    """x, filled up with zeros to whole blocks along an axis."""
+    missing = -x.shape[axis] % MX_BLOCK
+    return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)]) if missing else x
 
 
 def _check_finite(x: jax.Array, nan: bool) -> None:
@@ -265,35 +411,35 @@ def _untiled_scales(scale: jax.Array, shape: tuple[int, int, int], block: tuple[
 # ------------------------------------------------------------------------------------------------------ quantise
 
 
-@partial(jax.jit, static_argnames=("blocks", "dtype", "interpret"))
-def _quantize(x: jax.Array, *, blocks: Blocks, dtype: str, interpret: bool | pltpu.InterpretParams) -> Quantized:
+@partial(jax.jit, static_argnames=("blocks", "target", "interpret"))
+def _quantize(x: jax.Array, *, blocks: Blocks, target: Format, interpret: bool | pltpu.InterpretParams) -> Quantized:
     scale_shape = tuple(size // block for size, block in zip(x.shape, blocks, strict=True))
     if x.size == 0:
-        return Quantized(jnp.zeros(x.shape, dtype), jnp.ones(scale_shape, jnp.float32))
+        return Quantized(jnp.zeros(x.shape, target.dtype), jnp.ones(scale_shape, jnp.float32))
     layout = _layout(x.shape, blocks)
     tiles = _tiles(layout.shape, [layout.block])
-    ((codes, scale),) = _quantize_call(layout.view(x), [layout.block], tiles, FORMATS[dtype], interpret)
-    return Quantized(_qvalue(layout.restore(codes, x.shape), dtype), scale.reshape(scale_shape))
+    ((codes, scale),) = _quantize_call(layout.view(x), [layout.block], tiles, target, interpret)
+    return Quantized(_qvalue(layout.restore(codes, x.shape), target), scale.reshape(scale_shape))
 
 
-@partial(jax.jit, static_argnames=("by_rows", "by_columns", "dtype", "interpret"))
+@partial(jax.jit, static_argnames=("by_rows", "by_columns", "target", "interpret"))
 def _dual_quantize(
-    x: jax.Array, *, by_rows: Blocks, by_columns: Blocks, dtype: str, interpret: bool | pltpu.InterpretParams
+    x: jax.Array, *, by_rows: Blocks, by_columns: Blocks, target: Format, interpret: bool | pltpu.InterpretParams
 ) -> DualQuantized:
     layouts = [_layout(x.shape, blocks) for blocks in (by_rows, by_columns)]
     tiles = _tiles(layouts[0].shape, [layout.block for layout in layouts])
     if x.size == 0 or any(layout.split for layout in layouts) or tiles.steps_r * tiles.steps_c > 1:
-        pairs = (_quantize(x, blocks=blocks, dtype=dtype, interpret=interpret) for blocks in (by_rows, by_columns))
+        pairs = (_quantize(x, blocks=blocks, target=target, interpret=interpret) for blocks in (by_rows, by_columns))
         return DualQuantized(*(array for pair in pairs for array in pair))
     blocks = [layout.block for layout in layouts]
     outputs = []
-    for codes, scale in _quantize_call(layouts[0].view(x), blocks, tiles, FORMATS[dtype], interpret):
-        outputs += [_qvalue(codes.reshape(x.shape), dtype), scale.reshape(x.shape[:-2] + scale.shape[1:])]
+    for codes, scale in _quantize_call(layouts[0].view(x), blocks, tiles, target, interpret):
+        outputs += [_qvalue(codes.reshape(x.shape), target), scale.reshape(x.shape[:-2] + scale.shape[1:])]
     return DualQuantized(*outputs)
 
 
-def _qvalue(codes: jax.Array, dtype: str) -> jax.Array:
-    return lax.bitcast_convert_type(codes, jnp.dtype(dtype))
+def _qvalue(codes: jax.Array, target: Format) -> jax.Array:
+    return lax.bitcast_convert_type(codes, jnp.dtype(target.dtype))
 
 
 def _quantize_call(
@@ -374,7 +520,9 @@ def _quantize_kernel(
         def encode(rows: Any, own: Any, q: Any = q, scale: Any = scale, block: tuple[int, int] = block) -> None:
             for columns in _slices(tiles.columns, block[1], scale.shape[1]):
                 wide = _spread(scale[own, :], columns, block[1])
-                codes = _encode(x[rows, columns].astype(jnp.float32), wide, target)
+                codes = (_encode_by_power if target.power else _encode)(
+                    x[rows, columns].astype(jnp.float32), wide, target
+                )
                 q[rows, columns] = lax.bitcast_convert_type(codes, q.dtype)
 
         @pl.when(step == 0)
@@ -387,7 +535,7 @@ def _quantize_kernel(
 
         @pl.when(step == steps - 1)
         def _(scale: Any = scale) -> None:
-            scale[...] = _scale_of(scale[...], target.largest)
+            scale[...] = (_inverse_power if target.power else _scale_of)(scale[...], target)
 
         @pl.when(step > last_step - steps)
         def _(scale: Any = scale, block: tuple[int, int] = block, encode: Any = encode) -> None:
@@ -480,8 +628,9 @@ def _magnitude(x: jax.Array) -> jax.Array:
     return _float(jnp.where(bits < _INFINITY, bits, 0))
 
 
-def _scale_of(absmax: jax.Array, largest: float) -> jax.Array:
+def _scale_of(absmax: jax.Array, target: Format) -> jax.Array:
     """absmax / largest, correctly rounded, at least the smallest normal number; 1 for an absmax of 0 or subnormal."""
+    largest = target.largest
     small = absmax < 1 / LIFT
     lift = jnp.where(small, LIFT, 1.0)
     dividend = absmax * lift
@@ -521,6 +670,41 @@ def _encode(x: jax.Array, scale: jax.Array, target: Format) -> jax.Array:
     return code.astype(jnp.int8)
 
 
+def _inverse_power(absmax: jax.Array, target: Format) -> jax.Array:
+    """The inverse of the power of two that is MXFP8's scale: that of the smallest, 2^-127, is a normal float32."""
+    largest = int(np.float32(target.largest).view(np.int32))
+    # Beyond the mantissa of `largest` a carry makes the exponent one more.
+    carry = 0x7FFFFF - (largest & 0x7FFFFF) if target.power == "up" else 0
+    exponent = ((_bits(absmax) + carry) >> 23) - ((largest >> 23) - 127)
+    return _float((254 - jnp.maximum(exponent, 0)) << 23)
+
+
+def _encode_by_power(x: jax.Array, inverse: jax.Array, target: Format) -> jax.Array:
+    """The int8 bits of x · inverse, a power of two, in the target format: rounded to nearest even, saturating."""
+    bits = _bits(x)
+    magnitude = bits & _MAGNITUDE
+    quotient = jnp.minimum(_float(jnp.where(magnitude < _SMALLEST, 0, magnitude)) * inverse, target.largest)
+    shift = 23 - target.mantissa
+    aligned = _bits(quotient)
+    normal = (aligned + ((1 << (shift - 1)) - 1) + ((aligned >> shift) & 1)) >> shift
+    first = (int(np.float32(target.linear).view(np.int32)) >> shift) - (1 << target.mantissa)
+    # Where the format's values are equally spaced, a float32 with that spacing rounds when it is added.
+    spaced = np.float32(target.linear * 2.0**shift)
+    linear = _bits(quotient + spaced) - int(spaced.view(np.int32))
+    code = jnp.where(quotient < target.linear, linear, normal - first)
+    code = jnp.where(magnitude > _INFINITY, target.nan_code, jnp.where(bits < 0, code - 128, code))
+    return code.astype(jnp.int8)
+
+
+def _decode_by_power(q: jax.Array, byte: jax.Array) -> jax.Array:
+    """q · 2^(byte - 127), zero where that is subnormal, NaN for a byte of 255; by two powers, as one is no float32."""
+    low = byte >> 1
+    values = q.astype(jnp.float32)
+    bits = _bits(values * _float((low + 64) << 23) * _float((byte - low + 63) << 23))
+    flushed = jnp.where(bits & _MAGNITUDE < _SMALLEST, _bits(values) & ~_MAGNITUDE, bits)
+    return jnp.where(byte == 255, jnp.nan, _float(flushed))
+
+
 def _decode(q: jax.Array, scale: jax.Array) -> jax.Array:
     """q · scale, rounded once; zero where that is subnormal."""
     small = scale < 1 / LIFT
@@ -541,12 +725,13 @@ def _decode(q: jax.Array, scale: jax.Array) -> jax.Array:
 # ---------------------------------------------------------------------------------------------------- dequantise
 
 
-@partial(jax.jit, static_argnames=("blocks", "interpret"))
+@partial(jax.jit, static_argnames=("blocks", "dtype", "interpret"))
 def _dequantize(
-    qvalue: jax.Array, scale: jax.Array, *, blocks: Blocks, interpret: bool | pltpu.InterpretParams
+    qvalue: jax.Array, scale: jax.Array, *, blocks: Blocks, dtype: str, interpret: bool | pltpu.InterpretParams
 ) -> jax.Array:
+    """qvalue times float32 scales, or powers of two given as the int32 of `e8m0_bytes`."""
     if qvalue.size == 0:
-        return jnp.zeros(qvalue.shape, jnp.float32)
+        return jnp.zeros(qvalue.shape, dtype)
     layout = _layout(qvalue.shape, blocks)
     shape, block = layout.shape, layout.block
     tiles = _tiles(shape, [block])
@@ -560,13 +745,15 @@ def _dequantize(
     by_blocks = scale.reshape(a, rows // block[0], columns // block[1])
     out = pl.pallas_call(
         partial(_dequantize_kernel, block=block),
-        out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
+        out_shape=jax.ShapeDtypeStruct(shape, dtype),
         grid=(*tiles.grid(shape), tiles.steps_r * tiles.steps_c),
         in_specs=[tile, pl.BlockSpec((None, None, None, *scales), scale_tile)],
         out_specs=tile,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 4),
         cost_estimate=pl.CostEstimate(
-            flops=12 * qvalue.size, transcendentals=0, bytes_accessed=5 * qvalue.size + 4 * scale.size
+            flops=12 * qvalue.size,
+            transcendentals=0,
+            bytes_accessed=(1 + jnp.dtype(dtype).itemsize) * qvalue.size + 4 * scale.size,
         ),
         interpret=interpret,
         name="dequantize",
@@ -575,8 +762,11 @@ def _dequantize(
 
 
 def _dequantize_kernel(q: Any, scale: Any, out: Any, *, block: tuple[int, int]) -> None:
+    product = _decode_by_power if scale.dtype == jnp.int32 else _decode
+
     def decode(rows: Any, own: Any) -> None:
         for columns in _slices(q.shape[1], block[1], scale.shape[1]):
-            out[rows, columns] = _decode(q[rows, columns], _spread(scale[own, :], columns, block[1]))
+            wide = product(q[rows, columns], _spread(scale[own, :], columns, block[1]))
+            out[rows, columns] = wide.astype(out.dtype)
 
     _for_rows(q.shape[0], block[0], scale.shape[0], decode)

@@ -7,7 +7,7 @@ they are added up. A scale that is the same for the whole axis multiplies the fi
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments import Tiling, resolve_tiling
-from op_arguments.quantized_gmm import QuantizedProblem, check_gmm_quantized, check_tgmm_quantized, check_tile
+from op_arguments.quantize import E8M0, MX_BLOCK
+from op_arguments.quantized_gmm import (
+    QuantizedProblem,
+    Support,
+    check_gmm_quantized,
+    check_grouped_gemm,
+    check_mxfp8_tile,
+    check_strict,
+    check_tgmm_quantized,
+    check_tile,
+    mxfp8_dot_dtype,
+)
 from tpu_kernels.gmm import (
     BLOCK,
     COPY_ROWS,
@@ -31,6 +42,7 @@ from tpu_kernels.gmm import (
     dot,
     dot_depth,
     for_row_blocks,
+    gmm,
     group_metadata,
     is_own_row,
     kernel_dtype,
@@ -39,8 +51,10 @@ from tpu_kernels.gmm import (
     row_block,
     rows_of_visit,
     static_scalar,
+    tgmm,
 )
 from tpu_kernels.hardware import matmul_path, tpu_generation
+from tpu_kernels.quantize import mxfp8_dequantize, unswizzle_scales
 
 SUBLANES = 32  # of a packed 8-bit register
 PARTS = 16
@@ -48,6 +62,8 @@ FIRST_WITH_32_MIB = 6  # the generation from which on a kernel has 32 MiB of VME
 WIDENED_ROWS = 64  # at a time, so that they stay in registers
 STRIPS = 4  # of 128 rows, that are stored in straight-line code
 TALL = 896  # rows of a dot that the matrix unit adds up by itself: of multiples of 128 the fastest in tgmm on tpu7x
+NAN = 0x7FC0  # of bfloat16
+POWER_ROWS, POWER_COLUMNS = 256, 1024  # of a tile of MXFP8's scales when they are made bfloat16
 EXACT_SUMS = 1024  # 127² · 1024 < 2^24: sums of so many int8 products are exact in float32
 
 
@@ -155,6 +171,127 @@ def tgmm_quantized(
         tile=_fit(tile, p),
         interpret=resolve_interpret(interpret),
     )
+
+
+def grouped_gemm(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
+    ragged: str = "lhs",
+    group_offset: int | jax.Array = 0,
+    num_actual_groups: int | None = None,
+    existing_out: jax.Array | None = None,
+    transpose_rhs: bool = False,
+    scale_layout: str = "plain",
+    preferred_element_type: Any = None,
+    tiling: Tiling | None = None,
+    strict: bool = False,
+    interpret: Interpret = None,
+) -> jax.Array:
+    """Grouped matmul of MXFP8 operands: forward and the data's gradient (ragged="lhs"), the weights' ("contracting").
+
+    ragged="lhs" is `gmm`: lhs [M, K], rhs [G, K, N] (or [G, N, K] with transpose_rhs), out [M, N], summed over K.
+    ragged="contracting" is `tgmm`: lhs [M, K], rhs [M, N], out [G, K, N] of num_actual_groups groups, summed over each
+    group's rows. An operand is float32 or bfloat16 (both alike where neither is quantised), with None for its scale,
+    or fp8 (e4m3fn, e5m2, mixed or not) with a float8_e8m0fnu for every 32 elements of the axis that is summed over, as
+    `mxfp8_quantize` along that axis gives them: K, or for "contracting" all M rows, where a group that begins inside
+    32 rows uses their scale for its part of them, whatever its size. scale_layout="swizzled": both scales are
+    `swizzle_scales` of these, with the axis of the blocks moved to the end.
+    preferred_element_type: float32, bfloat16 or float16 (default: the unquantised lhs's dtype, else bfloat16).
+    Sums are float32 of exact products of bfloat16: qvalue times scale is one, but at the ends of its exponent range,
+    where 2^128 and beyond is ±inf and what is below 2^-126 is ±0. A scale beyond 2^120, which no quantiser makes of
+    finite numbers, makes its block NaN, as NaN does. Which path is taken, and why: `grouped_gemm_support`;
+    strict=True refuses a fallback. A `tiling` whose step along the sum cuts a block is refused. Everything else as
+    `gmm` and `tgmm`.
+    Raises ValueError or TypeError as `op_arguments.quantized_gmm.check_grouped_gemm`; values outside tracing only.
+    """
+    group_offset = static_scalar(group_offset)
+    p = check_grouped_gemm(
+        lhs,
+        rhs,
+        group_sizes,
+        lhs_scale=lhs_scale,
+        rhs_scale=rhs_scale,
+        ragged=ragged,
+        group_offset=group_offset,
+        num_actual_groups=num_actual_groups,
+        existing_out=existing_out,
+        transpose_rhs=transpose_rhs,
+        scale_layout=scale_layout,
+        preferred_element_type=preferred_element_type,
+        sizes=concrete_values(group_sizes),
+    )
+    support = grouped_gemm_support(lhs.dtype, rhs.dtype, scale_layout=scale_layout)
+    check_strict(support, strict)
+    contracting = ragged == "contracting"
+    lhs_axis, rhs_axis = (0, 0) if contracting else (1, 2 if transpose_rhs else 1)
+    if scale_layout == "swizzled":
+        lhs_scale = _unswizzled(lhs_scale, lhs.shape, lhs_axis)
+        rhs_scale = _unswizzled(rhs_scale, rhs.shape, rhs_axis)
+    if support.path != "bfloat16":
+        lhs, rhs = (
+            operand if scale is None else mxfp8_dequantize(operand, scale, interpret=interpret)
+            for operand, scale in ((lhs, lhs_scale), (rhs, rhs_scale))
+        )
+        shared: dict[str, Any] = {
+            "group_offset": group_offset,
+            "existing_out": existing_out,
+            "preferred_element_type": p.out_dtype,
+            "tiling": tiling,
+            "interpret": interpret,
+        }
+        if contracting:
+            return tgmm(lhs, rhs, group_sizes, num_actual_groups=num_actual_groups, **shared)
+        return gmm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, **shared)
+    summed = max(p.m if contracting else p.k, 1)
+    problem = QuantizedProblem(*p, block=summed, lhs_blocks=tuple(lhs.shape), rhs_blocks=tuple(rhs.shape))
+    table = partial(_tgmm_tiles, False) if contracting else partial(_gmm_tiles, summed, False)
+    tile = resolve_tiling(tiling, table, p.m, p.k, p.n)
+    check_mxfp8_tile("tm" if contracting else "tk", tile[0 if contracting else 1], summed)
+    # A tile of the powers has whole registers too: 8 rows of them are 256 of an operand.
+    rows = 8 * MX_BLOCK if contracting else SUBLANES
+    tm = min(pl.cdiv(tile[0], rows) * rows, pl.cdiv(p.m, MX_BLOCK) * MX_BLOCK)
+    operands = (
+        lhs,
+        lhs_scale,
+        rhs,
+        rhs_scale,
+        group_sizes,
+        as_vector(group_offset, p.experts - p.groups),
+        existing_out,
+    )
+    fitted, interpreted = (tm, *_fit(tile, problem)[1:]), resolve_interpret(interpret)
+    if contracting:
+        return _tgmm_quantized(*operands, problem=problem, tile=fitted, interpret=interpreted)
+    transposed = bool(transpose_rhs)
+    return _gmm_quantized(*operands, problem=problem, tile=fitted, transpose_rhs=transposed, interpret=interpreted)
+
+
+def grouped_gemm_support(lhs: Any, rhs: Any, *, scale_layout: str = "plain") -> Support:
+    """How `grouped_gemm` multiplies operands of these dtypes, whatever their shapes and the TPU; a pure function.
+
+    Raises TypeError for two unlike dtypes neither of which is quantised.
+    """
+    dot = mxfp8_dot_dtype(lhs, rhs)
+    quantised = dot == "mxfp8" or jnp.dtype(lhs) != jnp.dtype(rhs)
+    if not quantised:
+        return Support("unquantised", f"gmm and tgmm multiply {dot}", False)
+    if dot == "float32":
+        return Support("float32", "beside float32 an operand is dequantised to float32 in memory first", True)
+    if scale_layout == "swizzled":
+        return Support("bfloat16", "the scales are for a GPU's matrix unit, and are put in plain order first", True)
+    return Support("bfloat16", "no TPU multiplies MXFP8, which bfloat16 holds: dequantised in VMEM", False)
+
+
+def _unswizzled(scale: jax.Array | None, shape: tuple[int, ...], axis: int) -> jax.Array | None:
+    """The plain scales of an operand of `shape`, whose blocks lie along `axis`."""
+    if scale is None:
+        return None
+    *_, rows = (size for a, size in enumerate(shape) if a != axis)
+    return jnp.moveaxis(unswizzle_scales(scale, rows, pl.cdiv(shape[axis], MX_BLOCK)), -1, axis)
 
 
 # -------------------------------------------------------------------------------------------------------- tiles
@@ -307,6 +444,112 @@ def _scaled(sums: jax.Array, columns: jax.Array | None, row: jax.Array | None) -
     return sums
 
 
+# ------------------------------------------------------------------------------------------------ powers of two
+
+
+def _is_power(scale: jax.Array | None) -> TypeGuard[jax.Array]:
+    """Whether a scale is MXFP8's, by which an operand is multiplied before the dot."""
+    return scale is not None and scale.dtype == jnp.dtype(E8M0)
+
+
+def _powers_in_lanes(scale: jax.Array, size: int, tile: int, interpret: bool | pltpu.InterpretParams) -> jax.Array:
+    """float8_e8m0fnu [A, R, size / 32] in bfloat16 [A, tiles of size, R, lanes], each tile in whole registers.
+
+    2^-127 is subnormal there, and 0, as vector units take it.
+    """
+    a, rows, count = scale.shape
+    tiles, width = pl.cdiv(size, tile), pl.cdiv(tile, MX_BLOCK)
+    lanes, height = pl.cdiv(width, LANES) * LANES, min(POWER_ROWS, pl.cdiv(rows, SUBLANES) * SUBLANES)
+
+    def unpack(powers: Any, out: Any) -> None:
+        def unpack_rows(own: Any) -> None:
+            floats = lax.bitcast_convert_type(_bits(powers[own, :]) << 16, jnp.float32)
+            for t in range(tiles):
+                part = floats[:, t * width : (t + 1) * width]
+                out[t, own, pl.ds(0, part.shape[1])] = part.astype(jnp.bfloat16)
+
+        _for_blocks(height, SUBLANES, unpack_rows)
+
+    return pl.pallas_call(
+        unpack,
+        out_shape=jax.ShapeDtypeStruct((a, tiles, rows, lanes), jnp.bfloat16),
+        grid=(a, pl.cdiv(rows, height)),
+        in_specs=[pl.BlockSpec((None, height, count), lambda a, i: (a, i, 0))],
+        out_specs=pl.BlockSpec((None, tiles, height, lanes), lambda a, i: (a, 0, i, 0)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * scale.size, transcendentals=0, bytes_accessed=scale.size + 2 * a * tiles * rows * lanes
+        ),
+        interpret=interpret,
+        name="powers_in_lanes",
+    )(scale)
+
+
+def _powers_in_rows(scale: jax.Array, interpret: bool | pltpu.InterpretParams) -> jax.Array:
+    """float8_e8m0fnu [A, blocks, C] in words [A, blocks, C], each twice: a row, repeated, is 32 rows of bfloat16."""
+    a, count, columns = scale.shape
+    height, width = min(POWER_ROWS, pl.cdiv(count, SUBLANES) * SUBLANES), min(POWER_COLUMNS, columns)
+
+    def unpack(powers: Any, out: Any) -> None:
+        def unpack_rows(own: Any) -> None:
+            bits = _bits(powers[own, :])
+            out[own, :] = bits | bits << 16
+
+        _for_blocks(height, SUBLANES, unpack_rows)
+
+    tile = pl.BlockSpec((None, height, width), lambda a, i, j: (a, i, j))
+    return pl.pallas_call(
+        unpack,
+        out_shape=jax.ShapeDtypeStruct(scale.shape, jnp.int32),
+        grid=(a, pl.cdiv(count, height), pl.cdiv(columns, width)),
+        in_specs=[tile],
+        out_specs=tile,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
+        cost_estimate=pl.CostEstimate(flops=4 * scale.size, transcendentals=0, bytes_accessed=5 * scale.size),
+        interpret=interpret,
+        name="powers_in_rows",
+    )(scale)
+
+
+def _bits(powers: jax.Array) -> jax.Array:
+    """The bfloat16 bits, as int32, of powers of two in float8_e8m0fnu."""
+    byte = lax.bitcast_convert_type(powers, jnp.int8).astype(jnp.int32) & 0xFF
+    return jnp.where(byte == 0xFF, NAN, byte << 7)
+
+
+def _times_lanes(x: jax.Array, powers: Any, rows: Any, first: int) -> jax.Array:
+    """x [R, C] in bfloat16 times the powers of these rows, as `_powers_in_lanes` has them, one for 32 columns.
+
+    x begins at column first of the tile, a multiple of 128.
+    """
+    own = pl.ds(rows.start, pl.cdiv(rows.size, SUBLANES) * SUBLANES)
+    spread = []
+    for column in range(first, first + x.shape[1], LANES):
+        lane = column // MX_BLOCK
+        words = pltpu.bitcast(powers[own, pl.ds(lane // LANES * LANES, LANES)], jnp.int32)  # of two rows each
+        index = lane % LANES + lax.broadcasted_iota(jnp.int32, words.shape, 1) // MX_BLOCK
+        spread.append(jnp.take_along_axis(words, index, axis=1, mode="promise_in_bounds"))
+    wide = pltpu.bitcast(jnp.concatenate(spread, axis=1), jnp.bfloat16)
+    return x * wide[: x.shape[0], : x.shape[1]]
+
+
+def _times_rows(
+    x: jax.Array, powers: Any, first: Any, columns: Any, is_own: Callable[[Any], jax.Array] | None = None
+) -> jax.Array:
+    """x [R, C] in bfloat16 times the powers of these columns, as `_powers_in_rows` has them, one for 32 rows.
+
+    x begins at block first of the powers' axis. A block that is not is_own counts for nothing: it may have NaN.
+    """
+    spread = []
+    for block, rows in enumerate(blocks(x.shape[0], MX_BLOCK)):
+        words = powers[pl.ds(first + block, 1), columns]
+        if is_own is not None:
+            words = jnp.where(is_own(first + block), words, 0)
+        wide = pltpu.bitcast(jnp.broadcast_to(words, (MX_BLOCK // 2, x.shape[1])), jnp.bfloat16)
+        spread.append(wide[: rows.size])
+    return x * jnp.concatenate(spread, axis=0)
+
+
 # ----------------------------------------------------------------------------------------------------- products
 
 
@@ -341,6 +584,10 @@ def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array
         x, y = (lax.slice_in_dim(o, part.start, last, axis=axis) for o, axis in zip((a, b), contract, strict=True))
         total += dot(x.astype(wide), y.astype(wide), contract).astype(jnp.int32)
     return total
+
+
+def _product_path(lhs: jax.Array, rhs: jax.Array) -> str:
+    return matmul_path(lhs.dtype, rhs.dtype, tpu_generation() or NEWEST)[0]
 
 
 def _widened(lhs: jax.Array, rhs: jax.Array) -> Any | None:
@@ -390,6 +637,13 @@ def _gmm_quantized(
     metadata = group_metadata(
         group_sizes, group_offset, m=p.m, tm=tm, num_groups=p.groups, cover="tiles", interpret=interpret
     )
+    lhs_powers = rhs_powers = None
+    if _is_power(lhs_scale):
+        lhs_powers, lhs_scale = _powers_in_lanes(lhs_scale[None], p.k, tk, interpret)[0], None
+    if _is_power(rhs_scale) and transpose_rhs:
+        rhs_powers, rhs_scale = _powers_in_lanes(rhs_scale, p.k, tk, interpret), None
+    elif _is_power(rhs_scale):
+        rhs_powers, rhs_scale = _powers_in_rows(rhs_scale, interpret), None
     scales = _gmm_scales(lhs_scale, rhs_scale, p, (tm, tk, tn), transpose_rhs)
 
     def lhs_block(n_i: Any, visit: Any, k_i: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
@@ -404,6 +658,12 @@ def _gmm_quantized(
     def rhs_scale_block(n_i: Any, visit: Any, k_i: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
         return group_ids[visit], k_i if scales.rhs_changes else 0, 0, n_i
 
+    def lhs_powers_block(n_i: Any, visit: Any, k_i: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
+        return k_i, tile_ids[visit], 0
+
+    def rhs_powers_block(n_i: Any, visit: Any, k_i: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
+        return (group_ids[visit], k_i, n_i, 0) if transpose_rhs else (group_ids[visit], 0, n_i)
+
     def out_block(n_i: Any, visit: Any, k_i: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
         return tile_ids[visit], n_i
 
@@ -415,14 +675,19 @@ def _gmm_quantized(
         operands["lhs_scale"] = (scales.lhs, (None, None, scales.lhs.shape[2], tm), lhs_scale_block)
     if scales.rhs is not None:
         operands["rhs_scale"] = (scales.rhs, (None, None, scales.rhs.shape[2], tn), rhs_scale_block)
+    if lhs_powers is not None:
+        operands["lhs_powers"] = (lhs_powers, (None, tm, lhs_powers.shape[2]), lhs_powers_block)
+    if rhs_powers is not None:
+        rows = (None, pl.cdiv(tn, SUBLANES) * SUBLANES) if transpose_rhs else (rhs_powers.shape[1],)
+        lanes = rhs_powers.shape[3] if transpose_rhs else tn
+        operands["rhs_powers"] = (rhs_powers, (None, *rows, lanes), rhs_powers_block)
     if existing_out is not None:
         operands["existing_out"] = (kernel_operand(existing_out), (tm, tn), out_block)
     arrays = [array for array, _, _ in operands.values()]
     scratch = {"acc": pltpu.VMEM((tm, tn), _sum_dtype(lhs, rhs, scales))}
     if scales.lhs is not None:
         scratch["lhs_columns"] = pltpu.VMEM((tk // part if scales.lhs_changes else 1, tm, LANES), jnp.float32)
-    path, _ = matmul_path(lhs.dtype, rhs.dtype, tpu_generation() or NEWEST)
-    if path == "bfloat16" and lhs.dtype.itemsize == rhs.dtype.itemsize == 1:
+    if lhs_powers is not None or (_are_narrow(lhs, rhs) and _product_path(lhs, rhs) == "bfloat16"):
         scratch["wide_lhs"] = pltpu.VMEM((tm, tk), jnp.bfloat16)
     out_shape = jax.ShapeDtypeStruct((p.m, p.n), kernel_dtype(p.out_dtype))
     # A block is fetched anew when its index changes: with a single step over K, only at a new tile or a new group.
@@ -478,6 +743,8 @@ def _gmm_kernel(
     narrow_lhs, rhs, out, acc = named["lhs"], named["rhs"], named["out"], named["acc"]
     lhs, existing_out = named.get("wide_lhs", narrow_lhs), named.get("existing_out")
     lhs_scale, lhs_columns = named.get("lhs_scale"), named.get("lhs_columns")
+    lhs_powers, rhs_powers = named.get("lhs_powers"), named.get("rhs_powers")
+    product = _product if lhs_powers is None and rhs_powers is None else dot
     rhs_parts, rhs_whole = scales.read(lhs_scale, named.get("rhs_scale"))[1]
     visit, step, last_step = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
     (tm, tk), tn = lhs.shape, out.shape[1]
@@ -487,6 +754,21 @@ def _gmm_kernel(
     rest = k % tk or tk  # of K, in the last step; the block holds garbage beyond it, and 0 * NaN is NaN
     whole_depth = min(dot_depth(), EXACT_SUMS) if acc.dtype == jnp.int32 else dot_depth()
     depth_of_dot = part if scales.change else whole_depth
+
+    def widened_lhs(rows: Any, inner: Any) -> jax.Array:
+        wide = _widen(narrow_lhs[rows, inner], lhs.dtype)
+        return wide if lhs_powers is None else _times_lanes(wide, lhs_powers, rows, inner.start)
+
+    def weights_of(inner: Any, columns: Any) -> jax.Array:
+        """rhs as `product` takes it."""
+        weights = rhs[columns, inner] if transpose_rhs else rhs[inner, columns]
+        if rhs_powers is None:
+            return weights
+        wide = _widen(weights, lhs.dtype)
+        if transpose_rhs:
+            return _times_lanes(wide, rhs_powers, columns, inner.start)
+        first = (0 if one_step else step * (tk // MX_BLOCK)) + inner.start // MX_BLOCK
+        return _times_rows(wide, rhs_powers, first, columns)
 
     def prepare(rows: Any, parts: int, masked: bool) -> None:
         """Make once what every block of columns needs: lhs as it is multiplied, and its scales as columns.
@@ -498,7 +780,7 @@ def _gmm_kernel(
 
             def widen(i: Any, carry: None) -> None:
                 some = pl.ds(pl.multiple_of(rows.start + i * height, height), height)
-                lhs[some, :] = _widen(narrow_lhs[some, :], lhs.dtype)
+                lhs[some, :] = widened_lhs(some, pl.ds(0, tk))
 
             lax.fori_loop(0, rows.size // height, widen, None)
         if lhs_columns is not None:
@@ -529,10 +811,9 @@ def _gmm_kernel(
         def multiply_columns(columns: Any) -> None:
             total: Any = None if one_step else jnp.where(step == 0, jnp.zeros((), acc.dtype), acc[rows, columns])
             for i, inner in enumerate(blocks(depth, depth_of_dot)):
-                weights = rhs[columns, inner] if transpose_rhs else rhs[inner, columns]
                 if lhs is not narrow_lhs and not masked and columns.start == 0:
-                    lhs[rows, inner] = _widen(narrow_lhs[rows, inner], lhs.dtype)
-                sums = _product(lhs[rows, inner], weights, contract=(1, 1 if transpose_rhs else 0))
+                    lhs[rows, inner] = widened_lhs(rows, inner)
+                sums = product(lhs[rows, inner], weights_of(inner, columns), contract=(1, 1 if transpose_rhs else 0))
                 if scales.change:
                     column = lhs_columns[i, rows, :] if lhs_columns is not None and scales.lhs_changes else None
                     sums = _scaled(sums, column, _row(rhs_parts, i, columns))
@@ -599,8 +880,10 @@ def _tgmm_quantized(
     metadata = group_metadata(
         group_sizes, group_offset, m=p.m, tm=tm, num_groups=p.groups, cover="groups", interpret=interpret
     )
-    scales = _tgmm_scales(lhs_scale, rhs_scale, p, tile)
-    wide = _widened(lhs, rhs)
+    powers = [_powers_in_rows(s[None], interpret)[0] if _is_power(s) else None for s in (lhs_scale, rhs_scale)]
+    in_powers = any(x is not None for x in powers)
+    scales = _tgmm_scales(*((None, None) if in_powers else (lhs_scale, rhs_scale)), p, tile)
+    wide = jnp.dtype(jnp.bfloat16) if in_powers else _widened(lhs, rhs)
 
     def lhs_block(n_i: Any, k_i: Any, visit: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
         return tile_ids[visit], k_i
@@ -625,6 +908,9 @@ def _tgmm_quantized(
         operands["lhs_scale"] = (scales.lhs, (None, scales.lhs.shape[1], tk), lhs_scale_block)
     if scales.rhs is not None:
         operands["rhs_scale"] = (scales.rhs, (None, scales.rhs.shape[1], tn), rhs_scale_block)
+    for name, of_blocks, columns, index in zip(("lhs", "rhs"), powers, (tk, tn), (lhs_block, rhs_block), strict=True):
+        if of_blocks is not None:
+            operands[f"{name}_powers"] = (of_blocks, (tm // MX_BLOCK, columns), index)
     if existing_out is not None:
         operands["existing_out"] = (kernel_operand(existing_out), (None, tk, tn), out_block)
     arrays = [array for array, _, _ in operands.values()]
@@ -639,7 +925,12 @@ def _tgmm_quantized(
     )
 
     out = pl.pallas_call(
-        partial(_tgmm_kernel, names=tuple(operands), part=min(p.block, tm), scales=scales._replace(lhs=None, rhs=None)),
+        partial(
+            _tgmm_kernel,
+            names=(*operands, "out"),
+            part=min(p.block, tm),
+            scales=scales._replace(lhs=None, rhs=None),
+        ),
         out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
@@ -650,7 +941,11 @@ def _tgmm_quantized(
                 pltpu.VMEM((tk, tn), _sum_dtype(lhs, rhs, scales)),
                 pltpu.VMEM((row_block(tm), tk), arrays[0].dtype),
                 pltpu.VMEM((row_block(tm), tn), arrays[1].dtype),
-                *(pltpu.VMEM((row_block(tm), columns), wide) for columns in (tk, tn) if wide is not None),
+                *(
+                    pltpu.VMEM((rows, columns), wide)
+                    for rows, columns in ((row_block(tm), tk), (tm if in_powers else row_block(tm), tn))
+                    if wide is not None
+                ),
             ],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
@@ -671,9 +966,10 @@ def _tgmm_kernel(
     part: int,
     scales: _Scales,
 ) -> None:
-    (*inputs, out, acc, own_lhs, own_rhs), wide = refs[: len(names) + 4], refs[len(names) + 4 :]
-    named = dict(zip(names, inputs, strict=True))
-    lhs, rhs, existing_out = named["lhs"], named["rhs"], named.get("existing_out")
+    named = dict(zip(names, refs, strict=False))
+    acc, own_lhs, own_rhs, *wide = refs[len(names) :]
+    lhs, rhs, out, existing_out = named["lhs"], named["rhs"], named["out"], named.get("existing_out")
+    powers = named.get("lhs_powers"), named.get("rhs_powers")
     (lhs_parts, lhs_whole), (rhs_parts, rhs_whole) = scales.read(named.get("lhs_scale"), named.get("rhs_scale"))
     visit, last_visit = pl.program_id(2), pl.num_programs(2) - 1
     (tm, tk), tn = lhs.shape, rhs.shape[1]
@@ -711,27 +1007,57 @@ def _tgmm_kernel(
             for inner in blocks(lhs.shape[0], depth_of_dot):
                 multiply_part(inner)
 
-    def widen(lhs: Any, rhs: Any, first_row: Any) -> tuple[Any, Any]:
-        """Rows of both operands from first_row on, widened once and not for each block of the result."""
-        for narrow, block in zip((lhs, rhs), wide, strict=True):
+    def is_own_block(block: Any) -> jax.Array:
+        return (start < (block + 1) * MX_BLOCK) & (block * MX_BLOCK < end)
 
-            def copy(rows: Any, narrow: Any = narrow, block: Any = block) -> None:
-                block[rows, :] = _widen(narrow[pl.ds(first_row + rows.start, rows.size), :], block.dtype)
+    def widen(lhs: Any, rhs: Any, first_row: Any, first_block: Any) -> tuple[Any, Any]:
+        """Rows of both operands from first_row on, widened once and not for each block of the result.
 
-            _for_blocks(block.shape[0], COPY_ROWS, copy)
-        return wide[0], wide[1]
+        first_block: of the powers, if there are any, that of these rows.
+        """
+        for narrow, block, of_blocks in zip((lhs, rhs), wide, powers, strict=True):
+
+            def copy(rows: Any, narrow: Any = narrow, block: Any = block, of_blocks: Any = of_blocks) -> None:
+                own = _widen(narrow[pl.ds(first_row + rows.start, rows.size), :], block.dtype)
+                if of_blocks is not None:
+                    own = _times_rows(own, of_blocks, first_block + rows.start // MX_BLOCK, slice(None), is_own_block)
+                block[rows, :] = own
+
+            _for_blocks(row_block(tm), COPY_ROWS, copy)
+        return wide[0].at[pl.ds(0, row_block(tm))], wide[1].at[pl.ds(0, row_block(tm))]
 
     def multiply_own(rows: Any) -> None:
         copy_own_rows(((lhs, own_lhs), (rhs, own_rhs)), rows, start, end)
-        operands = widen(own_lhs, own_rhs, 0) if wide else (own_lhs, own_rhs)
+        operands = widen(own_lhs, own_rhs, 0, rows.start // MX_BLOCK) if wide else (own_lhs, own_rhs)
         multiply(*operands, rows.start, first_of_group & (rows.start <= start), masked=True)
 
+    def multiply_by_powers() -> None:
+        """Products with both operands widened under them: lhs as it is used, rhs with the first rows of the result."""
+
+        def widened(narrow: Any, of_blocks: Any, inner: Any, columns: Any) -> jax.Array:
+            x = _widen(narrow[inner, columns], jnp.bfloat16)
+            return x if of_blocks is None else _times_rows(x, of_blocks, inner.start // MX_BLOCK, columns)
+
+        for inner in blocks(tm, depth_of_dot):
+            for rows in blocks(tk, BLOCK):
+                lhs_rows = widened(lhs, powers[0], inner, rows)
+                for columns in blocks(tn, 2 * BLOCK):
+                    if rows.start == 0:
+                        wide[1][inner, columns] = widened(rhs, powers[1], inner, columns)
+                    before = acc[rows, columns]
+                    if inner.start == 0:
+                        before = jnp.where(first_of_group, 0.0, before)
+                    acc[rows, columns] = before + dot(lhs_rows, wide[1][inner, columns], contract=(0, 0))
+
     def multiply_widened(rows: Any) -> None:
-        multiply(*widen(lhs, rhs, rows.start), rows.start, first_of_group & (rows.start == 0), masked=False)
+        widened = widen(lhs, rhs, rows.start, rows.start // MX_BLOCK)
+        multiply(*widened, rows.start, first_of_group & (rows.start == 0), masked=False)
 
     @pl.when(whole)
     def _() -> None:
-        if wide:
+        if any(of_blocks is not None for of_blocks in powers):
+            multiply_by_powers()
+        elif wide:
             _for_blocks(tm, row_block(tm), multiply_widened)
         else:
             multiply(lhs, rhs, 0, first_of_group, masked=False)

@@ -24,6 +24,9 @@ it runs
    number of steps that share an output block;
 6. a loop inside it as often as it runs, or once, and counted in `unknown_loops`, if only the data say how often.
 
+Where the grid says that some steps skip the hot part inside the compute stage (a first walk over the blocks, say, that
+makes no results), it counts for the part of the steps that run it.
+
 Its **static cycles** are these bundles, or, where that is more, the cycles for which its `vmatmul`s occupy the matrix
 units. On tpu7x they queue, so that bundles can be fewer than that; the chips before it space them in the schedule.
 """
@@ -280,11 +283,13 @@ def _trips(code: str, condition: str) -> int | None:
 
 @dataclass
 class _Path:
-    """How often each bundle runs in a step: those that run in each, and those that run every few steps."""
+    """How often each bundle runs in a step: those that run in each, and those that run every few steps. hot: the
+    conditional part that does most of the work, None where that is unconditional."""
 
     runs: Counter[int] = field(default_factory=Counter)
     periodic: Counter[int] = field(default_factory=Counter)
     unknown_loops: int = 0
+    hot: Part | None = None
 
     def add(self, other: "_Path", times: int = 1) -> None:
         for mine, others in (self.runs, other.runs), (self.periodic, other.periodic):
@@ -293,13 +298,19 @@ class _Path:
         self.unknown_loops += other.unknown_loops
 
 
-def schedule(program: Program, chip: Chip, steps_per_block: float = 1.0) -> Schedule:
-    """What the program says about the kernel's speed on the chip; steps_per_block: steps that share an output block."""
+def schedule(program: Program, chip: Chip, steps_per_block: float = 1.0, busy: float = 1.0) -> Schedule:
+    """What the program says about the kernel's speed on the chip.
+
+    steps_per_block: steps that share an output block; busy: the part of the steps that run the hot part.
+    """
     reader = _Reader(program)
     bundles = program.bundles
     step = reader.step()
     path = reader.path(step)
-    runs = {i: path.runs[i] + path.periodic[i] / steps_per_block for i in path.runs | path.periodic}
+    seldom = reader.in_compute_stage(path) if busy < 1 else _Path()
+    always = {i: times - (1 - busy) * seldom.runs[i] for i, times in path.runs.items()}
+    periodic = {i: (times - (1 - busy) * seldom.periodic[i]) / steps_per_block for i, times in path.periodic.items()}
+    runs = {i: always.get(i, 0.0) + periodic.get(i, 0.0) for i in always | periodic}
     vmatmuls: dict[str, float] = {}
     for i, times in runs.items():
         for operand, count in bundles[i].vmatmuls.items():
@@ -311,8 +322,8 @@ def schedule(program: Program, chip: Chip, steps_per_block: float = 1.0) -> Sche
     return Schedule(
         bundles=len(bundles),
         loop_bundles=step.end - step.start,
-        step_bundles=path.runs.total(),
-        periodic_bundles=path.periodic.total() / steps_per_block,
+        step_bundles=sum(always.values()),
+        periodic_bundles=sum(periodic.values()),
         mxu_cycles=sum(count * chip.vmatmul_cycles(operand) for operand, count in vmatmuls.items()) / chip.mxus,
         vmatmuls=vmatmuls,
         slots={
@@ -387,7 +398,7 @@ class _Reader:
             hot = None
         hot_at = min((i for i in hottest.runs if self.work_of(i)), default=0)
 
-        path = _Path()
+        path = _Path(hot=hot[0] if hot else None)
         for each in always:
             path.add(each)
         before: list[Counter[int]] = []
@@ -411,6 +422,11 @@ class _Reader:
         repeated.add(path, times=part.trips or 1)  # 6
         repeated.unknown_loops += part.trips is None
         return repeated
+
+    def in_compute_stage(self, step: _Path) -> _Path:
+        """What a step runs of the hot part of its compute stage: nothing where all of that is unconditional."""
+        hot = self.path(step.hot).hot if step.hot else None
+        return self.path(hot) if hot else _Path()
 
     def everything(self, part: Part) -> _Path:
         """All bundles of a part, those of an inner loop as often as it runs; of the loop over the grid one step."""

@@ -1,16 +1,28 @@
 """What the Pallas kernels of a traced JAX function are: grids, blocks, dots and bytes, read from the jaxpr."""
 
 import math
+import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from parity.compilers.chips import packed_rows
 
 _OPERANDS = {4: "f32", 2: "bf16"}
 _PASSES_OF_HIGHEST = 6
+_SCALARS: Mapping[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge")},
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "not": np.logical_not,
+    "convert_element_type": lambda x: x,
+}
+"""What conditions on a grid step are made of, by the name of the primitive."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,8 @@ class Dot:
 class Kernel:
     """A `pallas_call`. grid: its axes, None for a length that is traced; operands: shapes of inputs and outputs.
 
-    name: "" where it has none; estimated_bytes: as its `CostEstimate` has them, None without one.
+    name: "" where it has none; estimated_bytes: as its `CostEstimate` has them, None without one. busy: the part of the
+    steps that run the dots that not all run, as far as the grid alone says which do (1: all).
     """
 
     name: str
@@ -59,6 +72,7 @@ class Kernel:
     outputs: tuple[Block, ...]
     dots: tuple[Dot, ...]
     estimated_bytes: int | None
+    busy: float = 1.0
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -130,7 +144,7 @@ def _kernel(call: Any) -> Kernel:
     grid = tuple(length if isinstance(length, int) else None for length in (mapping.grid if mapping else ()))
     blocks = tuple(_block(block, len(grid)) for block in (mapping.block_mappings if mapping else ()))
     dots = Counter(_dot(dot, times) for jaxpr in jaxprs for dot, times in _equations(jaxpr, "dot_general"))
-    return Kernel(
+    kernel = Kernel(
         name=call.params["name"] or "",
         grid=grid,
         operands=tuple(variable.aval.shape for variable in [*call.invars, *call.outvars]),
@@ -139,6 +153,44 @@ def _kernel(call: Any) -> Kernel:
         dots=tuple(dots.elements()),
         estimated_bytes=None if cost is None else cost.bytes_accessed,
     )
+    return replace(kernel, busy=_busy(jaxprs[0], kernel.lengths)) if grid else kernel
+
+
+def _busy(jaxpr: Any, lengths: tuple[int, ...]) -> float:
+    """How far the mean step is on the way from the one with the least work in dots to the one with the most."""
+    index = [axis.ravel() for axis in np.indices(lengths)]
+    work = np.zeros(math.prod(lengths)) + _work(jaxpr, {}, np.ones(math.prod(lengths), bool), index)
+    least, most = float(work.min(initial=np.inf)), float(work.max(initial=0.0))
+    return (float(work.mean()) - least) / (most - least) if least < most else 1.0
+
+
+def _work(jaxpr: Any, known: dict[Any, Any], runs: npt.NDArray[np.bool_], index: list[Any]) -> Any:
+    """Multiply-adds of the dots in each grid step, of which index has the place on each axis; all branches of what does
+    not depend on that alone. runs: which steps come here; known: values in each step, by variable."""
+    from jax.extend.core import jaxprs_in_params
+
+    work: Any = 0.0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        values = [atom.val if hasattr(atom, "val") else known.get(atom) for atom in equation.invars]
+        if name == "program_id":
+            known[equation.outvars[0]] = index[equation.params["axis"]]
+        elif name in _SCALARS and all(value is not None for value in values):
+            known[equation.outvars[0]] = _SCALARS[name](*values)
+        elif name == "dot_general":
+            dot = _dot(equation, 1)
+            work = work + runs * float(dot.rows * dot.depth * dot.columns * dot.count)
+        elif name == "cond":
+            which, *operands = values
+            for nth, branch in enumerate(equation.params["branches"]):
+                inner = {v: x for v, x in zip(branch.jaxpr.invars, operands, strict=True) if x is not None}
+                chosen = runs if which is None else runs & (which == nth)
+                work = work + _work(branch.jaxpr, inner, chosen, index)
+        else:
+            times = equation.params["length"] if name == "scan" else 1
+            for body in jaxprs_in_params(equation.params):
+                work = work + times * _work(body, {}, runs, index)
+    return work
 
 
 def _block(mapping: Any, grid_axes: int) -> Block:

@@ -329,7 +329,7 @@ def read_dump(files: Mapping[str, str], call: Kernel, chip: str, nth: int = 0) -
     for (place, operand), count in bundles.emitted(program).items():
         rows[operand] += count * packed_rows(operand)
         rows_at.setdefault(place, Counter())[operand] += count * packed_rows(operand)
-    schedule = bundles.schedule(program, CHIPS[chip], call.steps_per_block)
+    schedule = bundles.schedule(program, CHIPS[chip], call.steps_per_block, call.busy)
     return CompiledKernel(
         **vars(schedule) | {"lines": tuple(replace(line, place=_shown(line.place)) for line in schedule.lines)},
         call=call if call.name else replace(call, name=re.sub(r"(\.\d+)+$", "", instruction)),

@@ -1,16 +1,33 @@
-"""grouped_dense and its gradients: their cases, how their inputs are drawn, what their kernels promise."""
+"""Layers of a mixture of experts: their cases, how their inputs are drawn, what their kernels promise.
+
+`grouped_dense` and its gradients first, then `permute` and `unpermute`, and the whole layer, whose error `moe_error`
+derives.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from cpu_golden.moe import grouped_dense, grouped_dense_bwd
+from cpu_golden.moe import (
+    LayerGrads,
+    grouped_dense,
+    grouped_dense_bwd,
+    moe_layer,
+    moe_layer_bwd,
+    permute,
+    unpermute,
+)
+from op_arguments.moe import permuted_rows
 from parity import Array, Case, Contract, Groups, Op, abs_of
-from parity.inputs import GROUPS
-from parity.op import Backend, Inputs
+from parity.dtypes import round_to
+from parity.inputs import DISTRIBUTIONS, GROUPS, stream
+from parity.op import Backend, Given, Inputs
 from tests.matrix import gmm as unquantised
 from tests.matrix.gmm import BF16, F32, MXU_DEPTH, longest_group, shard
+from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B
+from tests.matrix.moe_error import Layer, U, routing
 from tests.matrix.quantized_gmm import FP8_MMA_DEPTH, SMALL_TILES
 
 
@@ -70,6 +87,14 @@ def unread(c: Case, inputs: Inputs) -> Mapping[str, np.ndarray]:
     return masks
 
 
+def axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
+    """As gmm's; of the gradients those of lhs by rows, of rhs by groups."""
+    if c.op == "grouped_dense":
+        return unquantised.gmm_axes(c, inputs)
+    by_row = unquantised.of_rows(c, inputs)
+    return {"lhs": by_row, "existing_out": by_row, "rhs": {"group": np.arange(c.G)[:, None, None]}}
+
+
 def arguments(c: Case) -> Mapping[str, object]:
     return {
         "group_offset": shard(c)[0],
@@ -98,6 +123,7 @@ _FORWARD = Op(
     contract=contract,
     chain=lambda c, inputs: chain(c, c.K),
     steps=lambda c, contract: {"tiling": (1, contract.depth, 1)},
+    axes=axes,
     representative=lambda c: c.tier == "smoke",
     magnitude=abs_of("lhs", "rhs", "existing_out"),
     unread=unread,
@@ -116,6 +142,7 @@ _BACKWARD = Op(
     contract=contract,
     chain=lambda c, inputs: chain(c, max(c.N, longest_group(c, inputs))),
     steps=lambda c, contract: {"tiling": (contract.depth, contract.depth, contract.depth)},
+    axes=axes,
     representative=lambda c: c.tier == "smoke",
     magnitude=abs_of("lhs", "rhs", "dout"),
     unread=unread,
@@ -124,7 +151,7 @@ _BACKWARD = Op(
 )
 
 PATTERNS = list(GROUPS)
-DISTRIBUTIONS = ["one_signed", "wide", "outliers", "poison", "nonfinite"]
+DATA = ["one_signed", "wide", "outliers", "poison", "nonfinite"]
 SMALL = dict(M=200, K=256, N=128, G=4)  # M is no multiple of the block
 SQUARE = dict(M=150, K=128, N=128, G=4)
 
@@ -153,7 +180,7 @@ def cases(op: Op) -> tuple[Case, ...]:
         op.grid([SMALL], dtype=[F32, BF16], quantize=[False, True], bwd_quantize=[False, True],
                 block_size=[64, 128, None], transpose_rhs=[False, True], groups=["zipf"], tier="full", **small),
         op.grid([SMALL], dtype=[F32, BF16], existing_out=[False, True], groups=PATTERNS, tier="full", **small),
-        op.grid([SMALL], dtype=[F32, BF16], data=DISTRIBUTIONS, quantize=[True], bwd_quantize=[False, True],
+        op.grid([SMALL], dtype=[F32, BF16], data=DATA, quantize=[True], bwd_quantize=[False, True],
                 existing_out=[False, True], groups=["short"], tier="full", **small),
     ]  # fmt: skip
     return op.with_cases(*parts).cases
@@ -161,3 +188,271 @@ def cases(op: Op) -> tuple[Case, ...]:
 
 GROUPED_DENSE = replace(_FORWARD, cases=cases(_FORWARD))
 GROUPED_DENSE_BWD = replace(_BACKWARD, cases=cases(_BACKWARD))
+
+
+# --- permute, unpermute ---
+
+
+def drawn(c: Case, name: str, shape: tuple[int, ...], dtype: str, size: float = 1.0, one_in: int = 1) -> Given:
+    """A tensor of the case's data, times a size."""
+    values = DISTRIBUTIONS[c.data](Array(shape, dtype, one_in=one_in), stream(c, name), c.out) * size
+    return Given(round_to(values, dtype))
+
+
+def choices(c: Case) -> np.ndarray:
+    """[T, k] int32: k different experts for each token, the more likely the lower their number."""
+    words = stream(c, "indices")(c.T * c.E).reshape(c.T, c.E) >> np.uint64(12)
+    keys = words.astype(np.float64) * np.arange(1, c.E + 1)
+    return np.argsort(keys, axis=1, kind="stable")[:, : c.k].astype(np.int32)
+
+
+def unpermute_inputs(c: Case) -> Mapping[str, Array | Given | None]:
+    rows = permuted_rows(c.T, c.k, c.E, c.capacity)
+    tokens = np.zeros((c.T, 1), np.float32)
+    slots = permute(tokens, choices(c), num_experts=c.E, capacity=c.capacity).slots
+    weights = Array((c.T, c.k), F32) if c.weights else None
+    return {"rows": Array((rows, c.D), c.dtype), "slots": Given(slots), "weights": weights}
+
+
+def of_no_slot(c: Case, inputs: Inputs) -> Mapping[str, np.ndarray]:
+    """Rows that no slot names, and the weights of slots that name none."""
+    rows = ~np.isin(np.arange(len(inputs["rows"])), inputs["slots"])
+    masks = {"rows": np.broadcast_to(rows[:, None], inputs["rows"].shape)}
+    return masks if inputs["weights"] is None else masks | {"weights": inputs["slots"] < 0}
+
+
+_PERMUTE = Op(
+    "permute",
+    golden=permute,
+    naive=permute,
+    tpu="tpu_kernels.moe:permute",
+    gpu="gpu_reference.moe:permute",
+    inputs=lambda c: {"x": Array((c.T, c.D), c.dtype), "indices": Given(choices(c))},
+    arguments=lambda c: {"num_experts": c.E, "capacity": c.capacity},
+    contract=lambda c, backend: Contract(dot="none", out=c.out),
+    chain=lambda c, inputs: 1,
+    steps=lambda c, contract: {},
+    magnitude=abs_of("x"),
+    unread=lambda c, inputs: {},
+    defaults=dict(capacity=None),
+    bit_exact=True,
+)
+
+_UNPERMUTE = Op(
+    "unpermute",
+    golden=unpermute,
+    naive=unpermute,
+    tpu="tpu_kernels.moe:unpermute",
+    gpu="gpu_reference.moe:unpermute",
+    inputs=unpermute_inputs,
+    arguments=lambda c: {},
+    contract=lambda c, backend: Contract(dot="ieee", out=c.out, sites={"product": F32, "sum": F32}),
+    chain=lambda c, inputs: c.k + 1,
+    steps=lambda c, contract: {},
+    representative=lambda c: c.tier == "smoke",
+    magnitude=abs_of("rows", "weights"),
+    unread=of_no_slot,
+    defaults=dict(weights=True, capacity=None),
+)
+
+TOKENS = dict(T=150, D=96, E=6, k=2)
+ODD = dict(T=37, D=40, E=5, k=3)
+EVERY = dict(T=20, D=32, E=4, k=4)
+FEW = dict(T=0, D=32, E=4, k=2)
+
+
+def permute_cases(op: Op) -> tuple[Case, ...]:
+    """The matrix of permute."""
+    parts = [
+        op.grid([TOKENS], dtype=[BF16], capacity=[None, 40], tier="smoke"),
+        op.grid([ODD, EVERY, FEW, dict(T=64, D=32, E=16, k=8)], dtype=[F32], data=["bits"], capacity=[None, 7]),
+        op.grid([TOKENS, ODD, EVERY], dtype=[F32, BF16, "float16"], data=["bits"], capacity=[None, 1, 7, 1000],
+                tier="full"),
+    ]  # fmt: skip
+    return op.with_cases(*parts).cases
+
+
+def unpermute_cases(op: Op) -> tuple[Case, ...]:
+    """The matrix of unpermute."""
+    parts = [
+        op.grid([TOKENS], dtype=[BF16], capacity=[None, 40], tier="smoke"),
+        op.grid([ODD], dtype=[F32], data=["normal", "one_signed", "poison"], capacity=[7]),
+        op.grid([EVERY, FEW], dtype=[F32], weights=[False, True]),
+        op.grid([dict(T=64, D=DEEPSEEK_V3.hidden, E=16, k=DEEPSEEK_V3.top_k)], dtype=[BF16], model=DEEPSEEK_V3.name),
+        op.grid([TOKENS, ODD, EVERY], dtype=[F32, BF16], data=["normal", "one_signed", "wide", "poison", "nonfinite"],
+                weights=[False, True], capacity=[None, 7], tier="full"),
+    ]  # fmt: skip
+    return op.with_cases(*parts).cases
+
+
+# --- the whole layer ---
+
+POWER = 2.0**10
+"""What integer data of the router and of the gates are multiples of: differences beyond that leave of a softmax 0 and
+1 alone, and of a silu 0 and its argument, in float64 and in float32."""
+
+
+def layer_inputs(c: Case) -> Mapping[str, Array | Given]:
+    """Weights of such a size that what a matmul returns is about as large as what it is given.
+
+    Integer data are sparse, those of the router and of the gates multiples of `POWER`. Weights are then 0, ½ and 1; or,
+    where equal logits would make other fractions of more experts, or a gradient of x that is too long for bfloat16, a
+    router of large numbers, hardly ever equal, makes them 0 and 1.
+    """
+    backward = c.op == "moe_layer_bwd"
+    _, held = layer_shard(c)
+    shapes = {"w_gate": (held, c.D, c.F), "w_up": (held, c.D, c.F), "w_down": (held, c.F, c.D)}
+    if c.data == "integers":
+        few = max(c.D // 16, 1)
+        sparse = {"x": few, "w_router": 16, "w_gate": 16, "w_up": 16, "w_down": max(c.F, 1), "dout": few}
+        sizes = {"w_router": POWER, "w_gate": POWER}
+    else:
+        sparse = {}
+        lengths = {"w_router": c.D, "w_gate": c.D, "w_up": c.D, "w_down": c.F}
+        sizes = {name: 4 / n if c.data == "one_signed" else n**-0.5 for name, n in lengths.items()}
+
+    def given(name: str, shape: tuple[int, ...], dtype: str) -> Given:
+        return drawn(c, name, shape, dtype, sizes.get(name, 1.0), sparse.get(name, 1))
+
+    tensors = {"x": given("x", (c.T, c.D), c.dtype), "w_router": given("w_router", (c.D, c.E), F32)}
+    if c.data == "integers" and (c.k > 2 or (backward and c.dtype != F32)):
+        words = stream(c, "w_router")(c.D * c.E).reshape(c.D, c.E) % np.uint64(2**11)
+        tensors["w_router"] = Given(((words - 2.0**10) * POWER).astype(np.float32))
+    if c.data != "integers":
+        # A token between two experts cannot be judged: it gets the values of one that is not.
+        x = tensors["x"].array
+        decided = routing(c, {name: tensor.array for name, tensor in tensors.items()}, c.capacity).margin > 0
+        x[~decided] = np.resize(x[decided], x[~decided].shape)
+    tensors |= {name: given(name, shape, c.dtype) for name, shape in shapes.items()}
+    if backward:
+        tensors["dout"] = given("dout", (c.T, c.D), c.out)
+        if c.data == "nonfinite":
+            tensors["dout"].array[-1:, :1] = np.inf  # of w_down's gradient a column, and not only NaN
+    return tensors
+
+
+def layer_shard(c: Case) -> tuple[int, int]:
+    """(group_offset, G): the experts that the case has, of the router's E."""
+    return c.shard or (0, c.E)
+
+
+def layer_arguments(c: Case) -> dict[str, Any]:
+    """Integer data are quantised only where the quantisers are tested: here their products would not be exact."""
+    integers = c.data == "integers"
+    return {
+        "top_k": c.k,
+        "quantize": None if integers else c.quantize,
+        "block_size": c.block_size,
+        "capacity": c.capacity,
+        "renormalize": c.renormalize or integers,
+        "group_offset": layer_shard(c)[0],
+        "sanitize_grads": c.sanitize_grads,
+        "tiling": c.tiling,
+    }
+
+
+def layer_contract(c: Case, backend: Backend) -> Contract:
+    """Float32 sums; what a matmul hands on in x's dtype, in float32 where the next one quantises it."""
+    between = c.dtype if c.quantize is None else F32
+    sites = {"logits": F32, "weights": F32, "gate": between, "up": between, "hidden": between, "rows": c.out,
+             "product": F32, "sum": F32, "dhidden": between, "dweights": F32, "dgate": between, "dup": between,
+             "dtaken": F32, "dlogits": F32, "drows": c.out, "dexperts": c.out, "drouter": c.out}  # fmt: skip
+    scaling = {"inner": F32, "scale": F32, "scaled": F32, "acc": F32}
+    outs = {"w_router": F32} if c.op == "moe_layer_bwd" else {}
+    wide = unquantised.contract(c, backend)
+    if c.quantize == "fp8":
+        depth = MXU_DEPTH if backend == "tpu" else FP8_MMA_DEPTH
+        return Contract(dot="fp8", out=c.out, outs=outs, depth=depth, sites={"partial": F32, **scaling, **sites})
+    if c.quantize == "mxfp8":
+        return replace(wide, dot="native", outs=outs, sites={**wide.sites, **scaling, **sites})
+    return replace(wide, outs=outs, sites={**wide.sites, **sites})
+
+
+def layer_magnitude(op: Op, c: Case, inputs: Inputs) -> Any:
+    """The derived bound on the error, as a multiple of what the judge allows of it: see `moe_error`."""
+    with np.errstate(all="ignore"):
+        layer = Layer(c, inputs, layer_arguments(c))
+        unit = Contract(dot="native", out=c.out).bound(1) * U
+        if op.name == "moe_layer":
+            return layer.out().total / unit
+        return LayerGrads(**{name: grad.total / unit for name, grad in layer.grads().items()})
+
+
+def layer_unread(c: Case, inputs: Inputs) -> Mapping[str, np.ndarray]:
+    """The weights of experts without a token. (In `nonfinite` data all else of them, and of dout, is spoilt.)"""
+    first, held = layer_shard(c)
+    idle = routing(c, inputs, c.capacity).group_sizes[first : first + held] == 0
+    masks = {name: np.broadcast_to(idle[:, None, None], inputs[name].shape) for name in ("w_gate", "w_up", "w_down")}
+    return masks | ({"dout": np.zeros(inputs["dout"].shape, bool)} if "dout" in inputs else {})
+
+
+LAYER_DEFAULTS = dict(
+    quantize=None, block_size=128, capacity=None, renormalize=True, shard=None, sanitize_grads=False, tiling=None
+)
+
+_LAYER = Op(
+    "moe_layer",
+    golden=moe_layer,
+    naive=moe_layer,
+    tpu="tpu_kernels.moe:moe_layer",
+    gpu="gpu_reference.moe:moe_layer",
+    inputs=layer_inputs,
+    arguments=layer_arguments,
+    contract=layer_contract,
+    chain=lambda c, inputs: 1,
+    steps=lambda c, contract: {"tiling": (contract.depth, contract.depth, 1)},
+    representative=lambda c: c.tier == "smoke",
+    magnitude=layer_magnitude,
+    unread=layer_unread,
+    defaults=LAYER_DEFAULTS,
+)
+
+_LAYER_BWD = replace(
+    _LAYER,
+    name="moe_layer_bwd",
+    golden=moe_layer_bwd,
+    naive=moe_layer_bwd,
+    tpu="tpu_kernels.moe:moe_layer_bwd",
+    gpu="gpu_reference.moe:moe_layer_bwd",
+)
+
+LAYER = dict(T=60, D=128, F=128, E=4, k=2)
+IDLE = dict(T=9, D=72, F=40, E=12, k=2)  # experts without a token, and multiples of nothing
+DROPS = dict(T=33, D=72, F=40, E=5, k=3)
+
+
+def layer_cases(op: Op) -> tuple[Case, ...]:
+    """The matrix of moe_layer or its gradients."""
+    deepseek = dict(T=16, D=DEEPSEEK_V3.hidden, F=128, E=16, k=DEEPSEEK_V3.top_k)
+    gpt_oss = dict(T=16, D=GPT_OSS_120B.hidden, F=160, E=16, k=GPT_OSS_120B.top_k)
+    if op.name == "moe_layer":
+        some = [
+            op.grid([LAYER], dtype=[BF16], tier="smoke"),
+            op.grid([LAYER], dtype=[BF16], quantize=["mxfp8"], capacity=[20]),
+            op.grid([deepseek], dtype=[BF16], quantize=["fp8"], shard=[(4, 1)], tier="full", model=DEEPSEEK_V3.name),
+            op.grid([gpt_oss], dtype=[BF16], quantize=["mxfp8"], shard=[(4, 1)], tier="full", model=GPT_OSS_120B.name),
+        ]
+    else:
+        some = [
+            op.grid([LAYER], dtype=[BF16], quantize=["fp8"], capacity=[20]),
+            op.grid([IDLE], dtype=[F32], data=["poison"]),
+            op.grid([IDLE], dtype=[BF16], data=["nonfinite"], sanitize_grads=[True]),
+        ]
+    parts = [
+        *some,
+        op.grid([DROPS], dtype=[F32], capacity=[None, 11], renormalize=[False, True], tier="full"),
+        op.grid([LAYER], dtype=[F32, BF16], quantize=[None, "fp8", "mxfp8"], data=["normal", "one_signed"],
+                shard=[None, (1, 2)], tier="full"),
+        op.grid([LAYER], dtype=[BF16], quantize=["fp8"], block_size=[32, None], tier="full"),
+        op.grid([IDLE], dtype=[F32, BF16], quantize=[None, "mxfp8"], data=["poison", "nonfinite"],
+                sanitize_grads=[False, True], tier="full"),
+        op.grid([dict(T=0, D=32, F=32, E=4, k=2), dict(T=1, D=32, F=32, E=4, k=4)], dtype=[F32], tier="full"),
+    ]  # fmt: skip
+    return op.with_cases(*parts).cases
+
+
+PERMUTE = replace(_PERMUTE, cases=permute_cases(_PERMUTE))
+UNPERMUTE = replace(_UNPERMUTE, cases=unpermute_cases(_UNPERMUTE))
+MOE_LAYER = replace(_LAYER, cases=layer_cases(_LAYER))
+MOE_LAYER_BWD = replace(_LAYER_BWD, cases=layer_cases(_LAYER_BWD))
+MOE_LAYERS = (PERMUTE, UNPERMUTE, MOE_LAYER, MOE_LAYER_BWD)

@@ -1,12 +1,15 @@
 """What the TPU compiler must make of the kernels: production shapes of published models, and what chips refuse."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from op_arguments.quantize import E8M0
 from parity.compilers.chips import CHIPS
 from parity.compilers.mosaic import Abstract
 from parity.schedule import Program
-from tests.matrix.models import DEEPSEEK_V3, MODELS, QWEN3_30B, Experts
+from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B, MODELS, QWEN3_30B, Experts
+from tests.matrix.mxfp8 import with_blocks
 from tests.matrix.quantized_gmm import E4M3, PLAIN, blocks_of
 
 ROWS = 8192  # tokens of a batch times the experts that each goes to, on one core
@@ -58,6 +61,27 @@ def quantised(op: str, blocks: str, lhs_blocks: str, rhs_blocks: str, model: Exp
     return Program(op, name, f"tpu_kernels.quantized_gmm:{op}", (), arguments | shard, work=ROWS)
 
 
+def mxfp8(ragged: str, model: Experts) -> Program:
+    """grouped_gemm in e4m3, as `grouped`."""
+    k, n, groups = model.hidden, model.intermediate, experts_on_a_core(model)
+    contracting = ragged == "contracting"
+    lhs, rhs = (ROWS, k), (ROWS, n) if contracting else (groups, k, n)
+    axis = 0 if contracting else 1
+    arguments = {
+        "lhs": Abstract(lhs, E4M3),
+        "lhs_scale": Abstract(with_blocks(lhs, axis), E8M0),
+        "rhs": Abstract(rhs, E4M3),
+        "rhs_scale": Abstract(with_blocks(rhs, axis), E8M0),
+        "group_sizes": Abstract((model.experts,), "int32"),
+        "group_offset": Abstract((), "int32"),
+        "ragged": ragged,
+        "interpret": False,
+    }
+    shard = {"num_actual_groups": groups} if contracting else {}
+    name = f"{model.name}-mxfp8-{ragged}"
+    return Program("grouped_gemm", name, "tpu_kernels.quantized_gmm:grouped_gemm", (), arguments | shard, work=ROWS)
+
+
 def linear_attention(
     op: str,
     gates: str,
@@ -70,13 +94,14 @@ def linear_attention(
     value_size: int = 128,
     states: bool = False,
     sequences: int = 0,
+    chips: Sequence[str] | None = None,
     refused: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Program:
     """A pass of `simple_gla` (gates "none", "gamma", "g" or "both") or of `gla` (gates "gk").
 
     states: with those before the first steps, and those after the last. sequences: how many are packed, 0 for none.
-    Its work is counted in STEPS of one head.
+    Its work is counted in STEPS of one head. chips: LINEAR_ATTENTION_CHIPS unless said; refused ones are left out.
     """
     backward = op.endswith("_bwd")
     keys, values = (Abstract((batch, steps, heads, size), dtype) for size in (key_size, value_size))
@@ -103,7 +128,7 @@ def linear_attention(
         f"tpu_kernels.{module}:{op}",
         (),
         arguments | {"interpret": False} | options,
-        chips=tuple(chip for chip in LINEAR_ATTENTION_CHIPS if chip not in refused),
+        chips=tuple(chip for chip in chips or LINEAR_ATTENTION_CHIPS if chip not in refused),
         refused=refused,
         work=batch * steps * heads // STEPS,
         unit=f"{STEPS} steps",
@@ -111,7 +136,8 @@ def linear_attention(
 
 
 STEPS = 64
-LINEAR_ATTENTION_CHIPS = tuple(chip for chip in CHIPS if chip != "v4")
+LINEAR_ATTENTION_CHIPS = tuple(chip for chip in CHIPS if chip != "v4")  # v4 has a quarter of the VMEM they may count on
+BEYOND_V4 = {"v4": "Ran out of memory in memory space vmem"}
 SHORT = {"bfloat16": "bf16", "float32": "f32"}
 
 
@@ -125,15 +151,22 @@ def programs() -> Iterator[Program]:
         yield quantised("gmm_quantized", "channel", "1xK", "1xKx1", model)
         yield quantised("tgmm_quantized", "block128", "128x1", "128x1", model)
         yield quantised("tgmm_quantized", "channel", "Mx1", "Mx1", model)
+    for model in (DEEPSEEK_V3, GPT_OSS_120B):
+        yield mxfp8("lhs", model)
+        yield mxfp8("contracting", model)
     for direction in ("fwd", "bwd"):
-        for op, gates in ((f"chunk_simple_gla_{direction}", "gamma"), (f"chunk_gla_{direction}", "gk")):
-            yield linear_attention(op, gates, "bfloat16", chunk_size=64)
-            yield linear_attention(op, gates, "bfloat16", chunk_size=128)
-            yield linear_attention(op, gates, "float32", chunk_size=64)
-            yield linear_attention(op, gates, "bfloat16", batch=1, steps=65_536, chunk_size=128)
-        yield linear_attention(f"chunk_simple_gla_{direction}", "g", "bfloat16", chunk_size=64)
-        yield linear_attention(f"fused_recurrent_simple_gla_{direction}", "gamma", "bfloat16")
-        yield linear_attention(f"fused_recurrent_gla_{direction}", "gk", "bfloat16")
+        simple = f"chunk_simple_gla_{direction}"
+        beyond_v4 = BEYOND_V4 if direction == "bwd" else None
+        attention = partial(linear_attention, chips=tuple(CHIPS))
+        for op, gates, refused in ((simple, "gamma", beyond_v4), (f"chunk_gla_{direction}", "gk", None)):
+            beyond_v4_in_f32 = BEYOND_V4 if op == simple else None
+            yield attention(op, gates, "bfloat16", refused=refused, chunk_size=64)
+            yield attention(op, gates, "bfloat16", refused=refused, chunk_size=128)
+            yield attention(op, gates, "float32", refused=beyond_v4_in_f32, chunk_size=64)
+            yield attention(op, gates, "bfloat16", refused=refused, batch=1, steps=65_536, chunk_size=128)
+        yield attention(simple, "g", "bfloat16", refused=beyond_v4, chunk_size=64)
+        yield attention(f"fused_recurrent_simple_gla_{direction}", "gamma", "bfloat16")
+        yield attention(f"fused_recurrent_gla_{direction}", "gk", "bfloat16")
 
 
 PROGRAMS = tuple(programs())

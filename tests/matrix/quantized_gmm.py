@@ -102,6 +102,14 @@ def unread(c: Case, inputs: Inputs) -> Mapping[str, np.ndarray]:
     return masks
 
 
+def scaled_axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
+    """As gmm's or tgmm's, and what shares a scale: of the contraction."""
+    is_gmm = c.op == "gmm_quantized"
+    axes = unquantised.gmm_axes(c, inputs) if is_gmm else unquantised.tgmm_axes(c, inputs)
+    of_block = np.arange(contraction(c)) // max(block(c), 1)
+    return {**axes, "lhs": {**axes["lhs"], "scale block": of_block if is_gmm else of_block[:, None]}}
+
+
 def representative(c: Case) -> bool:
     """One case for fp8 into float32 and into bfloat16, and one for int8."""
     return c.tier == "smoke" and c.groups == "straddle"
@@ -165,6 +173,7 @@ _GMM = Op(
     contract=contract,
     chain=lambda c, inputs: chain(c, c.K),
     steps=lambda c, contract: {"tiling": (1, contract.depth, 1)},
+    axes=scaled_axes,
     representative=representative,
     magnitude=abs_of("lhs", "rhs", "existing_out"),
     unread=unread,
@@ -189,6 +198,7 @@ _TGMM = Op(
     contract=contract,
     chain=lambda c, inputs: chain(c, unquantised.longest_group(c, inputs)),
     steps=lambda c, contract: {"tiling": (contract.depth, 1, 1)},
+    axes=scaled_axes,
     representative=representative,
     magnitude=abs_of("lhs", "rhs", "existing_out"),
     unread=unread,

@@ -152,6 +152,7 @@ KERNELS = {
     "two_dots": case("two_dots"),
     "two_lines": case("two_lines"),
     "looped": case("looped"),
+    "mostly_one": case("mostly_one"),
     "scale": case("scale"),
     "pair": case("pair"),
     "own_pipeline": case("own_pipeline"),
@@ -230,6 +231,14 @@ def test_a_loop_counts_as_often_as_it_runs(compiled):
     assert looped.vmatmuls == kernel_of(compiled["dot"]).vmatmuls
     assert looped.hot_vmatmuls * 4 == looped.vmatmuls["bf16"] and looped.unknown_loops == 0
     assert [p.emitted for p in looped.passes] == [1]
+
+
+@needs_libtpu
+def test_what_some_steps_skip_counts_for_those_that_run_it(compiled):
+    dot, mostly_one = kernel_of(compiled["dot"]), kernel_of(compiled["mostly_one"])
+    assert (dot.call.busy, mostly_one.call.busy) == (1, 2 / 8)
+    # Depth 128 always and 384 at times are, on units 256 deep, one pass and two, where the whole 512 are two.
+    assert mostly_one.vmatmuls["bf16"] / dot.vmatmuls["bf16"] == (1 + 2 * 2 / 8) / 2
 
 
 @needs_libtpu

@@ -1,0 +1,262 @@
+"""The MXFP8 quantisers, compared bit for bit, and grouped_gemm: their cases, and how their inputs are drawn."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from cpu_golden.quantize import mxfp8_dequantize, mxfp8_dual_quantize, mxfp8_quantize, swizzle_scales
+from cpu_golden.quantized_gmm import grouped_gemm, naive_grouped_gemm
+from op_arguments.quantize import E8M0, FP8, MX_BLOCK, swizzled_shape
+from parity import Array, Case, Contract, Groups, Op, Scales, abs_of
+from parity.op import Backend, Inputs
+from tests.matrix import gmm as unquantised
+from tests.matrix.gmm import BF16, F16, F32, PATTERNS, shard
+from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B, Experts
+from tests.matrix.quantize import EMPTY, EXTREME, MATRIX, ODD, op, shape
+from tests.matrix.quantized_gmm import E4M3, E5M2, rhs_dtype
+
+# ------------------------------------------------------------------------------------------------------ quantisers
+
+
+def blocks_of(size: int) -> int:
+    return -(-size // MX_BLOCK)
+
+
+def with_blocks(sizes: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    """The shape of the scales of an operand of these sizes."""
+    axis %= len(sizes)
+    return (*sizes[:axis], blocks_of(sizes[axis]), *sizes[axis + 1 :])
+
+
+def quantise_arguments(c: Case) -> Mapping[str, object]:
+    along = {} if c.op == "mxfp8_dual_quantize" else {"axis": c.axis}
+    return {**along, "dtype": c.out, "scale_rounding": c.rounding, "check_finite": False}
+
+
+_QUANTIZE, _DUAL = (
+    op(
+        name,
+        golden,
+        inputs=lambda c: {"x": Array(shape(c), c.dtype)},
+        arguments=quantise_arguments,
+        defaults=dict(axis=-1, rounding="up"),
+        spelled=("rounding",),
+    )
+    for name, golden in (("mxfp8_quantize", mxfp8_quantize), ("mxfp8_dual_quantize", mxfp8_dual_quantize))
+)
+_DEQUANTIZE = op(
+    "mxfp8_dequantize",
+    mxfp8_dequantize,
+    inputs=lambda c: {"qvalue": Array(shape(c), c.dtype), "scale": Array(with_blocks(shape(c), c.axis), E8M0)},
+    arguments=lambda c: {"dtype": c.out},
+    defaults=dict(axis=-1),
+)
+_SWIZZLE = op(
+    "swizzle_scales",
+    swizzle_scales,
+    inputs=lambda c: {"scale": Array(shape(c), E8M0)},
+    arguments=lambda c: {},
+    defaults={},
+)
+
+SHORT_BLOCKS = [dict(M=37, K=45)]
+WEIGHTS = [dict(G=3, K=96, N=160)]
+UP, FLOOR = "up", "floor"
+
+MXFP8_QUANTIZE = _QUANTIZE.with_cases(
+    _QUANTIZE.grid(MATRIX, dtype=[(BF16, E4M3)], rounding=[UP, FLOOR], tier="smoke"),
+    _QUANTIZE.grid(MATRIX, dtype=[(F32, E4M3)], data=EXTREME, axis=[0], rounding=[UP]),
+    _QUANTIZE.grid(MATRIX, dtype=[(F32, E5M2)], data=["ranges"], axis=[1], rounding=[FLOOR]),
+    _QUANTIZE.grid(SHORT_BLOCKS, dtype=[(F32, E4M3)], data=["bits"], axis=[0, 1], rounding=[FLOOR]),
+    _QUANTIZE.grid(WEIGHTS, dtype=[(BF16, E4M3)], data=["wide"], axis=[1]),
+    _QUANTIZE.grid(EMPTY, dtype=[(BF16, E4M3)], axis=[0, 1]),
+    _QUANTIZE.grid(
+        MATRIX + ODD + SHORT_BLOCKS, dtype=[(dtype, q) for dtype in (BF16, F32, F16) for q in FP8],
+        data=["outliers", *EXTREME], axis=[0, 1], rounding=[UP, FLOOR], tier="full",
+    ),
+)  # fmt: skip
+MXFP8_DUAL_QUANTIZE = _DUAL.with_cases(
+    _DUAL.grid(MATRIX, dtype=[(BF16, E4M3)], tier="smoke"),
+    _DUAL.grid(MATRIX, dtype=[(F32, E5M2)], data=["bits"], rounding=[FLOOR]),
+    _DUAL.grid(WEIGHTS, dtype=[(BF16, E4M3)], data=["ranges"]),
+    _DUAL.grid(SHORT_BLOCKS, dtype=[(F32, E4M3)], data=["bits"]),
+    _DUAL.grid(MATRIX + SHORT_BLOCKS, dtype=[(BF16, E4M3), (F32, E4M3), (F16, E5M2)], data=["outliers", *EXTREME],
+               rounding=[UP, FLOOR], tier="full"),
+)  # fmt: skip
+MXFP8_DEQUANTIZE = _DEQUANTIZE.with_cases(
+    _DEQUANTIZE.grid(MATRIX, dtype=[(E4M3, F32)], data=["bits"], tier="smoke"),
+    _DEQUANTIZE.grid(MATRIX, dtype=[(E5M2, F32), (E4M3, BF16)], data=["bits"], axis=[0]),
+    _DEQUANTIZE.grid(SHORT_BLOCKS, dtype=[(E5M2, BF16)], data=["bits"], axis=[0, 1]),
+    _DEQUANTIZE.grid(MATRIX + SHORT_BLOCKS, dtype=[(q, out) for q in FP8 for out in (F32, BF16)], data=["bits"],
+                     axis=[0, 1], tier="full"),
+)  # fmt: skip
+SWIZZLE_SCALES = _SWIZZLE.with_cases(
+    _SWIZZLE.grid([dict(M=256, K=8)], dtype=[(E8M0, E8M0)], data=["bits"], tier="smoke"),
+    _SWIZZLE.grid([dict(M=130, K=5), dict(G=3, M=1, K=1)], dtype=[(E8M0, E8M0)], data=["bits"]),
+)
+
+MXFP8_QUANTIZERS = (MXFP8_QUANTIZE, MXFP8_DUAL_QUANTIZE, MXFP8_DEQUANTIZE, SWIZZLE_SCALES)
+
+# ---------------------------------------------------------------------------------------------------- grouped_gemm
+
+
+def is_contracting(c: Case) -> bool:
+    return bool(c.ragged == "contracting")
+
+
+def wide_dtype(c: Case) -> str:
+    """What both operands are dequantised to."""
+    return F32 if F32 in (c.dtype, rhs_dtype(c)) else BF16
+
+
+def contract(c: Case, backend: Backend) -> Contract:
+    """Products of dequantised operands: a block-scaled matrix unit's are the same, and exact as well."""
+    name = "tgmm" if is_contracting(c) else "gmm"
+    return unquantised.contract(replace(c, op=name, dtype=wide_dtype(c)), backend)
+
+
+def scales(c: Case, name: str, dtype: str, sizes: tuple[int, ...], axis: int) -> Mapping[str, Scales]:
+    """The scales of an operand, under its name; none for one that is not quantised."""
+    if dtype not in FP8:
+        return {}
+    of_blocks = with_blocks(sizes, axis)
+    if c.scale_layout == "swizzled":
+        rest = [size for a, size in enumerate(of_blocks) if a != axis]
+        of_blocks = swizzled_shape((*rest, of_blocks[axis]))
+    return {f"{name}_scale": Scales(of_blocks, c.scales, E8M0)}
+
+
+def gemm_inputs(c: Case) -> Mapping[str, Array | Scales | Groups | None]:
+    lhs, lhs_axis, rhs, rhs_axis, out = (c.M, c.K), 1, (c.G, c.K, c.N), 1, (c.M, c.N)
+    if is_contracting(c):
+        lhs_axis, rhs, rhs_axis, out = 0, (c.M, c.N), 0, (c.G, c.K, c.N)
+    elif c.transpose_rhs:
+        rhs, rhs_axis = (c.G, c.N, c.K), 2
+    return {
+        "lhs": Array(lhs, c.dtype, sum_over=lhs_axis),
+        "rhs": Array(rhs, rhs_dtype(c), sum_over=rhs_axis, pair_sign=-1),
+        "group_sizes": Groups(shard(c)[1], rows=c.M, pattern=c.groups),
+        **scales(c, "lhs", c.dtype, lhs, lhs_axis),
+        **scales(c, "rhs", rhs_dtype(c), rhs, rhs_axis),
+        "existing_out": Array(out, c.out) if c.existing_out else None,
+    }
+
+
+def gemm_arguments(c: Case) -> Mapping[str, object]:
+    groups = {"num_actual_groups": c.G} if is_contracting(c) else {"transpose_rhs": c.transpose_rhs}
+    return {
+        **groups,
+        "ragged": c.ragged,
+        "group_offset": shard(c)[0],
+        "scale_layout": c.scale_layout,
+        "preferred_element_type": c.out,
+        "tiling": c.tiling,
+    }
+
+
+def unread(c: Case, inputs: Inputs) -> Mapping[str, np.ndarray]:
+    """As for gmm and tgmm; and the scales of nothing but such elements."""
+    masks = dict(unquantised.inactive(c, inputs))
+    axes = {"lhs": 0, "rhs": 0} if is_contracting(c) else {"lhs": 1, "rhs": 2 if c.transpose_rhs else 1}
+    for name, axis in axes.items():
+        if inputs.get(f"{name}_scale") is not None and c.scale_layout == "plain":
+            first = range(0, masks[name].shape[axis], MX_BLOCK)
+            masks[f"{name}_scale"] = np.logical_and.reduceat(masks[name], first, axis=axis)
+    return masks
+
+
+_GEMM = Op(
+    "grouped_gemm",
+    golden=grouped_gemm,
+    naive=naive_grouped_gemm,
+    tpu="tpu_kernels.quantized_gmm:grouped_gemm",
+    gpu="gpu_reference.quantized_gmm:grouped_gemm",
+    inputs=gemm_inputs,
+    arguments=gemm_arguments,
+    contract=contract,
+    chain=lambda c, inputs: unquantised.longest_group(c, inputs) if is_contracting(c) else c.K,
+    steps=lambda c, contract: {
+        "tiling": (contract.depth, 1, 1) if is_contracting(c) else (1, contract.depth, 1),
+        **contract.schedule,
+    },
+    axes=lambda c, inputs: (unquantised.tgmm_axes if is_contracting(c) else unquantised.gmm_axes)(c, inputs),
+    representative=lambda c: c.tier == "smoke",
+    magnitude=abs_of("lhs", "rhs", "existing_out"),
+    unread=unread,
+    defaults=dict(
+        ragged="lhs", rhs_dtype=None, scales="varied", scale_layout="plain", transpose_rhs=False, existing_out=False,
+        shard=None, tiling=None, groups="zipf",
+    ),
+    spelled=("ragged", "groups"),
+)  # fmt: skip
+
+SMALL = dict(M=300, K=256, N=160, G=6)
+ROWS = dict(M=600, K=136, N=160, G=6)  # three tiles of 256 rows, the fewest that a tile of scales has on the TPU
+ODD_K = dict(M=80, K=300, N=48, G=4)  # a short last block, in the second tile
+ODD_M = dict(M=301, K=40, N=48, G=4)
+SHARD, SHARD_ROWS = dict(M=200, K=96, N=64, G=2), dict(M=300, K=64, N=48, G=2)
+SMALL_TILES, ROW_TILES = (64, 128, 128), (256, 64, 128)
+DISTRIBUTIONS = ["one_signed", "wide", "outliers", "cancellation", "poison", "nonfinite"]
+FORWARD, BACKWARD = ["lhs"], ["contracting"]
+# dtype of lhs and output, dtype of rhs
+PAIRS = [((E4M3, F32), E5M2), ((E5M2, BF16), E4M3), ((BF16, F32), E4M3), ((E4M3, BF16), BF16), (F32, E4M3)]
+PLAIN_PAIRS = [(BF16, BF16), (F32, F32)]
+
+
+def pairs(dtypes: list[object], shape: Mapping[str, int], **options: object) -> tuple[Case, ...]:
+    """A case for every pair of operand dtypes."""
+    parts = (_GEMM.grid([shape], dtype=[dtype], rhs_dtype=[rhs], **options) for dtype, rhs in dtypes)
+    return tuple(case for part in parts for case in part)
+
+
+def model(experts: Experts, ragged: str, **options: object) -> tuple[Case, ...]:
+    """A published model's expert layer: a shard of 4 experts, fewer rows and columns; the summed axis stays whole."""
+    held = (experts.experts // 4, experts.experts)
+    k = experts.hidden if ragged == "lhs" else experts.hidden // 32
+    shape = dict(M=128 if ragged == "lhs" else 512, K=k, N=64, G=4)
+    return _GEMM.grid([shape], ragged=[ragged], shard=[held], groups=["zipf"], model=experts.name, **options)
+
+
+def gemm_cases() -> tuple[Case, ...]:
+    """The matrix of grouped_gemm."""
+    forward = dict(ragged=FORWARD, tiling=[SMALL_TILES])
+    backward = dict(ragged=BACKWARD, tiling=[ROW_TILES])
+    mxfp8 = [(E4M3, F32)]
+    parts = [
+        _GEMM.grid([SMALL], dtype=[(E4M3, F32), (E4M3, BF16)], groups=["straddle"], tier="smoke", **forward),
+        _GEMM.grid([ROWS], dtype=[(E4M3, F32)], groups=["straddle"], tier="smoke", **backward),
+        _GEMM.grid([SMALL], dtype=mxfp8, scales=["steps"], transpose_rhs=[True], groups=["zipf"], **forward),
+        _GEMM.grid([ODD_K], dtype=mxfp8, ragged=FORWARD, tiling=[(32, 256, 128)], scales=["steps"], groups=["ones"]),
+        _GEMM.grid([ODD_M], dtype=mxfp8, scales=["steps"], groups=["straddle"], **backward),
+        _GEMM.grid([SMALL], dtype=mxfp8, data=["one_signed", "poison"], groups=["short"], **forward),
+        _GEMM.grid([ROWS], dtype=mxfp8, data=["one_signed", "poison"], groups=["short"], **backward),
+        _GEMM.grid([SHARD_ROWS], dtype=[(E4M3, BF16)], groups=["empty_first"], **backward),
+        _GEMM.grid([SHARD], dtype=mxfp8, shard=[(3, 8)], existing_out=[True], groups=["zipf"], **forward),
+        _GEMM.grid([SHARD_ROWS], dtype=mxfp8, shard=[(3, 8)], existing_out=[True], groups=["zipf"], **backward),
+        _GEMM.grid([SHARD], dtype=mxfp8, scale_layout=["swizzled"], groups=["short"], **forward),
+        _GEMM.grid([SHARD_ROWS], dtype=mxfp8, scale_layout=["swizzled"], groups=["short"], **backward),
+        pairs(PAIRS[1:3], SHARD, groups=["straddle"], **forward),
+        model(GPT_OSS_120B, "contracting", dtype=[(E4M3, F32)]),
+        model(DEEPSEEK_V3, "contracting", dtype=[(E4M3, F32)], tier="full"),
+        model(DEEPSEEK_V3, "lhs", dtype=[(E4M3, BF16)], tier="full"),
+        model(GPT_OSS_120B, "lhs", dtype=[(E4M3, F32)], tier="full"),
+        # What full adds: everything against everything.
+        pairs(PAIRS + PLAIN_PAIRS, SMALL, groups=["zipf"], transpose_rhs=[False, True], tier="full", **forward),
+        pairs(PAIRS + PLAIN_PAIRS, ROWS, groups=["zipf"], tier="full", **backward),
+        _GEMM.grid([SMALL], dtype=mxfp8, groups=PATTERNS, existing_out=[False, True], tier="full", **forward),
+        _GEMM.grid([ROWS], dtype=mxfp8, groups=PATTERNS, existing_out=[False, True], tier="full", **backward),
+        _GEMM.grid([SMALL], dtype=mxfp8, data=DISTRIBUTIONS, groups=["short"], scales=["varied", "steps"],
+                   tier="full", **forward),
+        _GEMM.grid([ROWS], dtype=mxfp8, data=DISTRIBUTIONS, groups=["short"], scales=["varied", "steps"],
+                   tier="full", **backward),
+        _GEMM.grid([SHARD], dtype=mxfp8, shard=[(0, 8), (6, 8)], groups=["zipf", "short"],
+                   scale_layout=["plain", "swizzled"], transpose_rhs=[False, True], tier="full", **forward),
+        _GEMM.grid([dict(M=0, K=64, N=48, G=3), dict(M=64, K=0, N=48, G=3), dict(M=64, K=64, N=0, G=3),
+                    dict(M=64, K=64, N=48, G=0)],
+                   dtype=[(E4M3, BF16)], ragged=FORWARD + BACKWARD, groups=["balanced"], tier="full"),
+    ]  # fmt: skip
+    return _GEMM.with_cases(*parts).cases
+
+
+GROUPED_GEMM = replace(_GEMM, cases=gemm_cases())

@@ -1,0 +1,78 @@
+"""Bad input to permute, unpermute and the layer: the same words in all three packages."""
+
+import importlib
+
+import numpy as np
+import pytest
+
+from parity.interop import to_jax, to_torch
+
+PACKAGES = {"cpu_golden": lambda x: x, "tpu_kernels": to_jax, "gpu_reference": to_torch}
+
+
+def f32(*shape):
+    return np.ones(shape, np.float32)
+
+
+def f16(*shape):
+    return np.ones(shape, np.float16)
+
+
+def i32(*rows):
+    return np.array(rows, np.int32)
+
+
+LAYER = dict(x=f32(6, 32), w_router=f32(32, 4), w_gate=f32(3, 32, 64), w_up=f32(3, 32, 64), w_down=f32(3, 64, 32),
+             top_k=2)  # fmt: skip
+GOOD = {
+    "permute": dict(x=f32(2, 3), indices=i32([0, 2], [1, 0]), num_experts=3),
+    "unpermute": dict(rows=f32(4, 3), slots=i32([0, 2], [1, -1]), weights=f32(2, 2)),
+    "moe_layer": LAYER,
+    "moe_layer_bwd": dict(LAYER, dout=f32(6, 32)),
+}
+BAD = [
+    ("permute", dict(x=f32(3)), ValueError, "x must have rank 2 [T, D], got shape [3]"),
+    ("permute", dict(x=i32([1, 2])), TypeError, "x must be float32, bfloat16 or float16, got int32"),
+    ("permute", dict(indices=f32(2, 2)), TypeError, "indices must be int32, got float32"),
+    ("permute", dict(x=f32(3, 3)), ValueError, "indices must have T = 3 rows as x does, got 2"),
+    ("permute", dict(num_experts=2), ValueError, "indices must be in [0, num_experts) = [0, 2), got 2"),
+    ("permute", dict(indices=i32([0, -1], [1, 0])), ValueError,
+     "indices must be in [0, num_experts) = [0, 3), got -1"),
+    ("permute", dict(num_experts=2.0), TypeError, "num_experts must be an int, got float"),
+    ("permute", dict(capacity=0), ValueError, "capacity must be at least 1, got 0"),
+    ("permute", dict(capacity=1.5), TypeError, "capacity must be an int, got float"),
+    ("unpermute", dict(rows=f32(2, 3)), ValueError, "slots must be in [-1, M) = [-1, 2), got 2"),
+    ("unpermute", dict(slots=i32([0, -2], [1, 0])), ValueError, "slots must be in [-1, M) = [-1, 4), got -2"),
+    ("unpermute", dict(weights=f32(2, 3)), ValueError, "weights must have shape [T, k] = [2, 2], got [2, 3]"),
+    ("unpermute", dict(weights=f16(2, 2)), TypeError, "weights must be float32, got float16"),
+    ("moe_layer", dict(w_router=f32(31, 4)), ValueError, "w_router must have shape [D, E] = [32, 4], got [31, 4]"),
+    ("moe_layer", dict(w_gate=f32(3, 31, 64)), ValueError,
+     "w_gate must have shape [G, D, F] = [3, 32, 64], got [3, 31, 64]"),
+    ("moe_layer", dict(w_up=f32(3, 32, 63)), ValueError,
+     "w_up must have shape [G, D, F] = [3, 32, 64], got [3, 32, 63]"),
+    ("moe_layer", dict(w_down=f32(2, 64, 32)), ValueError,
+     "w_down must have shape [G, F, D] = [3, 64, 32], got [2, 64, 32]"),
+    ("moe_layer", dict(w_up=f16(3, 32, 64)), TypeError, "w_up must have x's dtype float32, got float16"),
+    ("moe_layer", dict(w_router=f32(32, 2)), ValueError,
+     "w_gate must have at most the E = 2 experts of w_router, got 3"),
+    ("moe_layer", dict(top_k=5), ValueError, "top_k must be at most E = 4, got 5"),
+    ("moe_layer", dict(top_k=0), ValueError, "top_k must be at least 1, got 0"),
+    ("moe_layer", dict(quantize=True), ValueError, "quantize must be None, 'fp8' or 'mxfp8', got True"),
+    ("moe_layer", dict(quantize="fp8", block_size=64), ValueError, "block_size must divide D = 32, got 64"),
+    ("moe_layer", dict(capacity=-1), ValueError, "capacity must be at least 1, got -1"),
+    ("moe_layer", dict(group_offset=2), ValueError,
+     "group_offset must be in [0, E - G] = [0, 1] (E = 4 groups, G = 3 in the shard), got 2"),
+    ("moe_layer_bwd", dict(dout=f32(6, 31)), ValueError, "dout must have shape [T, D] = [6, 32], got [6, 31]"),
+    ("moe_layer_bwd", dict(dout=f16(6, 32)), TypeError, "dout must be float32, got float16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(("function", "bad", "error", "message"), BAD, ids=lambda value: None)
+def test_is_refused(package, function, bad, error, message):
+    pytest.importorskip({"tpu_kernels": "jax", "gpu_reference": "triton"}.get(package, "numpy"))
+    convert = PACKAGES[package]
+    arguments = {k: convert(v) if isinstance(v, np.ndarray) else v for k, v in (GOOD[function] | bad).items()}
+    with pytest.raises(error) as raised:
+        getattr(importlib.import_module(f"{package}.moe"), function)(**arguments)
+    assert message in str(raised.value)

@@ -1,0 +1,158 @@
+"""The goldens of the whole layer: against loops over tokens and finite differences; and the error derived for it."""
+
+import numpy as np
+import pytest
+
+from cpu_golden.moe import moe_layer, moe_layer_bwd, permute, unpermute
+from cpu_golden.quantize import fp8_dequantize, fp8_quantize, mxfp8_dequantize, mxfp8_quantize
+from parity.inputs import draw
+from parity.op import outputs
+from tests.matrix.moe import MOE_LAYER, MOE_LAYER_BWD, layer_arguments
+from tests.matrix.moe_error import Layer, Uncertain, exactly, quantized, routing
+
+LAYERS = [
+    pytest.param(op, case, id=case.id, marks=[pytest.mark.full] if case.tier == "full" else [])
+    for op in (MOE_LAYER, MOE_LAYER_BWD)
+    for case in op.cases
+]
+
+
+def weights_of(tokens=10, hidden=6, intermediate=5, experts=4):
+    rng = np.random.default_rng(0)
+    shapes = {"x": (tokens, hidden), "w_router": (hidden, experts), "w_gate": (experts, hidden, intermediate),
+              "w_up": (experts, hidden, intermediate), "w_down": (experts, intermediate, hidden)}  # fmt: skip
+    return {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+
+
+def softmax(x):
+    return np.exp(x) / np.exp(x).sum()
+
+
+def token_by_token(x, w_router, w_gate, w_up, w_down, top_k, capacity, renormalize):
+    taken = np.zeros(w_router.shape[1], int)
+    out = np.zeros_like(x)
+    for token, row in enumerate(x):
+        logits = row @ w_router
+        chosen = sorted(range(len(logits)), key=lambda e: (-logits[e], e))[:top_k]
+        weights = softmax(logits[chosen]) if renormalize else softmax(logits)[chosen]
+        for expert, weight in zip(chosen, weights, strict=True):
+            taken[expert] += 1
+            if capacity is None or taken[expert] <= capacity:
+                gate = row @ w_gate[expert]
+                out[token] += weight * ((gate / (1 + np.exp(-gate)) * (row @ w_up[expert])) @ w_down[expert])
+    return out
+
+
+OPTIONS = [dict(top_k=2, capacity=None, renormalize=True), dict(top_k=3, capacity=None, renormalize=False),
+           dict(top_k=2, capacity=3, renormalize=True), dict(top_k=3, capacity=4, renormalize=False)]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_golden_is_the_layer_token_by_token(options):
+    given = weights_of()
+    expected = token_by_token(**given, **options)
+    np.testing.assert_allclose(moe_layer(**given, **options), expected, rtol=1e-12, atol=1e-12)
+    if options["capacity"]:
+        assert np.abs(moe_layer(**given, **options | {"capacity": None}) - expected).max() > 0.01
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradients_are_those_of_finite_differences(options):
+    given, step = weights_of(), 1e-6
+    dout = np.random.default_rng(1).standard_normal(given["x"].shape)
+    grads = moe_layer_bwd(**given, dout=dout, **options)
+    for name, x in given.items():
+        for index in list(np.ndindex(x.shape))[::7]:
+            sides = []
+            for sign in (1, -1):
+                moved = x.copy()
+                moved[index] += sign * step
+                sides.append((moe_layer(**given | {name: moved}, **options) * dout).sum())
+            expected = (sides[0] - sides[1]) / (2 * step)
+            assert getattr(grads, name)[index] == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_layers_of_all_shards_sum_up_to_the_whole():
+    given = weights_of()
+    shards = [{name: w[at : at + 2] if w.ndim == 3 else w for name, w in given.items()} for at in (0, 2)]
+    parts = [moe_layer(**shard, top_k=2, group_offset=2 * n) for n, shard in enumerate(shards)]
+    np.testing.assert_allclose(sum(parts), moe_layer(**given, top_k=2), rtol=1e-12, atol=1e-12)
+
+
+def test_unpermute_undoes_permute():
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((20, 3))
+    indices = rng.permuted(np.tile(np.arange(5, dtype=np.int32), (20, 1)), axis=1)[:, :3]
+    permuted = permute(x, indices, num_experts=5)
+    np.testing.assert_array_equal(unpermute(permuted.rows, permuted.slots), x + x + x)
+    owner = np.repeat(np.arange(5), permuted.group_sizes)
+    assert all((owner[permuted.slots[t]] == indices[t]).all() for t in range(20))
+    for expert in range(5):  # in the order of their tokens
+        mine = permuted.slots[indices == expert]
+        assert (np.diff(mine) == 1).all()
+    few = permute(x, indices, num_experts=5, capacity=7)
+    assert len(few.rows) == 35
+    for expert in range(5):  # the later tokens are dropped
+        mine = few.slots[indices == expert]
+        assert (mine[:7] >= 0).all() and (mine[7:] == -1).all()
+    assert few.rows[few.group_sizes.sum() :].size == 0 or not few.rows[few.group_sizes.sum() :].any()
+
+
+# --- the derived error ---
+
+
+@pytest.mark.parametrize(("op", "case"), LAYERS)
+def test_error_is_carried_along_the_goldens_values(op, case):
+    """The arithmetic of the derived error computes the golden itself: it is the same layer, written twice."""
+    inputs = draw(op, case)
+    with np.errstate(all="ignore"):
+        golden = outputs(op.golden(**inputs, **op.arguments(case)))
+        layer = Layer(case, inputs, layer_arguments(case))
+        found = {"out": layer.out()} if op is MOE_LAYER else layer.grads()
+    for name, expected in golden.items():
+        finite = np.isfinite(expected)
+        if not case.sanitize_grads:
+            assert np.array_equal(finite, np.isfinite(found[name].value))
+        known = finite & np.isfinite(found[name].value)
+        np.testing.assert_allclose(found[name].value[known], expected[known], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("op", "case"), LAYERS)
+def test_no_token_is_between_two_experts(op, case):
+    """Float32 must choose the experts that the golden chooses: every margin is beyond the logits' errors."""
+    for seed in range(8):
+        drawn = case.with_seed(seed)
+        assert (routing(drawn, draw(op, drawn), case.capacity).margin > 0).all()
+
+
+@pytest.mark.parametrize(("op", "case"), LAYERS)
+def test_integer_twin_is_not_empty(op, case):
+    twin = case.with_data("integers")
+    golden = outputs(op.golden(**draw(op, twin), **op.arguments(twin)))
+    assert all(np.count_nonzero(value) for name, value in golden.items() if name != "w_router") or case.T < 2
+
+
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["fp8", "mxfp8"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_codes_stay_within_what_their_error_allows(power_of_two, axis):
+    """Exact values have the quantiser's codes; of moved ones none is beyond the bound, and many are near it."""
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((96, 64)).astype(np.float32)
+    error = np.abs(x) * rng.uniform(0, 0.02, x.shape)
+
+    def dequantised(values):
+        if power_of_two:
+            return mxfp8_dequantize(*mxfp8_quantize(values.astype(np.float32), axis)).astype(np.float64)
+        return fp8_dequantize(*fp8_quantize(values.astype(np.float32), axis, 32)).astype(np.float64)
+
+    exact = quantized(exactly(x), axis, 32, power_of_two)
+    np.testing.assert_allclose(exact.value, dequantised(x), rtol=1e-7, atol=0)
+    assert not exact.total.any()
+    bounds = quantized(Uncertain(x.astype(np.float64), error, np.zeros(x.shape)), axis, 32, power_of_two)
+    reached = np.zeros(x.shape)
+    for _ in range(50):
+        moved = dequantised(x + error * rng.choice([-1, -0.5, 0.5, 1], x.shape))
+        difference = np.abs(moved - exact.value)
+        assert (difference <= bounds.total * (1 + 1e-6)).all()
+        reached = np.maximum(reached, difference / np.maximum(bounds.total, 1e-30))
+    assert (reached > 0.5).mean() > 0.05
