@@ -1204,8 +1204,8 @@ def _mxfp8_dot_bytes(dot: str) -> int:
 
 
 def _mxfp8_options(rows: int, depth: int, columns: int, dot: str) -> dict[str, Any]:
-    """As `launch_options`, with warps for the sums, or for operands of 16 bits, whichever are more."""
-    warps = max(4, min(rows * columns // 2048, 8))
+    """As `launch_options`, with warps for the sums, and for float32's chains of FMAs, which a step of 32 makes long."""
+    warps = 8 if dot == "float32" else max(4, min(rows * columns // 2048, 8))
     return launch_options(rows, depth, columns, _mxfp8_dot_bytes(dot)) | {"num_warps": warps}
 
 

@@ -19,11 +19,14 @@ from parity.judge import Reference, reference
 from parity.metrics import Metrics, Scale, measure
 from parity.op import Backend, Case, Op
 from parity.records import Record
+from parity.verdict import PASSING
 
 AS_LARGE = 0.1
 """By how much, relatively, ε of a likely rounding may differ from the record's."""
 SAME_PLACES = 0.75
 """The share of the worst elements that a likely rounding has at the record's places."""
+FEW = 0.4
+"""The share of all elements up to which it says something that the worst ones are all among them."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Sketch:
 
     fault: why no rounding can be behind it, "" if one can. drawn: whether the inputs are drawn today as they were for
     the record; if not the last three fields are empty. common: of each axis the bins that the worst elements are in,
-    where those are half of all or fewer. suspect: the roundings that come nearest.
+    where those hold few of all elements. suspect: the roundings that come nearest.
     """
 
     record: Record
@@ -77,18 +80,16 @@ class Sketch:
             return "no error: every element is the golden, correctly rounded"
         if self.fault:
             return f"a logic fault, not a rounding: {self.fault}. Which one, its sketch cannot say"
-        suspect = self.suspect
-        if suspect is None or not suspect.roundings:
-            return (
-                "no rounding of a named site is as large: noise of roundings that none has, or a small fault of logic"
-            )
-        named = " and ".join(map(str, suspect.roundings))
-        found = (
-            f"{named}, with {suspect.shared:.0%} of the worst elements at the same places and {suspect.ratio:.2f} × ε"
-        )
-        if suspect.likely:
-            return f"likely {found}. Signs are not recorded: a run, explained, is the proof"
-        return f"open: nearest is {found}. Without signs a rounding of no named site looks like a small fault of logic"
+        nearest = "no rounding of a named site is as large"
+        if suspect := self.suspect:
+            named = " and ".join(map(str, suspect.roundings))
+            nearest = f"{named}, with {suspect.shared:.0%} of the worst elements at the same places"
+            nearest += f" and {suspect.ratio:.2f} × ε"
+            if suspect.likely:
+                return f"likely {nearest}. Signs are not recorded: a run, explained, is the proof"
+        if self.record.verdict in PASSING:
+            return f"error within its bound, of roundings that no site has alone (nearest: {nearest})"
+        return f"open (nearest: {nearest}). Without signs a rounding of no named site looks like a small fault of logic"
 
 
 def explain_record(
@@ -137,14 +138,14 @@ def _common(op: Op, case: Case, output: str, metrics: Metrics) -> tuple[tuple[st
     for axis, labels in op.axes(case, expected.inputs).get(output, {}).items():
         spread = np.broadcast_to(labels, expected.golden[output].shape)
         bins = np.unique([spread[index] for index in metrics.worst])
-        if bins.size and 2 * bins.size <= np.unique(labels).size:
+        if bins.size and np.isin(spread, bins).mean() <= FEW:
             found.append((axis, spelled(bins)))
     return tuple(found)
 
 
 def _suspect(
     op: Op, case: Case, backend: Backend, output: str, metrics: Metrics, scale: Scale, done: Callable[[int], None]
-) -> Suspect:
+) -> Suspect | None:
     """The roundings that have most of the worst elements, found greedily; of as many those whose ε is nearest."""
     emulator, expected = Emulator(op, case, backend, output, done), reference(op, case)
     dtype = op.contract(case, backend).dtype(output)
@@ -163,7 +164,7 @@ def _suspect(
         if nearest.shared <= best.shared:
             break
         best = nearest
-    return best
+    return best if best.roundings else None
 
 
 def _compared(

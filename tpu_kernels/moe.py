@@ -428,7 +428,8 @@ def moe_layer(
     they propagate. tiling: (tm, tk, tn) of every matmul, or a look-up (m, k, n) -> (tm, tk, tn).
     axis_name: expert parallelism, inside `jax.shard_map` (with check_vma=False) over an axis of that name. Each device
     has T of the tokens, in order, w_router whole and G = E / devices of the experts, in order; rows travel by
-    all-to-all in buffers for the worst case. Results are those of one device with all tokens and experts.
+    all-to-all in buffers for the worst case. Results are those of one device with all tokens and experts, but for the
+    sums over rows in gradients of weights: their order, and which rows share a scale where they are quantised.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
     """
     group_offset = static_scalar(group_offset)

@@ -2,7 +2,8 @@
 
 The visits are those of `tpu_kernels/gmm.py`. Along the axis that is summed over a tile holds whole blocks of scales, or
 lies in one: each block is a dot of its own, in the narrow type, and its float32 sums are multiplied by its scales as
-they are added up. A scale that is the same for the whole axis multiplies the finished sums, once.
+they are added up. A scale that is the same for the whole axis multiplies the finished sums, once. MXFP8's scales are
+powers of two, and multiply the operands, in bfloat16, before the dot.
 """
 
 from collections.abc import Callable
@@ -201,9 +202,9 @@ def grouped_gemm(
     32 rows uses their scale for its part of them, whatever its size. scale_layout="swizzled": both scales are
     `swizzle_scales` of these, with the axis of the blocks moved to the end.
     preferred_element_type: float32, bfloat16 or float16 (default: the unquantised lhs's dtype, else bfloat16).
-    Sums are float32 of exact products of bfloat16: qvalue times scale is one, but at the ends of its exponent range,
-    where 2^128 and beyond is ±inf and what is below 2^-126 is ±0. A scale beyond 2^120, which no quantiser makes of
-    finite numbers, makes its block NaN, as NaN does. Which path is taken, and why: `grouped_gemm_support`;
+    Sums are float32 of exact products of bfloat16: qvalue times scale is one, but at the ends of its exponent range.
+    There 2^128 and beyond is ±inf, what is below 2^-126 is ±0, and so is all of a block whose scale is 2^-127, itself
+    subnormal: no value of it reaches 2^-118 (e5m2: 2^-111). Which path is taken, and why: `grouped_gemm_support`;
     strict=True refuses a fallback. A `tiling` whose step along the sum cuts a block is refused. Everything else as
     `gmm` and `tgmm`.
     Raises ValueError or TypeError as `op_arguments.quantized_gmm.check_grouped_gemm`; values outside tracing only.

@@ -130,10 +130,10 @@ FAULTS = [
     # tpu-inference's gmm_v2 below 256: 2.35e-3 instead of 5e-8
     in_matmul(
         "scales are applied before the dot, in bfloat16", "tpu", "gmm_quantized",
-        "sums = _product(lhs[rows, inner], weights, contract",
+        "sums = product(lhs[rows, inner], weights_of(inner, columns), contract",
         "scale = _row(lhs_scale, i, rows)\n"
-        "                sums = 1 / scale.T * _product("
-        "(lhs[rows, inner].astype(jnp.float32) * scale.T).astype(jnp.bfloat16), weights, contract",
+        "                sums = 1 / scale.T * product("
+        "(lhs[rows, inner].astype(jnp.float32) * scale.T).astype(jnp.bfloat16), weights_of(inner, columns), contract",
         block_scaled,
     ),
     in_matmul(
