@@ -157,19 +157,21 @@ def _kernel(call: Any) -> Kernel:
 
 
 def _busy(jaxpr: Any, lengths: tuple[int, ...]) -> float:
-    """How far the mean step is on the way from the one with the least work in dots to the one with the most."""
+    """The part of the steps that run any of the dots that not all of them run."""
     index = [axis.ravel() for axis in np.indices(lengths)]
-    work = np.zeros(math.prod(lengths)) + _work(jaxpr, {}, np.ones(math.prod(lengths), bool), index)
-    least, most = float(work.min(initial=np.inf)), float(work.max(initial=0.0))
-    return (float(work.mean()) - least) / (most - least) if least < most else 1.0
+    here = np.ones(math.prod(lengths), bool)
+    some = _conditional(jaxpr, {}, here, index)
+    return float(some.mean()) if some.any() else 1.0
 
 
-def _work(jaxpr: Any, known: dict[Any, Any], runs: npt.NDArray[np.bool_], index: list[Any]) -> Any:
-    """Multiply-adds of the dots in each grid step, of which index has the place on each axis; all branches of what does
-    not depend on that alone. runs: which steps come here; known: values in each step, by variable."""
+def _conditional(
+    jaxpr: Any, known: dict[Any, Any], here: npt.NDArray[np.bool_], index: list[Any]
+) -> npt.NDArray[np.bool_]:
+    """Which grid steps run dots that others do not, by conditions on the grid alone; index: the place of each step on
+    each axis; here: which steps come here; known: values in each step, by variable."""
     from jax.extend.core import jaxprs_in_params
 
-    work: Any = 0.0
+    some = np.zeros_like(here)
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         values = [atom.val if hasattr(atom, "val") else known.get(atom) for atom in equation.invars]
@@ -177,20 +179,17 @@ def _work(jaxpr: Any, known: dict[Any, Any], runs: npt.NDArray[np.bool_], index:
             known[equation.outvars[0]] = index[equation.params["axis"]]
         elif name in _SCALARS and all(value is not None for value in values):
             known[equation.outvars[0]] = _SCALARS[name](*values)
-        elif name == "dot_general":
-            dot = _dot(equation, 1)
-            work = work + runs * float(dot.rows * dot.depth * dot.columns * dot.count)
+        elif name == "dot_general" and not here.all():
+            some |= here
         elif name == "cond":
             which, *operands = values
             for nth, branch in enumerate(equation.params["branches"]):
                 inner = {v: x for v, x in zip(branch.jaxpr.invars, operands, strict=True) if x is not None}
-                chosen = runs if which is None else runs & (which == nth)
-                work = work + _work(branch.jaxpr, inner, chosen, index)
+                some |= _conditional(branch.jaxpr, inner, here if which is None else here & (which == nth), index)
         else:
-            times = equation.params["length"] if name == "scan" else 1
             for body in jaxprs_in_params(equation.params):
-                work = work + times * _work(body, {}, runs, index)
-    return work
+                some |= _conditional(body, {}, here, index)
+    return some
 
 
 def _block(mapping: Any, grid_axes: int) -> Block:
