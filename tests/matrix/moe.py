@@ -358,9 +358,18 @@ def layer_arguments(c: Case) -> dict[str, Any]:
 def layer_contract(c: Case, backend: Backend) -> Contract:
     """Float32 sums; what a matmul hands on in x's dtype, in float32 where the next one quantises it."""
     between = c.dtype if c.quantize is None else F32
-    sites = {"logits": F32, "weights": F32, "gate": between, "up": between, "hidden": between, "rows": c.out,
-             "product": F32, "sum": F32, "dhidden": between, "dweights": F32, "dgate": between, "dup": between,
-             "dtaken": F32, "dlogits": F32, "drows": c.out, "dexperts": c.out, "drouter": c.out}  # fmt: skip
+    sites = {
+        "logits": F32,
+        "weights": F32,
+        "gate": between,
+        "up": between,
+        "hidden": between,
+        "rows": c.out,
+        "sum": F32,
+    }
+    if c.op == "moe_layer_bwd":
+        sites |= {"dhidden": between, "dweights": F32, "dgate": between, "dup": between, "dtaken": F32, "dlogits": F32,
+                  "drows": c.out, "dexperts": c.out, "drouter": c.out}  # fmt: skip
     scaling = {"inner": F32, "scale": F32, "scaled": F32, "acc": F32}
     outs = {"w_router": F32} if c.op == "moe_layer_bwd" else {}
     wide = unquantised.contract(c, backend)
