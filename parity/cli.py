@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare_environment()
     try:
         return int(given.command(given))
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:  # NotImplementedError: a kernel that `stages` cannot follow
         parser.error(str(error))
     except BrokenPipeError:  # whoever reads the output, `head` for instance, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
