@@ -217,7 +217,8 @@ class _Watcher:
     def _look_at(self, entry: Mapping[str, Any]) -> None:
         if entry.get("bound") and "eta_max" in entry:
             self._worst = max(self._worst, (entry["eta_max"] / entry["bound"], entry["case"]))
-        if not entry["passed"] and self._fatal and entry["outcome"].startswith(self._fatal):
+        failed = not entry.get("passed", True)  # there is no verdict where the record to compare with is missing
+        if failed and self._fatal and entry["outcome"].startswith(self._fatal):
             reason = f"--parity-fail-fast-on: {entry['outcome']} of {entry['case']}"
             # pytest-xdist's controller has a loop of its own, which looks at its own flag.
             for loop in (self._session, self._config.pluginmanager.getplugin("dsession")):
