@@ -110,13 +110,15 @@ def test_a_killed_run_is_resumed(project, tmp_path):
     (tmp_path / "lethal").touch()
     killed = run()
     assert killed.returncode < 0
-    before = passed(killed)
+    (journal,) = (tmp_path / ".pytest_cache").rglob("parity-runs/*.jsonl")
+    before = set(
+        journal.read_text().splitlines()[1:]
+    )  # not from what it printed, of which a pipe may have lost the end
     assert before < everything
     resumed = run("--parity-resume")
     assert resumed.returncode == 0, resumed.stdout
     assert passed(resumed) | before == everything
-    assert len(passed(resumed) & before) <= 2, "a worker's report may be lost with the controller"
-    assert before or len(passed(resumed)) == 8
+    assert not passed(resumed) & before
     assert records(tmp_path / "records") == undisturbed
     assert len({json.loads(line)["provenance"]["utc"] for path in (tmp_path / "records").rglob("*.jsonl")
                 for line in path.read_text().splitlines() if '"id"' in line}) == 1, "one run"  # fmt: skip
@@ -126,7 +128,7 @@ def test_a_killed_run_is_resumed(project, tmp_path):
 def test_the_first_bad_verdict_can_end_the_run(project):
     for workers in ((), ("-n", "2")):
         done = project(kernel="bad")("-q", *workers, "--parity-fail-fast-on=out of,logic")
-        assert "--parity-fail-fast-on: LOGIC FAULT of double-M8_N40-f32-s0" in done.stdout, done.stdout
+        assert "--parity-fail-fast-on: LOGIC FAULT of double-M8_N40-" in done.stdout, done.stdout
         assert done.returncode == 2
     assert "4 failed, 4 passed" in project(kernel="bad")("-q", "--parity-fail-fast-on=LOSS").stdout
 
