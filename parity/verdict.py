@@ -20,6 +20,8 @@ Z = 4.0
 """Standard errors that a difference must exceed before it counts."""
 TAIL = 1.5
 """How many times the GPU's the TPU's 99.9 % quantile of η may be."""
+LEAST = 2.0**-40
+"""What ε counts as where it is less, 2^-16 of a float32 roundoff: a seed that comes out exactly has no logarithm."""
 TILE = 128
 """Rows and columns of the tile that `wrong_outputs` drops."""
 
@@ -268,7 +270,7 @@ class Statistic:
         """ln T; half an element is added to a count, so that a faultless seed has a logarithm."""
         if self.narrow:
             return float(np.log((m.misrounded * m.scored + 0.5) / (m.scored + 1)))
-        return float(np.log(max(m.epsilon, np.finfo(np.float64).tiny)))
+        return float(np.log(max(m.epsilon, LEAST)))
 
     def noise(self, a: Metrics, b: Metrics) -> float:
         """Standard deviation of ln T_a - ln T_b from sampling: 1.26/√N of ε, 1/count + 1/count of a count."""

@@ -11,7 +11,18 @@ import pytest
 from parity.dtypes import round_to
 from parity.metrics import Scale, measure
 from parity.op import Contract, Expected
-from parity.verdict import Verdict, agreement, compare, exactness, form, held_to, mistrusted
+from parity.verdict import (
+    TILE,
+    Verdict,
+    agreement,
+    compare,
+    exactness,
+    form,
+    held_to,
+    is_biased,
+    mistrusted,
+    wrong_outputs,
+)
 
 U32 = 2.0**-24
 
@@ -75,6 +86,30 @@ def test_bound_is_the_smaller_of_the_two_and_grows_with_what_operands_lose():
     assert Contract(dot="bf16x6", out="float32").bound(1) == 8 + 8
 
 
+@pytest.mark.parametrize(
+    ("dot", "lost", "passes"),
+    [
+        *((exact, 0.0, 1) for exact in ("none", "native", "fp8", "int8", "ieee")),
+        *(("bf16x6", 2.0**-21, 6), ("bf16x3", 2.0**-13, 3), ("bf16x2", 2.0**-16, 2), ("bf16x1", 2.0**-7, 1)),
+        ("tf32", 2.0**-9, 1),
+    ],
+)
+def test_what_the_operands_of_each_dot_lose_is_in_its_bound(dot, lost, passes):
+    contract = Contract(dot=dot, out="float32")
+    assert contract.bound(1) == passes + 2 + lost / U32  # every pass is one more term of the sum
+    assert contract.bound(0) == contract.bound(1)
+    assert contract.bound(5) == passes + 4 + 2 + lost / U32
+    assert Contract.DOTS.keys() == {
+        "none",
+        "native",
+        "fp8",
+        "int8",
+        "ieee",
+        "tf32",
+        *(f"bf16x{n}" for n in (1, 2, 3, 6)),
+    }
+
+
 def test_agreement_at_the_bound():
     rng = np.random.default_rng(0)
     m = metrics(rng, 1.0, seeds=1)[0]
@@ -103,6 +138,18 @@ def test_a_case_that_lets_a_wrong_output_pass_is_mistrusted(golden, bound, name)
 
 def test_an_output_that_must_be_zero_is_no_reason_to_mistrust():
     assert mistrusted(np.zeros((4, 4)), Scale(np.zeros((4, 4)), U32, 1), "float32", 3.0) is None
+
+
+def test_the_wrong_outputs_are_what_they_are_called():
+    golden = np.arange(1.0, 2 * TILE * (2 * TILE + 3) + 1).reshape(2 * TILE, 2 * TILE + 3)
+    golden[:, -1] = 0  # the last tile is that of the last output other than zero
+    wrong = dict(wrong_outputs(golden))
+    dropped = golden.copy()
+    dropped[TILE:, 2 * TILE :] = 0
+    assert list(wrong) == ["all zero", "negated", "without its last tile", "permuted in its rows"]
+    assert not wrong["all zero"].any() and (wrong["negated"] == -golden).all()
+    assert (wrong["without its last tile"] == dropped).all()
+    assert (wrong["permuted in its rows"][1:] == golden[:-1]).all()
 
 
 def rule(tpu, gpu, dtype="float32", contract=None, tau=0.0):
@@ -139,6 +186,28 @@ def test_a_perfectly_rounded_reference_does_not_fail_a_nearly_perfect_kernel():
     assert rule(metrics(rng, 1e-4), metrics(rng, 0)).passed
 
 
+def test_one_seed_without_any_error_does_not_decide():
+    rng = np.random.default_rng(11)
+    tpu, gpu = metrics(rng, 4), metrics(rng, 4)
+    exact = replace(tpu[0], epsilon=0.0, floor=0.0)
+    judged = compare([exact, *tpu[1:]], gpu, gpu, narrow_output=False)
+    assert judged.verdict.outcome == "TIE"
+    assert 1e-4 < judged.low < judged.ratio < 1 < judged.high < 1e4
+    assert compare([exact] * 8, gpu, gpu, narrow_output=False).verdict.outcome == "WIN"
+    assert compare(gpu, [exact] * 8, [exact] * 8, narrow_output=False).verdict.outcome == "LOSS"
+
+
+def test_one_seed_at_the_floor_excuses_no_loss_and_no_unfit_reference():
+    rng = np.random.default_rng(12)
+    worse, better, far = metrics(rng, 40), metrics(rng, 20), metrics(rng, 400)
+    worse[3] = replace(worse[3], floor=worse[3].epsilon)
+    far[3] = replace(far[3], floor=far[3].epsilon)
+    assert rule(worse, better).outcome == "LOSS"
+    assert rule(far, far, contract=better).outcome == "UNFIT"
+    floor = [replace(m, floor=m.epsilon / 1.04) for m in worse]
+    assert rule(floor, better).gate == "G6"  # all at the floor: no loss, but a tail
+
+
 def test_a_tf32_reference_cannot_make_a_one_pass_kernel_pass():
     rng = np.random.default_rng(5)
     one_bf16_pass, tf32, ieee = metrics(rng, 2**16), metrics(rng, 2**13), metrics(rng, 4)
@@ -162,6 +231,11 @@ def test_a_longer_tail_and_a_bias_are_seen():
     assert rule(fine, tailed).passed
     assert (rule(biased, fine).outcome, rule(biased, fine).gate) == ("BIAS", "G7")
     assert rule(biased, biased).passed
+
+
+def test_a_bias_counts_from_six_standard_errors_on_and_beyond_a_references_by_more_than_four():
+    assert [is_biased(ours, 0.0) for ours in (5.9, 6.0, 6.1)] == [False, False, True]
+    assert [is_biased(ours, 7.0) for ours in (10.9, 11.0, 11.1)] == [False, False, True]
 
 
 def test_comparing_needs_paired_seeds():
@@ -279,7 +353,7 @@ def by_the_book(tpu, gpu, contract, narrow_output, tau):
     def log_ratio(a, b, narrow):
         count = {id(s): s["rho"] * s["N"] + 0.5 for s in (a, b)}
         by_rate = np.log(count[id(a)] / (a["N"] + 1)) - np.log(count[id(b)] / (b["N"] + 1))
-        logs = np.where(narrow[:, None], by_rate, np.log(a["E"] / b["E"]))
+        logs = np.where(narrow[:, None], by_rate, np.log(np.maximum(a["E"], 2**-40) / np.maximum(b["E"], 2**-40)))
         noise = np.where(narrow[:, None], np.sqrt(1 / count[id(a)] + 1 / count[id(b)]), 1.26 / np.sqrt(a["N"]))
         spread = np.sqrt(((logs - logs.mean(1, keepdims=True)) ** 2).sum(1) / max(seeds - 1, 1))
         return logs.mean(1), 4 * np.maximum(spread, noise.max(1)) / np.sqrt(seeds)
@@ -326,7 +400,7 @@ def random_sides(rng, trials, seeds):
             {
                 "N": elements,
                 "F": floor,
-                "E": floor * np.sqrt(1 + excess**2),
+                "E": floor * np.sqrt(1 + excess**2) * (rng.random(shape) > 0.01),
                 "rho": rng.binomial(elements.astype(int), np.minimum(rate * per_trial(0.5, 2), 1)) / elements,
                 "q999": per_trial(0.7, 2) * np.exp(0.1 * rng.standard_normal(shape)),
                 "bias": rng.choice([0, 1], (trials, 1), p=[0.6, 0.4]) * per_trial(0.01, 1)
