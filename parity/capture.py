@@ -11,7 +11,8 @@ In JAX, wrapped functions work eagerly and inside jit, grad, vmap and shard_map:
 the device. Whether anything is saved is decided where a function is traced, so a program that was compiled outside
 `to` stays as it is: enter `to` before the first call, or clear JAX's caches. `at` around a jitted call waits for its
 callbacks when it ends, so that the step is theirs; with `capture.at(step=state.step)` in the traced function nothing
-waits, and tensors of steps that are not saved stay on the device. In torch the tensors are copied when the function is
+waits, and tensors of steps that are not saved stay on the device. What `jax.checkpoint` computes again is called
+again, and saved again. In torch the tensors are copied when the function is
 called; under torch.compile a saved call breaks the graph. Outside `to` a wrapped function costs one look at an
 attribute, and its jaxpr is the one that it has without.
 
@@ -38,7 +39,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -89,11 +90,16 @@ class Place(NamedTuple):
 class _State:
     # Of the process: a server's threads, and the one that callbacks run in, have no context of their own.
     recorder: Recorder | None = None
-    place = Place()
+    # Of the contexts that are open, in the order they were entered: threads leave theirs in any order.
+    places: ClassVar[dict[object, Place]] = {}
+
+    @property
+    def place(self) -> Place:
+        return next(reversed(self.places.values()), _NOWHERE)
 
 
-_STATE = _State()
 _NOWHERE = Place()
+_STATE = _State()
 _PLACE: ContextVar[Place] = ContextVar("_PLACE", default=_NOWHERE)
 _TRACED: ContextVar[Place] = ContextVar("_TRACED", default=_NOWHERE)
 """What was said inside a function while jit traced it: it is a part of the program."""
@@ -137,17 +143,18 @@ def at(*, step: Any = None, layer: str | None = None) -> Iterator[None]:
         return
     is_traced = _in_jit()
     said = _TRACED if is_traced else _PLACE
-    outer = _STATE.place
-    token = said.set(_within(said.get(), step, layer))
+    token, key = said.set(_within(said.get(), step, layer)), object()
     if not is_traced:
-        _STATE.place = said.get()
+        _STATE.places[key] = said.get()
     try:
         yield
     finally:
         said.reset(token)
         if not is_traced:
-            _wait()  # or callbacks would find the next step
-            _STATE.place = outer
+            try:
+                _wait()  # or callbacks would find the next step
+            finally:
+                del _STATE.places[key]
 
 
 def _within(outer: Place, step: Any, layer: str | None) -> Place:
@@ -247,7 +254,9 @@ def _save_traced(recorder: Recorder, call: dict[str, Any], tensors: Mapping[str,
     wanted = jnp.asarray(place.step) % recorder.every == 0
     if recorder.steps is not None:
         wanted &= jnp.isin(place.step, jnp.asarray(sorted(recorder.steps)))
-    jax.lax.cond(wanted, lambda: jax.debug.callback(save, place.step, tensors), lambda: None)
+    # In the gradient of a scan JAX drops a cond that returns nothing and whose condition it knows before the tensors.
+    wanted, kept = jax.lax.optimization_barrier((wanted, jax.lax.stop_gradient(dict(tensors))))
+    jax.lax.cond(wanted, lambda: jax.debug.callback(save, place.step, kept), lambda: None)
 
 
 def _is_tensor(value: Any) -> bool:

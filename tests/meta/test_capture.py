@@ -151,6 +151,29 @@ def test_threads_have_labels_of_their_own(tmp_path):
     assert sorted(b.layer for b in bundles(tmp_path).values()) == ["a", "b"]
 
 
+def test_threads_that_leave_in_the_order_they_came_leave_no_label_behind(tmp_path):
+    jax = pytest.importorskip("jax")
+    wrapped, x = capture.wrap(product, op="gmm"), jax.numpy.ones((2, 2, 2))
+    inside, came, left = threading.Event(), threading.Event(), threading.Event()
+
+    def first():
+        with capture.at(step=3):
+            inside.set()
+            came.wait(10)
+        left.set()
+
+    with capture.to(tmp_path), ThreadPoolExecutor(1) as pool:
+        done = pool.submit(first)
+        assert inside.wait(10)
+        with capture.at(step=5):
+            came.set()
+            left.wait(10)
+            jax.block_until_ready(jax.jit(jax.vmap(wrapped))(x, x))
+        done.result()
+        jax.vmap(wrapped)(x, x)
+    assert sorted(b.step for b in bundles(tmp_path).values()) == [0, 1, 5, 5]
+
+
 def test_inside_a_scan_and_a_shard_every_call_is_saved(tmp_path):
     jax = pytest.importorskip("jax")
     wrapped, x = capture.wrap(product, op="gmm"), jax.numpy.ones((2, 2))
@@ -168,6 +191,35 @@ def test_inside_a_scan_and_a_shard_every_call_is_saved(tmp_path):
     assert [float(b.tensors["lhs"][0, 0]) for b in sorted(bundles(tmp_path).values(), key=lambda b: b.step)] == [
         1, 2, 8, 1,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_in_a_training_loop_every_layers_call_of_the_wanted_steps_is_saved(is_recomputed, tmp_path):
+    """jit of a scan over steps of the gradient of a scan over layers, of which none knows that it is watched."""
+    jax = pytest.importorskip("jax")
+    jnp = jax.numpy
+    wrapped = capture.wrap(product, op="gmm")
+    layers, x, steps = jnp.full((3, 4, 4), 0.1), jnp.ones((2, 4)), jnp.arange(6)
+
+    def train(gmm):
+        def layer(h, weights):
+            return jnp.tanh(gmm(h, weights)), None
+
+        def loss(layers):
+            return (jax.lax.scan(jax.checkpoint(layer) if is_recomputed else layer, x, layers)[0] ** 2).sum()
+
+        def step(layers, number):
+            with capture.at(step=number):
+                return layers - 0.1 * jax.grad(loss)(layers), None
+
+        return jax.jit(lambda layers: jax.lax.scan(step, layers, steps)[0])
+
+    with capture.to(tmp_path, every=2):
+        trained = train(wrapped)(layers)
+    np.testing.assert_array_equal(trained, train(product)(layers))
+    found = bundles(tmp_path).values()
+    assert sorted(b.step for b in found) == sorted([0, 2, 4] * 3 * (1 + is_recomputed))
+    assert len({b.tensors["lhs"].tobytes() for b in found}) == 1 + 3 * 2  # x, and what two layers make of it
 
 
 def test_a_call_that_is_too_large_is_left_out_with_a_warning(tmp_path):
