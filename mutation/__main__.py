@@ -1,0 +1,247 @@
+"""`python -m mutation`: plants faults, and exits 1 where the tests catch fewer than 95 % of those that matter."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from mutation.mutants import Mutant, Place, make, places, sample
+from mutation.net import SLACK, STARTING_S, Judges, Net, Watcher
+from mutation.server import (
+    KILLED_BY_LIMIT,
+    copy_project,
+    load_frameworks,
+    package_sources,
+    pytest_in_fork,
+    restore,
+    with_source,
+)
+
+WANTED = 0.95
+"""The share of the faults that matter which the tests must catch."""
+
+GROUPS: Mapping[str, Sequence[str]] = {
+    "cpu_golden": ["cpu_golden"],
+    "tpu_kernels": ["tpu_kernels"],
+    "gpu_reference": ["gpu_reference"],
+    "op_arguments": ["op_arguments"],
+    "parity": [f"parity/{name}.py" for name in ("verdict", "metrics", "judge", "inputs", "magnitude", "op")],
+}
+"""What is judged: the kernels, what checks their arguments, and how the verdict is come to."""
+
+EQUIVALENT = Path(__file__).with_name("equivalent.toml")
+COLLECTING_S = 120.0
+"""Processor seconds that loading the project and collecting the tests may take."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a fault. tests: how many may notice it; run: how many were asked; by: the one that failed."""
+
+    key: str
+    group: str
+    path: str
+    line: int
+    outcome: str
+    tests: int
+    run: int
+    by: str
+
+    @property
+    def caught(self) -> bool:
+        """Whether a test failed, or did not end."""
+        return self.outcome in ("killed", "timeout")
+
+
+def equivalent() -> dict[str, str]:
+    """The faults that change nothing which anyone can see, each with the reason, by their keys."""
+    listed = tomllib.loads(EQUIVALENT.read_text()).get("mutant", [])
+    return {f"{m['path']}::{m['where']}: {m['before']}  →  {m['after']}": m["reason"] for m in listed}
+
+
+def interval(caught: int, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share, of which `caught` of `count` were seen; all of [0, 1] where none was."""
+    if not count:
+        return 0.0, 1.0
+    z2 = 1.96**2
+    middle = (caught + z2 / 2) / (count + z2)
+    half = 1.96 * math.sqrt(caught * (count - caught) / count + z2 / 4) / (count + z2)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+def measure(work: Path, given: argparse.Namespace, deadline: float) -> None:
+    """Run the tests file by file, as they are, and write down what each runs."""
+    tree, folder = work / "tree", work / "net"
+    folder.mkdir(exist_ok=True)
+    files = [path.relative_to(tree).as_posix() for glob in given.tests for path in sorted(tree.glob(glob))]
+    for n, name in enumerate(files):
+        target = folder / f"{name.replace('/', '.')}-{given.tier}.json"
+        if target.exists():
+            continue
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        began = time.monotonic()
+        answer = work / "answer.json"
+        tier = f"--parity-tier={given.tier}"
+        status, _ = pytest_in_fork(tree, [name, tier], lambda: Watcher(tree), answer, work / "log", cpu_s=3000)
+        if not answer.exists():
+            raise RuntimeError(f"{name} could not be measured: see {work / 'log'}")
+        answer.rename(target)
+        print(f"tests {n + 1}/{len(files)}: {name}, status {status}, {time.monotonic() - began:.0f} s", flush=True)
+
+
+def judge(work: Path, net: Net, group: str, mutant: Mutant, source: str, budget_s: float) -> Result:
+    """Plant a fault and run the tests that may notice it, as many as the budget of processor seconds allows."""
+    judges = net.judges(mutant.path, *mutant.lines)
+    chosen: list[str] = []
+    spent = 0.0
+    for test in judges:
+        if chosen and spent + net.seconds[test] > budget_s:
+            break
+        chosen.append(test)
+        spent += net.seconds[test]
+    status, said = 0, dict[str, Any]()
+    if chosen:
+        tree, files = work / "tree", list(dict.fromkeys(test.split("::")[0] for test in chosen))
+        with with_source(tree / mutant.path, source):
+            limit = sum(SLACK * net.seconds[test] + STARTING_S for test in chosen) + COLLECTING_S
+            arguments = [*files, "-x", "--parity-tier=full"]
+            answer, log = work / "answer.json", work / "log"
+            status, said = pytest_in_fork(tree, arguments, lambda: Judges(chosen, net.seconds), answer, log, limit)
+    outcome = {0: "survived", 5: "survived", KILLED_BY_LIMIT: "timeout"}.get(status, "killed")
+    return Result(
+        key=mutant.key, group=group, path=mutant.path, line=mutant.lines[0], outcome=outcome,
+        tests=len(judges), run=said.get("run", 0), by=said.get("by", "") or f"status {status}",
+    )  # fmt: skip
+
+
+def campaign(work: Path, given: argparse.Namespace, deadline: float) -> None:
+    """Judge every fault of the sample that is not yet judged as thoroughly as asked."""
+    net = Net.read(work / "net")
+    known = {result.key: result for result in results(work)}
+    faults = list(drawn(work / "tree", given))
+    with (work / "results.jsonl").open("a") as out:
+        for n, (group, place, source) in enumerate(faults):
+            made = make(place, source)
+            if made is None:
+                continue
+            mutant, mutated = made
+            before = known.get(mutant.key)
+            if before and (before.caught or not given.again):
+                continue
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            began = time.monotonic()
+            result = judge(work, net, group, mutant, mutated, given.budget)
+            out.write(json.dumps(asdict(result), ensure_ascii=False) + "\n")
+            out.flush()
+            seconds = time.monotonic() - began
+            print(f"{n + 1}/{len(faults)} {result.outcome} {seconds:.0f} s: {mutant.key} [{result.by}]", flush=True)
+
+
+def drawn(tree: Path, given: argparse.Namespace) -> Iterator[tuple[str, Place, str]]:
+    """The faults of each group in turn, each with the source of its file: a sample, or all."""
+    for group, files in package_sources(tree, GROUPS).items():
+        if group in given.groups:
+            found = [place for path, source in files.items() for place in places(path, source)]
+            for place in found if given.all else sample(found, given.count, given.seed):
+                yield group, place, files[place.path]
+
+
+def results(work: Path) -> list[Result]:
+    """What is known of every fault that was judged: the last word on each."""
+    path = work / "results.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    last = {found["key"]: Result(**found) for found in map(json.loads, lines)}
+    return list(last.values())
+
+
+def report(found: Sequence[Result], listed: Mapping[str, str]) -> float:
+    """Print the table and the survivors; returns the share of the faults that matter which were caught."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("file", "faults", "killed", "timeout", "survived", "equivalent", "caught", "95 % interval"):
+        table.add_column(name, justify="left" if name == "file" else "right", no_wrap=True)
+    for group in GROUPS:
+        of_group = [result for result in found if result.group == group]
+        for path in sorted({result.path for result in of_group}):
+            table.add_row(*_row(path, [result for result in of_group if result.path == path], listed))
+        if of_group:
+            table.add_row(*_row(f"{group}, all", of_group, listed), end_section=True, style="bold")
+    table.add_row(*_row("all", found, listed), style="bold")
+    Console(width=None if sys.stdout.isatty() else 130).print(table)
+    for result in found:
+        if not result.caught and result.key not in listed:
+            print(f"survived {result.run} of {result.tests} tests: {result.path}:{result.line} {result.key}")
+    caught, count = _counts(found, listed)
+    return caught / count if count else 0.0
+
+
+def _counts(found: Sequence[Result], listed: Mapping[str, str]) -> tuple[int, int]:
+    matter = [result for result in found if result.caught or result.key not in listed]
+    return sum(result.caught for result in matter), len(matter)
+
+
+def _row(name: str, found: Sequence[Result], listed: Mapping[str, str]) -> list[str]:
+    caught, count = _counts(found, listed)
+    low, high = interval(caught, count)
+    timeouts = sum(result.outcome == "timeout" for result in found)
+    figures = [len(found), caught - timeouts, timeouts, count - caught, len(found) - count]
+    share = f"{caught / count:.1%}" if count else "–"
+    return [name, *map(str, figures), share, f"{low:.1%} … {high:.1%}"]
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m mutation", description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="where a campaign is kept: go on there")
+    parser.add_argument(
+        "--groups", nargs="+", choices=GROUPS, default=list(GROUPS), help="what to judge (default: all)"
+    )
+    parser.add_argument("--count", type=int, default=100, metavar="N", help="faults of each group (default: 100)")
+    parser.add_argument("--all", action="store_true", help="every fault, and not a sample")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="draws the sample (default: 0)")
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, metavar="S", help="seconds of tests per fault (default: all tests)"
+    )
+    parser.add_argument("--again", action="store_true", help="judge those again that have survived")
+    parser.add_argument(
+        "--tests", nargs="+", default=["tests/**/test_*.py"], metavar="GLOB", help="files of the net (default: all)"
+    )
+    parser.add_argument("--tier", default="default", help="tier of their cases (default: default)")
+    parser.add_argument("--minutes", type=float, default=math.inf, metavar="N", help="stop after N minutes")
+    parser.add_argument("--measure", action="store_true", help="only measure the tests")
+    parser.add_argument("--report", action="store_true", help="only print what is known")
+    given = parser.parse_args()
+    work: Path = given.work.resolve()
+    deadline = time.monotonic() + 60 * given.minutes
+    if not given.report:
+        if not (work / "tree").exists():
+            copy_project(Path.cwd(), work / "tree")
+        restore(work / "tree")
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
+        load_frameworks(work / "tree")
+        try:
+            measure(work, given, deadline)
+            if not given.measure:
+                campaign(work, given, deadline)
+        except TimeoutError:
+            print("the time is over: the same command goes on")
+            return 2
+    return 0 if report(results(work), equivalent()) >= WANTED else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

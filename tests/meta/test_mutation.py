@@ -1,0 +1,171 @@
+"""The mutation campaign: which faults it plants, whom it asks, and that it tells a net with a hole from one without."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cosmic_ray")
+
+from mutation.__main__ import Result, equivalent, interval, report, results
+from mutation.mutants import make, places, sample
+from mutation.net import Net
+from mutation.server import restore, with_source
+
+ROOT = Path(__file__).parents[2]
+
+SOURCE = '''\
+"""Of no use."""
+
+LIMIT: "int | None" = 4
+WIDE_TILES = {4: (16, 128)}
+
+
+@dataclass(frozen=True)
+class Box:
+    def fill(self, size: int | None, *, out) -> int | str:
+        if size < LIMIT and not out:
+            out[0] = max(size - 1, 2)
+            self.check(size)
+        return out
+'''
+
+
+def mutants(source: str) -> list[str]:
+    made = [make(place, source) for place in places("box.py", source)]
+    return [f"{mutant.where}: {mutant.after}" for mutant, _ in filter(None, made)]
+
+
+def test_every_fault_of_a_source():
+    condition, store = "Box.fill: if {}:", "Box.fill: out[{}] = {}"
+    assert sorted(mutants(SOURCE)) == sorted(
+        [
+            *(': LIMIT: "int | None" = 5', ': LIMIT: "int | None" = 3'),
+            condition.format("size <= LIMIT and not out"),
+            condition.format("size >= LIMIT and not out"),
+            condition.format("not size < LIMIT and not out"),
+            condition.format("size < LIMIT or not out"),
+            condition.format("size < LIMIT and  out"),
+            *(store.format(at, "max(size - 1, 2)") for at in (" 1", " -1")),
+            *(store.format(0, right) for right in ("max(size + 1, 2)", "min(size - 1, 2)")),
+            *(store.format(0, f"max(size - {n}, 2)") for n in (0, 2)),
+            *(store.format(0, f"max(size - 1, {n})") for n in (1, 3)),
+            "Box.fill: pass",
+            "Box.fill: pass",
+        ]
+    )
+
+
+def test_a_fault_is_called_the_same_wherever_its_line_goes():
+    moved = "\n\n" + SOURCE
+    for place, same in zip(places("box.py", SOURCE), places("box.py", moved), strict=True):
+        (mutant, _), (there, _) = make(place, SOURCE), make(same, moved)
+        assert mutant.key == there.key and there.lines[0] == mutant.lines[0] + 2
+
+
+def test_what_is_no_python_is_no_fault():
+    made = [make(place, "f(lambda: x)\nfor x in y: continue\n") for place in places("a.py", "for x in y: continue\n")]
+    assert None not in made[1:]
+
+
+def test_a_sample_has_of_every_file_as_much_as_it_has_places():
+    found = places("small.py", "x = 1\n" * 10) + places("large.py", "y = 2 + 3\n" * 10)
+    chosen = sample(found, 20, seed=3)
+    assert sorted(place.path for place in chosen) == ["large.py"] * 15 + ["small.py"] * 5
+    assert len({(place.path, place.at) for place in chosen}) == 20
+    assert chosen == sample(found, 20, seed=3) != sample(found, 20, seed=4)
+    assert len(sample(found, 1000, seed=3)) == 40  # + and the three numbers: one fault of each place
+
+
+def test_the_tests_that_run_the_line_come_before_those_of_the_file_and_kinds_alternate():
+    seconds = {"a[1]": 1.0, "a[2]": 2.0, "a[3]": 0.01, "b[1]": 3.0, "c": 0.5, "d": 0.1}
+    net = Net(seconds, {"x.py": {5: ["a[1]", "a[2]", "b[1]", "a[3]"], 9: ["c", "a[1]"]}, "y.py": {5: ["d"]}})
+    assert net.judges("x.py", 4, 6) == ["a[3]", "b[1]", "a[1]", "a[2]", "c"]
+    assert net.judges("x.py", 9, 9) == ["c", "a[1]", "a[3]", "b[1]", "a[2]"]
+    assert net.judges("z.py", 1, 9) == []
+
+
+def test_the_interval_is_wilsons():
+    assert interval(95, 100) == pytest.approx((0.88825, 0.97846), abs=1e-5)
+    assert interval(10, 10) == pytest.approx((0.72246, 1.0), abs=1e-5)
+    assert interval(0, 0) == (0.0, 1.0)
+
+
+def test_a_fault_that_a_killed_campaign_left_is_taken_back(tmp_path):
+    (tmp_path / "a").mkdir()
+    module = tmp_path / "a" / "module.py"
+    module.write_text("x = 1\n")
+    planted = with_source(module, "x = 2\n")
+    planted.__enter__()  # and no exit
+    assert module.read_text() == "x = 2\n"
+    restore(tmp_path)
+    assert module.read_text() == "x = 1\n" and [path.name for path in module.parent.glob("*.*")] == ["module.py"]
+
+
+def result(key: str, outcome: str) -> Result:
+    return Result(key, "parity", "parity/op.py", 7, outcome, tests=3, run=2, by="test_a")
+
+
+def test_an_equivalent_fault_is_not_counted_unless_it_is_caught(capsys):
+    found = [result("a", "killed"), result("b", "timeout"), result("c", "survived"), result("d", "survived")]
+    assert report(found, {"c": "the same", "a": "caught all the same"}) == 2 / 3
+    out = capsys.readouterr().out
+    assert "survived 2 of 3 tests: parity/op.py:7 d" in out and "parity/op.py:7 c" not in out
+
+
+def test_every_equivalent_fault_is_one_of_the_code_as_it_is():
+    for key, reason in equivalent().items():
+        path, _, rest = key.partition("::")
+        before = rest.partition(": ")[2].partition("  →  ")[0]
+        assert reason and before in {line.strip() for line in (ROOT / path).read_text().splitlines()}, key
+
+
+PROJECT = {
+    "parity/__init__.py": "",
+    "parity/backends.py": "def prepare_environment():\n    pass\n",
+    "parity/plugin.py": "def pytest_addoption(parser):\n    parser.addoption('--parity-tier')\n",
+    "cpu_golden/__init__.py": "",
+    "cpu_golden/add.py": "def add(x, y):\n    return x + y\n\n\ndef least(x):\n    return x if x < 3 else 3\n",
+    "tests/test_add.py": (
+        "from cpu_golden.add import add, least\n\n\ndef test_add():\n    assert add(1, 2) == 3\n\n\n"
+        "def test_least():\n    assert least(1) == 1 and least(5) == 3\n"
+    ),
+}
+
+
+def test_a_campaign_finds_the_hole_goes_on_where_it_stopped_and_leaves_the_project_alone(tmp_path):
+    project, work = tmp_path / "project", tmp_path / "work"
+    for name, text in PROJECT.items():
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text(text)
+    subprocess.run(["git", "init", "-q"], cwd=project, check=True)
+    command = [sys.executable, "-m", "mutation", "--work", str(work), "--groups", "cpu_golden"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    def campaign(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *options], cwd=project, env=environment, capture_output=True, text=True)
+
+    sampled = campaign("--count", "2")
+    assert len(results(work)) == 2, sampled.stdout + sampled.stderr
+    done = campaign("--all")
+    assert done.returncode == 1 and "cpu_golden/add.py" in done.stdout, done.stdout + done.stderr
+    lines = [json.loads(line)["key"] for line in (work / "results.jsonl").read_text().splitlines()]
+    assert len(set(lines)) == len(lines)
+    outcomes = {each.key.partition(": ")[2]: (each.outcome, each.run, each.tests) for each in results(work)}
+    assert outcomes["return x + y  →  return x - y"] == ("killed", 1, 2)
+    survived = {key.partition("  →  ")[2] for key, each in outcomes.items() if each == ("survived", 2, 2)}
+    assert survived == {f"return x if x {than} else 3" for than in ("<= 3", "< 4", "< 2")}
+    assert (project / "cpu_golden/add.py").read_text() == PROJECT["cpu_golden/add.py"]
+
+
+@pytest.mark.parametrize(("ends", "status"), [("os._exit(3)", 3), ("time.sleep(99)", -1), ("os.abort()", -6)])
+def test_a_run_that_waits_for_ever_is_ended_and_one_that_crashes_is_not_mistaken_for_it(ends, status):
+    code = (
+        "import os, time\nfrom mutation.server import _wait\nchild = os.fork()\n"
+        f"if not child:\n    os.setsid()\n    {ends}\nprint(_wait(child, wall_s=1))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(out.stdout) == status
