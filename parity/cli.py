@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from parity import bisect, diff, explain_command, matrix, replay, schedule, shrink
+from parity import bisect, diff, explain_command, matrix, ray_run, replay, schedule, shrink
 from parity.backends import prepare_environment, runner
 from parity.dtypes import SHORT_NAMES
 from parity.judge import compare
@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         "-j", "--jobs", type=_positive, default=None, metavar="N", help="processes (default: one per core)"
     )
     run.add_argument("--report", type=_file, default=None, metavar="FILE", help="write an HTML report as well")
+    ray_run.add_arguments(run)
     listing = add(
         "list", _list, "list the ops of the matrix, or with -k their cases with the contracts of both backends"
     )
@@ -177,6 +178,10 @@ def _show(given: argparse.Namespace) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
+    if given.ray is not None:
+        return ray_run.command(given)
+    if given.pytest_arguments:
+        raise ValueError(f"ARGUMENTS are for pytest with --ray, got {shlex.join(given.pytest_arguments)}")
     ops = matrix.load(given.root)
     chosen = [(op, case) for op in ops for case in op.cases if case.model and _matches(case, given.k)]
     # Into a file or a log the table goes whole; a terminal folds it.

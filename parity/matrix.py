@@ -6,9 +6,12 @@ import importlib
 import re
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+from parity.dtypes import SHORT_NAMES
+from parity.inputs import DISTRIBUTIONS
 from parity.op import Case, Op
 
 
@@ -43,9 +46,10 @@ def load(root: Path) -> tuple[Op, ...]:
 
 
 def find(ops: Iterable[Op], case_id: str) -> tuple[Op, Case]:
-    """The op and the case of that id; it may have another seed than the matrix gives it, or be its integer twin.
+    """The op and the case of that id; it may have another seed than the matrix gives it, be its integer twin, or be a
+    case that the matrix does not have, spelled as its cases are.
 
-    Raises ValueError where no case has it.
+    Raises ValueError where it is none of these.
     """
     seed = re.search(r"-s(\d+)$", case_id)
     for op in ops:
@@ -55,4 +59,63 @@ def find(ops: Iterable[Op], case_id: str) -> tuple[Op, Case]:
                 for same in (drawn, drawn.with_data("integers")):
                     if case_id in (same.id, re.sub(r"-s\d+$", "", same.id)):
                         return op, same
+            spelled = parse(op, case_id if seed else f"{case_id}-s0")
+            if spelled is not None:
+                return op, spelled
     raise ValueError(f"case must be the id of a case of the matrix (parity list -k WORDS prints them), got {case_id}")
+
+
+def parse(op: Op, case_id: str) -> Case | None:
+    """The case that an id with its seed spells, of which the op's matrix need have no more than the names of its sizes;
+    None where it spells none.
+
+    An option may have any number, or tuple of numbers, for its value; a word must be a value that it has in the matrix.
+    """
+    dtypes = {dtype for case in op.cases for dtype in (case.dtype, case.out)} | SHORT_NAMES.keys()
+    pairs = {_spelled_dtypes(given, out): (given, out) for given in dtypes for out in dtypes}
+    form = re.fullmatch(rf"{re.escape(op.name)}-([^-]+)-({'|'.join(map(re.escape, pairs))})(-.*)?-s(\d+)", case_id)
+    if form is None:
+        return None
+    sizes = {name: int(size) for name, size in re.findall(r"([A-Za-z]+)(\d+)", form[1])}
+    if tuple(sizes) not in {tuple(dict(case.dims)) for case in op.cases}:
+        return None
+    for options, data in _options(op, form[3] or "", list(op.defaults)):
+        chosen: dict[str, Any] = {name: [value] for name, value in options.items()}
+        (case,) = op.grid([sizes], dtype=[pairs[form[2]]], data=[data], **chosen)
+        if case.with_seed(int(form[4])).id == case_id:
+            return case.with_seed(int(form[4]))
+    return None
+
+
+def _spelled_dtypes(given: str, out: str) -> str:
+    return "_".join(SHORT_NAMES.get(name, name) for name in dict.fromkeys([given, out]))
+
+
+def _options(op: Op, text: str, names: list[str]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Every reading of the end of an id: values of the options `names`, in their order, then the data."""
+    if not names:
+        data = text.removeprefix("-") or "normal"
+        if data in DISTRIBUTIONS:
+            yield {}, data
+        return
+    name, *later = names
+    readings = [(op.defaults[name], "")]  # left out
+    words = {getattr(case, name) for case in op.cases}
+    readings += [(word, f"-{word}") for word in sorted(word for word in words if isinstance(word, str))]
+    if number := re.match(rf"-{name}(-?\d+(?:\.\d+|(?:x-?\d+)+)?|None|False|)(?=-|$)", text):
+        readings.append((_value(number[1]), number[0]))
+    for value, spelled in readings:
+        rest = text.removeprefix(spelled)
+        if text.startswith(spelled) and (not rest or rest.startswith("-")):
+            for options, data in _options(op, rest, later):
+                yield {name: value, **options}, data
+
+
+def _value(spelled: str) -> Any:
+    named = {"": True, "None": None, "False": False}
+    if spelled in named:
+        return named[spelled]
+    if "." in spelled:
+        return float(spelled)
+    numbers = [int(number) for number in spelled.split("x")]
+    return tuple(numbers) if len(numbers) > 1 else numbers[0]

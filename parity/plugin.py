@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, replace
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from parity import matrix, text
+from parity import goldens, matrix, text
 from parity.backends import free_compiled_programs, has_cuda, has_tpu, is_here, runner
 from parity.judge import compare, judge
 from parity.ledger import Book
@@ -187,6 +188,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         help="write everything that is judged as an HTML page",
     )
+    group.addoption(
+        "--parity-golden-cache",
+        metavar="URL",
+        help="share goldens that take long to compute: a folder, or a URL that fsspec knows (default: none are)",
+    )
+    group.addoption(
+        "--parity-golden-cache-gb",
+        type=float,
+        default=goldens.DEFAULT_GB,
+        metavar="GB",
+        help=f"the size of that cache in gigabytes; what was used longest ago goes (default: {goldens.DEFAULT_GB:g})",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -196,12 +209,28 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: the tier of cases that runs only where asked for")
     config.addinivalue_line("markers", "tpu: runs Pallas kernels")
     config.addinivalue_line("markers", "gpu: runs Triton kernels")
+    _share_goldens(config)
     root = config.getoption("--parity-records") or config.rootpath / "records"
     from parity.campaign import began  # not before pytest has loaded it as a plugin
 
     config.stash[_BOOK] = Book(root, began(config))
     config.stash[_RECORDER] = Recorder(root) if config.getoption("--parity-record") else None
     config.pluginmanager.register(_Reporter(config), "parity-reporter")
+
+
+def _share_goldens(config: pytest.Config) -> None:
+    """Say in the environment, which processes below this one have too, where goldens are shared."""
+    url = config.getoption("--parity-golden-cache")
+    if url is None:
+        return
+    environment = pytest.MonkeyPatch()
+    config.add_cleanup(environment.undo)
+    environment.setenv(goldens.URL, url if "://" in url else str(Path(url).resolve()))
+    environment.setenv(goldens.LIMIT, str(config.getoption("--parity-golden-cache-gb")))
+    try:
+        goldens.of_environment()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def _matrix(config: pytest.Config) -> tuple[Op, ...]:
@@ -214,7 +243,7 @@ def _matrix(config: pytest.Config) -> tuple[Op, ...]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test per case where `cases` asks for it."""
+    """One test per case where `cases` asks for it; and for each that a node id of the command line spells."""
     marker = metafunc.definition.get_closest_marker("parity_cases")
     if marker is None:
         return
@@ -232,7 +261,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 tier = "default" if op.representative(case) else "full"
             marks = [getattr(pytest.mark, name) for name in (backend, tier) if name != "default"]
             chosen.setdefault(drawn.id, pytest.param((op, drawn, backend), id=drawn.id, marks=marks))
+    for case_id in _named(metafunc):
+        with contextlib.suppress(ValueError):  # pytest says which node ids there are not
+            op, drawn = matrix.find(ops, case_id)
+            if data in (None, drawn.data):
+                marks = [getattr(pytest.mark, backend)]
+                chosen.setdefault(drawn.id, pytest.param((op, drawn, backend), id=drawn.id, marks=marks))
     metafunc.parametrize("run", list(chosen.values()), indirect=True)
+
+
+def _named(metafunc: pytest.Metafunc) -> Iterator[str]:
+    """The case ids in node ids of this test that were given on the command line."""
+    for argument in metafunc.config.args:
+        path, *names = argument.split("::")
+        test, bracket, case_id = "".join(names[-1:]).partition("[")
+        if bracket and test == metafunc.function.__name__ and Path(path).resolve() == metafunc.definition.path:
+            yield case_id.removesuffix("]")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

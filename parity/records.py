@@ -10,7 +10,6 @@ ledgers. A file is input like any other: `read` checks every field of every line
 
 from __future__ import annotations
 
-import ast
 import fcntl
 import hashlib
 import importlib.metadata
@@ -25,7 +24,7 @@ import reprlib
 import subprocess
 import types
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
@@ -37,6 +36,7 @@ from parity import inputs, magnitude, metrics
 from parity.backends import EMULATED
 from parity.metrics import HISTOGRAM, MAP, TOP, Metrics
 from parity.op import Backend, Op
+from parity.sources import hash_of, sources_of
 
 SCHEMA = 1
 
@@ -165,8 +165,8 @@ def here(op: Op, backend: Backend, device_kind: str, real: bool, utc: str | None
     `utc` is when the recording began, where it began in another process: workers that share it share a provenance.
     Raises ModuleNotFoundError where the kernel's module is missing, ValueError as `Provenance`.
     """
-    kernel = _sources_of(getattr(op, backend).partition(":")[0])
-    golden = _sources_of(inspect.unwrap(op.golden).__module__)
+    kernel = sources_of(getattr(op, backend).partition(":")[0])
+    golden = sources_of(inspect.unwrap(op.golden).__module__)
     commit, dirty = _git(kernel[0].parent)
     return Provenance(
         schema=SCHEMA,
@@ -174,8 +174,8 @@ def here(op: Op, backend: Backend, device_kind: str, real: bool, utc: str | None
         backend=backend,
         device_kind=device_kind,
         real=real,
-        kernel=_hash_of(kernel),
-        golden=_hash_of(golden),
+        kernel=hash_of(kernel),
+        golden=hash_of(golden),
         revisions={"inputs": inputs.REVISION, "magnitude": magnitude.REVISION, "metrics": metrics.REVISION},
         versions=_versions(backend, real),
         flags={
@@ -188,47 +188,6 @@ def here(op: Op, backend: Backend, device_kind: str, real: bool, utc: str | None
         dirty=dirty,
         utc=utc or datetime.now(UTC).strftime(_TIME),
     )
-
-
-def _sources_of(module: str) -> list[Path]:
-    """The file of a module, then those of its own package that it imports, directly or not, by name. Imports nothing.
-
-    Raises ModuleNotFoundError where the module is missing.
-    """
-    package = module.partition(".")[0]
-    spec = importlib.util.find_spec(package)
-    if spec is None:
-        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-
-    def file(name: str) -> Path | None:
-        _, *below = name.split(".")
-        if not below:
-            return Path(spec.origin) if spec.origin else None
-        paths = [folder.joinpath(*below) for folder in folders]
-        found = (file for path in paths for file in (path / "__init__.py", path.with_suffix(".py")))
-        return next(filter(Path.is_file, found), None)
-
-    files: dict[str, Path] = {}
-    wanted = [module]
-    while wanted:
-        name = wanted.pop()
-        path = file(name)
-        if name in files or path is None:
-            continue
-        files[name] = path
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            wanted += [name for name in names if name.partition(".")[0] == package]
-    if module not in files:
-        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
-    return [files.pop(module), *(files[name] for name in sorted(files))]
-
-
-def _hash_of(files: Sequence[Path]) -> str:
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _versions(backend: Backend, real: bool) -> dict[str, str]:
@@ -310,6 +269,36 @@ class Recorder:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class Follower:
+    """Reads what recorders append to the parts under `root` while they do; every record once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._read: dict[Path, tuple[int, dict[str, Provenance]]] = {}
+
+    def new(self) -> list[Record]:
+        """What was written whole since the last call. Raises RecordError for a line that is not a record."""
+        found: list[Record] = []
+        for path in sorted((self._root / _PARTS).glob("*.jsonl")):
+            position, provenances = self._read.get(path, (0, {}))
+            with path.open("rb") as part:
+                part.seek(position)
+                for line in part:
+                    if not line.endswith(b"\n"):  # still being written, or its writer died
+                        break
+                    position += len(line)
+                    try:
+                        entry = _decode_line(line, provenances)
+                    except ValueError as error:
+                        raise RecordError(f"{path}: {str(error)[:_REASON]}") from None
+                    if isinstance(entry, Provenance):
+                        provenances[entry.id] = entry
+                    else:
+                        found.append(entry)
+            self._read[path] = position, provenances
+        return found
 
 
 @dataclass(frozen=True)

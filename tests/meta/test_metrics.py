@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parity.dtypes import round_to
-from parity.metrics import MAP, Scale, eta, explained_by, histogram, measure, tile_map
+from parity.metrics import MAP, TOP, Scale, eta, explained_by, histogram, measure, tile_map
 
 U32 = 2.0**-24
 NARROW = ["bfloat16", "float16"]
@@ -87,6 +87,24 @@ def test_measure_of_a_known_error():
     assert sum(broken.histogram) == 1
 
 
+def test_an_output_without_magnitude_is_not_scored():
+    golden, magnitude = np.array([1.0, 0.0, 2.0]), np.array([1.0, 0.0, 4.0])
+    y = np.array([1 + 2.0**-10, 0.0, 2 - 2.0**-9], np.float32)
+    m = measure(y, golden, Scale(magnitude, U32, 1))
+    errors = np.array([2.0**-10, -(2.0**-11)])
+    assert (m.elements, m.scored, m.differing, m.misrounded) == (3, 2, 2, 1.0)
+    assert m.epsilon == pytest.approx(np.sqrt(np.mean(errors**2)))
+    assert m.bias == pytest.approx(errors.mean() / m.epsilon)
+    assert m.worst == ((0,), (2,), (1,))
+
+
+@pytest.mark.parametrize("size", [5, 8, 9, 15, 16, 40, 1000])
+def test_the_worst_are_the_largest_errors_and_of_equal_ones_the_first(size):
+    y = np.random.default_rng(size).integers(1, size, size).astype(np.float32) / 4
+    worst = measure(y, np.zeros(size), Scale(np.ones(size), U32, 1)).worst
+    assert worst == tuple((n,) for n in sorted(range(size), key=lambda n: (-y[n], n))[:TOP])
+
+
 def test_wrong_finiteness_is_infinite_error():
     golden = np.array([[1.0, np.nan, 2.0]])
     y = np.array([[np.nan, np.nan, 2.0]], np.float32)
@@ -106,3 +124,4 @@ def test_histogram_and_tiles_lose_nothing():
     assert histogram(errors)[0] == 1
     assert histogram(errors)[-1] == 2
     assert tile_map(np.ones((3, 5, 5))) == ((1.0,) * 5,) * 5
+    assert tile_map(np.ones(())) == ((1.0,),)

@@ -1,0 +1,65 @@
+# ruff: noqa: E402 (frameworks may be missing, and are asked for before they are imported)
+"""What the Triton kernels ask of the device that they run on."""
+
+import os
+
+import pytest
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("Triton's interpreter is off", allow_module_level=True)
+
+from gpu_reference import hardware
+from parity.backends.emulation.tensor_core import emulated
+
+CPU = torch.zeros(1)
+ELSEWHERE = torch.zeros(1, device="meta")
+
+
+def test_tensors_of_the_cpu_need_the_interpreter(monkeypatch):
+    assert hardware.check_devices({"lhs": CPU, "rhs": None}) == torch.device("cpu")
+    monkeypatch.setattr(hardware, "is_interpreted", lambda: False)
+    with pytest.raises(RuntimeError, match="only if TRITON_INTERPRET=1 was set before triton was imported"):
+        hardware.check_devices({"lhs": CPU})
+    assert hardware.check_devices({"lhs": ELSEWHERE}) == torch.device("meta")
+
+
+def test_all_tensors_are_on_one_device():
+    with pytest.raises(ValueError, match="on one device, got lhs on cpu, rhs on meta"):
+        hardware.check_devices({"lhs": CPU, "rhs": ELSEWHERE})
+
+
+def test_the_interpreters_own_bfloat16_is_found_out_and_the_mended_one_is_taken():
+    assert not hardware.computes_bfloat16(torch.device("cpu"))
+    with emulated():
+        assert hardware.computes_bfloat16(torch.device("cpu"))
+    assert not hardware.computes_bfloat16(torch.device("cpu"))
+    assert hardware.computes_bfloat16(torch.device("cuda"))
+
+
+TARGETS = ("sm_70", "sm_75", "sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120", "gfx942", "gfx950")
+
+
+def test_what_the_matrix_unit_of_each_target_multiplies():
+    def multiply(dtype):
+        return [target for target in TARGETS if hardware.supports_matmul(dtype, target)]
+
+    assert multiply(torch.bfloat16) == multiply(torch.float16) == multiply(torch.float32) == list(TARGETS)
+    assert multiply(torch.int8) == [target for target in TARGETS if target != "sm_70"]
+    fp8 = ["sm_89", "sm_90a", "sm_100a", "sm_120", "gfx950"]
+    assert multiply(torch.float8_e4m3fn) == multiply(torch.float8_e5m2) == fp8
+    assert not hardware.supports_matmul(torch.float64, "sm_90")
+    assert not torch.cuda.is_available() or hardware.supports_matmul(torch.bfloat16)
+
+
+def test_which_targets_take_scales_and_which_sum_fp8_in_full():
+    tiles = {target: hardware.block_scaled_tile(target) for target in TARGETS}
+    scaled = {"sm_100a": (128, 32), "sm_120": (16, 32), "gfx950": (16, 128)}
+    assert tiles == dict.fromkeys(TARGETS) | scaled
+    assert [t for t in TARGETS if not hardware.sums_fp8_in_float32(t)] == ["sm_89", "sm_90a"]
+
+
+def test_the_architecture_is_that_of_a_device_and_none_of_the_cpu():
+    assert hardware.architecture(torch.device("cpu")) is None
+    assert torch.cuda.is_available() or hardware.architecture() is None
