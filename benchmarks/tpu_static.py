@@ -56,7 +56,8 @@ PEER_TILES: dict[tuple[int, int], Tile] = {(2048, 512): (512, 1024, 512), (512, 
 class Kernel:
     """A kernel of the table: whose, "gmm" or "tgmm", the dtype it multiplies, and how its scales lie.
 
-    block: elements of the contraction that share a scale (None: all); columns: columns of the weights that do.
+    block: elements of the contraction that share a scale (None: all); columns: columns of the weights that do. mxfp8:
+    the scales are powers of two of the blocks of 32 (`grouped_gemm`), else float32.
     """
 
     peer: str
@@ -64,10 +65,13 @@ class Kernel:
     dtype: str = "bfloat16"
     block: int | None = None
     columns: int = 1
+    mxfp8: bool = False
 
     @property
     def name(self) -> str:
         """As in "gmm fp8 block 512"."""
+        if self.mxfp8:
+            return f"{self.product} mxfp8"
         scales = " per channel" if self.block is None else f" block {self.block}"
         if self.columns > 1:
             scales = f" 1×{self.block} · {self.block}×{self.columns}"
@@ -92,13 +96,18 @@ class Kernel:
             blocks = contracted // (self.block or contracted)
             gmm_scales = (m, blocks), (groups, blocks, n // self.columns)
             lhs_scale, rhs_scale = gmm_scales if self.product == "gmm" else ((blocks, k), (blocks, n))
-            keywords |= {"lhs_scale": Abstract(lhs_scale, "float32"), "rhs_scale": Abstract(rhs_scale, "float32")}
+            dtype = "float8_e8m0fnu" if self.mxfp8 else "float32"
+            keywords |= {"lhs_scale": Abstract(lhs_scale, dtype), "rhs_scale": Abstract(rhs_scale, dtype)}
+        if self.mxfp8:
+            keywords["ragged"] = "lhs" if self.product == "gmm" else "contracting"
         return Compilation(self._function, chip, (), keywords)
 
     @property
     def _function(self) -> str:
         if self.peer != "ours":
             return f"{HERE}:{self.peer}_{self.product}"
+        if self.mxfp8:
+            return "tpu_kernels.quantized_gmm:grouped_gemm"
         if self.is_quantised:
             return f"tpu_kernels.quantized_gmm:{self.product}_quantized"
         return f"tpu_kernels.gmm:{self.product}"
@@ -112,12 +121,14 @@ KERNELS = [
     Kernel("tokamax_v2", "gmm"),
     *(Kernel(peer, "gmm", FP8, block) for block in (None, 512, 256, 128) for peer in ("ours", "tokamax")),
     Kernel("ours", "gmm", FP8, 128, columns=128),
+    Kernel("ours", "gmm", FP8, 32, mxfp8=True),
     Kernel("ours", "gmm", "int8"),
     Kernel("ours", "tgmm"),
     Kernel("megablox", "tgmm"),
     Kernel("tokamax", "tgmm"),
     Kernel("tokamax_v2", "tgmm"),
     *(Kernel(peer, "tgmm", FP8, block) for block in (None, 512) for peer in ("ours", "tokamax")),
+    Kernel("ours", "tgmm", FP8, 32, mxfp8=True),
 ]
 
 
@@ -138,6 +149,8 @@ TARGETS = {
         "gmm fp8 1×128 · 128×128": Target(1.5, "bf16"),
         "tgmm fp8 per channel": Target(0.8, "bf16"),
         "tgmm fp8 block 512": Target(1.0, "bf16"),
+        "gmm mxfp8": Target(1.1, "bf16"),
+        "tgmm mxfp8": Target(1.1, "bf16"),
     },
     "v6e": {
         "gmm bf16": Target(1 / 0.9, "floor"),

@@ -129,10 +129,15 @@ def load(root: Path) -> tuple[Program, ...]:
     return programs
 
 
-def compile_all(programs: Sequence[Program], chips: Sequence[str] = ()) -> dict[tuple[str, str], Compiled]:
-    """What the compiler says of each program for each chip it names (of `chips` only, if any), by (id, chip)."""
+def compile_all(
+    programs: Sequence[Program], chips: Sequence[str] = (), *, lines: bool = False
+) -> dict[tuple[str, str], Compiled]:
+    """What the compiler says of each program for each chip it names (of `chips` only, if any), by (id, chip).
+
+    lines: with what each source line takes.
+    """
     wanted = [(p, chip) for p in programs for chip in (*p.chips, *p.refused) if not chips or chip in chips]
-    results = compile_for_tpu([program.on(chip) for program, chip in wanted], schedule=True)
+    results = compile_for_tpu([program.on(chip) for program, chip in wanted], schedule=True, lines=lines)
     return {(program.id, chip): result for (program, chip), result in zip(wanted, results, strict=True)}
 
 
@@ -313,21 +318,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def command(given: argparse.Namespace) -> int:
     """`parity schedule`: the ledger as a table; with a program, --record or --check what the compiler says now."""
     if given.diff:
-        changes = moved(at_revision(given.root, given.diff), read(given.root))
+        changes = moved(
+            _wanted_lines(given, at_revision(given.root, given.diff)), _wanted_lines(given, read(given.root))
+        )
         print(json.dumps(changes, ensure_ascii=False) if given.json else "\n".join(changes) or "nothing moved")
         return 0
     if not (given.program or given.record or given.check):
-        lines = [entry for entry in read(given.root).values() if _wanted(given, f"{entry.op}-{entry.name}", entry.chip)]
+        lines = list(_wanted_lines(given, read(given.root)).values())
         if not lines:
             raise ValueError(
                 "the schedule ledger must have a line to show, has none (record it: parity schedule --record)"
             )
         _print(lines, given.json, refused=_refused(given, load(given.root)))
         return 0
-    programs = [p for p in load(given.root) if given.program in (None, p.id) and _wanted(given, p.id)]
+    programs = [program for program in load(given.root) if _wanted(given, program.id)]
     if not programs:
         raise ValueError(f"a program must match, got {given.program or given.k!r}")
-    compiled = compile_all(programs, given.chip)
+    compiled = compile_all(programs, given.chip, lines=bool(given.program))
     failed = surprises(programs, compiled)
     by_id = {program.id: program for program in programs}
     compiles = {(name, chip): result for (name, chip), result in compiled.items() if result.ok}
@@ -337,15 +344,22 @@ def command(given: argparse.Namespace) -> int:
     if given.check:
         failed += regressions(read(given.root), lines)
     if given.program:
-        lines = [_with_source(entry, result) for entry, result in zip(lines, compiles.values(), strict=True)]
+        lines = [_in_detail(entry, result) for entry, result in zip(lines, compiles.values(), strict=True)]
     _print(lines, given.json, detailed=bool(given.program), refused=_refused(given, programs))
     for text in failed:
         print(text, file=sys.stderr)
     return 1 if failed else 0
 
 
-def _wanted(given: argparse.Namespace, name: str, chip: str = "") -> bool:
-    return diff.matches(given.k, name) and (not chip or not given.chip or chip in given.chip)
+def _wanted(given: argparse.Namespace, program: str, chip: str = "") -> bool:
+    on_chip = not chip or not given.chip or chip in given.chip
+    return given.program in (None, program) and diff.matches(given.k, program) and on_chip
+
+
+def _wanted_lines(
+    given: argparse.Namespace, ledger: Mapping[tuple[str, str, str], Line]
+) -> dict[tuple[str, str, str], Line]:
+    return {key: e for key, e in ledger.items() if _wanted(given, f"{e.op}-{e.name}", e.chip)}
 
 
 def _refused(given: argparse.Namespace, programs: Iterable[Program]) -> list[tuple[Program, str]]:
@@ -353,10 +367,17 @@ def _refused(given: argparse.Namespace, programs: Iterable[Program]) -> list[tup
     return [(p, chip) for p in programs for chip in p.refused if _wanted(given, p.id, chip)]
 
 
-def _with_source(entry: Line, compiled: Compiled) -> Line:
-    """The line with what each kernel's source lines take, which is for people: the ledger does not have it."""
+def _in_detail(entry: Line, compiled: Compiled) -> Line:
+    """The line with what the ledger does not have, which is for people: what each kernel's source lines take, …"""
     kernels = tuple(
-        {**figures, "lines": list(map(asdict, kernel.lines)), "line_passes": list(map(asdict, kernel.line_passes))}
+        {
+            **figures,
+            "hbm_bytes": kernel.call.hbm_bytes,
+            "fetch_starvation": round(kernel.fetch_starvation, 4),
+            "write_starvation": round(kernel.write_starvation, 4),
+            "lines": list(map(asdict, kernel.lines)),
+            "line_passes": list(map(asdict, kernel.line_passes)),
+        }
         for figures, kernel in zip(entry.kernels, compiled.kernels, strict=True)
     )
     return replace(entry, kernels=kernels)
@@ -412,6 +433,8 @@ def _detail(kernel: Mapping[str, Any]) -> str:
         f" MXU floor {kernel['mxu_cycles']:g}"
         f"\n  spills {kernel['spills']}, fills {kernel['fills']}, {kernel['spill_share']:.1%} of the store slots;"
         f" VMEM {kernel['vmem_bytes'] / 2**20:.1f} MiB; passes: {passes}"
+        f"\n  HBM {kernel['hbm_bytes'] / 2**20:.1f} MiB; the compiler expects {kernel['fetch_starvation']:.1%} of its"
+        f" bundles to wait for fetches, {kernel['write_starvation']:.1%} for writes"
         f"\n  slots: {slots}" + (loops if kernel["unknown_loops"] else "")
     )
 

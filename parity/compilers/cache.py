@@ -1,11 +1,15 @@
 """Results of the compilers, kept between runs in the user's cache folder."""
 
+import contextlib
 import hashlib
 import os
 import pickle
 import tempfile
 from pathlib import Path
 from typing import Any
+
+LIMIT_BYTES = 256 * 2**20
+"""What is kept of each compiler; beyond it goes what was not asked for longest."""
 
 
 def folder() -> Path:
@@ -24,10 +28,13 @@ def digest(*parts: str | bytes) -> str:
 
 def load(compiler: str, key: str) -> Any:
     """The result kept under a key; None where there is none, or what is there is not whole."""
+    entry = folder() / compiler / key
     try:
-        content = (folder() / compiler / key).read_bytes()
+        content = entry.read_bytes()
     except OSError:
         return None
+    with contextlib.suppress(OSError):  # the folder may belong to another
+        os.utime(entry)
     checksum, payload = content[:32], content[32:]
     return pickle.loads(payload) if hashlib.sha256(payload).digest() == checksum else None
 
@@ -41,5 +48,21 @@ def store(compiler: str, key: str, result: Any) -> None:
         with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as part:
             part.write(hashlib.sha256(payload).digest() + payload)
         Path(part.name).replace(target)
+        _evict(target.parent)
     except OSError:
         return
+
+
+def _evict(kept: Path) -> None:
+    """Remove what was not asked for longest from a compiler's folder, until it is within LIMIT_BYTES."""
+    entries = []
+    for entry in kept.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process evicts too
+            status = entry.stat()
+            entries.append((status.st_mtime_ns, status.st_size, entry))
+    total = sum(size for _, size, _ in entries)
+    for _, size, entry in sorted(entries):
+        if total <= LIMIT_BYTES:
+            return
+        entry.unlink(missing_ok=True)
+        total -= size

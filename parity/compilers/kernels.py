@@ -119,9 +119,10 @@ class Kernel:
         return total
 
 
-def kernels(jaxpr: Any) -> list[Kernel]:
-    """The Pallas kernels in a closed jaxpr, in program order."""
-    return [_kernel(call) for call, _ in _equations(jaxpr.jaxpr, "pallas_call", "mpmd_map")]
+def kernels(jaxpr: Any, *, places: bool = True) -> list[Kernel]:
+    """The Pallas kernels in a closed jaxpr, in program order; places: their dots with those in the source."""
+    found = [_kernel(call) for call, _ in _equations(jaxpr.jaxpr, "pallas_call", "mpmd_map")]
+    return found if places else [replace(k, dots=tuple(replace(dot, place="") for dot in k.dots)) for k in found]
 
 
 def _equations(jaxpr: Any, *primitives: str, times: int = 1) -> Iterator[tuple[Any, int]]:

@@ -2,7 +2,8 @@
 
 Only shapes and dtypes go in, no data. libtpu reads its environment when it loads and a process can load it once,
 so cases are compiled in processes of their own; a compiler that crashes or hangs costs one case, not the others.
-Results are cached by the lowered module: a second run traces and lowers, and compiles nothing.
+Results are cached by the lowered module, without the places in the source that it came from: a second run traces and
+lowers, and compiles nothing, also where code only moved.
 """
 
 import importlib
@@ -19,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from parity.compilers import bundles, cache, chips
 from parity.compilers import kernels as pallas
@@ -38,9 +39,12 @@ _ENVIRONMENT = {
 _DUMP = (
     "--xla_jf_dump_to={} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
     " --xla_jf_dump_llo_pass_label_regex=final_bundles|static"
-    " --xla_mosaic_enable_llo_source_annotations=true"  # comments: the code is the same
 )
+_PLACES = " --xla_mosaic_enable_llo_source_annotations=true"  # comments in the dump: the code is the same
 _LOG_CHARACTERS = 4000
+_BEYOND_MEMORY = re.compile(r"Ran out of memory in memory space|would exceed memory")
+
+Outcome = Literal["compiled", "refused", "too large", "crashed", "timed out", "unreadable"]
 
 
 @dataclass(frozen=True)
@@ -118,14 +122,16 @@ def roofline(kernel: CompiledKernel, chip: str) -> Roofline:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler said. Where ok is False, error is its own text and the byte counts are 0.
+    """What the compiler said. Where it did not compile, error is its own text and the byte counts are 0.
 
+    outcome: `compiled`; `refused` by the compiler (or by Python, before it came to that); `too large` for the chip's
+    memory; `crashed`, `timed out`: so did the compiler; `unreadable`: it left a dump in an unknown format.
     code is its error's code (E2001) and location the line of ours that it blames, "path:line", each empty where it
     names none; log is what it wrote before it crashed or hung. hbm_bytes: what XLA counts for the whole program, None
     where it counts none. kernels: with `schedule`, the Pallas kernels in program order. cached: nothing was compiled.
     """
 
-    ok: bool
+    outcome: Outcome
     seconds: float = 0.0
     error: str = ""
     location: str = ""
@@ -137,6 +143,11 @@ class Compiled:
     hbm_bytes: int | None = None
     kernels: tuple[CompiledKernel, ...] = ()
     cached: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether it compiled."""
+        return self.outcome == "compiled"
 
     @property
     def code(self) -> str:
@@ -151,11 +162,14 @@ class Compiled:
         return re.sub(r"^\w+: (?:[A-Z_]+: )?(?:Mosaic failed to compile TPU kernel .*?HLO name `[^`]*`: )?", "", line)
 
 
-def compile_for_tpu(cases: Sequence[Compilation], timeout: float = 300.0, *, schedule: bool = False) -> list[Compiled]:
+def compile_for_tpu(
+    cases: Sequence[Compilation], timeout: float = 300.0, *, schedule: bool = False, lines: bool = False
+) -> list[Compiled]:
     """Compile each case, in order, in as few fresh processes as possible; one result per case.
 
     A case whose process dies, or that takes longer than `timeout` seconds, fails; the rest go on in a new one.
     schedule: also read the schedules of the Pallas kernels; a dump that cannot be read is then an error of its case.
+    lines: schedules with what each source line takes; code that moved is then compiled again.
     Raises ValueError for an unknown chip or a number of cores that its topology does not have.
     """
     for case in cases:
@@ -167,7 +181,7 @@ def compile_for_tpu(cases: Sequence[Compilation], timeout: float = 300.0, *, sch
         raise ValueError(f"timeout must be at least 1 s, got {timeout:g}")
     results: list[Compiled] = []
     while len(results) < len(cases):
-        done, failure = _compile_in_subprocess(cases[len(results) :], timeout, schedule)
+        done, failure = _compile_in_subprocess(cases[len(results) :], timeout, schedule or lines, lines)
         results += done
         if len(results) < len(cases):
             results.append(failure)
@@ -175,17 +189,17 @@ def compile_for_tpu(cases: Sequence[Compilation], timeout: float = 300.0, *, sch
 
 
 def _compile_in_subprocess(
-    cases: Sequence[Compilation], timeout: float, schedule: bool
+    cases: Sequence[Compilation], timeout: float, schedule: bool, lines: bool
 ) -> tuple[list[Compiled], Compiled]:
     """The results of one process, and what to say of the next case if it stopped early."""
     with tempfile.TemporaryDirectory() as folder:
         requests, answers, log, dump = (Path(folder, name) for name in ("requests", "answers", "log", "dump"))
-        requests.write_bytes(pickle.dumps((list(cases), timeout, str(dump) if schedule else "")))
+        requests.write_bytes(pickle.dumps((list(cases), timeout, str(dump) if schedule else "", lines)))
         answers.touch()
         environment = os.environ | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         if schedule:
             flags = os.environ.get("LIBTPU_INIT_ARGS", "")
-            environment["LIBTPU_INIT_ARGS"] = f"{flags} {_DUMP.format(dump)}".strip()
+            environment["LIBTPU_INIT_ARGS"] = f"{flags} {_DUMP.format(dump)}{_PLACES if lines else ''}".strip()
         program = f"from {__name__} import _serve; import sys; _serve(*sys.argv[1:])"
         with log.open("ab") as stream:
             status = subprocess.run(
@@ -199,7 +213,8 @@ def _compile_in_subprocess(
         hung = status == -signal.SIGALRM
         failure = f"compiler took longer than {timeout:g} s" if hung else f"compiler process ended with status {status}"
         last_words = log.read_bytes()[-_LOG_CHARACTERS:].decode(errors="replace")
-        return _read(answers), Compiled(ok=False, error=failure, log=last_words, seconds=timeout if hung else 0.0)
+        outcome: Outcome = "timed out" if hung else "crashed"
+        return _read(answers), Compiled(outcome, error=failure, log=last_words, seconds=timeout if hung else 0.0)
 
 
 def _read(answers: Path) -> list[Compiled]:
@@ -216,7 +231,7 @@ def _read(answers: Path) -> list[Compiled]:
 def _serve(requests: str, answers: str) -> None:
     """The subprocess: compile what the parent wrote, answer case by case."""
     importlib.import_module("jax")  # before the first case's time begins
-    cases, timeout, dump = pickle.loads(Path(requests).read_bytes())
+    cases, timeout, dump, lines = pickle.loads(Path(requests).read_bytes())
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, wherever in the compiler it is
     with Path(answers).open("ab") as stream:
         for case in cases:
@@ -226,17 +241,23 @@ def _serve(requests: str, answers: str) -> None:
                 left.unlink()
             start = time.perf_counter()
             try:
-                answer = _compile(case, Path(dump) if dump else None)
+                answer = _compile(case, Path(dump) if dump else None, lines)
             except Exception as error:  # whatever the compiler raises is the answer
                 text = f"{type(error).__name__}: {error}"
                 location = _blamed(text) or _raised_at(error)
-                answer = Compiled(ok=False, error=text[:_LOG_CHARACTERS], location=location)
+                answer = Compiled(_outcome(error), error=text[:_LOG_CHARACTERS], location=location)
             signal.setitimer(signal.ITIMER_REAL, 0)
             stream.write(pickle.dumps(replace(answer, seconds=time.perf_counter() - start)))
             stream.flush()
 
 
-def _compile(case: Compilation, dump: Path | None) -> Compiled:
+def _outcome(error: Exception) -> Outcome:
+    if isinstance(error, UnknownDump):
+        return "unreadable"
+    return "too large" if _BEYOND_MEMORY.search(str(error)) else "refused"
+
+
+def _compile(case: Compilation, dump: Path | None, lines: bool) -> Compiled:
     import jax
     from jax.experimental import topologies
 
@@ -254,30 +275,46 @@ def _compile(case: Compilation, dump: Path | None) -> Compiled:
     function = getattr(importlib.import_module(module), name)
     arrays = {word: traced(value) for word, value in case.keywords.items() if isinstance(value, Abstract)}
     static = {word: value for word, value in case.keywords.items() if word not in arrays}
+
+    def trace() -> Any:
+        program = jax.jit(lambda *args, **kwargs: function(*args, **kwargs, **static))
+        return program.trace(*map(traced, case.arguments), **arrays)
+
     # The abstract mesh makes questions about the device (get_tpu_info) answer for the target, not for this host.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        program = jax.jit(lambda *args, **kwargs: function(*args, **kwargs, **static))
-        trace = program.trace(*map(traced, case.arguments), **arrays)
-        lowered = trace.lower()
-        key = _cache_key(case, lowered.as_text(), dump)
+        key = _cache_key(case, _lowered(trace(), places=lines).as_text(), dump)
         known = cache.load("mosaic", key)
         if isinstance(known, Compiled):
             return replace(known, cached=True)
-        compiled = lowered.compile()
+        program = trace()  # anew: JAX lowers a trace once
+        compiled = _lowered(program, places=True).compile()  # so that errors have them
     memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
     if memory is None:
         raise RuntimeError("libtpu gave no memory analysis")
     result = Compiled(
-        ok=True,
+        "compiled",
         code_bytes=memory.generated_code_size_in_bytes,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         hbm_bytes=int(costs["bytes accessed"]) if "bytes accessed" in costs else None,
-        kernels=_kernels(dump, case.chip, pallas.kernels(trace.jaxpr)) if dump else (),
+        kernels=_kernels(dump, case.chip, pallas.kernels(program.jaxpr, places=lines)) if dump else (),
     )
     cache.store("mosaic", key, result)
     return result
+
+
+def _lowered(trace: Any, *, places: bool) -> Any:
+    """The module of a traced function; places: with those in the source that its operations come from."""
+    import jax
+
+    limit = "jax_traceback_in_locations_limit"
+    frames = getattr(jax.config, limit)
+    try:
+        jax.config.update(limit, frames if places else 0)
+        return trace.lower()
+    finally:
+        jax.config.update(limit, frames)
 
 
 def _cache_key(case: Compilation, module: str, dump: Path | None) -> str:

@@ -16,6 +16,7 @@ BF16, F32 = "bfloat16", "float32"
 CHUNKED = ("chunk_simple_gla", "fused_chunk_simple_gla", "chunk_gla")
 RECURRENT = ("fused_recurrent_simple_gla", "fused_recurrent_gla")
 DIRECTIONS = ("fwd", "bwd")
+DEFAULT_TIER = ("v5e", "tpu7x")  # a chip takes half a minute
 SMALL = {"batch": 1, "steps": 130, "heads": 2}
 UNALIGNED = {"batch": 3, "steps": 77, "heads": 3, "key_size": 100, "value_size": 40}
 LONG = {"batch": 1, "steps": 65_536}
@@ -81,7 +82,9 @@ def ieee(program):
     return program.keywords["q"].dtype == F32 and program.keywords.get("precision") != "bf16x3"
 
 
-@pytest.mark.parametrize("chip", LINEAR_ATTENTION_CHIPS)
+@pytest.mark.parametrize(
+    "chip", [pytest.param(c, marks=[] if c in DEFAULT_TIER else [pytest.mark.full]) for c in LINEAR_ATTENTION_CHIPS]
+)
 def test_compiles(chip):
     check(list(representative()), chip)
 

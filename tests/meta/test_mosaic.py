@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from parity.compilers import bundles, cache
+from parity import schedule
+from parity.cli import main
+from parity.compilers import bundles, cache, mosaic
 from parity.compilers.bundles import UnknownDump, parse
 from parity.compilers.chips import CHIPS
 from parity.compilers.kernels import Block, Dot, Kernel
-from parity.compilers.mosaic import Abstract, Compilation, compile_for_tpu, read_dump, roofline
+from parity.compilers.mosaic import Abstract, Compilation, Compiled, compile_for_tpu, read_dump, roofline
 
 needs_libtpu = pytest.mark.skipif(
     find_spec("libtpu") is None, reason="the TPU compiler is not installed: pip install libtpu"
@@ -104,6 +106,25 @@ def test_peaks_are_the_published_ones(chip, tflops):
     assert CHIPS[chip].cores * CHIPS[chip].teraflops("bf16") == pytest.approx(tflops, rel=0.002)
 
 
+def test_parity_schedule_shows_a_program_in_detail(monkeypatch, capsys, pytestconfig):
+    kernel = read_dump(dump("tpu7x"), GMM, "tpu7x")
+    compiled = Compiled("compiled", code_bytes=200_000, kernels=(kernel,))
+    program = schedule.Program("gmm", "model-bf16", "module:gmm", (), chips=("tpu7x",), work=M)
+    monkeypatch.setattr(schedule, "load", lambda root: (program,))
+    monkeypatch.setattr(schedule, "compile_all", lambda *_, lines: {(program.id, "tpu7x"): compiled} if lines else {})
+
+    def output(*arguments):
+        assert main(["--root", str(pytestconfig.rootpath), "schedule", "gmm-model-bf16", *arguments]) == 0
+        return capsys.readouterr().out
+
+    ((figures,),) = (line["kernels"] for line in json.loads(output("--json")))
+    assert (figures["steps"], figures["static_cycles"], figures["hbm_bytes"]) == (32, 1024, GMM.hbm_bytes)
+    assert (figures["fetch_starvation"], figures["write_starvation"]) == (0.047, 0.1857)
+    assert figures.keys() > {"lines", "line_passes", "vmem_bytes", "passes", "slots", "spills", "fills", "hot_bundles"}
+    shown = output()
+    assert "tpu7x gmm: 1024 cycles a step, 32 steps" in shown and "hottest lines" in shown
+
+
 CORRUPTIONS = {
     "a bundle is missing": lambda p, u: (p.replace(" 0x31a ", " 0x9999 ", 1), u),
     "cut off": lambda p, u: (p[: len(p) // 2], u),
@@ -174,7 +195,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compiled(folder):
-    return dict(zip(KERNELS, compile_for_tpu(list(KERNELS.values()), schedule=True), strict=True))
+    return dict(zip(KERNELS, compile_for_tpu(list(KERNELS.values()), lines=True), strict=True))
 
 
 def kernel_of(result):
@@ -266,7 +287,7 @@ def test_a_kernel_with_its_own_pipeline(compiled):
 @needs_libtpu
 def test_errors_are_the_compilers_own(compiled):
     refused, vmem, fp8 = (compiled[name] for name in ("exact_bf16", "beyond_vmem", "fp8_on_v4"))
-    assert not (refused.ok or vmem.ok or fp8.ok)
+    assert [r.outcome for r in (refused, vmem, fp8)] == ["refused", "too large", "refused"]
     assert refused.reason == "Bad lhs type"
     assert vmem.reason.startswith("XLA:TPU compile permanent error. Ran out of memory in memory space vmem")
     assert fp8.code == "E2001" and "Unsupported matmul RHS type" in fp8.reason
@@ -281,20 +302,55 @@ def test_runs_are_identical_and_cached(compiled, monkeypatch, tmp_path):
     def figures(result):
         return replace(result, seconds=0.0, cached=False)
 
-    (again,) = compile_for_tpu([KERNELS["dot"]], schedule=True)
+    (again,) = compile_for_tpu([KERNELS["dot"]], lines=True)
     assert again.cached and not compiled["dot"].cached
     assert figures(again) == figures(compiled["dot"])
     for kept in (cache.folder() / "mosaic").iterdir():
         kept.write_bytes(kept.read_bytes()[:-1])
-    (anew,) = compile_for_tpu([KERNELS["dot"]], schedule=True)
+    (anew,) = compile_for_tpu([KERNELS["dot"]], lines=True)
     assert not anew.cached
     assert figures(anew) == figures(again)
 
 
 @needs_libtpu
+def test_code_that_moved_is_not_compiled_again(folder, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    source = Path(__file__).with_name("pallas_kernels.py").read_text()
+    texts = {
+        "first": source,
+        "moved": f"# a line more\n{source}",
+        "changed": source.replace("TILE = (256, 512, 512)", "TILE = (512, 512, 512)"),
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    cases = {name: replace(KERNELS["dot"], function=f"{name}:dot") for name in texts}
+    first, moved, changed, refused = compile_for_tpu([*cases.values(), KERNELS["exact_bf16"]], schedule=True)
+    assert (refused.outcome, "pallas_kernels.py:" in refused.location) == ("refused", True)
+    assert (first.cached, moved.cached, changed.cached) == (False, True, False)
+    kernel = kernel_of(moved)
+    assert (kernel.lines, kernel.line_passes) == ((), ()) and [p.emitted for p in kernel.passes] == [1]
+    # Lines are where the code is now, and all other figures the same with them as without.
+    for name, result in zip(cases, compile_for_tpu([cases["first"], cases["moved"]], lines=True), strict=False):
+        with_lines = kernel_of(result)
+        (dot,) = with_lines.line_passes
+        assert not result.cached and f"{name}.py" in dot.place
+        assert "jnp.dot" in texts[name].splitlines()[int(dot.place.rpartition(":")[2]) - 1]
+        assert replace(with_lines, lines=(), line_passes=(), call=kernel.call) == kernel
+        assert result.code_bytes == first.code_bytes
+
+
+@needs_libtpu
+def test_a_dump_that_is_not_there_is_unreadable(folder, monkeypatch):
+    monkeypatch.setattr(mosaic, "_DUMP", mosaic._DUMP.replace("final_bundles|static", "static"))
+    (result,) = compile_for_tpu([KERNELS["dot"]], schedule=True)
+    assert (result.outcome, result.kernels) == ("unreadable", ())
+    assert result.reason.startswith("the dump must have a program of kernel matmul")
+
+
+@needs_libtpu
 def test_a_crash_costs_one_case(folder):
     crashed, other = compile_for_tpu([case("crashes"), KERNELS["dot"]])
-    assert not crashed.ok and crashed.error == "compiler process ended with status -6"
+    assert (crashed.outcome, crashed.error) == ("crashed", "compiler process ended with status -6")
     assert "last words" in crashed.log
     assert other.ok
 
@@ -302,7 +358,7 @@ def test_a_crash_costs_one_case(folder):
 @needs_libtpu
 def test_a_hang_costs_one_case(folder):
     (hung,) = compile_for_tpu([case("hangs")], timeout=5)
-    assert not hung.ok and hung.error == "compiler took longer than 5 s"
+    assert (hung.outcome, hung.error) == ("timed out", "compiler took longer than 5 s")
 
 
 @needs_libtpu

@@ -3,6 +3,7 @@
 fixtures/ptx has real output for one small dot on most targets, less line tables and the encodings of instructions.
 """
 
+import os
 import re
 from dataclasses import replace
 from importlib.util import find_spec
@@ -425,3 +426,16 @@ def test_the_cache_takes_no_damaged_entry(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     cache.store("ptx", key, 1)
     assert cache.load("ptx", key) is None
+
+
+def test_the_cache_forgets_what_was_not_asked_for_longest(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keys = [cache.digest(str(number)) for number in range(4)]
+    for age, key in enumerate(keys[:3]):
+        cache.store("ptx", key, bytes(1000))
+        os.utime(tmp_path / "kernel-parity" / "ptx" / key, (age, age))
+    assert cache.load("ptx", keys[0]) is not None  # asked for: now the youngest
+    size = (tmp_path / "kernel-parity" / "ptx" / keys[0]).stat().st_size
+    monkeypatch.setattr(cache, "LIMIT_BYTES", 3 * size)
+    cache.store("ptx", keys[3], bytes(1000))
+    assert [cache.load("ptx", key) is not None for key in keys] == [True, False, True, True]

@@ -63,17 +63,17 @@ def test_regressions():
 
 def test_surprises_in_both_directions():
     program = Program("gmm", "fp8", "m:f", (), chips=("v6e",), refused={"v4": "Unsupported matmul RHS type"})
-    refused = Compiled(ok=False, error="MosaicError: E2001: Unsupported matmul RHS type on target")
+    refused = Compiled("refused", error="MosaicError: E2001: Unsupported matmul RHS type on target")
 
     def told(v6e, v4):
         return surprises([program], {("gmm-fp8", "v6e"): v6e, ("gmm-fp8", "v4"): v4})
 
-    assert told(Compiled(ok=True), refused) == []
+    assert told(Compiled("compiled"), refused) == []
     assert told(refused, refused)[0].startswith("gmm-fp8 must compile for v6e: MosaicError: E2001")
-    assert told(Compiled(ok=True), Compiled(ok=True)) == [
+    assert told(Compiled("compiled"), Compiled("compiled")) == [
         "gmm-fp8 is declared refused for v4 (Unsupported matmul RHS type), but compiles"
     ]
-    other = told(Compiled(ok=True), Compiled(ok=False, error="ValueError: something else"))
+    other = told(Compiled("compiled"), Compiled("refused", error="ValueError: something else"))
     assert other == ["gmm-fp8 must be refused for v4 with 'Unsupported matmul RHS type', got something else"]
 
 
@@ -112,11 +112,11 @@ def test_the_command_shows_the_ledger_and_what_moved(tmp_path, capsys, monkeypat
     def git(*words):
         subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True)
 
-    write(tmp_path, [LINE])
+    write(tmp_path, [LINE, replace(LINE, op="tgmm")])
     git("init")
     git("add", ".")
     git("-c", "user.name=a", "-c", "user.email=a", "commit", "-m", "ledger")
-    write(tmp_path, [replace(LINE, spills=0)])
+    write(tmp_path, [replace(LINE, spills=0), replace(LINE, op="tgmm", spills=0)])
 
     def output(*arguments):
         assert main(["--root", str(tmp_path), "schedule", *arguments]) == 0
@@ -125,7 +125,10 @@ def test_the_command_shows_the_ledger_and_what_moved(tmp_path, capsys, monkeypat
     table = output()
     assert "122.1 / row" in table and "90%" in table and "50%" in table and "schedule" in table
     assert json.loads(output("--json"))[0]["cycles"] == 1e6
-    assert output("--diff", "HEAD") == "gmm-model-bf16 on tpu7x: spills 100 → 0 (-100.0%)\n"
+    moved = "gmm-model-bf16 on tpu7x: spills 100 → 0 (-100.0%)\n"
+    assert output("--diff", "HEAD") == f"{moved}t{moved}"
+    assert output("gmm-model-bf16", "--diff", "HEAD") == output("-k", "not tgmm", "--diff", "HEAD") == moved
+    assert output("--chip", "v6e", "--diff", "HEAD") == "nothing moved\n"
     with pytest.raises(SystemExit):
         main(["--root", str(tmp_path), "schedule", "--diff", "--upload-pack=x"])
     with pytest.raises(SystemExit):
@@ -143,6 +146,20 @@ def test_the_hottest_lines_are_shown_with_their_text_and_passes(tmp_path):
     (figures,) = LINE.kernels
     shown = schedule._hottest({**figures, "lines": lines, "line_passes": passes}).splitlines()
     assert shown[1:] == [f"      250.1  25%  {kernel}:2 [f32 ×6]  acc += jnp.dot(x, y)"]
+
+
+def test_the_detail_of_a_kernel_is_all_that_is_known_of_it():
+    waits = {"hbm_bytes": 10**9, "fetch_starvation": 0.25, "write_starvation": 0.125}
+    shown = schedule._detail({**LINE.kernels[0], **waits})
+    for part in (
+        "1000.5 cycles a step, 32 steps",
+        "990 a step + 10.5 every few steps, hot region 600, loop 1200, program 1300; MXU floor 900",
+        "spills 100, fills 90, 10.0% of the store slots; VMEM 1.0 MiB; passes: bf16 ×1",
+        "HBM 953.7 MiB; the compiler expects 25.0% of its bundles to wait for fetches, 12.5% for writes",
+        "slots: MATMUL 50%",
+    ):
+        assert part in shown
+    assert "XLU" not in shown and "counted once" not in shown
 
 
 def test_what_the_compiler_refuses_is_in_the_table():
