@@ -34,9 +34,10 @@ def chunk_forward(
 ) -> tuple[Array, Array]:
     """A `Forward` scan of `fused_recurrent`, chunk by chunk.
 
-    Sites: q, k, v, c, exponent, decay, kept_exponent, kept, A, state, lhs, rhs, partial, acc (of every dot), out.
+    Sites: q, k, v, initial_state, c, exponent, decay, kept_exponent, kept, A, state, lhs, rhs, partial, acc (of every
+    dot), out.
     """
-    q, k, v = stages.operands(q=q, k=k, v=v)
+    q, k, v, state = stages.operands(q=q, k=k, v=v, initial_state=state)
     o = np.zeros(v.shape)
     for rows in _chunks(q, chunk_size):
         q_c, k_c, v_c = (x[..., rows, :] for x in (q, k, v))
@@ -64,33 +65,37 @@ def chunk_backward(
     """A `Backward` scan of `fused_recurrent`, chunk by chunk.
 
     magnitude: of absolute values (the gates true), and what is added to a gate's gradient and taken away again counts.
-    Sites: those of `chunk_forward`, do, dA, dstate, dgate (each of the sums that a gate's gradient has).
+    Sites: those of `chunk_forward`, do, dht, dstate, dA, dgate (each of the sums that a gate's gradient has).
     """
-    q, k, v, do = stages.operands(q=q, k=k, v=v, do=do)
+    q, k, v, do, state, dstate = stages.operands(q=q, k=k, v=v, do=do, initial_state=state, dht=dstate)
     if magnitude:
         q, k, v, do, state, dstate = (np.abs(x) for x in (q, k, v, do, state, dstate))
         scale = abs(scale)
-    states = []
-    for rows in _chunks(q, chunk_size):
+    # What goes from chunk to chunk comes first, so that sites are in the order in which one acts on another.
+    chunks = list(_chunks(q, chunk_size))
+    states, dstates = [], []
+    for rows in chunks:
         states.append(state)
         state = _next_state(k[..., rows, :], v[..., rows, :], _summed(gate[..., rows, :], stages), state, stages)
+    for rows in reversed(chunks):
+        dstates.append(dstate)
+        dstate = _previous_dstate(q[..., rows, :], do[..., rows, :], gate[..., rows, :], dstate, scale, stages)
     dq, dk, dv, dgate = (np.zeros(x.shape) for x in (q, k, v, gate))
-    for rows in reversed(list(_chunks(q, chunk_size))):
+    for rows, state_c, dstate_c in zip(chunks, states, reversed(dstates), strict=True):
         q_c, k_c, v_c, do_c = (x[..., rows, :] for x in (q, k, v, do))
-        c, state = _summed(gate[..., rows, :], stages), states.pop()
+        c = _summed(gate[..., rows, :], stages)
         since, until, kept = stages.decay(c), stages.decay(c[..., -1:, :] - c), stages.kept(c[..., -1, :, None])
         a = _scores(q_c, k_c, c, stages)
         da = stages.rounding("dA", np.tril(scale * stages.dot(do_c, v_c.mT)))
-        read = scale * since * stages.dot(do_c, state.mT)
-        written = until * stages.dot(v_c, dstate.mT)
+        read = scale * since * stages.dot(do_c, state_c.mT)
+        written = until * stages.dot(v_c, dstate_c.mT)
         dq[..., rows, :], dk[..., rows, :], of_pairs = _pair_gradients(a, da, q_c, k_c, c, stages, magnitude)
         dq[..., rows, :] += read
         dk[..., rows, :] += written
-        dv[..., rows, :] = scale * stages.dot(a.mT, do_c) + _read(k_c, until, dstate, stages)
-        of_states = np.sum(kept * state * dstate, axis=-1)[..., None, :]
+        dv[..., rows, :] = scale * stages.dot(a.mT, do_c) + _read(k_c, until, dstate_c, stages)
+        of_states = np.sum(kept * state_c * dstate_c, axis=-1)[..., None, :]
         sums = of_states, _sum_from(q_c * read), _sum_before(k_c * written, magnitude)
         dgate[..., rows, :] = of_pairs + sum(stages.rounding("dgate", sum_to_gate(x, gate)) for x in sums)
-        dstate = stages.rounding("dstate", kept * dstate + _written(q_c, do_c, scale * since, stages))
     out = [stages.rounding("out", x) for x in (dq, dk, dv, dgate)]
     return out[0], out[1], out[2], out[3], dstate
 
@@ -115,6 +120,12 @@ def _next_state(k: Array, v: Array, c: Array, state: Array, stages: Stages) -> A
     until = stages.decay(c[..., -1:, :] - c)
     kept = stages.kept(c[..., -1, :, None])
     return stages.rounding("state", kept * state + _written(k, v, until, stages))
+
+
+def _previous_dstate(q: Array, do: Array, gate: Array, dstate: Array, scale: float, stages: Stages) -> Array:
+    c = _summed(gate, stages)
+    kept = stages.kept(c[..., -1, :, None])
+    return stages.rounding("dstate", kept * dstate + _written(q, do, scale * stages.decay(c), stages))
 
 
 def _written(k: Array, v: Array, decay: Array, stages: Stages) -> Array:

@@ -182,9 +182,10 @@ def recurrent_forward(
 ) -> tuple[Array, Array]:
     """The recurrence as the fused recurrent kernels round it: see `_step`. A `Forward` scan.
 
-    Sites: q, k, v, kept_exponent (a step's gate), kept, state, lhs, rhs, partial, acc (of q_tᵀ S_t), out.
+    Sites: q, k, v, initial_state, kept_exponent (a step's gate), kept, state, lhs, rhs, partial, acc (of q_tᵀ S_t),
+    out.
     """
-    q, k, v = stages.operands(q=q, k=k, v=v)
+    q, k, v, state = stages.operands(q=q, k=k, v=v, initial_state=state)
     o, rounded = np.zeros(v.shape), state
     for t in range(q.shape[2]):
         state, rounded = _step(t, k, v, gate, state, stages)
@@ -207,9 +208,9 @@ def recurrent_backward(
     """The derivative of the recurrence as the fused recurrent kernels round it. A `Backward` scan.
 
     A forward pass keeps the state before every `BLOCK` steps; the states between are computed again.
-    Sites: as `recurrent_forward`, do, dstate, dgate.
+    Sites: as `recurrent_forward`, do, dht, dstate, dgate.
     """
-    q, k, v, do = stages.operands(q=q, k=k, v=v, do=do)
+    q, k, v, do, state, dstate = stages.operands(q=q, k=k, v=v, do=do, initial_state=state, dht=dstate)
     size = q.shape[2]
     checkpoints = []
     for t in range(size):

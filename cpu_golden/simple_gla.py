@@ -124,9 +124,9 @@ def chunk_simple_gla_fwd(
     Returns float64 o [B, T, H, V] and, with output_final_state, ht [N, H, K, V]; an empty sequence's is its initial
     state. depth: the products that are summed before a dot's running sum is rounded (None: all). values_decayed: the
     staged form decays v, not k, before it is written into a state (backward do, not q).
-    Sites: q, k, v, c (sum of the gates since the chunk began), exponent, decay (exp of it), kept_exponent and kept (of
-    what decays a state, the latter less 1 or 0), A (the decayed scores), state, of every dot lhs and rhs (its
-    operands), partial (`depth` products) and acc (their running sum), and out (o).
+    Sites: q, k, v, initial_state, c (sum of the gates since the chunk began), exponent, decay (exp of it),
+    kept_exponent and kept (of what decays a state, the latter less 1 or 0), A (the decayed scores), state, of every dot
+    lhs and rhs (its operands), partial (`depth` products) and acc (their running sum), and out (o).
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`.
     """
     scan = partial(chunk_forward, chunk_size=chunk_size, stages=Stages(rounding, depth, values_decayed))
@@ -166,8 +166,8 @@ def chunk_simple_gla_bwd(
     do has q's dtype, dht is float32 or float64, default zero; everything else as the forward pass. Returns float64
     gradients shaped as their arguments: dg [B, T, H] of every step, dg_gamma [H] their sum over B and T (each where
     that gate was given), dh0 [N, H, K, V] where initial_state was.
-    Sites: those of the forward pass, do, dA, dstate, dgate (each sum in the gradient of a gate); out is dq, dk, dv
-    and the gradient of the gates.
+    Sites: those of the forward pass, do, dht, dstate, dA, dgate (each sum in the gradient of a gate); out is dq, dk,
+    dv and the gradient of the gates.
     Raises ValueError or TypeError as `op_arguments.gla.check_backward`.
     """
     scan = partial(chunk_backward, chunk_size=chunk_size, stages=Stages(rounding, depth, values_decayed))
@@ -253,7 +253,8 @@ def fused_recurrent_simple_gla_fwd(
 
     reverse: time runs backwards within each sequence: S_t = a_t S_{t+1} + k_t v_tᵀ, from the last step to the first,
     whose state is ht.
-    Sites: q, k, v, kept_exponent (g_t + g_gamma), kept, state, lhs, rhs, partial, acc (of q_tᵀ S_t), out (o).
+    Sites: q, k, v, initial_state, kept_exponent (g_t + g_gamma), kept, state, lhs, rhs, partial, acc (of q_tᵀ S_t),
+    out (o).
     """
     scan = partial(recurrent_forward, stages=Stages(rounding, depth))
     return forward(
@@ -288,8 +289,8 @@ def fused_recurrent_simple_gla_bwd(
 ) -> Grads:
     """The gradients of `fused_recurrent_simple_gla_fwd`; arguments, result and errors as `chunk_simple_gla_bwd`.
 
-    Sites: those of the forward pass, do, dstate, dgate (a gate's gradient before it is stored); out is dq, dk, dv
-    and the gradient of the gates.
+    Sites: those of the forward pass, do, dht, dstate, dgate (a gate's gradient before it is stored); out is dq, dk,
+    dv and the gradient of the gates.
     """
     scan = partial(recurrent_backward, stages=Stages(rounding, depth))
     return _grads(

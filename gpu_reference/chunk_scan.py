@@ -136,7 +136,7 @@ def chunk_fwd(
     q's dtype. initial_state [N, H, K, V] float32. cu_seqlens [N + 1] int32 packs N sequences into B = 1 (N = B
     without). scale: default K ** -0.5. chunk_size: rows between the states that are kept where not fused.
     precision of dots of float32: "ieee" or "bf16x3" (operands in two bfloat16 parts, three products). fused: in one
-    pass over each sequence; None: as `chunk_route`. debug: as `gmm.gmm`, at decay (from a block's start), A and state.
+    pass over each sequence; None: as `chunk_route`. debug: as `gmm.gmm`, at c, decay, kept, A and state.
     o has v's shape and dtype and is zero beyond the last sequence; ht [N, H, K, V] is float32.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`, ValueError for tensors on several devices, and
     RuntimeError for CPU tensors where Triton's interpreter is off.
@@ -216,12 +216,14 @@ def chunk_bwd(
     chunk_size: int = 64,
     precision: str = "ieee",
     fused: bool | None = None,
+    debug: Debug = None,
 ) -> Gradients:
     """The gradients of `chunk_fwd`'s arguments, given those of o (do) and, if it is not None, of ht (dht).
 
     do has v's shape and dtype; dht [N, H, K, V] is float32. Gradients have their arguments' dtypes and are zero beyond
     the last sequence. Held meanwhile, in float32: a state for each block of rows (where not fused, two), and where K
-    has several tiles a copy of dv for each.
+    has several tiles a copy of dv for each. Sites of debug: those of `chunk_fwd`, dA, dgate and dstate; A and a
+    scalar gate's dgate where K has one tile.
     Raises as `chunk_fwd`, with `op_arguments.gla.check_backward`.
     """
     p = check_backward(
@@ -279,17 +281,35 @@ def chunk_bwd(
     else:
         q, k, v, do, cu_seqlens = (_contiguous(x) for x in (q, k, v, do, cu_seqlens))
         states = _states(p, p.b * p.t // block.rows + p.n, device)
-        states_launch(p, k, v, gates, initial_state, cu_seqlens, states, None, block, block.rows, precision).run(device)
+        states_launch(
+            p, k, v, gates, initial_state, cu_seqlens, states, None, block, block.rows, precision, debug=debug
+        ).run(device)
         if fused:
             dstates = _states(p, p.n, device) if dh0 is None else dh0
             _copied(dht, dstates)
         else:
             dstates = torch.empty_like(states)
             states_launch(
-                p, q, do, gates, dht, cu_seqlens, dstates, dh0, block, block.rows, precision, reverse=True
+                p, q, do, gates, dht, cu_seqlens, dstates, dh0, block, block.rows, precision, reverse=True, debug=debug
             ).run(device)
         backward_launch(
-            p, q, k, v, do, gates, states, dstates, cu_seqlens, dq, dk, dv, dgate, block, precision, fused=fused
+            p,
+            q,
+            k,
+            v,
+            do,
+            gates,
+            states,
+            dstates,
+            cu_seqlens,
+            dq,
+            dk,
+            dv,
+            dgate,
+            block,
+            precision,
+            fused=fused,
+            debug=debug,
         ).run(device)
 
     if per_channel:
@@ -466,6 +486,7 @@ def backward_launch(
     precision: str,
     *,
     fused: bool,
+    debug: Debug = None,
 ) -> Launch:
     """The kernel that fills dq, dk, dv [tiles of K, B, T, H, V] and dgate (gk's in its shape, else
     [tiles of K, B, T, H]) from the states
@@ -492,6 +513,7 @@ def backward_launch(
         "ROWS": block.rows,
         "BK": block.keys,
         "BV": block.values,
+        "DEBUG": debug,
     }
     segments = p.n if fused else p.b * p.t // block.rows + p.n
     return Launch(_backward_kernel, (segments * p.h * triton.cdiv(p.k, block.keys),), arguments, _options(block))
@@ -549,13 +571,13 @@ def _states_kernel(
         row = first + tl.arange(0, ROWS)
         k_columns = load_tile(k, row[None, :], end, key, head, heads, keys)
         v_rows = load_tile(v, row[:, None], end, value, head, heads, values)
-        since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key, head, heads, keys, 1, SPLIT, ROWS)
+        since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key, head, heads, keys, 1, SPLIT, ROWS, DEBUG)
         weight = rest
         if REVERSE:
             weight = since * scale
         state = next_state(state, k_columns, v_rows, weight, kept, lost, SPLIT)
         if DEBUG is not None:
-            state = DEBUG("state", state, in_state, chunk_size=ROWS)
+            state = DEBUG("dstate" if REVERSE else "state", state, in_state, chunk_size=ROWS)
     if last_state is not None:
         tl.store(last_state + at_sequence, state, mask=in_state)
 
@@ -608,17 +630,15 @@ def _forward_kernel(
         k_columns = load_tile(k, row[None, :], end, key, head, heads, keys)
         v_rows = load_tile(v, row[:, None], end, value, head, heads, values)
         if gk is None:
-            since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key, head, heads, keys, 1, SPLIT, ROWS)
+            since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key, head, heads, keys, 1, SPLIT, ROWS, DEBUG)
             coarse, fine = gate_sums(g, g_gamma, first, end, head, heads, ROWS)
             scores = dot(q_rows, k_columns, SPLIT) * pair_decays(coarse, fine, False, SPLIT)
-            if DEBUG is not None:
-                since = DEBUG("decay", since, row < end, chunk_size=ROWS)
             out = since[:, None] * dot(q_rows, state, SPLIT)
         else:
             scores = channel_scores(q_rows, k, gk, first, end, key_row, head, heads, keys, False)
-            since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key_row, head, heads, keys, 0, SPLIT, ROWS)
-            if DEBUG is not None:
-                since = DEBUG("decay", since, (row[:, None] < end) & (key_row < keys), chunk_size=ROWS)
+            since, rest, kept, lost = decays(
+                g, g_gamma, gk, first, end, key_row, head, heads, keys, 0, SPLIT, ROWS, DEBUG
+            )
             out = dot(since * q_rows.to(tl.float32), state, SPLIT)
         if DEBUG is not None:
             scores = DEBUG("A", scores, (row[:, None] < end) & (row[None, :] < end), chunk_size=ROWS)
@@ -626,7 +646,7 @@ def _forward_kernel(
         at_out = (row[:, None] * heads + head) * values + value
         tl.store(o + at_out, (scale * out).to(o.dtype.element_ty), mask=(row[:, None] < end) & (value < values))
         if SEGMENT != ROWS:
-            since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key, head, heads, keys, 1, SPLIT, ROWS)
+            since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key, head, heads, keys, 1, SPLIT, ROWS, DEBUG)
             # Loaded again: kept meanwhile, they would leave too few registers for the rest.
             k_columns = load_tile(k, row[None, :], end, key, head, heads, keys)
             state = next_state(state, k_columns, v_rows, rest, kept, lost, SPLIT)
@@ -664,6 +684,7 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    DEBUG: tl.constexpr,
 ):
     """One program per (segment, head, tile of K), from the last block to the first. dstates are those after each block,
     or without SEGMENT one per sequence, which goes with the blocks. "Columns" are tiles that are loaded transposed:
@@ -686,7 +707,7 @@ def _backward_kernel(
         q_columns = load_tile(q, row[None, :], end, key, head, heads, keys)
         k_columns = load_tile(k, row[None, :], end, key, head, heads, keys)
         k_rows = load_tile(k, row[:, None], end, key_row, head, heads, keys)
-        since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key, head, heads, keys, 1, SPLIT, ROWS)
+        since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key, head, heads, keys, 1, SPLIT, ROWS, DEBUG)
         if gk is None:
             k_decayed = k_rows
             coarse, fine = gate_sums(g, g_gamma, first, end, head, heads, ROWS)
@@ -694,9 +715,12 @@ def _backward_kernel(
         else:
             k_decayed = (
                 k_rows.to(tl.float32)
-                * decays(g, g_gamma, gk, first, end, key_row, head, heads, keys, 0, SPLIT, ROWS)[1]
+                * decays(g, g_gamma, gk, first, end, key_row, head, heads, keys, 0, SPLIT, ROWS, DEBUG)[1]
             )
             scores_t = channel_scores(k_rows, q, gk, first, end, key_row, head, heads, keys, True)
+        if DEBUG is not None:
+            is_pair = (row[:, None] < end) & (row[None, :] < end)
+            scores_t = DEBUG("A", scores_t, is_pair & (keys <= BK), chunk_size=ROWS)  # of a tile of K it is a part
         scores_t *= scale
 
         products = tl.full((ROWS, ROWS), 0.0, SUM)
@@ -731,10 +755,15 @@ def _backward_kernel(
             tl.store(dv + at_value, dv_tile.to(dv.dtype.element_ty), mask=(row[:, None] < end) & (value < values))
             if SEGMENT is None:
                 dstate = next_state(dstate, q_columns, do_rows, since * scale, kept, lost, SPLIT)
+                if DEBUG is not None:
+                    dstate = DEBUG("dstate", dstate, in_state, chunk_size=ROWS)
                 tl.store(dstates + at_dstate, dstate, mask=in_state)
 
         products = products.to(tl.float32)
         products_t = products_t.to(tl.float32)
+        if DEBUG is not None:
+            DEBUG("dA", scale * products, is_pair & (row[:, None] >= row[None, :]), chunk_size=ROWS)
+            DEBUG("dA", scale * products_t, is_pair & (row[:, None] <= row[None, :]), chunk_size=ROWS)
         # Loaded again, as in `_forward_kernel`.
         q_columns = load_tile(q, row[None, :], end, key, head, heads, keys)
         k_columns = load_tile(k, row[None, :], end, key, head, heads, keys)
@@ -745,6 +774,8 @@ def _backward_kernel(
                 through_state = tl.sum(q_columns.to(tl.float32) * dq_tile, axis=0)
                 through_dstate = tl.sum(k_columns.to(tl.float32) * dk_tile, axis=0)
                 dgate_rows = sums_across(scores_t * products_t, through_state, through_dstate, SPLIT, ROWS)
+                if DEBUG is not None:
+                    DEBUG("dgate", (kept + lost) * tl.sum(past_block), keys <= BK, chunk_size=ROWS)
                 tl.store(
                     dgate + at_tile + row * heads + head,
                     dgate_rows + (kept + lost) * tl.sum(past_block),
@@ -756,13 +787,24 @@ def _backward_kernel(
             dk_tile += dot(q_columns, products, SPLIT)
         else:
             dgate_tile = (kept + lost) * past_block[:, None]
-            dgate_tile += sums_from(q_columns.to(tl.float32) * dq_tile)
-            dgate_tile += sums_before(k_columns.to(tl.float32) * dk_tile)
+            if DEBUG is not None:
+                is_of_key = (key < keys) & (row[None, :] < end)
+                dgate_tile = DEBUG("dgate", dgate_tile, key < keys, chunk_size=ROWS)
+            read = sums_from(q_columns.to(tl.float32) * dq_tile)
+            if DEBUG is not None:
+                read = DEBUG("dgate", read, is_of_key, chunk_size=ROWS)
+            dgate_tile += read
+            written = sums_before(k_columns.to(tl.float32) * dk_tile)
+            if DEBUG is not None:
+                written = DEBUG("dgate", written, is_of_key, chunk_size=ROWS)
+            dgate_tile += written
             products *= scale
             products_t *= scale
             dq_inner, dk_inner, dgate_inner = channel_gradients(
                 q, k, gk, q_columns, k_columns, products, products_t, first, end, key, head, heads, keys, ROWS
             )
+            if DEBUG is not None:
+                dgate_inner = DEBUG("dgate", dgate_inner, is_of_key, chunk_size=ROWS)
             dq_tile += dq_inner
             dk_tile += dk_inner
             store_columns(dgate, dgate_tile + dgate_inner, row, end, key, head, heads, keys)
@@ -939,7 +981,19 @@ def scalar_decay(coarse, fine, SPLIT: tl.constexpr):
 
 @triton.jit
 def decays(
-    g, g_gamma, gk, first, end, key, head, heads, keys, ROW_AXIS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr
+    g,
+    g_gamma,
+    gk,
+    first,
+    end,
+    key,
+    head,
+    heads,
+    keys,
+    ROW_AXIS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEBUG: tl.constexpr,
 ):
     """How much of what was before the block is left after each row, how much of each row after the block, [R]; and the
     former after the last row as a sum: 1 or 0, whichever is nearer (1 beyond it), and what is left of it, scalars.
@@ -964,7 +1018,21 @@ def decays(
         rest = decay(last_coarse - coarse, last_fine - fine)
     whole = tl.exp(tl.minimum(last_coarse.to(tl.float64) + last_fine, LARGEST_EXPONENT))
     kept = tl.where(whole < 0.5, 0.0, 1.0)
-    return since, rest, kept.to(tl.float32), (whole - kept).to(tl.float32)
+    kept_float32 = kept.to(tl.float32)
+    lost = (whole - kept).to(tl.float32)
+    if DEBUG is not None:
+        is_step = first + tl.arange(0, ROWS) < end
+        is_kept = key < keys
+        if gk is not None:
+            is_step = tl.expand_dims(is_step, 1 - ROW_AXIS) & is_kept
+        else:
+            is_kept = first < end
+        # Sums beyond it may be of gates that have been clamped.
+        DEBUG("c", (coarse, fine), is_step & (coarse > -LARGEST_GATE), chunk_size=ROWS)
+        since = DEBUG("decay", since, is_step, chunk_size=ROWS)
+        rest = DEBUG("decay", rest, is_step, chunk_size=ROWS)
+        lost = DEBUG("kept", lost, is_kept, chunk_size=ROWS)
+    return since, rest, kept_float32, lost
 
 
 @triton.jit

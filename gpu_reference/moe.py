@@ -1,5 +1,7 @@
 """Layers of a mixture of experts on the GPU; they are defined in `cpu_golden/moe.py`."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from gpu_reference.gmm import gmm, on_device, only_tensor, scalar, tgmm, values
+from gpu_reference.gmm import Debug, gmm, on_device, only_tensor, scalar, tgmm, values
 from gpu_reference.hardware import architecture, check_devices, supports_matmul
 from gpu_reference.quantize import Quantized, fp8_dual_quantize, fp8_quantize, mxfp8_dual_quantize, mxfp8_quantize
 from gpu_reference.quantized_gmm import gmm_quantized, grouped_gemm, tgmm_quantized
@@ -44,6 +46,7 @@ class _Options(NamedTuple):
     transpose_rhs: bool
     out_dtype: torch.dtype
     tiling: Tiling | None
+    debug: Debug
 
 
 class _LayerOptions(NamedTuple):
@@ -57,6 +60,7 @@ class _LayerOptions(NamedTuple):
     tiling: Tiling | None
     process_group: dist.ProcessGroup | None
     dtype: torch.dtype  # of x and the experts' weights
+    debug: Debug
 
     @property
     def between(self) -> torch.dtype:
@@ -77,6 +81,7 @@ def grouped_dense(
     block_size: int | None = 128,
     preferred_element_type: torch.dtype | None = None,
     tiling: Tiling | None = None,
+    debug: Debug = None,
 ) -> Tensor:
     """`gmm`, differentiable in lhs, rhs and existing_out, with its operands quantised to e4m3 on request.
 
@@ -90,7 +95,7 @@ def grouped_dense(
     have the dtypes of what they are gradients of: zero for rows of no active group (lhs), for empty groups (rhs) and
     for rows that were overwritten (existing_out).
     tiling: (tm, tk, tn) of the forward pass, whose backward matmuls take (tm, tn, tk) and (tm, tk, tn), or a look-up
-    (m, k, n) -> (tm, tk, tn) that is asked for each of them.
+    (m, k, n) -> (tm, tk, tn) that is asked for each of them. debug: as the matmul of the forward pass has it.
     """
     check_quantize_options(quantize, bwd_quantize, block_size)
     group_offset = scalar(group_offset)
@@ -113,6 +118,7 @@ def grouped_dense(
         transpose_rhs=bool(transpose_rhs),
         out_dtype=getattr(torch, p.out_dtype),
         tiling=tiling,
+        debug=debug,
     )
     out: Tensor = _GroupedDense.apply(  # type: ignore[no-untyped-call]
         options, lhs, rhs, group_sizes, group_offset, existing_out
@@ -197,6 +203,7 @@ class _GroupedDense(torch.autograd.Function):
             transpose_rhs=options.transpose_rhs,
             preferred_element_type=options.out_dtype,
             tiling=options.tiling,
+            debug=options.debug,
         )
 
     @staticmethod
@@ -359,6 +366,7 @@ def moe_layer(
     sanitize_grads: bool = False,
     tiling: Tiling | None = None,
     process_group: dist.ProcessGroup | None = None,
+    debug: Debug = None,
 ) -> Tensor:
     """A layer of SwiGLU experts, of which each token goes to the top_k that its router likes best; differentiable.
 
@@ -383,6 +391,8 @@ def moe_layer(
     process_group: expert parallelism over its processes. Each has T of the tokens, in order, w_router whole and
     G = E / processes of the experts, in order; rows travel by all-to-all in buffers for the worst case, so that no
     process waits for what another counts. Results are those of one process with all tokens and experts.
+    debug: see `gpu_reference.gmm.Debug`, of what the matmuls hand on in either pass, of logits, weights and the parts
+    of x's gradient, at the golden's sites; None leaves nothing of it.
     Nothing is read back from the device. Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or
     value or several devices, and RuntimeError for CPU tensors where Triton's interpreter is off.
     """
@@ -403,10 +413,11 @@ def moe_layer(
     check_devices(tensors | only_tensor("group_offset", group_offset))
     if process_group is not None:
         check_expert_parallel(layer, process_group.size(), group_offset)
-    o = _LayerOptions(top_k, quantize, block_size, capacity, bool(renormalize), tiling, process_group, x.dtype)
+    o = _LayerOptions(top_k, quantize, block_size, capacity, bool(renormalize), tiling, process_group, x.dtype, debug)
     if sanitize_grads:
         x, w_router, w_gate, w_up, w_down = (_sanitized(primal) for primal in tensors.values())
     weights, indices = _route(o, x, w_router)
+    x = _watched(o, None, x, "dexperts")
     shard: dict[str, Any] = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down, "group_offset": group_offset}
     if process_group is None:
         plan = _plan(indices, layer.experts, capacity, permuted_rows(layer.tokens, top_k, layer.experts, capacity))
@@ -438,6 +449,7 @@ def moe_layer_bwd(
     sanitize_grads: bool = False,
     tiling: Tiling | None = None,
     process_group: dist.ProcessGroup | None = None,
+    debug: Debug = None,
 ) -> LayerGrads:
     """The gradients of `moe_layer` in all five of its tensors, as autograd gives them, for a gradient dout [T, D].
 
@@ -457,6 +469,7 @@ def moe_layer_bwd(
             sanitize_grads=sanitize_grads,
             tiling=tiling,
             process_group=process_group,
+            debug=debug,
         )
     check_layer_dout(dout, x)
     return LayerGrads(*torch.autograd.grad(out, primals, dout))
@@ -464,12 +477,34 @@ def moe_layer_bwd(
 
 def _route(o: _LayerOptions, x: Tensor, w_router: Tensor) -> tuple[Tensor, Tensor]:
     """The weights [T, k] float32 of each token's experts, and which these are."""
-    logits: Tensor = _Logits.apply(x, w_router)  # type: ignore[no-untyped-call]
+    # Its float32 products are added one by one, whatever the experts' are.
+    watched = partial(_watched, o, tiling=(1, 1, 1))
+    logits: Tensor = _Logits.apply(watched(None, x, "drouter"), w_router)  # type: ignore[no-untyped-call]
+    logits = watched("logits", logits, "dlogits")
     # Not torch.topk, which leaves open which of equal ones it takes.
     indices = torch.sort(logits.detach(), dim=1, descending=True, stable=True).indices[:, : o.top_k]
-    if o.renormalize:
-        return logits.gather(1, indices).softmax(1), indices.int()
-    return logits.softmax(1).gather(1, indices), indices.int()
+    weights = logits.gather(1, indices).softmax(1) if o.renormalize else logits.softmax(1).gather(1, indices)
+    return watched("weights", weights), indices.int()
+
+
+def _watched(o: _LayerOptions, site: str | None, x: Tensor, gradient: str | None = None, **steps: Any) -> Tensor:
+    """x, shown to `debug` as what is at a site, and its gradient as what is at another."""
+    if o.debug is None:
+        return x
+    shown: Tensor = _Shown.apply(partial(o.debug, **steps), site, gradient, x)  # type: ignore[no-untyped-call]
+    return shown
+
+
+class _Shown(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, debug: Callable[..., Any], site: str | None, gradient: str | None, x: Tensor) -> Tensor:
+        ctx.debug, ctx.gradient = debug, gradient
+        return x.view_as(x) if site is None else debug(site, x).view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, grad if ctx.gradient is None else ctx.debug(ctx.gradient, grad)
 
 
 class _Logits(torch.autograd.Function):
@@ -718,14 +753,16 @@ class _Experts(torch.autograd.Function):
         (of_gate, saved_gate), (of_up, saved_up), (of_down, saved_down) = (
             _weights_of(o, w, is_trained) for w in (w_gate, w_up, w_down)
         )
-        gate, up = (_product(o, taken, w, shard, o.between) for w in (of_gate, of_up))
-        hidden = (weights * _silu(gate.float()) * up.float()).to(o.between)
+        gate, up = (
+            _watched(o, site, _product(o, taken, w, shard, o.between)) for site, w in (("gate", of_gate), ("up", of_up))
+        )
+        hidden = _watched(o, "hidden", (weights * _silu(gate.float()) * up.float()).to(o.between))
         activated, saved_hidden = _activations(o, hidden, is_trained)
         ctx.o, ctx.group_offset, ctx.groups = o, group_offset, w_gate.shape[0]
         if is_trained:
             pairs = (saved_rows, saved_hidden, saved_gate, saved_up, saved_down)
             ctx.save_for_backward(*(part for pair in pairs for part in pair), gate, up, weights, group_sizes)
-        return _product(o, activated, of_down, shard, o.dtype)
+        return _watched(o, "rows", _product(o, activated, of_down, shard, o.dtype))
 
     @staticmethod
     @once_differentiable
@@ -735,20 +772,20 @@ class _Experts(torch.autograd.Function):
         rows, hidden, of_gate, of_up, of_down = (Quantized(*saved[i : i + 2]) for i in range(0, 10, 2))
         shard = group_sizes, ctx.group_offset
         by_rows, by_columns = _activations(o, dout, True)
-        dhidden = _product(o, by_rows, of_down, shard, o.between, transpose_rhs=True).float()
+        dhidden = _watched(o, "dhidden", _product(o, by_rows, of_down, shard, o.between, transpose_rhs=True)).float()
         gate, up = gate.float(), up.float()
         sigmoid, silu = gate.sigmoid(), _silu(gate)
-        dweights = (dhidden * silu * up).sum(1, keepdim=True)
+        dweights = _watched(o, "dweights", (dhidden * silu * up).sum(1, keepdim=True))
         dgate = dhidden * weights * up * sigmoid * (1 + gate * (1 - sigmoid))
         dup = dhidden * weights * silu
         (dgate_rows, dgate_columns), (dup_rows, dup_columns) = (
-            _activations(o, d.to(o.between), True) for d in (dgate, dup)
+            _activations(o, _watched(o, site, d.to(o.between)), True) for site, d in (("dgate", dgate), ("dup", dup))
         )
         drows = _product(o, dgate_rows, of_gate, shard, torch.float32, transpose_rhs=True)
         drows += _product(o, dup_rows, of_up, shard, torch.float32, transpose_rhs=True)
         return (
             None,
-            drows.to(o.dtype),
+            _watched(o, "drows", drows.to(o.dtype)),
             dweights,
             _weight_gradient(o, rows, dgate_columns, shard, ctx.groups),
             _weight_gradient(o, rows, dup_columns, shard, ctx.groups),

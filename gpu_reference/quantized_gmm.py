@@ -20,6 +20,7 @@ from gpu_reference.gmm import (
     BAND,
     GMM_TILES,
     TGMM_TILES,
+    Debug,
     GroupMetadata,
     Tile,
     block_of,
@@ -116,6 +117,7 @@ def gmm_quantized(
     transpose_rhs: bool = False,
     preferred_element_type: torch.dtype | None = None,
     tiling: Tiling | None = None,
+    debug: Debug = None,
 ) -> Tensor:
     """`gmm` of operands with block scales: `out[m] = Σ_b (lhs[m, b] @ rhs[g, b]) · lhs_scale[m, b] · rhs_scale[g, b]`.
 
@@ -125,7 +127,7 @@ def gmm_quantized(
     All of any strides. Returns [M, N] of preferred_element_type: float32, bfloat16 or float16 (default: the
     unquantised lhs's dtype, else bfloat16). group_sizes, group_offset, existing_out and errors as `gmm`, with
     `op_arguments.quantized_gmm.check_gmm_quantized`; a `tiling` whose tk cuts a block is refused. What the dot
-    multiplies on which GPU, and why: `dot_path`.
+    multiplies on which GPU, and why: `dot_path`. debug: see `gpu_reference.gmm.Debug`, of the finished sums at acc.
     """
     group_offset = scalar(group_offset)
     p = check_gmm_quantized(
@@ -156,6 +158,7 @@ def gmm_quantized(
             transpose_rhs=transpose_rhs,
             preferred_element_type=torch.float32,
             tiling=tiling,
+            debug=debug,
         ).to(out_dtype)
 
     path = dot_path(lhs.dtype, rhs.dtype, out_dtype, architecture(device))
@@ -177,7 +180,7 @@ def gmm_quantized(
             block_g, block_n, block_k = p.rhs_blocks
             p = p._replace(rhs_blocks=(block_g, block_k, block_n))
         pairs = (lhs, lhs_scale), (rhs, rhs_scale)
-        gmm_quantized_launch(p, tile, path, *pairs, existing_out, out, metadata, offset).run(device)
+        gmm_quantized_launch(p, tile, path, *pairs, existing_out, out, metadata, offset, debug).run(device)
     return out
 
 
@@ -193,12 +196,14 @@ def tgmm_quantized(
     existing_out: Tensor | None = None,
     preferred_element_type: torch.dtype | None = None,
     tiling: Tiling | None = None,
+    debug: Debug = None,
 ) -> Tensor:
     """`tgmm` of operands with block scales: `out[g] = Σ_b (lhs[b].T @ rhs[b]) · lhs_scale[b] · rhs_scale[b]`.
 
     lhs [M, K] and rhs [M, N] and their scales as in `gmm_quantized`, blocks of the contraction now along M. Blocks
     are those of all M rows: a group that begins inside one uses that block's scale for its part of it. existing_out
-    [G, K, N] is added to the float32 sums. Everything else as `tgmm`; a `tiling` whose tm cuts a block is refused.
+    [G, K, N] is added to the float32 sums. debug as in `gmm_quantized`. Everything else as `tgmm`; a `tiling` whose
+    tm cuts a block is refused.
     """
     group_offset = scalar(group_offset)
     p = check_tgmm_quantized(
@@ -229,6 +234,7 @@ def tgmm_quantized(
             existing_out=None if existing_out is None else existing_out.float(),
             preferred_element_type=torch.float32,
             tiling=tiling,
+            debug=debug,
         ).to(out_dtype)
 
     path = dot_path(lhs.dtype, rhs.dtype, out_dtype, architecture(device))
@@ -237,7 +243,7 @@ def tgmm_quantized(
     if out.numel():
         pairs = (lhs, lhs_scale), (rhs, rhs_scale)
         offset = on_device(group_offset, device)
-        tgmm_quantized_launch(p, tile, path, *pairs, existing_out, out, group_sizes, offset).run(device)
+        tgmm_quantized_launch(p, tile, path, *pairs, existing_out, out, group_sizes, offset, debug).run(device)
     return out
 
 
@@ -257,6 +263,7 @@ def grouped_gemm(
     preferred_element_type: torch.dtype | None = None,
     tiling: Tiling | None = None,
     strict: bool = False,
+    debug: Debug = None,
 ) -> Tensor:
     """Grouped matmul of MXFP8 operands: forward and the data's gradient (ragged="lhs"), the weights' ("contracting").
 
@@ -275,7 +282,8 @@ def grouped_gemm(
     tiles are no smaller than it needs. "bfloat16" (or "float32", beside such an operand): codes are multiplied by their
     scales in registers, which is exact but at the ends of the dtype's exponents: 2^128 and beyond is ±inf there, and
     below 2^-126 are subnormals, of as many bits as bfloat16 has for them. Sums are float32. strict=True raises
-    ValueError, with the reason, where the path is a fallback. Of these none is one on a GPU, each is its fastest.
+    ValueError, with the reason, where the path is a fallback: "bfloat16" of two MXFP8 operands. debug as in
+    `gmm_quantized`.
     """
     group_offset = scalar(group_offset)
     p = check_grouped_gemm(
@@ -300,7 +308,7 @@ def grouped_gemm(
     support = _support(lhs.dtype, rhs.dtype, target)
     check_strict(support, strict)
     out_dtype = getattr(torch, p.out_dtype)
-    shared: dict[str, Any] = {"group_offset": group_offset, "tiling": tiling}
+    shared: dict[str, Any] = {"group_offset": group_offset, "tiling": tiling, "debug": debug}
     if ragged == "contracting":
         shared["num_actual_groups"] = num_actual_groups
     else:
@@ -330,7 +338,9 @@ def grouped_gemm(
         out = lhs.new_empty(p.groups, p.k, p.n, dtype=out_dtype)
         if out.numel():
             pairs = (lhs, lhs_scale), (rhs, rhs_scale)
-            grouped_wgrad_launch(p, tile, dot, *pairs, swizzled, existing_out, out, group_sizes, offset).run(device)
+            grouped_wgrad_launch(p, tile, dot, *pairs, swizzled, existing_out, out, group_sizes, offset, debug).run(
+                device
+            )
         return out
     if p.groups == 0:
         return (
@@ -347,7 +357,7 @@ def grouped_gemm(
             rhs = rhs.transpose(1, 2)
             rhs_scale = rhs_scale if rhs_scale is None or swizzled else rhs_scale.transpose(1, 2)
         pairs = (lhs, lhs_scale), (rhs, rhs_scale)
-        grouped_gemm_launch(p, tile, dot, *pairs, swizzled, existing_out, out, metadata, offset).run(device)
+        grouped_gemm_launch(p, tile, dot, *pairs, swizzled, existing_out, out, metadata, offset, debug).run(device)
     return out
 
 
@@ -439,6 +449,7 @@ def gmm_quantized_launch(
     out: Tensor,
     metadata: GroupMetadata,
     group_offset: Tensor,
+    debug: Debug = None,
 ) -> Launch:
     """The main kernel of `gmm_quantized`: rhs, its scale and its blocks as of [G, K, N], group_offset on the device."""
     tm, tk, tn = tile
@@ -462,6 +473,7 @@ def gmm_quantized_launch(
         "TN": tn,
         "EVEN_K": p.k % tk == 0,
         "BAND_SIZE": BAND,
+        "DEBUG": debug,
     }
     bands = triton.cdiv(triton.cdiv(p.m, tm) + p.groups, BAND)
     grid = (bands * BAND * triton.cdiv(p.n, tn),)
@@ -478,6 +490,7 @@ def tgmm_quantized_launch(
     out: Tensor,
     group_sizes: Tensor,
     group_offset: Tensor,
+    debug: Debug = None,
 ) -> Launch:
     """The kernel of `tgmm_quantized`, group_offset on the device."""
     tm, tk, tn = tile
@@ -500,6 +513,7 @@ def tgmm_quantized_launch(
         "TK": tk,
         "TN": tn,
         "EXPERTS_BLOCK": block_of(p.experts),
+        "DEBUG": debug,
     }
     grid = (p.groups * triton.cdiv(p.k, tk) * triton.cdiv(p.n, tn),)
     return Launch(_tgmm_quantized_kernel, grid, arguments, _options(tk, tm, tn, path))
@@ -516,6 +530,7 @@ def grouped_gemm_launch(
     out: Tensor,
     metadata: GroupMetadata,
     group_offset: Tensor,
+    debug: Debug = None,
 ) -> Launch:
     """The main kernel of `grouped_gemm` with ragged="lhs": rhs and its plain scale as of [G, K, N], group_offset on the
     device; dot is what it multiplies, as the paths of `grouped_gemm_support`."""
@@ -540,6 +555,7 @@ def grouped_gemm_launch(
         "TN": tn,
         "EVEN_K": p.k % tk == 0,
         "BAND_SIZE": BAND,
+        "DEBUG": debug,
     }
     bands = triton.cdiv(triton.cdiv(p.m, tm) + p.groups, BAND)
     grid = (bands * BAND * triton.cdiv(p.n, tn),)
@@ -557,6 +573,7 @@ def grouped_wgrad_launch(
     out: Tensor,
     group_sizes: Tensor,
     group_offset: Tensor,
+    debug: Debug = None,
 ) -> Launch:
     """The kernel of `grouped_gemm` with ragged="contracting"; arguments as `grouped_gemm_launch`."""
     tm, tk, tn = tile
@@ -579,6 +596,7 @@ def grouped_wgrad_launch(
         "TK": tk,
         "TN": tn,
         "EXPERTS_BLOCK": block_of(p.experts),
+        "DEBUG": debug,
     }
     grid = (p.groups * triton.cdiv(p.k, tk) * triton.cdiv(p.n, tn),)
     return Launch(_grouped_wgrad_kernel, grid, arguments, _mxfp8_options(tk, tm, tn, dot))
@@ -628,6 +646,7 @@ def _gmm_quantized_kernel(
     TN: tl.constexpr,
     EVEN_K: tl.constexpr,
     BAND_SIZE: tl.constexpr,
+    DEBUG: tl.constexpr,
 ):
     """As `_gmm_kernel`. LHS_BLOCK and RHS_BLOCK are blocks along K, 0 for a scale that does not change along it."""
     visit, tile_n = visit_of_program(n, TN, BAND_SIZE)
@@ -690,6 +709,8 @@ def _gmm_quantized_kernel(
         total *= tl.load(a_scales, mask=in_group, other=0)
     if rhs_scale is not None and RHS_BLOCK == 0:
         total *= tl.load(b_scales, mask=in_columns, other=0)
+    if DEBUG is not None:
+        total = DEBUG("acc", total, in_group & in_columns)
     result = total.to(out.dtype.element_ty)
     store_rows(
         result,
@@ -746,6 +767,7 @@ def _tgmm_quantized_kernel(
     TK: tl.constexpr,
     TN: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
+    DEBUG: tl.constexpr,
 ):
     """As `_tgmm_kernel`, but steps are counted from row 0 as the scale blocks are. LHS_BLOCK and RHS_BLOCK are blocks
     along M, 0 for a scale that does not change along it."""
@@ -805,6 +827,8 @@ def _tgmm_quantized_kernel(
     if rhs_scale is not None and RHS_BLOCK == 0:
         total *= tl.load(b_scales, mask=column < tl.where(has_rows, n, 0), other=0)
     in_out = in_k & in_columns
+    if DEBUG is not None:
+        total = DEBUG("acc", total, in_out & has_rows)
     nth = group.to(tl.int64)
     if existing_out is not None:
         existing_group = existing_out + nth * existing_stride_g
@@ -853,6 +877,7 @@ def _grouped_gemm_kernel(
     TN: tl.constexpr,
     EVEN_K: tl.constexpr,
     BAND_SIZE: tl.constexpr,
+    DEBUG: tl.constexpr,
 ):
     """As `_gmm_kernel`, of MXFP8 operands, which have a FORMAT; strides of swizzled scales are those of their tiles."""
     visit, tile_n = visit_of_program(n, TN, BAND_SIZE)
@@ -894,42 +919,32 @@ def _grouped_gemm_kernel(
             b = tl.load(b_tile, mask=in_columns & (down_k < k - first_k), other=0)
         block = first_k // BLOCK + tl.arange(0, TK // BLOCK)
         is_block = block * BLOCK < k
-        a_scales = _scales(
-            lhs_scale,
+        sums = _mxfp8_added(
+            sums,
+            a,
+            b,
             row,
-            block[None, :],
-            in_group & is_block[None, :],
+            column,
+            in_group,
+            in_columns,
+            block,
+            is_block,
+            lhs_scale,
             lhs_scale_stride_m,
             lhs_scale_stride_k,
+            b_scale,
+            rhs_scale_stride_n,
+            rhs_scale_stride_k,
+            LHS_FORMAT,
+            RHS_FORMAT,
             SWIZZLED,
+            DOT,
         )
-        if DOT == "block_scaled":
-            b_scales = _scales(
-                b_scale,
-                column.trans(),
-                block[None, :],
-                in_columns.trans() & is_block[None, :],
-                rhs_scale_stride_n,
-                rhs_scale_stride_k,
-                SWIZZLED,
-            )
-            sums = _block_scaled_dot(a, a_scales, b, b_scales, sums, LHS_FORMAT, RHS_FORMAT)
-        else:
-            b_scales = _scales(
-                b_scale,
-                column,
-                block[:, None],
-                in_columns & is_block[:, None],
-                rhs_scale_stride_n,
-                rhs_scale_stride_k,
-                SWIZZLED,
-            )
-            a = _mxfp8_operand(a, a_scales, 1, LHS_FORMAT, DOT)
-            b = _mxfp8_operand(b, b_scales, 0, RHS_FORMAT, DOT)
-            sums = tl.dot(a, b, sums, input_precision="ieee")
         a_tile += a_step
         b_tile += b_step
 
+    if DEBUG is not None:
+        sums = DEBUG("acc", sums, in_group & in_columns)
     result = sums.to(out.dtype.element_ty)
     store_rows(
         result,
@@ -982,6 +997,7 @@ def _grouped_wgrad_kernel(
     TK: tl.constexpr,
     TN: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
+    DEBUG: tl.constexpr,
 ):
     """As `_tgmm_kernel`, of operands as in `_grouped_gemm_kernel`; steps are counted from row 0, as blocks are."""
     group, tile_k, tile_n = output_tile_of_program(k, n, TK, TN)
@@ -1014,43 +1030,33 @@ def _grouped_wgrad_kernel(
         # A block without rows of the group may have a scale of NaN, and NaN times the zeros here is NaN.
         block = step_row // BLOCK + tl.arange(0, TM // BLOCK)
         is_block = (block * BLOCK + BLOCK > start) & (block * BLOCK < end)
-        a_scales = _scales(
-            lhs_scale,
+        sums = _mxfp8_added(
+            sums,
+            a,
+            b,
             at_k,
-            block[None, :],
-            in_k & is_block[None, :],
+            column,
+            in_k,
+            in_columns,
+            block,
+            is_block,
+            lhs_scale,
             lhs_scale_stride_k,
             lhs_scale_stride_m,
+            rhs_scale,
+            rhs_scale_stride_n,
+            rhs_scale_stride_m,
+            LHS_FORMAT,
+            RHS_FORMAT,
             SWIZZLED,
+            DOT,
         )
-        if DOT == "block_scaled":
-            b_scales = _scales(
-                rhs_scale,
-                column.trans(),
-                block[None, :],
-                in_columns.trans() & is_block[None, :],
-                rhs_scale_stride_n,
-                rhs_scale_stride_m,
-                SWIZZLED,
-            )
-            sums = _block_scaled_dot(a, a_scales, b, b_scales, sums, LHS_FORMAT, RHS_FORMAT)
-        else:
-            b_scales = _scales(
-                rhs_scale,
-                column,
-                block[:, None],
-                in_columns & is_block[:, None],
-                rhs_scale_stride_n,
-                rhs_scale_stride_m,
-                SWIZZLED,
-            )
-            a = _mxfp8_operand(a, a_scales, 1, LHS_FORMAT, DOT)
-            b = _mxfp8_operand(b, b_scales, 0, RHS_FORMAT, DOT)
-            sums = tl.dot(a, b, sums, input_precision="ieee")
         a_tile += a_step
         b_tile += b_step
 
     in_out = in_k & in_columns
+    if DEBUG is not None:
+        sums = DEBUG("acc", sums, in_out & (start < end))
     nth = group.to(tl.int64)
     if existing_out is not None:
         existing_group = existing_out + nth * existing_stride_g
@@ -1058,6 +1064,50 @@ def _grouped_wgrad_kernel(
         sums += tl.load(existing_tile, mask=in_out, other=0).to(tl.float32)
     out_tile = out + (nth * k + k_offset) * n + column_offset
     tl.store(out_tile, sums.to(out.dtype.element_ty), mask=in_out)
+
+
+@triton.jit
+def _mxfp8_added(
+    sums,
+    a,
+    b,
+    row,
+    column,
+    in_rows,
+    in_columns,
+    block,
+    is_block,
+    lhs_scale,
+    lhs_stride_line,
+    lhs_stride_block,
+    rhs_scale,
+    rhs_stride_line,
+    rhs_stride_block,
+    LHS_FORMAT: tl.constexpr,
+    RHS_FORMAT: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """sums + a @ b of tiles as they are loaded, times the scales of their rows, columns and blocks along the sum.
+
+    Scales are read in_rows, in_columns and where it is_block; the matrix unit takes those of b as [columns, blocks].
+    """
+    along, down = block[None, :], block[:, None]
+    a_read = in_rows & is_block[None, :]
+    a_scales = _scales(lhs_scale, row, along, a_read, lhs_stride_line, lhs_stride_block, SWIZZLED)
+    if DOT == "block_scaled":
+        b_read = in_columns.trans() & is_block[None, :]
+        b_scales = _scales(rhs_scale, column.trans(), along, b_read, rhs_stride_line, rhs_stride_block, SWIZZLED)
+        A: tl.constexpr = "e4m3" if LHS_FORMAT == "float8_e4m3fn" else "e5m2"
+        B: tl.constexpr = "e4m3" if RHS_FORMAT == "float8_e4m3fn" else "e5m2"
+        sums = tl.dot_scaled(a, a_scales, A, b, b_scales, B, sums)
+    else:
+        b_read = in_columns & is_block[:, None]
+        b_scales = _scales(rhs_scale, column, down, b_read, rhs_stride_line, rhs_stride_block, SWIZZLED)
+        a = _mxfp8_operand(a, a_scales, 1, LHS_FORMAT, DOT)
+        b = _mxfp8_operand(b, b_scales, 0, RHS_FORMAT, DOT)
+        sums = tl.dot(a, b, sums, input_precision="ieee")
+    return sums
 
 
 @triton.jit
@@ -1075,14 +1125,6 @@ def _scales(scale, line, block, is_read, stride_line, stride_block, SWIZZLED: tl
             offset = line * stride_line + block * stride_block
         scales = tl.load(scale + offset, mask=is_read, other=127)
     return scales
-
-
-@triton.jit
-def _block_scaled_dot(a, a_scales, b, b_scales, sums, LHS_FORMAT: tl.constexpr, RHS_FORMAT: tl.constexpr):
-    """sums + a @ b of codes and scales by the matrix unit, the scales of b as [columns, blocks]."""
-    A: tl.constexpr = "e4m3" if LHS_FORMAT == "float8_e4m3fn" else "e5m2"
-    B: tl.constexpr = "e4m3" if RHS_FORMAT == "float8_e4m3fn" else "e5m2"
-    return tl.dot_scaled(a, a_scales, A, b, b_scales, B, sums)
 
 
 @triton.jit
@@ -1185,7 +1227,7 @@ def _support(lhs: torch.dtype, rhs: torch.dtype, target: str | None) -> Support:
         return Support(dtype, f"codes times scales are {dtype} as the operand beside them", fallback=False)
     if _least_tile(target) is None:
         reason = f"the matrix unit of {target} takes no block scales; bfloat16 holds every code times its scale"
-        return Support("bfloat16", reason, fallback=False)
+        return Support("bfloat16", reason, fallback=True)
     if target is None and torch.float8_e5m2 in (lhs, rhs):
         return Support("bfloat16", "Triton's interpreter misreads e5m2's subnormals in a scaled dot", fallback=True)
     if target is None:

@@ -93,8 +93,8 @@ def chunk_simple_gla_fwd(
     the end T of the last; without it every row of the batch is one (N = B). chunk_size: a multiple of 16 up to 256,
     counted from the beginning of each sequence. precision: of the dots of float32, "ieee" or "bf16x3" (operands in two
     bfloat16 parts, three products). fused: in one pass over each sequence, or with all chunks at once from states that
-    are kept in memory; None: as `chunk_scan.chunk_route` says. debug: as `gmm.gmm`, at
-    decay, A and state.
+    are kept in memory; None: as `chunk_scan.chunk_route` says. debug: as
+    `chunk_scan.chunk_fwd`.
     Returns o [B, T, H, V] in q's dtype, zero in rows of no sequence, and with output_final_state ht [N, H, K, V]
     float32, an empty sequence's being its initial state; else None.
     The values of a CUDA cu_seqlens are not checked; those out of order are clamped.
@@ -134,6 +134,7 @@ def chunk_simple_gla_bwd(
     chunk_size: int = 64,
     precision: Precision = "ieee",
     fused: bool | None = None,
+    debug: Debug = None,
 ) -> Grads:
     """The gradients of `chunk_simple_gla_fwd`, for a gradient do [B, T, H, V] of o and dht [N, H, K, V] of ht.
 
@@ -157,6 +158,7 @@ def chunk_simple_gla_bwd(
             chunk_size=chunk_size,
             precision=precision,
             fused=fused,
+            debug=debug,
         )
     )
 
@@ -243,6 +245,7 @@ def fused_chunk_simple_gla_bwd(
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
     precision: Precision = "ieee",
+    debug: Debug = None,
 ) -> Grads:
     """`chunk_simple_gla_bwd` with fused=True: in two kernels, one for the states and one for the gradients."""
     return _grads(
@@ -259,6 +262,7 @@ def fused_chunk_simple_gla_bwd(
             chunk_size=chunk_size,
             precision=precision,
             fused=True,
+            debug=debug,
         )
     )
 
@@ -306,6 +310,7 @@ def fused_recurrent_simple_gla_fwd(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     reverse: bool = False,
+    debug: Debug = None,
 ) -> Output:
     """The recurrence step by step (see `fused_recurrent`); arguments, result and errors as `chunk_simple_gla_fwd`.
 
@@ -323,6 +328,7 @@ def fused_recurrent_simple_gla_fwd(
             output_final_state=output_final_state,
             cu_seqlens=cu_seqlens,
             reverse=reverse,
+            debug=debug,
         )
     )
 
@@ -340,6 +346,7 @@ def fused_recurrent_simple_gla_bwd(
     dht: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     reverse: bool = False,
+    debug: Debug = None,
 ) -> Grads:
     """The gradients of `fused_recurrent_simple_gla_fwd`; arguments, result and errors as `chunk_simple_gla_bwd`."""
     return _grads(
@@ -354,6 +361,7 @@ def fused_recurrent_simple_gla_bwd(
             dht=dht,
             cu_seqlens=cu_seqlens,
             reverse=reverse,
+            debug=debug,
         )
     )
 

@@ -15,9 +15,9 @@ SCALE_LAYOUTS = ("plain", "swizzled")
 
 
 class Support(NamedTuple):
-    """How a `grouped_gemm` is computed: its path, why that one, and whether the hardware has a faster one.
+    """How a `grouped_gemm` is computed: its path, why that one, and whether it stands in for the kernels' direct path.
 
-    A fallback gives the same result as the fast path; `strict=True` refuses it, with the reason.
+    A fallback gives the same result as the direct path; `strict=True` refuses it, with the reason.
     """
 
     path: str

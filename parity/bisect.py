@@ -337,13 +337,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(given: argparse.Namespace) -> int:
     """`parity bisect`: 0 where the first bad commit was found, 1 where it is one of several."""
+    if given.seeds < 1:
+        raise ValueError(f"--seeds must be positive, got {given.seeds}")
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kernel-parity" / "bisect"
     cache = (given.cache or default).resolve()
 
     def done(revision: Revision, title: str) -> None:
         print(f"{revision.outcome:<12} ε = {revision.epsilon:.3g}  {title}", flush=True)
 
-    bisector = Bisector(given.root, given.case, given.backend, max(given.seeds, 1), cache, given.epsilon, done)
+    bisector = Bisector(given.root, given.case, given.backend, given.seeds, cache, given.epsilon, done)
     found = bisector.run(given.good, given.bad)
     print("\n".join(describe(found)))
     return int(bool(found.between))

@@ -31,6 +31,8 @@ MANIFEST_BYTES = 2**20
 BYTES = 2**32
 """Of all tensors of a bundle together."""
 RANK = 8
+SHOWN = 4
+"""Names of a folder's files in an error."""
 TENSOR_LIMIT = 64
 DATA = "given"
 """What the data of a replayed case are called."""
@@ -62,7 +64,8 @@ def read(folder: Path) -> Bundle:
         raise BundleError(f"{folder}: must be the folder of a bundle, got {_kind(folder)}")
     inside = sorted(path.name for path in folder.iterdir())
     if inside != [MANIFEST, TENSORS]:
-        raise BundleError(f"{folder}: must hold {MANIFEST} and {TENSORS} alone, got {', '.join(inside) or 'nothing'}")
+        listed = [*inside[:SHOWN], *([f"{len(inside) - SHOWN} more"] if len(inside) > SHOWN else [])]
+        raise BundleError(f"{folder}: must hold {MANIFEST} and {TENSORS} alone, got {', '.join(listed) or 'nothing'}")
     for name in inside:
         if not stat.S_ISREG((folder / name).lstat().st_mode):
             raise BundleError(f"{folder / name}: must be a plain file, got {_kind(folder / name)}")

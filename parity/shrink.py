@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from parity import matrix
 from parity.backends import load_kernel, runner
@@ -32,6 +34,8 @@ from parity.op import BACKENDS, Backend, Case, Inputs, Offsets, Op, outputs
 
 RUNS = 4000
 """Runs of the kernel after which the reduction stops where it is."""
+REPEATS = 10
+"""Runs of a kernel whose results are not always the same, in a script."""
 SHOWN = 6
 """Elements of an argument that are printed one by one."""
 
@@ -70,14 +74,16 @@ def shrink(
     backend: Backend,
     kernel: Callable[..., Any] | None = None,
     accepted: Callable[[str], None] = lambda step: None,
+    ran: Callable[[int], None] = lambda runs: None,
 ) -> Shrunk:
-    """Reduce a failing case as far as its verdict stays. `accepted` is called with each step that is kept, in words.
+    """Reduce a failing case as far as its verdict stays.
 
+    `accepted` is called with each step that is kept, in words; `ran` with the number of the kernel's runs so far.
     `kernel` takes the place of the op's own. Raises ValueError for a case that passes, ImportError where the backend's
     framework is missing.
     """
     kernel = kernel or load_kernel(getattr(op, backend))
-    search = _Search(op, case, backend, kernel, accepted)
+    search = _Search(op, case, backend, kernel, accepted, ran)
     smallest = search.reduce_case(case)
     inputs = search.reduce_data(smallest)
     last = _run(op.with_inputs(inputs), smallest, backend, kernel)
@@ -129,9 +135,15 @@ def _run(op: Op, case: Case, backend: Backend, kernel: Callable[..., Any]) -> Ju
 
 class _Search:
     def __init__(
-        self, op: Op, case: Case, backend: Backend, kernel: Callable[..., Any], accepted: Callable[[str], None]
+        self,
+        op: Op,
+        case: Case,
+        backend: Backend,
+        kernel: Callable[..., Any],
+        accepted: Callable[[str], None],
+        ran: Callable[[int], None],
     ) -> None:
-        self.op, self.backend, self.kernel, self.accepted = op, backend, kernel, accepted
+        self.op, self.backend, self.kernel, self.accepted, self.ran = op, backend, kernel, accepted, ran
         self.runs = 0
         self.tried: dict[str, bool] = {}
         failure = self._failure(op, case)
@@ -143,6 +155,7 @@ class _Search:
 
     def _failure(self, op: Op, case: Case) -> Failure | None:
         self.runs += 1
+        self.ran(self.runs)
         result = _run(op, case, self.backend, self.kernel)
         if isinstance(result, Failure):
             return result
@@ -298,11 +311,11 @@ def script(op: Op, shrunk: Shrunk, backend: Backend, kernel: Callable[..., Any] 
 
     It needs NumPy, the backend's framework and the kernel's module (`target`, "module:function"; default: the op's). A
     failure that only the emulated matrix unit shows needs `parity.backends.emulation` as well: which of the two it is,
-    is tried out. Raises ValueError for a verdict that is on no element and no form, and for a failure that neither
+    is tried out. Raises ValueError for MISTRUSTED, which is no fault of the kernel's, and for a failure that neither
     script shows.
     """
     target = target or getattr(op, backend)
-    check = _check(op, shrunk, backend, kernel or load_kernel(getattr(op, backend)))
+    check = _check(op, shrunk, backend, kernel or load_kernel(target))
     for emulated in (False, True):
         text = _write(op, shrunk, backend, target, check, emulated)
         done = subprocess.run(
@@ -334,41 +347,67 @@ class _Check(NamedTuple):
 
 
 def _check(op: Op, shrunk: Shrunk, backend: Backend, kernel: Callable[..., Any]) -> _Check | None:
-    """How the script tells that the result is wrong: by the worst element, or its shape or dtype. None of a crash."""
+    """How the script tells that the result is wrong: by the worst element, its form, or repetition. None of a crash."""
     judged, case = shrunk.judged, shrunk.case
     if judged is None:
         return None
-    if judged.verdict.outcome in ("WRONG OUTPUTS", "NOT REPEATABLE", "MISTRUSTED"):
-        raise ValueError(f"a script must show an element or a form that is wrong, {judged.verdict.outcome} has none")
+    outcome = judged.verdict.outcome
+    if outcome == "MISTRUSTED":
+        raise ValueError(
+            "MISTRUSTED is said of a case whose bound is too wide for its data: the kernel's result passes"
+        )
     expected, contract = reference(op.with_inputs(shrunk.inputs), case), op.contract(case, backend)
+    if outcome == "WRONG OUTPUTS":
+        names = sorted(expected.golden)
+        fields = 'n for n in getattr(result, "_fields", ["out"]) if getattr(result, n, result) is not None'
+        return _Check(f"sorted({fields})", f"{names}", f"got == {names}")
     name = judged.output
     golden = expected.golden[name]
     value = "result" if set(expected.golden) == {"out"} else f"result.{name}"
     dtype = str(golden.dtype) if op.bit_exact else contract.dtype(name)
-    if judged.verdict.outcome in ("WRONG SHAPE", "WRONG DTYPE"):
+    if outcome == "NOT REPEATABLE":
+        bits = _bits(backend, value.replace("result", "kernel(**arguments)"))
+        return _Check(f"len({{{bits} for _ in range({REPEATS})}})", f"1 result of {REPEATS} runs", "got == 1")
+    if outcome in ("WRONG SHAPE", "WRONG DTYPE"):
         form = f'({list(golden.shape)}, "{dtype}")'
         return _Check(f'([*{value}.shape], str({value}.dtype).replace("torch.", ""))', form, f"got == {form}")
-    if judged.worst:
-        index = judged.worst.index
-    else:
+    if judged.worst is None:
         result = runner(backend).run(kernel, shrunk.inputs, {**op.arguments(case), **op.route(case)})
-        index = _first_difference(outputs(result)[name], golden)
+        return _exact_check(outputs(result)[name], golden, value, backend)
+    index = judged.worst.index
     right = float(golden[index])
-    low = high = right
-    if not op.bit_exact:
-        scale = Scale(expected.magnitude[name], contract.roundoff, expected.chain[name])
-        allowed = judged.bound * float(scale.at(index).unit)
-        low, high = map(float, round_to(np.array([right - allowed, right + allowed]), dtype))
-    got = f"float({value}[{', '.join(map(str, index))}])"
+    scale = Scale(expected.magnitude[name], contract.roundoff, expected.chain[name])
+    allowed = judged.bound * float(scale.at(index).unit)
+    low, high = map(float, round_to(np.array([right - allowed, right + allowed]), dtype))
+    got = f"float({_element(value, index)})"
     if not np.isfinite(right):
         return _Check(got, f"{right}", "not np.isfinite(got)")
     return _Check(got, f"{right!r} ({low!r} to {high!r} are right)", f"{low!r} <= got <= {high!r}")
 
 
-def _first_difference(y: np.ndarray, golden: np.ndarray) -> tuple[int, ...]:
-    """Where two arrays of the same shape and dtype differ first, in bits."""
+def _exact_check(y: np.ndarray, golden: np.ndarray, value: str, backend: Backend) -> _Check:
+    """Of the first element that differs in bits: by its number, or by the bits where these are of the same number."""
     bits = [np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape) for x in (y, golden)]
-    return tuple(int(i) for i in np.argwhere(bits[0] != bits[1])[0])
+    differing = np.argwhere(bits[0] != bits[1])
+    if not len(differing):
+        raise ValueError("a script must show an element that is wrong, run again the kernel got all of them right")
+    index = tuple(map(int, differing[0]))
+    element, got, right = _element(value, index), *(repr(float(x[index])) for x in (y, golden))
+    if got != right:  # as 0.0 and -0.0 do, but NaNs do not
+        return _Check(f"repr(float({element}))", right, f"got == {right!r}")
+    right = golden[index].tobytes().hex()
+    return _Check(f"{_bits(backend, element)}.hex()", right, f"got == {right!r}")
+
+
+def _element(value: str, index: tuple[int, ...]) -> str:
+    return f"{value}[{', '.join(map(str, index))}]" if index else value
+
+
+def _bits(backend: Backend, value: str) -> str:
+    """An expression of the bytes of an array."""
+    if backend == "tpu":
+        return f"np.asarray({value}).tobytes()"
+    return f"{value}.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()"
 
 
 FRAMEWORK = {
@@ -409,7 +448,7 @@ def _write(op: Op, shrunk: Shrunk, backend: Backend, target: str, check: _Check 
         "inf, nan = np.inf, np.nan",
         "arguments = {",
         *(f'    "{name}": {_literal(array)},' for name, array in shrunk.inputs.items() if array is not None),
-        *(f'    "{name}": {value!r},' for name, value in keywords.items()),
+        f"    **{keywords!r}," if keywords else None,
         "}",
         "with emulated():" if emulated else None,
         f"{'    ' if emulated else ''}result = kernel(**arguments)",
@@ -446,8 +485,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(given: argparse.Namespace) -> int:
     """`parity shrink`: 1, since what it is given fails."""
+    if given.out and (given.out.is_dir() or not given.out.parent.is_dir()):
+        raise ValueError(f"--out must be a file in a folder that there is, got {given.out}")
     op, case = matrix.find(matrix.load(given.root), given.case)
-    shrunk = shrink(op, case, given.backend, accepted=print)
+    columns = TextColumn("{task.completed} runs of the kernel"), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
+        task = progress.add_task("", total=None)
+        shrunk = shrink(op, case, given.backend, accepted=print, ran=lambda runs: progress.update(task, completed=runs))
     print("\n".join(describe(shrunk)))
     try:
         text = script(op, shrunk, given.backend)

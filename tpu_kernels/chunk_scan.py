@@ -38,8 +38,6 @@ Refs = Mapping[str, Any]
 Load = Callable[[str], jax.Array]
 """The rows [heads, C, ·] of a chunk, of the tensor of that name."""
 Store = Callable[[str, jax.Array], None]
-Watch = Callable[..., jax.Array]
-"""watch(site, x, *axes) takes the place of x, a chunk's value at a site of the golden whose `axes` are steps."""
 
 LARGEST_EXPONENT = 88.0  # exp of it is finite in float32
 # A step that decays by more leaves nothing of any float32 state, and sums of such steps stay small enough to add.
@@ -140,8 +138,8 @@ def chunk_fwd(
     and `g_gamma` [H], which add (None: no decay), or `gk` [B, T, H, K]; float32, `g` and `gk` also of q's dtype.
     initial_state [N, H, K, V] float32. cu_seqlens [N + 1] int32 packs N sequences into B = 1 (N = B without).
     scale: default K ** -0.5. precision, of dots of float32 operands: "ieee" or "bf16x3". fused: whether one kernel does
-    all (None: where it can, see `chunk_route`). interpret and debug: as `tpu_kernels.gmm.gmm`; sites are decay (from a
-    chunk's start), A and state.
+    all (None: where it can, see `chunk_route`). interpret and debug: as `tpu_kernels.gmm.gmm`; sites are c (of `g`),
+    exponent (of `gk`), decay, A and state.
     o has v's shape and dtype and is zero beyond the last sequence; ht [N, H, K, V] is float32.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`, `check_precision` and `check_fused`; values are
     checked outside tracing only.
@@ -188,11 +186,13 @@ def chunk_bwd(
     precision: str = "ieee",
     fused: bool | None = None,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> Gradients:
     """The gradients of `chunk_fwd`'s arguments, given those of o (do) and, if it is not None, of ht (dht).
 
     do has v's shape and dtype; dht [N, H, K, V] is float32. Gradients have their arguments' dtypes and are zero beyond
-    the last sequence. Raises as `chunk_fwd`, with `op_arguments.gla.check_backward`.
+    the last sequence. Sites of debug: those of `chunk_fwd`, dA, dgate and dstate.
+    Raises as `chunk_fwd`, with `op_arguments.gla.check_backward`.
     """
     p = check_backward(
         q,
@@ -220,6 +220,7 @@ def chunk_bwd(
         scan=scan,
         fused=fused,
         interpret=resolve_interpret(interpret),
+        debug=debug,
     )
 
 
@@ -341,7 +342,7 @@ def _forward(
     return layout.public(results["o"]), results["ht"].swapaxes(2, 3) if output_final_state else None
 
 
-@partial(jax.jit, static_argnames=("scan", "fused", "interpret"))
+@partial(jax.jit, static_argnames=("scan", "fused", "interpret", "debug"))
 def _backward(
     q: jax.Array,
     k: jax.Array,
@@ -355,6 +356,7 @@ def _backward(
     scan: Scan | None,
     fused: bool,
     interpret: bool | pltpu.InterpretParams,
+    debug: Debug,
 ) -> Gradients:
     if scan is None:
         dq, dk, dv = (jnp.zeros(x.shape, x.dtype) for x in (q, k, v))
@@ -375,19 +377,20 @@ def _backward(
             "states": pltpu.VMEM((scan.chunks + 1, *scan.state), jnp.float32),
             "checkpoints": pltpu.VMEM((max(scan.blocks - 1, 1), *scan.state), jnp.float32),
         }
+        backward = partial(_backward_kernel, debug=debug)
         results = call(
-            _backward_kernel, "chunk_bwd", {**before, **after}, {**grads, **starts}, scratch, work=(5, 6), walk="twice"
+            backward, "chunk_bwd", {**before, **after}, {**grads, **starts}, scratch, work=(5, 6), walk="twice"
         )
     else:
         kept = {"states": layout.chunk_states()}
-        states = call(_forward_kernel, "chunk_states", before, kept, {"state": dstate["dstate"]}, work=(0, 1))["states"]
+        forward, back = partial(_forward_kernel, debug=debug), partial(_dstates_kernel, debug=debug)
+        states = call(forward, "chunk_states", before, kept, {"state": dstate["dstate"]}, work=(0, 1))["states"]
         outputs = {"dstates": layout.chunk_states(), **starts}
-        results = call(
-            _dstates_kernel, "chunk_dstates", {**after, **layout.gates}, outputs, dstate, work=(0, 1), walk="back"
-        )
+        results = call(back, "chunk_dstates", {**after, **layout.gates}, outputs, dstate, work=(0, 1), walk="back")
         operands = {**layout.rows(q=q, k=k, v=v, do=do), **layout.gates, "states": layout.chunk_states(states)}
         operands["dstates"] = layout.chunk_states(results["dstates"])
-        results |= call(_gradients_kernel, "chunk_grads", operands, grads, {}, work=(5, 3))
+        gradients = partial(_gradients_kernel, debug=debug)
+        results |= call(gradients, "chunk_grads", operands, grads, {}, work=(5, 3))
     dq, dk, dv = (layout.public(results[name]) for name in ("dq", "dk", "dv"))
     dh0 = results["dh0"].swapaxes(2, 3) if starts else None
     return Gradients(dq, dk, dv, _gate_gradients(layout, gates, results.get("dgate")), dh0)
@@ -727,19 +730,26 @@ class _Block:
         return (chunk == last) | (sequence[jnp.minimum(chunk + 1, last)] != sequence[chunk])
 
 
-def _watch(debug: Debug, block: _Block, i: Any) -> Watch:
-    """What is watched of chunk i: nothing without `debug`."""
-    if debug is None:
-        return lambda site, x, *axes: x
-    live = block.live(i)
+class _Watch(NamedTuple):
+    """What is watched of chunk i of a block: nothing without `debug`, and then it is false."""
 
-    def watch(site: str, x: jax.Array, *axes: int) -> jax.Array:
-        where = jnp.full(x.shape, live > 0)
+    debug: Debug
+    block: _Block
+    i: Any
+
+    def __bool__(self) -> bool:
+        return self.debug is not None
+
+    def __call__(self, site: str, x: Any, *axes: int, where: Any = True) -> Any:
+        """In place of x, a value (or a pair that sums to it) at a site of the golden, `axes` of which are steps; where
+        it is one."""
+        if self.debug is None:
+            return x
+        live, shape = self.block.live(self.i), jnp.shape(x[0] if isinstance(x, tuple) else x)
+        where = jnp.broadcast_to(where, shape) & (live > 0)
         for axis in axes:
-            where &= _iota(x.shape, axis) < live
-        return debug(site, x, where, chunk_size=block.scan.chunk)
-
-    return watch
+            where &= _iota(shape, axis) < live
+        return self.debug(site, x, where, chunk_size=self.block.scan.chunk)
 
 
 def _forward_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
@@ -747,7 +757,8 @@ def _forward_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
     block, state = _Block(refs, scan, pl.program_id(2)), refs["state"]
 
     def body(i: Any) -> None:
-        load, decay, watch = partial(block.load, i), block.decay(i), _watch(debug, block, i)
+        load, decay, watch = partial(block.load, i), block.decay(i), _Watch(debug, block, i)
+        _watch_decays(decay, watch)
 
         def advance() -> None:
             state[...] = watch("state", _next_state(load, state[...], decay, scan))
@@ -766,13 +777,14 @@ def _outputs_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
     block = _Block(refs, scan, pl.program_id(2))
 
     def body(i: Any) -> None:
-        load, decay, watch = partial(block.load, i), block.decay(i), _watch(debug, block, i)
+        load, decay, watch = partial(block.load, i), block.decay(i), _Watch(debug, block, i)
+        _watch_decays(decay, watch)
         block.store(i, "o", _output(load, refs["states"].at[i], decay, scan, watch))
 
     block.for_chunks(body)
 
 
-def _backward_kernel(refs: Refs, scan: Scan) -> None:
+def _backward_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
     """All gradients: there, to keep the state at the start of each block, and back."""
     step, last = pl.program_id(2), scan.blocks - 1
     index = _block_of(step, scan.blocks, "twice", early=True)
@@ -783,7 +795,8 @@ def _backward_kernel(refs: Refs, scan: Scan) -> None:
         states[0] = checkpoints[jnp.maximum(index - 1, 0)]
 
     def forward(i: Any) -> None:
-        states[i + 1] = _next_state(partial(block.load, i), states[i], block.decay(i), scan)
+        watch = _Watch(debug, block, i)
+        states[i + 1] = watch("state", _next_state(partial(block.load, i), states[i], block.decay(i), scan))
 
     block.for_chunks(forward, lambda i: block.load_state("h0", i, states.at[i]))
 
@@ -794,31 +807,35 @@ def _backward_kernel(refs: Refs, scan: Scan) -> None:
     @pl.when(step >= last)
     def _() -> None:
         def back(i: Any) -> None:
-            load, decay = partial(block.load, i), block.decay(i)
-            decay.store_gradients(load, partial(block.store, i), states.at[i], dstate, scan)
-            dstate[...] = _previous_dstate(load, dstate[...], decay, scan)
+            load, decay, watch = partial(block.load, i), block.decay(i), _Watch(debug, block, i)
+            _watch_decays(decay, watch)
+            decay.store_gradients(load, partial(block.store, i), states.at[i], dstate, scan, watch)
+            dstate[...] = watch("dstate", _previous_dstate(load, dstate[...], decay, scan))
 
         _for_chunks_back(block, back)
 
 
-def _dstates_kernel(refs: Refs, scan: Scan) -> None:
+def _dstates_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
     """The gradients of the states at the end of each chunk, and dh0."""
     block, dstate = _Block(refs, scan, _block_of(pl.program_id(2), scan.blocks, "back", early=False)), refs["dstate"]
 
     def body(i: Any) -> None:
         refs["dstates"][i] = dstate[...]
-        dstate[...] = _previous_dstate(partial(block.load, i), dstate[...], block.decay(i), scan)
+        watch = _Watch(debug, block, i)
+        dstate[...] = watch("dstate", _previous_dstate(partial(block.load, i), dstate[...], block.decay(i), scan))
 
     _for_chunks_back(block, body)
 
 
-def _gradients_kernel(refs: Refs, scan: Scan) -> None:
+def _gradients_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
     """The other gradients from the states at the start of each chunk and their gradients at its end."""
     block = _Block(refs, scan, pl.program_id(2))
 
     def body(i: Any) -> None:
         states = refs["states"].at[i], refs["dstates"].at[i]
-        block.decay(i).store_gradients(partial(block.load, i), partial(block.store, i), *states, scan)
+        decay, watch = block.decay(i), _Watch(debug, block, i)
+        _watch_decays(decay, watch)
+        decay.store_gradients(partial(block.load, i), partial(block.store, i), *states, scan, watch)
 
     block.for_chunks(body)
 
@@ -842,7 +859,7 @@ def _output(
     state: Any,
     decay: "_Decay",
     scan: Scan,
-    watch: Watch,
+    watch: _Watch,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> jax.Array:
     """o [heads, C, V] float32 of a chunk, from the ref of the state at its start.
@@ -850,7 +867,7 @@ def _output(
     meanwhile() comes before the last product, which has to wait for the scores; it may change the state.
     """
     scores = watch("A", decay.scores(load, scan), 1, 2)
-    read = _read(load("q"), state[...], decay, lambda width: watch("decay", decay.from_start(width), 1), scan)
+    read = _read(load("q"), state[...], decay, decay.from_start, scan)
     meanwhile()
     return scan.scale * (read + _dot(scores, load("v"), (1, 0), scan))
 
@@ -893,6 +910,11 @@ class _StepDecay:
         self._refs, self._chunk, self._scan = refs, i, scan
         self.whole = _whole(scan, *(self._row(name)[:, :, scan.chunk - 1 :] for name in ("sum_hi", "sum_lo")))
 
+    def watch_sums(self, watch: _Watch) -> None:
+        """Let the sums of gates be watched, but those in which one may have been clamped."""
+        hi, lo = self._row("sum_hi"), self._row("sum_lo")
+        watch("c", (hi, lo), 2, where=hi > STRONGEST_GATE)
+
     def from_start(self, width: int) -> jax.Array:
         """See the class."""
         return self._column(self._row("from_start"))
@@ -920,16 +942,20 @@ class _StepDecay:
         """A [heads, C, C]."""
         return _dot(load("q"), load("k"), (1, 1), scan) * self.between()
 
-    def store_gradients(self, load: Load, store: Store, state: Any, dstate: Any, scan: Scan) -> None:
+    def store_gradients(self, load: Load, store: Store, state: Any, dstate: Any, scan: Scan, watch: _Watch) -> None:
         """Store dq, dk, dv and dg of a chunk, from the refs of the state at its start and the gradient at its end."""
         # Pairs of steps are at [j, i], so that just one of the dots below transposes.
         products = _dot(load("k"), load("q"), (1, 1), scan)
-        dscores = _dot(load("v"), load("do"), (1, 1), scan) * (scan.scale * self.between())
+        dproducts = _dot(load("v"), load("do"), (1, 1), scan)
+        dscores = dproducts * (scan.scale * self.between())
         dv = _read(load("k"), dstate[...], self, self.to_end, scan)
-        store("dv", dv + scan.scale * _dot(products * self.between(), load("do"), (1, 0), scan))
+        scores = watch("A", products * self.between(), 1, 2)
+        store("dv", dv + scan.scale * _dot(scores, load("do"), (1, 0), scan))
         # The gate of step t decays what goes from before t to t or later. Sums of just these pairs lose nothing to
         # cancellation, as running sums of q·dq - k·dk do.
         row, column = _iota(products.shape, 1), _iota(products.shape, 2)
+        if watch:
+            watch("dA", scan.scale * dproducts, 1, 2, where=row <= column)
         sums = _dot(products * dscores, _ones(row >= column, scan), (1, 0), scan)
         dq = scan.scale * self.from_start(scan.k) * _dot(load("do"), state[...], (1, 0), scan)
         from_state = jnp.sum(_f32(load("q")) * dq, axis=2, keepdims=True)
@@ -939,6 +965,7 @@ class _StepDecay:
         store("dk", dk + _dot(dscores, load("q"), (1, 0), scan))
         whole = reduce(jnp.add, self.whole)
         through = jnp.sum(whole * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True), axis=2, keepdims=True)
+        through = watch("dgate", through)
         store("dgate", through + jnp.sum(jnp.where(row < column, sums + to_state, from_state), axis=1, keepdims=True))
 
 
@@ -948,6 +975,9 @@ class _ConstantDecay(_StepDecay):
     def __init__(self, refs: Refs, gammas: jax.Array, live: Any, scan: Scan) -> None:
         self._refs, self._gammas, self._live, self._scan = refs, gammas, live, scan
         self.whole = _whole(scan, gammas * _f32(jnp.full(gammas.shape, live, jnp.int32)))
+
+    def watch_sums(self, watch: _Watch) -> None:
+        """There are none, but products."""
 
     def from_start(self, width: int) -> jax.Array:
         """See `_StepDecay`."""
@@ -992,6 +1022,11 @@ class _ChannelDecay:
         self._until, self._after = until, after
         self.whole = _whole(scan, until[:, c - 1 :])
 
+    def watch_sums(self, watch: _Watch) -> None:
+        """See `_StepDecay`."""
+        for sums in (self._until, self._after):
+            watch("exponent", sums, 1, where=sums > STRONGEST_GATE)
+
     def from_start(self, width: int) -> jax.Array:
         """See the class."""
         return _exp(self._until)
@@ -1010,20 +1045,21 @@ class _ChannelDecay:
             scores = jnp.where((i > j) & _meet(i, j, half), products, scores)
         return scores
 
-    def store_gradients(self, load: Load, store: Store, state: Any, dstate: Any, scan: Scan) -> None:
+    def store_gradients(self, load: Load, store: Store, state: Any, dstate: Any, scan: Scan, watch: _Watch) -> None:
         """Store dq, dk, dv and dgk of a chunk, from the refs of the state at its start and the gradient at its end."""
         q, k, v, do = (_f32(load(name)) for name in ("q", "k", "v", "do"))
         i, j = _steps(scan)
         dq = scan.scale * self.from_start(scan.k) * _dot(load("do"), state[...], (1, 0), scan)
         dk = self.to_end(scan.k) * _dot(load("v"), dstate[...], (1, 0), scan)
         # As in `_StepDecay.store_gradients`: of the gate of step t, only pairs with t between them, and what passes it.
-        dgk = reduce(jnp.add, self.whole) * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True)
-        dgk += _dot(_ones(i >= j, scan), q * dq, (1, 0), scan) + _dot(_ones(i < j, scan), k * dk, (1, 0), scan)
+        dgk = watch("dgate", reduce(jnp.add, self.whole) * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True))
+        read = watch("dgate", _dot(_ones(i >= j, scan), q * dq, (1, 0), scan), 1)
+        dgk += read + watch("dgate", _dot(_ones(i < j, scan), k * dk, (1, 0), scan), 1)
         dscore = scan.scale * jnp.sum(do * v, axis=2, keepdims=True)
         dq, dk = dq + dscore * k, dk + dscore * q
         # Of a pair, at [i, j] as at [j, i].
         dscores = _dot(load("do"), load("v"), (1, 1), scan), _dot(load("v"), load("do"), (1, 1), scan)
-        dpairs = scan.scale * jnp.where(i < j, *dscores)
+        dpairs = watch("dA", scan.scale * jnp.where(i < j, *dscores), 1, 2)
         scores = jnp.where(i == j, jnp.sum(q * k, axis=2, keepdims=True), 0.0)
         for half, decay, decayed in self._levels(q, k):
             meet, second = _meet(i, j, half), _in_second(q.shape, half)
@@ -1035,6 +1071,7 @@ class _ChannelDecay:
             after = (i ^ j < half) & ((i >= j) ^ (j & half == 0))
             dgk += _dot(_ones(after, scan), decayed * ddecayed, (1, 0), scan)
         dv = _read(load("k"), dstate[...], self, self.to_end, scan)
+        scores = watch("A", scores, 1, 2)
         store("dv", dv + scan.scale * _dot(scores, load("do"), (1, 0), scan))
         store("dq", dq)
         store("dk", dk)
@@ -1048,6 +1085,13 @@ class _ChannelDecay:
 
 
 _Decay = _StepDecay | _ChannelDecay
+
+
+def _watch_decays(decay: _Decay, watch: _Watch) -> None:
+    if watch:
+        decay.watch_sums(watch)
+        watch("decay", decay.from_start(1), 1)
+        watch("decay", decay.to_end(1), 1)
 
 
 def _in_second(shape: tuple[int, ...], half: int) -> jax.Array:

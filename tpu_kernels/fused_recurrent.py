@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.gla import Gates, Problem, check_backward, check_forward
-from tpu_kernels.gmm import GroupMetadata, Interpret, concrete_values, group_metadata, resolve_interpret
+from tpu_kernels.gmm import Debug, GroupMetadata, Interpret, concrete_values, group_metadata, resolve_interpret
 
 SEGMENT = 16  # steps between plain float32 states: divides every chunk size, so calls may be cut at chunk borders
 GROUP = 16  # rows loaded at once: those of a packed 16-bit register
@@ -72,13 +72,15 @@ def recurrent_fwd(
     cu_seqlens: jax.Array | None = None,
     reverse: bool = False,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(o, ht): `o_t = scale q_t^T S_t`, and the state after the last step where output_final_state, else None.
 
     q, k [B, T, H, K], v [B, T, H, V]: all float32 or all bfloat16. gates: natural logs of the decays, `g` [B, T, H]
     and `g_gamma` [H], which add (None: no decay), or `gk` [B, T, H, K]; float32, `g` and `gk` also of q's dtype.
     initial_state [N, H, K, V] float32. cu_seqlens [N + 1] int32 packs N sequences into B = 1 (N = B without).
-    reverse: time runs backwards, in each sequence. scale: default K ** -0.5. interpret: as `tpu_kernels.gmm.gmm`.
+    reverse: time runs backwards, in each sequence. scale: default K ** -0.5. interpret and debug: as
+    `tpu_kernels.gmm.gmm`; sites are kept and state.
     o has v's shape and dtype and is zero beyond the last sequence; ht [N, H, K, V] is float32.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`; values are checked outside tracing only.
     """
@@ -103,6 +105,7 @@ def recurrent_fwd(
         output_final_state=bool(output_final_state),
         reverse=bool(reverse),
         interpret=resolve_interpret(interpret),
+        debug=debug,
     )
 
 
@@ -119,11 +122,13 @@ def recurrent_bwd(
     cu_seqlens: jax.Array | None = None,
     reverse: bool = False,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> Gradients:
     """The gradients of `recurrent_fwd`'s arguments, given those of o (do) and, if it is not None, of ht (dht).
 
     do has v's shape and dtype; dht [N, H, K, V] is float32. Gradients have their arguments' dtypes and are zero beyond
-    the last sequence. Held meanwhile, in float32: two states per visit, of one head.
+    the last sequence. Held meanwhile, in float32: two states per visit, of one head. Sites of debug: those of
+    `recurrent_fwd`, dstate and dgate.
     Raises as `recurrent_fwd`, with `op_arguments.gla.check_backward`.
     """
     p = check_backward(
@@ -150,13 +155,14 @@ def recurrent_bwd(
         problem=p,
         reverse=bool(reverse),
         interpret=resolve_interpret(interpret),
+        debug=debug,
     )
 
 
 # ------------------------------------------------------------------------------------------------------ the calls
 
 
-@partial(jax.jit, static_argnames=("problem", "output_final_state", "reverse", "interpret"))
+@partial(jax.jit, static_argnames=("problem", "output_final_state", "reverse", "interpret", "debug"))
 def _forward(
     q: jax.Array,
     k: jax.Array,
@@ -169,11 +175,12 @@ def _forward(
     output_final_state: bool,
     reverse: bool,
     interpret: bool | pltpu.InterpretParams,
+    debug: Debug,
 ) -> tuple[jax.Array, jax.Array | None]:
     p = problem
     if 0 in (p.b, p.t, p.h, p.k, p.v, p.n):
         return jnp.zeros_like(v), _states(initial_state, p) if output_final_state else None
-    plan = _plan(p, gates, reverse, interpret, TILE)
+    plan = _plan(p, gates, reverse, interpret, TILE, debug)
     visits = _visits(p, plan, cu_seqlens, interpret)
 
     def visit(h: Any, i: Any, visits: GroupMetadata) -> Any:
@@ -208,7 +215,7 @@ def _forward(
     return o, _state_from(found.get("ht"), p)
 
 
-@partial(jax.jit, static_argnames=("problem", "reverse", "interpret"))
+@partial(jax.jit, static_argnames=("problem", "reverse", "interpret", "debug"))
 def _backward(
     q: jax.Array,
     k: jax.Array,
@@ -222,13 +229,14 @@ def _backward(
     problem: Problem,
     reverse: bool,
     interpret: bool | pltpu.InterpretParams,
+    debug: Debug,
 ) -> Gradients:
     p = problem
     if 0 in (p.b, p.t, p.h, p.k, p.v, p.n):
         dgates = {name: None if gate is None else jnp.zeros_like(gate) for name, gate in gates.items()}
         dh0 = None if initial_state is None else _states(dht, p)
         return Gradients(jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v), dgates, dh0)
-    plan = _plan(p, gates, reverse, interpret, None)
+    plan = _plan(p, gates, reverse, interpret, None, debug)
     visits = _visits(p, plan, cu_seqlens, interpret)
 
     # Phase 0 goes through time, phase 1 back. What only one of them needs stays, in the other, where that one ends or
@@ -303,13 +311,15 @@ def _backward(
 class _Plan(NamedTuple):
     """What the kernels are traced for.
 
-    rows: of all sequences. keys, values: sizes of the state, rounded up to whole registers. tile: rows of a block.
-    slab: rows of the state at a time. gate: "step" (one decay for all keys), "key" or None. scale of q. unroll: of the
-    loops over a group's steps.
+    rows: of all sequences. k, v: sizes of the state; keys, values: those rounded up to whole registers. tile: rows of a
+    block. slab: rows of the state at a time. gate: "step" (one decay for all keys), "key" or None. scale of q. unroll:
+    of the loops over a group's steps. debug: as `tpu_kernels.gmm.gmm`.
     """
 
     heads: int
     rows: int
+    k: int
+    v: int
     keys: int
     values: int
     tile: int
@@ -318,6 +328,7 @@ class _Plan(NamedTuple):
     scale: float
     reverse: bool
     unroll: int
+    debug: Debug
 
     @property
     def tiles(self) -> int:
@@ -325,7 +336,7 @@ class _Plan(NamedTuple):
         return pl.cdiv(self.rows, self.tile)
 
 
-def _plan(p: Problem, gates: dict[str, Any], reverse: bool, interpret: Any, tile: int | None) -> _Plan:
+def _plan(p: Problem, gates: dict[str, Any], reverse: bool, interpret: Any, tile: int | None, debug: Debug) -> _Plan:
     """The plan for a tile of so many rows, or of as many as may keep all their states; no more than there are."""
     keys, values = pl.cdiv(p.k, LANES) * LANES, pl.cdiv(p.v, GROUP) * GROUP
     given = [name for name, gate in gates.items() if gate is not None]
@@ -335,6 +346,8 @@ def _plan(p: Problem, gates: dict[str, Any], reverse: bool, interpret: Any, tile
     return _Plan(
         heads=p.h,
         rows=p.b * p.t,
+        k=p.k,
+        v=p.v,
         keys=keys,
         values=values,
         tile=min(tile, pl.cdiv(p.b * p.t, GROUP) * GROUP),
@@ -343,6 +356,7 @@ def _plan(p: Problem, gates: dict[str, Any], reverse: bool, interpret: Any, tile
         scale=p.scale,
         reverse=reverse,
         unroll=1 if interpret else UNROLL,
+        debug=debug,
     )
 
 
@@ -600,9 +614,26 @@ def _nth_visit(i: Any, visits: GroupMetadata, plan: _Plan) -> Any:
 
 def _own(visit: _Visit, rows: Any, x: jax.Array, other: jax.Array | None = None, axis: int = 0) -> jax.Array:
     """Elements of a group's x (its steps along `axis`) that are the visit's; elsewhere `other`, in its dtype, or 0."""
-    row = rows.start + lax.broadcasted_iota(jnp.int32, x.shape, axis)
-    own = (visit.start <= row) & (row < visit.end)
+    own = _is_own(visit, rows.start, x.shape, axis)
     return jnp.where(own, x, 0.0) if other is None else jnp.where(own, x.astype(other.dtype), other)
+
+
+def _is_own(visit: _Visit, first: Any, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """Where the tile's rows along an axis, from `first` on, are the visit's."""
+    row = first + lax.broadcasted_iota(jnp.int32, shape, axis)
+    return (visit.start <= row) & (row < visit.end)
+
+
+def _is_key(plan: _Plan, shape: tuple[int, ...]) -> jax.Array:
+    """Where lanes are no padding."""
+    return lax.broadcasted_iota(jnp.int32, shape, 1) < plan.k
+
+
+def _in_state(visit: _Visit, rows: Any, n: Any, slab: Any, plan: _Plan) -> jax.Array:
+    """Where a slab of the state is no padding; nowhere unless a group's n-th step is the visit's."""
+    shape = plan.slab, plan.keys
+    is_value = slab.start + lax.broadcasted_iota(jnp.int32, shape, 0) < plan.v
+    return is_value & _is_key(plan, shape) & _is_own(visit, rows.start + n, (1, 1), 0)
 
 
 def _for_groups(visit: _Visit, plan: _Plan, body: Callable[[Any], None], backwards: bool = False) -> None:
@@ -648,7 +679,7 @@ def _store(refs: _Refs, visit: _Visit, rows: Any, name: str, x: jax.Array) -> No
     refs[name][rows, :] = _own(visit, rows, x, refs[name][rows, :])
 
 
-def _load_decays(refs: _Refs, visit: _Visit, rows: Any) -> None:
+def _load_decays(refs: _Refs, visit: _Visit, rows: Any, plan: _Plan) -> None:
     """The decays of a group's steps as `decay_parts` has them, none where a row is not the visit's."""
     own = partial(_own, visit, rows)
     if "gk" in refs:
@@ -660,6 +691,9 @@ def _load_decays(refs: _Refs, visit: _Visit, rows: Any) -> None:
     else:
         return
     refs["kept_rows"][...], refs["rest_rows"][...] = decays
+    if plan.debug:
+        _, rest = decays
+        plan.debug("kept", rest, _is_own(visit, rows.start, rest.shape, 0) & _is_key(plan, rest.shape))
 
 
 def _decay_of(refs: _Refs, n: Any) -> list[jax.Array]:
@@ -715,7 +749,7 @@ def _advance(
     """Take the state through the steps of a group, slab by slab: use(slab, step, decayed state before it, state after
     it), and then end(slab)."""
     _load(refs, visit, rows, "k", "v")
-    _load_decays(refs, visit, rows)
+    _load_decays(refs, visit, rows, plan)
     refs["carried_rows"][...] = _unless(visit.step_of(rows, plan) % SEGMENT == 0)
     state = refs["state"]
 
@@ -726,6 +760,8 @@ def _advance(
             row, decay = pl.ds(n, 1), _decay_of(refs, n)
             before = pair[0] * sum(decay) if decay else pair[0]
             pair = _step(pair, refs["carried_rows"][row, :], decay, _at(v, n) * refs["k_rows"][row, :])
+            if plan.debug:
+                plan.debug("state", pair[0], _in_state(visit, rows, n, slab, plan))
             use(slab, n, before, pair[0])
             return pair
 
@@ -767,7 +803,7 @@ def _advance_with_dq(visit: _Visit, refs: _Refs, rows: Any, *, plan: _Plan) -> N
 def _retreat(visit: _Visit, refs: _Refs, rows: Any, *, plan: _Plan) -> None:
     """Take the gradient of the state back through the steps of a group, with dk, dv and the gradients of gates."""
     _load(refs, visit, rows, "q", "k", "v", "do")
-    _load_decays(refs, visit, rows)
+    _load_decays(refs, visit, rows, plan)
     refs["carried_rows"][...] = _unless(visit.step_of(rows, plan) % SEGMENT == SEGMENT - 1)
     dstate, dk = refs["dstate"], refs["dk_rows"]
     for name in ("dk_rows", "dgate_rows"):
@@ -780,6 +816,8 @@ def _retreat(visit: _Visit, refs: _Refs, rows: Any, *, plan: _Plan) -> None:
             row = pl.ds(n, 1)
             term = _at(do, n) * (plan.scale * refs["q_rows"][row, :])
             pair = _step(pair, refs["carried_rows"][row, :], [], term)
+            if plan.debug:
+                plan.debug("dstate", pair[0], _in_state(visit, rows, n, slab, plan))
             dk[row, :] += _sum_rows(_at(v, n) * pair[0])
             refs["products"][n] = _fold_lanes(pair[0] * refs["k_rows"][row, :])
             if plan.gate is None:
@@ -795,10 +833,15 @@ def _retreat(visit: _Visit, refs: _Refs, rows: Any, *, plan: _Plan) -> None:
     _store(refs, visit, rows, "dk", dk[...])
     _store(refs, visit, rows, "dv", refs["dv_columns"][...].T)
     if plan.gate == "key":
-        _store(refs, visit, rows, "dgate", refs["dgate_rows"][...])
+        dgate = refs["dgate_rows"][...]
+        if plan.debug:
+            plan.debug("dgate", dgate, _is_own(visit, rows.start, dgate.shape, 0) & _is_key(plan, dgate.shape))
+        _store(refs, visit, rows, "dgate", dgate)
     elif plan.gate == "step":
         line = pl.ds(rows.start // GROUP, 1)
         dgate = _sum_rows(refs["dgate_rows"][...].T)
+        if plan.debug:
+            plan.debug("dgate", dgate, _is_own(visit, rows.start, dgate.shape, 1))
         refs["dgate"][line, :] = _own(visit, rows, dgate, refs["dgate"][line, :], axis=1)
 
 

@@ -60,7 +60,7 @@ def chunk_gla_fwd(
     of 16 up to 256, counted from the beginning of each sequence. precision, of dots of float32 operands: "ieee", six
     bfloat16 passes, or "bf16x3"; of bfloat16 operands only the result is rounded so far. fused: whether one kernel does
     all, or another one the states before; None: one where its blocks fit VMEM (`chunk_scan.chunk_route` says why).
-    interpret and debug: as `tpu_kernels.gmm.gmm`; sites are decay (from a chunk's start), A and state.
+    interpret and debug: as `tpu_kernels.gmm.gmm`; sites as `chunk_scan.chunk_fwd` and `chunk_bwd`.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`, `check_precision` and `check_fused`; values are
     checked outside tracing only.
     """
@@ -98,6 +98,7 @@ def chunk_gla_bwd(
     precision: str = "ieee",
     fused: bool | None = None,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> Grads:
     """The gradients of `chunk_gla_fwd`'s arguments, given do [B, T, H, V] in q's dtype and dht [N, H, K, V] float32.
 
@@ -119,6 +120,7 @@ def chunk_gla_bwd(
             precision=precision,
             fused=fused,
             interpret=interpret,
+            debug=debug,
         )
     )
 
@@ -169,6 +171,7 @@ def fused_recurrent_gla_fwd(
     cu_seqlens: jax.Array | None = None,
     reverse: bool = False,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> Output:
     """o and, with output_final_state, ht of the recurrence of this module, one step at a time.
 
@@ -187,6 +190,7 @@ def fused_recurrent_gla_fwd(
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             interpret=interpret,
+            debug=debug,
         )
     )
 
@@ -204,6 +208,7 @@ def fused_recurrent_gla_bwd(
     cu_seqlens: jax.Array | None = None,
     reverse: bool = False,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> Grads:
     """The gradients of `fused_recurrent_gla_fwd`'s arguments; as `chunk_gla_bwd`."""
     return _grads(
@@ -219,6 +224,7 @@ def fused_recurrent_gla_bwd(
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             interpret=interpret,
+            debug=debug,
         )
     )
 

@@ -1,5 +1,6 @@
 """Layers of a mixture of experts on the TPU. They are defined in `cpu_golden/moe.py`."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from op_arguments.moe import (
     check_unpermute,
     permuted_rows,
 )
-from tpu_kernels.gmm import Interpret, as_vector, concrete_values, gmm, static_scalar, tgmm
+from tpu_kernels.gmm import Debug, Interpret, as_vector, concrete_values, gmm, static_scalar, tgmm
 from tpu_kernels.hardware import matmul_path, tpu_generation
 from tpu_kernels.quantize import Quantized, fp8_dual_quantize, fp8_quantize, mxfp8_dual_quantize, mxfp8_quantize
 from tpu_kernels.quantized_gmm import gmm_quantized, grouped_gemm, tgmm_quantized
@@ -50,6 +51,7 @@ class _Options(NamedTuple):
     out_dtype: str
     tiling: Tiling | None
     interpret: Interpret
+    debug: Debug
 
 
 class _LayerOptions(NamedTuple):
@@ -65,6 +67,7 @@ class _LayerOptions(NamedTuple):
     axis_name: str | None
     dtype: Any  # of x and the experts' weights
     interpret: Interpret
+    debug: Debug
 
     @property
     def between(self) -> Any:
@@ -86,6 +89,7 @@ def grouped_dense(
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> jax.Array:
     """`gmm`, differentiable in lhs, rhs and existing_out, with its operands quantised to e4m3 on request.
 
@@ -99,7 +103,7 @@ def grouped_dense(
     have the dtypes of what they are gradients of: zero for rows of no active group (lhs), for empty groups (rhs) and
     for rows that were overwritten (existing_out).
     tiling: (tm, tk, tn) of the forward pass, whose backward matmuls take (tm, tn, tk) and (tm, tk, tn), or a look-up
-    (m, k, n) -> (tm, tk, tn) that is asked for each of them.
+    (m, k, n) -> (tm, tk, tn) that is asked for each of them. debug: as the matmul of the forward pass has it.
     """
     check_quantize_options(quantize, bwd_quantize, block_size)
     group_offset = static_scalar(group_offset)
@@ -114,6 +118,7 @@ def grouped_dense(
         out_dtype=p.out_dtype,
         tiling=tiling,
         interpret=interpret,
+        debug=debug,
     )
     shard = as_vector(group_offset, p.experts - p.groups)
     return _grouped_dense(options, lhs, rhs, group_sizes, shard, existing_out)
@@ -273,6 +278,7 @@ def _forward(
         preferred_element_type=options.out_dtype,
         tiling=options.tiling,
         interpret=options.interpret,
+        debug=options.debug,
     )
 
 
@@ -405,6 +411,7 @@ def moe_layer(
     tiling: Tiling | None = None,
     axis_name: str | None = None,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> jax.Array:
     """A layer of SwiGLU experts, of which each token goes to the top_k that its router likes best; differentiable.
 
@@ -430,6 +437,8 @@ def moe_layer(
     has T of the tokens, in order, w_router whole and G = E / devices of the experts, in order; rows travel by
     all-to-all in buffers for the worst case. Results are those of one device with all tokens and experts, but for the
     sums over rows in gradients of weights: their order, and which rows share a scale where they are quantised.
+    debug: see `tpu_kernels.gmm.Debug`, of what the matmuls hand on in either pass, of logits, weights and the parts of
+    x's gradient, at the golden's sites; None leaves nothing of it.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
     """
     group_offset = static_scalar(group_offset)
@@ -458,6 +467,7 @@ def moe_layer(
         axis_name=axis_name,
         dtype=x.dtype,
         interpret=interpret,
+        debug=debug,
     )
     offset = as_vector(group_offset, layer.experts - layer.groups)
     return _layer(options, x, w_router, w_gate, w_up, w_down, offset)
@@ -481,6 +491,7 @@ def moe_layer_bwd(
     tiling: Tiling | None = None,
     axis_name: str | None = None,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> LayerGrads:
     """The gradients of `moe_layer` in all five of its arrays, as `jax.vjp` gives them, for a gradient dout [T, D].
 
@@ -499,6 +510,7 @@ def moe_layer_bwd(
         tiling=tiling,
         axis_name=axis_name,
         interpret=interpret,
+        debug=debug,
     )
     _, backward = jax.vjp(layer, x, w_router, w_gate, w_up, w_down)
     check_layer_dout(dout, x)
@@ -530,7 +542,8 @@ def _layer(
 ) -> jax.Array:
     if o.sanitize_grads:
         x, w_router, w_gate, w_up, w_down = (_sanitized(primal) for primal in (x, w_router, w_gate, w_up, w_down))
-    weights, indices = _route(o, x, w_router)
+    weights, indices = _route(o, _watched(o, None, x, "drouter"), w_router)
+    x = _watched(o, None, x, "dexperts")
     num_experts, experts = w_router.shape[1], partial(_experts, o)
     if o.axis_name is None:
         plan = _plan(indices, num_experts, o.capacity, permuted_rows(x.shape[0], o.top_k, num_experts, o.capacity))
@@ -548,10 +561,34 @@ def _layer(
 def _route(o: _LayerOptions, x: jax.Array, w_router: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The weights [T, k] float32 of each token's experts, and which these are."""
     logits = jnp.dot(x.astype(jnp.float32), w_router.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    logits = _watched(o, "logits", logits, "dlogits")
     _, indices = lax.top_k(lax.stop_gradient(logits), o.top_k)
     if o.renormalize:
-        return jax.nn.softmax(jnp.take_along_axis(logits, indices, axis=1)), indices
-    return jnp.take_along_axis(jax.nn.softmax(logits), indices, axis=1), indices
+        weights = jax.nn.softmax(jnp.take_along_axis(logits, indices, axis=1))
+    else:
+        weights = jnp.take_along_axis(jax.nn.softmax(logits), indices, axis=1)
+    return _watched(o, "weights", weights), indices
+
+
+def _watched(o: _LayerOptions, site: str | None, x: jax.Array, gradient: str | None = None) -> jax.Array:
+    """x, shown to `debug` as what is at a site, and its gradient as what is at another."""
+    return x if o.debug is None else _shown(o.debug, site, gradient, x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _shown(debug: Callable[..., Any], site: str | None, gradient: str | None, x: jax.Array) -> Any:
+    return x if site is None else debug(site, x)
+
+
+def _shown_fwd(debug: Callable[..., Any], site: str | None, gradient: str | None, x: jax.Array) -> tuple[Any, None]:
+    return _shown(debug, site, gradient, x), None
+
+
+def _shown_bwd(debug: Callable[..., Any], site: str | None, gradient: str | None, _: None, grad: jax.Array) -> Any:
+    return (grad if gradient is None else debug(gradient, grad),)
+
+
+_shown.defvjp(_shown_fwd, _shown_bwd)
 
 
 @jax.custom_vjp
@@ -745,10 +782,13 @@ def _forward_of_experts(
     (of_gate, saved_gate), (of_up, saved_up), (of_down, saved_down) = (
         _weights_of(o, w, is_trained) for w in of_experts
     )
-    gate, up = (_product(o, taken, w, shard, o.between) for w in (of_gate, of_up))
+    gate, up = (
+        _watched(o, site, _product(o, taken, w, shard, o.between)) for site, w in (("gate", of_gate), ("up", of_up))
+    )
     hidden = (weights * jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(o.between)
+    hidden = _watched(o, "hidden", hidden)
     activated, saved_hidden = _activations(o, hidden, is_trained)
-    out = _product(o, activated, of_down, shard, o.dtype)
+    out = _watched(o, "rows", _product(o, activated, of_down, shard, o.dtype))
     named = zip((saved_rows, saved_hidden, (saved_gate, saved_up, saved_down)), QUANTIZED_RESIDUALS, strict=True)
     operands = [checkpoint_name(kept, name) if o.quantize else kept for kept, name in named]
     return out, (*operands, gate, up, weights, shard)
@@ -757,19 +797,20 @@ def _forward_of_experts(
 def _experts_bwd(o: _LayerOptions, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
     rows, hidden, (of_gate, of_up, of_down), gate, up, weights, shard = saved
     by_rows, by_columns = _activations(o, dout, True)
-    dhidden = _product(o, by_rows, of_down, shard, o.between, transpose_rhs=True).astype(jnp.float32)
+    dhidden = _product(o, by_rows, of_down, shard, o.between, transpose_rhs=True)
+    dhidden = _watched(o, "dhidden", dhidden).astype(jnp.float32)
     gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
     sigmoid, silu = jax.nn.sigmoid(gate), jax.nn.silu(gate)
-    dweights = (dhidden * silu * up).sum(axis=1, keepdims=True)
+    dweights = _watched(o, "dweights", (dhidden * silu * up).sum(axis=1, keepdims=True))
     dgate = dhidden * weights * up * sigmoid * (1 + gate * (1 - sigmoid))
     dup = dhidden * weights * silu
     (dgate_rows, dgate_columns), (dup_rows, dup_columns) = (
-        _activations(o, d.astype(o.between), True) for d in (dgate, dup)
+        _activations(o, _watched(o, site, d.astype(o.between)), True) for site, d in (("dgate", dgate), ("dup", dup))
     )
     of_both = ((dgate_rows, of_gate), (dup_rows, of_up))
     through_gate, through_up = (_product(o, d, w, shard, jnp.float32, transpose_rhs=True) for d, w in of_both)
     return (
-        (through_gate + through_up).astype(o.dtype),
+        _watched(o, "drows", (through_gate + through_up).astype(o.dtype)),
         dweights,
         _weight_gradient(o, rows, dgate_columns, shard, of_gate),
         _weight_gradient(o, rows, dup_columns, shard, of_up),

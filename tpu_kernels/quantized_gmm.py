@@ -34,6 +34,7 @@ from tpu_kernels.gmm import (
     COPY_ROWS,
     LANES,
     NEWEST,
+    Debug,
     Interpret,
     Tile,
     as_vector,
@@ -63,7 +64,7 @@ FIRST_WITH_32_MIB = 6  # the generation from which on a kernel has 32 MiB of VME
 WIDENED_ROWS = 64  # at a time, so that they stay in registers
 STRIPS = 4  # of 128 rows, that are stored in straight-line code
 TALL = 896  # rows of a dot that the matrix unit adds up by itself: of multiples of 128 the fastest in tgmm on tpu7x
-NAN = 0x7FC0  # of bfloat16
+E8M0_NAN, BFLOAT16_NAN = 0xFF, 0x7FC0
 POWER_ROWS, POWER_COLUMNS = 256, 1024  # of a tile of MXFP8's scales when they are made bfloat16
 EXACT_SUMS = 1024  # 127² · 1024 < 2^24: sums of so many int8 products are exact in float32
 
@@ -81,6 +82,7 @@ def gmm_quantized(
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> jax.Array:
     """`gmm` of operands with block scales: `out[m] = Σ_b (lhs[m, b] @ rhs[g, b]) · lhs_scale[m, b] · rhs_scale[g, b]`.
 
@@ -90,7 +92,8 @@ def gmm_quantized(
     256, 512 or the whole axis, each operand's own. preferred_element_type: float32, bfloat16 or float16 (default: the
     unquantised lhs's dtype, else bfloat16). Sums are float32 of exact products, those of int8 products int32 within a
     tile of a block (over all of K where no scale changes along it). What the matrix unit multiplies:
-    `tpu_kernels.hardware.matmul_path`. A `tiling` whose tk cuts a block is refused. Everything else as `gmm`.
+    `tpu_kernels.hardware.matmul_path`. A `tiling` whose tk cuts a block is refused. debug: see `tpu_kernels.gmm.Debug`,
+    of the finished sums at acc. Everything else as `gmm`.
     Raises ValueError or TypeError as `op_arguments.quantized_gmm.check_gmm_quantized`; values outside tracing only.
     """
     group_offset = static_scalar(group_offset)
@@ -106,8 +109,8 @@ def gmm_quantized(
         preferred_element_type=preferred_element_type,
         sizes=concrete_values(group_sizes),
     )
-    small = _are_narrow(lhs, rhs) and existing_out is None and jnp.dtype(p.out_dtype).itemsize == 2
-    tile = resolve_tiling(tiling, partial(_gmm_tiles, p.block, small), p.m, p.k, p.n)
+    small = _are_small(lhs, rhs, existing_out, p.out_dtype)
+    tile = resolve_tiling(tiling, partial(_gmm_tiles, p.block, small, False), p.m, p.k, p.n)
     check_tile("tk", tile[1], p.block, p.k)
     return _gmm_quantized(
         lhs,
@@ -121,6 +124,7 @@ def gmm_quantized(
         tile=_fit(tile, p),
         transpose_rhs=bool(transpose_rhs),
         interpret=resolve_interpret(interpret),
+        debug=debug,
     )
 
 
@@ -137,12 +141,13 @@ def tgmm_quantized(
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> jax.Array:
     """`tgmm` of operands with block scales: `out[g] = Σ_b (lhs[b].T @ rhs[b]) · lhs_scale[b] · rhs_scale[b]`.
 
     lhs [M, K] and rhs [M, N] and their scales as in `gmm_quantized`, blocks of the contraction now along M. Blocks are
     those of all M rows: a group that begins inside one uses that block's scale for its part of it. existing_out
-    [G, K, N] is added. A `tiling` whose tm cuts a block is refused. Everything else as `tgmm`.
+    [G, K, N] is added. A `tiling` whose tm cuts a block is refused. debug as in `gmm_quantized`, else all as `tgmm`.
     Raises ValueError or TypeError as `op_arguments.quantized_gmm.check_tgmm_quantized`; values outside tracing only.
     """
     group_offset = static_scalar(group_offset)
@@ -171,6 +176,7 @@ def tgmm_quantized(
         problem=p,
         tile=_fit(tile, p),
         interpret=resolve_interpret(interpret),
+        debug=debug,
     )
 
 
@@ -191,6 +197,7 @@ def grouped_gemm(
     tiling: Tiling | None = None,
     strict: bool = False,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> jax.Array:
     """Grouped matmul of MXFP8 operands: forward and the data's gradient (ragged="lhs"), the weights' ("contracting").
 
@@ -205,8 +212,8 @@ def grouped_gemm(
     Sums are float32 of exact products of bfloat16: qvalue times scale is one, but at the ends of its exponent range.
     There 2^128 and beyond is ±inf, what is below 2^-126 is ±0, and so is all of a block whose scale is 2^-127, itself
     subnormal: no value of it reaches 2^-118 (e5m2: 2^-111). Which path is taken, and why: `grouped_gemm_support`;
-    strict=True refuses a fallback. A `tiling` whose step along the sum cuts a block is refused. Everything else as
-    `gmm` and `tgmm`.
+    strict=True refuses a fallback. A `tiling` whose step along the sum cuts a block is refused. debug as in
+    `gmm_quantized`. Everything else as `gmm` and `tgmm`.
     Raises ValueError or TypeError as `op_arguments.quantized_gmm.check_grouped_gemm`; values outside tracing only.
     """
     group_offset = static_scalar(group_offset)
@@ -243,13 +250,15 @@ def grouped_gemm(
             "preferred_element_type": p.out_dtype,
             "tiling": tiling,
             "interpret": interpret,
+            "debug": debug,
         }
         if contracting:
             return tgmm(lhs, rhs, group_sizes, num_actual_groups=num_actual_groups, **shared)
         return gmm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, **shared)
     summed = max(p.m if contracting else p.k, 1)
     problem = QuantizedProblem(*p, block=summed, lhs_blocks=tuple(lhs.shape), rhs_blocks=tuple(rhs.shape))
-    table = partial(_tgmm_tiles, False) if contracting else partial(_gmm_tiles, summed, False)
+    small = _are_small(lhs, rhs, existing_out, p.out_dtype)
+    table = partial(_tgmm_tiles, _are_narrow(lhs, rhs)) if contracting else partial(_gmm_tiles, summed, small, True)
     tile = resolve_tiling(tiling, table, p.m, p.k, p.n)
     check_mxfp8_tile("tm" if contracting else "tk", tile[0 if contracting else 1], summed)
     # A tile of the powers has whole registers too: 8 rows of them are 256 of an operand.
@@ -264,11 +273,15 @@ def grouped_gemm(
         as_vector(group_offset, p.experts - p.groups),
         existing_out,
     )
-    fitted, interpreted = (tm, *_fit(tile, problem)[1:]), resolve_interpret(interpret)
+    static: dict[str, Any] = {
+        "problem": problem,
+        "tile": (tm, *_fit(tile, problem)[1:]),
+        "interpret": resolve_interpret(interpret),
+        "debug": debug,
+    }
     if contracting:
-        return _tgmm_quantized(*operands, problem=problem, tile=fitted, interpret=interpreted)
-    transposed = bool(transpose_rhs)
-    return _gmm_quantized(*operands, problem=problem, tile=fitted, transpose_rhs=transposed, interpret=interpreted)
+        return _tgmm_quantized(*operands, **static)
+    return _gmm_quantized(*operands, **static, transpose_rhs=bool(transpose_rhs))
 
 
 def grouped_gemm_support(lhs: Any, rhs: Any, *, scale_layout: str = "plain") -> Support:
@@ -302,16 +315,22 @@ def _are_narrow(lhs: jax.Array, rhs: jax.Array) -> bool:
     return lhs.dtype.itemsize == rhs.dtype.itemsize == 1
 
 
-def _gmm_tiles(block: int, small: bool, m: int, k: int, n: int) -> Tile:
+def _are_small(lhs: jax.Array, rhs: jax.Array, existing_out: jax.Array | None, out_dtype: str) -> bool:
+    """Whether operands and results of gmm take so little memory that there is room for longer steps."""
+    return _are_narrow(lhs, rhs) and existing_out is None and jnp.dtype(out_dtype).itemsize == 2
+
+
+def _gmm_tiles(block: int, small: bool, mxfp8: bool, m: int, k: int, n: int) -> Tile:
     """As large as VMEM allows, as in `gmm`, but no more than PARTS blocks of scales: each is code of its own.
 
-    small: operands and results take so little memory that there is room for v6e's longer steps, if scales are few.
+    small: there is room for longer steps, which pay on v6e if scales are few, and for MXFP8: a step begins and ends
+    with work under which nothing is multiplied.
     """
     generation = tpu_generation() or NEWEST
     if generation < FIRST_WITH_32_MIB:
         return 256, min(1024, PARTS * block), 512
     tk = min(max(k, 1), 2048, PARTS * block)
-    tm = 1024 if generation == 6 and small and block >= BLOCK else 512
+    tm = 1024 if small and (mxfp8 or (generation == 6 and block >= BLOCK)) else 512
     return tm, tk, max(2**20 // max(tk, 512) // 512 * 512, 512)
 
 
@@ -454,36 +473,49 @@ def _is_power(scale: jax.Array | None) -> TypeGuard[jax.Array]:
 
 
 def _powers_in_lanes(scale: jax.Array, size: int, tile: int, interpret: bool | pltpu.InterpretParams) -> jax.Array:
-    """float8_e8m0fnu [A, R, size / 32] in bfloat16 [A, tiles of size, R, lanes], each tile in whole registers.
+    """float8_e8m0fnu [A, R, size / 32] in words [A, tiles of size, R / 4, lanes], each tile in whole registers.
 
-    2^-127 is subnormal there, and 0, as vector units take it.
+    A word has those of four rows, so that one move along the lanes serves a whole 8-bit register: of 32 rows word i has
+    2i, 16 + 2i, 2i + 1 and 17 + 2i, from the lowest byte on, which are a word each of two 16-bit registers.
+    A row's sum is NaN whichever of its scales is: a tile's first one says so for all.
     """
     a, rows, count = scale.shape
     tiles, width = pl.cdiv(size, tile), pl.cdiv(tile, MX_BLOCK)
     lanes, height = pl.cdiv(width, LANES) * LANES, min(POWER_ROWS, pl.cdiv(rows, SUBLANES) * SUBLANES)
 
-    def unpack(powers: Any, out: Any) -> None:
-        def unpack_rows(own: Any) -> None:
-            floats = lax.bitcast_convert_type(_bits(powers[own, :]) << 16, jnp.float32)
+    def pack(powers: Any, out: Any) -> None:
+        def pack_rows(own: Any) -> None:
+            exponents = _exponents(powers[own, :])
+            words = pl.ds(own.start // 4, SUBLANES // 4)
             for t in range(tiles):
-                part = floats[:, t * width : (t + 1) * width]
-                out[t, own, pl.ds(0, part.shape[1])] = part.astype(jnp.bfloat16)
+                part = exponents[:, t * width : (t + 1) * width]
+                is_nan = jnp.max(part, axis=1, keepdims=True) == E8M0_NAN
+                is_first = lax.broadcasted_iota(jnp.int32, part.shape, 1) == 0
+                part = jnp.where(is_nan & is_first, E8M0_NAN, part)
+                pairs = part[: SUBLANES // 2] | part[SUBLANES // 2 :] << 8
+                out[t, words, pl.ds(0, part.shape[1])] = pltpu.bitcast(pairs.astype(jnp.int16), jnp.int32)
 
-        _for_blocks(height, SUBLANES, unpack_rows)
+        _for_blocks(height, SUBLANES, pack_rows)
 
+    words = _words(rows)
     return pl.pallas_call(
-        unpack,
-        out_shape=jax.ShapeDtypeStruct((a, tiles, rows, lanes), jnp.bfloat16),
+        pack,
+        out_shape=jax.ShapeDtypeStruct((a, tiles, words, lanes), jnp.int32),
         grid=(a, pl.cdiv(rows, height)),
         in_specs=[pl.BlockSpec((None, height, count), lambda a, i: (a, i, 0))],
-        out_specs=pl.BlockSpec((None, tiles, height, lanes), lambda a, i: (a, 0, i, 0)),
+        out_specs=pl.BlockSpec((None, tiles, _words(height), lanes), lambda a, i: (a, 0, i, 0)),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         cost_estimate=pl.CostEstimate(
-            flops=4 * scale.size, transcendentals=0, bytes_accessed=scale.size + 2 * a * tiles * rows * lanes
+            flops=4 * scale.size, transcendentals=0, bytes_accessed=scale.size + 4 * a * tiles * words * lanes
         ),
         interpret=interpret,
         name="powers_in_lanes",
     )(scale)
+
+
+def _words(rows: int) -> int:
+    """Rows of the words of `_powers_in_lanes` for rows of an operand."""
+    return pl.cdiv(rows, SUBLANES) * SUBLANES // 4
 
 
 def _powers_in_rows(scale: jax.Array, interpret: bool | pltpu.InterpretParams) -> jax.Array:
@@ -493,7 +525,8 @@ def _powers_in_rows(scale: jax.Array, interpret: bool | pltpu.InterpretParams) -
 
     def unpack(powers: Any, out: Any) -> None:
         def unpack_rows(own: Any) -> None:
-            bits = _bits(powers[own, :])
+            exponents = _exponents(powers[own, :])
+            bits = jnp.where(exponents == E8M0_NAN, BFLOAT16_NAN, exponents << 7)
             out[own, :] = bits | bits << 16
 
         _for_blocks(height, SUBLANES, unpack_rows)
@@ -512,10 +545,9 @@ def _powers_in_rows(scale: jax.Array, interpret: bool | pltpu.InterpretParams) -
     )(scale)
 
 
-def _bits(powers: jax.Array) -> jax.Array:
-    """The bfloat16 bits, as int32, of powers of two in float8_e8m0fnu."""
-    byte = lax.bitcast_convert_type(powers, jnp.int8).astype(jnp.int32) & 0xFF
-    return jnp.where(byte == 0xFF, NAN, byte << 7)
+def _exponents(powers: jax.Array) -> jax.Array:
+    """The bits, as int32, of powers of two in float8_e8m0fnu: bfloat16's exponents of the same numbers."""
+    return lax.bitcast_convert_type(powers, jnp.int8).astype(jnp.int32) & 0xFF
 
 
 def _times_lanes(x: jax.Array, powers: Any, rows: Any, first: int) -> jax.Array:
@@ -523,15 +555,22 @@ def _times_lanes(x: jax.Array, powers: Any, rows: Any, first: int) -> jax.Array:
 
     x begins at column first of the tile, a multiple of 128.
     """
-    own = pl.ds(rows.start, pl.cdiv(rows.size, SUBLANES) * SUBLANES)
-    spread = []
-    for column in range(first, first + x.shape[1], LANES):
-        lane = column // MX_BLOCK
-        words = pltpu.bitcast(powers[own, pl.ds(lane // LANES * LANES, LANES)], jnp.int32)  # of two rows each
+    own = pl.ds(rows.start // 4, _words(rows.size))
+    registers = pl.cdiv(rows.size, SUBLANES)
+    products = []
+    for columns in blocks(x.shape[1], LANES):
+        lane = (first + columns.start) // MX_BLOCK
+        words = powers[own, pl.ds(lane // LANES * LANES, LANES)]
         index = lane % LANES + lax.broadcasted_iota(jnp.int32, words.shape, 1) // MX_BLOCK
-        spread.append(jnp.take_along_axis(words, index, axis=1, mode="promise_in_bounds"))
-    wide = pltpu.bitcast(jnp.concatenate(spread, axis=1), jnp.bfloat16)
-    return x * wide[: x.shape[0], : x.shape[1]]
+        words = jnp.take_along_axis(words, index, axis=1, mode="promise_in_bounds")
+        halves = [pltpu.bitcast(bits & 0x7F807F80, jnp.bfloat16) for bits in (words << 7, words >> 1)]
+        halves = [half.reshape(registers, SUBLANES // 2, LANES) for half in halves]
+        wide = jnp.concatenate(halves, axis=1).reshape(registers * SUBLANES, LANES)[: x.shape[0], : columns.size]
+        product = x[:, columns.start : columns.start + columns.size] * wide
+        if lane == 0:
+            product += wide - wide  # NaN's exponent is infinity's here
+        products.append(product)
+    return jnp.concatenate(products, axis=1)
 
 
 def _times_rows(
@@ -609,7 +648,7 @@ def _sum_dtype(lhs: jax.Array, rhs: jax.Array, scales: _Scales) -> Any:
 # ---------------------------------------------------------------------------------------------------------- gmm
 
 
-@partial(jax.jit, static_argnames=("problem", "tile", "transpose_rhs", "interpret"))
+@partial(jax.jit, static_argnames=("problem", "tile", "transpose_rhs", "interpret", "debug"))
 def _gmm_quantized(
     lhs: jax.Array,
     lhs_scale: jax.Array | None,
@@ -623,6 +662,7 @@ def _gmm_quantized(
     tile: Tile,
     transpose_rhs: bool,
     interpret: bool | pltpu.InterpretParams,
+    debug: Debug,
 ) -> jax.Array:
     p = problem
     if p.m == 0 or p.n == 0 or p.groups == 0:
@@ -677,9 +717,9 @@ def _gmm_quantized(
     if scales.rhs is not None:
         operands["rhs_scale"] = (scales.rhs, (None, None, scales.rhs.shape[2], tn), rhs_scale_block)
     if lhs_powers is not None:
-        operands["lhs_powers"] = (lhs_powers, (None, tm, lhs_powers.shape[2]), lhs_powers_block)
+        operands["lhs_powers"] = (lhs_powers, (None, _words(tm), lhs_powers.shape[2]), lhs_powers_block)
     if rhs_powers is not None:
-        rows = (None, pl.cdiv(tn, SUBLANES) * SUBLANES) if transpose_rhs else (rhs_powers.shape[1],)
+        rows = (None, _words(tn)) if transpose_rhs else (rhs_powers.shape[1],)
         lanes = rhs_powers.shape[3] if transpose_rhs else tn
         operands["rhs_powers"] = (rhs_powers, (None, *rows, lanes), rhs_powers_block)
     if existing_out is not None:
@@ -711,6 +751,7 @@ def _gmm_quantized(
             part=part,
             scales=scales._replace(lhs=None, rhs=None),
             transpose_rhs=transpose_rhs,
+            debug=debug,
         ),
         out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -739,6 +780,7 @@ def _gmm_kernel(
     part: int,
     scales: _Scales,
     transpose_rhs: bool,
+    debug: Debug,
 ) -> None:
     named = dict(zip(names, refs, strict=True))
     narrow_lhs, rhs, out, acc = named["lhs"], named["rhs"], named["out"], named["acc"]
@@ -792,7 +834,10 @@ def _gmm_kernel(
 
     def store(rows: Any, columns: Any, sums: jax.Array, masked: bool) -> None:
         column = None if lhs_columns is None or scales.lhs_changes else lhs_columns[0, rows, :]
-        result = _scaled(sums, column, _row(rhs_whole, 0, columns)).astype(out.dtype)
+        total = _scaled(sums, column, _row(rhs_whole, 0, columns))
+        if debug:
+            total = debug("acc", total, is_own_row(rows.start, total.shape, start, end))
+        result = total.astype(out.dtype)
         if masked:
             own = is_own_row(rows.start, result.shape, start, end)
             result = jnp.where(own, result, out[rows, columns])
@@ -858,7 +903,7 @@ def _gmm_kernel(
 # --------------------------------------------------------------------------------------------------------- tgmm
 
 
-@partial(jax.jit, static_argnames=("problem", "tile", "interpret"))
+@partial(jax.jit, static_argnames=("problem", "tile", "interpret", "debug"))
 def _tgmm_quantized(
     lhs: jax.Array,
     lhs_scale: jax.Array | None,
@@ -871,6 +916,7 @@ def _tgmm_quantized(
     problem: QuantizedProblem,
     tile: Tile,
     interpret: bool | pltpu.InterpretParams,
+    debug: Debug,
 ) -> jax.Array:
     p = problem
     if 0 in (p.m, p.k, p.n, p.groups):
@@ -931,6 +977,7 @@ def _tgmm_quantized(
             names=(*operands, "out"),
             part=min(p.block, tm),
             scales=scales._replace(lhs=None, rhs=None),
+            debug=debug,
         ),
         out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -966,6 +1013,7 @@ def _tgmm_kernel(
     names: tuple[str, ...],
     part: int,
     scales: _Scales,
+    debug: Debug,
 ) -> None:
     named = dict(zip(names, refs, strict=False))
     acc, own_lhs, own_rhs, *wide = refs[len(names) :]
@@ -1084,6 +1132,8 @@ def _tgmm_kernel(
             column = _columns(whole_axis(lhs_whole, rows))
             for columns in blocks(tn, 2 * BLOCK):
                 total = _scaled(acc[rows, columns], column, whole_axis(rhs_whole, columns))
+                if debug:
+                    total = debug("acc", total, jnp.full(total.shape, start < end))
                 if existing_out is not None:
                     total += existing_out[rows, columns].astype(jnp.float32)
                 out[rows, columns] = total.astype(out.dtype)

@@ -53,7 +53,7 @@ def chunk_simple_gla_fwd(
     of 16 up to 256, counted from the beginning of each sequence. precision, of dots of float32 operands: "ieee", six
     bfloat16 passes, or "bf16x3"; of bfloat16 operands only the result is rounded so far. fused: whether one kernel does
     all, or another one the states before; None: one where its blocks fit VMEM (`chunk_scan.chunk_route` says why).
-    interpret and debug: as `tpu_kernels.gmm.gmm`; sites are decay (from a chunk's start), A and state.
+    interpret and debug: as `tpu_kernels.gmm.gmm`; sites as `chunk_scan.chunk_fwd` and `chunk_bwd`.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`, `check_precision` and `check_fused`; values are
     checked outside tracing only.
     """
@@ -92,6 +92,7 @@ def chunk_simple_gla_bwd(
     precision: str = "ieee",
     fused: bool | None = None,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> Grads:
     """The gradients of `chunk_simple_gla_fwd`'s arguments, given do [B, T, H, V] in q's dtype and dht [N, H, K, V].
 
@@ -113,6 +114,7 @@ def chunk_simple_gla_bwd(
             precision=precision,
             fused=fused,
             interpret=interpret,
+            debug=debug,
         )
     )
 
@@ -203,6 +205,7 @@ def fused_chunk_simple_gla_bwd(
     chunk_size: int = 64,
     precision: str = "ieee",
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> Grads:
     """`chunk_simple_gla_bwd` in one kernel: ValueError where that cannot be."""
     return _grads(
@@ -220,6 +223,7 @@ def fused_chunk_simple_gla_bwd(
             precision=precision,
             fused=True,
             interpret=interpret,
+            debug=debug,
         )
     )
 
@@ -271,6 +275,7 @@ def fused_recurrent_simple_gla_fwd(
     cu_seqlens: jax.Array | None = None,
     reverse: bool = False,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> Output:
     """o and, with output_final_state, ht of the recurrence of this module, one step at a time.
 
@@ -289,6 +294,7 @@ def fused_recurrent_simple_gla_fwd(
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             interpret=interpret,
+            debug=debug,
         )
     )
 
@@ -307,6 +313,7 @@ def fused_recurrent_simple_gla_bwd(
     cu_seqlens: jax.Array | None = None,
     reverse: bool = False,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> Grads:
     """The gradients of `fused_recurrent_simple_gla_fwd`'s arguments; as `chunk_simple_gla_bwd`."""
     return _grads(
@@ -322,6 +329,7 @@ def fused_recurrent_simple_gla_bwd(
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             interpret=interpret,
+            debug=debug,
         )
     )
 

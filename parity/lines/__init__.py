@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -31,13 +31,15 @@ class Share:
 
     share: of the mean square of all lines' error, where this line alone errs. gone: what of it goes where this line
     alone is exact, asked for where the shares do not explain all. callers: as share, of each place that calls the
-    line's function, where there are several; the largest first.
+    line's function, where there are several; the largest first. sites: by site, the mean square of the line's error in
+    what is marked there, which may weigh little in the result.
     """
 
     line: Line
     share: float
     gone: float | None = None
     callers: tuple[tuple[Line, float], ...] = ()
+    sites: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,14 @@ def rank(
     shares: list[Share] = []
     for line in lines:
         done(2 + len(shares), 2 + len(lines))
-        alone = power(evaluate(_on(line))) / total
+        run = evaluate(_on(line))
+        alone = power(run) / total
         places = [place for place in everything.erring if place.line == line and place.caller]
         callers: list[tuple[Line, float]] = []
         if alone >= NAMED and len(places) > 1:
             callers = [(place.caller, power(evaluate(_at(place))) / total) for place in places if place.caller]
-        shares.append(Share(line, alone, callers=tuple(sorted(callers, key=lambda c: -c[1]))))
+        ordered = tuple(sorted(callers, key=lambda c: -c[1]))
+        shares.append(Share(line, alone, callers=ordered, sites=_at_sites(run, exact)))
     if sum(share.share for share in shares) < EXPLAINED:
         for n, share in enumerate(shares):
             done(2 + len(lines) + n, 2 + 2 * len(lines))
@@ -134,6 +138,14 @@ def mean_square(got: Mapping[str, Floats], true: Mapping[str, Floats], magnitude
         errors.append((got[name][scored] - true[name][scored]) / m[scored])
     flat = np.concatenate(errors)
     return float(np.mean(flat**2)) if flat.size else 0.0
+
+
+def _at_sites(run: Run, exact: Run) -> dict[str, float]:
+    errors: dict[str, list[Floats]] = {}
+    for got, true in zip(run.marks, exact.marks, strict=True):
+        error = got.value - true.value
+        errors.setdefault(got.site, []).append(error[np.isfinite(error)])
+    return {site: float(np.mean(np.concatenate(parts) ** 2)) for site, parts in errors.items() if sum(map(len, parts))}
 
 
 def statement(line: Line) -> str:

@@ -83,10 +83,13 @@ def conclusion(stages: tuple[Stage, ...], ranking: Ranking, root: Path) -> str:
         return f"a logic fault enters at {last.site}: exact arithmetic does not mend it"
     if not last.is_off and ranking.exact > FAITHFUL * ranking.error:
         return "no stage is off; in float64 the kernel is another one, as where sums do its quantising: shares mislead"
-    first = quoted(ranking.shares[0].line, root) if ranking.shares else "no line"
+    shares = list(ranking.shares)
+    if last.is_off:  # what is most of the error there may be little of the result's
+        shares.sort(key=lambda share: share.sites.get(last.site, share.share), reverse=True)
+    first = quoted(shares[0].line, root) if shares else "no line"
     if last.is_off:
         return f"precision is lost at {last.site}; most of it by {first}"
-    if not ranking.shares or not ranking.error:
+    if not shares or not ranking.error:
         return "no line errs"
     return f"no stage is off; most of the error is made by {first}"
 

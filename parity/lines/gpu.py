@@ -57,13 +57,19 @@ _PAGE = 2**16  # bytes of memory whose numbers are kept together
 def mark(site: str, value: Any, where: Any = None, **steps: Any) -> Any:
     """A kernel's debug argument: the value, marked as that of a site of the staged golden, where it is one.
 
-    steps: arguments that make the golden go the kernel's steps.
+    value: a tensor, of Triton or (between kernels) of torch, or several of Triton's that sum to it. steps: arguments
+    that make the golden go the kernel's steps.
     """
-    numbers = _wide(value.handle)
+    builder = interpreter.interpreter_builder
+    if isinstance(value, torch.Tensor):
+        numbers = builder.memory.of(value.detach())
+    else:
+        pieces = value if isinstance(value, (tuple, tl.tuple)) else (value,)
+        numbers = np.sum([_wide(piece.handle) for piece in pieces], axis=0)
     if where is not None:
         numbers = np.where(where.handle.data, numbers, np.nan)
     plain = tuple((name, getattr(step, "value", step)) for name, step in steps.items())
-    interpreter.interpreter_builder.errors.marks.append(Mark(site, numbers.copy(), plain))
+    builder.errors.marks.append(Mark(site, numbers, plain))
     return value
 
 

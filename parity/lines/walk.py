@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
 
 from parity.dtypes import Floats, round_to
 from parity.judge import Reference
-from parity.lines import Ranking
+from parity.lines import Ranking, mean_square
 from parity.lines.program import Mark
 from parity.op import Backend, Case, Op, outputs
 from parity.stages import emulate
@@ -25,8 +25,10 @@ SAME = 2.0**-27
 """Of the largest value of a site (or of M, in an output): float64 values that differ by less are the same."""
 JUMP = 4.0
 """A stage that errs by more than so many times what the contract's roundings make of it is where precision is lost.
-Right kernels err by 0.4 to 2.3 times that; one bfloat16 rounding too many is some 10^4 times a float32 one."""
-OUT = "out"
+Right kernels err by 0.4 to 2.3 times that; one bfloat16 rounding too many is some 10^4 times a float32 one. Of what
+the contract has exact an error below SAME is none: kernels keep it in two pieces."""
+FEW = 32
+"""Of fewer numbers than these the error is too much a matter of chance to tell what is lost."""
 
 
 @dataclass(frozen=True)
@@ -35,23 +37,27 @@ class Stage:
 
     wrong: the share of the values, evaluated in float64, that the golden does not have. error: root mean square of what
     the kernel's own arithmetic changes in them, over that of the values (of an output: over M). expected: that of the
-    staged golden under the contract.
+    staged golden under the contract. numbers: how many values there are.
     """
 
     site: str
     wrong: float
     error: float
     expected: float
+    numbers: int
 
     @property
     def is_off(self) -> bool:
         """Whether logic fails or precision is lost here, or before."""
-        return self.wrong > 0 or self.error > JUMP * self.expected
+        is_loss = self.error > (JUMP * self.expected or SAME)
+        return self.wrong > 0 or (is_loss and self.numbers >= FEW)
 
 
 def walk(op: Op, case: Case, backend: Backend, expected: Reference, ranking: Ranking) -> tuple[Stage, ...]:
-    """The stages in the golden's order, the outputs last, none after the first that is off."""
-    stages: list[Stage] = []
+    """The stages in the golden's order, the outputs last, none after the first that is off.
+
+    A kernel has a stage only if it marks values there that the golden has in these arguments too.
+    """
     marks: dict[str, list[tuple[Mark, Mark]]] = {}
     for exact, own in zip(ranking.none.marks, ranking.all.marks, strict=True):
         marks.setdefault(exact.site, []).append((exact, own))
@@ -64,11 +70,18 @@ def walk(op: Op, case: Case, backend: Backend, expected: Reference, ranking: Ran
     order = list(dict.fromkeys(site for values, _ in goldens.values() for site in values))
     if unknown := marks.keys() - set(order):
         raise ValueError(f"debug must be given sites of the golden, got {', '.join(sorted(unknown))}")
-    for site in sorted(marks, key=order.index):
-        stages.append(_stage(site, marks[site], goldens))
-        if stages[-1].is_off:
-            return tuple(stages)
-    return (*stages, _output(op, case, backend, expected, ranking))
+    marked = [site for site in order if any(np.isfinite(exact.value).any() for exact, _ in marks.get(site, ()))]
+    by_contract = emulate(op, case, expected.inputs, backend)
+    found = chain(
+        (_stage(site, marks[site], goldens) for site in marked),
+        (_output(name, expected, ranking, by_contract) for name in expected.golden),
+    )
+    stages: list[Stage] = []
+    for stage in found:
+        stages.append(stage)
+        if stage.is_off:
+            break
+    return tuple(stages)
 
 
 def _stage(
@@ -86,28 +99,22 @@ def _stage(
             errors.append((own.value - exact.value)[there])
         expected = max(expected, of_contract[site], goldens[()][1].get(site, 0.0))
     error, scale = (np.concatenate(x) if x else np.zeros(0) for x in (errors, values))
-    return Stage(site, wrong / max(scale.size, 1), _rms(error) / (_rms(scale) or 1.0), expected)
+    return Stage(site, wrong / max(scale.size, 1), _rms(error) / (_rms(scale) or 1.0), expected, scale.size)
 
 
-def _output(op: Op, case: Case, backend: Backend, expected: Reference, ranking: Ranking) -> Stage:
-    """The outputs, each where it is: wrong is an element that is far off both in float64 and as the kernel has it."""
-    emulated = emulate(op, case, expected.inputs, backend)
-    far, own, elements = [], [], 0
-    errors: list[Floats] = []
-    for name, golden in expected.golden.items():
-        scored = (expected.magnitude[name] > 0) & np.isfinite(golden)
-        m = expected.magnitude[name][scored]
+def _output(name: str, expected: Reference, ranking: Ranking, by_contract: Mapping[str, np.ndarray]) -> Stage:
+    """An output, each element where it is: wrong is one that is far off both in float64 and as the kernel has it."""
+    golden, magnitude = expected.golden[name], expected.magnitude[name]
+    scored = (magnitude > 0) & np.isfinite(golden)
 
-        def off(got: Floats, at: np.ndarray = scored, m: Floats = m, golden: Floats = golden) -> Floats:
-            return np.nan_to_num(np.abs(got[at].astype(np.float64) - golden[at]) / m, nan=np.inf)
+    def off(got: np.ndarray) -> Floats:
+        return np.nan_to_num(np.abs(got[scored].astype(np.float64) - golden[scored]) / magnitude[scored], nan=np.inf)
 
-        far.append(off(ranking.none.outputs[name]))
-        own.append(off(ranking.all.outputs[name]))
-        errors.append(off(emulated[name]))
-        elements += golden.size
-    by_contract = np.concatenate(errors)
-    wrong = (np.concatenate(far) > SAME) & (np.concatenate(own) > JUMP * by_contract.max(initial=0.0))
-    return Stage(OUT, float(wrong.sum()) / max(elements, 1), ranking.error, _rms(by_contract))
+    errors = off(by_contract[name])
+    none, everything = ranking.none.outputs, ranking.all.outputs
+    wrong = (off(none[name]) > SAME) & (off(everything[name]) > JUMP * errors.max(initial=0.0))
+    error = float(np.sqrt(mean_square(everything, none, {name: magnitude})))
+    return Stage(name, float(wrong.sum()) / max(golden.size, 1), error, _rms(errors), errors.size)
 
 
 def _sites(

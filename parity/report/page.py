@@ -72,7 +72,7 @@ def write(path: Path, entries: Sequence[Entry], run: Run, root: Path) -> Written
     """
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.loader = DictLoader({name: _text(name) for name in ("page.html", "case.html")})
-    environment.filters |= {"number": _number, "load": _load}
+    environment.filters |= {"number": _number, "load": _load, "breakable": _breakable}
     provenances = _provenances(entries)
     given: dict[str, Any] = {
         "run": run,
@@ -159,6 +159,11 @@ def _hash(text: str) -> str:
 
 def _number(value: float | None) -> str:
     return "–" if value is None or math.isnan(value) else "∞" if math.isinf(value) else f"{value:.3g}"
+
+
+def _breakable(name: str) -> Markup:
+    """A name of words with underscores, which may be broken between two."""
+    return Markup("_<wbr>").join(name.split("_"))
 
 
 def _load(value: float) -> str:

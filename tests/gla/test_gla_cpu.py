@@ -384,7 +384,7 @@ def test_the_magnitude_is_the_sum_of_what_is_summed(gates):
     assert np.all(more.max(axis=1) > 0)
 
 
-STEP_SITES = {"q", "k", "v", "kept_exponent", "kept", "state", "lhs", "rhs", "partial", "acc", "out"}
+STEP_SITES = {"q", "k", "v", "kept_exponent", "kept", "initial_state", "state", "lhs", "rhs", "partial", "acc", "out"}
 FORWARD_SITES = STEP_SITES | {"c", "exponent", "decay", "A"}
 
 
@@ -406,7 +406,7 @@ def test_stages_see_every_site_and_change_nothing_by_themselves(gates):
             assert (seen["acc"] == seen["lhs"]) == (depth is None)
             np.testing.assert_allclose(staged.o, call("naive", "fwd", forward).o, rtol=1e-11, atol=1e-12)
             staged = call(form, "bwd", forward, **backward, depth=depth, rounding=watch)
-            assert set(seen) == sites | {"do", "dstate", "dgate"} | ({"dA"} if form == "chunk" else set())
+            assert set(seen) == sites | {"do", "dht", "dstate", "dgate"} | ({"dA"} if form == "chunk" else set())
             np.testing.assert_allclose(staged.dv, call("naive", "bwd", forward, **backward).dv, rtol=1e-11, atol=1e-12)
 
 

@@ -90,9 +90,10 @@ def in_quantized(name, backend, old, new, sites, op="gmm", tier="full"):
     return [Loss(name, backend, f"{op}_quantized", {old: new}, sites, fp8, "quantized_gmm", tier=tier)]
 
 
-def in_gla(name, backend, op, old, new, sites, where=f32, tier="full"):
+def in_gla(name, backend, op, old, new, sites, where=f32, tier="full", also=()):
     module = "fused_recurrent" if "recurrent" in op else "chunk_scan"
-    return [Loss(name, backend, op, {old: new}, sites, where, module, "simple_gla" if "simple" in op else "gla", tier)]
+    public = "simple_gla" if "simple" in op else "gla"
+    return [Loss(name, backend, op, {old: new, **dict(also)}, sites, where, module, public, tier)]
 
 
 def load_of(name, bits=7):
@@ -113,6 +114,7 @@ TPU_EXP = "jnp.exp(jnp.minimum(x, LARGEST_EXPONENT))"
 GPU_EXP = "tl.exp(tl.minimum(coarse.to(tl.float64) + fine, LARGEST_EXPONENT)).to(tl.float32)"
 LAST_SUMS = "last = hi[:, :, scan.chunk - 1 : scan.chunk]"
 TPU_NEXT_STATE = "_next_state(load, state[...], decay, scan)"
+TPU_PREVIOUS_DSTATE = "_previous_dstate(load, dstate[...], decay, scan)"
 NEXT_STATE = "state = next_state(state, k_columns, v_rows, rest, kept, lost, SPLIT)"
 NEXT_DSTATE = "dstate = next_state(dstate, q_columns, do_rows, since * scale, kept, lost, SPLIT)"
 TPU_SCALE, GPU_SCALE = "_row(lhs_scale, i, some)", "lhs_scale_stride_k, mask=in_group, other=0)"
@@ -121,6 +123,8 @@ WIDE_SUMS = "sums.astype(jnp.float32)"
 SCALED = f"    sums = {WIDE_SUMS}\n    if columns"
 GPU_RESIDUE = "return result, (base - (result - added)) + (change - added)"
 V_ROWS = "v_rows = load_tile(v, row[:, None], end, value, head, heads, values)"
+TPU_SUM = "total, left + (rest * state + (kept + rest) * residue)"
+TPU_STEP = f"    return two_sum({TPU_SUM})\n"
 
 LOSSES = [
     # dots: passes, operands, sums
@@ -196,14 +200,19 @@ LOSSES = [
     *in_gla("sums in bf16", "gpu", SIMPLE, "axis=0).to(tl.float32)\n", f"axis=0){TL_BF16}\n", {"bfloat16 at acc"}),
     *in_gla("rounded twice", "gpu", SIMPLE, "(scale * out).to(o.", "(scale * out).to(tl.float16).to(o.",
             {"tf32 at out"}, bf16),
-    *in_gla("dS in bf16", "tpu", BACKWARD, "dstate[...] = _previous_dstate(load, dstate[...], decay, scan)",
-            f"dstate[...] = {jnp_rounded('_previous_dstate(load, dstate[...], decay, scan)')}", {"bfloat16 at dstate"}),
+    *in_gla("dS in bf16", "tpu", BACKWARD, TPU_PREVIOUS_DSTATE, jnp_rounded(TPU_PREVIOUS_DSTATE),
+            {"bfloat16 at dstate"}),
     *in_gla("dS in bf16", "gpu", BACKWARD, NEXT_DSTATE, NEXT_DSTATE + TL_BF16, {"bfloat16 at dstate"}),
     *in_gla("do in bf16", "tpu", BACKWARD, *load_of("do"), {"bfloat16 at do"}),
     # … step by step
     *in_gla("state in bf16", "gpu", STEPS, f"    {GPU_RESIDUE}",
             f"    narrow = result{TL_BF16}\n    {GPU_RESIDUE.replace('result, ', 'narrow, (result - narrow) + ')}",
             {"bfloat16 at state"}, tier="default"),
+    *in_gla("state in bf16, and with it the one it begins with", "tpu", STEPS, TPU_STEP,
+            f"    state, lost = two_sum({TPU_SUM})\n    return {jnp_rounded('state')}, "
+            f"lost + (state - {jnp_rounded('state')})\n",
+            {"bfloat16 at state", "bfloat16 at initial_state"},
+            also=[("if given is None else given[...]", f"if given is None else {jnp_rounded('given[...]')}")]),
     *in_gla("the state's decay in bf16", "tpu", STEPS_BACKWARD, "    kept, rest = decay\n",
             f"    kept, rest = decay\n    rest = {jnp_rounded('rest')}\n", {"bfloat16 at kept"}),
 ]  # fmt: skip

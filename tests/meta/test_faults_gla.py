@@ -111,7 +111,7 @@ FAULTS = [
     ),
     in_scan(
         "the final state is missing from dgk", "tpu", CHANNEL_BACKWARD,
-        "dgk = reduce(jnp.add, self.whole) * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True)",
+        'dgk = watch("dgate", reduce(jnp.add, self.whole) * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True))',
         "dgk = 0.0",
         smoke,
     ),
@@ -147,8 +147,8 @@ FAULTS = [
     ),
     in_scan(
         "the scan back is off by one chunk", "tpu", BACKWARD,
-        "partial(block.store, i), states.at[i], dstate, scan)",
-        "partial(block.store, i), states.at[i + 1], dstate, scan)",
+        "partial(block.store, i), states.at[i], dstate, scan, watch)",
+        "partial(block.store, i), states.at[i + 1], dstate, scan, watch)",
         smoke,
     ),
     in_scan(

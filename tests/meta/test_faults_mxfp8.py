@@ -76,8 +76,9 @@ FAULTS = [
     ),
     in_matmul(
         "a group that begins inside a block takes the scale before it", "gpu",
-        "at_k,\n            block[None, :],",
-        "at_k,\n            tl.maximum(block - (block * BLOCK < start).to(tl.int32), 0)[None, :],",
+        "is_block = (block * BLOCK + BLOCK > start) & (block * BLOCK < end)",
+        "is_block = (block * BLOCK + BLOCK > start) & (block * BLOCK < end)\n"
+        "        block = tl.maximum(block - (block * BLOCK < start).to(tl.int32), 0)",
         boundaries_in_blocks,
     ),
     in_matmul(
@@ -88,12 +89,8 @@ FAULTS = [
     ),
     in_matmul(
         "an empty group's gradient is left unwritten", "gpu",
-        'sums = tl.dot(a, b, sums, input_precision="ieee")\n'
-        "        a_tile += a_step\n        b_tile += b_step\n\n"
-        "    in_out = in_k & in_columns",
-        'sums = tl.dot(a, b, sums, input_precision="ieee")\n'
-        "        a_tile += a_step\n        b_tile += b_step\n\n"
-        "    in_out = in_k & (column < tl.where(start < end, n, 0))",
+        "b_tile += b_step\n\n    in_out = in_k & in_columns",
+        "b_tile += b_step\n\n    in_out = in_k & (column < tl.where(start < end, n, 0))",
         empty_groups,
     ),
 ]  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 from parity.dtypes import round_to
 from parity.inputs import draw
 from parity.judge import judge, measure_contract, reference
-from parity.op import Contract
+from parity.op import Contract, Op
 from parity.stages import emulate
 from tests.matrix.gla import CHUNK_SIMPLE_GLA
 from tests.matrix.gmm import GMM
@@ -97,3 +97,7 @@ def test_a_route_is_the_kernels_alone():
 
     judge(FORWARD, case, "tpu", route_taken)
     assert set(taken) == {False}
+
+
+def test_an_op_that_says_nothing_compares_the_errors_of_all_its_cases():
+    assert Op.representative(GMM.cases[0])

@@ -1,19 +1,21 @@
 """Reductions: the verdict stays, what is left is small and the same every time, and the script shows the failure."""
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from parity.backends import runner
 from parity.dtypes import round_to
-from parity.judge import judge
+from parity.judge import judge, reference
 from parity.op import BACKENDS
-from parity.shrink import minimise, script, shrink
+from parity.shrink import Shrunk, _exact_check, minimise, script, shrink
 from tests.matrix import OPS
 from tests.meta.test_faults import FAULTS, ROOT, Fault, plant
 
@@ -99,6 +101,96 @@ def test_a_script_takes_the_emulation_where_the_loss_is_the_matrix_units(tmp_pat
     monkeypatch.syspath_prepend(tmp_path)
     text = script(OP["tgmm"], found, "tpu", kernel, target="planted_tpu:tgmm")
     assert "from parity.backends.emulation.mxu import emulated" in text
+
+
+SPOILT = """
+import inspect
+import {module} as module
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+runs = 0
+
+def kernel(**arguments):
+    global runs
+    runs += 1
+    golden, dtypes = module.{name}, {dtypes}
+    known = inspect.signature(golden).parameters
+    result = golden(**{{n: np.asarray(x) if hasattr(x, "shape") else x for n, x in arguments.items() if n in known}})
+    fields = result._asdict() if hasattr(result, "_asdict") else dict(out=result)
+    outputs = {{n: np.array(fields[n]).astype(getattr(ml_dtypes, dtypes[n], dtypes[n])) for n in dtypes}}
+    last = outputs[list(dtypes)[-1]].reshape(-1)
+    {spoil}
+    arrays = {{n: jnp.asarray(x) for n, x in outputs.items()}}
+    return type(result)(**{{**fields, **arrays}}) if hasattr(result, "_asdict") else arrays["out"]
+"""
+"""A golden as a kernel of JAX arrays that spoils the last of its outputs: what a script says of it is in no time."""
+
+WRONG_ELEMENT = "last[-1] = 2 if last[-1] != 2 else 1"
+SPOILING = [
+    *(
+        pytest.param(op, WRONG_ELEMENT, outcome, id=op, marks=marks)
+        for op, outcome, *marks in [
+            ("fp8_dual_quantize", "OTHER BITS"),
+            ("mxfp8_quantize", "OTHER BITS", pytest.mark.full),
+            ("swizzle_scales", "OTHER BITS", pytest.mark.full),
+            ("permute", "OTHER BITS", pytest.mark.full),
+            ("tgmm_quantized", "OUT OF BOUND", pytest.mark.full),
+            ("grouped_gemm", "OUT OF BOUND", pytest.mark.full),
+            ("grouped_dense_bwd", "OUT OF BOUND", pytest.mark.full),
+            ("moe_layer_bwd", "OUT OF BOUND", pytest.mark.full),
+            ("chunk_simple_gla_bwd", "OUT OF BOUND", pytest.mark.full),
+            ("fused_recurrent_gla_bwd", "OUT OF BOUND", pytest.mark.full),
+        ]
+    ),
+    pytest.param("fp8_dequantize", "last[last == 0] = -0.0", "OTHER BITS", id="zero", marks=pytest.mark.full),
+    pytest.param("fp8_quantize", "last[-1] = runs % 2", "NOT REPEATABLE", id="repetition", marks=pytest.mark.full),
+    pytest.param(
+        "fp8_quantize", "del outputs[list(dtypes)[-1]]; fields['scale'] = None", "WRONG OUTPUTS", id="outputs",
+        marks=pytest.mark.full,
+    ),
+    pytest.param("moe_layer_bwd", "outputs['x'] = outputs['x'][:, :-1]", "WRONG SHAPE", id="shape",
+                 marks=pytest.mark.full),
+]  # fmt: skip
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(("name", "spoil", "outcome"), SPOILING)
+def test_a_script_shows_what_is_wrong_with_any_op(name, spoil, outcome, tmp_path, monkeypatch):
+    """Several outputs, numbers of every format, results that are exactly defined, and what is wrong with no element."""
+    pytest.importorskip("jax")
+    op = OP[name]
+    case = next((c for c in op.cases if c.tier == "smoke"), op.cases[0])
+    golden, contract = reference(op, case).golden, None if op.bit_exact else op.contract(case, "tpu")
+    dtypes = {n: contract.dtype(n) if contract else str(x.dtype) for n, x in golden.items()}
+    module = {"module": op.golden.__module__, "name": op.golden.__name__, "dtypes": dtypes}
+    (tmp_path / "spoilt.py").write_text(SPOILT.format(**module, spoil=spoil))
+    (tmp_path / "right.py").write_text(SPOILT.format(**module, spoil=""))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "spoilt", raising=False)
+    found = shrink(op, case, "tpu", importlib.import_module("spoilt").kernel)
+    assert found.failure.outcome == outcome
+    text = script(op, found, "tpu", target="spoilt:kernel")
+    assert len(text.splitlines()) <= 30
+    broken = run_alone(text, tmp_path)
+    assert (broken.returncode, broken.stdout[:4]) == (1, "got "), broken.stderr
+    healthy = run_alone(text.replace("from spoilt import", "from right import"), tmp_path)
+    assert healthy.returncode == 0, healthy.stdout + healthy.stderr
+
+
+def test_of_nans_that_differ_a_script_shows_the_bits():
+    import ml_dtypes
+
+    y, golden = (np.array([bits], np.uint8).view(ml_dtypes.float8_e4m3fn) for bits in (0xFF, 0x7F))
+    check = _exact_check(y, golden, "result.qvalue", "tpu")
+    assert check == ("np.asarray(result.qvalue[0]).tobytes().hex()", "7f", "got == '7f'")
+    assert eval(check.got, {"np": np, "result": SimpleNamespace(qvalue=y)}) == "ff"
+
+
+def test_a_mistrusted_case_has_no_script():
+    judged = SimpleNamespace(verdict=SimpleNamespace(outcome="MISTRUSTED"))
+    with pytest.raises(ValueError, match="MISTRUSTED is said of a case whose bound is too wide for its data"):
+        script(GMM, Shrunk(EXISTING, {}, ("MISTRUSTED", "G3"), judged, 1), "tpu", kernel=GMM.golden)
 
 
 def golden_but(spoil):

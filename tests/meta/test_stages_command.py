@@ -19,7 +19,10 @@ from tests.matrix import OPS
 from tests.meta.test_faults import ROOT, Fault, plant
 
 OP = {op.name: op for op in OPS}
-CHUNK = "chunk_simple_gla_fwd"
+CHUNK, CHUNK_BACKWARD = "chunk_simple_gla_fwd", "chunk_simple_gla_bwd"
+CHANNELS_BACKWARD = "chunk_gla_bwd"
+STEPS, STEPS_BACKWARD = "fused_recurrent_simple_gla_fwd", "fused_recurrent_gla_bwd"
+LINEAR_ATTENTIONS = [op.name for op in OPS if "gla" in op.name]
 
 
 def smoke(op, dtype="float32"):
@@ -35,9 +38,16 @@ def traced(op, case, backend, kernel=None):
     return program(backend, kernel, reference(op, case).inputs, arguments(op, case))
 
 
+def modules(op):
+    """Where the op's kernels are, and the module that has the op where that is another one."""
+    if "gla" not in op:
+        return "gmm", ""
+    return "fused_recurrent" if "recurrent" in op else "chunk_scan", "simple_gla" if "simple" in op else "gla"
+
+
 def planted(backend, op, old, new, where, *marks):
     """A case of `test_…`: `old` becomes `new`, and `where` is what must be named."""
-    module, public = ("chunk_scan", "simple_gla") if op == CHUNK else ("gmm", "")
+    module, public = modules(op)
     fault = Fault(f"{new} for {old}", backend, (op,), old, new, module=module, public=public)
     return pytest.param(fault, where, id=f"{backend}-{op}-{where}", marks=[getattr(pytest.mark, backend), *marks])
 
@@ -53,6 +63,11 @@ GMM_DOT = """
 TGMM_DOT = GMM_DOT.replace("in_group", "in_k")
 SCORES = "scores = dot(q_rows, k_columns, SPLIT) * pair_decays(coarse, fine, False, SPLIT)"
 NEXT = "return kept * state + (lost * state + update)"
+PREVIOUS = "_previous_dstate(load, dstate[...], decay, scan)"
+PAIRS = "products * self.between()"
+OF_PAIRS = "scan.scale * jnp.where(i < j, *dscores)"
+OLD_DSTATE = "dstate = next_state(dstate, q_columns, do_rows, since * scale, kept, lost, SPLIT)"
+DSTATE_UPDATE = "update = tl.fma(q_row[:, None], do_row[None, :], (kept + rest) * residue)"
 
 LOSSES = [
     planted("tpu", "gmm", TPU_DOT, f"    a = a{BF16}\n{TPU_DOT}", f"a = a{BF16}"),
@@ -70,6 +85,21 @@ LOSSES = [
     planted("tpu", CHUNK, 'scores = watch("A", decay.scores(load, scan), 1, 2)',
             f'scores = watch("A", decay.scores(load, scan){BF16}, 1, 2)',
             f'scores = watch("A", decay.scores(load, scan){BF16}, 1, 2)', FULL),
+    planted("tpu", CHUNK_BACKWARD, PREVIOUS, PREVIOUS + BF16,
+            f'dstate[...] = watch("dstate", {PREVIOUS}{BF16})', FULL),
+    planted("tpu", CHUNK_BACKWARD, PAIRS, f"({PAIRS}){BF16}", f'scores = watch("A", ({PAIRS}){BF16}, 1, 2)', FULL),
+    planted("tpu", CHANNELS_BACKWARD, OF_PAIRS, OF_PAIRS + BF16, f'dpairs = watch("dA", {OF_PAIRS}{BF16}, 1, 2)', FULL),
+    planted("tpu", STEPS, "power * series\n", f"(power * series){BF16}\n",
+            f"return kept, (power - kept) + (power * series){BF16}", FULL),
+    planted("tpu", STEPS_BACKWARD, '_at(do, n) * (plan.scale * refs["q_rows"][row, :])',
+            f'(_at(do, n) * (plan.scale * refs["q_rows"][row, :])){BF16}',
+            f'term = (_at(do, n) * (plan.scale * refs["q_rows"][row, :])){BF16}', FULL),
+    planted("gpu", CHUNK_BACKWARD, OLD_DSTATE, OLD_DSTATE + GPU_BF16, OLD_DSTATE + GPU_BF16, FULL),
+    planted("gpu", CHANNELS_BACKWARD, "products = products.to(tl.float32)", f"products = products{GPU_BF16}",
+            f"products = products{GPU_BF16}", FULL),
+    planted("gpu", STEPS, "rest = (decay - kept).to(tl.float32)", f"rest = (decay - kept){GPU_BF16}",
+            f"rest = (decay - kept){GPU_BF16}"),
+    planted("gpu", STEPS_BACKWARD, DSTATE_UPDATE, DSTATE_UPDATE + GPU_BF16, f"{DSTATE_UPDATE}{GPU_BF16}", FULL),
     planted("gpu", "gmm", GMM_DOT, GMM_DOT.replace("dot(a,", f"dot(a{GPU_BF16},"),
             f'sums = tl.dot(a{GPU_BF16}, b, sums, input_precision="ieee")', FULL),
     planted("gpu", "gmm", GMM_DOT, GMM_DOT.replace("ieee", "tf32"),
@@ -113,6 +143,25 @@ FAULTS = [
             "return _dot(load(\"q\"), load(\"k\"), (1, 1), scan)", "A", FULL),
     planted("tpu", CHUNK, "return reduce(lambda rest, part: part * state + rest, reversed(decay.whole), term)",
             "return term", "state", FULL),
+    planted("tpu", CHUNK_BACKWARD, "return _decayed(dstate, decay, _dot(", "return _decayed(dstate, decay, 2 * _dot(",
+            "dstate", FULL),
+    planted("tpu", CHUNK_BACKWARD, PAIRS, "products", "A", FULL),
+    planted("tpu", CHUNK_BACKWARD, "whole = reduce(jnp.add, self.whole)", "whole = 1.0", "dgate", FULL),
+    planted("tpu", CHUNK_BACKWARD, 'store("dq", dq + _dot(dscores, load("k"), (0, 0), scan))', 'store("dq", dq)', "dq"),
+    planted("tpu", CHANNELS_BACKWARD, OF_PAIRS, OF_PAIRS.replace("i < j", "i <= j + 1"), "dA", FULL),
+    planted("tpu", STEPS, "left + (rest * state + (kept + rest) * residue)", "left + (kept + rest) * residue", "state",
+            FULL),
+    planted("tpu", STEPS_BACKWARD, "refs[\"dgate_rows\"][row, :] += _sum_rows(pair[0] *",
+            "refs[\"dgate_rows\"][row, :] += _sum_rows(2 * pair[0] *", "dgate", FULL),
+    planted("gpu", CHUNK_BACKWARD, OLD_DSTATE, OLD_DSTATE.replace("since * scale", "since"), "dstate", FULL),
+    planted("gpu", CHUNK_BACKWARD, "dk_tile = dk_tile.to(tl.float32) * rest", "dk_tile = dk_tile.to(tl.float32)", "dk",
+            FULL),
+    planted("gpu", CHANNELS_BACKWARD, "dgate_tile = (kept + lost) * past_block[:, None]",
+            "dgate_tile = kept * past_block[:, None]", "dgate", FULL),
+    planted("gpu", STEPS, "rest = (decay - kept).to(tl.float32)", "rest = (1.01 * decay - kept).to(tl.float32)",
+            "kept"),
+    planted("gpu", STEPS_BACKWARD, DSTATE_UPDATE, DSTATE_UPDATE.replace("q_row[:, None]", "2 * q_row[:, None]"),
+            "dstate"),
     planted("gpu", "gmm", GMM_DOT, GMM_DOT.replace("b, sums,", "b, tl.zeros_like(sums),"), "acc", FULL),
     planted("gpu", "gmm", "    result = sums.to(out.dtype.element_ty)\n    store_rows(",
             "    result = (2 * sums).to(out.dtype.element_ty)\n    store_rows(", "out", FULL),
@@ -141,14 +190,32 @@ def walked(op, case, backend, kernel=None):
     return walk(op, case, backend, expected, ranking), ranking
 
 
-SITES = {"tpu": {"gmm": ("partial", "acc"), "tgmm": ("partial", "acc")}, "gpu": {"gmm": ("acc",), "tgmm": ("acc",)}}
+def sites(backend, op, dtype="float32"):
+    """The sites that a right kernel of a smoke case has, its outputs last."""
+    if op == "tgmm" or op == "gmm":
+        return (("partial", "acc") if backend == "tpu" else ("acc",)) + ("out",)
+    backward = op.endswith("bwd")
+    outs = ("dq", "dk", "dv", "dg" if "simple" in op else "dgk", "dh0") if backward else ("o", "ht")
+    if "recurrent" in op:
+        return ("kept", "state", *(("dstate", "dgate") if backward else ()), *outs)
+    gates = ("exponent", "decay") if (backend, "simple" in op) == ("tpu", False) else ("c", "decay")
+    if not backward:
+        return (*gates, "A", "state", *outs) if backend == "tpu" else (*gates, "A", "kept", "state", *outs)
+    if backend == "tpu":
+        return (*gates, "state", "dstate", "A", "dA", "dgate", *outs)
+    # In float32 K has two tiles: of A and of the state's part in dg no program has the whole sum.
+    of_pairs = ("dA",) if (dtype, "simple" in op) == ("float32", True) else ("A", "dA", "dgate")
+    return (*gates, "kept", "state", "dstate", *of_pairs, *outs)
+
+
+IN_DEFAULT = [("tpu", "gmm", "bfloat16"), ("gpu", "gmm", "bfloat16"), ("gpu", "fused_recurrent_gla_fwd", "float32"),
+              ("tpu", CHANNELS_BACKWARD, "float32")]  # fmt: skip
 RIGHT = [
     pytest.param(backend, op, dtype, marks=[getattr(pytest.mark, backend), *tier])
     for backend in ("tpu", "gpu")
-    for op in ("gmm", "tgmm", CHUNK, "chunk_gla_fwd")
+    for op in ("gmm", "tgmm", *LINEAR_ATTENTIONS)
     for dtype in ("float32", "bfloat16")
-    for tier in ([] if (op, dtype) == ("gmm", "bfloat16") else [FULL],)
-    if (op, dtype) != ("chunk_gla_fwd", "bfloat16")
+    for tier in ([] if (backend, op, dtype) in IN_DEFAULT else [FULL],)
 ]
 
 
@@ -157,7 +224,39 @@ def test_no_stage_of_a_right_kernel_is_off(backend, name, dtype):
     pytest.importorskip("jax" if backend == "tpu" else "triton")
     op = OP[name]
     stages, _ = walked(op, smoke(op, dtype), backend)
-    assert [stage.site for stage in stages] == [*SITES[backend].get(name, ("decay", "A", "state")), "out"]
+    assert tuple(stage.site for stage in stages) == sites(backend, name, dtype)
+    assert not any(stage.is_off for stage in stages), stages
+
+
+UNUSUAL = [
+    pytest.param(backend, op, words, marks=[getattr(pytest.mark, backend), FULL])
+    for backend in ("tpu", "gpu")
+    for op, *words in [
+        (CHUNK_BACKWARD, "f32", "both", "unfused"),
+        (CHUNK_BACKWARD, "f32", "gamma", "unfused"),
+        (CHUNK_BACKWARD, "f32", "both", "N5", "chunk16"),
+        (CHUNK_BACKWARD, "f32", "steep"),
+        (CHUNK_BACKWARD, "f32", "none", "chunk32"),
+        (CHUNK, "f32", "gamma", "unfused"),
+        (CHANNELS_BACKWARD, "f32", "unfused"),
+        (CHANNELS_BACKWARD, "f32", "N5"),
+        (CHANNELS_BACKWARD, "f32", "steep"),
+        (CHANNELS_BACKWARD, "f32", "resets"),
+        ("fused_recurrent_simple_gla_bwd", "f32", "both", "N5", "reverse"),
+        ("fused_recurrent_simple_gla_fwd", "f32", "T3", "gamma"),
+        (STEPS_BACKWARD, "f32", "steep"),
+    ]
+]
+
+
+@pytest.mark.parametrize(("backend", "name", "words"), UNUSUAL)
+def test_nor_where_routes_gates_and_lengths_are_others(backend, name, words):
+    """Packed sequences, rows that are no steps, gates that are clamped: no value is marked that is none."""
+    pytest.importorskip("jax" if backend == "tpu" else "triton")
+    op = OP[name]
+    case = next(case for case in op.cases if all(any(word in part for part in case.id.split("-")) for word in words))
+    stages, _ = walked(op, case, backend)
+    assert {"state", "kept", "decay"} & {stage.site for stage in stages}
     assert not any(stage.is_off for stage in stages), stages
 
 
@@ -192,16 +291,43 @@ def test_with_every_line_a_program_is_the_kernel_and_with_none_it_is_exact(backe
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("name", ["gmm", pytest.param("tgmm", marks=FULL), pytest.param(CHUNK, marks=FULL)])
+def test_an_output_that_aliases_an_input_begins_with_it():
+    pytest.importorskip("jax")
+    from jax.experimental import pallas as pl
+
+    def double_the_second(x, out):
+        @pl.when(pl.program_id(0) == 1)
+        def _():
+            out[...] = 2 * x[...]
+
+    def kernel(x):
+        rows = pl.BlockSpec((8, 128), lambda i: (i, 0))
+        call = pl.pallas_call(double_the_second, x, grid=(3,), in_specs=[rows], out_specs=rows,
+                              input_output_aliases={0: 0}, interpret=True)  # fmt: skip
+        return call(x)
+
+    x = np.arange(24 * 128, dtype=np.float32).reshape(24, 128)
+    run = program("tpu", kernel, {"x": x}, {}).run(lambda place: False)
+    np.testing.assert_array_equal(run.outputs["out"], np.repeat([[1.0], [2.0], [1.0]], 8, axis=0) * x)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(op, marks=[] if op in ("gmm", "chunk_gla_bwd") else [FULL])
+        for op in ("gmm", "tgmm", *LINEAR_ATTENTIONS)
+    ],
+)
 def test_the_debug_argument_leaves_nothing_where_it_is_off(name, tmp_path):
     """What is lowered is what would be without it in the source."""
     jax = pytest.importorskip("jax")
     op = OP[name]
-    case, module = smoke(op), "chunk_scan" if name == CHUNK else "gmm"
+    case, (module, public) = smoke(op), modules(name)
     source = (ROOT / "tpu_kernels" / f"{module}.py").read_text()
     stripped = ast.unparse(_Without().visit(ast.parse(source)))
-    assert "debug" in source and 'watch("' not in stripped and 'debug("' not in stripped
-    fault = Fault("", "tpu", (name,), source, stripped, module=module, public="simple_gla" if name == CHUNK else "")
+    assert "debug" in source and "watch('" not in stripped and "debug('" not in stripped
+    fault = Fault("", "tpu", (name,), source, stripped, module=module, public=public)
     without = getattr(plant(fault, tmp_path), name)
     shapes = {
         key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in reference(op, case).inputs.items() if x is not None
@@ -225,12 +351,18 @@ class _Without(ast.NodeTransformer):
         at = VALUE.get(node.func.id) if isinstance(node.func, ast.Name) else None
         return node if at is None else node.args[at]
 
+    def visit_If(self, node):
+        self.generic_visit(node)
+        return ast.Pass() if ast.unparse(node.test) in ("watch", "plan.debug", "debug") else node
 
-@pytest.mark.parametrize("module", ["gmm", "chunk_scan"])
+
+@pytest.mark.parametrize("module", ["gmm", "chunk_scan", "fused_recurrent"])
 def test_a_triton_kernel_debugs_only_where_it_is_asked_to(module):
-    """`if DEBUG is not None` is decided when a kernel is compiled: nothing of its body is, without it."""
+    """`if DEBUG is not None` is decided when a kernel is compiled: nothing of its body is, without it. A function
+    that is given it does likewise."""
     tree = ast.parse((ROOT / "gpu_reference" / f"{module}.py").read_text())
-    uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "DEBUG"]
+    passed = {argument for node in ast.walk(tree) if isinstance(node, ast.Call) for argument in node.args}
+    uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "DEBUG" and node not in passed]
     guarded = [
         name
         for node in ast.walk(tree)

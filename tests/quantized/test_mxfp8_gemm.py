@@ -100,6 +100,34 @@ def test_groups_of_any_size_are_exact_and_the_tail_is_not_read(backend, ragged):
     assert np.count_nonzero(expected) > expected.size // 2
 
 
+@pytest.mark.parametrize("form", ["forward", "transposed", "contracting"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_scale_of_nan_is_in_its_sums_and_no_others(backend, form):
+    """Whichever block of a line it is of, of any tile, and where infinity in its place would stay infinity."""
+    sizes, m, k, n = np.array([40, 56], np.int32), 96, 300, 24
+
+    def ones(shape, axis, *nan):
+        scale = np.ones([-(-size // 32) if a == axis else size for a, size in enumerate(shape)], E8M0)
+        for at in nan:
+            scale[at] = np.nan
+        return np.ones(shape, E4M3), scale
+
+    if form == "contracting":
+        lhs, rhs = ones((m, k), 0, (0, 4), (2, 7)), ones((m, n), 0, (1, 9))
+        expected = np.repeat(sizes, k * n).reshape(2, k, n).astype(np.float32)
+        expected[0, 4], expected[1, 7], expected[:, :, 9] = np.nan, np.nan, np.nan  # rows 32 to 63 are of both groups
+        options = {"ragged": form, "tiling": (64, 256, 128)}
+    else:
+        lhs = ones((m, k), 1, (5, 1), (70, 5), (80, 9))
+        rhs = ones((2, n, k), 2, (0, 7, 6)) if form == "transposed" else ones((2, k, n), 1, (0, 6, 7))
+        expected = np.full((m, n), k, np.float32)
+        expected[[5, 70, 80]], expected[:40, 7] = np.nan, np.nan
+        options = {"transpose_rhs": form == "transposed", "tiling": (32, 256, 128)}
+    inputs = {"lhs": lhs[0], "rhs": rhs[0], "group_sizes": sizes, "lhs_scale": lhs[1], "rhs_scale": rhs[1]}
+    got = run(backend, "quantized_gmm:grouped_gemm", inputs, preferred_element_type="float32", **options)
+    np.testing.assert_array_equal(got, expected)
+
+
 @pytest.mark.tpu
 @pytest.mark.parametrize("ragged", ["lhs", "contracting"])
 def test_nothing_waits_for_the_host(ragged):

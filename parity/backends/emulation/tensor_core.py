@@ -21,6 +21,7 @@ float32 dots in whatever order NumPy likes. Inside `emulated()` a dot does what 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -35,6 +36,8 @@ Operation = Callable[..., Array]
 TF32_DEPTH = 8
 DEPTHS = {8: 32, 16: 16}
 """Products that one instruction adds, by operand bits (Hopper: wgmma m64nNk32 and m64nNk16; TF32: m64nNk8)."""
+
+_ALL_OF_TRITON = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
 FLOAT8 = {
     "fp8e4nv": ml_dtypes.float8_e4m3fn,
@@ -51,7 +54,11 @@ def emulated() -> Iterator[None]:
     Only kernels that Triton interprets are affected (TRITON_INTERPRET=1), in every thread of the process.
     """
     builder = interpreter.interpreter_builder
-    before = builder.__class__, builder.options
+    before = builder.__class__, builder.options, interpreter._patch_lang
+    # The interpreter makes Triton's language its own whenever a kernel calls a function, which takes half of its time:
+    # here it does so once.
+    language = interpreter._patch_lang(_ALL_OF_TRITON)
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
     builder.__class__ = TensorCoreBuilder
     builder.options = dataclasses.replace(
         builder.options,
@@ -61,7 +68,8 @@ def emulated() -> Iterator[None]:
     try:
         yield
     finally:
-        builder.__class__, builder.options = before
+        builder.__class__, builder.options, interpreter._patch_lang = before
+        language.restore()
 
 
 class TensorCoreBuilder(InterpreterBuilder):  # type: ignore[misc]
