@@ -44,6 +44,8 @@ GROUPS = 4
 """Tasks for each slot of the cluster: so many that slots finish together, and so few that pytest seldom starts."""
 LEAST, MOST = 8, 64
 """Tests in a task: of the fewer, starting pytest takes longest; of the more, a lost worker costs too many."""
+QUIET = 10
+"""Seconds without an outcome after which the driver looks whether the cluster still has what tests wait for."""
 AHEAD = 2
 """Tasks that are submitted for each slot: one runs, one waits, and of a million none is a burden to Ray."""
 LINES = 25
@@ -149,6 +151,7 @@ class _Driver:
         self._slots = {need: int(found.get(need, 0)) for need in ("TPU", "GPU", "CPU")}
         self._nodes = sum(node["Alive"] for node in ray.nodes())
         self._streaming = False
+        self._lacking = ""
 
     @pytest.hookimpl(trylast=True)  # pytest-xdist has read its options
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -187,7 +190,8 @@ class _Driver:
                             task = self._submit(need, groups.popleft(), arguments, ledger)
                             running[task.stream] = task
                     streams = list(running)
-                    self._ray.wait(streams)  # for any, and then for no other
+                    while not self._ray.wait(streams, timeout=QUIET)[0]:  # for any, and then for no other
+                        self._say_what_is_lacking(progress.console)
                     ready, _ = self._ray.wait(streams, num_returns=len(streams), timeout=0)
                     for stream in ready:
                         task = running[stream]
@@ -203,6 +207,15 @@ class _Driver:
                 for stream in running:
                     self._ray.cancel(stream, force=True)
         return True
+
+    def _say_what_is_lacking(self, console: Console) -> None:
+        """Say once where tests wait for a device that no node has any more."""
+        left = self._ray.cluster_resources()
+        lacking = " or ".join(need for need, slots in self._slots.items() if slots and not left.get(need))
+        if lacking and lacking != self._lacking:
+            rest = "the run waits for one; Ctrl-C ends it, and --parity-resume goes on from there"
+            console.print(f"no node with a {lacking} is left: {rest}", markup=False, highlight=False, soft_wrap=True)
+        self._lacking = lacking
 
     def _need(self, item: pytest.Item) -> str:
         """The resource of the cluster that a test asks for."""

@@ -256,6 +256,14 @@ def waits(tmp_path):
     return here
 
 
+def lose_the_node_of(here, cluster):
+    """Take away the node on which a kernel waits; that kernel's process."""
+    kernel, raylet = map(int, here.read_text().split())
+    (lost,) = {node for node in cluster.list_all_nodes() if node.all_processes["raylet"][0].process.pid == raylet}
+    cluster.remove_node(lost, allow_graceful=False)
+    return kernel
+
+
 def until(happened, seconds=120):
     end = time.monotonic() + seconds
     while not happened():
@@ -272,14 +280,28 @@ def test_a_lost_node_changes_nothing(cluster, project, tmp_path):
     cluster.add_node(num_cpus=1, resources={"TPU": 1})
     with start(cluster, tmp_path, "--parity-record") as driver:
         until(here.exists)
-        kernel, raylet = map(int, here.read_text().split())
-        (lost,) = {node for node in cluster.list_all_nodes() if node.all_processes["raylet"][0].process.pid == raylet}
-        cluster.remove_node(lost, allow_graceful=False)
+        kernel = lose_the_node_of(here, cluster)
         printed, _ = driver.communicate(timeout=240)
     assert driver.returncode == 0, printed
     assert "8 passed" in printed
     assert records(tmp_path / "records") == records(tmp_path / "local") != {}
     until(lambda: not Path(f"/proc/{kernel}").exists())
+
+
+@pytest.mark.full
+def test_a_device_that_no_node_has_any_more_is_named_and_waited_for(cluster, project, tmp_path):
+    project()
+    here = waits(tmp_path)
+    (tmp_path / "flag").touch()
+    with start(cluster, tmp_path) as driver:
+        until(here.exists)
+        lose_the_node_of(here, cluster)
+        told = next(line for line in driver.stdout if line.startswith("no node with a "))
+        cluster.add_node(num_cpus=1, resources={"TPU": 1})
+        printed, _ = driver.communicate(timeout=240)
+    assert told.startswith("no node with a TPU is left: the run waits for one")
+    assert driver.returncode == 0, printed
+    assert "8 passed" in printed
 
 
 @pytest.mark.full
