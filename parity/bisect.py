@@ -4,7 +4,7 @@ Old kernels are judged by today's instrument: matrix, golden, contract and gates
 of a commit only the kernel is taken, with what it imports. So a verdict moves with the kernel alone, and cases that are
 younger than the fault find it too. Every commit is checked out into a git worktree in a cache folder and judged in a
 process of its own; the user's files are never written. What was judged is kept there: a bisection that was cut off goes
-on where it was.
+on where it was. Where the first bad commit is a merge, the search goes on among the commits that it brought.
 """
 
 from __future__ import annotations
@@ -16,19 +16,24 @@ import importlib
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from parity import matrix, verdict
-from parity.backends import load_kernel, prepare_environment
+from parity.backends import has_cuda, has_tpu, load_kernel, prepare_environment
 from parity.explain import explain
 from parity.judge import judge
 from parity.metrics import Metrics
 from parity.op import BACKENDS, Backend, Case, Op
+from parity.records import installed
 
 UNBUILDABLE = "UNBUILDABLE"
 """The outcome of a commit whose kernel cannot be imported, or called as the matrix calls it: it is skipped."""
@@ -47,6 +52,7 @@ class Revision:
     reason: str
     outputs: tuple[Mapping[str, Metrics], ...] = ()
     narrow: tuple[str, ...] = ()  # outputs narrower than the sums
+    title: str = ""  # the first line of its message
 
     @property
     def epsilon(self) -> float:
@@ -91,35 +97,60 @@ class Bisector:
     seeds: int
     cache: Path
     by_epsilon: bool = False
-    done: Callable[[Revision, str], None] = field(default=lambda revision, rank: None)
+    done: Callable[[Revision], None] = field(default=lambda revision: None)
 
     def run(self, good: str, bad: str) -> Bisection:
         """Search the first-parent commits after `good`, up to `bad`, that touch the kernel.
 
-        Raises ValueError where one of them is no commit, `good` is no ancestor, no commit touches the kernel, or the
-        verdicts are not good and bad.
+        Raises ValueError where one of them is no commit, `good` is no ancestor, no commit touches the kernel, the
+        verdicts are not good and bad, or another process is searching for the same.
         """
-        commits = self.commits(good, bad)
-        before = len(self._known())
-        first, last = self.judge(self._commit(good)), self.judge(commits[-1])
-        if not first.passed:
-            raise ValueError(f"GOOD must pass, got {first.outcome} at {good}: {first.reason}")
-        if not self.is_bad(last, first):
-            raise ValueError(f"BAD must {self._wanted}, got {last.outcome} at {bad}: {last.reason}")
-        low, high, better, worse = -1, len(commits) - 1, first, last
+        with self._alone():
+            commits = self.commits(good, bad)
+            before = len(self._known())
+            first, last = self.judge(self._commit(good)), self.judge(commits[-1])
+            if not first.passed:
+                raise ValueError(f"GOOD must pass, got {first.outcome} at {good}: {first.reason}")
+            if not self.is_bad(last, first):
+                raise ValueError(f"BAD must {self._wanted}, got {last.outcome} at {bad}: {last.reason}")
+            better, worse, between = self._search(commits, first, last, first)
+            while not between and (brought := self._brought_by(worse, first)):
+                better, worse, between = self._search(*brought, first)
+            attribution = "" if worse.outcome == "CRASH" else self._ask(worse.commit, "explain").get("conclusion", "")
+            return Bisection(better, worse, between, attribution, len(self._known()) - before)
+
+    def _search(
+        self, commits: Sequence[str], better: Revision, worse: Revision, good: Revision
+    ) -> tuple[Revision, Revision, tuple[str, ...]]:
+        """The last revision that is not bad, the first that is, the last of `commits` at most, and what is between."""
+        low, high = -1, len(commits) - 1
         skipped: set[int] = set()
         while left := [n for n in range(low + 1, high) if n not in skipped]:
             n = min(left, key=lambda n: abs(2 * n - low - high))  # the nearest to the middle
             revision = self.judge(commits[n])
             if revision.outcome == UNBUILDABLE:
                 skipped.add(n)
-            elif self.is_bad(revision, first):
+            elif self.is_bad(revision, good):
                 high, worse = n, revision
             else:
                 low, better = n, revision
-        attribution = "" if worse.outcome == "CRASH" else self._ask(worse.commit, "explain").get("conclusion", "")
-        between = tuple(commits[low + 1 : high])
-        return Bisection(better, worse, between, attribution, len(self._known()) - before)
+        return better, worse, tuple(commits[low + 1 : high])
+
+    def _brought_by(self, merge: Revision, good: Revision) -> tuple[list[str], Revision, Revision] | None:
+        """The commits that a merge brought, between a revision that is not bad and one that is; None where none are."""
+        parents = self._git("rev-parse", f"{merge.commit}^@").split()
+        for parent in parents[1:]:
+            try:
+                base = self._git("merge-base", parents[0], parent)
+                commits = self.commits(base, parent)
+            except ValueError:  # histories that share nothing, or a kernel that no commit touches
+                continue
+            last = self.judge(commits[-1])
+            if self.is_bad(last, good):
+                first = self.judge(base)
+                if first.outcome != UNBUILDABLE and not self.is_bad(first, good):
+                    return commits, first, last
+        return None
 
     @property
     def _wanted(self) -> str:
@@ -153,11 +184,25 @@ class Bisector:
             partial.replace(self._state)
         answer = known[commit]
         outputs = tuple({n: Metrics(**m) for n, m in measured.items()} for measured in answer.get("outputs", ()))
-        revision = Revision(
-            commit, answer["outcome"], answer["passed"], answer["reason"], outputs, tuple(answer.get("narrow", ()))
-        )
-        self.done(revision, self._git("log", "-1", "--format=%h %s", commit))
+        narrow, title = tuple(answer.get("narrow", ())), self._git("log", "-1", "--format=%s", commit)
+        revision = Revision(commit, answer["outcome"], answer["passed"], answer["reason"], outputs, narrow, title)
+        self.done(revision)
         return revision
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While no other process searches for the same: it has the same worktrees."""
+        lock = FileLock(self._state.with_suffix(".lock"), timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ValueError(
+                f"one bisection of {self.case} must run at a time, another one holds {lock.lock_file}"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _known(self) -> dict[str, dict[str, Any]]:
         try:
@@ -168,8 +213,10 @@ class Bisector:
 
     @property
     def _state(self) -> Path:
-        """One file for every repository, case and instrument: what was judged by another instrument is not known."""
-        key = [str(self.root), self.case, self.backend, str(self.seeds), instrument(self.root)]
+        """One file for every repository, case, device and instrument: what was judged by another one is not known."""
+        is_real = has_tpu() if self.backend == "tpu" else has_cuda()
+        here = [is_real, installed(self.backend, is_real), instrument(self.root)]
+        key = [str(self.root), self.case, self.backend, str(self.seeds), *here]
         self.cache.mkdir(parents=True, exist_ok=True)
         return self.cache / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json"
 
@@ -196,6 +243,10 @@ class Bisector:
             if line.startswith(MARK):
                 answer: dict[str, Any] = json.loads(line.removeprefix(MARK))
                 return answer
+        if -child.returncode in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            raise ValueError(
+                f"the process that judges {commit} must end by itself, signal {-child.returncode} ended it"
+            )
         if child.returncode < 0:
             return _failed("CRASH", f"the kernel's process died of signal {-child.returncode}")
         raise RuntimeError(f"a process must judge {commit}, it ended with {child.returncode}: {child.stderr[-2000:]}")
@@ -342,8 +393,10 @@ def command(given: argparse.Namespace) -> int:
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kernel-parity" / "bisect"
     cache = (given.cache or default).resolve()
 
-    def done(revision: Revision, title: str) -> None:
-        print(f"{revision.outcome:<12} ε = {revision.epsilon:.3g}  {title}", flush=True)
+    def done(revision: Revision) -> None:
+        print(
+            f"{revision.outcome:<12} ε = {revision.epsilon:.3g}  {revision.commit[:12]}  {revision.title}", flush=True
+        )
 
     bisector = Bisector(given.root, given.case, given.backend, given.seeds, cache, given.epsilon, done)
     found = bisector.run(given.good, given.bad)
@@ -353,7 +406,7 @@ def command(given: argparse.Namespace) -> int:
 
 def describe(found: Bisection) -> Sequence[str]:
     """The first bad commit, both records and the attribution, in a few lines."""
-    lines = [f"first bad commit: {found.bad.commit}"]
+    lines = [f"first bad commit: {found.bad.commit}  {found.bad.title}"]
     if found.between:
         lines[0] = f"first bad commit: one of {', '.join([*found.between, found.bad.commit])}: others cannot be judged"
     for name, revision in (("good", found.good), ("bad", found.bad)):

@@ -177,7 +177,7 @@ def here(op: Op, backend: Backend, device_kind: str, real: bool, utc: str | None
         kernel=hash_of(kernel),
         golden=hash_of(golden),
         revisions={"inputs": inputs.REVISION, "magnitude": magnitude.REVISION, "metrics": metrics.REVISION},
-        versions=_versions(backend, real),
+        versions=installed(backend, real),
         flags={
             name: " ".join(value.split())
             for name, value in os.environ.items()
@@ -190,7 +190,8 @@ def here(op: Op, backend: Backend, device_kind: str, real: bool, utc: str | None
     )
 
 
-def _versions(backend: Backend, real: bool) -> dict[str, str]:
+def installed(backend: Backend, real: bool) -> dict[str, str]:
+    """The versions of what a backend's numbers depend on, and of the driver of a `real` device."""
     found = {"python": platform.python_version()}
     for name in ("numpy", "ml_dtypes", *_VERSIONS[backend]):
         try:

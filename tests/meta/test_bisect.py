@@ -99,7 +99,7 @@ def test_the_first_bad_commit_is_found_also_after_a_kill(repository, tmp_path, t
     assert snapshot(tmp_path) == before
     assert git("status", "--porcelain") == status
     assert len(git("worktree", "list").splitlines()) == 1
-    assert [path.name for path in cache.iterdir()] == [state.name]
+    assert {path.suffix for path in cache.iterdir()} <= {".json", ".lock"}
 
 
 def test_commits_are_those_that_touch_the_kernel(repository, tmp_path):
@@ -121,6 +121,63 @@ def test_commits_are_those_that_touch_the_kernel(repository, tmp_path):
 def test_what_cannot_be_bisected_is_refused(repository, tmp_path, good, bad, message):
     with pytest.raises(ValueError, match=message):
         Bisector(tmp_path, CASE, "tpu", 1, tmp_path).commits(good, bad)
+
+
+class Reader(Bisector):
+    """Judges a commit by what its kernel's text says, in no time."""
+
+    def judge(self, commit):
+        text = self._git("show", f"{commit}:kernels.py")
+        outcome = "UNBUILDABLE" if "nothing" in text else "OUT OF BOUND" if "set(0)" in text else "AGREES"
+        return Revision(commit, outcome, outcome == "AGREES", "")
+
+    def _ask(self, commit, what):
+        return {}
+
+
+@pytest.mark.parametrize("spoilt", ["side", "merge"])
+def test_of_a_merge_the_commit_is_found_that_it_brought(repository, tmp_path, spoilt):
+    """The trunk is good, merges a branch (of which one commit is bad, or nothing but the merge itself), and goes on."""
+    git, commits = repository
+    git("checkout", "-q", "-b", "side", commits[1])
+    brought = []
+    for n, text in enumerate([GOOD, GOOD, BAD if spoilt == "side" else GOOD, BAD if spoilt == "side" else GOOD]):
+        (tmp_path / "kernels.py").write_text(text.format(comment=f"  # side {n}"))
+        git("commit", "-q", "-a", "-m", f"side {n}")
+        brought.append(git("rev-parse", "HEAD"))
+    git("checkout", "-q", "-b", "trunk", commits[2])
+    git("merge", "-q", "--no-ff", "--no-commit", "-s", "ours", "side")
+    for n in range(3):
+        (tmp_path / "kernels.py").write_text(BAD.format(comment=f"  # merged {n}"))
+        git("commit", "-q", "-a", "-m", f"merged {n}")
+    found = Reader(tmp_path, CASE, "tpu", 1, tmp_path / "cache").run(commits[0], "HEAD")
+    good, bad = (brought[1], brought[2]) if spoilt == "side" else (commits[2], git("rev-parse", "HEAD~2"))
+    assert (found.good.commit, found.bad.commit, found.between) == (good, bad, ())
+
+
+def test_two_bisections_of_one_case_do_not_share_their_worktrees(repository, tmp_path):
+    bisector = Reader(tmp_path, CASE, "tpu", 1, tmp_path / "cache")
+    with bisector._alone(), pytest.raises(ValueError, match=f"one bisection of {CASE} must run at a time"):
+        bisector.run("HEAD~8", "HEAD")
+
+
+def test_another_version_judges_anew(repository, tmp_path, monkeypatch):
+    bisector = Bisector(tmp_path, CASE, "tpu", 1, tmp_path / "cache")
+    before = bisector._state
+    assert bisector._state == before
+    monkeypatch.setattr("parity.bisect.installed", lambda backend, real: {"jax": "another"})
+    assert bisector._state != before
+
+
+def test_a_process_that_was_killed_says_nothing_of_its_commit(repository, tmp_path, monkeypatch):
+    _, commits = repository
+    (tmp_path / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "sitecustomize.py").write_text("import killed\n")
+    bisector = Bisector(tmp_path, CASE, "tpu", 1, tmp_path / "cache")
+    with pytest.raises(ValueError, match="must end by itself, signal 9 ended it"):
+        bisector.judge(commits[0])
+    assert not bisector._known()
 
 
 def test_packages_are_what_the_kernel_imports_of_the_project(tmp_path):
