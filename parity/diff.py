@@ -27,7 +27,7 @@ from parity.metrics import Metrics
 from parity.op import Contract
 from parity.records import FILE_LIMIT, Ledger, Record, RecordError, read
 from parity.text import heat_map, sparkline
-from parity.verdict import PASSING, TAIL, Statistic, bias_size, is_biased, parity, tail_ratio
+from parity.verdict import PASSING, TAIL, Bias, Statistic, parity, tail_ratio
 
 FOLDER = "records"
 """Where a revision keeps its ledgers, below the project's root."""
@@ -305,9 +305,9 @@ def _beyond(a: Sequence[Metrics], b: Sequence[Metrics]) -> Iterator[tuple[Change
     ratio = tail_ratio(b, a)
     if ratio > TAIL or ratio < 1 / TAIL:
         yield "worse" if ratio > 1 else "better", f"tail {ratio:.3g}×"
-    before, now = bias_size(a), bias_size(b)
-    if is_biased(now, before) or is_biased(before, now):
-        yield "worse" if now > before else "better", f"bias {before:.3g} → {now:.3g}"
+    before, now = Bias.of(a), Bias.of(b)
+    if now.exceeds(before) or before.exceeds(now):
+        yield "worse" if now.size > before.size else "better", f"bias {before.size:.3g} → {now.size:.3g}"
 
 
 def _narrow_output(contract: str) -> bool:

@@ -51,12 +51,16 @@ def form(y: np.ndarray, again: np.ndarray, golden: Floats, dtype: str) -> Verdic
         return Verdict("WRONG DTYPE", "G1", f"asked for {dtype}, got {y.dtype}")
     if again.tobytes() != y.tobytes():
         return Verdict("NOT REPEATABLE", "G1", "two runs on the same inputs differ")
-    wrong = np.isfinite(golden) != np.isfinite(y.astype(np.float64))
+    wrong = _wrong_finiteness(y, golden)
     if wrong.any():
         index = tuple(int(i) for i in np.argwhere(wrong)[0])
         reason = f"{int(wrong.sum())} elements finite in one and not in the other, first at {list(index)}"
         return Verdict("NON-FINITE", "G1", reason)
     return None
+
+
+def _wrong_finiteness(y: np.ndarray, golden: Floats) -> np.ndarray:
+    return np.isfinite(golden) != np.isfinite(y.astype(np.float64))
 
 
 def exactness(y: np.ndarray, golden: Floats) -> Verdict:
@@ -100,10 +104,12 @@ def agreement(metrics: Metrics, bound: float) -> Verdict:
 
 
 def mistrusted(golden: Floats, scale: Scale, dtype: str, bound: float) -> Verdict | None:
-    """The verdict on the case itself where an obviously wrong output would pass its bound."""
+    """The verdict on the case itself where an obviously wrong output would pass its bound, and `form` as well."""
     for name, wrong in wrong_outputs(golden):
-        differs = np.nonzero(explained_by(round_to(wrong, dtype), golden) != 0)
-        if not np.any(eta(round_to(wrong[differs], dtype), golden[differs], scale.at(differs)) > bound):
+        y = round_to(wrong, dtype)
+        differs = np.nonzero(explained_by(y, golden) != 0)
+        beyond = eta(y[differs], golden[differs], scale.at(differs)) > bound
+        if not (beyond.any() or _wrong_finiteness(y[differs], golden[differs]).any()):
             return Verdict("MISTRUSTED", "G3", f"an output that is {name} would pass (bound {bound:.3g})")
     return None
 
@@ -208,20 +214,37 @@ def tail_ratio(a: Sequence[Metrics], b: Sequence[Metrics]) -> float:
 
 def bias(tpu: Sequence[Metrics], gpu: Sequence[Metrics]) -> Verdict | None:
     """G7: BIAS where |bias|·√N exceeds 6 and the GPU's by more than sampling does."""
-    ours, theirs = bias_size(tpu), bias_size(gpu)
-    if is_biased(ours, theirs):
-        return Verdict("BIAS", "G7", f"|bias|·√N = {ours:.3g} (the GPU's {theirs:.3g})")
+    ours, theirs = Bias.of(tpu), Bias.of(gpu)
+    if ours.exceeds(theirs):
+        return Verdict("BIAS", "G7", f"|bias|·√N = {ours.size:.3g} ± {ours.noise:.2g} (the GPU's {theirs.size:.3g})")
     return None
 
 
-def bias_size(measured: Sequence[Metrics]) -> float:
-    """|mean e| / rms e · √N over all seeds together: about 1 where errors have no preferred sign."""
-    return abs(float(np.mean([m.bias for m in measured]))) * float(np.sqrt(sum(m.scored for m in measured)))
+@dataclass(frozen=True)
+class Bias:
+    """How far errors have a sign in common.
 
+    size: |mean e| / rms e · √N over all seeds together.
+    noise: its standard error where they have none. 1 if the N elements err each on its own; more, as the seeds show, if
+    some err together: an error in a weight of a token is in all elements of the token, whose mean then is that of a
+    few large numbers.
+    """
 
-def is_biased(ours: float, theirs: float) -> bool:
-    """Whether a `bias_size` counts beside a reference's."""
-    return ours > 6 and ours > theirs + Z
+    size: float
+    noise: float = 1.0
+
+    @classmethod
+    def of(cls, measured: Sequence[Metrics]) -> Bias:
+        """The bias of a kernel that was measured on these seeds."""
+        means = np.array([m.bias for m in measured])
+        scored = sum(m.scored for m in measured)
+        spread = float(means.std(ddof=1)) if len(means) > 1 else 0.0
+        size = abs(float(means.mean())) * float(np.sqrt(scored))
+        return cls(size, max(spread * float(np.sqrt(scored / len(means))), 1.0))
+
+    def exceeds(self, other: Bias) -> bool:
+        """Whether it counts beside a reference's."""
+        return self.size > 6 * self.noise and self.size > other.size + Z * max(self.noise, other.noise)
 
 
 def held_to(expected: Expected | None, decided: Verdict) -> Verdict:
