@@ -9,8 +9,9 @@ import signal
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mutation.mutants import Mutant, Place, make, places, sample
-from mutation.net import SLACK, STARTING_S, Judges, Net, Watcher
+from mutation.net import SLACK, STARTING_S, UNMEASURED_S, Judges, Net, Others, Watcher
 from mutation.server import (
     KILLED_BY_LIMIT,
     copy_project,
@@ -49,7 +50,10 @@ COLLECTING_S = 120.0
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a fault. tests: how many may notice it; run: how many were asked; by: the one that failed."""
+    """What became of a fault. tests: how many may notice it; run: how many were asked; by: the one that failed.
+
+    others, others_run: the same of the tests that were not measured.
+    """
 
     key: str
     group: str
@@ -59,6 +63,8 @@ class Result:
     tests: int
     run: int
     by: str
+    others: int = 0
+    others_run: int = 0
 
     @property
     def caught(self) -> bool:
@@ -103,29 +109,58 @@ def measure(work: Path, given: argparse.Namespace, deadline: float) -> None:
         print(f"tests {n + 1}/{len(files)}: {name}, status {status}, {time.monotonic() - began:.0f} s", flush=True)
 
 
-def judge(work: Path, net: Net, group: str, mutant: Mutant, source: str, budget_s: float) -> Result:
-    """Plant a fault and run the tests that may notice it, as many as the budget of processor seconds allows."""
+def judge(work: Path, net: Net, group: str, mutant: Mutant, source: str, given: argparse.Namespace) -> Result:
+    """Plant a fault and run the tests that may notice it, as many as the budgets of processor seconds allow.
+
+    First those that were measured. Where they leave the fault, others of the same folders: what fails there without
+    the fault as well says nothing of it.
+    """
     judges = net.judges(mutant.path, *mutant.lines)
     chosen: list[str] = []
     spent = 0.0
     for test in judges:
-        if chosen and spent + net.seconds[test] > budget_s:
+        if chosen and spent + net.seconds[test] > given.budget:
             break
         chosen.append(test)
         spent += net.seconds[test]
-    status, said = 0, dict[str, Any]()
+    path, exact, done = work / "tree" / mutant.path, net.exact(mutant.path, *mutant.lines), {*chosen}
+    status, said, others = 0, dict[str, Any](), dict[str, Any]()
     if chosen:
-        tree, files = work / "tree", list(dict.fromkeys(test.split("::")[0] for test in chosen))
-        with with_source(tree / mutant.path, source):
-            limit = sum(SLACK * net.seconds[test] + STARTING_S for test in chosen) + COLLECTING_S
-            arguments = [*files, "-x", "--parity-tier=full"]
-            answer, log = work / "answer.json", work / "log"
-            status, said = pytest_in_fork(tree, arguments, lambda: Judges(chosen, net.seconds), answer, log, limit)
-    outcome = {0: "survived", 5: "survived", KILLED_BY_LIMIT: "timeout"}.get(status, "killed")
+        with with_source(path, source):
+            status, said = _ask(work, chosen, net)
+    folders = sorted({str(Path(test.partition("::")[0]).parent) for test in exact or judges} - {"tests/meta"})
+    while status in PASSED and folders and given.others:
+        with with_source(path, source):
+            plugin = partial(Others, mutant.path, exact, done, given.others)
+            limit = given.others + UNMEASURED_S + COLLECTING_S
+            status, others = _run(work, [*folders, "-x", "--parity-tier=default"], plugin, limit)
+        if (by := others.get("by")) and _ask(work, [by], net)[0] not in PASSED:
+            print(f"left out, for it fails without a fault: {by}", flush=True)
+            status, done = 0, {*done, by}
+        else:
+            break
+    outcome = {KILLED_BY_LIMIT: "timeout"}.get(status, "survived" if status in PASSED else "killed")
     return Result(
         key=mutant.key, group=group, path=mutant.path, line=mutant.lines[0], outcome=outcome,
-        tests=len(judges), run=said.get("run", 0), by=said.get("by", "") or f"status {status}",
+        tests=len(judges), run=said.get("run", 0), by=others.get("by") or said.get("by") or f"status {status}",
+        others=others.get("there", 0), others_run=others.get("run", 0),
     )  # fmt: skip
+
+
+PASSED = (0, 5)
+"""The exit statuses of pytest where no test failed, or there was none."""
+
+
+def _ask(work: Path, tests: Sequence[str], net: Net) -> tuple[int, dict[str, Any]]:
+    """Run these tests, in this order, until one fails."""
+    seconds = {test: net.seconds.get(test, UNMEASURED_S / SLACK) for test in tests}
+    limit = sum(SLACK * each + STARTING_S for each in seconds.values()) + COLLECTING_S
+    files = list(dict.fromkeys(test.split("::")[0] for test in tests))
+    return _run(work, [*files, "-x", "--parity-tier=full"], lambda: Judges(tests, seconds), limit)
+
+
+def _run(work: Path, arguments: Sequence[str], plugin: Callable[[], Any], limit: float) -> tuple[int, dict[str, Any]]:
+    return pytest_in_fork(work / "tree", arguments, plugin, work / "answer.json", work / "log", limit)
 
 
 def campaign(work: Path, given: argparse.Namespace, deadline: float) -> None:
@@ -145,7 +180,7 @@ def campaign(work: Path, given: argparse.Namespace, deadline: float) -> None:
             if time.monotonic() > deadline:
                 raise TimeoutError
             began = time.monotonic()
-            result = judge(work, net, group, mutant, mutated, given.budget)
+            result = judge(work, net, group, mutant, mutated, given)
             out.write(json.dumps(asdict(result), ensure_ascii=False) + "\n")
             out.flush()
             seconds = time.monotonic() - began
@@ -184,7 +219,8 @@ def report(found: Sequence[Result], listed: Mapping[str, str]) -> float:
     Console(width=None if sys.stdout.isatty() else 130).print(table)
     for result in found:
         if not result.caught and result.key not in listed:
-            print(f"survived {result.run} of {result.tests} tests: {result.path}:{result.line} {result.key}")
+            others = f" and {result.others_run} of {result.others} others" * bool(result.others)
+            print(f"survived {result.run} of {result.tests} tests{others}: {result.path}:{result.line} {result.key}")
     caught, count = _counts(found, listed)
     return caught / count if count else 0.0
 
@@ -216,6 +252,10 @@ def main() -> int:
     parser.add_argument(
         "--budget", type=float, default=math.inf, metavar="S", help="seconds of tests per fault (default: all tests)"
     )
+    parser.add_argument(
+        "--others", type=float, default=0, metavar="S",
+        help="then seconds of tests of the same folders that were not measured (default: 0, none)",
+    )  # fmt: skip
     parser.add_argument("--again", action="store_true", help="judge those again that have survived")
     parser.add_argument(
         "--tests", nargs="+", default=["tests/**/test_*.py"], metavar="GLOB", help="files of the net (default: all)"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from statistics import fmean
 from typing import Any
 
@@ -24,6 +25,8 @@ SLACK = 10
 """How many times its processor time a test may take beside a fault, before the fault is caught for that."""
 STARTING_S = 20.0
 """Processor seconds that it may take beyond that: others may have compiled for it what it now does itself."""
+UNMEASURED_S = 120.0
+"""Processor seconds that a test may take which was not measured."""
 
 
 class Watcher:
@@ -93,10 +96,13 @@ class Net:
         test that needs it, and run by all. Of each kind those that take no time come first, and of the others the
         quickest of every test function before any second.
         """
-        by_line = self.lines.get(path, {})
-        exact = {test for line, tests in by_line.items() if first <= line <= last for test in tests}
-        others = {test for tests in by_line.values() for test in tests} - exact
+        exact = self.exact(path, first, last)
+        others = {test for tests in self.lines.get(path, {}).values() for test in tests} - exact
         return [*self._varied(exact), *self._varied(others)]
+
+    def exact(self, path: str, first: int, last: int) -> set[str]:
+        """The tests that run these lines."""
+        return {test for line, tests in self.lines.get(path, {}).items() if first <= line <= last for test in tests}
 
     def _varied(self, tests: set[str]) -> list[str]:
         rank: dict[str, int] = {}
@@ -119,6 +125,47 @@ def _alone(seconds: Mapping[str, float]) -> dict[str, float]:
         alike.setdefault(_function(test), []).append(each)
         of_case[_case(test)] = max(each, of_case.get(_case(test), 0.0))
     return {test: max(fmean(alike[_function(test)]), of_case[_case(test)]) for test in seconds}
+
+
+BACKENDS = {"tpu_kernels": "tpu", "gpu_reference": "gpu", "cpu_golden": "cpu"}
+"""What tests call the packages of kernels."""
+
+
+def likeliest(tests: Iterable[str], path: str, exact: Collection[str], ops: Collection[str]) -> list[str]:
+    """Tests that were not measured, the likeliest to notice a fault in the file `path` before the others.
+
+    First what the tests that run the fault's lines, `exact`, do with the same ops in other cases, then other tests of
+    these ops and those of none by name, then the other ops'; compilations after all else. Of each kind the test
+    functions and ops take turns, each with its cases in an order drawn once. Tests that name another backend than the
+    file's are left out, but a golden's: it serves all.
+    """
+    functions, concerned = {_function(test) for test in exact}, {_op(test, ops) for test in exact} or {*ops}
+    backend = BACKENDS.get(path.split("/")[0], "")
+    shuffled = sorted(tests)
+    Random(0).shuffle(shuffled)
+    turns: dict[tuple[str, str], int] = {}
+    place: dict[str, tuple[bool, bool, int, int]] = {}
+    for test in shuffled:
+        kind = _function(test), _op(test, ops)
+        named = _words(test) & {*BACKENDS.values()}
+        foreign = bool(backend and named) and backend not in named
+        if foreign and backend != "cpu":
+            continue
+        known = kind[0] in functions and kind[1] in concerned
+        turns[kind] = turns.get(kind, 0) + 1
+        near = 0 if known else 1 if kind[1] in {*concerned, ""} else 2
+        place[test] = ("compile" in _words(test), foreign, near, turns[kind])
+    return sorted(place, key=lambda test: (place[test], test))
+
+
+def _words(test: str) -> set[str]:
+    """Of the name of its file, and of its parameters."""
+    file, _, rest = test.partition("::")
+    return set(re.findall(r"[a-z0-9]+", Path(file).stem + " " + rest.partition("[")[2]))
+
+
+def _op(test: str, ops: Collection[str]) -> str:
+    return next((word for word in re.split(r"[-\[\]]", test.partition("[")[2]) if word in ops), "")
 
 
 def _case(test: str) -> tuple[str, str]:
@@ -163,3 +210,46 @@ class Judges:
     def answer(self) -> dict[str, Any]:
         """How many tests ran, and the one that failed."""
         return {"run": self._run, "by": self._failed}
+
+
+class Others:
+    """Runs tests that were not measured, the likeliest to notice a fault first, until the budget is spent.
+
+    exact: the tests that run the fault's lines. done: what is not run again.
+    """
+
+    def __init__(self, path: str, exact: Collection[str], done: Collection[str], budget_s: float) -> None:
+        self._path, self._exact, self._done, self._budget_s = path, exact, done, budget_s
+        self._began = 0.0
+        self._there = self._run = 0
+        self._failed = ""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Put them in order."""
+        ops = {item.callspec.params["run"][0].name for item in items if item.get_closest_marker("parity_cases")}  # type: ignore[attr-defined]
+        by_name = {item.nodeid: item for item in items if item.nodeid not in self._done}
+        items[:] = [by_name[name] for name in likeliest(by_name, self._path, self._exact, ops)]
+        self._there, self._began = len(items), cpu_seconds()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self) -> bool | None:
+        """Leave out what is beyond the budget, and end this process with a test that takes far too long."""
+        if cpu_seconds() - self._began > self._budget_s:
+            return True
+        signal.setitimer(signal.ITIMER_PROF, UNMEASURED_S)
+        return None
+
+    def pytest_runtest_logfinish(self) -> None:
+        """The next one has as much time."""
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count the tests, and remember the first that failed."""
+        self._run += report.when == "call"
+        if report.failed and not self._failed:
+            self._failed = report.nodeid
+
+    def answer(self) -> dict[str, Any]:
+        """How many tests there are, how many ran, and the one that failed."""
+        return {"there": self._there, "run": self._run, "by": self._failed}

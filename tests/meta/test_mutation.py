@@ -12,7 +12,7 @@ pytest.importorskip("cosmic_ray")
 
 from mutation.__main__ import Result, equivalent, interval, report, results
 from mutation.mutants import make, places, sample
-from mutation.net import Net
+from mutation.net import Net, likeliest
 from mutation.server import restore, with_source
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +88,24 @@ def test_the_tests_that_run_the_line_come_before_those_of_the_file_and_kinds_alt
     assert net.judges("z.py", 1, 9) == []
 
 
+def test_unmeasured_tests_of_the_same_ops_come_first_by_turns_and_another_backends_not_at_all():
+    tpu, gpu, laws = "t/test_a_tpu.py::test_agrees", "t/test_a_gpu.py::test_agrees", "t/test_laws.py::test_law"
+    there = [*(f"{tpu}[{op}-{n}]" for op in ("mul", "add") for n in "12"), f"{gpu}[add-1]", "t/test_one.py::test_one"]
+    there += [f"{laws}[{backend}-{op}]" for backend in ("tpu", "gpu") for op in ("mul", "add")]
+    there += ["t/test_a_compile_tpu.py::test_compiles[add]", "t/test_a_cpu.py::test_golden[add]"]
+
+    def first(path: str, exact: list[str]) -> list[str]:
+        return likeliest(there, path, exact, {"mul", "add"})
+
+    ordered = first("tpu_kernels/a.py", [f"{tpu}[add-0]"])
+    assert {*ordered[:2]} == {f"{tpu}[add-1]", f"{tpu}[add-2]"}
+    assert ordered[2:4] == [f"{laws}[tpu-add]", "t/test_one.py::test_one"]
+    assert ordered[5] == f"{laws}[tpu-mul]" and {ordered[4], ordered[6]} == {f"{tpu}[mul-1]", f"{tpu}[mul-2]"}
+    assert ordered[-1] == "t/test_a_compile_tpu.py::test_compiles[add]" and not [t for t in ordered if "gpu" in t]
+    golden = first("cpu_golden/a.py", [])
+    assert golden[0] == "t/test_a_cpu.py::test_golden[add]" and sorted(golden) == sorted(there)
+
+
 def test_the_interval_is_wilsons():
     assert interval(95, 100) == pytest.approx((0.88825, 0.97846), abs=1e-5)
     assert interval(10, 10) == pytest.approx((0.72246, 1.0), abs=1e-5)
@@ -133,6 +151,10 @@ PROJECT = {
         "from cpu_golden.add import add, least\n\n\ndef test_add():\n    assert add(1, 2) == 3\n\n\n"
         "def test_least():\n    assert least(1) == 1 and least(5) == 3\n"
     ),
+    "tests/test_more.py": (
+        "from cpu_golden.add import least\n\n\ndef test_broken():\n    assert least(1) == 3\n\n\n"
+        "def test_between():\n    assert least(2) == 2 and least(3.5) == 3\n"
+    ),
 }
 
 
@@ -143,6 +165,7 @@ def test_a_campaign_finds_the_hole_goes_on_where_it_stopped_and_leaves_the_proje
         (project / name).write_text(text)
     subprocess.run(["git", "init", "-q"], cwd=project, check=True)
     command = [sys.executable, "-m", "mutation", "--work", str(work), "--groups", "cpu_golden"]
+    command += ["--tests", "tests/test_add.py"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
     def campaign(*options: str) -> subprocess.CompletedProcess[str]:
@@ -158,6 +181,10 @@ def test_a_campaign_finds_the_hole_goes_on_where_it_stopped_and_leaves_the_proje
     assert outcomes["return x + y  →  return x - y"] == ("killed", 1, 2)
     survived = {key.partition("  →  ")[2] for key, each in outcomes.items() if each == ("survived", 2, 2)}
     assert survived == {f"return x if x {than} else 3" for than in ("<= 3", "< 4", "< 2")}
+    others = campaign("--all", "--again", "--others", "9")
+    assert "left out, for it fails without a fault: tests/test_more.py::test_broken" in others.stdout, others.stdout
+    left = {each.key.partition("  →  ")[2]: (each.others_run, each.others) for each in results(work) if not each.caught}
+    assert left == {"return x if x <= 3 else 3": (1, 1)}
     assert (project / "cpu_golden/add.py").read_text() == PROJECT["cpu_golden/add.py"]
 
 
