@@ -16,6 +16,7 @@ import importlib
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -252,9 +253,10 @@ class Bisector:
         raise RuntimeError(f"a process must judge {commit}, it ended with {child.returncode}: {child.stderr[-2000:]}")
 
     def _remove(self, tree: Path) -> None:
-        if tree.exists():
+        # No `worktree prune`: a worktree of the user's may lie on a disk that is not there just now.
+        if f"worktree {tree}" in self._git("worktree", "list", "--porcelain").splitlines():
             self._git("worktree", "remove", "--force", "--force", str(tree))
-        self._git("worktree", "prune")
+        shutil.rmtree(tree, ignore_errors=True)
 
     def _commit(self, revision: str) -> str:
         try:

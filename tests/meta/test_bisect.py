@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,6 +154,25 @@ def test_of_a_merge_the_commit_is_found_that_it_brought(repository, tmp_path, sp
     found = Reader(tmp_path, CASE, "tpu", 1, tmp_path / "cache").run(commits[0], "HEAD")
     good, bad = (brought[1], brought[2]) if spoilt == "side" else (commits[2], git("rev-parse", "HEAD~2"))
     assert (found.good.commit, found.bad.commit, found.between) == (good, bad, ())
+
+
+@pytest.mark.parametrize("left", ["worktree", "its folder", "its registration"])
+def test_what_a_killed_run_left_goes_and_no_worktree_of_the_users(left, repository, tmp_path):
+    git, _ = repository
+    bisector = Bisector(tmp_path, CASE, "tpu", 1, tmp_path / "cache")
+    tree, others = bisector.cache / "tree", tmp_path / "on another disk"
+    for path in (tree, others):
+        git("worktree", "add", "--detach", "--lock", "-q", str(path))
+    git("worktree", "unlock", str(others))
+    shutil.rmtree(others)
+    if left == "its folder":
+        shutil.rmtree(next(path for path in (tmp_path / ".git" / "worktrees").iterdir() if "tree" in path.name))
+    if left == "its registration":
+        shutil.rmtree(tree)
+    bisector._remove(tree)
+    assert not tree.exists()
+    listed = git("worktree", "list", "--porcelain")
+    assert str(others) in listed and str(tree) not in listed
 
 
 def test_two_bisections_of_one_case_do_not_share_their_worktrees(repository, tmp_path):
