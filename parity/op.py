@@ -272,6 +272,7 @@ class Op:
     tau: float = 0.0  # how much larger ε_TPU may be than ε_GPU; anything but 0 needs a reason beside it
     bit_exact: bool = False  # the golden returns the outputs' own dtypes, and every bit must be its
     expected: tuple[Expected, ...] = ()  # known failures of the comparison; of several that match, the first counts
+    indifferent: tuple[str, ...] = ("interpret",)  # arguments that change no result: a replayed call may have any
     cases: tuple[Case, ...] = ()
 
     def expectation(self, case: Case) -> Expected | None:

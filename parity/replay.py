@@ -13,8 +13,10 @@ import argparse
 import json
 import math
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -209,7 +211,12 @@ def case_of(op: Op, bundle: Bundle) -> Case:
     call = _Call.of(op, bundle)
     starts = [case for case in (_with_sizes(op, call, template) for template in _templates(op)) if case is not None]
     best: tuple[float, Case] | None = None
-    for start in sorted(starts, key=lambda case: call.distance(op, case))[:STARTS]:
+    tried: Counter[tuple[str, ...]] = Counter()
+    for start in sorted(starts, key=lambda case: call.distance(op, case)):
+        names = tuple(name for name, _ in start.dims)
+        tried[names] += 1
+        if tried[names] > STARTS:
+            continue
         found = _fit(op, call, start)
         if best is None or found[0] < best[0]:
             best = found
@@ -249,7 +256,7 @@ class _Call:
             if wanted != got:
                 yield f"{name} is {got}, not {wanted}"
         asked = {**op.arguments(case), **op.route(case)}
-        for name in sorted(asked.keys() | (self.given - self.tensors.keys())):
+        for name in sorted((asked.keys() | (self.given - self.tensors.keys())) - set(op.indifferent)):
             if name not in asked:
                 if self.arguments[name] is not False:
                     yield f"{name} is {self.arguments[name]!r}, which no case gives"
@@ -263,7 +270,10 @@ class _Call:
 
     def distance(self, op: Op, case: Case) -> float:
         """How many differences there are; what the call leaves to a default and the case does not is a small one."""
-        left_open = sum(1 for name, value in op.arguments(case).items() if value != self.arguments.get(name))
+        asked = {name: _tuples(value) for name, value in {**op.arguments(case), **op.route(case)}.items()}
+        left_open = sum(
+            1 for name, value in asked.items() if name not in op.indifferent and value != self.arguments.get(name)
+        )
         return sum(1 for _ in self.differences(op, case)) + 0.01 * left_open
 
 
@@ -298,18 +308,29 @@ def _templates(op: Op) -> Iterator[Case]:
 
 
 def _fit(op: Op, call: _Call, start: Case) -> tuple[float, Case]:
-    """The best case that changing one option after the other leads to, and how many differences are left to it."""
-    sizes = sorted({size for x in call.tensors.values() for size in x.shape})
+    """The best case that one change after the other leads to, and how many differences are left to it."""
     best, before = (call.distance(op, start), start), None
     while best[0] and before != best:
         before = best
-        for name, _ in start.options:
-            for other in _alternatives(op, name, call, sizes):
-                options = {**dict(best[1].options), name: other}
-                changed = _with_sizes(op, call, replace(best[1], options=tuple(options.items())))
-                if changed is not None and (left := call.distance(op, changed)) < best[0]:
-                    best = left, changed
+        for change in _changes(op, call, start):
+            changed = _with_sizes(op, call, change(best[1]))
+            if changed is not None and (left := call.distance(op, changed)) < best[0]:
+                best = left, changed
     return best
+
+
+def _changes(op: Op, call: _Call, start: Case) -> Iterator[Callable[[Case], Case]]:
+    """Other dtypes of the matrix, and other values of one option."""
+    for dtype, out in dict.fromkeys((case.dtype, case.out) for case in op.cases):
+        yield partial(replace, dtype=dtype, out=out)
+    sizes = sorted({size for x in call.tensors.values() for size in x.shape})
+    for name, _ in start.options:
+        for other in _alternatives(op, name, call, sizes):
+            yield partial(_with_option, name, other)
+
+
+def _with_option(name: str, value: Any, case: Case) -> Case:
+    return replace(case, options=tuple({**dict(case.options), name: value}.items()))
 
 
 def _alternatives(op: Op, name: str, call: _Call, sizes: Iterable[int]) -> Iterator[Any]:
@@ -352,7 +373,7 @@ def _with_sizes(op: Op, call: _Call, case: Case) -> Case | None:
 
 
 STARTS = 32
-"""Cases of the matrix, the nearest first, from which the search goes on."""
+"""Cases of the matrix with the same names of sizes, the nearest first, from which the search goes on."""
 PRIMES = (83, 79, 73, 71, 67, 61, 59, 53)
 """Sizes that say where they went: small, for an op that draws its inputs itself, and falling, as nothing has more."""
 

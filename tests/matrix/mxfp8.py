@@ -42,6 +42,7 @@ _QUANTIZE, _DUAL = (
         arguments=quantise_arguments,
         defaults=dict(axis=-1, rounding="up"),
         spelled=("rounding",),
+        indifferent=("check_finite", "interpret"),
     )
     for name, golden in (("mxfp8_quantize", mxfp8_quantize), ("mxfp8_dual_quantize", mxfp8_dual_quantize))
 )

@@ -330,6 +330,22 @@ def test_sizes_shards_and_tiles_that_the_matrix_does_not_have_are_found():
     assert (case.shard, case.tiling, case.transpose_rhs, case.out) == ((7, 19), (64, 32, 16), True, "float32")
 
 
+def test_dtypes_checks_and_where_it_ran_need_not_be_those_of_the_matrix():
+    """Weights in blocks of 64 rows, which the matrix has of bfloat16 alone, and the usual check."""
+    x = {"x": np.zeros((3, 192, 96), np.float32)}
+    given, defaults = {"axis": 1, "block_size": 64, "interpret": True}, {"dtype": "float8_e5m2", "check_finite": True}
+    case = case_of(OP["fp8_quantize"], Bundle("fp8_quantize", 0, "", x, given, defaults, {}))
+    assert (case.id, case.op) == ("fp8_quantize-G3_K192_N96-f32_e5m2-axis1-block_size64-given-s0", "fp8_quantize")
+
+
+def test_a_call_that_left_its_route_to_the_kernel_is_replayed_so():
+    op = OP["chunk_simple_gla_fwd"]
+    packed = next(c for c in op.cases if c.route == "unfused" and "N" in dict(c.dims) and c.dtype == "bfloat16")
+    call = Bundle(op.name, 0, "", zeros(op, packed), dict(op.arguments(packed)), {"fused": None}, {})
+    assert op.route(packed)["fused"] is False
+    assert op.route(case_of(op, call))["fused"] is None
+
+
 @pytest.mark.parametrize(
     ("tensors", "arguments", "message"),
     [
