@@ -134,27 +134,26 @@ BACKENDS = {"tpu_kernels": "tpu", "gpu_reference": "gpu", "cpu_golden": "cpu"}
 def likeliest(tests: Iterable[str], path: str, exact: Collection[str], ops: Collection[str]) -> list[str]:
     """Tests that were not measured, the likeliest to notice a fault in the file `path` before the others.
 
-    First what the tests that run the fault's lines, `exact`, do with the same ops in other cases, then other tests of
-    these ops and those of none by name, then the other ops'; compilations after all else. Of each kind the test
-    functions and ops take turns, each with its cases in an order drawn once. Tests that name another backend than the
-    file's are left out, but a golden's: it serves all.
+    Tests of the ops of those that run the fault's lines, `exact`, and of no op by name come before the other ops',
+    and compilations after all else. Test functions and ops take turns, those of `exact` before others, each with its
+    cases in an order drawn once. Tests that name another backend than the file's are left out, but a golden's: it
+    serves all.
     """
     functions, concerned = {_function(test) for test in exact}, {_op(test, ops) for test in exact} or {*ops}
     backend = BACKENDS.get(path.split("/")[0], "")
     shuffled = sorted(tests)
     Random(0).shuffle(shuffled)
     turns: dict[tuple[str, str], int] = {}
-    place: dict[str, tuple[bool, bool, int, int]] = {}
+    place: dict[str, tuple[bool, bool, bool, int, bool]] = {}
     for test in shuffled:
         kind = _function(test), _op(test, ops)
         named = _words(test) & {*BACKENDS.values()}
         foreign = bool(backend and named) and backend not in named
         if foreign and backend != "cpu":
             continue
-        known = kind[0] in functions and kind[1] in concerned
         turns[kind] = turns.get(kind, 0) + 1
-        near = 0 if known else 1 if kind[1] in {*concerned, ""} else 2
-        place[test] = ("compile" in _words(test), foreign, near, turns[kind])
+        of_others = kind[1] not in {*concerned, ""}
+        place[test] = ("compile" in _words(test), foreign, of_others, turns[kind], kind[0] not in functions)
     return sorted(place, key=lambda test: (place[test], test))
 
 

@@ -1,6 +1,7 @@
 """What the chunked forms plan: which route, in blocks of which sizes, and what those take of VMEM. No result depends on
 it, so that no comparison would notice a plan that is many times as slow, or does not fit."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,3 +96,13 @@ ROUTES = [
 def test_a_pass_is_one_kernel_where_that_keeps_a_gpu_busy(backward, steps, processors, explain):
     route = gpu.chunk_route(problem(t=steps), 64, processors, per_channel=False, backward=backward)
     assert route == (explain.startswith("fused"), explain)
+
+
+def test_both_ends_of_a_chunk_are_watched():
+    """What the decays are from its start, and to its end."""
+    seen = []
+    decay = SimpleNamespace(
+        watch_sums=lambda watch: watch("c", "sums"), from_start=lambda axis: "from", to_end=lambda axis: "to"
+    )
+    tpu._watch_decays(decay, lambda site, value, *_: seen.append((site, value)))
+    assert seen == [("c", "sums"), ("decay", "from"), ("decay", "to")]

@@ -5,7 +5,8 @@ import importlib
 import numpy as np
 import pytest
 
-from parity.interop import to_jax, to_torch
+from cpu_golden import moe as golden
+from parity.interop import to_jax, to_numpy, to_torch
 
 PACKAGES = {"cpu_golden": lambda x: x, "tpu_kernels": to_jax, "gpu_reference": to_torch}
 
@@ -76,3 +77,31 @@ def test_is_refused(package, function, bad, error, message):
     with pytest.raises(error) as raised:
         getattr(importlib.import_module(f"{package}.moe"), function)(**arguments)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("package", ["tpu_kernels", "gpu_reference"])
+def test_infinities_of_a_training_step_saturate_wherever_it_quantises(package, quantize):
+    """Where they could be seen they are not refused: a step does the same on every device, and under a trace."""
+    module = importlib.import_module(f"{package}.moe")
+    unset = module._LayerOptions._make([None] * len(module._LayerOptions._fields))
+    options = unset._replace(quantize=quantize, block_size=32)
+    x = f32(32, 32)
+    x[3, 5] = np.inf
+    for function, operand in ((module._activations, x), (module._weights_of, x[None])):
+        for is_trained in (True, False):
+            for pair in function(options, PACKAGES[package](operand), is_trained):
+                if pair.qvalue is not None:
+                    codes, scales = to_numpy(pair.qvalue).astype(np.float32), to_numpy(pair.scale)
+                    assert codes[..., 3, 5] == codes.max() == 448 and np.isfinite(scales.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "mxfp8"])
+def test_infinities_of_a_golden_training_step_saturate_as_well(quantize):
+    x = f32(6, 32)
+    x[3, 5] = np.inf
+    weights = {name: LAYER[name].copy() for name in ("w_gate", "w_up", "w_down")}
+    for w in weights.values():
+        w[1, 7, 9] = np.inf
+    with np.errstate(invalid="ignore"):  # in the router, which is not quantised
+        golden.moe_layer_bwd(**LAYER | weights | dict(x=x, dout=x, quantize=quantize, block_size=32))
