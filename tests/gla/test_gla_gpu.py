@@ -1,7 +1,10 @@
 """The gated linear attentions on the GPU, or its emulation, against the float64 golden."""
 
+import pytest
+
 import parity
-from tests.matrix.gla import GATED_LINEAR_ATTENTION
+from parity.judge import judge
+from tests.matrix.gla import F32, GATED_LINEAR_ATTENTION
 
 
 @parity.cases(*GATED_LINEAR_ATTENTION, backend="gpu")
@@ -12,3 +15,14 @@ def test_agrees_with_golden(run):
 @parity.cases(*GATED_LINEAR_ATTENTION, backend="gpu", data="integers")
 def test_is_exact_on_integers(run):
     run.is_exact()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [op for op in GATED_LINEAR_ATTENTION if "recurrent" in op.name], ids=lambda op: op.name)
+def test_a_state_in_several_tiles_is_exact_on_integers(op):
+    """Of K as of V; in the default tier of the matrix no state is larger than a tile."""
+    pytest.importorskip("triton")
+    gates = {"gates": ["both"]} if "gates" in op.defaults else {}
+    (case,) = op.grid([dict(B=1, T=3, H=2, K=80, V=72)], dtype=[F32], h0=[True], ht=[True], **gates)
+    judged = judge(op, case.with_data("integers"), "gpu")
+    assert judged.verdict.passed, judged.verdict
