@@ -8,6 +8,10 @@ Those scales are float32. MXFP8's are powers of two in a byte, one for every 32 
 v1.0, where what is left to the implementation is decided here.
 
 Float32 subnormals count as zero, in x and in what `dequantize` returns: vector units of TPUs flush them.
+
+Sites of the staged quantisers: absmax, scale, spread (the scale that each element is divided by), and by the output's
+name, qvalue, the quotient that is rounded to it; of both ways at once these of either, as rowwise_absmax. Those of the
+dequantisers: spread, and the product at out.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +19,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from cpu_golden import Array
+from cpu_golden import Array, Rounding, exact
 from op_arguments.quantize import (
     E8M0,
     FP8,
@@ -63,6 +67,7 @@ def fp8_quantize(
     *,
     dtype: Any = "float8_e4m3fn",
     check_finite: bool = True,
+    rounding: Rounding = exact,
 ) -> Quantized:
     """x in fp8, with one scale per block of `block_size` elements (None: all) along each axis in `axis`.
 
@@ -76,11 +81,16 @@ def fp8_quantize(
     blocks, name = check_quantize(x, axis, block_size, dtype)
     if check_finite:
         check_finite_values(int(np.isinf(x.astype(np.float64)).sum()), 0)
-    return _quantize(x, blocks, name)
+    return _quantize(x, blocks, name, rounding)
 
 
 def int8_quantize(
-    x: Array, axis: int | tuple[int, ...], block_size: int | None = 128, *, check_finite: bool = True
+    x: Array,
+    axis: int | tuple[int, ...],
+    block_size: int | None = 128,
+    *,
+    check_finite: bool = True,
+    rounding: Rounding = exact,
 ) -> Quantized:
     """As `fp8_quantize`, to int8 in [-127, 127], `scale = absmax / 127`.
 
@@ -90,34 +100,48 @@ def int8_quantize(
     if check_finite:
         values = x.astype(np.float64)
         check_finite_values(int(np.isinf(values).sum()), int(np.isnan(values).sum()))
-    return _quantize(x, blocks, "int8")
+    return _quantize(x, blocks, "int8", rounding)
 
 
 def fp8_dual_quantize(
-    x: Array, block_size: int | None = 128, *, dtype: Any = "float8_e4m3fn", check_finite: bool = True
+    x: Array,
+    block_size: int | None = 128,
+    *,
+    dtype: Any = "float8_e4m3fn",
+    check_finite: bool = True,
+    rounding: Rounding = exact,
 ) -> DualQuantized:
     """`fp8_quantize(x, -1, …)` and `fp8_quantize(x, -2, …)`; the kernels read x [M, K] or [G, M, K] once for both."""
     by_rows, by_columns, name = check_dual_quantize(x, block_size, dtype)
     if check_finite:
         check_finite_values(int(np.isinf(x.astype(np.float64)).sum()), 0)
-    return DualQuantized(*_quantize(x, by_rows, name), *_quantize(x, by_columns, name))
+    return DualQuantized(
+        *_quantize(x, by_rows, name, _named(rounding, "rowwise")),
+        *_quantize(x, by_columns, name, _named(rounding, "columnwise")),
+    )
 
 
-def fp8_dequantize(qvalue: Array, scale: Array) -> Array:
+def fp8_dequantize(qvalue: Array, scale: Array, *, rounding: Rounding = exact) -> Array:
     """qvalue · scale in float32: [...] fp8 times its block's scale, rounded once; a subnormal result is zero.
 
     Raises TypeError for a wrong dtype, ValueError for a scale that does not divide qvalue.
     """
-    return _dequantize(qvalue, scale, FP8)
+    return _dequantize(qvalue, scale, FP8, rounding)
 
 
-def int8_dequantize(qvalue: Array, scale: Array) -> Array:
+def int8_dequantize(qvalue: Array, scale: Array, *, rounding: Rounding = exact) -> Array:
     """As `fp8_dequantize`, of int8."""
-    return _dequantize(qvalue, scale, ("int8",))
+    return _dequantize(qvalue, scale, ("int8",), rounding)
 
 
 def mxfp8_quantize(
-    x: Array, axis: int, *, dtype: Any = "float8_e4m3fn", scale_rounding: str = "up", check_finite: bool = True
+    x: Array,
+    axis: int,
+    *,
+    dtype: Any = "float8_e4m3fn",
+    scale_rounding: str = "up",
+    check_finite: bool = True,
+    rounding: Rounding = exact,
 ) -> Quantized:
     """x in MXFP8: fp8 with one power of two per 32 consecutive elements along `axis`; a short last block is a block.
 
@@ -134,11 +158,16 @@ def mxfp8_quantize(
     axis, name = check_mxfp8_quantize(x, axis, dtype, scale_rounding)
     if check_finite:
         check_finite_values(int(np.isinf(x.astype(np.float64)).sum()), 0)
-    return _mxfp8_quantize(x, axis, name, scale_rounding)
+    return _mxfp8_quantize(x, axis, name, scale_rounding, rounding)
 
 
 def mxfp8_dual_quantize(
-    x: Array, *, dtype: Any = "float8_e4m3fn", scale_rounding: str = "up", check_finite: bool = True
+    x: Array,
+    *,
+    dtype: Any = "float8_e4m3fn",
+    scale_rounding: str = "up",
+    check_finite: bool = True,
+    rounding: Rounding = exact,
 ) -> DualQuantized:
     """`mxfp8_quantize(x, -1, …)` and `mxfp8_quantize(x, -2, …)`; the kernels read x [M, K] or [G, M, K] once for both.
 
@@ -147,12 +176,13 @@ def mxfp8_dual_quantize(
     name = check_mxfp8_dual_quantize(x, dtype, scale_rounding)
     if check_finite:
         check_finite_values(int(np.isinf(x.astype(np.float64)).sum()), 0)
-    rank = x.ndim
-    by_rows, by_columns = (_mxfp8_quantize(x, axis, name, scale_rounding) for axis in (rank - 1, rank - 2))
-    return DualQuantized(*by_rows, *by_columns)
+    return DualQuantized(
+        *_mxfp8_quantize(x, x.ndim - 1, name, scale_rounding, _named(rounding, "rowwise")),
+        *_mxfp8_quantize(x, x.ndim - 2, name, scale_rounding, _named(rounding, "columnwise")),
+    )
 
 
-def mxfp8_dequantize(qvalue: Array, scale: Array, *, dtype: Any = None) -> Array:
+def mxfp8_dequantize(qvalue: Array, scale: Array, *, dtype: Any = None, rounding: Rounding = exact) -> Array:
     """qvalue · scale: [...] fp8 times the power of two of its 32, in float32 (default) or bfloat16.
 
     The axis that has the blocks is the one of scale (float8_e8m0fnu) that is ceil(n / 32). Exact in either dtype,
@@ -161,7 +191,8 @@ def mxfp8_dequantize(qvalue: Array, scale: Array, *, dtype: Any = None) -> Array
     """
     axis, name = check_mxfp8_dequantize(qvalue, scale, dtype)
     with np.errstate(over="ignore", invalid="ignore"):
-        product = mxfp8_values(qvalue, scale, axis).astype(np.float32)
+        wide = rounding("spread", _spread(scale, axis, qvalue.shape[axis]))
+        product = rounding("out", qvalue.astype(np.float64) * wide).astype(np.float32)
     product = np.where(np.abs(product) < np.float32(SMALLEST), np.copysign(np.float32(0), product), product)
     return product.astype(getattr(ml_dtypes, name, name))
 
@@ -195,8 +226,7 @@ def unswizzle_scales(swizzled: Array, rows: int, columns: int) -> Array:
 
 def mxfp8_values(qvalue: Array, scale: Array, axis: int) -> Array:
     """qvalue times its scales in float64, which holds every product."""
-    wide = np.repeat(scale.astype(np.float64), MX_BLOCK, axis)
-    return qvalue.astype(np.float64) * np.take(wide, np.arange(qvalue.shape[axis]), axis)
+    return qvalue.astype(np.float64) * _spread(scale, axis, qvalue.shape[axis])
 
 
 def expand(scale: Array, blocks: Blocks) -> Array:
@@ -207,18 +237,23 @@ def expand(scale: Array, blocks: Blocks) -> Array:
     return wide
 
 
-def _quantize(x: Array, blocks: Blocks, dtype: str) -> Quantized:
+def _named(rounding: Rounding, output: str) -> Rounding:
+    """The rounding of a quantiser that is one of two: its qvalue is at `output`, all else behind that name."""
+    return lambda site, value: rounding(output if site == "qvalue" else f"{output}_{site}", value)
+
+
+def _quantize(x: Array, blocks: Blocks, dtype: str, rounding: Rounding) -> Quantized:
     target = np.dtype(getattr(ml_dtypes, dtype, dtype))
     largest = INT8_MAX if dtype == "int8" else float(ml_dtypes.finfo(target).max)
-    with np.errstate(invalid="ignore"):  # signalling NaNs
-        values = x.astype(np.float64)
-    values = np.where(np.abs(values) < SMALLEST, np.copysign(0.0, values), values)
+    values = _flushed(x)
     finite = np.where(np.isfinite(values), np.abs(values), 0.0)
     # [a, b] in blocks of [p, q] is [a/p, p, b/q, q].
     split = [part for size, block in zip(x.shape, blocks, strict=True) for part in (size // block, block)]
-    absmax = finite.reshape(split).max(axis=tuple(range(1, len(split), 2)), initial=0.0)
+    absmax = rounding("absmax", finite.reshape(split).max(axis=tuple(range(1, len(split), 2)), initial=0.0))
     scale = np.where(absmax > 0, np.maximum((absmax / largest).astype(np.float32), np.float32(SMALLEST)), np.float32(1))
-    quotient = np.clip(values / expand(scale, blocks), -largest, largest)
+    scale = rounding("scale", scale.astype(np.float64)).astype(np.float32)
+    quotient = values / rounding("spread", expand(scale, blocks))
+    quotient = rounding("qvalue", np.clip(quotient, -largest, largest))
     if dtype == "int8":
         return Quantized(np.rint(np.nan_to_num(quotient, nan=0.0)).astype(np.int8), scale)
     qvalue = _round_fp8(quotient, target).astype(target)
@@ -226,16 +261,15 @@ def _quantize(x: Array, blocks: Blocks, dtype: str) -> Quantized:
     return Quantized(qvalue, scale)
 
 
-def _mxfp8_quantize(x: Array, axis: int, dtype: str, scale_rounding: str) -> Quantized:
+def _mxfp8_quantize(x: Array, axis: int, dtype: str, scale_rounding: str, rounding: Rounding) -> Quantized:
     target = np.dtype(getattr(ml_dtypes, dtype))
     largest = float(ml_dtypes.finfo(target).max)
-    with np.errstate(invalid="ignore"):  # signalling NaNs
-        values = np.moveaxis(x.astype(np.float64), axis, -1)
-    values = np.where(np.abs(values) < SMALLEST, np.copysign(0.0, values), values)
-    count = -(-values.shape[-1] // MX_BLOCK)
-    missing = count * MX_BLOCK - values.shape[-1]
-    blocks = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)]).reshape(*values.shape[:-1], count, MX_BLOCK)
-    absmax = np.where(np.isfinite(blocks), np.abs(blocks), 0.0).max(axis=-1, initial=0.0)
+    values = _flushed(x)
+    finite = np.moveaxis(np.where(np.isfinite(values), np.abs(values), 0.0), axis, -1)
+    count = -(-x.shape[axis] // MX_BLOCK)
+    missing = count * MX_BLOCK - x.shape[axis]
+    blocks = np.pad(finite, [(0, 0)] * (x.ndim - 1) + [(0, missing)]).reshape(*finite.shape[:-1], count, MX_BLOCK)
+    absmax = rounding("absmax", np.moveaxis(blocks.max(axis=-1, initial=0.0), -1, axis))
     # absmax = m · 2^e with m in [½, 1), and `largest` likewise: floor(log2) is e - 1, and up is one more beyond it.
     mantissa, exponent = np.frexp(absmax)
     largest_mantissa, largest_exponent = np.frexp(largest)
@@ -243,12 +277,24 @@ def _mxfp8_quantize(x: Array, axis: int, dtype: str, scale_rounding: str) -> Qua
     if scale_rounding == "up":
         exponent = exponent + (mantissa > largest_mantissa)
     exponent = np.clip(np.where(absmax > 0, exponent, -127), -127, 127)
-    quotient = np.clip(np.ldexp(blocks, -exponent[..., None]), -largest, largest)
+    scale = rounding("scale", np.ldexp(1.0, exponent)).astype(getattr(ml_dtypes, E8M0))
+    quotient = values / rounding("spread", _spread(scale, axis, x.shape[axis]))
+    quotient = rounding("qvalue", np.clip(quotient, -largest, largest))
     qvalue = _round_fp8(quotient, target).astype(target)
-    qvalue[np.isnan(blocks)] = np.array(np.nan, target)
-    flat = qvalue.reshape(*values.shape[:-1], count * MX_BLOCK)[..., : values.shape[-1]]
-    codes = (exponent + 127).astype(np.uint8).view(getattr(ml_dtypes, E8M0))
-    return Quantized(*(np.ascontiguousarray(np.moveaxis(array, -1, axis)) for array in (flat, codes)))
+    qvalue[np.isnan(values)] = np.array(np.nan, target)
+    return Quantized(qvalue, scale)
+
+
+def _flushed(x: Array) -> Array:
+    """x in float64, its subnormals zero."""
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        values = x.astype(np.float64)
+    return np.where(np.abs(values) < SMALLEST, np.copysign(0.0, values), values)
+
+
+def _spread(scale: Array, axis: int, size: int) -> Array:
+    """The scales of `size` elements along an axis, in float64."""
+    return np.take(np.repeat(scale.astype(np.float64), MX_BLOCK, axis), np.arange(size), axis)
 
 
 def _round_fp8(values: Array, dtype: np.dtype[Any]) -> Array:
@@ -259,8 +305,9 @@ def _round_fp8(values: Array, dtype: np.dtype[Any]) -> Array:
     return np.rint(values / quantum) * quantum
 
 
-def _dequantize(qvalue: Array, scale: Array, dtypes: tuple[str, ...]) -> Array:
+def _dequantize(qvalue: Array, scale: Array, dtypes: tuple[str, ...], rounding: Rounding) -> Array:
     blocks = check_dequantize(qvalue, scale, dtypes)
     with np.errstate(over="ignore", invalid="ignore"):
-        product = (qvalue.astype(np.float64) * expand(scale, blocks)).astype(np.float32)
+        product = qvalue.astype(np.float64) * rounding("spread", expand(scale, blocks))
+        product = rounding("out", product).astype(np.float32)
     return np.where(np.abs(product) < np.float32(SMALLEST), np.copysign(np.float32(0), product), product)

@@ -173,7 +173,7 @@ def explain(
     scale = Scale(expected.magnitude[name], op.contract(case, backend).roundoff, expected.chain[name])
     errors = np.where(field.wrong, np.inf, eta(y, golden, scale))
     axes = op.axes(case, expected.inputs).get(name, {})
-    contrasts = contrast(errors, {**axes, **_parts(y.shape, axes)})
+    contrasts = contrast(errors, {**axes, **in_parts(y.shape, axes)})
     attribution = attribute(op, case, backend, name, fields, done)
     twin = judge(op, case.with_data("integers"), backend, kernel) if case.data != "integers" else judged
     kind = _kind(judged, twin, attribution, field)
@@ -470,7 +470,7 @@ def spelled(bins: Iterable[Any]) -> str:
     return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 
 
-def _parts(shape: tuple[int, ...], axes: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def in_parts(shape: tuple[int, ...], axes: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Labels of `PARTS` parts of each axis of an array along which no label of `axes` changes."""
     parts = {}
     for n, size in enumerate(shape):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -11,7 +12,9 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from parity import diff, matrix
+from parity.bits import BitsExplanation, Difference, explain_bits
 from parity.explain import Contrast, Explanation, explain
+from parity.judge import Judgement
 from parity.metrics import Metrics
 from parity.op import BACKENDS, Backend, Case, Op
 from parity.records import Record
@@ -20,6 +23,8 @@ from parity.text import SHADES, heat_map, sparkline, worst_tile
 from parity.verdict import PASSING
 
 HEAT = ("", "blue", "cyan", "yellow", "red")
+MOST_AXES = 6
+"""Axes of an output that has other bits, at most: those that say most."""
 UNEVEN = 1.25
 """The contrast from which on an axis is shown with the bins that carry the error."""
 
@@ -48,7 +53,10 @@ def command(given: argparse.Namespace) -> int:
         def done(emulations: int) -> None:
             progress.update(task, completed=emulations)
 
-        if given.record is None:
+        if op.bit_exact and given.record is None:
+            bits = explain_bits(op, case, given.backend, done=done)
+            passed, screen = bits.judged.verdict.passed, of_bits(bits)
+        elif given.record is None:
             found = explain(op, case, given.backend, done=done)
             passed = found.judged.verdict.passed
             screen = explanation(found, beside(op, case, found.judged.output, found.judged.metrics, twin))
@@ -96,11 +104,8 @@ def beside(op: Op, case: Case, output: str, metrics: Metrics | None, other: Reco
 
 def explanation(found: Explanation, compared: str = "") -> Text:
     """An explanation on one screen, with a line that compares it with the other backend."""
-    judged = found.judged
-    v, m, device = judged.verdict, judged.metrics, "real" if judged.real else "emulated"
-    out = Text()
-    out.append(f"{v.outcome}  ", "bold green" if v.passed else "bold red")
-    out.append(f"{v.gate}: {v.reason}   {judged.backend}: {device}   {judged.case.id}  [{judged.output}]\n")
+    judged, m = found.judged, found.judged.metrics
+    out = _verdict(judged)
     out.append(found.conclusion + "\n", "bold")
     roundings = found.attribution.roundings
     if len(found.attribution.steps) > 1:
@@ -119,6 +124,41 @@ def explanation(found: Explanation, compared: str = "") -> Text:
     _append_contrasts(out, found.contrasts)
     if m:
         _append_drawings(out, m)
+    return out
+
+
+def of_bits(found: BitsExplanation) -> Text:
+    """What is other than the golden's bits, on one screen."""
+    out = _verdict(found.judged)
+    out.append(found.conclusion + "\n", "bold")
+    if found.same:
+        out.append("every bit is the golden's in " + ", ".join(found.same) + "\n")
+    for difference in found.differences:
+        _append_difference(out, difference)
+    return out
+
+
+def _append_difference(out: Text, d: Difference) -> None:
+    out.append(f"{d.output}: {d.wrong:,} of {d.elements:,} elements have other bits: {d.looks}\n")
+    index = ", ".join(map(str, d.worst.index))
+    out.append(f"worst {d.output}[{index}]: golden {d.worst.golden}  got {d.worst.got}\n")
+    if d.wrong == d.elements:
+        return
+    for c in d.contrasts[:MOST_AXES]:
+        if c.contrast >= UNEVEN:
+            than = "the only ones" if c.contrast == float("inf") else f"{c.contrast:.3g}× as often as the rest"
+            out.append(f"  {c.axis:<18} {c.bin:<28} {than:<26} {c.share:.0%} of them\n")
+    if even := [c.axis for c in d.contrasts if c.contrast < UNEVEN]:
+        out.append(f"  even along {', '.join(even)}\n")
+    out.append("share by tile, worst at " + worst_tile(d.tiles) + "\n")
+    _append_heat_map(out, d.tiles)
+
+
+def _verdict(judged: Judgement) -> Text:
+    v, device = judged.verdict, "real" if judged.real else "emulated"
+    out = Text()
+    out.append(f"{v.outcome}  ", "bold green" if v.passed else "bold red")
+    out.append(f"{v.gate}: {v.reason}   {judged.backend}: {device}   {judged.case.id}  [{judged.output}]\n")
     return out
 
 
@@ -161,8 +201,12 @@ def _append_drawings(out: Text, m: Metrics) -> None:
         out.append(f"η  {sparkline(m.histogram)}   {m.differing:,} of {m.elements:,} elements err\n")
     if any(any(row) for row in m.tiles):
         out.append("rms η by tile, worst at " + worst_tile(m.tiles) + "\n")
-        for row in heat_map(m.tiles):
-            out.append("   |")
-            for shade in row:
-                out.append(shade, HEAT[SHADES.index(shade)])
-            out.append("|\n")
+        _append_heat_map(out, m.tiles)
+
+
+def _append_heat_map(out: Text, tiles: Sequence[Sequence[float]]) -> None:
+    for row in heat_map(tiles):
+        out.append("   |")
+        for shade in row:
+            out.append(shade, HEAT[SHADES.index(shade)])
+        out.append("|\n")

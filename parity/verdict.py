@@ -76,24 +76,30 @@ def exactness(y: np.ndarray, golden: Floats) -> Verdict:
 
 
 def identity(y: np.ndarray, golden: np.ndarray) -> Verdict:
-    """G2 of an op that is compared bit for bit: y and its golden of the same shape and dtype must be the same bytes.
-
-    A NaN's sign and payload mean nothing, except in a format of 8 bits, where they are part of the code.
-    """
-    got, expected = (np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape) for x in (y, golden))
-    differ = got != expected
-    if y.dtype.itemsize > 1:
-        differ &= ~(np.isnan(y) & np.isnan(golden))
-    wrong = np.argwhere(differ)
+    """G2 of an op that is compared bit for bit: y and its golden of the same shape and dtype have no `other_bits`."""
+    wrong = np.argwhere(other_bits(y, golden))
     if not len(wrong):
         return Verdict("EXACT", "G2", "the golden's bits")
     index = tuple(int(i) for i in wrong[0])
-    values = ", ".join(
-        f"{name} {x[index]} ({b[index]:#x})" for name, x, b in (("golden", golden, expected), ("got", y, got))
-    )
+    values = ", ".join(f"{name} {x[index]} ({_bits(x)[index]:#x})" for name, x in (("golden", golden), ("got", y)))
     return Verdict(
         "OTHER BITS", "G2", f"{len(wrong)} of {y.size} elements differ in their bits, first at {list(index)}: {values}"
     )
+
+
+def other_bits(y: np.ndarray, golden: np.ndarray) -> np.ndarray:
+    """Which elements of y are other bytes than the golden's, of the same shape and dtype.
+
+    A NaN's sign and payload mean nothing, except in a format of 8 bits, where they are part of the code.
+    """
+    differ: np.ndarray = _bits(y) != _bits(golden)
+    if y.dtype.itemsize > 1:
+        differ &= ~(np.isnan(y) & np.isnan(golden))
+    return differ
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape)
 
 
 def agreement(metrics: Metrics, bound: float) -> Verdict:

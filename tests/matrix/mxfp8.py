@@ -13,7 +13,7 @@ from parity.op import Backend, Inputs
 from tests.matrix import gmm as unquantised
 from tests.matrix.gmm import BF16, F16, F32, PATTERNS, shard
 from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B, Experts
-from tests.matrix.quantize import EMPTY, EXTREME, MATRIX, ODD, op, shape
+from tests.matrix.quantize import EMPTY, EXTREME, MATRIX, ODD, in_blocks, op, shape
 from tests.matrix.quantized_gmm import E4M3, E5M2, rhs_dtype
 
 # ------------------------------------------------------------------------------------------------------ quantisers
@@ -29,6 +29,17 @@ def with_blocks(sizes: tuple[int, ...], axis: int) -> tuple[int, ...]:
     return (*sizes[:axis], blocks_of(sizes[axis]), *sizes[axis + 1 :])
 
 
+def in_mx_blocks(sizes: tuple[int, ...], axis: int) -> Mapping[str, np.ndarray]:
+    return in_blocks(sizes, tuple(MX_BLOCK if a == axis % len(sizes) else 1 for a in range(len(sizes))))
+
+
+def axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
+    """The block of each element of a payload."""
+    if c.op == "mxfp8_dual_quantize":
+        return {name: in_mx_blocks(shape(c), axis) for name, axis in (("rowwise", -1), ("columnwise", -2))}
+    return {"qvalue" if c.op == "mxfp8_quantize" else "out": in_mx_blocks(shape(c), c.axis)}
+
+
 def quantise_arguments(c: Case) -> Mapping[str, object]:
     along = {} if c.op == "mxfp8_dual_quantize" else {"axis": c.axis}
     return {**along, "dtype": c.out, "scale_rounding": c.rounding, "check_finite": False}
@@ -40,6 +51,7 @@ _QUANTIZE, _DUAL = (
         golden,
         inputs=lambda c: {"x": Array(shape(c), c.dtype)},
         arguments=quantise_arguments,
+        axes=axes,
         defaults=dict(axis=-1, rounding="up"),
         spelled=("rounding",),
         indifferent=("check_finite", "interpret"),
@@ -51,6 +63,7 @@ _DEQUANTIZE = op(
     mxfp8_dequantize,
     inputs=lambda c: {"qvalue": Array(shape(c), c.dtype), "scale": Array(with_blocks(shape(c), c.axis), E8M0)},
     arguments=lambda c: {"dtype": c.out},
+    axes=axes,
     defaults=dict(axis=-1),
 )
 _SWIZZLE = op(

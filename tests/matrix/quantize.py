@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from cpu_golden.quantize import fp8_dequantize, fp8_dual_quantize, fp8_quantize, int8_dequantize, int8_quantize
+from op_arguments.quantize import Blocks, check_blocks
 from parity import Array, Case, Contract, Op, Scales
-from parity.op import Backend
+from parity.op import Backend, Inputs
 from tests.matrix.gmm import BF16, F16, F32
 from tests.matrix.quantized_gmm import E4M3, E5M2, I8
 
@@ -30,8 +33,30 @@ def scale_shape(c: Case) -> tuple[int, ...]:
     return tuple(n // b for n, b in zip(shape(c), blocks, strict=True))
 
 
+def in_blocks(sizes: tuple[int, ...], blocks: Blocks) -> Mapping[str, np.ndarray]:
+    """The block of each element, as the index of its scale."""
+    counts = [-(-size // block) for size, block in zip(sizes, blocks, strict=True)]
+    names = np.array([str(list(index)) for index in np.ndindex(*counts)]).reshape(counts)
+    for axis, (size, block) in enumerate(zip(sizes, blocks, strict=True)):
+        names = np.take(np.repeat(names, block, axis), np.arange(size), axis)
+    return {"block": names}
+
+
+def quantiser_axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
+    x = inputs["x"]
+    if c.op != "fp8_dual_quantize":
+        return {"qvalue": in_blocks(x.shape, check_blocks(x, c.axis, c.block_size))}
+    by_rows, by_columns = (check_blocks(x, axis, c.block_size) for axis in (-1, -2))
+    return {"rowwise": in_blocks(x.shape, by_rows), "columnwise": in_blocks(x.shape, by_columns)}
+
+
+def dequantiser_axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
+    sizes, counts = inputs["qvalue"].shape, inputs["scale"].shape
+    return {"out": in_blocks(sizes, tuple(n // max(count, 1) for n, count in zip(sizes, counts, strict=True)))}
+
+
 def op(name: str, golden: object, **settings: object) -> Op:
-    """An op that is compared bit for bit: no magnitude, no chain, no stages."""
+    """An op that is compared bit for bit: no magnitude and no chain."""
     return Op(
         name,
         golden=golden,
@@ -55,6 +80,7 @@ def quantiser(name: str, golden: object, **defaults: object) -> Op:
         golden,
         inputs=lambda c: {"x": Array(shape(c), c.dtype)},
         arguments=quantise_arguments,
+        axes=quantiser_axes,
         defaults=defaults,
         indifferent=("check_finite", "interpret"),
     )
@@ -66,6 +92,7 @@ def dequantiser(name: str, golden: object) -> Op:
         golden,
         inputs=lambda c: {"qvalue": Array(shape(c), c.dtype), "scale": Scales(scale_shape(c), c.scales)},
         arguments=lambda c: {},
+        axes=dequantiser_axes,
         defaults=dict(blocks="1x128", scales="varied"),
         spelled=("blocks",),
     )
