@@ -1,6 +1,9 @@
 """gmm and tgmm on the TPU, or its emulation, against the float64 golden."""
 
+import pytest
+
 import parity
+from parity.judge import judge
 from tests.matrix.gmm import GMM, TGMM
 
 
@@ -17,3 +20,22 @@ def test_is_exact_on_integers(run):
 @parity.cases(GMM, TGMM, backend="tpu", compared=True)
 def test_is_no_worse_than_the_gpu(run):
     run.is_no_worse()
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("op", "sizes", "tile", "generation"),
+    [
+        (GMM, dict(M=70, K=400, N=41, G=3), (32, 384, 128), 6),
+        (GMM, dict(M=70, K=384, N=41, G=3), (32, 384, 128), 5),
+        (TGMM, dict(M=300, K=40, N=51, G=3), (256, 128, 128), 6),
+    ],
+    ids=["gmm", "gmm in one step", "tgmm"],
+)
+def test_a_step_in_several_dots_is_exact_on_integers(monkeypatch, op, sizes, tile, generation):
+    """As chips before tpu7x have it; an emulated one is the newest. No other test has these sizes: none is compiled."""
+    gmm = pytest.importorskip("tpu_kernels.gmm")
+    monkeypatch.setattr(gmm, "tpu_generation", lambda: generation)
+    (case,) = op.grid([sizes], dtype=["float32"], tiling=[tile], groups=["straddle"])
+    judged = judge(op, case.with_data("integers"), "tpu")
+    assert judged.verdict.passed, judged.verdict
