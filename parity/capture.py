@@ -56,6 +56,7 @@ STORED = {
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"), "uint8"),
 }
 """What the bits of a dtype are stored as: NumPy's own dtypes as they are, others as integers of their width."""
+LABEL = "at most 200 printable characters"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -136,11 +137,14 @@ def to(
 def at(*, step: Any = None, layer: str | None = None) -> Iterator[None]:
     """Say which training step (an integer, or inside jit a scalar array) and which layer calls belong to, inside `to`.
 
-    What is not given is as outside. Calls without a step are counted, by op and layer.
+    What is not given is as outside. Calls without a step are counted, by op and layer. Raises ValueError for a layer
+    that no line can show.
     """
     if _STATE.recorder is None:
         yield
         return
+    if layer is not None and not is_label(layer):
+        raise ValueError(f"layer must be {LABEL}, got {layer[:200]!a}")
     is_traced = _in_jit()
     said = _TRACED if is_traced else _PLACE
     token, key = said.set(_within(said.get(), step, layer)), object()
@@ -155,6 +159,11 @@ def at(*, step: Any = None, layer: str | None = None) -> Iterator[None]:
                 _wait()  # or callbacks would find the next step
             finally:
                 del _STATE.places[key]
+
+
+def is_label(layer: str) -> bool:
+    """Whether a line can show the name of a layer."""
+    return len(layer) <= 200 and layer.isprintable()
 
 
 def _within(outer: Place, step: Any, layer: str | None) -> Place:

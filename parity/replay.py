@@ -12,9 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import resource
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -24,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from parity import matrix, text
-from parity.capture import MANIFEST, STORED, TENSORS, VERSION, digest
+from parity.capture import LABEL, MANIFEST, STORED, TENSORS, VERSION, digest, is_label
 from parity.dtypes import numpy_dtype
-from parity.judge import Judgement, judge
+from parity.judge import Judgement, judge, reference
 from parity.op import BACKENDS, Backend, Case, Given, Groups, Offsets, Op
 
 MANIFEST_BYTES = 2**20
@@ -62,6 +65,13 @@ class Bundle:
 
 def read(folder: Path) -> Bundle:
     """The bundle in a folder. Raises BundleError for anything that is not what `parity.capture` writes."""
+    try:
+        return _read(folder)
+    except OSError as error:
+        raise BundleError(f"{folder}: must be readable, got {type(error).__name__}: {error.strerror}") from None
+
+
+def _read(folder: Path) -> Bundle:
     if folder.is_symlink() or not folder.is_dir():
         raise BundleError(f"{folder}: must be the folder of a bundle, got {_kind(folder)}")
     inside = sorted(path.name for path in folder.iterdir())
@@ -101,6 +111,8 @@ def _manifest(path: Path) -> dict[str, Any]:
     if manifest["version"] != VERSION:
         raise BundleError(f"{path}: version must be {VERSION}, got {manifest['version']}")
     check.name("op", manifest["op"])
+    check.label("layer", manifest["layer"])
+    check.number("step", manifest["step"])
     for group in ("arguments", "defaults"):
         for name, value in manifest[group].items():
             check.name(f"a name in {group}", name)
@@ -120,7 +132,8 @@ def _manifest(path: Path) -> dict[str, Any]:
         check.dtype(f"{where}.dtype", described["dtype"])
         check.shape(f"{where}.shape", described["shape"])
         check.shape(f"{where}.original_shape", described["original_shape"])
-        total += math.prod(described["shape"]) * numpy_dtype(described["dtype"]).itemsize
+        # A size of zero makes the others no smaller: results have them.
+        total += math.prod(max(size, 1) for size in described["shape"]) * numpy_dtype(described["dtype"]).itemsize
     if total > BYTES:
         raise BundleError(f"{path}: tensors must have at most {BYTES} bytes, got {total}")
     return manifest
@@ -154,6 +167,14 @@ class _Checker:
     def name(self, what: str, value: str) -> None:
         if not value.isidentifier() or len(value) > 100:
             self.fail(what, "a Python name", value)
+
+    def label(self, what: str, value: str) -> None:
+        if not is_label(value):
+            self.fail(what, LABEL, value)
+
+    def number(self, what: str, value: int) -> None:
+        if abs(value) >= 2**63:
+            self.fail(what, "below 2^63", value)
 
     def dtype(self, what: str, value: Any) -> None:
         if not isinstance(value, str) or value not in STORED:
@@ -396,7 +417,29 @@ def replay(op: Op, bundle: Bundle, backend: Backend) -> Judgement:
             and (x[0] != 0 or x[-1] != spec.rows or (np.diff(x.astype(np.int64)) < 0).any())
         ):
             raise ValueError(f"{name} must rise from 0 to {spec.rows}, got {x.tolist()}")
-    return judge(op.with_inputs(inputs), case, backend)
+    given = op.with_inputs(inputs)
+    with _limited_memory():
+        reference(given, case)  # kept for what follows
+    return judge(given, case, backend)
+
+
+@contextmanager
+def _limited_memory() -> Iterator[None]:
+    """Where more than half of this machine's memory is asked for, as two short vectors can, ValueError."""
+    half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with suppress(FileNotFoundError):  # not Linux
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        limits = [limit for limit in (taken + half, *before) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits), before[1]))
+    try:
+        yield
+    except MemoryError as error:
+        raise ValueError(
+            f"bundle must be a call whose golden fits into {half} bytes, got one that does not: {error}"
+        ) from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -415,7 +458,14 @@ def command(given: argparse.Namespace) -> int:
     failed = 0
     where = " ".join(filter(None, [f"step {bundle.step}", bundle.layer]))
     for backend in [given.backend] if given.backend else BACKENDS:
-        judged = replay(op, bundle, backend)
+        try:
+            judged = replay(op, bundle, backend)
+        except (ImportError, ValueError):
+            raise
+        except Exception as error:  # whatever a kernel raises
+            print(f"{backend}  CRASH  {type(error).__name__}: {str(error).partition(chr(10))[0]}   {where}")
+            failed += 1
+            continue
         v, m = judged.verdict, judged.metrics
         epsilon = f"ε = {m.epsilon:.2e}   " if m else ""
         print(f"{backend}  {v.outcome}  {epsilon}{v.reason}   {judged.case.id}   {where}")

@@ -231,6 +231,11 @@ def test_a_call_that_is_too_large_is_left_out_with_a_warning(tmp_path):
     assert len(bundles(tmp_path)) == 1
 
 
+def label(folder, layer):
+    with capture.to(folder), capture.at(layer=layer):
+        pass
+
+
 def test_a_bundle_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     wrapped, x = capture.wrap(product, op="gmm"), np.ones((4, 4), np.float32)
 
@@ -255,6 +260,7 @@ def test_a_bundle_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
         (lambda folder: capture.wrap(product, op="../gmm"), "op must be the name of an operation"),
         (lambda folder: capture.wrap(product, op="gmm", slices={"left": np.s_[:2]}), "slices must name parameters"),
         (lambda folder: capture.to(folder, every=0).__enter__(), "every must be positive, got 0"),
+        (lambda folder: label(folder, "a\nb"), r"layer must be at most 200 printable characters, got 'a\\nb'"),
         (lambda folder: capture.to(folder, max_bytes=0).__enter__(), "max_bytes must be positive, got 0"),
     ],
 )
@@ -468,6 +474,11 @@ HOSTILE = [
     (change(tensors__lhs={"dtype": "float32"}), "manifest.json: .*must be an object of dtype, shape"),
     (change(op="../../etc/passwd"), "manifest.json: op must be a Python name"),
     (change(version=2), "manifest.json: version must be 1, got 2"),
+    (change(tensors__lhs__shape=[0, 2**31 - 1]), f"manifest.json: tensors must have at most {BYTES} bytes"),
+    (change(layer="\x1b[31mred"), r"manifest.json: layer must be at most 200 printable characters, got '.x1b"),
+    (change(layer="\ud800"), "manifest.json: layer must be at most 200 printable characters"),
+    (change(layer="x" * 201), "manifest.json: layer must be at most 200 printable characters"),
+    (change(step=-(2**63)), "manifest.json: step must be below 2"),
     (change(step="1"), "manifest.json: manifest.step must be of JSON's type for int"),
     (change(arguments={"tiling": [[1] * 3] * 3}), "manifest.json: .*must be null, a number"),
     (change(arguments={"tiling": "x" * 1000}), "manifest.json: .*must be null, a number"),
@@ -506,6 +517,35 @@ def test_a_hostile_bundle_is_refused_with_one_error_that_names_the_file(spoil, m
         main(["--root", str(ROOT), "replay", str(folder)])
     assert ended.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) <= 4
+
+
+def forged(folder, lhs, rhs, sizes, **arguments):
+    with capture.to(folder):
+        capture.wrap(callable_with(["lhs", "rhs", "group_sizes", *arguments]), op="gmm")(
+            lhs=lhs, rhs=rhs, group_sizes=np.array(sizes, np.int32), **arguments
+        )
+    (bundle,) = folder.iterdir()
+    return bundle
+
+
+@pytest.mark.tpu
+def test_two_vectors_whose_product_fits_no_memory_are_refused(tmp_path, capsys):
+    pytest.importorskip("jax")
+    size = 2**20
+    lhs, rhs = np.ones((size, 1), np.float32), np.ones((1, 1, size), np.float32)
+    bundle = forged(tmp_path, lhs, rhs, [size])
+    with pytest.raises(SystemExit):
+        main(["--root", str(ROOT), "replay", str(bundle), "--backend", "tpu"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "bundle must be a call whose golden fits into" in said and "Traceback" not in said
+
+
+@pytest.mark.tpu
+def test_a_kernel_that_raises_is_a_verdict(tmp_path, capsys):
+    pytest.importorskip("jax")
+    bundle = forged(tmp_path, np.ones((8, 4), np.float32), np.ones((1, 4, 8), np.float32), [8], tiling=("a", "b", "c"))
+    assert main(["--root", str(ROOT), "replay", str(bundle), "--backend", "tpu"]) == 1
+    assert capsys.readouterr().out.startswith("tpu  CRASH  TypeError: tiling must be three ints")
 
 
 @pytest.mark.parametrize("what", ["nothing", "file", "link"])
