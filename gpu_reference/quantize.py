@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gpu_reference.gmm import Debug
 from gpu_reference.hardware import Launch, check_devices
 from op_arguments import dtype_name
 from op_arguments.quantize import (
@@ -98,6 +99,7 @@ def fp8_quantize(
     *,
     dtype: Any = torch.float8_e4m3fn,
     check_finite: bool = True,
+    debug: Debug = None,
 ) -> Quantized:
     """x in fp8, with one scale per block of `block_size` elements (None: all) along each axis in `axis`.
 
@@ -108,14 +110,20 @@ def fp8_quantize(
     (the positive quiet one). ±inf in a CPU tensor is refused with check_finite; it becomes ±finfo(dtype).max without.
     Raises TypeError for a wrong dtype, ValueError for a wrong axis, a block that does not divide, or ±inf, and
     RuntimeError for CPU tensors where Triton's interpreter is off.
+    debug: see `gpu_reference.gmm.Debug`, of absmax, scale and spread, the scale of each element.
     """
     blocks, name = check_quantize(x, axis, block_size, dtype)
     device = _checked(x, check_finite, has_nan=True)
-    return _quantize(x, blocks, name, device)
+    return _quantize(x, blocks, name, device, debug)
 
 
 def int8_quantize(
-    x: Tensor, axis: int | tuple[int, ...], block_size: int | None = 128, *, check_finite: bool = True
+    x: Tensor,
+    axis: int | tuple[int, ...],
+    block_size: int | None = 128,
+    *,
+    check_finite: bool = True,
+    debug: Debug = None,
 ) -> Quantized:
     """As `fp8_quantize`, to int8 in [-127, 127], `scale = absmax / 127`.
 
@@ -123,15 +131,21 @@ def int8_quantize(
     """
     blocks = check_blocks(x, axis, block_size)
     device = _checked(x, check_finite, has_nan=False)
-    return _quantize(x, blocks, "int8", device)
+    return _quantize(x, blocks, "int8", device, debug)
 
 
 def fp8_dual_quantize(
-    x: Tensor, block_size: int | None = 128, *, dtype: Any = torch.float8_e4m3fn, check_finite: bool = True
+    x: Tensor,
+    block_size: int | None = 128,
+    *,
+    dtype: Any = torch.float8_e4m3fn,
+    check_finite: bool = True,
+    debug: Debug = None,
 ) -> DualQuantized:
     """`fp8_quantize(x, -1, …)` and `fp8_quantize(x, -2, …)` by one kernel.
 
     It reads x [M, K] or [G, M, K] from memory once for both, or twice where blocks are longer than a tile (128).
+    debug: as `fp8_quantize`, of both: rowwise_absmax and so on.
     """
     by_rows, by_columns, name = check_dual_quantize(x, block_size, dtype)
     device = _checked(x, check_finite, has_nan=True)
@@ -140,10 +154,11 @@ def fp8_dual_quantize(
     if x.numel():
         plane = x.reshape(-1, x.shape[-1]).contiguous()
         blocks = by_columns[-2], by_rows[-1]
-        for launch in quantize_launches(plane, blocks, name, *map(Quantized, codes, scales)):
+        rowwise, columnwise = map(Quantized, codes, scales)
+        for launch in quantize_launches(plane, blocks, name, rowwise, columnwise, debug):
             launch.run(device)
-    rowwise, columnwise = (part.view(getattr(torch, name)) for part in codes)
-    return DualQuantized(rowwise, scales[0], columnwise, scales[1])
+    by_row, by_column = (part.view(getattr(torch, name)) for part in codes)
+    return DualQuantized(by_row, scales[0], by_column, scales[1])
 
 
 def fp8_dequantize(qvalue: Tensor, scale: Tensor) -> Tensor:
@@ -166,6 +181,7 @@ def mxfp8_quantize(
     dtype: Any = torch.float8_e4m3fn,
     scale_rounding: str = "up",
     check_finite: bool = True,
+    debug: Debug = None,
 ) -> Quantized:
     """x in MXFP8: fp8 with one power of two per 32 consecutive elements along `axis`; a short last block is a block.
 
@@ -177,20 +193,25 @@ def mxfp8_quantize(
     nearest even; zeros keep x's sign; NaN stays NaN (the positive quiet one) and leaves its block alone. ±inf in a CPU
     tensor is refused with check_finite; it becomes ±finfo(dtype).max without.
     Raises TypeError for a wrong dtype, ValueError for a wrong axis or rounding, or ±inf, and RuntimeError as
-    `fp8_quantize`.
+    `fp8_quantize`; debug likewise.
     """
     axis, name = check_mxfp8_quantize(x, axis, dtype, scale_rounding)
     device = _checked(x, check_finite, has_nan=True)
     by_rows, planes = _mx_planes(x, axis)
     result = _empty_mxfp8(x, axis)
-    results = (result, None) if by_rows else (None, result)
+    rowwise, columnwise = (result, None) if by_rows else (None, result)
     if x.numel():
-        mxfp8_quantize_launch(planes.contiguous(), name, scale_rounding, *results).run(device)
+        mxfp8_quantize_launch(planes.contiguous(), name, scale_rounding, rowwise, columnwise, debug).run(device)
     return Quantized(*_as_mxfp8(result, name))
 
 
 def mxfp8_dual_quantize(
-    x: Tensor, *, dtype: Any = torch.float8_e4m3fn, scale_rounding: str = "up", check_finite: bool = True
+    x: Tensor,
+    *,
+    dtype: Any = torch.float8_e4m3fn,
+    scale_rounding: str = "up",
+    check_finite: bool = True,
+    debug: Debug = None,
 ) -> DualQuantized:
     """`mxfp8_quantize(x, -1, …)` and `mxfp8_quantize(x, -2, …)` by one kernel, which reads x [M, K] or [G, M, K] once.
 
@@ -201,7 +222,7 @@ def mxfp8_dual_quantize(
     results = _empty_mxfp8(x, x.ndim - 1), _empty_mxfp8(x, x.ndim - 2)
     if x.numel():
         planes = x.reshape(-1, *x.shape[-2:]).contiguous()
-        mxfp8_quantize_launch(planes, name, scale_rounding, *results).run(device)
+        mxfp8_quantize_launch(planes, name, scale_rounding, results[0], results[1], debug).run(device)
     return DualQuantized(*_as_mxfp8(results[0], name), *_as_mxfp8(results[1], name))
 
 
@@ -255,7 +276,12 @@ def as_codes(qvalue: Tensor) -> Tensor:
 
 
 def quantize_launches(
-    plane: Tensor, blocks: tuple[int, int], name: str, result: Quantized, columnwise: Quantized | None = None
+    plane: Tensor,
+    blocks: tuple[int, int],
+    name: str,
+    result: Quantized,
+    columnwise: Quantized | None = None,
+    debug: Debug = None,
 ) -> list[Launch]:
     """The kernels that quantise contiguous x [rows, columns] in `blocks`, its codes in bytes: one, or where a block is
     larger than a tile two, the first of which finds the largest magnitudes.
@@ -276,6 +302,8 @@ def quantize_launches(
         "REDUCE_ROWS": blocks[0] > 1,
         "REDUCE_COLUMNS": blocks[1] > 1,
         **{name.upper(): value for name, value in FORMATS[name]._asdict().items()},
+        "DEBUG": _named(debug, "rowwise") if columnwise else debug,
+        "COLUMNWISE_DEBUG": _named(debug, "columnwise"),
     }
     quantize = Launch(_quantize_kernel, grid, arguments, OPTIONS)
     if all(block == 1 or block <= size for block, size in zip(blocks, tile, strict=True)):
@@ -303,7 +331,12 @@ def dequantize_launch(codes: Tensor, blocks: tuple[int, int], name: str, scale: 
 
 
 def mxfp8_quantize_launch(
-    planes: Tensor, name: str, scale_rounding: str, rowwise: Quantized | None, columnwise: Quantized | None
+    planes: Tensor,
+    name: str,
+    scale_rounding: str,
+    rowwise: Quantized | None,
+    columnwise: Quantized | None,
+    debug: Debug = None,
 ) -> Launch:
     """The kernel that quantises contiguous x [planes, rows, columns] to MXFP8, its codes and scales in bytes.
 
@@ -320,8 +353,15 @@ def mxfp8_quantize_launch(
         **geometry,
         "ROUND_UP": scale_rounding == "up",
         **{field.upper(): fields[field] for field in ("exponent", "mantissa", "least", "largest", "nan")},
+        "DEBUG": _named(debug, "rowwise") if columnwise else debug,
+        "COLUMNWISE_DEBUG": _named(debug, "columnwise") if rowwise else debug,
     }
     return Launch(_mxfp8_quantize_kernel, grid, arguments, MX_OPTIONS)
+
+
+def _named(shown: Debug, output: str) -> Debug:
+    """The debug of a quantiser that is one of two: its sites have the output's name before theirs."""
+    return shown and (lambda site, *values: shown(f"{output}_{site}", *values))
 
 
 def mxfp8_dequantize_launch(codes: Tensor, name: str, scales: Tensor, by_rows: bool, out: Tensor) -> Launch:
@@ -357,6 +397,8 @@ def _quantize_kernel(
     LEAST: tl.constexpr,
     LARGEST: tl.constexpr,
     NAN: tl.constexpr,
+    DEBUG: tl.constexpr,
+    COLUMNWISE_DEBUG: tl.constexpr,
 ):
     """One program per tile of a cell: a block, or all that is there along the axes that are not reduced. With
     columnwise_scale the cell holds blocks of both results. Each is made from its own load of the tile, the second from
@@ -385,6 +427,7 @@ def _quantize_kernel(
             LEAST,
             LARGEST,
             NAN,
+            COLUMNWISE_DEBUG,
         )
     BOTH: tl.constexpr = REDUCE_ROWS and columnwise_scale is None
     block, in_block = _blocks_of_tile(
@@ -407,6 +450,7 @@ def _quantize_kernel(
         LEAST,
         LARGEST,
         NAN,
+        DEBUG,
     )
 
 
@@ -428,6 +472,7 @@ def _quantize_tile(
     LEAST: tl.constexpr,
     LARGEST: tl.constexpr,
     NAN: tl.constexpr,
+    DEBUG: tl.constexpr,
 ):
     """Quantise a tile, or with no `qvalue` yet, only raise the `absmax` of its blocks.
 
@@ -450,6 +495,10 @@ def _quantize_tile(
         tl.atomic_max(absmax + block, largest, mask=in_block)
     else:
         block_scale = _scale(largest, ODD, EXPONENT)
+        if DEBUG is not None:
+            DEBUG("absmax", largest.to(tl.float32, bitcast=True), in_block)
+            DEBUG("scale", block_scale, in_block)
+            DEBUG("spread", tl.broadcast_to(block_scale, in_tile.shape), in_tile)
         tl.store(scale + block, block_scale, mask=in_block)
         codes = _codes(bits, magnitude, finite, block_scale, MANTISSA, LEAST, LARGEST, NAN)
         tl.store(qvalue + position, codes, mask=in_tile)
@@ -507,6 +556,8 @@ def _mxfp8_quantize_kernel(
     LEAST: tl.constexpr,
     LARGEST: tl.constexpr,
     NAN: tl.constexpr,
+    DEBUG: tl.constexpr,
+    COLUMNWISE_DEBUG: tl.constexpr,
 ):
     """One program per tile of a plane, which holds whole blocks along both axes: one load serves both results."""
     plane, row, column, in_tile, position = _mx_tile_of_program(
@@ -515,13 +566,15 @@ def _mxfp8_quantize_kernel(
     bits = tl.load(x + position, mask=in_tile, other=0).to(tl.float32).to(tl.int32, bitcast=True)
     if rowwise is not None:
         blocks = bits.reshape(TILE_ROWS, TILE_COLUMNS // BLOCK, BLOCK)
-        codes, exponents = _mxfp8_codes(blocks, 2, ROUND_UP, EXPONENT, MANTISSA, LEAST, LARGEST, NAN)
+        codes, exponents = _mxfp8_codes(blocks, in_tile, 2, ROUND_UP, EXPONENT, MANTISSA, LEAST, LARGEST, NAN, DEBUG)
         tl.store(rowwise + position, codes.reshape(TILE_ROWS, TILE_COLUMNS), mask=in_tile)
         offset, in_scale = _mx_scales_of_tile(plane, row, column, rows, columns, True)
         tl.store(rowwise_scale + offset, exponents.reshape(TILE_ROWS, TILE_COLUMNS // BLOCK), mask=in_scale)
     if columnwise is not None:
         blocks = bits.reshape(TILE_ROWS // BLOCK, BLOCK, TILE_COLUMNS)
-        codes, exponents = _mxfp8_codes(blocks, 1, ROUND_UP, EXPONENT, MANTISSA, LEAST, LARGEST, NAN)
+        codes, exponents = _mxfp8_codes(
+            blocks, in_tile, 1, ROUND_UP, EXPONENT, MANTISSA, LEAST, LARGEST, NAN, COLUMNWISE_DEBUG
+        )
         tl.store(columnwise + position, codes.reshape(TILE_ROWS, TILE_COLUMNS), mask=in_tile)
         offset, in_scale = _mx_scales_of_tile(plane, row, column, rows, columns, False)
         tl.store(columnwise_scale + offset, exponents.reshape(TILE_ROWS // BLOCK, TILE_COLUMNS), mask=in_scale)
@@ -556,6 +609,7 @@ def _mxfp8_dequantize_kernel(
 @triton.jit
 def _mxfp8_codes(
     bits,
+    in_tile,
     AXIS: tl.constexpr,
     ROUND_UP: tl.constexpr,
     EXPONENT: tl.constexpr,
@@ -563,6 +617,7 @@ def _mxfp8_codes(
     LEAST: tl.constexpr,
     LARGEST: tl.constexpr,
     NAN: tl.constexpr,
+    DEBUG: tl.constexpr,
 ):
     """The codes of x, from its float32 bits in blocks along AXIS, and their scales, with that axis 1; both in bytes."""
     magnitude = bits & 0x7FFFFFFF
@@ -573,6 +628,13 @@ def _mxfp8_codes(
     if ROUND_UP:
         exponent += ((largest & 0x007FFFFF) > 0x00600000).to(tl.int32)
     exponent = tl.maximum(exponent, 0)
+    if DEBUG is not None:
+        in_blocks = in_tile.reshape(bits.shape)
+        in_scale = tl.max(in_blocks.to(tl.int32), axis=AXIS, keep_dims=True) > 0
+        scale = tl.where(exponent == 0, 0x00400000, exponent << 23).to(tl.float32, bitcast=True)  # 2^-127 is subnormal
+        DEBUG("absmax", largest.to(tl.float32, bitcast=True), in_scale)
+        DEBUG("scale", scale, in_scale)
+        DEBUG("spread", tl.broadcast_to(scale, bits.shape), in_blocks)
 
     quotient = finite.to(tl.float32, bitcast=True) * _power_of_two(254 - exponent)
     quantum = tl.maximum((quotient.to(tl.int32, bitcast=True) >> 23) - MANTISSA, LEAST + 127)
@@ -767,11 +829,11 @@ def _checked(x: Tensor, check_finite: bool, *, has_nan: bool) -> torch.device:
     return device
 
 
-def _quantize(x: Tensor, blocks: Blocks, name: str, device: torch.device) -> Quantized:
+def _quantize(x: Tensor, blocks: Blocks, name: str, device: torch.device, debug: Debug) -> Quantized:
     plane, plane_blocks, restored = _plane(x, blocks)
     codes, scale = torch.empty_like(plane, dtype=torch.uint8), _empty_scale(x, blocks)
     if x.numel():
-        for launch in quantize_launches(plane, plane_blocks, name, Quantized(codes, scale)):
+        for launch in quantize_launches(plane, plane_blocks, name, Quantized(codes, scale), debug=debug):
             launch.run(device)
     return Quantized(restored(codes).view(getattr(torch, name)), scale)
 

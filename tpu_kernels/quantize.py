@@ -36,7 +36,7 @@ from op_arguments.quantize import (
     check_unswizzle,
     swizzled_shape,
 )
-from tpu_kernels.gmm import LANES, Interpret, kernel_operand, resolve_interpret
+from tpu_kernels.gmm import LANES, Debug, Interpret, kernel_operand, resolve_interpret
 
 SUBLANES = 32  # of a packed 8-bit register
 SMALLEST = float(np.finfo(np.float32).tiny)
@@ -90,6 +90,7 @@ def fp8_quantize(
     dtype: Any = "float8_e4m3fn",
     check_finite: bool = True,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> Quantized:
     """x in fp8, with one scale per block of `block_size` elements (None: all) along each axis in `axis`.
 
@@ -98,7 +99,8 @@ def fp8_quantize(
     elements, correctly rounded and at least the smallest normal float32; 1 where absmax is 0. `qvalue = x / scale`,
     the exact quotient rounded once, to nearest even; float32 subnormals count as zero, zeros keep x's sign; NaN
     becomes the positive quiet one. ±inf becomes ±finfo(dtype).max under tracing or without check_finite, and is
-    refused otherwise. interpret: as `pl.pallas_call`; None interprets where there is no TPU.
+    refused otherwise. interpret: as `pl.pallas_call`; None interprets where there is no TPU. debug: see
+    `tpu_kernels.gmm.Debug`, of absmax, scale and spread, the scale of each element.
     x is read once where blocks fit a tile (all but whole axes of thousands), else twice. Blocks of the last axis that
     are not 16, 32, 64 or multiples of 128, of the others not multiples of 32, are transposed by XLA first, unless they
     are whole axes.
@@ -107,7 +109,7 @@ def fp8_quantize(
     blocks, name = check_quantize(x, axis, block_size, dtype)
     if check_finite:
         _check_finite(x, nan=False)
-    return _quantize(x, blocks=blocks, target=FORMATS[name], interpret=resolve_interpret(interpret))
+    return _quantize(x, blocks=blocks, target=FORMATS[name], interpret=resolve_interpret(interpret), debug=debug)
 
 
 def int8_quantize(
@@ -117,6 +119,7 @@ def int8_quantize(
     *,
     check_finite: bool = True,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> Quantized:
     """As `fp8_quantize`, to int8 in [-127, 127], `scale = absmax / 127`.
 
@@ -125,7 +128,7 @@ def int8_quantize(
     blocks = check_blocks(x, axis, block_size)
     if check_finite:
         _check_finite(x, nan=True)
-    return _quantize(x, blocks=blocks, target=FORMATS["int8"], interpret=resolve_interpret(interpret))
+    return _quantize(x, blocks=blocks, target=FORMATS["int8"], interpret=resolve_interpret(interpret), debug=debug)
 
 
 def fp8_dual_quantize(
@@ -135,17 +138,18 @@ def fp8_dual_quantize(
     dtype: Any = "float8_e4m3fn",
     check_finite: bool = True,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> DualQuantized:
     """`fp8_quantize(x, -1, …)` and `fp8_quantize(x, -2, …)` of x [M, K] or [G, M, K], which is read once for both.
 
     Blocks of whole axes longer than a tile (512 rows, 1024 columns) and those that `fp8_quantize` transposes take one
-    call each.
+    call each. debug: as `fp8_quantize`, of both: rowwise_absmax and so on.
     """
     by_rows, by_columns, name = check_dual_quantize(x, block_size, dtype)
     if check_finite:
         _check_finite(x, nan=False)
-    interpreted = resolve_interpret(interpret)
-    return _dual_quantize(x, by_rows=by_rows, by_columns=by_columns, target=FORMATS[name], interpret=interpreted)
+    blocks = {"by_rows": by_rows, "by_columns": by_columns}
+    return _dual_quantize(x, **blocks, target=FORMATS[name], interpret=resolve_interpret(interpret), debug=debug)
 
 
 def fp8_dequantize(qvalue: jax.Array, scale: jax.Array, *, interpret: Interpret = None) -> jax.Array:
@@ -171,6 +175,7 @@ def mxfp8_quantize(
     scale_rounding: Literal["up", "floor"] = "up",
     check_finite: bool = True,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> Quantized:
     """x in MXFP8: fp8 with one power of two per 32 consecutive elements along `axis`; a short last block is a block.
 
@@ -181,7 +186,7 @@ def mxfp8_quantize(
     -127, which is also that of a block of zeros. `qvalue = x / scale`, rounded once, to nearest even, saturating;
     float32 subnormals count as zero, zeros keep x's sign; NaN becomes the positive quiet one, and the scale never is.
     ±inf becomes ±finfo(dtype).max under tracing or without check_finite, and is refused otherwise.
-    x is padded by XLA first where 32 does not divide n. interpret as `fp8_quantize`.
+    x is padded by XLA first where 32 does not divide n. interpret and debug as `fp8_quantize`.
     Raises TypeError for a wrong dtype, ValueError for a wrong axis or rounding, or ±inf.
     """
     axis, name = check_mxfp8_quantize(x, axis, dtype, scale_rounding)
@@ -189,7 +194,8 @@ def mxfp8_quantize(
         _check_finite(x, nan=False)
     target = FORMATS[name]._replace(power=scale_rounding)
     padded = _whole_blocks(x, axis)
-    q = _quantize(padded, blocks=_mx_blocks(x, axis), target=target, interpret=resolve_interpret(interpret))
+    interpreted = resolve_interpret(interpret)
+    q = _quantize(padded, blocks=_mx_blocks(x, axis), target=target, interpret=interpreted, debug=debug)
     return Quantized(lax.slice_in_dim(q.qvalue, 0, x.shape[axis], axis=axis), _e8m0(q.scale))
 
 
@@ -200,6 +206,7 @@ def mxfp8_dual_quantize(
     scale_rounding: Literal["up", "floor"] = "up",
     check_finite: bool = True,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> DualQuantized:
     """`mxfp8_quantize(x, -1, …)` and `mxfp8_quantize(x, -2, …)` of x [M, K] or [G, M, K], which is read once for both.
 
@@ -216,6 +223,7 @@ def mxfp8_dual_quantize(
         by_columns=_mx_blocks(x, columns),
         target=FORMATS[name]._replace(power=scale_rounding),
         interpret=resolve_interpret(interpret),
+        debug=debug,
     )
     return DualQuantized(
         dual.rowwise[..., :m, :k],
@@ -411,31 +419,48 @@ def _untiled_scales(scale: jax.Array, shape: tuple[int, int, int], block: tuple[
 # ------------------------------------------------------------------------------------------------------ quantise
 
 
-@partial(jax.jit, static_argnames=("blocks", "target", "interpret"))
-def _quantize(x: jax.Array, *, blocks: Blocks, target: Format, interpret: bool | pltpu.InterpretParams) -> Quantized:
+@partial(jax.jit, static_argnames=("blocks", "target", "interpret", "debug"))
+def _quantize(
+    x: jax.Array, *, blocks: Blocks, target: Format, interpret: bool | pltpu.InterpretParams, debug: Debug
+) -> Quantized:
     scale_shape = tuple(size // block for size, block in zip(x.shape, blocks, strict=True))
     if x.size == 0:
         return Quantized(jnp.zeros(x.shape, target.dtype), jnp.ones(scale_shape, jnp.float32))
     layout = _layout(x.shape, blocks)
     tiles = _tiles(layout.shape, [layout.block])
-    ((codes, scale),) = _quantize_call(layout.view(x), [layout.block], tiles, target, interpret)
+    ((codes, scale),) = _quantize_call(layout.view(x), [layout.block], tiles, target, interpret, [debug])
     return Quantized(_qvalue(layout.restore(codes, x.shape), target), scale.reshape(scale_shape))
 
 
-@partial(jax.jit, static_argnames=("by_rows", "by_columns", "target", "interpret"))
+@partial(jax.jit, static_argnames=("by_rows", "by_columns", "target", "interpret", "debug"))
 def _dual_quantize(
-    x: jax.Array, *, by_rows: Blocks, by_columns: Blocks, target: Format, interpret: bool | pltpu.InterpretParams
+    x: jax.Array,
+    *,
+    by_rows: Blocks,
+    by_columns: Blocks,
+    target: Format,
+    interpret: bool | pltpu.InterpretParams,
+    debug: Debug,
 ) -> DualQuantized:
+    debugs = [_named(debug, output) for output in ("rowwise", "columnwise")]
     layouts = [_layout(x.shape, blocks) for blocks in (by_rows, by_columns)]
     tiles = _tiles(layouts[0].shape, [layout.block for layout in layouts])
     if x.size == 0 or any(layout.split for layout in layouts) or tiles.steps_r * tiles.steps_c > 1:
-        pairs = (_quantize(x, blocks=blocks, target=target, interpret=interpret) for blocks in (by_rows, by_columns))
+        pairs = (
+            _quantize(x, blocks=blocks, target=target, interpret=interpret, debug=own)
+            for blocks, own in zip((by_rows, by_columns), debugs, strict=True)
+        )
         return DualQuantized(*(array for pair in pairs for array in pair))
     blocks = [layout.block for layout in layouts]
     outputs = []
-    for codes, scale in _quantize_call(layouts[0].view(x), blocks, tiles, target, interpret):
+    for codes, scale in _quantize_call(layouts[0].view(x), blocks, tiles, target, interpret, debugs):
         outputs += [_qvalue(codes.reshape(x.shape), target), scale.reshape(x.shape[:-2] + scale.shape[1:])]
     return DualQuantized(*outputs)
+
+
+def _named(shown: Debug, output: str) -> Debug:
+    """The debug of a quantiser that is one of two: its sites have the output's name before theirs."""
+    return shown and (lambda site, *values: shown(f"{output}_{site}", *values))
 
 
 def _qvalue(codes: jax.Array, target: Format) -> jax.Array:
@@ -448,6 +473,7 @@ def _quantize_call(
     tiles: Tiles,
     target: Format,
     interpret: bool | pltpu.InterpretParams,
+    debugs: list[Debug],
 ) -> list[Quantized]:
     """x [A, R, C], quantised by each of `blocks`, in one pass (two where tiles share their blocks).
 
@@ -477,7 +503,7 @@ def _quantize_call(
         out_shape += [jax.ShapeDtypeStruct(shape, q_dtype), jax.ShapeDtypeStruct((*grid, *scales), jnp.float32)]
         out_specs += [pl.BlockSpec(tile, q_tile), pl.BlockSpec((None, None, None, *scales), scale_tile)]
     outputs = pl.pallas_call(
-        partial(_quantize_kernel, shape=shape, blocks=blocks, tiles=tiles, target=target),
+        partial(_quantize_kernel, shape=shape, blocks=blocks, tiles=tiles, target=target, debugs=debugs),
         out_shape=out_shape,
         grid=(*grid, passes * steps),
         in_specs=[pl.BlockSpec(tile, x_tile)],
@@ -496,13 +522,19 @@ def _quantize_call(
 
 
 def _quantize_kernel(
-    x: Any, *outputs: Any, shape: tuple[int, int, int], blocks: list[tuple[int, int]], tiles: Tiles, target: Format
+    x: Any,
+    *outputs: Any,
+    shape: tuple[int, int, int],
+    blocks: list[tuple[int, int]],
+    tiles: Tiles,
+    target: Format,
+    debugs: list[Debug],
 ) -> None:
     step, last_step = pl.program_id(3), pl.num_programs(3) - 1
     steps = tiles.steps_r * tiles.steps_c
     _, row, column = tiles.at(0, 0, 0, step % steps)
 
-    for q, scale, block in zip(outputs[::2], outputs[1::2], blocks, strict=True):
+    for q, scale, block, debug in zip(outputs[::2], outputs[1::2], blocks, debugs, strict=True):
 
         def measure(rows: Any, own: Any, scale: Any = scale, block: tuple[int, int] = block) -> None:
             values = _magnitude(x[rows, :].astype(jnp.float32))
@@ -517,9 +549,16 @@ def _quantize_kernel(
                 values = jnp.max(values, axis=0, keepdims=True)
             scale[own, :] = jnp.maximum(scale[own, :], _maxima(values, block[1], scale.shape[1]))
 
-        def encode(rows: Any, own: Any, q: Any = q, scale: Any = scale, block: tuple[int, int] = block) -> None:
+        def encode(
+            rows: Any, own: Any, q: Any = q, scale: Any = scale, block: tuple[int, int] = block, debug: Debug = debug
+        ) -> None:
             for columns in _slices(tiles.columns, block[1], scale.shape[1]):
                 wide = _spread(scale[own, :], columns, block[1])
+                if debug:
+                    _, i, j = tiles.at(0, pl.program_id(1), pl.program_id(2), step % steps)
+                    first = i * tiles.rows + rows.start, j * tiles.columns + columns.start
+                    each = jnp.broadcast_to(_true_scale(wide, target), (SUBLANES, columns.stop - columns.start))
+                    debug("spread", each, _is_there(each.shape, first, shape[1:]))
                 codes = (_encode_by_power if target.power else _encode)(
                     x[rows, columns].astype(jnp.float32), wide, target
                 )
@@ -534,12 +573,32 @@ def _quantize_kernel(
             _for_rows(tiles.rows, block[0], scale.shape[0], measure)
 
         @pl.when(step == steps - 1)
-        def _(scale: Any = scale) -> None:
-            scale[...] = (_inverse_power if target.power else _scale_of)(scale[...], target)
+        def _(scale: Any = scale, block: tuple[int, int] = block, debug: Debug = debug) -> None:
+            absmax = scale[...]
+            scale[...] = (_inverse_power if target.power else _scale_of)(absmax, target)
+            if debug:
+                first = pl.program_id(1) * scale.shape[0], pl.program_id(2) * scale.shape[1]
+                there = _is_there(scale.shape, first, (shape[1] // block[0], shape[2] // block[1]))
+                debug("absmax", jnp.where(absmax < SMALLEST, 0.0, absmax), there)
+                debug("scale", _true_scale(scale[...], target), there)
 
         @pl.when(step > last_step - steps)
         def _(scale: Any = scale, block: tuple[int, int] = block, encode: Any = encode) -> None:
             _for_rows(tiles.rows, block[0], scale.shape[0], encode)
+
+
+def _is_there(tile: tuple[int, ...], first: tuple[Any, Any], size: tuple[int, ...]) -> jax.Array:
+    """Which elements of a tile, whose first is at `first`, lie inside of an array of that size."""
+    rows, columns = (lax.broadcasted_iota(jnp.int32, tile, axis) + first[axis] < size[axis] for axis in (0, 1))
+    return rows & columns
+
+
+def _true_scale(scale: jax.Array, target: Format) -> jax.Array:
+    """The scale itself, where a kernel has its inverse."""
+    if target.power is None:
+        return scale
+    byte = 254 - (_bits(scale) >> 23)
+    return _float(jnp.where(byte == 0, _SMALLEST >> 1, byte << 23))  # 2^-127 is subnormal
 
 
 def _for_rows(rows: int, block: int, scales: int, body: Callable[[Any, Any], None]) -> None:

@@ -13,6 +13,7 @@ from parity import matrix
 from parity.backends import load_kernel
 from parity.judge import reference
 from parity.lines import Ranking, files_compared_bit_for_bit, program, rank, statement
+from parity.lines.bits import BitStage, walk_bits
 from parity.lines.program import Line
 from parity.lines.walk import Stage, walk
 from parity.op import BACKENDS
@@ -36,7 +37,11 @@ def command(given: argparse.Namespace) -> int:
     ops = matrix.load(given.root)
     op, case = matrix.find(ops, given.case)
     if op.bit_exact:
-        raise ValueError(f"case must be of an op whose results are rounded, got {case.id} of a bit-exact one")
+        found = walk_bits(op, case, given.backend)
+        Console(highlight=False, soft_wrap=True).print(
+            screen_of_bits(f"{given.backend}   {case.id}", found, given.root)
+        )
+        return int(found[-1].wrong > 0)
     expected = reference(op, case)
     kernel = load_kernel(getattr(op, given.backend))
     columns = TextColumn("one line at a time"), MofNCompleteColumn(), TimeElapsedColumn()
@@ -72,6 +77,24 @@ def screen(title: str, stages: tuple[Stage, ...], ranking: Ranking, root: Path) 
         for caller, part in share.callers:
             if part >= LEAST:
                 out.append(f"         {part:7.1%}  by {quoted(caller, root)}\n", "dim")
+    out.rstrip()
+    return out
+
+
+def screen_of_bits(title: str, stages: tuple[BitStage, ...], root: Path) -> Text:
+    """Stages of what must come out bit for bit, on one screen: no line rounds there, so none is ranked."""
+    last, before = stages[-1], [stage.name for stage in stages[:-1]]
+    out = Text(title + "\n")
+    if not last.wrong:
+        out.append("no stage is off: every bit is the golden's\n", "bold")
+    else:
+        right = f"; right until then: {', '.join(before)}" if before else ""
+        out.append(f"the golden's bits are lost at {last.name}{right}\n", "bold")
+    for stage in stages:
+        out.append(f"  {stage.name:<24} {stage.wrong:,} of {stage.numbers:,} values are not the golden's")
+        out.append("   ← first\n" if stage.wrong else "\n", "bold red" if stage.wrong else "")
+        if stage.wrong and stage.line:
+            out.append(f"      {quoted(stage.line, root)}\n")
     out.rstrip()
     return out
 

@@ -69,7 +69,7 @@ def mark(site: str, value: Any, where: Any = None, **steps: Any) -> Any:
     if where is not None:
         numbers = np.where(where.handle.data, numbers, np.nan)
     plain = tuple((name, getattr(step, "value", step)) for name, step in steps.items())
-    builder.errors.marks.append(Mark(site, numbers, plain))
+    builder.errors.marks.append(Mark(site, numbers, plain, _place()))
     return value
 
 

@@ -27,12 +27,14 @@ class Place(NamedTuple):
 class Mark:
     """A named intermediate result, as a kernel's debug argument was given it.
 
-    value: NaN where the kernel has none. steps: what arguments make the staged golden go the same steps.
+    value: NaN where the kernel has none. steps: what arguments make the staged golden go the same steps. place: where
+    it was given, where that is known.
     """
 
     site: str
     value: Floats
     steps: tuple[tuple[str, Any], ...]
+    place: Place | None = None
 
 
 Active = Callable[[Place], bool]

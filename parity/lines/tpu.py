@@ -273,7 +273,7 @@ class _Evaluator:
         """`mark`."""
         where, *pieces = operands
         marked = np.where(where, np.sum(pieces, axis=0), np.nan)
-        self.marks.append(Mark(eqn.params["site"], marked, eqn.params["steps"]))
+        self.marks.append(Mark(eqn.params["site"], marked, eqn.params["steps"], self._place(eqn)))
         return pieces[:1]
 
     def bitcast(self, eqn: Any, operands: Values) -> Values:

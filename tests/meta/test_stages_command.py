@@ -384,10 +384,14 @@ def test_the_command(capsys):
     assert "acc        error" in out and "the lines one by one explain 100% of its mean square" in out
 
 
-def test_what_has_no_stages_is_refused(pytestconfig):
-    case = OP["fp8_quantize"].cases[0].id
-    with pytest.raises(SystemExit):
-        main(["--root", str(pytestconfig.rootpath), "stages", case])
+@pytest.mark.gpu
+def test_the_command_of_what_is_compared_bit_for_bit(capsys):
+    pytest.importorskip("triton")
+    case = next(case for case in OP["mxfp8_quantize"].cases if case.M == 37)
+    assert main(["--root", str(ROOT), "stages", case.id, "--backend", "gpu"]) == 0
+    out = capsys.readouterr().out
+    assert "no stage is off: every bit is the golden's" in out and "output qvalue" in out
+    assert "  absmax                   0 of 90 values are not the golden's" in out
 
 
 def test_a_statement_is_quoted_in_one_line(tmp_path):

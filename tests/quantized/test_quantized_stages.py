@@ -1,18 +1,25 @@
-"""`parity stages` of the block-scaled matmuls: a lost bit is its line's, a fault of logic enters at the sums.
+"""`parity stages` of the block-scaled matmuls and of the quantisers, which are compared bit for bit.
 
-The marks leave nothing in what is lowered.
+In a matmul a lost bit is its line's, a fault of logic enters at the sums; of a quantiser the first value that is not
+the golden's is found. The marks leave nothing in what is lowered.
 """
 
 import ast
 
+import numpy as np
 import pytest
 
 from parity.backends import load_kernel
 from parity.judge import reference
 from parity.lines import rank, statement
+from parity.lines.bits import lacking, walk_bits
+from parity.lines.command import screen_of_bits
+from parity.lines.program import Mark
 from parity.lines.walk import walk
-from tests.matrix.mxfp8 import GROUPED_GEMM
+from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_QUANTIZERS
+from tests.matrix.quantize import QUANTIZERS
 from tests.matrix.quantized_gmm import E4M3, F32, GMM_QUANTIZED, TGMM_QUANTIZED
+from tests.meta import test_bit_exact as bits
 from tests.meta import test_stages_command as stages
 from tests.meta.test_faults import ROOT, Fault, plant
 
@@ -81,14 +88,96 @@ def test_a_right_kernel_has_both_stages(op, backend):
     assert [(stage.site, stage.is_off, stage.wrong) for stage in found] == [("acc", False, 0), ("out", False, 0)]
 
 
+QUANTISERS = {op.name: op for op in (*QUANTIZERS, *MXFP8_QUANTIZERS) if op.name.endswith("_quantize")}
+DUAL = "mxfp8_dual_quantize"
+SITES = ["absmax", "scale", "spread"]
+OF_BOTH = [f"{way}_{site}" for way in ("rowwise", "columnwise") for site in SITES]
+
+
+def smallest(op):
+    return min((case for case in op.cases if case.dims[0][1]), key=lambda case: reference(op, case).inputs["x"].size)
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        pytest.param(b, name, marks=[getattr(pytest.mark, b), *([] if (b, name) == ("gpu", DUAL) else [FULL])])
+        for b in ("tpu", "gpu")
+        for name in QUANTISERS
+    ],
+)
+def test_every_stage_of_a_right_quantiser_is_the_goldens(backend, name):
+    """In a case that leaves a last tile half empty."""
+    pytest.importorskip("jax" if backend == "tpu" else "triton")
+    op = QUANTISERS[name]
+    case = smallest(op)
+    found = walk_bits(op, case, backend)
+    assert [s.site for s in found] == [*(OF_BOTH if "dual" in name else SITES), *reference(op, case).golden]
+    assert not any(stage.wrong for stage in found) and all(stage.numbers for stage in found)
+
+
+def misquantised(backend, op, old, new, site, *marks):
+    fault = Fault(f"{new} for {old}", backend, (op,), old, new, module="quantize")
+    return pytest.param(fault, site, id=f"{backend}-{op}-{site}", marks=[getattr(pytest.mark, backend), *marks])
+
+
+MISQUANTISED = [
+    misquantised("gpu", "mxfp8_quantize", bits.LARGEST_OF, bits.LARGEST_OF.replace("EXPONENT + 2", "EXPONENT + 1"),
+                 "scale"),
+    misquantised("gpu", DUAL, bits.STORE, bits.ACROSS + bits.STORE, "rowwise", FULL),
+    misquantised("gpu", "fp8_quantize", "DEBUG(\"spread\", tl.broadcast_to(block_scale, in_tile.shape)",
+                 "DEBUG(\"spread\", tl.broadcast_to(2 * block_scale, in_tile.shape)", "spread", FULL),
+    misquantised("tpu", "mxfp8_quantize", bits.EVEN, bits.EVEN.replace("((aligned >> shift) & 1)", "1"), "qvalue",
+                 FULL),
+    misquantised("tpu", "mxfp8_quantize", "return _float((254 -", "return _float((253 -", "scale", FULL),
+    misquantised("tpu", "fp8_quantize", "wide = _spread(scale[own, :], columns,",
+                 "wide = _spread(scale[own, :], slice(0, columns.stop - columns.start),", "spread", FULL),
+    misquantised("tpu", "fp8_dual_quantize", "return _float(jnp.where(bits < _INFINITY, bits, 0))",
+                 "return _float(jnp.where(bits < _INFINITY, bits - 1, 0))", "rowwise_absmax", FULL),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "site"), MISQUANTISED)
+def test_the_first_value_that_is_not_the_goldens_is_found(fault, site, tmp_path):
+    pytest.importorskip("jax" if fault.backend == "tpu" else "triton")
+    op = QUANTISERS[fault.ops[0]]
+    case = next(case for case in op.cases if case.tier == "smoke")
+    found = walk_bits(op, case, fault.backend, getattr(plant(fault, tmp_path), op.name))
+    assert found[-1].site == site and found[-1].wrong and not any(stage.wrong for stage in found[:-1]), found
+    shown = screen_of_bits("", found, tmp_path).plain
+    assert f"the golden's bits are lost at {found[-1].name}" in shown and "← first" in shown
+    assert (found[-1].line is None) == (site in reference(op, case).golden and site != "scale")
+    if found[-1].line:
+        word = site.rpartition("_")[2]
+        assert f"planted_{fault.backend}.py:{found[-1].line.number}  " in shown and f'"{word}"' in shown
+
+
+def test_a_value_that_the_golden_has_more_often_is_lacking():
+    marks = [Mark("scale", np.array([1.0, np.nan, 2.0]), ()), Mark("scale", np.array([4.0]), ())]
+    assert lacking(np.array([1.0, 2.0, 4.0]), marks) == 0
+    assert lacking(np.array([1.0, 2.0, 2.0, 3.0]), marks) == 2
+    assert lacking(np.array([1.0]), [Mark("scale", np.array([np.nan]), ())]) == 1
+
+
 @pytest.mark.tpu
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 def test_the_debug_argument_leaves_nothing_in_what_is_lowered(op, tmp_path):
+    check_lowered(op, smoke(op), "quantized_gmm", tmp_path)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", [DUAL, *(pytest.param(name, marks=FULL) for name in QUANTISERS if name != DUAL)])
+def test_nor_does_that_of_a_quantiser(name, tmp_path):
+    op = QUANTISERS[name]
+    check_lowered(op, next(case for case in op.cases if case.tier == "smoke"), "quantize", tmp_path)
+
+
+def check_lowered(op, case, module, tmp_path):
     jax = pytest.importorskip("jax")
-    case, source = smoke(op), (ROOT / "tpu_kernels" / "quantized_gmm.py").read_text()
+    source = (ROOT / "tpu_kernels" / f"{module}.py").read_text()
     stripped = ast.unparse(stages._Without().visit(ast.parse(source)))
     assert "debug('" not in stripped
-    fault = Fault("", "tpu", (op.name,), source, stripped, module="quantized_gmm")
+    fault = Fault("", "tpu", (op.name,), source, stripped, module=module)
     inputs = {
         key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in reference(op, case).inputs.items() if x is not None
     }
@@ -99,5 +188,6 @@ def test_the_debug_argument_leaves_nothing_in_what_is_lowered(op, tmp_path):
     assert len(lowered) == 1
 
 
-def test_a_triton_kernel_debugs_only_where_it_is_asked_to():
-    stages.test_a_triton_kernel_debugs_only_where_it_is_asked_to("quantized_gmm")
+@pytest.mark.parametrize("module", ["quantized_gmm", "quantize"])
+def test_a_triton_kernel_debugs_only_where_it_is_asked_to(module):
+    stages.test_a_triton_kernel_debugs_only_where_it_is_asked_to(module)
