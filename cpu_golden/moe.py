@@ -239,6 +239,7 @@ def moe_layer(
     group_offset: int = 0,
     sanitize_grads: bool = False,
     tiling: Tiling | None = None,
+    router_step: int | None = None,
     rounding: Rounding = exact,
 ) -> Array:
     """A layer of SwiGLU experts, of which each token goes to the top_k that its router likes best.
@@ -260,13 +261,14 @@ def moe_layer(
     has x's dtype.
     The weights enter before the last matmul, which is linear: their gradient then needs no more than a product of what
     the backward pass has anyway. sanitize_grads: zero in place of every gradient that is NaN or infinite; by default
-    they propagate. tiling: (tm, tk, tn) of every matmul, or a look-up (m, k, n) -> (tm, tk, tn).
+    they propagate. tiling: (tm, tk, tn) of every matmul, or a look-up (m, k, n) -> (tm, tk, tn). router_step: the K
+    step of the router's matmuls, which are of float32 whatever the others are (default: that of tiling).
     Sites: logits, weights; gate, up and hidden (what the matmuls hand on), rows (of the last matmul), those of the
     matmuls and of `unpermute`.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
     """
     o = _options(x, w_router, w_gate, w_up, w_down, top_k, quantize, block_size, capacity, renormalize, group_offset,
-                 tiling, rounding)  # fmt: skip
+                 tiling, router_step, rounding)  # fmt: skip
     routed = _route(o, x, w_router)
     return unpermute(_experts(o, x, routed, w_gate, w_up, w_down).rows, routed.slots, rounding=rounding)
 
@@ -287,6 +289,7 @@ def moe_layer_bwd(
     group_offset: int = 0,
     sanitize_grads: bool = False,
     tiling: Tiling | None = None,
+    router_step: int | None = None,
     rounding: Rounding = exact,
 ) -> LayerGrads:
     """The gradients of `moe_layer` in all five of its arrays, for a gradient dout [T, D] of its result.
@@ -296,7 +299,7 @@ def moe_layer_bwd(
     sum for a token) and drouter, the two parts of x's gradient; those of the matmuls and of `unpermute`.
     """
     o = _options(x, w_router, w_gate, w_up, w_down, top_k, quantize, block_size, capacity, renormalize, group_offset,
-                 tiling, rounding)  # fmt: skip
+                 tiling, router_step, rounding)  # fmt: skip
     check_layer_dout(dout, x, exact=True)
     routed = _route(o, x, w_router)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -317,6 +320,7 @@ class _Options(NamedTuple):
     renormalize: bool
     group_offset: int
     tiling: Tiling | None
+    router_step: int | None
     rounding: Rounding
 
 
@@ -333,6 +337,7 @@ def _options(
     renormalize: bool,
     group_offset: Any,
     tiling: Tiling | None,
+    router_step: int | None,
     rounding: Rounding,
 ) -> _Options:
     offset = scalar(group_offset)
@@ -349,7 +354,7 @@ def _options(
         group_offset=offset,
         exact=True,
     )
-    return _Options(layer, top_k, quantize, block_size, capacity, renormalize, offset, tiling, rounding)
+    return _Options(layer, top_k, quantize, block_size, capacity, renormalize, offset, tiling, router_step, rounding)
 
 
 class _Routed(NamedTuple):
@@ -458,10 +463,10 @@ def _of_rows(x: Array, source: Array, top_k: int) -> Array:
 
 
 def _dot(o: _Options, a: Array, b: Array) -> Array:
-    """a @ b, summed in the steps of the other matmuls."""
+    """a @ b of the router, summed in its own steps or else in those of the other matmuls."""
     _, step, _ = resolve_tiling(o.tiling, one_tile, a.shape[0], a.shape[1], b.shape[1])
     a, b = o.rounding("lhs", a.astype(np.float64)), o.rounding("rhs", b.astype(np.float64))
-    return staged_dot(a, b, step, o.rounding)
+    return staged_dot(a, b, o.router_step or step, o.rounding)
 
 
 def _product(o: _Options, routed: _Routed, lhs: Array, rhs: Array, site: str, transpose_rhs: bool = False) -> Array:

@@ -1,7 +1,6 @@
 """Layers of a mixture of experts on the GPU; they are defined in `cpu_golden/moe.py`."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -477,21 +476,19 @@ def moe_layer_bwd(
 
 def _route(o: _LayerOptions, x: Tensor, w_router: Tensor) -> tuple[Tensor, Tensor]:
     """The weights [T, k] float32 of each token's experts, and which these are."""
-    # Its float32 products are added one by one, whatever the experts' are.
-    watched = partial(_watched, o, tiling=(1, 1, 1))
-    logits: Tensor = _Logits.apply(watched(None, x, "drouter"), w_router)  # type: ignore[no-untyped-call]
-    logits = watched("logits", logits, "dlogits")
+    logits: Tensor = _Logits.apply(_watched(o, None, x, "drouter"), w_router)  # type: ignore[no-untyped-call]
+    logits = _watched(o, "logits", logits, "dlogits")
     # Not torch.topk, which leaves open which of equal ones it takes.
     indices = torch.sort(logits.detach(), dim=1, descending=True, stable=True).indices[:, : o.top_k]
     weights = logits.gather(1, indices).softmax(1) if o.renormalize else logits.softmax(1).gather(1, indices)
-    return watched("weights", weights), indices.int()
+    return _watched(o, "weights", weights), indices.int()
 
 
-def _watched(o: _LayerOptions, site: str | None, x: Tensor, gradient: str | None = None, **steps: Any) -> Tensor:
+def _watched(o: _LayerOptions, site: str | None, x: Tensor, gradient: str | None = None) -> Tensor:
     """x, shown to `debug` as what is at a site, and its gradient as what is at another."""
     if o.debug is None:
         return x
-    shown: Tensor = _Shown.apply(partial(o.debug, **steps), site, gradient, x)  # type: ignore[no-untyped-call]
+    shown: Tensor = _Shown.apply(o.debug, site, gradient, x)  # type: ignore[no-untyped-call]
     return shown
 
 

@@ -356,7 +356,10 @@ def layer_arguments(c: Case) -> dict[str, Any]:
 
 
 def layer_contract(c: Case, backend: Backend) -> Contract:
-    """Float32 sums; what a matmul hands on in x's dtype, in float32 where the next one quantises it."""
+    """Float32 sums; what a matmul hands on in x's dtype, in float32 where the next one quantises it.
+
+    The router's matmuls are of float32, whose products a GPU adds one by one, whatever those of the experts are.
+    """
     between = c.dtype if c.quantize is None else F32
     sites = {
         "logits": F32,
@@ -372,13 +375,14 @@ def layer_contract(c: Case, backend: Backend) -> Contract:
                   "drows": c.out, "dexperts": c.out, "drouter": c.out}  # fmt: skip
     scaling = {"inner": F32, "scale": F32, "scaled": F32, "acc": F32}
     outs = {"w_router": F32} if c.op == "moe_layer_bwd" else {}
-    wide = unquantised.contract(c, backend)
+    schedule = {"router_step": MXU_DEPTH if backend == "tpu" else 1}
+    wide = replace(unquantised.contract(c, backend), outs=outs, schedule=schedule)
     if c.quantize == "fp8":
         depth = MXU_DEPTH if backend == "tpu" else FP8_MMA_DEPTH
-        return Contract(dot="fp8", out=c.out, outs=outs, depth=depth, sites={"partial": F32, **scaling, **sites})
+        return replace(wide, dot="fp8", depth=depth, sites={"partial": F32, **scaling, **sites})
     if c.quantize == "mxfp8":
-        return replace(wide, dot="native", outs=outs, sites={**wide.sites, **scaling, **sites})
-    return replace(wide, outs=outs, sites={**wide.sites, **sites})
+        return replace(wide, dot="native", sites={**wide.sites, **scaling, **sites})
+    return replace(wide, sites={**wide.sites, **sites})
 
 
 def layer_magnitude(op: Op, c: Case, inputs: Inputs) -> Any:
@@ -413,7 +417,7 @@ _LAYER = Op(
     arguments=layer_arguments,
     contract=layer_contract,
     chain=lambda c, inputs: 1,
-    steps=lambda c, contract: {"tiling": (contract.depth, contract.depth, 1)},
+    steps=lambda c, contract: {"tiling": (contract.depth, contract.depth, 1), **contract.schedule},
     representative=lambda c: c.tier == "smoke",
     magnitude=layer_magnitude,
     unread=layer_unread,
