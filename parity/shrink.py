@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib.util
 import multiprocessing
 import os
 import re
@@ -309,10 +310,10 @@ def minimise(items: Sequence[T], keeps: Callable[[Sequence[T]], bool]) -> Sequen
 def script(op: Op, shrunk: Shrunk, backend: Backend, kernel: Callable[..., Any] | None = None, target: str = "") -> str:
     """A Python script that runs the kernel on the smallest inputs: it exits with 1 while the result is wrong, else 0.
 
-    It needs NumPy, the backend's framework and the kernel's module (`target`, "module:function"; default: the op's). A
-    failure that only the emulated matrix unit shows needs `parity.backends.emulation` as well: which of the two it is,
-    is tried out. Raises ValueError for MISTRUSTED, which is no fault of the kernel's, and for a failure that neither
-    script shows.
+    It needs NumPy, the backend's framework and the kernel's module (`target`, "module:function"; default: the op's),
+    which it imports from where that is now, whatever is installed and wherever the script lies. A failure that only the
+    emulated matrix unit shows needs `parity.backends.emulation` as well: which of the two it is, is tried out. Raises
+    ValueError for MISTRUSTED, which is no fault of the kernel's, and for a failure that neither script shows.
     """
     target = target or getattr(op, backend)
     check = _check(op, shrunk, backend, kernel or load_kernel(target))
@@ -431,10 +432,14 @@ EMULATION = {"tpu": "parity.backends.emulation.mxu", "gpu": "parity.backends.emu
 def _write(op: Op, shrunk: Shrunk, backend: Backend, target: str, check: _Check | None, emulated: bool) -> str:
     module, _, function = target.partition(":")
     keywords = {**op.arguments(shrunk.case), **op.route(shrunk.case)}
+    folders = dict.fromkeys(_folder_of(name) for name in [*(["parity"] if emulated else []), module])
+    given = [f'    "{name}": {_literal(array)},' for name, array in shrunk.inputs.items() if array is not None]
+    given += [f"    **{keywords!r},"] if keywords else []
     lines = [
         f"# {shrunk.failure}: {target}, {shrunk.case.id}. Exits with 1 while the result is wrong.",
         "import os",
         "import sys",
+        *(f"sys.path.insert(0, {str(folder)!r})" for folder in folders),
         FRAMEWORK[backend],
         f"from {module} import {function} as kernel",
         f"from {EMULATION[backend]} import emulated  # what goes wrong is the matrix unit's" if emulated else None,
@@ -445,10 +450,9 @@ def _write(op: Op, shrunk: Shrunk, backend: Backend, target: str, check: _Check 
         "        values[index] = value",
         f"    return {TENSOR[backend]}",
         "",
-        "inf, nan = np.inf, np.nan",
+        "inf, nan = np.inf, np.nan" if re.search(r"\b(inf|nan)\b", "".join(given)) else None,
         "arguments = {",
-        *(f'    "{name}": {_literal(array)},' for name, array in shrunk.inputs.items() if array is not None),
-        f"    **{keywords!r}," if keywords else None,
+        *given,
         "}",
         "with emulated():" if emulated else None,
         f"{'    ' if emulated else ''}result = kernel(**arguments)",
@@ -460,6 +464,16 @@ def _write(op: Op, shrunk: Shrunk, backend: Backend, target: str, check: _Check 
             f"sys.exit(0 if {check.holds} else 1)",
         ]
     return "\n".join(line for line in lines if line is not None) + "\n"
+
+
+def _folder_of(module: str) -> Path:
+    """Where a module is found: another one of that name may be installed."""
+    spec = importlib.util.find_spec(module.partition(".")[0])
+    places: list[str | None] = [*(spec.submodule_search_locations or []), spec.origin] if spec else []
+    place = next(iter(places), None)
+    if place is None:
+        raise ValueError(f"{module} must be in a file for a script to import it, it is in none")
+    return Path(place).resolve().parent
 
 
 def _literal(array: np.ndarray) -> str:

@@ -308,5 +308,8 @@ def test_the_command_prints_the_steps_the_smallest_case_and_a_script(project, tm
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr
     assert "smallest case: double-M6_N8-f32-s0" in done.stdout
-    broken = run_alone(out.read_text(), tmp_path)
+    # Elsewhere, and where another kernel of that name would be imported first.
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kernels.py").write_text("def bad(x):\n    return x + x\n")
+    broken = run_alone(out.read_text(), tmp_path / "elsewhere")
     assert (broken.returncode, broken.stdout[:8]) == (1, "got 0.0 "), broken.stderr
