@@ -95,7 +95,8 @@ def grouped_dense_bwd(
     Where anything is quantised the residuals are fp8 pairs, so the gradients are those of the quantised operands:
     lhs by columns, with one scale per `block_size` rows, and rhs as in the forward pass. Returns float64 gradients
     shaped as the primals: zero for rows of no active group (lhs), for empty groups (rhs) and for rows that were
-    overwritten (existing_out). Sites as `gmm` and `tgmm` or `gmm_quantized` and `tgmm_quantized`.
+    overwritten (existing_out). Sites as `gmm` and `tgmm` or `gmm_quantized` and `tgmm_quantized`, but for the running
+    sums, which are at dlhs and drhs.
     """
     check_quantize_options(quantize, bwd_quantize, block_size)
     p = _check(lhs, rhs, group_sizes, existing_out, group_offset, transpose_rhs, preferred_element_type)
@@ -108,13 +109,13 @@ def grouped_dense_bwd(
         "group_offset": group_offset,
         "transpose_rhs": not transpose_rhs,
         "tiling": swapped,
-        "rounding": rounding,
+        "rounding": _running_at("dlhs", rounding),
     }
     by_tgmm: dict[str, Any] = {
         "group_offset": group_offset,
         "num_actual_groups": groups,
         "tiling": swapped if transpose_rhs else tiling,
-        "rounding": rounding,
+        "rounding": _running_at("drhs", rounding),
     }
     if quantize is not True and bwd_quantize is not True:
         dlhs = gmm(dout, rhs, group_sizes, **by_gmm)
@@ -135,6 +136,11 @@ def grouped_dense_bwd(
     for _, rows in active_groups(sizes, offset, groups):
         passed[rows] = 0.0
     return Grads(dlhs, drhs, passed)
+
+
+def _running_at(gradient: str, rounding: Rounding) -> Rounding:
+    """The rounding of one matmul of two, whose running sums have a site of their own."""
+    return lambda site, value: rounding(gradient if site == "acc" else site, value)
 
 
 def _check(

@@ -103,7 +103,8 @@ def grouped_dense(
     have the dtypes of what they are gradients of: zero for rows of no active group (lhs), for empty groups (rhs) and
     for rows that were overwritten (existing_out).
     tiling: (tm, tk, tn) of the forward pass, whose backward matmuls take (tm, tn, tk) and (tm, tk, tn), or a look-up
-    (m, k, n) -> (tm, tk, tn) that is asked for each of them. debug: as the matmul of the forward pass has it.
+    (m, k, n) -> (tm, tk, tn) that is asked for each of them. debug: as the matmul of the forward pass has it, and the
+    sums of the other two at dlhs and drhs.
     """
     check_quantize_options(quantize, bwd_quantize, block_size)
     group_offset = static_scalar(group_offset)
@@ -139,10 +140,12 @@ def grouped_dense_bwd(
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
     interpret: Interpret = None,
+    debug: Debug = None,
 ) -> Grads:
     """The gradients of `grouped_dense` in lhs, rhs and existing_out, as `jax.vjp` gives them.
 
-    dout [M, N]: the gradient of its result, in the dtype of that. All else as `grouped_dense`.
+    dout [M, N]: the gradient of its result, in the dtype of that. All else as `grouped_dense`, but that debug has no
+    stage of the forward pass.
     """
     check_quantize_options(quantize, bwd_quantize, block_size)
     group_offset = static_scalar(group_offset)
@@ -163,6 +166,7 @@ def grouped_dense_bwd(
             preferred_element_type=preferred_element_type,
             tiling=tiling,
             interpret=interpret,
+            debug=_backward_alone(debug),
         )
 
     _, backward = jax.vjp(layer, lhs, rhs, existing_out)
@@ -250,9 +254,11 @@ def _bwd(options: _Options, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
         "interpret": options.interpret,
     }
     swapped = _swapped(options.tiling)
-    dlhs = _gmm(by_rows, rhs, group_sizes, transpose_rhs=not options.transpose_rhs, tiling=swapped, **shared)
+    by_gmm = {"transpose_rhs": not options.transpose_rhs, "tiling": swapped, "debug": _sums_at("dlhs", options.debug)}
+    dlhs = _gmm(by_rows, rhs, group_sizes, **by_gmm, **shared)
     left, right, tiling = (by_columns, lhs, swapped) if options.transpose_rhs else (lhs, by_columns, options.tiling)
-    drhs = _tgmm(left, right, group_sizes, num_actual_groups=groups, tiling=tiling, **shared)
+    by_tgmm = {"num_actual_groups": groups, "tiling": tiling, "debug": _sums_at("drhs", options.debug)}
+    drhs = _tgmm(left, right, group_sizes, **by_tgmm, **shared)
     passed = _outside(dout, group_sizes, group_offset, groups) if options.fills else None
     return dlhs, drhs, None, None, passed
 
@@ -292,6 +298,27 @@ def _tgmm(lhs: Quantized, rhs: Quantized, group_sizes: jax.Array, **arguments: A
     if lhs.scale is None and rhs.scale is None:
         return tgmm(*_same_dtype(lhs.qvalue, rhs.qvalue), group_sizes, **arguments)
     return tgmm_quantized(*lhs, *rhs, group_sizes, **arguments)
+
+
+def _sums_at(gradient: str, shown: Debug) -> Debug:
+    """The debug of a backward matmul: its sums, in steps of which the golden has but one size for both matmuls."""
+
+    def of_gradient(site: str, value: Any, where: Any = None, **steps: Any) -> Any:
+        if shown is None or site != "acc":
+            return value
+        depth = {"tiling": (max(steps["tiling"]),) * 3} if "tiling" in steps else {}
+        return shown(gradient, value, where, **depth)
+
+    return shown and of_gradient
+
+
+def _backward_alone(shown: Debug) -> Debug:
+    """The debug of a gradient, whose golden has no forward pass."""
+
+    def of_backward(site: str, value: Any, where: Any = None, **steps: Any) -> Any:
+        return shown(site, value, where, **steps) if shown and site in ("dlhs", "drhs") else value
+
+    return shown and of_backward
 
 
 def _same_dtype(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

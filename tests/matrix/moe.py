@@ -36,8 +36,9 @@ def contract(c: Case, backend: Backend) -> Contract:
 
     Quantising is exact to the bit, and so no part of the error.
     """
-    scaling = {"inner": F32, "scale": F32, "scaled": F32, "acc": F32}
     backward = c.op == "grouped_dense_bwd"
+    sums = {"dlhs": F32, "drhs": F32} if backward else {"acc": F32}
+    scaling = {"inner": F32, "scale": F32, "scaled": F32, **sums}
     if c.quantize and (c.bwd_quantize or not backward):
         depth = MXU_DEPTH if backend == "tpu" else FP8_MMA_DEPTH
         return Contract(dot="fp8", out=c.out, depth=depth, sites={"partial": F32, **scaling})

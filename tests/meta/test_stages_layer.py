@@ -21,6 +21,8 @@ MXFP8 = "moe_layer-T60_D128_F128_E4_k2-bf16-mxfp8-capacity20-s0"
 FP8_BWD = "moe_layer_bwd-T60_D128_F128_E4_k2-bf16-fp8-capacity20-s0"
 F32_BWD = "moe_layer_bwd-T9_D72_F40_E12_k2-f32-poison-s0"
 DENSE = "grouped_dense-M200_K256_N128_G4-bf16-tiling64x128x128-short-s0"
+DENSE_BWD = DENSE.replace("dense-", "dense_bwd-")
+WIDE_BWD = DENSE_BWD.replace("tiling", "quantizeFalse-bwd_quantizeFalse-tiling").replace("short", "zipf")
 OF_GMM = {"tpu": ["partial", "acc", "out"], "gpu": ["acc", "out"]}
 FULL = pytest.mark.full
 BF16 = {"tpu": ".astype(jnp.bfloat16).astype(jnp.float32)", "gpu": ".bfloat16().float()"}
@@ -55,6 +57,8 @@ RIGHT = [
         (F32_BWD, [*FORWARD, *BACKWARD, *GRADIENTS]),
         (DENSE, ["acc", "out"]),
         (DENSE.replace("tiling", "quantizeFalse-tiling").replace("short", "straddle"), OF_GMM[backend]),
+        (DENSE_BWD, ["dlhs", "drhs", "lhs", "rhs"]),
+        (WIDE_BWD, ["dlhs", "drhs", "lhs", "rhs"]),
     ]
 ]
 
@@ -100,6 +104,23 @@ def test_a_fault_of_logic_is_found_where_it_enters(fault, case_id, site, tmp_pat
     assert [stage.site for stage in stages] == sites[: sites.index(site) + 1]
     assert stages[-1].wrong and not any(stage.is_off for stage in stages[:-1]), stages
     assert conclusion(stages, ranking, tmp_path).startswith(f"a logic fault enters at {site}")
+
+
+OF_DLHS, OF_DRHS = "_gmm(by_rows, rhs, group_sizes, **by_gmm", "_tgmm(left, right, group_sizes, **by_tgmm"
+FAULTS_OF_DENSE = [
+    planted(backend, case, old, old.replace(part, f"{part}._replace(qvalue=2 * {part}.qvalue)"), site, FULL)
+    for backend in ("tpu", "gpu")
+    for case, old, part, site in [(WIDE_BWD, OF_DLHS, "by_rows", "dlhs"), (WIDE_BWD, OF_DRHS, "right", "drhs")]
+]
+
+
+@pytest.mark.parametrize(("fault", "case_id", "site"), FAULTS_OF_DENSE)
+def test_a_fault_of_a_backward_matmul_is_found_in_its_own_sums(fault, case_id, site, tmp_path):
+    pytest.importorskip("jax" if fault.backend == "tpu" else "triton")
+    op, case = case_of(case_id)
+    stages, _ = walked(op, case, fault.backend, getattr(plant(fault, tmp_path), op.name))
+    assert [stage.site for stage in stages] == (["dlhs"] if site == "dlhs" else ["dlhs", "drhs"])
+    assert stages[-1].wrong and not any(stage.is_off for stage in stages[:-1]), stages
 
 
 HIDDEN = {
