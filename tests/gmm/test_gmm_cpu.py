@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_golden.gmm import gmm, make_group_metadata, naive_gmm, naive_tgmm, tgmm
+from cpu_golden.gmm import gmm, make_group_metadata, naive_gmm, naive_tgmm, staged_dot, tgmm
 from parity.inputs import draw
 from tests.matrix.gmm import GMM, TGMM
 
@@ -134,3 +134,17 @@ def test_rounding_one_site_emulates_a_kernel_that_rounds_there():
     rounded = gmm(lhs, rhs, sizes, rounding=bfloat16_at("lhs", "rhs"))
     narrow = gmm(lhs.astype(ml_dtypes.bfloat16), rhs.astype(ml_dtypes.bfloat16), sizes)
     np.testing.assert_allclose(rounded, narrow, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("first", "lengths"), [(0, [8, 8, 4]), (3, [5, 8, 7]), (8, [8, 8, 4]), (15, [1, 8, 8, 3])])
+def test_steps_of_a_staged_sum_end_at_multiples_of_their_length(first, lengths):
+    """Of 20 products, the first of which is the `first` of what is cut into steps of 8."""
+    partial = []
+
+    def rounding(site, value):
+        if site == "partial":
+            partial.append(int(value[0, 0]))
+        return value
+
+    assert staged_dot(np.ones((1, 20)), np.ones((20, 1)), 8, rounding, first=first) == [[20]]
+    assert partial == lengths
