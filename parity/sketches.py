@@ -100,7 +100,7 @@ def explain_record(
     Raises ValueError for an op that is compared bit for bit, and for a record without a sketch.
     """
     if op.bit_exact:
-        raise ValueError(f"case must be of an op whose results are rounded, got {case.id} of a bit-exact one")
+        raise ValueError(f"record must have a sketch, got that of {case.id}, compared bit for bit: {record.verdict}")
     if not record.outputs:
         raise ValueError(f"the record of {case.id} must have a sketch, has none: its verdict is {record.verdict}")
     output = max(record.outputs, key=lambda name: record.outputs[name].eta_max)

@@ -15,7 +15,7 @@ from parity.judge import reference
 from parity.lines import Ranking, files_compared_bit_for_bit, program, rank, statement
 from parity.lines.bits import BitStage, walk_bits
 from parity.lines.program import Line
-from parity.lines.walk import Stage, walk
+from parity.lines.walk import Stage, unseen, walk
 from parity.op import BACKENDS
 
 SHOWN = 10
@@ -67,6 +67,9 @@ def screen(title: str, stages: tuple[Stage, ...], ranking: Ranking, root: Path) 
         out.append(f"  {stage.site:<10} error {stage.error:.2e}, by contract {stage.expected:.2e}")
         out.append(f"   {stage.wrong:.1%} of the values are not the golden's" if stage.wrong else "")
         out.append("   ← first\n" if stage.is_off else "\n", "bold red" if stage.is_off else "")
+    if parts := unseen(ranking.none.marks):
+        why = "no program of the kernel has the whole value in this case, as where a sum is cut into tiles"
+        out.append(f"  not compared: {', '.join(parts)}: {why}\n")
     out.append(f"error {ranking.error:.3g} of M, all lines exact: {ranking.exact:.2g}; ")
     out.append(f"the lines one by one explain {ranking.together:.0%} of its mean square\n")
     for share in ranking.shares[:SHOWN]:

@@ -84,6 +84,12 @@ def walk(op: Op, case: Case, backend: Backend, expected: Reference, ranking: Ran
     return tuple(stages)
 
 
+def unseen(marks: Sequence[Mark]) -> tuple[str, ...]:
+    """The sites at which a kernel marks no whole value: where a sum is cut into tiles each program has a part of it."""
+    sites = dict.fromkeys(mark.site for mark in marks)
+    return tuple(site for site in sites if not any(np.isfinite(m.value).any() for m in marks if m.site == site))
+
+
 def _stage(
     site: str,
     marks: Sequence[tuple[Mark, Mark]],

@@ -12,8 +12,8 @@ from parity.cli import main
 from parity.judge import reference
 from parity.lines import Ranking, mean_square, program, rank, statement
 from parity.lines.command import conclusion, screen
-from parity.lines.program import Line
-from parity.lines.walk import walk
+from parity.lines.program import Line, Mark
+from parity.lines.walk import unseen, walk
 from parity.op import outputs
 from tests.matrix import OPS
 from tests.meta.test_faults import ROOT, Fault, plant
@@ -258,6 +258,23 @@ def test_nor_where_routes_gates_and_lengths_are_others(backend, name, words):
     stages, _ = walked(op, case, backend)
     assert {"state", "kept", "decay"} & {stage.site for stage in stages}
     assert not any(stage.is_off for stage in stages), stages
+
+
+@FULL
+@pytest.mark.gpu
+def test_it_is_said_of_which_values_a_kernel_has_parts_alone(tmp_path):
+    """In float32 K has two tiles, each in a program of its own, and neither has a whole score."""
+    pytest.importorskip("triton")
+    stages, ranking = walked(OP[CHUNK_BACKWARD], smoke(OP[CHUNK_BACKWARD]), "gpu")
+    assert unseen(ranking.none.marks) == ("A", "dgate")
+    assert (
+        "not compared: A, dgate: no program of the kernel has the whole" in screen("", stages, ranking, tmp_path).plain
+    )
+
+
+def test_a_site_without_a_value_is_unseen_and_one_with_some_is_not():
+    marks = [Mark("A", np.array([np.nan]), ()), Mark("dA", np.array([np.nan]), ()), Mark("dA", np.array([1.0]), ())]
+    assert unseen(marks) == ("A",) and unseen(marks[1:]) == ()
 
 
 EVALUATED = [
