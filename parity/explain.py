@@ -156,8 +156,8 @@ def explain(
 ) -> Explanation:
     """Explain the error of a case's worst output. `done` is called with the number of emulations made so far.
 
-    Raises ValueError for an op that is compared bit for bit (`parity.bits` is for those), ImportError where the backend's
-    framework is missing.
+    Raises ValueError for an op that is compared bit for bit (`parity.bits` is for those), ImportError where
+    the backend's framework is missing.
     """
     if op.bit_exact:
         raise ValueError(f"case must be of an op whose results are rounded, got {case.id} of a bit-exact one")
