@@ -21,6 +21,7 @@ Packed sequences are laid out anew so that each begins with a chunk; rows withou
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -38,6 +39,8 @@ Refs = Mapping[str, Any]
 Load = Callable[[str], jax.Array]
 """The rows [heads, C, ·] of a chunk, of the tensor of that name."""
 Store = Callable[[str, jax.Array], None]
+OF_HEADS = {"q", "k", "v", "o", "state", "from_start", "to_end", "between"}
+"""The refs of the forward pass with a decay per head of which each head has a part, along the first axis."""
 
 LARGEST_EXPONENT = 88.0  # exp of it is finite in float32
 # A step that decays by more leaves nothing of any float32 state, and sums of such steps stay small enough to add.
@@ -51,6 +54,8 @@ BLOCK_TOKENS = 512  # of a grid step, where chunks are shorter
 HEADS = 8  # of a grid step at most: independent work for the scheduler
 # Rows of all heads of a step's chunks at most, by gate: with more a program is longer, and no faster.
 ROWS_AT_ONCE = {"constant": 1024, "step": 1024, "channel": 128}
+# Rows of the heads at work at once where heads come in groups: what they need stays in registers.
+ROWS_OF_GROUP = 128
 
 
 class Route(NamedTuple):
@@ -65,7 +70,8 @@ class Scan(NamedTuple):
 
     gate: "constant" (a decay per head), "step" (and step) or "channel" (and channel of k). split: dots are of bfloat16
     pieces, else of float32 at HIGHEST. n sequences in b rows of `length` steps, packed where n is not b, or laid out in
-    t rows for the kernels: `blocks` of `chunks` of `chunk` rows. heads: of a grid step.
+    t rows for the kernels: `blocks` of `chunks` of `chunk` rows. heads: of a grid step; group: of them, at work at
+    once.
     """
 
     gate: str
@@ -84,6 +90,7 @@ class Scan(NamedTuple):
     chunks: int
     blocks: int
     heads: int
+    group: int
 
     @property
     def rows(self) -> int:
@@ -249,8 +256,13 @@ def plan(gates: Gates, p: Problem, *, packed: bool, chunk_size: int, backward: b
     gate = "channel" if "gk" in gates else "constant" if gates["g"] is None else "step"
     chunk = chunk_size & -chunk_size
     count = p.t // chunk + p.n if packed else pl.cdiv(p.t, chunk)
-    most_rows = ROWS_AT_ONCE[gate] // (1 if p.dtype == "bfloat16" else 2)
+    # Decays that are there already leave registers to spare: with more heads in groups there is less to wait for at the
+    # end of a chunk. Other scans spill in groups too, and are slower. Two cores have each a part of b or of the heads.
+    grouped = fused and not backward and gate == "constant" and p.dtype == "bfloat16"
+    most_rows = ROWS_AT_ONCE[gate] * (2 if grouped else 1) // (1 if p.dtype == "bfloat16" else 2)
     most_heads = min(HEADS, p.h, max(most_rows // chunk, 1))
+    if grouped:
+        most_heads = min(2 * HEADS, p.h if p.b > 1 else pl.cdiv(p.h, 2), max(most_rows // chunk, 1))
     heads = [n for n in range(most_heads, 0, -1) if p.h % n == 0]
     # Longer blocks have fewer states at their starts, shorter ones fewer in them. A loop of one chunk is none to XLA's
     # CPU compiler: without the loop it fuses, and so rounds, an interpreted kernel in another way.
@@ -260,9 +272,10 @@ def plan(gates: Gates, p: Problem, *, packed: bool, chunk_size: int, backward: b
     def scan_of(heads: int, chunks: int) -> Scan:
         blocks = pl.cdiv(count, chunks)
         rows = blocks * chunks * chunk if packed or blocks == 1 else p.t
-        return Scan(
-            gate, backward, False, p.scale, p.b, p.t, p.h, p.k, p.v, p.n, packed, rows, chunk, chunks, blocks, heads
-        )
+        at_once = max(ROWS_OF_GROUP // chunk, 1) if grouped else heads
+        group = next(n for n in range(min(at_once, heads), 0, -1) if heads % n == 0)
+        sizes = p.b, p.t, p.h, p.k, p.v, p.n, packed, rows, chunk, chunks, blocks, heads, group
+        return Scan(gate, backward, False, p.scale, *sizes)
 
     scans = [scan_of(*choice) for choice in itertools.product(heads, chunks)]
     need = partial(_vmem_bytes, p=p, backward=backward, fused=fused)
@@ -626,6 +639,19 @@ class _Block:
         self.batch, self.first_head = pl.program_id(0), pl.program_id(1) * scan.heads
         _prepare_decays(refs, scan, self.first_head)
 
+    def groups(self) -> "Iterator[_Block]":
+        """The block of each group of heads."""
+        if self.scan.group == self.scan.heads:
+            yield self
+            return
+        for head in range(0, self.scan.heads, self.scan.group):
+            group = copy(self)
+            heads = pl.ds(head, self.scan.group)
+            group.refs = {name: ref.at[heads] if name in OF_HEADS else ref for name, ref in self.refs.items()}
+            group.scan = self.scan._replace(heads=self.scan.group)
+            group.first_head = self.first_head + head
+            yield group
+
     def rows(self, i: Any) -> Any:
         """The rows of chunk i in the block."""
         return pl.ds(pl.multiple_of(i * self.scan.chunk, self.scan.chunk), self.scan.chunk)
@@ -757,17 +783,26 @@ def _forward_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
     block, state = _Block(refs, scan, pl.program_id(2)), refs["state"]
 
     def body(i: Any) -> None:
-        load, decay, watch = partial(block.load, i), block.decay(i), _Watch(debug, block, i)
-        _watch_decays(decay, watch)
-
-        def advance() -> None:
-            state[...] = watch("state", _next_state(load, state[...], decay, scan))
-
-        if "o" in refs:
-            block.store(i, "o", _output(load, state, decay, scan, watch, advance))
-        else:
+        if "o" not in refs:
             refs["states"][i] = state[...]
-            advance()
+            advance(block, i, block.decay(i))
+            return
+        # The matrix unit makes the scores of a group of heads while the group before waits for its own.
+        waiting: list[Callable[[], None]] = []
+        for group in block.groups():
+            decay = group.decay(i)
+            waiting.append(partial(finish, group, i, decay, _scores(group, i, decay, debug)))
+            if len(waiting) > 1:
+                waiting.pop(0)()
+        waiting.pop()()
+
+    def finish(group: _Block, i: Any, decay: _Decay, scores: jax.Array) -> None:
+        meanwhile = partial(advance, group, i, decay)
+        group.store(i, "o", _output(scores, group, i, decay, group.refs["state"], meanwhile))
+
+    def advance(group: _Block, i: Any, decay: _Decay) -> None:
+        load, state, watch = partial(group.load, i), group.refs["state"], _Watch(debug, group, i)
+        state[...] = watch("state", _next_state(load, state[...], decay, group.scan))
 
     block.for_chunks(body, lambda i: block.load_state("h0", i, state), lambda i: block.store_state("ht", i, state))
 
@@ -777,9 +812,8 @@ def _outputs_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
     block = _Block(refs, scan, pl.program_id(2))
 
     def body(i: Any) -> None:
-        load, decay, watch = partial(block.load, i), block.decay(i), _Watch(debug, block, i)
-        _watch_decays(decay, watch)
-        block.store(i, "o", _output(load, refs["states"].at[i], decay, scan, watch))
+        decay = block.decay(i)
+        block.store(i, "o", _output(_scores(block, i, decay, debug), block, i, decay, refs["states"].at[i]))
 
     block.for_chunks(body)
 
@@ -854,22 +888,28 @@ def _for_chunks_back(block: _Block, body: Callable[[Any], None]) -> None:
 # What is needed twice is loaded twice: of all heads it would not fit the registers in between.
 
 
+def _scores(block: _Block, i: Any, decay: "_Decay", debug: Debug) -> jax.Array:
+    """A [heads, C, C] of chunk i."""
+    watch = _Watch(debug, block, i)
+    _watch_decays(decay, watch)
+    return watch("A", decay.scores(partial(block.load, i), block.scan), 1, 2)
+
+
 def _output(
-    load: Load,
-    state: Any,
+    scores: jax.Array,
+    block: _Block,
+    i: Any,
     decay: "_Decay",
-    scan: Scan,
-    watch: _Watch,
+    state: Any,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> jax.Array:
-    """o [heads, C, V] float32 of a chunk, from the ref of the state at its start.
+    """o [heads, C, V] float32 of chunk i, from its scores and the ref of the state at its start.
 
     meanwhile() comes before the last product, which has to wait for the scores; it may change the state.
     """
-    scores = watch("A", decay.scores(load, scan), 1, 2)
-    read = _read(load("q"), state[...], decay, decay.from_start, scan)
+    read = _read(block.load(i, "q"), state[...], decay, decay.from_start, block.scan)
     meanwhile()
-    return scan.scale * (read + _dot(scores, load("v"), (1, 0), scan))
+    return block.scan.scale * (read + _dot(scores, block.load(i, "v"), (1, 0), block.scan))
 
 
 def _next_state(load: Load, state: jax.Array, decay: "_Decay", scan: Scan) -> jax.Array:

@@ -24,6 +24,9 @@ def problem(**changes: Any) -> Problem:
 
 # gate, the pass, what is not as usual; chunks of 64 steps in a block, blocks, and heads of a grid step
 SCANS = [
+    ("constant", "forward", {}, (8, 8, 16)),
+    ("constant", "forward", dict(b=1), (8, 8, 8)),
+    ("constant", "forward", dict(dtype="float32"), (8, 8, 8)),
     ("step", "forward", {}, (8, 8, 8)),
     ("constant", "backward", {}, (8, 8, 8)),
     ("channel", "backward", {}, (8, 8, 2)),
@@ -40,6 +43,21 @@ def test_blocks_of_a_scan_on_the_tpu(gate, direction, changes, expected):
     backward = direction == "backward"
     scan = tpu.plan(GATES[gate], problem(**changes), packed=False, chunk_size=64, backward=backward, fused=True)
     assert (scan.chunks, scan.blocks, scan.heads) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "chunk", "expected"),
+    [({}, 64, 2), ({}, 128, 1), ({}, 256, 1), ({}, 16, 8), (dict(h=3), 64, 1), (dict(dtype="float32"), 64, 8)],
+)
+def test_groups_of_heads_on_the_tpu(changes, chunk, expected):
+    gates, p = GATES["constant"], problem(**changes)
+    of = {
+        (backward, fused): tpu.plan(gates, p, packed=False, chunk_size=chunk, backward=backward, fused=fused)
+        for backward in (False, True)
+        for fused in (False, True)
+    }
+    assert of[False, True].group == expected
+    assert all(scan.group == scan.heads for key, scan in of.items() if key != (False, True))
 
 
 # For each head: rows of q, k, v, o and their gradients and the gates of channels, twice; the states of the chunks and
