@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime import interpreter
 from triton.runtime.interpreter import (
     ReduceOps,
@@ -148,6 +148,15 @@ class _Memory:
         exact = stored.astype(np.float64)
         return np.where(round_to(wide, stored.dtype.name) == stored, wide, exact)
 
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Of memory that is a new tensor's. What it is given without being stored here may be what an earlier number
+        rounds to."""
+        storage = tensor.untyped_storage()
+        begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        for page in range(begin // _PAGE, -(-end // _PAGE)):
+            if page in self._pages:
+                self._pages[page][max(begin - page * _PAGE, 0) : end - page * _PAGE] = np.nan
+
     def of(self, tensor: torch.Tensor) -> Floats:
         """The numbers of a tensor."""
         stored = to_numpy(tensor)
@@ -179,14 +188,23 @@ class _Between(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """An operation, and the same one on the numbers that its tensors stand for."""
         kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        storages = {x.untyped_storage().data_ptr() for x in given}
+
+        def called() -> Any:
+            result = func(*args, **kwargs)
+            new = [] if func._schema.is_mutable else [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+            for x in new:
+                if x.untyped_storage().data_ptr() not in storages:
+                    self._memory.forget(x)
+            return result
+
         if func._schema.name in _MEMORY_ALONE:
-            return func(*args, **kwargs)
-        given = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            return called()
         own = [x.detach().to(torch.float64) if x.is_floating_point() else x.clone() for x in given]
         wide = [torch.from_numpy(self._memory.of(x)) if x.is_floating_point() else x.clone() for x in given]
-        result = func(*args, **kwargs)
+        result = called()
         is_new = isinstance(result, torch.Tensor) and result.is_floating_point() and result.numel() > 0
-        storages = {x.untyped_storage().data_ptr() for x in given}
         is_view = is_new and not func._schema.is_mutable and result.untyped_storage().data_ptr() in storages
         if not given or not is_new or is_view:
             return result

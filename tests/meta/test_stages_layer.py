@@ -2,6 +2,7 @@
 
 import ast
 
+import numpy as np
 import pytest
 
 from parity.backends import load_kernel
@@ -197,3 +198,25 @@ class _Without(ast.NodeTransformer):
     def visit_Call(self, node):
         self.generic_visit(node)
         return node.args[2] if isinstance(node.func, ast.Name) and node.func.id == "_watched" else node
+
+
+def test_a_new_tensor_has_no_number_of_one_that_lay_where_it_lies(monkeypatch):
+    """Memory is used again, and what it held may round to what it holds now, to 8 bits above all."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from parity.lines import gpu
+
+    memory = gpu._Memory()
+    old = torch.full((8,), 3.0, dtype=torch.float8_e4m3fn)
+    memory.store(gpu._addresses(old), np.full(8, 3.01))
+    assert memory.of(old).tolist() == [3.01] * 8
+    forgotten = []
+    with monkeypatch.context() as patch, gpu._Between(gpu._Errors(lambda place: False), memory):
+        patch.setattr(memory, "forget", lambda x: forgotten.append(x.data_ptr()))
+        view, new = old[2:], torch.zeros(8)
+        both = torch.frexp(new)
+        new += 1
+    assert forgotten == [new.data_ptr(), both[0].data_ptr(), both[1].data_ptr()]
+    assert memory.of(view).tolist() == [3.01] * 6
+    memory.forget(old[2:])
+    assert memory.of(old).tolist() == [3.0] * 8
