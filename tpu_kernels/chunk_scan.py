@@ -256,23 +256,22 @@ def plan(gates: Gates, p: Problem, *, packed: bool, chunk_size: int, backward: b
     gate = "channel" if "gk" in gates else "constant" if gates["g"] is None else "step"
     chunk = chunk_size & -chunk_size
     count = p.t // chunk + p.n if packed else pl.cdiv(p.t, chunk)
-    # Decays that are there already leave registers to spare: with more heads in groups there is less to wait for at the
-    # end of a chunk. Other scans spill in groups too, and are slower. Two cores have each a part of b or of the heads.
-    grouped = fused and not backward and gate == "constant" and p.dtype == "bfloat16"
-    most_rows = ROWS_AT_ONCE[gate] * (2 if grouped else 1) // (1 if p.dtype == "bfloat16" else 2)
-    most_heads = min(HEADS, p.h, max(most_rows // chunk, 1))
-    if grouped:
-        most_heads = min(2 * HEADS, p.h if p.b > 1 else pl.cdiv(p.h, 2), max(most_rows // chunk, 1))
+    most_rows = ROWS_AT_ONCE[gate] // (1 if p.dtype == "bfloat16" else 2)
+    # Decays that are there already leave registers to spare, if few heads work at once; the more of them in a step, the
+    # less is waited for at a chunk's end. Two cores have each a part of b or of the heads.
+    grouped = fused and not backward and gate == "constant" and p.dtype == "bfloat16" and 2 * chunk <= ROWS_OF_GROUP
+    grouped &= p.h % (2 * HEADS) == 0 and p.b * p.h > 2 * HEADS
+    most_heads = 2 * HEADS if grouped else min(HEADS, p.h, max(most_rows // chunk, 1))
+    at_once = ROWS_OF_GROUP // chunk if grouped else HEADS
     heads = [n for n in range(most_heads, 0, -1) if p.h % n == 0]
     # Longer blocks have fewer states at their starts, shorter ones fewer in them. A loop of one chunk is none to XLA's
     # CPU compiler: without the loop it fuses, and so rounds, an interpreted kernel in another way.
-    wanted = max(BLOCK_TOKENS // chunk, 1)
+    wanted = max(BLOCK_TOKENS // chunk // (2 if grouped else 1), 1)
     chunks = sorted({max(min(wanted * 2**n // 8, count), 2) for n in range(8)}, key=lambda size: abs(size - wanted))
 
     def scan_of(heads: int, chunks: int) -> Scan:
         blocks = pl.cdiv(count, chunks)
         rows = blocks * chunks * chunk if packed or blocks == 1 else p.t
-        at_once = max(ROWS_OF_GROUP // chunk, 1) if grouped else heads
         group = next(n for n in range(min(at_once, heads), 0, -1) if heads % n == 0)
         sizes = p.b, p.t, p.h, p.k, p.v, p.n, packed, rows, chunk, chunks, blocks, heads, group
         return Scan(gate, backward, False, p.scale, *sizes)
@@ -801,8 +800,8 @@ def _forward_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
         group.store(i, "o", _output(scores, group, i, decay, group.refs["state"], meanwhile))
 
     def advance(group: _Block, i: Any, decay: _Decay) -> None:
-        load, state, watch = partial(group.load, i), group.refs["state"], _Watch(debug, group, i)
-        state[...] = watch("state", _next_state(load, state[...], decay, group.scan))
+        load, scan, state, watch = partial(group.load, i), group.scan, group.refs["state"], _Watch(debug, group, i)
+        state[...] = watch("state", _next_state(load, state[...], decay, scan))
 
     block.for_chunks(body, lambda i: block.load_state("h0", i, state), lambda i: block.store_state("ht", i, state))
 
@@ -890,9 +889,9 @@ def _for_chunks_back(block: _Block, body: Callable[[Any], None]) -> None:
 
 def _scores(block: _Block, i: Any, decay: "_Decay", debug: Debug) -> jax.Array:
     """A [heads, C, C] of chunk i."""
-    watch = _Watch(debug, block, i)
+    load, scan, watch = partial(block.load, i), block.scan, _Watch(debug, block, i)
     _watch_decays(decay, watch)
-    return watch("A", decay.scores(partial(block.load, i), block.scan), 1, 2)
+    return watch("A", decay.scores(load, scan), 1, 2)
 
 
 def _output(

@@ -24,8 +24,9 @@ def problem(**changes: Any) -> Problem:
 
 # gate, the pass, what is not as usual; chunks of 64 steps in a block, blocks, and heads of a grid step
 SCANS = [
-    ("constant", "forward", {}, (8, 8, 16)),
+    ("constant", "forward", {}, (4, 16, 16)),
     ("constant", "forward", dict(b=1), (8, 8, 8)),
+    ("constant", "forward", dict(b=1, h=32), (4, 16, 16)),
     ("constant", "forward", dict(dtype="float32"), (8, 8, 8)),
     ("step", "forward", {}, (8, 8, 8)),
     ("constant", "backward", {}, (8, 8, 8)),
@@ -47,7 +48,7 @@ def test_blocks_of_a_scan_on_the_tpu(gate, direction, changes, expected):
 
 @pytest.mark.parametrize(
     ("changes", "chunk", "expected"),
-    [({}, 64, 2), ({}, 128, 1), ({}, 256, 1), ({}, 16, 8), (dict(h=3), 64, 1), (dict(dtype="float32"), 64, 8)],
+    [({}, 64, 2), ({}, 128, 8), ({}, 16, 8), (dict(h=8), 64, 8), (dict(b=1), 64, 8), (dict(dtype="float32"), 64, 8)],
 )
 def test_groups_of_heads_on_the_tpu(changes, chunk, expected):
     gates, p = GATES["constant"], problem(**changes)
