@@ -243,6 +243,22 @@ def test_empty_sequences_keep_their_states(kernel, base):
         assert np.array_equal(base[kept][n], kernel.inputs[given][n])
 
 
+@pytest.mark.tpu
+@pytest.mark.parametrize("shape", [dict(B=2, T=WHOLE, H=16), dict(B=1, T=TOTAL, H=32, N=len(PACKED))])
+def test_heads_in_groups_are_as_heads_at_once(shape):
+    """With a decay per head 16 heads of a grid step go forward in groups, 8 at once."""
+    pytest.importorskip("jax")
+    op = CHUNK_SIMPLE_GLA[0]
+    (case,) = op.grid([shape | dict(K=20, V=24)], dtype=[BF16], gates=["gamma"], h0=[True], ht=[True], chunk=[32])
+    kernel = Kernel(op, "tpu", case, draw(op, case))
+    whole = kernel(kernel.inputs)
+    for first in range(0, shape["H"], 8):
+        heads = slice(first, first + 8)
+        at = dict.fromkeys(("q", "k", "v"), np.s_[:, :, heads]) | {"g_gamma": heads, "initial_state": np.s_[:, heads]}
+        got = kernel({name: x if x is None or name not in at else x[at[name]] for name, x in kernel.inputs.items()})
+        assert_same(got, whole, (slice(None), np.s_[:, :, heads]), (slice(None), np.s_[:, heads]))
+
+
 def surrounded(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel on copies of its tensors that lie in the middle of NaN."""
     import torch

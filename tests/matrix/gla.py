@@ -301,10 +301,10 @@ SMALL = dict(B=2, T=40, H=1, K=64, V=48)
 SMALL_CHANNELS = dict(B=1, T=40, H=2, K=16, V=48)
 LONG = dict(B=1, T=300, H=2, K=32, V=32)
 PACKED = dict(B=1, T=70, H=2, K=16, V=48, N=5)
-GROUPS_OF_HEADS = dict(B=2, T=40, H=16, K=16, V=16)
 STEPS = dict(B=2, T=20, H=1, K=16, V=48)
 STEPS_PACKED = dict(B=1, T=20, H=2, K=16, V=48, N=5)
 HEADS = [dict(B=1, T=300, H=heads, K=16, V=16) for heads in (16, 64)]
+GROUPS_OF_HEADS = [dict(B=2, T=40, H=16, K=16, V=16), PACKED | dict(H=32)]
 EMPTY = [
     dict(B=0, T=20, H=2, K=16, V=16),
     dict(B=1, T=0, H=2, K=16, V=16),
@@ -343,7 +343,6 @@ def simple_cases(op: Op) -> tuple[Case, ...]:
         op.grid(EDGES[4:5], dtype=[BF16], gates=["gamma"], chunk=[128], ht=[True]),
         op.grid(WIDE[:1], dtype=[BF16], gates=["gamma"]),
         op.grid([PACKED], dtype=[F32], gates=["both"], chunk=[16], lengths=["ragged", "zeros_and_ones"], **STATES),
-        op.grid([GROUPS_OF_HEADS], dtype=[BF16], gates=["gamma"], chunk=[16], **STATES),
         op.grid([PACKED], dtype=[BF16], chunk=[32], lengths=["zeros_and_ones"], narrow_gates=[True],
                 route=["unfused"], **STATES),
         op.grid(EMPTY[1:2], dtype=[F32], **STATES),
@@ -363,7 +362,7 @@ def simple_cases(op: Op) -> tuple[Case, ...]:
                 tier="full"),
         op.grid(HEADS, dtype=[F32], gates=["gamma"], ht=[True], alibi=[(20, 10), (20, 20), (70, 35), (70, 70)],
                 tier="full"),
-        op.grid([PACKED | dict(H=32)], dtype=[BF16], gates=["gamma"], chunk=[16, 64], **STATES, tier="full"),
+        op.grid(GROUPS_OF_HEADS, dtype=[BF16], gates=["gamma"], chunk=[16, 64], **STATES, tier="full"),
         op.grid([ONE_STEP, *EMPTY], dtype=[F32, BF16], **STATES, tier="full"),
     ]  # fmt: skip
     return op.with_cases(*parts).cases
