@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(given.command(given))
     except (ValueError, NotImplementedError) as error:  # NotImplementedError: a kernel that `stages` cannot follow
         parser.error(str(error))
+    except ModuleNotFoundError as error:
+        parser.error(f"{error.name} is needed and not installed here: {error}")
     except BrokenPipeError:  # whoever reads the output, `head` for instance, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -44,6 +44,18 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments, message):
     assert "Traceback" not in done.stderr
 
 
+def test_a_framework_that_is_not_installed_is_one_line_and_exit_code_2():
+    without = "import sys; sys.modules['triton'] = None; from parity import cli; cli.main(sys.argv[1:])"
+    case = "gmm-M300_K200_N160_G6-f32-tiling64x128x128-zipf-s0"
+    command = [sys.executable, "-c", without, "explain", case, "--backend", "gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert done.stderr.endswith(
+        "error: triton is needed and not installed here: import of triton halted; None in sys.modules\n"
+    )
+    assert "Traceback" not in done.stderr
+
+
 def test_show_prints_what_was_recorded_on_both_backends():
     done = parity("show", "gmm-M300_K200_N160_G6-f32-tiling64x128x128-zipf-s0")
     assert done.returncode == 0, done.stderr
