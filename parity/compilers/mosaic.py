@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -202,14 +203,15 @@ def _compile_in_subprocess(
             environment["LIBTPU_INIT_ARGS"] = f"{flags} {_DUMP.format(dump)}{_PLACES if lines else ''}".strip()
         program = f"from {__name__} import _serve; import sys; _serve(*sys.argv[1:])"
         with log.open("ab") as stream:
-            status = subprocess.run(
+            worker = subprocess.Popen(
                 [sys.executable, "-c", program, str(requests), str(answers)],
                 env=environment,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # open as long as this process lives: the worker ends with it
                 stdout=subprocess.DEVNULL,
                 stderr=stream,
-                check=False,
-            ).returncode
+            )
+        with worker:
+            status = worker.wait()
         hung = status == -signal.SIGALRM
         failure = f"compiler took longer than {timeout:g} s" if hung else f"compiler process ended with status {status}"
         last_words = log.read_bytes()[-_LOG_CHARACTERS:].decode(errors="replace")
@@ -229,7 +231,8 @@ def _read(answers: Path) -> list[Compiled]:
 
 
 def _serve(requests: str, answers: str) -> None:
-    """The subprocess: compile what the parent wrote, answer case by case."""
+    """The subprocess: compile what the parent wrote, answer case by case, as long as the parent lives."""
+    threading.Thread(target=lambda: os._exit(bool(sys.stdin.read())), daemon=True).start()
     importlib.import_module("jax")  # before the first case's time begins
     cases, timeout, dump, lines = pickle.loads(Path(requests).read_bytes())
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, wherever in the compiler it is

@@ -2,6 +2,10 @@
 
 import gzip
 import json
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -359,6 +363,26 @@ def test_a_crash_costs_one_case(folder):
 def test_a_hang_costs_one_case(folder):
     (hung,) = compile_for_tpu([case("hangs")], timeout=5)
     assert (hung.outcome, hung.error) == ("timed out", "compiler took longer than 5 s")
+
+
+@needs_libtpu
+def test_the_compiler_ends_with_the_process_that_asked(folder):
+    ask = "from tests.meta.test_mosaic import case, compile_for_tpu; compile_for_tpu([case('hangs')])"
+    with subprocess.Popen(
+        [sys.executable, "-c", ask], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ) as asks:
+        children = Path(f"/proc/{asks.pid}/task/{asks.pid}/children")
+        wait_until(lambda: children.read_text())
+        (compiler,) = children.read_text().split()
+        asks.kill()
+    wait_until(lambda: not Path(f"/proc/{compiler}").exists())
+
+
+def wait_until(done, seconds=60):
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 @needs_libtpu
