@@ -82,6 +82,13 @@ def mxfp8(ragged: str, model: Experts) -> Program:
     return Program("grouped_gemm", name, "tpu_kernels.quantized_gmm:grouped_gemm", (), arguments | shard, work=ROWS)
 
 
+def quantiser(op: str, model: Experts, **options: Any) -> Program:
+    """A quantiser of a batch's activations, as they enter a model's up projection."""
+    name = "-".join([model.name, *(f"{word}_{value}" for word, value in options.items())])
+    arguments = (Abstract((ROWS, model.hidden), "bfloat16"),)
+    return Program(op, name, f"tpu_kernels.quantize:{op}", arguments, {"interpret": False} | options, work=ROWS)
+
+
 def linear_attention(
     op: str,
     gates: str,
@@ -154,6 +161,11 @@ def programs() -> Iterator[Program]:
     for model in (DEEPSEEK_V3, GPT_OSS_120B):
         yield mxfp8("lhs", model)
         yield mxfp8("contracting", model)
+    for op in ("fp8_quantize", "mxfp8_quantize"):
+        yield quantiser(op, DEEPSEEK_V3, axis=0)
+        yield quantiser(op, DEEPSEEK_V3, axis=1)
+    yield quantiser("fp8_dual_quantize", DEEPSEEK_V3)
+    yield quantiser("mxfp8_dual_quantize", DEEPSEEK_V3)
     for direction in ("fwd", "bwd"):
         simple = f"chunk_simple_gla_{direction}"
         beyond_v4 = BEYOND_V4 if direction == "bwd" else None
