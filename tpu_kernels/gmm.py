@@ -88,7 +88,9 @@ def gmm(
         preferred_element_type=preferred_element_type,
         sizes=concrete_values(group_sizes),
     )
-    tile = resolve_tiling(tiling, partial(_gmm_tiles, lhs.dtype), p.m, p.k, p.n)
+    tile = resolve_tiling(
+        tiling, partial(_gmm_tiles, lhs.dtype, _are_small(lhs, existing_out, p.out_dtype)), p.m, p.k, p.n
+    )
     return _gmm(
         lhs,
         rhs,
@@ -135,7 +137,9 @@ def tgmm(
         preferred_element_type=preferred_element_type,
         sizes=concrete_values(group_sizes),
     )
-    tile = resolve_tiling(tiling, partial(_tgmm_tiles, lhs.dtype), p.m, p.k, p.n)
+    tile = resolve_tiling(
+        tiling, partial(_tgmm_tiles, lhs.dtype, _are_small(lhs, existing_out, p.out_dtype)), p.m, p.k, p.n
+    )
     return _tgmm(
         lhs,
         rhs,
@@ -216,31 +220,48 @@ def resolve_interpret(interpret: Interpret) -> bool | pltpu.InterpretParams:
     return not is_tpu() if interpret is None else interpret
 
 
-def _gmm_tiles(dtype: Any, m: int, k: int, n: int) -> Tile:
+def _are_small(lhs: jax.Array, existing_out: jax.Array | None, out_dtype: str) -> bool:
+    """Whether operands and results take so little memory that there is room for a larger tile."""
+    return lhs.dtype.itemsize == jnp.dtype(out_dtype).itemsize == 2 and existing_out is None
+
+
+def _gmm_tiles(dtype: Any, small: bool, m: int, k: int, n: int) -> Tile:
     """All of K in a step where it fits, so that nothing is added up in memory and a group's weights stay.
 
     A step costs some 350 cycles beyond its products, for which v6e makes it twice as long; tpu7x hides most of them.
+    Where K does not fit, HBM is the limit, and of large tiles those whose operands are fetched least often come first.
     Twice buffered the blocks fit the VMEM that a kernel has by default: 16 MiB on v5e, 32 MiB from v6e on.
     """
     if jnp.dtype(dtype) != jnp.bfloat16:
         return 256, 512, 512
     generation = tpu_generation() or NEWEST
     tm = {6: 1024, 7: 512}.get(generation, 256)
+    small = small and generation >= 6
+    if k <= 2048:
+        weights, longest = (2**21, 2048 if k <= 512 else 1024) if small else (2**20, 2048)
+        return tm, max(k, 1), even_step(n, min(max(weights // max(k, 512) // 512 * 512, 512), longest))
     if k <= 3072:
-        return tm if k <= 2048 else max(tm // 2, BLOCK), max(k, 1), max(2**20 // max(k, 512) // 512 * 512, 512)
+        return max(tm // 2, BLOCK), k, 512
+    if small and n > 1024:
+        return 1024, 512, even_step(n, 2048)
     return (tm, 1024, 1024) if generation >= 6 else (512, 1024, 512)
 
 
-def _tgmm_tiles(dtype: Any, m: int, k: int, n: int) -> Tile:
-    """As `_gmm_tiles`, and the shorter side to lhs, which the kernel transposes.
-
-    Blocks that the matrices do not divide into take more program to fetch, which leaves less for a long step.
-    """
+def _tgmm_tiles(dtype: Any, small: bool, m: int, k: int, n: int) -> Tile:
+    """As `_gmm_tiles`, and the shorter side to lhs, which the kernel transposes."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         return 256, 512, 512
+    generation = tpu_generation() or NEWEST
+    if small and generation >= 6 and min(k, n) > 512:
+        return 1024, even_step(k, 1024), even_step(n, 1024)
     tk, tn = (512, 1024) if n >= 1024 else (1024, 512)
-    long = (tpu_generation() or NEWEST) >= 6 and k % tk == 0 and n % tn == 0
-    return (1024 if long else 512), tk, tn
+    return (1024 if generation >= 6 and k % tk == 0 and n % tn == 0 else 512), tk, tn
+
+
+def even_step(size: int, longest: int, unit: int = BLOCK) -> int:
+    """Of the fewest steps along an axis the most even ones, of whole units; the matrix unit multiplies all of each."""
+    steps = pl.cdiv(max(size, 1), longest)
+    return max(size, 1) if steps == 1 else pl.cdiv(pl.cdiv(size, steps), unit) * unit
 
 
 def fit_tile(tile: Tile, p: Problem) -> Tile:

@@ -43,6 +43,7 @@ from tpu_kernels.gmm import (
     copy_own_rows,
     dot,
     dot_depth,
+    even_step,
     for_row_blocks,
     gmm,
     group_metadata,
@@ -163,7 +164,8 @@ def tgmm_quantized(
         preferred_element_type=preferred_element_type,
         sizes=concrete_values(group_sizes),
     )
-    tile = resolve_tiling(tiling, partial(_tgmm_tiles, _are_narrow(lhs, rhs)), p.m, p.k, p.n)
+    small = _are_small(lhs, rhs, existing_out, p.out_dtype)
+    tile = resolve_tiling(tiling, partial(_tgmm_tiles, _are_narrow(lhs, rhs), small), p.m, p.k, p.n)
     check_tile("tm", tile[0], p.block, p.m)
     return _tgmm_quantized(
         lhs,
@@ -258,7 +260,10 @@ def grouped_gemm(
     summed = max(p.m if contracting else p.k, 1)
     problem = QuantizedProblem(*p, block=summed, lhs_blocks=tuple(lhs.shape), rhs_blocks=tuple(rhs.shape))
     small = _are_small(lhs, rhs, existing_out, p.out_dtype)
-    table = partial(_tgmm_tiles, _are_narrow(lhs, rhs)) if contracting else partial(_gmm_tiles, summed, small, True)
+    if contracting:  # its scales, made bfloat16, leave no room for more columns
+        table = partial(_tgmm_tiles, _are_narrow(lhs, rhs), False)
+    else:
+        table = partial(_gmm_tiles, summed, small, True)
     tile = resolve_tiling(tiling, table, p.m, p.k, p.n)
     check_mxfp8_tile("tm" if contracting else "tk", tile[0 if contracting else 1], summed)
     # A tile of the powers has whole registers too: 8 rows of them are 256 of an operand.
@@ -323,28 +328,33 @@ def _are_small(lhs: jax.Array, rhs: jax.Array, existing_out: jax.Array | None, o
 def _gmm_tiles(block: int, small: bool, mxfp8: bool, m: int, k: int, n: int) -> Tile:
     """As large as VMEM allows, as in `gmm`, but no more than PARTS blocks of scales: each is code of its own.
 
-    small: there is room for longer steps, which pay on v6e if scales are few, and for MXFP8: a step begins and ends
+    small: there is room for more columns, in place of longer steps where scales are many (an operand is then scaled and
+    fetched less often), and for more rows, which pay on v6e if scales are few, and for MXFP8: a step begins and ends
     with work under which nothing is multiplied.
     """
     generation = tpu_generation() or NEWEST
     if generation < FIRST_WITH_32_MIB:
         return 256, min(1024, PARTS * block), 512
-    tk = min(max(k, 1), 2048, PARTS * block)
-    tm = 1024 if small and (mxfp8 or (generation == 6 and block >= BLOCK)) else 512
-    return tm, tk, max(2**20 // max(tk, 512) // 512 * 512, 512)
+    few = block >= BLOCK and not mxfp8
+    tm = 1024 if small and (mxfp8 or (generation == 6 and few)) else 512
+    longest = min(1024 if small and not few and n > 512 else 2048, PARTS * block)
+    tk = even_step(k, longest, max(block, BLOCK) if block < k else BLOCK)
+    weights = 2**21 if small and not mxfp8 else 2**20
+    return tm, tk, even_step(n, min(max(weights // tk // 512 * 512, 512), 2048))
 
 
-def _tgmm_tiles(narrow: bool, m: int, k: int, n: int) -> Tile:
+def _tgmm_tiles(narrow: bool, small: bool, m: int, k: int, n: int) -> Tile:
     """As large an output block as VMEM allows, and twice as many rows where both operands are narrow.
 
     A step has costs that do not grow with its rows: the scales of whole columns, and results to store.
+    small: there is room for twice the columns.
     """
     if (tpu_generation() or NEWEST) < FIRST_WITH_32_MIB:
         return 512, 512, 512
     tm = 1024 if narrow else 512
     if k <= 512:
         return tm, 512, 2048
-    return (tm, 2048, 512) if n <= 512 else (tm, 1024, 1024)
+    return (tm, 2048, 512) if n <= 512 else (tm, 1024, even_step(n, 2048 if small else 1024))
 
 
 def _fit(tile: Tile, p: QuantizedProblem) -> Tile:

@@ -1,4 +1,4 @@
-"""What the quantised kernels plan by the chip and by the sizes, where no case of the matrix would tell one plan from
+"""What the grouped matmuls plan by the chip and by the sizes, where no case of the matrix would tell one plan from
 another: what a dot multiplies, the tiles, and blocks of scales that are larger than a tile."""
 
 from contextlib import contextmanager
@@ -45,20 +45,68 @@ def test_a_dot_is_of_what_the_chip_multiplies(kind, dtype, multiplied):
 
 
 @pytest.mark.parametrize(
-    ("kind", "narrow", "k", "n", "tile"),
+    ("kind", "small", "k", "n", "gmm_tile", "tgmm_tile"),
     [
-        ("TPU v5e", True, 4096, 4096, (512, 512, 512)),
-        ("TPU v6e", True, 512, 4096, (1024, 512, 2048)),
-        ("TPU v6e", False, 513, 512, (512, 2048, 512)),
-        ("TPU7x", True, 513, 513, (1024, 1024, 1024)),
+        ("TPU v5e", True, 2048, 512, (256, 2048, 512), (512, 1024, 512)),
+        ("TPU v5e", True, 7168, 2048, (512, 1024, 512), (512, 512, 1024)),
+        ("TPU v6e", True, 512, 2048, (1024, 512, 2048), (1024, 512, 1024)),
+        ("TPU7x", True, 2048, 512, (512, 2048, 512), (1024, 1024, 512)),
+        ("TPU7x", True, 2048, 768, (512, 2048, 768), (1024, 1024, 768)),
+        ("TPU7x", True, 2880, 2880, (256, 2880, 512), (1024, 1024, 1024)),
+        ("TPU7x", True, 4096, 14336, (1024, 512, 2048), (1024, 1024, 1024)),
+        ("TPU7x", False, 4096, 14336, (512, 1024, 1024), (1024, 512, 1024)),
     ],
 )
-def test_tiles_of_tgmm(kind, narrow, k, n, tile):
+def test_tiles_of_bfloat16(kind, small, k, n, gmm_tile, tgmm_tile):
+    jax = pytest.importorskip("jax")
+    from tpu_kernels.gmm import _gmm_tiles, _tgmm_tiles
+
+    with on(kind):
+        assert _gmm_tiles(jax.numpy.bfloat16, small, 8192, k, n) == gmm_tile
+        assert _tgmm_tiles(jax.numpy.bfloat16, small, 8192, k, n) == tgmm_tile
+
+
+@pytest.mark.parametrize(
+    ("kind", "narrow", "small", "k", "n", "tile"),
+    [
+        ("TPU v5e", True, True, 4096, 4096, (512, 512, 512)),
+        ("TPU v6e", True, False, 512, 4096, (1024, 512, 2048)),
+        ("TPU v6e", False, False, 513, 512, (512, 2048, 512)),
+        ("TPU7x", True, False, 513, 2880, (1024, 1024, 1024)),
+        ("TPU7x", True, True, 513, 2880, (1024, 1024, 1536)),
+    ],
+)
+def test_tiles_of_tgmm(kind, narrow, small, k, n, tile):
     pytest.importorskip("jax")
     from tpu_kernels.quantized_gmm import _tgmm_tiles
 
     with on(kind):
-        assert _tgmm_tiles(narrow, 4096, k, n) == tile
+        assert _tgmm_tiles(narrow, small, 4096, k, n) == tile
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "small", "mxfp8", "k", "n", "tile"),
+    [
+        ("TPU v5e", 128, True, False, 7168, 2048, (256, 1024, 512)),
+        ("TPU v5e", 32, True, False, 7168, 2048, (256, 512, 512)),
+        ("TPU7x", 128, True, False, 2048, 512, (512, 2048, 512)),
+        ("TPU7x", 128, True, False, 7168, 2048, (512, 1024, 2048)),
+        ("TPU7x", 128, False, False, 7168, 2048, (512, 1792, 512)),
+        ("TPU7x", 512, True, False, 7168, 2048, (512, 2048, 1024)),  # of whole blocks
+        ("TPU7x", 7168, True, False, 7168, 2048, (512, 1792, 1024)),
+        ("TPU v6e", 7168, True, False, 7168, 2048, (1024, 1792, 1024)),
+        ("TPU7x", 32, True, False, 300, 2880, (512, 300, 1536)),
+        ("TPU7x", 2880, True, True, 2880, 2880, (1024, 1024, 1024)),
+        ("TPU7x", 2880, False, True, 2880, 2880, (512, 1536, 512)),
+    ],
+)
+def test_tiles_of_gmm(kind, block, small, mxfp8, k, n, tile):
+    """Even steps: the matrix unit multiplies all of the last one too."""
+    pytest.importorskip("jax")
+    from tpu_kernels.quantized_gmm import _gmm_tiles
+
+    with on(kind):
+        assert _gmm_tiles(block, small, mxfp8, 4096, k, n) == tile
 
 
 @pytest.mark.parametrize(
