@@ -97,6 +97,26 @@ def test_jax_differentiates_under_jit():
     check_gradients(*(to_numpy(x) for x in grads), options)
 
 
+@pytest.mark.tpu
+@pytest.mark.parametrize(("given", "meant"), [(-3, 0), (9, 2)])
+def test_a_traced_offset_beyond_the_experts_is_the_nearest(given, meant):
+    """It cannot be refused; neither pass may read other rows than those of the shard that there is."""
+    jax = pytest.importorskip("jax")
+    from tpu_kernels.moe import grouped_dense
+
+    x = {name: to_jax(x) for name, x in draw().items()}
+
+    def step(offset):
+        def loss(lhs, rhs, existing_out):
+            out = grouped_dense(lhs, rhs, to_jax(SIZES), existing_out, group_offset=offset, quantize=False)
+            return (out * x["dout"]).sum()
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))(x["lhs"], x["rhs"][:2], x["dout"])
+
+    for got, expected in zip(jax.tree.leaves(jax.jit(step)(given)), jax.tree.leaves(step(meant)), strict=True):
+        np.testing.assert_array_equal(to_numpy(got), to_numpy(expected))
+
+
 @pytest.mark.parametrize(("package", "framework"), [("tpu_kernels", "jax"), ("gpu_reference", "triton")])
 def test_auto_is_true_or_false_and_nothing_between(package, framework):
     pytest.importorskip(framework)
