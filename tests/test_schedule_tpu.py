@@ -13,12 +13,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 MATMULS = tuple(p for p in PROGRAMS if p.name in ("DeepSeek-V3-bf16", "DeepSeek-V3-e4m3-block128"))
-OTHERS = ("DeepSeek-V3-mxfp8-lhs", "DeepSeek-V3-axis_1", "B2_T4096_H16_K128_V128-gamma-bf16-chunk_size_64")
+ATTENTION = tuple(f"B2_T4096_H16_K128_V128-{kind}" for kind in ("gamma-bf16", "gk-bf16"))
+OTHERS = (
+    *("DeepSeek-V3-mxfp8-lhs", "DeepSeek-V3-axis_1"),
+    *(f"{shape}{route}" for shape in ATTENTION for route in ("", "-chunk_size_64")),
+)
 # For v6e XLA takes a minute to transpose the operands of an attention.
-REPRESENTATIVE = {
-    "v6e": MATMULS,
-    "tpu7x": (*MATMULS, *(p for p in PROGRAMS if p.name in OTHERS or p.name.endswith("T4096_H16_K128_V128-gk-bf16"))),
-}
+REPRESENTATIVE = {"v6e": MATMULS, "tpu7x": (*MATMULS, *(p for p in PROGRAMS if p.name in OTHERS))}
 
 
 def check(programs, chip, root):
