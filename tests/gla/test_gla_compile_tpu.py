@@ -6,7 +6,6 @@ from importlib.util import find_spec
 import pytest
 
 from parity import schedule
-from parity.compilers.mosaic import compile_for_tpu
 from tests.matrix.programs import LINEAR_ATTENTION_CHIPS, linear_attention
 
 pytestmark = pytest.mark.skipif(
@@ -63,14 +62,13 @@ def everything(op):
             yield linear_attention(name, gates_of(op)[-1], F32, **SMALL, precision="bf16x3", **default)
 
 
-def check(programs, chip, dots=True):
-    """They compile, or are refused as declared; dots: with the passes that they promise."""
-    results = compile_for_tpu([program.on(chip) for program in programs], schedule=dots)
-    compiled = {(program.id, chip): result for program, result in zip(programs, results, strict=True)}
+def check(programs, chip):
+    compiled = schedule.compile_all(programs, [chip])
     assert schedule.surprises(programs, compiled) == []
-    for program, result in zip(programs, results, strict=True) if dots else ():
-        emitted = {(passes.operand, passes.promised) for kernel in result.kernels for passes in kernel.passes}
-        assert emitted == promised(program), program.id
+    for program in programs:
+        result = compiled[program.id, chip]
+        dots = {(passes.operand, passes.promised) for kernel in result.kernels for passes in kernel.passes}
+        assert dots == promised(program), program.id
 
 
 def promised(program):
@@ -95,5 +93,4 @@ def test_compiles(chip):
 @pytest.mark.parametrize("chip", LINEAR_ATTENTION_CHIPS)
 @pytest.mark.parametrize("op", CHUNKED + RECURRENT)
 def test_all_of_it_compiles(op, chip):
-    # What libtpu notes of XLA's own transposes takes ten times as long for v6e as to compile all of it.
-    check(list(everything(op)), chip, dots=chip != "v6e")
+    check(list(everything(op)), chip)
