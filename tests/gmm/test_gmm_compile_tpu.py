@@ -11,8 +11,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
-# Bytes on tpu7x, group metadata included, of K 2048 and N 512; public kernels need about 950 KB.
-PROGRAM_LIMIT, LIMITED = 300 * 1024, ("gmm-bf16", "tgmm-bf16")
+PROGRAM_LIMIT = 300  # KB on tpu7x for bfloat16, group metadata included; public kernels need about 950
+LARGER = {"gmm-bf16-DeepSeek_V3-transposed": 450, "tgmm-bf16-gpt_oss_120b": 460}  # tiles that HBM is read less for
 
 
 def gmm(chip, dtype, m=8192, k=2048, n=512, groups=8, experts=8, transpose_rhs=False, existing_out=False):
@@ -81,5 +81,6 @@ def check(named, chip):
             (emitted,) = [passes.emitted for kernel in result.kernels for passes in kernel.passes]
             assert emitted == pytest.approx(1 if "bf16" in name else 6), name
     if chip == "tpu7x":
-        program_bytes = {name: compiled[name].code_bytes for name in LIMITED}
-        assert {name: size for name, size in program_bytes.items() if size > PROGRAM_LIMIT} == {}
+        sizes = {name: result.code_bytes / 1024 for name, result in compiled.items() if "bf16" in name}
+        assert {name: size for name, size in sizes.items() if size > LARGER.get(name, PROGRAM_LIMIT)} == {}
+        assert {name for name in LARGER if sizes.get(name, LARGER[name]) <= PROGRAM_LIMIT} == set()
