@@ -88,9 +88,8 @@ def gmm(
         preferred_element_type=preferred_element_type,
         sizes=concrete_values(group_sizes),
     )
-    tile = resolve_tiling(
-        tiling, partial(_gmm_tiles, lhs.dtype, _are_small(lhs, existing_out, p.out_dtype)), p.m, p.k, p.n
-    )
+    small = is_small(existing_out, p.out_dtype)
+    tile = resolve_tiling(tiling, partial(_gmm_tiles, lhs.dtype, small), p.m, p.k, p.n)
     return _gmm(
         lhs,
         rhs,
@@ -137,9 +136,8 @@ def tgmm(
         preferred_element_type=preferred_element_type,
         sizes=concrete_values(group_sizes),
     )
-    tile = resolve_tiling(
-        tiling, partial(_tgmm_tiles, lhs.dtype, _are_small(lhs, existing_out, p.out_dtype)), p.m, p.k, p.n
-    )
+    small = is_small(existing_out, p.out_dtype)
+    tile = resolve_tiling(tiling, partial(_tgmm_tiles, lhs.dtype, small), p.m, p.k, p.n)
     return _tgmm(
         lhs,
         rhs,
@@ -220,9 +218,9 @@ def resolve_interpret(interpret: Interpret) -> bool | pltpu.InterpretParams:
     return not is_tpu() if interpret is None else interpret
 
 
-def _are_small(lhs: jax.Array, existing_out: jax.Array | None, out_dtype: str) -> bool:
-    """Whether operands and results take so little memory that there is room for a larger tile."""
-    return lhs.dtype.itemsize == jnp.dtype(out_dtype).itemsize == 2 and existing_out is None
+def is_small(existing_out: jax.Array | None, out_dtype: str) -> bool:
+    """Whether a result takes so little memory that there is room for a larger tile: 16 bits, and none to add to."""
+    return existing_out is None and jnp.dtype(out_dtype).itemsize == 2
 
 
 def _gmm_tiles(dtype: Any, small: bool, m: int, k: int, n: int) -> Tile:

@@ -48,6 +48,7 @@ from tpu_kernels.gmm import (
     gmm,
     group_metadata,
     is_own_row,
+    is_small,
     kernel_dtype,
     kernel_operand,
     resolve_interpret,
@@ -110,7 +111,7 @@ def gmm_quantized(
         preferred_element_type=preferred_element_type,
         sizes=concrete_values(group_sizes),
     )
-    small = _are_small(lhs, rhs, existing_out, p.out_dtype)
+    small = _are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
     tile = resolve_tiling(tiling, partial(_gmm_tiles, p.block, small, False), p.m, p.k, p.n)
     check_tile("tk", tile[1], p.block, p.k)
     return _gmm_quantized(
@@ -164,7 +165,7 @@ def tgmm_quantized(
         preferred_element_type=preferred_element_type,
         sizes=concrete_values(group_sizes),
     )
-    small = _are_small(lhs, rhs, existing_out, p.out_dtype)
+    small = _are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
     tile = resolve_tiling(tiling, partial(_tgmm_tiles, _are_narrow(lhs, rhs), small), p.m, p.k, p.n)
     check_tile("tm", tile[0], p.block, p.m)
     return _tgmm_quantized(
@@ -259,7 +260,7 @@ def grouped_gemm(
         return gmm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, **shared)
     summed = max(p.m if contracting else p.k, 1)
     problem = QuantizedProblem(*p, block=summed, lhs_blocks=tuple(lhs.shape), rhs_blocks=tuple(rhs.shape))
-    small = _are_small(lhs, rhs, existing_out, p.out_dtype)
+    small = _are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
     if contracting:  # its scales, made bfloat16, leave no room for more columns
         table = partial(_tgmm_tiles, _are_narrow(lhs, rhs), False)
     else:
@@ -318,11 +319,6 @@ def _unswizzled(scale: jax.Array | None, shape: tuple[int, ...], axis: int) -> j
 
 def _are_narrow(lhs: jax.Array, rhs: jax.Array) -> bool:
     return lhs.dtype.itemsize == rhs.dtype.itemsize == 1
-
-
-def _are_small(lhs: jax.Array, rhs: jax.Array, existing_out: jax.Array | None, out_dtype: str) -> bool:
-    """Whether operands and results of gmm take so little memory that there is room for longer steps."""
-    return _are_narrow(lhs, rhs) and existing_out is None and jnp.dtype(out_dtype).itemsize == 2
 
 
 def _gmm_tiles(block: int, small: bool, mxfp8: bool, m: int, k: int, n: int) -> Tile:
