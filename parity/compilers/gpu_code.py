@@ -105,6 +105,11 @@ _GCN_DTYPES = {
 _GCN_NARROW_FLOATS = dict(zip(range(5), [_NARROW_FLOATS[i] for i in (0, 1, 3, 4, 5)], strict=True))
 
 
+def dot_operands(dot_kinds: Mapping[str, int]) -> set[str]:
+    """The types that the matrix unit multiplies, of `MachineCode.dot_kinds`; none where it is not used."""
+    return {operand for kind in dot_kinds if kind != "fma" for operand in kind.split(" x ")}
+
+
 def keeps_dot(dot: str, dtype: str, dot_kinds: Mapping[str, int]) -> bool:
     """Whether machine code with these `MachineCode.dot_kinds` keeps a contract's dot for operands of a dtype.
 
@@ -120,7 +125,7 @@ def keeps_dot(dot: str, dtype: str, dot_kinds: Mapping[str, int]) -> bool:
         kept = {"tf32" if dot == "tf32" else "bfloat16"}
     else:
         raise ValueError(f"dot must be native, ieee, bf16x1, bf16x3, bf16x6 or tf32, got {dot!r}")
-    operands = {operand for kind in dot_kinds if kind != "fma" for operand in kind.split(" x ")}
+    operands = dot_operands(dot_kinds)
     return operands <= kept and (bool(operands) or (dot in ("native", "ieee") and "fma" in dot_kinds))
 
 

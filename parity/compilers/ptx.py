@@ -101,6 +101,11 @@ class Compiled:
     instructions: Mapping[str, int] = field(default_factory=dict)
     dot_kinds: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def dot_operands(self) -> set[str]:
+        """The types that the matrix unit multiplies: `gpu_code.dot_operands`."""
+        return gpu_code.dot_operands(self.dot_kinds)
+
     def keeps_dot(self, dot: str, dtype: str) -> bool:
         """Whether the machine code keeps a contract's dot for operands of a dtype: `gpu_code.keeps_dot`."""
         return gpu_code.keeps_dot(dot, dtype, self.dot_kinds)

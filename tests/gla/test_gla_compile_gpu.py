@@ -180,7 +180,7 @@ def problem(call, result, target):
     share = spills / sum(result.instructions.values())
     if share > SPILL_SHARE:
         return f"spills: {share:.1%} of its instructions"
-    operands = {operand for kind in result.dot_kinds if kind != "fma" for operand in kind.split(" x ")}
+    operands = result.dot_operands
     if operands != call.dots(target):
         return f"its dots are of {operands or 'no matrix unit'}, its contract's of {call.dots(target) or 'none'}"
     if not {"fma", "float32"} & result.dot_kinds.keys():

@@ -84,7 +84,7 @@ def expected_path(target, options):
 
 
 def check_dots(result, target, options):
-    operands = {part for kind in result.dot_kinds if kind != "fma" for part in kind.split(" x ")}
+    operands = result.dot_operands
     path = expected_path(target, options)
     if path == "block_scaled":
         dtypes = {options.get("lhs", E4M3), options.get("rhs", E4M3)}

@@ -129,9 +129,8 @@ def check(target, matmuls, quantisers):
     by_name = dict(zip(launches, compiled, strict=True))
     assert {name: wrong for name, result in by_name.items() if (wrong := problem(result))} == {}
     for name, (_, options) in matmuls.items():
-        kinds = by_name[name].dot_kinds
-        operands = {part for kind in kinds if kind != "fma" for part in kind.split(" x ")}
-        assert kinds and operands == expected_operands(target, **options), name
+        assert by_name[name].dot_kinds, name
+        assert by_name[name].dot_operands == expected_operands(target, **options), name
 
 
 @pytest.mark.parametrize(
