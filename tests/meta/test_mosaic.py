@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +18,7 @@ from parity.compilers.bundles import UnknownDump, parse
 from parity.compilers.chips import CHIPS
 from parity.compilers.kernels import Block, Dot, Kernel
 from parity.compilers.mosaic import Abstract, Compilation, Compiled, compile_for_tpu, read_dump, roofline
+from tests.meta.waiting import until
 
 needs_libtpu = pytest.mark.skipif(
     find_spec("libtpu") is None, reason="the TPU compiler is not installed: pip install libtpu"
@@ -372,17 +372,10 @@ def test_the_compiler_ends_with_the_process_that_asked(folder):
         [sys.executable, "-c", ask], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ) as asks:
         children = Path(f"/proc/{asks.pid}/task/{asks.pid}/children")
-        wait_until(lambda: children.read_text())
+        until(lambda: children.read_text())
         (compiler,) = children.read_text().split()
         asks.kill()
-    wait_until(lambda: not Path(f"/proc/{compiler}").exists())
-
-
-def wait_until(done, seconds=60):
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: not Path(f"/proc/{compiler}").exists())
 
 
 @needs_libtpu

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from parity import cli, ray_run
 from parity.records import Follower, Recorder, RecordError
 from tests.meta.test_campaign import records
 from tests.meta.test_records import RECORD
+from tests.meta.waiting import until
 
 ROOT = Path(__file__).parents[2]
 BOTH = """
@@ -262,13 +262,6 @@ def lose_the_node_of(here, cluster):
     (lost,) = {node for node in cluster.list_all_nodes() if node.all_processes["raylet"][0].process.pid == raylet}
     cluster.remove_node(lost, allow_graceful=False)
     return kernel
-
-
-def until(happened, seconds=120):
-    end = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 @pytest.mark.full
