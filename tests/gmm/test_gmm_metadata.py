@@ -1,0 +1,31 @@
+"""The visits of a kernel are the golden's, one by one: no result shows one that does nothing."""
+
+import importlib
+
+import numpy as np
+import pytest
+
+from cpu_golden.gmm import make_group_metadata
+from parity.interop import to_jax, to_numpy, to_torch
+
+SIZES = [(9, 0, 20, 3, 0), (0, 8, 0, 16, 16), (40, 0, 0, 0, 0), (0, 0, 0, 0, 0), (3, 3, 3, 3, 3), (1, 0, 0, 38, 1)]
+
+
+@pytest.mark.parametrize("cover", ["tiles", "groups"])
+@pytest.mark.parametrize(
+    ("package", "convert"),
+    [
+        pytest.param("tpu_kernels", to_jax, marks=pytest.mark.tpu),
+        pytest.param("gpu_reference", to_torch, marks=pytest.mark.gpu),
+    ],
+)
+def test_visits_are_those_of_the_golden(package, convert, cover):
+    pytest.importorskip("jax" if package == "tpu_kernels" else "triton")
+    kernel = importlib.import_module(f"{package}.gmm").make_group_metadata
+    for sizes in SIZES:
+        for offset in range(3):
+            given = dict(m=40, tm=8, num_groups=3, cover=cover)
+            expected = make_group_metadata(np.array(sizes, np.int32), group_offset=offset, **given)
+            got = kernel(convert(np.array(sizes, np.int32)), group_offset=convert(np.int32([offset])), **given)
+            for name, ours, theirs in zip(expected._fields, got, expected, strict=True):
+                assert to_numpy(ours).tolist() == theirs.tolist(), (sizes, offset, name)
