@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from cpu_golden import gla, simple_gla
+from cpu_golden.fused_recurrent import Stages, recurrent_backward, recurrent_forward
 
 GATES = ["none", "g", "g_gamma", "both", "gk"]
 CHUNKS = [16, 48, 64, 128, 256]
@@ -430,3 +431,16 @@ def test_rounding_one_site_emulates_a_kernel_that_rounds_there():
         call("chunk", "fwd", forward | narrow).o,
         call("chunk", "fwd", forward | {name: x.astype(np.float64) for name, x in narrow.items()}).o,
     )
+
+
+def test_a_state_is_rounded_for_the_steps_to_come_every_sixteen_steps():
+    """0.27 at every step makes 4.32, which goes on as 4; between, what is read is rounded, and what goes on is not."""
+    ones = np.ones((1, 1, 40, 1))
+    start, gate = np.zeros((1, 1, 1, 1)), np.zeros((1, 1, 40, 1))
+    stages = Stages(lambda site, x: np.rint(x) if site in ("state", "dstate") else x)
+    o, _ = recurrent_forward(ones, 0.27 * ones, ones, gate, start, 1.0, stages=stages)
+    dq, dk, *_ = recurrent_backward(0.27 * ones, 0.27 * ones, ones, ones, gate, start, start, 1.0, stages=stages)
+    read = np.rint([0.27 * n + kept for kept, steps in ((0, 16), (4, 16), (8, 8)) for n in range(1, steps + 1)])
+    written = np.rint([0.27 * n + kept for kept, steps in ((0, 8), (2, 16), (6, 16)) for n in range(1, steps + 1)])
+    assert o.ravel().tolist() == dq.ravel().tolist() == read.tolist()
+    assert dk.ravel().tolist() == written[::-1].tolist()
