@@ -68,6 +68,7 @@ def test_the_judge_wants_the_goldens_bits(spoil, outcome):
     pytest.importorskip("jax")
     judged = judge(FP8_QUANTIZE, CASE, "tpu", kernel(spoil))
     assert judged.verdict.outcome == outcome
+    assert judged.bound == 0
     assert judged.summary()["passed"] == (outcome == "EXACT")
     if outcome == "OTHER BITS":
         assert judged.verdict.reason.startswith(("1 of 98304", "768 of 768"))

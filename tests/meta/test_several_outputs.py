@@ -65,6 +65,7 @@ def test_the_output_nearest_to_its_own_bound_decides():
     assert (within.verdict.outcome, within.output, within.bound) == ("AGREES", "o", bounds["o"])
     beyond = judge(op, CASE, "tpu", kernel(off(o=bounds["o"] * 0.5, ht=bounds["ht"] * 1.2)))
     assert (beyond.verdict.outcome, beyond.output, beyond.bound) == ("OUT OF BOUND", "ht", bounds["ht"])
+    assert beyond.worst.allowed == pytest.approx(bounds["ht"] * unit["ht"][beyond.worst.index])
 
 
 def test_one_chain_is_that_of_every_output():
@@ -99,5 +100,6 @@ def test_a_route_is_the_kernels_alone():
     assert set(taken) == {False}
 
 
-def test_an_op_that_says_nothing_compares_the_errors_of_all_its_cases():
+def test_an_op_that_says_nothing_compares_the_errors_of_all_its_cases_and_allows_none_to_be_larger():
     assert Op.representative(GMM.cases[0])
+    assert Op.tau == 0
