@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from op_arguments.moe import check_expert_parallel
-from op_arguments.quantize import check_dual_quantize, check_quantize
+from op_arguments.quantize import check_dequantize, check_dual_quantize, check_mxfp8_dequantize, check_quantize
 from op_arguments.quantized_gmm import RAGGED, check_gmm_quantized, check_grouped_gemm, check_tgmm_quantized
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -30,15 +30,23 @@ def gemm(lhs, rhs, ragged="lhs"):
 
 @pytest.mark.parametrize("x", [[1.0], SimpleNamespace(shape=(8, 64)), SimpleNamespace(dtype=np.float32)])
 def test_what_is_no_array_is_refused_as_that(x):
-    wide = np.ones((8, 64), np.float32)
+    wide, narrow = np.ones((8, 64), np.float32), np.ones((8, 64), E4M3)
     calls = {
+        "qvalue": [
+            lambda: check_dequantize(x, wide, ("float8_e4m3fn",)),
+            lambda: check_mxfp8_dequantize(x, wide, None),
+        ],
+        "scale": [
+            lambda: check_dequantize(narrow, x, ("float8_e4m3fn",)),
+            lambda: check_mxfp8_dequantize(narrow, x, None),
+        ],
         "x": [lambda: check_quantize(x, 1, 32, "float8_e4m3fn"), lambda: check_dual_quantize(x, 32, "float8_e4m3fn")],
         "lhs": [lambda: gmm(x, wide), lambda: tgmm(x, wide), lambda: gemm(x, wide)],
         "rhs": [lambda: gmm(wide, x), lambda: tgmm(wide, x), *(lambda r=r: gemm(wide, x, r) for r in RAGGED)],
     }
     for name, refused in calls.items():
         for call in refused:
-            with pytest.raises(TypeError, match=f"{name} must be an array.*, got {type(x).__name__}"):
+            with pytest.raises(TypeError, match=f"{name} must be an? .*array.*, got {type(x).__name__}"):
                 call()
 
 
