@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from op_arguments import check_array, check_output_dtype
 from op_arguments.moe import check_expert_parallel
 from op_arguments.quantize import check_dequantize, check_dual_quantize, check_mxfp8_dequantize, check_quantize
 from op_arguments.quantized_gmm import RAGGED, check_gmm_quantized, check_grouped_gemm, check_tgmm_quantized
@@ -65,3 +66,13 @@ def test_a_shard_of_experts_that_are_shared_out_is_refused(offset):
     check_expert_parallel(SimpleNamespace(groups=2, experts=4), 2, 0)
     with pytest.raises(ValueError, match=f"group_offset must be 0 .*, got {offset}"):
         check_expert_parallel(SimpleNamespace(groups=2, experts=4), 2, offset)
+
+
+def test_float64_is_let_through_only_where_the_goldens_ask_for_it():
+    x = np.ones((2, 3))
+    check_array("x", x, "M, K", ("float32",), exact=True)
+    assert check_output_dtype("dtype", "float64", None, ("float32",), exact=True) == "float64"
+    with pytest.raises(TypeError, match="x must be float32, got float64"):
+        check_array("x", x, "M, K", ("float32",))
+    with pytest.raises(TypeError, match="dtype must be float32, got float64"):
+        check_output_dtype("dtype", "float64", None, ("float32",))
