@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from gpu_reference import chunk_scan as gpu
 from op_arguments.gla import Problem
 from tpu_kernels import chunk_scan as tpu
+from tpu_kernels import fused_recurrent
 
 GATES: dict[str, Any] = {"constant": {"g": None, "g_gamma": 1}, "step": {"g": 1, "g_gamma": None}, "channel": {"gk": 1}}
 
@@ -76,6 +77,11 @@ VMEM = [
 def test_a_scan_is_one_kernel_where_it_fits_vmem(gate, direction, changes, fused, needs):
     route = tpu.chunk_route(GATES[gate], problem(**changes), backward=direction == "backward")
     assert route == (fused, f"the {direction} pass in {needs} MiB of VMEM, and may have 40")
+
+
+@pytest.mark.parametrize(("shape", "size"), [((8, 128), 4096), ((3, 2, 9, 129), 3 * 2 * 16 * 256 * 4), ((1, 1), 4096)])
+def test_an_array_takes_whole_registers_of_vmem(shape, size):
+    assert fused_recurrent._vmem_bytes(shape) == size
 
 
 # dtype, precision, whether the gate is of each channel, K and V: the blocks (rows, keys, values) of both passes
