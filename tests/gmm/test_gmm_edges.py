@@ -1,5 +1,5 @@
-"""Groups that begin or end at the first or the last row of a tile, and beside them: a kernel has a shorter way where a
-group has a whole tile, and no pattern of the matrix need have a group that misses one by a row."""
+"""Groups at every edge of a tile, and sizes of one: a kernel has a shorter way where a group has a whole tile, and none
+of the matrix's patterns need have a group that misses one by a row."""
 
 import importlib
 
@@ -11,11 +11,37 @@ from cpu_golden import gmm as golden
 from parity.interop import to_jax, to_numpy, to_torch
 
 TM = 512  # two blocks of rows on the TPU; the GPU makes 128 of it
-SIZES = np.array([1, 511, 511, 1, 0, 512, 2, 509, 1, 0, 512], np.int32)
-M, K, N, G = int(SIZES.sum()), 128, 128, len(SIZES)
+EDGES = [1, 511, 511, 1, 512]
+E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
 
 
-@pytest.mark.parametrize("quantised", [False, True], ids=["wide", "quantised"])
+def multiply(package, convert, name, operands, k, n, sizes):
+    """gmm or tgmm of integers, float32 or in one of the two narrow formats with scales of 1, and what it must be."""
+    sizes = np.array(sizes, np.int32)
+    m, groups = int(sizes.sum()), len(sizes)
+    of_rhs = (groups, k, n) if name == "gmm" else (m, n)
+    lhs, rhs = (np.random.default_rng(seed).integers(1, 5, shape) for seed, shape in enumerate([(m, k), of_rhs]))
+    expected = getattr(golden, name)(lhs.astype(np.float32), rhs.astype(np.float32), sizes)
+    options = dict(preferred_element_type="float32", tiling=(TM, 128, 128))
+    if operands == "float32":
+        kernel = getattr(importlib.import_module(f"{package}.gmm"), name)
+        got = kernel(convert(lhs.astype(np.float32)), convert(rhs.astype(np.float32)), convert(sizes), **options)
+        return to_numpy(got), expected
+    module = importlib.import_module(f"{package}.quantized_gmm")
+    lhs, rhs = convert(lhs.astype(E4M3)), convert(rhs.astype(E4M3))
+    if operands == "fp8":
+        one = [convert(np.ones([1] * ndim, np.float32)) for ndim in (2, len(of_rhs))]
+        got = getattr(module, f"{name}_quantized")(lhs, one[0], rhs, one[1], convert(sizes), **options)
+        return to_numpy(got), expected
+    steps = -(-(k if name == "gmm" else m) // 32)
+    shapes = ((m, steps), (groups, steps, n)) if name == "gmm" else ((steps, k), (steps, n))
+    scales = dict(zip(("lhs_scale", "rhs_scale"), (convert(np.ones(s, E8M0)) for s in shapes), strict=True))
+    if name == "tgmm":
+        options |= dict(ragged="contracting", num_actual_groups=groups)
+    return to_numpy(module.grouped_gemm(lhs, rhs, convert(sizes), **scales, **options)), expected
+
+
+@pytest.mark.parametrize("operands", ["float32", "fp8", "mxfp8"])
 @pytest.mark.parametrize("name", ["gmm", "tgmm"])
 @pytest.mark.parametrize(
     ("package", "convert"),
@@ -24,17 +50,8 @@ M, K, N, G = int(SIZES.sum()), 128, 128, len(SIZES)
         pytest.param("gpu_reference", to_torch, marks=pytest.mark.gpu),
     ],
 )
-def test_groups_at_the_edges_of_tiles_are_exact_on_integers(package, convert, name, quantised):
+@pytest.mark.parametrize(("k", "n", "sizes"), [(128, 128, EDGES), (1, 1, [1])], ids=["edges", "ones"])
+def test_groups_at_the_edges_of_tiles_and_sizes_of_one_are_exact(package, convert, name, operands, k, n, sizes):
     pytest.importorskip("jax" if package == "tpu_kernels" else "triton")
-    shape = (G, K, N) if name == "gmm" else (M, N)
-    lhs, rhs = (np.random.default_rng(seed).integers(-4, 5, s) for seed, s in enumerate([(M, K), shape]))
-    expected = getattr(golden, name)(lhs.astype(np.float32), rhs.astype(np.float32), SIZES)
-    lhs, rhs = (convert(x.astype(ml_dtypes.float8_e4m3fn if quantised else np.float32)) for x in (lhs, rhs))
-    options = dict(preferred_element_type="float32", tiling=(TM, K, N))
-    if quantised:
-        one = [convert(np.ones([1] * ndim, np.float32)) for ndim in (2, len(shape))]
-        kernel = getattr(importlib.import_module(f"{package}.quantized_gmm"), f"{name}_quantized")
-        got = kernel(lhs, one[0], rhs, one[1], convert(SIZES), **options)
-    else:
-        got = getattr(importlib.import_module(f"{package}.gmm"), name)(lhs, rhs, convert(SIZES), **options)
-    assert np.array_equal(to_numpy(got), expected)
+    got, expected = multiply(package, convert, name, operands, k, n, sizes)
+    assert np.array_equal(got, expected)
