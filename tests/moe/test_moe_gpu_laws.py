@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
+from gpu_reference import moe
 from gpu_reference.moe import moe_layer, moe_layer_bwd, permute, unpermute
 from parity.backends.emulation import tensor_core
 from parity.judge import judge
@@ -142,6 +143,13 @@ def test_a_direct_call_is_right_without_emulation(case, monkeypatch):
     monkeypatch.setattr(tensor_core, "emulated", contextlib.nullcontext)
     verdict = judge(MOE_LAYER, case, "gpu").verdict
     assert verdict.outcome == "AGREES", verdict
+
+
+def test_values_are_read_on_the_host_only_where_they_are_there():
+    """Elsewhere it would wait for the device."""
+    values = torch.tensor([3, -1, 2], dtype=torch.int32)
+    assert moe._range_of(values) == (-1, 3)
+    assert [moe._range_of(x) for x in (values.to("meta"), values.long(), values[:0], None)] == [None] * 4
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
