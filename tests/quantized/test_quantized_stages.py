@@ -90,6 +90,7 @@ def test_a_right_kernel_has_both_stages(op, backend):
 
 QUANTISERS = {op.name: op for op in (*QUANTIZERS, *MXFP8_QUANTIZERS) if op.name.endswith("_quantize")}
 DUAL = "mxfp8_dual_quantize"
+QUICK = (("gpu", DUAL), ("tpu", "fp8_quantize"))
 SITES = ["absmax", "scale", "spread"]
 OF_BOTH = [f"{way}_{site}" for way in ("rowwise", "columnwise") for site in SITES]
 
@@ -101,7 +102,7 @@ def smallest(op):
 @pytest.mark.parametrize(
     ("backend", "name"),
     [
-        pytest.param(b, name, marks=[getattr(pytest.mark, b), *([] if (b, name) == ("gpu", DUAL) else [FULL])])
+        pytest.param(b, name, marks=[getattr(pytest.mark, b), *([] if (b, name) in QUICK else [FULL])])
         for b in ("tpu", "gpu")
         for name in QUANTISERS
     ],
