@@ -514,7 +514,7 @@ def _tgmm_kernel(
     first_of_group = (visit == 0) | (group_ids[jnp.maximum(visit - 1, 0)] != group)
 
     def multiply(lhs: Any, rhs: Any, first: Any) -> None:
-        for part in blocks(lhs.shape[0], dot_depth(transposed=True)):
+        for part in blocks(lhs.shape[0], dot_depth(changed=True)):
             for columns in blocks(rhs.shape[1], 2 * BLOCK):
                 for rows in blocks(lhs.shape[1], 2 * BLOCK):
                     before = acc[rows, columns]
@@ -610,15 +610,15 @@ def blocks(size: int, width: int) -> list[Any]:
     return [pl.ds(first, min(width, size - first)) for first in range(0, size, width)]
 
 
-def dot_depth(transposed: bool = False) -> int:
-    """How deep a dot may be, for one that transposes an operand in registers or not.
+def dot_depth(changed: bool = False) -> int:
+    """How deep a dot may be, where an operand is changed in registers (transposed, widened) or not.
 
     The matrix unit of tpu7x adds up what it multiplies. Those before it leave that to registers, which run out: the
     sums go through memory as often as keeps them from spilling.
     """
     if (tpu_generation() or NEWEST) >= 7:
         return 2**20  # more than any tile has
-    return 2 * BLOCK if tpu_generation() == 6 and not transposed else BLOCK
+    return 2 * BLOCK if tpu_generation() == 6 and not changed else BLOCK
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:

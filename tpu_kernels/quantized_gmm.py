@@ -165,8 +165,10 @@ def tgmm_quantized(
         preferred_element_type=preferred_element_type,
         sizes=concrete_values(group_sizes),
     )
-    small = _are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
-    tile = resolve_tiling(tiling, partial(_tgmm_tiles, _are_narrow(lhs, rhs), small), p.m, p.k, p.n)
+    narrow = _are_narrow(lhs, rhs)
+    # What is widened and scaled part by part leaves no room for more columns.
+    small = narrow and is_small(existing_out, p.out_dtype) and (p.block >= p.m or _widened(lhs, rhs) is None)
+    tile = resolve_tiling(tiling, partial(_tgmm_tiles, narrow, small), p.m, p.k, p.n)
     check_tile("tm", tile[0], p.block, p.m)
     return _tgmm_quantized(
         lhs,
@@ -599,20 +601,43 @@ def _times_rows(
 # ----------------------------------------------------------------------------------------------------- products
 
 
-def _widen(x: jax.Array, dtype: Any) -> jax.Array:
-    """x in a dtype that holds all its values. NaN stays NaN; the sign of a zero may be lost.
+def _unit(narrow: Any, wide: str) -> int:
+    """What `_widen` divides numbers by.
 
     v5e, v5p and v6e have an instruction for e4m3b11fnuz, and not for e4m3fn. The same bits are 1/16 of the value there,
-    but NaN and -0: -0's bits are its NaN. So -0 becomes 0, and NaN, all ones but for the sign, becomes -0; of four
-    elements at a time.
+    and the operand's scales make up for it (`_of_units`).
     """
-    if x.dtype != jnp.float8_e4m3fn or dtype != jnp.bfloat16 or x.shape[0] % SUBLANES or tpu_generation() not in (5, 6):
+    return 16 if narrow == jnp.float8_e4m3fn and wide == "bfloat16" and tpu_generation() in (5, 6) else 1
+
+
+def _widen(x: jax.Array, dtype: Any) -> jax.Array:
+    """x / `_unit` in a dtype that holds all its values. NaN stays NaN; the sign of a zero may be lost.
+
+    The bits of e4m3fn mean the same multiple of a number in e4m3b11fnuz, but for those of NaN and -0: -0's bits are its
+    NaN. So -0 becomes 0, and NaN, all ones but for the sign, becomes -0; of four elements at a time.
+    """
+    unit = _unit(x.dtype, jnp.dtype(dtype).name)
+    if unit == 1:
         return x.astype(dtype)
+    if x.shape[0] % SUBLANES:
+        return x.astype(dtype) * jnp.asarray(1 / unit, dtype)
     bits = pltpu.bitcast(x, jnp.int32)
     magnitude = bits & 0x7F7F7F7F
     is_nan = lax.shift_right_logical(magnitude + 0x01010101, 7) & 0x01010101
     sign = bits & (magnitude + 0x7F7F7F7F) & ~0x7F7F7F7F  # of what is not 0
-    return pltpu.bitcast((magnitude + is_nan) | sign, jnp.float8_e4m3b11fnuz).astype(dtype) * jnp.bfloat16(16)
+    return pltpu.bitcast((magnitude + is_nan) | sign, jnp.float8_e4m3b11fnuz).astype(dtype)
+
+
+def _widen_whole(x: jax.Array) -> jax.Array:
+    """x in bfloat16, where powers of two of its blocks are to follow: with a unit these might get too large."""
+    unit = _unit(x.dtype, "bfloat16")
+    return _widen(x, jnp.bfloat16) * jnp.bfloat16(unit) if unit > 1 else x.astype(jnp.bfloat16)
+
+
+def _of_units(scale: jax.Array | None, narrow: jax.Array, path: str) -> jax.Array | None:
+    """The scale of what is multiplied on a path, of an operand with this one."""
+    unit = _unit(narrow.dtype, path)
+    return scale if scale is None or unit == 1 else scale * unit
 
 
 def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
@@ -691,7 +716,10 @@ def _gmm_quantized(
         rhs_powers, rhs_scale = _powers_in_lanes(rhs_scale, p.k, tk, interpret), None
     elif _is_power(rhs_scale):
         rhs_powers, rhs_scale = _powers_in_rows(rhs_scale, interpret), None
-    scales = _gmm_scales(lhs_scale, rhs_scale, p, (tm, tk, tn), transpose_rhs)
+    path = _product_path(lhs, rhs)
+    scales = _gmm_scales(
+        _of_units(lhs_scale, lhs, path), _of_units(rhs_scale, rhs, path), p, (tm, tk, tn), transpose_rhs
+    )
 
     def lhs_block(n_i: Any, visit: Any, k_i: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
         return tile_ids[visit], k_i
@@ -801,19 +829,22 @@ def _gmm_kernel(
     whole = (start == 0) & (end == tm)
     one_step = tk == k
     rest = k % tk or tk  # of K, in the last step; the block holds garbage beyond it, and 0 * NaN is NaN
-    whole_depth = min(dot_depth(), EXACT_SUMS) if acc.dtype == jnp.int32 else dot_depth()
+    whole_depth = dot_depth(changed=lhs is not narrow_lhs)
+    whole_depth = min(whole_depth, EXACT_SUMS) if acc.dtype == jnp.int32 else whole_depth
     depth_of_dot = part if scales.change else whole_depth
 
     def widened_lhs(rows: Any, inner: Any) -> jax.Array:
-        wide = _widen(narrow_lhs[rows, inner], lhs.dtype)
-        return wide if lhs_powers is None else _times_lanes(wide, lhs_powers, rows, inner.start)
+        narrow = narrow_lhs[rows, inner]
+        if lhs_powers is None:
+            return _widen(narrow, lhs.dtype)
+        return _times_lanes(_widen_whole(narrow), lhs_powers, rows, inner.start)
 
     def weights_of(inner: Any, columns: Any) -> jax.Array:
         """rhs as `product` takes it."""
         weights = rhs[columns, inner] if transpose_rhs else rhs[inner, columns]
         if rhs_powers is None:
             return weights
-        wide = _widen(weights, lhs.dtype)
+        wide = _widen_whole(weights)
         if transpose_rhs:
             return _times_lanes(wide, rhs_powers, columns, inner.start)
         first = (0 if one_step else step * (tk // MX_BLOCK)) + inner.start // MX_BLOCK
@@ -822,7 +853,7 @@ def _gmm_kernel(
     def prepare(rows: Any, parts: int, masked: bool) -> None:
         """Make once what every block of columns needs: lhs as it is multiplied, and its scales as columns.
 
-        Without masks lhs is widened under the products of the first block of columns.
+        Without masks lhs is widened part by part, each under the products of the part before.
         """
         if lhs is not narrow_lhs and masked:
             height = WIDENED_ROWS if rows.size % WIDENED_ROWS == 0 else rows.size
@@ -859,24 +890,41 @@ def _gmm_kernel(
 
     def multiply(rows: Any, depth: int, masked: bool) -> None:
         prepare(rows, pl.cdiv(depth, part), masked)
+        parts = blocks(depth, depth_of_dot)
 
-        def multiply_columns(columns: Any) -> None:
-            total: Any = None if one_step else jnp.where(step == 0, jnp.zeros((), acc.dtype), acc[rows, columns])
-            for i, inner in enumerate(blocks(depth, depth_of_dot)):
-                if lhs is not narrow_lhs and not masked and columns.start == 0:
-                    lhs[rows, inner] = widened_lhs(rows, inner)
-                sums = product(lhs[rows, inner], weights_of(inner, columns), contract=(1, 1 if transpose_rhs else 0))
-                if scales.change:
-                    column = lhs_columns[i, rows, :] if lhs_columns is not None and scales.lhs_changes else None
-                    sums = _scaled(sums, column, _row(rhs_parts, i, columns))
-                sums = sums.astype(acc.dtype)
-                total = sums if total is None else total + sums
-            if one_step:
+        def before(columns: Any) -> Any:
+            return None if one_step else jnp.where(step == 0, jnp.zeros((), acc.dtype), acc[rows, columns])
+
+        def add(i: int, columns: Any, total: Any) -> jax.Array:
+            """total, and the products of a part."""
+            inner = parts[i]
+            sums = product(lhs[rows, inner], weights_of(inner, columns), contract=(1, 1 if transpose_rhs else 0))
+            if scales.change:
+                column = lhs_columns[i, rows, :] if lhs_columns is not None and scales.lhs_changes else None
+                sums = _scaled(sums, column, _row(rhs_parts, i, columns))
+            sums = sums.astype(acc.dtype)
+            return sums if total is None else total + sums
+
+        def keep(columns: Any, total: jax.Array, last: bool) -> None:
+            if one_step and last:
                 store(rows, columns, total, masked)
             else:
                 acc[rows, columns] = total
 
-        for_columns(multiply_columns, masked)
+        def multiply_columns(columns: Any) -> None:
+            total = before(columns)
+            for i in range(len(parts)):
+                total = add(i, columns, total)
+            keep(columns, total, last=True)
+
+        if lhs is narrow_lhs or masked:
+            for_columns(multiply_columns, masked)
+            return
+        for i, inner in enumerate(parts):
+            lhs[rows, inner] = widened_lhs(rows, inner)
+            for columns in blocks(tn, BLOCK):
+                total = add(i, columns, acc[rows, columns] if i else before(columns))
+                keep(columns, total, last=i == len(parts) - 1)
 
     def multiply_step(rows: Any, masked: bool) -> None:
         if rest == tk:
@@ -935,7 +983,10 @@ def _tgmm_quantized(
     )
     powers = [_powers_in_rows(s[None], interpret)[0] if _is_power(s) else None for s in (lhs_scale, rhs_scale)]
     in_powers = any(x is not None for x in powers)
-    scales = _tgmm_scales(*((None, None) if in_powers else (lhs_scale, rhs_scale)), p, tile)
+    if in_powers:
+        lhs_scale = rhs_scale = None
+    path = _product_path(lhs, rhs)
+    scales = _tgmm_scales(_of_units(lhs_scale, lhs, path), _of_units(rhs_scale, rhs, path), p, tile)
     wide = jnp.dtype(jnp.bfloat16) if in_powers else _widened(lhs, rhs)
 
     def lhs_block(n_i: Any, k_i: Any, visit: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
@@ -997,7 +1048,7 @@ def _tgmm_quantized(
                 pltpu.VMEM((row_block(tm), tn), arrays[1].dtype),
                 *(
                     pltpu.VMEM((rows, columns), wide)
-                    for rows, columns in ((row_block(tm), tk), (tm if in_powers else row_block(tm), tn))
+                    for rows, columns in ((row_block(tm), tk), (tm, tn))
                     if wide is not None
                 ),
             ],
@@ -1025,6 +1076,7 @@ def _tgmm_kernel(
     acc, own_lhs, own_rhs, *wide = refs[len(names) :]
     lhs, rhs, out, existing_out = named["lhs"], named["rhs"], named["out"], named.get("existing_out")
     powers = named.get("lhs_powers"), named.get("rhs_powers")
+    in_powers = any(of_blocks is not None for of_blocks in powers)
     (lhs_parts, lhs_whole), (rhs_parts, rhs_whole) = scales.read(named.get("lhs_scale"), named.get("rhs_scale"))
     visit, last_visit = pl.program_id(2), pl.num_programs(2) - 1
     (tm, tk), tn = lhs.shape, rhs.shape[1]
@@ -1032,7 +1084,7 @@ def _tgmm_kernel(
     whole = (start == 0) & (end == tm)
     group = group_ids[visit]
     first_of_group = (visit == 0) | (group_ids[jnp.maximum(visit - 1, 0)] != group)
-    depth_of_dot = part if scales.change else dot_depth(transposed=True)
+    depth_of_dot = part if scales.change else dot_depth(changed=True)
     height = TALL if depth_of_dot > tm and not wide else BLOCK
 
     def row_of(scale: Any | None, first_row: Any, columns: Any, masked: bool) -> jax.Array | None:
@@ -1073,10 +1125,12 @@ def _tgmm_kernel(
         for narrow, block, of_blocks in zip((lhs, rhs), wide, powers, strict=True):
 
             def copy(rows: Any, narrow: Any = narrow, block: Any = block, of_blocks: Any = of_blocks) -> None:
-                own = _widen(narrow[pl.ds(first_row + rows.start, rows.size), :], block.dtype)
-                if of_blocks is not None:
-                    own = _times_rows(own, of_blocks, first_block + rows.start // MX_BLOCK, slice(None), is_own_block)
-                block[rows, :] = own
+                own = narrow[pl.ds(first_row + rows.start, rows.size), :]
+                if of_blocks is None:
+                    block[rows, :] = _widen(own, block.dtype)
+                else:
+                    of_rows = first_block + rows.start // MX_BLOCK
+                    block[rows, :] = _times_rows(_widen_whole(own), of_blocks, of_rows, slice(None), is_own_block)
 
             _for_blocks(row_block(tm), COPY_ROWS, copy)
         return wide[0].at[pl.ds(0, row_block(tm))], wide[1].at[pl.ds(0, row_block(tm))]
@@ -1086,34 +1140,33 @@ def _tgmm_kernel(
         operands = widen(own_lhs, own_rhs, 0, rows.start // MX_BLOCK) if wide else (own_lhs, own_rhs)
         multiply(*operands, rows.start, first_of_group & (rows.start <= start), masked=True)
 
-    def multiply_by_powers() -> None:
-        """Products with both operands widened under them: lhs as it is used, rhs with the first rows of the result."""
+    def multiply_widened() -> None:
+        """Products with both operands widened under them: lhs as it is used, rhs under the products before."""
 
-        def widened(narrow: Any, of_blocks: Any, inner: Any, columns: Any) -> jax.Array:
-            x = _widen(narrow[inner, columns], jnp.bfloat16)
-            return x if of_blocks is None else _times_rows(x, of_blocks, inner.start // MX_BLOCK, columns)
+        def widened(operand: int, inner: Any, columns: Any) -> jax.Array:
+            narrow, of_blocks = (lhs, rhs)[operand][inner, columns], powers[operand]
+            if of_blocks is None:
+                return _widen(narrow, wide[operand].dtype)
+            return _times_rows(_widen_whole(narrow), of_blocks, inner.start // MX_BLOCK, columns)
 
         for inner in blocks(tm, depth_of_dot):
-            for rows in blocks(tk, BLOCK):
-                lhs_rows = widened(lhs, powers[0], inner, rows)
+            for columns in blocks(tn, 2 * BLOCK):
+                wide[1][inner, columns] = widened(1, inner, columns)
+            for rows in blocks(tk, BLOCK if scales.change or in_powers else 2 * BLOCK):
+                lhs_rows, column = widened(0, inner, rows), _columns(row_of(lhs_parts, inner.start, rows, masked=False))
                 for columns in blocks(tn, 2 * BLOCK):
-                    if rows.start == 0:
-                        wide[1][inner, columns] = widened(rhs, powers[1], inner, columns)
                     before = acc[rows, columns]
                     if inner.start == 0:
                         before = jnp.where(first_of_group, 0.0, before)
-                    acc[rows, columns] = before + dot(lhs_rows, wide[1][inner, columns], contract=(0, 0))
-
-    def multiply_widened(rows: Any) -> None:
-        widened = widen(lhs, rhs, rows.start, rows.start // MX_BLOCK)
-        multiply(*widened, rows.start, first_of_group & (rows.start == 0), masked=False)
+                    sums = dot(lhs_rows, wide[1][inner, columns], contract=(0, 0))
+                    if scales.change:
+                        sums = _scaled(sums, column, row_of(rhs_parts, inner.start, columns, masked=False))
+                    acc[rows, columns] = before + sums
 
     @pl.when(whole)
     def _() -> None:
-        if any(of_blocks is not None for of_blocks in powers):
-            multiply_by_powers()
-        elif wide:
-            _for_blocks(tm, row_block(tm), multiply_widened)
+        if wide:
+            multiply_widened()
         else:
             multiply(lhs, rhs, 0, first_of_group, masked=False)
 

@@ -115,6 +115,8 @@ def test_every_byte_is_widened(generation, monkeypatch):
     def widen(narrow, wide):
         wide[...] = quantized_gmm._widen(narrow[...], wide.dtype)
 
+    unit = quantized_gmm._unit(codes.dtype, "bfloat16")
+
     wide = jax.ShapeDtypeStruct(codes.shape, jax.numpy.bfloat16)
     got = pl.pallas_call(widen, out_shape=wide, interpret=True)(codes)
-    np.testing.assert_array_equal(np.asarray(got, np.float64), codes.astype(np.float64))
+    np.testing.assert_array_equal(np.asarray(got, np.float64) * unit, codes.astype(np.float64))
