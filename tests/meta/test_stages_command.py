@@ -209,7 +209,7 @@ def sites(backend, op, dtype="float32"):
 
 
 IN_DEFAULT = [("tpu", "gmm", "bfloat16"), ("gpu", "gmm", "bfloat16"), ("gpu", "fused_recurrent_gla_fwd", "float32"),
-              ("tpu", CHANNELS_BACKWARD, "float32")]  # fmt: skip
+              ("gpu", CHUNK_BACKWARD, "float32"), ("tpu", CHANNELS_BACKWARD, "float32")]  # fmt: skip
 RIGHT = [
     pytest.param(backend, op, dtype, marks=[getattr(pytest.mark, backend), *tier])
     for backend in ("tpu", "gpu")

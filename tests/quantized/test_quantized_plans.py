@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cpu_golden import quantize as golden
-from parity.interop import to_numpy, to_torch
+from parity.interop import to_jax, to_numpy, to_torch
 
 pytestmark = pytest.mark.smoke
 
@@ -122,6 +122,21 @@ def test_blocks_larger_than_a_tile_have_each_its_own_scale(shape, axis, dtype):
     got, expected = fp8_quantize(to_torch(x), axis, None), golden.fp8_quantize(x, axis, None)
     for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_array_equal(to_numpy(ours).astype(np.float32), theirs.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "block"), [((10, 48), 1, 24), ((20, 48), 0, 5), ((3, 10, 40), 0, None), ((4, 6, 40), (0, 2), 2)]
+)
+def test_blocks_that_are_no_whole_registers_have_each_its_own_scale(shape, axis, block):
+    """On the TPU their elements are laid one below the other; the matrix has no such blocks."""
+    pytest.importorskip("jax")
+    from tpu_kernels.quantize import fp8_dequantize, fp8_quantize
+
+    x = (np.random.default_rng(0).standard_normal(shape) * np.arange(1, shape[-1] + 1)).astype(np.float32)
+    got, expected = fp8_quantize(to_jax(x), axis, block), golden.fp8_quantize(x, axis, block)
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(to_numpy(ours).astype(np.float32), theirs.astype(np.float32))
+    np.testing.assert_array_equal(to_numpy(fp8_dequantize(*got)), golden.fp8_dequantize(*expected))
 
 
 @pytest.mark.parametrize(
