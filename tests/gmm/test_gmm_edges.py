@@ -1,5 +1,8 @@
-"""Groups at every edge of a tile, and sizes of one: a kernel has a shorter way where a group has a whole tile, and none
-of the matrix's patterns need have a group that misses one by a row."""
+"""Groups at every edge of a tile, sizes of one, and sums that end inside a step beside weights that are NaN.
+
+A kernel has a shorter way where a group has a whole tile, and none of the matrix's patterns need have a group that
+misses one by a row.
+"""
 
 import importlib
 
@@ -16,16 +19,24 @@ E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
 
 
 def multiply(package, convert, name, operands, k, n, sizes):
-    """gmm or tgmm of integers, float32 or in one of the two narrow formats with scales of 1, and what it must be."""
+    """gmm or tgmm of integers, float32 or in one of the two narrow formats with scales of 1, and what it must be.
+
+    The weights of groups without rows are NaN.
+    """
     sizes = np.array(sizes, np.int32)
     m, groups = int(sizes.sum()), len(sizes)
     of_rhs = (groups, k, n) if name == "gmm" else (m, n)
-    lhs, rhs = (np.random.default_rng(seed).integers(1, 5, shape) for seed, shape in enumerate([(m, k), of_rhs]))
-    expected = getattr(golden, name)(lhs.astype(np.float32), rhs.astype(np.float32), sizes)
+    lhs, rhs = (
+        np.random.default_rng(seed).integers(1, 5, shape).astype(np.float32)
+        for seed, shape in enumerate([(m, k), of_rhs])
+    )
+    if name == "gmm":
+        rhs[sizes == 0] = np.nan
+    expected = getattr(golden, name)(lhs, rhs, sizes)
     options = dict(preferred_element_type="float32", tiling=(TM, 128, 128))
     if operands == "float32":
         kernel = getattr(importlib.import_module(f"{package}.gmm"), name)
-        got = kernel(convert(lhs.astype(np.float32)), convert(rhs.astype(np.float32)), convert(sizes), **options)
+        got = kernel(convert(lhs), convert(rhs), convert(sizes), **options)
         return to_numpy(got), expected
     module = importlib.import_module(f"{package}.quantized_gmm")
     lhs, rhs = convert(lhs.astype(E4M3)), convert(rhs.astype(E4M3))
@@ -50,8 +61,12 @@ def multiply(package, convert, name, operands, k, n, sizes):
         pytest.param("gpu_reference", to_torch, marks=pytest.mark.gpu),
     ],
 )
-@pytest.mark.parametrize(("k", "n", "sizes"), [(128, 128, EDGES), (1, 1, [1])], ids=["edges", "ones"])
-def test_groups_at_the_edges_of_tiles_and_sizes_of_one_are_exact(package, convert, name, operands, k, n, sizes):
+@pytest.mark.parametrize(
+    ("k", "n", "sizes"), [(128, 128, EDGES), (1, 1, [1]), (160, 24, [20, 0, 12, 0])], ids=["edges", "ones", "rest"]
+)
+def test_groups_at_the_edges_of_tiles_sizes_of_one_and_sums_that_end_inside_a_step_are_exact(
+    package, convert, name, operands, k, n, sizes
+):
     pytest.importorskip("jax" if package == "tpu_kernels" else "triton")
     got, expected = multiply(package, convert, name, operands, k, n, sizes)
     assert np.array_equal(got, expected)
