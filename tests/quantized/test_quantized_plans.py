@@ -44,6 +44,17 @@ def test_a_dot_is_of_what_the_chip_multiplies(kind, dtype, multiplied):
     assert [str(operand.aval.dtype) for operand in dot.invars] == [multiplied] * 2
 
 
+@pytest.mark.parametrize("kind", ["TPU v5e", "TPU7x"])
+@pytest.mark.parametrize("wide", ["float32", "bfloat16"])
+def test_beside_a_wide_operand_a_narrow_one_is_multiplied_as_that(kind, wide):
+    jax = pytest.importorskip("jax")
+    from tpu_kernels.quantized_gmm import _product_path
+
+    x, narrow = jax.ShapeDtypeStruct((32, 32), wide), jax.ShapeDtypeStruct((32, 32), "float8_e4m3fn")
+    with on(kind):
+        assert _product_path(x, narrow) == _product_path(narrow, x) == wide
+
+
 @pytest.mark.parametrize(
     ("kind", "small", "k", "n", "gmm_tile", "tgmm_tile"),
     [
