@@ -22,7 +22,7 @@ Packed sequences are laid out anew so that each begins with a chunk; rows withou
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -54,6 +54,7 @@ BLOCK_TOKENS = 512  # of a grid step, where chunks are shorter
 HEADS = 8  # of a grid step at most: independent work for the scheduler
 # Rows of all heads of a step's chunks at most, by gate: with more a program is longer, and no faster.
 ROWS_AT_ONCE = {"constant": 1024, "step": 1024, "channel": 128}
+UNROLL = (4, 2, 1)  # chunks in a turn of the loop that makes just states
 # Rows of the heads at work at once where heads come in groups: what they need stays in registers.
 ROWS_OF_GROUP = 128
 
@@ -106,6 +107,15 @@ class Scan(NamedTuple):
     def masked(self) -> bool:
         """Whether some rows are no steps."""
         return self.packed or self.length != self.blocks * self.rows
+
+    @property
+    def gate_pieces(self) -> int:
+        """Into how many bfloat16 the gates of steps go for the matrix unit to sum them, or 0: it would take longer.
+
+        dg keeps more bits than o, or than what split dots leave of it.
+        """
+        sums = self.gate == "step" and self.split and 2 * self.chunk <= LANES
+        return 0 if not sums else 3 if self.backward else 2
 
     @property
     def step_shape(self) -> tuple[int, int, int, int, int]:
@@ -257,16 +267,16 @@ def plan(gates: Gates, p: Problem, *, packed: bool, chunk_size: int, backward: b
     chunk = chunk_size & -chunk_size
     count = p.t // chunk + p.n if packed else pl.cdiv(p.t, chunk)
     most_rows = ROWS_AT_ONCE[gate] // (1 if p.dtype == "bfloat16" else 2)
-    # Decays that are there already leave registers to spare, if few heads work at once; the more of them in a step, the
-    # less is waited for at a chunk's end. Two cores have each a part of b or of the heads.
-    grouped = fused and not backward and gate == "constant" and p.dtype == "bfloat16" and 2 * chunk <= ROWS_OF_GROUP
-    grouped &= p.h % (2 * HEADS) == 0 and p.b * p.h > 2 * HEADS
-    most_heads = 2 * HEADS if grouped else min(HEADS, p.h, max(most_rows // chunk, 1))
-    at_once = ROWS_OF_GROUP // chunk if grouped else HEADS
+    # The more heads in a step, the less is waited for at a chunk's end. Each of two cores has a part of b or the heads.
+    wide = fused and not backward and gate != "channel" and p.dtype == "bfloat16" and 2 * chunk <= ROWS_OF_GROUP
+    wide &= p.h % (2 * HEADS) == 0 and p.b * p.h > 2 * HEADS
+    most_heads = 2 * HEADS if wide else min(HEADS, p.h, max(most_rows // chunk, 1))
+    # Decays that are there already leave registers to spare, if few heads work at once.
+    at_once = ROWS_OF_GROUP // chunk if wide and gate == "constant" else most_heads
     heads = [n for n in range(most_heads, 0, -1) if p.h % n == 0]
     # Longer blocks have fewer states at their starts, shorter ones fewer in them. A loop of one chunk is none to XLA's
     # CPU compiler: without the loop it fuses, and so rounds, an interpreted kernel in another way.
-    wanted = max(BLOCK_TOKENS // chunk // (2 if grouped else 1), 1)
+    wanted = max(BLOCK_TOKENS // chunk // (2 if wide else 1), 1)
     chunks = sorted({max(min(wanted * 2**n // 8, count), 2) for n in range(8)}, key=lambda size: abs(size - wanted))
 
     def scan_of(heads: int, chunks: int) -> Scan:
@@ -389,7 +399,9 @@ def _backward(
             "states": pltpu.VMEM((scan.chunks + 1, *scan.state), jnp.float32),
             "checkpoints": pltpu.VMEM((max(scan.blocks - 1, 1), *scan.state), jnp.float32),
         }
-        backward = partial(_backward_kernel, debug=debug)
+        # The next chunk's product does not wait for the state. XLA's CPU compiler would round each in its own way.
+        unroll = 1 if interpret else next(n for n in UNROLL if scan.chunks % n == 0)
+        backward = partial(_backward_kernel, debug=debug, unroll=unroll)
         results = call(
             backward, "chunk_bwd", {**before, **after}, {**grads, **starts}, scratch, work=(5, 6), walk="twice"
         )
@@ -694,10 +706,11 @@ class _Block:
         leave: Callable[[Any], None] | None = None,
         *,
         reverse: bool = False,
+        unroll: int = 1,
     ) -> None:
         """body(i) for each chunk i; enter(i) before that of the first of a sequence and leave(i) after its last.
 
-        In reverse the other way round.
+        In reverse the other way round. unroll: chunks in a turn of the loop.
         """
         last = self.scan.chunks - 1
         enters, leaves = (self._is_last, self._is_first) if reverse else (self._is_first, self._is_last)
@@ -717,7 +730,7 @@ class _Block:
         begin, end = (last, 0) if reverse else (0, last)
         if not self.scan.packed:
             at(begin, enters, enter)
-        lax.fori_loop(0, last + 1, step, None)
+        lax.fori_loop(0, last + 1, step, None, unroll=unroll)
         if not self.scan.packed:
             at(end, leaves, leave)
 
@@ -817,8 +830,8 @@ def _outputs_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
     block.for_chunks(body)
 
 
-def _backward_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
-    """All gradients: there, to keep the state at the start of each block, and back."""
+def _backward_kernel(refs: Refs, scan: Scan, debug: Debug = None, unroll: int = 1) -> None:
+    """All gradients: there, `unroll` chunks at a time, to keep the state at the start of each block, and back."""
     step, last = pl.program_id(2), scan.blocks - 1
     index = _block_of(step, scan.blocks, "twice", early=True)
     block, states, checkpoints, dstate = _Block(refs, scan, index), refs["states"], refs["checkpoints"], refs["dstate"]
@@ -831,7 +844,7 @@ def _backward_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
         watch = _Watch(debug, block, i)
         states[i + 1] = watch("state", _next_state(partial(block.load, i), states[i], block.decay(i), scan))
 
-    block.for_chunks(forward, lambda i: block.load_state("h0", i, states.at[i]))
+    block.for_chunks(forward, lambda i: block.load_state("h0", i, states.at[i]), unroll=unroll)
 
     @pl.when(step < last)
     def _() -> None:
@@ -956,22 +969,45 @@ class _StepDecay:
 
     def from_start(self, width: int) -> jax.Array:
         """See the class."""
-        return self._column(self._row("from_start"))
+        return self._from_start
 
     def to_end(self, width: int) -> jax.Array:
         """See the class."""
+        return self._to_end
+
+    @cached_property
+    def _from_start(self) -> jax.Array:
+        return self._column(self._row("from_start"))
+
+    @cached_property
+    def _to_end(self) -> jax.Array:
         return self._column(self._row("to_end"))
 
     def between(self) -> jax.Array:
         """See the class."""
+        i, j = _steps(self._scan)
+        sums = self._products() if self._scan.gate_pieces else self._differences()
+        return _exp(jnp.where(i >= j, sums, -jnp.inf))
+
+    def _differences(self) -> jax.Array:
+        """The sums of the gates after step j up to step i, for i >= j: those up to i less those up to j."""
         rows = self._row("sum_hi"), self._row("sum_lo")
         columns = self._column(rows[0]), self._column(rows[1])
-        i, j = _steps(self._scan)
-        ends = (rows, columns) if self._scan.backward else (columns, rows)
-        return _exp(jnp.where(i >= j, _difference(*ends), -jnp.inf))
+        return _difference(*((rows, columns) if self._scan.backward else (columns, rows)))
 
-    def _row(self, name: str) -> jax.Array:
-        return self._refs[name][:, pl.ds(self._chunk, 1), : self._scan.chunk]
+    def _products(self) -> jax.Array:
+        """The same by the matrix unit, of just these gates. It makes no columns, which take the longest."""
+        scan, c = self._scan, self._scan.chunk
+        lanes = scan.gate_pieces * c
+        place, step = _iota((1, c, lanes), 1), _iota((1, c, lanes), 2) % c
+        gates = self._row("gate", scan.gate_pieces)
+        gates = jnp.where(step > place if scan.backward else step <= place, gates, 0.0)
+        step, place = _iota((lanes, c), 0) % c, _iota((lanes, c), 1)
+        others = _ones(step <= place if scan.backward else step > place, scan)
+        return _dot_with_all(gates.astype(jnp.bfloat16), others, scan)
+
+    def _row(self, name: str, pieces: int = 1) -> jax.Array:
+        return self._refs[name][:, pl.ds(self._chunk, 1), : pieces * self._scan.chunk]
 
     def _column(self, row: jax.Array) -> jax.Array:
         i, j = _steps(self._scan)
@@ -995,7 +1031,7 @@ class _StepDecay:
         row, column = _iota(products.shape, 1), _iota(products.shape, 2)
         if watch:
             watch("dA", scan.scale * dproducts, 1, 2, where=row <= column)
-        sums = _dot(products * dscores, _ones(row >= column, scan), (1, 0), scan)
+        sums = _dot_with_all(products * dscores, _ones((row >= column)[0], scan), scan)
         dq = scan.scale * self.from_start(scan.k) * _dot(load("do"), state[...], (1, 0), scan)
         from_state = jnp.sum(_f32(load("q")) * dq, axis=2, keepdims=True)
         store("dq", dq + _dot(dscores, load("k"), (0, 0), scan))
@@ -1155,7 +1191,11 @@ def _decay_scratch(scan: Scan) -> dict[str, Any]:
         return {"from_start": rows, "to_end": rows, "between": between}
     if scan.gate == "step":
         steps = pltpu.VMEM((scan.heads, *scan.step_shape[3:]), jnp.float32)
-        return dict.fromkeys(("sum_hi", "sum_lo", "from_start", "to_end"), steps)
+        rows = dict.fromkeys(("sum_hi", "sum_lo", "from_start", "to_end"), steps)
+        if scan.gate_pieces:
+            lanes = pl.cdiv(scan.gate_pieces * scan.chunk, LANES) * LANES
+            rows["gate"] = pltpu.VMEM((scan.heads, scan.chunks, lanes), jnp.float32)
+        return rows
     return {}
 
 
@@ -1175,7 +1215,11 @@ def _prepare_decays(refs: Refs, scan: Scan, first_head: Any) -> None:
     if scan.gate == "step":
         g = jnp.maximum(refs["g"][...], STRONGEST_GATE)
         gamma = jnp.maximum(refs["g_gamma"][...], STRONGEST_GATE) if "g_gamma" in refs else jnp.zeros_like(g)
-        hi, lo = _running_sums(*two_sum(g, gamma), scan.chunk)
+        gate = two_sum(g, gamma)
+        if scan.gate_pieces:
+            pieces = [_f32(piece)[:, :, : scan.chunk] for piece in _pieces(gate[0], scan.gate_pieces)]
+            refs["gate"][:, :, : scan.gate_pieces * scan.chunk] = jnp.concatenate(pieces, 2)
+        hi, lo = _running_sums(*gate, scan.chunk)
         last = hi[:, :, scan.chunk - 1 : scan.chunk], lo[:, :, scan.chunk - 1 : scan.chunk]
         refs["sum_hi"][...], refs["sum_lo"][...] = hi, lo
         refs["from_start"][...] = _exp(hi + lo)
@@ -1250,12 +1294,17 @@ def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], scan: Scan) -> j
     return dot(jnp.concatenate([lhs[m] for m, _ in pairs], x), jnp.concatenate([rhs[n] for _, n in pairs], y))
 
 
-def _pieces(x: jax.Array) -> list[jax.Array]:
-    """x as a sum of bfloat16, the largest first."""
-    if x.dtype == jnp.bfloat16:
-        return [x]
-    hi = x.astype(jnp.bfloat16)
-    return [hi, (x - hi.astype(jnp.float32)).astype(jnp.bfloat16)]
+def _dot_with_all(a: jax.Array, b: jax.Array, scan: Scan) -> jax.Array:
+    """For each head, the product of its matrix in a and the matrix b, which the matrix unit loads once."""
+    return _dot(a.reshape(1, -1, a.shape[2]), b[None], (1, 0), scan).reshape(*a.shape[:2], b.shape[1])
+
+
+def _pieces(x: jax.Array, count: int = 2) -> list[jax.Array]:
+    """x as a sum of bfloat16, the largest first: of so many, where it is none itself."""
+    piece = x.astype(jnp.bfloat16)
+    if x.dtype == jnp.bfloat16 or count == 1:
+        return [piece]
+    return [piece, *_pieces(x - piece.astype(jnp.float32), count - 1)]
 
 
 def _ones(where: jax.Array, scan: Scan) -> jax.Array:

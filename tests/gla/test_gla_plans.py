@@ -29,13 +29,13 @@ SCANS = [
     ("constant", "forward", dict(b=1), (8, 8, 8)),
     ("constant", "forward", dict(b=1, h=32), (4, 16, 16)),
     ("constant", "forward", dict(dtype="float32"), (8, 8, 8)),
-    ("step", "forward", {}, (8, 8, 8)),
+    ("step", "forward", {}, (4, 16, 16)),
     ("constant", "backward", {}, (8, 8, 8)),
     ("channel", "backward", {}, (8, 8, 2)),
     ("channel", "forward", dict(dtype="float32"), (8, 8, 1)),
     ("step", "forward", dict(dtype="float32", h=12), (8, 8, 6)),
-    ("step", "forward", dict(t=100), (2, 1, 8)),
-    ("step", "forward", dict(t=1000), (8, 2, 8)),
+    ("step", "forward", dict(t=100), (2, 1, 16)),
+    ("step", "forward", dict(t=1000, h=24), (8, 2, 8)),
     ("constant", "backward", dict(k=256, v=512), (8, 8, 2)),
 ]
 
@@ -65,7 +65,7 @@ def test_groups_of_heads_on_the_tpu(changes, chunk, expected):
 # For each head: rows of q, k, v, o and their gradients and the gates of channels, twice; the states of the chunks and
 # blocks of the backward pass; one state and the decays within a chunk; and eight times the values of a chunk.
 VMEM = [
-    ("step", "forward", {}, True, "8 blocks of 512 steps and 8 heads needs 9.8"),
+    ("step", "forward", {}, True, "16 blocks of 256 steps and 16 heads needs 10.5"),
     ("step", "backward", {}, True, "8 blocks of 512 steps and 8 heads needs 24.2"),
     ("channel", "forward", {}, True, "8 blocks of 512 steps and 2 heads needs 4.2"),
     ("channel", "backward", {}, True, "8 blocks of 512 steps and 2 heads needs 8.8"),

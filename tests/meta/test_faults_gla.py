@@ -61,8 +61,8 @@ FAULTS = [
     # exp overflows above the diagonal, and inf times a mask of 0 is NaN
     in_scan(
         "the mask comes after exp", "tpu", FORWARD,
-        "_exp(jnp.where(i >= j, _difference(*ends), -jnp.inf))",
-        "jnp.exp(_difference(*ends)) / jnp.where(i >= j, 1.0, jnp.inf)",  # XLA makes a product with a mask a choice
+        "_exp(jnp.where(i >= j, sums, -jnp.inf))",
+        "jnp.exp(sums) / jnp.where(i >= j, 1.0, jnp.inf)",  # XLA makes a product with a mask a choice
         steep,
     ),
     in_scan(
@@ -184,8 +184,8 @@ FAULTS = [
     # flash-linear-attention returns garbage for both
     in_scan(
         "g is ignored beside g_gamma", "tpu", FORWARD,
-        "_running_sums(*two_sum(g, gamma), scan.chunk)",
-        '_running_sums(*two_sum(0.0 * g if "g_gamma" in refs else g, gamma), scan.chunk)',
+        "gate = two_sum(g, gamma)",
+        'gate = two_sum(0.0 * g if "g_gamma" in refs else g, gamma)',
         both,
     ),
     in_scan(
