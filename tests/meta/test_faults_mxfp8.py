@@ -68,10 +68,9 @@ FAULTS = [
     # TransformerEngine#2966: groups that are no multiple of 32
     in_matmul(
         "a group that begins inside a block takes the scale before it", "tpu",
-        "own = _times_rows(own, of_blocks, first_block + rows.start // MX_BLOCK,",
+        "of_rows = first_block + rows.start // MX_BLOCK",
         "at = first_block + rows.start // MX_BLOCK\n"
-        "                    at = jnp.where(start > at * MX_BLOCK, jnp.maximum(at - 1, 0), at)\n"
-        "                    own = _times_rows(own, of_blocks, at,",
+        "                    of_rows = jnp.where(start > at * MX_BLOCK, jnp.maximum(at - 1, 0), at)",
         boundaries_in_blocks,
     ),
     in_matmul(

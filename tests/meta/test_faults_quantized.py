@@ -132,7 +132,7 @@ FAULTS = [
         "scales are applied before the dot, in bfloat16", "tpu", "gmm_quantized",
         "sums = product(lhs[rows, inner], weights_of(inner, columns), contract",
         "scale = _row(lhs_scale, i, rows)\n"
-        "                sums = 1 / scale.T * product("
+        "            sums = 1 / scale.T * product("
         "(lhs[rows, inner].astype(jnp.float32) * scale.T).astype(jnp.bfloat16), weights_of(inner, columns), contract",
         block_scaled,
     ),
@@ -150,14 +150,14 @@ FAULTS = [
     # gmm_v2's default: 4.2e-3 instead of 2.0e-3
     in_matmul(
         "the accumulator is bfloat16", "tpu", "gmm_quantized",
-        "total = sums if total is None else total + sums",
-        "total = sums if total is None else (total + sums).astype(jnp.bfloat16).astype(sums.dtype)",
+        "return sums if total is None else total + sums",
+        "return sums if total is None else (total + sums).astype(jnp.bfloat16).astype(sums.dtype)",
         block_scaled,
     ),
     in_matmul(
         "the accumulator is bfloat16", "tpu", "tgmm_quantized",
-        "acc[rows, columns] = before + sums",
-        "acc[rows, columns] = (before + sums).astype(jnp.bfloat16).astype(sums.dtype)",
+        "acc[rows, columns] = before + sums\n\n        if scales.change:",
+        "acc[rows, columns] = (before + sums).astype(jnp.bfloat16).astype(sums.dtype)\n\n        if scales.change:",
         block_scaled,
     ),
     in_matmul(

@@ -37,19 +37,19 @@ def planted(backend, op, old, new, *marks):
 
 FULL = pytest.mark.full
 BF16 = ".astype(jnp.bfloat16).astype(jnp.float32)"
-ADDED = "total = sums if total is None else total + sums"
+ADDED = "return sums if total is None else total + sums"
 SCALED = "tl.load(b_scales + at_row // RHS_BLOCK * rhs_scale_stride_m, mask=in_columns, other=0)"
 
 LOSSES = [
-    planted("tpu", "gmm_quantized", ADDED, f"total = sums if total is None else (total + sums){BF16}"),
-    planted("tpu", "tgmm_quantized", "acc[rows, columns] = before + sums",
-            f"acc[rows, columns] = (before + sums){BF16}", FULL),
-    planted("tpu", "grouped_gemm", ADDED, f"total = sums if total is None else (total + sums){BF16}", FULL),
+    planted("tpu", "gmm_quantized", ADDED, f"return sums if total is None else (total + sums){BF16}"),
+    planted("tpu", "tgmm_quantized", "acc[rows, columns] = before + sums\n\n        if",
+            f"acc[rows, columns] = (before + sums){BF16}\n\n        if", FULL),
+    planted("tpu", "grouped_gemm", ADDED, f"return sums if total is None else (total + sums){BF16}", FULL),
     planted("gpu", "tgmm_quantized", f"partial *= {SCALED}", f"partial *= {SCALED}.to(tl.bfloat16).to(tl.float32)",
             FULL),
 ]  # fmt: skip
 FAULTS = [
-    planted("tpu", "gmm_quantized", ADDED, "total = sums if total is None else sums", FULL),
+    planted("tpu", "gmm_quantized", ADDED, "return sums", FULL),
     planted("tpu", "grouped_gemm", "spread = []", "first, spread = 0, []", FULL),
     planted("gpu", "tgmm_quantized", f"partial *= {SCALED}", f"partial += {SCALED}"),
     planted("gpu", "grouped_gemm", "sums = tl.dot_scaled(a, a_scales, A, b, b_scales, B, sums)",
@@ -65,7 +65,8 @@ def test_the_line_that_loses_precision_is_the_first(loss, tmp_path):
     expected = reference(op, case)
     ranking = rank(stages.traced(op, case, loss.backend, kernel), expected.golden, expected.magnitude)
     first = ranking.shares[0]
-    assert statement(first.line).startswith(loss.new[:99]), [(statement(s.line), s.share) for s in ranking.shares[:3]]
+    planted_line = loss.new.partition("\n")[0][:99]
+    assert statement(first.line).startswith(planted_line), [(statement(s.line), s.share) for s in ranking.shares[:3]]
     assert first.share > 0.9
     last = walk(op, case, loss.backend, expected, ranking)[-1]
     assert (last.site, last.is_off, last.wrong) == ("acc", True, 0)
