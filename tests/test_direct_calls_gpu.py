@@ -1,0 +1,35 @@
+"""Triton's interpreter multiplies bfloat16 as integers; whoever calls a kernel by hand must not notice.
+
+All other tests run kernels under an emulation that knows better.
+"""
+
+import contextlib
+
+import pytest
+
+from parity.judge import judge
+from tests.matrix.gla import BF16, F32, GATED_LINEAR_ATTENTION
+from tests.matrix.gmm import TGMM
+from tests.matrix.moe import MOE_LAYER
+from tests.matrix.quantized_gmm import GMM_QUANTIZED, TGMM_QUANTIZED
+
+SCAN, PRODUCT = dict(B=1, T=5, H=1, K=16, V=16), dict(M=32, K=64, N=24, G=4)
+CASES = [
+    *((op, case) for op in GATED_LINEAR_ATTENTION for case in op.grid([SCAN], dtype=[BF16])),
+    *((TGMM, case) for case in TGMM.grid([PRODUCT], dtype=[BF16, (BF16, F32)])),
+    *((op, next(case for case in op.cases if case.out == BF16)) for op in (GMM_QUANTIZED, TGMM_QUANTIZED)),
+    *(
+        (op, next(case for case in op.cases if case.dtype == BF16 and case.out != BF16))
+        for op in (GMM_QUANTIZED, TGMM_QUANTIZED)
+    ),
+    *((MOE_LAYER, case) for case in MOE_LAYER.cases if case.tier == "smoke"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "case"), [pytest.param(op, case, id=case.id) for op, case in CASES])
+def test_a_direct_call_is_right_without_emulation(op, case, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr("parity.backends.emulation.tensor_core.emulated", contextlib.nullcontext)
+    verdict = judge(op, case, "gpu").verdict
+    assert verdict.outcome == "AGREES", verdict
