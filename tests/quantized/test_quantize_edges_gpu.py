@@ -1,0 +1,319 @@
+# ruff: noqa: E402 (frameworks may be missing, and are asked for before they are imported)
+"""The quantisers' kernels on the GPU where the matrix does not look: what lies around their arrays, quotients a hair
+off a tie, blocks larger than a tile, what is shown to `debug`, and how much work is planned."""
+
+import math
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+from cpu_golden import quantize as golden
+from gpu_reference import quantize as gpu
+from parity.interop import to_numpy, to_torch
+from tests.quantized.formats import FORMATS, decode, quantise
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="values are seen on the CPU alone")
+AROUND = 512
+LARGE = {torch.float32: 3e38, torch.uint8: 0x7B}
+TILE = 128 * 128  # elements: 32 for each of the 512 threads of a program
+
+
+def small(shape, seed=0):
+    """Less than one in size, so that a largest one of anything else is seen."""
+    return (np.random.default_rng(seed).standard_normal(shape) * 1e-3).astype(np.float32)
+
+
+def bytes_of(x):
+    return np.ascontiguousarray(to_numpy(x) if isinstance(x, torch.Tensor) else x).view(np.uint8)
+
+
+class Guarded:
+    """Tensors that lie among large numbers; none of those must be read as theirs, or written."""
+
+    def __init__(self):
+        self._wholes = []
+
+    def __call__(self, x):
+        whole = torch.full((AROUND + x.numel() + AROUND,), LARGE[x.dtype], dtype=x.dtype, device=DEVICE)
+        inside = whole[AROUND:-AROUND].view(x.shape)
+        self._wholes.append(whole)
+        return inside.copy_(x)
+
+    def empty(self, *shape, dtype=torch.uint8):
+        return self(torch.zeros(shape, dtype=dtype))
+
+    def check(self):
+        for whole in self._wholes:
+            around = torch.cat([whole[:AROUND], whole[-AROUND:]])
+            assert (around == LARGE[whole.dtype]).all()
+
+
+@pytest.mark.parametrize("blocks", [(1, 45), (38, 1), (38, 45), (1, 9), (19, 15), (1, 1)], ids=str)
+def test_a_quantiser_keeps_to_its_arrays(blocks):
+    """Tiles reach beyond the array on both sides, and the largest of a block is none of what lies there."""
+    shape, x, of = (38, 45), small((38, 45)), Guarded()
+    scales = tuple(n // block for n, block in zip(shape, blocks, strict=True))
+    result = gpu.Quantized(of.empty(*shape), of.empty(*scales, dtype=torch.float32))
+    (launch,) = gpu.quantize_launches(of(to_torch(x)), blocks, "float8_e4m3fn", result)
+    launch.run(torch.device(DEVICE))
+    codes, scale = quantise(x, scales, "float8_e4m3fn")
+    np.testing.assert_array_equal(bytes_of(result.scale), scale.view(np.uint8))
+    np.testing.assert_array_equal(bytes_of(result.qvalue), codes.view(np.uint8))
+    wide = of.empty(*shape, dtype=torch.float32)
+    gpu.dequantize_launch(result.qvalue, blocks, "float8_e4m3fn", result.scale, wide).run(torch.device(DEVICE))
+    np.testing.assert_array_equal(to_numpy(wide), golden.fp8_dequantize(codes, scale))
+    of.check()
+
+
+@pytest.mark.parametrize("blocks", [(37, 45), (37, 9)], ids=str)
+def test_the_dual_quantiser_keeps_to_its_arrays(blocks):
+    shape, x, of = (37, 45), small((37, 45)), Guarded()
+    scales = (37, 45 // blocks[1]), (37 // blocks[0], 45)
+    results = [gpu.Quantized(of.empty(*shape), of.empty(*each, dtype=torch.float32)) for each in scales]
+    (launch,) = gpu.quantize_launches(of(to_torch(x)), blocks, "float8_e5m2", *results)
+    launch.run(torch.device(DEVICE))
+    for result, each in zip(results, scales, strict=True):
+        codes, scale = quantise(x, each, "float8_e5m2")
+        np.testing.assert_array_equal(bytes_of(result.scale), scale.view(np.uint8))
+        np.testing.assert_array_equal(bytes_of(result.qvalue), codes.view(np.uint8))
+    of.check()
+
+
+@pytest.mark.parametrize("shape", [(2, 37, 45), (1, 33, 300)], ids=str)
+def test_the_mxfp8_quantiser_keeps_to_its_arrays(shape):
+    """Both ways at once, each way alone, and back."""
+    x, device = small(shape), torch.device(DEVICE)
+    expected = golden.mxfp8_quantize(x, 2), golden.mxfp8_quantize(x, 1)
+    for wanted in ((True, True), (True, False), (False, True)):
+        of = Guarded()
+        results = [
+            gpu.Quantized(*(of.empty(*part.shape) for part in each)) if is_wanted else None
+            for each, is_wanted in zip(expected, wanted, strict=True)
+        ]
+        gpu.mxfp8_quantize_launch(of(to_torch(x)), "float8_e4m3fn", "up", *results).run(device)
+        for result, each, by_rows in zip(results, expected, (True, False), strict=True):
+            if result is not None:
+                for got, theirs in zip(result, each, strict=True):
+                    np.testing.assert_array_equal(to_numpy(got), theirs.view(np.uint8))
+                wide = of.empty(*shape, dtype=torch.float32)
+                gpu.mxfp8_dequantize_launch(result.qvalue, "float8_e4m3fn", result.scale, by_rows, wide).run(device)
+                np.testing.assert_array_equal(to_numpy(wide), golden.mxfp8_dequantize(*each))
+        of.check()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_quotient_a_hair_off_a_tie_is_rounded_to_the_nearer_side(name):
+    """float32 beside the product of a scale with all its 24 bits and the middle of two codes, and that product itself
+    where float32 has it; the search is done in float64, where no quotient of the kind is rounded onto a tie."""
+    rng = np.random.default_rng(0)
+    f = FORMATS[name]
+    values = np.unique(np.abs(decode(name)[np.isfinite(decode(name))]))
+    values = values[values <= f.largest]
+    middles = (values[1:] + values[:-1]) / 2
+    largest = (rng.uniform(1, 2, 24) * f.largest).astype(np.float32)
+    scale = (largest / np.float64(f.largest)).astype(np.float32)
+    near = (scale[:, None] * middles).astype(np.float32)
+    beside = [np.nextafter(near, np.float32(sign * np.inf)) for sign in (-1, 1)]
+    x = np.concatenate([largest[:, None], near, -near, *beside], axis=1)
+    x = np.minimum(x, largest[:, None])
+    arguments = {} if name == "int8" else {"dtype": name}
+    got = getattr(gpu, "int8_quantize" if name == "int8" else "fp8_quantize")(to_torch(x), 1, None, **arguments)
+    codes, scales = quantise(x, (24, 1), name)
+    np.testing.assert_array_equal(to_numpy(got.scale), scales)
+    np.testing.assert_array_equal(bytes_of(got.qvalue), codes.view(np.uint8))
+
+
+@pytest.mark.parametrize(("name", "largest"), [("float8_e4m3fn", 448.0), ("float8_e5m2", 57344.0)])
+def test_a_power_of_two_is_the_least_that_saturates_nothing_to_the_last_bit(name, largest):
+    """absmax is the format's largest value times a power of two, or the float32 beside it on either side."""
+    exponents = np.arange(-100, 100, 25)
+    of_format = (largest * 2.0**exponents).astype(np.float32)
+    x = np.stack([np.nextafter(of_format, np.float32(0)), of_format, np.nextafter(of_format, np.float32(np.inf))], 1)
+    got = gpu.mxfp8_quantize(to_torch(x.reshape(-1, 1)), 1, dtype=name)
+    byte = 127 + exponents[:, None] + np.array([0, 0, 1])
+    np.testing.assert_array_equal(bytes_of(got.scale).reshape(byte.shape), byte)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((150, 140), 0), ((2, 150, 140), (-2, -1)), ((2, 16400), 1)], ids=str)
+def test_of_a_block_larger_than_a_tile_what_is_zero_has_a_scale_of_one(shape, axis):
+    """Subnormals count as zero; a part of the block whose elements are all zero says nothing of the others."""
+    x = small(shape)
+    x[0] = 0
+    x[..., 0] = 1e-40
+    if isinstance(axis, int) and axis == 0:
+        x[:, 1] = 0
+    got, expected = gpu.fp8_quantize(to_torch(x), axis, None), golden.fp8_quantize(x, axis, None)
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(bytes_of(ours), bytes_of(theirs))
+    assert (to_numpy(got.scale) == 1).any() and (to_numpy(got.scale) != 1).any()
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_the_dual_quantiser_is_two_where_blocks_are_larger_than_a_tile(name):
+    x = small((2, 150, 140))
+    x[0, :, 3] = x[1, 5] = 0
+    got, expected = gpu.fp8_dual_quantize(to_torch(x), None, dtype=name), golden.fp8_dual_quantize(x, None, dtype=name)
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(bytes_of(ours), bytes_of(theirs))
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "block"),
+    [((12, 6), 0, 2), ((12, 6), 1, 2), ((4, 6, 8), (0, 1, 2), 2), ((4, 6, 8), (0, 2), 2), ((48,), 0, 16),
+     ((4, 3, 8, 5), (0, 2), 4), ((2, 3, 4, 6), (0, 1, 3), None)],
+)  # fmt: skip
+def test_blocks_lie_where_the_axes_say(shape, axis, block):
+    """Of two elements, along axes that are apart, along all; of each its own size."""
+    x = (small(shape) * np.arange(1, 1 + math.prod(shape)).reshape(shape)).astype(np.float32)
+    got, expected = gpu.int8_quantize(to_torch(x), axis, block), golden.int8_quantize(x, axis, block)
+    np.testing.assert_array_equal(to_numpy(got.scale), expected.scale)
+    np.testing.assert_array_equal(to_numpy(got.qvalue), expected.qvalue)
+    np.testing.assert_array_equal(to_numpy(gpu.int8_dequantize(*got)), golden.int8_dequantize(*expected))
+
+
+QUANTISERS = {
+    "fp8_quantize": dict(axis=1, block_size=15),
+    "int8_quantize": dict(axis=(0, 1), block_size=15),
+    "fp8_dual_quantize": dict(block_size=15),
+    "mxfp8_quantize": dict(axis=1),
+    "mxfp8_dual_quantize": dict(),
+}
+
+
+def with_odd_blocks(name):
+    """Zero blocks, subnormal ones and, where the format has it, NaN."""
+    x = small((30, 45))
+    x[15:, :15] = x[:5] = 0
+    x[5:10] = x[:, 20] = 1e-40
+    if name != "int8_quantize":
+        x[10:15, 30:] = x[-3:, 25:32] = x[:, 21] = np.nan
+    return x
+
+
+@pytest.mark.parametrize("name", [name for name in QUANTISERS if name != "int8_quantize"])
+def test_nan_is_refused_by_no_format_that_has_it(name):
+    x = with_odd_blocks(name)
+    got, expected = (getattr(module, name)(given, **QUANTISERS[name])
+                     for module, given in ((gpu, to_torch(x)), (golden, x)))  # fmt: skip
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(bytes_of(ours), bytes_of(theirs))
+
+
+@interpreted
+@pytest.mark.parametrize("way", [*QUANTISERS, "mxfp8_quantize-columns"])
+def test_each_stage_is_shown_once_for_each_of_its_values(way):
+    name, _, columns = way.partition("-")
+    arguments = QUANTISERS[name] | (dict(axis=0) if columns else {})
+    x, shown, stages = with_odd_blocks(name), {}, {}
+
+    def debug(site, value, where):
+        value, where = np.broadcast_arrays(value.handle.data, where.handle.data)
+        shown.setdefault(site, []).append(value[where])
+
+    def rounding(site, value):
+        if site.rpartition("_")[2] in ("absmax", "scale", "spread"):
+            stages[site] = value
+        return value
+
+    getattr(gpu, name)(to_torch(x), **arguments, debug=debug)
+    getattr(golden, name)(x, **arguments, rounding=rounding)
+    assert shown.keys() == stages.keys()
+    for site, expected in stages.items():
+        np.testing.assert_array_equal(np.sort(np.concatenate(shown[site])), np.sort(expected.ravel()), err_msg=site)
+
+
+def meta(*shape, dtype=torch.uint8):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "tile", "programs"),
+    [
+        ((256, 384), (1, 128), (128, 128), 2 * 3),
+        ((256, 384), (1, 1), (32, 512), 8),  # whole rows, as many as a tile holds
+        ((2, 40000), (1, 1), (1, TILE), 2 * 3),
+        ((256, 384), (128, 1), (128, 128), 2 * 3),
+        ((256, 384), (128, 128), (128, 128), 2 * 3),
+        ((256, 384), (32, 1), (32, 128), 8 * 3),  # no wider: columns that are reduced are taken 128 at a time
+        ((256, 384), (1, 32), (256, 32), 12),
+        ((1000, 384), (1, 32), (512, 32), 2 * 12),
+        ((256, 384), (2, 2), (2, 2), 128 * 192),
+        ((37, 45), (37, 45), (64, 64), 1),
+        ((3, 5), (1, 1), (4, 8), 1),
+        ((2, TILE), (1, TILE), (1, TILE), 2),
+        ((2, 2 * TILE), (1, 2 * TILE), (1, TILE), 2 * 2),
+        ((256, 384), (256, 1), (128, 128), 2 * 3),
+        ((512, 384), (256, 384), (128, 128), 2 * 2 * 3),
+    ],
+)
+def test_a_tile_is_as_large_as_its_cell_and_no_program_is_without_work(shape, blocks, tile, programs):
+    """A cell is a block, or the whole of an axis that has none; its tiles cover it, none lies beside it."""
+    scale = meta(*(n // block for n, block in zip(shape, blocks, strict=True)), dtype=torch.float32)
+    result = gpu.Quantized(meta(*shape), scale)
+    quantise_it = gpu.quantize_launches(meta(*shape, dtype=torch.float32), blocks, "int8", result)
+    back = gpu.dequantize_launch(meta(*shape), blocks, "int8", scale, meta(*shape, dtype=torch.float32))
+    fits = all(block == 1 or block <= n for block, n in zip(blocks, tile, strict=True))
+    assert len(quantise_it) == (1 if fits else 2)  # a block of several tiles has its largest found first
+    for launch in (*quantise_it, back):
+        assert (launch.arguments["TILE_ROWS"], launch.arguments["TILE_COLUMNS"]) == tile
+        assert launch.grid == (programs,)
+        assert math.prod(tile) <= TILE
+        # Products that are compared are exact: fused or not, they have the same bits, and fused is less to do.
+        assert launch.options["enable_fp_fusion"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "by_rows", "planes", "programs"),
+    [
+        ((256, 384), 1, True, (1, 256, 384), 8 * 2),
+        ((256, 384), 0, False, (1, 256, 384), 8 * 2),
+        ((3, 96, 160), 2, True, (1, 288, 160), 9),
+        ((3, 96, 160), 1, False, (3, 96, 160), 3 * 3),
+        ((3, 96, 160), 0, False, (1, 3, 96 * 160), 60),
+        ((2, 33, 300), 1, False, (2, 33, 300), 2 * 2 * 2),
+        ((40,), 0, True, (1, 1, 40), 1),
+        ((6, 40, 1), 1, True, (1, 6, 40), 1),  # nothing behind it: it is a row
+    ],
+)
+def test_an_axis_in_blocks_of_32_is_a_row_wherever_it_can_be(shape, axis, by_rows, planes, programs):
+    """A program has 32 rows of 256 columns, and each has some of the array."""
+    found, x = gpu._mx_planes(meta(*shape, dtype=torch.float32), axis)
+    assert (found, tuple(x.shape)) == (by_rows, planes)
+    result = gpu.Quantized(meta(*planes), meta(1))
+    launches = [
+        gpu.mxfp8_quantize_launch(x, "float8_e4m3fn", "up", result, None),
+        gpu.mxfp8_dequantize_launch(meta(*planes), "float8_e4m3fn", meta(1), found, x),
+    ]
+    for launch in launches:
+        assert launch.grid == (programs,)
+        assert (launch.arguments["TILE_ROWS"], launch.arguments["TILE_COLUMNS"]) == (32, 256)
+        assert launch.options["enable_fp_fusion"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "plane", "plane_blocks"),
+    [
+        ((256, 384), (1, 128), (768, 128), (1, 128)),  # blocks of consecutive elements are rows
+        ((256, 384), (128, 1), (256, 384), (128, 1)),
+        ((3, 128, 256), (1, 64, 64), (384, 256), (64, 64)),
+        ((3, 128, 256), (1, 1, 64), (1536, 64), (1, 64)),
+        ((3, 128, 256), (3, 128, 1), (384, 256), (384, 1)),
+        ((3, 128, 256), (1, 128, 256), (3, 128 * 256), (1, 128 * 256)),
+        ((3, 128, 256), (1, 1, 1), (3 * 128 * 256, 1), (1, 1)),
+        ((4, 6, 40), (2, 1, 2), (4, 240), (2, 2)),
+        ((4, 6, 40), (2, 6, 40), (2, 480), (1, 480)),
+        ((4, 6, 40), (2, 3, 2), (2 * 2 * 20, 12), (1, 12)),  # apart: each block becomes a row
+    ],
+)
+def test_axes_are_merged_where_blocks_stay_blocks(shape, blocks, plane, plane_blocks):
+    """Nothing is moved but what is in blocks along three axes."""
+    x = torch.arange(math.prod(shape)).reshape(shape)
+    got, of_plane, restored = gpu._plane(x, blocks)
+    assert (tuple(got.shape), of_plane) == (plane, plane_blocks)
+    assert torch.equal(restored(got), x)
+    assert (got.data_ptr() == x.data_ptr()) == (blocks != (2, 3, 2))
