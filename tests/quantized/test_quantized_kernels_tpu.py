@@ -1,0 +1,299 @@
+"""What the TPU's block-scaled matmuls fetch, keep and multiply, read from what is traced, chip by chip.
+
+No result tells one plan from another: a block that is fetched once more, a dot that is less deep, a tile that does not
+fit into VMEM.
+"""
+
+import math
+from collections import Counter
+
+import pytest
+
+jax = pytest.importorskip("jax")
+
+from op_arguments.quantize import E8M0  # noqa: E402
+from parity.compilers.kernels import _equations, kernels  # noqa: E402
+from tests.matrix.mxfp8 import with_blocks  # noqa: E402
+from tests.matrix.programs import scale  # noqa: E402
+from tests.matrix.quantized_gmm import BF16, E4M3, E5M2, F32, I8, PLAIN  # noqa: E402
+from tests.quantized.test_quantized_plans import on  # noqa: E402
+from tpu_kernels import quantized_gmm  # noqa: E402
+
+pytestmark = [pytest.mark.smoke, pytest.mark.tpu]
+
+M, K, N, G = 8192, 7168, 2048, 8
+LANES, BLOCK = 128, 256  # of a register; of the matrix unit, and rows of a masked dot
+MIB = {"TPU v5e": 16, "TPU v6e": 32, "TPU7x": 32}  # that a kernel has by default
+V5E, V6E, V7X = MIB
+
+
+def cut(size, width):
+    """The slices of an axis: of `width`, and what is left."""
+    return [min(width, size - first) for first in range(0, size, width)]
+
+
+def multiplied(kernel):
+    """How often each dot [rows, columns] of some depth is run, if every branch is."""
+    dots = Counter()
+    for dot in kernel.dots:
+        dots[dot.rows, dot.depth, dot.columns] += dot.count
+    return dots
+
+
+def traced(kind, name, dtypes, layout, k, n, transposed=False, existing=False, out=BF16):
+    """The kernels of a call with default tiles for a kind of TPU, by name, each with its scratch and its jaxpr."""
+    contracting = name == "tgmm"
+    rhs = (M, n) if contracting else (G, n, k) if transposed else (G, k, n)
+    shapes, axes = ((M, k), rhs), (0, 0) if contracting else (1, 2 if transposed else 1)
+    given = {"lhs": (shapes[0], dtypes[0]), "rhs": (shapes[1], dtypes[1]), "group_sizes": ((G,), "int32")}
+    options = {"preferred_element_type": out}
+    if existing:
+        given["existing_out"] = ((G, k, n) if contracting else (M, n), out)
+    if layout == "mxfp8":
+        function = quantized_gmm.grouped_gemm
+        for side, shape, dtype, axis in zip(("lhs", "rhs"), shapes, dtypes, axes, strict=True):
+            if dtype != BF16:
+                given[f"{side}_scale"] = (with_blocks(shape, axis), E8M0)
+        options |= {"ragged": "contracting"} if contracting else {"transpose_rhs": transposed}
+    else:
+        function = getattr(quantized_gmm, f"{name}_quantized")
+        for side, spelled, shape in zip(("lhs", "rhs"), layout, shapes, strict=True):
+            abstract = scale(spelled, shape)
+            if abstract is None:
+                options[f"{side}_scale"] = None
+            else:
+                given[f"{side}_scale"] = (abstract.shape, F32)
+        options |= {} if contracting else {"transpose_rhs": transposed}
+    abstract = {key: jax.ShapeDtypeStruct(*array) for key, array in given.items()}
+    with on(kind):
+        jaxpr = jax.make_jaxpr(lambda arrays: function(**arrays, **options))(abstract)
+    calls = [call.params for call, _ in _equations(jaxpr.jaxpr, "pallas_call")]
+    found = []
+    for kernel, call in zip(kernels(jaxpr, places=False), calls, strict=True):
+        count = call["grid_mapping"].num_scratch_operands
+        scratch = [v.aval for v in call["jaxpr"].invars[len(call["jaxpr"].invars) - count :]]
+        found.append((kernel, [(x.shape, str(x.dtype)) for x in scratch], call))
+    return [each for each in found if each[0].name != "group_metadata"]
+
+
+def check_fits(kind, kernel, scratch):
+    """Blocks of operands are there twice, what is kept once."""
+    kept = sum(math.prod(shape) * jax.numpy.dtype(dtype).itemsize for shape, dtype in scratch)
+    needed = kept + 2 * sum(block.nbytes for block in (*kernel.inputs, *kernel.outputs))
+    assert needed <= MIB[kind] * 2**20
+
+
+def widened(call):
+    """The shapes of what is made bfloat16 at a time."""
+    converted = _equations(call["jaxpr"], "convert_element_type")
+    return {
+        equation.outvars[0].aval.shape
+        for equation, _ in converted
+        if str(equation.outvars[0].aval.dtype) == BF16 and "float8" in str(equation.invars[0].aval.dtype)
+    }
+
+
+def axes_of(block):
+    return ["".join(map(str, sorted(axes))) for axes in block.axes]
+
+
+DEEPSEEK, CHANNELS = ("1x128", "1x128x128"), ("1xK", "1xKx1")
+COLUMNS, WHOLE_COLUMNS = ("128x1", "128x1"), ("Mx1", "Mx1")
+FP8, MIXED = (E4M3, E4M3), (E4M3, E5M2)
+
+# kind, dtypes, layout, K, N, options; tile, how deep a dot is, parts of the scales that change, dtype of the sums,
+# whether lhs is widened ahead
+GMM = [
+    (V5E, FP8, DEEPSEEK, K, N, {}, (256, 1024, 512), 128, (8, 8), F32, True),
+    (V6E, FP8, DEEPSEEK, K, N, {}, (512, 1024, 2048), 128, (8, 8), F32, True),
+    (V7X, FP8, DEEPSEEK, K, N, {}, (512, 1024, 2048), 128, (8, 8), F32, False),
+    (V7X, FP8, DEEPSEEK, K, N, dict(transposed=True), (512, 1024, 2048), 128, (8, 8), F32, False),
+    (V7X, MIXED, ("1xK", "1x64x1"), K, N, {}, (512, 1024, 2048), 64, (0, 16), F32, False),
+    (V7X, MIXED, ("1x64", "1xKx1"), K, N, dict(out=F32), (512, 1024, 1024), 64, (16, 0), F32, False),
+    (V6E, FP8, CHANNELS, K, N, {}, (1024, 1792, 1024), 256, (0, 0), F32, True),
+    (V7X, FP8, CHANNELS, K, N, {}, (512, 1792, 1024), 1792, (0, 0), F32, False),
+    (V7X, FP8, CHANNELS, K, N, dict(existing=True), (512, 1792, 512), 1792, (0, 0), F32, False),
+    (V7X, FP8, CHANNELS, 2880, 2880, {}, (512, 1536, 1024), 1536, (0, 0), F32, False),
+    (V5E, (I8, I8), CHANNELS, K, N, {}, (256, 1024, 512), 256, (0, 0), "int32", False),
+    (V6E, (I8, I8), CHANNELS, K, N, {}, (1024, 1792, 1024), 512, (0, 0), "int32", False),
+    (V7X, (I8, I8), CHANNELS, K, N, {}, (512, 1792, 1024), 1024, (0, 0), "int32", True),
+    (V7X, (I8, I8), ("1xK", "1x256x1"), K, N, {}, (512, 1792, 1024), 256, (0, 7), F32, True),
+    (V7X, (BF16, I8), (PLAIN, "1xKx1"), K, N, {}, (512, 1792, 512), 1792, (None, 0), F32, False),
+    (V7X, (E4M3, BF16), ("1xK", PLAIN), K, N, {}, (512, 1792, 512), 1792, (0, None), F32, False),
+    (V6E, (BF16, E4M3), (PLAIN, "1x128x1"), 2048, N, {}, (512, 2048, 512), 128, (None, 16), F32, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtypes", "layout", "k", "n", "options", "tile", "deep", "parts", "sums", "wide"), GMM
+)
+def test_gmm_fetches_keeps_and_multiplies_what_its_tile_says(
+    kind, dtypes, layout, k, n, options, tile, deep, parts, sums, wide
+):
+    ((kernel, scratch, call),) = traced(kind, "gmm", dtypes, layout, k, n, **options)
+    (tm, tk, tn), transposed = tile, options.get("transposed", False)
+    assert kernel.grid == (-(-n // tn), None, -(-k // tk))
+    blocks = [((tm, tk), ["1", "2"]), ((1, tn, tk), ["1", "0", "2"]) if transposed else ((1, tk, tn), ["1", "2", "0"])]
+    if parts[0] is not None:
+        blocks.append(((1, 1, parts[0] or 1, tm), ["2" if parts[0] else "", "1", "", ""]))
+    if parts[1] is not None:
+        blocks.append(((1, 1, parts[1] or 1, tn), ["1", "2" if parts[1] else "", "", "0"]))
+    blocks += [((tm, tn), ["1", "0"])] * (2 if options.get("existing") else 1)
+    assert [(block.shape, axes_of(block)) for block in (*kernel.inputs, *kernel.outputs)] == blocks
+    kept = [((tm, tn), sums)]
+    kept += [((parts[0] or 1, tm, LANES), F32)] if parts[0] is not None else []
+    kept += [((tm, tk), BF16)] if wide else []
+    assert scratch == kept
+    check_fits(kind, kernel, scratch)
+    assert multiplied(kernel) == Counter(
+        (rows, depth, columns)
+        for rows in (tm, BLOCK)
+        for whole in {tk, k % tk or tk}
+        for depth in cut(whole, deep)
+        for columns in cut(tn, BLOCK)
+    )
+    assert call["cost_estimate"].transcendentals == 0
+    if wide and dtypes[0] == E4M3:  # with masks in few registers, without a part under the products before
+        assert {shape for shape in widened(call) if shape[0] in (tm, 64)} == {(64, tk), (tm, deep)}
+
+
+# kind, dtypes, layout, K, N, options; tile, a whole tile's dot [depth, rows, columns], how deep one of own rows is and
+# how many rows of the result it has, parts of the scales, dtype of the sums, what both are widened to
+TGMM = [
+    (V5E, FP8, COLUMNS, K, N, {}, (512, 512, 512), (128, 256, 512), (128, 256), (4, 4), F32, BF16),
+    (V6E, FP8, COLUMNS, K, N, {}, (1024, 1024, 1024), (128, 256, 512), (128, 256), (8, 8), F32, BF16),
+    (V6E, FP8, WHOLE_COLUMNS, K, N, {}, (1024, 1024, 2048), (256, 512, 512), (256, 256), (0, 0), F32, BF16),
+    (V7X, FP8, COLUMNS, K, N, {}, (1024, 1024, 2048), (128, 256, 1024), (128, 256), (8, 8), F32, None),
+    (V7X, FP8, COLUMNS, K, N, dict(existing=True), (1024, 1024, 1024), (128, 256, 1024), (128, 256), (8, 8), F32, None),
+    (V7X, FP8, WHOLE_COLUMNS, K, N, {}, (1024, 1024, 2048), (1024, 896, 1024), (256, 896), (0, 0), F32, None),
+    (V7X, FP8, ("Mx1", "64x1"), K, 512, {}, (1024, 2048, 512), (64, 256, 1024), (64, 256), (0, 16), F32, None),
+    (V7X, MIXED, ("64x1", "Mx1"), 512, N, {}, (1024, 512, 2048), (64, 256, 1024), (64, 256), (16, 0), F32, None),
+    (V5E, (I8, I8), WHOLE_COLUMNS, K, N, {}, (512, 512, 512), (256, 256, 1024), (256, 256), (0, 0), "int32", None),
+    (V7X, (I8, I8), WHOLE_COLUMNS, K, N, {}, (1024, 1024, 2048), (1024, 896, 1024), (256, 896), (0, 0), "int32", None),
+    (V7X, (I8, I8), ("Mx1", "256x1"), K, N, {}, (1024, 1024, 2048), (256, 256, 1024), (256, 256), (0, 4), F32, None),
+    (V7X, (BF16, I8), (PLAIN, "Mx1"), K, N, {}, (512, 1024, 1024), (512, 512, 512), (256, 256), (None, 0), F32, BF16),
+    (V7X, (E4M3, BF16), ("Mx1", PLAIN), K, N, {}, (512, 1024, 1024), (512, 512, 512), (256, 256), (0, None), F32, BF16),
+    (V7X, (F32, E4M3), (PLAIN, "128x1"), K, N, {}, (512, 1024, 1024), (128, 256, 512), (128, 256), (None, 4), F32, F32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtypes", "layout", "k", "n", "options", "tile", "dot", "own", "parts", "sums", "wide"), TGMM
+)
+def test_tgmm_fetches_keeps_and_multiplies_what_its_tile_says(
+    kind, dtypes, layout, k, n, options, tile, dot, own, parts, sums, wide
+):
+    ((kernel, scratch, call),) = traced(kind, "tgmm", dtypes, layout, k, n, **options)
+    tm, tk, tn = tile
+    assert kernel.grid == (-(-n // tn), -(-k // tk), None)
+    blocks = [((tm, tk), ["2", "1"]), ((tm, tn), ["2", "0"])]
+    for part, columns, axis in zip(parts, (tk, tn), "10", strict=True):
+        if part is not None:
+            blocks.append(((1, part or 1, columns), ["2" if part else "", "", axis]))
+    blocks += [((1, tk, tn), ["2", "1", "0"])] * (2 if options.get("existing") else 1)
+    assert [(block.shape, axes_of(block)) for block in (*kernel.inputs, *kernel.outputs)] == blocks
+    kept = [((tk, tn), sums), ((BLOCK, tk), dtypes[0]), ((BLOCK, tn), dtypes[1])]
+    assert scratch == kept + ([((BLOCK, tk), wide), ((tm, tn), wide)] if wide else [])
+    check_fits(kind, kernel, scratch)
+    assert multiplied(kernel) == Counter(
+        (rows, depth, columns)
+        for whole, deep, height, width in ((tm, *dot), (BLOCK, *own, 4 * BLOCK))
+        for depth in cut(whole, deep)
+        for rows in cut(tk, height)
+        for columns in cut(tn, width)
+    )
+    assert call["cost_estimate"].transcendentals == 0
+
+
+# kind, dtypes, K, N, options; tile, x = [
+    (V5E, FP8, K, N, {}, (256, 1024, 512), 256),
+    (V6E, FP8, K, N, {}, (1024, 1024, 1024), 256),
+    (V7X, FP8, K, N, {}, (1024, 1024, 1024), 1024),
+    (V7X, FP8, K, N, dict(transposed=True), (1024, 1024, 1024), 1024),
+    (V7X, FP8, K, N, dict(existing=True), (512, 1792, 512), 1792),
+    (V7X, FP8, 2880, 2880, dict(out=F32), (512, 1536, 512), 1536),
+    (V7X, (BF16, E4M3), K, N, {}, (512, 1792, 512), 1792),
+    (V7X, (E4M3, BF16), K, N, dict(transposed=True), (512, 1792, 512), 1792),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtypes", "k", "n", "options", "tile", "deep"), MXFP8)
+def test_a_forward_pass_of_mxfp8_has_its_scales_in_whole_registers(kind, dtypes, k, n, options, tile, deep):
+    """A word has the scales of four rows, or one twice; those of a step over K lie in lanes of its own."""
+    *packed, (kernel, scratch, call) = traced(kind, "gmm", dtypes, "mxfp8", k, n, **options)
+    (tm, tk, tn), transposed, steps = tile, options.get("transposed", False), -(-k // tile[1])
+    assert kernel.grid == (-(-n // tn), None, steps)
+    blocks = [((tm, tk), ["1", "2"]), ((1, tn, tk), ["1", "0", "2"]) if transposed else ((1, tk, tn), ["1", "2", "0"])]
+    expected = []
+    if dtypes[0] == E4M3:
+        blocks.append(((1, tm // 4, LANES), ["2", "1", ""]))
+        expected.append(("powers_in_lanes", (1, M // 256), (1, 256, k // 32), (1, steps, 64, LANES), "01"))
+    if dtypes[1] == E4M3:
+        if transposed:
+            blocks.append(((1, 1, tn // 4, LANES), ["1", "2", "0", ""]))
+            expected.append(("powers_in_lanes", (G, n // 256), (1, 256, k // 32), (1, steps, 64, LANES), "01"))
+        else:
+            blocks.append(((1, k // 32, tn), ["1", "", "0"]))
+            of_rows = (1, -(-k // 32 // 32) * 32, 1024)
+            expected.append(("powers_in_rows", (G, 1, -(-n // 1024)), of_rows, of_rows, "012"))
+    blocks += [((tm, tn), ["1", "0"])] * (2 if options.get("existing") else 1)
+    assert [(block.shape, axes_of(block)) for block in (*kernel.inputs, *kernel.outputs)] == blocks
+    assert scratch == [((tm, tn), F32), *([((tm, tk), BF16)] if dtypes[0] == E4M3 else [])]
+    check_fits(kind, kernel, scratch)
+    assert multiplied(kernel) == Counter(
+        (rows, depth, columns)
+        for rows in (tm, BLOCK)
+        for whole in {tk, k % tk or tk}
+        for depth in cut(whole, deep)
+        for columns in cut(tn, BLOCK)
+    )
+    if dtypes[0] == E4M3:
+        assert {shape for shape in widened(call) if shape[0] == 64} == {(64, tk)}
+    check_packed(packed, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtypes", "tile", "dot", "own"),
+    [
+        (V5E, FP8, (512, 512, 512), (256, 256, 512), (256, 256)),
+        (V6E, FP8, (1024, 1024, 1024), (256, 256, 512), (256, 256)),
+        (V7X, FP8, (1024, 1024, 1024), (1024, 256, 512), (256, 256)),
+        (V7X, (BF16, E4M3), (512, 1024, 1024), (512, 256, 512), (256, 256)),
+        (V7X, (E4M3, BF16), (512, 1024, 1024), (512, 256, 512), (256, 256)),
+    ],
+)
+def test_a_weight_gradient_of_mxfp8_has_a_row_of_scales_for_32(kind, dtypes, tile, dot, own):
+    *packed, (kernel, scratch, _) = traced(kind, "tgmm", dtypes, "mxfp8", K, N)
+    tm, tk, tn = tile
+    assert kernel.grid == (-(-N // tn), -(-K // tk), None)
+    blocks = [((tm, tk), ["2", "1"]), ((tm, tn), ["2", "0"])]
+    expected = []
+    for dtype, size, columns, axis in zip(dtypes, (K, N), (tk, tn), "10", strict=True):
+        if dtype == E4M3:
+            blocks.append(((tm // 32, columns), ["2", axis]))
+            expected.append(("powers_in_rows", (1, 1, size // 1024), (1, 256, 1024), (1, 256, 1024), "012"))
+    blocks.append(((1, tk, tn), ["2", "1", "0"]))
+    assert [(block.shape, axes_of(block)) for block in (*kernel.inputs, *kernel.outputs)] == blocks
+    kept = [((BLOCK, tk), dtypes[0]), ((BLOCK, tn), dtypes[1]), ((BLOCK, tk), BF16), ((tm, tn), BF16)]
+    assert scratch == [((tk, tn), F32), *kept]
+    check_fits(kind, kernel, scratch)
+    assert multiplied(kernel) == Counter(
+        (rows, depth, columns)
+        for whole, deep, height, width in ((tm, *dot), (BLOCK, *own, 4 * BLOCK))
+        for depth in cut(whole, deep)
+        for rows in cut(tk, height)
+        for columns in cut(tn, width)
+    )
+    check_packed(packed, expected)
+
+
+def check_packed(found, expected):
+    """Every tile of scales is read once and its words are written once, in any order."""
+    assert [
+        (kernel.name, kernel.grid, kernel.inputs[0].shape, kernel.outputs[0].shape, "".join(axes_of(kernel.inputs[0])))
+        for kernel, _, _ in found
+    ] == expected
+    for kernel, _, call in found:
+        assert "".join(axes_of(kernel.outputs[0])) == "".join(axes_of(kernel.inputs[0]))
+        assert call["compiler_params"].dimension_semantics == ("parallel",) * len(kernel.grid)
+        assert call["cost_estimate"].transcendentals == 0
