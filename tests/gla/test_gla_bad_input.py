@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from op_arguments.gla import check_fused
+from op_arguments.gla import check_backward, check_chunk_size, check_forward, check_fused, check_precision
 from parity.interop import to_jax, to_torch
 
 PACKAGES = {"cpu_golden": lambda x: x, "tpu_kernels": to_jax, "gpu_reference": to_torch}
@@ -74,6 +74,8 @@ PACKED = [
     (dict(cu_seqlens=i32()), ValueError, "cu_seqlens must have N + 1 >= 1 entries, got 0"),
     (dict(cu_seqlens=i32(1, 3, 3, 8)), ValueError, "cu_seqlens must start at 0, got 1"),
     (dict(cu_seqlens=i32(0, 5, 3, 8)), ValueError, "cu_seqlens must not decrease, got 3 after 5 at index 2"),
+    (dict(cu_seqlens=i32(0, -1, 3, 8)), ValueError, "cu_seqlens must not decrease, got -1 after 0 at index 1"),
+    (dict(cu_seqlens=i32(0, 3, 9, 8)), ValueError, "cu_seqlens must not decrease, got 8 after 9 at index 3"),
     (dict(cu_seqlens=i32(0, 3, 3, 7)), ValueError, "cu_seqlens must end at T = 8, got 7"),
     (dict(cu_seqlens=i32(0, 3, 3, 9)), ValueError, "cu_seqlens must end at T = 8, got 9"),
     (dict(cu_seqlens=i32(0, 3, 8)), ValueError,
@@ -171,6 +173,42 @@ def test_a_route_that_cannot_be_taken_is_refused_with_the_reason():
     assert not check_fused(None, "the state does not fit")
     with pytest.raises(ValueError, match=r"^fused must be False or None where the state does not fit, got True$"):
         check_fused(True, "the state does not fit")
+
+
+def checked(check, change, exact):
+    arguments = TENSORS | (GRADS if check is check_backward else {}) | change
+    scale = arguments.pop("scale", None)
+    gates = {name: arguments.pop(name) for name in ("g", "g_gamma", "gk") if name in arguments}
+    return check(**arguments, gates=gates, scale=scale, cu_seqlens=None, offsets=None, **exact)
+
+
+@pytest.mark.parametrize("check", [check_forward, check_backward])
+def test_float64_is_let_through_only_where_the_goldens_ask_for_it(check):
+    given = TENSORS | (GRADS if check is check_backward else {})
+    together = {name: x.astype(np.float64) for name, x in given.items() if name in NARROW}
+    alone = dict(g=f32(2, 8, 1), g_gamma=f32(1), gk=f32(2, 8, 1, 4), initial_state=given["initial_state"])
+    alone |= {name: x for name, x in given.items() if name == "dht"}
+    for change in (together, *({name: x.astype(np.float64)} for name, x in alone.items())):
+        checked(check, change, dict(exact=True))
+        for kernels in ({}, dict(exact=False)):
+            with pytest.raises(TypeError, match=r"must be float32( or bfloat16)?, got float64"):
+                checked(check, change, kernels)
+
+
+def test_a_scale_is_a_float_and_by_default_one_over_the_root_of_the_keys():
+    for size, scale in ((1, 1.0), (4, 0.5), (16, 0.25), (0, 1.0)):
+        change = dict(q=f32(2, 8, 1, size), k=f32(2, 8, 1, size), initial_state=None)
+        assert checked(check_forward, change, {}).scale == scale
+    for scale in (2, 0.125, -1.0):
+        found = checked(check_forward, dict(scale=scale), {}).scale
+        assert found == scale and type(found) is float
+
+
+def test_what_is_just_good_enough_is_good():
+    for chunk_size in range(16, 257, 16):
+        check_chunk_size(chunk_size)
+    for precision, dtype in (("ieee", "float32"), ("ieee", "bfloat16"), ("bf16x3", "float32")):
+        check_precision(precision, dtype)
 
 
 @pytest.mark.parametrize("module", FORMS)

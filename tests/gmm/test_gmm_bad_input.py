@@ -5,6 +5,8 @@ import importlib
 import numpy as np
 import pytest
 
+from op_arguments import resolve_tiling
+from op_arguments.gmm import check_group_metadata, check_groups, check_num_actual_groups
 from parity.interop import to_jax, to_torch
 
 PACKAGES = {"cpu_golden": lambda x: x, "tpu_kernels": to_jax, "gpu_reference": to_torch}
@@ -39,6 +41,10 @@ BAD = [
      "tiling must give (tm, tk, tn) for every shape, got None for (m, k, n) = (8, 4, 5)"),
     ("gmm", dict(tiling=(8, 8)), TypeError, "tiling must be three ints (tm, tk, tn), got (8, 8)"),
     ("gmm", dict(tiling=(8, 0, 8)), ValueError, "tiling must be three positive ints (tm, tk, tn), got (8, 0, 8)"),
+    ("gmm", dict(tiling=(8, 8, 8.0)), TypeError, "tiling must be three ints (tm, tk, tn), got (8, 8, 8.0)"),
+    ("tgmm", dict(num_actual_groups=-1), ValueError, "num_actual_groups must be in [0, E = 3], got -1"),
+    ("make_group_metadata", dict(m=-1), ValueError, "m must be at least 0, got -1"),
+    ("make_group_metadata", dict(num_groups=-1), ValueError, "num_groups must be at least 0, got -1"),
     ("tgmm", dict(rhs=f32(7, 5)), ValueError, "rhs must have M = 8 rows as lhs does, got 7"),
     ("tgmm", dict(num_actual_groups=4), ValueError, "num_actual_groups must be in [0, E = 3], got 4"),
     ("tgmm", dict(num_actual_groups=2.0), TypeError, "num_actual_groups must be an int, got float"),
@@ -96,6 +102,17 @@ def test_bad_arguments_are_refused_in_the_same_words(package, function, change, 
         call(package, function, {**GOOD[function], **change})
     assert str(refused.value) == message
     assert type(refused.value) is error
+
+
+def test_what_is_just_good_enough_is_good():
+    for tiling in ((1, 1, 1), [1, 2, 3], lambda m, k, n: [m, k, n]):
+        assert resolve_tiling(tiling, None, 1, 2, 3) == ((1, 1, 1) if type(tiling) is tuple else (1, 2, 3))
+    for groups in (0, 3):
+        assert check_num_actual_groups(groups, i32(2, 3, 3)) == groups
+    least = dict(m=0, tm=1, num_groups=0, cover="groups")
+    check_group_metadata(i32(), group_offset=0, sizes=[], **least)
+    for offset in (0, 1, i32(1), np.int64(1)):
+        assert check_groups(i32(2, 3, 3), offset, 2, 8, [2, 3, 3]) == 3
 
 
 def test_values_are_not_checked_under_tracing_and_bad_ones_harm_nothing():

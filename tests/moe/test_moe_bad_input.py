@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from cpu_golden import moe as golden
+from op_arguments.gmm import Problem
+from op_arguments.moe import check_dout, check_layer_dout, check_moe_layer, check_permute, check_unpermute
 from parity.interop import to_jax, to_numpy, to_torch
 
 PACKAGES = {"cpu_golden": lambda x: x, "tpu_kernels": to_jax, "gpu_reference": to_torch}
@@ -39,6 +41,7 @@ BAD = [
     ("permute", dict(num_experts=2), ValueError, "indices must be in [0, num_experts) = [0, 2), got 2"),
     ("permute", dict(indices=i32([0, -1], [1, 0])), ValueError,
      "indices must be in [0, num_experts) = [0, 3), got -1"),
+    ("permute", dict(num_experts=-1), ValueError, "num_experts must be at least 0, got -1"),
     ("permute", dict(num_experts=2.0), TypeError, "num_experts must be an int, got float"),
     ("permute", dict(capacity=0), ValueError, "capacity must be at least 1, got 0"),
     ("permute", dict(capacity=1.5), TypeError, "capacity must be an int, got float"),
@@ -60,6 +63,13 @@ BAD = [
     ("moe_layer", dict(top_k=0), ValueError, "top_k must be at least 1, got 0"),
     ("moe_layer", dict(quantize=True), ValueError, "quantize must be None, 'fp8' or 'mxfp8', got True"),
     ("moe_layer", dict(quantize="fp8", block_size=64), ValueError, "block_size must divide D = 32, got 64"),
+    ("moe_layer", dict(quantize="fp8", block_size=32, w_gate=f32(3, 32, 48), w_up=f32(3, 32, 48),
+                       w_down=f32(3, 48, 32)), ValueError, "block_size must divide F = 48, got 32"),
+    ("moe_layer", dict(top_k=True), TypeError, "top_k must be an int, got bool"),
+    ("moe_layer", dict(w_gate=f16(3, 32, 64)), TypeError, "w_gate must have x's dtype float32, got float16"),
+    ("moe_layer", dict(w_down=f16(3, 64, 32)), TypeError, "w_down must have x's dtype float32, got float16"),
+    ("moe_layer", dict(group_offset=-1), ValueError,
+     "group_offset must be in [0, E - G] = [0, 1] (E = 4 groups, G = 3 in the shard), got -1"),
     ("moe_layer", dict(capacity=-1), ValueError, "capacity must be at least 1, got -1"),
     ("moe_layer", dict(group_offset=2), ValueError,
      "group_offset must be in [0, E - G] = [0, 1] (E = 4 groups, G = 3 in the shard), got 2"),
@@ -77,6 +87,43 @@ def test_is_refused(package, function, bad, error, message):
     with pytest.raises(error) as raised:
         getattr(importlib.import_module(f"{package}.moe"), function)(**arguments)
     assert message in str(raised.value)
+
+
+def test_what_is_just_good_enough_is_good():
+    for indices in (i32([0, 1], [1, 0]), i32([1, 1], [1, 1])):
+        lowest, highest = int(indices.min()), int(indices.max())
+        seen = dict(range_of=(lowest, highest), exact=False)
+        assert check_permute(f32(2, 3), indices, 2, 1, **seen) == 2  # a row of each expert
+        assert (
+            check_permute(f32(2, 3), indices, 2, 3, **seen) == check_permute(f32(2, 3), indices, 2, None, **seen) == 4
+        )
+    assert check_permute(f32(0, 3), np.zeros((0, 2), np.int32), 0, None, range_of=None, exact=False) == 0
+    for slots in (i32([-1, 3]), i32([-1, -1]), i32([3, 3])):
+        check_unpermute(f32(4, 3), slots, None, range_of=(int(slots.min()), int(slots.max())), exact=False)
+    for experts, offset in ((4, 1), (4, 0), (3, 0)):
+        options = dict(top_k=experts, quantize="fp8", block_size=32, capacity=1, group_offset=offset)
+        layer = check_moe_layer(**{name: x for name, x in LAYER.items() if name[0] in "xw"} | options
+                                | dict(w_router=f32(32, experts)))  # fmt: skip
+        assert layer == (6, 32, 64, experts, 3, "float32")
+
+
+def test_float64_is_let_through_only_where_the_goldens_ask_for_it():
+    layer = {name: x.astype(np.float64) for name, x in LAYER.items() if name[0] in "xw"}
+    options = dict(top_k=2, quantize=None, block_size=None, capacity=None, group_offset=0)
+    seen, slots = dict(range_of=None), i32([0, 1])
+    checks = [
+        lambda **exact: check_moe_layer(**layer, **options, **exact),
+        lambda **exact: check_moe_layer(**LAYER | options | dict(w_router=layer["w_router"]), **exact),
+        lambda **exact: check_layer_dout(f32(2, 3).astype(np.float64), f32(2, 3), **exact),
+        lambda **exact: check_dout(f32(2, 3).astype(np.float64), Problem(2, 1, 3, 1, 1, "float32"), **exact),
+        lambda exact=False: check_permute(f32(1, 3).astype(np.float64), slots, 2, None, **seen, exact=exact),
+        lambda exact=False: check_unpermute(f32(2, 3).astype(np.float64), slots, None, **seen, exact=exact),
+        lambda exact=False: check_unpermute(f32(2, 3), slots, np.ones((1, 2)), **seen, exact=exact),
+    ]
+    for check in checks:
+        check(exact=True)
+        with pytest.raises(TypeError, match=r"must be float32.*, got float64"):
+            check()
 
 
 @pytest.mark.parametrize("quantize", ["fp8", "mxfp8"])
