@@ -107,6 +107,13 @@ def test_what_is_just_good_enough_is_good():
         assert layer == (6, 32, 64, experts, 3, "float32")
 
 
+@pytest.mark.parametrize("offset", [-1, 2, 5])
+def test_a_shard_beyond_the_experts_is_refused_before_a_matmul_is_asked(offset):
+    options = dict(quantize=None, block_size=None, capacity=None, group_offset=offset)
+    with pytest.raises(ValueError, match=rf"in \[0, E - G\] = \[0, 1\] \(E = 4 .*, G = 3 .*, got {offset}"):
+        check_moe_layer(**LAYER, **options)
+
+
 def test_float64_is_let_through_only_where_the_goldens_ask_for_it():
     layer = {name: x.astype(np.float64) for name, x in LAYER.items() if name[0] in "xw"}
     options = dict(top_k=2, quantize=None, block_size=None, capacity=None, group_offset=0)
