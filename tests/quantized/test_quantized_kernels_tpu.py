@@ -205,7 +205,8 @@ def test_tgmm_fetches_keeps_and_multiplies_what_its_tile_says(
     assert call["cost_estimate"].transcendentals == 0
 
 
-# kind, dtypes, K, N, options; tile, x = [
+# kind, dtypes, K, N, options; tile, how deep a dot is
+MXFP8 = [
     (V5E, FP8, K, N, {}, (256, 1024, 512), 256),
     (V6E, FP8, K, N, {}, (1024, 1024, 1024), 256),
     (V7X, FP8, K, N, {}, (1024, 1024, 1024), 1024),
