@@ -10,6 +10,16 @@ from parity.interop import to_jax, to_numpy, to_torch
 
 SIZES = [(9, 0, 20, 3, 0), (0, 8, 0, 16, 16), (40, 0, 0, 0, 0), (0, 0, 0, 0, 0), (3, 3, 3, 3, 3), (1, 0, 0, 38, 1)]
 
+EDGES = [
+    (0, 8, (0, 0, 0), 2),  # no rows: no tiles
+    (0, 8, (0, 0), 0),
+    (40, 8, (9, 30), 0),  # a shard of no groups
+    (8, 8, (8, 0), 1),  # one visit
+    (40, 8, (9, 0, 20, 3, 8), 1),
+    (700, 4, (1, 0, 300, 0, 99, 288), 4),  # more visits than one program of the GPU's kernel has
+]
+"""(m, tm, sizes, num_groups)"""
+
 
 @pytest.mark.parametrize("cover", ["tiles", "groups"])
 @pytest.mark.parametrize(
@@ -22,10 +32,10 @@ SIZES = [(9, 0, 20, 3, 0), (0, 8, 0, 16, 16), (40, 0, 0, 0, 0), (0, 0, 0, 0, 0),
 def test_visits_are_those_of_the_golden(package, convert, cover):
     pytest.importorskip("jax" if package == "tpu_kernels" else "triton")
     kernel = importlib.import_module(f"{package}.gmm").make_group_metadata
-    for sizes in SIZES:
-        for offset in range(3):
-            given = dict(m=40, tm=8, num_groups=3, cover=cover)
+    for m, tm, sizes, groups in [(40, 8, sizes, 3) for sizes in SIZES] + EDGES:
+        for offset in (0, 1, 2) if groups == 3 else (0, len(sizes) - groups):
+            given = dict(m=m, tm=tm, num_groups=groups, cover=cover)
             expected = make_group_metadata(np.array(sizes, np.int32), group_offset=offset, **given)
             got = kernel(convert(np.array(sizes, np.int32)), group_offset=convert(np.int32([offset])), **given)
             for name, ours, theirs in zip(expected._fields, got, expected, strict=True):
-                assert to_numpy(ours).tolist() == theirs.tolist(), (sizes, offset, name)
+                assert to_numpy(ours).tolist() == theirs.tolist(), (m, tm, sizes, groups, offset, name)

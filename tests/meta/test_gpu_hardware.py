@@ -2,6 +2,7 @@
 """What the Triton kernels ask of the device that they run on."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_the_interpreters_own_bfloat16_is_found_out_and_the_mended_one_is_taken(
     assert hardware.computes_bfloat16(torch.device("cuda"))
 
 
-TARGETS = ("sm_70", "sm_75", "sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120", "gfx942", "gfx950")
+TARGETS = ("sm_70", "sm_75", "sm_80", "sm_88", "sm_89", "sm_90a", "sm_100a", "sm_120", "gfx942", "gfx950")
 
 
 def test_what_the_matrix_unit_of_each_target_multiplies():
@@ -63,3 +64,44 @@ def test_which_targets_take_scales_and_which_sum_fp8_in_full():
 def test_the_architecture_is_that_of_a_device_and_none_of_the_cpu():
     assert hardware.architecture(torch.device("cpu")) is None
     assert torch.cuda.is_available() or hardware.architecture() is None
+
+
+def test_the_architecture_of_a_device_is_the_name_of_its_compiler_target(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for hip, properties, expected in [
+        (None, {"major": 9, "minor": 0}, "sm_90"),
+        (None, {"major": 12, "minor": 1}, "sm_121"),
+        ("6.4", {"gcnArchName": "gfx942:sramecc+:xnack-"}, "gfx942"),
+        ("6.4", {"gcnArchName": "gfx950"}, "gfx950"),
+    ]:
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, p=properties: SimpleNamespace(**p))
+        assert hardware.architecture() == hardware.architecture(torch.device("cuda")) == expected
+
+
+def test_without_a_device_there_is_no_matrix_unit(monkeypatch):
+    monkeypatch.setattr(hardware, "architecture", lambda: None)
+    assert not hardware.supports_matmul(torch.bfloat16)
+    assert hardware.supports_matmul(torch.bfloat16, "sm_80")
+    monkeypatch.setattr(hardware, "architecture", lambda: "sm_90")
+    assert hardware.supports_matmul(torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("what", ["_bfloat16_probe_kernel", "cdiv"])
+def test_kernels_are_interpreted_where_both_triton_and_they_are(what, monkeypatch):
+    assert hardware.is_interpreted()
+    monkeypatch.setattr(hardware if what in vars(hardware) else hardware.tl, what, lambda: None)
+    assert not hardware.is_interpreted()
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+def test_bfloat16_that_is_multiplied_but_cut_is_found_out(cuts, monkeypatch):
+    """By one program on whole tiles, of a tie that goes up."""
+
+    def probe(lhs, rhs, out):
+        assert lhs.shape == rhs.shape == out.shape == (16, 16)
+        sums = lhs.float() @ rhs.float()
+        out.copy_(sums.view(torch.int32).bitwise_and(~0xFFFF).view(torch.float32) if cuts else sums)
+
+    monkeypatch.setattr(hardware, "_bfloat16_probe_kernel", {(1,): probe})
+    assert hardware.computes_bfloat16(torch.device("cpu")) == (not cuts)
