@@ -444,3 +444,35 @@ def test_a_state_is_rounded_for_the_steps_to_come_every_sixteen_steps():
     written = np.rint([0.27 * n + kept for kept, steps in ((0, 8), (2, 16), (6, 16)) for n in range(1, steps + 1)])
     assert o.ravel().tolist() == dq.ravel().tolist() == read.tolist()
     assert dk.ravel().tolist() == written[::-1].tolist()
+
+
+def test_of_a_decay_only_what_is_left_of_the_nearer_of_zero_and_one_is_rounded():
+    decays, left = np.array([0.1, 0.4, 0.6, 0.9, 1.0, 1.2]), []
+    rounded = Stages(lambda site, x: left.append((site, x)) or x).kept(np.log(decays))
+    np.testing.assert_allclose(rounded, decays, rtol=1e-15)
+    assert [site for site, _ in left] == ["kept_exponent", "kept"]
+    np.testing.assert_allclose(left[1][1], [0.1, 0.4, -0.4, -0.1, 0.0, 0.2], atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("t", "pairs", "halves"),
+    [
+        (64, [16] * 4, [(16, 16)] * 2 + [(32, 32)]),
+        (40, [16, 16, 8], [(16, 16), (8, 32)]),
+        (17, [16, 1], [(1, 16)]),
+        (16, [16], []),
+    ],
+)
+def test_pairs_of_steps_are_decayed_one_by_one_in_blocks_of_sixteen_and_by_halves_beyond(t, pairs, halves):
+    """With gates per channel: the rows of A that are decayed together, later and earlier ones."""
+    forward, _ = problem("gk", t=t, k=3)
+    exponents = []
+
+    def rounding(site, value):
+        if site == "exponent":
+            exponents.append(value.shape[2:])
+        return value
+
+    call("chunk", "fwd", forward, rounding=rounding)
+    across = [(rows, 3) for half in halves for rows in half]
+    assert exponents == [*((rows, rows, 3) for rows in pairs), *across, (t, 3), (t, 3)]

@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_golden.gmm import gmm, make_group_metadata, naive_gmm, naive_tgmm, staged_dot, tgmm
+from cpu_golden.gmm import (
+    gmm,
+    make_group_metadata,
+    naive_gmm,
+    naive_tgmm,
+    one_tile,
+    scalar,
+    staged_dot,
+    tgmm,
+    values,
+)
 from parity.inputs import draw
 from tests.matrix.gmm import GMM, TGMM
 
@@ -148,3 +158,17 @@ def test_steps_of_a_staged_sum_end_at_multiples_of_their_length(first, lengths):
 
     assert staged_dot(np.ones((1, 20)), np.ones((20, 1)), 8, rounding, first=first) == [[20]]
     assert partial == lengths
+
+
+def test_without_a_tiling_the_whole_problem_is_one_tile_and_a_tile_holds_something():
+    assert [one_tile(*size) for size in ((3, 5, 7), (1, 1, 1), (0, 0, 0))] == [(3, 5, 7), (1, 1, 1), (1, 1, 1)]
+
+
+def test_the_offset_of_a_shard_is_an_int_however_it_is_given():
+    for one in (2, np.int32(2), np.array(2), np.array([2], np.int32)):
+        assert scalar(one) == 2 and type(scalar(one)) is int
+    for other in (2.0, np.float32(2), np.array([2, 3]), np.array([2.0])):  # for the check to judge
+        assert scalar(other) is other
+    assert values(np.array([2, 3], np.int32)) == [2, 3]
+    for other in ([2, 3], np.array([2, 3]), np.array([[2, 3]], np.int32)):
+        assert values(other) is None

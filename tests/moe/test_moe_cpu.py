@@ -156,3 +156,49 @@ def test_codes_stay_within_what_their_error_allows(power_of_two, axis):
         assert (difference <= bounds.total * (1 + 1e-6)).all()
         reached = np.maximum(reached, difference / np.maximum(bounds.total, 1e-30))
     assert (reached > 0.5).mean() > 0.05
+
+
+def test_every_matmul_of_the_layer_asks_for_the_tiling_of_its_own_size():
+    given, asked = weights_of(tokens=10, hidden=6, intermediate=5, experts=4), []  # 20 rows
+    router, inner, outer = (10, 6, 4), (20, 6, 5), (20, 5, 6)
+
+    def look_up(*size):
+        asked.append(size)
+        return size
+
+    moe_layer(**given, top_k=2, tiling=look_up)
+    assert asked == [router, inner, inner, outer]
+    moe_layer_bwd(**given, dout=given["x"], top_k=2, tiling=look_up)
+    down = [inner, outer, outer]  # through w_down, w_gate and w_up
+    assert asked[4:] == [router, inner, inner, outer, *down, (10, 4, 6), (6, 10, 4), inner, inner, outer]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [({}, 1), (dict(tiling=(8, 4, 8)), 2), (dict(router_step=1), 6), (dict(tiling=(8, 4, 8), router_step=6), 1)],
+)
+def test_the_router_is_summed_in_steps_of_its_own_or_else_in_those_of_the_matmuls(options, steps):
+    seen = []
+    moe_layer(**weights_of(hidden=6), top_k=2, rounding=lambda site, x: seen.append(site) or x, **options)
+    assert seen[: seen.index("logits")].count("partial") == steps
+
+
+def test_an_index_is_checked_where_there_is_only_one_and_nothing_is_where_there_is_none():
+    x, none = np.ones((1, 3), np.float32), np.zeros((0, 2), np.int32)
+    with pytest.raises(ValueError, match=r"indices must be in \[0, num_experts\) = \[0, 2\), got 2"):
+        permute(x, np.array([[2]], np.int32), num_experts=2)
+    with pytest.raises(ValueError, match=r"slots must be in \[-1, M\) = \[-1, 1\), got 1"):
+        unpermute(x, np.array([[1]], np.int32))
+    permuted = permute(x[:0], none, num_experts=2)
+    assert permuted.rows.shape == (0, 3) and permuted.group_sizes.tolist() == [0, 0]
+    assert unpermute(x[:0], none).shape == (0, 3)
+
+
+def test_gradients_that_are_not_finite_are_zero_where_that_is_asked_for_and_all_others_stay():
+    given = weights_of()
+    dout = np.random.default_rng(1).standard_normal(given["x"].shape)
+    given["w_down"][1, 2, 3] = np.nan
+    kept, sane = (moe_layer_bwd(**given, dout=dout, top_k=2, sanitize_grads=sane) for sane in (False, True))
+    assert any(np.isnan(grad).any() for grad in kept)
+    for before, after in zip(kept, sane, strict=True):
+        np.testing.assert_array_equal(after, np.where(np.isfinite(before), before, 0.0))

@@ -218,6 +218,9 @@ BAD += [
     ("grouped_dense", dict(existing_out=f32(8, 64)), ValueError,
      "existing_out must have shape [M, N] = [8, 32], got [8, 64]"),
     ("grouped_dense", dict(group_sizes=i32(2, 3, 4)), ValueError, "group_sizes must sum to at most M = 8, got 9"),
+    ("grouped_dense_bwd", dict(quantize="yes"), ValueError, "quantize must be 'auto', True or False, got 'yes'"),
+    ("grouped_dense_bwd", dict(bwd_quantize=2), ValueError, "bwd_quantize must be 'auto', True or False, got 2"),
+    ("grouped_dense_bwd", dict(block_size=0), ValueError, "block_size must be positive, got 0"),
     ("grouped_dense_bwd", dict(dout=f32(8, 64)), ValueError, "dout must have shape [M, N] = [8, 32], got [8, 64]"),
     ("grouped_dense_bwd", dict(dout=f16(8, 32)), TypeError, "dout must be float32, got float16"),
 ]  # fmt: skip

@@ -256,3 +256,31 @@ def test_fp8_gradients_are_within_five_percent(transpose_rhs):
         grads = grouped_dense_bwd(lhs, rhs, sizes, dout, **options)
         for got, expected in zip(grads[:2], exact[:2], strict=True):
             assert 0.01 < np.linalg.norm(got - expected) / np.linalg.norm(expected) < 0.05
+
+
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+def test_each_matmul_of_the_layer_has_the_steps_that_its_tiling_gives_it(transpose_rhs):
+    """(tm, tk, tn) of the forward pass are (tm, tn, tk) of lhs's gradient, a sum over N; a look-up is asked."""
+    rng = np.random.default_rng(8)
+    lhs, dout = rng.standard_normal((12, 10)), rng.standard_normal((12, 6))
+    rhs = rng.standard_normal((3, 6, 10) if transpose_rhs else (3, 10, 6))
+    sizes, asked, seen = np.array([5, 0, 7], np.int32), [], []
+
+    def look_up(*size):
+        asked.append(size)
+        return size
+
+    def rounding(site, value):
+        seen.append(site)
+        return value
+
+    grouped_dense(lhs, rhs, sizes, transpose_rhs=transpose_rhs, tiling=look_up)
+    assert asked == [(12, 10, 6)]
+    asked.clear()
+    grouped_dense_bwd(lhs, rhs, sizes, dout, transpose_rhs=transpose_rhs, tiling=look_up)
+    assert asked == [(12, 6, 10), (12, 6, 10) if transpose_rhs else (12, 10, 6)]
+    for tiling, over_n, over_rows in (((4, 5, 2), 3 + 3, 2 + 2), ((5, 2, 3), 2 + 2, 1 + 2), (None, 2, 2)):
+        seen.clear()
+        grouped_dense_bwd(lhs, rhs, sizes, dout, transpose_rhs=transpose_rhs, tiling=tiling, rounding=rounding)
+        assert (seen.count("dlhs"), seen.count("drhs")) == (over_n, over_rows)
+        assert seen.count("partial") == over_n + over_rows and "acc" not in seen
