@@ -1,0 +1,243 @@
+"""Calls of the TPU's block-scaled matmuls that the matrix has no case for: integers, so that results are exact."""
+
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cpu_golden import quantized_gmm as golden
+from parity.interop import to_jax, to_numpy
+
+jax = pytest.importorskip("jax")
+
+from jax.experimental import pallas as pl  # noqa: E402
+
+from tpu_kernels import quantized_gmm  # noqa: E402
+
+pytestmark = [pytest.mark.smoke, pytest.mark.tpu]
+
+E4M3, E8M0, F32, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, np.float32, ml_dtypes.bfloat16
+RNG = partial(np.random.default_rng, 0)
+
+
+def integers(shape, dtype, rng):
+    return rng.integers(-3, 4, shape).astype(dtype)
+
+
+def powers(shape, dtype, rng):
+    return (2.0 ** rng.integers(-1, 2, shape)).astype(dtype)
+
+
+def call(function, arrays, **options):
+    """What the kernel returns, in float32."""
+    given = {name: None if x is None else to_jax(x) for name, x in arrays.items()}
+    return to_numpy(getattr(quantized_gmm, function)(**given, preferred_element_type="float32", **options))
+
+
+def check(function, arrays, **options):
+    of_golden = {name: x for name, x in options.items() if name != "tiling"} | {"preferred_element_type": "float32"}
+    np.testing.assert_array_equal(call(function, arrays, **options), getattr(golden, function)(**arrays, **of_golden))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "ragged"),
+    [
+        ((F32, E4M3), "lhs"),
+        ((F32, E4M3), "transposed"),
+        ((F32, E4M3), "contracting"),
+        ((E4M3, F32), "contracting"),
+        ((BF16, BF16), "transposed"),
+        ((BF16, BF16), "contracting"),
+    ],
+)
+def test_a_fallback_is_given_all_that_the_call_was(dtypes, ragged):
+    """A shard of the groups, something to add to, and either operand with scales."""
+    rng, (m, k, n, groups) = RNG(), (72, 64, 40, 2)
+    contracting = ragged == "contracting"
+    rhs = (m, n) if contracting else (groups, n, k) if ragged == "transposed" else (groups, k, n)
+    arrays = {"group_sizes": np.array([7, 20, 30, 5], np.int32)}
+    axes = (0, 0) if contracting else (1, 2 if ragged == "transposed" else 1)
+    for name, shape, dtype, axis in zip(("lhs", "rhs"), ((m, k), rhs), dtypes, axes, strict=True):
+        arrays[name] = integers(shape, dtype, rng)
+        if dtype == E4M3:
+            of_blocks = [-(-size // 32) if a == axis else size for a, size in enumerate(shape)]
+            arrays[f"{name}_scale"] = powers(of_blocks, E8M0, rng)
+    arrays["existing_out"] = integers((groups, k, n) if contracting else (m, n), F32, rng)
+    options = {"group_offset": 1}
+    options |= dict(ragged=ragged, num_actual_groups=groups) if contracting else dict(transpose_rhs=ragged != "lhs")
+    check("grouped_gemm", arrays, **options)
+
+
+def operands(function, m, k, n, groups, rng):
+    """Of a call without options: one scale for all, or MXFP8's."""
+    contracting = function != "gmm_quantized"
+    rhs = (m, n) if contracting else (groups, k, n)
+    scales = [np.ones([1] * ndim, F32) for ndim in (2, len(rhs))]
+    if function == "grouped_gemm":
+        scales = [powers((m // 32, size), E8M0, rng) for size in (k, n)]
+    named = dict(lhs=integers((m, k), E4M3, rng), rhs=integers(rhs, E4M3, rng))
+    return named | dict(zip(("lhs_scale", "rhs_scale"), scales, strict=True))
+
+
+@pytest.mark.parametrize("function", ["gmm_quantized", "tgmm_quantized", "grouped_gemm"])
+def test_an_offset_that_is_traced_does_not_leave_the_groups(function):
+    arrays = {name: to_jax(x) for name, x in operands(function, 64, 64, 24, 2, RNG()).items()}
+    arrays["group_sizes"] = to_jax(np.array([20, 10, 30], np.int32))
+    options = {} if function == "gmm_quantized" else {"num_actual_groups": 2}
+    options |= {"ragged": "contracting"} if function == "grouped_gemm" else {}
+    shard = jax.jit(lambda at: getattr(quantized_gmm, function)(**arrays, group_offset=at, **options))
+    for beyond, last in ((7, 1), (-2, 0)):
+        np.testing.assert_array_equal(to_numpy(shard(beyond)), to_numpy(shard(last)))
+    assert not np.array_equal(to_numpy(shard(0)), to_numpy(shard(1)))
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("function", ["gmm_quantized", "tgmm_quantized"])
+@pytest.mark.parametrize(("m", "k", "n", "groups"), [(64, 64, 24, 0), (0, 64, 24, 2), (64, 64, 0, 2), (64, 0, 24, 2)])
+def test_of_nothing_there_is_zero_or_what_was_there(function, m, k, n, groups, existing):
+    arrays = operands(function, m, k, n, groups, RNG())
+    arrays["group_sizes"] = np.array([m, 0][:groups], np.int32)
+    if existing:
+        arrays["existing_out"] = integers((m, n) if function == "gmm_quantized" else (groups, k, n), F32, RNG())
+    for side in ("lhs", "rhs"):
+        arrays[f"{side}_scale"] = np.ones([min(size, 1) for size in arrays[side].shape], F32)
+    check(function, arrays)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "existing"), [([40], False), ([40], True), ([32, 5], True), ([0, 0], True), ([3, 90], False)]
+)
+def test_rows_of_no_group_are_zero_or_what_was_there(sizes, existing):
+    """In whichever visit their tile, of 32 rows, is seen first."""
+    rng = RNG()
+    arrays = operands("gmm_quantized", 96, 64, 24, len(sizes), rng) | {"group_sizes": np.array(sizes, np.int32)}
+    if existing:
+        arrays["existing_out"] = integers((96, 24), F32, rng)
+    check("gmm_quantized", arrays, tiling=(32, 128, 128))
+
+
+@pytest.mark.parametrize(
+    ("function", "generation"), [("tgmm_quantized", 6), ("tgmm_quantized", 7), ("grouped_gemm", 7)]
+)
+def test_a_block_that_begins_where_a_group_ends_counts_for_nothing(function, generation, monkeypatch):
+    """Its scale may be NaN, before the group and after it, in a whole tile or not, and inside a block of rows."""
+    for module in ("gmm", "quantized_gmm"):
+        monkeypatch.setattr(pytest.importorskip(f"tpu_kernels.{module}"), "tpu_generation", lambda: generation)
+    rng, m, sizes = RNG(), 768, np.array([64, 96, 0, 288, 64, 256], np.int32)  # 448 to 512 are of the fifth group
+    k, n = 64 + generation, 24 + generation  # no other test has these sizes: a compiled kernel would be found again
+    of_scale = E8M0 if function == "grouped_gemm" else F32
+    arrays = dict(lhs=integers((m, k), E4M3, rng), rhs=integers((m, n), E4M3, rng), group_sizes=sizes)
+    arrays |= dict(lhs_scale=powers((m // 32, k), of_scale, rng), rhs_scale=powers((m // 32, n), of_scale, rng))
+    options = dict(group_offset=1, num_actual_groups=3)
+    if function == "grouped_gemm":
+        options["ragged"] = "contracting"
+    expected = getattr(golden, function)(**arrays, **options)
+    for name in ("lhs", "rhs"):
+        for rows in (slice(0, 2), slice(14, 24)):
+            arrays[f"{name}_scale"][rows] = np.nan
+            arrays[name][32 * rows.start : 32 * rows.stop] = np.nan
+    np.testing.assert_array_equal(call(function, arrays, tiling=(256, 128, 128), **options), expected)
+
+
+@pytest.mark.parametrize("side", ["lhs_scale", "rhs_scale"])
+def test_a_group_without_rows_is_zero_whatever_its_channels_have(side):
+    arrays = operands("tgmm_quantized", 64, 40, 24, 3, RNG()) | {"group_sizes": np.array([0, 64, 0], np.int32)}
+    arrays |= dict(lhs_scale=np.ones((1, 40), F32), rhs_scale=np.ones((1, 24), F32))
+    arrays[side][:, 3] = np.nan
+    got = call("tgmm_quantized", arrays)
+    assert np.isnan(got[1]).any()
+    assert not got[[0, 2]].any()
+
+
+def test_scales_of_what_lies_beyond_4096_elements_are_in_the_next_register():
+    rng = RNG()
+    x, scale = integers((32, 256), BF16, rng), powers((1, 32, 136), E8M0, rng)
+
+    def multiply(x, powers, out):
+        out[...] = quantized_gmm._times_lanes(x[...], powers, pl.ds(0, 32), 4096)
+
+    words = quantized_gmm._powers_in_lanes(to_jax(scale), 4352, 4352, True)[0, 0]
+    assert words.shape == (8, 256)
+    got = pl.pallas_call(multiply, out_shape=jax.ShapeDtypeStruct(x.shape, BF16), interpret=True)(to_jax(x), words)
+    expected = x.astype(F32) * scale[0, :, 128:].astype(F32).repeat(32, axis=1)
+    np.testing.assert_array_equal(to_numpy(got).astype(F32), expected)
+
+
+@pytest.mark.parametrize("contract", [(0, 0), (1, 0), (1, 1)])
+def test_sums_of_int8_are_exact_where_float32_would_not_be(contract):
+    """In bfloat16, as tpu7x multiplies them: 2100 products of 127² are beyond 2^24."""
+    a, b = (np.full((2100, 40), value, np.int8) for value in (127, 126))
+    a[::3], b[::5] = 125, 127
+    given = [x if axis == 0 else np.ascontiguousarray(x.T) for x, axis in zip((a, b), contract, strict=True)]
+    got = quantized_gmm._product(*map(to_jax, given), contract)
+    assert got.dtype == "int32"
+    np.testing.assert_array_equal(to_numpy(got), a.astype(int).T @ b)
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "contract", "multiplied"),
+    [
+        ((32, 64), (1, 64), (1, 1), "float32"),
+        ((32, 64), (2, 64), (1, 1), "float8_e4m3fn"),
+        ((32, 1), (8, 1), (1, 1), "float8_e4m3fn"),
+        ((32, 1), (1, 64), (1, 0), "float8_e4m3fn"),
+        ((1, 32), (1, 64), (0, 0), "float8_e4m3fn"),
+    ],
+)
+def test_a_single_row_of_transposed_weights_is_multiplied_in_float32(lhs, rhs, contract, multiplied):
+    """Pallas lowers no other such product."""
+    shapes = (jax.ShapeDtypeStruct(shape, E4M3) for shape in (lhs, rhs))
+    traced = jax.make_jaxpr(lambda a, b: quantized_gmm._product(a, b, contract))(*shapes)
+    (dot,) = [equation for equation in traced.eqns if equation.primitive.name == "dot_general"]
+    assert [str(operand.aval.dtype) for operand in dot.invars] == [multiplied] * 2
+
+
+@pytest.mark.parametrize(
+    ("size", "width", "loops"), [(0, 4, 0), (3, 4, 0), (4, 4, 0), (5, 4, 0), (6, 4, 0), (8, 4, 1), (12, 4, 1)]
+)
+def test_blocks_are_walked_in_a_loop_where_all_are_whole(size, width, loops):
+    def walk(x):
+        found = [x]
+
+        def body(rows):
+            found[0] = None if loops else found[0].at[rows.start : rows.start + rows.size].add(1)
+            seen.append(rows.size)
+
+        seen = []
+        quantized_gmm._for_blocks(size, width, body)
+        assert (
+            set(seen) == {width} if loops else seen == [width] * (size // width) + [size % width] * (size % width > 0)
+        )
+        return x if loops else found[0]
+
+    traced = jax.make_jaxpr(walk)(np.zeros(max(size, 1), np.int32))
+    found = [equation.params["length"] for equation in traced.eqns if equation.primitive.name == "scan"]
+    assert found == [size // width] * loops
+
+
+@pytest.mark.parametrize("function", ["gmm_quantized", "tgmm_quantized"])
+def test_what_is_watched_is_said_to_be_there_where_a_group_has_rows(function):
+    sizes = np.array([20, 0, 33, 0], np.int32)
+    arrays = operands(function, 64, 40, 24, 4, RNG()) | {"group_sizes": sizes}
+    sites = set()
+
+    def watched(site, value, where=None):
+        sites.add(site)
+        return where.astype(value.dtype)
+
+    got = call(function, arrays, tiling=(32, 128, 128), debug=watched)
+    there = np.arange(64) < sizes.sum() if function == "gmm_quantized" else sizes > 0
+    np.testing.assert_array_equal(got, np.broadcast_to(there.reshape(-1, *[1] * (got.ndim - 1)), got.shape))
+    assert sites == {"acc"}
+
+
+def test_a_tile_is_of_whole_registers_or_of_all_there_is():
+    from op_arguments.quantized_gmm import QuantizedProblem
+
+    def problem(size):
+        return QuantizedProblem(size, size, size, 2, 2, "float32", size, (1, 1), (1, 1))
+
+    assert quantized_gmm._fit((33, 129, 257), problem(4096)) == (64, 256, 384)
+    assert quantized_gmm._fit((32, 128, 256), problem(4096)) == (32, 128, 256)
+    assert quantized_gmm._fit((512, 512, 512), problem(300)) == (300, 300, 300)
