@@ -5,10 +5,13 @@ write down the new digest, which the failing test prints.
 """
 
 import hashlib
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from parity import inputs, magnitude, metrics
 from parity.inputs import DISTRIBUTIONS, GATES, GROUPS, OFFSETS, SCALES, draw, group_sizes, hashes, log_decays
 from parity.op import Array, Gates, Groups
 from tests.matrix.gla import GATED_LINEAR_ATTENTION
@@ -158,3 +161,14 @@ CASES = {
     "chunk_simple_gla_bwd-B1_T70_H2_K16_V48_N5-f32-both-h0-ht-chunk16-integers-s0": "48f64b612ffc",
     "chunk_simple_gla_bwd-B1_T70_H2_K16_V48_N5-f32-both-h0-ht-chunk16-cancellation-s0": "8904ad4ae844",
 }
+
+
+def test_what_is_recorded_was_drawn_and_measured_as_it_is_now():
+    """The revisions in the ledgers: whoever raises one records anew."""
+    now = {
+        name: module.REVISION for name, module in (("inputs", inputs), ("magnitude", magnitude), ("metrics", metrics))
+    }
+    ledgers = sorted(Path(__file__).parents[2].glob("records/[tg]pu/*/*.jsonl"))
+    heads = [json.loads(line) for path in ledgers for line in path.read_text().splitlines() if '"provenance":{' in line]
+    assert len(heads) >= len(ledgers) > 20
+    assert all(head["provenance"]["revisions"] == now for head in heads)

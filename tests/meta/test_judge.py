@@ -75,7 +75,7 @@ def device(monkeypatch):
 def test_a_kernel_runs_twice_where_runs_may_differ_and_interpreted_in_a_sample(device, real, data, tier, seed):
     device.real = real
     case = Case(CASE.op, CASE.dims, "float32", "float32", data=data, tier=tier, seed=seed)
-    of_multiples = op(lambda x, rounding=None: 3 * third(x), magnitude=abs_of())  # exact, of integers as well
+    of_multiples = op(lambda x, rounding=None: 3 * third(x))  # exact, of integers as well
     assert judge(of_multiples, case, "tpu", lambda x: round_to(3 * third(x), "float32")).verdict.passed
     twice = data == "normal" and (real or (tier == "smoke" and seed == 0))
     assert len(device.ran) == 1 + twice
@@ -115,6 +115,23 @@ def test_the_worst_element_and_where_the_bad_ones_lie_are_told(device):
     assert judged.verdict.outcome == "NON-FINITE" and judged.eta_max == np.inf
     assert (judged.worst.index, judged.worst.box, judged.worst.beyond) == ((0, 3), ((0, 4), (1, 6)), 3)
     assert judge(op(), CASE, "tpu", kernel).worst is None
+
+
+def test_of_integer_data_only_the_elements_that_differ_are_bad(device):
+    case, exact = CASE.with_data("integers"), op(lambda x, rounding=None: 3 * third(x))
+    golden = reference(exact, case).golden["out"]
+    off = golden.copy()
+    off[3, 5] += 1
+    judged = judge(exact, case, "tpu", lambda x: off.astype(np.float32))
+    assert (judged.verdict.outcome, judged.bound) == ("LOGIC FAULT", 0)
+    assert (judged.worst.index, judged.worst.box, judged.worst.beyond) == ((3, 5), ((3, 3), (5, 5)), 1)
+
+
+def test_a_case_whose_bound_lets_anything_pass_is_not_passed(device):
+    vague = op(magnitude=lambda op, case, inputs: 1e9 * np.ones(SHAPE))
+    assert judge(vague, CASE, "tpu").verdict.outcome == "MISTRUSTED"
+    wrong = judge(vague, CASE, "tpu", lambda x: kernel(x) + np.float32(1e9))
+    assert wrong.verdict.outcome == "OUT OF BOUND"  # said first: it is so whatever the case is worth
 
 
 def test_what_has_another_shape_is_not_measured_and_what_has_another_dtype_is(device):

@@ -125,3 +125,28 @@ def test_histogram_and_tiles_lose_nothing():
     assert histogram(errors)[-1] == 2
     assert tile_map(np.ones((3, 5, 5))) == ((1.0,) * 5,) * 5
     assert tile_map(np.ones(())) == ((1.0,),)
+
+
+def test_the_unit_is_a_roundoff_of_the_magnitude_and_a_flushed_subnormal_for_every_term_and_the_result():
+    scale = Scale(np.array([[2.0, 0.0], [8.0, 1.0]]), U32, 3)
+    tiny = 4 * 2.0**-126
+    assert scale.unit.tolist() == [[2 * U32 + tiny, tiny], [8 * U32 + tiny, U32 + tiny]]
+    assert Scale(np.zeros(1), U32, 3).unit == [tiny]
+    assert scale.at((1, 0)) == Scale(8.0, U32, 3)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_value_explains_what_would_round_to_it_if_there_were_one_beyond(sign):
+    """65504 is float16's largest, the next would be 65536: from 65520 on a result is infinite."""
+    y = np.full(4, sign * 65504, np.float16)
+    golden = sign * np.array([65504.0, 65519.0, 65520.0, 65536.0])
+    with np.errstate(over="ignore"):
+        assert explained_by(y, golden).tolist() == [0, 0, 0, 16]
+        assert explained_by(y[:2], sign * np.array([65488.0, 65472.0])).tolist() == [0, 16]
+
+
+def test_nothing_explains_what_is_not_finite():
+    y = np.array([np.inf, 1.0, np.nan, -np.inf, 1.0], np.float32)
+    golden = np.array([1.0, np.inf, np.nan, -np.inf, np.nan])
+    assert np.isnan(explained_by(y, golden)).all()
+    assert not eta(y, golden, Scale(np.ones(5), U32, 1)).any()

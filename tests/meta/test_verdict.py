@@ -14,6 +14,7 @@ from parity.op import Contract, Expected
 from parity.verdict import (
     TILE,
     Bias,
+    Statistic,
     Verdict,
     agreement,
     compare,
@@ -21,6 +22,7 @@ from parity.verdict import (
     form,
     held_to,
     mistrusted,
+    regression,
     wrong_outputs,
 )
 
@@ -305,9 +307,38 @@ def test_what_cannot_be_expected(bad):
         Expected(**dict(where=lambda case: True, verdict="LOSS", reason="because") | bad)
 
 
+TEMPLATE = metrics(np.random.default_rng(0), 1, seeds=1)[0]
+
+
+def test_an_output_that_nothing_was_rounded_in_is_compared_by_its_error():
+    exact, rounded = (replace(TEMPLATE, epsilon=e, floor=e) for e in (0.0, 1e-3))
+    assert [Statistic.of(m, True).name for m in ([rounded], [exact], [rounded, exact])] == ["misround rate", "ε", "ε"]
+    assert not Statistic.of([rounded], False).narrow
+
+
+@pytest.mark.parametrize(
+    ("ratio", "floor", "grown"),
+    # Of 4096 elements, once: 4 · 1.26 / 64 is 0.079, and e to that 1.082.
+    [(1.2, 0.1, True), (1.09, 0.1, True), (1.07, 0.1, False), (0.5, 0.1, False), (1.2, 1.15, False), (1.2, 1.14, True)],
+)
+def test_an_error_that_has_grown_beyond_sampling_and_its_floor_is_a_regression(ratio, floor, grown):
+    then = replace(TEMPLATE, scored=4096, epsilon=1e-8, floor=1e-9)
+    found = regression(replace(then, epsilon=ratio * 1e-8, floor=floor * 1e-8), then, narrow_output=False)
+    assert (found is not None) == grown
+    if found:
+        assert (found.outcome, found.gate, found.reason) == ("REGRESSION", "G5", f"ε is {ratio}× what the ledger has")
+
+
+def test_of_a_narrow_output_the_misround_rate_must_not_grow():
+    then = replace(TEMPLATE, scored=4096, epsilon=1e-3, floor=1e-3, misrounded=0.1)
+    for rate, grown in ((0.2, True), (0.1, False), (0.05, False)):
+        found = regression(replace(then, misrounded=rate), then, narrow_output=True)
+        assert (found is not None) == grown
+        assert regression(replace(then, misrounded=rate), then, narrow_output=False) is None
+
+
 # --- how often the rule errs ---
 
-TEMPLATE = metrics(np.random.default_rng(0), 1, seeds=1)[0]
 TRIALS = 2000
 
 
