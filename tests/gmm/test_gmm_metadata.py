@@ -13,6 +13,7 @@ SIZES = [(9, 0, 20, 3, 0), (0, 8, 0, 16, 16), (40, 0, 0, 0, 0), (0, 0, 0, 0, 0),
 EDGES = [
     (0, 8, (0, 0, 0), 2),  # no rows: no tiles
     (0, 8, (0, 0), 0),
+    (40, 8, (), 0),  # no experts
     (40, 8, (9, 30), 0),  # a shard of no groups
     (8, 8, (8, 0), 1),  # one visit
     (40, 8, (9, 0, 20, 3, 8), 1),
@@ -39,3 +40,19 @@ def test_visits_are_those_of_the_golden(package, convert, cover):
             got = kernel(convert(np.array(sizes, np.int32)), group_offset=convert(np.int32([offset])), **given)
             for name, ours, theirs in zip(expected._fields, got, expected, strict=True):
                 assert to_numpy(ours).tolist() == theirs.tolist(), (m, tm, sizes, groups, offset, name)
+
+
+@pytest.mark.tpu
+def test_traced_sizes_and_offsets_that_could_not_be_checked_are_clipped():
+    """No write is beyond the lists: sizes end where the rows do, and a shard where the experts do."""
+    jax = pytest.importorskip("jax")
+    from tpu_kernels.gmm import make_group_metadata as kernel
+
+    given = dict(m=40, tm=8, num_groups=2, cover="tiles")
+    traced = jax.jit(lambda sizes, offset: kernel(sizes, group_offset=offset, **given))
+    for sizes, clipped in [((-3, 50, 4), (0, 40, 0)), ((9, -1, 20), (9, 0, 20)), ((30, 30, 30), (30, 10, 0))]:
+        for offset, nearest in [(-1, 0), (0, 0), (1, 1), (2, 1), (9, 1)]:
+            expected = make_group_metadata(np.array(clipped, np.int32), group_offset=nearest, **given)
+            got = traced(to_jax(np.array(sizes, np.int32)), to_jax(np.array(offset, np.int32)))
+            for name, ours, theirs in zip(expected._fields, got, expected, strict=True):
+                assert to_numpy(ours).tolist() == theirs.tolist(), (sizes, offset, name)

@@ -73,8 +73,8 @@ def test_sizes_and_offset_may_be_traced():
     lhs, rhs = draw(40, 64), draw(2, 64, 24)
     fwd = jax.jit(lambda sizes, offset: gmm(lhs, rhs, sizes, group_offset=offset))
     bwd = jax.jit(lambda sizes, offset: tgmm(lhs, lhs[:, :24], sizes, group_offset=offset, num_actual_groups=2))
-    for offset in (0, 1, 2):
-        traced = to_jax(SIZES), to_jax(np.array(offset, np.int32))
+    for given in (-1, 0, 1, 2, 7):  # what could not be checked is clipped to the first shard or the last
+        traced, offset = (to_jax(SIZES), to_jax(np.array(given, np.int32))), min(max(given, 0), 2)
         np.testing.assert_allclose(fwd(*traced), golden.gmm(lhs, rhs, SIZES, group_offset=offset), rtol=1e-5, atol=1e-5)
         wgrad = golden.tgmm(lhs, lhs[:, :24], SIZES, group_offset=offset, num_actual_groups=2)
         np.testing.assert_allclose(bwd(*traced), wgrad, rtol=1e-5, atol=1e-5)

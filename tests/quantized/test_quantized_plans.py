@@ -136,10 +136,25 @@ def test_blocks_larger_than_a_tile_have_each_its_own_scale(shape, axis, dtype):
 
 
 @pytest.mark.parametrize(
-    ("shape", "axis", "block"), [((10, 48), 1, 24), ((20, 48), 0, 5), ((3, 10, 40), 0, None), ((4, 6, 40), (0, 2), 2)]
+    ("shape", "axis", "block"),
+    [
+        # No whole registers: on the TPU the elements of a block are laid one below the other.
+        ((10, 48), 1, 24),
+        ((20, 48), 0, 5),
+        ((3, 10, 40), 0, None),
+        ((4, 6, 40), (0, 2), 2),
+        # Several to a register, or a register and a half; more tiles than one, the last of them not full.
+        ((33, 272), 1, 16),
+        ((1088, 40), 0, 64),
+        ((8, 1152), 1, 384),
+        ((40, 1100), 1, 1),
+        # Longer than a tile, and walked in steps.
+        ((4200, 140), 0, None),
+        ((2, 530, 1100), (-2, -1), None),
+    ],
+    ids=str,
 )
-def test_blocks_that_are_no_whole_registers_have_each_its_own_scale(shape, axis, block):
-    """On the TPU their elements are laid one below the other; the matrix has no such blocks."""
+def test_blocks_that_the_matrix_has_none_of_have_each_its_own_scale(shape, axis, block):
     pytest.importorskip("jax")
     from tpu_kernels.quantize import fp8_dequantize, fp8_quantize
 
@@ -148,6 +163,145 @@ def test_blocks_that_are_no_whole_registers_have_each_its_own_scale(shape, axis,
     for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_array_equal(to_numpy(ours).astype(np.float32), theirs.astype(np.float32))
     np.testing.assert_array_equal(to_numpy(fp8_dequantize(*got)), golden.fp8_dequantize(*expected))
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_a_scale_at_the_ends_of_what_is_normal_is_the_goldens(name):
+    """Blocks whose largest element is subnormal, the smallest normal number, or at the limit of what is lifted."""
+    pytest.importorskip("jax")
+    from tpu_kernels import quantize as kernels
+
+    tiny = np.finfo(np.float32).tiny
+    largest = np.float32(127 if name == "int8" else ml_dtypes.finfo(name).max)
+    ends = [tiny / 2, np.nextafter(tiny, 0), tiny, np.nextafter(tiny, 1), 2 * tiny, largest * tiny]
+    ends += [np.float32(2.0**power) * factor for power in (-65, -64, -63) for factor in (1, largest)]
+    ends = np.array(
+        [f(end) for end in ends for f in (lambda x: np.nextafter(x, np.float32(0)), np.float32)], np.float32
+    )
+    parts = np.array([1, 0.5, 0.25, 1 / 3, 1 / largest, 0.9999999, 0.03125, 0, -0.0, -1, -0.7], np.float32)
+    x = np.concatenate([ends[:, None] * parts, np.minimum(ends[:, None], [tiny, np.nextafter(tiny, 0)])], 1)
+    function, options = ("int8_quantize", {}) if name == "int8" else ("fp8_quantize", {"dtype": name})
+    got = getattr(kernels, function)(to_jax(x.astype(np.float32)), 1, None, **options)
+    expected = getattr(golden, function)(x.astype(np.float32), 1, None, **options)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert to_numpy(ours).tobytes() == theirs.tobytes()
+
+
+AS_THEY_ARE = ((1, 32, 96, 512, 600), (1, 16, 32, 64, 128, 384, 1024, 2000))  # of 600 rows, of 2000 columns
+TRANSPOSED = ((2, 16, 31, 33, 48, 63, 544), (2, 8, 15, 17, 31, 33, 63, 65, 127, 129, 192, 1152))
+
+
+def test_blocks_are_transposed_where_they_are_no_whole_registers_nor_whole_axes():
+    pytest.importorskip("jax")
+    from tpu_kernels.quantize import Layout, _layout
+
+    for r in (*AS_THEY_ARE[0], *TRANSPOSED[0]):
+        for c in (*AS_THEY_ARE[1], *TRANSPOSED[1]):
+            plain = r in AS_THEY_ARE[0] and c in AS_THEY_ARE[1]
+            layout = _layout((3, 600, 2000), (1, r, c))
+            assert (layout.split is None) == plain, (r, c)
+            if plain:
+                assert layout == Layout((3, 600, 2000), (r, c), None)
+    assert _layout((4096,), (128,)) == Layout((1, 1, 4096), (1, 128), None)
+    assert _layout((2, 3, 40, 50), (1, 1, 1, 50)) == Layout((6, 40, 50), (1, 50), None)
+    # What shares all of the axes before goes into the rows.
+    assert _layout((2, 3, 40, 50), (2, 3, 40, 1)) == Layout((1, 240, 50), (240, 1), None)
+    assert _layout((2, 40, 50), (2, 40, 50)) == Layout((1, 80, 50), (80, 50), None)
+    assert _layout((4, 40, 60), (2, 40, 1)) == Layout((1, 80, 120), (80, 1), (2, 2, 1, 40, 60, 1))
+    assert _layout((4, 40, 60), (4, 20, 30)) == Layout((1, 2400, 4), (2400, 1), (1, 4, 2, 20, 2, 30))
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "tiles"),
+    [
+        ((4096, 7168), [(1, 128)], (512, 1024, 1, 1)),
+        ((4096, 7168), [(128, 1)], (512, 1024, 1, 1)),
+        ((4096, 7168), [(128, 128)], (512, 1024, 1, 1)),
+        ((4096, 7168), [(1, 128), (128, 1)], (512, 1024, 1, 1)),
+        # Whole blocks only.
+        ((4096, 1920), [(1, 384)], (512, 768, 1, 1)),
+        ((4032, 7168), [(96, 1)], (480, 1024, 1, 1)),
+        ((4096, 7168), [(1, 32)], (512, 1024, 1, 1)),
+        # As many rows of whole axes as are as large together, up to 8 times as long as others; and columns.
+        ((4096, 2048), [(1, 2048)], (256, 2048, 1, 1)),
+        ((4096, 7168), [(1, 7168)], (64, 7168, 1, 1)),
+        ((4096, 16384), [(1, 16384)], (64, 8192, 1, 2)),
+        ((4096, 768), [(1, 768)], (512, 768, 1, 1)),
+        ((2048, 7168), [(2048, 1)], (2048, 256, 1, 1)),
+        ((4096, 7168), [(4096, 1)], (4096, 128, 1, 1)),
+        ((4128, 7168), [(4128, 1)], (4096, 128, 2, 1)),
+        ((300, 7168), [(300, 1)], (320, 1024, 1, 1)),
+        # Whole axes both ways are walked in the steps of others.
+        ((1000, 2000), [(1000, 2000)], (512, 1024, 2, 2)),
+        ((4096, 768), [(1, 768), (4096, 1)], (512, 768, 8, 1)),
+        ((512, 7168), [(1, 7168), (512, 1)], (512, 1024, 1, 7)),
+        # What is smaller than a tile, in rows of whole registers.
+        ((37, 96), [(37, 96)], (64, 96, 1, 1)),
+        ((37, 96), [(1, 96)], (64, 96, 1, 1)),
+        ((37, 96), [(37, 1)], (64, 96, 1, 1)),
+        ((37, 96), [(1, 32)], (64, 96, 1, 1)),
+        ((100, 300), [(1, 1)], (128, 300, 1, 1)),
+    ],
+    ids=str,
+)
+def test_tiles_of_the_quantisers_hold_whole_blocks_and_no_more_than_others(shape, blocks, tiles):
+    pytest.importorskip("jax")
+    from tpu_kernels.quantize import LANES, SUBLANES, Tiles, _tiles
+
+    got = _tiles((3, *shape), blocks)
+    assert got == Tiles(*tiles)
+    assert got.rows % SUBLANES == 0 and (got.columns % LANES == 0 or got.columns == shape[1])
+    assert got.rows * got.columns <= 512 * 1024
+    walks = got.grid((3, *shape))
+    assert walks[0] == 3
+    for axis, (tile, steps, size) in enumerate(zip(tiles[:2], tiles[2:], shape, strict=True)):
+        assert walks[1 + axis] == -(-size // (tile * steps))  # every element once
+        for block in blocks:
+            assert walks[1 + axis] == 1 if block[axis] == size > 1 else tile % block[axis] == 0
+    visited = {
+        got.at(0, i, j, step) for i in range(walks[1]) for j in range(walks[2]) for step in range(tiles[2] * tiles[3])
+    }
+    assert visited == {(0, i, j) for i in range(walks[1] * tiles[2]) for j in range(walks[2] * tiles[3])}
+
+
+@pytest.mark.parametrize(
+    ("width", "block", "scales", "step"),
+    [
+        (1024, 1, 1024, 256), (1024, 32, 32, 128), (1024, 128, 8, 128), (1024, 256, 4, 256), (768, 384, 2, 128),
+        (1024, 512, 2, 256), (1024, 1024, 1, 256), (300, 300, 1, 256), (200, 1, 200, 256),
+    ],
+)  # fmt: skip
+def test_columns_are_quantised_by_two_registers_or_one_where_blocks_end_between(width, block, scales, step):
+    pytest.importorskip("jax")
+    from tpu_kernels.quantize import _slices
+
+    found = [(columns.start, columns.stop) for columns in _slices(width, block, scales)]
+    assert found == [(first, min(first + step, width)) for first in range(0, width, step)]
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("power", ["up", "floor"])
+def test_the_power_of_two_that_is_shown_is_the_one_that_is_divided_by(name, power):
+    """The kernels have its inverse; every exponent, from 2^-127, which is subnormal, on."""
+    pytest.importorskip("jax")
+    from tpu_kernels.quantize import FORMATS, _inverse_power, _true_scale
+
+    target = FORMATS[name]._replace(power=power)
+    absmax = np.ldexp(np.float32(1), np.arange(-126, 128)).astype(np.float32)[:, None] * np.float32([1, 1.5, 1.99])
+    absmax = np.concatenate([absmax, np.zeros((1, 3), np.float32)])
+    scale = to_numpy(_true_scale(_inverse_power(to_jax(absmax), target), target))
+    largest = float(ml_dtypes.finfo(name).max)
+    quotient = absmax.astype(np.float64) / scale.astype(np.float64)
+    top = 2.0 ** np.floor(np.log2(largest))
+    mantissa, _ = np.frexp(scale)
+    assert (mantissa == 0.5).all()
+    usual = scale > 2.0**-127
+    least, most = (largest / 2, largest) if power == "up" else (top, 2 * top)
+    assert (quotient[usual] <= most).all()
+    assert ((quotient[usual] > least) if power == "up" else (quotient[usual] >= least)).all()
+    assert (
+        (scale >= 2.0**-127).all() and (quotient[~usual] <= most).all() and not usual[-1].any() and not usual[0].any()
+    )
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,16 @@ def test_every_stage_of_a_right_quantiser_is_the_goldens(backend, name):
     assert not any(stage.wrong for stage in found) and all(stage.numbers for stage in found)
 
 
+@pytest.mark.tpu
+def test_every_stage_of_every_tile_is_the_goldens():
+    """Two tiles, the second not full."""
+    op = QUANTISERS["fp8_quantize"]
+    (case,) = op.grid([dict(M=40, K=1100)], dtype=[(F32, E4M3)], axis=[0], block_size=[None])
+    found = walk_bits(op, case, "tpu")
+    assert [(stage.site, stage.wrong) for stage in found] == [(site, 0) for site in (*SITES, "qvalue", "scale")]
+    assert all(stage.numbers for stage in found)
+
+
 def misquantised(backend, op, old, new, site, *marks):
     fault = Fault(f"{new} for {old}", backend, (op,), old, new, module="quantize")
     return pytest.param(fault, site, id=f"{backend}-{op}-{site}", marks=[getattr(pytest.mark, backend), *marks])
