@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from gpu_reference import moe
-from gpu_reference.moe import moe_layer, moe_layer_bwd, permute, unpermute
+from gpu_reference.moe import grouped_dense, grouped_dense_bwd, moe_layer, moe_layer_bwd, permute, unpermute
 from parity.backends.emulation import tensor_core
 
 pytestmark = pytest.mark.gpu
@@ -48,6 +48,17 @@ def test_of_equal_logits_the_lower_experts_are_chosen():
     for w in others.values():
         w[2:] = 0
     assert torch.equal(moe_layer(**given | others, top_k=2), moe_layer(**given, top_k=2))
+
+
+def test_of_many_equal_logits_as_well():
+    """An unstable sort leaves few of them as they were."""
+    experts = 128
+    options = moe._LayerOptions._make([None] * len(moe._LayerOptions._fields))._replace(top_k=3, renormalize=True)
+    x, w_router = torch.ones(2, 8, device=DEVICE), torch.zeros(8, experts, device=DEVICE)
+    w_router[:, 70] = 1
+    weights, indices = moe._route(options, x, w_router)
+    assert indices.tolist() == [[70, 0, 1]] * 2
+    assert torch.equal(weights, torch.softmax(torch.tensor([[8.0, 0, 0]] * 2, device=DEVICE), 1))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -133,11 +144,120 @@ def test_permute_and_unpermute_are_each_others_gradients():
     assert (slots < 0).any()
 
 
+def test_of_no_rows_the_sum_and_its_gradients_are_zero():
+    rows, weights = torch.zeros(0, 5, device=DEVICE), torch.ones(4, 2, device=DEVICE).requires_grad_()
+    slots = torch.full((4, 2), -1, dtype=torch.int32, device=DEVICE)
+    out = unpermute(rows.requires_grad_(), slots, weights)
+    assert out.tolist() == [[0.0] * 5] * 4
+    drows, dweights = torch.autograd.grad(out, (rows, weights), torch.ones_like(out))
+    assert drows.shape == (0, 5) and not dweights.any()
+
+
+def test_float64_is_refused():
+    """The goldens take it."""
+    x, indices = torch.ones(2, 3, device=DEVICE), torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
+    for call in (lambda: permute(x.double(), indices, num_experts=1), lambda: unpermute(x.double(), indices),
+                 lambda: unpermute(x, indices, torch.ones(2, 1, device=DEVICE).double())):  # fmt: skip
+        with pytest.raises(TypeError, match="got float64"):
+            call()
+
+
+def test_tensors_of_several_devices_are_refused():
+    given = draw()
+    for other in (dict(w_up=given["w_up"].to("meta")), dict(group_offset=torch.zeros(1, dtype=torch.int32).to("meta"))):
+        with pytest.raises(ValueError, match="on one device"):
+            moe_layer(**given | other, top_k=2)
+
+
 def test_values_are_read_on_the_host_only_where_they_are_there():
     """Elsewhere it would wait for the device."""
     values = torch.tensor([3, -1, 2], dtype=torch.int32)
     assert moe._range_of(values) == (-1, 3)
     assert [moe._range_of(x) for x in (values.to("meta"), values.long(), values[:0], None)] == [None] * 4
+
+
+SIZES = torch.tensor([9, 0, 13, 11], dtype=torch.int32, device=DEVICE)
+ROWS = 40  # seven of which belong to no group, and no multiple of a block
+
+
+def draw_dense():
+    rng = np.random.default_rng(3)
+    shapes = {"lhs": (ROWS, 32), "rhs": (4, 32, 32), "existing_out": (ROWS, 32)}
+    return {name: torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).to(DEVICE)
+            for name, shape in shapes.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("bwd_quantize", [False, True])
+@pytest.mark.parametrize("quantize", [False, True])
+def test_a_gradient_alone_is_the_same_and_keeps_nothing_for_others(quantize, bwd_quantize):
+    given, dout = draw_dense(), draw_dense()["existing_out"].flip(0)
+    options = dict(quantize=quantize, bwd_quantize=bwd_quantize, block_size=32)
+    expected = grouped_dense_bwd(**given, group_sizes=SIZES, dout=dout, **options)
+    for name, of_other in {"lhs": "rhs", "rhs": "lhs", "existing_out": None}.items():
+        kept = []
+        alone = {other: x.requires_grad_(other == name) for other, x in draw_dense().items()}
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x) or x, lambda x: x):
+            out = grouped_dense(**alone, group_sizes=SIZES, **options)
+        assert torch.equal(torch.autograd.grad(out, alone[name], dout)[0], getattr(expected, name))
+        payloads = [x for x in kept if x.numel() >= ROWS * 32]
+        assert [x.ndim for x in payloads] == ([given[of_other].ndim] if of_other else [])
+        if payloads:
+            assert (payloads[0].dtype == torch.float8_e4m3fn) == (quantize or bwd_quantize)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_auto_quantises_where_the_matrix_unit_multiplies_fp8(native, monkeypatch):
+    monkeypatch.setattr(moe, "supports_matmul", lambda dtype, target: native and dtype == torch.float8_e4m3fn)
+    given, dout = draw_dense(), draw_dense()["existing_out"].flip(0)
+
+    def both(**options):
+        options |= dict(group_sizes=SIZES, block_size=32)
+        return grouped_dense(**given, **options), *grouped_dense_bwd(**given, dout=dout, **options)
+
+    for auto, explicit in zip(both(), both(quantize=native, bwd_quantize=native), strict=True):
+        assert torch.equal(auto, explicit)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("offset", [-3, 0, 1, 3, 9])
+def test_what_is_outside_of_a_shard_beyond_the_experts_is_that_of_the_nearest(offset, groups):
+    """An offset on a device cannot be refused."""
+    x = draw_dense()["existing_out"]
+    first = min(max(offset, 0), 4 - groups)
+    sizes = SIZES.tolist()
+    expected = x.clone()
+    expected[sum(sizes[:first]) : sum(sizes[: first + groups])] = 0
+    for dtype in (torch.int32, torch.int64):
+        given = torch.tensor([offset], dtype=dtype, device=DEVICE)
+        assert torch.equal(moe._outside(x, SIZES, given, groups), expected)
+    assert torch.equal(moe._outside(x, SIZES, offset, groups), expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="values are seen on the CPU alone")
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+@pytest.mark.parametrize("quantize", [False, True])
+def test_a_backward_pass_shows_the_sums_of_its_matmuls_and_their_steps(quantize, transpose_rhs):
+    """Of lhs's gradient they go along N, of rhs's along M, and the golden has but one size for both."""
+    given, shown = draw_dense(), {}
+
+    def debug(site, value, where=None, **steps):
+        shown.setdefault(site, set()).add(steps.get("tiling"))
+        return value
+
+    options = dict(group_sizes=SIZES, transpose_rhs=transpose_rhs, quantize=quantize, bwd_quantize=quantize,
+                   block_size=32, tiling=(64, 32, 16), debug=debug)  # fmt: skip
+    grouped_dense(**given, **options)
+    assert "acc" in shown and not shown.keys() & {"dlhs", "drhs"}
+    shown.clear()
+    grouped_dense_bwd(**given, dout=given["existing_out"], **options)
+    assert shown.keys() == {"dlhs", "drhs"}
+    if not quantize:
+        assert shown == {"dlhs": {(16, 16, 16)}, "drhs": {(64, 64, 64)}}
+
+
+def test_without_debug_nothing_is_left_of_it():
+    assert moe._sums_at("dlhs", None) is None
+    assert moe._backward_alone(None) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from cpu_golden import quantize as golden
 from gpu_reference import quantize as gpu
 from parity.interop import to_numpy, to_torch
-from tests.quantized.formats import FORMATS, decode, quantise
+from tests.quantized.formats import FORMATS, decode, nearest_code, quantise
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -126,6 +126,18 @@ def test_a_quotient_a_hair_off_a_tie_is_rounded_to_the_nearer_side(name):
     codes, scales = quantise(x, (24, 1), name)
     np.testing.assert_array_equal(to_numpy(got.scale), scales)
     np.testing.assert_array_equal(bytes_of(got.qvalue), codes.view(np.uint8))
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_so_is_one_of_mxfp8_whose_scale_is_one(name):
+    values = np.unique(np.abs(decode(name)[np.isfinite(decode(name))]))
+    middles = ((values[1:] + values[:-1]) / 2).astype(np.float32)
+    near = np.stack([np.nextafter(middles, np.float32(0)), middles, np.nextafter(middles, np.float32(np.inf))])
+    beside = np.resize(near, (-(-near.size // 31), 31))  # beside the largest value, which makes the scale
+    x = np.concatenate([np.full((len(beside), 1), values[-1], np.float32), beside], axis=1)
+    got = gpu.mxfp8_quantize(to_torch(x), 1, dtype=name)
+    assert (bytes_of(got.scale) == 127).all()
+    np.testing.assert_array_equal(bytes_of(got.qvalue), nearest_code(x, name))
 
 
 @pytest.mark.parametrize(("name", "largest"), [("float8_e4m3fn", 448.0), ("float8_e5m2", 57344.0)])
