@@ -142,9 +142,16 @@ class Form:
 
     @property
     def tile(self):
-        """As the kernel has it: steps are of a block at most, and MXFP8's of 32 rows at least."""
+        """Steps of two blocks of MXFP8; of other blocks one at most, and 32 rows at least."""
         tm, tk, tn = TILE
-        return (max(tm, 32) if self.name == "tgmm" and self.operands != "float32" else tm), tk, tn
+        if self.operands == "mxfp8":
+            return (tm, 64, tn) if self.name == "gmm" else (64, tk, tn)
+        return (32 if (self.name, self.operands) == ("tgmm", "fp8") else tm), tk, tn
+
+    @property
+    def scale_block(self):
+        """Elements along the sum that share a scale."""
+        return {"float32": 1, "fp8": self.block or self.length, "mxfp8": 32}[self.operands]
 
     def multiply(self, sizes=SIZES, offset=OFFSET):
         """The result, and the golden's of sizes and an offset that are clamped. What must not be read is NaN."""
@@ -157,7 +164,7 @@ class Form:
         old = rng.integers(-9, 10, (m, n) if is_gmm else (GROUPS, k, n)).astype(np.float32)
         given = dict(existing_out=old if self.existing else None)
         given |= {} if is_gmm else dict(num_actual_groups=GROUPS)
-        block = {"float32": 1, "fp8": self.block or self.length, "mxfp8": 32}[self.operands]
+        block = self.scale_block
         scales = [
             np.exp2(rng.integers(-1, 2, [-(-size // block) if a == axis else size for a, size in enumerate(shape)]))
             for shape, axis in zip(shapes, axes, strict=True)
@@ -176,7 +183,7 @@ class Form:
         if self.transposed:
             rhs, scales[1], given["transpose_rhs"] = rhs.swapaxes(1, 2), scales[1].swapaxes(1, 2), True
         given |= dict(
-            group_offset=torch.tensor([offset], dtype=torch.int32), preferred_element_type="float32", tiling=TILE
+            group_offset=torch.tensor([offset], dtype=torch.int32), preferred_element_type="float32", tiling=self.tile
         )
         given["existing_out"] = window(old) if self.existing else None
         if self.operands == "float32":
@@ -196,8 +203,8 @@ FORMS = [
     Form("gmm", "fp8", 1),
     Form("gmm", "fp8", 33, existing=True),
     Form("gmm", "fp8", 96, block=32, transposed=True),
-    Form("gmm", "mxfp8", 33, existing=True),
-    Form("gmm", "mxfp8", 64, transposed=True),
+    Form("gmm", "mxfp8", 96, existing=True),
+    Form("gmm", "mxfp8", 33, transposed=True),
     Form("tgmm", "float32", 75),
     Form("tgmm", "float32", 75, existing=True),
     Form("tgmm", "fp8", 75),
@@ -213,6 +220,14 @@ def steps_of(form):
     starts, tm = ends - SIZES, form.tile[0]
     first = starts if (form.name, form.operands) == ("tgmm", "float32") else starts // tm * tm
     return np.where(SIZES > 0, -(-(ends - first) // tm), 0)[SHARD]
+
+
+def groups_of_block(block, m):
+    """How many groups of the shard have rows in each block of rows, [blocks, 1]."""
+    ends = np.cumsum(SIZES)
+    first = np.arange(0, m, block)[:, None]
+    has_rows = np.maximum(first, ends - SIZES) < np.minimum(first + block, ends)
+    return has_rows[:, SHARD].sum(1, keepdims=True)
 
 
 def ids(form):
@@ -232,6 +247,14 @@ def test_every_element_is_read_and_written_as_often_as_it_must_and_no_other(trac
     assert (seen.loads["lhs"] == active * tiles_n).all()
     assert seen.dots == steps.sum() * tiles_k * tiles_n
     assert (seen.loads["rhs"] == (steps[:, None, None] if form.name == "gmm" else active * tiles_k)).all()
+    if form.operands != "float32":
+        of_lhs, of_rhs = active * tiles_n, steps[:, None, None]
+        if form.name == "tgmm":
+            groups = groups_of_block(form.scale_block, m)
+            of_lhs, of_rhs = groups * tiles_n, groups * tiles_k
+        assert (seen.loads["lhs_scale"] == of_lhs).all()
+        if form.name == "tgmm" or form.scale_block < k:  # else they are read, once, for no rows too
+            assert (seen.loads["rhs_scale"] == of_rhs).all()
     if form.existing:
         assert (seen.loads["existing_out"] == (1 - active if form.name == "gmm" else 1)).all()
     if form.name == "gmm":
