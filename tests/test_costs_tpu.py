@@ -76,6 +76,13 @@ COSTS = [
      [("gmm_quantized", PRODUCTS, OF_LHS + OF_RHS + 4 * (M + G * N) * K // 128 + 2 * OF_OUT)]),
     (tgmm_quantized, NARROW_WEIGHTS | CHANNELS | SIZES, TILES,
      [("tgmm_quantized", PRODUCTS, OF_TGMM + 4 * G * (K + N) + 2 * G * K * N)]),
+    # Elements of two sizes.
+    (gmm_quantized, OF_ROWS | dict(rhs=((G, K, N), E4M3), rhs_scale=((G, 1, N), F32)) | SIZES,
+     TILES | dict(lhs_scale=None),
+     [("gmm_quantized", PRODUCTS, 2 * OF_LHS + OF_RHS + 4 * G * N + 2 * OF_OUT)]),
+    (tgmm_quantized, OF_WEIGHTS | dict(rhs=((M, N), E4M3), rhs_scale=((1, N), F32)) | SIZES,
+     TILES | dict(lhs_scale=None),
+     [("tgmm_quantized", PRODUCTS, 2 * (N // 128) * M * K + K // 128 * M * N + 4 * N + 2 * G * K * N)]),
     (grouped_gemm, NARROW_ROWS | POWERS | SIZES, TILES, [
         ("powers_in_lanes", 4 * M * K // 32, M * K // 32 + M * K),
         ("powers_in_rows", 4 * G * K // 32 * N, 5 * G * K // 32 * N),

@@ -84,13 +84,19 @@ def check_fits(kind, kernel, scratch):
 
 
 def widened(call):
-    """The shapes of what is made bfloat16 at a time."""
-    converted = _equations(call["jaxpr"], "convert_element_type")
-    return {
-        equation.outvars[0].aval.shape
-        for equation, _ in converted
-        if str(equation.outvars[0].aval.dtype) == BF16 and "float8" in str(equation.invars[0].aval.dtype)
-    }
+    """What is made bfloat16 at a time: the dtypes it has before, by its shape."""
+    found = {}
+    for equation, _ in _equations(call["jaxpr"], "convert_element_type"):
+        (before,), (after,) = (x.aval for x in equation.invars), (x.aval for x in equation.outvars)
+        if str(after.dtype) == BF16 and "float8" in str(before.dtype):
+            found.setdefault(after.shape, set()).add(str(before.dtype))
+    return found
+
+
+def stored(call, dtype):
+    """How often the program has a store of a shape, whether in a loop or not."""
+    values = (equation.invars[1].aval for equation, _ in _equations(call["jaxpr"], "swap"))
+    return Counter(value.shape for value in values if str(value.dtype) == dtype)
 
 
 def axes_of(block):
@@ -118,6 +124,7 @@ GMM = [
     (V6E, (I8, I8), CHANNELS, K, N, {}, (1024, 1792, 1024), 512, (0, 0), "int32", False),
     (V7X, (I8, I8), CHANNELS, K, N, {}, (512, 1792, 1024), 1024, (0, 0), "int32", True),
     (V7X, (I8, I8), ("1xK", "1x256x1"), K, N, {}, (512, 1792, 1024), 256, (0, 7), F32, True),
+    (V5E, (BF16, I8), (PLAIN, "1xKx1"), K, N, {}, (256, 1024, 512), 256, (None, 0), F32, False),
     (V7X, (BF16, I8), (PLAIN, "1xKx1"), K, N, {}, (512, 1792, 512), 1792, (None, 0), F32, False),
     (V7X, (E4M3, BF16), ("1xK", PLAIN), K, N, {}, (512, 1792, 512), 1792, (0, None), F32, False),
     (V6E, (BF16, E4M3), (PLAIN, "1x128x1"), 2048, N, {}, (512, 2048, 512), 128, (None, 16), F32, False),
@@ -153,8 +160,15 @@ def test_gmm_fetches_keeps_and_multiplies_what_its_tile_says(
         for columns in cut(tn, BLOCK)
     )
     assert call["cost_estimate"].transcendentals == 0
+    assert {dot.count for dot in kernel.dots} == {1, tn // BLOCK}  # with masks blocks of columns are walked in a loop
+    assert not wide or not stored(call, E4M3)
+    if parts[0] is not None:  # a column for each part of the scales and 128 rows, once for every branch
+        steps = sum(-(-whole // deep) if parts[0] else 1 for whole in {tk, k % tk or tk})
+        assert stored(call, F32)[LANES, LANES] == (tm + BLOCK) // LANES * steps
     if wide and dtypes[0] == E4M3:  # with masks in few registers, without a part under the products before
-        assert {shape for shape in widened(call) if shape[0] in (tm, 64)} == {(64, tk), (tm, deep)}
+        narrow = {"float8_e4m3b11fnuz"} if kind in (V5E, V6E) else {E4M3}  # that older chips have an instruction for
+        found = {shape: before for shape, before in widened(call).items() if shape[0] in (tm, 64)}
+        assert found == {(64, tk): narrow, (tm, deep): narrow}
 
 
 # kind, dtypes, layout, K, N, options; tile, a whole tile's dot [depth, rows, columns], how deep one of own rows is and
@@ -202,6 +216,15 @@ def test_tgmm_fetches_keeps_and_multiplies_what_its_tile_says(
         for rows in cut(tk, height)
         for columns in cut(tn, width)
     )
+    if any(parts) and not wide:  # parts of the scales are walked in a loop
+        assert {dot.count for dot in kernel.dots} == {tm // dot[0], BLOCK // dot[0]}
+    # The result: in strips of 128 rows, four at a time, where scales of whole columns are taken along.
+    strips, height = (1, BLOCK) if parts[0] != 0 else (4, LANES)
+    of_out = stored(call, BF16)
+    assert of_out.pop((height, 512)) >= strips * tn // 512 > 0
+    of_wide = {(32, tk), (32, tn), (dot[0], 512)} if wide == BF16 else set()
+    own = {(32, tk) for dtype in dtypes[:1] if dtype == BF16} | {(32, tn) for dtype in dtypes[1:] if dtype == BF16}
+    assert set(of_out) <= of_wide | own
     assert call["cost_estimate"].transcendentals == 0
 
 

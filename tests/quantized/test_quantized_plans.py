@@ -85,6 +85,11 @@ def test_tiles_of_bfloat16(kind, small, k, n, gmm_tile, tgmm_tile):
         ("TPU v6e", False, False, 513, 512, (512, 2048, 512)),
         ("TPU7x", True, False, 513, 2880, (1024, 1024, 1024)),
         ("TPU7x", True, True, 513, 2880, (1024, 1024, 1536)),
+        ("TPU7x", True, False, 513, 513, (1024, 1024, 513)),
+        ("TPU7x", True, False, 513, 1024, (1024, 1024, 1024)),
+        ("TPU7x", True, False, 513, 1025, (1024, 1024, 768)),
+        ("TPU7x", True, True, 513, 2048, (1024, 1024, 2048)),
+        ("TPU7x", True, True, 513, 2049, (1024, 1024, 1280)),
     ],
 )
 def test_tiles_of_tgmm(kind, narrow, small, k, n, tile):
@@ -109,6 +114,15 @@ def test_tiles_of_tgmm(kind, narrow, small, k, n, tile):
         ("TPU7x", 32, True, False, 300, 2880, (512, 300, 1536)),
         ("TPU7x", 2880, True, True, 2880, 2880, (1024, 1024, 1024)),
         ("TPU7x", 2880, False, True, 2880, 2880, (512, 1536, 512)),
+        # At the edges: of few scales, of columns that ask for longer steps or fit into one, of steps along K.
+        ("TPU v6e", 256, True, False, 2048, 2048, (1024, 2048, 1024)),
+        ("TPU v6e", 128, True, False, 2048, 2048, (512, 1024, 2048)),
+        ("TPU7x", 128, True, False, 2048, 513, (512, 1024, 513)),
+        ("TPU7x", 128, True, False, 2048, 2049, (512, 1024, 1280)),
+        ("TPU7x", 2048, False, False, 2048, 513, (512, 2048, 512)),
+        ("TPU7x", 2049, True, False, 2049, 1026, (512, 1280, 1026)),
+        ("TPU7x", 2048, True, False, 2048, 1026, (512, 2048, 768)),
+        ("TPU7x", 1025, True, True, 1025, 513, (1024, 768, 513)),
     ],
 )
 def test_tiles_of_gmm(kind, block, small, mxfp8, k, n, tile):
