@@ -3,6 +3,7 @@ constant decays that must stay finite."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,15 @@ PACKED = (0, WHOLE, 1, 17, 0)
 BORDER = 32
 SPLIT = (BORDER, WHOLE - BORDER, 1, 17, 0)
 TOTAL = sum(PACKED)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_tiles():
+    """The TPU's recurrences take so few rows at a time that a sequence is in several tiles, beside others."""
+    with pytest.MonkeyPatch.context() as patch:
+        if find_spec("jax"):
+            patch.setattr("tpu_kernels.fused_recurrent.TILE", BORDER)
+        yield
 
 
 @dataclass(frozen=True)

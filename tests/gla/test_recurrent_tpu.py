@@ -1,0 +1,140 @@
+"""The parts of the TPU's recurrences, each alone: what a matrix of results, within its bounds, would not tell apart."""
+
+import math
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+from jax.experimental import pallas as pl  # noqa: E402
+
+from tpu_kernels import fused_recurrent as recurrent  # noqa: E402
+
+pytestmark = [pytest.mark.tpu, pytest.mark.smoke]
+UNIT = 2.0**-24  # of what float32 rounds a number to
+
+
+# -------------------------------------------------------------------------------------------- decays and additions
+
+
+def test_the_parts_of_a_decay_are_exact_to_the_roundings_that_they_are_made_of():
+    """kept is 1 or 0; of the rest the sum, the series' last product and sum, and its argument are rounded."""
+    small = np.logspace(-30, 0, 2001)
+    gate = np.float32([-math.log(2), *np.linspace(-80, 88.7, 20_001), *small, *-small])
+    kept, rest = (np.asarray(x) for x in recurrent.decay_parts(jnp.asarray(gate)))
+    assert np.array_equal(kept, np.where(gate > -math.log(2), 1, 0))
+    exact = np.where(kept == 1, np.expm1(gate.astype(np.float64)), np.exp(gate.astype(np.float64)))
+    power = np.where(np.abs(gate) < math.log(2) / 2, 0, np.exp2(np.round(gate.astype(np.float64) / math.log(2))))
+    assert np.all(np.abs(rest - exact) <= 4 * UNIT * np.maximum(np.abs(exact), power))
+
+
+def test_the_series_of_a_decay_ends_where_float32_does():
+    """In float64 what is left out shows: less than twice x^10 / 10! (|x| <= ln(2) / 2), nothing in float32."""
+    assert (math.log(2) / 2) ** 9 / math.factorial(10) < UNIT / 1000
+    gate = np.linspace(-5, 5, 1001)
+    with jax.enable_x64(True):
+        kept, rest = (np.asarray(x) for x in recurrent.decay_parts(jnp.asarray(gate)))
+    power = 2.0 ** np.floor(gate / math.log(2) + 0.5)
+    x = gate - math.log(2) * np.floor(gate / math.log(2) + 0.5)
+    assert rest.dtype == np.float64
+    # The remainder, and the roundings of float64: of the argument, of the series and of the sum.
+    bound = power * 2 * np.abs(x) ** 10 / math.factorial(10) + 8 * 2.0**-53 * np.maximum(np.abs(rest), power)
+    assert np.all(np.abs(kept + rest - np.exp(gate)) <= bound)
+
+
+def test_the_logarithm_of_2_in_two_parts_is_exact_times_an_exponent():
+    assert (recurrent.LN2_HIGH * 2**16).is_integer()  # of 16 bits, which leaves 8 for the exponent
+    assert abs(recurrent.LN2_LOW) <= 2.0**-17
+    assert math.log(2) == recurrent.LN2_HIGH + recurrent.LN2_LOW
+
+
+def test_a_decay_beyond_float32_is_zero_or_finite():
+    low, high = jnp.asarray([-1e30, -1000.0, -88.3, -jnp.inf]), jnp.asarray([88.72, 89.0, 1000.0, jnp.inf])
+    for shift in (0.0, 1e-6):  # what a sum of two gates leaves over
+        assert not sum(np.asarray(x) for x in recurrent.decay_parts(low, shift)).any()
+        largest = sum(np.asarray(x) for x in recurrent.decay_parts(high, shift))
+        assert np.isfinite(largest).all()
+        assert np.all(largest > 0.99 * np.finfo(np.float32).max)
+
+
+def test_what_two_gates_leave_over_is_part_of_the_decay():
+    gate = np.float32([-50, -20.3, -3, 30, 80.1, -0.3])
+    low = np.float32(0.4) * np.spacing(gate) * np.float32([1, -1, 1, 1, -1, 1])
+    kept, rest = (np.asarray(x, np.float64) for x in recurrent.decay_parts(jnp.asarray(gate), jnp.asarray(low)))
+    exact = np.exp(gate.astype(np.float64) + low)
+    bound = 4 * UNIT * np.maximum(np.abs(exact - kept), np.where(np.abs(gate) < math.log(2) / 2, 0, exact))
+    assert np.all(np.abs(kept + rest - exact) <= bound)
+
+
+def numbers(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+def test_two_sum_loses_nothing():
+    a, b = numbers(1000), np.ldexp(numbers(1000)[::-1], np.arange(-500, 500).clip(-40, 40))
+    total, left = (np.asarray(x) for x in recurrent.two_sum(jnp.asarray(a), jnp.asarray(b)))
+    assert np.array_equal(total, a + b)
+    assert np.array_equal([math.fsum(x) for x in zip(a, b, -total, strict=True)], left)
+
+
+@pytest.mark.parametrize("carried", [0.0, 1.0])
+@pytest.mark.parametrize(("decays", "adds"), [(False, True), (True, True), (True, False), (False, False)])
+def test_a_step_keeps_what_its_roundings_lose(carried, decays, adds):
+    """The state and its residue are right to roundings of the residue: of what the addition lost, and of the product.
+    Without a decay the residue goes into the term, which is rounded."""
+    state, term = numbers(999), 0.1 * numbers(999)[::-1]
+    residue = UNIT * numbers(999)[::2].repeat(2)[:999]
+    kept, rest = np.ones(999, np.float32), -np.abs(numbers(999)) * 2.0**-12
+    rest = rest.astype(np.float32)
+    given = [jnp.asarray(kept), jnp.asarray(rest)] if decays else []
+    pair = recurrent._step(
+        (jnp.asarray(state), jnp.asarray(residue)), carried, given, jnp.asarray(term) if adds else None
+    )
+    total, left = (np.asarray(x, np.float64) for x in pair)
+    decay = 1 + rest.astype(np.float64) if decays else 1.0
+    exact = decay * (state.astype(np.float64) + carried * residue) + (term if adds else 0.0)
+    lost = np.abs(rest * state) + np.abs(residue) + UNIT * (np.abs(state) + np.abs(term))
+    rounded = 0 if decays else 2 * carried * UNIT * np.abs(term)
+    assert np.all(np.abs(total + left - exact) <= 8 * UNIT * lost + rounded)
+    assert np.array_equal(total, (total + left).astype(np.float32))
+
+
+# ------------------------------------------------------------------------------------------------------------ sums
+
+
+def integers(*shape):
+    return np.random.default_rng(sum(shape)).integers(-99, 99, shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 256])
+def test_rows_are_summed(rows):
+    x = integers(rows, 128)
+    assert np.array_equal(recurrent._sum_rows(jnp.asarray(x)), x.sum(0, keepdims=True))
+
+
+@pytest.mark.parametrize("registers", [1, 2, 3, 4, 5])
+def test_registers_of_lanes_are_summed(registers):
+    x = integers(8, registers * 128)
+    assert np.array_equal(recurrent._fold_lanes(jnp.asarray(x)), x.reshape(8, registers, 128).sum(1))
+
+
+def in_kernel(body, x, shape):
+    def kernel(x, out):
+        out[...] = body(x)
+
+    return pl.pallas_call(kernel, jax.ShapeDtypeStruct(shape, jnp.float32), interpret=True)(jnp.asarray(x))
+
+
+def test_lanes_are_summed_into_a_column_of_each_step():
+    x = integers(recurrent.GROUP, 8, 128)
+    got = in_kernel(lambda x: recurrent._sum_lanes(x), x, (8, recurrent.GROUP))
+    assert np.array_equal(got, x.sum(2).T)
+
+
+def test_the_sum_of_a_row_does_not_depend_on_its_step():
+    """The same 128 numbers in every step of a group: the same bits."""
+    x = np.broadcast_to(numbers(8, 128), (recurrent.GROUP, 8, 128))
+    got = np.asarray(in_kernel(lambda x: recurrent._sum_lanes(x), x, (8, recurrent.GROUP)))
+    assert np.array_equal(got, got[:, :1].repeat(recurrent.GROUP, 1))
