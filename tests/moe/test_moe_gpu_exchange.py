@@ -25,7 +25,7 @@ class Processes:
 
     def __init__(self, count):
         self._count, self._given, self._barrier = count, [None] * count, threading.Barrier(count, timeout=30)
-        self.buffers = set()  # their rows
+        self.buffers, self.rows = set(), []  # their sizes, and of each that is sent the rows that are not zero
 
     def all_gather(self, gathered, tensor, group):
         for out, given in zip(gathered, self._all(group.rank(), tensor), strict=True):
@@ -34,6 +34,7 @@ class Processes:
     def all_to_all_single(self, received, sent, group):
         if sent.is_floating_point():
             self.buffers.add(len(sent))
+            self.rows.append(int(sent.any(1).sum()))
         for out, given in zip(received.chunk(self._count), self._all(group.rank(), sent), strict=True):
             out.copy_(given.chunk(self._count)[group.rank()])
 
@@ -137,4 +138,6 @@ def test_rows_come_to_their_experts_and_back(monkeypatch, processes, tokens, num
     assert together.buffers == {processes * width}
     most = processes * width if capacity is None else min(processes * width, held * capacity)
     assert [rows for rows, _ in seen] == [most] * processes
+    # Rows, weights and results; there and, as gradients, back. What fills a buffer is nobody's row.
+    assert sum(together.rows) == 6 * sum(whole_sizes)
     assert sorted(sizes for _, sizes in seen) == sorted(np.reshape(whole_sizes, (processes, held)).tolist())
