@@ -10,7 +10,9 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 from jax.experimental import pallas as pl  # noqa: E402
 
+from op_arguments.gla import Problem  # noqa: E402
 from tpu_kernels import fused_recurrent as recurrent  # noqa: E402
+from tpu_kernels.gmm import GroupMetadata  # noqa: E402
 
 pytestmark = [pytest.mark.tpu, pytest.mark.smoke]
 UNIT = 2.0**-24  # of what float32 rounds a number to
@@ -138,3 +140,101 @@ def test_the_sum_of_a_row_does_not_depend_on_its_step():
     x = np.broadcast_to(numbers(8, 128), (recurrent.GROUP, 8, 128))
     got = np.asarray(in_kernel(lambda x: recurrent._sum_lanes(x), x, (8, recurrent.GROUP)))
     assert np.array_equal(got, got[:, :1].repeat(recurrent.GROUP, 1))
+
+
+# ----------------------------------------------------------------------------------------------------------- plans
+
+
+def problem(**changes):
+    usual = Problem(b=1, t=4096, h=1, k=128, v=128, n=1, scale=1.0, dtype="bfloat16")
+    return usual._replace(**changes)
+
+
+# what is not as usual, the direction; rows of a tile, keys, values and rows of a slab
+PLANS = [
+    ({}, "forward", (128, 128, 128, 32)),
+    (dict(k=100, v=40), "forward", (128, 128, 48, 16)),  # a slab divides the values
+    (dict(k=300, v=24), "forward", (128, 384, 32, 8)),  # and its rows are a power of two
+    (dict(k=1024, v=512), "forward", (128, 1024, 512, 8)),  # of a register at least
+    (dict(b=2, t=20), "forward", (48, 128, 128, 32)),  # no more rows than there are
+    (dict(b=2, t=20), "backward", (48, 128, 128, 32)),
+    ({}, "backward", (128, 128, 128, 32)),  # the states of all steps of a tile in 8 MiB
+    (dict(k=256, v=256), "backward", (32, 256, 256, 16)),
+    (dict(v=384), "backward", (32, 128, 384, 32)),
+    (dict(k=1024, v=1024), "backward", (16, 1024, 1024, 8)),  # or of a group
+]
+
+
+@pytest.mark.parametrize(("changes", "direction", "expected"), PLANS)
+def test_tiles_and_slabs(changes, direction, expected):
+    tile = recurrent.TILE if direction == "forward" else None
+    plan = recurrent._plan(problem(**changes), {"g": 1, "g_gamma": None}, False, False, tile, None)
+    assert (plan.tile, plan.keys, plan.values, plan.slab) == expected
+    assert plan.tiles * plan.tile >= plan.rows > (plan.tiles - 1) * plan.tile
+
+
+def test_steps_are_unrolled_where_they_are_compiled():
+    plans = [recurrent._plan(problem(), {"gk": 1}, False, interpret, None, None) for interpret in (False, True)]
+    assert [plan.unroll for plan in plans] == [4, 1]
+
+
+def called(monkeypatch, cu_seqlens, reverse=False, **changes):
+    """What Pallas is given by the backward pass: its options and its arrays."""
+    real, calls = pl.pallas_call, []
+
+    def instead(kernel, **options):
+        if "fused_recurrent" not in options["name"]:
+            return real(kernel, **options)
+
+        def call(*arrays):
+            calls.append((options, arrays))
+            return [jnp.zeros(x.shape, x.dtype) for x in options["out_shape"]]
+
+        return call
+
+    monkeypatch.setattr(pl, "pallas_call", instead)
+    p = problem(n=len(cu_seqlens) - 1, t=cu_seqlens[-1], **changes)
+    keys, values = (jnp.zeros((p.b, p.t, p.h, size), p.dtype) for size in (p.k, p.v))
+    state, gates = jnp.zeros((p.n, p.h, p.k, p.v)), {"g": jnp.zeros((p.b, p.t, p.h)), "g_gamma": None}
+    arrays = keys, keys, values, values, gates, state, state, jnp.asarray(cu_seqlens)
+    recurrent._backward.__wrapped__(*arrays, problem=p, reverse=reverse, interpret=True, debug=None)
+    return calls[0]
+
+
+OPERANDS = ("q", "k", "v", "do", "decays", "h0", "dht", "dq", "dk", "dv", "kept", "dgate", "dh0")
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_one_phase_needs_stays_in_the_other(monkeypatch, reverse):
+    """Time goes on in phase 0 and back in phase 1: where it turns, what only one of them needs ends or begins."""
+    options, arrays = called(monkeypatch, [0, 130, 130, 300], reverse)
+    visits = GroupMetadata(*(np.asarray(x) for x in arrays[:4]))
+    n, spec = int(visits.num_visits[0]), options["grid_spec"]
+    assert (n, spec.grid[:2], int(spec.grid[2])) == (5, (1, 2), 5)
+    order = list(range(n))[:: -1 if reverse else 1]
+    on, back, stay = order, order[::-1], order[-1:] * n
+    phases = dict.fromkeys(("k", "v", "decays"), on + back) | {"h0": on + stay}
+    for name, of in zip(OPERANDS, (*spec.in_specs, *spec.out_specs), strict=True):
+        if name != "kept":
+            found = [of.index_map(0, phase, i, *visits) for phase in range(2) for i in range(n)]
+            ids = visits.group_ids if name in ("h0", "dht", "dh0") else visits.tile_ids
+            at = [int(ids[visit]) for visit in phases.get(name, stay + back)]
+            places = [(x, 0) if ids is visits.group_ids else (0, x) for x in at]
+            assert [tuple(map(int, index[:2])) for index in found] == places, name
+            assert not any(int(x) for index in found for x in index[2:]), name
+    assert options["compiler_params"].dimension_semantics == ("arbitrary",) * 3  # the states kept are one head's
+
+
+@pytest.mark.parametrize(("k", "v", "fits"), [(16, 16, True), (512, 512, False)])
+def test_vmem_holds_two_of_each_block_and_the_scratch(monkeypatch, k, v, fits):
+    options, _ = called(monkeypatch, [0, 32], k=k, v=v)
+    spec, limit = options["grid_spec"], options["compiler_params"].vmem_limit_bytes
+    blocks = [of.block_shape for of in (*spec.in_specs, *spec.out_specs) if of.block_shape is not None]
+    blocks = [[size for size in block if size is not None] for block in blocks] * 2
+    needed = 4 * sum(
+        math.prod(outer) * -(-rows // 8) * 8 * -(-lanes // 128) * 128
+        for *outer, rows, lanes in (*blocks, *(of.shape for of in spec.scratch_shapes))
+    )
+    # Beside it 4 MiB for what the compiler keeps there; 16 MiB is what a kernel has on v5e if it asks for none.
+    assert limit == (16 if fits else 4) * 2**20 + (0 if fits else needed)
+    assert needed + 4 * 2**20 <= limit
