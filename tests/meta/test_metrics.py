@@ -116,6 +116,7 @@ def test_wrong_finiteness_is_infinite_error():
 def test_any_shape_can_be_measured(shape):
     m = measure(np.zeros(shape, np.float32), np.zeros(shape), Scale(np.ones(shape), U32, 1))
     assert (m.elements, m.eta_max) == (int(np.prod(shape)), 0)
+    assert (m.epsilon, m.floor, m.misrounded, m.eta_q999, m.bias) == (0, 0, 0, 0, 0)
 
 
 def test_histogram_and_tiles_lose_nothing():
@@ -150,3 +151,19 @@ def test_nothing_explains_what_is_not_finite():
     golden = np.array([1.0, np.inf, np.nan, -np.inf, np.nan])
     assert np.isnan(explained_by(y, golden)).all()
     assert not eta(y, golden, Scale(np.ones(5), U32, 1)).any()
+
+
+def test_a_histogram_has_a_bin_for_every_power_of_two_and_a_map_and_a_list_of_the_worst_have_eight():
+    """What records hold, and what those of another size could not be compared with."""
+    for power in (-32, -31, -1, 0, 1, 30, 31):
+        bins = [0] * 64
+        bins[power + 32] = 2
+        assert histogram(np.array([2.0**power, 1.99 * 2.0**power])) == tuple(bins)
+    assert tile_map(np.ones((16, 24))) == ((1.0,) * 8,) * 8
+    assert len(measure(np.ones(20, np.float32), np.zeros(20), Scale(np.ones(20), U32, 1)).worst) == 8
+
+
+def test_an_error_of_less_than_a_roundoff_differs_as_well():
+    y = np.nextafter(np.ones(3, np.float32), np.float32(2))
+    m = measure(y, np.ones(3), Scale(np.full(3, 4.0), U32, 1))
+    assert (m.eta_max, m.differing, m.misrounded) == (pytest.approx(0.25), 3, 1)

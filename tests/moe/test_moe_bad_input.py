@@ -159,3 +159,14 @@ def test_infinities_of_a_golden_training_step_saturate_as_well(quantize):
         w[1, 7, 9] = np.inf
     with np.errstate(invalid="ignore"):  # in the router, which is not quantised
         golden.moe_layer_bwd(**LAYER | weights | dict(x=x, dout=x, quantize=quantize, block_size=32))
+
+
+@pytest.mark.parametrize("quantized", [(True, False), (False, True), (True, True)])
+def test_infinities_saturate_in_both_passes_of_the_golden_matmul(quantized):
+    lhs, rhs, dout = f32(8, 32), f32(2, 32, 32), f32(8, 32)
+    for x in (lhs, rhs[1], dout):
+        x[5, 7] = np.inf
+    options = dict(quantize=quantized[0], bwd_quantize=quantized[1], block_size=32)
+    with np.errstate(invalid="ignore"):  # where one pass takes them as they are
+        golden.grouped_dense(lhs, rhs, i32(4, 4), **options)
+        golden.grouped_dense_bwd(lhs, rhs, i32(4, 4), dout, **options)

@@ -202,3 +202,10 @@ def test_gradients_that_are_not_finite_are_zero_where_that_is_asked_for_and_all_
     assert any(np.isnan(grad).any() for grad in kept)
     for before, after in zip(kept, sane, strict=True):
         np.testing.assert_array_equal(after, np.where(np.isfinite(before), before, 0.0))
+
+
+def test_rows_of_no_expert_are_zero():
+    permuted = permute(np.ones((3, 4)), np.zeros((3, 1), np.int32), num_experts=2, capacity=2)
+    assert permuted.group_sizes.tolist() == [2, 0]
+    assert permuted.slots.ravel().tolist() == [0, 1, -1]
+    assert permuted.rows.tolist() == [[1] * 4, [1] * 4, [0] * 4]
