@@ -123,6 +123,9 @@ def test_a_kernel_costs_what_it_computes_reads_and_writes(kernel, arrays, option
     calls = [call.params for call, _ in _equations(traced.jaxpr, "pallas_call", "mpmd_map")]
     if not kernel.__module__.endswith("gla"):
         assert not any(call["cost_estimate"].transcendentals for call in calls)
+    for call in calls:
+        semantics = getattr(call["compiler_params"], "dimension_semantics", None)
+        assert semantics is None or len(semantics) == len(call["grid_mapping"].grid)
     found = [(call["name"], call["cost_estimate"].flops, call["cost_estimate"].bytes_accessed) for call in calls]
     if kernel is not make_group_metadata:
         found = [cost for cost in found if cost[0] != "group_metadata"]

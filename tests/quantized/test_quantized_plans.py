@@ -220,6 +220,7 @@ def test_blocks_are_transposed_where_they_are_no_whole_registers_nor_whole_axes(
     assert _layout((2, 3, 40, 50), (1, 1, 1, 50)) == Layout((6, 40, 50), (1, 50), None)
     # What shares all of the axes before goes into the rows.
     assert _layout((2, 3, 40, 50), (2, 3, 40, 1)) == Layout((1, 240, 50), (240, 1), None)
+    assert _layout((2, 1, 40, 50), (2, 1, 40, 50)) == Layout((1, 80, 50), (80, 50), None)
     assert _layout((2, 40, 50), (2, 40, 50)) == Layout((1, 80, 50), (80, 50), None)
     assert _layout((4, 40, 60), (2, 40, 1)) == Layout((1, 80, 120), (80, 1), (2, 2, 1, 40, 60, 1))
     assert _layout((4, 40, 60), (4, 20, 30)) == Layout((1, 2400, 4), (2400, 1), (1, 4, 2, 20, 2, 30))
@@ -301,8 +302,10 @@ def test_the_power_of_two_that_is_shown_is_the_one_that_is_divided_by(name, powe
     from tpu_kernels.quantize import FORMATS, _inverse_power, _true_scale
 
     target = FORMATS[name]._replace(power=power)
-    absmax = np.ldexp(np.float32(1), np.arange(-126, 128)).astype(np.float32)[:, None] * np.float32([1, 1.5, 1.99])
-    absmax = np.concatenate([absmax, np.zeros((1, 3), np.float32)])
+    most, two = np.float32(1.75), np.float32(2)  # the largest number of either format, and the power beyond it
+    beside = np.array([1, np.nextafter(most, 1), most, np.nextafter(most, two), np.nextafter(two, most)], np.float32)
+    absmax = np.ldexp(np.float32(1), np.arange(-126, 128)).astype(np.float32)[:, None] * beside
+    absmax = np.concatenate([absmax, np.zeros((1, len(beside)), np.float32)])
     scale = to_numpy(_true_scale(_inverse_power(to_jax(absmax), target), target))
     largest = float(ml_dtypes.finfo(name).max)
     quotient = absmax.astype(np.float64) / scale.astype(np.float64)
@@ -310,12 +313,11 @@ def test_the_power_of_two_that_is_shown_is_the_one_that_is_divided_by(name, powe
     mantissa, _ = np.frexp(scale)
     assert (mantissa == 0.5).all()
     usual = scale > 2.0**-127
-    least, most = (largest / 2, largest) if power == "up" else (top, 2 * top)
-    assert (quotient[usual] <= most).all()
-    assert ((quotient[usual] > least) if power == "up" else (quotient[usual] >= least)).all()
-    assert (
-        (scale >= 2.0**-127).all() and (quotient[~usual] <= most).all() and not usual[-1].any() and not usual[0].any()
-    )
+    if power == "up":
+        assert (quotient <= largest).all() and (quotient[usual] > largest / 2).all()
+    else:
+        assert (quotient < 2 * top).all() and (quotient[usual] >= top).all()
+    assert (scale >= 2.0**-127).all() and not usual[-1].any() and not usual[0].any()
 
 
 @pytest.mark.parametrize(
