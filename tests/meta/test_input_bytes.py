@@ -172,3 +172,11 @@ def test_what_is_recorded_was_drawn_and_measured_as_it_is_now():
     heads = [json.loads(line) for path in ledgers for line in path.read_text().splitlines() if '"provenance":{' in line]
     assert len(heads) >= len(ledgers) > 20
     assert all(head["provenance"]["revisions"] == now for head in heads)
+
+
+@pytest.mark.parametrize(("shape", "edge"), [((128, 256), 128), ((256, 128), 128), ((127, 256), 32), ((33, 40), 32)])
+def test_ranges_begin_with_a_tile_of_zeros_beside_one_of_the_largest(shape, edge):
+    x = DISTRIBUTIONS["ranges"](Array(shape, "bfloat16"), bits(), "bfloat16")
+    assert not x[:edge, :edge].any()
+    beside = x[:edge, edge:] if shape[1] > edge else x[edge:, :edge]
+    assert np.abs(beside).max() > 2.0**120
