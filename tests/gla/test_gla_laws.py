@@ -381,7 +381,7 @@ def backward_params() -> list[Any]:
 def test_the_differentiable_function_has_the_gradients_of_the_backward_pass(op, backend):
     pytest.importorskip(FRAMEWORK[backend])
     gates = dict(gates=["both"]) if "gates" in op.defaults else {}
-    (case,) = op.grid([dict(B=2, T=20, H=1, K=16, V=16)], dtype=[F32], h0=[True], ht=[True], **gates)
+    (case,) = op.grid([dict(B=2, T=20, H=1, K=16, V=16)], dtype=[F32], h0=[True], ht=[True], scale=[0.5], **gates)
     inputs, arguments = draw(op, case), {**op.arguments(case), **op.route(case)}
     target = getattr(op, backend)
     expected = outputs(runner(backend).run(load_kernel(target), inputs, arguments))

@@ -5,13 +5,16 @@ import inspect
 from collections.abc import Callable
 
 MODULES = ("gla", "simple_gla", "gmm", "moe", "quantize", "quantized_gmm")
+SCANS = ("chunk_scan", "fused_recurrent")
+"""Behind both gated linear attentions; those of the goldens are only called by them."""
 PACKAGES = ("cpu_golden", "tpu_kernels", "gpu_reference")
 OF_ITS_FUNCTION = ("quantize", "dtype")
 """Arguments whose default is every function's own: of one layer or of all, what is quantised to or from."""
 
 
 def public(package: str) -> dict[str, Callable]:
-    modules = [importlib.import_module(f"{package}.{name}") for name in MODULES]
+    names = MODULES if package == "cpu_golden" else MODULES + SCANS
+    modules = [importlib.import_module(f"{package}.{name}") for name in names]
     return {
         name: value
         for module in modules
