@@ -7,6 +7,7 @@ import pytest
 from parity.interop import to_jax, to_numpy
 
 jax = pytest.importorskip("jax")
+from tpu_kernels import moe  # noqa: E402
 from tpu_kernels.moe import (  # noqa: E402
     QUANTIZED_RESIDUALS,
     moe_layer,
@@ -125,3 +126,9 @@ def test_sizes_stay_on_the_device():
     out = jax.eval_shape(lambda **p: moe_layer(**p, **options), **given)
     grads = jax.eval_shape(lambda dout, **p: moe_layer_bwd(**p, dout=dout, **options), out, **given)
     assert [(g.shape, g.dtype) for g in grads] == [(x.shape, x.dtype) for x in given.values()]
+
+
+@pytest.mark.parametrize(("generation", "is_native"), [(None, False), (4, False), (5, False), (6, False), (7, True)])
+def test_a_matmul_is_quantised_by_itself_where_the_matrix_unit_multiplies_fp8(monkeypatch, generation, is_native):
+    monkeypatch.setattr(moe, "tpu_generation", lambda: generation)
+    assert [moe._resolve_quantize(choice) for choice in ("auto", True, False)] == [is_native, True, False]
