@@ -1,0 +1,121 @@
+"""A GPU's memory, simulated: no program touches what is not of a tensor, reads what nothing has written, or touches
+what another program of its launch writes. The interpreter's programs come one after the other, and what lies beside a
+tensor is there to be read: results show none of this.
+"""
+
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from parity.backends import load_kernel, runner
+from parity.inputs import draw
+from parity.op import outputs
+from tests.matrix.gla import F32, GATED_LINEAR_ATTENTION
+
+UNWRITTEN = 0x7FC0DEAD  # a NaN that no arithmetic makes
+NOBODY, SEVERAL = -1, -2
+
+
+class StrictMemory:
+    """The interpreter's loads and stores, each of them checked before it is done."""
+
+    def __init__(self, interpreter, builder):
+        self._interpreter, self._builder = interpreter, builder
+        self._tensors = ()
+
+    def __getattr__(self, name):
+        return getattr(self._interpreter, name)
+
+    def launch(self, arguments):
+        """These are a launch's tensors, of which no program has touched anything yet."""
+        self._tensors = [
+            SimpleNamespace(
+                name=name,
+                start=x.data_ptr(),
+                size=x.element_size(),
+                count=x.numel(),
+                writer=np.full(x.numel(), NOBODY),
+                reader=np.full(x.numel(), NOBODY),
+            )
+            for name, x in arguments.items()
+            if hasattr(x, "data_ptr")
+        ]
+
+    def load(self, pointers, mask, other, dtype):
+        value = self._interpreter.load(pointers, mask, other, dtype)
+        for tensor, at in self._touched(pointers[mask]):
+            is_unwritten = dtype == np.float32 and (value[mask].view(np.uint32) == UNWRITTEN).any()
+            assert not is_unwritten, f"{tensor.name} is read where nothing has been written"
+            program = self._builder.grid_idx[0]
+            assert np.isin(tensor.writer[at], (NOBODY, program)).all(), f"{tensor.name}: what others write is read"
+            is_first = np.isin(tensor.reader[at], (NOBODY, program))
+            tensor.reader[at] = np.where(is_first, program, SEVERAL)
+        return value
+
+    def store(self, pointers, value, mask):
+        for tensor, at in self._touched(pointers[mask]):
+            program = self._builder.grid_idx[0]
+            for others in (tensor.writer[at], tensor.reader[at]):
+                assert np.isin(others, (NOBODY, program)).all(), f"{tensor.name}: two programs have one element"
+            tensor.writer[at] = program
+        return self._interpreter.store(pointers, value, mask)
+
+    def _touched(self, pointers):
+        """The tensor that these are of, and where in it."""
+        if pointers.size:
+            first, last = int(pointers.min()), int(pointers.max())
+            inside = [x for x in self._tensors if x.start <= first and last < x.start + x.count * x.size]
+            assert inside, "what is touched lies in no tensor, or in two"
+            yield inside[0], (pointers.astype(np.int64) - inside[0].start) // inside[0].size
+
+
+@pytest.fixture
+def strict(monkeypatch):
+    """Runs every launch of a test in `StrictMemory`, in which empty tensors hold UNWRITTEN."""
+    torch, interpreter = pytest.importorskip("torch"), pytest.importorskip("triton.runtime.interpreter")
+    from gpu_reference.hardware import Launch
+
+    memory = StrictMemory(interpreter._interpreter, interpreter.interpreter_builder)
+    monkeypatch.setattr(interpreter, "_interpreter", memory)
+    run, empty, empty_like = Launch.run, torch.empty, torch.empty_like
+
+    def unwritten(x):
+        if x.dtype == torch.float32:
+            x.view(torch.int32).fill_(UNWRITTEN)
+        return x
+
+    def checked(launch, device):
+        memory.launch(launch.arguments)
+        run(launch, device)
+
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: unwritten(empty(*shape, **options)))
+    monkeypatch.setattr(torch, "empty_like", lambda x, **options: unwritten(empty_like(x, **options)))
+    monkeypatch.setattr(Launch, "run", checked)
+
+
+# Tiles of K and V of which the last is a part, more blocks than one, and sequences of no, one and several of them.
+CHUNKED, PACKED = dict(B=2, T=20, H=2, K=40, V=20), dict(B=1, T=38, H=2, K=20, V=20, N=3)
+STEPS, STEPS_PACKED = dict(B=2, T=3, H=2, K=80, V=72), dict(B=1, T=70, H=2, K=20, V=20, N=3)
+
+
+def params():
+    for op in GATED_LINEAR_ATTENTION:
+        recurrent = "recurrent" in op.name
+        ways = dict(chunk=[16]) if "chunk" in op.defaults else {}
+        ways |= dict(route=["fused", "unfused"]) if "route" in op.defaults else {}
+        ways |= dict(gates=["both"]) if "gates" in op.defaults else {}
+        shapes = (STEPS, STEPS_PACKED) if recurrent else (CHUNKED, PACKED)
+        for shape in shapes if not op.name.startswith("fused_chunk") else ():
+            for case in op.grid([shape], dtype=[F32], h0=[True], ht=[True], **ways):
+                yield pytest.param(op, case, id=case.id)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is off")
+@pytest.mark.parametrize(("op", "case"), params())
+def test_programs_touch_what_is_theirs(op, case, strict):
+    arguments = {**op.arguments(case), **op.route(case)}
+    for name, y in outputs(runner("gpu").run(load_kernel(op.gpu), draw(op, case), arguments)).items():
+        assert np.isfinite(y).all(), name
