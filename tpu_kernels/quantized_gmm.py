@@ -2,10 +2,12 @@
 
 The visits are those of `tpu_kernels/gmm.py`. Along the axis that is summed over a tile holds whole blocks of scales, or
 lies in one: each block is a dot of its own, in the narrow type, and its float32 sums are multiplied by its scales as
-they are added up. A scale that is the same for the whole axis multiplies the finished sums, once. MXFP8's scales are
-powers of two, and multiply the operands, in bfloat16, before the dot.
+they are added up. A scale that is the same for the whole axis multiplies the finished sums, once. Where the weights'
+scale is the same for 128 columns, sums are made as their transpose: there one row of scales serves them all. MXFP8's
+scales are powers of two, and multiply the operands, in bfloat16, before the dot.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
@@ -94,8 +96,9 @@ def gmm_quantized(
     256, 512 or the whole axis, each operand's own. preferred_element_type: float32, bfloat16 or float16 (default: the
     unquantised lhs's dtype, else bfloat16). Sums are float32 of exact products, those of int8 products int32 within a
     tile of a block (over all of K where no scale changes along it). What the matrix unit multiplies:
-    `tpu_kernels.hardware.matmul_path`. A `tiling` whose tk cuts a block is refused. debug: see `tpu_kernels.gmm.Debug`,
-    of the finished sums at acc. Everything else as `gmm`.
+    `tpu_kernels.hardware.matmul_path`. On v5e, v5p and v6e scales of e4m3fn are infinite from 2^124 on: 16 times them
+    is what is used. A `tiling` whose tk cuts a block is refused. debug: see `tpu_kernels.gmm.Debug`, of the finished
+    sums at acc. Everything else as `gmm`.
     Raises ValueError or TypeError as `op_arguments.quantized_gmm.check_gmm_quantized`; values outside tracing only.
     """
     group_offset = static_scalar(group_offset)
@@ -149,7 +152,8 @@ def tgmm_quantized(
 
     lhs [M, K] and rhs [M, N] and their scales as in `gmm_quantized`, blocks of the contraction now along M. Blocks are
     those of all M rows: a group that begins inside one uses that block's scale for its part of it. existing_out
-    [G, K, N] is added. A `tiling` whose tm cuts a block is refused. debug as in `gmm_quantized`, else all as `tgmm`.
+    [G, K, N] is added. A `tiling` whose tm cuts a block is refused. Scales from 2^124 on and debug as in
+    `gmm_quantized`, else all as `tgmm`.
     Raises ValueError or TypeError as `op_arguments.quantized_gmm.check_tgmm_quantized`; values outside tracing only.
     """
     group_offset = static_scalar(group_offset)
@@ -456,6 +460,17 @@ def _row(scale: Any | None, part: Any, columns: Any) -> jax.Array | None:
     return None if scale is None else scale[pl.ds(part, 1), columns]
 
 
+def _are_in_range(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Whether each product of two scales, of a and of b, is 0 or a normal number; without those that are not finite."""
+
+    def ends(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        size = jnp.where(jnp.isfinite(scale) & (scale != 0), jnp.abs(scale), 1)
+        return jnp.min(size), jnp.max(size)
+
+    (least_a, most_a), (least_b, most_b) = ends(a), ends(b)
+    return (least_a * least_b >= jnp.finfo(jnp.float32).tiny) & jnp.isfinite(most_a * most_b)
+
+
 def _columns(row: jax.Array | None) -> jax.Array | None:
     """A row of scales [1, I], if any, as a column, in every lane [I, 128]: taken from there, none is broadcast."""
     return None if row is None else jnp.broadcast_to(row, (LANES, row.shape[1])).T
@@ -717,9 +732,19 @@ def _gmm_quantized(
     elif _is_power(rhs_scale):
         rhs_powers, rhs_scale = _powers_in_rows(rhs_scale, interpret), None
     path = _product_path(lhs, rhs)
-    scales = _gmm_scales(
-        _of_units(lhs_scale, lhs, path), _of_units(rhs_scale, rhs, path), p, (tm, tk, tn), transpose_rhs
-    )
+    lhs_scale, rhs_scale = _of_units(lhs_scale, lhs, path), _of_units(rhs_scale, rhs, path)
+    scales = _gmm_scales(lhs_scale, rhs_scale, p, (tm, tk, tn), transpose_rhs)
+    columns = p.rhs_blocks[1 if transpose_rhs else 2]
+    turned = scales.lhs_changes and scales.rhs_changes and path in ("fp8", "int8")
+    turned = turned and not (columns % LANES or tm % LANES or tn % LANES)
+    scalars: dict[str, jax.Array] = {
+        "group_ids": metadata.group_ids,
+        "tile_ids": metadata.tile_ids,
+        "group_offsets": metadata.group_offsets,
+        "group_offset": group_offset,
+    }
+    if turned and lhs_scale is not None and rhs_scale is not None:
+        scalars["in_range"] = _are_in_range(lhs_scale, rhs_scale).astype(jnp.int32)[None]
 
     def lhs_block(n_i: Any, visit: Any, k_i: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
         return tile_ids[visit], k_i
@@ -759,8 +784,8 @@ def _gmm_quantized(
     if existing_out is not None:
         operands["existing_out"] = (kernel_operand(existing_out), (tm, tn), out_block)
     arrays = [array for array, _, _ in operands.values()]
-    scratch = {"acc": pltpu.VMEM((tm, tn), _sum_dtype(lhs, rhs, scales))}
-    if scales.lhs is not None:
+    scratch = {"acc": pltpu.VMEM((tn, tm) if turned else (tm, tn), _sum_dtype(lhs, rhs, scales))}
+    if scales.lhs is not None and not turned:
         scratch["lhs_columns"] = pltpu.VMEM((tk // part if scales.lhs_changes else 1, tm, LANES), jnp.float32)
     if lhs_powers is not None or (_are_narrow(lhs, rhs) and _product_path(lhs, rhs) == "bfloat16"):
         scratch["wide_lhs"] = pltpu.VMEM((tm, tk), jnp.bfloat16)
@@ -780,16 +805,17 @@ def _gmm_quantized(
     out = pl.pallas_call(
         partial(
             _gmm_kernel,
-            names=(*operands, "out", *scratch),
+            names=(*scalars, *operands, "out", *scratch),
             k=p.k,
             part=part,
             scales=scales._replace(lhs=None, rhs=None),
+            turned=turned,
             transpose_rhs=transpose_rhs,
             debug=debug,
         ),
         out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=len(scalars),
             grid=(tiles_n, metadata.num_visits[0], tiles_k),
             in_specs=[pl.BlockSpec(block, index) for _, block, index in operands.values()],
             out_specs=pl.BlockSpec((tm, tn), out_block),
@@ -799,24 +825,25 @@ def _gmm_quantized(
         cost_estimate=cost,
         interpret=interpret,
         name="gmm_quantized",
-    )(metadata.group_ids, metadata.tile_ids, metadata.group_offsets, group_offset, *arrays)
+    )(*scalars.values(), *arrays)
     return out.astype(p.out_dtype)
 
 
 def _gmm_kernel(
-    group_ids: Any,
-    tile_ids: Any,
-    group_offsets: Any,
-    group_offset: Any,
     *refs: Any,
     names: tuple[str, ...],
     k: int,
     part: int,
     scales: _Scales,
+    turned: bool,
     transpose_rhs: bool,
     debug: Debug,
 ) -> None:
+    """turned: sums are made as [columns, rows]. Scales that are one for 128 columns are multiplied by those of the rows
+    in a single row then, and that multiplies the sums of all these columns: two operations for each sum, and not three.
+    """
     named = dict(zip(names, refs, strict=True))
+    group_ids, tile_ids = named["group_ids"], named["tile_ids"]
     narrow_lhs, rhs, out, acc = named["lhs"], named["rhs"], named["out"], named["acc"]
     lhs, existing_out = named.get("wide_lhs", narrow_lhs), named.get("existing_out")
     lhs_scale, lhs_columns = named.get("lhs_scale"), named.get("lhs_columns")
@@ -825,8 +852,9 @@ def _gmm_kernel(
     rhs_parts, rhs_whole = scales.read(lhs_scale, named.get("rhs_scale"))[1]
     visit, step, last_step = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
     (tm, tk), tn = lhs.shape, out.shape[1]
-    start, end = rows_of_visit(visit, group_ids, tile_ids, group_offsets, group_offset, tm)
+    start, end = rows_of_visit(visit, group_ids, tile_ids, named["group_offsets"], named["group_offset"], tm)
     whole = (start == 0) & (end == tm)
+    in_range: Any = named["in_range"][0] != 0 if turned else None
     one_step = tk == k
     rest = k % tk or tk  # of K, in the last step; the block holds garbage beyond it, and 0 * NaN is NaN
     whole_depth = dot_depth(changed=lhs is not narrow_lhs)
@@ -870,8 +898,11 @@ def _gmm_kernel(
                     lhs_columns[i, some, :] = _columns(_row(lhs_scale, i, some))
 
     def store(rows: Any, columns: Any, sums: jax.Array, masked: bool) -> None:
-        column = None if lhs_columns is None or scales.lhs_changes else lhs_columns[0, rows, :]
-        total = _scaled(sums, column, _row(rhs_whole, 0, columns))
+        if turned:
+            total = (sums if debug else sums.astype(out.dtype)).T
+        else:
+            column = None if lhs_columns is None or scales.lhs_changes else lhs_columns[0, rows, :]
+            total = _scaled(sums, column, _row(rhs_whole, 0, columns))
         if debug:
             total = debug("acc", total, is_own_row(rows.start, total.shape, start, end))
         result = total.astype(out.dtype)
@@ -885,37 +916,57 @@ def _gmm_kernel(
         if masked:
             _for_blocks(tn, BLOCK, body)
         else:
-            for columns in blocks(tn, BLOCK):
+            for columns in blocks(tn, 2 * BLOCK if turned else BLOCK):
                 body(columns)
+
+    def scaled_turned(sums: jax.Array, i: int, rows: Any, columns: Any, masked: bool) -> jax.Array:
+        """Turned sums times the scales of part i; with masks one by one, where a product of two is no normal number."""
+        of_rows, scaled = named["lhs_scale"][pl.ds(i, 1), rows], []
+        for tile in blocks(columns.size, LANES):
+            same = named["rhs_scale"][pl.ds(i, 1), pl.ds(columns.start + tile.start, LANES)]
+            of_columns = jnp.concatenate([same] * (rows.size // LANES), axis=1)
+            both = of_rows * of_columns
+            times = (jnp.where(in_range, both, of_rows), jnp.where(in_range, 1.0, of_columns)) if masked else (both,)
+            scaled.append(math.prod(times, start=sums[tile.start : tile.start + LANES].astype(jnp.float32)))
+        return jnp.concatenate(scaled, axis=0)
+
+    def at(rows: Any, columns: Any) -> tuple[Any, Any]:
+        """Where sums are."""
+        return (columns, rows) if turned else (rows, columns)
 
     def multiply(rows: Any, depth: int, masked: bool) -> None:
         prepare(rows, pl.cdiv(depth, part), masked)
         parts = blocks(depth, depth_of_dot)
 
-        def before(columns: Any) -> Any:
-            return None if one_step else jnp.where(step == 0, jnp.zeros((), acc.dtype), acc[rows, columns])
+        def before(rows: Any, columns: Any) -> Any:
+            return None if one_step else jnp.where(step == 0, jnp.zeros((), acc.dtype), acc[at(rows, columns)])
 
-        def add(i: int, columns: Any, total: Any) -> jax.Array:
+        def add(i: int, rows: Any, columns: Any, total: Any) -> jax.Array:
             """total, and the products of a part."""
             inner = parts[i]
-            sums = product(lhs[rows, inner], weights_of(inner, columns), contract=(1, 1 if transpose_rhs else 0))
-            if scales.change:
+            x, weights, contract = lhs[rows, inner], weights_of(inner, columns), (1, 1 if transpose_rhs else 0)
+            sums = product(weights, x, contract[::-1]) if turned else product(x, weights, contract)
+            if turned:
+                sums = scaled_turned(sums, i, rows, columns, masked)
+            elif scales.change:
                 column = lhs_columns[i, rows, :] if lhs_columns is not None and scales.lhs_changes else None
                 sums = _scaled(sums, column, _row(rhs_parts, i, columns))
             sums = sums.astype(acc.dtype)
             return sums if total is None else total + sums
 
-        def keep(columns: Any, total: jax.Array, last: bool) -> None:
+        def keep(rows: Any, columns: Any, total: jax.Array, last: bool) -> None:
             if one_step and last:
                 store(rows, columns, total, masked)
             else:
-                acc[rows, columns] = total
+                acc[at(rows, columns)] = total
 
         def multiply_columns(columns: Any) -> None:
-            total = before(columns)
-            for i in range(len(parts)):
-                total = add(i, columns, total)
-            keep(columns, total, last=True)
+            for block in blocks(rows.size, BLOCK if turned else rows.size):
+                some = pl.ds(rows.start + block.start, block.size)
+                total = before(some, columns)
+                for i in range(len(parts)):
+                    total = add(i, some, columns, total)
+                keep(some, columns, total, last=True)
 
         if lhs is narrow_lhs or masked:
             for_columns(multiply_columns, masked)
@@ -923,8 +974,8 @@ def _gmm_kernel(
         for i, inner in enumerate(parts):
             lhs[rows, inner] = widened_lhs(rows, inner)
             for columns in blocks(tn, BLOCK):
-                total = add(i, columns, acc[rows, columns] if i else before(columns))
-                keep(columns, total, last=i == len(parts) - 1)
+                total = add(i, rows, columns, acc[rows, columns] if i else before(rows, columns))
+                keep(rows, columns, total, last=i == len(parts) - 1)
 
     def multiply_step(rows: Any, masked: bool) -> None:
         if rest == tk:
@@ -936,13 +987,15 @@ def _gmm_kernel(
 
             @pl.when(step == last_step)
             def _() -> None:
-                for_columns(lambda columns: store(rows, columns, acc[rows, columns], masked), masked)
+                for_columns(lambda columns: store(rows, columns, acc[at(rows, columns)], masked), masked)
 
-    @pl.when(whole)
+    unmasked = whole & in_range if turned else whole
+
+    @pl.when(unmasked)
     def _() -> None:
         multiply_step(pl.ds(0, tm), masked=False)
 
-    @pl.when(~whole)
+    @pl.when(~unmasked)
     def _() -> None:
         # Consecutive visits of a tile share its output block: the first one fills the rows that are not its own.
         first_of_tile = (visit == 0) | (tile_ids[jnp.maximum(visit - 1, 0)] != tile_ids[visit])

@@ -114,6 +114,7 @@ GMM = [
     (V6E, FP8, DEEPSEEK, K, N, {}, (512, 1024, 2048), 128, (8, 8), F32, True),
     (V7X, FP8, DEEPSEEK, K, N, {}, (512, 1024, 2048), 128, (8, 8), F32, False),
     (V7X, FP8, DEEPSEEK, K, N, dict(transposed=True), (512, 1024, 2048), 128, (8, 8), F32, False),
+    (V5E, (I8, I8), DEEPSEEK, K, N, {}, (256, 1024, 512), 128, (8, 8), F32, False),
     (V7X, MIXED, ("1xK", "1x64x1"), K, N, {}, (512, 1024, 2048), 64, (0, 16), F32, False),
     (V7X, MIXED, ("1x64", "1xKx1"), K, N, dict(out=F32), (512, 1024, 1024), 64, (16, 0), F32, False),
     (V6E, FP8, CHANNELS, K, N, {}, (1024, 1792, 1024), 256, (0, 0), F32, True),
@@ -147,17 +148,19 @@ def test_gmm_fetches_keeps_and_multiplies_what_its_tile_says(
         blocks.append(((1, 1, parts[1] or 1, tn), ["1", "2" if parts[1] else "", "", "0"]))
     blocks += [((tm, tn), ["1", "0"])] * (2 if options.get("existing") else 1)
     assert [(block.shape, axes_of(block)) for block in (*kernel.inputs, *kernel.outputs)] == blocks
-    kept = [((tm, tn), sums)]
-    kept += [((parts[0] or 1, tm, LANES), F32)] if parts[0] is not None else []
+    turned = layout == DEEPSEEK and not wide  # sums are [columns, rows], where the matrix unit multiplies what is given
+    kept = [((tn, tm) if turned else (tm, tn), sums)]
+    kept += [((parts[0] or 1, tm, LANES), F32)] if parts[0] is not None and not turned else []
     kept += [((tm, tk), BF16)] if wide else []
     assert scratch == kept
     check_fits(kind, kernel, scratch)
     assert multiplied(kernel) == Counter(
-        (rows, depth, columns)
-        for rows in (tm, BLOCK)
+        (columns, depth, some) if turned else (some, depth, columns)
+        for rows, width in ((tm, 2 * BLOCK if turned else BLOCK), (BLOCK, BLOCK))
         for whole in {tk, k % tk or tk}
         for depth in cut(whole, deep)
-        for columns in cut(tn, BLOCK)
+        for columns in cut(tn, width)
+        for some in cut(rows, BLOCK if turned else rows)
     )
     assert call["cost_estimate"].transcendentals == 0
     assert {dot.count for dot in kernel.dots} == {1, tn // BLOCK}  # with masks blocks of columns are walked in a loop
