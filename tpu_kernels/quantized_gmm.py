@@ -961,8 +961,8 @@ def _gmm_kernel(
                 acc[at(rows, columns)] = total
 
         def multiply_columns(columns: Any) -> None:
-            for block in blocks(rows.size, BLOCK if turned else rows.size):
-                some = pl.ds(rows.start + block.start, block.size)
+            turns = [pl.ds(rows.start + block.start, block.size) for block in blocks(rows.size, BLOCK)]
+            for some in turns if turned and len(turns) > 1 else [rows]:
                 total = before(some, columns)
                 for i in range(len(parts)):
                     total = add(i, some, columns, total)

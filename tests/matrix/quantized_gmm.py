@@ -277,14 +277,14 @@ GMM_LONG = dict(M=80, K=1024, N=128, G=4)
 GMM_SHARD = dict(M=200, K=256, N=96, G=2)
 GMM_SQUARE = dict(M=80, K=256, N=256, G=4)  # where a forgotten transpose still fits
 GMM_TAIL = dict(M=80, K=384, N=128, G=4)  # K % tk != 0 (maxtext#1183)
-GMM_TILES = dict(M=384, K=384, N=256, G=3)  # whole tiles of a group, and of one scale of the weights
+GMM_TILES = dict(M=384, K=384, N=384, G=3)  # whole tiles of a group, and of one scale of the weights
 GMM_CLIMB = dict(M=24, K=4096, N=24, G=2)
 SMALL_TILES = (64, 128, 128)
 
 
 def gmm_cases(op: Op) -> tuple[Case, ...]:
     """The matrix of gmm_quantized."""
-    small, tiles = dict(tiling=[SMALL_TILES]), dict(tiling=[(128, 256, 128)])
+    small, tiles = dict(tiling=[SMALL_TILES]), dict(tiling=[(128, 256, 256)])
     channels = ("1x128", "1x128x1")
     parts = [
         mixes(op, GMM_SMALL, [channels], dtype=[FP8, FP8_BF16], groups=["straddle"], tier="smoke", **small),
@@ -307,7 +307,7 @@ def gmm_cases(op: Op) -> tuple[Case, ...]:
         mixes(op, GMM_TILES, [DEEPSEEK], dtype=[FP8], scales=["steps"], groups=["straddle", "one_hot"], **tiles),
         mixes(op, GMM_TILES, [DEEPSEEK], dtype=[FP8_BF16], existing_out=[True], transpose_rhs=[True],
               groups=["one_hot"], **tiles),
-        mixes(op, GMM_TILES, [("1x64", "1x32x256")], dtype=[FP8], data=["wide", "poison"], groups=["short"], **tiles),
+        mixes(op, GMM_TILES, [("1x64", "1x32xN")], dtype=[FP8], data=["wide", "poison"], groups=["short"], **tiles),
         mixes(op, GMM_SMALL, [channels], dtype=[FP8], data=DISTRIBUTIONS, groups=["short"], **small),
         # flashinfer#3650: one NaN in a padded row corrupts its tile
         mixes(op, GMM_SMALL, [("20x64", "2x32x16")], dtype=[FP8], data=["poison"], groups=["short"], **small),

@@ -39,13 +39,18 @@ def stepped(c):
     return c.scales == "steps" and c.rhs_blocks == "1x128x128" and c.lhs_blocks == "1x128" and not c.transpose_rhs
 
 
+def stepped_in_tiles(c):
+    """Tiles of a group alone, and several scales of the weights in each."""
+    return stepped(c) and c.tiling == (128, 256, 256)
+
+
 def stepped_and_transposed(c):
     return c.scales == "steps" and c.rhs_blocks == "1x128x128" and c.transpose_rhs
 
 
 def k_tail(c):
     """K of 384 in tiles that do not divide it."""
-    return c.K == 384 and c.scales == "steps" and c.tiling[1] == 256
+    return c.K == 384 and c.scales == "steps" and c.tiling[1] == 256 and c.M == 80
 
 
 def climbing(c):
@@ -116,6 +121,12 @@ FAULTS = [
         stepped_and_transposed,
     ),
     in_matmul(
+        "a scale of the weights serves the next columns too", "tpu", "gmm_quantized",
+        "pl.ds(columns.start + tile.start, LANES)]",
+        "pl.ds(columns.start, LANES)]",
+        stepped_in_tiles,
+    ),
+    in_matmul(
         "the K tail is dropped", "tpu", "gmm_quantized",
         "pl.when(step == last_step)(lambda: multiply(rows, rest, masked))",
         "pass",
@@ -130,10 +141,10 @@ FAULTS = [
     # tpu-inference's gmm_v2 below 256: 2.35e-3 instead of 5e-8
     in_matmul(
         "scales are applied before the dot, in bfloat16", "tpu", "gmm_quantized",
-        "sums = product(lhs[rows, inner], weights_of(inner, columns), contract",
+        "sums = product(weights, x, contract[::-1]) if turned else product(x, weights, contract)",
         "scale = _row(lhs_scale, i, rows)\n"
         "            sums = 1 / scale.T * product("
-        "(lhs[rows, inner].astype(jnp.float32) * scale.T).astype(jnp.bfloat16), weights_of(inner, columns), contract",
+        "(x.astype(jnp.float32) * scale.T).astype(jnp.bfloat16), weights, contract)",
         block_scaled,
     ),
     in_matmul(
