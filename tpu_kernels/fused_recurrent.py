@@ -897,11 +897,11 @@ def decay_parts(gate: jax.Array, low: jax.Array | float = 0.0) -> Pair:
 
 
 def _sum_rows(x: jax.Array) -> jax.Array:
-    """[R, K] -> [1, K], pairwise; R is a power of 2."""
-    while x.shape[0] > 1:
+    """[R, K] -> [1, K], pairwise; the few that an odd factor of R leaves one by one."""
+    while x.shape[0] > 1 and x.shape[0] % 2 == 0:
         half = x.shape[0] // 2
         x = x[:half] + x[half:]
-    return x
+    return sum((x[n : n + 1] for n in range(1, x.shape[0])), start=x[:1])
 
 
 def _sum_lanes(products: Any) -> jax.Array:

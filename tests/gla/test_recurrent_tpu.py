@@ -110,7 +110,7 @@ def integers(*shape):
     return np.random.default_rng(sum(shape)).integers(-99, 99, shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 256])
+@pytest.mark.parametrize("rows", [1, 2, 8, 256, 384, 640])
 def test_rows_are_summed(rows):
     x = integers(rows, 128)
     assert np.array_equal(recurrent._sum_rows(jnp.asarray(x)), x.sum(0, keepdims=True))

@@ -415,6 +415,7 @@ def recurrent_cases(op: Op) -> tuple[Case, ...]:
         op.grid([STEPS], dtype=[F32, BF16], tier="smoke", **STATES),
         op.grid([STEPS], dtype=[F32], decay=["steep"], **STATES),
         op.grid([STEPS], dtype=[F32], reverse=[True], **last_gate, **STATES),
+        op.grid([dict(B=1, T=8, H=1, K=300, V=20)], dtype=[F32], **last_gate, **STATES),
         op.grid(EDGES[:1], dtype=[F32], **{name: choices[2:3] for name, choices in every_gate.items()}),
         op.grid([STEPS_PACKED], dtype=[F32], lengths=["zeros_and_ones"], reverse=[True], **last_gate, **STATES),
         # What full adds: everything against everything.
