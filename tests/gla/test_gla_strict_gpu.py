@@ -114,7 +114,7 @@ def params():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is off")
-@pytest.mark.parametrize(("op", "case"), params())
+@pytest.mark.parametrize(("op", "case"), list(params()))
 def test_programs_touch_what_is_theirs(op, case, strict):
     arguments = {**op.arguments(case), **op.route(case)}
     for name, y in outputs(runner("gpu").run(load_kernel(op.gpu), draw(op, case), arguments)).items():
