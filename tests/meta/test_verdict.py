@@ -319,7 +319,15 @@ def test_an_output_that_nothing_was_rounded_in_is_compared_by_its_error():
 @pytest.mark.parametrize(
     ("ratio", "floor", "grown"),
     # Of 4096 elements, once: 4 · 1.26 / 64 is 0.079, and e to that 1.082.
-    [(1.2, 0.1, True), (1.09, 0.1, True), (1.07, 0.1, False), (0.5, 0.1, False), (1.2, 1.15, False), (1.2, 1.14, True)],
+    [
+        (1.2, 0.1, True),
+        (1.09, 0.1, True),
+        (1.07, 0.1, False),
+        (0.5, 0.1, False),
+        (1.2, 1.15, False),
+        (1.2, 1.14, True),
+        (1.05 * 2, 2, False),
+    ],
 )
 def test_an_error_that_has_grown_beyond_sampling_and_its_floor_is_a_regression(ratio, floor, grown):
     then = replace(TEMPLATE, scored=4096, epsilon=1e-8, floor=1e-9)
@@ -335,6 +343,11 @@ def test_of_a_narrow_output_the_misround_rate_must_not_grow():
         found = regression(replace(then, misrounded=rate), then, narrow_output=True)
         assert (found is not None) == grown
         assert regression(replace(then, misrounded=rate), then, narrow_output=False) is None
+
+
+def test_the_noise_of_two_counts_is_that_of_each_and_half_an_element():
+    few, many = (replace(TEMPLATE, scored=15, misrounded=rate) for rate in (0.1, 0.5))
+    assert Statistic(narrow=True).noise(few, many) == pytest.approx(np.sqrt(1 / 2 + 1 / 8), rel=1e-12)
 
 
 # --- how often the rule errs ---

@@ -109,3 +109,9 @@ def test_what_is_not_finite_is_looked_for_where_it_is_asked_for_and_nan_is_refus
     assert not asked
     getattr(kernels, function)(x, **options)
     assert asked == [function == "int8_quantize"]
+
+
+def test_of_a_tile_is_there_what_lies_in_the_array_along_both_axes():
+    there = np.asarray(kernels._is_there((8, 128), (2, 128), (5, 200)))
+    row, column = np.indices(there.shape)
+    np.testing.assert_array_equal(there, (row < 3) & (column < 72))
