@@ -17,7 +17,7 @@ import triton.language as tl
 from gpu_reference.chunk_scan import decay, decays, gate_parts
 from gpu_reference.fused_recurrent import decay_and_add, decay_of_row
 
-pytestmark = [pytest.mark.gpu, pytest.mark.smoke]
+pytestmark = pytest.mark.gpu
 
 ROUNDOFF = 2.0**-24
 EXP = 6  # roundoffs that an exp of float32 may be off by: NumPy's has three units in the last place

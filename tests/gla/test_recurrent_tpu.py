@@ -14,7 +14,7 @@ from op_arguments.gla import Problem  # noqa: E402
 from tpu_kernels import fused_recurrent as recurrent  # noqa: E402
 from tpu_kernels.gmm import GroupMetadata  # noqa: E402
 
-pytestmark = [pytest.mark.tpu, pytest.mark.smoke]
+pytestmark = pytest.mark.tpu
 UNIT = 2.0**-24  # of what float32 rounds a number to
 
 

@@ -13,7 +13,7 @@ from parity.interop import to_jax  # noqa: E402
 from tests.quantized.test_quantized_plans import on  # noqa: E402
 from tpu_kernels import gmm as kernels  # noqa: E402
 
-pytestmark = [pytest.mark.smoke, pytest.mark.tpu]
+pytestmark = pytest.mark.tpu
 
 VMEM = {"TPU v4": 16, "TPU v5e": 16, "TPU v6e": 32, "TPU7x": 32}  # MiB that a kernel has by default
 KS = (0, 1, 512, 513, 1024, 1025, 2048, 2049, 3072, 3073, 7168)

@@ -13,7 +13,7 @@ from tests.quantized.formats import FORMATS, decode  # noqa: E402
 from tpu_kernels import quantize as kernels  # noqa: E402
 
 E4M3 = ml_dtypes.float8_e4m3fn
-pytestmark = [pytest.mark.tpu, pytest.mark.smoke]
+pytestmark = pytest.mark.tpu
 
 
 def check(got, expected):

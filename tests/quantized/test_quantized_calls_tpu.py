@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl  # noqa: E402
 
 from tpu_kernels import quantized_gmm  # noqa: E402
 
-pytestmark = [pytest.mark.smoke, pytest.mark.tpu]
+pytestmark = pytest.mark.tpu
 
 E4M3, E8M0, F32, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, np.float32, ml_dtypes.bfloat16
 RNG = partial(np.random.default_rng, 0)

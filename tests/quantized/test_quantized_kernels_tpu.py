@@ -19,7 +19,7 @@ from tests.matrix.quantized_gmm import BF16, E4M3, E5M2, F32, I8, PLAIN  # noqa:
 from tests.quantized.test_quantized_plans import on  # noqa: E402
 from tpu_kernels import quantized_gmm  # noqa: E402
 
-pytestmark = [pytest.mark.smoke, pytest.mark.tpu]
+pytestmark = pytest.mark.tpu
 
 M, K, N, G = 8192, 7168, 2048, 8
 LANES, BLOCK = 128, 256  # of a register; of the matrix unit, and rows of a masked dot

@@ -7,7 +7,7 @@ import pytest
 from cpu_golden.quantized_gmm import gmm_quantized as golden
 from parity.interop import to_jax, to_numpy
 
-pytestmark = [pytest.mark.tpu, pytest.mark.smoke]
+pytestmark = pytest.mark.tpu
 
 E4M3 = "float8_e4m3fn"
 TILE = (128, 256, 128)
