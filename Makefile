@@ -1,6 +1,6 @@
 # make parity   install into .venv and run the main job: the ε table over published model shapes, and parity-report.html
 # make test     install into .venv and run the linters, the type checker and the test suite
-# make smoke    only the tests that run in under a minute;  make full  every case of the matrix
+# make smoke    only the tests that run in under two minutes;  make full  every case of the matrix
 
 PYTHON ?= python3
 VENV := .venv

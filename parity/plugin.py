@@ -167,7 +167,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--parity-tier",
         choices=TIERS,
-        help="cases to run: smoke (under a minute), default, or full (everything); default: default, "
+        help="cases to run: smoke (under two minutes), default, or full (everything); default: default, "
         "or full where -m names it",
     )
     group.addoption(
@@ -205,7 +205,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers and the reporter."""
     config.addinivalue_line("markers", "parity_cases(ops, backend, data): run over the matrix of ops; see parity.cases")
-    config.addinivalue_line("markers", "smoke: the tier of cases that runs in under a minute")
+    config.addinivalue_line("markers", "smoke: the tier of cases that runs in under two minutes")
     config.addinivalue_line("markers", "full: the tier of cases that runs only where asked for")
     config.addinivalue_line("markers", "tpu: runs Pallas kernels")
     config.addinivalue_line("markers", "gpu: runs Triton kernels")
