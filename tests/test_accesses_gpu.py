@@ -1,7 +1,6 @@
 # ruff: noqa: E402 (frameworks may be missing, and are asked for before they are imported)
 """What the grouped matmuls of the GPU read, write and multiply, access by access: no result shows one too many."""
 
-import os
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -11,8 +10,6 @@ import pytest
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("Triton's interpreter is off", allow_module_level=True)
 
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -21,8 +18,9 @@ from gpu_reference import gmm, quantized_gmm
 from gpu_reference.hardware import Launch
 from parity.backends.emulation.tensor_core import TensorCoreBuilder, emulated
 from parity.interop import to_numpy, to_torch
+from tests.interpreter import interpreted
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, interpreted]
 
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
 SIZES = np.array([9, 0, 3, 20, 0, 30, 5], np.int32)

@@ -1,23 +1,20 @@
 # ruff: noqa: E402 (frameworks may be missing, and are asked for before they are imported)
 """Decays on the GPU, alone: their sums, their last bits and their limits are little of what a result is made of."""
 
-import os
-
 import numpy as np
 import pytest
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("Triton's interpreter is off", allow_module_level=True)
 
 import triton
 import triton.language as tl
 
 from gpu_reference.chunk_scan import decay, decays, gate_parts
 from gpu_reference.fused_recurrent import decay_and_add, decay_of_row
+from tests.interpreter import interpreted
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, interpreted]
 
 ROUNDOFF = 2.0**-24
 EXP = 6  # roundoffs that an exp of float32 may be off by: NumPy's has three units in the last place

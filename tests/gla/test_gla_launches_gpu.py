@@ -4,7 +4,6 @@
 One program, state or copy too many does nothing that a result shows, and one too few need not either.
 """
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +15,7 @@ from gpu_reference import chunk_scan, gla, simple_gla
 from gpu_reference.hardware import Launch
 from op_arguments.gla import Problem
 from tests.gla.test_gla_compile_gpu import BFLOAT16, FLOAT32, B, Call, H, T
+from tests.interpreter import interpreted
 
 UNFUSED, FUSED = (("fused", False),), (("fused", True),)
 ROWS = B * T
@@ -122,7 +122,7 @@ def test_the_interpreter_has_one_processor_which_a_program_keeps_busy():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is off")
+@interpreted
 @pytest.mark.parametrize("empty", ["B", "T", "H", "K", "V"])
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_nothing_is_launched_where_there_is_nothing(per_channel, empty, monkeypatch):

@@ -2,7 +2,6 @@
 """Which values the kernels of the GPU show `parity stages`: each that there is, as often as it is computed, and none of
 a row, channel or pair that is not."""
 
-import os
 from collections import Counter
 
 import numpy as np
@@ -10,12 +9,11 @@ import pytest
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("Triton's interpreter is off", allow_module_level=True)
 
 from gpu_reference import gla, simple_gla
+from tests.interpreter import interpreted
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, interpreted]
 
 H, T = 2, 20
 BLOCKS = (16, 4)  # rows: of chunks of 16

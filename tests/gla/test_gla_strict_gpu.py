@@ -3,7 +3,6 @@ what another program of its launch writes. The interpreter's programs come one a
 tensor is there to be read: results show none of this.
 """
 
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from parity.backends import load_kernel, runner
 from parity.inputs import draw
 from parity.op import outputs
+from tests.interpreter import interpreted
 from tests.matrix.gla import F32, GATED_LINEAR_ATTENTION
 
 UNWRITTEN = 0x7FC0DEAD  # a NaN that no arithmetic makes
@@ -113,7 +113,7 @@ def params():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is off")
+@interpreted
 @pytest.mark.parametrize(("op", "case"), list(params()))
 def test_programs_touch_what_is_theirs(op, case, strict):
     arguments = {**op.arguments(case), **op.route(case)}

@@ -13,6 +13,7 @@ from gpu_reference.hardware import Launch
 from op_arguments.gmm import Problem
 from op_arguments.quantized_gmm import QuantizedProblem
 from parity.backends.emulation.tensor_core import emulated
+from tests.interpreter import interpreted
 
 pytestmark = pytest.mark.smoke
 
@@ -272,7 +273,6 @@ def test_what_is_as_exact_as_can_be_is_no_fallback(target):
         assert (support.path, support.fallback) == (str(dtype).removeprefix("torch."), False)
 
 
-INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has one way; the interpreter has both")
 SIZES = torch.tensor([3, 0, 5], dtype=torch.int32)
 
 
@@ -295,7 +295,7 @@ def call(name, groups=3, **given):
 NAMES = ["gmm", "tgmm", "gmm_quantized", "tgmm_quantized", "lhs", "contracting"]
 
 
-@INTERPRETED
+@interpreted
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("mended", [True, False])
@@ -310,7 +310,7 @@ def test_bfloat16_is_widened_only_where_it_cannot_be_multiplied(name, mended, mo
     assert got.dtype == BFLOAT16
 
 
-@INTERPRETED
+@interpreted
 @pytest.mark.gpu
 @pytest.mark.parametrize(("target", "path"), [("sm_90", "bfloat16"), ("sm_100", "block_scaled")])
 @pytest.mark.parametrize("mended", [True, False])
@@ -326,7 +326,7 @@ def test_mxfp8_is_multiplied_in_float32_only_where_bfloat16_cannot_be(target, pa
     assert launches[0].arguments["DOT"] == ("float32" if path == "bfloat16" and not mended else path)
 
 
-@INTERPRETED
+@interpreted
 @pytest.mark.gpu
 def test_fp8_is_multiplied_as_it_is_where_the_interpreter_knows_its_nan():
     for mended, dtype in ((True, "fp8"), (False, "float16")):
@@ -334,7 +334,7 @@ def test_fp8_is_multiplied_as_it_is_where_the_interpreter_knows_its_nan():
             assert quantized_gmm.dot_path(E4M3, E4M3, FLOAT32, None).dtype == dtype
 
 
-@INTERPRETED
+@interpreted
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gmm", "gmm_quantized", "lhs"])
 def test_a_shard_of_no_groups_has_nothing_to_launch(name, monkeypatch):

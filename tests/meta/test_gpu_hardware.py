@@ -1,18 +1,18 @@
 # ruff: noqa: E402 (frameworks may be missing, and are asked for before they are imported)
 """What the Triton kernels ask of the device that they run on."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("Triton's interpreter is off", allow_module_level=True)
 
 from gpu_reference import hardware
 from parity.backends.emulation.tensor_core import emulated
+from tests.interpreter import interpreted
+
+pytestmark = interpreted
 
 CPU = torch.zeros(1)
 ELSEWHERE = torch.zeros(1, device="meta")

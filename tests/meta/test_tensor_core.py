@@ -4,15 +4,11 @@
 The kernels here are interpreted (the root conftest sets TRITON_INTERPRET where there is no GPU).
 """
 
-import os
-
 import numpy as np
 import pytest
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("Triton's interpreter is off", allow_module_level=True)
 
 import triton
 import triton.language as tl
@@ -20,6 +16,9 @@ from triton.runtime import interpreter
 
 from parity.backends.emulation import tensor_core
 from parity.backends.emulation.tensor_core import emulated
+from tests.interpreter import interpreted
+
+pytestmark = interpreted
 
 U = {"float32": 2.0**-24, "tf32": 2.0**-11, "bfloat16": 2.0**-8}
 

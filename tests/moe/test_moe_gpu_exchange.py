@@ -12,11 +12,9 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from gpu_reference import moe
+from tests.interpreter import interpreted
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the CPU need the interpreter"),
-]
+pytestmark = [pytest.mark.gpu, interpreted]
 HIDDEN = 3
 
 

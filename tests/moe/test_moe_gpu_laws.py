@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from gpu_reference import moe
 from gpu_reference.moe import grouped_dense, grouped_dense_bwd, moe_layer, moe_layer_bwd, permute, unpermute
 from parity.backends.emulation import tensor_core
+from tests.interpreter import interpreted
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -233,7 +234,7 @@ def test_what_is_outside_of_a_shard_beyond_the_experts_is_that_of_the_nearest(of
     assert torch.equal(moe._outside(x, SIZES, offset, groups), expected)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="values are seen on the CPU alone")
+@interpreted
 @pytest.mark.parametrize("transpose_rhs", [False, True])
 @pytest.mark.parametrize("quantize", [False, True])
 def test_a_backward_pass_shows_the_sums_of_its_matmuls_and_their_steps(quantize, transpose_rhs):

@@ -17,6 +17,7 @@ from gpu_reference.quantize import mxfp8_quantize, swizzle_scales
 from parity.backends import runner
 from parity.backends.emulation import tensor_core
 from parity.interop import to_numpy, to_torch
+from tests.interpreter import interpreted
 from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_QUANTIZERS
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +27,6 @@ SIZES = np.array([33, 0, 1, 31, 40], np.int32)
 ROWS = 128  # sum(SIZES) is 105: the tail is poison
 PATHS = {"block_scaled": "sm_100", "bfloat16": "sm_90"}
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has one path; the interpreter has both")
 
 
 @parity.cases(*MXFP8_QUANTIZERS, backend="gpu")

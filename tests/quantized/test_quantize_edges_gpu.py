@@ -13,11 +13,11 @@ torch = pytest.importorskip("torch")
 from cpu_golden import quantize as golden
 from gpu_reference import quantize as gpu
 from parity.interop import to_numpy, to_torch
+from tests.interpreter import interpreted
 from tests.quantized.formats import FORMATS, decode, nearest_code, quantise
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="values are seen on the CPU alone")
 AROUND = 512
 LARGE = {torch.float32: 3e38, torch.uint8: 0x7B}
 TILE = 128 * 128  # elements: 32 for each of the 512 threads of a program
