@@ -449,6 +449,7 @@ def test_a_state_is_rounded_for_the_steps_to_come_every_sixteen_steps():
 def test_of_a_decay_only_what_is_left_of_the_nearer_of_zero_and_one_is_rounded():
     decays, left = np.array([0.1, 0.4, 0.6, 0.9, 1.0, 1.2]), []
     rounded = Stages(lambda site, x: left.append((site, x)) or x).kept(np.log(decays))
+    # exp(log x) in float64: each of the two is off by a roundoff or two of 2^-53.
     np.testing.assert_allclose(rounded, decays, rtol=1e-15)
     assert [site for site, _ in left] == ["kept_exponent", "kept"]
     np.testing.assert_allclose(left[1][1], [0.1, 0.4, -0.4, -0.1, 0.0, 0.2], atol=1e-15)

@@ -174,6 +174,18 @@ def test_gmm_fetches_keeps_and_multiplies_what_its_tile_says(
         assert found == {(64, tk): narrow, (tm, deep): narrow}
 
 
+def dots_of_tgmm(tile, dot, own):
+    """Of a whole tile, and of a block of own rows."""
+    tm, tk, tn = tile
+    return Counter(
+        (rows, depth, columns)
+        for whole, deep, height, width in ((tm, *dot), (BLOCK, *own, 4 * BLOCK))
+        for depth in cut(whole, deep)
+        for rows in cut(tk, height)
+        for columns in cut(tn, width)
+    )
+
+
 # kind, dtypes, layout, K, N, options; tile, a whole tile's dot [depth, rows, columns], how deep one of own rows is and
 # how many rows of the result it has, parts of the scales, dtype of the sums, what both are widened to
 TGMM = [
@@ -212,13 +224,7 @@ def test_tgmm_fetches_keeps_and_multiplies_what_its_tile_says(
     kept = [((tk, tn), sums), ((BLOCK, tk), dtypes[0]), ((BLOCK, tn), dtypes[1])]
     assert scratch == kept + ([((BLOCK, tk), wide), ((tm, tn), wide)] if wide else [])
     check_fits(kind, kernel, scratch)
-    assert multiplied(kernel) == Counter(
-        (rows, depth, columns)
-        for whole, deep, height, width in ((tm, *dot), (BLOCK, *own, 4 * BLOCK))
-        for depth in cut(whole, deep)
-        for rows in cut(tk, height)
-        for columns in cut(tn, width)
-    )
+    assert multiplied(kernel) == dots_of_tgmm(tile, dot, own)
     if any(parts) and not wide:  # parts of the scales are walked in a loop
         assert {dot.count for dot in kernel.dots} == {tm // dot[0], BLOCK // dot[0]}
     # The result: in strips of 128 rows, four at a time, where scales of whole columns are taken along.
@@ -304,13 +310,7 @@ def test_a_weight_gradient_of_mxfp8_has_a_row_of_scales_for_32(kind, dtypes, til
     kept = [((BLOCK, tk), dtypes[0]), ((BLOCK, tn), dtypes[1]), ((BLOCK, tk), BF16), ((tm, tn), BF16)]
     assert scratch == [((tk, tn), F32), *kept]
     check_fits(kind, kernel, scratch)
-    assert multiplied(kernel) == Counter(
-        (rows, depth, columns)
-        for whole, deep, height, width in ((tm, *dot), (BLOCK, *own, 4 * BLOCK))
-        for depth in cut(whole, deep)
-        for rows in cut(tk, height)
-        for columns in cut(tn, width)
-    )
+    assert multiplied(kernel) == dots_of_tgmm(tile, dot, own)
     check_packed(packed, expected)
 
 
