@@ -127,7 +127,8 @@ def judge(op: Op, case: Case, backend: Backend, kernel: Callable[..., Any] | Non
     contract = op.contract(case, backend)
     if set(first) != set(expected.golden):
         reason = f"golden returns {', '.join(expected.golden)}, got {', '.join(first)}"
-        return Judgement(case, backend, run.real, Verdict("WRONG OUTPUTS", "G1", reason), "", 0.0)
+        wrong = Verdict("WRONG OUTPUTS", "G1", reason)
+        return Judgement(case, backend, run.real, wrong, "", 0.0, seconds=seconds)
     exact = case.data == "integers" or op.bit_exact
     bounds = {name: 0.0 if exact else contract.bound(expected.chain[name]) for name in first}
     undecided = [Judgement(case, backend, run.real, UNDECIDED, name, bound) for name, bound in bounds.items()]

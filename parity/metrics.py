@@ -100,8 +100,7 @@ def measure(y: np.ndarray, golden: Floats, scale: Scale) -> Metrics:
     rounded = round_to(golden[scored], str(y.dtype))
     e = (value[scored] - golden[scored]) / scale.magnitude[scored]
     f = (rounded.astype(np.float64) - golden[scored]) / scale.magnitude[scored]
-    errors = eta(y, golden, scale)
-    errors[wrong] = np.inf
+    errors = np.where(wrong, np.inf, eta(y, golden, scale))
     epsilon = _rms(e)
     order = _largest(errors.ravel(), TOP)
     return Metrics(

@@ -113,7 +113,7 @@ def mistrusted(golden: Floats, scale: Scale, dtype: str, bound: float) -> Verdic
     """The verdict on the case itself where an obviously wrong output would pass its bound, and `form` as well."""
     for name, wrong in wrong_outputs(golden):
         y = round_to(wrong, dtype)
-        differs = np.nonzero(explained_by(y, golden) != 0)
+        differs = explained_by(y, golden) != 0
         beyond = eta(y[differs], golden[differs], scale.at(differs)) > bound
         if not (beyond.any() or _wrong_finiteness(y[differs], golden[differs]).any()):
             return Verdict("MISTRUSTED", "G3", f"an output that is {name} would pass (bound {bound:.3g})")
