@@ -26,7 +26,7 @@ from parity.dtypes import SHORT_NAMES
 from parity.judge import compare
 from parity.lines import command as stages_command
 from parity.op import BACKENDS, TIERS, Case, Op
-from parity.records import Recorder, merge, read_all
+from parity.records import merge, read_all
 from parity.report import entries
 from parity.verdict import Verdict
 
@@ -157,13 +157,9 @@ def _diff(given: argparse.Namespace) -> int:
 
 def _merge(given: argparse.Namespace) -> int:
     into = given.records or given.root / "records"
-    with Recorder(into) as recorder:
-        for folder in given.folders:
-            for backend in BACKENDS:
-                for ledger in read_all(folder, backend).values():
-                    for record in ledger.values():
-                        recorder.write(record)
-    print(f"{merge(into).written} records written to {into}; of each case and seed the newest stays")
+    ledgers = [ledger for folder in given.folders for b in BACKENDS for ledger in read_all(folder, b).values()]
+    merged = merge(into, [record for ledger in ledgers for record in ledger.values()])
+    print(f"{merged.written} records written to {into}; of each case and seed the newest stays")
     return 0
 
 

@@ -24,7 +24,7 @@ import reprlib
 import subprocess
 import types
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
@@ -306,25 +306,25 @@ class Follower:
 class Merged:
     """What `merge` did."""
 
-    written: int  # records that came from parts into ledgers
+    written: int  # records that came into ledgers
     lost_lines: tuple[str, ...]  # what is wrong with each line that could not be read
     in_use: int  # parts left alone because their writer still holds them
 
 
-def merge(root: Path) -> Merged:
-    """Fold all parts that no writer holds into the ledgers; of each (case, seed) the newest record stays.
+def merge(root: Path, others: Collection[Record] = ()) -> Merged:
+    """Fold all parts that no writer holds, and `others`, into the ledgers; of each (case, seed) the newest stays.
 
     Newest is by the provenance's `utc`, within one part the last. Ledgers are replaced as a whole and parts removed
     after that, so a merge that dies anywhere is made good by the next; merges wait for each other.
     Raises RecordError, with nothing changed, for a ledger that cannot be read.
     """
-    if not (root / _PARTS).exists():
+    if not others and not (root / _PARTS).exists():
         return Merged(0, (), 0)
     with _locked(root) as folder:
         parts = [_inside(root, part) for part in sorted(folder.glob("*.jsonl")) if part.is_file()]
         free = [part for part in parts if not _in_use(part)]
         lost: list[str] = []
-        found: dict[tuple[Path, tuple[str, int]], Record] = {}
+        records = list(others)
         for part in free:
             latest: dict[tuple[Path, tuple[str, int]], Record] = {}
             for _, entry in _entries(part):
@@ -332,8 +332,11 @@ def merge(root: Path) -> Merged:
                     lost.append(str(entry))
                 else:
                     latest[_home(root, entry), entry.key] = entry
-            for place, record in latest.items():
-                found[place] = _newer(record, found.get(place, record))
+            records += latest.values()
+        found: dict[tuple[Path, tuple[str, int]], Record] = {}
+        for record in records:
+            place = _home(root, record), record.key
+            found[place] = _newer(record, found.get(place, record))
         paths = sorted({_inside(root, path) for path, _ in found})
         ledgers = {path: _read_home(root, path) if path.exists() else {} for path in paths}
         written = 0

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from parity import records
+from parity import cli, records
 from parity.metrics import Metrics, Scale, measure
 from parity.records import (
     EMULATED,
@@ -180,6 +180,22 @@ def test_the_newest_record_stays(tmp_path):
     assert merge(tmp_path).written == 1
     assert [r.verdict for r in read(path_of(tmp_path)).values()] == ["AGAIN"]
     assert len(path_of(tmp_path).read_text().splitlines()) == 2  # provenances that nobody names any more are gone
+
+
+def test_other_ledgers_are_joined_by_one_write_a_file_and_of_each_seed_the_newest_stays(tmp_path, monkeypatch, capsys):
+    new, old = (at(f"2026-02-0{day}T00:00:00Z", verdict=f"OF {day}") for day in (2, 1))
+    for folder, record in [("a", new), ("b", old)]:
+        write(tmp_path / folder, *(replace(record, seed=seed) for seed in range(20)), replace(RECORD, provenance=H200))
+        merge(tmp_path / folder)
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(fsync(file)))
+    for order in ("ab", "ba"):
+        folders = [str(tmp_path / name) for name in order]
+        assert cli.main(["merge", *folders, "--records", str(tmp_path / order)]) == 0
+        assert capsys.readouterr().out.startswith("21 records written to ")
+        assert {r.verdict for r in read(path_of(tmp_path / order)).values()} == {"OF 2"}
+        assert path_of(tmp_path / order).read_bytes() == path_of(tmp_path / "a").read_bytes()
+    assert len(synced) == 4
 
 
 def test_a_real_device_and_its_emulation_never_meet(tmp_path):
