@@ -73,10 +73,10 @@ def computes_bfloat16(device: torch.device) -> bool:
     if device.type != "cpu":
         return True
     lhs = torch.zeros(16, 16, dtype=torch.bfloat16)
-    lhs[:, 0], lhs[:, 1] = 1.0, 3 * 2.0**-8  # the sum is a tie, which nearest-even and truncation settle differently
+    lhs[:, :2] = torch.tensor([[1.0, 2.0**-8], [1.0, 3 * 2.0**-8]]).repeat(8, 1)  # sums are ties; even: below, above
     out = torch.empty_like(lhs)
     _bfloat16_probe_kernel[(1,)](lhs, torch.ones_like(lhs), out)
-    return bool((out == 1 + 2 * 2.0**-7).all())
+    return bool((out.view(8, 2, 16) == torch.tensor([[1.0], [1 + 2 * 2.0**-7]])).all())
 
 
 def architecture(device: torch.device | None = None) -> str | None:

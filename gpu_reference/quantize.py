@@ -306,7 +306,7 @@ def quantize_launches(
         "COLUMNWISE_DEBUG": _named(debug, "columnwise"),
     }
     quantize = Launch(_quantize_kernel, grid, arguments, OPTIONS)
-    if all(block == 1 or block <= size for block, size in zip(blocks, tile, strict=True)):
+    if all(block <= size for block, size in zip(blocks, tile, strict=True)):
         return [quantize]
     absmax = {"absmax": torch.zeros_like(result.scale, dtype=torch.int32)}
     if columnwise:

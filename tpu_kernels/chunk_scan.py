@@ -276,7 +276,7 @@ def plan(gates: Gates, p: Problem, *, packed: bool, chunk_size: int, backward: b
     heads = [n for n in range(most_heads, 0, -1) if p.h % n == 0]
     # Longer blocks have fewer states at their starts, shorter ones fewer in them. A loop of one chunk is none to XLA's
     # CPU compiler: without the loop it fuses, and so rounds, an interpreted kernel in another way.
-    wanted = max(BLOCK_TOKENS // chunk // (2 if wide else 1), 1)
+    wanted = BLOCK_TOKENS // chunk // (2 if wide else 1)
     chunks = sorted({max(min(wanted * 2**n // 8, count), 2) for n in range(8)}, key=lambda size: abs(size - wanted))
 
     def scan_of(heads: int, chunks: int) -> Scan:

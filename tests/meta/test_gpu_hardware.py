@@ -94,14 +94,14 @@ def test_kernels_are_interpreted_where_both_triton_and_they_are(what, monkeypatc
     assert not hardware.is_interpreted()
 
 
-@pytest.mark.parametrize("cuts", [False, True])
-def test_bfloat16_that_is_multiplied_but_cut_is_found_out(cuts, monkeypatch):
-    """By one program on whole tiles, of a tie that goes up."""
+@pytest.mark.parametrize("added", [None, 0, 0x7FFF, 0x8000], ids=["right", "cut", "half to zero", "half away"])
+def test_bfloat16_that_is_multiplied_but_rounded_otherwise_is_found_out(added, monkeypatch):
+    """By one program on whole tiles, of ties that go up and down. added: to the bits, before the lower half is cut."""
 
     def probe(lhs, rhs, out):
         assert lhs.shape == rhs.shape == out.shape == (16, 16)
         sums = lhs.float() @ rhs.float()
-        out.copy_(sums.view(torch.int32).bitwise_and(~0xFFFF).view(torch.float32) if cuts else sums)
+        out.copy_(sums if added is None else ((sums.view(torch.int32) + added) & ~0xFFFF).view(torch.float32))
 
     monkeypatch.setattr(hardware, "_bfloat16_probe_kernel", {(1,): probe})
-    assert hardware.computes_bfloat16(torch.device("cpu")) == (not cuts)
+    assert hardware.computes_bfloat16(torch.device("cpu")) == (added is None)
