@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ LINEAR = ("q", "k", "v", "do", "initial_state", "dht")
 LOG_DECAYS = ("g", "g_gamma", "gk")
 
 
+@lru_cache(maxsize=16)
 def build_alibi_slopes(num_heads: int) -> tuple[float, ...]:
     """ALiBi's slope of each head (Press et al. 2022, arXiv:2108.12409): 2^(-8 i / H), i = 1 … H, for a power of two;
     else those of the next lower power, and every other one of the next higher.
@@ -37,6 +39,7 @@ def build_alibi_slopes(num_heads: int) -> tuple[float, ...]:
     return tuple(slopes)
 
 
+@lru_cache(maxsize=4)
 def make_alibi_g_gamma(num_heads: int, num_layers: int, layer_idx: int) -> tuple[float, ...]:
     """The constant log decay of each head in a layer: the slopes, smaller from layer to layer."""
     share = 1 - (layer_idx - 1) / (num_layers - 1) + 1e-5
@@ -66,10 +69,9 @@ def gate_dtype(c: Case) -> str:
 def gates(c: Case) -> Mapping[str, Gates | None]:
     if not is_simple(c):
         return {"gk": Gates((c.B, c.T, c.H, c.K), c.decay, gate_dtype(c))}
-    gamma = make_alibi_g_gamma(c.H, *c.alibi)
     return {
         "g": Gates((c.B, c.T, c.H), c.decay, gate_dtype(c)) if c.gates in ("g", "both") else None,
-        "g_gamma": Gates((c.H,), gamma) if c.gates in ("gamma", "both") else None,
+        "g_gamma": Gates((c.H,), make_alibi_g_gamma(c.H, *c.alibi)) if c.gates in ("gamma", "both") else None,
     }
 
 
