@@ -97,7 +97,8 @@ def test_a_killed_run_is_resumed(project, tmp_path):
     (tmp_path / "kernels.py").write_text(KILLER)
 
     def run(*arguments):
-        command = [sys.executable, "-m", "pytest", "-v", "-n", "2", "--parity-record", *arguments]
+        options = ["-p", "no:hypothesispytest", "-v", "-n", "2", "--parity-record"]
+        command = [sys.executable, "-m", "pytest", *options, *arguments]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
 
     def passed(done):
