@@ -5,27 +5,13 @@ expert-parallel layer holds the G consecutive groups from `group_offset` on; onl
 Names and meaning follow MegaBlocks (Gale et al. 2022, arXiv:2211.15841) and JAX's megablox.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
 from cpu_golden import Array, Rounding, exact
 from op_arguments import Tiling, resolve_tiling
-from op_arguments.gmm import check_gmm, check_group_metadata, check_tgmm
-
-
-class GroupMetadata(NamedTuple):
-    """Which (group, row tile) pairs a kernel visits, in order. All int32.
-
-    group_offsets [E + 1]: first row of each group, then the end of the last. group_ids [V], tile_ids [V]: the
-    shard-local group and the row tile of each visit, V = ceil(m / tm) + num_groups; only the first num_visits [1]
-    count, later entries repeat the last of them (0 where there is none).
-    """
-
-    group_offsets: Any
-    group_ids: Any
-    tile_ids: Any
-    num_visits: Any
+from op_arguments.gmm import GroupMetadata, check_gmm, check_group_metadata, check_tgmm
 
 
 def naive_gmm(

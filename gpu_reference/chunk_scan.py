@@ -36,8 +36,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gpu_reference.fused_recurrent import Gates, Gradients
-from gpu_reference.gmm import Debug, block_of, values
+from gpu_reference.gmm import block_of, values
 from gpu_reference.hardware import Launch, check_devices, computes_bfloat16
+from op_arguments.debug import Debug
 from op_arguments.gla import Problem, check_backward, check_forward, check_fused, check_precision
 
 LARGEST_ROWS = {False: 32, True: 16}

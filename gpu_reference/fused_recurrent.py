@@ -28,8 +28,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_reference.gmm import Debug, block_of, values
+from gpu_reference.gmm import block_of, values
 from gpu_reference.hardware import Launch, check_devices, computes_bfloat16
+from op_arguments.debug import Debug
 from op_arguments.gla import Problem, check_backward, check_forward
 
 Gates = Mapping[str, Tensor | None]

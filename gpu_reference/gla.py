@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpu_reference.chunk_scan import chunk_bwd, chunk_fwd, differentiable
 from gpu_reference.fused_recurrent import Gradients, recurrent_bwd, recurrent_fwd
-from gpu_reference.gmm import Debug
+from op_arguments.debug import Debug
 
 Precision = Literal["ieee", "bf16x3"]
 

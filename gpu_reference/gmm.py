@@ -9,7 +9,7 @@ Sums are float32 (operands in full precision: no TF32) and are rounded once, whe
 # (kernel arguments are what Triton makes of them; every host function below is annotated)
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import triton
@@ -18,15 +18,12 @@ from torch import Tensor
 
 from gpu_reference.hardware import Launch, check_devices, computes_bfloat16
 from op_arguments import Tiling, resolve_tiling
-from op_arguments.gmm import Problem, check_gmm, check_group_metadata, check_tgmm
+from op_arguments.debug import Debug
+from op_arguments.gmm import GroupMetadata, Problem, check_gmm, check_group_metadata, check_tgmm
 from op_arguments.quantized_gmm import QuantizedProblem
 
 Tile = tuple[int, int, int]
 Sizes = Problem | QuantizedProblem
-Debug = Callable[..., Any] | None
-"""debug(site, value, where=None, **steps) takes the place of each named intermediate result: its value at that site of
-the golden, which is one where `where` is, in the steps that the golden goes with these arguments. Interpreted only."""
-
 GMM_TILES: dict[int, tuple[Tile, ...]] = {
     2: ((128, 64, 128), (64, 64, 128), (32, 64, 128), (16, 128, 128)),
     4: ((128, 16, 128), (64, 32, 128), (32, 32, 128), (16, 64, 128)),
@@ -47,20 +44,6 @@ METADATA_BLOCK = 128  # visits per program of the metadata kernel
 BAND = 8  # visits whose output columns are computed together, so that weights are fetched once for all of them
 
 
-class GroupMetadata(NamedTuple):
-    """Which (group, row tile) pairs a kernel visits, in order. All int32.
-
-    group_offsets [E + 1]: first row of each group, then the end of the last. group_ids [V], tile_ids [V]: the
-    shard-local group and the row tile of each visit, V = ceil(m / tm) + num_groups; only the first num_visits [1]
-    count, later entries repeat the last of them (0 where there is none).
-    """
-
-    group_offsets: Any
-    group_ids: Any
-    tile_ids: Any
-    num_visits: Any
-
-
 def gmm(
     lhs: Tensor,
     rhs: Tensor,
@@ -79,8 +62,8 @@ def gmm(
     group_sizes [E] int32, >= 0, sum <= M. Returns [M, N] of preferred_element_type (default: lhs's dtype), contiguous:
     rows of no active group are zero, or existing_out's rows where it is given (active rows overwrite it).
     tiling is (tm, tk, tn), or a function (m, k, n) -> (tm, tk, tn): a look-up table or an autotuner over GMM_TILES.
-    Each of the three becomes a power of two from 16 to 128. debug: see `Debug`, of the sums at acc; None leaves nothing
-    of it.
+    Each of the three becomes a power of two from 16 to 128. debug: see `op_arguments.debug`, of the sums at acc; None
+    leaves nothing of it.
     Raises ValueError or TypeError as `op_arguments.gmm.check_gmm`, ValueError for tensors on several devices, and
     RuntimeError for CPU tensors where Triton's interpreter is off.
     """

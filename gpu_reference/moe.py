@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from gpu_reference.gmm import Debug, gmm, on_device, only_tensor, scalar, tgmm, values
+from gpu_reference.gmm import gmm, on_device, only_tensor, scalar, tgmm, values
 from gpu_reference.hardware import architecture, check_devices, supports_matmul
 from gpu_reference.quantize import Quantized, fp8_dual_quantize, fp8_quantize, mxfp8_dual_quantize, mxfp8_quantize
 from gpu_reference.quantized_gmm import gmm_quantized, grouped_gemm, tgmm_quantized
 from op_arguments import Tiling, check_array, check_shape, dtype_name
+from op_arguments.debug import Debug, backward_alone, sums_at
 from op_arguments.gmm import check_gmm
 from op_arguments.moe import (
     check_expert_parallel,
@@ -162,7 +163,7 @@ def grouped_dense_bwd(
             block_size=block_size,
             preferred_element_type=preferred_element_type,
             tiling=tiling,
-            debug=_backward_alone(debug),
+            debug=backward_alone(debug),
         )
     check_array("dout", dout, "M, N", (dtype_name(out.dtype),))
     check_shape("dout", dout, "M, N", tuple(out.shape))
@@ -229,13 +230,13 @@ class _GroupedDense(torch.autograd.Function):
         dlhs = drhs = passed = None
         if needs_dlhs:
             by_gmm = {"transpose_rhs": not options.transpose_rhs, "tiling": swapped}
-            dlhs = _gmm(by_rows, rhs, group_sizes, **by_gmm, debug=_sums_at("dlhs", options.debug), **shared)
+            dlhs = _gmm(by_rows, rhs, group_sizes, **by_gmm, debug=sums_at("dlhs", options.debug), **shared)
         if needs_drhs:
             left, right, tiling = lhs, by_columns, options.tiling
             if options.transpose_rhs:
                 left, right, tiling = by_columns, lhs, swapped
             by_tgmm = {"num_actual_groups": ctx.groups, "tiling": tiling}
-            drhs = _tgmm(left, right, group_sizes, **by_tgmm, debug=_sums_at("drhs", options.debug), **shared)
+            drhs = _tgmm(left, right, group_sizes, **by_tgmm, debug=sums_at("drhs", options.debug), **shared)
         if needs_passed:
             passed = _outside(dout, group_sizes, group_offset, ctx.groups)
         return None, dlhs, drhs, None, None, passed
@@ -257,27 +258,6 @@ def _tgmm(lhs: Quantized, rhs: Quantized, group_sizes: Tensor, **arguments: Any)
     if lhs.scale is None and rhs.scale is None:
         return tgmm(*_same_dtype(lhs.qvalue, rhs.qvalue), group_sizes, **arguments)
     return tgmm_quantized(*lhs, *rhs, group_sizes, **arguments)
-
-
-def _sums_at(gradient: str, shown: Debug) -> Debug:
-    """The debug of a backward matmul: its sums, in steps of which the golden has but one size for both matmuls."""
-
-    def of_gradient(site: str, value: Any, where: Any = None, **steps: Any) -> Any:
-        if shown is None or site != "acc":
-            return value
-        depth = {"tiling": (max(steps["tiling"]),) * 3} if "tiling" in steps else {}
-        return shown(gradient, value, where, **depth)
-
-    return shown and of_gradient
-
-
-def _backward_alone(shown: Debug) -> Debug:
-    """The debug of a gradient, whose golden has no forward pass."""
-
-    def of_backward(site: str, value: Any, where: Any = None, **steps: Any) -> Any:
-        return shown(site, value, where, **steps) if shown and site in ("dlhs", "drhs") else value
-
-    return shown and of_backward
 
 
 def _same_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -417,7 +397,7 @@ def moe_layer(
     process_group: expert parallelism over its processes. Each has T of the tokens, in order, w_router whole and
     G = E / processes of the experts, in order; rows travel by all-to-all in buffers for the worst case, so that no
     process waits for what another counts. Results are those of one process with all tokens and experts.
-    debug: see `gpu_reference.gmm.Debug`, of what the matmuls hand on in either pass, of logits, weights and the parts
+    debug: see `op_arguments.debug`, of what the matmuls hand on in either pass, of logits, weights and the parts
     of x's gradient, at the golden's sites; None leaves nothing of it.
     Nothing is read back from the device. Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or
     value or several devices, and RuntimeError for CPU tensors where Triton's interpreter is off.

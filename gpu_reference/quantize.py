@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gpu_reference.gmm import Debug
 from gpu_reference.hardware import Launch, check_devices
 from op_arguments import dtype_name
+from op_arguments.debug import Debug, named
 from op_arguments.quantize import (
     FP8,
     MX_BLOCK,
@@ -110,7 +110,7 @@ def fp8_quantize(
     (the positive quiet one). ±inf in a CPU tensor is refused with check_finite; it becomes ±finfo(dtype).max without.
     Raises TypeError for a wrong dtype, ValueError for a wrong axis, a block that does not divide, or ±inf, and
     RuntimeError for CPU tensors where Triton's interpreter is off.
-    debug: see `gpu_reference.gmm.Debug`, of absmax, scale and spread, the scale of each element.
+    debug: see `op_arguments.debug`, of absmax, scale and spread, the scale of each element.
     """
     blocks, name = check_quantize(x, axis, block_size, dtype)
     device = _checked(x, check_finite, has_nan=True)
@@ -302,8 +302,8 @@ def quantize_launches(
         "REDUCE_ROWS": blocks[0] > 1,
         "REDUCE_COLUMNS": blocks[1] > 1,
         **{name.upper(): value for name, value in FORMATS[name]._asdict().items()},
-        "DEBUG": _named(debug, "rowwise") if columnwise else debug,
-        "COLUMNWISE_DEBUG": _named(debug, "columnwise"),
+        "DEBUG": named(debug, "rowwise") if columnwise else debug,
+        "COLUMNWISE_DEBUG": named(debug, "columnwise"),
     }
     quantize = Launch(_quantize_kernel, grid, arguments, OPTIONS)
     if all(block <= size for block, size in zip(blocks, tile, strict=True)):
@@ -353,15 +353,10 @@ def mxfp8_quantize_launch(
         **geometry,
         "ROUND_UP": scale_rounding == "up",
         **{field.upper(): fields[field] for field in ("exponent", "mantissa", "least", "largest", "nan")},
-        "DEBUG": _named(debug, "rowwise") if columnwise else debug,
-        "COLUMNWISE_DEBUG": _named(debug, "columnwise") if rowwise else debug,
+        "DEBUG": named(debug, "rowwise") if columnwise else debug,
+        "COLUMNWISE_DEBUG": named(debug, "columnwise") if rowwise else debug,
     }
     return Launch(_mxfp8_quantize_kernel, grid, arguments, MX_OPTIONS)
-
-
-def _named(shown: Debug, output: str) -> Debug:
-    """The debug of a quantiser that is one of two: its sites have the output's name before theirs."""
-    return shown and (lambda site, *values: shown(f"{output}_{site}", *values))
 
 
 def mxfp8_dequantize_launch(codes: Tensor, name: str, scales: Tensor, by_rows: bool, out: Tensor) -> Launch:

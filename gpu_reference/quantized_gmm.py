@@ -20,8 +20,6 @@ from gpu_reference.gmm import (
     BAND,
     GMM_TILES,
     TGMM_TILES,
-    Debug,
-    GroupMetadata,
     Tile,
     block_of,
     first_filled,
@@ -52,7 +50,8 @@ from gpu_reference.hardware import (
 )
 from gpu_reference.quantize import BLOCK, as_codes, decoded, mxfp8_values
 from op_arguments import Tiling, dtype_name, resolve_tiling
-from op_arguments.gmm import Problem
+from op_arguments.debug import Debug
+from op_arguments.gmm import GroupMetadata, Problem
 from op_arguments.quantize import MX_BLOCK, NARROW, SWIZZLED_COLUMNS, SWIZZLED_ROWS
 from op_arguments.quantized_gmm import (
     QuantizedProblem,
@@ -127,7 +126,7 @@ def gmm_quantized(
     All of any strides. Returns [M, N] of preferred_element_type: float32, bfloat16 or float16 (default: the
     unquantised lhs's dtype, else bfloat16). group_sizes, group_offset, existing_out and errors as `gmm`, with
     `op_arguments.quantized_gmm.check_gmm_quantized`; a `tiling` whose tk cuts a block is refused. What the dot
-    multiplies on which GPU, and why: `dot_path`. debug: see `gpu_reference.gmm.Debug`, of the finished sums at acc.
+    multiplies on which GPU, and why: `dot_path`. debug: see `op_arguments.debug`, of the finished sums at acc.
     """
     group_offset = scalar(group_offset)
     p = check_gmm_quantized(

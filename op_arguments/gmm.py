@@ -20,6 +20,20 @@ class Problem(NamedTuple):
     out_dtype: str
 
 
+class GroupMetadata(NamedTuple):
+    """Which (group, row tile) pairs a kernel visits, in order. All int32.
+
+    group_offsets [E + 1]: first row of each group, then the end of the last. group_ids [V], tile_ids [V]: the
+    shard-local group and the row tile of each visit, V = ceil(m / tm) + num_groups; only the first num_visits [1]
+    count, later entries repeat the last of them (0 where there is none).
+    """
+
+    group_offsets: Any
+    group_ids: Any
+    tile_ids: Any
+    num_visits: Any
+
+
 def check_gmm(
     lhs: Array,
     rhs: Array,

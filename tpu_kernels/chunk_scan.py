@@ -31,9 +31,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from op_arguments.debug import Debug
 from op_arguments.gla import Gates, Problem, check_backward, check_forward, check_fused, check_precision
 from tpu_kernels.fused_recurrent import Pair, decay_parts, two_sum
-from tpu_kernels.gmm import Debug, Interpret, concrete_values, resolve_interpret
+from tpu_kernels.gmm import Interpret, concrete_values, resolve_interpret
 
 Refs = Mapping[str, Any]
 Load = Callable[[str], jax.Array]

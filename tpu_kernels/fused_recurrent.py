@@ -28,8 +28,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from op_arguments.debug import Debug
 from op_arguments.gla import Gates, Problem, check_backward, check_forward
-from tpu_kernels.gmm import Debug, GroupMetadata, Interpret, concrete_values, group_metadata, resolve_interpret
+from op_arguments.gmm import GroupMetadata
+from tpu_kernels.gmm import Interpret, concrete_values, group_metadata, resolve_interpret
 
 SEGMENT = 16  # steps between plain float32 states: divides every chunk size, so calls may be cut at chunk borders
 GROUP = 16  # rows loaded at once: those of a packed 16-bit register

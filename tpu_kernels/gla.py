@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from op_arguments.debug import Debug
 from op_arguments.gla import Gates, check_forward
 from tpu_kernels.chunk_scan import chunk_bwd, chunk_fwd
 from tpu_kernels.fused_recurrent import recurrent_bwd, recurrent_fwd
-from tpu_kernels.gmm import Debug, Interpret, concrete_values
+from tpu_kernels.gmm import Interpret, concrete_values
 
 
 class Output(NamedTuple):

@@ -11,7 +11,7 @@ are. `quantized_gmm` shares the visits and what reads them: everything here with
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,34 +21,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments import Tiling, resolve_tiling
-from op_arguments.gmm import Problem, check_gmm, check_group_metadata, check_tgmm
+from op_arguments.debug import Debug
+from op_arguments.gmm import GroupMetadata, Problem, check_gmm, check_group_metadata, check_tgmm
 from tpu_kernels.hardware import is_tpu, tpu_generation
 
 Interpret = bool | pltpu.InterpretParams | None
 Tile = tuple[int, int, int]
-Debug = Callable[..., Any] | None
-"""debug(site, value, where=None, **steps) takes the place of each named intermediate result: its value at that site of
-the golden, which is one where `where` is, in the steps that the golden goes with these arguments."""
 
 NEWEST = 7  # the generation that an interpreted kernel is traced for
 LANES = 128
 SUBLANES = 16  # of a packed 16-bit register; a multiple of float32's 8
 BLOCK = 256  # the width of the matrix unit on v6e and tpu7x; fewer rows cost no less than loading its weights
 COPY_ROWS = 32  # of a masked copy at a time: one packed 8-bit register, two 16-bit ones
-
-
-class GroupMetadata(NamedTuple):
-    """Which (group, row tile) pairs a kernel visits, in order. All int32.
-
-    group_offsets [E + 1]: first row of each group, then the end of the last. group_ids [V], tile_ids [V]: the
-    shard-local group and the row tile of each visit, V = ceil(m / tm) + num_groups; only the first num_visits [1]
-    count, later entries repeat the last of them (0 where there is none).
-    """
-
-    group_offsets: Any
-    group_ids: Any
-    tile_ids: Any
-    num_visits: Any
 
 
 def gmm(
@@ -73,7 +57,7 @@ def gmm(
     bfloat16 passes (float16 is widened), rounded once.
     tiling: (tm, tk, tn) or a look-up (m, k, n) -> (tm, tk, tn), capped to the problem and rounded up to whole
     registers; default: `_gmm_tiles`. interpret: as `pl.pallas_call`; None interprets where there is no TPU. debug: see
-    `Debug`, of the sums at partial and acc; None leaves nothing of it.
+    `op_arguments.debug`, of the sums at partial and acc; None leaves nothing of it.
     `jax.shard_map` takes it with check_vma=False.
     Raises ValueError or TypeError as `op_arguments.gmm.check_gmm`; values are checked outside tracing only.
     """

@@ -10,6 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from op_arguments import Tiling
+from op_arguments.debug import Debug, backward_alone, sums_at
 from op_arguments.gmm import Problem, check_gmm
 from op_arguments.moe import (
     check_dout,
@@ -21,7 +22,7 @@ from op_arguments.moe import (
     check_unpermute,
     permuted_rows,
 )
-from tpu_kernels.gmm import Debug, Interpret, as_vector, concrete_values, gmm, static_scalar, tgmm
+from tpu_kernels.gmm import Interpret, as_vector, concrete_values, gmm, static_scalar, tgmm
 from tpu_kernels.hardware import matmul_path, tpu_generation
 from tpu_kernels.quantize import Quantized, fp8_dual_quantize, fp8_quantize, mxfp8_dual_quantize, mxfp8_quantize
 from tpu_kernels.quantized_gmm import gmm_quantized, grouped_gemm, tgmm_quantized
@@ -166,7 +167,7 @@ def grouped_dense_bwd(
             preferred_element_type=preferred_element_type,
             tiling=tiling,
             interpret=interpret,
-            debug=_backward_alone(debug),
+            debug=backward_alone(debug),
         )
 
     _, backward = jax.vjp(layer, lhs, rhs, existing_out)
@@ -254,10 +255,10 @@ def _bwd(options: _Options, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
         "interpret": options.interpret,
     }
     swapped = _swapped(options.tiling)
-    by_gmm = {"transpose_rhs": not options.transpose_rhs, "tiling": swapped, "debug": _sums_at("dlhs", options.debug)}
+    by_gmm = {"transpose_rhs": not options.transpose_rhs, "tiling": swapped, "debug": sums_at("dlhs", options.debug)}
     dlhs = _gmm(by_rows, rhs, group_sizes, **by_gmm, **shared)
     left, right, tiling = (by_columns, lhs, swapped) if options.transpose_rhs else (lhs, by_columns, options.tiling)
-    by_tgmm = {"num_actual_groups": groups, "tiling": tiling, "debug": _sums_at("drhs", options.debug)}
+    by_tgmm = {"num_actual_groups": groups, "tiling": tiling, "debug": sums_at("drhs", options.debug)}
     drhs = _tgmm(left, right, group_sizes, **by_tgmm, **shared)
     passed = _outside(dout, group_sizes, group_offset, groups) if options.fills else None
     return dlhs, drhs, None, None, passed
@@ -298,27 +299,6 @@ def _tgmm(lhs: Quantized, rhs: Quantized, group_sizes: jax.Array, **arguments: A
     if lhs.scale is None and rhs.scale is None:
         return tgmm(*_same_dtype(lhs.qvalue, rhs.qvalue), group_sizes, **arguments)
     return tgmm_quantized(*lhs, *rhs, group_sizes, **arguments)
-
-
-def _sums_at(gradient: str, shown: Debug) -> Debug:
-    """The debug of a backward matmul: its sums, in steps of which the golden has but one size for both matmuls."""
-
-    def of_gradient(site: str, value: Any, where: Any = None, **steps: Any) -> Any:
-        if shown is None or site != "acc":
-            return value
-        depth = {"tiling": (max(steps["tiling"]),) * 3} if "tiling" in steps else {}
-        return shown(gradient, value, where, **depth)
-
-    return shown and of_gradient
-
-
-def _backward_alone(shown: Debug) -> Debug:
-    """The debug of a gradient, whose golden has no forward pass."""
-
-    def of_backward(site: str, value: Any, where: Any = None, **steps: Any) -> Any:
-        return shown(site, value, where, **steps) if shown and site in ("dlhs", "drhs") else value
-
-    return shown and of_backward
 
 
 def _same_dtype(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -464,7 +444,7 @@ def moe_layer(
     has T of the tokens, in order, w_router whole and G = E / devices of the experts, in order; rows travel by
     all-to-all in buffers for the worst case. Results are those of one device with all tokens and experts, but for the
     sums over rows in gradients of weights: their order, and which rows share a scale where they are quantised.
-    debug: see `tpu_kernels.gmm.Debug`, of what the matmuls hand on in either pass, of logits, weights and the parts of
+    debug: see `op_arguments.debug`, of what the matmuls hand on in either pass, of logits, weights and the parts of
     x's gradient, at the golden's sites; None leaves nothing of it.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
     """

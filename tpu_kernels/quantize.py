@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from op_arguments.debug import Debug, named
 from op_arguments.quantize import (
     E8M0,
     FP8,
@@ -36,7 +37,7 @@ from op_arguments.quantize import (
     check_unswizzle,
     swizzled_shape,
 )
-from tpu_kernels.gmm import LANES, Debug, Interpret, kernel_operand, resolve_interpret
+from tpu_kernels.gmm import LANES, Interpret, kernel_operand, resolve_interpret
 
 SUBLANES = 32  # of a packed 8-bit register
 SMALLEST = float(np.finfo(np.float32).tiny)
@@ -100,7 +101,7 @@ def fp8_quantize(
     the exact quotient rounded once, to nearest even; float32 subnormals count as zero, zeros keep x's sign; NaN
     becomes the positive quiet one. ±inf becomes ±finfo(dtype).max under tracing or without check_finite, and is
     refused otherwise. interpret: as `pl.pallas_call`; None interprets where there is no TPU. debug: see
-    `tpu_kernels.gmm.Debug`, of absmax, scale and spread, the scale of each element.
+    `op_arguments.debug`, of absmax, scale and spread, the scale of each element.
     x is read once where blocks fit a tile (all but whole axes of thousands), else twice. Blocks of the last axis that
     are not 16, 32, 64 or multiples of 128, of the others not multiples of 32, are transposed by XLA first, unless they
     are whole axes.
@@ -442,7 +443,7 @@ def _dual_quantize(
     interpret: bool | pltpu.InterpretParams,
     debug: Debug,
 ) -> DualQuantized:
-    debugs = [_named(debug, output) for output in ("rowwise", "columnwise")]
+    debugs = [named(debug, output) for output in ("rowwise", "columnwise")]
     layouts = [_layout(x.shape, blocks) for blocks in (by_rows, by_columns)]
     tiles = _tiles(layouts[0].shape, [layout.block for layout in layouts])
     if x.size == 0 or any(layout.split for layout in layouts) or tiles.steps_r * tiles.steps_c > 1:
@@ -456,11 +457,6 @@ def _dual_quantize(
     for codes, scale in _quantize_call(layouts[0].view(x), blocks, tiles, target, interpret, debugs):
         outputs += [_qvalue(codes.reshape(x.shape), target), scale.reshape(x.shape[:-2] + scale.shape[1:])]
     return DualQuantized(*outputs)
-
-
-def _named(shown: Debug, output: str) -> Debug:
-    """The debug of a quantiser that is one of two: its sites have the output's name before theirs."""
-    return shown and (lambda site, *values: shown(f"{output}_{site}", *values))
 
 
 def _qvalue(codes: jax.Array, target: Format) -> jax.Array:

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments import Tiling, resolve_tiling
+from op_arguments.debug import Debug
 from op_arguments.quantize import E8M0, MX_BLOCK
 from op_arguments.quantized_gmm import (
     QuantizedProblem,
@@ -36,7 +37,6 @@ from tpu_kernels.gmm import (
     COPY_ROWS,
     LANES,
     NEWEST,
-    Debug,
     Interpret,
     Tile,
     as_vector,
@@ -97,7 +97,7 @@ def gmm_quantized(
     unquantised lhs's dtype, else bfloat16). Sums are float32 of exact products, those of int8 products int32 within a
     tile of a block (over all of K where no scale changes along it). What the matrix unit multiplies:
     `tpu_kernels.hardware.matmul_path`. On v5e, v5p and v6e scales of e4m3fn are infinite from 2^124 on: 16 times them
-    is what is used. A `tiling` whose tk cuts a block is refused. debug: see `tpu_kernels.gmm.Debug`, of the finished
+    is what is used. A `tiling` whose tk cuts a block is refused. debug: see `op_arguments.debug`, of the finished
     sums at acc. Everything else as `gmm`.
     Raises ValueError or TypeError as `op_arguments.quantized_gmm.check_gmm_quantized`; values outside tracing only.
     """

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 from gpu_reference import moe
 from gpu_reference.moe import grouped_dense, grouped_dense_bwd, moe_layer, moe_layer_bwd, permute, unpermute
+from op_arguments.debug import backward_alone, sums_at
 from parity.backends.emulation import tensor_core
 from tests.interpreter import interpreted
 
@@ -257,8 +258,8 @@ def test_a_backward_pass_shows_the_sums_of_its_matmuls_and_their_steps(quantize,
 
 
 def test_without_debug_nothing_is_left_of_it():
-    assert moe._sums_at("dlhs", None) is None
-    assert moe._backward_alone(None) is None
+    assert sums_at("dlhs", None) is None
+    assert backward_alone(None) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
