@@ -136,10 +136,13 @@ def test_the_first_bad_verdict_can_end_the_run(project):
 
 def test_a_long_run_says_how_far_it_is(project, tmp_path):
     run = project()
-    (tmp_path / "conftest.py").write_text("import parity.campaign\nparity.campaign.EVERY = 0.0\n")
+    (tmp_path / "conftest.py").write_text(
+        "import itertools, types, parity.campaign\n"
+        "parity.campaign.time = types.SimpleNamespace(monotonic=itertools.count(step=60).__next__)  # a minute a test\n"
+    )
     for workers in ((), ("-n", "2")):
-        lines = re.findall(r"^parity: (\d+) of 8 · 0 failed · 0 min left", run("-q", *workers).stdout, re.MULTILINE)
-        assert lines == [str(n) for n in range(1, 9)]
+        lines = re.findall(r"^parity: (\d) of 8 · 0 failed · (\d) min left", run("-q", *workers).stdout, re.MULTILINE)
+        assert lines == [(str(n), str(8 - n)) for n in range(1, 9)]
 
 
 def test_junit_has_the_verdict(project, tmp_path):
