@@ -30,11 +30,10 @@ from triton.runtime.interpreter import (
     ScanOps,
     TensorHandle,
     _get_np_dtype,
-    _prepare_dot_scaled_operand,
 )
 
 from parity.backends.emulation import tensor_core
-from parity.backends.emulation.tensor_core import TensorCoreBuilder
+from parity.backends.emulation.tensor_core import TensorCoreBuilder, scaled
 from parity.dtypes import Floats, numpy_dtype, round_to
 from parity.interop import to_numpy, to_torch
 from parity.lines.program import Active, Line, Mark, Place, Run
@@ -362,15 +361,14 @@ class _WideBuilder(TensorCoreBuilder):
 
     def create_dot_scaled(self, *operands: Any) -> TensorHandle:
         """(lhs · scale) @ (rhs · scale) + acc, of operands as they are stored: exact is what becomes of them."""
-        lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, fast_math, lhs_packed, rhs_packed, acc = operands
+        lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, *how, acc = operands
         lhs, rhs = _as_own(lhs), _as_own(rhs)
-        a = _prepare_dot_scaled_operand(lhs, lhs_scale, lhs_format, lhs_packed, tl.bfloat16, is_rhs=False)
-        b = _prepare_dot_scaled_operand(rhs, rhs_scale, rhs_format, rhs_packed, tl.bfloat16, is_rhs=True)
+        a, b = scaled(lhs, lhs_scale), scaled(rhs, rhs_scale, is_rhs=True)
         products = a.astype(np.float64) @ b.astype(np.float64)
 
         def own() -> tuple[Floats, Floats]:
-            rounded, total = (lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, fast_math), _as_own(acc)
-            result = super(_WideBuilder, self).create_dot_scaled(*rounded, lhs_packed, rhs_packed, total)
+            rounded, total = (lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format), _as_own(acc)
+            result = super(_WideBuilder, self).create_dot_scaled(*rounded, *how, total)
             return _wide(result), products + _wide(total)
 
         return TensorHandle(self.errors.add(products + _wide(acc), own), acc.dtype.scalar)
@@ -444,11 +442,11 @@ class _WideBuilder(TensorCoreBuilder):
         return TensorHandle(self.errors.add(exact, lambda: (rounded, exact)), dtype)
 
     def create_masked_load(
-        self, ptrs: TensorHandle, mask: TensorHandle, other: TensorHandle | None, cache_policy: Any, is_volatile: bool
+        self, ptrs: TensorHandle, mask: TensorHandle, other: TensorHandle | None, *how: Any
     ) -> TensorHandle:
         """A load; what is masked is `other`."""
         given = None if other is None else _as_own(other)
-        loaded = super().create_masked_load(ptrs, mask, given, cache_policy, is_volatile)
+        loaded = super().create_masked_load(ptrs, mask, given, *how)
         if not _is_float(loaded):
             return loaded
         stored = loaded.data.view(numpy_dtype(_NAMES[loaded.dtype.scalar.name]))
@@ -457,14 +455,12 @@ class _WideBuilder(TensorCoreBuilder):
         wide[masks] = self.memory.load(addresses[masks], stored[masks])
         return TensorHandle(wide, loaded.dtype.scalar)
 
-    def create_masked_store(
-        self, ptrs: TensorHandle, value: TensorHandle, mask: TensorHandle, cache_policy: Any
-    ) -> Any:
+    def create_masked_store(self, ptrs: TensorHandle, value: TensorHandle, mask: TensorHandle, *how: Any) -> Any:
         """A store: of the number, and in memory of what it is rounded to."""
         if _is_float(value):
             addresses, numbers, masks = np.broadcast_arrays(ptrs.data, _wide(value), mask.data)
             self.memory.store(addresses[masks], numbers[masks])
-        return super().create_masked_store(ptrs, _as_own(value), mask, cache_policy)
+        return super().create_masked_store(ptrs, _as_own(value), mask, *how)
 
 
 def make_program(kernel: Callable[..., Any], inputs: Inputs, arguments: Mapping[str, Any]) -> TritonProgram:

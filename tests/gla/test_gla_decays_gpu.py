@@ -12,6 +12,7 @@ import triton.language as tl
 
 from gpu_reference.chunk_scan import decay, decays, gate_parts
 from gpu_reference.fused_recurrent import decay_and_add, decay_of_row
+from parity.backends.emulation.tensor_core import emulated
 from tests.interpreter import interpreted
 
 pytestmark = [pytest.mark.gpu, interpreted]
@@ -85,7 +86,7 @@ def add_kernel(state, update, kept, rest, result, residue, SIZE: tl.constexpr):
 def run(kernel, inputs, outs, programs=1, **arguments):
     tensors = [torch.from_numpy(np.array(x, np.float32)) for x in inputs]
     results = [torch.full(np.atleast_1d(shape).tolist(), float("nan")) for shape in outs]
-    with np.errstate(over="ignore"):  # as a GPU, which has no warnings
+    with emulated(), np.errstate(over="ignore"):  # as a GPU, which has no warnings
         kernel[(programs,)](*tensors, *results, **arguments)
     return [x.numpy().astype(np.float64) for x in results]
 

@@ -4,6 +4,8 @@
 The kernels here are interpreted (the root conftest sets TRITON_INTERPRET where there is no GPU).
 """
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
@@ -59,6 +61,22 @@ def elementwise_kernel(x, y, out, OP: tl.constexpr, SIZE: tl.constexpr):
     tl.store(out + i, c.to(out.dtype.element_ty))
 
 
+@triton.jit
+def scaled_dot_kernel(lhs, lhs_scale, rhs, out, LHS: tl.constexpr, RHS: tl.constexpr):
+    i, j, k = tl.arange(0, 16), tl.arange(0, 32), tl.arange(0, 64)
+    a = tl.load(lhs + i[:, None] * 64 + k)
+    b = tl.load(rhs + k[:, None] * 32 + j)
+    scale = tl.load(lhs_scale + i[:, None] * 2 + tl.arange(0, 2))
+    sums = tl.dot_scaled(a, scale, tl.constexpr(LHS), b, None, tl.constexpr(RHS))
+    tl.store(out + i[:, None] * 32 + j, sums)
+
+
+@triton.jit
+def multiply_add_kernel(x, y, z, out, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(out + i, tl.fma(tl.load(x + i), tl.load(y + i), tl.load(z + i)))
+
+
 def dot(lhs, rhs, acc=None, precision="ieee"):
     (m, k), n = lhs.shape, rhs.shape[1]
     out = torch.zeros(m, n) if acc is None else acc.clone()
@@ -69,6 +87,12 @@ def dot(lhs, rhs, acc=None, precision="ieee"):
 def elementwise(op, x, y=None, dtype=None):
     out = torch.empty(x.shape, dtype=dtype or x.dtype)
     elementwise_kernel[(1,)](x, x if y is None else y, out, OP=op, SIZE=x.numel())
+    return out
+
+
+def multiply_add(x, y, z):
+    out = torch.empty_like(x)
+    multiply_add_kernel[(1,)](x, y, z, out, SIZE=x.numel())
     return out
 
 
@@ -232,6 +256,44 @@ def test_elementwise_bfloat16(op):
     with emulated():
         got = elementwise(op, x, y)
     assert torch.equal(got, nearest)
+
+
+@pytest.mark.parametrize("formats", [("e4m3", "e5m2"), ("e5m2", "e4m3")])
+def test_a_scaled_dot_is_of_codes_times_the_scales_of_their_blocks(formats):
+    """An operand without scales is multiplied as it is."""
+    dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+    lhs, rhs = (x.to(dtypes[name]) for x, name in zip(operands(torch.float32, 16, 64, 32), formats, strict=True))
+    scale = torch.tensor([[0, 127], [200, 120]], dtype=torch.uint8).repeat(8, 1)
+    factors = torch.exp2(scale.double() - 127).repeat_interleave(32, dim=1)
+    expected = (lhs.double() * factors) @ rhs.double()
+    size = (lhs.double() * factors).abs() @ rhs.double().abs()
+    out = torch.empty(16, 32)
+    with emulated():
+        scaled_dot_kernel[(1,)](lhs.view(torch.uint8), scale, rhs.view(torch.uint8), out, *formats)
+    assert ((out.double() - expected).abs() <= 65 * 2.0**-24 * size).all()
+
+
+def test_a_multiply_add_of_float32_is_rounded_once():
+    """The product is a tie of float32, which an addend beyond float64's last bit decides; and random ones, in the
+    normal range and below."""
+    x = torch.full((4,), 1 + 2.0**-12)
+    addend = torch.tensor([2.0**-80, -(2.0**-80), 0.0, -0.0])
+    with emulated():
+        got = multiply_add(torch.cat([x, -x]), torch.cat([x, x]), torch.cat([addend, -addend]))
+    up, down = 1 + 2.0**-11 + 2.0**-23, 1 + 2.0**-11
+    assert got.tolist() == [up, down, down, down, -up, -down, -down, -down]
+
+    rng = np.random.default_rng(0)
+    for scale in (1.0, 2.0**-100):
+        operands = (scale * rng.normal(size=(3, 64))).astype(np.float32)
+        operands[1] /= scale
+        operands[2] *= 2.0 ** rng.integers(-40, 40, 64)
+        with emulated():
+            got = multiply_add(*map(torch.from_numpy, operands))
+        for *terms, result in zip(*operands.tolist(), got.tolist(), strict=True):
+            a, b, c = map(Fraction, terms)
+            error = abs(Fraction(result) - (a * b + c))
+            assert error <= Fraction(float(np.spacing(np.float32(abs(result))))) / 2
 
 
 def interpreter_state():

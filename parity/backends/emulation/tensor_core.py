@@ -14,8 +14,11 @@ float32 dots in whatever order NumPy likes. Inside `emulated()` a dot does what 
 - float32 "tf32": the operands go to the instruction as they are, and it ignores their low 13 bits: truncation.
 - "tf32x3", "bf16x3", "bf16x6": split operands, low-order products first, the accumulator added last (Triton's F32DotTC
   pass; Henry, Tang & Heinecke 2019, arXiv:1904.06376). TF32 splits round to nearest, ties away (cvt.rna).
-- int8 (exact in int32), float64 and `tl.dot_scaled` are as the interpreter has them. Subnormals are kept: neither the
-  FMA nor the tensor core flushes them as Triton compiles for them.
+- `tl.dot_scaled` of 8-bit floats: codes times scales are exact, and summed in float32 as NumPy does.
+- int8 (exact in int32) and float64 are as the interpreter has them. Subnormals are kept: neither the FMA nor the tensor
+  core flushes them as Triton compiles for them.
+
+Not every Triton of 3.6 to 3.9 interprets `tl.dot_scaled`, and rounds `tl.fma` once: here they are the same in all.
 """
 
 import contextlib
@@ -58,6 +61,8 @@ def emulated() -> Iterator[None]:
     # The interpreter makes Triton's language its own whenever a kernel calls a function, which takes half of its time:
     # here it does so once.
     language = interpreter._patch_lang(_ALL_OF_TRITON)
+    # Triton 3.6 takes an array of one element for a number, which NumPy 2.4 forbids.
+    language.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
     builder.__class__ = TensorCoreBuilder
     builder.options = dataclasses.replace(
@@ -88,6 +93,15 @@ class TensorCoreBuilder(InterpreterBuilder):  # type: ignore[misc]
                 data = fused_dot(lhs, rhs, d.data, DEPTHS[bits])
             else:
                 data = FLOAT32_DOTS[input_precision.name](lhs, rhs, d.data)
+        return TensorHandle(data, d.dtype.scalar)
+
+    def create_dot_scaled(self, *operands: Any) -> TensorHandle:
+        """a [..., M, K] @ b [..., K, N] + d, a and b times the scales of their blocks along K."""
+        a, a_scale, _, b, b_scale, *_, d = operands
+        if not {a.dtype.scalar.name, b.dtype.scalar.name} <= FLOAT8.keys():
+            return super().create_dot_scaled(*operands)
+        with np.errstate(all="ignore"):
+            data = scaled(a, a_scale) @ scaled(b, b_scale, is_rhs=True) + d.data
         return TensorHandle(data, d.dtype.scalar)
 
     def cast_impl(self, src: TensorHandle, dst_type: Any) -> TensorHandle:
@@ -126,8 +140,11 @@ class TensorCoreBuilder(InterpreterBuilder):  # type: ignore[misc]
 
     def create_fma(self, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
         """x * y + z, rounded once."""
-        if z.dtype.scalar == tl.bfloat16:
+        dtype = z.dtype.scalar
+        if dtype == tl.bfloat16:
             return _on_bfloat16(lambda x, y, z: x * y + z, x, y, z)
+        if dtype == tl.float32:
+            return TensorHandle(fma(x.data, y.data, z.data), dtype)
         return super().create_fma(x, y, z)
 
 
@@ -152,6 +169,26 @@ def fma_chain(lhs: Array, rhs: Array, acc: Array) -> Array:
         np.multiply(column, row, out=product)
         np.add(product, acc, out=acc, casting="same_kind")
     return acc
+
+
+def fma(x: Array, y: Array, z: Array) -> Array:
+    """x * y + z of float32, rounded once."""
+    with np.errstate(all="ignore"):
+        product, addend = x.astype(np.float64) * y, z.astype(np.float64)
+        total = product + addend
+        part = total - product
+        lost = (product - (total - part)) + (addend - part)  # Knuth's TwoSum
+        return _round_to_odd(total, lost).astype(np.float32)
+
+
+def scaled(operand: TensorHandle, scale: TensorHandle | None, *, is_rhs: bool = False) -> Array:
+    """8-bit floats times the E8M0 scales of their blocks along k, which are [..., rows or columns, blocks]."""
+    values = _values(operand)
+    if scale is None:
+        return values
+    scales = scale.data.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    scales = np.repeat(scales, values.shape[-2 if is_rhs else -1] // scales.shape[-1], axis=-1)
+    return values * (np.swapaxes(scales, -1, -2) if is_rhs else scales)
 
 
 def truncate_to_tf32(x: Array) -> Array:
@@ -225,10 +262,18 @@ def _round_to_bfloat16(x: Array) -> Array:
     if x.dtype != np.float32:
         exact = x.astype(np.float64)
         x = exact.astype(np.float32)
-        # Round to odd first (towards zero, last bit set where inexact), so that the second rounding sees no false tie.
-        bits = x.view(np.uint32) - (np.abs(x) > np.abs(exact))
-        x = (bits | (x != exact) & ~np.isnan(exact)).astype(np.uint32).view(np.float32)
+        x = _round_to_odd(x, exact - x)
     return x.astype(ml_dtypes.bfloat16).view(np.uint16)
+
+
+def _round_to_odd(x: Array, lost: Array) -> Array:
+    """x + lost, which was rounded to x, rounded to odd: towards zero, last bit set where inexact.
+
+    A second rounding, to a narrower dtype, then sees no false tie.
+    """
+    is_inexact = np.abs(lost) > 0
+    is_beyond = is_inexact & (np.signbit(lost) != np.signbit(x))
+    return ((x.view(f"u{x.itemsize}") - is_beyond) | is_inexact).view(x.dtype)
 
 
 def _on_bfloat16(op: Operation, *handles: TensorHandle) -> TensorHandle:
