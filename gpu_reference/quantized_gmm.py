@@ -332,7 +332,7 @@ def grouped_gemm(
     tile = grouped_gemm_tile(p, support.path, ragged, tiling, target)
     swizzled = scale_layout == "swizzled"
     offset = on_device(group_offset, device)
-    dot = "float32" if support.path == "bfloat16" and not computes_bfloat16(device) else support.path
+    dot = support.path if computes_bfloat16(device) else "float32"  # which every interpreter multiplies
     if ragged == "contracting":
         out = lhs.new_empty(p.groups, p.k, p.n, dtype=out_dtype)
         if out.numel():
@@ -1097,8 +1097,8 @@ def _mxfp8_added(
     if DOT == "block_scaled":
         b_read = in_columns.trans() & is_block[None, :]
         b_scales = _scales(rhs_scale, column.trans(), along, b_read, rhs_stride_line, rhs_stride_block, SWIZZLED)
-        A: tl.constexpr = "e4m3" if LHS_FORMAT == "float8_e4m3fn" else "e5m2"
-        B: tl.constexpr = "e4m3" if RHS_FORMAT == "float8_e4m3fn" else "e5m2"
+        A: tl.constexpr = tl.constexpr("e4m3" if LHS_FORMAT == "float8_e4m3fn" else "e5m2")
+        B: tl.constexpr = tl.constexpr("e4m3" if RHS_FORMAT == "float8_e4m3fn" else "e5m2")
         sums = tl.dot_scaled(a, a_scales, A, b, b_scales, B, sums)
     else:
         b_read = in_columns & is_block[:, None]
@@ -1227,8 +1227,6 @@ def _support(lhs: torch.dtype, rhs: torch.dtype, target: str | None) -> Support:
     if _least_tile(target) is None:
         reason = f"the matrix unit of {target} takes no block scales; bfloat16 holds every code times its scale"
         return Support("bfloat16", reason, fallback=True)
-    if target is None and torch.float8_e5m2 in (lhs, rhs):
-        return Support("bfloat16", "Triton's interpreter misreads e5m2's subnormals in a scaled dot", fallback=True)
     if target is None:
         return Support("block_scaled", "interpreted, as on a matrix unit that takes block scales", fallback=False)
     return Support("block_scaled", f"the matrix unit of {target} takes codes and their block scales", fallback=False)

@@ -106,13 +106,7 @@ def test_both_paths_are_exact_on_integers_whatever_the_groups(path, ragged, layo
     ("path", "name"),
     [
         ("block_scaled", "float8_e4m3fn"),
-        pytest.param(
-            "block_scaled",
-            "float8_e5m2",
-            marks=pytest.mark.xfail(
-                strict=True, reason="Triton's interpreter takes e5m2's subnormals for other numbers"
-            ),
-        ),
+        ("block_scaled", "float8_e5m2"),
         ("bfloat16", "float8_e4m3fn"),
         ("bfloat16", "float8_e5m2"),
     ],
@@ -213,17 +207,21 @@ def test_swizzled_scales_of_any_strides_are_the_same():
 
 def test_the_runner_takes_the_path_of_its_gpu():
     """The matrix is judged on the path that this host's GPU, or the interpreter, would take."""
-    support = gpu.grouped_gemm_support(torch.float8_e4m3fn, torch.float8_e4m3fn)
-    if runner("gpu").real:
-        assert support.path in PATHS
-    else:
-        assert (support.path, support.fallback) == ("block_scaled", False)
-        assert "interpreted" in support.reason
-        other = gpu.grouped_gemm_support(torch.float8_e4m3fn, torch.float8_e5m2)
-        assert (other.path, other.fallback) == ("bfloat16", True)
-        with pytest.raises(ValueError, match="strict must be False for a fallback, bfloat16: Triton's interpreter"):
-            one = torch.zeros(1, 1, 32, dtype=torch.float8_e5m2), torch.zeros(1, 1, 1, dtype=torch.float8_e8m0fnu)
-            gpu.grouped_gemm(
-                one[0][0], one[0], torch.ones(1, dtype=torch.int32), lhs_scale=one[1][0], rhs_scale=one[1],
-                transpose_rhs=True, strict=True,
-            )  # fmt: skip
+    for rhs in (torch.float8_e4m3fn, torch.float8_e5m2):
+        support = gpu.grouped_gemm_support(torch.float8_e4m3fn, rhs)
+        if runner("gpu").real:
+            assert support.path in PATHS
+        else:
+            assert (support.path, support.fallback) == ("block_scaled", False)
+            assert "interpreted" in support.reason
+
+
+@interpreted
+def test_a_fallback_is_refused_where_it_is_to_be_strict(monkeypatch):
+    monkeypatch.setattr(gpu, "architecture", lambda device=None: "sm_90")
+    codes, scale = torch.zeros(1, 1, 32, dtype=torch.float8_e5m2), torch.zeros(1, 1, 1, dtype=torch.float8_e8m0fnu)
+    with pytest.raises(ValueError, match="strict must be False for a fallback, bfloat16: the matrix unit of sm_90"):
+        gpu.grouped_gemm(
+            codes[0], codes, torch.ones(1, dtype=torch.int32), lhs_scale=scale[0], rhs_scale=scale,
+            transpose_rhs=True, strict=True,
+        )  # fmt: skip
