@@ -37,7 +37,7 @@ from torch.autograd.function import once_differentiable
 
 from gpu_reference.fused_recurrent import Gates, Gradients
 from gpu_reference.gmm import block_of, values
-from gpu_reference.hardware import Launch, check_devices, computes_bfloat16
+from gpu_reference.hardware import Launch, check_devices, computes_bfloat16, is_interpreted, is_older
 from op_arguments.debug import Debug
 from op_arguments.gla import Problem, check_backward, check_forward, check_fused, check_precision
 
@@ -64,8 +64,9 @@ BACKWARD_TILES = {
 """(columns of K, columns of V, warps) likewise, by whether dots are of bfloat16 and whether each channel has a gate.
 Every tile of K more costs memory for a copy of dv. Chosen on sm_80 to sm_100; AMD takes the same, and spills."""
 
-PIECE = tl.constexpr(16 if int(triton.__version__.split(".")[1]) < 9 else 8)
-"""Products that a float32 dot sums one after the other, before sums are added in float64: as few as Triton allows."""
+PIECE = tl.constexpr(8 if is_interpreted() or not is_older(triton.__version__, 3, 8) else 16)
+"""Products that a float32 dot sums one after the other, before sums are added in float64: as few as Triton compiles.
+Interpreted, kernels sum alike with every Triton."""
 
 LARGEST_GATE = tl.constexpr(128.0)  # exp(-128) is zero in float32
 COARSE = tl.constexpr(1.5 * 2.0**13)  # a float32 added to it becomes a multiple of 2^-10

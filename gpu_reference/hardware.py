@@ -5,6 +5,7 @@ An *architecture* is the name of a compiler target: `"sm_90"`, `"gfx942"`; None 
 # mypy: allow-untyped-defs, allow-untyped-decorators
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +51,8 @@ def is_interpreted() -> bool:
 def check_devices(tensors: Mapping[str, Tensor | None]) -> torch.device:
     """The device that all `tensors` are on (None is skipped).
 
-    Raises ValueError where they are on several, RuntimeError where it is the CPU and kernels are not interpreted.
+    Raises ValueError where they are on several, RuntimeError where it is the CPU and kernels are not interpreted, or
+    cannot be.
     """
     devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
     if len(set(devices.values())) != 1:
@@ -61,7 +63,18 @@ def check_devices(tensors: Mapping[str, Tensor | None]) -> torch.device:
         raise RuntimeError(
             "Triton kernels run on CPU tensors only if TRITON_INTERPRET=1 was set before triton was imported"
         )
+    if device.type == "cpu" and not _interprets_loops(device):
+        raise RuntimeError(
+            f"the interpreter of Triton {triton.__version__} cannot loop with NumPy {version('numpy')}: "
+            "on CPU tensors kernels need triton>=3.7 or numpy<2.4"
+        )
     return device
+
+
+def _interprets_loops(device: torch.device) -> bool:
+    """Whether a loop may end where a tensor says. Triton 3.6's interpreter, unless it is mended, takes an array of one
+    element for a number, which NumPy 2.4 refuses."""
+    return not is_older(triton.__version__, 3, 7) or is_older(version("numpy"), 2, 4) or computes_bfloat16(device)
 
 
 def computes_bfloat16(device: torch.device) -> bool:
@@ -128,6 +141,11 @@ def sums_fp8_in_float32(target: str) -> bool:
     Mikaitis 2025, "Accurate Models of NVIDIA Tensor Cores" (arXiv:2512.07004).
     """
     return _compute_capability(target) not in (89, 90)
+
+
+def is_older(version: str, major: int, minor: int) -> bool:
+    """Whether a version comes before major.minor."""
+    return tuple(map(int, version.split(".")[:2])) < (major, minor)
 
 
 def _compute_capability(target: str) -> int:

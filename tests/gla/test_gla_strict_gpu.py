@@ -75,6 +75,7 @@ class StrictMemory:
 def strict(monkeypatch):
     """Runs every launch of a test in `StrictMemory`, in which empty tensors hold UNWRITTEN."""
     torch, interpreter = pytest.importorskip("torch"), pytest.importorskip("triton.runtime.interpreter")
+    from gpu_reference import hardware
     from gpu_reference.hardware import Launch
 
     memory = StrictMemory(interpreter._interpreter, interpreter.interpreter_builder)
@@ -93,6 +94,7 @@ def strict(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: unwritten(empty(*shape, **options)))
     monkeypatch.setattr(torch, "empty_like", lambda x, **options: unwritten(empty_like(x, **options)))
     monkeypatch.setattr(Launch, "run", checked)
+    monkeypatch.setattr(hardware, "computes_bfloat16", lambda device: True)  # asked by a program without a Launch
 
 
 # Tiles of K and V of which the last is a part, more blocks than one, and sequences of no, one and several of them.

@@ -19,11 +19,29 @@ ELSEWHERE = torch.zeros(1, device="meta")
 
 
 def test_tensors_of_the_cpu_need_the_interpreter(monkeypatch):
-    assert hardware.check_devices({"lhs": CPU, "rhs": None}) == torch.device("cpu")
+    with emulated():
+        assert hardware.check_devices({"lhs": CPU, "rhs": None}) == torch.device("cpu")
     monkeypatch.setattr(hardware, "is_interpreted", lambda: False)
     with pytest.raises(RuntimeError, match="only if TRITON_INTERPRET=1 was set before triton was imported"):
         hardware.check_devices({"lhs": CPU})
     assert hardware.check_devices({"lhs": ELSEWHERE}) == torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "runs"),
+    [("3.6.0", "2.4.0", False), ("3.6.0", "2.10.1", False), ("3.6.0", "2.3.5", True), ("3.7.0", "2.4.0", True)],
+)
+def test_an_interpreter_that_numpy_is_too_new_for_is_named(triton, numpy, runs, monkeypatch):
+    monkeypatch.setattr(hardware.triton, "__version__", triton)
+    monkeypatch.setattr(hardware, "version", {"numpy": numpy}.get)
+    if runs:
+        hardware.check_devices({"lhs": CPU})
+    else:
+        with pytest.raises(RuntimeError, match=rf"Triton {triton} cannot loop with NumPy {numpy}.* or numpy<2\.4"):
+            hardware.check_devices({"lhs": CPU})
+    hardware.check_devices({"lhs": ELSEWHERE})
+    with emulated():
+        hardware.check_devices({"lhs": CPU})
 
 
 def test_all_tensors_are_on_one_device():
