@@ -349,9 +349,10 @@ def _refusal(error: Exception, kernel: Any, diagnostics: str) -> Compiled:
     """What the compiler says in an exception, or has written while it ran."""
     chain = list(_chain(error))
     log = _shortened("\n".join([*(f"{type(e).__name__}: {e}" for e in chain), diagnostics]))
-    found = re.search(r'^(?:loc\()?"?([^\s":]+)"?:(\d+):\d+\)?: error: (.+)$', diagnostics, re.MULTILINE)
+    place = r'(?:loc\()?"?([^\s":]+)"?:(\d+):\d+\)?: '
+    found = re.search(rf"^(?:{place})?error: (.+)$", diagnostics, re.MULTILINE)
     if found is not None:
-        location = f"{found[1]}:{found[2]}" if found[1].endswith(".py") else None
+        location = f"{found[1]}:{found[2]}" if found[1] and found[1].endswith(".py") else None
         return Compiled("refused", error=found[3], location=location, log=log)
     # Of an error in a called function there is one for each call on the way; the innermost has the reason.
     reasons = [(e.error_message or "") if hasattr(e, "error_message") else str(e) for e in chain]
