@@ -101,6 +101,7 @@ def grouped_dense_bwd(
     check_quantize_options(quantize, bwd_quantize, block_size)
     p = _check(lhs, rhs, group_sizes, existing_out, group_offset, transpose_rhs, preferred_element_type)
     check_dout(dout, p, exact=True)
+    resolve_tiling(tiling, one_tile, p.m, p.k, p.n)  # refused here as in the forward pass
     offset, sizes = scalar(group_offset), values(group_sizes)
     groups = rhs.shape[0]
     left, right = (dout, lhs) if transpose_rhs else (lhs, dout)
@@ -118,8 +119,9 @@ def grouped_dense_bwd(
         "rounding": _running_at("drhs", rounding),
     }
     if quantize is not True and bwd_quantize is not True:
-        dlhs = gmm(dout, rhs, group_sizes, **by_gmm)
-        drhs = tgmm(left, right, group_sizes, **by_tgmm)
+        # dout has the dtype of the result, which need not be that of lhs and rhs.
+        dlhs = gmm(*_exactly(dout, rhs), group_sizes, **by_gmm)
+        drhs = tgmm(*_exactly(left, right), group_sizes, **by_tgmm)
     else:
         by_rows: tuple[Any, Any] = (dout, None)
         by_columns: tuple[Any, Any] = (_padded(dout, block_size), None)
@@ -163,6 +165,10 @@ def _check(
         sizes=values(group_sizes),
         exact=True,
     )
+
+
+def _exactly(a: Array, b: Array) -> tuple[Array, Array]:
+    return a.astype(np.float64), b.astype(np.float64)
 
 
 def _weights(rhs: Array, block_size: int | None) -> Quantized:

@@ -34,16 +34,19 @@ from tests.matrix.quantized_gmm import FP8_MMA_DEPTH, SMALL_TILES
 def contract(c: Case, backend: Backend) -> Contract:
     """As gmm_quantized where everything is fp8, else as the pass that is not: it has the wider operands.
 
-    Quantising is exact to the bit, and so no part of the error.
+    Quantising is exact to the bit, and so no part of the error. Gradients have the dtypes of what they are gradients
+    of; in the backward pass the result's, which is dout's, is that of an operand.
     """
     backward = c.op == "grouped_dense_bwd"
     sums = {"dlhs": F32, "drhs": F32} if backward else {"acc": F32}
     scaling = {"inner": F32, "scale": F32, "scaled": F32, **sums}
     if c.quantize and (c.bwd_quantize or not backward):
         depth = MXU_DEPTH if backend == "tpu" else FP8_MMA_DEPTH
-        return Contract(dot="fp8", out=c.out, depth=depth, sites={"partial": F32, **scaling})
-    wide = unquantised.contract(c, backend)
-    return replace(wide, sites={**wide.sites, **scaling})
+        wide = Contract(dot="fp8", out=c.out, depth=depth, sites={"partial": F32, **scaling})
+    else:
+        wide = unquantised.contract(replace(c, dtype=F32) if backward and c.out == F32 else c, backend)
+        wide = replace(wide, sites={**wide.sites, **scaling})
+    return replace(wide, out=c.dtype, outs={"existing_out": c.out}) if backward else wide
 
 
 def chain(c: Case, length: int) -> int:
@@ -174,6 +177,9 @@ def cases(op: Op) -> tuple[Case, ...]:
         op.grid([SMALL], dtype=[F32], existing_out=[True], groups=["short"], **small),
         op.grid([SMALL], dtype=[BF16], existing_out=[True], transpose_rhs=[True], shard=[(3, 8)], groups=["zipf"],
                 **small),
+        # a result that is wider than its operands, and so the gradient of it
+        op.grid([SMALL], dtype=[(BF16, F32)], quantize=[False], bwd_quantize=[False], transpose_rhs=[False, True],
+                existing_out=[True], groups=["zipf"], **small),
         # the gradient of an empty group is exactly zero (tokamax#887, #1016)
         op.grid([SMALL], dtype=[BF16], groups=["empty_runs"], **small),
         op.grid([SMALL], dtype=[F32], data=["poison"] if forward else ["poison", "nonfinite", "outliers"],
