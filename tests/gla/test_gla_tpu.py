@@ -1,7 +1,20 @@
 """The gated linear attentions on the TPU, or its emulation, against the float64 golden."""
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
 import parity
-from tests.matrix.gla import GATED_LINEAR_ATTENTION
+from parity.judge import judge
+from tests.matrix.gla import (
+    CHUNK_GLA,
+    CHUNK_SIMPLE_GLA,
+    F32,
+    FUSED_RECURRENT_GLA,
+    FUSED_RECURRENT_SIMPLE_GLA,
+    GATED_LINEAR_ATTENTION,
+)
 
 
 @parity.cases(*GATED_LINEAR_ATTENTION, backend="tpu")
@@ -17,3 +30,35 @@ def test_is_exact_on_integers(run):
 @parity.cases(*GATED_LINEAR_ATTENTION, backend="tpu", compared=True)
 def test_is_no_worse_than_the_gpu(run):
     run.is_no_worse()
+
+
+def interpreted(call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments, **options: call(*arguments, **(options | {"interpret": True}))
+
+
+PACKED = dict(B=1, T=70, H=2, K=16, V=24, N=5)
+SEVERAL_TILES = dict(B=1, T=70, H=1, K=300, V=24, N=3)  # of keys and, backward, of rows
+LOOPS = [
+    (CHUNK_SIMPLE_GLA[1], PACKED, dict(gates=["both"], chunk=[16], route=["fused"])),
+    (CHUNK_GLA[1], PACKED, dict(chunk=[16], route=["fused"])),
+    (FUSED_RECURRENT_SIMPLE_GLA[0], SEVERAL_TILES, dict(gates=["both"])),
+    (FUSED_RECURRENT_GLA[1], SEVERAL_TILES, {}),
+]
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(("op", "shape", "options"), LOOPS)
+def test_loops_that_are_unrolled_agree_with_golden(op, shape, options, monkeypatch):
+    """A TPU has several chunks, or steps, in a turn of a loop, and an interpreter one: here as many as a TPU."""
+    from tpu_kernels import chunk_scan, fused_recurrent
+
+    monkeypatch.setattr(chunk_scan, "BLOCK_TOKENS", 64)  # four chunks, so that the loop takes all of them in one turn
+    for module, calls in ((chunk_scan, ["_call"]), (fused_recurrent, ["_call", "group_metadata"])):
+        monkeypatch.setattr(module, "resolve_interpret", lambda _: False)
+        for name in ("_forward", "_backward"):  # without jit, which would keep what is traced here
+            monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
+        for name in calls:
+            monkeypatch.setattr(module, name, interpreted(getattr(module, name)))
+    (case,) = op.grid([shape], dtype=[F32], h0=[True], ht=[True], **options)
+    judged = judge(op, case, "tpu")
+    assert judged.verdict.passed, judged.verdict
