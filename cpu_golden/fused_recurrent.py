@@ -15,7 +15,7 @@ import numpy as np
 
 from cpu_golden import Array, Rounding, exact
 from cpu_golden.gmm import values
-from op_arguments.gla import Gates, Problem, check_backward, check_forward
+from op_arguments.gla import CHUNK_STEP, Gates, Problem, check_backward, check_forward
 
 Forward = Callable[[Array, Array, Array, Array, Array, float], tuple[Array, Array]]
 """A scan (q, k, v, gate, state, scale) -> o [B, H, T, V] and the final state."""
@@ -84,7 +84,7 @@ def forward(
     initial_state: Array | None,
     output_final_state: bool,
     cu_seqlens: Array | None,
-    chunk_size: int | None = None,
+    chunk_size: int = CHUNK_STEP,
     reverse: bool = False,
 ) -> Output:
     """Every sequence by `scan`; arguments as the public functions of `simple_gla` and `gla` take them, checked here."""
@@ -122,7 +122,7 @@ def backward(
     initial_state: Array | None,
     dht: Array | None,
     cu_seqlens: Array | None,
-    chunk_size: int | None = None,
+    chunk_size: int = CHUNK_STEP,
     reverse: bool = False,
 ) -> tuple[Array, Array, Array, Array, Array | None]:
     """dq, dk, dv, dgate [B, T, H, K or 1] and, where there is an initial_state, dh0; as `forward`."""

@@ -8,6 +8,7 @@ Sums are float32 (operands in full precision: no TF32) and are rounded once, whe
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # (kernel arguments are what Triton makes of them; every host function below is annotated)
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu_reference.hardware import Launch, check_devices, computes_bfloat16
-from op_arguments import Tiling, resolve_tiling
+from op_arguments import Tiling, dtype_name, resolve_tiling
 from op_arguments.debug import Debug
 from op_arguments.gmm import GroupMetadata, Problem, check_gmm, check_group_metadata, check_tgmm
 from op_arguments.quantized_gmm import QuantizedProblem
@@ -660,7 +661,8 @@ def values(group_sizes: Any) -> list[int] | None:
 
 
 def scalar(group_offset: Any) -> Any:
-    """The int in a CPU scalar tensor ([] or [1]); anything else as it is, for the check to judge."""
-    readable = isinstance(group_offset, Tensor) and group_offset.device.type == "cpu"
-    integer = readable and group_offset.numel() == 1 and group_offset.dtype in (torch.int32, torch.int64)
-    return int(group_offset) if integer else group_offset
+    """The int in a scalar ([] or [1]) of NumPy or on the CPU; anything else as it is, for the check to judge."""
+    is_tensor = isinstance(group_offset, Tensor)
+    readable = group_offset.device.type == "cpu" if is_tensor else hasattr(group_offset, "dtype")
+    integer = readable and dtype_name(group_offset.dtype) in ("int32", "int64") and math.prod(group_offset.shape) == 1
+    return group_offset.item() if integer else group_offset

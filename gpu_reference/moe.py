@@ -148,7 +148,7 @@ def grouped_dense_bwd(
     dout [M, N]: the gradient of its result, in the dtype of that. All else as `grouped_dense`, but that debug has no
     stage of the forward pass.
     """
-    primals = [x.detach().requires_grad_() for x in (lhs, rhs, existing_out) if x is not None]
+    primals = [_primal(x) for x in (lhs, rhs, existing_out) if x is not None]
     lhs, rhs, *existing = primals
     with torch.enable_grad():
         out = grouped_dense(
@@ -240,6 +240,11 @@ class _GroupedDense(torch.autograd.Function):
         if needs_passed:
             passed = _outside(dout, group_sizes, group_offset, ctx.groups)
         return None, dlhs, drhs, None, None, passed
+
+
+def _primal(x: Tensor) -> Tensor:
+    """x with a gradient of its own. What can have none stays as it is, for the function to refuse it."""
+    return x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def _resolved(quantize: Quantize, device: torch.device) -> bool:
@@ -462,7 +467,7 @@ def moe_layer_bwd(
     In the dtypes of the primals; zero for experts without rows. With process_group w_router's is the part of this
     process's tokens. All else as `moe_layer`.
     """
-    primals = [tensor.detach().requires_grad_() for tensor in (x, w_router, w_gate, w_up, w_down)]
+    primals = [_primal(tensor) for tensor in (x, w_router, w_gate, w_up, w_down)]
     with torch.enable_grad():
         out = moe_layer(
             *primals,

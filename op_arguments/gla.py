@@ -37,13 +37,13 @@ def check_forward(
     initial_state: Array | None,
     cu_seqlens: Array | None,
     offsets: Sequence[int] | None,
-    chunk_size: int | None = None,
+    chunk_size: int = CHUNK_STEP,
     exact: bool = False,
 ) -> Problem:
     """Check the arguments of a forward pass.
 
     `offsets` are the values of cu_seqlens, or None where there is none, or reading it is impossible (traced) or would
-    stall a device. chunk_size: None for the recurrent forms, which have none. `exact` also lets float64 tensors
+    stall a device. chunk_size: the recurrent forms, which have none, leave it out. `exact` also lets float64 tensors
     through: the goldens take them.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, shape or value.
     """
@@ -60,8 +60,7 @@ def check_forward(
     _check_gates(gates, (b, t, h, key_size), dtype, exact)
     n = _check_sequences(cu_seqlens, offsets, q)
     _check_state("initial_state", initial_state, (n, h, key_size, value_size), exact)
-    if chunk_size is not None:
-        check_chunk_size(chunk_size)
+    check_chunk_size(chunk_size)
     return Problem(b, t, h, key_size, value_size, n, _check_scale(scale, key_size), dtype)
 
 
@@ -77,7 +76,7 @@ def check_backward(
     dht: Array | None,
     cu_seqlens: Array | None,
     offsets: Sequence[int] | None,
-    chunk_size: int | None = None,
+    chunk_size: int = CHUNK_STEP,
     exact: bool = False,
 ) -> Problem:
     """Check the arguments of a backward pass; as `check_forward`."""

@@ -174,7 +174,8 @@ def check_scale(name: str, scale: Any, of: str, shape: tuple[int, ...]) -> Block
     if dtype_name(scale.dtype) != "float32":
         raise TypeError(f"{name} must be float32, got {dtype_name(scale.dtype)}")
     divides = len(scale.shape) == len(shape) and all(
-        size % parts == 0 if parts else size == 0 for parts, size in zip(scale.shape, shape, strict=True)
+        parts <= max(size, 1) and size % parts == 0 if parts else size == 0
+        for parts, size in zip(scale.shape, shape, strict=True)
     )
     if not divides:
         raise ValueError(

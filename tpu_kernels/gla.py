@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from op_arguments.debug import Debug
-from op_arguments.gla import Gates, check_forward
+from op_arguments.gla import CHUNK_STEP, Gates, check_forward
 from tpu_kernels.chunk_scan import chunk_bwd, chunk_fwd
 from tpu_kernels.fused_recurrent import recurrent_bwd, recurrent_fwd
 from tpu_kernels.gmm import Interpret, concrete_values
@@ -294,7 +294,7 @@ def differentiable(
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
         offsets=None if cu_seqlens is None else concrete_values(cu_seqlens),
-        chunk_size=options.get("chunk_size"),
+        chunk_size=options.get("chunk_size", CHUNK_STEP),
     )
     options |= {"scale": scale, "interpret": interpret}
     passes = _Passes(forward, backward, bool(output_final_state), tuple(options.items()))

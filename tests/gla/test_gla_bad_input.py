@@ -111,6 +111,7 @@ BACKWARD = [
 
 CHUNKED = [
     (dict(chunk_size=64.0), TypeError, "chunk_size must be an int, got float"),
+    (dict(chunk_size=None), TypeError, "chunk_size must be an int, got NoneType"),
     (dict(chunk_size=0), ValueError, "chunk_size must be a positive multiple of 16, at most 256, got 0"),
     (dict(chunk_size=-16), ValueError, "chunk_size must be a positive multiple of 16, at most 256, got -16"),
     (dict(chunk_size=24), ValueError, "chunk_size must be a positive multiple of 16, at most 256, got 24"),

@@ -111,6 +111,15 @@ def test_bad_arguments_are_refused_in_the_same_words(package, function, change, 
     assert type(refused.value) is error
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("offset", [np.int64(1), np.array(1, np.int32), np.array([1])])
+def test_a_group_offset_of_numpy_is_judged(package, offset):
+    """As it comes, and not as a tensor: what is not judged is clipped."""
+    arguments = {name: PACKAGES[package](x) for name, x in GOOD["tgmm"].items()}
+    with pytest.raises(ValueError, match=r"^group_offset must be in \[0, E - G\] = \[0, 0\] .*, got 1$"):
+        importlib.import_module(f"{package}.gmm").tgmm(**arguments, group_offset=offset)
+
+
 def test_what_is_just_good_enough_is_good():
     for tiling in ((1, 1, 1), [1, 2, 3], lambda m, k, n: [m, k, n]):
         assert resolve_tiling(tiling, None, 1, 2, 3) == ((1, 1, 1) if type(tiling) is tuple else (1, 2, 3))

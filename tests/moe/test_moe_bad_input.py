@@ -73,6 +73,8 @@ BAD = [
     ("moe_layer", dict(capacity=-1), ValueError, "capacity must be at least 1, got -1"),
     ("moe_layer", dict(group_offset=2), ValueError,
      "group_offset must be in [0, E - G] = [0, 1] (E = 4 groups, G = 3 in the shard), got 2"),
+    ("moe_layer_bwd", dict(w_gate=None), TypeError, "w_gate must be an array [G, D, F], got NoneType"),
+    ("moe_layer_bwd", dict(x=i32([1] * 32)), TypeError, "x must be float32, bfloat16 or float16, got int32"),
     ("moe_layer_bwd", dict(dout=f32(6, 31)), ValueError, "dout must have shape [T, D] = [6, 32], got [6, 31]"),
     ("moe_layer_bwd", dict(dout=f16(6, 32)), TypeError, "dout must be float32, got float16"),
 ]  # fmt: skip

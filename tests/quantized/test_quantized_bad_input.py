@@ -110,6 +110,10 @@ BAD += [
     ("fp8_dequantize", dict(scale=1.0), TypeError, "scale must be a float32 array, got float"),
     ("fp8_dequantize", dict(scale=f32(8, 3)), ValueError,
      "scale must have the rank of qvalue [8, 64] and axes that divide its own, got [8, 3]"),
+    ("fp8_dequantize", dict(qvalue=fp8(0, 64)), ValueError,
+     "scale must have the rank of qvalue [0, 64] and axes that divide its own, got [8, 2]"),
+    ("int8_dequantize", dict(qvalue=i8(8, 0)), ValueError,
+     "scale must have the rank of qvalue [8, 0] and axes that divide its own, got [8, 2]"),
     ("fp8_dequantize", dict(scale=f32(8)), ValueError,
      "scale must have the rank of qvalue [8, 64] and axes that divide its own, got [8]"),
     *((function, *bad) for function in ("mxfp8_quantize", "mxfp8_dual_quantize") for bad in [
@@ -221,6 +225,9 @@ BAD += [
     ("grouped_dense_bwd", dict(quantize="yes"), ValueError, "quantize must be 'auto', True or False, got 'yes'"),
     ("grouped_dense_bwd", dict(bwd_quantize=2), ValueError, "bwd_quantize must be 'auto', True or False, got 2"),
     ("grouped_dense_bwd", dict(block_size=0), ValueError, "block_size must be positive, got 0"),
+    ("grouped_dense_bwd", dict(lhs=[1.0]), TypeError, "lhs must be an array [M, K], got list"),
+    ("grouped_dense_bwd", dict(rhs=i8(3, 64, 32)), TypeError, "rhs must be float32, bfloat16 or float16, got int8"),
+    ("grouped_dense_bwd", dict(tiling=(8, 8)), TypeError, "tiling must be three ints (tm, tk, tn), got (8, 8)"),
     ("grouped_dense_bwd", dict(dout=f32(8, 64)), ValueError, "dout must have shape [M, N] = [8, 32], got [8, 64]"),
     ("grouped_dense_bwd", dict(dout=f16(8, 32)), TypeError, "dout must be float32, got float16"),
 ]  # fmt: skip
