@@ -400,14 +400,16 @@ def _gmm_kernel(
         if not one_step:
             pl.when(step == last_step)(lambda: store(rows, slice(None), acc[rows, :], masked))
 
-    # Consecutive visits of a tile share its output block: the first one fills the rows that are not its own.
-    first_of_tile = (visit == 0) | (tile_ids[jnp.maximum(visit - 1, 0)] != tile_ids[visit])
+    def multiply_own() -> None:
+        # Consecutive visits of a tile share its output block: the first one fills the rows that are not its own.
+        first_of_tile = (visit == 0) | (tile_ids[jnp.maximum(visit - 1, 0)] != tile_ids[visit])
 
-    @pl.when(~whole & first_of_tile & (step == last_step))
-    def _() -> None:
-        out[...] = existing_out[0][...] if existing_out else jnp.zeros_like(out)
+        @pl.when(~whole & first_of_tile & (step == last_step))
+        def _() -> None:
+            out[...] = existing_out[0][...] if existing_out else jnp.zeros_like(out)
 
-    multiply_own = partial(for_row_blocks, start, end, tm, partial(multiply_step, masked=True))
+        for_row_blocks(start, end, tm, partial(multiply_step, masked=True))
+
     if row_block(tm) == tm:  # the masks cost less than a second program
         multiply_own()
     else:
