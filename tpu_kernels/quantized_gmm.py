@@ -66,6 +66,7 @@ SUBLANES = 32  # of a packed 8-bit register
 PARTS = 16
 FIRST_WITH_32_MIB = 6  # the generation from which on a kernel has 32 MiB of VMEM by default, and not 16
 WIDENED_ROWS = 64  # at a time, so that they stay in registers
+WIDENING = 3  # blocks of columns whose products take as long as lhs takes to be widened under them, on v6e
 STRIPS = 4  # of 128 rows, that are stored in straight-line code
 TALL = 896  # rows of a dot that the matrix unit adds up by itself: of multiples of 128 the fastest in tgmm on tpu7x
 E8M0_NAN, BFLOAT16_NAN = 0xFF, 0x7FC0
@@ -338,7 +339,7 @@ def _gmm_tiles(block: int, small: bool, mxfp8: bool, m: int, k: int, n: int) -> 
     if generation < FIRST_WITH_32_MIB:
         return 256, min(1024, PARTS * block), 512
     few = block >= BLOCK and not mxfp8
-    tm = 1024 if small and (mxfp8 or (generation == 6 and few)) else 512
+    tm = 1024 if small and (mxfp8 or few or generation > 6) else 512
     longest = min(1024 if small and not few and n > 512 else 2048, PARTS * block)
     tk = even_step(k, longest, max(block, BLOCK) if block < k else BLOCK)
     weights = 2**21 if small and not mxfp8 else 2**20
@@ -916,7 +917,7 @@ def _gmm_kernel(
         if masked:
             _for_blocks(tn, BLOCK, body)
         else:
-            for columns in blocks(tn, 2 * BLOCK if turned else BLOCK):
+            for columns in blocks(tn, 2 * BLOCK if turned and tn == 2 * BLOCK else BLOCK):
                 body(columns)
 
     def scaled_turned(sums: jax.Array, i: int, rows: Any, columns: Any, masked: bool) -> jax.Array:
@@ -971,29 +972,49 @@ def _gmm_kernel(
         if lhs is narrow_lhs or masked:
             for_columns(multiply_columns, masked)
             return
+        first = blocks(tn, BLOCK)[:WIDENING]
         for i, inner in enumerate(parts):
             lhs[rows, inner] = widened_lhs(rows, inner)
-            for columns in blocks(tn, BLOCK):
+            for columns in first:
                 total = add(i, rows, columns, acc[rows, columns] if i else before(rows, columns))
                 keep(rows, columns, total, last=i == len(parts) - 1)
+        for columns in blocks(tn, BLOCK)[WIDENING:]:
+            multiply_columns(columns)
 
-    def multiply_step(rows: Any, masked: bool) -> None:
+    def multiply_step(for_rows: Callable[[Callable[[Any], None]], None], masked: bool) -> None:
+        def multiply_to(depth: int) -> None:
+            for_rows(lambda rows: multiply(rows, depth, masked))
+
+        def store_all(rows: Any) -> None:
+            for_columns(lambda columns: store(rows, columns, acc[at(rows, columns)], masked), masked)
+
         if rest == tk:
-            multiply(rows, tk, masked)
+            multiply_to(tk)
         else:
-            pl.when(step < last_step)(lambda: multiply(rows, tk, masked))
-            pl.when(step == last_step)(lambda: multiply(rows, rest, masked))
+            pl.when(step < last_step)(lambda: multiply_to(tk))
+            pl.when(step == last_step)(lambda: multiply_to(rest))
         if not one_step:
+            pl.when(step == last_step)(lambda: for_rows(store_all))
 
-            @pl.when(step == last_step)
-            def _() -> None:
-                for_columns(lambda columns: store(rows, columns, acc[at(rows, columns)], masked), masked)
+    def for_passes(body: Callable[[Any], None]) -> None:
+        """body(rows) for the rows of a tile that are multiplied at a time.
+
+        Where blocks of scales are long this is no loop: the sums of a pass are scaled under the products of the next.
+        Shorter ones are too much code for that.
+        """
+        if not _are_narrow(lhs, rhs):  # what is widened in registers is widened once
+            body(pl.ds(0, tm))
+        elif part >= 2 * BLOCK:
+            for rows in blocks(tm, BLOCK):
+                body(rows)
+        else:
+            _for_blocks(tm, 2 * BLOCK if turned or part >= BLOCK else BLOCK, body)
 
     unmasked = whole & in_range if turned else whole
 
     @pl.when(unmasked)
     def _() -> None:
-        multiply_step(pl.ds(0, tm), masked=False)
+        multiply_step(for_passes, masked=False)
 
     @pl.when(~unmasked)
     def _() -> None:
@@ -1004,7 +1025,7 @@ def _gmm_kernel(
         def _() -> None:
             out[...] = jnp.zeros_like(out) if existing_out is None else existing_out[...]
 
-        for_row_blocks(start, end, tm, partial(multiply_step, masked=True))
+        for_row_blocks(start, end, tm, lambda rows: multiply_step(lambda body: body(rows), masked=True))
 
 
 # --------------------------------------------------------------------------------------------------------- tgmm

@@ -140,6 +140,33 @@ def test_a_block_that_begins_where_a_group_ends_counts_for_nothing(function, gen
     np.testing.assert_array_equal(call(function, arrays, tiling=(256, 128, 128), **options), expected)
 
 
+@pytest.mark.parametrize(
+    ("generation", "block", "columns", "tile", "n"),
+    [
+        (7, 128, 1, (1024, 256, 128), 130),  # passes of 256 rows in a loop
+        (7, 256, 1, (1024, 512, 128), 130),  # of 512
+        (7, 128, 128, (1024, 256, 128), 256),  # of 512, sums as [columns, rows]
+        (7, 128, 1, (640, 256, 128), 130),  # of 256, and a last one of less
+        (7, 512, 1, (1024, 1024, 128), 130),  # no loop
+        (7, None, 1, (1024, 512, 128), 130),
+        (6, 256, 1, (256, 512, 1024), 1100),  # lhs widened under the products of the first columns
+        (6, 128, 1, (256, 256, 1024), 1100),
+        (6, None, 1, (256, 512, 1024), 1100),
+    ],
+)
+def test_a_whole_tile_is_multiplied_pass_by_pass(generation, block, columns, tile, n, monkeypatch):
+    """All of its rows and columns, once, in the last step along K too, which is shorter."""
+    for module in ("gmm", "quantized_gmm", "hardware"):
+        monkeypatch.setattr(pytest.importorskip(f"tpu_kernels.{module}"), "tpu_generation", lambda: generation)
+    tm, tk, _ = tile
+    rng, m, k = RNG(), tm + 90, tk + tk // 2
+    n += generation if columns == 1 else 0  # no other test has these sizes: a compiled kernel would be found again
+    parts = k // block if block else 1
+    arrays = dict(lhs=integers((m, k), E4M3, rng), rhs=integers((2, k, n), E4M3, rng))
+    arrays |= dict(lhs_scale=powers((m, parts), F32, rng), rhs_scale=powers((2, parts, n // columns), F32, rng))
+    check("gmm_quantized", arrays | {"group_sizes": np.array([tm + 20, 60], np.int32)}, tiling=tile)
+
+
 @pytest.mark.parametrize("side", ["lhs_scale", "rhs_scale"])
 def test_a_group_without_rows_is_zero_whatever_its_channels_have(side):
     arrays = operands("tgmm_quantized", 64, 40, 24, 3, RNG()) | {"group_sizes": np.array([0, 64, 0], np.int32)}

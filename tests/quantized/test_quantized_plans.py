@@ -105,23 +105,23 @@ def test_tiles_of_tgmm(kind, narrow, small, k, n, tile):
     [
         ("TPU v5e", 128, True, False, 7168, 2048, (256, 1024, 512)),
         ("TPU v5e", 32, True, False, 7168, 2048, (256, 512, 512)),
-        ("TPU7x", 128, True, False, 2048, 512, (512, 2048, 512)),
-        ("TPU7x", 128, True, False, 7168, 2048, (512, 1024, 2048)),
+        ("TPU7x", 128, True, False, 2048, 512, (1024, 2048, 512)),
+        ("TPU7x", 128, True, False, 7168, 2048, (1024, 1024, 2048)),
         ("TPU7x", 128, False, False, 7168, 2048, (512, 1792, 512)),
-        ("TPU7x", 512, True, False, 7168, 2048, (512, 2048, 1024)),  # of whole blocks
-        ("TPU7x", 7168, True, False, 7168, 2048, (512, 1792, 1024)),
+        ("TPU7x", 512, True, False, 7168, 2048, (1024, 2048, 1024)),  # of whole blocks
+        ("TPU7x", 7168, True, False, 7168, 2048, (1024, 1792, 1024)),
         ("TPU v6e", 7168, True, False, 7168, 2048, (1024, 1792, 1024)),
-        ("TPU7x", 32, True, False, 300, 2880, (512, 300, 1536)),
+        ("TPU7x", 32, True, False, 300, 2880, (1024, 300, 1536)),
         ("TPU7x", 2880, True, True, 2880, 2880, (1024, 1024, 1024)),
         ("TPU7x", 2880, False, True, 2880, 2880, (512, 1536, 512)),
         # At the edges: of few scales, of columns that ask for longer steps or fit into one, of steps along K.
         ("TPU v6e", 256, True, False, 2048, 2048, (1024, 2048, 1024)),
         ("TPU v6e", 128, True, False, 2048, 2048, (512, 1024, 2048)),
-        ("TPU7x", 128, True, False, 2048, 513, (512, 1024, 513)),
-        ("TPU7x", 128, True, False, 2048, 2049, (512, 1024, 1280)),
+        ("TPU7x", 128, True, False, 2048, 513, (1024, 1024, 513)),
+        ("TPU7x", 128, True, False, 2048, 2049, (1024, 1024, 1280)),
         ("TPU7x", 2048, False, False, 2048, 513, (512, 2048, 512)),
-        ("TPU7x", 2049, True, False, 2049, 1026, (512, 1280, 1026)),
-        ("TPU7x", 2048, True, False, 2048, 1026, (512, 2048, 768)),
+        ("TPU7x", 2049, True, False, 2049, 1026, (1024, 1280, 1026)),
+        ("TPU7x", 2048, True, False, 2048, 1026, (1024, 2048, 768)),
         ("TPU7x", 1025, True, True, 1025, 513, (1024, 768, 513)),
     ],
 )
