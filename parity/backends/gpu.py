@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,8 +37,19 @@ class GpuRunner:
         tensors = {name: to_torch(x, device=self._device) for name, x in inputs.items() if x is not None}
         if self.real:
             return to_numpy_tree(kernel(**tensors, **arguments), to_numpy)
-        with tensor_core.emulated():
+        with tensor_core.emulated(), filled_memory():
             return to_numpy_tree(kernel(**tensors, **arguments), to_numpy)
+
+
+@contextmanager
+def filled_memory() -> Iterator[None]:
+    """Let new tensors be NaN, of integers the largest: what a kernel leaves unwritten is not what was there before."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # fills them (torch.utils.deterministic.fill_uninitialized_memory)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def make_runner() -> GpuRunner:
