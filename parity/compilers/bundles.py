@@ -51,6 +51,7 @@ _ANY_BRANCH = re.compile(r"= s(?:br|call|jmp)\b")
 _VMATMUL = re.compile(r"= vmatmul\.([\w.]+)")
 _PLACE = re.compile(r'loc\("([^"]+)":(\d+)')
 _OPERANDS = {"f32": "f32", "bf16": "bf16", "f8": "fp8", "s8": "int8", "u8": "int8"}
+_STAGE = re.compile(r"= sphi [^;]*iteration index, stage")  # loop-carried: a loop inside may load it from a spill
 _DELAY_SLOTS = 6  # after a branch, at most
 
 
@@ -243,7 +244,7 @@ def _parts(bundles: Sequence[Bundle]) -> list[Part]:
             else:
                 # The delay slots end with the branch's region, together with others.
                 after = max(end for end in [address + 1, *ends.values()] if end <= address + 1 + _DELAY_SLOTS)
-                pipelined = "iteration index, stage" in bundles[to].text
+                pipelined = _STAGE.search(bundles[to].text) is not None
                 parts.append(Part(to, after, loop=True, trips=_trips(code, condition), pipelined=pipelined))
     return _nested(parts)
 

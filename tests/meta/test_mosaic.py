@@ -163,6 +163,28 @@ def test_a_loop_may_begin_in_the_delay_slots_of_the_one_before():
         bundles._nested([bundles.Part(0, 100, loop=True), bundles.Part(50, 200, loop=True)])
 
 
+def test_a_loop_that_loads_the_index_of_the_grid_is_not_the_loop_over_the_grid():
+    """The comment on what the grid's loop carries goes with the value, into memory and back."""
+    index = "%s7 = sphi %s6, %s8 /* phi copy :: iteration index, stage = 0 */"
+    loaded = "%s9 = sld [smem:[#allocation3_spill]] /* iteration index, stage = 0 */ ;; %s4 = sphi %s3, %s5"
+    product = "%10 = vmatmul.mubr.bf16.gmra.mxu0 %v1"
+    texts = [
+        "%s3 = smov.u32 0",
+        f"{index} /* Start region 1 */",
+        f"{loaded} ;; {product} /* Start region 2 */",
+        "%s5 = sadd.s32 1, %s4",
+        "%p1 = scmp.ge.s32.totalorder %s5, 3",
+        "%11 = sbr.rel (!%p1) target = $region2 /* End region 2 */",
+        *[""] * 7,  # beyond the delay slots
+        "%12 = sbr.rel (!%p2) target = $region1 /* End region 1 */",
+        "/* exit bundle: */",
+    ]
+    program = "".join(f"{address:#x} : {{ {text} }}\n" for address, text in enumerate(texts))
+    columns, rows = ", ".join(bundles.UNITS), "1 " * len(bundles.UNITS) + "\n"
+    read = bundles.schedule(parse(program, f"\n{columns}\n{rows}UTILIZATION\n{rows * len(texts)}"), CHIPS["tpu7x"])
+    assert (read.vmatmuls, read.step_bundles, read.unknown_loops) == ({"bf16": 3}, 1 + 3 * 4 + 7 + 1, 0)
+
+
 # -------------------------------------------------------------------------------------------------- the compiler itself
 
 
