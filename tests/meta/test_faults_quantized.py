@@ -128,7 +128,7 @@ FAULTS = [
     ),
     in_matmul(
         "the K tail is dropped", "tpu", "gmm_quantized",
-        "pl.when(step == last_step)(lambda: multiply(rows, rest, masked))",
+        "pl.when(step == last_step)(lambda: multiply_to(rest))",
         "pass",
         k_tail,
     ),
