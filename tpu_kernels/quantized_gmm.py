@@ -66,7 +66,7 @@ SUBLANES = 32  # of a packed 8-bit register
 PARTS = 16
 FIRST_WITH_32_MIB = 6  # the generation from which on a kernel has 32 MiB of VMEM by default, and not 16
 WIDENED_ROWS = 64  # at a time, so that they stay in registers
-WIDENING = 3  # blocks of columns whose products take as long as lhs takes to be widened under them, on v6e
+WIDENING = 3  # blocks of columns whose products hide, on v6e, that lhs is widened; with MXFP8's powers it takes all
 STRIPS = 4  # of 128 rows, that are stored in straight-line code
 TALL = 896  # rows of a dot that the matrix unit adds up by itself: of multiples of 128 the fastest in tgmm on tpu7x
 E8M0_NAN, BFLOAT16_NAN = 0xFF, 0x7FC0
@@ -849,7 +849,8 @@ def _gmm_kernel(
     lhs, existing_out = named.get("wide_lhs", narrow_lhs), named.get("existing_out")
     lhs_scale, lhs_columns = named.get("lhs_scale"), named.get("lhs_columns")
     lhs_powers, rhs_powers = named.get("lhs_powers"), named.get("rhs_powers")
-    product = _product if lhs_powers is None and rhs_powers is None else dot
+    in_powers = lhs_powers is not None or rhs_powers is not None
+    product = dot if in_powers else _product
     rhs_parts, rhs_whole = scales.read(lhs_scale, named.get("rhs_scale"))[1]
     visit, step, last_step = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
     (tm, tk), tn = lhs.shape, out.shape[1]
@@ -972,13 +973,14 @@ def _gmm_kernel(
         if lhs is narrow_lhs or masked:
             for_columns(multiply_columns, masked)
             return
-        first = blocks(tn, BLOCK)[:WIDENING]
+        all_columns = blocks(tn, BLOCK)
+        hiding = len(all_columns) if in_powers else WIDENING
         for i, inner in enumerate(parts):
             lhs[rows, inner] = widened_lhs(rows, inner)
-            for columns in first:
+            for columns in all_columns[:hiding]:
                 total = add(i, rows, columns, acc[rows, columns] if i else before(rows, columns))
                 keep(rows, columns, total, last=i == len(parts) - 1)
-        for columns in blocks(tn, BLOCK)[WIDENING:]:
+        for columns in all_columns[hiding:]:
             multiply_columns(columns)
 
     def multiply_step(for_rows: Callable[[Callable[[Any], None]], None], masked: bool) -> None:
