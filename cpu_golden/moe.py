@@ -101,11 +101,13 @@ def grouped_dense_bwd(
     check_quantize_options(quantize, bwd_quantize, block_size)
     p = _check(lhs, rhs, group_sizes, existing_out, group_offset, transpose_rhs, preferred_element_type)
     check_dout(dout, p, exact=True)
-    resolve_tiling(tiling, one_tile, p.m, p.k, p.n)  # refused here as in the forward pass
     offset, sizes = scalar(group_offset), values(group_sizes)
     groups = rhs.shape[0]
     left, right = (dout, lhs) if transpose_rhs else (lhs, dout)
-    swapped = tiling if tiling is None or callable(tiling) else (tiling[0], tiling[2], tiling[1])
+    swapped = tiling
+    if not (tiling is None or callable(tiling)):
+        tm, tk, tn = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
+        swapped = tm, tn, tk
     by_gmm: dict[str, Any] = {
         "group_offset": group_offset,
         "transpose_rhs": not transpose_rhs,
