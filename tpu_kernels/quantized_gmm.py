@@ -66,7 +66,7 @@ SUBLANES = 32  # of a packed 8-bit register
 PARTS = 16
 FIRST_WITH_32_MIB = 6  # the generation from which on a kernel has 32 MiB of VMEM by default, and not 16
 WIDENED_ROWS = 64  # at a time, so that they stay in registers
-WIDENING = 3  # blocks of columns whose products hide, on v6e, that lhs is widened; with MXFP8's powers it takes all
+WIDENING, WIDENING_POWERS = 3, 5  # blocks of columns whose products hide, on v6e, that lhs is widened; with powers
 STRIPS = 4  # of 128 rows, that are stored in straight-line code
 TALL = 896  # rows of a dot that the matrix unit adds up by itself: of multiples of 128 the fastest in tgmm on tpu7x
 E8M0_NAN, BFLOAT16_NAN = 0xFF, 0x7FC0
@@ -973,8 +973,7 @@ def _gmm_kernel(
         if lhs is narrow_lhs or masked:
             for_columns(multiply_columns, masked)
             return
-        all_columns = blocks(tn, BLOCK)
-        hiding = len(all_columns) if in_powers else WIDENING
+        all_columns, hiding = blocks(tn, BLOCK), WIDENING_POWERS if in_powers else WIDENING
         for i, inner in enumerate(parts):
             lhs[rows, inner] = widened_lhs(rows, inner)
             for columns in all_columns[:hiding]:
