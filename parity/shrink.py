@@ -108,7 +108,7 @@ def _run(op: Op, case: Case, backend: Backend, kernel: Callable[..., Any]) -> Ju
 
     if backend == "tpu" or runner(backend).real:
         return run()
-    import torch
+    from parity.backends.gpu import filled_memory
 
     def run_in_child() -> None:
         faulthandler.disable()
@@ -118,12 +118,9 @@ def _run(op: Op, case: Case, backend: Backend, kernel: Callable[..., Any]) -> Ju
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=run_in_child)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # fills new tensors; in the child it would take a second to import
-    with warnings.catch_warnings():
+    with filled_memory(), warnings.catch_warnings():  # in the child alone it would take a second to import
         warnings.simplefilter("ignore")  # the child leaves alone what has threads
         process.start()
-    torch.use_deterministic_algorithms(before)
     sender.close()
     try:
         result: Judgement | Failure = receiver.recv()
