@@ -172,7 +172,7 @@ def fma_chain(lhs: Array, rhs: Array, acc: Array) -> Array:
 
 
 def fma(x: Array, y: Array, z: Array) -> Array:
-    """x * y + z of float32, rounded once."""
+    """x * y + z of float32 arrays, rounded once (Boldo & Melquiond 2008, doi:10.1109/TC.2007.70819)."""
     with np.errstate(all="ignore"):
         product, addend = x.astype(np.float64) * y, z.astype(np.float64)
         total = product + addend
