@@ -63,8 +63,9 @@ class Ranking:
 
 
 def program(backend: Backend, kernel: Callable[..., Any], inputs: Inputs, arguments: Mapping[str, Any]) -> Program:
-    """`kernel(**inputs, **arguments)`, ready to be evaluated, with a debug argument where the kernel has one.
+    """`kernel(**inputs, **arguments)`, ready to be evaluated, its sites marked.
 
+    A kernel shows its sites to the active probe, or to its `debug` argument where it has one.
     Raises ImportError where the backend's framework is missing.
     """
     module = import_module(f"parity.lines.{backend}")

@@ -6,7 +6,6 @@ lacks one of the golden's values there, or has it less often. Outputs come last,
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,17 +43,16 @@ class BitStage:
 def walk_bits(op: Op, case: Case, backend: Backend, kernel: Callable[..., Any] | None = None) -> tuple[BitStage, ...]:
     """The stages in the golden's order, the outputs last, none after the first that is off.
 
-    A kernel without a debug argument has its outputs alone. Raises ImportError where the backend's framework is
-    missing, ValueError where a kernel marks what is no site.
+    A kernel that shows no site has its outputs alone. Raises ImportError where the backend's framework is missing,
+    ValueError where a kernel marks what is no site.
     """
     kernel = kernel or load_kernel(getattr(op, backend))
     expected, arguments, sites = reference(op, case), {**op.arguments(case), **op.route(case)}, values(op, case)
     marks: dict[str, list[Mark]] = {}
-    if "debug" in inspect.signature(kernel).parameters:
-        for mark in program(backend, kernel, expected.inputs, arguments).run(lambda place: True).marks:
-            marks.setdefault(mark.site, []).append(mark)
+    for mark in program(backend, kernel, expected.inputs, arguments).run(lambda place: True).marks:
+        marks.setdefault(mark.site, []).append(mark)
     if unknown := marks.keys() - sites.keys():
-        raise ValueError(f"debug must be given sites of the golden, got {', '.join(sorted(unknown))}")
+        raise ValueError(f"a kernel must show sites of the golden, got {', '.join(sorted(unknown))}")
     stages: list[BitStage] = []
     for site in (site for site in sites if site in marks):
         wanted = sites[site][np.isfinite(sites[site])]

@@ -32,6 +32,7 @@ from triton.runtime.interpreter import (
     _get_np_dtype,
 )
 
+from op_arguments import probe
 from parity.backends.emulation import tensor_core
 from parity.backends.emulation.tensor_core import TensorCoreBuilder, scaled
 from parity.dtypes import Floats, numpy_dtype, round_to
@@ -48,13 +49,13 @@ _NAMES = {
     "fp8e5": "float8_e5m2",
 }
 _FRAMEWORKS = tuple(str(Path(module.__file__ or "").parent) for module in (triton, torch, np, contextlib))
-_OURS = {__file__, tensor_core.__file__}
+_OURS = {__file__, tensor_core.__file__, probe.__file__}
 _MEMORY_ALONE = {"aten::set_", "aten::new_empty", "aten::empty_like", "aten::detach"}  # what computes no numbers
 _PAGE = 2**16  # bytes of memory whose numbers are kept together
 
 
 def mark(site: str, value: Any, where: Any = None, **steps: Any) -> Any:
-    """A kernel's debug argument: the value, marked as that of a site of the staged golden, where it is one.
+    """A kernel's probe: the value, marked as that of a site of the staged golden, where it is one.
 
     value: a tensor, of Triton or (between kernels) of torch, or several of Triton's that sum to it. steps: arguments
     that make the golden go the kernel's steps.
@@ -84,7 +85,7 @@ class TritonProgram:
         tensors = {name: to_torch(x) for name, x in self._inputs.items() if x is not None}
         errors, memory = _Errors(active), _Memory()
         with tensor_core.emulated(), _widened(errors, memory), np.errstate(all="ignore"):
-            with _Between(errors, memory):
+            with _Between(errors, memory), probe.probing(mark):
                 result = self._kernel(**tensors, **self._arguments)
             fields = result._asdict() if hasattr(result, "_asdict") else None
             if fields is None:

@@ -25,10 +25,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Mark:
-    """A named intermediate result, as a kernel's debug argument was given it.
+    """A named intermediate result, as a kernel showed it to its probe.
 
     value: NaN where the kernel has none. steps: what arguments make the staged golden go the same steps. place: where
-    it was given, where that is known.
+    it was shown, where that is known.
     """
 
     site: str

@@ -27,6 +27,7 @@ from jax._src import source_info_util
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax.extend import core
 
+from op_arguments import probe
 from parity.backends.emulation import mxu
 from parity.dtypes import round_to
 from parity.interop import to_jax
@@ -42,11 +43,11 @@ _EFFECTS = jax.make_jaxpr(lambda: jax.debug.print(""))().effects
 _mark_p.def_effectful_abstract_eval(lambda where, value, *pieces, **params: (value, _EFFECTS))
 
 _FRAMEWORK = str(Path(jax.__file__).parent)
-_NOT_THE_KERNELS = (_FRAMEWORK, __file__)
+_NOT_THE_KERNELS = (_FRAMEWORK, __file__, probe.__file__)
 
 
 def mark(site: str, value: Any, where: Any = None, **steps: Any) -> Any:
-    """A kernel's debug argument: the value, marked as that of a site of the staged golden, where it is one.
+    """A kernel's probe: the value, marked as that of a site of the staged golden, where it is one.
 
     value: an array, or several that sum to it. steps: arguments that make the golden go the kernel's steps.
     """
@@ -62,7 +63,7 @@ class PallasProgram:
         """Of `kernel(**inputs, **arguments)`."""
         arrays = {name: to_jax(x) for name, x in inputs.items() if x is not None}
         trace = jax.make_jaxpr(lambda given: kernel(**given, **arguments), return_shape=True)
-        with _lines_of_rules():
+        with _lines_of_rules(), probe.probing(mark):
             self._jaxpr, shapes = trace(arrays)
         self._inputs = tree_util.tree_leaves(arrays)
         self._result = tree_util.tree_structure(shapes)

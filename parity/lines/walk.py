@@ -69,7 +69,7 @@ def walk(op: Op, case: Case, backend: Backend, expected: Reference, ranking: Ran
                 goldens[exact.steps] = _sites(op, case, backend, expected, dict(exact.steps))
     order = list(dict.fromkeys(site for values, _ in goldens.values() for site in values))
     if unknown := marks.keys() - set(order):
-        raise ValueError(f"debug must be given sites of the golden, got {', '.join(sorted(unknown))}")
+        raise ValueError(f"a kernel must show sites of the golden, got {', '.join(sorted(unknown))}")
     marked = [site for site in order if any(np.isfinite(exact.value).any() for exact, _ in marks.get(site, ()))]
     by_contract = emulate(op, case, expected.inputs, backend)
     found = chain(
