@@ -35,9 +35,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gpu_reference._lib.hardware import check_devices, computes_bfloat16, is_interpreted, is_older
+from gpu_reference._lib.launch import Launch
+from gpu_reference._lib.operands import values
+from gpu_reference._lib.tiles import block_of
 from gpu_reference.fused_recurrent import Gates, Gradients
-from gpu_reference.gmm import block_of, values
-from gpu_reference.hardware import Launch, check_devices, computes_bfloat16, is_interpreted, is_older
 from op_arguments.debug import Debug
 from op_arguments.gla import Problem, check_backward, check_forward, check_fused, check_precision
 

@@ -28,8 +28,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_reference.gmm import block_of, values
-from gpu_reference.hardware import Launch, check_devices, computes_bfloat16
+from gpu_reference._lib.hardware import check_devices, computes_bfloat16
+from gpu_reference._lib.launch import Launch
+from gpu_reference._lib.operands import values
+from gpu_reference._lib.tiles import block_of
 from op_arguments.debug import Debug
 from op_arguments.gla import Problem, check_backward, check_forward
 

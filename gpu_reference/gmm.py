@@ -8,23 +8,20 @@ Sums are float32 (operands in full precision: no TF32) and are rounded once, whe
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # (kernel arguments are what Triton makes of them; every host function below is annotated)
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_reference.hardware import Launch, check_devices, computes_bfloat16
-from op_arguments import Tiling, dtype_name, resolve_tiling
+from gpu_reference._lib.hardware import check_devices, computes_bfloat16
+from gpu_reference._lib.launch import Launch, launch_options
+from gpu_reference._lib.operands import on_device, only_tensor, scalar, strides, values
+from gpu_reference._lib.tiles import Tile, block_of, first_filled, fitted
+from gpu_reference._lib.visits import make_group_metadata
+from op_arguments import Tiling, resolve_tiling
 from op_arguments.debug import Debug
-from op_arguments.gmm import GroupMetadata, Problem, check_gmm, check_group_metadata, check_tgmm
-from op_arguments.quantized_gmm import QuantizedProblem
+from op_arguments.gmm import GroupMetadata, Problem, check_gmm, check_tgmm
 
-Tile = tuple[int, int, int]
-Sizes = Problem | QuantizedProblem
 GMM_TILES: dict[int, tuple[Tile, ...]] = {
     2: ((128, 64, 128), (64, 64, 128), (32, 64, 128), (16, 128, 128)),
     4: ((128, 16, 128), (64, 32, 128), (32, 32, 128), (16, 64, 128)),
@@ -39,9 +36,6 @@ TGMM_TILES: dict[int, tuple[Tile, ...]] = {
 }
 """As GMM_TILES; here tm is the step of the sum over a group's rows, tk x tn the tile of the output."""
 
-LARGEST_TILE = 128  # per axis: 128 x 128 float32 sums are 64 registers a thread with eight warps
-STAGE_BYTES = 96 * 1024  # shared memory for the operand tiles in flight; the least that a target has is 99 KiB (sm_120)
-METADATA_BLOCK = 128  # visits per program of the metadata kernel
 BAND = 8  # visits whose output columns are computed together, so that weights are fetched once for all of them
 
 
@@ -163,41 +157,6 @@ def tgmm(
     return out
 
 
-def make_group_metadata(
-    group_sizes: Tensor,
-    *,
-    m: int,
-    tm: int,
-    group_offset: int | Tensor = 0,
-    num_groups: int,
-    cover: Literal["tiles", "groups"],
-) -> GroupMetadata:
-    """The (group, row tile) pairs that a kernel with row tiles of `tm` visits; see `GroupMetadata`.
-
-    Every pair of a non-empty active group and a tile that holds rows of it, in row order. `cover="tiles"` (gmm)
-    adds the tiles without active rows, once each: leading ones as group 0, trailing ones as the last non-empty
-    group (0 if none). `cover="groups"` adds each empty active group, once, at the tile its start falls in (the last
-    tile where that is beyond the rows). Computed on the device of group_sizes [E] int32.
-    Raises as `gmm`, with `op_arguments.gmm.check_group_metadata`.
-    """
-    group_offset = scalar(group_offset)
-    check_group_metadata(
-        group_sizes,
-        m=m,
-        tm=tm,
-        group_offset=group_offset,
-        num_groups=num_groups,
-        cover=cover,
-        sizes=values(group_sizes),
-    )
-    device = check_devices({"group_sizes": group_sizes} | only_tensor("group_offset", group_offset))
-    visits = triton.cdiv(m, tm) + num_groups
-    shapes = (group_sizes.shape[0] + 1, visits, visits, 1)
-    metadata = GroupMetadata(*(group_sizes.new_empty(shape) for shape in shapes))
-    metadata_launch(group_sizes, on_device(group_offset, device), metadata, m, tm, num_groups, cover).run(device)
-    return metadata
-
-
 def gmm_tile(p: Problem, element_size: int, tiling: Tiling | None = None) -> Tile:
     """(tm, tk, tn) of `gmm`: the caller's, else the first of GMM_TILES whose tm an average group fills."""
     table = first_filled(GMM_TILES[element_size], p)
@@ -286,97 +245,6 @@ def tgmm_launch(
     }
     grid = (p.groups * triton.cdiv(p.k, tk) * triton.cdiv(p.n, tn),)
     return Launch(_tgmm_kernel, grid, arguments, launch_options(tk, tm, tn, lhs.element_size()))
-
-
-def metadata_launch(
-    group_sizes: Tensor,
-    group_offset: Tensor,
-    metadata: GroupMetadata,
-    m: int,
-    tm: int,
-    groups: int,
-    cover: Literal["tiles", "groups"],
-) -> Launch:
-    """The kernel of `make_group_metadata`, which fills `metadata`."""
-    (experts,) = group_sizes.shape
-    visits = triton.cdiv(m, tm) + groups
-    arguments = {
-        "group_sizes": group_sizes.contiguous(),
-        "group_offset": group_offset,
-        **metadata._asdict(),
-        "m": m,
-        "tm": tm,
-        "visits": visits,
-        "experts": experts,
-        "groups": groups,
-        "COVER_TILES": cover == "tiles",
-        "EXPERTS_BLOCK": block_of(experts),
-        "VISITS_BLOCK": METADATA_BLOCK,
-    }
-    return Launch(_metadata_kernel, (triton.cdiv(max(visits, 1), METADATA_BLOCK),), arguments, {"num_warps": 4})
-
-
-@triton.jit
-def _metadata_kernel(
-    group_sizes,
-    group_offset,
-    group_offsets,
-    group_ids,
-    tile_ids,
-    num_visits,
-    m,
-    tm,
-    visits,
-    experts,
-    groups,
-    COVER_TILES: tl.constexpr,
-    EXPERTS_BLOCK: tl.constexpr,
-    VISITS_BLOCK: tl.constexpr,
-):
-    """One program per block of visits; each sees all group sizes."""
-    expert = tl.arange(0, EXPERTS_BLOCK)
-    sizes = tl.maximum(tl.load(group_sizes + expert, mask=expert < experts, other=0), 0).to(tl.int64)
-    ends = tl.cumsum(sizes)
-    starts = tl.minimum(ends - sizes, m).to(tl.int32)
-    ends = tl.minimum(ends, m).to(tl.int32)
-
-    tiles = tl.cdiv(m, tm)
-    group = expert - tl.minimum(tl.maximum(tl.load(group_offset).to(tl.int32), 0), experts - groups)
-    in_shard = (group >= 0) & (group < groups)
-    occupied = in_shard & (starts < ends)
-    first_tile = starts // tm
-    end_tile = tl.where(occupied, (ends + tm - 1) // tm, 0)
-    group_visits = tl.where(occupied, end_tile - first_tile, 0)
-    if COVER_TILES:
-        leading = tl.min(tl.where(occupied, first_tile, tiles))
-        trailing_tile = tl.maximum(tl.max(end_tile), leading)
-        trailing = tiles - trailing_tile
-    else:
-        empty = in_shard & (starts >= ends) & (tiles > 0)
-        group_visits = tl.where(empty, 1, group_visits)
-        first_tile = tl.minimum(first_tile, tiles - 1)
-        leading = 0
-        trailing_tile = 0
-        trailing = 0
-    end_visit = leading + tl.cumsum(group_visits)
-    first_visit = end_visit - group_visits
-    trailing_visit = leading + tl.sum(group_visits)
-    count = trailing_visit + trailing
-
-    slot = tl.program_id(0) * VISITS_BLOCK + tl.arange(0, VISITS_BLOCK)
-    visit = tl.minimum(slot, tl.maximum(count - 1, 0))
-    is_group = (first_visit[None, :] <= visit[:, None]) & (visit[:, None] < end_visit[None, :])
-    group_id = tl.sum(tl.where(is_group, group[None, :], 0), axis=1)
-    tile_id = tl.sum(tl.where(is_group, (first_tile - first_visit)[None, :], 0), axis=1) + visit
-    is_trailing = visit >= trailing_visit
-    group_id = tl.where(is_trailing, tl.max(tl.where(occupied, group, 0)), group_id)
-    tile_id = tl.where(is_trailing, trailing_tile + visit - trailing_visit, tile_id)
-    tl.store(group_ids + slot, group_id, mask=slot < visits)
-    tl.store(tile_ids + slot, tl.where(count > 0, tile_id, 0), mask=slot < visits)
-    if tl.program_id(0) == 0:
-        tl.store(group_offsets, 0)
-        tl.store(group_offsets + 1 + expert, ends, mask=expert < experts)
-        tl.store(num_visits, count)
 
 
 @triton.jit
@@ -603,66 +471,3 @@ def rows_of_group(group, group_sizes, group_offset, m, experts, groups, EXPERTS_
     start = tl.minimum(tl.sum(tl.where(expert < this, sizes, 0)), m).to(tl.int32)
     end = tl.minimum(tl.sum(tl.where(expert <= this, sizes, 0)), m).to(tl.int32)
     return start, end
-
-
-def first_filled(tiles: Sequence[Tile], p: Sizes) -> Callable[[int, int, int], Tile]:
-    """A look-up table: the first of `tiles` whose tm an average group fills, else the last."""
-
-    def table(m: int, k: int, n: int) -> Tile:
-        rows = m // max(p.groups, 1)
-        return next((tile for tile in tiles if tile[0] <= rows), tiles[-1])
-
-    return table
-
-
-def fitted(tile: Tile, p: Sizes) -> Tile:
-    """The chosen tile as the kernels need it: powers of two, not far beyond the problem's own size."""
-    tm, tk, tn = (min(block_of(t), block_of(size), LARGEST_TILE) for t, size in zip(tile, (p.m, p.k, p.n), strict=True))
-    return tm, tk, tn
-
-
-def block_of(size: int) -> int:
-    """The block that holds `size` elements: a power of two, at least 16 (the smallest operand of a dot)."""
-    return max(int(triton.next_power_of_2(size)), 16)
-
-
-def launch_options(rows: int, depth: int, columns: int, element_size: int) -> dict[str, Any]:
-    """How to run a kernel whose dot is [rows, depth] @ [depth, columns]."""
-    stage_bytes = (rows + columns) * depth * element_size
-    return {
-        "num_warps": max(4, min(rows * columns * element_size // 4096, 8)),
-        "num_stages": max(1, min(STAGE_BYTES // stage_bytes, 4)),
-        "enable_fp_fusion": True,
-    }
-
-
-def strides(name: str, tensor: Tensor | None, axes: str) -> dict[str, int]:
-    """The strides of `tensor` as kernels take them: `{name}_stride_{axis}`, 0 where it is None."""
-    sizes = (0,) * len(axes) if tensor is None else tensor.stride()
-    return {f"{name}_stride_{axis}": size for axis, size in zip(axes, sizes, strict=True)}
-
-
-def on_device(group_offset: int | Tensor, device: torch.device) -> Tensor:
-    """group_offset where a kernel can load it."""
-    if isinstance(group_offset, Tensor):
-        return group_offset
-    return torch.full((1,), group_offset, dtype=torch.int32, device=device)
-
-
-def only_tensor(name: str, value: Any) -> dict[str, Tensor | None]:
-    """{name: value} for a tensor: what `check_devices` is asked about a group_offset."""
-    return {name: value} if isinstance(value, Tensor) else {}
-
-
-def values(group_sizes: Any) -> list[int] | None:
-    """The values of group_sizes where it is the int vector it should be, in memory that the host can read at once."""
-    readable = isinstance(group_sizes, Tensor) and group_sizes.device.type == "cpu"
-    return group_sizes.tolist() if readable and group_sizes.dtype == torch.int32 and group_sizes.ndim == 1 else None
-
-
-def scalar(group_offset: Any) -> Any:
-    """The int in a scalar ([] or [1]) of NumPy or on the CPU; anything else as it is, for the check to judge."""
-    is_tensor = isinstance(group_offset, Tensor)
-    readable = group_offset.device.type == "cpu" if is_tensor else hasattr(group_offset, "dtype")
-    integer = readable and dtype_name(group_offset.dtype) in ("int32", "int64") and math.prod(group_offset.shape) == 1
-    return group_offset.item() if integer else group_offset

@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gpu_reference.hardware import Launch, check_devices
+from gpu_reference._lib.hardware import check_devices
+from gpu_reference._lib.launch import Launch
 from op_arguments import dtype_name
 from op_arguments.debug import Debug, named
 from op_arguments.quantize import (

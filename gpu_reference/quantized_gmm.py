@@ -16,37 +16,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_reference.gmm import (
-    BAND,
-    GMM_TILES,
-    TGMM_TILES,
-    Tile,
-    block_of,
-    first_filled,
-    fitted,
-    gmm,
-    launch_options,
-    make_group_metadata,
-    on_device,
-    only_tensor,
-    output_tile_of_program,
-    rows_of_group,
-    rows_of_visit,
-    scalar,
-    store_rows,
-    strides,
-    tgmm,
-    values,
-    visit_of_program,
-)
-from gpu_reference.hardware import (
-    Launch,
+from gpu_reference._lib.hardware import (
     architecture,
     block_scaled_tile,
     check_devices,
     computes_bfloat16,
     sums_fp8_in_float32,
     supports_matmul,
+)
+from gpu_reference._lib.launch import Launch, launch_options
+from gpu_reference._lib.operands import on_device, only_tensor, scalar, strides, values
+from gpu_reference._lib.tiles import Tile, block_of, first_filled, fitted
+from gpu_reference._lib.visits import make_group_metadata
+from gpu_reference.gmm import (
+    BAND,
+    GMM_TILES,
+    TGMM_TILES,
+    gmm,
+    output_tile_of_program,
+    rows_of_group,
+    rows_of_visit,
+    store_rows,
+    tgmm,
+    visit_of_program,
 )
 from gpu_reference.quantize import BLOCK, as_codes, decoded, mxfp8_values
 from op_arguments import Tiling, dtype_name, resolve_tiling
@@ -363,9 +355,9 @@ def grouped_gemm(
 def grouped_gemm_support(
     lhs: torch.dtype, rhs: torch.dtype, *, scale_layout: str = "plain", target: str | None = None
 ) -> Support:
-    """How `grouped_gemm` multiplies operands of these dtypes on `target` (see `gpu_reference.hardware`; default: on the
-    device at hand), whatever their shapes, and why; a pure function.
+    """How `grouped_gemm` multiplies operands of these dtypes on `target`, whatever their shapes, and why.
 
+    target: see `gpu_reference._lib.hardware`; default: the device at hand. A pure function.
     Kernels read scales of either layout where they are. Raises TypeError for two unlike dtypes neither of which is
     quantised.
     """
@@ -373,7 +365,7 @@ def grouped_gemm_support(
 
 
 def dot_path(lhs: torch.dtype, rhs: torch.dtype, out: torch.dtype, target: str | None) -> DotPath:
-    """What the dot of two operand dtypes multiplies on `target` (see `gpu_reference.hardware`), and why."""
+    """What the dot of two operand dtypes multiplies on `target` (see `gpu_reference._lib.hardware`), and why."""
     dtype = dot_dtype(lhs, rhs)
     if dtype == "int8":
         return DotPath(dtype, "int8 products and their int32 sums are exact")

@@ -15,7 +15,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from cpu_golden import gmm as golden
 from gpu_reference import gmm, quantized_gmm
-from gpu_reference.hardware import Launch
+from gpu_reference._lib.launch import Launch
 from parity.backends.emulation.tensor_core import TensorCoreBuilder, emulated
 from parity.interop import to_numpy, to_torch
 from tests.interpreter import interpreted

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from gpu_reference import gla, simple_gla
-from gpu_reference.hardware import Launch
+from gpu_reference._lib.launch import Launch
 from parity.compilers.ptx import POINTERS, TARGETS, Case, compile_kernels, deviations
 
 B, T, H, K, V, N = 2, 4096, 16, 128, 128, 8

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from gpu_reference import chunk_scan, gla, simple_gla
-from gpu_reference.hardware import Launch
+from gpu_reference._lib.launch import Launch
 from op_arguments.gla import Problem
 from tests.gla.test_gla_compile_gpu import BFLOAT16, FLOAT32, B, Call, H, T
 from tests.interpreter import interpreted

@@ -75,8 +75,8 @@ class StrictMemory:
 def strict(monkeypatch):
     """Runs every launch of a test in `StrictMemory`, in which empty tensors hold UNWRITTEN."""
     torch, interpreter = pytest.importorskip("torch"), pytest.importorskip("triton.runtime.interpreter")
-    from gpu_reference import hardware
-    from gpu_reference.hardware import Launch
+    from gpu_reference._lib import hardware
+    from gpu_reference._lib.launch import Launch
 
     memory = StrictMemory(interpreter._interpreter, interpreter.interpreter_builder)
     monkeypatch.setattr(interpreter, "_interpreter", memory)

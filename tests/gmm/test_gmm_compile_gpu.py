@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from gpu_reference import gmm as gpu
+from gpu_reference._lib import visits as gpu_visits
 from op_arguments.gmm import Problem
 from parity.compilers.ptx import POINTERS, TARGETS, Case, compile_kernels, deviations
 from parity.op import Case as MatrixCase
@@ -47,7 +48,7 @@ def tgmm_launch(dtype, existing=False, n=N, k=K):
 def metadata_launch(cover):
     visits = -(-M // 128) + GROUPS
     metadata = gpu.GroupMetadata(meta(EXPERTS + 1), meta(visits), meta(visits), meta(1))
-    return gpu.metadata_launch(meta(EXPERTS), meta(1), metadata, M, 128, GROUPS, cover)
+    return gpu_visits.metadata_launch(meta(EXPERTS), meta(1), metadata, M, 128, GROUPS, cover)
 
 
 def case(launch, target):

@@ -9,7 +9,9 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from gpu_reference import gmm, quantized_gmm
-from gpu_reference.hardware import Launch
+from gpu_reference._lib.launch import Launch, launch_options
+from gpu_reference._lib.tiles import block_of, first_filled, fitted
+from gpu_reference._lib.visits import metadata_launch
 from op_arguments.gmm import Problem
 from op_arguments.quantized_gmm import QuantizedProblem
 from parity.backends.emulation.tensor_core import emulated
@@ -92,7 +94,7 @@ def test_there_is_a_program_for_every_tile_of_every_group(name, k, n, groups):
 @pytest.mark.parametrize(("m", "tm", "groups"), [(40, 8, 3), (2048, 16, 0), (2048, 16, 1), (4000, 16, 9), (0, 16, 0)])
 def test_metadata_have_a_program_for_every_128_visits_and_one_for_none(cover, m, tm, groups):
     metadata = gmm.GroupMetadata(*(meta(1) for _ in gmm.GroupMetadata._fields))
-    launch = gmm.metadata_launch(meta(9), meta(1), metadata, m, tm, groups, cover)
+    launch = metadata_launch(meta(9), meta(1), metadata, m, tm, groups, cover)
     visits = -(-m // tm) + groups
     assert launch.arguments["visits"] == visits
     assert launch.grid == (max(1, -(-visits // 128)),)
@@ -115,7 +117,7 @@ def test_tiles_in_flight_are_as_many_as_fit_in_the_least_shared_memory(path):
     size = operand_bytes(path)
     for rows, depth, columns in DOTS:
         options = quantized_gmm._options(rows, depth, columns, quantized_gmm.DotPath(path, ""))
-        assert options["num_stages"] == gmm.launch_options(rows, depth, columns, size)["num_stages"]
+        assert options["num_stages"] == launch_options(rows, depth, columns, size)["num_stages"]
         stages, stage = options["num_stages"], (rows + columns) * depth * size
         assert stages >= 1
         assert stages == 1 or stages * stage <= 96 * 1024
@@ -133,7 +135,7 @@ def test_a_thread_holds_the_sums_in_its_registers():
     for rows, depth, columns in DOTS:
         tile = rows * columns
         for size in (2, 4):
-            assert gmm.launch_options(rows, depth, columns, size)["num_warps"] == warps_for(tile * size, 4096)
+            assert launch_options(rows, depth, columns, size)["num_warps"] == warps_for(tile * size, 4096)
         for path in ("fp8", "int8", "float16", "float32"):
             options = quantized_gmm._options(rows, depth, columns, quantized_gmm.DotPath(path, ""))
             # Of 8 bits too there are the sums, and what a step adds to them.
@@ -154,16 +156,16 @@ def test_a_launch_is_planned_for_its_own_dot(name):
     elif "grouped" in name:
         assert got == quantized_gmm._mxfp8_options(rows, depth, tn, "float32")
     else:
-        assert got == gmm.launch_options(rows, depth, tn, 4)
+        assert got == launch_options(rows, depth, tn, 4)
 
 
 def test_a_block_is_the_power_of_two_that_holds_its_elements_and_16_at_least():
     sizes = {0: 16, 1: 16, 15: 16, 16: 16, 17: 32, 31: 32, 33: 64, 64: 64, 65: 128, 129: 256}
-    assert {size: gmm.block_of(size) for size in sizes} == sizes
+    assert {size: block_of(size) for size in sizes} == sizes
 
 
 @pytest.mark.parametrize(
-    ("tile", "sizes", "fitted"),
+    ("tile", "sizes", "expected"),
     [
         ((128, 64, 128), (4096, 1024, 1024), (128, 64, 128)),
         ((512, 512, 512), (4096, 1024, 1024), (128, 128, 128)),
@@ -171,8 +173,8 @@ def test_a_block_is_the_power_of_two_that_holds_its_elements_and_16_at_least():
         ((128, 64, 128), (20, 1, 65), (32, 16, 128)),
     ],
 )
-def test_tiles_are_powers_of_two_not_far_beyond_the_sizes(tile, sizes, fitted):
-    assert gmm.fitted(tile, Problem(*sizes, 4, 4, "")) == fitted
+def test_tiles_are_powers_of_two_not_far_beyond_the_sizes(tile, sizes, expected):
+    assert fitted(tile, Problem(*sizes, 4, 4, "")) == expected
 
 
 @pytest.mark.parametrize(
@@ -182,7 +184,7 @@ def test_tiles_are_powers_of_two_not_far_beyond_the_sizes(tile, sizes, fitted):
 )  # fmt: skip
 def test_a_tile_has_no_more_rows_than_an_average_group_but_the_least_tile(m, groups, row_tile):
     tiles = tuple((tm, 16, 32) for tm in (128, 64, 32, 16))
-    assert gmm.first_filled(tiles, Problem(m, 64, 64, groups, 8, ""))(m, 64, 64) == (row_tile, 16, 32)
+    assert first_filled(tiles, Problem(m, 64, 64, groups, 8, ""))(m, 64, 64) == (row_tile, 16, 32)
 
 
 LARGE = (4096, 1024, 1024, 8, 8, "")

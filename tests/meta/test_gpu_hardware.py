@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from gpu_reference import hardware
+from gpu_reference._lib import hardware
 from parity.backends.emulation.tensor_core import emulated
 from tests.interpreter import interpreted
 

@@ -1,4 +1,4 @@
-"""What the device at hand can do, asked before a kernel is launched, and the launch itself.
+"""What the device at hand can do, asked before a kernel is launched.
 
 An *architecture* is the name of a compiler target: `"sm_90"`, `"gfx942"`; None where kernels are interpreted.
 """
@@ -6,7 +6,6 @@ An *architecture* is the name of a compiler target: `"sm_90"`, `"gfx942"`; None 
 
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,20 +15,6 @@ from triton.runtime.interpreter import InterpretedFunction
 
 _WIDE = (torch.float32, torch.float16, torch.bfloat16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-class Launch(NamedTuple):
-    """A kernel with all that its launch takes. Built from shapes alone, so tensors of the meta device will do."""
-
-    kernel: Any
-    grid: tuple[int]
-    arguments: dict[str, Any]
-    options: dict[str, Any]
-
-    def run(self, device: torch.device) -> None:
-        """Launch on the current stream of `device`."""
-        with torch.cuda.device(device if device.type == "cuda" else -1):
-            self.kernel[self.grid](**self.arguments, **self.options)
 
 
 @triton.jit

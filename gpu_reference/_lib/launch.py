@@ -1,0 +1,31 @@
+"""A Triton kernel with all that its launch takes: the same value is run, compiled ahead of time and checked."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+STAGE_BYTES = 96 * 1024  # shared memory for the operand tiles in flight; the least that a target has is 99 KiB (sm_120)
+
+
+class Launch(NamedTuple):
+    """A kernel with all that its launch takes. Built from shapes alone, so tensors of the meta device will do."""
+
+    kernel: Any
+    grid: tuple[int]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    def run(self, device: torch.device) -> None:
+        """Launch on the current stream of `device`."""
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            self.kernel[self.grid](**self.arguments, **self.options)
+
+
+def launch_options(rows: int, depth: int, columns: int, element_size: int) -> dict[str, Any]:
+    """How to run a kernel whose dot is [rows, depth] @ [depth, columns]."""
+    stage_bytes = (rows + columns) * depth * element_size
+    return {
+        "num_warps": max(4, min(rows * columns * element_size // 4096, 8)),
+        "num_stages": max(1, min(STAGE_BYTES // stage_bytes, 4)),
+        "enable_fp_fusion": True,
+    }
