@@ -39,7 +39,10 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "tpu_kernels": ["tpu_kernels"],
     "gpu_reference": ["gpu_reference"],
     "op_arguments": ["op_arguments"],
-    "parity": [f"parity/{name}.py" for name in ("verdict", "metrics", "judge", "inputs", "magnitude", "op")],
+    "parity": [
+        *(f"parity/judging/{name}.py" for name in ("verdict", "metrics", "judge", "magnitude")),
+        *("parity/inputs.py", "parity/op.py"),
+    ],
 }
 """What is judged: the kernels, what checks their arguments, and how the verdict is come to."""
 
@@ -131,7 +134,8 @@ def judge(work: Path, net: Net, group: str, mutant: Mutant, source: str, given: 
     if chosen:
         with with_source(path, source):
             status, said = _ask(work, chosen, net)
-    folders = sorted({str(Path(test.partition("::")[0]).parent) for test in exact or judges} - {"tests/meta"})
+    folders = sorted({str(Path(test.partition("::")[0]).parent) for test in exact or judges})
+    folders = [folder for folder in folders if not folder.startswith("tests/meta")]
     there = [name for name in ASKED if (work / "tree" / name).exists()]
     while status in PASSED and folders and given.others:
         with with_source(path, source):

@@ -92,7 +92,7 @@ def load_frameworks(tree: Path) -> None:
         path.relative_to(tree).with_suffix("").as_posix().replace("/", ".")
         for package in OURS
         for path in sorted((tree / package).rglob("*.py"))
-        if not path.is_relative_to(tree / "tests/meta/fixtures")
+        if not path.is_relative_to(tree / "tests/meta/compilers/fixtures")
     ]
     code = (
         "import importlib, sys\n"

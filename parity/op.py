@@ -97,7 +97,7 @@ class Contract:
     bfloat16 passes), `bf16x2` (one float32 operand in two pieces beside one of 16 bits), `tf32`, or `none` (an
     elementwise operation). Source of the roundoffs: `DOTS`.
     outs: the dtypes of the outputs that are not of dtype `out`, by name.
-    depth, sites and schedule say where the staged golden rounds to emulate such a kernel (`parity.stages.emulate`).
+    depth, sites and schedule say where the staged golden rounds to emulate such a kernel (`judging.stages.emulate`).
     """
 
     dot: str

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from parity.judge import judge
+from parity.judging.judge import judge
 from tests.matrix.gla import BF16, F32, GATED_LINEAR_ATTENTION
 from tests.matrix.gmm import TGMM
 from tests.matrix.moe import MOE_LAYER

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from parity import schedule
+from parity.compilers import schedule
 from parity.compilers.chips import CHIPS
 from tests.matrix.programs import PROGRAMS
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from parity.metrics import HISTOGRAM
+from parity.judging.metrics import HISTOGRAM
 
 LEVELS = 7
 """Sizes of the squares of a heat map."""

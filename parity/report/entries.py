@@ -12,10 +12,10 @@ from typing import Any
 
 from parity import matrix
 from parity.backends import runner
-from parity.explain import Contrast, explain
-from parity.judge import Compared, Judgement
+from parity.debugging.explain import Contrast, explain
+from parity.judging.judge import Compared, Judgement
+from parity.ledger.records import here
 from parity.op import Backend, Op
-from parity.records import here
 
 FAILING = 8
 """Failing cases whose error is explained."""

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from parity.diff import FOLDER
+from parity.ledger.diff import FOLDER
+from parity.ledger.records import FILE_LIMIT, RecordError, read
 from parity.op import BACKENDS
-from parity.records import FILE_LIMIT, RecordError, read
 
 REVISIONS = 20
 """The newest that are read."""

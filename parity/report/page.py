@@ -15,13 +15,13 @@ from typing import Any
 from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
-from parity import schedule
+from parity.compilers import schedule
+from parity.judging.verdict import PASSING
 from parity.op import BACKENDS
 from parity.report import drawing
 from parity.report.drawing import Point
 from parity.report.entries import COMPARED, Entry, Measured
 from parity.report.history import history
-from parity.verdict import PASSING
 
 LIMIT = 5_000_000
 """Bytes that the file stays under."""

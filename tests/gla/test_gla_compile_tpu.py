@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from parity import schedule
+from parity.compilers import schedule
 from tests.matrix.programs import LINEAR_ATTENTION_CHIPS, linear_attention
 
 pytestmark = pytest.mark.skipif(

@@ -11,7 +11,7 @@ import pytest
 
 from parity.backends import load_kernel, runner
 from parity.inputs import draw
-from parity.judge import judge, reference
+from parity.judging.judge import judge, reference
 from parity.op import Case, Gates, Inputs, Op, outputs
 from tests.matrix.gla import (
     BF16,

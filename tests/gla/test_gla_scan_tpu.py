@@ -10,7 +10,7 @@ jax = pytest.importorskip("jax")
 
 from op_arguments.gla import Problem  # noqa: E402
 from parity.compilers.kernels import _equations  # noqa: E402
-from parity.judge import judge  # noqa: E402
+from parity.judging.judge import judge  # noqa: E402
 from tests.matrix.gla import CHUNK_GLA, CHUNK_SIMPLE_GLA, F32  # noqa: E402
 from tpu_kernels import chunk_scan, simple_gla  # noqa: E402
 

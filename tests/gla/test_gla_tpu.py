@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import parity
-from parity.judge import judge
+from parity.judging.judge import judge
 from tests.matrix.gla import (
     CHUNK_GLA,
     CHUNK_SIMPLE_GLA,

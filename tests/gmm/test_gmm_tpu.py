@@ -3,7 +3,7 @@
 import pytest
 
 import parity
-from parity.judge import judge
+from parity.judging.judge import judge
 from tests.matrix.gmm import GMM, TGMM
 
 

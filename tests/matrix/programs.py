@@ -7,7 +7,7 @@ from typing import Any
 from op_arguments.quantize import E8M0
 from parity.compilers.chips import CHIPS
 from parity.compilers.mosaic import Abstract
-from parity.schedule import Program
+from parity.compilers.schedule import Program
 from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B, MODELS, QWEN3_30B, Experts
 from tests.matrix.mxfp8 import with_blocks
 from tests.matrix.quantized_gmm import E4M3, PLAIN, blocks_of

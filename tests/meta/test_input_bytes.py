@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parity import inputs, magnitude, metrics
+from parity import inputs
 from parity.inputs import DISTRIBUTIONS, GATES, GROUPS, OFFSETS, SCALES, draw, group_sizes, hashes, log_decays
+from parity.judging import magnitude, metrics
 from parity.op import Array, Gates, Groups
 from tests.matrix.gla import GATED_LINEAR_ATTENTION
 from tests.matrix.gmm import GMM

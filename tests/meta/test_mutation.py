@@ -144,7 +144,7 @@ def test_every_equivalent_fault_is_one_of_the_code_as_it_is():
 PROJECT = {
     "parity/__init__.py": "",
     "parity/backends.py": "def prepare_environment():\n    pass\n",
-    "parity/plugin.py": "def pytest_addoption(parser):\n    parser.addoption('--parity-tier')\n",
+    "parity/runners/plugin.py": "def pytest_addoption(parser):\n    parser.addoption('--parity-tier')\n",
     "cpu_golden/__init__.py": "",
     "cpu_golden/add.py": "def add(x, y):\n    return x + y\n\n\ndef least(x):\n    return x if x < 3 else 3\n",
     "tests/test_add.py": (

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from parity.backends import load_kernel
-from parity.judge import reference
-from parity.lines import rank, statement
-from parity.lines.bits import lacking, walk_bits
-from parity.lines.command import screen_of_bits
-from parity.lines.program import Mark
-from parity.lines.walk import walk
+from parity.cli.stages import screen_of_bits
+from parity.debugging.attribution import rank, statement
+from parity.debugging.attribution.bits import lacking, walk_bits
+from parity.debugging.attribution.program import Mark
+from parity.debugging.attribution.walk import walk
+from parity.judging.judge import reference
 from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_QUANTIZERS
 from tests.matrix.quantize import QUANTIZERS
 from tests.matrix.quantized_gmm import E4M3, F32, GMM_QUANTIZED, TGMM_QUANTIZED
-from tests.meta import test_bit_exact as bits
-from tests.meta import test_stages_command as stages
-from tests.meta.test_faults import ROOT, Fault, plant
+from tests.meta.debugging import test_stages_command as stages
+from tests.meta.faults.test_faults import ROOT, Fault, plant
+from tests.meta.judging import test_bit_exact as bits
 
 OPS = {op.name: op for op in (GMM_QUANTIZED, TGMM_QUANTIZED, GROUPED_GEMM)}
 

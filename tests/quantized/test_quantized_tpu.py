@@ -3,7 +3,7 @@
 import pytest
 
 import parity
-from parity.judge import judge
+from parity.judging.judge import judge
 from tests.matrix.moe import GROUPED_DENSE, GROUPED_DENSE_BWD
 from tests.matrix.quantize import QUANTIZERS
 from tests.matrix.quantized_gmm import E4M3, E5M2, F32, GMM_QUANTIZED, I8, TGMM_QUANTIZED

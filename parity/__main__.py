@@ -1,0 +1,7 @@
+"""`python -m parity`."""
+
+import sys
+
+from parity.cli import main
+
+sys.exit(main())

@@ -1,0 +1,213 @@
+"""`parity explain`: where the error of a case comes from, on one screen; of a run, or of what the ledger has of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from parity import matrix
+from parity.debugging.bits import BitsExplanation, Difference, explain_bits
+from parity.debugging.explain import Contrast, Explanation, explain
+from parity.debugging.sketches import Sketch, explain_record
+from parity.judging.judge import Judgement
+from parity.judging.metrics import Metrics
+from parity.judging.verdict import PASSING
+from parity.ledger import diff
+from parity.ledger.records import Record
+from parity.op import BACKENDS, Backend, Case, Op
+from parity.report.text import SHADES, heat_map, sparkline, worst_tile
+
+HEAT = ("", "blue", "cyan", "yellow", "red")
+MOST_AXES = 6
+"""Axes of an output that has other bits, at most: those that say most."""
+UNEVEN = 1.25
+"""The contrast from which on an axis is shown with the bins that carry the error."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `parity explain`."""
+    parser.add_argument("case", help="a case id")
+    parser.add_argument("--backend", choices=BACKENDS, default="tpu", help="whose kernel (default: tpu)")
+    parser.add_argument(
+        "--record",
+        nargs="?",
+        const="",
+        metavar="REV",
+        help="explain what the ledger has of the case, or had at a git revision, and run no kernel",
+    )
+
+
+def command(given: argparse.Namespace) -> int:
+    """`parity explain`: 0 where the case passes, 1 where it fails."""
+    op, case = matrix.find(matrix.load(given.root), given.case)
+    twin = recorded(given.root, given.record or "", op, case, "gpu" if given.backend == "tpu" else "tpu")
+    columns = TextColumn("emulating roundings"), TextColumn("{task.completed:.0f}"), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+
+        def done(emulations: int) -> None:
+            progress.update(task, completed=emulations)
+
+        if op.bit_exact and given.record is None:
+            bits = explain_bits(op, case, given.backend, done=done)
+            passed, screen = bits.judged.verdict.passed, of_bits(bits)
+        elif given.record is None:
+            found = explain(op, case, given.backend, done=done)
+            passed = found.judged.verdict.passed
+            screen = explanation(found, beside(op, case, found.judged.output, found.judged.metrics, twin))
+        else:
+            record = recorded(given.root, given.record, op, case, given.backend)
+            if record is None:
+                recording = f"pytest --parity-record -m {given.backend} -k {given.case}"
+                raise ValueError(
+                    f"case must be in the ledger of {given.backend}, got {given.case} (record: {recording})"
+                )
+            sketch = explain_record(op, case, given.backend, record, done)
+            passed = record.verdict in PASSING
+            screen = sketched(sketch, beside(op, case, sketch.output, sketch.metrics, twin))
+    Console(width=None if sys.stdout.isatty() else 150, soft_wrap=True, highlight=False).print(screen)
+    return 0 if passed else 1
+
+
+def recorded(root: Path, source: str, op: Op, case: Case, backend: Backend) -> Record | None:
+    """The newest record of a case and seed on a backend, a real one before an emulated one.
+
+    source: a git revision, or the ledgers of the project at `root` if it is "". Raises ValueError for what is neither.
+    """
+    folder = root / diff.FOLDER
+    if not source and not folder.is_dir():
+        return None
+    ledgers = diff.load(source or str(folder), root)
+    key = case.with_seed(0).id, case.seed
+    found = [
+        ledger[key] for (of, _, name), ledger in ledgers.items() if (of, name) == (backend, op.name) and key in ledger
+    ]
+    return max(found, key=lambda r: (r.provenance.real, r.provenance.utc), default=None)
+
+
+def beside(op: Op, case: Case, output: str, metrics: Metrics | None, other: Record | None) -> str:
+    """How an output compares with the other backend's record, in words: ε or, of a narrow one, what is misrounded."""
+    if metrics is None or other is None or output not in other.outputs:
+        return ""
+    by, theirs = other.provenance, other.outputs[output]
+    name = "misrounded" if op.contract(case, by.backend).is_narrow(output) else "epsilon"
+    mine, its = getattr(metrics, name), getattr(theirs, name)
+    ratio = f"{mine / its:.3g} ×" if its else f"{mine:.3g} against"
+    what = "ε" if name == "epsilon" else "share of misrounded elements"
+    return f"{what}: {ratio} the {by.backend}'s {its:.3g}, recorded {by.utc[:10]} on {by.backend}: {by.device_kind}"
+
+
+def explanation(found: Explanation, compared: str = "") -> Text:
+    """An explanation on one screen, with a line that compares it with the other backend."""
+    judged, m = found.judged, found.judged.metrics
+    out = _verdict(judged)
+    out.append(found.conclusion + "\n", "bold")
+    roundings = found.attribution.roundings
+    if len(found.attribution.steps) > 1:
+        shares = zip(roundings, found.attribution.steps, strict=False)
+        out.append("explained by " + ", then ".join(f"{r}: {share:.0%}" for r, share in shares) + "\n")
+    if m and judged.bound:
+        out.append(f"ε = {m.epsilon:.3g}  floor {m.floor:.3g}  worst η {m.eta_max:.3g} of {judged.bound:.3g} allowed\n")
+    if compared:
+        out.append(compared + "\n")
+    if worst := found.worst:
+        index = ", ".join(map(str, worst.index))
+        value = f"golden {worst.golden:.9g}  got {worst.got:.9g}  bound ±{worst.allowed:.3g}"
+        out.append(f"worst {judged.output}[{index}]: {value}\n")
+    if found.twin is not None:
+        out.append(f"integer twin: {found.twin.verdict.outcome}\n")
+    _append_contrasts(out, found.contrasts)
+    if m:
+        _append_drawings(out, m)
+    return out
+
+
+def of_bits(found: BitsExplanation) -> Text:
+    """What is other than the golden's bits, on one screen."""
+    out = _verdict(found.judged)
+    out.append(found.conclusion + "\n", "bold")
+    if found.same:
+        out.append("every bit is the golden's in " + ", ".join(found.same) + "\n")
+    for difference in found.differences:
+        _append_difference(out, difference)
+    return out
+
+
+def _append_difference(out: Text, d: Difference) -> None:
+    out.append(f"{d.output}: {d.wrong:,} of {d.elements:,} elements have other bits: {d.looks}\n")
+    index = ", ".join(map(str, d.worst.index))
+    out.append(f"worst {d.output}[{index}]: golden {d.worst.golden}  got {d.worst.got}\n")
+    if d.wrong == d.elements:
+        return
+    for c in d.contrasts[:MOST_AXES]:
+        if c.contrast >= UNEVEN:
+            than = "the only ones" if c.contrast == float("inf") else f"{c.contrast:.3g}× as often as the rest"
+            out.append(f"  {c.axis:<18} {c.bin:<28} {than:<26} {c.share:.0%} of them\n")
+    if even := [c.axis for c in d.contrasts if c.contrast < UNEVEN]:
+        out.append(f"  even along {', '.join(even)}\n")
+    out.append("share by tile, worst at " + worst_tile(d.tiles) + "\n")
+    _append_heat_map(out, d.tiles)
+
+
+def _verdict(judged: Judgement) -> Text:
+    v, device = judged.verdict, "real" if judged.real else "emulated"
+    out = Text()
+    out.append(f"{v.outcome}  ", "bold green" if v.passed else "bold red")
+    out.append(f"{v.gate}: {v.reason}   {judged.backend}: {device}   {judged.case.id}  [{judged.output}]\n")
+    return out
+
+
+def sketched(found: Sketch, compared: str = "") -> Text:
+    """What a record says, on one screen, with a line that compares it with the other backend."""
+    record, m, by = found.record, found.metrics, found.record.provenance
+    out = Text()
+    out.append(f"{record.verdict}  ", "bold green" if record.verdict in PASSING else "bold red")
+    out.append(f"recorded {by.utc[:10]} on {by.backend}: {by.device_kind}   {record.case}, seed {record.seed}")
+    out.append(f"  [{found.output}]\n")
+    out.append(found.conclusion + "\n", "bold")
+    contract = record.contract_epsilon
+    predicted = f"  its contract, emulated: {contract:.3g}" if contract is not None else ""
+    size = f"ε = {m.epsilon:.3g}  floor {m.floor:.3g}{predicted}"
+    out.append(f"{size}  worst η {m.eta_max:.3g} of {record.bound:.3g} allowed\n")
+    if compared:
+        out.append(compared + "\n")
+    for place in found.places[:3]:
+        index = ", ".join(map(str, place.index))
+        out.append(f"worst {found.output}[{index}]: golden {place.golden:.9g}  bound ±{place.allowed:.3g}\n")
+    if found.common:
+        where = ", ".join(f"{axis} {bins}" for axis, bins in found.common)
+        out.append(f"the {len(found.places)} worst elements are in {where}\n")
+    _append_contrasts(out, found.contrasts)
+    _append_drawings(out, m)
+    return out
+
+
+def _append_contrasts(out: Text, contrasts: tuple[Contrast, ...]) -> None:
+    for c in contrasts:
+        if c.contrast >= UNEVEN:
+            than = "the only error" if c.contrast == float("inf") else f"{c.contrast:.3g}× the η of the rest"
+            out.append(f"  {c.axis:<18} {c.bin:<28} {than:<26} {c.share:.0%} of the error\n")
+    if even := [c.axis for c in contrasts if c.contrast < UNEVEN]:
+        out.append(f"  even along {', '.join(even)}\n")
+
+
+def _append_drawings(out: Text, m: Metrics) -> None:
+    if any(m.histogram):
+        out.append(f"η  {sparkline(m.histogram)}   {m.differing:,} of {m.elements:,} elements err\n")
+    if any(any(row) for row in m.tiles):
+        out.append("rms η by tile, worst at " + worst_tile(m.tiles) + "\n")
+        _append_heat_map(out, m.tiles)
+
+
+def _append_heat_map(out: Text, tiles: Sequence[Sequence[float]]) -> None:
+    for row in heat_map(tiles):
+        out.append("   |")
+        for shade in row:
+            out.append(shade, HEAT[SHADES.index(shade)])
+        out.append("|\n")

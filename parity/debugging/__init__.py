@@ -1,0 +1,1 @@
+"""Where an error comes from, and the smallest case that shows it."""

@@ -1,0 +1,469 @@
+"""Triton programs in float64, all but some source lines, in Triton's interpreter.
+
+Every floating-point value is carried in float64, whatever its declared dtype. An operation of an *active* line adds the
+error that it makes in its own dtypes on an emulated tensor core: with x̂ the operands rounded to their dtypes,
+x ↦ op(x) + [op_own(x̂) - op(x̂)]. Which line an operation is of, its Python frames say, as the interpreter keeps a
+kernel's file and line numbers.
+
+Memory holds what it would hold, rounded, and beside it what float64 the number stands for; so does what PyTorch does
+to tensors between kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from triton.runtime import interpreter
+from triton.runtime.interpreter import (
+    ReduceOps,
+    ReduceScanOpInterface,
+    ScanOps,
+    TensorHandle,
+    _get_np_dtype,
+)
+
+from op_arguments import probe
+from parity.backends.emulation import tensor_core
+from parity.backends.emulation.tensor_core import TensorCoreBuilder, scaled
+from parity.debugging.attribution.program import Active, Line, Mark, Place, Run
+from parity.dtypes import Floats, numpy_dtype, round_to
+from parity.interop import to_numpy, to_torch
+from parity.op import Inputs, outputs
+
+_NAMES = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp8e4nv": "float8_e4m3fn",
+    "fp8e5": "float8_e5m2",
+}
+_FRAMEWORKS = tuple(str(Path(module.__file__ or "").parent) for module in (triton, torch, np, contextlib))
+_OURS = {__file__, tensor_core.__file__, probe.__file__}
+_MEMORY_ALONE = {"aten::set_", "aten::new_empty", "aten::empty_like", "aten::detach"}  # what computes no numbers
+_PAGE = 2**16  # bytes of memory whose numbers are kept together
+
+
+def mark(site: str, value: Any, where: Any = None, **steps: Any) -> Any:
+    """A kernel's probe: the value, marked as that of a site of the staged golden, where it is one.
+
+    value: a tensor, of Triton or (between kernels) of torch, or several of Triton's that sum to it. steps: arguments
+    that make the golden go the kernel's steps.
+    """
+    builder = interpreter.interpreter_builder
+    if isinstance(value, torch.Tensor):
+        numbers = builder.memory.of(value.detach())
+    else:
+        pieces = value if isinstance(value, (tuple, tl.tuple)) else (value,)
+        numbers = np.sum([_wide(piece.handle) for piece in pieces], axis=0)
+    if where is not None:
+        numbers = np.where(where.handle.data, numbers, np.nan)
+    plain = tuple((name, getattr(step, "value", step)) for name, step in steps.items())
+    builder.errors.marks.append(Mark(site, numbers, plain, _place()))
+    return value
+
+
+class TritonProgram:
+    """A call of a function of torch tensors that launches Triton kernels."""
+
+    def __init__(self, kernel: Callable[..., Any], inputs: Inputs, arguments: Mapping[str, Any]) -> None:
+        """Of `kernel(**inputs, **arguments)`."""
+        self._kernel, self._inputs, self._arguments = kernel, inputs, arguments
+
+    def run(self, active: Active) -> Run:
+        """The outputs in float64 where the operations that `active` admits err, and where those are."""
+        tensors = {name: to_torch(x) for name, x in self._inputs.items() if x is not None}
+        errors, memory = _Errors(active), _Memory()
+        with tensor_core.emulated(), _widened(errors, memory), np.errstate(all="ignore"):
+            with _Between(errors, memory), probe.probing(mark):
+                result = self._kernel(**tensors, **self._arguments)
+            fields = result._asdict() if hasattr(result, "_asdict") else None
+            if fields is None:
+                return Run(outputs(memory.of(result)), errors.places, errors.marks)
+            wide = {name: None if x is None else memory.of(x) for name, x in fields.items()}
+            return Run(outputs(type(result)(**wide)), errors.places, errors.marks)
+
+
+class _Errors:
+    """Which operations err, the errors of those that do, and what was marked."""
+
+    def __init__(self, active: Active) -> None:
+        self._active = active
+        self.places: set[Place] = set()
+        self.marks: list[Mark] = []
+
+    def add(self, exact: Floats, own: Callable[[], tuple[Floats, Floats]]) -> Floats:
+        """`exact`, and where the operation errs the difference of the two that `own` gives: rounded, and exact."""
+        place = _place()
+        if place is None or not self._active(place):
+            return exact
+        rounded, true = own()
+        error = rounded - true
+        if np.any(error):
+            self.places.add(place)
+        # Where an operation overflows, what it gives is all that is left.
+        return np.where(np.isfinite(error), exact + error, rounded)
+
+
+def _place() -> Place | None:
+    """Where the kernel's (or host's) operation that is going on is written."""
+    lines: list[Line] = []
+    frame = sys._getframe(2)
+    while frame is not None and len(lines) < 2:
+        name = frame.f_code.co_filename
+        if not name.startswith(_FRAMEWORKS) and name not in _OURS and not name.startswith("<"):
+            lines.append(Line(name, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return Place(lines[0], lines[1] if len(lines) > 1 else None) if lines else None
+
+
+class _Memory:
+    """The float64 number that each address stands for."""
+
+    def __init__(self) -> None:
+        self._pages: dict[int, Floats] = {}
+
+    def store(self, addresses: np.ndarray, values: Floats) -> None:
+        """Store numbers at their first bytes."""
+        for page, here in self._paged(addresses):
+            numbers = self._pages.setdefault(page, np.full(_PAGE, np.nan))
+            numbers[addresses[here] % _PAGE] = values[here]
+
+    def load(self, addresses: np.ndarray, stored: np.ndarray) -> Floats:
+        """The numbers of which memory holds `stored`; those themselves where something else has been stored since."""
+        wide = np.full(addresses.shape, np.nan)
+        for page, here in self._paged(addresses):
+            if page in self._pages:
+                wide[here] = self._pages[page][addresses[here] % _PAGE]
+        exact = stored.astype(np.float64)
+        return np.where(round_to(wide, stored.dtype.name) == stored, wide, exact)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Of memory that is a new tensor's. What it is given without being stored here may be what an earlier number
+        rounds to."""
+        storage = tensor.untyped_storage()
+        begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        for page in range(begin // _PAGE, -(-end // _PAGE)):
+            if page in self._pages:
+                self._pages[page][max(begin - page * _PAGE, 0) : end - page * _PAGE] = np.nan
+
+    def of(self, tensor: torch.Tensor) -> Floats:
+        """The numbers of a tensor."""
+        stored = to_numpy(tensor)
+        if not tensor.is_floating_point():
+            return stored.astype(np.float64)
+        return self.load(_addresses(tensor), stored)
+
+    @staticmethod
+    def _paged(addresses: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        pages = addresses // _PAGE
+        return ((int(page), pages == page) for page in np.unique(pages))
+
+
+def _addresses(tensor: torch.Tensor) -> np.ndarray:
+    found = np.full(tensor.shape, tensor.data_ptr(), np.uint64)
+    for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        steps = np.arange(size, dtype=np.uint64) * np.uint64(stride * tensor.element_size())
+        found += steps.reshape(-1, *[1] * (tensor.ndim - axis - 1))
+    return found
+
+
+class _Between(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What PyTorch does to tensors, in float64."""
+
+    def __init__(self, errors: _Errors, memory: _Memory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._errors, self._memory = errors, memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """An operation, and the same one on the numbers that its tensors stand for."""
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        storages = {x.untyped_storage().data_ptr() for x in given}
+
+        def called() -> Any:
+            result = func(*args, **kwargs)
+            new = [] if func._schema.is_mutable else [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+            for x in new:
+                if x.untyped_storage().data_ptr() not in storages:
+                    self._memory.forget(x)
+            return result
+
+        if func._schema.name in _MEMORY_ALONE:
+            return called()
+        own = [x.detach().to(torch.float64) if x.is_floating_point() else x.clone() for x in given]
+        wide = [torch.from_numpy(self._memory.of(x)) if x.is_floating_point() else x.clone() for x in given]
+        result = called()
+        is_new = isinstance(result, torch.Tensor) and result.is_floating_point() and result.numel() > 0
+        is_view = is_new and not func._schema.is_mutable and result.untyped_storage().data_ptr() in storages
+        if not given or not is_new or is_view:
+            return result
+
+        def on(tensors: list[torch.Tensor]) -> Floats:
+            left = iter(tensors)
+
+            def swapped(x: Any) -> Any:
+                if isinstance(x, torch.Tensor):
+                    return next(left).clone()
+                return torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x
+
+            return np.asarray(func(*tree_map(swapped, args), **tree_map(swapped, kwargs)).to(torch.float64).numpy())
+
+        stored = to_numpy(result)
+        exact = self._errors.add(on(wide), lambda: (stored.astype(np.float64), on(own)))
+        result.copy_(to_torch(round_to(exact, stored.dtype.name)))
+        self._memory.store(_addresses(result), exact)
+        return result
+
+
+@contextlib.contextmanager
+def _widened(errors: _Errors, memory: _Memory) -> Iterator[None]:
+    """Let Triton's interpreter carry float64."""
+    builder = interpreter.interpreter_builder
+    before = builder.__class__
+    patches = [
+        (TensorHandle, "__post_init__", lambda handle: None),  # it forbids data that are wider than their dtype
+        (ReduceScanOpInterface, "to_tensor", _to_tensor),
+        (ReduceOps, "sum", lambda self, x: _summed(self, x, lambda data: _sum(self, data))),
+        (ScanOps, "cumsum", lambda self, x: [_summed(self, x, lambda data: np.cumsum(data, axis=self.axis))]),
+    ]
+    originals = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
+    for owner, name, patched in patches:
+        setattr(owner, name, patched)
+    builder.errors, builder.memory = errors, memory
+    builder.__class__ = _WideBuilder
+    try:
+        yield
+    finally:
+        builder.__class__ = before
+        del builder.errors, builder.memory
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def _sum(reduction: Any, data: np.ndarray) -> np.ndarray:
+    return np.asarray(np.sum(data, axis=reduction.axis, keepdims=reduction.keep_dims))
+
+
+def _summed(reduction: Any, x: Any, total: Callable[[np.ndarray], np.ndarray]) -> Any:
+    if not _is_float(x.handle):
+        return reduction.to_tensor(total(x.handle.data), x.dtype)
+    own = _own(x.handle).view(numpy_dtype(_NAMES[x.handle.dtype.scalar.name]))
+    errors = interpreter.interpreter_builder.errors
+    exact = errors.add(
+        total(_wide(x.handle)),
+        lambda: (total(own).astype(np.float64), total(own.astype(np.float64))),
+    )
+    return reduction.to_tensor(exact, x.dtype)
+
+
+def _to_tensor(reduction: Any, value: Any, dtype: Any) -> Any:
+    value = np.asarray(value)
+    data = value if dtype.scalar.name in _NAMES else value.astype(_get_np_dtype(dtype))
+    kind = tl.block_type(dtype, list(value.shape)) if value.ndim else dtype
+    return tl.core.tensor(TensorHandle(np.atleast_1d(data), dtype.scalar), kind)
+
+
+def _is_float(handle: TensorHandle) -> bool:
+    return handle.dtype.scalar.name in _NAMES
+
+
+def _wide(handle: TensorHandle) -> Floats:
+    """The numbers in a handle of floats."""
+    data: np.ndarray = handle.data
+    if data.dtype == np.float64:
+        return data
+    return data.view(numpy_dtype(_NAMES[handle.dtype.scalar.name])).astype(np.float64)
+
+
+def _own(handle: TensorHandle) -> np.ndarray:
+    """A handle's data as the interpreter has them."""
+    if not _is_float(handle) or handle.data.dtype != np.float64:
+        return np.asarray(handle.data)
+    dtype = handle.dtype.scalar
+    return round_to(handle.data, _NAMES[dtype.name]).view(_get_np_dtype(dtype))
+
+
+def _as_own(handle: TensorHandle) -> TensorHandle:
+    return TensorHandle(_own(handle), handle.dtype)
+
+
+def _as_float64(handle: TensorHandle) -> TensorHandle:
+    return TensorHandle(_wide(handle), tl.float64) if _is_float(handle) else handle
+
+
+class _WideBuilder(TensorCoreBuilder):
+    """The tensor core's operations on float64, whose errors are added where they are asked for."""
+
+    errors: _Errors
+    memory: _Memory
+
+    def _apply(self, dtype: Any, operation: Callable[..., TensorHandle], *handles: TensorHandle) -> TensorHandle:
+        """`operation(*handles)`, of dtype where its results are floats."""
+        if not any(map(_is_float, handles)):
+            return operation(*handles)
+        exact = operation(*map(_as_float64, handles))
+        if exact.data.dtype != np.float64:
+            return TensorHandle(exact.data, tl.int1 if exact.data.dtype == np.bool_ else dtype)
+
+        def own() -> tuple[Floats, Floats]:
+            rounded = [*map(_as_own, handles)]
+            return _wide(operation(*rounded)), operation(*map(_as_float64, rounded)).data
+
+        return TensorHandle(self.errors.add(exact.data, own), dtype.scalar)
+
+    def unary_op(self, arg: TensorHandle, op: Any) -> TensorHandle:
+        """Elementwise op of one tensor."""
+        return self._apply(arg.dtype, lambda x: super(_WideBuilder, self).unary_op(x, op), arg)
+
+    def binary_op(self, lhs: TensorHandle, rhs: TensorHandle, op: Any) -> TensorHandle:
+        """Elementwise op or comparison of two tensors."""
+        return self._apply(lhs.dtype, lambda x, y: super(_WideBuilder, self).binary_op(x, y, op), lhs, rhs)
+
+    def ternary_op(self, lhs: TensorHandle, rhs: TensorHandle, other: TensorHandle, op: Any) -> TensorHandle:
+        """Elementwise op of three tensors, or a choice."""
+
+        def operation(x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+            return super(_WideBuilder, self).ternary_op(x, y, z, op)
+
+        return self._apply(other.dtype, operation, lhs, rhs, other)
+
+    def create_fma(self, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+        """x * y + z, rounded once."""
+        return self._apply(z.dtype, super().create_fma, x, y, z)
+
+    def create_fabs(self, arg: TensorHandle) -> TensorHandle:
+        """|x|."""
+        return self.unary_op(arg, np.abs)
+
+    def create_rsqrt(self, arg: TensorHandle) -> TensorHandle:
+        """1 / √x."""
+        return self.unary_op(arg, lambda x: 1 / np.sqrt(x))
+
+    def create_dot(
+        self, a: TensorHandle, b: TensorHandle, d: TensorHandle, input_precision: Any, max_num_imprecise_acc: int
+    ) -> TensorHandle:
+        """a [..., M, K] @ b [..., K, N] + d, of d's dtype."""
+
+        def operation(x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+            return super(_WideBuilder, self).create_dot(x, y, z, input_precision, max_num_imprecise_acc)
+
+        return self._apply(d.dtype, operation, a, b, d)
+
+    def create_dot_scaled(self, *operands: Any) -> TensorHandle:
+        """(lhs · scale) @ (rhs · scale) + acc, of operands as they are stored: exact is what becomes of them."""
+        lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, *how, acc = operands
+        lhs, rhs = _as_own(lhs), _as_own(rhs)
+        a, b = scaled(lhs, lhs_scale), scaled(rhs, rhs_scale, is_rhs=True)
+        products = a.astype(np.float64) @ b.astype(np.float64)
+
+        def own() -> tuple[Floats, Floats]:
+            rounded, total = (lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format), _as_own(acc)
+            result = super(_WideBuilder, self).create_dot_scaled(*rounded, *how, total)
+            return _wide(result), products + _wide(total)
+
+        return TensorHandle(self.errors.add(products + _wide(acc), own), acc.dtype.scalar)
+
+    def create_atomic_rmw(self, rmw_op: Any, ptr: Any, val: TensorHandle, mask: Any, sem: Any, scope: Any) -> Any:
+        """In memory, as the dtype has it: what it stores is not followed."""
+        return super().create_atomic_rmw(rmw_op, ptr, _as_own(val), mask, sem, scope)
+
+    def cast_impl(self, src: TensorHandle, dst_type: Any) -> TensorHandle:
+        """Any cast but those of 8-bit floats."""
+        return self._cast(src, dst_type, super().cast_impl)
+
+    def create_fp_to_fp(self, src: TensorHandle, dst_type: Any, rounding_mode: Any) -> TensorHandle:
+        """Casts with a rounding mode, and those of 8-bit floats."""
+        return self._cast(
+            src, dst_type, lambda x, dtype: super(_WideBuilder, self).create_fp_to_fp(x, dtype, rounding_mode)
+        )
+
+    def _cast(
+        self, src: TensorHandle, dst_type: Any, cast: Callable[[TensorHandle, Any], TensorHandle]
+    ) -> TensorHandle:
+        dtype = dst_type.scalar
+        if dtype.name not in _NAMES:
+            return cast(_as_own(src), dst_type) if not _is_float(src) else super().cast_impl(_as_float64(src), dst_type)
+        is_quantised = dtype.primitive_bitwidth == 8
+
+        def rounded(x: Floats) -> Floats:
+            # What a number becomes in 8 bits is the operation's result, and no error of it.
+            return round_to(x, _NAMES[dtype.name]).astype(np.float64) if is_quantised else x
+
+        exact = rounded(_wide(src) if _is_float(src) else src.data.astype(np.float64))
+
+        def own() -> tuple[Floats, Floats]:
+            given = _as_own(src)
+            true = rounded(_wide(given)) if _is_float(src) else exact
+            return (true, true) if src.dtype.scalar == dtype else (_wide(cast(given, dst_type)), true)
+
+        return TensorHandle(self.errors.add(exact, own), dtype)
+
+    def create_bitcast(self, src: TensorHandle, dst_type: Any) -> TensorHandle:
+        """The same bits as another dtype."""
+        return super().create_bitcast(_as_own(src), dst_type)
+
+    def create_splat(self, ret_ty: Any, arg: TensorHandle) -> TensorHandle:
+        """A tensor of one number."""
+        if not _is_float(arg):
+            return super().create_splat(ret_ty, arg)
+        return TensorHandle(np.full(ret_ty.shape, _wide(arg).ravel()[0]), arg.dtype.scalar)
+
+    def create_unsplat(self, arg: TensorHandle) -> TensorHandle:
+        """The number of a tensor of one."""
+        if not _is_float(arg):
+            return super().create_unsplat(arg)
+        return TensorHandle(np.full((1,), _wide(arg).ravel()[0]), arg.dtype.scalar)
+
+    def get_fp32(self, value: float) -> TensorHandle:
+        """A scalar constant."""
+        return self._constant(value, tl.float32)
+
+    def get_fp16(self, value: float) -> TensorHandle:
+        """A scalar constant."""
+        return self._constant(value, tl.float16)
+
+    def get_bf16(self, value: float) -> TensorHandle:
+        """A scalar constant."""
+        return self._constant(value, tl.bfloat16)
+
+    def _constant(self, value: float, dtype: Any) -> TensorHandle:
+        exact = np.array([value], np.float64)
+        rounded = round_to(exact, _NAMES[dtype.name]).astype(np.float64)
+        return TensorHandle(self.errors.add(exact, lambda: (rounded, exact)), dtype)
+
+    def create_masked_load(
+        self, ptrs: TensorHandle, mask: TensorHandle, other: TensorHandle | None, *how: Any
+    ) -> TensorHandle:
+        """A load; what is masked is `other`."""
+        given = None if other is None else _as_own(other)
+        loaded = super().create_masked_load(ptrs, mask, given, *how)
+        if not _is_float(loaded):
+            return loaded
+        stored = loaded.data.view(numpy_dtype(_NAMES[loaded.dtype.scalar.name]))
+        addresses, masks = (np.broadcast_to(x.data, stored.shape) for x in (ptrs, mask))
+        wide = stored.astype(np.float64)
+        wide[masks] = self.memory.load(addresses[masks], stored[masks])
+        return TensorHandle(wide, loaded.dtype.scalar)
+
+    def create_masked_store(self, ptrs: TensorHandle, value: TensorHandle, mask: TensorHandle, *how: Any) -> Any:
+        """A store: of the number, and in memory of what it is rounded to."""
+        if _is_float(value):
+            addresses, numbers, masks = np.broadcast_arrays(ptrs.data, _wide(value), mask.data)
+            self.memory.store(addresses[masks], numbers[masks])
+        return super().create_masked_store(ptrs, _as_own(value), mask, *how)
+
+
+def make_program(kernel: Callable[..., Any], inputs: Inputs, arguments: Mapping[str, Any]) -> TritonProgram:
+    """See `parity.debugging.attribution.program`."""
+    return TritonProgram(kernel, inputs, arguments)

@@ -1,0 +1,164 @@
+"""A kernel's named intermediate results beside those of the staged golden, up to the first that is off.
+
+A kernel marks values with the names of the golden's sites. They are compared without regard to where they lie: in
+float64 a value that is right is one that the golden has at that site, and two of its numbers hardly ever agree to eight
+digits by chance. So no tile has to be put in its place, and right values in a wrong place show at the next stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from typing import Any
+
+import numpy as np
+
+from parity.debugging.attribution import Ranking, mean_square
+from parity.debugging.attribution.program import Mark
+from parity.dtypes import Floats, round_to
+from parity.judging.judge import Reference
+from parity.judging.stages import emulate
+from parity.op import Backend, Case, Op, outputs
+
+SAME = 2.0**-27
+"""Of the largest value of a site (or of M, in an output): float64 values that differ by less are the same."""
+JUMP = 4.0
+"""A stage that errs by more than so many times what the contract's roundings make of it is where precision is lost.
+Right kernels err by 0.4 to 2.3 times that; one bfloat16 rounding too many is some 10^4 times a float32 one. Of what
+the contract has exact an error below SAME is none: kernels keep it in two pieces."""
+FEW = 32
+"""Of fewer numbers than these the error is too much a matter of chance to tell what is lost."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A site, and how the kernel's values are there.
+
+    wrong: the share of the values, evaluated in float64, that the golden does not have. error: root mean square of what
+    the kernel's own arithmetic changes in them, over that of the values (of an output: over M). expected: that of the
+    staged golden under the contract. numbers: how many values there are.
+    """
+
+    site: str
+    wrong: float
+    error: float
+    expected: float
+    numbers: int
+
+    @property
+    def is_off(self) -> bool:
+        """Whether logic fails or precision is lost here, or before."""
+        is_loss = self.error > (JUMP * self.expected or SAME)
+        return self.wrong > 0 or (is_loss and self.numbers >= FEW)
+
+
+def walk(op: Op, case: Case, backend: Backend, expected: Reference, ranking: Ranking) -> tuple[Stage, ...]:
+    """The stages in the golden's order, the outputs last, none after the first that is off.
+
+    A kernel has a stage only if it marks values there that the golden has in these arguments too.
+    """
+    marks: dict[str, list[tuple[Mark, Mark]]] = {}
+    for exact, own in zip(ranking.none.marks, ranking.all.marks, strict=True):
+        marks.setdefault(exact.site, []).append((exact, own))
+    # Coarser steps round less often than the contract's own: of both the larger error is expected.
+    goldens: dict[Any, tuple[Mapping[str, Floats], Mapping[str, float]]] = {(): _sites(op, case, backend, expected, {})}
+    for pairs in marks.values():
+        for exact, _ in pairs:
+            if exact.steps not in goldens:
+                goldens[exact.steps] = _sites(op, case, backend, expected, dict(exact.steps))
+    order = list(dict.fromkeys(site for values, _ in goldens.values() for site in values))
+    if unknown := marks.keys() - set(order):
+        raise ValueError(f"a kernel must show sites of the golden, got {', '.join(sorted(unknown))}")
+    marked = [site for site in order if any(np.isfinite(exact.value).any() for exact, _ in marks.get(site, ()))]
+    by_contract = emulate(op, case, expected.inputs, backend)
+    found = chain(
+        (_stage(site, marks[site], goldens) for site in marked),
+        (_output(name, expected, ranking, by_contract) for name in expected.golden),
+    )
+    stages: list[Stage] = []
+    for stage in found:
+        stages.append(stage)
+        if stage.is_off:
+            break
+    return tuple(stages)
+
+
+def unseen(marks: Sequence[Mark]) -> tuple[str, ...]:
+    """The sites at which a kernel marks no whole value: where a sum is cut into tiles each program has a part of it."""
+    sites = dict.fromkeys(mark.site for mark in marks)
+    return tuple(site for site in sites if not any(np.isfinite(m.value).any() for m in marks if m.site == site))
+
+
+def _stage(
+    site: str,
+    marks: Sequence[tuple[Mark, Mark]],
+    goldens: Mapping[Any, tuple[Mapping[str, Floats], Mapping[str, float]]],
+) -> Stage:
+    wrong, errors, values, expected = 0, [], [], 0.0
+    for steps, pairs in groupby(sorted(marks, key=lambda pair: repr(pair[0].steps)), lambda pair: pair[0].steps):
+        of_golden, of_contract = goldens[steps]
+        for exact, own in pairs:
+            there = np.isfinite(exact.value)
+            wrong += int(_missing(exact.value[there], of_golden[site]).sum())
+            values.append(exact.value[there])
+            errors.append((own.value - exact.value)[there])
+        expected = max(expected, of_contract[site], goldens[()][1].get(site, 0.0))
+    error, scale = (np.concatenate(x) if x else np.zeros(0) for x in (errors, values))
+    return Stage(site, wrong / max(scale.size, 1), _rms(error) / (_rms(scale) or 1.0), expected, scale.size)
+
+
+def _output(name: str, expected: Reference, ranking: Ranking, by_contract: Mapping[str, np.ndarray]) -> Stage:
+    """An output, each element where it is: wrong is one that is far off both in float64 and as the kernel has it."""
+    golden, magnitude = expected.golden[name], expected.magnitude[name]
+    scored = (magnitude > 0) & np.isfinite(golden)
+
+    def off(got: np.ndarray) -> Floats:
+        return np.nan_to_num(np.abs(got[scored].astype(np.float64) - golden[scored]) / magnitude[scored], nan=np.inf)
+
+    errors = off(by_contract[name])
+    none, everything = ranking.none.outputs, ranking.all.outputs
+    wrong = (off(none[name]) > SAME) & (off(everything[name]) > JUMP * errors.max(initial=0.0))
+    error = float(np.sqrt(mean_square(everything, none, {name: magnitude})))
+    return Stage(name, float(wrong.sum()) / max(golden.size, 1), error, _rms(errors), errors.size)
+
+
+def _sites(
+    op: Op, case: Case, backend: Backend, expected: Reference, steps: Mapping[str, Any]
+) -> tuple[Mapping[str, Floats], Mapping[str, float]]:
+    """By site, all values of the golden, sorted; and how far they are off under the contract, root mean square."""
+    contract = op.contract(case, backend)
+    arguments = {**op.arguments(case), **op.steps(case, contract), **steps}
+    exact: dict[str, list[Floats]] = {}
+    rounded: dict[str, list[Floats]] = {}
+
+    def watch(site: str, value: Floats) -> Floats:
+        exact.setdefault(site, []).append(value.ravel())
+        return value
+
+    def rounding(site: str, value: Floats) -> Floats:
+        dtype = contract.sites.get(site)
+        value = value if dtype is None else round_to(value, dtype).astype(np.float64)
+        rounded.setdefault(site, []).append(value.ravel())
+        return value
+
+    with np.errstate(invalid="ignore", over="ignore"):
+        outputs(op.golden(**expected.inputs, **arguments, rounding=watch))
+        outputs(op.golden(**expected.inputs, **arguments, rounding=rounding))
+        values = {site: np.concatenate(x) for site, x in exact.items()}
+        off = {site: _rms(np.concatenate(rounded[site]) - x) / (_rms(x) or 1.0) for site, x in values.items()}
+    return {site: np.sort(x[np.isfinite(x)]) for site, x in values.items()}, off
+
+
+def _missing(values: Floats, known: Floats) -> np.ndarray:
+    """Which values are none of the known ones, which are sorted."""
+    if not known.size:
+        return np.ones(values.shape, bool)
+    after = np.searchsorted(known, values).clip(0, known.size - 1)
+    nearest = np.minimum(np.abs(known[after] - values), np.abs(known[np.maximum(after - 1, 0)] - values))
+    return nearest > SAME * max(abs(known[0]), abs(known[-1]))
+
+
+def _rms(x: Floats) -> float:
+    finite = x[np.isfinite(x)]
+    return float(np.sqrt(np.mean(finite**2))) if finite.size else 0.0

@@ -1,0 +1,533 @@
+"""The smallest case that fails as a given one does, and a script that shows the failure without this package.
+
+The reduction is greedy and knows no operation: sizes go down, options to their defaults, and then, of the arrays that
+the smallest case draws, slices and single elements to zero. A step is kept where the verdict stays the same one, by the
+same gate; a case that the operation refuses is no step. Everything is tried in one fixed order: no clock, no chance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib.util
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+from parity import matrix
+from parity.backends import load_kernel, runner
+from parity.dtypes import round_to
+from parity.inputs import draw
+from parity.judging.judge import Judgement, judge, reference
+from parity.judging.metrics import Scale
+from parity.op import BACKENDS, Backend, Case, Inputs, Offsets, Op, outputs
+
+RUNS = 4000
+"""Runs of the kernel after which the reduction stops where it is."""
+REPEATS = 10
+"""Runs of a kernel whose results are not always the same, in a script."""
+SHOWN = 6
+"""Elements of an argument that are printed one by one."""
+
+T = TypeVar("T")
+
+
+class Failure(NamedTuple):
+    """How a case fails: the verdict's outcome and gate, or `CRASH` and the exception without its numbers."""
+
+    outcome: str
+    gate: str
+
+    def __str__(self) -> str:
+        return f"{self.outcome} ({self.gate})"
+
+
+@dataclass(frozen=True, eq=False)
+class Shrunk:
+    """The smallest case found, what its inputs are, how it fails, and the runs of the kernel that this took."""
+
+    case: Case
+    inputs: Inputs
+    failure: Failure
+    judged: Judgement | None  # None of a crash
+    runs: int
+
+    @property
+    def is_minimal(self) -> bool:
+        """Whether every single step left was tried."""
+        return self.runs < RUNS
+
+
+def shrink(
+    op: Op,
+    case: Case,
+    backend: Backend,
+    kernel: Callable[..., Any] | None = None,
+    accepted: Callable[[str], None] = lambda step: None,
+    ran: Callable[[int], None] = lambda runs: None,
+) -> Shrunk:
+    """Reduce a failing case as far as its verdict stays.
+
+    `accepted` is called with each step that is kept, in words; `ran` with the number of the kernel's runs so far.
+    `kernel` takes the place of the op's own. Raises ValueError for a case that passes, ImportError where the backend's
+    framework is missing.
+    """
+    kernel = kernel or load_kernel(getattr(op, backend))
+    search = _Search(op, case, backend, kernel, accepted, ran)
+    smallest = search.reduce_case(case)
+    inputs = search.reduce_data(smallest)
+    last = _run(op.with_inputs(inputs), smallest, backend, kernel)
+    return Shrunk(smallest, inputs, search.wanted, last if isinstance(last, Judgement) else None, search.runs)
+
+
+def _run(op: Op, case: Case, backend: Backend, kernel: Callable[..., Any]) -> Judgement | Failure:
+    """The case's judgement, or how the kernel ended without a result.
+
+    An interpreted Triton kernel has the pointers of this process, and may take it down: it runs in one of its own,
+    where what it leaves unwritten is NaN every time.
+    """
+
+    def run() -> Judgement | Failure:
+        try:
+            return judge(op, case, backend, kernel)
+        except ImportError:
+            raise
+        except Exception as error:  # whatever a broken kernel raises
+            return Failure("CRASH", re.sub(r"\d+", "#", f"{type(error).__name__}: {error}".splitlines()[0]))
+
+    if backend == "tpu" or runner(backend).real:
+        return run()
+    from parity.backends.gpu import filled_memory
+
+    def run_in_child() -> None:
+        faulthandler.disable()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a dying allocator's last words
+        sender.send(run())
+
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=run_in_child)
+    with filled_memory(), warnings.catch_warnings():  # in the child alone it would take a second to import
+        warnings.simplefilter("ignore")  # the child leaves alone what has threads
+        process.start()
+    sender.close()
+    try:
+        result: Judgement | Failure = receiver.recv()
+    except EOFError:
+        process.join()
+        return Failure("CRASH", f"signal {-(process.exitcode or 0)}")
+    process.join()
+    return result
+
+
+class _Search:
+    def __init__(
+        self,
+        op: Op,
+        case: Case,
+        backend: Backend,
+        kernel: Callable[..., Any],
+        accepted: Callable[[str], None],
+        ran: Callable[[int], None],
+    ) -> None:
+        self.op, self.backend, self.kernel, self.accepted, self.ran = op, backend, kernel, accepted, ran
+        self.runs = 0
+        self.tried: dict[str, bool] = {}
+        failure = self._failure(op, case)
+        if failure is None:
+            raise ValueError(f"case must fail on {backend} to be reduced, got {case.id}, which passes")
+        self.wanted = failure
+        # Outside the smoke tier an interpreted kernel runs once.
+        self.tier = case.tier if failure.outcome == "NOT REPEATABLE" else "default"
+
+    def _failure(self, op: Op, case: Case) -> Failure | None:
+        self.runs += 1
+        self.ran(self.runs)
+        result = _run(op, case, self.backend, self.kernel)
+        if isinstance(result, Failure):
+            return result
+        return None if result.verdict.passed else Failure(result.verdict.outcome, result.verdict.gate)
+
+    def _keeps(self, op: Op, case: Case) -> bool:
+        if self.runs >= RUNS:
+            return False
+        try:
+            reference(op, case)
+        except Exception:  # no case of this op
+            return False
+        return self._failure(op, case) == self.wanted
+
+    # --- sizes and options ---
+
+    def reduce_case(self, case: Case) -> Case:
+        """The case with the smallest sizes and the fewest options."""
+        before = None
+        while before != case:
+            before = case
+            for name, _ in case.dims:  # first, since what is small runs fast
+                case = self._reduce_size(case, name)
+            for name, default in self.op.defaults.items():
+                if getattr(case, name) != default:
+                    case = self._step(case, f"{name} {getattr(case, name)} → {default}", options={name: default})
+            if case.data != "normal":
+                case = self._step(case, f"data {case.data} → normal", data="normal")
+        return case
+
+    def _reduce_size(self, case: Case, name: str) -> Case:
+        def to(size: int) -> Case:
+            return self._step(case, f"{name} {getattr(case, name)} → {size}", dims={name: size})
+
+        for power in range(getattr(case, name).bit_length()):
+            if 2**power < getattr(case, name):
+                smaller = to(2**power)
+                if smaller != case:
+                    case = smaller
+                    break
+        step = getattr(case, name) // 2
+        while step:
+            smaller = to(getattr(case, name) - step)
+            step = step if smaller != case and getattr(smaller, name) > step else step // 2
+            case = smaller
+        return case
+
+    def _step(
+        self,
+        case: Case,
+        words: str,
+        dims: Mapping[str, int] | None = None,
+        options: Mapping[str, Any] | None = None,
+        data: str = "",
+    ) -> Case:
+        """The changed case where it fails as the first one did, else the case itself."""
+        chosen: dict[str, Any] = {name: [value] for name, value in (dict(case.options) | dict(options or {})).items()}
+        dtype = [(case.dtype, case.out)]
+        sizes = dict(case.dims) | dict(dims or {})
+        (changed,) = self.op.grid([sizes], dtype=dtype, data=[data or case.data], tier=self.tier, **chosen)
+        changed = changed.with_seed(case.seed)
+        if changed.id not in self.tried:
+            self.tried[changed.id] = self._keeps(self.op, changed)
+            if self.tried[changed.id]:
+                self.accepted(words)
+        return changed if self.tried[changed.id] else case
+
+    # --- data ---
+
+    def reduce_data(self, case: Case) -> Inputs:
+        """The arrays of the case with the fewest elements that are not zero. Where sequences end is left as it is."""
+        arrays = dict(draw(self.op, case))
+        specs = self.op.inputs(case)
+        names = [name for name, x in arrays.items() if _has_zero(x) and not isinstance(specs[name], Offsets)]
+        names.sort(key=lambda name: -_present(arrays[name]).size)
+        for name in names:
+            for axis in range(_present(arrays[name]).ndim):
+                self._reduce_slices(case, arrays, name, axis)
+        for name in names:
+            self._reduce_elements(case, arrays, name)
+        return arrays
+
+    def _reduce_slices(self, case: Case, arrays: dict[str, np.ndarray | None], name: str, axis: int) -> None:
+        lines = np.moveaxis(_present(arrays[name]), axis, 0)
+        filled = [n for n in range(len(lines)) if (lines[n] != 0).any()]
+
+        def only(kept: Sequence[int]) -> np.ndarray:
+            reduced = np.zeros_like(lines)
+            reduced[list(kept)] = lines[list(kept)]
+            return np.moveaxis(reduced, 0, axis)
+
+        self._reduce(case, arrays, name, filled, only, f"slices along axis {axis}")
+
+    def _reduce_elements(self, case: Case, arrays: dict[str, np.ndarray | None], name: str) -> None:
+        array = _present(arrays[name])
+
+        def only(kept: Sequence[int]) -> np.ndarray:
+            reduced = np.zeros_like(array)
+            reduced.flat[list(kept)] = array.flat[list(kept)]
+            return reduced
+
+        self._reduce(case, arrays, name, np.flatnonzero(array != 0).tolist(), only, "elements")
+
+    def _reduce(
+        self,
+        case: Case,
+        arrays: dict[str, np.ndarray | None],
+        name: str,
+        filled: list[int],
+        only: Callable[[Sequence[int]], np.ndarray],
+        what: str,
+    ) -> None:
+        kept = minimise(filled, lambda some: self._keeps(self.op.with_inputs({**arrays, name: only(some)}), case))
+        if len(kept) < len(filled):
+            self.accepted(f"{name}: {len(kept)} of {len(filled)} {what} other than zero")
+            arrays[name] = only(kept)
+
+
+def _has_zero(array: np.ndarray | None) -> bool:
+    return array is not None and not np.zeros(1, array.dtype).any()  # a power of two, as scales are, never is
+
+
+def _present(array: np.ndarray | None) -> np.ndarray:
+    return np.zeros(0) if array is None else array
+
+
+def minimise(items: Sequence[T], keeps: Callable[[Sequence[T]], bool]) -> Sequence[T]:
+    """A part of `items`, which `keeps` accepts, that it accepts without no single item (delta debugging).
+
+    Zeller & Hildebrandt 2002, IEEE TSE 28:183: halves are left out, then quarters, down to single items.
+    """
+    if not items or keeps([]):
+        return []
+    size = max(len(items) // 2, 1)
+    while True:
+        start, before = 0, len(items)
+        while start < len(items):
+            rest = [*items[:start], *items[start + size :]]
+            if rest and keeps(rest):
+                items = rest
+            else:
+                start += size
+        if size == 1 and len(items) == before:
+            return items
+        size = max(size // 2, 1)
+
+
+# --- the script ---
+
+
+def script(op: Op, shrunk: Shrunk, backend: Backend, kernel: Callable[..., Any] | None = None, target: str = "") -> str:
+    """A Python script that runs the kernel on the smallest inputs: it exits with 1 while the result is wrong, else 0.
+
+    It needs NumPy, the backend's framework and the kernel's module (`target`, "module:function"; default: the op's),
+    which it imports from where that is now, whatever is installed and wherever the script lies. A failure that only the
+    emulated matrix unit shows needs `parity.backends.emulation` as well: which of the two it is, is tried out. Raises
+    ValueError for MISTRUSTED, which is no fault of the kernel's, and for a failure that neither script shows.
+    """
+    target = target or getattr(op, backend)
+    check = _check(op, shrunk, backend, kernel or load_kernel(target))
+    for emulated in (False, True):
+        text = _write(op, shrunk, backend, target, check, emulated)
+        done = subprocess.run(
+            [sys.executable, "-c", text], capture_output=True, text=True, env=_environment(), timeout=600, check=False
+        )
+        if _shows(done, shrunk.failure, check):
+            return text
+    raise ValueError(f"a script must fail as {shrunk.case.id} does, this one does not: {done.stdout or done.stderr}")
+
+
+def _shows(done: subprocess.CompletedProcess[str], failure: Failure, check: _Check | None) -> bool:
+    if check:
+        return done.returncode == 1 and done.stdout.startswith("got")
+    if failure.gate.startswith("signal"):
+        return failure.gate == f"signal {-done.returncode}"
+    return done.returncode == 1 and failure.gate.partition(":")[0] in done.stderr
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+class _Check(NamedTuple):
+    """got: an expression of `result`; golden: what it should be, in words; holds: whether it is, of `got`."""
+
+    got: str
+    golden: str
+    holds: str
+
+
+def _check(op: Op, shrunk: Shrunk, backend: Backend, kernel: Callable[..., Any]) -> _Check | None:
+    """How the script tells that the result is wrong: by the worst element, its form, or repetition. None of a crash."""
+    judged, case = shrunk.judged, shrunk.case
+    if judged is None:
+        return None
+    outcome = judged.verdict.outcome
+    if outcome == "MISTRUSTED":
+        raise ValueError(
+            "MISTRUSTED is said of a case whose bound is too wide for its data: the kernel's result passes"
+        )
+    expected, contract = reference(op.with_inputs(shrunk.inputs), case), op.contract(case, backend)
+    if outcome == "WRONG OUTPUTS":
+        names = sorted(expected.golden)
+        fields = 'n for n in getattr(result, "_fields", ["out"]) if getattr(result, n, result) is not None'
+        return _Check(f"sorted({fields})", f"{names}", f"got == {names}")
+    name = judged.output
+    golden = expected.golden[name]
+    value = "result" if set(expected.golden) == {"out"} else f"result.{name}"
+    dtype = str(golden.dtype) if op.bit_exact else contract.dtype(name)
+    if outcome == "NOT REPEATABLE":
+        bits = _bits(backend, value.replace("result", "kernel(**arguments)"))
+        return _Check(f"len({{{bits} for _ in range({REPEATS})}})", f"1 result of {REPEATS} runs", "got == 1")
+    if outcome in ("WRONG SHAPE", "WRONG DTYPE"):
+        form = f'({list(golden.shape)}, "{dtype}")'
+        return _Check(f'([*{value}.shape], str({value}.dtype).replace("torch.", ""))', form, f"got == {form}")
+    if judged.worst is None:
+        result = runner(backend).run(kernel, shrunk.inputs, {**op.arguments(case), **op.route(case)})
+        return _exact_check(outputs(result)[name], golden, value, backend)
+    index = judged.worst.index
+    right = float(golden[index])
+    scale = Scale(expected.magnitude[name], contract.roundoff, expected.chain[name])
+    allowed = judged.bound * float(scale.at(index).unit)
+    low, high = map(float, round_to(np.array([right - allowed, right + allowed]), dtype))
+    got = f"float({_element(value, index)})"
+    if not np.isfinite(right):
+        return _Check(got, f"{right}", "not np.isfinite(got)")
+    return _Check(got, f"{right!r} ({low!r} to {high!r} are right)", f"{low!r} <= got <= {high!r}")
+
+
+def _exact_check(y: np.ndarray, golden: np.ndarray, value: str, backend: Backend) -> _Check:
+    """Of the first element that differs in bits: by its number, or by the bits where these are of the same number."""
+    bits = [np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape) for x in (y, golden)]
+    differing = np.argwhere(bits[0] != bits[1])
+    if not len(differing):
+        raise ValueError("a script must show an element that is wrong, run again the kernel got all of them right")
+    index = tuple(map(int, differing[0]))
+    element, got, right = _element(value, index), *(repr(float(x[index])) for x in (y, golden))
+    if got != right:  # as 0.0 and -0.0 do, but NaNs do not
+        return _Check(f"repr(float({element}))", right, f"got == {right!r}")
+    right = golden[index].tobytes().hex()
+    return _Check(f"{_bits(backend, element)}.hex()", right, f"got == {right!r}")
+
+
+def _element(value: str, index: tuple[int, ...]) -> str:
+    return f"{value}[{', '.join(map(str, index))}]" if index else value
+
+
+def _bits(backend: Backend, value: str) -> str:
+    """An expression of the bytes of an array."""
+    if backend == "tpu":
+        return f"np.asarray({value}).tobytes()"
+    return f"{value}.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()"
+
+
+FRAMEWORK = {
+    "tpu": """\
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # interpreted; on a TPU: JAX_PLATFORMS=tpu
+import jax.numpy as jnp
+import numpy as np""",
+    "gpu": """\
+import numpy as np
+import torch
+device = "cuda" if torch.cuda.is_available() else "cpu"
+os.environ.setdefault("TRITON_INTERPRET", str(int(device == "cpu")))""",
+}
+TENSOR = {
+    "tpu": "jnp.asarray(values.astype(jnp.dtype(dtype)))",
+    "gpu": "torch.tensor(values, device=device).to(getattr(torch, dtype))",
+}
+EMULATION = {"tpu": "parity.backends.emulation.mxu", "gpu": "parity.backends.emulation.tensor_core"}
+
+
+def _write(op: Op, shrunk: Shrunk, backend: Backend, target: str, check: _Check | None, emulated: bool) -> str:
+    module, _, function = target.partition(":")
+    keywords = {**op.arguments(shrunk.case), **op.route(shrunk.case)}
+    folders = dict.fromkeys(_folder_of(name) for name in [*(["parity"] if emulated else []), module])
+    given = [f'    "{name}": {_literal(array)},' for name, array in shrunk.inputs.items() if array is not None]
+    given += [f"    **{keywords!r},"] if keywords else []
+    lines = [
+        f"# {shrunk.failure}: {target}, {shrunk.case.id}. Exits with 1 while the result is wrong.",
+        "import os",
+        "import sys",
+        *(f"sys.path.insert(0, {str(folder)!r})" for folder in folders),
+        FRAMEWORK[backend],
+        f"from {module} import {function} as kernel",
+        f"from {EMULATION[backend]} import emulated  # what goes wrong is the matrix unit's" if emulated else None,
+        "",
+        "def tensor(dtype, shape, elements):",
+        "    values = np.zeros(shape)",
+        "    for index, value in elements.items():",
+        "        values[index] = value",
+        f"    return {TENSOR[backend]}",
+        "",
+        "inf, nan = np.inf, np.nan" if re.search(r"\b(inf|nan)\b", "".join(given)) else None,
+        "arguments = {",
+        *given,
+        "}",
+        "with emulated():" if emulated else None,
+        f"{'    ' if emulated else ''}result = kernel(**arguments)",
+    ]
+    if check:
+        lines += [
+            f"got = {check.got}",
+            f'print("got", got, "golden", {check.golden!r})',
+            f"sys.exit(0 if {check.holds} else 1)",
+        ]
+    return "\n".join(line for line in lines if line is not None) + "\n"
+
+
+def _folder_of(module: str) -> Path:
+    """Where a module is found: another one of that name may be installed."""
+    spec = importlib.util.find_spec(module.partition(".")[0])
+    places: list[str | None] = [*(spec.submodule_search_locations or []), spec.origin] if spec else []
+    place = next(iter(places), None)
+    if place is None:
+        raise ValueError(f"{module} must be in a file for a script to import it, it is in none")
+    return Path(place).resolve().parent
+
+
+def _literal(array: np.ndarray) -> str:
+    elements = {tuple(map(int, index)): array[tuple(index)].item() for index in np.argwhere(_filled(array))}
+    listed = ", ".join(f"{index}: {value!r}" for index, value in elements.items())
+    return f'tensor("{array.dtype}", {array.shape}, {{{listed}}})'
+
+
+def _filled(array: np.ndarray) -> np.ndarray:
+    """Which elements are other than +0, as values: of a NaN the payload is lost."""
+    return (array != 0) | np.signbit(array.astype(np.float64))
+
+
+# --- the command ---
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `parity shrink` takes."""
+    parser.add_argument("case", help="the id of a case that fails")
+    parser.add_argument("--backend", choices=BACKENDS, default="tpu", help="whose kernel (default: tpu)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the script there (default: print it)")
+
+
+def command(given: argparse.Namespace) -> int:
+    """`parity shrink`: 1, since what it is given fails."""
+    if given.out and (given.out.is_dir() or not given.out.parent.is_dir()):
+        raise ValueError(f"--out must be a file in a folder that there is, got {given.out}")
+    op, case = matrix.find(matrix.load(given.root), given.case)
+    columns = TextColumn("{task.completed} runs of the kernel"), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
+        task = progress.add_task("", total=None)
+        shrunk = shrink(op, case, given.backend, accepted=print, ran=lambda runs: progress.update(task, completed=runs))
+    print("\n".join(describe(shrunk)))
+    try:
+        text = script(op, shrunk, given.backend)
+    except ValueError as error:
+        print(f"no script: {error}")
+        return 1
+    if given.out:
+        given.out.write_text(text)
+        print(f"script: {given.out}")
+    else:
+        print(f"\n{text}")
+    return 1
+
+
+def describe(shrunk: Shrunk) -> Iterator[str]:
+    """What is left, in a few lines."""
+    verdict = f": {shrunk.judged.verdict.reason}" if shrunk.judged else ""
+    yield f"{shrunk.failure}{verdict}"
+    yield f"smallest case: {shrunk.case.id}  ({shrunk.runs} runs)"
+    if not shrunk.is_minimal:
+        yield f"stopped after {RUNS} runs: there may be a smaller one"
+    for name, array in shrunk.inputs.items():
+        if array is None:
+            continue
+        filled = np.argwhere(_filled(array))
+        elements = [f"{list(map(int, index))} = {array[tuple(index)].item()!r}" for index in filled[:SHOWN]]
+        more = [f"{len(filled) - SHOWN} more"] if len(filled) > SHOWN else []
+        yield f"  {name} {array.dtype}{list(array.shape)}: {', '.join([*elements, *more]) or 'zeros'}"

@@ -1,0 +1,320 @@
+"""Verdicts: pure functions that turn measurements into a named outcome.
+
+Against the golden: G1 shape, dtype, finiteness and repeatability; G2 integer data exact; G3 every element within the
+a-priori bound. Between the backends, on paired seeds: G4 the GPU's record fits its own contract; G5 the parity rule
+ε_TPU ≤ ε_GPU; G6 the tail; G7 the bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from parity.dtypes import Floats, round_to
+from parity.judging.metrics import Metrics, Scale, eta, explained_by
+from parity.op import Expected
+
+Z = 4.0
+"""Standard errors that a difference must exceed before it counts."""
+TAIL = 1.5
+"""How many times the GPU's the TPU's 99.9 % quantile of η may be."""
+LEAST = 2.0**-40
+"""What ε counts as where it is less, 2^-16 of a float32 roundoff: a seed that comes out exactly has no logarithm."""
+TILE = 128
+"""Rows and columns of the tile that `wrong_outputs` drops."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An outcome by name, the gate that decided it, and one line that says why."""
+
+    outcome: str
+    gate: str
+    reason: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the case counts as passed."""
+        return self.outcome in PASSING
+
+
+PASSING = ("AGREES", "EXACT", "WIN", "TIE", *(f"EXPECTED {outcome}" for outcome in Expected.FAILURES))
+
+
+def form(y: np.ndarray, again: np.ndarray, golden: Floats, dtype: str) -> Verdict | None:
+    """G1: the verdict on an output's shape, dtype, finiteness and repeatability (`again`: a second run), if bad."""
+    if y.shape != golden.shape:
+        return Verdict("WRONG SHAPE", "G1", f"golden {list(golden.shape)}, got {list(y.shape)}")
+    if str(y.dtype) != dtype:
+        return Verdict("WRONG DTYPE", "G1", f"asked for {dtype}, got {y.dtype}")
+    if again.tobytes() != y.tobytes():
+        return Verdict("NOT REPEATABLE", "G1", "two runs on the same inputs differ")
+    wrong = _wrong_finiteness(y, golden)
+    if wrong.any():
+        index = tuple(int(i) for i in np.argwhere(wrong)[0])
+        reason = f"{int(wrong.sum())} elements finite in one and not in the other, first at {list(index)}"
+        return Verdict("NON-FINITE", "G1", reason)
+    return None
+
+
+def _wrong_finiteness(y: np.ndarray, golden: Floats) -> np.ndarray:
+    return np.isfinite(golden) != np.isfinite(y.astype(np.float64))
+
+
+def exactness(y: np.ndarray, golden: Floats) -> Verdict:
+    """G2: an output of integer data must equal its golden. Raises ValueError where y's dtype cannot hold the golden."""
+    if np.any(golden.astype(y.dtype).astype(np.float64) != golden):
+        raise ValueError(f"golden must be exact in {y.dtype} on integer data, got values that are not")
+    wrong = int((y.astype(np.float64) != golden).sum())
+    if wrong:
+        return Verdict(
+            "LOGIC FAULT", "G2", f"{wrong} of {y.size} elements differ on integer data, where every sum is exact"
+        )
+    return Verdict("EXACT", "G2", "equal to the golden")
+
+
+def identity(y: np.ndarray, golden: np.ndarray) -> Verdict:
+    """G2 of an op that is compared bit for bit: y and its golden of the same shape and dtype have no `other_bits`."""
+    wrong = np.argwhere(other_bits(y, golden))
+    if not len(wrong):
+        return Verdict("EXACT", "G2", "the golden's bits")
+    index = tuple(int(i) for i in wrong[0])
+    values = ", ".join(f"{name} {x[index]} ({_bits(x)[index]:#x})" for name, x in (("golden", golden), ("got", y)))
+    return Verdict(
+        "OTHER BITS", "G2", f"{len(wrong)} of {y.size} elements differ in their bits, first at {list(index)}: {values}"
+    )
+
+
+def other_bits(y: np.ndarray, golden: np.ndarray) -> np.ndarray:
+    """Which elements of y are other bytes than the golden's, of the same shape and dtype.
+
+    A NaN's sign and payload mean nothing, except in a format of 8 bits, where they are part of the code.
+    """
+    differ: np.ndarray = _bits(y) != _bits(golden)
+    if y.dtype.itemsize > 1:
+        differ &= ~(np.isnan(y) & np.isnan(golden))
+    return differ
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape)
+
+
+def agreement(metrics: Metrics, bound: float) -> Verdict:
+    """G3: every η within the a-priori bound."""
+    if metrics.eta_max > bound:
+        return Verdict("OUT OF BOUND", "G3", f"η = {metrics.eta_max:.3g} (bound {bound:.3g})")
+    return Verdict("AGREES", "G3", f"η = {metrics.eta_max:.3g} (bound {bound:.3g})")
+
+
+def mistrusted(golden: Floats, scale: Scale, dtype: str, bound: float) -> Verdict | None:
+    """The verdict on the case itself where an obviously wrong output would pass its bound, and `form` as well."""
+    for name, wrong in wrong_outputs(golden):
+        y = round_to(wrong, dtype)
+        differs = explained_by(y, golden) != 0
+        beyond = eta(y[differs], golden[differs], scale.at(differs)) > bound
+        if not (beyond.any() or _wrong_finiteness(y[differs], golden[differs]).any()):
+            return Verdict("MISTRUSTED", "G3", f"an output that is {name} would pass (bound {bound:.3g})")
+    return None
+
+
+def wrong_outputs(golden: Floats) -> Iterator[tuple[str, Floats]]:
+    """Outputs that no case may let pass, by what is wrong with them; only those that differ from the golden."""
+    rows = golden.reshape(-1, 1) if golden.ndim < 2 else golden
+    nonzero = np.argwhere(np.nan_to_num(rows, posinf=1, neginf=1) != 0)
+    if not len(nonzero):
+        return
+    yield "all zero", np.zeros_like(golden)
+    yield "negated", -golden
+    *lead, row, column = nonzero[-1]
+    dropped = rows.copy()
+    dropped[(*lead, slice(row // TILE * TILE, None), slice(column // TILE * TILE, None))] = 0
+    yield "without its last tile", dropped.reshape(golden.shape)
+    rolled = np.roll(rows, 1, axis=-2).reshape(golden.shape)
+    if not np.array_equal(rolled, golden, equal_nan=True):
+        yield "permuted in its rows", rolled
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """ε_TPU against ε_GPU over paired seeds: the verdict, the ratio that decided it and its interval."""
+
+    verdict: Verdict
+    ratio: float = float("nan")
+    low: float = float("nan")
+    high: float = float("nan")
+
+
+def compare(
+    tpu: Sequence[Metrics],
+    gpu: Sequence[Metrics],
+    contract: Sequence[Metrics],
+    *,
+    narrow_output: bool,
+    tau: float = 0.0,
+) -> Comparison:
+    """The rule ε_TPU ≤ ε_GPU with all its gates (G4 to G7), from the same seeds in the same order.
+
+    `contract` are the measurements of a kernel emulated under the GPU's contract. `narrow_output`: the output is
+    narrower than the accumulator. τ: how much larger ε_TPU may be. Raises ValueError for unpaired or missing seeds.
+    """
+    if not len(tpu) == len(gpu) == len(contract) or not tpu:
+        raise ValueError(
+            f"tpu, gpu and contract must be paired seeds, at least one, got {len(tpu)}, {len(gpu)} and {len(contract)}"
+        )
+    statistic = Statistic.of((*tpu, *gpu), narrow_output)
+    unfit = fitness(gpu, contract, narrow_output=narrow_output)
+    if unfit:
+        return Comparison(unfit)
+    decided = parity(tpu, gpu, statistic, tau)
+    worse = tail(tpu, gpu, tau) or bias(tpu, gpu)
+    return replace(decided, verdict=worse) if decided.verdict.passed and worse else decided
+
+
+def fitness(gpu: Sequence[Metrics], contract: Sequence[Metrics], *, narrow_output: bool) -> Verdict | None:
+    """G4: UNFIT where the GPU's error is not within [½, 2] of its emulated contract's, beyond what sampling does.
+
+    A TF32 or a broken GPU result must never make the rule easy.
+    """
+    statistic = Statistic.of((*gpu, *contract), narrow_output)
+    mean, margin = _log_ratio(gpu, contract, statistic)
+    at_floor = not statistic.narrow and all(m.epsilon <= 1.05 * m.floor for m in (*gpu, *contract))
+    if abs(mean) > np.log(2) + margin and not at_floor:
+        return Verdict("UNFIT", "G4", f"the GPU's {statistic.name} is {np.exp(mean):.3g}× its contract's")
+    return None
+
+
+def parity(tpu: Sequence[Metrics], gpu: Sequence[Metrics], statistic: Statistic, tau: float) -> Comparison:
+    """G5: WIN, TIE or LOSS.
+
+    LOSS where mean(ln T_TPU - ln T_GPU) > ln(1 + τ) + z·max(sd, noise)/√S, unless ε_TPU is within 1.05 of the floor;
+    WIN where the mean is below the negative margin. sd is the spread over S seeds, noise what sampling alone causes.
+    """
+    mean, margin = _log_ratio(tpu, gpu, statistic)
+    ratio, low, high = (float(np.exp(x)) for x in (mean, mean - margin, mean + margin))
+    at_floor = not statistic.narrow and all(t.epsilon <= 1.05 * t.floor for t in tpu)
+    if mean > np.log1p(tau) + margin and not at_floor:
+        outcome = "LOSS"
+    elif mean < -margin:
+        outcome = "WIN"
+    else:
+        outcome = "TIE"
+    reason = f"{statistic.name} {ratio:.3g}× [{low:.3g}, {high:.3g}] τ={tau:g}"
+    return Comparison(Verdict(outcome, "G5", reason), ratio, low, high)
+
+
+def tail(tpu: Sequence[Metrics], gpu: Sequence[Metrics], tau: float) -> Verdict | None:
+    """G6: TAIL where the 99.9 % quantile of η exceeds 1.5·(1 + τ) times the GPU's."""
+    ratio = tail_ratio(tpu, gpu)
+    if ratio > TAIL * (1 + tau):
+        return Verdict("TAIL", "G6", f"the 99.9 % quantile of η is {ratio:.3g}× the GPU's")
+    return None
+
+
+def tail_ratio(a: Sequence[Metrics], b: Sequence[Metrics]) -> float:
+    """The 99.9 % quantile of η over b's, geometric mean over seeds; below one roundoff is no tail."""
+    return float(np.exp(np.mean([np.log(max(x.eta_q999, 1) / max(y.eta_q999, 1)) for x, y in _pairs(a, b)])))
+
+
+def bias(tpu: Sequence[Metrics], gpu: Sequence[Metrics]) -> Verdict | None:
+    """G7: BIAS where |bias|·√N exceeds 6 and the GPU's by more than sampling does."""
+    ours, theirs = Bias.of(tpu), Bias.of(gpu)
+    if ours.exceeds(theirs):
+        return Verdict("BIAS", "G7", f"|bias|·√N = {ours.size:.3g} ± {ours.noise:.2g} (the GPU's {theirs.size:.3g})")
+    return None
+
+
+@dataclass(frozen=True)
+class Bias:
+    """How far errors have a sign in common.
+
+    size: |mean e| / rms e · √N over all seeds together.
+    noise: its standard error where they have none. 1 if the N elements err each on its own; more, as the seeds show, if
+    some err together: an error in a weight of a token is in all elements of the token, whose mean then is that of a
+    few large numbers.
+    """
+
+    size: float
+    noise: float = 1.0
+
+    @classmethod
+    def of(cls, measured: Sequence[Metrics]) -> Bias:
+        """The bias of a kernel that was measured on these seeds."""
+        means = np.array([m.bias for m in measured])
+        scored = sum(m.scored for m in measured)
+        spread = float(means.std(ddof=1)) if len(means) > 1 else 0.0
+        size = abs(float(means.mean())) * float(np.sqrt(scored))
+        return cls(size, max(spread * float(np.sqrt(scored / len(means))), 1.0))
+
+    def exceeds(self, other: Bias) -> bool:
+        """Whether it counts beside a reference's."""
+        return self.size > 6 * self.noise and self.size > other.size + Z * max(self.noise, other.noise)
+
+
+def held_to(expected: Expected | None, decided: Verdict) -> Verdict:
+    """A comparison's verdict where its failure is declared: the declared one passes, and a pass fails.
+
+    Every other verdict stays as it is.
+    """
+    if expected is None:
+        return decided
+    if decided.outcome == expected.verdict:
+        return replace(decided, outcome=f"EXPECTED {decided.outcome}", reason=f"{decided.reason}; {expected.reason}")
+    if decided.passed:
+        reason = f"{decided.outcome} {decided.reason}, declared {expected.verdict}: {expected.reason}"
+        return replace(decided, outcome="UNEXPECTED PASS", reason=reason)
+    return decided
+
+
+def regression(now: Metrics, then: Metrics, *, narrow_output: bool) -> Verdict | None:
+    """REGRESSION where the error has grown since it was recorded on the same inputs, by more than sampling does."""
+    statistic = Statistic.of((now, then), narrow_output)
+    mean, margin = _log_ratio([now], [then], statistic)
+    at_floor = not statistic.narrow and now.epsilon <= 1.05 * now.floor
+    if mean > margin and not at_floor:
+        return Verdict("REGRESSION", "G5", f"{statistic.name} is {np.exp(mean):.3g}× what the ledger has")
+    return None
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """T, what is compared: ε, or where nothing but the rounding of a narrow output is left of it, the misround rate."""
+
+    narrow: bool
+
+    @classmethod
+    def of(cls, measured: Sequence[Metrics], narrow_output: bool) -> Statistic:
+        """What to compare these by: the misround rate only where ε is the output's rounding on all of them."""
+        excess = [np.sqrt(max((m.epsilon - m.floor) * (m.epsilon + m.floor), 0.0)) for m in measured]
+        return cls(narrow_output and all(x < 0.05 * m.floor for x, m in zip(excess, measured, strict=True)))
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return "misround rate" if self.narrow else "ε"
+
+    def log(self, m: Metrics) -> float:
+        """ln T; half an element is added to a count, so that a faultless seed has a logarithm."""
+        if self.narrow:
+            return float(np.log((m.misrounded * m.scored + 0.5) / (m.scored + 1)))
+        return float(np.log(max(m.epsilon, LEAST)))
+
+    def noise(self, a: Metrics, b: Metrics) -> float:
+        """Standard deviation of ln T_a - ln T_b from sampling: 1.26/√N of ε, 1/count + 1/count of a count."""
+        if self.narrow:
+            return float(np.sqrt(sum(1 / (m.misrounded * m.scored + 0.5) for m in (a, b))))
+        return 1.26 / float(np.sqrt(max(a.scored, 1)))
+
+
+def _pairs(a: Sequence[Metrics], b: Sequence[Metrics]) -> list[tuple[Metrics, Metrics]]:
+    return list(zip(a, b, strict=True))
+
+
+def _log_ratio(a: Sequence[Metrics], b: Sequence[Metrics], statistic: Statistic) -> tuple[float, float]:
+    """The mean over seeds of ln T_a - ln T_b, and z standard errors of it."""
+    logs = np.array([statistic.log(x) - statistic.log(y) for x, y in _pairs(a, b)])
+    spread = float(logs.std(ddof=1)) if len(logs) > 1 else 0.0
+    noise = max(statistic.noise(x, y) for x, y in _pairs(a, b))
+    return float(logs.mean()), Z * max(spread, noise) / float(np.sqrt(len(logs)))

@@ -1,0 +1,117 @@
+"""Judgements and the ledger: recorded, looked up again, and held against what was recorded before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from parity.backends import EMULATED, runner
+from parity.inputs import hashes
+from parity.judging import verdict
+from parity.judging.judge import Judgement, measure_contract, reference
+from parity.judging.verdict import Verdict
+from parity.ledger.records import Freshness, Ledger, Provenance, Record, freshness, here, read_all
+from parity.op import Backend, Case, Op
+
+
+class Book:
+    """The records under `root`, read when they are first asked for. Raises `RecordError` where they are not sound."""
+
+    def __init__(self, root: Path, utc: str | None = None) -> None:
+        self.root = root
+        self.utc = utc
+        self._ledgers: dict[Backend, dict[tuple[str, str], Ledger]] = {}
+
+    def record(self, op: Op, judged: Judgement) -> Record:
+        """A judgement of this process as a record, with the ε of its emulated contract beside it."""
+        case, backend = judged.case, judged.backend
+        contract = measure_contract(op, case, backend).get(judged.output)
+        return Record(
+            case=case.with_seed(0).id,
+            seed=case.seed,
+            contract=op.contract(case, backend).name,
+            inputs=hashes(reference(op, case).inputs),
+            tiles=_tiles(case),
+            verdict=judged.verdict.outcome,
+            bound=judged.bound,
+            outputs=judged.outputs,
+            contract_epsilon=contract.epsilon if contract else None,
+            seconds=round(judged.seconds, 3),
+            provenance=self._here(op, backend),
+        )
+
+    def find(self, op: Op, case: Case, backend: Backend, *, real: bool) -> tuple[Record, Freshness] | None:
+        """The newest record of a case on a real or an emulated backend, and whether it still speaks for the code."""
+        found = [
+            ledger[key]
+            for (_, name), ledger in self._of(backend).items()
+            if name == op.name and (key := (case.with_seed(0).id, case.seed)) in ledger
+            if ledger[key].provenance.real == real
+        ]
+        if not found:
+            return None
+        record = max(found, key=lambda r: r.provenance.utc)
+        drawn, contract = hashes(reference(op, case).inputs), op.contract(case, backend).name
+        return record, freshness(record, self._here(op, backend), drawn, contract, _tiles(case))
+
+    def check(self, op: Op, judged: Judgement, *, strict: bool) -> tuple[Judgement, str]:
+        """A judgement held against its record, and the record's status: a regression, or a stale record if `strict`,
+        turns a pass into a failure."""
+        found = self.find(op, judged.case, judged.backend, real=judged.real)
+        if found is None:
+            return judged, "NO-RECORD"
+        record, fresh = found
+        if not judged.verdict.passed or fresh.status == "INVALID":
+            return judged, fresh.status
+        contract = op.contract(judged.case, judged.backend)
+        common = [name for name in judged.outputs if name in record.outputs]
+        worse = (
+            verdict.regression(judged.outputs[n], record.outputs[n], narrow_output=contract.is_narrow(n))
+            for n in common
+        )
+        regressed = next(filter(None, worse), None)
+        if regressed is not None:
+            reason = f"{regressed.reason}; moved since: {fresh.reason or 'nothing that is recorded'}"
+            return replace(judged, verdict=replace(regressed, reason=reason)), fresh.status
+        if strict and fresh.status == "STALE":
+            return replace(judged, verdict=Verdict("STALE", "G0", fresh.reason)), fresh.status
+        return judged, fresh.status
+
+    def seeds(self, op: Op, case: Case, seeds: int, backend: Backend, *, real: bool) -> Iterator[Judgement | Verdict]:
+        """The recorded judgements of `seeds` seeds from the case's own on, on a real or an emulated backend; a verdict
+        (G0) in place of each that is missing or invalid."""
+        for drawn in (case.with_seed(case.seed + n) for n in range(seeds)):
+            found = self.find(op, drawn, backend, real=real)
+            if found is None:
+                yield Verdict("NO-RECORD", "G0", f"no {'' if real else 'emulated '}{backend} has recorded {drawn.id}")
+            elif found[1].status == "INVALID":
+                yield Verdict("INVALID", "G0", f"the {backend}'s record of {drawn.id}: {found[1].reason}")
+            else:
+                record = found[0]
+                output = max(record.outputs, key=lambda name: record.outputs[name].eta_max, default="")
+                outcome = Verdict(record.verdict, "G0", f"recorded on {record.provenance.device_kind}")
+                yield Judgement(drawn, backend, real, outcome, output, record.bound, record.outputs)
+
+    def _of(self, backend: Backend) -> dict[tuple[str, str], Ledger]:
+        if backend not in self._ledgers:
+            self._ledgers[backend] = read_all(self.root, backend)
+        return self._ledgers[backend]
+
+    def _here(self, op: Op, backend: Backend) -> Provenance:
+        return _provenance(op, backend, self.utc)
+
+
+@cache
+def _provenance(op: Op, backend: Backend, utc: str | None) -> Provenance:
+    try:
+        device_kind, real = runner(backend).device_kind, runner(backend).real
+    except ImportError:  # a host without the backend's framework can still check what others have recorded
+        device_kind, real = EMULATED, False
+    return here(op, backend, device_kind, real, utc)
+
+
+def _tiles(case: Case) -> str | None:
+    tiling = dict(case.options).get("tiling")
+    return "x".join(map(str, tiling)) if isinstance(tiling, tuple) else None

@@ -1,0 +1,141 @@
+"""Judgements in words: what a failing test and a summary print."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+from parity.judging.judge import Compared, Judgement
+from parity.judging.metrics import HISTOGRAM
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+SHADES = " ░▒▓█"
+
+
+def failure(judged: Judgement, twin: Judgement | None, rerun: str) -> str:
+    """Why a case failed, on one screen; `twin` is the same case on integer data."""
+    v, device = judged.verdict, "real" if judged.real else "emulated"
+    lines = [f"{v.outcome}  {v.gate}: {v.reason}   {judged.backend}: {device}   {judged.case.id}  [{judged.output}]"]
+    if worst := judged.worst:
+        index = ", ".join(map(str, worst.index))
+        compared = f"golden {worst.golden:.9g}  got {worst.got:.9g}  bound ±{worst.allowed:.3g}"
+        lines.append(f"worst {judged.output}[{index}]: {compared}")
+        if worst.box:
+            ranges = ", ".join(f"{first}-{last}" for first, last in worst.box)
+            lines.append(f"where: {worst.beyond:,} elements beyond the bound, all within [{ranges}]")
+    if m := judged.metrics:
+        lines.append(f"{m.differing:,} of {m.elements:,} elements err   ε = {m.epsilon:.3g}  floor {m.floor:.3g}")
+        if any(m.histogram):
+            lines.append(f"η  {sparkline(m.histogram)}")
+        if any(any(row) for row in m.tiles):
+            lines.append("rms η by tile, worst at " + worst_tile(m.tiles))
+            lines += [f"   |{row}|" for row in heat_map(m.tiles)]
+    if twin is not None:
+        also = "passes too (so: precision, not logic)" if twin.verdict.passed else "fails too (so: not rounding)"
+        lines.append(f"integer twin: {also}")
+    lines.append(f"rerun: {rerun}")
+    return "\n".join(lines)
+
+
+def sparkline(counts: Sequence[int]) -> str:
+    """A histogram of log2 η in one line, over the bins that hold anything, with its ends."""
+    filled = [i for i, count in enumerate(counts) if count]
+    first, last = filled[0], filled[-1]
+    shown, top = counts[first : last + 1], max(counts)
+    bars = "".join(BLOCKS[min(7, -(-7 * count // top))] for count in shown)
+    return f"2^{HISTOGRAM[first]:.0f} {bars} 2^{HISTOGRAM[last + 1]:.0f}"
+
+
+def heat_map(tiles: Sequence[Sequence[float]]) -> list[str]:
+    """Tiles as rows of shades, darkest where the error is largest."""
+    top = max(max(row) for row in tiles) or 1.0
+    return [
+        "".join(SHADES[min(4, int(4 * value / top + 0.999))] * 2 if value < float("inf") else "██" for value in row)
+        for row in tiles
+    ]
+
+
+def worst_tile(tiles: Sequence[Sequence[float]]) -> str:
+    """Where the largest of them is, and how large."""
+    row, column = max(
+        ((r, c) for r, line in enumerate(tiles) for c in range(len(line))), key=lambda rc: tiles[rc[0]][rc[1]]
+    )
+    return f"({row}, {column}) of {len(tiles)} x {len(tiles[0])}: {tiles[row][column]:.3g}"
+
+
+def comparison(compared: Compared, rerun: str) -> str:
+    """Why a comparison of the backends failed: the verdict, both ε, every seed's ratio, the command that reruns it."""
+    v, metrics = compared.comparison.verdict, {b: [j.metrics for j in js] for b, js in compared.judged.items()}
+    lines = [f"{v.outcome}  {v.gate}: {v.reason}   {compared.case.id}"]
+    for backend, judged in compared.judged.items():
+        device = "real" if judged[0].real else "emulated"
+        eta = max(j.eta_max for j in judged)
+        lines.append(f"{backend} {device}: ε = {compared.epsilon(backend):.3g}   worst η {eta:.3g}")
+    ratios = [t.epsilon / g.epsilon for t, g in zip(*metrics.values(), strict=True) if t and g and g.epsilon]
+    lines.append("ε_TPU/ε_GPU by seed: " + " ".join(f"{ratio:.3g}" for ratio in ratios))
+    lines.append(f"rerun: {rerun}")
+    return "\n".join(lines)
+
+
+def summary(judged: Iterable[Mapping[str, Any]], recording: str = "pytest --parity-record") -> list[str]:
+    """One line per op and backend over `Judgement.summary` and `Compared.summary` entries, then what to record.
+
+    An entry's `record` is the status of its record and `record_of` the backend that has or lacks it; `where` names the
+    host that can make it, if that is not this one. `recording` is the command that records the cases of this run.
+    """
+    all_entries = list(judged)
+    groups: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
+    for entry in all_entries:
+        groups.setdefault((entry["op"], entry["backend"], entry["real"]), []).append(entry)
+    if not groups:
+        return []
+    lines = [f"{'op':<8} {'backend':<12} {'cases':>6} {'worst η/bound':>14} {'worst ε_TPU/ε_GPU':>22}  verdicts"]
+    for (op, backend, real), entries in sorted(groups.items()):
+        loads = [e["eta_max"] / e["bound"] for e in entries if "eta_max" in e and e["bound"]]
+        compared = max((e for e in entries if "ratio" in e), key=lambda e: e["ratio"], default=None)
+        ratio = _interval(compared) if compared else "–"
+        counts = Counter(entry["outcome"] for entry in entries)
+        verdicts = "  ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+        where = backend if real else f"{backend} emulated"
+        cases = len({entry["case"] for entry in entries})
+        lines.append(f"{op:<8} {where:<12} {cases:>6} {max(loads, default=0.0):>14.2f} {ratio:>22}  {verdicts}")
+    return lines + _to_record([entry for entry in all_entries if "record" in entry], recording)
+
+
+def _interval(compared: Mapping[str, Any]) -> str:
+    # Of a GPU that makes no error any other is an astronomical multiple.
+    ratio, low, high = (f"{x:.2f}" if x < 1000 else f"{x:.3g}" for x in (compared[n] for n in ("ratio", "low", "high")))
+    return f"{ratio} [{low}, {high}]"
+
+
+def _to_record(entries: Sequence[Mapping[str, Any]], recording: str) -> list[str]:
+    """How many records have which status, and for each but VALID, by backend, the command that measures them anew."""
+    counts = Counter(entry["record"] for entry in entries)
+    if not counts.keys() - {"VALID"}:
+        return []
+    lines = ["records: " + "  ".join(f"{count} {status}" for status, count in sorted(counts.items()))]
+    groups: dict[tuple[str, str, str], dict[str, set[str]]] = {}
+    for entry in entries:
+        if entry["record"] != "VALID":
+            key = entry["record"], entry["record_of"], entry.get("where", "")
+            groups.setdefault(key, {}).setdefault(entry["op"], set()).add(entry["case"])
+    for (status, backend, where), cases in sorted(groups.items()):
+        counted = ", ".join(f"{len(of_op)} of {op}" for op, of_op in sorted(cases.items()))
+        what = ", ".join(filter(None, [f"{counted} on {backend}", where]))
+        lines.append(f"  {status}  {what}: {record_command(recording, backend, cases)}")
+    return lines
+
+
+NAMED = 3
+"""Cases of one op that a command names one by one; of more it records the whole op, which changes no valid record's
+figures."""
+
+
+def record_command(recording: str, backend: str, cases: Mapping[str, Set[str]]) -> str:
+    """`recording`, narrowed down to some cases, by op, on one backend."""
+    words: list[str] = []
+    for op, of_op in sorted(cases.items()):
+        # Brackets, as in a test's name: `gmm-` alone is also in the names of tgmm.
+        words += [f"[{case}]" for case in sorted(of_op)] if len(of_op) <= NAMED else [f"[{op}-"]
+    return f'{recording} -m {backend} -k "{" or ".join(words)}"'

@@ -1,0 +1,440 @@
+"""The pytest plugin: parametrises tests over the matrix, picks tiers, reports verdicts."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from parity import matrix
+from parity.backends import free_compiled_programs, has_cuda, has_tpu, is_here, runner
+from parity.judging import goldens
+from parity.judging.judge import compare, judge
+from parity.judging.verdict import Verdict
+from parity.ledger.book import Book
+from parity.ledger.records import Merged, Recorder, merge
+from parity.op import BACKENDS, TIERS, Backend, Case, Op
+from parity.report import entries, text
+
+pytest_plugins = ("parity.runners.workers", "parity.runners.crashes", "parity.runners.long_runs")
+
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+FRAMEWORK = {"tpu": "jax", "gpu": "triton"}
+_OPS = pytest.StashKey[tuple[Op, ...]]()
+_BOOK = pytest.StashKey[Book]()
+_RECORDER = pytest.StashKey[Recorder | None]()
+_ENTRY = "parity-report"
+
+
+def cases(*ops: Op, backend: Backend, data: str | None = None, compared: bool = False) -> Callable[[Test], Test]:
+    """Run a test once for every case of `ops` on a backend, through its `run` argument.
+
+    `data` replaces the cases' own distribution; cases that then coincide run once. `compared`: the test compares the
+    backends, over many seeds; outside the full tier only the cases do that are `representative` of their op.
+    """
+    return pytest.mark.parity_cases(ops, backend=backend, data=data, compared=compared)
+
+
+class Run:
+    """One case on one backend: what a test of the matrix gets as `run`."""
+
+    def __init__(self, op: Op, case: Case, backend: Backend, request: pytest.FixtureRequest) -> None:
+        self.op, self.case, self.backend = op, case, backend
+        self._request = request
+
+    def agrees(self) -> None:
+        """Fail unless every output agrees with the golden within the contract's bound (G1, G3)."""
+        __tracebackhide__ = True
+        self._judge()
+
+    def is_exact(self) -> None:
+        """Fail unless every output equals the golden, on integer data (G1, G2)."""
+        __tracebackhide__ = True
+        if self.case.data != "integers":
+            raise ValueError(f"is_exact needs data='integers' in parity.cases, got {self.case.data!r}")
+        self._judge()
+
+    def is_no_worse(self) -> None:
+        """Fail unless both backends agree with the golden and ε_TPU ≤ ε_GPU over paired seeds (G4 to G7).
+
+        A TPU is compared with a GPU, an emulated TPU with an emulated GPU: with the one at hand, or its records.
+        A failure that the op expects is pytest's xfail, and strict.
+        """
+        __tracebackhide__ = True
+        seeds = self._request.config.getoption("--parity-seeds")
+        real = runner("tpu").real
+        recorded = None
+        if not is_here("gpu", real=real):
+            recorded = []
+            for entry in self._book.seeds(self.op, self.case, seeds, "gpu", real=real):
+                if isinstance(entry, Verdict):
+                    missing = {"op": self.op.name, "case": self.case.id, "backend": "tpu", "real": real, "bound": 0.0}
+                    where = "on a GPU runner" if real else "where there is no GPU"
+                    record = {"record": entry.outcome, "record_of": "gpu", "where": where}
+                    self._report(missing | asdict(entry) | record)
+                    cases = {self.op.name: {self.case.id}}
+                    command = text.record_command(_recording(self._request.config), "gpu", cases)
+                    pytest.skip(f"{entry.outcome}: {entry.reason}; {where}: {command}")
+                recorded.append(entry)
+        compared = compare(self.op, self.case, seeds, recorded)
+        if self._recorder:
+            for judged in compared.everything if recorded is None else compared.judged["tpu"]:
+                self._recorder.write(self._book.record(self.op, judged))
+        self._report(compared.summary())
+        if self._reports:
+            self._add(entries.of_comparison(self.op, compared, self._rerun()))
+        decided = compared.comparison.verdict
+        if not decided.passed:
+            pytest.fail(text.comparison(compared, self._rerun()), pytrace=False)
+        if self.op.expectation(self.case):
+            pytest.xfail(f"{decided.outcome}: {decided.reason}")
+
+    def _compared_elsewhere(self) -> Iterator[Case]:
+        """The case's further seeds where a TPU of another host is to be compared with this GPU's records of them."""
+        config = self._request.config
+        here = is_here("tpu", real=runner(self.backend).real)
+        if self.backend == "gpu" and not here and (_tier(config) == "full" or self.op.representative(self.case)):
+            for n in range(1, config.getoption("--parity-seeds")):
+                yield self.case.with_seed(self.case.seed + n)
+
+    @property
+    def _book(self) -> Book:
+        return self._request.config.stash[_BOOK]
+
+    @property
+    def _recorder(self) -> Recorder | None:
+        return self._request.config.stash[_RECORDER]
+
+    @property
+    def _reports(self) -> bool:
+        return bool(self._request.config.getoption("--parity-report"))
+
+    def _report(self, entry: dict[str, Any]) -> None:
+        properties = self._request.node.user_properties
+        properties.append(("parity", entry))
+        # Each on its own too, for JUnit's XML.
+        named = {"verdict": "outcome", "epsilon": "epsilon", "eta": "eta_max", "bound": "bound", "ratio": "ratio"}
+        properties += [(name, entry[key]) for name, key in named.items() if key in entry]
+        properties.append(("rerun", self._rerun()))
+
+    def _add(self, entry: entries.Entry) -> None:
+        self._request.node.user_properties.append((_ENTRY, entry.plain()))
+
+    def _rerun(self) -> str:
+        return _rerun(self._request.node)
+
+    def _judge(self) -> None:
+        __tracebackhide__ = True
+        judged = judge(self.op, self.case, self.backend)
+        status: dict[str, str] = {}
+        if self.case.data != "integers":
+            if self._recorder:
+                self._recorder.write(self._book.record(self.op, judged))
+                for drawn in self._compared_elsewhere():
+                    self._recorder.write(self._book.record(self.op, judge(self.op, drawn, self.backend)))
+            elif self._book.root.exists():
+                strict = self._request.config.getoption("--parity-strict-records")
+                judged, record = self._book.check(self.op, judged, strict=strict)
+                status = {"record": record, "record_of": self.backend}
+        twin = None
+        if not judged.verdict.passed and self.case.data != "integers":
+            twin = judge(self.op, self.case.with_data("integers"), self.backend)
+            if judged.verdict.gate == "G3" and not twin.verdict.passed:
+                judged = replace(judged, verdict=replace(judged.verdict, outcome="LOGIC FAULT"))
+        self._report(judged.summary() | status)
+        if self._reports:
+            self._add(entries.of_judgement(self.op, judged, self._rerun(), status.get("record", "")))
+        if not judged.verdict.passed:
+            pytest.fail(text.failure(judged, twin, self._rerun()), pytrace=False)
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> Run:
+    """The case that `parity.cases` chose."""
+    op, case, backend = request.param
+    pytest.importorskip(FRAMEWORK[backend], reason=f"{FRAMEWORK[backend]} is not installed here")
+    return Run(op, case, backend, request)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options, all named --parity-…."""
+    group = parser.getgroup("parity", "kernel parity")
+    group.addoption(
+        "--parity-tier",
+        choices=TIERS,
+        help="cases to run: smoke (under two minutes), default, or full (everything); default: default, "
+        "or full where -m names it",
+    )
+    group.addoption(
+        "--parity-seed", type=int, default=0, metavar="N", help="draw the inputs of every case from seed N (default: 0)"
+    )
+    group.addoption(
+        "--parity-seeds", type=int, default=8, metavar="S", help="paired seeds to compare the backends on (default: 8)"
+    )
+    group.addoption(
+        "--parity-records", type=Path, default=None, metavar="DIR", help="the ledger's folder (default: records)"
+    )
+    group.addoption("--parity-record", action="store_true", help="write what is measured into the ledger")
+    group.addoption("--parity-strict-records", action="store_true", help="fail where a record is stale")
+    group.addoption(
+        "--parity-report",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="write everything that is judged as an HTML page",
+    )
+    group.addoption(
+        "--parity-golden-cache",
+        metavar="URL",
+        help="share goldens that take long to compute: a folder, or a URL that fsspec knows (default: none are)",
+    )
+    group.addoption(
+        "--parity-golden-cache-gb",
+        type=float,
+        default=goldens.DEFAULT_GB,
+        metavar="GB",
+        help=f"the size of that cache in gigabytes; what was used longest ago goes (default: {goldens.DEFAULT_GB:g})",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers and the reporter."""
+    config.addinivalue_line("markers", "parity_cases(ops, backend, data): run over the matrix of ops; see parity.cases")
+    config.addinivalue_line("markers", "smoke: the tier of cases that runs in under two minutes")
+    config.addinivalue_line("markers", "full: the tier of cases that runs only where asked for")
+    config.addinivalue_line("markers", "tpu: runs Pallas kernels")
+    config.addinivalue_line("markers", "gpu: runs Triton kernels")
+    _share_goldens(config)
+    root = config.getoption("--parity-records") or config.rootpath / "records"
+    from parity.runners.long_runs import began  # not before pytest has loaded it as a plugin
+
+    config.stash[_BOOK] = Book(root, began(config))
+    config.stash[_RECORDER] = Recorder(root) if config.getoption("--parity-record") else None
+    config.pluginmanager.register(_Reporter(config), "parity-reporter")
+
+
+def _share_goldens(config: pytest.Config) -> None:
+    """Say in the environment, which processes below this one have too, where goldens are shared."""
+    url = config.getoption("--parity-golden-cache")
+    if url is None:
+        return
+    environment = pytest.MonkeyPatch()
+    config.add_cleanup(environment.undo)
+    environment.setenv(goldens.URL, url if "://" in url else str(Path(url).resolve()))
+    environment.setenv(goldens.LIMIT, str(config.getoption("--parity-golden-cache-gb")))
+    try:
+        goldens.of_environment()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def _matrix(config: pytest.Config) -> tuple[Op, ...]:
+    if _OPS not in config.stash:
+        try:
+            config.stash[_OPS] = matrix.load(config.rootpath)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from error
+    return config.stash[_OPS]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test per case where `cases` asks for it; and for each that a node id of the command line spells."""
+    marker = metafunc.definition.get_closest_marker("parity_cases")
+    if marker is None:
+        return
+    (ops,) = marker.args
+    backend, data, compared = (marker.kwargs[name] for name in ("backend", "data", "compared"))
+    if strangers := [op.name for op in ops if op not in _matrix(metafunc.config)]:
+        raise pytest.UsageError(f"{metafunc.definition.nodeid}: {', '.join(strangers)} is not in the matrix's OPS")
+    chosen: dict[str, Any] = {}
+    for op in ops:
+        for case in op.cases:
+            drawn = case.with_seed(metafunc.config.getoption("--parity-seed"))
+            drawn = drawn if data is None else drawn.with_data(data)
+            tier = case.tier
+            if compared and tier != "full":
+                tier = "default" if op.representative(case) else "full"
+            marks = [getattr(pytest.mark, name) for name in (backend, tier) if name != "default"]
+            chosen.setdefault(drawn.id, pytest.param((op, drawn, backend), id=drawn.id, marks=marks))
+    for case_id in _named(metafunc):
+        with contextlib.suppress(ValueError):  # pytest says which node ids there are not
+            op, drawn = matrix.find(ops, case_id)
+            if data in (None, drawn.data):
+                marks = [getattr(pytest.mark, backend)]
+                chosen.setdefault(drawn.id, pytest.param((op, drawn, backend), id=drawn.id, marks=marks))
+    metafunc.parametrize("run", list(chosen.values()), indirect=True)
+
+
+def _named(metafunc: pytest.Metafunc) -> Iterator[str]:
+    """The case ids in node ids of this test that were given on the command line."""
+    for argument in metafunc.config.args:
+        path, *names = argument.split("::")
+        test, bracket, case_id = "".join(names[-1:]).partition("[")
+        if bracket and test == metafunc.function.__name__ and Path(path).resolve() == metafunc.definition.path:
+            yield case_id.removesuffix("]")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is beyond the chosen tier, and put together what shares a compiled kernel."""
+    tier = _tier(config)
+    if tier != "full":
+        kept: list[pytest.Item] = []
+        dropped: list[pytest.Item] = []
+        for item in items:
+            wanted = item.get_closest_marker("smoke") if tier == "smoke" else not item.get_closest_marker("full")
+            (kept if wanted else dropped).append(item)
+        if dropped:
+            config.hook.pytest_deselected(items=dropped)
+            items[:] = kept
+    # Neighbours mostly go to the same pytest-xdist worker: a case and its other data then compile once.
+    place: dict[Any, int] = {}
+    items.sort(key=lambda item: place.setdefault(_shared(item), len(place)))
+
+
+def _tier(config: pytest.Config) -> str:
+    named = "full" if "full" in config.getoption("markexpr") else "default"
+    tier: str = config.getoption("--parity-tier") or named
+    return tier
+
+
+def _recording(config: pytest.Config) -> str:
+    """The command that records the cases of this run: its own options, as far as they say which these are."""
+    command = "pytest --parity-record"
+    if _tier(config) != "default":
+        command += f" --parity-tier={_tier(config)}"
+    for option, default in (("--parity-seed", 0), ("--parity-seeds", 8), ("--parity-records", None)):
+        if config.getoption(option) != default:
+            command += f" {option}={config.getoption(option)}"
+    return command
+
+
+def _shared(item: pytest.Item) -> Any:
+    """What tests that run the same compiled kernel have in common; the item itself where it is not of the matrix."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or item.get_closest_marker("parity_cases") is None:
+        return item
+    _, case, backend = callspec.params["run"]
+    return item.path, backend, case.with_data("normal").id
+
+
+def _rerun(item: pytest.Item) -> str:
+    """The command that runs a test alone."""
+    n0 = "-n0 " if item.config.pluginmanager.hasplugin("xdist") else ""
+    return f'pytest {n0}"{item.nodeid}"'
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Free what JAX compiled, before it is too much for one process."""
+    free_compiled_programs(finished=nextitem is None or nextitem.path != item.path)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Which backend is real and which is emulated."""
+    where = _devices()
+    return " · ".join(["parity: " + where[0], *where[1:], "goldens float64"])
+
+
+def _devices() -> tuple[str, ...]:
+    real = {"tpu": has_tpu(), "gpu": has_cuda()}
+    return tuple(f"{name} {'real' if real[name] else 'emulated'}" for name in BACKENDS)
+
+
+def _told(report: pytest.TestReport, name: str) -> list[dict[str, Any]]:
+    return [value for key, value in report.user_properties if key == name]  # type: ignore[misc]
+
+
+class _Reporter:
+    """Collects what tests report, also through pytest-xdist, prints its summary, and writes the report."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._judged: list[dict[str, Any]] = []
+        self._merged: Merged | None = None
+        self._lost: list[str] = []
+        self._entries: list[entries.Entry] = []
+        self._written = ""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        recorder = self._config.stash[_RECORDER]
+        if recorder:
+            recorder.close()
+            if not hasattr(self._config, "workerinput"):
+                self._merged = merge(self._config.stash[_BOOK].root)
+        wanted = self._config.getoption("--parity-report") and not self._config.option.collectonly
+        if wanted and not hasattr(self._config, "workerinput"):
+            self._written = self._write(interrupted=exitstatus == pytest.ExitCode.INTERRUPTED)
+
+    def _write(self, interrupted: bool) -> str:
+        from parity.report import page
+
+        notices = [f"A worker died of {nodeid}." for nodeid in self._lost]
+        judged = self._entries
+        if interrupted:
+            notices.append("The run was interrupted: what it had not come to is not here, and no error is explained.")
+        elif judged:
+            judged = list(entries.attribute(_matrix(self._config), judged))
+        command = shlex.join(["pytest", *map(str, self._config.invocation_params.args)])
+        about = page.Run(command, _devices(), self._config.stash[_BOOK].utc or "", tuple(notices))
+        try:
+            return str(page.write(self._config.getoption("--parity-report"), judged, about, self._config.rootpath))
+        except OSError as error:
+            return f"not written: {error}"
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """A case whose test ended otherwise than by its verdict is in the report as well."""
+        report = yield
+        marker, callspec = item.get_closest_marker("parity_cases"), getattr(item, "callspec", None)
+        wanted = self._config.getoption("--parity-report") and call.when != "teardown"
+        if wanted and marker and callspec and call.excinfo:
+            _, case, backend = callspec.params["run"]
+            side = entries.COMPARED if marker.kwargs["compared"] else backend
+            told = [entry["passed"] for entry in _told(report, _ENTRY)]
+            reason = call.excinfo.exconly(tryshort=True).splitlines()[0]
+            if (report.failed and False not in told) or (report.skipped and not told):
+                failed = [entry["outcome"] for entry in _told(report, "parity") if entry.get("passed") is False]
+                outcome = "SKIPPED" if report.skipped else next(iter(failed), "CRASH")
+                missing = entries.without_judgement(case.op, case.id, side, outcome, reason, _rerun(item))
+                report.user_properties.append((_ENTRY, missing.plain()))
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if str(report.when) == "???":  # pytest-xdist's word for what a worker was at when it died
+            self._lost.append(report.nodeid)
+            self._entries += [
+                entries.without_judgement(
+                    found["op"], found["case"], found["backend"], found["outcome"], found["reason"],
+                    f'pytest -n0 "{report.nodeid}"',
+                )
+                for found in _told(report, "parity")
+            ]  # fmt: skip
+        if report.when in ("call", "???"):
+            self._judged += _told(report, "parity")
+        if report.when == "call" or (report.when == "setup" and not report.passed):
+            self._entries += map(entries.Entry.from_plain, _told(report, _ENTRY))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        lines = text.summary(self._judged, _recording(self._config))
+        if lines:
+            terminalreporter.section("parity")
+            for line in lines:
+                terminalreporter.write_line(line)
+        if self._written:
+            terminalreporter.write_line(f"report: {self._written}")
+        if self._merged:
+            terminalreporter.write_line(f"records: {self._merged.written} written to {self._config.stash[_BOOK].root}")
+            for line in self._merged.lost_lines:
+                terminalreporter.write_line(f"records: lost {line}", red=True)
+            for nodeid in self._lost:
+                terminalreporter.write_line(
+                    f'records: nothing of {nodeid}, whose worker died: pytest --parity-record "{nodeid}"', red=True
+                )

@@ -1,0 +1,415 @@
+"""The TPU compiler's report: real dumps are read as by hand, and what a compiler can do wrong is told apart."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from parity.cli import main
+from parity.compilers import bundles, cache, mosaic, schedule
+from parity.compilers.bundles import UnknownDump, parse
+from parity.compilers.chips import CHIPS
+from parity.compilers.kernels import Block, Dot, Kernel
+from parity.compilers.mosaic import Abstract, Compilation, Compiled, compile_for_tpu, read_dump, roofline
+from tests.meta.waiting import until
+
+needs_libtpu = pytest.mark.skipif(
+    find_spec("libtpu") is None, reason="the TPU compiler is not installed: pip install libtpu"
+)
+
+# --------------------------------------------------------------------- real dumps: gmm, tile 512 × 1024 × 512, bfloat16
+
+M, K, N, GROUPS, VISITS = 8192, 2048, 512, 8, 24
+TM, TK, TN = 512, 1024, 512
+BY_N, BY_VISIT, BY_K, FIXED = frozenset([0]), frozenset([1]), frozenset([2]), frozenset()
+GMM = Kernel(
+    name="gmm",
+    grid=(1, None, 2),
+    operands=((), (VISITS,), (VISITS,), (GROUPS + 1,), (1,), (M, K), (GROUPS, K, N), (M, N)),
+    inputs=(
+        Block((M, K), (TM, TK), TM * TK * 2, (BY_VISIT, BY_K)),
+        Block((GROUPS, K, N), (1, TK, TN), TK * TN * 2, (BY_VISIT, BY_K, BY_N)),
+    ),
+    outputs=(Block((M, N), (TM, TN), TM * TN * 2, (BY_VISIT, BY_N)),),
+    dots=(Dot(TM, TK, 256, "bf16", passes=1, count=1),) * 2,
+    estimated_bytes=None,
+)
+
+
+def dump(chip):
+    with gzip.open(Path(__file__).parent / "fixtures" / "mosaic" / f"gmm-{chip}.json.gz", "rt") as file:
+        return json.load(file)
+
+
+def texts(chip):
+    files = dump(chip)
+    (program,) = (text for name, text in files.items() if name.endswith("-final_bundles.txt"))
+    (utilization,) = (text for name, text in files.items() if name.endswith("-per-bundle-utilization.txt"))
+    return program, utilization
+
+
+def test_tpu7x_is_read_as_by_hand():
+    kernel = read_dump(dump("tpu7x"), GMM, "tpu7x")
+    assert GMM.steps == 32 and GMM.steps_per_block == 2
+    # Two branches of the loop's 0x2a to 0x46a lead around: the compute stage 0x64 to 0x458, and in it the sum 0x84 to
+    # 0x313, a whole tile's store 0x321 to 0x37b and a masked one's 0x385 to 0x440.
+    loop, stage, total, whole, masked = 0x46B - 0x2A, 0x459 - 0x64, 0x314 - 0x84, 0x37C - 0x321, 0x441 - 0x385
+    assert (kernel.bundles, kernel.loop_bundles) == (1135, loop)
+    assert kernel.step_bundles == loop - stage + (stage - total - whole - masked) + total
+    assert kernel.periodic_bundles == whole / 2
+    assert (kernel.hot_bundles, kernel.hot_vmatmuls, kernel.vmatmuls) == (total, 256, {"bf16": 256})
+    assert kernel.mxu_cycles == kernel.static_cycles == 256 * 8 / 2
+    assert (kernel.spills, kernel.fills, kernel.unknown_loops) == (0, 0, 0)
+    assert kernel.vmem_bytes == 4 * 2**20
+    assert (kernel.fetch_starvation, kernel.write_starvation) == (85 / 1809, 336 / 1809)
+    assert [(p.operand, p.promised, p.emitted) for p in kernel.passes] == [("bf16", 1, 1)]
+    assert roofline(kernel, "tpu7x").schedule == roofline(kernel, "tpu7x").mxu == 32 * 1024
+
+
+def test_v6e_is_read_as_by_hand():
+    kernel = read_dump(dump("v6e"), GMM, "v6e")
+    loop, stage, total, whole, masked = 0x6D6 - 0x31, 0x6C3 - 0x9F, 0x574 - 0xB8, 0x5E3 - 0x57F, 0x6AA - 0x5EA
+    assert (kernel.bundles, kernel.loop_bundles) == (1756, loop)
+    assert kernel.step_bundles == loop - whole - masked == loop - stage + (stage - total - whole - masked) + total
+    assert kernel.static_cycles == kernel.step_bundles + whole / 2 > kernel.mxu_cycles == 1024
+    assert (kernel.spills, kernel.fills) == (178, 178)
+    assert kernel.spill_share == 178 / 690  # vst instructions in the dump
+
+
+def test_what_bounds_a_kernel():
+    def bound(chip, bytes_accessed):
+        return roofline(read_dump(dump(chip), replace(GMM, estimated_bytes=bytes_accessed), chip), chip).bound
+
+    assert bound("tpu7x", 2**20) == "MXU" and bound("v6e", 2**20) == "schedule"
+    assert bound("tpu7x", 2**30) == bound("v6e", 2**30) == "HBM"
+
+
+def test_slots_are_of_the_step():
+    kernel = read_dump(dump("tpu7x"), GMM, "tpu7x")
+    used, there = kernel.slots["MATPUSH"]
+    assert there == 2 * (kernel.step_bundles + kernel.periodic_bundles)
+    assert 0 < used < there
+    assert kernel.slots["XLU"][0] == 0
+
+
+def test_blocks_without_an_estimate_are_counted():
+    lhs, rhs, out = 32 * TM * TK * 2, 32 * TK * TN * 2, 16 * TM * TN * 2
+    assert GMM.hbm_bytes == lhs + rhs + out
+    assert replace(GMM, estimated_bytes=7).hbm_bytes == 7
+
+
+@pytest.mark.parametrize("chip, tflops", [("v4", 275), ("v5e", 197), ("v5p", 459), ("v6e", 918), ("tpu7x", 2307)])
+def test_peaks_are_the_published_ones(chip, tflops):
+    assert CHIPS[chip].cores * CHIPS[chip].teraflops("bf16") == pytest.approx(tflops, rel=0.002)
+
+
+def test_parity_schedule_shows_a_program_in_detail(monkeypatch, capsys, pytestconfig):
+    kernel = read_dump(dump("tpu7x"), GMM, "tpu7x")
+    compiled = Compiled("compiled", code_bytes=200_000, kernels=(kernel,))
+    program = schedule.Program("gmm", "model-bf16", "module:gmm", (), chips=("tpu7x",), work=M)
+    monkeypatch.setattr(schedule, "load", lambda root: (program,))
+    monkeypatch.setattr(schedule, "compile_all", lambda *_, lines: {(program.id, "tpu7x"): compiled} if lines else {})
+
+    def output(*arguments):
+        assert main(["--root", str(pytestconfig.rootpath), "schedule", "gmm-model-bf16", *arguments]) == 0
+        return capsys.readouterr().out
+
+    ((figures,),) = (line["kernels"] for line in json.loads(output("--json")))
+    assert (figures["steps"], figures["static_cycles"], figures["hbm_bytes"]) == (32, 1024, GMM.hbm_bytes)
+    assert (figures["fetch_starvation"], figures["write_starvation"]) == (0.047, 0.1857)
+    assert figures.keys() > {"lines", "line_passes", "vmem_bytes", "passes", "slots", "spills", "fills", "hot_bundles"}
+    shown = output()
+    assert "tpu7x gmm: 1024 cycles a step, 32 steps" in shown and "hottest lines" in shown
+
+
+CORRUPTIONS = {
+    "a bundle is missing": lambda p, u: (p.replace(" 0x31a ", " 0x9999 ", 1), u),
+    "cut off": lambda p, u: (p[: len(p) // 2], u),
+    "empty": lambda p, u: ("", u),
+    "a row is missing": lambda p, u: (p, u.rsplit("\n", 2)[0] + "\n"),
+    "another column": lambda p, u: (p, u.replace("XLU,", "XLU, YLU,", 1)),
+    "not a number": lambda p, u: (p, u[:-3] + "x\n"),
+    "a branch to nowhere": lambda p, u: (p.replace("target = $region36", "target = $region9999"), u),
+    "another kind of branch": lambda p, u: (p.replace("sbr.rel", "sbr.abs", 1), u),
+    "another operand type": lambda p, u: (p.replace("vmatmul.mubr.bf16", "vmatmul.mubr.f64", 1), u),
+}
+
+
+@pytest.mark.parametrize("what", CORRUPTIONS)
+def test_a_corrupted_dump_is_an_error(what):
+    program, utilization = texts("tpu7x")
+    corrupted = CORRUPTIONS[what](program, utilization)
+    assert corrupted != (program, utilization)
+    with pytest.raises(UnknownDump):
+        bundles.schedule(parse(*corrupted), CHIPS["tpu7x"])
+
+
+def test_a_kernel_that_is_not_in_the_dump_is_an_error():
+    with pytest.raises(UnknownDump, match="a program of kernel tgmm"):
+        read_dump(dump("tpu7x"), replace(GMM, name="tgmm"), "tpu7x")
+
+
+def test_a_loop_may_begin_in_the_delay_slots_of_the_one_before():
+    first, second = bundles.Part(0, 100, loop=True), bundles.Part(98, 200, loop=True)
+    assert bundles._nested([first, second]) == [bundles.Part(0, 100, loop=True), bundles.Part(100, 200, loop=True)]
+    with pytest.raises(UnknownDump, match="are not inside"):
+        bundles._nested([bundles.Part(0, 100, loop=True), bundles.Part(50, 200, loop=True)])
+
+
+def test_a_loop_that_loads_the_index_of_the_grid_is_not_the_loop_over_the_grid():
+    """The comment on what the grid's loop carries goes with the value, into memory and back."""
+    index = "%s7 = sphi %s6, %s8 /* phi copy :: iteration index, stage = 0 */"
+    loaded = "%s9 = sld [smem:[#allocation3_spill]] /* iteration index, stage = 0 */ ;; %s4 = sphi %s3, %s5"
+    product = "%10 = vmatmul.mubr.bf16.gmra.mxu0 %v1"
+    texts = [
+        "%s3 = smov.u32 0",
+        f"{index} /* Start region 1 */",
+        f"{loaded} ;; {product} /* Start region 2 */",
+        "%s5 = sadd.s32 1, %s4",
+        "%p1 = scmp.ge.s32.totalorder %s5, 3",
+        "%11 = sbr.rel (!%p1) target = $region2 /* End region 2 */",
+        *[""] * 7,  # beyond the delay slots
+        "%12 = sbr.rel (!%p2) target = $region1 /* End region 1 */",
+        "/* exit bundle: */",
+    ]
+    program = "".join(f"{address:#x} : {{ {text} }}\n" for address, text in enumerate(texts))
+    columns, rows = ", ".join(bundles.UNITS), "1 " * len(bundles.UNITS) + "\n"
+    read = bundles.schedule(parse(program, f"\n{columns}\n{rows}UTILIZATION\n{rows * len(texts)}"), CHIPS["tpu7x"])
+    assert (read.vmatmuls, read.step_bundles, read.unknown_loops) == ({"bf16": 3}, 1 + 3 * 4 + 7 + 1, 0)
+
+
+# -------------------------------------------------------------------------------------------------- the compiler itself
+
+
+def case(name, chip="tpu7x", dtype="bfloat16", size=1024, **options):
+    arguments = (Abstract((size, size), dtype), Abstract((size, 512), dtype))
+    return Compilation(f"tests.meta.compilers.pallas_kernels:{name}", chip, arguments, **options)
+
+
+KERNELS = {
+    "half_refused": case("half_refused"),
+    "dot": case("dot"),
+    "two_dots": case("two_dots"),
+    "two_lines": case("two_lines"),
+    "looped": case("looped"),
+    "mostly_one": case("mostly_one"),
+    "scale": case("scale"),
+    "pair": case("pair"),
+    "own_pipeline": case("own_pipeline"),
+    "nameless": case("nameless", size=256),
+    "default": case("dot", dtype="float32"),
+    "exact": case("exact", dtype="float32"),
+    "exact_bf16": case("exact"),
+    "beyond_vmem": case("beyond_vmem", size=8192, dtype="float32"),
+    "fp8_on_v4": case("dot", chip="v4", dtype="float8_e4m3fn"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def compiled(folder):
+    return dict(zip(KERNELS, compile_for_tpu(list(KERNELS.values()), lines=True), strict=True))
+
+
+def kernel_of(result):
+    assert result.ok, result.error
+    (kernel,) = result.kernels
+    return kernel
+
+
+@needs_libtpu
+def test_a_dot_pass_more_is_seen(compiled):
+    one, two = kernel_of(compiled["dot"]), kernel_of(compiled["two_dots"])
+    assert not compiled["half_refused"].ok  # and its dump is not read for the next one
+    assert [p.emitted for p in one.passes] == [1] and one.passes[0].dots == 1
+    assert two.passes[0].dots == 2 and two.vmatmuls["bf16"] == 2 * one.vmatmuls["bf16"]
+    assert two.mxu_cycles == 2 * one.mxu_cycles
+
+
+@needs_libtpu
+def test_float32_passes_are_those_of_the_precision(compiled):
+    one, six = kernel_of(compiled["default"]).passes, kernel_of(compiled["exact"]).passes
+    assert [(p.operand, p.promised, p.emitted) for p in one + six] == [("f32", 1, 1), ("f32", 6, 6)]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name, passes", [("dot", [1]), ("two_dots", [1]), ("two_lines", [1, 1]), ("exact", [6])])
+def test_source_lines_share_the_step(compiled, name, passes):
+    source = Path(__file__).with_name("pallas_kernels.py").read_text().splitlines()
+    kernel = kernel_of(compiled[name])
+    assert sum(line.bundles for line in kernel.lines) == pytest.approx(kernel.step_bundles + kernel.periodic_bundles)
+    assert [line.bundles for line in kernel.lines] == sorted((line.bundles for line in kernel.lines), reverse=True)
+    text = {line.place: source[int(line.place.rpartition(":")[2]) - 1] for line in kernel.lines if line.place}
+    assert all(place.startswith("tests/meta/compilers/pallas_kernels.py:") for place in text)
+    assert "jnp.dot" in next(text[line.place] for line in kernel.lines if line.place)
+    # Both dots of two_dots are one jitted function's: JAX lowers it once.
+    assert [p.emitted for p in kernel.line_passes] == passes
+    assert len({p.place for p in kernel.line_passes}) == len(passes)
+    assert all("jnp.dot" in text[p.place] for p in kernel.line_passes)
+
+
+def test_a_dump_without_places_has_no_lines():
+    kernel = read_dump(dump("tpu7x"), GMM, "tpu7x")
+    assert (kernel.lines, kernel.line_passes) == ((), ())
+
+
+@needs_libtpu
+def test_spills_are_seen(compiled):
+    assert kernel_of(compiled["dot"]).spill_share == 0
+    assert kernel_of(compiled["exact"]).spill_share > 0.5
+
+
+@needs_libtpu
+def test_a_loop_counts_as_often_as_it_runs(compiled):
+    looped = kernel_of(compiled["looped"])
+    assert looped.vmatmuls == kernel_of(compiled["dot"]).vmatmuls
+    assert looped.hot_vmatmuls * 4 == looped.vmatmuls["bf16"] and looped.unknown_loops == 0
+    assert [p.emitted for p in looped.passes] == [1]
+
+
+@needs_libtpu
+def test_what_some_steps_skip_counts_for_those_that_run_it(compiled):
+    dot, mostly_one = kernel_of(compiled["dot"]), kernel_of(compiled["mostly_one"])
+    assert (dot.call.busy, mostly_one.call.busy) == (1, 2 / 8)
+    # Depth 128 always and 384 at times are, on units 256 deep, one pass and two, where the whole 512 are two.
+    assert mostly_one.vmatmuls["bf16"] / dot.vmatmuls["bf16"] == (1 + 2 * 2 / 8) / 2
+
+
+@needs_libtpu
+def test_a_kernel_without_dots(compiled):
+    scale = kernel_of(compiled["scale"])
+    assert scale.static_cycles >= scale.hot_bundles > 0
+    assert (scale.vmatmuls, scale.passes, scale.call.steps) == ({}, (), 8)
+
+
+@needs_libtpu
+def test_kernels_are_told_apart(compiled):
+    assert [(kernel.name, kernel.call.steps) for kernel in compiled["pair"].kernels] == [("matmul", 8), ("matmul", 4)]
+    nameless = kernel_of(compiled["nameless"])
+    assert nameless.name and nameless.call.steps == 1 and nameless.loop_bundles == nameless.bundles
+
+
+@needs_libtpu
+def test_a_kernel_with_its_own_pipeline(compiled):
+    own = kernel_of(compiled["own_pipeline"])
+    assert (own.name, own.call.grid, own.call.inputs) == ("own", (), ())
+    assert [(p.operand, p.dots, p.place != "") for p in own.line_passes] == [("bf16", 1, True)]
+    assert own.mxu_cycles == 8 * kernel_of(compiled["dot"]).mxu_cycles  # its loop, all of it: the same product
+
+
+@needs_libtpu
+def test_errors_are_the_compilers_own(compiled):
+    refused, vmem, fp8 = (compiled[name] for name in ("exact_bf16", "beyond_vmem", "fp8_on_v4"))
+    assert [r.outcome for r in (refused, vmem, fp8)] == ["refused", "too large", "refused"]
+    assert refused.reason == "Bad lhs type"
+    assert vmem.reason.startswith("XLA:TPU compile permanent error. Ran out of memory in memory space vmem")
+    assert fp8.code == "E2001" and "Unsupported matmul RHS type" in fp8.reason
+    source = Path(__file__).with_name("pallas_kernels.py").read_text().splitlines()
+    for result in refused, fp8:
+        path, _, line = result.location.rpartition(":")
+        assert path.endswith("pallas_kernels.py") and "jnp.dot" in source[int(line) - 1]
+
+
+@needs_libtpu
+def test_runs_are_identical_and_cached(compiled, monkeypatch, tmp_path):
+    def figures(result):
+        return replace(result, seconds=0.0, cached=False)
+
+    (again,) = compile_for_tpu([KERNELS["dot"]], lines=True)
+    assert again.cached and not compiled["dot"].cached
+    assert figures(again) == figures(compiled["dot"])
+    for kept in (cache.folder() / "mosaic").iterdir():
+        kept.write_bytes(kept.read_bytes()[:-1])
+    (anew,) = compile_for_tpu([KERNELS["dot"]], lines=True)
+    assert not anew.cached
+    assert figures(anew) == figures(again)
+
+
+@needs_libtpu
+def test_code_that_moved_is_not_compiled_again(folder, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    source = Path(__file__).with_name("pallas_kernels.py").read_text()
+    texts = {
+        "first": source,
+        "moved": f"# a line more\n{source}",
+        "changed": source.replace("TILE = (256, 512, 512)", "TILE = (512, 512, 512)"),
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    cases = {name: replace(KERNELS["dot"], function=f"{name}:dot") for name in texts}
+    first, moved, changed, refused = compile_for_tpu([*cases.values(), KERNELS["exact_bf16"]], schedule=True)
+    assert (refused.outcome, "pallas_kernels.py:" in refused.location) == ("refused", True)
+    assert (first.cached, moved.cached, changed.cached) == (False, True, False)
+    kernel = kernel_of(moved)
+    assert (kernel.lines, kernel.line_passes) == ((), ()) and [p.emitted for p in kernel.passes] == [1]
+    # Lines are where the code is now, and all other figures the same with them as without.
+    for name, result in zip(cases, compile_for_tpu([cases["first"], cases["moved"]], lines=True), strict=False):
+        with_lines = kernel_of(result)
+        (dot,) = with_lines.line_passes
+        assert not result.cached and f"{name}.py" in dot.place
+        assert "jnp.dot" in texts[name].splitlines()[int(dot.place.rpartition(":")[2]) - 1]
+        assert replace(with_lines, lines=(), line_passes=(), call=kernel.call) == kernel
+        assert result.code_bytes == first.code_bytes
+
+
+@needs_libtpu
+def test_a_dump_that_is_not_there_is_unreadable(folder, monkeypatch):
+    monkeypatch.setattr(mosaic, "_DUMP", mosaic._DUMP.replace("final_bundles|static", "static"))
+    (result,) = compile_for_tpu([KERNELS["dot"]], schedule=True)
+    assert (result.outcome, result.kernels) == ("unreadable", ())
+    assert result.reason.startswith("the dump must have a program of kernel matmul")
+
+
+@needs_libtpu
+def test_a_crash_costs_one_case(folder):
+    crashed, other = compile_for_tpu([case("crashes"), KERNELS["dot"]])
+    assert (crashed.outcome, crashed.error) == ("crashed", "compiler process ended with status -6")
+    assert "last words" in crashed.log
+    assert other.ok
+
+
+@needs_libtpu
+def test_a_hang_costs_one_case(folder):
+    (hung,) = compile_for_tpu([case("hangs")], timeout=5)
+    assert (hung.outcome, hung.error) == ("timed out", "compiler took longer than 5 s")
+
+
+@needs_libtpu
+def test_the_compiler_ends_with_the_process_that_asked(folder):
+    ask = "from tests.meta.compilers.test_mosaic import case, compile_for_tpu; compile_for_tpu([case('hangs')])"
+    with subprocess.Popen(
+        [sys.executable, "-c", ask], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ) as asks:
+        children = Path(f"/proc/{asks.pid}/task/{asks.pid}/children")
+        until(lambda: children.read_text())
+        (compiler,) = children.read_text().split()
+        asks.kill()
+    until(lambda: not Path(f"/proc/{compiler}").exists())
+
+
+@needs_libtpu
+def test_cores(folder):
+    halves, missing = compile_for_tpu([case("split", cores=2), case("split", cores=99)], schedule=True)
+    assert kernel_of(halves).call.steps == 4  # of 8, on each of two cores
+    assert "cores must be at most" in missing.error
+
+
+def test_wrong_usage():
+    with pytest.raises(ValueError, match=r"chip must be one of v4, .*got 'v3'"):
+        compile_for_tpu([case("dot", chip="v3")])
+    with pytest.raises(ValueError, match="cores must be at least 1, got 0"):
+        compile_for_tpu([case("dot", cores=0)])
+    with pytest.raises(ValueError, match="timeout must be at least 1 s, got 0"):
+        compile_for_tpu([case("dot")], timeout=0)

@@ -1,0 +1,428 @@
+"""`parity stages`: precision that is lost on one source line of a real kernel is that line's, and a fault of logic is
+found at the stage where it enters."""
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from parity.backends import load_kernel, runner
+from parity.cli import main
+from parity.cli.stages import conclusion, screen
+from parity.debugging.attribution import Ranking, mean_square, program, rank, statement
+from parity.debugging.attribution.program import Line, Mark
+from parity.debugging.attribution.walk import unseen, walk
+from parity.judging.judge import reference
+from parity.op import outputs
+from tests.matrix import OPS
+from tests.meta.faults.test_faults import ROOT, Fault, plant
+
+OP = {op.name: op for op in OPS}
+CHUNK, CHUNK_BACKWARD = "chunk_simple_gla_fwd", "chunk_simple_gla_bwd"
+CHANNELS_BACKWARD = "chunk_gla_bwd"
+STEPS, STEPS_BACKWARD = "fused_recurrent_simple_gla_fwd", "fused_recurrent_gla_bwd"
+LINEAR_ATTENTIONS = [op.name for op in OPS if "gla" in op.name]
+
+
+def smoke(op, dtype="float32"):
+    return next(case for case in op.cases if case.tier == "smoke" and case.dtype == case.out == dtype)
+
+
+def arguments(op, case):
+    return {**op.arguments(case), **op.route(case)}
+
+
+def traced(op, case, backend, kernel=None):
+    kernel = kernel or load_kernel(getattr(op, backend))
+    return program(backend, kernel, reference(op, case).inputs, arguments(op, case))
+
+
+def modules(op):
+    """Where the op's kernels are, and the module that has the op where that is another one."""
+    if "gla" not in op:
+        return "gmm", ""
+    return "fused_recurrent" if "recurrent" in op else "chunk_scan", "simple_gla" if "simple" in op else "gla"
+
+
+def planted(backend, op, old, new, where, *marks):
+    """A case of `test_…`: `old` becomes `new`, and `where` is what must be named."""
+    module, public = modules(op)
+    fault = Fault(f"{new} for {old}", backend, (op,), old, new, module=module, public=public)
+    return pytest.param(fault, where, id=f"{backend}-{op}-{where}", marks=[getattr(pytest.mark, backend), *marks])
+
+
+FULL = pytest.mark.full
+TPU_DOT = "    return lax.dot_general(a, b, axes, precision"
+BF16 = ".astype(jnp.bfloat16).astype(jnp.float32)"
+GPU_BF16 = ".to(tl.bfloat16).to(tl.float32)"
+GMM_DOT = """
+        sums = tl.dot(a, b, sums, input_precision="ieee")
+        if DEBUG is not None:
+            sums = DEBUG("acc", sums, in_group"""
+TGMM_DOT = GMM_DOT.replace("in_group", "in_k")
+SCORES = "scores = dot(q_rows, k_columns, SPLIT) * pair_decays(coarse, fine, False, SPLIT)"
+NEXT = "return kept * state + (lost * state + update)"
+PREVIOUS = "_previous_dstate(load, dstate[...], decay, scan)"
+PAIRS = "products * self.between()"
+OF_PAIRS = "scan.scale * jnp.where(i < j, *dscores)"
+OLD_DSTATE = "dstate = next_state(dstate, q_columns, do_rows, since * scale, kept, lost, SPLIT)"
+DSTATE_UPDATE = "update = tl.fma(q_row[:, None], do_row[None, :], (kept + rest) * residue)"
+
+LOSSES = [
+    planted("tpu", "gmm", TPU_DOT, f"    a = a{BF16}\n{TPU_DOT}", f"a = a{BF16}"),
+    planted("tpu", "gmm", "precision = lax.Precision.HIGHEST if", "precision = lax.Precision.DEFAULT if",
+            "return lax.dot_general(", FULL),
+    planted("tpu", "gmm", "acc[rows, columns] = sums\n", f"acc[rows, columns] = sums{BF16}\n",
+            f"acc[rows, columns] = sums{BF16}", FULL),
+    planted("tpu", "tgmm", TPU_DOT, f"    b = lax.reduce_precision(b, 8, 10)\n{TPU_DOT}",
+            "b = lax.reduce_precision(b, 8, 10)", FULL),
+    planted("tpu", "tgmm", "acc[rows, columns] = before + sums", f"acc[rows, columns] = (before + sums){BF16}",
+            f"acc[rows, columns] = (before + sums){BF16}", FULL),
+    planted("tpu", CHUNK, 'watch("state", _next_state(load, state[...], decay, scan))',
+            f'watch("state", _next_state(load, state[...], decay, scan){BF16})',
+            f'state[...] = watch("state", _next_state(load, state[...], decay, scan){BF16})', FULL),
+    planted("tpu", CHUNK, 'return watch("A", decay.scores(load, scan), 1, 2)',
+            f'return watch("A", decay.scores(load, scan){BF16}, 1, 2)',
+            f'return watch("A", decay.scores(load, scan){BF16}, 1, 2)', FULL),
+    planted("tpu", CHUNK_BACKWARD, PREVIOUS, PREVIOUS + BF16,
+            f'dstate[...] = watch("dstate", {PREVIOUS}{BF16})', FULL),
+    planted("tpu", CHUNK_BACKWARD, PAIRS, f"({PAIRS}){BF16}", f'scores = watch("A", ({PAIRS}){BF16}, 1, 2)', FULL),
+    planted("tpu", CHANNELS_BACKWARD, OF_PAIRS, OF_PAIRS + BF16, f'dpairs = watch("dA", {OF_PAIRS}{BF16}, 1, 2)', FULL),
+    planted("tpu", STEPS, "power * series\n", f"(power * series){BF16}\n",
+            f"return kept, (power - kept) + (power * series){BF16}", FULL),
+    planted("tpu", STEPS_BACKWARD, '_at(do, n) * (plan.scale * refs["q_rows"][row, :])',
+            f'(_at(do, n) * (plan.scale * refs["q_rows"][row, :])){BF16}',
+            f'term = (_at(do, n) * (plan.scale * refs["q_rows"][row, :])){BF16}', FULL),
+    planted("gpu", CHUNK_BACKWARD, OLD_DSTATE, OLD_DSTATE + GPU_BF16, OLD_DSTATE + GPU_BF16, FULL),
+    planted("gpu", CHANNELS_BACKWARD, "products = products.to(tl.float32)", f"products = products{GPU_BF16}",
+            f"products = products{GPU_BF16}", FULL),
+    planted("gpu", STEPS, "rest = (decay - kept).to(tl.float32)", f"rest = (decay - kept){GPU_BF16}",
+            f"rest = (decay - kept){GPU_BF16}"),
+    planted("gpu", STEPS_BACKWARD, DSTATE_UPDATE, DSTATE_UPDATE + GPU_BF16, f"{DSTATE_UPDATE}{GPU_BF16}", FULL),
+    planted("gpu", "gmm", GMM_DOT, GMM_DOT.replace("dot(a,", f"dot(a{GPU_BF16},"),
+            f'sums = tl.dot(a{GPU_BF16}, b, sums, input_precision="ieee")', FULL),
+    planted("gpu", "gmm", GMM_DOT, GMM_DOT.replace("ieee", "tf32"),
+            'sums = tl.dot(a, b, sums, input_precision="tf32")', FULL),
+    planted("gpu", "tgmm", TGMM_DOT, TGMM_DOT.replace('="ieee")', f'="ieee"){GPU_BF16}'),
+            f'sums = tl.dot(a, b, sums, input_precision="ieee"){GPU_BF16}'),
+    planted("gpu", CHUNK, SCORES, f"scores = ({SCORES[9:]}){GPU_BF16}", f"scores = ({SCORES[9:]}){GPU_BF16}", FULL),
+    planted("gpu", CHUNK, NEXT, f"return (kept * state + (lost * state + update)){GPU_BF16}",
+            f"return (kept * state + (lost * state + update)){GPU_BF16}", FULL),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "line"), LOSSES)
+def test_the_line_that_loses_precision_is_the_first(loss, line, tmp_path):
+    pytest.importorskip("jax" if loss.backend == "tpu" else "triton")
+    op = OP[loss.ops[0]]
+    case, kernel = smoke(op), getattr(plant(loss, tmp_path), op.name)
+    expected = reference(op, case)
+    ranking = rank(traced(op, case, loss.backend, kernel), expected.golden, expected.magnitude)
+    first = ranking.shares[0]
+    assert statement(first.line).startswith(line), [(statement(s.line), s.share) for s in ranking.shares[:3]]
+    assert first.share > 0.9 and 0.9 < ranking.together < 1.1
+    stages = walk(op, case, loss.backend, expected, ranking)
+    assert stages[-1].is_off and not stages[-1].wrong
+    shown = screen("", stages, ranking, tmp_path).plain
+    assert f"planted_{loss.backend}.py:{first.line.number}  {line[:99]}" in shown
+    assert conclusion(stages, ranking, tmp_path).startswith(f"precision is lost at {stages[-1].site}")
+
+
+FAULTS = [
+    planted("tpu", "gmm", "sums += jnp.where(step == 0, 0.0, acc[rows, columns])",
+            "sums += jnp.where(step <= 1, 0.0, acc[rows, columns])", "acc"),
+    planted("tpu", "gmm", "contract=(1, 1 if transpose_rhs else 0))",
+            "contract=(1, 1 if transpose_rhs else 0)) * 2", "partial", FULL),
+    planted("tpu", "gmm", "result = sums.astype(out.dtype)", "result = 2 * sums.astype(out.dtype)", "out", FULL),
+    planted("tpu", "tgmm", "before = jnp.where(first, 0.0, before)",
+            "before = jnp.where(first & (visit == 0), 0.0, before)", "acc", FULL),
+    planted("tpu", CHUNK, 'refs["from_start"][...] = _exp(hi + lo)', 'refs["from_start"][...] = _exp(2 * (hi + lo))',
+            "decay", FULL),
+    planted("tpu", CHUNK, "return _dot(load(\"q\"), load(\"k\"), (1, 1), scan) * self.between()",
+            "return _dot(load(\"q\"), load(\"k\"), (1, 1), scan)", "A", FULL),
+    planted("tpu", CHUNK, "return reduce(lambda rest, part: part * state + rest, reversed(decay.whole), term)",
+            "return term", "state", FULL),
+    planted("tpu", CHUNK_BACKWARD, "return _decayed(dstate, decay, _dot(", "return _decayed(dstate, decay, 2 * _dot(",
+            "dstate", FULL),
+    planted("tpu", CHUNK_BACKWARD, PAIRS, "products", "A", FULL),
+    planted("tpu", CHUNK_BACKWARD, "whole = reduce(jnp.add, self.whole)", "whole = 1.0", "dgate", FULL),
+    planted("tpu", CHUNK_BACKWARD, 'store("dq", dq + _dot(dscores, load("k"), (0, 0), scan))', 'store("dq", dq)', "dq"),
+    planted("tpu", CHANNELS_BACKWARD, OF_PAIRS, OF_PAIRS.replace("i < j", "i <= j + 1"), "dA", FULL),
+    planted("tpu", STEPS, "left + (rest * state + (kept + rest) * residue)", "left + (kept + rest) * residue", "state",
+            FULL),
+    planted("tpu", STEPS_BACKWARD, "refs[\"dgate_rows\"][row, :] += _sum_rows(pair[0] *",
+            "refs[\"dgate_rows\"][row, :] += _sum_rows(2 * pair[0] *", "dgate", FULL),
+    planted("gpu", CHUNK_BACKWARD, OLD_DSTATE, OLD_DSTATE.replace("since * scale", "since"), "dstate", FULL),
+    planted("gpu", CHUNK_BACKWARD, "dk_tile = dk_tile.to(tl.float32) * rest", "dk_tile = dk_tile.to(tl.float32)", "dk",
+            FULL),
+    planted("gpu", CHANNELS_BACKWARD, "dgate_tile = (kept + lost) * past_block[:, None]",
+            "dgate_tile = kept * past_block[:, None]", "dgate", FULL),
+    planted("gpu", STEPS, "rest = (decay - kept).to(tl.float32)", "rest = (1.01 * decay - kept).to(tl.float32)",
+            "kept"),
+    planted("gpu", STEPS_BACKWARD, DSTATE_UPDATE, DSTATE_UPDATE.replace("q_row[:, None]", "2 * q_row[:, None]"),
+            "dstate"),
+    planted("gpu", "gmm", GMM_DOT, GMM_DOT.replace("b, sums,", "b, tl.zeros_like(sums),"), "acc", FULL),
+    planted("gpu", "gmm", "    result = sums.to(out.dtype.element_ty)\n    store_rows(",
+            "    result = (2 * sums).to(out.dtype.element_ty)\n    store_rows(", "out", FULL),
+    planted("gpu", "tgmm", TGMM_DOT, TGMM_DOT.replace("b, sums,", "b, tl.zeros_like(sums),"), "acc"),
+    planted("gpu", CHUNK, SCORES, "scores = dot(q_rows, k_columns, SPLIT)", "A", FULL),
+    planted("gpu", CHUNK, NEXT, "return update", "state", FULL),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "site"), FAULTS)
+def test_a_fault_of_logic_is_found_where_it_enters(fault, site, tmp_path):
+    pytest.importorskip("jax" if fault.backend == "tpu" else "triton")
+    op = OP[fault.ops[0]]
+    case, kernel = smoke(op), getattr(plant(fault, tmp_path), op.name)
+    stages, ranking = walked(op, case, fault.backend, kernel)
+    assert (stages[-1].site, stages[-1].wrong > 0) == (site, True), stages
+    assert conclusion(stages, ranking, tmp_path).startswith(f"a logic fault enters at {site}")
+
+
+def walked(op, case, backend, kernel=None):
+    """The stages, of a ranking without lines."""
+    expected, of = reference(op, case), traced(op, case, backend, kernel)
+    none, everything = of.run(lambda place: False), of.run(lambda place: True)
+    error = mean_square(everything.outputs, none.outputs, expected.magnitude) ** 0.5
+    ranking = Ranking((), error, 0.0, none, everything)
+    return walk(op, case, backend, expected, ranking), ranking
+
+
+def sites(backend, op, dtype="float32"):
+    """The sites that a right kernel of a smoke case has, its outputs last."""
+    if op == "tgmm" or op == "gmm":
+        return (("partial", "acc") if backend == "tpu" else ("acc",)) + ("out",)
+    backward = op.endswith("bwd")
+    outs = ("dq", "dk", "dv", "dg" if "simple" in op else "dgk", "dh0") if backward else ("o", "ht")
+    if "recurrent" in op:
+        return ("kept", "state", *(("dstate", "dgate") if backward else ()), *outs)
+    gates = ("exponent", "decay") if (backend, "simple" in op) == ("tpu", False) else ("c", "decay")
+    if not backward:
+        return (*gates, "A", "state", *outs) if backend == "tpu" else (*gates, "A", "kept", "state", *outs)
+    if backend == "tpu":
+        return (*gates, "state", "dstate", "A", "dA", "dgate", *outs)
+    # In float32 K has two tiles: of A and of the state's part in dg no program has the whole sum.
+    of_pairs = ("dA",) if (dtype, "simple" in op) == ("float32", True) else ("A", "dA", "dgate")
+    return (*gates, "kept", "state", "dstate", *of_pairs, *outs)
+
+
+IN_DEFAULT = [("tpu", "gmm", "bfloat16"), ("gpu", "gmm", "bfloat16"), ("gpu", "fused_recurrent_gla_fwd", "float32"),
+              ("tpu", CHANNELS_BACKWARD, "float32")]  # fmt: skip
+RIGHT = [
+    pytest.param(backend, op, dtype, marks=[getattr(pytest.mark, backend), *tier])
+    for backend in ("tpu", "gpu")
+    for op in ("gmm", "tgmm", *LINEAR_ATTENTIONS)
+    for dtype in ("float32", "bfloat16")
+    for tier in ([] if (backend, op, dtype) in IN_DEFAULT else [FULL],)
+]
+
+
+@pytest.mark.parametrize(("backend", "name", "dtype"), RIGHT)
+def test_no_stage_of_a_right_kernel_is_off(backend, name, dtype):
+    pytest.importorskip("jax" if backend == "tpu" else "triton")
+    op = OP[name]
+    stages, _ = walked(op, smoke(op, dtype), backend)
+    assert tuple(stage.site for stage in stages) == sites(backend, name, dtype)
+    assert not any(stage.is_off for stage in stages), stages
+
+
+UNUSUAL = [
+    pytest.param(backend, op, words, marks=[getattr(pytest.mark, backend), FULL])
+    for backend in ("tpu", "gpu")
+    for op, *words in [
+        (CHUNK_BACKWARD, "f32", "both", "unfused"),
+        (CHUNK_BACKWARD, "f32", "gamma", "unfused"),
+        (CHUNK_BACKWARD, "f32", "both", "N5", "chunk16"),
+        (CHUNK_BACKWARD, "f32", "steep"),
+        (CHUNK_BACKWARD, "f32", "none", "chunk32"),
+        (CHUNK, "f32", "gamma", "unfused"),
+        (CHANNELS_BACKWARD, "f32", "unfused"),
+        (CHANNELS_BACKWARD, "f32", "N5"),
+        (CHANNELS_BACKWARD, "f32", "steep"),
+        (CHANNELS_BACKWARD, "f32", "resets"),
+        ("fused_recurrent_simple_gla_bwd", "f32", "both", "N5", "reverse"),
+        ("fused_recurrent_simple_gla_fwd", "f32", "T3", "gamma"),
+        (STEPS_BACKWARD, "f32", "steep"),
+    ]
+]
+
+
+@pytest.mark.parametrize(("backend", "name", "words"), UNUSUAL)
+def test_nor_where_routes_gates_and_lengths_are_others(backend, name, words):
+    """Packed sequences, rows that are no steps, gates that are clamped: no value is marked that is none."""
+    pytest.importorskip("jax" if backend == "tpu" else "triton")
+    op = OP[name]
+    case = next(case for case in op.cases if all(any(word in part for part in case.id.split("-")) for word in words))
+    stages, _ = walked(op, case, backend)
+    assert {"state", "kept", "decay"} & {stage.site for stage in stages}
+    assert not any(stage.is_off for stage in stages), stages
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [CHUNK_BACKWARD, CHANNELS_BACKWARD])
+def test_nor_in_a_small_backward_pass(name):
+    pytest.importorskip("triton")
+    (case,) = OP[name].grid([dict(B=1, T=20, H=1, K=16, V=16)], dtype=["float32"], h0=[True])
+    stages, _ = walked(OP[name], case, "gpu")
+    assert "dA" in {stage.site for stage in stages} and not any(stage.is_off for stage in stages), stages
+
+
+@FULL
+@pytest.mark.gpu
+def test_it_is_said_of_which_values_a_kernel_has_parts_alone(tmp_path):
+    """In float32 K has two tiles, each in a program of its own, and neither has a whole score."""
+    pytest.importorskip("triton")
+    stages, ranking = walked(OP[CHUNK_BACKWARD], smoke(OP[CHUNK_BACKWARD]), "gpu")
+    assert unseen(ranking.none.marks) == ("A", "dgate")
+    assert (
+        "not compared: A, dgate: no program of the kernel has the whole" in screen("", stages, ranking, tmp_path).plain
+    )
+
+
+def test_a_site_without_a_value_is_unseen_and_one_with_some_is_not():
+    marks = [Mark("A", np.array([np.nan]), ()), Mark("dA", np.array([np.nan]), ()), Mark("dA", np.array([1.0]), ())]
+    assert unseen(marks) == ("A",) and unseen(marks[1:]) == ()
+
+
+EVALUATED = [
+    pytest.param(backend, op, dtype, marks=[getattr(pytest.mark, backend), *tier])
+    for backend, op, dtype, tier in [
+        ("tpu", "gmm", "float32", []),
+        ("tpu", "tgmm", "float32", [FULL]),
+        ("gpu", "gmm", "bfloat16", []),
+        ("gpu", "tgmm", "float32", [FULL]),
+        ("gpu", CHUNK, "float32", [FULL]),
+        ("gpu", "chunk_simple_gla_bwd", "bfloat16", [FULL]),
+        ("gpu", "fused_recurrent_gla_bwd", "float32", [FULL]),
+    ]
+]
+
+
+@pytest.mark.parametrize(("backend", "name", "dtype"), EVALUATED)
+def test_with_every_line_a_program_is_the_kernel_and_with_none_it_is_exact(backend, name, dtype):
+    """Bit for bit: both, and so every number in between, would go wrong with a wrong operation of the evaluator."""
+    pytest.importorskip("jax" if backend == "tpu" else "triton")
+    op = OP[name]
+    case = smoke(op, dtype)
+    expected, of = reference(op, case), traced(op, case, backend)
+    kernel = load_kernel(getattr(op, backend))
+    got = outputs(runner(backend).run(kernel, expected.inputs, arguments(op, case)))
+    everything, none = of.run(lambda place: True), of.run(lambda place: False)
+    for output, golden in expected.golden.items():
+        np.testing.assert_array_equal(everything.outputs[output], got[output].astype(np.float64))
+        off = np.abs(none.outputs[output] - golden)
+        assert (off <= 1e-13 * expected.magnitude[output]).all(), off.max()
+
+
+@pytest.mark.tpu
+def test_an_output_that_aliases_an_input_begins_with_it():
+    pytest.importorskip("jax")
+    from jax.experimental import pallas as pl
+
+    def double_the_second(x, out):
+        @pl.when(pl.program_id(0) == 1)
+        def _():
+            out[...] = 2 * x[...]
+
+    def kernel(x):
+        rows = pl.BlockSpec((8, 128), lambda i: (i, 0))
+        call = pl.pallas_call(double_the_second, x, grid=(3,), in_specs=[rows], out_specs=rows,
+                              input_output_aliases={0: 0}, interpret=True)  # fmt: skip
+        return call(x)
+
+    x = np.arange(24 * 128, dtype=np.float32).reshape(24, 128)
+    run = program("tpu", kernel, {"x": x}, {}).run(lambda place: False)
+    np.testing.assert_array_equal(run.outputs["out"], np.repeat([[1.0], [2.0], [1.0]], 8, axis=0) * x)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(op, marks=[] if op in ("gmm", "chunk_gla_bwd") else [FULL])
+        for op in ("gmm", "tgmm", *LINEAR_ATTENTIONS)
+    ],
+)
+def test_the_debug_argument_leaves_nothing_where_it_is_off(name, tmp_path):
+    """What is lowered is what would be without it in the source."""
+    jax = pytest.importorskip("jax")
+    op = OP[name]
+    case, (module, public) = smoke(op), modules(name)
+    source = (ROOT / "tpu_kernels" / f"{module}.py").read_text()
+    stripped = ast.unparse(_Without().visit(ast.parse(source)))
+    assert "debug" in source and "watch('" not in stripped and "debug('" not in stripped
+    fault = Fault("", "tpu", (name,), source, stripped, module=module, public=public)
+    without = getattr(plant(fault, tmp_path), name)
+    shapes = {
+        key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in reference(op, case).inputs.items() if x is not None
+    }
+    lowered = {
+        kernel: jax.jit(lambda given, k=kernel: k(**given, **arguments(op, case))).lower(shapes).as_text()
+        for kernel in (load_kernel(op.tpu), without)
+    }
+    assert len(set(lowered.values())) == 1
+
+
+VALUE = {"debug": 1, "watch": 1, "watched": 2}
+"""Which argument of a debug call is the value."""
+
+
+class _Without(ast.NodeTransformer):
+    """A kernel's source without its debug calls: what they take the place of."""
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        at = VALUE.get(node.func.id) if isinstance(node.func, ast.Name) else None
+        return node if at is None else node.args[at]
+
+    def visit_If(self, node):
+        self.generic_visit(node)
+        return ast.Pass() if ast.unparse(node.test) in ("watch", "plan.debug", "debug") else node
+
+
+@pytest.mark.parametrize("module", ["gmm", "chunk_scan", "fused_recurrent"])
+def test_a_triton_kernel_debugs_only_where_it_is_asked_to(module):
+    """`if DEBUG is not None` is decided when a kernel is compiled: nothing of its body is, without it. A function
+    that is given it does likewise."""
+    tree = ast.parse((ROOT / "gpu_reference" / f"{module}.py").read_text())
+    passed = {argument for node in ast.walk(tree) if isinstance(node, ast.Call) for argument in node.args}
+    uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "DEBUG" and node not in passed]
+    guarded = [
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "DEBUG is not None" and not node.orelse
+        for name in ast.walk(node)
+        if isinstance(name, ast.Name) and name.id == "DEBUG"
+    ]
+    assert guarded and len(guarded) == len(uses)
+
+
+@pytest.mark.gpu
+def test_the_command(capsys):
+    pytest.importorskip("triton")
+    case = smoke(OP["gmm"], "bfloat16")
+    assert main(["--root", str(ROOT), "stages", case.id, "--backend", "gpu"]) == 0
+    out = capsys.readouterr().out
+    line = "result = sums.to(out.dtype.element_ty)"
+    assert f"most of the error is made by gpu_reference{Path('/')}gmm.py:" in out and line in out
+    assert "acc        error" in out and "the lines one by one explain 100% of its mean square" in out
+
+
+@pytest.mark.gpu
+def test_the_command_of_what_is_compared_bit_for_bit(capsys):
+    pytest.importorskip("triton")
+    case = next(case for case in OP["mxfp8_quantize"].cases if case.M == 37)
+    assert main(["--root", str(ROOT), "stages", case.id, "--backend", "gpu"]) == 0
+    out = capsys.readouterr().out
+    assert "no stage is off: every bit is the golden's" in out and "output qvalue" in out
+    assert "  absmax                   0 of 90 values are not the golden's" in out
+
+
+def test_a_statement_is_quoted_in_one_line(tmp_path):
+    file = tmp_path / "kernel.py"
+    file.write_text("def f(x):\n    y = g(\n        x,\n    )\n    return y\n")
+    assert statement(Line(str(file), 3)) == "y = g( x, )"
+    assert statement(Line(str(file), 5)) == "return y"
+    assert statement(Line("<string>", 1)) == ""

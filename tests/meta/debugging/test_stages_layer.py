@@ -1,0 +1,222 @@
+"""`parity stages` of whole layers, whose stages lie between kernels: in either pass, whoever writes the second one."""
+
+import ast
+
+import numpy as np
+import pytest
+
+from parity.backends import load_kernel
+from parity.cli.stages import conclusion
+from parity.debugging.attribution import Ranking, files_compared_bit_for_bit, mean_square, program, rank, statement
+from parity.debugging.attribution.walk import walk
+from parity.judging.judge import reference
+from tests.matrix import OPS
+from tests.meta.faults.test_faults import ROOT, Fault, plant
+
+OP = {op.name: op for op in OPS}
+FORWARD = ["logits", "weights", "gate", "up", "hidden", "rows"]
+BACKWARD = ["dhidden", "dweights", "dgate", "dup", "drows", "dexperts", "dlogits", "drouter"]
+GRADIENTS = ["x", "w_router", "w_gate", "w_up", "w_down"]
+PLAIN = "moe_layer-T60_D128_F128_E4_k2-bf16-s0"
+MXFP8 = "moe_layer-T60_D128_F128_E4_k2-bf16-mxfp8-capacity20-s0"
+FP8_BWD = "moe_layer_bwd-T60_D128_F128_E4_k2-bf16-fp8-capacity20-s0"
+F32_BWD = "moe_layer_bwd-T9_D72_F40_E12_k2-f32-poison-s0"
+DENSE = "grouped_dense-M200_K256_N128_G4-bf16-tiling64x128x128-short-s0"
+DENSE_BWD = DENSE.replace("dense-", "dense_bwd-")
+WIDE_BWD = DENSE_BWD.replace("tiling", "quantizeFalse-bwd_quantizeFalse-tiling").replace("short", "zipf")
+OF_GMM = {"tpu": ["partial", "acc", "out"], "gpu": ["acc", "out"]}
+FULL = pytest.mark.full
+BF16 = {"tpu": ".astype(jnp.bfloat16).astype(jnp.float32)", "gpu": ".bfloat16().float()"}
+
+
+def case_of(case_id):
+    op = OP[case_id.partition("-")[0]]
+    return op, next(case for case in op.cases if case.id == case_id)
+
+
+def traced(op, case, backend, kernel):
+    return program(backend, kernel, reference(op, case).inputs, {**op.arguments(case), **op.route(case)})
+
+
+def walked(op, case, backend, kernel):
+    """The stages, of a ranking without lines."""
+    expected, of = reference(op, case), traced(op, case, backend, kernel)
+    fixed = files_compared_bit_for_bit(OPS, op, backend)
+    none, everything = of.run(lambda place: place.line.file in fixed), of.run(lambda place: True)
+    error = mean_square(everything.outputs, none.outputs, expected.magnitude) ** 0.5
+    ranking = Ranking((), error, 0.0, none, everything)
+    return walk(op, case, backend, expected, ranking), ranking
+
+
+RIGHT = [
+    pytest.param(backend, case, sites, marks=[getattr(pytest.mark, backend), FULL], id=f"{backend}-{case}")
+    for backend in ("tpu", "gpu")
+    for case, sites in [
+        (PLAIN, [*FORWARD, "out"]),
+        (MXFP8, [*FORWARD, "out"]),
+        (FP8_BWD, [*FORWARD, *BACKWARD, *GRADIENTS]),
+        (F32_BWD, [*FORWARD, *BACKWARD, *GRADIENTS]),
+        (DENSE, ["acc", "out"]),
+        (DENSE.replace("tiling", "quantizeFalse-tiling").replace("short", "straddle"), OF_GMM[backend]),
+        (DENSE_BWD, ["dlhs", "drhs", "lhs", "rhs"]),
+        (WIDE_BWD, ["dlhs", "drhs", "lhs", "rhs"]),
+    ]
+]
+
+
+@pytest.mark.parametrize(("backend", "case_id", "sites"), RIGHT)
+def test_no_stage_of_a_right_layer_is_off(backend, case_id, sites):
+    pytest.importorskip("jax" if backend == "tpu" else "triton")
+    op, case = case_of(case_id)
+    stages, _ = walked(op, case, backend, load_kernel(getattr(op, backend)))
+    assert [stage.site for stage in stages] == sites
+    assert not any(stage.is_off for stage in stages), stages
+
+
+def planted(backend, case_id, old, new, site, *marks):
+    """`old` becomes `new` in the layer, and `site` is the stage that must be named."""
+    fault = Fault(f"{new} for {old}", backend, (case_id.partition("-")[0],), old, new, module="moe")
+    return pytest.param(
+        fault, case_id, site, id=f"{backend}-{fault.ops[0]}-{site}", marks=[getattr(pytest.mark, backend), *marks]
+    )
+
+
+TAKEN = "_take(weights.reshape(-1, 1), plan.source"
+FAULTS = [
+    planted("tpu", PLAIN, '(("gate", of_gate), ("up", of_up))', '(("gate", of_up), ("up", of_gate))', "gate"),
+    planted("tpu", PLAIN, TAKEN, TAKEN.replace("weights", "weights[:, ::-1]"), "hidden", FULL),
+    planted("tpu", F32_BWD, "sigmoid * (1 + gate * (1 - sigmoid))", "sigmoid * (1 + gate * sigmoid)", "dgate", FULL),
+    planted("tpu", F32_BWD, "return _sum_of(drows, None, slots).astype(drows.dtype), None, None",
+            "return 2 * _sum_of(drows, None, slots).astype(drows.dtype), None, None", "dexperts", FULL),
+    planted("gpu", PLAIN, '(("gate", of_gate), ("up", of_up))', '(("gate", of_up), ("up", of_gate))', "gate", FULL),
+    planted("gpu", PLAIN, TAKEN, TAKEN.replace("weights", "weights.flip(1)"), "hidden", FULL),
+    planted("gpu", F32_BWD, "sigmoid * (1 + gate * (1 - sigmoid))", "sigmoid * (1 + gate * sigmoid)", "dgate"),
+    planted("gpu", F32_BWD, "return _sum_of(drows, None, slots).to(drows.dtype), None, None",
+            "return 2 * _sum_of(drows, None, slots).to(drows.dtype), None, None", "dexperts", FULL),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "case_id", "site"), FAULTS)
+def test_a_fault_of_logic_is_found_where_it_enters(fault, case_id, site, tmp_path):
+    pytest.importorskip("jax" if fault.backend == "tpu" else "triton")
+    op, case = case_of(case_id)
+    stages, ranking = walked(op, case, fault.backend, getattr(plant(fault, tmp_path), op.name))
+    sites = [*FORWARD, *(BACKWARD if case_id == F32_BWD else [])]
+    assert [stage.site for stage in stages] == sites[: sites.index(site) + 1]
+    assert stages[-1].wrong and not any(stage.is_off for stage in stages[:-1]), stages
+    assert conclusion(stages, ranking, tmp_path).startswith(f"a logic fault enters at {site}")
+
+
+OF_DLHS, OF_DRHS = "_gmm(by_rows, rhs, group_sizes, **by_gmm", "_tgmm(left, right, group_sizes, **by_tgmm"
+FAULTS_OF_DENSE = [
+    planted(backend, case, old, old.replace(part, f"{part}._replace(qvalue=2 * {part}.qvalue)"), site, FULL)
+    for backend in ("tpu", "gpu")
+    for case, old, part, site in [(WIDE_BWD, OF_DLHS, "by_rows", "dlhs"), (WIDE_BWD, OF_DRHS, "right", "drhs")]
+]
+
+
+@pytest.mark.parametrize(("fault", "case_id", "site"), FAULTS_OF_DENSE)
+def test_a_fault_of_a_backward_matmul_is_found_in_its_own_sums(fault, case_id, site, tmp_path):
+    pytest.importorskip("jax" if fault.backend == "tpu" else "triton")
+    op, case = case_of(case_id)
+    stages, _ = walked(op, case, fault.backend, getattr(plant(fault, tmp_path), op.name))
+    assert [stage.site for stage in stages] == (["dlhs"] if site == "dlhs" else ["dlhs", "drhs"])
+    assert stages[-1].wrong and not any(stage.is_off for stage in stages[:-1]), stages
+
+
+HIDDEN = {
+    "tpu": "weights * jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)",
+    "gpu": "weights * _silu(gate.float()) * up.float()",
+}
+DUP = "dup = dhidden * weights * silu"
+LOSSES = [
+    planted("tpu", F32_BWD, "precision=lax.Precision.HIGHEST)\n    logits = ",
+            "precision=lax.Precision.DEFAULT)\n    logits = ", "logits", FULL),
+    planted("tpu", MXFP8, f"({HIDDEN['tpu']})", f"({HIDDEN['tpu']}){BF16['tpu']}", "hidden", FULL),
+    planted("tpu", F32_BWD, DUP, f"dup = (dhidden * weights * silu){BF16['tpu']}", "dup", FULL),
+    planted("gpu", F32_BWD, "gmm(x.float(), w_router", f"gmm(x.float(), w_router{BF16['gpu']}", "logits", FULL),
+    planted("gpu", MXFP8, f"({HIDDEN['gpu']})", f"({HIDDEN['gpu']}){BF16['gpu']}", "hidden", FULL),
+    planted("gpu", F32_BWD, DUP, f"dup = (dhidden * weights * silu){BF16['gpu']}", "dup", FULL),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "case_id", "site"), LOSSES)
+def test_a_loss_of_precision_is_found_where_it_happens_and_its_line_is_the_first(loss, case_id, site, tmp_path):
+    pytest.importorskip("jax" if loss.backend == "tpu" else "triton")
+    op, case = case_of(case_id)
+    expected, kernel = reference(op, case), getattr(plant(loss, tmp_path), op.name)
+    fixed = files_compared_bit_for_bit(OPS, op, loss.backend)
+    ranking = rank(traced(op, case, loss.backend, kernel), expected.golden, expected.magnitude, fixed=fixed)
+    stages = walk(op, case, loss.backend, expected, ranking)
+    assert (stages[-1].site, stages[-1].wrong, stages[-1].is_off) == (site, 0, True), stages
+    assert not any(stage.is_off for stage in stages[:-1])
+    line = next(row.strip() for row in loss.new.splitlines() if row.strip())
+    assert line in statement(ranking.shares[0].line), [(statement(s.line), s.share) for s in ranking.shares[:3]]
+
+
+@FULL
+@pytest.mark.gpu
+def test_the_line_that_is_named_is_of_the_stage_that_is_off_and_not_of_the_result(tmp_path):
+    """In bfloat16 what the matmuls hand on is most of the result's error: a router in bfloat16 hides behind that."""
+    pytest.importorskip("triton")
+    op, case = case_of(PLAIN)
+    loss = Fault(
+        "", "gpu", (op.name,), "gmm(x.float(), w_router", f"gmm(x.float(), w_router{BF16['gpu']}", module="moe"
+    )
+    expected, kernel = reference(op, case), getattr(plant(loss, tmp_path), op.name)
+    ranking = rank(traced(op, case, "gpu", kernel), expected.golden, expected.magnitude)
+    stages = walk(op, case, "gpu", expected, ranking)
+    assert "w_router" not in statement(ranking.shares[0].line)
+    said = conclusion(stages, ranking, tmp_path)
+    assert said.startswith("precision is lost at logits; most of it by planted_gpu.py:") and "w_router" in said
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("case_id", [PLAIN, pytest.param(FP8_BWD, marks=FULL)])
+def test_the_debug_argument_leaves_nothing_where_it_is_off(case_id, tmp_path):
+    """What is lowered is what would be without it in the source."""
+    jax = pytest.importorskip("jax")
+    op, case = case_of(case_id)
+    source = (ROOT / "tpu_kernels" / "moe.py").read_text()
+    stripped = ast.unparse(_Without().visit(ast.parse(source)))
+    assert source.count("_watched(o, ") > stripped.count("_watched(o, ") == 0
+    without = getattr(plant(Fault("", "tpu", (op.name,), source, stripped, module="moe"), tmp_path), op.name)
+    shapes = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in reference(op, case).inputs.items() if x is not None
+    }
+    arguments = {**op.arguments(case), **op.route(case)}
+    lowered = {
+        jax.jit(lambda given, k=kernel: k(**given, **arguments)).lower(shapes).as_text()
+        for kernel in (load_kernel(op.tpu), without)
+    }
+    assert len(lowered) == 1
+
+
+class _Without(ast.NodeTransformer):
+    """A layer's source without what it shows: the values themselves."""
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        return node.args[2] if isinstance(node.func, ast.Name) and node.func.id == "_watched" else node
+
+
+def test_a_new_tensor_has_no_number_of_one_that_lay_where_it_lies(monkeypatch):
+    """Memory is used again, and what it held may round to what it holds now, to 8 bits above all."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from parity.debugging.attribution import gpu
+
+    memory = gpu._Memory()
+    old = torch.full((8,), 3.0, dtype=torch.float8_e4m3fn)
+    memory.store(gpu._addresses(old), np.full(8, 3.01))
+    assert memory.of(old).tolist() == [3.01] * 8
+    forgotten = []
+    with monkeypatch.context() as patch, gpu._Between(gpu._Errors(lambda place: False), memory):
+        patch.setattr(memory, "forget", lambda x: forgotten.append(x.data_ptr()))
+        view, new = old[2:], torch.zeros(8)
+        both = torch.frexp(new)
+        new += 1
+    assert forgotten == [new.data_ptr(), both[0].data_ptr(), both[1].data_ptr()]
+    assert memory.of(view).tolist() == [3.01] * 6
+    memory.forget(old[2:])
+    assert memory.of(old).tolist() == [3.0] * 8

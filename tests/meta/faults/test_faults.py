@@ -1,0 +1,299 @@
+"""Planted faults: each is put into a copy of a kernel's source, and cases of the default tier must catch it."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
+
+import pytest
+
+from parity.judging.judge import judge
+from parity.op import Case, Op
+from tests.matrix.gmm import GMM, TGMM
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = {"tpu": "tpu_kernels", "gpu": "gpu_reference"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old` becomes `new` in a module of the backend; `ops` must catch it in a case that `where` admits.
+
+    `data` takes the place of the cases' own. `public`: the module that has the ops, where that is another one, which
+    imports from `module`.
+    """
+
+    name: str
+    backend: str
+    ops: tuple[str, ...]
+    old: str
+    new: str
+    where: Callable[[Case], bool] = lambda c: c.tier == "smoke"
+    module: str = "gmm"
+    data: str | None = None
+    public: str = ""
+
+
+def empty_groups(c):
+    return c.groups.startswith("empty")
+
+
+def boundaries_in_tiles(c):
+    return c.groups == "straddle" and c.M == 300
+
+
+def sharded(c):
+    return bool(c.shard) and not c.model
+
+
+def square(c):
+    return c.transpose_rhs and c.K == c.N
+
+
+def existing(c):
+    return c.existing_out and c.M == 300
+
+
+def narrow_output(c):
+    return c.out == "bfloat16" and c.tier == "smoke"
+
+
+SWAP = "jnp.where(group_ids[visit] < 2, 1 - group_ids[visit], group_ids[visit])"
+
+FAULTS = [
+    Fault(
+        "the last tile is never visited", "tpu", ("gmm", "tgmm"),
+        "num_visits[0] = visit",
+        "num_visits[0] = visit - 1",
+    ),
+    Fault(
+        "the last tile is never visited", "gpu", ("gmm",),
+        "if visit >= tl.load(num_visits):",
+        "if visit >= tl.load(num_visits) - 1:",
+    ),
+    Fault(
+        "the last tile is never visited", "gpu", ("tgmm",),
+        "range(0, end - start, TM)",
+        "range(0, (end - start) // TM * TM, TM)",
+    ),
+    Fault(
+        "a partial K tile is dropped", "tpu", ("gmm",),
+        "pl.when(step == last_step)(lambda: multiply(rows, rest, masked))",
+        "pass",
+    ),
+    Fault(
+        "a partial K tile is dropped", "gpu", ("gmm",),
+        "range(0, tl.where(has_rows, k, 0), TK)",
+        "range(0, tl.where(has_rows, k // TK * TK, 0), TK)",
+    ),
+    Fault(
+        "the K remainder is not masked", "tpu", ("gmm",),
+        "lambda: multiply(rows, rest, masked)",
+        "lambda: multiply(rows, tk, masked)",
+    ),
+    Fault(  # one element too late, in both operands: further on the interpreter might leave the tensor's memory
+        "the K remainder is not masked", "gpu", ("gmm",),
+        "(along_k < k - first_k), other=0)\n            b = tl.load(b_tile, mask=in_columns & (down_k < k - first_k)",
+        "(along_k <= k - first_k), other=0)\n            b = tl.load(b_tile, mask=in_columns & (down_k <= k - first_k)",
+    ),
+    Fault(
+        "an empty group is left unwritten", "tpu", ("tgmm",),
+        'empty_tiles = 1 if cover == "groups" else 0',
+        "empty_tiles = 0",
+        empty_groups,
+    ),
+    Fault(
+        "an empty group is left unwritten", "gpu", ("tgmm",),
+        "in_out = in_k & in_columns",
+        "in_out = in_k & (column < tl.where(start < end, n, 0))",
+        empty_groups,
+    ),
+    Fault(
+        "inactive rows are not zeroed", "tpu", ("gmm",),
+        "out[...] = existing_out[0][...] if existing_out else jnp.zeros_like(out)",
+        "out[...] = existing_out[0][...] if existing_out else out[...]",
+    ),
+    Fault(
+        "inactive rows are not zeroed", "gpu", ("gmm",),
+        "mask=(in_group | is_unclaimed) & in_columns)",
+        "mask=in_group & in_columns)",
+    ),
+    Fault(
+        "existing_out is added, not kept", "tpu", ("gmm",),
+        "jnp.where(own, result, out[rows, columns])",
+        "jnp.where(own, result, 0) + out[rows, columns]",
+        existing,
+    ),
+    Fault(
+        "existing_out is added, not kept", "gpu", ("gmm",),
+        "result = tl.where(in_group, result, tl.load(existing_tile, mask=is_unclaimed & in_columns, other=0))",
+        "result += tl.load(existing_tile, mask=(in_group | is_unclaimed) & in_columns, other=0)",
+        existing,
+    ),
+    Fault(
+        "existing_out is overwritten, not added", "tpu", ("tgmm",),
+        "total += existing_out[0][...].astype(jnp.float32)",
+        "pass",
+        existing,
+    ),
+    Fault(
+        "existing_out is overwritten, not added", "gpu", ("tgmm",),
+        "sums += tl.load(existing_tile, mask=in_out, other=0).to(tl.float32)",
+        "pass",
+        existing,
+    ),
+    Fault("transpose_rhs is ignored", "tpu", ("gmm",), "(1, 1 if transpose_rhs else 0)", "(1, 0)", square),
+    Fault("transpose_rhs is ignored", "gpu", ("gmm",), "rhs.transpose(1, 2)", "rhs", square),
+    Fault(
+        "group_offset is off by one", "tpu", ("gmm", "tgmm"),
+        "return jnp.asarray(group_offset, jnp.int32).reshape(1)",
+        "return jnp.maximum(jnp.asarray(group_offset, jnp.int32).reshape(1) - 1, 0)",
+        sharded,
+    ),
+    Fault(
+        "group_offset is off by one", "gpu", ("gmm",),
+        "start = tl.load(shard_offsets + group)\n    end = tl.load(shard_offsets + group + 1)",
+        "start = tl.load(shard_offsets + group - 1)\n    end = tl.load(shard_offsets + group)",
+        sharded,
+    ),
+    Fault(
+        "group_offset is off by one", "gpu", ("tgmm",),
+        "tl.load(group_offset).to(tl.int32), 0), experts - groups) + group",
+        "tl.load(group_offset).to(tl.int32) - 1, 0), experts - groups) + group",
+        sharded,
+    ),
+    Fault(
+        "the accumulator is bfloat16", "tpu", ("gmm",),
+        "sums += jnp.where(step == 0, 0.0, acc[rows, columns])",
+        "sums = sums.astype(jnp.bfloat16) + jnp.where(step == 0, 0.0, acc[rows, columns])",
+    ),
+    Fault(
+        "the accumulator is bfloat16", "tpu", ("tgmm",),
+        "rhs[part, columns], contract=(0, 0))",
+        "rhs[part, columns], contract=(0, 0)).astype(jnp.bfloat16)",
+    ),
+    Fault(
+        "the accumulator is bfloat16", "gpu", ("gmm",),
+        "b_tile += b_step\n\n    result",
+        "b_tile += b_step\n        sums = sums.to(tl.bfloat16).to(tl.float32)\n\n    result",
+        narrow_output,
+    ),
+    Fault(
+        "the accumulator is bfloat16", "gpu", ("tgmm",),
+        "b_tile += b_step\n\n    in_out",
+        "b_tile += b_step\n        sums = sums.to(tl.bfloat16).to(tl.float32)\n\n    in_out",
+        narrow_output,
+    ),
+    Fault(
+        "the output is rounded twice", "tpu", ("gmm",),
+        "result = sums.astype(out.dtype)",
+        "result = lax.reduce_precision(sums, 8, 10).astype(out.dtype)",
+        narrow_output,
+    ),
+    Fault(
+        "the output is rounded twice", "tpu", ("tgmm",),
+        "out[...] = total.astype(out.dtype)",
+        "out[...] = lax.reduce_precision(total, 8, 10).astype(out.dtype)",
+        narrow_output,
+    ),
+    Fault(
+        "the output is rounded twice", "gpu", ("gmm",),
+        "result = sums.to(out.dtype.element_ty)",
+        "result = sums.to(tl.float16).to(out.dtype.element_ty)",
+        narrow_output,
+    ),
+    Fault(
+        "the output is rounded twice", "gpu", ("tgmm",),
+        "tl.store(out_tile, sums.to(out.dtype.element_ty), mask=in_out)",
+        "tl.store(out_tile, sums.to(tl.float16).to(out.dtype.element_ty), mask=in_out)",
+        narrow_output,
+    ),
+    Fault(
+        "a group boundary inside a tile is off by one", "tpu", ("gmm", "tgmm"),
+        "return jnp.maximum(start, 0), jnp.minimum(end, tm)",
+        "return jnp.maximum(start - 1, 0), jnp.minimum(end, tm)",
+        boundaries_in_tiles,
+    ),
+    Fault(
+        "a group boundary inside a tile is ignored", "gpu", ("gmm",),
+        "in_group = (row >= start) & (row < end)",
+        "in_group = row < end",
+        boundaries_in_tiles,
+    ),
+    Fault(
+        "a group boundary inside a tile is ignored", "gpu", ("tgmm",),
+        "rows_left = end - start - rows_before",
+        "rows_left = m - start - rows_before",
+        boundaries_in_tiles,
+    ),
+    Fault("two groups are swapped", "tpu", ("gmm",), "else (group_ids[visit], k_i, n_i)", f"else ({SWAP}, k_i, n_i)"),
+    Fault("two groups are swapped", "tpu", ("tgmm",), "return group_ids[visit], k_i, n_i", f"return {SWAP}, k_i, n_i"),
+    Fault(
+        "two groups are swapped", "gpu", ("gmm",),
+        "rhs + group.to(tl.int64) * rhs_stride_g",
+        "rhs + tl.where(group < 2, 1 - group, group).to(tl.int64) * rhs_stride_g",
+    ),
+    Fault(
+        "two groups are swapped", "gpu", ("tgmm",),
+        "nth = group.to(tl.int64)",
+        "nth = tl.where(group < 2, 1 - group, group).to(tl.int64)",
+    ),
+]  # fmt: skip
+
+
+def plant(fault: Fault, folder: Path) -> ModuleType:
+    """The module with the ops of the fault's backend, with the fault in it or in what it imports."""
+    package = PACKAGES[fault.backend]
+    file = f"{package}/{fault.module}.py"
+    source = (ROOT / file).read_text()
+    assert source.count(fault.old) == 1, f"{fault.old!r} occurs {source.count(fault.old)} times in {file}"
+    path = folder / f"planted_{fault.backend}.py"
+    path.write_text(source.replace(fault.old, fault.new))
+    module = load(path, path.stem)
+    if not fault.public:
+        return module
+    with patch.dict(sys.modules, {f"{package}.{fault.module}": module}):
+        return load(ROOT / package / f"{fault.public}.py", f"{path.stem}_{fault.public}")
+
+
+def load(path: Path, name: str) -> ModuleType:
+    """A fresh copy of the module in a file."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("fault", "op"),
+    [
+        pytest.param(fault, op, id=f"{fault.backend}-{op.name}-{fault.name}", marks=getattr(pytest.mark, fault.backend))
+        for fault in FAULTS
+        for op in (GMM, TGMM)
+        if op.name in fault.ops
+    ],
+)
+def test_a_planted_fault_is_caught(fault, op, tmp_path):
+    check_is_caught(fault, op, tmp_path)
+
+
+def check_is_caught(fault: Fault, op: Op, folder: Path):
+    """Fail unless a case of the op's default tier fails with the fault."""
+    pytest.importorskip("jax" if fault.backend == "tpu" else "triton")
+    kernel = getattr(plant(fault, folder), op.name)
+    tried = [case for case in op.cases if case.tier != "full" and fault.where(case)]
+    tried = tried if fault.data is None else [case.with_data(fault.data) for case in tried]
+    assert tried, "no case of the default tier is there to catch it"
+    verdicts = {}
+    for case in tried:
+        try:
+            verdicts[case.id] = judge(op, case, fault.backend, kernel).verdict
+        except IndexError as error:  # an interpreter that checks bounds has caught it
+            verdicts[case.id] = error
+            return
+        if not verdicts[case.id].passed:
+            return
+    pytest.fail(f"not caught by any of {len(tried)} cases: {verdicts}")

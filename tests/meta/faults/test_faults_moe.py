@@ -1,0 +1,109 @@
+"""Faults planted in the whole layer and in what brings rows to experts and back."""
+
+import pytest
+
+from tests.matrix.moe import MOE_LAYER, MOE_LAYER_BWD, PERMUTE, UNPERMUTE
+from tests.meta.faults.test_faults import Fault, check_is_caught
+
+OPS = (PERMUTE, UNPERMUTE, MOE_LAYER, MOE_LAYER_BWD)
+
+
+def in_layer(name, backend, op, old, new, where=lambda c: c.tier == "smoke"):
+    return Fault(name, backend, (op,), old, new, where, "moe")
+
+
+def in_gradient(name, backend, old, new):
+    return Fault(name, backend, ("moe_layer_bwd",), old, new, idle_experts, "gmm", public="moe")
+
+
+def drops(c):
+    return bool(c.capacity) and c.tier == "smoke"
+
+
+def idle_experts(c):
+    return c.data == "poison"
+
+
+def sanitized(c):
+    return bool(c.sanitize_grads)
+
+
+FAULTS = [
+    in_layer(
+        "the permutation is applied twice", "tpu", "permute",
+        "x[source // slots.shape[1]]",
+        "x[source[source // slots.shape[1]] // slots.shape[1]]",
+    ),
+    in_layer(
+        "the permutation is applied twice", "gpu", "permute",
+        "x[source.clamp(min=0) // slots.shape[1]]",
+        "x[source[source.clamp(min=0) // slots.shape[1]].clamp(min=0) // slots.shape[1]]",
+    ),
+    in_layer(
+        "a weight is applied to the wrong slot", "tpu", "unpermute",
+        "taken * weights[:, j, None]",
+        "taken * weights[:, j - 1, None]",
+    ),
+    in_layer(
+        "a weight is applied to the wrong slot", "gpu", "unpermute",
+        "taken * weights[:, j, None]",
+        "taken * weights[:, j - 1, None]",
+    ),
+    in_layer(
+        "a weight is applied to the wrong slot", "tpu", "moe_layer",
+        "_take(weights.reshape(-1, 1), plan.source",
+        "_take(weights[:, ::-1].reshape(-1, 1), plan.source",
+    ),
+    in_layer(
+        "a weight is applied to the wrong slot", "gpu", "moe_layer",
+        "_take(weights.reshape(-1, 1), plan.source",
+        "_take(weights.flip(1).reshape(-1, 1), plan.source",
+    ),
+    in_layer(
+        "a dropped token is kept", "tpu", "permute",
+        "jnp.where(position < group_sizes[choices], _starts(",
+        "jnp.where(position >= 0, _starts(",
+        drops,
+    ),
+    in_layer(
+        "a dropped token is kept", "gpu", "permute",
+        "torch.where(position < group_sizes[choices], _starts(",
+        "torch.where(position >= 0, _starts(",
+        drops,
+    ),
+    in_layer(
+        "isnan where isfinite is meant", "tpu", "moe_layer_bwd",
+        "jnp.where(jnp.isfinite(grad), grad,",
+        "jnp.where(~jnp.isnan(grad), grad,",
+        sanitized,
+    ),
+    in_layer(
+        "isnan where isfinite is meant", "gpu", "moe_layer_bwd",
+        "torch.where(grad.isfinite(), grad, 0)",
+        "torch.where(~grad.isnan(), grad, 0)",
+        sanitized,
+    ),
+    in_gradient(
+        "the gradient of an empty group is left unwritten", "tpu",
+        'empty_tiles = 1 if cover == "groups" else 0',
+        "empty_tiles = 0",
+    ),
+    in_gradient(
+        "the gradient of an empty group is left unwritten", "gpu",
+        "in_out = in_k & in_columns",
+        "in_out = in_k & (column < tl.where(start < end, n, 0))",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fault", "op"),
+    [
+        pytest.param(fault, op, id=f"{fault.backend}-{op.name}-{fault.name}", marks=getattr(pytest.mark, fault.backend))
+        for fault in FAULTS
+        for op in OPS
+        if op.name in fault.ops
+    ],
+)
+def test_a_planted_fault_is_caught(fault, op, tmp_path):
+    check_is_caught(fault, op, tmp_path)

@@ -1,0 +1,108 @@
+"""Faults planted in the MXFP8 kernels: each is one that a public kernel has had, or that the format invites."""
+
+import pytest
+
+from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_DUAL_QUANTIZE, MXFP8_QUANTIZE
+from tests.meta.faults.test_faults import Fault, check_is_caught
+
+OPS = (GROUPED_GEMM, MXFP8_QUANTIZE, MXFP8_DUAL_QUANTIZE)
+
+
+def rounded_up(c):
+    return c.tier == "smoke" and c.rounding == "up"
+
+
+def boundaries_in_blocks(c):
+    return c.tier == "smoke" and c.ragged == "contracting"
+
+
+def empty_groups(c):
+    return c.ragged == "contracting" and c.groups == "empty_first"
+
+
+def in_quantiser(name, backend, op, old, new, where):
+    return Fault(name, backend, (op,), old, new, where, "quantize")
+
+
+def in_matmul(name, backend, old, new, where, module="quantized_gmm", public=""):
+    return Fault(name, backend, ("grouped_gemm",), old, new, where, module, public=public)
+
+
+FAULTS = [
+    in_quantiser(
+        "the scale's exponent is off by one", "tpu", "mxfp8_quantize",
+        "return lax.bitcast_convert_type((254 - (_bits(inverse) >> 23))",
+        "return lax.bitcast_convert_type((255 - (_bits(inverse) >> 23))",
+        rounded_up,
+    ),
+    in_quantiser(
+        "the scale's exponent is off by one", "gpu", "mxfp8_quantize",
+        "NAN, code).to(tl.uint8), exponent.to(tl.uint8)",
+        "NAN, code).to(tl.uint8), (exponent + 1).to(tl.uint8)",
+        rounded_up,
+    ),
+    in_quantiser(
+        "the exponent is rounded down where up is asked for", "tpu", "mxfp8_quantize",
+        'if target.power == "up" else 0',
+        'if target.power == "down" else 0',
+        rounded_up,
+    ),
+    in_quantiser(
+        "the exponent is rounded down where up is asked for", "gpu", "mxfp8_quantize",
+        "exponent += ((largest & 0x007FFFFF) > 0x00600000).to(tl.int32)",
+        "exponent += 0",
+        rounded_up,
+    ),
+    in_quantiser(
+        "the columnwise payload is the rowwise one", "tpu", "mxfp8_dual_quantize",
+        "dual.columnwise[..., :m, :k]",
+        "dual.rowwise[..., :m, :k]",
+        rounded_up,
+    ),
+    in_quantiser(
+        "the columnwise payload is the rowwise one", "gpu", "mxfp8_dual_quantize",
+        "*_as_mxfp8(results[1], name))",
+        "*_as_mxfp8(results[1]._replace(qvalue=results[0].qvalue), name))",
+        rounded_up,
+    ),
+    # TransformerEngine#2966: groups that are no multiple of 32
+    in_matmul(
+        "a group that begins inside a block takes the scale before it", "tpu",
+        "of_rows = first_block + rows.start // MX_BLOCK",
+        "at = first_block + rows.start // MX_BLOCK\n"
+        "                    of_rows = jnp.where(start > at * MX_BLOCK, jnp.maximum(at - 1, 0), at)",
+        boundaries_in_blocks,
+    ),
+    in_matmul(
+        "a group that begins inside a block takes the scale before it", "gpu",
+        "is_block = (block * BLOCK + BLOCK > start) & (block * BLOCK < end)",
+        "is_block = (block * BLOCK + BLOCK > start) & (block * BLOCK < end)\n"
+        "        block = tl.maximum(block - (block * BLOCK < start).to(tl.int32), 0)",
+        boundaries_in_blocks,
+    ),
+    in_matmul(
+        "an empty group's gradient is left unwritten", "tpu",
+        'empty_tiles = 1 if cover == "groups" else 0',
+        "empty_tiles = 0",
+        empty_groups, "gmm", "quantized_gmm",
+    ),
+    in_matmul(
+        "an empty group's gradient is left unwritten", "gpu",
+        "b_tile += b_step\n\n    in_out = in_k & in_columns",
+        "b_tile += b_step\n\n    in_out = in_k & (column < tl.where(start < end, n, 0))",
+        empty_groups,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fault", "op"),
+    [
+        pytest.param(fault, op, id=f"{fault.backend}-{op.name}-{fault.name}", marks=getattr(pytest.mark, fault.backend))
+        for fault in FAULTS
+        for op in OPS
+        if op.name in fault.ops
+    ],
+)
+def test_a_planted_fault_is_caught(fault, op, tmp_path):
+    check_is_caught(fault, op, tmp_path)

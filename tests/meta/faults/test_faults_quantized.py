@@ -1,0 +1,277 @@
+"""Faults planted in the block-scaled kernels: each is one that a public kernel has, or has had."""
+
+import pytest
+
+from tests.matrix.moe import GROUPED_DENSE, GROUPED_DENSE_BWD
+from tests.matrix.quantize import FP8_QUANTIZE, INT8_QUANTIZE
+from tests.matrix.quantized_gmm import E4M3, GMM_QUANTIZED, TGMM_QUANTIZED
+from tests.meta.faults.test_faults import Fault, check_is_caught
+
+OPS = (GMM_QUANTIZED, TGMM_QUANTIZED, GROUPED_DENSE, GROUPED_DENSE_BWD, FP8_QUANTIZE, INT8_QUANTIZE)
+
+
+def in_matmul(name, backend, op, old, new, where, data=None):
+    return Fault(name, backend, (op,), old, new, where, "quantized_gmm", data)
+
+
+def in_quantiser(name, backend, ops, old, new, where):
+    return Fault(name, backend, ops, old, new, where, "quantize")
+
+
+def in_layer(name, backend, ops, old, new, where):
+    return Fault(name, backend, ops, old, new, where, "moe")
+
+
+def block_scaled(c):
+    """Both operands in fp8 with scales that change along the contraction."""
+    return c.tier == "smoke" and c.dtype == E4M3
+
+
+def boundaries_in_blocks(c):
+    return block_scaled(c) and c.groups == "straddle"
+
+
+def tiles_beyond_blocks(c):
+    return bool(c.tiling) and c.scales == "steps" and c.tiling[0] > 128
+
+
+def stepped(c):
+    return c.scales == "steps" and c.rhs_blocks == "1x128x128" and c.lhs_blocks == "1x128" and not c.transpose_rhs
+
+
+def stepped_in_tiles(c):
+    """Tiles of a group alone, and several scales of the weights in each."""
+    return stepped(c) and c.tiling == (128, 256, 256)
+
+
+def stepped_and_transposed(c):
+    return c.scales == "steps" and c.rhs_blocks == "1x128x128" and c.transpose_rhs
+
+
+def k_tail(c):
+    """K of 384 in tiles that do not divide it."""
+    return c.K == 384 and c.scales == "steps" and c.tiling[1] == 256 and c.M == 80
+
+
+def climbing(c):
+    return c.dtype == "int8" and 4096 in (c.M, c.K)
+
+
+def zero_blocks(c):
+    return c.data == "ranges" and c.dtype == "bfloat16"
+
+
+def other_blocks(c):
+    return c.block_size in (32, 64)
+
+
+def overwritten(c):
+    return c.existing_out and not c.shard
+
+
+FAULTS = [
+    # primatrix/tokamax#4
+    in_matmul(
+        "the count of scale blocks is taken from the wrong axis", "tpu", "tgmm_quantized",
+        "part = min(p.block, tm)\n    lhs_changes",
+        "part = min(p.block, tile[1])\n    lhs_changes",
+        lambda c: c.lhs_blocks == "512x1",
+    ),
+    in_matmul(
+        "the count of scale blocks is taken from the wrong axis", "gpu", "tgmm_quantized",
+        "return _step(tm, path, p.block, p.m), tk, tn",
+        "return _step(tm, path, tk, p.m), tk, tn",
+        tiles_beyond_blocks,
+    ),
+    in_matmul(
+        "blocks of M are counted from the group's first row", "tpu", "tgmm_quantized",
+        "row = _row(scale, i, columns)",
+        "row = _row(scale, jnp.maximum(i - start // part, 0), columns)",
+        tiles_beyond_blocks,
+    ),
+    in_matmul(
+        "blocks of M are counted from the group's first row", "gpu", "tgmm_quantized",
+        "a_scales + at_row // LHS_BLOCK * lhs_scale_stride_m",
+        "a_scales + (at_row - first_row) // LHS_BLOCK * lhs_scale_stride_m",
+        boundaries_in_blocks,
+    ),
+    # tpu-inference#2609
+    in_matmul(
+        "every other scale is skipped", "tpu", "gmm_quantized",
+        "_row(rhs_parts, i, columns))",
+        "_row(rhs_parts, i // 2 * 2, columns))",
+        stepped,
+    ),
+    in_matmul(
+        "every other scale is skipped", "gpu", "gmm_quantized",
+        "b_scales + at_k // RHS_BLOCK * rhs_scale_stride_k",
+        "b_scales + at_k // RHS_BLOCK // 2 * 2 * rhs_scale_stride_k",
+        stepped,
+    ),
+    in_matmul(
+        "the scale is not transposed with rhs", "tpu", "gmm_quantized",
+        "by_columns = rhs_scale.swapaxes(1, 2) if transpose_rhs else rhs_scale",
+        "by_columns = rhs_scale",
+        stepped_and_transposed,
+    ),
+    in_matmul(
+        "the scale is not transposed with rhs", "gpu", "gmm_quantized",
+        "None if rhs_scale is None else rhs_scale.transpose(1, 2)",
+        "rhs_scale",
+        stepped_and_transposed,
+    ),
+    in_matmul(
+        "a scale of the weights serves the next columns too", "tpu", "gmm_quantized",
+        "pl.ds(columns.start + tile.start, LANES)]",
+        "pl.ds(columns.start, LANES)]",
+        stepped_in_tiles,
+    ),
+    in_matmul(
+        "the K tail is dropped", "tpu", "gmm_quantized",
+        "pl.when(step == last_step)(lambda: multiply_to(rest))",
+        "pass",
+        k_tail,
+    ),
+    in_matmul(
+        "the K tail is dropped", "gpu", "gmm_quantized",
+        "range(0, tl.where(has_rows, k, 0), TK)",
+        "range(0, tl.where(has_rows, (k - 1) // TK * TK, 0), TK)",
+        k_tail,
+    ),
+    # tpu-inference's gmm_v2 below 256: 2.35e-3 instead of 5e-8
+    in_matmul(
+        "scales are applied before the dot, in bfloat16", "tpu", "gmm_quantized",
+        "sums = product(weights, x, contract[::-1]) if turned else product(x, weights, contract)",
+        "scale = _row(lhs_scale, i, rows)\n"
+        "            sums = 1 / scale.T * product("
+        "(x.astype(jnp.float32) * scale.T).astype(jnp.bfloat16), weights, contract)",
+        block_scaled,
+    ),
+    in_matmul(
+        "scales are applied before the dot, in bfloat16", "gpu", "gmm_quantized",
+        "partial = _dot_of_step(a, b, DOT)\n"
+        "            if LHS_BLOCK:\n"
+        "                partial *= "
+        "tl.load(a_scales + at_k // LHS_BLOCK * lhs_scale_stride_k, mask=in_group, other=0)\n",
+        "scale = tl.load(a_scales + at_k // LHS_BLOCK * lhs_scale_stride_k, mask=in_group, other=0)\n"
+        "            scaled = (a.to(tl.float32) * scale).to(tl.bfloat16)\n"
+        '            partial = tl.dot(scaled.to(tl.float32), b.to(tl.float32), input_precision="ieee")\n',
+        block_scaled,
+    ),
+    # gmm_v2's default: 4.2e-3 instead of 2.0e-3
+    in_matmul(
+        "the accumulator is bfloat16", "tpu", "gmm_quantized",
+        "return sums if total is None else total + sums",
+        "return sums if total is None else (total + sums).astype(jnp.bfloat16).astype(sums.dtype)",
+        block_scaled,
+    ),
+    in_matmul(
+        "the accumulator is bfloat16", "tpu", "tgmm_quantized",
+        "acc[rows, columns] = before + sums\n\n        if scales.change:",
+        "acc[rows, columns] = (before + sums).astype(jnp.bfloat16).astype(sums.dtype)\n\n        if scales.change:",
+        block_scaled,
+    ),
+    in_matmul(
+        "the accumulator is bfloat16", "gpu", "gmm_quantized",
+        "rhs_scale_stride_k, mask=in_columns, other=0)\n            sums += partial",
+        "rhs_scale_stride_k, mask=in_columns, other=0)\n"
+        "            sums = (sums + partial).to(tl.bfloat16).to(tl.float32)",
+        block_scaled,
+    ),
+    in_matmul(
+        "the accumulator is bfloat16", "gpu", "tgmm_quantized",
+        "rhs_scale_stride_m, mask=in_columns, other=0)\n            sums += partial",
+        "rhs_scale_stride_m, mask=in_columns, other=0)\n"
+        "            sums = (sums + partial).to(tl.bfloat16).to(tl.float32)",
+        block_scaled,
+    ),
+    in_matmul(
+        "the group's boundary is masked in its first block alone", "tpu", "tgmm_quantized",
+        "rows, start, end)\n        operands = widen(own_lhs",
+        "rows, start, jnp.where(rows.start <= start, end, tm))\n        operands = widen(own_lhs",
+        lambda c: c.M >= 512 and c.lhs_blocks == "128x1",
+    ),
+    in_matmul(
+        "the group's boundary is masked in its first block alone", "gpu", "tgmm_quantized",
+        "(row_along >= start) & (row_along < end), other=0.0)\n"
+        "        b = tl.load(b_tile, mask=(row_down >= start) & (row_down < end) & in_columns",
+        "(row_along >= start) & (row_along < m), other=0.0)\n"
+        "        b = tl.load(b_tile, mask=(row_down >= start) & (row_down < m) & in_columns",
+        boundaries_in_blocks,
+    ),
+    in_matmul(
+        "int8 is accumulated in float32 beyond 2^24", "tpu", "gmm_quantized",
+        "exact = lhs.dtype == rhs.dtype == jnp.int8 and not scales.change",
+        "exact = False",
+        climbing, "integers",
+    ),
+    in_matmul(
+        "int8 is accumulated in float32 beyond 2^24", "gpu", "gmm_quantized",
+        'return path.dtype == "int8" and block >= size and size <= INT32_PRODUCTS',
+        "return False",
+        climbing, "integers",
+    ),
+    in_matmul(
+        "int8 is accumulated in float32 beyond 2^24", "tpu", "tgmm_quantized",
+        "exact = lhs.dtype == rhs.dtype == jnp.int8 and not scales.change",
+        "exact = False",
+        climbing, "integers",
+    ),
+    in_matmul(
+        "int8 is accumulated in float32 beyond 2^24", "gpu", "tgmm_quantized",
+        'return path.dtype == "int8" and block >= size and size <= INT32_PRODUCTS',
+        "return False",
+        climbing, "integers",
+    ),
+    # tokamax's in-kernel fp8: an all-zero row gives NaN
+    in_quantiser(
+        "the scale of a zero block is 0", "tpu", ("fp8_quantize", "int8_quantize"),
+        "return jnp.where(absmax < SMALLEST, 1.0, scale)",
+        "return jnp.where(absmax < SMALLEST, 0.0, scale)",
+        zero_blocks,
+    ),
+    in_quantiser(
+        "the scale of a zero block is 0", "gpu", ("fp8_quantize", "int8_quantize"),
+        "tl.where(largest == 0, ONE,",
+        "tl.where(largest == 0, 0,",
+        zero_blocks,
+    ),
+    in_layer(
+        "block_size is not forwarded", "tpu", ("grouped_dense", "grouped_dense_bwd"),
+        "fp8_quantize(x, axis, options.block_size, check",
+        "fp8_quantize(x, axis, None, check",
+        other_blocks,
+    ),
+    in_layer(
+        "block_size is not forwarded", "gpu", ("grouped_dense", "grouped_dense_bwd"),
+        "fp8_quantize(x, axis, options.block_size, check",
+        "fp8_quantize(x, axis, None, check",
+        other_blocks,
+    ),
+    # megablox: 1 on rows that it overwrote
+    in_layer(
+        "the gradient of existing_out passes overwritten rows", "tpu", ("grouped_dense_bwd",),
+        "passed = _outside(dout, group_sizes, group_offset, groups) if options.fills else None",
+        "passed = dout if options.fills else None",
+        overwritten,
+    ),
+    in_layer(
+        "the gradient of existing_out passes overwritten rows", "gpu", ("grouped_dense_bwd",),
+        "passed = _outside(dout, group_sizes, group_offset, ctx.groups)",
+        "passed = dout",
+        overwritten,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fault", "op"),
+    [
+        pytest.param(fault, op, id=f"{fault.backend}-{op.name}-{fault.name}", marks=getattr(pytest.mark, fault.backend))
+        for fault in FAULTS
+        for op in OPS
+        if op.name in fault.ops
+    ],
+)
+def test_a_planted_fault_is_caught(fault, op, tmp_path):
+    check_is_caught(fault, op, tmp_path)

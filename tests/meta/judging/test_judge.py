@@ -1,0 +1,244 @@
+"""What the judge does beside the verdicts, on an op that has one line: how often kernels run, on which seeds, what of
+several outputs decides, and which element is shown."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from parity.dtypes import round_to
+from parity.judging.judge import compare, judge, reference
+from parity.judging.magnitude import abs_of
+from parity.judging.verdict import Comparison, Verdict
+from parity.op import Array, Case, Contract, Expected, Op
+
+U32 = 2.0**-24
+SHAPE = (6, 8)
+
+
+class Pair(NamedTuple):
+    """Two outputs."""
+
+    a: Any
+    b: Any
+
+
+def third(x, rounding=lambda site, value: value):
+    return rounding("out", x.astype(np.float64) / 3)
+
+
+def both(x, rounding=lambda site, value: value):
+    return Pair(third(x, rounding), -third(x, rounding))
+
+
+def op(golden=third, **changes):
+    fields = dict(
+        name="third", golden=golden, naive=golden, tpu="on:tpu", gpu="on:gpu", defaults={},
+        inputs=lambda case: {"x": Array(SHAPE, "float32", sum_over=1)},
+        arguments=lambda case: {},
+        contract=lambda case, backend: Contract("ieee", "float32"),
+        chain=lambda case, inputs: 1,
+        magnitude=abs_of("x"),
+        steps=lambda case, contract: {},
+        unread=lambda case, inputs: {"x": np.zeros(SHAPE, bool)},
+    )  # fmt: skip
+    return Op(**fields | changes)
+
+
+CASE = Case("third", (("M", SHAPE[0]), ("N", SHAPE[1])), "float32", "float32")
+
+
+def kernel(x, **arguments):
+    return round_to(third(x), "float32")
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Kernels are NumPy's, by the name of their backend in `kernels`; what ran is in `ran`."""
+    kept = SimpleNamespace(real=False, kernels=dict.fromkeys(("on:tpu", "on:gpu"), kernel), ran=[])
+
+    def run(function, inputs, arguments):
+        kept.ran.append((function, inputs["x"].tobytes(), arguments))
+        return function(**inputs, **arguments)
+
+    monkeypatch.setattr("parity.judging.judge.runner", lambda backend: SimpleNamespace(real=kept.real, run=run))
+    monkeypatch.setattr("parity.judging.judge.load_kernel", lambda target: kept.kernels[target])
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("real", "data", "tier", "seed"),
+    list(itertools.product((False, True), ("normal", "integers"), ("smoke", "default", "full"), (0, 1))),
+)
+def test_a_kernel_runs_twice_where_runs_may_differ_and_interpreted_in_a_sample(device, real, data, tier, seed):
+    device.real = real
+    case = Case(CASE.op, CASE.dims, "float32", "float32", data=data, tier=tier, seed=seed)
+    of_multiples = op(lambda x, rounding=None: 3 * third(x))  # exact, of integers as well
+    assert judge(of_multiples, case, "tpu", lambda x: round_to(3 * third(x), "float32")).verdict.passed
+    twice = data == "normal" and (real or (tier == "smoke" and seed == 0))
+    assert len(device.ran) == 1 + twice
+
+
+def test_two_runs_that_differ_are_seen(device):
+    device.real, runs = True, itertools.count()
+    judged = judge(op(), CASE, "tpu", lambda x: np.nextafter(kernel(x), np.float32(next(runs))))
+    assert judged.verdict.outcome == "NOT REPEATABLE"
+    assert (judged.real, judged.backend, judged.bound) == (True, "tpu", 3.0)
+
+
+def test_arguments_and_route_are_the_kernels_and_its_time_is_taken(device):
+    routed = op(arguments=lambda case: {}, route=lambda case: {"way": "short"})
+    judged = judge(routed, CASE, "gpu")
+    assert [(function, arguments) for function, _, arguments in device.ran] == [(kernel, {"way": "short"})]
+    assert 0 < judged.seconds < 60
+    assert judged.summary() == dict(
+        op="third", case=CASE.id, backend="gpu", real=False, bound=3.0, outcome="AGREES", gate="G3",
+        reason=judged.verdict.reason, passed=True, epsilon=judged.metrics.epsilon, eta_max=judged.metrics.eta_max,
+    )  # fmt: skip
+    assert judged.eta_max == 0
+
+
+def test_the_worst_element_and_where_the_bad_ones_lie_are_told(device):
+    golden = reference(op(), CASE).golden["out"]
+    off = golden.copy()
+    off[2, 1] *= 1 + 4 * U32  # beyond the bound of 3
+    off[4, 6] *= 1 + 16 * U32
+    off[5, 7] *= 1 + 2 * U32  # within it
+    worst = judge(op(), CASE, "tpu", lambda x: round_to(off, "float32")).worst
+    assert (worst.index, worst.golden, worst.box, worst.beyond) == ((4, 6), golden[4, 6], ((2, 4), (1, 6)), 2)
+    assert worst.got == np.float32(off[4, 6])
+    assert worst.allowed == pytest.approx(3 * U32 * abs(golden[4, 6]))
+    off[0, 3] = np.nan
+    judged = judge(op(), CASE, "tpu", lambda x: round_to(off, "float32"))
+    assert judged.verdict.outcome == "NON-FINITE" and judged.eta_max == np.inf
+    assert (judged.worst.index, judged.worst.box, judged.worst.beyond) == ((0, 3), ((0, 4), (1, 6)), 3)
+    assert judge(op(), CASE, "tpu", kernel).worst is None
+
+
+def test_of_integer_data_only_the_elements_that_differ_are_bad(device):
+    case, exact = CASE.with_data("integers"), op(lambda x, rounding=None: 3 * third(x))
+    golden = reference(exact, case).golden["out"]
+    off = golden.copy()
+    off[3, 5] += 1
+    judged = judge(exact, case, "tpu", lambda x: off.astype(np.float32))
+    assert (judged.verdict.outcome, judged.bound) == ("LOGIC FAULT", 0)
+    assert (judged.worst.index, judged.worst.box, judged.worst.beyond) == ((3, 5), ((3, 3), (5, 5)), 1)
+
+
+def test_a_case_whose_bound_lets_anything_pass_is_not_passed(device):
+    vague = op(magnitude=lambda op, case, inputs: 1e9 * np.ones(SHAPE))
+    assert judge(vague, CASE, "tpu").verdict.outcome == "MISTRUSTED"
+    wrong = judge(vague, CASE, "tpu", lambda x: kernel(x) + np.float32(1e9))
+    assert wrong.verdict.outcome == "OUT OF BOUND"  # said first: it is so whatever the case is worth
+
+
+def test_what_has_another_shape_is_not_measured_and_what_has_another_dtype_is(device):
+    shape = judge(op(), CASE, "tpu", lambda x: kernel(x)[1:])
+    assert (shape.verdict.outcome, shape.metrics, shape.worst, shape.outputs) == ("WRONG SHAPE", None, None, {})
+    assert shape.eta_max == np.inf and not {"epsilon", "eta_max"} & set(shape.summary())
+    dtype = judge(op(), CASE, "tpu", lambda x: third(x))
+    assert dtype.verdict.outcome == "WRONG DTYPE" and dtype.metrics.elements == 48 and dtype.worst.beyond == 0
+    names = judge(op(), CASE, "tpu", lambda x: Pair(kernel(x), None))
+    assert (names.verdict.outcome, names.verdict.gate) == ("WRONG OUTPUTS", "G1")
+    assert names.verdict.reason == "golden returns out, got a"
+    assert (names.bound, names.outputs) == (0, {}) and 0 < names.seconds < 60
+
+
+def test_an_output_without_elements_has_no_worst_one(device):
+    empty = op(inputs=lambda case: {"x": Array((0, 8), "float32")})
+    judged = judge(empty, CASE, "tpu", lambda x: third(x))
+    assert (judged.verdict.outcome, judged.worst) == ("WRONG DTYPE", None)
+
+
+@pytest.mark.parametrize(
+    ("data", "factor", "outcome"),
+    [
+        ("normal", 1, "AGREES"),
+        ("normal", 2, "OUT OF BOUND"),
+        ("normal", np.nan, "NON-FINITE"),
+        ("integers", 1, "EXACT"),
+        ("integers", 2, "LOGIC FAULT"),
+    ],
+)
+def test_an_output_of_no_axes_is_judged_as_any_other(device, data, factor, outcome):
+    def most(x, rounding=None):
+        return np.array(np.abs(x.astype(np.float64)).max())
+
+    loss = op(most, magnitude=lambda op, case, inputs: most(**inputs))
+    judged = judge(loss, CASE.with_data(data), "tpu", lambda x: round_to(factor * most(x), "float32"))
+    assert judged.verdict.outcome == outcome
+    assert (judged.metrics.elements, judged.metrics.worst) == (1, ((),))
+    assert judged.worst is None if factor == 1 else (judged.worst.index, judged.worst.box) == ((), ())
+
+
+def test_a_comparison_runs_both_backends_on_consecutive_seeds(device):
+    compared = compare(op(), CASE.with_seed(5), 3)
+    assert {backend: [j.case.seed for j in js] for backend, js in compared.judged.items()} == {
+        "tpu": [5, 6, 7],
+        "gpu": [5, 6, 7],
+    }
+    assert len(compared.everything) == 6 and len({x for _, x, _ in device.ran}) == 3
+    assert compared.comparison.verdict.outcome == "TIE"
+    errors = [j.metrics.epsilon for j in compared.judged["tpu"]]
+    assert compared.epsilon("tpu") == pytest.approx(np.sqrt(np.mean(np.square(errors))))
+    device.ran.clear()
+    again = compare(op(), CASE.with_seed(5), 3, recorded=compared.judged["gpu"])
+    assert len(device.ran) == 3
+    assert again.comparison == compared.comparison
+    assert again.summary()["ratio"] == again.comparison.ratio == 1
+    assert (again.summary()["outcome"], again.summary()["passed"]) == ("TIE", True)
+
+
+def test_a_kernel_that_fails_against_the_golden_is_not_compared(device):
+    def fails(x):
+        y = kernel(x)
+        return y if x.tobytes() != bad else -y
+
+    bad = reference(op(), CASE.with_seed(1)).inputs["x"].tobytes()
+    device.kernels["on:gpu"] = fails
+    compared = compare(op(), CASE, 3)
+    assert compared.comparison.verdict.outcome == "OUT OF BOUND"
+    assert compared.comparison.verdict.reason.startswith("gpu, seed 1: η = ")
+    assert np.isnan(compared.comparison.ratio)
+    device.kernels["on:gpu"] = lambda x: kernel(x)[1:]
+    assert np.isnan(compare(op(), CASE, 1).epsilon("gpu"))
+
+
+def test_the_summary_of_a_comparison_is_of_the_worst_seed(device):
+    bad = reference(op(), CASE.with_seed(1)).inputs["x"].tobytes()
+    nearly = lambda x: round_to(third(x) * (1 + 2 * U32), "float32") if x.tobytes() == bad else kernel(x)  # noqa: E731
+    device.kernels["on:tpu"] = nearly
+    compared = compare(op(), CASE, 3)
+    assert compared.summary()["case"] == CASE.with_seed(1).id
+    assert compared.summary()["eta_max"] > 0
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "decides"),
+    [
+        (("LOSS", 8.0), ("TAIL", 2.0), "TAIL"),  # the known failure does not hide another
+        (("TAIL", 2.0), ("LOSS", 8.0), "TAIL"),
+        (("LOSS", 8.0), ("TIE", 9.0), "EXPECTED LOSS"),
+        (("TIE", 0.5), ("WIN", 0.25), "UNEXPECTED PASS"),
+        (("TAIL", 2.0), ("BIAS", 3.0), "BIAS"),
+    ],
+)
+def test_of_several_outputs_the_one_that_fails_unexpectedly_decides(device, monkeypatch, a, b, decides):
+    device.kernels = dict.fromkeys(device.kernels, lambda x: Pair(kernel(x), -kernel(x)))
+    made = iter(Comparison(Verdict(outcome, "G5", ""), ratio) for outcome, ratio in (a, b))
+    monkeypatch.setattr("parity.judging.judge.verdict.compare", lambda *measured, **options: next(made))
+    sizes = dict(magnitude=lambda op, case, inputs: Pair(*[third(np.abs(inputs["x"]))] * 2))
+    known = op(both, **sizes, expected=(Expected(lambda case: True, "LOSS", "is known"),))
+    compared = compare(known, CASE, 1)
+    assert compared.comparison.verdict.outcome == decides
+    assert compared.epsilon("tpu") > 0
+
+
+def test_the_magnitude_is_the_golden_of_the_absolute_values_of_what_is_named(device):
+    pair = op(lambda x, y=None: x - (0 if y is None else y))
+    x, y = -np.ones(2), np.array([2.0, -3.0])
+    assert abs_of("x", "y")(pair, CASE, dict(x=x, y=y)).tolist() == [-1, -2]
+    assert abs_of("x")(pair, CASE, dict(x=x, y=y)).tolist() == [-1, 4]
+    assert abs_of("x", "y")(pair, CASE, dict(x=x, y=None)).tolist() == [1, 1]

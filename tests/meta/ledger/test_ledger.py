@@ -1,0 +1,271 @@
+"""The ledger in use: recording, what a record is worth later, regressions, other machines, killed workers."""
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from parity.judging.judge import judge
+from parity.ledger.book import Book
+from parity.ledger.diff import diff, load
+from parity.ledger.records import Recorder, merge
+from tests.matrix.gmm import GMM, representative
+
+ROOT = Path(__file__).parents[3]
+RECORD = ("-q", "--parity-record")
+
+
+def ledgers(folder):
+    return sorted(p.relative_to(folder / "records").as_posix() for p in (folder / "records").glob("*/*/*.jsonl"))
+
+
+def test_what_is_recorded_is_valid_afterwards(project, tmp_path):
+    run = project()
+    recorded = run(*RECORD)
+    assert "records: 4 written" in recorded.stdout, recorded.stdout
+    assert ledgers(tmp_path) == ["tpu/emulated/double.jsonl"]
+    again = run("-q")
+    assert again.returncode == 0
+    assert "NO-RECORD" not in again.stdout
+
+
+def test_xdist_records_the_same(project, tmp_path):
+    run = project()
+    run(*RECORD)
+    path = tmp_path / "records/tpu/emulated/double.jsonl"
+
+    def content():
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        return [{k: v for k, v in line.items() if k not in ("seconds", "provenance", "id")} for line in lines]
+
+    alone = content()
+    run(*RECORD, "-n", "2")
+    assert content() == alone
+    assert sum("id" in json.loads(line) for line in path.read_text().splitlines()) == 1  # one run, one provenance
+
+
+def fixes(run, done, line):
+    """Run the command that a line of the summary names; how many records it wrote."""
+    named = re.search(rf"^  {line}: pytest (.+)$", done.stdout, re.MULTILINE)
+    assert named, done.stdout
+    wrote = run("-q", *shlex.split(named[1]))
+    return int(re.search(r"records: (\d+) written", wrote.stdout)[1])
+
+
+def forget(path, *cases):
+    """Take the records of some cases out of a ledger."""
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not any(f'"{case}"' in line for case in cases)))
+
+
+def test_no_record_is_counted_with_the_command_that_makes_one(project, tmp_path):
+    (tmp_path / "records").mkdir()
+    run = project()
+    options = ("--parity-tier=full", "--parity-seed=3")
+    done = run("-q", *options)
+    assert "records: 5 NO-RECORD\n" in done.stdout, done.stdout
+    assert all(option in done.stdout for option in options), done.stdout
+    assert fixes(run, done, "NO-RECORD  5 of double on tpu") == 5
+
+
+def test_the_command_records_no_case_but_those_that_need_it(project, tmp_path):
+    run = project()
+    run(*RECORD)
+    forget(tmp_path / "records/tpu/emulated/double.jsonl", "double-M3_N5-f32-s0", "double-M3_N5-bf16-s0")
+    done = run("-q")
+    assert "records: 2 NO-RECORD  2 VALID\n" in done.stdout, done.stdout
+    assert fixes(run, done, "NO-RECORD  2 of double on tpu") == 2
+    assert "records:" not in run("-q").stdout
+
+
+def test_a_worse_kernel_is_a_regression_and_names_what_moved(project, tmp_path):
+    run = project()
+    run(*RECORD)
+    kernels = tmp_path / "kernels.py"
+    kernels.write_text(kernels.read_text().replace("return x + x", "return x + x * (1 + 2**-23)", 1))
+    worse = run("-q")
+    assert worse.returncode == 1
+    assert "REGRESSION" in worse.stdout
+    assert "moved since: kernel" in worse.stdout, worse.stdout
+    run(*RECORD)  # accepted
+    assert run("-q").returncode == 0
+
+
+def test_a_changed_kernel_of_the_same_quality_is_stale_and_fails_only_if_strict(project, tmp_path):
+    run = project()
+    run(*RECORD)
+    kernels = tmp_path / "kernels.py"
+    kernels.write_text(kernels.read_text() + "\n# nothing that matters\n")
+    stale = run("-q")
+    assert stale.returncode == 0
+    command = 'pytest --parity-record -m tpu -k "[double-"'
+    assert f"records: 4 STALE\n  STALE  4 of double on tpu: {command}\n" in stale.stdout, stale.stdout
+    strict = run("-q", "--parity-strict-records")
+    assert strict.returncode == 1
+    assert "STALE  G0: kernel" in strict.stdout, strict.stdout
+
+
+def test_records_of_other_inputs_are_invalid_and_compared_with_nothing(project, tmp_path):
+    run = project()
+    run(*RECORD)
+    path = tmp_path / "records/tpu/emulated/double.jsonl"
+    path.write_text(re.sub(r'"x":"[0-9a-f]{64}"', f'"x":"{"0" * 64}"', path.read_text()))
+    done = run("-q")
+    command = 'pytest --parity-record -m tpu -k "[double-"'
+    assert f"records: 4 INVALID\n  INVALID  4 of double on tpu: {command}\n" in done.stdout, done.stdout
+    assert done.returncode == 0
+
+
+def test_a_broken_ledger_is_one_clear_error(project, tmp_path):
+    run = project()
+    run(*RECORD)
+    path = tmp_path / "records/tpu/emulated/double.jsonl"
+    path.write_text(path.read_text()[:-40])
+    done = run("-q", "-x")
+    assert done.returncode != 0
+    assert re.search(r"double\.jsonl:\d+: ", done.stdout), done.stdout
+
+
+DOT = "lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)"
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("old", "new", "outcome"),
+    [
+        (DOT, f"{DOT}.astype(jnp.bfloat16)", "OUT OF BOUND"),
+        ("lax.Precision.HIGHEST if", "lax.Precision.HIGH if", "OUT OF BOUND"),
+        (DOT, f"lax.reduce_precision({DOT}, 8, 19)", "REGRESSION"),  # within the a-priori bound
+    ],
+    ids=["bfloat16 sums", "half the passes", "sums of 20 bits"],
+)
+def test_a_precision_regression_in_a_copy_of_the_kernel_fails_and_is_named(old, new, outcome, tmp_path, monkeypatch):
+    pytest.importorskip("jax")
+    source = (ROOT / "tpu_kernels/gmm.py").read_text()
+    assert source.count(old) == 1
+    module = f"planted_{tmp_path.name}"  # of every test its own
+    (tmp_path / f"{module}.py").write_text(source.replace(old, new))
+    monkeypatch.syspath_prepend(tmp_path)
+    case = next(c for c in GMM.cases if representative(c) and c.dtype == "float32")
+
+    def record(op, judged, folder):
+        with Recorder(folder) as recorder:
+            recorder.write(Book(folder).record(op, judged))
+        merge(folder)
+
+    record(GMM, judge(GMM, case, "tpu"), tmp_path / "before")
+    planted = replace(GMM, tpu=f"{module}:gmm")
+    judged = judge(planted, case, "tpu")
+    held, _ = Book(tmp_path / "before").check(planted, judged, strict=False)
+    assert held.verdict.outcome == outcome
+    record(planted, judged, tmp_path / "after")
+    (of_op,) = diff(load(str(tmp_path / "before"), tmp_path), load(str(tmp_path / "after"), tmp_path))
+    assert (of_op.counts, of_op.cause) == ({"worse": 1}, "kernel")
+
+
+KILLER = """
+import os, signal
+import pytest
+
+@pytest.fixture(autouse=True)
+def die(request):
+    yield
+    if "M3_N5-bf16-s0" in request.node.name and os.environ.get("PYTEST_XDIST_WORKER"):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_worker_loses_nothing_that_was_recorded_before(project, tmp_path):
+    run = project()
+    (tmp_path / "conftest.py").write_text(KILLER)
+    done = run("-q", "-n", "2", "--parity-record", "-k", "test_agrees")
+    assert done.returncode == 1
+    assert "CRASH  G1: killed by SIG" in done.stdout
+    assert re.search(r"records: nothing of \S+M3_N5-bf16-s0\], whose worker died: pytest --parity-record", done.stdout)
+    text = (tmp_path / "records/tpu/emulated/double.jsonl").read_text()
+    recorded = {json.loads(line)["case"] for line in text.splitlines() if '"case"' in line}
+    assert recorded == {"double-M8_N40-f32-s0", "double-M8_N40-bf16-s0", "double-M3_N5-f32-s0", "double-M3_N5-bf16-s0"}
+
+
+COMPARED = """
+import parity
+from matrix import DOUBLE
+
+@parity.cases(DOUBLE, backend="tpu", compared=True)
+def test_is_no_worse(run):
+    run.is_no_worse()
+"""
+
+TPU_HOST = """
+from parity.backends import prepare_environment, tpu
+prepare_environment()
+
+class PretendedTpu(tpu.TpuRunner):
+    real = property(lambda self: True, lambda self, value: None)
+    device_kind = "TPU pretended"
+
+    def __init__(self):
+        import jax
+        self._device = jax.devices("cpu")[0]
+
+tpu.make_runner = PretendedTpu
+"""
+
+GPU_HOST = """
+from parity.backends import gpu, prepare_environment
+prepare_environment()
+
+class PretendedGpu(gpu.GpuRunner):
+    real = property(lambda self: True, lambda self, value: None)
+    device_kind = "NVIDIA Pretended"
+
+    def __init__(self):
+        self._device = "cpu"
+
+gpu.make_runner = PretendedGpu
+"""
+
+
+@pytest.fixture
+def hosts(project, tmp_path):
+    """Two hosts that share a ledger: one with a TPU (pretended), one with a GPU (pretended), as functions."""
+    run = project()
+    tests = tmp_path / "test_double.py"
+    tests.write_text(tests.read_text().replace('"tpu"', '"gpu"'))
+    (tmp_path / "test_compared.py").write_text(COMPARED)
+
+    def host(conftest, *arguments):
+        (tmp_path / "conftest.py").write_text(conftest)
+        return run("-q", "--parity-seeds=2", *arguments)
+
+    return partial(host, TPU_HOST), partial(host, GPU_HOST)
+
+
+def test_a_tpu_is_judged_against_the_records_of_a_gpu(hosts, tmp_path):
+    tpu_host, gpu_host = hosts
+    done = tpu_host("test_compared.py", "-rs")
+    assert "4 skipped" in done.stdout, done.stdout
+    assert "NO-RECORD: no gpu has recorded double-M8_N40-f32-s0; on a GPU runner: pytest --parity-record" in done.stdout
+    assert re.search(r"double +tpu .* 4 NO-RECORD", done.stdout), done.stdout
+
+    # The command that it names records every seed that a TPU is compared on.
+    assert fixes(gpu_host, done, "NO-RECORD  4 of double on gpu, on a GPU runner") == 8
+    assert ledgers(tmp_path) == ["gpu/NVIDIA_Pretended/double.jsonl"]
+
+    # To read what a GPU has recorded takes neither a GPU nor its framework.
+    (tmp_path / "torch.py").write_text("raise ImportError('not on this host')\n")
+    done = tpu_host("test_compared.py")
+    assert "4 passed" in done.stdout, done.stdout
+    assert re.search(r"double +tpu +4 .* 4 TIE", done.stdout), done.stdout
+
+    path = tmp_path / "records/gpu/NVIDIA_Pretended/double.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(x for x in lines if not ('"double-M8_N40-f32-s0"' in x and '"seed":1' in x)))
+    done = tpu_host("test_compared.py", "-rs")
+    assert "3 passed, 1 skipped" in done.stdout, done.stdout
+    assert "no gpu has recorded double-M8_N40-f32-s1; on a GPU runner: " in done.stdout
+    assert '-m gpu -k "[double-M8_N40-f32-s0]"' in done.stdout

@@ -1,0 +1,730 @@
+"""The ledger: it keeps everything that was written, and trusts nothing that it reads."""
+
+import hashlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from parity import cli
+from parity.judging.metrics import Metrics, Scale, measure
+from parity.ledger import records
+from parity.ledger.records import (
+    EMULATED,
+    Provenance,
+    Record,
+    Recorder,
+    RecordError,
+    folder_name,
+    freshness,
+    here,
+    ledger_path,
+    merge,
+    read,
+    read_all,
+)
+from tests.matrix.gmm import GMM
+
+ROOT = Path(__file__).parents[3]
+HASH = "0123456789abcdef" * 4
+
+PROVENANCE = Provenance(
+    schema=records.SCHEMA,
+    op="double",
+    backend="gpu",
+    device_kind=EMULATED,
+    real=False,
+    kernel=HASH,
+    golden=HASH[::-1],
+    revisions={"inputs": 1, "magnitude": 2, "metrics": 3},
+    versions={"python": "3.11.9", "triton": "3.9.0"},
+    flags={"TRITON_INTERPRET": "1"},
+    commit="d21663a",
+    dirty=True,
+    utc="2026-01-31T23:59:59Z",
+)
+METRICS = Metrics(
+    elements=600,
+    scored=600,
+    epsilon=1.23456789e-8,
+    floor=0.1,
+    misrounded=0.25,
+    eta_max=math.inf,
+    eta_q999=3.0,
+    bias=-0.125,
+    wrong_finiteness=1,
+    differing=7,
+    worst=((1, 2), (0, 0)),
+    histogram=(7, *[0] * 63),
+    tiles=((0.5, math.inf), (0.0, 1e-300)),
+)
+RECORD = Record(
+    case="double-M8_N40-f32-s3",
+    seed=3,
+    contract="ieee/float32/float32",
+    inputs={"x": HASH},
+    tiles="64x128x128",
+    verdict="OUT OF BOUND",
+    bound=66.0,
+    outputs={"out": METRICS},
+    contract_epsilon=2.5e-8,
+    seconds=0.125,
+    provenance=PROVENANCE,
+)
+H200 = replace(PROVENANCE, device_kind="NVIDIA H200", real=True)
+
+
+def path_of(root, record=RECORD):
+    p = record.provenance
+    return ledger_path(root, p.backend, p.device_kind, p.op)
+
+
+def write(root, *given):
+    with Recorder(root) as recorder:
+        for record in given:
+            recorder.write(record)
+
+
+def at(utc, **changes):
+    return replace(RECORD, provenance=replace(PROVENANCE, utc=utc), **changes)
+
+
+# --- keeping ---
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        dict(outputs={}, tiles=None, contract_epsilon=None),
+        dict(outputs={"dq": METRICS, "dk": replace(METRICS, bias=-math.inf, tiles=(), worst=((),))}),
+        dict(provenance=replace(PROVENANCE, commit=None, dirty=None, flags={}, backend="tpu")),
+        dict(provenance=replace(H200, flags={"TRITON_X": 'ε ≤ "1" \\ \''})),
+    ],
+    ids=["all", "none", "two outputs", "no git", "real"],
+)
+def test_every_field_survives(tmp_path, changes):
+    record = replace(RECORD, **changes)
+    write(tmp_path, record)
+    assert merge(tmp_path) == records.Merged(written=1, lost_lines=(), in_use=0)
+    assert read(path_of(tmp_path, record)) == {(record.case, 3): record}
+    p = record.provenance
+    assert read_all(tmp_path, p.backend) == {(p.device_kind, "double"): {record.key: record}}
+
+
+def test_not_a_number_survives_and_floats_have_nine_digits(tmp_path):
+    m = replace(METRICS, epsilon=math.nan, floor=1 / 3)
+    write(tmp_path, replace(RECORD, outputs={"out": m}, seconds=1.23456))
+    merge(tmp_path)
+    (got,) = read(path_of(tmp_path)).values()
+    assert math.isnan(got.outputs["out"].epsilon)
+    assert got.outputs["out"].floor == 0.333333333
+    assert got.seconds == 1.235
+    assert '"epsilon":"nan"' in path_of(tmp_path).read_text()
+
+
+def test_real_measurements_survive(tmp_path):
+    golden = np.linspace(-1, 1, 6000).reshape(60, 100)
+    y = golden.astype(ml_dtypes.bfloat16)
+    y[7, 9], y[8, 8] = np.inf, 3
+    m = measure(y, golden, Scale(np.ones_like(golden), 2.0**-24, 60))
+    write(tmp_path, replace(RECORD, outputs={"out": m}))
+    merge(tmp_path)
+    first = path_of(tmp_path).read_bytes()
+    (got,) = read(path_of(tmp_path)).values()
+    for name, value in asdict(got.outputs["out"]).items():
+        assert np.allclose(value, getattr(m, name), rtol=1e-8, atol=0), name
+    write(tmp_path, got)
+    merge(tmp_path)
+    assert path_of(tmp_path).read_bytes() == first
+
+
+def test_the_bytes_do_not_depend_on_the_order_of_parts(tmp_path):
+    same = [replace(RECORD, seed=1, seconds=s) for s in (0.5, 0.25)]  # equally new
+    given = [at("2026-01-01T00:00:00Z", seed=s) for s in (2, 0, 1)] + same + [replace(RECORD, case="double-M1-s3")]
+    contents = set()
+    for n, order in enumerate([given, given[::-1], given[2:] + given[:2]]):
+        root = tmp_path / str(n)
+        for record in order:
+            write(root, record)
+            if n == 2:
+                merge(root)
+        merge(root)
+        contents.add(path_of(root).read_bytes())
+    (content,) = contents
+    lines = [json.loads(line) for line in content.splitlines()]
+    assert [sorted(line) for line in lines[:2]] == [["id", "provenance"]] * 2
+    assert lines[0]["id"] < lines[1]["id"]
+    assert [(line["case"], line["seed"]) for line in lines[2:]] == [("double-M1-s3", 3)] + [
+        (RECORD.case, s) for s in range(3)
+    ]
+
+
+def test_the_newest_record_stays(tmp_path):
+    write(tmp_path, at("2026-02-02T00:00:00Z", verdict="NEW"))
+    merge(tmp_path)
+    write(tmp_path, at("2026-02-01T00:00:00Z", verdict="OLD"))
+    assert merge(tmp_path).written == 0
+    assert [r.verdict for r in read(path_of(tmp_path)).values()] == ["NEW"]
+    write(tmp_path, at("2026-02-03T00:00:00Z", verdict="FIRST"), at("2026-02-03T00:00:00Z", verdict="AGAIN"))
+    assert merge(tmp_path).written == 1
+    assert [r.verdict for r in read(path_of(tmp_path)).values()] == ["AGAIN"]
+    assert len(path_of(tmp_path).read_text().splitlines()) == 2  # provenances that nobody names any more are gone
+
+
+def test_other_ledgers_are_joined_by_one_write_a_file_and_of_each_seed_the_newest_stays(tmp_path, monkeypatch, capsys):
+    new, old = (at(f"2026-02-0{day}T00:00:00Z", verdict=f"OF {day}") for day in (2, 1))
+    for folder, record in [("a", new), ("b", old)]:
+        write(tmp_path / folder, *(replace(record, seed=seed) for seed in range(20)), replace(RECORD, provenance=H200))
+        merge(tmp_path / folder)
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(fsync(file)))
+    for order in ("ab", "ba"):
+        folders = [str(tmp_path / name) for name in order]
+        assert cli.main(["merge", *folders, "--records", str(tmp_path / order)]) == 0
+        assert capsys.readouterr().out.startswith("21 records written to ")
+        assert {r.verdict for r in read(path_of(tmp_path / order)).values()} == {"OF 2"}
+        assert path_of(tmp_path / order).read_bytes() == path_of(tmp_path / "a").read_bytes()
+    assert len(synced) == 4
+
+
+def test_a_real_device_and_its_emulation_never_meet(tmp_path):
+    write(tmp_path, RECORD, replace(RECORD, provenance=H200))
+    merge(tmp_path)
+    assert {kind for kind, _ in read_all(tmp_path, "gpu")} == {EMULATED, "NVIDIA H200"}
+    for kind, real in (("NVIDIA H200", False), (EMULATED, True)):
+        with pytest.raises(ValueError, match="real must be"):
+            replace(PROVENANCE, device_kind=kind, real=real)
+
+
+def test_what_could_not_be_read_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="printable"):
+        write(tmp_path, replace(RECORD, case="double\n"))
+    with pytest.raises(ValueError, match="seed must be"):
+        write(tmp_path, replace(RECORD, seed=-1))
+    with pytest.raises(ValueError, match="bytes"):
+        write(tmp_path, replace(RECORD, case="x" * records.LINE_LIMIT))
+    assert merge(tmp_path) == records.Merged(0, (), 0)
+
+
+# --- crashes ---
+
+
+def test_a_torn_last_line_costs_that_line_alone(tmp_path):
+    for seed in range(3):
+        write(tmp_path, replace(RECORD, seed=seed))
+    torn, *_ = (tmp_path / ".parts").glob("*.jsonl")
+    whole = torn.read_bytes()
+    with torn.open("ab") as part:
+        part.write(whole.splitlines()[1][:-20])
+    merged = merge(tmp_path)
+    assert merged.written == 3
+    assert len(merged.lost_lines) == 1
+    assert f"{torn.name}:3: is not JSON" in merged.lost_lines[0]
+    assert sorted(s for _, s in read(path_of(tmp_path))) == [0, 1, 2]
+    for cut in [*range(40), *range(40, len(whole) - 1, 7)]:
+        torn.write_bytes(whole[:cut])
+        merged = merge(tmp_path)
+        # Nothing, or the provenance alone, costs no record; every other cut tears one line.
+        whole_lines = cut in (0, len(whole.splitlines()[0]), len(whole.splitlines()[0]) + 1)
+        assert (merged.written, len(merged.lost_lines)) == (0, 0 if whole_lines else 1), cut
+
+
+@pytest.fixture
+def writer(tmp_path):
+    """A process that writes records until it is killed; its seeds start at `start`."""
+    running = []
+
+    def start(start=0):
+        code = (
+            f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+            "from dataclasses import replace; from pathlib import Path; from itertools import count\n"
+            "from tests.meta.ledger.test_records import RECORD, Recorder\n"
+            f"recorder = Recorder(Path({str(tmp_path)!r}))\n"
+            f"for seed in count({start}):\n"
+            "    recorder.write(replace(RECORD, seed=seed)); print(seed, flush=True)\n"
+        )
+        running.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True))
+        return running[-1]
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_killed_writer_loses_nothing_that_was_written(tmp_path, writer):
+    process = writer()
+    for _ in range(20):
+        process.stdout.readline()
+    live = merge(tmp_path)  # a part that is being written is left alone
+    assert (live.written, live.in_use) == (0, 1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    written = [int(line) for line in process.stdout.read().splitlines()] or [19]
+    merged = merge(tmp_path)
+    assert merged.in_use == 0
+    assert len(merged.lost_lines) <= 1
+    assert {(RECORD.case, seed) for seed in range(written[-1] + 1)} <= read(path_of(tmp_path)).keys()
+    assert not list((tmp_path / ".parts").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("where", ["replace", "unlink"])
+def test_a_merge_that_dies_is_made_good_by_the_next(tmp_path, monkeypatch, where):
+    write(tmp_path, at("2026-01-01T00:00:00Z"))
+    merge(tmp_path)
+    before = path_of(tmp_path).read_bytes()
+    write(tmp_path, RECORD, replace(RECORD, seed=4))
+
+    def die(self, *arguments, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if where == "unlink":
+            original = Path.unlink
+            patch.setattr(Path, "unlink", lambda p, **o: die(p) if p.suffix == ".jsonl" else original(p, **o))
+        else:
+            patch.setattr(Path, where, die)
+        with pytest.raises(KeyboardInterrupt):
+            merge(tmp_path)
+    if where == "replace":
+        assert path_of(tmp_path).read_bytes() == before
+    merged = merge(tmp_path)
+    assert merged.written == 2
+    assert read(path_of(tmp_path)) == {RECORD.key: RECORD, (RECORD.case, 4): replace(RECORD, seed=4)}
+    assert sorted(p.name for p in path_of(tmp_path).parent.iterdir()) == ["double.jsonl"]
+    assert not list((tmp_path / ".parts").glob("*.jsonl"))
+
+
+def test_a_full_disk_costs_the_record_alone(tmp_path, monkeypatch):
+    with Recorder(tmp_path) as recorder:
+        recorder.write(RECORD)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            with pytest.raises(OSError, match="No space"):
+                recorder.write(replace(RECORD, seed=4))
+        recorder.write(replace(RECORD, seed=5))
+    merge(tmp_path)
+    assert {3, 5} <= {seed for _, seed in read(path_of(tmp_path))}
+
+
+def test_an_unreadable_ledger_stops_the_merge_and_nothing_is_lost(tmp_path):
+    write(tmp_path, RECORD)
+    merge(tmp_path)
+    whole = path_of(tmp_path).read_bytes()
+    path_of(tmp_path).write_bytes(whole[:-9])
+    write(tmp_path, replace(RECORD, seed=4), replace(RECORD, provenance=H200))
+    with pytest.raises(RecordError, match=r"double\.jsonl:2: is not JSON"):
+        merge(tmp_path)
+    assert not list(tmp_path.glob("gpu/NVIDIA*"))
+    path_of(tmp_path).write_bytes(whole)
+    assert merge(tmp_path).written == 2
+
+
+# --- many at once ---
+
+
+def test_many_writers_and_merges_at_once(tmp_path):
+    count, each = 8, 25
+    done = threading.Event()
+
+    def work(n):
+        with Recorder(tmp_path) as recorder:
+            for seed in range(n * each, (n + 1) * each):
+                recorder.write(replace(RECORD, seed=seed))
+
+    def merging():
+        while not done.is_set():
+            merged = merge(tmp_path)
+            assert not merged.lost_lines
+            time.sleep(0.01)
+
+    with ThreadPoolExecutor(count + 2) as pool:
+        merges = [pool.submit(merging) for _ in range(2)]
+        for work_done in [pool.submit(work, n) for n in range(count)]:
+            work_done.result()
+        done.set()
+        for each_merge in merges:
+            each_merge.result()
+    merge(tmp_path)
+    assert sorted(seed for _, seed in read(path_of(tmp_path))) == list(range(count * each))
+
+
+def test_writing_processes_and_merges_at_once(tmp_path, writer):
+    processes = [writer(start=n * 10**6) for n in range(3)]
+    last = []
+    for process in processes:
+        for _ in range(15):
+            last.append(int(process.stdout.readline()))
+            assert not merge(tmp_path).lost_lines
+    for process in processes:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    with ThreadPoolExecutor(4) as pool:
+        merged = list(pool.map(lambda _: merge(tmp_path), range(4)))
+    assert sum(m.written > 0 for m in merged) == 1
+    assert {(RECORD.case, seed) for seed in last} <= read(path_of(tmp_path)).keys()
+
+
+# --- hostile files ---
+
+_PROVENANCE_LINE, _RECORD_LINE = records._provenance_line(PROVENANCE), records._record_line(RECORD)
+
+
+def line(text, **changes):
+    """A line with some fields replaced, by dotted name; `...` takes a field out."""
+    data = json.loads(text)
+    for name, value in changes.items():
+        *outer, last = name.split("__")
+        place = data
+        for key in outer:
+            place = place[key]
+        place[last] = value
+        if value is ...:
+            del place[last]
+    return json.dumps(data)
+
+
+def record(**changes):
+    return f"{_PROVENANCE_LINE}\n{line(_RECORD_LINE, **changes)}\n"
+
+
+def provenance(**changes):
+    """Provenances that give themselves the right id."""
+    data = {**asdict(PROVENANCE), **changes}
+    text = records._canonical(data)
+    return json.dumps({"id": hashlib.sha256(text.encode()).hexdigest()[:12], "provenance": data}) + "\n"
+
+
+def raw(old, new, text=f"{_PROVENANCE_LINE}\n{_RECORD_LINE}\n"):
+    assert old in text
+    return text.replace(old, new, 1)
+
+
+BAD_RECORDS = {
+    "seed is text": (dict(seed="3"), "seed must be a whole number"),
+    "seed is true": (dict(seed=True), "seed must be a whole number"),
+    "seed is a float": (dict(seed=3.0), "seed must be a whole number"),
+    "seed is negative": (dict(seed=-3), "seed must be a whole number of 0 or more, got -3"),
+    "case is null": (dict(case=None), "case must be a printable string, got None"),
+    "case is empty": (dict(case=""), "case must not be empty"),
+    "case has an escape": (dict(case="a\x1b[2J"), "case must be a printable string"),
+    "case has a surrogate": (dict(case="a\ud800"), "case must be a printable string"),
+    "case is huge": (dict(case="a" * 10**6 + "\n"), "case must be a printable string"),
+    "bound is a list": (dict(bound=[1]), "bound must be a number"),
+    "bound is negative": (dict(bound=-1e-9), "bound must be a number of 0 or more"),
+    "bound is minus infinity": (dict(bound="-inf"), "bound must be a number of 0 or more"),
+    "bound is text": (dict(bound="1.0"), "bound must be a number"),
+    "bound is true": (dict(bound=True), "bound must be a number"),
+    "seconds are infinite": (dict(seconds="inf"), "seconds must be finite"),
+    "inputs are a list": (dict(inputs=[]), "inputs must be an object"),
+    "a hash is short": (dict(inputs={"x": "ab"}), "the hash of x must be 64 hexadecimal digits"),
+    "a hash has a newline": (dict(inputs={"x": HASH + "\n"}), "inputs.x must be a printable string"),
+    "an argument's name is a bell": (dict(inputs={"\a": HASH}), "a key of inputs must be a printable string"),
+    "tiles are numbers": (dict(tiles=[1, 2]), "tiles must be a printable string"),
+    "a field is missing": (dict(verdict=...), "'verdict' must be there"),
+    "a field is unknown": (dict(exec="os.system"), "'exec' must be left out"),
+    "metrics are text": (dict(outputs={"out": "x"}), "outputs.out must be an object, got 'x'"),
+    "a metric is missing": (dict(outputs__out__epsilon=...), "outputs.out.'epsilon' must be there"),
+    "a metric is unknown": (dict(outputs__out__loss=1), "outputs.out.'loss' must be left out"),
+    "an index is negative": (dict(outputs__out__worst=[[0, -1]]), "outputs.out.worst[0][1] must be a whole number"),
+    "too many worst": (dict(outputs__out__worst=[[0]] * 9), "at most 8 worst"),
+    "too many tiles": (dict(outputs__out__tiles=[[0.0] * 9]), "8 x 8 tiles"),
+    "a short histogram": (dict(outputs__out__histogram=[1, 2]), "histogram must have 64 bins, got 2"),
+    "more wrong than there are": (dict(outputs__out__differing=601), "no more elements than its 600"),
+    "a share above 1": (dict(outputs__out__misrounded=1.5), "no more elements"),
+    "provenance is unknown": (dict(provenance="0" * 12), "provenance must be the id of an earlier line, got '0000"),
+    "provenance is a list": (dict(provenance=[[]]), "provenance must be the id of an earlier line"),
+    "provenance is missing": (dict(provenance=...), "provenance must be the id of an earlier line, got None"),
+}  # fmt: skip
+
+BAD_PROVENANCES = {
+    "unknown schema": (dict(schema=99), "schema must be 1, the one known here, got 99"),
+    "schema is true": (dict(schema=True), "schema must be 1, the one known here, got True"),
+    "op climbs": (dict(op="../../etc/passwd"), "op must be letters"),
+    "op is dots": (dict(op=".."), "op must be letters"),
+    "op with dots": (dict(op="a..b"), "op must be letters"),
+    "op is hidden": (dict(op=".git"), "op must be letters"),
+    "op has a backslash": (dict(op="a\\b"), "op must be letters"),
+    "op has a newline": (dict(op="a\n"), "provenance.op must be a printable string"),
+    "device climbs": (dict(device_kind="../x", real=True), "device_kind must be letters"),
+    "device is absolute": (dict(device_kind="/etc", real=True), "device_kind must be letters"),
+    "device has a null": (dict(device_kind="a\0b", real=True), "provenance.device_kind must be a printable string"),
+    "device is empty": (dict(device_kind="", real=True), "device_kind must be letters"),
+    "device is too long": (dict(device_kind="x" * 101, real=True), "device_kind must be letters"),
+    "backend is unknown": (dict(backend="../gpu"), "backend must be tpu or gpu"),
+    "real and emulated": (dict(real=True), "real must be False on device_kind 'emulated'"),
+    "real is a number": (dict(real=0), "provenance.real must be true or false, got 0"),
+    "kernel is no hash": (dict(kernel="G" * 64), "the hash of kernel must be"),
+    "utc is no time": (dict(utc="now"), "does not match format"),
+    "utc in another spelling": (dict(utc="2026-1-31T23:59:59Z"), "utc must be written as"),
+    "a revision is text": (dict(revisions={"inputs": "1"}), "provenance.revisions.inputs must be a whole number"),
+    "a version is a number": (dict(versions={"jax": 1}), "provenance.versions.jax must be a printable string"),
+}  # fmt: skip
+
+DEEP = 10**5
+HOSTILE = {
+    **{name: (record(**changes), 2, message) for name, (changes, message) in BAD_RECORDS.items()},
+    **{name: (provenance(**changes), 1, message) for name, (changes, message) in BAD_PROVENANCES.items()},
+    "provenance after its record": (f"{_RECORD_LINE}\n{_PROVENANCE_LINE}\n", 1, "the id of an earlier line"),
+    "provenance under another id": (line(_PROVENANCE_LINE, id="0" * 12), 1, "id must be " + PROVENANCE.id),
+    "provenance is null": ('{"id":"a","provenance":null}', 1, "schema must be 1"),
+    "two of one record": (f"{_PROVENANCE_LINE}\n{_RECORD_LINE}\n{_RECORD_LINE}\n", 3, "must be the only record"),
+    "a duplicate key": (raw('"seed":3', '"seed":3,"seed":4'), 2, "a key twice"),
+    "a duplicate key inside": (raw('"elements":600', '"elements":600,"elements":1'), 2, "a key twice"),
+    "bare NaN": (raw('"bound":66.0', '"bound":NaN'), 2, "got a bare NaN"),
+    "bare Infinity": (raw('"bound":66.0', '"bound":-Infinity'), 2, "got a bare -Infinity"),
+    "a float beyond float64": (raw('"bound":66.0', '"bound":1e999'), 2, "float64 can hold"),
+    "an int of a million digits": (raw('"bound":66.0', f'"bound":{"9" * 10**6}'), 2, "at most 19 digits"),
+    "an int beyond float64": (raw('"bound":66.0', f'"bound":{"9" * 400}'), 2, "at most 19 digits"),
+    "deep lists": (raw('"bound":66.0', f'"bound":{"[" * DEEP}{"]" * DEEP}'), 2, "nested too deeply"),
+    "deep objects": ('{"a":' * DEEP + "1" + "}" * DEEP, 1, "nested too deeply"),
+    "deep and torn": ("[" * DEEP, 1, "nested too deeply"),
+    "lists deep enough to read": (raw('"bound":66.0', f'"bound":{"[" * 300}{"]" * 300}'), 2, "bound must be a number"),
+    "a line over the limit": (raw('"bound":', f'"bound":{" " * records.LINE_LIMIT}'), 2, "must have at most 1048576"),
+    "no UTF-8": (b'{"case":"\xff"}\n', 1, "utf-8"),
+    "UTF-16": ("{}".encode("utf-16"), 1, "utf-8"),
+    "a byte order mark": ("\ufeff{}", 1, "is not JSON"),
+    "null bytes": (b"\0" * 100, 1, "is not JSON"),
+    "a pickle": (b"\x80\x04cos\nsystem\n(S'true'\ntR.", 1, "utf-8"),
+    "an empty line": ("\n", 1, "is not JSON"),
+    "a list": ("[]\n", 1, "must be an object, got []"),
+    "a number": ("1\n", 1, "must be an object, got 1"),
+    "a merge conflict": (f"<<<<<<< HEAD\n{_PROVENANCE_LINE}\n", 1, "is not JSON"),
+    "cut off": (f"{_PROVENANCE_LINE}\n{_RECORD_LINE[:-30]}", 2, "is not JSON"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("content, number, message", HOSTILE.values(), ids=list(HOSTILE))
+def test_a_hostile_file_gives_one_clear_error(tmp_path, content, number, message):
+    path = path_of(tmp_path)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    for reading in (lambda: read(path), lambda: read_all(tmp_path, "gpu")):
+        with pytest.raises(RecordError) as error:
+            reading()
+        text = str(error.value)
+        assert text.startswith(f"{path}:{number}: ")
+        assert message in text
+        assert len(text) < len(str(path)) + 400
+        assert text.isprintable()
+    # As a part it costs its bad lines, and no ledger takes them.
+    parts = tmp_path / "other" / ".parts"
+    parts.mkdir(parents=True)
+    (parts / "x.jsonl").write_bytes(path.read_bytes())
+    merged = merge(tmp_path / "other")
+    assert merged.lost_lines or "only record" in message
+    assert all(list(ledger) == [RECORD.key] for ledger in read_all(tmp_path / "other", "gpu").values())
+
+
+def test_damage_anywhere_is_an_error_or_another_valid_ledger(tmp_path):
+    whole = record().encode()
+    rng = np.random.default_rng(0)
+    path = tmp_path / "double.jsonl"
+    for _ in range(1500):
+        damaged = bytearray(whole)
+        where = rng.integers(len(damaged), size=2)
+        if rng.integers(2):
+            damaged[where[0]] = rng.choice(list(b'0129-+.eE"[]{},:\\\n\0\xff naIf'))
+        else:
+            del damaged[where.min() : where.max()]
+        path.write_bytes(damaged)
+        try:
+            ledger = read(path)
+        except RecordError as error:
+            assert str(error).startswith(f"{path}:")
+        else:
+            write(tmp_path / "valid", *ledger.values())
+
+
+def test_a_line_without_end_is_not_loaded(tmp_path):
+    path = tmp_path / "huge.jsonl"
+    with path.open("wb") as file:
+        file.truncate(100 * 2**20)  # a hole: 100 MB of nothing
+    with pytest.raises(RecordError, match=r"huge\.jsonl:1: must have at most 1048576 bytes"):
+        read(path)
+    with path.open("ab") as file:
+        file.truncate(records.FILE_LIMIT + 1)
+    with pytest.raises(RecordError, match=r"huge\.jsonl: must have at most 268435456 bytes"):
+        read(path)
+
+
+def test_only_files_are_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("pipe", "loop", ".", "missing"):
+        with pytest.raises(RecordError, match="must be a file"):
+            read(tmp_path / name)
+
+
+@pytest.mark.parametrize("link", ["gpu", "gpu/emulated", "gpu/emulated/double.jsonl"])
+def test_links_that_lead_out_are_refused(tmp_path, link):
+    root, outside = tmp_path / "records", tmp_path / "outside"
+    for place in (root, outside):
+        write(place, RECORD)
+        merge(place)
+    inside = root / link
+    inside.rename(tmp_path / "aside")
+    inside.symlink_to(outside / link)
+    content = path_of(outside).read_bytes()
+    write(root, replace(RECORD, seed=4))
+    for reading in (lambda: read_all(root, "gpu"), lambda: merge(root)):
+        with pytest.raises(RecordError, match="leads out of it"):
+            reading()
+    assert path_of(outside).read_bytes() == content
+    inside.unlink()
+    (tmp_path / "aside").rename(inside)
+    assert merge(root).written == 1
+
+
+def test_parts_that_lead_out_are_refused(tmp_path):
+    root, outside = tmp_path / "records", tmp_path / "outside"
+    write(outside, RECORD)
+    root.mkdir()
+    (root / ".parts").symlink_to(outside / ".parts")
+    for using in (lambda: merge(root), lambda: write(root, RECORD)):
+        with pytest.raises(RecordError, match="leads out of it"):
+            using()
+    assert merge(outside).written == 1
+
+
+def test_records_in_another_ledgers_place_are_refused(tmp_path):
+    write(tmp_path, RECORD)
+    merge(tmp_path)
+    for other in ("gpu/NVIDIA_H200/double.jsonl", "tpu/emulated/double.jsonl", "gpu/emulated/other.jsonl"):
+        place = tmp_path / other
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(path_of(tmp_path).read_bytes())
+        assert read(place)  # the file alone is in order
+        with pytest.raises(RecordError, match="must hold what belongs there"):
+            read_all(tmp_path, place.parts[-3])
+        place.unlink()
+
+
+def test_device_kinds_become_folders():
+    assert folder_name("NVIDIA H200") == "NVIDIA_H200"
+    assert folder_name("TPU v5 lite") == "TPU_v5_lite"
+    assert folder_name("NVIDIA RTX PRO 6000 (Blackwell) 1g.10gb") == "NVIDIA_RTX_PRO_6000_(Blackwell)_1g.10gb"
+    for bad in ("", ".", "..", "a/b", "a\\b", "a..b", "a\nb", "NVIDIA_H200", "ａ", " x", "a:b", "~x", "x" * 101):
+        with pytest.raises(ValueError, match="device_kind must be"):
+            folder_name(bad)
+
+
+# --- where from, and whether still ---
+
+
+def test_here_describes_this_code_without_loading_a_framework(tmp_path):
+    code = (
+        "import sys; from tests.matrix.gmm import GMM; from parity.ledger.records import here\n"
+        "for backend in ('tpu', 'gpu'): print(here(GMM, backend, 'emulated', False).id)\n"
+        "print([m for m in ('jax', 'torch', 'triton') if m in sys.modules])\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert out.stdout.splitlines()[-1] == "[]"
+
+
+def hash_of(*files):
+    return hashlib.sha256(b"".join((ROOT / file).read_bytes() for file in files)).hexdigest()
+
+
+def test_a_kernel_is_its_module_and_what_it_imports_of_its_package(tmp_path, monkeypatch):
+    package = tmp_path / "some_kernels"
+    (package / "shared").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "op.py").write_text("import json\nfrom some_kernels.shared import scan\n")
+    (package / "shared" / "__init__.py").touch()
+    (package / "shared" / "scan.py").write_text("def go():\n    import some_kernels.late as late, some_kernels.op\n")
+    (package / "late.py").write_text("x = 1\n")
+    (package / "other.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def now():
+        return here(replace(GMM, tpu="some_kernels.op:gmm"), "tpu", EMULATED, False).kernel
+
+    before = now()
+    (package / "other.py").write_text("x = 2\n")
+    assert now() == before
+    for file in ("op.py", "shared/scan.py", "late.py"):
+        changed = package / file
+        changed.write_text(changed.read_text() + "# more\n")
+        assert now() != before
+        before = now()
+    assert "some_kernels.op" not in sys.modules
+    with pytest.raises(ModuleNotFoundError, match=r"some_kernels\.none"):
+        here(replace(GMM, tpu="some_kernels.none:gmm"), "tpu", EMULATED, False)
+
+
+def test_here_knows_sources_versions_flags_and_commit(monkeypatch):
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", " 1\n2")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_x")
+    gpu, tpu = (here(GMM, backend, EMULATED, False, utc="2026-01-31T23:59:59Z") for backend in ("gpu", "tpu"))
+    shared = ("hardware", "launch", "operands", "tiles", "visits")
+    assert gpu.kernel == hash_of("gpu_reference/gmm.py", *(f"gpu_reference/_lib/{name}.py" for name in shared))
+    assert tpu.kernel == hash_of("tpu_kernels/gmm.py", "tpu_kernels/hardware.py")
+    assert gpu.golden == tpu.golden == hash_of("cpu_golden/gmm.py", "cpu_golden/__init__.py")
+    assert gpu.flags["TRITON_DEFAULT_FP_FUSION"] == "1 2"
+    assert "TRITON_CACHE_DIR" not in gpu.flags and "XLA_FLAGS" not in gpu.flags
+    assert tpu.flags["XLA_FLAGS"] == "--xla_x"
+    assert "jax" not in gpu.versions and "torch" not in tpu.versions
+    assert gpu.versions["numpy"] == np.__version__
+    assert gpu.utc == "2026-01-31T23:59:59Z"
+    monkeypatch.setenv("PATH", "")
+    nowhere = here(GMM, "gpu", EMULATED, False)
+    assert (nowhere.commit, nowhere.dirty) == (None, None)
+    with pytest.raises(ModuleNotFoundError):
+        here(replace(GMM, gpu="no_such_module:gmm"), "gpu", EMULATED, False)
+
+
+OTHER = "f" * 64
+CHANGES = {
+    # what differs in the provenance; in the case; status; reason
+    "nothing": ({}, {}, "VALID", ""),
+    "only when and by whom": (dict(utc="2027-01-01T00:00:00Z", commit=None, dirty=None), {}, "VALID", ""),
+    "schema": (dict(schema=2), {}, "INVALID", "schema 1 → 2"),
+    "generator": (dict(revisions={"inputs": 2, "magnitude": 2, "metrics": 3}), {}, "INVALID",
+                  "revision of inputs 1 → 2"),
+    "input": ({}, dict(inputs={"x": OTHER}), "INVALID", "input x 0123456789ab → ffffffffffff"),
+    "an input more": ({}, dict(inputs={"x": HASH, "y": OTHER}), "INVALID", "input y none → ffffffffffff"),
+    "contract": ({}, dict(contract="tf32/f32/f32"), "INVALID", "contract ieee/float32/float32 → tf32/f32/f32"),
+    "kernel": (dict(kernel=OTHER), {}, "STALE", "kernel 0123456789ab → ffffffffffff"),
+    "golden": (dict(golden=OTHER), {}, "STALE", "golden fedcba987654 → ffffffffffff"),
+    "tiles": ({}, dict(tiles=None), "STALE", "tiles 64x128x128 → none"),
+    "version": (dict(versions={"python": "3.11.9", "triton": "3.10.0"}), {}, "STALE", "triton 3.9.0 → 3.10.0"),
+    "flags": (dict(flags={"TRITON_X": "1"}), {}, "STALE", "TRITON_INTERPRET 1 → none, TRITON_X none → 1"),
+    "kernel and input": (dict(kernel=OTHER), dict(inputs={}), "INVALID", "input x 0123456789ab → none"),
+    "kernel and tiles": (dict(kernel=OTHER), dict(tiles="1x2x3"), "STALE",
+                         "kernel 0123456789ab → ffffffffffff, tiles 64x128x128 → 1x2x3"),
+}  # fmt: skip
+
+
+def freshness_of(given, current, **changes):
+    now = dict(inputs=given.inputs, contract=given.contract, tiles=given.tiles) | changes
+    return freshness(given, current, **now)
+
+
+@pytest.mark.parametrize("then, now, status, reason", CHANGES.values(), ids=list(CHANGES))
+def test_freshness_names_what_changed(then, now, status, reason):
+    assert freshness_of(RECORD, replace(PROVENANCE, **then), **now) == records.Freshness(status, reason)
+
+
+def test_freshness_of_devices():
+    given = replace(RECORD, provenance=replace(H200, versions={"driver": "570.1"}))
+    other = replace(H200, device_kind="NVIDIA H100", versions={"driver": "580.2"})
+    reason = "device NVIDIA H200 → NVIDIA H100, driver 570.1 → 580.2"
+    assert freshness_of(given, other) == records.Freshness("STALE", reason)
+    # Where the device is missing nothing but the sources can be compared.
+    assert freshness_of(given, PROVENANCE).status == "VALID"
+    assert freshness_of(given, replace(PROVENANCE, kernel=OTHER)).status == "STALE"

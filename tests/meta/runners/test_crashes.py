@@ -1,0 +1,88 @@
+"""A test that takes its process along costs that case alone, on both backends: real signals, real limits."""
+
+import re
+
+import pytest
+
+from parity.runners.crashes import examine
+
+WAYS = {  # what the kernel does for a case of that many rows, and what is to be reported
+    11: ("os.kill(os.getpid(), signal.SIGKILL)", "CRASH", "killed by SIGKILL, as the system does when memory runs out"),
+    12: ("ctypes.string_at(0)", "CRASH", "killed by SIGSEGV"),
+    13: ("os._exit(3)", "CRASH", "ended with status 3"),
+    14: ("time.sleep(10_000)", "TIMEOUT", "ran longer than --parity-timeout"),
+    15: ("bomb()", "OOM", "MemoryError"),
+    16: ("lose_context()", "CRASH", "the accelerator's context is lost"),
+}
+KERNELS = """
+import ctypes, os, resource, signal, time
+
+def good(x):
+    {ways}
+    return x + x
+
+def bomb():
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), before[1]))
+    try:
+        kept = [bytearray(1 << 20) for _ in range(10_000)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+def lose_context():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+"""
+
+
+@pytest.fixture
+def battlefield(project, tmp_path):
+    """A project in which the kernel of both backends dies in every one of `WAYS`, among healthy cases."""
+    run = project()
+    matrix = (tmp_path / "matrix.py").read_text()
+    dims = ", ".join(f"dict(M={rows}, N=4)" for rows in WAYS)
+    deadly = f'    _DOUBLE.grid([{dims}], dtype=["float32"]),\n)\nOPS'
+    (tmp_path / "matrix.py").write_text(matrix.replace(")\nOPS", deadly))
+    ways = "\n    ".join(f"if x.shape[0] == {rows}: {way}" for rows, (way, _, _) in WAYS.items())
+    (tmp_path / "kernels.py").write_text(KERNELS.format(ways=ways))
+    test = '@parity.cases(DOUBLE, backend="{0}")\ndef test_{0}(run):\n    run.agrees()\n\n'
+    tests = "".join(test.format(backend) for backend in ("tpu", "gpu"))
+    (tmp_path / "test_double.py").write_text(f"import parity\nfrom matrix import DOUBLE\n\n{tests}")
+    return run
+
+
+def test_a_dying_case_costs_that_case_alone(battlefield, tmp_path):
+    done = battlefield(
+        "-q", "-n", "2", "--dist", "worksteal", "--parity-timeout=15", "--parity-record", "--junitxml=junit.xml"
+    )
+    healthy = 4 * 2
+    assert re.search(rf"{2 * len(WAYS)} failed, {healthy} passed", done.stdout), done.stdout
+    for backend in ("tpu", "gpu"):
+        for rows, (_, outcome, reason) in WAYS.items():
+            case = rf"test_double.py::test_{backend}\[double-M{rows}_N4-f32-s0\]"
+            assert re.search(rf"{outcome}  G1: {reason}.*   {case}", done.stdout), (backend, rows, done.stdout)
+            assert re.search(rf'rerun: pytest -n0 "{case}"', done.stdout), (backend, rows)
+        summary = rf"double +{backend} emulated +10 .*  4 AGREES  4 CRASH  1 OOM  1 TIMEOUT"
+        assert re.search(summary, done.stdout), done.stdout
+        records = (tmp_path / "records" / backend / "emulated" / "double.jsonl").read_text()
+        assert len(re.findall('"case"', records)) == 4, "what was recorded stays"
+    assert re.search(r'Timeout .*\n(.*\n)*?.*kernels.py", line \d+ in good', done.stdout), (
+        "the stack says where it hung"
+    )
+    properties = re.findall(r'<property name="verdict" value="(\w+)"', (tmp_path / "junit.xml").read_text())
+    assert properties.count("AGREES") == healthy
+
+
+@pytest.mark.parametrize(
+    ("log", "status", "outcome", "reason"),
+    [
+        ("{}\nTimeout (0:00:05)!\nThread 0x1", 1, "TIMEOUT", "ran longer"),
+        ("{}\nterminate called after throwing an instance of 'std::bad_alloc'", -6, "OOM", "out of memory"),
+        ("{}\nFatal Python error: Aborted", -6, "CRASH", "killed by SIGABRT"),
+        ("", None, "CRASH", "ended"),
+    ],
+)
+def test_what_a_log_and_a_status_say(log, status, outcome, reason):
+    found = examine(log, status)
+    assert (found.outcome, found.entry) == (outcome, {})
+    assert found.reason.startswith(reason)

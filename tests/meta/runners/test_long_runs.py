@@ -1,0 +1,154 @@
+"""Long runs: dealt out to machines and joined again, killed and resumed, watched, ended at the first bad verdict."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parity.runners.long_runs import deal
+
+SECONDS = st.floats(0.001, 100)
+
+
+@given(st.dictionaries(st.text(min_size=1), SECONDS, min_size=1), st.integers(1, 6))
+def test_shards_are_balanced_within_a_third(weights, count):
+    dealt = deal(weights, count)
+    assert dealt.keys() == weights.keys()
+    loads = [sum(weights[unit] for unit in weights if dealt[unit] == part) for part in range(count)]
+    best = max(max(weights.values()), sum(weights.values()) / count)
+    assert max(loads) <= 4 / 3 * best * (1 + 1e-9) or len(weights) > count  # Graham's bound is on the true optimum
+    assert max(loads) - min(loads) <= max(weights.values()) * (1 + 1e-9)
+
+
+def records(folder):
+    """What a ledger holds, but when and from which commit it was measured, and how long it took."""
+    found = {}
+    for path in sorted(folder.rglob("*.jsonl")):
+        provenance = {}
+        for line in map(json.loads, path.read_text().splitlines()):
+            if "id" in line:
+                provenance[line["id"]] = {**line["provenance"], "utc": "", "commit": "", "dirty": ""}
+            else:
+                where = path.relative_to(folder), line["case"], line["seed"]
+                found[where] = {**line, "seconds": 0, "provenance": provenance[line["provenance"]]}
+    return found
+
+
+def test_shards_together_are_the_whole(project, tmp_path):
+    run = project()
+    whole = run("-q", "--parity-record")
+    assert "8 passed" in whole.stdout, whole.stdout
+    undisturbed = records(tmp_path / "records")
+    selected = []
+    for shard in ("1/2", "2/2"):
+        folder = f"shard{shard[0]}"
+        done = run("-v", f"--parity-shard={shard}", "--parity-record", f"--parity-records={folder}")
+        passed = re.findall(r"^(\S+::\S+) PASSED", done.stdout, re.MULTILINE)
+        assert f"{len(passed)} passed" in done.stdout and len(passed) in (3, 4, 5), done.stdout
+        selected += passed
+    assert len(selected) == len(set(selected)) == 8
+    command = [sys.executable, "-m", "parity", "--root", ".", "merge", "shard1", "shard2", "--records", "joined"]
+    merged = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert merged.stdout == "4 records written to joined; of each case and seed the newest stays\n", merged.stderr
+    assert records(tmp_path / "joined") == undisturbed
+
+
+def test_shards_are_balanced_by_what_is_recorded(project, tmp_path):
+    run = project()
+    run("-q", "--parity-record")
+    ledger = tmp_path / "records/tpu/emulated/double.jsonl"
+    slow = "double-M3_N5-bf16-s0"
+    lines = []
+    for line in map(json.loads, ledger.read_text().splitlines()):
+        lines.append(
+            json.dumps(line | {"seconds": 100.0 if line.get("case") == slow else 1.0} if "case" in line else line)
+        )
+    ledger.write_text("\n".join(lines) + "\n")
+    parts = [run("-v", "-k", "test_agrees", f"--parity-shard={n}/2").stdout for n in (1, 2)]
+    assert sorted(part.count("PASSED") for part in parts) == [1, 3], "the slow one alone"
+    assert any(f"test_agrees[{slow}] PASSED" in part and part.count("PASSED") == 1 for part in parts)
+
+
+@pytest.mark.parametrize("shard", ["0/2", "3/2", "2", "a/b"])
+def test_a_shard_that_cannot_be_is_refused(project, shard):
+    done = project()("-q", f"--parity-shard={shard}")
+    assert done.returncode == 4
+    assert f"must be I/N with 1 ≤ I ≤ N, got {shard}" in done.stderr
+
+
+KILLER = """
+import os, signal
+from pathlib import Path
+
+def good(x):
+    if x.shape == (3, 5) and Path("lethal").exists():
+        Path("lethal").unlink()
+        os.kill(os.getpid() if "PYTEST_XDIST_WORKER" not in os.environ else os.getppid(), signal.SIGKILL)
+    return x + x
+"""
+
+
+def test_a_killed_run_is_resumed(project, tmp_path):
+    project()
+    (tmp_path / "kernels.py").write_text(KILLER)
+
+    def run(*arguments):
+        options = ["-p", "no:hypothesispytest", "-v", "-n", "2", "--parity-record"]
+        command = [sys.executable, "-m", "pytest", *options, *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+    def passed(done):
+        return set(re.findall(r"PASSED (\S+)", done.stdout))
+
+    everything = passed(run())
+    undisturbed = records(tmp_path / "records")
+    assert len(everything) == 8
+    (tmp_path / "records").rename(tmp_path / "undisturbed")
+    (tmp_path / "lethal").touch()
+    killed = run()
+    assert killed.returncode < 0
+    (journal,) = (tmp_path / ".pytest_cache").rglob("parity-runs/*.jsonl")
+    before = set(
+        journal.read_text().splitlines()[1:]
+    )  # not from what it printed, of which a pipe may have lost the end
+    assert before < everything
+    resumed = run("--parity-resume")
+    assert resumed.returncode == 0, resumed.stdout
+    assert passed(resumed) | before == everything
+    assert not passed(resumed) & before
+    assert records(tmp_path / "records") == undisturbed
+    assert len({json.loads(line)["provenance"]["utc"] for path in (tmp_path / "records").rglob("*.jsonl")
+                for line in path.read_text().splitlines() if '"id"' in line}) == 1, "one run"  # fmt: skip
+    assert len(passed(run("--parity-resume"))) == 8, "it ran to its end: nothing to resume"
+
+
+def test_the_first_bad_verdict_can_end_the_run(project):
+    for workers in ((), ("-n", "2")):
+        done = project(kernel="bad")("-q", *workers, "--parity-fail-fast-on=out of,logic")
+        assert "--parity-fail-fast-on: LOGIC FAULT of double-M8_N40-" in done.stdout, done.stdout
+        assert done.returncode == 2
+    assert "4 failed, 4 passed" in project(kernel="bad")("-q", "--parity-fail-fast-on=LOSS").stdout
+
+
+def test_a_long_run_says_how_far_it_is(project, tmp_path):
+    run = project()
+    (tmp_path / "conftest.py").write_text(
+        "import itertools, types\n"
+        "from parity.runners import long_runs\n"
+        "long_runs.time = types.SimpleNamespace(monotonic=itertools.count(step=60).__next__)  # a minute a test\n"
+    )
+    for workers in ((), ("-n", "2")):
+        lines = re.findall(r"^parity: (\d) of 8 · 0 failed · (\d) min left", run("-q", *workers).stdout, re.MULTILINE)
+        assert lines == [(str(n), str(8 - n)) for n in range(1, 9)]
+
+
+def test_junit_has_the_verdict(project, tmp_path):
+    project(kernel="bad")("-q", "--junitxml=junit.xml", "-k", "test_agrees and M8_N40-f32")
+    properties = dict(re.findall(r'<property name="(\w+)" value="([^"]*)"', (tmp_path / "junit.xml").read_text()))
+    assert properties["verdict"] == "LOGIC FAULT"
+    assert float(properties["eta"]) > float(properties["bound"])
+    assert properties["rerun"] == "pytest -n0 &quot;test_double.py::test_agrees[double-M8_N40-f32-s0]&quot;"
