@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from parity.lines import program
 
 from op_arguments.probe import active, probe, probing, renamed
-from parity.lines import program
 
 
 class Seen(list):
