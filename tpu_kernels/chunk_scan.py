@@ -33,8 +33,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.debug import Debug
 from op_arguments.gla import Gates, Problem, check_backward, check_forward, check_fused, check_precision
+from tpu_kernels._lib.arguments import Interpret, concrete_values, resolve_interpret
 from tpu_kernels.fused_recurrent import Pair, decay_parts, two_sum
-from tpu_kernels.gmm import Interpret, concrete_values, resolve_interpret
 
 Refs = Mapping[str, Any]
 Load = Callable[[str], jax.Array]

@@ -7,7 +7,7 @@ kept as [V, K], so that q, k and gates by key are rows, of which a register is m
 columns. There are no dots: float32 and bfloat16 differ in what is loaded and stored, and in nothing between.
 
 Sequences lie one after the other in the rows of [B T, ...], also those of a batch. Time is in the grid, by the visits
-of `tpu_kernels.gmm.make_group_metadata`: pairs of a sequence and a tile that holds rows of it, one for an empty
+of `tpu_kernels._lib.visits`: pairs of a sequence and a tile that holds rows of it, one for an empty
 sequence. Rows of a tile that are not the visit's change nothing.
 
 A slow gate keeps hundreds of steps in a state, and with them hundreds of roundings. So a decay near 1 is kept as its
@@ -31,7 +31,8 @@ from jax.experimental.pallas import tpu as pltpu
 from op_arguments.debug import Debug
 from op_arguments.gla import Gates, Problem, check_backward, check_forward
 from op_arguments.gmm import GroupMetadata
-from tpu_kernels.gmm import Interpret, concrete_values, group_metadata, resolve_interpret
+from tpu_kernels._lib.arguments import Interpret, concrete_values, resolve_interpret
+from tpu_kernels._lib.visits import group_metadata
 
 SEGMENT = 16  # steps between plain float32 states: divides every chunk size, so calls may be cut at chunk borders
 GROUP = 16  # rows loaded at once: those of a packed 16-bit register

@@ -13,9 +13,9 @@ import jax
 
 from op_arguments.debug import Debug
 from op_arguments.gla import CHUNK_STEP, Gates, check_forward
+from tpu_kernels._lib.arguments import Interpret, concrete_values
 from tpu_kernels.chunk_scan import chunk_bwd, chunk_fwd
 from tpu_kernels.fused_recurrent import recurrent_bwd, recurrent_fwd
-from tpu_kernels.gmm import Interpret, concrete_values
 
 
 class Output(NamedTuple):

@@ -6,33 +6,40 @@ of its own and steers the main kernel by scalar prefetch, as in MegaBlocks (Gale
 JAX's megablox.
 
 A tile that lies within one group is multiplied whole; of any other, only the blocks of rows that the group has part in
-are. `quantized_gmm` shares the visits and what reads them: everything here without a leading underscore.
+are.
 """
 
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.debug import Debug
-from op_arguments.gmm import GroupMetadata, Problem, check_gmm, check_group_metadata, check_tgmm
-from tpu_kernels.hardware import is_tpu, tpu_generation
-
-Interpret = bool | pltpu.InterpretParams | None
-Tile = tuple[int, int, int]
-
-NEWEST = 7  # the generation that an interpreted kernel is traced for
-LANES = 128
-SUBLANES = 16  # of a packed 16-bit register; a multiple of float32's 8
-BLOCK = 256  # the width of the matrix unit on v6e and tpu7x; fewer rows cost no less than loading its weights
-COPY_ROWS = 32  # of a masked copy at a time: one packed 8-bit register, two 16-bit ones
+from op_arguments.gmm import Problem, check_gmm, check_tgmm
+from tpu_kernels._lib import chip
+from tpu_kernels._lib.arguments import (
+    Interpret,
+    as_vector,
+    concrete_values,
+    kernel_dtype,
+    kernel_operand,
+    resolve_interpret,
+    static_scalar,
+)
+from tpu_kernels._lib.chip import MXU
+from tpu_kernels._lib.products import Tile, blocks, dot, dot_depth, even_step, fit_tile, is_small
+from tpu_kernels._lib.visits import (
+    copy_own_rows,
+    for_row_blocks,
+    group_metadata,
+    is_own_row,
+    row_block,
+    rows_of_visit,
+)
 
 
 def gmm(
@@ -81,7 +88,7 @@ def gmm(
         as_vector(group_offset, p.experts - p.groups),
         existing_out,
         problem=p,
-        tile=fit_tile(tile, p),
+        tile=fit_tile(tile, p, jnp.bfloat16),
         transpose_rhs=bool(transpose_rhs),
         interpret=resolve_interpret(interpret),
         debug=debug,
@@ -129,82 +136,10 @@ def tgmm(
         as_vector(group_offset, p.experts - p.groups),
         existing_out,
         problem=p,
-        tile=fit_tile(tile, p),
+        tile=fit_tile(tile, p, jnp.bfloat16),
         interpret=resolve_interpret(interpret),
         debug=debug,
     )
-
-
-def make_group_metadata(
-    group_sizes: jax.Array,
-    *,
-    m: int,
-    tm: int,
-    group_offset: int | jax.Array = 0,
-    num_groups: int,
-    cover: Literal["tiles", "groups"],
-    interpret: Interpret = None,
-) -> GroupMetadata:
-    """The (group, row tile) pairs that a kernel with row tiles of `tm` visits; see `GroupMetadata`.
-
-    Every pair of a non-empty active group and a tile that holds rows of it, in row order. `cover="tiles"` (gmm)
-    adds the tiles without active rows, once each: leading ones as group 0, trailing ones as the last non-empty
-    group (0 if none), so that no further weights are fetched for them. `cover="groups"` (tgmm) adds each empty
-    active group, once, at the tile its start falls in (the last tile where that is beyond the rows).
-    Raises ValueError or TypeError as `op_arguments.gmm.check_group_metadata`; values outside tracing only.
-    """
-    group_offset = static_scalar(group_offset)
-    check_group_metadata(
-        group_sizes,
-        m=m,
-        tm=tm,
-        group_offset=group_offset,
-        num_groups=num_groups,
-        cover=cover,
-        sizes=concrete_values(group_sizes),
-    )
-    return group_metadata(
-        group_sizes,
-        as_vector(group_offset, group_sizes.shape[0] - num_groups),
-        m=m,
-        tm=tm,
-        num_groups=num_groups,
-        cover=cover,
-        interpret=resolve_interpret(interpret),
-    )
-
-
-# ---------------------------------------------------------------------------------------------------- arguments
-
-
-def concrete_values(group_sizes: Any) -> list[int] | None:
-    """The values of group_sizes, or None where it is traced (or not the vector it should be: the check says so)."""
-    if isinstance(group_sizes, jax.core.Tracer) or len(getattr(group_sizes, "shape", ())) != 1:
-        return None
-    return [int(size) for size in np.asarray(group_sizes)]
-
-
-def static_scalar(value: Any) -> Any:
-    """The int in a concrete integer scalar ([] or [1]); anything else as it is, for the check to judge."""
-    concrete = isinstance(value, jax.Array | np.ndarray | np.integer) and not isinstance(value, jax.core.Tracer)
-    return int(value.reshape(())) if concrete and value.size == 1 and value.dtype.kind == "i" else value
-
-
-def as_vector(group_offset: int | jax.Array, most: int) -> jax.Array:
-    """group_offset as the kernels read it: int32 [1], clipped where a traced one could not be checked."""
-    if not isinstance(group_offset, int):
-        group_offset = jnp.clip(group_offset, 0, most)
-    return jnp.asarray(group_offset, jnp.int32).reshape(1)
-
-
-def resolve_interpret(interpret: Interpret) -> bool | pltpu.InterpretParams:
-    """interpret, or where it is None whether there is no TPU."""
-    return not is_tpu() if interpret is None else interpret
-
-
-def is_small(existing_out: jax.Array | None, out_dtype: str) -> bool:
-    """Whether a result takes so little memory that there is room for a larger tile: 16 bits, and none to add to."""
-    return existing_out is None and jnp.dtype(out_dtype).itemsize == 2
 
 
 def _gmm_tiles(dtype: Any, small: bool, m: int, k: int, n: int) -> Tile:
@@ -216,14 +151,14 @@ def _gmm_tiles(dtype: Any, small: bool, m: int, k: int, n: int) -> Tile:
     """
     if jnp.dtype(dtype) != jnp.bfloat16:
         return 256, 512, 512
-    generation = tpu_generation() or NEWEST
+    generation = chip.generation()
     tm = {6: 1024, 7: 512}.get(generation, 256)
     small = small and generation >= 6
     if k <= 2048:
         weights, longest = (2**21, 2048 if k <= 512 else 1024) if small else (2**20, 2048)
         return tm, max(k, 1), even_step(n, min(max(weights // max(k, 512) // 512 * 512, 512), longest))
     if k <= 3072:
-        return max(tm // 2, BLOCK), k, 512
+        return max(tm // 2, MXU), k, 512
     if small and n > 1024:
         return 1024, 512, even_step(n, 2048)
     return (tm, 1024, 1024) if generation >= 6 else (512, 1024, 512)
@@ -233,37 +168,11 @@ def _tgmm_tiles(dtype: Any, small: bool, m: int, k: int, n: int) -> Tile:
     """As `_gmm_tiles`, and the shorter side to lhs, which the kernel transposes."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         return 256, 512, 512
-    generation = tpu_generation() or NEWEST
+    generation = chip.generation()
     if small and generation >= 6 and min(k, n) > 512:
         return 1024, even_step(k, 1024), even_step(n, 1024)
     tk, tn = (512, 1024) if n >= 1024 else (1024, 512)
     return (1024 if generation >= 6 and k % tk == 0 and n % tn == 0 else 512), tk, tn
-
-
-def even_step(size: int, longest: int, unit: int = BLOCK) -> int:
-    """Of the fewest steps along an axis the most even ones, of whole units; the matrix unit multiplies all of each."""
-    steps = pl.cdiv(max(size, 1), longest)
-    return max(size, 1) if steps == 1 else pl.cdiv(pl.cdiv(size, steps), unit) * unit
-
-
-def fit_tile(tile: Tile, p: Problem) -> Tile:
-    """The tile, capped to the problem; what is left smaller is rounded up to whole registers, as Mosaic asks."""
-
-    def fit(size: int, unit: int, whole: int) -> int:
-        return min(pl.cdiv(size, unit) * unit, whole)
-
-    tm, tk, tn = tile
-    return fit(tm, SUBLANES, p.m), fit(tk, LANES, p.k), fit(tn, LANES, p.n)
-
-
-def kernel_operand(x: jax.Array) -> jax.Array:
-    """x as Mosaic can load it: it has no float16."""
-    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
-
-
-def kernel_dtype(name: str) -> Any:
-    """The dtype in which the kernel stores an output that XLA hands over as dtype `name`."""
-    return jnp.dtype("float32" if name == "float16" else name)
 
 
 # ---------------------------------------------------------------------------------------------------------- gmm
@@ -376,7 +285,7 @@ def _gmm_kernel(
         out[rows, columns] = result
 
     def multiply(rows: Any, depth: int, masked: bool) -> None:
-        for columns in blocks(tn, BLOCK):
+        for columns in blocks(tn, MXU):
             for part in blocks(depth, dot_depth()):
                 weights = rhs[columns, part] if transpose_rhs else rhs[part, columns]
                 sums = dot(lhs[rows, part], weights, contract=(1, 1 if transpose_rhs else 0))
@@ -501,8 +410,8 @@ def _tgmm_kernel(
 
     def multiply(lhs: Any, rhs: Any, first: Any) -> None:
         for part in blocks(lhs.shape[0], dot_depth(changed=True)):
-            for columns in blocks(rhs.shape[1], 2 * BLOCK):
-                for rows in blocks(lhs.shape[1], 2 * BLOCK):
+            for columns in blocks(rhs.shape[1], 2 * MXU):
+                for rows in blocks(lhs.shape[1], 2 * MXU):
                     before = acc[rows, columns]
                     if part.start == 0:
                         before = jnp.where(first, 0.0, before)
@@ -526,189 +435,3 @@ def _tgmm_kernel(
         if existing_out:
             total += existing_out[0][...].astype(jnp.float32)
         out[...] = total.astype(out.dtype)
-
-
-# ------------------------------------------------------------------------------------------------------- visits
-
-
-def rows_of_visit(
-    visit: Any, group_ids: Any, tile_ids: Any, group_offsets: Any, group_offset: Any, tm: int
-) -> tuple[Any, Any]:
-    """The rows [start, end) of the visit's tile that belong to its group; start >= end where none do."""
-    group = group_offset[0] + group_ids[visit]
-    first_row = tile_ids[visit] * tm
-    start, end = group_offsets[group] - first_row, group_offsets[group + 1] - first_row
-    return jnp.maximum(start, 0), jnp.minimum(end, tm)
-
-
-def row_block(tm: int) -> int:
-    """How many of a tile's tm rows are multiplied at a time where the tile is not one group's alone."""
-    return tm if tm % BLOCK else BLOCK
-
-
-def for_row_blocks(start: Any, end: Any, tm: int, body: Callable[[Any], None]) -> None:
-    """body(rows) for each block of `row_block(tm)` rows that has part in rows [start, end) of a tile, in order."""
-    height = row_block(tm)
-
-    @pl.when(start < end)
-    def _() -> None:
-        if height == tm:
-            body(pl.ds(0, tm))
-        else:
-            first, last = lax.div(start, height), lax.div(end - 1, height)
-            lax.fori_loop(first, last + 1, lambda i, _: body(pl.ds(pl.multiple_of(i * height, height), height)), None)
-
-
-def is_own_row(first_row: Any, shape: tuple[int, ...], start: Any, end: Any) -> jax.Array:
-    """Which elements of a block of `shape`, the first row of which is first_row, are in rows [start, end)."""
-    row = first_row + lax.broadcasted_iota(jnp.int32, shape, 0)
-    return (start <= row) & (row < end)
-
-
-def copy_own_rows(copies: Sequence[tuple[Any, Any]], rows: Any, start: Any, end: Any) -> None:
-    """Copy `rows` of each (tile, block) of `copies`, with zeros for those not in [start, end).
-
-    The others may hold NaN or infinities, and 0 * NaN is NaN: both operands of a sum over rows need it. A loop and
-    memory of its own, as masks made between the products need more registers than there are.
-    """
-    height = COPY_ROWS if rows.size % COPY_ROWS == 0 else rows.size
-
-    def copy(first: Any) -> None:
-        for tile, block in copies:
-            x = tile[pl.ds(rows.start + first, height), :]
-            own = is_own_row(rows.start + first, x.shape, start, end)
-            block[pl.ds(first, height), :] = jnp.where(own, x, jnp.zeros_like(x))
-
-    if height == rows.size:
-        copy(0)
-    else:
-        lax.fori_loop(0, rows.size // height, lambda i, _: copy(pl.multiple_of(i * height, height)), None)
-
-
-# ----------------------------------------------------------------------------------------------------- products
-
-
-def blocks(size: int, width: int) -> list[Any]:
-    """The slices of `width`, the last one maybe less, that make up an axis of `size`.
-
-    A dot over a whole tile needs more registers than there are, and spills.
-    """
-    return [pl.ds(first, min(width, size - first)) for first in range(0, size, width)]
-
-
-def dot_depth(changed: bool = False) -> int:
-    """How deep a dot may be, where an operand is changed in registers (transposed, widened) or not.
-
-    The matrix unit of tpu7x adds up what it multiplies. Those before it leave that to registers, which run out: the
-    sums go through memory as often as keeps them from spilling.
-    """
-    if (tpu_generation() or NEWEST) >= 7:
-        return 2**20  # more than any tile has
-    return 2 * BLOCK if tpu_generation() == 6 and not changed else BLOCK
-
-
-def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """float32 sums over axis `contract[0]` of a and `contract[1]` of b."""
-    if contract == (1, 1) and b.shape[0] == 1:
-        # Pallas takes a bfloat16 product with a single row for a matrix-vector one, and fails to lower that to float32.
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    # bfloat16 products are exact in one pass, and Mosaic refuses HIGHEST for them; float32 takes six.
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    axes = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
-
-
-# ------------------------------------------------------------------------------------------------ group metadata
-
-
-@partial(jax.jit, static_argnames=("m", "tm", "num_groups", "cover", "interpret"))
-def group_metadata(
-    group_sizes: jax.Array,
-    group_offset: jax.Array,
-    *,
-    m: int,
-    tm: int,
-    num_groups: int,
-    cover: str,
-    interpret: bool | pltpu.InterpretParams,
-) -> GroupMetadata:
-    """`make_group_metadata` of checked arguments; group_offset as `as_vector` gives it."""
-    (experts,) = group_sizes.shape
-    tiles = pl.cdiv(m, tm)
-    lengths = GroupMetadata(experts + 1, tiles + num_groups, tiles + num_groups, 1)
-    if tiles == 0:
-        return GroupMetadata(*(jnp.zeros(length, jnp.int32) for length in lengths))
-    if experts == 0:
-        group_sizes = jnp.zeros(1, jnp.int32)  # an operand in SMEM cannot be empty
-    smem = pl.BlockSpec(memory_space=pltpu.SMEM)
-    return GroupMetadata(
-        *pl.pallas_call(
-            partial(_group_metadata_kernel, m=m, tm=tm, num_groups=num_groups, experts=experts, cover=cover),
-            out_shape=[jax.ShapeDtypeStruct((length,), jnp.int32) for length in lengths],
-            in_specs=[smem, smem],
-            out_specs=[smem] * len(lengths),
-            cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=4 * (1 + experts + sum(lengths))),
-            interpret=interpret,
-            name="group_metadata",
-        )(group_offset, group_sizes)
-    )
-
-
-def _group_metadata_kernel(
-    group_offset: Any,
-    group_sizes: Any,
-    group_offsets: Any,
-    group_ids: Any,
-    tile_ids: Any,
-    num_visits: Any,
-    *,
-    m: int,
-    tm: int,
-    num_groups: int,
-    experts: int,
-    cover: str,
-) -> None:
-    tiles = pl.cdiv(m, tm)
-
-    def add_size(expert: Any, end: Any) -> Any:
-        # Bad sizes go unseen under tracing; clipped, they give wrong numbers, but no write beyond the lists.
-        end += jnp.clip(group_sizes[expert], 0, m - end)
-        group_offsets[expert + 1] = end
-        return end
-
-    group_offsets[0] = 0
-    lax.fori_loop(0, experts, add_size, 0)
-    offset = group_offset[0]
-
-    def add_visits(group: Any, first_tile: Any, end_tile: Any, visit: Any) -> Any:
-        def add(tile: Any, visit: Any) -> Any:
-            group_ids[visit] = group
-            tile_ids[visit] = tile
-            return visit + 1
-
-        return lax.fori_loop(first_tile, end_tile, add, visit)
-
-    def add_group(group: Any, carry: Any) -> Any:
-        visit, last_group = carry
-        start, end = group_offsets[offset + group], group_offsets[offset + group + 1]
-        first_tile = jnp.minimum(start // tm, tiles - 1)
-        empty_tiles = 1 if cover == "groups" else 0
-        end_tile = jnp.where(start < end, pl.cdiv(end, tm), first_tile + empty_tiles)
-        return add_visits(group, first_tile, end_tile, visit), jnp.where(start < end, group, last_group)
-
-    active_start, active_end = group_offsets[offset], group_offsets[offset + num_groups]
-    any_active = active_start < active_end
-    leading = jnp.where(any_active, active_start // tm, tiles) if cover == "tiles" else 0
-    visit = add_visits(0, 0, leading, 0)
-    visit, last_group = lax.fori_loop(0, num_groups, add_group, (visit, 0))
-    if cover == "tiles":
-        trailing = jnp.where(any_active, pl.cdiv(active_end, tm), tiles)
-        visit = add_visits(last_group, trailing, tiles, visit)
-    num_visits[0] = visit
-
-    def repeat_last(index: Any, _: Any) -> Any:
-        last = jnp.maximum(visit - 1, 0)
-        group_ids[index] = jnp.where(visit > 0, group_ids[last], 0)
-        tile_ids[index] = jnp.where(visit > 0, tile_ids[last], 0)
-
-    lax.fori_loop(visit, tiles + num_groups, repeat_last, None)

@@ -37,7 +37,8 @@ from op_arguments.quantize import (
     check_unswizzle,
     swizzled_shape,
 )
-from tpu_kernels.gmm import LANES, Interpret, kernel_operand, resolve_interpret
+from tpu_kernels._lib.arguments import Interpret, kernel_operand, resolve_interpret
+from tpu_kernels._lib.chip import LANES
 
 SUBLANES = 32  # of a packed 8-bit register
 SMALLEST = float(np.finfo(np.float32).tiny)

@@ -32,39 +32,32 @@ from op_arguments.quantized_gmm import (
     check_tile,
     mxfp8_dot_dtype,
 )
-from tpu_kernels.gmm import (
-    BLOCK,
-    COPY_ROWS,
-    LANES,
-    NEWEST,
+from tpu_kernels._lib import chip
+from tpu_kernels._lib.arguments import (
     Interpret,
-    Tile,
     as_vector,
-    blocks,
     concrete_values,
-    copy_own_rows,
-    dot,
-    dot_depth,
-    even_step,
-    for_row_blocks,
-    gmm,
-    group_metadata,
-    is_own_row,
-    is_small,
     kernel_dtype,
     kernel_operand,
     resolve_interpret,
+    static_scalar,
+)
+from tpu_kernels._lib.chip import LANES, MXU, default_vmem, matmul_path, sublanes
+from tpu_kernels._lib.products import Tile, blocks, dot, dot_depth, even_step, fit_tile, is_small
+from tpu_kernels._lib.visits import (
+    COPY_ROWS,
+    copy_own_rows,
+    for_row_blocks,
+    group_metadata,
+    is_own_row,
     row_block,
     rows_of_visit,
-    static_scalar,
-    tgmm,
 )
-from tpu_kernels.hardware import matmul_path, tpu_generation
+from tpu_kernels.gmm import gmm, tgmm
 from tpu_kernels.quantize import mxfp8_dequantize, unswizzle_scales
 
-SUBLANES = 32  # of a packed 8-bit register
+SUBLANES = sublanes(jnp.int8)
 PARTS = 16
-FIRST_WITH_32_MIB = 6  # the generation from which on a kernel has 32 MiB of VMEM by default, and not 16
 WIDENED_ROWS = 64  # at a time, so that they stay in registers
 WIDENING, WIDENING_POWERS = 3, 5  # blocks of columns whose products hide, on v6e, that lhs is widened; with powers
 STRIPS = 4  # of 128 rows, that are stored in straight-line code
@@ -97,7 +90,7 @@ def gmm_quantized(
     256, 512 or the whole axis, each operand's own. preferred_element_type: float32, bfloat16 or float16 (default: the
     unquantised lhs's dtype, else bfloat16). Sums are float32 of exact products, those of int8 products int32 within a
     tile of a block (over all of K where no scale changes along it). What the matrix unit multiplies:
-    `tpu_kernels.hardware.matmul_path`. On v5e, v5p and v6e scales of e4m3fn are infinite from 2^124 on: 16 times them
+    `tpu_kernels._lib.chip.matmul_path`. On v5e, v5p and v6e scales of e4m3fn are infinite from 2^124 on: 16 times them
     is what is used. A `tiling` whose tk cuts a block is refused. debug: see `op_arguments.debug`, of the finished
     sums at acc. Everything else as `gmm`.
     Raises ValueError or TypeError as `op_arguments.quantized_gmm.check_gmm_quantized`; values outside tracing only.
@@ -127,7 +120,7 @@ def gmm_quantized(
         as_vector(group_offset, p.experts - p.groups),
         existing_out,
         problem=p,
-        tile=_fit(tile, p),
+        tile=fit_tile(tile, p, jnp.int8),
         transpose_rhs=bool(transpose_rhs),
         interpret=resolve_interpret(interpret),
         debug=debug,
@@ -184,7 +177,7 @@ def tgmm_quantized(
         as_vector(group_offset, p.experts - p.groups),
         existing_out,
         problem=p,
-        tile=_fit(tile, p),
+        tile=fit_tile(tile, p, jnp.int8),
         interpret=resolve_interpret(interpret),
         debug=debug,
     )
@@ -288,7 +281,7 @@ def grouped_gemm(
     )
     static: dict[str, Any] = {
         "problem": problem,
-        "tile": (tm, *_fit(tile, problem)[1:]),
+        "tile": (tm, *fit_tile(tile, problem, jnp.int8)[1:]),
         "interpret": resolve_interpret(interpret),
         "debug": debug,
     }
@@ -335,13 +328,12 @@ def _gmm_tiles(block: int, small: bool, mxfp8: bool, m: int, k: int, n: int) -> 
     fetched less often), and for more rows, which pay on v6e if scales are few, and for MXFP8: a step begins and ends
     with work under which nothing is multiplied.
     """
-    generation = tpu_generation() or NEWEST
-    if generation < FIRST_WITH_32_MIB:
+    if default_vmem() < 2**25:
         return 256, min(1024, PARTS * block), 512
-    few = block >= BLOCK and not mxfp8
-    tm = 1024 if small and (mxfp8 or few or generation > 6) else 512
+    few = block >= MXU and not mxfp8
+    tm = 1024 if small and (mxfp8 or few or chip.generation() > 6) else 512
     longest = min(1024 if small and not few and n > 512 else 2048, PARTS * block)
-    tk = even_step(k, longest, max(block, BLOCK) if block < k else BLOCK)
+    tk = even_step(k, longest, max(block, MXU) if block < k else MXU)
     weights = 2**21 if small and not mxfp8 else 2**20
     return tm, tk, even_step(n, min(max(weights // tk // 512 * 512, 512), 2048))
 
@@ -352,22 +344,12 @@ def _tgmm_tiles(narrow: bool, small: bool, m: int, k: int, n: int) -> Tile:
     A step has costs that do not grow with its rows: the scales of whole columns, and results to store.
     small: there is room for twice the columns.
     """
-    if (tpu_generation() or NEWEST) < FIRST_WITH_32_MIB:
+    if default_vmem() < 2**25:
         return 512, 512, 512
     tm = 1024 if narrow else 512
     if k <= 512:
         return tm, 512, 2048
     return (tm, 2048, 512) if n <= 512 else (tm, 1024, even_step(n, 2048 if small else 1024))
-
-
-def _fit(tile: Tile, p: QuantizedProblem) -> Tile:
-    """As `fit_tile`, in registers of 8-bit types."""
-
-    def fit(size: int, unit: int, whole: int) -> int:
-        return min(pl.cdiv(size, unit) * unit, whole)
-
-    tm, tk, tn = tile
-    return fit(tm, SUBLANES, p.m), fit(tk, LANES, p.k), fit(tn, LANES, p.n)
 
 
 # ------------------------------------------------------------------------------------------------------- scales
@@ -623,7 +605,7 @@ def _unit(narrow: Any, wide: str) -> int:
     v5e, v5p and v6e have an instruction for e4m3b11fnuz, and not for e4m3fn. The same bits are 1/16 of the value there,
     and the operand's scales make up for it (`_of_units`).
     """
-    return 16 if narrow == jnp.float8_e4m3fn and wide == "bfloat16" and tpu_generation() in (5, 6) else 1
+    return 16 if narrow == jnp.float8_e4m3fn and wide == "bfloat16" and chip.generation() in (5, 6) else 1
 
 
 def _widen(x: jax.Array, dtype: Any) -> jax.Array:
@@ -658,7 +640,7 @@ def _of_units(scale: jax.Array | None, narrow: jax.Array, path: str) -> jax.Arra
 
 def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """Sums over axis `contract[0]` of a and `contract[1]` of b: int32 of two int8 operands, else float32."""
-    path, _ = matmul_path(a.dtype, b.dtype, tpu_generation() or NEWEST)
+    path, _ = matmul_path(a.dtype, b.dtype, chip.generation())
     if path in ("fp8", "int8") and not (contract == (1, 1) and b.shape[0] == 1):
         axes = (((contract[0],), (contract[1],)), ((), ()))
         return lax.dot_general(a, b, axes, preferred_element_type=jnp.int32 if path == "int8" else jnp.float32)
@@ -674,7 +656,7 @@ def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array
 
 
 def _product_path(lhs: jax.Array, rhs: jax.Array) -> str:
-    return matmul_path(lhs.dtype, rhs.dtype, tpu_generation() or NEWEST)[0]
+    return matmul_path(lhs.dtype, rhs.dtype, chip.generation())[0]
 
 
 def _widened(lhs: jax.Array, rhs: jax.Array) -> Any | None:
@@ -682,7 +664,7 @@ def _widened(lhs: jax.Array, rhs: jax.Array) -> Any | None:
 
     That also widens, for each block of the result anew, which costs little for int8 alone.
     """
-    path, _ = matmul_path(lhs.dtype, rhs.dtype, tpu_generation() or NEWEST)
+    path, _ = matmul_path(lhs.dtype, rhs.dtype, chip.generation())
     return None if path in ("fp8", "int8") or lhs.dtype == rhs.dtype == jnp.int8 else jnp.dtype(path)
 
 
@@ -916,9 +898,9 @@ def _gmm_kernel(
     def for_columns(body: Callable[[Any], None], masked: bool) -> None:
         """body(columns) for each block of columns; with masks, as a loop: they leave too few registers for two."""
         if masked:
-            _for_blocks(tn, BLOCK, body)
+            _for_blocks(tn, MXU, body)
         else:
-            for columns in blocks(tn, 2 * BLOCK if turned and tn == 2 * BLOCK else BLOCK):
+            for columns in blocks(tn, 2 * MXU if turned and tn == 2 * MXU else MXU):
                 body(columns)
 
     def scaled_turned(sums: jax.Array, i: int, rows: Any, columns: Any, masked: bool) -> jax.Array:
@@ -963,7 +945,7 @@ def _gmm_kernel(
                 acc[at(rows, columns)] = total
 
         def multiply_columns(columns: Any) -> None:
-            turns = [pl.ds(rows.start + block.start, block.size) for block in blocks(rows.size, BLOCK)]
+            turns = [pl.ds(rows.start + block.start, block.size) for block in blocks(rows.size, MXU)]
             for some in turns if turned and len(turns) > 1 else [rows]:
                 total = before(some, columns)
                 for i in range(len(parts)):
@@ -973,7 +955,7 @@ def _gmm_kernel(
         if lhs is narrow_lhs or masked:
             for_columns(multiply_columns, masked)
             return
-        all_columns, hiding = blocks(tn, BLOCK), WIDENING_POWERS if in_powers else WIDENING
+        all_columns, hiding = blocks(tn, MXU), WIDENING_POWERS if in_powers else WIDENING
         for i, inner in enumerate(parts):
             lhs[rows, inner] = widened_lhs(rows, inner)
             for columns in all_columns[:hiding]:
@@ -1005,11 +987,11 @@ def _gmm_kernel(
         """
         if not _are_narrow(lhs, rhs):  # what is widened in registers is widened once
             body(pl.ds(0, tm))
-        elif part >= 2 * BLOCK:
-            for rows in blocks(tm, BLOCK):
+        elif part >= 2 * MXU:
+            for rows in blocks(tm, MXU):
                 body(rows)
         else:
-            _for_blocks(tm, 2 * BLOCK if turned or part >= BLOCK else BLOCK, body)
+            _for_blocks(tm, 2 * MXU if turned or part >= MXU else MXU, body)
 
     unmasked = whole & in_range if turned else whole
 
@@ -1160,7 +1142,7 @@ def _tgmm_kernel(
     group = group_ids[visit]
     first_of_group = (visit == 0) | (group_ids[jnp.maximum(visit - 1, 0)] != group)
     depth_of_dot = part if scales.change else dot_depth(changed=True)
-    height = TALL if depth_of_dot > tm and not wide else BLOCK
+    height = TALL if depth_of_dot > tm and not wide else MXU
 
     def row_of(scale: Any | None, first_row: Any, columns: Any, masked: bool) -> jax.Array | None:
         """The scales of the part of the tile that first_row is in."""
@@ -1175,7 +1157,7 @@ def _tgmm_kernel(
         def multiply_part(inner: Any) -> None:
             for rows in blocks(tk, height):
                 column = _columns(row_of(lhs_parts, first_row + inner.start, rows, masked))
-                for columns in blocks(tn, 4 * BLOCK):
+                for columns in blocks(tn, 4 * MXU):
                     row = row_of(rhs_parts, first_row + inner.start, columns, masked)
                     before = jnp.where(first & (inner.start == 0), jnp.zeros((), acc.dtype), acc[rows, columns])
                     sums = (dot if wide else _product)(lhs[inner, rows], rhs[inner, columns], contract=(0, 0))
@@ -1225,11 +1207,11 @@ def _tgmm_kernel(
             return _times_rows(_widen_whole(narrow), of_blocks, inner.start // MX_BLOCK, columns)
 
         for inner in blocks(tm, depth_of_dot):
-            for columns in blocks(tn, 2 * BLOCK):
+            for columns in blocks(tn, 2 * MXU):
                 wide[1][inner, columns] = widened(1, inner, columns)
-            for rows in blocks(tk, BLOCK if scales.change or in_powers else 2 * BLOCK):
+            for rows in blocks(tk, MXU if scales.change or in_powers else 2 * MXU):
                 lhs_rows, column = widened(0, inner, rows), _columns(row_of(lhs_parts, inner.start, rows, masked=False))
-                for columns in blocks(tn, 2 * BLOCK):
+                for columns in blocks(tn, 2 * MXU):
                     before = acc[rows, columns]
                     if inner.start == 0:
                         before = jnp.where(first_of_group, 0.0, before)
@@ -1264,7 +1246,7 @@ def _tgmm_kernel(
     def _() -> None:
         def store(rows: Any) -> None:
             column = _columns(whole_axis(lhs_whole, rows))
-            for columns in blocks(tn, 2 * BLOCK):
+            for columns in blocks(tn, 2 * MXU):
                 total = _scaled(acc[rows, columns], column, whole_axis(rhs_whole, columns))
                 if debug:
                     total = debug("acc", total, jnp.full(total.shape, start < end))
@@ -1278,6 +1260,6 @@ def _tgmm_kernel(
                 store(pl.ds(rows.start + strip.start, strip.size))
 
         if lhs_whole is None:
-            _for_blocks(tk, BLOCK, store)
+            _for_blocks(tk, MXU, store)
         else:
             _for_blocks(tk, STRIPS * LANES, store_strips)

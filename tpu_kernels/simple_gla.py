@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 
 from op_arguments.debug import Debug
+from tpu_kernels._lib.arguments import Interpret
 from tpu_kernels.chunk_scan import chunk_bwd, chunk_fwd
 from tpu_kernels.fused_recurrent import recurrent_bwd, recurrent_fwd
 from tpu_kernels.gla import Output, differentiable
-from tpu_kernels.gmm import Interpret
 
 
 class Grads(NamedTuple):

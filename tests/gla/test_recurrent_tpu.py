@@ -11,8 +11,8 @@ import jax.numpy as jnp  # noqa: E402
 from jax.experimental import pallas as pl  # noqa: E402
 
 from op_arguments.gla import Problem  # noqa: E402
+from op_arguments.gmm import GroupMetadata  # noqa: E402
 from tpu_kernels import fused_recurrent as recurrent  # noqa: E402
-from tpu_kernels.gmm import GroupMetadata  # noqa: E402
 
 pytestmark = pytest.mark.tpu
 UNIT = 2.0**-24  # of what float32 rounds a number to

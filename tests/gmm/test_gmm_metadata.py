@@ -24,15 +24,15 @@ EDGES = [
 
 @pytest.mark.parametrize("cover", ["tiles", "groups"])
 @pytest.mark.parametrize(
-    ("package", "convert"),
+    ("package", "module", "convert"),
     [
-        pytest.param("tpu_kernels", to_jax, marks=pytest.mark.tpu),
-        pytest.param("gpu_reference", to_torch, marks=pytest.mark.gpu),
+        pytest.param("tpu_kernels", "_lib.visits", to_jax, marks=pytest.mark.tpu),
+        pytest.param("gpu_reference", "gmm", to_torch, marks=pytest.mark.gpu),
     ],
 )
-def test_visits_are_those_of_the_golden(package, convert, cover):
+def test_visits_are_those_of_the_golden(package, module, convert, cover):
     pytest.importorskip("jax" if package == "tpu_kernels" else "triton")
-    kernel = importlib.import_module(f"{package}.gmm").make_group_metadata
+    kernel = importlib.import_module(f"{package}.{module}").make_group_metadata
     for m, tm, sizes, groups in [(40, 8, sizes, 3) for sizes in SIZES] + EDGES:
         for offset in (0, 1, 2) if groups == 3 else (0, len(sizes) - groups):
             given = dict(m=m, tm=tm, num_groups=groups, cover=cover)
@@ -46,7 +46,7 @@ def test_visits_are_those_of_the_golden(package, convert, cover):
 def test_traced_sizes_and_offsets_that_could_not_be_checked_are_clipped():
     """No write is beyond the lists: sizes end where the rows do, and a shard where the experts do."""
     jax = pytest.importorskip("jax")
-    from tpu_kernels.gmm import make_group_metadata as kernel
+    from tpu_kernels._lib.visits import make_group_metadata as kernel
 
     given = dict(m=40, tm=8, num_groups=2, cover="tiles")
     traced = jax.jit(lambda sizes, offset: kernel(sizes, group_offset=offset, **given))

@@ -12,6 +12,7 @@ from parity.compilers.kernels import kernels as kernels_of  # noqa: E402
 from parity.interop import to_jax  # noqa: E402
 from tests.quantized.test_quantized_plans import on  # noqa: E402
 from tpu_kernels import gmm as kernels  # noqa: E402
+from tpu_kernels._lib import products, visits  # noqa: E402
 
 pytestmark = pytest.mark.tpu
 
@@ -118,9 +119,9 @@ def test_where_there_is_no_tpu_it_is_planned_for_the_newest():
         pytest.skip("needs a host without a TPU")
     with on("TPU7x"):
         newest = kernels._gmm_tiles(BF16, False, 1, 64, 64), kernels._tgmm_tiles(BF16, True, 1, 640, 640)
-        depth = kernels.dot_depth()
+        depth = products.dot_depth()
     assert newest == (kernels._gmm_tiles(BF16, False, 1, 64, 64), kernels._tgmm_tiles(BF16, True, 1, 640, 640))
-    assert depth == kernels.dot_depth()
+    assert depth == products.dot_depth()
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_where_there_is_no_tpu_it_is_planned_for_the_newest():
     ],
 )
 def test_steps_are_even_and_as_few_as_may_be(size, longest, step):
-    assert kernels.even_step(size, longest) == step
+    assert products.even_step(size, longest) == step
     assert step <= longest and -(-size // step) == -(-size // longest)
 
 
@@ -152,13 +153,13 @@ def test_steps_are_even_and_as_few_as_may_be(size, longest, step):
 )
 def test_a_tile_is_of_whole_registers_or_of_the_whole_axis(tile, sizes, fitted):
     problem = kernels.Problem(*sizes, groups=2, experts=2, out_dtype="float32")
-    assert kernels.fit_tile(tile, problem) == fitted
+    assert products.fit_tile(tile, problem, BF16) == fitted
 
 
 def test_a_result_is_small_where_it_has_16_bits_and_nothing_is_added_to():
-    small = {dtype: kernels.is_small(None, dtype) for dtype in ("float32", "bfloat16", "float16")}
+    small = {dtype: products.is_small(None, dtype) for dtype in ("float32", "bfloat16", "float16")}
     assert small == {"float32": False, "bfloat16": True, "float16": True}
-    assert not kernels.is_small(jax.numpy.zeros((1, 1), BF16), "bfloat16")
+    assert not products.is_small(jax.numpy.zeros((1, 1), BF16), "bfloat16")
 
 
 # ------------------------------------------------------------------------------------------------ dots of a step
@@ -220,7 +221,7 @@ def test_a_dot_is_fed_what_it_is_given_but_for_a_single_transposed_row(dtype, co
     depth = 32 if contract == (1, 1) else rows
     a = jax.ShapeDtypeStruct((8, depth) if contract[0] else (depth, 8), dtype)
     b = jax.ShapeDtypeStruct((rows, depth) if contract[1] else (depth, 1), dtype)
-    traced = jax.make_jaxpr(lambda a, b: kernels.dot(a, b, contract))(a, b)
+    traced = jax.make_jaxpr(lambda a, b: products.dot(a, b, contract))(a, b)
     (dot,) = _equations(traced.jaxpr, "dot_general")
     assert [str(operand.aval.dtype) for operand in dot[0].invars] == [fed] * 2
     highest = jax.lax.Precision.HIGHEST if fed == "float32" else jax.lax.Precision.DEFAULT
@@ -257,9 +258,10 @@ def test_a_visit_multiplies_the_blocks_that_hold_rows_of_its_group_and_no_others
         masked.append(shape[0])
         return plain_mask(first_row, shape, start, end)
 
-    plain_dot, plain_mask = kernels.dot, kernels.is_own_row
+    plain_dot, plain_mask = products.dot, visits.is_own_row
     monkeypatch.setattr(kernels, "dot", dot)
-    monkeypatch.setattr(kernels, "is_own_row", is_own_row)
+    for module in (kernels, visits):
+        monkeypatch.setattr(module, "is_own_row", is_own_row)
     rhs = (len(sizes), k, n) if name == "gmm" else (m, n)
     operands = [to_jax(np.ones(shape, np.float32)) for shape in ((m, k), rhs)]
     getattr(kernels, name)(*operands, to_jax(np.array(sizes, np.int32)), tiling=(512, 256, 128))
@@ -271,7 +273,7 @@ def test_a_visit_multiplies_the_blocks_that_hold_rows_of_its_group_and_no_others
 
 @pytest.mark.parametrize(("tm", "height"), [(64, 32), (48, 48), (16, 16)])
 def test_copies_go_by_whole_registers_where_they_can(monkeypatch, tm, height):
-    masked, plain = set(), kernels.is_own_row
-    monkeypatch.setattr(kernels, "is_own_row", lambda *given: masked.add(given[1][0]) or plain(*given))
+    masked, plain = set(), visits.is_own_row
+    monkeypatch.setattr(visits, "is_own_row", lambda *given: masked.add(given[1][0]) or plain(*given))
     dots(kernels.tgmm, (96, 8), (96, 9), tiling=(tm, 128, 128))
     assert masked == {height}

@@ -65,6 +65,7 @@ def test_parity_imports_frameworks_only_where_they_are_needed():
 
 
 def test_the_kernel_packages_mirror_each_other():
+    """In what they offer; what their kernels share lies in `_lib/`."""
     goldens, *others = (
         {p.relative_to(ROOT / package).as_posix() for p in files(package) if p.parent.name != "_lib"}
         for package in KERNEL_PACKAGES

@@ -122,8 +122,7 @@ def test_rows_of_no_group_are_zero_or_what_was_there(sizes, existing):
 )
 def test_a_block_that_begins_where_a_group_ends_counts_for_nothing(function, generation, monkeypatch):
     """Its scale may be NaN, before the group and after it, in a whole tile or not, and inside a block of rows."""
-    for module in ("gmm", "quantized_gmm"):
-        monkeypatch.setattr(pytest.importorskip(f"tpu_kernels.{module}"), "tpu_generation", lambda: generation)
+    monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)
     rng, m, sizes = RNG(), 768, np.array([64, 96, 0, 288, 64, 256], np.int32)  # 448 to 512 are of the fifth group
     k, n = 64 + generation, 24 + generation  # no other test has these sizes: a compiled kernel would be found again
     of_scale = E8M0 if function == "grouped_gemm" else F32
@@ -156,8 +155,7 @@ def test_a_block_that_begins_where_a_group_ends_counts_for_nothing(function, gen
 )
 def test_a_whole_tile_is_multiplied_pass_by_pass(generation, block, columns, tile, n, monkeypatch):
     """All of its rows and columns, once, in the last step along K too, which is shorter."""
-    for module in ("gmm", "quantized_gmm", "hardware"):
-        monkeypatch.setattr(pytest.importorskip(f"tpu_kernels.{module}"), "tpu_generation", lambda: generation)
+    monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)
     tm, tk, _ = tile
     rng, m, k = RNG(), tm + 90, tk + tk // 2
     n += generation if columns == 1 else 0  # no other test has these sizes: a compiled kernel would be found again
@@ -257,14 +255,3 @@ def test_what_is_watched_is_said_to_be_there_where_a_group_has_rows(function):
     there = np.arange(64) < sizes.sum() if function == "gmm_quantized" else sizes > 0
     np.testing.assert_array_equal(got, np.broadcast_to(there.reshape(-1, *[1] * (got.ndim - 1)), got.shape))
     assert sites == {"acc"}
-
-
-def test_a_tile_is_of_whole_registers_or_of_all_there_is():
-    from op_arguments.quantized_gmm import QuantizedProblem
-
-    def problem(size):
-        return QuantizedProblem(size, size, size, 2, 2, "float32", size, (1, 1), (1, 1))
-
-    assert quantized_gmm._fit((33, 129, 257), problem(4096)) == (64, 256, 384)
-    assert quantized_gmm._fit((32, 128, 256), problem(4096)) == (32, 128, 256)
-    assert quantized_gmm._fit((512, 512, 512), problem(300)) == (300, 300, 300)

@@ -89,7 +89,7 @@ def test_all_of_it_compiles(chip):
 
 
 def check(chip, names):
-    from tpu_kernels.hardware import matmul_path
+    from tpu_kernels._lib.chip import matmul_path
 
     named = {name: matmul for name, matmul in matmuls(chip).items() if name in names}
     programs = {name: program for name, (_, program) in named.items()}

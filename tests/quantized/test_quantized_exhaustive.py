@@ -108,7 +108,7 @@ def test_every_byte_is_widened(generation, monkeypatch):
 
     from tpu_kernels import quantized_gmm
 
-    monkeypatch.setattr(quantized_gmm, "tpu_generation", lambda: generation)
+    monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)
     codes = np.arange(256, dtype=np.uint8).repeat(128).reshape(256, 128)
     codes = np.concatenate([codes, np.random.default_rng(0).permuted(codes, axis=0)]).view(ml_dtypes.float8_e4m3fn)
 

@@ -261,7 +261,8 @@ def test_blocks_are_transposed_where_they_are_no_whole_registers_nor_whole_axes(
 )
 def test_tiles_of_the_quantisers_hold_whole_blocks_and_no_more_than_others(shape, blocks, tiles):
     pytest.importorskip("jax")
-    from tpu_kernels.quantize import LANES, SUBLANES, Tiles, _tiles
+    from tpu_kernels._lib.chip import LANES
+    from tpu_kernels.quantize import SUBLANES, Tiles, _tiles
 
     got = _tiles((3, *shape), blocks)
     assert got == Tiles(*tiles)

@@ -7,7 +7,7 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp
 
-from tpu_kernels import hardware
+from tpu_kernels._lib import chip
 
 KINDS = {
     "TPU v4": 4, "TPU v5 lite": 5, "TPU v5e": 5, "TPU v5": 5, "TPU v5p": 5, "TPU v6 lite": 6, "TPU v6e": 6, "TPU7x": 7,
@@ -18,17 +18,17 @@ FP8, E5M2, INT8, BF16, F16, F32 = (
 
 
 def test_every_kind_has_its_generation():
-    assert {kind: hardware.tpu_generation(kind) for kind in KINDS} == KINDS
+    assert {kind: chip.tpu_generation(kind) for kind in KINDS} == KINDS
     with pytest.raises(ValueError, match=r"kind must be one of TPU v4, .*, TPU7x, got 'TPU v3'"):
-        hardware.tpu_generation("TPU v3")
+        chip.tpu_generation("TPU v3")
 
 
 def test_without_a_tpu_there_is_no_generation():
     if jax.default_backend() == "tpu":
         pytest.skip("needs a host without a TPU")
-    assert (hardware.tpu_kind(), hardware.is_tpu(), hardware.tpu_generation()) == (None, False, None)
-    assert not hardware.supports_matmul(BF16)
-    assert hardware.select_input_dtype(FP8, FP8) == FP8  # as on the newest
+    assert (chip.tpu_kind(), chip.is_tpu(), chip.tpu_generation()) == (None, False, None)
+    assert not chip.supports_matmul(BF16)
+    assert chip.select_input_dtype(FP8, FP8) == FP8  # as on the newest
 
 
 def test_the_target_of_an_ahead_of_time_compilation_is_the_tpu_in_question():
@@ -36,14 +36,14 @@ def test_the_target_of_an_ahead_of_time_compilation_is_the_tpu_in_question():
         device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
         mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
         with jax.sharding.use_abstract_mesh(mesh):
-            assert hardware.tpu_kind() == (kind if kind.startswith("TPU") else None)
+            assert chip.tpu_kind() == (kind if kind.startswith("TPU") else None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dots_of_8_bits_came_with_v5_and_float16_never(kind):
-    assert all(hardware.supports_matmul(dtype, kind) for dtype in (F32, BF16))
-    assert not hardware.supports_matmul(F16, kind)
-    assert {hardware.supports_matmul(dtype, kind) for dtype in (FP8, E5M2, INT8)} == {KINDS[kind] >= 5}
+    assert all(chip.supports_matmul(dtype, kind) for dtype in (F32, BF16))
+    assert not chip.supports_matmul(F16, kind)
+    assert {chip.supports_matmul(dtype, kind) for dtype in (FP8, E5M2, INT8)} == {KINDS[kind] >= 5}
 
 
 def test_a_dot_is_fed_the_narrowest_dtype_that_holds_both_and_is_supported():
@@ -52,12 +52,16 @@ def test_a_dot_is_fed_the_narrowest_dtype_that_holds_both_and_is_supported():
         ("TPU7x", FP8, E5M2): BF16, ("TPU7x", BF16, INT8): BF16, ("TPU7x", BF16, BF16): BF16,
         ("TPU7x", BF16, F32): F32, ("TPU7x", F16, F16): F32, ("TPU7x", F16, FP8): F32,
     }  # fmt: skip
-    assert {key: hardware.select_input_dtype(key[1], key[2], key[0]) for key in fed} == fed
-    assert hardware.select_input_dtype(jnp.zeros(1, BF16), jnp.zeros(1, FP8), "TPU7x") == BF16  # arrays as well
+    assert {key: chip.select_input_dtype(key[1], key[2], key[0]) for key in fed} == fed
+    assert chip.select_input_dtype(jnp.zeros(1, BF16), jnp.zeros(1, FP8), "TPU7x") == BF16  # arrays as well
 
 
 def test_the_path_of_a_quantised_matmul_by_generation():
-    paths = {dtype: [hardware.matmul_path(dtype, dtype, g)[0] for g in (4, 5, 6, 7)] for dtype in (FP8, INT8)}
+    paths = {dtype: [chip.matmul_path(dtype, dtype, g)[0] for g in (4, 5, 6, 7)] for dtype in (FP8, INT8)}
     assert paths == {FP8: ["bfloat16"] * 3 + ["fp8"], INT8: ["bfloat16", "int8", "int8", "bfloat16"]}
-    assert hardware.matmul_path(BF16, INT8, 6)[0] == "bfloat16"
-    assert hardware.matmul_path(F16, FP8, 7)[0] == hardware.matmul_path(F32, FP8, 7)[0] == "float32"
+    assert chip.matmul_path(BF16, INT8, 6)[0] == "bfloat16"
+    assert chip.matmul_path(F16, FP8, 7)[0] == chip.matmul_path(F32, FP8, 7)[0] == "float32"
+
+
+def test_a_register_has_eight_rows_of_32_bits():
+    assert [chip.sublanes(dtype) for dtype in (F32, BF16, F16, INT8, FP8)] == [8, 16, 16, 32, 32]

@@ -1,5 +1,6 @@
 """Planted faults: each is put into a copy of a kernel's source, and cases of the default tier must catch it."""
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -22,8 +23,7 @@ PACKAGES = {"tpu": "tpu_kernels", "gpu": "gpu_reference"}
 class Fault:
     """`old` becomes `new` in a module of the backend; `ops` must catch it in a case that `where` admits.
 
-    `data` takes the place of the cases' own. `public`: the module that has the ops, where that is another one, which
-    imports from `module`.
+    `data` takes the place of the cases' own. `public`: the module that has the ops, where that is another one.
     """
 
     name: str
@@ -68,6 +68,7 @@ FAULTS = [
         "the last tile is never visited", "tpu", ("gmm", "tgmm"),
         "num_visits[0] = visit",
         "num_visits[0] = visit - 1",
+        module="_lib.visits", public="gmm",
     ),
     Fault(
         "the last tile is never visited", "gpu", ("gmm",),
@@ -103,7 +104,7 @@ FAULTS = [
         "an empty group is left unwritten", "tpu", ("tgmm",),
         'empty_tiles = 1 if cover == "groups" else 0',
         "empty_tiles = 0",
-        empty_groups,
+        empty_groups, "_lib.visits", public="gmm",
     ),
     Fault(
         "an empty group is left unwritten", "gpu", ("tgmm",),
@@ -151,7 +152,7 @@ FAULTS = [
         "group_offset is off by one", "tpu", ("gmm", "tgmm"),
         "return jnp.asarray(group_offset, jnp.int32).reshape(1)",
         "return jnp.maximum(jnp.asarray(group_offset, jnp.int32).reshape(1) - 1, 0)",
-        sharded,
+        sharded, "_lib.arguments", public="gmm",
     ),
     Fault(
         "group_offset is off by one", "gpu", ("gmm",),
@@ -215,7 +216,7 @@ FAULTS = [
         "a group boundary inside a tile is off by one", "tpu", ("gmm", "tgmm"),
         "return jnp.maximum(start, 0), jnp.minimum(end, tm)",
         "return jnp.maximum(start - 1, 0), jnp.minimum(end, tm)",
-        boundaries_in_tiles,
+        boundaries_in_tiles, "_lib.visits", public="gmm",
     ),
     Fault(
         "a group boundary inside a tile is ignored", "gpu", ("gmm",),
@@ -245,24 +246,26 @@ FAULTS = [
 
 
 def plant(fault: Fault, folder: Path) -> ModuleType:
-    """The module with the ops of the fault's backend, with the fault in it or in what it imports."""
+    """The module with the ops of the fault's backend, with the fault in it or in what is behind it."""
     package = PACKAGES[fault.backend]
-    file = f"{package}/{fault.module}.py"
+    file = f"{package}/{fault.module.replace('.', '/')}.py"
     source = (ROOT / file).read_text()
     assert source.count(fault.old) == 1, f"{fault.old!r} occurs {source.count(fault.old)} times in {file}"
     path = folder / f"planted_{fault.backend}.py"
     path.write_text(source.replace(fault.old, fault.new))
-    module = load(path, path.stem)
     if not fault.public:
-        return module
-    with patch.dict(sys.modules, {f"{package}.{fault.module}": module}):
-        return load(ROOT / package / f"{fault.public}.py", f"{path.stem}_{fault.public}")
+        return load(path, path.stem)
+    with patch.dict(sys.modules):
+        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            del sys.modules[name]  # all that import the module with the fault are made anew
+        load(path, f"{package}.{fault.module}")
+        return importlib.import_module(f"{package}.{fault.public}")
 
 
 def load(path: Path, name: str) -> ModuleType:
-    """A fresh copy of the module in a file."""
+    """A fresh copy of the module in a file, imported under a name."""
     spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 

@@ -12,8 +12,8 @@ def in_layer(name, backend, op, old, new, where=lambda c: c.tier == "smoke"):
     return Fault(name, backend, (op,), old, new, where, "moe")
 
 
-def in_gradient(name, backend, old, new):
-    return Fault(name, backend, ("moe_layer_bwd",), old, new, idle_experts, "gmm", public="moe")
+def in_gradient(name, backend, old, new, module):
+    return Fault(name, backend, ("moe_layer_bwd",), old, new, idle_experts, module, public="moe")
 
 
 def drops(c):
@@ -87,11 +87,13 @@ FAULTS = [
         "the gradient of an empty group is left unwritten", "tpu",
         'empty_tiles = 1 if cover == "groups" else 0',
         "empty_tiles = 0",
+        "_lib.visits",
     ),
     in_gradient(
         "the gradient of an empty group is left unwritten", "gpu",
         "in_out = in_k & in_columns",
         "in_out = in_k & (column < tl.where(start < end, n, 0))",
+        "gmm",
     ),
 ]  # fmt: skip
 

@@ -84,7 +84,7 @@ FAULTS = [
         "an empty group's gradient is left unwritten", "tpu",
         'empty_tiles = 1 if cover == "groups" else 0',
         "empty_tiles = 0",
-        empty_groups, "gmm", "quantized_gmm",
+        empty_groups, "_lib.visits", "quantized_gmm",
     ),
     in_matmul(
         "an empty group's gradient is left unwritten", "gpu",

@@ -145,10 +145,12 @@ DOT = "lax.dot_general(a, b, axes, precision=precision, preferred_element_type=j
 )
 def test_a_precision_regression_in_a_copy_of_the_kernel_fails_and_is_named(old, new, outcome, tmp_path, monkeypatch):
     pytest.importorskip("jax")
-    source = (ROOT / "tpu_kernels/gmm.py").read_text()
-    assert source.count(old) == 1
+    products = (ROOT / "tpu_kernels/_lib/products.py").read_text()
+    assert products.count(old) == 1
     module = f"planted_{tmp_path.name}"  # of every test its own
-    (tmp_path / f"{module}.py").write_text(source.replace(old, new))
+    (tmp_path / f"{module}_products.py").write_text(products.replace(old, new))
+    kernel = (ROOT / "tpu_kernels/gmm.py").read_text()
+    (tmp_path / f"{module}.py").write_text(kernel.replace("tpu_kernels._lib.products", f"{module}_products"))
     monkeypatch.syspath_prepend(tmp_path)
     case = next(c for c in GMM.cases if representative(c) and c.dtype == "float32")
 

@@ -1,4 +1,4 @@
-"""Which TPU a kernel is traced for, and what its matrix unit multiplies.
+"""The TPU that a kernel is traced for: its registers, its memory, and what its matrix unit multiplies.
 
 `kind` is a JAX device kind (`"TPU7x"`). Where it is not given, the answers are about the abstract mesh in use (the
 target of an ahead-of-time compilation), else about JAX's default backend.
@@ -10,6 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from op_arguments.quantized_gmm import dot_dtype
+
+LANES = 128
+"""Of a vector register; it has 8 sublanes of 32 bits."""
+MXU = 256
+"""The width of the matrix unit on v6e and tpu7x; fewer rows cost no less than loading its weights."""
+NEWEST = 7
 
 _GENERATIONS = {
     "TPU v4": 4,
@@ -50,6 +56,21 @@ def tpu_generation(kind: str | None = None) -> int | None:
     if kind not in _GENERATIONS:
         raise ValueError(f"kind must be one of {', '.join(_GENERATIONS)}, got {kind!r}")
     return _GENERATIONS[kind]
+
+
+def generation() -> int:
+    """The generation that a kernel is traced for: where there is no TPU, and it is interpreted, the newest."""
+    return tpu_generation() or NEWEST
+
+
+def sublanes(dtype: Any) -> int:
+    """How many rows of `dtype` a vector register holds: 8 of 32 bits, 16 of 16, 32 of 8."""
+    return 32 // jnp.dtype(dtype).itemsize
+
+
+def default_vmem() -> int:
+    """The bytes of VMEM that a kernel has if it asks for none: 16 MiB, 32 MiB from v6e on."""
+    return 2**24 if generation() < 6 else 2**25
 
 
 def supports_matmul(dtype: Any, kind: str | None = None) -> bool:

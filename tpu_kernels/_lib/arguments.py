@@ -1,0 +1,47 @@
+"""What every kernel does with the arguments of a call: values that are known, an offset, operands without float16."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+from tpu_kernels._lib.chip import is_tpu
+
+Interpret = bool | pltpu.InterpretParams | None
+
+
+def concrete_values(group_sizes: Any) -> list[int] | None:
+    """The values of group_sizes, or None where it is traced (or not the vector it should be: the check says so)."""
+    if isinstance(group_sizes, jax.core.Tracer) or len(getattr(group_sizes, "shape", ())) != 1:
+        return None
+    return [int(size) for size in np.asarray(group_sizes)]
+
+
+def static_scalar(value: Any) -> Any:
+    """The int in a concrete integer scalar ([] or [1]); anything else as it is, for the check to judge."""
+    concrete = isinstance(value, jax.Array | np.ndarray | np.integer) and not isinstance(value, jax.core.Tracer)
+    return int(value.reshape(())) if concrete and value.size == 1 and value.dtype.kind == "i" else value
+
+
+def as_vector(group_offset: int | jax.Array, most: int) -> jax.Array:
+    """group_offset as the kernels read it: int32 [1], clipped where a traced one could not be checked."""
+    if not isinstance(group_offset, int):
+        group_offset = jnp.clip(group_offset, 0, most)
+    return jnp.asarray(group_offset, jnp.int32).reshape(1)
+
+
+def resolve_interpret(interpret: Interpret) -> bool | pltpu.InterpretParams:
+    """interpret, or where it is None whether there is no TPU."""
+    return not is_tpu() if interpret is None else interpret
+
+
+def kernel_operand(x: jax.Array) -> jax.Array:
+    """x as Mosaic can load it: it has no float16."""
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+
+
+def kernel_dtype(name: str) -> Any:
+    """The dtype in which the kernel stores an output that XLA hands over as dtype `name`."""
+    return jnp.dtype("float32" if name == "float16" else name)

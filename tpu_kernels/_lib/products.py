@@ -1,0 +1,69 @@
+"""How a matmul is cut into tiles, steps and dots, and what a dot is."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from op_arguments.gmm import Problem
+from op_arguments.quantized_gmm import QuantizedProblem
+from tpu_kernels._lib import chip
+from tpu_kernels._lib.chip import LANES, MXU, sublanes
+
+Tile = tuple[int, int, int]
+
+
+def is_small(existing_out: jax.Array | None, out_dtype: str) -> bool:
+    """Whether a result takes so little memory that there is room for a larger tile: 16 bits, and none to add to."""
+    return existing_out is None and jnp.dtype(out_dtype).itemsize == 2
+
+
+def even_step(size: int, longest: int, unit: int = MXU) -> int:
+    """Of the fewest steps along an axis the most even ones, of whole units; the matrix unit multiplies all of each."""
+    steps = pl.cdiv(max(size, 1), longest)
+    return max(size, 1) if steps == 1 else pl.cdiv(pl.cdiv(size, steps), unit) * unit
+
+
+def fit_tile(tile: Tile, p: Problem | QuantizedProblem, narrowest: Any) -> Tile:
+    """The tile, capped to the problem; what is left smaller is rounded up to whole registers, as Mosaic asks.
+
+    narrowest: of the dtypes that the kernel takes. Its registers are whole ones of all wider dtypes too.
+    """
+
+    def fit(size: int, unit: int, whole: int) -> int:
+        return min(pl.cdiv(size, unit) * unit, whole)
+
+    tm, tk, tn = tile
+    return fit(tm, sublanes(narrowest), p.m), fit(tk, LANES, p.k), fit(tn, LANES, p.n)
+
+
+def blocks(size: int, width: int) -> list[Any]:
+    """The slices of `width`, the last one maybe less, that make up an axis of `size`.
+
+    A dot over a whole tile needs more registers than there are, and spills.
+    """
+    return [pl.ds(first, min(width, size - first)) for first in range(0, size, width)]
+
+
+def dot_depth(changed: bool = False) -> int:
+    """How deep a dot may be, where an operand is changed in registers (transposed, widened) or not.
+
+    The matrix unit of tpu7x adds up what it multiplies. Those before it leave that to registers, which run out: the
+    sums go through memory as often as keeps them from spilling.
+    """
+    if chip.generation() >= 7:
+        return 2**20  # more than any tile has
+    return 2 * MXU if chip.generation() == 6 and not changed else MXU
+
+
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """float32 sums over axis `contract[0]` of a and `contract[1]` of b."""
+    if contract == (1, 1) and b.shape[0] == 1:
+        # Pallas takes a bfloat16 product with a single row for a matrix-vector one, and fails to lower that to float32.
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    # bfloat16 products are exact in one pass, and Mosaic refuses HIGHEST for them; float32 takes six.
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    axes = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)

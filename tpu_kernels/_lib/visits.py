@@ -1,0 +1,211 @@
+"""Visits: which row tile a step of the grid multiplies, and for which group.
+
+A tile that straddles groups is visited once for each. The list of visits is made on the device by a small kernel of
+its own and steers the main kernel by scalar prefetch, as in MegaBlocks (Gale et al. 2022, arXiv:2211.15841) and JAX's
+megablox. The main kernel reads here which rows of a tile are its group's, and multiplies, masks and copies those.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from op_arguments.gmm import GroupMetadata, check_group_metadata
+from tpu_kernels._lib.arguments import Interpret, as_vector, concrete_values, resolve_interpret, static_scalar
+from tpu_kernels._lib.chip import MXU, sublanes
+
+COPY_ROWS = sublanes(jnp.int8)  # of a masked copy at a time: one packed 8-bit register, two 16-bit ones
+
+
+def make_group_metadata(
+    group_sizes: jax.Array,
+    *,
+    m: int,
+    tm: int,
+    group_offset: int | jax.Array = 0,
+    num_groups: int,
+    cover: Literal["tiles", "groups"],
+    interpret: Interpret = None,
+) -> GroupMetadata:
+    """The (group, row tile) pairs that a kernel with row tiles of `tm` visits; see `GroupMetadata`.
+
+    Every pair of a non-empty active group and a tile that holds rows of it, in row order. `cover="tiles"` (gmm)
+    adds the tiles without active rows, once each: leading ones as group 0, trailing ones as the last non-empty
+    group (0 if none), so that no further weights are fetched for them. `cover="groups"` (tgmm) adds each empty
+    active group, once, at the tile its start falls in (the last tile where that is beyond the rows).
+    Raises ValueError or TypeError as `op_arguments.gmm.check_group_metadata`; values outside tracing only.
+    """
+    group_offset = static_scalar(group_offset)
+    check_group_metadata(
+        group_sizes,
+        m=m,
+        tm=tm,
+        group_offset=group_offset,
+        num_groups=num_groups,
+        cover=cover,
+        sizes=concrete_values(group_sizes),
+    )
+    return group_metadata(
+        group_sizes,
+        as_vector(group_offset, group_sizes.shape[0] - num_groups),
+        m=m,
+        tm=tm,
+        num_groups=num_groups,
+        cover=cover,
+        interpret=resolve_interpret(interpret),
+    )
+
+
+@partial(jax.jit, static_argnames=("m", "tm", "num_groups", "cover", "interpret"))
+def group_metadata(
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    *,
+    m: int,
+    tm: int,
+    num_groups: int,
+    cover: str,
+    interpret: bool | pltpu.InterpretParams,
+) -> GroupMetadata:
+    """`make_group_metadata` of checked arguments; group_offset as `as_vector` gives it."""
+    (experts,) = group_sizes.shape
+    tiles = pl.cdiv(m, tm)
+    lengths = GroupMetadata(experts + 1, tiles + num_groups, tiles + num_groups, 1)
+    if tiles == 0:
+        return GroupMetadata(*(jnp.zeros(length, jnp.int32) for length in lengths))
+    if experts == 0:
+        group_sizes = jnp.zeros(1, jnp.int32)  # an operand in SMEM cannot be empty
+    smem = pl.BlockSpec(memory_space=pltpu.SMEM)
+    return GroupMetadata(
+        *pl.pallas_call(
+            partial(_group_metadata_kernel, m=m, tm=tm, num_groups=num_groups, experts=experts, cover=cover),
+            out_shape=[jax.ShapeDtypeStruct((length,), jnp.int32) for length in lengths],
+            in_specs=[smem, smem],
+            out_specs=[smem] * len(lengths),
+            cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=4 * (1 + experts + sum(lengths))),
+            interpret=interpret,
+            name="group_metadata",
+        )(group_offset, group_sizes)
+    )
+
+
+def _group_metadata_kernel(
+    group_offset: Any,
+    group_sizes: Any,
+    group_offsets: Any,
+    group_ids: Any,
+    tile_ids: Any,
+    num_visits: Any,
+    *,
+    m: int,
+    tm: int,
+    num_groups: int,
+    experts: int,
+    cover: str,
+) -> None:
+    tiles = pl.cdiv(m, tm)
+
+    def add_size(expert: Any, end: Any) -> Any:
+        # Bad sizes go unseen under tracing; clipped, they give wrong numbers, but no write beyond the lists.
+        end += jnp.clip(group_sizes[expert], 0, m - end)
+        group_offsets[expert + 1] = end
+        return end
+
+    group_offsets[0] = 0
+    lax.fori_loop(0, experts, add_size, 0)
+    offset = group_offset[0]
+
+    def add_visits(group: Any, first_tile: Any, end_tile: Any, visit: Any) -> Any:
+        def add(tile: Any, visit: Any) -> Any:
+            group_ids[visit] = group
+            tile_ids[visit] = tile
+            return visit + 1
+
+        return lax.fori_loop(first_tile, end_tile, add, visit)
+
+    def add_group(group: Any, carry: Any) -> Any:
+        visit, last_group = carry
+        start, end = group_offsets[offset + group], group_offsets[offset + group + 1]
+        first_tile = jnp.minimum(start // tm, tiles - 1)
+        empty_tiles = 1 if cover == "groups" else 0
+        end_tile = jnp.where(start < end, pl.cdiv(end, tm), first_tile + empty_tiles)
+        return add_visits(group, first_tile, end_tile, visit), jnp.where(start < end, group, last_group)
+
+    active_start, active_end = group_offsets[offset], group_offsets[offset + num_groups]
+    any_active = active_start < active_end
+    leading = jnp.where(any_active, active_start // tm, tiles) if cover == "tiles" else 0
+    visit = add_visits(0, 0, leading, 0)
+    visit, last_group = lax.fori_loop(0, num_groups, add_group, (visit, 0))
+    if cover == "tiles":
+        trailing = jnp.where(any_active, pl.cdiv(active_end, tm), tiles)
+        visit = add_visits(last_group, trailing, tiles, visit)
+    num_visits[0] = visit
+
+    def repeat_last(index: Any, _: Any) -> Any:
+        last = jnp.maximum(visit - 1, 0)
+        group_ids[index] = jnp.where(visit > 0, group_ids[last], 0)
+        tile_ids[index] = jnp.where(visit > 0, tile_ids[last], 0)
+
+    lax.fori_loop(visit, tiles + num_groups, repeat_last, None)
+
+
+# ------------------------------------------------------------------------------------------------ rows of a visit
+
+
+def rows_of_visit(
+    visit: Any, group_ids: Any, tile_ids: Any, group_offsets: Any, group_offset: Any, tm: int
+) -> tuple[Any, Any]:
+    """The rows [start, end) of the visit's tile that belong to its group; start >= end where none do."""
+    group = group_offset[0] + group_ids[visit]
+    first_row = tile_ids[visit] * tm
+    start, end = group_offsets[group] - first_row, group_offsets[group + 1] - first_row
+    return jnp.maximum(start, 0), jnp.minimum(end, tm)
+
+
+def row_block(tm: int) -> int:
+    """How many of a tile's tm rows are multiplied at a time where the tile is not one group's alone."""
+    return tm if tm % MXU else MXU
+
+
+def for_row_blocks(start: Any, end: Any, tm: int, body: Callable[[Any], None]) -> None:
+    """body(rows) for each block of `row_block(tm)` rows that has part in rows [start, end) of a tile, in order."""
+    height = row_block(tm)
+
+    @pl.when(start < end)
+    def _() -> None:
+        if height == tm:
+            body(pl.ds(0, tm))
+        else:
+            first, last = lax.div(start, height), lax.div(end - 1, height)
+            lax.fori_loop(first, last + 1, lambda i, _: body(pl.ds(pl.multiple_of(i * height, height), height)), None)
+
+
+def is_own_row(first_row: Any, shape: tuple[int, ...], start: Any, end: Any) -> jax.Array:
+    """Which elements of a block of `shape`, the first row of which is first_row, are in rows [start, end)."""
+    row = first_row + lax.broadcasted_iota(jnp.int32, shape, 0)
+    return (start <= row) & (row < end)
+
+
+def copy_own_rows(copies: Sequence[tuple[Any, Any]], rows: Any, start: Any, end: Any) -> None:
+    """Copy `rows` of each (tile, block) of `copies`, with zeros for those not in [start, end).
+
+    The others may hold NaN or infinities, and 0 * NaN is NaN: both operands of a sum over rows need it. A loop and
+    memory of its own, as masks made between the products need more registers than there are.
+    """
+    height = COPY_ROWS if rows.size % COPY_ROWS == 0 else rows.size
+
+    def copy(first: Any) -> None:
+        for tile, block in copies:
+            x = tile[pl.ds(rows.start + first, height), :]
+            own = is_own_row(rows.start + first, x.shape, start, end)
+            block[pl.ds(first, height), :] = jnp.where(own, x, jnp.zeros_like(x))
+
+    if height == rows.size:
+        copy(0)
+    else:
+        lax.fori_loop(0, rows.size // height, lambda i, _: copy(pl.multiple_of(i * height, height)), None)
