@@ -39,7 +39,7 @@ from gpu_reference._lib.hardware import check_devices, computes_bfloat16, is_int
 from gpu_reference._lib.launch import Launch
 from gpu_reference._lib.operands import values
 from gpu_reference._lib.tiles import block_of
-from gpu_reference.fused_recurrent import Gates, Gradients
+from gpu_reference.fused_recurrent import Gates, Gradients, Output
 from op_arguments.debug import Debug
 from op_arguments.gla import Problem, check_backward, check_forward, check_fused, check_precision
 
@@ -132,7 +132,7 @@ def chunk_fwd(
     precision: str = "ieee",
     fused: bool | None = None,
     debug: Debug = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Output:
     """(o, ht): `o_t = scale q_t^T S_t`, and the state after the last step where output_final_state, else None.
 
     q, k [B, T, H, K], v [B, T, H, V]: all float32 or all bfloat16, of any strides. gates: natural logs of the decays,
@@ -173,12 +173,12 @@ def chunk_fwd(
             chunk_size=chunk_size,
             fused=fused,
         )
-        return o.to(q.dtype), ht
+        return Output(o.to(q.dtype), ht)
 
     o = _rows((p.b, p.t, p.h, p.v), q.dtype, device, cu_seqlens)
     ht = _states(p, p.n, device) if output_final_state else None
     if 0 in (p.b * p.t, p.h, p.k, p.v):
-        return o.zero_(), _copied(initial_state, ht)
+        return Output(o.zero_(), _copied(initial_state, ht))
     q, k, v, cu_seqlens = (_contiguous(x) for x in (q, k, v, cu_seqlens))
     first_states, last_states = _contiguous(initial_state), ht
     block = forward_block(p, chunk_size, per_channel="gk" in gates)
@@ -203,7 +203,7 @@ def chunk_fwd(
         fused=fused,
         debug=debug,
     ).run(device)
-    return o, ht
+    return Output(o, ht)
 
 
 def chunk_bwd(
@@ -325,20 +325,21 @@ def chunk_bwd(
 
 
 def differentiable(
-    forward: Callable[..., tuple[Tensor, Tensor | None]],
+    forward: Callable[..., Output],
     backward: Callable[..., Gradients],
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     gates: Gates,
-    initial_state: Tensor | None,
+    initial_state: Tensor | None = None,
     **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> Output:
     """`forward` (`chunk_fwd` or `recurrent_fwd`), whose gradients `backward` computes."""
-    result: tuple[Tensor, Tensor | None] = _Scan.apply(  # type: ignore[no-untyped-call]
+    applied = _Scan.apply(  # type: ignore[no-untyped-call]
         forward, backward, tuple(gates), options, q, k, v, initial_state, *gates.values()
     )
-    return result
+    return Output(*applied)
 
 
 class _Scan(torch.autograd.Function):

@@ -44,6 +44,13 @@ TILE = 4096  # elements of a state in a program: 32 registers a thread with four
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 
+class Output(NamedTuple):
+    """o, and the final state where it was asked for."""
+
+    o: Tensor
+    ht: Tensor | None
+
+
 class Gradients(NamedTuple):
     """The gradients of the arguments of `recurrent_fwd`; None for those that are None. dgates by the gates' names."""
 
@@ -66,7 +73,7 @@ def recurrent_fwd(
     cu_seqlens: Tensor | None = None,
     reverse: bool = False,
     debug: Debug = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Output:
     """(o, ht): `o_t = scale q_t^T S_t`, and the state after the last step where output_final_state, else None.
 
     q, k [B, T, H, K], v [B, T, H, V]: all float32 or all bfloat16, of any strides. gates: natural logs of the decays,
@@ -102,12 +109,12 @@ def recurrent_fwd(
             cu_seqlens=cu_seqlens,
             reverse=reverse,
         )
-        return o.to(q.dtype), ht
+        return Output(o.to(q.dtype), ht)
 
     o = _rows((p.b, p.t, p.h, p.v), q.dtype, device, cu_seqlens)
     ht = _states(p, device, p.n) if output_final_state else None
     forward_launch(p, q, k, v, gates, initial_state, cu_seqlens, o, ht, reverse, debug).run(device)
-    return o, ht
+    return Output(o, ht)
 
 
 def recurrent_bwd(

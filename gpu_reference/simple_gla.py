@@ -2,25 +2,16 @@
 
     S_t = a_t S_{t-1} + k_t v_tᵀ        o_t = scale · q_tᵀ S_t        a_t = exp(g_t + g_gamma)
 
-The arithmetic is in `chunk_scan` and `fused_recurrent`.
+The arithmetic is in `chunk_scan` and `fused_recurrent`; the options are those of `op_arguments.gla`.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
 from gpu_reference.chunk_scan import chunk_bwd, chunk_fwd, differentiable
-from gpu_reference.fused_recurrent import Gradients, recurrent_bwd, recurrent_fwd
-from op_arguments.debug import Debug
-
-Precision = Literal["ieee", "bf16x3"]
-
-
-class Output(NamedTuple):
-    """o, and the final state where it was asked for."""
-
-    o: Any
-    ht: Any
+from gpu_reference.fused_recurrent import Gradients, Output, recurrent_bwd, recurrent_fwd
+from op_arguments.gla import ChunkOptions, RecurrentOptions, options_of
 
 
 class Grads(NamedTuple):
@@ -34,6 +25,7 @@ class Grads(NamedTuple):
     dh0: Any
 
 
+@options_of(chunk_fwd)
 def chunk_simple_gla(
     q: Tensor,
     k: Tensor,
@@ -41,34 +33,18 @@ def chunk_simple_gla(
     *,
     g: Tensor | None = None,
     g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
-    precision: Precision = "ieee",
     fused: bool | None = None,
+    **options: Unpack[ChunkOptions],
 ) -> Output:
     """`chunk_simple_gla_fwd`, differentiable in its tensors."""
-    return Output(
-        *differentiable(
-            chunk_fwd,
-            chunk_bwd,
-            q,
-            k,
-            v,
-            {"g": g, "g_gamma": g_gamma},
-            initial_state,
-            scale=scale,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-            chunk_size=chunk_size,
-            precision=precision,
-            fused=fused,
-        )
+    gates = {"g": g, "g_gamma": g_gamma}
+    return differentiable(
+        chunk_fwd, chunk_bwd, q, k, v, gates=gates, output_final_state=output_final_state, fused=fused, **options
     )
 
 
+@options_of(chunk_fwd)
 def chunk_simple_gla_fwd(
     q: Tensor,
     k: Tensor,
@@ -76,49 +52,20 @@ def chunk_simple_gla_fwd(
     *,
     g: Tensor | None = None,
     g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
-    precision: Precision = "ieee",
     fused: bool | None = None,
-    debug: Debug = None,
+    **options: Unpack[ChunkOptions],
 ) -> Output:
-    """The recurrence by blocks of steps; see `chunk_scan` for how.
+    """The recurrence by blocks of steps: o [B, T, H, V] and, with output_final_state, ht [N, H, K, V].
 
-    q, k [B, T, H, K] and v [B, T, H, V]: all float32 or all bfloat16, of any strides. g [B, T, H]: float32 or q's
-    dtype; g_gamma [H]: float32. scale: default K^-0.5. initial_state [N, H, K, V] float32: the states before the first
-    steps, default zero. cu_seqlens [N + 1] int32: where each of the N sequences that are packed into B = 1 begins, and
-    the end T of the last; without it every row of the batch is one (N = B). chunk_size: a multiple of 16 up to 256,
-    counted from the beginning of each sequence. precision: of the dots of float32, "ieee" or "bf16x3" (operands in two
-    bfloat16 parts, three products). fused: in one pass over each sequence, or with all chunks at once from states that
-    are kept in memory; None: as `chunk_scan.chunk_route` says. debug: as
-    `chunk_scan.chunk_fwd`.
-    Returns o [B, T, H, V] in q's dtype, zero in rows of no sequence, and with output_final_state ht [N, H, K, V]
-    float32, an empty sequence's being its initial state; else None.
-    The values of a CUDA cu_seqlens are not checked; those out of order are clamped.
-    Raises ValueError or TypeError as `op_arguments.gla.check_forward`, ValueError for tensors on several devices, and
-    RuntimeError for CPU tensors where Triton's interpreter is off.
+    Arguments, result and errors as `cpu_golden.simple_gla.chunk_simple_gla_fwd`; here: tensors of any strides, o in q's
+    dtype, ht in float32; `fused` and further errors as `chunk_scan.chunk_fwd`.
     """
-    return Output(
-        *chunk_fwd(
-            q,
-            k,
-            v,
-            gates={"g": g, "g_gamma": g_gamma},
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-            chunk_size=chunk_size,
-            precision=precision,
-            fused=fused,
-            debug=debug,
-        )
-    )
+    gates = {"g": g, "g_gamma": g_gamma}
+    return chunk_fwd(q, k, v, gates=gates, output_final_state=output_final_state, fused=fused, **options)
 
 
+@options_of(chunk_bwd)
 def chunk_simple_gla_bwd(
     q: Tensor,
     k: Tensor,
@@ -127,42 +74,20 @@ def chunk_simple_gla_bwd(
     *,
     g: Tensor | None = None,
     g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
     dht: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
-    precision: Precision = "ieee",
     fused: bool | None = None,
-    debug: Debug = None,
+    **options: Unpack[ChunkOptions],
 ) -> Grads:
     """The gradients of `chunk_simple_gla_fwd`, for a gradient do [B, T, H, V] of o and dht [N, H, K, V] of ht.
 
-    do has q's dtype, dht is float32, default zero; everything else as the forward pass, but that states are kept for
-    each block of rows (`chunk_scan.LARGEST_ROWS`), and where not fused their gradients too.
-    Returns gradients shaped as their arguments, in their dtypes: dg [B, T, H] of every step, dg_gamma [H] its sum over
-    B and T (each where that gate was given), dh0 [N, H, K, V] where initial_state was; zero in rows of no sequence.
-    Raises as `chunk_simple_gla_fwd`, with `op_arguments.gla.check_backward`.
+    Arguments, result and errors as `cpu_golden.simple_gla.chunk_simple_gla_bwd`; here: gradients in their arguments'
+    dtypes; memory as `chunk_scan.chunk_bwd`.
     """
-    return _grads(
-        chunk_bwd(
-            q,
-            k,
-            v,
-            do,
-            gates={"g": g, "g_gamma": g_gamma},
-            scale=scale,
-            initial_state=initial_state,
-            dht=dht,
-            cu_seqlens=cu_seqlens,
-            chunk_size=chunk_size,
-            precision=precision,
-            fused=fused,
-            debug=debug,
-        )
-    )
+    gates = {"g": g, "g_gamma": g_gamma}
+    return _grads(chunk_bwd(q, k, v, do, gates=gates, dht=dht, fused=fused, **options))
 
 
+@options_of(chunk_fwd)
 def fused_chunk_simple_gla(
     q: Tensor,
     k: Tensor,
@@ -170,33 +95,17 @@ def fused_chunk_simple_gla(
     *,
     g: Tensor | None = None,
     g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
-    precision: Precision = "ieee",
+    **options: Unpack[ChunkOptions],
 ) -> Output:
     """`fused_chunk_simple_gla_fwd`, differentiable in its tensors."""
-    return Output(
-        *differentiable(
-            chunk_fwd,
-            chunk_bwd,
-            q,
-            k,
-            v,
-            {"g": g, "g_gamma": g_gamma},
-            initial_state,
-            scale=scale,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-            chunk_size=chunk_size,
-            precision=precision,
-            fused=True,
-        )
+    gates = {"g": g, "g_gamma": g_gamma}
+    return differentiable(
+        chunk_fwd, chunk_bwd, q, k, v, gates=gates, output_final_state=output_final_state, fused=True, **options
     )
 
 
+@options_of(chunk_fwd)
 def fused_chunk_simple_gla_fwd(
     q: Tensor,
     k: Tensor,
@@ -204,33 +113,15 @@ def fused_chunk_simple_gla_fwd(
     *,
     g: Tensor | None = None,
     g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
-    precision: Precision = "ieee",
-    debug: Debug = None,
+    **options: Unpack[ChunkOptions],
 ) -> Output:
     """`chunk_simple_gla_fwd` with fused=True: in one kernel, the state in registers."""
-    return Output(
-        *chunk_fwd(
-            q,
-            k,
-            v,
-            gates={"g": g, "g_gamma": g_gamma},
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-            chunk_size=chunk_size,
-            precision=precision,
-            fused=True,
-            debug=debug,
-        )
-    )
+    gates = {"g": g, "g_gamma": g_gamma}
+    return chunk_fwd(q, k, v, gates=gates, output_final_state=output_final_state, fused=True, **options)
 
 
+@options_of(chunk_bwd)
 def fused_chunk_simple_gla_bwd(
     q: Tensor,
     k: Tensor,
@@ -239,34 +130,15 @@ def fused_chunk_simple_gla_bwd(
     *,
     g: Tensor | None = None,
     g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
     dht: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
-    precision: Precision = "ieee",
-    debug: Debug = None,
+    **options: Unpack[ChunkOptions],
 ) -> Grads:
     """`chunk_simple_gla_bwd` with fused=True: in two kernels, one for the states and one for the gradients."""
-    return _grads(
-        chunk_bwd(
-            q,
-            k,
-            v,
-            do,
-            gates={"g": g, "g_gamma": g_gamma},
-            scale=scale,
-            initial_state=initial_state,
-            dht=dht,
-            cu_seqlens=cu_seqlens,
-            chunk_size=chunk_size,
-            precision=precision,
-            fused=True,
-            debug=debug,
-        )
-    )
+    gates = {"g": g, "g_gamma": g_gamma}
+    return _grads(chunk_bwd(q, k, v, do, gates=gates, dht=dht, fused=True, **options))
 
 
+@options_of(recurrent_fwd)
 def fused_recurrent_simple_gla(
     q: Tensor,
     k: Tensor,
@@ -274,30 +146,17 @@ def fused_recurrent_simple_gla(
     *,
     g: Tensor | None = None,
     g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    reverse: bool = False,
+    **options: Unpack[RecurrentOptions],
 ) -> Output:
     """`fused_recurrent_simple_gla_fwd`, differentiable in its tensors."""
-    return Output(
-        *differentiable(
-            recurrent_fwd,
-            recurrent_bwd,
-            q,
-            k,
-            v,
-            {"g": g, "g_gamma": g_gamma},
-            initial_state,
-            scale=scale,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-        )
+    gates = {"g": g, "g_gamma": g_gamma}
+    return differentiable(
+        recurrent_fwd, recurrent_bwd, q, k, v, gates=gates, output_final_state=output_final_state, **options
     )
 
 
+@options_of(recurrent_fwd)
 def fused_recurrent_simple_gla_fwd(
     q: Tensor,
     k: Tensor,
@@ -305,34 +164,19 @@ def fused_recurrent_simple_gla_fwd(
     *,
     g: Tensor | None = None,
     g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    reverse: bool = False,
-    debug: Debug = None,
+    **options: Unpack[RecurrentOptions],
 ) -> Output:
-    """The recurrence step by step (see `fused_recurrent`); arguments, result and errors as `chunk_simple_gla_fwd`.
+    """The recurrence step by step: o [B, T, H, V] and, with output_final_state, ht [N, H, K, V].
 
-    reverse: time runs backwards within each sequence: S_t = a_t S_{t+1} + k_t v_tᵀ, from the last step to the first,
-    whose state is ht.
+    Arguments, result and errors as `cpu_golden.simple_gla.fused_recurrent_simple_gla_fwd`; here: dtypes as
+    `chunk_simple_gla_fwd`, further errors as `fused_recurrent.recurrent_fwd`.
     """
-    return Output(
-        *recurrent_fwd(
-            q,
-            k,
-            v,
-            gates={"g": g, "g_gamma": g_gamma},
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-            debug=debug,
-        )
-    )
+    gates = {"g": g, "g_gamma": g_gamma}
+    return recurrent_fwd(q, k, v, gates=gates, output_final_state=output_final_state, **options)
 
 
+@options_of(recurrent_bwd)
 def fused_recurrent_simple_gla_bwd(
     q: Tensor,
     k: Tensor,
@@ -341,29 +185,16 @@ def fused_recurrent_simple_gla_bwd(
     *,
     g: Tensor | None = None,
     g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
     dht: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    reverse: bool = False,
-    debug: Debug = None,
+    **options: Unpack[RecurrentOptions],
 ) -> Grads:
-    """The gradients of `fused_recurrent_simple_gla_fwd`; arguments, result and errors as `chunk_simple_gla_bwd`."""
-    return _grads(
-        recurrent_bwd(
-            q,
-            k,
-            v,
-            do,
-            gates={"g": g, "g_gamma": g_gamma},
-            scale=scale,
-            initial_state=initial_state,
-            dht=dht,
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-            debug=debug,
-        )
-    )
+    """The gradients of `fused_recurrent_simple_gla_fwd`, for a gradient do of o and dht of ht.
+
+    Arguments, result and errors as `cpu_golden.simple_gla.fused_recurrent_simple_gla_bwd`; here: gradients in their
+    arguments' dtypes; memory as `fused_recurrent.recurrent_bwd`.
+    """
+    gates = {"g": g, "g_gamma": g_gamma}
+    return _grads(recurrent_bwd(q, k, v, do, gates=gates, dht=dht, **options))
 
 
 def _grads(x: Gradients) -> Grads:

@@ -1,10 +1,12 @@
 """What the gated linear attentions accept (defined in `cpu_golden/simple_gla.py` and `cpu_golden/gla.py`)."""
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
 from op_arguments import Array, check_array, check_shape, dtype_name
+from op_arguments.debug import Debug
 
 FLOATS = ("float32", "bfloat16")
 PRECISIONS = ("ieee", "bf16x3")
@@ -12,6 +14,61 @@ CHUNK_STEP, LARGEST_CHUNK = 16, 256
 
 Gates = Mapping[str, Array | None]
 """The log decays of an operation by name: `g` and `g_gamma`, either of which may be None, or `gk`, which may not."""
+
+Precision = Literal["ieee", "bf16x3"]
+Front = TypeVar("Front", bound=Callable[..., Any])
+
+
+class ScanOptions(TypedDict, total=False):
+    """What every form takes besides q, k, v and its gates; defaults are None.
+
+    scale: a float, default K^-0.5. initial_state [N, H, K, V] float32: the states before the first steps, default zero.
+    cu_seqlens [N + 1] int32: where each of the N sequences that are packed into B = 1 begins, and the end T of the
+    last; without it every row of the batch is one (N = B). debug: `op_arguments.debug`.
+    """
+
+    scale: float | None
+    initial_state: Any
+    cu_seqlens: Any
+    debug: Debug
+
+
+class ChunkOptions(ScanOptions, total=False):
+    """What the chunked forms take, too.
+
+    chunk_size: a multiple of 16 up to 256, default 64, counted from the beginning of each sequence. precision of the
+    dots of float32 operands: "ieee" (default), or "bf16x3", operands in two bfloat16 parts and three products.
+    """
+
+    chunk_size: int
+    precision: Precision
+
+
+class RecurrentOptions(ScanOptions, total=False):
+    """What the recurrent forms take, too.
+
+    reverse: time runs backwards within each sequence, S_t = a_t S_{t+1} + k_t v_tᵀ, default False.
+    """
+
+    reverse: bool
+
+
+def options_of(scan: Callable[..., Any]) -> Callable[[Front], Front]:
+    """Give a function that hands its `**options` on to `scan` a signature with their names and `scan`'s defaults.
+
+    `help`, and whoever binds a call's arguments by name, sees every option. One that does not exist is Python's own
+    TypeError, in `scan`.
+    """
+
+    def shown(front: Front) -> Front:
+        signature = inspect.signature(front)
+        *own, options = signature.parameters.values()
+        (kind,) = options.annotation.__args__  # Unpack[kind]
+        inherited = (p for name, p in inspect.signature(scan).parameters.items() if name in kind.__annotations__)
+        front.__signature__ = signature.replace(parameters=[*own, *inherited])  # type: ignore[attr-defined]
+        return front
+
+    return shown
 
 
 class Problem(NamedTuple):
