@@ -1,9 +1,7 @@
 """Explanations: losses of precision planted in the real kernels are named, faults of logic are not taken for one."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ from parity.judging.judge import judge, reference
 from parity.ledger.book import Book
 from parity.op import Case, Op
 from tests.matrix import OPS
-from tests.meta.faults.test_faults import FAULTS, PACKAGES, ROOT, load
+from tests.meta.faults.test_faults import FAULTS, source_of, with_source
 from tests.meta.faults.test_faults import plant as plant_fault
 from tests.meta.faults.test_faults_gla import FAULTS as FAULTS_GLA
 from tests.meta.faults.test_faults_quantized import FAULTS as FAULTS_QUANTIZED
@@ -39,8 +37,7 @@ OP = {op.name: op for op in OPS}
 class Loss:
     """Every `old` of `edits` becomes its `new` in a module: these roundings are then its error, and no others.
 
-    `sites` as "dtype at site", the output's own dtype left out. `public`: the module that has the op, where that is
-    another one, which imports from `module`.
+    `sites` as "dtype at site", the output's own dtype left out.
     """
 
     name: str
@@ -50,7 +47,6 @@ class Loss:
     sites: set[str]
     where: Callable[[Case], bool]
     module: str = "gmm"
-    public: str = ""
     tier: str = "full"
 
 
@@ -68,18 +64,11 @@ def fp8(c):
 
 def plant(loss, folder):
     """The op with the loss in it."""
-    file = f"{PACKAGES[loss.backend]}/{loss.module}.py"
-    source = (ROOT / file).read_text()
+    source = source_of(loss.backend, loss.module)
     for old, new in loss.edits.items():
-        assert old in source, f"{old!r} must occur in {file}"
+        assert old in source, f"{old!r} must occur in {loss.module} of {loss.backend}"
         source = source.replace(old, new)
-    path = folder / f"planted_{loss.backend}.py"
-    path.write_text(source)
-    module = load(path, path.stem)
-    if loss.public:
-        with patch.dict(sys.modules, {f"{PACKAGES[loss.backend]}.{loss.module}": module}):
-            module = load(ROOT / PACKAGES[loss.backend] / f"{loss.public}.py", f"{path.stem}_{loss.public}")
-    return getattr(module, loss.op)
+    return getattr(with_source(source, loss.backend, loss.module, (loss.op,), folder), loss.op)
 
 
 def jnp_rounded(x, bits=7):
@@ -102,8 +91,7 @@ def in_quantized(name, backend, old, new, sites, op="gmm", tier="full"):
 
 def in_gla(name, backend, op, old, new, sites, where=f32, tier="full", also=()):
     module = "fused_recurrent" if "recurrent" in op else "chunk_scan"
-    public = "simple_gla" if "simple" in op else "gla"
-    return [Loss(name, backend, op, {old: new, **dict(also)}, sites, where, module, public, tier)]
+    return [Loss(name, backend, op, {old: new, **dict(also)}, sites, where, module, tier)]
 
 
 def load_of(name, bits=7):

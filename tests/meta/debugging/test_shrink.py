@@ -67,8 +67,7 @@ def test_a_planted_fault_is_reduced_and_its_script_shows_it(
 ):
     pytest.importorskip("jax" if backend == "tpu" else "triton")
     op, case = OP[op_name], smoke(OP[op_name], groups="zipf", **wanted)
-    module = plant(fault(name, backend, op_name), tmp_path)
-    kernel = getattr(module, op_name)
+    planted, kernel = f"planted_{backend}", getattr(plant(fault(name, backend, op_name), tmp_path), op_name)
     found = shrink(op, case, backend, kernel)
     before = judge(op, case, backend, kernel).verdict
     assert found.failure == (before.outcome, before.gate)
@@ -78,13 +77,13 @@ def test_a_planted_fault_is_reduced_and_its_script_shows_it(
     assert sum(int((x != 0).sum()) for x in found.inputs.values() if x is not None) <= 5
 
     monkeypatch.syspath_prepend(tmp_path)
-    text = script(op, found, backend, kernel, target=f"{module.__name__}:{op_name}")
+    text = script(op, found, backend, kernel, target=f"{planted}:{op_name}")
     assert len(text.splitlines()) <= 31
     broken = run_alone(text, tmp_path)
     assert broken.returncode == 1, broken.stderr
     assert broken.stdout.startswith("got ")
     package = getattr(op, backend).partition(":")[0]
-    healthy = run_alone(text.replace(f"from {module.__name__} import", f"from {package} import"), tmp_path)
+    healthy = run_alone(text.replace(f"from {planted} import", f"from {package} import"), tmp_path)
     assert healthy.returncode == 0, healthy.stdout + healthy.stderr
 
 

@@ -16,7 +16,7 @@ from parity.debugging.attribution.walk import unseen, walk
 from parity.judging.judge import reference
 from parity.op import outputs
 from tests.matrix import OPS
-from tests.meta.faults.test_faults import ROOT, Fault, plant
+from tests.meta.faults.test_faults import ROOT, Fault, plant, source_of, with_source
 
 OP = {op.name: op for op in OPS}
 CHUNK, CHUNK_BACKWARD = "chunk_simple_gla_fwd", "chunk_simple_gla_bwd"
@@ -38,17 +38,16 @@ def traced(op, case, backend, kernel=None):
     return program(backend, kernel, reference(op, case).inputs, arguments(op, case))
 
 
-def modules(op):
-    """Where the op's kernels are, and the module that has the op where that is another one."""
+def module_of(op):
+    """Where the op's kernels are."""
     if "gla" not in op:
-        return "gmm", ""
-    return "fused_recurrent" if "recurrent" in op else "chunk_scan", "simple_gla" if "simple" in op else "gla"
+        return "gmm"
+    return "fused_recurrent" if "recurrent" in op else "chunk_scan"
 
 
 def planted(backend, op, old, new, where, *marks):
     """A case of `test_…`: `old` becomes `new`, and `where` is what must be named."""
-    module, public = modules(op)
-    fault = Fault(f"{new} for {old}", backend, (op,), old, new, module=module, public=public)
+    fault = Fault(f"{new} for {old}", backend, (op,), old, new, module=module_of(op))
     return pytest.param(fault, where, id=f"{backend}-{op}-{where}", marks=[getattr(pytest.mark, backend), *marks])
 
 
@@ -349,12 +348,10 @@ def test_the_debug_argument_leaves_nothing_where_it_is_off(name, tmp_path):
     """What is lowered is what would be without it in the source."""
     jax = pytest.importorskip("jax")
     op = OP[name]
-    case, (module, public) = smoke(op), modules(name)
-    source = (ROOT / "tpu_kernels" / f"{module}.py").read_text()
+    case, source = smoke(op), source_of("tpu", module_of(name))
     stripped = ast.unparse(_Without().visit(ast.parse(source)))
     assert "debug" in source and "watch('" not in stripped and "debug('" not in stripped
-    fault = Fault("", "tpu", (name,), source, stripped, module=module, public=public)
-    without = getattr(plant(fault, tmp_path), name)
+    without = getattr(with_source(stripped, "tpu", module_of(name), (name,), tmp_path), name)
     shapes = {
         key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in reference(op, case).inputs.items() if x is not None
     }

@@ -1,18 +1,19 @@
 """Planted faults: each is put into a copy of a kernel's source, and cases of the default tier must catch it."""
 
-import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from unittest.mock import patch
+from types import SimpleNamespace
 
 import pytest
 
+from parity.backends import load_kernel
 from parity.judging.judge import judge
 from parity.op import Case, Op
+from tests.matrix import OPS
 from tests.matrix.gmm import GMM, TGMM
 
 ROOT = Path(__file__).parents[3]
@@ -23,7 +24,7 @@ PACKAGES = {"tpu": "tpu_kernels", "gpu": "gpu_reference"}
 class Fault:
     """`old` becomes `new` in a module of the backend; `ops` must catch it in a case that `where` admits.
 
-    `data` takes the place of the cases' own. `public`: the module that has the ops, where that is another one.
+    `data` takes the place of the cases' own.
     """
 
     name: str
@@ -34,7 +35,6 @@ class Fault:
     where: Callable[[Case], bool] = lambda c: c.tier == "smoke"
     module: str = "gmm"
     data: str | None = None
-    public: str = ""
 
 
 def empty_groups(c):
@@ -68,7 +68,7 @@ FAULTS = [
         "the last tile is never visited", "tpu", ("gmm", "tgmm"),
         "num_visits[0] = visit",
         "num_visits[0] = visit - 1",
-        module="_lib.visits", public="gmm",
+        module="_lib.visits",
     ),
     Fault(
         "the last tile is never visited", "gpu", ("gmm",),
@@ -104,7 +104,7 @@ FAULTS = [
         "an empty group is left unwritten", "tpu", ("tgmm",),
         'empty_tiles = 1 if cover == "groups" else 0',
         "empty_tiles = 0",
-        empty_groups, "_lib.visits", public="gmm",
+        empty_groups, "_lib.visits",
     ),
     Fault(
         "an empty group is left unwritten", "gpu", ("tgmm",),
@@ -152,7 +152,7 @@ FAULTS = [
         "group_offset is off by one", "tpu", ("gmm", "tgmm"),
         "return jnp.asarray(group_offset, jnp.int32).reshape(1)",
         "return jnp.maximum(jnp.asarray(group_offset, jnp.int32).reshape(1) - 1, 0)",
-        sharded, "_lib.arguments", public="gmm",
+        sharded, "_lib.arguments",
     ),
     Fault(
         "group_offset is off by one", "gpu", ("gmm",),
@@ -216,7 +216,7 @@ FAULTS = [
         "a group boundary inside a tile is off by one", "tpu", ("gmm", "tgmm"),
         "return jnp.maximum(start, 0), jnp.minimum(end, tm)",
         "return jnp.maximum(start - 1, 0), jnp.minimum(end, tm)",
-        boundaries_in_tiles, "_lib.visits", public="gmm",
+        boundaries_in_tiles, "_lib.visits",
     ),
     Fault(
         "a group boundary inside a tile is ignored", "gpu", ("gmm",),
@@ -245,29 +245,46 @@ FAULTS = [
 ]  # fmt: skip
 
 
-def plant(fault: Fault, folder: Path) -> ModuleType:
-    """The module with the ops of the fault's backend, with the fault in it or in what is behind it."""
-    package = PACKAGES[fault.backend]
-    file = f"{package}/{fault.module.replace('.', '/')}.py"
-    source = (ROOT / file).read_text()
-    assert source.count(fault.old) == 1, f"{fault.old!r} occurs {source.count(fault.old)} times in {file}"
-    path = folder / f"planted_{fault.backend}.py"
-    path.write_text(source.replace(fault.old, fault.new))
-    if not fault.public:
-        return load(path, path.stem)
-    with patch.dict(sys.modules):
+def plant(fault: Fault, folder: Path) -> SimpleNamespace:
+    """The fault's ops on its backend by name, with the fault in them."""
+    source = source_of(fault.backend, fault.module)
+    assert source.count(fault.old) == 1, f"{fault.old!r} occurs {source.count(fault.old)} times in {fault.module}"
+    return with_source(source.replace(fault.old, fault.new), fault.backend, fault.module, fault.ops, folder)
+
+
+def source_of(backend: str, module: str) -> str:
+    """The source of a backend's module."""
+    return (ROOT / PACKAGES[backend] / f"{module.replace('.', '/')}.py").read_text()
+
+
+def with_source(source: str, backend: str, module: str, ops: Collection[str], folder: Path) -> SimpleNamespace:
+    """Ops of a backend by name, where a module that they are in, or import through others, has this source."""
+    path = folder / f"planted_{backend}.py"
+    path.write_text(source)
+    with fresh(PACKAGES[backend]):
+        load(path, f"{PACKAGES[backend]}.{module}")
+        return SimpleNamespace(**{op.name: load_kernel(getattr(op, backend)) for op in OPS if op.name in ops})
+
+
+@contextmanager
+def fresh(package: str) -> Iterator[None]:
+    """Import every module of a package anew: one that is already loaded holds what it imported before."""
+    loaded = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == package}
+    try:
+        for name in loaded:
+            del sys.modules[name]
+        yield
+    finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-            del sys.modules[name]  # all that import the module with the fault are made anew
-        load(path, f"{package}.{fault.module}")
-        return importlib.import_module(f"{package}.{fault.public}")
+            del sys.modules[name]
+        sys.modules.update(loaded)
 
 
-def load(path: Path, name: str) -> ModuleType:
-    """A fresh copy of the module in a file, imported under a name."""
+def load(path: Path, name: str) -> None:
+    """Import the module in a file under this name."""
     spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
 
 
 @pytest.mark.parametrize(

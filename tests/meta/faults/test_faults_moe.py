@@ -13,7 +13,7 @@ def in_layer(name, backend, op, old, new, where=lambda c: c.tier == "smoke"):
 
 
 def in_gradient(name, backend, old, new, module):
-    return Fault(name, backend, ("moe_layer_bwd",), old, new, idle_experts, module, public="moe")
+    return Fault(name, backend, ("moe_layer_bwd",), old, new, idle_experts, module)
 
 
 def drops(c):

@@ -24,8 +24,8 @@ def in_quantiser(name, backend, op, old, new, where):
     return Fault(name, backend, (op,), old, new, where, "quantize")
 
 
-def in_matmul(name, backend, old, new, where, module="quantized_gmm", public=""):
-    return Fault(name, backend, ("grouped_gemm",), old, new, where, module, public=public)
+def in_matmul(name, backend, old, new, where, module="quantized_gmm"):
+    return Fault(name, backend, ("grouped_gemm",), old, new, where, module)
 
 
 FAULTS = [
@@ -84,7 +84,7 @@ FAULTS = [
         "an empty group's gradient is left unwritten", "tpu",
         'empty_tiles = 1 if cover == "groups" else 0',
         "empty_tiles = 0",
-        empty_groups, "_lib.visits", "quantized_gmm",
+        empty_groups, "_lib.visits",
     ),
     in_matmul(
         "an empty group's gradient is left unwritten", "gpu",
