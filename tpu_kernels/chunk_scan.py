@@ -31,8 +31,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from op_arguments import gla
 from op_arguments.debug import Debug
-from op_arguments.gla import Gates, Problem, check_backward, check_forward, check_fused, check_precision
+from op_arguments.gla import Gates, Precision, Problem, check_backward, check_forward, check_fused, check_precision
 from tpu_kernels._lib.arguments import Interpret, concrete_values, resolve_interpret
 from tpu_kernels.fused_recurrent import Pair, decay_parts, two_sum
 
@@ -124,6 +125,16 @@ class Scan(NamedTuple):
         return self.b, self.h, self.blocks, self.chunks, max(self.chunk, LANES)
 
 
+class ChunkOptions(gla.ChunkOptions, total=False):
+    """The options of `chunk_fwd` and `chunk_bwd` on the TPU.
+
+    precision, of dots of float32 operands: "ieee", six bfloat16 passes, or "bf16x3", three. Of bfloat16 operands only
+    results are rounded so far. interpret: as `tpu_kernels.gmm.gmm`.
+    """
+
+    interpret: Interpret
+
+
 class Gradients(NamedTuple):
     """The gradients of the arguments of `chunk_fwd`; None for those that are None. dgates by the gates' names."""
 
@@ -145,7 +156,7 @@ def chunk_fwd(
     output_final_state: bool = False,
     cu_seqlens: jax.Array | None = None,
     chunk_size: int = 64,
-    precision: str = "ieee",
+    precision: Precision = "ieee",
     fused: bool | None = None,
     interpret: Interpret = None,
     debug: Debug = None,
@@ -201,7 +212,7 @@ def chunk_bwd(
     dht: jax.Array | None = None,
     cu_seqlens: jax.Array | None = None,
     chunk_size: int = 64,
-    precision: str = "ieee",
+    precision: Precision = "ieee",
     fused: bool | None = None,
     interpret: Interpret = None,
     debug: Debug = None,
@@ -297,7 +308,7 @@ def _planned(
     gates: Gates,
     cu_seqlens: jax.Array | None,
     chunk_size: int,
-    precision: str,
+    precision: Precision,
     fused: bool | None,
     *,
     backward: bool,

@@ -28,6 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from op_arguments import gla
 from op_arguments.debug import Debug
 from op_arguments.gla import Gates, Problem, check_backward, check_forward
 from op_arguments.gmm import GroupMetadata
@@ -51,6 +52,12 @@ LN2_LOW = LN2 - LN2_HIGH
 LARGEST_EXPONENT = 88.72  # of a finite float32
 SMALLEST_EXPONENT = -127 * LN2  # of a decay that is zero: TPUs flush subnormals
 TAYLOR = tuple(1 / float(np.prod(range(1, n + 1))) for n in range(9, 1, -1))  # of exp, from x^9 down to x^2
+
+
+class RecurrentOptions(gla.RecurrentOptions, total=False):
+    """The options of `recurrent_fwd` and `recurrent_bwd` on the TPU. interpret: as `tpu_kernels.gmm.gmm`."""
+
+    interpret: Interpret
 
 
 class Gradients(NamedTuple):

@@ -2,20 +2,20 @@
 
     S_t = diag(exp(gk_t)) S_{t-1} + k_t v_tᵀ        o_t = scale · q_tᵀ S_t
 
-The chunked forms are scans of `chunk_scan`, the recurrent ones of `fused_recurrent`.
+The chunked forms are scans of `chunk_scan`, the recurrent ones of `fused_recurrent`: precision, blocks and limits are
+said there.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 
-from op_arguments.debug import Debug
-from op_arguments.gla import CHUNK_STEP, Gates, check_forward
-from tpu_kernels._lib.arguments import Interpret, concrete_values
-from tpu_kernels.chunk_scan import chunk_bwd, chunk_fwd
-from tpu_kernels.fused_recurrent import recurrent_bwd, recurrent_fwd
+from op_arguments.gla import CHUNK_STEP, Gates, check_forward, options_of
+from tpu_kernels._lib.arguments import concrete_values
+from tpu_kernels.chunk_scan import ChunkOptions, chunk_bwd, chunk_fwd
+from tpu_kernels.fused_recurrent import RecurrentOptions, recurrent_bwd, recurrent_fwd
 
 
 class Output(NamedTuple):
@@ -35,55 +35,30 @@ class Grads(NamedTuple):
     dh0: Any
 
 
+@options_of(chunk_fwd)
 def chunk_gla_fwd(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     *,
     gk: jax.Array,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    chunk_size: int = 64,
-    precision: str = "ieee",
     fused: bool | None = None,
-    interpret: Interpret = None,
-    debug: Debug = None,
+    **options: Unpack[ChunkOptions],
 ) -> Output:
-    """o and, with output_final_state, ht of the recurrence of this module, `chunk_size` steps at a time.
+    """o and, with output_final_state, ht of the recurrence, `chunk_size` steps at a time.
 
-    q, k [B, T, H, K] and v [B, T, H, V]: all float32 or all bfloat16. gk [B, T, H, K], float32 or of q's dtype:
-    natural logarithms of the decays of each step and channel.
-    initial_state [N, H, K, V] float32: the states before the first steps, default zero. cu_seqlens [N + 1] int32: where
-    each of the N sequences that are packed into B = 1 begins, and the end T of the last; without it every row of the
-    batch is one (N = B). It is read on the device. scale: a float, default K^-0.5. chunk_size: a multiple
-    of 16 up to 256, counted from the beginning of each sequence. precision, of dots of float32 operands: "ieee", six
-    bfloat16 passes, or "bf16x3"; of bfloat16 operands only the result is rounded so far. fused: whether one kernel does
-    all, or another one the states before; None: one where its blocks fit VMEM (`chunk_scan.chunk_route` says why).
-    interpret and debug: as `tpu_kernels.gmm.gmm`; sites as `chunk_scan.chunk_fwd` and `chunk_bwd`.
-    Raises ValueError or TypeError as `op_arguments.gla.check_forward`, `check_precision` and `check_fused`; values are
-    checked outside tracing only.
+    Arguments, result and errors as `cpu_golden.gla.chunk_gla_fwd`. Here q, k and v are all float32 or all bfloat16, and
+    so is o; gk is float32 or of their dtype; states are float32. Options: `chunk_scan.ChunkOptions`.
+    fused: whether one kernel does all, or another one the states before (None: one where its blocks fit VMEM;
+    `chunk_scan.chunk_route` says why). Values, those of cu_seqlens, are checked outside tracing only.
+    Also raises ValueError or TypeError as `op_arguments.gla.check_precision` and `check_fused`.
     """
-    return Output(
-        *chunk_fwd(
-            q,
-            k,
-            v,
-            gates={"gk": gk},
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-            chunk_size=chunk_size,
-            precision=precision,
-            fused=fused,
-            interpret=interpret,
-            debug=debug,
-        )
-    )
+    gates = {"gk": gk}
+    return Output(*chunk_fwd(q, k, v, gates=gates, output_final_state=output_final_state, fused=fused, **options))
 
 
+@options_of(chunk_bwd)
 def chunk_gla_bwd(
     q: jax.Array,
     k: jax.Array,
@@ -91,111 +66,57 @@ def chunk_gla_bwd(
     do: jax.Array,
     *,
     gk: jax.Array,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
     dht: jax.Array | None = None,
-    cu_seqlens: jax.Array | None = None,
-    chunk_size: int = 64,
-    precision: str = "ieee",
     fused: bool | None = None,
-    interpret: Interpret = None,
-    debug: Debug = None,
+    **options: Unpack[ChunkOptions],
 ) -> Grads:
-    """The gradients of `chunk_gla_fwd`'s arguments, given do [B, T, H, V] in q's dtype and dht [N, H, K, V] float32.
+    """The gradients of `chunk_gla_fwd`'s arguments, in their dtypes, given do [B, T, H, V] in q's dtype.
 
-    Gradients have the dtypes of their arguments. Other arguments and errors as `chunk_gla_fwd`'s, with
+    dht [N, H, K, V] float32: the gradient of ht (None: zero). Other arguments and errors as `chunk_gla_fwd`'s, with
     `op_arguments.gla.check_backward`.
     """
-    return _grads(
-        chunk_bwd(
-            q,
-            k,
-            v,
-            do,
-            gates={"gk": gk},
-            scale=scale,
-            initial_state=initial_state,
-            dht=dht,
-            cu_seqlens=cu_seqlens,
-            chunk_size=chunk_size,
-            precision=precision,
-            fused=fused,
-            interpret=interpret,
-            debug=debug,
-        )
-    )
+    gates = {"gk": gk}
+    return _grads(chunk_bwd(q, k, v, do, gates=gates, dht=dht, fused=fused, **options))
 
 
+@options_of(chunk_fwd)
 def chunk_gla(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     *,
     gk: jax.Array,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    chunk_size: int = 64,
-    precision: str = "ieee",
     fused: bool | None = None,
-    interpret: Interpret = None,
+    **options: Unpack[ChunkOptions],
 ) -> Output:
     """`chunk_gla_fwd`, differentiable in q, k, v, the gates and initial_state; only they are kept for it."""
+    gates = {"gk": gk}
     return differentiable(
-        chunk_fwd,
-        chunk_bwd,
-        q,
-        k,
-        v,
-        gates={"gk": gk},
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-        precision=precision,
-        fused=fused,
-        interpret=interpret,
+        chunk_fwd, chunk_bwd, q, k, v, gates=gates, output_final_state=output_final_state, fused=fused, **options
     )
 
 
+@options_of(recurrent_fwd)
 def fused_recurrent_gla_fwd(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     *,
     gk: jax.Array,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    reverse: bool = False,
-    interpret: Interpret = None,
-    debug: Debug = None,
+    **options: Unpack[RecurrentOptions],
 ) -> Output:
-    """o and, with output_final_state, ht of the recurrence of this module, one step at a time.
+    """o and, with output_final_state, ht of the recurrence, one step at a time.
 
     reverse: time runs backwards, in each sequence. There are no dots, and so no precision to choose. Other arguments
-    and errors as `chunk_gla_fwd`'s.
+    and errors as `chunk_gla_fwd`'s; options: `fused_recurrent.RecurrentOptions`.
     """
-    return Output(
-        *recurrent_fwd(
-            q,
-            k,
-            v,
-            gates={"gk": gk},
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-            interpret=interpret,
-            debug=debug,
-        )
-    )
+    gates = {"gk": gk}
+    return Output(*recurrent_fwd(q, k, v, gates=gates, output_final_state=output_final_state, **options))
 
 
+@options_of(recurrent_bwd)
 def fused_recurrent_gla_bwd(
     q: jax.Array,
     k: jax.Array,
@@ -203,60 +124,28 @@ def fused_recurrent_gla_bwd(
     do: jax.Array,
     *,
     gk: jax.Array,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
     dht: jax.Array | None = None,
-    cu_seqlens: jax.Array | None = None,
-    reverse: bool = False,
-    interpret: Interpret = None,
-    debug: Debug = None,
+    **options: Unpack[RecurrentOptions],
 ) -> Grads:
     """The gradients of `fused_recurrent_gla_fwd`'s arguments; as `chunk_gla_bwd`."""
-    return _grads(
-        recurrent_bwd(
-            q,
-            k,
-            v,
-            do,
-            gates={"gk": gk},
-            scale=scale,
-            initial_state=initial_state,
-            dht=dht,
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-            interpret=interpret,
-            debug=debug,
-        )
-    )
+    gates = {"gk": gk}
+    return _grads(recurrent_bwd(q, k, v, do, gates=gates, dht=dht, **options))
 
 
+@options_of(recurrent_fwd)
 def fused_recurrent_gla(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     *,
     gk: jax.Array,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    reverse: bool = False,
-    interpret: Interpret = None,
+    **options: Unpack[RecurrentOptions],
 ) -> Output:
     """`fused_recurrent_gla_fwd`, differentiable as `chunk_gla`."""
+    gates = {"gk": gk}
     return differentiable(
-        recurrent_fwd,
-        recurrent_bwd,
-        q,
-        k,
-        v,
-        gates={"gk": gk},
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        reverse=reverse,
-        interpret=interpret,
+        recurrent_fwd, recurrent_bwd, q, k, v, gates=gates, output_final_state=output_final_state, **options
     )
 
 
@@ -276,11 +165,9 @@ def differentiable(
     v: jax.Array,
     *,
     gates: Gates,
-    initial_state: jax.Array | None,
-    output_final_state: bool,
-    cu_seqlens: jax.Array | None,
-    scale: float | None,
-    interpret: Interpret,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: jax.Array | None = None,
     **options: Any,
 ) -> Output:
     """`forward(q, k, v, …)` with the derivative `backward(q, k, v, do, …)`."""
@@ -290,13 +177,12 @@ def differentiable(
         k,
         v,
         gates=gates,
-        scale=scale,
+        scale=options.get("scale"),
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
         offsets=None if cu_seqlens is None else concrete_values(cu_seqlens),
         chunk_size=options.get("chunk_size", CHUNK_STEP),
     )
-    options |= {"scale": scale, "interpret": interpret}
     passes = _Passes(forward, backward, bool(output_final_state), tuple(options.items()))
     return Output(*_scan(passes, q, k, v, dict(gates), initial_state, cu_seqlens))
 

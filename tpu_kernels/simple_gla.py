@@ -2,17 +2,17 @@
 
     S_t = exp(g_t + g_gamma) S_{t-1} + k_t v_tᵀ        o_t = scale · q_tᵀ S_t
 
-The chunked forms are scans of `chunk_scan`, the recurrent ones of `fused_recurrent`.
+The chunked forms are scans of `chunk_scan`, the recurrent ones of `fused_recurrent`: precision, blocks and limits are
+said there.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 
-from op_arguments.debug import Debug
-from tpu_kernels._lib.arguments import Interpret
-from tpu_kernels.chunk_scan import chunk_bwd, chunk_fwd
-from tpu_kernels.fused_recurrent import recurrent_bwd, recurrent_fwd
+from op_arguments.gla import options_of
+from tpu_kernels.chunk_scan import ChunkOptions, chunk_bwd, chunk_fwd
+from tpu_kernels.fused_recurrent import RecurrentOptions, recurrent_bwd, recurrent_fwd
 from tpu_kernels.gla import Output, differentiable
 
 
@@ -27,6 +27,7 @@ class Grads(NamedTuple):
     dh0: Any
 
 
+@options_of(chunk_fwd)
 def chunk_simple_gla_fwd(
     q: jax.Array,
     k: jax.Array,
@@ -34,49 +35,24 @@ def chunk_simple_gla_fwd(
     *,
     g: jax.Array | None = None,
     g_gamma: jax.Array | None = None,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    chunk_size: int = 64,
-    precision: str = "ieee",
     fused: bool | None = None,
-    interpret: Interpret = None,
-    debug: Debug = None,
+    **options: Unpack[ChunkOptions],
 ) -> Output:
-    """o and, with output_final_state, ht of the recurrence of this module, `chunk_size` steps at a time.
+    """o and, with output_final_state, ht of the recurrence, `chunk_size` steps at a time.
 
-    q, k [B, T, H, K] and v [B, T, H, V]: all float32 or all bfloat16. g [B, T, H], float32 or of q's dtype, and g_gamma
-    [H] float32: natural logarithms of the decays of each step and of every step, which add (none: no decay).
-    initial_state [N, H, K, V] float32: the states before the first steps, default zero. cu_seqlens [N + 1] int32: where
-    each of the N sequences that are packed into B = 1 begins, and the end T of the last; without it every row of the
-    batch is one (N = B). It is read on the device. scale: a float, default K^-0.5. chunk_size: a multiple
-    of 16 up to 256, counted from the beginning of each sequence. precision, of dots of float32 operands: "ieee", six
-    bfloat16 passes, or "bf16x3"; of bfloat16 operands only the result is rounded so far. fused: whether one kernel does
-    all, or another one the states before; None: one where its blocks fit VMEM (`chunk_scan.chunk_route` says why).
-    interpret and debug: as `tpu_kernels.gmm.gmm`; sites as `chunk_scan.chunk_fwd` and `chunk_bwd`.
-    Raises ValueError or TypeError as `op_arguments.gla.check_forward`, `check_precision` and `check_fused`; values are
-    checked outside tracing only.
+    Arguments, result and errors as `cpu_golden.simple_gla.chunk_simple_gla_fwd`. Here q, k and v are all float32 or all
+    bfloat16, and so is o; g is float32 or of their dtype; states and g_gamma are float32. Options:
+    `chunk_scan.ChunkOptions`.
+    fused: whether one kernel does all, or another one the states before (None: one where its blocks fit VMEM;
+    `chunk_scan.chunk_route` says why). Values, those of cu_seqlens, are checked outside tracing only.
+    Also raises ValueError or TypeError as `op_arguments.gla.check_precision` and `check_fused`.
     """
-    return Output(
-        *chunk_fwd(
-            q,
-            k,
-            v,
-            gates={"g": g, "g_gamma": g_gamma},
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-            chunk_size=chunk_size,
-            precision=precision,
-            fused=fused,
-            interpret=interpret,
-            debug=debug,
-        )
-    )
+    gates = {"g": g, "g_gamma": g_gamma}
+    return Output(*chunk_fwd(q, k, v, gates=gates, output_final_state=output_final_state, fused=fused, **options))
 
 
+@options_of(chunk_bwd)
 def chunk_simple_gla_bwd(
     q: jax.Array,
     k: jax.Array,
@@ -85,41 +61,20 @@ def chunk_simple_gla_bwd(
     *,
     g: jax.Array | None = None,
     g_gamma: jax.Array | None = None,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
     dht: jax.Array | None = None,
-    cu_seqlens: jax.Array | None = None,
-    chunk_size: int = 64,
-    precision: str = "ieee",
     fused: bool | None = None,
-    interpret: Interpret = None,
-    debug: Debug = None,
+    **options: Unpack[ChunkOptions],
 ) -> Grads:
-    """The gradients of `chunk_simple_gla_fwd`'s arguments, given do [B, T, H, V] in q's dtype and dht [N, H, K, V].
+    """The gradients of `chunk_simple_gla_fwd`'s arguments, in their dtypes, given do [B, T, H, V] in q's dtype.
 
-    dht is float32. Gradients have the dtypes of their arguments. Other arguments and errors as
-    `chunk_simple_gla_fwd`'s, with `op_arguments.gla.check_backward`.
+    dht [N, H, K, V] float32: the gradient of ht (None: zero). Other arguments and errors as `chunk_simple_gla_fwd`'s,
+    with `op_arguments.gla.check_backward`.
     """
-    return _grads(
-        chunk_bwd(
-            q,
-            k,
-            v,
-            do,
-            gates={"g": g, "g_gamma": g_gamma},
-            scale=scale,
-            initial_state=initial_state,
-            dht=dht,
-            cu_seqlens=cu_seqlens,
-            chunk_size=chunk_size,
-            precision=precision,
-            fused=fused,
-            interpret=interpret,
-            debug=debug,
-        )
-    )
+    gates = {"g": g, "g_gamma": g_gamma}
+    return _grads(chunk_bwd(q, k, v, do, gates=gates, dht=dht, fused=fused, **options))
 
 
+@options_of(chunk_fwd)
 def chunk_simple_gla(
     q: jax.Array,
     k: jax.Array,
@@ -127,34 +82,18 @@ def chunk_simple_gla(
     *,
     g: jax.Array | None = None,
     g_gamma: jax.Array | None = None,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    chunk_size: int = 64,
-    precision: str = "ieee",
     fused: bool | None = None,
-    interpret: Interpret = None,
+    **options: Unpack[ChunkOptions],
 ) -> Output:
     """`chunk_simple_gla_fwd`, differentiable in q, k, v, the gates and initial_state; only they are kept for it."""
+    gates = {"g": g, "g_gamma": g_gamma}
     return differentiable(
-        chunk_fwd,
-        chunk_bwd,
-        q,
-        k,
-        v,
-        gates={"g": g, "g_gamma": g_gamma},
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-        precision=precision,
-        fused=fused,
-        interpret=interpret,
+        chunk_fwd, chunk_bwd, q, k, v, gates=gates, output_final_state=output_final_state, fused=fused, **options
     )
 
 
+@options_of(chunk_fwd)
 def fused_chunk_simple_gla_fwd(
     q: jax.Array,
     k: jax.Array,
@@ -162,35 +101,15 @@ def fused_chunk_simple_gla_fwd(
     *,
     g: jax.Array | None = None,
     g_gamma: jax.Array | None = None,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    chunk_size: int = 64,
-    precision: str = "ieee",
-    interpret: Interpret = None,
-    debug: Debug = None,
+    **options: Unpack[ChunkOptions],
 ) -> Output:
     """`chunk_simple_gla_fwd` in one kernel: ValueError where that cannot be."""
-    return Output(
-        *chunk_fwd(
-            q,
-            k,
-            v,
-            gates={"g": g, "g_gamma": g_gamma},
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-            chunk_size=chunk_size,
-            precision=precision,
-            fused=True,
-            interpret=interpret,
-            debug=debug,
-        )
-    )
+    gates = {"g": g, "g_gamma": g_gamma}
+    return Output(*chunk_fwd(q, k, v, gates=gates, output_final_state=output_final_state, fused=True, **options))
 
 
+@options_of(chunk_bwd)
 def fused_chunk_simple_gla_bwd(
     q: jax.Array,
     k: jax.Array,
@@ -199,36 +118,15 @@ def fused_chunk_simple_gla_bwd(
     *,
     g: jax.Array | None = None,
     g_gamma: jax.Array | None = None,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
     dht: jax.Array | None = None,
-    cu_seqlens: jax.Array | None = None,
-    chunk_size: int = 64,
-    precision: str = "ieee",
-    interpret: Interpret = None,
-    debug: Debug = None,
+    **options: Unpack[ChunkOptions],
 ) -> Grads:
     """`chunk_simple_gla_bwd` in one kernel: ValueError where that cannot be."""
-    return _grads(
-        chunk_bwd(
-            q,
-            k,
-            v,
-            do,
-            gates={"g": g, "g_gamma": g_gamma},
-            scale=scale,
-            initial_state=initial_state,
-            dht=dht,
-            cu_seqlens=cu_seqlens,
-            chunk_size=chunk_size,
-            precision=precision,
-            fused=True,
-            interpret=interpret,
-            debug=debug,
-        )
-    )
+    gates = {"g": g, "g_gamma": g_gamma}
+    return _grads(chunk_bwd(q, k, v, do, gates=gates, dht=dht, fused=True, **options))
 
 
+@options_of(chunk_fwd)
 def fused_chunk_simple_gla(
     q: jax.Array,
     k: jax.Array,
@@ -236,33 +134,17 @@ def fused_chunk_simple_gla(
     *,
     g: jax.Array | None = None,
     g_gamma: jax.Array | None = None,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    chunk_size: int = 64,
-    precision: str = "ieee",
-    interpret: Interpret = None,
+    **options: Unpack[ChunkOptions],
 ) -> Output:
     """`chunk_simple_gla` in one kernel each way: ValueError where that cannot be."""
+    gates = {"g": g, "g_gamma": g_gamma}
     return differentiable(
-        chunk_fwd,
-        chunk_bwd,
-        q,
-        k,
-        v,
-        gates={"g": g, "g_gamma": g_gamma},
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-        precision=precision,
-        fused=True,
-        interpret=interpret,
+        chunk_fwd, chunk_bwd, q, k, v, gates=gates, output_final_state=output_final_state, fused=True, **options
     )
 
 
+@options_of(recurrent_fwd)
 def fused_recurrent_simple_gla_fwd(
     q: jax.Array,
     k: jax.Array,
@@ -270,36 +152,19 @@ def fused_recurrent_simple_gla_fwd(
     *,
     g: jax.Array | None = None,
     g_gamma: jax.Array | None = None,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    reverse: bool = False,
-    interpret: Interpret = None,
-    debug: Debug = None,
+    **options: Unpack[RecurrentOptions],
 ) -> Output:
-    """o and, with output_final_state, ht of the recurrence of this module, one step at a time.
+    """o and, with output_final_state, ht of the recurrence, one step at a time.
 
     reverse: time runs backwards, in each sequence. There are no dots, and so no precision to choose. Other arguments
-    and errors as `chunk_simple_gla_fwd`'s.
+    and errors as `chunk_simple_gla_fwd`'s; options: `fused_recurrent.RecurrentOptions`.
     """
-    return Output(
-        *recurrent_fwd(
-            q,
-            k,
-            v,
-            gates={"g": g, "g_gamma": g_gamma},
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-            interpret=interpret,
-            debug=debug,
-        )
-    )
+    gates = {"g": g, "g_gamma": g_gamma}
+    return Output(*recurrent_fwd(q, k, v, gates=gates, output_final_state=output_final_state, **options))
 
 
+@options_of(recurrent_bwd)
 def fused_recurrent_simple_gla_bwd(
     q: jax.Array,
     k: jax.Array,
@@ -308,33 +173,15 @@ def fused_recurrent_simple_gla_bwd(
     *,
     g: jax.Array | None = None,
     g_gamma: jax.Array | None = None,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
     dht: jax.Array | None = None,
-    cu_seqlens: jax.Array | None = None,
-    reverse: bool = False,
-    interpret: Interpret = None,
-    debug: Debug = None,
+    **options: Unpack[RecurrentOptions],
 ) -> Grads:
     """The gradients of `fused_recurrent_simple_gla_fwd`'s arguments; as `chunk_simple_gla_bwd`."""
-    return _grads(
-        recurrent_bwd(
-            q,
-            k,
-            v,
-            do,
-            gates={"g": g, "g_gamma": g_gamma},
-            scale=scale,
-            initial_state=initial_state,
-            dht=dht,
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-            interpret=interpret,
-            debug=debug,
-        )
-    )
+    gates = {"g": g, "g_gamma": g_gamma}
+    return _grads(recurrent_bwd(q, k, v, do, gates=gates, dht=dht, **options))
 
 
+@options_of(recurrent_fwd)
 def fused_recurrent_simple_gla(
     q: jax.Array,
     k: jax.Array,
@@ -342,27 +189,13 @@ def fused_recurrent_simple_gla(
     *,
     g: jax.Array | None = None,
     g_gamma: jax.Array | None = None,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    reverse: bool = False,
-    interpret: Interpret = None,
+    **options: Unpack[RecurrentOptions],
 ) -> Output:
     """`fused_recurrent_simple_gla_fwd`, differentiable as `chunk_simple_gla`."""
+    gates = {"g": g, "g_gamma": g_gamma}
     return differentiable(
-        recurrent_fwd,
-        recurrent_bwd,
-        q,
-        k,
-        v,
-        gates={"g": g, "g_gamma": g_gamma},
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        reverse=reverse,
-        interpret=interpret,
+        recurrent_fwd, recurrent_bwd, q, k, v, gates=gates, output_final_state=output_final_state, **options
     )
 
 

@@ -167,6 +167,13 @@ def test_bad_arguments_are_refused_in_the_same_words(package, module, form, pass
         assert type(refused.value) is error
 
 
+@FUNCTION
+def test_a_misspelt_option_is_refused_by_its_name(package, module, form, passes):
+    arguments = TENSORS | GATES[module] | (GRADS if passes == "_bwd" else {})
+    with pytest.raises(TypeError, match=r"^\w+\(\) got an unexpected keyword argument 'initial_sate'"):
+        call(package, module, form, passes, arguments | {"initial_sate": None})
+
+
 def test_a_route_that_cannot_be_taken_is_refused_with_the_reason():
     assert check_fused(None, None)
     assert check_fused(True, None)
