@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any, Literal
 from parity.compilers import cache, gpu_code
 
 Target = tuple[str, int | str, int]
-Argument = int | bool | str | None
+Argument = int | float | bool | str | None | Mapping[str, "Argument"]
 
 TARGETS: dict[str, Target] = {
     "sm_80": ("cuda", 80, 32),
@@ -62,8 +63,9 @@ _LOG_CHARACTERS = 8000
 class Case:
     """A kernel as it would be launched.
 
-    kernel "module:name"; target as in TARGETS; arguments by name: a tensor as its pointer type (POINTERS; taken to be
-    16-byte aligned, as allocators make them), all else by value; options of the launch (num_warps, num_stages, ...).
+    kernel "module:name"; target as in TARGETS; arguments by name, as `as_argument` makes them: a tensor as its pointer
+    type (POINTERS; taken to be 16-byte aligned, as allocators make them), a NamedTuple as the mapping of its fields,
+    all else by value; options of the launch (num_warps, num_stages, ...).
     """
 
     kernel: str
@@ -109,6 +111,16 @@ class Compiled:
     def keeps_dot(self, dot: str, dtype: str) -> bool:
         """Whether the machine code keeps a contract's dot for operands of a dtype: `gpu_code.keeps_dot`."""
         return gpu_code.keeps_dot(dot, dtype, self.dot_kinds)
+
+
+def as_argument(value: Any) -> Argument:
+    """An argument of a launch as a `Case` has it: a tensor of any framework, a NamedTuple of arguments, or a value."""
+    if hasattr(value, "_asdict"):
+        return {name: as_argument(field) for name, field in value._asdict().items()}
+    if hasattr(value, "shape"):
+        return POINTERS[str(value.dtype).rpartition(".")[2]]
+    argument: Argument = value
+    return argument
 
 
 def compile_kernels(cases: Sequence[Case], timeout: float = 300.0) -> list[Compiled]:
@@ -383,19 +395,27 @@ def _location(chain: Sequence[BaseException], kernel: Any) -> str | None:
 
 def _specialise(
     kernel: Any, arguments: Mapping[str, Argument]
-) -> tuple[dict[str, str], dict[str, Argument], dict[tuple[int], list[tuple[str, int]]]]:
+) -> tuple[dict[str, Any], dict[tuple[int, ...], Argument], dict[tuple[int, ...], list[tuple[str, int]]]]:
     """(signature, constants, attributes) as Triton's launcher derives them from the values: an absent tensor and the
-    integer 1 become constants, divisibility by 16 is passed on."""
-    signature: dict[str, str] = {}
-    constants: dict[str, Argument] = {}
-    attributes: dict[tuple[int], list[tuple[str, int]]] = {}
-    for parameter in kernel.params:
-        name, value = parameter.name, arguments[parameter.name]
-        if parameter.is_constexpr or value is None or value is True or value is False or value == 1:
-            signature[name] = "constexpr"
-            constants[name] = value
-            continue
-        signature[name] = value if isinstance(value, str) else "i32" if -(2**31) <= value < 2**31 else "i64"
+    integer 1 become constants, divisibility by 16 is passed on, within a NamedTuple as outside."""
+    constants: dict[tuple[int, ...], Argument] = {}
+    attributes: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+
+    def specialised(value: Argument, path: tuple[int, ...], is_constant: bool) -> Any:
+        if isinstance(value, Mapping):
+            fields = (specialised(field, (*path, nth), is_constant) for nth, field in enumerate(value.values()))
+            return namedtuple("Struct", value.keys())(*fields)
+        if isinstance(value, float) and not is_constant:
+            return "fp32"
+        if is_constant or value is None or value is True or value is False or value == 1:
+            constants[path] = value
+            return "constexpr"
         if isinstance(value, str) or value % 16 == 0:
-            attributes[(parameter.num,)] = [("tt.divisibility", 16)]
+            attributes[path] = [("tt.divisibility", 16)]
+        return value if isinstance(value, str) else "i32" if -(2**31) <= value < 2**31 else "i64"
+
+    signature = {
+        parameter.name: specialised(arguments[parameter.name], (parameter.num,), parameter.is_constexpr)
+        for parameter in kernel.params
+    }
     return signature, constants, attributes

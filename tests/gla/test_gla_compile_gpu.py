@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from gpu_reference import gla, simple_gla
 from gpu_reference._lib.launch import Launch
-from parity.compilers.ptx import POINTERS, TARGETS, Case, compile_kernels, deviations
+from parity.compilers.ptx import TARGETS, Case, as_argument, compile_kernels, deviations
 
 B, T, H, K, V, N = 2, 4096, 16, 128, 128, 8
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -85,10 +85,7 @@ def meta(*shape, dtype=FLOAT32):
 
 
 def case(launch, target):
-    arguments = {
-        name: POINTERS[str(value.dtype).removeprefix("torch.")] if isinstance(value, torch.Tensor) else value
-        for name, value in launch.arguments.items()
-    }
+    arguments = {name: as_argument(value) for name, value in launch.arguments.items()}
     function = launch.kernel.fn
     return Case(f"{function.__module__}:{function.__name__}", TARGETS[target], arguments, launch.options)
 

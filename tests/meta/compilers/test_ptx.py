@@ -252,6 +252,17 @@ def compiled(tmp_path_factory):
 
 
 @needs_triton
+@pytest.mark.parametrize("scales", [None, "*bf16"])
+def test_a_field_of_a_struct_is_compiled_as_an_argument_alone_is(kernels, scales):
+    operand, given = dict(data="*fp32", scales=scales, size=4096), dict(factor=0.5, BLOCK=1024)
+    alone = other("compiler_kernels:scale", "sm_90", x=operand["data"], scales=scales, size=4096, **given)
+    struct = other("compiler_kernels:scale_operand", "sm_90", x=operand, **given)
+    expected, found = compile_kernels([alone, struct])
+    assert found.error is None
+    assert found.instructions == expected.instructions
+
+
+@needs_triton
 @pytest.mark.parametrize(
     ("name", "contract", "dtype", "kinds"),
     [
