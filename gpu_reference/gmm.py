@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_reference._lib.hardware import check_devices, computes_bfloat16
+from gpu_reference._lib.hardware import bfloat16_as_float32_where_interpreted, check_devices
 from gpu_reference._lib.launch import Launch, launch_options
 from gpu_reference._lib.operands import on_device, only_tensor, scalar, strides, values
 from gpu_reference._lib.tiles import Tile, block_of, first_filled, fitted
@@ -74,35 +74,10 @@ def gmm(
         sizes=values(group_sizes),
     )
     tensors = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "existing_out": existing_out}
-    device = check_devices(tensors | only_tensor("group_offset", group_offset))
+    check_devices(tensors | only_tensor("group_offset", group_offset))
+    weights = rhs.transpose(1, 2) if transpose_rhs else rhs
     out_dtype = getattr(torch, p.out_dtype)
-    if torch.bfloat16 in (lhs.dtype, out_dtype) and not computes_bfloat16(device):
-        return gmm(
-            lhs.float(),
-            rhs.float(),
-            group_sizes,
-            group_offset=group_offset,
-            existing_out=None if existing_out is None else existing_out.float(),
-            transpose_rhs=transpose_rhs,
-            tiling=tiling,
-        ).to(out_dtype)
-
-    if p.groups == 0:
-        return (
-            lhs.new_zeros(p.m, p.n, dtype=out_dtype)
-            if existing_out is None
-            else existing_out.clone(memory_format=torch.contiguous_format)
-        )
-    out = lhs.new_empty(p.m, p.n, dtype=out_dtype)
-    if out.numel():
-        tile = gmm_tile(p, lhs.element_size(), tiling)
-        offset = on_device(group_offset, device)
-        metadata = make_group_metadata(
-            group_sizes, m=p.m, tm=tile[0], group_offset=offset, num_groups=p.groups, cover="tiles"
-        )
-        weights = rhs.transpose(1, 2) if transpose_rhs else rhs
-        gmm_launch(p, tile, lhs, weights, existing_out, out, metadata, offset, debug).run(device)
-    return out
+    return _gmm(p, lhs, weights, group_sizes, group_offset, existing_out, tiling, debug, out_dtype)
 
 
 def tgmm(
@@ -136,24 +111,58 @@ def tgmm(
         sizes=values(group_sizes),
     )
     tensors = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "existing_out": existing_out}
-    device = check_devices(tensors | only_tensor("group_offset", group_offset))
-    out_dtype = getattr(torch, p.out_dtype)
-    if torch.bfloat16 in (lhs.dtype, out_dtype) and not computes_bfloat16(device):
-        return tgmm(
-            lhs.float(),
-            rhs.float(),
-            group_sizes,
-            group_offset=group_offset,
-            num_actual_groups=num_actual_groups,
-            existing_out=None if existing_out is None else existing_out.float(),
-            tiling=tiling,
-        ).to(out_dtype)
+    check_devices(tensors | only_tensor("group_offset", group_offset))
+    return _tgmm(p, lhs, rhs, group_sizes, group_offset, existing_out, tiling, debug, getattr(torch, p.out_dtype))
 
+
+@bfloat16_as_float32_where_interpreted()
+def _gmm(
+    p: Problem,
+    lhs: Tensor,
+    rhs: Tensor,
+    group_sizes: Tensor,
+    group_offset: int | Tensor,
+    existing_out: Tensor | None,
+    tiling: Tiling | None,
+    debug: Debug,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`gmm` of checked arguments: rhs as [G, K, N] whatever its layout."""
+    if p.groups == 0:
+        return (
+            lhs.new_zeros(p.m, p.n, dtype=out_dtype)
+            if existing_out is None
+            else existing_out.clone(memory_format=torch.contiguous_format)
+        )
+    out = lhs.new_empty(p.m, p.n, dtype=out_dtype)
+    if out.numel():
+        tile = gmm_tile(p, lhs.element_size(), tiling)
+        offset = on_device(group_offset, lhs.device)
+        metadata = make_group_metadata(
+            group_sizes, m=p.m, tm=tile[0], group_offset=offset, num_groups=p.groups, cover="tiles"
+        )
+        gmm_launch(p, tile, lhs, rhs, existing_out, out, metadata, offset, debug).run(lhs.device)
+    return out
+
+
+@bfloat16_as_float32_where_interpreted()
+def _tgmm(
+    p: Problem,
+    lhs: Tensor,
+    rhs: Tensor,
+    group_sizes: Tensor,
+    group_offset: int | Tensor,
+    existing_out: Tensor | None,
+    tiling: Tiling | None,
+    debug: Debug,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`tgmm` of checked arguments."""
     out = lhs.new_empty(p.groups, p.k, p.n, dtype=out_dtype)
     if out.numel():
         tile = tgmm_tile(p, lhs.element_size(), tiling)
-        offset = on_device(group_offset, device)
-        tgmm_launch(p, tile, lhs, rhs, existing_out, out, group_sizes, offset, debug).run(device)
+        offset = on_device(group_offset, lhs.device)
+        tgmm_launch(p, tile, lhs, rhs, existing_out, out, group_sizes, offset, debug).run(lhs.device)
     return out
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gpu_reference._lib.hardware import (
     architecture,
+    bfloat16_as_float32_where_interpreted,
     block_scaled_tile,
     check_devices,
     computes_bfloat16,
@@ -85,6 +86,9 @@ GROUPED_WGRAD_TILES: dict[int, tuple[Tile, ...]] = {
 TILE_LINES = tl.constexpr(SWIZZLED_ROWS)
 TILE_BLOCKS = tl.constexpr(SWIZZLED_COLUMNS)
 
+Pair = tuple[Tensor, Tensor | None]
+"""An operand and its scale."""
+
 LEAST_DEPTH = 32  # of a dot of 8-bit operands
 INT32_PRODUCTS = 2**31 // 128**2 - 1  # products of int8 that an int32 sum holds, whatever they are
 
@@ -135,44 +139,14 @@ def gmm_quantized(
     )
     operands = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale}
     tensors = operands | {"group_sizes": group_sizes, "existing_out": existing_out}
-    device = check_devices(tensors | only_tensor("group_offset", group_offset))
+    check_devices(tensors | only_tensor("group_offset", group_offset))
+    if transpose_rhs:
+        rhs, rhs_scale = rhs.transpose(1, 2), None if rhs_scale is None else rhs_scale.transpose(1, 2)
+        block_g, block_n, block_k = p.rhs_blocks
+        p = p._replace(rhs_blocks=(block_g, block_k, block_n))
+    pairs = (lhs, lhs_scale), (rhs, rhs_scale)
     out_dtype = getattr(torch, p.out_dtype)
-    if torch.bfloat16 in (lhs.dtype, rhs.dtype, out_dtype) and not computes_bfloat16(device):
-        return gmm_quantized(
-            _without_bfloat16(lhs),
-            lhs_scale,
-            _without_bfloat16(rhs),
-            rhs_scale,
-            group_sizes,
-            group_offset=group_offset,
-            existing_out=None if existing_out is None else existing_out.float(),
-            transpose_rhs=transpose_rhs,
-            preferred_element_type=torch.float32,
-            tiling=tiling,
-            debug=debug,
-        ).to(out_dtype)
-
-    path = dot_path(lhs.dtype, rhs.dtype, out_dtype, architecture(device))
-    tile = gmm_quantized_tile(p, path, tiling)
-    if p.groups == 0:
-        return (
-            lhs.new_zeros(p.m, p.n, dtype=out_dtype)
-            if existing_out is None
-            else existing_out.clone(memory_format=torch.contiguous_format)
-        )
-    out = lhs.new_empty(p.m, p.n, dtype=out_dtype)
-    if out.numel():
-        offset = on_device(group_offset, device)
-        metadata = make_group_metadata(
-            group_sizes, m=p.m, tm=tile[0], group_offset=offset, num_groups=p.groups, cover="tiles"
-        )
-        if transpose_rhs:
-            rhs, rhs_scale = rhs.transpose(1, 2), None if rhs_scale is None else rhs_scale.transpose(1, 2)
-            block_g, block_n, block_k = p.rhs_blocks
-            p = p._replace(rhs_blocks=(block_g, block_k, block_n))
-        pairs = (lhs, lhs_scale), (rhs, rhs_scale)
-        gmm_quantized_launch(p, tile, path, *pairs, existing_out, out, metadata, offset, debug).run(device)
-    return out
+    return _gmm_quantized(p, *pairs, group_sizes, group_offset, existing_out, tiling, debug, out_dtype)
 
 
 def tgmm_quantized(
@@ -211,30 +185,64 @@ def tgmm_quantized(
     )
     operands = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale}
     tensors = operands | {"group_sizes": group_sizes, "existing_out": existing_out}
-    device = check_devices(tensors | only_tensor("group_offset", group_offset))
+    check_devices(tensors | only_tensor("group_offset", group_offset))
+    pairs = (lhs, lhs_scale), (rhs, rhs_scale)
     out_dtype = getattr(torch, p.out_dtype)
-    if torch.bfloat16 in (lhs.dtype, rhs.dtype, out_dtype) and not computes_bfloat16(device):
-        return tgmm_quantized(
-            _without_bfloat16(lhs),
-            lhs_scale,
-            _without_bfloat16(rhs),
-            rhs_scale,
-            group_sizes,
-            group_offset=group_offset,
-            num_actual_groups=num_actual_groups,
-            existing_out=None if existing_out is None else existing_out.float(),
-            preferred_element_type=torch.float32,
-            tiling=tiling,
-            debug=debug,
-        ).to(out_dtype)
+    return _tgmm_quantized(p, *pairs, group_sizes, group_offset, existing_out, tiling, debug, out_dtype)
 
-    path = dot_path(lhs.dtype, rhs.dtype, out_dtype, architecture(device))
-    tile = tgmm_quantized_tile(p, path, tiling)
-    out = lhs.new_empty(p.groups, p.k, p.n, dtype=out_dtype)
+
+@bfloat16_as_float32_where_interpreted()
+def _gmm_quantized(
+    p: QuantizedProblem,
+    lhs: Pair,
+    rhs: Pair,
+    group_sizes: Tensor,
+    group_offset: int | Tensor,
+    existing_out: Tensor | None,
+    tiling: Tiling | None,
+    debug: Debug,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`gmm_quantized` of checked arguments: rhs, its scale and its blocks as of [G, K, N]."""
+    device = lhs[0].device
+    path = dot_path(lhs[0].dtype, rhs[0].dtype, out_dtype, architecture(device))
+    tile = gmm_quantized_tile(p, path, tiling)
+    if p.groups == 0:
+        return (
+            torch.zeros(p.m, p.n, dtype=out_dtype, device=device)
+            if existing_out is None
+            else existing_out.clone(memory_format=torch.contiguous_format)
+        )
+    out = torch.empty(p.m, p.n, dtype=out_dtype, device=device)
     if out.numel():
-        pairs = (lhs, lhs_scale), (rhs, rhs_scale)
         offset = on_device(group_offset, device)
-        tgmm_quantized_launch(p, tile, path, *pairs, existing_out, out, group_sizes, offset, debug).run(device)
+        metadata = make_group_metadata(
+            group_sizes, m=p.m, tm=tile[0], group_offset=offset, num_groups=p.groups, cover="tiles"
+        )
+        gmm_quantized_launch(p, tile, path, lhs, rhs, existing_out, out, metadata, offset, debug).run(device)
+    return out
+
+
+@bfloat16_as_float32_where_interpreted()
+def _tgmm_quantized(
+    p: QuantizedProblem,
+    lhs: Pair,
+    rhs: Pair,
+    group_sizes: Tensor,
+    group_offset: int | Tensor,
+    existing_out: Tensor | None,
+    tiling: Tiling | None,
+    debug: Debug,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`tgmm_quantized` of checked arguments."""
+    device = lhs[0].device
+    path = dot_path(lhs[0].dtype, rhs[0].dtype, out_dtype, architecture(device))
+    tile = tgmm_quantized_tile(p, path, tiling)
+    out = torch.empty(p.groups, p.k, p.n, dtype=out_dtype, device=device)
+    if out.numel():
+        offset = on_device(group_offset, device)
+        tgmm_quantized_launch(p, tile, path, lhs, rhs, existing_out, out, group_sizes, offset, debug).run(device)
     return out
 
 
@@ -295,61 +303,93 @@ def grouped_gemm(
     operands = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale}
     tensors = operands | {"group_sizes": group_sizes, "existing_out": existing_out}
     device = check_devices(tensors | only_tensor("group_offset", group_offset))
-    target = architecture(device)
-    support = _support(lhs.dtype, rhs.dtype, target)
+    support = _support(lhs.dtype, rhs.dtype, architecture(device))
     check_strict(support, strict)
     out_dtype = getattr(torch, p.out_dtype)
-    shared: dict[str, Any] = {"group_offset": group_offset, "tiling": tiling, "debug": debug}
-    if ragged == "contracting":
-        shared["num_actual_groups"] = num_actual_groups
-    else:
-        shared["transpose_rhs"] = transpose_rhs
+    if transpose_rhs:
+        rhs = rhs.transpose(1, 2)
+        if rhs_scale is not None and scale_layout == "plain":
+            rhs_scale = rhs_scale.transpose(1, 2)
+    shared: dict[str, Any] = {
+        "group_offset": group_offset,
+        "existing_out": existing_out,
+        "tiling": tiling,
+        "debug": debug,
+    }
+    if support.path == "unquantised" and ragged == "contracting":
+        shared |= {"num_actual_groups": num_actual_groups, "preferred_element_type": out_dtype}
+        return tgmm(lhs, rhs, group_sizes, **shared)
     if support.path == "unquantised":
-        multiply = tgmm if ragged == "contracting" else gmm
-        return multiply(lhs, rhs, group_sizes, existing_out=existing_out, preferred_element_type=out_dtype, **shared)
-    if torch.bfloat16 in (lhs.dtype, rhs.dtype, out_dtype) and not computes_bfloat16(device):
-        return grouped_gemm(
-            _without_bfloat16(lhs),
-            _without_bfloat16(rhs),
-            group_sizes,
-            lhs_scale=lhs_scale,
-            rhs_scale=rhs_scale,
-            ragged=ragged,
-            existing_out=None if existing_out is None else existing_out.float(),
-            scale_layout=scale_layout,
-            preferred_element_type=torch.float32,
-            **shared,
-        ).to(out_dtype)
-
-    tile = grouped_gemm_tile(p, support.path, ragged, tiling, target)
+        return gmm(lhs, rhs, group_sizes, preferred_element_type=out_dtype, **shared)
+    multiply = _grouped_wgrad if ragged == "contracting" else _grouped_gemm
+    pairs = (lhs, lhs_scale), (rhs, rhs_scale)
     swizzled = scale_layout == "swizzled"
-    offset = on_device(group_offset, device)
-    dot = support.path if computes_bfloat16(device) else "float32"  # which every interpreter multiplies
-    if ragged == "contracting":
-        out = lhs.new_empty(p.groups, p.k, p.n, dtype=out_dtype)
-        if out.numel():
-            pairs = (lhs, lhs_scale), (rhs, rhs_scale)
-            grouped_wgrad_launch(p, tile, dot, *pairs, swizzled, existing_out, out, group_sizes, offset, debug).run(
-                device
-            )
-        return out
+    return multiply(p, *pairs, swizzled, group_sizes, group_offset, existing_out, tiling, debug, out_dtype)
+
+
+@bfloat16_as_float32_where_interpreted()
+def _grouped_gemm(
+    p: Problem,
+    lhs: Pair,
+    rhs: Pair,
+    swizzled: bool,
+    group_sizes: Tensor,
+    group_offset: int | Tensor,
+    existing_out: Tensor | None,
+    tiling: Tiling | None,
+    debug: Debug,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`grouped_gemm` with ragged="lhs" of checked arguments: rhs and its plain scale as of [G, K, N]."""
+    device = lhs[0].device
+    tile, dot = _tile_and_dot(p, lhs, rhs, "lhs", tiling)
     if p.groups == 0:
         return (
-            lhs.new_zeros(p.m, p.n, dtype=out_dtype)
+            torch.zeros(p.m, p.n, dtype=out_dtype, device=device)
             if existing_out is None
             else existing_out.clone(memory_format=torch.contiguous_format)
         )
-    out = lhs.new_empty(p.m, p.n, dtype=out_dtype)
+    out = torch.empty(p.m, p.n, dtype=out_dtype, device=device)
     if out.numel():
+        offset = on_device(group_offset, device)
         metadata = make_group_metadata(
             group_sizes, m=p.m, tm=tile[0], group_offset=offset, num_groups=p.groups, cover="tiles"
         )
-        if transpose_rhs:
-            rhs = rhs.transpose(1, 2)
-            rhs_scale = rhs_scale if rhs_scale is None or swizzled else rhs_scale.transpose(1, 2)
-        pairs = (lhs, lhs_scale), (rhs, rhs_scale)
-        grouped_gemm_launch(p, tile, dot, *pairs, swizzled, existing_out, out, metadata, offset, debug).run(device)
+        grouped_gemm_launch(p, tile, dot, lhs, rhs, swizzled, existing_out, out, metadata, offset, debug).run(device)
     return out
+
+
+@bfloat16_as_float32_where_interpreted()
+def _grouped_wgrad(
+    p: Problem,
+    lhs: Pair,
+    rhs: Pair,
+    swizzled: bool,
+    group_sizes: Tensor,
+    group_offset: int | Tensor,
+    existing_out: Tensor | None,
+    tiling: Tiling | None,
+    debug: Debug,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`grouped_gemm` with ragged="contracting" of checked arguments."""
+    device = lhs[0].device
+    tile, dot = _tile_and_dot(p, lhs, rhs, "contracting", tiling)
+    out = torch.empty(p.groups, p.k, p.n, dtype=out_dtype, device=device)
+    if out.numel():
+        offset = on_device(group_offset, device)
+        grouped_wgrad_launch(p, tile, dot, lhs, rhs, swizzled, existing_out, out, group_sizes, offset, debug).run(
+            device
+        )
+    return out
+
+
+def _tile_and_dot(p: Problem, lhs: Pair, rhs: Pair, ragged: str, tiling: Tiling | None) -> tuple[Tile, str]:
+    """The tile of `grouped_gemm`, and what its dot multiplies: a path, or float32 where kernels have no bfloat16."""
+    device = lhs[0].device
+    target = architecture(device)
+    path = _support(lhs[0].dtype, rhs[0].dtype, target).path
+    return grouped_gemm_tile(p, path, ragged, tiling, target), path if computes_bfloat16(device) else "float32"
 
 
 def grouped_gemm_support(
@@ -424,10 +464,6 @@ def grouped_gemm_tile(p: Problem, path: str, ragged: str, tiling: Tiling | None,
     check_mxfp8_tile("tk", tile[1], p.k)
     tm, tk, tn = fitted(tile, p)
     return max(tm, rows), max(tk, depth), tn
-
-
-Pair = tuple[Tensor, Tensor | None]
-"""An operand and its scale."""
 
 
 def gmm_quantized_launch(
@@ -1203,10 +1239,6 @@ def _operand_arguments(
 def _sums_in_int32(path: DotPath, block: int, size: int) -> bool:
     """Whether sums over a contraction axis of `size` are int32: no scale changes, and they cannot overflow."""
     return path.dtype == "int8" and block >= size and size <= INT32_PRODUCTS
-
-
-def _without_bfloat16(operand: Tensor) -> Tensor:
-    return operand.float() if operand.dtype == torch.bfloat16 else operand
 
 
 def _support(lhs: torch.dtype, rhs: torch.dtype, target: str | None) -> Support:

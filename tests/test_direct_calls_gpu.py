@@ -9,19 +9,21 @@ import pytest
 
 from parity.judging.judge import judge
 from tests.matrix.gla import BF16, F32, GATED_LINEAR_ATTENTION
-from tests.matrix.gmm import TGMM
+from tests.matrix.gmm import GMM, TGMM
 from tests.matrix.moe import MOE_LAYER
+from tests.matrix.mxfp8 import GROUPED_GEMM
 from tests.matrix.quantized_gmm import GMM_QUANTIZED, TGMM_QUANTIZED
 
 SCAN, PRODUCT = dict(B=1, T=5, H=1, K=16, V=16), dict(M=32, K=64, N=24, G=4)
 CASES = [
     *((op, case) for op in GATED_LINEAR_ATTENTION for case in op.grid([SCAN], dtype=[BF16])),
-    *((TGMM, case) for case in TGMM.grid([PRODUCT], dtype=[BF16, (BF16, F32)])),
+    *((op, case) for op in (GMM, TGMM) for case in op.grid([PRODUCT], dtype=[BF16, (BF16, F32)])),
     *((op, next(case for case in op.cases if case.out == BF16)) for op in (GMM_QUANTIZED, TGMM_QUANTIZED)),
     *(
         (op, next(case for case in op.cases if case.dtype == BF16 and case.out != BF16))
         for op in (GMM_QUANTIZED, TGMM_QUANTIZED)
     ),
+    *((GROUPED_GEMM, case) for case in GROUPED_GEMM.cases if case.tier == "smoke"),
     *((MOE_LAYER, case) for case in MOE_LAYER.cases if case.tier == "smoke"),
 ]
 

@@ -4,8 +4,10 @@ An *architecture* is the name of a compiler target: `"sm_90"`, `"gfx942"`; None 
 """
 # mypy: allow-untyped-defs, allow-untyped-decorators
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
 from importlib.metadata import version
+from typing import Any
 
 import torch
 import triton
@@ -77,6 +79,32 @@ def computes_bfloat16(device: torch.device) -> bool:
     return bool((out.view(8, 2, 16) == torch.tensor([[1.0], [1 + 2 * 2.0**-7]])).all())
 
 
+def bfloat16_as_float32_where_interpreted(
+    results: Callable[..., Any] = lambda *arguments: arguments[-1],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function to be called with float32 for bfloat16 where kernels cannot compute bfloat16.
+
+    That is every bfloat16 tensor and dtype among its arguments, in their tuples and dicts too. What it returns is cast
+    to the dtypes that `results(*args, **kwargs)` returns in the same structure (default: its last argument, a dtype);
+    None leaves a result as it is. Arguments are to be checked before: in float32, two unlike dtypes may be one.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            leaves = list(_leaves((args, kwargs)))
+            devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
+            is_narrow = any(torch.bfloat16 is (leaf.dtype if isinstance(leaf, Tensor) else leaf) for leaf in leaves)
+            if not is_narrow or computes_bfloat16(devices[0]):
+                return function(*args, **kwargs)
+            wide_args, wide_kwargs = _each(_in_float32, (args, kwargs))
+            return _each(_cast, function(*wide_args, **wide_kwargs), results(*args, **kwargs))
+
+        return call
+
+    return decorate
+
+
 def architecture(device: torch.device | None = None) -> str | None:
     """The architecture of `device` (default: the current CUDA device), None where there is none."""
     if device is None:
@@ -126,6 +154,35 @@ def sums_fp8_in_float32(target: str) -> bool:
     Mikaitis 2025, "Accurate Models of NVIDIA Tensor Cores" (arXiv:2512.07004).
     """
     return _compute_capability(target) not in (89, 90)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """What stands in nested tuples and dicts."""
+    if isinstance(tree, dict | tuple):
+        for branch in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(branch)
+    else:
+        yield tree
+
+
+def _each(change: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """`change` of each leaf of nested tuples and dicts, in their structure; others: a leaf beside each, or None."""
+    if isinstance(tree, dict):
+        return {key: _each(change, branch, *(o and o[key] for o in others)) for key, branch in tree.items()}
+    if isinstance(tree, tuple):
+        branches = [_each(change, branch, *(o and o[i] for o in others)) for i, branch in enumerate(tree)]
+        return type(tree)(*branches) if hasattr(tree, "_fields") else tuple(branches)
+    return change(tree, *others)
+
+
+def _in_float32(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.dtype == torch.bfloat16:
+        return leaf.float()
+    return torch.float32 if leaf is torch.bfloat16 else leaf
+
+
+def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
+    return leaf if leaf is None or dtype is None else leaf.to(dtype)
 
 
 def is_older(version: str, major: int, minor: int) -> bool:

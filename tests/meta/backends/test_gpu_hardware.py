@@ -57,6 +57,30 @@ def test_the_interpreters_own_bfloat16_is_found_out_and_the_mended_one_is_taken(
     assert hardware.computes_bfloat16(torch.device("cuda"))
 
 
+def test_a_function_gets_float32_for_bfloat16_only_where_that_is_not_computed():
+    seen = []
+
+    def results(tensors, dtype, debug=None):
+        return torch.bfloat16, {"o": dtype, "h": None}
+
+    @hardware.bfloat16_as_float32_where_interpreted(results)
+    def function(tensors, dtype, debug=None):
+        seen.append((tensors["lhs"][0].dtype, tensors["lhs"][1], tensors["sizes"].dtype, dtype, debug))
+        return tensors["lhs"][0], {"o": CPU, "h": CPU}
+
+    tensors = {"lhs": (CPU.bfloat16(), None), "sizes": CPU.int()}
+    one, two = function(tensors, torch.bfloat16, debug="kept")
+    assert (one.dtype, two["o"].dtype, two["h"].dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    function(tensors, torch.float16)
+    with emulated():
+        function(tensors, torch.bfloat16)
+    assert seen == [
+        (torch.float32, None, torch.int32, torch.float32, "kept"),
+        (torch.float32, None, torch.int32, torch.float16, None),
+        (torch.bfloat16, None, torch.int32, torch.bfloat16, None),
+    ]
+
+
 TARGETS = ("sm_70", "sm_75", "sm_80", "sm_88", "sm_89", "sm_90a", "sm_100a", "sm_120", "gfx942", "gfx950")
 
 
