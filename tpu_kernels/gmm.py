@@ -10,7 +10,7 @@ are.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.debug import Debug
 from op_arguments.gmm import Problem, check_gmm, check_tgmm
-from tpu_kernels._lib import chip
+from tpu_kernels._lib import chip, grids
 from tpu_kernels._lib.arguments import (
     Interpret,
     as_vector,
@@ -30,16 +30,11 @@ from tpu_kernels._lib.arguments import (
     resolve_interpret,
     static_scalar,
 )
+from tpu_kernels._lib.call import Block, call
 from tpu_kernels._lib.chip import MXU
-from tpu_kernels._lib.products import Tile, blocks, dot, dot_depth, even_step, fit_tile, is_small
-from tpu_kernels._lib.visits import (
-    copy_own_rows,
-    for_row_blocks,
-    group_metadata,
-    is_own_row,
-    row_block,
-    rows_of_visit,
-)
+from tpu_kernels._lib.products import blocks, dot, dot_depth
+from tpu_kernels._lib.tiles import Tile, even_step, fit_tile, is_small
+from tpu_kernels._lib.visits import Visits, copy_own_rows, for_row_blocks, is_own_row, list_visits, row_block
 
 
 def gmm(
@@ -178,6 +173,12 @@ def _tgmm_tiles(dtype: Any, small: bool, m: int, k: int, n: int) -> Tile:
 # ---------------------------------------------------------------------------------------------------------- gmm
 
 
+class _Operands(NamedTuple):
+    lhs: Any
+    rhs: Any
+    existing_out: Any = None
+
+
 @partial(jax.jit, static_argnames=("problem", "tile", "transpose_rhs", "interpret", "debug"))
 def _gmm(
     lhs: jax.Array,
@@ -192,81 +193,45 @@ def _gmm(
     interpret: bool | pltpu.InterpretParams,
     debug: Debug,
 ) -> jax.Array:
-    m, k, n, groups, _, out_dtype = problem
-    if m == 0 or n == 0 or groups == 0:
-        return jnp.zeros((m, n), out_dtype) if existing_out is None else existing_out
+    p = problem
+    if p.m == 0 or p.n == 0 or p.groups == 0:
+        return jnp.zeros((p.m, p.n), p.out_dtype) if existing_out is None else existing_out
+    if p.k == 0:  # a sum over nothing is a sum over one zero
+        p, tile = p._replace(k=1), (tile[0], 1, tile[2])
+        lhs = jnp.zeros((p.m, 1), lhs.dtype)
+        rhs = jnp.zeros((p.groups, p.n, 1) if transpose_rhs else (p.groups, 1, p.n), rhs.dtype)
+
     tm, tk, tn = tile
-    if k == 0:  # a sum over nothing is a sum over one zero
-        k = tk = 1
-        lhs = jnp.zeros((m, 1), lhs.dtype)
-        rhs = jnp.zeros((groups, n, 1) if transpose_rhs else (groups, 1, n), rhs.dtype)
-
-    tiles_m, tiles_k, tiles_n = pl.cdiv(m, tm), pl.cdiv(k, tk), pl.cdiv(n, tn)
-    metadata = group_metadata(
-        group_sizes, group_offset, m=m, tm=tm, num_groups=groups, cover="tiles", interpret=interpret
+    visits, num_visits = list_visits(
+        group_sizes, group_offset, m=p.m, tm=tm, num_groups=p.groups, cover="tiles", interpret=interpret
     )
-
-    def lhs_block(n_i: Any, visit: Any, k_i: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
-        return tile_ids[visit], k_i
-
-    def rhs_block(n_i: Any, visit: Any, k_i: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
-        return (group_ids[visit], n_i, k_i) if transpose_rhs else (group_ids[visit], k_i, n_i)
-
-    def out_block(n_i: Any, visit: Any, k_i: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
-        return tile_ids[visit], n_i
-
-    in_specs = [
-        pl.BlockSpec((tm, tk), lhs_block),
-        pl.BlockSpec((None, tn, tk) if transpose_rhs else (None, tk, tn), rhs_block),
-        pl.BlockSpec((tm, tn), out_block),
-    ]
-    operands = [kernel_operand(x) for x in (lhs, rhs, existing_out) if x is not None]
-    out_shape = jax.ShapeDtypeStruct((m, n), kernel_dtype(out_dtype))
-    # A block is fetched anew when its index changes: with a single step over K, only at a new tile or a new group.
-    visits = tiles_m + groups - 1
-    lhs_rows, rhs_blocks = (m, groups) if tiles_k == 1 else (visits * tm, visits)
-    cost = pl.CostEstimate(
-        flops=2 * m * k * n,
-        transcendentals=0,
-        bytes_accessed=tiles_n * lhs_rows * k * operands[0].dtype.itemsize
-        + rhs_blocks * k * n * operands[1].dtype.itemsize
-        + (1 if existing_out is None else 2) * m * n * out_shape.dtype.itemsize,
+    operands = _Operands(
+        Block(kernel_operand(lhs), (tm, tk), grids.gmm_lhs),
+        Block(kernel_operand(rhs), *grids.gmm_weights(tile, transpose_rhs)),
+        None if existing_out is None else Block(kernel_operand(existing_out), (tm, tn), grids.gmm_out),
     )
-
-    out = pl.pallas_call(
-        partial(_gmm_kernel, k=k, transpose_rhs=transpose_rhs, debug=debug),
-        out_shape=out_shape,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(tiles_n, metadata.num_visits[0], tiles_k),
-            in_specs=in_specs[: len(operands)],
-            out_specs=pl.BlockSpec((tm, tn), out_block),
-            scratch_shapes=[pltpu.VMEM((tm, tn), jnp.float32)],
-        ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
-        cost_estimate=cost,
-        interpret=interpret,
+    out = Block(jax.ShapeDtypeStruct((p.m, p.n), kernel_dtype(p.out_dtype)), (tm, tn), grids.gmm_out)
+    return call(
+        partial(_gmm_kernel, k=p.k, transpose_rhs=transpose_rhs, debug=debug),
         name="gmm",
-    )(metadata.group_ids, metadata.tile_ids, metadata.group_offsets, group_offset, *operands)
-    return out.astype(out_dtype)
+        grid=(pl.cdiv(p.n, tn), num_visits, pl.cdiv(p.k, tk)),
+        parallel=1,
+        scalars=(visits,),
+        operands=operands,
+        out=out,
+        scratch=pltpu.VMEM((tm, tn), jnp.float32),
+        cost=grids.gmm_cost(p, tile, *operands, out),
+        interpret=interpret,
+    ).astype(p.out_dtype)
 
 
 def _gmm_kernel(
-    group_ids: Any,
-    tile_ids: Any,
-    group_offsets: Any,
-    group_offset: Any,
-    lhs: Any,
-    rhs: Any,
-    *refs: Any,
-    k: int,
-    transpose_rhs: bool,
-    debug: Debug,
+    visits: Visits, operands: _Operands, out: Any, acc: Any, *, k: int, transpose_rhs: bool, debug: Debug
 ) -> None:
-    *existing_out, out, acc = refs
+    lhs, rhs, existing_out = operands
     visit, step, last_step = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
     (tm, tk), tn = lhs.shape, out.shape[1]
-    start, end = rows_of_visit(visit, group_ids, tile_ids, group_offsets, group_offset, tm)
+    start, end = visits.rows(visit, tm)
     whole = (start == 0) & (end == tm)
     one_step = tk == k
     rest = k % tk or tk  # of K, in the last step; the block holds garbage beyond it, and 0 * NaN is NaN
@@ -311,11 +276,9 @@ def _gmm_kernel(
 
     def multiply_own() -> None:
         # Consecutive visits of a tile share its output block: the first one fills the rows that are not its own.
-        first_of_tile = (visit == 0) | (tile_ids[jnp.maximum(visit - 1, 0)] != tile_ids[visit])
-
-        @pl.when(~whole & first_of_tile & (step == last_step))
+        @pl.when(~whole & visits.is_first_of_tile(visit) & (step == last_step))
         def _() -> None:
-            out[...] = existing_out[0][...] if existing_out else jnp.zeros_like(out)
+            out[...] = jnp.zeros_like(out) if existing_out is None else existing_out[...]
 
         for_row_blocks(start, end, tm, partial(multiply_step, masked=True))
 
@@ -342,71 +305,54 @@ def _tgmm(
     interpret: bool | pltpu.InterpretParams,
     debug: Debug,
 ) -> jax.Array:
-    m, k, n, groups, _, out_dtype = problem
-    if 0 in (m, k, n, groups):
-        return jnp.zeros((groups, k, n), out_dtype) if existing_out is None else existing_out
-
+    p = problem
+    if 0 in (p.m, p.k, p.n, p.groups):
+        return jnp.zeros((p.groups, p.k, p.n), p.out_dtype) if existing_out is None else existing_out
     tm, tk, tn = tile
-    tiles_k, tiles_n = pl.cdiv(k, tk), pl.cdiv(n, tn)
-    metadata = group_metadata(
-        group_sizes, group_offset, m=m, tm=tm, num_groups=groups, cover="groups", interpret=interpret
+    visits, num_visits = list_visits(
+        group_sizes, group_offset, m=p.m, tm=tm, num_groups=p.groups, cover="groups", interpret=interpret
     )
-
-    def lhs_block(n_i: Any, k_i: Any, visit: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
-        return tile_ids[visit], k_i
-
-    def rhs_block(n_i: Any, k_i: Any, visit: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
-        return tile_ids[visit], n_i
-
-    def out_block(n_i: Any, k_i: Any, visit: Any, group_ids: Any, tile_ids: Any, *_: Any) -> Any:
-        return group_ids[visit], k_i, n_i
-
-    in_specs = [
-        pl.BlockSpec((tm, tk), lhs_block),
-        pl.BlockSpec((tm, tn), rhs_block),
-        pl.BlockSpec((None, tk, tn), out_block),
-    ]
-    operands = [kernel_operand(x) for x in (lhs, rhs, existing_out) if x is not None]
-    out_shape = jax.ShapeDtypeStruct((groups, k, n), kernel_dtype(out_dtype))
-    cost = pl.CostEstimate(
-        flops=2 * m * k * n,
-        transcendentals=0,
-        bytes_accessed=(tiles_n * m * k + tiles_k * m * n) * operands[0].dtype.itemsize
-        + (1 if existing_out is None else 2) * groups * k * n * out_shape.dtype.itemsize,
+    lhs, rhs = kernel_operand(lhs), kernel_operand(rhs)
+    operands = _Operands(
+        Block(lhs, (tm, tk), grids.tgmm_lhs),
+        Block(rhs, (tm, tn), grids.tgmm_rhs),
+        None if existing_out is None else Block(kernel_operand(existing_out), (None, tk, tn), grids.tgmm_out),
     )
-
-    out = pl.pallas_call(
+    out = Block(jax.ShapeDtypeStruct((p.groups, p.k, p.n), kernel_dtype(p.out_dtype)), (None, tk, tn), grids.tgmm_out)
+    return call(
         partial(_tgmm_kernel, debug=debug),
-        out_shape=out_shape,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(tiles_n, tiles_k, metadata.num_visits[0]),
-            in_specs=in_specs[: len(operands)],
-            out_specs=pl.BlockSpec((None, tk, tn), out_block),
-            scratch_shapes=[
-                pltpu.VMEM((tk, tn), jnp.float32),
-                pltpu.VMEM((row_block(tm), tk), operands[0].dtype),
-                pltpu.VMEM((row_block(tm), tn), operands[1].dtype),
-            ],
-        ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-        cost_estimate=cost,
-        interpret=interpret,
         name="tgmm",
-    )(metadata.group_ids, metadata.tile_ids, metadata.group_offsets, group_offset, *operands)
-    return out.astype(out_dtype)
+        grid=(pl.cdiv(p.n, tn), pl.cdiv(p.k, tk), num_visits),
+        parallel=2,
+        scalars=(visits,),
+        operands=operands,
+        out=out,
+        scratch=_Sums(
+            pltpu.VMEM((tk, tn), jnp.float32),
+            pltpu.VMEM((row_block(tm), tk), lhs.dtype),
+            pltpu.VMEM((row_block(tm), tn), rhs.dtype),
+        ),
+        cost=grids.tgmm_cost(p, tile, *operands, out),
+        interpret=interpret,
+    ).astype(p.out_dtype)
 
 
-def _tgmm_kernel(
-    group_ids: Any, tile_ids: Any, group_offsets: Any, group_offset: Any, lhs: Any, rhs: Any, *refs: Any, debug: Debug
-) -> None:
-    *existing_out, out, acc, own_lhs, own_rhs = refs
+class _Sums(NamedTuple):
+    """A group's sums, and rows of lhs and rhs with zeros for those that are another group's."""
+
+    acc: Any
+    own_lhs: Any
+    own_rhs: Any
+
+
+def _tgmm_kernel(visits: Visits, operands: _Operands, out: Any, sums: _Sums, *, debug: Debug) -> None:
+    lhs, rhs, existing_out = operands
+    acc, own_lhs, own_rhs = sums
     visit, last_visit = pl.program_id(2), pl.num_programs(2) - 1
     tm = rhs.shape[0]
-    start, end = rows_of_visit(visit, group_ids, tile_ids, group_offsets, group_offset, tm)
+    start, end = visits.rows(visit, tm)
     whole = (start == 0) & (end == tm)
-    group = group_ids[visit]
-    first_of_group = (visit == 0) | (group_ids[jnp.maximum(visit - 1, 0)] != group)
+    first_of_group, last_of_group = visits.ends_of_group(visit, last_visit)
 
     def multiply(lhs: Any, rhs: Any, first: Any) -> None:
         for part in blocks(lhs.shape[0], dot_depth(changed=True)):
@@ -427,11 +373,11 @@ def _tgmm_kernel(
     pl.when(whole)(lambda: multiply(lhs, rhs, first_of_group))
     pl.when(~whole)(lambda: for_row_blocks(start, end, tm, multiply_own))
 
-    @pl.when((visit == last_visit) | (group_ids[jnp.minimum(visit + 1, last_visit)] != group))
+    @pl.when(last_of_group)
     def _() -> None:
         total = jnp.where(start < end, acc[...], 0.0)  # an empty group has one visit, without rows
         if debug:
             total = debug("acc", total, jnp.full(total.shape, start < end))
-        if existing_out:
-            total += existing_out[0][...].astype(jnp.float32)
+        if existing_out is not None:
+            total += existing_out[...].astype(jnp.float32)
         out[...] = total.astype(out.dtype)

@@ -43,15 +43,16 @@ from tpu_kernels._lib.arguments import (
     static_scalar,
 )
 from tpu_kernels._lib.chip import LANES, MXU, default_vmem, matmul_path, sublanes
-from tpu_kernels._lib.products import Tile, blocks, dot, dot_depth, even_step, fit_tile, is_small
+from tpu_kernels._lib.products import blocks, dot, dot_depth
+from tpu_kernels._lib.tiles import Tile, even_step, fit_tile, is_small
 from tpu_kernels._lib.visits import (
     COPY_ROWS,
+    Visits,
     copy_own_rows,
     for_row_blocks,
-    group_metadata,
     is_own_row,
+    list_visits,
     row_block,
-    rows_of_visit,
 )
 from tpu_kernels.gmm import gmm, tgmm
 from tpu_kernels.quantize import mxfp8_dequantize, unswizzle_scales
@@ -704,7 +705,7 @@ def _gmm_quantized(
 
     part = min(p.block, tk)
     tiles_m, tiles_k, tiles_n = pl.cdiv(p.m, tm), pl.cdiv(p.k, tk), pl.cdiv(p.n, tn)
-    metadata = group_metadata(
+    visits, num_visits = list_visits(
         group_sizes, group_offset, m=p.m, tm=tm, num_groups=p.groups, cover="tiles", interpret=interpret
     )
     lhs_powers = rhs_powers = None
@@ -721,10 +722,7 @@ def _gmm_quantized(
     turned = scales.lhs_changes and scales.rhs_changes and path in ("fp8", "int8")
     turned = turned and not (columns % LANES or tm % LANES or tn % LANES)
     scalars: dict[str, jax.Array] = {
-        "group_ids": metadata.group_ids,
-        "tile_ids": metadata.tile_ids,
-        "group_offsets": metadata.group_offsets,
-        "group_offset": group_offset,
+        **visits._asdict(),
     }
     if turned and lhs_scale is not None and rhs_scale is not None:
         scalars["in_range"] = _are_in_range(lhs_scale, rhs_scale).astype(jnp.int32)[None]
@@ -774,8 +772,8 @@ def _gmm_quantized(
         scratch["wide_lhs"] = pltpu.VMEM((tm, tk), jnp.bfloat16)
     out_shape = jax.ShapeDtypeStruct((p.m, p.n), kernel_dtype(p.out_dtype))
     # A block is fetched anew when its index changes: with a single step over K, only at a new tile or a new group.
-    visits = tiles_m + p.groups - 1
-    lhs_rows, rhs_blocks = (p.m, p.groups) if tiles_k == 1 else (visits * tm, visits)
+    fetches = tiles_m + p.groups - 1
+    lhs_rows, rhs_blocks = (p.m, p.groups) if tiles_k == 1 else (fetches * tm, fetches)
     cost = pl.CostEstimate(
         flops=2 * p.m * p.k * p.n,
         transcendentals=0,
@@ -799,7 +797,7 @@ def _gmm_quantized(
         out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(tiles_n, metadata.num_visits[0], tiles_k),
+            grid=(tiles_n, num_visits, tiles_k),
             in_specs=[pl.BlockSpec(block, index) for _, block, index in operands.values()],
             out_specs=pl.BlockSpec((tm, tn), out_block),
             scratch_shapes=list(scratch.values()),
@@ -826,7 +824,7 @@ def _gmm_kernel(
     in a single row then, and that multiplies the sums of all these columns: two operations for each sum, and not three.
     """
     named = dict(zip(names, refs, strict=True))
-    group_ids, tile_ids = named["group_ids"], named["tile_ids"]
+    tile_ids = named["tile_ids"]
     narrow_lhs, rhs, out, acc = named["lhs"], named["rhs"], named["out"], named["acc"]
     lhs, existing_out = named.get("wide_lhs", narrow_lhs), named.get("existing_out")
     lhs_scale, lhs_columns = named.get("lhs_scale"), named.get("lhs_columns")
@@ -836,7 +834,8 @@ def _gmm_kernel(
     rhs_parts, rhs_whole = scales.read(lhs_scale, named.get("rhs_scale"))[1]
     visit, step, last_step = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
     (tm, tk), tn = lhs.shape, out.shape[1]
-    start, end = rows_of_visit(visit, group_ids, tile_ids, named["group_offsets"], named["group_offset"], tm)
+    visits = Visits(*(named[name] for name in Visits._fields))
+    start, end = visits.rows(visit, tm)
     whole = (start == 0) & (end == tm)
     in_range: Any = named["in_range"][0] != 0 if turned else None
     one_step = tk == k
@@ -1035,7 +1034,7 @@ def _tgmm_quantized(
 
     tm, tk, tn = tile
     tiles_k, tiles_n = pl.cdiv(p.k, tk), pl.cdiv(p.n, tn)
-    metadata = group_metadata(
+    visits, num_visits = list_visits(
         group_sizes, group_offset, m=p.m, tm=tm, num_groups=p.groups, cover="groups", interpret=interpret
     )
     powers = [_powers_in_rows(s[None], interpret)[0] if _is_power(s) else None for s in (lhs_scale, rhs_scale)]
@@ -1096,7 +1095,7 @@ def _tgmm_quantized(
         out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(tiles_n, tiles_k, metadata.num_visits[0]),
+            grid=(tiles_n, tiles_k, num_visits),
             in_specs=[pl.BlockSpec(block, index) for _, block, index in operands.values()],
             out_specs=pl.BlockSpec((None, tk, tn), out_block),
             scratch_shapes=[
@@ -1114,7 +1113,7 @@ def _tgmm_quantized(
         cost_estimate=cost,
         interpret=interpret,
         name="tgmm_quantized",
-    )(metadata.group_ids, metadata.tile_ids, metadata.group_offsets, group_offset, *arrays)
+    )(*visits, *arrays)
     return out.astype(p.out_dtype)
 
 
@@ -1137,7 +1136,7 @@ def _tgmm_kernel(
     (lhs_parts, lhs_whole), (rhs_parts, rhs_whole) = scales.read(named.get("lhs_scale"), named.get("rhs_scale"))
     visit, last_visit = pl.program_id(2), pl.num_programs(2) - 1
     (tm, tk), tn = lhs.shape, rhs.shape[1]
-    start, end = rows_of_visit(visit, group_ids, tile_ids, group_offsets, group_offset, tm)
+    start, end = Visits(group_ids, tile_ids, group_offsets, group_offset).rows(visit, tm)
     whole = (start == 0) & (end == tm)
     group = group_ids[visit]
     first_of_group = (visit == 0) | (group_ids[jnp.maximum(visit - 1, 0)] != group)

@@ -12,7 +12,7 @@ from parity.compilers.kernels import kernels as kernels_of  # noqa: E402
 from parity.interop import to_jax  # noqa: E402
 from tests.quantized.test_quantized_plans import on  # noqa: E402
 from tpu_kernels import gmm as kernels  # noqa: E402
-from tpu_kernels._lib import products, visits  # noqa: E402
+from tpu_kernels._lib import products, tiles, visits  # noqa: E402
 
 pytestmark = pytest.mark.tpu
 
@@ -137,7 +137,7 @@ def test_where_there_is_no_tpu_it_is_planned_for_the_newest():
     ],
 )
 def test_steps_are_even_and_as_few_as_may_be(size, longest, step):
-    assert products.even_step(size, longest) == step
+    assert tiles.even_step(size, longest) == step
     assert step <= longest and -(-size // step) == -(-size // longest)
 
 
@@ -153,13 +153,13 @@ def test_steps_are_even_and_as_few_as_may_be(size, longest, step):
 )
 def test_a_tile_is_of_whole_registers_or_of_the_whole_axis(tile, sizes, fitted):
     problem = kernels.Problem(*sizes, groups=2, experts=2, out_dtype="float32")
-    assert products.fit_tile(tile, problem, BF16) == fitted
+    assert tiles.fit_tile(tile, problem, BF16) == fitted
 
 
 def test_a_result_is_small_where_it_has_16_bits_and_nothing_is_added_to():
-    small = {dtype: products.is_small(None, dtype) for dtype in ("float32", "bfloat16", "float16")}
+    small = {dtype: tiles.is_small(None, dtype) for dtype in ("float32", "bfloat16", "float16")}
     assert small == {"float32": False, "bfloat16": True, "float16": True}
-    assert not products.is_small(jax.numpy.zeros((1, 1), BF16), "bfloat16")
+    assert not tiles.is_small(jax.numpy.zeros((1, 1), BF16), "bfloat16")
 
 
 # ------------------------------------------------------------------------------------------------ dots of a step

@@ -7,7 +7,7 @@ megablox. The main kernel reads here which rows of a tile are its group's, and m
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -154,17 +154,50 @@ def _group_metadata_kernel(
     lax.fori_loop(visit, tiles + num_groups, repeat_last, None)
 
 
-# ------------------------------------------------------------------------------------------------ rows of a visit
+# ------------------------------------------------------------------------------------------ what a step of a grid reads
 
 
-def rows_of_visit(
-    visit: Any, group_ids: Any, tile_ids: Any, group_offsets: Any, group_offset: Any, tm: int
-) -> tuple[Any, Any]:
-    """The rows [start, end) of the visit's tile that belong to its group; start >= end where none do."""
-    group = group_offset[0] + group_ids[visit]
-    first_row = tile_ids[visit] * tm
-    start, end = group_offsets[group] - first_row, group_offsets[group + 1] - first_row
-    return jnp.maximum(start, 0), jnp.minimum(end, tm)
+class Visits(NamedTuple):
+    """The visits as every step of a grid reads them: scalars, prefetched."""
+
+    group_ids: Any
+    tile_ids: Any
+    group_offsets: Any
+    group_offset: Any
+
+    def rows(self, visit: Any, tm: int) -> tuple[Any, Any]:
+        """The rows [start, end) of the visit's tile that belong to its group; start >= end where none do."""
+        group = self.group_offset[0] + self.group_ids[visit]
+        first_row = self.tile_ids[visit] * tm
+        start, end = self.group_offsets[group] - first_row, self.group_offsets[group + 1] - first_row
+        return jnp.maximum(start, 0), jnp.minimum(end, tm)
+
+    def is_first_of_tile(self, visit: Any) -> Any:
+        """Whether no visit before it had its tile."""
+        return (visit == 0) | (self.tile_ids[jnp.maximum(visit - 1, 0)] != self.tile_ids[visit])
+
+    def ends_of_group(self, visit: Any, last_visit: Any) -> tuple[Any, Any]:
+        """Whether no visit before it has its group, and whether none after it has."""
+        group = self.group_ids[visit]
+        is_first = (visit == 0) | (self.group_ids[jnp.maximum(visit - 1, 0)] != group)
+        return is_first, (visit == last_visit) | (self.group_ids[jnp.minimum(visit + 1, last_visit)] != group)
+
+
+def list_visits(
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    *,
+    m: int,
+    tm: int,
+    num_groups: int,
+    cover: str,
+    interpret: bool | pltpu.InterpretParams,
+) -> tuple[Visits, jax.Array]:
+    """The visits and how many there are; arguments as `group_metadata`."""
+    made = group_metadata(
+        group_sizes, group_offset, m=m, tm=tm, num_groups=num_groups, cover=cover, interpret=interpret
+    )
+    return Visits(made.group_ids, made.tile_ids, made.group_offsets, group_offset), made.num_visits[0]
 
 
 def row_block(tm: int) -> int:

@@ -61,7 +61,7 @@ def narrow_output(c):
     return c.out == "bfloat16" and c.tier == "smoke"
 
 
-SWAP = "jnp.where(group_ids[visit] < 2, 1 - group_ids[visit], group_ids[visit])"
+SWAP = "jax.numpy.where(visits.group_ids[visit] < 2, 1 - visits.group_ids[visit], visits.group_ids[visit])"
 
 FAULTS = [
     Fault(
@@ -114,8 +114,8 @@ FAULTS = [
     ),
     Fault(
         "inactive rows are not zeroed", "tpu", ("gmm",),
-        "out[...] = existing_out[0][...] if existing_out else jnp.zeros_like(out)",
-        "out[...] = existing_out[0][...] if existing_out else out[...]",
+        "out[...] = jnp.zeros_like(out) if existing_out is None else existing_out[...]",
+        "out[...] = out[...] if existing_out is None else existing_out[...]",
     ),
     Fault(
         "inactive rows are not zeroed", "gpu", ("gmm",),
@@ -136,7 +136,7 @@ FAULTS = [
     ),
     Fault(
         "existing_out is overwritten, not added", "tpu", ("tgmm",),
-        "total += existing_out[0][...].astype(jnp.float32)",
+        "total += existing_out[...].astype(jnp.float32)",
         "pass",
         existing,
     ),
@@ -191,13 +191,13 @@ FAULTS = [
     Fault(
         "the output is rounded twice", "tpu", ("gmm",),
         "result = sums.astype(out.dtype)",
-        "result = lax.reduce_precision(sums, 8, 10).astype(out.dtype)",
+        "result = jax.lax.reduce_precision(sums, 8, 10).astype(out.dtype)",
         narrow_output,
     ),
     Fault(
         "the output is rounded twice", "tpu", ("tgmm",),
         "out[...] = total.astype(out.dtype)",
-        "out[...] = lax.reduce_precision(total, 8, 10).astype(out.dtype)",
+        "out[...] = jax.lax.reduce_precision(total, 8, 10).astype(out.dtype)",
         narrow_output,
     ),
     Fault(
@@ -230,8 +230,18 @@ FAULTS = [
         "rows_left = m - start - rows_before",
         boundaries_in_tiles,
     ),
-    Fault("two groups are swapped", "tpu", ("gmm",), "else (group_ids[visit], k_i, n_i)", f"else ({SWAP}, k_i, n_i)"),
-    Fault("two groups are swapped", "tpu", ("tgmm",), "return group_ids[visit], k_i, n_i", f"return {SWAP}, k_i, n_i"),
+    Fault(
+        "two groups are swapped", "tpu", ("gmm",),
+        "visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:\n    return visits.group_ids[visit], k_i",
+        f"visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:\n    return {SWAP}, k_i",
+        module="_lib.grids",
+    ),
+    Fault(
+        "two groups are swapped", "tpu", ("tgmm",),
+        "k_i: Any, visit: Any, visits: Visits, *_: Any) -> Any:\n    return visits.group_ids[visit], k_i",
+        f"k_i: Any, visit: Any, visits: Visits, *_: Any) -> Any:\n    return {SWAP}, k_i",
+        module="_lib.grids",
+    ),
     Fault(
         "two groups are swapped", "gpu", ("gmm",),
         "rhs + group.to(tl.int64) * rhs_stride_g",

@@ -672,7 +672,7 @@ def test_here_knows_sources_versions_flags_and_commit(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_x")
     gpu, tpu = (here(GMM, backend, EMULATED, False, utc="2026-01-31T23:59:59Z") for backend in ("gpu", "tpu"))
     of_gpu = ("hardware", "launch", "operands", "tiles", "visits")
-    of_tpu = ("__init__", "arguments", "chip", "products", "visits")
+    of_tpu = ("__init__", "arguments", "call", "chip", "grids", "products", "tiles", "visits")
     assert gpu.kernel == hash_of("gpu_reference/gmm.py", *(f"gpu_reference/_lib/{name}.py" for name in of_gpu))
     assert tpu.kernel == hash_of("tpu_kernels/gmm.py", *(f"tpu_kernels/_lib/{name}.py" for name in of_tpu))
     assert gpu.golden == tpu.golden == hash_of("cpu_golden/gmm.py", "cpu_golden/__init__.py")

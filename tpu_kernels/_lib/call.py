@@ -1,0 +1,67 @@
+"""`pl.pallas_call` with everything that a kernel sees under a name: its arrays travel as trees, blocks included."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+
+@dataclass(frozen=True)
+class Block:
+    """An array in HBM, and the block of it that a step of the grid has in VMEM.
+
+    array: a `jax.ShapeDtypeStruct` for a result. shape: None for an axis of one that the kernel does not see.
+    index(*steps, *scalars): which block, counted in blocks along each axis.
+    """
+
+    array: Any
+    shape: tuple[int | None, ...]
+    index: Callable[..., Any]
+
+
+def call(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    grid: tuple[Any, ...],
+    parallel: int,
+    scalars: tuple[Any, ...],
+    operands: Any,
+    out: Any,
+    scratch: Any,
+    cost: pl.CostEstimate,
+    interpret: bool | pltpu.InterpretParams,
+) -> Any:
+    """The arrays `out` that `kernel(*scalars, operands, out, scratch)` fills.
+
+    operands and out are `Block`s, scratch is memory, each alone or in a tree (a NamedTuple, a dictionary), where None
+    stands for what a call does without: the kernel finds a reference, or None, in the same place. scalars are arrays
+    in SMEM, in trees as well; index maps have them too. The first `parallel` axes of the grid may run in any order.
+    """
+    specs = [jax.tree.map(lambda block: pl.BlockSpec(block.shape, block.index), tree) for tree in (operands, out)]
+    arrays, shapes = (jax.tree.map(lambda block: block.array, tree) for tree in (operands, out))
+    order: list[Literal["parallel", "arbitrary"]]
+    order = ["parallel" if axis < parallel else "arbitrary" for axis in range(len(grid))]
+    return pl.pallas_call(
+        kernel,
+        out_shape=shapes,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=[specs[0]],
+            out_specs=specs[1],
+            scratch_shapes=[scratch],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=order),
+        cost_estimate=cost,
+        interpret=interpret,
+        name=name,
+    )(*scalars, arrays)
+
+
+def bytes_of(*arrays: Any) -> int:
+    """What arrays take in memory."""
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arrays))
