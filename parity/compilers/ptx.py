@@ -63,7 +63,7 @@ _LOG_CHARACTERS = 8000
 class Case:
     """A kernel as it would be launched.
 
-    kernel "module:name"; target as in TARGETS; arguments by name, as `as_argument` makes them: a tensor as its pointer
+    kernel "module:name"; target as in TARGETS; arguments by name: a tensor as its pointer
     type (POINTERS; taken to be 16-byte aligned, as allocators make them), a NamedTuple as the mapping of its fields,
     all else by value; options of the launch (num_warps, num_stages, ...).
     """
@@ -113,10 +113,20 @@ class Compiled:
         return gpu_code.keeps_dot(dot, dtype, self.dot_kinds)
 
 
-def as_argument(value: Any) -> Argument:
-    """An argument of a launch as a `Case` has it: a tensor of any framework, a NamedTuple of arguments, or a value."""
+def case_of(launch: Any, target: str) -> Case:
+    """The case of a launch for one of TARGETS.
+
+    launch: an object with a `kernel`, its `arguments` by name (tensors of any framework, NamedTuples, values) and the
+    `options` of its launch. Raises KeyError for a tensor of a dtype that is not in POINTERS.
+    """
+    function = launch.kernel.fn
+    arguments = {name: _argument(value) for name, value in launch.arguments.items()}
+    return Case(f"{function.__module__}:{function.__name__}", TARGETS[target], arguments, launch.options)
+
+
+def _argument(value: Any) -> Argument:
     if hasattr(value, "_asdict"):
-        return {name: as_argument(field) for name, field in value._asdict().items()}
+        return {name: _argument(field) for name, field in value._asdict().items()}
     if hasattr(value, "shape"):
         return POINTERS[str(value.dtype).rpartition(".")[2]]
     argument: Argument = value

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from gpu_reference import gla, simple_gla
 from gpu_reference._lib.launch import Launch
-from parity.compilers.ptx import TARGETS, Case, as_argument, compile_kernels, deviations
+from parity.compilers.ptx import TARGETS, case_of, compile_kernels, deviations
 
 B, T, H, K, V, N = 2, 4096, 16, 128, 128, 8
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -82,12 +82,6 @@ class Call(NamedTuple):
 
 def meta(*shape, dtype=FLOAT32):
     return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-def case(launch, target):
-    arguments = {name: as_argument(value) for name, value in launch.arguments.items()}
-    function = launch.kernel.fn
-    return Case(f"{function.__module__}:{function.__name__}", TARGETS[target], arguments, launch.options)
 
 
 def calls(form, gates, dtype, chunk=None, **options):
@@ -191,7 +185,7 @@ def check(target, called):
         for call in called
         for nth, launch in enumerate(call.launches())
     }
-    compiled = compile_kernels([case(launch, target) for _, launch in kernels.values()])
+    compiled = compile_kernels([case_of(launch, target) for _, launch in kernels.values()])
     problems = {
         name: problem(call, result, target) for (name, (call, _)), result in zip(kernels.items(), compiled, strict=True)
     }

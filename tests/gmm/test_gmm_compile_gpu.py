@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from gpu_reference import gmm as gpu
 from gpu_reference._lib import visits as gpu_visits
 from op_arguments.gmm import Problem
-from parity.compilers.ptx import POINTERS, TARGETS, Case, compile_kernels, deviations
+from parity.compilers.ptx import TARGETS, case_of, compile_kernels, deviations
 from parity.op import Case as MatrixCase
 from tests.matrix.gmm import GMM, TGMM
 from tests.matrix.models import MODELS
@@ -49,15 +49,6 @@ def metadata_launch(cover):
     visits = -(-M // 128) + GROUPS
     metadata = gpu.GroupMetadata(meta(EXPERTS + 1), meta(visits), meta(visits), meta(1))
     return gpu_visits.metadata_launch(meta(EXPERTS), meta(1), metadata, M, 128, GROUPS, cover)
-
-
-def case(launch, target):
-    arguments = {
-        name: POINTERS[str(value.dtype).removeprefix("torch.")] if isinstance(value, torch.Tensor) else value
-        for name, value in launch.arguments.items()
-    }
-    function = launch.kernel.fn
-    return Case(f"{function.__module__}:{function.__name__}", TARGETS[target], arguments, launch.options)
 
 
 REPRESENTATIVE = {
@@ -112,7 +103,7 @@ def problem(name, result):
 
 
 def check(launches, target):
-    compiled = compile_kernels([case(launch, target) for launch in launches.values()])
+    compiled = compile_kernels([case_of(launch, target) for launch in launches.values()])
     problems = {name: problem(name, result) for name, result in zip(launches, compiled, strict=True)}
     limits = {name: reason for name, reason in LIMITS.get(target, {}).items() if name in launches}
     assert deviations(problems, limits) == []

@@ -13,7 +13,7 @@ from gpu_reference.gmm import GroupMetadata
 from gpu_reference.quantize import Quantized
 from op_arguments.gmm import Problem
 from op_arguments.quantize import swizzled_shape
-from parity.compilers.ptx import POINTERS, TARGETS, Case, compile_kernels
+from parity.compilers.ptx import TARGETS, case_of, compile_kernels
 
 M, K, N, GROUPS, EXPERTS = 4096, 2048, 1536, 8, 64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -67,15 +67,6 @@ def dequantize_launch(by_rows):
     return quantize.mxfp8_dequantize_launch(codes, "float8_e5m2", scales, by_rows, meta(M, K, dtype=BFLOAT16))
 
 
-def case(launch, target):
-    arguments = {
-        name: POINTERS[str(value.dtype).removeprefix("torch.")] if isinstance(value, torch.Tensor) else value
-        for name, value in launch.arguments.items()
-    }
-    function = launch.kernel.fn
-    return Case(f"{function.__module__}:{function.__name__}", TARGETS[target], arguments, launch.options)
-
-
 def expected_path(target, options):
     dtypes = {options.get("lhs", E4M3), options.get("rhs", E4M3)}
     if FLOAT32 in dtypes:
@@ -102,8 +93,8 @@ def check_dots(result, target, options):
 
 def check(matmuls, quantisers):
     """(target, options) of matmuls and (target, launch) of quantisers, all by one compiler."""
-    cases = [case(launch(target, **options), target) for target, options in matmuls]
-    cases += [case(quantiser, target) for target, quantiser in quantisers]
+    cases = [case_of(launch(target, **options), target) for target, options in matmuls]
+    cases += [case_of(quantiser, target) for target, quantiser in quantisers]
     results = compile_kernels(cases)
     for one, result in zip(cases, results, strict=True):
         assert result.error is None, f"{one}: {result.error}"

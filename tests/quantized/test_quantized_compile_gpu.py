@@ -12,7 +12,7 @@ from gpu_reference import quantized_gmm as gpu
 from gpu_reference.gmm import GroupMetadata
 from gpu_reference.quantize import Quantized
 from op_arguments.quantized_gmm import QuantizedProblem
-from parity.compilers.ptx import POINTERS, TARGETS, Case, compile_kernels
+from parity.compilers.ptx import TARGETS, case_of, compile_kernels
 
 M, K, N, GROUPS, EXPERTS = 4096, 2048, 1536, 8, 64
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
@@ -67,15 +67,6 @@ def quantize_launches(dtype, blocks, name="float8_e4m3fn", dual=False):
     return quantize.quantize_launches(meta(M, K, dtype=dtype), blocks, name, *results)
 
 
-def case(launch, target):
-    arguments = {
-        name: POINTERS[str(value.dtype).removeprefix("torch.")] if isinstance(value, torch.Tensor) else value
-        for name, value in launch.arguments.items()
-    }
-    function = launch.kernel.fn
-    return Case(f"{function.__module__}:{function.__name__}", TARGETS[target], arguments, launch.options)
-
-
 REPRESENTATIVE = {
     "deepseek": (gmm_launch, dict(lhs=E4M3, rhs=E4M3, lhs_blocks=(1, 128), rhs_blocks=(1, 128, 128))),
     "int8-per-channel": (gmm_launch, dict(lhs=INT8, rhs=INT8, lhs_blocks=(1, K), rhs_blocks=(1, K, 1))),
@@ -125,7 +116,7 @@ def expected_operands(target, lhs, rhs, out=BFLOAT16, **_):
 
 def check(target, matmuls, quantisers):
     launches = {name: launch(target, **options) for name, (launch, options) in matmuls.items()} | quantisers
-    compiled = compile_kernels([case(launch, target) for launch in launches.values()])
+    compiled = compile_kernels([case_of(launch, target) for launch in launches.values()])
     by_name = dict(zip(launches, compiled, strict=True))
     assert {name: wrong for name, result in by_name.items() if (wrong := problem(result))} == {}
     for name, (_, options) in matmuls.items():
@@ -164,5 +155,5 @@ def test_fp8_is_widened_where_the_chip_requires_it(target, out, dtype, reason):
 
 def test_fp8_cannot_be_multiplied_as_it_is_where_it_is_widened():
     """The reason why sm_80 has another path, from the compiler itself."""
-    (result,) = compile_kernels([case(gmm_launch("sm_90", **DEEPSEEK), "sm_80")])
+    (result,) = compile_kernels([case_of(gmm_launch("sm_90", **DEEPSEEK), "sm_80")])
     assert "fp8e4nv" in result.error

@@ -354,6 +354,22 @@ def test_a_crash_keeps_its_log(compiled):
     assert "LLVM ERROR" in result.log
 
 
+def test_a_struct_compiles_as_its_fields(kernels):
+    """A field that is None or 1 is a constant, as an argument is, and pointers are aligned."""
+    plain = dict(x="*fp32", scale="*fp32", out="*fp32", rows=1, columns=96, BLOCK=128)
+    structs = dict(
+        operand=dict(x="*fp32", scale="*fp32"), out="*fp32", sizes=dict(rows=1, columns=96), bias=dict(x=None),
+        TILE=dict(block=128),
+    )  # fmt: skip
+    cases = (
+        other("compiler_kernels:copy", "sm_90", **plain),
+        other("compiler_kernels:copy_of_structs", "sm_90", **structs),
+    )
+    of_fields, of_structs = compile_kernels(cases)
+    assert (of_structs.error, of_structs.registers) == (None, of_fields.registers)
+    assert of_structs.instructions == of_fields.instructions
+
+
 @needs_triton
 def test_a_hang_costs_its_case_alone(kernels):
     endless = other("compiler_kernels:endless", "sm_90", out="*fp32")
