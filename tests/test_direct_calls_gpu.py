@@ -8,6 +8,7 @@ import contextlib
 import pytest
 
 from parity.judging.judge import judge
+from parity.trial import Trial
 from tests.matrix.gla import BF16, F32, GATED_LINEAR_ATTENTION
 from tests.matrix.gmm import GMM, TGMM
 from tests.matrix.moe import MOE_LAYER
@@ -33,5 +34,5 @@ CASES = [
 def test_a_direct_call_is_right_without_emulation(op, case, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr("parity.backends.emulation.tensor_core.emulated", contextlib.nullcontext)
-    verdict = judge(op, case, "gpu").verdict
+    verdict = judge(Trial(op, case, "gpu")).verdict
     assert verdict.outcome == "AGREES", verdict

@@ -22,6 +22,7 @@ from parity.ledger import diff
 from parity.ledger.records import Record
 from parity.op import BACKENDS, Backend, Case, Op
 from parity.report.text import SHADES, heat_map, sparkline, worst_tile
+from parity.trial import Trial
 
 HEAT = ("", "blue", "cyan", "yellow", "red")
 MOST_AXES = 6
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def command(given: argparse.Namespace) -> int:
     """`parity explain`: 0 where the case passes, 1 where it fails."""
     op, case = matrix.find(matrix.load(given.root), given.case)
+    trial = Trial(op, case, given.backend)
     twin = recorded(given.root, given.record or "", op, case, "gpu" if given.backend == "tpu" else "tpu")
     columns = TextColumn("emulating roundings"), TextColumn("{task.completed:.0f}"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -55,10 +57,10 @@ def command(given: argparse.Namespace) -> int:
             progress.update(task, completed=emulations)
 
         if op.bit_exact and given.record is None:
-            bits = explain_bits(op, case, given.backend, done=done)
+            bits = explain_bits(trial, done)
             passed, screen = bits.judged.verdict.passed, of_bits(bits)
         elif given.record is None:
-            found = explain(op, case, given.backend, done=done)
+            found = explain(trial, done)
             passed = found.judged.verdict.passed
             screen = explanation(found, beside(op, case, found.judged.output, found.judged.metrics, twin))
         else:
@@ -68,7 +70,7 @@ def command(given: argparse.Namespace) -> int:
                 raise ValueError(
                     f"case must be in the ledger of {given.backend}, got {given.case} (record: {recording})"
                 )
-            sketch = explain_record(op, case, given.backend, record, done)
+            sketch = explain_record(trial, record, done)
             passed = record.verdict in PASSING
             screen = sketched(sketch, beside(op, case, sketch.output, sketch.metrics, twin))
     Console(width=None if sys.stdout.isatty() else 150, soft_wrap=True, highlight=False).print(screen)

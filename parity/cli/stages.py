@@ -10,13 +10,12 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from rich.text import Text
 
 from parity import matrix
-from parity.backends import load_kernel
 from parity.debugging.attribution import Ranking, files_compared_bit_for_bit, program, rank, statement
 from parity.debugging.attribution.bits import BitStage, walk_bits
 from parity.debugging.attribution.program import Line
 from parity.debugging.attribution.walk import Stage, unseen, walk
-from parity.judging.judge import reference
 from parity.op import BACKENDS
+from parity.trial import Trial
 
 SHOWN = 10
 """Lines of the table at most."""
@@ -36,14 +35,14 @@ def command(given: argparse.Namespace) -> int:
     """`parity stages`: 1 where a stage is off, else 0."""
     ops = matrix.load(given.root)
     op, case = matrix.find(ops, given.case)
+    trial = Trial(op, case, given.backend)
     if op.bit_exact:
-        found = walk_bits(op, case, given.backend)
+        found = walk_bits(trial)
         Console(highlight=False, soft_wrap=True).print(
             screen_of_bits(f"{given.backend}   {case.id}", found, given.root)
         )
         return int(found[-1].wrong > 0)
-    expected = reference(op, case)
-    kernel = load_kernel(getattr(op, given.backend))
+    expected = trial.reference
     columns = TextColumn("one line at a time"), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None)
@@ -51,10 +50,10 @@ def command(given: argparse.Namespace) -> int:
         def done(runs: int, of: int) -> None:
             progress.update(task, completed=runs, total=of)
 
-        traced = program(given.backend, kernel, expected.inputs, {**op.arguments(case), **op.route(case)})
+        traced = program(trial)
         fixed = files_compared_bit_for_bit(ops, op, given.backend)
         ranking = rank(traced, expected.golden, expected.magnitude, done, fixed)
-    stages = walk(op, case, given.backend, expected, ranking)
+    stages = walk(trial, ranking)
     Console(highlight=False, soft_wrap=True).print(screen(f"{given.backend}   {case.id}", stages, ranking, given.root))
     return int(stages[-1].is_off)
 

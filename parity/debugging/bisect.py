@@ -29,13 +29,14 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from parity import matrix
-from parity.backends import has_cuda, has_tpu, load_kernel, prepare_environment
+from parity.backends import has_cuda, has_tpu, prepare_environment
 from parity.debugging.explain import explain
 from parity.judging import verdict
 from parity.judging.judge import judge
 from parity.judging.metrics import Metrics
 from parity.ledger.records import installed
-from parity.op import BACKENDS, Backend, Case, Op
+from parity.op import BACKENDS, Backend
+from parity.trial import Trial
 
 UNBUILDABLE = "UNBUILDABLE"
 """The outcome of a commit whose kernel cannot be imported, or called as the matrix calls it: it is skipped."""
@@ -324,16 +325,16 @@ def answer() -> None:
     _import_from(Path(tree), keep={"parity", matrix_package(Path(root))})
     side = next(known for known in BACKENDS if known == backend)
     try:
-        kernel = load_kernel(getattr(op, side))
-        file = Path(inspect.getfile(inspect.unwrap(kernel)))
+        trial = Trial(op, case, side)
+        file = Path(inspect.getfile(inspect.unwrap(trial.kernel)))
         if not file.is_relative_to(tree):
             raise ImportError(f"{file} is not of the commit")
         given = [name for name, spec in op.inputs(case).items() if spec is not None]
-        inspect.signature(kernel).bind(**dict.fromkeys(given), **{**op.arguments(case), **op.route(case)})
+        inspect.signature(trial.kernel).bind(**dict.fromkeys(given), **trial.arguments)
     except Exception as error:  # whatever importing an old module raises
         found = _failed(UNBUILDABLE, f"{type(error).__name__}: {error}")
     else:
-        found = _explain(op, case, side, kernel) if what == "explain" else _judge(op, case, side, kernel, int(seeds))
+        found = _explain(trial) if what == "explain" else _judge(trial, int(seeds))
     print(f"{MARK}{json.dumps(found)}")
 
 
@@ -346,27 +347,26 @@ def _import_from(tree: Path, keep: set[str]) -> None:
     importlib.invalidate_caches()
 
 
-def _judge(op: Op, case: Case, backend: Backend, kernel: Callable[..., Any], seeds: int) -> dict[str, Any]:
+def _judge(trial: Trial, seeds: int) -> dict[str, Any]:
     try:
-        judged = [judge(op, case.with_seed(case.seed + n), backend, kernel) for n in range(seeds)]
+        judged = [judge(trial.with_seed(trial.case.seed + n)) for n in range(seeds)]
     except ImportError:
         raise
     except Exception as error:  # whatever a broken kernel raises
         return _failed("CRASH", f"{type(error).__name__}: {error}".splitlines()[0])
     worst = max(judged, key=lambda j: (not j.verdict.passed, j.eta_max))
-    contract = op.contract(case, backend)
     return {
         "outcome": worst.verdict.outcome,
         "passed": worst.verdict.passed,
         "reason": worst.verdict.reason,
         "outputs": [{name: asdict(m) for name, m in j.outputs.items()} for j in judged],
-        "narrow": [name for name in worst.outputs if contract.is_narrow(name)],
+        "narrow": [name for name in worst.outputs if trial.contract.is_narrow(name)],
     }
 
 
-def _explain(op: Op, case: Case, backend: Backend, kernel: Callable[..., Any]) -> dict[str, Any]:
+def _explain(trial: Trial) -> dict[str, Any]:
     try:
-        return {"conclusion": explain(op, case, backend, kernel).conclusion}
+        return {"conclusion": explain(trial).conclusion}
     except Exception as error:  # an attribution that fails must not hide the commit
         return {"conclusion": f"no attribution: {error}"}
 

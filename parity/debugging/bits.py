@@ -16,13 +16,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from parity.backends import load_kernel, runner
 from parity.debugging.explain import EXPLAINED, LOCAL, ROUNDINGS, Contrast, contrast, in_parts, rounded
 from parity.dtypes import Floats, round_to
-from parity.judging.judge import Judgement, Reference, judge, reference
+from parity.judging.judge import Judgement, judge
 from parity.judging.metrics import tile_map
+from parity.judging.stages import staged
 from parity.judging.verdict import other_bits
-from parity.op import Backend, Case, Op, outputs
+from parity.trial import Trial
 
 Values = Mapping[str, Floats]
 """What the golden has at each site."""
@@ -108,40 +108,29 @@ class BitsExplanation:
         return f"not explained by rounding: a logic fault {where}: {best}"
 
 
-def explain_bits(
-    op: Op,
-    case: Case,
-    backend: Backend,
-    kernel: Callable[..., Any] | None = None,
-    done: Callable[[int], None] = lambda runs: None,
-) -> BitsExplanation:
-    """Explain what of a case's outputs is other than its golden's bits. `done`: as in `explain.explain`.
+def explain_bits(trial: Trial, done: Callable[[int], None] = lambda runs: None) -> BitsExplanation:
+    """Explain what of a trial's outputs is other than its golden's bits. `done`: as in `explain.explain`.
 
     Raises ImportError where the backend's framework is missing.
     """
-    kernel = kernel or load_kernel(getattr(op, backend))
-    judged = judge(op, case, backend, kernel)
-    expected = reference(op, case)
-    got = outputs(runner(backend).run(kernel, expected.inputs, {**op.arguments(case), **op.route(case)}))
-    golden = expected.golden
+    judged, got, golden = judge(trial), trial.run(), trial.reference.golden
     if any(n not in golden or (y.shape, y.dtype) != (golden[n].shape, golden[n].dtype) for n, y in got.items()):
         return BitsExplanation(judged, (), (), None, 0.0)
     wrong = {name: other_bits(got[name], golden[name]) for name in golden if name in got}
-    axes = op.axes(case, expected.inputs)
-    sites = values(op, case)
+    sites = values(trial)
     differences = tuple(
-        _difference(name, got[name], golden[name], wrong[name], axes.get(name, {}), sites.get(name))
+        _difference(name, got[name], golden[name], wrong[name], trial.axes(name), sites.get(name))
         for name in wrong
         if wrong[name].any()
     )
     same = tuple(name for name in wrong if not wrong[name].any())
-    change, explained = _nearest(op, case, expected, got, sites, done) if differences else (None, 0.0)
+    change, explained = _nearest(trial, got, sites, done) if differences else (None, 0.0)
     return BitsExplanation(judged, same, differences, change, explained)
 
 
-def values(op: Op, case: Case) -> Values:
+def values(trial: Trial) -> Values:
     """What the golden has at each site, in order; nothing where it has no stages."""
-    if "rounding" not in inspect.signature(op.golden).parameters:
+    if "rounding" not in inspect.signature(trial.op.golden).parameters:
         return {}
     seen: dict[str, Floats] = {}
 
@@ -149,22 +138,20 @@ def values(op: Op, case: Case) -> Values:
         seen[site] = value.copy()
         return value
 
-    _golden(op, case, watch)
+    _golden(trial, watch)
     return seen
 
 
-def _golden(op: Op, case: Case, rounding: Callable[[str, Floats], Floats]) -> dict[str, np.ndarray]:
+def _golden(trial: Trial, rounding: Callable[[str, Floats], Floats]) -> dict[str, np.ndarray]:
     with np.errstate(all="ignore"):
-        return outputs(op.golden(**reference(op, case).inputs, **op.arguments(case), rounding=rounding))
+        return staged(trial, rounding)
 
 
 # ---------------------------------------------------------------------------------------------------- what is changed
 
 
 def _nearest(
-    op: Op,
-    case: Case,
-    expected: Reference,
+    trial: Trial,
     got: Mapping[str, np.ndarray],
     sites: Values,
     done: Callable[[int], None],
@@ -172,16 +159,17 @@ def _nearest(
     """The change that comes nearest to what a kernel returned, and the share of the wrong elements that it explains.
 
     One that spoils as much as it explains explains nothing."""
-    total = sum(int(other_bits(got[name], golden).sum()) for name, golden in expected.golden.items())
+    goldens = trial.reference.golden
+    total = sum(int(other_bits(got[name], golden).sum()) for name, golden in goldens.items())
     best: Change | None = None
     least = total
-    for n, change in enumerate(_changes(sites, expected.golden)):
+    for n, change in enumerate(_changes(sites, goldens)):
         done(n + 1)
 
         def changed(site: str, value: Floats, change: Change = change) -> Floats:
             return change.apply(sites) if site == change.site else value
 
-        left = sum(int(other_bits(got[name], y).sum()) for name, y in _golden(op, case, changed).items())
+        left = sum(int(other_bits(got[name], y).sum()) for name, y in _golden(trial, changed).items())
         if left < least:
             best, least = change, left
     return best, 1 - least / total

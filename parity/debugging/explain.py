@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from parity.backends import load_kernel, runner
 from parity.dtypes import UNIT_ROUNDOFF, Floats, round_to
-from parity.judging.judge import Judgement, Reference, Worst, judge, reference
+from parity.judging.judge import Judgement, Worst, judge
 from parity.judging.metrics import Scale, eta
-from parity.op import Backend, Case, Op, outputs
+from parity.judging.reference import Reference
+from parity.judging.stages import staged
+from parity.op import outputs
+from parity.trial import Trial
 
 ROUNDINGS: Mapping[str, float] = {
     "bfloat16": UNIT_ROUNDOFF["bfloat16"],
@@ -147,38 +149,29 @@ class Explanation:
         }[self.kind]
 
 
-def explain(
-    op: Op,
-    case: Case,
-    backend: Backend,
-    kernel: Callable[..., Any] | None = None,
-    done: Callable[[int], None] = lambda emulations: None,
-) -> Explanation:
-    """Explain the error of a case's worst output. `done` is called with the number of emulations made so far.
+def explain(trial: Trial, done: Callable[[int], None] = lambda emulations: None) -> Explanation:
+    """Explain the error of a trial's worst output. `done` is called with the number of emulations made so far.
 
     Raises ValueError for an op that is compared bit for bit (`parity.debugging.bits` is for those), ImportError where
     the backend's framework is missing.
     """
-    if op.bit_exact:
-        raise ValueError(f"case must be of an op whose results are rounded, got {case.id} of a bit-exact one")
-    kernel = kernel or load_kernel(getattr(op, backend))
-    judged = judge(op, case, backend, kernel)
-    expected = reference(op, case)
-    name = judged.output
-    ys = outputs(runner(backend).run(kernel, expected.inputs, {**op.arguments(case), **op.route(case)}))
+    if trial.op.bit_exact:
+        raise ValueError(f"case must be of an op whose results are rounded, got {trial.case.id} of a bit-exact one")
+    judged = judge(trial)
+    expected, name, ys = trial.reference, judged.output, trial.run()
     whole = {n: y for n, y in ys.items() if n in expected.golden and y.shape == expected.golden[n].shape}
     if name not in whole:
         return Explanation(judged, None, Attribution((), 0.0), (), "logic")
     fields = {n: Field.of(y, expected, n) for n, y in whole.items()}
     y, field, golden = whole[name], fields[name], expected.golden[name]
-    scale = Scale(expected.magnitude[name], op.contract(case, backend).roundoff, expected.chain[name])
+    scale = trial.scale(name)
     errors = np.where(field.wrong, np.inf, eta(y, golden, scale))
-    axes = op.axes(case, expected.inputs).get(name, {})
+    axes = trial.axes(name)
     contrasts = contrast(errors, {**axes, **in_parts(y.shape, axes)})
-    attribution = attribute(op, case, backend, name, fields, done)
-    twin = judge(op, case.with_data("integers"), backend, kernel) if case.data != "integers" else judged
+    attribution = attribute(trial, name, fields, done)
+    twin = judge(trial.twin) if trial.case.data != "integers" else judged
     kind = _kind(judged, twin, attribution, field)
-    found = source(op, case, name, field) if kind == "logic" and field.power else None
+    found = source(trial, name, field) if kind == "logic" and field.power else None
     worst = _worst(y, errors, golden, scale, judged)
     return Explanation(judged, twin, attribution, contrasts, kind, worst, found)
 
@@ -260,9 +253,7 @@ class Field:
 
 
 def attribute(
-    op: Op,
-    case: Case,
-    backend: Backend,
+    trial: Trial,
     name: str,
     fields: Mapping[str, Field],
     done: Callable[[int], None] = lambda emulations: None,
@@ -273,12 +264,12 @@ def attribute(
     than `GAIN` of the mean square. Of roundings that do the same there, the fields of the other outputs decide, and
     where they cannot the order of `Emulator.candidates`.
     """
-    contract, field = op.contract(case, backend), fields[name]
+    contract, field = trial.contract, fields[name]
     narrow = contract.is_narrow(name)
     own = (Rounding("out", contract.dtype(name)),) if narrow else ()
     if not field.power:
         return Attribution(own, 0.0)
-    emulator = Emulator(op, case, backend, name, done)
+    emulator = Emulator(trial, name, done)
     others = [other for other in fields if other != name and fields[other].power]
 
     def share(chosen: tuple[Rounding, ...]) -> float:
@@ -317,12 +308,11 @@ def one_more(chosen: tuple[Rounding, ...], candidates: list[Rounding]) -> list[t
 
 
 class Emulator:
-    """The staged golden of a case with some roundings and no others, of which `name` is the output that counts."""
+    """The staged golden of a trial with some roundings and no others, of which `name` is the output that counts."""
 
-    def __init__(self, op: Op, case: Case, backend: Backend, name: str, done: Callable[[int], None]) -> None:
-        self.op, self.case, self.name, self.done = op, case, name, done
-        self.contract = op.contract(case, backend)
-        self.inputs = reference(op, case).inputs
+    def __init__(self, trial: Trial, name: str, done: Callable[[int], None]) -> None:
+        self.trial, self.name, self.done = trial, name, done
+        self.contract = trial.contract
         self.emulations = 0
         self.sizes: dict[tuple[str, int | None], float] = {}
 
@@ -375,10 +365,7 @@ class Emulator:
         return self._golden(depth, _rounding(dtypes))
 
     def _golden(self, depth: int, rounding: Callable[[str, Floats], Floats]) -> dict[str, Floats]:
-        steps = self.op.steps(self.case, replace(self.contract, depth=depth))
-        arguments = {**self.op.arguments(self.case), **steps}
-        with np.errstate(invalid="ignore", over="ignore"):
-            return outputs(self.op.golden(**self.inputs, **arguments, rounding=rounding))
+        return staged(self.trial, rounding, replace(self.contract, depth=depth))
 
 
 def _rounding(dtypes: Mapping[str, str]) -> Callable[[str, Floats], Floats]:
@@ -484,7 +471,7 @@ def in_parts(shape: tuple[int, ...], axes: Mapping[str, np.ndarray]) -> dict[str
     return parts
 
 
-def source(op: Op, case: Case, name: str, field: Field) -> Source | None:
+def source(trial: Trial, name: str, field: Field) -> Source | None:
     """What the error is a multiple of, of all that the inputs of an op add to its sums bin by bin; None if of nothing.
 
     The bins are those that `Op.axes` has of inputs; without one of them the golden lacks what it adds. (Of a few
@@ -492,14 +479,14 @@ def source(op: Op, case: Case, name: str, field: Field) -> Source | None:
     """
     if field.error.size < MOST_BINS:
         return None
-    expected = reference(op, case)
-    labels = op.axes(case, expected.inputs)
+    op, case = trial.op, trial.case
+    labels = op.axes(case, trial.inputs)
     best = None
-    given = {t: x for t, x in expected.inputs.items() if x is not None and t in labels}
+    given = {t: x for t, x in trial.inputs.items() if x is not None and t in labels}
     for tensor, axis in ((t, axis) for t in given for axis in labels[t]):
         x, bins = given[tensor], np.unique(labels[tensor][axis])
         for bin_ in bins if 1 < bins.size <= MOST_BINS else []:
-            without = {**expected.inputs, tensor: np.where(labels[tensor][axis] == bin_, np.zeros((), x.dtype), x)}
+            without = {**trial.inputs, tensor: np.where(labels[tensor][axis] == bin_, np.zeros((), x.dtype), x)}
             with np.errstate(invalid="ignore", over="ignore"):
                 rest = outputs(op.golden(**without, **op.arguments(case)))[name]
             added = (field.golden - rest[field.scored]) / field.magnitude

@@ -29,9 +29,10 @@ import numpy as np
 from parity import matrix
 from parity.debugging.capture import LABEL, MANIFEST, STORED, TENSORS, VERSION, digest, is_label
 from parity.dtypes import numpy_dtype
-from parity.judging.judge import Judgement, judge, reference
+from parity.judging.judge import Judgement, judge
 from parity.op import BACKENDS, Backend, Case, Given, Groups, Offsets, Op
 from parity.report import text
+from parity.trial import Trial
 
 MANIFEST_BYTES = 2**20
 BYTES = 2**32
@@ -403,8 +404,8 @@ PRIMES = (83, 79, 73, 71, 67, 61, 59, 53)
 # --- judging ---
 
 
-def replay(op: Op, bundle: Bundle, backend: Backend) -> Judgement:
-    """The verdict on a saved call on a backend. Raises ValueError where no case of the op describes it."""
+def trial_of(op: Op, bundle: Bundle, backend: Backend) -> Trial:
+    """A saved call, to be tried on a backend. Raises ValueError where no case of the op describes it."""
     case = case_of(op, bundle)
     specs = op.inputs(case.with_data("normal"))
     inputs = {name: bundle.tensors[name] if spec is not None else None for name, spec in specs.items()}
@@ -418,10 +419,15 @@ def replay(op: Op, bundle: Bundle, backend: Backend) -> Judgement:
             and (x[0] != 0 or x[-1] != spec.rows or (np.diff(x.astype(np.int64)) < 0).any())
         ):
             raise ValueError(f"{name} must rise from 0 to {spec.rows}, got {x.tolist()}")
-    given = op.with_inputs(inputs)
+    return Trial(op, case, backend, given=inputs)
+
+
+def replay(op: Op, bundle: Bundle, backend: Backend) -> Judgement:
+    """The verdict on a saved call on a backend. Raises ValueError as `trial_of`, and where memory does not suffice."""
+    trial = trial_of(op, bundle, backend)
     with _limited_memory():
-        reference(given, case)  # kept for what follows
-    return judge(given, case, backend)
+        trial.reference  # noqa: B018  kept for what follows
+    return judge(trial)
 
 
 @contextmanager
@@ -472,6 +478,6 @@ def command(given: argparse.Namespace) -> int:
         print(f"{backend}  {v.outcome}  {epsilon}{v.reason}   {judged.case.id}   {where}")
         if not v.passed:
             failed += 1
-            twin = judge(op, judged.case.with_data("integers"), backend)
+            twin = judge(Trial(op, judged.case, backend).twin)
             print(text.failure(judged, twin, f"parity replay {given.bundle} --backend {backend}"))
     return int(failed > 0)

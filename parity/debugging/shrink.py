@@ -29,9 +29,9 @@ from parity import matrix
 from parity.backends import load_kernel, runner
 from parity.dtypes import round_to
 from parity.inputs import draw
-from parity.judging.judge import Judgement, judge, reference
-from parity.judging.metrics import Scale
-from parity.op import BACKENDS, Backend, Case, Inputs, Offsets, Op, outputs
+from parity.judging.judge import Judgement, judge
+from parity.op import BACKENDS, Backend, Case, Inputs, Offsets
+from parity.trial import Trial
 
 RUNS = 4000
 """Runs of the kernel after which the reduction stops where it is."""
@@ -70,29 +70,24 @@ class Shrunk:
 
 
 def shrink(
-    op: Op,
-    case: Case,
-    backend: Backend,
-    kernel: Callable[..., Any] | None = None,
+    trial: Trial,
     accepted: Callable[[str], None] = lambda step: None,
     ran: Callable[[int], None] = lambda runs: None,
 ) -> Shrunk:
-    """Reduce a failing case as far as its verdict stays.
+    """Reduce a failing trial's case as far as its verdict stays.
 
     `accepted` is called with each step that is kept, in words; `ran` with the number of the kernel's runs so far.
-    `kernel` takes the place of the op's own. Raises ValueError for a case that passes, ImportError where the backend's
-    framework is missing.
+    Raises ValueError for a case that passes, ImportError where the backend's framework is missing.
     """
-    kernel = kernel or load_kernel(getattr(op, backend))
-    search = _Search(op, case, backend, kernel, accepted, ran)
-    smallest = search.reduce_case(case)
+    search = _Search(trial, accepted, ran)
+    smallest = search.reduce_case(trial.case)
     inputs = search.reduce_data(smallest)
-    last = _run(op.with_inputs(inputs), smallest, backend, kernel)
+    last = _run(trial.with_case(smallest).with_inputs(inputs))
     return Shrunk(smallest, inputs, search.wanted, last if isinstance(last, Judgement) else None, search.runs)
 
 
-def _run(op: Op, case: Case, backend: Backend, kernel: Callable[..., Any]) -> Judgement | Failure:
-    """The case's judgement, or how the kernel ended without a result.
+def _run(trial: Trial) -> Judgement | Failure:
+    """The trial's judgement, or how the kernel ended without a result.
 
     An interpreted Triton kernel has the pointers of this process, and may take it down: it runs in one of its own,
     where what it leaves unwritten is NaN every time.
@@ -100,13 +95,13 @@ def _run(op: Op, case: Case, backend: Backend, kernel: Callable[..., Any]) -> Ju
 
     def run() -> Judgement | Failure:
         try:
-            return judge(op, case, backend, kernel)
+            return judge(trial)
         except ImportError:
             raise
         except Exception as error:  # whatever a broken kernel raises
             return Failure("CRASH", re.sub(r"\d+", "#", f"{type(error).__name__}: {error}".splitlines()[0]))
 
-    if backend == "tpu" or runner(backend).real:
+    if trial.backend == "tpu" or runner(trial.backend).real:
         return run()
     from parity.backends.gpu import filled_memory
 
@@ -132,41 +127,33 @@ def _run(op: Op, case: Case, backend: Backend, kernel: Callable[..., Any]) -> Ju
 
 
 class _Search:
-    def __init__(
-        self,
-        op: Op,
-        case: Case,
-        backend: Backend,
-        kernel: Callable[..., Any],
-        accepted: Callable[[str], None],
-        ran: Callable[[int], None],
-    ) -> None:
-        self.op, self.backend, self.kernel, self.accepted, self.ran = op, backend, kernel, accepted, ran
+    def __init__(self, trial: Trial, accepted: Callable[[str], None], ran: Callable[[int], None]) -> None:
+        self.trial, self.op, self.accepted, self.ran = trial, trial.op, accepted, ran
         self.runs = 0
         self.tried: dict[str, bool] = {}
-        failure = self._failure(op, case)
+        failure = self._failure(trial)
         if failure is None:
-            raise ValueError(f"case must fail on {backend} to be reduced, got {case.id}, which passes")
+            raise ValueError(f"case must fail on {trial.backend} to be reduced, got {trial.case.id}, which passes")
         self.wanted = failure
         # Outside the smoke tier an interpreted kernel runs once.
-        self.tier = case.tier if failure.outcome == "NOT REPEATABLE" else "default"
+        self.tier = trial.case.tier if failure.outcome == "NOT REPEATABLE" else "default"
 
-    def _failure(self, op: Op, case: Case) -> Failure | None:
+    def _failure(self, trial: Trial) -> Failure | None:
         self.runs += 1
         self.ran(self.runs)
-        result = _run(op, case, self.backend, self.kernel)
+        result = _run(trial)
         if isinstance(result, Failure):
             return result
         return None if result.verdict.passed else Failure(result.verdict.outcome, result.verdict.gate)
 
-    def _keeps(self, op: Op, case: Case) -> bool:
+    def _keeps(self, trial: Trial) -> bool:
         if self.runs >= RUNS:
             return False
         try:
-            reference(op, case)
+            trial.reference  # noqa: B018
         except Exception:  # no case of this op
             return False
-        return self._failure(op, case) == self.wanted
+        return self._failure(trial) == self.wanted
 
     # --- sizes and options ---
 
@@ -216,7 +203,7 @@ class _Search:
         (changed,) = self.op.grid([sizes], dtype=dtype, data=[data or case.data], tier=self.tier, **chosen)
         changed = changed.with_seed(case.seed)
         if changed.id not in self.tried:
-            self.tried[changed.id] = self._keeps(self.op, changed)
+            self.tried[changed.id] = self._keeps(self.trial.with_case(changed))
             if self.tried[changed.id]:
                 self.accepted(words)
         return changed if self.tried[changed.id] else case
@@ -266,7 +253,8 @@ class _Search:
         only: Callable[[Sequence[int]], np.ndarray],
         what: str,
     ) -> None:
-        kept = minimise(filled, lambda some: self._keeps(self.op.with_inputs({**arrays, name: only(some)}), case))
+        trial = self.trial.with_case(case)
+        kept = minimise(filled, lambda some: self._keeps(trial.with_inputs({**arrays, name: only(some)})))
         if len(kept) < len(filled):
             self.accepted(f"{name}: {len(kept)} of {len(filled)} {what} other than zero")
             arrays[name] = only(kept)
@@ -304,18 +292,20 @@ def minimise(items: Sequence[T], keeps: Callable[[Sequence[T]], bool]) -> Sequen
 # --- the script ---
 
 
-def script(op: Op, shrunk: Shrunk, backend: Backend, kernel: Callable[..., Any] | None = None, target: str = "") -> str:
-    """A Python script that runs the kernel on the smallest inputs: it exits with 1 while the result is wrong, else 0.
+def script(trial: Trial, shrunk: Shrunk, target: str = "") -> str:
+    """A Python script that runs a kernel on the smallest inputs: it exits with 1 while the result is wrong, else 0.
 
     It needs NumPy, the backend's framework and the kernel's module (`target`, "module:function"; default: the op's),
     which it imports from where that is now, whatever is installed and wherever the script lies. A failure that only the
     emulated matrix unit shows needs `parity.backends.emulation` as well: which of the two it is, is tried out. Raises
     ValueError for MISTRUSTED, which is no fault of the kernel's, and for a failure that neither script shows.
     """
-    target = target or getattr(op, backend)
-    check = _check(op, shrunk, backend, kernel or load_kernel(target))
+    target = target or getattr(trial.op, trial.backend)
+    other = trial.other or load_kernel(target)
+    trial = Trial(trial.op, shrunk.case, trial.backend, other, shrunk.inputs)
+    check = _check(trial, shrunk)
     for emulated in (False, True):
-        text = _write(op, shrunk, backend, target, check, emulated)
+        text = _write(trial, shrunk, target, check, emulated)
         done = subprocess.run(
             [sys.executable, "-c", text], capture_output=True, text=True, env=_environment(), timeout=600, check=False
         )
@@ -344,9 +334,9 @@ class _Check(NamedTuple):
     holds: str
 
 
-def _check(op: Op, shrunk: Shrunk, backend: Backend, kernel: Callable[..., Any]) -> _Check | None:
+def _check(trial: Trial, shrunk: Shrunk) -> _Check | None:
     """How the script tells that the result is wrong: by the worst element, its form, or repetition. None of a crash."""
-    judged, case = shrunk.judged, shrunk.case
+    judged = shrunk.judged
     if judged is None:
         return None
     outcome = judged.verdict.outcome
@@ -354,7 +344,7 @@ def _check(op: Op, shrunk: Shrunk, backend: Backend, kernel: Callable[..., Any])
         raise ValueError(
             "MISTRUSTED is said of a case whose bound is too wide for its data: the kernel's result passes"
         )
-    expected, contract = reference(op.with_inputs(shrunk.inputs), case), op.contract(case, backend)
+    expected, backend = trial.reference, trial.backend
     if outcome == "WRONG OUTPUTS":
         names = sorted(expected.golden)
         fields = 'n for n in getattr(result, "_fields", ["out"]) if getattr(result, n, result) is not None'
@@ -362,7 +352,7 @@ def _check(op: Op, shrunk: Shrunk, backend: Backend, kernel: Callable[..., Any])
     name = judged.output
     golden = expected.golden[name]
     value = "result" if set(expected.golden) == {"out"} else f"result.{name}"
-    dtype = str(golden.dtype) if op.bit_exact else contract.dtype(name)
+    dtype = str(golden.dtype) if trial.op.bit_exact else trial.contract.dtype(name)
     if outcome == "NOT REPEATABLE":
         bits = _bits(backend, value.replace("result", "kernel(**arguments)"))
         return _Check(f"len({{{bits} for _ in range({REPEATS})}})", f"1 result of {REPEATS} runs", "got == 1")
@@ -370,12 +360,10 @@ def _check(op: Op, shrunk: Shrunk, backend: Backend, kernel: Callable[..., Any])
         form = f'({list(golden.shape)}, "{dtype}")'
         return _Check(f'([*{value}.shape], str({value}.dtype).replace("torch.", ""))', form, f"got == {form}")
     if judged.worst is None:
-        result = runner(backend).run(kernel, shrunk.inputs, {**op.arguments(case), **op.route(case)})
-        return _exact_check(outputs(result)[name], golden, value, backend)
+        return _exact_check(trial.run()[name], golden, value, backend)
     index = judged.worst.index
     right = float(golden[index])
-    scale = Scale(expected.magnitude[name], contract.roundoff, expected.chain[name])
-    allowed = judged.bound * float(scale.at(index).unit)
+    allowed = judged.bound * float(trial.scale(name).at(index).unit)
     low, high = map(float, round_to(np.array([right - allowed, right + allowed]), dtype))
     got = f"float({_element(value, index)})"
     if not np.isfinite(right):
@@ -426,12 +414,12 @@ TENSOR = {
 EMULATION = {"tpu": "parity.backends.emulation.mxu", "gpu": "parity.backends.emulation.tensor_core"}
 
 
-def _write(op: Op, shrunk: Shrunk, backend: Backend, target: str, check: _Check | None, emulated: bool) -> str:
+def _write(trial: Trial, shrunk: Shrunk, target: str, check: _Check | None, emulated: bool) -> str:
     module, _, function = target.partition(":")
-    keywords = {**op.arguments(shrunk.case), **op.route(shrunk.case)}
+    keywords, backend = trial.arguments, trial.backend
     folders = dict.fromkeys(_folder_of(name) for name in [*(["parity"] if emulated else []), module])
     given = [f'    "{name}": {_literal(array)},' for name, array in shrunk.inputs.items() if array is not None]
-    given += [f"    **{keywords!r},"] if keywords else []
+    given += [f"    **{dict(keywords)!r},"] if keywords else []
     lines = [
         f"# {shrunk.failure}: {target}, {shrunk.case.id}. Exits with 1 while the result is wrong.",
         "import os",
@@ -499,13 +487,14 @@ def command(given: argparse.Namespace) -> int:
     if given.out and (given.out.is_dir() or not given.out.parent.is_dir()):
         raise ValueError(f"--out must be a file in a folder that there is, got {given.out}")
     op, case = matrix.find(matrix.load(given.root), given.case)
+    trial = Trial(op, case, given.backend)
     columns = TextColumn("{task.completed} runs of the kernel"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
         task = progress.add_task("", total=None)
-        shrunk = shrink(op, case, given.backend, accepted=print, ran=lambda runs: progress.update(task, completed=runs))
+        shrunk = shrink(trial, accepted=print, ran=lambda runs: progress.update(task, completed=runs))
     print("\n".join(describe(shrunk)))
     try:
-        text = script(op, shrunk, given.backend)
+        text = script(trial, shrunk)
     except ValueError as error:
         print(f"no script: {error}")
         return 1

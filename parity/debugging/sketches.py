@@ -15,11 +15,11 @@ import numpy as np
 from parity.debugging.explain import LARGEST_ROUNDING, Contrast, Emulator, Field, Rounding, contrast, one_more, spelled
 from parity.dtypes import round_to
 from parity.inputs import hashes
-from parity.judging.judge import Reference, reference
 from parity.judging.metrics import Metrics, Scale, measure
+from parity.judging.reference import Reference
 from parity.judging.verdict import PASSING
 from parity.ledger.records import Record
-from parity.op import Backend, Case, Op
+from parity.trial import Trial
 
 AS_LARGE = 0.1
 """By how much, relatively, ε of a likely rounding may differ from the record's."""
@@ -92,14 +92,13 @@ class Sketch:
         return f"open (nearest: {nearest}). Without signs a rounding of no named site looks like a small fault of logic"
 
 
-def explain_record(
-    op: Op, case: Case, backend: Backend, record: Record, done: Callable[[int], None] = lambda emulations: None
-) -> Sketch:
-    """Explain the worst output of a record of a case and seed. `done` as in `explain`.
+def explain_record(trial: Trial, record: Record, done: Callable[[int], None] = lambda emulations: None) -> Sketch:
+    """Explain the worst output of a record of a trial's case and seed. `done` as in `explain`.
 
     Raises ValueError for an op that is compared bit for bit, and for a record without a sketch.
     """
-    if op.bit_exact:
+    case = trial.case
+    if trial.op.bit_exact:
         raise ValueError(f"record must have a sketch, got that of {case.id}, compared bit for bit: {record.verdict}")
     if not record.outputs:
         raise ValueError(f"the record of {case.id} must have a sketch, has none: its verdict is {record.verdict}")
@@ -108,19 +107,18 @@ def explain_record(
     tiles = np.array(metrics.tiles, ndmin=2)
     rows, columns = (np.arange(size) for size in tiles.shape)
     contrasts = contrast(tiles, {"tile row": rows[:, None], "tile column": columns})
-    expected = reference(op, case)
+    expected = trial.reference
     known = output in expected.golden and metrics.elements == expected.golden[output].size
     if not known or dict(record.inputs) != hashes(expected.inputs):
         return Sketch(record, output, metrics, contrasts, "", drawn=False)
-    contract = op.contract(case, backend)
-    scale = Scale(expected.magnitude[output], contract.roundoff, expected.chain[output])
+    scale = trial.scale(output)
     places = tuple(
         Place(index, float(expected.golden[output][index]), record.bound * float(scale.at(index).unit))
         for index in metrics.worst
     )
-    fault = _fault(metrics, contract.roundoff)
-    suspect = None if fault or not metrics.eta_max else _suspect(op, case, backend, output, metrics, scale, done)
-    common = _common(op, case, output, metrics)
+    fault = _fault(metrics, trial.contract.roundoff)
+    suspect = None if fault or not metrics.eta_max else _suspect(trial, output, metrics, done)
+    common = _common(trial, output, metrics)
     return Sketch(record, output, metrics, contrasts, fault, True, places, common, suspect)
 
 
@@ -132,23 +130,20 @@ def _fault(metrics: Metrics, roundoff: float) -> str:
     return f"the largest error is {largest:.2g} of its sum of absolute terms" if largest > LARGEST_ROUNDING else ""
 
 
-def _common(op: Op, case: Case, output: str, metrics: Metrics) -> tuple[tuple[str, str], ...]:
-    expected = reference(op, case)
+def _common(trial: Trial, output: str, metrics: Metrics) -> tuple[tuple[str, str], ...]:
     found = []
-    for axis, labels in op.axes(case, expected.inputs).get(output, {}).items():
-        spread = np.broadcast_to(labels, expected.golden[output].shape)
+    for axis, labels in trial.axes(output).items():
+        spread = np.broadcast_to(labels, trial.reference.golden[output].shape)
         bins = np.unique([spread[index] for index in metrics.worst])
         if bins.size and np.isin(spread, bins).mean() <= FEW:
             found.append((axis, spelled(bins)))
     return tuple(found)
 
 
-def _suspect(
-    op: Op, case: Case, backend: Backend, output: str, metrics: Metrics, scale: Scale, done: Callable[[int], None]
-) -> Suspect | None:
+def _suspect(trial: Trial, output: str, metrics: Metrics, done: Callable[[int], None]) -> Suspect | None:
     """The roundings that have most of the worst elements, found greedily; of as many those whose ε is nearest."""
-    emulator, expected = Emulator(op, case, backend, output, done), reference(op, case)
-    dtype = op.contract(case, backend).dtype(output)
+    emulator, expected = Emulator(trial, output, done), trial.reference
+    dtype, scale = trial.contract.dtype(output), trial.scale(output)
     field = Field.of(round_to(expected.golden[output], dtype), expected, output)
 
     def tried(chosen: tuple[Rounding, ...]) -> Suspect:

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from parity.backends import load_kernel, runner
+from parity.backends import runner
 from parity.dtypes import Floats
-from parity.inputs import draw
-from parity.judging import goldens, verdict
+from parity.judging import verdict
 from parity.judging.metrics import Metrics, Scale, eta, measure
+from parity.judging.reference import Reference
 from parity.judging.stages import emulate
 from parity.judging.verdict import Comparison, Verdict
-from parity.op import BACKENDS, Backend, Case, Contract, Inputs, Op, outputs
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What a case's outputs are measured against: drawn inputs; golden, magnitude and longest chain by output."""
-
-    inputs: Inputs
-    golden: dict[str, Floats]
-    magnitude: dict[str, Floats]
-    chain: dict[str, int]
+from parity.op import BACKENDS, Backend, Case, Op
+from parity.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -84,58 +74,32 @@ class Judgement:
 UNDECIDED = Verdict("UNDECIDED", "", "")
 
 
-@lru_cache(maxsize=4)
-def reference(op: Op, case: Case) -> Reference:
-    """The inputs of a case, drawn, and what its outputs are measured against; the last few are kept."""
-    inputs = draw(op, case)
-    truth = goldens.shared(op, case, inputs, lambda: _truth(op, case, inputs))
-    golden, magnitude = (
-        {label.removeprefix(what): x for label, x in truth.items() if label.startswith(what)}
-        for what in ("golden.", "magnitude.")
-    )
-    chain = op.chain(case, inputs)
-    chains = dict.fromkeys(golden, chain) if isinstance(chain, int) else {name: chain[name] for name in golden}
-    return Reference(inputs, golden, magnitude, chains)
-
-
-def _truth(op: Op, case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
-    """Golden and magnitude of each output, in one dictionary."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        golden = outputs(op.golden(**inputs, **op.arguments(case)))
-        magnitude = {} if op.bit_exact else outputs(op.magnitude(op, case, inputs))
-    labelled = {"golden": golden, "magnitude": magnitude}
-    return {f"{what}.{name}": x for what, of in labelled.items() for name, x in of.items()}
-
-
-def judge(op: Op, case: Case, backend: Backend, kernel: Callable[..., Any] | None = None) -> Judgement:
-    """Run a case on a backend and pass it through the gates that need no other backend (G1 to G3).
+def judge(trial: Trial) -> Judgement:
+    """Run a trial and pass it through the gates that need no other backend (G1 to G3).
 
     Data `integers` must come out exact, and bit-exact ops bit for bit (G2); everything else must lie within its
-    contract's bound (G3). The verdict of several outputs is that of the worst one. `kernel` takes the place of the
-    op's own, for instance one with a planted fault. Raises ImportError where the backend's framework is missing.
+    contract's bound (G3). The verdict of several outputs is that of the worst one. Raises ImportError where the
+    backend's framework is missing.
     """
-    expected = reference(op, case)
-    run = runner(backend)
-    kernel = kernel or load_kernel(getattr(op, backend))
+    op, case, expected = trial.op, trial.case, trial.reference
+    real = runner(trial.backend).real
     began = time.perf_counter()
-    arguments = {**op.arguments(case), **op.route(case)}
-    first = outputs(run.run(kernel, expected.inputs, arguments))
+    first = trial.run()
     seconds = time.perf_counter() - began
     # What must be exact leaves no room to vary, and interpreters are sequential: for them a sample is enough.
-    repeat = case.data != "integers" and (run.real or (case.tier == "smoke" and case.seed == 0))
-    again = outputs(run.run(kernel, expected.inputs, arguments)) if repeat else first
-    contract = op.contract(case, backend)
+    repeat = case.data != "integers" and (real or (case.tier == "smoke" and case.seed == 0))
+    again = trial.run() if repeat else first
     if set(first) != set(expected.golden):
         reason = f"golden returns {', '.join(expected.golden)}, got {', '.join(first)}"
         wrong = Verdict("WRONG OUTPUTS", "G1", reason)
-        return Judgement(case, backend, run.real, wrong, "", 0.0, seconds=seconds)
+        return Judgement(case, trial.backend, real, wrong, "", 0.0, seconds=seconds)
     exact = case.data == "integers" or op.bit_exact
-    bounds = {name: 0.0 if exact else contract.bound(expected.chain[name]) for name in first}
-    undecided = [Judgement(case, backend, run.real, UNDECIDED, name, bound) for name, bound in bounds.items()]
+    bounds = {name: 0.0 if exact else trial.contract.bound(expected.chain[name]) for name in first}
+    undecided = [Judgement(case, trial.backend, real, UNDECIDED, name, bound) for name, bound in bounds.items()]
     if op.bit_exact:
         judgements = [_judge_bits(j, expected, first[j.output], again[j.output]) for j in undecided]
     else:
-        judgements = [_judge_output(j, contract, expected, first[j.output], again[j.output]) for j in undecided]
+        judgements = [_judge_output(j, trial, first[j.output], again[j.output]) for j in undecided]
     worst = max(judgements, key=lambda j: (not j.verdict.passed, j.eta_max / (j.bound or 1)))
     return replace(
         worst, seconds=seconds, outputs={name: metrics for j in judgements for name, metrics in j.outputs.items()}
@@ -148,12 +112,9 @@ def _judge_bits(judged: Judgement, expected: Reference, y: np.ndarray, again: np
     return replace(judged, verdict=decided)
 
 
-def _judge_output(
-    judged: Judgement, contract: Contract, expected: Reference, y: np.ndarray, again: np.ndarray
-) -> Judgement:
-    golden = expected.golden[judged.output]
-    dtype = contract.dtype(judged.output)
-    scale = Scale(expected.magnitude[judged.output], contract.roundoff, expected.chain[judged.output])
+def _judge_output(judged: Judgement, trial: Trial, y: np.ndarray, again: np.ndarray) -> Judgement:
+    golden = trial.reference.golden[judged.output]
+    dtype, scale = trial.contract.dtype(judged.output), trial.scale(judged.output)
     bad_form = verdict.form(y, again, golden, dtype)
     if bad_form and y.shape != golden.shape:
         return replace(judged, verdict=bad_form)
@@ -215,8 +176,8 @@ def compare(op: Op, case: Case, seeds: int, recorded: Sequence[Judgement] | None
     contract: list[dict[str, Metrics]] = []
     for drawn in (case.with_seed(case.seed + n) for n in range(seeds)):
         for backend in BACKENDS if recorded is None else BACKENDS[:1]:
-            judged[backend] += (judge(op, drawn, backend),)
-        contract.append(measure_contract(op, drawn, "gpu"))
+            judged[backend] += (judge(Trial(op, drawn, backend)),)
+        contract.append(measure_contract(Trial(op, drawn, "gpu")))
     failed = next((j for js in judged.values() for j in js if not j.verdict.passed), None)
     if failed is not None:
         reason = f"{failed.backend}, seed {failed.case.seed}: {failed.verdict.reason}"
@@ -238,11 +199,9 @@ def compare(op: Op, case: Case, seeds: int, recorded: Sequence[Judgement] | None
     return Compared(case, judged, replace(worst, verdict=verdict.held_to(expected, worst.verdict)))
 
 
-def measure_contract(op: Op, case: Case, backend: Backend) -> dict[str, Metrics]:
-    """What a kernel emulated under the backend's contract would measure; nothing for an op compared bit for bit."""
-    if op.bit_exact:
+def measure_contract(trial: Trial) -> dict[str, Metrics]:
+    """What a kernel emulated under the trial's contract would measure; nothing for an op compared bit for bit."""
+    if trial.op.bit_exact:
         return {}
-    expected, contract = reference(op, case), op.contract(case, backend)
-    scales = {name: Scale(expected.magnitude[name], contract.roundoff, n) for name, n in expected.chain.items()}
-    emulated = emulate(op, case, expected.inputs, backend)
-    return {name: measure(y, expected.golden[name], scales[name]) for name, y in emulated.items()}
+    golden = trial.reference.golden
+    return {name: measure(y, golden[name], trial.scale(name)) for name, y in emulate(trial).items()}

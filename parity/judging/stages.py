@@ -13,7 +13,8 @@ import numpy as np
 
 from parity.dtypes import Floats, round_to
 from parity.inputs import stream
-from parity.op import Backend, Case, Inputs, Op, outputs
+from parity.op import Contract, outputs
+from parity.trial import Trial
 
 PERTURBATION = 1e-7
 """Relative size of the change at one site: far above float64's roundoff, far below what a site's own rounding does."""
@@ -21,7 +22,7 @@ DRAWS = 4
 """Random perturbations per site; their shares vary by about 1 %."""
 
 
-def values(op: Op, case: Case, inputs: Inputs, backend: Backend) -> dict[str, list[Floats]]:
+def values(trial: Trial) -> dict[str, list[Floats]]:
     """The float64 values at every site, in the order in which a kernel with the backend's steps reaches them."""
     seen: dict[str, list[Floats]] = {}
 
@@ -29,47 +30,49 @@ def values(op: Op, case: Case, inputs: Inputs, backend: Backend) -> dict[str, li
         seen.setdefault(site, []).append(value.copy())
         return value
 
-    _staged(op, case, inputs, backend, watch)
+    staged(trial, watch)
     return seen
 
 
-def budget(op: Op, case: Case, inputs: Inputs, backend: Backend) -> dict[str, float]:
+def budget(trial: Trial) -> dict[str, float]:
     """Each site's share of the error that equal relative roundings at all sites would cause (they sum to 1).
 
     The shares are of the mean square error over M, by perturbing one site at a time.
     """
-    exact = _staged(op, case, inputs, backend, lambda site, value: value)
-    magnitude = outputs(op.magnitude(op, case, inputs))
+    exact, magnitude = staged(trial, lambda site, value: value), trial.reference.magnitude
     power: dict[str, float] = {}
-    for site in values(op, case, inputs, backend):
-        power[site] = float(
-            np.mean([_power(_perturbed(op, case, inputs, backend, site, n), exact, magnitude) for n in range(DRAWS)])
-        )
+    for site in values(trial):
+        power[site] = float(np.mean([_power(_perturbed(trial, site, n), exact, magnitude) for n in range(DRAWS)]))
     total = sum(power.values()) or 1.0
     return {site: part / total for site, part in power.items()}
 
 
-def emulate(op: Op, case: Case, inputs: Inputs, backend: Backend) -> dict[str, np.ndarray]:
+def emulate(trial: Trial) -> dict[str, np.ndarray]:
     """The outputs of a kernel that rounds exactly where and as its contract says, in the contract's output dtype."""
-    contract = op.contract(case, backend)
+    contract = trial.contract
 
     def rounding(site: str, value: Floats) -> Floats:
         dtype = contract.sites.get(site)
         return value if dtype is None else round_to(value, dtype).astype(np.float64)
 
-    return {name: round_to(y, contract.dtype(name)) for name, y in _staged(op, case, inputs, backend, rounding).items()}
+    return {name: round_to(y, contract.dtype(name)) for name, y in staged(trial, rounding).items()}
 
 
-def _staged(
-    op: Op, case: Case, inputs: Inputs, backend: Backend, rounding: Callable[[str, Floats], Floats]
+def staged(
+    trial: Trial, rounding: Callable[[str, Floats], Floats], contract: Contract | None = None, **steps: Any
 ) -> dict[str, Floats]:
-    arguments = {**op.arguments(case), **op.steps(case, op.contract(case, backend))}
+    """The golden's outputs, in the steps of a kernel under the trial's contract, with a rounding at its sites.
+
+    contract: another one than the trial's. steps: those of its steps that are otherwise.
+    """
+    op, case = trial.op, trial.case
+    arguments = {**op.arguments(case), **op.steps(case, contract or trial.contract), **steps}
     with np.errstate(invalid="ignore", over="ignore"):
-        return outputs(op.golden(**inputs, **arguments, rounding=rounding))
+        return outputs(op.golden(**trial.inputs, **arguments, rounding=rounding))
 
 
-def _perturbed(op: Op, case: Case, inputs: Inputs, backend: Backend, site: str, draw: int) -> dict[str, Floats]:
-    bits = stream(case, f"{site}|{draw}")
+def _perturbed(trial: Trial, site: str, draw: int) -> dict[str, Floats]:
+    bits = stream(trial.case, f"{site}|{draw}")
 
     def rounding(at: str, value: Floats) -> Floats:
         if at != site:
@@ -77,7 +80,7 @@ def _perturbed(op: Op, case: Case, inputs: Inputs, backend: Backend, site: str, 
         signs = 1.0 - 2.0 * (bits(value.size) & np.uint64(1)).reshape(value.shape)
         return value * (1 + PERTURBATION * signs)
 
-    return _staged(op, case, inputs, backend, rounding)
+    return staged(trial, rounding)
 
 
 def _power(got: Mapping[str, Any], exact: Mapping[str, Floats], magnitude: Mapping[str, Floats]) -> float:

@@ -10,10 +10,12 @@ from pathlib import Path
 from parity.backends import EMULATED, runner
 from parity.inputs import hashes
 from parity.judging import verdict
-from parity.judging.judge import Judgement, measure_contract, reference
+from parity.judging.judge import Judgement, measure_contract
+from parity.judging.reference import reference
 from parity.judging.verdict import Verdict
 from parity.ledger.records import Freshness, Ledger, Provenance, Record, freshness, here, read_all
 from parity.op import Backend, Case, Op
+from parity.trial import Trial
 
 
 class Book:
@@ -27,7 +29,7 @@ class Book:
     def record(self, op: Op, judged: Judgement) -> Record:
         """A judgement of this process as a record, with the ε of its emulated contract beside it."""
         case, backend = judged.case, judged.backend
-        contract = measure_contract(op, case, backend).get(judged.output)
+        contract = measure_contract(Trial(op, case, backend)).get(judged.output)
         return Record(
             case=case.with_seed(0).id,
             seed=case.seed,

@@ -16,6 +16,7 @@ from parity.debugging.explain import Contrast, explain
 from parity.judging.judge import Compared, Judgement
 from parity.ledger.records import here
 from parity.op import Backend, Op
+from parity.trial import Trial
 
 FAILING = 8
 """Failing cases whose error is explained."""
@@ -213,7 +214,7 @@ def _explain(ops: Iterable[Op], entry: Entry) -> Iterator[str]:
     of = max(entry.measured, key=lambda m: (m.outcome == entry.outcome, m.backend == suspect))
     try:
         op, case = matrix.find(ops, entry.case)
-        found = explain(op, case.with_seed(of.seed), of.backend)
+        found = explain(Trial(op, case.with_seed(of.seed), of.backend))
     except Exception as error:  # a kernel may raise anything; the report is of the others too
         yield f"{of.backend}: not explained: {type(error).__name__}: {error}"
         return

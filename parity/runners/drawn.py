@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from parity.inputs import draw
-from parity.judging.judge import reference
+from parity.judging.reference import reference
 from parity.op import TIERS, Case, Op
 
 LARGEST = 320

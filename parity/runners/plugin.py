@@ -20,6 +20,7 @@ from parity.ledger.book import Book
 from parity.ledger.records import Merged, Recorder, merge
 from parity.op import BACKENDS, TIERS, Backend, Case, Op
 from parity.report import entries, text
+from parity.trial import Trial
 
 pytest_plugins = ("parity.runners.workers", "parity.runners.crashes", "parity.runners.long_runs")
 
@@ -131,20 +132,21 @@ class Run:
 
     def _judge(self) -> None:
         __tracebackhide__ = True
-        judged = judge(self.op, self.case, self.backend)
+        trial = Trial(self.op, self.case, self.backend)
+        judged = judge(trial)
         status: dict[str, str] = {}
         if self.case.data != "integers":
             if self._recorder:
                 self._recorder.write(self._book.record(self.op, judged))
                 for drawn in self._compared_elsewhere():
-                    self._recorder.write(self._book.record(self.op, judge(self.op, drawn, self.backend)))
+                    self._recorder.write(self._book.record(self.op, judge(trial.with_case(drawn))))
             elif self._book.root.exists():
                 strict = self._request.config.getoption("--parity-strict-records")
                 judged, record = self._book.check(self.op, judged, strict=strict)
                 status = {"record": record, "record_of": self.backend}
         twin = None
         if not judged.verdict.passed and self.case.data != "integers":
-            twin = judge(self.op, self.case.with_data("integers"), self.backend)
+            twin = judge(trial.twin)
             if judged.verdict.gate == "G3" and not twin.verdict.passed:
                 judged = replace(judged, verdict=replace(judged.verdict, outcome="LOGIC FAULT"))
         self._report(judged.summary() | status)

@@ -4,6 +4,7 @@ import pytest
 
 import parity
 from parity.judging.judge import judge
+from parity.trial import Trial
 from tests.matrix.gla import F32, GATED_LINEAR_ATTENTION
 
 
@@ -24,5 +25,5 @@ def test_a_state_in_several_tiles_is_exact_on_integers(op):
     pytest.importorskip("triton")
     gates = {"gates": ["both"]} if "gates" in op.defaults else {}
     (case,) = op.grid([dict(B=1, T=3, H=2, K=80, V=72)], dtype=[F32], h0=[True], ht=[True], **gates)
-    judged = judge(op, case.with_data("integers"), "gpu")
+    judged = judge(Trial(op, case.with_data("integers"), "gpu"))
     assert judged.verdict.passed, judged.verdict

@@ -11,8 +11,10 @@ import pytest
 
 from parity.backends import load_kernel, runner
 from parity.inputs import draw
-from parity.judging.judge import judge, reference
+from parity.judging.judge import judge
+from parity.judging.reference import reference
 from parity.op import Case, Gates, Inputs, Op, outputs
+from parity.trial import Trial
 from tests.matrix.gla import (
     BF16,
     CHUNK_GLA,
@@ -419,5 +421,5 @@ def test_alibi_schedules_stay_finite_and_right(op, backend, layers, heads, chunk
     given = replace(op, inputs=lambda c: {**op.inputs(c), "g_gamma": Gates((c.H,), flat)})
     shape = dict(B=1, T=chunk + 1, H=len(flat), K=16, V=16)
     (case,) = op.grid([shape], dtype=[dtype], gates=["gamma"], h0=[True], ht=[True], chunk=[chunk])
-    judged = judge(given, case, backend)
+    judged = judge(Trial(given, case, backend))
     assert judged.verdict.passed, judged.verdict

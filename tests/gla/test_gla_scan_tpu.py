@@ -11,6 +11,7 @@ jax = pytest.importorskip("jax")
 from op_arguments.gla import Problem  # noqa: E402
 from parity.compilers.kernels import _equations  # noqa: E402
 from parity.judging.judge import judge  # noqa: E402
+from parity.trial import Trial  # noqa: E402
 from tests.matrix.gla import CHUNK_GLA, CHUNK_SIMPLE_GLA, F32  # noqa: E402
 from tpu_kernels import chunk_scan, simple_gla  # noqa: E402
 
@@ -34,7 +35,7 @@ def test_several_blocks_of_steps_and_heads_agree_with_golden(op, gates, shape, r
     monkeypatch.setattr(chunk_scan, "BLOCK_TOKENS", 32)
     monkeypatch.setattr(chunk_scan, "HEADS", 1)
     (case,) = op.grid([shape], dtype=[F32], h0=[True], ht=[True], chunk=[16], route=[route], **gates)
-    judged = judge(op, case, "tpu")
+    judged = judge(Trial(op, case, "tpu"))
     assert judged.verdict.passed, judged.verdict
 
 

@@ -7,6 +7,7 @@ import pytest
 
 import parity
 from parity.judging.judge import judge
+from parity.trial import Trial
 from tests.matrix.gla import (
     CHUNK_GLA,
     CHUNK_SIMPLE_GLA,
@@ -60,5 +61,5 @@ def test_loops_that_are_unrolled_agree_with_golden(op, shape, options, monkeypat
         for name in calls:
             monkeypatch.setattr(module, name, interpreted(getattr(module, name)))
     (case,) = op.grid([shape], dtype=[F32], h0=[True], ht=[True], **options)
-    judged = judge(op, case, "tpu")
+    judged = judge(Trial(op, case, "tpu"))
     assert judged.verdict.passed, judged.verdict

@@ -4,6 +4,7 @@ import pytest
 
 import parity
 from parity.judging.judge import judge
+from parity.trial import Trial
 from tests.matrix.gmm import GMM, TGMM
 
 
@@ -37,5 +38,5 @@ def test_a_step_in_several_dots_is_exact_on_integers(monkeypatch, op, sizes, til
     pytest.importorskip("jax")
     monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)
     (case,) = op.grid([sizes], dtype=["float32"], tiling=[tile], groups=["straddle"])
-    judged = judge(op, case.with_data("integers"), "tpu")
+    judged = judge(Trial(op, case.with_data("integers"), "tpu"))
     assert judged.verdict.passed, judged.verdict

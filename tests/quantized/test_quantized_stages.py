@@ -15,7 +15,8 @@ from parity.debugging.attribution import rank, statement
 from parity.debugging.attribution.bits import lacking, walk_bits
 from parity.debugging.attribution.program import Mark
 from parity.debugging.attribution.walk import walk
-from parity.judging.judge import reference
+from parity.judging.reference import reference
+from parity.trial import Trial
 from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_QUANTIZERS
 from tests.matrix.quantize import QUANTIZERS
 from tests.matrix.quantized_gmm import E4M3, F32, GMM_QUANTIZED, TGMM_QUANTIZED
@@ -68,7 +69,7 @@ def test_the_line_that_loses_precision_is_the_first(loss, tmp_path):
     planted_line = loss.new.partition("\n")[0][:99]
     assert statement(first.line).startswith(planted_line), [(statement(s.line), s.share) for s in ranking.shares[:3]]
     assert first.share > 0.9
-    last = walk(op, case, loss.backend, expected, ranking)[-1]
+    last = walk(Trial(op, case, loss.backend), ranking)[-1]
     assert (last.site, last.is_off, last.wrong) == ("acc", True, 0)
 
 
@@ -113,7 +114,7 @@ def test_every_stage_of_a_right_quantiser_is_the_goldens(backend, name):
     pytest.importorskip("jax" if backend == "tpu" else "triton")
     op = QUANTISERS[name]
     case = smallest(op)
-    found = walk_bits(op, case, backend)
+    found = walk_bits(Trial(op, case, backend))
     assert [s.site for s in found] == [*(OF_BOTH if "dual" in name else SITES), *reference(op, case).golden]
     assert not any(stage.wrong for stage in found) and all(stage.numbers for stage in found)
 
@@ -123,7 +124,7 @@ def test_every_stage_of_every_tile_is_the_goldens():
     """Two tiles, the second not full."""
     op = QUANTISERS["fp8_quantize"]
     (case,) = op.grid([dict(M=40, K=1100)], dtype=[(F32, E4M3)], axis=[0], block_size=[None])
-    found = walk_bits(op, case, "tpu")
+    found = walk_bits(Trial(op, case, "tpu"))
     assert [(stage.site, stage.wrong) for stage in found] == [(site, 0) for site in (*SITES, "qvalue", "scale")]
     assert all(stage.numbers for stage in found)
 
@@ -154,7 +155,7 @@ def test_the_first_value_that_is_not_the_goldens_is_found(fault, site, tmp_path)
     pytest.importorskip("jax" if fault.backend == "tpu" else "triton")
     op = QUANTISERS[fault.ops[0]]
     case = next(case for case in op.cases if case.tier == "smoke")
-    found = walk_bits(op, case, fault.backend, getattr(plant(fault, tmp_path), op.name))
+    found = walk_bits(Trial(op, case, fault.backend, getattr(plant(fault, tmp_path), op.name)))
     assert found[-1].site == site and found[-1].wrong and not any(stage.wrong for stage in found[:-1]), found
     shown = screen_of_bits("", found, tmp_path).plain
     assert f"the golden's bits are lost at {found[-1].name}" in shown and "← first" in shown
@@ -194,7 +195,7 @@ def check_lowered(op, case, module, tmp_path):
         key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in reference(op, case).inputs.items() if x is not None
     }
     lowered = {
-        jax.jit(lambda given, k=kernel: k(**given, **stages.arguments(op, case))).lower(inputs).as_text()
+        jax.jit(lambda given, k=kernel: k(**given, **Trial(op, case, "tpu").arguments)).lower(inputs).as_text()
         for kernel in (load_kernel(op.tpu), getattr(plant(fault, tmp_path), op.name))
     }
     assert len(lowered) == 1

@@ -4,6 +4,7 @@ import pytest
 
 import parity
 from parity.judging.judge import judge
+from parity.trial import Trial
 from tests.matrix.moe import GROUPED_DENSE, GROUPED_DENSE_BWD
 from tests.matrix.quantize import QUANTIZERS
 from tests.matrix.quantized_gmm import E4M3, E5M2, F32, GMM_QUANTIZED, I8, TGMM_QUANTIZED
@@ -58,5 +59,5 @@ def test_operands_are_multiplied_as_older_chips_do(monkeypatch, op, sizes, layou
         **blocks,
     )
     for data in (case, case.with_data("integers")):
-        judged = judge(op, data, "tpu")
+        judged = judge(Trial(op, data, "tpu"))
         assert judged.verdict.passed, judged.verdict

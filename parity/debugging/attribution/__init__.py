@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from parity.backends import load_kernel
 from parity.debugging.attribution.program import Active, Line, Place, Program, Run
 from parity.dtypes import Floats
-from parity.op import Backend, Inputs, Op
+from parity.op import Backend, Op
+from parity.trial import Trial
 
 NAMED = 0.05
 """Share of the mean square error from which on it is told which calls of the line's function make it."""
@@ -62,15 +62,15 @@ class Ranking:
         return sum(share.share for share in self.shares)
 
 
-def program(backend: Backend, kernel: Callable[..., Any], inputs: Inputs, arguments: Mapping[str, Any]) -> Program:
-    """`kernel(**inputs, **arguments)`, ready to be evaluated, its sites marked.
+def program(trial: Trial) -> Program:
+    """The call of a trial's kernel, ready to be evaluated, its sites marked.
 
     A kernel shows its sites to the active probe, or to its `debug` argument where it has one.
     Raises ImportError where the backend's framework is missing.
     """
-    module = import_module(f"parity.debugging.attribution.{backend}")
-    debug = {"debug": module.mark} if "debug" in inspect.signature(kernel).parameters else {}
-    made: Program = module.make_program(kernel, inputs, {**arguments, **debug})
+    module = import_module(f"parity.debugging.attribution.{trial.backend}")
+    debug = {"debug": module.mark} if "debug" in inspect.signature(trial.kernel).parameters else {}
+    made: Program = module.make_program(trial.kernel, trial.inputs, {**trial.arguments, **debug})
     return made
 
 

@@ -6,20 +6,17 @@ the golden's values there, or has it less often. Outputs come last, element by e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from parity.backends import load_kernel, runner
 from parity.debugging.attribution import program, statement
 from parity.debugging.attribution.program import Line, Mark
 from parity.debugging.bits import values
 from parity.dtypes import Floats
-from parity.judging.judge import reference
 from parity.judging.verdict import other_bits
-from parity.op import Backend, Case, Op, outputs
+from parity.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -40,16 +37,15 @@ class BitStage:
         return self.site if self.line else f"output {self.site}"
 
 
-def walk_bits(op: Op, case: Case, backend: Backend, kernel: Callable[..., Any] | None = None) -> tuple[BitStage, ...]:
+def walk_bits(trial: Trial) -> tuple[BitStage, ...]:
     """The stages in the golden's order, the outputs last, none after the first that is off.
 
     A kernel that shows no site has its outputs alone. Raises ImportError where the backend's framework is missing,
     ValueError where a kernel marks what is no site.
     """
-    kernel = kernel or load_kernel(getattr(op, backend))
-    expected, arguments, sites = reference(op, case), {**op.arguments(case), **op.route(case)}, values(op, case)
+    sites = values(trial)
     marks: dict[str, list[Mark]] = {}
-    for mark in program(backend, kernel, expected.inputs, arguments).run(lambda place: True).marks:
+    for mark in program(trial).run(lambda place: True).marks:
         marks.setdefault(mark.site, []).append(mark)
     if unknown := marks.keys() - sites.keys():
         raise ValueError(f"a kernel must show sites of the golden, got {', '.join(sorted(unknown))}")
@@ -59,8 +55,8 @@ def walk_bits(op: Op, case: Case, backend: Backend, kernel: Callable[..., Any] |
         stages.append(BitStage(site, lacking(wanted, marks[site]), wanted.size, _line(marks[site][0])))
         if stages[-1].wrong:
             return tuple(stages)
-    got = outputs(runner(backend).run(kernel, expected.inputs, arguments))
-    for name, golden in expected.golden.items():
+    got = trial.run()
+    for name, golden in trial.reference.golden.items():
         y = got.get(name)
         has_form = y is not None and (y.shape, y.dtype) == (golden.shape, golden.dtype)
         wrong = int(other_bits(y, golden).sum()) if y is not None and has_form else golden.size

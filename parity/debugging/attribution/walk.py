@@ -17,9 +17,9 @@ import numpy as np
 from parity.debugging.attribution import Ranking, mean_square
 from parity.debugging.attribution.program import Mark
 from parity.dtypes import Floats, round_to
-from parity.judging.judge import Reference
-from parity.judging.stages import emulate
-from parity.op import Backend, Case, Op, outputs
+from parity.judging.reference import Reference
+from parity.judging.stages import emulate, staged
+from parity.trial import Trial
 
 SAME = 2.0**-27
 """Of the largest value of a site (or of M, in an output): float64 values that differ by less are the same."""
@@ -53,7 +53,7 @@ class Stage:
         return self.wrong > 0 or (is_loss and self.numbers >= FEW)
 
 
-def walk(op: Op, case: Case, backend: Backend, expected: Reference, ranking: Ranking) -> tuple[Stage, ...]:
+def walk(trial: Trial, ranking: Ranking) -> tuple[Stage, ...]:
     """The stages in the golden's order, the outputs last, none after the first that is off.
 
     A kernel has a stage only if it marks values there that the golden has in these arguments too.
@@ -62,16 +62,16 @@ def walk(op: Op, case: Case, backend: Backend, expected: Reference, ranking: Ran
     for exact, own in zip(ranking.none.marks, ranking.all.marks, strict=True):
         marks.setdefault(exact.site, []).append((exact, own))
     # Coarser steps round less often than the contract's own: of both the larger error is expected.
-    goldens: dict[Any, tuple[Mapping[str, Floats], Mapping[str, float]]] = {(): _sites(op, case, backend, expected, {})}
+    goldens: dict[Any, tuple[Mapping[str, Floats], Mapping[str, float]]] = {(): _sites(trial, {})}
     for pairs in marks.values():
         for exact, _ in pairs:
             if exact.steps not in goldens:
-                goldens[exact.steps] = _sites(op, case, backend, expected, dict(exact.steps))
+                goldens[exact.steps] = _sites(trial, dict(exact.steps))
     order = list(dict.fromkeys(site for values, _ in goldens.values() for site in values))
     if unknown := marks.keys() - set(order):
         raise ValueError(f"a kernel must show sites of the golden, got {', '.join(sorted(unknown))}")
     marked = [site for site in order if any(np.isfinite(exact.value).any() for exact, _ in marks.get(site, ()))]
-    by_contract = emulate(op, case, expected.inputs, backend)
+    expected, by_contract = trial.reference, emulate(trial)
     found = chain(
         (_stage(site, marks[site], goldens) for site in marked),
         (_output(name, expected, ranking, by_contract) for name in expected.golden),
@@ -123,12 +123,8 @@ def _output(name: str, expected: Reference, ranking: Ranking, by_contract: Mappi
     return Stage(name, float(wrong.sum()) / max(golden.size, 1), error, _rms(errors), errors.size)
 
 
-def _sites(
-    op: Op, case: Case, backend: Backend, expected: Reference, steps: Mapping[str, Any]
-) -> tuple[Mapping[str, Floats], Mapping[str, float]]:
+def _sites(trial: Trial, steps: Mapping[str, Any]) -> tuple[Mapping[str, Floats], Mapping[str, float]]:
     """By site, all values of the golden, sorted; and how far they are off under the contract, root mean square."""
-    contract = op.contract(case, backend)
-    arguments = {**op.arguments(case), **op.steps(case, contract), **steps}
     exact: dict[str, list[Floats]] = {}
     rounded: dict[str, list[Floats]] = {}
 
@@ -137,14 +133,14 @@ def _sites(
         return value
 
     def rounding(site: str, value: Floats) -> Floats:
-        dtype = contract.sites.get(site)
+        dtype = trial.contract.sites.get(site)
         value = value if dtype is None else round_to(value, dtype).astype(np.float64)
         rounded.setdefault(site, []).append(value.ravel())
         return value
 
     with np.errstate(invalid="ignore", over="ignore"):
-        outputs(op.golden(**expected.inputs, **arguments, rounding=watch))
-        outputs(op.golden(**expected.inputs, **arguments, rounding=rounding))
+        staged(trial, watch, **steps)
+        staged(trial, rounding, **steps)
         values = {site: np.concatenate(x) for site, x in exact.items()}
         off = {site: _rms(np.concatenate(rounded[site]) - x) / (_rms(x) or 1.0) for site, x in values.items()}
     return {site: np.sort(x[np.isfinite(x)]) for site, x in values.items()}, off

@@ -18,6 +18,7 @@ from parity.dtypes import numpy_dtype
 from parity.inputs import draw
 from parity.judging.judge import judge
 from parity.op import Given, Groups, Offsets
+from parity.trial import Trial
 from tests.matrix import OPS
 from tests.meta.faults.test_faults import ROOT
 
@@ -375,7 +376,7 @@ def test_a_replayed_call_has_the_verdict_and_the_errors_of_its_case(tmp_path, ca
     op = OP["gmm"]
     case = next(c for c in op.cases if c.tier == "smoke" and c.dtype == "float32" and c.groups == "zipf")
     path = saved(op, case, tmp_path / "bundles")
-    assert replay(op, read(path), "tpu").metrics == judge(op, case, "tpu").metrics
+    assert replay(op, read(path), "tpu").metrics == judge(Trial(op, case, "tpu")).metrics
     assert main(["--root", str(ROOT), "replay", str(path), "--backend", "tpu"]) == 0
     assert capsys.readouterr().out.startswith("tpu  AGREES  ε = ")
     spoilt = replace(op, tpu="tests.meta.debugging.test_capture:spoilt_gmm")

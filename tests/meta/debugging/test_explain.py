@@ -21,9 +21,11 @@ from parity.debugging.explain import (
 )
 from parity.debugging.sketches import explain_record
 from parity.inputs import hashes
-from parity.judging.judge import judge, reference
+from parity.judging.judge import judge
+from parity.judging.reference import reference
 from parity.ledger.book import Book
 from parity.op import Case, Op
+from parity.trial import Trial
 from tests.matrix import OPS
 from tests.meta.faults.test_faults import FAULTS, source_of, with_source
 from tests.meta.faults.test_faults import plant as plant_fault
@@ -231,7 +233,7 @@ def test_a_loss_of_precision_is_named(loss, tmp_path):
     pytest.importorskip("jax" if loss.backend == "tpu" else "triton")
     op = OP[loss.op]
     case = next(case for case in op.cases if loss.where(case))
-    found = explain(op, case, loss.backend, plant(loss, tmp_path))
+    found = explain(Trial(op, case, loss.backend, plant(loss, tmp_path)))
     named = {f"{r.dtype} at {r.site}" for r in found.attribution.roundings}
     assert (found.kind, named - {f"{case.out} at out"}) == ("rounding", loss.sites), found.conclusion
     assert found.attribution.explained > 0.98
@@ -283,8 +285,8 @@ def test_a_fault_of_logic_is_not_taken_for_a_rounding(fault, name, tmp_path):
     op, kernel = OP[name], getattr(plant_fault(fault, tmp_path), name)
     cases = (case for case in op.cases if case.tier != "full" and fault.where(case))
     cases = cases if fault.data is None else (case.with_data(fault.data) for case in cases)
-    case = next(case for case in cases if not judge(op, case, fault.backend, kernel).verdict.passed)
-    found = explain(op, case, fault.backend, kernel)
+    case = next(case for case in cases if not judge(Trial(op, case, fault.backend, kernel)).verdict.passed)
+    found = explain(Trial(op, case, fault.backend, kernel))
     assert found.kind == "logic", found.conclusion
     region = REGIONS.get((fault.backend, name, fault.name), "")
     assert found.conclusion.startswith(f"not explained by rounding: a logic fault {region}"), found.conclusion
@@ -377,25 +379,25 @@ def test_a_record_says_which_rounding_is_likely_and_what_it_cannot_tell(tmp_path
     case = next(case for case in op.cases if f32(case))
 
     def recorded(kernel):
-        return Book(tmp_path).record(op, judge(op, case, "gpu", kernel))
+        return Book(tmp_path).record(op, judge(Trial(op, case, "gpu", kernel)))
 
     loss = next(loss for loss in LOSSES if (loss.backend, loss.op, loss.name) == ("gpu", "gmm", "tf32"))
     record = recorded(plant(loss, tmp_path))
-    found = explain_record(op, case, "gpu", record)
+    found = explain_record(Trial(op, case, "gpu"), record)
     assert {f"{r.dtype} at {r.site}" for r in found.suspect.roundings} == loss.sites
     assert found.suspect.likely and found.suspect.shared == 1
     assert found.conclusion.startswith("likely tf32 cut at") and "Signs are not recorded" in found.conclusion
     assert found.places[0].golden == reference(op, case).golden["out"][found.places[0].index]
     fault = next(f for f in FAULTS if (f.backend, f.name) == ("gpu", "two groups are swapped"))
-    found = explain_record(op, case, "gpu", recorded(plant_fault(fault, tmp_path).gmm))
+    found = explain_record(Trial(op, case, "gpu"), recorded(plant_fault(fault, tmp_path).gmm))
     assert found.conclusion.startswith("a logic fault, not a rounding") and found.suspect is None
     assert any(axis == "group" and set(bins) <= set("01, -") for axis, bins in found.common)
-    healthy = explain_record(op, case, "gpu", recorded(None))
+    healthy = explain_record(Trial(op, case, "gpu"), recorded(None))
     assert not healthy.fault and healthy.conclusion.startswith(("error within its bound", "likely float32"))
-    others = explain_record(op, case, "gpu", replace(record, inputs={"lhs": hashes({"x": np.zeros(3)})["x"]}))
+    others = explain_record(Trial(op, case, "gpu"), replace(record, inputs={"lhs": hashes({"x": np.zeros(3)})["x"]}))
     assert not others.drawn and others.suspect is None and "drawn differently" in others.conclusion
     with pytest.raises(ValueError, match="must have a sketch"):
-        explain_record(op, case, "gpu", replace(record, outputs={}))
+        explain_record(Trial(op, case, "gpu"), replace(record, outputs={}))
 
 
 @pytest.mark.gpu
@@ -435,7 +437,7 @@ def test_a_case_is_found_by_its_id():
         matrix.find(OPS, "tgmm-M1")
     with pytest.raises(ValueError, match="bit-exact"):
         op = OP["fp8_quantize"]
-        explain(op, op.cases[0], "gpu")
+        explain(Trial(op, op.cases[0], "gpu"))
 
 
 @pytest.mark.gpu
@@ -443,7 +445,7 @@ def test_what_a_case_promises_is_named_too():
     """Its dots are to be in three passes of pieces rounded to nearest."""
     pytest.importorskip("triton")
     op = OP[SIMPLE]
-    found = explain(op, next(case for case in op.cases if case.precision == "bf16x3"), "gpu")
+    found = explain(Trial(op, next(case for case in op.cases if case.precision == "bf16x3"), "gpu"))
     assert found.conclusion == "error = bf16x3 at dot, 100% explained"
 
 
@@ -452,6 +454,6 @@ def test_what_no_site_has_is_no_loss_where_the_case_passes():
     """Six passes are six roundings of which the golden has none."""
     pytest.importorskip("jax")
     op = OP["tgmm"]
-    found = explain(op, next(case for case in op.cases if f32(case)), "tpu")
+    found = explain(Trial(op, next(case for case in op.cases if f32(case)), "tpu"))
     assert (found.kind, found.judged.verdict.outcome) == ("noise", "AGREES")
     assert found.conclusion.startswith("error within its bound")

@@ -14,8 +14,10 @@ import pytest
 from parity.backends import runner
 from parity.debugging.shrink import Shrunk, _exact_check, minimise, script, shrink
 from parity.dtypes import round_to
-from parity.judging.judge import judge, reference
+from parity.judging.judge import judge
+from parity.judging.reference import reference
 from parity.op import BACKENDS
+from parity.trial import Trial
 from tests.matrix import OPS
 from tests.meta.faults.test_faults import FAULTS, ROOT, Fault, plant
 
@@ -68,8 +70,9 @@ def test_a_planted_fault_is_reduced_and_its_script_shows_it(
     pytest.importorskip("jax" if backend == "tpu" else "triton")
     op, case = OP[op_name], smoke(OP[op_name], groups="zipf", **wanted)
     planted, kernel = f"planted_{backend}", getattr(plant(fault(name, backend, op_name), tmp_path), op_name)
-    found = shrink(op, case, backend, kernel)
-    before = judge(op, case, backend, kernel).verdict
+    trial = Trial(op, case, backend, kernel)
+    found = shrink(trial)
+    before = judge(trial).verdict
     assert found.failure == (before.outcome, before.gate)
     assert found.judged.verdict.outcome == before.outcome
     assert found.is_minimal
@@ -77,7 +80,7 @@ def test_a_planted_fault_is_reduced_and_its_script_shows_it(
     assert sum(int((x != 0).sum()) for x in found.inputs.values() if x is not None) <= 5
 
     monkeypatch.syspath_prepend(tmp_path)
-    text = script(op, found, backend, kernel, target=f"{planted}:{op_name}")
+    text = script(trial, found, target=f"{planted}:{op_name}")
     assert len(text.splitlines()) <= 31
     broken = run_alone(text, tmp_path)
     assert broken.returncode == 1, broken.stderr
@@ -95,10 +98,10 @@ def test_a_script_takes_the_emulation_where_the_loss_is_the_matrix_units(tmp_pat
         pytest.skip("a TPU's matrix unit needs no emulation")
     one_pass = Fault("", "tpu", ("tgmm",), "lax.Precision.HIGHEST if", "lax.Precision.DEFAULT if")
     kernel = plant(one_pass, tmp_path).tgmm
-    found = shrink(OP["tgmm"], smoke(OP["tgmm"], groups="zipf", dtype="float32"), "tpu", kernel)
+    found = shrink(Trial(OP["tgmm"], smoke(OP["tgmm"], groups="zipf", dtype="float32"), "tpu", kernel))
     assert found.failure == ("OUT OF BOUND", "G3")
     monkeypatch.syspath_prepend(tmp_path)
-    text = script(OP["tgmm"], found, "tpu", kernel, target="planted_tpu:tgmm")
+    text = script(Trial(OP["tgmm"], found.case, "tpu", kernel), found, target="planted_tpu:tgmm")
     assert "from parity.backends.emulation.mxu import emulated" in text
 
 
@@ -167,9 +170,9 @@ def test_a_script_shows_what_is_wrong_with_any_op(name, spoil, outcome, tmp_path
     (tmp_path / "right.py").write_text(SPOILT.format(**module, spoil=""))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "spoilt", raising=False)
-    found = shrink(op, case, "tpu", importlib.import_module("spoilt").kernel)
+    found = shrink(Trial(op, case, "tpu", importlib.import_module("spoilt").kernel))
     assert found.failure.outcome == outcome
-    text = script(op, found, "tpu", target="spoilt:kernel")
+    text = script(Trial(op, found.case, "tpu"), found, target="spoilt:kernel")
     assert len(text.splitlines()) <= 30
     broken = run_alone(text, tmp_path)
     assert (broken.returncode, broken.stdout[:4]) == (1, "got "), broken.stderr
@@ -189,7 +192,7 @@ def test_of_nans_that_differ_a_script_shows_the_bits():
 def test_a_mistrusted_case_has_no_script():
     judged = SimpleNamespace(verdict=SimpleNamespace(outcome="MISTRUSTED"))
     with pytest.raises(ValueError, match="MISTRUSTED is said of a case whose bound is too wide for its data"):
-        script(GMM, Shrunk(EXISTING, {}, ("MISTRUSTED", "G3"), judged, 1), "tpu", kernel=GMM.golden)
+        script(Trial(GMM, EXISTING, "tpu", GMM.golden), Shrunk(EXISTING, {}, ("MISTRUSTED", "G3"), judged, 1))
 
 
 def golden_but(spoil):
@@ -224,7 +227,7 @@ EXISTING = next(c for c in GMM.cases if c.existing_out and c.dtype == "float32" 
 def test_sizes_options_and_data_are_reduced_as_far_as_the_verdict_stays(backend):
     pytest.importorskip("jax" if backend == "tpu" else "torch")
     steps = []
-    found = shrink(GMM, EXISTING, backend, golden_but(zero_a_corner), steps.append)
+    found = shrink(Trial(GMM, EXISTING, backend, golden_but(zero_a_corner)), steps.append)
     assert found.case.id == "gmm-M21_K1_N34_G1-f32-zipf-s0"
     assert "existing_out True → False" in steps
     assert {name: int((x != 0).sum()) for name, x in found.inputs.items() if x is not None} == {
@@ -246,7 +249,7 @@ def test_an_interpreted_kernel_that_dies_takes_nothing_with_it():
             os.kill(os.getpid(), signal.SIGSEGV)
         return out
 
-    found = shrink(GMM, EXISTING, "gpu", golden_but(die))
+    found = shrink(Trial(GMM, EXISTING, "gpu", golden_but(die)))
     assert found.failure == ("CRASH", "signal 11")
     assert found.case.dims == (("M", 1), ("K", 1), ("N", 1), ("G", 3))
 
@@ -254,21 +257,22 @@ def test_an_interpreted_kernel_that_dies_takes_nothing_with_it():
 def test_a_reduction_is_the_same_every_time():
     pytest.importorskip("jax")
     first, second = ([], [])
-    one, other = (shrink(GMM, EXISTING, "tpu", golden_but(zero_a_corner), steps.append) for steps in (first, second))
+    spoilt = Trial(GMM, EXISTING, "tpu", golden_but(zero_a_corner))
+    one, other = (shrink(spoilt, steps.append) for steps in (first, second))
     assert (first, one.case, one.runs) == (second, other.case, other.runs)
     assert all(x is None or x.tobytes() == other.inputs[name].tobytes() for name, x in one.inputs.items())
 
 
 def test_a_fault_of_integer_data_stays_one():
     pytest.importorskip("jax")
-    found = shrink(GMM, EXISTING.with_data("integers"), "tpu", golden_but(zero_a_corner))
+    found = shrink(Trial(GMM, EXISTING.with_data("integers"), "tpu", golden_but(zero_a_corner)))
     assert found.failure == ("LOGIC FAULT", "G2")
     assert "integers" in found.case.id
 
 
 def test_an_exception_is_a_failure_whatever_numbers_it_names():
     pytest.importorskip("jax")
-    found = shrink(GMM, EXISTING, "tpu", golden_but(raise_for_three_groups))
+    found = shrink(Trial(GMM, EXISTING, "tpu", golden_but(raise_for_three_groups)))
     assert found.failure == ("CRASH", "RuntimeError: no memory for # bytes")
     assert found.case.dims == (("M", 1), ("K", 1), ("N", 1), ("G", 3))
     assert found.judged is None
@@ -283,14 +287,14 @@ def test_what_the_operation_refuses_is_no_step():
         return GMM.golden(**arguments)
 
     picky = replace(GMM, golden=golden)
-    found = shrink(picky, EXISTING, "tpu", golden_but(zero_a_corner))
+    found = shrink(Trial(picky, EXISTING, "tpu", golden_but(zero_a_corner)))
     assert found.case.K == 8
 
 
 def test_a_case_that_passes_is_refused():
     pytest.importorskip("jax")
     with pytest.raises(ValueError, match=r"case must fail on tpu to be reduced, got gmm-.*, which passes"):
-        shrink(GMM, EXISTING, "tpu", golden_but(lambda out, tensors, arguments: out))
+        shrink(Trial(GMM, EXISTING, "tpu", golden_but(lambda out, tensors, arguments: out)))
 
 
 @pytest.mark.parametrize("needed", [set(), {3}, {0, 17, 18}, {5, 40, 99}])

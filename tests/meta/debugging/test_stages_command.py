@@ -3,18 +3,19 @@ found at the stage where it enters."""
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from parity.backends import load_kernel, runner
+from parity.backends import load_kernel
 from parity.cli import main
 from parity.cli.stages import conclusion, screen
 from parity.debugging.attribution import Ranking, mean_square, program, rank, statement
 from parity.debugging.attribution.program import Line, Mark
 from parity.debugging.attribution.walk import unseen, walk
-from parity.judging.judge import reference
-from parity.op import outputs
+from parity.judging.reference import reference
+from parity.trial import Trial
 from tests.matrix import OPS
 from tests.meta.faults.test_faults import ROOT, Fault, plant, source_of, with_source
 
@@ -29,13 +30,8 @@ def smoke(op, dtype="float32"):
     return next(case for case in op.cases if case.tier == "smoke" and case.dtype == case.out == dtype)
 
 
-def arguments(op, case):
-    return {**op.arguments(case), **op.route(case)}
-
-
 def traced(op, case, backend, kernel=None):
-    kernel = kernel or load_kernel(getattr(op, backend))
-    return program(backend, kernel, reference(op, case).inputs, arguments(op, case))
+    return program(Trial(op, case, backend, kernel))
 
 
 def module_of(op):
@@ -121,7 +117,7 @@ def test_the_line_that_loses_precision_is_the_first(loss, line, tmp_path):
     first = ranking.shares[0]
     assert statement(first.line).startswith(line), [(statement(s.line), s.share) for s in ranking.shares[:3]]
     assert first.share > 0.9 and 0.9 < ranking.together < 1.1
-    stages = walk(op, case, loss.backend, expected, ranking)
+    stages = walk(Trial(op, case, loss.backend), ranking)
     assert stages[-1].is_off and not stages[-1].wrong
     shown = screen("", stages, ranking, tmp_path).plain
     assert f"planted_{loss.backend}.py:{first.line.number}  {line[:99]}" in shown
@@ -186,7 +182,7 @@ def walked(op, case, backend, kernel=None):
     none, everything = of.run(lambda place: False), of.run(lambda place: True)
     error = mean_square(everything.outputs, none.outputs, expected.magnitude) ** 0.5
     ranking = Ranking((), error, 0.0, none, everything)
-    return walk(op, case, backend, expected, ranking), ranking
+    return walk(Trial(op, case, backend), ranking), ranking
 
 
 def sites(backend, op, dtype="float32"):
@@ -306,8 +302,7 @@ def test_with_every_line_a_program_is_the_kernel_and_with_none_it_is_exact(backe
     op = OP[name]
     case = smoke(op, dtype)
     expected, of = reference(op, case), traced(op, case, backend)
-    kernel = load_kernel(getattr(op, backend))
-    got = outputs(runner(backend).run(kernel, expected.inputs, arguments(op, case)))
+    got = Trial(op, case, backend).run()
     everything, none = of.run(lambda place: True), of.run(lambda place: False)
     for output, golden in expected.golden.items():
         np.testing.assert_array_equal(everything.outputs[output], got[output].astype(np.float64))
@@ -332,7 +327,8 @@ def test_an_output_that_aliases_an_input_begins_with_it():
         return call(x)
 
     x = np.arange(24 * 128, dtype=np.float32).reshape(24, 128)
-    run = program("tpu", kernel, {"x": x}, {}).run(lambda place: False)
+    of_x = SimpleNamespace(backend="tpu", kernel=kernel, inputs={"x": x}, arguments={})
+    run = program(of_x).run(lambda place: False)
     np.testing.assert_array_equal(run.outputs["out"], np.repeat([[1.0], [2.0], [1.0]], 8, axis=0) * x)
 
 
@@ -356,7 +352,7 @@ def test_the_debug_argument_leaves_nothing_where_it_is_off(name, tmp_path):
         key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in reference(op, case).inputs.items() if x is not None
     }
     lowered = {
-        kernel: jax.jit(lambda given, k=kernel: k(**given, **arguments(op, case))).lower(shapes).as_text()
+        kernel: jax.jit(lambda given, k=kernel: k(**given, **Trial(op, case, "tpu").arguments)).lower(shapes).as_text()
         for kernel in (load_kernel(op.tpu), without)
     }
     assert len(set(lowered.values())) == 1

@@ -9,7 +9,8 @@ from parity.backends import load_kernel
 from parity.cli.stages import conclusion
 from parity.debugging.attribution import Ranking, files_compared_bit_for_bit, mean_square, program, rank, statement
 from parity.debugging.attribution.walk import walk
-from parity.judging.judge import reference
+from parity.judging.reference import reference
+from parity.trial import Trial
 from tests.matrix import OPS
 from tests.meta.faults.test_faults import ROOT, Fault, plant
 
@@ -35,7 +36,7 @@ def case_of(case_id):
 
 
 def traced(op, case, backend, kernel):
-    return program(backend, kernel, reference(op, case).inputs, {**op.arguments(case), **op.route(case)})
+    return program(Trial(op, case, backend, kernel))
 
 
 def walked(op, case, backend, kernel):
@@ -45,7 +46,7 @@ def walked(op, case, backend, kernel):
     none, everything = of.run(lambda place: place.line.file in fixed), of.run(lambda place: True)
     error = mean_square(everything.outputs, none.outputs, expected.magnitude) ** 0.5
     ranking = Ranking((), error, 0.0, none, everything)
-    return walk(op, case, backend, expected, ranking), ranking
+    return walk(Trial(op, case, backend), ranking), ranking
 
 
 RIGHT = [
@@ -147,7 +148,7 @@ def test_a_loss_of_precision_is_found_where_it_happens_and_its_line_is_the_first
     expected, kernel = reference(op, case), getattr(plant(loss, tmp_path), op.name)
     fixed = files_compared_bit_for_bit(OPS, op, loss.backend)
     ranking = rank(traced(op, case, loss.backend, kernel), expected.golden, expected.magnitude, fixed=fixed)
-    stages = walk(op, case, loss.backend, expected, ranking)
+    stages = walk(Trial(op, case, loss.backend), ranking)
     assert (stages[-1].site, stages[-1].wrong, stages[-1].is_off) == (site, 0, True), stages
     assert not any(stage.is_off for stage in stages[:-1])
     line = next(row.strip() for row in loss.new.splitlines() if row.strip())
@@ -165,7 +166,7 @@ def test_the_line_that_is_named_is_of_the_stage_that_is_off_and_not_of_the_resul
     )
     expected, kernel = reference(op, case), getattr(plant(loss, tmp_path), op.name)
     ranking = rank(traced(op, case, "gpu", kernel), expected.golden, expected.magnitude)
-    stages = walk(op, case, "gpu", expected, ranking)
+    stages = walk(Trial(op, case, "gpu"), ranking)
     assert "w_router" not in statement(ranking.shares[0].line)
     said = conclusion(stages, ranking, tmp_path)
     assert said.startswith("precision is lost at logits; most of it by planted_gpu.py:") and "w_router" in said

@@ -13,6 +13,7 @@ import pytest
 from parity.backends import load_kernel
 from parity.judging.judge import judge
 from parity.op import Case, Op
+from parity.trial import Trial
 from tests.matrix import OPS
 from tests.matrix.gmm import GMM, TGMM
 
@@ -320,7 +321,7 @@ def check_is_caught(fault: Fault, op: Op, folder: Path):
     verdicts = {}
     for case in tried:
         try:
-            verdicts[case.id] = judge(op, case, fault.backend, kernel).verdict
+            verdicts[case.id] = judge(Trial(op, case, fault.backend, kernel)).verdict
         except IndexError as error:  # an interpreter that checks bounds has caught it
             verdicts[case.id] = error
             return

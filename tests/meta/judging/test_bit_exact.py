@@ -9,6 +9,7 @@ from parity.cli.explain import of_bits
 from parity.debugging.bits import explain_bits
 from parity.judging.judge import judge, measure_contract
 from parity.judging.verdict import identity
+from parity.trial import Trial
 from tests.matrix import OPS
 from tests.matrix.quantize import FP8_QUANTIZE
 from tests.meta.faults.test_faults import ROOT, Fault, plant
@@ -66,7 +67,7 @@ def one_code(result):
 )
 def test_the_judge_wants_the_goldens_bits(spoil, outcome):
     pytest.importorskip("jax")
-    judged = judge(FP8_QUANTIZE, CASE, "tpu", kernel(spoil))
+    judged = judge(Trial(FP8_QUANTIZE, CASE, "tpu", kernel(spoil)))
     assert judged.verdict.outcome == outcome
     assert judged.bound == 0
     assert judged.summary()["passed"] == (outcome == "EXACT")
@@ -75,7 +76,7 @@ def test_the_judge_wants_the_goldens_bits(spoil, outcome):
 
 
 def test_there_is_no_error_to_predict():
-    assert measure_contract(FP8_QUANTIZE, CASE, "gpu") == {}
+    assert measure_contract(Trial(FP8_QUANTIZE, CASE, "gpu")) == {}
 
 
 OP = {op.name: op for op in OPS}
@@ -122,7 +123,7 @@ def test_a_difference_is_explained_by_the_change_that_makes_it(fault, change, sa
     pytest.importorskip("jax" if fault.backend == "tpu" else "triton")
     op = OP[fault.ops[0]]
     case = next(case for case in op.cases if case.tier == "smoke")
-    found = explain_bits(op, case, fault.backend, getattr(plant(fault, tmp_path), op.name))
+    found = explain_bits(Trial(op, case, fault.backend, getattr(plant(fault, tmp_path), op.name)))
     assert (str(found.change), not found.judged.verdict.passed) == (change, True), found.conclusion
     assert says in found.conclusion
     assert found.explained > 0.9 or change == "None"
@@ -133,7 +134,7 @@ def test_a_difference_is_explained_by_the_change_that_makes_it(fault, change, sa
 
 
 def told(spoil, case=CASE):
-    return explain_bits(FP8_QUANTIZE, case, "tpu", kernel(spoil))
+    return explain_bits(Trial(FP8_QUANTIZE, case, "tpu", kernel(spoil)))
 
 
 def test_one_wrong_code_is_found_in_its_block():

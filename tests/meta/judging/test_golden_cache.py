@@ -19,8 +19,10 @@ import pytest
 from parity.inputs import draw
 from parity.judging import goldens
 from parity.judging.goldens import GoldenCache, pack, unpack
-from parity.judging.judge import judge, reference
+from parity.judging.judge import judge
+from parity.judging.reference import reference
 from parity.ledger import sources
+from parity.trial import Trial
 from tests.matrix import OPS
 
 OP = {op.name: op for op in OPS}
@@ -409,7 +411,7 @@ def test_references_are_the_same_bits_with_and_without(cache, monkeypatch):
     monkeypatch.setattr(goldens, "of_environment", lambda: cache)
     written = [reference.__wrapped__(op, case) for op, case in cases]
     assert len(entries(cache.url)) == len(cases)
-    monkeypatch.setattr("parity.judging.judge._truth", lambda *given: must_not_compute())
+    monkeypatch.setattr("parity.judging.reference._truth", lambda *given: must_not_compute())
     read = [reference.__wrapped__(op, case) for op, case in cases]
     for others in (written, read):
         for a, b in zip(without, others, strict=True):
@@ -425,12 +427,12 @@ def test_verdicts_are_the_same_with_and_without(cache, monkeypatch):
 
     def judged():
         reference.cache_clear()
-        return replace(judge(OP["tgmm"], case, "tpu"), seconds=0)
+        return replace(judge(Trial(OP["tgmm"], case, "tpu")), seconds=0)
 
     without = judged()
     monkeypatch.setattr(goldens, "of_environment", lambda: cache)
     assert judged() == without
-    monkeypatch.setattr("parity.judging.judge._truth", lambda *given: must_not_compute())
+    monkeypatch.setattr("parity.judging.reference._truth", lambda *given: must_not_compute())
     assert judged() == without
     reference.cache_clear()
 

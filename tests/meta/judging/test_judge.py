@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from parity.dtypes import round_to
-from parity.judging.judge import compare, judge, reference
+from parity.judging.judge import compare, judge
 from parity.judging.magnitude import abs_of
+from parity.judging.reference import reference
 from parity.judging.verdict import Comparison, Verdict
 from parity.op import Array, Case, Contract, Expected, Op
+from parity.trial import Trial
 
 U32 = 2.0**-24
 SHAPE = (6, 8)
@@ -63,8 +65,9 @@ def device(monkeypatch):
         kept.ran.append((function, inputs["x"].tobytes(), arguments))
         return function(**inputs, **arguments)
 
-    monkeypatch.setattr("parity.judging.judge.runner", lambda backend: SimpleNamespace(real=kept.real, run=run))
-    monkeypatch.setattr("parity.judging.judge.load_kernel", lambda target: kept.kernels[target])
+    for module in ("parity.judging.judge", "parity.trial"):
+        monkeypatch.setattr(f"{module}.runner", lambda backend: SimpleNamespace(real=kept.real, run=run))
+    monkeypatch.setattr("parity.trial.load_kernel", lambda target: kept.kernels[target])
     return kept
 
 
@@ -76,21 +79,21 @@ def test_a_kernel_runs_twice_where_runs_may_differ_and_interpreted_in_a_sample(d
     device.real = real
     case = Case(CASE.op, CASE.dims, "float32", "float32", data=data, tier=tier, seed=seed)
     of_multiples = op(lambda x, rounding=None: 3 * third(x))  # exact, of integers as well
-    assert judge(of_multiples, case, "tpu", lambda x: round_to(3 * third(x), "float32")).verdict.passed
+    assert judge(Trial(of_multiples, case, "tpu", lambda x: round_to(3 * third(x), "float32"))).verdict.passed
     twice = data == "normal" and (real or (tier == "smoke" and seed == 0))
     assert len(device.ran) == 1 + twice
 
 
 def test_two_runs_that_differ_are_seen(device):
     device.real, runs = True, itertools.count()
-    judged = judge(op(), CASE, "tpu", lambda x: np.nextafter(kernel(x), np.float32(next(runs))))
+    judged = judge(Trial(op(), CASE, "tpu", lambda x: np.nextafter(kernel(x), np.float32(next(runs)))))
     assert judged.verdict.outcome == "NOT REPEATABLE"
     assert (judged.real, judged.backend, judged.bound) == (True, "tpu", 3.0)
 
 
 def test_arguments_and_route_are_the_kernels_and_its_time_is_taken(device):
     routed = op(arguments=lambda case: {}, route=lambda case: {"way": "short"})
-    judged = judge(routed, CASE, "gpu")
+    judged = judge(Trial(routed, CASE, "gpu"))
     assert [(function, arguments) for function, _, arguments in device.ran] == [(kernel, {"way": "short"})]
     assert 0 < judged.seconds < 60
     assert judged.summary() == dict(
@@ -106,15 +109,15 @@ def test_the_worst_element_and_where_the_bad_ones_lie_are_told(device):
     off[2, 1] *= 1 + 4 * U32  # beyond the bound of 3
     off[4, 6] *= 1 + 16 * U32
     off[5, 7] *= 1 + 2 * U32  # within it
-    worst = judge(op(), CASE, "tpu", lambda x: round_to(off, "float32")).worst
+    worst = judge(Trial(op(), CASE, "tpu", lambda x: round_to(off, "float32"))).worst
     assert (worst.index, worst.golden, worst.box, worst.beyond) == ((4, 6), golden[4, 6], ((2, 4), (1, 6)), 2)
     assert worst.got == np.float32(off[4, 6])
     assert worst.allowed == pytest.approx(3 * U32 * abs(golden[4, 6]))
     off[0, 3] = np.nan
-    judged = judge(op(), CASE, "tpu", lambda x: round_to(off, "float32"))
+    judged = judge(Trial(op(), CASE, "tpu", lambda x: round_to(off, "float32")))
     assert judged.verdict.outcome == "NON-FINITE" and judged.eta_max == np.inf
     assert (judged.worst.index, judged.worst.box, judged.worst.beyond) == ((0, 3), ((0, 4), (1, 6)), 3)
-    assert judge(op(), CASE, "tpu", kernel).worst is None
+    assert judge(Trial(op(), CASE, "tpu", kernel)).worst is None
 
 
 def test_of_integer_data_only_the_elements_that_differ_are_bad(device):
@@ -122,25 +125,25 @@ def test_of_integer_data_only_the_elements_that_differ_are_bad(device):
     golden = reference(exact, case).golden["out"]
     off = golden.copy()
     off[3, 5] += 1
-    judged = judge(exact, case, "tpu", lambda x: off.astype(np.float32))
+    judged = judge(Trial(exact, case, "tpu", lambda x: off.astype(np.float32)))
     assert (judged.verdict.outcome, judged.bound) == ("LOGIC FAULT", 0)
     assert (judged.worst.index, judged.worst.box, judged.worst.beyond) == ((3, 5), ((3, 3), (5, 5)), 1)
 
 
 def test_a_case_whose_bound_lets_anything_pass_is_not_passed(device):
     vague = op(magnitude=lambda op, case, inputs: 1e9 * np.ones(SHAPE))
-    assert judge(vague, CASE, "tpu").verdict.outcome == "MISTRUSTED"
-    wrong = judge(vague, CASE, "tpu", lambda x: kernel(x) + np.float32(1e9))
+    assert judge(Trial(vague, CASE, "tpu")).verdict.outcome == "MISTRUSTED"
+    wrong = judge(Trial(vague, CASE, "tpu", lambda x: kernel(x) + np.float32(1e9)))
     assert wrong.verdict.outcome == "OUT OF BOUND"  # said first: it is so whatever the case is worth
 
 
 def test_what_has_another_shape_is_not_measured_and_what_has_another_dtype_is(device):
-    shape = judge(op(), CASE, "tpu", lambda x: kernel(x)[1:])
+    shape = judge(Trial(op(), CASE, "tpu", lambda x: kernel(x)[1:]))
     assert (shape.verdict.outcome, shape.metrics, shape.worst, shape.outputs) == ("WRONG SHAPE", None, None, {})
     assert shape.eta_max == np.inf and not {"epsilon", "eta_max"} & set(shape.summary())
-    dtype = judge(op(), CASE, "tpu", lambda x: third(x))
+    dtype = judge(Trial(op(), CASE, "tpu", lambda x: third(x)))
     assert dtype.verdict.outcome == "WRONG DTYPE" and dtype.metrics.elements == 48 and dtype.worst.beyond == 0
-    names = judge(op(), CASE, "tpu", lambda x: Pair(kernel(x), None))
+    names = judge(Trial(op(), CASE, "tpu", lambda x: Pair(kernel(x), None)))
     assert (names.verdict.outcome, names.verdict.gate) == ("WRONG OUTPUTS", "G1")
     assert names.verdict.reason == "golden returns out, got a"
     assert (names.bound, names.outputs) == (0, {}) and 0 < names.seconds < 60
@@ -148,7 +151,7 @@ def test_what_has_another_shape_is_not_measured_and_what_has_another_dtype_is(de
 
 def test_an_output_without_elements_has_no_worst_one(device):
     empty = op(inputs=lambda case: {"x": Array((0, 8), "float32")})
-    judged = judge(empty, CASE, "tpu", lambda x: third(x))
+    judged = judge(Trial(empty, CASE, "tpu", lambda x: third(x)))
     assert (judged.verdict.outcome, judged.worst) == ("WRONG DTYPE", None)
 
 
@@ -167,7 +170,7 @@ def test_an_output_of_no_axes_is_judged_as_any_other(device, data, factor, outco
         return np.array(np.abs(x.astype(np.float64)).max())
 
     loss = op(most, magnitude=lambda op, case, inputs: most(**inputs))
-    judged = judge(loss, CASE.with_data(data), "tpu", lambda x: round_to(factor * most(x), "float32"))
+    judged = judge(Trial(loss, CASE.with_data(data), "tpu", lambda x: round_to(factor * most(x), "float32")))
     assert judged.verdict.outcome == outcome
     assert (judged.metrics.elements, judged.metrics.worst) == (1, ((),))
     assert judged.worst is None if factor == 1 else (judged.worst.index, judged.worst.box) == ((), ())

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from parity.dtypes import round_to
-from parity.inputs import draw
-from parity.judging.judge import judge, measure_contract, reference
+from parity.judging.judge import judge, measure_contract
+from parity.judging.reference import reference
 from parity.judging.stages import emulate
 from parity.op import Contract, Op
+from parity.trial import Trial
 from tests.matrix.gla import CHUNK_SIMPLE_GLA
 from tests.matrix.gmm import GMM
 
@@ -39,14 +40,14 @@ def test_a_contract_has_the_dtype_of_each_output():
 
 
 def test_every_output_is_judged_in_its_own_dtype():
-    judged = judge(FORWARD, CASE, "tpu", kernel())
+    judged = judge(Trial(FORWARD, CASE, "tpu", kernel()))
     assert judged.verdict.outcome == "AGREES"
     assert set(judged.outputs) == {"o", "ht"}
-    wide = judge(FORWARD, CASE, "tpu", kernel(lambda o, ht: (o.astype(np.float32), ht)))
+    wide = judge(Trial(FORWARD, CASE, "tpu", kernel(lambda o, ht: (o.astype(np.float32), ht))))
     assert (wide.verdict.outcome, wide.output) == ("WRONG DTYPE", "o")
-    narrow = judge(FORWARD, CASE, "tpu", kernel(lambda o, ht: (o, ht.astype(o.dtype))))
+    narrow = judge(Trial(FORWARD, CASE, "tpu", kernel(lambda o, ht: (o, ht.astype(o.dtype)))))
     assert (narrow.verdict.outcome, narrow.output) == ("WRONG DTYPE", "ht")
-    rounded = judge(FORWARD, CASE, "tpu", kernel(lambda o, ht: (o, ht.astype(o.dtype).astype(ht.dtype))))
+    rounded = judge(Trial(FORWARD, CASE, "tpu", kernel(lambda o, ht: (o, ht.astype(o.dtype).astype(ht.dtype)))))
     assert (rounded.verdict.outcome, rounded.output) == ("OUT OF BOUND", "ht")
 
 
@@ -61,11 +62,11 @@ def test_the_output_nearest_to_its_own_bound_decides():
         exact = {name: golden.golden[name] + n * unit[name] for name, n in eta.items()}
         return lambda o, ht: (round_to(exact["o"], "bfloat16"), round_to(exact["ht"], "float32"))
 
-    within = judge(op, CASE, "tpu", kernel(off(o=bounds["o"] * 0.9, ht=bounds["ht"] * 0.5)))
+    within = judge(Trial(op, CASE, "tpu", kernel(off(o=bounds["o"] * 0.9, ht=bounds["ht"] * 0.5))))
     assert (within.verdict.outcome, within.output, within.bound) == ("AGREES", "o", bounds["o"])
-    nearer = judge(op, CASE, "tpu", kernel(off(o=bounds["o"] * 0.5, ht=bounds["ht"] * 0.9)))
+    nearer = judge(Trial(op, CASE, "tpu", kernel(off(o=bounds["o"] * 0.5, ht=bounds["ht"] * 0.9))))
     assert (nearer.verdict.outcome, nearer.output) == ("AGREES", "ht")  # however much larger the η of o
-    beyond = judge(op, CASE, "tpu", kernel(off(o=bounds["o"] * 0.5, ht=bounds["ht"] * 1.2)))
+    beyond = judge(Trial(op, CASE, "tpu", kernel(off(o=bounds["o"] * 0.5, ht=bounds["ht"] * 1.2))))
     assert (beyond.verdict.outcome, beyond.output, beyond.bound) == ("OUT OF BOUND", "ht", bounds["ht"])
     assert beyond.worst.allowed == pytest.approx(bounds["ht"] * unit["ht"][beyond.worst.index])
 
@@ -76,9 +77,9 @@ def test_one_chain_is_that_of_every_output():
 
 
 def test_a_contract_is_emulated_in_each_outputs_own_dtype():
-    emulated = emulate(FORWARD, CASE, draw(FORWARD, CASE), "tpu")
+    emulated = emulate(Trial(FORWARD, CASE, "tpu"))
     assert {name: str(y.dtype) for name, y in emulated.items()} == {"o": "bfloat16", "ht": "float32"}
-    measured = measure_contract(FORWARD, CASE, "tpu")
+    measured = measure_contract(Trial(FORWARD, CASE, "tpu"))
     assert measured["o"].epsilon > 100 * measured["ht"].epsilon > 0
 
 
@@ -98,7 +99,7 @@ def test_a_route_is_the_kernels_alone():
         taken.append(fused)
         return kernel()(fused=fused, **arguments)
 
-    judge(FORWARD, case, "tpu", route_taken)
+    judge(Trial(FORWARD, case, "tpu", route_taken))
     assert set(taken) == {False}
 
 

@@ -7,6 +7,7 @@ from parity.inputs import draw
 from parity.judging import stages
 from parity.judging.judge import judge, measure_contract
 from parity.op import TIERS
+from parity.trial import Trial
 from tests.matrix import OPS
 from tests.matrix.gmm import GMM, TGMM, representative
 
@@ -18,7 +19,7 @@ SITES = {"lhs", "rhs", "partial", "acc", "out"}
 def test_values_at_every_site_in_the_kernels_steps(op):
     case = next(c for c in op.cases if representative(c) and c.dtype == "bfloat16")
     inputs = draw(op, case)
-    seen = stages.values(op, case, inputs, "gpu")
+    seen = stages.values(Trial(op, case, "gpu"))
     assert set(seen) == SITES
     np.testing.assert_allclose(seen["out"][-1], op.golden(**inputs, **op.arguments(case)), rtol=1e-12, atol=1e-12)
     depth = op.contract(case, "gpu").depth
@@ -30,7 +31,7 @@ def test_values_at_every_site_in_the_kernels_steps(op):
 
 def test_the_budget_is_shared_by_the_sites_that_cause_it():
     case = next(c for c in GMM.cases if representative(c) and c.dtype == "bfloat16")
-    share = stages.budget(GMM, case, draw(GMM, case), "gpu")
+    share = stages.budget(Trial(GMM, case, "gpu"))
     assert set(share) == SITES
     assert sum(share.values()) == pytest.approx(1)
     # Operands and partial sums of independent terms weigh the same; the running sum is rounded at each of 13 steps,
@@ -42,8 +43,8 @@ def test_the_budget_is_shared_by_the_sites_that_cause_it():
 @pytest.mark.parametrize(("op", "case"), CASES)
 @pytest.mark.parametrize("backend", ["tpu", "gpu"])
 def test_a_contract_predicts_the_error_of_the_interpreted_kernel(op, case, backend):
-    predicted = measure_contract(op, case, backend)["out"]
-    measured = judge(op, case, backend).metrics
+    predicted = measure_contract(Trial(op, case, backend))["out"]
+    measured = judge(Trial(op, case, backend)).metrics
     if backend == "gpu":
         assert measured.epsilon == pytest.approx(predicted.epsilon, rel=0.05)
     else:
@@ -63,7 +64,7 @@ def test_one_pass_of_bfloat16_is_predicted_as_well():
     one_pass = replace(GMM, contract=lambda c, b: Contract(dot="bf16x1", out="float32", depth=128, sites=sites))
     tf32_sites = {"lhs": "tf32", "rhs": "tf32", "acc": "float32"}
     tf32 = replace(GMM, contract=lambda c, b: Contract(dot="tf32", out="float32", depth=8, sites=tf32_sites))
-    ieee, bf16, tf = (measure_contract(op, case, "gpu")["out"].epsilon for op in (GMM, one_pass, tf32))
+    ieee, bf16, tf = (measure_contract(Trial(op, case, "gpu"))["out"].epsilon for op in (GMM, one_pass, tf32))
     assert 1e3 * ieee < tf < bf16
     assert bf16 == pytest.approx(8 * tf, rel=0.1)  # three digits fewer
 
@@ -75,10 +76,9 @@ STAGED = [op for op in OPS if not op.bit_exact]
 @pytest.mark.parametrize("op", STAGED, ids=[op.name for op in STAGED])
 def test_every_op_has_the_sites_of_its_contract_and_a_budget_over_them(op, backend):
     case = min((c for c in op.cases if c.data == "normal"), key=lambda c: TIERS.index(c.tier))
-    inputs = draw(op, case)
-    seen = stages.values(op, case, inputs, backend)
+    seen = stages.values(Trial(op, case, backend))
     assert op.contract(case, backend).sites.keys() <= seen.keys()
-    share = stages.budget(op, case, inputs, backend)
+    share = stages.budget(Trial(op, case, backend))
     assert share.keys() == seen.keys()
     assert sum(share.values()) == pytest.approx(1)
     assert share["out"] > 0

@@ -13,6 +13,7 @@ from parity.judging.judge import judge
 from parity.ledger.book import Book
 from parity.ledger.diff import diff, load
 from parity.ledger.records import Recorder, merge
+from parity.trial import Trial
 from tests.matrix.gmm import GMM, representative
 
 ROOT = Path(__file__).parents[3]
@@ -159,9 +160,9 @@ def test_a_precision_regression_in_a_copy_of_the_kernel_fails_and_is_named(old, 
             recorder.write(Book(folder).record(op, judged))
         merge(folder)
 
-    record(GMM, judge(GMM, case, "tpu"), tmp_path / "before")
+    record(GMM, judge(Trial(GMM, case, "tpu")), tmp_path / "before")
     planted = replace(GMM, tpu=f"{module}:gmm")
-    judged = judge(planted, case, "tpu")
+    judged = judge(Trial(planted, case, "tpu"))
     held, _ = Book(tmp_path / "before").check(planted, judged, strict=False)
     assert held.verdict.outcome == outcome
     record(planted, judged, tmp_path / "after")

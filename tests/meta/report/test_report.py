@@ -368,8 +368,8 @@ def test_what_failed_and_the_nearest_to_their_bounds_are_explained(monkeypatch):
     bits = SimpleNamespace(name="bits", bit_exact=True)
     asked = []
 
-    def explain(op, case, backend):
-        asked.append((case.id, backend))
+    def explain(trial):
+        asked.append((trial.case.id, trial.backend))
         if len(asked) == 4:
             raise RuntimeError("no such instruction")
         return SimpleNamespace(conclusion="error = tf32 at lhs", contrasts=(Contrast("axis 0", "5-7", 1.0, math.inf),))

@@ -16,6 +16,7 @@ from parity.judging.judge import judge
 from parity.op import BACKENDS
 from parity.report import text
 from parity.runners import drawn
+from parity.trial import Trial
 from tests.matrix import OPS
 from tests.matrix.gla import GATED_LINEAR_ATTENTION
 from tests.matrix.gmm import GMM, TGMM
@@ -57,7 +58,7 @@ def falsify(ops, tests, backend, examples, kernel=None):
         op = OP[case.op]
         for same in (case,) if op.bit_exact else (case, case.with_data("integers")):
             assume(drawn.is_case(op, same))
-            verdict = judge(op, same, backend, kernel).verdict
+            verdict = judge(Trial(op, same, backend, kernel)).verdict
             # A case so small that a wrong output could pass it says nothing.
             assume(verdict.outcome != "MISTRUSTED")
             if not verdict.passed:
@@ -67,7 +68,7 @@ def falsify(ops, tests, backend, examples, kernel=None):
         all_pass()
     except Failing as found:
         op = OP[found.args[0].op]
-        judged = shrink(op, found.args[0], backend, kernel).judged
+        judged = shrink(Trial(op, found.args[0], backend, kernel)).judged
         test = "test_has_the_goldens_bits" if op.bit_exact else "test_agrees_with_golden"
         rerun = f'pytest -n0 "tests/{tests}_{backend}.py::{test}[{judged.case.id}]"'
         pytest.fail(text.failure(judged, None, rerun), pytrace=False)
@@ -133,7 +134,7 @@ def test_a_fault_is_found_and_shrunk_to_an_id_that_reruns_alone():
     test, case_id = rerun_of(failed)
     op, case = matrix.find(OPS, case_id)
     assert test == "tests/gmm/test_gmm_tpu.py::test_agrees_with_golden"
-    assert not judge(op, case, "tpu", kernel).verdict.passed
+    assert not judge(Trial(op, case, "tpu", kernel)).verdict.passed
     assert (case.M, case.K, case.N, case.G) == (21, 1, 34, 1)
     assert not (case.existing_out or case.transpose_rhs or case.shard)
 
@@ -148,8 +149,8 @@ def test_a_fault_planted_in_a_kernel_is_found(tmp_path):
         falsify((GMM,), "gmm/test_gmm", "gpu", 100, kernel)
     _, case_id = rerun_of(failed)
     op, case = matrix.find(OPS, case_id)
-    assert not judge(op, case, "gpu", kernel).verdict.passed
-    assert judge(op, case, "gpu").verdict.passed
+    assert not judge(Trial(op, case, "gpu", kernel)).verdict.passed
+    assert judge(Trial(op, case, "gpu")).verdict.passed
     assert case.M * case.K * case.N * case.G <= 8
 
 

@@ -1,0 +1,86 @@
+"""A trial: one case of an op on one backend, and what follows from the three, worked out once and asked for by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from parity.backends import load_kernel, runner
+from parity.judging.metrics import Scale
+from parity.judging.reference import Reference, reference
+from parity.op import Backend, Case, Contract, Inputs, Op, outputs
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """An op, a case of it and a backend.
+
+    other: a kernel in the place of the op's own, for instance one with a planted fault. given: inputs in the place of
+    those that the case draws.
+    """
+
+    op: Op
+    case: Case
+    backend: Backend
+    other: Callable[..., Any] | None = None
+    given: Inputs | None = None
+
+    @cached_property
+    def kernel(self) -> Callable[..., Any]:
+        """The kernel. Raises ImportError where the backend's framework is missing."""
+        return self.other or load_kernel(getattr(self.op, self.backend))
+
+    @cached_property
+    def arguments(self) -> Mapping[str, Any]:
+        """The kernel's keywords beside the tensors."""
+        return {**self.op.arguments(self.case), **self.op.route(self.case)}
+
+    @cached_property
+    def contract(self) -> Contract:
+        """What the kernel promises."""
+        return self.op.contract(self.case, self.backend)
+
+    @cached_property
+    def reference(self) -> Reference:
+        """The inputs, and the golden of each output with what its errors are counted in."""
+        op = self.op if self.given is None else self.op.with_inputs(self.given)
+        return reference(op, self.case)
+
+    @property
+    def inputs(self) -> Inputs:
+        """The tensors by name, None for one that this case does not have."""
+        return self.reference.inputs
+
+    def scale(self, output: str) -> Scale:
+        """The units in which the errors of an output are counted."""
+        expected = self.reference
+        return Scale(expected.magnitude[output], self.contract.roundoff, expected.chain[output])
+
+    def axes(self, name: str) -> Mapping[str, np.ndarray]:
+        """The labels of an output's or an input's elements: by head, group, tile, …"""
+        return self.op.axes(self.case, self.inputs).get(name, {})
+
+    def run(self) -> dict[str, np.ndarray]:
+        """What the kernel returns, by output. Raises ImportError where the backend's framework is missing."""
+        return outputs(runner(self.backend).run(self.kernel, self.inputs, self.arguments))
+
+    @property
+    def twin(self) -> Trial:
+        """The same kernel and case on integer data."""
+        return replace(self, case=self.case.with_data("integers"), given=None)
+
+    def with_case(self, case: Case) -> Trial:
+        """The same kernel on another case, whose inputs it draws."""
+        return replace(self, case=case, given=None)
+
+    def with_seed(self, seed: int) -> Trial:
+        """The same case on another draw of its data."""
+        return self.with_case(self.case.with_seed(seed))
+
+    def with_inputs(self, inputs: Inputs) -> Trial:
+        """The same case on these inputs."""
+        return replace(self, given=inputs)
