@@ -38,9 +38,9 @@ from torch.autograd.function import once_differentiable
 from gpu_reference._lib.hardware import check_devices, computes_bfloat16, is_interpreted, is_older
 from gpu_reference._lib.launch import Launch
 from gpu_reference._lib.operands import values
+from gpu_reference._lib.probe import INTERPRETED, probe
 from gpu_reference._lib.tiles import block_of
 from gpu_reference.fused_recurrent import Gates, Gradients, Output
-from op_arguments.debug import Debug
 from op_arguments.gla import Problem, check_backward, check_forward, check_fused, check_precision
 
 LARGEST_ROWS = {False: 32, True: 16}
@@ -131,7 +131,6 @@ def chunk_fwd(
     chunk_size: int = 64,
     precision: str = "ieee",
     fused: bool | None = None,
-    debug: Debug = None,
 ) -> Output:
     """(o, ht): `o_t = scale q_t^T S_t`, and the state after the last step where output_final_state, else None.
 
@@ -140,7 +139,7 @@ def chunk_fwd(
     q's dtype. initial_state [N, H, K, V] float32. cu_seqlens [N + 1] int32 packs N sequences into B = 1 (N = B
     without). scale: default K ** -0.5. chunk_size: rows between the states that are kept where not fused.
     precision of dots of float32: "ieee" or "bf16x3" (operands in two bfloat16 parts, three products). fused: in one
-    pass over each sequence; None: as `chunk_route`. debug: as `gmm.gmm`, at c, decay, kept, A and state.
+    pass over each sequence; None: as `chunk_route`. Sites shown to a probe: c, decay, kept, A and state.
     o has v's shape and dtype and is zero beyond the last sequence; ht [N, H, K, V] is float32.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`, ValueError for tensors on several devices, and
     RuntimeError for CPU tensors where Triton's interpreter is off.
@@ -184,9 +183,9 @@ def chunk_fwd(
     block = forward_block(p, chunk_size, per_channel="gk" in gates)
     if not fused:
         first_states, last_states = _states(p, p.b * p.t // chunk_size + p.n, device), None
-        states_launch(
-            p, k, v, gates, initial_state, cu_seqlens, first_states, ht, block, chunk_size, precision, debug=debug
-        ).run(device)
+        states_launch(p, k, v, gates, initial_state, cu_seqlens, first_states, ht, block, chunk_size, precision).run(
+            device
+        )
     forward_launch(
         p,
         q,
@@ -201,7 +200,6 @@ def chunk_fwd(
         chunk_size,
         precision,
         fused=fused,
-        debug=debug,
     ).run(device)
     return Output(o, ht)
 
@@ -220,13 +218,12 @@ def chunk_bwd(
     chunk_size: int = 64,
     precision: str = "ieee",
     fused: bool | None = None,
-    debug: Debug = None,
 ) -> Gradients:
     """The gradients of `chunk_fwd`'s arguments, given those of o (do) and, if it is not None, of ht (dht).
 
     do has v's shape and dtype; dht [N, H, K, V] is float32. Gradients have their arguments' dtypes and are zero beyond
     the last sequence. Held meanwhile, in float32: a state for each block of rows (where not fused, two), and where K
-    has several tiles a copy of dv for each. Sites of debug: those of `chunk_fwd`, dA, dgate and dstate; A and a
+    has several tiles a copy of dv for each. Sites: those of `chunk_fwd`, dA, dgate and dstate; A and a
     scalar gate's dgate where K has one tile.
     Raises as `chunk_fwd`, with `op_arguments.gla.check_backward`.
     """
@@ -285,16 +282,14 @@ def chunk_bwd(
     else:
         q, k, v, do, cu_seqlens = (_contiguous(x) for x in (q, k, v, do, cu_seqlens))
         states = _states(p, p.b * p.t // block.rows + p.n, device)
-        states_launch(
-            p, k, v, gates, initial_state, cu_seqlens, states, None, block, block.rows, precision, debug=debug
-        ).run(device)
+        states_launch(p, k, v, gates, initial_state, cu_seqlens, states, None, block, block.rows, precision).run(device)
         if fused:
             dstates = _states(p, p.n, device) if dh0 is None else dh0
             _copied(dht, dstates)
         else:
             dstates = torch.empty_like(states)
             states_launch(
-                p, q, do, gates, dht, cu_seqlens, dstates, dh0, block, block.rows, precision, reverse=True, debug=debug
+                p, q, do, gates, dht, cu_seqlens, dstates, dh0, block, block.rows, precision, reverse=True
             ).run(device)
         backward_launch(
             p,
@@ -313,7 +308,6 @@ def chunk_bwd(
             block,
             precision,
             fused=fused,
-            debug=debug,
         ).run(device)
 
     if per_channel:
@@ -406,7 +400,6 @@ def states_launch(
     precision: str,
     *,
     reverse: bool = False,
-    debug: Debug = None,
 ) -> Launch:
     """The kernel that fills `states` [B T // segment + N, H, K, V] with the state before each segment, and
     last_state [N, H, K, V] with that after the last; reverse, of q and do: the gradients of the states after each."""
@@ -427,7 +420,6 @@ def states_launch(
         "ROWS": block.rows,
         "BK": keys,
         "BV": values,
-        "DEBUG": debug,
     }
     programs = p.n * p.h * triton.cdiv(p.k, keys) * triton.cdiv(p.v, values)
     return Launch(_states_kernel, (programs,), arguments, _options(block))
@@ -448,7 +440,6 @@ def forward_launch(
     precision: str,
     *,
     fused: bool,
-    debug: Debug = None,
 ) -> Launch:
     """The kernel that fills o from the state before each sequence (fused) or chunk, as `states_launch` leaves them."""
     arguments = {
@@ -467,7 +458,6 @@ def forward_launch(
         "ROWS": block.rows,
         "BK": block.keys,
         "BV": block.values,
-        "DEBUG": debug,
     }
     segments = p.n if fused else p.b * p.t // chunk_size + p.n
     return Launch(_forward_kernel, (segments * p.h * triton.cdiv(p.v, block.values),), arguments, _options(block))
@@ -491,7 +481,6 @@ def backward_launch(
     precision: str,
     *,
     fused: bool,
-    debug: Debug = None,
 ) -> Launch:
     """The kernel that fills dq, dk, dv [tiles of K, B, T, H, V] and dgate (gk's in its shape, else
     [tiles of K, B, T, H]) from the states
@@ -518,7 +507,6 @@ def backward_launch(
         "ROWS": block.rows,
         "BK": block.keys,
         "BV": block.values,
-        "DEBUG": debug,
     }
     segments = p.n if fused else p.b * p.t // block.rows + p.n
     return Launch(_backward_kernel, (segments * p.h * triton.cdiv(p.k, block.keys),), arguments, _options(block))
@@ -547,7 +535,6 @@ def _states_kernel(
     ROWS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    DEBUG: tl.constexpr,
 ):
     """One program per (sequence, head, tile of K, tile of V). In reverse k and v are q and do, and states gradients."""
     tiles_v = tl.cdiv(values, BV)
@@ -576,13 +563,13 @@ def _states_kernel(
         row = first + tl.arange(0, ROWS)
         k_columns = load_tile(k, row[None, :], end, key, head, heads, keys)
         v_rows = load_tile(v, row[:, None], end, value, head, heads, values)
-        since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key, head, heads, keys, 1, SPLIT, ROWS, DEBUG)
+        since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key, head, heads, keys, 1, SPLIT, ROWS)
         weight = rest
         if REVERSE:
             weight = since * scale
         state = next_state(state, k_columns, v_rows, weight, kept, lost, SPLIT)
-        if DEBUG is not None:
-            state = DEBUG("dstate" if REVERSE else "state", state, in_state, chunk_size=ROWS)
+        if INTERPRETED:
+            state = probe("dstate" if REVERSE else "state", state, in_state, chunk_size=ROWS)
     if last_state is not None:
         tl.store(last_state + at_sequence, state, mask=in_state)
 
@@ -610,7 +597,6 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    DEBUG: tl.constexpr,
 ):
     """One program per (segment, head, tile of V)."""
     tiles = tl.cdiv(values, BV)
@@ -635,28 +621,26 @@ def _forward_kernel(
         k_columns = load_tile(k, row[None, :], end, key, head, heads, keys)
         v_rows = load_tile(v, row[:, None], end, value, head, heads, values)
         if gk is None:
-            since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key, head, heads, keys, 1, SPLIT, ROWS, DEBUG)
+            since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key, head, heads, keys, 1, SPLIT, ROWS)
             coarse, fine = gate_sums(g, g_gamma, first, end, head, heads, ROWS)
             scores = dot(q_rows, k_columns, SPLIT) * pair_decays(coarse, fine, False, SPLIT)
             out = since[:, None] * dot(q_rows, state, SPLIT)
         else:
             scores = channel_scores(q_rows, k, gk, first, end, key_row, head, heads, keys, False)
-            since, rest, kept, lost = decays(
-                g, g_gamma, gk, first, end, key_row, head, heads, keys, 0, SPLIT, ROWS, DEBUG
-            )
+            since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key_row, head, heads, keys, 0, SPLIT, ROWS)
             out = dot(since * q_rows.to(tl.float32), state, SPLIT)
-        if DEBUG is not None:
-            scores = DEBUG("A", scores, (row[:, None] < end) & (row[None, :] < end), chunk_size=ROWS)
+        if INTERPRETED:
+            scores = probe("A", scores, (row[:, None] < end) & (row[None, :] < end), chunk_size=ROWS)
         out += dot(scores, v_rows, SPLIT)
         at_out = (row[:, None] * heads + head) * values + value
         tl.store(o + at_out, (scale * out).to(o.dtype.element_ty), mask=(row[:, None] < end) & (value < values))
         if SEGMENT != ROWS:
-            since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key, head, heads, keys, 1, SPLIT, ROWS, DEBUG)
+            since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key, head, heads, keys, 1, SPLIT, ROWS)
             # Loaded again: kept meanwhile, they would leave too few registers for the rest.
             k_columns = load_tile(k, row[None, :], end, key, head, heads, keys)
             state = next_state(state, k_columns, v_rows, rest, kept, lost, SPLIT)
-            if DEBUG is not None:
-                state = DEBUG("state", state, in_state, chunk_size=ROWS)
+            if INTERPRETED:
+                state = probe("state", state, in_state, chunk_size=ROWS)
     if last_states is not None:
         tl.store(last_states + at_segment, state, mask=in_state)
 
@@ -689,7 +673,6 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    DEBUG: tl.constexpr,
 ):
     """One program per (segment, head, tile of K), from the last block to the first. dstates are those after each block,
     or without SEGMENT one per sequence, which goes with the blocks. "Columns" are tiles that are loaded transposed:
@@ -712,7 +695,7 @@ def _backward_kernel(
         q_columns = load_tile(q, row[None, :], end, key, head, heads, keys)
         k_columns = load_tile(k, row[None, :], end, key, head, heads, keys)
         k_rows = load_tile(k, row[:, None], end, key_row, head, heads, keys)
-        since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key, head, heads, keys, 1, SPLIT, ROWS, DEBUG)
+        since, rest, kept, lost = decays(g, g_gamma, gk, first, end, key, head, heads, keys, 1, SPLIT, ROWS)
         if gk is None:
             k_decayed = k_rows
             coarse, fine = gate_sums(g, g_gamma, first, end, head, heads, ROWS)
@@ -720,12 +703,12 @@ def _backward_kernel(
         else:
             k_decayed = (
                 k_rows.to(tl.float32)
-                * decays(g, g_gamma, gk, first, end, key_row, head, heads, keys, 0, SPLIT, ROWS, DEBUG)[1]
+                * decays(g, g_gamma, gk, first, end, key_row, head, heads, keys, 0, SPLIT, ROWS)[1]
             )
             scores_t = channel_scores(k_rows, q, gk, first, end, key_row, head, heads, keys, True)
-        if DEBUG is not None:
+        if INTERPRETED:
             is_pair = (row[:, None] < end) & (row[None, :] < end)
-            scores_t = DEBUG("A", scores_t, is_pair & (keys <= BK), chunk_size=ROWS)  # of a tile of K it is a part
+            scores_t = probe("A", scores_t, is_pair & (keys <= BK), chunk_size=ROWS)  # of a tile of K it is a part
         scores_t *= scale
 
         products = tl.full((ROWS, ROWS), 0.0, SUM)
@@ -760,15 +743,15 @@ def _backward_kernel(
             tl.store(dv + at_value, dv_tile.to(dv.dtype.element_ty), mask=(row[:, None] < end) & (value < values))
             if SEGMENT is None:
                 dstate = next_state(dstate, q_columns, do_rows, since * scale, kept, lost, SPLIT)
-                if DEBUG is not None:
-                    dstate = DEBUG("dstate", dstate, in_state, chunk_size=ROWS)
+                if INTERPRETED:
+                    dstate = probe("dstate", dstate, in_state, chunk_size=ROWS)
                 tl.store(dstates + at_dstate, dstate, mask=in_state)
 
         products = products.to(tl.float32)
         products_t = products_t.to(tl.float32)
-        if DEBUG is not None:
-            DEBUG("dA", scale * products, is_pair & (row[:, None] >= row[None, :]), chunk_size=ROWS)
-            DEBUG("dA", scale * products_t, is_pair & (row[:, None] <= row[None, :]), chunk_size=ROWS)
+        if INTERPRETED:
+            probe("dA", scale * products, is_pair & (row[:, None] >= row[None, :]), chunk_size=ROWS)
+            probe("dA", scale * products_t, is_pair & (row[:, None] <= row[None, :]), chunk_size=ROWS)
         # Loaded again, as in `_forward_kernel`.
         q_columns = load_tile(q, row[None, :], end, key, head, heads, keys)
         k_columns = load_tile(k, row[None, :], end, key, head, heads, keys)
@@ -779,8 +762,8 @@ def _backward_kernel(
                 through_state = tl.sum(q_columns.to(tl.float32) * dq_tile, axis=0)
                 through_dstate = tl.sum(k_columns.to(tl.float32) * dk_tile, axis=0)
                 dgate_rows = sums_across(scores_t * products_t, through_state, through_dstate, SPLIT, ROWS)
-                if DEBUG is not None:
-                    DEBUG("dgate", (kept + lost) * tl.sum(past_block), keys <= BK, chunk_size=ROWS)
+                if INTERPRETED:
+                    probe("dgate", (kept + lost) * tl.sum(past_block), keys <= BK, chunk_size=ROWS)
                 tl.store(
                     dgate + at_tile + row * heads + head,
                     dgate_rows + (kept + lost) * tl.sum(past_block),
@@ -792,24 +775,24 @@ def _backward_kernel(
             dk_tile += dot(q_columns, products, SPLIT)
         else:
             dgate_tile = (kept + lost) * past_block[:, None]
-            if DEBUG is not None:
+            if INTERPRETED:
                 is_of_key = (key < keys) & (row[None, :] < end)
-                dgate_tile = DEBUG("dgate", dgate_tile, key < keys, chunk_size=ROWS)
+                dgate_tile = probe("dgate", dgate_tile, key < keys, chunk_size=ROWS)
             read = sums_from(q_columns.to(tl.float32) * dq_tile)
-            if DEBUG is not None:
-                read = DEBUG("dgate", read, is_of_key, chunk_size=ROWS)
+            if INTERPRETED:
+                read = probe("dgate", read, is_of_key, chunk_size=ROWS)
             dgate_tile += read
             written = sums_before(k_columns.to(tl.float32) * dk_tile)
-            if DEBUG is not None:
-                written = DEBUG("dgate", written, is_of_key, chunk_size=ROWS)
+            if INTERPRETED:
+                written = probe("dgate", written, is_of_key, chunk_size=ROWS)
             dgate_tile += written
             products *= scale
             products_t *= scale
             dq_inner, dk_inner, dgate_inner = channel_gradients(
                 q, k, gk, q_columns, k_columns, products, products_t, first, end, key, head, heads, keys, ROWS
             )
-            if DEBUG is not None:
-                dgate_inner = DEBUG("dgate", dgate_inner, is_of_key, chunk_size=ROWS)
+            if INTERPRETED:
+                dgate_inner = probe("dgate", dgate_inner, is_of_key, chunk_size=ROWS)
             dq_tile += dq_inner
             dk_tile += dk_inner
             store_columns(dgate, dgate_tile + dgate_inner, row, end, key, head, heads, keys)
@@ -998,7 +981,6 @@ def decays(
     ROW_AXIS: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
-    DEBUG: tl.constexpr,
 ):
     """How much of what was before the block is left after each row, how much of each row after the block, [R]; and the
     former after the last row as a sum: 1 or 0, whichever is nearer (1 beyond it), and what is left of it, scalars.
@@ -1025,7 +1007,7 @@ def decays(
     kept = tl.where(whole < 0.5, 0.0, 1.0)
     kept_float32 = kept.to(tl.float32)
     lost = (whole - kept).to(tl.float32)
-    if DEBUG is not None:
+    if INTERPRETED:
         is_step = first + tl.arange(0, ROWS) < end
         is_kept = key < keys
         if gk is not None:
@@ -1033,10 +1015,10 @@ def decays(
         else:
             is_kept = first < end
         # Sums beyond it may be of gates that have been clamped.
-        DEBUG("c", (coarse, fine), is_step & (coarse > -LARGEST_GATE), chunk_size=ROWS)
-        since = DEBUG("decay", since, is_step, chunk_size=ROWS)
-        rest = DEBUG("decay", rest, is_step, chunk_size=ROWS)
-        lost = DEBUG("kept", lost, is_kept, chunk_size=ROWS)
+        probe("c", (coarse, fine), is_step & (coarse > -LARGEST_GATE), chunk_size=ROWS)
+        since = probe("decay", since, is_step, chunk_size=ROWS)
+        rest = probe("decay", rest, is_step, chunk_size=ROWS)
+        lost = probe("kept", lost, is_kept, chunk_size=ROWS)
     return since, rest, kept_float32, lost
 
 

@@ -31,8 +31,8 @@ from torch import Tensor
 from gpu_reference._lib.hardware import check_devices, computes_bfloat16
 from gpu_reference._lib.launch import Launch
 from gpu_reference._lib.operands import values
+from gpu_reference._lib.probe import INTERPRETED, probe
 from gpu_reference._lib.tiles import block_of
-from op_arguments.debug import Debug
 from op_arguments.gla import Problem, check_backward, check_forward
 
 Gates = Mapping[str, Tensor | None]
@@ -72,15 +72,14 @@ def recurrent_fwd(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     reverse: bool = False,
-    debug: Debug = None,
 ) -> Output:
     """(o, ht): `o_t = scale q_t^T S_t`, and the state after the last step where output_final_state, else None.
 
     q, k [B, T, H, K], v [B, T, H, V]: all float32 or all bfloat16, of any strides. gates: natural logs of the decays,
     `g` [B, T, H] and `g_gamma` [H], which add (None: no decay), or `gk` [B, T, H, K]; float32, `g` and `gk` also of
     q's dtype. initial_state [N, H, K, V] float32. cu_seqlens [N + 1] int32 packs N sequences into B = 1 (N = B
-    without). reverse: time runs backwards, in each sequence. scale: default K ** -0.5. debug: as `gmm.gmm`, at kept and
-    state.
+    without). reverse: time runs backwards, in each sequence. scale: default K ** -0.5. Sites shown to a probe: kept
+    and state.
     o has v's shape and dtype and is zero beyond the last sequence; ht [N, H, K, V] is float32.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`, ValueError for tensors on several devices, and
     RuntimeError for CPU tensors where Triton's interpreter is off.
@@ -113,7 +112,7 @@ def recurrent_fwd(
 
     o = _rows((p.b, p.t, p.h, p.v), q.dtype, device, cu_seqlens)
     ht = _states(p, device, p.n) if output_final_state else None
-    forward_launch(p, q, k, v, gates, initial_state, cu_seqlens, o, ht, reverse, debug).run(device)
+    forward_launch(p, q, k, v, gates, initial_state, cu_seqlens, o, ht, reverse).run(device)
     return Output(o, ht)
 
 
@@ -129,13 +128,12 @@ def recurrent_bwd(
     dht: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     reverse: bool = False,
-    debug: Debug = None,
 ) -> Gradients:
     """The gradients of `recurrent_fwd`'s arguments, given those of o (do) and, if it is not None, of ht (dht).
 
     do has v's shape and dtype; dht [N, H, K, V] is float32. Gradients have their arguments' dtypes and are zero beyond
     the last sequence. Held meanwhile, in float32: a copy of dv for each of the tiles of K, and where there are gates
-    T / BLOCK + BLOCK states per sequence. Sites of debug: those of `recurrent_fwd`, dstate and dgate (a scalar gate's
+    T / BLOCK + BLOCK states per sequence. Sites: those of `recurrent_fwd`, dstate and dgate (a scalar gate's
     where K has one tile).
     Raises as `recurrent_fwd`, with `op_arguments.gla.check_backward`.
     """
@@ -183,8 +181,8 @@ def recurrent_bwd(
     dh0 = None if initial_state is None else _states(p, device, p.n)
     states = _states(p, device, p.b * p.t // BLOCK + p.n) if gated else None
     block = _states(p, device, p.n * BLOCK) if gated else None
-    dq_launch(p, k, v, do, gates, initial_state, cu_seqlens, dq, states, reverse, debug).run(device)
-    dk_dv_launch(p, q, k, v, do, gates, dht, cu_seqlens, states, block, dk, dv, dgate, dh0, reverse, debug).run(device)
+    dq_launch(p, k, v, do, gates, initial_state, cu_seqlens, dq, states, reverse).run(device)
+    dk_dv_launch(p, q, k, v, do, gates, dht, cu_seqlens, states, block, dk, dv, dgate, dh0, reverse).run(device)
 
     if gk is not None:
         dgates = {"gk": dgate}
@@ -205,7 +203,6 @@ def forward_launch(
     o: Tensor,
     ht: Tensor | None,
     reverse: bool,
-    debug: Debug = None,
 ) -> Launch:
     """The kernel of `recurrent_fwd`, which fills o and ht."""
     keys = block_of(p.k)
@@ -223,7 +220,6 @@ def forward_launch(
         "BK": keys,
         "BV": tile,
         "SEGMENT_STEPS": SEGMENT,
-        "DEBUG": debug,
     }
     return _launch(_forward_kernel, p.n * p.h * triton.cdiv(p.v, tile), arguments)
 
@@ -239,7 +235,6 @@ def dq_launch(
     dq: Tensor,
     states: Tensor | None,
     reverse: bool,
-    debug: Debug = None,
 ) -> Launch:
     """The first kernel of `recurrent_bwd`, which fills dq and, where there are gates, `states`: those before each
     block of BLOCK steps, [B T // BLOCK + N, H, K, V], a sequence's first at its first row // BLOCK + its number."""
@@ -257,7 +252,6 @@ def dq_launch(
         "BV": block_of(p.v),
         "SEGMENT_STEPS": SEGMENT,
         "BLOCK_STEPS": BLOCK,
-        "DEBUG": debug,
     }
     return _launch(_dq_kernel, p.n * p.h * _key_tiles(p), arguments)
 
@@ -278,7 +272,6 @@ def dk_dv_launch(
     dgate: Tensor | None,
     dh0: Tensor | None,
     reverse: bool,
-    debug: Debug = None,
 ) -> Launch:
     """The second kernel of `recurrent_bwd`, which fills dk, dh0, dv [tiles, B, T, H, V] and, where there are gates,
     dgate: gk's in its shape, else [tiles, B, T, H]. States are recomputed into `block` [N BLOCK, H, K, V].
@@ -303,7 +296,6 @@ def dk_dv_launch(
         "BV": block_of(p.v),
         "SEGMENT_STEPS": SEGMENT,
         "BLOCK_STEPS": BLOCK,
-        "DEBUG": debug,
     }
     return _launch(_dk_dv_kernel, p.n * p.h * _key_tiles(p), arguments)
 
@@ -329,7 +321,6 @@ def _forward_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     SEGMENT_STEPS: tl.constexpr,
-    DEBUG: tl.constexpr,
 ):
     """One program per (sequence, head, tile of V)."""
     tile, head, sequence, start, length = of_program(values, BV, heads, steps, cu_seqlens)
@@ -350,12 +341,12 @@ def _forward_kernel(
         q_row = tl.load(q + row * keys + key, mask=in_keys, other=0).to(tl.float32)
         k_row = tl.load(k + row * keys + key, mask=in_keys, other=0).to(tl.float32)
         v_row = tl.load(v + row * values + value, mask=in_values, other=0).to(tl.float32)
-        kept, rest = decay_of_row(g, g_gamma, gk, row, head, key, keys, 0, DEBUG)
+        kept, rest = decay_of_row(g, g_gamma, gk, row, head, key, keys, 0)
         residue = tl.where(step % SEGMENT_STEPS == 0, 0.0, residue)
         update = tl.fma(k_row[None, :], v_row[:, None], (kept + rest) * residue)
         state, residue = decay_and_add(state, update, kept, rest)
-        if DEBUG is not None:
-            state = DEBUG("state", state, in_state)
+        if INTERPRETED:
+            state = probe("state", state, in_state)
         o_row = scale * tl.sum(tl.sum(tl.reshape(q_row[None, :] * state, (BV, 4, BK // 4)), axis=1), axis=1)
         tl.store(o + row * values + value, o_row.to(o.dtype.element_ty), mask=in_values)
     if ht is not None:
@@ -384,7 +375,6 @@ def _dq_kernel(
     BV: tl.constexpr,
     SEGMENT_STEPS: tl.constexpr,
     BLOCK_STEPS: tl.constexpr,
-    DEBUG: tl.constexpr,
 ):
     """One program per (sequence, head, tile of K): the states again, each copied that a block of steps begins with."""
     tile, head, sequence, start, length = of_program(keys, BK, heads, steps, cu_seqlens)
@@ -409,12 +399,12 @@ def _dq_kernel(
         k_row = tl.load(k + row * keys + key, mask=in_keys, other=0).to(tl.float32)
         v_row = tl.load(v + row * values + value, mask=in_values, other=0).to(tl.float32)
         do_row = tl.load(do + row * values + value, mask=in_values, other=0).to(tl.float32)
-        kept, rest = decay_of_row(g, g_gamma, gk, row, head, key, keys, 1, DEBUG)
+        kept, rest = decay_of_row(g, g_gamma, gk, row, head, key, keys, 1)
         residue = tl.where(step % SEGMENT_STEPS == 0, 0.0, residue)
         update = tl.fma(k_row[:, None], v_row[None, :], (kept + rest) * residue)
         state, residue = decay_and_add(state, update, kept, rest)
-        if DEBUG is not None:
-            state = DEBUG("state", state, in_state)
+        if INTERPRETED:
+            state = probe("state", state, in_state)
         dq_row = scale * tl.sum(tl.sum(tl.reshape(do_row[None, :] * state, (BK, BV // 4, 4)), axis=2), axis=1)
         tl.store(dq + row * keys + key, dq_row.to(dq.dtype.element_ty), mask=in_keys)
 
@@ -447,7 +437,6 @@ def _dk_dv_kernel(
     BV: tl.constexpr,
     SEGMENT_STEPS: tl.constexpr,
     BLOCK_STEPS: tl.constexpr,
-    DEBUG: tl.constexpr,
 ):
     """One program per (sequence, head, tile of K), from the last step to the first. The decay of a step is applied to
     the gradient of the state together with what the step before adds to it, or where a segment of steps begins."""
@@ -479,12 +468,12 @@ def _dk_dv_kernel(
                 tl.store(block + at_block, state, mask=in_state)
                 k_row = tl.load(k + row * keys + key, mask=in_keys, other=0).to(tl.float32)
                 v_row = tl.load(v + row * values + value, mask=in_values, other=0).to(tl.float32)
-                state_kept, state_rest = decay_of_row(g, g_gamma, gk, row, head, key, keys, 1, DEBUG)
+                state_kept, state_rest = decay_of_row(g, g_gamma, gk, row, head, key, keys, 1)
                 state_residue = tl.where(step % SEGMENT_STEPS == 0, 0.0, state_residue)
                 state_update = tl.fma(k_row[:, None], v_row[None, :], (state_kept + state_rest) * state_residue)
                 state, state_residue = decay_and_add(state, state_update, state_kept, state_rest)
-                if DEBUG is not None:
-                    state = DEBUG("state", state, in_state)
+                if INTERPRETED:
+                    state = probe("state", state, in_state)
             tl.debug_barrier()  # a thread may load from `block` what another has stored
         for step_back in range(end - first):
             step = end - 1 - step_back
@@ -495,24 +484,24 @@ def _dk_dv_kernel(
             do_row = tl.load(do + row * values + value, mask=in_values, other=0).to(tl.float32)
             update = tl.fma(q_row[:, None], do_row[None, :], (kept + rest) * residue)
             dstate, residue = decay_and_add(dstate, update, kept, rest)
-            if DEBUG is not None:
-                dstate = DEBUG("dstate", dstate, in_state)
+            if INTERPRETED:
+                dstate = probe("dstate", dstate, in_state)
             dk_row = tl.sum(tl.sum(tl.reshape(dstate * v_row[None, :], (BK, BV // 4, 4)), axis=2), axis=1)
             dv_row = tl.sum(tl.sum(tl.reshape(dstate * k_row[:, None], (4, BK // 4, BV)), axis=0), axis=0)
             tl.store(dk + row * keys + key, dk_row.to(dk.dtype.element_ty), mask=in_keys)
             tl.store(dv_tile + row * values + value, dv_row.to(dv.dtype.element_ty), mask=in_values)
-            kept, rest = decay_of_row(g, g_gamma, gk, row, head, key, keys, 1, DEBUG)
+            kept, rest = decay_of_row(g, g_gamma, gk, row, head, key, keys, 1)
             if dgate is not None:
                 at_block = ((sequence * BLOCK_STEPS + step - first) * heads + head) * keys * values + at_state
                 before = tl.load(block + at_block, mask=in_state, other=0)
                 dgate_row = tl.sum(
                     tl.sum(tl.reshape(dstate * ((kept + rest) * before), (BK, BV // 4, 4)), axis=2), axis=1
                 )
-                if DEBUG is not None:
+                if INTERPRETED:
                     if gk is not None:
-                        dgate_row = DEBUG("dgate", dgate_row, in_keys)
+                        dgate_row = probe("dgate", dgate_row, in_keys)
                     else:  # of a tile of K there is a part of the sum
-                        DEBUG("dgate", tl.sum(dgate_row), keys <= BK)
+                        probe("dgate", tl.sum(dgate_row), keys <= BK)
                 if gk is not None:
                     tl.store(dgate + row * keys + key, dgate_row.to(dgate.dtype.element_ty), mask=in_keys)
                 else:
@@ -563,7 +552,7 @@ def no_decay(gk, BK: tl.constexpr):
 
 
 @triton.jit
-def decay_of_row(g, g_gamma, gk, row, head, key, keys, NEW_AXIS: tl.constexpr, DEBUG: tl.constexpr):
+def decay_of_row(g, g_gamma, gk, row, head, key, keys, NEW_AXIS: tl.constexpr):
     """exp(gate) as a sum: 1 or 0, whichever is nearer (1 beyond it), and the float32 that is left. With gk for the
     channels `key`, in their shape. In float64: a decay near 1 whose error is 2^-25 has lost as many of its 24 bits
     after n steps as n has, and the hardware's own float32 exp loses more, the steeper the gate is."""
@@ -578,8 +567,8 @@ def decay_of_row(g, g_gamma, gk, row, head, key, keys, NEW_AXIS: tl.constexpr, D
     decay = tl.where(decay > FLOAT32_MAX, FLOAT32_MAX, decay)  # finite times a state of zero is zero
     kept = tl.where(decay < 0.5, 0.0, 1.0)
     rest = (decay - kept).to(tl.float32)
-    if DEBUG is not None:
-        rest = DEBUG("kept", rest) if gk is None else DEBUG("kept", rest, key < keys)
+    if INTERPRETED:
+        rest = probe("kept", rest) if gk is None else probe("kept", rest, key < keys)
     kept = kept.to(tl.float32)
     if gk is not None:
         kept = tl.expand_dims(kept, NEW_AXIS)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
 from op_arguments import Array, check_array, check_shape, dtype_name
-from op_arguments.debug import Debug
 
 FLOATS = ("float32", "bfloat16")
 PRECISIONS = ("ieee", "bf16x3")
@@ -24,13 +23,12 @@ class ScanOptions(TypedDict, total=False):
 
     scale: a float, default K^-0.5. initial_state [N, H, K, V] float32: the states before the first steps, default zero.
     cu_seqlens [N + 1] int32: where each of the N sequences that are packed into B = 1 begins, and the end T of the
-    last; without it every row of the batch is one (N = B). debug: `op_arguments.debug`.
+    last; without it every row of the batch is one (N = B).
     """
 
     scale: float | None
     initial_state: Any
     cu_seqlens: Any
-    debug: Debug
 
 
 class ChunkOptions(ScanOptions, total=False):

@@ -133,6 +133,7 @@ class ChunkOptions(gla.ChunkOptions, total=False):
     """
 
     interpret: Interpret
+    debug: Debug
 
 
 class Gradients(NamedTuple):

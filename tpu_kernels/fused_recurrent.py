@@ -58,6 +58,7 @@ class RecurrentOptions(gla.RecurrentOptions, total=False):
     """The options of `recurrent_fwd` and `recurrent_bwd` on the TPU. interpret: as `tpu_kernels.gmm.gmm`."""
 
     interpret: Interpret
+    debug: Debug
 
 
 class Gradients(NamedTuple):

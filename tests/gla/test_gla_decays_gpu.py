@@ -47,7 +47,7 @@ def decay_kernel(coarse, fine, out, SIZE: tl.constexpr):
 @triton.jit
 def block_kernel(g, g_gamma, since, rest, kept, lost, end, heads, SPLIT: tl.constexpr):
     head = tl.program_id(0)
-    results = decays(g, g_gamma, None, 0, end, None, head, heads, 0, 1, SPLIT, 16, None)
+    results = decays(g, g_gamma, None, 0, end, 0, head, heads, 0, 1, SPLIT, 16)
     at = tl.arange(0, 16) * heads + head
     tl.store(since + at, results[0])
     tl.store(rest + at, results[1])
@@ -60,7 +60,7 @@ def channel_block_kernel(gk, since, rest, kept, lost, end, ROW_AXIS: tl.constexp
     at = tl.arange(0, 32)
     row = tl.expand_dims(tl.arange(0, 16), 1 - ROW_AXIS)
     key = tl.expand_dims(at, ROW_AXIS)
-    results = decays(None, None, gk, 0, end, key, 0, 1, 32, ROW_AXIS, False, 16, None)
+    results = decays(None, None, gk, 0, end, key, 0, 1, 32, ROW_AXIS, False, 16)
     tl.store(since + row * 32 + key, results[0])
     tl.store(rest + row * 32 + key, results[1])
     tl.store(kept + key, results[2])
@@ -70,7 +70,7 @@ def channel_block_kernel(gk, since, rest, kept, lost, end, ROW_AXIS: tl.constexp
 @triton.jit
 def row_kernel(gk, kept, rest, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
-    one, other = decay_of_row(None, None, gk, 0, 0, at, SIZE, 0, None)
+    one, other = decay_of_row(None, None, gk, 0, 0, at, SIZE, 0)
     tl.store(kept + at[None, :], one)
     tl.store(rest + at[None, :], other)
 

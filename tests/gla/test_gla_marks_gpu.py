@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from gpu_reference import gla, simple_gla
+from op_arguments.probe import probing
 from tests.interpreter import interpreted
 
 pytestmark = [pytest.mark.gpu, interpreted]
@@ -28,14 +29,15 @@ def marked(module, form, direction, k, v, steps=T, **options):
     shapes |= dict(do=(1, steps, H, v), dht=(1, H, k, v)) if direction == "bwd" else {}
     counts = Counter()
 
-    def debug(site, value, where=None, **_):
+    def count(site, value, where=None, **_):
         shown = value[0] if isinstance(value, tuple) else value
         is_shown = True if where is None else where.handle.data
         counts[site] += int(np.broadcast_to(is_shown, shown.handle.data.shape).sum())
         return value
 
     function = getattr(module, f"{form}_{module.__name__.rpartition('.')[2]}_{direction}")
-    function(**{name: torch.full(shape, -0.125) for name, shape in shapes.items()}, debug=debug, **options)
+    with probing(count):
+        function(**{name: torch.full(shape, -0.125) for name, shape in shapes.items()}, **options)
     assert all(count % H == 0 for count in counts.values())
     return {site: count // H for site, count in counts.items() if count}
 
