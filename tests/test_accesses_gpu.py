@@ -14,7 +14,8 @@ torch = pytest.importorskip("torch")
 from triton.runtime.interpreter import InterpreterBuilder
 
 from cpu_golden import gmm as golden
-from gpu_reference import gmm, quantized_gmm
+from gpu_reference import gmm, grouped_gemm, quantized_gmm
+from gpu_reference._lib import visits
 from gpu_reference._lib.launch import Launch
 from parity.backends.emulation.tensor_core import TensorCoreBuilder, emulated
 from parity.interop import to_numpy, to_torch
@@ -193,7 +194,7 @@ class Form:
             multiply = getattr(quantized_gmm, f"{self.name}_quantized")
             return to_numpy(multiply(lhs, lhs_scale, rhs, rhs_scale, window(sizes), **given)), expected
         given |= dict(lhs_scale=lhs_scale, rhs_scale=rhs_scale, ragged="lhs" if is_gmm else "contracting")
-        return to_numpy(quantized_gmm.grouped_gemm(lhs, rhs, window(sizes), **given)), expected
+        return to_numpy(grouped_gemm.grouped_gemm(lhs, rhs, window(sizes), **given)), expected
 
 
 FORMS = [
@@ -257,15 +258,15 @@ def test_every_element_is_read_and_written_as_often_as_it_must_and_no_other(trac
     if form.existing:
         assert (seen.loads["existing_out"] == (1 - active if form.name == "gmm" else 1)).all()
     if form.name == "gmm":
-        visits = traced["_metadata_kernel"].stores
-        assert all((visits[name] == 1).all() for name in gmm.GroupMetadata._fields)
+        metadata = traced["_metadata_kernel"].stores
+        assert all((metadata[name] == 1).all() for name in gmm.GroupMetadata._fields)
 
 
 @pytest.mark.parametrize("unchecked", UNCHECKED)
 @pytest.mark.parametrize("form", {form.kernel: form for form in FORMS}.values(), ids=ids)
 def test_sizes_and_offsets_that_nobody_checked_are_clamped(traced, form, unchecked, monkeypatch):
     """No row is of a negative size or beyond M, and the shard is of the groups that there are."""
-    for module in (gmm, quantized_gmm):
+    for module in (gmm, grouped_gemm, quantized_gmm, visits):
         monkeypatch.setattr(module, "values", lambda sizes: None)
         monkeypatch.setattr(module, "scalar", lambda offset: offset)
     with emulated():

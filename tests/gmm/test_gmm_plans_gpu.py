@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from gpu_reference import gmm, quantized_gmm
+from gpu_reference import gmm, grouped_gemm, quantized_gmm
 from gpu_reference._lib.launch import Launch, launch_options
 from gpu_reference._lib.tiles import block_of, first_filled, fitted
 from gpu_reference._lib.visits import metadata_launch
@@ -55,7 +55,7 @@ def launched(name, tile, m=1000, k=256, n=200, groups=4, lhs=E4M3, rhs=E4M3, dot
     axes = (1, 1) if is_gmm else (0, 0)
     if name in ("grouped_gemm", "grouped_wgrad"):
         pairs = (pair(shape, dtype, axis) for shape, dtype, axis in zip(shapes, (lhs, rhs), axes, strict=True))
-        return getattr(quantized_gmm, f"{name}_launch")(problem, tile, dot, *pairs, False, *rest)
+        return getattr(grouped_gemm, f"{name}_launch")(problem, tile, dot, *pairs, False, *rest)
     block = block or of_sum
     blocks = [
         tuple(block if a == axis else 1 for a in range(len(shape))) for shape, axis in zip(shapes, axes, strict=True)
@@ -141,8 +141,8 @@ def test_a_thread_holds_the_sums_in_its_registers():
             # Of 8 bits too there are the sums, and what a step adds to them.
             assert options["num_warps"] == warps_for(tile * max(operand_bytes(path), 2), 4096)
         for dot in ("block_scaled", "bfloat16"):
-            assert quantized_gmm._mxfp8_options(rows, depth, columns, dot)["num_warps"] == warps_for(tile, 2048)
-        assert quantized_gmm._mxfp8_options(rows, depth, columns, "float32")["num_warps"] == 8  # long chains of FMAs
+            assert grouped_gemm._mxfp8_options(rows, depth, columns, dot)["num_warps"] == warps_for(tile, 2048)
+        assert grouped_gemm._mxfp8_options(rows, depth, columns, "float32")["num_warps"] == 8  # long chains of FMAs
 
 
 @pytest.mark.parametrize("name", OF_ROWS + OF_GROUPS)
@@ -154,7 +154,7 @@ def test_a_launch_is_planned_for_its_own_dot(name):
     if "quantized" in name:
         assert got == quantized_gmm._options(rows, depth, tn, quantized_gmm.DotPath("float16", ""))
     elif "grouped" in name:
-        assert got == quantized_gmm._mxfp8_options(rows, depth, tn, "float32")
+        assert got == grouped_gemm._mxfp8_options(rows, depth, tn, "float32")
     else:
         assert got == launch_options(rows, depth, tn, 4)
 
@@ -200,15 +200,15 @@ def test_large_problems_have_the_first_tile_of_what_the_dot_multiplies(path, siz
         assert gmm.tgmm_tile(Problem(*LARGE), size) == gmm.TGMM_TILES[size][0]
     if path in ("bfloat16", "float32"):
         for ragged, tiles in (
-            ("lhs", quantized_gmm.GROUPED_GEMM_TILES),
-            ("contracting", quantized_gmm.GROUPED_WGRAD_TILES),
+            ("lhs", grouped_gemm.GROUPED_GEMM_TILES),
+            ("contracting", grouped_gemm.GROUPED_WGRAD_TILES),
         ):
-            assert quantized_gmm.grouped_gemm_tile(Problem(*LARGE), path, ragged, None, "sm_90") == tiles[size][0]
+            assert grouped_gemm.grouped_gemm_tile(Problem(*LARGE), path, ragged, None, "sm_90") == tiles[size][0]
     for ragged, tiles in (
-        ("lhs", quantized_gmm.GROUPED_GEMM_TILES),
-        ("contracting", quantized_gmm.GROUPED_WGRAD_TILES),
+        ("lhs", grouped_gemm.GROUPED_GEMM_TILES),
+        ("contracting", grouped_gemm.GROUPED_WGRAD_TILES),
     ):
-        block_scaled = quantized_gmm.grouped_gemm_tile(Problem(*LARGE), "block_scaled", ragged, None, "sm_100")
+        block_scaled = grouped_gemm.grouped_gemm_tile(Problem(*LARGE), "block_scaled", ragged, None, "sm_100")
         assert block_scaled == tiles[1][0]
 
 
@@ -269,9 +269,9 @@ def test_only_what_the_dot_does_not_multiply_is_decoded(name):
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_what_is_as_exact_as_can_be_is_no_fallback(target):
     for dtype in (FLOAT32, BFLOAT16):
-        support = quantized_gmm.grouped_gemm_support(dtype, dtype, target=target)
+        support = grouped_gemm.grouped_gemm_support(dtype, dtype, target=target)
         assert (support.path, support.fallback) == ("unquantised", False)
-        support = quantized_gmm.grouped_gemm_support(dtype, E4M3, target=target)
+        support = grouped_gemm.grouped_gemm_support(dtype, E4M3, target=target)
         assert (support.path, support.fallback) == (str(dtype).removeprefix("torch."), False)
 
 
@@ -291,7 +291,7 @@ def call(name, groups=3, **given):
         scale = torch.ones((min(groups, 1), 1, 1) if is_gmm else (1, 1))
         return getattr(quantized_gmm, name)(lhs, None, rhs, scale, SIZES, **given)
     scale = torch.full((groups, 1, 16) if is_gmm else (1, 16), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-    return quantized_gmm.grouped_gemm(lhs, rhs, SIZES, rhs_scale=scale, ragged=name, **given)
+    return grouped_gemm.grouped_gemm(lhs, rhs, SIZES, rhs_scale=scale, ragged=name, **given)
 
 
 NAMES = ["gmm", "tgmm", "gmm_quantized", "tgmm_quantized", "lhs", "contracting"]
@@ -319,12 +319,12 @@ def test_bfloat16_is_widened_only_where_it_cannot_be_multiplied(name, mended, mo
 def test_mxfp8_is_multiplied_in_float32_only_where_nobody_mended_the_interpreter(target, path, mended, monkeypatch):
     launches = []
     monkeypatch.setattr(Launch, "run", lambda launch, device: launches.append(launch))
-    monkeypatch.setattr(quantized_gmm, "architecture", lambda device: target)
+    monkeypatch.setattr(grouped_gemm, "architecture", lambda device: target)
     codes = torch.ones(8, 32, dtype=E4M3)
     scale = torch.full((1, 32), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     options = dict(lhs_scale=scale, rhs_scale=scale, ragged="contracting", preferred_element_type=FLOAT32)
     with emulated() if mended else nullcontext():
-        quantized_gmm.grouped_gemm(codes, codes, SIZES, **options)
+        grouped_gemm.grouped_gemm(codes, codes, SIZES, **options)
     assert launches[0].arguments["DOT"] == (path if mended else "float32")
 
 

@@ -3,8 +3,9 @@
 import importlib
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 
-MODULES = ("gla", "simple_gla", "gmm", "moe", "quantize", "quantized_gmm")
+ROOT = Path(__file__).parents[2]
 SCANS = ("chunk_scan", "fused_recurrent")
 """Behind both gated linear attentions; those of the goldens are only called by them."""
 PACKAGES = ("cpu_golden", "tpu_kernels", "gpu_reference")
@@ -13,8 +14,9 @@ OF_ITS_FUNCTION = ("quantize", "dtype")
 
 
 def public(package: str) -> dict[str, Callable]:
-    names = MODULES if package == "cpu_golden" else MODULES + SCANS
-    modules = [importlib.import_module(f"{package}.{name}") for name in names]
+    names = {path.stem for path in (ROOT / package).glob("*.py")} - {"__init__", "hardware", "stages"}
+    names -= set(SCANS) if package == "cpu_golden" else set()
+    modules = [importlib.import_module(f"{package}.{name}") for name in sorted(names)]
     return {
         name: value
         for module in modules

@@ -7,11 +7,10 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
+from gpu_reference import grouped_gemm as gpu
 from gpu_reference import quantize
-from gpu_reference import quantized_gmm as gpu
-from gpu_reference.gmm import GroupMetadata
 from gpu_reference.quantize import Quantized
-from op_arguments.gmm import Problem
+from op_arguments.gmm import GroupMetadata, Problem
 from op_arguments.quantize import swizzled_shape
 from parity.compilers.ptx import TARGETS, case_of, compile_kernels
 

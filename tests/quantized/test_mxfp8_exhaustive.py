@@ -10,6 +10,7 @@ import pytest
 from cpu_golden import quantize as golden
 from cpu_golden import quantized_gmm as golden_gemm
 from parity.backends import load_kernel, runner
+from tests.matrix.mxfp8 import GROUPED_GEMM
 from tests.quantized.formats import BITS_OF, FORMATS, decode
 
 FRAMEWORK = {"golden": "numpy", "tpu": "jax", "gpu": "triton"}
@@ -25,6 +26,8 @@ def run(backend, target, inputs, **arguments):
     if backend == "golden":
         module, _, function = target.partition(":")
         return getattr(golden if module == "quantize" else golden_gemm, function)(**inputs, **arguments)
+    if target == "quantized_gmm:grouped_gemm":
+        return runner(backend).run(load_kernel(getattr(GROUPED_GEMM, backend)), inputs, arguments)
     return runner(backend).run(load_kernel(f"{PACKAGE[backend]}.{target}"), inputs, arguments)
 
 

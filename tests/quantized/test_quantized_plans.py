@@ -337,7 +337,7 @@ def test_the_power_of_two_that_is_shown_is_the_one_that_is_divided_by(name, powe
 def test_tiles_of_mxfp8_on_the_gpu(ragged, path, target, tiling, tile):
     """No smaller than a block of 32 along the sum, and than what the matrix unit takes with its scales."""
     pytest.importorskip("triton")
-    from gpu_reference.quantized_gmm import grouped_gemm_tile
+    from gpu_reference.grouped_gemm import grouped_gemm_tile
     from op_arguments.gmm import Problem
 
     assert grouped_gemm_tile(Problem(4096, 1024, 1024, 8, 8, ""), path, ragged, tiling, target) == tile

@@ -78,7 +78,7 @@ FAULTS = [
         "is_block = (block * BLOCK + BLOCK > start) & (block * BLOCK < end)",
         "is_block = (block * BLOCK + BLOCK > start) & (block * BLOCK < end)\n"
         "        block = tl.maximum(block - (block * BLOCK < start).to(tl.int32), 0)",
-        boundaries_in_blocks,
+        boundaries_in_blocks, "grouped_gemm",
     ),
     in_matmul(
         "an empty group's gradient is left unwritten", "tpu",
@@ -90,7 +90,7 @@ FAULTS = [
         "an empty group's gradient is left unwritten", "gpu",
         "b_tile += b_step\n\n    in_out = in_k & in_columns",
         "b_tile += b_step\n\n    in_out = in_k & (column < tl.where(start < end, n, 0))",
-        empty_groups,
+        empty_groups, "grouped_gemm",
     ),
 ]  # fmt: skip
 
