@@ -8,7 +8,7 @@ arXiv:2405.21060):
     S' = whole · S + (k · to_end)ᵀ v
 
 What differs between gates is how many decays a step has, one or one per channel of k, and so how A is formed:
-`_StepDecay` and `_ChannelDecay`. Kernels see q, k, v as [B, H, T, ·] and states as [V, K], so that what decays channels
+`StepDecay` and `ChannelDecay`. Kernels see q, k, v as [B, H, T, ·] and states as [V, K], so that what decays channels
 is a row of lanes; a grid step takes a block of chunks of a few heads, and the state stays in VMEM along T.
 
 **Fused**: the forward pass is one kernel, and so is the backward pass. That walks the blocks twice: forward, over k and
@@ -19,10 +19,9 @@ HBM, and another kernel makes the outputs (or gradients) of each block on its ow
 Packed sequences are laid out anew so that each begins with a chunk; rows without a step are masked as they are loaded.
 """
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from copy import copy
-from functools import cached_property, partial, reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -35,94 +34,27 @@ from op_arguments import gla
 from op_arguments.debug import Debug
 from op_arguments.gla import Gates, Precision, Problem, check_backward, check_forward, check_fused, check_precision
 from tpu_kernels._lib.arguments import Interpret, concrete_values, resolve_interpret
-from tpu_kernels.fused_recurrent import Pair, decay_parts, two_sum
+from tpu_kernels._lib.chunk_decays import (
+    ChannelDecay,
+    ConstantDecay,
+    Decay,
+    Load,
+    Refs,
+    StepDecay,
+    gammas_of,
+    prepare_decays,
+    read_state,
+    watch_decays,
+)
+from tpu_kernels._lib.chunk_dots import dot, f32, iota
+from tpu_kernels._lib.chunk_layout import Layout, block_of
+from tpu_kernels._lib.chunk_layout import call as pallas_call
+from tpu_kernels._lib.chunk_plan import Scan, chunk_route, plan
 
-Refs = Mapping[str, Any]
-Load = Callable[[str], jax.Array]
-"""The rows [heads, C, ·] of a chunk, of the tensor of that name."""
-Store = Callable[[str, jax.Array], None]
 OF_HEADS = {"q", "k", "v", "o", "state", "from_start", "to_end", "between"}
 """The refs of the forward pass with a decay per head of which each head has a part, along the first axis."""
 
-LARGEST_EXPONENT = 88.0  # exp of it is finite in float32
-# A step that decays by more leaves nothing of any float32 state, and sums of such steps stay small enough to add.
-STRONGEST_GATE = -256.0
-LANES = 128
-SUBLANES = 16  # of a packed 16-bit register
-MIB = 2**20
-VMEM_LIMIT = 56 * MIB  # of the 64 that the smallest of v5e, v5p, v6e and tpu7x has
-VMEM_BUDGET = 40 * MIB  # of that for blocks, states and what else is planned here
-BLOCK_TOKENS = 512  # of a grid step, where chunks are shorter
-HEADS = 8  # of a grid step at most: independent work for the scheduler
-# Rows of all heads of a step's chunks at most, by gate: with more a program is longer, and no faster.
-ROWS_AT_ONCE = {"constant": 1024, "step": 1024, "channel": 128}
 UNROLL = (4, 2, 1)  # chunks in a turn of the loop that makes just states
-# Rows of the heads at work at once where heads come in groups: what they need stays in registers.
-ROWS_OF_GROUP = 128
-
-
-class Route(NamedTuple):
-    """Whether a chunked form runs as one kernel, and why."""
-
-    fused: bool
-    explain: str
-
-
-class Scan(NamedTuple):
-    """The static side of a scan.
-
-    gate: "constant" (a decay per head), "step" (and step) or "channel" (and channel of k). split: dots are of bfloat16
-    pieces, else of float32 at HIGHEST. n sequences in b rows of `length` steps, packed where n is not b, or laid out in
-    t rows for the kernels: `blocks` of `chunks` of `chunk` rows. heads: of a grid step; group: of them, at work at
-    once.
-    """
-
-    gate: str
-    backward: bool
-    split: bool
-    scale: float
-    b: int
-    length: int
-    h: int
-    k: int
-    v: int
-    n: int
-    packed: bool
-    t: int
-    chunk: int
-    chunks: int
-    blocks: int
-    heads: int
-    group: int
-
-    @property
-    def rows(self) -> int:
-        """Of a block."""
-        return self.chunk * self.chunks
-
-    @property
-    def state(self) -> tuple[int, int, int]:
-        """The shape of the states of a grid step's heads."""
-        return self.heads, self.v, self.k
-
-    @property
-    def masked(self) -> bool:
-        """Whether some rows are no steps."""
-        return self.packed or self.length != self.blocks * self.rows
-
-    @property
-    def gate_pieces(self) -> int:
-        """Into how many bfloat16 the gates of steps go for the matrix unit to sum them, or 0: it would take longer.
-
-        dg keeps more bits than o, or than what split dots leave of it.
-        """
-        sums = self.gate == "step" and self.split and 2 * self.chunk <= LANES
-        return 0 if not sums else 3 if self.backward else 2
-
-    @property
-    def step_shape(self) -> tuple[int, int, int, int, int]:
-        """The shape of a number per step and head, a chunk in whole registers of lanes."""
-        return self.b, self.h, self.blocks, self.chunks, max(self.chunk, LANES)
 
 
 class ChunkOptions(gla.ChunkOptions, total=False):
@@ -254,56 +186,6 @@ def chunk_bwd(
     )
 
 
-# -------------------------------------------------------------------------------------------------------- route
-
-
-def chunk_route(
-    gates: Gates, p: Problem, *, packed: bool = False, chunk_size: int = 64, backward: bool = False
-) -> Route:
-    """Whether the blocks and states of the fused kernel fit VMEM.
-
-    gates: as in `chunk_fwd`, of which only those that are None matter; packed: whether there are cu_seqlens.
-    """
-    scan = plan(gates, p, packed=packed, chunk_size=chunk_size, backward=backward, fused=True)
-    need = _vmem_bytes(scan, p, backward, fused=True)
-    blocks = f"{scan.blocks} blocks of {scan.rows} steps and {scan.heads} heads"
-    what = f"the {'backward' if backward else 'forward'} pass in {blocks} needs {need / MIB:.1f} MiB of VMEM"
-    return Route(need <= VMEM_BUDGET, f"{what}, and may have {VMEM_BUDGET // MIB}")
-
-
-def plan(gates: Gates, p: Problem, *, packed: bool, chunk_size: int, backward: bool, fused: bool) -> Scan:
-    """The blocks of a scan: those of the most heads and of about BLOCK_TOKENS that fit VMEM, or else the least.
-
-    A chunk is as long as the largest power of two in chunk_size.
-    """
-    gate = "channel" if "gk" in gates else "constant" if gates["g"] is None else "step"
-    chunk = chunk_size & -chunk_size
-    count = p.t // chunk + p.n if packed else pl.cdiv(p.t, chunk)
-    most_rows = ROWS_AT_ONCE[gate] // (1 if p.dtype == "bfloat16" else 2)
-    # The more heads in a step, the less is waited for at a chunk's end. Each of two cores has a part of b or the heads.
-    wide = fused and not backward and gate != "channel" and p.dtype == "bfloat16" and 2 * chunk <= ROWS_OF_GROUP
-    wide &= p.h % (2 * HEADS) == 0 and p.b * p.h > 2 * HEADS
-    most_heads = 2 * HEADS if wide else min(HEADS, p.h, max(most_rows // chunk, 1))
-    # Decays that are there already leave registers to spare, if few heads work at once.
-    at_once = ROWS_OF_GROUP // chunk if wide and gate == "constant" else most_heads
-    heads = [n for n in range(most_heads, 0, -1) if p.h % n == 0]
-    # Longer blocks have fewer states at their starts, shorter ones fewer in them. A loop of one chunk is none to XLA's
-    # CPU compiler: without the loop it fuses, and so rounds, an interpreted kernel in another way.
-    wanted = BLOCK_TOKENS // chunk // (2 if wide else 1)
-    chunks = sorted({max(min(wanted * 2**n // 8, count), 2) for n in range(8)}, key=lambda size: abs(size - wanted))
-
-    def scan_of(heads: int, chunks: int) -> Scan:
-        blocks = pl.cdiv(count, chunks)
-        rows = blocks * chunks * chunk if packed or blocks == 1 else p.t
-        group = next(n for n in range(min(at_once, heads), 0, -1) if heads % n == 0)
-        sizes = p.b, p.t, p.h, p.k, p.v, p.n, packed, rows, chunk, chunks, blocks, heads, group
-        return Scan(gate, backward, False, p.scale, *sizes)
-
-    scans = [scan_of(*choice) for choice in itertools.product(heads, chunks)]
-    need = partial(_vmem_bytes, p=p, backward=backward, fused=fused)
-    return next((scan for scan in scans if need(scan) <= VMEM_BUDGET), min(scans, key=need))
-
-
 def _planned(
     p: Problem,
     gates: Gates,
@@ -323,20 +205,6 @@ def _planned(
     fused = check_fused(fused, None if route.fused else route.explain)
     scan = plan(gates, p, packed=packed, chunk_size=chunk_size, backward=backward, fused=fused)
     return scan._replace(split=p.dtype != "float32" or precision != "ieee"), fused
-
-
-def _vmem_bytes(scan: Scan, p: Problem, backward: bool, fused: bool) -> int:
-    """What the blocks, twice buffered, and the scratch of the largest kernel of a scan take of VMEM."""
-    size = jnp.dtype(p.dtype).itemsize
-    k, v, c = (pl.cdiv(n, LANES) * LANES for n in (scan.k, scan.v, scan.chunk))
-    state = scan.v * k * 4
-    channels = k * 4 * (2 if backward else 1) if scan.gate == "channel" else 0
-    row = (2 * k + 2 * v + (2 * k + v if backward else 0)) * size + channels
-    kept = 0 if fused else 2 * scan.chunks * state * (2 if backward else 1)
-    if fused and backward:
-        kept = (scan.chunks + scan.blocks + 1) * state
-    values = 8 * (scan.chunk * (2 * c + k + v)) * 4  # of the chunk that is in registers, which spill to VMEM
-    return scan.heads * (2 * scan.rows * row + kept + state + scan.chunk * c * 4) + values
 
 
 # ------------------------------------------------------------------------------------------------------- passes
@@ -360,8 +228,8 @@ def _forward(
     if scan is None:
         h0 = _states(q, v, cu_seqlens) if initial_state is None else initial_state
         return jnp.zeros(v.shape, v.dtype), h0 if output_final_state else None
-    layout = _Layout(scan, cu_seqlens, gates)
-    call = partial(_call, scan, prefetch=layout.prefetch, interpret=interpret)
+    layout = Layout(scan, cu_seqlens, gates)
+    call = partial(pallas_call, scan, prefetch=layout.prefetch, interpret=interpret)
     before = {**layout.rows(k=k, v=v), **layout.gates, **layout.states(h0=initial_state)}
     ends = {"ht": layout.state_out()} if output_final_state else {}
     state = {"state": pltpu.VMEM(scan.state, jnp.float32)}
@@ -398,8 +266,8 @@ def _backward(
         dgates = {name: None if x is None else jnp.zeros(x.shape, x.dtype) for name, x in gates.items()}
         passed = _states(q, v, cu_seqlens) if dht is None else dht
         return Gradients(dq, dk, dv, dgates, None if initial_state is None else passed)
-    layout = _Layout(scan, cu_seqlens, gates)
-    call = partial(_call, scan, prefetch=layout.prefetch, interpret=interpret)
+    layout = Layout(scan, cu_seqlens, gates)
+    call = partial(pallas_call, scan, prefetch=layout.prefetch, interpret=interpret)
     before = {**layout.rows(k=k, v=v), **layout.gates, **layout.states(h0=initial_state)}
     after = {**layout.rows(q=q, do=do), **layout.states(dht=dht)}
     starts = {} if initial_state is None else {"dh0": layout.state_out()}
@@ -434,7 +302,7 @@ def _backward(
 
 
 def _gate_gradients(
-    layout: "_Layout", gates: dict[str, jax.Array | None], dgate: jax.Array | None
+    layout: Layout, gates: dict[str, jax.Array | None], dgate: jax.Array | None
 ) -> dict[str, jax.Array | None]:
     """The gradient of each gate, from that of the log decay of each step."""
     if dgate is None:
@@ -455,203 +323,6 @@ def _states(q: jax.Array, v: jax.Array, cu_seqlens: jax.Array | None) -> jax.Arr
     return jnp.zeros((sequences, *q.shape[2:], v.shape[3]), jnp.float32)
 
 
-class _Operand(NamedTuple):
-    """An input or output of a kernel: the array, its block, and where block t of a batch row's head block lies.
-
-    Without a block it is whole, in `space`. early: the states are made of it, and not just what is made of them.
-    """
-
-    array: Any
-    block: tuple[int | None, ...] | None = None
-    at: Callable[[Any, Any, Any], tuple[Any, ...]] | None = None
-    early: bool = False
-    space: Any = None
-
-
-class _Layout:
-    """How arrays lie for the kernels: [B, H, T, ·] with T padded to blocks, each packed sequence on chunks of its own.
-
-    prefetch, for packed sequences: of each chunk the sequence that it belongs to and how many steps it has, int32. An
-    empty sequence has a chunk too, so that its final state is written.
-    """
-
-    def __init__(self, scan: Scan, cu_seqlens: jax.Array | None, gates: Mapping[str, jax.Array | None]) -> None:
-        self.scan = scan
-        self.prefetch: dict[str, jax.Array] = {}
-        if cu_seqlens is not None:
-            self._lay_out(cu_seqlens)
-        self.gates = self._gates(**gates)
-
-    def _lay_out(self, cu_seqlens: jax.Array) -> None:
-        length, c, count = self.scan.length, self.scan.chunk, self.scan.blocks * self.scan.chunks
-        # Bad offsets go unseen under tracing; clipped, they give wrong numbers, but no access beyond the arrays.
-        cu_seqlens = lax.cummax(jnp.clip(cu_seqlens, 0, length))
-        begins, lengths = cu_seqlens[:-1], jnp.diff(cu_seqlens)
-        ends = jnp.cumsum(jnp.maximum(-(-lengths // c), 1))
-        chunk = jnp.arange(count, dtype=jnp.int32)
-        sequence = jnp.minimum(jnp.searchsorted(ends, chunk, side="right"), self.scan.n - 1).astype(jnp.int32)
-        first_chunk = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1].astype(jnp.int32)])
-        done = (chunk - first_chunk[sequence]) * c
-        self.prefetch = {"sequence": sequence, "live": jnp.clip(lengths[sequence] - done, 0, c)}
-        row = jnp.arange(c, dtype=jnp.int32)
-        self._live = (row < self.prefetch["live"][:, None]).reshape(-1)
-        self._source = jnp.clip((begins[sequence] + done)[:, None] + row, 0, length - 1).reshape(-1)
-        step = jnp.arange(length, dtype=jnp.int32)
-        of_step = jnp.minimum(jnp.searchsorted(cu_seqlens[1:], step, side="right"), self.scan.n - 1)
-        self._is_step = step < cu_seqlens[-1]
-        self._target = jnp.where(self._is_step, first_chunk[of_step] * c + step - begins[of_step], 0)
-
-    def _gates(
-        self, g: jax.Array | None = None, g_gamma: jax.Array | None = None, gk: jax.Array | None = None
-    ) -> dict[str, _Operand]:
-        if gk is not None:
-            return {"gk": self._rows(self._laid_out(gk), early=True)}
-        if g is None:
-            gamma = jnp.zeros(self.scan.h, jnp.float32) if g_gamma is None else g_gamma
-            return {"g_gamma": _Operand(gamma, space=pltpu.SMEM)}
-        gates = {"g": g.astype(jnp.float32)}
-        if g_gamma is not None:
-            gates["g_gamma"] = jnp.broadcast_to(g_gamma, g.shape)
-        return {name: self.steps(self._laid_out_steps(x)) for name, x in gates.items()}
-
-    def rows(self, **tensors: jax.Array) -> dict[str, _Operand]:
-        """Tensors [B, T, H, ·] as operands."""
-        # The states are made of k and v.
-        return {name: self._rows(self._laid_out(x), early=name in ("k", "v")) for name, x in tensors.items()}
-
-    def states(self, **states: jax.Array | None) -> dict[str, _Operand]:
-        """States [N, H, K, V] as operands, those that there are."""
-        given = {name: x for name, x in states.items() if x is not None}
-        return {name: _Operand(x.swapaxes(2, 3), space=pl.ANY) for name, x in given.items()}
-
-    def state_out(self) -> _Operand:
-        """A state of each sequence."""
-        scan = self.scan
-        return _Operand(jax.ShapeDtypeStruct((scan.n, scan.h, scan.v, scan.k), jnp.float32), space=pl.ANY)
-
-    def rows_out(self, width: int, dtype: Any) -> _Operand:
-        """An output with a row per step."""
-        scan = self.scan
-        return self._rows(jax.ShapeDtypeStruct((scan.b, scan.h, scan.t, width), dtype))
-
-    def chunk_states(self, states: jax.Array | None = None) -> _Operand:
-        """A state of each chunk."""
-        scan = self.scan
-        shape = (scan.b, scan.blocks * scan.chunks, scan.h, scan.v, scan.k)
-        block = (None, scan.chunks, scan.heads, scan.v, scan.k)
-        array = jax.ShapeDtypeStruct(shape, jnp.float32) if states is None else states
-        return _Operand(array, block, lambda b, h, t: (b, t, h, 0, 0))
-
-    def steps(self, gates: jax.Array | None = None) -> _Operand:
-        """A number per step and head, a chunk in a row of lanes."""
-        shape = self.scan.step_shape
-        array = jax.ShapeDtypeStruct(shape, jnp.float32) if gates is None else gates
-        block = (None, self.scan.heads, None, *shape[3:])
-        return _Operand(array, block, lambda b, h, t: (b, h, t, 0, 0), early=gates is not None)
-
-    def public(self, rows: jax.Array) -> jax.Array:
-        """[B, H, T, ·] of the kernels as [B, T, H, ·] of the caller."""
-        return self._picked(rows.swapaxes(1, 2))
-
-    def public_steps(self, steps: jax.Array) -> jax.Array:
-        """`steps` of the kernels as [B, T, H] of the caller."""
-        scan = self.scan
-        return self._picked(steps[..., : scan.chunk].reshape(scan.b, scan.h, -1).swapaxes(1, 2))
-
-    def _picked(self, x: jax.Array) -> jax.Array:
-        if not self.prefetch:
-            return x[:, : self.scan.length]
-        shape = (1, self.scan.length) + (1,) * (x.ndim - 2)
-        return jnp.where(self._is_step.reshape(shape), x[:, self._target], jnp.zeros((), x.dtype))
-
-    def _laid_out(self, x: jax.Array) -> jax.Array:
-        x = (x[:, self._source] if self.prefetch else x).swapaxes(1, 2)
-        return jnp.pad(x, ((0, 0), (0, 0), (0, self.scan.t - x.shape[2]), (0, 0)))
-
-    def _laid_out_steps(self, g: jax.Array) -> jax.Array:
-        if self.prefetch:
-            g = jnp.where(self._live[:, None], g[:, self._source], 0.0)
-        *sizes, lanes = self.scan.step_shape
-        g = jnp.pad(g, ((0, 0), (0, self.scan.blocks * self.scan.rows - g.shape[1]), (0, 0)))
-        g = g.swapaxes(1, 2).reshape(*sizes, self.scan.chunk)
-        return jnp.pad(g, ((0, 0),) * 4 + ((0, lanes - self.scan.chunk),))
-
-    def _rows(self, array: Any, early: bool = False) -> _Operand:
-        block = (None, self.scan.heads, self.scan.rows, array.shape[3])
-        return _Operand(array, block, lambda b, h, t: (b, h, t, 0), early)
-
-
-def _call(
-    scan: Scan,
-    kernel: Callable[..., None],
-    name: str,
-    inputs: Mapping[str, _Operand],
-    outputs: Mapping[str, _Operand],
-    scratch: Mapping[str, Any],
-    *,
-    prefetch: Mapping[str, jax.Array],
-    interpret: bool | pltpu.InterpretParams,
-    work: tuple[int, int],
-    walk: str = "once",
-) -> dict[str, jax.Array]:
-    """The outputs of `kernel(refs by name, scan)` by name.
-
-    It walks the blocks along T "once", "back" from the last, or "twice": there, for what is `early` alone, and back.
-    work: how often a step meets the others of its chunk in a dot, and how often the state.
-    """
-    scratch = dict(scratch) | _decay_scratch(scan)
-    names = [*prefetch, *inputs, *outputs, *scratch]
-
-    def spec(operand: _Operand) -> Any:
-        if operand.at is None:
-            return pl.BlockSpec(memory_space=operand.space)
-        at = operand.at
-        return pl.BlockSpec(
-            operand.block, lambda b, h, step, *_: at(b, h, _block_of(step, scan.blocks, walk, operand.early))
-        )
-
-    steps = 2 * scan.blocks - 1 if walk == "twice" else scan.blocks
-
-    def nbytes(operand: _Operand) -> int:
-        twice = walk == "twice" and operand.early
-        return operand.array.size * operand.array.dtype.itemsize * (steps if twice else scan.blocks) // scan.blocks
-
-    in_chunks, states = work
-    all_steps = scan.b * scan.h * scan.t
-    cost = pl.CostEstimate(
-        flops=all_steps * (in_chunks * scan.chunk * (scan.k + scan.v) + 2 * states * scan.k * scan.v),
-        transcendentals=all_steps * (1 if scan.gate == "constant" else scan.chunk),
-        bytes_accessed=sum(map(nbytes, [*inputs.values(), *outputs.values()])),
-    )
-    results = pl.pallas_call(
-        lambda *refs: kernel(dict(zip(names, refs, strict=True)), scan),
-        out_shape=[x.array for x in outputs.values()],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(prefetch),
-            grid=(scan.b, scan.h // scan.heads, steps),
-            in_specs=[spec(x) for x in inputs.values()],
-            out_specs=[spec(x) for x in outputs.values()],
-            scratch_shapes=list(scratch.values()),
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
-        ),
-        cost_estimate=cost,
-        interpret=interpret,
-        name=name,
-    )(*prefetch.values(), *(x.array for x in inputs.values()))
-    return dict(zip(outputs, results, strict=True))
-
-
-def _block_of(step: Any, blocks: int, walk: str, early: bool) -> Any:
-    """The block that an operand has in a grid step. What is needed on the way back only waits at its first block."""
-    if walk == "once":
-        return step
-    if walk == "back":
-        return blocks - 1 - step
-    return jnp.where(step < blocks - 1, step if early else blocks - 1, 2 * (blocks - 1) - step)
-
-
 # ------------------------------------------------------------------------------------------------------ kernels
 
 
@@ -661,7 +332,7 @@ class _Block:
     def __init__(self, refs: Refs, scan: Scan, index: Any) -> None:
         self.refs, self.scan, self.index = refs, scan, index
         self.batch, self.first_head = pl.program_id(0), pl.program_id(1) * scan.heads
-        _prepare_decays(refs, scan, self.first_head)
+        prepare_decays(refs, scan, self.first_head)
 
     def groups(self) -> "Iterator[_Block]":
         """The block of each group of heads."""
@@ -690,7 +361,7 @@ class _Block:
     def load(self, i: Any, name: str) -> jax.Array:
         """The rows [heads, C, ·] of chunk i, zero where they are no steps: there may be NaN, and 0 * NaN is NaN."""
         x = self.refs[name][:, self.rows(i), :]
-        return jnp.where(_iota(x.shape, 1) < self.live(i), x, jnp.zeros_like(x)) if self.scan.masked else x
+        return jnp.where(iota(x.shape, 1) < self.live(i), x, jnp.zeros_like(x)) if self.scan.masked else x
 
     def store(self, i: Any, name: str, x: jax.Array) -> None:
         """Store the rows [heads, C, ·] of chunk i, or a number per step as [heads, 1, C], if asked for."""
@@ -702,15 +373,15 @@ class _Block:
         else:
             ref[:, pl.ds(i, 1), : self.scan.chunk] = x
 
-    def decay(self, i: Any) -> "_Decay":
+    def decay(self, i: Any) -> Decay:
         """The decays of chunk i."""
         scan, refs = self.scan, self.refs
         if scan.gate == "channel":
-            return _ChannelDecay(self.load(i, "gk"), scan)
+            return ChannelDecay(self.load(i, "gk"), scan)
         if scan.gate == "constant":
             live = self.live(i) if scan.masked else scan.chunk
-            return _ConstantDecay(refs, _gammas(refs, scan, self.first_head), live, scan)
-        return _StepDecay(refs, i, scan)
+            return ConstantDecay(refs, gammas_of(refs, scan, self.first_head), live, scan)
+        return StepDecay(refs, i, scan)
 
     def for_chunks(
         self,
@@ -799,7 +470,7 @@ class _Watch(NamedTuple):
         live, shape = self.block.live(self.i), jnp.shape(x[0] if isinstance(x, tuple) else x)
         where = jnp.broadcast_to(where, shape) & (live > 0)
         for axis in axes:
-            where &= _iota(shape, axis) < live
+            where &= iota(shape, axis) < live
         return self.debug(site, x, where, chunk_size=self.block.scan.chunk)
 
 
@@ -821,11 +492,11 @@ def _forward_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
                 waiting.pop(0)()
         waiting.pop()()
 
-    def finish(group: _Block, i: Any, decay: _Decay, scores: jax.Array) -> None:
+    def finish(group: _Block, i: Any, decay: Decay, scores: jax.Array) -> None:
         meanwhile = partial(advance, group, i, decay)
         group.store(i, "o", _output(scores, group, i, decay, group.refs["state"], meanwhile))
 
-    def advance(group: _Block, i: Any, decay: _Decay) -> None:
+    def advance(group: _Block, i: Any, decay: Decay) -> None:
         load, scan, state, watch = partial(group.load, i), group.scan, group.refs["state"], _Watch(debug, group, i)
         state[...] = watch("state", _next_state(load, state[...], decay, scan))
 
@@ -846,7 +517,7 @@ def _outputs_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
 def _backward_kernel(refs: Refs, scan: Scan, debug: Debug = None, unroll: int = 1) -> None:
     """All gradients: there, `unroll` chunks at a time, to keep the state at the start of each block, and back."""
     step, last = pl.program_id(2), scan.blocks - 1
-    index = _block_of(step, scan.blocks, "twice", early=True)
+    index = block_of(step, scan.blocks, "twice", early=True)
     block, states, checkpoints, dstate = _Block(refs, scan, index), refs["states"], refs["checkpoints"], refs["dstate"]
 
     @pl.when(index > 0)
@@ -867,7 +538,7 @@ def _backward_kernel(refs: Refs, scan: Scan, debug: Debug = None, unroll: int = 
     def _() -> None:
         def back(i: Any) -> None:
             load, decay, watch = partial(block.load, i), block.decay(i), _Watch(debug, block, i)
-            _watch_decays(decay, watch)
+            watch_decays(decay, watch)
             decay.store_gradients(load, partial(block.store, i), states.at[i], dstate, scan, watch)
             dstate[...] = watch("dstate", _previous_dstate(load, dstate[...], decay, scan))
 
@@ -876,7 +547,7 @@ def _backward_kernel(refs: Refs, scan: Scan, debug: Debug = None, unroll: int = 
 
 def _dstates_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
     """The gradients of the states at the end of each chunk, and dh0."""
-    block, dstate = _Block(refs, scan, _block_of(pl.program_id(2), scan.blocks, "back", early=False)), refs["dstate"]
+    block, dstate = _Block(refs, scan, block_of(pl.program_id(2), scan.blocks, "back", early=False)), refs["dstate"]
 
     def body(i: Any) -> None:
         refs["dstates"][i] = dstate[...]
@@ -893,7 +564,7 @@ def _gradients_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
     def body(i: Any) -> None:
         states = refs["states"].at[i], refs["dstates"].at[i]
         decay, watch = block.decay(i), _Watch(debug, block, i)
-        _watch_decays(decay, watch)
+        watch_decays(decay, watch)
         decay.store_gradients(partial(block.load, i), partial(block.store, i), *states, scan, watch)
 
     block.for_chunks(body)
@@ -913,10 +584,10 @@ def _for_chunks_back(block: _Block, body: Callable[[Any], None]) -> None:
 # What is needed twice is loaded twice: of all heads it would not fit the registers in between.
 
 
-def _scores(block: _Block, i: Any, decay: "_Decay", debug: Debug) -> jax.Array:
+def _scores(block: _Block, i: Any, decay: Decay, debug: Debug) -> jax.Array:
     """A [heads, C, C] of chunk i."""
     load, scan, watch = partial(block.load, i), block.scan, _Watch(debug, block, i)
-    _watch_decays(decay, watch)
+    watch_decays(decay, watch)
     return watch("A", decay.scores(load, scan), 1, 2)
 
 
@@ -924,7 +595,7 @@ def _output(
     scores: jax.Array,
     block: _Block,
     i: Any,
-    decay: "_Decay",
+    decay: Decay,
     state: Any,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> jax.Array:
@@ -932,403 +603,22 @@ def _output(
 
     meanwhile() comes before the last product, which has to wait for the scores; it may change the state.
     """
-    read = _read(block.load(i, "q"), state[...], decay, decay.from_start, block.scan)
+    read = read_state(block.load(i, "q"), state[...], decay, decay.from_start, block.scan)
     meanwhile()
-    return block.scan.scale * (read + _dot(scores, block.load(i, "v"), (1, 0), block.scan))
+    return block.scan.scale * (read + dot(scores, block.load(i, "v"), (1, 0), block.scan))
 
 
-def _next_state(load: Load, state: jax.Array, decay: "_Decay", scan: Scan) -> jax.Array:
+def _next_state(load: Load, state: jax.Array, decay: Decay, scan: Scan) -> jax.Array:
     """The state [heads, V, K] at the end of a chunk."""
-    return _decayed(state, decay, _dot(load("v"), _f32(load("k")) * decay.to_end(scan.k), (0, 0), scan))
+    return _decayed(state, decay, dot(load("v"), f32(load("k")) * decay.to_end(scan.k), (0, 0), scan))
 
 
-def _previous_dstate(load: Load, dstate: jax.Array, decay: "_Decay", scan: Scan) -> jax.Array:
+def _previous_dstate(load: Load, dstate: jax.Array, decay: Decay, scan: Scan) -> jax.Array:
     """The gradient [heads, V, K] of the state at the start of a chunk, from that at its end."""
-    weighted = _f32(load("q")) * (scan.scale * decay.from_start(scan.k))
-    return _decayed(dstate, decay, _dot(load("do"), weighted, (0, 0), scan))
+    weighted = f32(load("q")) * (scan.scale * decay.from_start(scan.k))
+    return _decayed(dstate, decay, dot(load("do"), weighted, (0, 0), scan))
 
 
-def _decayed(state: jax.Array, decay: "_Decay", term: jax.Array) -> jax.Array:
+def _decayed(state: jax.Array, decay: Decay, term: jax.Array) -> jax.Array:
     """The state, or its gradient, decayed by a whole chunk, and term."""
     return reduce(lambda rest, part: part * state + rest, reversed(decay.whole), term)
-
-
-def _read(x: jax.Array, state: jax.Array, decay: "_Decay", way: Callable[[int], jax.Array], scan: Scan) -> jax.Array:
-    """(x · way) @ stateᵀ. A decay per row is applied to the sums, which leaves x as exact as it is."""
-    if decay.per_channel:
-        return _dot(_f32(x) * way(scan.k), state, (1, 1), scan)
-    return way(scan.v) * _dot(x, state, (1, 1), scan)
-
-
-class _StepDecay:
-    """Decays of heads that have one per step; of `_ChannelDecay` the counterpart.
-
-    from_start(width) [heads, C, 1 or width]: from the start of the chunk to each step; to_end(width): from after each
-    step to the chunk's end; whole [heads, 1, 1]: both, in the parts of `_whole`. between() [heads, C, C]: from after
-    step j to step i, zero for i < j, at [i, j] in the forward pass and at [j, i] in the backward one.
-    """
-
-    per_channel = False
-
-    def __init__(self, refs: Refs, i: Any, scan: Scan) -> None:
-        """Of chunk i, from what `_prepare_decays` left: rows of a number per step."""
-        self._refs, self._chunk, self._scan = refs, i, scan
-        self.whole = _whole(scan, *(self._row(name)[:, :, scan.chunk - 1 :] for name in ("sum_hi", "sum_lo")))
-
-    def watch_sums(self, watch: _Watch) -> None:
-        """Let the sums of gates be watched, but those in which one may have been clamped."""
-        hi, lo = self._row("sum_hi"), self._row("sum_lo")
-        watch("c", (hi, lo), 2, where=hi > STRONGEST_GATE)
-
-    def from_start(self, width: int) -> jax.Array:
-        """See the class."""
-        return self._from_start
-
-    def to_end(self, width: int) -> jax.Array:
-        """See the class."""
-        return self._to_end
-
-    @cached_property
-    def _from_start(self) -> jax.Array:
-        return self._column(self._row("from_start"))
-
-    @cached_property
-    def _to_end(self) -> jax.Array:
-        return self._column(self._row("to_end"))
-
-    def between(self) -> jax.Array:
-        """See the class."""
-        i, j = _steps(self._scan)
-        sums = self._products() if self._scan.gate_pieces else self._differences()
-        return _exp(jnp.where(i >= j, sums, -jnp.inf))
-
-    def _differences(self) -> jax.Array:
-        """The sums of the gates after step j up to step i, for i >= j: those up to i less those up to j."""
-        rows = self._row("sum_hi"), self._row("sum_lo")
-        columns = self._column(rows[0]), self._column(rows[1])
-        return _difference(*((rows, columns) if self._scan.backward else (columns, rows)))
-
-    def _products(self) -> jax.Array:
-        """The same by the matrix unit, of just these gates. It makes no columns, which take the longest."""
-        scan, c = self._scan, self._scan.chunk
-        lanes = scan.gate_pieces * c
-        place, step = _iota((1, c, lanes), 1), _iota((1, c, lanes), 2) % c
-        gates = self._row("gate", scan.gate_pieces)
-        gates = jnp.where(step > place if scan.backward else step <= place, gates, 0.0)
-        step, place = _iota((lanes, c), 0) % c, _iota((lanes, c), 1)
-        others = _ones(step <= place if scan.backward else step > place, scan)
-        return _dot_with_all(gates.astype(jnp.bfloat16), others, scan)
-
-    def _row(self, name: str, pieces: int = 1) -> jax.Array:
-        return self._refs[name][:, pl.ds(self._chunk, 1), : pieces * self._scan.chunk]
-
-    def _column(self, row: jax.Array) -> jax.Array:
-        i, j = _steps(self._scan)
-        return jnp.sum(jnp.where(i == j, row, 0.0), axis=2, keepdims=True)
-
-    def scores(self, load: Load, scan: Scan) -> jax.Array:
-        """A [heads, C, C]."""
-        return _dot(load("q"), load("k"), (1, 1), scan) * self.between()
-
-    def store_gradients(self, load: Load, store: Store, state: Any, dstate: Any, scan: Scan, watch: _Watch) -> None:
-        """Store dq, dk, dv and dg of a chunk, from the refs of the state at its start and the gradient at its end."""
-        # Pairs of steps are at [j, i], so that just one of the dots below transposes.
-        products = _dot(load("k"), load("q"), (1, 1), scan)
-        dproducts = _dot(load("v"), load("do"), (1, 1), scan)
-        dscores = dproducts * (scan.scale * self.between())
-        dv = _read(load("k"), dstate[...], self, self.to_end, scan)
-        scores = watch("A", products * self.between(), 1, 2)
-        store("dv", dv + scan.scale * _dot(scores, load("do"), (1, 0), scan))
-        # The gate of step t decays what goes from before t to t or later. Sums of just these pairs lose nothing to
-        # cancellation, as running sums of q·dq - k·dk do.
-        row, column = _iota(products.shape, 1), _iota(products.shape, 2)
-        if watch:
-            watch("dA", scan.scale * dproducts, 1, 2, where=row <= column)
-        sums = _dot_with_all(products * dscores, _ones((row >= column)[0], scan), scan)
-        dq = scan.scale * self.from_start(scan.k) * _dot(load("do"), state[...], (1, 0), scan)
-        from_state = jnp.sum(_f32(load("q")) * dq, axis=2, keepdims=True)
-        store("dq", dq + _dot(dscores, load("k"), (0, 0), scan))
-        dk = self.to_end(scan.k) * _dot(load("v"), dstate[...], (1, 0), scan)
-        to_state = jnp.sum(_f32(load("k")) * dk, axis=2, keepdims=True)
-        store("dk", dk + _dot(dscores, load("q"), (1, 0), scan))
-        whole = reduce(jnp.add, self.whole)
-        through = jnp.sum(whole * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True), axis=2, keepdims=True)
-        through = watch("dgate", through)
-        store("dgate", through + jnp.sum(jnp.where(row < column, sums + to_state, from_state), axis=1, keepdims=True))
-
-
-class _ConstantDecay(_StepDecay):
-    """Decays of heads whose steps have all the same: what `_prepare_decays` left of them."""
-
-    def __init__(self, refs: Refs, gammas: jax.Array, live: Any, scan: Scan) -> None:
-        self._refs, self._gammas, self._live, self._scan = refs, gammas, live, scan
-        self.whole = _whole(scan, gammas * _f32(jnp.full(gammas.shape, live, jnp.int32)))
-
-    def watch_sums(self, watch: _Watch) -> None:
-        """There are none, but products."""
-
-    def from_start(self, width: int) -> jax.Array:
-        """See `_StepDecay`."""
-        return self._refs["from_start"][:, :, :width]
-
-    def to_end(self, width: int) -> jax.Array:
-        """See `_StepDecay`."""
-        if not self._scan.masked:
-            return self._refs["to_end"][:, :, :width]
-        step = _iota((self._scan.heads, self._scan.chunk, 1), 1)
-        return _power(self._gammas, jnp.maximum(self._live - 1 - step, 0))
-
-    def between(self) -> jax.Array:
-        """See `_StepDecay`."""
-        return self._refs["between"][...]
-
-
-class _ChannelDecay:
-    """Decays of heads that have one per step and channel of k.
-
-    from_start(width), to_end(width) [heads, C, K] and whole [heads, 1, K] as in `_StepDecay`. The decay between two
-    steps is the product of two that meet between them: at the border of the halves, one step in each, of the smallest
-    part of the chunk that holds both (parts have 2, 4, 8, … steps). halves: for each size of parts, [heads, C, K]: from
-    that border to the steps of the second half, and to it from those of the first. So no exponent is of a longer way
-    than from j to i.
-    """
-
-    per_channel = True
-
-    def __init__(self, gk: jax.Array, scan: Scan) -> None:
-        """From the log decays [heads, C, K]. Sums of halves are added to sums of wholes: no difference is taken."""
-        # Of the part of a step, the sum up to it and the sum over the rest.
-        until, after = jnp.maximum(_f32(gk), STRONGEST_GATE), jnp.zeros(gk.shape, jnp.float32)
-        self.halves, c = [], gk.shape[1]
-        for level in range(c.bit_length() - 1):
-            half = 2**level
-            second = _in_second(gk.shape, half)
-            self.halves.append(_exp(jnp.where(second, until, after)))
-            total = until + after
-            until += jnp.where(second, pltpu.roll(total, half, 1), 0.0)
-            after += jnp.where(second, 0.0, pltpu.roll(total, c - half, 1))
-        self._until, self._after = until, after
-        self.whole = _whole(scan, until[:, c - 1 :])
-
-    def watch_sums(self, watch: _Watch) -> None:
-        """See `_StepDecay`."""
-        for sums in (self._until, self._after):
-            watch("exponent", sums, 1, where=sums > STRONGEST_GATE)
-
-    def from_start(self, width: int) -> jax.Array:
-        """See the class."""
-        return _exp(self._until)
-
-    def to_end(self, width: int) -> jax.Array:
-        """See the class."""
-        return _exp(self._after)
-
-    def scores(self, load: Load, scan: Scan) -> jax.Array:
-        """A [heads, C, C]."""
-        q, k = _f32(load("q")), _f32(load("k"))
-        i, j = _steps(scan)
-        scores = jnp.where(i == j, jnp.sum(q * k, axis=2, keepdims=True), 0.0)
-        for half, _, decayed in self._levels(q, k):
-            products = _dot(decayed, decayed, (1, 1), scan)
-            scores = jnp.where((i > j) & _meet(i, j, half), products, scores)
-        return scores
-
-    def store_gradients(self, load: Load, store: Store, state: Any, dstate: Any, scan: Scan, watch: _Watch) -> None:
-        """Store dq, dk, dv and dgk of a chunk, from the refs of the state at its start and the gradient at its end."""
-        q, k, v, do = (_f32(load(name)) for name in ("q", "k", "v", "do"))
-        i, j = _steps(scan)
-        dq = scan.scale * self.from_start(scan.k) * _dot(load("do"), state[...], (1, 0), scan)
-        dk = self.to_end(scan.k) * _dot(load("v"), dstate[...], (1, 0), scan)
-        # As in `_StepDecay.store_gradients`: of the gate of step t, only pairs with t between them, and what passes it.
-        dgk = watch("dgate", reduce(jnp.add, self.whole) * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True))
-        read = watch("dgate", _dot(_ones(i >= j, scan), q * dq, (1, 0), scan), 1)
-        dgk += read + watch("dgate", _dot(_ones(i < j, scan), k * dk, (1, 0), scan), 1)
-        dscore = scan.scale * jnp.sum(do * v, axis=2, keepdims=True)
-        dq, dk = dq + dscore * k, dk + dscore * q
-        # Of a pair, at [i, j] as at [j, i].
-        dscores = _dot(load("do"), load("v"), (1, 1), scan), _dot(load("v"), load("do"), (1, 1), scan)
-        dpairs = watch("dA", scan.scale * jnp.where(i < j, *dscores), 1, 2)
-        scores = jnp.where(i == j, jnp.sum(q * k, axis=2, keepdims=True), 0.0)
-        for half, decay, decayed in self._levels(q, k):
-            meet, second = _meet(i, j, half), _in_second(q.shape, half)
-            scores = jnp.where((i > j) & meet, _dot(decayed, decayed, (1, 1), scan), scores)
-            ddecayed = _dot(jnp.where(meet, dpairs, 0.0), decayed, (1, 0), scan)
-            dq += jnp.where(second, decay * ddecayed, 0.0)
-            dk += jnp.where(second, 0.0, decay * ddecayed)
-            # Of the same half: from t on in a second one, before t in a first one.
-            after = (i ^ j < half) & ((i >= j) ^ (j & half == 0))
-            dgk += _dot(_ones(after, scan), decayed * ddecayed, (1, 0), scan)
-        dv = _read(load("k"), dstate[...], self, self.to_end, scan)
-        scores = watch("A", scores, 1, 2)
-        store("dv", dv + scan.scale * _dot(scores, load("do"), (1, 0), scan))
-        store("dq", dq)
-        store("dk", dk)
-        store("dgate", dgk)
-
-    def _levels(self, q: jax.Array, k: jax.Array) -> Iterator[tuple[int, jax.Array, jax.Array]]:
-        """For each size of halves: it, the decays, and what they decay: q in second halves, k in first ones."""
-        for level, decay in enumerate(self.halves):
-            half = 2**level
-            yield half, decay, decay * jnp.where(_in_second(q.shape, half), q, k)
-
-
-_Decay = _StepDecay | _ChannelDecay
-
-
-def _watch_decays(decay: _Decay, watch: _Watch) -> None:
-    if watch:
-        decay.watch_sums(watch)
-        watch("decay", decay.from_start(1), 1)
-        watch("decay", decay.to_end(1), 1)
-
-
-def _in_second(shape: tuple[int, ...], half: int) -> jax.Array:
-    """Which rows are in second halves, of halves of so many."""
-    return _iota(shape, 1) & half != 0
-
-
-def _meet(i: jax.Array, j: jax.Array, half: int) -> jax.Array:
-    """Whether i and j are in different halves of a part."""
-    between = i ^ j
-    return (between >= half) & (between < 2 * half)
-
-
-# ------------------------------------------------------------------------------------------------------- decays
-
-
-def _decay_scratch(scan: Scan) -> dict[str, Any]:
-    """What `_prepare_decays` fills."""
-    if scan.gate == "constant":
-        rows = pltpu.VMEM((scan.heads, scan.chunk, max(scan.k, scan.v)), jnp.float32)
-        between = pltpu.VMEM((scan.heads, scan.chunk, scan.chunk), jnp.float32)
-        return {"from_start": rows, "to_end": rows, "between": between}
-    if scan.gate == "step":
-        steps = pltpu.VMEM((scan.heads, *scan.step_shape[3:]), jnp.float32)
-        rows = dict.fromkeys(("sum_hi", "sum_lo", "from_start", "to_end"), steps)
-        if scan.gate_pieces:
-            lanes = pl.cdiv(scan.gate_pieces * scan.chunk, LANES) * LANES
-            rows["gate"] = pltpu.VMEM((scan.heads, scan.chunks, lanes), jnp.float32)
-        return rows
-    return {}
-
-
-def _prepare_decays(refs: Refs, scan: Scan, first_head: Any) -> None:
-    """What the decays of all chunks of a block, or of some heads, have in common."""
-    if scan.gate == "constant":
-
-        @pl.when(pl.program_id(2) == 0)
-        def _() -> None:
-            gammas = _gammas(refs, scan, first_head)
-            i, j = _steps(scan)
-            refs["between"][...] = jnp.where(i >= j, _power(gammas, jnp.maximum(i - j, 0)), 0.0)
-            step = _iota(refs["to_end"].shape, 1)
-            refs["from_start"][...] = _power(gammas, step + 1)
-            refs["to_end"][...] = _power(gammas, scan.chunk - 1 - step)
-
-    if scan.gate == "step":
-        g = jnp.maximum(refs["g"][...], STRONGEST_GATE)
-        gamma = jnp.maximum(refs["g_gamma"][...], STRONGEST_GATE) if "g_gamma" in refs else jnp.zeros_like(g)
-        gate = two_sum(g, gamma)
-        if scan.gate_pieces:
-            pieces = [_f32(piece)[:, :, : scan.chunk] for piece in _pieces(gate[0], scan.gate_pieces)]
-            refs["gate"][:, :, : scan.gate_pieces * scan.chunk] = jnp.concatenate(pieces, 2)
-        hi, lo = _running_sums(*gate, scan.chunk)
-        last = hi[:, :, scan.chunk - 1 : scan.chunk], lo[:, :, scan.chunk - 1 : scan.chunk]
-        refs["sum_hi"][...], refs["sum_lo"][...] = hi, lo
-        refs["from_start"][...] = _exp(hi + lo)
-        refs["to_end"][...] = _exp(_difference(last, (hi, lo)))
-
-
-def _gammas(refs: Refs, scan: Scan, first_head: Any) -> jax.Array:
-    """[heads, 1, 1]."""
-    return jnp.stack([jnp.full((1, 1), refs["g_gamma"][first_head + h]) for h in range(scan.heads)])
-
-
-def _steps(scan: Scan) -> tuple[jax.Array, jax.Array]:
-    """The steps i and j at each place of `_StepDecay.between`: at [i, j] forward, at [j, i] backward."""
-    shape = (scan.heads, scan.chunk, scan.chunk)
-    i, j = _iota(shape, 1), _iota(shape, 2)
-    return (j, i) if scan.backward else (i, j)
-
-
-def _power(gammas: jax.Array, steps: jax.Array) -> jax.Array:
-    """The decay over so many steps. The product is rounded once, where a running sum is at each step."""
-    return _exp(gammas * _f32(steps))
-
-
-def _whole(scan: Scan, total: jax.Array, low: jax.Array | float = 0.0) -> tuple[jax.Array, ...]:
-    """The decay of a whole chunk, exp(total + low), as a sum: what is near 1 and the rest, so that a product with it
-    loses little of what a slow head keeps for many chunks. Split dots lose more than that."""
-    return (_exp(total + low),) if scan.split else decay_parts(total, low)
-
-
-def _difference(a: Pair, b: Pair) -> jax.Array:
-    """a - b, both in two pieces."""
-    return (a[0] - b[0]) + (a[1] - b[1])
-
-
-def _running_sums(hi: jax.Array, lo: jax.Array, chunk: int) -> Pair:
-    """The sums of hi + lo over the lanes up to each.
-
-    Of sums in one piece, differences are as wrong as the sums are large.
-    """
-    lane = _iota(hi.shape, 2)
-    for level in range(chunk.bit_length() - 1):
-        before = 2**level
-        earlier_hi, earlier_lo = (jnp.where(lane >= before, pltpu.roll(x, before, 2), 0.0) for x in (hi, lo))
-        hi, error = two_sum(hi, earlier_hi)
-        lo += earlier_lo + error
-    return two_sum(hi, lo)
-
-
-def _exp(x: jax.Array) -> jax.Array:
-    """exp, finite everywhere."""
-    return jnp.exp(jnp.minimum(x, LARGEST_EXPONENT))
-
-
-# ----------------------------------------------------------------------------------------------------- products
-
-
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], scan: Scan) -> jax.Array:
-    """For each head, float32 sums over axis `contract[0]` of its matrix in a and `contract[1]` of that in b.
-
-    A bfloat16 operand enters as it is. One in float32 goes in six passes or, where dots are split, as the sum of two
-    bfloat16: 16 bits, and all products but that of the two lower pieces.
-    """
-    x, y = contract[0] + 1, contract[1] + 1
-    dot = partial(lax.dot_general, dimension_numbers=(((x,), (y,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-    if not scan.split:
-        return dot(a, b, precision=lax.Precision.HIGHEST)
-    lhs, rhs = _pieces(a), _pieces(b)
-    pairs = [(m, n) for m in range(len(lhs)) for n in range(len(rhs)) if m + n < 2][::-1]
-    if a.shape[x] % SUBLANES:
-        return reduce(jnp.add, [dot(lhs[m], rhs[n]) for m, n in pairs])
-    # One dot of a longer contraction: of the 256 rows of the matrix unit, 128 or 64 would leave most without work.
-    return dot(jnp.concatenate([lhs[m] for m, _ in pairs], x), jnp.concatenate([rhs[n] for _, n in pairs], y))
-
-
-def _dot_with_all(a: jax.Array, b: jax.Array, scan: Scan) -> jax.Array:
-    """For each head, the product of its matrix in a and the matrix b, which the matrix unit loads once."""
-    return _dot(a.reshape(1, -1, a.shape[2]), b[None], (1, 0), scan).reshape(*a.shape[:2], b.shape[1])
-
-
-def _pieces(x: jax.Array, count: int = 2) -> list[jax.Array]:
-    """x as a sum of bfloat16, the largest first: of so many, where it is none itself."""
-    piece = x.astype(jnp.bfloat16)
-    if x.dtype == jnp.bfloat16 or count == 1:
-        return [piece]
-    return [piece, *_pieces(x - piece.astype(jnp.float32), count - 1)]
-
-
-def _ones(where: jax.Array, scan: Scan) -> jax.Array:
-    """1 where it is, else 0, which a dot takes as it is."""
-    ones = jnp.where(where, 1.0, 0.0)
-    return ones.astype(jnp.bfloat16) if scan.split else ones
-
-
-def _iota(shape: tuple[int, ...], axis: int) -> jax.Array:
-    return lax.broadcasted_iota(jnp.int32, shape, axis)
-
-
-def _f32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)

@@ -51,7 +51,7 @@ def chunk_gla_fwd(
     Arguments, result and errors as `cpu_golden.gla.chunk_gla_fwd`. Here q, k and v are all float32 or all bfloat16, and
     so is o; gk is float32 or of their dtype; states are float32. Options: `chunk_scan.ChunkOptions`.
     fused: whether one kernel does all, or another one the states before (None: one where its blocks fit VMEM;
-    `chunk_scan.chunk_route` says why). Values, those of cu_seqlens, are checked outside tracing only.
+    `_lib.chunk_plan.chunk_route` says why). Values, those of cu_seqlens, are checked outside tracing only.
     Also raises ValueError or TypeError as `op_arguments.gla.check_precision` and `check_fused`.
     """
     gates = {"gk": gk}

@@ -45,7 +45,7 @@ def chunk_simple_gla_fwd(
     bfloat16, and so is o; g is float32 or of their dtype; states and g_gamma are float32. Options:
     `chunk_scan.ChunkOptions`.
     fused: whether one kernel does all, or another one the states before (None: one where its blocks fit VMEM;
-    `chunk_scan.chunk_route` says why). Values, those of cu_seqlens, are checked outside tracing only.
+    `_lib.chunk_plan.chunk_route` says why). Values, those of cu_seqlens, are checked outside tracing only.
     Also raises ValueError or TypeError as `op_arguments.gla.check_precision` and `check_fused`.
     """
     gates = {"g": g, "g_gamma": g_gamma}

@@ -46,7 +46,7 @@ def small_tiles():
     """The TPU's recurrences take so few rows at a time that a sequence is in several tiles, beside others."""
     with pytest.MonkeyPatch.context() as patch:
         if find_spec("jax"):
-            patch.setattr("tpu_kernels.fused_recurrent.TILE", BORDER)
+            patch.setattr("tpu_kernels._lib.recurrent_layout.TILE", BORDER)
         yield
 
 

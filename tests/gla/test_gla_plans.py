@@ -12,8 +12,10 @@ pytest.importorskip("triton")
 
 from gpu_reference import chunk_scan as gpu
 from op_arguments.gla import Problem
-from tpu_kernels import chunk_scan as tpu
-from tpu_kernels import fused_recurrent
+from tpu_kernels import chunk_scan
+from tpu_kernels._lib import chunk_decays, recurrent_layout
+from tpu_kernels._lib import chunk_plan as tpu
+from tpu_kernels._lib.decays import finite_exp
 
 GATES: dict[str, Any] = {"constant": {"g": None, "g_gamma": 1}, "step": {"g": 1, "g_gamma": None}, "channel": {"gk": 1}}
 
@@ -95,7 +97,7 @@ def test_longer_sequences_have_longer_blocks_that_fit_vmem_on_the_tpu(changes, e
     p = problem(**changes)
     scan = tpu.plan(GATES["step"], p, packed=False, chunk_size=64, backward=True, fused=True)
     assert (scan.chunks, scan.blocks, scan.heads) == expected
-    assert tpu._vmem_bytes(scan, p, backward=True, fused=True) <= 40 * 2**20
+    assert tpu.vmem_bytes(scan, p, backward=True, fused=True) <= 40 * 2**20
 
 
 # As above, the size of chunks, and chunks of a block and blocks: 16 times as long as usual, which is the most.
@@ -190,7 +192,7 @@ def test_numbers_of_a_chunk_take_whole_registers_on_the_tpu(size, lanes):
     [("bfloat16", "ieee", True), ("float32", "ieee", False), ("float32", "bf16x3", True)],
 )
 def test_dots_are_of_bfloat16_unless_operands_and_precision_are_of_float32(dtype, precision, split):
-    scan, _ = tpu._planned(problem(dtype=dtype), GATES["step"], None, 64, precision, None, backward=False)
+    scan, _ = chunk_scan._planned(problem(dtype=dtype), GATES["step"], None, 64, precision, None, backward=False)
     assert scan.split == split
 
 
@@ -198,7 +200,7 @@ def test_dots_are_of_bfloat16_unless_operands_and_precision_are_of_float32(dtype
 def test_what_just_fits_vmem_is_one_kernel_in_the_same_blocks(gate, monkeypatch):
     p, options = problem(t=2**14), dict(packed=False, chunk_size=64, backward=True)
     scan = tpu.plan(GATES[gate], p, **options, fused=True)
-    monkeypatch.setattr(tpu, "VMEM_BUDGET", tpu._vmem_bytes(scan, p, backward=True, fused=True))
+    monkeypatch.setattr(tpu, "VMEM_BUDGET", tpu.vmem_bytes(scan, p, backward=True, fused=True))
     assert tpu.plan(GATES[gate], p, **options, fused=True) == scan
     assert tpu.chunk_route(GATES[gate], p, **options).fused
     monkeypatch.setattr(tpu, "VMEM_BUDGET", tpu.VMEM_BUDGET - 1)
@@ -226,18 +228,18 @@ def test_what_a_scan_takes_of_vmem(gate, direction, fused, dtype, row, kept):
     scan = tpu.plan(GATES[gate], p, packed=False, chunk_size=64, backward=backward, fused=fused)
     pairs, values = 64 * 128 * 4, 8 * 64 * (2 * 128 + K + V) * 4
     of_head = 2 * scan.rows * row + (kept(scan.chunks, scan.blocks) + 1) * STATE + pairs
-    assert tpu._vmem_bytes(scan, p, backward=backward, fused=fused) == scan.heads * of_head + values
+    assert tpu.vmem_bytes(scan, p, backward=backward, fused=fused) == scan.heads * of_head + values
 
 
 def test_exp_is_finite_and_grows_as_far_as_a_whole_exponent_does():
-    beyond, last, before = (float(tpu._exp(np.float32(x))) for x in (1e6, 88.0, 87.5))
+    beyond, last, before = (float(finite_exp(np.float32(x))) for x in (1e6, 88.0, 87.5))
     assert np.finfo(np.float32).max > beyond == last > before
     assert np.exp(89.0) > np.finfo(np.float32).max
 
 
 @pytest.mark.parametrize(("shape", "size"), [((8, 128), 4096), ((3, 2, 9, 129), 3 * 2 * 16 * 256 * 4), ((1, 1), 4096)])
 def test_an_array_takes_whole_registers_of_vmem(shape, size):
-    assert fused_recurrent._vmem_bytes(shape) == size
+    assert recurrent_layout.vmem_bytes(shape) == size
 
 
 # dtype, precision, whether the gate is of each channel, K and V: the blocks (rows, keys, values) of both passes
@@ -285,5 +287,5 @@ def test_both_ends_of_a_chunk_are_watched():
     decay = SimpleNamespace(
         watch_sums=lambda watch: watch("c", "sums"), from_start=lambda axis: "from", to_end=lambda axis: "to"
     )
-    tpu._watch_decays(decay, lambda site, value, *_: seen.append((site, value)))
+    chunk_decays.watch_decays(decay, lambda site, value, *_: seen.append((site, value)))
     assert seen == [("c", "sums"), ("decay", "from"), ("decay", "to")]

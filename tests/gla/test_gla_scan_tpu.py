@@ -14,6 +14,7 @@ from parity.judging.judge import judge  # noqa: E402
 from parity.trial import Trial  # noqa: E402
 from tests.matrix.gla import CHUNK_GLA, CHUNK_SIMPLE_GLA, F32  # noqa: E402
 from tpu_kernels import chunk_scan, simple_gla  # noqa: E402
+from tpu_kernels._lib import chunk_dots, chunk_plan  # noqa: E402
 
 pytestmark = pytest.mark.tpu
 
@@ -32,8 +33,8 @@ SMALL = [
 @pytest.mark.parametrize(("op", "gates", "shape", "route"), SMALL)
 def test_several_blocks_of_steps_and_heads_agree_with_golden(op, gates, shape, route, monkeypatch):
     """Of 32 steps and one head here: usual ones have 512 and 8, and no case of the default tier has two."""
-    monkeypatch.setattr(chunk_scan, "BLOCK_TOKENS", 32)
-    monkeypatch.setattr(chunk_scan, "HEADS", 1)
+    monkeypatch.setattr(chunk_plan, "BLOCK_TOKENS", 32)
+    monkeypatch.setattr(chunk_plan, "HEADS", 1)
     (case,) = op.grid([shape], dtype=[F32], h0=[True], ht=[True], chunk=[16], route=[route], **gates)
     judged = judge(Trial(op, case, "tpu"))
     assert judged.verdict.passed, judged.verdict
@@ -51,7 +52,7 @@ GATES: dict[str, dict[str, tuple[int, ...]]] = {
 def planned(gate: str, *, backward: bool, fused: bool, t: int) -> Any:
     p = Problem(b=B, t=t, h=H, k=D, v=D, n=B, scale=1.0, dtype=F32)
     gates = dict.fromkeys(("gk",) if gate == "channel" else ("g", "g_gamma")) | GATES[gate]
-    return chunk_scan.plan(gates, p, packed=False, chunk_size=64, backward=backward, fused=fused)
+    return chunk_plan.plan(gates, p, packed=False, chunk_size=64, backward=backward, fused=fused)
 
 
 def traced(gate: str, *, backward: bool, fused: bool, t: int, interpret: bool = False) -> list[Any]:
@@ -148,7 +149,7 @@ def test_a_dot_multiplies_pieces_in_one_where_they_fill_registers(a, b, split, d
     """Of float32 two pieces of bfloat16, but not both lower ones with each other: side by side along the sums where
     those are whole registers of 16 rows, else one after the other, the smallest first."""
     scan = planned("step", backward=False, fused=True, t=64)._replace(split=split)
-    dot = partial(chunk_scan._dot, contract=(1, 0), scan=scan)
+    dot = partial(chunk_dots.dot, contract=(1, 0), scan=scan)
     shapes = jax.ShapeDtypeStruct((2, 8, depth), a), jax.ShapeDtypeStruct((2, depth, 8), b)
     dots = [each for each, _ in _equations(jax.make_jaxpr(dot)(*shapes).jaxpr, "dot_general")]
     assert [(each.invars[0].aval.dtype.name, each.invars[0].aval.shape[2]) for each in dots] == expected
@@ -159,7 +160,7 @@ def test_a_dot_multiplies_pieces_in_one_where_they_fill_registers(a, b, split, d
 @pytest.mark.parametrize(("split", "dtype"), [(False, F32), (True, BF16)])
 def test_ones_are_multiplied_as_they_are(split, dtype):
     scan = planned("step", backward=False, fused=True, t=64)._replace(split=split)
-    ones = chunk_scan._ones(np.array([[True, False]]), scan)
+    ones = chunk_dots.ones(np.array([[True, False]]), scan)
     assert ones.dtype == dtype
     assert ones.tolist() == [[1, 0]]
 
@@ -167,7 +168,7 @@ def test_ones_are_multiplied_as_they_are(split, dtype):
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_pieces_have_eight_bits_each(count):
     x = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
-    pieces = chunk_scan._pieces(jax.numpy.asarray(x), count)
+    pieces = chunk_dots.bf16_split(jax.numpy.asarray(x), count)
     assert [piece.dtype for piece in pieces] == [BF16] * count
     left = np.abs(x - sum(np.asarray(piece, np.float64) for piece in pieces)) / np.abs(x)
     assert left.max() <= (0 if count == 3 else 2.0 ** (-8 * count))

@@ -13,6 +13,8 @@ from jax.experimental import pallas as pl  # noqa: E402
 from op_arguments.gla import Problem  # noqa: E402
 from op_arguments.gmm import GroupMetadata  # noqa: E402
 from tpu_kernels import fused_recurrent as recurrent  # noqa: E402
+from tpu_kernels._lib import decays, recurrent_sums  # noqa: E402
+from tpu_kernels._lib import recurrent_layout as layout  # noqa: E402
 
 pytestmark = pytest.mark.tpu
 UNIT = 2.0**-24  # of what float32 rounds a number to
@@ -25,7 +27,7 @@ def test_the_parts_of_a_decay_are_exact_to_the_roundings_that_they_are_made_of()
     """kept is 1 or 0; of the rest the sum, the series' last product and sum, and its argument are rounded."""
     small = np.logspace(-30, 0, 2001)
     gate = np.float32([-math.log(2), *np.linspace(-80, 88.7, 20_001), *small, *-small])
-    kept, rest = (np.asarray(x) for x in recurrent.decay_parts(jnp.asarray(gate)))
+    kept, rest = (np.asarray(x) for x in decays.decay_parts(jnp.asarray(gate)))
     assert np.array_equal(kept, np.where(gate > -math.log(2), 1, 0))
     exact = np.where(kept == 1, np.expm1(gate.astype(np.float64)), np.exp(gate.astype(np.float64)))
     power = np.where(np.abs(gate) < math.log(2) / 2, 0, np.exp2(np.round(gate.astype(np.float64) / math.log(2))))
@@ -37,7 +39,7 @@ def test_the_series_of_a_decay_ends_where_float32_does():
     assert (math.log(2) / 2) ** 9 / math.factorial(10) < UNIT / 1000
     gate = np.linspace(-5, 5, 1001)
     with jax.enable_x64(True):
-        kept, rest = (np.asarray(x) for x in recurrent.decay_parts(jnp.asarray(gate)))
+        kept, rest = (np.asarray(x) for x in decays.decay_parts(jnp.asarray(gate)))
     power = 2.0 ** np.floor(gate / math.log(2) + 0.5)
     x = gate - math.log(2) * np.floor(gate / math.log(2) + 0.5)
     assert rest.dtype == np.float64
@@ -47,16 +49,16 @@ def test_the_series_of_a_decay_ends_where_float32_does():
 
 
 def test_the_logarithm_of_2_in_two_parts_is_exact_times_an_exponent():
-    assert (recurrent.LN2_HIGH * 2**16).is_integer()  # of 16 bits, which leaves 8 for the exponent
-    assert abs(recurrent.LN2_LOW) <= 2.0**-17
-    assert math.log(2) == recurrent.LN2_HIGH + recurrent.LN2_LOW
+    assert (decays.LN2_HIGH * 2**16).is_integer()  # of 16 bits, which leaves 8 for the exponent
+    assert abs(decays.LN2_LOW) <= 2.0**-17
+    assert math.log(2) == decays.LN2_HIGH + decays.LN2_LOW
 
 
 def test_a_decay_beyond_float32_is_zero_or_finite():
     low, high = jnp.asarray([-1e30, -1000.0, -88.3, -jnp.inf]), jnp.asarray([88.72, 89.0, 1000.0, jnp.inf])
     for shift in (0.0, 1e-6):  # what a sum of two gates leaves over
-        assert not sum(np.asarray(x) for x in recurrent.decay_parts(low, shift)).any()
-        largest = sum(np.asarray(x) for x in recurrent.decay_parts(high, shift))
+        assert not sum(np.asarray(x) for x in decays.decay_parts(low, shift)).any()
+        largest = sum(np.asarray(x) for x in decays.decay_parts(high, shift))
         assert np.isfinite(largest).all()
         assert np.all(largest > 0.99 * np.finfo(np.float32).max)
 
@@ -64,7 +66,7 @@ def test_a_decay_beyond_float32_is_zero_or_finite():
 def test_what_two_gates_leave_over_is_part_of_the_decay():
     gate = np.float32([-50, -20.3, -3, 30, 80.1, -0.3])
     low = np.float32(0.4) * np.spacing(gate) * np.float32([1, -1, 1, 1, -1, 1])
-    kept, rest = (np.asarray(x, np.float64) for x in recurrent.decay_parts(jnp.asarray(gate), jnp.asarray(low)))
+    kept, rest = (np.asarray(x, np.float64) for x in decays.decay_parts(jnp.asarray(gate), jnp.asarray(low)))
     exact = np.exp(gate.astype(np.float64) + low)
     bound = 4 * UNIT * np.maximum(np.abs(exact - kept), np.where(np.abs(gate) < math.log(2) / 2, 0, exact))
     assert np.all(np.abs(kept + rest - exact) <= bound)
@@ -76,7 +78,7 @@ def numbers(*shape):
 
 def test_two_sum_loses_nothing():
     a, b = numbers(1000), np.ldexp(numbers(1000)[::-1], np.arange(-500, 500).clip(-40, 40))
-    total, left = (np.asarray(x) for x in recurrent.two_sum(jnp.asarray(a), jnp.asarray(b)))
+    total, left = (np.asarray(x) for x in decays.two_sum(jnp.asarray(a), jnp.asarray(b)))
     assert np.array_equal(total, a + b)
     assert np.array_equal([math.fsum(x) for x in zip(a, b, -total, strict=True)], left)
 
@@ -113,13 +115,13 @@ def integers(*shape):
 @pytest.mark.parametrize("rows", [1, 2, 8, 256, 384, 640])
 def test_rows_are_summed(rows):
     x = integers(rows, 128)
-    assert np.array_equal(recurrent._sum_rows(jnp.asarray(x)), x.sum(0, keepdims=True))
+    assert np.array_equal(recurrent_sums.sum_rows(jnp.asarray(x)), x.sum(0, keepdims=True))
 
 
 @pytest.mark.parametrize("registers", [1, 2, 3, 4, 5])
 def test_registers_of_lanes_are_summed(registers):
     x = integers(8, registers * 128)
-    assert np.array_equal(recurrent._fold_lanes(jnp.asarray(x)), x.reshape(8, registers, 128).sum(1))
+    assert np.array_equal(recurrent_sums.fold_lanes(jnp.asarray(x)), x.reshape(8, registers, 128).sum(1))
 
 
 def in_kernel(body, x, shape):
@@ -130,16 +132,16 @@ def in_kernel(body, x, shape):
 
 
 def test_lanes_are_summed_into_a_column_of_each_step():
-    x = integers(recurrent.GROUP, 8, 128)
-    got = in_kernel(lambda x: recurrent._sum_lanes(x), x, (8, recurrent.GROUP))
+    x = integers(layout.GROUP, 8, 128)
+    got = in_kernel(lambda x: recurrent_sums.sum_lanes(x), x, (8, layout.GROUP))
     assert np.array_equal(got, x.sum(2).T)
 
 
 def test_the_sum_of_a_row_does_not_depend_on_its_step():
     """The same 128 numbers in every step of a group: the same bits."""
-    x = np.broadcast_to(numbers(8, 128), (recurrent.GROUP, 8, 128))
-    got = np.asarray(in_kernel(lambda x: recurrent._sum_lanes(x), x, (8, recurrent.GROUP)))
-    assert np.array_equal(got, got[:, :1].repeat(recurrent.GROUP, 1))
+    x = np.broadcast_to(numbers(8, 128), (layout.GROUP, 8, 128))
+    got = np.asarray(in_kernel(lambda x: recurrent_sums.sum_lanes(x), x, (8, layout.GROUP)))
+    assert np.array_equal(got, got[:, :1].repeat(layout.GROUP, 1))
 
 
 # ----------------------------------------------------------------------------------------------------------- plans
@@ -167,14 +169,14 @@ PLANS = [
 
 @pytest.mark.parametrize(("changes", "direction", "expected"), PLANS)
 def test_tiles_and_slabs(changes, direction, expected):
-    tile = recurrent.TILE if direction == "forward" else None
-    plan = recurrent._plan(problem(**changes), {"g": 1, "g_gamma": None}, False, False, tile, None)
+    tile = layout.TILE if direction == "forward" else None
+    plan = layout.make_plan(problem(**changes), {"g": 1, "g_gamma": None}, False, False, tile, None)
     assert (plan.tile, plan.keys, plan.values, plan.slab) == expected
     assert plan.tiles * plan.tile >= plan.rows > (plan.tiles - 1) * plan.tile
 
 
 def test_steps_are_unrolled_where_they_are_compiled():
-    plans = [recurrent._plan(problem(), {"gk": 1}, False, interpret, None, None) for interpret in (False, True)]
+    plans = [layout.make_plan(problem(), {"gk": 1}, False, interpret, None, None) for interpret in (False, True)]
     assert [plan.unroll for plan in plans] == [4, 1]
 
 

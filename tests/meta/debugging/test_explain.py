@@ -27,7 +27,7 @@ from parity.ledger.book import Book
 from parity.op import Case, Op
 from parity.trial import Trial
 from tests.matrix import OPS
-from tests.meta.faults.test_faults import FAULTS, source_of, with_source
+from tests.meta.faults.test_faults import FAULTS, module_with, source_of, with_source
 from tests.meta.faults.test_faults import plant as plant_fault
 from tests.meta.faults.test_faults_gla import FAULTS as FAULTS_GLA
 from tests.meta.faults.test_faults_quantized import FAULTS as FAULTS_QUANTIZED
@@ -92,7 +92,7 @@ def in_quantized(name, backend, old, new, sites, op="gmm", tier="full"):
 
 
 def in_gla(name, backend, op, old, new, sites, where=f32, tier="full", also=()):
-    module = "fused_recurrent" if "recurrent" in op else "chunk_scan"
+    module = module_with(backend, old, "fused_recurrent" if "recurrent" in op else "chunk_scan")
     return [Loss(name, backend, op, {old: new, **dict(also)}, sites, where, module, tier)]
 
 
@@ -110,7 +110,7 @@ TPU_DOT = "    return lax.dot_general(a, b, axes, precision"
 IEEE = 'tl.dot(a, b, sums, input_precision="ieee")'
 HIGHEST_DOT = "return dot(a, b, precision=lax.Precision.HIGHEST)"
 PIECES = 'pieces = tl.dot(a_pieces, b_pieces, input_precision="ieee")'
-TPU_EXP = "jnp.exp(jnp.minimum(x, LARGEST_EXPONENT))"
+TPU_EXP = "jnp.exp(jnp.minimum(x, WHOLE_EXPONENT))"
 GPU_EXP = "tl.exp(tl.minimum(coarse.to(tl.float64) + fine, LARGEST_EXPONENT)).to(tl.float32)"
 LAST_SUMS = "last = hi[:, :, scan.chunk - 1 : scan.chunk]"
 TPU_NEXT_STATE = "_next_state(load, state[...], decay, scan)"
@@ -178,7 +178,7 @@ LOSSES = [
             f"hi, lo = {jnp_rounded('hi + lo')}, jnp.zeros_like(lo)\n        {LAST_SUMS}", {"bfloat16 at c"}),
     *in_gla("cumsum in bf16", "gpu", SIMPLE, "    return coarse, fine\n\n\n@triton.jit\ndef decay(",
             f"    return (coarse + fine){TL_BF16}, fine * 0\n\n\n@triton.jit\ndef decay(", {"bfloat16 at c"}),
-    *in_gla("exp of a bf16", "tpu", SIMPLE, TPU_EXP, f"jnp.exp({jnp_rounded('jnp.minimum(x, LARGEST_EXPONENT)')})",
+    *in_gla("exp of a bf16", "tpu", SIMPLE, TPU_EXP, f"jnp.exp({jnp_rounded('jnp.minimum(x, WHOLE_EXPONENT)')})",
             {"bfloat16 at exponent"}),
     *in_gla("exp of a bf16", "gpu", SIMPLE, GPU_EXP, f"tl.exp(tl.minimum((coarse + fine){TL_BF16}, LARGEST_EXPONENT))",
             {"bfloat16 at exponent"}, tier="default"),

@@ -17,7 +17,7 @@ from parity.debugging.attribution.walk import unseen, walk
 from parity.judging.reference import reference
 from parity.trial import Trial
 from tests.matrix import OPS
-from tests.meta.faults.test_faults import ROOT, Fault, plant, source_of, with_source
+from tests.meta.faults.test_faults import ROOT, Fault, module_with, plant, source_of, with_source
 
 OP = {op.name: op for op in OPS}
 CHUNK, CHUNK_BACKWARD = "chunk_simple_gla_fwd", "chunk_simple_gla_bwd"
@@ -43,7 +43,7 @@ def module_of(op):
 
 def planted(backend, op, old, new, where, *marks):
     """A case of `test_…`: `old` becomes `new`, and `where` is what must be named."""
-    fault = Fault(f"{new} for {old}", backend, (op,), old, new, module=module_of(op))
+    fault = Fault(f"{new} for {old}", backend, (op,), old, new, module=module_with(backend, old, module_of(op)))
     return pytest.param(fault, where, id=f"{backend}-{op}-{where}", marks=[getattr(pytest.mark, backend), *marks])
 
 
@@ -86,9 +86,9 @@ LOSSES = [
     planted("tpu", CHANNELS_BACKWARD, OF_PAIRS, OF_PAIRS + BF16, f'dpairs = watch("dA", {OF_PAIRS}{BF16}, 1, 2)', FULL),
     planted("tpu", STEPS, "power * series\n", f"(power * series){BF16}\n",
             f"return kept, (power - kept) + (power * series){BF16}", FULL),
-    planted("tpu", STEPS_BACKWARD, '_at(do, n) * (plan.scale * refs["q_rows"][row, :])',
-            f'(_at(do, n) * (plan.scale * refs["q_rows"][row, :])){BF16}',
-            f'term = (_at(do, n) * (plan.scale * refs["q_rows"][row, :])){BF16}', FULL),
+    planted("tpu", STEPS_BACKWARD, 'column_of(do, n) * (plan.scale * refs["q_rows"][row, :])',
+            f'(column_of(do, n) * (plan.scale * refs["q_rows"][row, :])){BF16}',
+            f'term = (column_of(do, n) * (plan.scale * refs["q_rows"][row, :])){BF16}', FULL),
     planted("gpu", CHUNK_BACKWARD, OLD_DSTATE, OLD_DSTATE + GPU_BF16, OLD_DSTATE + GPU_BF16, FULL),
     planted("gpu", CHANNELS_BACKWARD, "products = products.to(tl.float32)", f"products = products{GPU_BF16}",
             f"products = products{GPU_BF16}", FULL),
@@ -132,22 +132,22 @@ FAULTS = [
     planted("tpu", "gmm", "result = sums.astype(out.dtype)", "result = 2 * sums.astype(out.dtype)", "out", FULL),
     planted("tpu", "tgmm", "before = jnp.where(first, 0.0, before)",
             "before = jnp.where(first & (visit == 0), 0.0, before)", "acc", FULL),
-    planted("tpu", CHUNK, 'refs["from_start"][...] = _exp(hi + lo)', 'refs["from_start"][...] = _exp(2 * (hi + lo))',
-            "decay", FULL),
-    planted("tpu", CHUNK, "return _dot(load(\"q\"), load(\"k\"), (1, 1), scan) * self.between()",
-            "return _dot(load(\"q\"), load(\"k\"), (1, 1), scan)", "A", FULL),
+    planted("tpu", CHUNK, 'refs["from_start"][...] = finite_exp(hi + lo)',
+            'refs["from_start"][...] = finite_exp(2 * (hi + lo))', "decay", FULL),
+    planted("tpu", CHUNK, "return dot(load(\"q\"), load(\"k\"), (1, 1), scan) * self.between()",
+            "return dot(load(\"q\"), load(\"k\"), (1, 1), scan)", "A", FULL),
     planted("tpu", CHUNK, "return reduce(lambda rest, part: part * state + rest, reversed(decay.whole), term)",
             "return term", "state", FULL),
-    planted("tpu", CHUNK_BACKWARD, "return _decayed(dstate, decay, _dot(", "return _decayed(dstate, decay, 2 * _dot(",
+    planted("tpu", CHUNK_BACKWARD, "return _decayed(dstate, decay, dot(", "return _decayed(dstate, decay, 2 * dot(",
             "dstate", FULL),
     planted("tpu", CHUNK_BACKWARD, PAIRS, "products", "A", FULL),
     planted("tpu", CHUNK_BACKWARD, "whole = reduce(jnp.add, self.whole)", "whole = 1.0", "dgate", FULL),
-    planted("tpu", CHUNK_BACKWARD, 'store("dq", dq + _dot(dscores, load("k"), (0, 0), scan))', 'store("dq", dq)', "dq"),
+    planted("tpu", CHUNK_BACKWARD, 'store("dq", dq + dot(dscores, load("k"), (0, 0), scan))', 'store("dq", dq)', "dq"),
     planted("tpu", CHANNELS_BACKWARD, OF_PAIRS, OF_PAIRS.replace("i < j", "i <= j + 1"), "dA", FULL),
     planted("tpu", STEPS, "left + (rest * state + (kept + rest) * residue)", "left + (kept + rest) * residue", "state",
             FULL),
-    planted("tpu", STEPS_BACKWARD, "refs[\"dgate_rows\"][row, :] += _sum_rows(pair[0] *",
-            "refs[\"dgate_rows\"][row, :] += _sum_rows(2 * pair[0] *", "dgate", FULL),
+    planted("tpu", STEPS_BACKWARD, "refs[\"dgate_rows\"][row, :] += sum_rows(pair[0] *",
+            "refs[\"dgate_rows\"][row, :] += sum_rows(2 * pair[0] *", "dgate", FULL),
     planted("gpu", CHUNK_BACKWARD, OLD_DSTATE, OLD_DSTATE.replace("since * scale", "since"), "dstate", FULL),
     planted("gpu", CHUNK_BACKWARD, "dk_tile = dk_tile.to(tl.float32) * rest", "dk_tile = dk_tile.to(tl.float32)", "dk",
             FULL),

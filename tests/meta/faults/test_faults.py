@@ -268,6 +268,13 @@ def source_of(backend: str, module: str) -> str:
     return (ROOT / PACKAGES[backend] / f"{module.replace('.', '/')}.py").read_text()
 
 
+def module_with(backend: str, text: str, home: str) -> str:
+    """The module that has a text: `home`, or else one of those that kernels share."""
+    shared = sorted((ROOT / PACKAGES[backend] / "_lib").glob("*.py"))
+    names = [home, *(f"_lib.{path.stem}" for path in shared)]
+    return next((name for name in names if text in source_of(backend, name)), home)
+
+
 def with_source(source: str, backend: str, module: str, ops: Collection[str], folder: Path) -> SimpleNamespace:
     """Ops of a backend by name, where a module that they are in, or import through others, has this source."""
     path = folder / f"planted_{backend}.py"

@@ -3,17 +3,17 @@
 import pytest
 
 from tests.matrix.gla import GATED_LINEAR_ATTENTION, is_packed
-from tests.meta.faults.test_faults import Fault, check_is_caught
+from tests.meta.faults.test_faults import Fault, check_is_caught, module_with
 
 BY_NAME = {op.name: op for op in GATED_LINEAR_ATTENTION}
 
 
 def in_scan(name, backend, op, old, new, where):
-    return Fault(name, backend, (op,), old, new, where, "chunk_scan")
+    return Fault(name, backend, (op,), old, new, where, module_with(backend, old, "chunk_scan"))
 
 
 def in_recurrence(name, backend, op, old, new, where):
-    return Fault(name, backend, (op,), old, new, where, "fused_recurrent")
+    return Fault(name, backend, (op,), old, new, where, module_with(backend, old, "fused_recurrent"))
 
 
 def smoke(c):
@@ -56,7 +56,7 @@ FAULTS = [
     # exp overflows above the diagonal, and inf times a mask of 0 is NaN
     in_scan(
         "the mask comes after exp", "tpu", FORWARD,
-        "_exp(jnp.where(i >= j, sums, -jnp.inf))",
+        "finite_exp(jnp.where(i >= j, sums, -jnp.inf))",
         "jnp.exp(sums) / jnp.where(i >= j, 1.0, jnp.inf)",  # XLA makes a product with a mask a choice
         steep,
     ),
@@ -130,7 +130,7 @@ FAULTS = [
     ),
     in_scan(
         "rows beyond a sequence are not masked", "tpu", FORWARD,
-        "return jnp.where(_iota(x.shape, 1) < self.live(i), x, jnp.zeros_like(x)) if self.scan.masked else x",
+        "return jnp.where(iota(x.shape, 1) < self.live(i), x, jnp.zeros_like(x)) if self.scan.masked else x",
         "return x",
         packed,
     ),
@@ -215,8 +215,8 @@ FAULTS = [
     ),
     in_scan(
         "the gates of a channel are those of the first", "tpu", CHANNEL_FORWARD,
-        'return _ChannelDecay(self.load(i, "gk"), scan)',
-        'return _ChannelDecay(jnp.broadcast_to(self.load(i, "gk")[:, :, :1], self.load(i, "gk").shape), scan)',
+        'return ChannelDecay(self.load(i, "gk"), scan)',
+        'return ChannelDecay(jnp.broadcast_to(self.load(i, "gk")[:, :, :1], self.load(i, "gk").shape), scan)',
         smoke,
     ),
 ]  # fmt: skip

@@ -1,0 +1,333 @@
+"""The decays between the steps of a chunk, for each kind of gate, and what is made of them: scores and gradients."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from tpu_kernels._lib.chip import LANES
+from tpu_kernels._lib.chunk_dots import bf16_split, dot, dot_with_all, f32, iota, ones
+from tpu_kernels._lib.chunk_plan import Scan
+from tpu_kernels._lib.decays import decay_parts, difference, finite_exp, running_sums, two_sum
+
+Refs = Mapping[str, Any]
+Load = Callable[[str], jax.Array]
+"""The rows [heads, C, ·] of a chunk, of the tensor of that name."""
+Store = Callable[[str, jax.Array], None]
+Watch = Any
+
+# A step that decays by more leaves nothing of any float32 state, and sums of such steps stay small enough to add.
+STRONGEST_GATE = -256.0
+
+
+class StepDecay:
+    """Decays of heads that have one per step; of `ChannelDecay` the counterpart.
+
+    from_start(width) [heads, C, 1 or width]: from the start of the chunk to each step; to_end(width): from after each
+    step to the chunk's end; whole [heads, 1, 1]: both, in the parts of `_whole`. between() [heads, C, C]: from after
+    step j to step i, zero for i < j, at [i, j] in the forward pass and at [j, i] in the backward one.
+    """
+
+    per_channel = False
+
+    def __init__(self, refs: Refs, i: Any, scan: Scan) -> None:
+        """Of chunk i, from what `prepare_decays` left: rows of a number per step."""
+        self._refs, self._chunk, self._scan = refs, i, scan
+        self.whole = _whole(scan, *(self._row(name)[:, :, scan.chunk - 1 :] for name in ("sum_hi", "sum_lo")))
+
+    def watch_sums(self, watch: Watch) -> None:
+        """Let the sums of gates be watched, but those in which one may have been clamped."""
+        hi, lo = self._row("sum_hi"), self._row("sum_lo")
+        watch("c", (hi, lo), 2, where=hi > STRONGEST_GATE)
+
+    def from_start(self, width: int) -> jax.Array:
+        """See the class."""
+        return self._from_start
+
+    def to_end(self, width: int) -> jax.Array:
+        """See the class."""
+        return self._to_end
+
+    @cached_property
+    def _from_start(self) -> jax.Array:
+        return self._column(self._row("from_start"))
+
+    @cached_property
+    def _to_end(self) -> jax.Array:
+        return self._column(self._row("to_end"))
+
+    def between(self) -> jax.Array:
+        """See the class."""
+        i, j = _steps(self._scan)
+        sums = self._products() if self._scan.gate_pieces else self._differences()
+        return finite_exp(jnp.where(i >= j, sums, -jnp.inf))
+
+    def _differences(self) -> jax.Array:
+        """The sums of the gates after step j up to step i, for i >= j: those up to i less those up to j."""
+        rows = self._row("sum_hi"), self._row("sum_lo")
+        columns = self._column(rows[0]), self._column(rows[1])
+        return difference(*((rows, columns) if self._scan.backward else (columns, rows)))
+
+    def _products(self) -> jax.Array:
+        """The same by the matrix unit, of just these gates. It makes no columns, which take the longest."""
+        scan, c = self._scan, self._scan.chunk
+        lanes = scan.gate_pieces * c
+        place, step = iota((1, c, lanes), 1), iota((1, c, lanes), 2) % c
+        gates = self._row("gate", scan.gate_pieces)
+        gates = jnp.where(step > place if scan.backward else step <= place, gates, 0.0)
+        step, place = iota((lanes, c), 0) % c, iota((lanes, c), 1)
+        others = ones(step <= place if scan.backward else step > place, scan)
+        return dot_with_all(gates.astype(jnp.bfloat16), others, scan)
+
+    def _row(self, name: str, pieces: int = 1) -> jax.Array:
+        return self._refs[name][:, pl.ds(self._chunk, 1), : pieces * self._scan.chunk]
+
+    def _column(self, row: jax.Array) -> jax.Array:
+        i, j = _steps(self._scan)
+        return jnp.sum(jnp.where(i == j, row, 0.0), axis=2, keepdims=True)
+
+    def scores(self, load: Load, scan: Scan) -> jax.Array:
+        """A [heads, C, C]."""
+        return dot(load("q"), load("k"), (1, 1), scan) * self.between()
+
+    def store_gradients(self, load: Load, store: Store, state: Any, dstate: Any, scan: Scan, watch: Watch) -> None:
+        """Store dq, dk, dv and dg of a chunk, from the refs of the state at its start and the gradient at its end."""
+        # Pairs of steps are at [j, i], so that just one of the dots below transposes.
+        products = dot(load("k"), load("q"), (1, 1), scan)
+        dproducts = dot(load("v"), load("do"), (1, 1), scan)
+        dscores = dproducts * (scan.scale * self.between())
+        dv = read_state(load("k"), dstate[...], self, self.to_end, scan)
+        scores = watch("A", products * self.between(), 1, 2)
+        store("dv", dv + scan.scale * dot(scores, load("do"), (1, 0), scan))
+        # The gate of step t decays what goes from before t to t or later. Sums of just these pairs lose nothing to
+        # cancellation, as running sums of q·dq - k·dk do.
+        row, column = iota(products.shape, 1), iota(products.shape, 2)
+        if watch:
+            watch("dA", scan.scale * dproducts, 1, 2, where=row <= column)
+        sums = dot_with_all(products * dscores, ones((row >= column)[0], scan), scan)
+        dq = scan.scale * self.from_start(scan.k) * dot(load("do"), state[...], (1, 0), scan)
+        from_state = jnp.sum(f32(load("q")) * dq, axis=2, keepdims=True)
+        store("dq", dq + dot(dscores, load("k"), (0, 0), scan))
+        dk = self.to_end(scan.k) * dot(load("v"), dstate[...], (1, 0), scan)
+        to_state = jnp.sum(f32(load("k")) * dk, axis=2, keepdims=True)
+        store("dk", dk + dot(dscores, load("q"), (1, 0), scan))
+        whole = reduce(jnp.add, self.whole)
+        through = jnp.sum(whole * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True), axis=2, keepdims=True)
+        through = watch("dgate", through)
+        store("dgate", through + jnp.sum(jnp.where(row < column, sums + to_state, from_state), axis=1, keepdims=True))
+
+
+class ConstantDecay(StepDecay):
+    """Decays of heads whose steps have all the same: what `prepare_decays` left of them."""
+
+    def __init__(self, refs: Refs, gammas: jax.Array, live: Any, scan: Scan) -> None:
+        self._refs, self._gammas, self._live, self._scan = refs, gammas, live, scan
+        self.whole = _whole(scan, gammas * f32(jnp.full(gammas.shape, live, jnp.int32)))
+
+    def watch_sums(self, watch: Watch) -> None:
+        """There are none, but products."""
+
+    def from_start(self, width: int) -> jax.Array:
+        """See `StepDecay`."""
+        return self._refs["from_start"][:, :, :width]
+
+    def to_end(self, width: int) -> jax.Array:
+        """See `StepDecay`."""
+        if not self._scan.masked:
+            return self._refs["to_end"][:, :, :width]
+        step = iota((self._scan.heads, self._scan.chunk, 1), 1)
+        return _power(self._gammas, jnp.maximum(self._live - 1 - step, 0))
+
+    def between(self) -> jax.Array:
+        """See `StepDecay`."""
+        return self._refs["between"][...]
+
+
+class ChannelDecay:
+    """Decays of heads that have one per step and channel of k.
+
+    from_start(width), to_end(width) [heads, C, K] and whole [heads, 1, K] as in `StepDecay`. The decay between two
+    steps is the product of two that meet between them: at the border of the halves, one step in each, of the smallest
+    part of the chunk that holds both (parts have 2, 4, 8, … steps). halves: for each size of parts, [heads, C, K]: from
+    that border to the steps of the second half, and to it from those of the first. So no exponent is of a longer way
+    than from j to i.
+    """
+
+    per_channel = True
+
+    def __init__(self, gk: jax.Array, scan: Scan) -> None:
+        """From the log decays [heads, C, K]. Sums of halves are added to sums of wholes: no difference is taken."""
+        # Of the part of a step, the sum up to it and the sum over the rest.
+        until, after = jnp.maximum(f32(gk), STRONGEST_GATE), jnp.zeros(gk.shape, jnp.float32)
+        self.halves, c = [], gk.shape[1]
+        for level in range(c.bit_length() - 1):
+            half = 2**level
+            second = _in_second(gk.shape, half)
+            self.halves.append(finite_exp(jnp.where(second, until, after)))
+            total = until + after
+            until += jnp.where(second, pltpu.roll(total, half, 1), 0.0)
+            after += jnp.where(second, 0.0, pltpu.roll(total, c - half, 1))
+        self._until, self._after = until, after
+        self.whole = _whole(scan, until[:, c - 1 :])
+
+    def watch_sums(self, watch: Watch) -> None:
+        """See `StepDecay`."""
+        for sums in (self._until, self._after):
+            watch("exponent", sums, 1, where=sums > STRONGEST_GATE)
+
+    def from_start(self, width: int) -> jax.Array:
+        """See the class."""
+        return finite_exp(self._until)
+
+    def to_end(self, width: int) -> jax.Array:
+        """See the class."""
+        return finite_exp(self._after)
+
+    def scores(self, load: Load, scan: Scan) -> jax.Array:
+        """A [heads, C, C]."""
+        q, k = f32(load("q")), f32(load("k"))
+        i, j = _steps(scan)
+        scores = jnp.where(i == j, jnp.sum(q * k, axis=2, keepdims=True), 0.0)
+        for half, _, decayed in self._levels(q, k):
+            products = dot(decayed, decayed, (1, 1), scan)
+            scores = jnp.where((i > j) & _meet(i, j, half), products, scores)
+        return scores
+
+    def store_gradients(self, load: Load, store: Store, state: Any, dstate: Any, scan: Scan, watch: Watch) -> None:
+        """Store dq, dk, dv and dgk of a chunk, from the refs of the state at its start and the gradient at its end."""
+        q, k, v, do = (f32(load(name)) for name in ("q", "k", "v", "do"))
+        i, j = _steps(scan)
+        dq = scan.scale * self.from_start(scan.k) * dot(load("do"), state[...], (1, 0), scan)
+        dk = self.to_end(scan.k) * dot(load("v"), dstate[...], (1, 0), scan)
+        # As in `StepDecay.store_gradients`: of the gate of step t, only pairs with t between them, and what passes it.
+        dgk = watch("dgate", reduce(jnp.add, self.whole) * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True))
+        read = watch("dgate", dot(ones(i >= j, scan), q * dq, (1, 0), scan), 1)
+        dgk += read + watch("dgate", dot(ones(i < j, scan), k * dk, (1, 0), scan), 1)
+        dscore = scan.scale * jnp.sum(do * v, axis=2, keepdims=True)
+        dq, dk = dq + dscore * k, dk + dscore * q
+        # Of a pair, at [i, j] as at [j, i].
+        dscores = dot(load("do"), load("v"), (1, 1), scan), dot(load("v"), load("do"), (1, 1), scan)
+        dpairs = watch("dA", scan.scale * jnp.where(i < j, *dscores), 1, 2)
+        scores = jnp.where(i == j, jnp.sum(q * k, axis=2, keepdims=True), 0.0)
+        for half, decay, decayed in self._levels(q, k):
+            meet, second = _meet(i, j, half), _in_second(q.shape, half)
+            scores = jnp.where((i > j) & meet, dot(decayed, decayed, (1, 1), scan), scores)
+            ddecayed = dot(jnp.where(meet, dpairs, 0.0), decayed, (1, 0), scan)
+            dq += jnp.where(second, decay * ddecayed, 0.0)
+            dk += jnp.where(second, 0.0, decay * ddecayed)
+            # Of the same half: from t on in a second one, before t in a first one.
+            after = (i ^ j < half) & ((i >= j) ^ (j & half == 0))
+            dgk += dot(ones(after, scan), decayed * ddecayed, (1, 0), scan)
+        dv = read_state(load("k"), dstate[...], self, self.to_end, scan)
+        scores = watch("A", scores, 1, 2)
+        store("dv", dv + scan.scale * dot(scores, load("do"), (1, 0), scan))
+        store("dq", dq)
+        store("dk", dk)
+        store("dgate", dgk)
+
+    def _levels(self, q: jax.Array, k: jax.Array) -> Iterator[tuple[int, jax.Array, jax.Array]]:
+        """For each size of halves: it, the decays, and what they decay: q in second halves, k in first ones."""
+        for level, decay in enumerate(self.halves):
+            half = 2**level
+            yield half, decay, decay * jnp.where(_in_second(q.shape, half), q, k)
+
+
+Decay = StepDecay | ChannelDecay
+
+
+def read_state(x: jax.Array, state: jax.Array, decay: Decay, way: Callable[[int], jax.Array], scan: Scan) -> jax.Array:
+    """(x · way) @ stateᵀ. A decay per row is applied to the sums, which leaves x as exact as it is."""
+    if decay.per_channel:
+        return dot(f32(x) * way(scan.k), state, (1, 1), scan)
+    return way(scan.v) * dot(x, state, (1, 1), scan)
+
+
+def watch_decays(decay: Decay, watch: Watch) -> None:
+    if watch:
+        decay.watch_sums(watch)
+        watch("decay", decay.from_start(1), 1)
+        watch("decay", decay.to_end(1), 1)
+
+
+def _in_second(shape: tuple[int, ...], half: int) -> jax.Array:
+    """Which rows are in second halves, of halves of so many."""
+    return iota(shape, 1) & half != 0
+
+
+def _meet(i: jax.Array, j: jax.Array, half: int) -> jax.Array:
+    """Whether i and j are in different halves of a part."""
+    between = i ^ j
+    return (between >= half) & (between < 2 * half)
+
+
+# ------------------------------------------------------------------------------------------------ of a block
+
+
+def decay_scratch(scan: Scan) -> dict[str, Any]:
+    """What `prepare_decays` fills."""
+    if scan.gate == "constant":
+        rows = pltpu.VMEM((scan.heads, scan.chunk, max(scan.k, scan.v)), jnp.float32)
+        between = pltpu.VMEM((scan.heads, scan.chunk, scan.chunk), jnp.float32)
+        return {"from_start": rows, "to_end": rows, "between": between}
+    if scan.gate == "step":
+        steps = pltpu.VMEM((scan.heads, *scan.step_shape[3:]), jnp.float32)
+        rows = dict.fromkeys(("sum_hi", "sum_lo", "from_start", "to_end"), steps)
+        if scan.gate_pieces:
+            lanes = pl.cdiv(scan.gate_pieces * scan.chunk, LANES) * LANES
+            rows["gate"] = pltpu.VMEM((scan.heads, scan.chunks, lanes), jnp.float32)
+        return rows
+    return {}
+
+
+def prepare_decays(refs: Refs, scan: Scan, first_head: Any) -> None:
+    """What the decays of all chunks of a block, or of some heads, have in common."""
+    if scan.gate == "constant":
+
+        @pl.when(pl.program_id(2) == 0)
+        def _() -> None:
+            gammas = gammas_of(refs, scan, first_head)
+            i, j = _steps(scan)
+            refs["between"][...] = jnp.where(i >= j, _power(gammas, jnp.maximum(i - j, 0)), 0.0)
+            step = iota(refs["to_end"].shape, 1)
+            refs["from_start"][...] = _power(gammas, step + 1)
+            refs["to_end"][...] = _power(gammas, scan.chunk - 1 - step)
+
+    if scan.gate == "step":
+        g = jnp.maximum(refs["g"][...], STRONGEST_GATE)
+        gamma = jnp.maximum(refs["g_gamma"][...], STRONGEST_GATE) if "g_gamma" in refs else jnp.zeros_like(g)
+        gate = two_sum(g, gamma)
+        if scan.gate_pieces:
+            pieces = [f32(piece)[:, :, : scan.chunk] for piece in bf16_split(gate[0], scan.gate_pieces)]
+            refs["gate"][:, :, : scan.gate_pieces * scan.chunk] = jnp.concatenate(pieces, 2)
+        hi, lo = running_sums(*gate, scan.chunk)
+        last = hi[:, :, scan.chunk - 1 : scan.chunk], lo[:, :, scan.chunk - 1 : scan.chunk]
+        refs["sum_hi"][...], refs["sum_lo"][...] = hi, lo
+        refs["from_start"][...] = finite_exp(hi + lo)
+        refs["to_end"][...] = finite_exp(difference(last, (hi, lo)))
+
+
+def gammas_of(refs: Refs, scan: Scan, first_head: Any) -> jax.Array:
+    """[heads, 1, 1]."""
+    return jnp.stack([jnp.full((1, 1), refs["g_gamma"][first_head + h]) for h in range(scan.heads)])
+
+
+def _steps(scan: Scan) -> tuple[jax.Array, jax.Array]:
+    """The steps i and j at each place of `StepDecay.between`: at [i, j] forward, at [j, i] backward."""
+    shape = (scan.heads, scan.chunk, scan.chunk)
+    i, j = iota(shape, 1), iota(shape, 2)
+    return (j, i) if scan.backward else (i, j)
+
+
+def _power(gammas: jax.Array, steps: jax.Array) -> jax.Array:
+    """The decay over so many steps. The product is rounded once, where a running sum is at each step."""
+    return finite_exp(gammas * f32(steps))
+
+
+def _whole(scan: Scan, total: jax.Array, low: jax.Array | float = 0.0) -> tuple[jax.Array, ...]:
+    """The decay of a whole chunk, exp(total + low), as a sum: what is near 1 and the rest, so that a product with it
+    loses little of what a slow head keeps for many chunks. Split dots lose more than that."""
+    return (finite_exp(total + low),) if scan.split else decay_parts(total, low)

@@ -1,0 +1,55 @@
+"""Dots of float32 matrices on a matrix unit that multiplies bfloat16, for each head of a block."""
+
+from functools import partial, reduce
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tpu_kernels._lib.chip import sublanes
+from tpu_kernels._lib.chunk_plan import Scan
+
+
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], scan: Scan) -> jax.Array:
+    """For each head, float32 sums over axis `contract[0]` of its matrix in a and `contract[1]` of that in b.
+
+    A bfloat16 operand enters as it is. One in float32 goes in six passes or, where dots are split, as the sum of two
+    bfloat16: 16 bits, and all products but that of the two lower pieces.
+    """
+    x, y = contract[0] + 1, contract[1] + 1
+    dot = partial(lax.dot_general, dimension_numbers=(((x,), (y,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    if not scan.split:
+        return dot(a, b, precision=lax.Precision.HIGHEST)
+    lhs, rhs = bf16_split(a), bf16_split(b)
+    pairs = [(m, n) for m in range(len(lhs)) for n in range(len(rhs)) if m + n < 2][::-1]
+    if a.shape[x] % sublanes(jnp.bfloat16):
+        return reduce(jnp.add, [dot(lhs[m], rhs[n]) for m, n in pairs])
+    # One dot of a longer contraction: of the 256 rows of the matrix unit, 128 or 64 would leave most without work.
+    return dot(jnp.concatenate([lhs[m] for m, _ in pairs], x), jnp.concatenate([rhs[n] for _, n in pairs], y))
+
+
+def dot_with_all(a: jax.Array, b: jax.Array, scan: Scan) -> jax.Array:
+    """For each head, the product of its matrix in a and the matrix b, which the matrix unit loads once."""
+    return dot(a.reshape(1, -1, a.shape[2]), b[None], (1, 0), scan).reshape(*a.shape[:2], b.shape[1])
+
+
+def bf16_split(x: jax.Array, count: int = 2) -> list[jax.Array]:
+    """x as a sum of bfloat16, the largest first: of so many, where it is none itself."""
+    piece = x.astype(jnp.bfloat16)
+    if x.dtype == jnp.bfloat16 or count == 1:
+        return [piece]
+    return [piece, *bf16_split(x - piece.astype(jnp.float32), count - 1)]
+
+
+def ones(where: jax.Array, scan: Scan) -> jax.Array:
+    """1 where it is, else 0, which a dot takes as it is."""
+    ones = jnp.where(where, 1.0, 0.0)
+    return ones.astype(jnp.bfloat16) if scan.split else ones
+
+
+def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
+    return lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def f32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)

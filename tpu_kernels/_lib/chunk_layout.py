@@ -1,0 +1,210 @@
+"""How the arrays of a scan lie in HBM, and the call of its kernels with their blocks."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from tpu_kernels._lib.chunk_decays import decay_scratch
+from tpu_kernels._lib.chunk_plan import VMEM_LIMIT, Scan
+
+
+class Operand(NamedTuple):
+    """An input or output of a kernel: the array, its block, and where block t of a batch row's head block lies.
+
+    Without a block it is whole, in `space`. early: the states are made of it, and not just what is made of them.
+    """
+
+    array: Any
+    block: tuple[int | None, ...] | None = None
+    at: Callable[[Any, Any, Any], tuple[Any, ...]] | None = None
+    early: bool = False
+    space: Any = None
+
+
+class Layout:
+    """How arrays lie for the kernels: [B, H, T, ·] with T padded to blocks, each packed sequence on chunks of its own.
+
+    prefetch, for packed sequences: of each chunk the sequence that it belongs to and how many steps it has, int32. An
+    empty sequence has a chunk too, so that its final state is written.
+    """
+
+    def __init__(self, scan: Scan, cu_seqlens: jax.Array | None, gates: Mapping[str, jax.Array | None]) -> None:
+        self.scan = scan
+        self.prefetch: dict[str, jax.Array] = {}
+        if cu_seqlens is not None:
+            self._lay_out(cu_seqlens)
+        self.gates = self._gates(**gates)
+
+    def _lay_out(self, cu_seqlens: jax.Array) -> None:
+        length, c, count = self.scan.length, self.scan.chunk, self.scan.blocks * self.scan.chunks
+        # Bad offsets go unseen under tracing; clipped, they give wrong numbers, but no access beyond the arrays.
+        cu_seqlens = lax.cummax(jnp.clip(cu_seqlens, 0, length))
+        begins, lengths = cu_seqlens[:-1], jnp.diff(cu_seqlens)
+        ends = jnp.cumsum(jnp.maximum(-(-lengths // c), 1))
+        chunk = jnp.arange(count, dtype=jnp.int32)
+        sequence = jnp.minimum(jnp.searchsorted(ends, chunk, side="right"), self.scan.n - 1).astype(jnp.int32)
+        first_chunk = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1].astype(jnp.int32)])
+        done = (chunk - first_chunk[sequence]) * c
+        self.prefetch = {"sequence": sequence, "live": jnp.clip(lengths[sequence] - done, 0, c)}
+        row = jnp.arange(c, dtype=jnp.int32)
+        self._live = (row < self.prefetch["live"][:, None]).reshape(-1)
+        self._source = jnp.clip((begins[sequence] + done)[:, None] + row, 0, length - 1).reshape(-1)
+        step = jnp.arange(length, dtype=jnp.int32)
+        of_step = jnp.minimum(jnp.searchsorted(cu_seqlens[1:], step, side="right"), self.scan.n - 1)
+        self._is_step = step < cu_seqlens[-1]
+        self._target = jnp.where(self._is_step, first_chunk[of_step] * c + step - begins[of_step], 0)
+
+    def _gates(
+        self, g: jax.Array | None = None, g_gamma: jax.Array | None = None, gk: jax.Array | None = None
+    ) -> dict[str, Operand]:
+        if gk is not None:
+            return {"gk": self._rows(self._laid_out(gk), early=True)}
+        if g is None:
+            gamma = jnp.zeros(self.scan.h, jnp.float32) if g_gamma is None else g_gamma
+            return {"g_gamma": Operand(gamma, space=pltpu.SMEM)}
+        gates = {"g": g.astype(jnp.float32)}
+        if g_gamma is not None:
+            gates["g_gamma"] = jnp.broadcast_to(g_gamma, g.shape)
+        return {name: self.steps(self._laid_out_steps(x)) for name, x in gates.items()}
+
+    def rows(self, **tensors: jax.Array) -> dict[str, Operand]:
+        """Tensors [B, T, H, ·] as operands."""
+        # The states are made of k and v.
+        return {name: self._rows(self._laid_out(x), early=name in ("k", "v")) for name, x in tensors.items()}
+
+    def states(self, **states: jax.Array | None) -> dict[str, Operand]:
+        """States [N, H, K, V] as operands, those that there are."""
+        given = {name: x for name, x in states.items() if x is not None}
+        return {name: Operand(x.swapaxes(2, 3), space=pl.ANY) for name, x in given.items()}
+
+    def state_out(self) -> Operand:
+        """A state of each sequence."""
+        scan = self.scan
+        return Operand(jax.ShapeDtypeStruct((scan.n, scan.h, scan.v, scan.k), jnp.float32), space=pl.ANY)
+
+    def rows_out(self, width: int, dtype: Any) -> Operand:
+        """An output with a row per step."""
+        scan = self.scan
+        return self._rows(jax.ShapeDtypeStruct((scan.b, scan.h, scan.t, width), dtype))
+
+    def chunk_states(self, states: jax.Array | None = None) -> Operand:
+        """A state of each chunk."""
+        scan = self.scan
+        shape = (scan.b, scan.blocks * scan.chunks, scan.h, scan.v, scan.k)
+        block = (None, scan.chunks, scan.heads, scan.v, scan.k)
+        array = jax.ShapeDtypeStruct(shape, jnp.float32) if states is None else states
+        return Operand(array, block, lambda b, h, t: (b, t, h, 0, 0))
+
+    def steps(self, gates: jax.Array | None = None) -> Operand:
+        """A number per step and head, a chunk in a row of lanes."""
+        shape = self.scan.step_shape
+        array = jax.ShapeDtypeStruct(shape, jnp.float32) if gates is None else gates
+        block = (None, self.scan.heads, None, *shape[3:])
+        return Operand(array, block, lambda b, h, t: (b, h, t, 0, 0), early=gates is not None)
+
+    def public(self, rows: jax.Array) -> jax.Array:
+        """[B, H, T, ·] of the kernels as [B, T, H, ·] of the caller."""
+        return self._picked(rows.swapaxes(1, 2))
+
+    def public_steps(self, steps: jax.Array) -> jax.Array:
+        """`steps` of the kernels as [B, T, H] of the caller."""
+        scan = self.scan
+        return self._picked(steps[..., : scan.chunk].reshape(scan.b, scan.h, -1).swapaxes(1, 2))
+
+    def _picked(self, x: jax.Array) -> jax.Array:
+        if not self.prefetch:
+            return x[:, : self.scan.length]
+        shape = (1, self.scan.length) + (1,) * (x.ndim - 2)
+        return jnp.where(self._is_step.reshape(shape), x[:, self._target], jnp.zeros((), x.dtype))
+
+    def _laid_out(self, x: jax.Array) -> jax.Array:
+        x = (x[:, self._source] if self.prefetch else x).swapaxes(1, 2)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, self.scan.t - x.shape[2]), (0, 0)))
+
+    def _laid_out_steps(self, g: jax.Array) -> jax.Array:
+        if self.prefetch:
+            g = jnp.where(self._live[:, None], g[:, self._source], 0.0)
+        *sizes, lanes = self.scan.step_shape
+        g = jnp.pad(g, ((0, 0), (0, self.scan.blocks * self.scan.rows - g.shape[1]), (0, 0)))
+        g = g.swapaxes(1, 2).reshape(*sizes, self.scan.chunk)
+        return jnp.pad(g, ((0, 0),) * 4 + ((0, lanes - self.scan.chunk),))
+
+    def _rows(self, array: Any, early: bool = False) -> Operand:
+        block = (None, self.scan.heads, self.scan.rows, array.shape[3])
+        return Operand(array, block, lambda b, h, t: (b, h, t, 0), early)
+
+
+def call(
+    scan: Scan,
+    kernel: Callable[..., None],
+    name: str,
+    inputs: Mapping[str, Operand],
+    outputs: Mapping[str, Operand],
+    scratch: Mapping[str, Any],
+    *,
+    prefetch: Mapping[str, jax.Array],
+    interpret: bool | pltpu.InterpretParams,
+    work: tuple[int, int],
+    walk: str = "once",
+) -> dict[str, jax.Array]:
+    """The outputs of `kernel(refs by name, scan)` by name.
+
+    It walks the blocks along T "once", "back" from the last, or "twice": there, for what is `early` alone, and back.
+    work: how often a step meets the others of its chunk in a dot, and how often the state.
+    """
+    scratch = dict(scratch) | decay_scratch(scan)
+    names = [*prefetch, *inputs, *outputs, *scratch]
+
+    def spec(operand: Operand) -> Any:
+        if operand.at is None:
+            return pl.BlockSpec(memory_space=operand.space)
+        at = operand.at
+        return pl.BlockSpec(
+            operand.block, lambda b, h, step, *_: at(b, h, block_of(step, scan.blocks, walk, operand.early))
+        )
+
+    steps = 2 * scan.blocks - 1 if walk == "twice" else scan.blocks
+
+    def nbytes(operand: Operand) -> int:
+        twice = walk == "twice" and operand.early
+        return operand.array.size * operand.array.dtype.itemsize * (steps if twice else scan.blocks) // scan.blocks
+
+    in_chunks, states = work
+    all_steps = scan.b * scan.h * scan.t
+    cost = pl.CostEstimate(
+        flops=all_steps * (in_chunks * scan.chunk * (scan.k + scan.v) + 2 * states * scan.k * scan.v),
+        transcendentals=all_steps * (1 if scan.gate == "constant" else scan.chunk),
+        bytes_accessed=sum(map(nbytes, [*inputs.values(), *outputs.values()])),
+    )
+    results = pl.pallas_call(
+        lambda *refs: kernel(dict(zip(names, refs, strict=True)), scan),
+        out_shape=[x.array for x in outputs.values()],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(prefetch),
+            grid=(scan.b, scan.h // scan.heads, steps),
+            in_specs=[spec(x) for x in inputs.values()],
+            out_specs=[spec(x) for x in outputs.values()],
+            scratch_shapes=list(scratch.values()),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+        ),
+        cost_estimate=cost,
+        interpret=interpret,
+        name=name,
+    )(*prefetch.values(), *(x.array for x in inputs.values()))
+    return dict(zip(outputs, results, strict=True))
+
+
+def block_of(step: Any, blocks: int, walk: str, early: bool) -> Any:
+    """The block that an operand has in a grid step. What is needed on the way back only waits at its first block."""
+    if walk == "once":
+        return step
+    if walk == "back":
+        return blocks - 1 - step
+    return jnp.where(step < blocks - 1, step if early else blocks - 1, 2 * (blocks - 1) - step)

@@ -1,0 +1,73 @@
+"""Decays and their logarithms, to more bits than one float32 has.
+
+A slow gate keeps hundreds of steps in a state. A decay near 1 whose error is 2^-25 has lost as many of its 24 bits
+after n steps as n has, and of running sums in one piece differences are as wrong as the sums are large. So both come in
+two pieces.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+Pair = tuple[jax.Array, jax.Array]
+"""A number as the sum of two, the larger first."""
+
+LN2 = float(np.log(2))
+LN2_HIGH = 45426 / 65536  # times any exponent of a float32 this is exact
+LN2_LOW = LN2 - LN2_HIGH
+LARGEST_EXPONENT = 88.72  # of a finite float32
+WHOLE_EXPONENT = 88.0  # the largest whole one of a finite float32
+SMALLEST_EXPONENT = -127 * LN2  # of a decay that is zero: TPUs flush subnormals
+TAYLOR = tuple(1 / float(np.prod(range(1, n + 1))) for n in range(9, 1, -1))  # of exp, from x^9 down to x^2
+
+
+def two_sum(a: jax.Array, b: jax.Array) -> Pair:
+    """a + b rounded, and exactly what that left out (Knuth, The Art of Computer Programming 2, 4.2.2, theorem B)."""
+    total = a + b
+    added = total - a
+    return total, (a - (total - added)) + (b - added)
+
+
+def difference(a: Pair, b: Pair) -> jax.Array:
+    """a - b, both in two pieces."""
+    return (a[0] - b[0]) + (a[1] - b[1])
+
+
+def running_sums(hi: jax.Array, lo: jax.Array, chunk: int) -> Pair:
+    """The sums of hi + lo over the lanes up to each.
+
+    Of sums in one piece, differences are as wrong as the sums are large.
+    """
+    lane = lax.broadcasted_iota(jnp.int32, hi.shape, 2)
+    for level in range(chunk.bit_length() - 1):
+        before = 2**level
+        earlier_hi, earlier_lo = (jnp.where(lane >= before, pltpu.roll(x, before, 2), 0.0) for x in (hi, lo))
+        hi, error = two_sum(hi, earlier_hi)
+        lo += earlier_lo + error
+    return two_sum(hi, lo)
+
+
+def decay_parts(gate: jax.Array, low: jax.Array | float = 0.0) -> Pair:
+    """exp(gate + low) as a sum: 1 or 0, whichever is nearer (1 beyond it), and the float32 that is left; at most the
+    largest float32, which times a state of zero is zero.
+
+    Of exact operations and a short series, in place of the processor's exp: a decay near 1 whose error is 2^-25 has
+    lost as many of its 24 bits after n steps as n has.
+    """
+    gate = jnp.clip(gate, SMALLEST_EXPONENT, LARGEST_EXPONENT)
+    exponent = jnp.clip(jnp.floor(gate / LN2 + 0.5), -127.0, 127.0)
+    x = (gate - exponent * LN2_HIGH) - exponent * LN2_LOW + low
+    series = jnp.full_like(x, TAYLOR[0])
+    for coefficient in TAYLOR[1:]:
+        series = series * x + coefficient
+    series = x + x * x * series  # exp(x) - 1
+    power = lax.bitcast_convert_type((exponent.astype(jnp.int32) + 127) << 23, jnp.float32)  # 0 for 2^-127
+    kept = jnp.where(gate + low > -LN2, 1.0, 0.0)
+    return kept, (power - kept) + power * series
+
+
+def finite_exp(x: jax.Array) -> jax.Array:
+    """exp, finite everywhere."""
+    return jnp.exp(jnp.minimum(x, WHOLE_EXPONENT))
