@@ -24,7 +24,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden.fused_recurrent import Stages, sum_to_gate
+from cpu_golden.fused_recurrent import decay_of, kept_of, operands, sum_to_gate
+from cpu_golden.stages import Stages
 
 SUB_BLOCK = 16  # rows whose pairs are decayed one by one where every channel has its own gate
 
@@ -37,15 +38,15 @@ def chunk_forward(
     Sites: q, k, v, initial_state, c, exponent, decay, kept_exponent, kept, A, state, lhs, rhs, partial, acc (of every
     dot), out.
     """
-    q, k, v, state = stages.operands(q=q, k=k, v=v, initial_state=state)
+    q, k, v, state = operands(stages, q=q, k=k, v=v, initial_state=state)
     o = np.zeros(v.shape)
-    for rows in _chunks(q, chunk_size):
+    for rows in _chunks(q, stages.chunk_size or chunk_size):
         q_c, k_c, v_c = (x[..., rows, :] for x in (q, k, v))
         c = _summed(gate[..., rows, :], stages)
         a = _scores(q_c, k_c, c, stages)
-        o[..., rows, :] = scale * (stages.dot(a, v_c) + _read(q_c, stages.decay(c), state, stages))
+        o[..., rows, :] = scale * (stages.dot(a, v_c) + _read(q_c, decay_of(c, stages), state, stages))
         state = _next_state(k_c, v_c, c, state, stages)
-    return stages.rounding("out", o), state
+    return stages("out", o), state
 
 
 def chunk_backward(
@@ -67,12 +68,12 @@ def chunk_backward(
     magnitude: of absolute values (the gates true), and what is added to a gate's gradient and taken away again counts.
     Sites: those of `chunk_forward`, do, dht, dstate, dA, dgate (each of the sums that a gate's gradient has).
     """
-    q, k, v, do, state, dstate = stages.operands(q=q, k=k, v=v, do=do, initial_state=state, dht=dstate)
+    q, k, v, do, state, dstate = operands(stages, q=q, k=k, v=v, do=do, initial_state=state, dht=dstate)
     if magnitude:
         q, k, v, do, state, dstate = (np.abs(x) for x in (q, k, v, do, state, dstate))
         scale = abs(scale)
     # What goes from chunk to chunk comes first, so that sites are in the order in which one acts on another.
-    chunks = list(_chunks(q, chunk_size))
+    chunks = list(_chunks(q, stages.chunk_size or chunk_size))
     states, dstates = [], []
     for rows in chunks:
         states.append(state)
@@ -84,19 +85,20 @@ def chunk_backward(
     for rows, state_c, dstate_c in zip(chunks, states, reversed(dstates), strict=True):
         q_c, k_c, v_c, do_c = (x[..., rows, :] for x in (q, k, v, do))
         c = _summed(gate[..., rows, :], stages)
-        since, until, kept = stages.decay(c), stages.decay(c[..., -1:, :] - c), stages.kept(c[..., -1, :, None])
+        from_start, to_end = decay_of(c, stages), decay_of(c[..., -1:, :] - c, stages)
+        kept = kept_of(c[..., -1, :, None], stages)
         a = _scores(q_c, k_c, c, stages)
-        da = stages.rounding("dA", np.tril(scale * stages.dot(do_c, v_c.mT)))
-        read = scale * since * stages.dot(do_c, state_c.mT)
-        written = until * stages.dot(v_c, dstate_c.mT)
+        da = stages("dA", np.tril(scale * stages.dot(do_c, v_c.mT)))
+        read = scale * from_start * stages.dot(do_c, state_c.mT)
+        written = to_end * stages.dot(v_c, dstate_c.mT)
         dq[..., rows, :], dk[..., rows, :], of_pairs = _pair_gradients(a, da, q_c, k_c, c, stages, magnitude)
         dq[..., rows, :] += read
         dk[..., rows, :] += written
-        dv[..., rows, :] = scale * stages.dot(a.mT, do_c) + _read(k_c, until, dstate_c, stages)
+        dv[..., rows, :] = scale * stages.dot(a.mT, do_c) + _read(k_c, to_end, dstate_c, stages)
         of_states = np.sum(kept * state_c * dstate_c, axis=-1)[..., None, :]
         sums = of_states, _sum_from(q_c * read), _sum_before(k_c * written, magnitude)
-        dgate[..., rows, :] = of_pairs + sum(stages.rounding("dgate", sum_to_gate(x, gate)) for x in sums)
-    out = [stages.rounding("out", x) for x in (dq, dk, dv, dgate)]
+        dgate[..., rows, :] = of_pairs + sum(stages("dgate", sum_to_gate(x, gate)) for x in sums)
+    out = [stages("out", x) for x in (dq, dk, dv, dgate)]
     return out[0], out[1], out[2], out[3], dstate
 
 
@@ -106,7 +108,7 @@ def _chunks(q: Array, chunk_size: int) -> Iterator[slice]:
 
 
 def _summed(gate: Array, stages: Stages) -> Array:
-    return stages.rounding("c", np.cumsum(gate, axis=-2))
+    return stages("c", np.cumsum(gate, axis=-2))
 
 
 def _read(x: Array, decay: Array, state: Array, stages: Stages) -> Array:
@@ -117,15 +119,15 @@ def _read(x: Array, decay: Array, state: Array, stages: Stages) -> Array:
 
 
 def _next_state(k: Array, v: Array, c: Array, state: Array, stages: Stages) -> Array:
-    until = stages.decay(c[..., -1:, :] - c)
-    kept = stages.kept(c[..., -1, :, None])
-    return stages.rounding("state", kept * state + _written(k, v, until, stages))
+    to_end = decay_of(c[..., -1:, :] - c, stages)
+    kept = kept_of(c[..., -1, :, None], stages)
+    return stages("state", kept * state + _written(k, v, to_end, stages))
 
 
 def _previous_dstate(q: Array, do: Array, gate: Array, dstate: Array, scale: float, stages: Stages) -> Array:
     c = _summed(gate, stages)
-    kept = stages.kept(c[..., -1, :, None])
-    return stages.rounding("dstate", kept * dstate + _written(q, do, scale * stages.decay(c), stages))
+    kept = kept_of(c[..., -1, :, None], stages)
+    return stages("dstate", kept * dstate + _written(q, do, scale * decay_of(c, stages), stages))
 
 
 def _written(k: Array, v: Array, decay: Array, stages: Stages) -> Array:
@@ -138,15 +140,15 @@ def _written(k: Array, v: Array, decay: Array, stages: Stages) -> Array:
 def _scores(q: Array, k: Array, c: Array, stages: Stages) -> Array:
     """A [..., C, C] of a chunk: every pair of rows i ≥ j, decayed from j to i."""
     if c.shape[-1] == 1:
-        return stages.rounding("A", stages.dot(q, k.mT) * _between(c, stages)[..., 0])
+        return stages("A", stages.dot(q, k.mT) * _between(c, stages)[..., 0])
     a = np.zeros((*q.shape[:-1], q.shape[-2]))
     for rows in _chunks(q, SUB_BLOCK):
         decayed = _between(c[..., rows, :], stages) * k[..., None, rows, :]  # [..., i, j, K]
         a[..., rows, rows] = stages.dot(q[..., rows, None, :], decayed.mT)[..., 0, :]
     for first, second in _halves(q):
-        since, until = _across(c, first, second, stages)
-        a[..., second, first] = stages.dot(q[..., second, :] * since, (k[..., first, :] * until).mT)
-    return stages.rounding("A", a)
+        from_border, to_border = _across(c, first, second, stages)
+        a[..., second, first] = stages.dot(q[..., second, :] * from_border, (k[..., first, :] * to_border).mT)
+    return stages("A", a)
 
 
 def _pair_gradients(
@@ -156,22 +158,22 @@ def _pair_gradients(
     if c.shape[-1] == 1:
         decayed = da * _between(c, stages)[..., 0]
         straddling = np.sum(np.tril(_sum_from(a * da), -1), axis=-1, keepdims=True)  # i ≥ t and j < t
-        return stages.dot(decayed, k), stages.dot(decayed.mT, q), stages.rounding("dgate", straddling)
+        return stages.dot(decayed, k), stages.dot(decayed.mT, q), stages("dgate", straddling)
     dq, dk, dgate = (np.zeros(x.shape) for x in (q, k, c))
     for rows in _chunks(q, SUB_BLOCK):
         q_r, k_r, da_r = q[..., rows, :], k[..., rows, :], da[..., rows, rows]
         decayed = _between(c[..., rows, :], stages) * np.tril(da_r, -1)[..., None]  # [..., i, j, K]
         dq_r, dk_r = np.sum(decayed * k_r[..., None, :, :], axis=-2), np.sum(decayed * q_r[..., None, :], axis=-3)
         read, written = q_r * dq_r, k_r * dk_r
-        dgate[..., rows, :] = stages.rounding("dgate", _sum_from(read + written if magnitude else read - written))
+        dgate[..., rows, :] = stages("dgate", _sum_from(read + written if magnitude else read - written))
         of_same = np.diagonal(da_r, axis1=-2, axis2=-1)[..., None]  # no gate is between a step and itself
         dq[..., rows, :], dk[..., rows, :] = dq_r + of_same * k_r, dk_r + of_same * q_r
     for first, second in _halves(q):
-        since, until = _across(c, first, second, stages)
-        dq_h = since * stages.dot(da[..., second, first], k[..., first, :] * until)
-        dk_h = until * stages.dot(da[..., second, first].mT, q[..., second, :] * since)
-        dgate[..., second, :] += stages.rounding("dgate", _sum_from(q[..., second, :] * dq_h))
-        dgate[..., first, :] += stages.rounding("dgate", _sum_before(k[..., first, :] * dk_h, magnitude))
+        from_border, to_border = _across(c, first, second, stages)
+        dq_h = from_border * stages.dot(da[..., second, first], k[..., first, :] * to_border)
+        dk_h = to_border * stages.dot(da[..., second, first].mT, q[..., second, :] * from_border)
+        dgate[..., second, :] += stages("dgate", _sum_from(q[..., second, :] * dq_h))
+        dgate[..., first, :] += stages("dgate", _sum_before(k[..., first, :] * dk_h, magnitude))
         dq[..., second, :] += dq_h
         dk[..., first, :] += dk_h
     return dq, dk, dgate
@@ -180,7 +182,7 @@ def _pair_gradients(
 def _between(c: Array, stages: Stages) -> Array:
     """exp(c_i - c_j) [..., i, j, K or 1] of every pair i ≥ j of the rows of c, 0 for the others."""
     causal = np.tril(np.ones((c.shape[-2],) * 2, bool))[..., None]
-    return stages.decay(np.where(causal, c[..., :, None, :] - c[..., None, :, :], -np.inf))
+    return decay_of(np.where(causal, c[..., :, None, :] - c[..., None, :, :], -np.inf), stages)
 
 
 def _halves(q: Array) -> Iterator[tuple[slice, slice]]:
@@ -196,7 +198,7 @@ def _halves(q: Array) -> Iterator[tuple[slice, slice]]:
 def _across(c: Array, first: slice, second: slice, stages: Stages) -> tuple[Array, Array]:
     """The decays from the last row of a first half to each of the second, and to it from each of the first."""
     border = c[..., first.stop - 1, None, :]
-    return stages.decay(c[..., second, :] - border), stages.decay(border - c[..., first, :])
+    return decay_of(c[..., second, :] - border, stages), decay_of(border - c[..., first, :], stages)
 
 
 def _sum_from(x: Array) -> Array:

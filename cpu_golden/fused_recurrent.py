@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpu_golden import Array, Rounding, exact
+from cpu_golden import Array
 from cpu_golden.gmm import values
+from cpu_golden.stages import Stages
 from op_arguments.gla import CHUNK_STEP, Gates, Problem, check_backward, check_forward
 
 Forward = Callable[[Array, Array, Array, Array, Array, float], tuple[Array, Array]]
@@ -32,45 +33,6 @@ class Output(NamedTuple):
 
     o: Any
     ht: Any
-
-
-class Stages(NamedTuple):
-    """How a staged scan rounds: at which sites, and after how many products of a dot (None: after the last).
-
-    values_decayed: a decay per step of what is written into a state multiplies v (or do), and not k (or q).
-    """
-
-    rounding: Rounding = exact
-    depth: int | None = None
-    values_decayed: bool = False
-
-    def dot(self, a: Array, b: Array) -> Array:
-        """a [..., I, J] @ b [..., J, L]. Sites: lhs, rhs (operands), partial (depth products), acc (running sum)."""
-        a, b = self.rounding("lhs", a), self.rounding("rhs", b)
-        size = a.shape[-1]
-        step = self.depth or max(size, 1)
-        acc = self.rounding("acc", self.rounding("partial", a[..., :step] @ b[..., :step, :]))
-        for j in range(step, size, step):
-            partial = self.rounding("partial", a[..., j : j + step] @ b[..., j : j + step, :])
-            acc = self.rounding("acc", acc + partial)
-        return acc
-
-    def operands(self, **tensors: Array) -> list[Array]:
-        """What a kernel is given, as it reads it. Sites: their names."""
-        return [self.rounding(name, x) for name, x in tensors.items()]
-
-    def decay(self, exponent: Array) -> Array:
-        """exp. Sites: exponent, decay."""
-        return self.rounding("decay", np.exp(self.rounding("exponent", exponent)))
-
-    def kept(self, exponent: Array) -> Array:
-        """exp, of what multiplies a state again and again: 0 or 1, whichever is nearer, and what is left, which alone
-        is rounded. (Rounded as a whole, a decay near 1 would err by much of what a state forgets.) Sites:
-        kept_exponent, kept (what is left).
-        """
-        decay = np.exp(self.rounding("kept_exponent", exponent))
-        whole = np.where(decay < 0.5, 0.0, 1.0)
-        return whole + self.rounding("kept", decay - whole)
 
 
 def forward(
@@ -185,12 +147,12 @@ def recurrent_forward(
     Sites: q, k, v, initial_state, kept_exponent (a step's gate), kept, state, lhs, rhs, partial, acc (of q_tᵀ S_t),
     out.
     """
-    q, k, v, state = stages.operands(q=q, k=k, v=v, initial_state=state)
+    q, k, v, state = operands(stages, q=q, k=k, v=v, initial_state=state)
     o, rounded = np.zeros(v.shape), state
     for t in range(q.shape[2]):
         state, rounded = _step(t, k, v, gate, state, stages)
         o[..., t, :] = scale * stages.dot(q[..., t, None, :], rounded)[..., 0, :]
-    return stages.rounding("out", o), rounded
+    return stages("out", o), rounded
 
 
 def recurrent_backward(
@@ -210,7 +172,7 @@ def recurrent_backward(
     A forward pass keeps the state before every `BLOCK` steps; the states between are computed again.
     Sites: as `recurrent_forward`, do, dht, dstate, dgate.
     """
-    q, k, v, do, state, dstate = stages.operands(q=q, k=k, v=v, do=do, initial_state=state, dht=dstate)
+    q, k, v, do, state, dstate = operands(stages, q=q, k=k, v=v, do=do, initial_state=state, dht=dstate)
     size = q.shape[2]
     checkpoints = []
     for t in range(size):
@@ -226,14 +188,35 @@ def recurrent_backward(
             dq[..., t, :] = scale * stages.dot(rounded, do[..., t, :, None])[..., 0]
         for t in reversed(range(first, min(first + BLOCK, size))):
             dstate = dstate + scale * q[..., t, :, None] * do[..., t, None, :]
-            rounded = stages.rounding("dstate", dstate)
+            rounded = stages("dstate", dstate)
             dk[..., t, :] = stages.dot(rounded, v[..., t, :, None])[..., 0]
             dv[..., t, :] = stages.dot(k[..., t, None, :], rounded)[..., 0, :]
-            dstate = stages.kept(gate[..., t, :, None]) * (dstate if t % SEGMENT else rounded)
+            dstate = kept_of(gate[..., t, :, None], stages) * (dstate if t % SEGMENT else rounded)
             of_states = stages.dot(dstate[..., None, :], states[t - first][..., None])[..., 0, 0]
-            dgate[..., t, :] = stages.rounding("dgate", sum_to_gate(of_states, gate))
-    out = [stages.rounding("out", x) for x in (dq, dk, dv, dgate)]
+            dgate[..., t, :] = stages("dgate", sum_to_gate(of_states, gate))
+    out = [stages("out", x) for x in (dq, dk, dv, dgate)]
     return out[0], out[1], out[2], out[3], dstate
+
+
+def operands(stages: Stages, **tensors: Array) -> list[Array]:
+    """What a kernel is given, as it reads it. Sites: their names."""
+    return [stages(name, x) for name, x in tensors.items()]
+
+
+def decay_of(exponent: Array, stages: Stages) -> Array:
+    """exp. Sites: exponent, decay."""
+    return stages("decay", np.exp(stages("exponent", exponent)))
+
+
+def kept_of(exponent: Array, stages: Stages) -> Array:
+    """exp, of what multiplies a state again and again. Sites: kept_exponent, kept (what is left).
+
+    That is 0 or 1, whichever is nearer, and what is left, which alone is rounded: rounded as a whole, a decay near 1
+    would err by much of what a state forgets.
+    """
+    decayed = np.exp(stages("kept_exponent", exponent))
+    whole = np.where(decayed < 0.5, 0.0, 1.0)
+    return whole + stages("kept", decayed - whole)
 
 
 def sum_to_gate(channels: Array, gate: Array) -> Array:
@@ -247,8 +230,8 @@ def _step(t: int, k: Array, v: Array, gate: Array, state: Array, stages: Stages)
     A slow gate keeps hundreds of steps in a state, and hundreds of roundings: kernels carry along what a rounding has
     lost, and drop it every `SEGMENT` steps.
     """
-    after = stages.kept(gate[..., t, :, None]) * state + k[..., t, :, None] * v[..., t, None, :]
-    rounded = stages.rounding("state", after)
+    after = kept_of(gate[..., t, :, None], stages) * state + k[..., t, :, None] * v[..., t, None, :]
+    rounded = stages("state", after)
     return (after if (t + 1) % SEGMENT else rounded), rounded
 
 

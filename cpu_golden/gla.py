@@ -9,11 +9,10 @@ sees k_t v_tᵀ undecayed. gk [B, T, H, K] are natural logarithms per step, not 
 from functools import partial
 from typing import Any, NamedTuple
 
-from cpu_golden import Array, Rounding, exact
+from cpu_golden import Array
 from cpu_golden.chunk_scan import chunk_backward, chunk_forward
 from cpu_golden.fused_recurrent import (
     Output,
-    Stages,
     backward,
     forward,
     naive_backward,
@@ -21,6 +20,7 @@ from cpu_golden.fused_recurrent import (
     recurrent_backward,
     recurrent_forward,
 )
+from cpu_golden.stages import Stages, exact
 
 
 class Grads(NamedTuple):
@@ -102,8 +102,7 @@ def chunk_gla_fwd(
     output_final_state: bool = False,
     cu_seqlens: Array | None = None,
     chunk_size: int = 64,
-    depth: int | None = None,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> Output:
     """The recurrence of this module, `chunk_size` steps at a time (see `chunk_scan`).
 
@@ -113,13 +112,14 @@ def chunk_gla_fwd(
     sequences that are packed into B = 1 begins, and the end T of the last; without it every row of the batch is one
     (N = B). chunk_size: a multiple of 16 up to 256, counted from the beginning of each sequence.
     Returns float64 o [B, T, H, V] and, with output_final_state, ht [N, H, K, V]; an empty sequence's is its initial
-    state. depth: the products that are summed before a dot's running sum is rounded (None: all).
+    state.
+    Stages: depth, chunk_size.
     Sites: q, k, v, initial_state, c (sum of the gates since the chunk began), exponent, decay (exp of it),
     kept_exponent and kept (of what decays a state, the latter less 1 or 0), A (the decayed scores), state, of every dot
-    lhs and rhs (its operands), partial (`depth` products) and acc (their running sum), and out (o).
+    lhs, rhs, partial and acc (see `Stages.dot`), and out (o).
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`.
     """
-    scan = partial(chunk_forward, chunk_size=chunk_size, stages=Stages(rounding, depth))
+    scan = partial(chunk_forward, chunk_size=chunk_size, stages=stages)
     return forward(
         scan,
         q,
@@ -146,8 +146,7 @@ def chunk_gla_bwd(
     dht: Array | None = None,
     cu_seqlens: Array | None = None,
     chunk_size: int = 64,
-    depth: int | None = None,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> Grads:
     """The gradients of `chunk_gla_fwd`, for a gradient do [B, T, H, V] of o and dht [N, H, K, V] of ht.
 
@@ -157,7 +156,7 @@ def chunk_gla_bwd(
     dv and the gradient of the gates.
     Raises ValueError or TypeError as `op_arguments.gla.check_backward`.
     """
-    scan = partial(chunk_backward, chunk_size=chunk_size, stages=Stages(rounding, depth))
+    scan = partial(chunk_backward, chunk_size=chunk_size, stages=stages)
     return Grads(
         *backward(
             scan,
@@ -193,7 +192,7 @@ def chunk_gla_bwd_magnitude(
     The golden itself on absolute values, the gates true, and for dgk also what kernels may add to a gate's sum and
     take away again: pairs that are not across its step. (Of the other forms the golden on absolute values is all.)
     """
-    scan = partial(chunk_backward, chunk_size=chunk_size, stages=Stages(), magnitude=True)
+    scan = partial(chunk_backward, chunk_size=chunk_size, stages=exact, magnitude=True)
     return Grads(
         *backward(
             scan,
@@ -222,16 +221,16 @@ def fused_recurrent_gla_fwd(
     output_final_state: bool = False,
     cu_seqlens: Array | None = None,
     reverse: bool = False,
-    depth: int | None = None,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> Output:
     """The recurrence of this module, step by step; arguments, result and errors as `chunk_gla_fwd`.
 
     reverse: time runs backwards within each sequence: S_t = a_t S_{t+1} + k_t v_tᵀ, from the last step to the first,
     whose state is ht.
+    Stages: depth.
     Sites: q, k, v, initial_state, kept_exponent (gk_t), kept, state, lhs, rhs, partial, acc (of q_tᵀ S_t), out (o).
     """
-    scan = partial(recurrent_forward, stages=Stages(rounding, depth))
+    scan = partial(recurrent_forward, stages=stages)
     return forward(
         scan,
         q,
@@ -258,15 +257,14 @@ def fused_recurrent_gla_bwd(
     dht: Array | None = None,
     cu_seqlens: Array | None = None,
     reverse: bool = False,
-    depth: int | None = None,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> Grads:
     """The gradients of `fused_recurrent_gla_fwd`; arguments, result and errors as `chunk_gla_bwd`.
 
     Sites: those of the forward pass, do, dht, dstate, dgate (a gate's gradient before it is stored); out is dq, dk,
     dv and the gradient of the gates.
     """
-    scan = partial(recurrent_backward, stages=Stages(rounding, depth))
+    scan = partial(recurrent_backward, stages=stages)
     return Grads(
         *backward(
             scan,

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cpu_golden import Array, Rounding, exact
+from cpu_golden import Array
+from cpu_golden.stages import Stages, exact
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.gmm import GroupMetadata, check_gmm, check_group_metadata, check_tgmm
 
@@ -89,15 +90,15 @@ def gmm(
     transpose_rhs: bool = False,
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> Array:
     """Rows of each group times that group's matrix: `out[m] = lhs[m] @ rhs[group of m - group_offset]`.
 
     lhs [M, K]; rhs [G, K, N], or [G, N, K] with transpose_rhs; both float32, bfloat16, float16 or float64.
     group_sizes [E] int32, >= 0, sum <= M. Returns float64 [M, N]: rows of no active group are zero, or
     existing_out's rows where it is given (active rows overwrite it). preferred_element_type is checked, and the
-    value left unrounded; tiling gives the K step of the staged sum (default: all of K at once).
-    Sites: lhs, rhs (operands of the dot), partial (one K step's products summed), acc (the running sum), out.
+    value left unrounded; tiling is checked as kernels do, and otherwise theirs alone.
+    Stages: depth (along K). Sites: lhs, rhs, partial, acc (those of `Stages.dot`), out.
     Raises ValueError or TypeError as `op_arguments.gmm.check_gmm`.
     """
     group_offset, sizes = scalar(group_offset), values(group_sizes)
@@ -112,12 +113,12 @@ def gmm(
         sizes=sizes,
         exact=True,
     )
-    _, tk, _ = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
+    resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
     out = np.zeros((p.m, p.n)) if existing_out is None else existing_out.astype(np.float64)
     for group, rows in active_groups(sizes, group_offset, p.groups):
         b = rhs[group].astype(np.float64)
-        out[rows] = staged_dot(lhs[rows].astype(np.float64), b.T if transpose_rhs else b, tk, rounding)
-    return rounding("out", out)
+        out[rows] = stages.dot(lhs[rows].astype(np.float64), b.T if transpose_rhs else b)
+    return stages("out", out)
 
 
 def tgmm(
@@ -130,16 +131,14 @@ def tgmm(
     existing_out: Array | None = None,
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
-    aligned: bool = False,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> Array:
     """The weight gradient of `gmm`: `out[g] = lhs[rows of g].T @ rhs[rows of g]`.
 
     lhs [M, K] and rhs [M, N]: float32, bfloat16, float16 or float64. group_sizes [E] int32, >= 0, sum <= M.
     Returns float64 [G, K, N], G = num_actual_groups (default E): an empty group's block is zero; existing_out
-    [G, K, N] is added. tiling gives the row step of the staged sum (default: all rows at once), which is counted from
-    each group's first row or, if aligned, from the first of all rows.
-    Sites: lhs, rhs (operands of the dot), partial (one row step's products summed), acc (the running sum), out.
+    [G, K, N] is added. preferred_element_type and tiling as in `gmm`.
+    Stages: depth (along M), aligned. Sites as `gmm`.
     Raises ValueError or TypeError as `op_arguments.gmm.check_tgmm`.
     """
     group_offset, sizes = scalar(group_offset), values(group_sizes)
@@ -154,12 +153,12 @@ def tgmm(
         sizes=sizes,
         exact=True,
     )
-    tm, _, _ = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
+    resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
     out = np.zeros((p.groups, p.k, p.n)) if existing_out is None else existing_out.astype(np.float64)
     for group, rows in active_groups(sizes, group_offset, p.groups):
         a, b = (x[rows].astype(np.float64) for x in (lhs, rhs))
-        out[group] += staged_dot(a.T, b, tm, rounding, first=rows.start if aligned else 0)
-    return rounding("out", out)
+        out[group] += stages.dot(a.T, b, first=rows.start if stages.aligned else 0)
+    return stages("out", out)
 
 
 def make_group_metadata(
@@ -200,22 +199,6 @@ def make_group_metadata(
     padding = [visits[-1] if visits else (0, 0)] * (tiles + num_groups - len(visits))
     pairs = np.array(visits + padding, np.int32).reshape(-1, 2)
     return GroupMetadata(offsets, pairs[:, 0].copy(), pairs[:, 1].copy(), np.array([len(visits)], np.int32))
-
-
-def staged_dot(a: Array, b: Array, step: int, rounding: Rounding, running: str = "acc", first: int = 0) -> Array:
-    """a [I, J] @ b [J, L], summed over J in steps as the kernels do; `running` is the site of the running sum.
-
-    J begins at `first` of what is cut into steps.
-    """
-    a, b = rounding("lhs", a), rounding("rhs", b)
-    acc = np.zeros((a.shape[0], b.shape[1]))
-    j, end = 0, a.shape[1]
-    while j < end:
-        following = j + step - (first + j) % step
-        partial = rounding("partial", a[:, j:following] @ b[j:following])
-        acc = rounding(running, acc + partial)
-        j = following
-    return acc
 
 
 def active_groups(sizes: list[int] | None, group_offset: int, groups: int) -> list[tuple[int, slice]]:

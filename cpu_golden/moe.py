@@ -1,13 +1,15 @@
 """Layers of a mixture of experts: the definition, in float64."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpu_golden import Array, Rounding, exact
-from cpu_golden.gmm import active_groups, gmm, one_tile, scalar, staged_dot, tgmm, values
+from cpu_golden import Array
+from cpu_golden.gmm import active_groups, gmm, one_tile, scalar, tgmm, values
 from cpu_golden.quantize import Quantized, fp8_quantize, mxfp8_quantize
 from cpu_golden.quantized_gmm import gmm_quantized, grouped_gemm, tgmm_quantized
+from cpu_golden.stages import Stages, exact
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.gmm import Problem, check_gmm
 from op_arguments.moe import (
@@ -45,7 +47,7 @@ def grouped_dense(
     block_size: int | None = 128,
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> Array:
     """`gmm`, differentiable in lhs, rhs and existing_out, with its operands quantised to e4m3 on request.
 
@@ -56,7 +58,7 @@ def grouped_dense(
     where the matrix unit multiplies fp8 natively, which a golden's host does not. block_size must divide K and N
     where anything is quantised; M need not be a multiple of it. tiling: (tm, tk, tn) of this pass, whose backward
     matmuls take (tm, tn, tk) and (tm, tk, tn), or a look-up (m, k, n) that is asked for each of them.
-    Sites as `gmm` or `gmm_quantized`.
+    Stages and sites as `gmm` or `gmm_quantized`.
     """
     check_quantize_options(quantize, bwd_quantize, block_size)
     p = _check(lhs, rhs, group_sizes, existing_out, group_offset, transpose_rhs, preferred_element_type)
@@ -66,7 +68,7 @@ def grouped_dense(
         "transpose_rhs": transpose_rhs,
         "preferred_element_type": p.out_dtype,
         "tiling": tiling,
-        "rounding": rounding,
+        "stages": stages,
     }
     if quantize is not True:
         return gmm(lhs, rhs, group_sizes, **arguments)
@@ -88,15 +90,16 @@ def grouped_dense_bwd(
     block_size: int | None = 128,
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> Grads:
     """The gradients of `grouped_dense` in lhs, rhs and existing_out, for a gradient dout [M, N] of its result.
 
     Where anything is quantised the residuals are fp8 pairs, so the gradients are those of the quantised operands:
     lhs by columns, with one scale per `block_size` rows, and rhs as in the forward pass. Returns float64 gradients
     shaped as the primals: zero for rows of no active group (lhs), for empty groups (rhs) and for rows that were
-    overwritten (existing_out). Sites as `gmm` and `tgmm` or `gmm_quantized` and `tgmm_quantized`, but for the running
-    sums, which are at dlhs and drhs.
+    overwritten (existing_out).
+    Stages: depth. Sites as `gmm` and `tgmm` or `gmm_quantized` and `tgmm_quantized`, but for the running sums, which
+    are at dlhs and drhs.
     """
     check_quantize_options(quantize, bwd_quantize, block_size)
     p = _check(lhs, rhs, group_sizes, existing_out, group_offset, transpose_rhs, preferred_element_type)
@@ -112,13 +115,13 @@ def grouped_dense_bwd(
         "group_offset": group_offset,
         "transpose_rhs": not transpose_rhs,
         "tiling": swapped,
-        "rounding": _running_at("dlhs", rounding),
+        "stages": stages.renamed(acc="dlhs"),
     }
     by_tgmm: dict[str, Any] = {
         "group_offset": group_offset,
         "num_actual_groups": groups,
         "tiling": swapped if transpose_rhs else tiling,
-        "rounding": _running_at("drhs", rounding),
+        "stages": stages.renamed(acc="drhs"),
     }
     if quantize is not True and bwd_quantize is not True:
         # dout has the dtype of the result, which need not be that of lhs and rhs.
@@ -140,11 +143,6 @@ def grouped_dense_bwd(
     for _, rows in active_groups(sizes, offset, groups):
         passed[rows] = 0.0
     return Grads(dlhs, drhs, passed)
-
-
-def _running_at(gradient: str, rounding: Rounding) -> Rounding:
-    """The rounding of one matmul of two, whose running sums have a site of their own."""
-    return lambda site, value: rounding(gradient if site == "acc" else site, value)
 
 
 def _check(
@@ -219,7 +217,7 @@ def permute(x: Array, indices: Array, *, num_experts: int, capacity: int | None 
     return Permuted(_of_rows(x, source, indices.shape[1]), slots, group_sizes)
 
 
-def unpermute(rows: Array, slots: Array, weights: Array | None = None, *, rounding: Rounding = exact) -> Array:
+def unpermute(rows: Array, slots: Array, weights: Array | None = None, *, stages: Stages = exact) -> Array:
     """The rows of each token, summed, times their weights where these are given: the inverse of `permute`.
 
     rows [M, D] float32, bfloat16 or float16; slots [T, k] int32 in [-1, M), as `permute` gives them; weights [T, k]
@@ -233,9 +231,9 @@ def unpermute(rows: Array, slots: Array, weights: Array | None = None, *, roundi
         kept = slots[:, j] >= 0
         taken = rows[slots[kept, j]].astype(np.float64)
         if weights is not None:
-            taken = rounding("product", taken * weights[kept, j, None].astype(np.float64))
-        out[kept] = rounding("sum", out[kept] + taken)
-    return rounding("out", out)
+            taken = stages("product", taken * weights[kept, j, None].astype(np.float64))
+        out[kept] = stages("sum", out[kept] + taken)
+    return stages("out", out)
 
 
 def moe_layer(
@@ -253,8 +251,7 @@ def moe_layer(
     group_offset: int = 0,
     sanitize_grads: bool = False,
     tiling: Tiling | None = None,
-    router_step: int | None = None,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> Array:
     """A layer of SwiGLU experts, of which each token goes to the top_k that its router likes best.
 
@@ -275,16 +272,17 @@ def moe_layer(
     has x's dtype.
     The weights enter before the last matmul, which is linear: their gradient then needs no more than a product of what
     the backward pass has anyway. sanitize_grads: zero in place of every gradient that is NaN or infinite; by default
-    they propagate. tiling: (tm, tk, tn) of every matmul, or a look-up (m, k, n) -> (tm, tk, tn). router_step: the K
-    step of the router's matmuls, which are of float32 whatever the others are (default: that of tiling).
+    they propagate. tiling: (tm, tk, tn) of every matmul of the experts, or a look-up (m, k, n) -> (tm, tk, tn); it is
+    checked as kernels do, and otherwise theirs alone.
+    Stages: depth, and router_depth of the router's matmuls, which are of float32 whatever the others are.
     Sites: logits, weights; gate, up and hidden (what the matmuls hand on), rows (of the last matmul), those of the
     matmuls and of `unpermute`.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
     """
     o = _options(x, w_router, w_gate, w_up, w_down, top_k, quantize, block_size, capacity, renormalize, group_offset,
-                 tiling, router_step, rounding)  # fmt: skip
+                 tiling, stages)  # fmt: skip
     routed = _route(o, x, w_router)
-    return unpermute(_experts(o, x, routed, w_gate, w_up, w_down).rows, routed.slots, rounding=rounding)
+    return unpermute(_experts(o, x, routed, w_gate, w_up, w_down).rows, routed.slots, stages=stages)
 
 
 def moe_layer_bwd(
@@ -303,8 +301,7 @@ def moe_layer_bwd(
     group_offset: int = 0,
     sanitize_grads: bool = False,
     tiling: Tiling | None = None,
-    router_step: int | None = None,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> LayerGrads:
     """The gradients of `moe_layer` in all five of its arrays, for a gradient dout [T, D] of its result.
 
@@ -313,7 +310,7 @@ def moe_layer_bwd(
     sum for a token) and drouter, the two parts of x's gradient; those of the matmuls and of `unpermute`.
     """
     o = _options(x, w_router, w_gate, w_up, w_down, top_k, quantize, block_size, capacity, renormalize, group_offset,
-                 tiling, router_step, rounding)  # fmt: skip
+                 tiling, stages)  # fmt: skip
     check_layer_dout(dout, x, exact=True)
     routed = _route(o, x, w_router)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -334,8 +331,7 @@ class _Options(NamedTuple):
     renormalize: bool
     group_offset: int
     tiling: Tiling | None
-    router_step: int | None
-    rounding: Rounding
+    stages: Stages
 
 
 def _options(
@@ -351,8 +347,7 @@ def _options(
     renormalize: bool,
     group_offset: Any,
     tiling: Tiling | None,
-    router_step: int | None,
-    rounding: Rounding,
+    stages: Stages,
 ) -> _Options:
     offset = scalar(group_offset)
     layer = check_moe_layer(
@@ -368,7 +363,7 @@ def _options(
         group_offset=offset,
         exact=True,
     )
-    return _Options(layer, top_k, quantize, block_size, capacity, renormalize, offset, tiling, router_step, rounding)
+    return _Options(layer, top_k, quantize, block_size, capacity, renormalize, offset, tiling, stages)
 
 
 class _Routed(NamedTuple):
@@ -383,14 +378,14 @@ class _Routed(NamedTuple):
 
 
 def _route(o: _Options, x: Array, w_router: Array) -> _Routed:
-    logits = o.rounding("logits", _dot(o, x, w_router))
+    logits = o.stages("logits", _dot(o, x, w_router))
     indices = np.argsort(-logits, axis=1, kind="stable")[:, : o.top_k].astype(np.int32)
     chosen = np.take_along_axis(logits, indices, axis=1)
     likelihoods = _softmax(logits)
     weights = _softmax(chosen) if o.renormalize else np.take_along_axis(likelihoods, indices, axis=1)
     rows = permuted_rows(o.layer.tokens, o.top_k, o.layer.experts, o.capacity)
     plan = _plan(indices, o.layer.experts, o.capacity, rows)
-    return _Routed(indices, o.rounding("weights", weights), likelihoods, *plan)
+    return _Routed(indices, o.stages("weights", weights), likelihoods, *plan)
 
 
 def _plan(indices: Array, num_experts: int, capacity: int | None, rows: int) -> tuple[Array, Array, Array]:
@@ -422,7 +417,7 @@ def _experts(o: _Options, x: Array, routed: _Routed, w_gate: Array, w_up: Array,
     taken = _of_rows(x, routed.source, o.top_k)
     weights = np.append(routed.weights.ravel(), 0.0)[routed.source][:, None]
     gate, up = (_product(o, routed, taken, w, site) for w, site in ((w_gate, "gate"), (w_up, "up")))
-    hidden = o.rounding("hidden", weights * _silu(gate) * up)
+    hidden = o.stages("hidden", weights * _silu(gate) * up)
     return _Passed(taken, weights, gate, up, hidden, _product(o, routed, hidden, w_down, "rows"))
 
 
@@ -440,18 +435,18 @@ def _backward(
     drows = _of_rows(dout, routed.source, o.top_k)
     dhidden = _product(o, routed, drows, w_down, "dhidden", transpose_rhs=True)
     sigmoid, silu = _sigmoid(passed.gate), _silu(passed.gate)
-    dweights = o.rounding("dweights", (dhidden * silu * passed.up).sum(axis=1))
-    dgate = o.rounding("dgate", dhidden * passed.weights * passed.up * sigmoid * (1 + passed.gate * (1 - sigmoid)))
-    dup = o.rounding("dup", dhidden * passed.weights * silu)
+    dweights = o.stages("dweights", (dhidden * silu * passed.up).sum(axis=1))
+    dgate = o.stages("dgate", dhidden * passed.weights * passed.up * sigmoid * (1 + passed.gate * (1 - sigmoid)))
+    dup = o.stages("dup", dhidden * passed.weights * silu)
     of_both = ((dgate, w_gate), (dup, w_up))
     through_gate, through_up = (_product(o, routed, d, w, "dtaken", transpose_rhs=True) for d, w in of_both)
-    dtaken = o.rounding("drows", through_gate + through_up)
-    dexperts = o.rounding("dexperts", unpermute(dtaken, routed.slots, rounding=_with_out(o.rounding, "sum")))
-    dlogits = o.rounding("dlogits", _route_bwd(o, routed, np.append(dweights, 0.0)[routed.slots]))
-    drouter = o.rounding("drouter", _dot(o, dlogits, w_router.T))
+    dtaken = o.stages("drows", through_gate + through_up)
+    dexperts = o.stages("dexperts", unpermute(dtaken, routed.slots, stages=o.stages.renamed(out="sum")))
+    dlogits = o.stages("dlogits", _route_bwd(o, routed, np.append(dweights, 0.0)[routed.slots]))
+    drouter = o.stages("drouter", _dot(o, dlogits, w_router.T))
     return LayerGrads(
-        o.rounding("out", dexperts + drouter),
-        o.rounding("out", _dot(o, x.T, dlogits)),
+        o.stages("out", dexperts + drouter),
+        o.stages("out", _dot(o, x.T, dlogits)),
         _weight_gradient(o, routed, passed.taken, dgate),
         _weight_gradient(o, routed, passed.taken, dup),
         _weight_gradient(o, routed, passed.hidden, drows),
@@ -478,9 +473,8 @@ def _of_rows(x: Array, source: Array, top_k: int) -> Array:
 
 def _dot(o: _Options, a: Array, b: Array) -> Array:
     """a @ b of the router, summed in its own steps or else in those of the other matmuls."""
-    _, step, _ = resolve_tiling(o.tiling, one_tile, a.shape[0], a.shape[1], b.shape[1])
-    a, b = o.rounding("lhs", a.astype(np.float64)), o.rounding("rhs", b.astype(np.float64))
-    return staged_dot(a, b, o.router_step or step, o.rounding)
+    stages = replace(o.stages, depth=o.stages.router_depth or o.stages.depth)
+    return stages.dot(a.astype(np.float64), b.astype(np.float64))
 
 
 def _product(o: _Options, routed: _Routed, lhs: Array, rhs: Array, site: str, transpose_rhs: bool = False) -> Array:
@@ -489,7 +483,7 @@ def _product(o: _Options, routed: _Routed, lhs: Array, rhs: Array, site: str, tr
         "group_offset": o.group_offset,
         "transpose_rhs": transpose_rhs,
         "tiling": o.tiling,
-        "rounding": _with_out(o.rounding, site),
+        "stages": o.stages.renamed(out=site),
     }
     if o.quantize is None:
         return gmm(lhs.astype(np.float64), rhs.astype(np.float64), routed.group_sizes, **arguments)
@@ -508,7 +502,7 @@ def _weight_gradient(o: _Options, routed: _Routed, lhs: Array, rhs: Array) -> Ar
         "group_offset": o.group_offset,
         "num_actual_groups": o.layer.groups,
         "tiling": o.tiling,
-        "rounding": o.rounding,
+        "stages": o.stages,
     }
     if o.quantize is None:
         return tgmm(lhs.astype(np.float64), rhs.astype(np.float64), routed.group_sizes, **arguments)
@@ -527,11 +521,6 @@ def _weight_gradient(o: _Options, routed: _Routed, lhs: Array, rhs: Array) -> Ar
 def _single(x: Array) -> Array:
     """What is quantised: a float64 intermediate in float32, as it is handed on; anything else as it is."""
     return x.astype(np.float32) if x.dtype == np.float64 else x
-
-
-def _with_out(rounding: Rounding, name: str) -> Rounding:
-    """rounding, with the site called out under another name."""
-    return lambda site, value: rounding(name if site == "out" else site, value)
 
 
 def _softmax(x: Array) -> Array:

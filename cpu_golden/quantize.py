@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from cpu_golden import Array, Rounding, exact
+from cpu_golden import Array
+from cpu_golden.stages import Stages, exact
 from op_arguments.quantize import (
     E8M0,
     FP8,
@@ -67,7 +68,7 @@ def fp8_quantize(
     *,
     dtype: Any = "float8_e4m3fn",
     check_finite: bool = True,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> Quantized:
     """x in fp8, with one scale per block of `block_size` elements (None: all) along each axis in `axis`.
 
@@ -81,7 +82,7 @@ def fp8_quantize(
     blocks, name = check_quantize(x, axis, block_size, dtype)
     if check_finite:
         check_finite_values(int(np.isinf(x.astype(np.float64)).sum()), 0)
-    return _quantize(x, blocks, name, rounding)
+    return _quantize(x, blocks, name, stages)
 
 
 def int8_quantize(
@@ -90,7 +91,7 @@ def int8_quantize(
     block_size: int | None = 128,
     *,
     check_finite: bool = True,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> Quantized:
     """As `fp8_quantize`, to int8 in [-127, 127], `scale = absmax / 127`.
 
@@ -100,7 +101,7 @@ def int8_quantize(
     if check_finite:
         values = x.astype(np.float64)
         check_finite_values(int(np.isinf(values).sum()), int(np.isnan(values).sum()))
-    return _quantize(x, blocks, "int8", rounding)
+    return _quantize(x, blocks, "int8", stages)
 
 
 def fp8_dual_quantize(
@@ -109,29 +110,29 @@ def fp8_dual_quantize(
     *,
     dtype: Any = "float8_e4m3fn",
     check_finite: bool = True,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> DualQuantized:
     """`fp8_quantize(x, -1, …)` and `fp8_quantize(x, -2, …)`; the kernels read x [M, K] or [G, M, K] once for both."""
     by_rows, by_columns, name = check_dual_quantize(x, block_size, dtype)
     if check_finite:
         check_finite_values(int(np.isinf(x.astype(np.float64)).sum()), 0)
     return DualQuantized(
-        *_quantize(x, by_rows, name, _named(rounding, "rowwise")),
-        *_quantize(x, by_columns, name, _named(rounding, "columnwise")),
+        *_quantize(x, by_rows, name, _named(stages, "rowwise")),
+        *_quantize(x, by_columns, name, _named(stages, "columnwise")),
     )
 
 
-def fp8_dequantize(qvalue: Array, scale: Array, *, rounding: Rounding = exact) -> Array:
+def fp8_dequantize(qvalue: Array, scale: Array, *, stages: Stages = exact) -> Array:
     """qvalue · scale in float32: [...] fp8 times its block's scale, rounded once; a subnormal result is zero.
 
     Raises TypeError for a wrong dtype, ValueError for a scale that does not divide qvalue.
     """
-    return _dequantize(qvalue, scale, FP8, rounding)
+    return _dequantize(qvalue, scale, FP8, stages)
 
 
-def int8_dequantize(qvalue: Array, scale: Array, *, rounding: Rounding = exact) -> Array:
+def int8_dequantize(qvalue: Array, scale: Array, *, stages: Stages = exact) -> Array:
     """As `fp8_dequantize`, of int8."""
-    return _dequantize(qvalue, scale, ("int8",), rounding)
+    return _dequantize(qvalue, scale, ("int8",), stages)
 
 
 def mxfp8_quantize(
@@ -141,7 +142,7 @@ def mxfp8_quantize(
     dtype: Any = "float8_e4m3fn",
     scale_rounding: str = "up",
     check_finite: bool = True,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> Quantized:
     """x in MXFP8: fp8 with one power of two per 32 consecutive elements along `axis`; a short last block is a block.
 
@@ -158,7 +159,7 @@ def mxfp8_quantize(
     axis, name = check_mxfp8_quantize(x, axis, dtype, scale_rounding)
     if check_finite:
         check_finite_values(int(np.isinf(x.astype(np.float64)).sum()), 0)
-    return _mxfp8_quantize(x, axis, name, scale_rounding, rounding)
+    return _mxfp8_quantize(x, axis, name, scale_rounding, stages)
 
 
 def mxfp8_dual_quantize(
@@ -167,7 +168,7 @@ def mxfp8_dual_quantize(
     dtype: Any = "float8_e4m3fn",
     scale_rounding: str = "up",
     check_finite: bool = True,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> DualQuantized:
     """`mxfp8_quantize(x, -1, …)` and `mxfp8_quantize(x, -2, …)`; the kernels read x [M, K] or [G, M, K] once for both.
 
@@ -177,12 +178,12 @@ def mxfp8_dual_quantize(
     if check_finite:
         check_finite_values(int(np.isinf(x.astype(np.float64)).sum()), 0)
     return DualQuantized(
-        *_mxfp8_quantize(x, x.ndim - 1, name, scale_rounding, _named(rounding, "rowwise")),
-        *_mxfp8_quantize(x, x.ndim - 2, name, scale_rounding, _named(rounding, "columnwise")),
+        *_mxfp8_quantize(x, x.ndim - 1, name, scale_rounding, _named(stages, "rowwise")),
+        *_mxfp8_quantize(x, x.ndim - 2, name, scale_rounding, _named(stages, "columnwise")),
     )
 
 
-def mxfp8_dequantize(qvalue: Array, scale: Array, *, dtype: Any = None, rounding: Rounding = exact) -> Array:
+def mxfp8_dequantize(qvalue: Array, scale: Array, *, dtype: Any = None, stages: Stages = exact) -> Array:
     """qvalue · scale: [...] fp8 times the power of two of its 32, in float32 (default) or bfloat16.
 
     The axis that has the blocks is the one of scale (float8_e8m0fnu) that is ceil(n / 32). Exact in either dtype,
@@ -191,8 +192,8 @@ def mxfp8_dequantize(qvalue: Array, scale: Array, *, dtype: Any = None, rounding
     """
     axis, name = check_mxfp8_dequantize(qvalue, scale, dtype)
     with np.errstate(over="ignore", invalid="ignore"):
-        wide = rounding("spread", _spread(scale, axis, qvalue.shape[axis]))
-        product = rounding("out", qvalue.astype(np.float64) * wide).astype(np.float32)
+        wide = stages("spread", _spread(scale, axis, qvalue.shape[axis]))
+        product = stages("out", qvalue.astype(np.float64) * wide).astype(np.float32)
     product = np.where(np.abs(product) < np.float32(SMALLEST), np.copysign(np.float32(0), product), product)
     return product.astype(getattr(ml_dtypes, name, name))
 
@@ -237,23 +238,23 @@ def expand(scale: Array, blocks: Blocks) -> Array:
     return wide
 
 
-def _named(rounding: Rounding, output: str) -> Rounding:
-    """The rounding of a quantiser that is one of two: its qvalue is at `output`, all else behind that name."""
-    return lambda site, value: rounding(output if site == "qvalue" else f"{output}_{site}", value)
+def _named(stages: Stages, output: str) -> Stages:
+    """The stages of a quantiser that is one of two: its qvalue is at `output`, all else behind that name."""
+    return stages.renamed(qvalue=output, **{site: f"{output}_{site}" for site in ("absmax", "scale", "spread")})
 
 
-def _quantize(x: Array, blocks: Blocks, dtype: str, rounding: Rounding) -> Quantized:
+def _quantize(x: Array, blocks: Blocks, dtype: str, stages: Stages) -> Quantized:
     target = np.dtype(getattr(ml_dtypes, dtype, dtype))
     largest = INT8_MAX if dtype == "int8" else float(ml_dtypes.finfo(target).max)
     values = _flushed(x)
     finite = np.where(np.isfinite(values), np.abs(values), 0.0)
     # [a, b] in blocks of [p, q] is [a/p, p, b/q, q].
     split = [part for size, block in zip(x.shape, blocks, strict=True) for part in (size // block, block)]
-    absmax = rounding("absmax", finite.reshape(split).max(axis=tuple(range(1, len(split), 2)), initial=0.0))
+    absmax = stages("absmax", finite.reshape(split).max(axis=tuple(range(1, len(split), 2)), initial=0.0))
     scale = np.where(absmax > 0, np.maximum((absmax / largest).astype(np.float32), np.float32(SMALLEST)), np.float32(1))
-    scale = rounding("scale", scale.astype(np.float64)).astype(np.float32)
-    quotient = values / rounding("spread", expand(scale, blocks))
-    quotient = rounding("qvalue", np.clip(quotient, -largest, largest))
+    scale = stages("scale", scale.astype(np.float64)).astype(np.float32)
+    quotient = values / stages("spread", expand(scale, blocks))
+    quotient = stages("qvalue", np.clip(quotient, -largest, largest))
     if dtype == "int8":
         return Quantized(np.rint(np.nan_to_num(quotient, nan=0.0)).astype(np.int8), scale)
     qvalue = _round_fp8(quotient, target).astype(target)
@@ -261,7 +262,7 @@ def _quantize(x: Array, blocks: Blocks, dtype: str, rounding: Rounding) -> Quant
     return Quantized(qvalue, scale)
 
 
-def _mxfp8_quantize(x: Array, axis: int, dtype: str, scale_rounding: str, rounding: Rounding) -> Quantized:
+def _mxfp8_quantize(x: Array, axis: int, dtype: str, scale_rounding: str, stages: Stages) -> Quantized:
     target = np.dtype(getattr(ml_dtypes, dtype))
     largest = float(ml_dtypes.finfo(target).max)
     values = _flushed(x)
@@ -269,7 +270,7 @@ def _mxfp8_quantize(x: Array, axis: int, dtype: str, scale_rounding: str, roundi
     count = -(-x.shape[axis] // MX_BLOCK)
     missing = count * MX_BLOCK - x.shape[axis]
     blocks = np.pad(finite, [(0, 0)] * (x.ndim - 1) + [(0, missing)]).reshape(*finite.shape[:-1], count, MX_BLOCK)
-    absmax = rounding("absmax", np.moveaxis(blocks.max(axis=-1, initial=0.0), -1, axis))
+    absmax = stages("absmax", np.moveaxis(blocks.max(axis=-1, initial=0.0), -1, axis))
     # absmax = m · 2^e with m in [½, 1), and `largest` likewise: floor(log2) is e - 1, and up is one more beyond it.
     mantissa, exponent = np.frexp(absmax)
     largest_mantissa, largest_exponent = np.frexp(largest)
@@ -277,9 +278,9 @@ def _mxfp8_quantize(x: Array, axis: int, dtype: str, scale_rounding: str, roundi
     if scale_rounding == "up":
         exponent = exponent + (mantissa > largest_mantissa)
     exponent = np.clip(np.where(absmax > 0, exponent, -127), -127, 127)
-    scale = rounding("scale", np.ldexp(1.0, exponent)).astype(getattr(ml_dtypes, E8M0))
-    quotient = values / rounding("spread", _spread(scale, axis, x.shape[axis]))
-    quotient = rounding("qvalue", np.clip(quotient, -largest, largest))
+    scale = stages("scale", np.ldexp(1.0, exponent)).astype(getattr(ml_dtypes, E8M0))
+    quotient = values / stages("spread", _spread(scale, axis, x.shape[axis]))
+    quotient = stages("qvalue", np.clip(quotient, -largest, largest))
     qvalue = _round_fp8(quotient, target).astype(target)
     qvalue[np.isnan(values)] = np.array(np.nan, target)
     return Quantized(qvalue, scale)
@@ -305,9 +306,9 @@ def _round_fp8(values: Array, dtype: np.dtype[Any]) -> Array:
     return np.rint(values / quantum) * quantum
 
 
-def _dequantize(qvalue: Array, scale: Array, dtypes: tuple[str, ...], rounding: Rounding) -> Array:
+def _dequantize(qvalue: Array, scale: Array, dtypes: tuple[str, ...], stages: Stages) -> Array:
     blocks = check_dequantize(qvalue, scale, dtypes)
     with np.errstate(over="ignore", invalid="ignore"):
-        product = qvalue.astype(np.float64) * rounding("spread", expand(scale, blocks))
-        product = rounding("out", product).astype(np.float32)
+        product = qvalue.astype(np.float64) * stages("spread", expand(scale, blocks))
+        product = stages("out", product).astype(np.float32)
     return np.where(np.abs(product) < np.float32(SMALLEST), np.copysign(np.float32(0), product), product)

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from cpu_golden import Array, Rounding, exact
-from cpu_golden.gmm import active_groups, gmm, naive_gmm, naive_tgmm, one_tile, scalar, staged_dot, tgmm, values
+from cpu_golden import Array
+from cpu_golden.gmm import active_groups, gmm, naive_gmm, naive_tgmm, one_tile, scalar, tgmm, values
 from cpu_golden.quantize import expand, mxfp8_values, unswizzle_scales
+from cpu_golden.stages import Stages, exact
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.gmm import Problem
 from op_arguments.quantize import MX_BLOCK
@@ -110,7 +111,7 @@ def gmm_quantized(
     transpose_rhs: bool = False,
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> Array:
     """`gmm` of operands with block scales: `out[m] = Σ_b (lhs[m, b] @ rhs[g, b]) · lhs_scale[m, b] · rhs_scale[g, b]`.
 
@@ -120,9 +121,9 @@ def gmm_quantized(
     b runs over the shorter blocks of K. preferred_element_type: float32, bfloat16 or float16 (default: the
     unquantised lhs's dtype, else bfloat16); it is checked, and the float64 result left unrounded. group_sizes,
     group_offset, existing_out and errors as `gmm`; a `tiling` whose tk cuts a block is refused.
-    Sites: lhs, rhs (operands of the dot), partial (one K step's products summed), inner (their running sum within a
-    block), lhs_scale, rhs_scale, scale (the product of the two), scaled (a block's sum times it), acc (the running sum)
-    and out.
+    Stages: depth (along K, within a block). Sites: lhs, rhs, partial, inner (a block's running sum: see `Stages.dot`),
+    lhs_scale, rhs_scale, scale (the product of the two), scaled (a block's sum times it), acc (the running sum of
+    these) and out.
     """
     group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_gmm_quantized(
@@ -143,8 +144,8 @@ def gmm_quantized(
     out = np.zeros((p.m, p.n)) if existing_out is None else existing_out.astype(np.float64)
     for group, rows in active_groups(sizes, group_offset, p.groups):
         b, b_s = (x[group].T if transpose_rhs else x[group] for x in (rhs, b_scale))
-        out[rows] = _staged_blocks(lhs[rows], a_scale[rows], b, b_s, 0, p, tk, rounding)
-    return rounding("out", out)
+        out[rows] = _staged_blocks(lhs[rows], a_scale[rows], b, b_s, 0, p, stages)
+    return stages("out", out)
 
 
 def tgmm_quantized(
@@ -159,14 +160,14 @@ def tgmm_quantized(
     existing_out: Array | None = None,
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> Array:
     """`tgmm` of operands with block scales: `out[g] = Σ_b (lhs[b].T @ rhs[b]) · lhs_scale[b] · rhs_scale[b]`.
 
     lhs [M, K] and rhs [M, N] and their scales as in `gmm_quantized`, blocks of the contraction now along M. Blocks
     are those of all M rows: a group that begins inside one uses that block's scale for its part of it. existing_out
     [G, K, N] is added. Everything else as `tgmm`; a `tiling` whose tm cuts a block is refused.
-    Sites as `gmm_quantized`.
+    Stages and sites as `gmm_quantized`, depth along M.
     """
     group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_tgmm_quantized(
@@ -186,10 +187,8 @@ def tgmm_quantized(
     a_scale, b_scale = _scale(lhs_scale, p.lhs_blocks, lhs.shape), _scale(rhs_scale, p.rhs_blocks, rhs.shape)
     out = np.zeros((p.groups, p.k, p.n)) if existing_out is None else existing_out.astype(np.float64)
     for group, rows in active_groups(sizes, group_offset, p.groups):
-        out[group] += _staged_blocks(
-            lhs[rows].T, a_scale[rows].T, rhs[rows], b_scale[rows], rows.start, p, tm, rounding
-        )
-    return rounding("out", out)
+        out[group] += _staged_blocks(lhs[rows].T, a_scale[rows].T, rhs[rows], b_scale[rows], rows.start, p, stages)
+    return stages("out", out)
 
 
 def naive_grouped_gemm(
@@ -241,8 +240,7 @@ def grouped_gemm(
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
     strict: bool = False,
-    aligned: bool = False,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> Array:
     """Grouped matmul of MXFP8 operands: forward and the data's gradient (ragged="lhs"), the weights' ("contracting").
 
@@ -256,9 +254,9 @@ def grouped_gemm(
     group_sizes, group_offset, existing_out, rows and groups without data, and errors as `gmm` and `tgmm`;
     preferred_element_type: float32, bfloat16 or float16 (default: the unquantised lhs's dtype, else bfloat16); it is
     checked, and the float64 result left unrounded. The products are exact here, however large a scale is. A `tiling`
-    whose step along the sum (tk, or tm for "contracting") cuts a block is refused. strict matters to kernels alone,
-    aligned to "contracting" alone, as to `tgmm`.
-    Sites as `gmm`: lhs, rhs, partial, acc, out.
+    whose step along the sum (tk, or tm for "contracting") cuts a block is refused. tiling and strict are otherwise the
+    kernels' alone.
+    Stages and sites as `gmm` and `tgmm`.
     """
     p = _check_grouped_gemm(
         lhs, rhs, group_sizes, lhs_scale, rhs_scale, ragged, group_offset, num_actual_groups, existing_out,
@@ -271,11 +269,11 @@ def grouped_gemm(
         "existing_out": existing_out,
         "preferred_element_type": p.out_dtype,
         "tiling": tiling,
-        "rounding": rounding,
+        "stages": stages,
     }
     if ragged == "contracting":
         check_mxfp8_tile("tm", tm, p.m)
-        return tgmm(*wide, group_sizes, num_actual_groups=num_actual_groups, aligned=aligned, **shared)
+        return tgmm(*wide, group_sizes, num_actual_groups=num_actual_groups, **shared)
     check_mxfp8_tile("tk", tk, p.k)
     return gmm(*wide, group_sizes, transpose_rhs=transpose_rhs, **shared)
 
@@ -342,8 +340,7 @@ def _staged_blocks(
     b_scale: Array,
     start: int,
     p: QuantizedProblem,
-    step: int,
-    rounding: Rounding,
+    stages: Stages,
 ) -> Array:
     """a [I, J] @ b [J, L] with their scales, block by block as the kernels do; J starts at `start` of its blocks."""
     a, b = a.astype(np.float64), b.astype(np.float64)
@@ -351,11 +348,11 @@ def _staged_blocks(
     first, end = 0, a.shape[1]
     while first < end:
         last = min(first + p.block - (start + first) % p.block, end)
-        inner = staged_dot(a[:, first:last], b[first:last], step, rounding, running="inner")
+        inner = stages.dot(a[:, first:last], b[first:last], running="inner")
         # No scale changes within a block: that of its first element is that of all.
-        scales = rounding("lhs_scale", a_scale[:, first, None]), rounding("rhs_scale", b_scale[None, first])
-        scale = rounding("scale", scales[0] * scales[1])
-        acc = rounding("acc", acc + rounding("scaled", inner * scale))
+        scales = stages("lhs_scale", a_scale[:, first, None]), stages("rhs_scale", b_scale[None, first])
+        scale = stages("scale", scales[0] * scales[1])
+        acc = stages("acc", acc + stages("scaled", inner * scale))
         first = last
     return acc
 

@@ -11,11 +11,10 @@ summed; where both are given they add, and without any nothing decays.
 from functools import partial
 from typing import Any, NamedTuple
 
-from cpu_golden import Array, Rounding, exact
+from cpu_golden import Array
 from cpu_golden.chunk_scan import chunk_backward, chunk_forward
 from cpu_golden.fused_recurrent import (
     Output,
-    Stages,
     backward,
     forward,
     naive_backward,
@@ -23,6 +22,7 @@ from cpu_golden.fused_recurrent import (
     recurrent_backward,
     recurrent_forward,
 )
+from cpu_golden.stages import Stages, exact
 
 
 class Grads(NamedTuple):
@@ -110,9 +110,7 @@ def chunk_simple_gla_fwd(
     output_final_state: bool = False,
     cu_seqlens: Array | None = None,
     chunk_size: int = 64,
-    depth: int | None = None,
-    values_decayed: bool = False,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> Output:
     """The recurrence of this module, `chunk_size` steps at a time (see `chunk_scan`).
 
@@ -122,14 +120,14 @@ def chunk_simple_gla_fwd(
     sequences that are packed into B = 1 begins, and the end T of the last; without it every row of the batch is one
     (N = B). chunk_size: a multiple of 16 up to 256, counted from the beginning of each sequence.
     Returns float64 o [B, T, H, V] and, with output_final_state, ht [N, H, K, V]; an empty sequence's is its initial
-    state. depth: the products that are summed before a dot's running sum is rounded (None: all). values_decayed: the
-    staged form decays v, not k, before it is written into a state (backward do, not q).
+    state.
+    Stages: depth, chunk_size, values_decayed.
     Sites: q, k, v, initial_state, c (sum of the gates since the chunk began), exponent, decay (exp of it),
     kept_exponent and kept (of what decays a state, the latter less 1 or 0), A (the decayed scores), state, of every dot
-    lhs and rhs (its operands), partial (`depth` products) and acc (their running sum), and out (o).
+    lhs, rhs, partial and acc (see `Stages.dot`), and out (o).
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`.
     """
-    scan = partial(chunk_forward, chunk_size=chunk_size, stages=Stages(rounding, depth, values_decayed))
+    scan = partial(chunk_forward, chunk_size=chunk_size, stages=stages)
     return forward(
         scan,
         q,
@@ -157,9 +155,7 @@ def chunk_simple_gla_bwd(
     dht: Array | None = None,
     cu_seqlens: Array | None = None,
     chunk_size: int = 64,
-    depth: int | None = None,
-    values_decayed: bool = False,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> Grads:
     """The gradients of `chunk_simple_gla_fwd`, for a gradient do [B, T, H, V] of o and dht [N, H, K, V] of ht.
 
@@ -170,7 +166,7 @@ def chunk_simple_gla_bwd(
     dv and the gradient of the gates.
     Raises ValueError or TypeError as `op_arguments.gla.check_backward`.
     """
-    scan = partial(chunk_backward, chunk_size=chunk_size, stages=Stages(rounding, depth, values_decayed))
+    scan = partial(chunk_backward, chunk_size=chunk_size, stages=stages)
     return _grads(
         g,
         g_gamma,
@@ -214,7 +210,7 @@ def chunk_simple_gla_bwd_magnitude(
     sum and take away again: pairs that are not across its step. (Of the other forms the golden on absolute values is
     all.)
     """
-    scan = partial(chunk_backward, chunk_size=chunk_size, stages=Stages(), magnitude=True)
+    scan = partial(chunk_backward, chunk_size=chunk_size, stages=exact, magnitude=True)
     return _grads(
         g,
         g_gamma,
@@ -246,17 +242,17 @@ def fused_recurrent_simple_gla_fwd(
     output_final_state: bool = False,
     cu_seqlens: Array | None = None,
     reverse: bool = False,
-    depth: int | None = None,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> Output:
     """The recurrence of this module, step by step; arguments, result and errors as `chunk_simple_gla_fwd`.
 
     reverse: time runs backwards within each sequence: S_t = a_t S_{t+1} + k_t v_tᵀ, from the last step to the first,
     whose state is ht.
+    Stages: depth.
     Sites: q, k, v, initial_state, kept_exponent (g_t + g_gamma), kept, state, lhs, rhs, partial, acc (of q_tᵀ S_t),
     out (o).
     """
-    scan = partial(recurrent_forward, stages=Stages(rounding, depth))
+    scan = partial(recurrent_forward, stages=stages)
     return forward(
         scan,
         q,
@@ -284,15 +280,14 @@ def fused_recurrent_simple_gla_bwd(
     dht: Array | None = None,
     cu_seqlens: Array | None = None,
     reverse: bool = False,
-    depth: int | None = None,
-    rounding: Rounding = exact,
+    stages: Stages = exact,
 ) -> Grads:
     """The gradients of `fused_recurrent_simple_gla_fwd`; arguments, result and errors as `chunk_simple_gla_bwd`.
 
     Sites: those of the forward pass, do, dht, dstate, dgate (a gate's gradient before it is stored); out is dq, dk,
     dv and the gradient of the gates.
     """
-    scan = partial(recurrent_backward, stages=Stages(rounding, depth))
+    scan = partial(recurrent_backward, stages=stages)
     return _grads(
         g,
         g_gamma,

@@ -106,7 +106,7 @@ class Contract:
     outs: Mapping[str, str] = field(default_factory=dict)
     depth: int = 1  # products that are summed before the accumulator is rounded
     sites: Mapping[str, str] = field(default_factory=dict)  # of the staged golden, and the dtype they are rounded to
-    schedule: Mapping[str, Any] = field(default_factory=dict)  # what else `Op.steps` gives the staged golden
+    schedule: Mapping[str, Any] = field(default_factory=dict)  # other fields of the golden's `Stages`
 
     DOTS: ClassVar[Mapping[str, tuple[float, int]]] = {
         # dot: (relative error of a product, from rounding its operands; passes added into one sum)
@@ -246,7 +246,7 @@ class Op:
     contract(case, backend); chain(case, inputs): the longest chain of additions behind one output element, or that of
     each output by name;
     magnitude(op, case, inputs): Σ|terms| behind each output element, shaped as the output;
-    steps(case, contract): arguments that give the staged golden the steps of a kernel under that contract;
+    steps(case, contract): the fields of the golden's `Stages` that are the steps of a kernel under that contract;
     unread(case, inputs): masks of elements that the operation must not read, poisoned in `poison` data;
     axes(case, inputs): what an error is looked for along. Of an output, by name: labels (numbers or words) that
     broadcast to it and say what each element belongs to. Of an input those of what the operation sums over.
@@ -262,9 +262,12 @@ class Op:
     contract: Callable[[Case, Backend], Contract]
     chain: Callable[[Case, Inputs], int | Mapping[str, int]]
     magnitude: Callable[[Op, Case, Inputs], Any]
-    steps: Callable[[Case, Contract], Mapping[str, Any]]
     unread: Callable[[Case, Inputs], Mapping[str, np.ndarray]]
     defaults: Mapping[str, Any]
+    steps: Callable[[Case, Contract], Mapping[str, Any]] = lambda case, contract: {
+        "depth": contract.depth,
+        **contract.schedule,
+    }
     route: Callable[[Case], Mapping[str, Any]] = lambda case: {}
     spelled: tuple[str, ...] = ()
     axes: Callable[[Case, Inputs], Mapping[str, Mapping[str, np.ndarray]]] = lambda case, inputs: {}

@@ -37,7 +37,6 @@ _SOFTMAX = Op(
     ),
     chain=lambda case, inputs: case.N,
     magnitude=magnitude,
-    steps=lambda case, contract: {},
     unread=lambda case, inputs: {},
     defaults={},
     # Without the hardware exp is that of the CPU: NumPy's in Triton's interpreter, within half a unit in the last

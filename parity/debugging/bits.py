@@ -130,7 +130,7 @@ def explain_bits(trial: Trial, done: Callable[[int], None] = lambda runs: None) 
 
 def values(trial: Trial) -> Values:
     """What the golden has at each site, in order; nothing where it has no stages."""
-    if "rounding" not in inspect.signature(trial.op.golden).parameters:
+    if "stages" not in inspect.signature(trial.op.golden).parameters:
         return {}
     seen: dict[str, Floats] = {}
 

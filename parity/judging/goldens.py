@@ -22,7 +22,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -97,8 +97,15 @@ def _identity(function: Callable[..., Any]) -> Any:
         sources,
         function.__qualname__,
         function.__code__.co_firstlineno,
-        [_identity(value) if callable(value) else value for value in held],
+        [_plain(value) for value in held],
     ]
+
+
+def _plain(value: Any) -> Any:
+    """What a function closes over, as plain data: of a dataclass, as `Stages` is, its fields."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return [type(value).__qualname__, *(_plain(getattr(value, f.name)) for f in fields(value))]
+    return _identity(value) if callable(value) else value
 
 
 @cache

@@ -1,7 +1,7 @@
 """What the staged goldens are for besides their value: the value at each site, each site's share of the error, and
 kernels emulated under a contract, so that ε is predicted before any device runs.
 
-A staged golden calls `rounding(site, value)` wherever a kernel may round; everything here is a choice of that function.
+A golden calls `stages(site, value)` wherever a kernel may round; everything here is a choice of `Stages.rounding`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cpu_golden.stages import Stages
 from parity.dtypes import Floats, round_to
 from parity.inputs import stream
 from parity.op import Contract, outputs
@@ -20,6 +21,8 @@ PERTURBATION = 1e-7
 """Relative size of the change at one site: far above float64's roundoff, far below what a site's own rounding does."""
 DRAWS = 4
 """Random perturbations per site; their shares vary by about 1 %."""
+
+Rounding = Callable[[str, Floats], Floats]
 
 
 def values(trial: Trial) -> dict[str, list[Floats]]:
@@ -49,26 +52,30 @@ def budget(trial: Trial) -> dict[str, float]:
 
 def emulate(trial: Trial) -> dict[str, np.ndarray]:
     """The outputs of a kernel that rounds exactly where and as its contract says, in the contract's output dtype."""
-    contract = trial.contract
+    return {
+        name: round_to(y, trial.contract.dtype(name)) for name, y in staged(trial, by_contract(trial.contract)).items()
+    }
+
+
+def by_contract(contract: Contract) -> Rounding:
+    """The rounding of every site to the dtype that the contract says."""
 
     def rounding(site: str, value: Floats) -> Floats:
         dtype = contract.sites.get(site)
         return value if dtype is None else round_to(value, dtype).astype(np.float64)
 
-    return {name: round_to(y, contract.dtype(name)) for name, y in staged(trial, rounding).items()}
+    return rounding
 
 
-def staged(
-    trial: Trial, rounding: Callable[[str, Floats], Floats], contract: Contract | None = None, **steps: Any
-) -> dict[str, Floats]:
+def staged(trial: Trial, rounding: Rounding, contract: Contract | None = None, **steps: Any) -> dict[str, Floats]:
     """The golden's outputs, in the steps of a kernel under the trial's contract, with a rounding at its sites.
 
     contract: another one than the trial's. steps: those of its steps that are otherwise.
     """
     op, case = trial.op, trial.case
-    arguments = {**op.arguments(case), **op.steps(case, contract or trial.contract), **steps}
+    stages = Stages(rounding, **{**op.steps(case, contract or trial.contract), **steps})
     with np.errstate(invalid="ignore", over="ignore"):
-        return outputs(op.golden(**trial.inputs, **arguments, rounding=rounding))
+        return outputs(op.golden(**trial.inputs, **op.arguments(case), stages=stages))
 
 
 def _perturbed(trial: Trial, site: str, draw: int) -> dict[str, Floats]:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from cpu_golden import gla, simple_gla
-from cpu_golden.fused_recurrent import Stages, recurrent_backward, recurrent_forward
+from cpu_golden.fused_recurrent import kept_of, recurrent_backward, recurrent_forward
+from cpu_golden.stages import Stages
 
 GATES = ["none", "g", "g_gamma", "both", "gk"]
 CHUNKS = [16, 48, 64, 128, 256]
@@ -401,12 +402,12 @@ def test_stages_see_every_site_and_change_nothing_by_themselves(gates):
     for form, sites in (("chunk", FORWARD_SITES), ("fused_recurrent", STEP_SITES)):
         for depth in (None, 5):
             seen.clear()
-            staged = call(form, "fwd", forward, depth=depth, rounding=watch)
+            staged = call(form, "fwd", forward, stages=Stages(watch, depth))
             assert set(seen) == sites
             assert seen["lhs"] == seen["rhs"]
             assert (seen["acc"] == seen["lhs"]) == (depth is None)
             np.testing.assert_allclose(staged.o, call("naive", "fwd", forward).o, rtol=1e-11, atol=1e-12)
-            staged = call(form, "bwd", forward, **backward, depth=depth, rounding=watch)
+            staged = call(form, "bwd", forward, **backward, stages=Stages(watch, depth))
             assert set(seen) == sites | {"do", "dht", "dstate", "dgate"} | ({"dA"} if form == "chunk" else set())
             np.testing.assert_allclose(staged.dv, call("naive", "bwd", forward, **backward).dv, rtol=1e-11, atol=1e-12)
 
@@ -418,7 +419,7 @@ def test_rounding_one_site_emulates_a_kernel_that_rounds_there():
         def rounding(site, value):
             return value.astype(ml_dtypes.bfloat16).astype(np.float64) if site in sites else value
 
-        return np.sqrt(np.mean((call("chunk", "fwd", forward, depth=depth, rounding=rounding).o - exact) ** 2))
+        return np.sqrt(np.mean((call("chunk", "fwd", forward, stages=Stages(rounding, depth)).o - exact) ** 2))
 
     exact = call("chunk", "fwd", forward).o
     # A state that is rounded at every chunk border, and a sum rounded at every product, are worse than a result once.
@@ -448,7 +449,7 @@ def test_a_state_is_rounded_for_the_steps_to_come_every_sixteen_steps():
 
 def test_of_a_decay_only_what_is_left_of_the_nearer_of_zero_and_one_is_rounded():
     decays, left = np.array([0.1, 0.4, 0.6, 0.9, 1.0, 1.2]), []
-    rounded = Stages(lambda site, x: left.append((site, x)) or x).kept(np.log(decays))
+    rounded = kept_of(np.log(decays), Stages(lambda site, x: left.append((site, x)) or x))
     # exp(log x) in float64: each of the two is off by a roundoff or two of 2^-53.
     np.testing.assert_allclose(rounded, decays, rtol=1e-15)
     assert [site for site, _ in left] == ["kept_exponent", "kept"]
@@ -474,6 +475,6 @@ def test_pairs_of_steps_are_decayed_one_by_one_in_blocks_of_sixteen_and_by_halve
             exponents.append(value.shape[2:])
         return value
 
-    call("chunk", "fwd", forward, rounding=rounding)
+    call("chunk", "fwd", forward, stages=Stages(rounding))
     across = [(rows, 3) for half in halves for rows in half]
     assert exponents == [*((rows, rows, 3) for rows in pairs), *across, (t, 3), (t, 3)]

@@ -15,10 +15,10 @@ from cpu_golden.gmm import (
     naive_tgmm,
     one_tile,
     scalar,
-    staged_dot,
     tgmm,
     values,
 )
+from cpu_golden.stages import Stages, exact
 from parity.inputs import draw
 from tests.matrix.gmm import GMM, TGMM
 
@@ -120,10 +120,10 @@ def test_stages_see_every_site_and_change_nothing_by_themselves():
         seen[site] = seen.get(site, 0) + 1
         return value
 
-    staged = gmm(lhs, rhs, sizes, tiling=(12, 4, 4), rounding=watch)
+    staged = gmm(lhs, rhs, sizes, stages=Stages(watch, depth=4))
     assert seen == {"lhs": 2, "rhs": 2, "partial": 6, "acc": 6, "out": 1}
     np.testing.assert_allclose(staged, naive_gmm(lhs, rhs, sizes), rtol=1e-12, atol=1e-12)
-    staged = tgmm(lhs, lhs, sizes, tiling=(4, 10, 10), rounding=watch)
+    staged = tgmm(lhs, lhs, sizes, stages=Stages(watch, depth=4))
     np.testing.assert_allclose(staged, naive_tgmm(lhs, lhs, sizes), rtol=1e-12, atol=1e-12)
 
 
@@ -137,11 +137,11 @@ def test_rounding_one_site_emulates_a_kernel_that_rounds_there():
 
     exact = gmm(lhs, rhs, sizes)
     errors = {
-        sites: np.sqrt(np.mean((gmm(lhs, rhs, sizes, tiling=(16, 32, 8), rounding=bfloat16_at(*sites)) - exact) ** 2))
+        sites: np.sqrt(np.mean((gmm(lhs, rhs, sizes, stages=Stages(bfloat16_at(*sites), 32)) - exact) ** 2))
         for sites in [("out",), ("acc",), ("lhs", "rhs")]
     }
     assert errors["out",] < errors["lhs", "rhs"] < errors["acc",] * 2
-    rounded = gmm(lhs, rhs, sizes, rounding=bfloat16_at("lhs", "rhs"))
+    rounded = gmm(lhs, rhs, sizes, stages=Stages(bfloat16_at("lhs", "rhs")))
     narrow = gmm(lhs.astype(ml_dtypes.bfloat16), rhs.astype(ml_dtypes.bfloat16), sizes)
     np.testing.assert_allclose(rounded, narrow, rtol=1e-12, atol=1e-12)
 
@@ -156,7 +156,7 @@ def test_steps_of_a_staged_sum_end_at_multiples_of_their_length(first, lengths):
             partial.append(int(value[0, 0]))
         return value
 
-    assert staged_dot(np.ones((1, 20)), np.ones((20, 1)), 8, rounding, first=first) == [[20]]
+    assert Stages(rounding, depth=8).dot(np.ones((1, 20)), np.ones((20, 1)), first=first) == [[20]]
     assert partial == lengths
 
 
@@ -172,3 +172,18 @@ def test_the_offset_of_a_shard_is_an_int_however_it_is_given():
     assert values(np.array([2, 3], np.int32)) == [2, 3]
     for other in ([2, 3], np.array([2, 3]), np.array([[2, 3]], np.int32)):
         assert values(other) is None
+
+
+def test_a_sum_without_a_depth_is_one_step_wherever_it_begins():
+    seen = []
+    stages = Stages(lambda site, value: seen.append(site) or value)
+    assert stages.dot(np.ones((2, 1, 3)), np.ones((3, 1)), running="inner", first=2).tolist() == [[[3]]] * 2
+    assert seen == ["lhs", "rhs", "partial", "inner"]
+    assert exact.dot(np.ones((2, 0)), np.ones((0, 3))).tolist() == [[0] * 3] * 2
+
+
+def test_renamed_stages_keep_their_steps_and_show_their_sites_to_the_first_ones():
+    seen = []
+    inner = Stages(lambda site, value: seen.append(site) or value + 1, depth=4).renamed(acc="dlhs").renamed(out="acc")
+    assert inner.depth == 4 and [inner(site, 0) for site in ("lhs", "acc", "out")] == [1, 1, 1]
+    assert seen == ["lhs", "dlhs", "dlhs"]

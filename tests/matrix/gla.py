@@ -272,7 +272,6 @@ def op(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
         contract=contract,
         chain=chain,
         magnitude=magnitude,
-        steps=lambda c, contract: {"depth": contract.depth, **contract.schedule},
         axes=axes,
         unread=lambda c, inputs: {},
         defaults=defaults if family == "simple_gla" else {n: d for n, d in defaults.items() if n not in SCALAR_GATES},

@@ -140,7 +140,6 @@ _GMM = Op(
     },
     contract=contract,
     chain=lambda c, inputs: c.K,
-    steps=lambda c, contract: {"tiling": (1, contract.depth, 1)},
     axes=gmm_axes,
     representative=representative,
     expected=(Expected(lambda c: c.dtype == F32 and c.K == 1, "LOSS", SHORT_SUMS),),
@@ -170,7 +169,6 @@ _TGMM = Op(
     },
     contract=contract,
     chain=longest_group,
-    steps=lambda c, contract: {"tiling": (contract.depth, 1, 1), **contract.schedule},
     axes=tgmm_axes,
     representative=representative,
     expected=(

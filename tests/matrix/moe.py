@@ -126,7 +126,6 @@ _FORWARD = Op(
     arguments=arguments,
     contract=contract,
     chain=lambda c, inputs: chain(c, c.K),
-    steps=lambda c, contract: {"tiling": (1, contract.depth, 1)},
     axes=axes,
     representative=lambda c: c.tier == "smoke",
     magnitude=abs_of("lhs", "rhs", "existing_out"),
@@ -145,7 +144,6 @@ _BACKWARD = Op(
     arguments=arguments,
     contract=contract,
     chain=lambda c, inputs: chain(c, max(c.N, longest_group(c, inputs))),
-    steps=lambda c, contract: {"tiling": (contract.depth, contract.depth, contract.depth)},
     axes=axes,
     representative=lambda c: c.tier == "smoke",
     magnitude=abs_of("lhs", "rhs", "dout"),
@@ -238,7 +236,6 @@ _PERMUTE = Op(
     arguments=lambda c: {"num_experts": c.E, "capacity": c.capacity},
     contract=lambda c, backend: Contract(dot="none", out=c.out),
     chain=lambda c, inputs: 1,
-    steps=lambda c, contract: {},
     magnitude=abs_of("x"),
     unread=lambda c, inputs: {},
     defaults=dict(capacity=None),
@@ -255,7 +252,6 @@ _UNPERMUTE = Op(
     arguments=lambda c: {},
     contract=lambda c, backend: Contract(dot="ieee", out=c.out, sites={"product": F32, "sum": F32}),
     chain=lambda c, inputs: c.k + 1,
-    steps=lambda c, contract: {},
     representative=lambda c: c.tier == "smoke",
     magnitude=abs_of("rows", "weights"),
     unread=of_no_slot,
@@ -382,7 +378,7 @@ def layer_contract(c: Case, backend: Backend) -> Contract:
                   "drows": c.out, "dexperts": c.out, "drouter": c.out}  # fmt: skip
     scaling = {"inner": F32, "scale": F32, "scaled": F32, "acc": F32}
     outs = {"w_router": F32} if c.op == "moe_layer_bwd" else {}
-    schedule = {"router_step": MXU_DEPTH if backend == "tpu" else 1}
+    schedule = {"router_depth": MXU_DEPTH if backend == "tpu" else 1}
     wide = replace(unquantised.contract(c, backend), outs=outs, schedule=schedule)
     if c.quantize == "fp8":
         depth = MXU_DEPTH if backend == "tpu" else FP8_MMA_DEPTH
@@ -424,7 +420,6 @@ _LAYER = Op(
     arguments=layer_arguments,
     contract=layer_contract,
     chain=lambda c, inputs: 1,
-    steps=lambda c, contract: {"tiling": (contract.depth, contract.depth, 1), **contract.schedule},
     representative=lambda c: c.tier == "smoke",
     magnitude=layer_magnitude,
     unread=layer_unread,

@@ -190,10 +190,6 @@ _GEMM = Op(
     arguments=gemm_arguments,
     contract=contract,
     chain=lambda c, inputs: unquantised.longest_group(c, inputs) if is_contracting(c) else c.K,
-    steps=lambda c, contract: {
-        "tiling": (contract.depth, 1, 1) if is_contracting(c) else (1, contract.depth, 1),
-        **contract.schedule,
-    },
     axes=lambda c, inputs: (unquantised.tgmm_axes if is_contracting(c) else unquantised.gmm_axes)(c, inputs),
     representative=lambda c: c.tier == "smoke",
     magnitude=abs_of("lhs", "rhs", "existing_out"),

@@ -66,7 +66,6 @@ def op(name: str, golden: object, **settings: object) -> Op:
         contract=contract,
         chain=lambda c, inputs: 1,
         magnitude=lambda op, c, inputs: None,
-        steps=lambda c, contract: {},
         representative=lambda c: False,
         unread=lambda c, inputs: {},
         bit_exact=True,

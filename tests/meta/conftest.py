@@ -10,7 +10,7 @@ MATRIX = """
 import numpy as np
 from parity import Array, Case, Contract, Op, abs_of
 
-def double(x, rounding=lambda site, x: x):
+def double(x, stages=lambda site, x: x):
     return 2.0 * x.astype(np.float64)
 
 _DOUBLE = Op(
@@ -18,7 +18,7 @@ _DOUBLE = Op(
     inputs=lambda c: {{"x": Array((c.M, c.N), c.dtype)}},
     arguments=lambda c: {{}},
     contract=lambda c, backend: Contract(dot="ieee", out=c.out),
-    chain=lambda c, inputs: 1, magnitude=abs_of("x"), steps=lambda c, contract: {{}}, unread=lambda c, inputs: {{}},
+    chain=lambda c, inputs: 1, magnitude=abs_of("x"), unread=lambda c, inputs: {{}},
     defaults={{}},
 )
 DOUBLE = _DOUBLE.with_cases(

@@ -5,6 +5,7 @@ import pytest
 
 from cpu_golden.moe import moe_layer, moe_layer_bwd, permute, unpermute
 from cpu_golden.quantize import fp8_dequantize, fp8_quantize, mxfp8_dequantize, mxfp8_quantize
+from cpu_golden.stages import Stages
 from parity.inputs import draw
 from parity.op import outputs
 from tests.matrix.moe import MOE_LAYER, MOE_LAYER_BWD, layer_arguments
@@ -158,28 +159,29 @@ def test_codes_stay_within_what_their_error_allows(power_of_two, axis):
     assert (reached > 0.5).mean() > 0.05
 
 
-def test_every_matmul_of_the_layer_asks_for_the_tiling_of_its_own_size():
+def test_every_matmul_of_the_experts_asks_for_the_tiling_of_its_own_size():
     given, asked = weights_of(tokens=10, hidden=6, intermediate=5, experts=4), []  # 20 rows
-    router, inner, outer = (10, 6, 4), (20, 6, 5), (20, 5, 6)
+    inner, outer = (20, 6, 5), (20, 5, 6)
 
     def look_up(*size):
         asked.append(size)
         return size
 
     moe_layer(**given, top_k=2, tiling=look_up)
-    assert asked == [router, inner, inner, outer]
+    assert asked == [inner, inner, outer]
     moe_layer_bwd(**given, dout=given["x"], top_k=2, tiling=look_up)
     down = [inner, outer, outer]  # through w_down, w_gate and w_up
-    assert asked[4:] == [router, inner, inner, outer, *down, (10, 4, 6), (6, 10, 4), inner, inner, outer]
+    assert asked[3:] == [inner, inner, outer, *down, inner, inner, outer]
 
 
 @pytest.mark.parametrize(
     ("options", "steps"),
-    [({}, 1), (dict(tiling=(8, 4, 8)), 2), (dict(router_step=1), 6), (dict(tiling=(8, 4, 8), router_step=6), 1)],
+    [({}, 1), (dict(depth=4), 2), (dict(router_depth=1), 6), (dict(depth=4, router_depth=6), 1)],
 )
 def test_the_router_is_summed_in_steps_of_its_own_or_else_in_those_of_the_matmuls(options, steps):
     seen = []
-    moe_layer(**weights_of(hidden=6), top_k=2, rounding=lambda site, x: seen.append(site) or x, **options)
+    stages = Stages(lambda site, x: seen.append(site) or x, **options)
+    moe_layer(**weights_of(hidden=6), top_k=2, stages=stages)
     assert seen[: seen.index("logits")].count("partial") == steps
 
 

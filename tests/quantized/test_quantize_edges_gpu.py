@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from cpu_golden import quantize as golden
+from cpu_golden.stages import Stages
 from gpu_reference import quantize as gpu
 from parity.interop import to_numpy, to_torch
 from tests.interpreter import interpreted
@@ -221,7 +222,7 @@ def test_nan_is_refused_by_no_format_that_has_it(name):
 def test_each_stage_is_shown_once_for_each_of_its_values(way):
     name, _, columns = way.partition("-")
     arguments = QUANTISERS[name] | (dict(axis=0) if columns else {})
-    x, shown, stages = with_odd_blocks(name), {}, {}
+    x, shown, expected = with_odd_blocks(name), {}, {}
 
     def debug(site, value, where):
         value, where = np.broadcast_arrays(value.handle.data, where.handle.data)
@@ -229,14 +230,14 @@ def test_each_stage_is_shown_once_for_each_of_its_values(way):
 
     def rounding(site, value):
         if site.rpartition("_")[2] in ("absmax", "scale", "spread"):
-            stages[site] = value
+            expected[site] = value
         return value
 
     getattr(gpu, name)(to_torch(x), **arguments, debug=debug)
-    getattr(golden, name)(x, **arguments, rounding=rounding)
-    assert shown.keys() == stages.keys()
-    for site, expected in stages.items():
-        np.testing.assert_array_equal(np.sort(np.concatenate(shown[site])), np.sort(expected.ravel()), err_msg=site)
+    getattr(golden, name)(x, **arguments, stages=Stages(rounding))
+    assert shown.keys() == expected.keys()
+    for site, value in expected.items():
+        np.testing.assert_array_equal(np.sort(np.concatenate(shown[site])), np.sort(value.ravel()), err_msg=site)
 
 
 def meta(*shape, dtype=torch.uint8):

@@ -16,6 +16,7 @@ from cpu_golden.quantize import (
     int8_quantize,
 )
 from cpu_golden.quantized_gmm import gmm_quantized, tgmm_quantized
+from cpu_golden.stages import Stages
 from parity.inputs import draw
 from tests.matrix.quantized_gmm import GMM_QUANTIZED, TGMM_QUANTIZED
 from tests.quantized.formats import BITS_OF, FORMATS, decode, quantise
@@ -81,7 +82,7 @@ def test_stages_see_every_site_and_change_nothing_by_themselves():
         seen[site] = seen.get(site, 0) + 1
         return value
 
-    staged = gmm_quantized(*operands, sizes, tiling=(12, 32, 4), rounding=watch)
+    staged = gmm_quantized(*operands, sizes, stages=Stages(watch, depth=32))
     # Two groups, four blocks of 64, two steps in each.
     by_block = dict.fromkeys(["lhs", "rhs", "lhs_scale", "rhs_scale", "scale", "scaled", "acc"], 8)
     expected = {**by_block, "partial": 16, "inner": 16, "out": 1}
@@ -259,28 +260,32 @@ def test_fp8_gradients_are_within_five_percent(transpose_rhs):
 
 
 @pytest.mark.parametrize("transpose_rhs", [False, True])
-def test_each_matmul_of_the_layer_has_the_steps_that_its_tiling_gives_it(transpose_rhs):
-    """(tm, tk, tn) of the forward pass are (tm, tn, tk) of lhs's gradient, a sum over N; a look-up is asked."""
+def test_a_look_up_of_tiles_is_asked_for_each_matmul_of_the_layer(transpose_rhs):
     rng = np.random.default_rng(8)
     lhs, dout = rng.standard_normal((12, 10)), rng.standard_normal((12, 6))
     rhs = rng.standard_normal((3, 6, 10) if transpose_rhs else (3, 10, 6))
-    sizes, asked, seen = np.array([5, 0, 7], np.int32), [], []
+    sizes, asked = np.array([5, 0, 7], np.int32), []
 
     def look_up(*size):
         asked.append(size)
         return size
-
-    def rounding(site, value):
-        seen.append(site)
-        return value
 
     grouped_dense(lhs, rhs, sizes, transpose_rhs=transpose_rhs, tiling=look_up)
     assert asked == [(12, 10, 6)]
     asked.clear()
     grouped_dense_bwd(lhs, rhs, sizes, dout, transpose_rhs=transpose_rhs, tiling=look_up)
     assert asked == [(12, 6, 10), (12, 6, 10) if transpose_rhs else (12, 10, 6)]
-    for tiling, over_n, over_rows in (((4, 5, 2), 3 + 3, 2 + 2), ((5, 2, 3), 2 + 2, 1 + 2), (None, 2, 2)):
-        seen.clear()
-        grouped_dense_bwd(lhs, rhs, sizes, dout, transpose_rhs=transpose_rhs, tiling=tiling, rounding=rounding)
+
+
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+def test_the_gradients_of_the_layer_are_summed_in_steps_over_n_and_over_rows(transpose_rhs):
+    rng = np.random.default_rng(8)
+    lhs, dout = rng.standard_normal((12, 10)), rng.standard_normal((12, 6))
+    rhs = rng.standard_normal((3, 6, 10) if transpose_rhs else (3, 10, 6))
+    sizes = np.array([5, 0, 7], np.int32)
+    for depth, over_n, over_rows in ((2, 3 + 3, 3 + 4), (4, 2 + 2, 2 + 2), (None, 2, 2)):
+        seen = []
+        stages = Stages(lambda site, value, seen=seen: seen.append(site) or value, depth)
+        grouped_dense_bwd(lhs, rhs, sizes, dout, transpose_rhs=transpose_rhs, stages=stages)
         assert (seen.count("dlhs"), seen.count("drhs")) == (over_n, over_rows)
         assert seen.count("partial") == over_n + over_rows and "acc" not in seen

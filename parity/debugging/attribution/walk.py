@@ -16,9 +16,9 @@ import numpy as np
 
 from parity.debugging.attribution import Ranking, mean_square
 from parity.debugging.attribution.program import Mark
-from parity.dtypes import Floats, round_to
+from parity.dtypes import Floats
 from parity.judging.reference import Reference
-from parity.judging.stages import emulate, staged
+from parity.judging.stages import by_contract, emulate, staged
 from parity.trial import Trial
 
 SAME = 2.0**-27
@@ -125,6 +125,9 @@ def _output(name: str, expected: Reference, ranking: Ranking, by_contract: Mappi
 
 def _sites(trial: Trial, steps: Mapping[str, Any]) -> tuple[Mapping[str, Floats], Mapping[str, float]]:
     """By site, all values of the golden, sorted; and how far they are off under the contract, root mean square."""
+    by_the_contract = by_contract(trial.contract)
+    if "tiling" in steps:  # of a kernel whose steps are not yet those of `Stages`
+        steps = {name: step for name, step in steps.items() if name != "tiling"} | {"depth": max(steps["tiling"])}
     exact: dict[str, list[Floats]] = {}
     rounded: dict[str, list[Floats]] = {}
 
@@ -133,8 +136,7 @@ def _sites(trial: Trial, steps: Mapping[str, Any]) -> tuple[Mapping[str, Floats]
         return value
 
     def rounding(site: str, value: Floats) -> Floats:
-        dtype = trial.contract.sites.get(site)
-        value = value if dtype is None else round_to(value, dtype).astype(np.float64)
+        value = by_the_contract(site, value)
         rounded.setdefault(site, []).append(value.ravel())
         return value
 

@@ -27,12 +27,12 @@ class Pair(NamedTuple):
     b: Any
 
 
-def third(x, rounding=lambda site, value: value):
-    return rounding("out", x.astype(np.float64) / 3)
+def third(x, stages=lambda site, value: value):
+    return stages("out", x.astype(np.float64) / 3)
 
 
-def both(x, rounding=lambda site, value: value):
-    return Pair(third(x, rounding), -third(x, rounding))
+def both(x, stages=lambda site, value: value):
+    return Pair(third(x, stages), -third(x, stages))
 
 
 def op(golden=third, **changes):
@@ -43,7 +43,6 @@ def op(golden=third, **changes):
         contract=lambda case, backend: Contract("ieee", "float32"),
         chain=lambda case, inputs: 1,
         magnitude=abs_of("x"),
-        steps=lambda case, contract: {},
         unread=lambda case, inputs: {"x": np.zeros(SHAPE, bool)},
     )  # fmt: skip
     return Op(**fields | changes)
@@ -78,7 +77,7 @@ def device(monkeypatch):
 def test_a_kernel_runs_twice_where_runs_may_differ_and_interpreted_in_a_sample(device, real, data, tier, seed):
     device.real = real
     case = Case(CASE.op, CASE.dims, "float32", "float32", data=data, tier=tier, seed=seed)
-    of_multiples = op(lambda x, rounding=None: 3 * third(x))  # exact, of integers as well
+    of_multiples = op(lambda x, stages=None: 3 * third(x))  # exact, of integers as well
     assert judge(Trial(of_multiples, case, "tpu", lambda x: round_to(3 * third(x), "float32"))).verdict.passed
     twice = data == "normal" and (real or (tier == "smoke" and seed == 0))
     assert len(device.ran) == 1 + twice
@@ -121,7 +120,7 @@ def test_the_worst_element_and_where_the_bad_ones_lie_are_told(device):
 
 
 def test_of_integer_data_only_the_elements_that_differ_are_bad(device):
-    case, exact = CASE.with_data("integers"), op(lambda x, rounding=None: 3 * third(x))
+    case, exact = CASE.with_data("integers"), op(lambda x, stages=None: 3 * third(x))
     golden = reference(exact, case).golden["out"]
     off = golden.copy()
     off[3, 5] += 1
@@ -166,7 +165,7 @@ def test_an_output_without_elements_has_no_worst_one(device):
     ],
 )
 def test_an_output_of_no_axes_is_judged_as_any_other(device, data, factor, outcome):
-    def most(x, rounding=None):
+    def most(x, stages=None):
         return np.array(np.abs(x.astype(np.float64)).max())
 
     loss = op(most, magnitude=lambda op, case, inputs: most(**inputs))

@@ -1,0 +1,63 @@
+"""Stages: which intermediate result of a golden is rounded, and to what.
+
+A golden calls `stages(site, value)` wherever a kernel may round. `exact` gives the golden itself; rounding sites to
+dtypes emulates a kernel under that contract, and any other function watches the values or changes them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cpu_golden import Array
+
+
+@dataclass(frozen=True)
+class Stages:
+    """stages(site, value): what goes on from a named site of a golden in place of its float64 value.
+
+    The other fields are a kernel's steps: they decide which partial results there are to round, and without rounding
+    change nothing. A golden reads those that its docstring names.
+
+    rounding: (site, value) -> value.
+    depth: products that are summed before the running sum of a dot is rounded; None: all of them.
+    router_depth: the depth of a router's matmuls; None: that of all others.
+    aligned: the steps of tgmm's sums are counted from the first of all rows, not from the first of each group.
+    chunk_size: the chunks of a scan, where a kernel takes other ones than its caller asks for.
+    values_decayed: a decay per step of what is written into a state multiplies v (or do), and not k (or q).
+    """
+
+    rounding: Callable[[str, Array], Array] = lambda site, value: value
+    depth: int | None = None
+    router_depth: int | None = None
+    aligned: bool = False
+    chunk_size: int | None = None
+    values_decayed: bool = False
+
+    def __call__(self, site: str, value: Array) -> Array:
+        """What goes on from the site in the value's place."""
+        return self.rounding(site, value)
+
+    def renamed(self, **names: str) -> "Stages":
+        """These stages for a golden inside another one, some of whose sites have names of their own there."""
+        return replace(self, rounding=lambda site, value: self(names.get(site, site), value))
+
+    def dot(self, a: Array, b: Array, *, running: str = "acc", first: int = 0) -> Array:
+        """a [..., I, J] @ b [..., J, L], summed over J in steps of `depth`, the first of which begins at -`first`.
+
+        Sites: lhs, rhs (the operands), partial (the products of one step, summed), and at `running` the running sum.
+        """
+        a, b = self("lhs", a), self("rhs", b)
+        size = a.shape[-1]
+        step = self.depth or first + size
+        acc = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]))
+        j = 0
+        while j < size:
+            following = j + step - (first + j) % step
+            acc = self(running, acc + self("partial", a[..., j:following] @ b[..., j:following, :]))
+            j = following
+        return acc
+
+
+exact = Stages()
+"""The stages that round nothing."""
