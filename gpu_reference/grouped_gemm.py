@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_reference._lib.formats import BLOCK, as_codes, mxfp8_values
 from gpu_reference._lib.hardware import (
     architecture,
     bfloat16_as_float32_where_interpreted,
@@ -35,7 +36,6 @@ from gpu_reference.gmm import (
     tgmm,
     visit_of_program,
 )
-from gpu_reference.quantize import BLOCK, as_codes, mxfp8_values
 from op_arguments import Tiling, dtype_name, resolve_tiling
 from op_arguments.debug import Debug
 from op_arguments.gmm import GroupMetadata, Problem

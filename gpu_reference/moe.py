@@ -9,11 +9,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from gpu_reference._lib.formats import Quantized
 from gpu_reference._lib.hardware import architecture, check_devices, supports_matmul
 from gpu_reference._lib.operands import on_device, only_tensor, scalar, values
 from gpu_reference.gmm import gmm, tgmm
 from gpu_reference.grouped_gemm import grouped_gemm
-from gpu_reference.quantize import Quantized, fp8_dual_quantize, fp8_quantize, mxfp8_dual_quantize, mxfp8_quantize
+from gpu_reference.mxfp8 import mxfp8_dual_quantize, mxfp8_quantize
+from gpu_reference.quantize import fp8_dual_quantize, fp8_quantize
 from gpu_reference.quantized_gmm import gmm_quantized, tgmm_quantized
 from op_arguments import Tiling, check_array, check_shape, dtype_name
 from op_arguments.debug import Debug, backward_alone, sums_at

@@ -1,8 +1,7 @@
-"""Quantisation to fp8, int8 and MXFP8 on the GPU, in Triton; the operations are defined in `cpu_golden/quantize.py`.
+"""Quantisation to fp8 and int8 on the GPU, in Triton; the operations are defined in `cpu_golden/quantize.py`.
 
 Results are those of the golden bit for bit, whatever a GPU's division and its treatment of subnormals: a scale is
-divided out in integers, a quotient is only estimated in float32 and then decided by an exact comparison, and codes of
-the narrow formats are put together and taken apart as bits, so that no conversion instruction is relied upon.
+divided out in integers, and a quotient is only estimated in float32 and then decided by an exact comparison.
 
 Values of CUDA tensors are not read by the host: ±inf and NaN in them are never refused, but treated as with
 check_finite=False.
@@ -12,34 +11,36 @@ check_finite=False.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
+from gpu_reference._lib.formats import (
+    FORMATS,
+    INFINITY,
+    SIGN,
+    SMALLEST,
+    DualQuantized,
+    Quantized,
+    as_codes,
+    checked,
+    decoded,
+    power_of_two,
+)
 from gpu_reference._lib.hardware import check_devices
 from gpu_reference._lib.launch import Launch
 from op_arguments import dtype_name
 from op_arguments.debug import Debug, named
 from op_arguments.quantize import (
     FP8,
-    MX_BLOCK,
-    SWIZZLED_COLUMNS,
-    SWIZZLED_ROWS,
     Blocks,
     check_blocks,
     check_dequantize,
     check_dual_quantize,
-    check_finite_values,
-    check_mxfp8_dequantize,
-    check_mxfp8_dual_quantize,
-    check_mxfp8_quantize,
     check_quantize,
-    check_swizzle,
-    check_unswizzle,
 )
 
 TILE = 128 * 128  # elements of a program: the two block sizes of 128 in one tile, 64 to a thread
@@ -47,50 +48,7 @@ COLUMNS = 128  # of a tile that is reduced along its columns: whole cache lines,
 
 OPTIONS = {"num_warps": 16, "enable_fp_fusion": True}
 
-MX_TILE = 32, 256  # rows and columns of a program that quantises to MXFP8, or back: whole blocks of 32 either way
-MX_OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
-
-SMALLEST = tl.constexpr(0x00800000)  # bits of the smallest normal float32
-INFINITY = tl.constexpr(0x7F800000)  # bits of float32 inf; NaNs are larger
-SIGN = tl.constexpr(-(2**31))
 ONE = tl.constexpr(0x3F800000)  # bits of 1.0
-BLOCK = tl.constexpr(MX_BLOCK)
-
-
-class Quantized(NamedTuple):
-    """A quantised array: x ≈ qvalue · scale, the scale of each block repeated over it."""
-
-    qvalue: Any
-    scale: Any
-
-
-class DualQuantized(NamedTuple):
-    """An array quantised by rows (blocks along its last axis) and by columns (blocks along the one before)."""
-
-    rowwise: Any
-    rowwise_scale: Any
-    columnwise: Any
-    columnwise_scale: Any
-
-
-class Format(NamedTuple):
-    """A narrow format: its largest value is odd · 2^exponent, its smallest 2^least; a value has `mantissa` bits after
-    its first (int8, all whose values are multiples of 1: as many as it has); `largest` and `nan` are codes.
-    """
-
-    odd: int
-    exponent: int
-    mantissa: int
-    least: int
-    largest: int
-    nan: int
-
-
-FORMATS = {
-    "float8_e4m3fn": Format(odd=7, exponent=6, mantissa=3, least=-9, largest=0x7E, nan=0x7F),
-    "float8_e5m2": Format(odd=7, exponent=13, mantissa=2, least=-16, largest=0x7B, nan=0x7E),
-    "int8": Format(odd=127, exponent=0, mantissa=7, least=0, largest=127, nan=0),
-}
 
 
 def fp8_quantize(
@@ -114,7 +72,7 @@ def fp8_quantize(
     debug: see `op_arguments.debug`, of absmax, scale and spread, the scale of each element.
     """
     blocks, name = check_quantize(x, axis, block_size, dtype)
-    device = _checked(x, check_finite, has_nan=True)
+    device = checked(x, check_finite, has_nan=True)
     return _quantize(x, blocks, name, device, debug)
 
 
@@ -131,7 +89,7 @@ def int8_quantize(
     NaN, which int8 has not, is refused in a CPU tensor with check_finite and becomes 0 without.
     """
     blocks = check_blocks(x, axis, block_size)
-    device = _checked(x, check_finite, has_nan=False)
+    device = checked(x, check_finite, has_nan=False)
     return _quantize(x, blocks, "int8", device, debug)
 
 
@@ -149,7 +107,7 @@ def fp8_dual_quantize(
     debug: as `fp8_quantize`, of both: rowwise_absmax and so on.
     """
     by_rows, by_columns, name = check_dual_quantize(x, block_size, dtype)
-    device = _checked(x, check_finite, has_nan=True)
+    device = checked(x, check_finite, has_nan=True)
     codes = [torch.empty(x.shape, dtype=torch.uint8, device=device) for _ in range(2)]
     scales = [_empty_scale(x, blocks) for blocks in (by_rows, by_columns)]
     if x.numel():
@@ -175,105 +133,55 @@ def int8_dequantize(qvalue: Tensor, scale: Tensor) -> Tensor:
     return _dequantize(qvalue, scale, ("int8",))
 
 
-def mxfp8_quantize(
-    x: Tensor,
-    axis: int,
-    *,
-    dtype: Any = torch.float8_e4m3fn,
-    scale_rounding: str = "up",
-    check_finite: bool = True,
-    debug: Debug = None,
-) -> Quantized:
-    """x in MXFP8: fp8 with one power of two per 32 consecutive elements along `axis`; a short last block is a block.
-
-    x [...] float32, bfloat16 or float16, of any strides. Returns qvalue [...] in dtype (float8_e4m3fn or float8_e5m2)
-    and scale float8_e8m0fnu, whose `axis` is ceil(n / 32), both contiguous. With absmax taken over the finite elements
-    the exponent of the scale is, for scale_rounding="up", ceil(log2(absmax / finfo(dtype).max)), the least that
-    saturates nothing; for "floor", OCP's, floor(log2(absmax)) - 8 (e5m2: 15), which saturates the elements beyond
-    finfo(dtype).max; and at least -127, which is also that of a block of zeros. `qvalue = x / scale`, rounded once, to
-    nearest even; zeros keep x's sign; NaN stays NaN (the positive quiet one) and leaves its block alone. ±inf in a CPU
-    tensor is refused with check_finite; it becomes ±finfo(dtype).max without.
-    Raises TypeError for a wrong dtype, ValueError for a wrong axis or rounding, or ±inf, and RuntimeError as
-    `fp8_quantize`; debug likewise.
-    """
-    axis, name = check_mxfp8_quantize(x, axis, dtype, scale_rounding)
-    device = _checked(x, check_finite, has_nan=True)
-    by_rows, planes = _mx_planes(x, axis)
-    result = _empty_mxfp8(x, axis)
-    rowwise, columnwise = (result, None) if by_rows else (None, result)
+def _quantize(x: Tensor, blocks: Blocks, name: str, device: torch.device, debug: Debug) -> Quantized:
+    plane, plane_blocks, restored = _plane(x, blocks)
+    codes, scale = torch.empty_like(plane, dtype=torch.uint8), _empty_scale(x, blocks)
     if x.numel():
-        mxfp8_quantize_launch(planes.contiguous(), name, scale_rounding, rowwise, columnwise, debug).run(device)
-    return Quantized(*_as_mxfp8(result, name))
+        for launch in quantize_launches(plane, plane_blocks, name, Quantized(codes, scale), debug=debug):
+            launch.run(device)
+    return Quantized(restored(codes).view(getattr(torch, name)), scale)
 
 
-def mxfp8_dual_quantize(
-    x: Tensor,
-    *,
-    dtype: Any = torch.float8_e4m3fn,
-    scale_rounding: str = "up",
-    check_finite: bool = True,
-    debug: Debug = None,
-) -> DualQuantized:
-    """`mxfp8_quantize(x, -1, …)` and `mxfp8_quantize(x, -2, …)` by one kernel, which reads x [M, K] or [G, M, K] once.
-
-    The columnwise payload is not the rowwise one: each has been rounded with its own scales.
-    """
-    name = check_mxfp8_dual_quantize(x, dtype, scale_rounding)
-    device = _checked(x, check_finite, has_nan=True)
-    results = _empty_mxfp8(x, x.ndim - 1), _empty_mxfp8(x, x.ndim - 2)
-    if x.numel():
-        planes = x.reshape(-1, *x.shape[-2:]).contiguous()
-        mxfp8_quantize_launch(planes, name, scale_rounding, results[0], results[1], debug).run(device)
-    return DualQuantized(*_as_mxfp8(results[0], name), *_as_mxfp8(results[1], name))
-
-
-def mxfp8_dequantize(qvalue: Tensor, scale: Tensor, *, dtype: Any = None) -> Tensor:
-    """qvalue · scale: [...] fp8 times the power of two of its 32, in float32 (default) or bfloat16.
-
-    The axis that has the blocks is the one of scale (float8_e8m0fnu) that is ceil(n / 32). Exact in either dtype,
-    but at the ends of the exponent range that both share: 2^128 and beyond becomes ±inf, and what is below 2^-126 ±0.
-    A scale of NaN (0xFF) makes its block NaN. Raises TypeError for a wrong dtype, ValueError for a wrong scale, and as
-    `fp8_quantize`.
-    """
-    axis, name = check_mxfp8_dequantize(qvalue, scale, dtype)
+def _dequantize(qvalue: Tensor, scale: Tensor, dtypes: tuple[str, ...]) -> Tensor:
+    blocks = check_dequantize(qvalue, scale, dtypes)
     device = check_devices({"qvalue": qvalue, "scale": scale})
-    by_rows, planes = _mx_planes(as_codes(qvalue), axis)
-    codes, scales = planes.contiguous(), scale.view(torch.uint8).contiguous()
-    out = torch.empty(qvalue.shape, dtype=getattr(torch, name), device=device)
+    codes, plane_blocks, restored = _plane(as_codes(qvalue), blocks)
+    out = torch.empty_like(codes, dtype=torch.float32)
     if qvalue.numel():
-        mxfp8_dequantize_launch(codes, dtype_name(qvalue.dtype), scales, by_rows, out).run(device)
-    return out
+        dequantize_launch(codes, plane_blocks, dtype_name(qvalue.dtype), scale.contiguous(), out).run(device)
+    return restored(out)
 
 
-def swizzle_scales(scale: Tensor) -> Tensor:
-    """Scales [..., R, C] as block-scaled matrix units read them: [..., ceil(R / 128), ceil(C / 4), 32, 16].
+def _empty_scale(x: Tensor, blocks: Blocks) -> Tensor:
+    shape = [size // block for size, block in zip(x.shape, blocks, strict=True)]
+    return x.new_empty(shape, dtype=torch.float32)
 
-    scale: float8_e8m0fnu, R rows (or columns) of an operand with C scales each along the axis that is summed over.
-    Tiles of 128 rows and 4 scales, one behind the other; that of row r and column c of a tile is its byte
-    (r % 32) · 16 + (r // 32) · 4 + c. What is missing of a whole tile is 0, which stands for 2^-127.
-    Source: cuBLAS, "1D Block Scaling Factors Layout". Raises TypeError and ValueError for any other array.
+
+def _plane(x: Tensor, blocks: Blocks) -> tuple[Tensor, tuple[int, int], Callable[[Tensor], Tensor]]:
+    """x as contiguous [rows, columns], its blocks there, and what gives a result for it x's shape.
+
+    Neighbouring axes are merged where blocks stay blocks, and in the same order. Two axes remain at most in all that
+    is usual; what is in blocks along three axes apart is moved so that each block is a row.
     """
-    check_swizzle(scale)
-    *lead, rows, columns = scale.shape
-    whole = pad(scale.view(torch.uint8), (0, -columns % SWIZZLED_COLUMNS, 0, -rows % SWIZZLED_ROWS))
-    tiles_r, tiles_c = whole.shape[-2] // SWIZZLED_ROWS, whole.shape[-1] // SWIZZLED_COLUMNS
-    split = whole.reshape(*lead, tiles_r, SWIZZLED_ROWS // 32, 32, tiles_c, SWIZZLED_COLUMNS)
-    tiles = split.transpose(-4, -2).reshape(*lead, tiles_r, tiles_c, 32, SWIZZLED_ROWS // 32 * SWIZZLED_COLUMNS)
-    return tiles.contiguous().view(scale.dtype)
+    axes: list[tuple[int, int]] = []
+    for size, block in zip(x.shape, blocks, strict=True):
+        outer, outer_block = axes.pop() if axes and (axes[-1][1] == 1 or block == size) else (1, 1)
+        axes.append((outer * size, outer_block * block))
+    if len(axes) == 1:
+        ((size, block),) = axes
+        axes = [(size // block, 1), (block, block)]
+    if len(axes) == 2:
+        (rows, block_rows), (columns, block_columns) = axes
+        plane = x.reshape(rows, columns).contiguous()
+        return plane, (block_rows, block_columns), lambda result: result.view(x.shape)
 
-
-def unswizzle_scales(swizzled: Tensor, rows: int, columns: int) -> Tensor:
-    """The scales [..., rows, columns] of which `swizzled` is the `swizzle_scales`. Raises as it does."""
-    check_unswizzle(swizzled, rows, columns)
-    *lead, tiles_r, tiles_c, _, _ = swizzled.shape
-    tiles = swizzled.view(torch.uint8).reshape(*lead, tiles_r, tiles_c, 32, SWIZZLED_ROWS // 32, SWIZZLED_COLUMNS)
-    whole = tiles.transpose(-4, -2).reshape(*lead, tiles_r * SWIZZLED_ROWS, tiles_c * SWIZZLED_COLUMNS)
-    return whole[..., :rows, :columns].contiguous().view(swizzled.dtype)
-
-
-def as_codes(qvalue: Tensor) -> Tensor:
-    """A narrow array as kernels take it apart: int8 as it is, fp8 as its bytes."""
-    return qvalue if qvalue.dtype == torch.int8 else qvalue.view(torch.uint8)
+    split = [part for size, block in axes for part in (size // block, block)]
+    order = [*range(0, len(split), 2), *range(1, len(split), 2)]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    moved = x.reshape(split).permute(order)
+    block = math.prod(split[1::2])
+    plane = moved.reshape(-1, block).contiguous()
+    return plane, (1, block), lambda result: result.view(moved.shape).permute(back).reshape(x.shape)
 
 
 def quantize_launches(
@@ -331,41 +239,31 @@ def dequantize_launch(codes: Tensor, blocks: tuple[int, int], name: str, scale: 
     return Launch(_dequantize_kernel, grid, arguments, OPTIONS)
 
 
-def mxfp8_quantize_launch(
-    planes: Tensor,
-    name: str,
-    scale_rounding: str,
-    rowwise: Quantized | None,
-    columnwise: Quantized | None,
-    debug: Debug = None,
-) -> Launch:
-    """The kernel that quantises contiguous x [planes, rows, columns] to MXFP8, its codes and scales in bytes.
+def _cells(plane: Tensor, blocks: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """What a group of programs covers (a block, or the whole of an axis that has none) and one of them, in powers of
+    two: along a row first, unless it is the columns that are reduced."""
+    rows, columns = (size if block == 1 else block for size, block in zip(plane.shape, blocks, strict=True))
+    tile_columns = min(int(triton.next_power_of_2(columns)), TILE if blocks[0] == 1 else COLUMNS)
+    tile_rows = min(int(triton.next_power_of_2(rows)), TILE // tile_columns)
+    return (rows, columns), (tile_rows, tile_columns)
 
-    rowwise: in blocks of 32 along the columns; columnwise: along the rows; each where it is given.
-    """
-    grid, geometry = _mx_geometry(planes)
-    fields = FORMATS[name]._asdict()
+
+def _geometry(plane: Tensor, cell: tuple[int, int], tile: tuple[int, int]) -> tuple[tuple[int], dict[str, int]]:
+    """The grid of programs, and the arguments from which each finds its tile."""
+    rows, columns = plane.shape
+    cells_across = columns // cell[1]
+    parts = triton.cdiv(cell[0], tile[0]), triton.cdiv(cell[1], tile[1])
     arguments = {
-        "x": planes,
-        "rowwise": rowwise.qvalue if rowwise else None,
-        "rowwise_scale": rowwise.scale if rowwise else None,
-        "columnwise": columnwise.qvalue if columnwise else None,
-        "columnwise_scale": columnwise.scale if columnwise else None,
-        **geometry,
-        "ROUND_UP": scale_rounding == "up",
-        **{field.upper(): fields[field] for field in ("exponent", "mantissa", "least", "largest", "nan")},
-        "DEBUG": named(debug, "rowwise") if columnwise else debug,
-        "COLUMNWISE_DEBUG": named(debug, "columnwise") if rowwise else debug,
+        "columns": columns,
+        "cell_rows": cell[0],
+        "cell_columns": cell[1],
+        "cells_across": cells_across,
+        "parts_down": parts[0],
+        "parts_across": parts[1],
+        "TILE_ROWS": tile[0],
+        "TILE_COLUMNS": tile[1],
     }
-    return Launch(_mxfp8_quantize_kernel, grid, arguments, MX_OPTIONS)
-
-
-def mxfp8_dequantize_launch(codes: Tensor, name: str, scales: Tensor, by_rows: bool, out: Tensor) -> Launch:
-    """The kernel that dequantises contiguous codes [planes, rows, columns]; scales in bytes, blocks along the columns
-    with by_rows, else along the rows."""
-    grid, geometry = _mx_geometry(codes)
-    arguments = {"codes": codes, "scales": scales, "out": out, **geometry, "BY_ROWS": by_rows, "FORMAT": name}
-    return Launch(_mxfp8_dequantize_kernel, grid, arguments, MX_OPTIONS)
+    return (rows // cell[0] * cells_across * math.prod(parts),), arguments
 
 
 @triton.jit
@@ -534,180 +432,6 @@ def _dequantize_kernel(
 
 
 @triton.jit
-def _mxfp8_quantize_kernel(
-    x,
-    rowwise,
-    rowwise_scale,
-    columnwise,
-    columnwise_scale,
-    rows,
-    columns,
-    tiles_down,
-    tiles_across,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    ROUND_UP: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LEAST: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NAN: tl.constexpr,
-    DEBUG: tl.constexpr,
-    COLUMNWISE_DEBUG: tl.constexpr,
-):
-    """One program per tile of a plane, which holds whole blocks along both axes: one load serves both results."""
-    plane, row, column, in_tile, position = _mx_tile_of_program(
-        rows, columns, tiles_down, tiles_across, TILE_ROWS, TILE_COLUMNS
-    )
-    bits = tl.load(x + position, mask=in_tile, other=0).to(tl.float32).to(tl.int32, bitcast=True)
-    if rowwise is not None:
-        blocks = bits.reshape(TILE_ROWS, TILE_COLUMNS // BLOCK, BLOCK)
-        codes, exponents = _mxfp8_codes(blocks, in_tile, 2, ROUND_UP, EXPONENT, MANTISSA, LEAST, LARGEST, NAN, DEBUG)
-        tl.store(rowwise + position, codes.reshape(TILE_ROWS, TILE_COLUMNS), mask=in_tile)
-        offset, in_scale = _mx_scales_of_tile(plane, row, column, rows, columns, True)
-        tl.store(rowwise_scale + offset, exponents.reshape(TILE_ROWS, TILE_COLUMNS // BLOCK), mask=in_scale)
-    if columnwise is not None:
-        blocks = bits.reshape(TILE_ROWS // BLOCK, BLOCK, TILE_COLUMNS)
-        codes, exponents = _mxfp8_codes(
-            blocks, in_tile, 1, ROUND_UP, EXPONENT, MANTISSA, LEAST, LARGEST, NAN, COLUMNWISE_DEBUG
-        )
-        tl.store(columnwise + position, codes.reshape(TILE_ROWS, TILE_COLUMNS), mask=in_tile)
-        offset, in_scale = _mx_scales_of_tile(plane, row, column, rows, columns, False)
-        tl.store(columnwise_scale + offset, exponents.reshape(TILE_ROWS // BLOCK, TILE_COLUMNS), mask=in_scale)
-
-
-@triton.jit
-def _mxfp8_dequantize_kernel(
-    codes,
-    scales,
-    out,
-    rows,
-    columns,
-    tiles_down,
-    tiles_across,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    BY_ROWS: tl.constexpr,
-    FORMAT: tl.constexpr,
-):
-    """One program per tile of a plane, as in `_mxfp8_quantize_kernel`."""
-    plane, row, column, in_tile, position = _mx_tile_of_program(
-        rows, columns, tiles_down, tiles_across, TILE_ROWS, TILE_COLUMNS
-    )
-    offset, in_scale = _mx_scales_of_tile(plane, row, column, rows, columns, BY_ROWS)
-    tile = tl.load(codes + position, mask=in_tile, other=0)
-    product = mxfp8_values(tile, tl.load(scales + offset, mask=in_scale, other=0), 1 if BY_ROWS else 0, FORMAT)
-    bits = product.to(tl.int32, bitcast=True)
-    bits = tl.where((bits & 0x7FFFFFFF) < SMALLEST, bits & SIGN, bits)
-    tl.store(out + position, bits.to(tl.float32, bitcast=True).to(out.dtype.element_ty), mask=in_tile)
-
-
-@triton.jit
-def _mxfp8_codes(
-    bits,
-    in_tile,
-    AXIS: tl.constexpr,
-    ROUND_UP: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LEAST: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NAN: tl.constexpr,
-    DEBUG: tl.constexpr,
-):
-    """The codes of x, from its float32 bits in blocks along AXIS, and their scales, with that axis 1; both in bytes."""
-    magnitude = bits & 0x7FFFFFFF
-    magnitude = tl.where(magnitude < SMALLEST, 0, magnitude)
-    finite = tl.where(magnitude < INFINITY, magnitude, 0)
-    largest = tl.max(finite, axis=AXIS, keep_dims=True)
-    exponent = (largest >> 23) - (EXPONENT + 2)  # the largest value of both formats is 1.75 times a power of two
-    if ROUND_UP:
-        exponent += ((largest & 0x007FFFFF) > 0x00600000).to(tl.int32)
-    exponent = tl.maximum(exponent, 0)
-    if DEBUG is not None:
-        in_blocks = in_tile.reshape(bits.shape)
-        in_scale = tl.max(in_blocks.to(tl.int32), axis=AXIS, keep_dims=True) > 0
-        scale = tl.where(exponent == 0, 0x00400000, exponent << 23).to(tl.float32, bitcast=True)  # 2^-127 is subnormal
-        DEBUG("absmax", largest.to(tl.float32, bitcast=True), in_scale)
-        DEBUG("scale", scale, in_scale)
-        DEBUG("spread", tl.broadcast_to(scale, bits.shape), in_blocks)
-
-    quotient = finite.to(tl.float32, bitcast=True) * _power_of_two(254 - exponent)
-    quantum = tl.maximum((quotient.to(tl.int32, bitcast=True) >> 23) - MANTISSA, LEAST + 127)
-    # A float32 as large as this has no bits below the quantum, so that the sum is rounded to it.
-    whole = _power_of_two(quantum + 23)
-    count = (quotient + whole).to(tl.int32, bitcast=True) - whole.to(tl.int32, bitcast=True)
-    # Codes are in the order of the values, as in `_codes`.
-    code = tl.minimum(((quantum - (LEAST + 127)) << MANTISSA) + count, LARGEST)
-    code = tl.where(magnitude == INFINITY, LARGEST, code)
-    code = tl.where(bits < 0, code | 0x80, code)
-    return tl.where(magnitude > INFINITY, NAN, code).to(tl.uint8), exponent.to(tl.uint8)
-
-
-@triton.jit
-def mxfp8_values(codes, scales, AXIS: tl.constexpr, FORMAT: tl.constexpr):
-    """Codes [rows, columns] times their scales in float32, both in bytes; scales has one for every 32 along AXIS.
-
-    Exact, but at the ends of float32's exponents."""
-    ROWS: tl.constexpr = codes.shape[0]
-    COLUMNS: tl.constexpr = codes.shape[1]
-    exponent = scales.to(tl.int32)
-    bits = tl.where(exponent == 0, 0x00400000, exponent << 23)  # 2^-127 is subnormal
-    power = tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-    # It is the codes that are taken apart into blocks, since registers keep their places under a reshape.
-    if AXIS == 0:
-        blocks = codes.reshape(ROWS // BLOCK, BLOCK, COLUMNS)
-        power = power[:, None, :]
-    else:
-        blocks = codes.reshape(ROWS, COLUMNS // BLOCK, BLOCK)
-        power = power[:, :, None]
-    return (decoded(blocks, FORMAT).to(tl.float32) * power).reshape(ROWS, COLUMNS)
-
-
-@triton.jit
-def _mx_tile_of_program(rows, columns, tiles_down, tiles_across, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
-    """This program's plane, the rows [TILE_ROWS, 1] and columns [1, TILE_COLUMNS] of its tile, which of them exist,
-    and where they are."""
-    program = tl.program_id(0)
-    tiles = tiles_down * tiles_across
-    plane = (program // tiles).to(tl.int64)
-    tile = program % tiles
-    row = tile // tiles_across * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
-    column = tile % tiles_across * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
-    return plane, row, column, (row < rows) & (column < columns), (plane * rows + row) * columns + column
-
-
-@triton.jit
-def _mx_scales_of_tile(plane, row, column, rows, columns, BY_ROWS: tl.constexpr):
-    """Where the scales of a tile are, and which of them exist: [rows, 1 for 32 columns], or the other way round."""
-    TILE_ROWS: tl.constexpr = row.shape[0]
-    TILE_COLUMNS: tl.constexpr = column.shape[1]
-    if BY_ROWS:
-        column = tl.min(column) // BLOCK + tl.arange(0, TILE_COLUMNS // BLOCK)[None, :]
-        columns = (columns + BLOCK - 1) // BLOCK
-    else:
-        row = tl.min(row) // BLOCK + tl.arange(0, TILE_ROWS // BLOCK)[:, None]
-        rows = (rows + BLOCK - 1) // BLOCK
-    return (plane * rows + row) * columns + column, (row < rows) & (column < columns)
-
-
-@triton.jit
-def decoded(codes, FORMAT: tl.constexpr):
-    """Codes of a narrow FORMAT as float16, which holds all their values; int8, which it holds too, as it is."""
-    values = codes
-    if FORMAT != "int8":
-        bits = codes.to(tl.int16)
-        if FORMAT == "float8_e5m2":  # the upper half of a float16
-            values = (bits << 8).to(tl.float16, bitcast=True)
-        else:
-            # float16 counts its exponents from 8 lower. The factor also makes normal what is subnormal in both.
-            magnitude = bits & 0x7F
-            half = tl.where(magnitude == 0x7F, 0x7E00, magnitude << 7) | ((bits & 0x80) << 8)
-            values = half.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
-    return values
-
-
-@triton.jit
 def _tile_of_program(
     cell_rows,
     cell_columns,
@@ -794,12 +518,12 @@ def _codes(
     divisor = divisor_bits.to(tl.float32, bitcast=True)
     upper_half = (divisor_bits & -0x1000).to(tl.float32, bitcast=True)
     lower_half = divisor - upper_half
-    x = finite.to(tl.float32, bitcast=True) * _power_of_two(254 - (scale_bits >> 23))
+    x = finite.to(tl.float32, bitcast=True) * power_of_two(254 - (scale_bits >> 23))
 
     estimate = x * (1.0 / divisor)
     quantum = tl.maximum((estimate.to(tl.int32, bitcast=True) >> 23) - MANTISSA, LEAST + 127)
-    below = (estimate * _power_of_two(254 - quantum)).to(tl.int32)
-    middle = (below.to(tl.float32) + 0.5) * _power_of_two(quantum)
+    below = (estimate * power_of_two(254 - quantum)).to(tl.int32)
+    middle = (below.to(tl.float32) + 0.5) * power_of_two(quantum)
     excess = x - middle * upper_half
     tie = middle * lower_half
     is_up = (excess > tie) | ((excess == tie) & (below % 2 == 1))
@@ -810,128 +534,3 @@ def _codes(
     IS_INT8: tl.constexpr = MANTISSA == 7
     code = tl.where(bits < 0, -code if IS_INT8 else code | 0x80, code)
     return tl.where(magnitude > INFINITY, NAN, code).to(tl.uint8)
-
-
-@triton.jit
-def _power_of_two(biased_exponent):
-    return (biased_exponent << 23).to(tl.float32, bitcast=True)
-
-
-def _checked(x: Tensor, check_finite: bool, *, has_nan: bool) -> torch.device:
-    """x's device, after checking its values where the host can read them at once."""
-    device = check_devices({"x": x})
-    if check_finite and device.type == "cpu":
-        check_finite_values(int(x.isinf().sum()), 0 if has_nan else int(x.isnan().sum()))
-    return device
-
-
-def _quantize(x: Tensor, blocks: Blocks, name: str, device: torch.device, debug: Debug) -> Quantized:
-    plane, plane_blocks, restored = _plane(x, blocks)
-    codes, scale = torch.empty_like(plane, dtype=torch.uint8), _empty_scale(x, blocks)
-    if x.numel():
-        for launch in quantize_launches(plane, plane_blocks, name, Quantized(codes, scale), debug=debug):
-            launch.run(device)
-    return Quantized(restored(codes).view(getattr(torch, name)), scale)
-
-
-def _dequantize(qvalue: Tensor, scale: Tensor, dtypes: tuple[str, ...]) -> Tensor:
-    blocks = check_dequantize(qvalue, scale, dtypes)
-    device = check_devices({"qvalue": qvalue, "scale": scale})
-    codes, plane_blocks, restored = _plane(as_codes(qvalue), blocks)
-    out = torch.empty_like(codes, dtype=torch.float32)
-    if qvalue.numel():
-        dequantize_launch(codes, plane_blocks, dtype_name(qvalue.dtype), scale.contiguous(), out).run(device)
-    return restored(out)
-
-
-def _empty_scale(x: Tensor, blocks: Blocks) -> Tensor:
-    shape = [size // block for size, block in zip(x.shape, blocks, strict=True)]
-    return x.new_empty(shape, dtype=torch.float32)
-
-
-def _plane(x: Tensor, blocks: Blocks) -> tuple[Tensor, tuple[int, int], Callable[[Tensor], Tensor]]:
-    """x as contiguous [rows, columns], its blocks there, and what gives a result for it x's shape.
-
-    Neighbouring axes are merged where blocks stay blocks, and in the same order. Two axes remain at most in all that
-    is usual; what is in blocks along three axes apart is moved so that each block is a row.
-    """
-    axes: list[tuple[int, int]] = []
-    for size, block in zip(x.shape, blocks, strict=True):
-        outer, outer_block = axes.pop() if axes and (axes[-1][1] == 1 or block == size) else (1, 1)
-        axes.append((outer * size, outer_block * block))
-    if len(axes) == 1:
-        ((size, block),) = axes
-        axes = [(size // block, 1), (block, block)]
-    if len(axes) == 2:
-        (rows, block_rows), (columns, block_columns) = axes
-        plane = x.reshape(rows, columns).contiguous()
-        return plane, (block_rows, block_columns), lambda result: result.view(x.shape)
-
-    split = [part for size, block in axes for part in (size // block, block)]
-    order = [*range(0, len(split), 2), *range(1, len(split), 2)]
-    back = sorted(range(len(order)), key=order.__getitem__)
-    moved = x.reshape(split).permute(order)
-    block = math.prod(split[1::2])
-    plane = moved.reshape(-1, block).contiguous()
-    return plane, (1, block), lambda result: result.view(moved.shape).permute(back).reshape(x.shape)
-
-
-def _cells(plane: Tensor, blocks: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """What a group of programs covers (a block, or the whole of an axis that has none) and one of them, in powers of
-    two: along a row first, unless it is the columns that are reduced."""
-    rows, columns = (size if block == 1 else block for size, block in zip(plane.shape, blocks, strict=True))
-    tile_columns = min(int(triton.next_power_of_2(columns)), TILE if blocks[0] == 1 else COLUMNS)
-    tile_rows = min(int(triton.next_power_of_2(rows)), TILE // tile_columns)
-    return (rows, columns), (tile_rows, tile_columns)
-
-
-def _geometry(plane: Tensor, cell: tuple[int, int], tile: tuple[int, int]) -> tuple[tuple[int], dict[str, int]]:
-    """The grid of programs, and the arguments from which each finds its tile."""
-    rows, columns = plane.shape
-    cells_across = columns // cell[1]
-    parts = triton.cdiv(cell[0], tile[0]), triton.cdiv(cell[1], tile[1])
-    arguments = {
-        "columns": columns,
-        "cell_rows": cell[0],
-        "cell_columns": cell[1],
-        "cells_across": cells_across,
-        "parts_down": parts[0],
-        "parts_across": parts[1],
-        "TILE_ROWS": tile[0],
-        "TILE_COLUMNS": tile[1],
-    }
-    return (rows // cell[0] * cells_across * math.prod(parts),), arguments
-
-
-def _mx_planes(x: Tensor, axis: int) -> tuple[bool, Tensor]:
-    """x as [planes, rows, columns] with `axis` the columns (True), or the rows (False)."""
-    before, size, behind = math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :])
-    if behind == 1:
-        return True, x.reshape(1, before, size)
-    return False, x.reshape(before, size, behind)
-
-
-def _empty_mxfp8(x: Tensor, axis: int) -> Quantized:
-    """What the kernel fills, in bytes."""
-    blocks = -(-x.shape[axis] // MX_BLOCK)
-    scale = x.new_empty((*x.shape[:axis], blocks, *x.shape[axis + 1 :]), dtype=torch.uint8)
-    return Quantized(torch.empty(x.shape, dtype=torch.uint8, device=x.device), scale)
-
-
-def _as_mxfp8(result: Quantized, name: str) -> tuple[Tensor, Tensor]:
-    return result.qvalue.view(getattr(torch, name)), result.scale.view(torch.float8_e8m0fnu)
-
-
-def _mx_geometry(planes: Tensor) -> tuple[tuple[int], dict[str, int]]:
-    """The grid of programs, and the arguments from which each finds its tile."""
-    count, rows, columns = planes.shape
-    tiles_down, tiles_across = triton.cdiv(rows, MX_TILE[0]), triton.cdiv(columns, MX_TILE[1])
-    arguments = {
-        "rows": rows,
-        "columns": columns,
-        "tiles_down": tiles_down,
-        "tiles_across": tiles_across,
-        "TILE_ROWS": MX_TILE[0],
-        "TILE_COLUMNS": MX_TILE[1],
-    }
-    return (count * tiles_down * tiles_across,), arguments

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_reference._lib.formats import as_codes, decoded
 from gpu_reference._lib.hardware import (
     architecture,
     bfloat16_as_float32_where_interpreted,
@@ -37,7 +38,6 @@ from gpu_reference.gmm import (
     store_rows,
     visit_of_program,
 )
-from gpu_reference.quantize import as_codes, decoded
 from op_arguments import Tiling, dtype_name, resolve_tiling
 from op_arguments.debug import Debug
 from op_arguments.gmm import GroupMetadata

@@ -62,7 +62,7 @@ def op(name: str, golden: object, **settings: object) -> Op:
         golden=golden,
         naive=golden,
         tpu=f"tpu_kernels.quantize:{name}",
-        gpu=f"gpu_reference.quantize:{name}",
+        gpu=f"gpu_reference.{'mxfp8' if name.startswith('mxfp8') else 'quantize'}:{name}",
         contract=contract,
         chain=lambda c, inputs: 1,
         magnitude=lambda op, c, inputs: None,

@@ -9,6 +9,7 @@ from cpu_golden import moe as golden
 from op_arguments.gmm import Problem
 from op_arguments.moe import check_dout, check_layer_dout, check_moe_layer, check_permute, check_unpermute
 from parity.interop import to_jax, to_numpy, to_torch
+from tests.support.functions import public
 
 PACKAGES = {"cpu_golden": lambda x: x, "tpu_kernels": to_jax, "gpu_reference": to_torch}
 
@@ -87,7 +88,7 @@ def test_is_refused(package, function, bad, error, message):
     convert = PACKAGES[package]
     arguments = {k: convert(v) if isinstance(v, np.ndarray) else v for k, v in (GOOD[function] | bad).items()}
     with pytest.raises(error) as raised:
-        getattr(importlib.import_module(f"{package}.moe"), function)(**arguments)
+        public(package)[function](**arguments)
     assert message in str(raised.value)
 
 

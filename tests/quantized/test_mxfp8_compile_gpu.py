@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from gpu_reference import grouped_gemm as gpu
-from gpu_reference import quantize
-from gpu_reference.quantize import Quantized
+from gpu_reference import mxfp8
+from gpu_reference._lib.formats import Quantized
 from op_arguments.gmm import GroupMetadata, Problem
 from op_arguments.quantize import swizzled_shape
 from parity.compilers.ptx import TARGETS, case_of, compile_kernels
@@ -58,12 +58,12 @@ def quantize_launch(name="float8_e4m3fn", by_rows=True, by_columns=True, roundin
     codes = meta(M, K, dtype=torch.uint8)
     rowwise = Quantized(codes, meta(M, K // 32, dtype=torch.uint8)) if by_rows else None
     columnwise = Quantized(codes, meta(M // 32, K, dtype=torch.uint8)) if by_columns else None
-    return quantize.mxfp8_quantize_launch(meta(1, M, K, dtype=dtype), name, rounding, rowwise, columnwise)
+    return mxfp8.mxfp8_quantize_launch(meta(1, M, K, dtype=dtype), name, rounding, rowwise, columnwise)
 
 
 def dequantize_launch(by_rows):
     codes, scales = meta(1, M, K, dtype=torch.uint8), meta(M, K // 32, dtype=torch.uint8)
-    return quantize.mxfp8_dequantize_launch(codes, "float8_e5m2", scales, by_rows, meta(M, K, dtype=BFLOAT16))
+    return mxfp8.mxfp8_dequantize_launch(codes, "float8_e5m2", scales, by_rows, meta(M, K, dtype=BFLOAT16))
 
 
 def expected_path(target, options):

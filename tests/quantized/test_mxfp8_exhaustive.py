@@ -7,28 +7,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cpu_golden import quantize as golden
-from cpu_golden import quantized_gmm as golden_gemm
-from parity.backends import load_kernel, runner
-from tests.matrix.mxfp8 import GROUPED_GEMM
 from tests.quantized.formats import BITS_OF, FORMATS, decode
+from tests.support.functions import run
 
-FRAMEWORK = {"golden": "numpy", "tpu": "jax", "gpu": "triton"}
 BACKENDS = ["golden", *(pytest.param(backend, marks=getattr(pytest.mark, backend)) for backend in ("tpu", "gpu"))]
-PACKAGE = {"tpu": "tpu_kernels", "gpu": "gpu_reference"}
 MX = ["float8_e4m3fn", "float8_e5m2"]
 LARGEST_EXPONENT = {"float8_e4m3fn": 8, "float8_e5m2": 15}  # emax of the standard's tables
 E8M0 = ml_dtypes.float8_e8m0fnu
-
-
-def run(backend, target, inputs, **arguments):
-    pytest.importorskip(FRAMEWORK[backend])
-    if backend == "golden":
-        module, _, function = target.partition(":")
-        return getattr(golden if module == "quantize" else golden_gemm, function)(**inputs, **arguments)
-    if target == "quantized_gmm:grouped_gemm":
-        return runner(backend).run(load_kernel(getattr(GROUPED_GEMM, backend)), inputs, arguments)
-    return runner(backend).run(load_kernel(f"{PACKAGE[backend]}.{target}"), inputs, arguments)
 
 
 def code_values(name):
@@ -86,7 +71,7 @@ def every_bfloat16(name):
 def test_every_bfloat16_is_quantised_as_the_standard_says(backend, name, rounding):
     x = every_bfloat16(name)
     codes, byte = standards(x, name, rounding)
-    got = run(backend, "quantize:mxfp8_quantize", {"x": x}, axis=1, dtype=name, scale_rounding=rounding,
+    got = run(backend, "mxfp8_quantize", {"x": x}, axis=1, dtype=name, scale_rounding=rounding,
               check_finite=False)  # fmt: skip
     assert got.scale.dtype == E8M0
     assert got.qvalue.dtype == BITS_OF[name]
@@ -102,7 +87,7 @@ def test_every_bfloat16_is_quantised_as_the_standard_says(backend, name, roundin
 def test_a_column_is_quantised_as_a_row_is(backend, rounding):
     """And both in one pass, where the columnwise payload is another than the rowwise one."""
     x = np.random.default_rng(0).standard_normal((64, 70)).astype(ml_dtypes.bfloat16)
-    dual = run(backend, "quantize:mxfp8_dual_quantize", {"x": x}, scale_rounding=rounding)
+    dual = run(backend, "mxfp8_dual_quantize", {"x": x}, scale_rounding=rounding)
     padded = np.concatenate([x, np.zeros((64, 26), x.dtype)], axis=1)
     codes, byte = standards(padded.reshape(-1, 32), "float8_e4m3fn", rounding)
     np.testing.assert_array_equal(dual.rowwise.view(np.uint8), codes.reshape(64, 96)[:, :70])
@@ -128,7 +113,7 @@ def every_product(name):
 def test_every_byte_with_every_scale_is_dequantised(backend, name, dtype):
     """2^-127 and 2^127 among them; beyond the exponents of float32 and bfloat16 it is ±inf, below them ±0."""
     codes, scale, exact = every_product(name)
-    got = run(backend, "quantize:mxfp8_dequantize", {"qvalue": codes, "scale": scale}, dtype=dtype)
+    got = run(backend, "mxfp8_dequantize", {"qvalue": codes, "scale": scale}, dtype=dtype)
     expected = np.where(np.abs(exact) >= 2.0**128, np.copysign(np.inf, exact), exact)
     expected = np.where(np.abs(exact) < 2.0**-126, np.copysign(0.0, exact), expected)
     assert str(got.dtype) == dtype
@@ -150,7 +135,7 @@ def test_every_byte_with_every_scale_is_multiplied(name):
     one = np.ones((1, 8, 256), E8M0)
     inputs = {"lhs": codes, "lhs_scale": scale, "rhs": np.eye(256, dtype=ml_dtypes.float8_e4m3fn)[None]}
     inputs |= {"rhs_scale": one, "group_sizes": np.array([256], np.int32)}
-    got = run("tpu", "quantized_gmm:grouped_gemm", inputs, preferred_element_type="float32")
+    got = run("tpu", "grouped_gemm", inputs, preferred_element_type="float32")
     fits = np.abs(exact).max(axis=1) < 2.0**128  # infinities beside zeros are NaN: below
     normal = fits[:, None] & ((exact == 0) | (np.abs(exact) >= 2.0**-126))
     normal[0] = False
@@ -167,7 +152,7 @@ def test_products_beyond_bfloat16_are_infinite():
     lhs = np.array([[448], [-448], [1], [0.5]], ml_dtypes.float8_e4m3fn)
     inputs = {"lhs": lhs, "lhs_scale": np.full((4, 1), 2.0**127).astype(E8M0), "rhs": np.ones((1, 1, 1), lhs.dtype)}
     inputs |= {"rhs_scale": np.ones((1, 1, 1), E8M0), "group_sizes": np.array([4], np.int32)}
-    got = run("tpu", "quantized_gmm:grouped_gemm", inputs, preferred_element_type="float32")
+    got = run("tpu", "grouped_gemm", inputs, preferred_element_type="float32")
     np.testing.assert_array_equal(got[:, 0], [np.inf, -np.inf, 2.0**127, 2.0**126])
 
 
@@ -177,12 +162,12 @@ def test_swizzled_scales_lie_where_the_matrix_unit_looks(backend, shape):
     """cuBLAS's formula, byte by byte, and back."""
     *lead, rows, columns = shape
     scale = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
-    got = run(backend, "quantize:swizzle_scales", {"scale": scale.view(E8M0)})
+    got = run(backend, "swizzle_scales", {"scale": scale.view(E8M0)})
     tiles = -(-columns // 4)
     row, column = np.indices((rows, columns))
     offset = (row // 128 * tiles + column // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
     expected = np.zeros((*lead, -(-rows // 128) * tiles * 512), np.uint8)
     expected[..., offset.ravel()] = scale.reshape(*lead, -1)
     np.testing.assert_array_equal(got.view(np.uint8).reshape(expected.shape), expected)
-    back = run(backend, "quantize:unswizzle_scales", {"swizzled": got}, rows=rows, columns=columns)
+    back = run(backend, "unswizzle_scales", {"swizzled": got}, rows=rows, columns=columns)
     np.testing.assert_array_equal(back.view(np.uint8), scale)

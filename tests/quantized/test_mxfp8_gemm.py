@@ -11,7 +11,8 @@ from cpu_golden.quantized_gmm import grouped_gemm
 from parity.inputs import draw
 from parity.interop import to_jax
 from tests.matrix.mxfp8 import GROUPED_GEMM
-from tests.quantized.test_mxfp8_exhaustive import BACKENDS, run
+from tests.quantized.test_mxfp8_exhaustive import BACKENDS
+from tests.support.functions import run
 
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
 SIZES = np.array([0, 1, 31, 32, 33, 127, 128, 129, 0], np.int32)
@@ -85,7 +86,7 @@ def test_groups_of_any_size_are_exact_and_the_tail_is_not_read(backend, ragged):
         return (2.0 ** rng.integers(-1, 2, blocks)).astype(E8M0)
 
     lhs_scale, rhs_scale = scale_of(lhs), scale_of(rhs)
-    multiply = partial(run, backend, "quantized_gmm:grouped_gemm", ragged=ragged, preferred_element_type="float32")
+    multiply = partial(run, backend, "grouped_gemm", ragged=ragged, preferred_element_type="float32")
     expected = grouped_gemm(lhs, rhs, SIZES, lhs_scale=lhs_scale, rhs_scale=rhs_scale, ragged=ragged)
     end = SIZES.sum()
     lhs[end:] = np.nan
@@ -124,7 +125,7 @@ def test_a_scale_of_nan_is_in_its_sums_and_no_others(backend, form):
         expected[[5, 70, 80]], expected[:40, 7] = np.nan, np.nan
         options = {"transpose_rhs": form == "transposed", "tiling": (32, 256, 128)}
     inputs = {"lhs": lhs[0], "rhs": rhs[0], "group_sizes": sizes, "lhs_scale": lhs[1], "rhs_scale": rhs[1]}
-    got = run(backend, "quantized_gmm:grouped_gemm", inputs, preferred_element_type="float32", **options)
+    got = run(backend, "grouped_gemm", inputs, preferred_element_type="float32", **options)
     np.testing.assert_array_equal(got, expected)
 
 

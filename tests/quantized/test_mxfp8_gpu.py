@@ -13,7 +13,7 @@ import parity
 from cpu_golden import quantize as golden_quantize
 from cpu_golden.quantized_gmm import grouped_gemm as golden
 from gpu_reference import grouped_gemm as gpu
-from gpu_reference.quantize import mxfp8_quantize, swizzle_scales
+from gpu_reference.mxfp8 import mxfp8_quantize, swizzle_scales
 from parity.backends import runner
 from parity.backends.emulation import tensor_core
 from parity.interop import to_numpy, to_torch

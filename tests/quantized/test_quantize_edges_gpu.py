@@ -12,10 +12,13 @@ torch = pytest.importorskip("torch")
 
 from cpu_golden import quantize as golden
 from cpu_golden.stages import Stages
+from gpu_reference import mxfp8
 from gpu_reference import quantize as gpu
+from gpu_reference._lib.formats import Quantized
 from parity.interop import to_numpy, to_torch
 from tests.interpreter import interpreted
 from tests.quantized.formats import FORMATS, decode, nearest_code, quantise
+from tests.support.functions import public
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,7 +62,7 @@ def test_a_quantiser_keeps_to_its_arrays(blocks):
     """Tiles reach beyond the array on both sides, and the largest of a block is none of what lies there."""
     shape, x, of = (38, 45), small((38, 45)), Guarded()
     scales = tuple(n // block for n, block in zip(shape, blocks, strict=True))
-    result = gpu.Quantized(of.empty(*shape), of.empty(*scales, dtype=torch.float32))
+    result = Quantized(of.empty(*shape), of.empty(*scales, dtype=torch.float32))
     (launch,) = gpu.quantize_launches(of(to_torch(x)), blocks, "float8_e4m3fn", result)
     launch.run(torch.device(DEVICE))
     codes, scale = quantise(x, scales, "float8_e4m3fn")
@@ -75,7 +78,7 @@ def test_a_quantiser_keeps_to_its_arrays(blocks):
 def test_the_dual_quantiser_keeps_to_its_arrays(blocks):
     shape, x, of = (37, 45), small((37, 45)), Guarded()
     scales = (37, 45 // blocks[1]), (37 // blocks[0], 45)
-    results = [gpu.Quantized(of.empty(*shape), of.empty(*each, dtype=torch.float32)) for each in scales]
+    results = [Quantized(of.empty(*shape), of.empty(*each, dtype=torch.float32)) for each in scales]
     (launch,) = gpu.quantize_launches(of(to_torch(x)), blocks, "float8_e5m2", *results)
     launch.run(torch.device(DEVICE))
     for result, each in zip(results, scales, strict=True):
@@ -93,16 +96,16 @@ def test_the_mxfp8_quantiser_keeps_to_its_arrays(shape):
     for wanted in ((True, True), (True, False), (False, True)):
         of = Guarded()
         results = [
-            gpu.Quantized(*(of.empty(*part.shape) for part in each)) if is_wanted else None
+            Quantized(*(of.empty(*part.shape) for part in each)) if is_wanted else None
             for each, is_wanted in zip(expected, wanted, strict=True)
         ]
-        gpu.mxfp8_quantize_launch(of(to_torch(x)), "float8_e4m3fn", "up", *results).run(device)
+        mxfp8.mxfp8_quantize_launch(of(to_torch(x)), "float8_e4m3fn", "up", *results).run(device)
         for result, each, by_rows in zip(results, expected, (True, False), strict=True):
             if result is not None:
                 for got, theirs in zip(result, each, strict=True):
                     np.testing.assert_array_equal(to_numpy(got), theirs.view(np.uint8))
                 wide = of.empty(*shape, dtype=torch.float32)
-                gpu.mxfp8_dequantize_launch(result.qvalue, "float8_e4m3fn", result.scale, by_rows, wide).run(device)
+                mxfp8.mxfp8_dequantize_launch(result.qvalue, "float8_e4m3fn", result.scale, by_rows, wide).run(device)
                 np.testing.assert_array_equal(to_numpy(wide), golden.mxfp8_dequantize(*each))
         of.check()
 
@@ -136,7 +139,7 @@ def test_so_is_one_of_mxfp8_whose_scale_is_one(name):
     near = np.stack([np.nextafter(middles, np.float32(0)), middles, np.nextafter(middles, np.float32(np.inf))])
     beside = np.resize(near, (-(-near.size // 31), 31))  # beside the largest value, which makes the scale
     x = np.concatenate([np.full((len(beside), 1), values[-1], np.float32), beside], axis=1)
-    got = gpu.mxfp8_quantize(to_torch(x), 1, dtype=name)
+    got = mxfp8.mxfp8_quantize(to_torch(x), 1, dtype=name)
     assert (bytes_of(got.scale) == 127).all()
     np.testing.assert_array_equal(bytes_of(got.qvalue), nearest_code(x, name))
 
@@ -147,7 +150,7 @@ def test_a_power_of_two_is_the_least_that_saturates_nothing_to_the_last_bit(name
     exponents = np.arange(-100, 100, 25)
     of_format = (largest * 2.0**exponents).astype(np.float32)
     x = np.stack([np.nextafter(of_format, np.float32(0)), of_format, np.nextafter(of_format, np.float32(np.inf))], 1)
-    got = gpu.mxfp8_quantize(to_torch(x.reshape(-1, 1)), 1, dtype=name)
+    got = mxfp8.mxfp8_quantize(to_torch(x.reshape(-1, 1)), 1, dtype=name)
     byte = 127 + exponents[:, None] + np.array([0, 0, 1])
     np.testing.assert_array_equal(bytes_of(got.scale).reshape(byte.shape), byte)
 
@@ -211,8 +214,8 @@ def with_odd_blocks(name):
 @pytest.mark.parametrize("name", [name for name in QUANTISERS if name != "int8_quantize"])
 def test_nan_is_refused_by_no_format_that_has_it(name):
     x = with_odd_blocks(name)
-    got, expected = (getattr(module, name)(given, **QUANTISERS[name])
-                     for module, given in ((gpu, to_torch(x)), (golden, x)))  # fmt: skip
+    got, expected = (public(package)[name](given, **QUANTISERS[name])
+                     for package, given in (("gpu_reference", to_torch(x)), ("cpu_golden", x)))  # fmt: skip
     for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_array_equal(bytes_of(ours), bytes_of(theirs))
 
@@ -233,8 +236,8 @@ def test_each_stage_is_shown_once_for_each_of_its_values(way):
             expected[site] = value
         return value
 
-    getattr(gpu, name)(to_torch(x), **arguments, debug=debug)
-    getattr(golden, name)(x, **arguments, stages=Stages(rounding))
+    public("gpu_reference")[name](to_torch(x), **arguments, debug=debug)
+    public("cpu_golden")[name](x, **arguments, stages=Stages(rounding))
     assert shown.keys() == expected.keys()
     for site, value in expected.items():
         np.testing.assert_array_equal(np.sort(np.concatenate(shown[site])), np.sort(value.ravel()), err_msg=site)
@@ -267,7 +270,7 @@ def meta(*shape, dtype=torch.uint8):
 def test_a_tile_is_as_large_as_its_cell_and_no_program_is_without_work(shape, blocks, tile, programs):
     """A cell is a block, or the whole of an axis that has none; its tiles cover it, none lies beside it."""
     scale = meta(*(n // block for n, block in zip(shape, blocks, strict=True)), dtype=torch.float32)
-    result = gpu.Quantized(meta(*shape), scale)
+    result = Quantized(meta(*shape), scale)
     quantise_it = gpu.quantize_launches(meta(*shape, dtype=torch.float32), blocks, "int8", result)
     back = gpu.dequantize_launch(meta(*shape), blocks, "int8", scale, meta(*shape, dtype=torch.float32))
     fits = all(block == 1 or block <= n for block, n in zip(blocks, tile, strict=True))
@@ -295,12 +298,12 @@ def test_a_tile_is_as_large_as_its_cell_and_no_program_is_without_work(shape, bl
 )
 def test_an_axis_in_blocks_of_32_is_a_row_wherever_it_can_be(shape, axis, by_rows, planes, programs):
     """A program has 32 rows of 256 columns, and each has some of the array."""
-    found, x = gpu._mx_planes(meta(*shape, dtype=torch.float32), axis)
+    found, x = mxfp8._mx_planes(meta(*shape, dtype=torch.float32), axis)
     assert (found, tuple(x.shape)) == (by_rows, planes)
-    result = gpu.Quantized(meta(*planes), meta(1))
+    result = Quantized(meta(*planes), meta(1))
     launches = [
-        gpu.mxfp8_quantize_launch(x, "float8_e4m3fn", "up", result, None),
-        gpu.mxfp8_dequantize_launch(meta(*planes), "float8_e4m3fn", meta(1), found, x),
+        mxfp8.mxfp8_quantize_launch(x, "float8_e4m3fn", "up", result, None),
+        mxfp8.mxfp8_dequantize_launch(meta(*planes), "float8_e4m3fn", meta(1), found, x),
     ]
     for launch in launches:
         assert launch.grid == (programs,)

@@ -1,13 +1,12 @@
 """Bad input to the quantisers, the block-scaled matmuls and the layer: the same words in all three packages."""
 
-import importlib
-
 import ml_dtypes
 import numpy as np
 import pytest
 
 from parity.interop import to_jax, to_torch
 from tests.moe.test_moe_bad_input import BAD as LAYERS
+from tests.support.functions import public
 
 PACKAGES = {"cpu_golden": lambda x: x, "tpu_kernels": to_jax, "gpu_reference": to_torch}
 E4M3, E5M2, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu
@@ -43,16 +42,6 @@ def with_values(*values):
     return x
 
 
-MODULE = {
-    **dict.fromkeys(
-        ["fp8_quantize", "int8_quantize", "fp8_dual_quantize", "fp8_dequantize", "int8_dequantize"], "quantize"
-    ),
-    **dict.fromkeys(
-        ["mxfp8_quantize", "mxfp8_dual_quantize", "mxfp8_dequantize", "swizzle_scales", "unswizzle_scales"], "quantize"
-    ),
-    **dict.fromkeys(["gmm_quantized", "tgmm_quantized", "grouped_gemm"], "quantized_gmm"),
-    **dict.fromkeys(["grouped_dense", "grouped_dense_bwd"], "moe"),
-}
 GMM = dict(lhs=fp8(8, 64), lhs_scale=f32(8, 2), rhs=fp8(3, 64, 6), rhs_scale=f32(3, 1, 6), group_sizes=i32(2, 3, 3))
 TGMM = dict(lhs=fp8(64, 4), lhs_scale=f32(2, 4), rhs=fp8(64, 6), rhs_scale=f32(1, 6), group_sizes=i32(20, 30, 3))
 GEMM = dict(lhs=fp8(8, 40), lhs_scale=e8m0(8, 2), rhs=fp8(3, 40, 6), rhs_scale=e8m0(3, 2, 6), group_sizes=i32(2, 3, 3))
@@ -235,11 +224,10 @@ BAD += [
 
 def call(package, function, arguments):
     convert = PACKAGES[package]
-    module = importlib.import_module(f"{package}.{MODULE[function]}")
     converted = {
         name: convert(np.asarray(x)) if isinstance(x, np.ndarray | np.generic) else x for name, x in arguments.items()
     }
-    return getattr(module, function)(**converted)
+    return public(package)[function](**converted)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -271,14 +259,8 @@ def test_infinities_saturate_where_values_cannot_be_seen():
 
 def test_everything_public_is_tested():
     """A function that a package has and this list has not would be refused nothing."""
-    for module in set(MODULE.values()):
-        golden = importlib.import_module(f"cpu_golden.{module}")
-        public = {
-            name
-            for name, value in vars(golden).items()
-            if callable(value) and value.__module__ == golden.__name__ and name.islower() and name[0] != "_"
-        }
-        tested = {name for name, home in MODULE.items() if home == module}
-        tested |= {function for function, *_ in LAYERS} if module == "moe" else set()
-        helpers = {"expand", "mxfp8_values"}
-        assert {name for name in public - helpers if not name.startswith("naive_")} == tested
+    goldens, helpers = public("cpu_golden"), {"expand", "mxfp8_values"}
+    tested = {*GOOD, *(function for function, *_ in LAYERS)}
+    homes = {goldens[function].__module__ for function in tested}
+    of_homes = {name for name, value in goldens.items() if value.__module__ in homes and not name.startswith("naive_")}
+    assert of_homes - helpers == tested

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from gpu_reference import quantize
 from gpu_reference import quantized_gmm as gpu
-from gpu_reference.quantize import Quantized
+from gpu_reference._lib.formats import Quantized
 from op_arguments.gmm import GroupMetadata
 from op_arguments.quantized_gmm import QuantizedProblem
 from parity.compilers.ptx import TARGETS, case_of, compile_kernels

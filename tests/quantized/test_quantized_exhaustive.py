@@ -5,17 +5,10 @@ import numpy as np
 import pytest
 
 from cpu_golden import quantize as golden
-from parity.backends import load_kernel, runner
 from tests.quantized.formats import BITS_OF, FORMATS, decode
+from tests.support.functions import run
 
-FRAMEWORK = {"tpu": "jax", "gpu": "triton"}
-BACKENDS = [pytest.param(backend, marks=getattr(pytest.mark, backend)) for backend in FRAMEWORK]
-PACKAGE = {"tpu": "tpu_kernels", "gpu": "gpu_reference"}
-
-
-def run(backend, function, inputs, **arguments):
-    pytest.importorskip(FRAMEWORK[backend])
-    return runner(backend).run(load_kernel(f"{PACKAGE[backend]}.{function}"), inputs, arguments)
+BACKENDS = [pytest.param(backend, marks=getattr(pytest.mark, backend)) for backend in ("tpu", "gpu")]
 
 
 def every_pattern(dtype, largest):
@@ -44,7 +37,7 @@ def test_every_pattern_is_quantised_to_the_goldens_bits(backend, name, dtype):
     if name != "int8":
         arguments["dtype"] = name
     for arrangement, x in every_pattern(dtype, FORMATS[name].largest).items():
-        got = run(backend, f"quantize:{function}", {"x": x}, **arguments)
+        got = run(backend, function, {"x": x}, **arguments)
         expected = getattr(golden, function)(x, **arguments)
         for field, ours, theirs in zip(got._fields, got, expected, strict=True):
             wrong = np.argwhere(ours.view(f"u{ours.dtype.itemsize}") != theirs.view(f"u{theirs.dtype.itemsize}"))
@@ -57,7 +50,7 @@ def test_every_byte_is_dequantised(backend, name):
     codes = np.tile(np.arange(256, dtype=np.uint8).view(BITS_OF[name]), (8, 1))
     scale = np.array([1, 0.1, 3e-38, 2.0**-126, 1e36, 2.0**127, 1 / 3, 448], np.float32)[:, None]
     function = "int8_dequantize" if name == "int8" else "fp8_dequantize"
-    got = run(backend, f"quantize:{function}", {"qvalue": codes, "scale": scale})
+    got = run(backend, function, {"qvalue": codes, "scale": scale})
     with np.errstate(over="ignore"):
         expected = (decode(name) * scale.astype(np.float64)).astype(np.float32)
     expected[np.abs(expected) < np.finfo(np.float32).tiny] *= 0.0
@@ -78,7 +71,7 @@ def test_every_product_of_two_codes_is_exact(backend, left, right):
         "rhs_scale": one[None],
         "group_sizes": np.array([256], np.int32),
     }
-    got = run(backend, "quantized_gmm:gmm_quantized", inputs, preferred_element_type="float32")
+    got = run(backend, "gmm_quantized", inputs, preferred_element_type="float32")
     with np.errstate(invalid="ignore"):
         expected = np.outer(decode(left), decode(right)).astype(np.float32)
     np.testing.assert_array_equal(got, expected)
@@ -95,7 +88,7 @@ def test_every_product_of_two_int8_is_exact(backend):
         "rhs_scale": one[None],
         "group_sizes": np.array([255], np.int32),
     }
-    got = run(backend, "quantized_gmm:gmm_quantized", inputs, preferred_element_type="float32")
+    got = run(backend, "gmm_quantized", inputs, preferred_element_type="float32")
     np.testing.assert_array_equal(got, np.outer(values.astype(int), values.astype(int)))
 
 

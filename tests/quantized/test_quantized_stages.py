@@ -130,7 +130,7 @@ def test_every_stage_of_every_tile_is_the_goldens():
 
 
 def misquantised(backend, op, old, new, site, *marks):
-    fault = Fault(f"{new} for {old}", backend, (op,), old, new, module="quantize")
+    fault = Fault(f"{new} for {old}", backend, (op,), old, new, module=bits.home(backend, op))
     return pytest.param(fault, site, id=f"{backend}-{op}-{site}", marks=[getattr(pytest.mark, backend), *marks])
 
 
@@ -201,6 +201,6 @@ def check_lowered(op, case, module, tmp_path):
     assert len(lowered) == 1
 
 
-@pytest.mark.parametrize("module", ["quantized_gmm", "quantize"])
+@pytest.mark.parametrize("module", ["quantized_gmm", "quantize", "mxfp8"])
 def test_a_triton_kernel_debugs_only_where_it_is_asked_to(module):
     stages.test_a_triton_kernel_debugs_only_where_it_is_asked_to(module)

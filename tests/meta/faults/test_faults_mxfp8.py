@@ -21,7 +21,7 @@ def empty_groups(c):
 
 
 def in_quantiser(name, backend, op, old, new, where):
-    return Fault(name, backend, (op,), old, new, where, "quantize")
+    return Fault(name, backend, (op,), old, new, where, "mxfp8" if backend == "gpu" else "quantize")
 
 
 def in_matmul(name, backend, old, new, where, module="quantized_gmm"):

@@ -91,8 +91,13 @@ ACROSS = """
 FLOAT32 = "up = (beyond > 0) | ((beyond == 0) & (below & 1 == 1))"
 
 
-def planted(backend, op, old, new, change, says, *marks, module="quantize"):
-    fault = Fault(says, backend, (op,), old, new, module=module)
+def home(backend, op):
+    """The module that has a quantiser's kernel."""
+    return "mxfp8" if backend == "gpu" and op.startswith("mxfp8") else "quantize"
+
+
+def planted(backend, op, old, new, change, says, *marks):
+    fault = Fault(says, backend, (op,), old, new, module=home(backend, op))
     return pytest.param(
         fault, change, says, id=f"{backend}-{op}-{change}", marks=[getattr(pytest.mark, backend), *marks]
     )
