@@ -302,7 +302,7 @@ def test_there_are_enough_of_both():
 def field_of(op, case, roundings, factor=1.0):
     """The field of a kernel that makes these roundings of the golden, its error `factor` times as large."""
     expected = reference(op, case)
-    emulated = Emulator(op, case, "gpu", "out", lambda emulations: None).run(roundings)["out"]
+    emulated = Emulator(Trial(op, case, "gpu"), "out", lambda emulations: None).run(roundings)["out"]
     y = expected.golden["out"] + factor * (emulated - expected.golden["out"])
     return Field.of(y.astype(np.float32), expected, "out")
 
@@ -311,15 +311,15 @@ def test_the_smallest_set_is_found_jointly_and_by_its_signs():
     op = OP["gmm"]
     case = next(case for case in op.cases if f32(case))
     both = Rounding("lhs", "bfloat16"), Rounding("rhs", "bfloat16 cut")
-    found = attribute(op, case, "gpu", "out", {"out": field_of(op, case, both)})
+    found = attribute(Trial(op, case, "gpu"), "out", {"out": field_of(op, case, both)})
     assert set(found.roundings) == set(both)
     assert found.explained > 0.999 and found.steps[0] < 0.9 and found.steps[1] == found.explained
     # As large and in the same places, but of the other sign: no rounding's.
-    turned = attribute(op, case, "gpu", "out", {"out": field_of(op, case, both, factor=-1.0)})
+    turned = attribute(Trial(op, case, "gpu"), "out", {"out": field_of(op, case, both, factor=-1.0)})
     assert turned.roundings == () and turned.explained == 0
     # What explains less than 2 % is not named.
     little = *both[:1], Rounding("rhs", "tf32")
-    assert attribute(op, case, "gpu", "out", {"out": field_of(op, case, little)}).roundings == both[:1]
+    assert attribute(Trial(op, case, "gpu"), "out", {"out": field_of(op, case, little)}).roundings == both[:1]
 
 
 def test_the_bins_that_carry_the_error_are_named():
