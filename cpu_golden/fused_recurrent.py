@@ -112,7 +112,7 @@ def backward(
     return dq, dk, dv, dgate, None if initial_state is None else dstates
 
 
-def naive_forward(q: Array, k: Array, v: Array, gate: Array, state: Array, scale: float) -> tuple[Array, Array]:
+def forward_definition(q: Array, k: Array, v: Array, gate: Array, state: Array, scale: float) -> tuple[Array, Array]:
     """The definition: one step after the other. A `Forward` scan."""
     o = np.zeros(v.shape)
     for t in range(q.shape[2]):
@@ -121,10 +121,10 @@ def naive_forward(q: Array, k: Array, v: Array, gate: Array, state: Array, scale
     return o, state
 
 
-def naive_backward(
+def backward_definition(
     q: Array, k: Array, v: Array, do: Array, gate: Array, state: Array, dstate: Array, scale: float
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """The derivative of each line of `naive_forward`, in reverse. A `Backward` scan; all states are kept."""
+    """The derivative of each line of `forward_definition`, in reverse. A `Backward` scan; all states are kept."""
     states = [state]
     for t in range(q.shape[2]):
         states.append(np.exp(gate[..., t, :, None]) * states[t] + k[..., t, :, None] * v[..., t, None, :])

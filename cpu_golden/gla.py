@@ -14,9 +14,9 @@ from cpu_golden.chunk_scan import chunk_backward, chunk_forward
 from cpu_golden.fused_recurrent import (
     Output,
     backward,
+    backward_definition,
     forward,
-    naive_backward,
-    naive_forward,
+    forward_definition,
     recurrent_backward,
     recurrent_forward,
 )
@@ -33,7 +33,7 @@ class Grads(NamedTuple):
     dh0: Any
 
 
-def naive_gla_fwd(
+def gla_fwd_definition(
     q: Array,
     k: Array,
     v: Array,
@@ -47,7 +47,7 @@ def naive_gla_fwd(
 ) -> Output:
     """The recurrence step by step. Arguments, result and errors as `fused_recurrent_gla_fwd`."""
     return forward(
-        naive_forward,
+        forward_definition,
         q,
         k,
         v,
@@ -60,7 +60,7 @@ def naive_gla_fwd(
     )
 
 
-def naive_gla_bwd(
+def gla_bwd_definition(
     q: Array,
     k: Array,
     v: Array,
@@ -76,7 +76,7 @@ def naive_gla_bwd(
     """The derivative of the recurrence step by step. Arguments, result, errors as `fused_recurrent_gla_bwd`."""
     return Grads(
         *backward(
-            naive_backward,
+            backward_definition,
             q,
             k,
             v,

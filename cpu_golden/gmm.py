@@ -15,7 +15,7 @@ from op_arguments import Tiling, resolve_tiling
 from op_arguments.gmm import GroupMetadata, check_gmm, check_group_metadata, check_tgmm
 
 
-def naive_gmm(
+def gmm_definition(
     lhs: Array,
     rhs: Array,
     group_sizes: Array,
@@ -24,7 +24,6 @@ def naive_gmm(
     existing_out: Array | None = None,
     transpose_rhs: bool = False,
     preferred_element_type: Any = None,
-    tiling: Tiling | None = None,
 ) -> Array:
     """`gmm` row by row, straight from the definition. Arguments, result and errors as `gmm`."""
     group_offset, sizes = scalar(group_offset), values(group_sizes)
@@ -48,7 +47,7 @@ def naive_gmm(
     return out
 
 
-def naive_tgmm(
+def tgmm_definition(
     lhs: Array,
     rhs: Array,
     group_sizes: Array,
@@ -57,7 +56,6 @@ def naive_tgmm(
     num_actual_groups: int | None = None,
     existing_out: Array | None = None,
     preferred_element_type: Any = None,
-    tiling: Tiling | None = None,
 ) -> Array:
     """`tgmm` row by row, straight from the definition. Arguments, result and errors as `tgmm`."""
     group_offset, sizes = scalar(group_offset), values(group_sizes)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden.gmm import active_groups, gmm, naive_gmm, naive_tgmm, one_tile, scalar, tgmm, values
+from cpu_golden.gmm import active_groups, gmm, gmm_definition, one_tile, scalar, tgmm, tgmm_definition, values
 from cpu_golden.quantize import expand, mxfp8_values, unswizzle_scales
 from cpu_golden.stages import Stages, exact
 from op_arguments import Tiling, resolve_tiling
@@ -25,7 +25,7 @@ from op_arguments.quantized_gmm import (
 )
 
 
-def naive_gmm_quantized(
+def gmm_quantized_definition(
     lhs: Array,
     lhs_scale: Array | None,
     rhs: Array,
@@ -36,7 +36,6 @@ def naive_gmm_quantized(
     existing_out: Array | None = None,
     transpose_rhs: bool = False,
     preferred_element_type: Any = None,
-    tiling: Tiling | None = None,
 ) -> Array:
     """`gmm` of the dequantised operands. Arguments, result and errors as `gmm_quantized`."""
     p = check_gmm_quantized(
@@ -51,7 +50,7 @@ def naive_gmm_quantized(
         preferred_element_type=preferred_element_type,
         sizes=values(group_sizes),
     )
-    return naive_gmm(
+    return gmm_definition(
         _dequantized(lhs, lhs_scale, p.lhs_blocks),
         _dequantized(rhs, rhs_scale, p.rhs_blocks),
         group_sizes,
@@ -62,7 +61,7 @@ def naive_gmm_quantized(
     )
 
 
-def naive_tgmm_quantized(
+def tgmm_quantized_definition(
     lhs: Array,
     lhs_scale: Array | None,
     rhs: Array,
@@ -73,7 +72,6 @@ def naive_tgmm_quantized(
     num_actual_groups: int | None = None,
     existing_out: Array | None = None,
     preferred_element_type: Any = None,
-    tiling: Tiling | None = None,
 ) -> Array:
     """`tgmm` of the dequantised operands. Arguments, result and errors as `tgmm_quantized`."""
     p = check_tgmm_quantized(
@@ -88,7 +86,7 @@ def naive_tgmm_quantized(
         preferred_element_type=preferred_element_type,
         sizes=values(group_sizes),
     )
-    return naive_tgmm(
+    return tgmm_definition(
         _dequantized(lhs, lhs_scale, p.lhs_blocks),
         _dequantized(rhs, rhs_scale, p.rhs_blocks),
         group_sizes,
@@ -191,7 +189,7 @@ def tgmm_quantized(
     return stages("out", out)
 
 
-def naive_grouped_gemm(
+def grouped_gemm_definition(
     lhs: Array,
     rhs: Array,
     group_sizes: Array,
@@ -205,8 +203,6 @@ def naive_grouped_gemm(
     transpose_rhs: bool = False,
     scale_layout: str = "plain",
     preferred_element_type: Any = None,
-    tiling: Tiling | None = None,
-    strict: bool = False,
 ) -> Array:
     """`gmm` or `tgmm` of the dequantised operands, row by row. Arguments, result and errors as `grouped_gemm`."""
     p = _check_grouped_gemm(
@@ -220,8 +216,8 @@ def naive_grouped_gemm(
         "preferred_element_type": p.out_dtype,
     }
     if ragged == "contracting":
-        return naive_tgmm(*wide, group_sizes, num_actual_groups=num_actual_groups, **shared)
-    return naive_gmm(*wide, group_sizes, transpose_rhs=transpose_rhs, **shared)
+        return tgmm_definition(*wide, group_sizes, num_actual_groups=num_actual_groups, **shared)
+    return gmm_definition(*wide, group_sizes, transpose_rhs=transpose_rhs, **shared)
 
 
 def grouped_gemm(

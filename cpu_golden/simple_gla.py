@@ -16,9 +16,9 @@ from cpu_golden.chunk_scan import chunk_backward, chunk_forward
 from cpu_golden.fused_recurrent import (
     Output,
     backward,
+    backward_definition,
     forward,
-    naive_backward,
-    naive_forward,
+    forward_definition,
     recurrent_backward,
     recurrent_forward,
 )
@@ -36,7 +36,7 @@ class Grads(NamedTuple):
     dh0: Any
 
 
-def naive_simple_gla_fwd(
+def simple_gla_fwd_definition(
     q: Array,
     k: Array,
     v: Array,
@@ -51,7 +51,7 @@ def naive_simple_gla_fwd(
 ) -> Output:
     """The recurrence step by step. Arguments, result and errors as `fused_recurrent_simple_gla_fwd`."""
     return forward(
-        naive_forward,
+        forward_definition,
         q,
         k,
         v,
@@ -64,7 +64,7 @@ def naive_simple_gla_fwd(
     )
 
 
-def naive_simple_gla_bwd(
+def simple_gla_bwd_definition(
     q: Array,
     k: Array,
     v: Array,
@@ -83,7 +83,7 @@ def naive_simple_gla_bwd(
         g,
         g_gamma,
         *backward(
-            naive_backward,
+            backward_definition,
             q,
             k,
             v,

@@ -238,7 +238,7 @@ def _spell(name: str, value: Any) -> str:
 class Op:
     """An operation with its golden, its two kernels and its cases.
 
-    golden, naive: NumPy functions; tpu, gpu: `"module:function"`, imported only where they run. All four take the
+    golden: a NumPy function; tpu, gpu: `"module:function"`, imported only where they run. All three take the
     tensors of `inputs(case)` and the keywords of `arguments(case)` under the same names, and the kernels those of
     `route(case)` as well: which of their ways to the same result they are to take.
     defaults: the options of a case and what they are when a case does not say; one that is at its default is left
@@ -254,7 +254,6 @@ class Op:
 
     name: str
     golden: Callable[..., Any]
-    naive: Callable[..., Any]
     tpu: str
     gpu: str
     inputs: Callable[[Case], Mapping[str, Array | Scales | Groups | Offsets | Gates | Given | None]]

@@ -27,7 +27,6 @@ def magnitude(op, case, inputs):
 _SOFTMAX = Op(
     "softmax",
     golden=softmax,
-    naive=softmax,
     tpu="tpu:softmax",
     gpu="gpu:softmax",
     inputs=inputs,

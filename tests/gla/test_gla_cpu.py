@@ -35,9 +35,10 @@ def problem(gates, *, b=2, t=65, h=2, k=12, v=20, n=None, steepness=0.2, dtype=n
 
 
 def call(form, direction, forward, **arguments):
-    """`<form>_gla_<direction>` or `<form>_simple_gla_<direction>`, whichever takes these gates."""
-    module, name = (gla, "gla") if "gk" in forward else (simple_gla, "simple_gla")
-    return getattr(module, f"{form}_{name}_{direction}")(**forward, **arguments)
+    """That form of gla or of simple_gla, whichever takes these gates."""
+    module, name = (gla, f"gla_{direction}") if "gk" in forward else (simple_gla, f"simple_gla_{direction}")
+    name = f"{name}_definition" if form == "definition" else f"{form}_{name}"
+    return getattr(module, name)(**forward, **arguments)
 
 
 def absolute(arguments):
@@ -57,11 +58,11 @@ def check_within(got, expected, magnitude, tolerance=1e-12):
 
 
 def check_is_the_recurrence(forward, backward, chunks, **arguments):
-    """Every form and chunk size, both directions, against the naive form."""
+    """Every form and chunk size, both directions, against the definition."""
     last = dict(output_final_state=True, **arguments)
-    o, grads = call("naive", "fwd", forward, **last), call("naive", "bwd", forward, **backward, **arguments)
-    m_o = call("naive", "fwd", absolute(forward), **last)
-    m_grads = call("naive", "bwd", absolute(forward), **absolute(backward), **arguments)
+    o, grads = call("definition", "fwd", forward, **last), call("definition", "bwd", forward, **backward, **arguments)
+    m_o = call("definition", "fwd", absolute(forward), **last)
+    m_grads = call("definition", "bwd", absolute(forward), **absolute(backward), **arguments)
     check_within(call("fused_recurrent", "fwd", forward, **last), o, m_o)
     check_within(call("fused_recurrent", "bwd", forward, **backward, **arguments), grads, m_grads)
     for chunk_size in chunks:
@@ -99,7 +100,7 @@ def test_packed_sequences_are_separate_ones(gates):
     poisoned["initial_state"][3] = np.nan
     for name in set(poisoned) & set(PER_STEP):
         poisoned[name][:, 1:18] = np.nan
-    for form in ("naive", "chunk", "fused_recurrent"):
+    for form in ("definition", "chunk", "fused_recurrent"):
         packed = call(form, "fwd", poisoned, cu_seqlens=cu_seqlens, output_final_state=True)
         grads = call(form, "bwd", poisoned, **backward, cu_seqlens=cu_seqlens)
         for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
@@ -130,7 +131,7 @@ def test_reverse_is_time_read_backwards(gates, cu_seqlens):
     def flip(tensors):
         return {name: x[:, order] if name in PER_STEP else x for name, x in tensors.items()}
 
-    for form in ("naive", "fused_recurrent"):
+    for form in ("definition", "fused_recurrent"):
         last = dict(cu_seqlens=cu_seqlens, output_final_state=True)
         got, expected = call(form, "fwd", forward, **last, reverse=True), call(form, "fwd", flip(forward), **last)
         assert np.array_equal(got.o, expected.o[:, order])
@@ -154,10 +155,10 @@ def test_gradients_are_differences_of_the_recurrence(gates, reverse):
     forward, backward = problem(gates, t=7, k=3, v=2)
 
     def loss(arguments):
-        o, ht = call("naive", "fwd", arguments, output_final_state=True, reverse=reverse)
+        o, ht = call("definition", "fwd", arguments, output_final_state=True, reverse=reverse)
         return np.sum(o * backward["do"]) + np.sum(ht * backward["dht"])
 
-    grads = call("naive", "bwd", forward, **backward, reverse=reverse)
+    grads = call("definition", "bwd", forward, **backward, reverse=reverse)
     step = 1e-5
     for name, grad in gradients(forward).items():
         got = getattr(grads, grad)
@@ -172,7 +173,7 @@ def test_gradients_are_differences_of_the_recurrence(gates, reverse):
     assert all(getattr(grads, name) is None for name in absent)
 
 
-@pytest.mark.parametrize("form", ["naive", "chunk", "fused_recurrent"])
+@pytest.mark.parametrize("form", ["definition", "chunk", "fused_recurrent"])
 @pytest.mark.parametrize("gates", GATES)
 def test_gradients_are_those_of_autograd(gates, form):
     torch = pytest.importorskip("torch")
@@ -232,7 +233,7 @@ def test_a_sample_against_fifty_digits(gates, steepness):
         dv = sum(decay(i, 4, c) * read(i, c) * k[4, c] for i in range(4, 22) for c in range(3))
         dgate = [[sum(straddling(t, c)) for c in range(3)] for t in range(21)]
 
-    for form in ("naive", "fused_recurrent", "chunk"):
+    for form in ("definition", "fused_recurrent", "chunk"):
         extra = dict(chunk_size=16) if form == "chunk" else {}
         got, grads = call(form, "fwd", forward, **extra), call(form, "bwd", forward, **backward, **extra)
         m_o = call(form, "fwd", absolute(forward), **extra).o
@@ -291,7 +292,7 @@ def test_a_gate_of_minus_ten_thousand_forgets_everything_exactly():
     forward["g"][...] = 0
     forward["g"][:, 20] = -1e4
     cut = {name: x[:, 20:] for name, x in forward.items() if name != "initial_state"}
-    for form in ("naive", "chunk", "fused_recurrent"):
+    for form in ("definition", "chunk", "fused_recurrent"):
         o = call(form, "fwd", forward).o
         np.testing.assert_allclose(o[:, 20:], call(form, "fwd", cut).o, rtol=1e-12, atol=1e-12)
         grads = call(form, "bwd", forward, **backward)
@@ -307,7 +308,7 @@ def test_nothing_flows_back_in_time(gates):
     changed = {name: x.copy() for name, x in forward.items()}
     for name in set(forward) & set(PER_STEP):
         changed[name][:, 37:] = -1e-3 if name in ("g", "gk") else 1e30
-    for form in ("naive", "chunk", "fused_recurrent"):
+    for form in ("definition", "chunk", "fused_recurrent"):
         assert np.array_equal(call(form, "fwd", changed).o[:, :37], call(form, "fwd", forward).o[:, :37])
 
 
@@ -339,7 +340,7 @@ def test_a_worked_example():
 @pytest.mark.parametrize("gates", ["both", "gk"])
 def test_sizes_of_zero(gates, size):
     forward, backward = problem(gates, **{size: 0})
-    for form in ("naive", "chunk", "fused_recurrent"):
+    for form in ("definition", "chunk", "fused_recurrent"):
         o, ht = call(form, "fwd", forward, output_final_state=True)
         assert o.shape == forward["v"].shape
         assert not o.any()
@@ -372,7 +373,7 @@ def test_what_was_not_given_has_no_result():
 def test_the_magnitude_is_the_sum_of_what_is_summed(gates):
     forward, backward = problem(gates, t=37)
     got = call("chunk", "bwd_magnitude", forward, **backward, chunk_size=16)
-    positive = call("naive", "bwd", absolute(forward), **absolute(backward))
+    positive = call("definition", "bwd", absolute(forward), **absolute(backward))
     for name in ("dq", "dk", "dv", "dh0"):
         np.testing.assert_allclose(getattr(got, name), getattr(positive, name), rtol=1e-12)
     # A gate's pairs of steps, and at most all that its chunk reads and writes from its step on.
@@ -406,10 +407,12 @@ def test_stages_see_every_site_and_change_nothing_by_themselves(gates):
             assert set(seen) == sites
             assert seen["lhs"] == seen["rhs"]
             assert (seen["acc"] == seen["lhs"]) == (depth is None)
-            np.testing.assert_allclose(staged.o, call("naive", "fwd", forward).o, rtol=1e-11, atol=1e-12)
+            np.testing.assert_allclose(staged.o, call("definition", "fwd", forward).o, rtol=1e-11, atol=1e-12)
             staged = call(form, "bwd", forward, **backward, stages=Stages(watch, depth))
             assert set(seen) == sites | {"do", "dht", "dstate", "dgate"} | ({"dA"} if form == "chunk" else set())
-            np.testing.assert_allclose(staged.dv, call("naive", "bwd", forward, **backward).dv, rtol=1e-11, atol=1e-12)
+            np.testing.assert_allclose(
+                staged.dv, call("definition", "bwd", forward, **backward).dv, rtol=1e-11, atol=1e-12
+            )
 
 
 def test_rounding_one_site_emulates_a_kernel_that_rounds_there():

@@ -264,7 +264,6 @@ def op(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
     return Op(
         name,
         golden=getattr(module, name),
-        naive=step_by_step(getattr(module, f"naive_{family}_{name[-3:]}")),
         tpu=f"tpu_kernels.{family}:{name}",
         gpu=f"gpu_reference.{family}:{name}",
         inputs=inputs,
@@ -279,11 +278,6 @@ def op(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
         spelled=tuple({"gates", "chunk"} & defaults.keys()),
         representative=representative,
     )
-
-
-def step_by_step(naive: Callable[..., Any]) -> Callable[..., Any]:
-    """The recurrence, which has no chunks, with the arguments of every form."""
-    return lambda *, chunk_size=None, **arguments: naive(**arguments)
 
 
 SCALAR_GATES = ("gates", "alibi")

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cpu_golden.gmm import gmm, naive_gmm, naive_tgmm, tgmm
+from cpu_golden.gmm import gmm, tgmm
 from parity import Array, Case, Contract, Expected, Groups, Op, abs_of
 from parity.inputs import GROUPS
 from parity.op import Backend, Inputs
@@ -121,7 +121,6 @@ DEFAULTS = dict(transpose_rhs=False, existing_out=False, shard=None, tiling=None
 _GMM = Op(
     "gmm",
     golden=gmm,
-    naive=naive_gmm,
     tpu="tpu_kernels.gmm:gmm",
     gpu="gpu_reference.gmm:gmm",
     inputs=lambda c: {
@@ -152,7 +151,6 @@ _GMM = Op(
 _TGMM = Op(
     "tgmm",
     golden=tgmm,
-    naive=naive_tgmm,
     tpu="tpu_kernels.gmm:tgmm",
     gpu="gpu_reference.gmm:tgmm",
     inputs=lambda c: {

@@ -119,7 +119,6 @@ DEFAULTS = dict(
 _FORWARD = Op(
     "grouped_dense",
     golden=grouped_dense,
-    naive=grouped_dense,
     tpu="tpu_kernels.moe:grouped_dense",
     gpu="gpu_reference.moe:grouped_dense",
     inputs=forward_inputs,
@@ -137,7 +136,6 @@ _FORWARD = Op(
 _BACKWARD = Op(
     "grouped_dense_bwd",
     golden=grouped_dense_bwd,
-    naive=grouped_dense_bwd,
     tpu="tpu_kernels.moe:grouped_dense_bwd",
     gpu="gpu_reference.moe:grouped_dense_bwd",
     inputs=backward_inputs,
@@ -229,7 +227,6 @@ def of_no_slot(c: Case, inputs: Inputs) -> Mapping[str, np.ndarray]:
 _PERMUTE = Op(
     "permute",
     golden=permute,
-    naive=permute,
     tpu="tpu_kernels.moe:permute",
     gpu="gpu_reference.moe:permute",
     inputs=lambda c: {"x": Array((c.T, c.D), c.dtype), "indices": Given(choices(c))},
@@ -245,7 +242,6 @@ _PERMUTE = Op(
 _UNPERMUTE = Op(
     "unpermute",
     golden=unpermute,
-    naive=unpermute,
     tpu="tpu_kernels.moe:unpermute",
     gpu="gpu_reference.moe:unpermute",
     inputs=unpermute_inputs,
@@ -413,7 +409,6 @@ LAYER_DEFAULTS = dict(
 _LAYER = Op(
     "moe_layer",
     golden=moe_layer,
-    naive=moe_layer,
     tpu="tpu_kernels.moe:moe_layer",
     gpu="gpu_reference.moe:moe_layer",
     inputs=layer_inputs,
@@ -430,7 +425,6 @@ _LAYER_BWD = replace(
     _LAYER,
     name="moe_layer_bwd",
     golden=moe_layer_bwd,
-    naive=moe_layer_bwd,
     tpu="tpu_kernels.moe:moe_layer_bwd",
     gpu="gpu_reference.moe:moe_layer_bwd",
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from cpu_golden.quantize import mxfp8_dequantize, mxfp8_dual_quantize, mxfp8_quantize, swizzle_scales
-from cpu_golden.quantized_gmm import grouped_gemm, naive_grouped_gemm
+from cpu_golden.quantized_gmm import grouped_gemm
 from op_arguments.quantize import E8M0, FP8, MX_BLOCK, swizzled_shape
 from parity import Array, Case, Contract, Groups, Op, Scales, abs_of
 from parity.op import Backend, Inputs
@@ -183,7 +183,6 @@ def unread(c: Case, inputs: Inputs) -> Mapping[str, np.ndarray]:
 _GEMM = Op(
     "grouped_gemm",
     golden=grouped_gemm,
-    naive=naive_grouped_gemm,
     tpu="tpu_kernels.quantized_gmm:grouped_gemm",
     gpu="gpu_reference.grouped_gemm:grouped_gemm",
     inputs=gemm_inputs,

@@ -60,7 +60,6 @@ def op(name: str, golden: object, **settings: object) -> Op:
     return Op(
         name,
         golden=golden,
-        naive=golden,
         tpu=f"tpu_kernels.quantize:{name}",
         gpu=f"gpu_reference.{'mxfp8' if name.startswith('mxfp8') else 'quantize'}:{name}",
         contract=contract,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cpu_golden.quantized_gmm import gmm_quantized, naive_gmm_quantized, naive_tgmm_quantized, tgmm_quantized
+from cpu_golden.quantized_gmm import gmm_quantized, tgmm_quantized
 from op_arguments.quantize import Blocks
 from op_arguments.quantized_gmm import dot_dtype
 from parity import Array, Case, Contract, Groups, Op, Scales, abs_of
@@ -159,7 +159,6 @@ DEFAULTS = dict(
 _GMM = Op(
     "gmm_quantized",
     golden=gmm_quantized,
-    naive=naive_gmm_quantized,
     tpu="tpu_kernels.quantized_gmm:gmm_quantized",
     gpu="gpu_reference.quantized_gmm:gmm_quantized",
     inputs=gmm_inputs,
@@ -183,7 +182,6 @@ _GMM = Op(
 _TGMM = Op(
     "tgmm_quantized",
     golden=tgmm_quantized,
-    naive=naive_tgmm_quantized,
     tpu="tpu_kernels.quantized_gmm:tgmm_quantized",
     gpu="gpu_reference.quantized_gmm:tgmm_quantized",
     inputs=tgmm_inputs,

@@ -14,7 +14,7 @@ def double(x, stages=lambda site, x: x):
     return 2.0 * x.astype(np.float64)
 
 _DOUBLE = Op(
-    "double", golden=double, naive=double, tpu="kernels:{kernel}", gpu="kernels:{kernel}",
+    "double", golden=double, tpu="kernels:{kernel}", gpu="kernels:{kernel}",
     inputs=lambda c: {{"x": Array((c.M, c.N), c.dtype)}},
     arguments=lambda c: {{}},
     contract=lambda c, backend: Contract(dot="ieee", out=c.out),

@@ -37,7 +37,7 @@ def both(x, stages=lambda site, value: value):
 
 def op(golden=third, **changes):
     fields = dict(
-        name="third", golden=golden, naive=golden, tpu="on:tpu", gpu="on:gpu", defaults={},
+        name="third", golden=golden, tpu="on:tpu", gpu="on:gpu", defaults={},
         inputs=lambda case: {"x": Array(SHAPE, "float32", sum_over=1)},
         arguments=lambda case: {},
         contract=lambda case, backend: Contract("ieee", "float32"),
