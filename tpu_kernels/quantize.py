@@ -6,9 +6,10 @@ is corrected by its exact remainder. Float32 products are made exact by splittin
 With MXFP8's powers of two for scales every quotient is exact by itself.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +64,7 @@ class DualQuantized(NamedTuple):
 
 
 class Format(NamedTuple):
-    """A narrow number format. Below `linear`, a power of two, its values are equally spaced; int8's all are.
-
-    power: how its scale is rounded to a power of two; None for one that is any float32.
-    """
+    """A narrow number format. Below `linear`, a power of two, its values are equally spaced; int8's all are."""
 
     dtype: str
     largest: float
@@ -74,7 +72,6 @@ class Format(NamedTuple):
     linear: float
     largest_code: int
     nan_code: int
-    power: Literal["up", "floor"] | None = None
 
 
 FORMATS = {
@@ -111,7 +108,7 @@ def fp8_quantize(
     blocks, name = check_quantize(x, axis, block_size, dtype)
     if check_finite:
         _check_finite(x, nan=False)
-    return _quantize(x, blocks=blocks, target=FORMATS[name], interpret=resolve_interpret(interpret), debug=debug)
+    return quantize_blocks(x, blocks, FloatScales(FORMATS[name]), resolve_interpret(interpret), debug)
 
 
 def int8_quantize(
@@ -130,7 +127,7 @@ def int8_quantize(
     blocks = check_blocks(x, axis, block_size)
     if check_finite:
         _check_finite(x, nan=True)
-    return _quantize(x, blocks=blocks, target=FORMATS["int8"], interpret=resolve_interpret(interpret), debug=debug)
+    return quantize_blocks(x, blocks, FloatScales(FORMATS["int8"]), resolve_interpret(interpret), debug)
 
 
 def fp8_dual_quantize(
@@ -150,8 +147,8 @@ def fp8_dual_quantize(
     by_rows, by_columns, name = check_dual_quantize(x, block_size, dtype)
     if check_finite:
         _check_finite(x, nan=False)
-    blocks = {"by_rows": by_rows, "by_columns": by_columns}
-    return _dual_quantize(x, **blocks, target=FORMATS[name], interpret=resolve_interpret(interpret), debug=debug)
+    scaling = FloatScales(FORMATS[name])
+    return dual_quantize_blocks(x, (by_rows, by_columns), scaling, resolve_interpret(interpret), debug)
 
 
 def fp8_dequantize(qvalue: jax.Array, scale: jax.Array, *, interpret: Interpret = None) -> jax.Array:
@@ -160,13 +157,13 @@ def fp8_dequantize(qvalue: jax.Array, scale: jax.Array, *, interpret: Interpret 
     Raises TypeError for a wrong dtype, ValueError for a scale that does not divide qvalue.
     """
     blocks = check_dequantize(qvalue, scale, FP8)
-    return _dequantize(qvalue, scale, blocks=blocks, dtype="float32", interpret=resolve_interpret(interpret))
+    return dequantize_blocks(qvalue, scale, blocks, _decode, "float32", resolve_interpret(interpret))
 
 
 def int8_dequantize(qvalue: jax.Array, scale: jax.Array, *, interpret: Interpret = None) -> jax.Array:
     """As `fp8_dequantize`, of int8."""
     blocks = check_dequantize(qvalue, scale, ("int8",))
-    return _dequantize(qvalue, scale, blocks=blocks, dtype="float32", interpret=resolve_interpret(interpret))
+    return dequantize_blocks(qvalue, scale, blocks, _decode, "float32", resolve_interpret(interpret))
 
 
 def mxfp8_quantize(
@@ -194,10 +191,8 @@ def mxfp8_quantize(
     axis, name = check_mxfp8_quantize(x, axis, dtype, scale_rounding)
     if check_finite:
         _check_finite(x, nan=False)
-    target = FORMATS[name]._replace(power=scale_rounding)
-    padded = _whole_blocks(x, axis)
-    interpreted = resolve_interpret(interpret)
-    q = _quantize(padded, blocks=_mx_blocks(x, axis), target=target, interpret=interpreted, debug=debug)
+    scaling = PowerScales(FORMATS[name], scale_rounding)
+    q = quantize_blocks(_whole_blocks(x, axis), _mx_blocks(x, axis), scaling, resolve_interpret(interpret), debug)
     return Quantized(lax.slice_in_dim(q.qvalue, 0, x.shape[axis], axis=axis), _e8m0(q.scale))
 
 
@@ -219,14 +214,10 @@ def mxfp8_dual_quantize(
         _check_finite(x, nan=False)
     *_, m, k = x.shape
     rows, columns = x.ndim - 1, x.ndim - 2  # the axes that the blocks of each lie along
-    dual = _dual_quantize(
-        _whole_blocks(_whole_blocks(x, rows), columns),
-        by_rows=_mx_blocks(x, rows),
-        by_columns=_mx_blocks(x, columns),
-        target=FORMATS[name]._replace(power=scale_rounding),
-        interpret=resolve_interpret(interpret),
-        debug=debug,
-    )
+    padded = _whole_blocks(_whole_blocks(x, rows), columns)
+    blocks = _mx_blocks(x, rows), _mx_blocks(x, columns)
+    scaling = PowerScales(FORMATS[name], scale_rounding)
+    dual = dual_quantize_blocks(padded, blocks, scaling, resolve_interpret(interpret), debug)
     return DualQuantized(
         dual.rowwise[..., :m, :k],
         _e8m0(dual.rowwise_scale[..., :m, :]),
@@ -245,13 +236,9 @@ def mxfp8_dequantize(
     A scale of NaN (0xFF) makes its block NaN. Raises TypeError for a wrong dtype, ValueError for a wrong scale.
     """
     axis, name = check_mxfp8_dequantize(qvalue, scale, dtype)
-    wide = _dequantize(
-        _whole_blocks(qvalue, axis),
-        e8m0_bytes(scale),
-        blocks=_mx_blocks(qvalue, axis),
-        dtype=name,
-        interpret=resolve_interpret(interpret),
-    )
+    whole, exponents = _whole_blocks(qvalue, axis), _biased_exponents(scale)
+    blocks = _mx_blocks(qvalue, axis)
+    wide = dequantize_blocks(whole, exponents, blocks, _decode_by_power, name, resolve_interpret(interpret))
     return lax.slice_in_dim(wide, 0, qvalue.shape[axis], axis=axis)
 
 
@@ -284,7 +271,7 @@ def unswizzle_scales(swizzled: jax.Array, rows: int, columns: int) -> jax.Array:
     return lax.bitcast_convert_type(whole[..., :rows, :columns], jnp.dtype(E8M0))
 
 
-def e8m0_bytes(scale: jax.Array) -> jax.Array:
+def _biased_exponents(scale: jax.Array) -> jax.Array:
     """The bytes of float8_e8m0fnu scales as int32: their exponents plus 127, and 255 for NaN."""
     return lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
 
@@ -313,6 +300,10 @@ def _check_finite(x: jax.Array, nan: bool) -> None:
 # ------------------------------------------------------------------------------------------------------- layout
 
 
+Block = tuple[int, int]
+"""Rows and columns of an array [A, R, C] that share a scale."""
+
+
 class Layout(NamedTuple):
     """How a kernel sees an array: its shape as [A, R, C], and the rows r and columns c of a block.
 
@@ -321,7 +312,7 @@ class Layout(NamedTuple):
     """
 
     shape: tuple[int, int, int]
-    block: tuple[int, int]
+    block: Block
     split: tuple[int, ...] | None
 
     def view(self, x: jax.Array) -> jax.Array:
@@ -360,30 +351,41 @@ _TILE = TILE_ROWS * TILE_COLUMNS
 
 
 class Tiles(NamedTuple):
-    """The tile [rows, columns] of a kernel, and how many of them along each axis share their blocks."""
+    """The tile [rows, columns] of an array [A, R, C], and how many of them along each axis share their blocks."""
 
+    shape: tuple[int, int, int]
     rows: int
     columns: int
     steps_r: int
     steps_c: int
 
-    def grid(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
-        """How many tiles, or walks of tiles that share their blocks, there are."""
-        a, rows, columns = shape
+    @property
+    def steps(self) -> int:
+        """How many tiles share their blocks: a walk of them is one pass."""
+        return self.steps_r * self.steps_c
+
+    @property
+    def walks(self) -> tuple[int, int, int]:
+        """How many walks there are along each axis."""
+        a, rows, columns = self.shape
         return a, pl.cdiv(rows, self.rows * self.steps_r), pl.cdiv(columns, self.columns * self.steps_c)
 
     def at(self, a: Any, i: Any, j: Any, step: Any) -> tuple[Any, Any, Any]:
         """The tile at a step of a walk."""
         return a, i * self.steps_r + step // self.steps_c, j * self.steps_c + step % self.steps_c
 
-    def scales(self, shape: tuple[int, int, int], block: tuple[int, int]) -> tuple[int, int]:
+    def scales(self, block: Block) -> tuple[int, int]:
         """How many rows and columns of scales a tile has."""
-        _, rows, columns = shape
+        _, rows, columns = self.shape
         r, c = block
         return 1 if r == rows else self.rows // r, 1 if c == columns else self.columns // c
 
+    def scale_spec(self, block: Block) -> pl.BlockSpec:
+        """The scales of a walk, of an array as `_tiled_scales` makes it: the same at every step."""
+        return pl.BlockSpec((None, None, None, *self.scales(block)), lambda a, i, j, step: (a, i, j, 0, 0))
 
-def _tiles(shape: tuple[int, int, int], blocks: list[tuple[int, int]]) -> Tiles:
+
+def _tiles(shape: tuple[int, int, int], blocks: Sequence[Block]) -> Tiles:
     """Tiles of whole blocks; a block that is a whole axis, and longer than a tile can be, is walked in steps."""
     _, rows, columns = shape
     r, c = (max(sizes) for sizes in zip(*blocks, strict=True))
@@ -400,202 +402,210 @@ def _tiles(shape: tuple[int, int, int], blocks: list[tuple[int, int]]) -> Tiles:
     if LANES <= c < columns:
         tile_c = tile_c // c * c
     steps_r = pl.cdiv(rows, tile_r) if r == rows else 1
-    return Tiles(tile_r, tile_c, steps_r, pl.cdiv(columns, tile_c) if c == columns else 1)
+    return Tiles(shape, tile_r, tile_c, steps_r, pl.cdiv(columns, tile_c) if c == columns else 1)
 
 
-def _tiled_scales(scale: jax.Array, tiles: Tiles, shape: tuple[int, int, int], block: tuple[int, int]) -> jax.Array:
-    """Scales [A, R / r, C / c] as [A, tiles of rows, tiles of columns, rows, columns], which fit any tile."""
-    rows, columns = tiles.scales(shape, block)
-    a, tiles_r, tiles_c = tiles.grid(shape)
-    missing = [(0, 0), (0, tiles_r * rows - scale.shape[1]), (0, tiles_c * columns - scale.shape[2])]
-    return jnp.pad(scale, missing).reshape(a, tiles_r, rows, tiles_c, columns).transpose(0, 1, 3, 2, 4)
+def _tiled_scales(scale: jax.Array, tiles: Tiles, block: Block) -> jax.Array:
+    """Scales [A, R / r, C / c] as [A, walks of rows, walks of columns, rows, columns], which fit any tile."""
+    rows, columns = tiles.scales(block)
+    a, walks_r, walks_c = tiles.walks
+    missing = [(0, 0), (0, walks_r * rows - scale.shape[1]), (0, walks_c * columns - scale.shape[2])]
+    return jnp.pad(scale, missing).reshape(a, walks_r, rows, walks_c, columns).transpose(0, 1, 3, 2, 4)
 
 
-def _untiled_scales(scale: jax.Array, shape: tuple[int, int, int], block: tuple[int, int]) -> jax.Array:
+def _untiled_scales(scale: jax.Array, tiles: Tiles, block: Block) -> jax.Array:
     """The reverse of `_tiled_scales`."""
-    a, tiles_r, tiles_c, rows, columns = scale.shape
-    flat = scale.transpose(0, 1, 3, 2, 4).reshape(a, tiles_r * rows, tiles_c * columns)
-    return flat[:, : shape[1] // block[0], : shape[2] // block[1]]
+    a, walks_r, walks_c, rows, columns = scale.shape
+    flat = scale.transpose(0, 1, 3, 2, 4).reshape(a, walks_r * rows, walks_c * columns)
+    return flat[:, : tiles.shape[1] // block[0], : tiles.shape[2] // block[1]]
 
 
 # ------------------------------------------------------------------------------------------------------ quantise
 
 
-@partial(jax.jit, static_argnames=("blocks", "target", "interpret", "debug"))
-def _quantize(
-    x: jax.Array, *, blocks: Blocks, target: Format, interpret: bool | pltpu.InterpretParams, debug: Debug
+Decode = Callable[[jax.Array, jax.Array], jax.Array]
+"""(codes, their scales) to values."""
+
+
+class Scaling(Protocol):
+    """How a block gets its scale, and an element its code."""
+
+    @property
+    def format(self) -> Format:
+        """That of the codes."""
+
+    def kept(self, absmax: jax.Array) -> jax.Array:
+        """What the kernel keeps of each block in float32, and returns: its scale, or what `encode` needs of it."""
+
+    def encode(self, x: jax.Array, kept: jax.Array) -> jax.Array:
+        """The int8 bits of x / scale in the format: the exact quotient rounded to nearest even, saturating."""
+
+    def scale(self, kept: jax.Array) -> jax.Array:
+        """The scale itself, in float32."""
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def quantize_blocks(
+    x: jax.Array, blocks: Blocks, scaling: Scaling, interpret: bool | pltpu.InterpretParams, debug: Debug
 ) -> Quantized:
+    """The codes of x [...] in the scaling's format, and what it keeps of each block, float32 [..., size / block]."""
     scale_shape = tuple(size // block for size, block in zip(x.shape, blocks, strict=True))
     if x.size == 0:
-        return Quantized(jnp.zeros(x.shape, target.dtype), jnp.ones(scale_shape, jnp.float32))
+        return Quantized(jnp.zeros(x.shape, scaling.format.dtype), jnp.ones(scale_shape, jnp.float32))
     layout = _layout(x.shape, blocks)
     tiles = _tiles(layout.shape, [layout.block])
-    ((codes, scale),) = _quantize_call(layout.view(x), [layout.block], tiles, target, interpret, [debug])
-    return Quantized(_qvalue(layout.restore(codes, x.shape), target), scale.reshape(scale_shape))
+    ((codes, scale),) = _quantize_call(layout.view(x), [layout.block], tiles, scaling, interpret, [debug])
+    return Quantized(_qvalue(layout.restore(codes, x.shape), scaling), scale.reshape(scale_shape))
 
 
-@partial(jax.jit, static_argnames=("by_rows", "by_columns", "target", "interpret", "debug"))
-def _dual_quantize(
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def dual_quantize_blocks(
     x: jax.Array,
-    *,
-    by_rows: Blocks,
-    by_columns: Blocks,
-    target: Format,
+    blocks: tuple[Blocks, Blocks],
+    scaling: Scaling,
     interpret: bool | pltpu.InterpretParams,
     debug: Debug,
 ) -> DualQuantized:
+    """`quantize_blocks` by rows and by columns, in one pass over x where both see it alike and in tiles alike."""
     debugs = [named(debug, output) for output in ("rowwise", "columnwise")]
-    layouts = [_layout(x.shape, blocks) for blocks in (by_rows, by_columns)]
+    layouts = [_layout(x.shape, each) for each in blocks]
     tiles = _tiles(layouts[0].shape, [layout.block for layout in layouts])
-    if x.size == 0 or any(layout.split for layout in layouts) or tiles.steps_r * tiles.steps_c > 1:
-        pairs = (
-            _quantize(x, blocks=blocks, target=target, interpret=interpret, debug=own)
-            for blocks, own in zip((by_rows, by_columns), debugs, strict=True)
-        )
+    if x.size == 0 or any(layout.split for layout in layouts) or tiles.steps > 1:
+        pairs = (quantize_blocks(x, each, scaling, interpret, own) for each, own in zip(blocks, debugs, strict=True))
         return DualQuantized(*(array for pair in pairs for array in pair))
-    blocks = [layout.block for layout in layouts]
-    outputs = []
-    for codes, scale in _quantize_call(layouts[0].view(x), blocks, tiles, target, interpret, debugs):
-        outputs += [_qvalue(codes.reshape(x.shape), target), scale.reshape(x.shape[:-2] + scale.shape[1:])]
+    outputs: list[jax.Array] = []
+    by = [layout.block for layout in layouts]
+    for codes, scale in _quantize_call(layouts[0].view(x), by, tiles, scaling, interpret, debugs):
+        outputs += [_qvalue(codes.reshape(x.shape), scaling), scale.reshape(x.shape[:-2] + scale.shape[1:])]
     return DualQuantized(*outputs)
 
 
-def _qvalue(codes: jax.Array, target: Format) -> jax.Array:
-    return lax.bitcast_convert_type(codes, jnp.dtype(target.dtype))
+def _qvalue(codes: jax.Array, scaling: Scaling) -> jax.Array:
+    return lax.bitcast_convert_type(codes, jnp.dtype(scaling.format.dtype))
 
 
 def _quantize_call(
     x: jax.Array,
-    blocks: list[tuple[int, int]],
+    blocks: list[Block],
     tiles: Tiles,
-    target: Format,
+    scaling: Scaling,
     interpret: bool | pltpu.InterpretParams,
     debugs: list[Debug],
 ) -> list[Quantized]:
     """x [A, R, C], quantised by each of `blocks`, in one pass (two where tiles share their blocks).
 
-    Qvalues are int8 bits of the target format where interpreted.
+    Qvalues are int8 bits of the format where interpreted.
     """
     x = kernel_operand(x)
-    steps = tiles.steps_r * tiles.steps_c
-    passes = 1 if steps == 1 else 2
-    shape: Any = x.shape
-    grid = tiles.grid(shape)
+    passes = 1 if tiles.steps == 1 else 2
 
     def x_tile(a: Any, i: Any, j: Any, step: Any) -> Any:
-        return tiles.at(a, i, j, step % steps)
+        return tiles.at(a, i, j, step % tiles.steps)
 
     def q_tile(a: Any, i: Any, j: Any, step: Any) -> Any:
-        return tiles.at(a, i, j, jnp.maximum(step - (passes - 1) * steps, 0))
-
-    def scale_tile(a: Any, i: Any, j: Any, step: Any) -> Any:
-        return a, i, j, 0, 0
+        return tiles.at(a, i, j, jnp.maximum(step - (passes - 1) * tiles.steps, 0))
 
     tile = (None, tiles.rows, tiles.columns)
     # Interpreted, fp8 is made of int8 at the end: XLA's CPU backend copies it by conversions that change NaNs.
-    q_dtype = jnp.dtype("int8" if interpret else target.dtype)
-    out_shape, out_specs = [], []
-    for block in blocks:
-        scales = tiles.scales(shape, block)
-        out_shape += [jax.ShapeDtypeStruct(shape, q_dtype), jax.ShapeDtypeStruct((*grid, *scales), jnp.float32)]
-        out_specs += [pl.BlockSpec(tile, q_tile), pl.BlockSpec((None, None, None, *scales), scale_tile)]
+    codes = jax.ShapeDtypeStruct(x.shape, jnp.dtype("int8" if interpret else scaling.format.dtype))
+    out_shape = [
+        Quantized(codes, jax.ShapeDtypeStruct((*tiles.walks, *tiles.scales(block)), jnp.float32)) for block in blocks
+    ]
+    written = sum(out.size * out.dtype.itemsize for out in jax.tree.leaves(out_shape))
     outputs = pl.pallas_call(
-        partial(_quantize_kernel, shape=shape, blocks=blocks, tiles=tiles, target=target, debugs=debugs),
+        partial(_quantize_kernel, blocks=blocks, tiles=tiles, scaling=scaling, debugs=debugs),
         out_shape=out_shape,
-        grid=(*grid, passes * steps),
+        grid=(*tiles.walks, passes * tiles.steps),
         in_specs=[pl.BlockSpec(tile, x_tile)],
-        out_specs=out_specs,
+        out_specs=[Quantized(pl.BlockSpec(tile, q_tile), tiles.scale_spec(block)) for block in blocks],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=40 * x.size * len(blocks),
             transcendentals=0,
-            bytes_accessed=passes * x.size * x.dtype.itemsize + sum(s.size * s.dtype.itemsize for s in out_shape),
+            bytes_accessed=passes * x.size * x.dtype.itemsize + written,
         ),
         interpret=interpret,
         name="quantize",
     )(x)
-    pairs = zip(outputs[::2], outputs[1::2], blocks, strict=True)
-    return [Quantized(q, _untiled_scales(scale, shape, block)) for q, scale, block in pairs]
+    return [
+        Quantized(q, _untiled_scales(scale, tiles, block)) for (q, scale), block in zip(outputs, blocks, strict=True)
+    ]
 
 
 def _quantize_kernel(
-    x: Any,
-    *outputs: Any,
-    shape: tuple[int, int, int],
-    blocks: list[tuple[int, int]],
-    tiles: Tiles,
-    target: Format,
-    debugs: list[Debug],
+    x: Any, *outputs: Quantized, blocks: list[Block], tiles: Tiles, scaling: Scaling, debugs: list[Debug]
 ) -> None:
+    """A step of a walk. The first pass measures the blocks, the last one encodes; the same where a walk is a step."""
     step, last_step = pl.program_id(3), pl.num_programs(3) - 1
-    steps = tiles.steps_r * tiles.steps_c
-    _, row, column = tiles.at(0, 0, 0, step % steps)
+    _, row, column = tiles.at(0, pl.program_id(1), pl.program_id(2), step % tiles.steps)
+    for out, block, debug in zip(outputs, blocks, debugs, strict=True):
+        tile = _Tile(x, out, block, tiles, scaling, debug, row, column)
+        for_rows = partial(_for_rows, tiles.rows, block[0], out.scale.shape[0])
+        pl.when(step == 0)(tile.begin)
+        pl.when(step < tiles.steps)(partial(for_rows, tile.measure))
+        pl.when(step == tiles.steps - 1)(tile.finish)
+        pl.when(step > last_step - tiles.steps)(partial(for_rows, tile.encode))
 
-    for q, scale, block, debug in zip(outputs[::2], outputs[1::2], blocks, debugs, strict=True):
 
-        def measure(rows: Any, own: Any, scale: Any = scale, block: tuple[int, int] = block) -> None:
-            values = _magnitude(x[rows, :].astype(jnp.float32))
-            # A block that is a whole axis ends where the array does; beyond it the tile holds garbage.
-            for axis, size, first in (
-                (0, shape[1], row * tiles.rows + rows.start),
-                (1, shape[2], column * tiles.columns),
-            ):
-                if block[axis] == size and size % (tiles.rows, tiles.columns)[axis]:
-                    values = jnp.where(first + lax.broadcasted_iota(jnp.int32, values.shape, axis) < size, values, 0.0)
-            if own.size == 1:
-                values = jnp.max(values, axis=0, keepdims=True)
-            scale[own, :] = jnp.maximum(scale[own, :], _maxima(values, block[1], scale.shape[1]))
+class _Tile(NamedTuple):
+    """A tile of x, and one pair of outputs that it is quantised to."""
 
-        def encode(
-            rows: Any, own: Any, q: Any = q, scale: Any = scale, block: tuple[int, int] = block, debug: Debug = debug
-        ) -> None:
-            for columns in _slices(tiles.columns, block[1], scale.shape[1]):
-                wide = _spread(scale[own, :], columns, block[1])
-                if debug:
-                    _, i, j = tiles.at(0, pl.program_id(1), pl.program_id(2), step % steps)
-                    first = i * tiles.rows + rows.start, j * tiles.columns + columns.start
-                    each = jnp.broadcast_to(_true_scale(wide, target), (SUBLANES, columns.stop - columns.start))
-                    debug("spread", each, _is_there(each.shape, first, shape[1:]))
-                codes = (_encode_by_power if target.power else _encode)(
-                    x[rows, columns].astype(jnp.float32), wide, target
-                )
-                q[rows, columns] = lax.bitcast_convert_type(codes, q.dtype)
+    x: Any
+    out: Quantized
+    block: Block
+    tiles: Tiles
+    scaling: Scaling
+    debug: Debug
+    row: Any  # of tiles
+    column: Any
 
-        @pl.when(step == 0)
-        def _(scale: Any = scale) -> None:
-            scale[...] = jnp.zeros_like(scale)
+    def begin(self) -> None:
+        """Set the maxima of the blocks, which lie where their scales will, to 0."""
+        self.out.scale[...] = jnp.zeros_like(self.out.scale)
 
-        @pl.when(step < steps)
-        def _(scale: Any = scale, block: tuple[int, int] = block, measure: Any = measure) -> None:
-            _for_rows(tiles.rows, block[0], scale.shape[0], measure)
+    def measure(self, rows: Any, own: Any) -> None:
+        """Raise the maxima `own` to those of 32 rows."""
+        scale = self.out.scale
+        values = _magnitude(self.x[rows, :].astype(jnp.float32))
+        sizes, tile = self.tiles.shape[1:], (self.tiles.rows, self.tiles.columns)
+        # A block that is a whole axis ends where the array does; beyond it the tile holds garbage.
+        for axis, first in enumerate((self.row * self.tiles.rows + rows.start, self.column * self.tiles.columns)):
+            size = sizes[axis]
+            if self.block[axis] == size and size % tile[axis]:
+                values = jnp.where(first + lax.broadcasted_iota(jnp.int32, values.shape, axis) < size, values, 0.0)
+        if own.size == 1:
+            values = jnp.max(values, axis=0, keepdims=True)
+        scale[own, :] = jnp.maximum(scale[own, :], _maxima(values, self.block[1], scale.shape[1]))
 
-        @pl.when(step == steps - 1)
-        def _(scale: Any = scale, block: tuple[int, int] = block, debug: Debug = debug) -> None:
-            absmax = scale[...]
-            scale[...] = (_inverse_power if target.power else _scale_of)(absmax, target)
-            if debug:
-                first = pl.program_id(1) * scale.shape[0], pl.program_id(2) * scale.shape[1]
-                there = _is_there(scale.shape, first, (shape[1] // block[0], shape[2] // block[1]))
-                debug("absmax", jnp.where(absmax < SMALLEST, 0.0, absmax), there)
-                debug("scale", _true_scale(scale[...], target), there)
+    def finish(self) -> None:
+        """Put what is kept of the blocks in the place of their maxima."""
+        scale = self.out.scale
+        absmax = scale[...]
+        scale[...] = self.scaling.kept(absmax)
+        if self.debug:
+            first = pl.program_id(1) * scale.shape[0], pl.program_id(2) * scale.shape[1]
+            sizes = self.tiles.shape[1] // self.block[0], self.tiles.shape[2] // self.block[1]
+            there = _is_there(scale.shape, first, sizes)
+            self.debug("absmax", jnp.where(absmax < SMALLEST, 0.0, absmax), there)
+            self.debug("scale", self.scaling.scale(scale[...]), there)
 
-        @pl.when(step > last_step - steps)
-        def _(scale: Any = scale, block: tuple[int, int] = block, encode: Any = encode) -> None:
-            _for_rows(tiles.rows, block[0], scale.shape[0], encode)
+    def encode(self, rows: Any, own: Any) -> None:
+        """Write the codes of 32 rows."""
+        q, scale = self.out
+        for columns in _slices(self.tiles.columns, self.block[1], scale.shape[1]):
+            kept = _spread(scale[own, :], columns, self.block[1])
+            if self.debug:
+                first = self.row * self.tiles.rows + rows.start, self.column * self.tiles.columns + columns.start
+                each = jnp.broadcast_to(self.scaling.scale(kept), (SUBLANES, columns.stop - columns.start))
+                self.debug("spread", each, _is_there(each.shape, first, self.tiles.shape[1:]))
+            codes = self.scaling.encode(self.x[rows, columns].astype(jnp.float32), kept)
+            q[rows, columns] = lax.bitcast_convert_type(codes, q.dtype)
 
 
 def _is_there(tile: tuple[int, ...], first: tuple[Any, Any], size: tuple[int, ...]) -> jax.Array:
     """Which elements of a tile, whose first is at `first`, lie inside of an array of that size."""
     rows, columns = (lax.broadcasted_iota(jnp.int32, tile, axis) + first[axis] < size[axis] for axis in (0, 1))
     return rows & columns
-
-
-def _true_scale(scale: jax.Array, target: Format) -> jax.Array:
-    """The scale itself, where a kernel has its inverse."""
-    if target.power is None:
-        return scale
-    byte = 254 - (_bits(scale) >> 23)
-    return _float(jnp.where(byte == 0, _SMALLEST >> 1, byte << 23))  # 2^-127 is subnormal
 
 
 def _for_rows(rows: int, block: int, scales: int, body: Callable[[Any, Any], None]) -> None:
@@ -684,72 +694,94 @@ def _magnitude(x: jax.Array) -> jax.Array:
     return _float(jnp.where(bits < _INFINITY, bits, 0))
 
 
-def _scale_of(absmax: jax.Array, target: Format) -> jax.Array:
-    """absmax / largest, correctly rounded, at least the smallest normal number; 1 for an absmax of 0 or subnormal."""
-    largest = target.largest
-    small = absmax < 1 / LIFT
-    lift = jnp.where(small, LIFT, 1.0)
-    dividend = absmax * lift
-    quotient = dividend * (1 / largest)
-    high, low = _split(quotient)
-    # The remainder is exact, and no quotient lies halfway between two floats: `largest` has an odd factor above 1.
-    quotient += ((dividend - largest * high) - largest * low) * (1 / largest)
-    scale = jnp.maximum(quotient, SMALLEST * lift) * jnp.where(small, 1 / LIFT, 1.0)
-    return jnp.where(absmax < SMALLEST, 1.0, scale)
+@dataclass(frozen=True)
+class FloatScales:
+    """Scales that are any normal float32: absmax divided by the largest value of the format."""
+
+    format: Format
+
+    def kept(self, absmax: jax.Array) -> jax.Array:
+        """absmax / largest, correctly rounded, at least the smallest normal number; 1 for one of 0 or subnormal."""
+        largest = self.format.largest
+        small = absmax < 1 / LIFT
+        lift = jnp.where(small, LIFT, 1.0)
+        dividend = absmax * lift
+        quotient = dividend * (1 / largest)
+        high, low = _split(quotient)
+        # The remainder is exact, and no quotient lies halfway between two floats: `largest` has an odd factor above 1.
+        quotient += ((dividend - largest * high) - largest * low) * (1 / largest)
+        scale = jnp.maximum(quotient, SMALLEST * lift) * jnp.where(small, 1 / LIFT, 1.0)
+        return jnp.where(absmax < SMALLEST, 1.0, scale)
+
+    def encode(self, x: jax.Array, kept: jax.Array) -> jax.Array:
+        """The int8 bits of x / scale: an approximate quotient, corrected by the exact remainder at the midpoint."""
+        scale, target = kept, self.format
+        bits = _bits(x)
+        magnitude = bits & _MAGNITUDE
+        lift = jnp.where(scale < 1 / LIFT, LIFT, 1.0)
+        divisor = scale * lift
+        high, low = _split(divisor)
+        dividend = _float(jnp.where(magnitude < _SMALLEST, 0, magnitude)) * lift
+        quotient = jnp.minimum(dividend * (1.0 / divisor), target.largest)
+
+        # Adding `linear` to a quotient below it lines up its bits with those of equally spaced values.
+        is_linear = quotient < target.linear
+        offset = jnp.where(is_linear, target.linear, 0.0)
+        shift = 23 - target.mantissa
+        aligned = _bits(quotient + offset)
+        below = aligned >> shift
+        midpoint = _float((aligned & -(1 << shift)) | (1 << (shift - 1))) - offset
+        beyond = (dividend - midpoint * high) - midpoint * low
+        up = (beyond > 0) | ((beyond == 0) & (below & 1 == 1))
+        first = int(np.float32(target.linear).view(np.int32)) >> shift
+        code = below + up.astype(jnp.int32) - jnp.where(is_linear, first, first - (1 << target.mantissa))
+        code = jnp.minimum(code, target.largest_code)
+
+        negative = -code if target.dtype == "int8" else code - 128  # the sign bit, of two's complement
+        code = jnp.where(magnitude > _INFINITY, target.nan_code, jnp.where(bits < 0, negative, code))
+        return code.astype(jnp.int8)
+
+    def scale(self, kept: jax.Array) -> jax.Array:
+        """What is kept."""
+        return kept
 
 
-def _encode(x: jax.Array, scale: jax.Array, target: Format) -> jax.Array:
-    """The int8 bits of x / scale in the target format: the exact quotient rounded to nearest even."""
-    bits = _bits(x)
-    magnitude = bits & _MAGNITUDE
-    lift = jnp.where(scale < 1 / LIFT, LIFT, 1.0)
-    divisor = scale * lift
-    high, low = _split(divisor)
-    dividend = _float(jnp.where(magnitude < _SMALLEST, 0, magnitude)) * lift
-    quotient = jnp.minimum(dividend * (1.0 / divisor), target.largest)
+@dataclass(frozen=True)
+class PowerScales:
+    """MXFP8's scales, powers of two. Kernels keep their inverses: that of the smallest, 2^-127, is a normal float32."""
 
-    # Adding `linear` to a quotient below it lines up its bits with those of equally spaced values.
-    is_linear = quotient < target.linear
-    offset = jnp.where(is_linear, target.linear, 0.0)
-    shift = 23 - target.mantissa
-    aligned = _bits(quotient + offset)
-    below = aligned >> shift
-    midpoint = _float((aligned & -(1 << shift)) | (1 << (shift - 1))) - offset
-    beyond = (dividend - midpoint * high) - midpoint * low
-    up = (beyond > 0) | ((beyond == 0) & (below & 1 == 1))
-    first = int(np.float32(target.linear).view(np.int32)) >> shift
-    code = below + up.astype(jnp.int32) - jnp.where(is_linear, first, first - (1 << target.mantissa))
-    code = jnp.minimum(code, target.largest_code)
+    format: Format
+    rounding: Literal["up", "floor"]
 
-    negative = -code if target.dtype == "int8" else code - 128  # the sign bit, of two's complement
-    code = jnp.where(magnitude > _INFINITY, target.nan_code, jnp.where(bits < 0, negative, code))
-    return code.astype(jnp.int8)
+    def kept(self, absmax: jax.Array) -> jax.Array:
+        """The inverse of the power of two, of at least 2^-127, that absmax gives."""
+        largest = int(np.float32(self.format.largest).view(np.int32))
+        # Beyond the mantissa of `largest` a carry makes the exponent one more.
+        carry = 0x7FFFFF - (largest & 0x7FFFFF) if self.rounding == "up" else 0
+        exponent = ((_bits(absmax) + carry) >> 23) - ((largest >> 23) - 127)
+        return _float((254 - jnp.maximum(exponent, 0)) << 23)
 
+    def encode(self, x: jax.Array, kept: jax.Array) -> jax.Array:
+        """The int8 bits of x times the inverse, which is exact but for what is subnormal in the format too."""
+        inverse, target = kept, self.format
+        bits = _bits(x)
+        magnitude = bits & _MAGNITUDE
+        quotient = jnp.minimum(_float(jnp.where(magnitude < _SMALLEST, 0, magnitude)) * inverse, target.largest)
+        shift = 23 - target.mantissa
+        aligned = _bits(quotient)
+        normal = (aligned + ((1 << (shift - 1)) - 1) + ((aligned >> shift) & 1)) >> shift
+        first = (int(np.float32(target.linear).view(np.int32)) >> shift) - (1 << target.mantissa)
+        # Where the format's values are equally spaced, a float32 with that spacing rounds when it is added.
+        spaced = np.float32(target.linear * 2.0**shift)
+        linear = _bits(quotient + spaced) - int(spaced.view(np.int32))
+        code = jnp.where(quotient < target.linear, linear, normal - first)
+        code = jnp.where(magnitude > _INFINITY, target.nan_code, jnp.where(bits < 0, code - 128, code))
+        return code.astype(jnp.int8)
 
-def _inverse_power(absmax: jax.Array, target: Format) -> jax.Array:
-    """The inverse of the power of two that is MXFP8's scale: that of the smallest, 2^-127, is a normal float32."""
-    largest = int(np.float32(target.largest).view(np.int32))
-    # Beyond the mantissa of `largest` a carry makes the exponent one more.
-    carry = 0x7FFFFF - (largest & 0x7FFFFF) if target.power == "up" else 0
-    exponent = ((_bits(absmax) + carry) >> 23) - ((largest >> 23) - 127)
-    return _float((254 - jnp.maximum(exponent, 0)) << 23)
-
-
-def _encode_by_power(x: jax.Array, inverse: jax.Array, target: Format) -> jax.Array:
-    """The int8 bits of x · inverse, a power of two, in the target format: rounded to nearest even, saturating."""
-    bits = _bits(x)
-    magnitude = bits & _MAGNITUDE
-    quotient = jnp.minimum(_float(jnp.where(magnitude < _SMALLEST, 0, magnitude)) * inverse, target.largest)
-    shift = 23 - target.mantissa
-    aligned = _bits(quotient)
-    normal = (aligned + ((1 << (shift - 1)) - 1) + ((aligned >> shift) & 1)) >> shift
-    first = (int(np.float32(target.linear).view(np.int32)) >> shift) - (1 << target.mantissa)
-    # Where the format's values are equally spaced, a float32 with that spacing rounds when it is added.
-    spaced = np.float32(target.linear * 2.0**shift)
-    linear = _bits(quotient + spaced) - int(spaced.view(np.int32))
-    code = jnp.where(quotient < target.linear, linear, normal - first)
-    code = jnp.where(magnitude > _INFINITY, target.nan_code, jnp.where(bits < 0, code - 128, code))
-    return code.astype(jnp.int8)
+    def scale(self, kept: jax.Array) -> jax.Array:
+        """The power of two whose inverse is kept."""
+        byte = 254 - (_bits(kept) >> 23)
+        return _float(jnp.where(byte == 0, _SMALLEST >> 1, byte << 23))  # 2^-127 is subnormal
 
 
 def _decode_by_power(q: jax.Array, byte: jax.Array) -> jax.Array:
@@ -781,29 +813,29 @@ def _decode(q: jax.Array, scale: jax.Array) -> jax.Array:
 # ---------------------------------------------------------------------------------------------------- dequantise
 
 
-@partial(jax.jit, static_argnames=("blocks", "dtype", "interpret"))
-def _dequantize(
-    qvalue: jax.Array, scale: jax.Array, *, blocks: Blocks, dtype: str, interpret: bool | pltpu.InterpretParams
+@partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def dequantize_blocks(
+    qvalue: jax.Array,
+    scale: jax.Array,
+    blocks: Blocks,
+    decode: Decode,
+    dtype: str,
+    interpret: bool | pltpu.InterpretParams,
 ) -> jax.Array:
-    """qvalue times float32 scales, or powers of two given as the int32 of `e8m0_bytes`."""
+    """decode(qvalue, scale) [...] in dtype, the scale of each block [..., size / block] repeated over it."""
     if qvalue.size == 0:
         return jnp.zeros(qvalue.shape, dtype)
     layout = _layout(qvalue.shape, blocks)
-    shape, block = layout.shape, layout.block
-    tiles = _tiles(shape, [block])
-    scales = tiles.scales(shape, block)
-    a, rows, columns = shape
-
-    def scale_tile(a: Any, i: Any, j: Any, step: Any) -> Any:
-        return a, i, j, 0, 0
-
+    block = layout.block
+    tiles = _tiles(layout.shape, [block])
     tile = pl.BlockSpec((None, tiles.rows, tiles.columns), tiles.at)
+    a, rows, columns = layout.shape
     by_blocks = scale.reshape(a, rows // block[0], columns // block[1])
     out = pl.pallas_call(
-        partial(_dequantize_kernel, block=block),
-        out_shape=jax.ShapeDtypeStruct(shape, dtype),
-        grid=(*tiles.grid(shape), tiles.steps_r * tiles.steps_c),
-        in_specs=[tile, pl.BlockSpec((None, None, None, *scales), scale_tile)],
+        partial(_dequantize_kernel, block=block, decode=decode),
+        out_shape=jax.ShapeDtypeStruct(layout.shape, dtype),
+        grid=(*tiles.walks, tiles.steps),
+        in_specs=[tile, tiles.scale_spec(block)],
         out_specs=tile,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 4),
         cost_estimate=pl.CostEstimate(
@@ -813,16 +845,14 @@ def _dequantize(
         ),
         interpret=interpret,
         name="dequantize",
-    )(layout.view(qvalue), _tiled_scales(by_blocks, tiles, shape, block))
+    )(layout.view(qvalue), _tiled_scales(by_blocks, tiles, block))
     return layout.restore(out, qvalue.shape)
 
 
-def _dequantize_kernel(q: Any, scale: Any, out: Any, *, block: tuple[int, int]) -> None:
-    product = _decode_by_power if scale.dtype == jnp.int32 else _decode
-
-    def decode(rows: Any, own: Any) -> None:
+def _dequantize_kernel(q: Any, scale: Any, out: Any, *, block: Block, decode: Decode) -> None:
+    def write(rows: Any, own: Any) -> None:
         for columns in _slices(q.shape[1], block[1], scale.shape[1]):
-            wide = product(q[rows, columns], _spread(scale[own, :], columns, block[1]))
+            wide = decode(q[rows, columns], _spread(scale[own, :], columns, block[1]))
             out[rows, columns] = wide.astype(out.dtype)
 
-    _for_rows(q.shape[0], block[0], scale.shape[0], decode)
+    _for_rows(q.shape[0], block[0], scale.shape[0], write)
