@@ -23,9 +23,11 @@ from op_arguments.moe import (
     permuted_rows,
 )
 from tpu_kernels._lib.arguments import Interpret, as_vector, concrete_values, static_scalar
+from tpu_kernels._lib.blocks import Quantized
 from tpu_kernels._lib.chip import matmul_path, tpu_generation
 from tpu_kernels.gmm import gmm, tgmm
-from tpu_kernels.quantize import Quantized, fp8_dual_quantize, fp8_quantize, mxfp8_dual_quantize, mxfp8_quantize
+from tpu_kernels.mxfp8 import mxfp8_dual_quantize, mxfp8_quantize
+from tpu_kernels.quantize import fp8_dual_quantize, fp8_quantize
 from tpu_kernels.quantized_gmm import gmm_quantized, grouped_gemm, tgmm_quantized
 
 Quantize = bool | str

@@ -55,7 +55,7 @@ from tpu_kernels._lib.visits import (
     row_block,
 )
 from tpu_kernels.gmm import gmm, tgmm
-from tpu_kernels.quantize import mxfp8_dequantize, unswizzle_scales
+from tpu_kernels.mxfp8 import mxfp8_dequantize, unswizzle_scales
 
 SUBLANES = sublanes(jnp.int8)
 PARTS = 16

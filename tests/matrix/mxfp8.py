@@ -49,6 +49,7 @@ _QUANTIZE, _DUAL = (
     op(
         name,
         golden,
+        module="mxfp8",
         inputs=lambda c: {"x": Array(shape(c), c.dtype)},
         arguments=quantise_arguments,
         axes=axes,
@@ -61,6 +62,7 @@ _QUANTIZE, _DUAL = (
 _DEQUANTIZE = op(
     "mxfp8_dequantize",
     mxfp8_dequantize,
+    module="mxfp8",
     inputs=lambda c: {"qvalue": Array(shape(c), c.dtype), "scale": Array(with_blocks(shape(c), c.axis), E8M0)},
     arguments=lambda c: {"dtype": c.out},
     axes=axes,
@@ -69,6 +71,7 @@ _DEQUANTIZE = op(
 _SWIZZLE = op(
     "swizzle_scales",
     swizzle_scales,
+    module="mxfp8",
     inputs=lambda c: {"scale": Array(shape(c), E8M0)},
     arguments=lambda c: {},
     defaults={},

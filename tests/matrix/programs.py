@@ -86,7 +86,8 @@ def quantiser(op: str, model: Experts, **options: Any) -> Program:
     """A quantiser of a batch's activations, as they enter a model's up projection."""
     name = "-".join([model.name, *(f"{word}_{value}" for word, value in options.items())])
     arguments = (Abstract((ROWS, model.hidden), "bfloat16"),)
-    return Program(op, name, f"tpu_kernels.quantize:{op}", arguments, {"interpret": False} | options, work=ROWS)
+    module = "mxfp8" if op.startswith("mxfp8") else "quantize"
+    return Program(op, name, f"tpu_kernels.{module}:{op}", arguments, {"interpret": False} | options, work=ROWS)
 
 
 def linear_attention(

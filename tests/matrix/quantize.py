@@ -55,13 +55,13 @@ def dequantiser_axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.nd
     return {"out": in_blocks(sizes, tuple(n // max(count, 1) for n, count in zip(sizes, counts, strict=True)))}
 
 
-def op(name: str, golden: object, **settings: object) -> Op:
-    """An op that is compared bit for bit: no magnitude and no chain."""
+def op(name: str, golden: object, *, module: str = "quantize", **settings: object) -> Op:
+    """An op that is compared bit for bit: no magnitude and no chain. module: that of its kernels."""
     return Op(
         name,
         golden=golden,
-        tpu=f"tpu_kernels.quantize:{name}",
-        gpu=f"gpu_reference.{'mxfp8' if name.startswith('mxfp8') else 'quantize'}:{name}",
+        tpu=f"tpu_kernels.{module}:{name}",
+        gpu=f"gpu_reference.{module}:{name}",
         contract=contract,
         chain=lambda c, inputs: 1,
         magnitude=lambda op, c, inputs: None,

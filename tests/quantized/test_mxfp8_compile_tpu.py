@@ -52,7 +52,7 @@ def matmuls(chip):
 
 def others(chip):
     x, q = Abstract((M, K), BF16), Abstract((M, K), E4M3)
-    module = "tpu_kernels.quantize"
+    module = "tpu_kernels.mxfp8"
     return {
         "rows": Compilation(f"{module}:mxfp8_quantize", chip, (x,), {"axis": 1} | STATIC),
         "columns": Compilation(f"{module}:mxfp8_quantize", chip, (x,), {"axis": 0, "dtype": E5M2} | STATIC),

@@ -135,12 +135,12 @@ def test_a_scale_of_nan_is_in_its_sums_and_no_others(backend, form):
 def test_nothing_waits_for_the_host(ragged):
     """Group sizes and the offset have no values while it is traced, quantising included."""
     jax = pytest.importorskip("jax")
-    from tpu_kernels import quantize, quantized_gmm
+    from tpu_kernels import mxfp8, quantized_gmm
 
     axis = 1 if ragged == "lhs" else 0
 
     def step(x, w, group_sizes, group_offset):
-        a, b = quantize.mxfp8_quantize(x, axis), quantize.mxfp8_quantize(w, axis)
+        a, b = mxfp8.mxfp8_quantize(x, axis), mxfp8.mxfp8_quantize(w, axis)
         groups = {} if ragged == "lhs" else {"num_actual_groups": 4}
         return quantized_gmm.grouped_gemm(
             a.qvalue, b.qvalue, group_sizes, lhs_scale=a.scale, rhs_scale=b.scale, ragged=ragged,

@@ -10,6 +10,7 @@ jax = pytest.importorskip("jax")
 from cpu_golden import quantize as golden  # noqa: E402
 from parity.interop import to_jax, to_numpy  # noqa: E402
 from tests.quantized.formats import FORMATS, decode  # noqa: E402
+from tpu_kernels import mxfp8  # noqa: E402
 from tpu_kernels import quantize as kernels  # noqa: E402
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -48,30 +49,6 @@ def test_a_quotient_a_hair_off_a_tie_is_rounded_to_the_nearer_side(name, power):
     check(getattr(kernels, function)(to_jax(x), 1, None, **options), getattr(golden, function)(x, 1, None, **options))
 
 
-def test_a_float32_is_split_into_two_of_12_bits():
-    x = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
-    high, low = (to_numpy(part) for part in kernels._split(to_jax(x)))
-    assert (high.astype(np.float64) + low == x).all()
-    for part in (high, low):
-        mantissa, _ = np.frexp(part)
-        assert (mantissa * 2**12 == np.rint(mantissa * 2**12)).all()
-
-
-@pytest.mark.parametrize(
-    ("block", "scales", "own"), [(96, 1, [0, 0, 0]), (1, 96, [0, 32, 64]), (32, 3, [0, 1, 2]), (64, 2, [0, 0, 1])]
-)
-def test_a_loop_goes_over_every_32_rows_once_and_over_none_before_them(block, scales, own):
-    seen = []
-
-    def body(rows, of_scales):
-        jax.debug.callback(lambda *starts: seen.append([int(start) for start in starts]), rows.start, of_scales.start)
-        assert (rows.size, of_scales.size) == (32, 32 if (block, scales) == (1, 96) else 1)
-
-    kernels._for_rows(96, block, scales, body)
-    jax.effects_barrier()
-    assert sorted(seen) == [[32 * i, start] for i, start in enumerate(own)]
-
-
 def test_the_largest_finite_number_is_the_largest_of_its_block():
     most = np.finfo(np.float32).max
     x = np.array([[most, 0.6 * most], [np.nextafter(most, np.float32(0)), -np.inf], [most, np.nan]], np.float32)
@@ -91,27 +68,53 @@ def test_products_beside_the_smallest_normal_number_are_rounded_before_they_are_
 
 
 @pytest.mark.parametrize(
-    ("function", "options"),
+    ("shape", "axis", "block"),
     [
-        ("fp8_quantize", dict(axis=1)),
-        ("int8_quantize", dict(axis=1)),
-        ("fp8_dual_quantize", {}),
-        ("mxfp8_quantize", dict(axis=1)),
-        ("mxfp8_dual_quantize", {}),
+        # No whole registers: on the TPU the elements of a block are laid one below the other.
+        ((10, 48), 1, 24),
+        ((20, 48), 0, 5),
+        ((3, 10, 40), 0, None),
+        ((4, 6, 40), (0, 2), 2),
+        # Several to a register, or a register and a half; more tiles than one, the last of them not full.
+        ((33, 272), 1, 16),
+        ((1088, 40), 0, 64),
+        ((8, 1152), 1, 384),
+        ((40, 1100), 1, 1),
+        # Longer than a tile, and walked in steps.
+        ((4200, 140), 0, None),
+        ((2, 530, 1100), (-2, -1), None),
+        ((40, 9000), 1, None),
     ],
+    ids=str,
 )
-def test_what_is_not_finite_is_looked_for_where_it_is_asked_for_and_nan_is_refused_by_int8_alone(
-    monkeypatch, function, options
-):
-    asked, x = [], to_jax(np.zeros((0, 128), np.float32))
-    monkeypatch.setattr(kernels, "_check_finite", lambda given, nan: asked.append(nan))
-    getattr(kernels, function)(x, **options, check_finite=False)
-    assert not asked
-    getattr(kernels, function)(x, **options)
-    assert asked == [function == "int8_quantize"]
+def test_blocks_that_the_matrix_has_none_of_have_each_its_own_scale(shape, axis, block):
+    x = (np.random.default_rng(0).standard_normal(shape) * np.arange(1, shape[-1] + 1)).astype(np.float32)
+    got, expected = kernels.fp8_quantize(to_jax(x), axis, block), golden.fp8_quantize(x, axis, block)
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(to_numpy(ours).astype(np.float32), theirs.astype(np.float32))
+    np.testing.assert_array_equal(to_numpy(kernels.fp8_dequantize(*got)), golden.fp8_dequantize(*expected))
 
 
-def test_of_a_tile_is_there_what_lies_in_the_array_along_both_axes():
-    there = np.asarray(kernels._is_there((8, 128), (2, 128), (5, 200)))
-    row, column = np.indices(there.shape)
-    np.testing.assert_array_equal(there, (row < 3) & (column < 72))
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_a_scale_at_the_ends_of_what_is_normal_is_the_goldens(name):
+    """Blocks whose largest element is subnormal, the smallest normal number, or at the limit of what is lifted."""
+    tiny = np.finfo(np.float32).tiny
+    largest = np.float32(127 if name == "int8" else ml_dtypes.finfo(name).max)
+    ends = [tiny / 2, np.nextafter(tiny, 0), tiny, np.nextafter(tiny, 1), 2 * tiny, largest * tiny]
+    ends += [np.float32(2.0**power) * factor for power in (-65, -64, -63) for factor in (1, largest)]
+    ends = np.array(
+        [f(end) for end in ends for f in (lambda x: np.nextafter(x, np.float32(0)), np.float32)], np.float32
+    )
+    parts = np.array([1, 0.5, 0.25, 1 / 3, 1 / largest, 0.9999999, 0.03125, 0, -0.0, -1, -0.7], np.float32)
+    x = np.concatenate([ends[:, None] * parts, np.minimum(ends[:, None], [tiny, np.nextafter(tiny, 0)])], 1)
+    function, options = ("int8_quantize", {}) if name == "int8" else ("fp8_quantize", {"dtype": name})
+    got = getattr(kernels, function)(to_jax(x.astype(np.float32)), 1, None, **options)
+    expected = getattr(golden, function)(x.astype(np.float32), 1, None, **options)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert to_numpy(ours).tobytes() == theirs.tobytes()
+
+
+def test_fp8_takes_nan():
+    x = to_jax(np.resize(np.array([1, np.nan, -3], np.float32), (1, 96)))
+    for quantised in (kernels.fp8_quantize(x, 1, None), mxfp8.mxfp8_quantize(x, 1)):
+        assert np.isnan(to_numpy(quantised.qvalue).astype(np.float32)).sum() == 32

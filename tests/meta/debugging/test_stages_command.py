@@ -372,7 +372,7 @@ class _Without(ast.NodeTransformer):
 
     def visit_If(self, node):
         self.generic_visit(node)
-        return ast.Pass() if ast.unparse(node.test) in ("watch", "plan.debug", "debug") else node
+        return ast.Pass() if ast.unparse(node.test) in ("watch", "plan.debug", "debug", "self.debug") else node
 
 
 @pytest.mark.parametrize("module", ["gmm", "chunk_scan", "fused_recurrent"])

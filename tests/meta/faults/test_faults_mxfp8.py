@@ -21,7 +21,7 @@ def empty_groups(c):
 
 
 def in_quantiser(name, backend, op, old, new, where):
-    return Fault(name, backend, (op,), old, new, where, "mxfp8" if backend == "gpu" else "quantize")
+    return Fault(name, backend, (op,), old, new, where, "mxfp8")
 
 
 def in_matmul(name, backend, old, new, where, module="quantized_gmm"):
@@ -31,8 +31,8 @@ def in_matmul(name, backend, old, new, where, module="quantized_gmm"):
 FAULTS = [
     in_quantiser(
         "the scale's exponent is off by one", "tpu", "mxfp8_quantize",
-        "return lax.bitcast_convert_type((254 - (_bits(inverse) >> 23))",
-        "return lax.bitcast_convert_type((255 - (_bits(inverse) >> 23))",
+        "return lax.bitcast_convert_type((254 - (bits_of(inverse) >> 23))",
+        "return lax.bitcast_convert_type((255 - (bits_of(inverse) >> 23))",
         rounded_up,
     ),
     in_quantiser(
@@ -43,8 +43,8 @@ FAULTS = [
     ),
     in_quantiser(
         "the exponent is rounded down where up is asked for", "tpu", "mxfp8_quantize",
-        'if target.power == "up" else 0',
-        'if target.power == "down" else 0',
+        'if self.rounding == "up" else 0',
+        'if self.rounding == "down" else 0',
         rounded_up,
     ),
     in_quantiser(

@@ -91,13 +91,13 @@ ACROSS = """
 FLOAT32 = "up = (beyond > 0) | ((beyond == 0) & (below & 1 == 1))"
 
 
-def home(backend, op):
+def home(op):
     """The module that has a quantiser's kernel."""
-    return "mxfp8" if backend == "gpu" and op.startswith("mxfp8") else "quantize"
+    return "quantize" if op.startswith(("fp8", "int8")) else "mxfp8"
 
 
 def planted(backend, op, old, new, change, says, *marks):
-    fault = Fault(says, backend, (op,), old, new, module=home(backend, op))
+    fault = Fault(says, backend, (op,), old, new, module=home(op))
     return pytest.param(
         fault, change, says, id=f"{backend}-{op}-{change}", marks=[getattr(pytest.mark, backend), *marks]
     )
@@ -107,7 +107,7 @@ PLANTED = [
     planted("tpu", "mxfp8_quantize", EVEN, EVEN.replace("((aligned >> shift) & 1)", "1"),
             "ties away from zero at qvalue",
             "rounded otherwise: ties away from zero at qvalue, 100% explained; in rounding ties of qvalue"),
-    planted("tpu", "mxfp8_quantize", "return _float((254 -", "return _float((253 -",
+    planted("tpu", "mxfp8_quantize", "return float_of((254 -", "return float_of((253 -",
             "twice the value at scale", "a logic fault everywhere of", FULL),
     planted("tpu", "fp8_quantize", FLOAT32, "up = beyond > -1e30", "rounded away from zero at qvalue",
             "rounded otherwise: rounded away from zero at qvalue", FULL),

@@ -1,0 +1,193 @@
+"""MXFP8 on the TPU: fp8 with a power of two per 32 elements, bit for bit as `cpu_golden/mxfp8.py` defines it.
+
+With powers of two for scales every quotient is exact by itself.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from op_arguments.debug import Debug
+from op_arguments.quantize import (
+    E8M0,
+    MX_BLOCK,
+    SWIZZLED_COLUMNS,
+    SWIZZLED_ROWS,
+    Blocks,
+    check_mxfp8_dequantize,
+    check_mxfp8_dual_quantize,
+    check_mxfp8_quantize,
+    check_swizzle,
+    check_unswizzle,
+    swizzled_shape,
+)
+from tpu_kernels._lib.arguments import Interpret, resolve_interpret
+from tpu_kernels._lib.blocks import (
+    DualQuantized,
+    Quantized,
+    check_finite_here,
+    dequantize_blocks,
+    dual_quantize_blocks,
+    quantize_blocks,
+)
+from tpu_kernels._lib.formats import FORMATS, INFINITY, MAGNITUDE, SMALLEST_NORMAL, Format, bits_of, float_of
+
+
+def mxfp8_quantize(
+    x: jax.Array,
+    axis: int,
+    *,
+    dtype: Any = "float8_e4m3fn",
+    scale_rounding: Literal["up", "floor"] = "up",
+    check_finite: bool = True,
+    interpret: Interpret = None,
+    debug: Debug = None,
+) -> Quantized:
+    """qvalue [...] in dtype and scale float8_e8m0fnu: x in MXFP8, one power of two per 32 elements along `axis`.
+
+    Arguments, result and errors as `cpu_golden.mxfp8.mxfp8_quantize`, bit for bit; under tracing ±inf saturates.
+    XLA pads x first where 32 does not divide the axis. interpret and debug as `tpu_kernels.quantize.fp8_quantize`.
+    """
+    axis, name = check_mxfp8_quantize(x, axis, dtype, scale_rounding)
+    if check_finite:
+        check_finite_here(x, nan=False)
+    scaling = PowerScales(FORMATS[name], scale_rounding)
+    q = quantize_blocks(_whole_blocks(x, axis), _mx_blocks(x, axis), scaling, resolve_interpret(interpret), debug)
+    return Quantized(lax.slice_in_dim(q.qvalue, 0, x.shape[axis], axis=axis), _e8m0(q.scale))
+
+
+def mxfp8_dual_quantize(
+    x: jax.Array,
+    *,
+    dtype: Any = "float8_e4m3fn",
+    scale_rounding: Literal["up", "floor"] = "up",
+    check_finite: bool = True,
+    interpret: Interpret = None,
+    debug: Debug = None,
+) -> DualQuantized:
+    """`mxfp8_quantize` of x [M, K] or [G, M, K] by rows and by columns, reading x once for both.
+
+    Arguments, result and errors as `cpu_golden.mxfp8.mxfp8_dual_quantize`.
+    """
+    name = check_mxfp8_dual_quantize(x, dtype, scale_rounding)
+    if check_finite:
+        check_finite_here(x, nan=False)
+    *_, m, k = x.shape
+    rows, columns = x.ndim - 1, x.ndim - 2  # the axes that the blocks of each lie along
+    padded = _whole_blocks(_whole_blocks(x, rows), columns)
+    blocks = _mx_blocks(x, rows), _mx_blocks(x, columns)
+    scaling = PowerScales(FORMATS[name], scale_rounding)
+    dual = dual_quantize_blocks(padded, blocks, scaling, resolve_interpret(interpret), debug)
+    return DualQuantized(
+        dual.rowwise[..., :m, :k],
+        _e8m0(dual.rowwise_scale[..., :m, :]),
+        dual.columnwise[..., :m, :k],
+        _e8m0(dual.columnwise_scale[..., :, :k]),
+    )
+
+
+def mxfp8_dequantize(
+    qvalue: jax.Array, scale: jax.Array, *, dtype: Any = None, interpret: Interpret = None
+) -> jax.Array:
+    """qvalue · scale [...] in dtype; arguments, result and errors as `cpu_golden.mxfp8.mxfp8_dequantize`."""
+    axis, name = check_mxfp8_dequantize(qvalue, scale, dtype)
+    whole, exponents = _whole_blocks(qvalue, axis), _biased_exponents(scale)
+    blocks = _mx_blocks(qvalue, axis)
+    wide = dequantize_blocks(whole, exponents, blocks, _decode_by_power, name, resolve_interpret(interpret))
+    return lax.slice_in_dim(wide, 0, qvalue.shape[axis], axis=axis)
+
+
+def swizzle_scales(scale: jax.Array) -> jax.Array:
+    """Scales [..., R, C] as `cpu_golden.mxfp8.swizzle_scales` returns them: [..., ceil(R / 128), ceil(C / 4), 32, 16].
+
+    No TPU reads them so; here it is for what is shared with GPUs.
+    """
+    check_swizzle(scale)
+    *lead, rows, columns = scale.shape
+    missing = [(0, 0)] * len(lead) + [(0, -rows % SWIZZLED_ROWS), (0, -columns % SWIZZLED_COLUMNS)]
+    whole = jnp.pad(lax.bitcast_convert_type(scale, jnp.uint8), missing)
+    tiles_r, tiles_c = whole.shape[-2] // SWIZZLED_ROWS, whole.shape[-1] // SWIZZLED_COLUMNS
+    split = whole.reshape(*lead, tiles_r, SWIZZLED_ROWS // 32, 32, tiles_c, SWIZZLED_COLUMNS)
+    tiles = split.swapaxes(-4, -2).reshape(swizzled_shape(scale.shape))
+    return lax.bitcast_convert_type(tiles, jnp.dtype(E8M0))
+
+
+def unswizzle_scales(swizzled: jax.Array, rows: int, columns: int) -> jax.Array:
+    """The scales [..., rows, columns] of which `swizzled` is the `swizzle_scales`."""
+    check_unswizzle(swizzled, rows, columns)
+    *lead, tiles_r, tiles_c, _, _ = swizzled.shape
+    in_bytes = lax.bitcast_convert_type(swizzled, jnp.uint8)
+    tiles = in_bytes.reshape(*lead, tiles_r, tiles_c, 32, SWIZZLED_ROWS // 32, SWIZZLED_COLUMNS)
+    whole = tiles.swapaxes(-4, -2).reshape(*lead, tiles_r * SWIZZLED_ROWS, tiles_c * SWIZZLED_COLUMNS)
+    return lax.bitcast_convert_type(whole[..., :rows, :columns], jnp.dtype(E8M0))
+
+
+def _biased_exponents(scale: jax.Array) -> jax.Array:
+    """The bytes of float8_e8m0fnu scales as int32: their exponents plus 127, and 255 for NaN."""
+    return lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
+
+
+def _e8m0(inverse: jax.Array) -> jax.Array:
+    """The scales of which these powers of two, in float32, are the inverses: 2^127 is that of the smallest."""
+    return lax.bitcast_convert_type((254 - (bits_of(inverse) >> 23)).astype(jnp.uint8), jnp.dtype(E8M0))
+
+
+def _mx_blocks(x: jax.Array, axis: int) -> Blocks:
+    return tuple(MX_BLOCK if a == axis else 1 for a in range(x.ndim))
+
+
+def _whole_blocks(x: jax.Array, axis: int) -> jax.Array:
+    """x, filled up with zeros to whole blocks along an axis."""
+    missing = -x.shape[axis] % MX_BLOCK
+    return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)]) if missing else x
+
+
+@dataclass(frozen=True)
+class PowerScales:
+    """MXFP8's scales, powers of two. Kernels keep their inverses: that of the smallest, 2^-127, is a normal float32."""
+
+    format: Format
+    rounding: Literal["up", "floor"]
+
+    def kept(self, absmax: jax.Array) -> jax.Array:
+        """The inverse of the power of two, of at least 2^-127, that absmax gives."""
+        largest = int(np.float32(self.format.largest).view(np.int32))
+        # Beyond the mantissa of `largest` a carry makes the exponent one more.
+        carry = 0x7FFFFF - (largest & 0x7FFFFF) if self.rounding == "up" else 0
+        exponent = ((bits_of(absmax) + carry) >> 23) - ((largest >> 23) - 127)
+        return float_of((254 - jnp.maximum(exponent, 0)) << 23)
+
+    def encode(self, x: jax.Array, kept: jax.Array) -> jax.Array:
+        """The int8 bits of x times the inverse: an exact product, rounded to nearest even."""
+        inverse, target = kept, self.format
+        bits = bits_of(x)
+        magnitude = bits & MAGNITUDE
+        quotient = jnp.minimum(float_of(jnp.where(magnitude < SMALLEST_NORMAL, 0, magnitude)) * inverse, target.largest)
+        shift = 23 - target.mantissa
+        aligned = bits_of(quotient)
+        normal = (aligned + ((1 << (shift - 1)) - 1) + ((aligned >> shift) & 1)) >> shift
+        first = (int(np.float32(target.linear).view(np.int32)) >> shift) - (1 << target.mantissa)
+        # Where the format's values are equally spaced, a float32 with that spacing rounds when it is added.
+        spaced = np.float32(target.linear * 2.0**shift)
+        linear = bits_of(quotient + spaced) - int(spaced.view(np.int32))
+        code = jnp.where(quotient < target.linear, linear, normal - first)
+        code = jnp.where(magnitude > INFINITY, target.nan_code, jnp.where(bits < 0, code - 128, code))
+        return code.astype(jnp.int8)
+
+    def scale(self, kept: jax.Array) -> jax.Array:
+        """The power of two whose inverse is kept."""
+        byte = 254 - (bits_of(kept) >> 23)
+        return float_of(jnp.where(byte == 0, SMALLEST_NORMAL >> 1, byte << 23))  # 2^-127 is subnormal
+
+
+def _decode_by_power(q: jax.Array, byte: jax.Array) -> jax.Array:
+    """q · 2^(byte - 127), zero where that is subnormal, NaN for a byte of 255; by two powers, as one is no float32."""
+    low = byte >> 1
+    values = q.astype(jnp.float32)
+    bits = bits_of(values * float_of((low + 64) << 23) * float_of((byte - low + 63) << 23))
+    flushed = jnp.where(bits & MAGNITUDE < SMALLEST_NORMAL, bits_of(values) & ~MAGNITUDE, bits)
+    return jnp.where(byte == 255, jnp.nan, float_of(flushed))
