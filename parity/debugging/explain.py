@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from parity.dtypes import UNIT_ROUNDOFF, Floats, round_to
-from parity.judging.judge import Judgement, Worst, judge
+from parity.judging.judge import Judgement, Worst, judge, judge_twin
 from parity.judging.metrics import Scale, eta
 from parity.judging.reference import Reference
 from parity.judging.stages import staged
@@ -169,7 +169,7 @@ def explain(trial: Trial, done: Callable[[int], None] = lambda emulations: None)
     axes = trial.axes(name)
     contrasts = contrast(errors, {**axes, **in_parts(y.shape, axes)})
     attribution = attribute(trial, name, fields, done)
-    twin = judge(trial.twin) if trial.case.data != "integers" else judged
+    twin = judged.twin or judge_twin(trial) or (judged if trial.case.data == "integers" else None)
     kind = _kind(judged, twin, attribution, field)
     found = source(trial, name, field) if kind == "logic" and field.power else None
     worst = _worst(y, errors, golden, scale, judged)
@@ -184,7 +184,7 @@ def _worst(y: np.ndarray, errors: Floats, golden: Floats, scale: Scale, judged: 
     return Worst(index, float(golden[index]), float(y[index]), judged.bound * float(scale.at(index).unit), (), 0)
 
 
-def _kind(judged: Judgement, twin: Judgement, attribution: Attribution, field: Field) -> str:
+def _kind(judged: Judgement, twin: Judgement | None, attribution: Attribution, field: Field) -> str:
     if not field.power and not field.wrong.any():
         return "exact"
     if field.wrong.any() and not judged.verdict.passed:
@@ -193,7 +193,8 @@ def _kind(judged: Judgement, twin: Judgement, attribution: Attribution, field: F
         return "rounding"
     if judged.verdict.passed:
         return "noise"
-    return "logic" if field.largest > LARGEST_ROUNDING or not twin.verdict.passed else "precision"
+    fails_too = twin is not None and not twin.verdict.passed
+    return "logic" if field.largest > LARGEST_ROUNDING or fails_too else "precision"
 
 
 # ------------------------------------------------------------------------------------------------- which rounding

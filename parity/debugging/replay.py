@@ -29,7 +29,7 @@ import numpy as np
 from parity import matrix
 from parity.debugging.capture import LABEL, MANIFEST, STORED, TENSORS, VERSION, digest, is_label
 from parity.dtypes import numpy_dtype
-from parity.judging.judge import Judgement, judge
+from parity.judging.judge import Judgement, judge, judge_twin
 from parity.op import BACKENDS, Backend, Case, Given, Groups, Offsets, Op
 from parity.report import text
 from parity.trial import Trial
@@ -478,6 +478,6 @@ def command(given: argparse.Namespace) -> int:
         print(f"{backend}  {v.outcome}  {epsilon}{v.reason}   {judged.case.id}   {where}")
         if not v.passed:
             failed += 1
-            twin = judge(Trial(op, judged.case, backend).twin)
+            twin = judged.twin or judge_twin(Trial(op, judged.case, backend))
             print(text.failure(judged, twin, f"parity replay {given.bundle} --backend {backend}"))
     return int(failed > 0)

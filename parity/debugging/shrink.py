@@ -82,12 +82,12 @@ def shrink(
     search = _Search(trial, accepted, ran)
     smallest = search.reduce_case(trial.case)
     inputs = search.reduce_data(smallest)
-    last = _run(trial.with_case(smallest).with_inputs(inputs))
+    last = _run(trial.with_case(smallest).with_inputs(inputs), search.twins.get(smallest.id))
     return Shrunk(smallest, inputs, search.wanted, last if isinstance(last, Judgement) else None, search.runs)
 
 
-def _run(trial: Trial) -> Judgement | Failure:
-    """The trial's judgement, or how the kernel ended without a result.
+def _run(trial: Trial, twin: Judgement | None = None) -> Judgement | Failure:
+    """The trial's judgement, or how the kernel ended without a result. `twin` as in `judge`.
 
     An interpreted Triton kernel has the pointers of this process, and may take it down: it runs in one of its own,
     where what it leaves unwritten is NaN every time.
@@ -95,7 +95,7 @@ def _run(trial: Trial) -> Judgement | Failure:
 
     def run() -> Judgement | Failure:
         try:
-            return judge(trial)
+            return judge(trial, twin)
         except ImportError:
             raise
         except Exception as error:  # whatever a broken kernel raises
@@ -130,6 +130,7 @@ class _Search:
     def __init__(self, trial: Trial, accepted: Callable[[str], None], ran: Callable[[int], None]) -> None:
         self.trial, self.op, self.accepted, self.ran = trial, trial.op, accepted, ran
         self.runs = 0
+        self.twins: dict[str, Judgement] = {}
         self.tried: dict[str, bool] = {}
         failure = self._failure(trial)
         if failure is None:
@@ -141,9 +142,11 @@ class _Search:
     def _failure(self, trial: Trial) -> Failure | None:
         self.runs += 1
         self.ran(self.runs)
-        result = _run(trial)
+        result = _run(trial, self.twins.get(trial.case.id))
         if isinstance(result, Failure):
             return result
+        if result.twin:  # the same whatever the data of the case are
+            self.twins[trial.case.id] = result.twin
         return None if result.verdict.passed else Failure(result.verdict.outcome, result.verdict.gate)
 
     def _keeps(self, trial: Trial) -> bool:

@@ -45,6 +45,7 @@ class Judgement:
     outputs: Mapping[str, Metrics] = field(default_factory=dict)  # those that can be compared
     worst: Worst | None = None
     seconds: float = 0.0  # of one run of the kernel, compilation included
+    twin: Judgement | None = None  # on integer data, of one that G3 fails
 
     @property
     def metrics(self) -> Metrics | None:
@@ -74,8 +75,37 @@ class Judgement:
 UNDECIDED = Verdict("UNDECIDED", "", "")
 
 
-def judge(trial: Trial) -> Judgement:
-    """Run a trial and pass it through the gates that need no other backend (G1 to G3).
+def judge(trial: Trial, twin: Judgement | None = None) -> Judgement:
+    """The verdict on a trial, by whatever command it is asked for: `gates`, and what the integer twin says of it.
+
+    What fails G3 and on integer data as well is a LOGIC FAULT. twin: the verdict on integer data where it is known.
+    Raises as `gates`.
+    """
+    judged = gates(trial)
+    if judged.verdict.passed or judged.verdict.gate != "G3":
+        return judged
+    twin = twin or judge_twin(trial)
+    if twin is not None and not twin.verdict.passed:
+        judged = replace(judged, verdict=replace(judged.verdict, outcome="LOGIC FAULT"))
+    return replace(judged, twin=twin)
+
+
+def judge_twin(trial: Trial) -> Judgement | None:
+    """The verdict on a trial's kernel and case on integer data.
+
+    None where the trial is on integer data itself, and where its golden is not exact on them, as a square root is not.
+    Raises as `gates`.
+    """
+    if trial.case.data == "integers":
+        return None
+    try:
+        return gates(trial.twin)
+    except verdict.InexactError:
+        return None
+
+
+def gates(trial: Trial) -> Judgement:
+    """Run a trial and pass it through the gates that need no other backend and no other data (G1 to G3).
 
     Data `integers` must come out exact, and bit-exact ops bit for bit (G2); everything else must lie within its
     contract's bound (G3). The verdict of several outputs is that of the worst one. Raises ImportError where the

@@ -63,10 +63,14 @@ def _wrong_finiteness(y: np.ndarray, golden: Floats) -> np.ndarray:
     return np.isfinite(golden) != np.isfinite(y.astype(np.float64))
 
 
+class InexactError(ValueError):
+    """A golden that is not exact on integer data: what equals it proves nothing."""
+
+
 def exactness(y: np.ndarray, golden: Floats) -> Verdict:
-    """G2: an output of integer data must equal its golden. Raises ValueError where y's dtype cannot hold the golden."""
+    """G2: an output of integer data must equal its golden. Raises InexactError where y's dtype cannot hold that."""
     if np.any(golden.astype(y.dtype).astype(np.float64) != golden):
-        raise ValueError(f"golden must be exact in {y.dtype} on integer data, got values that are not")
+        raise InexactError(f"golden must be exact in {y.dtype} on integer data, got values that are not")
     wrong = int((y.astype(np.float64) != golden).sum())
     if wrong:
         return Verdict(

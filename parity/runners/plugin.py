@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ import pytest
 from parity import matrix
 from parity.backends import free_compiled_programs, has_cuda, has_tpu, is_here, runner
 from parity.judging import goldens
-from parity.judging.judge import compare, judge
+from parity.judging.judge import compare, judge, judge_twin
 from parity.judging.verdict import Verdict
 from parity.ledger.book import Book
 from parity.ledger.records import Merged, Recorder, merge
@@ -144,15 +144,11 @@ class Run:
                 strict = self._request.config.getoption("--parity-strict-records")
                 judged, record = self._book.check(self.op, judged, strict=strict)
                 status = {"record": record, "record_of": self.backend}
-        twin = None
-        if not judged.verdict.passed and self.case.data != "integers":
-            twin = judge(trial.twin)
-            if judged.verdict.gate == "G3" and not twin.verdict.passed:
-                judged = replace(judged, verdict=replace(judged.verdict, outcome="LOGIC FAULT"))
         self._report(judged.summary() | status)
         if self._reports:
             self._add(entries.of_judgement(self.op, judged, self._rerun(), status.get("record", "")))
         if not judged.verdict.passed:
+            twin = judged.twin or judge_twin(trial)
             pytest.fail(text.failure(judged, twin, self._rerun()), pytrace=False)
 
 

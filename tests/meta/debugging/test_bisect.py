@@ -80,7 +80,7 @@ def test_the_first_bad_commit_is_found_also_after_a_kill(repository, tmp_path, t
     ) as killed:
         first = [killed.stdout.readline() for _ in range(2)]
         killed.send_signal(signal.SIGKILL)
-    assert [line.split()[0] for line in first] == ["AGREES", "OUT"]
+    assert [line.split()[0] for line in first] == ["AGREES", "LOGIC"]
     (state,) = cache.glob("*.json")
     known = json.loads(state.read_text())
     assert 2 <= len(known) < 6
@@ -91,7 +91,7 @@ def test_the_first_bad_commit_is_found_also_after_a_kill(repository, tmp_path, t
     assert done.returncode == 1, done.stderr
     assert f"first bad commit: one of {commits[4]}, {commits[5]}: others cannot be judged" in done.stdout
     assert f"good {commits[2][:12]}  AGREES" in done.stdout
-    assert f"bad  {commits[5][:12]}  OUT OF BOUND" in done.stdout
+    assert f"bad  {commits[5][:12]}  LOGIC FAULT" in done.stdout
     assert "a logic fault" in done.stdout
     resumed = json.loads(state.read_text())
     assert {sha: resumed[sha] for sha in known} == known
@@ -129,7 +129,7 @@ class Reader(Bisector):
 
     def judge(self, commit):
         text = self._git("show", f"{commit}:kernels.py")
-        outcome = "UNBUILDABLE" if "nothing" in text else "OUT OF BOUND" if "set(0)" in text else "AGREES"
+        outcome = "UNBUILDABLE" if "nothing" in text else "LOGIC FAULT" if "set(0)" in text else "AGREES"
         return Revision(commit, outcome, outcome == "AGREES", "")
 
     def _ask(self, commit, what):

@@ -380,7 +380,7 @@ def test_a_replayed_call_has_the_verdict_and_the_errors_of_its_case(tmp_path, ca
     assert main(["--root", str(ROOT), "replay", str(path), "--backend", "tpu"]) == 0
     assert capsys.readouterr().out.startswith("tpu  AGREES  ε = ")
     spoilt = replace(op, tpu="tests.meta.debugging.test_capture:spoilt_gmm")
-    assert replay(spoilt, read(path), "tpu").verdict.outcome == "OUT OF BOUND"
+    assert replay(spoilt, read(path), "tpu").verdict.outcome == "LOGIC FAULT"
 
 
 def spoilt_gmm(**arguments):

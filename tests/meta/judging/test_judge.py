@@ -129,6 +129,23 @@ def test_of_integer_data_only_the_elements_that_differ_are_bad(device):
     assert (judged.worst.index, judged.worst.box, judged.worst.beyond) == ((3, 5), ((3, 3), (5, 5)), 1)
 
 
+def test_what_fails_on_integers_too_is_a_logic_fault(device):
+    def same(x, stages=None):  # exact, of integers as well
+        return x.astype(np.float64)
+
+    logic = judge(Trial(op(same), CASE, "tpu", lambda x: -x))
+    assert (logic.verdict.outcome, logic.twin.verdict.outcome) == ("LOGIC FAULT", "LOGIC FAULT")
+    coarse = Trial(op(same), CASE, "tpu", lambda x: round_to(x, "bfloat16").astype(np.float32))
+    precision = judge(coarse)
+    assert (precision.verdict.outcome, precision.twin.verdict.outcome) == ("OUT OF BOUND", "EXACT")
+    assert judge(coarse, twin=logic.twin).verdict.outcome == "LOGIC FAULT"
+
+
+def test_a_golden_that_is_not_exact_on_integers_has_no_twin(device):
+    judged = judge(Trial(op(), CASE, "tpu", lambda x: kernel(x) * np.float32(2)))
+    assert judged.twin is None and judged.verdict.outcome == "OUT OF BOUND"
+
+
 def test_a_case_whose_bound_lets_anything_pass_is_not_passed(device):
     vague = op(magnitude=lambda op, case, inputs: 1e9 * np.ones(SHAPE))
     assert judge(Trial(vague, CASE, "tpu")).verdict.outcome == "MISTRUSTED"
@@ -158,7 +175,7 @@ def test_an_output_without_elements_has_no_worst_one(device):
     ("data", "factor", "outcome"),
     [
         ("normal", 1, "AGREES"),
-        ("normal", 2, "OUT OF BOUND"),
+        ("normal", 2, "LOGIC FAULT"),
         ("normal", np.nan, "NON-FINITE"),
         ("integers", 1, "EXACT"),
         ("integers", 2, "LOGIC FAULT"),

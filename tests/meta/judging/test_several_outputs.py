@@ -67,7 +67,7 @@ def test_the_output_nearest_to_its_own_bound_decides():
     nearer = judge(Trial(op, CASE, "tpu", kernel(off(o=bounds["o"] * 0.5, ht=bounds["ht"] * 0.9))))
     assert (nearer.verdict.outcome, nearer.output) == ("AGREES", "ht")  # however much larger the η of o
     beyond = judge(Trial(op, CASE, "tpu", kernel(off(o=bounds["o"] * 0.5, ht=bounds["ht"] * 1.2))))
-    assert (beyond.verdict.outcome, beyond.output, beyond.bound) == ("OUT OF BOUND", "ht", bounds["ht"])
+    assert (beyond.verdict.outcome, beyond.output, beyond.bound) == ("LOGIC FAULT", "ht", bounds["ht"])
     assert beyond.worst.allowed == pytest.approx(bounds["ht"] * unit["ht"][beyond.worst.index])
 
 
