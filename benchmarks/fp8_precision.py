@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden.moe import grouped_dense, grouped_dense_bwd
+from cpu_golden.grouped_dense import grouped_dense, grouped_dense_bwd
 
 BLOCKS = (128, 256, 512)
 OUTLIERS = 32, 64.0  # one channel of lhs in that many is that much larger (Dettmers et al. 2022, arXiv:2208.07339)

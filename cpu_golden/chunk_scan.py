@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden.fused_recurrent import decay_of, kept_of, operands, sum_to_gate
+from cpu_golden._lib.decays import decay_of, kept_of, operands, sum_to_gate
 from cpu_golden.stages import Stages
 
 SUB_BLOCK = 16  # rows whose pairs are decayed one by one where every channel has its own gate
@@ -33,7 +33,7 @@ SUB_BLOCK = 16  # rows whose pairs are decayed one by one where every channel ha
 def chunk_forward(
     q: Array, k: Array, v: Array, gate: Array, state: Array, scale: float, *, chunk_size: int, stages: Stages
 ) -> tuple[Array, Array]:
-    """A `Forward` scan of `fused_recurrent`, chunk by chunk.
+    """A `Forward` scan of `_lib/scans.py`, chunk by chunk.
 
     Sites: q, k, v, initial_state, c, exponent, decay, kept_exponent, kept, A, state, lhs, rhs, partial, acc (of every
     dot), out.
@@ -63,7 +63,7 @@ def chunk_backward(
     stages: Stages,
     magnitude: bool = False,
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """A `Backward` scan of `fused_recurrent`, chunk by chunk.
+    """A `Backward` scan of `_lib/scans.py`, chunk by chunk.
 
     magnitude: of absolute values (the gates true), and what is added to a gate's gradient and taken away again counts.
     Sites: those of `chunk_forward`, do, dht, dstate, dA, dgate (each of the sums that a gate's gradient has).

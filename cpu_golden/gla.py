@@ -10,16 +10,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from cpu_golden import Array
+from cpu_golden._lib.scans import Output, backward, forward
 from cpu_golden.chunk_scan import chunk_backward, chunk_forward
-from cpu_golden.fused_recurrent import (
-    Output,
-    backward,
-    backward_definition,
-    forward,
-    forward_definition,
-    recurrent_backward,
-    recurrent_forward,
-)
+from cpu_golden.fused_recurrent import backward_definition, forward_definition, recurrent_backward, recurrent_forward
 from cpu_golden.stages import Stages, exact
 
 

@@ -5,77 +5,16 @@ expert-parallel layer holds the G consecutive groups from `group_offset` on; onl
 Names and meaning follow MegaBlocks (Gale et al. 2022, arXiv:2211.15841) and JAX's megablox.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from cpu_golden import Array
+from cpu_golden._lib.arguments import one_tile, scalar, values
+from cpu_golden._lib.visits import active_groups
 from cpu_golden.stages import Stages, exact
 from op_arguments import Tiling, resolve_tiling
-from op_arguments.gmm import GroupMetadata, check_gmm, check_group_metadata, check_tgmm
-
-
-def gmm_definition(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    *,
-    group_offset: int = 0,
-    existing_out: Array | None = None,
-    transpose_rhs: bool = False,
-    preferred_element_type: Any = None,
-) -> Array:
-    """`gmm` row by row, straight from the definition. Arguments, result and errors as `gmm`."""
-    group_offset, sizes = scalar(group_offset), values(group_sizes)
-    p = check_gmm(
-        lhs,
-        rhs,
-        group_sizes,
-        group_offset=group_offset,
-        existing_out=existing_out,
-        transpose_rhs=transpose_rhs,
-        preferred_element_type=preferred_element_type,
-        sizes=sizes,
-        exact=True,
-    )
-    out = np.zeros((p.m, p.n)) if existing_out is None else existing_out.astype(np.float64)
-    group_of_row = np.repeat(np.arange(p.experts), group_sizes) - group_offset
-    for row, group in enumerate(group_of_row):
-        if 0 <= group < p.groups:
-            weights = rhs[group].astype(np.float64)
-            out[row] = lhs[row].astype(np.float64) @ (weights.T if transpose_rhs else weights)
-    return out
-
-
-def tgmm_definition(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    *,
-    group_offset: int = 0,
-    num_actual_groups: int | None = None,
-    existing_out: Array | None = None,
-    preferred_element_type: Any = None,
-) -> Array:
-    """`tgmm` row by row, straight from the definition. Arguments, result and errors as `tgmm`."""
-    group_offset, sizes = scalar(group_offset), values(group_sizes)
-    p = check_tgmm(
-        lhs,
-        rhs,
-        group_sizes,
-        group_offset=group_offset,
-        num_actual_groups=num_actual_groups,
-        existing_out=existing_out,
-        preferred_element_type=preferred_element_type,
-        sizes=sizes,
-        exact=True,
-    )
-    out = np.zeros((p.groups, p.k, p.n)) if existing_out is None else existing_out.astype(np.float64)
-    group_of_row = np.repeat(np.arange(p.experts), group_sizes) - group_offset
-    for row, group in enumerate(group_of_row):
-        if 0 <= group < p.groups:
-            out[group] += np.outer(lhs[row].astype(np.float64), rhs[row].astype(np.float64))
-    return out
+from op_arguments.gmm import check_gmm, check_tgmm
 
 
 def gmm(
@@ -159,65 +98,64 @@ def tgmm(
     return stages("out", out)
 
 
-def make_group_metadata(
+def gmm_definition(
+    lhs: Array,
+    rhs: Array,
     group_sizes: Array,
     *,
-    m: int,
-    tm: int,
     group_offset: int = 0,
-    num_groups: int,
-    cover: Literal["tiles", "groups"],
-) -> GroupMetadata:
-    """The (group, row tile) pairs that a kernel with row tiles of `tm` visits; see `GroupMetadata`.
-
-    Every pair of a non-empty active group and a tile that holds rows of it, in row order. `cover="tiles"` (gmm)
-    adds the tiles without active rows, once each: leading ones as group 0, trailing ones as the last non-empty
-    group (0 if none), so that no further weights are fetched for them. `cover="groups"` (tgmm) adds each empty
-    active group, once, at the tile its start falls in (the last tile where that is beyond the rows).
-    Raises ValueError or TypeError as `op_arguments.gmm.check_group_metadata`.
-    """
+    existing_out: Array | None = None,
+    transpose_rhs: bool = False,
+    preferred_element_type: Any = None,
+) -> Array:
+    """`gmm` row by row, straight from the definition. Arguments, result and errors as `gmm`."""
     group_offset, sizes = scalar(group_offset), values(group_sizes)
-    check_group_metadata(
-        group_sizes, m=m, tm=tm, group_offset=group_offset, num_groups=num_groups, cover=cover, sizes=sizes
+    p = check_gmm(
+        lhs,
+        rhs,
+        group_sizes,
+        group_offset=group_offset,
+        existing_out=existing_out,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type,
+        sizes=sizes,
+        exact=True,
     )
-    offsets = np.concatenate([[0], np.cumsum(group_sizes)]).astype(np.int32)
-    tiles = -(-m // tm)
-    visits: list[tuple[int, int]] = []
-    for group in range(num_groups):
-        start, end = int(offsets[group_offset + group]), int(offsets[group_offset + group + 1])
-        if start < end:
-            visits += [(group, tile) for tile in range(start // tm, -(-end // tm))]
-        elif cover == "groups" and tiles:
-            visits.append((group, min(start // tm, tiles - 1)))
-    if cover == "tiles":
-        first, last = (visits[0], visits[-1]) if visits else ((0, tiles), (0, tiles - 1))
-        leading = [(0, tile) for tile in range(first[1])]
-        trailing = [(last[0], tile) for tile in range(last[1] + 1, tiles)]
-        visits = leading + visits + trailing
-    padding = [visits[-1] if visits else (0, 0)] * (tiles + num_groups - len(visits))
-    pairs = np.array(visits + padding, np.int32).reshape(-1, 2)
-    return GroupMetadata(offsets, pairs[:, 0].copy(), pairs[:, 1].copy(), np.array([len(visits)], np.int32))
+    out = np.zeros((p.m, p.n)) if existing_out is None else existing_out.astype(np.float64)
+    group_of_row = np.repeat(np.arange(p.experts), group_sizes) - group_offset
+    for row, group in enumerate(group_of_row):
+        if 0 <= group < p.groups:
+            weights = rhs[group].astype(np.float64)
+            out[row] = lhs[row].astype(np.float64) @ (weights.T if transpose_rhs else weights)
+    return out
 
 
-def active_groups(sizes: list[int] | None, group_offset: int, groups: int) -> list[tuple[int, slice]]:
-    """(shard-local group, its rows) for every non-empty group of the shard."""
-    offsets = np.concatenate([[0], np.cumsum(sizes or [0])]).astype(int)
-    ends = [(g, offsets[group_offset + g], offsets[group_offset + g + 1]) for g in range(groups)]
-    return [(group, slice(start, end)) for group, start, end in ends if start < end]
-
-
-def values(group_sizes: Any) -> list[int] | None:
-    """The values of group_sizes where it is the int vector it should be (else the check says what it is)."""
-    integers = isinstance(group_sizes, np.ndarray) and group_sizes.ndim == 1 and group_sizes.dtype == np.int32
-    return [int(size) for size in group_sizes] if integers else None
-
-
-def scalar(value: Any) -> Any:
-    """The int in an int32 scalar array ([] or [1]); anything else as it is, for the check to judge."""
-    one_integer = isinstance(value, np.ndarray | np.integer) and value.size == 1 and value.dtype.kind == "i"
-    return int(value.reshape(())) if one_integer else value
-
-
-def one_tile(m: int, k: int, n: int) -> tuple[int, int, int]:
-    """The whole problem as one tile."""
-    return max(m, 1), max(k, 1), max(n, 1)
+def tgmm_definition(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    group_offset: int = 0,
+    num_actual_groups: int | None = None,
+    existing_out: Array | None = None,
+    preferred_element_type: Any = None,
+) -> Array:
+    """`tgmm` row by row, straight from the definition. Arguments, result and errors as `tgmm`."""
+    group_offset, sizes = scalar(group_offset), values(group_sizes)
+    p = check_tgmm(
+        lhs,
+        rhs,
+        group_sizes,
+        group_offset=group_offset,
+        num_actual_groups=num_actual_groups,
+        existing_out=existing_out,
+        preferred_element_type=preferred_element_type,
+        sizes=sizes,
+        exact=True,
+    )
+    out = np.zeros((p.groups, p.k, p.n)) if existing_out is None else existing_out.astype(np.float64)
+    group_of_row = np.repeat(np.arange(p.experts), group_sizes) - group_offset
+    for row, group in enumerate(group_of_row):
+        if 0 <= group < p.groups:
+            out[group] += np.outer(lhs[row].astype(np.float64), rhs[row].astype(np.float64))
+    return out

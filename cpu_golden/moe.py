@@ -1,4 +1,4 @@
-"""Layers of a mixture of experts: the definition, in float64."""
+"""A layer of a mixture of experts: the definition, in float64."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -6,190 +6,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden.gmm import active_groups, gmm, one_tile, scalar, tgmm, values
-from cpu_golden.quantize import Quantized, fp8_quantize, mxfp8_quantize
-from cpu_golden.quantized_gmm import gmm_quantized, grouped_gemm, tgmm_quantized
+from cpu_golden._lib.arguments import scalar
+from cpu_golden._lib.fp8 import by_columns, by_rows, weights
+from cpu_golden._lib.permutation import permutation, take_rows
+from cpu_golden.gmm import gmm, tgmm
+from cpu_golden.grouped_gemm import grouped_gemm
+from cpu_golden.mxfp8 import mxfp8_quantize
+from cpu_golden.permute import unpermute
+from cpu_golden.quantized_gmm import gmm_quantized, tgmm_quantized
 from cpu_golden.stages import Stages, exact
-from op_arguments import Tiling, resolve_tiling
-from op_arguments.gmm import Problem, check_gmm
-from op_arguments.moe import (
-    Layer,
-    check_dout,
-    check_layer_dout,
-    check_moe_layer,
-    check_permute,
-    check_quantize_options,
-    check_unpermute,
-    permuted_rows,
-)
-
-Quantize = bool | str
-
-
-class Grads(NamedTuple):
-    """The gradients of `grouped_dense`; existing_out's is None where none was given."""
-
-    lhs: Any
-    rhs: Any
-    existing_out: Any
-
-
-def grouped_dense(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    existing_out: Array | None = None,
-    *,
-    group_offset: int = 0,
-    transpose_rhs: bool = False,
-    quantize: Quantize = "auto",
-    bwd_quantize: Quantize = "auto",
-    block_size: int | None = 128,
-    preferred_element_type: Any = None,
-    tiling: Tiling | None = None,
-    stages: Stages = exact,
-) -> Array:
-    """`gmm`, differentiable in lhs, rhs and existing_out, with its operands quantised to e4m3 on request.
-
-    Arguments, result and errors as `gmm` (float64 [M, N] here). quantize: multiply in fp8, lhs with one scale per row
-    and `block_size` elements of K, rhs with one per block_size x block_size elements (None: whole axes), the recipe
-    of DeepSeek-V3 (arXiv:2412.19437, section 3.3). bwd_quantize: the same for the two matmuls of the backward pass:
-    dout by rows and blocks of N for lhs's gradient, by columns and global blocks of M for rhs's. "auto" quantises
-    where the matrix unit multiplies fp8 natively, which a golden's host does not. block_size must divide K and N
-    where anything is quantised; M need not be a multiple of it. tiling: (tm, tk, tn) of this pass, whose backward
-    matmuls take (tm, tn, tk) and (tm, tk, tn), or a look-up (m, k, n) that is asked for each of them.
-    Stages and sites as `gmm` or `gmm_quantized`.
-    """
-    check_quantize_options(quantize, bwd_quantize, block_size)
-    p = _check(lhs, rhs, group_sizes, existing_out, group_offset, transpose_rhs, preferred_element_type)
-    arguments: dict[str, Any] = {
-        "group_offset": group_offset,
-        "existing_out": existing_out,
-        "transpose_rhs": transpose_rhs,
-        "preferred_element_type": p.out_dtype,
-        "tiling": tiling,
-        "stages": stages,
-    }
-    if quantize is not True:
-        return gmm(lhs, rhs, group_sizes, **arguments)
-    a, b = fp8_quantize(lhs, 1, block_size, check_finite=False), _weights(rhs, block_size)
-    return gmm_quantized(*a, *b, group_sizes, **arguments)
-
-
-def grouped_dense_bwd(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    dout: Array,
-    existing_out: Array | None = None,
-    *,
-    group_offset: int = 0,
-    transpose_rhs: bool = False,
-    quantize: Quantize = "auto",
-    bwd_quantize: Quantize = "auto",
-    block_size: int | None = 128,
-    preferred_element_type: Any = None,
-    tiling: Tiling | None = None,
-    stages: Stages = exact,
-) -> Grads:
-    """The gradients of `grouped_dense` in lhs, rhs and existing_out, for a gradient dout [M, N] of its result.
-
-    Where anything is quantised the residuals are fp8 pairs, so the gradients are those of the quantised operands:
-    lhs by columns, with one scale per `block_size` rows, and rhs as in the forward pass. Returns float64 gradients
-    shaped as the primals: zero for rows of no active group (lhs), for empty groups (rhs) and for rows that were
-    overwritten (existing_out).
-    Stages: depth. Sites as `gmm` and `tgmm` or `gmm_quantized` and `tgmm_quantized`, but for the running sums, which
-    are at dlhs and drhs.
-    """
-    check_quantize_options(quantize, bwd_quantize, block_size)
-    p = _check(lhs, rhs, group_sizes, existing_out, group_offset, transpose_rhs, preferred_element_type)
-    check_dout(dout, p, exact=True)
-    offset, sizes = scalar(group_offset), values(group_sizes)
-    groups = rhs.shape[0]
-    left, right = (dout, lhs) if transpose_rhs else (lhs, dout)
-    swapped = tiling
-    if not (tiling is None or callable(tiling)):
-        tm, tk, tn = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
-        swapped = tm, tn, tk
-    by_gmm: dict[str, Any] = {
-        "group_offset": group_offset,
-        "transpose_rhs": not transpose_rhs,
-        "tiling": swapped,
-        "stages": stages.renamed(acc="dlhs"),
-    }
-    by_tgmm: dict[str, Any] = {
-        "group_offset": group_offset,
-        "num_actual_groups": groups,
-        "tiling": swapped if transpose_rhs else tiling,
-        "stages": stages.renamed(acc="drhs"),
-    }
-    if quantize is not True and bwd_quantize is not True:
-        # dout has the dtype of the result, which need not be that of lhs and rhs.
-        dlhs = gmm(*_exactly(dout, rhs), group_sizes, **by_gmm)
-        drhs = tgmm(*_exactly(left, right), group_sizes, **by_tgmm)
-    else:
-        by_rows: tuple[Any, Any] = (dout, None)
-        by_columns: tuple[Any, Any] = (_padded(dout, block_size), None)
-        if bwd_quantize is True:
-            by_rows = fp8_quantize(dout, 1, block_size, check_finite=False)
-            by_columns = fp8_quantize(by_columns[0], 0, block_size, check_finite=False)
-        dlhs = gmm_quantized(*by_rows, *_weights(rhs, block_size), group_sizes, **by_gmm)
-        saved = fp8_quantize(_padded(lhs, block_size), 0, block_size, check_finite=False)
-        pairs = (by_columns, saved) if transpose_rhs else (saved, by_columns)
-        drhs = tgmm_quantized(*pairs[0], *pairs[1], group_sizes, **by_tgmm)
-    if existing_out is None:
-        return Grads(dlhs, drhs, None)
-    passed = dout.astype(np.float64)
-    for _, rows in active_groups(sizes, offset, groups):
-        passed[rows] = 0.0
-    return Grads(dlhs, drhs, passed)
-
-
-def _check(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    existing_out: Array | None,
-    group_offset: Any,
-    transpose_rhs: bool,
-    preferred_element_type: Any,
-) -> Problem:
-    return check_gmm(
-        lhs,
-        rhs,
-        group_sizes,
-        group_offset=scalar(group_offset),
-        existing_out=existing_out,
-        transpose_rhs=transpose_rhs,
-        preferred_element_type=preferred_element_type,
-        sizes=values(group_sizes),
-        exact=True,
-    )
-
-
-def _exactly(a: Array, b: Array) -> tuple[Array, Array]:
-    return a.astype(np.float64), b.astype(np.float64)
-
-
-def _weights(rhs: Array, block_size: int | None) -> Quantized:
-    return fp8_quantize(rhs, (1, 2), block_size, check_finite=False)
-
-
-def _padded(x: Array, block_size: int | None) -> Array:
-    """x with rows of zeros up to a multiple of block_size."""
-    missing = 0 if block_size is None else -x.shape[0] % block_size
-    return np.pad(x, [(0, missing), (0, 0)])
-
-
-# ------------------------------------------------------------------------------------------------ the whole layer
-
-
-class Permuted(NamedTuple):
-    """Rows sorted by expert. rows [M, D]; slots [T, k] int32, the row of each choice or -1; group_sizes [E] int32."""
-
-    rows: Any
-    slots: Any
-    group_sizes: Any
+from op_arguments import Tiling
+from op_arguments.moe import Layer, check_layer_dout, check_moe_layer, permuted_rows
 
 
 class LayerGrads(NamedTuple):
@@ -200,40 +27,6 @@ class LayerGrads(NamedTuple):
     w_gate: Any
     w_up: Any
     w_down: Any
-
-
-def permute(x: Array, indices: Array, *, num_experts: int, capacity: int | None = None) -> Permuted:
-    """Copies of the rows of x sorted by the experts that they go to, for a grouped matmul.
-
-    x [T, D] float32, bfloat16 or float16; indices [T, k] int32 in [0, num_experts): the experts of each token, all
-    different. Within an expert rows are in the order of their tokens. capacity: rows that an expert takes at most; of
-    those beyond it the later ones are dropped. Returns rows [M, D] in x's dtype, M = T·k or, if that is less,
-    num_experts·capacity, and zero beyond sum(group_sizes); slots [T, k] int32, the row of each choice, -1 where it was
-    dropped; group_sizes [num_experts] int32. Every bit of a row is x's.
-    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
-    """
-    rows = check_permute(x, indices, num_experts, capacity, range_of=_range_of(indices), exact=True)
-    source, slots, group_sizes = _plan(indices, num_experts, capacity, rows)
-    return Permuted(_of_rows(x, source, indices.shape[1]), slots, group_sizes)
-
-
-def unpermute(rows: Array, slots: Array, weights: Array | None = None, *, stages: Stages = exact) -> Array:
-    """The rows of each token, summed, times their weights where these are given: the inverse of `permute`.
-
-    rows [M, D] float32, bfloat16 or float16; slots [T, k] int32 in [-1, M), as `permute` gives them; weights [T, k]
-    float32. Returns `out[t] = Σ_j weights[t, j] · rows[slots[t, j]]` [T, D], float64 here; a slot of -1 adds nothing.
-    Sites: product, sum (the running sum, in the order of j), out.
-    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
-    """
-    check_unpermute(rows, slots, weights, range_of=_range_of(slots), exact=True)
-    out = np.zeros((slots.shape[0], rows.shape[1]))
-    for j in range(slots.shape[1]):
-        kept = slots[:, j] >= 0
-        taken = rows[slots[kept, j]].astype(np.float64)
-        if weights is not None:
-            taken = stages("product", taken * weights[kept, j, None].astype(np.float64))
-        out[kept] = stages("sum", out[kept] + taken)
-    return stages("out", out)
 
 
 def moe_layer(
@@ -367,7 +160,7 @@ def _options(
 
 
 class _Routed(NamedTuple):
-    """Where tokens go: indices and weights [T, k], what `_plan` makes of them, and the softmax over all experts."""
+    """Where tokens go: indices and weights [T, k], their `permutation`, and the softmax over all experts."""
 
     indices: Array
     weights: Array
@@ -384,22 +177,8 @@ def _route(o: _Options, x: Array, w_router: Array) -> _Routed:
     likelihoods = _softmax(logits)
     weights = _softmax(chosen) if o.renormalize else np.take_along_axis(likelihoods, indices, axis=1)
     rows = permuted_rows(o.layer.tokens, o.top_k, o.layer.experts, o.capacity)
-    plan = _plan(indices, o.layer.experts, o.capacity, rows)
+    plan = permutation(indices, o.layer.experts, o.capacity, rows)
     return _Routed(indices, o.stages("weights", weights), likelihoods, *plan)
-
-
-def _plan(indices: Array, num_experts: int, capacity: int | None, rows: int) -> tuple[Array, Array, Array]:
-    """(source [rows]: the choice t·k + j of each row, or -1; slots and group_sizes as `Permuted` has them)."""
-    choices = indices.ravel()
-    source, slots = np.full(rows, -1), np.full(choices.size, -1, np.int32)
-    group_sizes = np.zeros(num_experts, np.int32)
-    first = 0
-    for expert in range(num_experts):
-        of_expert = np.flatnonzero(choices == expert)[:capacity]
-        end = first + len(of_expert)
-        source[first:end], slots[of_expert] = of_expert, np.arange(first, end)
-        group_sizes[expert], first = len(of_expert), end
-    return source, slots.reshape(indices.shape), group_sizes
 
 
 class _Passed(NamedTuple):
@@ -414,7 +193,7 @@ class _Passed(NamedTuple):
 
 
 def _experts(o: _Options, x: Array, routed: _Routed, w_gate: Array, w_up: Array, w_down: Array) -> _Passed:
-    taken = _of_rows(x, routed.source, o.top_k)
+    taken = take_rows(x, routed.source, o.top_k)
     weights = np.append(routed.weights.ravel(), 0.0)[routed.source][:, None]
     gate, up = (_product(o, routed, taken, w, site) for w, site in ((w_gate, "gate"), (w_up, "up")))
     hidden = o.stages("hidden", weights * _silu(gate) * up)
@@ -432,7 +211,7 @@ def _backward(
     dout: Array,
 ) -> LayerGrads:
     passed = _experts(o, x, routed, w_gate, w_up, w_down)
-    drows = _of_rows(dout, routed.source, o.top_k)
+    drows = take_rows(dout, routed.source, o.top_k)
     dhidden = _product(o, routed, drows, w_down, "dhidden", transpose_rhs=True)
     sigmoid, silu = _sigmoid(passed.gate), _silu(passed.gate)
     dweights = o.stages("dweights", (dhidden * silu * passed.up).sum(axis=1))
@@ -464,13 +243,6 @@ def _route_bwd(o: _Options, routed: _Routed, dweights: Array) -> Array:
     return dlogits - routed.likelihoods * mean
 
 
-def _of_rows(x: Array, source: Array, top_k: int) -> Array:
-    """x's row for each source, zero for -1."""
-    taken = np.zeros((len(source), x.shape[1]), x.dtype)
-    taken[source >= 0] = x[source[source >= 0] // top_k]
-    return taken
-
-
 def _dot(o: _Options, a: Array, b: Array) -> Array:
     """a @ b of the router, summed in its own steps or else in those of the other matmuls."""
     stages = replace(o.stages, depth=o.stages.router_depth or o.stages.depth)
@@ -489,8 +261,8 @@ def _product(o: _Options, routed: _Routed, lhs: Array, rhs: Array, site: str, tr
         return gmm(lhs.astype(np.float64), rhs.astype(np.float64), routed.group_sizes, **arguments)
     arguments["preferred_element_type"] = "float32"
     if o.quantize == "fp8":
-        a = fp8_quantize(_single(lhs), 1, o.block_size, check_finite=False)
-        return gmm_quantized(*a, *_weights(rhs, o.block_size), routed.group_sizes, **arguments)
+        a, b = by_rows(_single(lhs), o.block_size), weights(rhs, o.block_size)
+        return gmm_quantized(*a, *b, routed.group_sizes, **arguments)
     a = mxfp8_quantize(_single(lhs), 1, check_finite=False)
     b = mxfp8_quantize(rhs, 2 if transpose_rhs else 1, check_finite=False)
     return grouped_gemm(a.qvalue, b.qvalue, routed.group_sizes, lhs_scale=a.scale, rhs_scale=b.scale, **arguments)
@@ -508,9 +280,7 @@ def _weight_gradient(o: _Options, routed: _Routed, lhs: Array, rhs: Array) -> Ar
         return tgmm(lhs.astype(np.float64), rhs.astype(np.float64), routed.group_sizes, **arguments)
     arguments["preferred_element_type"] = "float32"
     if o.quantize == "fp8":
-        a, b = (
-            fp8_quantize(_padded(_single(x), o.block_size), 0, o.block_size, check_finite=False) for x in (lhs, rhs)
-        )
+        a, b = (by_columns(_single(x), o.block_size) for x in (lhs, rhs))
         return tgmm_quantized(*a, *b, routed.group_sizes, **arguments)
     a, b = (mxfp8_quantize(_single(x), 0, check_finite=False) for x in (lhs, rhs))
     return grouped_gemm(
@@ -535,9 +305,3 @@ def _sigmoid(x: Array) -> Array:
 
 def _silu(x: Array) -> Array:
     return x * _sigmoid(x)
-
-
-def _range_of(values: Any) -> tuple[int, int] | None:
-    """The least and the largest of an int array (None where there is none, or where it is no such array)."""
-    integers = isinstance(values, np.ndarray) and values.dtype == np.int32 and values.size > 0
-    return (int(values.min()), int(values.max())) if integers else None

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from cpu_golden import gla, simple_gla
-from cpu_golden.fused_recurrent import kept_of, recurrent_backward, recurrent_forward
+from cpu_golden._lib.decays import kept_of
+from cpu_golden.fused_recurrent import recurrent_backward, recurrent_forward
 from cpu_golden.stages import Stages
 
 GATES = ["none", "g", "g_gamma", "both", "gk"]

@@ -89,8 +89,8 @@ BAD += [
 
 def call(package, function, arguments):
     convert = PACKAGES[package]
-    in_tpu_visits = (package, function) == ("tpu_kernels", "make_group_metadata")
-    module = importlib.import_module(f"{package}.{'_lib.visits' if in_tpu_visits else 'gmm'}")
+    home = "_lib.visits" if function == "make_group_metadata" else "gmm"
+    module = importlib.import_module(f"{package}.{home}")
     converted = {
         name: convert(np.asarray(x)) if isinstance(x, np.ndarray | np.generic) else x for name, x in arguments.items()
     }

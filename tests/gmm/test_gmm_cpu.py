@@ -8,16 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_golden.gmm import (
-    gmm,
-    gmm_definition,
-    make_group_metadata,
-    one_tile,
-    scalar,
-    tgmm,
-    tgmm_definition,
-    values,
-)
+from cpu_golden._lib.arguments import one_tile, scalar, values
+from cpu_golden._lib.visits import make_group_metadata
+from cpu_golden.gmm import gmm, gmm_definition, tgmm, tgmm_definition
 from cpu_golden.stages import Stages, exact
 from parity.inputs import draw
 from tests.matrix.gmm import GMM, TGMM

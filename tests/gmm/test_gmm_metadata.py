@@ -5,7 +5,7 @@ import importlib
 import numpy as np
 import pytest
 
-from cpu_golden.gmm import make_group_metadata
+from cpu_golden._lib.visits import make_group_metadata
 from parity.interop import to_jax, to_numpy, to_torch
 
 SIZES = [(9, 0, 20, 3, 0), (0, 8, 0, 16, 16), (40, 0, 0, 0, 0), (0, 0, 0, 0, 0), (3, 3, 3, 3, 3), (1, 0, 0, 38, 1)]

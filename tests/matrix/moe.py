@@ -10,15 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from cpu_golden.moe import (
-    LayerGrads,
-    grouped_dense,
-    grouped_dense_bwd,
-    moe_layer,
-    moe_layer_bwd,
-    permute,
-    unpermute,
-)
+from cpu_golden.grouped_dense import grouped_dense, grouped_dense_bwd
+from cpu_golden.moe import LayerGrads, moe_layer, moe_layer_bwd
+from cpu_golden.permute import permute, unpermute
 from op_arguments.moe import permuted_rows
 from parity import Array, Case, Contract, Groups, Op, abs_of
 from parity.dtypes import round_to

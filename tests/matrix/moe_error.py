@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpu_golden.moe import permute
-from cpu_golden.quantize import expand, fp8_quantize
+from cpu_golden._lib.scales import expand
+from cpu_golden.permute import permute
+from cpu_golden.quantize import fp8_quantize
 from parity.dtypes import UNIT_ROUNDOFF, Floats, round_to
 from parity.op import Case, Inputs
 

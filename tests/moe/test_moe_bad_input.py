@@ -5,7 +5,8 @@ import importlib
 import numpy as np
 import pytest
 
-from cpu_golden import moe as golden
+from cpu_golden import grouped_dense
+from cpu_golden.moe import moe_layer_bwd
 from op_arguments.gmm import Problem
 from op_arguments.moe import check_dout, check_layer_dout, check_moe_layer, check_permute, check_unpermute
 from parity.interop import to_jax, to_numpy, to_torch
@@ -161,7 +162,7 @@ def test_infinities_of_a_golden_training_step_saturate_as_well(quantize):
     for w in weights.values():
         w[1, 7, 9] = np.inf
     with np.errstate(invalid="ignore"):  # in the router, which is not quantised
-        golden.moe_layer_bwd(**LAYER | weights | dict(x=x, dout=x, quantize=quantize, block_size=32))
+        moe_layer_bwd(**LAYER | weights | dict(x=x, dout=x, quantize=quantize, block_size=32))
 
 
 @pytest.mark.parametrize("quantized", [(True, False), (False, True), (True, True)])
@@ -171,5 +172,5 @@ def test_infinities_saturate_in_both_passes_of_the_golden_matmul(quantized):
         x[5, 7] = np.inf
     options = dict(quantize=quantized[0], bwd_quantize=quantized[1], block_size=32)
     with np.errstate(invalid="ignore"):  # where one pass takes them as they are
-        golden.grouped_dense(lhs, rhs, i32(4, 4), **options)
-        golden.grouped_dense_bwd(lhs, rhs, i32(4, 4), dout, **options)
+        grouped_dense.grouped_dense(lhs, rhs, i32(4, 4), **options)
+        grouped_dense.grouped_dense_bwd(lhs, rhs, i32(4, 4), dout, **options)

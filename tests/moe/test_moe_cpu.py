@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from cpu_golden.moe import moe_layer, moe_layer_bwd, permute, unpermute
-from cpu_golden.quantize import fp8_dequantize, fp8_quantize, mxfp8_dequantize, mxfp8_quantize
+from cpu_golden.moe import moe_layer, moe_layer_bwd
+from cpu_golden.mxfp8 import mxfp8_dequantize, mxfp8_quantize
+from cpu_golden.permute import permute, unpermute
+from cpu_golden.quantize import fp8_dequantize, fp8_quantize
 from cpu_golden.stages import Stages
 from parity.inputs import draw
 from parity.op import outputs

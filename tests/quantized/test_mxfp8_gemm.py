@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cpu_golden.quantize import mxfp8_dequantize, mxfp8_dual_quantize, mxfp8_quantize, swizzle_scales
-from cpu_golden.quantized_gmm import grouped_gemm, grouped_gemm_definition
+from cpu_golden.grouped_gemm import grouped_gemm, grouped_gemm_definition
+from cpu_golden.mxfp8 import mxfp8_dequantize, mxfp8_dual_quantize, mxfp8_quantize, swizzle_scales
 from parity.inputs import draw
 from parity.interop import to_jax
 from tests.gmm.test_gmm_cpu import without_tiles

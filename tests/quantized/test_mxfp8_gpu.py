@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 import parity
-from cpu_golden import quantize as golden_quantize
-from cpu_golden.quantized_gmm import grouped_gemm as golden
+from cpu_golden.grouped_gemm import grouped_gemm as golden
+from cpu_golden.mxfp8 import swizzle_scales as golden_swizzle_scales
 from gpu_reference import grouped_gemm as gpu
 from gpu_reference.mxfp8 import mxfp8_quantize, swizzle_scales
 from parity.backends import runner
@@ -62,7 +62,7 @@ def draw(shape, axis, dtype=E4M3, seed=0):
 
 
 def swizzled(scale, axis):
-    return golden_quantize.swizzle_scales(np.ascontiguousarray(np.moveaxis(scale, axis, -1)))
+    return golden_swizzle_scales(np.ascontiguousarray(np.moveaxis(scale, axis, -1)))
 
 
 def on_gpu(*arrays, **arguments):

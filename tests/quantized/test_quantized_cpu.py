@@ -7,20 +7,9 @@ import numpy as np
 import pytest
 
 from cpu_golden.gmm import gmm
-from cpu_golden.moe import grouped_dense, grouped_dense_bwd
-from cpu_golden.quantize import (
-    fp8_dequantize,
-    fp8_dual_quantize,
-    fp8_quantize,
-    int8_dequantize,
-    int8_quantize,
-)
-from cpu_golden.quantized_gmm import (
-    gmm_quantized,
-    gmm_quantized_definition,
-    tgmm_quantized,
-    tgmm_quantized_definition,
-)
+from cpu_golden.grouped_dense import grouped_dense, grouped_dense_bwd
+from cpu_golden.quantize import fp8_dequantize, fp8_dual_quantize, fp8_quantize, int8_dequantize, int8_quantize
+from cpu_golden.quantized_gmm import gmm_quantized, gmm_quantized_definition, tgmm_quantized, tgmm_quantized_definition
 from cpu_golden.stages import Stages
 from parity.inputs import draw
 from tests.gmm.test_gmm_cpu import without_tiles

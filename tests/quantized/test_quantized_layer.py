@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cpu_golden.moe import grouped_dense_bwd
+from cpu_golden.grouped_dense import grouped_dense_bwd
 from parity.interop import to_jax, to_numpy, to_torch
 
 M, K, N, GROUPS = 256, 256, 128, 4

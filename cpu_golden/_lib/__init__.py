@@ -1,0 +1,1 @@
+"""What the goldens of several families share."""

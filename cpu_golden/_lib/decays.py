@@ -1,0 +1,32 @@
+"""What scans make of gates, and what they round of it."""
+
+import numpy as np
+
+from cpu_golden import Array
+from cpu_golden.stages import Stages
+
+
+def operands(stages: Stages, **tensors: Array) -> list[Array]:
+    """What a kernel is given, as it reads it. Sites: their names."""
+    return [stages(name, x) for name, x in tensors.items()]
+
+
+def decay_of(exponent: Array, stages: Stages) -> Array:
+    """exp. Sites: exponent, decay."""
+    return stages("decay", np.exp(stages("exponent", exponent)))
+
+
+def kept_of(exponent: Array, stages: Stages) -> Array:
+    """exp, of what multiplies a state again and again. Sites: kept_exponent, kept (what is left).
+
+    That is 0 or 1, whichever is nearer, and what is left, which alone is rounded: rounded as a whole, a decay near 1
+    would err by much of what a state forgets.
+    """
+    decayed = np.exp(stages("kept_exponent", exponent))
+    whole = np.where(decayed < 0.5, 0.0, 1.0)
+    return whole + stages("kept", decayed - whole)
+
+
+def sum_to_gate(channels: Array, gate: Array) -> Array:
+    """The gradient by key channel [..., K], summed where one gate decays all of them."""
+    return np.sum(channels, axis=-1, keepdims=True) if gate.shape[-1] == 1 else channels
