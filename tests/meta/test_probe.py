@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from parity.lines import program
 
 from op_arguments.probe import active, probe, probing, renamed
 
@@ -90,11 +89,12 @@ def test_the_same_renaming_of_the_same_probe_is_one_key_of_a_cache():
 @pytest.mark.tpu
 def test_attribution_marks_what_a_kernel_shows_to_its_probe():
     pytest.importorskip("jax")
+    from parity.debugging.attribution.tpu import make_program
 
     def double(x):
         return probe("out", 2 * probe("x", x), depth=4)
 
-    run = program("tpu", double, {"x": np.ones(3, np.float32)}, {}).run(lambda place: True)
+    run = make_program(double, {"x": np.ones(3, np.float32)}, {}).run(lambda place: True)
     assert [(mark.site, *mark.value, mark.steps) for mark in run.marks] == [
         ("x", 1, 1, 1, ()),
         ("out", 2, 2, 2, (("depth", 4),)),
