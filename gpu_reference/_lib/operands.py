@@ -39,3 +39,14 @@ def scalar(group_offset: Any) -> Any:
     readable = group_offset.device.type == "cpu" if is_tensor else hasattr(group_offset, "dtype")
     integer = readable and dtype_name(group_offset.dtype) in ("int32", "int64") and math.prod(group_offset.shape) == 1
     return group_offset.item() if integer else group_offset
+
+
+def range_of(values: Any) -> tuple[int, int] | None:
+    """The least and the largest of an int tensor that the host can read at once, None where there is none."""
+    readable = isinstance(values, Tensor) and values.device.type == "cpu" and values.dtype == torch.int32
+    return (int(values.min()), int(values.max())) if readable and values.numel() else None
+
+
+def primal_of(x: Tensor) -> Tensor:
+    """x with a gradient of its own. What can have none stays as it is, for the function to refuse it."""
+    return x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x

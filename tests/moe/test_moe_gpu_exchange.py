@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from gpu_reference import moe
+from gpu_reference._lib import exchange
 from tests.interpreter import interpreted
 
 pytestmark = [pytest.mark.gpu, interpreted]
@@ -115,7 +116,7 @@ def test_rows_come_to_their_experts_and_back(monkeypatch, processes, tokens, num
         ((total, HIDDEN), (HIDDEN, num_experts), (num_experts, HIDDEN, HIDDEN), (total, HIDDEN)))  # fmt: skip
     x[:, 0] = torch.arange(total)
     seen, together = [], Processes(processes)
-    monkeypatch.setattr(moe, "dist", together)
+    monkeypatch.setattr(exchange, "dist", together)
     monkeypatch.setattr(moe, "_experts", experts(seen))
     monkeypatch.setattr(moe, "_route", route(choices(total, num_experts, top_k, skewed)))
     options = dict(top_k=top_k, capacity=capacity)

@@ -7,8 +7,12 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
+from gpu_reference import grouped_dense as dense
 from gpu_reference import moe
-from gpu_reference.moe import grouped_dense, grouped_dense_bwd, moe_layer, moe_layer_bwd, permute, unpermute
+from gpu_reference._lib.operands import range_of
+from gpu_reference.grouped_dense import grouped_dense, grouped_dense_bwd
+from gpu_reference.moe import moe_layer, moe_layer_bwd
+from gpu_reference.permute import permute, unpermute
 from op_arguments.debug import backward_alone, sums_at
 from parity.backends.emulation import tensor_core
 from tests.interpreter import interpreted
@@ -109,8 +113,6 @@ def test_quantised_operands_are_all_that_is_kept_of_them(quantize):
 
 
 def test_nothing_is_kept_or_quantised_twice_where_nothing_is_trained(monkeypatch):
-    from gpu_reference import moe
-
     given = draw(torch.bfloat16)
 
     def refuse(*args, **kwargs):
@@ -174,8 +176,8 @@ def test_tensors_of_several_devices_are_refused():
 def test_values_are_read_on_the_host_only_where_they_are_there():
     """Elsewhere it would wait for the device."""
     values = torch.tensor([3, -1, 2], dtype=torch.int32)
-    assert moe._range_of(values) == (-1, 3)
-    assert [moe._range_of(x) for x in (values.to("meta"), values.long(), values[:0], None)] == [None] * 4
+    assert range_of(values) == (-1, 3)
+    assert [range_of(x) for x in (values.to("meta"), values.long(), values[:0], None)] == [None] * 4
 
 
 SIZES = torch.tensor([9, 0, 13, 11], dtype=torch.int32, device=DEVICE)
@@ -209,7 +211,7 @@ def test_a_gradient_alone_is_the_same_and_keeps_nothing_for_others(quantize, bwd
 
 @pytest.mark.parametrize("native", [False, True])
 def test_auto_quantises_where_the_matrix_unit_multiplies_fp8(native, monkeypatch):
-    monkeypatch.setattr(moe, "supports_matmul", lambda dtype, target: native and dtype == torch.float8_e4m3fn)
+    monkeypatch.setattr(dense, "supports_matmul", lambda dtype, target: native and dtype == torch.float8_e4m3fn)
     given, dout = draw_dense(), draw_dense()["existing_out"].flip(0)
 
     def both(**options):
@@ -231,8 +233,8 @@ def test_what_is_outside_of_a_shard_beyond_the_experts_is_that_of_the_nearest(of
     expected[sum(sizes[:first]) : sum(sizes[: first + groups])] = 0
     for dtype in (torch.int32, torch.int64):
         given = torch.tensor([offset], dtype=dtype, device=DEVICE)
-        assert torch.equal(moe._outside(x, SIZES, given, groups), expected)
-    assert torch.equal(moe._outside(x, SIZES, offset, groups), expected)
+        assert torch.equal(dense._outside(x, SIZES, given, groups), expected)
+    assert torch.equal(dense._outside(x, SIZES, offset, groups), expected)
 
 
 @interpreted

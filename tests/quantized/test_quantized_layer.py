@@ -61,7 +61,7 @@ def test_jax_keeps_fp8_alone(options):
 def test_torch_keeps_fp8_alone(options):
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
-    from gpu_reference.moe import grouped_dense
+    from gpu_reference.grouped_dense import grouped_dense
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     given = {name: to_torch(x, device=device) for name, x in draw().items()}

@@ -32,7 +32,7 @@ def smoke(op):
 
 
 def planted(backend, op, old, new, *marks):
-    fault = Fault(f"{new} for {old}", backend, (op,), old, new, module="quantized_gmm")
+    fault = Fault(f"{new} for {old}", backend, (op,), old, new, module="")
     return pytest.param(fault, id=f"{backend}-{op}", marks=[getattr(pytest.mark, backend), *marks])
 
 

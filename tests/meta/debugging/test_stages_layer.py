@@ -76,7 +76,7 @@ def test_no_stage_of_a_right_layer_is_off(backend, case_id, sites):
 
 def planted(backend, case_id, old, new, site, *marks):
     """`old` becomes `new` in the layer, and `site` is the stage that must be named."""
-    fault = Fault(f"{new} for {old}", backend, (case_id.partition("-")[0],), old, new, module="moe")
+    fault = Fault(f"{new} for {old}", backend, (case_id.partition("-")[0],), old, new, module="")
     return pytest.param(
         fault, case_id, site, id=f"{backend}-{fault.ops[0]}-{site}", marks=[getattr(pytest.mark, backend), *marks]
     )
@@ -90,7 +90,7 @@ FAULTS = [
     planted("tpu", F32_BWD, "return _sum_of(drows, None, slots).astype(drows.dtype), None, None",
             "return 2 * _sum_of(drows, None, slots).astype(drows.dtype), None, None", "dexperts", FULL),
     planted("gpu", PLAIN, '(("gate", of_gate), ("up", of_up))', '(("gate", of_up), ("up", of_gate))', "gate", FULL),
-    planted("gpu", PLAIN, TAKEN, TAKEN.replace("weights", "weights.flip(1)"), "hidden", FULL),
+    planted("gpu", PLAIN, TAKEN[1:], TAKEN[1:].replace("weights", "weights.flip(1)"), "hidden", FULL),
     planted("gpu", F32_BWD, "sigmoid * (1 + gate * (1 - sigmoid))", "sigmoid * (1 + gate * sigmoid)", "dgate"),
     planted("gpu", F32_BWD, "return _sum_of(drows, None, slots).to(drows.dtype), None, None",
             "return 2 * _sum_of(drows, None, slots).to(drows.dtype), None, None", "dexperts", FULL),
@@ -108,7 +108,7 @@ def test_a_fault_of_logic_is_found_where_it_enters(fault, case_id, site, tmp_pat
     assert conclusion(stages, ranking, tmp_path).startswith(f"a logic fault enters at {site}")
 
 
-OF_DLHS, OF_DRHS = "_gmm(by_rows, rhs, group_sizes, **by_gmm", "_tgmm(left, right, group_sizes, **by_tgmm"
+OF_DLHS, OF_DRHS = "(by_rows, rhs, group_sizes, **by_gmm", "(left, right, group_sizes, **by_tgmm"
 FAULTS_OF_DENSE = [
     planted(backend, case, old, old.replace(part, f"{part}._replace(qvalue=2 * {part}.qvalue)"), site, FULL)
     for backend in ("tpu", "gpu")

@@ -25,7 +25,7 @@ PACKAGES = {"tpu": "tpu_kernels", "gpu": "gpu_reference"}
 class Fault:
     """`old` becomes `new` in a module of the backend; `ops` must catch it in a case that `where` admits.
 
-    `data` takes the place of the cases' own.
+    `module`: where `old` is; "" finds it, in whichever module has it. `data` takes the place of the cases' own.
     """
 
     name: str
@@ -258,9 +258,14 @@ FAULTS = [
 
 def plant(fault: Fault, folder: Path) -> SimpleNamespace:
     """The fault's ops on its backend by name, with the fault in them."""
-    source = source_of(fault.backend, fault.module)
-    assert source.count(fault.old) == 1, f"{fault.old!r} occurs {source.count(fault.old)} times in {fault.module}"
-    return with_source(source.replace(fault.old, fault.new), fault.backend, fault.module, fault.ops, folder)
+    package = ROOT / PACKAGES[fault.backend]
+    paths = [path.relative_to(package).with_suffix("") for path in sorted(package.rglob("*.py"))]
+    modules = [fault.module] if fault.module else [".".join(path.parts) for path in paths]
+    counts = {module: source_of(fault.backend, module).count(fault.old) for module in modules}
+    assert sum(counts.values()) == 1, f"{fault.old!r} occurs {sum(counts.values())} times in {PACKAGES[fault.backend]}"
+    (module,) = (module for module, count in counts.items() if count)
+    source = source_of(fault.backend, module).replace(fault.old, fault.new)
+    return with_source(source, fault.backend, module, fault.ops, folder)
 
 
 def source_of(backend: str, module: str) -> str:

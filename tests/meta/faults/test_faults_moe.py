@@ -9,7 +9,7 @@ OPS = (PERMUTE, UNPERMUTE, MOE_LAYER, MOE_LAYER_BWD)
 
 
 def in_layer(name, backend, op, old, new, where=lambda c: c.tier == "smoke"):
-    return Fault(name, backend, (op,), old, new, where, "moe")
+    return Fault(name, backend, (op,), old, new, where, "")
 
 
 def in_gradient(name, backend, old, new, module):
@@ -56,8 +56,8 @@ FAULTS = [
     ),
     in_layer(
         "a weight is applied to the wrong slot", "gpu", "moe_layer",
-        "_take(weights.reshape(-1, 1), plan.source",
-        "_take(weights.flip(1).reshape(-1, 1), plan.source",
+        "take(weights.reshape(-1, 1), plan.source",
+        "take(weights.flip(1).reshape(-1, 1), plan.source",
     ),
     in_layer(
         "a dropped token is kept", "tpu", "permute",
@@ -67,8 +67,8 @@ FAULTS = [
     ),
     in_layer(
         "a dropped token is kept", "gpu", "permute",
-        "torch.where(position < group_sizes[choices], _starts(",
-        "torch.where(position >= 0, _starts(",
+        "torch.where(position < group_sizes[choices], starts_of(",
+        "torch.where(position >= 0, starts_of(",
         drops,
     ),
     in_layer(

@@ -19,7 +19,7 @@ def in_quantiser(name, backend, ops, old, new, where):
 
 
 def in_layer(name, backend, ops, old, new, where):
-    return Fault(name, backend, ops, old, new, where, "moe")
+    return Fault(name, backend, ops, old, new, where, "")
 
 
 def block_scaled(c):
@@ -244,7 +244,7 @@ FAULTS = [
     ),
     in_layer(
         "block_size is not forwarded", "gpu", ("grouped_dense", "grouped_dense_bwd"),
-        "fp8_quantize(x, axis, options.block_size, check",
+        "fp8_quantize(x, axis, block_size, check",
         "fp8_quantize(x, axis, None, check",
         other_blocks,
     ),

@@ -1,0 +1,240 @@
+"""Dense layers of groups on the GPU, in all precisions; they are defined in `cpu_golden/grouped_dense.py`."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from gpu_reference._lib.formats import Quantized
+from gpu_reference._lib.hardware import architecture, check_devices, supports_matmul
+from gpu_reference._lib.operands import on_device, only_tensor, primal_of, scalar, values
+from gpu_reference._lib.pairs import dual_quantized, padded, product, quantized, weight_product, with_rows
+from op_arguments import Tiling, check_array, check_shape, dtype_name
+from op_arguments.debug import Debug, backward_alone, sums_at
+from op_arguments.gmm import check_gmm
+from op_arguments.moe import check_quantize_options
+
+Quantize = bool | str
+
+
+class Grads(NamedTuple):
+    """The gradients of `grouped_dense`; existing_out's is None where none was given."""
+
+    lhs: Any
+    rhs: Any
+    existing_out: Any
+
+
+class _Options(NamedTuple):
+    """What is no tensor in a `grouped_dense`."""
+
+    quantize: bool
+    bwd_quantize: bool
+    block_size: int | None
+    transpose_rhs: bool
+    out_dtype: torch.dtype
+    tiling: Tiling | None
+    debug: Debug
+
+
+def grouped_dense(
+    lhs: Tensor,
+    rhs: Tensor,
+    group_sizes: Tensor,
+    existing_out: Tensor | None = None,
+    *,
+    group_offset: int | Tensor = 0,
+    transpose_rhs: bool = False,
+    quantize: Quantize = "auto",
+    bwd_quantize: Quantize = "auto",
+    block_size: int | None = 128,
+    preferred_element_type: torch.dtype | None = None,
+    tiling: Tiling | None = None,
+    debug: Debug = None,
+) -> Tensor:
+    """`gmm`, differentiable in lhs, rhs and existing_out, with its operands quantised to e4m3 on request.
+
+    Arguments, result and errors as `gmm`. quantize: multiply in fp8, lhs with one scale per row and `block_size`
+    elements of K, rhs with one per block_size x block_size elements (None: whole axes), the recipe of DeepSeek-V3
+    (arXiv:2412.19437, section 3.3). bwd_quantize: the same for the two matmuls of the backward pass: dout by rows and
+    blocks of N for lhs's gradient, by columns and global blocks of M for rhs's. "auto" quantises where the matrix
+    unit multiplies fp8 natively, which an interpreter does not. block_size must divide K and N where anything is
+    quantised; M need not be a multiple of it.
+    Where anything is quantised, what a backward pass keeps of lhs (by columns) and rhs is fp8 pairs alone. Gradients
+    have the dtypes of what they are gradients of: zero for rows of no active group (lhs), for empty groups (rhs) and
+    for rows that were overwritten (existing_out).
+    tiling: (tm, tk, tn) of the forward pass, whose backward matmuls take (tm, tn, tk) and (tm, tk, tn), or a look-up
+    (m, k, n) -> (tm, tk, tn) that is asked for each of them. debug: as the matmul of the forward pass has it, and the
+    sums of the other two at dlhs and drhs.
+    """
+    check_quantize_options(quantize, bwd_quantize, block_size)
+    group_offset = scalar(group_offset)
+    p = check_gmm(
+        lhs,
+        rhs,
+        group_sizes,
+        group_offset=group_offset,
+        existing_out=existing_out,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type,
+        sizes=values(group_sizes),
+    )
+    tensors = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "existing_out": existing_out}
+    device = check_devices(tensors | only_tensor("group_offset", group_offset))
+    options = _Options(
+        quantize=_resolved(quantize, device),
+        bwd_quantize=_resolved(bwd_quantize, device),
+        block_size=block_size,
+        transpose_rhs=bool(transpose_rhs),
+        out_dtype=getattr(torch, p.out_dtype),
+        tiling=tiling,
+        debug=debug,
+    )
+    out: Tensor = _GroupedDense.apply(  # type: ignore[no-untyped-call]
+        options, lhs, rhs, group_sizes, group_offset, existing_out
+    )
+    return out
+
+
+def grouped_dense_bwd(
+    lhs: Tensor,
+    rhs: Tensor,
+    group_sizes: Tensor,
+    dout: Tensor,
+    existing_out: Tensor | None = None,
+    *,
+    group_offset: int | Tensor = 0,
+    transpose_rhs: bool = False,
+    quantize: Quantize = "auto",
+    bwd_quantize: Quantize = "auto",
+    block_size: int | None = 128,
+    preferred_element_type: torch.dtype | None = None,
+    tiling: Tiling | None = None,
+    debug: Debug = None,
+) -> Grads:
+    """The gradients of `grouped_dense` in lhs, rhs and existing_out, as `torch.autograd.grad` gives them.
+
+    dout [M, N]: the gradient of its result, in the dtype of that. All else as `grouped_dense`, but that debug has no
+    stage of the forward pass.
+    """
+    primals = [primal_of(x) for x in (lhs, rhs, existing_out) if x is not None]
+    lhs, rhs, *existing = primals
+    with torch.enable_grad():
+        out = grouped_dense(
+            lhs,
+            rhs,
+            group_sizes,
+            *existing,
+            group_offset=group_offset,
+            transpose_rhs=transpose_rhs,
+            quantize=quantize,
+            bwd_quantize=bwd_quantize,
+            block_size=block_size,
+            preferred_element_type=preferred_element_type,
+            tiling=tiling,
+            debug=backward_alone(debug),
+        )
+    check_array("dout", dout, "M, N", (dtype_name(out.dtype),))
+    check_shape("dout", dout, "M, N", tuple(out.shape))
+    dlhs, drhs, *passed = torch.autograd.grad(out, primals, dout)
+    return Grads(dlhs, drhs, passed[0] if passed else None)
+
+
+def _resolved(quantize: Quantize, device: torch.device) -> bool:
+    if quantize == "auto":
+        return supports_matmul(torch.float8_e4m3fn, architecture(device))
+    return bool(quantize)
+
+
+class _GroupedDense(torch.autograd.Function):
+    """The two passes. An operand is a pair (qvalue, scale) throughout; where it is not quantised, its scale is None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        options: _Options,
+        lhs: Tensor,
+        rhs: Tensor,
+        group_sizes: Tensor,
+        group_offset: int | Tensor,
+        existing_out: Tensor | None,
+    ) -> Tensor:
+        _, needs_dlhs, needs_drhs, *_ = ctx.needs_input_grad
+        a = saved_a = Quantized(lhs, None)
+        b = saved_b = Quantized(rhs, None)
+        if options.quantize or (options.bwd_quantize and needs_dlhs):
+            saved_b = quantized(rhs, (1, 2), options.block_size)
+        if options.quantize:
+            b = saved_b
+            a, saved_a = (
+                dual_quantized(lhs, options.block_size)
+                if needs_drhs
+                else (quantized(lhs, 1, options.block_size), saved_a)
+            )
+        elif options.bwd_quantize and needs_drhs:
+            saved_a = quantized(padded(lhs, options.block_size), 0, options.block_size)
+        ctx.options, ctx.group_offset, ctx.groups, ctx.dtype = options, group_offset, rhs.shape[0], lhs.dtype
+        ctx.save_for_backward(
+            *(saved_a if needs_drhs else (None, None)), *(saved_b if needs_dlhs else (None, None)), group_sizes
+        )
+        return product(
+            a,
+            b,
+            group_sizes,
+            group_offset=group_offset,
+            existing_out=existing_out,
+            transpose_rhs=options.transpose_rhs,
+            preferred_element_type=options.out_dtype,
+            tiling=options.tiling,
+            debug=options.debug,
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        options, group_offset = ctx.options, ctx.group_offset
+        *saved, group_sizes = ctx.saved_tensors
+        lhs, rhs = Quantized(*saved[:2]), Quantized(*saved[2:])
+        _, needs_dlhs, needs_drhs, _, _, needs_passed = ctx.needs_input_grad
+        by_rows = by_columns = Quantized(dout, None)
+        if options.bwd_quantize and needs_drhs:
+            by_rows, by_columns = dual_quantized(dout, options.block_size)
+        elif options.bwd_quantize and needs_dlhs:
+            by_rows = quantized(dout, 1, options.block_size)
+        elif needs_drhs:
+            by_columns = Quantized(with_rows(dout, lhs.qvalue.shape[0]), None)
+
+        shared: dict[str, Any] = {"group_offset": group_offset, "preferred_element_type": ctx.dtype}
+        swapped = _swapped(options.tiling)
+        dlhs = drhs = passed = None
+        if needs_dlhs:
+            by_gmm = {"transpose_rhs": not options.transpose_rhs, "tiling": swapped}
+            dlhs = product(by_rows, rhs, group_sizes, **by_gmm, debug=sums_at("dlhs", options.debug), **shared)
+        if needs_drhs:
+            left, right, tiling = lhs, by_columns, options.tiling
+            if options.transpose_rhs:
+                left, right, tiling = by_columns, lhs, swapped
+            by_tgmm = {"num_actual_groups": ctx.groups, "tiling": tiling}
+            drhs = weight_product(left, right, group_sizes, **by_tgmm, debug=sums_at("drhs", options.debug), **shared)
+        if needs_passed:
+            passed = _outside(dout, group_sizes, group_offset, ctx.groups)
+        return None, dlhs, drhs, None, None, passed
+
+
+def _swapped(tiling: Tiling | None) -> Tiling | None:
+    """The tile of a matmul in which K and N have changed places; a look-up is asked with its sizes anyway."""
+    if tiling is None or callable(tiling):
+        return tiling
+    tm, tk, tn = tiling
+    return tm, tn, tk
+
+
+def _outside(x: Tensor, group_sizes: Tensor, group_offset: int | Tensor, groups: int) -> Tensor:
+    """x [M, N], zero in the rows of active groups. Nothing is read back from the device."""
+    ends = pad(group_sizes.cumsum(0), (1, 0))
+    first = on_device(group_offset, x.device).reshape(1).clamp(0, len(group_sizes) - groups).long()
+    row = torch.arange(len(x), device=x.device)
+    is_active = (ends[first] <= row) & (row < ends[first + groups])
+    return torch.where(is_active[:, None], 0, x)
