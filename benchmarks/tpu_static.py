@@ -107,7 +107,7 @@ class Kernel:
         if self.peer != "ours":
             return f"{HERE}:{self.peer}_{self.product}"
         if self.mxfp8:
-            return "tpu_kernels.quantized_gmm:grouped_gemm"
+            return "tpu_kernels.grouped_gemm:grouped_gemm"
         if self.is_quantised:
             return f"tpu_kernels.quantized_gmm:{self.product}_quantized"
         return f"tpu_kernels.gmm:{self.product}"

@@ -10,9 +10,10 @@ jax = pytest.importorskip("jax")
 from parity.compilers.kernels import _equations  # noqa: E402
 from tpu_kernels._lib.visits import make_group_metadata  # noqa: E402
 from tpu_kernels.gmm import gmm, tgmm  # noqa: E402
+from tpu_kernels.grouped_gemm import grouped_gemm  # noqa: E402
 from tpu_kernels.mxfp8 import mxfp8_quantize  # noqa: E402
 from tpu_kernels.quantize import fp8_dequantize, fp8_dual_quantize, fp8_quantize  # noqa: E402
-from tpu_kernels.quantized_gmm import gmm_quantized, grouped_gemm, tgmm_quantized  # noqa: E402
+from tpu_kernels.quantized_gmm import gmm_quantized, tgmm_quantized  # noqa: E402
 from tpu_kernels.simple_gla import (  # noqa: E402
     chunk_simple_gla_bwd,
     chunk_simple_gla_fwd,

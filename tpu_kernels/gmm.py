@@ -32,6 +32,7 @@ from tpu_kernels._lib.arguments import (
 )
 from tpu_kernels._lib.call import Block, call
 from tpu_kernels._lib.chip import MXU
+from tpu_kernels._lib.grids import Operands
 from tpu_kernels._lib.products import blocks, dot, dot_depth
 from tpu_kernels._lib.tiles import Tile, even_step, fit_tile, is_small
 from tpu_kernels._lib.visits import Visits, copy_own_rows, for_row_blocks, is_own_row, list_visits, row_block
@@ -173,12 +174,6 @@ def _tgmm_tiles(dtype: Any, small: bool, m: int, k: int, n: int) -> Tile:
 # ---------------------------------------------------------------------------------------------------------- gmm
 
 
-class _Operands(NamedTuple):
-    lhs: Any
-    rhs: Any
-    existing_out: Any = None
-
-
 @partial(jax.jit, static_argnames=("problem", "tile", "transpose_rhs", "interpret", "debug"))
 def _gmm(
     lhs: jax.Array,
@@ -205,10 +200,10 @@ def _gmm(
     visits, num_visits = list_visits(
         group_sizes, group_offset, m=p.m, tm=tm, num_groups=p.groups, cover="tiles", interpret=interpret
     )
-    operands = _Operands(
+    operands = Operands(
         Block(kernel_operand(lhs), (tm, tk), grids.gmm_lhs),
         Block(kernel_operand(rhs), *grids.gmm_weights(tile, transpose_rhs)),
-        None if existing_out is None else Block(kernel_operand(existing_out), (tm, tn), grids.gmm_out),
+        existing_out=None if existing_out is None else Block(kernel_operand(existing_out), (tm, tn), grids.gmm_out),
     )
     out = Block(jax.ShapeDtypeStruct((p.m, p.n), kernel_dtype(p.out_dtype)), (tm, tn), grids.gmm_out)
     return call(
@@ -220,15 +215,15 @@ def _gmm(
         operands=operands,
         out=out,
         scratch=pltpu.VMEM((tm, tn), jnp.float32),
-        cost=grids.gmm_cost(p, tile, *operands, out),
+        cost=grids.gmm_cost(p, tile, operands, out),
         interpret=interpret,
     ).astype(p.out_dtype)
 
 
 def _gmm_kernel(
-    visits: Visits, operands: _Operands, out: Any, acc: Any, *, k: int, transpose_rhs: bool, debug: Debug
+    visits: Visits, operands: Operands, out: Any, acc: Any, *, k: int, transpose_rhs: bool, debug: Debug
 ) -> None:
-    lhs, rhs, existing_out = operands
+    lhs, rhs, existing_out = operands.lhs, operands.rhs, operands.existing_out
     visit, step, last_step = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
     (tm, tk), tn = lhs.shape, out.shape[1]
     start, end = visits.rows(visit, tm)
@@ -313,10 +308,12 @@ def _tgmm(
         group_sizes, group_offset, m=p.m, tm=tm, num_groups=p.groups, cover="groups", interpret=interpret
     )
     lhs, rhs = kernel_operand(lhs), kernel_operand(rhs)
-    operands = _Operands(
+    operands = Operands(
         Block(lhs, (tm, tk), grids.tgmm_lhs),
         Block(rhs, (tm, tn), grids.tgmm_rhs),
-        None if existing_out is None else Block(kernel_operand(existing_out), (None, tk, tn), grids.tgmm_out),
+        existing_out=None
+        if existing_out is None
+        else Block(kernel_operand(existing_out), (None, tk, tn), grids.tgmm_out),
     )
     out = Block(jax.ShapeDtypeStruct((p.groups, p.k, p.n), kernel_dtype(p.out_dtype)), (None, tk, tn), grids.tgmm_out)
     return call(
@@ -332,7 +329,7 @@ def _tgmm(
             pltpu.VMEM((row_block(tm), tk), lhs.dtype),
             pltpu.VMEM((row_block(tm), tn), rhs.dtype),
         ),
-        cost=grids.tgmm_cost(p, tile, *operands, out),
+        cost=grids.tgmm_cost(p, tile, operands, out),
         interpret=interpret,
     ).astype(p.out_dtype)
 
@@ -345,8 +342,8 @@ class _Sums(NamedTuple):
     own_rhs: Any
 
 
-def _tgmm_kernel(visits: Visits, operands: _Operands, out: Any, sums: _Sums, *, debug: Debug) -> None:
-    lhs, rhs, existing_out = operands
+def _tgmm_kernel(visits: Visits, operands: Operands, out: Any, sums: _Sums, *, debug: Debug) -> None:
+    lhs, rhs, existing_out = operands.lhs, operands.rhs, operands.existing_out
     acc, own_lhs, own_rhs = sums
     visit, last_visit = pl.program_id(2), pl.num_programs(2) - 1
     tm = rhs.shape[0]

@@ -26,9 +26,10 @@ from tpu_kernels._lib.arguments import Interpret, as_vector, concrete_values, st
 from tpu_kernels._lib.blocks import Quantized
 from tpu_kernels._lib.chip import matmul_path, tpu_generation
 from tpu_kernels.gmm import gmm, tgmm
+from tpu_kernels.grouped_gemm import grouped_gemm
 from tpu_kernels.mxfp8 import mxfp8_dual_quantize, mxfp8_quantize
 from tpu_kernels.quantize import fp8_dual_quantize, fp8_quantize
-from tpu_kernels.quantized_gmm import gmm_quantized, grouped_gemm, tgmm_quantized
+from tpu_kernels.quantized_gmm import gmm_quantized, tgmm_quantized
 
 Quantize = bool | str
 

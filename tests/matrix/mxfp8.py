@@ -186,7 +186,7 @@ def unread(c: Case, inputs: Inputs) -> Mapping[str, np.ndarray]:
 _GEMM = Op(
     "grouped_gemm",
     golden=grouped_gemm,
-    tpu="tpu_kernels.quantized_gmm:grouped_gemm",
+    tpu="tpu_kernels.grouped_gemm:grouped_gemm",
     gpu="gpu_reference.grouped_gemm:grouped_gemm",
     inputs=gemm_inputs,
     arguments=gemm_arguments,

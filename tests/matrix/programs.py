@@ -79,7 +79,7 @@ def mxfp8(ragged: str, model: Experts) -> Program:
     }
     shard = {"num_actual_groups": groups} if contracting else {}
     name = f"{model.name}-mxfp8-{ragged}"
-    return Program("grouped_gemm", name, "tpu_kernels.quantized_gmm:grouped_gemm", (), arguments | shard, work=ROWS)
+    return Program("grouped_gemm", name, "tpu_kernels.grouped_gemm:grouped_gemm", (), arguments | shard, work=ROWS)
 
 
 def quantiser(op: str, model: Experts, **options: Any) -> Program:

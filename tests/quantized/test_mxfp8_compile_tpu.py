@@ -34,7 +34,7 @@ def gemm(chip, lhs=E4M3, rhs=E4M3, k=K, n=N, ragged="lhs", transpose_rhs=False, 
                 scale = swizzled_shape((*scale[:axis], *scale[axis + 1 :], scale[axis]))
             arguments[f"{name}_scale"] = Abstract(scale, E8M0)
     options["scale_layout"] = "swizzled" if swizzled else "plain"
-    return Compilation("tpu_kernels.quantized_gmm:grouped_gemm", chip, (), arguments | options | STATIC)
+    return Compilation("tpu_kernels.grouped_gemm:grouped_gemm", chip, (), arguments | options | STATIC)
 
 
 def matmuls(chip):

@@ -135,14 +135,14 @@ def test_a_scale_of_nan_is_in_its_sums_and_no_others(backend, form):
 def test_nothing_waits_for_the_host(ragged):
     """Group sizes and the offset have no values while it is traced, quantising included."""
     jax = pytest.importorskip("jax")
-    from tpu_kernels import mxfp8, quantized_gmm
+    from tpu_kernels import grouped_gemm, mxfp8
 
     axis = 1 if ragged == "lhs" else 0
 
     def step(x, w, group_sizes, group_offset):
         a, b = mxfp8.mxfp8_quantize(x, axis), mxfp8.mxfp8_quantize(w, axis)
         groups = {} if ragged == "lhs" else {"num_actual_groups": 4}
-        return quantized_gmm.grouped_gemm(
+        return grouped_gemm.grouped_gemm(
             a.qvalue, b.qvalue, group_sizes, lhs_scale=a.scale, rhs_scale=b.scale, ragged=ragged,
             group_offset=group_offset, **groups,
         )  # fmt: skip
@@ -157,7 +157,7 @@ def test_nothing_waits_for_the_host(ragged):
 @pytest.mark.tpu
 def test_each_path_says_why_and_strict_takes_no_fallback():
     pytest.importorskip("jax")
-    from tpu_kernels.quantized_gmm import grouped_gemm, grouped_gemm_support
+    from tpu_kernels.grouped_gemm import grouped_gemm, grouped_gemm_support
 
     e4m3, e5m2, bf16, f32 = "float8_e4m3fn", "float8_e5m2", "bfloat16", "float32"
     for pair, path, fallback in [

@@ -13,7 +13,8 @@ jax = pytest.importorskip("jax")
 
 from jax.experimental import pallas as pl  # noqa: E402
 
-from tpu_kernels import quantized_gmm  # noqa: E402
+from tpu_kernels._lib import narrow, products  # noqa: E402
+from tpu_kernels._lib import powers as powers_of_two  # noqa: E402
 
 pytestmark = pytest.mark.tpu
 
@@ -32,7 +33,7 @@ def powers(shape, dtype, rng):
 def call(function, arrays, **options):
     """What the kernel returns, in float32."""
     given = {name: None if x is None else to_jax(x) for name, x in arrays.items()}
-    return to_numpy(getattr(quantized_gmm, function)(**given, preferred_element_type="float32", **options))
+    return to_numpy(public("tpu_kernels")[function](**given, preferred_element_type="float32", **options))
 
 
 def check(function, arrays, **options):
@@ -88,7 +89,7 @@ def test_an_offset_that_is_traced_does_not_leave_the_groups(function):
     arrays["group_sizes"] = to_jax(np.array([20, 10, 30], np.int32))
     options = {} if function == "gmm_quantized" else {"num_actual_groups": 2}
     options |= {"ragged": "contracting"} if function == "grouped_gemm" else {}
-    shard = jax.jit(lambda at: getattr(quantized_gmm, function)(**arrays, group_offset=at, **options))
+    shard = jax.jit(lambda at: public("tpu_kernels")[function](**arrays, group_offset=at, **options))
     for beyond, last in ((7, 1), (-2, 0)):
         np.testing.assert_array_equal(to_numpy(shard(beyond)), to_numpy(shard(last)))
     assert not np.array_equal(to_numpy(shard(0)), to_numpy(shard(1)))
@@ -182,9 +183,9 @@ def test_scales_of_what_lies_beyond_4096_elements_are_in_the_next_register():
     x, scale = integers((32, 256), BF16, rng), powers((1, 32, 136), E8M0, rng)
 
     def multiply(x, powers, out):
-        out[...] = quantized_gmm._times_lanes(x[...], powers, pl.ds(0, 32), 4096)
+        out[...] = powers_of_two.times_lanes(x[...], powers, pl.ds(0, 32), 4096)
 
-    words = quantized_gmm._powers_in_lanes(to_jax(scale), 4352, 4352, True)[0, 0]
+    words = powers_of_two.powers_in_lanes(to_jax(scale), 4352, 4352, True)[0, 0]
     assert words.shape == (8, 256)
     got = pl.pallas_call(multiply, out_shape=jax.ShapeDtypeStruct(x.shape, BF16), interpret=True)(to_jax(x), words)
     expected = x.astype(F32) * scale[0, :, 128:].astype(F32).repeat(32, axis=1)
@@ -197,7 +198,7 @@ def test_sums_of_int8_are_exact_where_float32_would_not_be(contract):
     a, b = (np.full((2100, 40), value, np.int8) for value in (127, 126))
     a[::3], b[::5] = 125, 127
     given = [x if axis == 0 else np.ascontiguousarray(x.T) for x, axis in zip((a, b), contract, strict=True)]
-    got = quantized_gmm._product(*map(to_jax, given), contract)
+    got = narrow.product(*map(to_jax, given), contract)
     assert got.dtype == "int32"
     np.testing.assert_array_equal(to_numpy(got), a.astype(int).T @ b)
 
@@ -215,7 +216,7 @@ def test_sums_of_int8_are_exact_where_float32_would_not_be(contract):
 def test_a_single_row_of_transposed_weights_is_multiplied_in_float32(lhs, rhs, contract, multiplied):
     """Pallas lowers no other such product."""
     shapes = (jax.ShapeDtypeStruct(shape, E4M3) for shape in (lhs, rhs))
-    traced = jax.make_jaxpr(lambda a, b: quantized_gmm._product(a, b, contract))(*shapes)
+    traced = jax.make_jaxpr(lambda a, b: narrow.product(a, b, contract))(*shapes)
     (dot,) = [equation for equation in traced.eqns if equation.primitive.name == "dot_general"]
     assert [str(operand.aval.dtype) for operand in dot.invars] == [multiplied] * 2
 
@@ -232,7 +233,7 @@ def test_blocks_are_walked_in_a_loop_where_all_are_whole(size, width, loops):
             seen.append(rows.size)
 
         seen = []
-        quantized_gmm._for_blocks(size, width, body)
+        products.for_blocks(size, width, body)
         assert (
             set(seen) == {width} if loops else seen == [width] * (size // width) + [size % width] * (size % width > 0)
         )

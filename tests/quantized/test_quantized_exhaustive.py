@@ -99,16 +99,16 @@ def test_every_byte_is_widened(generation, monkeypatch):
     jax = pytest.importorskip("jax")
     from jax.experimental import pallas as pl
 
-    from tpu_kernels import quantized_gmm
+    from tpu_kernels._lib import narrow
 
     monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)
     codes = np.arange(256, dtype=np.uint8).repeat(128).reshape(256, 128)
     codes = np.concatenate([codes, np.random.default_rng(0).permuted(codes, axis=0)]).view(ml_dtypes.float8_e4m3fn)
 
-    def widen(narrow, wide):
-        wide[...] = quantized_gmm._widen(narrow[...], wide.dtype)
+    def widen(x, wide):
+        wide[...] = narrow.widen(x[...], wide.dtype)
 
-    unit = quantized_gmm._unit(codes.dtype, "bfloat16")
+    unit = narrow.unit_of(codes.dtype, "bfloat16")
 
     wide = jax.ShapeDtypeStruct(codes.shape, jax.numpy.bfloat16)
     got = pl.pallas_call(widen, out_shape=wide, interpret=True)(codes)

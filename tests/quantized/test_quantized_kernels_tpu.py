@@ -17,7 +17,8 @@ from tests.matrix.mxfp8 import with_blocks  # noqa: E402
 from tests.matrix.programs import scale  # noqa: E402
 from tests.matrix.quantized_gmm import BF16, E4M3, E5M2, F32, I8, PLAIN  # noqa: E402
 from tests.quantized.test_quantized_plans import on  # noqa: E402
-from tpu_kernels import quantized_gmm  # noqa: E402
+from tpu_kernels.grouped_gemm import grouped_gemm  # noqa: E402
+from tpu_kernels.quantized_gmm import gmm_quantized, tgmm_quantized  # noqa: E402
 
 pytestmark = pytest.mark.tpu
 
@@ -50,13 +51,13 @@ def traced(kind, name, dtypes, layout, k, n, transposed=False, existing=False, o
     if existing:
         given["existing_out"] = ((G, k, n) if contracting else (M, n), out)
     if layout == "mxfp8":
-        function = quantized_gmm.grouped_gemm
+        function = grouped_gemm
         for side, shape, dtype, axis in zip(("lhs", "rhs"), shapes, dtypes, axes, strict=True):
             if dtype != BF16:
                 given[f"{side}_scale"] = (with_blocks(shape, axis), E8M0)
         options |= {"ragged": "contracting"} if contracting else {"transpose_rhs": transposed}
     else:
-        function = getattr(quantized_gmm, f"{name}_quantized")
+        function = tgmm_quantized if contracting else gmm_quantized
         for side, spelled, shape in zip(("lhs", "rhs"), layout, shapes, strict=True):
             abstract = scale(spelled, shape)
             if abstract is None:

@@ -35,11 +35,11 @@ def on(kind):
 )
 def test_a_dot_is_of_what_the_chip_multiplies(kind, dtype, multiplied):
     jax = pytest.importorskip("jax")
-    from tpu_kernels.quantized_gmm import _product
+    from tpu_kernels._lib.narrow import product
 
     x = jax.ShapeDtypeStruct((32, 32), dtype)
     with on(kind):
-        traced = jax.make_jaxpr(lambda a, b: _product(a, b, (1, 0)))(x, x)
+        traced = jax.make_jaxpr(lambda a, b: product(a, b, (1, 0)))(x, x)
     (dot,) = [equation for equation in traced.eqns if equation.primitive.name == "dot_general"]
     assert [str(operand.aval.dtype) for operand in dot.invars] == [multiplied] * 2
 
@@ -48,90 +48,11 @@ def test_a_dot_is_of_what_the_chip_multiplies(kind, dtype, multiplied):
 @pytest.mark.parametrize("wide", ["float32", "bfloat16"])
 def test_beside_a_wide_operand_a_narrow_one_is_multiplied_as_that(kind, wide):
     jax = pytest.importorskip("jax")
-    from tpu_kernels.quantized_gmm import _product_path
+    from tpu_kernels._lib.narrow import product_path
 
     x, narrow = jax.ShapeDtypeStruct((32, 32), wide), jax.ShapeDtypeStruct((32, 32), "float8_e4m3fn")
     with on(kind):
-        assert _product_path(x, narrow) == _product_path(narrow, x) == wide
-
-
-@pytest.mark.parametrize(
-    ("kind", "small", "k", "n", "gmm_tile", "tgmm_tile"),
-    [
-        ("TPU v5e", True, 2048, 512, (256, 2048, 512), (512, 1024, 512)),
-        ("TPU v5e", True, 7168, 2048, (512, 1024, 512), (512, 512, 1024)),
-        ("TPU v6e", True, 512, 2048, (1024, 512, 2048), (1024, 512, 1024)),
-        ("TPU7x", True, 2048, 512, (512, 2048, 512), (1024, 1024, 512)),
-        ("TPU7x", True, 2048, 768, (512, 2048, 768), (1024, 1024, 768)),
-        ("TPU7x", True, 2880, 2880, (256, 2880, 512), (1024, 1024, 1024)),
-        ("TPU7x", True, 4096, 14336, (1024, 512, 2048), (1024, 1024, 1024)),
-        ("TPU7x", False, 4096, 14336, (512, 1024, 1024), (1024, 512, 1024)),
-    ],
-)
-def test_tiles_of_bfloat16(kind, small, k, n, gmm_tile, tgmm_tile):
-    jax = pytest.importorskip("jax")
-    from tpu_kernels.gmm import _gmm_tiles, _tgmm_tiles
-
-    with on(kind):
-        assert _gmm_tiles(jax.numpy.bfloat16, small, 8192, k, n) == gmm_tile
-        assert _tgmm_tiles(jax.numpy.bfloat16, small, 8192, k, n) == tgmm_tile
-
-
-@pytest.mark.parametrize(
-    ("kind", "narrow", "small", "k", "n", "tile"),
-    [
-        ("TPU v5e", True, True, 4096, 4096, (512, 512, 512)),
-        ("TPU v6e", True, False, 512, 4096, (1024, 512, 2048)),
-        ("TPU v6e", False, False, 513, 512, (512, 2048, 512)),
-        ("TPU7x", True, False, 513, 2880, (1024, 1024, 1024)),
-        ("TPU7x", True, True, 513, 2880, (1024, 1024, 1536)),
-        ("TPU7x", True, False, 513, 513, (1024, 1024, 513)),
-        ("TPU7x", True, False, 513, 1024, (1024, 1024, 1024)),
-        ("TPU7x", True, False, 513, 1025, (1024, 1024, 768)),
-        ("TPU7x", True, True, 513, 2048, (1024, 1024, 2048)),
-        ("TPU7x", True, True, 513, 2049, (1024, 1024, 1280)),
-    ],
-)
-def test_tiles_of_tgmm(kind, narrow, small, k, n, tile):
-    pytest.importorskip("jax")
-    from tpu_kernels.quantized_gmm import _tgmm_tiles
-
-    with on(kind):
-        assert _tgmm_tiles(narrow, small, 4096, k, n) == tile
-
-
-@pytest.mark.parametrize(
-    ("kind", "block", "small", "mxfp8", "k", "n", "tile"),
-    [
-        ("TPU v5e", 128, True, False, 7168, 2048, (256, 1024, 512)),
-        ("TPU v5e", 32, True, False, 7168, 2048, (256, 512, 512)),
-        ("TPU7x", 128, True, False, 2048, 512, (1024, 2048, 512)),
-        ("TPU7x", 128, True, False, 7168, 2048, (1024, 1024, 2048)),
-        ("TPU7x", 128, False, False, 7168, 2048, (512, 1792, 512)),
-        ("TPU7x", 512, True, False, 7168, 2048, (1024, 2048, 1024)),  # of whole blocks
-        ("TPU7x", 7168, True, False, 7168, 2048, (1024, 1792, 1024)),
-        ("TPU v6e", 7168, True, False, 7168, 2048, (1024, 1792, 1024)),
-        ("TPU7x", 32, True, False, 300, 2880, (1024, 300, 1536)),
-        ("TPU7x", 2880, True, True, 2880, 2880, (1024, 1024, 1024)),
-        ("TPU7x", 2880, False, True, 2880, 2880, (512, 1536, 512)),
-        # At the edges: of few scales, of columns that ask for longer steps or fit into one, of steps along K.
-        ("TPU v6e", 256, True, False, 2048, 2048, (1024, 2048, 1024)),
-        ("TPU v6e", 128, True, False, 2048, 2048, (512, 1024, 2048)),
-        ("TPU7x", 128, True, False, 2048, 513, (1024, 1024, 513)),
-        ("TPU7x", 128, True, False, 2048, 2049, (1024, 1024, 1280)),
-        ("TPU7x", 2048, False, False, 2048, 513, (512, 2048, 512)),
-        ("TPU7x", 2049, True, False, 2049, 1026, (1024, 1280, 1026)),
-        ("TPU7x", 2048, True, False, 2048, 1026, (1024, 2048, 768)),
-        ("TPU7x", 1025, True, True, 1025, 513, (1024, 768, 513)),
-    ],
-)
-def test_tiles_of_gmm(kind, block, small, mxfp8, k, n, tile):
-    """Even steps: the matrix unit multiplies all of the last one too."""
-    pytest.importorskip("jax")
-    from tpu_kernels.quantized_gmm import _gmm_tiles
-
-    with on(kind):
-        assert _gmm_tiles(block, small, mxfp8, 4096, k, n) == tile
+        assert product_path(x, narrow) == product_path(narrow, x) == wide
 
 
 @pytest.mark.parametrize(

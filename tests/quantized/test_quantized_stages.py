@@ -21,7 +21,7 @@ from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_QUANTIZERS
 from tests.matrix.quantize import QUANTIZERS
 from tests.matrix.quantized_gmm import E4M3, F32, GMM_QUANTIZED, TGMM_QUANTIZED
 from tests.meta.debugging import test_stages_command as stages
-from tests.meta.faults.test_faults import ROOT, Fault, plant
+from tests.meta.faults.test_faults import Fault, plant, source_of
 from tests.meta.judging import test_bit_exact as bits
 
 OPS = {op.name: op for op in (GMM_QUANTIZED, TGMM_QUANTIZED, GROUPED_GEMM)}
@@ -43,8 +43,8 @@ SCALED = "tl.load(b_scales + at_row // RHS_BLOCK * rhs_scale_stride_m, mask=in_c
 
 LOSSES = [
     planted("tpu", "gmm_quantized", ADDED, f"return sums if total is None else (total + sums){BF16}"),
-    planted("tpu", "tgmm_quantized", "acc[rows, columns] = before + sums\n\n        if",
-            f"acc[rows, columns] = (before + sums){BF16}\n\n        if", FULL),
+    planted("tpu", "tgmm_quantized", "self.acc[rows, columns] = before + sums\n\n        if",
+            f"self.acc[rows, columns] = (before + sums){BF16}\n\n        if", FULL),
     planted("tpu", "grouped_gemm", ADDED, f"return sums if total is None else (total + sums){BF16}", FULL),
     planted("gpu", "tgmm_quantized", f"partial *= {SCALED}", f"partial *= {SCALED}.to(tl.bfloat16).to(tl.float32)",
             FULL),
@@ -187,7 +187,7 @@ def test_a_value_that_the_golden_has_more_often_is_lacking():
 @pytest.mark.tpu
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 def test_the_debug_argument_leaves_nothing_in_what_is_lowered(op, tmp_path):
-    check_lowered(op, smoke(op), "quantized_gmm", tmp_path)
+    check_lowered(op, smoke(op), "_lib.scaled_tgmm" if op is TGMM_QUANTIZED else "_lib.scaled_gmm", tmp_path)
 
 
 @pytest.mark.tpu
@@ -200,7 +200,7 @@ def test_nor_does_that_of_a_quantiser(name, tmp_path):
 
 def check_lowered(op, case, module, tmp_path):
     jax = pytest.importorskip("jax")
-    source = (ROOT / "tpu_kernels" / f"{module.replace('.', '/')}.py").read_text()
+    source = source_of("tpu", module)
     stripped = ast.unparse(stages._Without().visit(ast.parse(source)))
     assert "debug('" not in stripped
     fault = Fault("", "tpu", (op.name,), source, stripped, module=module)

@@ -5,7 +5,7 @@ innermost where what they share should stay: a group's weights, or the sums of a
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
@@ -15,6 +15,18 @@ from op_arguments.quantized_gmm import QuantizedProblem
 from tpu_kernels._lib.call import Block, bytes_of
 from tpu_kernels._lib.tiles import Tile
 from tpu_kernels._lib.visits import Visits
+
+
+class Operands(NamedTuple):
+    """What the kernels read, None for what a call does without."""
+
+    lhs: Any
+    rhs: Any
+    lhs_scale: Any = None
+    rhs_scale: Any = None
+    lhs_powers: Any = None
+    rhs_powers: Any = None
+    existing_out: Any = None
 
 
 def gmm_lhs(n_i: Any, visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:
@@ -39,16 +51,16 @@ def gmm_out(n_i: Any, visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:
     return visits.tile_ids[visit], n_i
 
 
-def gmm_cost(p: Problem | QuantizedProblem, tile: Tile, lhs: Block, rhs: Block, *others: Any) -> pl.CostEstimate:
-    """What gmm computes, reads and writes; others: blocks, or trees of them, of which each is fetched or stored once.
-
-    A block is fetched anew when its index changes: with a single step over K, only at a new tile or a new group.
+def gmm_cost(p: Problem | QuantizedProblem, tile: Tile, operands: Operands, out: Block) -> pl.CostEstimate:
+    """What gmm computes, reads and writes. A block is fetched anew when its index changes: with a single step over K,
+    only at a new tile or a new group.
     """
     tiles_m, tiles_k, tiles_n = (pl.cdiv(size, step) for size, step in zip((p.m, p.k, p.n), tile, strict=True))
     visits = tiles_m + p.groups - 1
     rows, matrices = (p.m, p.groups) if tiles_k == 1 else (visits * tile[0], visits)
-    fetched = tiles_n * rows * p.k * lhs.array.dtype.itemsize + matrices * p.k * p.n * rhs.array.dtype.itemsize
-    return _cost(p, fetched, others)
+    lhs, rhs = operands.lhs.array, operands.rhs.array
+    fetched = tiles_n * rows * p.k * lhs.dtype.itemsize + matrices * p.k * p.n * rhs.dtype.itemsize
+    return _cost(p, fetched, operands, out)
 
 
 def tgmm_lhs(n_i: Any, k_i: Any, visit: Any, visits: Visits, *_: Any) -> Any:
@@ -63,12 +75,14 @@ def tgmm_out(n_i: Any, k_i: Any, visit: Any, visits: Visits, *_: Any) -> Any:
     return visits.group_ids[visit], k_i, n_i
 
 
-def tgmm_cost(p: Problem | QuantizedProblem, tile: Tile, lhs: Block, rhs: Block, *others: Any) -> pl.CostEstimate:
+def tgmm_cost(p: Problem | QuantizedProblem, tile: Tile, operands: Operands, out: Block) -> pl.CostEstimate:
     """As `gmm_cost`, of tgmm: for every column tile all of lhs is fetched, for every row tile all of rhs."""
     tiles_k, tiles_n = pl.cdiv(p.k, tile[1]), pl.cdiv(p.n, tile[2])
-    return _cost(p, tiles_n * bytes_of(lhs.array) + tiles_k * bytes_of(rhs.array), others)
+    fetched = tiles_n * bytes_of(operands.lhs.array) + tiles_k * bytes_of(operands.rhs.array)
+    return _cost(p, fetched, operands, out)
 
 
-def _cost(p: Problem | QuantizedProblem, fetched: int, others: Any) -> pl.CostEstimate:
-    once = sum(bytes_of(block.array) for block in jax.tree.leaves(others))
+def _cost(p: Problem | QuantizedProblem, fetched: int, operands: Operands, out: Block) -> pl.CostEstimate:
+    """fetched: of lhs and rhs; of all else every element is read, or written, once."""
+    once = sum(bytes_of(block.array) for block in (*jax.tree.leaves(operands[2:]), out))
     return pl.CostEstimate(flops=2 * p.m * p.k * p.n, transcendentals=0, bytes_accessed=fetched + once)

@@ -1,5 +1,6 @@
 """How the product of two tiles is cut into dots, and what a dot is."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,15 @@ def blocks(size: int, width: int) -> list[Any]:
     A dot over a whole tile needs more registers than there are, and spills.
     """
     return [pl.ds(first, min(width, size - first)) for first in range(0, size, width)]
+
+
+def for_blocks(size: int, width: int, body: Callable[[Any], None]) -> None:
+    """body of each slice of `width` that makes up an axis of `size`; in a loop, unless the last one is less."""
+    if size <= width or size % width:
+        for block in blocks(size, width):
+            body(block)
+    else:
+        lax.fori_loop(0, size // width, lambda i, _: body(pl.ds(pl.multiple_of(i * width, width), width)), None)
 
 
 def dot_depth(changed: bool = False) -> int:

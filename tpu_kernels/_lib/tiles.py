@@ -8,8 +8,10 @@ from jax.experimental import pallas as pl
 
 from op_arguments.gmm import Problem
 from op_arguments.quantized_gmm import QuantizedProblem
-from tpu_kernels._lib.chip import LANES, MXU, sublanes
+from tpu_kernels._lib import chip
+from tpu_kernels._lib.chip import LANES, MXU, default_vmem, sublanes
 
+PARTS = 16
 Tile = tuple[int, int, int]
 
 
@@ -35,3 +37,34 @@ def fit_tile(tile: Tile, p: Problem | QuantizedProblem, narrowest: Any) -> Tile:
 
     tm, tk, tn = tile
     return fit(tm, sublanes(narrowest), p.m), fit(tk, LANES, p.k), fit(tn, LANES, p.n)
+
+
+def scaled_gmm_tiles(block: int, small: bool, mxfp8: bool, m: int, k: int, n: int) -> Tile:
+    """As large as VMEM allows, as for `gmm`, but no more than PARTS blocks of scales: each is code of its own.
+
+    small: there is room for more columns, in place of longer steps where scales are many (an operand is then scaled and
+    fetched less often), and for more rows, which pay on v6e if scales are few, and for MXFP8: a step begins and ends
+    with work under which nothing is multiplied.
+    """
+    if default_vmem() < 2**25:
+        return 256, min(1024, PARTS * block), 512
+    few = block >= MXU and not mxfp8
+    tm = 1024 if small and (mxfp8 or few or chip.generation() > 6) else 512
+    longest = min(1024 if small and not few and n > 512 else 2048, PARTS * block)
+    tk = even_step(k, longest, max(block, MXU) if block < k else MXU)
+    weights = 2**21 if small and not mxfp8 else 2**20
+    return tm, tk, even_step(n, min(max(weights // tk // 512 * 512, 512), 2048))
+
+
+def scaled_tgmm_tiles(narrow: bool, small: bool, m: int, k: int, n: int) -> Tile:
+    """As large an output block as VMEM allows, and twice as many rows where both operands are narrow.
+
+    A step has costs that do not grow with its rows: the scales of whole columns, and results to store.
+    small: there is room for twice the columns.
+    """
+    if default_vmem() < 2**25:
+        return 512, 512, 512
+    tm = 1024 if narrow else 512
+    if k <= 512:
+        return tm, 512, 2048
+    return (tm, 2048, 512) if n <= 512 else (tm, 1024, even_step(n, 2048 if small else 1024))

@@ -75,20 +75,21 @@ def plant(loss, folder):
 
 def jnp_rounded(x, bits=7):
     """The JAX expression x, rounded to a mantissa of so many bits."""
-    return f"lax.reduce_precision({x}, 8, {bits})"
+    return f"jax.lax.reduce_precision({x}, 8, {bits})"
 
 
 TL_BF16 = ".to(tl.bfloat16).to(tl.float32)"
 
 
 def in_gmm(name, backend, old, new, sites, where=f32, ops=("gmm", "tgmm"), default=()):
-    return [
-        Loss(name, backend, op, {old: new}, sites, where, tier="default" if op in default else "full") for op in ops
-    ]
+    module = module_with(backend, old, "gmm")
+    tiers = {op: "default" if op in default else "full" for op in ops}
+    return [Loss(name, backend, op, {old: new}, sites, where, module, tiers[op]) for op in ops]
 
 
 def in_quantized(name, backend, old, new, sites, op="gmm", tier="full"):
-    return [Loss(name, backend, f"{op}_quantized", {old: new}, sites, fp8, "quantized_gmm", tier=tier)]
+    module = module_with(backend, old, "quantized_gmm")
+    return [Loss(name, backend, f"{op}_quantized", {old: new}, sites, fp8, module, tier)]
 
 
 def in_gla(name, backend, op, old, new, sites, where=f32, tier="full", also=()):
@@ -117,7 +118,7 @@ TPU_NEXT_STATE = "_next_state(load, state[...], decay, scan)"
 TPU_PREVIOUS_DSTATE = "_previous_dstate(load, dstate[...], decay, scan)"
 NEXT_STATE = "state = next_state(state, k_columns, v_rows, rest, kept, lost, SPLIT)"
 NEXT_DSTATE = "dstate = next_state(dstate, q_columns, do_rows, since * scale, kept, lost, SPLIT)"
-TPU_SCALE, GPU_SCALE = "_row(lhs_scale, i, some)", "lhs_scale_stride_k, mask=in_group, other=0)"
+TPU_SCALE, GPU_SCALE = "row_of(self.operands.lhs_scale, i, some)", "lhs_scale_stride_k, mask=in_group, other=0)"
 GPU_COLUMN_SCALE = "rhs_scale_stride_m, mask=in_columns, other=0)"
 WIDE_SUMS = "sums.astype(jnp.float32)"
 SCALED = f"    sums = {WIDE_SUMS}\n    if columns"

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_DUAL_QUANTIZE, MXFP8_QUANTIZE
-from tests.meta.faults.test_faults import Fault, check_is_caught
+from tests.meta.faults.test_faults import Fault, check_is_caught, module_with
 
 OPS = (GROUPED_GEMM, MXFP8_QUANTIZE, MXFP8_DUAL_QUANTIZE)
 
@@ -25,7 +25,7 @@ def in_quantiser(name, backend, op, old, new, where):
 
 
 def in_matmul(name, backend, old, new, where, module="quantized_gmm"):
-    return Fault(name, backend, ("grouped_gemm",), old, new, where, module)
+    return Fault(name, backend, ("grouped_gemm",), old, new, where, module_with(backend, old, module))
 
 
 FAULTS = [
@@ -70,7 +70,7 @@ FAULTS = [
         "a group that begins inside a block takes the scale before it", "tpu",
         "of_rows = first_block + rows.start // MX_BLOCK",
         "at = first_block + rows.start // MX_BLOCK\n"
-        "                    of_rows = jnp.where(start > at * MX_BLOCK, jnp.maximum(at - 1, 0), at)",
+        "                    of_rows = jnp.where(self.start > at * MX_BLOCK, jnp.maximum(at - 1, 0), at)",
         boundaries_in_blocks,
     ),
     in_matmul(
@@ -84,7 +84,7 @@ FAULTS = [
         "an empty group's gradient is left unwritten", "tpu",
         'empty_tiles = 1 if cover == "groups" else 0',
         "empty_tiles = 0",
-        empty_groups, "_lib.visits",
+        empty_groups,
     ),
     in_matmul(
         "an empty group's gradient is left unwritten", "gpu",

@@ -5,13 +5,14 @@ import pytest
 from tests.matrix.moe import GROUPED_DENSE, GROUPED_DENSE_BWD
 from tests.matrix.quantize import FP8_QUANTIZE, INT8_QUANTIZE
 from tests.matrix.quantized_gmm import E4M3, GMM_QUANTIZED, TGMM_QUANTIZED
-from tests.meta.faults.test_faults import Fault, check_is_caught
+from tests.meta.faults.test_faults import Fault, check_is_caught, module_with
 
 OPS = (GMM_QUANTIZED, TGMM_QUANTIZED, GROUPED_DENSE, GROUPED_DENSE_BWD, FP8_QUANTIZE, INT8_QUANTIZE)
 
 
 def in_matmul(name, backend, op, old, new, where, data=None):
-    return Fault(name, backend, (op,), old, new, where, "quantized_gmm", data)
+    module = module_with(backend, old, "quantized_gmm")
+    return Fault(name, backend, (op,), old, new, where, module, data)
 
 
 def in_quantiser(name, backend, ops, old, new, where):
@@ -85,8 +86,8 @@ FAULTS = [
     ),
     in_matmul(
         "blocks of M are counted from the group's first row", "tpu", "tgmm_quantized",
-        "row = _row(scale, i, columns)",
-        "row = _row(scale, jnp.maximum(i - start // part, 0), columns)",
+        "row = row_of(scale, i, columns)",
+        "row = row_of(scale, jnp.maximum(i - self.start // part, 0), columns)",
         tiles_beyond_blocks,
     ),
     in_matmul(
@@ -98,8 +99,8 @@ FAULTS = [
     # tpu-inference#2609
     in_matmul(
         "every other scale is skipped", "tpu", "gmm_quantized",
-        "_row(rhs_parts, i, columns))",
-        "_row(rhs_parts, i // 2 * 2, columns))",
+        "row_of(rhs_parts, i, columns))",
+        "row_of(rhs_parts, i // 2 * 2, columns))",
         stepped,
     ),
     in_matmul(
@@ -141,9 +142,9 @@ FAULTS = [
     # tpu-inference's gmm_v2 below 256: 2.35e-3 instead of 5e-8
     in_matmul(
         "scales are applied before the dot, in bfloat16", "tpu", "gmm_quantized",
-        "sums = product(weights, x, contract[::-1]) if turned else product(x, weights, contract)",
-        "scale = _row(lhs_scale, i, rows)\n"
-        "            sums = 1 / scale.T * product("
+        "sums = multiply(weights, x, contract[::-1]) if self.plan.transposed else multiply(x, weights, contract)",
+        "scale = row_of(self.operands.lhs_scale, i, rows)\n"
+        "        sums = 1 / scale.T * multiply("
         "(x.astype(jnp.float32) * scale.T).astype(jnp.bfloat16), weights, contract)",
         block_scaled,
     ),
@@ -167,8 +168,8 @@ FAULTS = [
     ),
     in_matmul(
         "the accumulator is bfloat16", "tpu", "tgmm_quantized",
-        "acc[rows, columns] = before + sums\n\n        if scales.change:",
-        "acc[rows, columns] = (before + sums).astype(jnp.bfloat16).astype(sums.dtype)\n\n        if scales.change:",
+        "acc[rows, columns] = before + sums\n\n        if changes:",
+        "acc[rows, columns] = (before + sums).astype(jnp.bfloat16).astype(sums.dtype)\n\n        if changes:",
         block_scaled,
     ),
     in_matmul(
@@ -187,8 +188,8 @@ FAULTS = [
     ),
     in_matmul(
         "the group's boundary is masked in its first block alone", "tpu", "tgmm_quantized",
-        "rows, start, end)\n        operands = widen(own_lhs",
-        "rows, start, jnp.where(rows.start <= start, end, tm))\n        operands = widen(own_lhs",
+        "rows, self.start, self.end)\n        if",
+        "rows, self.start, jnp.where(rows.start <= self.start, self.end, self.operands.lhs.shape[0]))\n        if",
         lambda c: c.M >= 512 and c.lhs_blocks == "128x1",
     ),
     in_matmul(
@@ -201,7 +202,7 @@ FAULTS = [
     ),
     in_matmul(
         "int8 is accumulated in float32 beyond 2^24", "tpu", "gmm_quantized",
-        "exact = lhs.dtype == rhs.dtype == jnp.int8 and not scales.change",
+        "exact = lhs.dtype == rhs.dtype == jnp.int8 and not scaled",
         "exact = False",
         climbing, "integers",
     ),
@@ -213,7 +214,7 @@ FAULTS = [
     ),
     in_matmul(
         "int8 is accumulated in float32 beyond 2^24", "tpu", "tgmm_quantized",
-        "exact = lhs.dtype == rhs.dtype == jnp.int8 and not scales.change",
+        "exact = lhs.dtype == rhs.dtype == jnp.int8 and not scaled",
         "exact = False",
         climbing, "integers",
     ),

@@ -1,0 +1,145 @@
+"""MXFP8's scales: powers of two, which multiply the operands, in bfloat16, before the dot.
+
+A scale is a byte, its exponent, for 32 elements. Where these lie along the lanes of a tile, words of four rows' bytes
+are moved there (`powers_in_lanes`); where they lie along its rows, a row of scales is repeated (`powers_in_rows`).
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from op_arguments.quantize import E8M0, MX_BLOCK
+from tpu_kernels._lib.chip import LANES, sublanes
+from tpu_kernels._lib.products import blocks, for_blocks
+
+SUBLANES = sublanes(jnp.int8)
+E8M0_NAN, BFLOAT16_NAN = 0xFF, 0x7FC0
+POWER_ROWS, POWER_COLUMNS = 256, 1024  # of a tile of scales when they are made bfloat16
+
+
+def is_power(scale: jax.Array | None) -> TypeGuard[jax.Array]:
+    """Whether a scale is MXFP8's, by which an operand is multiplied before the dot."""
+    return scale is not None and scale.dtype == jnp.dtype(E8M0)
+
+
+def powers_in_lanes(scale: jax.Array, size: int, tile: int, interpret: bool | pltpu.InterpretParams) -> jax.Array:
+    """float8_e8m0fnu [A, R, size / 32] in words [A, tiles of size, R / 4, lanes], each tile in whole registers.
+
+    A word has those of four rows, so that one move along the lanes serves a whole 8-bit register: of 32 rows word i has
+    2i, 16 + 2i, 2i + 1 and 17 + 2i, from the lowest byte on, which are a word each of two 16-bit registers.
+    A row's sum is NaN whichever of its scales is: a tile's first one says so for all.
+    """
+    a, rows, count = scale.shape
+    tiles, width = pl.cdiv(size, tile), pl.cdiv(tile, MX_BLOCK)
+    lanes, height = pl.cdiv(width, LANES) * LANES, min(POWER_ROWS, pl.cdiv(rows, SUBLANES) * SUBLANES)
+
+    def pack(powers: Any, out: Any) -> None:
+        def pack_rows(own: Any) -> None:
+            exponents = _exponents(powers[own, :])
+            words = pl.ds(own.start // 4, SUBLANES // 4)
+            for t in range(tiles):
+                part = exponents[:, t * width : (t + 1) * width]
+                is_nan = jnp.max(part, axis=1, keepdims=True) == E8M0_NAN
+                is_first = lax.broadcasted_iota(jnp.int32, part.shape, 1) == 0
+                part = jnp.where(is_nan & is_first, E8M0_NAN, part)
+                pairs = part[: SUBLANES // 2] | part[SUBLANES // 2 :] << 8
+                out[t, words, pl.ds(0, part.shape[1])] = pltpu.bitcast(pairs.astype(jnp.int16), jnp.int32)
+
+        for_blocks(height, SUBLANES, pack_rows)
+
+    words = words_of(rows)
+    return pl.pallas_call(
+        pack,
+        out_shape=jax.ShapeDtypeStruct((a, tiles, words, lanes), jnp.int32),
+        grid=(a, pl.cdiv(rows, height)),
+        in_specs=[pl.BlockSpec((None, height, count), lambda a, i: (a, i, 0))],
+        out_specs=pl.BlockSpec((None, tiles, words_of(height), lanes), lambda a, i: (a, 0, i, 0)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * scale.size, transcendentals=0, bytes_accessed=scale.size + 4 * a * tiles * words * lanes
+        ),
+        interpret=interpret,
+        name="powers_in_lanes",
+    )(scale)
+
+
+def words_of(rows: int) -> int:
+    """Rows of the words of `powers_in_lanes` for rows of an operand."""
+    return pl.cdiv(rows, SUBLANES) * SUBLANES // 4
+
+
+def powers_in_rows(scale: jax.Array, interpret: bool | pltpu.InterpretParams) -> jax.Array:
+    """float8_e8m0fnu [A, blocks, C] in words [A, blocks, C], each twice: a row, repeated, is 32 rows of bfloat16."""
+    a, count, columns = scale.shape
+    height, width = min(POWER_ROWS, pl.cdiv(count, SUBLANES) * SUBLANES), min(POWER_COLUMNS, columns)
+
+    def unpack(powers: Any, out: Any) -> None:
+        def unpack_rows(own: Any) -> None:
+            exponents = _exponents(powers[own, :])
+            bits = jnp.where(exponents == E8M0_NAN, BFLOAT16_NAN, exponents << 7)
+            out[own, :] = bits | bits << 16
+
+        for_blocks(height, SUBLANES, unpack_rows)
+
+    tile = pl.BlockSpec((None, height, width), lambda a, i, j: (a, i, j))
+    return pl.pallas_call(
+        unpack,
+        out_shape=jax.ShapeDtypeStruct(scale.shape, jnp.int32),
+        grid=(a, pl.cdiv(count, height), pl.cdiv(columns, width)),
+        in_specs=[tile],
+        out_specs=tile,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
+        cost_estimate=pl.CostEstimate(flops=4 * scale.size, transcendentals=0, bytes_accessed=5 * scale.size),
+        interpret=interpret,
+        name="powers_in_rows",
+    )(scale)
+
+
+def _exponents(powers: jax.Array) -> jax.Array:
+    """The bits, as int32, of powers of two in float8_e8m0fnu: bfloat16's exponents of the same numbers."""
+    return lax.bitcast_convert_type(powers, jnp.int8).astype(jnp.int32) & 0xFF
+
+
+def times_lanes(x: jax.Array, powers: Any, rows: Any, first: int) -> jax.Array:
+    """x [R, C] in bfloat16 times the powers of these rows, as `powers_in_lanes` has them, one for 32 columns.
+
+    x begins at column first of the tile, a multiple of 128.
+    """
+    own = pl.ds(rows.start // 4, words_of(rows.size))
+    registers = pl.cdiv(rows.size, SUBLANES)
+    products = []
+    for columns in blocks(x.shape[1], LANES):
+        lane = (first + columns.start) // MX_BLOCK
+        words = powers[own, pl.ds(lane // LANES * LANES, LANES)]
+        index = lane % LANES + lax.broadcasted_iota(jnp.int32, words.shape, 1) // MX_BLOCK
+        words = jnp.take_along_axis(words, index, axis=1, mode="promise_in_bounds")
+        halves = [pltpu.bitcast(bits & 0x7F807F80, jnp.bfloat16) for bits in (words << 7, words >> 1)]
+        halves = [half.reshape(registers, SUBLANES // 2, LANES) for half in halves]
+        wide = jnp.concatenate(halves, axis=1).reshape(registers * SUBLANES, LANES)[: x.shape[0], : columns.size]
+        product = x[:, columns.start : columns.start + columns.size] * wide
+        if lane == 0:
+            product += wide - wide  # NaN's exponent is infinity's here
+        products.append(product)
+    return jnp.concatenate(products, axis=1)
+
+
+def times_rows(
+    x: jax.Array, powers: Any, first: Any, columns: Any, is_own: Callable[[Any], jax.Array] | None = None
+) -> jax.Array:
+    """x [R, C] in bfloat16 times the powers of these columns, as `powers_in_rows` has them, one for 32 rows.
+
+    x begins at block first of the powers' axis. A block that is not is_own counts for nothing: it may have NaN.
+    """
+    spread = []
+    for block, rows in enumerate(blocks(x.shape[0], MX_BLOCK)):
+        words = powers[pl.ds(first + block, 1), columns]
+        if is_own is not None:
+            words = jnp.where(is_own(first + block), words, 0)
+        wide = pltpu.bitcast(jnp.broadcast_to(words, (MX_BLOCK // 2, x.shape[1])), jnp.bfloat16)
+        spread.append(wide[: rows.size])
+    return x * jnp.concatenate(spread, axis=0)

@@ -1,0 +1,460 @@
+"""gmm of operands with scales: the kernel behind `gmm_quantized` and the forward pass of `grouped_gemm`.
+
+A tile holds whole blocks of scales along K, or lies in one. Each block is a dot of its own, in the narrow type, and its
+float32 sums are multiplied by its scales as they are added up; a scale that is the same for all of K multiplies the
+finished sums, once. If one weight scale covers 128 columns, the accumulator is the transposed tile: the scale is then
+a row and multiplies all lanes at once. Powers of two multiply the operands before the dot (`_lib/powers.py`).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from op_arguments.debug import Debug
+from op_arguments.quantize import MX_BLOCK
+from op_arguments.quantized_gmm import QuantizedProblem
+from tpu_kernels._lib import grids
+from tpu_kernels._lib.arguments import kernel_dtype, kernel_operand
+from tpu_kernels._lib.call import Block, call
+from tpu_kernels._lib.chip import LANES, MXU
+from tpu_kernels._lib.grids import Operands
+from tpu_kernels._lib.narrow import (
+    EXACT_SUMS,
+    are_narrow,
+    of_units,
+    product,
+    product_path,
+    sum_dtype,
+    widen,
+    widen_whole,
+)
+from tpu_kernels._lib.powers import is_power, powers_in_lanes, powers_in_rows, times_lanes, times_rows, words_of
+from tpu_kernels._lib.products import blocks, dot, dot_depth, for_blocks
+from tpu_kernels._lib.scales import Changes, are_in_range, as_columns, gmm_scales, of_parts_and_of_all, row_of, scaled
+from tpu_kernels._lib.tiles import Tile
+from tpu_kernels._lib.visits import Visits, for_row_blocks, is_own_row, list_visits
+
+WIDENED_ROWS = 64  # at a time, so that they stay in registers
+WIDENING, WIDENING_POWERS = 3, 5  # blocks of columns whose products hide, on v6e, that lhs is widened; with powers
+
+
+class Plan(NamedTuple):
+    """What is static in a call."""
+
+    k: int
+    part: int  # how deep a dot is where scales change: no scale does within it
+    changes: Changes
+    transposed: bool  # sums are [columns, rows]
+    transpose_rhs: bool
+
+
+class Scratch(NamedTuple):
+    acc: Any
+    lhs_columns: Any = None  # scales of lhs, a column in every lane for each part
+    wide_lhs: Any = None
+
+
+@partial(jax.jit, static_argnames=("problem", "tile", "transpose_rhs", "interpret", "debug"))
+def scaled_gmm(
+    lhs: jax.Array,
+    lhs_scale: jax.Array | None,
+    rhs: jax.Array,
+    rhs_scale: jax.Array | None,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    existing_out: jax.Array | None,
+    *,
+    problem: QuantizedProblem,
+    tile: Tile,
+    transpose_rhs: bool,
+    interpret: bool | pltpu.InterpretParams,
+    debug: Debug,
+) -> jax.Array:
+    """[M, N] of checked arguments; group_offset as `as_vector` gives it."""
+    p = problem
+    if p.m == 0 or p.n == 0 or p.groups == 0:
+        return jnp.zeros((p.m, p.n), p.out_dtype) if existing_out is None else existing_out
+    if p.k == 0:  # a sum over nothing is a sum over one zero
+        p, tile = p._replace(k=1, block=1), (tile[0], 1, tile[2])
+        lhs, lhs_scale, rhs_scale = jnp.zeros((p.m, 1), jnp.int8), None, None
+        rhs = jnp.zeros((p.groups, p.n, 1) if transpose_rhs else (p.groups, 1, p.n), jnp.int8)
+
+    tm, tk, tn = tile
+    visits, num_visits = list_visits(
+        group_sizes, group_offset, m=p.m, tm=tm, num_groups=p.groups, cover="tiles", interpret=interpret
+    )
+    operands = Operands(kernel_operand(lhs), kernel_operand(rhs))
+    in_range, changes = None, Changes(False, False)
+    if is_power(lhs_scale) or is_power(rhs_scale):
+        operands = operands._replace(**_powers(lhs_scale, rhs_scale, p.k, tk, transpose_rhs, interpret))
+    else:
+        path = product_path(lhs, rhs)
+        lhs_scale, rhs_scale = of_units(lhs_scale, lhs, path), of_units(rhs_scale, rhs, path)
+        lhs_rows, rhs_rows, changes = gmm_scales(lhs_scale, rhs_scale, p, tile, transpose_rhs)
+        operands = operands._replace(lhs_scale=lhs_rows, rhs_scale=rhs_rows)
+    transposed = _sums_are_transposed(operands, changes, p, tile, transpose_rhs)
+    plan = Plan(p.k, min(p.block, tk), changes, transposed, transpose_rhs)
+    if plan.transposed and lhs_scale is not None and rhs_scale is not None:
+        in_range = are_in_range(lhs_scale, rhs_scale).astype(jnp.int32)[None]
+    if existing_out is not None:
+        operands = operands._replace(existing_out=kernel_operand(existing_out))
+    specs = _blocks(operands, tile, plan)
+    out = Block(jax.ShapeDtypeStruct((p.m, p.n), kernel_dtype(p.out_dtype)), (tm, tn), grids.gmm_out)
+    return call(
+        partial(_kernel, plan=plan, debug=debug),
+        name="gmm_quantized",
+        grid=(pl.cdiv(p.n, tn), num_visits, pl.cdiv(p.k, tk)),
+        parallel=1,
+        scalars=(visits, in_range),
+        operands=specs,
+        out=out,
+        scratch=_scratch(operands, tile, plan),
+        cost=grids.gmm_cost(p, tile, specs, out),
+        interpret=interpret,
+    ).astype(p.out_dtype)
+
+
+def _powers(
+    lhs_scale: jax.Array | None,
+    rhs_scale: jax.Array | None,
+    k: int,
+    tk: int,
+    transpose_rhs: bool,
+    interpret: bool | pltpu.InterpretParams,
+) -> dict[str, jax.Array]:
+    """The words of the scales by the names of their operands."""
+    powers = {}
+    if lhs_scale is not None:
+        powers["lhs_powers"] = powers_in_lanes(lhs_scale[None], k, tk, interpret)[0]
+    if rhs_scale is not None and transpose_rhs:
+        powers["rhs_powers"] = powers_in_lanes(rhs_scale, k, tk, interpret)
+    elif rhs_scale is not None:
+        powers["rhs_powers"] = powers_in_rows(rhs_scale, interpret)
+    return powers
+
+
+def _sums_are_transposed(
+    operands: Operands, changes: Changes, p: QuantizedProblem, tile: Tile, transpose_rhs: bool
+) -> bool:
+    """Whether each scale of rhs covers whole registers of columns: two operations for each sum then, and not three."""
+    columns = p.rhs_blocks[1 if transpose_rhs else 2]
+    is_multiplied_narrow = product_path(operands.lhs, operands.rhs) in ("fp8", "int8")
+    return all(changes) and is_multiplied_narrow and not (columns % LANES or tile[0] % LANES or tile[2] % LANES)
+
+
+def _scratch(operands: Operands, tile: Tile, plan: Plan) -> Scratch:
+    (tm, tk, tn), (lhs, rhs) = tile, operands[:2]
+    scratch = Scratch(pltpu.VMEM((tn, tm) if plan.transposed else (tm, tn), sum_dtype(lhs, rhs, any(plan.changes))))
+    if operands.lhs_scale is not None and not plan.transposed:
+        parts = tk // plan.part if plan.changes.lhs else 1
+        scratch = scratch._replace(lhs_columns=pltpu.VMEM((parts, tm, LANES), jnp.float32))
+    if operands.lhs_powers is not None or (are_narrow(lhs, rhs) and product_path(lhs, rhs) == "bfloat16"):
+        scratch = scratch._replace(wide_lhs=pltpu.VMEM((tm, tk), jnp.bfloat16))
+    return scratch
+
+
+# ------------------------------------------------------------------------------------------------------- blocks
+
+
+def _lhs_scale(changes: bool, n_i: Any, visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:
+    return k_i if changes else 0, visits.tile_ids[visit], 0, 0
+
+
+def _rhs_scale(changes: bool, n_i: Any, visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:
+    return visits.group_ids[visit], k_i if changes else 0, 0, n_i
+
+
+def _lhs_powers(n_i: Any, visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:
+    return k_i, visits.tile_ids[visit], 0
+
+
+def _rhs_powers_in_lanes(n_i: Any, visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:
+    return visits.group_ids[visit], k_i, n_i, 0
+
+
+def _rhs_powers_in_rows(n_i: Any, visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:
+    return visits.group_ids[visit], 0, n_i
+
+
+def _blocks(arrays: Operands, tile: Tile, plan: Plan) -> Operands:
+    """The arrays with their blocks."""
+    tm, tk, tn = tile
+    found = Operands(
+        Block(arrays.lhs, (tm, tk), grids.gmm_lhs),
+        Block(arrays.rhs, *grids.gmm_weights(tile, plan.transpose_rhs)),
+    )
+    if (scale := arrays.lhs_scale) is not None:
+        index = partial(_lhs_scale, plan.changes.lhs)
+        found = found._replace(lhs_scale=Block(scale, (None, None, scale.shape[2], tm), index))
+    if (scale := arrays.rhs_scale) is not None:
+        index = partial(_rhs_scale, plan.changes.rhs)
+        found = found._replace(rhs_scale=Block(scale, (None, None, scale.shape[2], tn), index))
+    if (powers := arrays.lhs_powers) is not None:
+        found = found._replace(lhs_powers=Block(powers, (None, words_of(tm), powers.shape[2]), _lhs_powers))
+    if (powers := arrays.rhs_powers) is not None:
+        in_lanes = Block(powers, (None, None, words_of(tn), powers.shape[-1]), _rhs_powers_in_lanes)
+        in_rows = Block(powers, (None, powers.shape[1], tn), _rhs_powers_in_rows)
+        found = found._replace(rhs_powers=in_lanes if plan.transpose_rhs else in_rows)
+    if arrays.existing_out is not None:
+        found = found._replace(existing_out=Block(arrays.existing_out, (tm, tn), grids.gmm_out))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- kernel
+
+
+def _kernel(
+    visits: Visits, in_range: Any, operands: Operands, out: Any, scratch: Scratch, *, plan: Plan, debug: Debug
+) -> None:
+    visit, step, last_step = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
+    tm, tk = operands.lhs.shape
+    start, end = visits.rows(visit, tm)
+    whole = (start == 0) & (end == tm)
+    tile = _Tile(operands, out, scratch, plan, start, end, step, debug)
+    if plan.transposed:
+        tile = replace(tile, in_range=in_range[0] != 0)
+    rest = plan.k % tk or tk  # of K, in the last step; the block holds garbage beyond it, and 0 * NaN is NaN
+
+    def multiply_step(tile: _Tile, for_rows: Callable[[Callable[[Any], None]], None]) -> None:
+        def multiply_to(depth: int) -> None:
+            for_rows(lambda rows: tile.multiply(rows, depth))
+
+        def store_all(rows: Any) -> None:
+            tile.for_columns(lambda columns: tile.store(rows, columns, tile.acc[tile.at(rows, columns)]))
+
+        if rest == tk:
+            multiply_to(tk)
+        else:
+            pl.when(step < last_step)(lambda: multiply_to(tk))
+            pl.when(step == last_step)(lambda: multiply_to(rest))
+        if not tile.one_step:
+            pl.when(step == last_step)(lambda: for_rows(store_all))
+
+    unmasked = whole & tile.in_range if plan.transposed else whole
+
+    @pl.when(unmasked)
+    def _() -> None:
+        multiply_step(tile, tile.for_passes)
+
+    @pl.when(~unmasked)
+    def _() -> None:
+        # Consecutive visits of a tile share its output block: the first one fills the rows that are not its own.
+        @pl.when(visits.is_first_of_tile(visit) & (step == last_step))
+        def _() -> None:
+            out[...] = jnp.zeros_like(out) if operands.existing_out is None else operands.existing_out[...]
+
+        masked = replace(tile, masked=True)
+        for_row_blocks(start, end, tm, lambda rows: multiply_step(masked, lambda body: body(rows)))
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A step's tile: what it multiplies, and rows [start, end) of it that are the group's.
+
+    masked: other rows are there too, and are not stored. in_range: whether all products of two scales are normal
+    numbers, where sums are transposed.
+    """
+
+    operands: Operands
+    out: Any
+    scratch: Scratch
+    plan: Plan
+    start: Any
+    end: Any
+    step: Any
+    debug: Debug
+    in_range: Any = None
+    masked: bool = False
+
+    @property
+    def acc(self) -> Any:
+        return self.scratch.acc
+
+    @property
+    def lhs(self) -> Any:
+        """lhs as it is multiplied."""
+        return self.operands.lhs if self.scratch.wide_lhs is None else self.scratch.wide_lhs
+
+    @property
+    def is_widened(self) -> bool:
+        return self.scratch.wide_lhs is not None
+
+    @property
+    def one_step(self) -> bool:
+        return bool(self.lhs.shape[1] == self.plan.k)
+
+    @property
+    def in_powers(self) -> bool:
+        return self.operands.lhs_powers is not None or self.operands.rhs_powers is not None
+
+    @cached_property
+    def depth_of_dot(self) -> int:
+        depth = dot_depth(changed=self.is_widened)
+        depth = min(depth, EXACT_SUMS) if self.acc.dtype == jnp.int32 else depth
+        return self.plan.part if any(self.plan.changes) else depth
+
+    # ---- operands
+
+    def widened_lhs(self, rows: Any, inner: Any) -> jax.Array:
+        narrow = self.operands.lhs[rows, inner]
+        if self.operands.lhs_powers is None:
+            return widen(narrow, self.lhs.dtype)
+        return times_lanes(widen_whole(narrow), self.operands.lhs_powers, rows, inner.start)
+
+    def weights(self, inner: Any, columns: Any) -> jax.Array:
+        """rhs as it is multiplied."""
+        weights = self.operands.rhs[columns, inner] if self.plan.transpose_rhs else self.operands.rhs[inner, columns]
+        powers = self.operands.rhs_powers
+        if powers is None:
+            return weights
+        wide = widen_whole(weights)
+        if self.plan.transpose_rhs:
+            return times_lanes(wide, powers, columns, inner.start)
+        first = (0 if self.one_step else self.step * (self.lhs.shape[1] // MX_BLOCK)) + inner.start // MX_BLOCK
+        return times_rows(wide, powers, first, columns)
+
+    def prepare(self, rows: Any, parts: int) -> None:
+        """Make once what every block of columns needs: lhs as it is multiplied, and its scales as columns.
+
+        Without masks lhs is widened part by part, each under the products of the part before.
+        """
+        if self.is_widened and self.masked:
+            height = WIDENED_ROWS if rows.size % WIDENED_ROWS == 0 else rows.size
+
+            def widen_rows(i: Any, carry: None) -> None:
+                some = pl.ds(pl.multiple_of(rows.start + i * height, height), height)
+                self.lhs[some, :] = self.widened_lhs(some, pl.ds(0, self.lhs.shape[1]))
+
+            lax.fori_loop(0, rows.size // height, widen_rows, None)
+        if self.scratch.lhs_columns is not None:
+            for block in blocks(rows.size, LANES):
+                some = pl.ds(rows.start + block.start, block.size)
+                for i in range(parts if self.plan.changes.lhs else 1):
+                    self.scratch.lhs_columns[i, some, :] = as_columns(row_of(self.operands.lhs_scale, i, some))
+
+    # ---- loops over rows and columns
+
+    def for_columns(self, body: Callable[[Any], None]) -> None:
+        """body(columns) for each block of columns; with masks, as a loop: they leave too few registers for two."""
+        tn = self.out.shape[1]
+        if self.masked:
+            for_blocks(tn, MXU, body)
+        else:
+            for columns in blocks(tn, 2 * MXU if self.plan.transposed and tn == 2 * MXU else MXU):
+                body(columns)
+
+    def for_passes(self, body: Callable[[Any], None]) -> None:
+        """body(rows) for the rows of a tile that are multiplied at a time.
+
+        Where blocks of scales are long this is no loop: the sums of a pass are scaled under the products of the next.
+        Shorter ones are too much code for that.
+        """
+        tm, part = self.lhs.shape[0], self.plan.part
+        if not are_narrow(self.lhs, self.operands.rhs):  # what is widened in registers is widened once
+            body(pl.ds(0, tm))
+        elif part >= 2 * MXU:
+            for rows in blocks(tm, MXU):
+                body(rows)
+        else:
+            for_blocks(tm, 2 * MXU if self.plan.transposed or part >= MXU else MXU, body)
+
+    # ---- sums
+
+    def at(self, rows: Any, columns: Any) -> tuple[Any, Any]:
+        """Where sums are."""
+        return (columns, rows) if self.plan.transposed else (rows, columns)
+
+    def before(self, rows: Any, columns: Any) -> Any:
+        """The sums of the steps before this one, None where it is the only one."""
+        if self.one_step:
+            return None
+        return jnp.where(self.step == 0, jnp.zeros((), self.acc.dtype), self.acc[self.at(rows, columns)])
+
+    def add(self, i: int, inner: Any, rows: Any, columns: Any, total: Any) -> jax.Array:
+        """total, and the products of part i, which lies at `inner` of K."""
+        x, weights = self.lhs[rows, inner], self.weights(inner, columns)
+        contract = (1, 1 if self.plan.transpose_rhs else 0)
+        multiply = dot if self.in_powers else product
+        sums = multiply(weights, x, contract[::-1]) if self.plan.transposed else multiply(x, weights, contract)
+        if self.plan.transposed:
+            sums = self.scaled_transposed(sums, i, rows, columns)
+        elif any(self.plan.changes):
+            of_columns = self.scratch.lhs_columns if self.plan.changes.lhs else None
+            rhs_parts, _ = of_parts_and_of_all(self.operands.rhs_scale, self.plan.changes.rhs)
+            column = None if of_columns is None else of_columns[i, rows, :]
+            sums = scaled(sums, column, row_of(rhs_parts, i, columns))
+        sums = sums.astype(self.acc.dtype)
+        return sums if total is None else total + sums
+
+    def scaled_transposed(self, sums: jax.Array, i: int, rows: Any, columns: Any) -> jax.Array:
+        """Sums [columns, rows] times the scales of part i.
+
+        With masks one by one, where a product of two is no normal number.
+        """
+        of_rows, found = self.operands.lhs_scale[pl.ds(i, 1), rows], []
+        for tile in blocks(columns.size, LANES):
+            same = self.operands.rhs_scale[pl.ds(i, 1), pl.ds(columns.start + tile.start, LANES)]
+            of_columns = jnp.concatenate([same] * (rows.size // LANES), axis=1)
+            both = of_rows * of_columns
+            one_by_one = jnp.where(self.in_range, both, of_rows), jnp.where(self.in_range, 1.0, of_columns)
+            times = one_by_one if self.masked else (both,)
+            found.append(math.prod(times, start=sums[tile.start : tile.start + LANES].astype(jnp.float32)))
+        return jnp.concatenate(found, axis=0)
+
+    def keep(self, rows: Any, columns: Any, total: jax.Array, last: bool) -> None:
+        """Store the sums where they are finished; last: whether no part of the step is left."""
+        if self.one_step and last:
+            self.store(rows, columns, total)
+        else:
+            self.acc[self.at(rows, columns)] = total
+
+    def store(self, rows: Any, columns: Any, sums: jax.Array) -> None:
+        debug = self.debug
+        if self.plan.transposed:
+            total = (sums if debug else sums.astype(self.out.dtype)).T
+        else:
+            of_columns = None if self.plan.changes.lhs else self.scratch.lhs_columns
+            _, rhs_whole = of_parts_and_of_all(self.operands.rhs_scale, self.plan.changes.rhs)
+            column = None if of_columns is None else of_columns[0, rows, :]
+            total = scaled(sums, column, row_of(rhs_whole, 0, columns))
+        if debug:
+            total = debug("acc", total, is_own_row(rows.start, total.shape, self.start, self.end))
+        result = total.astype(self.out.dtype)
+        if self.masked:
+            own = is_own_row(rows.start, result.shape, self.start, self.end)
+            result = jnp.where(own, result, self.out[rows, columns])
+        self.out[rows, columns] = result
+
+    # ---- a step
+
+    def multiply(self, rows: Any, depth: int) -> None:
+        """Multiply `depth` of K for these rows and all columns."""
+        self.prepare(rows, pl.cdiv(depth, self.plan.part))
+        parts = blocks(depth, self.depth_of_dot)
+        if not self.is_widened or self.masked:
+            self.for_columns(partial(self.multiply_columns, parts, rows))
+            return
+        columns_of, hiding = blocks(self.out.shape[1], MXU), WIDENING_POWERS if self.in_powers else WIDENING
+        for i, inner in enumerate(parts):
+            self.lhs[rows, inner] = self.widened_lhs(rows, inner)
+            for columns in columns_of[:hiding]:
+                total = self.add(i, inner, rows, columns, self.acc[rows, columns] if i else self.before(rows, columns))
+                self.keep(rows, columns, total, last=i == len(parts) - 1)
+        for columns in columns_of[hiding:]:
+            self.multiply_columns(parts, rows, columns)
+
+    def multiply_columns(self, parts: list[Any], rows: Any, columns: Any) -> None:
+        turns = [pl.ds(rows.start + block.start, block.size) for block in blocks(rows.size, MXU)]
+        for some in turns if self.plan.transposed and len(turns) > 1 else [rows]:
+            total = self.before(some, columns)
+            for i, inner in enumerate(parts):
+                total = self.add(i, inner, some, columns, total)
+            self.keep(some, columns, total, last=True)

@@ -1,0 +1,163 @@
+"""Grouped matrix multiplication of MXFP8 operands on the TPU. Defined in `cpu_golden/quantized_gmm.py`.
+
+No TPU multiplies MXFP8: its scales are powers of two, which multiply the operands, in bfloat16, before the dot. The
+kernels are those of `quantized_gmm`.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from op_arguments import Tiling, resolve_tiling
+from op_arguments.debug import Debug
+from op_arguments.quantize import MX_BLOCK
+from op_arguments.quantized_gmm import (
+    QuantizedProblem,
+    Support,
+    check_grouped_gemm,
+    check_mxfp8_tile,
+    check_strict,
+    mxfp8_dot_dtype,
+)
+from tpu_kernels._lib.arguments import Interpret, as_vector, concrete_values, resolve_interpret, static_scalar
+from tpu_kernels._lib.chip import sublanes
+from tpu_kernels._lib.narrow import are_narrow
+from tpu_kernels._lib.scaled_gmm import scaled_gmm
+from tpu_kernels._lib.scaled_tgmm import scaled_tgmm
+from tpu_kernels._lib.tiles import fit_tile, is_small, scaled_gmm_tiles, scaled_tgmm_tiles
+from tpu_kernels.gmm import gmm, tgmm
+from tpu_kernels.mxfp8 import mxfp8_dequantize, unswizzle_scales
+
+
+def grouped_gemm(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
+    ragged: str = "lhs",
+    group_offset: int | jax.Array = 0,
+    num_actual_groups: int | None = None,
+    existing_out: jax.Array | None = None,
+    transpose_rhs: bool = False,
+    scale_layout: str = "plain",
+    preferred_element_type: Any = None,
+    tiling: Tiling | None = None,
+    strict: bool = False,
+    interpret: Interpret = None,
+    debug: Debug = None,
+) -> jax.Array:
+    """Grouped matmul of MXFP8 operands: forward and the data's gradient (ragged="lhs"), the weights' ("contracting").
+
+    ragged="lhs" is `gmm`: lhs [M, K], rhs [G, K, N] (or [G, N, K] with transpose_rhs), out [M, N], summed over K.
+    ragged="contracting" is `tgmm`: lhs [M, K], rhs [M, N], out [G, K, N] of num_actual_groups groups, summed over each
+    group's rows. An operand is float32 or bfloat16 (both alike where neither is quantised), with None for its scale,
+    or fp8 (e4m3fn, e5m2, mixed or not) with a float8_e8m0fnu for every 32 elements of the axis that is summed over, as
+    `mxfp8_quantize` along that axis gives them: K, or for "contracting" all M rows, where a group that begins inside
+    32 rows uses their scale for its part of them, whatever its size. scale_layout="swizzled": both scales are
+    `swizzle_scales` of these, with the axis of the blocks moved to the end.
+    preferred_element_type: float32, bfloat16 or float16 (default: the unquantised lhs's dtype, else bfloat16).
+    Sums are float32 of exact products of bfloat16: qvalue times scale is one, but at the ends of its exponent range.
+    There 2^128 and beyond is ±inf, what is below 2^-126 is ±0, and so is all of a block whose scale is 2^-127, itself
+    subnormal: no value of it reaches 2^-118 (e5m2: 2^-111). Which path is taken, and why: `grouped_gemm_support`;
+    strict=True refuses a fallback. A `tiling` whose step along the sum cuts a block is refused. debug as in
+    `gmm_quantized`. Everything else as `gmm` and `tgmm`.
+    Raises ValueError or TypeError as `op_arguments.quantized_gmm.check_grouped_gemm`; values outside tracing only.
+    """
+    group_offset = static_scalar(group_offset)
+    p = check_grouped_gemm(
+        lhs,
+        rhs,
+        group_sizes,
+        lhs_scale=lhs_scale,
+        rhs_scale=rhs_scale,
+        ragged=ragged,
+        group_offset=group_offset,
+        num_actual_groups=num_actual_groups,
+        existing_out=existing_out,
+        transpose_rhs=transpose_rhs,
+        scale_layout=scale_layout,
+        preferred_element_type=preferred_element_type,
+        sizes=concrete_values(group_sizes),
+    )
+    support = grouped_gemm_support(lhs.dtype, rhs.dtype, scale_layout=scale_layout)
+    check_strict(support, strict)
+    contracting = ragged == "contracting"
+    lhs_axis, rhs_axis = (0, 0) if contracting else (1, 2 if transpose_rhs else 1)
+    if scale_layout == "swizzled":
+        lhs_scale = _unswizzled(lhs_scale, lhs.shape, lhs_axis)
+        rhs_scale = _unswizzled(rhs_scale, rhs.shape, rhs_axis)
+    if support.path != "bfloat16":
+        lhs, rhs = (
+            operand if scale is None else mxfp8_dequantize(operand, scale, interpret=interpret)
+            for operand, scale in ((lhs, lhs_scale), (rhs, rhs_scale))
+        )
+        shared: dict[str, Any] = {
+            "group_offset": group_offset,
+            "existing_out": existing_out,
+            "preferred_element_type": p.out_dtype,
+            "tiling": tiling,
+            "interpret": interpret,
+            "debug": debug,
+        }
+        if contracting:
+            return tgmm(lhs, rhs, group_sizes, num_actual_groups=num_actual_groups, **shared)
+        return gmm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, **shared)
+    summed = max(p.m if contracting else p.k, 1)
+    problem = QuantizedProblem(*p, block=summed, lhs_blocks=tuple(lhs.shape), rhs_blocks=tuple(rhs.shape))
+    small = are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
+    if contracting:  # its scales, made bfloat16, leave no room for more columns
+        table = partial(scaled_tgmm_tiles, are_narrow(lhs, rhs), False)
+    else:
+        table = partial(scaled_gmm_tiles, summed, small, True)
+    tile = resolve_tiling(tiling, table, p.m, p.k, p.n)
+    check_mxfp8_tile("tm" if contracting else "tk", tile[0 if contracting else 1], summed)
+    # A tile of the powers has whole registers too: 8 rows of them are 256 of an operand.
+    rows = 8 * MX_BLOCK if contracting else sublanes(jnp.int8)
+    tm = min(pl.cdiv(tile[0], rows) * rows, pl.cdiv(p.m, MX_BLOCK) * MX_BLOCK)
+    operands = (
+        lhs,
+        lhs_scale,
+        rhs,
+        rhs_scale,
+        group_sizes,
+        as_vector(group_offset, p.experts - p.groups),
+        existing_out,
+    )
+    static: dict[str, Any] = {
+        "problem": problem,
+        "tile": (tm, *fit_tile(tile, problem, jnp.int8)[1:]),
+        "interpret": resolve_interpret(interpret),
+        "debug": debug,
+    }
+    if contracting:
+        return scaled_tgmm(*operands, **static)
+    return scaled_gmm(*operands, **static, transpose_rhs=bool(transpose_rhs))
+
+
+def grouped_gemm_support(lhs: Any, rhs: Any, *, scale_layout: str = "plain") -> Support:
+    """How `grouped_gemm` multiplies operands of these dtypes, whatever their shapes and the TPU; a pure function.
+
+    Raises TypeError for two unlike dtypes neither of which is quantised.
+    """
+    dot = mxfp8_dot_dtype(lhs, rhs)
+    quantised = dot == "mxfp8" or jnp.dtype(lhs) != jnp.dtype(rhs)
+    if not quantised:
+        return Support("unquantised", f"gmm and tgmm multiply {dot}", False)
+    if dot == "float32":
+        return Support("float32", "beside float32 an operand is dequantised to float32 in memory first", True)
+    if scale_layout == "swizzled":
+        return Support("bfloat16", "the scales are for a GPU's matrix unit, and are put in plain order first", True)
+    return Support("bfloat16", "no TPU multiplies MXFP8, which bfloat16 holds: dequantised in VMEM", False)
+
+
+def _unswizzled(scale: jax.Array | None, shape: tuple[int, ...], axis: int) -> jax.Array | None:
+    """The plain scales of an operand of `shape`, whose blocks lie along `axis`."""
+    if scale is None:
+        return None
+    *_, rows = (size for a, size in enumerate(shape) if a != axis)
+    return jnp.moveaxis(unswizzle_scales(scale, rows, pl.cdiv(shape[axis], MX_BLOCK)), -1, axis)
