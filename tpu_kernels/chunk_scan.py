@@ -32,7 +32,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments import gla
 from op_arguments.debug import Debug
-from op_arguments.gla import Gates, Precision, Problem, check_backward, check_forward, check_fused, check_precision
+from op_arguments.gla import Gates, Precision, check_backward, check_forward
 from tpu_kernels._lib.arguments import Interpret, concrete_values, resolve_interpret
 from tpu_kernels._lib.chunk_decays import (
     ChannelDecay,
@@ -49,7 +49,7 @@ from tpu_kernels._lib.chunk_decays import (
 from tpu_kernels._lib.chunk_dots import dot, f32, iota
 from tpu_kernels._lib.chunk_layout import Layout, block_of
 from tpu_kernels._lib.chunk_layout import call as pallas_call
-from tpu_kernels._lib.chunk_plan import Scan, chunk_route, plan
+from tpu_kernels._lib.chunk_plan import Scan, make_scan
 
 OF_HEADS = {"q", "k", "v", "o", "state", "from_start", "to_end", "between"}
 """The refs of the forward pass with a decay per head of which each head has a part, along the first axis."""
@@ -94,15 +94,12 @@ def chunk_fwd(
     interpret: Interpret = None,
     debug: Debug = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(o, ht): `o_t = scale q_t^T S_t`, and the state after the last step where output_final_state, else None.
+    """o [B, T, H, V] in v's dtype and the states ht [N, H, K, V] float32 after the last steps, None unless asked for.
 
-    q, k [B, T, H, K], v [B, T, H, V]: all float32 or all bfloat16. gates: natural logs of the decays, `g` [B, T, H]
-    and `g_gamma` [H], which add (None: no decay), or `gk` [B, T, H, K]; float32, `g` and `gk` also of q's dtype.
-    initial_state [N, H, K, V] float32. cu_seqlens [N + 1] int32 packs N sequences into B = 1 (N = B without).
-    scale: default K ** -0.5. precision, of dots of float32 operands: "ieee" or "bf16x3". fused: whether one kernel does
-    all (None: where it can, see `chunk_route`). interpret and debug: as `tpu_kernels.gmm.gmm`; sites are c (of `g`),
-    exponent (of `gk`), decay, A and state.
-    o has v's shape and dtype and is zero beyond the last sequence; ht [N, H, K, V] is float32.
+    gates: natural logs of the decays, `g` [B, T, H] and `g_gamma` [H], which add (None: no decay), or `gk`
+    [B, T, H, K]. fused: whether one kernel does all (None: where it can, see `_lib.chunk_plan.chunk_route`). Options:
+    `ChunkOptions`. Other arguments as `gla.chunk_gla_fwd`'s. Sites of debug: c (of `g`), exponent (of `gk`), decay, A
+    and state. o is zero beyond the last sequence.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`, `check_precision` and `check_fused`; values are
     checked outside tracing only.
     """
@@ -117,7 +114,8 @@ def chunk_fwd(
         offsets=None if cu_seqlens is None else concrete_values(cu_seqlens),
         chunk_size=chunk_size,
     )
-    scan, fused = _planned(p, gates, cu_seqlens, chunk_size, precision, fused, backward=False)
+    packed = cu_seqlens is not None
+    scan = make_scan(p, gates, packed=packed, chunk_size=chunk_size, precision=precision, fused=fused, backward=False)
     return _forward(
         q,
         k,
@@ -126,7 +124,6 @@ def chunk_fwd(
         initial_state,
         cu_seqlens,
         scan=scan,
-        fused=fused,
         output_final_state=bool(output_final_state),
         interpret=resolve_interpret(interpret),
         debug=debug,
@@ -152,8 +149,8 @@ def chunk_bwd(
 ) -> Gradients:
     """The gradients of `chunk_fwd`'s arguments, given those of o (do) and, if it is not None, of ht (dht).
 
-    do has v's shape and dtype; dht [N, H, K, V] is float32. Gradients have their arguments' dtypes and are zero beyond
-    the last sequence. Sites of debug: those of `chunk_fwd`, dA, dgate and dstate.
+    Gradients have their arguments' dtypes and are zero beyond the last sequence. Sites of debug: those of `chunk_fwd`,
+    dA, dgate and dstate.
     Raises as `chunk_fwd`, with `op_arguments.gla.check_backward`.
     """
     p = check_backward(
@@ -169,7 +166,8 @@ def chunk_bwd(
         offsets=None if cu_seqlens is None else concrete_values(cu_seqlens),
         chunk_size=chunk_size,
     )
-    scan, fused = _planned(p, gates, cu_seqlens, chunk_size, precision, fused, backward=True)
+    packed = cu_seqlens is not None
+    scan = make_scan(p, gates, packed=packed, chunk_size=chunk_size, precision=precision, fused=fused, backward=True)
     return _backward(
         q,
         k,
@@ -180,37 +178,15 @@ def chunk_bwd(
         dht,
         cu_seqlens,
         scan=scan,
-        fused=fused,
         interpret=resolve_interpret(interpret),
         debug=debug,
     )
 
 
-def _planned(
-    p: Problem,
-    gates: Gates,
-    cu_seqlens: jax.Array | None,
-    chunk_size: int,
-    precision: Precision,
-    fused: bool | None,
-    *,
-    backward: bool,
-) -> tuple[Scan | None, bool]:
-    """The scan, None where there is nothing to multiply, and whether it is fused."""
-    check_precision(precision, p.dtype)
-    packed = cu_seqlens is not None
-    if 0 in (p.b, p.t, p.h, p.k, p.v, p.n):
-        return None, check_fused(fused, None)
-    route = chunk_route(gates, p, packed=packed, chunk_size=chunk_size, backward=backward)
-    fused = check_fused(fused, None if route.fused else route.explain)
-    scan = plan(gates, p, packed=packed, chunk_size=chunk_size, backward=backward, fused=fused)
-    return scan._replace(split=p.dtype != "float32" or precision != "ieee"), fused
-
-
 # ------------------------------------------------------------------------------------------------------- passes
 
 
-@partial(jax.jit, static_argnames=("scan", "fused", "output_final_state", "interpret", "debug"))
+@partial(jax.jit, static_argnames=("scan", "output_final_state", "interpret", "debug"))
 def _forward(
     q: jax.Array,
     k: jax.Array,
@@ -220,7 +196,6 @@ def _forward(
     cu_seqlens: jax.Array | None,
     *,
     scan: Scan | None,
-    fused: bool,
     output_final_state: bool,
     interpret: bool | pltpu.InterpretParams,
     debug: Debug,
@@ -235,7 +210,7 @@ def _forward(
     state = {"state": pltpu.VMEM(scan.state, jnp.float32)}
     outputs = {"o": layout.rows_out(scan.v, q.dtype)}
     forward = partial(_forward_kernel, debug=debug)
-    if fused:
+    if scan.fused:
         results = call(forward, "chunk_fwd", {**before, **layout.rows(q=q)}, {**outputs, **ends}, state, work=(2, 2))
     else:
         kept = {"states": layout.chunk_states()}
@@ -245,7 +220,7 @@ def _forward(
     return layout.public(results["o"]), results["ht"].swapaxes(2, 3) if output_final_state else None
 
 
-@partial(jax.jit, static_argnames=("scan", "fused", "interpret", "debug"))
+@partial(jax.jit, static_argnames=("scan", "interpret", "debug"))
 def _backward(
     q: jax.Array,
     k: jax.Array,
@@ -257,7 +232,6 @@ def _backward(
     cu_seqlens: jax.Array | None,
     *,
     scan: Scan | None,
-    fused: bool,
     interpret: bool | pltpu.InterpretParams,
     debug: Debug,
 ) -> Gradients:
@@ -275,7 +249,7 @@ def _backward(
     if any(gate is not None for gate in gates.values()):
         grads["dgate"] = layout.rows_out(scan.k, jnp.float32) if scan.gate == "channel" else layout.steps()
     dstate = {"dstate": pltpu.VMEM(scan.state, jnp.float32)}
-    if fused:
+    if scan.fused:
         scratch = dstate | {
             "states": pltpu.VMEM((scan.chunks + 1, *scan.state), jnp.float32),
             "checkpoints": pltpu.VMEM((max(scan.blocks - 1, 1), *scan.state), jnp.float32),

@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 
 from gpu_reference import chunk_scan as gpu
 from op_arguments.gla import Problem
-from tpu_kernels import chunk_scan
 from tpu_kernels._lib import chunk_decays, recurrent_layout
 from tpu_kernels._lib import chunk_plan as tpu
 from tpu_kernels._lib.decays import finite_exp
@@ -97,7 +96,7 @@ def test_longer_sequences_have_longer_blocks_that_fit_vmem_on_the_tpu(changes, e
     p = problem(**changes)
     scan = tpu.plan(GATES["step"], p, packed=False, chunk_size=64, backward=True, fused=True)
     assert (scan.chunks, scan.blocks, scan.heads) == expected
-    assert tpu.vmem_bytes(scan, p, backward=True, fused=True) <= 40 * 2**20
+    assert scan.vmem_bytes <= 40 * 2**20
 
 
 # As above, the size of chunks, and chunks of a block and blocks: 16 times as long as usual, which is the most.
@@ -178,7 +177,7 @@ def test_gates_in_pieces_on_the_tpu(gate, direction, split, size, pieces):
     lanes: of 16 bits for o, and of all 24 for their gradient."""
     backward = direction == "backward"
     scan = tpu.plan(GATES[gate], problem(), packed=False, chunk_size=size, backward=backward, fused=True)
-    assert scan._replace(split=split).gate_pieces == pieces
+    assert scan._replace(split=split).gate_terms == pieces
 
 
 @pytest.mark.parametrize(("size", "lanes"), [(16, 128), (128, 128), (256, 256)])
@@ -192,7 +191,8 @@ def test_numbers_of_a_chunk_take_whole_registers_on_the_tpu(size, lanes):
     [("bfloat16", "ieee", True), ("float32", "ieee", False), ("float32", "bf16x3", True)],
 )
 def test_dots_are_of_bfloat16_unless_operands_and_precision_are_of_float32(dtype, precision, split):
-    scan, _ = chunk_scan._planned(problem(dtype=dtype), GATES["step"], None, 64, precision, None, backward=False)
+    options = dict(packed=False, chunk_size=64, precision=precision, fused=None, backward=False)
+    scan = tpu.make_scan(problem(dtype=dtype), GATES["step"], **options)
     assert scan.split == split
 
 
@@ -200,7 +200,7 @@ def test_dots_are_of_bfloat16_unless_operands_and_precision_are_of_float32(dtype
 def test_what_just_fits_vmem_is_one_kernel_in_the_same_blocks(gate, monkeypatch):
     p, options = problem(t=2**14), dict(packed=False, chunk_size=64, backward=True)
     scan = tpu.plan(GATES[gate], p, **options, fused=True)
-    monkeypatch.setattr(tpu, "VMEM_BUDGET", tpu.vmem_bytes(scan, p, backward=True, fused=True))
+    monkeypatch.setattr(tpu, "VMEM_BUDGET", scan.vmem_bytes)
     assert tpu.plan(GATES[gate], p, **options, fused=True) == scan
     assert tpu.chunk_route(GATES[gate], p, **options).fused
     monkeypatch.setattr(tpu, "VMEM_BUDGET", tpu.VMEM_BUDGET - 1)
@@ -228,7 +228,7 @@ def test_what_a_scan_takes_of_vmem(gate, direction, fused, dtype, row, kept):
     scan = tpu.plan(GATES[gate], p, packed=False, chunk_size=64, backward=backward, fused=fused)
     pairs, values = 64 * 128 * 4, 8 * 64 * (2 * 128 + K + V) * 4
     of_head = 2 * scan.rows * row + (kept(scan.chunks, scan.blocks) + 1) * STATE + pairs
-    assert tpu.vmem_bytes(scan, p, backward=backward, fused=fused) == scan.heads * of_head + values
+    assert scan.vmem_bytes == scan.heads * of_head + values
 
 
 def test_exp_is_finite_and_grows_as_far_as_a_whole_exponent_does():

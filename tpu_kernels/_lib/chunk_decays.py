@@ -63,7 +63,7 @@ class StepDecay:
     def between(self) -> jax.Array:
         """See the class."""
         i, j = _steps(self._scan)
-        sums = self._products() if self._scan.gate_pieces else self._differences()
+        sums = self._products() if self._scan.gate_terms else self._differences()
         return finite_exp(jnp.where(i >= j, sums, -jnp.inf))
 
     def _differences(self) -> jax.Array:
@@ -75,9 +75,9 @@ class StepDecay:
     def _products(self) -> jax.Array:
         """The same by the matrix unit, of just these gates. It makes no columns, which take the longest."""
         scan, c = self._scan, self._scan.chunk
-        lanes = scan.gate_pieces * c
+        lanes = scan.gate_terms * c
         place, step = iota((1, c, lanes), 1), iota((1, c, lanes), 2) % c
-        gates = self._row("gate", scan.gate_pieces)
+        gates = self._row("gate", scan.gate_terms)
         gates = jnp.where(step > place if scan.backward else step <= place, gates, 0.0)
         step, place = iota((lanes, c), 0) % c, iota((lanes, c), 1)
         others = ones(step <= place if scan.backward else step > place, scan)
@@ -276,8 +276,8 @@ def decay_scratch(scan: Scan) -> dict[str, Any]:
     if scan.gate == "step":
         steps = pltpu.VMEM((scan.heads, *scan.step_shape[3:]), jnp.float32)
         rows = dict.fromkeys(("sum_hi", "sum_lo", "from_start", "to_end"), steps)
-        if scan.gate_pieces:
-            lanes = pl.cdiv(scan.gate_pieces * scan.chunk, LANES) * LANES
+        if scan.gate_terms:
+            lanes = pl.cdiv(scan.gate_terms * scan.chunk, LANES) * LANES
             rows["gate"] = pltpu.VMEM((scan.heads, scan.chunks, lanes), jnp.float32)
         return rows
     return {}
@@ -300,9 +300,9 @@ def prepare_decays(refs: Refs, scan: Scan, first_head: Any) -> None:
         g = jnp.maximum(refs["g"][...], STRONGEST_GATE)
         gamma = jnp.maximum(refs["g_gamma"][...], STRONGEST_GATE) if "g_gamma" in refs else jnp.zeros_like(g)
         gate = two_sum(g, gamma)
-        if scan.gate_pieces:
-            pieces = [f32(piece)[:, :, : scan.chunk] for piece in bf16_split(gate[0], scan.gate_pieces)]
-            refs["gate"][:, :, : scan.gate_pieces * scan.chunk] = jnp.concatenate(pieces, 2)
+        if scan.gate_terms:
+            pieces = [f32(piece)[:, :, : scan.chunk] for piece in bf16_split(gate[0], scan.gate_terms)]
+            refs["gate"][:, :, : scan.gate_terms * scan.chunk] = jnp.concatenate(pieces, 2)
         hi, lo = running_sums(*gate, scan.chunk)
         last = hi[:, :, scan.chunk - 1 : scan.chunk], lo[:, :, scan.chunk - 1 : scan.chunk]
         refs["sum_hi"][...], refs["sum_lo"][...] = hi, lo

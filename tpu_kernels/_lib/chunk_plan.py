@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from op_arguments.gla import Gates, Problem
+from op_arguments.gla import Gates, Problem, check_fused, check_precision
 from tpu_kernels._lib.chip import LANES
 
 MIB = 2**20
@@ -29,17 +29,19 @@ class Route(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """The static side of a scan.
+    """All that is static about a scan.
 
-    gate: "constant" (a decay per head), "step" (and step) or "channel" (and channel of k). split: dots are of bfloat16
-    pieces, else of float32 at HIGHEST. n sequences in b rows of `length` steps, packed where n is not b, or laid out in
-    t rows for the kernels: `blocks` of `chunks` of `chunk` rows. heads: of a grid step; group: of them, at work at
-    once.
+    gate: "constant" (a decay per head), "step" (and step) or "channel" (and channel of k). fused: one kernel does all.
+    split: dots are of bfloat16 terms, else of float32 at HIGHEST. n sequences in b rows of `length` steps of dtype,
+    packed where n is not b, are laid out in t rows for the kernels: `blocks` of `chunks` of `chunk` rows. heads: of a
+    grid step; group: of them, at work at once.
     """
 
     gate: str
     backward: bool
+    fused: bool
     split: bool
+    dtype: str
     scale: float
     b: int
     length: int
@@ -71,7 +73,7 @@ class Scan(NamedTuple):
         return self.packed or self.length != self.blocks * self.rows
 
     @property
-    def gate_pieces(self) -> int:
+    def gate_terms(self) -> int:
         """Into how many bfloat16 the gates of steps go for the matrix unit to sum them, or 0: it would take longer.
 
         dg keeps more bits than o, or than what split dots leave of it.
@@ -84,19 +86,54 @@ class Scan(NamedTuple):
         """The shape of a number per step and head, a chunk in whole registers of lanes."""
         return self.b, self.h, self.blocks, self.chunks, max(self.chunk, LANES)
 
+    @property
+    def vmem_bytes(self) -> int:
+        """What the blocks, twice buffered, and the scratch of the largest kernel take of VMEM."""
+        size, passes = jnp.dtype(self.dtype).itemsize, 2 if self.backward else 1
+        k, v, c = (pl.cdiv(n, LANES) * LANES for n in (self.k, self.v, self.chunk))
+        state = self.v * k * 4
+        channels = k * 4 * passes if self.gate == "channel" else 0
+        row = (2 * k + 2 * v + (2 * k + v if self.backward else 0)) * size + channels
+        kept = 0 if self.fused else 2 * self.chunks * state * passes
+        if self.fused and self.backward:
+            kept = (self.chunks + self.blocks + 1) * state
+        values = 8 * (self.chunk * (2 * c + k + v)) * 4  # of the chunk that is in registers, which spill to VMEM
+        return self.heads * (2 * self.rows * row + kept + state + self.chunk * c * 4) + values
+
+    @property
+    def route(self) -> Route:
+        """Whether the largest kernel fits VMEM."""
+        blocks = f"{self.blocks} blocks of {self.rows} steps and {self.heads} heads"
+        what = f"the {'backward' if self.backward else 'forward'} pass in {blocks}"
+        needs = f"needs {self.vmem_bytes / MIB:.1f} MiB of VMEM, and may have {VMEM_BUDGET // MIB}"
+        return Route(self.vmem_bytes <= VMEM_BUDGET, f"{what} {needs}")
+
+
+def make_scan(
+    p: Problem, gates: Gates, *, packed: bool, chunk_size: int, precision: str, fused: bool | None, backward: bool
+) -> Scan | None:
+    """The scan of a checked problem, None where there is nothing to multiply.
+
+    gates: as in `chunk_scan.chunk_fwd`, of which only those that are None matter. packed: whether there are cu_seqlens.
+    fused: as asked for, None for one kernel where its blocks and states fit VMEM.
+    Raises ValueError or TypeError as `op_arguments.gla.check_precision` and `check_fused`.
+    """
+    check_precision(precision, p.dtype)
+    if 0 in (p.b, p.t, p.h, p.k, p.v, p.n):
+        check_fused(fused, None)
+        return None
+    blocks = partial(plan, gates, p, packed=packed, chunk_size=chunk_size, backward=backward)
+    scan = blocks(fused=True)
+    if not check_fused(fused, None if scan.route.fused else scan.route.explain):
+        scan = blocks(fused=False)
+    return scan._replace(split=p.dtype != "float32" or precision != "ieee")
+
 
 def chunk_route(
     gates: Gates, p: Problem, *, packed: bool = False, chunk_size: int = 64, backward: bool = False
 ) -> Route:
-    """Whether the blocks and states of the fused kernel fit VMEM.
-
-    gates: as in `chunk_fwd`, of which only those that are None matter; packed: whether there are cu_seqlens.
-    """
-    scan = plan(gates, p, packed=packed, chunk_size=chunk_size, backward=backward, fused=True)
-    need = vmem_bytes(scan, p, backward, fused=True)
-    blocks = f"{scan.blocks} blocks of {scan.rows} steps and {scan.heads} heads"
-    what = f"the {'backward' if backward else 'forward'} pass in {blocks} needs {need / MIB:.1f} MiB of VMEM"
-    return Route(need <= VMEM_BUDGET, f"{what}, and may have {VMEM_BUDGET // MIB}")
+    """Whether the blocks and states of the fused kernel fit VMEM; arguments as `make_scan`."""
+    return plan(gates, p, packed=packed, chunk_size=chunk_size, backward=backward, fused=True).route
 
 
 def plan(gates: Gates, p: Problem, *, packed: bool, chunk_size: int, backward: bool, fused: bool) -> Scan:
@@ -122,25 +159,27 @@ def plan(gates: Gates, p: Problem, *, packed: bool, chunk_size: int, backward: b
 
     def scan_of(heads: int, chunks: int) -> Scan:
         blocks = pl.cdiv(count, chunks)
-        rows = blocks * chunks * chunk if packed or blocks == 1 else p.t
-        group = next(n for n in range(min(at_once, heads), 0, -1) if heads % n == 0)
-        sizes = p.b, p.t, p.h, p.k, p.v, p.n, packed, rows, chunk, chunks, blocks, heads, group
-        return Scan(gate, backward, False, p.scale, *sizes)
+        return Scan(
+            gate=gate,
+            backward=backward,
+            fused=fused,
+            split=False,
+            dtype=p.dtype,
+            scale=p.scale,
+            b=p.b,
+            length=p.t,
+            h=p.h,
+            k=p.k,
+            v=p.v,
+            n=p.n,
+            packed=packed,
+            t=blocks * chunks * chunk if packed or blocks == 1 else p.t,
+            chunk=chunk,
+            chunks=chunks,
+            blocks=blocks,
+            heads=heads,
+            group=next(n for n in range(min(at_once, heads), 0, -1) if heads % n == 0),
+        )
 
     scans = [scan_of(*choice) for choice in itertools.product(heads, chunks)]
-    need = partial(vmem_bytes, p=p, backward=backward, fused=fused)
-    return next((scan for scan in scans if need(scan) <= VMEM_BUDGET), min(scans, key=need))
-
-
-def vmem_bytes(scan: Scan, p: Problem, backward: bool, fused: bool) -> int:
-    """What the blocks, twice buffered, and the scratch of the largest kernel of a scan take of VMEM."""
-    size = jnp.dtype(p.dtype).itemsize
-    k, v, c = (pl.cdiv(n, LANES) * LANES for n in (scan.k, scan.v, scan.chunk))
-    state = scan.v * k * 4
-    channels = k * 4 * (2 if backward else 1) if scan.gate == "channel" else 0
-    row = (2 * k + 2 * v + (2 * k + v if backward else 0)) * size + channels
-    kept = 0 if fused else 2 * scan.chunks * state * (2 if backward else 1)
-    if fused and backward:
-        kept = (scan.chunks + scan.blocks + 1) * state
-    values = 8 * (scan.chunk * (2 * c + k + v)) * 4  # of the chunk that is in registers, which spill to VMEM
-    return scan.heads * (2 * scan.rows * row + kept + state + scan.chunk * c * 4) + values
+    return next((scan for scan in scans if scan.route.fused), min(scans, key=lambda scan: scan.vmem_bytes))
