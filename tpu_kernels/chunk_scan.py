@@ -50,6 +50,7 @@ from tpu_kernels._lib.chunk_dots import dot, f32, iota
 from tpu_kernels._lib.chunk_layout import Layout, block_of
 from tpu_kernels._lib.chunk_layout import call as pallas_call
 from tpu_kernels._lib.chunk_plan import Scan, make_scan
+from tpu_kernels._lib.scans import Gradients, backward_of_nothing, forward_of_nothing
 
 OF_HEADS = {"q", "k", "v", "o", "state", "from_start", "to_end", "between"}
 """The refs of the forward pass with a decay per head of which each head has a part, along the first axis."""
@@ -66,16 +67,6 @@ class ChunkOptions(gla.ChunkOptions, total=False):
 
     interpret: Interpret
     debug: Debug
-
-
-class Gradients(NamedTuple):
-    """The gradients of the arguments of `chunk_fwd`; None for those that are None. dgates by the gates' names."""
-
-    dq: jax.Array
-    dk: jax.Array
-    dv: jax.Array
-    dgates: dict[str, jax.Array | None]
-    dh0: jax.Array | None
 
 
 def chunk_fwd(
@@ -201,8 +192,8 @@ def _forward(
     debug: Debug,
 ) -> tuple[jax.Array, jax.Array | None]:
     if scan is None:
-        h0 = _states(q, v, cu_seqlens) if initial_state is None else initial_state
-        return jnp.zeros(v.shape, v.dtype), h0 if output_final_state else None
+        o, ht = forward_of_nothing(q, v, initial_state, cu_seqlens)
+        return o, ht if output_final_state else None
     layout = Layout(scan, cu_seqlens, gates)
     call = partial(pallas_call, scan, prefetch=layout.prefetch, interpret=interpret)
     before = {**layout.rows(k=k, v=v), **layout.gates, **layout.states(h0=initial_state)}
@@ -236,10 +227,7 @@ def _backward(
     debug: Debug,
 ) -> Gradients:
     if scan is None:
-        dq, dk, dv = (jnp.zeros(x.shape, x.dtype) for x in (q, k, v))
-        dgates = {name: None if x is None else jnp.zeros(x.shape, x.dtype) for name, x in gates.items()}
-        passed = _states(q, v, cu_seqlens) if dht is None else dht
-        return Gradients(dq, dk, dv, dgates, None if initial_state is None else passed)
+        return backward_of_nothing(q, k, v, gates, initial_state, dht, cu_seqlens)
     layout = Layout(scan, cu_seqlens, gates)
     call = partial(pallas_call, scan, prefetch=layout.prefetch, interpret=interpret)
     before = {**layout.rows(k=k, v=v), **layout.gates, **layout.states(h0=initial_state)}
@@ -289,12 +277,6 @@ def _gate_gradients(
         return steps.sum((0, 1)) if name == "g_gamma" else steps.astype(gate.dtype)
 
     return {name: of(name, gate) for name, gate in gates.items()}
-
-
-def _states(q: jax.Array, v: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
-    """Zero states [N, H, K, V]."""
-    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return jnp.zeros((sequences, *q.shape[2:], v.shape[3]), jnp.float32)
 
 
 # ------------------------------------------------------------------------------------------------------ kernels

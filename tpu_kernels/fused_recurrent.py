@@ -28,13 +28,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments import gla
 from op_arguments.debug import Debug
-from op_arguments.gla import Gates, Problem, check_backward, check_forward
+from op_arguments.gla import Gates, check_backward, check_forward
 from op_arguments.gmm import GroupMetadata
-from tpu_kernels._lib import recurrent_layout as layout
 from tpu_kernels._lib.arguments import Interpret, concrete_values, resolve_interpret
+from tpu_kernels._lib.call import Block
+from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.decays import Pair, decay_parts, two_sum
-from tpu_kernels._lib.recurrent_layout import GROUP, Plan
+from tpu_kernels._lib.recurrent_layout import GROUP, Layout, Plan, make_plan
 from tpu_kernels._lib.recurrent_sums import column_of, fold_lanes, sum_lanes, sum_rows
+from tpu_kernels._lib.scans import Gradients, backward_of_nothing, forward_of_nothing
 
 SEGMENT = 16  # steps between plain float32 states: divides every chunk size, so calls may be cut at chunk borders
 FLOPS_FORWARD, FLOPS_BACKWARD = 15, 50
@@ -45,16 +47,6 @@ class RecurrentOptions(gla.RecurrentOptions, total=False):
 
     interpret: Interpret
     debug: Debug
-
-
-class Gradients(NamedTuple):
-    """The gradients of the arguments of `recurrent_fwd`; None for those that are None. dgates by the gates' names."""
-
-    dq: jax.Array
-    dk: jax.Array
-    dv: jax.Array
-    dgates: dict[str, jax.Array | None]
-    dh0: jax.Array | None
 
 
 def recurrent_fwd(
@@ -71,14 +63,11 @@ def recurrent_fwd(
     interpret: Interpret = None,
     debug: Debug = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(o, ht): `o_t = scale q_t^T S_t`, and the state after the last step where output_final_state, else None.
+    """o [B, T, H, V] in v's dtype and the states ht [N, H, K, V] float32 after the last steps, None unless asked for.
 
-    q, k [B, T, H, K], v [B, T, H, V]: all float32 or all bfloat16. gates: natural logs of the decays, `g` [B, T, H]
-    and `g_gamma` [H], which add (None: no decay), or `gk` [B, T, H, K]; float32, `g` and `gk` also of q's dtype.
-    initial_state [N, H, K, V] float32. cu_seqlens [N + 1] int32 packs N sequences into B = 1 (N = B without).
-    reverse: time runs backwards, in each sequence. scale: default K ** -0.5. interpret and debug: as
-    `tpu_kernels.gmm.gmm`; sites are kept and state.
-    o has v's shape and dtype and is zero beyond the last sequence; ht [N, H, K, V] is float32.
+    gates: natural logs of the decays, `g` [B, T, H] and `g_gamma` [H], which add (None: no decay), or `gk`
+    [B, T, H, K]. Options: `RecurrentOptions`. Other arguments as `gla.fused_recurrent_gla_fwd`'s. Sites of debug: kept
+    and state. o is zero beyond the last sequence.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`; values are checked outside tracing only.
     """
     p = check_forward(
@@ -91,18 +80,11 @@ def recurrent_fwd(
         cu_seqlens=cu_seqlens,
         offsets=None if cu_seqlens is None else concrete_values(cu_seqlens),
     )
+    interpret = resolve_interpret(interpret)
+    plan = make_plan(p, gates, reverse=bool(reverse), backward=False, interpret=interpret, debug=debug)
+    final = bool(output_final_state)
     return _forward(
-        q,
-        k,
-        v,
-        dict(gates),
-        initial_state,
-        cu_seqlens,
-        problem=p,
-        output_final_state=bool(output_final_state),
-        reverse=bool(reverse),
-        interpret=resolve_interpret(interpret),
-        debug=debug,
+        q, k, v, dict(gates), initial_state, cu_seqlens, plan=plan, output_final_state=final, interpret=interpret
     )
 
 
@@ -140,26 +122,15 @@ def recurrent_bwd(
         cu_seqlens=cu_seqlens,
         offsets=None if cu_seqlens is None else concrete_values(cu_seqlens),
     )
-    return _backward(
-        q,
-        k,
-        v,
-        do,
-        dict(gates),
-        initial_state,
-        dht,
-        cu_seqlens,
-        problem=p,
-        reverse=bool(reverse),
-        interpret=resolve_interpret(interpret),
-        debug=debug,
-    )
+    interpret = resolve_interpret(interpret)
+    plan = make_plan(p, gates, reverse=bool(reverse), backward=True, interpret=interpret, debug=debug)
+    return _backward(q, k, v, do, dict(gates), initial_state, dht, cu_seqlens, plan=plan, interpret=interpret)
 
 
 # ------------------------------------------------------------------------------------------------------ the calls
 
 
-@partial(jax.jit, static_argnames=("problem", "output_final_state", "reverse", "interpret", "debug"))
+@partial(jax.jit, static_argnames=("plan", "output_final_state", "interpret"))
 def _forward(
     q: jax.Array,
     k: jax.Array,
@@ -168,51 +139,43 @@ def _forward(
     initial_state: jax.Array | None,
     cu_seqlens: jax.Array | None,
     *,
-    problem: Problem,
+    plan: Plan | None,
     output_final_state: bool,
-    reverse: bool,
     interpret: bool | pltpu.InterpretParams,
-    debug: Debug,
 ) -> tuple[jax.Array, jax.Array | None]:
-    p = problem
-    if 0 in (p.b, p.t, p.h, p.k, p.v, p.n):
-        return jnp.zeros_like(v), layout.given_or_zero(initial_state, p) if output_final_state else None
-    plan = layout.make_plan(p, gates, reverse, interpret, layout.TILE, debug)
-    visits = layout.make_visits(p, plan, cu_seqlens, interpret)
+    if plan is None:
+        o, ht = forward_of_nothing(q, v, initial_state, cu_seqlens)
+        return o, ht if output_final_state else None
+    layout = Layout(plan, cu_seqlens, interpret)
 
     def visit(h: Any, i: Any, visits: GroupMetadata) -> Any:
         return h, _nth_visit(i, visits, plan)
 
-    inputs = {
-        "q": layout.rows_of(q, plan.keys, plan, visit),
-        "k": layout.rows_of(k, plan.keys, plan, visit),
-        "v": layout.rows_of(v, plan.values, plan, visit),
-        **layout.gate_inputs(gates, plan, visit),
+    operands = {
+        "q": layout.by_key(q, visit),
+        "k": layout.by_key(k, visit),
+        "v": layout.by_value(v, visit),
+        **layout.gates(gates, visit),
     }
     if initial_state is not None:
-        inputs["h0"] = layout.state_of(initial_state, plan, visit)
-    outputs = {"o": layout.rows_out(v.dtype, plan.values, plan, visit)}
+        operands["h0"] = layout.state(initial_state, visit)
+    out = {"o": layout.out_by_value(v.dtype, visit)}
     if output_final_state:
-        outputs["ht"] = layout.state_out(p.n, plan, visit)
+        out["ht"] = layout.state_out(visit)
     found = layout.call(
         partial(_forward_kernel, plan=plan),
-        visits,
-        inputs,
-        outputs,
-        layout.scratch(plan, columns=("v_columns", "o_columns"), rows=("q_rows", "k_rows")),
-        grid=(p.h, visits.num_visits[0]),
-        semantics=("parallel", "arbitrary"),
+        operands,
+        out,
+        _scratch(plan, columns=("v_columns", "o_columns"), rows=("q_rows", "k_rows")),
+        phases=(),
         flops=FLOPS_FORWARD,
         times={},
-        plan=plan,
-        interpret=interpret,
         name="fused_recurrent_fwd",
     )
-    o = layout.heads_last(found["o"], cu_seqlens, p, v)
-    return o, layout.state_from(found.get("ht"), p)
+    return layout.public(found["o"], plan.v), layout.public_state(found.get("ht"))
 
 
-@partial(jax.jit, static_argnames=("problem", "reverse", "interpret", "debug"))
+@partial(jax.jit, static_argnames=("plan", "interpret"))
 def _backward(
     q: jax.Array,
     k: jax.Array,
@@ -223,18 +186,12 @@ def _backward(
     dht: jax.Array | None,
     cu_seqlens: jax.Array | None,
     *,
-    problem: Problem,
-    reverse: bool,
+    plan: Plan | None,
     interpret: bool | pltpu.InterpretParams,
-    debug: Debug,
 ) -> Gradients:
-    p = problem
-    if 0 in (p.b, p.t, p.h, p.k, p.v, p.n):
-        dgates = {name: None if gate is None else jnp.zeros_like(gate) for name, gate in gates.items()}
-        dh0 = None if initial_state is None else layout.given_or_zero(dht, p)
-        return Gradients(jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v), dgates, dh0)
-    plan = layout.make_plan(p, gates, reverse, interpret, None, debug)
-    visits = layout.make_visits(p, plan, cu_seqlens, interpret)
+    if plan is None:
+        return backward_of_nothing(q, k, v, gates, initial_state, dht, cu_seqlens)
+    layout = Layout(plan, cu_seqlens, interpret)
 
     # Phase 0 goes through time, phase 1 back. What only one of them needs stays, in the other, where that one ends or
     # begins, so that nothing is fetched or written for it.
@@ -249,60 +206,61 @@ def _backward(
         last = visits.num_visits[0] - 1
         return h, _nth_visit(jnp.where(phase == 0, last, last - i), visits, plan)
 
-    inputs = {
-        "q": layout.rows_of(q, plan.keys, plan, visit_of_second),
-        "k": layout.rows_of(k, plan.keys, plan, visit_of_both),
-        "v": layout.rows_of(v, plan.values, plan, visit_of_both),
-        "do": layout.rows_of(do, plan.values, plan, visit_of_second),
-        **layout.gate_inputs(gates, plan, visit_of_both),
+    operands = {
+        "q": layout.by_key(q, visit_of_second),
+        "k": layout.by_key(k, visit_of_both),
+        "v": layout.by_value(v, visit_of_both),
+        "do": layout.by_value(do, visit_of_second),
+        **layout.gates(gates, visit_of_both),
     }
     if initial_state is not None:
-        inputs["h0"] = layout.state_of(initial_state, plan, visit_of_first)
+        operands["h0"] = layout.state(initial_state, visit_of_first)
     if dht is not None:
-        inputs["dht"] = layout.state_of(dht, plan, visit_of_second)
-    outputs = {
-        "dq": layout.rows_out(q.dtype, plan.keys, plan, visit_of_second),
-        "dk": layout.rows_out(k.dtype, plan.keys, plan, visit_of_second),
-        "dv": layout.rows_out(v.dtype, plan.values, plan, visit_of_second),
+        operands["dht"] = layout.state(dht, visit_of_second)
+    kept = jax.ShapeDtypeStruct((layout.visits.group_ids.shape[0], 2, plan.values, plan.keys), jnp.float32)
+    out = {
+        "dq": layout.out_by_key(q.dtype, visit_of_second),
+        "dk": layout.out_by_key(k.dtype, visit_of_second),
+        "dv": layout.out_by_value(v.dtype, visit_of_second),
         # Written and read by the kernel itself. One head's: heads follow one another.
-        "kept_states": layout.Operand(
-            jax.ShapeDtypeStruct((visits.group_ids.shape[0], 2, plan.values, plan.keys), jnp.float32),
-            (0, 0),
-            pl.BlockSpec(memory_space=pl.ANY),
-        ),
+        "kept_states": Block(kept, space=pl.ANY),
     }
-    scratch = layout.scratch(
+    scratch = _scratch(
         plan,
         columns=("v_columns", "do_columns", "dv_columns"),
         rows=("q_rows", "k_rows", "dq_rows", "dk_rows", "dgate_rows"),
     )
     scratch["dstate"] = pltpu.VMEM((2, plan.values, plan.keys), jnp.float32)
     if plan.gate is not None:
-        outputs["dgate"] = layout.gate_out(gates, plan, visit_of_second)
+        out["dgate"] = layout.gate_out(gates, visit_of_second)
         scratch["decayed"] = pltpu.VMEM((plan.tile, plan.values, plan.keys), jnp.float32)
     if initial_state is not None:
-        outputs["dh0"] = layout.state_out(p.n, plan, visit_of_second)
+        out["dh0"] = layout.state_out(visit_of_second)
     found = layout.call(
         partial(_backward_kernel, plan=plan),
-        visits,
-        inputs,
-        outputs,
+        operands,
+        out,
         scratch,
-        grid=(p.h, 2, visits.num_visits[0]),
-        semantics=("arbitrary", "arbitrary", "arbitrary"),
+        phases=(2,),
         flops=FLOPS_BACKWARD,
-        times={"k": 2, "v": 2, "gk": 2, "decays": 2, "kept_states": 2 * p.h},
-        plan=plan,
-        interpret=interpret,
+        times={"k": 2, "v": 2, "gk": 2, "decays": 2, "kept_states": 2 * plan.heads},
         name="fused_recurrent_bwd",
     )
+    dq, dk, dv = (layout.public(found[name], width) for name, width in (("dq", plan.k), ("dk", plan.k), ("dv", plan.v)))
     return Gradients(
-        layout.heads_last(found["dq"], cu_seqlens, p, q),
-        layout.heads_last(found["dk"], cu_seqlens, p, k),
-        layout.heads_last(found["dv"], cu_seqlens, p, v),
-        layout.gate_gradients(found.get("dgate"), gates, cu_seqlens, p, plan),
-        layout.state_from(found.get("dh0"), p),
+        dq, dk, dv, layout.gate_gradients(found.get("dgate"), gates), layout.public_state(found.get("dh0"))
     )
+
+
+def _scratch(plan: Plan, columns: tuple[str, ...], rows: tuple[str, ...]) -> dict[str, Any]:
+    """The state and its residue; and of a group's steps what is to be summed over K, columns along V, rows along K."""
+    rows += ("carried_rows",) if plan.gate is None else ("carried_rows", "kept_rows", "rest_rows")
+    return {
+        "state": pltpu.VMEM((2, plan.values, plan.keys), jnp.float32),
+        "products": pltpu.VMEM((GROUP, plan.slab, LANES), jnp.float32),
+        **{name: pltpu.VMEM((plan.values, GROUP), jnp.float32) for name in columns},
+        **{name: pltpu.VMEM((GROUP, plan.keys), jnp.float32) for name in rows},
+    }
 
 
 # --------------------------------------------------------------------------------------- visits, groups and slabs

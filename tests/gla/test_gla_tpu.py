@@ -52,14 +52,18 @@ LOOPS = [
 def test_loops_that_are_unrolled_agree_with_golden(op, shape, options, monkeypatch):
     """A TPU has several chunks, or steps, in a turn of a loop, and an interpreter one: here as many as a TPU."""
     from tpu_kernels import chunk_scan, fused_recurrent
-    from tpu_kernels._lib import chunk_plan, recurrent_layout
+    from tpu_kernels._lib import chunk_layout, chunk_plan, recurrent_layout
 
     monkeypatch.setattr(chunk_plan, "BLOCK_TOKENS", 64)  # four chunks, so that the loop takes all of them in one turn
     for module in (chunk_scan, fused_recurrent):
         monkeypatch.setattr(module, "resolve_interpret", lambda _: False)
         for name in ("_forward", "_backward"):  # without jit, which would keep what is traced here
             monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
-    for module, name in ((chunk_scan, "pallas_call"), (recurrent_layout, "call"), (recurrent_layout, "group_metadata")):
+    for module, name in (
+        (chunk_layout, "call_with_blocks"),
+        (recurrent_layout, "call"),
+        (recurrent_layout, "group_metadata"),
+    ):
         monkeypatch.setattr(module, name, interpreted(getattr(module, name)))
     (case,) = op.grid([shape], dtype=[F32], h0=[True], ht=[True], **options)
     judged = judge(Trial(op, case, "tpu"))

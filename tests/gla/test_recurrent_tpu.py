@@ -169,14 +169,17 @@ PLANS = [
 
 @pytest.mark.parametrize(("changes", "direction", "expected"), PLANS)
 def test_tiles_and_slabs(changes, direction, expected):
-    tile = layout.TILE if direction == "forward" else None
-    plan = layout.make_plan(problem(**changes), {"g": 1, "g_gamma": None}, False, False, tile, None)
+    gates, backward = {"g": 1, "g_gamma": None}, direction == "backward"
+    plan = layout.make_plan(problem(**changes), gates, reverse=False, backward=backward, interpret=False)
     assert (plan.tile, plan.keys, plan.values, plan.slab) == expected
     assert plan.tiles * plan.tile >= plan.rows > (plan.tiles - 1) * plan.tile
 
 
 def test_steps_are_unrolled_where_they_are_compiled():
-    plans = [layout.make_plan(problem(), {"gk": 1}, False, interpret, None, None) for interpret in (False, True)]
+    plans = [
+        layout.make_plan(problem(), {"gk": 1}, reverse=False, backward=True, interpret=interpret)
+        for interpret in (False, True)
+    ]
     assert [plan.unroll for plan in plans] == [4, 1]
 
 
@@ -188,9 +191,9 @@ def called(monkeypatch, cu_seqlens, reverse=False, **changes):
         if "fused_recurrent" not in options["name"]:
             return real(kernel, **options)
 
-        def call(*arrays):
-            calls.append((options, arrays))
-            return [jnp.zeros(x.shape, x.dtype) for x in options["out_shape"]]
+        def call(visits, operands):
+            calls.append((options, visits))
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), options["out_shape"])
 
         return call
 
@@ -199,26 +202,24 @@ def called(monkeypatch, cu_seqlens, reverse=False, **changes):
     keys, values = (jnp.zeros((p.b, p.t, p.h, size), p.dtype) for size in (p.k, p.v))
     state, gates = jnp.zeros((p.n, p.h, p.k, p.v)), {"g": jnp.zeros((p.b, p.t, p.h)), "g_gamma": None}
     arrays = keys, keys, values, values, gates, state, state, jnp.asarray(cu_seqlens)
-    recurrent._backward.__wrapped__(*arrays, problem=p, reverse=reverse, interpret=True, debug=None)
+    plan = layout.make_plan(p, gates, reverse=reverse, backward=True, interpret=True)
+    recurrent._backward.__wrapped__(*arrays, plan=plan, interpret=True)
     return calls[0]
-
-
-OPERANDS = ("q", "k", "v", "do", "decays", "h0", "dht", "dq", "dk", "dv", "kept", "dgate", "dh0")
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_what_one_phase_needs_stays_in_the_other(monkeypatch, reverse):
     """Time goes on in phase 0 and back in phase 1: where it turns, what only one of them needs ends or begins."""
-    options, arrays = called(monkeypatch, [0, 130, 130, 300], reverse)
-    visits = GroupMetadata(*(np.asarray(x) for x in arrays[:4]))
+    options, visits = called(monkeypatch, [0, 130, 130, 300], reverse)
+    visits = GroupMetadata(*map(np.asarray, visits))
     n, spec = int(visits.num_visits[0]), options["grid_spec"]
     assert (n, spec.grid[:2], int(spec.grid[2])) == (5, (1, 2), 5)
     order = list(range(n))[:: -1 if reverse else 1]
     on, back, stay = order, order[::-1], order[-1:] * n
     phases = dict.fromkeys(("k", "v", "decays"), on + back) | {"h0": on + stay}
-    for name, of in zip(OPERANDS, (*spec.in_specs, *spec.out_specs), strict=True):
-        if name != "kept":
-            found = [of.index_map(0, phase, i, *visits) for phase in range(2) for i in range(n)]
+    for name, of in (spec.in_specs[0] | spec.out_specs).items():
+        if name != "kept_states":
+            found = [of.index_map(0, phase, i, visits) for phase in range(2) for i in range(n)]
             ids = visits.group_ids if name in ("h0", "dht", "dh0") else visits.tile_ids
             at = [int(ids[visit]) for visit in phases.get(name, stay + back)]
             places = [(x, 0) if ids is visits.group_ids else (0, x) for x in at]
@@ -231,11 +232,12 @@ def test_what_one_phase_needs_stays_in_the_other(monkeypatch, reverse):
 def test_vmem_holds_two_of_each_block_and_the_scratch(monkeypatch, k, v, fits):
     options, _ = called(monkeypatch, [0, 32], k=k, v=v)
     spec, limit = options["grid_spec"], options["compiler_params"].vmem_limit_bytes
-    blocks = [of.block_shape for of in (*spec.in_specs, *spec.out_specs) if of.block_shape is not None]
+    specs = (*spec.in_specs[0].values(), *spec.out_specs.values())
+    blocks = [of.block_shape for of in specs if of.block_shape is not None]
     blocks = [[size for size in block if size is not None] for block in blocks] * 2
     needed = 4 * sum(
         math.prod(outer) * -(-rows // 8) * 8 * -(-lanes // 128) * 128
-        for *outer, rows, lanes in (*blocks, *(of.shape for of in spec.scratch_shapes))
+        for *outer, rows, lanes in (*blocks, *(of.shape for of in spec.scratch_shapes[0].values()))
     )
     # Beside it 4 MiB for what the compiler keeps there; 16 MiB is what a kernel has on v5e if it asks for none.
     assert limit == (16 if fits else 4) * 2**20 + (0 if fits else needed)

@@ -14,12 +14,19 @@ class Block:
     """An array in HBM, and the block of it that a step of the grid has in VMEM.
 
     array: a `jax.ShapeDtypeStruct` for a result. shape: None for an axis of one that the kernel does not see.
-    index(*steps, *scalars): which block, counted in blocks along each axis.
+    index(*steps, *scalars): which block, counted in blocks along each axis. space: where the array is as a whole, for
+    one without blocks.
     """
 
     array: Any
-    shape: tuple[int | None, ...]
-    index: Callable[..., Any]
+    shape: tuple[int | None, ...] = ()
+    index: Callable[..., Any] | None = None
+    space: Any = None
+
+    @property
+    def spec(self) -> pl.BlockSpec:
+        """As Pallas has it."""
+        return pl.BlockSpec(memory_space=self.space) if self.index is None else pl.BlockSpec(self.shape, self.index)
 
 
 def call(
@@ -34,14 +41,16 @@ def call(
     scratch: Any,
     cost: pl.CostEstimate,
     interpret: bool | pltpu.InterpretParams,
+    vmem_limit: int | None = None,
 ) -> Any:
     """The arrays `out` that `kernel(*scalars, operands, out, scratch)` fills.
 
     operands and out are `Block`s, scratch is memory, each alone or in a tree (a NamedTuple, a dictionary), where None
     stands for what a call does without: the kernel finds a reference, or None, in the same place. scalars are arrays
     in SMEM, in trees as well; index maps have them too. The first `parallel` axes of the grid may run in any order.
+    vmem_limit: bytes that the kernel may have, None for what it has if it asks for none.
     """
-    specs = [jax.tree.map(lambda block: pl.BlockSpec(block.shape, block.index), tree) for tree in (operands, out)]
+    specs = [jax.tree.map(lambda block: block.spec, tree) for tree in (operands, out)]
     arrays, shapes = (jax.tree.map(lambda block: block.array, tree) for tree in (operands, out))
     order: list[Literal["parallel", "arbitrary"]]
     order = ["parallel" if axis < parallel else "arbitrary" for axis in range(len(grid))]
@@ -55,7 +64,7 @@ def call(
             out_specs=specs[1],
             scratch_shapes=[scratch],
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=order),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=vmem_limit),
         cost_estimate=cost,
         interpret=interpret,
         name=name,

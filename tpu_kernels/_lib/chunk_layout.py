@@ -9,6 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from tpu_kernels._lib.call import Block, bytes_of
+from tpu_kernels._lib.call import call as call_with_blocks
 from tpu_kernels._lib.chunk_decays import decay_scratch
 from tpu_kernels._lib.chunk_plan import VMEM_LIMIT, Scan
 
@@ -20,7 +22,7 @@ class Operand(NamedTuple):
     """
 
     array: Any
-    block: tuple[int | None, ...] | None = None
+    block: tuple[int | None, ...] = ()
     at: Callable[[Any, Any, Any], tuple[Any, ...]] | None = None
     early: bool = False
     space: Any = None
@@ -157,48 +159,42 @@ def call(
     It walks the blocks along T "once", "back" from the last, or "twice": there, for what is `early` alone, and back.
     work: how often a step meets the others of its chunk in a dot, and how often the state.
     """
-    scratch = dict(scratch) | decay_scratch(scan)
-    names = [*prefetch, *inputs, *outputs, *scratch]
-
-    def spec(operand: Operand) -> Any:
-        if operand.at is None:
-            return pl.BlockSpec(memory_space=operand.space)
-        at = operand.at
-        return pl.BlockSpec(
-            operand.block, lambda b, h, step, *_: at(b, h, block_of(step, scan.blocks, walk, operand.early))
-        )
-
     steps = 2 * scan.blocks - 1 if walk == "twice" else scan.blocks
+
+    def block(operand: Operand) -> Block:
+        at = operand.at
+        if at is None:
+            return Block(operand.array, space=operand.space)
+        return Block(
+            operand.array,
+            operand.block,
+            lambda b, h, step, *_: at(b, h, block_of(step, scan.blocks, walk, operand.early)),
+        )
 
     def nbytes(operand: Operand) -> int:
         twice = walk == "twice" and operand.early
-        return operand.array.size * operand.array.dtype.itemsize * (steps if twice else scan.blocks) // scan.blocks
+        return bytes_of(operand.array) * (steps if twice else scan.blocks) // scan.blocks
 
     in_chunks, states = work
     all_steps = scan.b * scan.h * scan.t
-    cost = pl.CostEstimate(
-        flops=all_steps * (in_chunks * scan.chunk * (scan.k + scan.v) + 2 * states * scan.k * scan.v),
-        transcendentals=all_steps * (1 if scan.gate == "constant" else scan.chunk),
-        bytes_accessed=sum(map(nbytes, [*inputs.values(), *outputs.values()])),
-    )
-    results = pl.pallas_call(
-        lambda *refs: kernel(dict(zip(names, refs, strict=True)), scan),
-        out_shape=[x.array for x in outputs.values()],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(prefetch),
-            grid=(scan.b, scan.h // scan.heads, steps),
-            in_specs=[spec(x) for x in inputs.values()],
-            out_specs=[spec(x) for x in outputs.values()],
-            scratch_shapes=list(scratch.values()),
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
-        ),
-        cost_estimate=cost,
-        interpret=interpret,
+    results: dict[str, jax.Array] = call_with_blocks(
+        lambda *trees: kernel({name: ref for tree in trees for name, ref in tree.items()}, scan),
         name=name,
-    )(*prefetch.values(), *(x.array for x in inputs.values()))
-    return dict(zip(outputs, results, strict=True))
+        grid=(scan.b, scan.h // scan.heads, steps),
+        parallel=2,
+        scalars=(prefetch,) if prefetch else (),
+        operands={name: block(operand) for name, operand in inputs.items()},
+        out={name: block(operand) for name, operand in outputs.items()},
+        scratch={**scratch, **decay_scratch(scan)},
+        cost=pl.CostEstimate(
+            flops=all_steps * (in_chunks * scan.chunk * (scan.k + scan.v) + 2 * states * scan.k * scan.v),
+            transcendentals=all_steps * (1 if scan.gate == "constant" else scan.chunk),
+            bytes_accessed=sum(map(nbytes, [*inputs.values(), *outputs.values()])),
+        ),
+        interpret=interpret,
+        vmem_limit=VMEM_LIMIT,
+    )
+    return results
 
 
 def block_of(step: Any, blocks: int, walk: str, early: bool) -> Any:

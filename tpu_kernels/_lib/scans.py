@@ -1,0 +1,46 @@
+"""What both forms of gated linear attention return, also of no step, head or channel."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Gradients(NamedTuple):
+    """The gradients of the arguments of a forward pass; None for those that are None. dgates by the gates' names."""
+
+    dq: jax.Array
+    dk: jax.Array
+    dv: jax.Array
+    dgates: dict[str, jax.Array | None]
+    dh0: jax.Array | None
+
+
+def forward_of_nothing(
+    q: jax.Array, v: jax.Array, initial_state: jax.Array | None, cu_seqlens: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """o and ht: zeros, and the states as they are."""
+    return jnp.zeros_like(v), _given_or_zero(initial_state, q, v, cu_seqlens)
+
+
+def backward_of_nothing(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: dict[str, Any],
+    initial_state: jax.Array | None,
+    dht: jax.Array | None,
+    cu_seqlens: jax.Array | None,
+) -> Gradients:
+    """Zeros, and the gradients of the states as they are."""
+    dgates = {name: None if gate is None else jnp.zeros_like(gate) for name, gate in gates.items()}
+    dh0 = None if initial_state is None else _given_or_zero(dht, q, v, cu_seqlens)
+    return Gradients(jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v), dgates, dh0)
+
+
+def _given_or_zero(states: jax.Array | None, q: jax.Array, v: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
+    """States [N, H, K, V]."""
+    if states is not None:
+        return states
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return jnp.zeros((sequences, *q.shape[2:], v.shape[3]), jnp.float32)
