@@ -13,7 +13,7 @@ from cpu_golden.quantized_gmm import gmm_quantized, tgmm_quantized
 from cpu_golden.stages import Stages, exact
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.gmm import Problem, check_gmm
-from op_arguments.moe import check_dout, check_quantize_options
+from op_arguments.grouped_dense import check_dout, check_quantize_options
 
 Quantize = bool | str
 

@@ -15,8 +15,8 @@ from cpu_golden.mxfp8 import mxfp8_values, unswizzle_scales
 from cpu_golden.stages import Stages, exact
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.gmm import Problem
-from op_arguments.quantize import MX_BLOCK
-from op_arguments.quantized_gmm import check_grouped_gemm, check_mxfp8_tile
+from op_arguments.grouped_gemm import check_grouped_gemm, check_mxfp8_tile
+from op_arguments.mxfp8 import MX_BLOCK
 
 
 def grouped_gemm(

@@ -13,12 +13,11 @@ from cpu_golden import Array
 from cpu_golden._lib.scales import SMALLEST, flushed, named_output, round_fp8, spread
 from cpu_golden.quantize import DualQuantized, Quantized
 from cpu_golden.stages import Stages, exact
-from op_arguments.quantize import (
+from op_arguments.mxfp8 import (
     E8M0,
     MX_BLOCK,
     SWIZZLED_COLUMNS,
     SWIZZLED_ROWS,
-    check_finite_values,
     check_mxfp8_dequantize,
     check_mxfp8_dual_quantize,
     check_mxfp8_quantize,
@@ -26,6 +25,7 @@ from op_arguments.quantize import (
     check_unswizzle,
     swizzled_shape,
 )
+from op_arguments.quantize import check_finite_values
 
 
 def mxfp8_quantize(

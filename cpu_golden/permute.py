@@ -8,7 +8,7 @@ from cpu_golden import Array
 from cpu_golden._lib.arguments import range_of
 from cpu_golden._lib.permutation import permutation, take_rows
 from cpu_golden.stages import Stages, exact
-from op_arguments.moe import check_permute, check_unpermute
+from op_arguments.permute import check_permute, check_unpermute
 
 
 class Permuted(NamedTuple):

@@ -14,7 +14,7 @@ from gpu_reference._lib.pairs import dual_quantized, padded, product, quantized,
 from op_arguments import Tiling, check_array, check_shape, dtype_name
 from op_arguments.debug import Debug, backward_alone, sums_at
 from op_arguments.gmm import check_gmm
-from op_arguments.moe import check_quantize_options
+from op_arguments.grouped_dense import check_quantize_options
 
 Quantize = bool | str
 

@@ -39,14 +39,8 @@ from gpu_reference.gmm import (
 from op_arguments import Tiling, dtype_name, resolve_tiling
 from op_arguments.debug import Debug
 from op_arguments.gmm import GroupMetadata, Problem
-from op_arguments.quantize import MX_BLOCK, SWIZZLED_COLUMNS, SWIZZLED_ROWS
-from op_arguments.quantized_gmm import (
-    Support,
-    check_grouped_gemm,
-    check_mxfp8_tile,
-    check_strict,
-    mxfp8_dot_dtype,
-)
+from op_arguments.grouped_gemm import Support, check_grouped_gemm, check_mxfp8_tile, check_strict, mxfp8_dot_dtype
+from op_arguments.mxfp8 import MX_BLOCK, SWIZZLED_COLUMNS, SWIZZLED_ROWS
 
 GROUPED_GEMM_TILES: dict[int, tuple[Tile, ...]] = {
     1: ((128, 128, 128), (64, 128, 128), (32, 128, 128), (16, 128, 128)),

@@ -19,7 +19,8 @@ from gpu_reference.grouped_gemm import grouped_gemm
 from gpu_reference.mxfp8 import mxfp8_dual_quantize, mxfp8_quantize
 from op_arguments import Tiling
 from op_arguments.debug import Debug
-from op_arguments.moe import check_expert_parallel, check_layer_dout, check_moe_layer, permuted_rows
+from op_arguments.moe import check_expert_parallel, check_layer_dout, check_moe_layer
+from op_arguments.permute import permuted_rows
 
 
 class LayerGrads(NamedTuple):

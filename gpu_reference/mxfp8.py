@@ -32,7 +32,7 @@ from gpu_reference._lib.hardware import check_devices
 from gpu_reference._lib.launch import Launch
 from op_arguments import dtype_name
 from op_arguments.debug import Debug, named
-from op_arguments.quantize import (
+from op_arguments.mxfp8 import (
     MX_BLOCK,
     SWIZZLED_COLUMNS,
     SWIZZLED_ROWS,

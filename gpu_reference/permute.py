@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gpu_reference._lib.operands import range_of
 from gpu_reference._lib.routing import combine, inverse, plan_rows, take
-from op_arguments.moe import check_permute, check_unpermute
+from op_arguments.permute import check_permute, check_unpermute
 
 
 class Permuted(NamedTuple):

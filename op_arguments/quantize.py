@@ -7,15 +7,6 @@ from op_arguments import Array, check_array, check_output_dtype, dtype_name
 FLOATS = ("float32", "bfloat16", "float16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 NARROW = (*FP8, "int8")
-E8M0 = "float8_e8m0fnu"
-MX_BLOCK = 32
-"""Consecutive elements that share a scale in OCP's microscaling formats."""
-SCALE_ROUNDINGS = ("up", "floor")
-WIDE = ("float32", "bfloat16")
-"""What holds every fp8 value times a power of two exactly, within the exponents that both of them have."""
-SWIZZLED_ROWS, SWIZZLED_COLUMNS = 128, 4
-"""The tile of scales that a block-scaled matrix unit reads: 512 bytes."""
-
 Blocks = tuple[int, ...]
 """Elements that share a scale, along every axis."""
 
@@ -31,7 +22,7 @@ def check_quantize(x: Array, axis: int | tuple[int, ...], block_size: int | None
 
 def check_blocks(x: Array, axis: int | tuple[int, ...], block_size: int | None) -> Blocks:
     """The blocks of x: `block_size` (None: all) along each axis in `axis`, 1 along the others. As `check_quantize`."""
-    _check_float("x", x)
+    check_float("x", x)
     rank = len(x.shape)
     axes = axis if isinstance(axis, tuple) else (axis,)
     for a in axes:
@@ -53,106 +44,12 @@ def check_blocks(x: Array, axis: int | tuple[int, ...], block_size: int | None) 
 
 def check_dual_quantize(x: Array, block_size: int | None, dtype: Any) -> tuple[Blocks, Blocks, str]:
     """x [..., M, K]: its blocks by rows (along K), by columns (along M), and the fp8 dtype; as `check_quantize`."""
-    _check_float("x", x)
+    check_float("x", x)
     if len(x.shape) not in (2, 3):
         raise ValueError(f"x must have rank 2 [M, K] or 3 [G, M, K], got shape {list(x.shape)}")
     by_rows, name = check_quantize(x, -1, block_size, dtype)
     by_columns, _ = check_quantize(x, -2, block_size, dtype)
     return by_rows, by_columns, name
-
-
-def check_mxfp8_quantize(x: Array, axis: int, dtype: Any, scale_rounding: str) -> tuple[int, str]:
-    """The axis of x along which 32 elements share a scale, counted from 0, and the name of the fp8 dtype asked for.
-
-    Raises TypeError for a wrong type or dtype, ValueError for an axis that x has not or an unknown rounding.
-    """
-    name = check_output_dtype("dtype", dtype, FP8[0], FP8)
-    _check_float("x", x)
-    rank = len(x.shape)
-    if type(axis) is not int:
-        raise TypeError(f"axis must be an int, got {axis!r}")
-    if not -rank <= axis < rank:
-        raise ValueError(f"axis must be in [{-rank}, {rank - 1}] for shape {list(x.shape)}, got {axis}")
-    if scale_rounding not in SCALE_ROUNDINGS:
-        raise ValueError(f"scale_rounding must be {' or '.join(map(repr, SCALE_ROUNDINGS))}, got {scale_rounding!r}")
-    return axis % rank, name
-
-
-def check_mxfp8_dual_quantize(x: Array, dtype: Any, scale_rounding: str) -> str:
-    """The fp8 dtype's name for x [..., M, K] by rows and by columns; as `check_mxfp8_quantize`."""
-    _check_float("x", x)
-    if len(x.shape) not in (2, 3):
-        raise ValueError(f"x must have rank 2 [M, K] or 3 [G, M, K], got shape {list(x.shape)}")
-    return check_mxfp8_quantize(x, -1, dtype, scale_rounding)[1]
-
-
-def check_mxfp8_dequantize(qvalue: Array, scale: Array, dtype: Any) -> tuple[int, str]:
-    """The axis along which 32 elements of qvalue share a scale, and the name of the result's dtype.
-
-    The axis is read off the shape of scale, which is qvalue's but for one axis of ceil(n / 32); where no axis differs,
-    all that could be meant have one element at most, and the first of them is. Raises TypeError for a wrong type or
-    dtype, ValueError for a wrong shape.
-    """
-    if not (hasattr(qvalue, "shape") and hasattr(qvalue, "dtype")):
-        raise TypeError(f"qvalue must be an array, got {type(qvalue).__name__}")
-    check_array("qvalue", qvalue, ", ".join("?" * len(qvalue.shape)), FP8)
-    _check_e8m0("scale", scale)
-    name = check_output_dtype("dtype", dtype, WIDE[0], WIDE)
-    for axis, size in enumerate(qvalue.shape):
-        if tuple(scale.shape) == (*qvalue.shape[:axis], -(-size // MX_BLOCK), *qvalue.shape[axis + 1 :]):
-            return axis, name
-    raise ValueError(
-        f"scale must have qvalue's shape {list(qvalue.shape)} with one of its axes, n, as ceil(n / 32), "
-        f"got {list(scale.shape)}"
-    )
-
-
-def check_mxfp8_scale(name: str, scale: Any, of: str, shape: tuple[int, ...], axis: int, swizzled: bool) -> None:
-    """Refuse a scale that is not one float8_e8m0fnu for every 32 elements along `axis` of an operand of `shape`.
-
-    swizzled: that scale with `axis` moved to the end, in the layout of `swizzle_scales`.
-    """
-    _check_e8m0(name, scale)
-    rest = (*shape[:axis], *shape[axis + 1 :])
-    blocks = -(-shape[axis] // MX_BLOCK)
-    if swizzled:
-        expected = swizzled_shape((*rest, blocks))
-        words = f"the shape {list(expected)} of the swizzled scales of {of} {list(shape)}"
-    else:
-        expected = (*shape[:axis], blocks, *shape[axis + 1 :])
-        words = f"{of}'s shape {list(shape)} with axis {axis} as ceil({shape[axis]} / 32), {list(expected)}"
-    if tuple(scale.shape) != expected:
-        raise ValueError(f"{name} must have {words}, got {list(scale.shape)}")
-
-
-def check_swizzle(scale: Array) -> None:
-    """Refuse scales that are not a float8_e8m0fnu array of at least two axes."""
-    _check_e8m0("scale", scale)
-    if len(scale.shape) < 2:
-        raise ValueError(f"scale must have at least two axes [..., rows, scales of a row], got {list(scale.shape)}")
-
-
-def check_unswizzle(swizzled: Array, rows: int, columns: int) -> None:
-    """Refuse swizzled scales that are not those of `rows` rows of `columns` scales each; as `check_swizzle`."""
-    _check_e8m0("swizzled", swizzled)
-    for name, value in (("rows", rows), ("columns", columns)):
-        if type(value) is not int:
-            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-        if value < 0:
-            raise ValueError(f"{name} must be at least 0, got {value}")
-    expected = swizzled_shape((rows, columns))
-    if tuple(swizzled.shape[-4:]) != expected:
-        raise ValueError(
-            f"swizzled must have shape [..., {', '.join(map(str, expected))}] for {rows} rows of {columns} scales, "
-            f"got {list(swizzled.shape)}"
-        )
-
-
-def swizzled_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of `swizzle_scales` of scales [..., rows, columns]: tiles of rows, of columns, and 32 x 16 bytes."""
-    *lead, rows, columns = shape
-    tiles = -(-rows // SWIZZLED_ROWS), -(-columns // SWIZZLED_COLUMNS)
-    return (*lead, *tiles, 32, SWIZZLED_ROWS // 32 * SWIZZLED_COLUMNS)
 
 
 def check_dequantize(qvalue: Array, scale: Array, dtypes: tuple[str, ...]) -> Blocks:
@@ -200,14 +97,8 @@ def check_finite_values(infinite: int, unrepresentable_nan: int) -> None:
         raise ValueError(f"x must be free of NaN (or check_finite=False, to make it 0), got {unrepresentable_nan}")
 
 
-def _check_e8m0(name: str, scale: Any) -> None:
-    if not (hasattr(scale, "shape") and hasattr(scale, "dtype")):
-        raise TypeError(f"{name} must be a {E8M0} array, got {type(scale).__name__}")
-    if dtype_name(scale.dtype) != E8M0:
-        raise TypeError(f"{name} must be {E8M0}, got {dtype_name(scale.dtype)}")
-
-
-def _check_float(name: str, x: Any) -> None:
+def check_float(name: str, x: Any) -> None:
+    """Refuse what is no array of floats of 16 or 32 bits, of any rank from 1 on."""
     if not (hasattr(x, "shape") and hasattr(x, "dtype")):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")
     if not x.shape:

@@ -13,15 +13,9 @@ from jax.experimental import pallas as pl
 
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.debug import Debug
-from op_arguments.quantize import MX_BLOCK
-from op_arguments.quantized_gmm import (
-    QuantizedProblem,
-    Support,
-    check_grouped_gemm,
-    check_mxfp8_tile,
-    check_strict,
-    mxfp8_dot_dtype,
-)
+from op_arguments.grouped_gemm import Support, check_grouped_gemm, check_mxfp8_tile, check_strict, mxfp8_dot_dtype
+from op_arguments.mxfp8 import MX_BLOCK
+from op_arguments.quantized_gmm import QuantizedProblem
 from tpu_kernels._lib.arguments import Interpret, as_vector, concrete_values, resolve_interpret, static_scalar
 from tpu_kernels._lib.chip import sublanes
 from tpu_kernels._lib.narrow import are_narrow

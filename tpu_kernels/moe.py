@@ -12,16 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 from op_arguments import Tiling
 from op_arguments.debug import Debug, backward_alone, sums_at
 from op_arguments.gmm import Problem, check_gmm
-from op_arguments.moe import (
-    check_dout,
-    check_expert_parallel,
-    check_layer_dout,
-    check_moe_layer,
-    check_permute,
-    check_quantize_options,
-    check_unpermute,
-    permuted_rows,
-)
+from op_arguments.grouped_dense import check_dout, check_quantize_options
+from op_arguments.moe import check_expert_parallel, check_layer_dout, check_moe_layer
+from op_arguments.permute import check_permute, check_unpermute, permuted_rows
 from tpu_kernels._lib.arguments import Interpret, as_vector, concrete_values, static_scalar
 from tpu_kernels._lib.blocks import Quantized
 from tpu_kernels._lib.chip import matmul_path, tpu_generation

@@ -12,12 +12,11 @@ import numpy as np
 from jax import lax
 
 from op_arguments.debug import Debug
-from op_arguments.quantize import (
+from op_arguments.mxfp8 import (
     E8M0,
     MX_BLOCK,
     SWIZZLED_COLUMNS,
     SWIZZLED_ROWS,
-    Blocks,
     check_mxfp8_dequantize,
     check_mxfp8_dual_quantize,
     check_mxfp8_quantize,
@@ -25,6 +24,7 @@ from op_arguments.quantize import (
     check_unswizzle,
     swizzled_shape,
 )
+from op_arguments.quantize import Blocks
 from tpu_kernels._lib.arguments import Interpret, resolve_interpret
 from tpu_kernels._lib.blocks import (
     DualQuantized,

@@ -7,7 +7,8 @@ import numpy as np
 
 from cpu_golden import Array
 from cpu_golden.stages import Stages
-from op_arguments.quantize import MX_BLOCK, Blocks
+from op_arguments.mxfp8 import MX_BLOCK
+from op_arguments.quantize import Blocks
 
 SMALLEST = float(np.finfo(np.float32).tiny)
 

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from gpu_reference._lib.routing import Plan, inverse, plan_rows, starts_of
-from op_arguments.moe import permuted_rows
+from op_arguments.permute import permuted_rows
 
 
 def exchange_plans(

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu_reference._lib.hardware import check_devices
-from op_arguments.quantize import MX_BLOCK, check_finite_values
+from op_arguments.mxfp8 import MX_BLOCK
+from op_arguments.quantize import check_finite_values
 
 SMALLEST = tl.constexpr(0x00800000)  # bits of the smallest normal float32
 INFINITY = tl.constexpr(0x7F800000)  # bits of float32 inf; NaNs are larger

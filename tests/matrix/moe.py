@@ -13,7 +13,7 @@ import numpy as np
 from cpu_golden.grouped_dense import grouped_dense, grouped_dense_bwd
 from cpu_golden.moe import LayerGrads, moe_layer, moe_layer_bwd
 from cpu_golden.permute import permute, unpermute
-from op_arguments.moe import permuted_rows
+from op_arguments.permute import permuted_rows
 from parity import Array, Case, Contract, Groups, Op, abs_of
 from parity.dtypes import round_to
 from parity.inputs import DISTRIBUTIONS, GROUPS, stream

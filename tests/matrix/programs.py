@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from op_arguments.quantize import E8M0
+from op_arguments.mxfp8 import E8M0
 from parity.compilers.chips import CHIPS
 from parity.compilers.mosaic import Abstract
 from parity.compilers.schedule import Program

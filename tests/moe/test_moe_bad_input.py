@@ -8,7 +8,9 @@ import pytest
 from cpu_golden import grouped_dense
 from cpu_golden.moe import moe_layer_bwd
 from op_arguments.gmm import Problem
-from op_arguments.moe import check_dout, check_layer_dout, check_moe_layer, check_permute, check_unpermute
+from op_arguments.grouped_dense import check_dout
+from op_arguments.moe import check_layer_dout, check_moe_layer
+from op_arguments.permute import check_permute, check_unpermute
 from parity.interop import to_jax, to_numpy, to_torch
 from tests.support.functions import public
 

@@ -11,7 +11,7 @@ from gpu_reference import grouped_gemm as gpu
 from gpu_reference import mxfp8
 from gpu_reference._lib.formats import Quantized
 from op_arguments.gmm import GroupMetadata, Problem
-from op_arguments.quantize import swizzled_shape
+from op_arguments.mxfp8 import swizzled_shape
 from parity.compilers.ptx import TARGETS, case_of, compile_kernels
 
 M, K, N, GROUPS, EXPERTS = 4096, 2048, 1536, 8, 64

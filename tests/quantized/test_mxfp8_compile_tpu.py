@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from op_arguments.quantize import E8M0, swizzled_shape
+from op_arguments.mxfp8 import E8M0, swizzled_shape
 from parity.compilers.mosaic import Abstract, Compilation, compile_for_tpu
 from tests.matrix.models import GPT_OSS_120B
 from tests.matrix.mxfp8 import with_blocks

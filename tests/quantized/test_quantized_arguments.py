@@ -7,28 +7,11 @@ import numpy as np
 import pytest
 
 from op_arguments import check_array, check_output_dtype
+from op_arguments.grouped_gemm import RAGGED, Support, check_grouped_gemm, check_mxfp8_tile, check_strict
 from op_arguments.moe import check_expert_parallel
-from op_arguments.quantize import (
-    check_blocks,
-    check_dequantize,
-    check_dual_quantize,
-    check_mxfp8_dequantize,
-    check_mxfp8_quantize,
-    check_quantize,
-    check_scale,
-    check_unswizzle,
-    swizzled_shape,
-)
-from op_arguments.quantized_gmm import (
-    RAGGED,
-    Support,
-    check_gmm_quantized,
-    check_grouped_gemm,
-    check_mxfp8_tile,
-    check_strict,
-    check_tgmm_quantized,
-    check_tile,
-)
+from op_arguments.mxfp8 import check_mxfp8_dequantize, check_mxfp8_quantize, check_unswizzle, swizzled_shape
+from op_arguments.quantize import check_blocks, check_dequantize, check_dual_quantize, check_quantize, check_scale
+from op_arguments.quantized_gmm import check_gmm_quantized, check_tgmm_quantized, check_tile
 
 E4M3 = ml_dtypes.float8_e4m3fn
 SIZES = np.array([2, 3, 3], np.int32)

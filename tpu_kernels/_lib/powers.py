@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from op_arguments.quantize import E8M0, MX_BLOCK
+from op_arguments.mxfp8 import E8M0, MX_BLOCK
 from tpu_kernels._lib.chip import LANES, sublanes
 from tpu_kernels._lib.products import blocks, for_blocks
 

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.debug import Debug
-from op_arguments.quantize import MX_BLOCK
+from op_arguments.mxfp8 import MX_BLOCK
 from op_arguments.quantized_gmm import QuantizedProblem
 from tpu_kernels._lib import grids
 from tpu_kernels._lib.arguments import kernel_dtype, kernel_operand
