@@ -19,7 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mutation.mutants import Mutant, Place, make, places, sample
+from mutation.mutants import Mutant, Place, key, make, places, sample
 from mutation.net import SLACK, STARTING_S, UNMEASURED_S, Judges, Net, Others, Watcher
 from mutation.server import (
     KILLED_BY_LIMIT,
@@ -81,7 +81,7 @@ class Result:
 def equivalent() -> dict[str, str]:
     """The faults that change nothing which anyone can see, each with the reason, by their keys."""
     listed = tomllib.loads(EQUIVALENT.read_text()).get("mutant", [])
-    return {f"{m['path']}::{m['where']}: {m['before']}  →  {m['after']}": m["reason"] for m in listed}
+    return {key(m["package"], m["where"], m["before"], m["after"]): m["reason"] for m in listed}
 
 
 def interval(caught: int, count: int) -> tuple[float, float]:

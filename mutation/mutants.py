@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import parso.python.tree as syntax
 from cosmic_ray.ast import Visitor, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.operator import Operator
 from cosmic_ray.operators.provider import OperatorProvider
+
+from mutation.tokens import difference
 
 Node = Any
 """A node of parso's tree: what attributes it has depends on its type."""
@@ -112,8 +115,9 @@ def operators() -> Mapping[str, Any]:
 class Mutant:
     """One fault: the `occurrence`-th place of `operator` in the file `path`.
 
-    lines: the first and the last line of the statement it is in, from 1. where: the function or class around it, ""
-    for the module. before, after: the line as it is and as the fault has it.
+    lines: the first and the last line of the statement it is in (of a block: its head), from 1. where: the function or
+    class around it, "" for the module. before, after: of the statement, on one line, what is near the fault, as it is
+    and as the fault has it.
     """
 
     path: str
@@ -126,8 +130,40 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """What it is called, whatever its line number: stays as long as its line does."""
-        return f"{self.path}::{self.where}: {self.before}  →  {self.after}"
+        """What it is called, whatever its file in the package, its line and layout: stays as long as its statement."""
+        return key(self.path.split("/")[0], self.where, self.before, self.after)
+
+
+def key(package: str, where: str, before: str, after: str) -> str:
+    """What a fault is called: by its package, the function it is in, and the code around it without it and with it."""
+    return f"{package}::{where}: {'  →  '.join(difference(before, after))}"
+
+
+class Statement(NamedTuple):
+    """A statement, or the head of a block: the function or class it is in, its first and its last line."""
+
+    where: str
+    first: int
+    last: int
+
+
+def statements(source: str) -> list[Statement]:
+    """Every statement of a file, blocks before what is in them."""
+    found: list[Statement] = []
+
+    def add(node: ast.AST, names: tuple[str, ...]) -> None:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names = (*names, node.name)
+        if isinstance(node, (ast.stmt, ast.ExceptHandler)):
+            body = getattr(node, "body", None)
+            last = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno or node.lineno
+            found.append(Statement(".".join(names), node.lineno, last))
+        if not isinstance(node, ast.expr):
+            for child in ast.iter_child_nodes(node):
+                add(child, names)
+
+    add(ast.parse(source), ())
+    return found
 
 
 @dataclass(frozen=True)
@@ -146,22 +182,25 @@ def places(path: str, source: str) -> list[Place]:
     """Every place in a file's source that an operator may change."""
     found: list[Place] = []
     tree = get_ast(source)
+    around = {line: (s.first, s.last) for s in statements(source) for line in range(s.first, s.last + 1)}
     for name, operator in operators().items():
-        _Finder(path, name, operator, found).walk(tree)
+        _Finder(path, name, operator, around, found).walk(tree)
     return found
 
 
 class _Finder(Visitor):  # type: ignore[misc]
     """Walks as cosmic-ray's own visitor does, so that occurrences are counted alike."""
 
-    def __init__(self, path: str, name: str, operator: Any, found: list[Place]) -> None:
-        self._path, self._name, self._operator, self._found = path, name, operator, found
+    def __init__(
+        self, path: str, name: str, operator: Any, around: Mapping[int, tuple[int, int]], found: list[Place]
+    ) -> None:
+        self._path, self._name, self._operator, self._around, self._found = path, name, operator, around, found
         self._occurrence = 0
 
     def visit(self, node: Node) -> Node:
         for start, _ in self._operator.mutation_positions(node):
             if not _is_spelling(node) and not _is_speed(node):
-                lines = _statement_lines(node)
+                lines = self._around.get(start[0], (start[0], start[0]))
                 self._found.append(Place(self._path, self._name, self._occurrence, start, lines, _where(node)))
             self._occurrence += 1
         return node
@@ -188,12 +227,6 @@ def _is_speed(node: Node) -> bool:
     return statement is not None and any(name.value.endswith("_TILES") for name in statement.get_defined_names())
 
 
-def _statement_lines(node: Node) -> tuple[int, int]:
-    statement = node if node.type == "simple_stmt" else node.search_ancestor("simple_stmt") or node
-    last = statement.get_last_leaf()
-    return statement.start_pos[0], last.start_pos[0]
-
-
 def _where(node: Node) -> str:
     names = []
     while node is not None:
@@ -213,10 +246,11 @@ def make(place: Place, source: str) -> tuple[Mutant, str] | None:
     except SyntaxError:
         return None
     old, new = source.splitlines(), mutated.splitlines()
-    changed = [(before, after) for before, after in zip(old, new, strict=False) if before != after]
-    if not changed:
+    first, last = place.lines
+    if old == new:
         return None
-    before, after = changed[0][0].strip(), changed[0][1].strip()
+    statement, changed = ("\n".join(lines[first - 1 : last + len(lines) - len(old)]) for lines in (old, new))
+    before, after = difference(statement, changed)
     fields = {name: getattr(place, name) for name in ("path", "operator", "occurrence", "lines", "where")}
     return Mutant(**fields, before=before, after=after), mutated
 

@@ -84,19 +84,18 @@ def key(op: Op, case: Case, inputs: Inputs) -> str | None:
 
 
 def _identity(function: Callable[..., Any]) -> Any:
-    """What a function does, as plain data: its place, the sources behind it, and what it closes over.
+    """What a function does, as plain data: its name, the code behind it, and what it closes over.
 
     Raises TypeError for what is no function, and for one without sources. What it closes over must be plain data too.
     """
     function = inspect.unwrap(function)
-    if not isinstance(function, types.FunctionType) or (sources := _sources(function.__module__)) is None:
+    if not isinstance(function, types.FunctionType) or (sources := _sources(function)) is None:
         raise TypeError(f"must be a function of a module with sources, got {function!r}")
     held = [cell.cell_contents for cell in function.__closure__ or ()]
     held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     return [
         sources,
         function.__qualname__,
-        function.__code__.co_firstlineno,
         [_plain(value) for value in held],
     ]
 
@@ -109,9 +108,9 @@ def _plain(value: Any) -> Any:
 
 
 @cache
-def _sources(module: str) -> dict[str, str] | None:
+def _sources(function: types.FunctionType) -> dict[str, str] | None:
     try:
-        return fingerprint(module)
+        return fingerprint(function)
     except (ModuleNotFoundError, ValueError):
         return None
 

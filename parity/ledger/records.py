@@ -36,7 +36,7 @@ from parity import inputs
 from parity.backends import EMULATED
 from parity.judging import magnitude, metrics
 from parity.judging.metrics import HISTOGRAM, MAP, TOP, Metrics
-from parity.ledger.sources import hash_of, sources_of
+from parity.ledger.sources import identity, identity_of, reached
 from parity.op import Backend, Op
 
 SCHEMA = 1
@@ -74,8 +74,8 @@ class Provenance:
     backend: Backend
     device_kind: str  # `EMULATED`, or what the framework calls the device
     real: bool  # whether an accelerator computed
-    kernel: str  # sha256 of the module that defines the kernel, and of those of its package that it imports
-    golden: str  # the same of the golden; its values are not hashed, BLAS changes their last bits
+    kernel: str  # sha256 of the kernel's code, see `sources`
+    golden: str  # sha256 of the golden's code; its values are not hashed, BLAS changes their last bits
     revisions: Mapping[str, int]  # of inputs, magnitude and metrics
     versions: Mapping[str, str]  # of what is installed and this backend's numbers depend on, and of the driver
     flags: Mapping[str, str]  # environment variables that change results, where they are set
@@ -164,19 +164,19 @@ def here(op: Op, backend: Backend, device_kind: str, real: bool, utc: str | None
     """The provenance of what this process records of `op` from now on, without loading a framework.
 
     `utc` is when the recording began, where it began in another process: workers that share it share a provenance.
-    Raises ModuleNotFoundError where the kernel's module is missing, ValueError as `Provenance`.
+    Raises ModuleNotFoundError where the kernel's module is missing, AttributeError where the kernel is, ValueError as
+    `Provenance`.
     """
-    kernel = sources_of(getattr(op, backend).partition(":")[0])
-    golden = sources_of(inspect.unwrap(op.golden).__module__)
-    commit, dirty = _git(kernel[0].parent)
+    kernel: str = getattr(op, backend)
+    commit, dirty = _git(reached(kernel)[0].module.path.parent)
     return Provenance(
         schema=SCHEMA,
         op=op.name,
         backend=backend,
         device_kind=device_kind,
         real=real,
-        kernel=hash_of(kernel),
-        golden=hash_of(golden),
+        kernel=identity(kernel),
+        golden=identity_of(inspect.unwrap(op.golden)),
         revisions={"inputs": inputs.REVISION, "magnitude": magnitude.REVISION, "metrics": metrics.REVISION},
         versions=installed(backend, real),
         flags={

@@ -11,9 +11,10 @@ import pytest
 pytest.importorskip("cosmic_ray")
 
 from mutation.__main__ import Result, equivalent, interval, report, results
-from mutation.mutants import make, places, sample
+from mutation.mutants import key, make, places, sample, statements
 from mutation.net import Net, likeliest
 from mutation.server import restore, with_source
+from mutation.tokens import occurrences
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,8 +49,8 @@ def test_every_fault_of_a_source():
             condition.format("size >= LIMIT and not out"),
             condition.format("not size < LIMIT and not out"),
             condition.format("size < LIMIT or not out"),
-            condition.format("size < LIMIT and  out"),
-            *(store.format(at, "max(size - 1, 2)") for at in (" 1", " -1")),
+            condition.format("size < LIMIT and out"),
+            *(store.format(at, "max(size - 1, 2)") for at in ("1", "- 1")),
             *(store.format(0, right) for right in ("max(size + 1, 2)", "min(size - 1, 2)")),
             *(store.format(0, f"max(size - {n}, 2)") for n in (0, 2)),
             *(store.format(0, f"max(size - 1, {n})") for n in (1, 3)),
@@ -135,10 +136,24 @@ def test_an_equivalent_fault_is_not_counted_unless_it_is_caught(capsys):
 
 
 def test_every_equivalent_fault_is_one_of_the_code_as_it_is():
-    for key, reason in equivalent().items():
-        path, _, rest = key.partition("::")
-        before = rest.partition(": ")[2].partition("  →  ")[0]
-        assert reason and before in {line.strip() for line in (ROOT / path).read_text().splitlines()}, key
+    code: dict[tuple[str, str], list[str]] = {}
+    for package in {fault.partition("::")[0] for fault in equivalent()}:
+        for path in (ROOT / package).rglob("*.py"):
+            lines = (source := path.read_text()).splitlines()
+            for where, first, last in statements(source):
+                code.setdefault((package, where), []).append("\n".join(lines[first - 1 : last]))
+    for fault, reason in equivalent().items():
+        package, _, rest = fault.partition("::")
+        where, _, change = rest.partition(": ")
+        before = change.partition("  →  ")[0]
+        assert reason and any(any(occurrences(before, text)) for text in code.get((package, where), ())), fault
+
+
+def test_an_equivalent_fault_is_called_the_same_in_another_layout_and_file():
+    ugly = SOURCE.replace("max(size - 1, 2)", "max(  # the least\n            size-1, 2,)").replace("Of", "Is of")
+    for place, same in zip(places("cpu_golden/box.py", SOURCE), places("cpu_golden/_lib/a.py", ugly), strict=True):
+        (mutant, _), (there, _) = make(place, SOURCE), make(same, ugly)
+        assert mutant.key == there.key == key("cpu_golden", mutant.where, mutant.before, mutant.after)
 
 
 PROJECT = {

@@ -21,7 +21,7 @@ from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_QUANTIZERS
 from tests.matrix.quantize import QUANTIZERS
 from tests.matrix.quantized_gmm import E4M3, F32, GMM_QUANTIZED, TGMM_QUANTIZED
 from tests.meta.debugging import test_stages_command as stages
-from tests.meta.faults.test_faults import Fault, plant, source_of
+from tests.meta.faults.planting import Fault, plant, source_of, with_sources
 from tests.meta.judging import test_bit_exact as bits
 
 OPS = {op.name: op for op in (GMM_QUANTIZED, TGMM_QUANTIZED, GROUPED_GEMM)}
@@ -32,7 +32,7 @@ def smoke(op):
 
 
 def planted(backend, op, old, new, *marks):
-    fault = Fault(f"{new} for {old}", backend, (op,), old, new, module="")
+    fault = Fault(f"{new} for {old}", backend, (op,), old, new)
     return pytest.param(fault, id=f"{backend}-{op}", marks=[getattr(pytest.mark, backend), *marks])
 
 
@@ -139,8 +139,8 @@ def test_the_power_of_two_that_is_shown_is_the_goldens(rounding):
         assert [(stage.site, stage.wrong) for stage in found] == [(site, 0) for site in (*SITES, "qvalue", "scale")]
 
 
-def misquantised(backend, op, old, new, site, *marks, behind=""):
-    fault = Fault(f"{new} for {old}", backend, (op,), old, new, module=behind or bits.home(op))
+def misquantised(backend, op, old, new, site, *marks):
+    fault = Fault(f"{new} for {old}", backend, (op,), old, new)
     return pytest.param(fault, site, id=f"{backend}-{op}-{site}", marks=[getattr(pytest.mark, backend), *marks])
 
 
@@ -154,11 +154,9 @@ MISQUANTISED = [
                  FULL),
     misquantised("tpu", "mxfp8_quantize", "return float_of((254 -", "return float_of((253 -", "scale", FULL),
     misquantised("tpu", "fp8_quantize", "kept = _spread(scale[own, :], columns,",
-                 "kept = _spread(scale[own, :], slice(0, columns.stop - columns.start),", "spread", FULL,
-                 behind="_lib.blocks"),
+                 "kept = _spread(scale[own, :], slice(0, columns.stop - columns.start),", "spread", FULL),
     misquantised("tpu", "fp8_dual_quantize", "return float_of(jnp.where(bits < INFINITY, bits, 0))",
-                 "return float_of(jnp.where(bits < INFINITY, bits - 1, 0))", "rowwise_absmax", FULL,
-                 behind="_lib.formats"),
+                 "return float_of(jnp.where(bits < INFINITY, bits - 1, 0))", "rowwise_absmax", FULL),
 ]  # fmt: skip
 
 
@@ -200,16 +198,16 @@ def test_nor_does_that_of_a_quantiser(name, tmp_path):
 
 def check_lowered(op, case, module, tmp_path):
     jax = pytest.importorskip("jax")
-    source = source_of("tpu", module)
+    source = source_of(f"tpu_kernels.{module}")
     stripped = ast.unparse(stages._Without().visit(ast.parse(source)))
     assert "debug('" not in stripped
-    fault = Fault("", "tpu", (op.name,), source, stripped, module=module)
+    without = getattr(with_sources({f"tpu_kernels.{module}": stripped}, "tpu", [op.name], tmp_path), op.name)
     inputs = {
         key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in reference(op, case).inputs.items() if x is not None
     }
     lowered = {
         jax.jit(lambda given, k=kernel: k(**given, **Trial(op, case, "tpu").arguments)).lower(inputs).as_text()
-        for kernel in (load_kernel(op.tpu), getattr(plant(fault, tmp_path), op.name))
+        for kernel in (load_kernel(op.tpu), without)
     }
     assert len(lowered) == 1
 

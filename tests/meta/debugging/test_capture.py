@@ -20,7 +20,7 @@ from parity.judging.judge import judge
 from parity.op import Given, Groups, Offsets
 from parity.trial import Trial
 from tests.matrix import OPS
-from tests.meta.faults.test_faults import ROOT
+from tests.meta.faults.planting import ROOT
 
 OP = {op.name: op for op in OPS}
 

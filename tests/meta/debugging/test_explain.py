@@ -27,8 +27,9 @@ from parity.ledger.book import Book
 from parity.op import Case, Op
 from parity.trial import Trial
 from tests.matrix import OPS
-from tests.meta.faults.test_faults import FAULTS, module_with, source_of, with_source
-from tests.meta.faults.test_faults import plant as plant_fault
+from tests.meta.faults.planting import Edit, edited, places, with_sources
+from tests.meta.faults.planting import plant as plant_fault
+from tests.meta.faults.test_faults import FAULTS
 from tests.meta.faults.test_faults_gla import FAULTS as FAULTS_GLA
 from tests.meta.faults.test_faults_quantized import FAULTS as FAULTS_QUANTIZED
 
@@ -37,7 +38,7 @@ OP = {op.name: op for op in OPS}
 
 @dataclass(frozen=True)
 class Loss:
-    """Every `old` of `edits` becomes its `new` in a module: these roundings are then its error, and no others.
+    """Every `old` of `edits` becomes its `new` in the op's code: these roundings are then its error, and no others.
 
     `sites` as "dtype at site", the output's own dtype left out.
     """
@@ -48,7 +49,6 @@ class Loss:
     edits: dict[str, str]
     sites: set[str]
     where: Callable[[Case], bool]
-    module: str = "gmm"
     tier: str = "full"
 
 
@@ -66,11 +66,10 @@ def fp8(c):
 
 def plant(loss, folder):
     """The op with the loss in it."""
-    source = source_of(loss.backend, loss.module)
-    for old, new in loss.edits.items():
-        assert old in source, f"{old!r} must occur in {loss.module} of {loss.backend}"
-        source = source.replace(old, new)
-    return getattr(with_source(source, loss.backend, loss.module, (loss.op,), folder), loss.op)
+    target = getattr(OP[loss.op], loss.backend)
+    found = [Edit(place, old, new) for old, new in loss.edits.items() for place in places(target, old)]
+    assert {edit.old for edit in found} == loss.edits.keys(), f"{loss.edits} must occur in what {target} reaches"
+    return getattr(with_sources(edited(found), loss.backend, [loss.op], folder), loss.op)
 
 
 def jnp_rounded(x, bits=7):
@@ -82,19 +81,16 @@ TL_BF16 = ".to(tl.bfloat16).to(tl.float32)"
 
 
 def in_gmm(name, backend, old, new, sites, where=f32, ops=("gmm", "tgmm"), default=()):
-    module = module_with(backend, old, "gmm")
     tiers = {op: "default" if op in default else "full" for op in ops}
-    return [Loss(name, backend, op, {old: new}, sites, where, module, tiers[op]) for op in ops]
+    return [Loss(name, backend, op, {old: new}, sites, where, tiers[op]) for op in ops]
 
 
 def in_quantized(name, backend, old, new, sites, op="gmm", tier="full"):
-    module = module_with(backend, old, "quantized_gmm")
-    return [Loss(name, backend, f"{op}_quantized", {old: new}, sites, fp8, module, tier)]
+    return [Loss(name, backend, f"{op}_quantized", {old: new}, sites, fp8, tier)]
 
 
 def in_gla(name, backend, op, old, new, sites, where=f32, tier="full", also=()):
-    module = module_with(backend, old, "fused_recurrent" if "recurrent" in op else "chunk_scan")
-    return [Loss(name, backend, op, {old: new, **dict(also)}, sites, where, module, tier)]
+    return [Loss(name, backend, op, {old: new, **dict(also)}, sites, where, tier)]
 
 
 def load_of(name, bits=7):

@@ -19,7 +19,8 @@ from parity.judging.reference import reference
 from parity.op import BACKENDS
 from parity.trial import Trial
 from tests.matrix import OPS
-from tests.meta.faults.test_faults import FAULTS, ROOT, Fault, plant
+from tests.meta.faults.planting import ROOT, Fault, plant
+from tests.meta.faults.test_faults import FAULTS
 
 OP = {op.name: op for op in OPS}
 GMM = OP["gmm"]

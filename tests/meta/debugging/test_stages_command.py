@@ -17,7 +17,7 @@ from parity.debugging.attribution.walk import unseen, walk
 from parity.judging.reference import reference
 from parity.trial import Trial
 from tests.matrix import OPS
-from tests.meta.faults.test_faults import ROOT, Fault, module_with, plant, source_of, with_source
+from tests.meta.faults.planting import ROOT, Fault, plant, source_of, with_sources
 
 OP = {op.name: op for op in OPS}
 CHUNK, CHUNK_BACKWARD = "chunk_simple_gla_fwd", "chunk_simple_gla_bwd"
@@ -43,7 +43,7 @@ def module_of(op):
 
 def planted(backend, op, old, new, where, *marks):
     """A case of `test_…`: `old` becomes `new`, and `where` is what must be named."""
-    fault = Fault(f"{new} for {old}", backend, (op,), old, new, module=module_with(backend, old, module_of(op)))
+    fault = Fault(f"{new} for {old}", backend, (op,), old, new)
     return pytest.param(fault, where, id=f"{backend}-{op}-{where}", marks=[getattr(pytest.mark, backend), *marks])
 
 
@@ -344,10 +344,11 @@ def test_the_debug_argument_leaves_nothing_where_it_is_off(name, tmp_path):
     """What is lowered is what would be without it in the source."""
     jax = pytest.importorskip("jax")
     op = OP[name]
-    case, source = smoke(op), source_of("tpu", module_of(name))
+    case, module = smoke(op), f"tpu_kernels.{module_of(name)}"
+    source = source_of(module)
     stripped = ast.unparse(_Without().visit(ast.parse(source)))
     assert "debug" in source and "watch('" not in stripped and "debug('" not in stripped
-    without = getattr(with_source(stripped, "tpu", module_of(name), (name,), tmp_path), name)
+    without = getattr(with_sources({module: stripped}, "tpu", [name], tmp_path), name)
     shapes = {
         key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in reference(op, case).inputs.items() if x is not None
     }

@@ -12,7 +12,7 @@ from parity.debugging.attribution.walk import walk
 from parity.judging.reference import reference
 from parity.trial import Trial
 from tests.matrix import OPS
-from tests.meta.faults.test_faults import ROOT, Fault, plant
+from tests.meta.faults.planting import Fault, plant, source_of, with_sources
 
 OP = {op.name: op for op in OPS}
 FORWARD = ["logits", "weights", "gate", "up", "hidden", "rows"]
@@ -76,7 +76,7 @@ def test_no_stage_of_a_right_layer_is_off(backend, case_id, sites):
 
 def planted(backend, case_id, old, new, site, *marks):
     """`old` becomes `new` in the layer, and `site` is the stage that must be named."""
-    fault = Fault(f"{new} for {old}", backend, (case_id.partition("-")[0],), old, new, module="")
+    fault = Fault(f"{new} for {old}", backend, (case_id.partition("-")[0],), old, new)
     return pytest.param(
         fault, case_id, site, id=f"{backend}-{fault.ops[0]}-{site}", marks=[getattr(pytest.mark, backend), *marks]
     )
@@ -161,9 +161,7 @@ def test_the_line_that_is_named_is_of_the_stage_that_is_off_and_not_of_the_resul
     """In bfloat16 what the matmuls hand on is most of the result's error: a router in bfloat16 hides behind that."""
     pytest.importorskip("triton")
     op, case = case_of(PLAIN)
-    loss = Fault(
-        "", "gpu", (op.name,), "gmm(x.float(), w_router", f"gmm(x.float(), w_router{BF16['gpu']}", module="moe"
-    )
+    loss = Fault("", "gpu", (op.name,), "gmm(x.float(), w_router", f"gmm(x.float(), w_router{BF16['gpu']}")
     expected, kernel = reference(op, case), getattr(plant(loss, tmp_path), op.name)
     ranking = rank(traced(op, case, "gpu", kernel), expected.golden, expected.magnitude)
     stages = walk(Trial(op, case, "gpu"), ranking)
@@ -178,10 +176,10 @@ def test_the_debug_argument_leaves_nothing_where_it_is_off(case_id, tmp_path):
     """What is lowered is what would be without it in the source."""
     jax = pytest.importorskip("jax")
     op, case = case_of(case_id)
-    source = (ROOT / "tpu_kernels" / "moe.py").read_text()
+    source = source_of("tpu_kernels.moe")
     stripped = ast.unparse(_Without().visit(ast.parse(source)))
     assert source.count("_watched(o, ") > stripped.count("_watched(o, ") == 0
-    without = getattr(plant(Fault("", "tpu", (op.name,), source, stripped, module="moe"), tmp_path), op.name)
+    without = getattr(with_sources({"tpu_kernels.moe": stripped}, "tpu", [op.name], tmp_path), op.name)
     shapes = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in reference(op, case).inputs.items() if x is not None
     }

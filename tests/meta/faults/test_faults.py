@@ -1,41 +1,9 @@
 """Planted faults: each is put into a copy of a kernel's source, and cases of the default tier must catch it."""
 
-import importlib.util
-import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 
-from parity.backends import load_kernel
-from parity.judging.judge import judge
-from parity.op import Case, Op
-from parity.trial import Trial
-from tests.matrix import OPS
 from tests.matrix.gmm import GMM, TGMM
-
-ROOT = Path(__file__).parents[3]
-PACKAGES = {"tpu": "tpu_kernels", "gpu": "gpu_reference"}
-
-
-@dataclass(frozen=True)
-class Fault:
-    """`old` becomes `new` in a module of the backend; `ops` must catch it in a case that `where` admits.
-
-    `module`: where `old` is; "" finds it, in whichever module has it. `data` takes the place of the cases' own.
-    """
-
-    name: str
-    backend: str
-    ops: tuple[str, ...]
-    old: str
-    new: str
-    where: Callable[[Case], bool] = lambda c: c.tier == "smoke"
-    module: str = "gmm"
-    data: str | None = None
+from tests.meta.faults.planting import Fault, check_is_caught
 
 
 def empty_groups(c):
@@ -69,7 +37,6 @@ FAULTS = [
         "the last tile is never visited", "tpu", ("gmm", "tgmm"),
         "num_visits[0] = visit",
         "num_visits[0] = visit - 1",
-        module="_lib.visits",
     ),
     Fault(
         "the last tile is never visited", "gpu", ("gmm",),
@@ -105,7 +72,7 @@ FAULTS = [
         "an empty group is left unwritten", "tpu", ("tgmm",),
         'empty_tiles = 1 if cover == "groups" else 0',
         "empty_tiles = 0",
-        empty_groups, "_lib.visits",
+        empty_groups,
     ),
     Fault(
         "an empty group is left unwritten", "gpu", ("tgmm",),
@@ -153,7 +120,7 @@ FAULTS = [
         "group_offset is off by one", "tpu", ("gmm", "tgmm"),
         "return jnp.asarray(group_offset, jnp.int32).reshape(1)",
         "return jnp.maximum(jnp.asarray(group_offset, jnp.int32).reshape(1) - 1, 0)",
-        sharded, "_lib.arguments",
+        sharded,
     ),
     Fault(
         "group_offset is off by one", "gpu", ("gmm",),
@@ -217,7 +184,7 @@ FAULTS = [
         "a group boundary inside a tile is off by one", "tpu", ("gmm", "tgmm"),
         "return jnp.maximum(start, 0), jnp.minimum(end, tm)",
         "return jnp.maximum(start - 1, 0), jnp.minimum(end, tm)",
-        boundaries_in_tiles, "_lib.visits",
+        boundaries_in_tiles,
     ),
     Fault(
         "a group boundary inside a tile is ignored", "gpu", ("gmm",),
@@ -235,13 +202,11 @@ FAULTS = [
         "two groups are swapped", "tpu", ("gmm",),
         "visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:\n    return visits.group_ids[visit], k_i",
         f"visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:\n    return {SWAP}, k_i",
-        module="_lib.grids",
     ),
     Fault(
         "two groups are swapped", "tpu", ("tgmm",),
         "k_i: Any, visit: Any, visits: Visits, *_: Any) -> Any:\n    return visits.group_ids[visit], k_i",
         f"k_i: Any, visit: Any, visits: Visits, *_: Any) -> Any:\n    return {SWAP}, k_i",
-        module="_lib.grids",
     ),
     Fault(
         "two groups are swapped", "gpu", ("gmm",),
@@ -256,60 +221,6 @@ FAULTS = [
 ]  # fmt: skip
 
 
-def plant(fault: Fault, folder: Path) -> SimpleNamespace:
-    """The fault's ops on its backend by name, with the fault in them."""
-    package = ROOT / PACKAGES[fault.backend]
-    paths = [path.relative_to(package).with_suffix("") for path in sorted(package.rglob("*.py"))]
-    modules = [fault.module] if fault.module else [".".join(path.parts) for path in paths]
-    counts = {module: source_of(fault.backend, module).count(fault.old) for module in modules}
-    assert sum(counts.values()) == 1, f"{fault.old!r} occurs {sum(counts.values())} times in {PACKAGES[fault.backend]}"
-    (module,) = (module for module, count in counts.items() if count)
-    source = source_of(fault.backend, module).replace(fault.old, fault.new)
-    return with_source(source, fault.backend, module, fault.ops, folder)
-
-
-def source_of(backend: str, module: str) -> str:
-    """The source of a backend's module."""
-    return (ROOT / PACKAGES[backend] / f"{module.replace('.', '/')}.py").read_text()
-
-
-def module_with(backend: str, text: str, home: str) -> str:
-    """The module that has a text: `home`, or else one of those that kernels share."""
-    shared = sorted((ROOT / PACKAGES[backend] / "_lib").glob("*.py"))
-    names = [home, *(f"_lib.{path.stem}" for path in shared)]
-    return next((name for name in names if text in source_of(backend, name)), home)
-
-
-def with_source(source: str, backend: str, module: str, ops: Collection[str], folder: Path) -> SimpleNamespace:
-    """Ops of a backend by name, where a module that they are in, or import through others, has this source."""
-    path = folder / f"planted_{backend}.py"
-    path.write_text(source)
-    with fresh(PACKAGES[backend]):
-        load(path, f"{PACKAGES[backend]}.{module}")
-        return SimpleNamespace(**{op.name: load_kernel(getattr(op, backend)) for op in OPS if op.name in ops})
-
-
-@contextmanager
-def fresh(package: str) -> Iterator[None]:
-    """Import every module of a package anew: one that is already loaded holds what it imported before."""
-    loaded = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == package}
-    try:
-        for name in loaded:
-            del sys.modules[name]
-        yield
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-            del sys.modules[name]
-        sys.modules.update(loaded)
-
-
-def load(path: Path, name: str) -> None:
-    """Import the module in a file under this name."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
-
-
 @pytest.mark.parametrize(
     ("fault", "op"),
     [
@@ -321,22 +232,3 @@ def load(path: Path, name: str) -> None:
 )
 def test_a_planted_fault_is_caught(fault, op, tmp_path):
     check_is_caught(fault, op, tmp_path)
-
-
-def check_is_caught(fault: Fault, op: Op, folder: Path):
-    """Fail unless a case of the op's default tier fails with the fault."""
-    pytest.importorskip("jax" if fault.backend == "tpu" else "triton")
-    kernel = getattr(plant(fault, folder), op.name)
-    tried = [case for case in op.cases if case.tier != "full" and fault.where(case)]
-    tried = tried if fault.data is None else [case.with_data(fault.data) for case in tried]
-    assert tried, "no case of the default tier is there to catch it"
-    verdicts = {}
-    for case in tried:
-        try:
-            verdicts[case.id] = judge(Trial(op, case, fault.backend, kernel)).verdict
-        except IndexError as error:  # an interpreter that checks bounds has caught it
-            verdicts[case.id] = error
-            return
-        if not verdicts[case.id].passed:
-            return
-    pytest.fail(f"not caught by any of {len(tried)} cases: {verdicts}")

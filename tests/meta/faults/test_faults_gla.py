@@ -3,17 +3,13 @@
 import pytest
 
 from tests.matrix.gla import GATED_LINEAR_ATTENTION, is_packed
-from tests.meta.faults.test_faults import Fault, check_is_caught, module_with
+from tests.meta.faults.planting import Fault, check_is_caught
 
 BY_NAME = {op.name: op for op in GATED_LINEAR_ATTENTION}
 
 
-def in_scan(name, backend, op, old, new, where):
-    return Fault(name, backend, (op,), old, new, where, module_with(backend, old, "chunk_scan"))
-
-
-def in_recurrence(name, backend, op, old, new, where):
-    return Fault(name, backend, (op,), old, new, where, module_with(backend, old, "fused_recurrent"))
+def planted(name, backend, op, old, new, where):
+    return Fault(name, backend, (op,), old, new, where)
 
 
 def smoke(c):
@@ -54,166 +50,166 @@ CHANNEL_FORWARD, CHANNEL_BACKWARD = "chunk_gla_fwd", "chunk_gla_bwd"
 
 FAULTS = [
     # exp overflows above the diagonal, and inf times a mask of 0 is NaN
-    in_scan(
+    planted(
         "the mask comes after exp", "tpu", FORWARD,
         "finite_exp(jnp.where(i >= j, sums, -jnp.inf))",
         "jnp.exp(sums) / jnp.where(i >= j, 1.0, jnp.inf)",  # XLA makes a product with a mask a choice
         steep,
     ),
-    in_scan(
+    planted(
         "the mask comes after exp", "gpu", FORWARD,
         'scalar_decay(tl.where(is_causal, pair_coarse, float("-inf")), tl.where(is_causal, pair_fine, 0.0), SPLIT)',
         "tl.exp(pair_coarse + pair_fine) * is_causal.to(tl.float32)",
         steep,
     ),
     # flash-linear-attention's and primatrix's: a short last chunk is decayed as a whole one
-    in_scan(
+    planted(
         "the last chunk decays by a whole chunk's length", "tpu", FORWARD,
         "live = self.live(i) if scan.masked else scan.chunk",
         "live = scan.chunk",
         constant,
     ),
-    in_scan(
+    planted(
         "the last chunk decays by a whole chunk's length", "gpu", FORWARD,
         "tl.minimum(at + 1, end - first).to(tl.float32)",
         "(at + 1).to(tl.float32)",
         constant,
     ),
     # every public kernel's
-    in_scan(
+    planted(
         "the gradient of g_gamma is zero", "tpu", BACKWARD,
         'return steps.sum((0, 1)) if name == "g_gamma"',
         'return jnp.zeros_like(gate) if name == "g_gamma"',
         both,
     ),
-    in_scan(
+    planted(
         "the gradient of g_gamma is zero", "gpu", BACKWARD,
         "return step.sum((0, 1), dtype=torch.float64).float()",
         "return torch.zeros_like(gate)",
         both,
     ),
-    in_scan(
+    planted(
         "the final state is missing from dg", "tpu", BACKWARD,
         'store("dgate", through + jnp.sum(',
         'store("dgate", jnp.sum(',
         smoke,
     ),
-    in_scan(
+    planted(
         "the final state is missing from dg", "gpu", BACKWARD,
         "dgate_rows + (kept + lost) * tl.sum(past_block)",
         "dgate_rows",
         smoke,
     ),
-    in_scan(
+    planted(
         "the final state is missing from dgk", "tpu", CHANNEL_BACKWARD,
         'dgk = watch("dgate", reduce(jnp.add, self.whole) * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True))',
         "dgk = 0.0",
         smoke,
     ),
-    in_scan(
+    planted(
         "the final state is missing from dgk", "gpu", CHANNEL_BACKWARD,
         "dgate_tile = (kept + lost) * past_block[:, None]",
         "dgate_tile = tl.zeros_like(dq_tile)",
         smoke,
     ),
-    in_scan(
+    planted(
         "a tile overwrites what it should add to", "tpu", FORWARD,
         "return reduce(lambda rest, part: part * state + rest, reversed(decay.whole), term)",
         "return term",
         smoke,
     ),
-    in_scan(
+    planted(
         "a tile overwrites what it should add to", "gpu", BACKWARD,
         "        first += tile\n",
         "        first = tile\n",
         smoke,
     ),
-    in_scan(
+    planted(
         "rows beyond a sequence are not masked", "tpu", FORWARD,
         "return jnp.where(iota(x.shape, 1) < self.live(i), x, jnp.zeros_like(x)) if self.scan.masked else x",
         "return x",
         packed,
     ),
-    in_scan(  # one row too many: further on the interpreter might leave the tensor's memory
+    planted(  # one row too many: further on the interpreter might leave the tensor's memory
         "rows beyond a sequence are not masked", "gpu", FORWARD,
         "mask=(row < end) & (column < columns), other=0)",
         "mask=(row < end + 1) & (column < columns), other=0)",
         packed,
     ),
-    in_scan(
+    planted(
         "the scan back is off by one chunk", "tpu", BACKWARD,
         "partial(block.store, i), states.at[i], dstate, scan, watch)",
         "partial(block.store, i), states.at[i + 1], dstate, scan, watch)",
         smoke,
     ),
-    in_scan(
+    planted(
         "the scan back is off by one chunk", "gpu", BACKWARD,
         "slot = first_slot(sequence, sequence_start, ROWS) + (first - sequence_start) // ROWS",
         "slot = first_slot(sequence, sequence_start, ROWS) + tl.maximum((first - sequence_start) // ROWS - 1, 0)",
         smoke,
     ),
-    in_recurrence(
+    planted(
         "the gate decays the new step too", "tpu", "fused_recurrent_simple_gla_fwd",
         "two_sum(kept * state, jnp.zeros_like(state) if term is None else term)",
         "two_sum(kept * state, jnp.zeros_like(state) if term is None else (kept + rest) * term)",
         smoke,
     ),
-    in_recurrence(
+    planted(
         "the gate decays the new step too", "gpu", "fused_recurrent_simple_gla_fwd",
         "def decay_and_add(state, update, kept, rest):",
         "def decay_and_add(before, new, kept, rest):\n    state = before + new\n    update = tl.zeros_like(new)",
         smoke,
     ),
-    in_scan(
+    planted(
         "the state is bfloat16", "tpu", FORWARD,
         "state[...] = watch(\"state\", _next_state(load, state[...], decay, scan))",
         "state[...] = _next_state(load, state[...], decay, scan).astype(jnp.bfloat16).astype(jnp.float32)",
         bfloat16,
     ),
-    in_scan(
+    planted(
         "the state is bfloat16", "gpu", FORWARD,
         "state = next_state(state, k_columns, v_rows, rest, kept, lost, SPLIT)",
         "state = next_state(state, k_columns, v_rows, rest, kept, lost, SPLIT).to(tl.bfloat16).to(tl.float32)",
         bfloat16,
     ),
     # flash-linear-attention returns garbage for both
-    in_scan(
+    planted(
         "g is ignored beside g_gamma", "tpu", FORWARD,
         "gate = two_sum(g, gamma)",
         'gate = two_sum(0.0 * g if "g_gamma" in refs else g, gamma)',
         both,
     ),
-    in_scan(
+    planted(
         "g is ignored beside g_gamma", "gpu", FORWARD,
         "    if g is not None:\n        row = first + at\n",
         "    if g is not None and g_gamma is None:\n        row = first + at\n",
         both,
     ),
-    in_scan(
+    planted(
         "every sequence starts from the first one's state", "tpu", FORWARD,
         "return self.refs[name].at[sequence, ",
         "return self.refs[name].at[0 * sequence, ",
         several_sequences,
     ),
-    in_scan(
+    planted(
         "every sequence starts from the first one's state", "gpu", FORWARD,
         "tl.load(first_states + at_segment,",
         "tl.load(first_states + state_offset(0 * segment, head, key, value, heads, keys, values),",
         several_sequences,
     ),
-    in_scan(
+    planted(
         "an empty sequence's final state is not written", "tpu", FORWARD,
         "jnp.cumsum(jnp.maximum(-(-lengths // c), 1))",
         "jnp.cumsum(-(-lengths // c))",
         empty_sequences,
     ),
-    in_scan(
+    planted(
         "an empty sequence's final state is not written", "gpu", FORWARD,
         "tl.store(last_states + at_segment, state, mask=in_state)",
         "tl.store(last_states + at_segment, state, mask=in_state & (key < tl.where(start < end, keys, 0)))",
         empty_sequences,
     ),
-    in_scan(
+    planted(
         "the gates of a channel are those of the first", "tpu", CHANNEL_FORWARD,
         'return ChannelDecay(self.load(i, "gk"), scan)',
         'return ChannelDecay(jnp.broadcast_to(self.load(i, "gk")[:, :, :1], self.load(i, "gk").shape), scan)',

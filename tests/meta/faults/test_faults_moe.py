@@ -3,17 +3,17 @@
 import pytest
 
 from tests.matrix.moe import MOE_LAYER, MOE_LAYER_BWD, PERMUTE, UNPERMUTE
-from tests.meta.faults.test_faults import Fault, check_is_caught
+from tests.meta.faults.planting import Fault, check_is_caught
 
 OPS = (PERMUTE, UNPERMUTE, MOE_LAYER, MOE_LAYER_BWD)
 
 
 def in_layer(name, backend, op, old, new, where=lambda c: c.tier == "smoke"):
-    return Fault(name, backend, (op,), old, new, where, "")
+    return Fault(name, backend, (op,), old, new, where)
 
 
-def in_gradient(name, backend, old, new, module):
-    return Fault(name, backend, ("moe_layer_bwd",), old, new, idle_experts, module)
+def in_gradient(name, backend, old, new, within=""):
+    return Fault(name, backend, ("moe_layer_bwd",), old, new, idle_experts, within=within)
 
 
 def drops(c):
@@ -87,13 +87,12 @@ FAULTS = [
         "the gradient of an empty group is left unwritten", "tpu",
         'empty_tiles = 1 if cover == "groups" else 0',
         "empty_tiles = 0",
-        "_lib.visits",
     ),
     in_gradient(
         "the gradient of an empty group is left unwritten", "gpu",
         "in_out = in_k & in_columns",
         "in_out = in_k & (column < tl.where(start < end, n, 0))",
-        "gmm",
+        "_tgmm_kernel",
     ),
 ]  # fmt: skip
 

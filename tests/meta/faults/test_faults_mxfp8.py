@@ -3,7 +3,7 @@
 import pytest
 
 from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_DUAL_QUANTIZE, MXFP8_QUANTIZE
-from tests.meta.faults.test_faults import Fault, check_is_caught, module_with
+from tests.meta.faults.planting import Fault, check_is_caught
 
 OPS = (GROUPED_GEMM, MXFP8_QUANTIZE, MXFP8_DUAL_QUANTIZE)
 
@@ -21,11 +21,11 @@ def empty_groups(c):
 
 
 def in_quantiser(name, backend, op, old, new, where):
-    return Fault(name, backend, (op,), old, new, where, "mxfp8")
+    return Fault(name, backend, (op,), old, new, where)
 
 
-def in_matmul(name, backend, old, new, where, module="quantized_gmm"):
-    return Fault(name, backend, ("grouped_gemm",), old, new, where, module_with(backend, old, module))
+def in_matmul(name, backend, old, new, where, within=""):
+    return Fault(name, backend, ("grouped_gemm",), old, new, where, within=within)
 
 
 FAULTS = [
@@ -78,7 +78,7 @@ FAULTS = [
         "is_block = (block * BLOCK + BLOCK > start) & (block * BLOCK < end)",
         "is_block = (block * BLOCK + BLOCK > start) & (block * BLOCK < end)\n"
         "        block = tl.maximum(block - (block * BLOCK < start).to(tl.int32), 0)",
-        boundaries_in_blocks, "grouped_gemm",
+        boundaries_in_blocks,
     ),
     in_matmul(
         "an empty group's gradient is left unwritten", "tpu",
@@ -88,9 +88,9 @@ FAULTS = [
     ),
     in_matmul(
         "an empty group's gradient is left unwritten", "gpu",
-        "b_tile += b_step\n\n    in_out = in_k & in_columns",
-        "b_tile += b_step\n\n    in_out = in_k & (column < tl.where(start < end, n, 0))",
-        empty_groups, "grouped_gemm",
+        "in_out = in_k & in_columns",
+        "in_out = in_k & (column < tl.where(start < end, n, 0))",
+        empty_groups, "_grouped_wgrad_kernel",
     ),
 ]  # fmt: skip
 

@@ -5,22 +5,21 @@ import pytest
 from tests.matrix.moe import GROUPED_DENSE, GROUPED_DENSE_BWD
 from tests.matrix.quantize import FP8_QUANTIZE, INT8_QUANTIZE
 from tests.matrix.quantized_gmm import E4M3, GMM_QUANTIZED, TGMM_QUANTIZED
-from tests.meta.faults.test_faults import Fault, check_is_caught, module_with
+from tests.meta.faults.planting import Fault, check_is_caught
 
 OPS = (GMM_QUANTIZED, TGMM_QUANTIZED, GROUPED_DENSE, GROUPED_DENSE_BWD, FP8_QUANTIZE, INT8_QUANTIZE)
 
 
 def in_matmul(name, backend, op, old, new, where, data=None):
-    module = module_with(backend, old, "quantized_gmm")
-    return Fault(name, backend, (op,), old, new, where, module, data)
+    return Fault(name, backend, (op,), old, new, where, data)
 
 
 def in_quantiser(name, backend, ops, old, new, where):
-    return Fault(name, backend, ops, old, new, where, "quantize")
+    return Fault(name, backend, ops, old, new, where)
 
 
 def in_layer(name, backend, ops, old, new, where):
-    return Fault(name, backend, ops, old, new, where, "")
+    return Fault(name, backend, ops, old, new, where)
 
 
 def block_scaled(c):
@@ -239,14 +238,14 @@ FAULTS = [
     ),
     in_layer(
         "block_size is not forwarded", "tpu", ("grouped_dense", "grouped_dense_bwd"),
-        "fp8_quantize(x, axis, options.block_size, check",
-        "fp8_quantize(x, axis, None, check",
+        "fp8_quantize(x, axis, options.block_size",
+        "fp8_quantize(x, axis, None",
         other_blocks,
     ),
     in_layer(
         "block_size is not forwarded", "gpu", ("grouped_dense", "grouped_dense_bwd"),
-        "fp8_quantize(x, axis, block_size, check",
-        "fp8_quantize(x, axis, None, check",
+        "fp8_quantize(x, axis, block_size",
+        "fp8_quantize(x, axis, None",
         other_blocks,
     ),
     # megablox: 1 on rows that it overwrote

@@ -12,7 +12,7 @@ from parity.judging.verdict import identity
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.matrix.quantize import FP8_QUANTIZE
-from tests.meta.faults.test_faults import ROOT, Fault, plant
+from tests.meta.faults.planting import ROOT, Fault, plant
 
 E4M3 = ml_dtypes.float8_e4m3fn
 CASE = next(case for case in FP8_QUANTIZE.cases if case.tier == "smoke")
@@ -91,13 +91,8 @@ ACROSS = """
 FLOAT32 = "up = (beyond > 0) | ((beyond == 0) & (below & 1 == 1))"
 
 
-def home(op):
-    """The module that has a quantiser's kernel."""
-    return "quantize" if op.startswith(("fp8", "int8")) else "mxfp8"
-
-
 def planted(backend, op, old, new, change, says, *marks):
-    fault = Fault(says, backend, (op,), old, new, module=home(op))
+    fault = Fault(says, backend, (op,), old, new)
     return pytest.param(
         fault, change, says, id=f"{backend}-{op}-{change}", marks=[getattr(pytest.mark, backend), *marks]
     )

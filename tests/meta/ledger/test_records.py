@@ -34,6 +34,7 @@ from parity.ledger.records import (
     read,
     read_all,
 )
+from parity.ledger.sources import identity
 from tests.matrix.gmm import GMM
 
 ROOT = Path(__file__).parents[3]
@@ -635,47 +636,13 @@ def test_here_describes_this_code_without_loading_a_framework(tmp_path):
     assert out.stdout.splitlines()[-1] == "[]"
 
 
-def hash_of(*files):
-    return hashlib.sha256(b"".join((ROOT / file).read_bytes() for file in files)).hexdigest()
-
-
-def test_a_kernel_is_its_module_and_what_it_imports_of_its_package(tmp_path, monkeypatch):
-    package = tmp_path / "some_kernels"
-    (package / "shared").mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "op.py").write_text("import json\nfrom some_kernels.shared import scan\n")
-    (package / "shared" / "__init__.py").touch()
-    (package / "shared" / "scan.py").write_text("def go():\n    import some_kernels.late as late, some_kernels.op\n")
-    (package / "late.py").write_text("x = 1\n")
-    (package / "other.py").write_text("x = 1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def now():
-        return here(replace(GMM, tpu="some_kernels.op:gmm"), "tpu", EMULATED, False).kernel
-
-    before = now()
-    (package / "other.py").write_text("x = 2\n")
-    assert now() == before
-    for file in ("op.py", "shared/scan.py", "late.py"):
-        changed = package / file
-        changed.write_text(changed.read_text() + "# more\n")
-        assert now() != before
-        before = now()
-    assert "some_kernels.op" not in sys.modules
-    with pytest.raises(ModuleNotFoundError, match=r"some_kernels\.none"):
-        here(replace(GMM, tpu="some_kernels.none:gmm"), "tpu", EMULATED, False)
-
-
-def test_here_knows_sources_versions_flags_and_commit(monkeypatch):
+def test_here_knows_code_versions_flags_and_commit(monkeypatch):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", " 1\n2")
     monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
     monkeypatch.setenv("XLA_FLAGS", "--xla_x")
     gpu, tpu = (here(GMM, backend, EMULATED, False, utc="2026-01-31T23:59:59Z") for backend in ("gpu", "tpu"))
-    of_gpu = ("hardware", "launch", "operands", "tiles", "visits")
-    of_tpu = ("__init__", "arguments", "call", "chip", "grids", "products", "tiles", "visits")
-    assert gpu.kernel == hash_of("gpu_reference/gmm.py", *(f"gpu_reference/_lib/{name}.py" for name in of_gpu))
-    assert tpu.kernel == hash_of("tpu_kernels/gmm.py", *(f"tpu_kernels/_lib/{name}.py" for name in of_tpu))
-    assert gpu.golden == tpu.golden == hash_of("cpu_golden/gmm.py", "cpu_golden/__init__.py")
+    assert (gpu.kernel, tpu.kernel) == (identity("gpu_reference.gmm:gmm"), identity("tpu_kernels.gmm:gmm"))
+    assert gpu.golden == tpu.golden == identity("cpu_golden.gmm:gmm")
     assert gpu.flags["TRITON_DEFAULT_FP_FUSION"] == "1 2"
     assert "TRITON_CACHE_DIR" not in gpu.flags and "XLA_FLAGS" not in gpu.flags
     assert tpu.flags["XLA_FLAGS"] == "--xla_x"

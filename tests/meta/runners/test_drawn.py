@@ -24,7 +24,8 @@ from tests.matrix.moe import GROUPED_DENSE, GROUPED_DENSE_BWD, MOE_LAYERS
 from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_QUANTIZERS
 from tests.matrix.quantize import QUANTIZERS
 from tests.matrix.quantized_gmm import GMM_QUANTIZED, TGMM_QUANTIZED
-from tests.meta.faults.test_faults import FAULTS, plant
+from tests.meta.faults.planting import plant
+from tests.meta.faults.test_faults import FAULTS
 
 OP = {op.name: op for op in OPS}
 FAMILIES = {

@@ -1,0 +1,175 @@
+"""Plants faults: in a copy of the source that has a kernel's code, wherever in its package that is."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+
+from mutation.tokens import occurrences
+from parity.backends import load_kernel
+from parity.judging.judge import judge
+from parity.ledger.sources import imported_by, reached
+from parity.op import Case, Op
+from parity.trial import Trial
+from tests.matrix import OPS
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = {"tpu": "tpu_kernels", "gpu": "gpu_reference"}
+OP = {op.name: op for op in OPS}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old` becomes `new` in the code of the first of `ops` on the backend; `ops` must catch it in a case that `where`
+    admits.
+
+    `old` must occur once in what that kernel reaches, compared without comments, line breaks and indentation; which
+    file has it does not matter. `within`: the definition that it is in, where others have it too. `data` takes the
+    place of the cases' own.
+    """
+
+    name: str
+    backend: str
+    ops: tuple[str, ...]
+    old: str
+    new: str
+    where: Callable[[Case], bool] = lambda c: c.tier == "smoke"
+    data: str | None = None
+    within: str = ""
+
+
+def plant(fault: Fault, folder: Path) -> SimpleNamespace:
+    """The fault's ops on its backend by name, with the fault in them."""
+    target = getattr(OP[fault.ops[0]], fault.backend)
+    found = places(target, fault.old, fault.within)
+    assert len(found) == 1, f"{fault.old!r} occurs {len(found)} times in what {target} reaches: {found}"
+    return with_sources(edited([Edit(found[0], fault.old, fault.new)]), fault.backend, fault.ops, folder)
+
+
+class Place(NamedTuple):
+    """Code in a module: from which character to which."""
+
+    module: str
+    start: int
+    end: int
+
+
+def places(target: str, old: str, within: str = "") -> list[Place]:
+    """Every place of `old` in what a kernel `target` ("module:function") reaches of its own package."""
+    package = target.partition(".")[0]
+    lines: dict[str, set[int]] = {}
+    for definition in reached(target):
+        module = definition.module.name
+        if module.partition(".")[0] == package and (not within or within in definition.names):
+            lines.setdefault(module, set()).update(range(definition.first, definition.last + 1))
+    found = []
+    for module in sorted(lines):
+        source = source_of(module)
+        for tokens in occurrences(old, source):
+            first, last = (source.count("\n", 0, token.start) + 1 for token in (tokens[0], tokens[-1]))
+            if not lines[module].isdisjoint(range(first, last + 1)):
+                found.append(Place(module, tokens[0].start, tokens[-1].end))
+    return found
+
+
+class Edit(NamedTuple):
+    """What is changed at a place."""
+
+    place: Place
+    old: str
+    new: str
+
+
+def edited(edits: list[Edit]) -> dict[str, str]:
+    """The sources, as they are then, of the modules that are changed."""
+    sources = {edit.place.module: source_of(edit.place.module) for edit in edits}
+    for (module, start, end), old, new in sorted(edits, reverse=True):
+        source = sources[module]
+        sources[module] = source[:start] + _indented(old, new, source, start, end) + source[end:]
+    return sources
+
+
+def _indented(old: str, new: str, source: str, start: int, end: int) -> str:
+    """`new` moved to the right or the left, so that its lines stand to the code around it as they do to `old`."""
+    first, *more = new.strip("\n").split("\n")
+    if not more:
+        return new.strip()
+    here = _indent(source[source.rfind("\n", 0, start) + 1 :])
+    if new[0] == " ":
+        shift = here - _indent(first)
+    elif "\n" in old.strip():
+        shift = _indent(source[source.rfind("\n", 0, end) + 1 :]) - _indent(old.rstrip().rpartition("\n")[2])
+    else:
+        shift = here + 4 * first.endswith(":") - min(_indent(line) for line in more if line.strip())
+    moved = [" " * (_indent(line) + shift) + line.lstrip(" ") if line.strip() else "" for line in more]
+    return "\n".join([first.lstrip(" "), *moved]).rstrip()
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip(" "))
+
+
+def with_sources(sources: dict[str, str], backend: str, ops: Collection[str], folder: Path) -> SimpleNamespace:
+    """Ops of a backend by name, where these modules, which they are in or import, have other sources.
+
+    The files are `folder/planted_tpu.py`, and of more than one module `planted_tpu1.py` and so on.
+    """
+    with _fresh(PACKAGES[backend]):
+        for n, module in enumerate(sorted(sources, key=lambda module: len(imported_by(module)))):
+            path = folder / f"planted_{backend}{n or ''}.py"
+            path.write_text(sources[module])
+            _load(path, module)
+        return SimpleNamespace(**{name: load_kernel(getattr(OP[name], backend)) for name in ops})
+
+
+@contextmanager
+def _fresh(package: str) -> Iterator[None]:
+    """Import every module of a package anew: one that is already loaded holds what it imported before."""
+    loaded = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == package}
+    try:
+        for name in loaded:
+            del sys.modules[name]
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            del sys.modules[name]
+        sys.modules.update(loaded)
+
+
+def _load(path: Path, name: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+
+
+@cache
+def source_of(module: str) -> str:
+    """The source of a module of the project."""
+    path = ROOT / module.replace(".", "/")
+    return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+
+
+def check_is_caught(fault: Fault, op: Op, folder: Path):
+    """Fail unless a case of the op's default tier fails with the fault."""
+    pytest.importorskip("jax" if fault.backend == "tpu" else "triton")
+    kernel = getattr(plant(fault, folder), op.name)
+    tried = [case for case in op.cases if case.tier != "full" and fault.where(case)]
+    tried = tried if fault.data is None else [case.with_data(fault.data) for case in tried]
+    assert tried, "no case of the default tier is there to catch it"
+    verdicts = {}
+    for case in tried:
+        try:
+            verdicts[case.id] = judge(Trial(op, case, fault.backend, kernel)).verdict
+        except IndexError as error:  # an interpreter that checks bounds has caught it
+            verdicts[case.id] = error
+            return
+        if not verdicts[case.id].passed:
+            return
+    pytest.fail(f"not caught by any of {len(tried)} cases: {verdicts}")
