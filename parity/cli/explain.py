@@ -24,6 +24,8 @@ from parity.op import BACKENDS, Backend, Case, Op
 from parity.report.text import SHADES, heat_map, sparkline, worst_tile
 from parity.trial import Trial
 
+ABOUT = "say where the error of a case comes from: which rounding, or which fault"
+
 HEAT = ("", "blue", "cyan", "yellow", "red")
 MOST_AXES = 6
 """Axes of an output that has other bits, at most: those that say most."""

@@ -17,6 +17,8 @@ from parity.debugging.attribution.walk import Stage, unseen, walk
 from parity.op import BACKENDS
 from parity.trial import Trial
 
+ABOUT = "say at which stage of a kernel its error enters, and which of its source lines make it"
+
 SHOWN = 10
 """Lines of the table at most."""
 FAITHFUL = 0.1

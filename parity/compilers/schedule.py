@@ -7,24 +7,16 @@ on every host and change only with the kernel or the compiler.
 
 from __future__ import annotations
 
-import argparse
 import json
-import linecache
 import re
 import subprocess
-import sys
-import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from parity import matrix
 from parity.compilers.chips import CHIPS
@@ -38,7 +30,6 @@ GROWTH = 0.02
 GUARDED = ("cycles", "hbm_bytes", "spills", "code_bytes")
 """The figures of a line that must not grow."""
 
-HOTTEST = 8
 """Source lines of a kernel that are shown."""
 
 SCHEMA = 1
@@ -297,157 +288,3 @@ def moved(old: Mapping[tuple[str, str, str], Line], new: Mapping[tuple[str, str,
         if changes:
             found.append(f"{op}-{name} on {chip}: {', '.join(changes)}")
     return found
-
-
-# ---------------------------------------------------------------------------------------------------------- the command
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `parity schedule`."""
-    parser.add_argument("program", nargs="?", help="compile this program (op-name) and print its kernels in detail")
-    parser.add_argument("-k", metavar="EXPRESSION", default="", help="only programs whose id matches, as pytest's -k")
-    parser.add_argument("--chip", action="append", default=[], metavar="CHIP", help="only this chip; may be repeated")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--record", action="store_true", help="compile, and write the ledger")
-    what.add_argument(
-        "--check", action="store_true", help="compile, and exit with 1 where a figure grew beyond its record"
-    )
-    what.add_argument("--diff", metavar="REV", help="what moved since the ledger of a git revision")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def command(given: argparse.Namespace) -> int:
-    """`parity schedule`: the ledger as a table; with a program, --record or --check what the compiler says now."""
-    if given.diff:
-        changes = moved(
-            _wanted_lines(given, at_revision(given.root, given.diff)), _wanted_lines(given, read(given.root))
-        )
-        print(json.dumps(changes, ensure_ascii=False) if given.json else "\n".join(changes) or "nothing moved")
-        return 0
-    if not (given.program or given.record or given.check):
-        lines = list(_wanted_lines(given, read(given.root)).values())
-        if not lines:
-            raise ValueError(
-                "the schedule ledger must have a line to show, has none (record it: parity schedule --record)"
-            )
-        _print(lines, given.json, refused=_refused(given, load(given.root)))
-        return 0
-    programs = [program for program in load(given.root) if _wanted(given, program.id)]
-    if not programs:
-        raise ValueError(f"a program must match, got {given.program or given.k!r}")
-    compiled = compile_all(programs, given.chip, lines=bool(given.program))
-    failed = surprises(programs, compiled)
-    by_id = {program.id: program for program in programs}
-    compiles = {(name, chip): result for (name, chip), result in compiled.items() if result.ok}
-    lines = [line(by_id[name], chip, result) for (name, chip), result in compiles.items()]
-    if given.record:
-        write(given.root, lines)
-    if given.check:
-        failed += regressions(read(given.root), lines)
-    if given.program:
-        lines = [_in_detail(entry, result) for entry, result in zip(lines, compiles.values(), strict=True)]
-    _print(lines, given.json, detailed=bool(given.program), refused=_refused(given, programs))
-    for text in failed:
-        print(text, file=sys.stderr)
-    return 1 if failed else 0
-
-
-def _wanted(given: argparse.Namespace, program: str, chip: str = "") -> bool:
-    on_chip = not chip or not given.chip or chip in given.chip
-    return given.program in (None, program) and diff.matches(given.k, program) and on_chip
-
-
-def _wanted_lines(
-    given: argparse.Namespace, ledger: Mapping[tuple[str, str, str], Line]
-) -> dict[tuple[str, str, str], Line]:
-    return {key: e for key, e in ledger.items() if _wanted(given, f"{e.op}-{e.name}", e.chip)}
-
-
-def _refused(given: argparse.Namespace, programs: Iterable[Program]) -> list[tuple[Program, str]]:
-    """The wanted programs and chips that the compiler refuses."""
-    return [(p, chip) for p in programs for chip in p.refused if _wanted(given, p.id, chip)]
-
-
-def _in_detail(entry: Line, compiled: Compiled) -> Line:
-    """The line with what the ledger does not have, which is for people: what each kernel's source lines take, …"""
-    kernels = tuple(
-        {
-            **figures,
-            "hbm_bytes": kernel.call.hbm_bytes,
-            "fetch_starvation": round(kernel.fetch_starvation, 4),
-            "write_starvation": round(kernel.write_starvation, 4),
-            "lines": list(map(asdict, kernel.lines)),
-            "line_passes": list(map(asdict, kernel.line_passes)),
-        }
-        for figures, kernel in zip(entry.kernels, compiled.kernels, strict=True)
-    )
-    return replace(entry, kernels=kernels)
-
-
-def _print(
-    lines: Sequence[Line], as_json: bool, detailed: bool = False, refused: Sequence[tuple[Program, str]] = ()
-) -> None:
-    if as_json:
-        print(json.dumps([asdict(entry) for entry in lines], sort_keys=True))
-        return
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    console.print(_table(lines, refused))
-    if detailed:
-        for entry in lines:
-            for kernel in entry.kernels:
-                print(f"{entry.chip} {kernel['name']}: {_detail(kernel)}\n{_hottest(kernel)}")
-
-
-def _table(lines: Sequence[Line], refused: Sequence[tuple[Program, str]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("op", "program"):
-        table.add_column(name, overflow="fold")
-    table.add_column("chip", no_wrap=True)
-    for name in ("cycles / unit", "of MXU floor", "of HBM floor", "spills", "code KiB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("bound by")
-    for e in lines:
-        table.add_row(
-            e.op,
-            e.name,
-            e.chip,
-            f"{e.cycles / e.work:.4g} / {e.unit}",
-            f"{e.floor_cycles / e.time:.0%}",
-            f"{e.hbm_cycles / e.time:.0%}",
-            str(e.spills),
-            f"{e.code_bytes / 1024:.0f}",
-            e.bound,
-        )
-    for program, chip in refused:
-        table.add_row(program.op, program.name, chip, *["–"] * 5, f"refused: {program.refused[chip]}")
-    return table
-
-
-def _detail(kernel: Mapping[str, Any]) -> str:
-    slots = "  ".join(f"{unit} {share:.0%}" for unit, share in kernel["slots"].items() if share)
-    passes = ", ".join(f"{operand} ×{count:g}" for operand, count in kernel["passes"].items()) or "no dots"
-    loops = f"\n  {kernel['unknown_loops']} loops counted once: only the data say how often they run"
-    return (
-        f"{kernel['static_cycles']:g} cycles a step, {kernel['steps']} steps"
-        f"\n  bundles: {kernel['step_bundles']:g} a step + {kernel['periodic_bundles']:g} every few steps,"
-        f" hot region {kernel['hot_bundles']}, loop {kernel['loop_bundles']}, program {kernel['bundles']};"
-        f" MXU floor {kernel['mxu_cycles']:g}"
-        f"\n  spills {kernel['spills']}, fills {kernel['fills']}, {kernel['spill_share']:.1%} of the store slots;"
-        f" VMEM {kernel['vmem_bytes'] / 2**20:.1f} MiB; passes: {passes}"
-        f"\n  HBM {kernel['hbm_bytes'] / 2**20:.1f} MiB; the compiler expects {kernel['fetch_starvation']:.1%} of its"
-        f" bundles to wait for fetches, {kernel['write_starvation']:.1%} for writes"
-        f"\n  slots: {slots}" + (loops if kernel["unknown_loops"] else "")
-    )
-
-
-def _hottest(kernel: Mapping[str, Any]) -> str:
-    """The source lines that take most of a step, with the passes of their dots and their text."""
-    total = kernel["step_bundles"] + kernel["periodic_bundles"]
-    rows = ["  hottest lines, by bundles of a step:"]
-    for line in [entry for entry in kernel["lines"] if entry["place"]][:HOTTEST]:
-        path, _, number = line["place"].rpartition(":")
-        dots = [entry for entry in kernel["line_passes"] if entry["place"] == line["place"]]
-        passes = "".join(f" [{entry['operand']} ×{entry['emitted']:.3g}]" for entry in dots)
-        text = textwrap.shorten(linecache.getline(path, int(number)), 80, placeholder=" …")
-        rows.append(f"    {line['bundles']:7.1f} {line['bundles'] / total:4.0%}  {line['place']}{passes}  {text}")
-    return "\n".join(rows)

@@ -9,7 +9,6 @@ else.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -26,12 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from parity import matrix
 from parity.debugging.capture import LABEL, MANIFEST, STORED, TENSORS, VERSION, digest, is_label
 from parity.dtypes import numpy_dtype
-from parity.judging.judge import Judgement, judge, judge_twin
-from parity.op import BACKENDS, Backend, Case, Given, Groups, Offsets, Op
-from parity.report import text
+from parity.judging.judge import Judgement, judge
+from parity.op import Backend, Case, Given, Groups, Offsets, Op
 from parity.trial import Trial
 
 MANIFEST_BYTES = 2**20
@@ -447,37 +444,3 @@ def _limited_memory() -> Iterator[None]:
         ) from None
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `parity replay` takes."""
-    parser.add_argument("bundle", type=Path, help="the folder of a call that parity.capture saved")
-    parser.add_argument("--backend", choices=BACKENDS, help="whose kernel (default: both)")
-
-
-def command(given: argparse.Namespace) -> int:
-    """`parity replay`: 0 where every verdict passes, else 1."""
-    bundle = read(given.bundle)
-    ops = {op.name: op for op in matrix.load(given.root)}
-    if bundle.op not in ops:
-        raise ValueError(f"{given.bundle / MANIFEST}: op must be one of {', '.join(ops)}, got {bundle.op!r}")
-    op = ops[bundle.op]
-    failed = 0
-    where = " ".join(filter(None, [f"step {bundle.step}", bundle.layer]))
-    for backend in [given.backend] if given.backend else BACKENDS:
-        try:
-            judged = replay(op, bundle, backend)
-        except (ImportError, ValueError):
-            raise
-        except Exception as error:  # whatever a kernel raises
-            print(f"{backend}  CRASH  {type(error).__name__}: {str(error).partition(chr(10))[0]}   {where}")
-            failed += 1
-            continue
-        v, m = judged.verdict, judged.metrics
-        epsilon = f"ε = {m.epsilon:.2e}   " if m else ""
-        print(f"{backend}  {v.outcome}  {epsilon}{v.reason}   {judged.case.id}   {where}")
-        if not v.passed:
-            failed += 1
-            twin = judged.twin or judge_twin(Trial(op, judged.case, backend))
-            print(text.failure(judged, twin, f"parity replay {given.bundle} --backend {backend}"))
-    return int(failed > 0)

