@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,6 +11,7 @@ from parity.backends import EMULATED, runner
 from parity.inputs import hashes
 from parity.judging import verdict
 from parity.judging.judge import Judgement, measure_contract
+from parity.judging.metrics import Metrics
 from parity.judging.reference import reference
 from parity.judging.verdict import Verdict
 from parity.ledger.records import Freshness, Ledger, Provenance, Record, freshness, here, read_all
@@ -44,8 +45,13 @@ class Book:
             provenance=self._here(op, backend),
         )
 
-    def find(self, op: Op, case: Case, backend: Backend, *, real: bool) -> tuple[Record, Freshness] | None:
-        """The newest record of a case on a real or an emulated backend, and whether it still speaks for the code."""
+    def find(
+        self, op: Op, case: Case, backend: Backend, *, real: bool, measured: Mapping[str, Metrics] | None = None
+    ) -> tuple[Record, Freshness] | None:
+        """The newest record of a case on a real or an emulated backend, and whether it still speaks for the code.
+
+        measured: what the case's outputs have come to just now, where it has been run.
+        """
         found = [
             ledger[key]
             for (_, name), ledger in self._of(backend).items()
@@ -56,12 +62,12 @@ class Book:
             return None
         record = max(found, key=lambda r: r.provenance.utc)
         drawn, contract = hashes(reference(op, case).inputs), op.contract(case, backend).name
-        return record, freshness(record, self._here(op, backend), drawn, contract, _tiles(case))
+        return record, freshness(record, self._here(op, backend), drawn, contract, _tiles(case), measured)
 
     def check(self, op: Op, judged: Judgement, *, strict: bool) -> tuple[Judgement, str]:
         """A judgement held against its record, and the record's status: a regression, or a stale record if `strict`,
         turns a pass into a failure."""
-        found = self.find(op, judged.case, judged.backend, real=judged.real)
+        found = self.find(op, judged.case, judged.backend, real=judged.real, measured=judged.outputs)
         if found is None:
             return judged, "NO-RECORD"
         record, fresh = found

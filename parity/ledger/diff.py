@@ -332,10 +332,16 @@ def _movers(a: Record, b: Record) -> Iterator[str]:
         yield "generator"
     if revisions - {"inputs"}:
         yield "metrics"
-    yield from (f"{_role(name)}{change}" for name, change in _changes(old.versions, new.versions))
+    versions = ({name: _version(name, v) for name, v in p.versions.items()} for p in (old, new))
+    yield from (f"{_role(name)}{change}" for name, change in _changes(*versions))
     yield from (f"flags {name}{change}" for name, change in _changes(old.flags, new.flags))
     named = [{"device": r.provenance.device_kind, "contract": r.contract, "tiles": r.tiles} for r in (a, b)]
     yield from (f"{name}{change}" for name, change in _changes(*named))
+
+
+def _version(name: str, version: str) -> str:
+    """Of Python without the patch: it moves no figure."""
+    return ".".join(version.split(".")[:2]) if name == "python" else version
 
 
 def _role(name: str) -> str:

@@ -636,17 +636,26 @@ class Freshness:
 
 
 def freshness(
-    record: Record, current: Provenance, inputs: Mapping[str, str], contract: str, tiles: str | None
+    record: Record,
+    current: Provenance,
+    inputs: Mapping[str, str],
+    contract: str,
+    tiles: str | None,
+    measured: Mapping[str, Metrics] | None = None,
 ) -> Freshness:
     """Compare a record with what would be recorded now: `current`, and the case's input hashes, contract and tiles.
 
-    INVALID, so not comparable at all: schema, inputs, a revision or the contract differ. STALE, so to be measured
-    again: sources, tiles, or the environment (versions, driver, device, flags) differ. The environment counts only
-    between two real devices or two emulations: where the record's device is missing, only its sources can be checked.
+    INVALID, so not comparable at all: schema, inputs, a revision or the contract differ. VALID, whatever else differs:
+    the figures `measured` now are the recorded ones, to the digits that are written. STALE, so to be recorded again:
+    code, tiles, or the environment (versions, driver, device, flags) differ. The environment counts only between two
+    real devices or two emulations: where the record's device is missing, only its code can be checked. An emulation
+    does not depend on the version of Python.
     """
     then = record.provenance
     if changed := _changes(_identity(then, record.inputs, record.contract), _identity(current, inputs, contract)):
         return Freshness("INVALID", changed)
+    if measured is not None and _canonical(measured) == _canonical(record.outputs):
+        return Freshness("VALID")
     before, now = _sources(then, record.tiles), _sources(current, tiles)
     if then.real == current.real:
         before |= _environment(then)
@@ -669,7 +678,8 @@ def _sources(provenance: Provenance, tiles: str | None) -> dict[str, Any]:
 
 
 def _environment(provenance: Provenance) -> dict[str, Any]:
-    return {"device": provenance.device_kind, **provenance.versions, **provenance.flags}
+    versions = {name: v for name, v in provenance.versions.items() if provenance.real or name != "python"}
+    return {"device": provenance.device_kind, **versions, **provenance.flags}
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -279,7 +279,7 @@ def test_the_only_accelerators_of_each_side_are_compared():
 
 
 def test_several_movers_are_named_the_likeliest_first():
-    where = dict(kernel=HASH[::-1], golden=HASH, versions={"jax": "0.11.2", "libtpu": "0.0.52", "python": "3.11.9"})
+    where = dict(kernel=HASH[::-1], golden=HASH, versions={"jax": "0.11.2", "libtpu": "0.0.52", "python": "3.11.2"})
     first = of_one_case(BASE, changed(scale=1.4, where=where))
     assert first.cause == "kernel, compiler libtpu 0.0.51 → 0.0.52, framework jax 0.10.2 → 0.11.2, golden"
 

@@ -671,6 +671,7 @@ CHANGES = {
     "golden": (dict(golden=OTHER), {}, "STALE", "golden fedcba987654 → ffffffffffff"),
     "tiles": ({}, dict(tiles=None), "STALE", "tiles 64x128x128 → none"),
     "version": (dict(versions={"python": "3.11.9", "triton": "3.10.0"}), {}, "STALE", "triton 3.9.0 → 3.10.0"),
+    "Python": (dict(versions={"python": "3.13.0", "triton": "3.9.0"}), {}, "VALID", ""),
     "flags": (dict(flags={"TRITON_X": "1"}), {}, "STALE", "TRITON_INTERPRET 1 → none, TRITON_X none → 1"),
     "kernel and input": (dict(kernel=OTHER), dict(inputs={}), "INVALID", "input x 0123456789ab → none"),
     "kernel and tiles": (dict(kernel=OTHER), dict(tiles="1x2x3"), "STALE",
@@ -686,6 +687,18 @@ def freshness_of(given, current, **changes):
 @pytest.mark.parametrize("then, now, status, reason", CHANGES.values(), ids=list(CHANGES))
 def test_freshness_names_what_changed(then, now, status, reason):
     assert freshness_of(RECORD, replace(PROVENANCE, **then), **now) == records.Freshness(status, reason)
+
+
+def test_a_record_whose_figures_are_measured_again_is_valid_whatever_moved():
+    same, moved = RECORD.outputs, replace(PROVENANCE, kernel=OTHER, versions={"triton": "3.10.0"})
+    other = {name: replace(m, epsilon=m.epsilon * (1 + 1e-6)) for name, m in same.items()}
+    written = {name: replace(m, epsilon=m.epsilon * (1 + 1e-13)) for name, m in same.items()}
+    assert freshness_of(RECORD, moved).status == "STALE"
+    assert freshness_of(RECORD, moved, measured=other).status == "STALE"
+    assert freshness_of(RECORD, moved, measured=same) == records.Freshness("VALID")
+    assert freshness_of(RECORD, moved, measured=written) == records.Freshness("VALID")
+    assert freshness_of(RECORD, moved, measured=same, contract="tf32/f32/f32").status == "INVALID"
+    assert freshness_of(RECORD, PROVENANCE, measured=other).status == "VALID"
 
 
 def test_freshness_of_devices():
