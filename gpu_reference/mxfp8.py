@@ -7,7 +7,7 @@ refused, but treated as with check_finite=False.
 # (kernel arguments are what Triton makes of them; every host function below is annotated)
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,20 +18,21 @@ from torch.nn.functional import pad
 from gpu_reference._lib.formats import (
     BLOCK,
     FORMATS,
-    INFINITY,
-    SIGN,
-    SMALLEST,
     DualQuantized,
+    Output,
     Quantized,
     as_codes,
     checked,
+    code_of,
+    flushed,
+    magnitudes,
     mxfp8_values,
     power_of_two,
 )
 from gpu_reference._lib.hardware import check_devices
 from gpu_reference._lib.launch import Launch
+from gpu_reference._lib.probe import INTERPRETED, probe
 from op_arguments import dtype_name
-from op_arguments.debug import Debug, named
 from op_arguments.mxfp8 import (
     MX_BLOCK,
     SWIZZLED_COLUMNS,
@@ -54,7 +55,6 @@ def mxfp8_quantize(
     dtype: Any = torch.float8_e4m3fn,
     scale_rounding: str = "up",
     check_finite: bool = True,
-    debug: Debug = None,
 ) -> Quantized:
     """x in MXFP8: fp8 with one power of two per 32 consecutive elements along `axis`; a short last block is a block.
 
@@ -66,7 +66,7 @@ def mxfp8_quantize(
     nearest even; zeros keep x's sign; NaN stays NaN (the positive quiet one) and leaves its block alone. ±inf in a CPU
     tensor is refused with check_finite; it becomes ±finfo(dtype).max without.
     Raises TypeError for a wrong dtype, ValueError for a wrong axis or rounding, or ±inf, and RuntimeError as
-    `fp8_quantize`; debug likewise.
+    `fp8_quantize`. Sites shown to a probe: as `fp8_quantize`.
     """
     axis, name = check_mxfp8_quantize(x, axis, dtype, scale_rounding)
     device = checked(x, check_finite, has_nan=True)
@@ -74,7 +74,7 @@ def mxfp8_quantize(
     result = _empty_mxfp8(x, axis)
     rowwise, columnwise = (result, None) if by_rows else (None, result)
     if x.numel():
-        mxfp8_quantize_launch(planes.contiguous(), name, scale_rounding, rowwise, columnwise, debug).run(device)
+        mxfp8_quantize_launch(planes.contiguous(), name, scale_rounding, rowwise, columnwise).run(device)
     return Quantized(*_as_mxfp8(result, name))
 
 
@@ -84,7 +84,6 @@ def mxfp8_dual_quantize(
     dtype: Any = torch.float8_e4m3fn,
     scale_rounding: str = "up",
     check_finite: bool = True,
-    debug: Debug = None,
 ) -> DualQuantized:
     """`mxfp8_quantize(x, -1, …)` and `mxfp8_quantize(x, -2, …)` by one kernel, which reads x [M, K] or [G, M, K] once.
 
@@ -95,7 +94,7 @@ def mxfp8_dual_quantize(
     results = _empty_mxfp8(x, x.ndim - 1), _empty_mxfp8(x, x.ndim - 2)
     if x.numel():
         planes = x.reshape(-1, *x.shape[-2:]).contiguous()
-        mxfp8_quantize_launch(planes, name, scale_rounding, results[0], results[1], debug).run(device)
+        mxfp8_quantize_launch(planes, name, scale_rounding, results[0], results[1]).run(device)
     return DualQuantized(*_as_mxfp8(results[0], name), *_as_mxfp8(results[1], name))
 
 
@@ -151,43 +150,36 @@ def _mx_planes(x: Tensor, axis: int) -> tuple[bool, Tensor]:
     return False, x.reshape(before, size, behind)
 
 
-def _empty_mxfp8(x: Tensor, axis: int) -> Quantized:
+def _empty_mxfp8(x: Tensor, axis: int) -> Output:
     """What the kernel fills, in bytes."""
     blocks = -(-x.shape[axis] // MX_BLOCK)
     scale = x.new_empty((*x.shape[:axis], blocks, *x.shape[axis + 1 :]), dtype=torch.uint8)
-    return Quantized(torch.empty(x.shape, dtype=torch.uint8, device=x.device), scale)
+    return Output(torch.empty(x.shape, dtype=torch.uint8, device=x.device), scale)
 
 
-def _as_mxfp8(result: Quantized, name: str) -> tuple[Tensor, Tensor]:
+def _as_mxfp8(result: Output, name: str) -> tuple[Tensor, Tensor]:
     return result.qvalue.view(getattr(torch, name)), result.scale.view(torch.float8_e8m0fnu)
 
 
+class Planes(NamedTuple):
+    """The rows and columns of each plane, and how many tiles it has along them."""
+
+    rows: int
+    columns: int
+    tiles_down: int
+    tiles_across: int
+
+
 def mxfp8_quantize_launch(
-    planes: Tensor,
-    name: str,
-    scale_rounding: str,
-    rowwise: Quantized | None,
-    columnwise: Quantized | None,
-    debug: Debug = None,
+    planes: Tensor, name: str, scale_rounding: str, rowwise: Output | None, columnwise: Output | None
 ) -> Launch:
     """The kernel that quantises contiguous x [planes, rows, columns] to MXFP8, its codes and scales in bytes.
 
     rowwise: in blocks of 32 along the columns; columnwise: along the rows; each where it is given.
     """
     grid, geometry = _mx_geometry(planes)
-    fields = FORMATS[name]._asdict()
-    arguments = {
-        "x": planes,
-        "rowwise": rowwise.qvalue if rowwise else None,
-        "rowwise_scale": rowwise.scale if rowwise else None,
-        "columnwise": columnwise.qvalue if columnwise else None,
-        "columnwise_scale": columnwise.scale if columnwise else None,
-        **geometry,
-        "ROUND_UP": scale_rounding == "up",
-        **{field.upper(): fields[field] for field in ("exponent", "mantissa", "least", "largest", "nan")},
-        "DEBUG": named(debug, "rowwise") if columnwise else debug,
-        "COLUMNWISE_DEBUG": named(debug, "columnwise") if rowwise else debug,
-    }
+    outputs = {"rowwise": rowwise, "columnwise": columnwise}
+    arguments = {"x": planes, **outputs, **geometry, "ROUND_UP": scale_rounding == "up", "FORMAT": FORMATS[name]}
     return Launch(_mxfp8_quantize_kernel, grid, arguments, MX_OPTIONS)
 
 
@@ -199,62 +191,42 @@ def mxfp8_dequantize_launch(codes: Tensor, name: str, scales: Tensor, by_rows: b
     return Launch(_mxfp8_dequantize_kernel, grid, arguments, MX_OPTIONS)
 
 
-def _mx_geometry(planes: Tensor) -> tuple[tuple[int], dict[str, int]]:
+def _mx_geometry(planes: Tensor) -> tuple[tuple[int], dict[str, Any]]:
     """The grid of programs, and the arguments from which each finds its tile."""
     count, rows, columns = planes.shape
-    tiles_down, tiles_across = triton.cdiv(rows, MX_TILE[0]), triton.cdiv(columns, MX_TILE[1])
-    arguments = {
-        "rows": rows,
-        "columns": columns,
-        "tiles_down": tiles_down,
-        "tiles_across": tiles_across,
-        "TILE_ROWS": MX_TILE[0],
-        "TILE_COLUMNS": MX_TILE[1],
-    }
-    return (count * tiles_down * tiles_across,), arguments
+    tile_rows, tile_columns = MX_TILE
+    each = Planes(rows, columns, triton.cdiv(rows, tile_rows), triton.cdiv(columns, tile_columns))
+    arguments = {"planes": each, "TILE_ROWS": tile_rows, "TILE_COLUMNS": tile_columns}
+    return (count * each.tiles_down * each.tiles_across,), arguments
 
 
 @triton.jit
 def _mxfp8_quantize_kernel(
     x,
     rowwise,
-    rowwise_scale,
     columnwise,
-    columnwise_scale,
-    rows,
-    columns,
-    tiles_down,
-    tiles_across,
+    planes,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     ROUND_UP: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LEAST: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NAN: tl.constexpr,
-    DEBUG: tl.constexpr,
-    COLUMNWISE_DEBUG: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """One program per tile of a plane, which holds whole blocks along both axes: one load serves both results."""
-    plane, row, column, in_tile, position = _mx_tile_of_program(
-        rows, columns, tiles_down, tiles_across, TILE_ROWS, TILE_COLUMNS
-    )
+    plane, row, column, in_tile, position = _mx_tile_of_program(planes, TILE_ROWS, TILE_COLUMNS)
     bits = tl.load(x + position, mask=in_tile, other=0).to(tl.float32).to(tl.int32, bitcast=True)
+    IS_DUAL: tl.constexpr = rowwise is not None and columnwise is not None
     if rowwise is not None:
         blocks = bits.reshape(TILE_ROWS, TILE_COLUMNS // BLOCK, BLOCK)
-        codes, exponents = _mxfp8_codes(blocks, in_tile, 2, ROUND_UP, EXPONENT, MANTISSA, LEAST, LARGEST, NAN, DEBUG)
-        tl.store(rowwise + position, codes.reshape(TILE_ROWS, TILE_COLUMNS), mask=in_tile)
-        offset, in_scale = _mx_scales_of_tile(plane, row, column, rows, columns, True)
-        tl.store(rowwise_scale + offset, exponents.reshape(TILE_ROWS, TILE_COLUMNS // BLOCK), mask=in_scale)
+        codes, exponents = _mxfp8_codes(blocks, in_tile, 2, ROUND_UP, FORMAT, "rowwise_" if IS_DUAL else "")
+        tl.store(rowwise.qvalue + position, codes.reshape(TILE_ROWS, TILE_COLUMNS), mask=in_tile)
+        offset, in_scale = _mx_scales_of_tile(plane, row, column, planes, True)
+        tl.store(rowwise.scale + offset, exponents.reshape(TILE_ROWS, TILE_COLUMNS // BLOCK), mask=in_scale)
     if columnwise is not None:
         blocks = bits.reshape(TILE_ROWS // BLOCK, BLOCK, TILE_COLUMNS)
-        codes, exponents = _mxfp8_codes(
-            blocks, in_tile, 1, ROUND_UP, EXPONENT, MANTISSA, LEAST, LARGEST, NAN, COLUMNWISE_DEBUG
-        )
-        tl.store(columnwise + position, codes.reshape(TILE_ROWS, TILE_COLUMNS), mask=in_tile)
-        offset, in_scale = _mx_scales_of_tile(plane, row, column, rows, columns, False)
-        tl.store(columnwise_scale + offset, exponents.reshape(TILE_ROWS // BLOCK, TILE_COLUMNS), mask=in_scale)
+        codes, exponents = _mxfp8_codes(blocks, in_tile, 1, ROUND_UP, FORMAT, "columnwise_" if IS_DUAL else "")
+        tl.store(columnwise.qvalue + position, codes.reshape(TILE_ROWS, TILE_COLUMNS), mask=in_tile)
+        offset, in_scale = _mx_scales_of_tile(plane, row, column, planes, False)
+        tl.store(columnwise.scale + offset, exponents.reshape(TILE_ROWS // BLOCK, TILE_COLUMNS), mask=in_scale)
 
 
 @triton.jit
@@ -262,87 +234,70 @@ def _mxfp8_dequantize_kernel(
     codes,
     scales,
     out,
-    rows,
-    columns,
-    tiles_down,
-    tiles_across,
+    planes,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     BY_ROWS: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
     """One program per tile of a plane, as in `_mxfp8_quantize_kernel`."""
-    plane, row, column, in_tile, position = _mx_tile_of_program(
-        rows, columns, tiles_down, tiles_across, TILE_ROWS, TILE_COLUMNS
-    )
-    offset, in_scale = _mx_scales_of_tile(plane, row, column, rows, columns, BY_ROWS)
+    plane, row, column, in_tile, position = _mx_tile_of_program(planes, TILE_ROWS, TILE_COLUMNS)
+    offset, in_scale = _mx_scales_of_tile(plane, row, column, planes, BY_ROWS)
     tile = tl.load(codes + position, mask=in_tile, other=0)
     product = mxfp8_values(tile, tl.load(scales + offset, mask=in_scale, other=0), 1 if BY_ROWS else 0, FORMAT)
-    bits = product.to(tl.int32, bitcast=True)
-    bits = tl.where((bits & 0x7FFFFFFF) < SMALLEST, bits & SIGN, bits)
-    tl.store(out + position, bits.to(tl.float32, bitcast=True).to(out.dtype.element_ty), mask=in_tile)
+    tl.store(out + position, flushed(product).to(out.dtype.element_ty), mask=in_tile)
 
 
 @triton.jit
-def _mxfp8_codes(
-    bits,
-    in_tile,
-    AXIS: tl.constexpr,
-    ROUND_UP: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LEAST: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NAN: tl.constexpr,
-    DEBUG: tl.constexpr,
-):
-    """The codes of x, from its float32 bits in blocks along AXIS, and their scales, with that axis 1; both in bytes."""
-    magnitude = bits & 0x7FFFFFFF
-    magnitude = tl.where(magnitude < SMALLEST, 0, magnitude)
-    finite = tl.where(magnitude < INFINITY, magnitude, 0)
+def _mxfp8_codes(bits, in_tile, AXIS: tl.constexpr, ROUND_UP: tl.constexpr, FORMAT: tl.constexpr, RESULT: tl.constexpr):
+    """The codes of x, from its float32 bits in blocks along AXIS, and their scales, with that axis 1; both in bytes.
+
+    RESULT begins the sites' names."""
+    magnitude, finite = magnitudes(bits)
     largest = tl.max(finite, axis=AXIS, keep_dims=True)
-    exponent = (largest >> 23) - (EXPONENT + 2)  # the largest value of both formats is 1.75 times a power of two
+    exponent = (largest >> 23) - (FORMAT.exponent + 2)  # the largest value of both formats is 1.75 · a power of two
     if ROUND_UP:
         exponent += ((largest & 0x007FFFFF) > 0x00600000).to(tl.int32)
     exponent = tl.maximum(exponent, 0)
-    if DEBUG is not None:
+    if INTERPRETED:
         in_blocks = in_tile.reshape(bits.shape)
         in_scale = tl.max(in_blocks.to(tl.int32), axis=AXIS, keep_dims=True) > 0
         scale = tl.where(exponent == 0, 0x00400000, exponent << 23).to(tl.float32, bitcast=True)  # 2^-127 is subnormal
-        DEBUG("absmax", largest.to(tl.float32, bitcast=True), in_scale)
-        DEBUG("scale", scale, in_scale)
-        DEBUG("spread", tl.broadcast_to(scale, bits.shape), in_blocks)
+        probe(RESULT + "absmax", largest.to(tl.float32, bitcast=True), in_scale)
+        probe(RESULT + "scale", scale, in_scale)
+        probe(RESULT + "spread", tl.broadcast_to(scale, bits.shape), in_blocks)
 
     quotient = finite.to(tl.float32, bitcast=True) * power_of_two(254 - exponent)
-    quantum = tl.maximum((quotient.to(tl.int32, bitcast=True) >> 23) - MANTISSA, LEAST + 127)
+    quantum = tl.maximum((quotient.to(tl.int32, bitcast=True) >> 23) - FORMAT.mantissa, FORMAT.least + 127)
     # A float32 as large as this has no bits below the quantum, so that the sum is rounded to it.
     whole = power_of_two(quantum + 23)
     count = (quotient + whole).to(tl.int32, bitcast=True) - whole.to(tl.int32, bitcast=True)
-    # Codes are in the order of the values, as in `_codes`.
-    code = tl.minimum(((quantum - (LEAST + 127)) << MANTISSA) + count, LARGEST)
-    code = tl.where(magnitude == INFINITY, LARGEST, code)
-    code = tl.where(bits < 0, code | 0x80, code)
-    return tl.where(magnitude > INFINITY, NAN, code).to(tl.uint8), exponent.to(tl.uint8)
+    # Codes are in the order of the values: each doubling of the quantum has 2^mantissa of them.
+    code = tl.minimum(((quantum - (FORMAT.least + 127)) << FORMAT.mantissa) + count, FORMAT.largest)
+    return code_of(bits, magnitude, code, FORMAT), exponent.to(tl.uint8)
 
 
 @triton.jit
-def _mx_tile_of_program(rows, columns, tiles_down, tiles_across, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
+def _mx_tile_of_program(planes, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
     """This program's plane, the rows [TILE_ROWS, 1] and columns [1, TILE_COLUMNS] of its tile, which of them exist,
     and where they are."""
     program = tl.program_id(0)
-    tiles = tiles_down * tiles_across
+    tiles = planes.tiles_down * planes.tiles_across
     plane = (program // tiles).to(tl.int64)
     tile = program % tiles
-    row = tile // tiles_across * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
-    column = tile % tiles_across * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
-    return plane, row, column, (row < rows) & (column < columns), (plane * rows + row) * columns + column
+    row = tile // planes.tiles_across * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
+    column = tile % planes.tiles_across * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
+    in_tile = (row < planes.rows) & (column < planes.columns)
+    return plane, row, column, in_tile, (plane * planes.rows + row) * planes.columns + column
 
 
 @triton.jit
-def _mx_scales_of_tile(plane, row, column, rows, columns, BY_ROWS: tl.constexpr):
+def _mx_scales_of_tile(plane, row, column, planes, BY_ROWS: tl.constexpr):
     """Where the scales of a tile are, and which of them exist: [rows, 1 for 32 columns], or the other way round."""
     TILE_ROWS: tl.constexpr = row.shape[0]
     TILE_COLUMNS: tl.constexpr = column.shape[1]
+    rows = planes.rows
+    columns = planes.columns
     if BY_ROWS:
         column = tl.min(column) // BLOCK + tl.arange(0, TILE_COLUMNS // BLOCK)[None, :]
         columns = (columns + BLOCK - 1) // BLOCK

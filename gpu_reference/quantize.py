@@ -11,7 +11,7 @@ check_finite=False.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,20 +20,22 @@ from torch import Tensor
 
 from gpu_reference._lib.formats import (
     FORMATS,
-    INFINITY,
-    SIGN,
     SMALLEST,
     DualQuantized,
+    Output,
     Quantized,
     as_codes,
     checked,
+    code_of,
     decoded,
+    flushed,
+    magnitudes,
     power_of_two,
 )
 from gpu_reference._lib.hardware import check_devices
 from gpu_reference._lib.launch import Launch
+from gpu_reference._lib.probe import INTERPRETED, probe
 from op_arguments import dtype_name
-from op_arguments.debug import Debug, named
 from op_arguments.quantize import (
     FP8,
     Blocks,
@@ -58,7 +60,6 @@ def fp8_quantize(
     *,
     dtype: Any = torch.float8_e4m3fn,
     check_finite: bool = True,
-    debug: Debug = None,
 ) -> Quantized:
     """x in fp8, with one scale per block of `block_size` elements (None: all) along each axis in `axis`.
 
@@ -69,11 +70,11 @@ def fp8_quantize(
     (the positive quiet one). ±inf in a CPU tensor is refused with check_finite; it becomes ±finfo(dtype).max without.
     Raises TypeError for a wrong dtype, ValueError for a wrong axis, a block that does not divide, or ±inf, and
     RuntimeError for CPU tensors where Triton's interpreter is off.
-    debug: see `op_arguments.debug`, of absmax, scale and spread, the scale of each element.
+    Sites shown to a probe: absmax, scale and spread, the scale of each element.
     """
     blocks, name = check_quantize(x, axis, block_size, dtype)
     device = checked(x, check_finite, has_nan=True)
-    return _quantize(x, blocks, name, device, debug)
+    return _quantize(x, blocks, name, device)
 
 
 def int8_quantize(
@@ -82,7 +83,6 @@ def int8_quantize(
     block_size: int | None = 128,
     *,
     check_finite: bool = True,
-    debug: Debug = None,
 ) -> Quantized:
     """As `fp8_quantize`, to int8 in [-127, 127], `scale = absmax / 127`.
 
@@ -90,7 +90,7 @@ def int8_quantize(
     """
     blocks = check_blocks(x, axis, block_size)
     device = checked(x, check_finite, has_nan=False)
-    return _quantize(x, blocks, "int8", device, debug)
+    return _quantize(x, blocks, "int8", device)
 
 
 def fp8_dual_quantize(
@@ -99,12 +99,11 @@ def fp8_dual_quantize(
     *,
     dtype: Any = torch.float8_e4m3fn,
     check_finite: bool = True,
-    debug: Debug = None,
 ) -> DualQuantized:
     """`fp8_quantize(x, -1, …)` and `fp8_quantize(x, -2, …)` by one kernel.
 
     It reads x [M, K] or [G, M, K] from memory once for both, or twice where blocks are longer than a tile (128).
-    debug: as `fp8_quantize`, of both: rowwise_absmax and so on.
+    Sites shown to a probe: as `fp8_quantize`, of both: rowwise_absmax and so on.
     """
     by_rows, by_columns, name = check_dual_quantize(x, block_size, dtype)
     device = checked(x, check_finite, has_nan=True)
@@ -113,8 +112,8 @@ def fp8_dual_quantize(
     if x.numel():
         plane = x.reshape(-1, x.shape[-1]).contiguous()
         blocks = by_columns[-2], by_rows[-1]
-        rowwise, columnwise = map(Quantized, codes, scales)
-        for launch in quantize_launches(plane, blocks, name, rowwise, columnwise, debug):
+        rowwise, columnwise = map(Output, codes, scales)
+        for launch in quantize_launches(plane, blocks, name, rowwise, columnwise):
             launch.run(device)
     by_row, by_column = (part.view(getattr(torch, name)) for part in codes)
     return DualQuantized(by_row, scales[0], by_column, scales[1])
@@ -133,11 +132,11 @@ def int8_dequantize(qvalue: Tensor, scale: Tensor) -> Tensor:
     return _dequantize(qvalue, scale, ("int8",))
 
 
-def _quantize(x: Tensor, blocks: Blocks, name: str, device: torch.device, debug: Debug) -> Quantized:
+def _quantize(x: Tensor, blocks: Blocks, name: str, device: torch.device) -> Quantized:
     plane, plane_blocks, restored = _plane(x, blocks)
     codes, scale = torch.empty_like(plane, dtype=torch.uint8), _empty_scale(x, blocks)
     if x.numel():
-        for launch in quantize_launches(plane, plane_blocks, name, Quantized(codes, scale), debug=debug):
+        for launch in quantize_launches(plane, plane_blocks, name, Output(codes, scale)):
             launch.run(device)
     return Quantized(restored(codes).view(getattr(torch, name)), scale)
 
@@ -184,59 +183,65 @@ def _plane(x: Tensor, blocks: Blocks) -> tuple[Tensor, tuple[int, int], Callable
     return plane, (1, block), lambda result: result.view(moved.shape).permute(back).reshape(x.shape)
 
 
+class Cells(NamedTuple):
+    """How an array of so many columns is cut in cells, and a cell in the tiles of programs.
+
+    A cell is a block, or the whole of an axis that has none.
+    """
+
+    columns: int
+    cell_rows: int
+    cell_columns: int
+    cells_across: int
+    parts_down: int
+    parts_across: int
+
+
 def quantize_launches(
-    plane: Tensor,
-    blocks: tuple[int, int],
-    name: str,
-    result: Quantized,
-    columnwise: Quantized | None = None,
-    debug: Debug = None,
+    plane: Tensor, blocks: tuple[int, int], name: str, output: Output, columnwise: Output | None = None
 ) -> list[Launch]:
     """The kernels that quantise contiguous x [rows, columns] in `blocks`, its codes in bytes: one, or where a block is
-    larger than a tile two, the first of which finds the largest magnitudes.
+    larger than a tile, two, of which the first finds each block's absmax.
 
-    With `columnwise`, `result` is in blocks of 1 x blocks[1], and `columnwise` in blocks of blocks[0] x 1.
+    With columnwise, `blocks` are those of both results: output has them along the columns alone, columnwise along the
+    rows.
     """
-    cell, tile = _cells(plane, blocks)
-    grid, geometry = _geometry(plane, cell, tile)
-    arguments: dict[str, Any] = {
-        "x": plane,
-        "absmax": None,
-        "qvalue": result.qvalue,
-        "scale": result.scale,
-        "columnwise_absmax": None,
-        "columnwise": columnwise.qvalue if columnwise else None,
-        "columnwise_scale": columnwise.scale if columnwise else None,
-        **geometry,
-        "REDUCE_ROWS": blocks[0] > 1,
-        "REDUCE_COLUMNS": blocks[1] > 1,
-        **{name.upper(): value for name, value in FORMATS[name]._asdict().items()},
-        "DEBUG": named(debug, "rowwise") if columnwise else debug,
-        "COLUMNWISE_DEBUG": named(debug, "columnwise"),
-    }
-    quantize = Launch(_quantize_kernel, grid, arguments, OPTIONS)
-    if all(block <= size for block, size in zip(blocks, tile, strict=True)):
+    grid, cells, tile = _geometry(plane, blocks)
+    arguments = {"x": plane, "output": output, "columnwise": columnwise, "cells": cells, **tile}
+    quantize = Launch(_quantize_kernel, grid, arguments | {"FORMAT": FORMATS[name]}, OPTIONS)
+    if all(block <= size for block, size in zip(blocks, (tile["TILE_ROWS"], tile["TILE_COLUMNS"]), strict=True)):
         return [quantize]
-    absmax = {"absmax": torch.zeros_like(result.scale, dtype=torch.int32)}
-    if columnwise:
-        absmax["columnwise_absmax"] = torch.zeros_like(columnwise.scale, dtype=torch.int32)
-    find = quantize._replace(arguments=arguments | absmax | {"qvalue": None, "columnwise": None})
-    return [find, quantize._replace(arguments=arguments | absmax)]
+    outputs = {"output": output, "columnwise": columnwise}
+    whole = {name: each and each._replace(absmax=_zeros(each.scale)) for name, each in outputs.items()}
+    largest = {name: each and each._replace(qvalue=None) for name, each in whole.items()}
+    return [quantize._replace(arguments=quantize.arguments | each) for each in (largest, whole)]
+
+
+def _zeros(scale: Tensor) -> Tensor:
+    return torch.zeros_like(scale, dtype=torch.int32)
 
 
 def dequantize_launch(codes: Tensor, blocks: tuple[int, int], name: str, scale: Tensor, out: Tensor) -> Launch:
     """The kernel that dequantises contiguous codes [rows, columns], as `as_codes` has them, in `blocks`."""
-    grid, geometry = _geometry(codes, *_cells(codes, blocks))
-    arguments = {
-        "codes": codes,
-        "scale": scale,
-        "out": out,
-        **geometry,
+    grid, cells, tile = _geometry(codes, blocks)
+    arguments = {"codes": codes, "scale": scale, "out": out, "cells": cells, **tile, "FORMAT": name}
+    return Launch(_dequantize_kernel, grid, arguments, OPTIONS)
+
+
+def _geometry(plane: Tensor, blocks: tuple[int, int]) -> tuple[tuple[int], Cells, dict[str, Any]]:
+    """The grid of programs, the cells of the array, and the kernels' arguments of a tile and of what it reduces."""
+    rows, columns = plane.shape
+    cell, (tile_rows, tile_columns) = _cells(plane, blocks)
+    cells_across = columns // cell[1]
+    parts = triton.cdiv(cell[0], tile_rows), triton.cdiv(cell[1], tile_columns)
+    tile = {
+        "TILE_ROWS": tile_rows,
+        "TILE_COLUMNS": tile_columns,
         "REDUCE_ROWS": blocks[0] > 1,
         "REDUCE_COLUMNS": blocks[1] > 1,
-        "FORMAT": name,
     }
-    return Launch(_dequantize_kernel, grid, arguments, OPTIONS)
+    grid = (rows // cell[0] * cells_across * math.prod(parts),)
+    return grid, Cells(columns, *cell, cells_across, *parts), tile
 
 
 def _cells(plane: Tensor, blocks: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -248,154 +253,67 @@ def _cells(plane: Tensor, blocks: tuple[int, int]) -> tuple[tuple[int, int], tup
     return (rows, columns), (tile_rows, tile_columns)
 
 
-def _geometry(plane: Tensor, cell: tuple[int, int], tile: tuple[int, int]) -> tuple[tuple[int], dict[str, int]]:
-    """The grid of programs, and the arguments from which each finds its tile."""
-    rows, columns = plane.shape
-    cells_across = columns // cell[1]
-    parts = triton.cdiv(cell[0], tile[0]), triton.cdiv(cell[1], tile[1])
-    arguments = {
-        "columns": columns,
-        "cell_rows": cell[0],
-        "cell_columns": cell[1],
-        "cells_across": cells_across,
-        "parts_down": parts[0],
-        "parts_across": parts[1],
-        "TILE_ROWS": tile[0],
-        "TILE_COLUMNS": tile[1],
-    }
-    return (rows // cell[0] * cells_across * math.prod(parts),), arguments
-
-
 @triton.jit
 def _quantize_kernel(
     x,
-    absmax,
-    qvalue,
-    scale,
-    columnwise_absmax,
+    output,
     columnwise,
-    columnwise_scale,
-    columns,
-    cell_rows,
-    cell_columns,
-    cells_across,
-    parts_down,
-    parts_across,
+    cells,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     REDUCE_ROWS: tl.constexpr,
     REDUCE_COLUMNS: tl.constexpr,
-    ODD: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LEAST: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NAN: tl.constexpr,
-    DEBUG: tl.constexpr,
-    COLUMNWISE_DEBUG: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
-    """One program per tile of a cell: a block, or all that is there along the axes that are not reduced. With
-    columnwise_scale the cell holds blocks of both results. Each is made from its own load of the tile, the second from
-    the cache: registers do not hold it through both."""
-    cell_row, cell_column, row, column, in_rows, in_columns = _tile_of_program(
-        cell_rows, cell_columns, cells_across, parts_down, parts_across, TILE_ROWS, TILE_COLUMNS
-    )
-    if columnwise_scale is not None:
-        block, in_block = _blocks_of_tile(
-            cell_row, cell_column, cells_across, columns, row, column, in_rows, in_columns, REDUCE_ROWS, False
-        )
-        _quantize_tile(
-            x + (row * columns + column),
-            in_rows & in_columns,
-            columnwise_absmax,
-            columnwise,
-            columnwise_scale,
-            row * columns + column,
-            block,
-            in_block,
-            REDUCE_ROWS,
-            False,
-            ODD,
-            EXPONENT,
-            MANTISSA,
-            LEAST,
-            LARGEST,
-            NAN,
-            COLUMNWISE_DEBUG,
-        )
-    BOTH: tl.constexpr = REDUCE_ROWS and columnwise_scale is None
-    block, in_block = _blocks_of_tile(
-        cell_row, cell_column, cells_across, columns, row, column, in_rows, in_columns, BOTH, REDUCE_COLUMNS
-    )
-    _quantize_tile(
-        x + (row * columns + column),
-        in_rows & in_columns,
-        absmax,
-        qvalue,
-        scale,
-        row * columns + column,
-        block,
-        in_block,
-        BOTH,
-        REDUCE_COLUMNS,
-        ODD,
-        EXPONENT,
-        MANTISSA,
-        LEAST,
-        LARGEST,
-        NAN,
-        DEBUG,
-    )
+    """One program per tile of a cell. With columnwise the cell holds blocks of both results. Each is made from its own
+    load of the tile, the second from the cache: registers do not hold it through both."""
+    tile = _tile_of_program(cells, TILE_ROWS, TILE_COLUMNS)
+    if columnwise is not None:
+        _quantize_tile(x, tile, cells, columnwise, REDUCE_ROWS, False, FORMAT, "columnwise_")
+        _quantize_tile(x, tile, cells, output, False, REDUCE_COLUMNS, FORMAT, "rowwise_")
+    else:
+        _quantize_tile(x, tile, cells, output, REDUCE_ROWS, REDUCE_COLUMNS, FORMAT, "")
 
 
 @triton.jit
 def _quantize_tile(
-    x_tile,
-    in_tile,
-    absmax,
-    qvalue,
-    scale,
-    position,
-    block,
-    in_block,
+    x,
+    tile,
+    cells,
+    output,
     REDUCE_ROWS: tl.constexpr,
     REDUCE_COLUMNS: tl.constexpr,
-    ODD: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LEAST: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NAN: tl.constexpr,
-    DEBUG: tl.constexpr,
+    FORMAT: tl.constexpr,
+    RESULT: tl.constexpr,
 ):
-    """Quantise a tile, or with no `qvalue` yet, only raise the `absmax` of its blocks.
+    """Quantise a tile, or with no `qvalue`, only raise the `absmax` of its blocks; RESULT begins the sites' names.
 
     Largest magnitudes are compared and kept as float32 bits, whose order is that of the values. A tile that holds
     whole blocks has no `absmax`: it knows their largest itself.
     """
-    bits = tl.load(x_tile, mask=in_tile, other=0).to(tl.float32).to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    magnitude = tl.where(magnitude < SMALLEST, 0, magnitude)
-    finite = tl.where(magnitude < INFINITY, magnitude, 0)
-    if qvalue is None or absmax is None:
+    position, in_tile = _elements_of_tile(tile, cells)
+    block, in_block = _blocks_of_tile(tile, cells, REDUCE_ROWS, REDUCE_COLUMNS)
+    bits = tl.load(x + position, mask=in_tile, other=0).to(tl.float32).to(tl.int32, bitcast=True)
+    magnitude, finite = magnitudes(bits)
+    if output.qvalue is None or output.absmax is None:
         largest = finite
         if REDUCE_COLUMNS:
             largest = tl.max(largest, axis=1, keep_dims=True)
         if REDUCE_ROWS:
             largest = tl.max(largest, axis=0, keep_dims=True)
     else:
-        largest = tl.load(absmax + block, mask=in_block, other=0)
-    if qvalue is None:
-        tl.atomic_max(absmax + block, largest, mask=in_block)
+        largest = tl.load(output.absmax + block, mask=in_block, other=0)
+    if output.qvalue is None:
+        tl.atomic_max(output.absmax + block, largest, mask=in_block)
     else:
-        block_scale = _scale(largest, ODD, EXPONENT)
-        if DEBUG is not None:
-            DEBUG("absmax", largest.to(tl.float32, bitcast=True), in_block)
-            DEBUG("scale", block_scale, in_block)
-            DEBUG("spread", tl.broadcast_to(block_scale, in_tile.shape), in_tile)
-        tl.store(scale + block, block_scale, mask=in_block)
-        codes = _codes(bits, magnitude, finite, block_scale, MANTISSA, LEAST, LARGEST, NAN)
-        tl.store(qvalue + position, codes, mask=in_tile)
+        block_scale = _scale(largest, FORMAT)
+        if INTERPRETED:
+            probe(RESULT + "absmax", largest.to(tl.float32, bitcast=True), in_block)
+            probe(RESULT + "scale", block_scale, in_block)
+            probe(RESULT + "spread", tl.broadcast_to(block_scale, in_tile.shape), in_tile)
+        tl.store(output.scale + block, block_scale, mask=in_block)
+        code = _rounded(finite, block_scale, FORMAT)
+        tl.store(output.qvalue + position, code_of(bits, magnitude, code, FORMAT), mask=in_tile)
 
 
 @triton.jit
@@ -403,12 +321,7 @@ def _dequantize_kernel(
     codes,
     scale,
     out,
-    columns,
-    cell_rows,
-    cell_columns,
-    cells_across,
-    parts_down,
-    parts_across,
+    cells,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     REDUCE_ROWS: tl.constexpr,
@@ -416,98 +329,74 @@ def _dequantize_kernel(
     FORMAT: tl.constexpr,
 ):
     """One program per tile of a cell, as in `_quantize_kernel`."""
-    cell_row, cell_column, row, column, in_rows, in_columns = _tile_of_program(
-        cell_rows, cell_columns, cells_across, parts_down, parts_across, TILE_ROWS, TILE_COLUMNS
-    )
-    block, in_block = _blocks_of_tile(
-        cell_row, cell_column, cells_across, columns, row, column, in_rows, in_columns, REDUCE_ROWS, REDUCE_COLUMNS
-    )
-    position = row * columns + column
-    in_tile = in_rows & in_columns
+    tile = _tile_of_program(cells, TILE_ROWS, TILE_COLUMNS)
+    position, in_tile = _elements_of_tile(tile, cells)
+    block, in_block = _blocks_of_tile(tile, cells, REDUCE_ROWS, REDUCE_COLUMNS)
     values = decoded(tl.load(codes + position, mask=in_tile, other=0), FORMAT).to(tl.float32)
     product = values * tl.load(scale + block, mask=in_block, other=0)
-    bits = product.to(tl.int32, bitcast=True)
-    bits = tl.where((bits & 0x7FFFFFFF) < SMALLEST, bits & SIGN, bits)
-    tl.store(out + position, bits.to(tl.float32, bitcast=True), mask=in_tile)
+    tl.store(out + position, flushed(product), mask=in_tile)
 
 
 @triton.jit
-def _tile_of_program(
-    cell_rows,
-    cell_columns,
-    cells_across,
-    parts_down,
-    parts_across,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-):
-    """This program's cell, and the rows [TILE_ROWS, 1] and columns [1, TILE_COLUMNS] of its part of it, int64."""
+def _tile_of_program(cells, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
+    """This program's cell, the rows [TILE_ROWS, 1] and columns [1, TILE_COLUMNS] of its part of it, int64, and which of
+    them the cell has."""
     program = tl.program_id(0)
-    parts = parts_down * parts_across
+    parts = cells.parts_down * cells.parts_across
     cell = (program // parts).to(tl.int64)
     part = (program % parts).to(tl.int64)
-    cell_row = cell // cells_across
-    cell_column = cell % cells_across
-    down = part // parts_across * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
-    across = part % parts_across * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
-    row = cell_row * cell_rows + down
-    column = cell_column * cell_columns + across
-    return cell_row, cell_column, row, column, down < cell_rows, across < cell_columns
+    cell_row = cell // cells.cells_across
+    cell_column = cell % cells.cells_across
+    down = part // cells.parts_across * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
+    across = part % cells.parts_across * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
+    row = cell_row * cells.cell_rows + down
+    column = cell_column * cells.cell_columns + across
+    return cell_row, cell_column, row, column, down < cells.cell_rows, across < cells.cell_columns
 
 
 @triton.jit
-def _blocks_of_tile(
-    cell_row,
-    cell_column,
-    cells_across,
-    columns,
-    row,
-    column,
-    in_rows,
-    in_columns,
-    REDUCE_ROWS: tl.constexpr,
-    REDUCE_COLUMNS: tl.constexpr,
-):
+def _elements_of_tile(tile, cells):
+    """Where the elements of a tile are, and which of them exist."""
+    _, _, row, column, in_rows, in_columns = tile
+    return row * cells.columns + column, in_rows & in_columns
+
+
+@triton.jit
+def _blocks_of_tile(tile, cells, REDUCE_ROWS: tl.constexpr, REDUCE_COLUMNS: tl.constexpr):
     """Where the scales of a tile are, [TILE_ROWS or 1, TILE_COLUMNS or 1], and which of them exist."""
+    cell_row, cell_column, row, column, in_rows, in_columns = tile
+    columns = cells.columns
     one = tl.arange(0, 1)
     if REDUCE_ROWS:
         row = cell_row + one[:, None]
         in_rows = one[:, None] == 0
     if REDUCE_COLUMNS:
-        columns = cells_across
+        columns = cells.cells_across
         column = cell_column + one[None, :]
         in_columns = one[None, :] == 0
     return row * columns + column, in_rows & in_columns
 
 
 @triton.jit
-def _scale(largest, ODD: tl.constexpr, EXPONENT: tl.constexpr):
-    """largest / (ODD · 2^EXPONENT), correctly rounded, at least the smallest normal float32; 1 for 0.
+def _scale(largest, FORMAT: tl.constexpr):
+    """The largest magnitude over that of the format, correctly rounded, at least the smallest normal float32; 1 for 0.
 
     The significand is divided as an integer, shifted so that the quotient has 24 bits. There are no ties: ODD is odd.
     """
+    ODD: tl.constexpr = FORMAT.odd
     DIGITS: tl.constexpr = 3 if ODD < 8 else 7
     significand = (largest & 0x007FFFFF) | 0x00800000
     is_large = (significand >= (ODD << (24 - DIGITS))).to(tl.int32)
     dividend = significand << (DIGITS - is_large)
     quotient = dividend // ODD + (2 * (dividend % ODD) > ODD).to(tl.int32)
-    exponent = (largest >> 23) - EXPONENT - DIGITS + is_large
+    exponent = (largest >> 23) - FORMAT.exponent - DIGITS + is_large
     bits = (exponent << 23) + (quotient - 0x00800000)
     return tl.where(largest == 0, ONE, tl.maximum(bits, SMALLEST)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _codes(
-    bits,
-    magnitude,
-    finite,
-    scale,
-    MANTISSA: tl.constexpr,
-    LEAST: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NAN: tl.constexpr,
-):
-    """The codes of x / scale, rounded once to nearest even, from x's bits and magnitudes.
+def _rounded(finite, scale, FORMAT: tl.constexpr):
+    """The codes of |x| / scale where it is finite, rounded once to nearest even.
 
     An estimate of the quotient finds two neighbours in the format; the exact quotient is nearer to the upper one if
     |x| is above the product of the scale and their middle. That product is exact in two parts: a middle has at most 8
@@ -521,16 +410,11 @@ def _codes(
     x = finite.to(tl.float32, bitcast=True) * power_of_two(254 - (scale_bits >> 23))
 
     estimate = x * (1.0 / divisor)
-    quantum = tl.maximum((estimate.to(tl.int32, bitcast=True) >> 23) - MANTISSA, LEAST + 127)
+    quantum = tl.maximum((estimate.to(tl.int32, bitcast=True) >> 23) - FORMAT.mantissa, FORMAT.least + 127)
     below = (estimate * power_of_two(254 - quantum)).to(tl.int32)
     middle = (below.to(tl.float32) + 0.5) * power_of_two(quantum)
     excess = x - middle * upper_half
     tie = middle * lower_half
     is_up = (excess > tie) | ((excess == tie) & (below % 2 == 1))
     # Codes are in the order of the values: below counts quanta, and each doubling of the quantum 2^MANTISSA codes.
-    code = ((quantum - (LEAST + 127)) << MANTISSA) + below + is_up.to(tl.int32)
-
-    code = tl.where(magnitude == INFINITY, LARGEST, code)
-    IS_INT8: tl.constexpr = MANTISSA == 7
-    code = tl.where(bits < 0, -code if IS_INT8 else code | 0x80, code)
-    return tl.where(magnitude > INFINITY, NAN, code).to(tl.uint8)
+    return ((quantum - (FORMAT.least + 127)) << FORMAT.mantissa) + below + is_up.to(tl.int32)

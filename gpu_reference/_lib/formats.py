@@ -38,6 +38,17 @@ class DualQuantized(NamedTuple):
     columnwise_scale: Any
 
 
+class Output(NamedTuple):
+    """Where a kernel stores a quantised array, in bytes, and the scales of its blocks.
+
+    absmax: the largest magnitudes of blocks that no tile holds whole, which a launch with no qvalue finds first.
+    """
+
+    qvalue: Any
+    scale: Any
+    absmax: Any = None
+
+
 class Format(NamedTuple):
     """A narrow format: its largest value is odd · 2^exponent, its smallest 2^least; a value has `mantissa` bits after
     its first (int8, all whose values are multiples of 1: as many as it has); `largest` and `nan` are codes.
@@ -105,6 +116,32 @@ def mxfp8_values(codes, scales, AXIS: tl.constexpr, FORMAT: tl.constexpr):
         blocks = codes.reshape(ROWS, COLUMNS // BLOCK, BLOCK)
         power = power[:, :, None]
     return (decoded(blocks, FORMAT).to(tl.float32) * power).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def magnitudes(bits):
+    """|x| from float32 bits of x, as bits, whose order is that of the values, and |x| where it is finite; else 0.
+
+    Subnormals are 0 in both."""
+    magnitude = bits & 0x7FFFFFFF
+    magnitude = tl.where(magnitude < SMALLEST, 0, magnitude)
+    return magnitude, tl.where(magnitude < INFINITY, magnitude, 0)
+
+
+@triton.jit
+def code_of(bits, magnitude, code, FORMAT: tl.constexpr):
+    """The codes of x in bytes, from its float32 bits and magnitudes, and from the codes of |x| where it is finite."""
+    IS_INT8: tl.constexpr = FORMAT.mantissa == 7
+    code = tl.where(magnitude == INFINITY, FORMAT.largest, code)
+    code = tl.where(bits < 0, -code if IS_INT8 else code | 0x80, code)
+    return tl.where(magnitude > INFINITY, FORMAT.nan, code).to(tl.uint8)
+
+
+@triton.jit
+def flushed(x):
+    """float32 x, subnormals as zeros of their sign."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where((bits & 0x7FFFFFFF) < SMALLEST, bits & SIGN, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit

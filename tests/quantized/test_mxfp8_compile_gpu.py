@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from gpu_reference import grouped_gemm as gpu
 from gpu_reference import mxfp8
-from gpu_reference._lib.formats import Quantized
+from gpu_reference._lib.formats import Output
 from op_arguments.gmm import GroupMetadata, Problem
 from op_arguments.mxfp8 import swizzled_shape
 from parity.compilers.ptx import TARGETS, case_of, compile_kernels
@@ -56,8 +56,8 @@ def launch(target, lhs=E4M3, rhs=E4M3, ragged="lhs", swizzled=False, transpose=F
 
 def quantize_launch(name="float8_e4m3fn", by_rows=True, by_columns=True, rounding="up", dtype=BFLOAT16):
     codes = meta(M, K, dtype=torch.uint8)
-    rowwise = Quantized(codes, meta(M, K // 32, dtype=torch.uint8)) if by_rows else None
-    columnwise = Quantized(codes, meta(M // 32, K, dtype=torch.uint8)) if by_columns else None
+    rowwise = Output(codes, meta(M, K // 32, dtype=torch.uint8)) if by_rows else None
+    columnwise = Output(codes, meta(M // 32, K, dtype=torch.uint8)) if by_columns else None
     return mxfp8.mxfp8_quantize_launch(meta(1, M, K, dtype=dtype), name, rounding, rowwise, columnwise)
 
 

@@ -1,6 +1,6 @@
 # ruff: noqa: E402 (frameworks may be missing, and are asked for before they are imported)
 """The quantisers' kernels on the GPU where the matrix does not look: what lies around their arrays, quotients a hair
-off a tie, blocks larger than a tile, what is shown to `debug`, and how much work is planned."""
+off a tie, blocks larger than a tile, what is shown to a probe, and how much work is planned."""
 
 import math
 
@@ -15,7 +15,8 @@ from cpu_golden import quantize as golden
 from cpu_golden.stages import Stages
 from gpu_reference import mxfp8
 from gpu_reference import quantize as gpu
-from gpu_reference._lib.formats import Quantized
+from gpu_reference._lib.formats import Output
+from op_arguments.probe import probing
 from parity.interop import to_numpy, to_torch
 from tests.interpreter import interpreted
 from tests.quantized.formats import FORMATS, decode, nearest_code, quantise
@@ -63,7 +64,7 @@ def test_a_quantiser_keeps_to_its_arrays(blocks):
     """Tiles reach beyond the array on both sides, and the largest of a block is none of what lies there."""
     shape, x, of = (38, 45), small((38, 45)), Guarded()
     scales = tuple(n // block for n, block in zip(shape, blocks, strict=True))
-    result = Quantized(of.empty(*shape), of.empty(*scales, dtype=torch.float32))
+    result = Output(of.empty(*shape), of.empty(*scales, dtype=torch.float32))
     (launch,) = gpu.quantize_launches(of(to_torch(x)), blocks, "float8_e4m3fn", result)
     launch.run(torch.device(DEVICE))
     codes, scale = quantise(x, scales, "float8_e4m3fn")
@@ -79,7 +80,7 @@ def test_a_quantiser_keeps_to_its_arrays(blocks):
 def test_the_dual_quantiser_keeps_to_its_arrays(blocks):
     shape, x, of = (37, 45), small((37, 45)), Guarded()
     scales = (37, 45 // blocks[1]), (37 // blocks[0], 45)
-    results = [Quantized(of.empty(*shape), of.empty(*each, dtype=torch.float32)) for each in scales]
+    results = [Output(of.empty(*shape), of.empty(*each, dtype=torch.float32)) for each in scales]
     (launch,) = gpu.quantize_launches(of(to_torch(x)), blocks, "float8_e5m2", *results)
     launch.run(torch.device(DEVICE))
     for result, each in zip(results, scales, strict=True):
@@ -97,13 +98,13 @@ def test_the_mxfp8_quantiser_keeps_to_its_arrays(shape):
     for wanted in ((True, True), (True, False), (False, True)):
         of = Guarded()
         results = [
-            Quantized(*(of.empty(*part.shape) for part in each)) if is_wanted else None
+            Output(*(of.empty(*part.shape) for part in each)) if is_wanted else None
             for each, is_wanted in zip(expected, wanted, strict=True)
         ]
         mxfp8.mxfp8_quantize_launch(of(to_torch(x)), "float8_e4m3fn", "up", *results).run(device)
         for result, each, by_rows in zip(results, expected, (True, False), strict=True):
             if result is not None:
-                for got, theirs in zip(result, each, strict=True):
+                for got, theirs in zip(result[:2], each, strict=True):
                     np.testing.assert_array_equal(to_numpy(got), theirs.view(np.uint8))
                 wide = of.empty(*shape, dtype=torch.float32)
                 mxfp8.mxfp8_dequantize_launch(result.qvalue, "float8_e4m3fn", result.scale, by_rows, wide).run(device)
@@ -228,16 +229,18 @@ def test_each_stage_is_shown_once_for_each_of_its_values(way):
     arguments = QUANTISERS[name] | (dict(axis=0) if columns else {})
     x, shown, expected = with_odd_blocks(name), {}, {}
 
-    def debug(site, value, where):
+    def shows(site, value, where):
         value, where = np.broadcast_arrays(value.handle.data, where.handle.data)
         shown.setdefault(site, []).append(value[where])
+        return value
 
     def rounding(site, value):
         if site.rpartition("_")[2] in ("absmax", "scale", "spread"):
             expected[site] = value
         return value
 
-    public("gpu_reference")[name](to_torch(x), **arguments, debug=debug)
+    with probing(shows):
+        public("gpu_reference")[name](to_torch(x), **arguments)
     public("cpu_golden")[name](x, **arguments, stages=Stages(rounding))
     assert shown.keys() == expected.keys()
     for site, value in expected.items():
@@ -271,7 +274,7 @@ def meta(*shape, dtype=torch.uint8):
 def test_a_tile_is_as_large_as_its_cell_and_no_program_is_without_work(shape, blocks, tile, programs):
     """A cell is a block, or the whole of an axis that has none; its tiles cover it, none lies beside it."""
     scale = meta(*(n // block for n, block in zip(shape, blocks, strict=True)), dtype=torch.float32)
-    result = Quantized(meta(*shape), scale)
+    result = Output(meta(*shape), scale)
     quantise_it = gpu.quantize_launches(meta(*shape, dtype=torch.float32), blocks, "int8", result)
     back = gpu.dequantize_launch(meta(*shape), blocks, "int8", scale, meta(*shape, dtype=torch.float32))
     fits = all(block == 1 or block <= n for block, n in zip(blocks, tile, strict=True))
@@ -301,7 +304,7 @@ def test_an_axis_in_blocks_of_32_is_a_row_wherever_it_can_be(shape, axis, by_row
     """A program has 32 rows of 256 columns, and each has some of the array."""
     found, x = mxfp8._mx_planes(meta(*shape, dtype=torch.float32), axis)
     assert (found, tuple(x.shape)) == (by_rows, planes)
-    result = Quantized(meta(*planes), meta(1))
+    result = Output(meta(*planes), meta(1))
     launches = [
         mxfp8.mxfp8_quantize_launch(x, "float8_e4m3fn", "up", result, None),
         mxfp8.mxfp8_dequantize_launch(meta(*planes), "float8_e4m3fn", meta(1), found, x),

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from gpu_reference import quantize
 from gpu_reference import quantized_gmm as gpu
-from gpu_reference._lib.formats import Quantized
+from gpu_reference._lib.formats import Output
 from op_arguments.gmm import GroupMetadata
 from op_arguments.quantized_gmm import QuantizedProblem
 from parity.compilers.ptx import TARGETS, case_of, compile_kernels
@@ -61,7 +61,7 @@ def tgmm_launch(target, lhs, rhs, lhs_blocks=(M, K), rhs_blocks=(M, N)):
 
 def quantize_launches(dtype, blocks, name="float8_e4m3fn", dual=False):
     def result(blocks):
-        return Quantized(meta(M, K, dtype=torch.uint8), scale((M, K), blocks))
+        return Output(meta(M, K, dtype=torch.uint8), scale((M, K), blocks))
 
     results = (result((1, blocks[1])), result((blocks[0], 1))) if dual else (result(blocks),)
     return quantize.quantize_launches(meta(M, K, dtype=dtype), blocks, name, *results)

@@ -376,21 +376,27 @@ class _Without(ast.NodeTransformer):
         return ast.Pass() if ast.unparse(node.test) in ("watch", "plan.debug", "debug", "self.debug") else node
 
 
-@pytest.mark.parametrize("module", ["gmm", "chunk_scan", "fused_recurrent"])
-def test_a_triton_kernel_debugs_only_where_it_is_asked_to(module):
-    """`if DEBUG is not None` is decided when a kernel is compiled: nothing of its body is, without it. A function
-    that is given it does likewise."""
-    tree = ast.parse((ROOT / "gpu_reference" / f"{module}.py").read_text())
-    passed = {argument for node in ast.walk(tree) if isinstance(node, ast.Call) for argument in node.args}
-    uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "DEBUG" and node not in passed]
-    guarded = [
-        name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "DEBUG is not None" and not node.orelse
-        for name in ast.walk(node)
-        if isinstance(name, ast.Name) and name.id == "DEBUG"
+@pytest.mark.parametrize("path", sorted((ROOT / "gpu_reference").rglob("*.py")), ids=lambda path: path.stem)
+def test_a_compiled_triton_kernel_shows_nothing(path):
+    """A condition that is constant is decided when a kernel is compiled: nothing of what it guards is, where it is
+    false."""
+    kernels = [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list)
     ]
-    assert guarded and len(guarded) == len(uses)
+    guards = [
+        node
+        for kernel in kernels
+        for node in ast.walk(kernel)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("INTERPRETED", "DEBUG is not None")
+    ]
+    shown, guarded = (
+        {call for tree in trees for call in ast.walk(tree)
+         if isinstance(call, ast.Call) and ast.unparse(call.func) in ("probe", "DEBUG")}
+        for trees in (kernels, [statement for guard in guards for statement in guard.body])
+    )  # fmt: skip
+    assert shown == guarded
 
 
 @pytest.mark.gpu

@@ -37,8 +37,8 @@ FAULTS = [
     ),
     in_quantiser(
         "the scale's exponent is off by one", "gpu", "mxfp8_quantize",
-        "NAN, code).to(tl.uint8), exponent.to(tl.uint8)",
-        "NAN, code).to(tl.uint8), (exponent + 1).to(tl.uint8)",
+        "FORMAT), exponent.to(tl.uint8)",
+        "FORMAT), (exponent + 1).to(tl.uint8)",
         rounded_up,
     ),
     in_quantiser(

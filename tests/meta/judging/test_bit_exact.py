@@ -82,11 +82,11 @@ def test_there_is_no_error_to_predict():
 OP = {op.name: op for op in OPS}
 FULL = pytest.mark.full
 EVEN = "normal = (aligned + ((1 << (shift - 1)) - 1) + ((aligned >> shift) & 1)) >> shift"
-LARGEST_OF = "exponent = (largest >> 23) - (EXPONENT + 2)"
-STORE = "        tl.store(rowwise + position, codes.reshape(TILE_ROWS, TILE_COLUMNS), mask=in_tile)\n"
+LARGEST_OF = "exponent = (largest >> 23) - (FORMAT.exponent + 2)"
+STORE = "        tl.store(rowwise.qvalue + position, codes.reshape(TILE_ROWS, TILE_COLUMNS), mask=in_tile)\n"
 ACROSS = """
         blocks = bits.reshape(TILE_ROWS // BLOCK, BLOCK, TILE_COLUMNS)
-        codes, _ = _mxfp8_codes(blocks, in_tile, 1, ROUND_UP, EXPONENT, MANTISSA, LEAST, LARGEST, NAN, None)
+        codes, _ = _mxfp8_codes(blocks, in_tile, 1, ROUND_UP, FORMAT, "hidden_")
 """
 FLOAT32 = "up = (beyond > 0) | ((beyond == 0) & (below & 1 == 1))"
 
@@ -106,7 +106,7 @@ PLANTED = [
             "twice the value at scale", "a logic fault everywhere of", FULL),
     planted("tpu", "fp8_quantize", FLOAT32, "up = beyond > -1e30", "rounded away from zero at qvalue",
             "rounded otherwise: rounded away from zero at qvalue", FULL),
-    planted("gpu", "mxfp8_quantize", LARGEST_OF, LARGEST_OF.replace("EXPONENT + 2", "EXPONENT + 1"),
+    planted("gpu", "mxfp8_quantize", LARGEST_OF, LARGEST_OF.replace("exponent + 2", "exponent + 1"),
             "twice the value at scale", "a logic fault everywhere of", FULL),
     planted("gpu", "mxfp8_dual_quantize", STORE, ACROSS + STORE,
             "columnwise_spread in the place of the value at rowwise_spread",
