@@ -35,8 +35,9 @@ def chunk_forward(
 ) -> tuple[Array, Array]:
     """A `Forward` scan of `_lib/scans.py`, chunk by chunk.
 
-    Sites: q, k, v, initial_state, c, exponent, decay, kept_exponent, kept, A, state, lhs, rhs, partial, acc (of every
-    dot), out.
+    Sites: q, k, v, initial_state, c (sum of the gates since the chunk began), exponent, decay (exp of it),
+    kept_exponent and kept (of what decays a state, the latter less 1 or 0), A (the decayed scores), state, of every dot
+    lhs, rhs, partial and acc (see `Stages.dot`), and out (o).
     """
     q, k, v, state = operands(stages, q=q, k=k, v=v, initial_state=state)
     o = np.zeros(v.shape)
@@ -66,7 +67,8 @@ def chunk_backward(
     """A `Backward` scan of `_lib/scans.py`, chunk by chunk.
 
     magnitude: of absolute values (the gates true), and what is added to a gate's gradient and taken away again counts.
-    Sites: those of `chunk_forward`, do, dht, dstate, dA, dgate (each of the sums that a gate's gradient has).
+    Sites: those of `chunk_forward`, do, dht, dstate, dA, dgate (each sum in the gradient of a gate), out (each of the
+    gradients).
     """
     q, k, v, do, state, dstate = operands(stages, q=q, k=k, v=v, do=do, initial_state=state, dht=dstate)
     if magnitude:

@@ -9,13 +9,14 @@ summed; where both are given they add, and without any nothing decays.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from cpu_golden import Array
-from cpu_golden._lib.scans import Output, backward, forward
+from cpu_golden._lib.scans import Backward, Output, backward, forward
 from cpu_golden.chunk_scan import chunk_backward, chunk_forward
 from cpu_golden.fused_recurrent import backward_definition, forward_definition, recurrent_backward, recurrent_forward
 from cpu_golden.stages import Stages, exact
+from op_arguments.gla import RecurrentOptions, ScanOptions, options_of
 
 
 class Grads(NamedTuple):
@@ -29,68 +30,7 @@ class Grads(NamedTuple):
     dh0: Any
 
 
-def simple_gla_fwd_definition(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    g: Array | None = None,
-    g_gamma: Array | None = None,
-    scale: float | None = None,
-    initial_state: Array | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Array | None = None,
-    reverse: bool = False,
-) -> Output:
-    """The recurrence step by step. Arguments, result and errors as `fused_recurrent_simple_gla_fwd`."""
-    return forward(
-        forward_definition,
-        q,
-        k,
-        v,
-        {"g": g, "g_gamma": g_gamma},
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        reverse=reverse,
-    )
-
-
-def simple_gla_bwd_definition(
-    q: Array,
-    k: Array,
-    v: Array,
-    do: Array,
-    *,
-    g: Array | None = None,
-    g_gamma: Array | None = None,
-    scale: float | None = None,
-    initial_state: Array | None = None,
-    dht: Array | None = None,
-    cu_seqlens: Array | None = None,
-    reverse: bool = False,
-) -> Grads:
-    """The derivative of the recurrence step by step. Arguments, result, errors as `fused_recurrent_simple_gla_bwd`."""
-    return _grads(
-        g,
-        g_gamma,
-        *backward(
-            backward_definition,
-            q,
-            k,
-            v,
-            do,
-            {"g": g, "g_gamma": g_gamma},
-            scale=scale,
-            initial_state=initial_state,
-            dht=dht,
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-        ),
-    )
-
-
+@options_of(forward)
 def chunk_simple_gla_fwd(
     q: Array,
     k: Array,
@@ -98,43 +38,26 @@ def chunk_simple_gla_fwd(
     *,
     g: Array | None = None,
     g_gamma: Array | None = None,
-    scale: float | None = None,
-    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Array | None = None,
     chunk_size: int = 64,
     stages: Stages = exact,
+    **options: Unpack[ScanOptions],
 ) -> Output:
-    """The recurrence of this module, `chunk_size` steps at a time (see `chunk_scan`).
+    """o and, with output_final_state, ht of the recurrence, `chunk_size` steps at a time.
 
     q, k [B, T, H, K] and v [B, T, H, V]: float32, bfloat16 or float64, all three the same. g [B, T, H]: float32, q's
-    dtype or float64; g_gamma [H]: float32 or float64. scale: a float, default K^-0.5. initial_state [N, H, K, V]:
-    float32 or float64, the states before the first steps, default zero. cu_seqlens [N + 1] int32: where each of the N
-    sequences that are packed into B = 1 begins, and the end T of the last; without it every row of the batch is one
-    (N = B). chunk_size: a multiple of 16 up to 256, counted from the beginning of each sequence.
-    Returns float64 o [B, T, H, V] and, with output_final_state, ht [N, H, K, V]; an empty sequence's is its initial
-    state.
-    Stages: depth, chunk_size, values_decayed.
-    Sites: q, k, v, initial_state, c (sum of the gates since the chunk began), exponent, decay (exp of it),
-    kept_exponent and kept (of what decays a state, the latter less 1 or 0), A (the decayed scores), state, of every dot
-    lhs, rhs, partial and acc (see `Stages.dot`), and out (o).
+    dtype or float64; g_gamma [H]: float32 or float64. chunk_size: a multiple of 16 up to 256, counted from the
+    beginning of each sequence. Other options as `op_arguments.gla.ScanOptions`, float64 where float32 is.
+    Returns float64 o [B, T, H, V] and ht [N, H, K, V]; an empty sequence's is its initial state.
+    Stages: depth, chunk_size, values_decayed. Sites: those of `chunk_scan.chunk_forward`.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`.
     """
     scan = partial(chunk_forward, chunk_size=chunk_size, stages=stages)
-    return forward(
-        scan,
-        q,
-        k,
-        v,
-        {"g": g, "g_gamma": g_gamma},
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-    )
+    gates = {"g": g, "g_gamma": g_gamma}
+    return forward(scan, q, k, v, gates, output_final_state=output_final_state, chunk_size=chunk_size, **options)
 
 
+@options_of(backward)
 def chunk_simple_gla_bwd(
     q: Array,
     k: Array,
@@ -143,46 +66,29 @@ def chunk_simple_gla_bwd(
     *,
     g: Array | None = None,
     g_gamma: Array | None = None,
-    scale: float | None = None,
-    initial_state: Array | None = None,
     dht: Array | None = None,
-    cu_seqlens: Array | None = None,
     chunk_size: int = 64,
     stages: Stages = exact,
+    **options: Unpack[ScanOptions],
 ) -> Grads:
     """The gradients of `chunk_simple_gla_fwd`, for a gradient do [B, T, H, V] of o and dht [N, H, K, V] of ht.
 
     do has q's dtype, dht is float32 or float64, default zero; everything else as the forward pass. Returns float64
     gradients shaped as their arguments: dg [B, T, H] of every step, dg_gamma [H] their sum over B and T (each where
     that gate was given), dh0 [N, H, K, V] where initial_state was.
-    Sites: those of the forward pass, do, dht, dstate, dA, dgate (each sum in the gradient of a gate); out is dq, dk,
-    dv and the gradient of the gates.
+    Stages: depth, chunk_size, values_decayed. Sites: those of `chunk_scan.chunk_backward`; out is dq, dk, dv and the
+    gradient of the gates.
     Raises ValueError or TypeError as `op_arguments.gla.check_backward`.
     """
     scan = partial(chunk_backward, chunk_size=chunk_size, stages=stages)
-    return _grads(
-        g,
-        g_gamma,
-        *backward(
-            scan,
-            q,
-            k,
-            v,
-            do,
-            {"g": g, "g_gamma": g_gamma},
-            scale=scale,
-            initial_state=initial_state,
-            dht=dht,
-            cu_seqlens=cu_seqlens,
-            chunk_size=chunk_size,
-        ),
-    )
+    return _backward(scan, q, k, v, do, g, g_gamma, dht=dht, chunk_size=chunk_size, **options)
 
 
 fused_chunk_simple_gla_fwd = chunk_simple_gla_fwd
 fused_chunk_simple_gla_bwd = chunk_simple_gla_bwd
 
 
+@options_of(backward)
 def chunk_simple_gla_bwd_magnitude(
     q: Array,
     k: Array,
@@ -191,11 +97,9 @@ def chunk_simple_gla_bwd_magnitude(
     *,
     g: Array | None = None,
     g_gamma: Array | None = None,
-    scale: float | None = None,
-    initial_state: Array | None = None,
     dht: Array | None = None,
-    cu_seqlens: Array | None = None,
     chunk_size: int = 64,
+    **options: Unpack[ScanOptions],
 ) -> Grads:
     """Σ|terms| behind every gradient that `chunk_simple_gla_bwd` returns; arguments and errors as that.
 
@@ -204,25 +108,10 @@ def chunk_simple_gla_bwd_magnitude(
     all.)
     """
     scan = partial(chunk_backward, chunk_size=chunk_size, stages=exact, magnitude=True)
-    return _grads(
-        g,
-        g_gamma,
-        *backward(
-            scan,
-            q,
-            k,
-            v,
-            do,
-            {"g": g, "g_gamma": g_gamma},
-            scale=scale,
-            initial_state=initial_state,
-            dht=dht,
-            cu_seqlens=cu_seqlens,
-            chunk_size=chunk_size,
-        ),
-    )
+    return _backward(scan, q, k, v, do, g, g_gamma, dht=dht, chunk_size=chunk_size, **options)
 
 
+@options_of(forward)
 def fused_recurrent_simple_gla_fwd(
     q: Array,
     k: Array,
@@ -230,36 +119,22 @@ def fused_recurrent_simple_gla_fwd(
     *,
     g: Array | None = None,
     g_gamma: Array | None = None,
-    scale: float | None = None,
-    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Array | None = None,
-    reverse: bool = False,
     stages: Stages = exact,
+    **options: Unpack[RecurrentOptions],
 ) -> Output:
-    """The recurrence of this module, step by step; arguments, result and errors as `chunk_simple_gla_fwd`.
+    """o and, with output_final_state, ht of the recurrence, step by step.
 
-    reverse: time runs backwards within each sequence: S_t = a_t S_{t+1} + k_t v_tᵀ, from the last step to the first,
-    whose state is ht.
-    Stages: depth.
-    Sites: q, k, v, initial_state, kept_exponent (g_t + g_gamma), kept, state, lhs, rhs, partial, acc (of q_tᵀ S_t),
-    out (o).
+    Arguments, result and errors as `chunk_simple_gla_fwd`; options as `op_arguments.gla.RecurrentOptions`. With reverse
+    ht is the state of the first step.
+    Stages: depth. Sites: those of `fused_recurrent.recurrent_forward`.
     """
     scan = partial(recurrent_forward, stages=stages)
-    return forward(
-        scan,
-        q,
-        k,
-        v,
-        {"g": g, "g_gamma": g_gamma},
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        reverse=reverse,
-    )
+    gates = {"g": g, "g_gamma": g_gamma}
+    return forward(scan, q, k, v, gates, output_final_state=output_final_state, **options)
 
 
+@options_of(backward)
 def fused_recurrent_simple_gla_bwd(
     q: Array,
     k: Array,
@@ -268,46 +143,53 @@ def fused_recurrent_simple_gla_bwd(
     *,
     g: Array | None = None,
     g_gamma: Array | None = None,
-    scale: float | None = None,
-    initial_state: Array | None = None,
     dht: Array | None = None,
-    cu_seqlens: Array | None = None,
-    reverse: bool = False,
     stages: Stages = exact,
+    **options: Unpack[RecurrentOptions],
 ) -> Grads:
     """The gradients of `fused_recurrent_simple_gla_fwd`; arguments, result and errors as `chunk_simple_gla_bwd`.
 
-    Sites: those of the forward pass, do, dht, dstate, dgate (a gate's gradient before it is stored); out is dq, dk,
-    dv and the gradient of the gates.
+    Stages: depth. Sites: those of `fused_recurrent.recurrent_backward`; out is dq, dk, dv, the gradient of the gates.
     """
     scan = partial(recurrent_backward, stages=stages)
-    return _grads(
-        g,
-        g_gamma,
-        *backward(
-            scan,
-            q,
-            k,
-            v,
-            do,
-            {"g": g, "g_gamma": g_gamma},
-            scale=scale,
-            initial_state=initial_state,
-            dht=dht,
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-        ),
-    )
+    return _backward(scan, q, k, v, do, g, g_gamma, dht=dht, **options)
 
 
-def _grads(
-    g: Array | None, g_gamma: Array | None, dq: Array, dk: Array, dv: Array, dgate: Array, dh0: Array | None
+@options_of(forward)
+def simple_gla_fwd_definition(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    g: Array | None = None,
+    g_gamma: Array | None = None,
+    output_final_state: bool = False,
+    **options: Unpack[RecurrentOptions],
+) -> Output:
+    """The recurrence step by step. Arguments, result and errors as `fused_recurrent_simple_gla_fwd`."""
+    gates = {"g": g, "g_gamma": g_gamma}
+    return forward(forward_definition, q, k, v, gates, output_final_state=output_final_state, **options)
+
+
+@options_of(backward)
+def simple_gla_bwd_definition(
+    q: Array,
+    k: Array,
+    v: Array,
+    do: Array,
+    *,
+    g: Array | None = None,
+    g_gamma: Array | None = None,
+    dht: Array | None = None,
+    **options: Unpack[RecurrentOptions],
 ) -> Grads:
-    return Grads(
-        dq,
-        dk,
-        dv,
-        None if g is None else dgate[..., 0],
-        None if g_gamma is None else dgate[..., 0].sum(axis=(0, 1)),
-        dh0,
-    )
+    """The derivative of the recurrence step by step. Arguments, result, errors as `fused_recurrent_simple_gla_bwd`."""
+    return _backward(backward_definition, q, k, v, do, g, g_gamma, dht=dht, **options)
+
+
+def _backward(
+    scan: Backward, q: Array, k: Array, v: Array, do: Array, g: Array | None, g_gamma: Array | None, **options: Any
+) -> Grads:
+    dq, dk, dv, dgate, dh0 = backward(scan, q, k, v, do, {"g": g, "g_gamma": g_gamma}, **options)
+    dg = None if g is None else dgate[..., 0]
+    return Grads(dq, dk, dv, dg, None if g_gamma is None else dgate[..., 0].sum(axis=(0, 1)), dh0)
