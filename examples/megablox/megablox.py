@@ -24,7 +24,7 @@ def tgmm(lhs, rhs, group_sizes, existing_out=None, *, group_offset, num_actual_g
 
 def gmm_bwd(lhs, rhs, group_sizes, dout, existing_out=None, *, group_offset, transpose_rhs, preferred_element_type,
             tiling, **unquantised):  # fmt: skip
-    from tpu_kernels.moe import Grads
+    from tpu_kernels.grouped_dense import Grads
 
     def layer(lhs, rhs, existing_out):
         return gmm(lhs, rhs, group_sizes, existing_out, group_offset=group_offset, transpose_rhs=transpose_rhs,

@@ -113,7 +113,7 @@ DEFAULTS = dict(
 _FORWARD = Op(
     "grouped_dense",
     golden=grouped_dense,
-    tpu="tpu_kernels.moe:grouped_dense",
+    tpu="tpu_kernels.grouped_dense:grouped_dense",
     gpu="gpu_reference.grouped_dense:grouped_dense",
     inputs=forward_inputs,
     arguments=arguments,
@@ -130,7 +130,7 @@ _FORWARD = Op(
 _BACKWARD = Op(
     "grouped_dense_bwd",
     golden=grouped_dense_bwd,
-    tpu="tpu_kernels.moe:grouped_dense_bwd",
+    tpu="tpu_kernels.grouped_dense:grouped_dense_bwd",
     gpu="gpu_reference.grouped_dense:grouped_dense_bwd",
     inputs=backward_inputs,
     arguments=arguments,
@@ -221,7 +221,7 @@ def of_no_slot(c: Case, inputs: Inputs) -> Mapping[str, np.ndarray]:
 _PERMUTE = Op(
     "permute",
     golden=permute,
-    tpu="tpu_kernels.moe:permute",
+    tpu="tpu_kernels.permute:permute",
     gpu="gpu_reference.permute:permute",
     inputs=lambda c: {"x": Array((c.T, c.D), c.dtype), "indices": Given(choices(c))},
     arguments=lambda c: {"num_experts": c.E, "capacity": c.capacity},
@@ -236,7 +236,7 @@ _PERMUTE = Op(
 _UNPERMUTE = Op(
     "unpermute",
     golden=unpermute,
-    tpu="tpu_kernels.moe:unpermute",
+    tpu="tpu_kernels.permute:unpermute",
     gpu="gpu_reference.permute:unpermute",
     inputs=unpermute_inputs,
     arguments=lambda c: {},

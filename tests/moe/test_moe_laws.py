@@ -1,5 +1,7 @@
 """What must hold of the layer beside its error: drops, gradients that are not finite, what a backward pass keeps."""
 
+from functools import partial
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,14 +9,9 @@ import pytest
 from parity.interop import to_jax, to_numpy
 
 jax = pytest.importorskip("jax")
-from tpu_kernels import moe  # noqa: E402
-from tpu_kernels.moe import (  # noqa: E402
-    QUANTIZED_RESIDUALS,
-    moe_layer,
-    moe_layer_bwd,
-    permute,
-    unpermute,
-)
+from tpu_kernels.grouped_dense import grouped_dense  # noqa: E402
+from tpu_kernels.moe import QUANTIZED_RESIDUALS, moe_layer, moe_layer_bwd  # noqa: E402
+from tpu_kernels.permute import permute, unpermute  # noqa: E402
 
 pytestmark = pytest.mark.tpu
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS = 24, 32, 32, 4
@@ -128,7 +125,21 @@ def test_sizes_stay_on_the_device():
     assert [(g.shape, g.dtype) for g in grads] == [(x.shape, x.dtype) for x in given.values()]
 
 
-@pytest.mark.parametrize(("generation", "is_native"), [(None, False), (4, False), (5, False), (6, False), (7, True)])
-def test_a_matmul_is_quantised_by_itself_where_the_matrix_unit_multiplies_fp8(monkeypatch, generation, is_native):
-    monkeypatch.setattr(moe, "tpu_generation", lambda: generation)
-    assert [moe._resolve_quantize(choice) for choice in ("auto", True, False)] == [is_native, True, False]
+@pytest.mark.parametrize(
+    ("kind", "is_native"), [(None, False), ("TPU v4", False), ("TPU v6 lite", False), ("TPU7x", True)]
+)
+def test_a_matmul_is_quantised_by_itself_where_the_matrix_unit_multiplies_fp8(kind, is_native):
+    lhs, rhs = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((24, 128), (3, 128, 128)))
+    sizes = jax.ShapeDtypeStruct((3,), "int32")
+
+    def keeps_fp8(quantize):
+        def backward(lhs, rhs, sizes):
+            layer = partial(grouped_dense, group_sizes=sizes, quantize=quantize, bwd_quantize=False, interpret=True)
+            return jax.vjp(lambda lhs, rhs: layer(lhs, rhs), lhs, rhs)[1]
+
+        return any(x.dtype == "float8_e4m3fn" for x in jax.tree.leaves(jax.eval_shape(backward, lhs, rhs, sizes)))
+
+    device = kind and jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert [keeps_fp8(choice) for choice in ("auto", True, False)] == [is_native, True, False]

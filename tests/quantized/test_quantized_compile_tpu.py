@@ -70,7 +70,9 @@ def others(chip):
         ),
         "fp8_dual_quantize": Compilation("tpu_kernels.quantize:fp8_dual_quantize", chip, (x,), static),
         "fp8_dequantize": Compilation("tpu_kernels.quantize:fp8_dequantize", chip, (q, s), static),
-        "grouped_dense_bwd": Compilation("tpu_kernels.moe:grouped_dense_bwd", chip, dense, quantised | static),
+        "grouped_dense_bwd": Compilation(
+            "tpu_kernels.grouped_dense:grouped_dense_bwd", chip, dense, quantised | static
+        ),
     }
 
 

@@ -42,7 +42,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_jax_keeps_fp8_alone(options):
     jax = pytest.importorskip("jax")
-    from tpu_kernels.moe import grouped_dense
+    from tpu_kernels.grouped_dense import grouped_dense
 
     given = {name: to_jax(x) for name, x in draw().items()}
     _, backward = jax.vjp(
@@ -85,7 +85,7 @@ def test_torch_keeps_fp8_alone(options):
 @pytest.mark.tpu
 def test_jax_differentiates_under_jit():
     jax = pytest.importorskip("jax")
-    from tpu_kernels.moe import grouped_dense
+    from tpu_kernels.grouped_dense import grouped_dense
 
     given = {name: to_jax(x) for name, x in draw().items()}
     options = dict(quantize=True, bwd_quantize=True)
@@ -102,7 +102,7 @@ def test_jax_differentiates_under_jit():
 def test_a_traced_offset_beyond_the_experts_is_the_nearest(given, meant):
     """It cannot be refused; neither pass may read other rows than those of the shard that there is."""
     jax = pytest.importorskip("jax")
-    from tpu_kernels.moe import grouped_dense
+    from tpu_kernels.grouped_dense import grouped_dense
 
     x = {name: to_jax(x) for name, x in draw().items()}
 
@@ -122,7 +122,7 @@ def test_auto_is_true_or_false_and_nothing_between(package, framework):
     pytest.importorskip(framework)
     from importlib import import_module
 
-    layer = import_module(f"{package}.moe").grouped_dense
+    layer = import_module(f"{package}.grouped_dense").grouped_dense
     convert = to_jax if framework == "jax" else to_torch
     given = {name: convert(x) for name, x in draw().items()}
     results = {

@@ -82,7 +82,7 @@ def planted(backend, case_id, old, new, site, *marks):
     )
 
 
-TAKEN = "_take(weights.reshape(-1, 1), plan.source"
+TAKEN = "take(weights.reshape(-1, 1), plan.source"
 FAULTS = [
     planted("tpu", PLAIN, '(("gate", of_gate), ("up", of_up))', '(("gate", of_up), ("up", of_gate))', "gate"),
     planted("tpu", PLAIN, TAKEN, TAKEN.replace("weights", "weights[:, ::-1]"), "hidden", FULL),
@@ -90,7 +90,7 @@ FAULTS = [
     planted("tpu", F32_BWD, "return _sum_of(drows, None, slots).astype(drows.dtype), None, None",
             "return 2 * _sum_of(drows, None, slots).astype(drows.dtype), None, None", "dexperts", FULL),
     planted("gpu", PLAIN, '(("gate", of_gate), ("up", of_up))', '(("gate", of_up), ("up", of_gate))', "gate", FULL),
-    planted("gpu", PLAIN, TAKEN[1:], TAKEN[1:].replace("weights", "weights.flip(1)"), "hidden", FULL),
+    planted("gpu", PLAIN, TAKEN, TAKEN.replace("weights", "weights.flip(1)"), "hidden", FULL),
     planted("gpu", F32_BWD, "sigmoid * (1 + gate * (1 - sigmoid))", "sigmoid * (1 + gate * sigmoid)", "dgate"),
     planted("gpu", F32_BWD, "return _sum_of(drows, None, slots).to(drows.dtype), None, None",
             "return 2 * _sum_of(drows, None, slots).to(drows.dtype), None, None", "dexperts", FULL),

@@ -51,8 +51,8 @@ FAULTS = [
     ),
     in_layer(
         "a weight is applied to the wrong slot", "tpu", "moe_layer",
-        "_take(weights.reshape(-1, 1), plan.source",
-        "_take(weights[:, ::-1].reshape(-1, 1), plan.source",
+        "take(weights.reshape(-1, 1), plan.source",
+        "take(weights[:, ::-1].reshape(-1, 1), plan.source",
     ),
     in_layer(
         "a weight is applied to the wrong slot", "gpu", "moe_layer",
@@ -61,8 +61,8 @@ FAULTS = [
     ),
     in_layer(
         "a dropped token is kept", "tpu", "permute",
-        "jnp.where(position < group_sizes[choices], _starts(",
-        "jnp.where(position >= 0, _starts(",
+        "jnp.where(position < group_sizes[choices], starts_of(",
+        "jnp.where(position >= 0, starts_of(",
         drops,
     ),
     in_layer(

@@ -238,7 +238,7 @@ FAULTS = [
     ),
     in_layer(
         "block_size is not forwarded", "tpu", ("grouped_dense", "grouped_dense_bwd"),
-        "fp8_quantize(x, axis, options.block_size",
+        "fp8_quantize(x, axis, block_size",
         "fp8_quantize(x, axis, None",
         other_blocks,
     ),
@@ -251,7 +251,7 @@ FAULTS = [
     # megablox: 1 on rows that it overwrote
     in_layer(
         "the gradient of existing_out passes overwritten rows", "tpu", ("grouped_dense_bwd",),
-        "passed = _outside(dout, group_sizes, group_offset, groups) if options.fills else None",
+        "passed = _outside(dout, *shard, groups) if options.fills else None",
         "passed = dout if options.fills else None",
         overwritten,
     ),

@@ -1,0 +1,70 @@
+"""Operands of grouped matmuls as pairs (qvalue, scale), the scale None where they are not quantised."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tpu_kernels._lib.arguments import Interpret
+from tpu_kernels._lib.blocks import Quantized
+from tpu_kernels.gmm import gmm, tgmm
+from tpu_kernels.quantize import fp8_dual_quantize, fp8_quantize
+from tpu_kernels.quantized_gmm import gmm_quantized, tgmm_quantized
+
+
+class Shard(NamedTuple):
+    """The experts that a device has: group_sizes [E] int32 of all of them, group_offset [1] int32, the first here."""
+
+    group_sizes: jax.Array
+    group_offset: jax.Array
+
+
+def product(lhs: Quantized, rhs: Quantized, shard: Shard, **arguments: Any) -> jax.Array:
+    """`gmm`, or where an operand is quantised `gmm_quantized`."""
+    if lhs.scale is None and rhs.scale is None:
+        return gmm(
+            *_same_dtype(lhs.qvalue, rhs.qvalue), shard.group_sizes, group_offset=shard.group_offset, **arguments
+        )
+    return gmm_quantized(*lhs, *rhs, shard.group_sizes, group_offset=shard.group_offset, **arguments)
+
+
+def weight_product(lhs: Quantized, rhs: Quantized, shard: Shard, **arguments: Any) -> jax.Array:
+    """`tgmm`, or where an operand is quantised `tgmm_quantized`."""
+    if lhs.scale is None and rhs.scale is None:
+        return tgmm(
+            *_same_dtype(lhs.qvalue, rhs.qvalue), shard.group_sizes, group_offset=shard.group_offset, **arguments
+        )
+    return tgmm_quantized(*lhs, *rhs, shard.group_sizes, group_offset=shard.group_offset, **arguments)
+
+
+def _same_dtype(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """a and b in the narrowest dtype that holds both exactly: dout has the result's dtype, not always lhs's."""
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    return a.astype(dtype), b.astype(dtype)
+
+
+def quantized(x: jax.Array, axis: int | tuple[int, ...], block_size: int | None, interpret: Interpret) -> Quantized:
+    """x in e4m3, by blocks along `axis`."""
+    # The values of x may be at hand or not; a training step saturates infinities in either case.
+    return fp8_quantize(x, axis, block_size, check_finite=False, interpret=interpret)
+
+
+def dual_quantized(x: jax.Array, block_size: int | None, interpret: Interpret) -> tuple[Quantized, Quantized]:
+    """x [M, …] by rows, and by columns with rows of zeros up to a multiple of the block."""
+    rows = x.shape[0]
+    both = fp8_dual_quantize(padded(x, block_size), block_size, check_finite=False, interpret=interpret)
+    return (
+        Quantized(both.rowwise[:rows], both.rowwise_scale[:rows]),
+        Quantized(both.columnwise, both.columnwise_scale),
+    )
+
+
+def padded(x: jax.Array, block_size: int | None) -> jax.Array:
+    """x with rows of zeros up to a multiple of block_size."""
+    rows = x.shape[0]
+    return x if block_size is None else with_rows(x, rows + -rows % block_size)
+
+
+def with_rows(x: jax.Array, rows: int) -> jax.Array:
+    """x with rows of zeros up to `rows` of them."""
+    return x if x.shape[0] == rows else jnp.pad(x, [(0, rows - x.shape[0]), (0, 0)])

@@ -1,0 +1,95 @@
+"""Where rows go: each token's row to its experts, sorted by expert, and back."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Plan(NamedTuple):
+    """Which row is whose: source [M], the choice t·k + j of each row or -1; slots and group_sizes as `Permuted`."""
+
+    source: jax.Array
+    slots: jax.Array
+    group_sizes: jax.Array
+
+
+def plan_rows(
+    indices: jax.Array, num_experts: int, capacity: int | None, rows: int, preceding: jax.Array | int = 0
+) -> Plan:
+    """The plan of `permute`. preceding [E]: rows that other devices' tokens take of each expert's capacity first."""
+    choices = indices.ravel()
+    order = jnp.argsort(choices, stable=True)
+    starts = jnp.searchsorted(choices[order], jnp.arange(num_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
+    group_sizes = jnp.diff(starts)
+    if capacity is not None:
+        group_sizes = jnp.clip(capacity - preceding, 0, group_sizes)
+    position = jnp.argsort(order).astype(jnp.int32) - starts[choices]
+    slots = jnp.where(position < group_sizes[choices], starts_of(group_sizes)[choices] + position, -1)
+    return Plan(inverse(slots, rows), slots.reshape(indices.shape), group_sizes)
+
+
+@jax.custom_vjp
+def take(x: jax.Array, source: jax.Array, slots: jax.Array) -> jax.Array:
+    """x's row for each source (the choice t·k + j), zero for -1."""
+    return _rows_of(x, source, slots)
+
+
+@jax.custom_vjp
+def combine(rows: jax.Array, weights: jax.Array | None, slots: jax.Array, source: jax.Array) -> jax.Array:
+    """`unpermute`, with the inverse of slots."""
+    return _sum_of(rows, weights, slots).astype(rows.dtype)
+
+
+def inverse(slots: jax.Array, rows: int) -> jax.Array:
+    """Which of the slots is row 0, 1, …, up to `rows` of them: -1 beyond the last. The rows in slots have no gaps."""
+    order = jnp.argsort(jnp.where(slots < 0, slots.size, slots))[:rows]
+    return jnp.where(jnp.arange(rows) < (slots >= 0).sum(), order, -1)
+
+
+def starts_of(sizes: jax.Array, axis: int = 0) -> jax.Array:
+    """Where each of consecutive parts of these sizes begins."""
+    return jnp.cumsum(sizes, axis) - sizes
+
+
+def _rows_of(x: jax.Array, source: jax.Array, slots: jax.Array) -> jax.Array:
+    if not x.shape[0]:
+        return jnp.zeros((source.shape[0], x.shape[1]), x.dtype)
+    return jnp.where(source[:, None] >= 0, x[source // slots.shape[1]], jnp.zeros((), x.dtype))
+
+
+def _sum_of(rows: jax.Array, weights: jax.Array | None, slots: jax.Array) -> jax.Array:
+    """Σ_j weights[:, j] · rows[slots[:, j]] in float32, in the order of j."""
+    total = jnp.zeros((slots.shape[0], rows.shape[1]), jnp.float32)
+    for j in range(slots.shape[1] if rows.shape[0] else 0):
+        taken = rows[slots[:, j]].astype(jnp.float32)
+        taken = taken if weights is None else taken * weights[:, j, None]
+        total += jnp.where(slots[:, j, None] >= 0, taken, 0.0)
+    return total
+
+
+def _take_bwd(saved: Any, drows: jax.Array) -> tuple[Any, ...]:
+    (slots,) = saved
+    return _sum_of(drows, None, slots).astype(drows.dtype), None, None
+
+
+take.defvjp(lambda x, source, slots: (_rows_of(x, source, slots), (slots,)), _take_bwd)
+
+
+def _combine_fwd(rows: jax.Array, weights: jax.Array | None, slots: jax.Array, source: jax.Array) -> tuple[Any, Any]:
+    kept = None if weights is None else rows
+    return combine(rows, weights, slots, source), (kept, weights, slots, source)
+
+
+def _combine_bwd(saved: Any, dout: jax.Array) -> tuple[Any, ...]:
+    rows, weights, slots, source = saved
+    drows = _rows_of(dout, source, slots)
+    if weights is None:
+        return drows, None, None, None
+    by_row = _rows_of(weights.reshape(-1, 1), source, slots.reshape(-1, 1))
+    taken = jnp.where(slots[..., None] >= 0, rows[slots].astype(jnp.float32), 0.0)
+    dweights = (taken * dout[:, None].astype(jnp.float32)).sum(axis=2)
+    return (drows.astype(jnp.float32) * by_row).astype(drows.dtype), dweights, None, None
+
+
+combine.defvjp(_combine_fwd, _combine_bwd)
