@@ -22,7 +22,7 @@ Packed sequences are laid out anew so that each begins with a chunk; rows withou
 from collections.abc import Callable, Iterator
 from copy import copy
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments import gla
-from op_arguments.debug import Debug
 from op_arguments.gla import Gates, Precision, check_backward, check_forward
+from op_arguments.probe import active, probe
 from tpu_kernels._lib.arguments import Interpret, concrete_values, resolve_interpret
+from tpu_kernels._lib.call import jit
 from tpu_kernels._lib.chunk_decays import (
     ChannelDecay,
     ConstantDecay,
@@ -43,8 +44,8 @@ from tpu_kernels._lib.chunk_decays import (
     StepDecay,
     gammas_of,
     prepare_decays,
+    probe_decays,
     read_state,
-    watch_decays,
 )
 from tpu_kernels._lib.chunk_dots import dot, f32, iota
 from tpu_kernels._lib.chunk_layout import Layout, block_of
@@ -66,7 +67,6 @@ class ChunkOptions(gla.ChunkOptions, total=False):
     """
 
     interpret: Interpret
-    debug: Debug
 
 
 def chunk_fwd(
@@ -83,14 +83,13 @@ def chunk_fwd(
     precision: Precision = "ieee",
     fused: bool | None = None,
     interpret: Interpret = None,
-    debug: Debug = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """o [B, T, H, V] in v's dtype and the states ht [N, H, K, V] float32 after the last steps, None unless asked for.
 
     gates: natural logs of the decays, `g` [B, T, H] and `g_gamma` [H], which add (None: no decay), or `gk`
     [B, T, H, K]. fused: whether one kernel does all (None: where it can, see `_lib.chunk_plan.chunk_route`). Options:
-    `ChunkOptions`. Other arguments as `gla.chunk_gla_fwd`'s. Sites of debug: c (of `g`), exponent (of `gk`), decay, A
-    and state. o is zero beyond the last sequence.
+    `ChunkOptions`. Other arguments as `gla.chunk_gla_fwd`'s. o is zero beyond the last sequence.
+    Sites shown to a probe: c (of `g`), exponent (of `gk`), decay, A and state.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`, `check_precision` and `check_fused`; values are
     checked outside tracing only.
     """
@@ -117,7 +116,6 @@ def chunk_fwd(
         scan=scan,
         output_final_state=bool(output_final_state),
         interpret=resolve_interpret(interpret),
-        debug=debug,
     )
 
 
@@ -136,12 +134,11 @@ def chunk_bwd(
     precision: Precision = "ieee",
     fused: bool | None = None,
     interpret: Interpret = None,
-    debug: Debug = None,
 ) -> Gradients:
     """The gradients of `chunk_fwd`'s arguments, given those of o (do) and, if it is not None, of ht (dht).
 
-    Gradients have their arguments' dtypes and are zero beyond the last sequence. Sites of debug: those of `chunk_fwd`,
-    dA, dgate and dstate.
+    Gradients have their arguments' dtypes and are zero beyond the last sequence.
+    Sites shown to a probe: those of `chunk_fwd`, dA, dgate and dstate.
     Raises as `chunk_fwd`, with `op_arguments.gla.check_backward`.
     """
     p = check_backward(
@@ -170,26 +167,24 @@ def chunk_bwd(
         cu_seqlens,
         scan=scan,
         interpret=resolve_interpret(interpret),
-        debug=debug,
     )
 
 
 # ------------------------------------------------------------------------------------------------------- passes
 
 
-@partial(jax.jit, static_argnames=("scan", "output_final_state", "interpret", "debug"))
+@jit("scan", "output_final_state", "interpret")
 def _forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    gates: dict[str, jax.Array | None],
+    gates: dict[str, Any],
     initial_state: jax.Array | None,
     cu_seqlens: jax.Array | None,
     *,
     scan: Scan | None,
     output_final_state: bool,
     interpret: bool | pltpu.InterpretParams,
-    debug: Debug,
 ) -> tuple[jax.Array, jax.Array | None]:
     if scan is None:
         o, ht = forward_of_nothing(q, v, initial_state, cu_seqlens)
@@ -200,31 +195,31 @@ def _forward(
     ends = {"ht": layout.state_out()} if output_final_state else {}
     state = {"state": pltpu.VMEM(scan.state, jnp.float32)}
     outputs = {"o": layout.rows_out(scan.v, q.dtype)}
-    forward = partial(_forward_kernel, debug=debug)
     if scan.fused:
-        results = call(forward, "chunk_fwd", {**before, **layout.rows(q=q)}, {**outputs, **ends}, state, work=(2, 2))
+        results = call(
+            _forward_kernel, "chunk_fwd", {**before, **layout.rows(q=q)}, {**outputs, **ends}, state, work=(2, 2)
+        )
     else:
         kept = {"states": layout.chunk_states()}
-        results = call(forward, "chunk_states", before, {**kept, **ends}, state, work=(0, 1))
+        results = call(_forward_kernel, "chunk_states", before, {**kept, **ends}, state, work=(0, 1))
         operands = {**layout.rows(q=q, k=k, v=v), **layout.gates, "states": layout.chunk_states(results["states"])}
-        results |= call(partial(_outputs_kernel, debug=debug), "chunk_outputs", operands, outputs, {}, work=(2, 1))
+        results |= call(_outputs_kernel, "chunk_outputs", operands, outputs, {}, work=(2, 1))
     return layout.public(results["o"]), results["ht"].swapaxes(2, 3) if output_final_state else None
 
 
-@partial(jax.jit, static_argnames=("scan", "interpret", "debug"))
+@jit("scan", "interpret")
 def _backward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     do: jax.Array,
-    gates: dict[str, jax.Array | None],
+    gates: dict[str, Any],
     initial_state: jax.Array | None,
     dht: jax.Array | None,
     cu_seqlens: jax.Array | None,
     *,
     scan: Scan | None,
     interpret: bool | pltpu.InterpretParams,
-    debug: Debug,
 ) -> Gradients:
     if scan is None:
         return backward_of_nothing(q, k, v, gates, initial_state, dht, cu_seqlens)
@@ -244,20 +239,20 @@ def _backward(
         }
         # The next chunk's product does not wait for the state. XLA's CPU compiler would round each in its own way.
         unroll = 1 if interpret else next(n for n in UNROLL if scan.chunks % n == 0)
-        backward = partial(_backward_kernel, debug=debug, unroll=unroll)
+        backward = partial(_backward_kernel, unroll=unroll)
         results = call(
             backward, "chunk_bwd", {**before, **after}, {**grads, **starts}, scratch, work=(5, 6), walk="twice"
         )
     else:
         kept = {"states": layout.chunk_states()}
-        forward, back = partial(_forward_kernel, debug=debug), partial(_dstates_kernel, debug=debug)
-        states = call(forward, "chunk_states", before, kept, {"state": dstate["dstate"]}, work=(0, 1))["states"]
+        states = call(_forward_kernel, "chunk_states", before, kept, {"state": dstate["dstate"]}, work=(0, 1))["states"]
         outputs = {"dstates": layout.chunk_states(), **starts}
-        results = call(back, "chunk_dstates", {**after, **layout.gates}, outputs, dstate, work=(0, 1), walk="back")
+        results = call(
+            _dstates_kernel, "chunk_dstates", {**after, **layout.gates}, outputs, dstate, work=(0, 1), walk="back"
+        )
         operands = {**layout.rows(q=q, k=k, v=v, do=do), **layout.gates, "states": layout.chunk_states(states)}
         operands["dstates"] = layout.chunk_states(results["dstates"])
-        gradients = partial(_gradients_kernel, debug=debug)
-        results |= call(gradients, "chunk_grads", operands, grads, {}, work=(5, 3))
+        results |= call(_gradients_kernel, "chunk_grads", operands, grads, {}, work=(5, 3))
     dq, dk, dv = (layout.public(results[name]) for name in ("dq", "dk", "dv"))
     dh0 = results["dh0"].swapaxes(2, 3) if starts else None
     return Gradients(dq, dk, dv, _gate_gradients(layout, gates, results.get("dgate")), dh0)
@@ -339,6 +334,19 @@ class _Block:
             return ConstantDecay(refs, gammas_of(refs, scan, self.first_head), live, scan)
         return StepDecay(refs, i, scan)
 
+    def probe(self, i: Any, site: str, x: Any, *axes: int, where: Any = True) -> Any:
+        """In place of x, a value (or a pair that sums to it) of chunk i at a site of the golden.
+
+        It is one `where` that says so, at the steps of the chunk along `axes`.
+        """
+        if not active():
+            return x
+        live, shape = self.live(i), jnp.shape(x[0] if isinstance(x, tuple) else x)
+        where = jnp.broadcast_to(where, shape) & (live > 0)
+        for axis in axes:
+            where &= iota(shape, axis) < live
+        return probe(site, x, where, chunk_size=self.scan.chunk)
+
     def for_chunks(
         self,
         body: Callable[[Any], None],
@@ -408,29 +416,7 @@ class _Block:
         return (chunk == last) | (sequence[jnp.minimum(chunk + 1, last)] != sequence[chunk])
 
 
-class _Watch(NamedTuple):
-    """What is watched of chunk i of a block: nothing without `debug`, and then it is false."""
-
-    debug: Debug
-    block: _Block
-    i: Any
-
-    def __bool__(self) -> bool:
-        return self.debug is not None
-
-    def __call__(self, site: str, x: Any, *axes: int, where: Any = True) -> Any:
-        """In place of x, a value (or a pair that sums to it) at a site of the golden, `axes` of which are steps; where
-        it is one."""
-        if self.debug is None:
-            return x
-        live, shape = self.block.live(self.i), jnp.shape(x[0] if isinstance(x, tuple) else x)
-        where = jnp.broadcast_to(where, shape) & (live > 0)
-        for axis in axes:
-            where &= iota(shape, axis) < live
-        return self.debug(site, x, where, chunk_size=self.block.scan.chunk)
-
-
-def _forward_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
+def _forward_kernel(refs: Refs, scan: Scan) -> None:
     """o, or the states at the start of each chunk, and ht."""
     block, state = _Block(refs, scan, pl.program_id(2)), refs["state"]
 
@@ -443,7 +429,7 @@ def _forward_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
         waiting: list[Callable[[], None]] = []
         for group in block.groups():
             decay = group.decay(i)
-            waiting.append(partial(finish, group, i, decay, _scores(group, i, decay, debug)))
+            waiting.append(partial(finish, group, i, decay, _scores(group, i, decay)))
             if len(waiting) > 1:
                 waiting.pop(0)()
         waiting.pop()()
@@ -453,24 +439,24 @@ def _forward_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
         group.store(i, "o", _output(scores, group, i, decay, group.refs["state"], meanwhile))
 
     def advance(group: _Block, i: Any, decay: Decay) -> None:
-        load, scan, state, watch = partial(group.load, i), group.scan, group.refs["state"], _Watch(debug, group, i)
-        state[...] = watch("state", _next_state(load, state[...], decay, scan))
+        load, scan, state, probe = partial(group.load, i), group.scan, group.refs["state"], partial(group.probe, i)
+        state[...] = probe("state", _next_state(load, state[...], decay, scan))
 
     block.for_chunks(body, lambda i: block.load_state("h0", i, state), lambda i: block.store_state("ht", i, state))
 
 
-def _outputs_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
+def _outputs_kernel(refs: Refs, scan: Scan) -> None:
     """o from the states at the start of each chunk."""
     block = _Block(refs, scan, pl.program_id(2))
 
     def body(i: Any) -> None:
         decay = block.decay(i)
-        block.store(i, "o", _output(_scores(block, i, decay, debug), block, i, decay, refs["states"].at[i]))
+        block.store(i, "o", _output(_scores(block, i, decay), block, i, decay, refs["states"].at[i]))
 
     block.for_chunks(body)
 
 
-def _backward_kernel(refs: Refs, scan: Scan, debug: Debug = None, unroll: int = 1) -> None:
+def _backward_kernel(refs: Refs, scan: Scan, unroll: int = 1) -> None:
     """All gradients: there, `unroll` chunks at a time, to keep the state at the start of each block, and back."""
     step, last = pl.program_id(2), scan.blocks - 1
     index = block_of(step, scan.blocks, "twice", early=True)
@@ -481,8 +467,8 @@ def _backward_kernel(refs: Refs, scan: Scan, debug: Debug = None, unroll: int = 
         states[0] = checkpoints[jnp.maximum(index - 1, 0)]
 
     def forward(i: Any) -> None:
-        watch = _Watch(debug, block, i)
-        states[i + 1] = watch("state", _next_state(partial(block.load, i), states[i], block.decay(i), scan))
+        probe = partial(block.probe, i)
+        states[i + 1] = probe("state", _next_state(partial(block.load, i), states[i], block.decay(i), scan))
 
     block.for_chunks(forward, lambda i: block.load_state("h0", i, states.at[i]), unroll=unroll)
 
@@ -493,35 +479,35 @@ def _backward_kernel(refs: Refs, scan: Scan, debug: Debug = None, unroll: int = 
     @pl.when(step >= last)
     def _() -> None:
         def back(i: Any) -> None:
-            load, decay, watch = partial(block.load, i), block.decay(i), _Watch(debug, block, i)
-            watch_decays(decay, watch)
-            decay.store_gradients(load, partial(block.store, i), states.at[i], dstate, scan, watch)
-            dstate[...] = watch("dstate", _previous_dstate(load, dstate[...], decay, scan))
+            load, decay, probe = partial(block.load, i), block.decay(i), partial(block.probe, i)
+            probe_decays(decay, probe)
+            decay.store_gradients(load, partial(block.store, i), states.at[i], dstate, scan, probe)
+            dstate[...] = probe("dstate", _previous_dstate(load, dstate[...], decay, scan))
 
         _for_chunks_back(block, back)
 
 
-def _dstates_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
+def _dstates_kernel(refs: Refs, scan: Scan) -> None:
     """The gradients of the states at the end of each chunk, and dh0."""
     block, dstate = _Block(refs, scan, block_of(pl.program_id(2), scan.blocks, "back", early=False)), refs["dstate"]
 
     def body(i: Any) -> None:
         refs["dstates"][i] = dstate[...]
-        watch = _Watch(debug, block, i)
-        dstate[...] = watch("dstate", _previous_dstate(partial(block.load, i), dstate[...], block.decay(i), scan))
+        probe = partial(block.probe, i)
+        dstate[...] = probe("dstate", _previous_dstate(partial(block.load, i), dstate[...], block.decay(i), scan))
 
     _for_chunks_back(block, body)
 
 
-def _gradients_kernel(refs: Refs, scan: Scan, debug: Debug = None) -> None:
+def _gradients_kernel(refs: Refs, scan: Scan) -> None:
     """The other gradients from the states at the start of each chunk and their gradients at its end."""
     block = _Block(refs, scan, pl.program_id(2))
 
     def body(i: Any) -> None:
         states = refs["states"].at[i], refs["dstates"].at[i]
-        decay, watch = block.decay(i), _Watch(debug, block, i)
-        watch_decays(decay, watch)
-        decay.store_gradients(partial(block.load, i), partial(block.store, i), *states, scan, watch)
+        decay, probe = block.decay(i), partial(block.probe, i)
+        probe_decays(decay, probe)
+        decay.store_gradients(partial(block.load, i), partial(block.store, i), *states, scan, probe)
 
     block.for_chunks(body)
 
@@ -540,11 +526,11 @@ def _for_chunks_back(block: _Block, body: Callable[[Any], None]) -> None:
 # What is needed twice is loaded twice: of all heads it would not fit the registers in between.
 
 
-def _scores(block: _Block, i: Any, decay: Decay, debug: Debug) -> jax.Array:
+def _scores(block: _Block, i: Any, decay: Decay) -> jax.Array:
     """A [heads, C, C] of chunk i."""
-    load, scan, watch = partial(block.load, i), block.scan, _Watch(debug, block, i)
-    watch_decays(decay, watch)
-    return watch("A", decay.scores(load, scan), 1, 2)
+    load, scan, probe = partial(block.load, i), block.scan, partial(block.probe, i)
+    probe_decays(decay, probe)
+    return probe("A", decay.scores(load, scan), 1, 2)
 
 
 def _output(

@@ -27,11 +27,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments import gla
-from op_arguments.debug import Debug
 from op_arguments.gla import Gates, check_backward, check_forward
 from op_arguments.gmm import GroupMetadata
+from op_arguments.probe import active, probe
 from tpu_kernels._lib.arguments import Interpret, concrete_values, resolve_interpret
-from tpu_kernels._lib.call import Block
+from tpu_kernels._lib.call import Block, jit
 from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.decays import Pair, decay_parts, two_sum
 from tpu_kernels._lib.recurrent_layout import GROUP, Layout, Plan, make_plan
@@ -46,7 +46,6 @@ class RecurrentOptions(gla.RecurrentOptions, total=False):
     """The options of `recurrent_fwd` and `recurrent_bwd` on the TPU. interpret: as `tpu_kernels.gmm.gmm`."""
 
     interpret: Interpret
-    debug: Debug
 
 
 def recurrent_fwd(
@@ -61,13 +60,12 @@ def recurrent_fwd(
     cu_seqlens: jax.Array | None = None,
     reverse: bool = False,
     interpret: Interpret = None,
-    debug: Debug = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """o [B, T, H, V] in v's dtype and the states ht [N, H, K, V] float32 after the last steps, None unless asked for.
 
     gates: natural logs of the decays, `g` [B, T, H] and `g_gamma` [H], which add (None: no decay), or `gk`
-    [B, T, H, K]. Options: `RecurrentOptions`. Other arguments as `gla.fused_recurrent_gla_fwd`'s. Sites of debug: kept
-    and state. o is zero beyond the last sequence.
+    [B, T, H, K]. Options: `RecurrentOptions`. Other arguments as `gla.fused_recurrent_gla_fwd`'s. o is zero beyond the
+    last sequence. Sites shown to a probe: kept and state.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`; values are checked outside tracing only.
     """
     p = check_forward(
@@ -81,7 +79,7 @@ def recurrent_fwd(
         offsets=None if cu_seqlens is None else concrete_values(cu_seqlens),
     )
     interpret = resolve_interpret(interpret)
-    plan = make_plan(p, gates, reverse=bool(reverse), backward=False, interpret=interpret, debug=debug)
+    plan = make_plan(p, gates, reverse=bool(reverse), backward=False, interpret=interpret)
     final = bool(output_final_state)
     return _forward(
         q, k, v, dict(gates), initial_state, cu_seqlens, plan=plan, output_final_state=final, interpret=interpret
@@ -101,12 +99,11 @@ def recurrent_bwd(
     cu_seqlens: jax.Array | None = None,
     reverse: bool = False,
     interpret: Interpret = None,
-    debug: Debug = None,
 ) -> Gradients:
     """The gradients of `recurrent_fwd`'s arguments, given those of o (do) and, if it is not None, of ht (dht).
 
     do has v's shape and dtype; dht [N, H, K, V] is float32. Gradients have their arguments' dtypes and are zero beyond
-    the last sequence. Held meanwhile, in float32: two states per visit, of one head. Sites of debug: those of
+    the last sequence. Held meanwhile, in float32: two states per visit, of one head. Sites shown to a probe: those of
     `recurrent_fwd`, dstate and dgate.
     Raises as `recurrent_fwd`, with `op_arguments.gla.check_backward`.
     """
@@ -123,14 +120,14 @@ def recurrent_bwd(
         offsets=None if cu_seqlens is None else concrete_values(cu_seqlens),
     )
     interpret = resolve_interpret(interpret)
-    plan = make_plan(p, gates, reverse=bool(reverse), backward=True, interpret=interpret, debug=debug)
+    plan = make_plan(p, gates, reverse=bool(reverse), backward=True, interpret=interpret)
     return _backward(q, k, v, do, dict(gates), initial_state, dht, cu_seqlens, plan=plan, interpret=interpret)
 
 
 # ------------------------------------------------------------------------------------------------------ the calls
 
 
-@partial(jax.jit, static_argnames=("plan", "output_final_state", "interpret"))
+@jit("plan", "output_final_state", "interpret")
 def _forward(
     q: jax.Array,
     k: jax.Array,
@@ -175,7 +172,7 @@ def _forward(
     return layout.public(found["o"], plan.v), layout.public_state(found.get("ht"))
 
 
-@partial(jax.jit, static_argnames=("plan", "interpret"))
+@jit("plan", "interpret")
 def _backward(
     q: jax.Array,
     k: jax.Array,
@@ -393,9 +390,9 @@ def _load_decays(refs: _Refs, visit: _Visit, rows: Any, plan: Plan) -> None:
     else:
         return
     refs["kept_rows"][...], refs["rest_rows"][...] = decays
-    if plan.debug:
+    if active():
         _, rest = decays
-        plan.debug("kept", rest, _is_own(visit, rows.start, rest.shape, 0) & _is_key(plan, rest.shape))
+        probe("kept", rest, _is_own(visit, rows.start, rest.shape, 0) & _is_key(plan, rest.shape))
 
 
 def _decay_of(refs: _Refs, n: Any) -> list[jax.Array]:
@@ -462,8 +459,8 @@ def _advance(
             row, decay = pl.ds(n, 1), _decay_of(refs, n)
             before = pair[0] * sum(decay) if decay else pair[0]
             pair = _step(pair, refs["carried_rows"][row, :], decay, column_of(v, n) * refs["k_rows"][row, :])
-            if plan.debug:
-                plan.debug("state", pair[0], _in_state(visit, rows, n, slab, plan))
+            if active():
+                probe("state", pair[0], _in_state(visit, rows, n, slab, plan))
             use(slab, n, before, pair[0])
             return pair
 
@@ -518,8 +515,8 @@ def _retreat(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> None:
             row = pl.ds(n, 1)
             term = column_of(do, n) * (plan.scale * refs["q_rows"][row, :])
             pair = _step(pair, refs["carried_rows"][row, :], [], term)
-            if plan.debug:
-                plan.debug("dstate", pair[0], _in_state(visit, rows, n, slab, plan))
+            if active():
+                probe("dstate", pair[0], _in_state(visit, rows, n, slab, plan))
             dk[row, :] += sum_rows(column_of(v, n) * pair[0])
             refs["products"][n] = fold_lanes(pair[0] * refs["k_rows"][row, :])
             if plan.gate is None:
@@ -536,14 +533,14 @@ def _retreat(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> None:
     _store(refs, visit, rows, "dv", refs["dv_columns"][...].T)
     if plan.gate == "key":
         dgate = refs["dgate_rows"][...]
-        if plan.debug:
-            plan.debug("dgate", dgate, _is_own(visit, rows.start, dgate.shape, 0) & _is_key(plan, dgate.shape))
+        if active():
+            probe("dgate", dgate, _is_own(visit, rows.start, dgate.shape, 0) & _is_key(plan, dgate.shape))
         _store(refs, visit, rows, "dgate", dgate)
     elif plan.gate == "step":
         line = pl.ds(rows.start // GROUP, 1)
         dgate = sum_rows(refs["dgate_rows"][...].T)
-        if plan.debug:
-            plan.debug("dgate", dgate, _is_own(visit, rows.start, dgate.shape, 1))
+        if active():
+            probe("dgate", dgate, _is_own(visit, rows.start, dgate.shape, 1))
         refs["dgate"][line, :] = _own(visit, rows, dgate, refs["dgate"][line, :], axis=1)
 
 

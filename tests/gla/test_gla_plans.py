@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from gpu_reference import chunk_scan as gpu
 from op_arguments.gla import Problem
+from op_arguments.probe import probing
 from tpu_kernels._lib import chunk_decays, recurrent_layout
 from tpu_kernels._lib import chunk_plan as tpu
 from tpu_kernels._lib.decays import finite_exp
@@ -281,11 +282,12 @@ def test_a_pass_is_one_kernel_where_that_keeps_a_gpu_busy(backward, steps, proce
     assert route == (explain.startswith("fused"), explain)
 
 
-def test_both_ends_of_a_chunk_are_watched():
+def test_both_ends_of_a_chunk_are_shown():
     """What the decays are from its start, and to its end."""
     seen = []
     decay = SimpleNamespace(
-        watch_sums=lambda watch: watch("c", "sums"), from_start=lambda axis: "from", to_end=lambda axis: "to"
+        probe_sums=lambda probe: probe("c", "sums"), from_start=lambda axis: "from", to_end=lambda axis: "to"
     )
-    chunk_decays.watch_decays(decay, lambda site, value, *_: seen.append((site, value)))
+    with probing(lambda site, value, *_: value):
+        chunk_decays.probe_decays(decay, lambda site, value, *_: seen.append((site, value)))
     assert seen == [("c", "sums"), ("decay", "from"), ("decay", "to")]

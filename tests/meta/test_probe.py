@@ -100,3 +100,19 @@ def test_attribution_marks_what_a_kernel_shows_to_its_probe():
         ("out", 2, 2, 2, (("depth", 4),)),
     ]
     assert {mark.place.line.file for mark in run.marks} == {__file__}
+
+
+@pytest.mark.tpu
+def test_what_is_compiled_for_one_probe_is_not_anothers():
+    jax = pytest.importorskip("jax")
+    from tpu_kernels._lib.call import jit
+
+    @jit("times")
+    def scaled(x, *, times):
+        return probe("out", times * x)
+
+    x, found = jax.numpy.ones(()), []
+    for more in (0.0, 1.0, 2.0, 0.0):
+        with probing(None if not more else lambda site, value, *_, more=more: value + more):
+            found.append(float(scaled(x, times=3.0)))
+    assert found == [3.0, 4.0, 5.0, 3.0]

@@ -2,11 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+
+from op_arguments.probe import active, probing
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,26 @@ def call(
         interpret=interpret,
         name=name,
     )(*scalars, arrays)
+
+
+def jit(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """`jax.jit` with the named arguments static, and the active probe: what is compiled for one is not another's."""
+
+    def compiled(function: Callable[P, R]) -> Callable[P, R]:
+        def traced(*args: Any, active_probe: Any, **kwargs: Any) -> Any:
+            with probing(active_probe):
+                return function(*args, **kwargs)
+
+        traced.__name__ = function.__name__  # of the program that XLA compiles
+        compiling = jax.jit(traced, static_argnames=("active_probe", *static))
+
+        @wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            return compiling(*args, active_probe=active(), **kwargs)
+
+        return called
+
+    return compiled
 
 
 def bytes_of(*arrays: Any) -> int:

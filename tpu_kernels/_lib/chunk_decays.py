@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from op_arguments.probe import active
 from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.chunk_dots import bf16_split, dot, dot_with_all, f32, iota, ones
 from tpu_kernels._lib.chunk_plan import Scan
@@ -18,7 +19,8 @@ Refs = Mapping[str, Any]
 Load = Callable[[str], jax.Array]
 """The rows [heads, C, ·] of a chunk, of the tensor of that name."""
 Store = Callable[[str, jax.Array], None]
-Watch = Any
+Probe = Callable[..., Any]
+"""probe(site, value, *axes, where=True): what takes the value's place; `axes` are those that are steps."""
 
 # A step that decays by more leaves nothing of any float32 state, and sums of such steps stay small enough to add.
 STRONGEST_GATE = -256.0
@@ -39,10 +41,10 @@ class StepDecay:
         self._refs, self._chunk, self._scan = refs, i, scan
         self.whole = _whole(scan, *(self._row(name)[:, :, scan.chunk - 1 :] for name in ("sum_hi", "sum_lo")))
 
-    def watch_sums(self, watch: Watch) -> None:
-        """Let the sums of gates be watched, but those in which one may have been clamped."""
+    def probe_sums(self, probe: Probe) -> None:
+        """Show the sums of gates, but those in which one may have been clamped."""
         hi, lo = self._row("sum_hi"), self._row("sum_lo")
-        watch("c", (hi, lo), 2, where=hi > STRONGEST_GATE)
+        probe("c", (hi, lo), 2, where=hi > STRONGEST_GATE)
 
     def from_start(self, width: int) -> jax.Array:
         """See the class."""
@@ -94,20 +96,20 @@ class StepDecay:
         """A [heads, C, C]."""
         return dot(load("q"), load("k"), (1, 1), scan) * self.between()
 
-    def store_gradients(self, load: Load, store: Store, state: Any, dstate: Any, scan: Scan, watch: Watch) -> None:
+    def store_gradients(self, load: Load, store: Store, state: Any, dstate: Any, scan: Scan, probe: Probe) -> None:
         """Store dq, dk, dv and dg of a chunk, from the refs of the state at its start and the gradient at its end."""
         # Pairs of steps are at [j, i], so that just one of the dots below transposes.
         products = dot(load("k"), load("q"), (1, 1), scan)
         dproducts = dot(load("v"), load("do"), (1, 1), scan)
         dscores = dproducts * (scan.scale * self.between())
         dv = read_state(load("k"), dstate[...], self, self.to_end, scan)
-        scores = watch("A", products * self.between(), 1, 2)
+        scores = probe("A", products * self.between(), 1, 2)
         store("dv", dv + scan.scale * dot(scores, load("do"), (1, 0), scan))
         # The gate of step t decays what goes from before t to t or later. Sums of just these pairs lose nothing to
         # cancellation, as running sums of q·dq - k·dk do.
         row, column = iota(products.shape, 1), iota(products.shape, 2)
-        if watch:
-            watch("dA", scan.scale * dproducts, 1, 2, where=row <= column)
+        if active():
+            probe("dA", scan.scale * dproducts, 1, 2, where=row <= column)
         sums = dot_with_all(products * dscores, ones((row >= column)[0], scan), scan)
         dq = scan.scale * self.from_start(scan.k) * dot(load("do"), state[...], (1, 0), scan)
         from_state = jnp.sum(f32(load("q")) * dq, axis=2, keepdims=True)
@@ -117,7 +119,7 @@ class StepDecay:
         store("dk", dk + dot(dscores, load("q"), (1, 0), scan))
         whole = reduce(jnp.add, self.whole)
         through = jnp.sum(whole * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True), axis=2, keepdims=True)
-        through = watch("dgate", through)
+        through = probe("dgate", through)
         store("dgate", through + jnp.sum(jnp.where(row < column, sums + to_state, from_state), axis=1, keepdims=True))
 
 
@@ -128,7 +130,7 @@ class ConstantDecay(StepDecay):
         self._refs, self._gammas, self._live, self._scan = refs, gammas, live, scan
         self.whole = _whole(scan, gammas * f32(jnp.full(gammas.shape, live, jnp.int32)))
 
-    def watch_sums(self, watch: Watch) -> None:
+    def probe_sums(self, probe: Probe) -> None:
         """There are none, but products."""
 
     def from_start(self, width: int) -> jax.Array:
@@ -174,10 +176,10 @@ class ChannelDecay:
         self._until, self._after = until, after
         self.whole = _whole(scan, until[:, c - 1 :])
 
-    def watch_sums(self, watch: Watch) -> None:
+    def probe_sums(self, probe: Probe) -> None:
         """See `StepDecay`."""
         for sums in (self._until, self._after):
-            watch("exponent", sums, 1, where=sums > STRONGEST_GATE)
+            probe("exponent", sums, 1, where=sums > STRONGEST_GATE)
 
     def from_start(self, width: int) -> jax.Array:
         """See the class."""
@@ -197,21 +199,21 @@ class ChannelDecay:
             scores = jnp.where((i > j) & _meet(i, j, half), products, scores)
         return scores
 
-    def store_gradients(self, load: Load, store: Store, state: Any, dstate: Any, scan: Scan, watch: Watch) -> None:
+    def store_gradients(self, load: Load, store: Store, state: Any, dstate: Any, scan: Scan, probe: Probe) -> None:
         """Store dq, dk, dv and dgk of a chunk, from the refs of the state at its start and the gradient at its end."""
         q, k, v, do = (f32(load(name)) for name in ("q", "k", "v", "do"))
         i, j = _steps(scan)
         dq = scan.scale * self.from_start(scan.k) * dot(load("do"), state[...], (1, 0), scan)
         dk = self.to_end(scan.k) * dot(load("v"), dstate[...], (1, 0), scan)
         # As in `StepDecay.store_gradients`: of the gate of step t, only pairs with t between them, and what passes it.
-        dgk = watch("dgate", reduce(jnp.add, self.whole) * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True))
-        read = watch("dgate", dot(ones(i >= j, scan), q * dq, (1, 0), scan), 1)
-        dgk += read + watch("dgate", dot(ones(i < j, scan), k * dk, (1, 0), scan), 1)
+        dgk = probe("dgate", reduce(jnp.add, self.whole) * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True))
+        read = probe("dgate", dot(ones(i >= j, scan), q * dq, (1, 0), scan), 1)
+        dgk += read + probe("dgate", dot(ones(i < j, scan), k * dk, (1, 0), scan), 1)
         dscore = scan.scale * jnp.sum(do * v, axis=2, keepdims=True)
         dq, dk = dq + dscore * k, dk + dscore * q
         # Of a pair, at [i, j] as at [j, i].
         dscores = dot(load("do"), load("v"), (1, 1), scan), dot(load("v"), load("do"), (1, 1), scan)
-        dpairs = watch("dA", scan.scale * jnp.where(i < j, *dscores), 1, 2)
+        dpairs = probe("dA", scan.scale * jnp.where(i < j, *dscores), 1, 2)
         scores = jnp.where(i == j, jnp.sum(q * k, axis=2, keepdims=True), 0.0)
         for half, decay, decayed in self._levels(q, k):
             meet, second = _meet(i, j, half), _in_second(q.shape, half)
@@ -223,7 +225,7 @@ class ChannelDecay:
             after = (i ^ j < half) & ((i >= j) ^ (j & half == 0))
             dgk += dot(ones(after, scan), decayed * ddecayed, (1, 0), scan)
         dv = read_state(load("k"), dstate[...], self, self.to_end, scan)
-        scores = watch("A", scores, 1, 2)
+        scores = probe("A", scores, 1, 2)
         store("dv", dv + scan.scale * dot(scores, load("do"), (1, 0), scan))
         store("dq", dq)
         store("dk", dk)
@@ -246,11 +248,11 @@ def read_state(x: jax.Array, state: jax.Array, decay: Decay, way: Callable[[int]
     return way(scan.v) * dot(x, state, (1, 1), scan)
 
 
-def watch_decays(decay: Decay, watch: Watch) -> None:
-    if watch:
-        decay.watch_sums(watch)
-        watch("decay", decay.from_start(1), 1)
-        watch("decay", decay.to_end(1), 1)
+def probe_decays(decay: Decay, probe: Probe) -> None:
+    if active():
+        decay.probe_sums(probe)
+        probe("decay", decay.from_start(1), 1)
+        probe("decay", decay.to_end(1), 1)
 
 
 def _in_second(shape: tuple[int, ...], half: int) -> jax.Array:

@@ -10,7 +10,6 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from op_arguments.debug import Debug
 from op_arguments.gla import Gates, Problem
 from op_arguments.gmm import GroupMetadata
 from tpu_kernels._lib.call import Block, bytes_of, call
@@ -35,7 +34,7 @@ class Plan(NamedTuple):
 
     n sequences in b rows of t steps. k, v: sizes of the state; keys, values: those rounded up to whole registers. tile:
     rows of a block. slab: rows of the state at a time. gate: "step" (one decay for all keys), "key" or None. scale of
-    q. unroll: of the loops over a group's steps. debug: as `tpu_kernels.gmm.gmm`.
+    q. unroll: of the loops over a group's steps.
     """
 
     b: int
@@ -52,7 +51,6 @@ class Plan(NamedTuple):
     scale: float
     reverse: bool
     unroll: int
-    debug: Debug
 
     @property
     def rows(self) -> int:
@@ -65,9 +63,7 @@ class Plan(NamedTuple):
         return pl.cdiv(self.rows, self.tile)
 
 
-def make_plan(
-    p: Problem, gates: Gates, *, reverse: bool, backward: bool, interpret: Any, debug: Debug = None
-) -> Plan | None:
+def make_plan(p: Problem, gates: Gates, *, reverse: bool, backward: bool, interpret: Any) -> Plan | None:
     """The plan of a checked problem, None where there is nothing to go through.
 
     A tile has TILE rows, or no more than there are; backward, when it keeps the states of all its steps, no more than
@@ -94,7 +90,6 @@ def make_plan(
         scale=p.scale,
         reverse=reverse,
         unroll=1 if interpret else UNROLL,
-        debug=debug,
     )
 
 

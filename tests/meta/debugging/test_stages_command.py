@@ -2,6 +2,7 @@
 found at the stage where it enters."""
 
 import ast
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,16 +75,16 @@ LOSSES = [
             "b = lax.reduce_precision(b, 8, 10)", FULL),
     planted("tpu", "tgmm", "acc[rows, columns] = before + sums", f"acc[rows, columns] = (before + sums){BF16}",
             f"acc[rows, columns] = (before + sums){BF16}", FULL),
-    planted("tpu", CHUNK, 'watch("state", _next_state(load, state[...], decay, scan))',
-            f'watch("state", _next_state(load, state[...], decay, scan){BF16})',
-            f'state[...] = watch("state", _next_state(load, state[...], decay, scan){BF16})', FULL),
-    planted("tpu", CHUNK, 'return watch("A", decay.scores(load, scan), 1, 2)',
-            f'return watch("A", decay.scores(load, scan){BF16}, 1, 2)',
-            f'return watch("A", decay.scores(load, scan){BF16}, 1, 2)', FULL),
+    planted("tpu", CHUNK, 'probe("state", _next_state(load, state[...], decay, scan))',
+            f'probe("state", _next_state(load, state[...], decay, scan){BF16})',
+            f'state[...] = probe("state", _next_state(load, state[...], decay, scan){BF16})', FULL),
+    planted("tpu", CHUNK, 'return probe("A", decay.scores(load, scan), 1, 2)',
+            f'return probe("A", decay.scores(load, scan){BF16}, 1, 2)',
+            f'return probe("A", decay.scores(load, scan){BF16}, 1, 2)', FULL),
     planted("tpu", CHUNK_BACKWARD, PREVIOUS, PREVIOUS + BF16,
-            f'dstate[...] = watch("dstate", {PREVIOUS}{BF16})', FULL),
-    planted("tpu", CHUNK_BACKWARD, PAIRS, f"({PAIRS}){BF16}", f'scores = watch("A", ({PAIRS}){BF16}, 1, 2)', FULL),
-    planted("tpu", CHANNELS_BACKWARD, OF_PAIRS, OF_PAIRS + BF16, f'dpairs = watch("dA", {OF_PAIRS}{BF16}, 1, 2)', FULL),
+            f'dstate[...] = probe("dstate", {PREVIOUS}{BF16})', FULL),
+    planted("tpu", CHUNK_BACKWARD, PAIRS, f"({PAIRS}){BF16}", f'scores = probe("A", ({PAIRS}){BF16}, 1, 2)', FULL),
+    planted("tpu", CHANNELS_BACKWARD, OF_PAIRS, OF_PAIRS + BF16, f'dpairs = probe("dA", {OF_PAIRS}{BF16}, 1, 2)', FULL),
     planted("tpu", STEPS, "power * series\n", f"(power * series){BF16}\n",
             f"return kept, (power - kept) + (power * series){BF16}", FULL),
     planted("tpu", STEPS_BACKWARD, 'column_of(do, n) * (plan.scale * refs["q_rows"][row, :])',
@@ -340,26 +341,27 @@ def test_an_output_that_aliases_an_input_begins_with_it():
         for op in ("gmm", "tgmm", *LINEAR_ATTENTIONS)
     ],
 )
-def test_the_debug_argument_leaves_nothing_where_it_is_off(name, tmp_path):
+def test_a_probe_leaves_nothing_where_there_is_none(name, tmp_path):
     """What is lowered is what would be without it in the source."""
     jax = pytest.importorskip("jax")
     op = OP[name]
-    case, module = smoke(op), f"tpu_kernels.{module_of(name)}"
-    source = source_of(module)
-    stripped = ast.unparse(_Without().visit(ast.parse(source)))
-    assert "debug" in source and "watch('" not in stripped and "debug('" not in stripped
-    without = getattr(with_sources({module: stripped}, "tpu", [name], tmp_path), name)
+    case, kernels = smoke(op), [load_kernel(op.tpu)]
+    for module in (module_of(name), *(["_lib.chunk_decays"] if module_of(name) == "chunk_scan" else [])):
+        source = source_of(f"tpu_kernels.{module}")
+        stripped = ast.unparse(_Without().visit(ast.parse(source)))
+        assert stripped != ast.unparse(ast.parse(source)) and not re.search(r"\b(debug|probe)\('", stripped)
+        kernels.append(getattr(with_sources({f"tpu_kernels.{module}": stripped}, "tpu", [name], tmp_path), name))
     shapes = {
         key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in reference(op, case).inputs.items() if x is not None
     }
     lowered = {
         kernel: jax.jit(lambda given, k=kernel: k(**given, **Trial(op, case, "tpu").arguments)).lower(shapes).as_text()
-        for kernel in (load_kernel(op.tpu), without)
+        for kernel in kernels
     }
     assert len(set(lowered.values())) == 1
 
 
-VALUE = {"debug": 1, "watch": 1, "watched": 2}
+VALUE = {"debug": 1, "probe": 1, "watched": 2}
 """Which argument of a debug call is the value."""
 
 
@@ -373,7 +375,7 @@ class _Without(ast.NodeTransformer):
 
     def visit_If(self, node):
         self.generic_visit(node)
-        return ast.Pass() if ast.unparse(node.test) in ("watch", "plan.debug", "debug", "self.debug") else node
+        return ast.Pass() if ast.unparse(node.test) in ("active()", "debug", "self.debug") else node
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "gpu_reference").rglob("*.py")), ids=lambda path: path.stem)

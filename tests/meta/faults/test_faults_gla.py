@@ -102,7 +102,7 @@ FAULTS = [
     ),
     planted(
         "the final state is missing from dgk", "tpu", CHANNEL_BACKWARD,
-        'dgk = watch("dgate", reduce(jnp.add, self.whole) * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True))',
+        'dgk = probe("dgate", reduce(jnp.add, self.whole) * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True))',
         "dgk = 0.0",
         smoke,
     ),
@@ -138,8 +138,8 @@ FAULTS = [
     ),
     planted(
         "the scan back is off by one chunk", "tpu", BACKWARD,
-        "partial(block.store, i), states.at[i], dstate, scan, watch)",
-        "partial(block.store, i), states.at[i + 1], dstate, scan, watch)",
+        "partial(block.store, i), states.at[i], dstate, scan, probe)",
+        "partial(block.store, i), states.at[i + 1], dstate, scan, probe)",
         smoke,
     ),
     planted(
@@ -162,7 +162,7 @@ FAULTS = [
     ),
     planted(
         "the state is bfloat16", "tpu", FORWARD,
-        "state[...] = watch(\"state\", _next_state(load, state[...], decay, scan))",
+        "state[...] = probe(\"state\", _next_state(load, state[...], decay, scan))",
         "state[...] = _next_state(load, state[...], decay, scan).astype(jnp.bfloat16).astype(jnp.float32)",
         bfloat16,
     ),
