@@ -22,7 +22,6 @@ FAMILIES = {
         "gla", "grouped_dense", "permute", "moe",
     )
 }  # fmt: skip
-MOVING = {"hardware.py"}
 CONCEPTS = {"cpu_golden.stages"}
 """What parity hands to goldens, whatever they compute."""
 FRAMEWORKS = {"jax", "jaxlib", "torch", "triton"}
@@ -88,10 +87,21 @@ def test_parity_imports_frameworks_only_where_they_are_needed():
 
 
 def test_the_kernel_packages_mirror_each_other():
-    """In what they offer; what their kernels share lies in `_lib/`."""
+    """One module per family, of the same name in all three; what a package's families share lies in its `_lib/`."""
+    own = {"cpu_golden": {"stages.py"}}
     for package in KERNEL_PACKAGES:
-        names = {p.relative_to(ROOT / package).as_posix() for p in files(package)}
-        assert {name for name in names if not name.startswith("_")} - MOVING <= FAMILIES | {"stages.py"}, package
+        names = {path.name for path in (ROOT / package).glob("*.py")} - {"__init__.py"}
+        assert names - own.get(package, set()) == FAMILIES, package
+        assert {path.name for path in (ROOT / package).iterdir() if path.is_dir()} <= {"_lib", "__pycache__"}, package
+
+
+def test_an_operation_is_in_the_same_family_in_all_three_packages():
+    from tests.matrix import OPS
+
+    for op in OPS:
+        homes = {op.golden.__module__, op.tpu.partition(":")[0], op.gpu.partition(":")[0]}
+        assert {home.partition(".")[0] for home in homes} == set(KERNEL_PACKAGES), op.name
+        assert len({home.partition(".")[2] for home in homes}) == 1, (op.name, homes)
 
 
 def test_importing_the_plugin_loads_no_framework():
