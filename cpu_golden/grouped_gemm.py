@@ -34,7 +34,6 @@ def grouped_gemm(
     scale_layout: str = "plain",
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
-    strict: bool = False,
     stages: Stages = exact,
 ) -> Array:
     """Grouped matmul of MXFP8 operands: forward and the data's gradient (ragged="lhs"), the weights' ("contracting").
@@ -49,8 +48,7 @@ def grouped_gemm(
     group_sizes, group_offset, existing_out, rows and groups without data, and errors as `gmm` and `tgmm`;
     preferred_element_type: float32, bfloat16 or float16 (default: the unquantised lhs's dtype, else bfloat16); it is
     checked, and the float64 result left unrounded. The products are exact here, however large a scale is. A `tiling`
-    whose step along the sum (tk, or tm for "contracting") cuts a block is refused. tiling and strict are otherwise the
-    kernels' alone.
+    whose step along the sum (tk, or tm for "contracting") cuts a block is refused; nothing else depends on it here.
     Stages and sites as `gmm` and `tgmm`.
     """
     p = _check(

@@ -12,6 +12,10 @@ import numpy as np
 from cpu_golden import Array
 
 
+def _as_it_is(site: str, value: Array) -> Array:
+    return value
+
+
 @dataclass(frozen=True)
 class Stages:
     """stages(site, value): what goes on from a named site of a golden in place of its float64 value.
@@ -27,7 +31,7 @@ class Stages:
     values_decayed: a decay per step of what is written into a state multiplies v (or do), and not k (or q).
     """
 
-    rounding: Callable[[str, Array], Array] = lambda site, value: value
+    rounding: Callable[[str, Array], Array] = _as_it_is
     depth: int | None = None
     router_depth: int | None = None
     aligned: bool = False

@@ -25,7 +25,7 @@ DISTINCT = {
 
 
 def without_tiles(arguments):
-    return {name: value for name, value in arguments.items() if name not in ("tiling", "strict")}
+    return {name: value for name, value in arguments.items() if name != "tiling"}
 
 
 @pytest.mark.parametrize(("op", "case"), [pytest.param(op, case, id=case.id) for op, case in DISTINCT.values()])
