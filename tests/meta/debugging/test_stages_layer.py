@@ -108,7 +108,7 @@ def test_a_fault_of_logic_is_found_where_it_enters(fault, case_id, site, tmp_pat
     assert conclusion(stages, ranking, tmp_path).startswith(f"a logic fault enters at {site}")
 
 
-OF_DLHS, OF_DRHS = "(by_rows, rhs, group_sizes, **by_gmm", "(left, right, group_sizes, **by_tgmm"
+OF_DLHS, OF_DRHS = "product(by_rows, rhs", "weight_product(left, right"
 FAULTS_OF_DENSE = [
     planted(backend, case, old, old.replace(part, f"{part}._replace(qvalue=2 * {part}.qvalue)"), site, FULL)
     for backend in ("tpu", "gpu")
