@@ -12,9 +12,9 @@ from gpu_reference._lib.hardware import architecture, check_devices, supports_ma
 from gpu_reference._lib.operands import on_device, only_tensor, primal_of, scalar, values
 from gpu_reference._lib.pairs import dual_quantized, padded, product, quantized, weight_product, with_rows
 from op_arguments import Tiling, check_array, check_shape, dtype_name
-from op_arguments.debug import Debug, backward_alone, sums_at
 from op_arguments.gmm import check_gmm
 from op_arguments.grouped_dense import check_quantize_options
+from op_arguments.probe import active, probing, renamed
 
 Quantize = bool | str
 
@@ -36,7 +36,6 @@ class _Options(NamedTuple):
     transpose_rhs: bool
     out_dtype: torch.dtype
     tiling: Tiling | None
-    debug: Debug
 
 
 def grouped_dense(
@@ -52,7 +51,6 @@ def grouped_dense(
     block_size: int | None = 128,
     preferred_element_type: torch.dtype | None = None,
     tiling: Tiling | None = None,
-    debug: Debug = None,
 ) -> Tensor:
     """`gmm`, differentiable in lhs, rhs and existing_out, with its operands quantised to e4m3 on request.
 
@@ -66,8 +64,8 @@ def grouped_dense(
     have the dtypes of what they are gradients of: zero for rows of no active group (lhs), for empty groups (rhs) and
     for rows that were overwritten (existing_out).
     tiling: (tm, tk, tn) of the forward pass, whose backward matmuls take (tm, tn, tk) and (tm, tk, tn), or a look-up
-    (m, k, n) -> (tm, tk, tn) that is asked for each of them. debug: as the matmul of the forward pass has it, and the
-    sums of the other two at dlhs and drhs.
+    (m, k, n) -> (tm, tk, tn) that is asked for each of them. Sites shown to a probe: those of the forward pass's
+    matmul, and the sums of the other two at dlhs and drhs.
     """
     check_quantize_options(quantize, bwd_quantize, block_size)
     group_offset = scalar(group_offset)
@@ -90,7 +88,6 @@ def grouped_dense(
         transpose_rhs=bool(transpose_rhs),
         out_dtype=getattr(torch, p.out_dtype),
         tiling=tiling,
-        debug=debug,
     )
     out: Tensor = _GroupedDense.apply(  # type: ignore[no-untyped-call]
         options, lhs, rhs, group_sizes, group_offset, existing_out
@@ -112,16 +109,15 @@ def grouped_dense_bwd(
     block_size: int | None = 128,
     preferred_element_type: torch.dtype | None = None,
     tiling: Tiling | None = None,
-    debug: Debug = None,
 ) -> Grads:
     """The gradients of `grouped_dense` in lhs, rhs and existing_out, as `torch.autograd.grad` gives them.
 
-    dout [M, N]: the gradient of its result, in the dtype of that. All else as `grouped_dense`, but that debug has no
-    stage of the forward pass.
+    dout [M, N]: the gradient of its result, in the dtype of that. All else as `grouped_dense`, but that
+    a probe sees nothing of the forward pass.
     """
     primals = [primal_of(x) for x in (lhs, rhs, existing_out) if x is not None]
     lhs, rhs, *existing = primals
-    with torch.enable_grad():
+    with torch.enable_grad(), renamed(_of_gradients):
         out = grouped_dense(
             lhs,
             rhs,
@@ -134,7 +130,6 @@ def grouped_dense_bwd(
             block_size=block_size,
             preferred_element_type=preferred_element_type,
             tiling=tiling,
-            debug=backward_alone(debug),
         )
     check_array("dout", dout, "M, N", (dtype_name(out.dtype),))
     check_shape("dout", dout, "M, N", tuple(out.shape))
@@ -146,6 +141,14 @@ def _resolved(quantize: Quantize, device: torch.device) -> bool:
     if quantize == "auto":
         return supports_matmul(torch.float8_e4m3fn, architecture(device))
     return bool(quantize)
+
+
+_AT_DLHS, _AT_DRHS = {"acc": "dlhs"}.get, {"acc": "drhs"}.get
+
+
+def _of_gradients(site: str) -> str | None:
+    """The name of a site of the backward pass; the golden of the gradients has none of the forward pass."""
+    return site if site in ("dlhs", "drhs") else None
 
 
 class _GroupedDense(torch.autograd.Function):
@@ -175,7 +178,13 @@ class _GroupedDense(torch.autograd.Function):
             )
         elif options.bwd_quantize and needs_drhs:
             saved_a = quantized(padded(lhs, options.block_size), 0, options.block_size)
-        ctx.options, ctx.group_offset, ctx.groups, ctx.dtype = options, group_offset, rhs.shape[0], lhs.dtype
+        ctx.probe, ctx.options, ctx.group_offset, ctx.groups, ctx.dtype = (
+            active(),
+            options,
+            group_offset,
+            rhs.shape[0],
+            lhs.dtype,
+        )
         ctx.save_for_backward(
             *(saved_a if needs_drhs else (None, None)), *(saved_b if needs_dlhs else (None, None)), group_sizes
         )
@@ -188,39 +197,46 @@ class _GroupedDense(torch.autograd.Function):
             transpose_rhs=options.transpose_rhs,
             preferred_element_type=options.out_dtype,
             tiling=options.tiling,
-            debug=options.debug,
         )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        options, group_offset = ctx.options, ctx.group_offset
-        *saved, group_sizes = ctx.saved_tensors
-        lhs, rhs = Quantized(*saved[:2]), Quantized(*saved[2:])
-        _, needs_dlhs, needs_drhs, _, _, needs_passed = ctx.needs_input_grad
-        by_rows = by_columns = Quantized(dout, None)
-        if options.bwd_quantize and needs_drhs:
-            by_rows, by_columns = dual_quantized(dout, options.block_size)
-        elif options.bwd_quantize and needs_dlhs:
-            by_rows = quantized(dout, 1, options.block_size)
-        elif needs_drhs:
-            by_columns = Quantized(with_rows(dout, lhs.qvalue.shape[0]), None)
+        with probing(ctx.probe):
+            return _gradients(ctx, dout)
 
-        shared: dict[str, Any] = {"group_offset": group_offset, "preferred_element_type": ctx.dtype}
-        swapped = _swapped(options.tiling)
-        dlhs = drhs = passed = None
-        if needs_dlhs:
-            by_gmm = {"transpose_rhs": not options.transpose_rhs, "tiling": swapped}
-            dlhs = product(by_rows, rhs, group_sizes, **by_gmm, debug=sums_at("dlhs", options.debug), **shared)
-        if needs_drhs:
-            left, right, tiling = lhs, by_columns, options.tiling
-            if options.transpose_rhs:
-                left, right, tiling = by_columns, lhs, swapped
-            by_tgmm = {"num_actual_groups": ctx.groups, "tiling": tiling}
-            drhs = weight_product(left, right, group_sizes, **by_tgmm, debug=sums_at("drhs", options.debug), **shared)
-        if needs_passed:
-            passed = _outside(dout, group_sizes, group_offset, ctx.groups)
-        return None, dlhs, drhs, None, None, passed
+
+def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    """What `_GroupedDense.backward` returns."""
+    options, group_offset = ctx.options, ctx.group_offset
+    *saved, group_sizes = ctx.saved_tensors
+    lhs, rhs = Quantized(*saved[:2]), Quantized(*saved[2:])
+    _, needs_dlhs, needs_drhs, _, _, needs_passed = ctx.needs_input_grad
+    by_rows = by_columns = Quantized(dout, None)
+    if options.bwd_quantize and needs_drhs:
+        by_rows, by_columns = dual_quantized(dout, options.block_size)
+    elif options.bwd_quantize and needs_dlhs:
+        by_rows = quantized(dout, 1, options.block_size)
+    elif needs_drhs:
+        by_columns = Quantized(with_rows(dout, lhs.qvalue.shape[0]), None)
+
+    shared: dict[str, Any] = {"group_offset": group_offset, "preferred_element_type": ctx.dtype}
+    swapped = _swapped(options.tiling)
+    dlhs = drhs = passed = None
+    if needs_dlhs:
+        by_gmm = {"transpose_rhs": not options.transpose_rhs, "tiling": swapped}
+        with renamed(_AT_DLHS):
+            dlhs = product(by_rows, rhs, group_sizes, **by_gmm, **shared)
+    if needs_drhs:
+        left, right, tiling = lhs, by_columns, options.tiling
+        if options.transpose_rhs:
+            left, right, tiling = by_columns, lhs, swapped
+        by_tgmm = {"num_actual_groups": ctx.groups, "tiling": tiling}
+        with renamed(_AT_DRHS):
+            drhs = weight_product(left, right, group_sizes, **by_tgmm, **shared)
+    if needs_passed:
+        passed = _outside(dout, group_sizes, group_offset, ctx.groups)
+    return None, dlhs, drhs, None, None, passed
 
 
 def _swapped(tiling: Tiling | None) -> Tiling | None:

@@ -1,6 +1,5 @@
 """The layer of a mixture of SwiGLU experts on the GPU; it is defined in `cpu_golden/moe.py`."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +17,9 @@ from gpu_reference.gmm import gmm, tgmm
 from gpu_reference.grouped_gemm import grouped_gemm
 from gpu_reference.mxfp8 import mxfp8_dual_quantize, mxfp8_quantize
 from op_arguments import Tiling
-from op_arguments.debug import Debug
 from op_arguments.moe import check_expert_parallel, check_layer_dout, check_moe_layer
 from op_arguments.permute import permuted_rows
+from op_arguments.probe import Probe, active, probe, probing
 
 
 class LayerGrads(NamedTuple):
@@ -44,7 +43,6 @@ class _LayerOptions(NamedTuple):
     tiling: Tiling | None
     process_group: dist.ProcessGroup | None
     dtype: torch.dtype  # of x and the experts' weights
-    debug: Debug
 
     @property
     def between(self) -> torch.dtype:
@@ -68,7 +66,6 @@ def moe_layer(
     sanitize_grads: bool = False,
     tiling: Tiling | None = None,
     process_group: dist.ProcessGroup | None = None,
-    debug: Debug = None,
 ) -> Tensor:
     """A layer of SwiGLU experts, of which each token goes to the top_k that its router likes best; differentiable.
 
@@ -93,8 +90,8 @@ def moe_layer(
     process_group: expert parallelism over its processes. Each has T of the tokens, in order, w_router whole and
     G = E / processes of the experts, in order; rows travel by all-to-all in buffers for the worst case, so that no
     process waits for what another counts. Results are those of one process with all tokens and experts.
-    debug: see `op_arguments.debug`, of what the matmuls hand on in either pass, of logits, weights and the parts
-    of x's gradient, at the golden's sites; None leaves nothing of it.
+    Sites shown to a probe: the golden's, of what the matmuls hand on in either pass, of logits, weights and the parts
+    of x's gradient.
     Nothing is read back from the device. Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or
     value or several devices, and RuntimeError for CPU tensors where Triton's interpreter is off.
     """
@@ -115,11 +112,11 @@ def moe_layer(
     check_devices(tensors | only_tensor("group_offset", group_offset))
     if process_group is not None:
         check_expert_parallel(layer, process_group.size(), group_offset)
-    o = _LayerOptions(top_k, quantize, block_size, capacity, bool(renormalize), tiling, process_group, x.dtype, debug)
+    o = _LayerOptions(top_k, quantize, block_size, capacity, bool(renormalize), tiling, process_group, x.dtype)
     if sanitize_grads:
         x, w_router, w_gate, w_up, w_down = (_sanitized(primal) for primal in tensors.values())
     weights, indices = _route(o, x, w_router)
-    x = _watched(o, None, x, "dexperts")
+    x = _shown(None, x, "dexperts")
     shard: dict[str, Any] = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down, "group_offset": group_offset}
     if process_group is None:
         plan = plan_rows(indices, layer.experts, capacity, permuted_rows(layer.tokens, top_k, layer.experts, capacity))
@@ -151,7 +148,6 @@ def moe_layer_bwd(
     sanitize_grads: bool = False,
     tiling: Tiling | None = None,
     process_group: dist.ProcessGroup | None = None,
-    debug: Debug = None,
 ) -> LayerGrads:
     """The gradients of `moe_layer` in all five of its tensors, as autograd gives them, for a gradient dout [T, D].
 
@@ -171,7 +167,6 @@ def moe_layer_bwd(
             sanitize_grads=sanitize_grads,
             tiling=tiling,
             process_group=process_group,
-            debug=debug,
         )
     check_layer_dout(dout, x)
     return LayerGrads(*torch.autograd.grad(out, primals, dout))
@@ -179,24 +174,26 @@ def moe_layer_bwd(
 
 def _route(o: _LayerOptions, x: Tensor, w_router: Tensor) -> tuple[Tensor, Tensor]:
     """The weights [T, k] float32 of each token's experts, and which these are."""
-    logits: Tensor = _Logits.apply(_watched(o, None, x, "drouter"), w_router)  # type: ignore[no-untyped-call]
-    logits = _watched(o, "logits", logits, "dlogits")
+    logits: Tensor = _Logits.apply(_shown(None, x, "drouter"), w_router)  # type: ignore[no-untyped-call]
+    logits = _shown("logits", logits, "dlogits")
     # Not torch.topk, which leaves open which of equal ones it takes.
     indices = torch.sort(logits.detach(), dim=1, descending=True, stable=True).indices[:, : o.top_k]
     weights = logits.gather(1, indices).softmax(1) if o.renormalize else logits.softmax(1).gather(1, indices)
-    return _watched(o, "weights", weights), indices.int()
+    return _shown("weights", weights), indices.int()
 
 
 class _Logits(torch.autograd.Function):
     """x @ w_router in float32, whatever torch's own matmuls are allowed to round to: a `gmm` of one group."""
 
     @staticmethod
+    @probing(None)
     def forward(ctx: Any, x: Tensor, w_router: Tensor) -> Tensor:
         ctx.save_for_backward(x, w_router)
         return gmm(x.float(), w_router.float()[None], _one_group(x))
 
     @staticmethod
     @once_differentiable
+    @probing(None)
     def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor, Tensor]:
         x, w_router = ctx.saved_tensors
         dx = gmm(dlogits, w_router.float()[None], _one_group(x), transpose_rhs=True)
@@ -224,24 +221,24 @@ def _sanitized(x: Tensor) -> Tensor:
     return sanitized
 
 
-def _watched(o: _LayerOptions, site: str | None, x: Tensor, gradient: str | None = None) -> Tensor:
-    """x, shown to `debug` as what is at a site, and its gradient as what is at another."""
-    if o.debug is None:
+def _shown(site: str | None, x: Tensor, gradient: str | None = None) -> Tensor:
+    """x, shown to a probe as what is at a site, and its gradient as what is at another."""
+    if active() is None:
         return x
-    shown: Tensor = _Shown.apply(o.debug, site, gradient, x)  # type: ignore[no-untyped-call]
+    shown: Tensor = _Shown.apply(active(), site, gradient, x)  # type: ignore[no-untyped-call]
     return shown
 
 
 class _Shown(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, debug: Callable[..., Any], site: str | None, gradient: str | None, x: Tensor) -> Tensor:
-        ctx.debug, ctx.gradient = debug, gradient
-        return x.view_as(x) if site is None else debug(site, x).view_as(x)
+    def forward(ctx: Any, shows: Probe, site: str | None, gradient: str | None, x: Tensor) -> Tensor:
+        ctx.shows, ctx.gradient = shows, gradient
+        return x.view_as(x) if site is None else shows(site, x).view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, grad if ctx.gradient is None else ctx.debug(ctx.gradient, grad)
+        return None, None, None, grad if ctx.gradient is None else ctx.shows(ctx.gradient, grad)
 
 
 def _experts(
@@ -284,51 +281,58 @@ class _Experts(torch.autograd.Function):
             _weights_of(o, w, is_trained) for w in (w_gate, w_up, w_down)
         )
         gate, up = (
-            _watched(o, site, _product(o, taken, w, shard, o.between)) for site, w in (("gate", of_gate), ("up", of_up))
+            probe(site, _product(o, taken, w, shard, o.between)) for site, w in (("gate", of_gate), ("up", of_up))
         )
-        hidden = _watched(o, "hidden", (weights * _silu(gate.float()) * up.float()).to(o.between))
+        hidden = probe("hidden", (weights * _silu(gate.float()) * up.float()).to(o.between))
         activated, saved_hidden = _activations(o, hidden, is_trained)
-        ctx.o, ctx.group_offset, ctx.groups = o, group_offset, w_gate.shape[0]
+        ctx.probe, ctx.o, ctx.group_offset, ctx.groups = active(), o, group_offset, w_gate.shape[0]
         if is_trained:
             pairs = (saved_rows, saved_hidden, saved_gate, saved_up, saved_down)
             ctx.save_for_backward(*(part for pair in pairs for part in pair), gate, up, weights, group_sizes)
-        return _watched(o, "rows", _product(o, activated, of_down, shard, o.dtype))
+        return probe("rows", _product(o, activated, of_down, shard, o.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        o: _LayerOptions = ctx.o
-        *saved, gate, up, weights, group_sizes = ctx.saved_tensors
-        rows, hidden, of_gate, of_up, of_down = (Quantized(*saved[i : i + 2]) for i in range(0, 10, 2))
-        shard = group_sizes, ctx.group_offset
-        by_rows, by_columns = _activations(o, dout, True)
-        dhidden = _watched(o, "dhidden", _product(o, by_rows, of_down, shard, o.between, transpose_rhs=True)).float()
-        gate, up = gate.float(), up.float()
-        sigmoid, silu = gate.sigmoid(), _silu(gate)
-        dweights = _watched(o, "dweights", (dhidden * silu * up).sum(1, keepdim=True))
-        dgate = dhidden * weights * up * sigmoid * (1 + gate * (1 - sigmoid))
-        dup = dhidden * weights * silu
-        (dgate_rows, dgate_columns), (dup_rows, dup_columns) = (
-            _activations(o, _watched(o, site, d.to(o.between)), True) for site, d in (("dgate", dgate), ("dup", dup))
-        )
-        drows = _product(o, dgate_rows, of_gate, shard, torch.float32, transpose_rhs=True)
-        drows += _product(o, dup_rows, of_up, shard, torch.float32, transpose_rhs=True)
-        return (
-            None,
-            _watched(o, "drows", drows.to(o.dtype)),
-            dweights,
-            _weight_gradient(o, rows, dgate_columns, shard, ctx.groups),
-            _weight_gradient(o, rows, dup_columns, shard, ctx.groups),
-            _weight_gradient(o, hidden, by_columns, shard, ctx.groups),
-            None,
-            None,
-        )
+        with probing(ctx.probe):
+            return _gradients_of_experts(ctx, dout)
+
+
+def _gradients_of_experts(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    """What `_Experts.backward` returns."""
+    o: _LayerOptions = ctx.o
+    *saved, gate, up, weights, group_sizes = ctx.saved_tensors
+    rows, hidden, of_gate, of_up, of_down = (Quantized(*saved[i : i + 2]) for i in range(0, 10, 2))
+    shard = group_sizes, ctx.group_offset
+    by_rows, by_columns = _activations(o, dout, True)
+    dhidden = probe("dhidden", _product(o, by_rows, of_down, shard, o.between, transpose_rhs=True)).float()
+    gate, up = gate.float(), up.float()
+    sigmoid, silu = gate.sigmoid(), _silu(gate)
+    dweights = probe("dweights", (dhidden * silu * up).sum(1, keepdim=True))
+    dgate = dhidden * weights * up * sigmoid * (1 + gate * (1 - sigmoid))
+    dup = dhidden * weights * silu
+    (dgate_rows, dgate_columns), (dup_rows, dup_columns) = (
+        _activations(o, probe(site, d.to(o.between)), True) for site, d in (("dgate", dgate), ("dup", dup))
+    )
+    drows = _product(o, dgate_rows, of_gate, shard, torch.float32, transpose_rhs=True)
+    drows += _product(o, dup_rows, of_up, shard, torch.float32, transpose_rhs=True)
+    return (
+        None,
+        probe("drows", drows.to(o.dtype)),
+        dweights,
+        _weight_gradient(o, rows, dgate_columns, shard, ctx.groups),
+        _weight_gradient(o, rows, dup_columns, shard, ctx.groups),
+        _weight_gradient(o, hidden, by_columns, shard, ctx.groups),
+        None,
+        None,
+    )
 
 
 def _silu(x: Tensor) -> Tensor:
     return x * x.sigmoid()
 
 
+@probing(None)
 def _activations(o: _LayerOptions, x: Tensor, is_trained: bool) -> tuple[Quantized, Quantized]:
     """x [M, …] as an operand of products of rows, and (where it is trained) of weights' gradients."""
     if o.quantize is None:
@@ -341,6 +345,7 @@ def _activations(o: _LayerOptions, x: Tensor, is_trained: bool) -> tuple[Quantiz
     return Quantized(*both[:2]), Quantized(*both[2:])
 
 
+@probing(None)
 def _weights_of(o: _LayerOptions, w: Tensor, is_trained: bool) -> tuple[Quantized, Quantized]:
     """w [G, …] as an operand of products, and (where it is trained) of those with it transposed."""
     if o.quantize is None:
@@ -358,6 +363,7 @@ _Shard = tuple[Tensor, int | Tensor]
 """group_sizes and group_offset."""
 
 
+@probing(None)
 def _product(
     o: _LayerOptions, lhs: Quantized, rhs: Quantized, shard: _Shard, dtype: torch.dtype, transpose_rhs: bool = False
 ) -> Tensor:
@@ -373,6 +379,7 @@ def _product(
     return product(lhs, rhs, group_sizes, **arguments)
 
 
+@probing(None)
 def _weight_gradient(o: _LayerOptions, lhs: Quantized, rhs: Quantized, shard: _Shard, groups: int) -> Tensor:
     group_sizes, group_offset = shard
     arguments: dict[str, Any] = {

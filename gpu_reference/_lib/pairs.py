@@ -1,4 +1,7 @@
-"""Operands of grouped matmuls as pairs (qvalue, scale), the scale None where they are not quantised."""
+"""Operands of grouped matmuls as pairs (qvalue, scale), the scale None where they are not quantised.
+
+What quantisers show to a probe is hidden here: the goldens of layers have no such sites.
+"""
 
 from typing import Any
 
@@ -10,18 +13,19 @@ from gpu_reference._lib.formats import Quantized
 from gpu_reference.gmm import gmm, tgmm
 from gpu_reference.quantize import fp8_dual_quantize, fp8_quantize
 from gpu_reference.quantized_gmm import gmm_quantized, tgmm_quantized
+from op_arguments.probe import active, probing
 
 
 def product(lhs: Quantized, rhs: Quantized, group_sizes: Tensor, **arguments: Any) -> Tensor:
     if lhs.scale is None and rhs.scale is None:
-        return gmm(*_same_dtype(lhs.qvalue, rhs.qvalue), group_sizes, **arguments)
-    return gmm_quantized(*lhs, *rhs, group_sizes, **arguments)
+        return gmm(*_same_dtype(lhs.qvalue, rhs.qvalue), group_sizes, **arguments, debug=active())
+    return gmm_quantized(*lhs, *rhs, group_sizes, **arguments, debug=active())
 
 
 def weight_product(lhs: Quantized, rhs: Quantized, group_sizes: Tensor, **arguments: Any) -> Tensor:
     if lhs.scale is None and rhs.scale is None:
-        return tgmm(*_same_dtype(lhs.qvalue, rhs.qvalue), group_sizes, **arguments)
-    return tgmm_quantized(*lhs, *rhs, group_sizes, **arguments)
+        return tgmm(*_same_dtype(lhs.qvalue, rhs.qvalue), group_sizes, **arguments, debug=active())
+    return tgmm_quantized(*lhs, *rhs, group_sizes, **arguments, debug=active())
 
 
 def _same_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,11 +34,13 @@ def _same_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a.to(dtype), b.to(dtype)
 
 
+@probing(None)
 def quantized(x: Tensor, axis: int | tuple[int, ...], block_size: int | None) -> Quantized:
     # Values of x are at hand on some devices only; a training step saturates infinities on all of them.
     return fp8_quantize(x, axis, block_size, check_finite=False)
 
 
+@probing(None)
 def dual_quantized(x: Tensor, block_size: int | None) -> tuple[Quantized, Quantized]:
     """x [M, …] by rows, and by columns with rows of zeros up to a multiple of the block."""
     rows = x.shape[0]

@@ -13,7 +13,7 @@ from gpu_reference._lib.operands import range_of
 from gpu_reference.grouped_dense import grouped_dense, grouped_dense_bwd
 from gpu_reference.moe import moe_layer, moe_layer_bwd
 from gpu_reference.permute import permute, unpermute
-from op_arguments.debug import backward_alone, sums_at
+from op_arguments.probe import probing
 from parity.backends.emulation import tensor_core
 from tests.interpreter import interpreted
 
@@ -57,14 +57,16 @@ def test_of_equal_logits_the_lower_experts_are_chosen():
 
 
 def test_of_many_equal_logits_as_well():
-    """An unstable sort leaves few of them as they were."""
-    experts = 128
-    options = moe._LayerOptions._make([None] * len(moe._LayerOptions._fields))._replace(top_k=3, renormalize=True)
-    x, w_router = torch.ones(2, 8, device=DEVICE), torch.zeros(8, experts, device=DEVICE)
-    w_router[:, 70] = 1
-    weights, indices = moe._route(options, x, w_router)
-    assert indices.tolist() == [[70, 0, 1]] * 2
-    assert torch.equal(weights, torch.softmax(torch.tensor([[8.0, 0, 0]] * 2, device=DEVICE), 1))
+    """An unstable sort leaves few of them as they were: of 128 experts it takes one that it likes and the first two."""
+    experts, chosen = 128, [70, 0, 1]
+    given = {"x": torch.ones(2, 8, device=DEVICE), "w_router": torch.zeros(8, experts, device=DEVICE)}
+    given["w_router"][:, 70] = 1
+    weights = {name: torch.ones(experts, 8, 8, device=DEVICE) for name in ("w_gate", "w_up", "w_down")}
+    others = torch.ones(experts, dtype=torch.bool, device=DEVICE)
+    others[chosen] = False
+    without = {name: w.masked_fill(others[:, None, None], 0) for name, w in weights.items()}
+    out = moe_layer(**given, **weights, top_k=3)
+    assert out.any() and torch.equal(out, moe_layer(**given, **without, top_k=3))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -244,24 +246,21 @@ def test_a_backward_pass_shows_the_sums_of_its_matmuls_and_their_steps(quantize,
     """Of lhs's gradient they go along N, of rhs's along M, and the golden has but one size for both."""
     given, shown = draw_dense(), {}
 
-    def debug(site, value, where=None, **steps):
-        shown.setdefault(site, set()).add(steps.get("tiling"))
+    def shows(site, value, where=None, **steps):
+        shown.setdefault(site, set()).add(steps.get("depth") or max(steps.get("tiling", [0])))
         return value
 
     options = dict(group_sizes=SIZES, transpose_rhs=transpose_rhs, quantize=quantize, bwd_quantize=quantize,
-                   block_size=32, tiling=(64, 32, 16), debug=debug)  # fmt: skip
-    grouped_dense(**given, **options)
+                   block_size=32, tiling=(64, 32, 16))  # fmt: skip
+    with probing(shows):
+        grouped_dense(**given, **options)
     assert "acc" in shown and not shown.keys() & {"dlhs", "drhs"}
     shown.clear()
-    grouped_dense_bwd(**given, dout=given["existing_out"], **options)
+    with probing(shows):
+        grouped_dense_bwd(**given, dout=given["existing_out"], **options)
     assert shown.keys() == {"dlhs", "drhs"}
     if not quantize:
-        assert shown == {"dlhs": {(16, 16, 16)}, "drhs": {(64, 64, 64)}}
-
-
-def test_without_debug_nothing_is_left_of_it():
-    assert sums_at("dlhs", None) is None
-    assert backward_alone(None) is None
+        assert shown == {"dlhs": {16}, "drhs": {64}}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
