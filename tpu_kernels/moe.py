@@ -1,6 +1,5 @@
 """The layer of a mixture of SwiGLU experts on the TPU; it is defined in `cpu_golden/moe.py`."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,11 +9,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from op_arguments import Tiling
-from op_arguments.debug import Debug
 from op_arguments.moe import check_expert_parallel, check_layer_dout, check_moe_layer
 from op_arguments.permute import permuted_rows
+from op_arguments.probe import active, probe, probing
 from tpu_kernels._lib.arguments import Interpret, as_vector, static_scalar
 from tpu_kernels._lib.blocks import Quantized
+from tpu_kernels._lib.call import jit
 from tpu_kernels._lib.exchange import exchange_plans, swap
 from tpu_kernels._lib.pairs import Shard, dual_quantized, product, quantized, weight_product
 from tpu_kernels._lib.routing import combine, plan_rows, take
@@ -52,7 +52,6 @@ def moe_layer(
     tiling: Tiling | None = None,
     axis_name: str | None = None,
     interpret: Interpret = None,
-    debug: Debug = None,
 ) -> jax.Array:
     """[T, D]: each token through the top_k SwiGLU experts that its router likes best, weighted; differentiable.
 
@@ -62,15 +61,12 @@ def moe_layer(
     has T of the tokens, in order, w_router whole and G = E / devices of the experts, in order; rows travel by
     all-to-all in buffers for the worst case. Results are those of one device with all tokens and experts, but for the
     sums over rows in gradients of weights: their order, and which rows share a scale where they are quantised.
-    debug: see `op_arguments.debug`, of what the matmuls hand on in either pass, of logits, weights and the parts of
-    x's gradient, at the golden's sites; None leaves nothing of it.
+    Sites shown to a probe: what the matmuls hand on in either pass, logits, weights and the parts of x's gradient.
     """
-    asked = _Options(
-        top_k, quantize, block_size, capacity, renormalize, sanitize_grads, tiling, axis_name, interpret, debug
-    )
+    asked = _Options(top_k, quantize, block_size, capacity, renormalize, sanitize_grads, tiling, axis_name, interpret)
     primals = Primals(x, w_router, w_gate, w_up, w_down)
     options, offset = _checked(asked, primals, group_offset)
-    return _layer(options, primals, offset)
+    return _layer(primals, offset, o=options)
 
 
 def moe_layer_bwd(
@@ -91,20 +87,17 @@ def moe_layer_bwd(
     tiling: Tiling | None = None,
     axis_name: str | None = None,
     interpret: Interpret = None,
-    debug: Debug = None,
 ) -> LayerGrads:
     """The gradients of `moe_layer` in all five of its arrays, as `jax.vjp` gives them, for a gradient dout [T, D].
 
     In the dtypes of the primals; zero for experts without rows. With axis_name w_router's is the part of this device's
     tokens. All else as `moe_layer`.
     """
-    asked = _Options(
-        top_k, quantize, block_size, capacity, renormalize, sanitize_grads, tiling, axis_name, interpret, debug
-    )
+    asked = _Options(top_k, quantize, block_size, capacity, renormalize, sanitize_grads, tiling, axis_name, interpret)
     primals = Primals(x, w_router, w_gate, w_up, w_down)
     options, offset = _checked(asked, primals, group_offset)
     check_layer_dout(dout, x)
-    _, backward = jax.vjp(lambda primals: _layer(options, primals, offset), primals)
+    _, backward = jax.vjp(lambda primals: _layer(primals, offset, o=options), primals)
     (grads,) = backward(dout)
     return LayerGrads(*grads)
 
@@ -131,7 +124,6 @@ class _Options(NamedTuple):
     tiling: Tiling | None
     axis_name: str | None
     interpret: Interpret
-    debug: Debug
     dtype: Any = None  # of x and the experts' weights
 
     @property
@@ -158,14 +150,14 @@ def _checked(asked: _Options, primals: Primals, group_offset: int | jax.Array) -
     return options, as_vector(group_offset, layer.experts - layer.groups)
 
 
-@partial(jax.jit, static_argnums=0)
-def _layer(o: _Options, primals: Primals, group_offset: jax.Array) -> jax.Array:
+@jit("o")
+def _layer(primals: Primals, group_offset: jax.Array, *, o: _Options) -> jax.Array:
     if o.sanitize_grads:
         primals = Primals(*(_sanitized(primal) for primal in primals))
     x, w_router, *of_experts = primals
     experts = Experts(*of_experts)
-    weights, indices = _route(o, _watched(o, None, x, "drouter"), w_router)
-    x = _watched(o, None, x, "dexperts")
+    weights, indices = _route(o, _watched(None, x, "drouter"), w_router)
+    x = _watched(None, x, "dexperts")
     num_experts = w_router.shape[1]
     if o.axis_name is None:
         plan = plan_rows(indices, num_experts, o.capacity, permuted_rows(x.shape[0], o.top_k, num_experts, o.capacity))
@@ -183,31 +175,31 @@ def _layer(o: _Options, primals: Primals, group_offset: jax.Array) -> jax.Array:
 def _route(o: _Options, x: jax.Array, w_router: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The weights [T, k] float32 of each token's experts, and which these are."""
     logits = jnp.dot(x.astype(jnp.float32), w_router.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-    logits = _watched(o, "logits", logits, "dlogits")
+    logits = _watched("logits", logits, "dlogits")
     _, indices = lax.top_k(lax.stop_gradient(logits), o.top_k)
     if o.renormalize:
         weights = jax.nn.softmax(jnp.take_along_axis(logits, indices, axis=1))
     else:
         weights = jnp.take_along_axis(jax.nn.softmax(logits), indices, axis=1)
-    return _watched(o, "weights", weights), indices
+    return _watched("weights", weights), indices
 
 
-def _watched(o: _Options, site: str | None, x: jax.Array, gradient: str | None = None) -> jax.Array:
-    """x, shown to `debug` as what is at a site, and its gradient as what is at another."""
-    return x if o.debug is None else _shown(o.debug, site, gradient, x)
+def _watched(site: str | None, x: jax.Array, gradient: str | None = None) -> jax.Array:
+    """x, shown to the probe as what is at a site, and its gradient as what is at another."""
+    return x if active() is None else _shown(site, gradient, x)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _shown(debug: Callable[..., Any], site: str | None, gradient: str | None, x: jax.Array) -> Any:
-    return x if site is None else debug(site, x)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _shown(site: str | None, gradient: str | None, x: jax.Array) -> Any:
+    return x if site is None else probe(site, x)
 
 
-def _shown_fwd(debug: Callable[..., Any], site: str | None, gradient: str | None, x: jax.Array) -> tuple[Any, None]:
-    return _shown(debug, site, gradient, x), None
+def _shown_fwd(site: str | None, gradient: str | None, x: jax.Array) -> tuple[Any, None]:
+    return _shown(site, gradient, x), None
 
 
-def _shown_bwd(debug: Callable[..., Any], site: str | None, gradient: str | None, _: None, grad: jax.Array) -> Any:
-    return (grad if gradient is None else debug(gradient, grad),)
+def _shown_bwd(site: str | None, gradient: str | None, _: None, grad: jax.Array) -> Any:
+    return (grad if gradient is None else probe(gradient, grad),)
 
 
 _shown.defvjp(_shown_fwd, _shown_bwd)
@@ -250,12 +242,12 @@ def _forward(
     taken, saved_rows = _activations(o, rows, is_trained)
     (of_gate, saved_gate), (of_up, saved_up), (of_down, saved_down) = (_weights_of(o, w, is_trained) for w in experts)
     gate, up = (
-        _watched(o, site, _product(o, taken, w, shard, o.between)) for site, w in (("gate", of_gate), ("up", of_up))
+        _watched(site, _product(o, taken, w, shard, o.between)) for site, w in (("gate", of_gate), ("up", of_up))
     )
     hidden = (weights * jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(o.between)
-    hidden = _watched(o, "hidden", hidden)
+    hidden = _watched("hidden", hidden)
     activated, saved_hidden = _activations(o, hidden, is_trained)
-    out = _watched(o, "rows", _product(o, activated, of_down, shard, o.dtype))
+    out = _watched("rows", _product(o, activated, of_down, shard, o.dtype))
     named = zip((saved_rows, saved_hidden, Experts(saved_gate, saved_up, saved_down)), QUANTIZED_RESIDUALS, strict=True)
     operands = [checkpoint_name(kept, name) if o.quantize else kept for kept, name in named]
     return out, (*operands, gate, up, weights, shard)
@@ -265,19 +257,19 @@ def _bwd(o: _Options, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
     rows, hidden, experts, gate, up, weights, shard = saved
     by_rows, by_columns = _activations(o, dout, True)
     dhidden = _product(o, by_rows, experts.down, shard, o.between, transpose_rhs=True)
-    dhidden = _watched(o, "dhidden", dhidden).astype(jnp.float32)
+    dhidden = _watched("dhidden", dhidden).astype(jnp.float32)
     gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
     sigmoid, silu = jax.nn.sigmoid(gate), jax.nn.silu(gate)
-    dweights = _watched(o, "dweights", (dhidden * silu * up).sum(axis=1, keepdims=True))
+    dweights = _watched("dweights", (dhidden * silu * up).sum(axis=1, keepdims=True))
     dgate = dhidden * weights * up * sigmoid * (1 + gate * (1 - sigmoid))
     dup = dhidden * weights * silu
     (dgate_rows, dgate_columns), (dup_rows, dup_columns) = (
-        _activations(o, _watched(o, site, d.astype(o.between)), True) for site, d in (("dgate", dgate), ("dup", dup))
+        _activations(o, _watched(site, d.astype(o.between)), True) for site, d in (("dgate", dgate), ("dup", dup))
     )
     of_both = ((dgate_rows, experts.gate), (dup_rows, experts.up))
     through_gate, through_up = (_product(o, d, w, shard, jnp.float32, transpose_rhs=True) for d, w in of_both)
     return (
-        _watched(o, "drows", (through_gate + through_up).astype(o.dtype)),
+        _watched("drows", (through_gate + through_up).astype(o.dtype)),
         dweights,
         Experts(
             _weight_gradient(o, rows, dgate_columns, shard, experts.gate),
@@ -291,6 +283,7 @@ def _bwd(o: _Options, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
 _through.defvjp(_fwd, _bwd)
 
 
+@probing(None)  # the layer has no sites within its quantisers and matmuls
 def _activations(o: _Options, x: jax.Array, is_trained: bool) -> tuple[Quantized, Quantized]:
     """x [M, …] as an operand of products of rows, and (where it is trained) of weights' gradients."""
     if o.quantize is None:
@@ -304,6 +297,7 @@ def _activations(o: _Options, x: jax.Array, is_trained: bool) -> tuple[Quantized
     return Quantized(*both[:2]), Quantized(*both[2:])
 
 
+@probing(None)
 def _weights_of(o: _Options, w: jax.Array, is_trained: bool) -> tuple[Quantized, Quantized]:
     """w [G, …] as an operand of products, and (where it is trained) of those with it transposed."""
     if o.quantize is None:
@@ -317,6 +311,7 @@ def _weights_of(o: _Options, w: jax.Array, is_trained: bool) -> tuple[Quantized,
     return Quantized(*both[2:]), Quantized(*both[:2])
 
 
+@probing(None)
 def _product(
     o: _Options, lhs: Quantized, rhs: Quantized, shard: Shard, dtype: Any, transpose_rhs: bool = False
 ) -> jax.Array:
@@ -331,6 +326,7 @@ def _product(
     )
 
 
+@probing(None)
 def _weight_gradient(o: _Options, lhs: Quantized, rhs: Quantized, shard: Shard, of: Quantized) -> jax.Array:
     arguments: dict[str, Any] = {
         "num_actual_groups": of.qvalue.shape[0],

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from op_arguments.debug import Debug
 from op_arguments.mxfp8 import (
     E8M0,
     MX_BLOCK,
@@ -45,18 +44,19 @@ def mxfp8_quantize(
     scale_rounding: Literal["up", "floor"] = "up",
     check_finite: bool = True,
     interpret: Interpret = None,
-    debug: Debug = None,
 ) -> Quantized:
     """qvalue [...] in dtype and scale float8_e8m0fnu: x in MXFP8, one power of two per 32 elements along `axis`.
 
     Arguments, result and errors as `cpu_golden.mxfp8.mxfp8_quantize`, bit for bit; under tracing ±inf saturates.
-    XLA pads x first where 32 does not divide the axis. interpret and debug as `tpu_kernels.quantize.fp8_quantize`.
+    XLA pads x first where 32 does not divide the axis. interpret and sites as `tpu_kernels.quantize.fp8_quantize`.
     """
     axis, name = check_mxfp8_quantize(x, axis, dtype, scale_rounding)
     if check_finite:
         check_finite_here(x, nan=False)
     scaling = PowerScales(FORMATS[name], scale_rounding)
-    q = quantize_blocks(_whole_blocks(x, axis), _mx_blocks(x, axis), scaling, resolve_interpret(interpret), debug)
+    q = quantize_blocks(
+        _whole_blocks(x, axis), blocks=_mx_blocks(x, axis), scaling=scaling, interpret=resolve_interpret(interpret)
+    )
     return Quantized(lax.slice_in_dim(q.qvalue, 0, x.shape[axis], axis=axis), _e8m0(q.scale))
 
 
@@ -67,7 +67,6 @@ def mxfp8_dual_quantize(
     scale_rounding: Literal["up", "floor"] = "up",
     check_finite: bool = True,
     interpret: Interpret = None,
-    debug: Debug = None,
 ) -> DualQuantized:
     """`mxfp8_quantize` of x [M, K] or [G, M, K] by rows and by columns, reading x once for both.
 
@@ -81,7 +80,7 @@ def mxfp8_dual_quantize(
     padded = _whole_blocks(_whole_blocks(x, rows), columns)
     blocks = _mx_blocks(x, rows), _mx_blocks(x, columns)
     scaling = PowerScales(FORMATS[name], scale_rounding)
-    dual = dual_quantize_blocks(padded, blocks, scaling, resolve_interpret(interpret), debug)
+    dual = dual_quantize_blocks(padded, blocks=blocks, scaling=scaling, interpret=resolve_interpret(interpret))
     return DualQuantized(
         dual.rowwise[..., :m, :k],
         _e8m0(dual.rowwise_scale[..., :m, :]),
@@ -97,7 +96,9 @@ def mxfp8_dequantize(
     axis, name = check_mxfp8_dequantize(qvalue, scale, dtype)
     whole, exponents = _whole_blocks(qvalue, axis), _biased_exponents(scale)
     blocks = _mx_blocks(qvalue, axis)
-    wide = dequantize_blocks(whole, exponents, blocks, _decode_by_power, name, resolve_interpret(interpret))
+    wide = dequantize_blocks(
+        whole, exponents, blocks=blocks, decode=_decode_by_power, dtype=name, interpret=resolve_interpret(interpret)
+    )
     return lax.slice_in_dim(wide, 0, qvalue.shape[axis], axis=axis)
 
 

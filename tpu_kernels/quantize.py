@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from op_arguments.debug import Debug
 from op_arguments.quantize import FP8, check_blocks, check_dequantize, check_dual_quantize, check_quantize
 from tpu_kernels._lib.arguments import Interpret, resolve_interpret
 from tpu_kernels._lib.blocks import (
@@ -37,13 +36,12 @@ def fp8_quantize(
     dtype: Any = "float8_e4m3fn",
     check_finite: bool = True,
     interpret: Interpret = None,
-    debug: Debug = None,
 ) -> Quantized:
     """qvalue [...] in dtype and scale float32: x in fp8, one scale per block of `block_size` along each axis in `axis`.
 
     Arguments, result and errors as `cpu_golden.quantize.fp8_quantize`, bit for bit; under tracing ±inf saturates.
-    interpret: as `pl.pallas_call`; None interprets where there is no TPU. debug: see `op_arguments.debug`, of absmax,
-    scale and spread, the scale of each element.
+    interpret: as `pl.pallas_call`; None interprets where there is no TPU. Sites shown to a probe: absmax, scale and
+    spread, the scale of each element.
     x is read once where blocks fit a tile (all but whole axes of thousands), else twice. XLA transposes blocks of the
     last axis that are not 16, 32, 64 or multiples of 128, and blocks of other axes that are not multiples of 32, unless
     they are whole axes.
@@ -51,7 +49,7 @@ def fp8_quantize(
     blocks, name = check_quantize(x, axis, block_size, dtype)
     if check_finite:
         check_finite_here(x, nan=False)
-    return quantize_blocks(x, blocks, FloatScales(FORMATS[name]), resolve_interpret(interpret), debug)
+    return quantize_blocks(x, blocks=blocks, scaling=FloatScales(FORMATS[name]), interpret=resolve_interpret(interpret))
 
 
 def int8_quantize(
@@ -61,7 +59,6 @@ def int8_quantize(
     *,
     check_finite: bool = True,
     interpret: Interpret = None,
-    debug: Debug = None,
 ) -> Quantized:
     """qvalue [...] int8 and scale float32, as `fp8_quantize`; `cpu_golden.quantize.int8_quantize` bit for bit.
 
@@ -70,7 +67,9 @@ def int8_quantize(
     blocks = check_blocks(x, axis, block_size)
     if check_finite:
         check_finite_here(x, nan=True)
-    return quantize_blocks(x, blocks, FloatScales(FORMATS["int8"]), resolve_interpret(interpret), debug)
+    return quantize_blocks(
+        x, blocks=blocks, scaling=FloatScales(FORMATS["int8"]), interpret=resolve_interpret(interpret)
+    )
 
 
 def fp8_dual_quantize(
@@ -80,31 +79,36 @@ def fp8_dual_quantize(
     dtype: Any = "float8_e4m3fn",
     check_finite: bool = True,
     interpret: Interpret = None,
-    debug: Debug = None,
 ) -> DualQuantized:
     """`fp8_quantize` of x [M, K] or [G, M, K] by rows and by columns, reading x once for both.
 
     Arguments, result and errors as `cpu_golden.quantize.fp8_dual_quantize`.
     Blocks of whole axes longer than a tile (512 rows, 1024 columns) and those that `fp8_quantize` transposes take one
-    call each. debug: as `fp8_quantize`, of both: rowwise_absmax and so on.
+    call each. Sites as `fp8_quantize`, of both: rowwise_absmax and so on.
     """
     by_rows, by_columns, name = check_dual_quantize(x, block_size, dtype)
     if check_finite:
         check_finite_here(x, nan=False)
     scaling = FloatScales(FORMATS[name])
-    return dual_quantize_blocks(x, (by_rows, by_columns), scaling, resolve_interpret(interpret), debug)
+    return dual_quantize_blocks(
+        x, blocks=(by_rows, by_columns), scaling=scaling, interpret=resolve_interpret(interpret)
+    )
 
 
 def fp8_dequantize(qvalue: jax.Array, scale: jax.Array, *, interpret: Interpret = None) -> jax.Array:
     """qvalue · scale [...] float32; arguments, result and errors as `cpu_golden.quantize.fp8_dequantize`."""
     blocks = check_dequantize(qvalue, scale, FP8)
-    return dequantize_blocks(qvalue, scale, blocks, _decode, "float32", resolve_interpret(interpret))
+    return dequantize_blocks(
+        qvalue, scale, blocks=blocks, decode=_decode, dtype="float32", interpret=resolve_interpret(interpret)
+    )
 
 
 def int8_dequantize(qvalue: jax.Array, scale: jax.Array, *, interpret: Interpret = None) -> jax.Array:
     """As `fp8_dequantize`, of int8."""
     blocks = check_dequantize(qvalue, scale, ("int8",))
-    return dequantize_blocks(qvalue, scale, blocks, _decode, "float32", resolve_interpret(interpret))
+    return dequantize_blocks(
+        qvalue, scale, blocks=blocks, decode=_decode, dtype="float32", interpret=resolve_interpret(interpret)
+    )
 
 
 @dataclass(frozen=True)

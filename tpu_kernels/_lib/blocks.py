@@ -15,9 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from op_arguments.debug import Debug, named
+from op_arguments.probe import Rename, active, probe, renamed
 from op_arguments.quantize import Blocks, check_finite_values
 from tpu_kernels._lib.arguments import kernel_operand
+from tpu_kernels._lib.call import jit
 from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.formats import SMALLEST, Format, finite_magnitude
 from tpu_kernels._lib.layout import SUBLANES, Block, Layout, Tiles
@@ -60,9 +61,9 @@ class Scaling(Protocol):
         """The scale itself, in float32."""
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+@jit("blocks", "scaling", "interpret")
 def quantize_blocks(
-    x: jax.Array, blocks: Blocks, scaling: Scaling, interpret: bool | pltpu.InterpretParams, debug: Debug
+    x: jax.Array, *, blocks: Blocks, scaling: Scaling, interpret: bool | pltpu.InterpretParams
 ) -> Quantized:
     """The codes of x [...] in the scaling's format, and what it keeps of each block, float32 [..., size / block]."""
     scale_shape = tuple(size // block for size, block in zip(x.shape, blocks, strict=True))
@@ -70,36 +71,43 @@ def quantize_blocks(
         return Quantized(jnp.zeros(x.shape, scaling.format.dtype), jnp.ones(scale_shape, jnp.float32))
     layout = Layout.of(x.shape, blocks)
     tiles = Tiles.of(layout.shape, [layout.block])
-    ((codes, scale),) = _quantize_call(layout.view(x), [layout.block], tiles, scaling, interpret, [debug])
+    ((codes, scale),) = _quantize_call(layout.view(x), {str: layout.block}, tiles, scaling, interpret)
     return Quantized(_qvalue(layout.restore(codes, x.shape), scaling), scale.reshape(scale_shape))
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _rowwise(site: str) -> str:
+    return f"rowwise_{site}"
+
+
+def _columnwise(site: str) -> str:
+    return f"columnwise_{site}"
+
+
+@jit("blocks", "scaling", "interpret")
 def dual_quantize_blocks(
-    x: jax.Array,
-    blocks: tuple[Blocks, Blocks],
-    scaling: Scaling,
-    interpret: bool | pltpu.InterpretParams,
-    debug: Debug,
+    x: jax.Array, *, blocks: tuple[Blocks, Blocks], scaling: Scaling, interpret: bool | pltpu.InterpretParams
 ) -> DualQuantized:
     """`quantize_blocks` by rows and by columns, in one pass over x where both see it alike and in tiles alike."""
-    debugs = [named(debug, output) for output in ("rowwise", "columnwise")]
     layouts = [Layout.of(x.shape, each) for each in blocks]
     tiles = Tiles.of(layouts[0].shape, [layout.block for layout in layouts])
     if x.size == 0 or any(layout.split for layout in layouts) or tiles.steps > 1:
-        pairs = (quantize_blocks(x, each, scaling, interpret, own) for each, own in zip(blocks, debugs, strict=True))
-        return DualQuantized(*(array for pair in pairs for array in pair))
+        pairs: list[jax.Array] = []
+        for each, name in zip(blocks, (_rowwise, _columnwise), strict=True):
+            with renamed(name):
+                pairs += quantize_blocks(x, blocks=each, scaling=scaling, interpret=interpret)
+        return DualQuantized(*pairs)
     outputs: list[jax.Array] = []
-    by = [layout.block for layout in layouts]
-    for codes, scale in _quantize_call(layouts[0].view(x), by, tiles, scaling, interpret, debugs):
+    by: dict[Rename, Block] = {_rowwise: layouts[0].block, _columnwise: layouts[1].block}
+    for codes, scale in _quantize_call(layouts[0].view(x), by, tiles, scaling, interpret):
         outputs += [_qvalue(codes.reshape(x.shape), scaling), scale.reshape(x.shape[:-2] + scale.shape[1:])]
     return DualQuantized(*outputs)
 
 
-@partial(jax.jit, static_argnums=(2, 3, 4, 5))
+@jit("blocks", "decode", "dtype", "interpret")
 def dequantize_blocks(
     qvalue: jax.Array,
     scale: jax.Array,
+    *,
     blocks: Blocks,
     decode: Decode,
     dtype: str,
@@ -145,14 +153,14 @@ def _qvalue(codes: jax.Array, scaling: Scaling) -> jax.Array:
 
 def _quantize_call(
     x: jax.Array,
-    blocks: list[Block],
+    blocks: dict[Rename, Block],
     tiles: Tiles,
     scaling: Scaling,
     interpret: bool | pltpu.InterpretParams,
-    debugs: list[Debug],
 ) -> list[Quantized]:
     """x [A, R, C], quantised by each of `blocks`, in one pass (two where tiles share their blocks).
 
+    blocks: by the names that a probe is shown their sites under.
     Qvalues are int8 bits of the format where interpreted.
     """
     x = kernel_operand(x)
@@ -168,15 +176,16 @@ def _quantize_call(
     # Interpreted, fp8 is made of int8 at the end: XLA's CPU backend copies it by conversions that change NaNs.
     codes = jax.ShapeDtypeStruct(x.shape, jnp.dtype("int8" if interpret else scaling.format.dtype))
     out_shape = [
-        Quantized(codes, jax.ShapeDtypeStruct((*tiles.walks, *tiles.scales(block)), jnp.float32)) for block in blocks
+        Quantized(codes, jax.ShapeDtypeStruct((*tiles.walks, *tiles.scales(block)), jnp.float32))
+        for block in blocks.values()
     ]
     written = sum(out.size * out.dtype.itemsize for out in jax.tree.leaves(out_shape))
     outputs = pl.pallas_call(
-        partial(_quantize_kernel, blocks=blocks, tiles=tiles, scaling=scaling, debugs=debugs),
+        partial(_quantize_kernel, blocks=blocks, tiles=tiles, scaling=scaling),
         out_shape=out_shape,
         grid=(*tiles.walks, passes * tiles.steps),
         in_specs=[pl.BlockSpec(tile, x_tile)],
-        out_specs=[Quantized(pl.BlockSpec(tile, q_tile), tiles.scale_spec(block)) for block in blocks],
+        out_specs=[Quantized(pl.BlockSpec(tile, q_tile), tiles.scale_spec(block)) for block in blocks.values()],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=40 * x.size * len(blocks),
@@ -186,22 +195,23 @@ def _quantize_call(
         interpret=interpret,
         name="quantize",
     )(x)
-    return [Quantized(q, tiles.from_walks(scale, block)) for (q, scale), block in zip(outputs, blocks, strict=True)]
+    return [
+        Quantized(q, tiles.from_walks(scale, block)) for (q, scale), block in zip(outputs, blocks.values(), strict=True)
+    ]
 
 
-def _quantize_kernel(
-    x: Any, *outputs: Quantized, blocks: list[Block], tiles: Tiles, scaling: Scaling, debugs: list[Debug]
-) -> None:
+def _quantize_kernel(x: Any, *outputs: Quantized, blocks: dict[Rename, Block], tiles: Tiles, scaling: Scaling) -> None:
     """A step of a walk. The first pass measures the blocks, the last one encodes; the same where a walk is a step."""
     step, last_step = pl.program_id(3), pl.num_programs(3) - 1
     _, row, column = tiles.at(0, pl.program_id(1), pl.program_id(2), step % tiles.steps)
-    for out, block, debug in zip(outputs, blocks, debugs, strict=True):
-        tile = _Tile(x, out, block, tiles, scaling, debug, row, column)
+    for out, (name, block) in zip(outputs, blocks.items(), strict=True):
+        tile = _Tile(x, out, block, tiles, scaling, row, column)
         for_rows = partial(_for_rows, tiles.rows, block[0], out.scale.shape[0])
-        pl.when(step == 0)(tile.begin)
-        pl.when(step < tiles.steps)(partial(for_rows, tile.measure))
-        pl.when(step == tiles.steps - 1)(tile.finish)
-        pl.when(step > last_step - tiles.steps)(partial(for_rows, tile.encode))
+        with renamed(name):
+            pl.when(step == 0)(tile.begin)
+            pl.when(step < tiles.steps)(partial(for_rows, tile.measure))
+            pl.when(step == tiles.steps - 1)(tile.finish)
+            pl.when(step > last_step - tiles.steps)(partial(for_rows, tile.encode))
 
 
 class _Tile(NamedTuple):
@@ -212,7 +222,6 @@ class _Tile(NamedTuple):
     block: Block
     tiles: Tiles
     scaling: Scaling
-    debug: Debug
     row: Any  # of tiles
     column: Any
 
@@ -239,22 +248,22 @@ class _Tile(NamedTuple):
         scale = self.out.scale
         absmax = scale[...]
         scale[...] = self.scaling.kept(absmax)
-        if self.debug:
+        if active():
             first = pl.program_id(1) * scale.shape[0], pl.program_id(2) * scale.shape[1]
             sizes = self.tiles.shape[1] // self.block[0], self.tiles.shape[2] // self.block[1]
             there = _is_there(scale.shape, first, sizes)
-            self.debug("absmax", jnp.where(absmax < SMALLEST, 0.0, absmax), there)
-            self.debug("scale", self.scaling.scale(scale[...]), there)
+            probe("absmax", jnp.where(absmax < SMALLEST, 0.0, absmax), there)
+            probe("scale", self.scaling.scale(scale[...]), there)
 
     def encode(self, rows: Any, own: Any) -> None:
         """Write the codes of 32 rows."""
         q, scale = self.out
         for columns in _slices(self.tiles.columns, self.block[1], scale.shape[1]):
             kept = _spread(scale[own, :], columns, self.block[1])
-            if self.debug:
+            if active():
                 first = self.row * self.tiles.rows + rows.start, self.column * self.tiles.columns + columns.start
                 each = jnp.broadcast_to(self.scaling.scale(kept), (SUBLANES, columns.stop - columns.start))
-                self.debug("spread", each, _is_there(each.shape, first, self.tiles.shape[1:]))
+                probe("spread", each, _is_there(each.shape, first, self.tiles.shape[1:]))
             codes = self.scaling.encode(self.x[rows, columns].astype(jnp.float32), kept)
             q[rows, columns] = lax.bitcast_convert_type(codes, q.dtype)
 

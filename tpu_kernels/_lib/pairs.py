@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from op_arguments.probe import probing
 from tpu_kernels._lib.arguments import Interpret
 from tpu_kernels._lib.blocks import Quantized
 from tpu_kernels.gmm import gmm, tgmm
@@ -43,12 +44,14 @@ def _same_dtype(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return a.astype(dtype), b.astype(dtype)
 
 
+@probing(None)  # a layer has no sites within a quantiser
 def quantized(x: jax.Array, axis: int | tuple[int, ...], block_size: int | None, interpret: Interpret) -> Quantized:
     """x in e4m3, by blocks along `axis`."""
     # The values of x may be at hand or not; a training step saturates infinities in either case.
     return fp8_quantize(x, axis, block_size, check_finite=False, interpret=interpret)
 
 
+@probing(None)
 def dual_quantized(x: jax.Array, block_size: int | None, interpret: Interpret) -> tuple[Quantized, Quantized]:
     """x [M, …] by rows, and by columns with rows of zeros up to a multiple of the block."""
     rows = x.shape[0]
