@@ -20,8 +20,9 @@ def sums_at(gradient: str, shown: Debug) -> Debug:
     def of_gradient(site: str, value: Any, where: Any = None, **steps: Any) -> Any:
         if shown is None or site != "acc":
             return value
-        depth = {"tiling": (max(steps["tiling"]),) * 3} if "tiling" in steps else {}
-        return shown(gradient, value, where, **depth)
+        if "tiling" in steps:
+            return shown(gradient, value, where, tiling=(max(steps["tiling"]),) * 3)
+        return shown(gradient, value, where, **{name: step for name, step in steps.items() if name == "depth"})
 
     return shown and of_gradient
 

@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.debug import Debug
 from op_arguments.gmm import Problem, check_gmm, check_tgmm
+from op_arguments.probe import active, probe, probing
 from tpu_kernels._lib import chip, grids
 from tpu_kernels._lib.arguments import (
     Interpret,
@@ -30,7 +31,7 @@ from tpu_kernels._lib.arguments import (
     resolve_interpret,
     static_scalar,
 )
-from tpu_kernels._lib.call import Block, call
+from tpu_kernels._lib.call import Block, call, jit
 from tpu_kernels._lib.chip import MXU
 from tpu_kernels._lib.grids import Operands
 from tpu_kernels._lib.products import blocks, dot, dot_depth
@@ -51,18 +52,15 @@ def gmm(
     interpret: Interpret = None,
     debug: Debug = None,
 ) -> jax.Array:
-    """Rows of each group times that group's matrix: `out[m] = lhs[m] @ rhs[group of m - group_offset]`.
+    """Rows of each group times that group's matrix: [M, N] in preferred_element_type (default lhs's dtype).
 
-    lhs [M, K]; rhs [G, K, N], or [G, N, K] with transpose_rhs; both float32, bfloat16 or float16. group_sizes [E]
-    int32, >= 0, sum <= M. group_offset: int or int32 scalar, may be traced. Returns [M, N] in preferred_element_type
-    (float32, bfloat16 or float16; default lhs's): rows of no active group are zero, or existing_out's rows where it
-    is given (active rows overwrite it). Sums are float32, of exact bfloat16 products or of float32 products in six
-    bfloat16 passes (float16 is widened), rounded once.
+    Arguments, result and errors as `cpu_golden.gmm.gmm`; here: lhs and rhs float32, bfloat16 or float16; group_offset
+    an int or an int32 scalar, traced or not. Values are checked outside tracing only; where they could not be, they
+    are clipped. Sums are float32, of exact bfloat16 products or of float32 products in six bfloat16 passes (float16
+    is widened), rounded once.
     tiling: (tm, tk, tn) or a look-up (m, k, n) -> (tm, tk, tn), capped to the problem and rounded up to whole
-    registers; default: `_gmm_tiles`. interpret: as `pl.pallas_call`; None interprets where there is no TPU. debug: see
-    `op_arguments.debug`, of the sums at partial and acc; None leaves nothing of it.
-    `jax.shard_map` takes it with check_vma=False.
-    Raises ValueError or TypeError as `op_arguments.gmm.check_gmm`; values are checked outside tracing only.
+    registers; default: `_gmm_tiles`. interpret: as `pl.pallas_call`; None interprets where there is no TPU.
+    `jax.shard_map` takes it with check_vma=False. Sites for a probe: partial and acc.
     """
     group_offset = static_scalar(group_offset)
     p = check_gmm(
@@ -77,18 +75,18 @@ def gmm(
     )
     small = is_small(existing_out, p.out_dtype)
     tile = resolve_tiling(tiling, partial(_gmm_tiles, lhs.dtype, small), p.m, p.k, p.n)
-    return _gmm(
-        lhs,
-        rhs,
-        group_sizes,
-        as_vector(group_offset, p.experts - p.groups),
-        existing_out,
-        problem=p,
-        tile=fit_tile(tile, p, jnp.bfloat16),
-        transpose_rhs=bool(transpose_rhs),
-        interpret=resolve_interpret(interpret),
-        debug=debug,
-    )
+    with probing(debug or active()):
+        return _gmm(
+            lhs,
+            rhs,
+            group_sizes,
+            as_vector(group_offset, p.experts - p.groups),
+            existing_out,
+            problem=p,
+            tile=fit_tile(tile, p, jnp.bfloat16),
+            transpose_rhs=bool(transpose_rhs),
+            interpret=resolve_interpret(interpret),
+        )
 
 
 def tgmm(
@@ -104,13 +102,10 @@ def tgmm(
     interpret: Interpret = None,
     debug: Debug = None,
 ) -> jax.Array:
-    """The weight gradient of `gmm`: `out[g] = lhs[rows of g].T @ rhs[rows of g]`.
+    """The weight gradient of `gmm`: [G, K, N] in preferred_element_type (default lhs's dtype).
 
-    lhs [M, K] and rhs [M, N]: float32, bfloat16 or float16. group_sizes [E] int32, >= 0, sum <= M. Returns [G, K, N]
-    in preferred_element_type (default lhs's), G = num_actual_groups (default E): an empty group's block is zero;
-    existing_out [G, K, N] is added, in float32. Precision, group_offset, tiling (default: `_tgmm_tiles`),
-    interpret and debug as `gmm`.
-    Raises ValueError or TypeError as `op_arguments.gmm.check_tgmm`; values are checked outside tracing only.
+    Arguments, result and errors as `cpu_golden.gmm.tgmm`; precision, group_offset, tiling (default: `_tgmm_tiles`),
+    interpret and sites as `gmm`. existing_out is added in float32.
     """
     group_offset = static_scalar(group_offset)
     p = check_tgmm(
@@ -125,17 +120,17 @@ def tgmm(
     )
     small = is_small(existing_out, p.out_dtype)
     tile = resolve_tiling(tiling, partial(_tgmm_tiles, lhs.dtype, small), p.m, p.k, p.n)
-    return _tgmm(
-        lhs,
-        rhs,
-        group_sizes,
-        as_vector(group_offset, p.experts - p.groups),
-        existing_out,
-        problem=p,
-        tile=fit_tile(tile, p, jnp.bfloat16),
-        interpret=resolve_interpret(interpret),
-        debug=debug,
-    )
+    with probing(debug or active()):
+        return _tgmm(
+            lhs,
+            rhs,
+            group_sizes,
+            as_vector(group_offset, p.experts - p.groups),
+            existing_out,
+            problem=p,
+            tile=fit_tile(tile, p, jnp.bfloat16),
+            interpret=resolve_interpret(interpret),
+        )
 
 
 def _gmm_tiles(dtype: Any, small: bool, m: int, k: int, n: int) -> Tile:
@@ -174,7 +169,7 @@ def _tgmm_tiles(dtype: Any, small: bool, m: int, k: int, n: int) -> Tile:
 # ---------------------------------------------------------------------------------------------------------- gmm
 
 
-@partial(jax.jit, static_argnames=("problem", "tile", "transpose_rhs", "interpret", "debug"))
+@jit("problem", "tile", "transpose_rhs", "interpret")
 def _gmm(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -186,7 +181,6 @@ def _gmm(
     tile: Tile,
     transpose_rhs: bool,
     interpret: bool | pltpu.InterpretParams,
-    debug: Debug,
 ) -> jax.Array:
     p = problem
     if p.m == 0 or p.n == 0 or p.groups == 0:
@@ -207,7 +201,7 @@ def _gmm(
     )
     out = Block(jax.ShapeDtypeStruct((p.m, p.n), kernel_dtype(p.out_dtype)), (tm, tn), grids.gmm_out)
     return call(
-        partial(_gmm_kernel, k=p.k, transpose_rhs=transpose_rhs, debug=debug),
+        partial(_gmm_kernel, k=p.k, transpose_rhs=transpose_rhs),
         name="gmm",
         grid=(pl.cdiv(p.n, tn), num_visits, pl.cdiv(p.k, tk)),
         parallel=1,
@@ -220,9 +214,7 @@ def _gmm(
     ).astype(p.out_dtype)
 
 
-def _gmm_kernel(
-    visits: Visits, operands: Operands, out: Any, acc: Any, *, k: int, transpose_rhs: bool, debug: Debug
-) -> None:
+def _gmm_kernel(visits: Visits, operands: Operands, out: Any, acc: Any, *, k: int, transpose_rhs: bool) -> None:
     lhs, rhs, existing_out = operands.lhs, operands.rhs, operands.existing_out
     visit, step, last_step = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
     (tm, tk), tn = lhs.shape, out.shape[1]
@@ -231,11 +223,11 @@ def _gmm_kernel(
     one_step = tk == k
     rest = k % tk or tk  # of K, in the last step; the block holds garbage beyond it, and 0 * NaN is NaN
 
-    def watched(site: str, rows: Any, sums: jax.Array) -> jax.Array:
+    def shown(site: str, rows: Any, sums: Any) -> Any:
         deep = min(tk, dot_depth())
-        if debug is None or tk % deep:
+        if active() is None or tk % deep:
             return sums
-        return debug(site, sums, is_own_row(rows.start, sums.shape, start, end), tiling=(1, deep, 1))
+        return probe(site, sums, is_own_row(rows.start, sums.shape, start, end), depth=deep)
 
     def store(rows: Any, columns: Any, sums: jax.Array, masked: bool) -> None:
         result = sums.astype(out.dtype)
@@ -249,12 +241,12 @@ def _gmm_kernel(
             for part in blocks(depth, dot_depth()):
                 weights = rhs[columns, part] if transpose_rhs else rhs[part, columns]
                 sums = dot(lhs[rows, part], weights, contract=(1, 1 if transpose_rhs else 0))
-                sums = watched("partial", rows, sums)
+                sums = shown("partial", rows, sums)
                 if part.start > 0:
                     sums += acc[rows, columns]
                 elif not one_step:
                     sums += jnp.where(step == 0, 0.0, acc[rows, columns])
-                sums = watched("acc", rows, sums)
+                sums = shown("acc", rows, sums)
                 if one_step and part.start + part.size == k:
                     store(rows, columns, sums, masked)
                 else:
@@ -287,7 +279,7 @@ def _gmm_kernel(
 # --------------------------------------------------------------------------------------------------------- tgmm
 
 
-@partial(jax.jit, static_argnames=("problem", "tile", "interpret", "debug"))
+@jit("problem", "tile", "interpret")
 def _tgmm(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -298,7 +290,6 @@ def _tgmm(
     problem: Problem,
     tile: Tile,
     interpret: bool | pltpu.InterpretParams,
-    debug: Debug,
 ) -> jax.Array:
     p = problem
     if 0 in (p.m, p.k, p.n, p.groups):
@@ -317,7 +308,7 @@ def _tgmm(
     )
     out = Block(jax.ShapeDtypeStruct((p.groups, p.k, p.n), kernel_dtype(p.out_dtype)), (None, tk, tn), grids.tgmm_out)
     return call(
-        partial(_tgmm_kernel, debug=debug),
+        _tgmm_kernel,
         name="tgmm",
         grid=(pl.cdiv(p.n, tn), pl.cdiv(p.k, tk), num_visits),
         parallel=2,
@@ -342,7 +333,7 @@ class _Sums(NamedTuple):
     own_rhs: Any
 
 
-def _tgmm_kernel(visits: Visits, operands: Operands, out: Any, sums: _Sums, *, debug: Debug) -> None:
+def _tgmm_kernel(visits: Visits, operands: Operands, out: Any, sums: _Sums) -> None:
     lhs, rhs, existing_out = operands.lhs, operands.rhs, operands.existing_out
     acc, own_lhs, own_rhs = sums
     visit, last_visit = pl.program_id(2), pl.num_programs(2) - 1
@@ -359,8 +350,8 @@ def _tgmm_kernel(visits: Visits, operands: Operands, out: Any, sums: _Sums, *, d
                     if part.start == 0:
                         before = jnp.where(first, 0.0, before)
                     sums = dot(lhs[part, rows], rhs[part, columns], contract=(0, 0))
-                    if debug and row_block(tm) == tm == part.size:
-                        sums = debug("partial", sums, tiling=(tm, 1, 1), aligned=True)
+                    if row_block(tm) == tm == part.size:
+                        sums = probe("partial", sums, depth=tm, aligned=True)
                     acc[rows, columns] = before + sums
 
     def multiply_own(rows: Any) -> None:
@@ -373,8 +364,8 @@ def _tgmm_kernel(visits: Visits, operands: Operands, out: Any, sums: _Sums, *, d
     @pl.when(last_of_group)
     def _() -> None:
         total = jnp.where(start < end, acc[...], 0.0)  # an empty group has one visit, without rows
-        if debug:
-            total = debug("acc", total, jnp.full(total.shape, start < end))
+        if active():
+            total = probe("acc", total, jnp.full(total.shape, start < end))
         if existing_out is not None:
             total += existing_out[...].astype(jnp.float32)
         out[...] = total.astype(out.dtype)

@@ -15,13 +15,14 @@ from op_arguments import Tiling, resolve_tiling
 from op_arguments.debug import Debug
 from op_arguments.grouped_gemm import Support, check_grouped_gemm, check_mxfp8_tile, check_strict, mxfp8_dot_dtype
 from op_arguments.mxfp8 import MX_BLOCK
+from op_arguments.probe import active, probing
 from op_arguments.quantized_gmm import QuantizedProblem
 from tpu_kernels._lib.arguments import Interpret, as_vector, concrete_values, resolve_interpret, static_scalar
 from tpu_kernels._lib.chip import sublanes
 from tpu_kernels._lib.narrow import are_narrow
 from tpu_kernels._lib.scaled_gmm import scaled_gmm
 from tpu_kernels._lib.scaled_tgmm import scaled_tgmm
-from tpu_kernels._lib.tiles import fit_tile, is_small, scaled_gmm_tiles, scaled_tgmm_tiles
+from tpu_kernels._lib.tiles import Tile, fit_tile, is_small, scaled_gmm_tiles, scaled_tgmm_tiles
 from tpu_kernels.gmm import gmm, tgmm
 from tpu_kernels.mxfp8 import mxfp8_dequantize, unswizzle_scales
 
@@ -47,20 +48,11 @@ def grouped_gemm(
 ) -> jax.Array:
     """Grouped matmul of MXFP8 operands: forward and the data's gradient (ragged="lhs"), the weights' ("contracting").
 
-    ragged="lhs" is `gmm`: lhs [M, K], rhs [G, K, N] (or [G, N, K] with transpose_rhs), out [M, N], summed over K.
-    ragged="contracting" is `tgmm`: lhs [M, K], rhs [M, N], out [G, K, N] of num_actual_groups groups, summed over each
-    group's rows. An operand is float32 or bfloat16 (both alike where neither is quantised), with None for its scale,
-    or fp8 (e4m3fn, e5m2, mixed or not) with a float8_e8m0fnu for every 32 elements of the axis that is summed over, as
-    `mxfp8_quantize` along that axis gives them: K, or for "contracting" all M rows, where a group that begins inside
-    32 rows uses their scale for its part of them, whatever its size. scale_layout="swizzled": both scales are
-    `swizzle_scales` of these, with the axis of the blocks moved to the end.
-    preferred_element_type: float32, bfloat16 or float16 (default: the unquantised lhs's dtype, else bfloat16).
-    Sums are float32 of exact products of bfloat16: qvalue times scale is one, but at the ends of its exponent range.
-    There 2^128 and beyond is ±inf, what is below 2^-126 is ±0, and so is all of a block whose scale is 2^-127, itself
-    subnormal: no value of it reaches 2^-118 (e5m2: 2^-111). Which path is taken, and why: `grouped_gemm_support`;
-    strict=True refuses a fallback. A `tiling` whose step along the sum cuts a block is refused. debug as in
-    `gmm_quantized`. Everything else as `gmm` and `tgmm`.
-    Raises ValueError or TypeError as `op_arguments.quantized_gmm.check_grouped_gemm`; values outside tracing only.
+    Arguments, result and errors as `cpu_golden.grouped_gemm.grouped_gemm`, group_offset, tiling and interpret as
+    `gmm`; here: sums are float32 of exact products of bfloat16. qvalue times scale is one, but at the ends of its
+    exponent range: there 2^128 and beyond is ±inf, what is below 2^-126 is ±0, and so is all of a block whose scale is
+    2^-127, itself subnormal: no value of it reaches 2^-118 (e5m2: 2^-111). Which path is taken, and why:
+    `grouped_gemm_support`; strict=True refuses a fallback. Sites for a probe as `gmm_quantized`.
     """
     group_offset = static_scalar(group_offset)
     p = check_grouped_gemm(
@@ -81,56 +73,53 @@ def grouped_gemm(
     support = grouped_gemm_support(lhs.dtype, rhs.dtype, scale_layout=scale_layout)
     check_strict(support, strict)
     contracting = ragged == "contracting"
-    lhs_axis, rhs_axis = (0, 0) if contracting else (1, 2 if transpose_rhs else 1)
     if scale_layout == "swizzled":
+        lhs_axis, rhs_axis = (0, 0) if contracting else (1, 2 if transpose_rhs else 1)
         lhs_scale = _unswizzled(lhs_scale, lhs.shape, lhs_axis)
         rhs_scale = _unswizzled(rhs_scale, rhs.shape, rhs_axis)
-    if support.path != "bfloat16":
-        lhs, rhs = (
-            operand if scale is None else mxfp8_dequantize(operand, scale, interpret=interpret)
-            for operand, scale in ((lhs, lhs_scale), (rhs, rhs_scale))
-        )
-        shared: dict[str, Any] = {
-            "group_offset": group_offset,
-            "existing_out": existing_out,
-            "preferred_element_type": p.out_dtype,
-            "tiling": tiling,
-            "interpret": interpret,
-            "debug": debug,
+    with probing(debug or active()):
+        if support.path != "bfloat16":
+            lhs, rhs = (
+                operand if scale is None else mxfp8_dequantize(operand, scale, interpret=interpret)
+                for operand, scale in ((lhs, lhs_scale), (rhs, rhs_scale))
+            )
+            shared: dict[str, Any] = {
+                "group_offset": group_offset,
+                "existing_out": existing_out,
+                "preferred_element_type": p.out_dtype,
+                "tiling": tiling,
+                "interpret": interpret,
+            }
+            if contracting:
+                return tgmm(lhs, rhs, group_sizes, num_actual_groups=num_actual_groups, **shared)
+            return gmm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, **shared)
+        summed = max(p.m if contracting else p.k, 1)
+        problem = QuantizedProblem(*p, block=summed, lhs_blocks=tuple(lhs.shape), rhs_blocks=tuple(rhs.shape))
+        small = are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
+        static: dict[str, Any] = {
+            "problem": problem,
+            "tile": _tile(tiling, problem, contracting, are_narrow(lhs, rhs), small),
+            "interpret": resolve_interpret(interpret),
         }
+        offset = as_vector(group_offset, p.experts - p.groups)
+        operands = (lhs, lhs_scale, rhs, rhs_scale, group_sizes, offset, existing_out)
         if contracting:
-            return tgmm(lhs, rhs, group_sizes, num_actual_groups=num_actual_groups, **shared)
-        return gmm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, **shared)
-    summed = max(p.m if contracting else p.k, 1)
-    problem = QuantizedProblem(*p, block=summed, lhs_blocks=tuple(lhs.shape), rhs_blocks=tuple(rhs.shape))
-    small = are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
+            return scaled_tgmm(*operands, **static)
+        return scaled_gmm(*operands, **static, transpose_rhs=bool(transpose_rhs))
+
+
+def _tile(tiling: Tiling | None, p: QuantizedProblem, contracting: bool, narrow: bool, small: bool) -> Tile:
+    """The tile of a call; narrow, small: see the tables."""
     if contracting:  # its scales, made bfloat16, leave no room for more columns
-        table = partial(scaled_tgmm_tiles, are_narrow(lhs, rhs), False)
+        table = partial(scaled_tgmm_tiles, narrow, False)
     else:
-        table = partial(scaled_gmm_tiles, summed, small, True)
+        table = partial(scaled_gmm_tiles, p.block, small, True)
     tile = resolve_tiling(tiling, table, p.m, p.k, p.n)
-    check_mxfp8_tile("tm" if contracting else "tk", tile[0 if contracting else 1], summed)
+    check_mxfp8_tile("tm" if contracting else "tk", tile[0 if contracting else 1], p.block)
     # A tile of the powers has whole registers too: 8 rows of them are 256 of an operand.
     rows = 8 * MX_BLOCK if contracting else sublanes(jnp.int8)
     tm = min(pl.cdiv(tile[0], rows) * rows, pl.cdiv(p.m, MX_BLOCK) * MX_BLOCK)
-    operands = (
-        lhs,
-        lhs_scale,
-        rhs,
-        rhs_scale,
-        group_sizes,
-        as_vector(group_offset, p.experts - p.groups),
-        existing_out,
-    )
-    static: dict[str, Any] = {
-        "problem": problem,
-        "tile": (tm, *fit_tile(tile, problem, jnp.int8)[1:]),
-        "interpret": resolve_interpret(interpret),
-        "debug": debug,
-    }
-    if contracting:
-        return scaled_tgmm(*operands, **static)
-    return scaled_gmm(*operands, **static, transpose_rhs=bool(transpose_rhs))
+    return tm, *fit_tile(tile, p, jnp.int8)[1:]
 
 
 def grouped_gemm_support(lhs: Any, rhs: Any, *, scale_layout: str = "plain") -> Support:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.debug import Debug
+from op_arguments.probe import active, probing
 from op_arguments.quantized_gmm import check_gmm_quantized, check_tgmm_quantized, check_tile
 from tpu_kernels._lib.arguments import Interpret, as_vector, concrete_values, resolve_interpret, static_scalar
 from tpu_kernels._lib.narrow import are_narrow, widened_to
@@ -34,18 +35,13 @@ def gmm_quantized(
     interpret: Interpret = None,
     debug: Debug = None,
 ) -> jax.Array:
-    """`gmm` of operands with block scales: `out[m] = Σ_b (lhs[m, b] @ rhs[g, b]) · lhs_scale[m, b] · rhs_scale[g, b]`.
+    """`gmm` of operands with block scales: [M, N] in preferred_element_type.
 
-    lhs [M, K] and rhs [G, K, N] (or [G, N, K] with transpose_rhs) are fp8 (e4m3fn, e5m2, mixed or not), int8, or one
-    of them float32, bfloat16 or float16, with None for its scale; a narrow operand is then widened to its dtype.
-    Scales are float32 of the operand's rank, each axis dividing the operand's; along K their blocks are 32, 64, 128,
-    256, 512 or the whole axis, each operand's own. preferred_element_type: float32, bfloat16 or float16 (default: the
-    unquantised lhs's dtype, else bfloat16). Sums are float32 of exact products, those of int8 products int32 within a
-    tile of a block (over all of K where no scale changes along it). What the matrix unit multiplies:
-    `tpu_kernels._lib.chip.matmul_path`. On v5e, v5p and v6e scales of e4m3fn are infinite from 2^124 on: 16 times them
-    is what is used. A `tiling` whose tk cuts a block is refused. debug: see `op_arguments.debug`, of the finished
-    sums at acc. Everything else as `gmm`.
-    Raises ValueError or TypeError as `op_arguments.quantized_gmm.check_gmm_quantized`; values outside tracing only.
+    Arguments, result and errors as `cpu_golden.quantized_gmm.gmm_quantized`, group_offset, tiling and interpret as
+    `gmm`; here: a narrow operand beside a wide one is widened to its dtype. Sums are float32 of exact products, those
+    of int8 products int32 within a tile of a block (over all of K where no scale changes along it). What the matrix
+    unit multiplies: `tpu_kernels._lib.chip.matmul_path`. On v5e, v5p and v6e scales of e4m3fn are infinite from 2^124
+    on: 16 times them is what is used. Site for a probe: acc, the finished sums.
     """
     group_offset = static_scalar(group_offset)
     p = check_gmm_quantized(
@@ -63,20 +59,20 @@ def gmm_quantized(
     small = are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
     tile = resolve_tiling(tiling, partial(scaled_gmm_tiles, p.block, small, False), p.m, p.k, p.n)
     check_tile("tk", tile[1], p.block, p.k)
-    return scaled_gmm(
-        lhs,
-        lhs_scale,
-        rhs,
-        rhs_scale,
-        group_sizes,
-        as_vector(group_offset, p.experts - p.groups),
-        existing_out,
-        problem=p,
-        tile=fit_tile(tile, p, jnp.int8),
-        transpose_rhs=bool(transpose_rhs),
-        interpret=resolve_interpret(interpret),
-        debug=debug,
-    )
+    with probing(debug or active()):
+        return scaled_gmm(
+            lhs,
+            lhs_scale,
+            rhs,
+            rhs_scale,
+            group_sizes,
+            as_vector(group_offset, p.experts - p.groups),
+            existing_out,
+            problem=p,
+            tile=fit_tile(tile, p, jnp.int8),
+            transpose_rhs=bool(transpose_rhs),
+            interpret=resolve_interpret(interpret),
+        )
 
 
 def tgmm_quantized(
@@ -94,13 +90,9 @@ def tgmm_quantized(
     interpret: Interpret = None,
     debug: Debug = None,
 ) -> jax.Array:
-    """`tgmm` of operands with block scales: `out[g] = Σ_b (lhs[b].T @ rhs[b]) · lhs_scale[b] · rhs_scale[b]`.
+    """`tgmm` of operands with block scales: [G, K, N] in preferred_element_type.
 
-    lhs [M, K] and rhs [M, N] and their scales as in `gmm_quantized`, blocks of the contraction now along M. Blocks are
-    those of all M rows: a group that begins inside one uses that block's scale for its part of it. existing_out
-    [G, K, N] is added. A `tiling` whose tm cuts a block is refused. Scales from 2^124 on and debug as in
-    `gmm_quantized`, else all as `tgmm`.
-    Raises ValueError or TypeError as `op_arguments.quantized_gmm.check_tgmm_quantized`; values outside tracing only.
+    Arguments, result and errors as `cpu_golden.quantized_gmm.tgmm_quantized`; all else as `gmm_quantized`.
     """
     group_offset = static_scalar(group_offset)
     p = check_tgmm_quantized(
@@ -120,16 +112,16 @@ def tgmm_quantized(
     small = narrow and is_small(existing_out, p.out_dtype) and (p.block >= p.m or widened_to(lhs, rhs) is None)
     tile = resolve_tiling(tiling, partial(scaled_tgmm_tiles, narrow, small), p.m, p.k, p.n)
     check_tile("tm", tile[0], p.block, p.m)
-    return scaled_tgmm(
-        lhs,
-        lhs_scale,
-        rhs,
-        rhs_scale,
-        group_sizes,
-        as_vector(group_offset, p.experts - p.groups),
-        existing_out,
-        problem=p,
-        tile=fit_tile(tile, p, jnp.int8),
-        interpret=resolve_interpret(interpret),
-        debug=debug,
-    )
+    with probing(debug or active()):
+        return scaled_tgmm(
+            lhs,
+            lhs_scale,
+            rhs,
+            rhs_scale,
+            group_sizes,
+            as_vector(group_offset, p.experts - p.groups),
+            existing_out,
+            problem=p,
+            tile=fit_tile(tile, p, jnp.int8),
+            interpret=resolve_interpret(interpret),
+        )

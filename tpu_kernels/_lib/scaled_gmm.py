@@ -18,12 +18,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from op_arguments.debug import Debug
 from op_arguments.mxfp8 import MX_BLOCK
+from op_arguments.probe import active, probe
 from op_arguments.quantized_gmm import QuantizedProblem
 from tpu_kernels._lib import grids
 from tpu_kernels._lib.arguments import kernel_dtype, kernel_operand
-from tpu_kernels._lib.call import Block, call
+from tpu_kernels._lib.call import Block, call, jit
 from tpu_kernels._lib.chip import LANES, MXU
 from tpu_kernels._lib.grids import Operands
 from tpu_kernels._lib.narrow import (
@@ -62,7 +62,7 @@ class Scratch(NamedTuple):
     wide_lhs: Any = None
 
 
-@partial(jax.jit, static_argnames=("problem", "tile", "transpose_rhs", "interpret", "debug"))
+@jit("problem", "tile", "transpose_rhs", "interpret")
 def scaled_gmm(
     lhs: jax.Array,
     lhs_scale: jax.Array | None,
@@ -76,7 +76,6 @@ def scaled_gmm(
     tile: Tile,
     transpose_rhs: bool,
     interpret: bool | pltpu.InterpretParams,
-    debug: Debug,
 ) -> jax.Array:
     """[M, N] of checked arguments; group_offset as `as_vector` gives it."""
     p = problem
@@ -109,7 +108,7 @@ def scaled_gmm(
     specs = _blocks(operands, tile, plan)
     out = Block(jax.ShapeDtypeStruct((p.m, p.n), kernel_dtype(p.out_dtype)), (tm, tn), grids.gmm_out)
     return call(
-        partial(_kernel, plan=plan, debug=debug),
+        partial(_kernel, plan=plan),
         name="gmm_quantized",
         grid=(pl.cdiv(p.n, tn), num_visits, pl.cdiv(p.k, tk)),
         parallel=1,
@@ -211,14 +210,12 @@ def _blocks(arrays: Operands, tile: Tile, plan: Plan) -> Operands:
 # ------------------------------------------------------------------------------------------------------- kernel
 
 
-def _kernel(
-    visits: Visits, in_range: Any, operands: Operands, out: Any, scratch: Scratch, *, plan: Plan, debug: Debug
-) -> None:
+def _kernel(visits: Visits, in_range: Any, operands: Operands, out: Any, scratch: Scratch, *, plan: Plan) -> None:
     visit, step, last_step = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
     tm, tk = operands.lhs.shape
     start, end = visits.rows(visit, tm)
     whole = (start == 0) & (end == tm)
-    tile = _Tile(operands, out, scratch, plan, start, end, step, debug)
+    tile = _Tile(operands, out, scratch, plan, start, end, step)
     if plan.transposed:
         tile = replace(tile, in_range=in_range[0] != 0)
     rest = plan.k % tk or tk  # of K, in the last step; the block holds garbage beyond it, and 0 * NaN is NaN
@@ -270,7 +267,6 @@ class _Tile:
     start: Any
     end: Any
     step: Any
-    debug: Debug
     in_range: Any = None
     masked: bool = False
 
@@ -417,16 +413,15 @@ class _Tile:
             self.acc[self.at(rows, columns)] = total
 
     def store(self, rows: Any, columns: Any, sums: jax.Array) -> None:
-        debug = self.debug
         if self.plan.transposed:
-            total = (sums if debug else sums.astype(self.out.dtype)).T
+            total = (sums if active() else sums.astype(self.out.dtype)).T
         else:
             of_columns = None if self.plan.changes.lhs else self.scratch.lhs_columns
             _, rhs_whole = of_parts_and_of_all(self.operands.rhs_scale, self.plan.changes.rhs)
             column = None if of_columns is None else of_columns[0, rows, :]
             total = scaled(sums, column, row_of(rhs_whole, 0, columns))
-        if debug:
-            total = debug("acc", total, is_own_row(rows.start, total.shape, self.start, self.end))
+        if active():
+            total = probe("acc", total, is_own_row(rows.start, total.shape, self.start, self.end))
         result = total.astype(self.out.dtype)
         if self.masked:
             own = is_own_row(rows.start, result.shape, self.start, self.end)

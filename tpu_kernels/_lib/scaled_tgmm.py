@@ -14,12 +14,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from op_arguments.debug import Debug
 from op_arguments.mxfp8 import MX_BLOCK
+from op_arguments.probe import active, probe
 from op_arguments.quantized_gmm import QuantizedProblem
 from tpu_kernels._lib import grids
 from tpu_kernels._lib.arguments import kernel_dtype, kernel_operand
-from tpu_kernels._lib.call import Block, call
+from tpu_kernels._lib.call import Block, call, jit
 from tpu_kernels._lib.chip import LANES, MXU
 from tpu_kernels._lib.grids import Operands
 from tpu_kernels._lib.narrow import of_units, product, product_path, sum_dtype, widen, widen_whole, widened_to
@@ -50,7 +50,7 @@ class Scratch(NamedTuple):
     wide_rhs: Any = None
 
 
-@partial(jax.jit, static_argnames=("problem", "tile", "interpret", "debug"))
+@jit("problem", "tile", "interpret")
 def scaled_tgmm(
     lhs: jax.Array,
     lhs_scale: jax.Array | None,
@@ -63,7 +63,6 @@ def scaled_tgmm(
     problem: QuantizedProblem,
     tile: Tile,
     interpret: bool | pltpu.InterpretParams,
-    debug: Debug,
 ) -> jax.Array:
     """[G, K, N] of checked arguments; group_offset as `as_vector` gives it."""
     p = problem
@@ -97,7 +96,7 @@ def scaled_tgmm(
     if wide is not None:
         scratch = scratch._replace(wide_lhs=pltpu.VMEM((row_block(tm), tk), wide), wide_rhs=pltpu.VMEM((tm, tn), wide))
     return call(
-        partial(_kernel, plan=Plan(min(p.block, tm), changes), debug=debug),
+        partial(_kernel, plan=Plan(min(p.block, tm), changes)),
         name="tgmm_quantized",
         grid=(pl.cdiv(p.n, tn), pl.cdiv(p.k, tk), num_visits),
         parallel=2,
@@ -143,13 +142,13 @@ def _blocks(arrays: Operands, tile: Tile, changes: Changes) -> Operands:
 # ------------------------------------------------------------------------------------------------------- kernel
 
 
-def _kernel(visits: Visits, operands: Operands, out: Any, scratch: Scratch, *, plan: Plan, debug: Debug) -> None:
+def _kernel(visits: Visits, operands: Operands, out: Any, scratch: Scratch, *, plan: Plan) -> None:
     visit, last_visit = pl.program_id(2), pl.num_programs(2) - 1
     tm, tk = operands.lhs.shape
     start, end = visits.rows(visit, tm)
     whole = (start == 0) & (end == tm)
     first_of_group, last_of_group = visits.ends_of_group(visit, last_visit)
-    tile = _Tile(operands, out, scratch, plan, start, end, first_of_group, debug)
+    tile = _Tile(operands, out, scratch, plan, start, end, first_of_group)
 
     @pl.when(whole)
     def _() -> None:
@@ -188,7 +187,6 @@ class _Tile:
     start: Any
     end: Any
     first_of_group: Any
-    debug: Debug
     masked: bool = False
 
     @property
@@ -321,11 +319,11 @@ class _Tile:
         return None if row is None else jnp.where(self.start < self.end, row, 0.0)  # an empty group's is 0, not 0 * NaN
 
     def store(self, rows: Any) -> None:
-        debug, column = self.debug, as_columns(self.row_of_all(self.lhs_whole, rows))
+        column = as_columns(self.row_of_all(self.lhs_whole, rows))
         for columns in blocks(self.out.shape[1], 2 * MXU):
             total = scaled(self.acc[rows, columns], column, self.row_of_all(self.rhs_whole, columns))
-            if debug:
-                total = debug("acc", total, jnp.full(total.shape, self.start < self.end))
+            if active():
+                total = probe("acc", total, jnp.full(total.shape, self.start < self.end))
             if self.operands.existing_out is not None:
                 total += self.operands.existing_out[rows, columns].astype(jnp.float32)
             self.out[rows, columns] = total.astype(self.out.dtype)
