@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
-from gpu_reference.chunk_scan import chunk_bwd, chunk_fwd, differentiable
-from gpu_reference.fused_recurrent import Gradients, Output, recurrent_bwd, recurrent_fwd
+from gpu_reference._lib.autograd import Gradients, Output, differentiable
+from gpu_reference.chunk_scan import chunk_bwd, chunk_fwd
+from gpu_reference.fused_recurrent import recurrent_bwd, recurrent_fwd
 from op_arguments.gla import ChunkOptions, RecurrentOptions, options_of
 
 

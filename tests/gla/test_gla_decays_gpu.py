@@ -10,8 +10,10 @@ torch = pytest.importorskip("torch")
 import triton
 import triton.language as tl
 
-from gpu_reference.chunk_scan import decay, decays, gate_parts
-from gpu_reference.fused_recurrent import decay_and_add, decay_of_row
+from gpu_reference._lib.chunk_decays import block_decays, decay, gate_parts
+from gpu_reference._lib.decays import Gates, step_decay
+from gpu_reference._lib.layout import Rows
+from gpu_reference.fused_recurrent import decay_and_add
 from parity.backends.emulation.tensor_core import emulated
 from tests.interpreter import interpreted
 
@@ -45,24 +47,24 @@ def decay_kernel(coarse, fine, out, SIZE: tl.constexpr):
 
 
 @triton.jit
-def block_kernel(g, g_gamma, since, rest, kept, lost, end, heads, SPLIT: tl.constexpr):
+def block_kernel(g, g_gamma, from_start, to_end, kept, lost, end, heads, SPLIT: tl.constexpr):
     head = tl.program_id(0)
-    results = decays(g, g_gamma, None, 0, end, 0, head, heads, 0, 1, SPLIT, 16)
+    results = block_decays(Gates(g, g_gamma, None), Rows(0, end, head, heads), 0, 0, 1, SPLIT, 16)
     at = tl.arange(0, 16) * heads + head
-    tl.store(since + at, results[0])
-    tl.store(rest + at, results[1])
+    tl.store(from_start + at, results[0])
+    tl.store(to_end + at, results[1])
     tl.store(kept + head, results[2])
     tl.store(lost + head, results[3])
 
 
 @triton.jit
-def channel_block_kernel(gk, since, rest, kept, lost, end, ROW_AXIS: tl.constexpr):
+def channel_block_kernel(gk, from_start, to_end, kept, lost, end, ROW_AXIS: tl.constexpr):
     at = tl.arange(0, 32)
     row = tl.expand_dims(tl.arange(0, 16), 1 - ROW_AXIS)
     key = tl.expand_dims(at, ROW_AXIS)
-    results = decays(None, None, gk, 0, end, key, 0, 1, 32, ROW_AXIS, False, 16)
-    tl.store(since + row * 32 + key, results[0])
-    tl.store(rest + row * 32 + key, results[1])
+    results = block_decays(Gates(None, None, gk), Rows(0, end, 0, 1), key, 32, ROW_AXIS, False, 16)
+    tl.store(from_start + row * 32 + key, results[0])
+    tl.store(to_end + row * 32 + key, results[1])
     tl.store(kept + key, results[2])
     tl.store(lost + key, results[3])
 
@@ -70,7 +72,7 @@ def channel_block_kernel(gk, since, rest, kept, lost, end, ROW_AXIS: tl.constexp
 @triton.jit
 def row_kernel(gk, kept, rest, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
-    one, other = decay_of_row(None, None, gk, 0, 0, at, SIZE, 0)
+    one, other = step_decay(Gates(None, None, gk), 0, 0, at, SIZE, 0)
     tl.store(kept + at[None, :], one)
     tl.store(rest + at[None, :], other)
 
@@ -112,15 +114,15 @@ def test_a_decay_is_exact_to_the_roundings_of_its_sum_and_never_infinite():
 
 def assert_decays(got, summed, end, split):
     """Of gates summed, [rows, ...], of which the last are constant from row `end` on."""
-    since, rest, kept, lost = got
+    from_start, to_end, kept, lost = got
     last = summed[-1]
-    for found, exponent in ((since, summed), (rest, last - summed)):
+    for found, exponent in ((from_start, summed), (to_end, last - summed)):
         roundings = 1.25 + split * (abs(exponent) + EXP)  # a quarter: of what is less than 2^-10 of 16 gates
         assert (abs(found - np.exp(exponent)) <= roundings * ROUNDOFF * np.exp(exponent) + SMALLEST).all()
     whole = np.exp(last)
     assert (kept == (whole >= 0.5)).all()
     assert (abs(kept + lost - whole) <= ROUNDOFF * (abs(lost) + whole / 4) + SMALLEST).all()
-    assert (rest[end:] == 1).all()
+    assert (to_end[end:] == 1).all()
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from gpu_reference import chunk_scan, gla, simple_gla
+from gpu_reference import gla, simple_gla
+from gpu_reference._lib.chunk_plan import is_fused
 from gpu_reference._lib.launch import Launch
 from op_arguments.gla import Problem
 from tests.gla.test_gla_compile_gpu import BFLOAT16, FLOAT32, B, Call, H, T
@@ -20,6 +21,12 @@ from tests.interpreter import interpreted
 UNFUSED, FUSED = (("fused", False),), (("fused", True),)
 ROWS = B * T
 STATE = (H, 128, 128)
+
+
+def flat(arguments):
+    """Those of a launch by name, the fields of structs among them."""
+    fields = [flat(x._asdict()) if hasattr(x, "_asdict") else {name: x} for name, x in arguments.items()]
+    return {name: x for each in fields for name, x in each.items()}
 
 
 def segments(size):
@@ -82,7 +89,8 @@ def test_there_is_a_program_for_every_tile_and_memory_for_what_it_leaves(call, e
         assert launch.kernel.fn.__name__ == name
         assert launch.grid == (programs,)
         assert (launch.arguments["BK"], launch.arguments["BV"]) == (keys, values)
-        shapes = {x: getattr(launch.arguments[x], "shape", None) for x in filled}
+        given = flat(launch.arguments)
+        shapes = {x: getattr(given[x], "shape", None) for x in filled}
         assert shapes == filled
 
 
@@ -90,8 +98,9 @@ def test_what_is_summed_over_tiles_of_keys_is_float32_until_it_is_summed():
     for call, *_ in LAUNCHES:
         if call.direction == "bwd":
             *_, last = call.launches()
-            tiles = last.arguments["dv"].shape[0]
-            assert last.arguments["dv"].dtype == (call.dtype if tiles == 1 else FLOAT32)
+            dv = flat(last.arguments)["dv"]
+            tiles = dv.shape[0]
+            assert dv.dtype == (call.dtype if tiles == 1 else FLOAT32)
 
 
 def test_kernels_are_launched_with_multiply_adds_and_without_stages_that_nothing_fills():
@@ -112,13 +121,13 @@ def test_a_pass_takes_the_route_of_the_gpu_that_it_runs_on(backward, programs, m
         properties = SimpleNamespace(multi_processor_count=processors)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
         for asked in (None, True, False):
-            found = chunk_scan._is_fused(p, 64, asked, torch.device("cuda"), per_channel=False, **direction)
+            found = is_fused(p, 64, asked, torch.device("cuda"), per_channel=False, **direction)
             assert found is (fused if asked is None else asked)
 
 
 def test_the_interpreter_has_one_processor_which_a_program_keeps_busy():
     p = Problem(b=1, t=100, h=1, k=16, v=16, n=1, scale=1.0, dtype="float32")
-    assert chunk_scan._is_fused(p, 64, None, torch.device("cpu"), per_channel=False)
+    assert is_fused(p, 64, None, torch.device("cpu"), per_channel=False)
 
 
 @pytest.mark.gpu

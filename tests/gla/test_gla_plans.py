@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("jax")
 pytest.importorskip("triton")
 
-from gpu_reference import chunk_scan as gpu
+from gpu_reference._lib import chunk_plan as gpu
 from op_arguments.gla import Problem
 from op_arguments.probe import probing
 from tpu_kernels._lib import chunk_decays, recurrent_layout

@@ -11,6 +11,7 @@ import pytest
 from parity.backends import load_kernel, runner
 from parity.inputs import draw
 from parity.op import outputs
+from tests.gla.test_gla_launches_gpu import flat
 from tests.interpreter import interpreted
 from tests.matrix.gla import F32, GATED_LINEAR_ATTENTION
 
@@ -39,7 +40,7 @@ class StrictMemory:
                 writer=np.full(x.numel(), NOBODY),
                 reader=np.full(x.numel(), NOBODY),
             )
-            for name, x in arguments.items()
+            for name, x in flat(arguments).items()
             if hasattr(x, "data_ptr")
         ]
 

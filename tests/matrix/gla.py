@@ -145,7 +145,7 @@ def contract(c: Case, backend: Backend) -> Contract:
 def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
     """The GPU's chunked kernels take fewer rows at a time, and with a decay per step decay v where a state is written.
 
-    As `gpu_reference.chunk_scan.block_rows` has it; the TPU's take the chunks of the case.
+    As `gpu_reference._lib.chunk_plan.block_rows` has it; the TPU's take the chunks of the case.
     """
     if is_recurrent(c) or backend == "tpu":
         return {}

@@ -112,14 +112,14 @@ GPU_EXP = "tl.exp(tl.minimum(coarse.to(tl.float64) + fine, LARGEST_EXPONENT)).to
 LAST_SUMS = "last = hi[:, :, scan.chunk - 1 : scan.chunk]"
 TPU_NEXT_STATE = "_next_state(load, state[...], decay, scan)"
 TPU_PREVIOUS_DSTATE = "_previous_dstate(load, dstate[...], decay, scan)"
-NEXT_STATE = "state = next_state(state, k_columns, v_rows, rest, kept, lost, SPLIT)"
-NEXT_DSTATE = "dstate = next_state(dstate, q_columns, do_rows, since * scale, kept, lost, SPLIT)"
+NEXT_STATE = "state = next_state(state, k_columns, v_rows, decays.to_end, decays, SPLIT)"
+NEXT_DSTATE = "dstate = next_state(dstate, q_columns, do_rows, decays.from_start * scale, decays, SPLIT)"
 TPU_SCALE, GPU_SCALE = "row_of(self.operands.lhs_scale, i, some)", "lhs_scale_stride_k, mask=in_group, other=0)"
 GPU_COLUMN_SCALE = "rhs_scale_stride_m, mask=in_columns, other=0)"
 WIDE_SUMS = "sums.astype(jnp.float32)"
 SCALED = f"    sums = {WIDE_SUMS}\n    if columns"
 GPU_RESIDUE = "return result, (base - (result - added)) + (change - added)"
-V_ROWS = "v_rows = load_tile(v, row[:, None], end, value, head, heads, values)"
+V_ROWS = "v_rows = load_tile(inputs.v, row[:, None], value, rows, sizes.v)"
 TPU_SUM = "total, left + (rest * state + (kept + rest) * residue)"
 TPU_STEP = f"    return two_sum({TPU_SUM})\n"
 
@@ -186,7 +186,7 @@ LOSSES = [
     *in_gla("q in bf16", "tpu", SIMPLE, *load_of("q"), {"bfloat16 at q"}),
     *in_gla("k in bf16", "tpu", CHANNELS, *load_of("k"), {"bfloat16 at k"}, tier="default"),
     *in_gla("v in tf32", "tpu", SIMPLE, *load_of("v", 10), {"tf32 at v"}),
-    *in_gla("v in bf16", "gpu", CHANNELS, V_ROWS, f"{V_ROWS}.to(tl.bfloat16).to(v.dtype.element_ty)",
+    *in_gla("v in bf16", "gpu", CHANNELS, V_ROWS, f"{V_ROWS}.to(tl.bfloat16).to(inputs.v.dtype.element_ty)",
             {"bfloat16 at v"}),
     *in_gla("a pass fewer", "tpu", SIMPLE, HIGHEST_DOT, HIGHEST_DOT.replace("HIGHEST", "HIGH"), {"bf16x3 cut at dot"}),
     *in_gla("one pass", "tpu", SIMPLE, HIGHEST_DOT, HIGHEST_DOT.replace("HIGHEST", "DEFAULT"),

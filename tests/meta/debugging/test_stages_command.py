@@ -58,12 +58,12 @@ GMM_DOT = """
             sums = DEBUG("acc", sums, in_group"""
 TGMM_DOT = GMM_DOT.replace("in_group", "in_k")
 SCORES = "scores = dot(q_rows, k_columns, SPLIT) * pair_decays(coarse, fine, False, SPLIT)"
-NEXT = "return kept * state + (lost * state + update)"
+NEXT = "return decays.kept * state + (decays.lost * state + update)"
 PREVIOUS = "_previous_dstate(load, dstate[...], decay, scan)"
 PAIRS = "products * self.between()"
 OF_PAIRS = "scan.scale * jnp.where(i < j, *dscores)"
-OLD_DSTATE = "dstate = next_state(dstate, q_columns, do_rows, since * scale, kept, lost, SPLIT)"
-DSTATE_UPDATE = "update = tl.fma(q_row[:, None], do_row[None, :], (kept + rest) * residue)"
+OLD_DSTATE = "dstate = next_state(dstate, q_columns, do_rows, decays.from_start * scale, decays, SPLIT)"
+DSTATE_UPDATE = "update = tl.fma(q_row[:, None], do_row[None, :], (kept + lost) * residue)"
 
 LOSSES = [
     planted("tpu", "gmm", TPU_DOT, f"    a = a{BF16}\n{TPU_DOT}", f"a = a{BF16}"),
@@ -91,10 +91,10 @@ LOSSES = [
             f'(column_of(do, n) * (plan.scale * refs["q_rows"][row, :])){BF16}',
             f'term = (column_of(do, n) * (plan.scale * refs["q_rows"][row, :])){BF16}', FULL),
     planted("gpu", CHUNK_BACKWARD, OLD_DSTATE, OLD_DSTATE + GPU_BF16, OLD_DSTATE + GPU_BF16, FULL),
-    planted("gpu", CHANNELS_BACKWARD, "products = products.to(tl.float32)", f"products = products{GPU_BF16}",
-            f"products = products{GPU_BF16}", FULL),
-    planted("gpu", STEPS, "rest = (decay - kept).to(tl.float32)", f"rest = (decay - kept){GPU_BF16}",
-            f"rest = (decay - kept){GPU_BF16}"),
+    planted("gpu", CHANNELS_BACKWARD, "products = sums.products.to(tl.float32)", f"products = sums.products{GPU_BF16}",
+            f"products = sums.products{GPU_BF16}", FULL),
+    planted("gpu", STEPS, "lost = (decay - kept).to(tl.float32)", f"lost = (decay - kept){GPU_BF16}",
+            f"lost = (decay - kept){GPU_BF16}"),
     planted("gpu", STEPS_BACKWARD, DSTATE_UPDATE, DSTATE_UPDATE + GPU_BF16, f"{DSTATE_UPDATE}{GPU_BF16}", FULL),
     planted("gpu", "gmm", GMM_DOT, GMM_DOT.replace("dot(a,", f"dot(a{GPU_BF16},"),
             f'sums = tl.dot(a{GPU_BF16}, b, sums, input_precision="ieee")', FULL),
@@ -103,8 +103,8 @@ LOSSES = [
     planted("gpu", "tgmm", TGMM_DOT, TGMM_DOT.replace('="ieee")', f'="ieee"){GPU_BF16}'),
             f'sums = tl.dot(a, b, sums, input_precision="ieee"){GPU_BF16}'),
     planted("gpu", CHUNK, SCORES, f"scores = ({SCORES[9:]}){GPU_BF16}", f"scores = ({SCORES[9:]}){GPU_BF16}", FULL),
-    planted("gpu", CHUNK, NEXT, f"return (kept * state + (lost * state + update)){GPU_BF16}",
-            f"return (kept * state + (lost * state + update)){GPU_BF16}", FULL),
+    planted("gpu", CHUNK, NEXT, f"return ({NEXT[7:]}){GPU_BF16}",
+            f"return ({NEXT[7:]}){GPU_BF16}", FULL),
 ]  # fmt: skip
 
 
@@ -149,12 +149,12 @@ FAULTS = [
             FULL),
     planted("tpu", STEPS_BACKWARD, "refs[\"dgate_rows\"][row, :] += sum_rows(pair[0] *",
             "refs[\"dgate_rows\"][row, :] += sum_rows(2 * pair[0] *", "dgate", FULL),
-    planted("gpu", CHUNK_BACKWARD, OLD_DSTATE, OLD_DSTATE.replace("since * scale", "since"), "dstate", FULL),
-    planted("gpu", CHUNK_BACKWARD, "dk_tile = dk_tile.to(tl.float32) * rest", "dk_tile = dk_tile.to(tl.float32)", "dk",
-            FULL),
-    planted("gpu", CHANNELS_BACKWARD, "dgate_tile = (kept + lost) * past_block[:, None]",
-            "dgate_tile = kept * past_block[:, None]", "dgate", FULL),
-    planted("gpu", STEPS, "rest = (decay - kept).to(tl.float32)", "rest = (1.01 * decay - kept).to(tl.float32)",
+    planted("gpu", CHUNK_BACKWARD, OLD_DSTATE, OLD_DSTATE.replace("from_start * scale", "from_start"), "dstate", FULL),
+    planted("gpu", CHUNK_BACKWARD, "dk_tile = sums.dk.to(tl.float32) * decays.to_end",
+            "dk_tile = sums.dk.to(tl.float32)", "dk", FULL),
+    planted("gpu", CHANNELS_BACKWARD, "past = (decays.kept + decays.lost) * past_block[:, None]",
+            "past = decays.kept * past_block[:, None]", "dgate", FULL),
+    planted("gpu", STEPS, "lost = (decay - kept).to(tl.float32)", "lost = (1.01 * decay - kept).to(tl.float32)",
             "kept"),
     planted("gpu", STEPS_BACKWARD, DSTATE_UPDATE, DSTATE_UPDATE.replace("q_row[:, None]", "2 * q_row[:, None]"),
             "dstate"),

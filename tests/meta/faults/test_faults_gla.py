@@ -71,7 +71,7 @@ FAULTS = [
     ),
     planted(
         "the last chunk decays by a whole chunk's length", "gpu", FORWARD,
-        "tl.minimum(at + 1, end - first).to(tl.float32)",
+        "tl.minimum(at + 1, rows.end - rows.first).to(tl.float32)",
         "(at + 1).to(tl.float32)",
         constant,
     ),
@@ -96,8 +96,8 @@ FAULTS = [
     ),
     planted(
         "the final state is missing from dg", "gpu", BACKWARD,
-        "dgate_rows + (kept + lost) * tl.sum(past_block)",
-        "dgate_rows",
+        "dgate_rows + past,",
+        "dgate_rows,",
         smoke,
     ),
     planted(
@@ -108,8 +108,8 @@ FAULTS = [
     ),
     planted(
         "the final state is missing from dgk", "gpu", CHANNEL_BACKWARD,
-        "dgate_tile = (kept + lost) * past_block[:, None]",
-        "dgate_tile = tl.zeros_like(dq_tile)",
+        "past = (decays.kept + decays.lost) * past_block[:, None]",
+        "past = tl.zeros_like(dq_tile)",
         smoke,
     ),
     planted(
@@ -132,8 +132,8 @@ FAULTS = [
     ),
     planted(  # one row too many: further on the interpreter might leave the tensor's memory
         "rows beyond a sequence are not masked", "gpu", FORWARD,
-        "mask=(row < end) & (column < columns), other=0)",
-        "mask=(row < end + 1) & (column < columns), other=0)",
+        "mask=(row < rows.end) & (column < columns), other=0)",
+        "mask=(row < rows.end + 1) & (column < columns), other=0)",
         packed,
     ),
     planted(
@@ -144,8 +144,8 @@ FAULTS = [
     ),
     planted(
         "the scan back is off by one chunk", "gpu", BACKWARD,
-        "slot = first_slot(sequence, sequence_start, ROWS) + (first - sequence_start) // ROWS",
-        "slot = first_slot(sequence, sequence_start, ROWS) + tl.maximum((first - sequence_start) // ROWS - 1, 0)",
+        "slot = first_slot(sequence, sequence_start, ROWS) + (rows.first - sequence_start) // ROWS",
+        "slot = first_slot(sequence, sequence_start, ROWS) + tl.maximum((rows.first - sequence_start) // ROWS - 1, 0)",
         smoke,
     ),
     planted(
@@ -156,8 +156,8 @@ FAULTS = [
     ),
     planted(
         "the gate decays the new step too", "gpu", "fused_recurrent_simple_gla_fwd",
-        "def decay_and_add(state, update, kept, rest):",
-        "def decay_and_add(before, new, kept, rest):\n    state = before + new\n    update = tl.zeros_like(new)",
+        "def decay_and_add(state, update, kept, lost):",
+        "def decay_and_add(before, new, kept, lost):\n    state = before + new\n    update = tl.zeros_like(new)",
         smoke,
     ),
     planted(
@@ -168,8 +168,8 @@ FAULTS = [
     ),
     planted(
         "the state is bfloat16", "gpu", FORWARD,
-        "state = next_state(state, k_columns, v_rows, rest, kept, lost, SPLIT)",
-        "state = next_state(state, k_columns, v_rows, rest, kept, lost, SPLIT).to(tl.bfloat16).to(tl.float32)",
+        "state = next_state(state, k_columns, v_rows, decays.to_end, decays, SPLIT)",
+        "state = next_state(state, k_columns, v_rows, decays.to_end, decays, SPLIT).to(tl.bfloat16).to(tl.float32)",
         bfloat16,
     ),
     # flash-linear-attention returns garbage for both
@@ -181,8 +181,8 @@ FAULTS = [
     ),
     planted(
         "g is ignored beside g_gamma", "gpu", FORWARD,
-        "    if g is not None:\n        row = first + at\n",
-        "    if g is not None and g_gamma is None:\n        row = first + at\n",
+        "    if gates.g is not None:\n        row = rows.first + at\n",
+        "    if gates.g is not None and gates.g_gamma is None:\n        row = rows.first + at\n",
         both,
     ),
     planted(
@@ -194,7 +194,7 @@ FAULTS = [
     planted(
         "every sequence starts from the first one's state", "gpu", FORWARD,
         "tl.load(first_states + at_segment,",
-        "tl.load(first_states + state_offset(0 * segment, head, key, value, heads, keys, values),",
+        "tl.load(first_states + state_offset(0 * segment, head, key, value, sizes),",
         several_sequences,
     ),
     planted(
@@ -206,7 +206,7 @@ FAULTS = [
     planted(
         "an empty sequence's final state is not written", "gpu", FORWARD,
         "tl.store(last_states + at_segment, state, mask=in_state)",
-        "tl.store(last_states + at_segment, state, mask=in_state & (key < tl.where(start < end, keys, 0)))",
+        "tl.store(last_states + at_segment, state, mask=in_state & (key < tl.where(start < end, sizes.k, 0)))",
         empty_sequences,
     ),
     planted(

@@ -1,0 +1,64 @@
+"""The dots of the chunked scans, to float32 or by bfloat16 parts, and the state that they add to."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import triton
+import triton.language as tl
+
+from gpu_reference._lib.hardware import is_interpreted, is_older
+
+PIECE = tl.constexpr(8 if is_interpreted() or not is_older(triton.__version__, 3, 8) else 16)
+"""Products that a float32 dot sums one after the other, before sums are added in float64: as few as Triton compiles.
+Interpreted, kernels sum alike with every Triton."""
+
+
+@triton.jit
+def dot(a, b, SPLIT: tl.constexpr):
+    """a [M, D] @ b [D, N] in float32.
+
+    Without SPLIT both are float32, and no chain of additions in that is longer than PIECE: a batch of short products,
+    since Triton would make one chain of a dot and what is added to it. With SPLIT a bfloat16 operand is taken as it is,
+    a float32 one in two bfloat16 parts, and the product of two second parts is left out.
+    """
+    if not SPLIT:
+        if a.shape[1] > PIECE:
+            a_pieces = tl.permute(tl.reshape(a, (a.shape[0], a.shape[1] // PIECE, PIECE)), (1, 0, 2))
+            b_pieces = tl.reshape(b, (b.shape[0] // PIECE, PIECE, b.shape[1]))
+            pieces = tl.dot(a_pieces, b_pieces, input_precision="ieee")
+            result = tl.sum(pieces.to(tl.float64), axis=0).to(tl.float32)
+        else:
+            result = tl.dot(a, b, input_precision="ieee")
+    elif a.dtype == tl.bfloat16:
+        if b.dtype == tl.bfloat16:
+            result = tl.dot(a, b)
+        else:
+            b_high, b_low = halves(b)
+            result = tl.dot(a, b_high, tl.dot(a, b_low))
+    elif b.dtype == tl.bfloat16:
+        a_high, a_low = halves(a)
+        result = tl.dot(a_high, b, tl.dot(a_low, b))
+    else:
+        a_high, a_low = halves(a)
+        b_high, b_low = halves(b)
+        result = tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
+    return result
+
+
+@triton.jit
+def halves(x):
+    """float32 as a sum of two bfloat16, to 2^-17 of it."""
+    high = x.to(tl.bfloat16)
+    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def next_state(state, k_columns, v_rows, weight, decays, SPLIT: tl.constexpr):
+    """(kept + lost) state + (weight k)^T v [K, V]: the state after a block, whose `Decays` have kept and lost.
+
+    weight is [R] where these are scalars, or [K, R] where they are [K, 1]. A decay near 1 is 1 + lost: it acts on a
+    slow head's state in every block, and an error in it would add up.
+    """
+    if len(weight.shape) == 1:
+        update = dot(k_columns, weight[:, None] * v_rows.to(tl.float32), SPLIT)
+    else:
+        update = dot(weight * k_columns.to(tl.float32), v_rows, SPLIT)
+    return decays.kept * state + (decays.lost * state + update)

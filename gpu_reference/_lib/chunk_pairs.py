@@ -1,0 +1,116 @@
+"""Pairs of a query and a key within a block of rows, where each channel has its own decay; sums of pairs.
+
+A pair is computed at a time for each channel, since a product of two decays would have to grow by what it then shrinks.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import triton
+import triton.language as tl
+
+from gpu_reference._lib.chunk_decays import causal_decay, gate_parts
+from gpu_reference._lib.chunk_dots import dot
+from gpu_reference._lib.layout import load_tile
+from gpu_reference._lib.probe import INTERPRETED, probe
+
+
+@triton.jit
+def channel_scores(rows_tile, source, gk, rows, key, keys, KEYS_FIRST: tl.constexpr):
+    """A [i, j] of queries rows_tile [R, K] and the keys in `source`, for the channels `key` [1, K]; with KEYS_FIRST its
+    transpose [j, i], of keys and the queries in `source`."""
+    ROWS: tl.constexpr = rows_tile.shape[0]
+    at = tl.arange(0, ROWS)
+    rows_tile = rows_tile.to(tl.float32)
+    coarse, fine = gate_parts(load_tile(gk, (rows.first + at)[:, None], key, rows, keys))
+    coarse = tl.cumsum(coarse, axis=0)
+    fine = tl.cumsum(fine, axis=0)
+    scores = tl.full((ROWS, ROWS), 0.0, tl.float32)
+    other_coarse = tl.full((1, rows_tile.shape[1]), 0.0, tl.float32)
+    other_fine = tl.full((1, rows_tile.shape[1]), 0.0, tl.float32)
+    for nth in range(ROWS):
+        other_row = rows.first + nth + tl.arange(0, 1)[:, None]
+        other = load_tile(source, other_row, key, rows, keys).to(tl.float32)
+        gate_coarse, gate_fine = gate_parts(load_tile(gk, other_row, key, rows, keys))
+        other_coarse += gate_coarse
+        other_fine += gate_fine
+        if KEYS_FIRST:
+            pair = causal_decay((at <= nth)[:, None], other_coarse - coarse, other_fine - fine)
+        else:
+            pair = causal_decay((at >= nth)[:, None], coarse - other_coarse, fine - other_fine)
+        score = tl.sum(rows_tile * other * pair, axis=1)
+        scores += tl.where(at[None, :] == nth, score[:, None], 0.0)
+    return scores
+
+
+@triton.jit
+def channel_gradients(inputs, gk, q_columns, k_columns, products, products_t, rows, key, keys, ROWS: tl.constexpr):
+    """The parts of dq, dk and dgk [K, R] that are of pairs within the block, given the gradient of q . k without its
+    decay as products [i, j] and products_t [j, i]."""
+    at = tl.arange(0, ROWS)
+    coarse, fine = gate_parts(load_tile(gk, (rows.first + at)[None, :], key, rows, keys))
+    coarse = tl.cumsum(coarse, axis=1)
+    fine = tl.cumsum(fine, axis=1)
+    q_columns = q_columns.to(tl.float32)
+    k_columns = k_columns.to(tl.float32)
+    other_coarse = tl.full((q_columns.shape[0], 1), 0.0, tl.float32)
+    other_fine = tl.full((q_columns.shape[0], 1), 0.0, tl.float32)
+    dq = tl.zeros_like(q_columns)
+    dk = tl.zeros_like(q_columns)
+    for nth in range(ROWS):
+        other_row = rows.first + nth + tl.arange(0, 1)[None, :]
+        q_other = load_tile(inputs.q, other_row, key, rows, keys).to(tl.float32)
+        k_other = load_tile(inputs.k, other_row, key, rows, keys).to(tl.float32)
+        gate_coarse, gate_fine = gate_parts(load_tile(gk, other_row, key, rows, keys))
+        other_coarse += gate_coarse
+        other_fine += gate_fine
+        is_other = at[:, None] == nth
+        of_key = tl.sum(tl.where(is_other, products_t, 0.0), axis=0)[None, :]
+        of_query = tl.sum(tl.where(is_other, products, 0.0), axis=0)[None, :]
+        dq += of_key * k_other * causal_decay((at > nth)[None, :], coarse - other_coarse, fine - other_fine)
+        dk += of_query * q_other * causal_decay((at < nth)[None, :], other_coarse - coarse, other_fine - fine)
+    dgate = sums_from(q_columns * dq - k_columns * dk)
+    of_same = tl.sum(tl.where(at[:, None] == at[None, :], products, 0.0), axis=0)[None, :]
+    if INTERPRETED:
+        dgate = probe("dgate", dgate, (key < keys) & (rows.first + at < rows.end)[None, :], chunk_size=ROWS)
+    return dq + of_same * k_columns, dk + of_same * q_columns, dgate
+
+
+@triton.jit
+def channel_gate_gradient(
+    q_columns, k_columns, dq_tile, dk_tile, past_block, decays, rows, key, keys, ROWS: tl.constexpr
+):
+    """The part of dgk [K, R] that is of states: what passes the whole block, what is read of the state before it, and
+    what is written into the one after it."""
+    past = (decays.kept + decays.lost) * past_block[:, None]
+    read = sums_from(q_columns.to(tl.float32) * dq_tile)
+    written = sums_before(k_columns.to(tl.float32) * dk_tile)
+    if INTERPRETED:
+        is_step = (key < keys) & (rows.first + tl.arange(0, ROWS) < rows.end)[None, :]
+        past = probe("dgate", past, key < keys, chunk_size=ROWS)
+        read = probe("dgate", read, is_step, chunk_size=ROWS)
+        written = probe("dgate", written, is_step, chunk_size=ROWS)
+    return past + read + written
+
+
+@triton.jit
+def sums_across(pairs_t, through_state, through_dstate, SPLIT: tl.constexpr, ROWS: tl.constexpr):
+    """The sum over keys j < t and queries i >= t of pairs_t [j, i], of through_state over the queries, and of
+    through_dstate over the keys: [t]."""
+    at = tl.arange(0, ROWS)
+    is_before = (at[None, :] < at[:, None]).to(tl.float32)
+    if SPLIT:
+        is_before = is_before.to(tl.bfloat16)
+    of_keys_before = dot(is_before, pairs_t, SPLIT)
+    is_query = at[None, :] >= at[:, None]
+    return tl.sum(tl.where(is_query, of_keys_before + through_state[None, :], through_dstate[None, :]), axis=1)
+
+
+@triton.jit
+def sums_from(x):
+    """Of x [K, R]: the sum from each column to the last."""
+    return tl.cumsum(x, axis=1, reverse=True)
+
+
+@triton.jit
+def sums_before(x):
+    """Of x [K, R]: the sum of the columns before each."""
+    return tl.cumsum(x, axis=1) - x
