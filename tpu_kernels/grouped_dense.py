@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from op_arguments import Tiling
-from op_arguments.debug import Debug, backward_alone, sums_at
 from op_arguments.gmm import Problem, check_gmm
 from op_arguments.grouped_dense import check_dout, check_quantize_options
+from op_arguments.probe import probing, renamed
 from tpu_kernels._lib.arguments import Interpret, as_vector, concrete_values, static_scalar
 from tpu_kernels._lib.blocks import Quantized
 from tpu_kernels._lib.chip import matmul_path, tpu_generation
@@ -42,7 +42,6 @@ def grouped_dense(
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
     interpret: Interpret = None,
-    debug: Debug = None,
 ) -> jax.Array:
     """`gmm` [M, N], differentiable in lhs, rhs and existing_out, its operands quantised to e4m3 on request.
 
@@ -51,12 +50,10 @@ def grouped_dense(
     Where anything is quantised, what a backward pass keeps of lhs (by columns) and rhs is fp8 pairs alone. Gradients
     have the dtypes of what they are gradients of.
     tiling: (tm, tk, tn) of the forward pass, whose backward matmuls take (tm, tn, tk) and (tm, tk, tn), or a look-up
-    (m, k, n) -> (tm, tk, tn) that is asked for each of them. debug: as the matmul of the forward pass has it, and the
-    sums of the other two at dlhs and drhs.
+    (m, k, n) -> (tm, tk, tn) that is asked for each of them.
+    Sites shown to a probe: those of the forward matmul, and the sums of the other two at dlhs and drhs.
     """
-    asked = _Options(
-        quantize, bwd_quantize, block_size, transpose_rhs, preferred_element_type, tiling, interpret, debug
-    )
+    asked = _Options(quantize, bwd_quantize, block_size, transpose_rhs, preferred_element_type, tiling, interpret)
     options, shard, _ = _checked(asked, lhs, rhs, group_sizes, existing_out, group_offset)
     return _grouped_dense(options, lhs, rhs, existing_out, shard)
 
@@ -76,20 +73,17 @@ def grouped_dense_bwd(
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
     interpret: Interpret = None,
-    debug: Debug = None,
 ) -> Grads:
     """The gradients of `grouped_dense` in lhs, rhs and existing_out, as `jax.vjp` gives them.
 
-    dout [M, N]: the gradient of its result, in the dtype of that. All else as `grouped_dense`, but that debug has no
-    stage of the forward pass.
+    dout [M, N]: the gradient of its result, in the dtype of that. All else as `grouped_dense`, but that a probe
+    sees nothing of the forward pass.
     """
-    shown = backward_alone(debug)
-    asked = _Options(
-        quantize, bwd_quantize, block_size, transpose_rhs, preferred_element_type, tiling, interpret, shown
-    )
+    asked = _Options(quantize, bwd_quantize, block_size, transpose_rhs, preferred_element_type, tiling, interpret)
     options, shard, p = _checked(asked, lhs, rhs, group_sizes, existing_out, group_offset)
     check_dout(dout, p)
-    _, backward = jax.vjp(lambda *primals: _grouped_dense(options, *primals, shard), lhs, rhs, existing_out)
+    with probing(None):
+        _, backward = jax.vjp(lambda *primals: _grouped_dense(options, *primals, shard), lhs, rhs, existing_out)
     return Grads(*backward(dout))
 
 
@@ -103,7 +97,6 @@ class _Options(NamedTuple):
     out_dtype: Any
     tiling: Tiling | None
     interpret: Interpret
-    debug: Debug
     dtype: Any = None  # of lhs and rhs, and so of their gradients
     fills: bool = False  # whether existing_out is given
 
@@ -184,13 +177,23 @@ def _bwd(options: _Options, saved: tuple[Quantized, Quantized, Shard], dout: jax
         by_rows, by_columns = Quantized(dout, None), Quantized(with_rows(dout, lhs.qvalue.shape[0]), None)
     shared: dict[str, Any] = {"preferred_element_type": options.dtype, "interpret": options.interpret}
     swapped = _swapped(options.tiling)
-    by_gmm = {"transpose_rhs": not options.transpose_rhs, "tiling": swapped, "debug": sums_at("dlhs", options.debug)}
-    dlhs = product(by_rows, rhs, shard, **by_gmm, **shared)
+    by_gmm = {"transpose_rhs": not options.transpose_rhs, "tiling": swapped}
+    with renamed(_at_dlhs):
+        dlhs = product(by_rows, rhs, shard, **by_gmm, **shared)
     left, right, tiling = (by_columns, lhs, swapped) if options.transpose_rhs else (lhs, by_columns, options.tiling)
-    by_tgmm = {"num_actual_groups": groups, "tiling": tiling, "debug": sums_at("drhs", options.debug)}
-    drhs = weight_product(left, right, shard, **by_tgmm, **shared)
+    by_tgmm = {"num_actual_groups": groups, "tiling": tiling}
+    with renamed(_at_drhs):
+        drhs = weight_product(left, right, shard, **by_tgmm, **shared)
     passed = _outside(dout, *shard, groups) if options.fills else None
     return dlhs, drhs, passed, None
+
+
+def _at_dlhs(site: str) -> str | None:
+    return "dlhs" if site == "acc" else None
+
+
+def _at_drhs(site: str) -> str | None:
+    return "drhs" if site == "acc" else None
 
 
 _grouped_dense.defvjp(_fwd, _bwd)
@@ -208,7 +211,6 @@ def _forward(
         preferred_element_type=options.out_dtype,
         tiling=options.tiling,
         interpret=options.interpret,
-        debug=options.debug,
     )
 
 
