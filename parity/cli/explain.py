@@ -19,7 +19,7 @@ from parity.judging.judge import Judgement
 from parity.judging.metrics import Metrics
 from parity.judging.verdict import PASSING
 from parity.ledger import diff
-from parity.ledger.records import Record
+from parity.ledger.schema import Record
 from parity.op import BACKENDS, Backend, Case, Op
 from parity.report.text import SHADES, heat_map, sparkline, worst_tile
 from parity.trial import Trial

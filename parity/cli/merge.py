@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from parity.cli.options import folder
-from parity.ledger.records import merge, read_all
+from parity.ledger.read import read_all
+from parity.ledger.write import merge
 from parity.op import BACKENDS
 
 ABOUT = "join ledgers, of shards or of other machines, into this project's"

@@ -33,7 +33,7 @@ from parity.debugging.explain import explain
 from parity.judging import verdict
 from parity.judging.judge import judge
 from parity.judging.metrics import Metrics
-from parity.ledger.records import installed
+from parity.ledger.provenance import installed
 from parity.op import BACKENDS, Backend
 from parity.trial import Trial
 

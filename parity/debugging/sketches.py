@@ -18,7 +18,7 @@ from parity.inputs import hashes
 from parity.judging.metrics import Metrics, Scale, measure
 from parity.judging.reference import Reference
 from parity.judging.verdict import PASSING
-from parity.ledger.records import Record
+from parity.ledger.schema import Record
 from parity.trial import Trial
 
 AS_LARGE = 0.1

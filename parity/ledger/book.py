@@ -14,7 +14,10 @@ from parity.judging.judge import Judgement, measure_contract
 from parity.judging.metrics import Metrics
 from parity.judging.reference import reference
 from parity.judging.verdict import Verdict
-from parity.ledger.records import Freshness, Ledger, Provenance, Record, freshness, here, read_all
+from parity.ledger.freshness import Freshness, freshness
+from parity.ledger.provenance import here
+from parity.ledger.read import read_all
+from parity.ledger.schema import Ledger, Provenance, Record
 from parity.op import Backend, Case, Op
 from parity.trial import Trial
 

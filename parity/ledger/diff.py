@@ -25,7 +25,8 @@ from _pytest.mark.expression import Expression
 from parity.backends import EMULATED
 from parity.judging.metrics import Metrics
 from parity.judging.verdict import PASSING, TAIL, Bias, Statistic, parity, tail_ratio
-from parity.ledger.records import FILE_LIMIT, Ledger, Record, RecordError, read
+from parity.ledger.read import FILE_LIMIT, read
+from parity.ledger.schema import Ledger, Record, RecordError
 from parity.op import Contract
 from parity.report.text import heat_map, sparkline
 

@@ -14,7 +14,7 @@ from parity import matrix
 from parity.backends import runner
 from parity.debugging.explain import Contrast, explain
 from parity.judging.judge import Compared, Judgement
-from parity.ledger.records import here
+from parity.ledger.provenance import here
 from parity.op import Backend, Op
 from parity.trial import Trial
 

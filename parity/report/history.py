@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from parity.ledger.diff import FOLDER
-from parity.ledger.records import FILE_LIMIT, RecordError, read
+from parity.ledger.read import FILE_LIMIT, read
+from parity.ledger.schema import RecordError
 from parity.op import BACKENDS
 
 REVISIONS = 20

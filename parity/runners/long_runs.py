@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from parity.ledger.records import RecordError, read_all
+from parity.ledger.read import read_all
+from parity.ledger.schema import RecordError
 from parity.op import BACKENDS
 
 EVERY = 60.0

@@ -17,7 +17,7 @@ from parity.judging import goldens
 from parity.judging.judge import compare, judge, judge_twin
 from parity.judging.verdict import Verdict
 from parity.ledger.book import Book
-from parity.ledger.records import Merged, Recorder, merge
+from parity.ledger.write import Merged, Recorder, merge
 from parity.op import BACKENDS, TIERS, Backend, Case, Op
 from parity.report import entries, text
 from parity.trial import Trial

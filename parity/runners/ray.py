@@ -35,7 +35,9 @@ import pytest
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from parity.ledger.records import Follower, Record, Recorder, here
+from parity.ledger.provenance import here
+from parity.ledger.schema import Record
+from parity.ledger.write import Follower, Recorder
 from parity.op import Backend, Case, Op
 
 RETRIES = 3

@@ -10,7 +10,8 @@ import pytest
 from parity.backends import EMULATED
 from parity.judging.metrics import Metrics
 from parity.ledger.diff import describe, diff, load, matches, regressed, show, to_json
-from parity.ledger.records import SCHEMA, Provenance, Record, Recorder, RecordError, ledger_path, merge
+from parity.ledger.schema import SCHEMA, Provenance, Record, RecordError, ledger_path
+from parity.ledger.write import Recorder, merge
 
 HASH = "0123456789abcdef" * 4
 PROVENANCE = Provenance(

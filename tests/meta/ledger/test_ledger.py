@@ -12,7 +12,7 @@ import pytest
 from parity.judging.judge import judge
 from parity.ledger.book import Book
 from parity.ledger.diff import diff, load
-from parity.ledger.records import Recorder, merge
+from parity.ledger.write import Recorder, merge
 from parity.trial import Trial
 from tests.matrix.gmm import GMM, representative
 

@@ -18,30 +18,21 @@ import numpy as np
 import pytest
 
 from parity import cli
+from parity.backends import EMULATED
 from parity.judging.metrics import Metrics, Scale, measure
-from parity.ledger import records
-from parity.ledger.records import (
-    EMULATED,
-    Provenance,
-    Record,
-    Recorder,
-    RecordError,
-    folder_name,
-    freshness,
-    here,
-    ledger_path,
-    merge,
-    read,
-    read_all,
-)
+from parity.ledger.freshness import Freshness, freshness
+from parity.ledger.provenance import here
+from parity.ledger.read import FILE_LIMIT, LINE_LIMIT, read, read_all
+from parity.ledger.schema import SCHEMA, Provenance, Record, RecordError, canonical, folder_name, ledger_path
 from parity.ledger.sources import identity
+from parity.ledger.write import Merged, Recorder, merge, provenance_line, record_line
 from tests.matrix.gmm import GMM
 
 ROOT = Path(__file__).parents[3]
 HASH = "0123456789abcdef" * 4
 
 PROVENANCE = Provenance(
-    schema=records.SCHEMA,
+    schema=SCHEMA,
     op="double",
     backend="gpu",
     device_kind=EMULATED,
@@ -118,7 +109,7 @@ def at(utc, **changes):
 def test_every_field_survives(tmp_path, changes):
     record = replace(RECORD, **changes)
     write(tmp_path, record)
-    assert merge(tmp_path) == records.Merged(written=1, lost_lines=(), in_use=0)
+    assert merge(tmp_path) == Merged(written=1, lost_lines=(), in_use=0)
     assert read(path_of(tmp_path, record)) == {(record.case, 3): record}
     p = record.provenance
     assert read_all(tmp_path, p.backend) == {(p.device_kind, "double"): {record.key: record}}
@@ -215,8 +206,8 @@ def test_what_could_not_be_read_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="seed must be"):
         write(tmp_path, replace(RECORD, seed=-1))
     with pytest.raises(ValueError, match="bytes"):
-        write(tmp_path, replace(RECORD, case="x" * records.LINE_LIMIT))
-    assert merge(tmp_path) == records.Merged(0, (), 0)
+        write(tmp_path, replace(RECORD, case="x" * LINE_LIMIT))
+    assert merge(tmp_path) == Merged(0, (), 0)
 
 
 # --- crashes ---
@@ -381,7 +372,7 @@ def test_writing_processes_and_merges_at_once(tmp_path, writer):
 
 # --- hostile files ---
 
-_PROVENANCE_LINE, _RECORD_LINE = records._provenance_line(PROVENANCE), records._record_line(RECORD)
+_PROVENANCE_LINE, _RECORD_LINE = provenance_line(PROVENANCE), record_line(RECORD)
 
 
 def line(text, **changes):
@@ -405,7 +396,7 @@ def record(**changes):
 def provenance(**changes):
     """Provenances that give themselves the right id."""
     data = {**asdict(PROVENANCE), **changes}
-    text = records._canonical(data)
+    text = canonical(data)
     return json.dumps({"id": hashlib.sha256(text.encode()).hexdigest()[:12], "provenance": data}) + "\n"
 
 
@@ -494,7 +485,7 @@ HOSTILE = {
     "deep objects": ('{"a":' * DEEP + "1" + "}" * DEEP, 1, "nested too deeply"),
     "deep and torn": ("[" * DEEP, 1, "nested too deeply"),
     "lists deep enough to read": (raw('"bound":66.0', f'"bound":{"[" * 300}{"]" * 300}'), 2, "bound must be a number"),
-    "a line over the limit": (raw('"bound":', f'"bound":{" " * records.LINE_LIMIT}'), 2, "must have at most 1048576"),
+    "a line over the limit": (raw('"bound":', f'"bound":{" " * LINE_LIMIT}'), 2, "must have at most 1048576"),
     "no UTF-8": (b'{"case":"\xff"}\n', 1, "utf-8"),
     "UTF-16": ("{}".encode("utf-16"), 1, "utf-8"),
     "a byte order mark": ("\ufeff{}", 1, "is not JSON"),
@@ -557,7 +548,7 @@ def test_a_line_without_end_is_not_loaded(tmp_path):
     with pytest.raises(RecordError, match=r"huge\.jsonl:1: must have at most 1048576 bytes"):
         read(path)
     with path.open("ab") as file:
-        file.truncate(records.FILE_LIMIT + 1)
+        file.truncate(FILE_LIMIT + 1)
     with pytest.raises(RecordError, match=r"huge\.jsonl: must have at most 268435456 bytes"):
         read(path)
 
@@ -628,7 +619,7 @@ def test_device_kinds_become_folders():
 
 def test_here_describes_this_code_without_loading_a_framework(tmp_path):
     code = (
-        "import sys; from tests.matrix.gmm import GMM; from parity.ledger.records import here\n"
+        "import sys; from tests.matrix.gmm import GMM; from parity.ledger.provenance import here\n"
         "for backend in ('tpu', 'gpu'): print(here(GMM, backend, 'emulated', False).id)\n"
         "print([m for m in ('jax', 'torch', 'triton') if m in sys.modules])\n"
     )
@@ -686,7 +677,7 @@ def freshness_of(given, current, **changes):
 
 @pytest.mark.parametrize("then, now, status, reason", CHANGES.values(), ids=list(CHANGES))
 def test_freshness_names_what_changed(then, now, status, reason):
-    assert freshness_of(RECORD, replace(PROVENANCE, **then), **now) == records.Freshness(status, reason)
+    assert freshness_of(RECORD, replace(PROVENANCE, **then), **now) == Freshness(status, reason)
 
 
 def test_a_record_whose_figures_are_measured_again_is_valid_whatever_moved():
@@ -695,8 +686,8 @@ def test_a_record_whose_figures_are_measured_again_is_valid_whatever_moved():
     written = {name: replace(m, epsilon=m.epsilon * (1 + 1e-8)) for name, m in same.items()}
     assert freshness_of(RECORD, moved).status == "STALE"
     assert freshness_of(RECORD, moved, measured=other).status == "STALE"
-    assert freshness_of(RECORD, moved, measured=same) == records.Freshness("VALID")
-    assert freshness_of(RECORD, moved, measured=written) == records.Freshness("VALID")
+    assert freshness_of(RECORD, moved, measured=same) == Freshness("VALID")
+    assert freshness_of(RECORD, moved, measured=written) == Freshness("VALID")
     assert freshness_of(RECORD, moved, measured=same, contract="tf32/f32/f32").status == "INVALID"
     assert freshness_of(RECORD, PROVENANCE, measured=other).status == "VALID"
 
@@ -705,7 +696,7 @@ def test_freshness_of_devices():
     given = replace(RECORD, provenance=replace(H200, versions={"driver": "570.1"}))
     other = replace(H200, device_kind="NVIDIA H100", versions={"driver": "580.2"})
     reason = "device NVIDIA H200 → NVIDIA H100, driver 570.1 → 580.2"
-    assert freshness_of(given, other) == records.Freshness("STALE", reason)
+    assert freshness_of(given, other) == Freshness("STALE", reason)
     # Where the device is missing nothing but the sources can be compared.
     assert freshness_of(given, PROVENANCE).status == "VALID"
     assert freshness_of(given, replace(PROVENANCE, kernel=OTHER)).status == "STALE"

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity import cli
-from parity.ledger.records import Follower, Recorder, RecordError
+from parity.ledger.schema import RecordError
+from parity.ledger.write import Follower, Recorder
 from parity.runners import ray as ray_run
 from tests.meta.ledger.test_records import RECORD
 from tests.meta.runners.test_long_runs import records

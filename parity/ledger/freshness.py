@@ -1,0 +1,90 @@
+"""Whether a record still speaks for the code and the machine at hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from parity.judging.metrics import Metrics
+from parity.ledger.schema import SHA256, Provenance, Record, plain
+
+
+@dataclass(frozen=True)
+class Freshness:
+    """Whether a record still speaks for the code and the machine at hand, and if not, what changed."""
+
+    status: Literal["VALID", "STALE", "INVALID"]
+    reason: str = ""
+
+
+def freshness(
+    record: Record,
+    current: Provenance,
+    inputs: Mapping[str, str],
+    contract: str,
+    tiles: str | None,
+    measured: Mapping[str, Metrics] | None = None,
+) -> Freshness:
+    """Compare a record with what would be recorded now: `current`, and the case's input hashes, contract and tiles.
+
+    INVALID, so not comparable at all: schema, inputs, a revision or the contract differ. VALID, whatever else differs:
+    the figures `measured` now are the recorded ones, but for what the golden's last bits move, see `_agree`. STALE, so
+    to be recorded again: code, tiles, or the environment (versions, driver, device, flags) differ. The environment
+    counts only between two real devices or two emulations: where the record's device is missing, only its code can be
+    checked. An emulation does not depend on the version of Python.
+    """
+    then = record.provenance
+    if changed := _changes(_identity(then, record.inputs, record.contract), _identity(current, inputs, contract)):
+        return Freshness("INVALID", changed)
+    if measured is not None and _agree(plain(measured), plain(record.outputs)):
+        return Freshness("VALID")
+    before, now = _sources(then, record.tiles), _sources(current, tiles)
+    if then.real == current.real:
+        before |= _environment(then)
+        now |= _environment(current)
+    changed = _changes(before, now)
+    return Freshness("STALE", changed) if changed else Freshness("VALID")
+
+
+def _agree(one: Any, other: Any, name: str = "") -> bool:
+    """Whether figures are the same, counts exactly and numbers to 1e-6: of a float32 result they move by some 2e-9 with
+    the last bits of its float64 golden, which another BLAS sums in another order. The bias may be next to nothing."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_agree(one[key], other[key], key) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_agree, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-8 if name == "bias" else 0.0)
+    return bool(one == other)
+
+
+def _identity(provenance: Provenance, inputs: Mapping[str, str], contract: str) -> dict[str, Any]:
+    return {
+        "schema": provenance.schema,
+        "contract": contract,
+        **{f"input {name}": value for name, value in inputs.items()},
+        **{f"revision of {name}": value for name, value in provenance.revisions.items()},
+    }
+
+
+def _sources(provenance: Provenance, tiles: str | None) -> dict[str, Any]:
+    return {"kernel": provenance.kernel, "golden": provenance.golden, "tiles": tiles}
+
+
+def _environment(provenance: Provenance) -> dict[str, Any]:
+    versions = {name: v for name, v in provenance.versions.items() if provenance.real or name != "python"}
+    return {"device": provenance.device_kind, **versions, **provenance.flags}
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    names = [*before, *(name for name in now if name not in before)]
+    pairs = [(name, before.get(name), now.get(name)) for name in names]
+    return ", ".join(f"{name} {_shown(old)} → {_shown(new)}" for name, old, new in pairs if old != new)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    return value[:12] if isinstance(value, str) and SHA256.fullmatch(value) else str(value)
