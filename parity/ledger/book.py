@@ -12,7 +12,6 @@ from parity.inputs import hashes
 from parity.judging import verdict
 from parity.judging.judge import Judgement, measure_contract
 from parity.judging.metrics import Metrics
-from parity.judging.reference import reference
 from parity.judging.verdict import Verdict
 from parity.ledger.freshness import Freshness, freshness
 from parity.ledger.provenance import here
@@ -30,56 +29,54 @@ class Book:
         self.utc = utc
         self._ledgers: dict[Backend, dict[tuple[str, str], Ledger]] = {}
 
-    def record(self, op: Op, judged: Judgement) -> Record:
-        """A judgement of this process as a record, with the ε of its emulated contract beside it."""
-        case, backend = judged.case, judged.backend
-        contract = measure_contract(Trial(op, case, backend)).get(judged.output)
+    def record(self, trial: Trial, judged: Judgement) -> Record:
+        """A trial's judgement, of this process, as a record, with the ε of its emulated contract beside it."""
+        contract = measure_contract(trial).get(judged.output)
         return Record(
-            case=case.with_seed(0).id,
-            seed=case.seed,
-            contract=op.contract(case, backend).name,
-            inputs=hashes(reference(op, case).inputs),
-            tiles=_tiles(case),
+            case=_unseeded(trial.case),
+            seed=trial.case.seed,
+            contract=trial.contract.name,
+            inputs=hashes(trial.inputs),
+            tiles=_tiles(trial.case),
             verdict=judged.verdict.outcome,
             bound=judged.bound,
             outputs=judged.outputs,
             contract_epsilon=contract.epsilon if contract else None,
             seconds=round(judged.seconds, 3),
-            provenance=self._here(op, backend),
+            provenance=self._here(trial),
         )
 
     def find(
-        self, op: Op, case: Case, backend: Backend, *, real: bool, measured: Mapping[str, Metrics] | None = None
+        self, trial: Trial, *, real: bool, measured: Mapping[str, Metrics] | None = None
     ) -> tuple[Record, Freshness] | None:
-        """The newest record of a case on a real or an emulated backend, and whether it still speaks for the code.
+        """The newest record of a trial on a real or an emulated device, and whether it still speaks for the code.
 
-        measured: what the case's outputs have come to just now, where it has been run.
+        measured: what the trial's outputs have come to just now, where it has been run.
         """
+        key = _unseeded(trial.case), trial.case.seed
         found = [
             ledger[key]
-            for (_, name), ledger in self._of(backend).items()
-            if name == op.name and (key := (case.with_seed(0).id, case.seed)) in ledger
-            if ledger[key].provenance.real == real
+            for (_, name), ledger in self._of(trial.backend).items()
+            if name == trial.op.name and key in ledger and ledger[key].provenance.real == real
         ]
         if not found:
             return None
         record = max(found, key=lambda r: r.provenance.utc)
-        drawn, contract = hashes(reference(op, case).inputs), op.contract(case, backend).name
-        return record, freshness(record, self._here(op, backend), drawn, contract, _tiles(case), measured)
+        now = self._here(trial), hashes(trial.inputs), trial.contract.name, _tiles(trial.case)
+        return record, freshness(record, *now, measured)
 
-    def check(self, op: Op, judged: Judgement, *, strict: bool) -> tuple[Judgement, str]:
+    def check(self, trial: Trial, judged: Judgement, *, strict: bool) -> tuple[Judgement, str]:
         """A judgement held against its record, and the record's status: a regression, or a stale record if `strict`,
         turns a pass into a failure."""
-        found = self.find(op, judged.case, judged.backend, real=judged.real, measured=judged.outputs)
+        found = self.find(trial, real=judged.real, measured=judged.outputs)
         if found is None:
             return judged, "NO-RECORD"
         record, fresh = found
         if not judged.verdict.passed or fresh.status == "INVALID":
             return judged, fresh.status
-        contract = op.contract(judged.case, judged.backend)
         common = [name for name in judged.outputs if name in record.outputs]
         worse = (
-            verdict.regression(judged.outputs[n], record.outputs[n], narrow_output=contract.is_narrow(n))
+            verdict.regression(judged.outputs[n], record.outputs[n], narrow_output=trial.contract.is_narrow(n))
             for n in common
         )
         regressed = next(filter(None, worse), None)
@@ -90,11 +87,12 @@ class Book:
             return replace(judged, verdict=Verdict("STALE", "G0", fresh.reason)), fresh.status
         return judged, fresh.status
 
-    def seeds(self, op: Op, case: Case, seeds: int, backend: Backend, *, real: bool) -> Iterator[Judgement | Verdict]:
-        """The recorded judgements of `seeds` seeds from the case's own on, on a real or an emulated backend; a verdict
+    def seeds(self, trial: Trial, seeds: int, *, real: bool) -> Iterator[Judgement | Verdict]:
+        """The recorded judgements of `seeds` seeds from the trial's own on, on a real or an emulated device; a verdict
         (G0) in place of each that is missing or invalid."""
-        for drawn in (case.with_seed(case.seed + n) for n in range(seeds)):
-            found = self.find(op, drawn, backend, real=real)
+        backend = trial.backend
+        for drawn in (trial.case.with_seed(trial.case.seed + n) for n in range(seeds)):
+            found = self.find(trial.with_case(drawn), real=real)
             if found is None:
                 yield Verdict("NO-RECORD", "G0", f"no {'' if real else 'emulated '}{backend} has recorded {drawn.id}")
             elif found[1].status == "INVALID":
@@ -110,8 +108,8 @@ class Book:
             self._ledgers[backend] = read_all(self.root, backend)
         return self._ledgers[backend]
 
-    def _here(self, op: Op, backend: Backend) -> Provenance:
-        return _provenance(op, backend, self.utc)
+    def _here(self, trial: Trial) -> Provenance:
+        return _provenance(trial.op, trial.backend, self.utc)
 
 
 @cache
@@ -121,6 +119,11 @@ def _provenance(op: Op, backend: Backend, utc: str | None) -> Provenance:
     except ImportError:  # a host without the backend's framework can still check what others have recorded
         device_kind, real = EMULATED, False
     return here(op, backend, device_kind, real, utc)
+
+
+def _unseeded(case: Case) -> str:
+    """What records call a case: its seed stands beside it."""
+    return case.with_seed(0).id
 
 
 def _tiles(case: Case) -> str | None:

@@ -73,7 +73,7 @@ class Run:
         recorded = None
         if not is_here("gpu", real=real):
             recorded = []
-            for entry in self._book.seeds(self.op, self.case, seeds, "gpu", real=real):
+            for entry in self._book.seeds(Trial(self.op, self.case, "gpu"), seeds, real=real):
                 if isinstance(entry, Verdict):
                     missing = {"op": self.op.name, "case": self.case.id, "backend": "tpu", "real": real, "bound": 0.0}
                     where = "on a GPU runner" if real else "where there is no GPU"
@@ -86,7 +86,7 @@ class Run:
         compared = compare(self.op, self.case, seeds, recorded)
         if self._recorder:
             for judged in compared.everything if recorded is None else compared.judged["tpu"]:
-                self._recorder.write(self._book.record(self.op, judged))
+                self._recorder.write(self._book.record(Trial(self.op, judged.case, judged.backend), judged))
         self._report(compared.summary())
         if self._reports:
             self._add(entries.of_comparison(self.op, compared, self._rerun()))
@@ -137,12 +137,12 @@ class Run:
         status: dict[str, str] = {}
         if self.case.data != "integers":
             if self._recorder:
-                self._recorder.write(self._book.record(self.op, judged))
-                for drawn in self._compared_elsewhere():
-                    self._recorder.write(self._book.record(self.op, judge(trial.with_case(drawn))))
+                self._recorder.write(self._book.record(trial, judged))
+                for other in map(trial.with_case, self._compared_elsewhere()):
+                    self._recorder.write(self._book.record(other, judge(other)))
             elif self._book.root.exists():
                 strict = self._request.config.getoption("--parity-strict-records")
-                judged, record = self._book.check(self.op, judged, strict=strict)
+                judged, record = self._book.check(trial, judged, strict=strict)
                 status = {"record": record, "record_of": self.backend}
         self._report(judged.summary() | status)
         if self._reports:

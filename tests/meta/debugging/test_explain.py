@@ -376,7 +376,8 @@ def test_a_record_says_which_rounding_is_likely_and_what_it_cannot_tell(tmp_path
     case = next(case for case in op.cases if f32(case))
 
     def recorded(kernel):
-        return Book(tmp_path).record(op, judge(Trial(op, case, "gpu", kernel)))
+        trial = Trial(op, case, "gpu", kernel)
+        return Book(tmp_path).record(trial, judge(trial))
 
     loss = next(loss for loss in LOSSES if (loss.backend, loss.op, loss.name) == ("gpu", "gmm", "tf32"))
     record = recorded(plant(loss, tmp_path))

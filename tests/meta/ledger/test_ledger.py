@@ -167,13 +167,13 @@ def test_a_precision_regression_in_a_copy_of_the_kernel_fails_and_is_named(old, 
 
     def record(op, judged, folder):
         with Recorder(folder) as recorder:
-            recorder.write(Book(folder).record(op, judged))
+            recorder.write(Book(folder).record(Trial(op, judged.case, judged.backend), judged))
         merge(folder)
 
     record(GMM, judge(Trial(GMM, case, "tpu")), tmp_path / "before")
     planted = replace(GMM, tpu=f"{module}:gmm")
     judged = judge(Trial(planted, case, "tpu"))
-    held, _ = Book(tmp_path / "before").check(planted, judged, strict=False)
+    held, _ = Book(tmp_path / "before").check(Trial(planted, case, "tpu"), judged, strict=False)
     assert held.verdict.outcome == outcome
     record(planted, judged, tmp_path / "after")
     (of_op,) = diff(load(str(tmp_path / "before"), tmp_path), load(str(tmp_path / "after"), tmp_path))
