@@ -6,7 +6,7 @@ Scales, which are powers of two, are multiplied by the matrix unit itself, or in
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # (kernel arguments are what Triton makes of them; every host function below is annotated)
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,32 +22,35 @@ from gpu_reference._lib.hardware import (
     computes_bfloat16,
 )
 from gpu_reference._lib.launch import Launch, launch_options
-from gpu_reference._lib.operands import on_device, only_tensor, scalar, strides, values
-from gpu_reference._lib.tiles import Tile, block_of, first_filled, fitted
-from gpu_reference._lib.visits import make_group_metadata
-from gpu_reference.gmm import (
-    BAND,
-    TGMM_TILES,
-    gmm,
-    output_tile_of_program,
-    rows_of_group,
-    rows_of_visit,
+from gpu_reference._lib.operands import Operand, only_tensor, operand, scalar, shard_of, sizes_of, values
+from gpu_reference._lib.products import (
+    first_tiles,
+    grid_of_groups,
+    grid_of_rows,
+    load_step,
+    load_visit,
+    product_of_groups,
+    product_of_rows,
+    region_of_program,
+    region_of_visit,
+    store_group,
     store_rows,
-    tgmm,
     visit_of_program,
 )
+from gpu_reference._lib.tiles import Candidate, Tile, block_of, first_filled, fitted
+from gpu_reference.gmm import TGMM_TILES, gmm, tgmm
 from op_arguments import Tiling, dtype_name, resolve_tiling
 from op_arguments.debug import Debug
 from op_arguments.gmm import GroupMetadata, Problem
 from op_arguments.grouped_gemm import Support, check_grouped_gemm, check_mxfp8_tile, check_strict, mxfp8_dot_dtype
 from op_arguments.mxfp8 import MX_BLOCK, SWIZZLED_COLUMNS, SWIZZLED_ROWS
 
-GROUPED_GEMM_TILES: dict[int, tuple[Tile, ...]] = {
+GROUPED_GEMM_TILES: dict[int, tuple[Candidate, ...]] = {
     1: ((128, 128, 128), (64, 128, 128), (32, 128, 128), (16, 128, 128)),
     2: ((128, 32, 128), (64, 64, 128), (32, 64, 128), (16, 128, 128)),
     4: ((32, 32, 128), (16, 64, 128)),
 }
-GROUPED_WGRAD_TILES: dict[int, tuple[Tile, ...]] = {
+GROUPED_WGRAD_TILES: dict[int, tuple[Candidate, ...]] = {
     1: ((128, 128, 128), (64, 128, 128), (64, 64, 128)),
     2: TGMM_TILES[2],
     4: ((32, 64, 64),),
@@ -60,6 +63,19 @@ TILE_BLOCKS = tl.constexpr(SWIZZLED_COLUMNS)
 
 Pair = tuple[Tensor, Tensor | None]
 """An operand and its scale."""
+
+
+class Scaling(NamedTuple):
+    """How a kernel multiplies MXFP8 operands, known when it is compiled.
+
+    dot: a path of `grouped_gemm_support`, or float32 where kernels have no bfloat16. Of each operand the fp8 format, ""
+    of one that is not quantised. swizzled: whether strides of scales are those of their tiles.
+    """
+
+    dot: str
+    lhs_format: str
+    rhs_format: str
+    swizzled: bool
 
 
 def grouped_gemm(
@@ -157,22 +173,12 @@ def _grouped_gemm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """`grouped_gemm` with ragged="lhs" of checked arguments: rhs and its plain scale as of [G, K, N]."""
-    device = lhs[0].device
     tile, dot = _tile_and_dot(p, lhs, rhs, "lhs", tiling)
-    if p.groups == 0:
-        return (
-            torch.zeros(p.m, p.n, dtype=out_dtype, device=device)
-            if existing_out is None
-            else existing_out.clone(memory_format=torch.contiguous_format)
-        )
-    out = torch.empty(p.m, p.n, dtype=out_dtype, device=device)
-    if out.numel():
-        offset = on_device(group_offset, device)
-        metadata = make_group_metadata(
-            group_sizes, m=p.m, tm=tile[0], group_offset=offset, num_groups=p.groups, cover="tiles"
-        )
-        grouped_gemm_launch(p, tile, dot, lhs, rhs, swizzled, existing_out, out, metadata, offset, debug).run(device)
-    return out
+
+    def launch(out: Tensor, metadata: GroupMetadata, offset: Tensor) -> Launch:
+        return grouped_gemm_launch(p, tile, dot, lhs, rhs, swizzled, existing_out, out, metadata, offset, debug)
+
+    return product_of_rows(p, tile.m, group_sizes, group_offset, existing_out, out_dtype, launch)
 
 
 @bfloat16_as_float32_where_interpreted()
@@ -189,15 +195,12 @@ def _grouped_wgrad(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """`grouped_gemm` with ragged="contracting" of checked arguments."""
-    device = lhs[0].device
     tile, dot = _tile_and_dot(p, lhs, rhs, "contracting", tiling)
-    out = torch.empty(p.groups, p.k, p.n, dtype=out_dtype, device=device)
-    if out.numel():
-        offset = on_device(group_offset, device)
-        grouped_wgrad_launch(p, tile, dot, lhs, rhs, swizzled, existing_out, out, group_sizes, offset, debug).run(
-            device
-        )
-    return out
+
+    def launch(out: Tensor, group_sizes: Tensor, offset: Tensor) -> Launch:
+        return grouped_wgrad_launch(p, tile, dot, lhs, rhs, swizzled, existing_out, out, group_sizes, offset, debug)
+
+    return product_of_groups(p, group_sizes, group_offset, out_dtype, launch)
 
 
 def _tile_and_dot(p: Problem, lhs: Pair, rhs: Pair, ragged: str, tiling: Tiling | None) -> tuple[Tile, str]:
@@ -228,15 +231,15 @@ def grouped_gemm_tile(p: Problem, path: str, ragged: str, tiling: Tiling | None,
     """
     rows, depth = (_least_tile(target) if path == "block_scaled" else None) or (16, MX_BLOCK)
     if ragged == "contracting":
-        default = GROUPED_WGRAD_TILES[_mxfp8_dot_bytes(path)][0]
+        default = GROUPED_WGRAD_TILES[_dot_bytes(path)][0]
         tile = resolve_tiling(tiling, lambda m, k, n: default, p.m, p.k, p.n)
         check_mxfp8_tile("tm", tile[0], p.m)
         tm, tk, tn = fitted(tile, p)
-        return max(tm, depth), max(tk, rows), tn
-    tile = resolve_tiling(tiling, first_filled(GROUPED_GEMM_TILES[_mxfp8_dot_bytes(path)], p), p.m, p.k, p.n)
+        return Tile(max(tm, depth), max(tk, rows), tn)
+    tile = resolve_tiling(tiling, first_filled(GROUPED_GEMM_TILES[_dot_bytes(path)], p), p.m, p.k, p.n)
     check_mxfp8_tile("tk", tile[1], p.k)
     tm, tk, tn = fitted(tile, p)
-    return max(tm, rows), max(tk, depth), tn
+    return Tile(max(tm, rows), max(tk, depth), tn)
 
 
 def grouped_gemm_launch(
@@ -254,32 +257,21 @@ def grouped_gemm_launch(
 ) -> Launch:
     """The main kernel of `grouped_gemm` with ragged="lhs": rhs and its plain scale as of [G, K, N], group_offset on the
     device; dot is what it multiplies, as the paths of `grouped_gemm_support`."""
-    tm, tk, tn = tile
     arguments = {
-        **_mxfp8_arguments("lhs", *lhs, "mk", "mk", swizzled),
-        **_mxfp8_arguments("rhs", *rhs, "gkn", "gnk" if swizzled else "gkn", swizzled),
-        "existing_out": existing_out,
+        "lhs": _operand(*lhs, swizzled, of_rows=True),
+        "rhs": _operand(*rhs, swizzled, of_rows=False),
+        "existing_out": None if existing_out is None else operand(existing_out),
         "out": out,
-        **metadata._asdict(),
-        "group_offset": group_offset,
-        "m": p.m,
-        "k": p.k,
-        "n": p.n,
-        "experts": p.experts,
-        "groups": p.groups,
-        **strides("existing", existing_out, "mn"),
-        "SWIZZLED": swizzled,
-        "DOT": dot,
-        "TM": tm,
-        "TK": tk,
-        "TN": tn,
-        "EVEN_K": p.k % tk == 0,
-        "BAND_SIZE": BAND,
+        "metadata": metadata,
+        "shard": shard_of(p, group_offset),
+        "sizes": sizes_of(p),
+        "TILE": tile,
+        "EVEN_K": p.k % tile.k == 0,
+        "SCALING": Scaling(dot, _format(*lhs), _format(*rhs), swizzled),
         "DEBUG": debug,
     }
-    bands = triton.cdiv(triton.cdiv(p.m, tm) + p.groups, BAND)
-    grid = (bands * BAND * triton.cdiv(p.n, tn),)
-    return Launch(_grouped_gemm_kernel, grid, arguments, _mxfp8_options(tm, tk, tn, dot))
+    options = _options(tile.m, tile.k, tile.n, dot)
+    return Launch(_grouped_gemm_kernel, grid_of_rows(p, tile), arguments, options)
 
 
 def grouped_wgrad_launch(
@@ -296,318 +288,136 @@ def grouped_wgrad_launch(
     debug: Debug = None,
 ) -> Launch:
     """The kernel of `grouped_gemm` with ragged="contracting"; arguments as `grouped_gemm_launch`."""
-    tm, tk, tn = tile
     arguments = {
-        **_mxfp8_arguments("lhs", *lhs, "mk", "km" if swizzled else "mk", swizzled),
-        **_mxfp8_arguments("rhs", *rhs, "mn", "nm" if swizzled else "mn", swizzled),
-        "existing_out": existing_out,
+        "lhs": _operand(*lhs, swizzled, of_rows=True, transposed=True),
+        "rhs": _operand(*rhs, swizzled, of_rows=False),
+        "existing_out": None if existing_out is None else operand(existing_out),
         "out": out,
-        "group_sizes": group_sizes.contiguous(),
-        "group_offset": group_offset,
-        "m": p.m,
-        "k": p.k,
-        "n": p.n,
-        "experts": p.experts,
-        "groups": p.groups,
-        **strides("existing", existing_out, "gkn"),
-        "SWIZZLED": swizzled,
-        "DOT": dot,
-        "TM": tm,
-        "TK": tk,
-        "TN": tn,
+        "group_sizes": group_sizes,
+        "shard": shard_of(p, group_offset),
+        "sizes": sizes_of(p),
+        "TILE": tile,
         "EXPERTS_BLOCK": block_of(p.experts),
+        "SCALING": Scaling(dot, _format(*lhs), _format(*rhs), swizzled),
         "DEBUG": debug,
     }
-    grid = (p.groups * triton.cdiv(p.k, tk) * triton.cdiv(p.n, tn),)
-    return Launch(_grouped_wgrad_kernel, grid, arguments, _mxfp8_options(tk, tm, tn, dot))
+    options = _options(tile.k, tile.m, tile.n, dot)
+    return Launch(_grouped_wgrad_kernel, grid_of_groups(p, tile), arguments, options)
 
 
 @triton.jit
 def _grouped_gemm_kernel(
     lhs,
-    lhs_scale,
     rhs,
-    rhs_scale,
     existing_out,
     out,
-    group_offsets,
-    group_ids,
-    tile_ids,
-    num_visits,
-    group_offset,
-    m,
-    k,
-    n,
-    experts,
-    groups,
-    lhs_stride_m,
-    lhs_stride_k,
-    lhs_scale_stride_m,
-    lhs_scale_stride_k,
-    rhs_stride_g,
-    rhs_stride_k,
-    rhs_stride_n,
-    rhs_scale_stride_g,
-    rhs_scale_stride_k,
-    rhs_scale_stride_n,
-    existing_stride_m,
-    existing_stride_n,
-    LHS_FORMAT: tl.constexpr,
-    RHS_FORMAT: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    DOT: tl.constexpr,
-    TM: tl.constexpr,
-    TK: tl.constexpr,
-    TN: tl.constexpr,
+    metadata,
+    shard,
+    sizes,
+    TILE: tl.constexpr,
     EVEN_K: tl.constexpr,
-    BAND_SIZE: tl.constexpr,
+    SCALING: tl.constexpr,
     DEBUG: tl.constexpr,
 ):
-    """As `_gmm_kernel`, of MXFP8 operands, which have a FORMAT; strides of swizzled scales are those of their tiles."""
-    visit, tile_n = visit_of_program(n, TN, BAND_SIZE)
-    if visit >= tl.load(num_visits):
+    """As `gpu_reference.gmm._gmm_kernel`."""
+    nth, tile_n = visit_of_program(sizes.n, TILE.n)
+    if nth >= tl.load(metadata.num_visits):
         return
-    group, start, end, tile_m, is_first_visit, shard_offsets = rows_of_visit(
-        visit, group_offsets, group_ids, tile_ids, group_offset, experts, groups
-    )
-
-    first_row = tile_m * TM
-    row = (first_row + tl.arange(0, TM))[:, None]
-    column = (tile_n * TN + tl.arange(0, TN))[None, :]
-    in_group = (row >= start) & (row < end)
-    in_columns = column < n
-    row_offset = row.to(tl.int64)
-    column_offset = column.to(tl.int64)
-    nth = group.to(tl.int64)
-
-    along_k = tl.arange(0, TK)[None, :]
-    down_k = tl.arange(0, TK)[:, None]
-    whole_tile = tl.full((), TK, tl.int64)
-    a_tile = lhs + row_offset * lhs_stride_m + along_k.to(tl.int64) * lhs_stride_k
-    b_tile = rhs + nth * rhs_stride_g + down_k.to(tl.int64) * rhs_stride_k + column_offset * rhs_stride_n
-    a_step = whole_tile * lhs_stride_k
-    b_step = whole_tile * rhs_stride_k
-    b_scale = rhs_scale
-    if rhs_scale is not None:
-        b_scale += nth * rhs_scale_stride_g
-
-    sums = tl.full((TM, TN), 0.0, tl.float32)
-    has_rows = tl.maximum(start, first_row) < tl.minimum(end, first_row + TM)
-    end_k = tl.where(has_rows, k, 0)
-    for first_k in range(0, end_k, TK):
-        if EVEN_K:
-            a = tl.load(a_tile, mask=in_group, other=0)
-            b = tl.load(b_tile, mask=in_columns, other=0)
-        else:
-            a = tl.load(a_tile, mask=in_group & (along_k < k - first_k), other=0)
-            b = tl.load(b_tile, mask=in_columns & (down_k < k - first_k), other=0)
-        block = first_k // BLOCK + tl.arange(0, TK // BLOCK)
-        is_block = block * BLOCK < k
-        sums = _mxfp8_added(
-            sums,
-            a,
-            b,
-            row,
-            column,
-            in_group,
-            in_columns,
-            block,
-            is_block,
-            lhs_scale,
-            lhs_scale_stride_m,
-            lhs_scale_stride_k,
-            b_scale,
-            rhs_scale_stride_n,
-            rhs_scale_stride_k,
-            LHS_FORMAT,
-            RHS_FORMAT,
-            SWIZZLED,
-            DOT,
-        )
+    visit = load_visit(nth, metadata, shard)
+    region = region_of_visit(visit, tile_n, sizes, TILE)
+    a_tile, b_tile, a_step, b_step = first_tiles(lhs, rhs, region, 0, TILE.k)
+    sums = tl.full((TILE.m, TILE.n), 0.0, tl.float32)
+    for first_k in range(0, region.end, TILE.k):
+        a, b = load_step(a_tile, b_tile, region, first_k, TILE.k, True, EVEN_K)
+        block = first_k // BLOCK + tl.arange(0, TILE.k // BLOCK)
+        sums = _added(sums, a, b, lhs, rhs, region, block, block * BLOCK < sizes.k, SCALING)
         a_tile += a_step
         b_tile += b_step
 
     if DEBUG is not None:
-        sums = DEBUG("acc", sums, in_group & in_columns)
-    result = sums.to(out.dtype.element_ty)
-    store_rows(
-        result,
-        out,
-        existing_out,
-        shard_offsets,
-        is_first_visit,
-        row,
-        column,
-        in_group,
-        m,
-        n,
-        groups,
-        existing_stride_m,
-        existing_stride_n,
-    )
+        sums = DEBUG("acc", sums, region.in_rows & region.in_columns)
+    store_rows(sums, out, existing_out, visit, region, sizes, shard)
 
 
 @triton.jit
 def _grouped_wgrad_kernel(
     lhs,
-    lhs_scale,
     rhs,
-    rhs_scale,
     existing_out,
     out,
     group_sizes,
-    group_offset,
-    m,
-    k,
-    n,
-    experts,
-    groups,
-    lhs_stride_m,
-    lhs_stride_k,
-    lhs_scale_stride_m,
-    lhs_scale_stride_k,
-    rhs_stride_m,
-    rhs_stride_n,
-    rhs_scale_stride_m,
-    rhs_scale_stride_n,
-    existing_stride_g,
-    existing_stride_k,
-    existing_stride_n,
-    LHS_FORMAT: tl.constexpr,
-    RHS_FORMAT: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    DOT: tl.constexpr,
-    TM: tl.constexpr,
-    TK: tl.constexpr,
-    TN: tl.constexpr,
+    shard,
+    sizes,
+    TILE: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
+    SCALING: tl.constexpr,
     DEBUG: tl.constexpr,
 ):
-    """As `_tgmm_kernel`, of operands as in `_grouped_gemm_kernel`; steps are counted from row 0, as blocks are."""
-    group, tile_k, tile_n = output_tile_of_program(k, n, TK, TN)
-    start, end = rows_of_group(group, group_sizes, group_offset, m, experts, groups, EXPERTS_BLOCK)
-
-    at_k = (tile_k * TK + tl.arange(0, TK))[:, None]
-    column = (tile_n * TN + tl.arange(0, TN))[None, :]
-    in_k = at_k < k
-    in_columns = column < n
-    k_offset = at_k.to(tl.int64)
-    column_offset = column.to(tl.int64)
-
-    along_rows = tl.arange(0, TM)[None, :]
-    down_rows = tl.arange(0, TM)[:, None]
-    first_row = start // TM * TM
-    at_row = first_row.to(tl.int64)
-    whole_tile = tl.full((), TM, tl.int64)
+    """As `gpu_reference.gmm._tgmm_kernel`, but steps are counted from row 0 as the scale blocks are."""
+    region = region_of_program(group_sizes, sizes, shard, TILE, EXPERTS_BLOCK)
+    has_rows = region.start < region.end
+    first_row = region.start // TILE.m * TILE.m
     # lhs is read transposed by its addresses: tl.trans next to a wgmma has been miscompiled (Triton before 3.7.1).
-    a_tile = lhs + (at_row + along_rows) * lhs_stride_m + k_offset * lhs_stride_k
-    b_tile = rhs + (at_row + down_rows) * rhs_stride_m + column_offset * rhs_stride_n
-    a_step = whole_tile * lhs_stride_m
-    b_step = whole_tile * rhs_stride_m
-
-    sums = tl.full((TK, TN), 0.0, tl.float32)
-    for step_row in range(first_row, tl.where(start < end, end, first_row), TM):
-        row_along = step_row + along_rows
-        row_down = step_row + down_rows
-        a = tl.load(a_tile, mask=in_k & (row_along >= start) & (row_along < end), other=0)
-        b = tl.load(b_tile, mask=(row_down >= start) & (row_down < end) & in_columns, other=0)
+    a_tile, b_tile, a_step, b_step = first_tiles(lhs, rhs, region, first_row.to(tl.int64), TILE.m)
+    sums = tl.full((TILE.k, TILE.n), 0.0, tl.float32)
+    for step_row in range(first_row, tl.where(has_rows, region.end, first_row), TILE.m):
+        a, b = load_step(a_tile, b_tile, region, step_row, TILE.m, False, False)
         # A block without rows of the group may have a scale of NaN, and NaN times the zeros here is NaN.
-        block = step_row // BLOCK + tl.arange(0, TM // BLOCK)
-        is_block = (block * BLOCK + BLOCK > start) & (block * BLOCK < end)
-        sums = _mxfp8_added(
-            sums,
-            a,
-            b,
-            at_k,
-            column,
-            in_k,
-            in_columns,
-            block,
-            is_block,
-            lhs_scale,
-            lhs_scale_stride_k,
-            lhs_scale_stride_m,
-            rhs_scale,
-            rhs_scale_stride_n,
-            rhs_scale_stride_m,
-            LHS_FORMAT,
-            RHS_FORMAT,
-            SWIZZLED,
-            DOT,
-        )
+        block = step_row // BLOCK + tl.arange(0, TILE.m // BLOCK)
+        is_block = (block * BLOCK + BLOCK > region.start) & (block * BLOCK < region.end)
+        sums = _added(sums, a, b, lhs, rhs, region, block, is_block, SCALING)
         a_tile += a_step
         b_tile += b_step
 
-    in_out = in_k & in_columns
     if DEBUG is not None:
-        sums = DEBUG("acc", sums, in_out & (start < end))
-    nth = group.to(tl.int64)
-    if existing_out is not None:
-        existing_group = existing_out + nth * existing_stride_g
-        existing_tile = existing_group + k_offset * existing_stride_k + column_offset * existing_stride_n
-        sums += tl.load(existing_tile, mask=in_out, other=0).to(tl.float32)
-    out_tile = out + (nth * k + k_offset) * n + column_offset
-    tl.store(out_tile, sums.to(out.dtype.element_ty), mask=in_out)
+        sums = DEBUG("acc", sums, region.in_rows & region.in_columns & has_rows)
+    store_group(sums, out, existing_out, region, sizes)
 
 
 @triton.jit
-def _mxfp8_added(
-    sums,
-    a,
-    b,
-    row,
-    column,
-    in_rows,
-    in_columns,
-    block,
-    is_block,
-    lhs_scale,
-    lhs_stride_line,
-    lhs_stride_block,
-    rhs_scale,
-    rhs_stride_line,
-    rhs_stride_block,
-    LHS_FORMAT: tl.constexpr,
-    RHS_FORMAT: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    DOT: tl.constexpr,
-):
+def _added(sums, a, b, lhs, rhs, region, block, is_block, SCALING: tl.constexpr):
     """sums + a @ b of tiles as they are loaded, times the scales of their rows, columns and blocks along the sum.
 
-    Scales are read in_rows, in_columns and where it is_block; the matrix unit takes those of b as [columns, blocks].
+    Scales are read in the region and where it is_block; the matrix unit takes those of b as [columns, blocks].
     """
     along, down = block[None, :], block[:, None]
-    a_read = in_rows & is_block[None, :]
-    a_scales = _scales(lhs_scale, row, along, a_read, lhs_stride_line, lhs_stride_block, SWIZZLED)
-    if DOT == "block_scaled":
-        b_read = in_columns.trans() & is_block[None, :]
-        b_scales = _scales(rhs_scale, column.trans(), along, b_read, rhs_stride_line, rhs_stride_block, SWIZZLED)
-        A: tl.constexpr = tl.constexpr("e4m3" if LHS_FORMAT == "float8_e4m3fn" else "e5m2")
-        B: tl.constexpr = tl.constexpr("e4m3" if RHS_FORMAT == "float8_e4m3fn" else "e5m2")
+    a_read = region.in_rows & is_block[None, :]
+    a_scales = _scales(lhs.scale, region.group, region.row, along, a_read, True, SCALING.swizzled)
+    if SCALING.dot == "block_scaled":
+        b_read = region.in_columns.trans() & is_block[None, :]
+        b_scales = _scales(rhs.scale, region.group, region.column.trans(), along, b_read, False, SCALING.swizzled)
+        A: tl.constexpr = tl.constexpr("e4m3" if SCALING.lhs_format == "float8_e4m3fn" else "e5m2")
+        B: tl.constexpr = tl.constexpr("e4m3" if SCALING.rhs_format == "float8_e4m3fn" else "e5m2")
         sums = tl.dot_scaled(a, a_scales, A, b, b_scales, B, sums)
     else:
-        b_read = in_columns & is_block[:, None]
-        b_scales = _scales(rhs_scale, column, down, b_read, rhs_stride_line, rhs_stride_block, SWIZZLED)
-        a = _mxfp8_operand(a, a_scales, 1, LHS_FORMAT, DOT)
-        b = _mxfp8_operand(b, b_scales, 0, RHS_FORMAT, DOT)
+        b_read = region.in_columns & is_block[:, None]
+        b_scales = _scales(rhs.scale, region.group, region.column, down, b_read, False, SCALING.swizzled)
+        a = _mxfp8_operand(a, a_scales, 1, SCALING.lhs_format, SCALING.dot)
+        b = _mxfp8_operand(b, b_scales, 0, SCALING.rhs_format, SCALING.dot)
         sums = tl.dot(a, b, sums, input_precision="ieee")
     return sums
 
 
 @triton.jit
-def _scales(scale, line, block, is_read, stride_line, stride_block, SWIZZLED: tl.constexpr):
-    """The scales of blocks of lines (rows of lhs, columns of rhs), in bytes; 1 where none is read, or there is none."""
+def _scales(scale, group, line, block, is_read, OF_ROWS: tl.constexpr, SWIZZLED: tl.constexpr):
+    """The scales of blocks of a group's lines (OF_ROWS of lhs, or columns of rhs), in bytes; 1 where none is read, or
+    there is none."""
     line = line.to(tl.int64)
     block = block.to(tl.int64)
     if scale is None:
         scales = tl.full(is_read.shape, 127, tl.uint8)
     else:
+        first = scale.data
+        if scale.group is not None:
+            first += group.to(tl.int64) * scale.group
+        stride_line = scale.row if OF_ROWS else scale.column
+        stride_block = scale.column if OF_ROWS else scale.row
         if SWIZZLED:
             in_tile = line % 32 * 16 + line % TILE_LINES // 32 * TILE_BLOCKS + block % TILE_BLOCKS
             offset = line // TILE_LINES * stride_line + block // TILE_BLOCKS * stride_block + in_tile
         else:
             offset = line * stride_line + block * stride_block
-        scales = tl.load(scale + offset, mask=is_read, other=127)
+        scales = tl.load(first + offset, mask=is_read, other=127)
     return scales
 
 
@@ -639,29 +449,32 @@ def _least_tile(target: str | None) -> tuple[int, int] | None:
     return (16, MX_BLOCK) if target is None else block_scaled_tile(target)
 
 
-def _mxfp8_dot_bytes(dot: str) -> int:
+def _dot_bytes(dot: str) -> int:
     """Bytes per element of what the dot multiplies."""
     return 1 if dot == "block_scaled" else int(getattr(torch, dot).itemsize)
 
 
-def _mxfp8_options(rows: int, depth: int, columns: int, dot: str) -> dict[str, Any]:
+def _options(rows: int, depth: int, columns: int, dot: str) -> dict[str, Any]:
     """As `launch_options`, with warps for the sums, and for float32's chains of FMAs, which a step of 32 makes long."""
     warps = 8 if dot == "float32" else max(4, min(rows * columns // 2048, 8))
-    return launch_options(rows, depth, columns, _mxfp8_dot_bytes(dot)) | {"num_warps": warps}
+    return launch_options(rows, depth, columns, _dot_bytes(dot)) | {"num_warps": warps}
 
 
-def _mxfp8_arguments(
-    name: str, operand: Tensor, scale: Tensor | None, axes: str, scale_axes: str, swizzled: bool
-) -> dict[str, Any]:
-    """An operand with `axes` and its scale with `scale_axes` (swizzled: of its tiles), as the kernels take them."""
-    if scale is not None:
-        scale = scale.view(torch.uint8)
-        scale = scale.contiguous() if swizzled else scale
-    lead = None if scale is None else scale[..., 0, 0] if swizzled else scale
-    return {
-        name: operand if scale is None else as_codes(operand),
-        f"{name}_scale": scale,
-        **strides(name, operand, axes),
-        **strides(f"{name}_scale", lead, scale_axes),
-        f"{name.upper()}_FORMAT": "" if scale is None else dtype_name(operand.dtype),
-    }
+def _operand(
+    values: Tensor, scale: Tensor | None, swizzled: bool, *, of_rows: bool, transposed: bool = False
+) -> Operand:
+    """An operand and its scale, swizzled or not, which has lines of rows (lhs) or of columns."""
+    if scale is None:
+        return operand(values, transposed=transposed)
+    scale = scale.view(torch.uint8)
+    if swizzled:  # strides are those of tiles, of which the lines come first
+        scale = scale.contiguous()
+        scales = operand(scale[..., 0, 0], transposed=not of_rows)._replace(data=scale)
+    else:
+        scales = operand(scale, transposed=transposed)
+    return operand(as_codes(values), transposed=transposed, scale=scales)
+
+
+def _format(values: Tensor, scale: Tensor | None) -> str:
+    """The fp8 format of an operand, "" of one that is not quantised."""
+    return "" if scale is None else dtype_name(values.dtype)

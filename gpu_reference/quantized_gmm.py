@@ -25,19 +25,23 @@ from gpu_reference._lib.hardware import (
     supports_matmul,
 )
 from gpu_reference._lib.launch import Launch, launch_options
-from gpu_reference._lib.operands import on_device, only_tensor, scalar, strides, values
-from gpu_reference._lib.tiles import Tile, block_of, first_filled, fitted
-from gpu_reference._lib.visits import make_group_metadata
-from gpu_reference.gmm import (
-    BAND,
-    GMM_TILES,
-    TGMM_TILES,
-    output_tile_of_program,
-    rows_of_group,
-    rows_of_visit,
+from gpu_reference._lib.operands import Operand, only_tensor, operand, scalar, shard_of, sizes_of, values
+from gpu_reference._lib.products import (
+    first_tiles,
+    grid_of_groups,
+    grid_of_rows,
+    load_step,
+    load_visit,
+    product_of_groups,
+    product_of_rows,
+    region_of_program,
+    region_of_visit,
+    store_group,
     store_rows,
     visit_of_program,
 )
+from gpu_reference._lib.tiles import Candidate, Tile, block_of, first_filled, fitted
+from gpu_reference.gmm import GMM_TILES, TGMM_TILES
 from op_arguments import Tiling, dtype_name, resolve_tiling
 from op_arguments.debug import Debug
 from op_arguments.gmm import GroupMetadata
@@ -50,12 +54,12 @@ from op_arguments.quantized_gmm import (
     dot_dtype,
 )
 
-GMM_QUANTIZED_TILES: dict[int, tuple[Tile, ...]] = {
+GMM_QUANTIZED_TILES: dict[int, tuple[Candidate, ...]] = {
     1: ((128, 128, 128), (64, 128, 128), (32, 128, 128), (16, 128, 128)),
     2: GMM_TILES[2],
     4: ((64, 16, 128), (32, 32, 128), (16, 64, 128)),
 }
-TGMM_QUANTIZED_TILES: dict[int, tuple[Tile, ...]] = {
+TGMM_QUANTIZED_TILES: dict[int, tuple[Candidate, ...]] = {
     1: ((128, 128, 128), (64, 128, 128), (64, 64, 128)),
     2: TGMM_TILES[2],
     4: ((16, 64, 128), (32, 64, 64), (16, 64, 64)),
@@ -74,6 +78,21 @@ class DotPath(NamedTuple):
 
     dtype: str
     reason: str
+
+
+class Scaling(NamedTuple):
+    """How a kernel multiplies scaled operands, known when it is compiled.
+
+    dot: as in DotPath. in_int32: whether sums are. Of each operand the format that is decoded ("" of one that the dot
+    takes as it is), and how many elements along the sum share a scale, 0 where all do or there is none.
+    """
+
+    dot: str
+    in_int32: bool
+    lhs_format: str
+    rhs_format: str
+    lhs_block: int
+    rhs_block: int
 
 
 def gmm_quantized(
@@ -180,23 +199,13 @@ def _gmm_quantized(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """`gmm_quantized` of checked arguments: rhs, its scale and its blocks as of [G, K, N]."""
-    device = lhs[0].device
-    path = dot_path(lhs[0].dtype, rhs[0].dtype, out_dtype, architecture(device))
+    path = dot_path(lhs[0].dtype, rhs[0].dtype, out_dtype, architecture(lhs[0].device))
     tile = gmm_quantized_tile(p, path, tiling)
-    if p.groups == 0:
-        return (
-            torch.zeros(p.m, p.n, dtype=out_dtype, device=device)
-            if existing_out is None
-            else existing_out.clone(memory_format=torch.contiguous_format)
-        )
-    out = torch.empty(p.m, p.n, dtype=out_dtype, device=device)
-    if out.numel():
-        offset = on_device(group_offset, device)
-        metadata = make_group_metadata(
-            group_sizes, m=p.m, tm=tile[0], group_offset=offset, num_groups=p.groups, cover="tiles"
-        )
-        gmm_quantized_launch(p, tile, path, lhs, rhs, existing_out, out, metadata, offset, debug).run(device)
-    return out
+
+    def launch(out: Tensor, metadata: GroupMetadata, offset: Tensor) -> Launch:
+        return gmm_quantized_launch(p, tile, path, lhs, rhs, existing_out, out, metadata, offset, debug)
+
+    return product_of_rows(p, tile.m, group_sizes, group_offset, existing_out, out_dtype, launch)
 
 
 @bfloat16_as_float32_where_interpreted()
@@ -212,14 +221,13 @@ def _tgmm_quantized(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """`tgmm_quantized` of checked arguments."""
-    device = lhs[0].device
-    path = dot_path(lhs[0].dtype, rhs[0].dtype, out_dtype, architecture(device))
+    path = dot_path(lhs[0].dtype, rhs[0].dtype, out_dtype, architecture(lhs[0].device))
     tile = tgmm_quantized_tile(p, path, tiling)
-    out = torch.empty(p.groups, p.k, p.n, dtype=out_dtype, device=device)
-    if out.numel():
-        offset = on_device(group_offset, device)
-        tgmm_quantized_launch(p, tile, path, lhs, rhs, existing_out, out, group_sizes, offset, debug).run(device)
-    return out
+
+    def launch(out: Tensor, group_sizes: Tensor, offset: Tensor) -> Launch:
+        return tgmm_quantized_launch(p, tile, path, lhs, rhs, existing_out, out, group_sizes, offset, debug)
+
+    return product_of_groups(p, group_sizes, group_offset, out_dtype, launch)
 
 
 def dot_path(lhs: torch.dtype, rhs: torch.dtype, out: torch.dtype, target: str | None) -> DotPath:
@@ -253,7 +261,7 @@ def gmm_quantized_tile(p: QuantizedProblem, path: DotPath, tiling: Tiling | None
     tile = resolve_tiling(tiling, table, p.m, p.k, p.n)
     check_tile("tk", tile[1], p.block, p.k)
     tm, tk, tn = fitted(tile, p)
-    return tm, _step(tk, path, p.block, p.k), tn
+    return Tile(tm, _step(tk, path, p.block, p.k), tn)
 
 
 def tgmm_quantized_tile(p: QuantizedProblem, path: DotPath, tiling: Tiling | None = None) -> Tile:
@@ -262,7 +270,7 @@ def tgmm_quantized_tile(p: QuantizedProblem, path: DotPath, tiling: Tiling | Non
     tile = resolve_tiling(tiling, lambda m, k, n: default, p.m, p.k, p.n)
     check_tile("tm", tile[0], p.block, p.m)
     tm, tk, tn = fitted(tile, p)
-    return _step(tm, path, p.block, p.m), tk, tn
+    return Tile(_step(tm, path, p.block, p.m), tk, tn)
 
 
 def gmm_quantized_launch(
@@ -278,32 +286,20 @@ def gmm_quantized_launch(
     debug: Debug = None,
 ) -> Launch:
     """The main kernel of `gmm_quantized`: rhs, its scale and its blocks as of [G, K, N], group_offset on the device."""
-    tm, tk, tn = tile
     arguments = {
-        **_operand_arguments("lhs", *lhs, p.lhs_blocks, "mk", "k", path),
-        **_operand_arguments("rhs", *rhs, p.rhs_blocks, "gkn", "k", path),
-        "existing_out": existing_out,
+        "lhs": _operand(*lhs, path, lines=p.lhs_blocks[0]),
+        "rhs": _operand(*rhs, path, lines=p.rhs_blocks[-1], groups=p.rhs_blocks[0]),
+        "existing_out": None if existing_out is None else operand(existing_out),
         "out": out,
-        **metadata._asdict(),
-        "group_offset": group_offset,
-        "m": p.m,
-        "k": p.k,
-        "n": p.n,
-        "experts": p.experts,
-        "groups": p.groups,
-        **strides("existing", existing_out, "mn"),
-        "DOT": path.dtype,
-        "IN_INT32": _sums_in_int32(path, p.block, p.k),
-        "TM": tm,
-        "TK": tk,
-        "TN": tn,
-        "EVEN_K": p.k % tk == 0,
-        "BAND_SIZE": BAND,
+        "metadata": metadata,
+        "shard": shard_of(p, group_offset),
+        "sizes": sizes_of(p),
+        "TILE": tile,
+        "EVEN_K": p.k % tile.k == 0,
+        "SCALING": _scaling(p, path, lhs, rhs, axis=1),
         "DEBUG": debug,
     }
-    bands = triton.cdiv(triton.cdiv(p.m, tm) + p.groups, BAND)
-    grid = (bands * BAND * triton.cdiv(p.n, tn),)
-    return Launch(_gmm_quantized_kernel, grid, arguments, _options(tm, tk, tn, path))
+    return Launch(_gmm_quantized_kernel, grid_of_rows(p, tile), arguments, _options(tile.m, tile.k, tile.n, path))
 
 
 def tgmm_quantized_launch(
@@ -318,267 +314,142 @@ def tgmm_quantized_launch(
     group_offset: Tensor,
     debug: Debug = None,
 ) -> Launch:
-    """The kernel of `tgmm_quantized`, group_offset on the device."""
-    tm, tk, tn = tile
+    """The kernel of `tgmm_quantized`, group_sizes contiguous and group_offset on the device."""
     arguments = {
-        **_operand_arguments("lhs", *lhs, p.lhs_blocks, "mk", "m", path),
-        **_operand_arguments("rhs", *rhs, p.rhs_blocks, "mn", "m", path),
-        "existing_out": existing_out,
+        "lhs": _operand(*lhs, path, lines=p.lhs_blocks[1], transposed=True),
+        "rhs": _operand(*rhs, path, lines=p.rhs_blocks[1]),
+        "existing_out": None if existing_out is None else operand(existing_out),
         "out": out,
-        "group_sizes": group_sizes.contiguous(),
-        "group_offset": group_offset,
-        "m": p.m,
-        "k": p.k,
-        "n": p.n,
-        "experts": p.experts,
-        "groups": p.groups,
-        **strides("existing", existing_out, "gkn"),
-        "DOT": path.dtype,
-        "IN_INT32": _sums_in_int32(path, p.block, p.m),
-        "TM": tm,
-        "TK": tk,
-        "TN": tn,
+        "group_sizes": group_sizes,
+        "shard": shard_of(p, group_offset),
+        "sizes": sizes_of(p),
+        "TILE": tile,
         "EXPERTS_BLOCK": block_of(p.experts),
+        "SCALING": _scaling(p, path, lhs, rhs, axis=0),
         "DEBUG": debug,
     }
-    grid = (p.groups * triton.cdiv(p.k, tk) * triton.cdiv(p.n, tn),)
-    return Launch(_tgmm_quantized_kernel, grid, arguments, _options(tk, tm, tn, path))
+    return Launch(_tgmm_quantized_kernel, grid_of_groups(p, tile), arguments, _options(tile.k, tile.m, tile.n, path))
 
 
 @triton.jit
 def _gmm_quantized_kernel(
     lhs,
-    lhs_scale,
     rhs,
-    rhs_scale,
     existing_out,
     out,
-    group_offsets,
-    group_ids,
-    tile_ids,
-    num_visits,
-    group_offset,
-    m,
-    k,
-    n,
-    experts,
-    groups,
-    lhs_stride_m,
-    lhs_stride_k,
-    lhs_scale_stride_m,
-    lhs_scale_stride_k,
-    lhs_block_m,
-    rhs_stride_g,
-    rhs_stride_k,
-    rhs_stride_n,
-    rhs_scale_stride_g,
-    rhs_scale_stride_k,
-    rhs_scale_stride_n,
-    rhs_block_g,
-    rhs_block_n,
-    existing_stride_m,
-    existing_stride_n,
-    LHS_BLOCK: tl.constexpr,
-    RHS_BLOCK: tl.constexpr,
-    LHS_FORMAT: tl.constexpr,
-    RHS_FORMAT: tl.constexpr,
-    DOT: tl.constexpr,
-    IN_INT32: tl.constexpr,
-    TM: tl.constexpr,
-    TK: tl.constexpr,
-    TN: tl.constexpr,
+    metadata,
+    shard,
+    sizes,
+    TILE: tl.constexpr,
     EVEN_K: tl.constexpr,
-    BAND_SIZE: tl.constexpr,
+    SCALING: tl.constexpr,
     DEBUG: tl.constexpr,
 ):
-    """As `_gmm_kernel`. LHS_BLOCK and RHS_BLOCK are blocks along K, 0 for a scale that does not change along it."""
-    visit, tile_n = visit_of_program(n, TN, BAND_SIZE)
-    if visit >= tl.load(num_visits):
+    """As `gpu_reference.gmm._gmm_kernel`."""
+    nth, tile_n = visit_of_program(sizes.n, TILE.n)
+    if nth >= tl.load(metadata.num_visits):
         return
-    group, start, end, tile_m, is_first_visit, shard_offsets = rows_of_visit(
-        visit, group_offsets, group_ids, tile_ids, group_offset, experts, groups
-    )
-
-    first_row = tile_m * TM
-    row = (first_row + tl.arange(0, TM))[:, None]
-    column = (tile_n * TN + tl.arange(0, TN))[None, :]
-    in_group = (row >= start) & (row < end)
-    in_columns = column < n
-    row_offset = row.to(tl.int64)
-    column_offset = column.to(tl.int64)
-    nth = group.to(tl.int64)
-
-    along_k = tl.arange(0, TK)[None, :]
-    down_k = tl.arange(0, TK)[:, None]
-    whole_tile = tl.full((), TK, tl.int64)
-    at_k = tl.full((), 0, tl.int64)
-    a_tile = lhs + row_offset * lhs_stride_m + along_k.to(tl.int64) * lhs_stride_k
-    b_tile = rhs + nth * rhs_stride_g + down_k.to(tl.int64) * rhs_stride_k + column_offset * rhs_stride_n
-    a_step = whole_tile * lhs_stride_k
-    b_step = whole_tile * rhs_stride_k
-    a_scales = lhs_scale
-    b_scales = rhs_scale
-    if lhs_scale is not None:
-        a_scales += row_offset // lhs_block_m * lhs_scale_stride_m
-    if rhs_scale is not None:
-        b_scales += nth // rhs_block_g * rhs_scale_stride_g + column_offset // rhs_block_n * rhs_scale_stride_n
-
-    sums = tl.full((TM, TN), 0, tl.int32 if IN_INT32 else tl.float32)
-    has_rows = tl.maximum(start, first_row) < tl.minimum(end, first_row + TM)
-    for first_k in range(0, tl.where(has_rows, k, 0), TK):
-        if EVEN_K:
-            a = tl.load(a_tile, mask=in_group, other=0.0)
-            b = tl.load(b_tile, mask=in_columns, other=0.0)
-        else:
-            a = tl.load(a_tile, mask=in_group & (along_k < k - first_k), other=0.0)
-            b = tl.load(b_tile, mask=in_columns & (down_k < k - first_k), other=0.0)
-        a = _dot_operand(a, LHS_FORMAT, DOT)
-        b = _dot_operand(b, RHS_FORMAT, DOT)
-        if LHS_BLOCK or RHS_BLOCK:
-            partial = _dot_of_step(a, b, DOT)
-            if LHS_BLOCK:
-                partial *= tl.load(a_scales + at_k // LHS_BLOCK * lhs_scale_stride_k, mask=in_group, other=0)
-            if RHS_BLOCK:
-                partial *= tl.load(b_scales + at_k // RHS_BLOCK * rhs_scale_stride_k, mask=in_columns, other=0)
-            sums += partial
-        else:
-            sums = _added(sums, a, b, DOT, IN_INT32)
+    visit = load_visit(nth, metadata, shard)
+    region = region_of_visit(visit, tile_n, sizes, TILE)
+    a_tile, b_tile, a_step, b_step = first_tiles(lhs, rhs, region, 0, TILE.k)
+    sums = tl.full((TILE.m, TILE.n), 0, tl.int32 if SCALING.in_int32 else tl.float32)
+    for first_k in range(0, region.end, TILE.k):
+        a, b = load_step(a_tile, b_tile, region, first_k, TILE.k, True, EVEN_K)
+        sums = _added(sums, a, b, lhs, rhs, region, first_k, SCALING)
         a_tile += a_step
         b_tile += b_step
-        at_k += TK
 
-    total = sums.to(tl.float32)
-    if lhs_scale is not None and LHS_BLOCK == 0:
-        total *= tl.load(a_scales, mask=in_group, other=0)
-    if rhs_scale is not None and RHS_BLOCK == 0:
-        total *= tl.load(b_scales, mask=in_columns, other=0)
+    total = _times_whole_scales(sums, lhs, rhs, region, region.in_rows, region.in_columns, SCALING)
     if DEBUG is not None:
-        total = DEBUG("acc", total, in_group & in_columns)
-    result = total.to(out.dtype.element_ty)
-    store_rows(
-        result,
-        out,
-        existing_out,
-        shard_offsets,
-        is_first_visit,
-        row,
-        column,
-        in_group,
-        m,
-        n,
-        groups,
-        existing_stride_m,
-        existing_stride_n,
-    )
+        total = DEBUG("acc", total, region.in_rows & region.in_columns)
+    store_rows(total, out, existing_out, visit, region, sizes, shard)
 
 
 @triton.jit
 def _tgmm_quantized_kernel(
     lhs,
-    lhs_scale,
     rhs,
-    rhs_scale,
     existing_out,
     out,
     group_sizes,
-    group_offset,
-    m,
-    k,
-    n,
-    experts,
-    groups,
-    lhs_stride_m,
-    lhs_stride_k,
-    lhs_scale_stride_m,
-    lhs_scale_stride_k,
-    lhs_block_k,
-    rhs_stride_m,
-    rhs_stride_n,
-    rhs_scale_stride_m,
-    rhs_scale_stride_n,
-    rhs_block_n,
-    existing_stride_g,
-    existing_stride_k,
-    existing_stride_n,
-    LHS_BLOCK: tl.constexpr,
-    RHS_BLOCK: tl.constexpr,
-    LHS_FORMAT: tl.constexpr,
-    RHS_FORMAT: tl.constexpr,
-    DOT: tl.constexpr,
-    IN_INT32: tl.constexpr,
-    TM: tl.constexpr,
-    TK: tl.constexpr,
-    TN: tl.constexpr,
+    shard,
+    sizes,
+    TILE: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
+    SCALING: tl.constexpr,
     DEBUG: tl.constexpr,
 ):
-    """As `_tgmm_kernel`, but steps are counted from row 0 as the scale blocks are. LHS_BLOCK and RHS_BLOCK are blocks
-    along M, 0 for a scale that does not change along it."""
-    group, tile_k, tile_n = output_tile_of_program(k, n, TK, TN)
-    start, end = rows_of_group(group, group_sizes, group_offset, m, experts, groups, EXPERTS_BLOCK)
-
-    at_k = (tile_k * TK + tl.arange(0, TK))[:, None]
-    column = (tile_n * TN + tl.arange(0, TN))[None, :]
-    in_k = at_k < k
-    in_columns = column < n
-    k_offset = at_k.to(tl.int64)
-    column_offset = column.to(tl.int64)
-
-    along_rows = tl.arange(0, TM)[None, :]
-    down_rows = tl.arange(0, TM)[:, None]
-    first_row = start // TM * TM
-    at_row = first_row.to(tl.int64)
-    whole_tile = tl.full((), TM, tl.int64)
+    """As `gpu_reference.gmm._tgmm_kernel`, but steps are counted from row 0 as the scale blocks are."""
+    region = region_of_program(group_sizes, sizes, shard, TILE, EXPERTS_BLOCK)
+    has_rows = region.start < region.end
+    first_row = region.start // TILE.m * TILE.m
     # lhs is read transposed by its addresses: tl.trans next to a wgmma has been miscompiled (Triton before 3.7.1).
-    a_tile = lhs + (at_row + along_rows) * lhs_stride_m + k_offset * lhs_stride_k
-    b_tile = rhs + (at_row + down_rows) * rhs_stride_m + column_offset * rhs_stride_n
-    a_step = whole_tile * lhs_stride_m
-    b_step = whole_tile * rhs_stride_m
-    a_scales = lhs_scale
-    b_scales = rhs_scale
-    if lhs_scale is not None:
-        a_scales += k_offset // lhs_block_k * lhs_scale_stride_k
-    if rhs_scale is not None:
-        b_scales += column_offset // rhs_block_n * rhs_scale_stride_n
-
-    sums = tl.full((TK, TN), 0, tl.int32 if IN_INT32 else tl.float32)
-    has_rows = start < end
-    for step_row in range(first_row, tl.where(has_rows, end, first_row), TM):
-        row_along = step_row + along_rows
-        row_down = step_row + down_rows
-        a = tl.load(a_tile, mask=in_k & (row_along >= start) & (row_along < end), other=0.0)
-        b = tl.load(b_tile, mask=(row_down >= start) & (row_down < end) & in_columns, other=0.0)
-        a = _dot_operand(a, LHS_FORMAT, DOT)
-        b = _dot_operand(b, RHS_FORMAT, DOT)
-        if LHS_BLOCK or RHS_BLOCK:
-            partial = _dot_of_step(a, b, DOT)
-            if LHS_BLOCK:
-                partial *= tl.load(a_scales + at_row // LHS_BLOCK * lhs_scale_stride_m, mask=in_k, other=0)
-            if RHS_BLOCK:
-                partial *= tl.load(b_scales + at_row // RHS_BLOCK * rhs_scale_stride_m, mask=in_columns, other=0)
-            sums += partial
-        else:
-            sums = _added(sums, a, b, DOT, IN_INT32)
+    a_tile, b_tile, a_step, b_step = first_tiles(lhs, rhs, region, first_row.to(tl.int64), TILE.m)
+    sums = tl.full((TILE.k, TILE.n), 0, tl.int32 if SCALING.in_int32 else tl.float32)
+    for step_row in range(first_row, tl.where(has_rows, region.end, first_row), TILE.m):
+        a, b = load_step(a_tile, b_tile, region, step_row, TILE.m, False, False)
+        sums = _added(sums, a, b, lhs, rhs, region, step_row, SCALING)
         a_tile += a_step
         b_tile += b_step
-        at_row += TM
 
     # A scale may be NaN for a group without rows, whose sums are zero.
-    total = sums.to(tl.float32)
-    if lhs_scale is not None and LHS_BLOCK == 0:
-        total *= tl.load(a_scales, mask=at_k < tl.where(has_rows, k, 0), other=0)
-    if rhs_scale is not None and RHS_BLOCK == 0:
-        total *= tl.load(b_scales, mask=column < tl.where(has_rows, n, 0), other=0)
-    in_out = in_k & in_columns
+    in_rows = region.row < tl.where(has_rows, sizes.k, 0)
+    in_columns = region.column < tl.where(has_rows, sizes.n, 0)
+    total = _times_whole_scales(sums, lhs, rhs, region, in_rows, in_columns, SCALING)
     if DEBUG is not None:
-        total = DEBUG("acc", total, in_out & has_rows)
-    nth = group.to(tl.int64)
-    if existing_out is not None:
-        existing_group = existing_out + nth * existing_stride_g
-        existing_tile = existing_group + k_offset * existing_stride_k + column_offset * existing_stride_n
-        total += tl.load(existing_tile, mask=in_out, other=0).to(tl.float32)
-    out_tile = out + (nth * k + k_offset) * n + column_offset
-    tl.store(out_tile, total.to(out.dtype.element_ty), mask=in_out)
+        total = DEBUG("acc", total, in_rows & in_columns)
+    store_group(total, out, existing_out, region, sizes)
+
+
+@triton.jit
+def _scales_of_rows(lhs, region):
+    """Where the first scale of each row of lhs is."""
+    return lhs.scale.data + region.row.to(tl.int64) // lhs.scale_lines * lhs.scale.row
+
+
+@triton.jit
+def _scales_of_columns(rhs, region):
+    """Where the first scale of each column of rhs is."""
+    first = rhs.scale.data
+    if rhs.scale.group is not None:
+        first += region.group.to(tl.int64) // rhs.scale_groups * rhs.scale.group
+    return first + region.column.to(tl.int64) // rhs.scale_lines * rhs.scale.column
+
+
+@triton.jit
+def _added(sums, a, b, lhs, rhs, region, first, SCALING: tl.constexpr):
+    """sums + a @ b of the tiles of a step from `first`, times the scales that change along the sum.
+
+    Sums of fp8 products stay outside of the tensor core, which may not keep all bits of float32.
+    """
+    a = _dot_operand(a, SCALING.lhs_format, SCALING.dot)
+    b = _dot_operand(b, SCALING.rhs_format, SCALING.dot)
+    if SCALING.lhs_block or SCALING.rhs_block:
+        partial = _dot_of_step(a, b, SCALING.dot)
+        at = tl.full((), 0, tl.int64) + first
+        if SCALING.lhs_block:
+            scales = _scales_of_rows(lhs, region) + at // SCALING.lhs_block * lhs.scale.column
+            partial *= tl.load(scales, mask=region.in_rows, other=0)
+        if SCALING.rhs_block:
+            scales = _scales_of_columns(rhs, region) + at // SCALING.rhs_block * rhs.scale.row
+            partial *= tl.load(scales, mask=region.in_columns, other=0)
+        sums += partial
+    elif SCALING.dot == "fp8" or (SCALING.dot == "int8" and not SCALING.in_int32):
+        sums += _dot_of_step(a, b, SCALING.dot)
+    else:
+        sums = tl.dot(a, b, sums, input_precision="ieee", out_dtype=sums.dtype)
+    return sums
+
+
+@triton.jit
+def _times_whole_scales(sums, lhs, rhs, region, in_rows, in_columns, SCALING: tl.constexpr):
+    """Finished sums in float32, times the scales that are of the whole sum, read in_rows and in_columns."""
+    total = sums.to(tl.float32)
+    if lhs.scale is not None and SCALING.lhs_block == 0:
+        total *= tl.load(_scales_of_rows(lhs, region), mask=in_rows, other=0)
+    if rhs.scale is not None and SCALING.rhs_block == 0:
+        total *= tl.load(_scales_of_columns(rhs, region), mask=in_columns, other=0)
+    return total
 
 
 @triton.jit
@@ -602,16 +473,6 @@ def _dot_of_step(a, b, DOT: tl.constexpr):
     return partial.to(tl.float32)
 
 
-@triton.jit
-def _added(sums, a, b, DOT: tl.constexpr, IN_INT32: tl.constexpr):
-    """sums + a @ b. Sums of fp8 products stay outside of the tensor core, which may not keep all bits of float32."""
-    if DOT == "fp8" or (DOT == "int8" and not IN_INT32):
-        sums += _dot_of_step(a, b, DOT)
-    else:
-        sums = tl.dot(a, b, sums, input_precision="ieee", out_dtype=sums.dtype)
-    return sums
-
-
 def _dot_bytes(path: DotPath) -> int:
     """Bytes per element of what the dot multiplies."""
     return 1 if path.dtype in ("fp8", "int8") else int(getattr(torch, path.dtype).itemsize)
@@ -630,29 +491,31 @@ def _step(tile: int, path: DotPath, block: int, size: int) -> int:
     return min(step, block) if block < size else step
 
 
-def _operand_arguments(
-    name: str,
-    operand: Tensor,
-    scale: Tensor | None,
-    blocks: tuple[int, ...],
-    axes: str,
-    contraction: str,
-    path: DotPath,
-) -> dict[str, Any]:
-    """An operand with `axes` and its scale, as the kernels take them."""
-    nth = axes.index(contraction)
-    if operand.shape[nth] == 0:
-        scale = None  # it may be as empty
-    is_decoded = path.dtype not in ("fp8", "int8") and dtype_name(operand.dtype) in NARROW
-    return {
-        name: as_codes(operand) if is_decoded else operand,
-        f"{name}_scale": scale,
-        **strides(name, operand, axes),
-        **strides(f"{name}_scale", scale, axes),
-        **{f"{name}_block_{axis}": block for axis, block in zip(axes, blocks, strict=True) if axis != contraction},
-        f"{name.upper()}_BLOCK": blocks[nth] if scale is not None and scale.shape[nth] > 1 else 0,
-        f"{name.upper()}_FORMAT": dtype_name(operand.dtype) if is_decoded else "",
-    }
+def _operand(
+    values: Tensor, scale: Tensor | None, path: DotPath, *, lines: int, groups: int = 1, transposed: bool = False
+) -> Operand:
+    """An operand and its scale; one serves so many groups and lines (rows of lhs, columns of rhs)."""
+    given = as_codes(values) if _is_decoded(values, path) else values
+    if scale is None or not values.numel():  # a scale may be as empty as what it scales
+        return operand(given, transposed=transposed)
+    scales = operand(scale, transposed=transposed)
+    return operand(given, transposed=transposed, scale=scales, scale_groups=groups, scale_lines=lines)
+
+
+def _is_decoded(operand: Tensor, path: DotPath) -> bool:
+    """Whether the dot multiplies an operand in another dtype than it has."""
+    return path.dtype not in ("fp8", "int8") and dtype_name(operand.dtype) in NARROW
+
+
+def _scaling(p: QuantizedProblem, path: DotPath, lhs: Pair, rhs: Pair, axis: int) -> Scaling:
+    """The Scaling of operands whose sum is over their axis of that number."""
+    in_int32 = _sums_in_int32(path, p.block, lhs[0].shape[axis])
+    formats = [dtype_name(values.dtype) if _is_decoded(values, path) else "" for values, _ in (lhs, rhs)]
+    blocks = [
+        blocks[axis] if scale is not None and scale.shape[axis] > 1 else 0
+        for (_, scale), blocks in ((lhs, p.lhs_blocks), (rhs, p.rhs_blocks))
+    ]
+    return Scaling(path.dtype, in_int32, formats[0], formats[1], blocks[0], blocks[1])
 
 
 def _sums_in_int32(path: DotPath, block: int, size: int) -> bool:

@@ -52,6 +52,15 @@ def addresses(tensor):
     return tensor.data_ptr() + offsets * tensor.element_size()
 
 
+def tensors_of(arguments, within=""):
+    """(name, tensor) of a kernel's arguments, in structs too: their fields after a dot, but for `.data`."""
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            yield f"{within}{name}".removesuffix(".data"), value
+        elif hasattr(value, "_asdict"):
+            yield from tensors_of(value._asdict(), f"{within}{name}.")
+
+
 @pytest.fixture
 def traced(monkeypatch):
     """The accesses of each kernel that is launched, by its name. One of no element of an argument is an error."""
@@ -59,7 +68,7 @@ def traced(monkeypatch):
     run = Launch.run
 
     def counted(launch, device):
-        tensors = {name: addresses(x) for name, x in launch.arguments.items() if isinstance(x, torch.Tensor)}
+        tensors = {name: addresses(x) for name, x in tensors_of(launch.arguments)}
         now.known, now.dots = np.unique(np.concatenate([x.ravel() for x in tensors.values()])), 0
         now.loads, now.stores = np.zeros((2, len(now.known) + 1), int)
         run(launch, device)
@@ -252,14 +261,14 @@ def test_every_element_is_read_and_written_as_often_as_it_must_and_no_other(trac
         if form.name == "tgmm":
             groups = groups_of_block(form.scale_block, m)
             of_lhs, of_rhs = groups * tiles_n, groups * tiles_k
-        assert (seen.loads["lhs_scale"] == of_lhs).all()
+        assert (seen.loads["lhs.scale"] == of_lhs).all()
         if form.name == "tgmm" or form.scale_block < k:  # else they are read, once, for no rows too
-            assert (seen.loads["rhs_scale"] == of_rhs).all()
+            assert (seen.loads["rhs.scale"] == of_rhs).all()
     if form.existing:
         assert (seen.loads["existing_out"] == (1 - active if form.name == "gmm" else 1)).all()
     if form.name == "gmm":
         metadata = traced["_metadata_kernel"].stores
-        assert all((metadata[name] == 1).all() for name in gmm.GroupMetadata._fields)
+        assert all((metadata[f"metadata.{name}"] == 1).all() for name in gmm.GroupMetadata._fields)
 
 
 @pytest.mark.parametrize("unchecked", UNCHECKED)

@@ -1,18 +1,67 @@
-"""Operands on their way from the caller to a kernel: what the host can read of them, where they are, their strides."""
+"""Operands on their way from the caller to a kernel: what the host can read of them, and the structs that kernels take.
+
+Strides are in elements. A field that is None is no argument of the compiled kernel.
+"""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from op_arguments import dtype_name
+from op_arguments.gmm import Problem
+from op_arguments.quantized_gmm import QuantizedProblem
 
 
-def strides(name: str, tensor: Tensor | None, axes: str) -> dict[str, int]:
-    """The strides of `tensor` as kernels take them: `{name}_stride_{axis}`, 0 where it is None."""
-    sizes = (0,) * len(axes) if tensor is None else tensor.stride()
-    return {f"{name}_stride_{axis}": size for axis, size in zip(axes, sizes, strict=True)}
+class Operand(NamedTuple):
+    """Matrices in memory, as a dot multiplies them: a tensor, and its strides along rows and columns.
+
+    group: the stride from one group's matrix to the next, None of one that is every group's. scale: its scales, as such
+    matrices; one serves `scale_groups` groups and `scale_lines` lines, which are rows of lhs and columns of rhs.
+    """
+
+    data: Any
+    row: Any
+    column: Any
+    group: Any = None
+    scale: Any = None
+    scale_groups: Any = 1
+    scale_lines: Any = 1
+
+
+class Sizes(NamedTuple):
+    """The sizes of a grouped matmul: rows, and columns of lhs and of rhs."""
+
+    m: Any
+    k: Any
+    n: Any
+
+
+class Shard(NamedTuple):
+    """Which groups a kernel multiplies: `groups` from group_offset [1] of `experts`."""
+
+    group_offset: Any
+    experts: Any
+    groups: Any
+
+
+def operand(values: Tensor, *, transposed: bool = False, **scale: Any) -> Operand:
+    """The Operand of [rows, columns] or [groups, rows, columns], transposed or not; scale: the fields of its scale."""
+    *group, row, column = values.stride()
+    if transposed:
+        row, column = column, row
+    return Operand(values, row, column, *group, **scale)
+
+
+def sizes_of(p: Problem | QuantizedProblem) -> Sizes:
+    """The Sizes of a checked matmul."""
+    return Sizes(p.m, p.k, p.n)
+
+
+def shard_of(p: Problem | QuantizedProblem, group_offset: Tensor) -> Shard:
+    """The Shard of a checked matmul, group_offset on the device."""
+    return Shard(group_offset, p.experts, p.groups)
 
 
 def on_device(group_offset: int | Tensor, device: torch.device) -> Tensor:

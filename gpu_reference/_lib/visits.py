@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpu_reference._lib.hardware import check_devices
 from gpu_reference._lib.launch import Launch
-from gpu_reference._lib.operands import on_device, only_tensor, scalar, values
+from gpu_reference._lib.operands import Shard, on_device, only_tensor, scalar, values
 from gpu_reference._lib.tiles import block_of
 from op_arguments.gmm import GroupMetadata, check_group_metadata
 
@@ -66,13 +66,11 @@ def metadata_launch(
     visits = triton.cdiv(m, tm) + groups
     arguments = {
         "group_sizes": group_sizes.contiguous(),
-        "group_offset": group_offset,
-        **metadata._asdict(),
+        "shard": Shard(group_offset, experts, groups),
+        "metadata": metadata,
         "m": m,
         "tm": tm,
         "visits": visits,
-        "experts": experts,
-        "groups": groups,
         "COVER_TILES": cover == "tiles",
         "EXPERTS_BLOCK": block_of(experts),
         "VISITS_BLOCK": METADATA_BLOCK,
@@ -83,30 +81,25 @@ def metadata_launch(
 @triton.jit
 def _metadata_kernel(
     group_sizes,
-    group_offset,
-    group_offsets,
-    group_ids,
-    tile_ids,
-    num_visits,
+    shard,
+    metadata,
     m,
     tm,
     visits,
-    experts,
-    groups,
     COVER_TILES: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
     VISITS_BLOCK: tl.constexpr,
 ):
     """One program per block of visits; each sees all group sizes."""
     expert = tl.arange(0, EXPERTS_BLOCK)
-    sizes = tl.maximum(tl.load(group_sizes + expert, mask=expert < experts, other=0), 0).to(tl.int64)
+    sizes = tl.maximum(tl.load(group_sizes + expert, mask=expert < shard.experts, other=0), 0).to(tl.int64)
     ends = tl.cumsum(sizes)
     starts = tl.minimum(ends - sizes, m).to(tl.int32)
     ends = tl.minimum(ends, m).to(tl.int32)
 
     tiles = tl.cdiv(m, tm)
-    group = expert - tl.minimum(tl.maximum(tl.load(group_offset).to(tl.int32), 0), experts - groups)
-    in_shard = (group >= 0) & (group < groups)
+    group = expert - tl.minimum(tl.maximum(tl.load(shard.group_offset).to(tl.int32), 0), shard.experts - shard.groups)
+    in_shard = (group >= 0) & (group < shard.groups)
     occupied = in_shard & (starts < ends)
     first_tile = starts // tm
     end_tile = tl.where(occupied, (ends + tm - 1) // tm, 0)
@@ -135,9 +128,9 @@ def _metadata_kernel(
     is_trailing = visit >= trailing_visit
     group_id = tl.where(is_trailing, tl.max(tl.where(occupied, group, 0)), group_id)
     tile_id = tl.where(is_trailing, trailing_tile + visit - trailing_visit, tile_id)
-    tl.store(group_ids + slot, group_id, mask=slot < visits)
-    tl.store(tile_ids + slot, tl.where(count > 0, tile_id, 0), mask=slot < visits)
+    tl.store(metadata.group_ids + slot, group_id, mask=slot < visits)
+    tl.store(metadata.tile_ids + slot, tl.where(count > 0, tile_id, 0), mask=slot < visits)
     if tl.program_id(0) == 0:
-        tl.store(group_offsets, 0)
-        tl.store(group_offsets + 1 + expert, ends, mask=expert < experts)
-        tl.store(num_visits, count)
+        tl.store(metadata.group_offsets, 0)
+        tl.store(metadata.group_offsets + 1 + expert, ends, mask=expert < shard.experts)
+        tl.store(metadata.num_visits, count)

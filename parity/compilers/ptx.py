@@ -405,13 +405,16 @@ def _location(chain: Sequence[BaseException], kernel: Any) -> str | None:
 
 def _specialise(
     kernel: Any, arguments: Mapping[str, Argument]
-) -> tuple[dict[str, Any], dict[tuple[int, ...], Argument], dict[tuple[int, ...], list[tuple[str, int]]]]:
+) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[tuple[str, int]]]]:
     """(signature, constants, attributes) as Triton's launcher derives them from the values: an absent tensor and the
     integer 1 become constants, divisibility by 16 is passed on, within a NamedTuple as outside."""
-    constants: dict[tuple[int, ...], Argument] = {}
+    constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[tuple[str, int]]] = {}
 
     def specialised(value: Argument, path: tuple[int, ...], is_constant: bool) -> Any:
+        if isinstance(value, Mapping) and is_constant:
+            constants[path] = namedtuple("Struct", value.keys())(**value)
+            return "constexpr"
         if isinstance(value, Mapping):
             fields = (specialised(field, (*path, nth), is_constant) for nth, field in enumerate(value.values()))
             return namedtuple("Struct", value.keys())(*fields)

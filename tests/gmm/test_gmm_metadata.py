@@ -27,7 +27,7 @@ EDGES = [
     ("package", "module", "convert"),
     [
         pytest.param("tpu_kernels", "_lib.visits", to_jax, marks=pytest.mark.tpu),
-        pytest.param("gpu_reference", "gmm", to_torch, marks=pytest.mark.gpu),
+        pytest.param("gpu_reference", "_lib.visits", to_torch, marks=pytest.mark.gpu),
     ],
 )
 def test_visits_are_those_of_the_golden(package, module, convert, cover):

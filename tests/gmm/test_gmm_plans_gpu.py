@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from gpu_reference import gmm, grouped_gemm, quantized_gmm
 from gpu_reference._lib.launch import Launch, launch_options
-from gpu_reference._lib.tiles import block_of, first_filled, fitted
+from gpu_reference._lib.tiles import Tile, block_of, first_filled, fitted
 from gpu_reference._lib.visits import metadata_launch
 from op_arguments.gmm import Problem
 from op_arguments.quantized_gmm import QuantizedProblem
@@ -41,7 +41,7 @@ def pair(shape, dtype, blocks):
 
 def launched(name, tile, m=1000, k=256, n=200, groups=4, lhs=E4M3, rhs=E4M3, dot="float16", block=None):
     """The launch of a matmul of these sizes; `block` is the length of a block of scales, by default the whole axis."""
-    problem = Problem(m, k, n, groups, 6, "")
+    problem, tile = Problem(m, k, n, groups, 6, ""), Tile(*tile)
     is_gmm, of_sum = "tgmm" not in name and "wgrad" not in name, k
     shapes = ((m, k), (groups, k, n))
     metadata = gmm.GroupMetadata(meta(7), meta(9), meta(9), meta(1))
@@ -80,7 +80,6 @@ def test_there_is_a_program_for_every_visit_that_may_be_and_column_tile_in_bands
     launch = launched(name, (128, 64, 64), m=m, n=n, groups=groups, dot=dot_of(name))
     visits = -(-m // 128) + groups
     assert launch.grid == (-(-visits // 8) * 8 * -(-n // 64),)
-    assert launch.arguments["BAND_SIZE"] == 8
 
 
 @pytest.mark.parametrize("name", OF_GROUPS)
@@ -141,8 +140,8 @@ def test_a_thread_holds_the_sums_in_its_registers():
             # Of 8 bits too there are the sums, and what a step adds to them.
             assert options["num_warps"] == warps_for(tile * max(operand_bytes(path), 2), 4096)
         for dot in ("block_scaled", "bfloat16"):
-            assert grouped_gemm._mxfp8_options(rows, depth, columns, dot)["num_warps"] == warps_for(tile, 2048)
-        assert grouped_gemm._mxfp8_options(rows, depth, columns, "float32")["num_warps"] == 8  # long chains of FMAs
+            assert grouped_gemm._options(rows, depth, columns, dot)["num_warps"] == warps_for(tile, 2048)
+        assert grouped_gemm._options(rows, depth, columns, "float32")["num_warps"] == 8  # long chains of FMAs
 
 
 @pytest.mark.parametrize("name", OF_ROWS + OF_GROUPS)
@@ -154,7 +153,7 @@ def test_a_launch_is_planned_for_its_own_dot(name):
     if "quantized" in name:
         assert got == quantized_gmm._options(rows, depth, tn, quantized_gmm.DotPath("float16", ""))
     elif "grouped" in name:
-        assert got == grouped_gemm._mxfp8_options(rows, depth, tn, "float32")
+        assert got == grouped_gemm._options(rows, depth, tn, "float32")
     else:
         assert got == launch_options(rows, depth, tn, 4)
 
@@ -249,21 +248,21 @@ def test_scales_that_do_not_change_along_the_sum_multiply_it_once(name):
     length = 256 if name == "gmm_quantized" else 1024
     for block, expected in ((length // 2, length // 2), (length, 0)):
         given = launched(name, (64, 64, 64), m=1024, block=block, lhs=INT8, rhs=INT8, dot="int8").arguments
-        assert given["LHS_BLOCK"] == given["RHS_BLOCK"] == expected
-        assert given["IN_INT32"] == (block == length)
+        assert given["SCALING"].lhs_block == given["SCALING"].rhs_block == expected
+        assert given["SCALING"].in_int32 == (block == length)
     wide = launched(name, (64, 64, 64), m=1024, block=64, lhs=BFLOAT16, dot="bfloat16").arguments
-    assert (wide["LHS_BLOCK"], wide["RHS_BLOCK"]) == (0, 64)
+    assert (wide["SCALING"].lhs_block, wide["SCALING"].rhs_block) == (0, 64)
 
 
 @pytest.mark.parametrize("name", ["gmm_quantized", "tgmm_quantized"])
 def test_only_what_the_dot_does_not_multiply_is_decoded(name):
     for dtype, path in ((E4M3, "fp8"), (INT8, "int8")):
         given = launched(name, (64, 64, 64), lhs=dtype, rhs=dtype, dot=path).arguments
-        assert (given["LHS_FORMAT"], given["RHS_FORMAT"]) == ("", "")
-        assert given["lhs"].dtype == given["rhs"].dtype == dtype
+        assert (given["SCALING"].lhs_format, given["SCALING"].rhs_format) == ("", "")
+        assert given["lhs"].data.dtype == given["rhs"].data.dtype == dtype
     given = launched(name, (64, 64, 64), lhs=FLOAT16, rhs=E5M2, dot="float16").arguments
-    assert (given["LHS_FORMAT"], given["RHS_FORMAT"]) == ("", "float8_e5m2")
-    assert (given["lhs"].dtype, given["rhs"].dtype) == (FLOAT16, torch.uint8)
+    assert (given["SCALING"].lhs_format, given["SCALING"].rhs_format) == ("", "float8_e5m2")
+    assert (given["lhs"].data.dtype, given["rhs"].data.dtype) == (FLOAT16, torch.uint8)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
@@ -307,8 +306,8 @@ def test_bfloat16_is_widened_only_where_it_cannot_be_multiplied(name, mended, mo
     with emulated() if mended else nullcontext():
         got = call(name)
     matmul = launches[-1].arguments
-    assert matmul["lhs"].dtype == matmul["out"].dtype == (BFLOAT16 if mended else FLOAT32)
-    assert matmul.get("DOT", "bfloat16") == ("bfloat16" if mended or "DOT" not in matmul else "float32")
+    assert matmul["lhs"].data.dtype == matmul["out"].dtype == (BFLOAT16 if mended else FLOAT32)
+    assert "SCALING" not in matmul or matmul["SCALING"].dot == ("bfloat16" if mended else "float32")
     assert got.dtype == BFLOAT16
 
 
@@ -325,7 +324,7 @@ def test_mxfp8_is_multiplied_in_float32_only_where_nobody_mended_the_interpreter
     options = dict(lhs_scale=scale, rhs_scale=scale, ragged="contracting", preferred_element_type=FLOAT32)
     with emulated() if mended else nullcontext():
         grouped_gemm.grouped_gemm(codes, codes, SIZES, **options)
-    assert launches[0].arguments["DOT"] == (path if mended else "float32")
+    assert launches[0].arguments["SCALING"].dot == (path if mended else "float32")
 
 
 @interpreted

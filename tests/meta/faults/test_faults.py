@@ -40,13 +40,13 @@ FAULTS = [
     ),
     Fault(
         "the last tile is never visited", "gpu", ("gmm",),
-        "if visit >= tl.load(num_visits):",
-        "if visit >= tl.load(num_visits) - 1:",
+        "if nth >= tl.load(metadata.num_visits):",
+        "if nth >= tl.load(metadata.num_visits) - 1:",
     ),
     Fault(
         "the last tile is never visited", "gpu", ("tgmm",),
-        "range(0, end - start, TM)",
-        "range(0, (end - start) // TM * TM, TM)",
+        "range(region.start, region.end, TILE.m)",
+        "range(region.start, region.start + (region.end - region.start) // TILE.m * TILE.m, TILE.m)",
     ),
     Fault(
         "a partial K tile is dropped", "tpu", ("gmm",),
@@ -55,8 +55,8 @@ FAULTS = [
     ),
     Fault(
         "a partial K tile is dropped", "gpu", ("gmm",),
-        "range(0, tl.where(has_rows, k, 0), TK)",
-        "range(0, tl.where(has_rows, k // TK * TK, 0), TK)",
+        "range(0, region.end, TILE.k)",
+        "range(0, region.end // TILE.k * TILE.k, TILE.k)",
     ),
     Fault(
         "the K remainder is not masked", "tpu", ("gmm",),
@@ -65,8 +65,10 @@ FAULTS = [
     ),
     Fault(  # one element too late, in both operands: further on the interpreter might leave the tensor's memory
         "the K remainder is not masked", "gpu", ("gmm",),
-        "(along_k < k - first_k), other=0)\n            b = tl.load(b_tile, mask=in_columns & (down_k < k - first_k)",
-        "(along_k <= k - first_k), other=0)\n            b = tl.load(b_tile, mask=in_columns & (down_k <= k - first_k)",
+        "in_a &= along < region.end - first\n"
+        "        in_b &= down < region.end - first",
+        "in_a &= along <= region.end - first\n"
+        "        in_b &= down <= region.end - first",
     ),
     Fault(
         "an empty group is left unwritten", "tpu", ("tgmm",),
@@ -76,8 +78,8 @@ FAULTS = [
     ),
     Fault(
         "an empty group is left unwritten", "gpu", ("tgmm",),
-        "in_out = in_k & in_columns",
-        "in_out = in_k & (column < tl.where(start < end, n, 0))",
+        "in_out = region.in_rows & region.in_columns",
+        "in_out = region.in_rows & (region.column < tl.where(region.start < region.end, sizes.n, 0))",
         empty_groups,
     ),
     Fault(
@@ -87,8 +89,8 @@ FAULTS = [
     ),
     Fault(
         "inactive rows are not zeroed", "gpu", ("gmm",),
-        "mask=(in_group | is_unclaimed) & in_columns)",
-        "mask=in_group & in_columns)",
+        "is_stored = (region.in_rows | is_unclaimed) & region.in_columns",
+        "is_stored = region.in_rows & region.in_columns",
     ),
     Fault(
         "existing_out is added, not kept", "tpu", ("gmm",),
@@ -98,8 +100,8 @@ FAULTS = [
     ),
     Fault(
         "existing_out is added, not kept", "gpu", ("gmm",),
-        "result = tl.where(in_group, result, tl.load(existing_tile, mask=is_unclaimed & in_columns, other=0))",
-        "result += tl.load(existing_tile, mask=(in_group | is_unclaimed) & in_columns, other=0)",
+        "result = tl.where(region.in_rows, result, existing)",
+        "result += tl.load(existing_tile, mask=(region.in_rows | is_unclaimed) & region.in_columns, other=0)",
         existing,
     ),
     Fault(
@@ -124,14 +126,16 @@ FAULTS = [
     ),
     Fault(
         "group_offset is off by one", "gpu", ("gmm",),
-        "start = tl.load(shard_offsets + group)\n    end = tl.load(shard_offsets + group + 1)",
-        "start = tl.load(shard_offsets + group - 1)\n    end = tl.load(shard_offsets + group)",
+        "start = tl.load(shard_offsets + group)\n"
+        "    end = tl.load(shard_offsets + group + 1)",
+        "start = tl.load(shard_offsets + group - 1)\n"
+        "    end = tl.load(shard_offsets + group)",
         sharded,
     ),
     Fault(
         "group_offset is off by one", "gpu", ("tgmm",),
-        "tl.load(group_offset).to(tl.int32), 0), experts - groups) + group",
-        "tl.load(group_offset).to(tl.int32) - 1, 0), experts - groups) + group",
+        "this = first_group + group",
+        "this = tl.maximum(first_group - 1, 0) + group",
         sharded,
     ),
     Fault(
@@ -146,14 +150,20 @@ FAULTS = [
     ),
     Fault(
         "the accumulator is bfloat16", "gpu", ("gmm",),
-        "b_tile += b_step\n\n    result",
-        "b_tile += b_step\n        sums = sums.to(tl.bfloat16).to(tl.float32)\n\n    result",
+        "b_tile += b_step\n"
+        "    store_rows",
+        "b_tile += b_step\n"
+        "        sums = sums.to(tl.bfloat16).to(tl.float32)\n"
+        "    store_rows",
         narrow_output,
     ),
     Fault(
         "the accumulator is bfloat16", "gpu", ("tgmm",),
-        "b_tile += b_step\n\n    in_out",
-        "b_tile += b_step\n        sums = sums.to(tl.bfloat16).to(tl.float32)\n\n    in_out",
+        "b_tile += b_step\n"
+        "    store_group",
+        "b_tile += b_step\n"
+        "        sums = sums.to(tl.bfloat16).to(tl.float32)\n"
+        "    store_group",
         narrow_output,
     ),
     Fault(
@@ -188,14 +198,14 @@ FAULTS = [
     ),
     Fault(
         "a group boundary inside a tile is ignored", "gpu", ("gmm",),
-        "in_group = (row >= start) & (row < end)",
-        "in_group = row < end",
+        "in_group = (row >= visit.start) & (row < visit.end)",
+        "in_group = row < visit.end",
         boundaries_in_tiles,
     ),
     Fault(
         "a group boundary inside a tile is ignored", "gpu", ("tgmm",),
-        "rows_left = end - start - rows_before",
-        "rows_left = m - start - rows_before",
+        "end = tl.minimum(tl.sum(tl.where(expert <= this, counts, 0)), sizes.m).to(tl.int32)",
+        "end = tl.minimum((start + TILE.m - 1) // TILE.m * TILE.m, sizes.m).to(tl.int32)",
         boundaries_in_tiles,
     ),
     Fault(
@@ -210,13 +220,13 @@ FAULTS = [
     ),
     Fault(
         "two groups are swapped", "gpu", ("gmm",),
-        "rhs + group.to(tl.int64) * rhs_stride_g",
-        "rhs + tl.where(group < 2, 1 - group, group).to(tl.int64) * rhs_stride_g",
+        "first += group.to(tl.int64) * operand.group",
+        "first += tl.where(group < 2, 1 - group, group).to(tl.int64) * operand.group",
     ),
     Fault(
         "two groups are swapped", "gpu", ("tgmm",),
-        "nth = group.to(tl.int64)",
-        "nth = tl.where(group < 2, 1 - group, group).to(tl.int64)",
+        "out_tile = out + (region.group.to(tl.int64) *",
+        "out_tile = out + (tl.where(region.group < 2, 1 - region.group, region.group).to(tl.int64) *",
     ),
 ]  # fmt: skip
 

@@ -75,9 +75,9 @@ FAULTS = [
     ),
     in_matmul(
         "a group that begins inside a block takes the scale before it", "gpu",
-        "is_block = (block * BLOCK + BLOCK > start) & (block * BLOCK < end)",
-        "is_block = (block * BLOCK + BLOCK > start) & (block * BLOCK < end)\n"
-        "        block = tl.maximum(block - (block * BLOCK < start).to(tl.int32), 0)",
+        "is_block = (block * BLOCK + BLOCK > region.start) & (block * BLOCK < region.end)",
+        "is_block = (block * BLOCK + BLOCK > region.start) & (block * BLOCK < region.end)\n"
+        "        block = tl.maximum(block - (block * BLOCK < region.start).to(tl.int32), 0)",
         boundaries_in_blocks,
     ),
     in_matmul(
@@ -88,8 +88,9 @@ FAULTS = [
     ),
     in_matmul(
         "an empty group's gradient is left unwritten", "gpu",
-        "in_out = in_k & in_columns",
-        "in_out = in_k & (column < tl.where(start < end, n, 0))",
+        "store_group(sums, out, existing_out, region, sizes)",
+        "if has_rows:\n"
+        "        store_group(sums, out, existing_out, region, sizes)",
         empty_groups, "_grouped_wgrad_kernel",
     ),
 ]  # fmt: skip

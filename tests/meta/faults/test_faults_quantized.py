@@ -79,8 +79,8 @@ FAULTS = [
     ),
     in_matmul(
         "the count of scale blocks is taken from the wrong axis", "gpu", "tgmm_quantized",
-        "return _step(tm, path, p.block, p.m), tk, tn",
-        "return _step(tm, path, tk, p.m), tk, tn",
+        "return Tile(_step(tm, path, p.block, p.m), tk, tn)",
+        "return Tile(_step(tm, path, tk, p.m), tk, tn)",
         tiles_beyond_blocks,
     ),
     in_matmul(
@@ -91,8 +91,8 @@ FAULTS = [
     ),
     in_matmul(
         "blocks of M are counted from the group's first row", "gpu", "tgmm_quantized",
-        "a_scales + at_row // LHS_BLOCK * lhs_scale_stride_m",
-        "a_scales + (at_row - first_row) // LHS_BLOCK * lhs_scale_stride_m",
+        "_scales_of_rows(lhs, region) + at // SCALING.lhs_block",
+        "_scales_of_rows(lhs, region) + (at - region.start // 16 * 16) // SCALING.lhs_block",
         boundaries_in_blocks,
     ),
     # tpu-inference#2609
@@ -104,8 +104,8 @@ FAULTS = [
     ),
     in_matmul(
         "every other scale is skipped", "gpu", "gmm_quantized",
-        "b_scales + at_k // RHS_BLOCK * rhs_scale_stride_k",
-        "b_scales + at_k // RHS_BLOCK // 2 * 2 * rhs_scale_stride_k",
+        "at // SCALING.rhs_block * rhs.scale.row",
+        "at // SCALING.rhs_block // 2 * 2 * rhs.scale.row",
         stepped,
     ),
     in_matmul(
@@ -134,8 +134,8 @@ FAULTS = [
     ),
     in_matmul(
         "the K tail is dropped", "gpu", "gmm_quantized",
-        "range(0, tl.where(has_rows, k, 0), TK)",
-        "range(0, tl.where(has_rows, (k - 1) // TK * TK, 0), TK)",
+        "range(0, region.end, TILE.k)",
+        "range(0, (region.end - 1) // TILE.k * TILE.k, TILE.k)",
         k_tail,
     ),
     # tpu-inference's gmm_v2 below 256: 2.35e-3 instead of 5e-8
@@ -149,13 +149,16 @@ FAULTS = [
     ),
     in_matmul(
         "scales are applied before the dot, in bfloat16", "gpu", "gmm_quantized",
-        "partial = _dot_of_step(a, b, DOT)\n"
-        "            if LHS_BLOCK:\n"
-        "                partial *= "
-        "tl.load(a_scales + at_k // LHS_BLOCK * lhs_scale_stride_k, mask=in_group, other=0)\n",
-        "scale = tl.load(a_scales + at_k // LHS_BLOCK * lhs_scale_stride_k, mask=in_group, other=0)\n"
-        "            scaled = (a.to(tl.float32) * scale).to(tl.bfloat16)\n"
-        '            partial = tl.dot(scaled.to(tl.float32), b.to(tl.float32), input_precision="ieee")\n',
+        "partial = _dot_of_step(a, b, SCALING.dot)\n"
+        "        at = tl.full((), 0, tl.int64) + first\n"
+        "        if SCALING.lhs_block:\n"
+        "            scales = _scales_of_rows(lhs, region) + at // SCALING.lhs_block * lhs.scale.column\n"
+        "            partial *= tl.load(scales, mask=region.in_rows, other=0)\n",
+        "at = tl.full((), 0, tl.int64) + first\n"
+        "        scales = _scales_of_rows(lhs, region) + at // SCALING.lhs_block * lhs.scale.column\n"
+        "        scale = tl.load(scales, mask=region.in_rows, other=0)\n"
+        "        scaled = (a.to(tl.float32) * scale).to(tl.bfloat16)\n"
+        '        partial = tl.dot(scaled.to(tl.float32), b.to(tl.float32), input_precision="ieee")\n',
         block_scaled,
     ),
     # gmm_v2's default: 4.2e-3 instead of 2.0e-3
@@ -173,16 +176,14 @@ FAULTS = [
     ),
     in_matmul(
         "the accumulator is bfloat16", "gpu", "gmm_quantized",
-        "rhs_scale_stride_k, mask=in_columns, other=0)\n            sums += partial",
-        "rhs_scale_stride_k, mask=in_columns, other=0)\n"
-        "            sums = (sums + partial).to(tl.bfloat16).to(tl.float32)",
+        "sums += partial",
+        "sums = (sums + partial).to(tl.bfloat16).to(tl.float32)",
         block_scaled,
     ),
     in_matmul(
         "the accumulator is bfloat16", "gpu", "tgmm_quantized",
-        "rhs_scale_stride_m, mask=in_columns, other=0)\n            sums += partial",
-        "rhs_scale_stride_m, mask=in_columns, other=0)\n"
-        "            sums = (sums + partial).to(tl.bfloat16).to(tl.float32)",
+        "sums += partial",
+        "sums = (sums + partial).to(tl.bfloat16).to(tl.float32)",
         block_scaled,
     ),
     in_matmul(
@@ -193,10 +194,8 @@ FAULTS = [
     ),
     in_matmul(
         "the group's boundary is masked in its first block alone", "gpu", "tgmm_quantized",
-        "(row_along >= start) & (row_along < end), other=0.0)\n"
-        "        b = tl.load(b_tile, mask=(row_down >= start) & (row_down < end) & in_columns",
-        "(row_along >= start) & (row_along < m), other=0.0)\n"
-        "        b = tl.load(b_tile, mask=(row_down >= start) & (row_down < m) & in_columns",
+        "load_step(a_tile, b_tile, region, step_row, TILE.m, False, False)",
+        "load_step(a_tile, b_tile, region, step_row, TILE.m, False, True)",
         boundaries_in_blocks,
     ),
     in_matmul(
