@@ -4,8 +4,8 @@ With S the state at a chunk's start and decays counted inside the chunk, the rec
 o_t = scale · q_tᵀ S_t becomes a few matrix products per chunk (Yang et al. 2024, arXiv:2312.06635; Dao & Gu 2024,
 arXiv:2405.21060):
 
-    o = scale · [from_start · (q S) + A v]        A_ij = Σ_K q_i k_j · decay from step j to step i, for i >= j
-    S' = whole · S + (k · to_end)ᵀ v
+    o = scale · [decay_from_start · (q S) + A v]        A_ij = Σ_K q_i k_j · decay from step j to step i, for i >= j
+    S' = whole · S + (k · decay_to_end)ᵀ v
 
 What differs between gates is how many decays a step has, one or one per channel of k, and so how A is formed:
 `StepDecay` and `ChannelDecay`. Kernels see q, k, v as [B, H, T, ·] and states as [V, K], so that what decays channels
@@ -53,7 +53,7 @@ from tpu_kernels._lib.chunk_layout import call as pallas_call
 from tpu_kernels._lib.chunk_plan import Scan, make_scan
 from tpu_kernels._lib.scans import Gradients, backward_of_nothing, forward_of_nothing
 
-OF_HEADS = {"q", "k", "v", "o", "state", "from_start", "to_end", "between"}
+OF_HEADS = {"q", "k", "v", "o", "state", "decay_from_start", "decay_to_end", "between"}
 """The refs of the forward pass with a decay per head of which each head has a part, along the first axis."""
 
 UNROLL = (4, 2, 1)  # chunks in a turn of the loop that makes just states
@@ -545,19 +545,19 @@ def _output(
 
     meanwhile() comes before the last product, which has to wait for the scores; it may change the state.
     """
-    read = read_state(block.load(i, "q"), state[...], decay, decay.from_start, block.scan)
+    read = read_state(block.load(i, "q"), state[...], decay, decay.decay_from_start, block.scan)
     meanwhile()
     return block.scan.scale * (read + dot(scores, block.load(i, "v"), (1, 0), block.scan))
 
 
 def _next_state(load: Load, state: jax.Array, decay: Decay, scan: Scan) -> jax.Array:
     """The state [heads, V, K] at the end of a chunk."""
-    return _decayed(state, decay, dot(load("v"), f32(load("k")) * decay.to_end(scan.k), (0, 0), scan))
+    return _decayed(state, decay, dot(load("v"), f32(load("k")) * decay.decay_to_end(scan.k), (0, 0), scan))
 
 
 def _previous_dstate(load: Load, dstate: jax.Array, decay: Decay, scan: Scan) -> jax.Array:
     """The gradient [heads, V, K] of the state at the start of a chunk, from that at its end."""
-    weighted = f32(load("q")) * (scan.scale * decay.from_start(scan.k))
+    weighted = f32(load("q")) * (scan.scale * decay.decay_from_start(scan.k))
     return _decayed(dstate, decay, dot(load("do"), weighted, (0, 0), scan))
 
 

@@ -434,7 +434,7 @@ def _backward_kernel(visits: GroupMetadata, refs: _Refs, *, plan: Plan) -> None:
         pl.when(visit.last)(lambda: _begin(dstate, refs.get("dht")))
         pltpu.sync_copy(kept, state)
         _for_groups(visit, plan, partial(_advance_with_dq, visit, refs, plan=plan))
-        _for_groups(visit, plan, partial(_retreat, visit, refs, plan=plan), backwards=True)
+        _for_groups(visit, plan, partial(_backward_step, visit, refs, plan=plan), backwards=True)
         if "dh0" in refs:
 
             @pl.when(visit.first)
@@ -499,7 +499,7 @@ def _advance_with_dq(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> No
     _store(refs, visit, rows, "dq", plan.scale * dq[...])
 
 
-def _retreat(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> None:
+def _backward_step(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> None:
     """Take the gradient of the state back through the steps of a group, with dk, dv and the gradients of gates."""
     _load(refs, visit, rows, "q", "k", "v", "do")
     _load_decays(refs, visit, rows, plan)
@@ -508,7 +508,7 @@ def _retreat(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> None:
     for name in ("dk_rows", "dgate_rows"):
         refs[name][...] = jnp.zeros_like(refs[name])
 
-    def retreat(slab: Any) -> None:
+    def go_back(slab: Any) -> None:
         v, do = refs["v_columns"][slab, :], refs["do_columns"][slab, :]
 
         def step(n: Any, pair: Pair) -> Pair:
@@ -528,7 +528,7 @@ def _retreat(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> None:
         dstate[0, slab, :], dstate[1, slab, :] = _for_steps(plan, step, pair, backwards=True)
         refs["dv_columns"][slab, :] = sum_lanes(refs["products"])
 
-    _for_slabs(plan, retreat)
+    _for_slabs(plan, go_back)
     _store(refs, visit, rows, "dk", dk[...])
     _store(refs, visit, rows, "dv", refs["dv_columns"][...].T)
     if plan.gate == "key":

@@ -286,7 +286,9 @@ def test_both_ends_of_a_chunk_are_shown():
     """What the decays are from its start, and to its end."""
     seen = []
     decay = SimpleNamespace(
-        probe_sums=lambda probe: probe("c", "sums"), from_start=lambda axis: "from", to_end=lambda axis: "to"
+        probe_sums=lambda probe: probe("c", "sums"),
+        decay_from_start=lambda axis: "from",
+        decay_to_end=lambda axis: "to",
     )
     with probing(lambda site, value, *_: value):
         chunk_decays.probe_decays(decay, lambda site, value, *_: seen.append((site, value)))

@@ -29,9 +29,9 @@ STRONGEST_GATE = -256.0
 class StepDecay:
     """Decays of heads that have one per step; of `ChannelDecay` the counterpart.
 
-    from_start(width) [heads, C, 1 or width]: from the start of the chunk to each step; to_end(width): from after each
-    step to the chunk's end; whole [heads, 1, 1]: both, in the parts of `_whole`. between() [heads, C, C]: from after
-    step j to step i, zero for i < j, at [i, j] in the forward pass and at [j, i] in the backward one.
+    decay_from_start(width) [heads, C, 1 or width]: from the start of the chunk to each step. decay_to_end(width): from
+    after each step to the chunk's end. whole [heads, 1, 1]: both, in the parts of `_whole`. between() [heads, C, C]:
+    from after step j to step i, zero for i < j, at [i, j] in the forward pass and at [j, i] in the backward one.
     """
 
     per_channel = False
@@ -46,21 +46,21 @@ class StepDecay:
         hi, lo = self._row("sum_hi"), self._row("sum_lo")
         probe("c", (hi, lo), 2, where=hi > STRONGEST_GATE)
 
-    def from_start(self, width: int) -> jax.Array:
+    def decay_from_start(self, width: int) -> jax.Array:
         """See the class."""
-        return self._from_start
+        return self._decay_from_start
 
-    def to_end(self, width: int) -> jax.Array:
+    def decay_to_end(self, width: int) -> jax.Array:
         """See the class."""
-        return self._to_end
+        return self._decay_to_end
 
     @cached_property
-    def _from_start(self) -> jax.Array:
-        return self._column(self._row("from_start"))
+    def _decay_from_start(self) -> jax.Array:
+        return self._column(self._row("decay_from_start"))
 
     @cached_property
-    def _to_end(self) -> jax.Array:
-        return self._column(self._row("to_end"))
+    def _decay_to_end(self) -> jax.Array:
+        return self._column(self._row("decay_to_end"))
 
     def between(self) -> jax.Array:
         """See the class."""
@@ -102,7 +102,7 @@ class StepDecay:
         products = dot(load("k"), load("q"), (1, 1), scan)
         dproducts = dot(load("v"), load("do"), (1, 1), scan)
         dscores = dproducts * (scan.scale * self.between())
-        dv = read_state(load("k"), dstate[...], self, self.to_end, scan)
+        dv = read_state(load("k"), dstate[...], self, self.decay_to_end, scan)
         scores = probe("A", products * self.between(), 1, 2)
         store("dv", dv + scan.scale * dot(scores, load("do"), (1, 0), scan))
         # The gate of step t decays what goes from before t to t or later. Sums of just these pairs lose nothing to
@@ -111,10 +111,10 @@ class StepDecay:
         if active():
             probe("dA", scan.scale * dproducts, 1, 2, where=row <= column)
         sums = dot_with_all(products * dscores, ones((row >= column)[0], scan), scan)
-        dq = scan.scale * self.from_start(scan.k) * dot(load("do"), state[...], (1, 0), scan)
+        dq = scan.scale * self.decay_from_start(scan.k) * dot(load("do"), state[...], (1, 0), scan)
         from_state = jnp.sum(f32(load("q")) * dq, axis=2, keepdims=True)
         store("dq", dq + dot(dscores, load("k"), (0, 0), scan))
-        dk = self.to_end(scan.k) * dot(load("v"), dstate[...], (1, 0), scan)
+        dk = self.decay_to_end(scan.k) * dot(load("v"), dstate[...], (1, 0), scan)
         to_state = jnp.sum(f32(load("k")) * dk, axis=2, keepdims=True)
         store("dk", dk + dot(dscores, load("q"), (1, 0), scan))
         whole = reduce(jnp.add, self.whole)
@@ -133,14 +133,14 @@ class ConstantDecay(StepDecay):
     def probe_sums(self, probe: Probe) -> None:
         """There are none, but products."""
 
-    def from_start(self, width: int) -> jax.Array:
+    def decay_from_start(self, width: int) -> jax.Array:
         """See `StepDecay`."""
-        return self._refs["from_start"][:, :, :width]
+        return self._refs["decay_from_start"][:, :, :width]
 
-    def to_end(self, width: int) -> jax.Array:
+    def decay_to_end(self, width: int) -> jax.Array:
         """See `StepDecay`."""
         if not self._scan.masked:
-            return self._refs["to_end"][:, :, :width]
+            return self._refs["decay_to_end"][:, :, :width]
         step = iota((self._scan.heads, self._scan.chunk, 1), 1)
         return _power(self._gammas, jnp.maximum(self._live - 1 - step, 0))
 
@@ -152,11 +152,11 @@ class ConstantDecay(StepDecay):
 class ChannelDecay:
     """Decays of heads that have one per step and channel of k.
 
-    from_start(width), to_end(width) [heads, C, K] and whole [heads, 1, K] as in `StepDecay`. The decay between two
-    steps is the product of two that meet between them: at the border of the halves, one step in each, of the smallest
-    part of the chunk that holds both (parts have 2, 4, 8, … steps). halves: for each size of parts, [heads, C, K]: from
-    that border to the steps of the second half, and to it from those of the first. So no exponent is of a longer way
-    than from j to i.
+    decay_from_start(width), decay_to_end(width) [heads, C, K] and whole [heads, 1, K] as in `StepDecay`. The decay
+    between two steps is the product of two that meet between them: at the border of the halves, one step in each, of
+    the smallest part of the chunk that holds both (parts have 2, 4, 8, … steps). halves: for each size of parts,
+    [heads, C, K]: from that border to the steps of the second half, and to it from those of the first. So no exponent
+    is of a longer way than from j to i.
     """
 
     per_channel = True
@@ -181,11 +181,11 @@ class ChannelDecay:
         for sums in (self._until, self._after):
             probe("exponent", sums, 1, where=sums > STRONGEST_GATE)
 
-    def from_start(self, width: int) -> jax.Array:
+    def decay_from_start(self, width: int) -> jax.Array:
         """See the class."""
         return finite_exp(self._until)
 
-    def to_end(self, width: int) -> jax.Array:
+    def decay_to_end(self, width: int) -> jax.Array:
         """See the class."""
         return finite_exp(self._after)
 
@@ -203,8 +203,8 @@ class ChannelDecay:
         """Store dq, dk, dv and dgk of a chunk, from the refs of the state at its start and the gradient at its end."""
         q, k, v, do = (f32(load(name)) for name in ("q", "k", "v", "do"))
         i, j = _steps(scan)
-        dq = scan.scale * self.from_start(scan.k) * dot(load("do"), state[...], (1, 0), scan)
-        dk = self.to_end(scan.k) * dot(load("v"), dstate[...], (1, 0), scan)
+        dq = scan.scale * self.decay_from_start(scan.k) * dot(load("do"), state[...], (1, 0), scan)
+        dk = self.decay_to_end(scan.k) * dot(load("v"), dstate[...], (1, 0), scan)
         # As in `StepDecay.store_gradients`: of the gate of step t, only pairs with t between them, and what passes it.
         dgk = probe("dgate", reduce(jnp.add, self.whole) * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True))
         read = probe("dgate", dot(ones(i >= j, scan), q * dq, (1, 0), scan), 1)
@@ -224,7 +224,7 @@ class ChannelDecay:
             # Of the same half: from t on in a second one, before t in a first one.
             after = (i ^ j < half) & ((i >= j) ^ (j & half == 0))
             dgk += dot(ones(after, scan), decayed * ddecayed, (1, 0), scan)
-        dv = read_state(load("k"), dstate[...], self, self.to_end, scan)
+        dv = read_state(load("k"), dstate[...], self, self.decay_to_end, scan)
         scores = probe("A", scores, 1, 2)
         store("dv", dv + scan.scale * dot(scores, load("do"), (1, 0), scan))
         store("dq", dq)
@@ -251,12 +251,12 @@ def read_state(x: jax.Array, state: jax.Array, decay: Decay, way: Callable[[int]
 def probe_decays(decay: Decay, probe: Probe) -> None:
     if active():
         decay.probe_sums(probe)
-        probe("decay", decay.from_start(1), 1)
-        probe("decay", decay.to_end(1), 1)
+        probe("decay", decay.decay_from_start(1), 1)
+        probe("decay", decay.decay_to_end(1), 1)
 
 
 def _in_second(shape: tuple[int, ...], half: int) -> jax.Array:
-    """Which rows are in second halves, of halves of so many."""
+    """Mask of the rows in the upper half of their 2·`half`-row block."""
     return iota(shape, 1) & half != 0
 
 
@@ -274,10 +274,10 @@ def decay_scratch(scan: Scan) -> dict[str, Any]:
     if scan.gate == "constant":
         rows = pltpu.VMEM((scan.heads, scan.chunk, max(scan.k, scan.v)), jnp.float32)
         between = pltpu.VMEM((scan.heads, scan.chunk, scan.chunk), jnp.float32)
-        return {"from_start": rows, "to_end": rows, "between": between}
+        return {"decay_from_start": rows, "decay_to_end": rows, "between": between}
     if scan.gate == "step":
         steps = pltpu.VMEM((scan.heads, *scan.step_shape[3:]), jnp.float32)
-        rows = dict.fromkeys(("sum_hi", "sum_lo", "from_start", "to_end"), steps)
+        rows = dict.fromkeys(("sum_hi", "sum_lo", "decay_from_start", "decay_to_end"), steps)
         if scan.gate_terms:
             lanes = pl.cdiv(scan.gate_terms * scan.chunk, LANES) * LANES
             rows["gate"] = pltpu.VMEM((scan.heads, scan.chunks, lanes), jnp.float32)
@@ -294,9 +294,9 @@ def prepare_decays(refs: Refs, scan: Scan, first_head: Any) -> None:
             gammas = gammas_of(refs, scan, first_head)
             i, j = _steps(scan)
             refs["between"][...] = jnp.where(i >= j, _power(gammas, jnp.maximum(i - j, 0)), 0.0)
-            step = iota(refs["to_end"].shape, 1)
-            refs["from_start"][...] = _power(gammas, step + 1)
-            refs["to_end"][...] = _power(gammas, scan.chunk - 1 - step)
+            step = iota(refs["decay_to_end"].shape, 1)
+            refs["decay_from_start"][...] = _power(gammas, step + 1)
+            refs["decay_to_end"][...] = _power(gammas, scan.chunk - 1 - step)
 
     if scan.gate == "step":
         g = jnp.maximum(refs["g"][...], STRONGEST_GATE)
@@ -308,8 +308,8 @@ def prepare_decays(refs: Refs, scan: Scan, first_head: Any) -> None:
         hi, lo = running_sums(*gate, scan.chunk)
         last = hi[:, :, scan.chunk - 1 : scan.chunk], lo[:, :, scan.chunk - 1 : scan.chunk]
         refs["sum_hi"][...], refs["sum_lo"][...] = hi, lo
-        refs["from_start"][...] = finite_exp(hi + lo)
-        refs["to_end"][...] = finite_exp(difference(last, (hi, lo)))
+        refs["decay_from_start"][...] = finite_exp(hi + lo)
+        refs["decay_to_end"][...] = finite_exp(difference(last, (hi, lo)))
 
 
 def gammas_of(refs: Refs, scan: Scan, first_head: Any) -> jax.Array:

@@ -34,7 +34,7 @@ def dot_with_all(a: jax.Array, b: jax.Array, scan: Scan) -> jax.Array:
 
 
 def bf16_split(x: jax.Array, count: int = 2) -> list[jax.Array]:
-    """x as a sum of bfloat16, the largest first: of so many, where it is none itself."""
+    """Split float32 x into `count` bfloat16 terms, high to low; a bfloat16 x is its own single term."""
     piece = x.astype(jnp.bfloat16)
     if x.dtype == jnp.bfloat16 or count == 1:
         return [piece]
@@ -42,7 +42,7 @@ def bf16_split(x: jax.Array, count: int = 2) -> list[jax.Array]:
 
 
 def ones(where: jax.Array, scan: Scan) -> jax.Array:
-    """1 where it is, else 0, which a dot takes as it is."""
+    """1 where it is, else 0, in the dtype that dots multiply."""
     ones = jnp.where(where, 1.0, 0.0)
     return ones.astype(jnp.bfloat16) if scan.split else ones
 

@@ -198,7 +198,10 @@ def call(
 
 
 def block_of(step: Any, blocks: int, walk: str, early: bool) -> Any:
-    """The block that an operand has in a grid step. What is needed on the way back only waits at its first block."""
+    """The block that an operand has in a grid step.
+
+    Operands only the backward sweep reads stay at the last block, where it begins, during the forward sweep.
+    """
     if walk == "once":
         return step
     if walk == "back":
