@@ -18,9 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments import Tiling, resolve_tiling
-from op_arguments.debug import Debug
 from op_arguments.gmm import Problem, check_gmm, check_tgmm
-from op_arguments.probe import active, probe, probing
+from op_arguments.probe import active, probe
 from tpu_kernels._lib import chip, grids
 from tpu_kernels._lib.arguments import (
     Interpret,
@@ -50,7 +49,6 @@ def gmm(
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
     interpret: Interpret = None,
-    debug: Debug = None,
 ) -> jax.Array:
     """Rows of each group times that group's matrix: [M, N] in preferred_element_type (default lhs's dtype).
 
@@ -75,18 +73,17 @@ def gmm(
     )
     small = is_small(existing_out, p.out_dtype)
     tile = resolve_tiling(tiling, partial(_gmm_tiles, lhs.dtype, small), p.m, p.k, p.n)
-    with probing(debug or active()):
-        return _gmm(
-            lhs,
-            rhs,
-            group_sizes,
-            as_vector(group_offset, p.experts - p.groups),
-            existing_out,
-            problem=p,
-            tile=fit_tile(tile, p, jnp.bfloat16),
-            transpose_rhs=bool(transpose_rhs),
-            interpret=resolve_interpret(interpret),
-        )
+    return _gmm(
+        lhs,
+        rhs,
+        group_sizes,
+        as_vector(group_offset, p.experts - p.groups),
+        existing_out,
+        problem=p,
+        tile=fit_tile(tile, p, jnp.bfloat16),
+        transpose_rhs=bool(transpose_rhs),
+        interpret=resolve_interpret(interpret),
+    )
 
 
 def tgmm(
@@ -100,7 +97,6 @@ def tgmm(
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
     interpret: Interpret = None,
-    debug: Debug = None,
 ) -> jax.Array:
     """The weight gradient of `gmm`: [G, K, N] in preferred_element_type (default lhs's dtype).
 
@@ -120,17 +116,16 @@ def tgmm(
     )
     small = is_small(existing_out, p.out_dtype)
     tile = resolve_tiling(tiling, partial(_tgmm_tiles, lhs.dtype, small), p.m, p.k, p.n)
-    with probing(debug or active()):
-        return _tgmm(
-            lhs,
-            rhs,
-            group_sizes,
-            as_vector(group_offset, p.experts - p.groups),
-            existing_out,
-            problem=p,
-            tile=fit_tile(tile, p, jnp.bfloat16),
-            interpret=resolve_interpret(interpret),
-        )
+    return _tgmm(
+        lhs,
+        rhs,
+        group_sizes,
+        as_vector(group_offset, p.experts - p.groups),
+        existing_out,
+        problem=p,
+        tile=fit_tile(tile, p, jnp.bfloat16),
+        interpret=resolve_interpret(interpret),
+    )
 
 
 def _gmm_tiles(dtype: Any, small: bool, m: int, k: int, n: int) -> Tile:

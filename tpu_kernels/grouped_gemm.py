@@ -12,10 +12,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from op_arguments import Tiling, resolve_tiling
-from op_arguments.debug import Debug
 from op_arguments.grouped_gemm import Support, check_grouped_gemm, check_mxfp8_tile, check_strict, mxfp8_dot_dtype
 from op_arguments.mxfp8 import MX_BLOCK
-from op_arguments.probe import active, probing
 from op_arguments.quantized_gmm import QuantizedProblem
 from tpu_kernels._lib.arguments import Interpret, as_vector, concrete_values, resolve_interpret, static_scalar
 from tpu_kernels._lib.chip import sublanes
@@ -44,7 +42,6 @@ def grouped_gemm(
     tiling: Tiling | None = None,
     strict: bool = False,
     interpret: Interpret = None,
-    debug: Debug = None,
 ) -> jax.Array:
     """Grouped matmul of MXFP8 operands: forward and the data's gradient (ragged="lhs"), the weights' ("contracting").
 
@@ -77,35 +74,34 @@ def grouped_gemm(
         lhs_axis, rhs_axis = (0, 0) if contracting else (1, 2 if transpose_rhs else 1)
         lhs_scale = _unswizzled(lhs_scale, lhs.shape, lhs_axis)
         rhs_scale = _unswizzled(rhs_scale, rhs.shape, rhs_axis)
-    with probing(debug or active()):
-        if support.path != "bfloat16":
-            lhs, rhs = (
-                operand if scale is None else mxfp8_dequantize(operand, scale, interpret=interpret)
-                for operand, scale in ((lhs, lhs_scale), (rhs, rhs_scale))
-            )
-            shared: dict[str, Any] = {
-                "group_offset": group_offset,
-                "existing_out": existing_out,
-                "preferred_element_type": p.out_dtype,
-                "tiling": tiling,
-                "interpret": interpret,
-            }
-            if contracting:
-                return tgmm(lhs, rhs, group_sizes, num_actual_groups=num_actual_groups, **shared)
-            return gmm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, **shared)
-        summed = max(p.m if contracting else p.k, 1)
-        problem = QuantizedProblem(*p, block=summed, lhs_blocks=tuple(lhs.shape), rhs_blocks=tuple(rhs.shape))
-        small = are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
-        static: dict[str, Any] = {
-            "problem": problem,
-            "tile": _tile(tiling, problem, contracting, are_narrow(lhs, rhs), small),
-            "interpret": resolve_interpret(interpret),
+    if support.path != "bfloat16":
+        lhs, rhs = (
+            operand if scale is None else mxfp8_dequantize(operand, scale, interpret=interpret)
+            for operand, scale in ((lhs, lhs_scale), (rhs, rhs_scale))
+        )
+        shared: dict[str, Any] = {
+            "group_offset": group_offset,
+            "existing_out": existing_out,
+            "preferred_element_type": p.out_dtype,
+            "tiling": tiling,
+            "interpret": interpret,
         }
-        offset = as_vector(group_offset, p.experts - p.groups)
-        operands = (lhs, lhs_scale, rhs, rhs_scale, group_sizes, offset, existing_out)
         if contracting:
-            return scaled_tgmm(*operands, **static)
-        return scaled_gmm(*operands, **static, transpose_rhs=bool(transpose_rhs))
+            return tgmm(lhs, rhs, group_sizes, num_actual_groups=num_actual_groups, **shared)
+        return gmm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, **shared)
+    summed = max(p.m if contracting else p.k, 1)
+    problem = QuantizedProblem(*p, block=summed, lhs_blocks=tuple(lhs.shape), rhs_blocks=tuple(rhs.shape))
+    small = are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
+    static: dict[str, Any] = {
+        "problem": problem,
+        "tile": _tile(tiling, problem, contracting, are_narrow(lhs, rhs), small),
+        "interpret": resolve_interpret(interpret),
+    }
+    offset = as_vector(group_offset, p.experts - p.groups)
+    operands = (lhs, lhs_scale, rhs, rhs_scale, group_sizes, offset, existing_out)
+    if contracting:
+        return scaled_tgmm(*operands, **static)
+    return scaled_gmm(*operands, **static, transpose_rhs=bool(transpose_rhs))
 
 
 def _tile(tiling: Tiling | None, p: QuantizedProblem, contracting: bool, narrow: bool, small: bool) -> Tile:

@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from op_arguments import Tiling, resolve_tiling
-from op_arguments.debug import Debug
-from op_arguments.probe import active, probing
 from op_arguments.quantized_gmm import check_gmm_quantized, check_tgmm_quantized, check_tile
 from tpu_kernels._lib.arguments import Interpret, as_vector, concrete_values, resolve_interpret, static_scalar
 from tpu_kernels._lib.narrow import are_narrow, widened_to
@@ -33,7 +31,6 @@ def gmm_quantized(
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
     interpret: Interpret = None,
-    debug: Debug = None,
 ) -> jax.Array:
     """`gmm` of operands with block scales: [M, N] in preferred_element_type.
 
@@ -59,20 +56,19 @@ def gmm_quantized(
     small = are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
     tile = resolve_tiling(tiling, partial(scaled_gmm_tiles, p.block, small, False), p.m, p.k, p.n)
     check_tile("tk", tile[1], p.block, p.k)
-    with probing(debug or active()):
-        return scaled_gmm(
-            lhs,
-            lhs_scale,
-            rhs,
-            rhs_scale,
-            group_sizes,
-            as_vector(group_offset, p.experts - p.groups),
-            existing_out,
-            problem=p,
-            tile=fit_tile(tile, p, jnp.int8),
-            transpose_rhs=bool(transpose_rhs),
-            interpret=resolve_interpret(interpret),
-        )
+    return scaled_gmm(
+        lhs,
+        lhs_scale,
+        rhs,
+        rhs_scale,
+        group_sizes,
+        as_vector(group_offset, p.experts - p.groups),
+        existing_out,
+        problem=p,
+        tile=fit_tile(tile, p, jnp.int8),
+        transpose_rhs=bool(transpose_rhs),
+        interpret=resolve_interpret(interpret),
+    )
 
 
 def tgmm_quantized(
@@ -88,7 +84,6 @@ def tgmm_quantized(
     preferred_element_type: Any = None,
     tiling: Tiling | None = None,
     interpret: Interpret = None,
-    debug: Debug = None,
 ) -> jax.Array:
     """`tgmm` of operands with block scales: [G, K, N] in preferred_element_type.
 
@@ -112,16 +107,15 @@ def tgmm_quantized(
     small = narrow and is_small(existing_out, p.out_dtype) and (p.block >= p.m or widened_to(lhs, rhs) is None)
     tile = resolve_tiling(tiling, partial(scaled_tgmm_tiles, narrow, small), p.m, p.k, p.n)
     check_tile("tm", tile[0], p.block, p.m)
-    with probing(debug or active()):
-        return scaled_tgmm(
-            lhs,
-            lhs_scale,
-            rhs,
-            rhs_scale,
-            group_sizes,
-            as_vector(group_offset, p.experts - p.groups),
-            existing_out,
-            problem=p,
-            tile=fit_tile(tile, p, jnp.int8),
-            interpret=resolve_interpret(interpret),
-        )
+    return scaled_tgmm(
+        lhs,
+        lhs_scale,
+        rhs,
+        rhs_scale,
+        group_sizes,
+        as_vector(group_offset, p.experts - p.groups),
+        existing_out,
+        problem=p,
+        tile=fit_tile(tile, p, jnp.int8),
+        interpret=resolve_interpret(interpret),
+    )

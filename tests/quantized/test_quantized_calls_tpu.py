@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from op_arguments.probe import probing
 from parity.interop import to_jax, to_numpy
 from tests.support.functions import public
 
@@ -254,7 +255,8 @@ def test_what_is_watched_is_said_to_be_there_where_a_group_has_rows(function):
         sites.add(site)
         return where.astype(value.dtype)
 
-    got = call(function, arrays, tiling=(32, 128, 128), debug=watched)
+    with probing(watched):
+        got = call(function, arrays, tiling=(32, 128, 128))
     there = np.arange(64) < sizes.sum() if function == "gmm_quantized" else sizes > 0
     np.testing.assert_array_equal(got, np.broadcast_to(there.reshape(-1, *[1] * (got.ndim - 1)), got.shape))
     assert sites == {"acc"}
