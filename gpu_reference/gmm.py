@@ -16,6 +16,7 @@ from torch import Tensor
 from gpu_reference._lib.hardware import bfloat16_as_float32_where_interpreted, check_devices
 from gpu_reference._lib.launch import Launch, launch_options
 from gpu_reference._lib.operands import only_tensor, operand, scalar, shard_of, sizes_of, values
+from gpu_reference._lib.probe import INTERPRETED, probe
 from gpu_reference._lib.products import (
     first_tiles,
     grid_of_groups,
@@ -32,7 +33,6 @@ from gpu_reference._lib.products import (
 )
 from gpu_reference._lib.tiles import Candidate, Tile, block_of, first_filled, fitted
 from op_arguments import Tiling, resolve_tiling
-from op_arguments.debug import Debug
 from op_arguments.gmm import GroupMetadata, Problem, check_gmm, check_tgmm
 
 GMM_TILES: dict[int, tuple[Candidate, ...]] = {
@@ -60,7 +60,6 @@ def gmm(
     transpose_rhs: bool = False,
     preferred_element_type: torch.dtype | None = None,
     tiling: Tiling | None = None,
-    debug: Debug = None,
 ) -> Tensor:
     """Rows of each group times that group's matrix: `out[m] = lhs[m] @ rhs[group of m - group_offset]`.
 
@@ -68,8 +67,8 @@ def gmm(
     group_sizes [E] int32, >= 0, sum <= M. Returns [M, N] of preferred_element_type (default: lhs's dtype), contiguous:
     rows of no active group are zero, or existing_out's rows where it is given (active rows overwrite it).
     tiling is (tm, tk, tn), or a function (m, k, n) -> (tm, tk, tn): a look-up table or an autotuner over GMM_TILES.
-    Each of the three becomes a power of two from 16 to 128. debug: see `op_arguments.debug`, of the sums at acc; None
-    leaves nothing of it.
+    Each of the three becomes a power of two from 16 to 128. Shown to a probe: the sums, at
+    acc.
     Raises ValueError or TypeError as `op_arguments.gmm.check_gmm`, ValueError for tensors on several devices, and
     RuntimeError for CPU tensors where Triton's interpreter is off.
     """
@@ -88,7 +87,7 @@ def gmm(
     check_devices(tensors | only_tensor("group_offset", group_offset))
     weights = rhs.transpose(1, 2) if transpose_rhs else rhs
     out_dtype = getattr(torch, p.out_dtype)
-    return _gmm(p, lhs, weights, group_sizes, group_offset, existing_out, tiling, debug, out_dtype)
+    return _gmm(p, lhs, weights, group_sizes, group_offset, existing_out, tiling, out_dtype)
 
 
 def tgmm(
@@ -101,13 +100,12 @@ def tgmm(
     existing_out: Tensor | None = None,
     preferred_element_type: torch.dtype | None = None,
     tiling: Tiling | None = None,
-    debug: Debug = None,
 ) -> Tensor:
     """The weight gradient of `gmm`: `out[g] = lhs[rows of g].T @ rhs[rows of g]`.
 
     lhs [M, K] and rhs [M, N]: float32, bfloat16 or float16, of any strides. group_sizes [E] int32, >= 0, sum <= M.
     Returns [G, K, N] of preferred_element_type (default: lhs's dtype), contiguous, G = num_actual_groups (default E):
-    an empty group's block is zero; existing_out [G, K, N] is added to the float32 sums. tiling and debug as in `gmm`.
+    an empty group's block is zero; existing_out [G, K, N] is added to the float32 sums. tiling and probes as in `gmm`.
     Raises as `gmm`, with `op_arguments.gmm.check_tgmm`.
     """
     group_offset = scalar(group_offset)
@@ -123,7 +121,7 @@ def tgmm(
     )
     tensors = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "existing_out": existing_out}
     check_devices(tensors | only_tensor("group_offset", group_offset))
-    return _tgmm(p, lhs, rhs, group_sizes, group_offset, existing_out, tiling, debug, getattr(torch, p.out_dtype))
+    return _tgmm(p, lhs, rhs, group_sizes, group_offset, existing_out, tiling, getattr(torch, p.out_dtype))
 
 
 @bfloat16_as_float32_where_interpreted()
@@ -135,14 +133,13 @@ def _gmm(
     group_offset: int | Tensor,
     existing_out: Tensor | None,
     tiling: Tiling | None,
-    debug: Debug,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """`gmm` of checked arguments: rhs as [G, K, N] whatever its layout."""
     tile = gmm_tile(p, lhs.element_size(), tiling)
 
     def launch(out: Tensor, metadata: GroupMetadata, offset: Tensor) -> Launch:
-        return gmm_launch(p, tile, lhs, rhs, existing_out, out, metadata, offset, debug)
+        return gmm_launch(p, tile, lhs, rhs, existing_out, out, metadata, offset)
 
     return product_of_rows(p, tile.m, group_sizes, group_offset, existing_out, out_dtype, launch)
 
@@ -156,14 +153,13 @@ def _tgmm(
     group_offset: int | Tensor,
     existing_out: Tensor | None,
     tiling: Tiling | None,
-    debug: Debug,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """`tgmm` of checked arguments."""
     tile = tgmm_tile(p, lhs.element_size(), tiling)
 
     def launch(out: Tensor, group_sizes: Tensor, offset: Tensor) -> Launch:
-        return tgmm_launch(p, tile, lhs, rhs, existing_out, out, group_sizes, offset, debug)
+        return tgmm_launch(p, tile, lhs, rhs, existing_out, out, group_sizes, offset)
 
     return product_of_groups(p, group_sizes, group_offset, out_dtype, launch)
 
@@ -189,7 +185,6 @@ def gmm_launch(
     out: Tensor,
     metadata: GroupMetadata,
     group_offset: Tensor,
-    debug: Debug = None,
 ) -> Launch:
     """The main kernel of `gmm`: rhs as [G, K, N] whatever its layout, group_offset on the device."""
     arguments = {
@@ -202,7 +197,6 @@ def gmm_launch(
         "sizes": sizes_of(p),
         "TILE": tile,
         "EVEN_K": p.k % tile.k == 0,
-        "DEBUG": debug,
     }
     options = launch_options(tile.m, tile.k, tile.n, lhs.element_size())
     return Launch(_gmm_kernel, grid_of_rows(p, tile), arguments, options)
@@ -217,7 +211,6 @@ def tgmm_launch(
     out: Tensor,
     group_sizes: Tensor,
     group_offset: Tensor,
-    debug: Debug = None,
 ) -> Launch:
     """The kernel of `tgmm`, group_sizes contiguous and group_offset on the device."""
     arguments = {
@@ -230,7 +223,6 @@ def tgmm_launch(
         "sizes": sizes_of(p),
         "TILE": tile,
         "EXPERTS_BLOCK": block_of(p.experts),
-        "DEBUG": debug,
     }
     options = launch_options(tile.k, tile.m, tile.n, lhs.element_size())
     return Launch(_tgmm_kernel, grid_of_groups(p, tile), arguments, options)
@@ -247,7 +239,6 @@ def _gmm_kernel(
     sizes,
     TILE: tl.constexpr,
     EVEN_K: tl.constexpr,
-    DEBUG: tl.constexpr,
 ):
     """One program per (visit, column tile), in bands. It stores its group's rows of the row tile; the first visit of a
     tile also stores the rows of no active group, so that every row is stored exactly once."""
@@ -261,8 +252,8 @@ def _gmm_kernel(
     for first_k in range(0, region.end, TILE.k):
         a, b = load_step(a_tile, b_tile, region, first_k, TILE.k, True, EVEN_K)
         sums = tl.dot(a, b, sums, input_precision="ieee")
-        if DEBUG is not None:
-            sums = DEBUG("acc", sums, region.in_rows & region.in_columns, tiling=(1, TILE.k, 1))
+        if INTERPRETED:
+            sums = probe("acc", sums, region.in_rows & region.in_columns, depth=TILE.k)
         a_tile += a_step
         b_tile += b_step
     store_rows(sums, out, existing_out, visit, region, sizes, shard)
@@ -279,7 +270,6 @@ def _tgmm_kernel(
     sizes,
     TILE: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
-    DEBUG: tl.constexpr,
 ):
     """One program per (group, output tile): the sum over the group's rows, in steps from its first row."""
     region = region_of_program(group_sizes, sizes, shard, TILE, EXPERTS_BLOCK)
@@ -289,8 +279,8 @@ def _tgmm_kernel(
     for first_row in range(region.start, region.end, TILE.m):
         a, b = load_step(a_tile, b_tile, region, first_row, TILE.m, True, False)
         sums = tl.dot(a, b, sums, input_precision="ieee")
-        if DEBUG is not None:
-            sums = DEBUG("acc", sums, region.in_rows & region.in_columns, tiling=(TILE.m, 1, 1))
+        if INTERPRETED:
+            sums = probe("acc", sums, region.in_rows & region.in_columns, depth=TILE.m)
         a_tile += a_step
         b_tile += b_step
     store_group(sums, out, existing_out, region, sizes)

@@ -23,6 +23,7 @@ from gpu_reference._lib.hardware import (
 )
 from gpu_reference._lib.launch import Launch, launch_options
 from gpu_reference._lib.operands import Operand, only_tensor, operand, scalar, shard_of, sizes_of, values
+from gpu_reference._lib.probe import INTERPRETED, probe
 from gpu_reference._lib.products import (
     first_tiles,
     grid_of_groups,
@@ -40,7 +41,6 @@ from gpu_reference._lib.products import (
 from gpu_reference._lib.tiles import Candidate, Tile, block_of, first_filled, fitted
 from gpu_reference.gmm import TGMM_TILES, gmm, tgmm
 from op_arguments import Tiling, dtype_name, resolve_tiling
-from op_arguments.debug import Debug
 from op_arguments.gmm import GroupMetadata, Problem
 from op_arguments.grouped_gemm import Support, check_grouped_gemm, check_mxfp8_tile, check_strict, mxfp8_dot_dtype
 from op_arguments.mxfp8 import MX_BLOCK, SWIZZLED_COLUMNS, SWIZZLED_ROWS
@@ -94,7 +94,6 @@ def grouped_gemm(
     preferred_element_type: torch.dtype | None = None,
     tiling: Tiling | None = None,
     strict: bool = False,
-    debug: Debug = None,
 ) -> Tensor:
     """Grouped matmul of MXFP8 operands: forward and the data's gradient (ragged="lhs"), the weights' ("contracting").
 
@@ -113,7 +112,7 @@ def grouped_gemm(
     tiles are no smaller than it needs. "bfloat16" (or "float32", beside such an operand): codes are multiplied by their
     scales in registers, which is exact but at the ends of the dtype's exponents: 2^128 and beyond is ±inf there, and
     below 2^-126 are subnormals, of as many bits as bfloat16 has for them. Sums are float32. strict=True raises
-    ValueError, with the reason, where the path is a fallback: "bfloat16" of two MXFP8 operands. debug as in
+    ValueError, with the reason, where the path is a fallback: "bfloat16" of two MXFP8 operands. Probes as in
     `gmm_quantized`.
     """
     group_offset = scalar(group_offset)
@@ -146,7 +145,6 @@ def grouped_gemm(
         "group_offset": group_offset,
         "existing_out": existing_out,
         "tiling": tiling,
-        "debug": debug,
     }
     if support.path == "unquantised" and ragged == "contracting":
         shared |= {"num_actual_groups": num_actual_groups, "preferred_element_type": out_dtype}
@@ -156,7 +154,7 @@ def grouped_gemm(
     multiply = _grouped_wgrad if ragged == "contracting" else _grouped_gemm
     pairs = (lhs, lhs_scale), (rhs, rhs_scale)
     swizzled = scale_layout == "swizzled"
-    return multiply(p, *pairs, swizzled, group_sizes, group_offset, existing_out, tiling, debug, out_dtype)
+    return multiply(p, *pairs, swizzled, group_sizes, group_offset, existing_out, tiling, out_dtype)
 
 
 @bfloat16_as_float32_where_interpreted()
@@ -169,14 +167,13 @@ def _grouped_gemm(
     group_offset: int | Tensor,
     existing_out: Tensor | None,
     tiling: Tiling | None,
-    debug: Debug,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """`grouped_gemm` with ragged="lhs" of checked arguments: rhs and its plain scale as of [G, K, N]."""
     tile, dot = _tile_and_dot(p, lhs, rhs, "lhs", tiling)
 
     def launch(out: Tensor, metadata: GroupMetadata, offset: Tensor) -> Launch:
-        return grouped_gemm_launch(p, tile, dot, lhs, rhs, swizzled, existing_out, out, metadata, offset, debug)
+        return grouped_gemm_launch(p, tile, dot, lhs, rhs, swizzled, existing_out, out, metadata, offset)
 
     return product_of_rows(p, tile.m, group_sizes, group_offset, existing_out, out_dtype, launch)
 
@@ -191,14 +188,13 @@ def _grouped_wgrad(
     group_offset: int | Tensor,
     existing_out: Tensor | None,
     tiling: Tiling | None,
-    debug: Debug,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """`grouped_gemm` with ragged="contracting" of checked arguments."""
     tile, dot = _tile_and_dot(p, lhs, rhs, "contracting", tiling)
 
     def launch(out: Tensor, group_sizes: Tensor, offset: Tensor) -> Launch:
-        return grouped_wgrad_launch(p, tile, dot, lhs, rhs, swizzled, existing_out, out, group_sizes, offset, debug)
+        return grouped_wgrad_launch(p, tile, dot, lhs, rhs, swizzled, existing_out, out, group_sizes, offset)
 
     return product_of_groups(p, group_sizes, group_offset, out_dtype, launch)
 
@@ -253,7 +249,6 @@ def grouped_gemm_launch(
     out: Tensor,
     metadata: GroupMetadata,
     group_offset: Tensor,
-    debug: Debug = None,
 ) -> Launch:
     """The main kernel of `grouped_gemm` with ragged="lhs": rhs and its plain scale as of [G, K, N], group_offset on the
     device; dot is what it multiplies, as the paths of `grouped_gemm_support`."""
@@ -268,7 +263,6 @@ def grouped_gemm_launch(
         "TILE": tile,
         "EVEN_K": p.k % tile.k == 0,
         "SCALING": Scaling(dot, _format(*lhs), _format(*rhs), swizzled),
-        "DEBUG": debug,
     }
     options = _options(tile.m, tile.k, tile.n, dot)
     return Launch(_grouped_gemm_kernel, grid_of_rows(p, tile), arguments, options)
@@ -285,7 +279,6 @@ def grouped_wgrad_launch(
     out: Tensor,
     group_sizes: Tensor,
     group_offset: Tensor,
-    debug: Debug = None,
 ) -> Launch:
     """The kernel of `grouped_gemm` with ragged="contracting"; arguments as `grouped_gemm_launch`."""
     arguments = {
@@ -299,7 +292,6 @@ def grouped_wgrad_launch(
         "TILE": tile,
         "EXPERTS_BLOCK": block_of(p.experts),
         "SCALING": Scaling(dot, _format(*lhs), _format(*rhs), swizzled),
-        "DEBUG": debug,
     }
     options = _options(tile.k, tile.m, tile.n, dot)
     return Launch(_grouped_wgrad_kernel, grid_of_groups(p, tile), arguments, options)
@@ -317,7 +309,6 @@ def _grouped_gemm_kernel(
     TILE: tl.constexpr,
     EVEN_K: tl.constexpr,
     SCALING: tl.constexpr,
-    DEBUG: tl.constexpr,
 ):
     """As `gpu_reference.gmm._gmm_kernel`."""
     nth, tile_n = visit_of_program(sizes.n, TILE.n)
@@ -334,8 +325,8 @@ def _grouped_gemm_kernel(
         a_tile += a_step
         b_tile += b_step
 
-    if DEBUG is not None:
-        sums = DEBUG("acc", sums, region.in_rows & region.in_columns)
+    if INTERPRETED:
+        sums = probe("acc", sums, region.in_rows & region.in_columns)
     store_rows(sums, out, existing_out, visit, region, sizes, shard)
 
 
@@ -351,7 +342,6 @@ def _grouped_wgrad_kernel(
     TILE: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
     SCALING: tl.constexpr,
-    DEBUG: tl.constexpr,
 ):
     """As `gpu_reference.gmm._tgmm_kernel`, but steps are counted from row 0 as the scale blocks are."""
     region = region_of_program(group_sizes, sizes, shard, TILE, EXPERTS_BLOCK)
@@ -369,8 +359,8 @@ def _grouped_wgrad_kernel(
         a_tile += a_step
         b_tile += b_step
 
-    if DEBUG is not None:
-        sums = DEBUG("acc", sums, region.in_rows & region.in_columns & has_rows)
+    if INTERPRETED:
+        sums = probe("acc", sums, region.in_rows & region.in_columns & has_rows)
     store_group(sums, out, existing_out, region, sizes)
 
 

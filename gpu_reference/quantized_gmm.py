@@ -26,6 +26,7 @@ from gpu_reference._lib.hardware import (
 )
 from gpu_reference._lib.launch import Launch, launch_options
 from gpu_reference._lib.operands import Operand, only_tensor, operand, scalar, shard_of, sizes_of, values
+from gpu_reference._lib.probe import INTERPRETED, probe
 from gpu_reference._lib.products import (
     first_tiles,
     grid_of_groups,
@@ -43,7 +44,6 @@ from gpu_reference._lib.products import (
 from gpu_reference._lib.tiles import Candidate, Tile, block_of, first_filled, fitted
 from gpu_reference.gmm import GMM_TILES, TGMM_TILES
 from op_arguments import Tiling, dtype_name, resolve_tiling
-from op_arguments.debug import Debug
 from op_arguments.gmm import GroupMetadata
 from op_arguments.quantize import NARROW
 from op_arguments.quantized_gmm import (
@@ -107,7 +107,6 @@ def gmm_quantized(
     transpose_rhs: bool = False,
     preferred_element_type: torch.dtype | None = None,
     tiling: Tiling | None = None,
-    debug: Debug = None,
 ) -> Tensor:
     """`gmm` of operands with block scales: `out[m] = Σ_b (lhs[m, b] @ rhs[g, b]) · lhs_scale[m, b] · rhs_scale[g, b]`.
 
@@ -117,7 +116,7 @@ def gmm_quantized(
     All of any strides. Returns [M, N] of preferred_element_type: float32, bfloat16 or float16 (default: the
     unquantised lhs's dtype, else bfloat16). group_sizes, group_offset, existing_out and errors as `gmm`, with
     `op_arguments.quantized_gmm.check_gmm_quantized`; a `tiling` whose tk cuts a block is refused. What the dot
-    multiplies on which GPU, and why: `dot_path`. debug: see `op_arguments.debug`, of the finished sums at acc.
+    multiplies on which GPU, and why: `dot_path`. Shown to a probe: the finished sums, at acc.
     """
     group_offset = scalar(group_offset)
     p = check_gmm_quantized(
@@ -141,7 +140,7 @@ def gmm_quantized(
         p = p._replace(rhs_blocks=(block_g, block_k, block_n))
     pairs = (lhs, lhs_scale), (rhs, rhs_scale)
     out_dtype = getattr(torch, p.out_dtype)
-    return _gmm_quantized(p, *pairs, group_sizes, group_offset, existing_out, tiling, debug, out_dtype)
+    return _gmm_quantized(p, *pairs, group_sizes, group_offset, existing_out, tiling, out_dtype)
 
 
 def tgmm_quantized(
@@ -156,13 +155,12 @@ def tgmm_quantized(
     existing_out: Tensor | None = None,
     preferred_element_type: torch.dtype | None = None,
     tiling: Tiling | None = None,
-    debug: Debug = None,
 ) -> Tensor:
     """`tgmm` of operands with block scales: `out[g] = Σ_b (lhs[b].T @ rhs[b]) · lhs_scale[b] · rhs_scale[b]`.
 
     lhs [M, K] and rhs [M, N] and their scales as in `gmm_quantized`, blocks of the contraction now along M. Blocks
     are those of all M rows: a group that begins inside one uses that block's scale for its part of it. existing_out
-    [G, K, N] is added to the float32 sums. debug as in `gmm_quantized`. Everything else as `tgmm`; a `tiling` whose
+    [G, K, N] is added to the float32 sums. Probes as in `gmm_quantized`. Everything else as `tgmm`; a `tiling` whose
     tm cuts a block is refused.
     """
     group_offset = scalar(group_offset)
@@ -183,7 +181,7 @@ def tgmm_quantized(
     check_devices(tensors | only_tensor("group_offset", group_offset))
     pairs = (lhs, lhs_scale), (rhs, rhs_scale)
     out_dtype = getattr(torch, p.out_dtype)
-    return _tgmm_quantized(p, *pairs, group_sizes, group_offset, existing_out, tiling, debug, out_dtype)
+    return _tgmm_quantized(p, *pairs, group_sizes, group_offset, existing_out, tiling, out_dtype)
 
 
 @bfloat16_as_float32_where_interpreted()
@@ -195,7 +193,6 @@ def _gmm_quantized(
     group_offset: int | Tensor,
     existing_out: Tensor | None,
     tiling: Tiling | None,
-    debug: Debug,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """`gmm_quantized` of checked arguments: rhs, its scale and its blocks as of [G, K, N]."""
@@ -203,7 +200,7 @@ def _gmm_quantized(
     tile = gmm_quantized_tile(p, path, tiling)
 
     def launch(out: Tensor, metadata: GroupMetadata, offset: Tensor) -> Launch:
-        return gmm_quantized_launch(p, tile, path, lhs, rhs, existing_out, out, metadata, offset, debug)
+        return gmm_quantized_launch(p, tile, path, lhs, rhs, existing_out, out, metadata, offset)
 
     return product_of_rows(p, tile.m, group_sizes, group_offset, existing_out, out_dtype, launch)
 
@@ -217,7 +214,6 @@ def _tgmm_quantized(
     group_offset: int | Tensor,
     existing_out: Tensor | None,
     tiling: Tiling | None,
-    debug: Debug,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """`tgmm_quantized` of checked arguments."""
@@ -225,7 +221,7 @@ def _tgmm_quantized(
     tile = tgmm_quantized_tile(p, path, tiling)
 
     def launch(out: Tensor, group_sizes: Tensor, offset: Tensor) -> Launch:
-        return tgmm_quantized_launch(p, tile, path, lhs, rhs, existing_out, out, group_sizes, offset, debug)
+        return tgmm_quantized_launch(p, tile, path, lhs, rhs, existing_out, out, group_sizes, offset)
 
     return product_of_groups(p, group_sizes, group_offset, out_dtype, launch)
 
@@ -283,7 +279,6 @@ def gmm_quantized_launch(
     out: Tensor,
     metadata: GroupMetadata,
     group_offset: Tensor,
-    debug: Debug = None,
 ) -> Launch:
     """The main kernel of `gmm_quantized`: rhs, its scale and its blocks as of [G, K, N], group_offset on the device."""
     arguments = {
@@ -297,7 +292,6 @@ def gmm_quantized_launch(
         "TILE": tile,
         "EVEN_K": p.k % tile.k == 0,
         "SCALING": _scaling(p, path, lhs, rhs, axis=1),
-        "DEBUG": debug,
     }
     return Launch(_gmm_quantized_kernel, grid_of_rows(p, tile), arguments, _options(tile.m, tile.k, tile.n, path))
 
@@ -312,7 +306,6 @@ def tgmm_quantized_launch(
     out: Tensor,
     group_sizes: Tensor,
     group_offset: Tensor,
-    debug: Debug = None,
 ) -> Launch:
     """The kernel of `tgmm_quantized`, group_sizes contiguous and group_offset on the device."""
     arguments = {
@@ -326,7 +319,6 @@ def tgmm_quantized_launch(
         "TILE": tile,
         "EXPERTS_BLOCK": block_of(p.experts),
         "SCALING": _scaling(p, path, lhs, rhs, axis=0),
-        "DEBUG": debug,
     }
     return Launch(_tgmm_quantized_kernel, grid_of_groups(p, tile), arguments, _options(tile.k, tile.m, tile.n, path))
 
@@ -343,7 +335,6 @@ def _gmm_quantized_kernel(
     TILE: tl.constexpr,
     EVEN_K: tl.constexpr,
     SCALING: tl.constexpr,
-    DEBUG: tl.constexpr,
 ):
     """As `gpu_reference.gmm._gmm_kernel`."""
     nth, tile_n = visit_of_program(sizes.n, TILE.n)
@@ -360,8 +351,8 @@ def _gmm_quantized_kernel(
         b_tile += b_step
 
     total = _times_whole_scales(sums, lhs, rhs, region, region.in_rows, region.in_columns, SCALING)
-    if DEBUG is not None:
-        total = DEBUG("acc", total, region.in_rows & region.in_columns)
+    if INTERPRETED:
+        total = probe("acc", total, region.in_rows & region.in_columns)
     store_rows(total, out, existing_out, visit, region, sizes, shard)
 
 
@@ -377,7 +368,6 @@ def _tgmm_quantized_kernel(
     TILE: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
     SCALING: tl.constexpr,
-    DEBUG: tl.constexpr,
 ):
     """As `gpu_reference.gmm._tgmm_kernel`, but steps are counted from row 0 as the scale blocks are."""
     region = region_of_program(group_sizes, sizes, shard, TILE, EXPERTS_BLOCK)
@@ -396,8 +386,8 @@ def _tgmm_quantized_kernel(
     in_rows = region.row < tl.where(has_rows, sizes.k, 0)
     in_columns = region.column < tl.where(has_rows, sizes.n, 0)
     total = _times_whole_scales(sums, lhs, rhs, region, in_rows, in_columns, SCALING)
-    if DEBUG is not None:
-        total = DEBUG("acc", total, in_rows & in_columns)
+    if INTERPRETED:
+        total = probe("acc", total, in_rows & in_columns)
     store_group(total, out, existing_out, region, sizes)
 
 

@@ -17,6 +17,7 @@ from cpu_golden import gmm as golden
 from gpu_reference import gmm, grouped_gemm, quantized_gmm
 from gpu_reference._lib import visits
 from gpu_reference._lib.launch import Launch
+from op_arguments.probe import probing
 from parity.backends.emulation.tensor_core import TensorCoreBuilder, emulated
 from parity.interop import to_numpy, to_torch
 from tests.interpreter import interpreted
@@ -161,7 +162,7 @@ class Form:
         """Elements along the sum that share a scale."""
         return {"float32": 1, "fp8": self.block or self.length, "mxfp8": 32}[self.operands]
 
-    def multiply(self, sizes=SIZES, offset=OFFSET, debug=None):
+    def multiply(self, sizes=SIZES, offset=OFFSET):
         """The result, and the golden's of sizes and an offset that are clamped. What must not be read is NaN."""
         (m, k, n), rng, is_gmm = self.dims, np.random.default_rng(0), self.name == "gmm"
         clamped = np.diff(np.minimum(np.cumsum([0, *np.maximum(sizes, 0)]), m)).astype(np.int32)
@@ -193,7 +194,6 @@ class Form:
         given |= dict(
             group_offset=torch.tensor([offset], dtype=torch.int32), preferred_element_type="float32", tiling=self.tile
         )
-        given["debug"] = debug
         given["existing_out"] = window(old) if self.existing else None
         if self.operands == "float32":
             return to_numpy(getattr(gmm, self.name)(window(lhs), window(rhs), window(sizes), **given)), expected
@@ -289,20 +289,20 @@ def test_sums_are_shown_where_they_are_of_a_group_and_after_every_step_where_a_s
     """Those that are scaled are shown once, when they are finished."""
     shown = []
 
-    def debug(site, value, where=None, **steps):
+    def show(site, value, where=None, **steps):
         assert site == "acc"
         shown.append((np.broadcast_to(where.handle.data, value.shape).sum(), steps))
         return value
 
-    with emulated():
-        got, expected = form.multiply(debug=debug)
+    with emulated(), probing(show):
+        got, expected = form.multiply()
     np.testing.assert_array_equal(got, expected)
     (m, k, n), (tm, tk, _), in_steps = form.dims, form.tile, form.operands == "float32"
     if form.name == "gmm":
         elements = is_active(SIZES, OFFSET, m).sum() * n * (-(-k // tk) if in_steps else 1)
-        steps = {"tiling": (1, tk, 1)}
+        steps = {"depth": tk}
     else:
         elements = (steps_of(form).sum() if in_steps else np.count_nonzero(steps_of(form))) * k * n
-        steps = {"tiling": (tm, 1, 1)}
+        steps = {"depth": tm}
     assert sum(count for count, _ in shown) == elements
     assert all(given == (steps if in_steps else {}) for _, given in shown)

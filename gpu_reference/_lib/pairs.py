@@ -13,19 +13,19 @@ from gpu_reference._lib.formats import Quantized
 from gpu_reference.gmm import gmm, tgmm
 from gpu_reference.quantize import fp8_dual_quantize, fp8_quantize
 from gpu_reference.quantized_gmm import gmm_quantized, tgmm_quantized
-from op_arguments.probe import active, probing
+from op_arguments.probe import probing
 
 
 def product(lhs: Quantized, rhs: Quantized, group_sizes: Tensor, **arguments: Any) -> Tensor:
     if lhs.scale is None and rhs.scale is None:
-        return gmm(*_same_dtype(lhs.qvalue, rhs.qvalue), group_sizes, **arguments, debug=active())
-    return gmm_quantized(*lhs, *rhs, group_sizes, **arguments, debug=active())
+        return gmm(*_same_dtype(lhs.qvalue, rhs.qvalue), group_sizes, **arguments)
+    return gmm_quantized(*lhs, *rhs, group_sizes, **arguments)
 
 
 def weight_product(lhs: Quantized, rhs: Quantized, group_sizes: Tensor, **arguments: Any) -> Tensor:
     if lhs.scale is None and rhs.scale is None:
-        return tgmm(*_same_dtype(lhs.qvalue, rhs.qvalue), group_sizes, **arguments, debug=active())
-    return tgmm_quantized(*lhs, *rhs, group_sizes, **arguments, debug=active())
+        return tgmm(*_same_dtype(lhs.qvalue, rhs.qvalue), group_sizes, **arguments)
+    return tgmm_quantized(*lhs, *rhs, group_sizes, **arguments)
 
 
 def _same_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
