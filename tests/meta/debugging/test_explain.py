@@ -114,8 +114,11 @@ TPU_NEXT_STATE = "_next_state(load, state[...], decay, scan)"
 TPU_PREVIOUS_DSTATE = "_previous_dstate(load, dstate[...], decay, scan)"
 NEXT_STATE = "state = next_state(state, k_columns, v_rows, decays.to_end, decays, SPLIT)"
 NEXT_DSTATE = "dstate = next_state(dstate, q_columns, do_rows, decays.from_start * scale, decays, SPLIT)"
-TPU_SCALE, GPU_SCALE = "row_of(self.operands.lhs_scale, i, some)", "lhs_scale_stride_k, mask=in_group, other=0)"
-GPU_COLUMN_SCALE = "rhs_scale_stride_m, mask=in_columns, other=0)"
+TPU_SCALE, GPU_SCALE = (
+    "row_of(self.operands.lhs_scale, i, some)",
+    "partial *= tl.load(scales, mask=region.in_rows, other=0)",
+)
+GPU_COLUMN_SCALE = "partial *= tl.load(scales, mask=region.in_columns, other=0)"
 WIDE_SUMS = "sums.astype(jnp.float32)"
 SCALED = f"    sums = {WIDE_SUMS}\n    if columns"
 GPU_RESIDUE = "return result, (base - (result - added)) + (change - added)"
@@ -154,12 +157,13 @@ LOSSES = [
     *in_quantized("a block's sum and the whole in bf16", "tpu", SCALED,
                   SCALED.replace(WIDE_SUMS, jnp_rounded(WIDE_SUMS)), {"bfloat16 at inner", "bfloat16 at out"},
                   tier="default"),
-    *in_quantized("a block's sum in bf16", "gpu", "_dot_of_step(a, b, DOT)\n", f"_dot_of_step(a, b, DOT){TL_BF16}\n",
+    *in_quantized("a block's sum in bf16", "gpu", "partial = _dot_of_step(a, b, SCALING.dot)",
+                  f"partial = _dot_of_step(a, b, SCALING.dot){TL_BF16}",
                   {"bfloat16 at inner"}),
     *in_quantized("the sum of blocks in bf16", "tpu", "else total + sums", f"else {jnp_rounded('total + sums')}",
                   {"bfloat16 at acc"}),
-    *in_quantized("the sum of blocks in bf16", "gpu", "            sums += partial\n",
-                  f"            sums = (sums + partial){TL_BF16}\n", {"bfloat16 at acc"}, "tgmm"),
+    *in_quantized("the sum of blocks in bf16", "gpu", "sums += partial",
+                  f"sums = (sums + partial){TL_BF16}", {"bfloat16 at acc"}, "tgmm"),
     # gated linear attention: states, scores, gates, operands, dots
     *in_gla("state in bf16", "tpu", SIMPLE, TPU_NEXT_STATE, jnp_rounded(TPU_NEXT_STATE), {"bfloat16 at state"},
             tier="default"),

@@ -54,9 +54,9 @@ BF16 = ".astype(jnp.bfloat16).astype(jnp.float32)"
 GPU_BF16 = ".to(tl.bfloat16).to(tl.float32)"
 GMM_DOT = """
         sums = tl.dot(a, b, sums, input_precision="ieee")
-        if DEBUG is not None:
-            sums = DEBUG("acc", sums, in_group"""
-TGMM_DOT = GMM_DOT.replace("in_group", "in_k")
+        if INTERPRETED:
+            sums = probe("acc", sums, region.in_rows & region.in_columns, depth=TILE.k"""
+TGMM_DOT = GMM_DOT.replace("TILE.k", "TILE.m")
 SCORES = "scores = dot(q_rows, k_columns, SPLIT) * pair_decays(coarse, fine, False, SPLIT)"
 NEXT = "return decays.kept * state + (decays.lost * state + update)"
 PREVIOUS = "_previous_dstate(load, dstate[...], decay, scan)"

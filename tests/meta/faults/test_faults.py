@@ -225,8 +225,10 @@ FAULTS = [
     ),
     Fault(
         "two groups are swapped", "gpu", ("tgmm",),
-        "out_tile = out + (region.group.to(tl.int64) *",
-        "out_tile = out + (tl.where(region.group < 2, 1 - region.group, region.group).to(tl.int64) *",
+        "store_group(sums, out, existing_out, region, sizes)",
+        "region = region._replace(group=tl.where(region.group < 2, 1 - region.group, region.group))\n"
+        "    store_group(sums, out, existing_out, region, sizes)",
+        within="_tgmm_kernel",
     ),
 ]  # fmt: skip
 
