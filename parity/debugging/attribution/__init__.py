@@ -65,12 +65,10 @@ class Ranking:
 def program(trial: Trial) -> Program:
     """The call of a trial's kernel, ready to be evaluated, its sites marked.
 
-    A kernel shows its sites to the active probe, or to its `debug` argument where it has one.
     Raises ImportError where the backend's framework is missing.
     """
     module = import_module(f"parity.debugging.attribution.{trial.backend}")
-    debug = {"debug": module.mark} if "debug" in inspect.signature(trial.kernel).parameters else {}
-    made: Program = module.make_program(trial.kernel, trial.inputs, {**trial.arguments, **debug})
+    made: Program = module.make_program(trial.kernel, trial.inputs, trial.arguments)
     return made
 
 

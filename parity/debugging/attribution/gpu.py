@@ -57,8 +57,8 @@ _PAGE = 2**16  # bytes of memory whose numbers are kept together
 def mark(site: str, value: Any, where: Any = None, **steps: Any) -> Any:
     """A kernel's probe: the value, marked as that of a site of the staged golden, where it is one.
 
-    value: a tensor, of Triton or (between kernels) of torch, or several of Triton's that sum to it. steps: arguments
-    that make the golden go the kernel's steps.
+    value: a tensor, of Triton or (between kernels) of torch, or several of Triton's that sum to it. steps: as of
+    a `Mark`.
     """
     builder = interpreter.interpreter_builder
     if isinstance(value, torch.Tensor):

@@ -27,8 +27,8 @@ class Place(NamedTuple):
 class Mark:
     """A named intermediate result, as a kernel showed it to its probe.
 
-    value: NaN where the kernel has none. steps: what arguments make the staged golden go the same steps. place: where
-    it was shown, where that is known.
+    value: NaN where the kernel has none. steps: fields of the golden's stages with which it takes the same steps.
+    place: where it was shown, where that is known.
     """
 
     site: str

@@ -49,7 +49,7 @@ _NOT_THE_KERNELS = (_FRAMEWORK, __file__, probe.__file__)
 def mark(site: str, value: Any, where: Any = None, **steps: Any) -> Any:
     """A kernel's probe: the value, marked as that of a site of the staged golden, where it is one.
 
-    value: an array, or several that sum to it. steps: arguments that make the golden go the kernel's steps.
+    value: an array, or several that sum to it. steps: as of a `Mark`.
     """
     pieces = value if isinstance(value, tuple) else (value,)
     _mark_p.bind(True if where is None else where, *pieces, site=site, steps=tuple(steps.items()))

@@ -126,8 +126,6 @@ def _output(name: str, expected: Reference, ranking: Ranking, by_contract: Mappi
 def _sites(trial: Trial, steps: Mapping[str, Any]) -> tuple[Mapping[str, Floats], Mapping[str, float]]:
     """By site, all values of the golden, sorted; and how far they are off under the contract, root mean square."""
     by_the_contract = by_contract(trial.contract)
-    if "tiling" in steps:  # of a kernel whose steps are not yet those of `Stages`
-        steps = {name: step for name, step in steps.items() if name != "tiling"} | {"depth": max(steps["tiling"])}
     exact: dict[str, list[Floats]] = {}
     rounded: dict[str, list[Floats]] = {}
 

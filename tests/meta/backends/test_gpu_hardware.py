@@ -60,16 +60,16 @@ def test_the_interpreters_own_bfloat16_is_found_out_and_the_mended_one_is_taken(
 def test_a_function_gets_float32_for_bfloat16_only_where_that_is_not_computed():
     seen = []
 
-    def results(tensors, dtype, debug=None):
+    def results(tensors, dtype, scale=None):
         return torch.bfloat16, {"o": dtype, "h": None}
 
     @hardware.bfloat16_as_float32_where_interpreted(results)
-    def function(tensors, dtype, debug=None):
-        seen.append((tensors["lhs"][0].dtype, tensors["lhs"][1], tensors["sizes"].dtype, dtype, debug))
+    def function(tensors, dtype, scale=None):
+        seen.append((tensors["lhs"][0].dtype, tensors["lhs"][1], tensors["sizes"].dtype, dtype, scale))
         return tensors["lhs"][0], {"o": CPU, "h": CPU}
 
     tensors = {"lhs": (CPU.bfloat16(), None), "sizes": CPU.int()}
-    one, two = function(tensors, torch.bfloat16, debug="kept")
+    one, two = function(tensors, torch.bfloat16, scale="kept")
     assert (one.dtype, two["o"].dtype, two["h"].dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
     function(tensors, torch.float16)
     with emulated():

@@ -172,7 +172,7 @@ def test_the_line_that_is_named_is_of_the_stage_that_is_off_and_not_of_the_resul
 
 @pytest.mark.tpu
 @pytest.mark.parametrize("case_id", [PLAIN, pytest.param(FP8_BWD, marks=FULL)])
-def test_the_debug_argument_leaves_nothing_where_it_is_off(case_id, tmp_path):
+def test_a_probe_leaves_nothing_where_there_is_none(case_id, tmp_path):
     """What is lowered is what would be without it in the source."""
     jax = pytest.importorskip("jax")
     op, case = case_of(case_id)

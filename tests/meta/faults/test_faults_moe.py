@@ -12,8 +12,8 @@ def in_layer(name, backend, op, old, new, where=lambda c: c.tier == "smoke"):
     return Fault(name, backend, (op,), old, new, where)
 
 
-def in_gradient(name, backend, old, new, within=""):
-    return Fault(name, backend, ("moe_layer_bwd",), old, new, idle_experts, within=within)
+def in_gradient(name, backend, old, new):
+    return Fault(name, backend, ("moe_layer_bwd",), old, new, idle_experts)
 
 
 def drops(c):
@@ -90,9 +90,8 @@ FAULTS = [
     ),
     in_gradient(
         "the gradient of an empty group is left unwritten", "gpu",
-        "in_out = in_k & in_columns",
-        "in_out = in_k & (column < tl.where(start < end, n, 0))",
-        "_tgmm_kernel",
+        "in_out = region.in_rows & region.in_columns",
+        "in_out = region.in_rows & (region.column < tl.where(region.start < region.end, sizes.n, 0))",
     ),
 ]  # fmt: skip
 
