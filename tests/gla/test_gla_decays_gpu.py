@@ -15,7 +15,7 @@ from gpu_reference._lib.decays import Gates, step_decay
 from gpu_reference._lib.layout import Rows
 from gpu_reference.fused_recurrent import decay_and_add
 from parity.backends.emulation.tensor_core import emulated
-from tests.interpreter import interpreted
+from tests.support.interpreter import interpreted
 
 pytestmark = [pytest.mark.gpu, interpreted]
 

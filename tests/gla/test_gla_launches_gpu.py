@@ -16,7 +16,7 @@ from gpu_reference._lib.chunk_plan import is_fused
 from gpu_reference._lib.launch import Launch
 from op_arguments.gla import Problem
 from tests.gla.test_gla_compile_gpu import BFLOAT16, FLOAT32, B, Call, H, T
-from tests.interpreter import interpreted
+from tests.support.interpreter import interpreted
 
 UNFUSED, FUSED = (("fused", False),), (("fused", True),)
 ROWS = B * T

@@ -12,8 +12,8 @@ from parity.backends import load_kernel, runner
 from parity.inputs import draw
 from parity.op import outputs
 from tests.gla.test_gla_launches_gpu import flat
-from tests.interpreter import interpreted
 from tests.matrix.gla import F32, GATED_LINEAR_ATTENTION
+from tests.support.interpreter import interpreted
 
 UNWRITTEN = 0x7FC0DEAD  # a NaN that no arithmetic makes
 NOBODY, SEVERAL = -1, -2

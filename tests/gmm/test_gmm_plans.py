@@ -10,7 +10,7 @@ jax = pytest.importorskip("jax")
 from parity.compilers.kernels import _equations  # noqa: E402
 from parity.compilers.kernels import kernels as kernels_of  # noqa: E402
 from parity.interop import to_jax  # noqa: E402
-from tests.quantized.test_quantized_plans import on  # noqa: E402
+from tests.quantized_gmm.test_quantized_gmm_plans import on  # noqa: E402
 from tpu_kernels import gmm as kernels  # noqa: E402
 from tpu_kernels._lib import products, tiles, visits  # noqa: E402
 

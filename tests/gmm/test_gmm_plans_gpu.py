@@ -15,7 +15,7 @@ from gpu_reference._lib.visits import metadata_launch
 from op_arguments.gmm import Problem
 from op_arguments.quantized_gmm import QuantizedProblem
 from parity.backends.emulation.tensor_core import emulated
-from tests.interpreter import interpreted
+from tests.support.interpreter import interpreted
 
 pytestmark = pytest.mark.smoke
 

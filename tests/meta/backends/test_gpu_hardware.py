@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from gpu_reference._lib import hardware
 from parity.backends.emulation.tensor_core import emulated
-from tests.interpreter import interpreted
+from tests.support.interpreter import interpreted
 
 pytestmark = interpreted
 

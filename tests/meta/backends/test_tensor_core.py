@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 from parity.backends.emulation import tensor_core
 from parity.backends.emulation.tensor_core import emulated
-from tests.interpreter import interpreted
+from tests.support.interpreter import interpreted
 
 pytestmark = interpreted
 

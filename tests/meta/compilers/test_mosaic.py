@@ -17,7 +17,7 @@ from parity.compilers.bundles import UnknownDump, parse
 from parity.compilers.chips import CHIPS
 from parity.compilers.kernels import Block, Dot, Kernel
 from parity.compilers.mosaic import Abstract, Compilation, Compiled, compile_for_tpu, read_dump, roofline
-from tests.meta.waiting import until
+from tests.support.waiting import until
 
 needs_libtpu = pytest.mark.skipif(
     find_spec("libtpu") is None, reason="the TPU compiler is not installed: pip install libtpu"

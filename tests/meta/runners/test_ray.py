@@ -20,7 +20,7 @@ from parity.ledger.write import Follower, Recorder
 from parity.runners import ray as ray_run
 from tests.meta.ledger.test_records import RECORD
 from tests.meta.runners.test_long_runs import records
-from tests.meta.waiting import until
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[3]
 BOTH = """

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cpu_golden import quantize as golden
-from tests.quantized.formats import BITS_OF, FORMATS, decode
+from tests.support.formats import BITS_OF, FORMATS, decode
 from tests.support.functions import run
 
 BACKENDS = [pytest.param(backend, marks=getattr(pytest.mark, backend)) for backend in ("tpu", "gpu")]

@@ -20,13 +20,13 @@ SUM_OF_PARTS = 16 * 2.0**-24  # w_router's gradient: what its parts round off, a
 
 
 def compare(*comparisons):
-    """What `tests.moe.shards` finds; in a process of its own, because JAX counts devices when it loads."""
+    """What `tests.support.shards` finds; in a process of its own, because JAX counts devices when it loads."""
     environment = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
-    command = [sys.executable, "-m", "tests.moe.shards", *map(json.dumps, comparisons)]
+    command = [sys.executable, "-m", "tests.support.shards", *map(json.dumps, comparisons)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -85,7 +85,7 @@ def test_compiles_for_eight_cores(quantize):
     passes = {"sharded_layer": {}, "sharded_layer_bwd": {"dout": parts(tokens, model.hidden)}}
     compiled = compile_for_tpu(
         [
-            Compilation(f"tests.moe.shards:{name}", "tpu7x", (), arguments | more | options, cores=DEVICES)
+            Compilation(f"tests.support.shards:{name}", "tpu7x", (), arguments | more | options, cores=DEVICES)
             for name, more in passes.items()
         ]
     )
@@ -96,7 +96,7 @@ def test_bad_shards_are_refused():
     import jax
     from jax.sharding import PartitionSpec
 
-    from tests.moe.shards import AXIS, draw
+    from tests.support.shards import AXIS, draw
     from tpu_kernels.moe import moe_layer
 
     *given, _ = draw(8, 16, 16, 4, "float32", 0)

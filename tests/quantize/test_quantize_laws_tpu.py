@@ -9,7 +9,7 @@ jax = pytest.importorskip("jax")
 
 from cpu_golden import quantize as golden  # noqa: E402
 from parity.interop import to_jax, to_numpy  # noqa: E402
-from tests.quantized.formats import FORMATS, decode  # noqa: E402
+from tests.support.formats import FORMATS, decode  # noqa: E402
 from tpu_kernels import mxfp8  # noqa: E402
 from tpu_kernels import quantize as kernels  # noqa: E402
 

@@ -14,7 +14,7 @@ from cpu_golden.stages import Stages
 from parity.inputs import draw
 from tests.gmm.test_gmm_cpu import without_tiles
 from tests.matrix.quantized_gmm import GMM_QUANTIZED, TGMM_QUANTIZED
-from tests.quantized.formats import BITS_OF, FORMATS, decode, quantise
+from tests.support.formats import BITS_OF, FORMATS, decode, quantise
 
 # The definition knows nothing of tiles, and of dtypes only their values: one case for each of what is left.
 DISTINCT = {

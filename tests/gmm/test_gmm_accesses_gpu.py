@@ -20,7 +20,7 @@ from gpu_reference._lib.launch import Launch
 from op_arguments.probe import probing
 from parity.backends.emulation.tensor_core import TensorCoreBuilder, emulated
 from parity.interop import to_numpy, to_torch
-from tests.interpreter import interpreted
+from tests.support.interpreter import interpreted
 
 pytestmark = [pytest.mark.gpu, interpreted]
 

@@ -25,13 +25,13 @@ CASES = {
 
 
 def compare(*comparisons):
-    """What `tests.moe.processes` finds, in processes of its own, on the CPU."""
+    """What `tests.support.processes` finds, in processes of its own, on the CPU."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
-    command = [sys.executable, "-m", "tests.moe.processes", *map(json.dumps, comparisons)]
+    command = [sys.executable, "-m", "tests.support.processes", *map(json.dumps, comparisons)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

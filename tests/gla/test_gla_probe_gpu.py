@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from gpu_reference import gla, simple_gla
 from op_arguments.probe import probing
-from tests.interpreter import interpreted
+from tests.support.interpreter import interpreted
 
 pytestmark = [pytest.mark.gpu, interpreted]
 

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.quantized.formats import BITS_OF, FORMATS, decode
+from tests.support.formats import BITS_OF, FORMATS, decode
 from tests.support.functions import run
 
 BACKENDS = ["golden", *(pytest.param(backend, marks=getattr(pytest.mark, backend)) for backend in ("tpu", "gpu"))]

@@ -17,8 +17,8 @@ from gpu_reference.mxfp8 import mxfp8_quantize, swizzle_scales
 from parity.backends import runner
 from parity.backends.emulation import tensor_core
 from parity.interop import to_numpy, to_torch
-from tests.interpreter import interpreted
 from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_QUANTIZERS
+from tests.support.interpreter import interpreted
 
 pytestmark = pytest.mark.gpu
 

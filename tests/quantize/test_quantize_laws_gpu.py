@@ -18,9 +18,9 @@ from gpu_reference import quantize as gpu
 from gpu_reference._lib.formats import Output
 from op_arguments.probe import probing
 from parity.interop import to_numpy, to_torch
-from tests.interpreter import interpreted
-from tests.quantized.formats import FORMATS, decode, nearest_code, quantise
+from tests.support.formats import FORMATS, decode, nearest_code, quantise
 from tests.support.functions import public
+from tests.support.interpreter import interpreted
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,7 +15,7 @@ from gpu_reference.moe import moe_layer, moe_layer_bwd
 from gpu_reference.permute import permute, unpermute
 from op_arguments.probe import probing
 from parity.backends.emulation import tensor_core
-from tests.interpreter import interpreted
+from tests.support.interpreter import interpreted
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,7 +12,7 @@ from parity.inputs import draw
 from parity.interop import to_jax
 from tests.gmm.test_gmm_cpu import without_tiles
 from tests.matrix.mxfp8 import GROUPED_GEMM
-from tests.quantized.test_mxfp8_exhaustive import BACKENDS
+from tests.mxfp8.test_mxfp8_laws import BACKENDS
 from tests.support.functions import run
 
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu

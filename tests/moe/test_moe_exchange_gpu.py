@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from gpu_reference import moe
 from gpu_reference._lib import exchange
-from tests.interpreter import interpreted
+from tests.support.interpreter import interpreted
 
 pytestmark = [pytest.mark.gpu, interpreted]
 HIDDEN = 3

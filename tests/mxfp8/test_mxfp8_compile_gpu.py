@@ -17,7 +17,7 @@ from parity.compilers.ptx import TARGETS, case_of, compile_kernels
 M, K, N, GROUPS, EXPERTS = 4096, 2048, 1536, 8, 64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
-SPILL_BYTES = 64  # as in test_quantized_compile_gpu
+SPILL_BYTES = 64  # as in test_quantized_gmm_compile_gpu
 BLOCK_SCALED = ("sm_100", "sm_120", "gfx950")
 
 
