@@ -12,7 +12,20 @@ from pathlib import Path
 from parity.backends import prepare_environment
 from parity.cli.options import folder
 
-COMMANDS = ("run", "list", "diff", "merge", "show", "explain", "stages", "schedule", "shrink", "replay", "bisect")
+COMMANDS = (
+    "run",
+    "list",
+    "diff",
+    "merge",
+    "show",
+    "explain",
+    "stages",
+    "plans",
+    "schedule",
+    "shrink",
+    "replay",
+    "bisect",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

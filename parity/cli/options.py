@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
+from parity.compilers.recorded import Entry, Key
 from parity.ledger import diff
 from parity.op import Case
 
 EXPRESSION = "only cases whose id or model matches, as pytest's -k: words, and, or, not, ( )"
+
+E = TypeVar("E", bound=Entry)
 
 
 def folder(text: str) -> Path:
@@ -37,3 +42,29 @@ def positive(text: str) -> int:
 def matches(case: Case, expression: str) -> bool:
     """Whether a case is one that -k asks for."""
     return diff.matches(expression, f"{case.id} {case.model}")
+
+
+def add_program_arguments(parser: argparse.ArgumentParser, *, how: str, program: str, check: str) -> None:
+    """What commands take that keep a ledger of programs: which, and whether it is recorded, checked or compared.
+
+    how: what is done to a program ("compile"); program, check: the help of the argument and of the option.
+    """
+    parser.add_argument("program", nargs="?", help=program)
+    parser.add_argument("-k", metavar="EXPRESSION", default="", help="only programs whose id matches, as pytest's -k")
+    parser.add_argument("--chip", action="append", default=[], metavar="CHIP", help="only this chip; may be repeated")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--record", action="store_true", help=f"{how}, and write the ledger")
+    what.add_argument("--check", action="store_true", help=f"{how}, and {check}")
+    what.add_argument("--diff", metavar="REV", help="what moved since the ledger of a git revision")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def wants(given: argparse.Namespace, program: str, chip: str = "") -> bool:
+    """Whether a program, by its id, is asked for (on a chip, if one is named)."""
+    on_chip = not chip or not given.chip or chip in given.chip
+    return given.program in (None, program) and diff.matches(given.k, program) and on_chip
+
+
+def wanted_lines(given: argparse.Namespace, ledger: Mapping[Key, E]) -> dict[Key, E]:
+    """The lines of a ledger of programs that are asked for."""
+    return {key: line for key, line in ledger.items() if wants(given, f"{line.op}-{line.name}", line.chip)}

@@ -15,21 +15,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from parity.cli.options import add_program_arguments, wanted_lines, wants
 from parity.compilers.mosaic import Compiled
-from parity.compilers.schedule import (
-    Line,
-    Program,
-    at_revision,
-    compile_all,
-    line,
-    load,
-    moved,
-    read,
-    regressions,
-    surprises,
-    write,
-)  # fmt: skip
-from parity.ledger import diff
+from parity.compilers.programs import Program, load
+from parity.compilers.schedule import LEDGER, Line, compile_all, line, moved, regressions, surprises
 
 ABOUT = "what the TPU compiler makes of the kernels: the recorded table, or what has changed"
 
@@ -38,35 +27,30 @@ HOTTEST = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `parity schedule`."""
-    parser.add_argument("program", nargs="?", help="compile this program (op-name) and print its kernels in detail")
-    parser.add_argument("-k", metavar="EXPRESSION", default="", help="only programs whose id matches, as pytest's -k")
-    parser.add_argument("--chip", action="append", default=[], metavar="CHIP", help="only this chip; may be repeated")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--record", action="store_true", help="compile, and write the ledger")
-    what.add_argument(
-        "--check", action="store_true", help="compile, and exit with 1 where a figure grew beyond its record"
+    add_program_arguments(
+        parser,
+        how="compile",
+        program="compile this program (op-name) and print its kernels in detail",
+        check="exit with 1 where a figure grew beyond its record",
     )
-    what.add_argument("--diff", metavar="REV", help="what moved since the ledger of a git revision")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def command(given: argparse.Namespace) -> int:
     """`parity schedule`: the ledger as a table; with a program, --record or --check what the compiler says now."""
     if given.diff:
-        changes = moved(
-            _wanted_lines(given, at_revision(given.root, given.diff)), _wanted_lines(given, read(given.root))
-        )
+        before = LEDGER.at_revision(given.root, given.diff)
+        changes = moved(wanted_lines(given, before), wanted_lines(given, LEDGER.read(given.root)))
         print(json.dumps(changes, ensure_ascii=False) if given.json else "\n".join(changes) or "nothing moved")
         return 0
     if not (given.program or given.record or given.check):
-        lines = list(_wanted_lines(given, read(given.root)).values())
+        lines = list(wanted_lines(given, LEDGER.read(given.root)).values())
         if not lines:
             raise ValueError(
                 "the schedule ledger must have a line to show, has none (record it: parity schedule --record)"
             )
         _print(lines, given.json, refused=_refused(given, load(given.root)))
         return 0
-    programs = [program for program in load(given.root) if _wanted(given, program.id)]
+    programs = [program for program in load(given.root) if wants(given, program.id)]
     if not programs:
         raise ValueError(f"a program must match, got {given.program or given.k!r}")
     compiled = compile_all(programs, given.chip, lines=bool(given.program))
@@ -75,9 +59,9 @@ def command(given: argparse.Namespace) -> int:
     compiles = {(name, chip): result for (name, chip), result in compiled.items() if result.ok}
     lines = [line(by_id[name], chip, result) for (name, chip), result in compiles.items()]
     if given.record:
-        write(given.root, lines)
+        LEDGER.write(given.root, lines)
     if given.check:
-        failed += regressions(read(given.root), lines)
+        failed += regressions(LEDGER.read(given.root), lines)
     if given.program:
         lines = [_in_detail(entry, result) for entry, result in zip(lines, compiles.values(), strict=True)]
     _print(lines, given.json, detailed=bool(given.program), refused=_refused(given, programs))
@@ -86,20 +70,9 @@ def command(given: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _wanted(given: argparse.Namespace, program: str, chip: str = "") -> bool:
-    on_chip = not chip or not given.chip or chip in given.chip
-    return given.program in (None, program) and diff.matches(given.k, program) and on_chip
-
-
-def _wanted_lines(
-    given: argparse.Namespace, ledger: Mapping[tuple[str, str, str], Line]
-) -> dict[tuple[str, str, str], Line]:
-    return {key: e for key, e in ledger.items() if _wanted(given, f"{e.op}-{e.name}", e.chip)}
-
-
 def _refused(given: argparse.Namespace, programs: Iterable[Program]) -> list[tuple[Program, str]]:
     """The wanted programs and chips that the compiler refuses."""
-    return [(p, chip) for p in programs for chip in p.refused if _wanted(given, p.id, chip)]
+    return [(p, chip) for p in programs for chip in p.refused if wants(given, p.id, chip)]
 
 
 def _in_detail(entry: Line, compiled: Compiled) -> Line:

@@ -1,67 +1,26 @@
 """The schedule ledger: what the TPU compiler makes of a project's kernels, recorded and held against the record.
 
-A project names its programs in `PROGRAMS` of the module `programs` beside its matrix. The ledger has one file per chip
-and op, `records/schedule/<chip>/<op>.jsonl`, one line per program: all figures are the compiler's, so they are the same
-on every host and change only with the kernel or the compiler.
+All figures are the compiler's, so they are the same on every host and change only with the kernel or the compiler.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import subprocess
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib import import_module
+from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-from parity import matrix
-from parity.compilers.chips import CHIPS
-from parity.compilers.mosaic import Abstract, Compilation, Compiled, CompiledKernel, compile_for_tpu, roofline
+from parity.compilers.mosaic import Compiled, CompiledKernel, compile_for_tpu, roofline
+from parity.compilers.programs import Program
+from parity.compilers.recorded import Key, Recorded
 from parity.ledger import diff
 
-FOLDER = Path(diff.FOLDER, diff.SCHEDULES)
 GROWTH = 0.02
 """What a figure may grow by without a new record."""
 
 GUARDED = ("cycles", "hbm_bytes", "spills", "code_bytes")
 """The figures of a line that must not grow."""
-
-"""Source lines of a kernel that are shown."""
-
 SCHEMA = 1
-
-
-@dataclass(frozen=True)
-class Program:
-    """A function that the TPU compiler must take, at a production shape.
-
-    function "module:function", arguments and keywords as a `Compilation` has them; name is unique among an op's
-    programs. chips: those it must compile for; refused: those it cannot be compiled for, each with the compiler's own
-    reason, or a part of it. work: how many units (rows, tokens, …) it works on.
-    """
-
-    op: str
-    name: str
-    function: str
-    arguments: tuple[Abstract, ...]
-    keywords: Mapping[str, Any] = field(default_factory=dict)
-    chips: tuple[str, ...] = tuple(CHIPS)
-    refused: Mapping[str, str] = field(default_factory=dict)
-    work: int = 1
-    unit: str = "row"
-
-    @property
-    def id(self) -> str:
-        """Op and name."""
-        return f"{self.op}-{self.name}"
-
-    def on(self, chip: str) -> Compilation:
-        """What the compiler is given for a chip."""
-        return Compilation(self.function, chip, self.arguments, self.keywords)
 
 
 @dataclass(frozen=True)
@@ -90,7 +49,7 @@ class Line:
     schema: int = SCHEMA
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self) -> Key:
         """What identifies it."""
         return self.chip, self.op, self.name
 
@@ -100,25 +59,8 @@ class Line:
         return max(self.cycles, self.hbm_cycles)
 
 
-def load(root: Path) -> tuple[Program, ...]:
-    """The programs of the project at `root`.
-
-    Raises ValueError where the matrix has no module `programs`, or a program is declared twice.
-    """
-    matrix.load(root)
-    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["parity"]
-    module = f"{settings['matrix']}.programs"
-    try:
-        programs: tuple[Program, ...] = tuple(import_module(module).PROGRAMS)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{module} must define PROGRAMS, a tuple of `Program`: {error}") from None
-    ids = [program.id for program in programs]
-    for program in programs:
-        if ids.count(program.id) > 1:
-            raise ValueError(f"PROGRAMS must have unique names, got {program.id} twice")
-        if both := set(program.chips) & set(program.refused):
-            raise ValueError(f"{program.id} must compile for {', '.join(sorted(both))} or be refused, not both")
-    return programs
+LEDGER = Recorded(diff.SCHEDULES, "the schedule ledger", Line, SCHEMA)
+"""`records/schedule/<chip>/<op>.jsonl`."""
 
 
 def compile_all(
@@ -193,44 +135,6 @@ def _figures(kernel: CompiledKernel) -> dict[str, Any]:
     }
 
 
-def read(root: Path) -> dict[tuple[str, str, str], Line]:
-    """The ledger of the project at `root`. Raises ValueError for a line that this version does not know."""
-    lines: dict[tuple[str, str, str], Line] = {}
-    for path in sorted((root / FOLDER).glob("*/*.jsonl")):
-        lines |= parse(path.read_text(), str(path))
-    return lines
-
-
-def parse(text: str, where: str) -> dict[tuple[str, str, str], Line]:
-    """The lines of one file of the ledger; `where` is its name in errors."""
-    lines = {}
-    for number, content in enumerate(text.splitlines(), 1):
-        try:
-            found = json.loads(content)
-            if found["schema"] != SCHEMA:
-                raise ValueError(f"must have schema {SCHEMA}, got {found['schema']}")
-            entry = Line(**found | {"kernels": tuple(found["kernels"])})
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{where}:{number}: not a line of the schedule ledger: {error}") from None
-        lines[entry.key] = entry
-    return lines
-
-
-def write(root: Path, lines: Iterable[Line]) -> None:
-    """Put lines into the ledger of the project at `root`, in place of those of the same program and chip."""
-    new: dict[tuple[str, str], dict[str, Line]] = {}
-    for entry in lines:
-        new.setdefault((entry.chip, entry.op), {})[entry.name] = entry
-    for (chip, op), named in new.items():
-        path = root / FOLDER / chip / f"{op}.jsonl"
-        old = parse(path.read_text(), str(path)) if path.exists() else {}
-        kept = {name: entry for (_, _, name), entry in old.items()} | named
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        part.write_text("".join(json.dumps(asdict(kept[name]), sort_keys=True) + "\n" for name in sorted(kept)))
-        part.replace(path)
-
-
 def grown(old: Line, new: Line) -> list[str]:
     """The guarded figures that grew by more than `GROWTH`, as text."""
     return [
@@ -240,7 +144,7 @@ def grown(old: Line, new: Line) -> list[str]:
     ]
 
 
-def regressions(recorded: Mapping[tuple[str, str, str], Line], new: Iterable[Line]) -> list[str]:
+def regressions(recorded: Mapping[Key, Line], new: Iterable[Line]) -> list[str]:
     """What got worse than its record, and what has none."""
     found = []
     for entry in new:
@@ -255,24 +159,7 @@ def regressions(recorded: Mapping[tuple[str, str, str], Line], new: Iterable[Lin
     return found
 
 
-def at_revision(root: Path, revision: str) -> dict[tuple[str, str, str], Line]:
-    """The ledger of a git revision. Raises ValueError where there is no such revision."""
-
-    def git(*words: str) -> str:
-        command = ["git", "--no-optional-locks", "-C", str(root), *words]
-        return subprocess.run(command, capture_output=True, check=True, text=True, timeout=60).stdout
-
-    try:
-        if not re.fullmatch(r"[\w./~^@-]+", revision) or revision.startswith("-"):
-            raise ValueError("not written as a revision is")
-        names = git("ls-tree", "-r", "--name-only", "--full-name", revision, "--", FOLDER.as_posix()).splitlines()
-        texts = {name: git("show", f"{revision}:{name}") for name in names if name.endswith(".jsonl")}
-    except (OSError, ValueError, subprocess.SubprocessError):
-        raise ValueError(f"--diff must name a git revision of {root}, got {revision!r}") from None
-    return {key: entry for name, text in texts.items() for key, entry in parse(text, f"{revision}:{name}").items()}
-
-
-def moved(old: Mapping[tuple[str, str, str], Line], new: Mapping[tuple[str, str, str], Line]) -> list[str]:
+def moved(old: Mapping[Key, Line], new: Mapping[Key, Line]) -> list[str]:
     """What differs between two ledgers, one line of text for each program and chip."""
     found = []
     for key in sorted(old.keys() | new.keys()):

@@ -32,8 +32,8 @@ from parity.report.text import heat_map, sparkline
 
 FOLDER = "records"
 """Where a revision keeps its ledgers, below the project's root."""
-SCHEDULES = "schedule"
-"""The folder in it that holds compilers' figures, which are not records of a case."""
+SCHEDULES, PLANS = "schedule", "plans"
+"""The folders in it that hold what compilers say and how kernels are cut, which are not records of a case."""
 SCHEMA = 1
 """Of the JSON that `to_json` writes."""
 
@@ -80,10 +80,10 @@ def _is_path(source: str) -> bool:
 
 
 def _load_files(path: Path, name: str) -> dict[Key, Ledger]:
-    # Parts that are still to be merged lie in a hidden folder; schedules are `parity schedule`'s.
+    # Parts that are still to be merged lie in a hidden folder; schedules and plans are others'.
     def is_ledger(file: Path) -> bool:
         folders = file.relative_to(path).parts[:-1]
-        return SCHEDULES not in folders and not any(folder.startswith(".") for folder in folders)
+        return not {SCHEDULES, PLANS} & {*folders} and not any(folder.startswith(".") for folder in folders)
 
     inside = sorted(filter(is_ledger, path.rglob("*.jsonl")))
     files = inside if path.is_dir() else [path]

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
-from parity.compilers import schedule
+from parity.compilers import programs, schedule
 from parity.judging.verdict import PASSING
 from parity.op import BACKENDS
 from parity.report import drawing
@@ -290,13 +290,13 @@ def _history(root: Path) -> dict[str, Any]:
 def _schedules(root: Path) -> dict[str, Any]:
     """The compiler's figures that the project has recorded, and the programs that it refuses."""
     try:
-        lines = list(schedule.read(root).values())
+        lines = list(schedule.LEDGER.read(root).values())
     except ValueError as error:
         return {"lines": [], "refused": [], "note": str(error)}
     if not lines:
         return {"lines": [], "refused": [], "note": ""}
     try:
-        refused = [(program, chip) for program in schedule.load(root) for chip in program.refused]
+        refused = [(program, chip) for program in programs.load(root) for chip in program.refused]
     except ValueError as error:
         return {"lines": lines, "refused": [], "note": str(error)}
     return {"lines": lines, "refused": refused, "note": ""}

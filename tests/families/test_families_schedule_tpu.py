@@ -27,7 +27,7 @@ def check(programs, chip, root):
     by_id = {program.id: program for program in programs}
     lines = [schedule.line(by_id[name], chip, result) for (name, _), result in compiled.items() if result.ok]
     assert schedule.surprises(programs, compiled) == []
-    assert schedule.regressions(schedule.read(root), lines) == [], "if it is meant: parity schedule --record"
+    assert schedule.regressions(schedule.LEDGER.read(root), lines) == [], "if it is meant: parity schedule --record"
 
 
 @pytest.mark.parametrize("chip", REPRESENTATIVE)
@@ -43,4 +43,4 @@ def test_all_programs(chip, pytestconfig):
 
 def test_every_line_of_the_ledger_has_a_program(pytestconfig):
     declared = {(chip, program.op, program.name) for program in PROGRAMS for chip in program.chips}
-    assert schedule.read(pytestconfig.rootpath).keys() - declared == set()
+    assert schedule.LEDGER.read(pytestconfig.rootpath).keys() - declared == set()

@@ -1,4 +1,7 @@
-"""What the TPU compiler must make of the kernels: production shapes of published models, and what chips refuse."""
+"""What compilers are given of the kernels: production shapes of published models, and what chips refuse.
+
+`PROGRAMS` are compiled and planned, `PLANNED` only planned: sizes at which a plan turns, too many to compile.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -7,7 +10,7 @@ from typing import Any
 from op_arguments.mxfp8 import E8M0
 from parity.compilers.chips import CHIPS
 from parity.compilers.mosaic import Abstract
-from parity.compilers.schedule import Program
+from parity.compilers.programs import Program
 from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B, MODELS, QWEN3_30B, Experts
 from tests.matrix.mxfp8 import with_blocks
 from tests.matrix.quantized_gmm import E4M3, PLAIN, blocks_of
@@ -182,4 +185,26 @@ def programs() -> Iterator[Program]:
         yield attention(f"fused_recurrent_gla_{direction}", "gk", "bfloat16")
 
 
+def planned() -> Iterator[Program]:
+    """Sizes at which plans turn: of no whole tile, too long for a step or for VMEM, few rows, packed sequences."""
+    for op in ("gmm", "tgmm"):
+        for k, n in ((513, 2048), (1024, 1025), (2049, 1024), (3073, 2049), (130, 96)):
+            yield grouped(op, "bfloat16", Experts(f"K{k}_N{n}", 8, 2, k, n))
+        yield grouped(op, "bfloat16", Experts("K3073_N4096_f32", 8, 2, 3073, 4096), preferred_element_type="float32")
+    for direction in ("fwd", "bwd"):
+        chunked = partial(linear_attention, f"chunk_simple_gla_{direction}", "g", "bfloat16")
+        for chunk_size in (16, 48, 256):
+            yield chunked(chunk_size=chunk_size)
+        yield chunked(chunk_size=64, steps=100)
+        yield chunked(chunk_size=64, heads=15)
+        yield chunked(chunk_size=64, batch=1, sequences=5, states=True)
+        yield chunked(chunk_size=64, key_size=200, value_size=300)
+        yield chunked(chunk_size=64, key_size=1024, value_size=1024)
+        yield chunked(chunk_size=64, batch=1, steps=2**18)
+        yield linear_attention(f"chunk_simple_gla_{direction}", "both", "float32", chunk_size=64, precision="bf16x3")
+        yield linear_attention(f"chunk_gla_{direction}", "gk", "bfloat16", chunk_size=64, key_size=256, value_size=512)
+        yield linear_attention(f"fused_recurrent_gla_{direction}", "gk", "float32", key_size=100, value_size=2048)
+
+
 PROGRAMS = tuple(programs())
+PLANNED = tuple(planned())

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from parity.cli import main
-from parity.compilers import bundles, cache, mosaic, schedule
+from parity.compilers import bundles, cache, mosaic
 from parity.compilers.bundles import UnknownDump, parse
 from parity.compilers.chips import CHIPS
 from parity.compilers.kernels import Block, Dot, Kernel
 from parity.compilers.mosaic import Abstract, Compilation, Compiled, compile_for_tpu, read_dump, roofline
+from parity.compilers.programs import Program
 from tests.support.waiting import until
 
 needs_libtpu = pytest.mark.skipif(
@@ -112,7 +113,7 @@ def test_peaks_are_the_published_ones(chip, tflops):
 def test_parity_schedule_shows_a_program_in_detail(monkeypatch, capsys, pytestconfig):
     kernel = read_dump(dump("tpu7x"), GMM, "tpu7x")
     compiled = Compiled("compiled", code_bytes=200_000, kernels=(kernel,))
-    program = schedule.Program("gmm", "model-bf16", "module:gmm", (), chips=("tpu7x",), work=M)
+    program = Program("gmm", "model-bf16", "module:gmm", (), chips=("tpu7x",), work=M)
     monkeypatch.setattr("parity.cli.schedule.load", lambda root: (program,))
     monkeypatch.setattr(
         "parity.cli.schedule.compile_all", lambda *_, lines: {(program.id, "tpu7x"): compiled} if lines else {}

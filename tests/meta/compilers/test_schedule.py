@@ -8,9 +8,10 @@ import pytest
 
 from parity.cli import main
 from parity.cli.schedule import detail, hottest, table
-from parity.compilers import schedule
+from parity.compilers import programs
 from parity.compilers.mosaic import Compiled
-from parity.compilers.schedule import Line, Program, grown, moved, read, regressions, surprises, write
+from parity.compilers.programs import Program
+from parity.compilers.schedule import LEDGER, Line, grown, moved, regressions, surprises
 
 LINE = Line(
     chip="tpu7x",
@@ -80,9 +81,9 @@ def test_surprises_in_both_directions():
 
 def test_lines_come_back_and_replace_each_other(tmp_path):
     other = replace(LINE, name="a")
-    write(tmp_path, [LINE, other, replace(LINE, chip="v6e"), replace(LINE, op="tgmm")])
-    write(tmp_path, [replace(LINE, cycles=5.0)])
-    assert read(tmp_path) == ledger(
+    LEDGER.write(tmp_path, [LINE, other, replace(LINE, chip="v6e"), replace(LINE, op="tgmm")])
+    LEDGER.write(tmp_path, [replace(LINE, cycles=5.0)])
+    assert LEDGER.read(tmp_path) == ledger(
         other, replace(LINE, cycles=5.0), replace(LINE, chip="v6e"), replace(LINE, op="tgmm")
     )
     file = tmp_path / "records" / "schedule" / "tpu7x" / "gmm.jsonl"
@@ -91,11 +92,11 @@ def test_lines_come_back_and_replace_each_other(tmp_path):
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"schema": 1}', '{"schema": 99}', "3"])
 def test_a_torn_or_unknown_line_is_an_error(tmp_path, line):
-    write(tmp_path, [LINE])
+    LEDGER.write(tmp_path, [LINE])
     with (tmp_path / "records" / "schedule" / "tpu7x" / "gmm.jsonl").open("a") as file:
         file.write(line + "\n")
     with pytest.raises(ValueError, match=r"gmm\.jsonl:2: not a line of the schedule ledger"):
-        read(tmp_path)
+        LEDGER.read(tmp_path)
 
 
 def test_moved():
@@ -113,11 +114,11 @@ def test_the_command_shows_the_ledger_and_what_moved(tmp_path, capsys, monkeypat
     def git(*words):
         subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True)
 
-    write(tmp_path, [LINE, replace(LINE, op="tgmm")])
+    LEDGER.write(tmp_path, [LINE, replace(LINE, op="tgmm")])
     git("init")
     git("add", ".")
     git("-c", "user.name=a", "-c", "user.email=a", "commit", "-m", "ledger")
-    write(tmp_path, [replace(LINE, spills=0), replace(LINE, op="tgmm", spills=0)])
+    LEDGER.write(tmp_path, [replace(LINE, spills=0), replace(LINE, op="tgmm", spills=0)])
 
     def output(*arguments):
         assert main(["--root", str(tmp_path), "schedule", *arguments]) == 0
@@ -176,12 +177,11 @@ def test_programs_are_declared_once(tmp_path, monkeypatch):
     package = tmp_path / "some_matrix"
     package.mkdir()
     (package / "__init__.py").touch()
-    monkeypatch.setattr(schedule.matrix, "load", lambda root: ())
+    monkeypatch.setattr(programs.matrix, "load", lambda root: ())
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"some_matrix\.programs must define PROGRAMS"):
-        schedule.load(tmp_path)
+        programs.load(tmp_path)
 
 
 def test_the_projects_programs_are_sound(pytestconfig):
-    programs = schedule.load(pytestconfig.rootpath)
-    assert {program.op for program in programs} >= {"gmm", "tgmm"}
+    assert {program.op for program in programs.load(pytestconfig.rootpath)} >= {"gmm", "tgmm"}

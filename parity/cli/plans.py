@@ -1,0 +1,87 @@
+"""`parity plans`: how the kernels cut the programs, on TPUs and GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from parity.cli.options import add_program_arguments, wanted_lines, wants
+from parity.compilers.plans import LEDGER, Plan, differences, plan_all, shown
+from parity.compilers.programs import load
+
+ABOUT = "how kernels cut the programs (grids, tiles, dots, warps): the recorded table, or what has changed"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `parity plans`."""
+    add_program_arguments(
+        parser,
+        how="trace",
+        program="plan this program (op-name) now, and print it",
+        check="exit with 1 where a plan differs from its record",
+    )
+
+
+def command(given: argparse.Namespace) -> int:
+    """`parity plans`: the ledger as a table; with a program, --record or --check what is planned now."""
+    recorded = LEDGER.read(given.root)
+    if given.diff:
+        before = LEDGER.at_revision(given.root, given.diff)
+        changes = differences(wanted_lines(given, before), wanted_lines(given, recorded))
+        print(json.dumps(changes, ensure_ascii=False) if given.json else "\n".join(changes) or "nothing moved")
+        return 0
+    if not (given.program or given.record or given.check):
+        lines = list(wanted_lines(given, recorded).values())
+        if not lines:
+            raise ValueError("the plan ledger must have a line to show, has none (record it: parity plans --record)")
+        _print(lines, given.json)
+        return 0
+    programs = [program for program in load(given.root, planned=True) if wants(given, program.id)]
+    if not programs:
+        raise ValueError(f"a program must match, got {given.program or given.k!r}")
+    plans = list(plan_all(given.root, programs, given.chip))
+    if given.record:
+        LEDGER.write(given.root, plans)
+    if given.check:
+        changes = differences(wanted_lines(given, recorded), {plan.key: plan for plan in plans})
+        print(json.dumps(changes, ensure_ascii=False) if given.json else "\n".join(changes) or "as recorded")
+        return 1 if changes else 0
+    _print(plans, given.json)
+    return 0
+
+
+def _print(plans: Sequence[Plan], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([asdict(plan) for plan in plans], sort_keys=True))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    console.print(table(plans))
+
+
+def table(plans: Sequence[Plan]) -> Table:
+    """A row for each kernel of each plan."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("op", "program", "chip", "kernel", "grid", "blocks or tiles"):
+        table.add_column(name, overflow="fold")
+    for plan in plans:
+        for kernel in plan.kernels:
+            table.add_row(plan.op, plan.name, plan.chip, kernel["name"], shown(kernel["grid"]), cut(kernel))
+    return table
+
+
+def cut(kernel: Mapping[str, Any]) -> str:
+    """How a kernel cuts its operands: on a TPU blocks, dots and VMEM, on a GPU constants, warps and stages."""
+    if "constants" in kernel:
+        words = [f"{name}={value}" for name, value in kernel["constants"].items()]
+        return " ".join([*words, *(f"{name}={kernel[name]}" for name in ("warps", "stages") if name in kernel)])
+    dots = " + ".join(f"{count} of {'×'.join(map(str, sizes))} {kind}" for *sizes, kind, count in kernel["dots"])
+    blocks = f"{shown(kernel['inputs'])} → {shown(kernel['outputs'])}"
+    return f"{blocks}; dots: {dots or 'none'}; VMEM {kernel['vmem_bytes'] / 2**20:.1f} MiB"

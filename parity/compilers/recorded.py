@@ -1,0 +1,99 @@
+"""Ledgers of programs: one file per chip and op, one JSON line per program, sorted by name."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from parity.ledger import diff
+
+Key = tuple[str, str, str]
+"""Chip, op and name."""
+
+
+class Entry(Protocol):
+    """What a line says of a program on a chip: a frozen dataclass, with the figures of each of its kernels."""
+
+    @property
+    def chip(self) -> str: ...  # noqa: D102 (fields)
+    @property
+    def op(self) -> str: ...  # noqa: D102
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def key(self) -> Key: ...  # noqa: D102
+
+
+E = TypeVar("E", bound=Entry)
+
+
+@dataclass(frozen=True)
+class Recorded(Generic[E]):
+    """A ledger below `records/<folder>`; title: what errors call it; entry: the dataclass of its lines."""
+
+    folder: str
+    title: str
+    entry: Callable[..., E]
+    schema: int
+
+    @property
+    def path(self) -> Path:
+        """Its folder below the root of a project."""
+        return Path(diff.FOLDER, self.folder)
+
+    def read(self, root: Path) -> dict[Key, E]:
+        """Its lines in the project at `root`. Raises ValueError for a line that this version does not know."""
+        lines: dict[Key, E] = {}
+        for path in sorted((root / self.path).glob("*/*.jsonl")):
+            lines |= self.parse(path.read_text(), str(path))
+        return lines
+
+    def parse(self, text: str, where: str) -> dict[Key, E]:
+        """The lines of one file; `where` is its name in errors."""
+        lines = {}
+        for number, content in enumerate(text.splitlines(), 1):
+            try:
+                found = json.loads(content)
+                if found["schema"] != self.schema:
+                    raise ValueError(f"must have schema {self.schema}, got {found['schema']}")
+                entry = self.entry(**found | {"kernels": tuple(found["kernels"])})
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{where}:{number}: not a line of {self.title}: {error}") from None
+            lines[entry.key] = entry
+        return lines
+
+    def write(self, root: Path, lines: Iterable[E]) -> None:
+        """Put lines into the project at `root`, in place of those of the same program and chip."""
+        new: dict[tuple[str, str], dict[str, E]] = {}
+        for entry in lines:
+            new.setdefault((entry.chip, entry.op), {})[entry.name] = entry
+        for (chip, op), named in new.items():
+            path = root / self.path / chip / f"{op}.jsonl"
+            old = self.parse(path.read_text(), str(path)) if path.exists() else {}
+            kept: dict[str, Any] = {name: entry for (_, _, name), entry in old.items()} | named
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(path.name + ".part")
+            part.write_text("".join(json.dumps(asdict(kept[name]), sort_keys=True) + "\n" for name in sorted(kept)))
+            part.replace(path)
+
+    def at_revision(self, root: Path, revision: str) -> dict[Key, E]:
+        """Its lines in a git revision. Raises ValueError where there is no such revision."""
+
+        def git(*words: str) -> str:
+            command = ["git", "--no-optional-locks", "-C", str(root), *words]
+            return subprocess.run(command, capture_output=True, check=True, text=True, timeout=60).stdout
+
+        try:
+            if not re.fullmatch(r"[\w./~^@-]+", revision) or revision.startswith("-"):
+                raise ValueError("not written as a revision is")
+            folder = self.path.as_posix()
+            names = git("ls-tree", "-r", "--name-only", "--full-name", revision, "--", folder).splitlines()
+            texts = {name: git("show", f"{revision}:{name}") for name in names if name.endswith(".jsonl")}
+        except (OSError, ValueError, subprocess.SubprocessError):
+            raise ValueError(f"--diff must name a git revision of {root}, got {revision!r}") from None
+        return {key: e for name, text in texts.items() for key, e in self.parse(text, f"{revision}:{name}").items()}
