@@ -18,10 +18,10 @@ from jax.experimental.pallas import tpu as pltpu
 from op_arguments.probe import Rename, active, probe, renamed
 from op_arguments.quantize import Blocks, check_finite_values
 from tpu_kernels._lib.arguments import kernel_operand
-from tpu_kernels._lib.call import jit
+from tpu_kernels._lib.call import bytes_of, call, jit
 from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.formats import SMALLEST, Format, finite_magnitude
-from tpu_kernels._lib.layout import SUBLANES, Block, Layout, Tiles
+from tpu_kernels._lib.layout import SUBLANES, Layout, ScaleBlock, Tiles
 
 
 class Quantized(NamedTuple):
@@ -97,7 +97,7 @@ def dual_quantize_blocks(
                 pairs += quantize_blocks(x, blocks=each, scaling=scaling, interpret=interpret)
         return DualQuantized(*pairs)
     outputs: list[jax.Array] = []
-    by: dict[Rename, Block] = {_rowwise: layouts[0].block, _columnwise: layouts[1].block}
+    by: dict[Rename, ScaleBlock] = {_rowwise: layouts[0].block, _columnwise: layouts[1].block}
     for codes, scale in _quantize_call(layouts[0].view(x), by, tiles, scaling, interpret):
         outputs += [_qvalue(codes.reshape(x.shape), scaling), scale.reshape(x.shape[:-2] + scale.shape[1:])]
     return DualQuantized(*outputs)
@@ -119,25 +119,22 @@ def dequantize_blocks(
     layout = Layout.of(qvalue.shape, blocks)
     block = layout.block
     tiles = Tiles.of(layout.shape, [block])
-    tile = pl.BlockSpec((None, tiles.rows, tiles.columns), tiles.at)
     a, rows, columns = layout.shape
-    by_blocks = scale.reshape(a, rows // block[0], columns // block[1])
-    out = pl.pallas_call(
+    by_blocks = tiles.by_walk(scale.reshape(a, rows // block[0], columns // block[1]), block)
+    out = jax.ShapeDtypeStruct(layout.shape, dtype)
+    values: jax.Array = call(
         partial(_dequantize_kernel, block=block, decode=decode),
-        out_shape=jax.ShapeDtypeStruct(layout.shape, dtype),
-        grid=(*tiles.walks, tiles.steps),
-        in_specs=[tile, tiles.scale_spec(block)],
-        out_specs=tile,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 4),
-        cost_estimate=pl.CostEstimate(
-            flops=12 * qvalue.size,
-            transcendentals=0,
-            bytes_accessed=(1 + jnp.dtype(dtype).itemsize) * qvalue.size + 4 * scale.size,
-        ),
-        interpret=interpret,
         name="dequantize",
-    )(layout.view(qvalue), tiles.by_walk(by_blocks, block))
-    return layout.restore(out, qvalue.shape)
+        grid=(*tiles.walks, tiles.steps),
+        parallel=4,
+        scalars=(),
+        operands=Quantized(tiles.elements_of(layout.view(qvalue), tiles.at), tiles.scales_of(by_blocks, block)),
+        out=tiles.elements_of(out, tiles.at),
+        scratch=None,
+        cost=pl.CostEstimate(flops=12 * qvalue.size, transcendentals=0, bytes_accessed=bytes_of(qvalue, scale, out)),
+        interpret=interpret,
+    )
+    return layout.restore(values, qvalue.shape)
 
 
 def check_finite_here(x: jax.Array, nan: bool) -> None:
@@ -153,7 +150,7 @@ def _qvalue(codes: jax.Array, scaling: Scaling) -> jax.Array:
 
 def _quantize_call(
     x: jax.Array,
-    blocks: dict[Rename, Block],
+    blocks: dict[Rename, ScaleBlock],
     tiles: Tiles,
     scaling: Scaling,
     interpret: bool | pltpu.InterpretParams,
@@ -172,35 +169,36 @@ def _quantize_call(
     def q_tile(a: Any, i: Any, j: Any, step: Any) -> Any:
         return tiles.at(a, i, j, jnp.maximum(step - (passes - 1) * tiles.steps, 0))
 
-    tile = (None, tiles.rows, tiles.columns)
     # Interpreted, fp8 is made of int8 at the end: XLA's CPU backend copies it by conversions that change NaNs.
     codes = jax.ShapeDtypeStruct(x.shape, jnp.dtype("int8" if interpret else scaling.format.dtype))
-    out_shape = [
-        Quantized(codes, jax.ShapeDtypeStruct((*tiles.walks, *tiles.scales(block)), jnp.float32))
-        for block in blocks.values()
-    ]
-    written = sum(out.size * out.dtype.itemsize for out in jax.tree.leaves(out_shape))
-    outputs = pl.pallas_call(
+    scales = [jax.ShapeDtypeStruct((*tiles.walks, *tiles.scales(block)), jnp.float32) for block in blocks.values()]
+    outputs = call(
         partial(_quantize_kernel, blocks=blocks, tiles=tiles, scaling=scaling),
-        out_shape=out_shape,
+        name="quantize",
         grid=(*tiles.walks, passes * tiles.steps),
-        in_specs=[pl.BlockSpec(tile, x_tile)],
-        out_specs=[Quantized(pl.BlockSpec(tile, q_tile), tiles.scale_spec(block)) for block in blocks.values()],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
-        cost_estimate=pl.CostEstimate(
+        parallel=3,
+        scalars=(),
+        operands=tiles.elements_of(x, x_tile),
+        out=[
+            Quantized(tiles.elements_of(codes, q_tile), tiles.scales_of(scale, block))
+            for scale, block in zip(scales, blocks.values(), strict=True)
+        ],
+        scratch=None,
+        cost=pl.CostEstimate(
             flops=40 * x.size * len(blocks),
             transcendentals=0,
-            bytes_accessed=passes * x.size * x.dtype.itemsize + written,
+            bytes_accessed=passes * bytes_of(x) + bytes_of([codes] * len(blocks), scales),
         ),
         interpret=interpret,
-        name="quantize",
-    )(x)
+    )
     return [
         Quantized(q, tiles.from_walks(scale, block)) for (q, scale), block in zip(outputs, blocks.values(), strict=True)
     ]
 
 
-def _quantize_kernel(x: Any, *outputs: Quantized, blocks: dict[Rename, Block], tiles: Tiles, scaling: Scaling) -> None:
+def _quantize_kernel(
+    x: Any, outputs: list[Quantized], _: None, *, blocks: dict[Rename, ScaleBlock], tiles: Tiles, scaling: Scaling
+) -> None:
     """A step of a walk. The first pass measures the blocks, the last one encodes; the same where a walk is a step."""
     step, last_step = pl.program_id(3), pl.num_programs(3) - 1
     _, row, column = tiles.at(0, pl.program_id(1), pl.program_id(2), step % tiles.steps)
@@ -219,7 +217,7 @@ class _Tile(NamedTuple):
 
     x: Any
     out: Quantized
-    block: Block
+    block: ScaleBlock
     tiles: Tiles
     scaling: Scaling
     row: Any  # of tiles
@@ -332,7 +330,9 @@ def _spread(scale: jax.Array, columns: slice, block: int) -> jax.Array:
     return wide
 
 
-def _dequantize_kernel(q: Any, scale: Any, out: Any, *, block: Block, decode: Decode) -> None:
+def _dequantize_kernel(given: Quantized, out: Any, _: None, *, block: ScaleBlock, decode: Decode) -> None:
+    q, scale = given
+
     def write(rows: Any, own: Any) -> None:
         for columns in _slices(q.shape[1], block[1], scale.shape[1]):
             wide = decode(q[rows, columns], _spread(scale[own, :], columns, block[1]))

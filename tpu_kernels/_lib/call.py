@@ -56,25 +56,27 @@ def call(
     in SMEM, in trees as well; index maps have them too. The first `parallel` axes of the grid may run in any order.
     vmem_limit: bytes that the kernel may have, None for what it has if it asks for none.
     """
-    specs = [jax.tree.map(lambda block: block.spec, tree) for tree in (operands, out)]
-    arrays, shapes = (jax.tree.map(lambda block: block.array, tree) for tree in (operands, out))
+    # Each tree in a list of one: Pallas would hand a kernel the members of a bare tuple or list one by one.
+    specs, out_specs = ([jax.tree.map(lambda block: block.spec, tree)] for tree in (operands, out))
+    arrays, shapes = ([jax.tree.map(lambda block: block.array, tree)] for tree in (operands, out))
     order: list[Literal["parallel", "arbitrary"]]
     order = ["parallel" if axis < parallel else "arbitrary" for axis in range(len(grid))]
-    return pl.pallas_call(
+    (results,) = pl.pallas_call(
         kernel,
         out_shape=shapes,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=grid,
-            in_specs=[specs[0]],
-            out_specs=specs[1],
+            in_specs=specs,
+            out_specs=out_specs,
             scratch_shapes=[scratch],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=vmem_limit),
         cost_estimate=cost,
         interpret=interpret,
         name=name,
-    )(*scalars, arrays)
+    )(*scalars, *arrays)
+    return results
 
 
 def jit(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

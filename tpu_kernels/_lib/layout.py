@@ -3,7 +3,7 @@
 A block that is longer than a tile is a whole axis, and its tiles are walked one after the other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +12,14 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from op_arguments.quantize import Blocks
+from tpu_kernels._lib.call import Block
 from tpu_kernels._lib.chip import LANES, sublanes
 
 SUBLANES = sublanes(jnp.int8)
 TILE_ROWS, TILE_COLUMNS = 512, 1024
 _TILE = TILE_ROWS * TILE_COLUMNS
 
-Block = tuple[int, int]
+ScaleBlock = tuple[int, int]
 """Rows and columns of an array [A, R, C] that share a scale."""
 
 
@@ -30,7 +31,7 @@ class Layout(NamedTuple):
     """
 
     shape: tuple[int, int, int]
-    block: Block
+    block: ScaleBlock
     split: tuple[int, ...] | None
 
     @classmethod
@@ -75,7 +76,7 @@ class Tiles(NamedTuple):
     steps_c: int
 
     @classmethod
-    def of(cls, shape: tuple[int, int, int], blocks: Sequence[Block]) -> "Tiles":
+    def of(cls, shape: tuple[int, int, int], blocks: Sequence[ScaleBlock]) -> "Tiles":
         """Tiles of whole blocks; a block that is a whole axis, and longer than a tile can be, is walked in steps."""
         _, rows, columns = shape
         r, c = (max(sizes) for sizes in zip(*blocks, strict=True))
@@ -109,24 +110,28 @@ class Tiles(NamedTuple):
         """The tile at a step of a walk."""
         return a, i * self.steps_r + step // self.steps_c, j * self.steps_c + step % self.steps_c
 
-    def scales(self, block: Block) -> tuple[int, int]:
+    def scales(self, block: ScaleBlock) -> tuple[int, int]:
         """How many rows and columns of scales a tile has."""
         _, rows, columns = self.shape
         r, c = block
         return 1 if r == rows else self.rows // r, 1 if c == columns else self.columns // c
 
-    def scale_spec(self, block: Block) -> pl.BlockSpec:
-        """The scales of a walk, the same at every step, of an array as `by_walk` returns it."""
-        return pl.BlockSpec((None, None, None, *self.scales(block)), lambda a, i, j, step: (a, i, j, 0, 0))
+    def elements_of(self, array: Any, index: Callable[..., Any]) -> Block:
+        """An array [A, R, C] in tiles: `index(*steps)` says which."""
+        return Block(array, (None, self.rows, self.columns), index)
 
-    def by_walk(self, scale: jax.Array, block: Block) -> jax.Array:
+    def scales_of(self, array: Any, block: ScaleBlock) -> Block:
+        """The scales of a walk, the same at every step, of an array as `by_walk` returns it."""
+        return Block(array, (None, None, None, *self.scales(block)), lambda a, i, j, step: (a, i, j, 0, 0))
+
+    def by_walk(self, scale: jax.Array, block: ScaleBlock) -> jax.Array:
         """Scales [A, R / r, C / c] as [A, walks of rows, walks of columns, rows, columns], which fit any tile."""
         rows, columns = self.scales(block)
         a, walks_r, walks_c = self.walks
         missing = [(0, 0), (0, walks_r * rows - scale.shape[1]), (0, walks_c * columns - scale.shape[2])]
         return jnp.pad(scale, missing).reshape(a, walks_r, rows, walks_c, columns).transpose(0, 1, 3, 2, 4)
 
-    def from_walks(self, scale: jax.Array, block: Block) -> jax.Array:
+    def from_walks(self, scale: jax.Array, block: ScaleBlock) -> jax.Array:
         """The reverse of `by_walk`."""
         a, walks_r, walks_c, rows, columns = scale.shape
         flat = scale.transpose(0, 1, 3, 2, 4).reshape(a, walks_r * rows, walks_c * columns)
