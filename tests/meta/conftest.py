@@ -51,6 +51,14 @@ def test_is_exact(run):
 """
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_options():
+    """What a test runs pytest with is the test's to say, not PYTEST_ADDOPTS'."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTEST_ADDOPTS", raising=False)
+        yield
+
+
 @pytest.fixture
 def project(tmp_path):
     """Somebody else's project: its own op, its own kernels of jax arrays (or torch tensors)."""
