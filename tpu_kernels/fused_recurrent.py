@@ -33,7 +33,7 @@ from op_arguments.probe import active, probe
 from tpu_kernels._lib.arguments import Interpret, concrete_values, resolve_interpret
 from tpu_kernels._lib.call import Block, jit
 from tpu_kernels._lib.chip import LANES
-from tpu_kernels._lib.decays import Pair, decay_parts, two_sum
+from tpu_kernels._lib.decays import Pair, decay_parts, decayed_sum
 from tpu_kernels._lib.recurrent_layout import GROUP, Layout, Plan, make_plan
 from tpu_kernels._lib.recurrent_sums import column_of, fold_lanes, sum_lanes, sum_rows
 from tpu_kernels._lib.scans import Gradients, backward_of_nothing, forward_of_nothing
@@ -458,7 +458,7 @@ def _advance(
         def step(n: Any, pair: Pair) -> Pair:
             row, decay = pl.ds(n, 1), _decay_of(refs, n)
             before = pair[0] * sum(decay) if decay else pair[0]
-            pair = _step(pair, refs["carried_rows"][row, :], decay, column_of(v, n) * refs["k_rows"][row, :])
+            pair = decayed_sum(pair, refs["carried_rows"][row, :], decay, column_of(v, n) * refs["k_rows"][row, :])
             if active():
                 probe("state", pair[0], _in_state(visit, rows, n, slab, plan))
             use(slab, n, before, pair[0])
@@ -514,7 +514,7 @@ def _backward_step(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> None
         def step(n: Any, pair: Pair) -> Pair:
             row = pl.ds(n, 1)
             term = column_of(do, n) * (plan.scale * refs["q_rows"][row, :])
-            pair = _step(pair, refs["carried_rows"][row, :], [], term)
+            pair = decayed_sum(pair, refs["carried_rows"][row, :], [], term)
             if active():
                 probe("dstate", pair[0], _in_state(visit, rows, n, slab, plan))
             dk[row, :] += sum_rows(column_of(v, n) * pair[0])
@@ -522,7 +522,7 @@ def _backward_step(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> None
             if plan.gate is None:
                 return pair
             refs["dgate_rows"][row, :] += sum_rows(pair[0] * refs["decayed"][rows.start + n, slab, :])
-            return _step(pair, 1.0, _decay_of(refs, n), None)
+            return decayed_sum(pair, 1.0, _decay_of(refs, n), None)
 
         pair = dstate[0, slab, :], dstate[1, slab, :]
         dstate[0, slab, :], dstate[1, slab, :] = _for_steps(plan, step, pair, backwards=True)
@@ -554,19 +554,6 @@ def _begin(state: Any, given: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- one step
-
-
-def _step(pair: Pair, carried: Any, decay: list[jax.Array], term: jax.Array | None) -> Pair:
-    """decay state + term, rounded to float32, and its residue. pair: the state and its residue, of which `carried`
-    (1 or 0) is added; decay: kept and rest as `decay_parts` has them, or none."""
-    state, residue = pair
-    residue = carried * residue
-    if not decay:
-        return two_sum(state, residue if term is None else residue + term)
-    kept, rest = decay
-    total, left = two_sum(kept * state, jnp.zeros_like(state) if term is None else term)
-    # There is no fused multiply-add: what a product loses is the smaller, the nearer the decay is to 1.
-    return two_sum(total, left + (rest * state + (kept + rest) * residue))
 
 
 def _unless(condition: jax.Array) -> jax.Array:

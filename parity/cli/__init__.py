@@ -13,8 +13,19 @@ from parity.backends import prepare_environment
 from parity.cli.options import folder
 
 COMMANDS = (
-    "run", "list", "diff", "merge", "show", "explain", "stages", "plans", "schedule", "shrink", "replay", "bisect"
-)  # fmt: skip
+    "run",
+    "list",
+    "diff",
+    "merge",
+    "show",
+    "explain",
+    "stages",
+    "plans",
+    "schedule",
+    "shrink",
+    "replay",
+    "bisect",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,9 +12,9 @@ from jax.experimental import pallas as pl  # noqa: E402
 
 from op_arguments.gla import Problem  # noqa: E402
 from op_arguments.gmm import GroupMetadata  # noqa: E402
-from tpu_kernels import fused_recurrent as recurrent  # noqa: E402
 from tpu_kernels._lib import decays, recurrent_sums  # noqa: E402
 from tpu_kernels._lib import recurrent_layout as layout  # noqa: E402
+from tpu_kernels.simple_gla import fused_recurrent_simple_gla_bwd  # noqa: E402
 
 pytestmark = pytest.mark.tpu
 UNIT = 2.0**-24  # of what float32 rounds a number to
@@ -84,23 +84,23 @@ def test_two_sum_loses_nothing():
 
 
 @pytest.mark.parametrize("carried", [0.0, 1.0])
-@pytest.mark.parametrize(("decays", "adds"), [(False, True), (True, True), (True, False), (False, False)])
-def test_a_step_keeps_what_its_roundings_lose(carried, decays, adds):
+@pytest.mark.parametrize(("has_decay", "adds"), [(False, True), (True, True), (True, False), (False, False)])
+def test_a_step_keeps_what_its_roundings_lose(carried, has_decay, adds):
     """The state and its residue are right to roundings of the residue: of what the addition lost, and of the product.
     Without a decay the residue goes into the term, which is rounded."""
     state, term = numbers(999), 0.1 * numbers(999)[::-1]
     residue = UNIT * numbers(999)[::2].repeat(2)[:999]
     kept, rest = np.ones(999, np.float32), -np.abs(numbers(999)) * 2.0**-12
     rest = rest.astype(np.float32)
-    given = [jnp.asarray(kept), jnp.asarray(rest)] if decays else []
-    pair = recurrent._step(
+    given = [jnp.asarray(kept), jnp.asarray(rest)] if has_decay else []
+    pair = decays.decayed_sum(
         (jnp.asarray(state), jnp.asarray(residue)), carried, given, jnp.asarray(term) if adds else None
     )
     total, left = (np.asarray(x, np.float64) for x in pair)
-    decay = 1 + rest.astype(np.float64) if decays else 1.0
+    decay = 1 + rest.astype(np.float64) if has_decay else 1.0
     exact = decay * (state.astype(np.float64) + carried * residue) + (term if adds else 0.0)
     lost = np.abs(rest * state) + np.abs(residue) + UNIT * (np.abs(state) + np.abs(term))
-    rounded = 0 if decays else 2 * carried * UNIT * np.abs(term)
+    rounded = 0 if has_decay else 2 * carried * UNIT * np.abs(term)
     assert np.all(np.abs(total + left - exact) <= 8 * UNIT * lost + rounded)
     assert np.array_equal(total, (total + left).astype(np.float32))
 
@@ -200,10 +200,10 @@ def called(monkeypatch, cu_seqlens, reverse=False, **changes):
     monkeypatch.setattr(pl, "pallas_call", instead)
     p = problem(n=len(cu_seqlens) - 1, t=cu_seqlens[-1], **changes)
     keys, values = (jnp.zeros((p.b, p.t, p.h, size), p.dtype) for size in (p.k, p.v))
-    state, gates = jnp.zeros((p.n, p.h, p.k, p.v)), {"g": jnp.zeros((p.b, p.t, p.h)), "g_gamma": None}
-    arrays = keys, keys, values, values, gates, state, state, jnp.asarray(cu_seqlens)
-    plan = layout.make_plan(p, gates, reverse=reverse, backward=True, interpret=True)
-    recurrent._backward.__wrapped__(*arrays, plan=plan, interpret=True)
+    state, g, ends = jnp.zeros((p.n, p.h, p.k, p.v)), jnp.zeros((p.b, p.t, p.h)), jnp.asarray(cu_seqlens)
+    options = dict(initial_state=state, dht=state, cu_seqlens=ends, reverse=reverse, interpret=True)
+    with jax.disable_jit():  # the visits are numbers then
+        fused_recurrent_simple_gla_bwd(keys, keys, values, values, g=g, **options)
     return calls[0]
 
 

@@ -7,8 +7,9 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
+from gpu_reference import gmm, moe
 from gpu_reference import grouped_dense as dense
-from gpu_reference import moe
+from gpu_reference._lib import visits
 from gpu_reference._lib.operands import range_of
 from gpu_reference.grouped_dense import grouped_dense, grouped_dense_bwd
 from gpu_reference.moe import moe_layer, moe_layer_bwd
@@ -226,17 +227,20 @@ def test_auto_quantises_where_the_matrix_unit_multiplies_fp8(native, monkeypatch
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("offset", [-3, 0, 1, 3, 9])
-def test_what_is_outside_of_a_shard_beyond_the_experts_is_that_of_the_nearest(offset, groups):
-    """An offset on a device cannot be refused."""
-    x = draw_dense()["existing_out"]
+def test_existing_rows_outside_of_a_shard_keep_their_gradient(offset, groups, monkeypatch):
+    """An offset on a device cannot be refused: beyond the experts it is the nearest."""
+    for module in (dense, gmm, visits):
+        monkeypatch.setattr(module, "scalar", lambda offset: offset)
+    given, dout = draw_dense(), draw_dense()["existing_out"].flip(0)
+    given["rhs"] = given["rhs"][:groups]
     first = min(max(offset, 0), 4 - groups)
     sizes = SIZES.tolist()
-    expected = x.clone()
+    expected = dout.clone()
     expected[sum(sizes[:first]) : sum(sizes[: first + groups])] = 0
     for dtype in (torch.int32, torch.int64):
-        given = torch.tensor([offset], dtype=dtype, device=DEVICE)
-        assert torch.equal(dense._outside(x, SIZES, given, groups), expected)
-    assert torch.equal(dense._outside(x, SIZES, offset, groups), expected)
+        on_device = torch.tensor([offset], dtype=dtype, device=DEVICE)
+        grads = grouped_dense_bwd(**given, group_sizes=SIZES, group_offset=on_device, dout=dout)
+        assert torch.equal(grads.existing_out, expected)
 
 
 @interpreted

@@ -68,6 +68,21 @@ def decay_parts(gate: jax.Array, low: jax.Array | float = 0.0) -> Pair:
     return kept, (power - kept) + power * series
 
 
+def decayed_sum(pair: Pair, carried: jax.Array | float, decay: list[jax.Array], term: jax.Array | None) -> Pair:
+    """decay · state + term, rounded to float32, and its residue.
+
+    pair: the state and its residue, of which `carried` (1 or 0) is added. decay: both parts of `decay_parts`, or none.
+    """
+    state, residue = pair
+    residue = carried * residue
+    if not decay:
+        return two_sum(state, residue if term is None else residue + term)
+    kept, rest = decay
+    total, left = two_sum(kept * state, jnp.zeros_like(state) if term is None else term)
+    # There is no fused multiply-add: what a product loses is the smaller, the nearer the decay is to 1.
+    return two_sum(total, left + (rest * state + (kept + rest) * residue))
+
+
 def finite_exp(x: jax.Array) -> jax.Array:
     """exp, finite everywhere."""
     return jnp.exp(jnp.minimum(x, WHOLE_EXPONENT))
