@@ -11,12 +11,20 @@ import pytest
 from parity.backends import load_kernel, runner
 from parity.inputs import draw
 from parity.op import outputs
-from tests.gla.test_gla_launches_gpu import flat
 from tests.matrix.gla import F32, GATED_LINEAR_ATTENTION
 from tests.support.interpreter import interpreted
 
 UNWRITTEN = 0x7FC0DEAD  # a NaN that no arithmetic makes
 NOBODY, SEVERAL = -1, -2
+
+
+def tensors_of(arguments):
+    """Those of a launch, those in structs among them, each with its name."""
+    for name, x in arguments.items():
+        if hasattr(x, "_asdict"):
+            yield from ((f"{name}.{field}", tensor) for field, tensor in tensors_of(x._asdict()))
+        elif hasattr(x, "data_ptr"):
+            yield name, x
 
 
 class StrictMemory:
@@ -40,8 +48,7 @@ class StrictMemory:
                 writer=np.full(x.numel(), NOBODY),
                 reader=np.full(x.numel(), NOBODY),
             )
-            for name, x in flat(arguments).items()
-            if hasattr(x, "data_ptr")
+            for name, x in tensors_of(arguments)
         ]
 
     def load(self, pointers, mask, other, dtype):
