@@ -1,5 +1,5 @@
 # ruff: noqa: E402 (frameworks may be missing, and are asked for before they are imported)
-"""How the grouped matmuls are launched on a GPU, which no result shows: tiles, programs, warps, stages, routes."""
+"""What holds for every launch of the grouped matmuls on a GPU, whatever its tiles; no result shows it."""
 
 from contextlib import nullcontext
 
@@ -9,260 +9,140 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from gpu_reference import gmm, grouped_gemm, quantized_gmm
-from gpu_reference._lib.launch import Launch, launch_options
-from gpu_reference._lib.tiles import Tile, block_of, first_filled, fitted
-from gpu_reference._lib.visits import metadata_launch
-from op_arguments.gmm import Problem
-from op_arguments.quantized_gmm import QuantizedProblem
+from gpu_reference._lib.launch import Launch
 from parity.backends.emulation.tensor_core import emulated
+from parity.compilers.launches import launches
+from parity.compilers.mosaic import Abstract
 from tests.support.interpreter import interpreted
 
 pytestmark = pytest.mark.smoke
 
-E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
-FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
-POWERS = (16, 32, 64, 128)
-DOTS = [(rows, depth, columns) for rows in POWERS for depth in POWERS for columns in POWERS]
-
-
-def meta(*shape, dtype=torch.int32):
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-def pair(shape, dtype, blocks):
-    """An operand, and its scales where it has any: of MXFP8 where `blocks` is an axis."""
-    if dtype.itemsize > 1 or blocks is None:
-        return meta(*shape, dtype=dtype), None
-    if isinstance(blocks, int):
-        scale = [-(-size // 32) if axis == blocks else size for axis, size in enumerate(shape)]
-        return meta(*shape, dtype=dtype), meta(*scale, dtype=torch.float8_e8m0fnu)
-    return meta(*shape, dtype=dtype), meta(*(s // b for s, b in zip(shape, blocks, strict=True)), dtype=FLOAT32)
-
-
-def launched(name, tile, m=1000, k=256, n=200, groups=4, lhs=E4M3, rhs=E4M3, dot="float16", block=None):
-    """The launch of a matmul of these sizes; `block` is the length of a block of scales, by default the whole axis."""
-    problem, tile = Problem(m, k, n, groups, 6, ""), Tile(*tile)
-    is_gmm, of_sum = "tgmm" not in name and "wgrad" not in name, k
-    shapes = ((m, k), (groups, k, n))
-    metadata = gmm.GroupMetadata(meta(7), meta(9), meta(9), meta(1))
-    if is_gmm:
-        rest = None, meta(m, n, dtype=FLOAT32), metadata, meta(1)
-    else:
-        shapes, of_sum = ((m, k), (m, n)), m
-        rest = None, meta(groups, k, n, dtype=FLOAT32), meta(6), meta(1)
-    if name in ("gmm", "tgmm"):
-        return getattr(gmm, f"{name}_launch")(problem, tile, *(meta(*s, dtype=FLOAT32) for s in shapes), *rest)
-    axes = (1, 1) if is_gmm else (0, 0)
-    if name in ("grouped_gemm", "grouped_wgrad"):
-        pairs = (pair(shape, dtype, axis) for shape, dtype, axis in zip(shapes, (lhs, rhs), axes, strict=True))
-        return getattr(grouped_gemm, f"{name}_launch")(problem, tile, dot, *pairs, False, *rest)
-    block = block or of_sum
-    blocks = [
-        tuple(block if a == axis else 1 for a in range(len(shape))) for shape, axis in zip(shapes, axes, strict=True)
-    ]
-    problem = QuantizedProblem(*problem, block, *blocks)
-    pairs = (pair(shape, dtype, b) for shape, dtype, b in zip(shapes, (lhs, rhs), blocks, strict=True))
-    path = quantized_gmm.DotPath(dot, "")
-    return getattr(quantized_gmm, f"{name}_launch")(problem, tile, path, *pairs, *rest)
-
-
+E4M3, FLOAT32, BFLOAT16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
 OF_ROWS, OF_GROUPS = ("gmm", "gmm_quantized", "grouped_gemm"), ("tgmm", "tgmm_quantized", "grouped_wgrad")
 
 
-def dot_of(name):
-    return "float32" if "grouped" in name else "float16"
+def scales(shape, axis, block):
+    """The scales of an operand in blocks along an axis: of MXFP8 where `block` is None."""
+    sizes = tuple(-(-size // (block or 32)) if a == axis else size for a, size in enumerate(shape))
+    return Abstract(sizes, "float32" if block else "float8_e8m0fnu")
+
+
+def launched(name, m=1000, k=256, n=200, groups=4, lhs="float8_e4m3fn", rhs="float8_e4m3fn", block=None, **options):
+    """The launches of a grouped matmul on an sm_90 (unless `target` says another); block: of scales along the sum."""
+    is_gmm = name in OF_ROWS
+    shapes, axis, length = (((m, k), (groups, k, n)), 1, k) if is_gmm else (((m, k), (m, n)), 0, m)
+    given = {"group_sizes": Abstract((8,), "int32"), "group_offset": Abstract((1,), "int32")}
+    given |= {} if is_gmm else {"num_actual_groups": groups}
+    dtypes = {"lhs": lhs, "rhs": rhs}
+    if name in ("gmm", "tgmm"):
+        function, dtypes = getattr(gmm, name), {"lhs": "float32", "rhs": "float32"}
+    elif "quantized" in name:
+        function, block = getattr(quantized_gmm, name), block or length
+    else:
+        function, given["ragged"] = grouped_gemm.grouped_gemm, "lhs" if is_gmm else "contracting"
+    for operand, shape in zip(dtypes, shapes, strict=True):
+        given[operand] = Abstract(shape, dtypes[operand])
+        if function not in (gmm.gmm, gmm.tgmm):
+            narrow = dtypes[operand] not in ("float32", "bfloat16", "float16")
+            given[f"{operand}_scale"] = scales(shape, axis, block) if narrow else None
+    return launches(function, target=options.pop("target", "sm_90"), **given, **options)
+
+
+def tile_of(launch):
+    return [launch.constants[f"TILE.{axis}"] for axis in "mkn"]
 
 
 @pytest.mark.parametrize("name", OF_ROWS)
-@pytest.mark.parametrize(("m", "n", "groups"), [(1000, 200, 4), (1024, 256, 8), (1, 1, 1), (0, 64, 3), (128, 64, 7)])
-def test_there_is_a_program_for_every_visit_that_may_be_and_column_tile_in_bands_of_8(name, m, n, groups):
+@pytest.mark.parametrize(("m", "n", "groups"), [(1000, 200, 4), (1024, 256, 8), (1, 1, 1), (128, 64, 7)])
+def test_every_visit_and_column_tile_has_a_program(name, m, n, groups):
     """A tile more for every group is the most that boundaries can cost."""
-    launch = launched(name, (128, 64, 64), m=m, n=n, groups=groups, dot=dot_of(name))
-    visits = -(-m // 128) + groups
-    assert launch.grid == (-(-visits // 8) * 8 * -(-n // 64),)
+    metadata, launch = launched(name, m=m, n=n, groups=groups)
+    tm, _, tn = tile_of(launch)
+    visits = -(-m // tm) + groups
+    assert visits * -(-n // tn) <= launch.grid[0] < (visits + 8) * -(-n // tn)
+    assert metadata.grid == (-(-visits // metadata.constants["VISITS_BLOCK"]),)
 
 
 @pytest.mark.parametrize("name", OF_GROUPS)
 @pytest.mark.parametrize(("k", "n", "groups"), [(256, 200, 4), (130, 64, 1), (1, 1, 3)])
-def test_there_is_a_program_for_every_tile_of_every_group(name, k, n, groups):
-    launch = launched(name, (64, 128, 64), k=k, n=n, groups=groups, dot=dot_of(name))
-    assert launch.grid == (groups * -(-k // 128) * -(-n // 64),)
+def test_every_tile_of_every_group_has_a_program(name, k, n, groups):
+    (launch,) = launched(name, k=k, n=n, groups=groups)
+    _, tk, tn = tile_of(launch)
+    assert launch.grid == (groups * -(-k // tk) * -(-n // tn),)
 
 
-@pytest.mark.parametrize("cover", ["tiles", "groups"])
-@pytest.mark.parametrize(("m", "tm", "groups"), [(40, 8, 3), (2048, 16, 0), (2048, 16, 1), (4000, 16, 9), (0, 16, 0)])
-def test_metadata_have_a_program_for_every_128_visits_and_one_for_none(cover, m, tm, groups):
-    metadata = gmm.GroupMetadata(*(meta(1) for _ in gmm.GroupMetadata._fields))
-    launch = metadata_launch(meta(9), meta(1), metadata, m, tm, groups, cover)
-    visits = -(-m // tm) + groups
-    assert launch.arguments["visits"] == visits
-    assert launch.grid == (max(1, -(-visits // 128)),)
-    assert launch.options == {"num_warps": 4}
+@pytest.mark.parametrize("name", OF_ROWS + OF_GROUPS)
+@pytest.mark.parametrize("tiling", [None, (8, 16, 8), (100, 17, 8), (512, 512, 512)])
+def test_tiles_are_powers_of_two_from_16_and_no_larger_than_the_sizes_need(name, tiling):
+    sizes = (40, 32, 65)
+    launch = launched(name, *sizes, groups=2, tiling=tiling)[-1]
+    for tile, size in zip(tile_of(launch), sizes, strict=True):
+        assert tile & (tile - 1) == 0 and 16 <= tile <= 128
+        assert tile < 2 * max(size, 32)
+
+
+@pytest.mark.parametrize(("groups", "rows"), [(2, 300), (2, 100), (4, 20)])
+def test_a_tile_has_no_more_rows_than_an_average_group_but_the_least(groups, rows):
+    for name in OF_ROWS:
+        tm, *_ = tile_of(launched(name, m=groups * rows, groups=groups)[-1])
+        assert tm <= max(rows, 16)
 
 
 @pytest.mark.parametrize("name", OF_ROWS)
 @pytest.mark.parametrize("k", [32, 64, 128, 160, 192])
 def test_steps_are_masked_where_the_last_is_not_whole_and_nowhere_else(name, k):
-    assert launched(name, (64, 64, 64), k=k, dot=dot_of(name)).arguments["EVEN_K"] == (k % 64 == 0)
+    launch = launched(name, k=k)[-1]
+    assert launch.constants["EVEN_K"] == (k % tile_of(launch)[1] == 0)
 
 
-def operand_bytes(path):
-    return {"fp8": 1, "int8": 1, "float32": 4}.get(path, 2)
-
-
-@pytest.mark.parametrize("path", ["fp8", "int8", "float16", "float32"])
-def test_tiles_in_flight_are_as_many_as_fit_in_the_least_shared_memory(path):
-    """99 KiB (sm_120), 3 of which are left for what else a kernel keeps there; more than four are of no use."""
-    size = operand_bytes(path)
-    for rows, depth, columns in DOTS:
-        options = quantized_gmm._options(rows, depth, columns, quantized_gmm.DotPath(path, ""))
-        assert options["num_stages"] == launch_options(rows, depth, columns, size)["num_stages"]
-        stages, stage = options["num_stages"], (rows + columns) * depth * size
-        assert stages >= 1
-        assert stages == 1 or stages * stage <= 96 * 1024
-        assert stages == 4 or (stages + 1) * stage > 96 * 1024
-        assert options["enable_fp_fusion"] is True  # a chain of FMAs has one rounding a step
-
-
-def warps_for(amount, each):
-    """The least of 4 and 8 warps that have no more than `each`, 8 where none has."""
-    return 4 if amount <= 4 * each else 8
-
-
-def test_a_thread_holds_the_sums_in_its_registers():
-    """A warp has 4 KiB of the tile in the operands' dtype: 64 registers of sums a thread, or 32 of float32's."""
-    for rows, depth, columns in DOTS:
-        tile = rows * columns
-        for size in (2, 4):
-            assert launch_options(rows, depth, columns, size)["num_warps"] == warps_for(tile * size, 4096)
-        for path in ("fp8", "int8", "float16", "float32"):
-            options = quantized_gmm._options(rows, depth, columns, quantized_gmm.DotPath(path, ""))
-            # Of 8 bits too there are the sums, and what a step adds to them.
-            assert options["num_warps"] == warps_for(tile * max(operand_bytes(path), 2), 4096)
-        for dot in ("block_scaled", "bfloat16"):
-            assert grouped_gemm._options(rows, depth, columns, dot)["num_warps"] == warps_for(tile, 2048)
-        assert grouped_gemm._options(rows, depth, columns, "float32")["num_warps"] == 8  # long chains of FMAs
-
-
-@pytest.mark.parametrize("name", OF_ROWS + OF_GROUPS)
-def test_a_launch_is_planned_for_its_own_dot(name):
-    """[rows, depth] @ [depth, columns]: of a gradient the rows are lhs's columns, and the depth its rows."""
-    tm, tk, tn = tile = (16, 64, 128)
-    rows, depth = (tm, tk) if name in OF_ROWS else (tk, tm)
-    got = launched(name, tile, dot=dot_of(name)).options
-    if "quantized" in name:
-        assert got == quantized_gmm._options(rows, depth, tn, quantized_gmm.DotPath("float16", ""))
-    elif "grouped" in name:
-        assert got == grouped_gemm._options(rows, depth, tn, "float32")
-    else:
-        assert got == launch_options(rows, depth, tn, 4)
-
-
-def test_a_block_is_the_power_of_two_that_holds_its_elements_and_16_at_least():
-    sizes = {0: 16, 1: 16, 15: 16, 16: 16, 17: 32, 31: 32, 33: 64, 64: 64, 65: 128, 129: 256}
-    assert {size: block_of(size) for size in sizes} == sizes
-
-
-@pytest.mark.parametrize(
-    ("tile", "sizes", "expected"),
-    [
-        ((128, 64, 128), (4096, 1024, 1024), (128, 64, 128)),
-        ((512, 512, 512), (4096, 1024, 1024), (128, 128, 128)),
-        ((100, 17, 8), (4096, 1024, 1024), (128, 32, 16)),
-        ((128, 64, 128), (20, 1, 65), (32, 16, 128)),
-    ],
-)
-def test_tiles_are_powers_of_two_not_far_beyond_the_sizes(tile, sizes, expected):
-    assert fitted(tile, Problem(*sizes, 4, 4, "")) == expected
-
-
-@pytest.mark.parametrize(
-    ("m", "groups", "row_tile"),
-    [(256, 2, 128), (255, 2, 64), (128, 1, 128), (127, 1, 64), (96, 0, 64), (128, 2, 64), (64, 2, 32), (63, 2, 16),
-     (8, 4, 16)],
-)  # fmt: skip
-def test_a_tile_has_no_more_rows_than_an_average_group_but_the_least_tile(m, groups, row_tile):
-    tiles = tuple((tm, 16, 32) for tm in (128, 64, 32, 16))
-    assert first_filled(tiles, Problem(m, 64, 64, groups, 8, ""))(m, 64, 64) == (row_tile, 16, 32)
-
-
-LARGE = (4096, 1024, 1024, 8, 8, "")
-
-
-@pytest.mark.parametrize(("path", "size"), [("fp8", 1), ("int8", 1), ("float16", 2), ("bfloat16", 2), ("float32", 4)])
-def test_large_problems_have_the_first_tile_of_what_the_dot_multiplies(path, size):
-    dot, whole = quantized_gmm.DotPath(path, ""), QuantizedProblem(*LARGE, 4096, (1, 1), (1, 1))
-    assert quantized_gmm.gmm_quantized_tile(whole, dot) == quantized_gmm.GMM_QUANTIZED_TILES[size][0]
-    assert quantized_gmm.tgmm_quantized_tile(whole, dot) == quantized_gmm.TGMM_QUANTIZED_TILES[size][0]
-    if size > 1:
-        assert gmm.gmm_tile(Problem(*LARGE), size) == gmm.GMM_TILES[size][0]
-        assert gmm.tgmm_tile(Problem(*LARGE), size) == gmm.TGMM_TILES[size][0]
-    if path in ("bfloat16", "float32"):
-        for ragged, tiles in (
-            ("lhs", grouped_gemm.GROUPED_GEMM_TILES),
-            ("contracting", grouped_gemm.GROUPED_WGRAD_TILES),
-        ):
-            assert grouped_gemm.grouped_gemm_tile(Problem(*LARGE), path, ragged, None, "sm_90") == tiles[size][0]
-    for ragged, tiles in (
-        ("lhs", grouped_gemm.GROUPED_GEMM_TILES),
-        ("contracting", grouped_gemm.GROUPED_WGRAD_TILES),
-    ):
-        block_scaled = grouped_gemm.grouped_gemm_tile(Problem(*LARGE), "block_scaled", ragged, None, "sm_100")
-        assert block_scaled == tiles[1][0]
-
-
-@pytest.mark.parametrize(
-    ("path", "block", "size", "tile", "step"),
-    [
-        ("fp8", 512, 512, 16, 32),  # the least depth of a dot of 8 bits
-        ("int8", 512, 512, 16, 32),
-        ("fp8", 512, 512, 64, 64),
-        ("float16", 512, 512, 16, 16),
-        ("float32", 512, 512, 16, 16),
-        ("fp8", 32, 512, 128, 32),
-        ("float16", 64, 512, 128, 64),
-        ("float16", 128, 512, 64, 64),
-        ("float16", 96, 96, 128, 128),  # one block: no scale changes
-        ("float16", 96, 80, 128, 128),
-    ],
-)
-def test_a_step_is_deep_enough_for_its_dot_and_no_longer_than_a_block(path, block, size, tile, step):
-    assert quantized_gmm._step(tile, quantized_gmm.DotPath(path, ""), block, size) == step
-
-
-def test_sums_are_int32_where_no_scale_changes_and_the_largest_cannot_overflow():
-    """-128 times -128 is 2^14: 2^17 of them are 2^31, one more than int32 holds."""
-
-    def in_int32(path, block, size):
-        return quantized_gmm._sums_in_int32(quantized_gmm.DotPath(path, ""), block, size)
-
-    assert in_int32("int8", 2**17 - 1, 2**17 - 1)
-    assert not in_int32("int8", 2**17, 2**17)
-    assert in_int32("int8", 512, 256)
-    assert not in_int32("int8", 128, 256)
-    assert not in_int32("fp8", 256, 256)
+@pytest.mark.parametrize(("lhs", "block"), [("float8_e4m3fn", 64), ("float16", 64), ("bfloat16", 32), ("int8", 128)])
+@pytest.mark.parametrize("name", ["gmm_quantized", "tgmm_quantized"])
+def test_a_step_is_no_longer_than_a_block_of_scales(name, lhs, block):
+    rhs = "int8" if lhs == "int8" else "float8_e4m3fn"
+    launch = launched(name, m=1024, k=1024, lhs=lhs, rhs=rhs, block=block)[-1]
+    tm, tk, _ = tile_of(launch)
+    assert block % (tk if name == "gmm_quantized" else tm) == 0
 
 
 @pytest.mark.parametrize("name", ["gmm_quantized", "tgmm_quantized"])
 def test_scales_that_do_not_change_along_the_sum_multiply_it_once(name):
-    length = 256 if name == "gmm_quantized" else 1024
-    for block, expected in ((length // 2, length // 2), (length, 0)):
-        given = launched(name, (64, 64, 64), m=1024, block=block, lhs=INT8, rhs=INT8, dot="int8").arguments
-        assert given["SCALING"].lhs_block == given["SCALING"].rhs_block == expected
-        assert given["SCALING"].in_int32 == (block == length)
-    wide = launched(name, (64, 64, 64), m=1024, block=64, lhs=BFLOAT16, dot="bfloat16").arguments
-    assert (wide["SCALING"].lhs_block, wide["SCALING"].rhs_block) == (0, 64)
+    for block, expected in ((512, 512), (1024, 0)):
+        constants = launched(name, m=1024, k=1024, block=block, lhs="int8", rhs="int8")[-1].constants
+        assert constants["SCALING.lhs_block"] == constants["SCALING.rhs_block"] == expected
+        assert constants["SCALING.in_int32"] == (block == 1024)
+    wide = launched(name, m=1024, k=1024, block=64, lhs="bfloat16")[-1].constants
+    assert (wide["SCALING.lhs_block"], wide["SCALING.rhs_block"]) == (0, 64)
+
+
+def test_sums_are_int32_where_the_largest_cannot_overflow():
+    """-128 times -128 is 2^14: 2^17 of them are 2^31, one more than int32 holds."""
+    for k, in_int32 in ((2**17 - 1, True), (2**17, False)):
+        launch = launched("gmm_quantized", k=k, lhs="int8", rhs="int8")[-1]
+        assert launch.constants["SCALING.in_int32"] == in_int32
+    assert not launched("gmm_quantized")[-1].constants["SCALING.in_int32"]
 
 
 @pytest.mark.parametrize("name", ["gmm_quantized", "tgmm_quantized"])
 def test_only_what_the_dot_does_not_multiply_is_decoded(name):
-    for dtype, path in ((E4M3, "fp8"), (INT8, "int8")):
-        given = launched(name, (64, 64, 64), lhs=dtype, rhs=dtype, dot=path).arguments
-        assert (given["SCALING"].lhs_format, given["SCALING"].rhs_format) == ("", "")
-        assert given["lhs"].data.dtype == given["rhs"].data.dtype == dtype
-    given = launched(name, (64, 64, 64), lhs=FLOAT16, rhs=E5M2, dot="float16").arguments
-    assert (given["SCALING"].lhs_format, given["SCALING"].rhs_format) == ("", "float8_e5m2")
-    assert (given["lhs"].data.dtype, given["rhs"].data.dtype) == (FLOAT16, torch.uint8)
+    for dtype, target, dot, decoded in (
+        ("float8_e4m3fn", "sm_100", "fp8", ""),
+        ("int8", "sm_90", "int8", ""),
+        ("float8_e4m3fn", "sm_80", "float16", "float8_e4m3fn"),
+    ):
+        constants = launched(name, lhs=dtype, rhs=dtype, target=target)[-1].constants
+        assert constants["SCALING.dot"] == dot
+        assert constants["SCALING.lhs_format"] == constants["SCALING.rhs_format"] == decoded
+
+
+@pytest.mark.parametrize(("target", "least"), [("sm_90", 32), ("sm_100", 32), ("sm_120", 32), ("gfx950", 128)])
+def test_a_step_of_mxfp8_has_whole_blocks_that_the_matrix_unit_takes(target, least):
+    for name, depth, tiling in (("grouped_gemm", 1, (8, 16, 8)), ("grouped_wgrad", 0, (16, 8, 8))):
+        launch = launched(name, m=1024, k=1024, target=target, tiling=tiling)[-1]
+        assert tile_of(launch)[depth] % least == 0
+        scaled = launch.constants["SCALING.dot"] == "block_scaled"
+        assert scaled == (target != "sm_90")
+        if scaled and target == "sm_100":
+            assert tile_of(launch)[1 - depth] >= 128  # the rows of a tcgen05 with scales
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
@@ -301,11 +181,11 @@ NAMES = ["gmm", "tgmm", "gmm_quantized", "tgmm_quantized", "lhs", "contracting"]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("mended", [True, False])
 def test_bfloat16_is_widened_only_where_it_cannot_be_multiplied(name, mended, monkeypatch):
-    launches, run = [], Launch.run
-    monkeypatch.setattr(Launch, "run", lambda launch, device: (launches.append(launch), run(launch, device)))
+    seen, run = [], Launch.run
+    monkeypatch.setattr(Launch, "run", lambda launch, device: (seen.append(launch), run(launch, device)))
     with emulated() if mended else nullcontext():
         got = call(name)
-    matmul = launches[-1].arguments
+    matmul = seen[-1].arguments
     assert matmul["lhs"].data.dtype == matmul["out"].dtype == (BFLOAT16 if mended else FLOAT32)
     assert "SCALING" not in matmul or matmul["SCALING"].dot == ("bfloat16" if mended else "float32")
     assert got.dtype == BFLOAT16
@@ -316,15 +196,15 @@ def test_bfloat16_is_widened_only_where_it_cannot_be_multiplied(name, mended, mo
 @pytest.mark.parametrize(("target", "path"), [("sm_90", "bfloat16"), ("sm_100", "block_scaled")])
 @pytest.mark.parametrize("mended", [True, False])
 def test_mxfp8_is_multiplied_in_float32_only_where_nobody_mended_the_interpreter(target, path, mended, monkeypatch):
-    launches = []
-    monkeypatch.setattr(Launch, "run", lambda launch, device: launches.append(launch))
+    seen = []
+    monkeypatch.setattr(Launch, "run", lambda launch, device: seen.append(launch))
     monkeypatch.setattr(grouped_gemm, "architecture", lambda device: target)
     codes = torch.ones(8, 32, dtype=E4M3)
     scale = torch.full((1, 32), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     options = dict(lhs_scale=scale, rhs_scale=scale, ragged="contracting", preferred_element_type=FLOAT32)
     with emulated() if mended else nullcontext():
         grouped_gemm.grouped_gemm(codes, codes, SIZES, **options)
-    assert launches[0].arguments["SCALING"].dot == (path if mended else "float32")
+    assert seen[0].arguments["SCALING"].dot == (path if mended else "float32")
 
 
 @interpreted

@@ -16,7 +16,7 @@ from parity.compilers.kernels import _equations, kernels  # noqa: E402
 from tests.matrix.mxfp8 import with_blocks  # noqa: E402
 from tests.matrix.programs import scale  # noqa: E402
 from tests.matrix.quantized_gmm import BF16, E4M3, E5M2, F32, I8, PLAIN  # noqa: E402
-from tests.quantized_gmm.test_quantized_gmm_plans import on  # noqa: E402
+from tests.support.chips import on  # noqa: E402
 from tpu_kernels.grouped_gemm import grouped_gemm  # noqa: E402
 from tpu_kernels.quantized_gmm import gmm_quantized, tgmm_quantized  # noqa: E402
 

@@ -1,7 +1,5 @@
 """What the grouped matmuls plan by the chip and by the sizes, where no case of the matrix would tell one plan from
-another: what a dot multiplies, the tiles, and blocks of scales that are larger than a tile."""
-
-from contextlib import contextmanager
+another: what a dot multiplies, and blocks of scales that are larger than a tile."""
 
 import ml_dtypes
 import numpy as np
@@ -9,17 +7,9 @@ import pytest
 
 from cpu_golden import quantize as golden
 from parity.interop import to_numpy, to_torch
+from tests.support.chips import on
 
 pytestmark = pytest.mark.smoke
-
-
-@contextmanager
-def on(kind):
-    """As if for a TPU of this kind."""
-    jax = pytest.importorskip("jax")
-    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
-        yield
 
 
 @pytest.mark.parametrize(
@@ -68,25 +58,3 @@ def test_blocks_larger_than_a_tile_have_each_its_own_scale(shape, axis, dtype):
     got, expected = fp8_quantize(to_torch(x), axis, None), golden.fp8_quantize(x, axis, None)
     for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_array_equal(to_numpy(ours).astype(np.float32), theirs.astype(np.float32))
-
-
-@pytest.mark.parametrize(
-    ("ragged", "path", "target", "tiling", "tile"),
-    [
-        ("lhs", "bfloat16", "sm_90", None, (128, 32, 128)),
-        ("lhs", "bfloat16", "sm_90", (8, 16, 8), (16, 32, 16)),
-        ("lhs", "block_scaled", "sm_100", (8, 16, 8), (128, 32, 16)),
-        ("lhs", "block_scaled", "gfx950", (8, 64, 8), (16, 128, 16)),
-        ("contracting", "bfloat16", "sm_90", None, (64, 128, 128)),
-        ("contracting", "bfloat16", "sm_90", (16, 8, 8), (32, 16, 16)),
-        ("contracting", "block_scaled", "sm_100", (16, 8, 8), (32, 128, 16)),
-        ("contracting", "block_scaled", "gfx950", (64, 8, 8), (128, 16, 16)),
-    ],
-)
-def test_tiles_of_mxfp8_on_the_gpu(ragged, path, target, tiling, tile):
-    """No smaller than a block of 32 along the sum, and than what the matrix unit takes with its scales."""
-    pytest.importorskip("triton")
-    from gpu_reference.grouped_gemm import grouped_gemm_tile
-    from op_arguments.gmm import Problem
-
-    assert grouped_gemm_tile(Problem(4096, 1024, 1024, 8, 8, ""), path, ragged, tiling, target) == tile
