@@ -40,15 +40,7 @@ def gmm(
     """
     group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_gmm(
-        lhs,
-        rhs,
-        group_sizes,
-        group_offset=group_offset,
-        existing_out=existing_out,
-        transpose_rhs=transpose_rhs,
-        preferred_element_type=preferred_element_type,
-        sizes=sizes,
-        exact=True,
+        lhs, rhs, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes, exact=True
     )
     resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
     out = np.zeros((p.m, p.n)) if existing_out is None else existing_out.astype(np.float64)
@@ -80,15 +72,7 @@ def tgmm(
     """
     group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_tgmm(
-        lhs,
-        rhs,
-        group_sizes,
-        group_offset=group_offset,
-        num_actual_groups=num_actual_groups,
-        existing_out=existing_out,
-        preferred_element_type=preferred_element_type,
-        sizes=sizes,
-        exact=True,
+        lhs, rhs, group_sizes, group_offset, num_actual_groups, existing_out, preferred_element_type, sizes, exact=True
     )
     resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
     out = np.zeros((p.groups, p.k, p.n)) if existing_out is None else existing_out.astype(np.float64)
@@ -111,15 +95,7 @@ def gmm_definition(
     """`gmm` row by row, straight from the definition. Arguments, result and errors as `gmm`."""
     group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_gmm(
-        lhs,
-        rhs,
-        group_sizes,
-        group_offset=group_offset,
-        existing_out=existing_out,
-        transpose_rhs=transpose_rhs,
-        preferred_element_type=preferred_element_type,
-        sizes=sizes,
-        exact=True,
+        lhs, rhs, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes, exact=True
     )
     out = np.zeros((p.m, p.n)) if existing_out is None else existing_out.astype(np.float64)
     group_of_row = np.repeat(np.arange(p.experts), group_sizes) - group_offset
@@ -143,15 +119,7 @@ def tgmm_definition(
     """`tgmm` row by row, straight from the definition. Arguments, result and errors as `tgmm`."""
     group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_tgmm(
-        lhs,
-        rhs,
-        group_sizes,
-        group_offset=group_offset,
-        num_actual_groups=num_actual_groups,
-        existing_out=existing_out,
-        preferred_element_type=preferred_element_type,
-        sizes=sizes,
-        exact=True,
+        lhs, rhs, group_sizes, group_offset, num_actual_groups, existing_out, preferred_element_type, sizes, exact=True
     )
     out = np.zeros((p.groups, p.k, p.n)) if existing_out is None else existing_out.astype(np.float64)
     group_of_row = np.repeat(np.arange(p.experts), group_sizes) - group_offset

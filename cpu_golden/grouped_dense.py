@@ -144,16 +144,9 @@ def _check(
     transpose_rhs: bool,
     preferred_element_type: Any,
 ) -> Problem:
+    offset, sizes = scalar(group_offset), values(group_sizes)
     return check_gmm(
-        lhs,
-        rhs,
-        group_sizes,
-        group_offset=scalar(group_offset),
-        existing_out=existing_out,
-        transpose_rhs=transpose_rhs,
-        preferred_element_type=preferred_element_type,
-        sizes=values(group_sizes),
-        exact=True,
+        lhs, rhs, group_sizes, offset, existing_out, transpose_rhs, preferred_element_type, sizes, exact=True
     )
 
 

@@ -14,7 +14,6 @@ from cpu_golden.gmm import gmm, gmm_definition, tgmm, tgmm_definition
 from cpu_golden.mxfp8 import mxfp8_values, unswizzle_scales
 from cpu_golden.stages import Stages, exact
 from op_arguments import Tiling, resolve_tiling
-from op_arguments.gmm import Problem
 from op_arguments.grouped_gemm import check_grouped_gemm, check_mxfp8_tile
 from op_arguments.mxfp8 import MX_BLOCK
 
@@ -51,9 +50,10 @@ def grouped_gemm(
     whose step along the sum (tk, or tm for "contracting") cuts a block is refused; nothing else depends on it here.
     Stages and sites as `gmm` and `tgmm`.
     """
-    p = _check(
-        lhs, rhs, group_sizes, lhs_scale, rhs_scale, ragged, group_offset, num_actual_groups, existing_out,
-        transpose_rhs, scale_layout, preferred_element_type,
+    offset, sizes = scalar(group_offset), values(group_sizes)
+    p = check_grouped_gemm(
+        lhs, rhs, group_sizes, lhs_scale, rhs_scale, ragged, offset, num_actual_groups, existing_out, transpose_rhs,
+        scale_layout, preferred_element_type, sizes,
     )  # fmt: skip
     tm, tk, _ = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
     wide = _mxfp8_operands(lhs, rhs, lhs_scale, rhs_scale, ragged, transpose_rhs, scale_layout)
@@ -87,9 +87,10 @@ def grouped_gemm_definition(
     preferred_element_type: Any = None,
 ) -> Array:
     """`gmm` or `tgmm` of the dequantised operands, row by row. Arguments, result and errors as `grouped_gemm`."""
-    p = _check(
-        lhs, rhs, group_sizes, lhs_scale, rhs_scale, ragged, group_offset, num_actual_groups, existing_out,
-        transpose_rhs, scale_layout, preferred_element_type,
+    offset, sizes = scalar(group_offset), values(group_sizes)
+    p = check_grouped_gemm(
+        lhs, rhs, group_sizes, lhs_scale, rhs_scale, ragged, offset, num_actual_groups, existing_out, transpose_rhs,
+        scale_layout, preferred_element_type, sizes,
     )  # fmt: skip
     wide = _mxfp8_operands(lhs, rhs, lhs_scale, rhs_scale, ragged, transpose_rhs, scale_layout)
     shared: dict[str, Any] = {
@@ -100,37 +101,6 @@ def grouped_gemm_definition(
     if ragged == "contracting":
         return tgmm_definition(*wide, group_sizes, num_actual_groups=num_actual_groups, **shared)
     return gmm_definition(*wide, group_sizes, transpose_rhs=transpose_rhs, **shared)
-
-
-def _check(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    lhs_scale: Array | None,
-    rhs_scale: Array | None,
-    ragged: str,
-    group_offset: int,
-    num_actual_groups: int | None,
-    existing_out: Array | None,
-    transpose_rhs: bool,
-    scale_layout: str,
-    preferred_element_type: Any,
-) -> Problem:
-    return check_grouped_gemm(
-        lhs,
-        rhs,
-        group_sizes,
-        lhs_scale=lhs_scale,
-        rhs_scale=rhs_scale,
-        ragged=ragged,
-        group_offset=scalar(group_offset),
-        num_actual_groups=num_actual_groups,
-        existing_out=existing_out,
-        transpose_rhs=transpose_rhs,
-        scale_layout=scale_layout,
-        preferred_element_type=preferred_element_type,
-        sizes=values(group_sizes),
-    )
 
 
 def _mxfp8_operands(

@@ -44,18 +44,10 @@ def gmm_quantized(
     lhs_scale, rhs_scale, scale (the product of the two), scaled (a block's sum times it), acc (the running sum of
     these) and out.
     """
+    operands = lhs, lhs_scale, rhs, rhs_scale
     group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_gmm_quantized(
-        lhs,
-        lhs_scale,
-        rhs,
-        rhs_scale,
-        group_sizes,
-        group_offset=group_offset,
-        existing_out=existing_out,
-        transpose_rhs=transpose_rhs,
-        preferred_element_type=preferred_element_type,
-        sizes=sizes,
+        *operands, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes
     )
     _, tk, _ = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
     check_tile("tk", tk, p.block, p.k)
@@ -88,18 +80,10 @@ def tgmm_quantized(
     [G, K, N] is added. Everything else as `tgmm`; a `tiling` whose tm cuts a block is refused.
     Stages and sites as `gmm_quantized`, depth along M.
     """
+    operands = lhs, lhs_scale, rhs, rhs_scale
     group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_tgmm_quantized(
-        lhs,
-        lhs_scale,
-        rhs,
-        rhs_scale,
-        group_sizes,
-        group_offset=group_offset,
-        num_actual_groups=num_actual_groups,
-        existing_out=existing_out,
-        preferred_element_type=preferred_element_type,
-        sizes=sizes,
+        *operands, group_sizes, group_offset, num_actual_groups, existing_out, preferred_element_type, sizes
     )
     tm, _, _ = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
     check_tile("tm", tm, p.block, p.m)
@@ -123,18 +107,9 @@ def gmm_quantized_definition(
     preferred_element_type: Any = None,
 ) -> Array:
     """`gmm` of the dequantised operands. Arguments, result and errors as `gmm_quantized`."""
-    p = check_gmm_quantized(
-        lhs,
-        lhs_scale,
-        rhs,
-        rhs_scale,
-        group_sizes,
-        group_offset=scalar(group_offset),
-        existing_out=existing_out,
-        transpose_rhs=transpose_rhs,
-        preferred_element_type=preferred_element_type,
-        sizes=values(group_sizes),
-    )
+    operands = lhs, lhs_scale, rhs, rhs_scale
+    offset, sizes = scalar(group_offset), values(group_sizes)
+    p = check_gmm_quantized(*operands, group_sizes, offset, existing_out, transpose_rhs, preferred_element_type, sizes)
     return gmm_definition(
         _dequantized(lhs, lhs_scale, p.lhs_blocks),
         _dequantized(rhs, rhs_scale, p.rhs_blocks),
@@ -159,17 +134,10 @@ def tgmm_quantized_definition(
     preferred_element_type: Any = None,
 ) -> Array:
     """`tgmm` of the dequantised operands. Arguments, result and errors as `tgmm_quantized`."""
+    operands = lhs, lhs_scale, rhs, rhs_scale
+    offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_tgmm_quantized(
-        lhs,
-        lhs_scale,
-        rhs,
-        rhs_scale,
-        group_sizes,
-        group_offset=scalar(group_offset),
-        num_actual_groups=num_actual_groups,
-        existing_out=existing_out,
-        preferred_element_type=preferred_element_type,
-        sizes=values(group_sizes),
+        *operands, group_sizes, offset, num_actual_groups, existing_out, preferred_element_type, sizes
     )
     return tgmm_definition(
         _dequantized(lhs, lhs_scale, p.lhs_blocks),

@@ -69,17 +69,7 @@ def chunk_fwd(
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`, ValueError for tensors on several devices, and
     RuntimeError for CPU tensors where Triton's interpreter is off.
     """
-    p = check_forward(
-        q,
-        k,
-        v,
-        gates=gates,
-        scale=scale,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        offsets=values(cu_seqlens),
-        chunk_size=chunk_size,
-    )
+    p = check_forward(q, k, v, gates, scale, initial_state, cu_seqlens, values(cu_seqlens), chunk_size)
     check_precision(precision, p.dtype)
     tensors = {"q": q, "k": k, "v": v, **gates, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     device = check_devices(tensors)
@@ -114,19 +104,7 @@ def chunk_bwd(
     scalar gate's dgate where K has one tile.
     Raises as `chunk_fwd`, with `op_arguments.gla.check_backward`.
     """
-    p = check_backward(
-        q,
-        k,
-        v,
-        do,
-        gates=gates,
-        scale=scale,
-        initial_state=initial_state,
-        dht=dht,
-        cu_seqlens=cu_seqlens,
-        offsets=values(cu_seqlens),
-        chunk_size=chunk_size,
-    )
+    p = check_backward(q, k, v, do, gates, scale, initial_state, dht, cu_seqlens, values(cu_seqlens), chunk_size)
     check_precision(precision, p.dtype)
     tensors = {"q": q, "k": k, "v": v, "do": do, **gates, "initial_state": initial_state, "dht": dht}
     device = check_devices(tensors | {"cu_seqlens": cu_seqlens})

@@ -93,16 +93,7 @@ def recurrent_fwd(
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`, ValueError for tensors on several devices, and
     RuntimeError for CPU tensors where Triton's interpreter is off.
     """
-    p = check_forward(
-        q,
-        k,
-        v,
-        gates=gates,
-        scale=scale,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        offsets=values(cu_seqlens),
-    )
+    p = check_forward(q, k, v, gates, scale, initial_state, cu_seqlens, values(cu_seqlens))
     tensors = {"q": q, "k": k, "v": v, **gates, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     check_devices(tensors)
     return _forward(q, k, v, dict(gates), initial_state, cu_seqlens, p, reverse, output_final_state)
@@ -129,18 +120,7 @@ def recurrent_bwd(
     where K has one tile).
     Raises as `recurrent_fwd`, with `op_arguments.gla.check_backward`.
     """
-    p = check_backward(
-        q,
-        k,
-        v,
-        do,
-        gates=gates,
-        scale=scale,
-        initial_state=initial_state,
-        dht=dht,
-        cu_seqlens=cu_seqlens,
-        offsets=values(cu_seqlens),
-    )
+    p = check_backward(q, k, v, do, gates, scale, initial_state, dht, cu_seqlens, values(cu_seqlens))
     tensors = {"q": q, "k": k, "v": v, "do": do, **gates, "initial_state": initial_state, "dht": dht}
     check_devices(tensors | {"cu_seqlens": cu_seqlens})
     return _backward(q, k, v, do, dict(gates), initial_state, dht, cu_seqlens, p, reverse)

@@ -86,7 +86,6 @@ def check_forward(
     q: Array,
     k: Array,
     v: Array,
-    *,
     gates: Gates,
     scale: float | None,
     initial_state: Array | None,
@@ -124,7 +123,6 @@ def check_backward(
     k: Array,
     v: Array,
     do: Array,
-    *,
     gates: Gates,
     scale: float | None,
     initial_state: Array | None,
@@ -135,18 +133,7 @@ def check_backward(
     exact: bool = False,
 ) -> Problem:
     """Check the arguments of a backward pass; as `check_forward`."""
-    p = check_forward(
-        q,
-        k,
-        v,
-        gates=gates,
-        scale=scale,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        offsets=offsets,
-        chunk_size=chunk_size,
-        exact=exact,
-    )
+    p = check_forward(q, k, v, gates, scale, initial_state, cu_seqlens, offsets, chunk_size, exact=exact)
     check_array("do", do, "B, T, H, V", FLOATS, exact=True)
     _same_dtype("do", do, q)
     check_shape("do", do, "B, T, H, V", (p.b, p.t, p.h, p.v))

@@ -28,7 +28,6 @@ def check_grouped_gemm(
     lhs: Array,
     rhs: Array,
     group_sizes: Array,
-    *,
     lhs_scale: Array | None,
     rhs_scale: Array | None,
     ragged: str,

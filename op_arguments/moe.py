@@ -27,7 +27,6 @@ def check_moe_layer(
     w_gate: Array,
     w_up: Array,
     w_down: Array,
-    *,
     top_k: Any,
     quantize: Any,
     block_size: int | None,

@@ -93,17 +93,8 @@ def chunk_fwd(
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`, `check_precision` and `check_fused`; values are
     checked outside tracing only.
     """
-    p = check_forward(
-        q,
-        k,
-        v,
-        gates=gates,
-        scale=scale,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        offsets=None if cu_seqlens is None else concrete_values(cu_seqlens),
-        chunk_size=chunk_size,
-    )
+    offsets = concrete_values(cu_seqlens)
+    p = check_forward(q, k, v, gates, scale, initial_state, cu_seqlens, offsets, chunk_size)
     packed = cu_seqlens is not None
     scan = make_scan(p, gates, packed=packed, chunk_size=chunk_size, precision=precision, fused=fused, backward=False)
     return _forward(
@@ -141,19 +132,8 @@ def chunk_bwd(
     Sites shown to a probe: those of `chunk_fwd`, dA, dgate and dstate.
     Raises as `chunk_fwd`, with `op_arguments.gla.check_backward`.
     """
-    p = check_backward(
-        q,
-        k,
-        v,
-        do,
-        gates=gates,
-        scale=scale,
-        initial_state=initial_state,
-        dht=dht,
-        cu_seqlens=cu_seqlens,
-        offsets=None if cu_seqlens is None else concrete_values(cu_seqlens),
-        chunk_size=chunk_size,
-    )
+    offsets = concrete_values(cu_seqlens)
+    p = check_backward(q, k, v, do, gates, scale, initial_state, dht, cu_seqlens, offsets, chunk_size)
     packed = cu_seqlens is not None
     scan = make_scan(p, gates, packed=packed, chunk_size=chunk_size, precision=precision, fused=fused, backward=True)
     return _backward(

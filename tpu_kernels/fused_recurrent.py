@@ -68,16 +68,7 @@ def recurrent_fwd(
     last sequence. Sites shown to a probe: kept and state.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`; values are checked outside tracing only.
     """
-    p = check_forward(
-        q,
-        k,
-        v,
-        gates=gates,
-        scale=scale,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        offsets=None if cu_seqlens is None else concrete_values(cu_seqlens),
-    )
+    p = check_forward(q, k, v, gates, scale, initial_state, cu_seqlens, concrete_values(cu_seqlens))
     interpret = resolve_interpret(interpret)
     plan = make_plan(p, gates, reverse=bool(reverse), backward=False, interpret=interpret)
     final = bool(output_final_state)
@@ -107,18 +98,7 @@ def recurrent_bwd(
     `recurrent_fwd`, dstate and dgate.
     Raises as `recurrent_fwd`, with `op_arguments.gla.check_backward`.
     """
-    p = check_backward(
-        q,
-        k,
-        v,
-        do,
-        gates=gates,
-        scale=scale,
-        initial_state=initial_state,
-        dht=dht,
-        cu_seqlens=cu_seqlens,
-        offsets=None if cu_seqlens is None else concrete_values(cu_seqlens),
-    )
+    p = check_backward(q, k, v, do, gates, scale, initial_state, dht, cu_seqlens, concrete_values(cu_seqlens))
     interpret = resolve_interpret(interpret)
     plan = make_plan(p, gates, reverse=bool(reverse), backward=True, interpret=interpret)
     return _backward(q, k, v, do, dict(gates), initial_state, dht, cu_seqlens, plan=plan, interpret=interpret)

@@ -172,17 +172,8 @@ def differentiable(
 ) -> Output:
     """`forward(q, k, v, …)` with the derivative `backward(q, k, v, do, …)`."""
     # Here and not only in the passes: inside a custom_vjp all values are traced.
-    check_forward(
-        q,
-        k,
-        v,
-        gates=gates,
-        scale=options.get("scale"),
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        offsets=None if cu_seqlens is None else concrete_values(cu_seqlens),
-        chunk_size=options.get("chunk_size", CHUNK_STEP),
-    )
+    scale, chunk_size = options.get("scale"), options.get("chunk_size", CHUNK_STEP)
+    check_forward(q, k, v, gates, scale, initial_state, cu_seqlens, concrete_values(cu_seqlens), chunk_size)
     passes = _Passes(forward, backward, bool(output_final_state), tuple(options.items()))
     return Output(*_scan(passes, q, k, v, dict(gates), initial_state, cu_seqlens))
 

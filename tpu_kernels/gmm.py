@@ -60,17 +60,8 @@ def gmm(
     registers; default: `_gmm_tiles`. interpret: as `pl.pallas_call`; None interprets where there is no TPU.
     `jax.shard_map` takes it with check_vma=False. Sites for a probe: partial and acc.
     """
-    group_offset = static_scalar(group_offset)
-    p = check_gmm(
-        lhs,
-        rhs,
-        group_sizes,
-        group_offset=group_offset,
-        existing_out=existing_out,
-        transpose_rhs=transpose_rhs,
-        preferred_element_type=preferred_element_type,
-        sizes=concrete_values(group_sizes),
-    )
+    group_offset, sizes = static_scalar(group_offset), concrete_values(group_sizes)
+    p = check_gmm(lhs, rhs, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes)
     small = is_small(existing_out, p.out_dtype)
     tile = resolve_tiling(tiling, partial(_gmm_tiles, lhs.dtype, small), p.m, p.k, p.n)
     return _gmm(
@@ -103,17 +94,8 @@ def tgmm(
     Arguments, result and errors as `cpu_golden.gmm.tgmm`; precision, group_offset, tiling (default: `_tgmm_tiles`),
     interpret and sites as `gmm`. existing_out is added in float32.
     """
-    group_offset = static_scalar(group_offset)
-    p = check_tgmm(
-        lhs,
-        rhs,
-        group_sizes,
-        group_offset=group_offset,
-        num_actual_groups=num_actual_groups,
-        existing_out=existing_out,
-        preferred_element_type=preferred_element_type,
-        sizes=concrete_values(group_sizes),
-    )
+    group_offset, sizes = static_scalar(group_offset), concrete_values(group_sizes)
+    p = check_tgmm(lhs, rhs, group_sizes, group_offset, num_actual_groups, existing_out, preferred_element_type, sizes)
     small = is_small(existing_out, p.out_dtype)
     tile = resolve_tiling(tiling, partial(_tgmm_tiles, lhs.dtype, small), p.m, p.k, p.n)
     return _tgmm(

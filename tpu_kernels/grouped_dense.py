@@ -110,18 +110,9 @@ def _checked(
     group_offset: int | jax.Array,
 ) -> tuple[_Options, Shard, Problem]:
     check_quantize_options(asked.quantize, asked.bwd_quantize, asked.block_size)
-    group_offset = static_scalar(group_offset)
+    group_offset, sizes = static_scalar(group_offset), concrete_values(group_sizes)
     # Here and not only in the matmuls: inside a custom_vjp all values are traced.
-    p = check_gmm(
-        lhs,
-        rhs,
-        group_sizes,
-        group_offset=group_offset,
-        existing_out=existing_out,
-        transpose_rhs=asked.transpose_rhs,
-        preferred_element_type=asked.out_dtype,
-        sizes=concrete_values(group_sizes),
-    )
+    p = check_gmm(lhs, rhs, group_sizes, group_offset, existing_out, asked.transpose_rhs, asked.out_dtype, sizes)
     options = asked._replace(
         quantize=_is_quantized(asked.quantize),
         bwd_quantize=_is_quantized(asked.bwd_quantize),

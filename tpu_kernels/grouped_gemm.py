@@ -51,22 +51,11 @@ def grouped_gemm(
     2^-127, itself subnormal: no value of it reaches 2^-118 (e5m2: 2^-111). Which path is taken, and why:
     `grouped_gemm_support`; strict=True refuses a fallback. Sites for a probe as `gmm_quantized`.
     """
-    group_offset = static_scalar(group_offset)
+    group_offset, sizes = static_scalar(group_offset), concrete_values(group_sizes)
     p = check_grouped_gemm(
-        lhs,
-        rhs,
-        group_sizes,
-        lhs_scale=lhs_scale,
-        rhs_scale=rhs_scale,
-        ragged=ragged,
-        group_offset=group_offset,
-        num_actual_groups=num_actual_groups,
-        existing_out=existing_out,
-        transpose_rhs=transpose_rhs,
-        scale_layout=scale_layout,
-        preferred_element_type=preferred_element_type,
-        sizes=concrete_values(group_sizes),
-    )
+        lhs, rhs, group_sizes, lhs_scale, rhs_scale, ragged, group_offset, num_actual_groups, existing_out,
+        transpose_rhs, scale_layout, preferred_element_type, sizes,
+    )  # fmt: skip
     support = grouped_gemm_support(lhs.dtype, rhs.dtype, scale_layout=scale_layout)
     check_strict(support, strict)
     contracting = ragged == "contracting"

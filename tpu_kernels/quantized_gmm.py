@@ -40,27 +40,16 @@ def gmm_quantized(
     unit multiplies: `tpu_kernels._lib.chip.matmul_path`. On v5e, v5p and v6e scales of e4m3fn are infinite from 2^124
     on: 16 times them is what is used. Site for a probe: acc, the finished sums.
     """
-    group_offset = static_scalar(group_offset)
+    operands = lhs, lhs_scale, rhs, rhs_scale
+    group_offset, sizes = static_scalar(group_offset), concrete_values(group_sizes)
     p = check_gmm_quantized(
-        lhs,
-        lhs_scale,
-        rhs,
-        rhs_scale,
-        group_sizes,
-        group_offset=group_offset,
-        existing_out=existing_out,
-        transpose_rhs=transpose_rhs,
-        preferred_element_type=preferred_element_type,
-        sizes=concrete_values(group_sizes),
+        *operands, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes
     )
     small = are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
     tile = resolve_tiling(tiling, partial(scaled_gmm_tiles, p.block, small, False), p.m, p.k, p.n)
     check_tile("tk", tile[1], p.block, p.k)
     return scaled_gmm(
-        lhs,
-        lhs_scale,
-        rhs,
-        rhs_scale,
+        *operands,
         group_sizes,
         as_vector(group_offset, p.experts - p.groups),
         existing_out,
@@ -89,18 +78,10 @@ def tgmm_quantized(
 
     Arguments, result and errors as `cpu_golden.quantized_gmm.tgmm_quantized`; all else as `gmm_quantized`.
     """
-    group_offset = static_scalar(group_offset)
+    operands = lhs, lhs_scale, rhs, rhs_scale
+    group_offset, sizes = static_scalar(group_offset), concrete_values(group_sizes)
     p = check_tgmm_quantized(
-        lhs,
-        lhs_scale,
-        rhs,
-        rhs_scale,
-        group_sizes,
-        group_offset=group_offset,
-        num_actual_groups=num_actual_groups,
-        existing_out=existing_out,
-        preferred_element_type=preferred_element_type,
-        sizes=concrete_values(group_sizes),
+        *operands, group_sizes, group_offset, num_actual_groups, existing_out, preferred_element_type, sizes
     )
     narrow = are_narrow(lhs, rhs)
     # What is widened and scaled part by part leaves no room for more columns.
@@ -108,10 +89,7 @@ def tgmm_quantized(
     tile = resolve_tiling(tiling, partial(scaled_tgmm_tiles, narrow, small), p.m, p.k, p.n)
     check_tile("tm", tile[0], p.block, p.m)
     return scaled_tgmm(
-        lhs,
-        lhs_scale,
-        rhs,
-        rhs_scale,
+        *operands,
         group_sizes,
         as_vector(group_offset, p.experts - p.groups),
         existing_out,

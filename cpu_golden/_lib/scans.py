@@ -43,18 +43,7 @@ def forward(
 ) -> Output:
     """Every sequence by `scan`; arguments as the public functions of `simple_gla` and `gla` take them, checked here."""
     offsets = values(cu_seqlens)
-    p = check_forward(
-        q,
-        k,
-        v,
-        gates=gates,
-        scale=scale,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        offsets=offsets,
-        chunk_size=chunk_size,
-        exact=True,
-    )
+    p = check_forward(q, k, v, gates, scale, initial_state, cu_seqlens, offsets, chunk_size, exact=True)
     o, states = np.zeros((p.b, p.t, p.h, p.v)), _states(initial_state, p)
     gate = _gate(gates, p)
     for steps, n in _sequences(p, offsets, reverse):
@@ -81,20 +70,7 @@ def backward(
 ) -> tuple[Array, Array, Array, Array, Array | None]:
     """dq, dk, dv, dgate [B, T, H, K or 1] and, where there is an initial_state, dh0; as `forward`."""
     offsets = values(cu_seqlens)
-    p = check_backward(
-        q,
-        k,
-        v,
-        do,
-        gates=gates,
-        scale=scale,
-        initial_state=initial_state,
-        dht=dht,
-        cu_seqlens=cu_seqlens,
-        offsets=offsets,
-        chunk_size=chunk_size,
-        exact=True,
-    )
+    p = check_backward(q, k, v, do, gates, scale, initial_state, dht, cu_seqlens, offsets, chunk_size, exact=True)
     gate, states, dstates = _gate(gates, p), _states(initial_state, p), _states(dht, p)
     dq, dk, dv, dgate = (np.zeros(x.shape) for x in (q, k, v, gate))
     for steps, n in _sequences(p, offsets, reverse):
