@@ -8,6 +8,8 @@ Sums are float32 (operands in full precision: no TF32) and are rounded once, whe
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # (kernel arguments are what Triton makes of them; every host function below is annotated)
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -15,9 +17,11 @@ from torch import Tensor
 
 from gpu_reference._lib.hardware import bfloat16_as_float32_where_interpreted, check_devices
 from gpu_reference._lib.launch import Launch, launch_options
-from gpu_reference._lib.operands import only_tensor, operand, scalar, shard_of, sizes_of, values
+from gpu_reference._lib.operands import operand, scalar, values
 from gpu_reference._lib.probe import INTERPRETED, probe
 from gpu_reference._lib.products import (
+    arguments_of_groups,
+    arguments_of_rows,
     first_tiles,
     grid_of_groups,
     grid_of_rows,
@@ -31,7 +35,7 @@ from gpu_reference._lib.products import (
     store_rows,
     visit_of_program,
 )
-from gpu_reference._lib.tiles import Candidate, Tile, block_of, first_filled, fitted
+from gpu_reference._lib.tiles import Candidate, Tile, first_filled, fitted
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.gmm import GroupMetadata, Problem, check_gmm, check_tgmm
 
@@ -72,19 +76,10 @@ def gmm(
     Raises ValueError or TypeError as `op_arguments.gmm.check_gmm`, ValueError for tensors on several devices, and
     RuntimeError for CPU tensors where Triton's interpreter is off.
     """
-    group_offset = scalar(group_offset)
-    p = check_gmm(
-        lhs,
-        rhs,
-        group_sizes,
-        group_offset=group_offset,
-        existing_out=existing_out,
-        transpose_rhs=transpose_rhs,
-        preferred_element_type=preferred_element_type,
-        sizes=values(group_sizes),
-    )
+    group_offset, sizes = scalar(group_offset), values(group_sizes)
+    p = check_gmm(lhs, rhs, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes)
     tensors = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "existing_out": existing_out}
-    check_devices(tensors | only_tensor("group_offset", group_offset))
+    check_devices(tensors | {"group_offset": group_offset})
     weights = rhs.transpose(1, 2) if transpose_rhs else rhs
     out_dtype = getattr(torch, p.out_dtype)
     return _gmm(p, lhs, weights, group_sizes, group_offset, existing_out, tiling, out_dtype)
@@ -108,19 +103,10 @@ def tgmm(
     an empty group's block is zero; existing_out [G, K, N] is added to the float32 sums. tiling and probes as in `gmm`.
     Raises as `gmm`, with `op_arguments.gmm.check_tgmm`.
     """
-    group_offset = scalar(group_offset)
-    p = check_tgmm(
-        lhs,
-        rhs,
-        group_sizes,
-        group_offset=group_offset,
-        num_actual_groups=num_actual_groups,
-        existing_out=existing_out,
-        preferred_element_type=preferred_element_type,
-        sizes=values(group_sizes),
-    )
+    group_offset, sizes = scalar(group_offset), values(group_sizes)
+    p = check_tgmm(lhs, rhs, group_sizes, group_offset, num_actual_groups, existing_out, preferred_element_type, sizes)
     tensors = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "existing_out": existing_out}
-    check_devices(tensors | only_tensor("group_offset", group_offset))
+    check_devices(tensors | {"group_offset": group_offset})
     return _tgmm(p, lhs, rhs, group_sizes, group_offset, existing_out, tiling, getattr(torch, p.out_dtype))
 
 
@@ -137,10 +123,7 @@ def _gmm(
 ) -> Tensor:
     """`gmm` of checked arguments: rhs as [G, K, N] whatever its layout."""
     tile = gmm_tile(p, lhs.element_size(), tiling)
-
-    def launch(out: Tensor, metadata: GroupMetadata, offset: Tensor) -> Launch:
-        return gmm_launch(p, tile, lhs, rhs, existing_out, out, metadata, offset)
-
+    launch = partial(gmm_launch, p, tile, lhs, rhs, existing_out)
     return product_of_rows(p, tile.m, group_sizes, group_offset, existing_out, out_dtype, launch)
 
 
@@ -157,10 +140,7 @@ def _tgmm(
 ) -> Tensor:
     """`tgmm` of checked arguments."""
     tile = tgmm_tile(p, lhs.element_size(), tiling)
-
-    def launch(out: Tensor, group_sizes: Tensor, offset: Tensor) -> Launch:
-        return tgmm_launch(p, tile, lhs, rhs, existing_out, out, group_sizes, offset)
-
+    launch = partial(tgmm_launch, p, tile, lhs, rhs, existing_out)
     return product_of_groups(p, group_sizes, group_offset, out_dtype, launch)
 
 
@@ -190,13 +170,7 @@ def gmm_launch(
     arguments = {
         "lhs": operand(lhs),
         "rhs": operand(rhs),
-        "existing_out": None if existing_out is None else operand(existing_out),
-        "out": out,
-        "metadata": metadata,
-        "shard": shard_of(p, group_offset),
-        "sizes": sizes_of(p),
-        "TILE": tile,
-        "EVEN_K": p.k % tile.k == 0,
+        **arguments_of_rows(p, tile, existing_out, out, metadata, group_offset),
     }
     options = launch_options(tile.m, tile.k, tile.n, lhs.element_size())
     return Launch(_gmm_kernel, grid_of_rows(p, tile), arguments, options)
@@ -216,13 +190,7 @@ def tgmm_launch(
     arguments = {
         "lhs": operand(lhs, transposed=True),
         "rhs": operand(rhs),
-        "existing_out": None if existing_out is None else operand(existing_out),
-        "out": out,
-        "group_sizes": group_sizes,
-        "shard": shard_of(p, group_offset),
-        "sizes": sizes_of(p),
-        "TILE": tile,
-        "EXPERTS_BLOCK": block_of(p.experts),
+        **arguments_of_groups(p, tile, existing_out, out, group_sizes, group_offset),
     }
     options = launch_options(tile.k, tile.m, tile.n, lhs.element_size())
     return Launch(_tgmm_kernel, grid_of_groups(p, tile), arguments, options)

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from gpu_reference._lib.formats import Quantized
 from gpu_reference._lib.hardware import architecture, check_devices, supports_matmul
-from gpu_reference._lib.operands import on_device, only_tensor, primal_of, scalar, values
+from gpu_reference._lib.operands import on_device, primal_of, scalar, values
 from gpu_reference._lib.pairs import dual_quantized, padded, product, quantized, weight_product, with_rows
 from op_arguments import Tiling, check_array, check_shape, dtype_name
 from op_arguments.gmm import check_gmm
@@ -68,19 +68,10 @@ def grouped_dense(
     matmul, and the sums of the other two at dlhs and drhs.
     """
     check_quantize_options(quantize, bwd_quantize, block_size)
-    group_offset = scalar(group_offset)
-    p = check_gmm(
-        lhs,
-        rhs,
-        group_sizes,
-        group_offset=group_offset,
-        existing_out=existing_out,
-        transpose_rhs=transpose_rhs,
-        preferred_element_type=preferred_element_type,
-        sizes=values(group_sizes),
-    )
+    group_offset, sizes = scalar(group_offset), values(group_sizes)
+    p = check_gmm(lhs, rhs, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes)
     tensors = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "existing_out": existing_out}
-    device = check_devices(tensors | only_tensor("group_offset", group_offset))
+    device = check_devices(tensors | {"group_offset": group_offset})
     options = _Options(
         quantize=_resolved(quantize, device),
         bwd_quantize=_resolved(bwd_quantize, device),

@@ -6,6 +6,7 @@ Scales, which are powers of two, are multiplied by the matrix unit itself, or in
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # (kernel arguments are what Triton makes of them; every host function below is annotated)
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +23,11 @@ from gpu_reference._lib.hardware import (
     computes_bfloat16,
 )
 from gpu_reference._lib.launch import Launch, launch_options
-from gpu_reference._lib.operands import Operand, only_tensor, operand, scalar, shard_of, sizes_of, values
+from gpu_reference._lib.operands import Operand, operand, scalar, values
 from gpu_reference._lib.probe import INTERPRETED, probe
 from gpu_reference._lib.products import (
+    arguments_of_groups,
+    arguments_of_rows,
     first_tiles,
     grid_of_groups,
     grid_of_rows,
@@ -38,7 +41,7 @@ from gpu_reference._lib.products import (
     store_rows,
     visit_of_program,
 )
-from gpu_reference._lib.tiles import Candidate, Tile, block_of, first_filled, fitted
+from gpu_reference._lib.tiles import Candidate, Tile, first_filled, fitted
 from gpu_reference.gmm import TGMM_TILES, gmm, tgmm
 from op_arguments import Tiling, dtype_name, resolve_tiling
 from op_arguments.gmm import GroupMetadata, Problem
@@ -115,25 +118,13 @@ def grouped_gemm(
     ValueError, with the reason, where the path is a fallback: "bfloat16" of two MXFP8 operands. Probes as in
     `gmm_quantized`.
     """
-    group_offset = scalar(group_offset)
+    group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_grouped_gemm(
-        lhs,
-        rhs,
-        group_sizes,
-        lhs_scale=lhs_scale,
-        rhs_scale=rhs_scale,
-        ragged=ragged,
-        group_offset=group_offset,
-        num_actual_groups=num_actual_groups,
-        existing_out=existing_out,
-        transpose_rhs=transpose_rhs,
-        scale_layout=scale_layout,
-        preferred_element_type=preferred_element_type,
-        sizes=values(group_sizes),
-    )
-    operands = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale}
-    tensors = operands | {"group_sizes": group_sizes, "existing_out": existing_out}
-    device = check_devices(tensors | only_tensor("group_offset", group_offset))
+        lhs, rhs, group_sizes, lhs_scale, rhs_scale, ragged, group_offset, num_actual_groups, existing_out,
+        transpose_rhs, scale_layout, preferred_element_type, sizes,
+    )  # fmt: skip
+    tensors = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale, "group_sizes": group_sizes}
+    device = check_devices(tensors | {"existing_out": existing_out, "group_offset": group_offset})
     support = _support(lhs.dtype, rhs.dtype, architecture(device))
     check_strict(support, strict)
     out_dtype = getattr(torch, p.out_dtype)
@@ -141,11 +132,7 @@ def grouped_gemm(
         rhs = rhs.transpose(1, 2)
         if rhs_scale is not None and scale_layout == "plain":
             rhs_scale = rhs_scale.transpose(1, 2)
-    shared: dict[str, Any] = {
-        "group_offset": group_offset,
-        "existing_out": existing_out,
-        "tiling": tiling,
-    }
+    shared: dict[str, Any] = {"group_offset": group_offset, "existing_out": existing_out, "tiling": tiling}
     if support.path == "unquantised" and ragged == "contracting":
         shared |= {"num_actual_groups": num_actual_groups, "preferred_element_type": out_dtype}
         return tgmm(lhs, rhs, group_sizes, **shared)
@@ -171,10 +158,7 @@ def _grouped_gemm(
 ) -> Tensor:
     """`grouped_gemm` with ragged="lhs" of checked arguments: rhs and its plain scale as of [G, K, N]."""
     tile, dot = _tile_and_dot(p, lhs, rhs, "lhs", tiling)
-
-    def launch(out: Tensor, metadata: GroupMetadata, offset: Tensor) -> Launch:
-        return grouped_gemm_launch(p, tile, dot, lhs, rhs, swizzled, existing_out, out, metadata, offset)
-
+    launch = partial(grouped_gemm_launch, p, tile, dot, lhs, rhs, swizzled, existing_out)
     return product_of_rows(p, tile.m, group_sizes, group_offset, existing_out, out_dtype, launch)
 
 
@@ -192,10 +176,7 @@ def _grouped_wgrad(
 ) -> Tensor:
     """`grouped_gemm` with ragged="contracting" of checked arguments."""
     tile, dot = _tile_and_dot(p, lhs, rhs, "contracting", tiling)
-
-    def launch(out: Tensor, group_sizes: Tensor, offset: Tensor) -> Launch:
-        return grouped_wgrad_launch(p, tile, dot, lhs, rhs, swizzled, existing_out, out, group_sizes, offset)
-
+    launch = partial(grouped_wgrad_launch, p, tile, dot, lhs, rhs, swizzled, existing_out)
     return product_of_groups(p, group_sizes, group_offset, out_dtype, launch)
 
 
@@ -255,13 +236,7 @@ def grouped_gemm_launch(
     arguments = {
         "lhs": _operand(*lhs, swizzled, of_rows=True),
         "rhs": _operand(*rhs, swizzled, of_rows=False),
-        "existing_out": None if existing_out is None else operand(existing_out),
-        "out": out,
-        "metadata": metadata,
-        "shard": shard_of(p, group_offset),
-        "sizes": sizes_of(p),
-        "TILE": tile,
-        "EVEN_K": p.k % tile.k == 0,
+        **arguments_of_rows(p, tile, existing_out, out, metadata, group_offset),
         "SCALING": Scaling(dot, _format(*lhs), _format(*rhs), swizzled),
     }
     options = _options(tile.m, tile.k, tile.n, dot)
@@ -284,13 +259,7 @@ def grouped_wgrad_launch(
     arguments = {
         "lhs": _operand(*lhs, swizzled, of_rows=True, transposed=True),
         "rhs": _operand(*rhs, swizzled, of_rows=False),
-        "existing_out": None if existing_out is None else operand(existing_out),
-        "out": out,
-        "group_sizes": group_sizes,
-        "shard": shard_of(p, group_offset),
-        "sizes": sizes_of(p),
-        "TILE": tile,
-        "EXPERTS_BLOCK": block_of(p.experts),
+        **arguments_of_groups(p, tile, existing_out, out, group_sizes, group_offset),
         "SCALING": Scaling(dot, _format(*lhs), _format(*rhs), swizzled),
     }
     options = _options(tile.k, tile.m, tile.n, dot)

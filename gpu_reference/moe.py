@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from gpu_reference._lib.exchange import exchange_plans, swap
 from gpu_reference._lib.formats import Quantized
 from gpu_reference._lib.hardware import check_devices
-from gpu_reference._lib.operands import only_tensor, primal_of, scalar
+from gpu_reference._lib.operands import primal_of, scalar
 from gpu_reference._lib.pairs import dual_quantized, product, quantized, weight_product
 from gpu_reference._lib.routing import combine, plan_rows, take
 from gpu_reference.gmm import gmm, tgmm
@@ -109,7 +109,7 @@ def moe_layer(
         group_offset=group_offset,
     )
     tensors = {"x": x, "w_router": w_router, "w_gate": w_gate, "w_up": w_up, "w_down": w_down}
-    check_devices(tensors | only_tensor("group_offset", group_offset))
+    check_devices(tensors | {"group_offset": group_offset})
     if process_group is not None:
         check_expert_parallel(layer, process_group.size(), group_offset)
     o = _LayerOptions(top_k, quantize, block_size, capacity, bool(renormalize), tiling, process_group, x.dtype)

@@ -8,6 +8,7 @@ Other scales multiply the whole sum, once. Sums of int8 products are int32 as lo
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # (kernel arguments are what Triton makes of them; every host function below is annotated)
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +26,11 @@ from gpu_reference._lib.hardware import (
     supports_matmul,
 )
 from gpu_reference._lib.launch import Launch, launch_options
-from gpu_reference._lib.operands import Operand, only_tensor, operand, scalar, shard_of, sizes_of, values
+from gpu_reference._lib.operands import Operand, operand, scalar, values
 from gpu_reference._lib.probe import INTERPRETED, probe
 from gpu_reference._lib.products import (
+    arguments_of_groups,
+    arguments_of_rows,
     first_tiles,
     grid_of_groups,
     grid_of_rows,
@@ -41,7 +44,7 @@ from gpu_reference._lib.products import (
     store_rows,
     visit_of_program,
 )
-from gpu_reference._lib.tiles import Candidate, Tile, block_of, first_filled, fitted
+from gpu_reference._lib.tiles import Candidate, Tile, first_filled, fitted
 from gpu_reference.gmm import GMM_TILES, TGMM_TILES
 from op_arguments import Tiling, dtype_name, resolve_tiling
 from op_arguments.gmm import GroupMetadata
@@ -118,22 +121,13 @@ def gmm_quantized(
     `op_arguments.quantized_gmm.check_gmm_quantized`; a `tiling` whose tk cuts a block is refused. What the dot
     multiplies on which GPU, and why: `dot_path`. Shown to a probe: the finished sums, at acc.
     """
-    group_offset = scalar(group_offset)
+    operands = lhs, lhs_scale, rhs, rhs_scale
+    group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_gmm_quantized(
-        lhs,
-        lhs_scale,
-        rhs,
-        rhs_scale,
-        group_sizes,
-        group_offset=group_offset,
-        existing_out=existing_out,
-        transpose_rhs=transpose_rhs,
-        preferred_element_type=preferred_element_type,
-        sizes=values(group_sizes),
+        *operands, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes
     )
-    operands = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale}
-    tensors = operands | {"group_sizes": group_sizes, "existing_out": existing_out}
-    check_devices(tensors | only_tensor("group_offset", group_offset))
+    tensors = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale, "group_sizes": group_sizes}
+    check_devices(tensors | {"existing_out": existing_out, "group_offset": group_offset})
     if transpose_rhs:
         rhs, rhs_scale = rhs.transpose(1, 2), None if rhs_scale is None else rhs_scale.transpose(1, 2)
         block_g, block_n, block_k = p.rhs_blocks
@@ -163,22 +157,13 @@ def tgmm_quantized(
     [G, K, N] is added to the float32 sums. Probes as in `gmm_quantized`. Everything else as `tgmm`; a `tiling` whose
     tm cuts a block is refused.
     """
-    group_offset = scalar(group_offset)
+    operands = lhs, lhs_scale, rhs, rhs_scale
+    group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_tgmm_quantized(
-        lhs,
-        lhs_scale,
-        rhs,
-        rhs_scale,
-        group_sizes,
-        group_offset=group_offset,
-        num_actual_groups=num_actual_groups,
-        existing_out=existing_out,
-        preferred_element_type=preferred_element_type,
-        sizes=values(group_sizes),
+        *operands, group_sizes, group_offset, num_actual_groups, existing_out, preferred_element_type, sizes
     )
-    operands = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale}
-    tensors = operands | {"group_sizes": group_sizes, "existing_out": existing_out}
-    check_devices(tensors | only_tensor("group_offset", group_offset))
+    tensors = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale, "group_sizes": group_sizes}
+    check_devices(tensors | {"existing_out": existing_out, "group_offset": group_offset})
     pairs = (lhs, lhs_scale), (rhs, rhs_scale)
     out_dtype = getattr(torch, p.out_dtype)
     return _tgmm_quantized(p, *pairs, group_sizes, group_offset, existing_out, tiling, out_dtype)
@@ -198,10 +183,7 @@ def _gmm_quantized(
     """`gmm_quantized` of checked arguments: rhs, its scale and its blocks as of [G, K, N]."""
     path = dot_path(lhs[0].dtype, rhs[0].dtype, out_dtype, architecture(lhs[0].device))
     tile = gmm_quantized_tile(p, path, tiling)
-
-    def launch(out: Tensor, metadata: GroupMetadata, offset: Tensor) -> Launch:
-        return gmm_quantized_launch(p, tile, path, lhs, rhs, existing_out, out, metadata, offset)
-
+    launch = partial(gmm_quantized_launch, p, tile, path, lhs, rhs, existing_out)
     return product_of_rows(p, tile.m, group_sizes, group_offset, existing_out, out_dtype, launch)
 
 
@@ -219,10 +201,7 @@ def _tgmm_quantized(
     """`tgmm_quantized` of checked arguments."""
     path = dot_path(lhs[0].dtype, rhs[0].dtype, out_dtype, architecture(lhs[0].device))
     tile = tgmm_quantized_tile(p, path, tiling)
-
-    def launch(out: Tensor, group_sizes: Tensor, offset: Tensor) -> Launch:
-        return tgmm_quantized_launch(p, tile, path, lhs, rhs, existing_out, out, group_sizes, offset)
-
+    launch = partial(tgmm_quantized_launch, p, tile, path, lhs, rhs, existing_out)
     return product_of_groups(p, group_sizes, group_offset, out_dtype, launch)
 
 
@@ -284,13 +263,7 @@ def gmm_quantized_launch(
     arguments = {
         "lhs": _operand(*lhs, path, lines=p.lhs_blocks[0]),
         "rhs": _operand(*rhs, path, lines=p.rhs_blocks[-1], groups=p.rhs_blocks[0]),
-        "existing_out": None if existing_out is None else operand(existing_out),
-        "out": out,
-        "metadata": metadata,
-        "shard": shard_of(p, group_offset),
-        "sizes": sizes_of(p),
-        "TILE": tile,
-        "EVEN_K": p.k % tile.k == 0,
+        **arguments_of_rows(p, tile, existing_out, out, metadata, group_offset),
         "SCALING": _scaling(p, path, lhs, rhs, axis=1),
     }
     return Launch(_gmm_quantized_kernel, grid_of_rows(p, tile), arguments, _options(tile.m, tile.k, tile.n, path))
@@ -311,13 +284,7 @@ def tgmm_quantized_launch(
     arguments = {
         "lhs": _operand(*lhs, path, lines=p.lhs_blocks[1], transposed=True),
         "rhs": _operand(*rhs, path, lines=p.rhs_blocks[1]),
-        "existing_out": None if existing_out is None else operand(existing_out),
-        "out": out,
-        "group_sizes": group_sizes,
-        "shard": shard_of(p, group_offset),
-        "sizes": sizes_of(p),
-        "TILE": tile,
-        "EXPERTS_BLOCK": block_of(p.experts),
+        **arguments_of_groups(p, tile, existing_out, out, group_sizes, group_offset),
         "SCALING": _scaling(p, path, lhs, rhs, axis=0),
     }
     return Launch(_tgmm_quantized_kernel, grid_of_groups(p, tile), arguments, _options(tile.k, tile.m, tile.n, path))

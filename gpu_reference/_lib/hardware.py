@@ -35,13 +35,13 @@ def is_interpreted() -> bool:
     return isinstance(_bfloat16_probe_kernel, InterpretedFunction) and isinstance(tl.cdiv, InterpretedFunction)
 
 
-def check_devices(tensors: Mapping[str, Tensor | None]) -> torch.device:
-    """The device that all `tensors` are on (None is skipped).
+def check_devices(tensors: Mapping[str, Tensor | int | None]) -> torch.device:
+    """The device that all `tensors` are on (None and an int are on none).
 
     Raises ValueError where they are on several, RuntimeError where it is the CPU and kernels are not interpreted, or
     cannot be.
     """
-    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    devices = {name: tensor.device for name, tensor in tensors.items() if not isinstance(tensor, int | None)}
     if len(set(devices.values())) != 1:
         where = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ValueError(f"all tensors must be on one device, got {where}")

@@ -71,11 +71,6 @@ def on_device(group_offset: int | Tensor, device: torch.device) -> Tensor:
     return torch.full((1,), group_offset, dtype=torch.int32, device=device)
 
 
-def only_tensor(name: str, value: Any) -> dict[str, Tensor | None]:
-    """{name: value} for a tensor: what `check_devices` is asked about a group_offset."""
-    return {name: value} if isinstance(value, Tensor) else {}
-
-
 def values(group_sizes: Any) -> list[int] | None:
     """The values of group_sizes where it is the int vector it should be, in memory that the host can read at once."""
     readable = isinstance(group_sizes, Tensor) and group_sizes.device.type == "cpu"

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu_reference._lib.launch import Launch
-from gpu_reference._lib.operands import on_device
-from gpu_reference._lib.tiles import Tile
+from gpu_reference._lib.operands import on_device, operand, shard_of, sizes_of
+from gpu_reference._lib.tiles import Tile, block_of
 from gpu_reference._lib.visits import make_group_metadata
 from op_arguments.gmm import GroupMetadata, Problem
 from op_arguments.quantized_gmm import QuantizedProblem
@@ -88,6 +88,46 @@ def product_of_groups(
     if out.numel():
         launch(out, group_sizes.contiguous(), on_device(group_offset, device)).run(device)
     return out
+
+
+def arguments_of_rows(
+    p: Problem | QuantizedProblem,
+    tile: Tile,
+    existing_out: Tensor | None,
+    out: Tensor,
+    metadata: GroupMetadata,
+    group_offset: Tensor,
+) -> dict[str, Any]:
+    """What every kernel of this form takes besides lhs and rhs."""
+    return {
+        "existing_out": None if existing_out is None else operand(existing_out),
+        "out": out,
+        "metadata": metadata,
+        "shard": shard_of(p, group_offset),
+        "sizes": sizes_of(p),
+        "TILE": tile,
+        "EVEN_K": p.k % tile.k == 0,
+    }
+
+
+def arguments_of_groups(
+    p: Problem | QuantizedProblem,
+    tile: Tile,
+    existing_out: Tensor | None,
+    out: Tensor,
+    group_sizes: Tensor,
+    group_offset: Tensor,
+) -> dict[str, Any]:
+    """What every kernel of this form takes besides lhs and rhs."""
+    return {
+        "existing_out": None if existing_out is None else operand(existing_out),
+        "out": out,
+        "group_sizes": group_sizes,
+        "shard": shard_of(p, group_offset),
+        "sizes": sizes_of(p),
+        "TILE": tile,
+        "EXPERTS_BLOCK": block_of(p.experts),
+    }
 
 
 def grid_of_rows(p: Problem | QuantizedProblem, tile: Tile) -> tuple[int]:

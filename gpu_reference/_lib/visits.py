@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpu_reference._lib.hardware import check_devices
 from gpu_reference._lib.launch import Launch
-from gpu_reference._lib.operands import Shard, on_device, only_tensor, scalar, values
+from gpu_reference._lib.operands import Shard, on_device, scalar, values
 from gpu_reference._lib.tiles import block_of
 from op_arguments.gmm import GroupMetadata, check_group_metadata
 
@@ -44,7 +44,7 @@ def make_group_metadata(
         cover=cover,
         sizes=values(group_sizes),
     )
-    device = check_devices({"group_sizes": group_sizes} | only_tensor("group_offset", group_offset))
+    device = check_devices({"group_sizes": group_sizes, "group_offset": group_offset})
     visits = triton.cdiv(m, tm) + num_groups
     shapes = (group_sizes.shape[0] + 1, visits, visits, 1)
     metadata = GroupMetadata(*(group_sizes.new_empty(shape) for shape in shapes))
