@@ -13,19 +13,8 @@ from parity.backends import prepare_environment
 from parity.cli.options import folder
 
 COMMANDS = (
-    "run",
-    "list",
-    "diff",
-    "merge",
-    "show",
-    "explain",
-    "stages",
-    "plans",
-    "schedule",
-    "shrink",
-    "replay",
-    "bisect",
-)
+    "run", "list", "diff", "merge", "show", "explain", "stages", "plans", "schedule", "shrink", "replay", "bisect"
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
