@@ -1,10 +1,8 @@
 # ruff: noqa: E402 (frameworks may be missing, and are asked for before they are imported)
-"""What the gated linear attentions launch on a GPU: how many programs, of which tiles, and the memory between kernels.
+"""What holds for every launch of the gated linear attentions on a GPU: programs, and the memory between kernels.
 
 One program, state or copy too many does nothing that a result shows, and one too few need not either.
 """
-
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,15 +10,13 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from gpu_reference import gla, simple_gla
-from gpu_reference._lib.chunk_plan import is_fused
 from gpu_reference._lib.launch import Launch
-from op_arguments.gla import Problem
-from tests.gla.test_gla_compile_gpu import BFLOAT16, FLOAT32, B, Call, H, T
+from parity.compilers.launches import PROCESSORS, launches
+from parity.compilers.mosaic import Abstract
 from tests.support.interpreter import interpreted
 
-UNFUSED, FUSED = (("fused", False),), (("fused", True),)
-ROWS = B * T
-STATE = (H, 128, 128)
+B, T, H = 2, 4096, 16
+SHAPES = [(128, 128), (20, 20), (100, 16), (8192, 16), (128, 2048)]
 
 
 def flat(arguments):
@@ -29,105 +25,89 @@ def flat(arguments):
     return {name: x for each in fields for name, x in each.items()}
 
 
-def segments(size):
-    """Slots for segments of so many rows: a sequence's first is at its first row // size + its number."""
-    return ROWS // size + B
+def launched(form, direction, gate, dtype="bfloat16", k=128, v=128, *, batch=B, steps=T, target="sm_90", **options):
+    """The launches of a pass; gate "gk" is gla's."""
+    module, family = (gla, "gla") if gate == "gk" else (simple_gla, "simple_gla")
+    q, values = (Abstract((batch, steps, H, size), dtype) for size in (k, v))
+    shapes = {"gk": (batch, steps, H, k), "g": (batch, steps, H), "g_gamma": (H,)}
+    given = {"q": q, "k": q, "v": values, gate: Abstract(shapes[gate], "float32")}
+    given["initial_state"] = Abstract((batch, H, k, v), "float32")
+    if direction == "bwd":
+        given |= {"do": values, "dht": given["initial_state"]}
+    if form == "chunk":
+        options.setdefault("chunk_size", 64)
+    return launches(getattr(module, f"{form}_{family}_{direction}"), target=target, **given, **options)
 
 
-# Of each kernel: its programs, its tile of K and of V, and what it fills that is not of an argument's shape. bfloat16
-# has blocks of 32 rows without and 16 with a gate per channel, and of at most 64 x 64 where there are states alone.
-LAUNCHES = [
-    (
-        Call("chunk", "fwd", "g", BFLOAT16, 64, UNFUSED),
-        ("_states_kernel", B * H * 2 * 4, 64, 32, dict(states=(segments(64), *STATE))),
-        ("_forward_kernel", segments(64) * H * 4, 128, 32, {}),
-    ),
-    (Call("chunk", "fwd", "g", BFLOAT16, 64, FUSED), ("_forward_kernel", B * H * 4, 128, 32, {})),
-    (
-        Call("chunk", "bwd", "g", BFLOAT16, 64, UNFUSED),
-        ("_states_kernel", B * H * 2 * 8, 64, 16, dict(states=(segments(32), *STATE))),
-        ("_states_kernel", B * H * 2 * 8, 64, 16, dict(states=(segments(32), *STATE))),
-        ("_backward_kernel", segments(32) * H * 2, 64, 16, dict(dv=(2, B, T, H, 128), dgate=(2, B, T, H))),
-    ),
-    (
-        Call("chunk", "bwd", "gk", FLOAT32, 64, FUSED),
-        ("_states_kernel", B * H * 4 * 8, 32, 16, dict(states=(segments(16), *STATE))),
-        ("_backward_kernel", B * H * 4, 32, 16, dict(dv=(4, B, T, H, 128), dgate=(B, T, H, 128), dstates=(B, *STATE))),
-    ),
-    (
-        Call("chunk", "bwd", "gamma", BFLOAT16, 64, FUSED, keys=20, values=20),
-        ("_states_kernel", B * H * 2, 32, 16, dict(states=(segments(32), H, 20, 20))),
-        ("_backward_kernel", B * H, 32, 16, dict(dv=(1, B, T, H, 20), dgate=(1, B, T, H))),
-    ),
-    (Call("fused_recurrent", "fwd", "g", FLOAT32), ("_forward_kernel", B * H * 4, 128, 32, {})),
-    (
-        Call("fused_recurrent", "bwd", "both", BFLOAT16),
-        ("_dq_kernel", B * H * 4, 32, 128, dict(states=(segments(64), *STATE))),
-        (
-            *("_dk_dv_kernel", B * H * 4, 32, 128),
-            dict(block=(B * 64, *STATE), dv=(4, B, T, H, 128), dgate=(4, B, T, H)),
-        ),
-    ),
-    (
-        Call("fused_recurrent", "bwd", "none", BFLOAT16, keys=100, values=16),
-        ("_dq_kernel", B * H, 128, 16, dict(states=None)),
-        ("_dk_dv_kernel", B * H, 128, 16, dict(block=None, dv=(1, B, T, H, 16), dgate=None)),
-    ),
-    # States beyond a program's 4096 elements: a tile has one value, or the four keys that are summed at a time.
-    (Call("fused_recurrent", "fwd", "g", FLOAT32, keys=8192), ("_forward_kernel", B * H * 128, 8192, 1, {})),
-    (
-        Call("fused_recurrent", "bwd", "gk", FLOAT32, values=2048),
-        ("_dq_kernel", B * H * 32, 4, 2048, dict(states=(segments(64), H, 128, 2048))),
-        ("_dk_dv_kernel", B * H * 32, 4, 2048, dict(dv=(32, B, T, H, 2048), dgate=(B, T, H, 128))),
-    ),
-]
+def tiles(launch, k, v):
+    """Tiles of K and of V of a launch."""
+    return -(-k // launch.constants["BK"]), -(-v // launch.constants["BV"])
 
 
-@pytest.mark.parametrize(("call", "expected"), [pytest.param(c, e, id=c.name) for c, *e in LAUNCHES])
-def test_there_is_a_program_for_every_tile_and_memory_for_what_it_leaves(call, expected):
-    for launch, (name, programs, keys, values, filled) in zip(call.launches(), expected, strict=True):
-        assert launch.kernel.fn.__name__ == name
-        assert launch.grid == (programs,)
-        assert (launch.arguments["BK"], launch.arguments["BV"]) == (keys, values)
-        given = flat(launch.arguments)
-        shapes = {x: getattr(given[x], "shape", None) for x in filled}
-        assert shapes == filled
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("gate", ["g", "g_gamma", "gk"])
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_every_segment_head_and_tile_has_a_program_and_a_state(direction, gate, dtype):
+    """A sequence's first state is at its first row // segment + its number: a slot more for each sequence."""
+    for k, v in SHAPES[:3]:
+        *before, last = launched("chunk", direction, gate, dtype, k, v, fused=False)
+        segment = last.constants["SEGMENT"]
+        slots = B * T // segment + B
+        axis = tiles(last, k, v)[0 if direction == "bwd" else 1]
+        assert last.grid == (slots * H * axis,)
+        assert len(before) == (2 if direction == "bwd" else 1)
+        for states in before:
+            of_keys, of_values = tiles(states, k, v)
+            assert states.grid == (B * H * of_keys * of_values,)
+            assert flat(states.arguments)["states"].shape == (slots, H, k, v)
 
 
-def test_what_is_summed_over_tiles_of_keys_is_float32_until_it_is_summed():
-    for call, *_ in LAUNCHES:
-        if call.direction == "bwd":
-            *_, last = call.launches()
-            dv = flat(last.arguments)["dv"]
-            tiles = dv.shape[0]
-            assert dv.dtype == (call.dtype if tiles == 1 else FLOAT32)
+@pytest.mark.parametrize("form", ["chunk", "fused_recurrent"])
+@pytest.mark.parametrize("gate", ["g", "gk"])
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize(("k", "v"), SHAPES)
+def test_every_sequence_head_and_tile_has_a_program_where_a_pass_is_one_kernel(form, direction, gate, k, v):
+    if form == "chunk" and max(k, v) > 1024:
+        pytest.skip("beyond what a chunk's rows hold")
+    options = {"fused": True} if form == "chunk" else {}
+    last = launched(form, direction, gate, "float32", k, v, **options)[-1]
+    of_keys, of_values = tiles(last, k, v)
+    assert last.grid == (B * H * (of_keys if direction == "bwd" and form == "chunk" else of_keys * of_values),)
 
 
-def test_kernels_are_launched_with_multiply_adds_and_without_stages_that_nothing_fills():
+@pytest.mark.parametrize("form", ["chunk", "fused_recurrent"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("k", "v"), SHAPES[:3])
+def test_what_is_summed_over_tiles_is_float32_until_it_is_summed(form, dtype, k, v):
+    last = launched(form, "bwd", "g", dtype, k, v)[-1]
+    dv = flat(last.arguments)["dv"]
+    parts = tiles(last, k, v)[0]
+    assert dv.shape[0] == parts
+    assert dv.dtype == (getattr(torch, dtype) if parts == 1 else torch.float32)
+
+
+@pytest.mark.parametrize("form", ["chunk", "fused_recurrent"])
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_kernels_have_multiply_adds_and_no_stages_that_nothing_fills(form, direction):
     """The arithmetic is that of FMAs; a pipeline would hold the next rows in the registers that are short."""
-    for call, *_ in LAUNCHES:
-        for launch in call.launches():
-            assert launch.options["enable_fp_fusion"] is True
-            assert launch.options["num_warps"] in ((4,) if call.chunk is None else (4, 8))
-            assert launch.options.get("num_stages", 1) == 1
+    for launch in launched(form, direction, "g"):
+        assert launch.options["enable_fp_fusion"] is True
+        assert launch.options["num_warps"] in ((4, 8) if form == "chunk" else (4,))
+        assert launch.options.get("num_stages", 1) == 1
 
 
-@pytest.mark.parametrize(("backward", "programs"), [(False, 128), (True, 64)])
-def test_a_pass_takes_the_route_of_the_gpu_that_it_runs_on(backward, programs, monkeypatch):
-    """2 sequences of 16 heads, with 4 tiles of V forward and 2 of K backward; and no route but the one asked for."""
-    p = Problem(b=2, t=4096, h=16, k=128, v=128, n=2, scale=1.0, dtype="bfloat16")
-    direction = dict(backward=True) if backward else {}
-    for processors, fused in ((programs, True), (programs + 1, False)):
-        properties = SimpleNamespace(multi_processor_count=processors)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
-        for asked in (None, True, False):
-            found = is_fused(p, 64, asked, torch.device("cuda"), per_channel=False, **direction)
-            assert found is (fused if asked is None else asked)
-
-
-def test_the_interpreter_has_one_processor_which_a_program_keeps_busy():
-    p = Problem(b=1, t=100, h=1, k=16, v=16, n=1, scale=1.0, dtype="float32")
-    assert is_fused(p, 64, None, torch.device("cpu"), per_channel=False)
+@pytest.mark.parametrize("gate", ["g", "gk"])
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("target", PROCESSORS)
+def test_a_pass_takes_the_route_of_the_gpu_that_it_runs_on(target, direction, gate):
+    """One kernel where it has a program for every processor, or no sequence is longer than a chunk; or as asked for."""
+    lone = 1 + (direction == "bwd")
+    for batch in (1, 2, 4, 16):
+        (programs,) = launched("chunk", direction, gate, batch=batch, fused=True)[-1].grid
+        found = launched("chunk", direction, gate, batch=batch, target=target)
+        assert (len(found) == lone) == (programs >= PROCESSORS[target])
+    assert len(launched("chunk", direction, gate, batch=1, steps=64, target=target)) == lone
+    assert len(launched("chunk", direction, gate, batch=16, fused=False, target=target)) == lone + 1
 
 
 @pytest.mark.gpu
