@@ -9,8 +9,6 @@ import pytest
 TESTS = Path(__file__).parents[1]
 KERNEL_PACKAGES = ("op_arguments", "cpu_golden", "tpu_kernels", "gpu_reference")
 PRIVATE = re.compile(r"_(?!_|lib$|asdict$|fields$|make$|replace$)\w+")
-PLANS = {"gmm/test_gmm_plans.py", "gmm/test_gmm_plans_gpu.py"}
-"""Plans of kernels, of which no result tells one from another: private until a ledger records them."""
 
 
 def private_names(path: Path) -> set[str]:
@@ -38,5 +36,4 @@ def private_names(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: path.relative_to(TESTS).as_posix())
 def test_no_test_names_what_is_private_to_a_kernel(path):
-    name = path.relative_to(TESTS).as_posix()
-    assert private_names(path) == set() or name in PLANS
+    assert private_names(path) == set()
