@@ -9,23 +9,8 @@ from op_arguments.gmm import Problem
 from op_arguments.grouped_dense import check_dout
 from op_arguments.moe import check_layer_dout, check_moe_layer
 from op_arguments.permute import check_permute, check_unpermute
-from parity.interop import to_jax, to_torch
+from tests.support.bad_input import PACKAGES, f16, f32, i32
 from tests.support.functions import public
-
-PACKAGES = {"cpu_golden": lambda x: x, "tpu_kernels": to_jax, "gpu_reference": to_torch}
-
-
-def f32(*shape):
-    return np.ones(shape, np.float32)
-
-
-def f16(*shape):
-    return np.ones(shape, np.float16)
-
-
-def i32(*rows):
-    return np.array(rows, np.int32)
-
 
 LAYER = dict(x=f32(6, 32), w_router=f32(32, 4), w_gate=f32(3, 32, 64), w_up=f32(3, 32, 64), w_down=f32(3, 64, 32),
              top_k=2)  # fmt: skip
