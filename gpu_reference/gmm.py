@@ -65,16 +65,13 @@ def gmm(
     preferred_element_type: torch.dtype | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """Rows of each group times that group's matrix: `out[m] = lhs[m] @ rhs[group of m - group_offset]`.
+    """Rows of each group times that group's matrix: [M, N] in preferred_element_type (default lhs's dtype), contiguous.
 
-    lhs [M, K]; rhs [G, K, N], or [G, N, K] with transpose_rhs; both float32, bfloat16 or float16, of any strides.
-    group_sizes [E] int32, >= 0, sum <= M. Returns [M, N] of preferred_element_type (default: lhs's dtype), contiguous:
-    rows of no active group are zero, or existing_out's rows where it is given (active rows overwrite it).
-    tiling is (tm, tk, tn), or a function (m, k, n) -> (tm, tk, tn): a look-up table or an autotuner over GMM_TILES.
-    Each of the three becomes a power of two from 16 to 128. Shown to a probe: the sums, at
-    acc.
-    Raises ValueError or TypeError as `op_arguments.gmm.check_gmm`, ValueError for tensors on several devices, and
-    RuntimeError for CPU tensors where Triton's interpreter is off.
+    Arguments, result and errors as `cpu_golden.gmm.gmm`; here: lhs and rhs float32, bfloat16 or float16, all tensors
+    of any strides. tiling is (tm, tk, tn), or a function (m, k, n) -> (tm, tk, tn): a look-up table or an autotuner
+    over GMM_TILES. Each of the three becomes a power of two from 16 to 128. Shown to a probe: the sums, at acc.
+    Also raises ValueError for tensors on several devices, and RuntimeError for CPU tensors where Triton's interpreter
+    is off.
     """
     group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_gmm(lhs, rhs, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes)
@@ -96,12 +93,10 @@ def tgmm(
     preferred_element_type: torch.dtype | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """The weight gradient of `gmm`: `out[g] = lhs[rows of g].T @ rhs[rows of g]`.
+    """The weight gradient of `gmm`: [G, K, N] in preferred_element_type (default lhs's dtype), contiguous.
 
-    lhs [M, K] and rhs [M, N]: float32, bfloat16 or float16, of any strides. group_sizes [E] int32, >= 0, sum <= M.
-    Returns [G, K, N] of preferred_element_type (default: lhs's dtype), contiguous, G = num_actual_groups (default E):
-    an empty group's block is zero; existing_out [G, K, N] is added to the float32 sums. tiling and probes as in `gmm`.
-    Raises as `gmm`, with `op_arguments.gmm.check_tgmm`.
+    Arguments, result and errors as `cpu_golden.gmm.tgmm`; dtypes, strides, tiling (over TGMM_TILES), probes and further
+    errors as `gmm`. existing_out is added to the float32 sums.
     """
     group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_tgmm(lhs, rhs, group_sizes, group_offset, num_actual_groups, existing_out, preferred_element_type, sizes)

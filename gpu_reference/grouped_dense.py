@@ -52,17 +52,12 @@ def grouped_dense(
     preferred_element_type: torch.dtype | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """`gmm`, differentiable in lhs, rhs and existing_out, with its operands quantised to e4m3 on request.
+    """`gmm` [M, N], differentiable in lhs, rhs and existing_out, with its operands quantised to e4m3 on request.
 
-    Arguments, result and errors as `gmm`. quantize: multiply in fp8, lhs with one scale per row and `block_size`
-    elements of K, rhs with one per block_size x block_size elements (None: whole axes), the recipe of DeepSeek-V3
-    (arXiv:2412.19437, section 3.3). bwd_quantize: the same for the two matmuls of the backward pass: dout by rows and
-    blocks of N for lhs's gradient, by columns and global blocks of M for rhs's. "auto" quantises where the matrix
-    unit multiplies fp8 natively, which an interpreter does not. block_size must divide K and N where anything is
-    quantised; M need not be a multiple of it.
-    Where anything is quantised, what a backward pass keeps of lhs (by columns) and rhs is fp8 pairs alone. Gradients
-    have the dtypes of what they are gradients of: zero for rows of no active group (lhs), for empty groups (rhs) and
-    for rows that were overwritten (existing_out).
+    Arguments, result and errors as `cpu_golden.grouped_dense.grouped_dense`, dtypes, strides and further errors as
+    `gpu_reference.gmm.gmm`. "auto" quantises where the matrix unit multiplies fp8 natively, which an interpreter does
+    not. Where anything is quantised, what a backward pass keeps of lhs (by columns) and rhs is fp8 pairs alone.
+    Gradients have the dtypes of what they are gradients of.
     tiling: (tm, tk, tn) of the forward pass, whose backward matmuls take (tm, tn, tk) and (tm, tk, tn), or a look-up
     (m, k, n) -> (tm, tk, tn) that is asked for each of them. Sites shown to a probe: those of the forward pass's
     matmul, and the sums of the other two at dlhs and drhs.

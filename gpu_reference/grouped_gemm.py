@@ -1,6 +1,6 @@
 """Grouped matrix multiplication of MXFP8 operands on the GPU, in Triton.
 
-The operation is defined in `cpu_golden/quantized_gmm.py`; groups, visits and grids are those of `gpu_reference/gmm.py`.
+The operation is defined in `cpu_golden/grouped_gemm.py`; groups, visits and grids are those of `gpu_reference/gmm.py`.
 Scales, which are powers of two, are multiplied by the matrix unit itself, or into bfloat16 operands.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -100,22 +100,12 @@ def grouped_gemm(
 ) -> Tensor:
     """Grouped matmul of MXFP8 operands: forward and the data's gradient (ragged="lhs"), the weights' ("contracting").
 
-    ragged="lhs" is `gmm`: lhs [M, K], rhs [G, K, N] (or [G, N, K] with transpose_rhs), out [M, N], summed over K.
-    ragged="contracting" is `tgmm`: lhs [M, K], rhs [M, N], out [G, K, N] of num_actual_groups groups, summed over each
-    group's rows. An operand is float32 or bfloat16 (both alike where neither is quantised), with None for its scale,
-    or fp8 (e4m3fn, e5m2, mixed or not) with a float8_e8m0fnu for every 32 elements of the axis that is summed over, as
-    `mxfp8_quantize` along that axis gives them: K, or for "contracting" all M rows, where a group that begins inside
-    32 rows uses their scale for its part of them, whatever its size. scale_layout="swizzled": both scales are
-    `swizzle_scales` of these, with the axis of the blocks moved to the end. All of any strides.
-    group_sizes, group_offset, existing_out, rows and groups without data, and errors as `gmm` and `tgmm`;
-    preferred_element_type: float32, bfloat16 or float16 (default: the unquantised lhs's dtype, else bfloat16). A
-    `tiling` whose step along the sum (tk, or tm for "contracting") cuts a block of 32 is refused; tiles as `gmm`.
-
-    Which path computes it, and why: `grouped_gemm_support`. "block_scaled": the matrix unit takes codes and scales;
-    tiles are no smaller than it needs. "bfloat16" (or "float32", beside such an operand): codes are multiplied by their
-    scales in registers, which is exact but at the ends of the dtype's exponents: 2^128 and beyond is ±inf there, and
-    below 2^-126 are subnormals, of as many bits as bfloat16 has for them. Sums are float32. strict=True raises
-    ValueError, with the reason, where the path is a fallback: "bfloat16" of two MXFP8 operands. Probes as in
+    Arguments, result and errors as `cpu_golden.grouped_gemm.grouped_gemm`, strides, tiling and further errors as `gmm`;
+    here: which path computes it, and why: `grouped_gemm_support`. "block_scaled": the matrix unit takes codes and
+    scales; tiles are no smaller than it needs. "bfloat16" (or "float32", beside such an operand): codes are multiplied
+    by their scales in registers, which is exact but at the ends of the dtype's exponents: 2^128 and beyond is ±inf
+    there, and below 2^-126 are subnormals, of as many bits as bfloat16 has for them. Sums are float32. strict=True
+    raises ValueError, with the reason, where the path is a fallback: "bfloat16" of two MXFP8 operands. Probes as in
     `gmm_quantized`.
     """
     group_offset, sizes = scalar(group_offset), values(group_sizes)

@@ -67,33 +67,17 @@ def moe_layer(
     tiling: Tiling | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """A layer of SwiGLU experts, of which each token goes to the top_k that its router likes best; differentiable.
+    """[T, D]: each token through the top_k SwiGLU experts that its router likes best, weighted; differentiable.
 
-    `out[t] = Σ_j weights[t, j] · (silu(x[t] @ w_gate[e]) · (x[t] @ w_up[e])) @ w_down[e]` with e = indices[t, j].
-
-    x [T, D]; w_gate, w_up [G, D, F] and w_down [G, F, D] of x's dtype (float32, bfloat16 or float16); w_router [D, E]
-    float32, bfloat16 or float16, all finite as x must be. Returns [T, D] in x's dtype.
-    Routing: logits x @ w_router in float32; the top_k largest, of equal ones the lower expert first; weights are their
-    softmax, over the top_k chosen with renormalize (Mixtral, Qwen3), else over all E.
-    capacity: rows that an expert takes at most. Of the tokens of an expert the later ones are dropped beyond it: their
-    choice contributes nothing, and the weights of their other choices stay what they were.
-    The G experts are those from group_offset on of the router's E: a choice of any other contributes nothing, so that
-    the layers of all shards sum up to the whole.
-    quantize: the operands of the matmuls of both passes in e4m3; "fp8": rows with a float32 scale per `block_size`
-    elements, weights per block_size x block_size of them (None: whole axes; it must divide D and F), as
-    `grouped_dense`; "mxfp8": with a power of two per 32, of any D and F, as `mxfp8_quantize`. Gradients are those of
-    the quantised operands, which are all that a backward pass keeps of them. What a matmul hands to the next one is
-    then float32, so that each is rounded once; else it has x's dtype.
-    The weights enter before the last matmul, which is linear: their gradient then needs no more than a product of what
-    the backward pass has anyway. sanitize_grads: zero in place of every gradient that is NaN or infinite; by default
-    they propagate. tiling: (tm, tk, tn) of every matmul, or a look-up (m, k, n) -> (tm, tk, tn).
+    Arguments, result and errors as `cpu_golden.moe.moe_layer`; the result has x's dtype. Here: with quantize the
+    quantised operands are all that a backward pass keeps of them.
     process_group: expert parallelism over its processes. Each has T of the tokens, in order, w_router whole and
     G = E / processes of the experts, in order; rows travel by all-to-all in buffers for the worst case, so that no
     process waits for what another counts. Results are those of one process with all tokens and experts.
     Sites shown to a probe: the golden's, of what the matmuls hand on in either pass, of logits, weights and the parts
     of x's gradient.
-    Nothing is read back from the device. Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or
-    value or several devices, and RuntimeError for CPU tensors where Triton's interpreter is off.
+    Nothing is read back from the device. Also raises ValueError for several devices, and RuntimeError for CPU tensors
+    where Triton's interpreter is off.
     """
     group_offset = scalar(group_offset)
     layer = check_moe_layer(

@@ -111,15 +111,10 @@ def gmm_quantized(
     preferred_element_type: torch.dtype | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """`gmm` of operands with block scales: `out[m] = Σ_b (lhs[m, b] @ rhs[g, b]) · lhs_scale[m, b] · rhs_scale[g, b]`.
+    """`gmm` of operands with block scales: [M, N] in preferred_element_type.
 
-    lhs [M, K] and rhs [G, K, N] (or [G, N, K] with transpose_rhs) are fp8 (e4m3fn, e5m2, mixed or not), int8, or one
-    of them float32, bfloat16 or float16, with None for its scale. Scales are float32 of the operand's rank, each axis
-    dividing the operand's; along K their blocks are 32, 64, 128, 256, 512 or the whole axis, each operand's own.
-    All of any strides. Returns [M, N] of preferred_element_type: float32, bfloat16 or float16 (default: the
-    unquantised lhs's dtype, else bfloat16). group_sizes, group_offset, existing_out and errors as `gmm`, with
-    `op_arguments.quantized_gmm.check_gmm_quantized`; a `tiling` whose tk cuts a block is refused. What the dot
-    multiplies on which GPU, and why: `dot_path`. Shown to a probe: the finished sums, at acc.
+    Arguments, result and errors as `cpu_golden.quantized_gmm.gmm_quantized`, strides, tiling and further errors as
+    `gmm`; here: what the dot multiplies on which GPU, and why: `dot_path`. Shown to a probe: the finished sums, at acc.
     """
     operands = lhs, lhs_scale, rhs, rhs_scale
     group_offset, sizes = scalar(group_offset), values(group_sizes)
@@ -150,12 +145,10 @@ def tgmm_quantized(
     preferred_element_type: torch.dtype | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """`tgmm` of operands with block scales: `out[g] = Σ_b (lhs[b].T @ rhs[b]) · lhs_scale[b] · rhs_scale[b]`.
+    """`tgmm` of operands with block scales: [G, K, N] in preferred_element_type.
 
-    lhs [M, K] and rhs [M, N] and their scales as in `gmm_quantized`, blocks of the contraction now along M. Blocks
-    are those of all M rows: a group that begins inside one uses that block's scale for its part of it. existing_out
-    [G, K, N] is added to the float32 sums. Probes as in `gmm_quantized`. Everything else as `tgmm`; a `tiling` whose
-    tm cuts a block is refused.
+    Arguments, result and errors as `cpu_golden.quantized_gmm.tgmm_quantized`; all else as `gmm_quantized`.
+    existing_out is added to the float32 sums.
     """
     operands = lhs, lhs_scale, rhs, rhs_scale
     group_offset, sizes = scalar(group_offset), values(group_sizes)

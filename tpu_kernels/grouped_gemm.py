@@ -1,4 +1,4 @@
-"""Grouped matrix multiplication of MXFP8 operands on the TPU. Defined in `cpu_golden/quantized_gmm.py`.
+"""Grouped matrix multiplication of MXFP8 operands on the TPU. Defined in `cpu_golden/grouped_gemm.py`.
 
 No TPU multiplies MXFP8: its scales are powers of two, which multiply the operands, in bfloat16, before the dot. The
 kernels are those of `quantized_gmm`.
