@@ -86,7 +86,7 @@ LARGEST_OF = "exponent = (largest >> 23) - (FORMAT.exponent + 2)"
 STORE = "        tl.store(rowwise.qvalue + position, codes.reshape(TILE_ROWS, TILE_COLUMNS), mask=in_tile)\n"
 ACROSS = """
         blocks = bits.reshape(TILE_ROWS // BLOCK, BLOCK, TILE_COLUMNS)
-        codes, _ = _mxfp8_codes(blocks, in_tile, 1, ROUND_UP, FORMAT, "hidden_")
+        codes, _ = _mxfp8_codes(blocks, in_tile, 1, ROUND_UP, FORMAT, "columnwise_")
 """
 FLOAT32 = "up = (beyond > 0) | ((beyond == 0) & (below & 1 == 1))"
 
