@@ -145,17 +145,7 @@ def _options(
 ) -> _Options:
     offset = scalar(group_offset)
     layer = check_moe_layer(
-        x,
-        w_router,
-        w_gate,
-        w_up,
-        w_down,
-        top_k=top_k,
-        quantize=quantize,
-        block_size=block_size,
-        capacity=capacity,
-        group_offset=offset,
-        exact=True,
+        x, w_router, w_gate, w_up, w_down, top_k, quantize, block_size, capacity, offset, exact=True
     )
     return _Options(layer, top_k, quantize, block_size, capacity, renormalize, offset, tiling, stages)
 

@@ -80,18 +80,7 @@ def moe_layer(
     where Triton's interpreter is off.
     """
     group_offset = scalar(group_offset)
-    layer = check_moe_layer(
-        x,
-        w_router,
-        w_gate,
-        w_up,
-        w_down,
-        top_k=top_k,
-        quantize=quantize,
-        block_size=block_size,
-        capacity=capacity,
-        group_offset=group_offset,
-    )
+    layer = check_moe_layer(x, w_router, w_gate, w_up, w_down, top_k, quantize, block_size, capacity, group_offset)
     tensors = {"x": x, "w_router": w_router, "w_gate": w_gate, "w_up": w_up, "w_down": w_down}
     check_devices(tensors | {"group_offset": group_offset})
     if process_group is not None:

@@ -134,14 +134,7 @@ class _Options(NamedTuple):
 
 def _checked(asked: _Options, primals: Primals, group_offset: int | jax.Array) -> tuple[_Options, jax.Array]:
     group_offset = static_scalar(group_offset)
-    layer = check_moe_layer(
-        *primals,
-        top_k=asked.top_k,
-        quantize=asked.quantize,
-        block_size=asked.block_size,
-        capacity=asked.capacity,
-        group_offset=group_offset,
-    )
+    layer = check_moe_layer(*primals, asked.top_k, asked.quantize, asked.block_size, asked.capacity, group_offset)
     if asked.axis_name is not None:
         check_expert_parallel(layer, lax.axis_size(asked.axis_name), group_offset)
     options = asked._replace(
