@@ -8,6 +8,15 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 KERNEL_PACKAGES = ("op_arguments", "cpu_golden", "tpu_kernels", "gpu_reference")
+KINDS = {"cpu", "tpu", "gpu", "bad_input", "compile_tpu", "compile_gpu", "laws"}
+MISSING = {
+    ("moe", "compile_tpu"): "matmuls of other families, and XLA; test_moe_expert_parallel_tpu compiles all of it",
+    ("moe", "compile_gpu"): "matmuls of other families, and torch",
+    ("mxfp8", "cpu"): "test_mxfp8_laws and test_mxfp8_grouped_gemm ask goldens beside both backends",
+    ("quantize", "compile_tpu"): "compiled beside the matmuls in test_quantized_gmm_compile_tpu",
+    ("quantize", "compile_gpu"): "compiled beside the matmuls in test_quantized_gmm_compile_gpu",
+}
+"""Files that a family does without, and why."""
 PRIVATE = re.compile(r"_(?!_|lib$|asdict$|fields$|make$|replace$)\w+")
 
 
@@ -37,3 +46,21 @@ def private_names(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: path.relative_to(TESTS).as_posix())
 def test_no_test_names_what_is_private_to_a_kernel(path):
     assert private_names(path) == set()
+
+
+def test_every_family_has_the_same_files():
+    """One folder for each module of the matrix, and in it one file for each question; `families` asks all at once."""
+    folders = {path.name for path in TESTS.iterdir() if path.is_dir()} - {"__pycache__"}
+    families = folders - {"families", "matrix", "meta", "support"}
+    assert families <= {path.stem for path in (TESTS / "matrix").glob("*.py")}
+    lacking = {
+        (family, kind)
+        for family in families
+        for kind in KINDS
+        if not (TESTS / family / f"test_{family}_{kind}.py").exists()
+    }
+    assert lacking == MISSING.keys()
+    for family in families | {"families"}:
+        strange = [path.name for path in (TESTS / family).iterdir() if path.is_file()
+                   and not path.name.startswith(f"test_{family}_")]  # fmt: skip
+        assert not strange, f"tests/{family} holds {strange}"

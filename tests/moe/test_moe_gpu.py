@@ -1,9 +1,9 @@
-"""Rows to experts and back, and the whole layer, on the GPU or its emulation, against the golden."""
+"""Rows to experts and back, and the layers, on the GPU or its emulation, against the golden."""
 
 import parity
-from tests.matrix.moe import MOE_LAYER, MOE_LAYER_BWD, PERMUTE, UNPERMUTE
+from tests.matrix.moe import GROUPED_DENSE, GROUPED_DENSE_BWD, MOE_LAYER, MOE_LAYER_BWD, PERMUTE, UNPERMUTE
 
-INEXACT = (UNPERMUTE, MOE_LAYER, MOE_LAYER_BWD)
+INEXACT = (UNPERMUTE, GROUPED_DENSE, GROUPED_DENSE_BWD, MOE_LAYER, MOE_LAYER_BWD)
 
 
 @parity.cases(PERMUTE, backend="gpu")

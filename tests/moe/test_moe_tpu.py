@@ -1,7 +1,9 @@
-"""permute, unpermute and the whole layer on the TPU, or its emulation, against the golden."""
+"""Rows to experts and back, and the layers, on the TPU or its emulation, against the golden."""
 
 import parity
-from tests.matrix.moe import MOE_LAYER, MOE_LAYER_BWD, PERMUTE, UNPERMUTE
+from tests.matrix.moe import GROUPED_DENSE, GROUPED_DENSE_BWD, MOE_LAYER, MOE_LAYER_BWD, PERMUTE, UNPERMUTE
+
+INEXACT = (UNPERMUTE, GROUPED_DENSE, GROUPED_DENSE_BWD, MOE_LAYER, MOE_LAYER_BWD)
 
 
 @parity.cases(PERMUTE, backend="tpu")
@@ -9,16 +11,16 @@ def test_has_the_goldens_bits(run):
     run.agrees()
 
 
-@parity.cases(UNPERMUTE, MOE_LAYER, MOE_LAYER_BWD, backend="tpu")
+@parity.cases(*INEXACT, backend="tpu")
 def test_agrees_with_golden(run):
     run.agrees()
 
 
-@parity.cases(UNPERMUTE, MOE_LAYER, MOE_LAYER_BWD, backend="tpu", data="integers")
+@parity.cases(*INEXACT, backend="tpu", data="integers")
 def test_is_exact_on_integers(run):
     run.is_exact()
 
 
-@parity.cases(UNPERMUTE, MOE_LAYER, MOE_LAYER_BWD, backend="tpu", compared=True)
+@parity.cases(*INEXACT, backend="tpu", compared=True)
 def test_is_no_worse_than_the_gpu(run):
     run.is_no_worse()

@@ -12,7 +12,7 @@ from parity.inputs import draw
 from parity.interop import to_jax
 from tests.gmm.test_gmm_cpu import without_tiles
 from tests.matrix.mxfp8 import GROUPED_GEMM
-from tests.mxfp8.test_mxfp8_laws import BACKENDS
+from tests.mxfp8.test_mxfp8_laws import EVERYWHERE
 from tests.support.functions import run
 
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
@@ -74,7 +74,7 @@ def test_forward_and_both_gradients_are_those_of_the_dequantised_operands():
 
 
 @pytest.mark.parametrize("ragged", ["lhs", "contracting"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERYWHERE)
 def test_groups_of_any_size_are_exact_and_the_tail_is_not_read(backend, ragged):
     """0, 1, 31, 32, 33, 127, 128 and 129 rows, so that blocks of 32 rows have rows of up to three groups."""
     rng = np.random.default_rng(1)
@@ -103,7 +103,7 @@ def test_groups_of_any_size_are_exact_and_the_tail_is_not_read(backend, ragged):
 
 
 @pytest.mark.parametrize("form", ["forward", "transposed", "contracting"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERYWHERE)
 def test_a_scale_of_nan_is_in_its_sums_and_no_others(backend, form):
     """Whichever block of a line it is of, of any tile, and where infinity in its place would stay infinity."""
     sizes, m, k, n = np.array([40, 56], np.int32), 96, 300, 24

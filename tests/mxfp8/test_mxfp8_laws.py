@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.support.formats import BITS_OF, FORMATS, decode
-from tests.support.functions import run
+from tests.support.functions import BACKENDS, run
 
-BACKENDS = ["golden", *(pytest.param(backend, marks=getattr(pytest.mark, backend)) for backend in ("tpu", "gpu"))]
+EVERYWHERE = ["golden", *BACKENDS]
 MX = ["float8_e4m3fn", "float8_e5m2"]
 LARGEST_EXPONENT = {"float8_e4m3fn": 8, "float8_e5m2": 15}  # emax of the standard's tables
 E8M0 = ml_dtypes.float8_e8m0fnu
@@ -67,7 +67,7 @@ def every_bfloat16(name):
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # signalling NaNs
 @pytest.mark.parametrize("rounding", ["up", "floor"])
 @pytest.mark.parametrize("name", MX)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERYWHERE)
 def test_every_bfloat16_is_quantised_as_the_standard_says(backend, name, rounding):
     x = every_bfloat16(name)
     codes, byte = standards(x, name, rounding)
@@ -83,7 +83,7 @@ def test_every_bfloat16_is_quantised_as_the_standard_says(backend, name, roundin
 
 
 @pytest.mark.parametrize("rounding", ["up", "floor"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERYWHERE)
 def test_a_column_is_quantised_as_a_row_is(backend, rounding):
     """And both in one pass, where the columnwise payload is another than the rowwise one."""
     x = np.random.default_rng(0).standard_normal((64, 70)).astype(ml_dtypes.bfloat16)
@@ -109,7 +109,7 @@ def every_product(name):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MX)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERYWHERE)
 def test_every_byte_with_every_scale_is_dequantised(backend, name, dtype):
     """2^-127 and 2^127 among them; beyond the exponents of float32 and bfloat16 it is ±inf, below them ±0."""
     codes, scale, exact = every_product(name)
@@ -157,7 +157,7 @@ def test_products_beyond_bfloat16_are_infinite():
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 4), (129, 5), (2, 200, 9)])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERYWHERE)
 def test_swizzled_scales_lie_where_the_matrix_unit_looks(backend, shape):
     """cuBLAS's formula, byte by byte, and back."""
     *lead, rows, columns = shape

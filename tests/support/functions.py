@@ -12,6 +12,7 @@ from parity.backends import runner
 
 PACKAGES = {"golden": "cpu_golden", "tpu": "tpu_kernels", "gpu": "gpu_reference"}
 FRAMEWORKS = {"golden": "numpy", "tpu": "jax", "gpu": "triton"}
+BACKENDS = [pytest.param(backend, marks=getattr(pytest.mark, backend)) for backend in ("tpu", "gpu")]
 
 
 def public(package: str) -> dict[str, Callable]:

@@ -1,0 +1,9 @@
+"""The quantisers on the GPU, or its emulation: the golden's bits."""
+
+import parity
+from tests.matrix.quantize import QUANTIZERS
+
+
+@parity.cases(*QUANTIZERS, backend="gpu")
+def test_has_the_goldens_bits(run):
+    run.agrees()
