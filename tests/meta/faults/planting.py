@@ -156,6 +156,16 @@ def source_of(module: str) -> str:
     return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
 
 
+def pairs(faults: Collection[Fault], ops: Collection[Op]) -> list:
+    """Parameters (fault, op): each fault with each of these ops that must catch it."""
+    return [
+        pytest.param(fault, op, id=f"{fault.backend}-{op.name}-{fault.name}", marks=getattr(pytest.mark, fault.backend))
+        for fault in faults
+        for op in ops
+        if op.name in fault.ops
+    ]
+
+
 def check_is_caught(fault: Fault, op: Op, folder: Path):
     """Fail unless a case of the op's default tier fails with the fault."""
     pytest.importorskip("jax" if fault.backend == "tpu" else "triton")

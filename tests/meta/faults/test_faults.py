@@ -3,7 +3,7 @@
 import pytest
 
 from tests.matrix.gmm import GMM, TGMM
-from tests.meta.faults.planting import Fault, check_is_caught
+from tests.meta.faults.planting import Fault, check_is_caught, pairs
 
 
 def empty_groups(c):
@@ -233,14 +233,6 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("fault", "op"),
-    [
-        pytest.param(fault, op, id=f"{fault.backend}-{op.name}-{fault.name}", marks=getattr(pytest.mark, fault.backend))
-        for fault in FAULTS
-        for op in (GMM, TGMM)
-        if op.name in fault.ops
-    ],
-)
+@pytest.mark.parametrize(("fault", "op"), pairs(FAULTS, (GMM, TGMM)))
 def test_a_planted_fault_is_caught(fault, op, tmp_path):
     check_is_caught(fault, op, tmp_path)

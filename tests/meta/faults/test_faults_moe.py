@@ -3,7 +3,7 @@
 import pytest
 
 from tests.matrix.moe import MOE_LAYER, MOE_LAYER_BWD, PERMUTE, UNPERMUTE
-from tests.meta.faults.planting import Fault, check_is_caught
+from tests.meta.faults.planting import Fault, check_is_caught, pairs
 
 OPS = (PERMUTE, UNPERMUTE, MOE_LAYER, MOE_LAYER_BWD)
 
@@ -96,14 +96,6 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("fault", "op"),
-    [
-        pytest.param(fault, op, id=f"{fault.backend}-{op.name}-{fault.name}", marks=getattr(pytest.mark, fault.backend))
-        for fault in FAULTS
-        for op in OPS
-        if op.name in fault.ops
-    ],
-)
+@pytest.mark.parametrize(("fault", "op"), pairs(FAULTS, OPS))
 def test_a_planted_fault_is_caught(fault, op, tmp_path):
     check_is_caught(fault, op, tmp_path)

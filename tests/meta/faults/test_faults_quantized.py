@@ -5,7 +5,7 @@ import pytest
 from tests.matrix.moe import GROUPED_DENSE, GROUPED_DENSE_BWD
 from tests.matrix.quantize import FP8_QUANTIZE, INT8_QUANTIZE
 from tests.matrix.quantized_gmm import E4M3, GMM_QUANTIZED, TGMM_QUANTIZED
-from tests.meta.faults.planting import Fault, check_is_caught
+from tests.meta.faults.planting import Fault, check_is_caught, pairs
 
 OPS = (GMM_QUANTIZED, TGMM_QUANTIZED, GROUPED_DENSE, GROUPED_DENSE_BWD, FP8_QUANTIZE, INT8_QUANTIZE)
 
@@ -263,14 +263,6 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("fault", "op"),
-    [
-        pytest.param(fault, op, id=f"{fault.backend}-{op.name}-{fault.name}", marks=getattr(pytest.mark, fault.backend))
-        for fault in FAULTS
-        for op in OPS
-        if op.name in fault.ops
-    ],
-)
+@pytest.mark.parametrize(("fault", "op"), pairs(FAULTS, OPS))
 def test_a_planted_fault_is_caught(fault, op, tmp_path):
     check_is_caught(fault, op, tmp_path)
