@@ -217,7 +217,7 @@ def test_what_one_phase_needs_stays_in_the_other(monkeypatch, reverse):
     order = list(range(n))[:: -1 if reverse else 1]
     on, back, stay = order, order[::-1], order[-1:] * n
     phases = dict.fromkeys(("k", "v", "decays"), on + back) | {"h0": on + stay}
-    for name, of in (spec.in_specs[0] | spec.out_specs).items():
+    for name, of in (spec.in_specs[0] | spec.out_specs[0]).items():
         if name != "kept_states":
             found = [of.index_map(0, phase, i, visits) for phase in range(2) for i in range(n)]
             ids = visits.group_ids if name in ("h0", "dht", "dh0") else visits.tile_ids
@@ -232,7 +232,7 @@ def test_what_one_phase_needs_stays_in_the_other(monkeypatch, reverse):
 def test_vmem_holds_two_of_each_block_and_the_scratch(monkeypatch, k, v, fits):
     options, _ = called(monkeypatch, [0, 32], k=k, v=v)
     spec, limit = options["grid_spec"], options["compiler_params"].vmem_limit_bytes
-    specs = (*spec.in_specs[0].values(), *spec.out_specs.values())
+    specs = (*spec.in_specs[0].values(), *spec.out_specs[0].values())
     blocks = [of.block_shape for of in specs if of.block_shape is not None]
     blocks = [[size for size in block if size is not None] for block in blocks] * 2
     needed = 4 * sum(

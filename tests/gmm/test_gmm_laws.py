@@ -38,7 +38,7 @@ def multiply(package, convert, name, operands, k, n, sizes):
         kernel = getattr(importlib.import_module(f"{package}.gmm"), name)
         got = kernel(convert(lhs), convert(rhs), convert(sizes), **options)
         return to_numpy(got), expected
-    module = importlib.import_module(f"{package}.quantized_gmm")
+    module = importlib.import_module(f"{package}.{'quantized_gmm' if operands == 'fp8' else 'grouped_gemm'}")
     lhs, rhs = convert(lhs.astype(E4M3)), convert(rhs.astype(E4M3))
     if operands == "fp8":
         one = [convert(np.ones([1] * ndim, np.float32)) for ndim in (2, len(of_rhs))]
