@@ -42,9 +42,9 @@ def test_a_dropped_choice_adds_nothing_and_the_other_weights_stay():
     given = draw()
     given["x"] = torch.ones_like(given["x"])
     given["w_router"] = torch.tensor([0.02, 0.01, 0, 0], device=DEVICE).expand(HIDDEN, EXPERTS)
-    whole, few = moe_layer(**given, top_k=2), moe_layer(**given, top_k=2, capacity=5)
-    # First come, first served. Fewer rows have smaller tiles, which some CPUs' BLAS sums in another order.
-    torch.testing.assert_close(few[:5], whole[:5])
+    with tensor_core.emulated():  # what the interpreter multiplies with gives equal rows other last bits on some CPUs
+        whole, few = moe_layer(**given, top_k=2), moe_layer(**given, top_k=2, capacity=5)
+    assert torch.equal(few[:5], whole[:5])  # first come, first served
     assert whole[5:].any(1).all()
     assert not few[5:].any()
 
