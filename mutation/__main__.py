@@ -40,8 +40,8 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "gpu_reference": ["gpu_reference"],
     "op_arguments": ["op_arguments"],
     "parity": [
-        *(f"parity/judging/{name}.py" for name in ("verdict", "metrics", "judge", "magnitude")),
-        *("parity/inputs.py", "parity/op.py"),
+        *(f"parity/judging/{name}.py" for name in ("verdict", "metrics", "judge", "magnitude", "reference")),
+        *("parity/inputs.py", "parity/op.py", "parity/trial.py"),
     ],
 }
 """What is judged: the kernels, what checks their arguments, and how the verdict is come to."""
