@@ -260,7 +260,7 @@ def test_elementwise_bfloat16(op):
 
 @pytest.mark.parametrize("formats", [("e4m3", "e5m2"), ("e5m2", "e4m3")])
 def test_a_scaled_dot_is_of_codes_times_the_scales_of_their_blocks(formats):
-    """An operand without scales is multiplied as it is."""
+    """An operand without scales is multiplied as it is. The sum has one order, whatever the machine's BLAS does."""
     dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
     lhs, rhs = (x.to(dtypes[name]) for x, name in zip(operands(torch.float32, 16, 64, 32), formats, strict=True))
     scale = torch.tensor([[0, 127], [200, 120]], dtype=torch.uint8).repeat(8, 1)
@@ -271,6 +271,11 @@ def test_a_scaled_dot_is_of_codes_times_the_scales_of_their_blocks(formats):
     with emulated():
         scaled_dot_kernel[(1,)](lhs.view(torch.uint8), scale, rhs.view(torch.uint8), out, *formats)
     assert ((out.double() - expected).abs() <= 65 * 2.0**-24 * size).all()
+
+    chain = torch.zeros(16, 32)
+    for products in ((lhs.double() * factors).T[:, :, None] * rhs.double()[:, None]).unbind():
+        chain = (chain.double() + products).float()
+    assert torch.equal(out, chain)
 
 
 def test_a_multiply_add_of_float32_is_rounded_once():
