@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +11,7 @@ from cpu_golden import gla, simple_gla
 from parity import Array, Case, Contract, Gates, Offsets, Op
 from parity.op import Backend, Inputs, outputs
 from tests.matrix.gmm import BF16, F32, MMA_DEPTH, MXU_DEPTH
+from tests.matrix.ops import is_backward, op
 
 LINEAR = ("q", "k", "v", "do", "initial_state", "dht")
 """The arguments in which every output is linear, or free of."""
@@ -52,10 +52,6 @@ def is_simple(c: Case) -> bool:
 
 def is_recurrent(c: Case) -> bool:
     return "recurrent" in c.op
-
-
-def is_backward(c: Case) -> bool:
-    return c.op.endswith("_bwd")
 
 
 def is_packed(c: Case) -> bool:
@@ -258,14 +254,11 @@ ROUTED = CHUNKED | dict(route="")
 RECURRENT = DEFAULTS | dict(reverse=False)
 
 
-def op(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
-    """A public function of that name, in all three packages, without its cases."""
-    family = module.__name__.rpartition(".")[2]
-    return Op(
+def without_cases(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
+    """The op of a public function of that name."""
+    return op(
+        getattr(module, name),
         name,
-        golden=getattr(module, name),
-        tpu=f"tpu_kernels.{family}:{name}",
-        gpu=f"gpu_reference.{family}:{name}",
         inputs=inputs,
         arguments=arguments,
         contract=contract,
@@ -273,7 +266,7 @@ def op(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
         magnitude=magnitude,
         axes=axes,
         unread=lambda c, inputs: {},
-        defaults=defaults if family == "simple_gla" else {n: d for n, d in defaults.items() if n not in SCALAR_GATES},
+        defaults=defaults if module is simple_gla else {n: d for n, d in defaults.items() if n not in SCALAR_GATES},
         route=route,
         spelled=tuple({"gates", "chunk"} & defaults.keys()),
         representative=representative,
@@ -323,8 +316,8 @@ def small_cases(op: Op, shape: Mapping[str, int], **options: Any) -> tuple[Case,
     )
 
 
-def simple_cases(op: Op) -> tuple[Case, ...]:
-    """The matrix of chunk_simple_gla, forward or backward."""
+def with_simple_cases(op: Op) -> Op:
+    """With the matrix of chunk_simple_gla, forward or backward."""
     parts = [
         small_cases(op, SMALL, chunk=[16]),
         op.grid([SMALL], dtype=[BF16], data=["one_signed"], chunk=[16], **STATES),
@@ -360,11 +353,11 @@ def simple_cases(op: Op) -> tuple[Case, ...]:
         op.grid(GROUPS_OF_HEADS, dtype=[BF16], gates=["gamma"], chunk=[16, 64], **STATES, tier="full"),
         op.grid([ONE_STEP, *EMPTY], dtype=[F32, BF16], **STATES, tier="full"),
     ]  # fmt: skip
-    return op.with_cases(*parts).cases
+    return op.with_cases(*parts)
 
 
-def fused_cases(op: Op) -> tuple[Case, ...]:
-    """The matrix of fused_chunk_simple_gla, whose arithmetic is that of chunk_simple_gla where it is fused."""
+def with_fused_cases(op: Op) -> Op:
+    """With the matrix of fused_chunk_simple_gla, whose arithmetic is that of chunk_simple_gla where it is fused."""
     parts = [
         op.grid([SMALL], dtype=[F32, BF16], chunk=[16], tier="smoke", **STATES),
         op.grid([PACKED], dtype=[F32], gates=["gamma"], chunk=[16], lengths=["zeros_and_ones"], **STATES),
@@ -372,11 +365,11 @@ def fused_cases(op: Op) -> tuple[Case, ...]:
         op.grid([LONG], dtype=[F32, BF16], decay=DECAYS, **STATES, tier="full"),
         op.grid([PACKED], dtype=[F32, BF16], lengths=PACKINGS, chunk=[32], **STATES, tier="full"),
     ]
-    return op.with_cases(*parts).cases
+    return op.with_cases(*parts)
 
 
-def per_channel_cases(op: Op) -> tuple[Case, ...]:
-    """The matrix of chunk_gla, forward or backward: a chunk has at least two blocks of 16 rows."""
+def with_per_channel_cases(op: Op) -> Op:
+    """With the matrix of chunk_gla, forward or backward: a chunk has at least two blocks of 16 rows."""
     parts = [
         small_cases(op, SMALL_CHANNELS, chunk=[32]),
         op.grid([SMALL_CHANNELS], dtype=[F32], chunk=[32], route=["unfused"], **STATES),
@@ -398,11 +391,11 @@ def per_channel_cases(op: Op) -> tuple[Case, ...]:
         op.grid(HEADS[:1], dtype=[F32, BF16], ht=[True], tier="full"),
         op.grid([ONE_STEP, *EMPTY], dtype=[F32, BF16], **STATES, tier="full"),
     ]
-    return op.with_cases(*parts).cases
+    return op.with_cases(*parts)
 
 
-def recurrent_cases(op: Op) -> tuple[Case, ...]:
-    """The matrix of fused_recurrent_simple_gla or fused_recurrent_gla, forward or backward."""
+def with_recurrent_cases(op: Op) -> Op:
+    """With the matrix of fused_recurrent_simple_gla or fused_recurrent_gla, forward or backward."""
     every_gate = dict(gates=["none", "g", "gamma", "both"]) if "gates" in op.defaults else {}
     last_gate = {name: choices[-1:] for name, choices in every_gate.items()}
     directions = dict(reverse=[False, True])
@@ -424,21 +417,18 @@ def recurrent_cases(op: Op) -> tuple[Case, ...]:
         op.grid([dict(B=1, T=1000, H=1, K=32, V=32)], dtype=[F32, BF16], **STATES, tier="full"),
         op.grid([ONE_STEP, *EMPTY], dtype=[F32], **STATES, tier="full"),
     ]
-    return op.with_cases(*parts).cases
+    return op.with_cases(*parts)
 
 
-def both_passes(
-    name: str, module: Any, defaults: Mapping[str, Any], cases: Callable[[Op], tuple[Case, ...]]
-) -> tuple[Op, ...]:
-    passes = (op(f"{name}_{way}", module, defaults) for way in ("fwd", "bwd"))
-    return tuple(replace(each, cases=cases(each)) for each in passes)
+def both_passes(name: str, module: Any, defaults: Mapping[str, Any], with_cases: Callable[[Op], Op]) -> tuple[Op, ...]:
+    return tuple(with_cases(without_cases(f"{name}_{way}", module, defaults)) for way in ("fwd", "bwd"))
 
 
-CHUNK_SIMPLE_GLA = both_passes("chunk_simple_gla", simple_gla, ROUTED, simple_cases)
-FUSED_CHUNK_SIMPLE_GLA = both_passes("fused_chunk_simple_gla", simple_gla, CHUNKED, fused_cases)
-FUSED_RECURRENT_SIMPLE_GLA = both_passes("fused_recurrent_simple_gla", simple_gla, RECURRENT, recurrent_cases)
-CHUNK_GLA = both_passes("chunk_gla", gla, ROUTED, per_channel_cases)
-FUSED_RECURRENT_GLA = both_passes("fused_recurrent_gla", gla, RECURRENT, recurrent_cases)
+CHUNK_SIMPLE_GLA = both_passes("chunk_simple_gla", simple_gla, ROUTED, with_simple_cases)
+FUSED_CHUNK_SIMPLE_GLA = both_passes("fused_chunk_simple_gla", simple_gla, CHUNKED, with_fused_cases)
+FUSED_RECURRENT_SIMPLE_GLA = both_passes("fused_recurrent_simple_gla", simple_gla, RECURRENT, with_recurrent_cases)
+CHUNK_GLA = both_passes("chunk_gla", gla, ROUTED, with_per_channel_cases)
+FUSED_RECURRENT_GLA = both_passes("fused_recurrent_gla", gla, RECURRENT, with_recurrent_cases)
 
 GATED_LINEAR_ATTENTION = (
     *CHUNK_SIMPLE_GLA,

@@ -1,7 +1,7 @@
 """gmm and tgmm: their cases, how their inputs are drawn, what their kernels promise."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,9 +10,32 @@ from parity import Array, Case, Contract, Expected, Groups, Op, abs_of
 from parity.inputs import GROUPS
 from parity.op import Backend, Inputs
 from tests.matrix.models import MODELS
+from tests.matrix.ops import op
 
 MXU_DEPTH, MMA_DEPTH = 128, 16  # as `parity.backends.emulation` documents them
 F32, BF16, F16 = "float32", "bfloat16", "float16"
+
+
+class Shapes(NamedTuple):
+    """Of what a grouped product takes and returns, and the axis of each operand that is summed over."""
+
+    lhs: tuple[int, ...]
+    lhs_axis: int
+    rhs: tuple[int, ...]
+    rhs_axis: int
+    out: tuple[int, ...]
+
+
+def sums_rows(c: Case) -> bool:
+    """Whether the sums are over the rows of each group, as tgmm's."""
+    return c.op.startswith("tgmm") or dict(c.options).get("ragged") == "contracting"
+
+
+def shapes(c: Case) -> Shapes:
+    if sums_rows(c):
+        return Shapes((c.M, c.K), 0, (c.M, c.N), 0, (c.G, c.K, c.N))
+    rhs, axis = ((c.G, c.N, c.K), 2) if c.transpose_rhs else ((c.G, c.K, c.N), 1)
+    return Shapes((c.M, c.K), 1, rhs, axis, (c.M, c.N))
 
 
 def contract(c: Case, backend: Backend) -> Contract:
@@ -58,6 +81,11 @@ def longest_group(c: Case, inputs: Inputs) -> int:
     return int(inputs["group_sizes"][offset : offset + c.G].max(initial=0)) + 1  # and existing_out
 
 
+def terms(c: Case, inputs: Inputs) -> int:
+    """Terms of an element's sum, at most."""
+    return longest_group(c, inputs) if sums_rows(c) else int(c.K)
+
+
 def of_rows(c: Case, inputs: Inputs) -> dict[str, np.ndarray]:
     """What the rows of lhs belong to, [M, 1]: their group of the shard, its first or last row, a block of rows."""
     offset, _ = shard(c)
@@ -78,11 +106,9 @@ def blocks(c: Case, n: int, size: int) -> np.ndarray:
     return np.arange(size) // (c.tiling[n] if c.tiling else MXU_DEPTH)
 
 
-def gmm_axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
-    return {"out": {**of_rows(c, inputs), "column block": blocks(c, 2, c.N)}, "lhs": {"K block": blocks(c, 1, c.K)}}
-
-
-def tgmm_axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
+def axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
+    if not sums_rows(c):
+        return {"out": {**of_rows(c, inputs), "column block": blocks(c, 2, c.N)}, "lhs": {"K block": blocks(c, 1, c.K)}}
     offset, _ = shard(c)
     sizes = inputs["group_sizes"][offset : offset + c.G]
     groups = {
@@ -92,6 +118,43 @@ def tgmm_axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]
     out = {name: labels[:, None, None] for name, labels in groups.items()}
     out |= {"K block": blocks(c, 1, c.K)[:, None], "column block": blocks(c, 2, c.N)}
     return {"out": out, "lhs": of_rows(c, inputs)}
+
+
+def inputs(c: Case) -> dict[str, Array | Groups | None]:
+    of = shapes(c)
+    return {
+        "lhs": Array(of.lhs, c.dtype, sum_over=of.lhs_axis),
+        "rhs": Array(of.rhs, c.dtype, sum_over=of.rhs_axis, pair_sign=-1),
+        **groups_and_out(c),
+    }
+
+
+def groups_and_out(c: Case) -> dict[str, Array | Groups | None]:
+    """What every grouped product takes beside its operands."""
+    return {
+        "group_sizes": Groups(shard(c)[1], rows=c.M, pattern=c.groups),
+        "existing_out": Array(shapes(c).out, c.out) if c.existing_out else None,
+    }
+
+
+def arguments(c: Case) -> dict[str, Any]:
+    groups = {"num_actual_groups": c.G} if sums_rows(c) else {"transpose_rhs": c.transpose_rhs}
+    return {"group_offset": shard(c)[0], **groups, "preferred_element_type": c.out, "tiling": c.tiling}
+
+
+def grouped(golden: Callable[..., Any], **settings: Any) -> Op:
+    """The op of a grouped product, in whatever `settings` do not say as gmm or tgmm."""
+    plain = dict(
+        inputs=inputs,
+        arguments=arguments,
+        contract=contract,
+        chain=terms,
+        axes=axes,
+        magnitude=abs_of("lhs", "rhs", "existing_out"),
+        unread=inactive,
+        spelled=("groups",),
+    )
+    return op(golden, **plain | settings)
 
 
 def representative(c: Case) -> bool:
@@ -116,67 +179,28 @@ def tens_of_rows_each(c: Case) -> bool:
 SHORT_SUMS = "a float32 product takes the MXU six roundings, a GPU's FMA one; longer sums make up for it"
 NO_FLOAT16 = "the MXU has no float16: the passes of a short sum round more often than a tensor core's steps of 16"
 
+
+def without_transpose(defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options of an op that sums over rows."""
+    return {name: value for name, value in defaults.items() if name != "transpose_rhs"}
+
+
 DEFAULTS = dict(transpose_rhs=False, existing_out=False, shard=None, tiling=None, groups="zipf")
 
-_GMM = Op(
-    "gmm",
-    golden=gmm,
-    tpu="tpu_kernels.gmm:gmm",
-    gpu="gpu_reference.gmm:gmm",
-    inputs=lambda c: {
-        "lhs": Array((c.M, c.K), c.dtype, sum_over=1),
-        "rhs": Array((c.G, c.N, c.K), c.dtype, sum_over=2, pair_sign=-1)
-        if c.transpose_rhs
-        else Array((c.G, c.K, c.N), c.dtype, sum_over=1, pair_sign=-1),
-        "group_sizes": Groups(shard(c)[1], rows=c.M, pattern=c.groups),
-        "existing_out": Array((c.M, c.N), c.out) if c.existing_out else None,
-    },
-    arguments=lambda c: {
-        "group_offset": shard(c)[0],
-        "transpose_rhs": c.transpose_rhs,
-        "preferred_element_type": c.out,
-        "tiling": c.tiling,
-    },
-    contract=contract,
-    chain=lambda c, inputs: c.K,
-    axes=gmm_axes,
+_GMM = grouped(
+    gmm,
     representative=representative,
     expected=(Expected(lambda c: c.dtype == F32 and c.K == 1, "LOSS", SHORT_SUMS),),
-    magnitude=abs_of("lhs", "rhs", "existing_out"),
-    unread=inactive,
     defaults=DEFAULTS,
-    spelled=("groups",),
 )
-
-_TGMM = Op(
-    "tgmm",
-    golden=tgmm,
-    tpu="tpu_kernels.gmm:tgmm",
-    gpu="gpu_reference.gmm:tgmm",
-    inputs=lambda c: {
-        "lhs": Array((c.M, c.K), c.dtype, sum_over=0),
-        "rhs": Array((c.M, c.N), c.dtype, sum_over=0, pair_sign=-1),
-        "group_sizes": Groups(shard(c)[1], rows=c.M, pattern=c.groups),
-        "existing_out": Array((c.G, c.K, c.N), c.out) if c.existing_out else None,
-    },
-    arguments=lambda c: {
-        "group_offset": shard(c)[0],
-        "num_actual_groups": c.G,
-        "preferred_element_type": c.out,
-        "tiling": c.tiling,
-    },
-    contract=contract,
-    chain=longest_group,
-    axes=tgmm_axes,
+_TGMM = grouped(
+    tgmm,
     representative=representative,
     expected=(
         Expected(lambda c: c.dtype == F32 and a_row_or_two_each(c), "LOSS", SHORT_SUMS),
         Expected(lambda c: (c.dtype, c.out) == (F16, F32) and tens_of_rows_each(c), "LOSS", NO_FLOAT16),
     ),
-    magnitude=abs_of("lhs", "rhs", "existing_out"),
-    unread=inactive,
-    defaults={name: value for name, value in DEFAULTS.items() if name != "transpose_rhs"},
-    spelled=("groups",),
+    defaults=without_transpose(DEFAULTS),
 )
 
 DTYPES = [F32, BF16, F16, (BF16, F32), (F16, F32)]
@@ -224,8 +248,8 @@ def models(op: Op) -> tuple[Case, ...]:
     return cases
 
 
-def cases(op: Op) -> tuple[Case, ...]:
-    """The matrix of gmm or tgmm."""
+def with_cases(op: Op) -> Op:
+    """gmm or tgmm with its cases."""
     flags = {"transpose_rhs": [False, True]} if "transpose_rhs" in op.defaults else {}
     small = dict(tiling=[SMALL_TILES])
     parts = [
@@ -263,8 +287,7 @@ def cases(op: Op) -> tuple[Case, ...]:
             groups=["zipf"], tier="full", **small,
         ),
     ]  # fmt: skip
-    return op.with_cases(*parts).cases
+    return op.with_cases(*parts)
 
 
-GMM = replace(_GMM, cases=cases(_GMM))
-TGMM = replace(_TGMM, cases=cases(_TGMM))
+GMM, TGMM = map(with_cases, (_GMM, _TGMM))

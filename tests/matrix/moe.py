@@ -16,13 +16,24 @@ from cpu_golden.permute import permute, unpermute
 from op_arguments.permute import permuted_rows
 from parity import Array, Case, Contract, Groups, Op, abs_of
 from parity.dtypes import round_to
-from parity.inputs import DISTRIBUTIONS, GROUPS, stream
+from parity.inputs import DISTRIBUTIONS, stream
 from parity.op import Backend, Given, Inputs
 from tests.matrix import gmm as unquantised
-from tests.matrix.gmm import BF16, F32, MXU_DEPTH, longest_group, shard
+from tests.matrix.gmm import (
+    BF16,
+    F32,
+    MXU_DEPTH,
+    PATTERNS,
+    SMALL_TILES,
+    grouped,
+    groups_and_out,
+    longest_group,
+    shapes,
+)
 from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B
 from tests.matrix.moe_error import Layer, U, routing
-from tests.matrix.quantized_gmm import FP8_MMA_DEPTH, SMALL_TILES
+from tests.matrix.ops import is_backward, op
+from tests.matrix.quantized_gmm import FP8_MMA_DEPTH
 
 
 def contract(c: Case, backend: Backend) -> Contract:
@@ -43,37 +54,26 @@ def contract(c: Case, backend: Backend) -> Contract:
     return replace(wide, out=c.dtype, outs={"existing_out": c.out}) if backward else wide
 
 
-def chain(c: Case, length: int) -> int:
-    """Additions behind an element whose sum has `length` terms, however the kernel cuts it; and two products."""
-    return length + 1 + 2
+def chain(c: Case, inputs: Inputs) -> int:
+    """Additions behind an element, however the kernel cuts its sum; and two products."""
+    terms = max(c.N, longest_group(c, inputs)) if is_backward(c) else c.K
+    return int(terms) + 1 + 2
 
 
-def quantises(c: Case) -> bool:
-    return bool(c.quantize or c.bwd_quantize)
+def inputs(c: Case) -> dict[str, Array | Groups | None]:
+    """As gmm's.
 
-
-def forward_inputs(c: Case) -> Mapping[str, Array | Groups | None]:
-    rhs, axis = ((c.G, c.N, c.K), 2) if c.transpose_rhs else ((c.G, c.K, c.N), 1)
-    inside = bool(c.quantize)
-    return {
-        "lhs": Array((c.M, c.K), c.dtype, sum_over=1, quantised_inside=inside),
-        "rhs": Array(rhs, c.dtype, sum_over=axis, pair_sign=-1, quantised_inside=inside),
-        "group_sizes": Groups(shard(c)[1], rows=c.M, pattern=c.groups),
-        "existing_out": Array((c.M, c.N), c.out) if c.existing_out else None,
+    The gradients' lhs and rhs as those sum over them: lhs over rows, rhs over N; then both sums with dout are sparse.
+    """
+    of, backward = shapes(c), is_backward(c)
+    inside = bool(c.quantize or (backward and c.bwd_quantize))
+    lhs_axis, rhs_axis = (0, 3 - of.rhs_axis) if backward else (of.lhs_axis, of.rhs_axis)
+    given = {
+        "lhs": Array(of.lhs, c.dtype, sum_over=lhs_axis, quantised_inside=inside),
+        "rhs": Array(of.rhs, c.dtype, sum_over=rhs_axis, pair_sign=-1, quantised_inside=inside),
+        **groups_and_out(c),
     }
-
-
-def backward_inputs(c: Case) -> Mapping[str, Array | Groups | None]:
-    """lhs and rhs as the gradients sum over them: lhs over rows, rhs over N; then both sums with dout are sparse."""
-    rhs, axis = ((c.G, c.N, c.K), 1) if c.transpose_rhs else ((c.G, c.K, c.N), 2)
-    inside = quantises(c)
-    return {
-        "lhs": Array((c.M, c.K), c.dtype, sum_over=0, quantised_inside=inside),
-        "rhs": Array(rhs, c.dtype, sum_over=axis, pair_sign=-1, quantised_inside=inside),
-        "group_sizes": Groups(shard(c)[1], rows=c.M, pattern=c.groups),
-        "dout": Array((c.M, c.N), c.out, quantised_inside=inside),
-        "existing_out": Array((c.M, c.N), c.out) if c.existing_out else None,
-    }
+    return given | ({"dout": Array(of.out, c.out, quantised_inside=inside)} if backward else {})
 
 
 def unread(c: Case, inputs: Inputs) -> Mapping[str, np.ndarray]:
@@ -87,22 +87,15 @@ def unread(c: Case, inputs: Inputs) -> Mapping[str, np.ndarray]:
 
 def axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
     """As gmm's; of the gradients those of lhs by rows, of rhs by groups."""
-    if c.op == "grouped_dense":
-        return unquantised.gmm_axes(c, inputs)
+    if not is_backward(c):
+        return unquantised.axes(c, inputs)
     by_row = unquantised.of_rows(c, inputs)
     return {"lhs": by_row, "existing_out": by_row, "rhs": {"group": np.arange(c.G)[:, None, None]}}
 
 
 def arguments(c: Case) -> Mapping[str, object]:
-    return {
-        "group_offset": shard(c)[0],
-        "transpose_rhs": c.transpose_rhs,
-        "quantize": c.quantize,
-        "bwd_quantize": c.bwd_quantize,
-        "block_size": c.block_size,
-        "preferred_element_type": c.out,
-        "tiling": c.tiling,
-    }
+    quantising = {name: getattr(c, name) for name in ("quantize", "bwd_quantize", "block_size")}
+    return {**unquantised.arguments(c), **quantising}
 
 
 DEFAULTS = dict(
@@ -110,48 +103,29 @@ DEFAULTS = dict(
     groups="zipf",
 )  # fmt: skip
 
-_FORWARD = Op(
-    "grouped_dense",
-    golden=grouped_dense,
-    tpu="tpu_kernels.grouped_dense:grouped_dense",
-    gpu="gpu_reference.grouped_dense:grouped_dense",
-    inputs=forward_inputs,
-    arguments=arguments,
-    contract=contract,
-    chain=lambda c, inputs: chain(c, c.K),
-    axes=axes,
-    representative=lambda c: c.tier == "smoke",
-    magnitude=abs_of("lhs", "rhs", "existing_out"),
-    unread=unread,
-    defaults=DEFAULTS,
-    spelled=("groups",),
+_FORWARD, _BACKWARD = (
+    grouped(
+        golden,
+        inputs=inputs,
+        arguments=arguments,
+        contract=contract,
+        chain=chain,
+        axes=axes,
+        representative=lambda c: c.tier == "smoke",
+        magnitude=abs_of("lhs", "rhs", added),
+        unread=unread,
+        defaults=DEFAULTS,
+    )
+    for golden, added in ((grouped_dense, "existing_out"), (grouped_dense_bwd, "dout"))
 )
 
-_BACKWARD = Op(
-    "grouped_dense_bwd",
-    golden=grouped_dense_bwd,
-    tpu="tpu_kernels.grouped_dense:grouped_dense_bwd",
-    gpu="gpu_reference.grouped_dense:grouped_dense_bwd",
-    inputs=backward_inputs,
-    arguments=arguments,
-    contract=contract,
-    chain=lambda c, inputs: chain(c, max(c.N, longest_group(c, inputs))),
-    axes=axes,
-    representative=lambda c: c.tier == "smoke",
-    magnitude=abs_of("lhs", "rhs", "dout"),
-    unread=unread,
-    defaults=DEFAULTS,
-    spelled=("groups",),
-)
-
-PATTERNS = list(GROUPS)
 DATA = ["one_signed", "wide", "outliers", "poison", "nonfinite"]
 SMALL = dict(M=200, K=256, N=128, G=4)  # M is no multiple of the block
 SQUARE = dict(M=150, K=128, N=128, G=4)
 
 
-def cases(op: Op) -> tuple[Case, ...]:
-    """The matrix of grouped_dense or its gradients."""
+def with_dense_cases(op: Op) -> Op:
+    """grouped_dense or its gradients with its cases."""
     forward = op.name == "grouped_dense"
     small = dict(tiling=[SMALL_TILES])
     parts = [
@@ -180,12 +154,10 @@ def cases(op: Op) -> tuple[Case, ...]:
         op.grid([SMALL], dtype=[F32, BF16], data=DATA, quantize=[True], bwd_quantize=[False, True],
                 existing_out=[False, True], groups=["short"], tier="full", **small),
     ]  # fmt: skip
-    return op.with_cases(*parts).cases
+    return op.with_cases(*parts)
 
 
-GROUPED_DENSE = replace(_FORWARD, cases=cases(_FORWARD))
-GROUPED_DENSE_BWD = replace(_BACKWARD, cases=cases(_BACKWARD))
-
+GROUPED_DENSE, GROUPED_DENSE_BWD = map(with_dense_cases, (_FORWARD, _BACKWARD))
 
 # --- permute, unpermute ---
 
@@ -218,11 +190,8 @@ def of_no_slot(c: Case, inputs: Inputs) -> Mapping[str, np.ndarray]:
     return masks if inputs["weights"] is None else masks | {"weights": inputs["slots"] < 0}
 
 
-_PERMUTE = Op(
-    "permute",
-    golden=permute,
-    tpu="tpu_kernels.permute:permute",
-    gpu="gpu_reference.permute:permute",
+_PERMUTE = op(
+    permute,
     inputs=lambda c: {"x": Array((c.T, c.D), c.dtype), "indices": Given(choices(c))},
     arguments=lambda c: {"num_experts": c.E, "capacity": c.capacity},
     contract=lambda c, backend: Contract(dot="none", out=c.out),
@@ -233,11 +202,8 @@ _PERMUTE = Op(
     bit_exact=True,
 )
 
-_UNPERMUTE = Op(
-    "unpermute",
-    golden=unpermute,
-    tpu="tpu_kernels.permute:unpermute",
-    gpu="gpu_reference.permute:unpermute",
+_UNPERMUTE = op(
+    unpermute,
     inputs=unpermute_inputs,
     arguments=lambda c: {},
     contract=lambda c, backend: Contract(dot="ieee", out=c.out, sites={"product": F32, "sum": F32}),
@@ -252,30 +218,22 @@ TOKENS = dict(T=150, D=96, E=6, k=2)
 ODD = dict(T=37, D=40, E=5, k=3)
 EVERY = dict(T=20, D=32, E=4, k=4)
 FEW = dict(T=0, D=32, E=4, k=2)
+WIDE = dict(T=64, D=DEEPSEEK_V3.hidden, E=16, k=DEEPSEEK_V3.top_k)
 
-
-def permute_cases(op: Op) -> tuple[Case, ...]:
-    """The matrix of permute."""
-    parts = [
-        op.grid([TOKENS], dtype=[BF16], capacity=[None, 40], tier="smoke"),
-        op.grid([ODD, EVERY, FEW, dict(T=64, D=32, E=16, k=8)], dtype=[F32], data=["bits"], capacity=[None, 7]),
-        op.grid([TOKENS, ODD, EVERY], dtype=[F32, BF16, "float16"], data=["bits"], capacity=[None, 1, 7, 1000],
-                tier="full"),
-    ]  # fmt: skip
-    return op.with_cases(*parts).cases
-
-
-def unpermute_cases(op: Op) -> tuple[Case, ...]:
-    """The matrix of unpermute."""
-    parts = [
-        op.grid([TOKENS], dtype=[BF16], capacity=[None, 40], tier="smoke"),
-        op.grid([ODD], dtype=[F32], data=["normal", "one_signed", "poison"], capacity=[7]),
-        op.grid([EVERY, FEW], dtype=[F32], weights=[False, True]),
-        op.grid([dict(T=64, D=DEEPSEEK_V3.hidden, E=16, k=DEEPSEEK_V3.top_k)], dtype=[BF16], model=DEEPSEEK_V3.name),
-        op.grid([TOKENS, ODD, EVERY], dtype=[F32, BF16], data=["normal", "one_signed", "wide", "poison", "nonfinite"],
-                weights=[False, True], capacity=[None, 7], tier="full"),
-    ]  # fmt: skip
-    return op.with_cases(*parts).cases
+PERMUTE = _PERMUTE.with_cases(
+    _PERMUTE.grid([TOKENS], dtype=[BF16], capacity=[None, 40], tier="smoke"),
+    _PERMUTE.grid([ODD, EVERY, FEW, dict(T=64, D=32, E=16, k=8)], dtype=[F32], data=["bits"], capacity=[None, 7]),
+    _PERMUTE.grid([TOKENS, ODD, EVERY], dtype=[F32, BF16, "float16"], data=["bits"], capacity=[None, 1, 7, 1000],
+                  tier="full"),
+)  # fmt: skip
+UNPERMUTE = _UNPERMUTE.with_cases(
+    _UNPERMUTE.grid([TOKENS], dtype=[BF16], capacity=[None, 40], tier="smoke"),
+    _UNPERMUTE.grid([ODD], dtype=[F32], data=["normal", "one_signed", "poison"], capacity=[7]),
+    _UNPERMUTE.grid([EVERY, FEW], dtype=[F32], weights=[False, True]),
+    _UNPERMUTE.grid([WIDE], dtype=[BF16], model=DEEPSEEK_V3.name),
+    _UNPERMUTE.grid([TOKENS, ODD, EVERY], dtype=[F32, BF16], weights=[False, True], capacity=[None, 7],
+                    data=["normal", "one_signed", "wide", "poison", "nonfinite"], tier="full"),
+)  # fmt: skip
 
 
 # --- the whole layer ---
@@ -400,27 +358,19 @@ LAYER_DEFAULTS = dict(
     quantize=None, block_size=128, capacity=None, renormalize=True, shard=None, sanitize_grads=False, tiling=None
 )
 
-_LAYER = Op(
-    "moe_layer",
-    golden=moe_layer,
-    tpu="tpu_kernels.moe:moe_layer",
-    gpu="gpu_reference.moe:moe_layer",
-    inputs=layer_inputs,
-    arguments=layer_arguments,
-    contract=layer_contract,
-    chain=lambda c, inputs: 1,
-    representative=lambda c: c.tier == "smoke",
-    magnitude=layer_magnitude,
-    unread=layer_unread,
-    defaults=LAYER_DEFAULTS,
-)
-
-_LAYER_BWD = replace(
-    _LAYER,
-    name="moe_layer_bwd",
-    golden=moe_layer_bwd,
-    tpu="tpu_kernels.moe:moe_layer_bwd",
-    gpu="gpu_reference.moe:moe_layer_bwd",
+_LAYER, _LAYER_BWD = (
+    op(
+        golden,
+        inputs=layer_inputs,
+        arguments=layer_arguments,
+        contract=layer_contract,
+        chain=lambda c, inputs: 1,
+        representative=lambda c: c.tier == "smoke",
+        magnitude=layer_magnitude,
+        unread=layer_unread,
+        defaults=LAYER_DEFAULTS,
+    )
+    for golden in (moe_layer, moe_layer_bwd)
 )
 
 LAYER = dict(T=60, D=128, F=128, E=4, k=2)
@@ -428,8 +378,8 @@ IDLE = dict(T=9, D=72, F=40, E=12, k=2)  # experts without a token, and multiple
 DROPS = dict(T=33, D=72, F=40, E=5, k=3)
 
 
-def layer_cases(op: Op) -> tuple[Case, ...]:
-    """The matrix of moe_layer or its gradients."""
+def with_layer_cases(op: Op) -> Op:
+    """moe_layer or its gradients with its cases."""
     deepseek = dict(T=16, D=DEEPSEEK_V3.hidden, F=128, E=16, k=DEEPSEEK_V3.top_k)
     gpt_oss = dict(T=16, D=GPT_OSS_120B.hidden, F=160, E=16, k=GPT_OSS_120B.top_k)
     if op.name == "moe_layer":
@@ -455,11 +405,8 @@ def layer_cases(op: Op) -> tuple[Case, ...]:
                 sanitize_grads=[False, True], tier="full"),
         op.grid([dict(T=0, D=32, F=32, E=4, k=2), dict(T=1, D=32, F=32, E=4, k=4)], dtype=[F32], tier="full"),
     ]  # fmt: skip
-    return op.with_cases(*parts).cases
+    return op.with_cases(*parts)
 
 
-PERMUTE = replace(_PERMUTE, cases=permute_cases(_PERMUTE))
-UNPERMUTE = replace(_UNPERMUTE, cases=unpermute_cases(_UNPERMUTE))
-MOE_LAYER = replace(_LAYER, cases=layer_cases(_LAYER))
-MOE_LAYER_BWD = replace(_LAYER_BWD, cases=layer_cases(_LAYER_BWD))
+MOE_LAYER, MOE_LAYER_BWD = map(with_layer_cases, (_LAYER, _LAYER_BWD))
 MOE_LAYERS = (PERMUTE, UNPERMUTE, MOE_LAYER, MOE_LAYER_BWD)

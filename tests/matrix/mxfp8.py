@@ -9,12 +9,23 @@ from cpu_golden.grouped_gemm import grouped_gemm
 from cpu_golden.mxfp8 import mxfp8_dequantize, mxfp8_dual_quantize, mxfp8_quantize, swizzle_scales
 from op_arguments.mxfp8 import E8M0, MX_BLOCK, swizzled_shape
 from op_arguments.quantize import FP8
-from parity import Array, Case, Contract, Groups, Op, Scales, abs_of
+from parity import Array, Case, Contract, Groups, Op, Scales
 from parity.op import Backend, Inputs
 from tests.matrix import gmm as unquantised
-from tests.matrix.gmm import BF16, F16, F32, PATTERNS, shard
+from tests.matrix.gmm import (
+    BF16,
+    DISTRIBUTIONS,
+    F16,
+    F32,
+    PATTERNS,
+    SMALL_TILES,
+    grouped,
+    groups_and_out,
+    shapes,
+    sums_rows,
+)
 from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B, Experts
-from tests.matrix.quantize import EMPTY, EXTREME, MATRIX, ODD, in_blocks, op, shape
+from tests.matrix.quantize import EMPTY, EXTREME, MATRIX, ODD, bit_exact, in_blocks, shape
 from tests.matrix.quantized_gmm import E4M3, E5M2, rhs_dtype
 
 # ------------------------------------------------------------------------------------------------------ quantisers
@@ -47,10 +58,8 @@ def quantise_arguments(c: Case) -> Mapping[str, object]:
 
 
 _QUANTIZE, _DUAL = (
-    op(
-        name,
+    bit_exact(
         golden,
-        module="mxfp8",
         inputs=lambda c: {"x": Array(shape(c), c.dtype)},
         arguments=quantise_arguments,
         axes=axes,
@@ -58,24 +67,17 @@ _QUANTIZE, _DUAL = (
         spelled=("rounding",),
         indifferent=("check_finite", "interpret"),
     )
-    for name, golden in (("mxfp8_quantize", mxfp8_quantize), ("mxfp8_dual_quantize", mxfp8_dual_quantize))
+    for golden in (mxfp8_quantize, mxfp8_dual_quantize)
 )
-_DEQUANTIZE = op(
-    "mxfp8_dequantize",
+_DEQUANTIZE = bit_exact(
     mxfp8_dequantize,
-    module="mxfp8",
     inputs=lambda c: {"qvalue": Array(shape(c), c.dtype), "scale": Array(with_blocks(shape(c), c.axis), E8M0)},
     arguments=lambda c: {"dtype": c.out},
     axes=axes,
     defaults=dict(axis=-1),
 )
-_SWIZZLE = op(
-    "swizzle_scales",
-    swizzle_scales,
-    module="mxfp8",
-    inputs=lambda c: {"scale": Array(shape(c), E8M0)},
-    arguments=lambda c: {},
-    defaults={},
+_SWIZZLE = bit_exact(
+    swizzle_scales, inputs=lambda c: {"scale": Array(shape(c), E8M0)}, arguments=lambda c: {}, defaults={}
 )
 
 SHORT_BLOCKS = [dict(M=37, K=45)]
@@ -119,10 +121,6 @@ MXFP8_QUANTIZERS = (MXFP8_QUANTIZE, MXFP8_DUAL_QUANTIZE, MXFP8_DEQUANTIZE, SWIZZ
 # ---------------------------------------------------------------------------------------------------- grouped_gemm
 
 
-def is_contracting(c: Case) -> bool:
-    return bool(c.ragged == "contracting")
-
-
 def wide_dtype(c: Case) -> str:
     """What both operands are dequantised to."""
     return F32 if F32 in (c.dtype, rhs_dtype(c)) else BF16
@@ -130,7 +128,7 @@ def wide_dtype(c: Case) -> str:
 
 def contract(c: Case, backend: Backend) -> Contract:
     """Products of dequantised operands: a block-scaled matrix unit's are the same, and exact as well."""
-    name = "tgmm" if is_contracting(c) else "gmm"
+    name = "tgmm" if sums_rows(c) else "gmm"
     return unquantised.contract(replace(c, op=name, dtype=wide_dtype(c)), backend)
 
 
@@ -146,56 +144,33 @@ def scales(c: Case, name: str, dtype: str, sizes: tuple[int, ...], axis: int) ->
 
 
 def gemm_inputs(c: Case) -> Mapping[str, Array | Scales | Groups | None]:
-    lhs, lhs_axis, rhs, rhs_axis, out = (c.M, c.K), 1, (c.G, c.K, c.N), 1, (c.M, c.N)
-    if is_contracting(c):
-        lhs_axis, rhs, rhs_axis, out = 0, (c.M, c.N), 0, (c.G, c.K, c.N)
-    elif c.transpose_rhs:
-        rhs, rhs_axis = (c.G, c.N, c.K), 2
+    of = shapes(c)
     return {
-        "lhs": Array(lhs, c.dtype, sum_over=lhs_axis),
-        "rhs": Array(rhs, rhs_dtype(c), sum_over=rhs_axis, pair_sign=-1),
-        "group_sizes": Groups(shard(c)[1], rows=c.M, pattern=c.groups),
-        **scales(c, "lhs", c.dtype, lhs, lhs_axis),
-        **scales(c, "rhs", rhs_dtype(c), rhs, rhs_axis),
-        "existing_out": Array(out, c.out) if c.existing_out else None,
-    }
-
-
-def gemm_arguments(c: Case) -> Mapping[str, object]:
-    groups = {"num_actual_groups": c.G} if is_contracting(c) else {"transpose_rhs": c.transpose_rhs}
-    return {
-        **groups,
-        "ragged": c.ragged,
-        "group_offset": shard(c)[0],
-        "scale_layout": c.scale_layout,
-        "preferred_element_type": c.out,
-        "tiling": c.tiling,
+        "lhs": Array(of.lhs, c.dtype, sum_over=of.lhs_axis),
+        **scales(c, "lhs", c.dtype, of.lhs, of.lhs_axis),
+        "rhs": Array(of.rhs, rhs_dtype(c), sum_over=of.rhs_axis, pair_sign=-1),
+        **scales(c, "rhs", rhs_dtype(c), of.rhs, of.rhs_axis),
+        **groups_and_out(c),
     }
 
 
 def unread(c: Case, inputs: Inputs) -> Mapping[str, np.ndarray]:
     """As for gmm and tgmm; and the scales of nothing but such elements."""
     masks = dict(unquantised.inactive(c, inputs))
-    axes = {"lhs": 0, "rhs": 0} if is_contracting(c) else {"lhs": 1, "rhs": 2 if c.transpose_rhs else 1}
-    for name, axis in axes.items():
+    of = shapes(c)
+    for name, axis in (("lhs", of.lhs_axis), ("rhs", of.rhs_axis)):
         if inputs.get(f"{name}_scale") is not None and c.scale_layout == "plain":
             first = range(0, masks[name].shape[axis], MX_BLOCK)
             masks[f"{name}_scale"] = np.logical_and.reduceat(masks[name], first, axis=axis)
     return masks
 
 
-_GEMM = Op(
-    "grouped_gemm",
-    golden=grouped_gemm,
-    tpu="tpu_kernels.grouped_gemm:grouped_gemm",
-    gpu="gpu_reference.grouped_gemm:grouped_gemm",
+_GEMM = grouped(
+    grouped_gemm,
     inputs=gemm_inputs,
-    arguments=gemm_arguments,
+    arguments=lambda c: {**unquantised.arguments(c), "ragged": c.ragged, "scale_layout": c.scale_layout},
     contract=contract,
-    chain=lambda c, inputs: unquantised.longest_group(c, inputs) if is_contracting(c) else c.K,
-    axes=lambda c, inputs: (unquantised.tgmm_axes if is_contracting(c) else unquantised.gmm_axes)(c, inputs),
     representative=lambda c: c.tier == "smoke",
-    magnitude=abs_of("lhs", "rhs", "existing_out"),
     unread=unread,
     defaults=dict(
         ragged="lhs", rhs_dtype=None, scales="varied", scale_layout="plain", transpose_rhs=False, existing_out=False,
@@ -209,67 +184,66 @@ ROWS = dict(M=600, K=136, N=160, G=6)  # three tiles of 256 rows, the fewest tha
 ODD_K = dict(M=80, K=300, N=48, G=4)  # a short last block, in the second tile
 ODD_M = dict(M=301, K=40, N=48, G=4)
 SHARD, SHARD_ROWS = dict(M=200, K=96, N=64, G=2), dict(M=300, K=64, N=48, G=2)
-SMALL_TILES, ROW_TILES = (64, 128, 128), (256, 64, 128)
-DISTRIBUTIONS = ["one_signed", "wide", "outliers", "cancellation", "poison", "nonfinite"]
+ROW_TILES = (256, 64, 128)
 FORWARD, BACKWARD = ["lhs"], ["contracting"]
 # dtype of lhs and output, dtype of rhs
 PAIRS = [((E4M3, F32), E5M2), ((E5M2, BF16), E4M3), ((BF16, F32), E4M3), ((E4M3, BF16), BF16), (F32, E4M3)]
 PLAIN_PAIRS = [(BF16, BF16), (F32, F32)]
 
 
-def pairs(dtypes: list[object], shape: Mapping[str, int], **options: object) -> tuple[Case, ...]:
+def pairs(op: Op, dtypes: list[object], shape: Mapping[str, int], **options: object) -> tuple[Case, ...]:
     """A case for every pair of operand dtypes."""
-    parts = (_GEMM.grid([shape], dtype=[dtype], rhs_dtype=[rhs], **options) for dtype, rhs in dtypes)
+    parts = (op.grid([shape], dtype=[dtype], rhs_dtype=[rhs], **options) for dtype, rhs in dtypes)
     return tuple(case for part in parts for case in part)
 
 
-def model(experts: Experts, ragged: str, **options: object) -> tuple[Case, ...]:
+def model(op: Op, experts: Experts, ragged: str, **options: object) -> tuple[Case, ...]:
     """A published model's expert layer: a shard of 4 experts, fewer rows and columns; the summed axis stays whole."""
     held = (experts.experts // 4, experts.experts)
     k = experts.hidden if ragged == "lhs" else experts.hidden // 32
     shape = dict(M=128 if ragged == "lhs" else 512, K=k, N=64, G=4)
-    return _GEMM.grid([shape], ragged=[ragged], shard=[held], groups=["zipf"], model=experts.name, **options)
+    return op.grid([shape], ragged=[ragged], shard=[held], groups=["zipf"], model=experts.name, **options)
 
 
-def gemm_cases() -> tuple[Case, ...]:
-    """The matrix of grouped_gemm."""
+def with_gemm_cases(op: Op) -> Op:
+    """grouped_gemm with its cases."""
     forward = dict(ragged=FORWARD, tiling=[SMALL_TILES])
     backward = dict(ragged=BACKWARD, tiling=[ROW_TILES])
     mxfp8 = [(E4M3, F32)]
     parts = [
-        _GEMM.grid([SMALL], dtype=[(E4M3, F32), (E4M3, BF16)], groups=["straddle"], tier="smoke", **forward),
-        _GEMM.grid([ROWS], dtype=[(E4M3, F32)], groups=["straddle"], tier="smoke", **backward),
-        _GEMM.grid([SMALL], dtype=mxfp8, scales=["steps"], transpose_rhs=[True], groups=["zipf"], **forward),
-        _GEMM.grid([ODD_K], dtype=mxfp8, ragged=FORWARD, tiling=[(32, 256, 128)], scales=["steps"], groups=["ones"]),
-        _GEMM.grid([ODD_M], dtype=mxfp8, scales=["steps"], groups=["straddle"], **backward),
-        _GEMM.grid([SMALL], dtype=mxfp8, data=["one_signed", "poison"], groups=["short"], **forward),
-        _GEMM.grid([ROWS], dtype=mxfp8, data=["one_signed", "poison"], groups=["short"], **backward),
-        _GEMM.grid([SHARD_ROWS], dtype=[(E4M3, BF16)], groups=["empty_first"], **backward),
-        _GEMM.grid([SHARD], dtype=mxfp8, shard=[(3, 8)], existing_out=[True], groups=["zipf"], **forward),
-        _GEMM.grid([SHARD_ROWS], dtype=mxfp8, shard=[(3, 8)], existing_out=[True], groups=["zipf"], **backward),
-        _GEMM.grid([SHARD], dtype=mxfp8, scale_layout=["swizzled"], groups=["short"], **forward),
-        _GEMM.grid([SHARD_ROWS], dtype=mxfp8, scale_layout=["swizzled"], groups=["short"], **backward),
-        pairs(PAIRS[1:3], SHARD, groups=["straddle"], **forward),
-        model(GPT_OSS_120B, "contracting", dtype=[(E4M3, F32)]),
-        model(DEEPSEEK_V3, "contracting", dtype=[(E4M3, F32)], tier="full"),
-        model(DEEPSEEK_V3, "lhs", dtype=[(E4M3, BF16)], tier="full"),
-        model(GPT_OSS_120B, "lhs", dtype=[(E4M3, F32)], tier="full"),
+        op.grid([SMALL], dtype=[(E4M3, F32), (E4M3, BF16)], groups=["straddle"], tier="smoke", **forward),
+        op.grid([ROWS], dtype=[(E4M3, F32)], groups=["straddle"], tier="smoke", **backward),
+        op.grid([SMALL], dtype=mxfp8, scales=["steps"], transpose_rhs=[True], groups=["zipf"], **forward),
+        op.grid([ODD_K], dtype=mxfp8, ragged=FORWARD, tiling=[(32, 256, 128)], scales=["steps"], groups=["ones"]),
+        op.grid([ODD_M], dtype=mxfp8, scales=["steps"], groups=["straddle"], **backward),
+        op.grid([SMALL], dtype=mxfp8, data=["one_signed", "poison"], groups=["short"], **forward),
+        op.grid([ROWS], dtype=mxfp8, data=["one_signed", "poison"], groups=["short"], **backward),
+        op.grid([SHARD_ROWS], dtype=[(E4M3, BF16)], groups=["empty_first"], **backward),
+        op.grid([SHARD], dtype=mxfp8, shard=[(3, 8)], existing_out=[True], groups=["zipf"], **forward),
+        op.grid([SHARD_ROWS], dtype=mxfp8, shard=[(3, 8)], existing_out=[True], groups=["zipf"], **backward),
+        op.grid([SHARD], dtype=mxfp8, scale_layout=["swizzled"], groups=["short"], **forward),
+        op.grid([SHARD_ROWS], dtype=mxfp8, scale_layout=["swizzled"], groups=["short"], **backward),
+        pairs(op, PAIRS[1:3], SHARD, groups=["straddle"], **forward),
+        model(op, GPT_OSS_120B, "contracting", dtype=[(E4M3, F32)]),
+        model(op, DEEPSEEK_V3, "contracting", dtype=[(E4M3, F32)], tier="full"),
+        model(op, DEEPSEEK_V3, "lhs", dtype=[(E4M3, BF16)], tier="full"),
+        model(op, GPT_OSS_120B, "lhs", dtype=[(E4M3, F32)], tier="full"),
         # What full adds: everything against everything.
-        pairs(PAIRS + PLAIN_PAIRS, SMALL, groups=["zipf"], transpose_rhs=[False, True], tier="full", **forward),
-        pairs(PAIRS + PLAIN_PAIRS, ROWS, groups=["zipf"], tier="full", **backward),
-        _GEMM.grid([SMALL], dtype=mxfp8, groups=PATTERNS, existing_out=[False, True], tier="full", **forward),
-        _GEMM.grid([ROWS], dtype=mxfp8, groups=PATTERNS, existing_out=[False, True], tier="full", **backward),
-        _GEMM.grid([SMALL], dtype=mxfp8, data=DISTRIBUTIONS, groups=["short"], scales=["varied", "steps"],
+        pairs(op, PAIRS + PLAIN_PAIRS, SMALL, groups=["zipf"], transpose_rhs=[False, True], tier="full", **forward),
+        pairs(op, PAIRS + PLAIN_PAIRS, ROWS, groups=["zipf"], tier="full", **backward),
+        op.grid([SMALL], dtype=mxfp8, groups=PATTERNS, existing_out=[False, True], tier="full", **forward),
+        op.grid([ROWS], dtype=mxfp8, groups=PATTERNS, existing_out=[False, True], tier="full", **backward),
+        op.grid([SMALL], dtype=mxfp8, data=DISTRIBUTIONS, groups=["short"], scales=["varied", "steps"],
                    tier="full", **forward),
-        _GEMM.grid([ROWS], dtype=mxfp8, data=DISTRIBUTIONS, groups=["short"], scales=["varied", "steps"],
+        op.grid([ROWS], dtype=mxfp8, data=DISTRIBUTIONS, groups=["short"], scales=["varied", "steps"],
                    tier="full", **backward),
-        _GEMM.grid([SHARD], dtype=mxfp8, shard=[(0, 8), (6, 8)], groups=["zipf", "short"],
+        op.grid([SHARD], dtype=mxfp8, shard=[(0, 8), (6, 8)], groups=["zipf", "short"],
                    scale_layout=["plain", "swizzled"], transpose_rhs=[False, True], tier="full", **forward),
-        _GEMM.grid([dict(M=0, K=64, N=48, G=3), dict(M=64, K=0, N=48, G=3), dict(M=64, K=64, N=0, G=3),
+        op.grid([dict(M=0, K=64, N=48, G=3), dict(M=64, K=0, N=48, G=3), dict(M=64, K=64, N=0, G=3),
                     dict(M=64, K=64, N=48, G=0)],
                    dtype=[(E4M3, BF16)], ragged=FORWARD + BACKWARD, groups=["balanced"], tier="full"),
     ]  # fmt: skip
-    return _GEMM.with_cases(*parts).cases
+    return op.with_cases(*parts)
 
 
-GROUPED_GEMM = replace(_GEMM, cases=gemm_cases())
+GROUPED_GEMM = with_gemm_cases(_GEMM)

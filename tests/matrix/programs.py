@@ -13,7 +13,7 @@ from parity.compilers.mosaic import Abstract
 from parity.compilers.programs import Program
 from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B, MODELS, QWEN3_30B, Experts
 from tests.matrix.mxfp8 import with_blocks
-from tests.matrix.quantized_gmm import E4M3, PLAIN, blocks_of
+from tests.matrix.quantized_gmm import E4M3, PLAIN, scale_shape
 
 ROWS = 8192  # tokens of a batch times the experts that each goes to, on one core
 CORES = 32  # that share the experts of a model with many
@@ -41,9 +41,7 @@ def grouped(op: str, dtype: str, model: Experts, **options: Any) -> Program:
 
 def scale(spelled: str, shape: tuple[int, ...]) -> Abstract | None:
     """The scales of an operand of `shape`, where they lie spelled as in the matrix."""
-    if spelled == PLAIN:
-        return None
-    return Abstract(tuple(n // b for n, b in zip(shape, blocks_of(spelled, shape), strict=True)), "float32")
+    return None if spelled == PLAIN else Abstract(scale_shape(spelled, shape), "float32")
 
 
 def quantised(op: str, blocks: str, lhs_blocks: str, rhs_blocks: str, model: Experts) -> Program:

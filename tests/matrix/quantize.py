@@ -1,7 +1,7 @@
 """The quantisers and dequantisers: their cases and how their inputs are drawn. All are compared bit for bit."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +10,8 @@ from op_arguments.quantize import Blocks, check_blocks
 from parity import Array, Case, Contract, Op, Scales
 from parity.op import Backend, Inputs
 from tests.matrix.gmm import BF16, F16, F32
-from tests.matrix.quantized_gmm import E4M3, E5M2, I8
+from tests.matrix.ops import op
+from tests.matrix.quantized_gmm import E4M3, E5M2, I8, scale_shape
 
 
 def contract(c: Case, backend: Backend) -> Contract:
@@ -26,11 +27,6 @@ def quantise_arguments(c: Case) -> Mapping[str, object]:
     to_fp8 = {} if c.out == I8 else {"dtype": c.out}
     axis = {} if c.op == "fp8_dual_quantize" else {"axis": c.axis}
     return {**axis, "block_size": c.block_size, "check_finite": False, **to_fp8}
-
-
-def scale_shape(c: Case) -> tuple[int, ...]:
-    blocks = (n if b.isalpha() else int(b) for b, n in zip(c.blocks.split("x"), shape(c), strict=True))
-    return tuple(n // b for n, b in zip(shape(c), blocks, strict=True))
 
 
 def in_blocks(sizes: tuple[int, ...], blocks: Blocks) -> Mapping[str, np.ndarray]:
@@ -55,13 +51,10 @@ def dequantiser_axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.nd
     return {"out": in_blocks(sizes, tuple(n // max(count, 1) for n, count in zip(sizes, counts, strict=True)))}
 
 
-def op(name: str, golden: object, *, module: str = "quantize", **settings: object) -> Op:
-    """An op that is compared bit for bit: no magnitude and no chain. module: that of its kernels."""
-    return Op(
-        name,
-        golden=golden,
-        tpu=f"tpu_kernels.{module}:{name}",
-        gpu=f"gpu_reference.{module}:{name}",
+def bit_exact(golden: Callable[..., Any], **settings: Any) -> Op:
+    """An op that is compared bit for bit: no magnitude and no chain."""
+    return op(
+        golden,
         contract=contract,
         chain=lambda c, inputs: 1,
         magnitude=lambda op, c, inputs: None,
@@ -72,9 +65,8 @@ def op(name: str, golden: object, *, module: str = "quantize", **settings: objec
     )
 
 
-def quantiser(name: str, golden: object, **defaults: object) -> Op:
-    return op(
-        name,
+def quantiser(golden: Callable[..., Any], **defaults: Any) -> Op:
+    return bit_exact(
         golden,
         inputs=lambda c: {"x": Array(shape(c), c.dtype)},
         arguments=quantise_arguments,
@@ -84,11 +76,13 @@ def quantiser(name: str, golden: object, **defaults: object) -> Op:
     )
 
 
-def dequantiser(name: str, golden: object) -> Op:
-    return op(
-        name,
+def dequantiser(golden: Callable[..., Any]) -> Op:
+    return bit_exact(
         golden,
-        inputs=lambda c: {"qvalue": Array(shape(c), c.dtype), "scale": Scales(scale_shape(c), c.scales)},
+        inputs=lambda c: {
+            "qvalue": Array(shape(c), c.dtype),
+            "scale": Scales(scale_shape(c.blocks, shape(c)), c.scales),
+        },
         arguments=lambda c: {},
         axes=dequantiser_axes,
         defaults=dict(blocks="1x128", scales="varied"),
@@ -105,8 +99,8 @@ EXTREME = ["ranges", "bits"]
 ALONG = [1, 0, (0, 1)]  # 1x128, 128x1, 128x128
 
 
-def quantiser_cases(quantiser: Op, to: list[str]) -> tuple[Case, ...]:
-    """The matrix of a quantiser to the dtypes `to`."""
+def with_quantiser_cases(quantiser: Op, to: list[str]) -> Op:
+    """A quantiser with its cases, to the dtypes `to`."""
     parts = [
         quantiser.grid(MATRIX, dtype=[(F32, to[0])], axis=[1], tier="smoke"),
         quantiser.grid(MATRIX, dtype=[(BF16, to[0])], data=EXTREME, axis=ALONG),
@@ -120,11 +114,11 @@ def quantiser_cases(quantiser: Op, to: list[str]) -> tuple[Case, ...]:
             data=EXTREME, block_size=[32, 128, None], tier="full",
         ),
     ]  # fmt: skip
-    return quantiser.with_cases(*parts).cases
+    return quantiser.with_cases(*parts)
 
 
-def dual_cases(dual: Op) -> tuple[Case, ...]:
-    """The matrix of fp8_dual_quantize."""
+def with_dual_cases(dual: Op) -> Op:
+    """fp8_dual_quantize with its cases."""
     parts = [
         dual.grid(MATRIX, dtype=[(BF16, E4M3)], tier="smoke"),
         dual.grid(MATRIX, dtype=[(BF16, E4M3)], data=["ranges"]),
@@ -134,11 +128,11 @@ def dual_cases(dual: Op) -> tuple[Case, ...]:
         dual.grid(MATRIX, dtype=[(BF16, E4M3), (F32, E4M3), (F16, E5M2)], data=["outliers", *EXTREME],
                   block_size=[64, 128, None], tier="full"),
     ]  # fmt: skip
-    return dual.with_cases(*parts).cases
+    return dual.with_cases(*parts)
 
 
-def dequantiser_cases(dequantiser: Op, given: list[str]) -> tuple[Case, ...]:
-    """The matrix of a dequantiser of the dtypes `given`."""
+def with_dequantiser_cases(dequantiser: Op, given: list[str]) -> Op:
+    """A dequantiser with its cases, of the dtypes `given`."""
     into = [(dtype, F32) for dtype in given]
     parts = [
         dequantiser.grid(MATRIX, dtype=into[:1], data=["bits"], tier="smoke"),
@@ -146,19 +140,13 @@ def dequantiser_cases(dequantiser: Op, given: list[str]) -> tuple[Case, ...]:
         dequantiser.grid(ODD, dtype=into[:1], data=["bits"], blocks=["MxK", "1xK"]),
         dequantiser.grid(MATRIX, dtype=into, data=["bits"], blocks=["Mx1", "32x1", "64x32"], tier="full"),
     ]
-    return dequantiser.with_cases(*parts).cases
+    return dequantiser.with_cases(*parts)
 
 
-_FP8 = quantiser("fp8_quantize", fp8_quantize, axis=-1, block_size=128)
-_INT8 = quantiser("int8_quantize", int8_quantize, axis=-1, block_size=128)
-_DUAL = quantiser("fp8_dual_quantize", fp8_dual_quantize, block_size=128)
-_FROM_FP8 = dequantiser("fp8_dequantize", fp8_dequantize)
-_FROM_INT8 = dequantiser("int8_dequantize", int8_dequantize)
-
-FP8_QUANTIZE = replace(_FP8, cases=quantiser_cases(_FP8, [E4M3, E5M2]))
-INT8_QUANTIZE = replace(_INT8, cases=quantiser_cases(_INT8, [I8]))
-FP8_DUAL_QUANTIZE = replace(_DUAL, cases=dual_cases(_DUAL))
-FP8_DEQUANTIZE = replace(_FROM_FP8, cases=dequantiser_cases(_FROM_FP8, [E4M3, E5M2]))
-INT8_DEQUANTIZE = replace(_FROM_INT8, cases=dequantiser_cases(_FROM_INT8, [I8]))
+FP8_QUANTIZE = with_quantiser_cases(quantiser(fp8_quantize, axis=-1, block_size=128), [E4M3, E5M2])
+INT8_QUANTIZE = with_quantiser_cases(quantiser(int8_quantize, axis=-1, block_size=128), [I8])
+FP8_DUAL_QUANTIZE = with_dual_cases(quantiser(fp8_dual_quantize, block_size=128))
+FP8_DEQUANTIZE = with_dequantiser_cases(dequantiser(fp8_dequantize), [E4M3, E5M2])
+INT8_DEQUANTIZE = with_dequantiser_cases(dequantiser(int8_dequantize), [I8])
 
 QUANTIZERS = (FP8_QUANTIZE, INT8_QUANTIZE, FP8_DUAL_QUANTIZE, FP8_DEQUANTIZE, INT8_DEQUANTIZE)

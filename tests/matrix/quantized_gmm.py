@@ -6,17 +6,30 @@ group's matrix, a letter standing for the whole axis; `plain` is an operand that
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from cpu_golden.quantized_gmm import gmm_quantized, tgmm_quantized
 from op_arguments.quantize import Blocks
 from op_arguments.quantized_gmm import dot_dtype
-from parity import Array, Case, Contract, Groups, Op, Scales, abs_of
-from parity.inputs import GROUPS
+from parity import Array, Case, Contract, Groups, Op, Scales
 from parity.op import Backend, Inputs
 from tests.matrix import gmm as unquantised
-from tests.matrix.gmm import BF16, F16, F32, MXU_DEPTH, shard
+from tests.matrix.gmm import (
+    BF16,
+    DISTRIBUTIONS,
+    F16,
+    F32,
+    MXU_DEPTH,
+    PATTERNS,
+    SMALL_TILES,
+    grouped,
+    groups_and_out,
+    shapes,
+    sums_rows,
+    without_transpose,
+)
 from tests.matrix.models import DEEPSEEK_V3, QWEN3_30B, Experts
 
 E4M3, E5M2, I8 = "float8_e4m3fn", "float8_e5m2", "int8"
@@ -34,29 +47,30 @@ def blocks_of(spelled: str, shape: tuple[int, ...]) -> Blocks:
     return tuple(max(n, 1) if b.isalpha() else int(b) for b, n in zip(spelled.split("x"), shape, strict=True))
 
 
-def scale_of(c: Case, spelled: str, shape: tuple[int, ...]) -> Scales | None:
-    """The scales of an operand of `shape`."""
-    if spelled == PLAIN:
-        return None
-    return Scales(tuple(n // b for n, b in zip(shape, blocks_of(spelled, shape), strict=True)), c.scales)
+def scale_shape(spelled: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """How many scales an operand of `shape` has along each axis."""
+    return tuple(n // b for n, b in zip(shape, blocks_of(spelled, shape), strict=True))
+
+
+def layouts(c: Case) -> tuple[str, str]:
+    """Where the scales of lhs and rhs lie, along their own axes."""
+    if sums_rows(c) or not c.transpose_rhs or c.rhs_blocks == PLAIN:
+        return c.lhs_blocks, c.rhs_blocks
+    group, k, n = c.rhs_blocks.split("x")
+    return c.lhs_blocks, f"{group}x{n}x{k}"
 
 
 def contraction(c: Case) -> int:
     """The length of the axis that is summed over."""
-    return int(c.M if c.op == "tgmm_quantized" else c.K)
+    of = shapes(c)
+    return of.lhs[of.lhs_axis]
 
 
 def block(c: Case) -> int:
     """Elements along the contraction over which no scale changes."""
-    gmm = c.op == "gmm_quantized"
-    lhs, rhs = ((c.M, c.K), (c.G, c.K, c.N)) if gmm else ((c.M, c.K), (c.M, c.N))
-    axes = (1, 1) if gmm else (0, 0)
-    found = [
-        blocks_of(spelled, shape)[axis]
-        for spelled, shape, axis in zip((c.lhs_blocks, c.rhs_blocks), (lhs, rhs), axes, strict=True)
-        if spelled != PLAIN
-    ]
-    return min(found)
+    of = shapes(c)
+    operands = zip(layouts(c), (of.lhs, of.rhs), (of.lhs_axis, of.rhs_axis), strict=True)
+    return min(blocks_of(spelled, shape)[axis] for spelled, shape, axis in operands if spelled != PLAIN)
 
 
 def swings(c: Case) -> bool:
@@ -79,12 +93,12 @@ def contract(c: Case, backend: Backend) -> Contract:
     return replace(wide, sites={**wide.sites, **scaling})
 
 
-def chain(c: Case, length: int) -> int:
-    """Additions behind an element whose sum has `length` terms: within a block, of the blocks, and two products.
+def chain(c: Case, inputs: Inputs) -> int:
+    """Additions behind an element: within a block, of the blocks, and two products.
 
     A block's sum is exact in int8. A tile shorter than a block may be scaled on its own.
     """
-    axis = 0 if c.op == "tgmm_quantized" else 1
+    length, axis = unquantised.terms(c, inputs), shapes(c).lhs_axis
     step = min(block(c), c.tiling[axis]) if c.tiling and block(c) < contraction(c) else block(c)
     within = 1 if dot_dtype(c.dtype, rhs_dtype(c)) == "int8" else min(block(c), length)
     # A group may begin inside a block: one more.
@@ -102,12 +116,11 @@ def unread(c: Case, inputs: Inputs) -> Mapping[str, np.ndarray]:
     return masks
 
 
-def scaled_axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
+def axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
     """As gmm's or tgmm's, and what shares a scale: of the contraction."""
-    is_gmm = c.op == "gmm_quantized"
-    axes = unquantised.gmm_axes(c, inputs) if is_gmm else unquantised.tgmm_axes(c, inputs)
+    plain = unquantised.axes(c, inputs)
     of_block = np.arange(contraction(c)) // max(block(c), 1)
-    return {**axes, "lhs": {**axes["lhs"], "scale block": of_block if is_gmm else of_block[:, None]}}
+    return {**plain, "lhs": {**plain["lhs"], "scale block": of_block[:, None] if sums_rows(c) else of_block}}
 
 
 def representative(c: Case) -> bool:
@@ -115,40 +128,25 @@ def representative(c: Case) -> bool:
     return c.tier == "smoke" and c.groups == "straddle"
 
 
-def gmm_inputs(c: Case) -> Mapping[str, Array | Scales | Groups | None]:
-    rhs, axis, order = (c.G, c.K, c.N), 1, (0, 1, 2)
-    if c.transpose_rhs:
-        rhs, axis, order = (c.G, c.N, c.K), 2, (0, 2, 1)
-    spelled = c.rhs_blocks.split("x")
-    rhs_blocks = PLAIN if c.rhs_blocks == PLAIN else "x".join(spelled[n] for n in order)
+def scales(c: Case, name: str, spelled: str, shape: tuple[int, ...]) -> Mapping[str, Scales]:
+    """The scales of an operand of `shape`, under its name; where it has none they are a None among the arguments."""
+    return {} if spelled == PLAIN else {f"{name}_scale": Scales(scale_shape(spelled, shape), c.scales)}
+
+
+def inputs(c: Case) -> Mapping[str, Array | Scales | Groups | None]:
+    of, (lhs_blocks, rhs_blocks) = shapes(c), layouts(c)
     return {
-        "lhs": Array((c.M, c.K), c.dtype, sum_over=1, swings=swings(c)),
-        **given("lhs_scale", scale_of(c, c.lhs_blocks, (c.M, c.K))),
-        "rhs": Array(rhs, rhs_dtype(c), sum_over=axis, pair_sign=-1, swings=swings(c)),
-        **given("rhs_scale", scale_of(c, rhs_blocks, rhs)),
-        "group_sizes": Groups(shard(c)[1], rows=c.M, pattern=c.groups),
-        "existing_out": Array((c.M, c.N), c.out) if c.existing_out else None,
+        "lhs": Array(of.lhs, c.dtype, sum_over=of.lhs_axis, swings=swings(c)),
+        **scales(c, "lhs", lhs_blocks, of.lhs),
+        "rhs": Array(of.rhs, rhs_dtype(c), sum_over=of.rhs_axis, pair_sign=-1, swings=swings(c)),
+        **scales(c, "rhs", rhs_blocks, of.rhs),
+        **groups_and_out(c),
     }
 
 
-def tgmm_inputs(c: Case) -> Mapping[str, Array | Scales | Groups | None]:
-    return {
-        "lhs": Array((c.M, c.K), c.dtype, sum_over=0, swings=swings(c)),
-        **given("lhs_scale", scale_of(c, c.lhs_blocks, (c.M, c.K))),
-        "rhs": Array((c.M, c.N), rhs_dtype(c), sum_over=0, pair_sign=-1, swings=swings(c)),
-        **given("rhs_scale", scale_of(c, c.rhs_blocks, (c.M, c.N))),
-        "group_sizes": Groups(shard(c)[1], rows=c.M, pattern=c.groups),
-        "existing_out": Array((c.G, c.K, c.N), c.out) if c.existing_out else None,
-    }
-
-
-def given(name: str, scale: Scales | None) -> Mapping[str, Scales]:
-    """A scale where there is one; where there is none it is an explicit None among the arguments."""
-    return {} if scale is None else {name: scale}
-
-
-def no_scales(c: Case) -> Mapping[str, None]:
-    return {f"{name}_scale": None for name in ("lhs", "rhs") if getattr(c, f"{name}_blocks") == PLAIN}
+def arguments(c: Case) -> Mapping[str, Any]:
+    no_scales = {f"{name}_scale": None for name in ("lhs", "rhs") if getattr(c, f"{name}_blocks") == PLAIN}
+    return no_scales | unquantised.arguments(c)
 
 
 DEFAULTS = dict(
@@ -156,55 +154,22 @@ DEFAULTS = dict(
     tiling=None, groups="zipf",
 )  # fmt: skip
 
-_GMM = Op(
-    "gmm_quantized",
-    golden=gmm_quantized,
-    tpu="tpu_kernels.quantized_gmm:gmm_quantized",
-    gpu="gpu_reference.quantized_gmm:gmm_quantized",
-    inputs=gmm_inputs,
-    arguments=lambda c: {
-        **no_scales(c),
-        "group_offset": shard(c)[0],
-        "transpose_rhs": c.transpose_rhs,
-        "preferred_element_type": c.out,
-        "tiling": c.tiling,
-    },
-    contract=contract,
-    chain=lambda c, inputs: chain(c, c.K),
-    axes=scaled_axes,
-    representative=representative,
-    magnitude=abs_of("lhs", "rhs", "existing_out"),
-    unread=unread,
-    defaults=DEFAULTS,
-    spelled=("groups",),
+_GMM, _TGMM = (
+    grouped(
+        golden,
+        inputs=inputs,
+        arguments=arguments,
+        contract=contract,
+        chain=chain,
+        axes=axes,
+        representative=representative,
+        unread=unread,
+        defaults=defaults,
+    )
+    for golden, defaults in ((gmm_quantized, DEFAULTS), (tgmm_quantized, without_transpose(DEFAULTS)))
 )
 
-_TGMM = Op(
-    "tgmm_quantized",
-    golden=tgmm_quantized,
-    tpu="tpu_kernels.quantized_gmm:tgmm_quantized",
-    gpu="gpu_reference.quantized_gmm:tgmm_quantized",
-    inputs=tgmm_inputs,
-    arguments=lambda c: {
-        **no_scales(c),
-        "group_offset": shard(c)[0],
-        "num_actual_groups": c.G,
-        "preferred_element_type": c.out,
-        "tiling": c.tiling,
-    },
-    contract=contract,
-    chain=lambda c, inputs: chain(c, unquantised.longest_group(c, inputs)),
-    axes=scaled_axes,
-    representative=representative,
-    magnitude=abs_of("lhs", "rhs", "existing_out"),
-    unread=unread,
-    defaults={name: value for name, value in DEFAULTS.items() if name != "transpose_rhs"},
-    spelled=("groups",),
-)
-
-PATTERNS = list(GROUPS)
 SHARDS = [(0, 8), (3, 8), (6, 8)]
-DISTRIBUTIONS = ["one_signed", "wide", "outliers", "cancellation", "poison", "nonfinite"]
 # Outputs of fp8 products are float32 where the post-scaling is to show: 5e-8 (tpu-inference's gmm_v2 dequantises blocks
 # below 256 to bfloat16 before the dot: 2.35e-3), and bfloat16 where the accumulator's own width is (its default is
 # bfloat16: 4.2e-3 instead of 2.0e-3).
@@ -275,11 +240,10 @@ GMM_SQUARE = dict(M=80, K=256, N=256, G=4)  # where a forgotten transpose still 
 GMM_TAIL = dict(M=80, K=384, N=128, G=4)  # K % tk != 0 (maxtext#1183)
 GMM_TILES = dict(M=384, K=384, N=384, G=3)  # whole tiles of a group, and of one scale of the weights
 GMM_CLIMB = dict(M=24, K=4096, N=24, G=2)
-SMALL_TILES = (64, 128, 128)
 
 
-def gmm_cases(op: Op) -> tuple[Case, ...]:
-    """The matrix of gmm_quantized."""
+def with_gmm_cases(op: Op) -> Op:
+    """gmm_quantized with its cases."""
     small, tiles = dict(tiling=[SMALL_TILES]), dict(tiling=[(128, 256, 256)])
     channels = ("1x128", "1x128x1")
     parts = [
@@ -328,7 +292,7 @@ def gmm_cases(op: Op) -> tuple[Case, ...]:
         pairs(op, GMM_SQUARE, PAIRS, [ROW_CHANNEL], transpose_rhs=[True], groups=["zipf"], tier="full"),
         mixes(op, dict(M=64, K=128, N=64, G=0), [ROW_CHANNEL], dtype=[FP8_BF16], groups=["balanced"], tier="full"),
     ]  # fmt: skip
-    return op.with_cases(*parts).cases
+    return op.with_cases(*parts)
 
 
 COLUMNS = ("128x1", "128x1")
@@ -348,8 +312,8 @@ TGMM_MIX = dict(M=512, K=64, N=64, G=4)
 TGMM_LONG = dict(M=1024, K=128, N=64, G=3)
 
 
-def tgmm_cases(op: Op) -> tuple[Case, ...]:
-    """The matrix of tgmm_quantized."""
+def with_tgmm_cases(op: Op) -> Op:
+    """tgmm_quantized with its cases."""
     small = dict(tiling=[(128, 64, 128)])
     parts = [
         mixes(op, TGMM_SMALL, [COLUMNS], dtype=[FP8, FP8_BF16], groups=["straddle"], tier="smoke", **small),
@@ -385,8 +349,7 @@ def tgmm_cases(op: Op) -> tuple[Case, ...]:
             for shape in (dict(M=64, K=64, N=0, G=3), dict(M=64, K=64, N=64, G=0))
         ),
     ]  # fmt: skip
-    return op.with_cases(*parts).cases
+    return op.with_cases(*parts)
 
 
-GMM_QUANTIZED = replace(_GMM, cases=gmm_cases(_GMM))
-TGMM_QUANTIZED = replace(_TGMM, cases=tgmm_cases(_TGMM))
+GMM_QUANTIZED, TGMM_QUANTIZED = with_gmm_cases(_GMM), with_tgmm_cases(_TGMM)

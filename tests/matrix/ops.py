@@ -1,0 +1,17 @@
+"""An op of this project: its golden and both kernels have one name, in modules of one name."""
+
+from collections.abc import Callable
+from typing import Any
+
+from parity import Case, Op
+
+
+def op(golden: Callable[..., Any], name: str = "", **settings: Any) -> Op:
+    """The op of a golden, without cases; of that name where the golden has several."""
+    module, name = golden.__module__.partition(".")[2], name or golden.__name__
+    return Op(name, golden=golden, tpu=f"tpu_kernels.{module}:{name}", gpu=f"gpu_reference.{module}:{name}", **settings)
+
+
+def is_backward(c: Case) -> bool:
+    """Whether the op returns gradients."""
+    return c.op.endswith("_bwd")
