@@ -1,6 +1,6 @@
 """A grouped matmul that is differentiable, and in fp8 on request: the definition, in float64."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,17 +13,9 @@ from cpu_golden.quantized_gmm import gmm_quantized, tgmm_quantized
 from cpu_golden.stages import Stages, exact
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.gmm import Problem, check_gmm
-from op_arguments.grouped_dense import check_dout, check_quantize_options
+from op_arguments.grouped_dense import Grads, check_dout, check_quantize_options
 
 Quantize = bool | str
-
-
-class Grads(NamedTuple):
-    """The gradients of `grouped_dense`; existing_out's is None where none was given."""
-
-    lhs: Any
-    rhs: Any
-    existing_out: Any
 
 
 def grouped_dense(

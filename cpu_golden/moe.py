@@ -16,18 +16,8 @@ from cpu_golden.permute import unpermute
 from cpu_golden.quantized_gmm import gmm_quantized, tgmm_quantized
 from cpu_golden.stages import Stages, exact
 from op_arguments import Tiling
-from op_arguments.moe import Layer, check_layer_dout, check_moe_layer
+from op_arguments.moe import Layer, LayerGrads, check_layer_dout, check_moe_layer
 from op_arguments.permute import permuted_rows
-
-
-class LayerGrads(NamedTuple):
-    """The gradients of `moe_layer`."""
-
-    x: Any
-    w_router: Any
-    w_gate: Any
-    w_up: Any
-    w_down: Any
 
 
 def moe_layer(

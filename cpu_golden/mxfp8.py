@@ -11,7 +11,6 @@ import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.scales import SMALLEST, flushed, named_output, round_fp8, spread
-from cpu_golden.quantize import DualQuantized, Quantized
 from cpu_golden.stages import Stages, exact
 from op_arguments.mxfp8 import (
     E8M0,
@@ -25,7 +24,7 @@ from op_arguments.mxfp8 import (
     check_unswizzle,
     swizzled_shape,
 )
-from op_arguments.quantize import check_finite_values
+from op_arguments.quantize import DualQuantized, Quantized, check_finite_values
 
 
 def mxfp8_quantize(

@@ -1,22 +1,12 @@
 """Rows sorted by the experts that they go to, and back: the definition."""
 
-from typing import Any, NamedTuple
-
 import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.arguments import range_of
 from cpu_golden._lib.permutation import permutation, take_rows
 from cpu_golden.stages import Stages, exact
-from op_arguments.permute import check_permute, check_unpermute
-
-
-class Permuted(NamedTuple):
-    """Rows sorted by expert. rows [M, D]; slots [T, k] int32, the row of each choice or -1; group_sizes [E] int32."""
-
-    rows: Any
-    slots: Any
-    group_sizes: Any
+from op_arguments.permute import Permuted, check_permute, check_unpermute
 
 
 def permute(x: Array, indices: Array, *, num_experts: int, capacity: int | None = None) -> Permuted:

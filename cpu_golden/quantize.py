@@ -11,7 +11,7 @@ name, qvalue, the quotient that is rounded to it; of both ways at once these of 
 dequantisers: spread, and the product at out.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +22,8 @@ from cpu_golden.stages import Stages, exact
 from op_arguments.quantize import (
     FP8,
     Blocks,
+    DualQuantized,
+    Quantized,
     check_blocks,
     check_dequantize,
     check_dual_quantize,
@@ -30,22 +32,6 @@ from op_arguments.quantize import (
 )
 
 INT8_MAX = 127.0
-
-
-class Quantized(NamedTuple):
-    """A quantised array: x ≈ qvalue · scale, the scale of each block repeated over it."""
-
-    qvalue: Any
-    scale: Any
-
-
-class DualQuantized(NamedTuple):
-    """An array quantised by rows (blocks along its last axis) and by columns (blocks along the one before)."""
-
-    rowwise: Any
-    rowwise_scale: Any
-    columnwise: Any
-    columnwise_scale: Any
 
 
 def fp8_quantize(

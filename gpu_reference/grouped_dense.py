@@ -7,24 +7,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from gpu_reference._lib.formats import Quantized
 from gpu_reference._lib.hardware import architecture, check_devices, supports_matmul
 from gpu_reference._lib.operands import on_device, primal_of, scalar, values
 from gpu_reference._lib.pairs import dual_quantized, padded, product, quantized, weight_product, with_rows
 from op_arguments import Tiling, check_array, check_shape, dtype_name
 from op_arguments.gmm import check_gmm
-from op_arguments.grouped_dense import check_quantize_options
+from op_arguments.grouped_dense import Grads, check_quantize_options
 from op_arguments.probe import active, probing, renamed
+from op_arguments.quantize import Quantized
 
 Quantize = bool | str
-
-
-class Grads(NamedTuple):
-    """The gradients of `grouped_dense`; existing_out's is None where none was given."""
-
-    lhs: Any
-    rhs: Any
-    existing_out: Any
 
 
 class _Options(NamedTuple):

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gpu_reference._lib.exchange import exchange_plans, swap
-from gpu_reference._lib.formats import Quantized
 from gpu_reference._lib.hardware import check_devices
 from gpu_reference._lib.operands import primal_of, scalar
 from gpu_reference._lib.pairs import dual_quantized, product, quantized, weight_product
@@ -17,19 +16,10 @@ from gpu_reference.gmm import gmm, tgmm
 from gpu_reference.grouped_gemm import grouped_gemm
 from gpu_reference.mxfp8 import mxfp8_dual_quantize, mxfp8_quantize
 from op_arguments import Tiling
-from op_arguments.moe import check_expert_parallel, check_layer_dout, check_moe_layer
+from op_arguments.moe import LayerGrads, check_expert_parallel, check_layer_dout, check_moe_layer
 from op_arguments.permute import permuted_rows
 from op_arguments.probe import Probe, active, probe, probing
-
-
-class LayerGrads(NamedTuple):
-    """The gradients of `moe_layer`."""
-
-    x: Any
-    w_router: Any
-    w_gate: Any
-    w_up: Any
-    w_down: Any
+from op_arguments.quantize import Quantized
 
 
 class _LayerOptions(NamedTuple):

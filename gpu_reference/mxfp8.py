@@ -18,9 +18,7 @@ from torch.nn.functional import pad
 from gpu_reference._lib.formats import (
     BLOCK,
     FORMATS,
-    DualQuantized,
     Output,
-    Quantized,
     as_codes,
     checked,
     code_of,
@@ -43,6 +41,7 @@ from op_arguments.mxfp8 import (
     check_swizzle,
     check_unswizzle,
 )
+from op_arguments.quantize import DualQuantized, Quantized
 
 MX_TILE = 32, 256  # rows and columns of a program that quantises to MXFP8, or back: whole blocks of 32 either way
 MX_OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}

@@ -1,20 +1,10 @@
 """Rows of tokens to their experts and back, on the GPU; the operations are defined in `cpu_golden/permute.py`."""
 
-from typing import Any, NamedTuple
-
 from torch import Tensor
 
 from gpu_reference._lib.operands import range_of
 from gpu_reference._lib.routing import combine, inverse, plan_rows, take
-from op_arguments.permute import check_permute, check_unpermute
-
-
-class Permuted(NamedTuple):
-    """Rows sorted by expert. rows [M, D]; slots [T, k] int32, the row of each choice or -1; group_sizes [E] int32."""
-
-    rows: Any
-    slots: Any
-    group_sizes: Any
+from op_arguments.permute import Permuted, check_permute, check_unpermute
 
 
 def permute(x: Tensor, indices: Tensor, *, num_experts: int, capacity: int | None = None) -> Permuted:

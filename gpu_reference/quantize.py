@@ -21,9 +21,7 @@ from torch import Tensor
 from gpu_reference._lib.formats import (
     FORMATS,
     SMALLEST,
-    DualQuantized,
     Output,
-    Quantized,
     as_codes,
     checked,
     code_of,
@@ -39,6 +37,8 @@ from op_arguments import dtype_name
 from op_arguments.quantize import (
     FP8,
     Blocks,
+    DualQuantized,
+    Quantized,
     check_blocks,
     check_dequantize,
     check_dual_quantize,

@@ -1,4 +1,4 @@
-"""What each operation accepts and refuses, in one wording for all three implementations.
+"""What each operation accepts, refuses and returns, in one wording for all three implementations.
 
 Standard library only: arrays are looked at through `.shape` and `.dtype`, which NumPy, JAX (traced or
 not) and torch share. Nothing here computes a result, so the implementations stay independent.

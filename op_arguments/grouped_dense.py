@@ -1,10 +1,18 @@
-"""What `grouped_dense` accepts beyond what its matmuls and quantisers check."""
+"""What `grouped_dense` returns, and what it accepts beyond what its matmuls and quantisers check."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from op_arguments import Array, check_array, check_shape
 from op_arguments.gmm import Problem
 from op_arguments.quantize import check_block_size
+
+
+class Grads(NamedTuple):
+    """The gradients of `grouped_dense`; existing_out's is None where none was given."""
+
+    lhs: Any
+    rhs: Any
+    existing_out: Any
 
 
 def check_quantize_options(quantize: Any, bwd_quantize: Any, block_size: int | None) -> None:

@@ -1,4 +1,4 @@
-"""What `moe_layer` accepts beyond what its matmuls and quantisers check."""
+"""What `moe_layer` returns, and what it accepts beyond what its matmuls and quantisers check."""
 
 from typing import Any, NamedTuple
 
@@ -8,6 +8,16 @@ from op_arguments.permute import check_count, permuted_rows
 from op_arguments.quantize import check_block_size
 
 QUANTIZE = (None, "fp8", "mxfp8")
+
+
+class LayerGrads(NamedTuple):
+    """The gradients of `moe_layer`."""
+
+    x: Any
+    w_router: Any
+    w_gate: Any
+    w_up: Any
+    w_down: Any
 
 
 class Layer(NamedTuple):

@@ -1,11 +1,19 @@
-"""What `permute` and `unpermute` accept (they are defined in `cpu_golden/permute.py`)."""
+"""What `permute` and `unpermute` accept and return (they are defined in `cpu_golden/permute.py`)."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from op_arguments import Array, check_array, check_shape
 from op_arguments.gmm import FLOATS
 
 Range = tuple[int, int] | None
+
+
+class Permuted(NamedTuple):
+    """Rows sorted by expert. rows [M, D]; slots [T, k] int32, the row of each choice or -1; group_sizes [E] int32."""
+
+    rows: Any
+    slots: Any
+    group_sizes: Any
 
 
 def check_permute(x: Array, indices: Array, num_experts: Any, capacity: Any, *, range_of: Range, exact: bool) -> int:

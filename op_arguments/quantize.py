@@ -1,6 +1,6 @@
-"""What the quantisers accept (they are defined in `cpu_golden/quantize.py`), and the one rule that scales follow."""
+"""What the quantisers accept and return (they are defined in `cpu_golden/quantize.py`), and what their scales obey."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from op_arguments import Array, check_array, check_output_dtype, dtype_name
 
@@ -9,6 +9,22 @@ FP8 = ("float8_e4m3fn", "float8_e5m2")
 NARROW = (*FP8, "int8")
 Blocks = tuple[int, ...]
 """Elements that share a scale, along every axis."""
+
+
+class Quantized(NamedTuple):
+    """A quantised array: x ≈ qvalue · scale, the scale of each block repeated over it."""
+
+    qvalue: Any
+    scale: Any
+
+
+class DualQuantized(NamedTuple):
+    """An array quantised by rows (blocks along its last axis) and by columns (blocks along the one before)."""
+
+    rowwise: Any
+    rowwise_scale: Any
+    columnwise: Any
+    columnwise_scale: Any
 
 
 def check_quantize(x: Array, axis: int | tuple[int, ...], block_size: int | None, dtype: Any) -> tuple[Blocks, str]:

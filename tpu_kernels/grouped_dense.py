@@ -8,24 +8,16 @@ import jax.numpy as jnp
 
 from op_arguments import Tiling
 from op_arguments.gmm import Problem, check_gmm
-from op_arguments.grouped_dense import check_dout, check_quantize_options
+from op_arguments.grouped_dense import Grads, check_dout, check_quantize_options
 from op_arguments.probe import probing, renamed
+from op_arguments.quantize import Quantized
 from tpu_kernels._lib.arguments import Interpret, as_vector, concrete_values, static_scalar
-from tpu_kernels._lib.blocks import Quantized
 from tpu_kernels._lib.chip import matmul_path, tpu_generation
 from tpu_kernels._lib.pairs import Shard, dual_quantized, padded, product, quantized, weight_product, with_rows
 
 Quantize = bool | str
 
 E4M3 = "float8_e4m3fn"
-
-
-class Grads(NamedTuple):
-    """The gradients of `grouped_dense`; existing_out's is None where none was given."""
-
-    lhs: Any
-    rhs: Any
-    existing_out: Any
 
 
 def grouped_dense(

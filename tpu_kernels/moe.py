@@ -9,11 +9,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from op_arguments import Tiling
-from op_arguments.moe import check_expert_parallel, check_layer_dout, check_moe_layer
+from op_arguments.moe import LayerGrads, check_expert_parallel, check_layer_dout, check_moe_layer
 from op_arguments.permute import permuted_rows
 from op_arguments.probe import active, probe, probing
+from op_arguments.quantize import Quantized
 from tpu_kernels._lib.arguments import Interpret, as_vector, static_scalar
-from tpu_kernels._lib.blocks import Quantized
 from tpu_kernels._lib.call import jit
 from tpu_kernels._lib.exchange import exchange_plans, swap
 from tpu_kernels._lib.pairs import Shard, dual_quantized, product, quantized, weight_product
@@ -23,16 +23,6 @@ from tpu_kernels.mxfp8 import mxfp8_dual_quantize, mxfp8_quantize
 
 QUANTIZED_RESIDUALS = ("moe_layer_rows", "moe_layer_hidden", "moe_layer_weights")
 """What `jax.checkpoint` policies call the operands that a quantised `moe_layer` keeps for its backward pass."""
-
-
-class LayerGrads(NamedTuple):
-    """The gradients of `moe_layer`."""
-
-    x: Any
-    w_router: Any
-    w_gate: Any
-    w_up: Any
-    w_down: Any
 
 
 def moe_layer(

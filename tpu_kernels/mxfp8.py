@@ -23,11 +23,9 @@ from op_arguments.mxfp8 import (
     check_unswizzle,
     swizzled_shape,
 )
-from op_arguments.quantize import Blocks
+from op_arguments.quantize import Blocks, DualQuantized, Quantized
 from tpu_kernels._lib.arguments import Interpret, resolve_interpret
 from tpu_kernels._lib.blocks import (
-    DualQuantized,
-    Quantized,
     check_finite_here,
     dequantize_blocks,
     dual_quantize_blocks,

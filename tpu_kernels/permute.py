@@ -1,21 +1,13 @@
 """Rows of tokens to their experts and back, on the TPU; the operations are defined in `cpu_golden/permute.py`."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from op_arguments.permute import check_permute, check_unpermute
+from op_arguments.permute import Permuted, check_permute, check_unpermute
 from tpu_kernels._lib.routing import combine, plan_rows, take
-
-
-class Permuted(NamedTuple):
-    """Rows sorted by expert. rows [M, D]; slots [T, k] int32, the row of each choice or -1; group_sizes [E] int32."""
-
-    rows: Any
-    slots: Any
-    group_sizes: Any
 
 
 def permute(x: jax.Array, indices: jax.Array, *, num_experts: int, capacity: int | None = None) -> Permuted:

@@ -12,11 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from op_arguments.quantize import FP8, check_blocks, check_dequantize, check_dual_quantize, check_quantize
-from tpu_kernels._lib.arguments import Interpret, resolve_interpret
-from tpu_kernels._lib.blocks import (
+from op_arguments.quantize import (
+    FP8,
     DualQuantized,
     Quantized,
+    check_blocks,
+    check_dequantize,
+    check_dual_quantize,
+    check_quantize,
+)
+from tpu_kernels._lib.arguments import Interpret, resolve_interpret
+from tpu_kernels._lib.blocks import (
     check_finite_here,
     dequantize_blocks,
     dual_quantize_blocks,

@@ -3,7 +3,8 @@
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden.quantize import Quantized, fp8_quantize
+from cpu_golden.quantize import fp8_quantize
+from op_arguments.quantize import Quantized
 
 
 def by_rows(x: Array, block_size: int | None) -> Quantized:

@@ -22,22 +22,6 @@ SIGN = tl.constexpr(-(2**31))
 BLOCK = tl.constexpr(MX_BLOCK)
 
 
-class Quantized(NamedTuple):
-    """A quantised array: x ≈ qvalue · scale, the scale of each block repeated over it."""
-
-    qvalue: Any
-    scale: Any
-
-
-class DualQuantized(NamedTuple):
-    """An array quantised by rows (blocks along its last axis) and by columns (blocks along the one before)."""
-
-    rowwise: Any
-    rowwise_scale: Any
-    columnwise: Any
-    columnwise_scale: Any
-
-
 class Output(NamedTuple):
     """Where a kernel stores a quantised array, in bytes, and the scales of its blocks.
 

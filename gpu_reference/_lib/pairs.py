@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gpu_reference._lib.formats import Quantized
 from gpu_reference.gmm import gmm, tgmm
 from gpu_reference.quantize import fp8_dual_quantize, fp8_quantize
 from gpu_reference.quantized_gmm import gmm_quantized, tgmm_quantized
 from op_arguments.probe import probing
+from op_arguments.quantize import Quantized
 
 
 def product(lhs: Quantized, rhs: Quantized, group_sizes: Tensor, **arguments: Any) -> Tensor:

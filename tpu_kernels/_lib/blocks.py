@@ -16,29 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.probe import Rename, active, probe, renamed
-from op_arguments.quantize import Blocks, check_finite_values
+from op_arguments.quantize import Blocks, DualQuantized, Quantized, check_finite_values
 from tpu_kernels._lib.arguments import kernel_operand
 from tpu_kernels._lib.call import bytes_of, call, jit
 from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.formats import SMALLEST, Format, finite_magnitude
 from tpu_kernels._lib.layout import SUBLANES, Layout, ScaleBlock, Tiles
-
-
-class Quantized(NamedTuple):
-    """A quantised array: x ≈ qvalue · scale, the scale of each block repeated over it."""
-
-    qvalue: Any
-    scale: Any
-
-
-class DualQuantized(NamedTuple):
-    """An array quantised by rows (blocks along its last axis) and by columns (blocks along the one before)."""
-
-    rowwise: Any
-    rowwise_scale: Any
-    columnwise: Any
-    columnwise_scale: Any
-
 
 Decode = Callable[[jax.Array, jax.Array], jax.Array]
 """(codes, their scales) to values."""

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from op_arguments.probe import probing
+from op_arguments.quantize import Quantized
 from tpu_kernels._lib.arguments import Interpret
-from tpu_kernels._lib.blocks import Quantized
 from tpu_kernels.gmm import gmm, tgmm
 from tpu_kernels.quantize import fp8_dual_quantize, fp8_quantize
 from tpu_kernels.quantized_gmm import gmm_quantized, tgmm_quantized
