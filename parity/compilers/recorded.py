@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from parity import git
 from parity.ledger import diff
 
 Key = tuple[str, str, str]
@@ -83,17 +83,9 @@ class Recorded(Generic[E]):
 
     def at_revision(self, root: Path, revision: str) -> dict[Key, E]:
         """Its lines in a git revision. Raises ValueError where there is no such revision."""
-
-        def git(*words: str) -> str:
-            command = ["git", "--no-optional-locks", "-C", str(root), *words]
-            return subprocess.run(command, capture_output=True, check=True, text=True, timeout=60).stdout
-
         try:
-            if not re.fullmatch(r"[\w./~^@-]+", revision) or revision.startswith("-"):
-                raise ValueError("not written as a revision is")
-            folder = self.path.as_posix()
-            names = git("ls-tree", "-r", "--name-only", "--full-name", revision, "--", folder).splitlines()
-            texts = {name: git("show", f"{revision}:{name}") for name in names if name.endswith(".jsonl")}
+            blobs = git.ledgers_in(root, git.commit(root, revision), self.path.as_posix())
+            texts = {f"{revision}:{path}": git.content(root, blob).decode() for path, blob in blobs.items()}
         except (OSError, ValueError, subprocess.SubprocessError):
             raise ValueError(f"--diff must name a git revision of {root}, got {revision!r}") from None
-        return {key: e for name, text in texts.items() for key, e in self.parse(text, f"{revision}:{name}").items()}
+        return {key: entry for name, text in texts.items() for key, entry in self.parse(text, name).items()}

@@ -27,7 +27,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from parity import matrix
+from parity import git, matrix
 from parity.backends import has_cuda, has_tpu, prepare_environment
 from parity.debugging.explain import explain
 from parity.judging import verdict
@@ -261,20 +261,17 @@ class Bisector:
 
     def _commit(self, revision: str) -> str:
         try:
-            if revision.startswith("-"):
-                raise ValueError
-            return self._git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
+            return git.commit(self.root, revision)
         except ValueError:
             raise ValueError(
                 f"GOOD and BAD must be commits of the repository at {self.root}, got {revision!r}"
             ) from None
 
     def _git(self, *words: str) -> str:
-        command = ["git", "--no-optional-locks", "-C", str(self.root), *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-        if done.returncode:
-            raise ValueError(f"git {' '.join(words)} must succeed, got: {done.stderr.strip()}")
-        return done.stdout.strip()
+        try:
+            return git.run(self.root, *words, timeout=300).decode().strip()
+        except subprocess.CalledProcessError as error:
+            raise ValueError(f"git {' '.join(words)} must succeed, got: {error.stderr.decode().strip()}") from None
 
 
 def packages(root: Path, target: str) -> list[str]:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,10 +20,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 from _pytest.mark.expression import Expression
 
+from parity import git
 from parity.backends import EMULATED
 from parity.judging.metrics import Metrics
 from parity.judging.verdict import PASSING, TAIL, Bias, Statistic, parity, tail_ratio
-from parity.ledger.read import FILE_LIMIT, read
+from parity.ledger.read import check_size, content_of, parse
 from parity.ledger.schema import Ledger, Record, RecordError
 from parity.op import Contract
 from parity.report.text import heat_map, sparkline
@@ -41,7 +40,6 @@ Key = tuple[str, str, str]
 """Backend, device kind, op."""
 Change = Literal["worse", "better", "not comparable", "unchanged", "only in A", "only in B"]
 
-_REVISION = re.compile(r"(?!.*\.\.)[A-Za-z0-9_@][A-Za-z0-9_./@{}~^+-]{0,199}")
 # Who can move a result, the likeliest first.
 _MOVERS = (
     "kernel", "tiles", "compiler", "framework", "flags", "device", "driver", "contract",
@@ -63,13 +61,21 @@ def load(source: str, root: Path) -> dict[Key, Ledger]:
     ledger, RecordError (a ValueError) for a ledger that cannot be trusted.
     """
     if _is_path(source):
-        return _load_files(Path(source), source)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            _check_out(source, root, Path(folder))
-            return _load_files(Path(folder), f"{source}:{FOLDER}")
-        except RecordError as error:
-            raise RecordError(str(error).replace(f"{folder}/", f"{source}:")) from error
+        path, name = Path(source), source
+        files = {file: file.relative_to(path) for file in path.rglob("*.jsonl")} if path.is_dir() else {path: Path()}
+        contents = {str(file): content_of(file) for file in sorted(files) if _is_ledger(files[file])}
+    else:
+        contents, name = _committed(source, root), f"{source}:{FOLDER}"
+    if not contents:
+        raise ValueError(f"{name} must be a ledger or hold some (*.jsonl), got none")
+    ledgers: dict[Key, Ledger] = {}
+    for file, text in contents.items():
+        for record in parse(text, file).values():
+            p = record.provenance
+            ledger = ledgers.setdefault((p.backend, p.device_kind, p.op), {})
+            if ledger.setdefault(record.key, record) is not record:
+                raise RecordError(f"{file}: must not hold {record.case!r}, seed {record.seed}: another ledger has it")
+    return ledgers
 
 
 def _is_path(source: str) -> bool:
@@ -79,48 +85,22 @@ def _is_path(source: str) -> bool:
         return False
 
 
-def _load_files(path: Path, name: str) -> dict[Key, Ledger]:
-    # Parts that are still to be merged lie in a hidden folder; schedules and plans are others'.
-    def is_ledger(file: Path) -> bool:
-        folders = file.relative_to(path).parts[:-1]
-        return not {SCHEDULES, PLANS} & {*folders} and not any(folder.startswith(".") for folder in folders)
-
-    inside = sorted(filter(is_ledger, path.rglob("*.jsonl")))
-    files = inside if path.is_dir() else [path]
-    if not files:
-        raise ValueError(f"{name} must be a ledger or hold some (*.jsonl), got none")
-    ledgers: dict[Key, Ledger] = {}
-    for file in files:
-        for record in read(file).values():
-            p = record.provenance
-            ledger = ledgers.setdefault((p.backend, p.device_kind, p.op), {})
-            if ledger.setdefault(record.key, record) is not record:
-                raise RecordError(f"{file}: must not hold {record.case!r}, seed {record.seed}: another ledger has it")
-    return ledgers
+def _is_ledger(file: Path) -> bool:
+    """Whether a file below the folder of ledgers is one of them: parts that are still to be merged lie in a hidden
+    folder, schedules and plans in theirs."""
+    folders = file.parts[:-1]
+    return not {SCHEDULES, PLANS} & {*folders} and not any(folder.startswith(".") for folder in folders)
 
 
-def _check_out(revision: str, root: Path, folder: Path) -> None:
-    """Write the ledgers of a commit below `folder`. Only plain files: a link in a commit may lead anywhere."""
-
-    def git(*words: str) -> bytes:
-        command = ["git", "--no-optional-locks", "-C", str(root), *words]
-        return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
-
+def _committed(revision: str, root: Path) -> dict[str, bytes]:
+    """The ledgers of a revision, by the name that errors have for them."""
     try:
-        if not _REVISION.fullmatch(revision):
-            raise ValueError("not written as a revision is")
-        commit = git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}").decode().strip()
-        entries = git("ls-tree", "-r", "-l", "-z", commit, "--", f"{FOLDER}/").decode().split("\0")
-        for entry in filter(None, entries):
-            description, name = entry.split("\t", 1)
-            mode, _, blob, size = description.split()
-            path = Path(name)
-            if not mode.startswith("100") or path.suffix != ".jsonl" or ".." in path.parts or path.is_absolute():
-                continue
-            if int(size) > FILE_LIMIT:
-                raise RecordError(f"{folder}/{name}: must have at most {FILE_LIMIT} bytes, got {size}")
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_bytes(git("cat-file", "blob", blob))
+        blobs = git.ledgers_in(root, git.commit(root, revision), FOLDER)
+        contents = {}
+        for file, blob in sorted(blobs.items()):
+            if _is_ledger(file):
+                check_size(f"{revision}:{file}", blob.size)
+                contents[f"{revision}:{file}"] = git.content(root, blob)
     except RecordError:
         raise
     except (OSError, ValueError, subprocess.SubprocessError) as error:
@@ -128,6 +108,7 @@ def _check_out(revision: str, root: Path, folder: Path) -> None:
             f"must be a ledger, a folder of ledgers or a revision of the repository at {root}, got {revision!r}: "
             "no such file or folder, and git knows no such commit"
         ) from error
+    return contents
 
 
 # --- comparing ---

@@ -11,7 +11,7 @@ import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
-from parity import inputs
+from parity import git, inputs
 from parity.judging import magnitude, metrics
 from parity.ledger.schema import SCHEMA, TIME, Provenance
 from parity.ledger.sources import identity, identity_of, reached
@@ -73,12 +73,8 @@ def installed(backend: Backend, real: bool) -> dict[str, str]:
 
 def _git(folder: Path) -> tuple[str | None, bool | None]:
     """The commit checked out at `folder` and whether tracked files differ from it; None where git cannot say."""
-
-    def ask(*words: str) -> str:
-        command = ["git", "--no-optional-locks", "-C", str(folder), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-
     try:
-        return ask("rev-parse", "HEAD"), bool(ask("status", "--porcelain", "--untracked-files=no"))
+        commit = git.run(folder, "rev-parse", "HEAD", timeout=30).decode().strip()
+        return commit, bool(git.run(folder, "status", "--porcelain", "--untracked-files=no", timeout=30))
     except (OSError, subprocess.SubprocessError):
         return None, None

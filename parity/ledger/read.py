@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -11,15 +12,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from parity.ledger.schema import SCHEMA, Ledger, Provenance, Record, RecordError, ledger_path
 from parity.op import Backend
 
 LINE_LIMIT = 2**20
-
+"""Bytes that a line may have."""
 FILE_LIMIT = 2**28
-"""Bytes that a line and a file may have; what is larger is refused unread."""
+"""Bytes that a file may have; a larger one is refused unread."""
 
 REASON = 300  # characters of a message: it may quote a file
 
@@ -27,18 +28,22 @@ _NON_FINITE = ("inf", "-inf", "nan")
 
 
 def read(path: Path) -> Ledger:
-    """The records of one file, every field checked.
+    """The records of one file, every field checked. Raises RecordError as `parse` and `content_of`."""
+    return parse(content_of(path), str(path))
 
-    Raises RecordError for the first line that is not as this module writes it, and where there is no file or too large
-    a one.
+
+def parse(content: bytes, name: str) -> Ledger:
+    """The records in the content of a ledger that errors call `name`.
+
+    Raises RecordError for the first line that is not as `parity.ledger.write` writes it.
     """
     ledger: Ledger = {}
-    for number, entry in entries(path):
+    for number, entry in entries(content, name):
         if isinstance(entry, RecordError):
             raise entry
         if entry.key in ledger:
             raise RecordError(
-                f"{path}:{number}: must be the only record of {reprlib.repr(entry.case)}, seed {entry.seed}"
+                f"{name}:{number}: must be the only record of {reprlib.repr(entry.case)}, seed {entry.seed}"
             )
         ledger[entry.key] = entry
     return ledger
@@ -80,37 +85,34 @@ def inside(root: Path, path: Path) -> Path:
     return path
 
 
-def entries(path: Path) -> Iterator[tuple[int, Record | RecordError]]:
+def entries(content: bytes, name: str) -> Iterator[tuple[int, Record | RecordError]]:
     """The records of a ledger or a part with their line numbers, and an error in place of each line that is bad."""
     provenances: dict[str, Provenance] = {}
-    with _open(path) as file:
-        for number, line in enumerate(_lines(file), 1):
-            try:
-                entry = decode_line(line, provenances)
-            except (ValueError, RecursionError) as error:
-                reason = "is nested too deeply" if isinstance(error, RecursionError) else str(error)[:REASON]
-                yield number, RecordError(f"{path}:{number}: {reason}")
-                continue
-            if isinstance(entry, Provenance):
-                provenances[entry.id] = entry
-            else:
-                yield number, entry
+    for number, line in enumerate(io.BytesIO(content), 1):
+        try:
+            entry = decode_line(line, provenances)
+        except (ValueError, RecursionError) as error:
+            reason = "is nested too deeply" if isinstance(error, RecursionError) else str(error)[:REASON]
+            yield number, RecordError(f"{name}:{number}: {reason}")
+            continue
+        if isinstance(entry, Provenance):
+            provenances[entry.id] = entry
+        else:
+            yield number, entry
 
 
-def _open(path: Path) -> BinaryIO:
+def content_of(path: Path) -> bytes:
+    """The bytes of a file. Raises RecordError where there is none, or too large a one."""
     if not path.is_file():  # a pipe or a device would never end
         raise RecordError(f"{path}: must be a file")
-    if path.stat().st_size > FILE_LIMIT:
-        raise RecordError(f"{path}: must have at most {FILE_LIMIT} bytes, got {path.stat().st_size}")
-    return path.open("rb")
+    check_size(str(path), path.stat().st_size)
+    return path.read_bytes()
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Lines, each up to one byte beyond the limit."""
-    while line := file.readline(LINE_LIMIT + 1):
-        yield line
-        while len(line) > LINE_LIMIT and not line.endswith(b"\n"):
-            line = file.readline(LINE_LIMIT + 1)
+def check_size(name: str, size: int) -> None:
+    """Raises RecordError for a file that is larger than a ledger may be."""
+    if size > FILE_LIMIT:
+        raise RecordError(f"{name}: must have at most {FILE_LIMIT} bytes, got {size}")
 
 
 def decode_line(line: bytes, provenances: Mapping[str, Provenance]) -> Provenance | Record:

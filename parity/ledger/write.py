@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from parity.ledger.read import FILE_LIMIT, REASON, decode_line, entries, home, inside, read_home
+from parity.ledger.read import FILE_LIMIT, REASON, content_of, decode_line, entries, home, inside, read_home
 from parity.ledger.schema import Ledger, Provenance, Record, RecordError, canonical
 
 _PARTS = ".parts"
@@ -128,7 +128,7 @@ def merge(root: Path, others: Collection[Record] = ()) -> Merged:
         records = list(others)
         for part in free:
             latest: dict[tuple[Path, tuple[str, int]], Record] = {}
-            for _, entry in entries(part):
+            for _, entry in entries(content_of(part), str(part)):
                 if isinstance(entry, RecordError):
                     lost.append(str(entry))
                 else:

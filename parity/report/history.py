@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from parity import git
 from parity.ledger.diff import FOLDER
-from parity.ledger.read import FILE_LIMIT, read
+from parity.ledger.read import FILE_LIMIT, parse
 from parity.ledger.schema import RecordError
 from parity.op import BACKENDS
 
@@ -56,19 +56,19 @@ _Cases = Mapping[str, tuple[float, float]]
 def history(root: Path) -> History:
     """The history of the ledger of the project at `root`, as its git repository has it."""
     try:
-        log = _git(root, "log", f"-{REVISIONS}", "--format=%H%x09%h %cs %s", "--", FOLDER).decode(errors="replace")
+        log = git.run(root, "log", f"-{REVISIONS}", "--format=%H%x09%h %cs %s", "--", FOLDER).decode(errors="replace")
         commits = [line.split("\t", 1) for line in reversed(log.splitlines())]
         blobs = {commit: _ledgers_of(root, commit) for commit, _ in commits}
-        contents = {blob: _git(root, "cat-file", "blob", blob) for found in blobs.values() for blob in found.values()}
+        contents = {blob: git.content(root, blob) for found in blobs.values() for blob in found.values()}
     except (OSError, subprocess.SubprocessError):
         return History(note="No git repository here: nothing is known of earlier revisions.")
     if not commits:
         return History(note="No revision has a ledger yet.")
-    cases: dict[str, _Cases] = {}
+    cases: dict[git.Blob, _Cases] = {}
     unread = 0
-    for blob, content in contents.items():
+    for blob, text in contents.items():
         try:
-            cases[blob] = _cases(content)
+            cases[blob] = _cases(text)
         except RecordError:
             cases[blob] = {}
             unread += 1
@@ -88,24 +88,17 @@ def _series(name: _Name, revisions: list[_Cases]) -> Series | None:
     return Series(op, backend, device_kind, worst, epsilon)
 
 
-def _ledgers_of(root: Path, commit: str) -> dict[_Name, str]:
-    """The blob of each ledger of a commit; only plain files of a sane size count."""
-    found: dict[_Name, str] = {}
-    for entry in filter(None, _git(root, "ls-tree", "-r", "-l", "-z", commit, "--", f"{FOLDER}/").decode().split("\0")):
-        description, path = entry.split("\t", 1)
-        mode, _, blob, size = description.split()
-        parts = Path(path).relative_to(FOLDER).parts
-        plain = mode.startswith("100") and path.endswith(".jsonl") and int(size) <= FILE_LIMIT
-        if plain and len(parts) == 3 and parts[0] in BACKENDS:
-            found[parts[0], parts[1], Path(path).stem] = blob
-    return found
+def _ledgers_of(root: Path, commit: str) -> dict[_Name, git.Blob]:
+    """The ledgers of a commit that lie where they belong; only those of a sane size count."""
+    return {
+        (path.parts[1], path.parts[2], path.stem): blob
+        for path, blob in git.ledgers_in(root, commit, FOLDER).items()
+        if len(path.parts) == 4 and path.parts[1] in BACKENDS and blob.size <= FILE_LIMIT
+    }
 
 
-def _cases(content: bytes) -> _Cases:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "ledger.jsonl")
-        path.write_bytes(content)
-        records = read(path)
+def _cases(ledger: bytes) -> _Cases:
+    records = parse(ledger, "ledger")
     loads: dict[str, float] = {}
     squares: dict[str, list[float]] = {}
     for record in records.values():
@@ -116,8 +109,3 @@ def _cases(content: bytes) -> _Cases:
             loads[record.case] = max(load, loads.get(record.case, 0.0))
             squares.setdefault(record.case, []).append(measured.epsilon**2)
     return {case: (loads[case], float(np.sqrt(np.mean(squares[case])))) for case in loads}
-
-
-def _git(root: Path, *words: str) -> bytes:
-    command = ["git", "--no-optional-locks", "-C", str(root), *words]
-    return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from parity import git
 from parity.ledger.read import read_all
 from parity.ledger.schema import RecordError
 from parity.op import BACKENDS
@@ -165,9 +166,8 @@ def _state(config: pytest.Config) -> str:
     words = [word for word in map(str, config.invocation_params.args) if word != "--parity-resume"]
     parts = [json.dumps(words).encode()]
     for command in (["rev-parse", "HEAD"], ["diff", "HEAD"]):
-        with contextlib.suppress(OSError):
-            git = ["git", "--no-optional-locks", "-C", str(config.rootpath), *command]
-            parts.append(subprocess.run(git, capture_output=True, check=False).stdout)
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            parts.append(git.run(config.rootpath, *command))
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
