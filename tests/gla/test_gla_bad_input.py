@@ -1,15 +1,13 @@
 """Bad input to gated linear attention: the same exception with the same words in all three packages."""
 
-import importlib
-
 import ml_dtypes
 import numpy as np
 import pytest
 
 from op_arguments.gla import check_backward, check_chunk_size, check_forward, check_fused, check_precision
-from parity.interop import to_jax, to_torch
+from parity.interop import to_jax
+from tests.support.bad_input import PACKAGES, call, check_refused, f32, i32
 
-PACKAGES = {"cpu_golden": lambda x: x, "tpu_kernels": to_jax, "gpu_reference": to_torch}
 FORMS = {"simple_gla": ("chunk", "fused_chunk", "fused_recurrent"), "gla": ("chunk", "fused_recurrent")}
 PASSES = ("_fwd", "_bwd", "")  # the last one is differentiable, which goldens are not
 FUNCTIONS = [
@@ -22,16 +20,8 @@ FUNCTIONS = [
 ]
 
 
-def f32(*shape):
-    return np.ones(shape, np.float32)
-
-
 def bf16(*shape):
     return np.ones(shape, ml_dtypes.bfloat16)
-
-
-def i32(*values):
-    return np.array(values, np.int32)
 
 
 # Two rows of 8 steps, 1 head, K = 4, V = 5.
@@ -140,12 +130,6 @@ def refusals(package, module, form, passes):
             yield {**arguments, **{x: y for x, y in change.items() if backward or x not in GRADS}}, error, message
 
 
-def call(package, module, form, passes, arguments):
-    function = getattr(importlib.import_module(f"{package}.{module}"), f"{form}_{module}{passes}")
-    convert = PACKAGES[package]
-    return function(**{name: convert(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()})
-
-
 FUNCTION = pytest.mark.parametrize(
     ("package", "module", "form", "passes"), FUNCTIONS, ids=[f"{p}-{f}_{m}{s}" for p, m, f, s in FUNCTIONS]
 )
@@ -154,24 +138,21 @@ FUNCTION = pytest.mark.parametrize(
 @FUNCTION
 def test_the_good_arguments_are_good(package, module, form, passes):
     arguments = PACKED_TENSORS | PACKED_GATES[module] | (PACKED_GRADS if passes == "_bwd" else {})
-    result = call(package, module, form, passes, arguments | dict(cu_seqlens=i32(0, 3, 3, 8)))
+    result = call(package, f"{form}_{module}{passes}", arguments | dict(cu_seqlens=i32(0, 3, 3, 8)))
     assert result[0].shape == (1, 8, 1, 4 if passes == "_bwd" else 5)
 
 
 @FUNCTION
 def test_bad_arguments_are_refused_in_the_same_words(package, module, form, passes):
     for arguments, error, message in refusals(package, module, form, passes):
-        with pytest.raises(error) as refused:
-            call(package, module, form, passes, arguments)
-        assert str(refused.value) == message
-        assert type(refused.value) is error
+        check_refused(package, f"{form}_{module}{passes}", arguments, error, message)
 
 
 @FUNCTION
 def test_a_misspelt_option_is_refused_by_its_name(package, module, form, passes):
     arguments = TENSORS | GATES[module] | (GRADS if passes == "_bwd" else {})
     with pytest.raises(TypeError, match=r"^\w+\(\) got an unexpected keyword argument 'initial_sate'"):
-        call(package, module, form, passes, arguments | {"initial_sate": None})
+        call(package, f"{form}_{module}{passes}", arguments | {"initial_sate": None})
 
 
 def test_a_route_that_cannot_be_taken_is_refused_with_the_reason():
@@ -226,7 +207,7 @@ def test_values_are_not_checked_under_tracing_and_slack_is_not_read(module, form
     arguments = {name: x.copy() for name, x in (PACKED_TENSORS | PACKED_GATES[module]).items()}
     for name in set(arguments) - {"initial_state", "g_gamma"}:
         arguments[name][:, 7:] = np.nan
-    traced = jax.jit(lambda sizes: call("tpu_kernels", module, form, "_fwd", arguments | dict(cu_seqlens=sizes)).o)
+    traced = jax.jit(lambda sizes: call("tpu_kernels", f"{form}_{module}_fwd", arguments | dict(cu_seqlens=sizes)).o)
     o = np.asarray(traced(to_jax(i32(0, 3, 3, 7))))
     assert np.isfinite(o).all()
     assert not o[:, 7:].any()

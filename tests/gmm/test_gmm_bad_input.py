@@ -8,36 +8,27 @@ import pytest
 
 from op_arguments import resolve_tiling
 from op_arguments.gmm import check_gmm, check_group_metadata, check_groups, check_num_actual_groups, check_tgmm
-from parity.interop import to_jax, to_torch
+from parity.interop import to_jax
+from tests.support.bad_input import PACKAGES, f16, f32, i8, i32, refusals
 
-PACKAGES = {"cpu_golden": lambda x: x, "tpu_kernels": to_jax, "gpu_reference": to_torch}
-
-
-def f32(*shape):
-    return np.ones(shape, np.float32)
-
-
-def i32(*values):
-    return np.array(values, np.int32)
-
-
+VISITS = "_lib.visits:make_group_metadata"
 GMM = dict(lhs=f32(8, 4), rhs=f32(3, 4, 5), group_sizes=i32(2, 3, 3))
 TGMM = dict(lhs=f32(8, 4), rhs=f32(8, 5), group_sizes=i32(2, 3, 3))
 METADATA = dict(group_sizes=i32(2, 3, 3), m=8, tm=4, num_groups=3, cover="tiles")
-GOOD = {"gmm": GMM, "tgmm": TGMM, "make_group_metadata": METADATA}
+GOOD = {"gmm": GMM, "tgmm": TGMM, VISITS: METADATA}
 
 BAD = [
     ("gmm", dict(lhs=[1.0]), TypeError, "lhs must be an array [M, K], got list"),
     ("gmm", dict(lhs=f32(8)), ValueError, "lhs must have rank 2 [M, K], got shape [8]"),
     ("gmm", dict(rhs=f32(4, 5)), ValueError, "rhs must have rank 3 [G, K, N], got shape [4, 5]"),
-    ("gmm", dict(lhs=np.ones((8, 4), np.int8)), TypeError, "lhs must be float32, bfloat16 or float16, got int8"),
-    ("gmm", dict(rhs=np.ones((3, 4, 5), np.float16)), TypeError, "rhs must have lhs's dtype float32, got float16"),
+    ("gmm", dict(lhs=i8(8, 4)), TypeError, "lhs must be float32, bfloat16 or float16, got int8"),
+    ("gmm", dict(rhs=f16(3, 4, 5)), TypeError, "rhs must have lhs's dtype float32, got float16"),
     ("gmm", dict(rhs=f32(3, 6, 5)), ValueError, "rhs must have K = 4 as lhs does, got 6 (shape [3, 6, 5])"),
     ("gmm", dict(transpose_rhs=True), ValueError, "rhs must have K = 4 as lhs does, got 5 (shape [3, 4, 5])"),
     ("gmm", dict(preferred_element_type="int8"), TypeError,
      "preferred_element_type must be float32, bfloat16 or float16, got int8"),
     ("gmm", dict(existing_out=f32(8, 4)), ValueError, "existing_out must have shape [M, N] = [8, 5], got [8, 4]"),
-    ("gmm", dict(existing_out=np.ones((8, 5), np.float16)), TypeError, "existing_out must be float32, got float16"),
+    ("gmm", dict(existing_out=f16(8, 5)), TypeError, "existing_out must be float32, got float16"),
     ("gmm", dict(tiling=lambda m, k, n: None), ValueError,
      "tiling must give (tm, tk, tn) for every shape, got None for (m, k, n) = (8, 4, 5)"),
     ("gmm", dict(tiling=(8, 8)), TypeError, "tiling must be three ints (tm, tk, tn), got (8, 8)"),
@@ -45,20 +36,20 @@ BAD = [
     ("gmm", dict(tiling=(8, 8, 8.0)), TypeError, "tiling must be three ints (tm, tk, tn), got (8, 8, 8.0)"),
     ("tgmm", dict(lhs=[1.0]), TypeError, "lhs must be an array [M, K], got list"),
     ("tgmm", dict(rhs=f32(8)), ValueError, "rhs must have rank 2 [M, N], got shape [8]"),
-    ("tgmm", dict(lhs=np.ones((8, 4), np.int8)), TypeError, "lhs must be float32, bfloat16 or float16, got int8"),
-    ("tgmm", dict(rhs=np.ones((8, 5), np.int8)), TypeError, "rhs must be float32, bfloat16 or float16, got int8"),
-    ("tgmm", dict(rhs=np.ones((8, 5), np.float16)), TypeError, "rhs must have lhs's dtype float32, got float16"),
+    ("tgmm", dict(lhs=i8(8, 4)), TypeError, "lhs must be float32, bfloat16 or float16, got int8"),
+    ("tgmm", dict(rhs=i8(8, 5)), TypeError, "rhs must be float32, bfloat16 or float16, got int8"),
+    ("tgmm", dict(rhs=f16(8, 5)), TypeError, "rhs must have lhs's dtype float32, got float16"),
     ("tgmm", dict(group_sizes=[2, 3, 3]), TypeError, "group_sizes must be an array [E], got list"),
     ("tgmm", dict(num_actual_groups=-1), ValueError, "num_actual_groups must be in [0, E = 3], got -1"),
-    ("make_group_metadata", dict(m=-1), ValueError, "m must be at least 0, got -1"),
-    ("make_group_metadata", dict(num_groups=-1), ValueError, "num_groups must be at least 0, got -1"),
+    (VISITS, dict(m=-1), ValueError, "m must be at least 0, got -1"),
+    (VISITS, dict(num_groups=-1), ValueError, "num_groups must be at least 0, got -1"),
     ("tgmm", dict(rhs=f32(7, 5)), ValueError, "rhs must have M = 8 rows as lhs does, got 7"),
     ("tgmm", dict(num_actual_groups=4), ValueError, "num_actual_groups must be in [0, E = 3], got 4"),
     ("tgmm", dict(num_actual_groups=2.0), TypeError, "num_actual_groups must be an int, got float"),
     ("tgmm", dict(existing_out=f32(8, 5)), ValueError, "existing_out must have rank 3 [G, K, N], got shape [8, 5]"),
-    ("make_group_metadata", dict(cover="rows"), ValueError, "cover must be 'tiles' or 'groups', got 'rows'"),
-    ("make_group_metadata", dict(tm=0), ValueError, "tm must be at least 1, got 0"),
-    ("make_group_metadata", dict(m=8.0), TypeError, "m must be an int, got float"),
+    (VISITS, dict(cover="rows"), ValueError, "cover must be 'tiles' or 'groups', got 'rows'"),
+    (VISITS, dict(tm=0), ValueError, "tm must be at least 1, got 0"),
+    (VISITS, dict(m=8.0), TypeError, "m must be an int, got float"),
 ]  # fmt: skip
 
 # What every one of the three functions refuses of its groups. All hold 3 groups.
@@ -86,30 +77,7 @@ BAD += [
     ("gmm", dict(group_sizes=i32(2)), ValueError, "group_sizes must name at least the 3 groups of the shard, got 1")
 ]
 
-
-def call(package, function, arguments):
-    convert = PACKAGES[package]
-    home = "_lib.visits" if function == "make_group_metadata" else "gmm"
-    module = importlib.import_module(f"{package}.{home}")
-    converted = {
-        name: convert(np.asarray(x)) if isinstance(x, np.ndarray | np.generic) else x for name, x in arguments.items()
-    }
-    return getattr(module, function)(**converted)
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("function", GOOD)
-def test_the_good_arguments_are_good(package, function):
-    assert call(package, function, GOOD[function]) is not None
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize(("function", "change", "error", "message"), BAD, ids=[f"{b[0]}-{b[3]}" for b in BAD])
-def test_bad_arguments_are_refused_in_the_same_words(package, function, change, error, message):
-    with pytest.raises(error) as refused:
-        call(package, function, {**GOOD[function], **change})
-    assert str(refused.value) == message
-    assert type(refused.value) is error
+test_the_good_arguments_are_good, test_bad_arguments_are_refused_in_the_same_words = refusals(GOOD, BAD)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -9,7 +9,7 @@ from op_arguments.gmm import Problem
 from op_arguments.grouped_dense import check_dout
 from op_arguments.moe import check_layer_dout, check_moe_layer
 from op_arguments.permute import check_permute, check_unpermute
-from tests.support.bad_input import PACKAGES, f16, f32, i32
+from tests.support.bad_input import PACKAGES, f16, f32, i32, refusals
 from tests.support.functions import public
 
 LAYER = dict(x=f32(6, 32), w_router=f32(32, 4), w_gate=f32(3, 32, 64), w_up=f32(3, 32, 64), w_down=f32(3, 64, 32),
@@ -66,16 +66,7 @@ BAD = [
     ("moe_layer_bwd", dict(dout=f16(6, 32)), TypeError, "dout must be float32, got float16"),
 ]  # fmt: skip
 
-
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize(("function", "bad", "error", "message"), BAD, ids=lambda value: None)
-def test_is_refused(package, function, bad, error, message):
-    pytest.importorskip({"tpu_kernels": "jax", "gpu_reference": "triton"}.get(package, "numpy"))
-    convert = PACKAGES[package]
-    arguments = {k: convert(v) if isinstance(v, np.ndarray) else v for k, v in (GOOD[function] | bad).items()}
-    with pytest.raises(error) as raised:
-        public(package)[function](**arguments)
-    assert message in str(raised.value)
+test_the_good_arguments_are_good, test_bad_arguments_are_refused_in_the_same_words = refusals(GOOD, BAD)
 
 
 def test_what_is_just_good_enough_is_good():

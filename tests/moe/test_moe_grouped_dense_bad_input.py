@@ -1,8 +1,6 @@
 """Bad input to the quantised layer: the same words in all three packages."""
 
-import pytest
-
-from tests.support.bad_input import PACKAGES, call, check_refused, f16, f32, fp8, i8, i32
+from tests.support.bad_input import f16, f32, fp8, i8, i32, refusals
 
 DENSE = dict(lhs=f32(8, 64), rhs=f32(3, 64, 32), group_sizes=i32(2, 3, 3), quantize=True, block_size=32)
 GOOD = {
@@ -30,14 +28,4 @@ BAD = [
     ("grouped_dense_bwd", dict(dout=f16(8, 32)), TypeError, "dout must be float32, got float16"),
 ]  # fmt: skip
 
-
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("function", GOOD)
-def test_the_good_arguments_are_good(package, function):
-    assert call(package, function, GOOD[function]) is not None
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize(("function", "change", "error", "message"), BAD, ids=[f"{b[0]}-{b[3]}" for b in BAD])
-def test_bad_arguments_are_refused_in_the_same_words(package, function, change, error, message):
-    check_refused(package, function, GOOD[function] | change, error, message)
+test_the_good_arguments_are_good, test_bad_arguments_are_refused_in_the_same_words = refusals(GOOD, BAD)

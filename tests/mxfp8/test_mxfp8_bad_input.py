@@ -2,9 +2,8 @@
 
 import ml_dtypes
 import numpy as np
-import pytest
 
-from tests.support.bad_input import PACKAGES, call, check_refused, e8m0, f32, fp8, i8, i32, with_values
+from tests.support.bad_input import e8m0, f32, fp8, i8, i32, refusals, with_values
 
 GEMM = dict(lhs=fp8(8, 40), lhs_scale=e8m0(8, 2), rhs=fp8(3, 40, 6), rhs_scale=e8m0(3, 2, 6), group_sizes=i32(2, 3, 3))
 WGRAD = dict(lhs=fp8(40, 4), lhs_scale=e8m0(2, 4), rhs=fp8(40, 6), rhs_scale=e8m0(2, 6), ragged="contracting")
@@ -79,14 +78,4 @@ BAD = [
     ("grouped_gemm", dict(WGRAD, num_actual_groups=4), ValueError, "num_actual_groups must be in [0, E = 3], got 4"),
 ]  # fmt: skip
 
-
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("function", GOOD)
-def test_the_good_arguments_are_good(package, function):
-    assert call(package, function, GOOD[function]) is not None
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize(("function", "change", "error", "message"), BAD, ids=[f"{b[0]}-{b[3]}" for b in BAD])
-def test_bad_arguments_are_refused_in_the_same_words(package, function, change, error, message):
-    check_refused(package, function, GOOD[function] | change, error, message)
+test_the_good_arguments_are_good, test_bad_arguments_are_refused_in_the_same_words = refusals(GOOD, BAD)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from parity.interop import to_jax
-from tests.support.bad_input import PACKAGES, call, check_refused, f16, f32, fp8, i8, with_values
+from tests.support.bad_input import f16, f32, fp8, i8, refusals, with_values
 
 GOOD = {
     "fp8_quantize": dict(x=f32(8, 64), axis=1, block_size=32),
@@ -56,17 +56,7 @@ BAD = [
      "scale must have the rank of qvalue [8, 64] and axes that divide its own, got [8]"),
 ]  # fmt: skip
 
-
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("function", GOOD)
-def test_the_good_arguments_are_good(package, function):
-    assert call(package, function, GOOD[function]) is not None
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize(("function", "change", "error", "message"), BAD, ids=[f"{b[0]}-{b[3]}" for b in BAD])
-def test_bad_arguments_are_refused_in_the_same_words(package, function, change, error, message):
-    check_refused(package, function, GOOD[function] | change, error, message)
+test_the_good_arguments_are_good, test_bad_arguments_are_refused_in_the_same_words = refusals(GOOD, BAD)
 
 
 def test_infinities_saturate_where_values_cannot_be_seen():

@@ -1,8 +1,6 @@
 """Bad input to the block-scaled matmuls: the same words in all three packages."""
 
-import pytest
-
-from tests.support.bad_input import PACKAGES, call, check_refused, f16, f32, fp8, i8, i32
+from tests.support.bad_input import f16, f32, fp8, i8, i32, refusals
 
 GMM = dict(lhs=fp8(8, 64), lhs_scale=f32(8, 2), rhs=fp8(3, 64, 6), rhs_scale=f32(3, 1, 6), group_sizes=i32(2, 3, 3))
 TGMM = dict(lhs=fp8(64, 4), lhs_scale=f32(2, 4), rhs=fp8(64, 6), rhs_scale=f32(1, 6), group_sizes=i32(20, 30, 3))
@@ -49,14 +47,4 @@ BAD = [
     ("tgmm_quantized", dict(num_actual_groups=4), ValueError, "num_actual_groups must be in [0, E = 3], got 4"),
 ]  # fmt: skip
 
-
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("function", GOOD)
-def test_the_good_arguments_are_good(package, function):
-    assert call(package, function, GOOD[function]) is not None
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize(("function", "change", "error", "message"), BAD, ids=[f"{b[0]}-{b[3]}" for b in BAD])
-def test_bad_arguments_are_refused_in_the_same_words(package, function, change, error, message):
-    check_refused(package, function, GOOD[function] | change, error, message)
+test_the_good_arguments_are_good, test_bad_arguments_are_refused_in_the_same_words = refusals(GOOD, BAD)

@@ -1,5 +1,6 @@
 """Bad input to functions of the three packages: the same exception with the same words in each."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.support.functions import public
 PACKAGES: dict[str, Callable[[Any], Any]] = {
     "cpu_golden": lambda x: x, "tpu_kernels": to_jax, "gpu_reference": to_torch,
 }  # fmt: skip
+FRAMEWORKS = {"tpu_kernels": "jax", "gpu_reference": "triton"}
 E4M3, E5M2, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu
 
 
@@ -47,12 +49,15 @@ def with_values(*values):
 
 
 def call(package, function, arguments):
-    """A function of a package by name, given NumPy arrays as its framework's."""
+    """A function of a package, given NumPy arrays as its framework's; of a module "…:" where it is not public."""
+    pytest.importorskip(FRAMEWORKS.get(package, "numpy"))
     convert = PACKAGES[package]
     converted = {
         name: convert(np.asarray(x)) if isinstance(x, np.ndarray | np.generic) else x for name, x in arguments.items()
     }
-    return public(package)[function](**converted)
+    module, _, name = function.rpartition(":")
+    found = vars(importlib.import_module(f"{package}.{module}")) if module else public(package)
+    return found[name](**converted)
 
 
 def check_refused(package, function, arguments, error, message):
@@ -60,3 +65,22 @@ def check_refused(package, function, arguments, error, message):
         call(package, function, arguments)
     assert str(refused.value) == message
     assert type(refused.value) is error
+
+
+def refusals(good, bad):
+    """The two tests of a family's file: the `good` arguments of each function are, and each change of `bad` is not.
+
+    good: arguments by function. bad: (function, what is changed in them, the exception, its words).
+    """
+
+    @pytest.mark.parametrize("package", PACKAGES)
+    @pytest.mark.parametrize("function", good)
+    def the_good_arguments_are_good(package, function):
+        assert call(package, function, good[function]) is not None
+
+    @pytest.mark.parametrize("package", PACKAGES)
+    @pytest.mark.parametrize(("function", "change", "error", "message"), bad, ids=[f"{b[0]}-{b[3]}" for b in bad])
+    def bad_arguments_are_refused_in_the_same_words(package, function, change, error, message):
+        check_refused(package, function, good[function] | change, error, message)
+
+    return the_good_arguments_are_good, bad_arguments_are_refused_in_the_same_words
