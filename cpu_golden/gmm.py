@@ -5,13 +5,14 @@ expert-parallel layer holds the G consecutive groups from `group_offset` on; onl
 Names and meaning follow MegaBlocks (Gale et al. 2022, arXiv:2211.15841) and JAX's megablox.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.arguments import one_tile, scalar, values
-from cpu_golden._lib.visits import active_groups
+from cpu_golden._lib.visits import active_groups, out_before
 from cpu_golden.stages import Stages, exact
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.gmm import check_gmm, check_tgmm
@@ -38,13 +39,11 @@ def gmm(
     Stages: depth (along K). Sites: lhs, rhs, partial, acc (those of `Stages.dot`), out.
     Raises ValueError or TypeError as `op_arguments.gmm.check_gmm`.
     """
-    group_offset, sizes = scalar(group_offset), values(group_sizes)
-    p = check_gmm(
-        lhs, rhs, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes, exact=True
-    )
+    offset, sizes = scalar(group_offset), values(group_sizes)
+    p = check_gmm(lhs, rhs, group_sizes, offset, existing_out, transpose_rhs, preferred_element_type, sizes, exact=True)
     resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
-    out = np.zeros((p.m, p.n)) if existing_out is None else existing_out.astype(np.float64)
-    for group, rows in active_groups(sizes, group_offset, p.groups):
+    out = out_before(existing_out, p.m, p.n)
+    for group, rows in active_groups(group_sizes, offset, p.groups):
         b = rhs[group].astype(np.float64)
         out[rows] = stages.dot(lhs[rows].astype(np.float64), b.T if transpose_rhs else b)
     return stages("out", out)
@@ -70,13 +69,13 @@ def tgmm(
     Stages: depth (along M), aligned. Sites as `gmm`.
     Raises ValueError or TypeError as `op_arguments.gmm.check_tgmm`.
     """
-    group_offset, sizes = scalar(group_offset), values(group_sizes)
+    offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_tgmm(
-        lhs, rhs, group_sizes, group_offset, num_actual_groups, existing_out, preferred_element_type, sizes, exact=True
+        lhs, rhs, group_sizes, offset, num_actual_groups, existing_out, preferred_element_type, sizes, exact=True
     )
     resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
-    out = np.zeros((p.groups, p.k, p.n)) if existing_out is None else existing_out.astype(np.float64)
-    for group, rows in active_groups(sizes, group_offset, p.groups):
+    out = out_before(existing_out, p.groups, p.k, p.n)
+    for group, rows in active_groups(group_sizes, offset, p.groups):
         a, b = (x[rows].astype(np.float64) for x in (lhs, rhs))
         out[group] += stages.dot(a.T, b, first=rows.start if stages.aligned else 0)
     return stages("out", out)
@@ -90,19 +89,12 @@ def gmm_definition(
     group_offset: int = 0,
     existing_out: Array | None = None,
     transpose_rhs: bool = False,
-    preferred_element_type: Any = None,
 ) -> Array:
-    """`gmm` row by row, straight from the definition. Arguments, result and errors as `gmm`."""
-    group_offset, sizes = scalar(group_offset), values(group_sizes)
-    p = check_gmm(
-        lhs, rhs, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes, exact=True
-    )
-    out = np.zeros((p.m, p.n)) if existing_out is None else existing_out.astype(np.float64)
-    group_of_row = np.repeat(np.arange(p.experts), group_sizes) - group_offset
-    for row, group in enumerate(group_of_row):
-        if 0 <= group < p.groups:
-            weights = rhs[group].astype(np.float64)
-            out[row] = lhs[row].astype(np.float64) @ (weights.T if transpose_rhs else weights)
+    """`gmm` row by row, straight from the definition, of arguments that it accepts."""
+    weights = (rhs.swapaxes(1, 2) if transpose_rhs else rhs).astype(np.float64)
+    out = out_before(existing_out, lhs.shape[0], weights.shape[2])
+    for row, group in _active_rows(group_sizes, group_offset, len(weights)):
+        out[row] = lhs[row].astype(np.float64) @ weights[group]
     return out
 
 
@@ -114,16 +106,18 @@ def tgmm_definition(
     group_offset: int = 0,
     num_actual_groups: int | None = None,
     existing_out: Array | None = None,
-    preferred_element_type: Any = None,
 ) -> Array:
-    """`tgmm` row by row, straight from the definition. Arguments, result and errors as `tgmm`."""
-    group_offset, sizes = scalar(group_offset), values(group_sizes)
-    p = check_tgmm(
-        lhs, rhs, group_sizes, group_offset, num_actual_groups, existing_out, preferred_element_type, sizes, exact=True
-    )
-    out = np.zeros((p.groups, p.k, p.n)) if existing_out is None else existing_out.astype(np.float64)
-    group_of_row = np.repeat(np.arange(p.experts), group_sizes) - group_offset
-    for row, group in enumerate(group_of_row):
-        if 0 <= group < p.groups:
-            out[group] += np.outer(lhs[row].astype(np.float64), rhs[row].astype(np.float64))
+    """`tgmm` row by row, straight from the definition, of arguments that it accepts."""
+    groups = len(group_sizes) if num_actual_groups is None else num_actual_groups
+    out = out_before(existing_out, groups, lhs.shape[1], rhs.shape[1])
+    for row, group in _active_rows(group_sizes, group_offset, groups):
+        out[group] += np.outer(lhs[row].astype(np.float64), rhs[row].astype(np.float64))
     return out
+
+
+def _active_rows(group_sizes: Array, group_offset: int, groups: int) -> Iterator[tuple[int, int]]:
+    """(row, shard-local group) for every row of a group of the shard."""
+    group_of_row = np.repeat(np.arange(len(group_sizes)), group_sizes) - group_offset
+    for row, group in enumerate(group_of_row.tolist()):
+        if 0 <= group < groups:
+            yield row, group

@@ -87,7 +87,6 @@ def grouped_dense_bwd(
     check_quantize_options(quantize, bwd_quantize, block_size)
     p = _check(lhs, rhs, group_sizes, existing_out, group_offset, transpose_rhs, preferred_element_type)
     check_dout(dout, p, exact=True)
-    offset, sizes = scalar(group_offset), values(group_sizes)
     groups = rhs.shape[0]
     left, right = (dout, lhs) if transpose_rhs else (lhs, dout)
     swapped = tiling
@@ -122,7 +121,7 @@ def grouped_dense_bwd(
     if existing_out is None:
         return Grads(dlhs, drhs, None)
     passed = dout.astype(np.float64)
-    for _, rows in active_groups(sizes, offset, groups):
+    for _, rows in active_groups(group_sizes, group_offset, groups):
         passed[rows] = 0.0
     return Grads(dlhs, drhs, passed)
 

@@ -76,31 +76,19 @@ def grouped_gemm_definition(
     rhs: Array,
     group_sizes: Array,
     *,
+    ragged: str = "lhs",
+    transpose_rhs: bool = False,
+    num_actual_groups: int | None = None,
     lhs_scale: Array | None = None,
     rhs_scale: Array | None = None,
-    ragged: str = "lhs",
-    group_offset: int = 0,
-    num_actual_groups: int | None = None,
-    existing_out: Array | None = None,
-    transpose_rhs: bool = False,
     scale_layout: str = "plain",
-    preferred_element_type: Any = None,
+    **options: Any,
 ) -> Array:
-    """`gmm` or `tgmm` of the dequantised operands, row by row. Arguments, result and errors as `grouped_gemm`."""
-    offset, sizes = scalar(group_offset), values(group_sizes)
-    p = check_grouped_gemm(
-        lhs, rhs, group_sizes, lhs_scale, rhs_scale, ragged, offset, num_actual_groups, existing_out, transpose_rhs,
-        scale_layout, preferred_element_type, sizes,
-    )  # fmt: skip
+    """`gmm_definition` or `tgmm_definition` of the dequantised operands; options are theirs."""
     wide = _mxfp8_operands(lhs, rhs, lhs_scale, rhs_scale, ragged, transpose_rhs, scale_layout)
-    shared: dict[str, Any] = {
-        "group_offset": group_offset,
-        "existing_out": existing_out,
-        "preferred_element_type": p.out_dtype,
-    }
     if ragged == "contracting":
-        return tgmm_definition(*wide, group_sizes, num_actual_groups=num_actual_groups, **shared)
-    return gmm_definition(*wide, group_sizes, transpose_rhs=transpose_rhs, **shared)
+        return tgmm_definition(*wide, group_sizes, num_actual_groups=num_actual_groups, **options)
+    return gmm_definition(*wide, group_sizes, transpose_rhs=transpose_rhs, **options)
 
 
 def _mxfp8_operands(

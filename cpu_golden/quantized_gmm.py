@@ -11,11 +11,12 @@ import numpy as np
 from cpu_golden import Array
 from cpu_golden._lib.arguments import one_tile, scalar, values
 from cpu_golden._lib.scales import expand
-from cpu_golden._lib.visits import active_groups
+from cpu_golden._lib.visits import active_groups, out_before
 from cpu_golden.gmm import gmm_definition, tgmm_definition
 from cpu_golden.stages import Stages, exact
 from op_arguments import Tiling, resolve_tiling
-from op_arguments.quantized_gmm import QuantizedProblem, check_gmm_quantized, check_tgmm_quantized, check_tile
+from op_arguments.quantize import check_scale
+from op_arguments.quantized_gmm import check_gmm_quantized, check_tgmm_quantized, check_tile
 
 
 def gmm_quantized(
@@ -44,18 +45,17 @@ def gmm_quantized(
     lhs_scale, rhs_scale, scale (the product of the two), scaled (a block's sum times it), acc (the running sum of
     these) and out.
     """
-    operands = lhs, lhs_scale, rhs, rhs_scale
-    group_offset, sizes = scalar(group_offset), values(group_sizes)
+    offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_gmm_quantized(
-        *operands, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes
+        lhs, lhs_scale, rhs, rhs_scale, group_sizes, offset, existing_out, transpose_rhs, preferred_element_type, sizes
     )
     _, tk, _ = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
     check_tile("tk", tk, p.block, p.k)
-    a_scale, b_scale = _scale(lhs_scale, p.lhs_blocks, lhs.shape), _scale(rhs_scale, p.rhs_blocks, rhs.shape)
-    out = np.zeros((p.m, p.n)) if existing_out is None else existing_out.astype(np.float64)
-    for group, rows in active_groups(sizes, group_offset, p.groups):
+    a_scale, b_scale = _scale(lhs_scale, lhs.shape), _scale(rhs_scale, rhs.shape)
+    out = out_before(existing_out, p.m, p.n)
+    for group, rows in active_groups(group_sizes, offset, p.groups):
         b, b_s = (x[group].T if transpose_rhs else x[group] for x in (rhs, b_scale))
-        out[rows] = _staged_blocks(lhs[rows], a_scale[rows], b, b_s, 0, p, stages)
+        out[rows] = _staged_blocks(lhs[rows], a_scale[rows], b, b_s, 0, p.block, stages)
     return stages("out", out)
 
 
@@ -80,74 +80,33 @@ def tgmm_quantized(
     [G, K, N] is added. Everything else as `tgmm`; a `tiling` whose tm cuts a block is refused.
     Stages and sites as `gmm_quantized`, depth along M.
     """
-    operands = lhs, lhs_scale, rhs, rhs_scale
-    group_offset, sizes = scalar(group_offset), values(group_sizes)
+    operands, offset, sizes = (lhs, lhs_scale, rhs, rhs_scale), scalar(group_offset), values(group_sizes)
     p = check_tgmm_quantized(
-        *operands, group_sizes, group_offset, num_actual_groups, existing_out, preferred_element_type, sizes
+        *operands, group_sizes, offset, num_actual_groups, existing_out, preferred_element_type, sizes
     )
     tm, _, _ = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
     check_tile("tm", tm, p.block, p.m)
-    a_scale, b_scale = _scale(lhs_scale, p.lhs_blocks, lhs.shape), _scale(rhs_scale, p.rhs_blocks, rhs.shape)
-    out = np.zeros((p.groups, p.k, p.n)) if existing_out is None else existing_out.astype(np.float64)
-    for group, rows in active_groups(sizes, group_offset, p.groups):
-        out[group] += _staged_blocks(lhs[rows].T, a_scale[rows].T, rhs[rows], b_scale[rows], rows.start, p, stages)
+    a_scale, b_scale = _scale(lhs_scale, lhs.shape), _scale(rhs_scale, rhs.shape)
+    out = out_before(existing_out, p.groups, p.k, p.n)
+    for group, rows in active_groups(group_sizes, offset, p.groups):
+        out[group] += _staged_blocks(
+            lhs[rows].T, a_scale[rows].T, rhs[rows], b_scale[rows], rows.start, p.block, stages
+        )
     return stages("out", out)
 
 
 def gmm_quantized_definition(
-    lhs: Array,
-    lhs_scale: Array | None,
-    rhs: Array,
-    rhs_scale: Array | None,
-    group_sizes: Array,
-    *,
-    group_offset: int = 0,
-    existing_out: Array | None = None,
-    transpose_rhs: bool = False,
-    preferred_element_type: Any = None,
+    lhs: Array, lhs_scale: Array | None, rhs: Array, rhs_scale: Array | None, group_sizes: Array, **options: Any
 ) -> Array:
-    """`gmm` of the dequantised operands. Arguments, result and errors as `gmm_quantized`."""
-    operands = lhs, lhs_scale, rhs, rhs_scale
-    offset, sizes = scalar(group_offset), values(group_sizes)
-    p = check_gmm_quantized(*operands, group_sizes, offset, existing_out, transpose_rhs, preferred_element_type, sizes)
-    return gmm_definition(
-        _dequantized(lhs, lhs_scale, p.lhs_blocks),
-        _dequantized(rhs, rhs_scale, p.rhs_blocks),
-        group_sizes,
-        group_offset=group_offset,
-        existing_out=existing_out,
-        transpose_rhs=transpose_rhs,
-        preferred_element_type=p.out_dtype,
-    )
+    """`gmm_definition` of the dequantised operands; options are its."""
+    return gmm_definition(_dequantized(lhs, lhs_scale), _dequantized(rhs, rhs_scale), group_sizes, **options)
 
 
 def tgmm_quantized_definition(
-    lhs: Array,
-    lhs_scale: Array | None,
-    rhs: Array,
-    rhs_scale: Array | None,
-    group_sizes: Array,
-    *,
-    group_offset: int = 0,
-    num_actual_groups: int | None = None,
-    existing_out: Array | None = None,
-    preferred_element_type: Any = None,
+    lhs: Array, lhs_scale: Array | None, rhs: Array, rhs_scale: Array | None, group_sizes: Array, **options: Any
 ) -> Array:
-    """`tgmm` of the dequantised operands. Arguments, result and errors as `tgmm_quantized`."""
-    operands = lhs, lhs_scale, rhs, rhs_scale
-    offset, sizes = scalar(group_offset), values(group_sizes)
-    p = check_tgmm_quantized(
-        *operands, group_sizes, offset, num_actual_groups, existing_out, preferred_element_type, sizes
-    )
-    return tgmm_definition(
-        _dequantized(lhs, lhs_scale, p.lhs_blocks),
-        _dequantized(rhs, rhs_scale, p.rhs_blocks),
-        group_sizes,
-        group_offset=group_offset,
-        num_actual_groups=num_actual_groups,
-        existing_out=existing_out,
-        preferred_element_type=p.out_dtype,
-    )
+    """`tgmm_definition` of the dequantised operands; options are its."""
+    return tgmm_definition(_dequantized(lhs, lhs_scale), _dequantized(rhs, rhs_scale), group_sizes, **options)
 
 
 def _staged_blocks(
@@ -156,15 +115,15 @@ def _staged_blocks(
     b: Array,
     b_scale: Array,
     start: int,
-    p: QuantizedProblem,
+    block: int,
     stages: Stages,
 ) -> Array:
-    """a [I, J] @ b [J, L] with their scales, block by block as the kernels do; J starts at `start` of its blocks."""
+    """a [I, J] @ b [J, L] with their scales, block by block as the kernels do; J begins at `start` of its blocks."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     acc = np.zeros((a.shape[0], b.shape[1]))
     first, end = 0, a.shape[1]
     while first < end:
-        last = min(first + p.block - (start + first) % p.block, end)
+        last = min(first + block - (start + first) % block, end)
         inner = stages.dot(a[:, first:last], b[first:last], running="inner")
         # No scale changes within a block: that of its first element is that of all.
         scales = stages("lhs_scale", a_scale[:, first, None]), stages("rhs_scale", b_scale[None, first])
@@ -174,10 +133,10 @@ def _staged_blocks(
     return acc
 
 
-def _scale(scale: Array | None, blocks: tuple[int, ...], shape: tuple[int, ...]) -> Array:
-    """The scale of every element, a view of 1 where there is none."""
-    return np.broadcast_to(1.0, shape) if scale is None else expand(scale, blocks)
+def _scale(scale: Array | None, shape: tuple[int, ...]) -> Array:
+    """The scale of every element of an operand, a view of 1 where there is none."""
+    return np.broadcast_to(1.0, shape) if scale is None else expand(scale, check_scale("scale", scale, "qvalue", shape))
 
 
-def _dequantized(qvalue: Array, scale: Array | None, blocks: tuple[int, ...]) -> Array:
-    return qvalue.astype(np.float64) * _scale(scale, blocks, qvalue.shape)
+def _dequantized(qvalue: Array, scale: Array | None) -> Array:
+    return qvalue.astype(np.float64) * _scale(scale, qvalue.shape)

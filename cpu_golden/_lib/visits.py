@@ -1,6 +1,6 @@
 """Which rows are whose, and the tiles that a kernel visits for them."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -9,11 +9,16 @@ from cpu_golden._lib.arguments import scalar, values
 from op_arguments.gmm import GroupMetadata, check_group_metadata
 
 
-def active_groups(sizes: list[int] | None, group_offset: int, groups: int) -> list[tuple[int, slice]]:
+def active_groups(group_sizes: Array, group_offset: Any, groups: int) -> list[tuple[int, slice]]:
     """(shard-local group, its rows) for every non-empty group of the shard."""
-    offsets = np.concatenate([[0], np.cumsum(sizes or [0])]).astype(int)
-    ends = [(g, offsets[group_offset + g], offsets[group_offset + g + 1]) for g in range(groups)]
+    first, offsets = scalar(group_offset), [0, *np.cumsum(group_sizes).tolist()]
+    ends = [(g, offsets[first + g], offsets[first + g + 1]) for g in range(groups)]
     return [(group, slice(start, end)) for group, start, end in ends if start < end]
+
+
+def out_before(existing_out: Array | None, *shape: int) -> Array:
+    """What groups are written into, or added to, in float64: existing_out, or zeros where it is None."""
+    return np.zeros(shape) if existing_out is None else existing_out.astype(np.float64)
 
 
 def make_group_metadata(

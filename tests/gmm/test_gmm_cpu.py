@@ -12,33 +12,13 @@ from cpu_golden._lib.arguments import one_tile, scalar, values
 from cpu_golden._lib.visits import make_group_metadata
 from cpu_golden.gmm import gmm, gmm_definition, tgmm, tgmm_definition
 from cpu_golden.stages import Stages, exact
-from parity.inputs import draw
 from tests.matrix.gmm import GMM, TGMM
-
-# The definition knows nothing of tiles, and of dtypes only their values: one case for each of what is left.
-DISTINCT = {
-    (op.name, case.dims, case.data, tuple(o for o in case.options if o[0] != "tiling")): (op, case)
-    for op in (GMM, TGMM)
-    for case in op.cases
-    if case.tier != "full" and not case.model
-}
+from tests.support.definitions import check_definition, distinct
 
 
-def without_tiles(arguments):
-    return {name: value for name, value in arguments.items() if name != "tiling"}
-
-
-@pytest.mark.parametrize(("op", "case"), [pytest.param(op, case, id=case.id) for op, case in DISTINCT.values()])
+@pytest.mark.parametrize(("op", "case"), distinct(GMM, TGMM, dtypes=False))
 def test_golden_is_its_definition(op, case):
-    inputs, arguments = draw(op, case), without_tiles(op.arguments(case))
-    definition = {GMM: gmm_definition, TGMM: tgmm_definition}[op]
-    with np.errstate(invalid="ignore"):
-        golden, expected = op.golden(**inputs, **arguments), definition(**inputs, **arguments)
-        magnitude = op.magnitude(op, case, inputs)
-    assert golden.dtype == expected.dtype == np.float64
-    finite = np.isfinite(golden)
-    assert np.array_equal(finite, np.isfinite(expected))
-    assert np.all(np.abs(golden[finite] - expected[finite]) <= 1e-12 * magnitude[finite])
+    check_definition(op, case, {GMM: gmm_definition, TGMM: tgmm_definition}[op])
 
 
 def exact_dot(a, b):

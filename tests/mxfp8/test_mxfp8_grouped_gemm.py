@@ -8,35 +8,20 @@ import pytest
 
 from cpu_golden.grouped_gemm import grouped_gemm, grouped_gemm_definition
 from cpu_golden.mxfp8 import mxfp8_dequantize, mxfp8_dual_quantize, mxfp8_quantize, swizzle_scales
-from parity.inputs import draw
 from parity.interop import to_jax
-from tests.gmm.test_gmm_cpu import without_tiles
 from tests.matrix.mxfp8 import GROUPED_GEMM
 from tests.mxfp8.test_mxfp8_laws import EVERYWHERE
+from tests.support.definitions import check_definition, distinct
 from tests.support.functions import run
 
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
 SIZES = np.array([0, 1, 31, 32, 33, 127, 128, 129, 0], np.int32)
 M, K, N = 520, 96, 40  # 39 rows belong to no group
 
-# The definition knows nothing of tiles, and of dtypes only their values: one case for each of what is left.
-DISTINCT = {
-    (case.dims, case.dtype, case.data, tuple(o for o in case.options if o[0] != "tiling")): case
-    for case in GROUPED_GEMM.cases
-    if case.tier != "full" and not case.model
-}
 
-
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in DISTINCT.values()])
-def test_golden_is_the_matmul_of_dequantised_operands(case):
-    inputs, arguments = draw(GROUPED_GEMM, case), without_tiles(GROUPED_GEMM.arguments(case))
-    with np.errstate(invalid="ignore"):
-        golden, expected = grouped_gemm(**inputs, **arguments), grouped_gemm_definition(**inputs, **arguments)
-        magnitude = GROUPED_GEMM.magnitude(GROUPED_GEMM, case, inputs)
-    assert golden.dtype == expected.dtype == np.float64
-    finite = np.isfinite(golden)
-    assert np.array_equal(finite, np.isfinite(expected))
-    assert np.all(np.abs(golden[finite] - expected[finite]) <= 1e-12 * magnitude[finite])
+@pytest.mark.parametrize(("op", "case"), distinct(GROUPED_GEMM))
+def test_golden_is_the_matmul_of_dequantised_operands(op, case):
+    check_definition(op, case, grouped_gemm_definition)
 
 
 def test_forward_and_both_gradients_are_those_of_the_dequantised_operands():

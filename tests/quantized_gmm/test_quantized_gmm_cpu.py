@@ -8,30 +8,13 @@ import pytest
 from cpu_golden.quantize import fp8_quantize
 from cpu_golden.quantized_gmm import gmm_quantized, gmm_quantized_definition, tgmm_quantized, tgmm_quantized_definition
 from cpu_golden.stages import Stages
-from parity.inputs import draw
-from tests.gmm.test_gmm_cpu import without_tiles
 from tests.matrix.quantized_gmm import GMM_QUANTIZED, TGMM_QUANTIZED
-
-# The definition knows nothing of tiles, and of dtypes only their values: one case for each of what is left.
-DISTINCT = {
-    (op.name, case.dims, case.dtype, case.data, tuple(o for o in case.options if o[0] != "tiling")): (op, case)
-    for op in (GMM_QUANTIZED, TGMM_QUANTIZED)
-    for case in op.cases
-    if case.tier != "full" and not case.model
-}
+from tests.support.definitions import check_definition, distinct
 
 
-@pytest.mark.parametrize(("op", "case"), [pytest.param(op, case, id=case.id) for op, case in DISTINCT.values()])
+@pytest.mark.parametrize(("op", "case"), distinct(GMM_QUANTIZED, TGMM_QUANTIZED))
 def test_golden_is_the_matmul_of_dequantised_operands(op, case):
-    inputs, arguments = draw(op, case), without_tiles(op.arguments(case))
-    definition = {GMM_QUANTIZED: gmm_quantized_definition, TGMM_QUANTIZED: tgmm_quantized_definition}[op]
-    with np.errstate(invalid="ignore"):
-        golden, expected = op.golden(**inputs, **arguments), definition(**inputs, **arguments)
-        magnitude = op.magnitude(op, case, inputs)
-    assert golden.dtype == expected.dtype == np.float64
-    finite = np.isfinite(golden)
-    assert np.array_equal(finite, np.isfinite(expected))
-    assert np.all(np.abs(golden[finite] - expected[finite]) <= 1e-12 * magnitude[finite])
+    check_definition(op, case, {GMM_QUANTIZED: gmm_quantized_definition, TGMM_QUANTIZED: tgmm_quantized_definition}[op])
 
 
 def fraction(x):
