@@ -418,7 +418,7 @@ def _operand(
     scale = scale.view(torch.uint8)
     if swizzled:  # strides are those of tiles, of which the lines come first
         scale = scale.contiguous()
-        scales = operand(scale[..., 0, 0], transposed=not of_rows)._replace(data=scale)
+        scales = operand(scale.select(-1, 0).select(-1, 0), transposed=not of_rows)._replace(data=scale)
     else:
         scales = operand(scale, transposed=transposed)
     return operand(as_codes(values), transposed=transposed, scale=scales)

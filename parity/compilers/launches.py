@@ -19,13 +19,19 @@ PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942"
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch: the kernel's name, its grid, its arguments by name, those that are compiled in, and its options."""
+    """A launch: the kernel, its grid, its arguments by name, those that are compiled in, and its options."""
 
-    kernel: str
+    kernel: Any
     grid: tuple[int, ...]
     arguments: Mapping[str, Any]
     constants: Mapping[str, bool | int | float | str]
     options: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        name: str = self.kernel.fn.__name__
+        return name
 
 
 def launches(function: Callable[..., Any], *arguments: Any, target: str, **keywords: Any) -> list[Launched]:
@@ -47,12 +53,29 @@ def launches(function: Callable[..., Any], *arguments: Any, target: str, **keywo
 
 
 @contextmanager
+def intercepted(instead: Callable[[Launched, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Hand each Triton launch to `instead`, with what would run it."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    def handing_over(on_grid: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+        return lambda kernel, grid: (
+            lambda *given, **named: instead(
+                _launched(kernel, grid, given, named), lambda: on_grid(kernel, grid)(*given, **named)
+            )
+        )
+
+    with ExitStack() as stack:
+        for kind in (JITFunction, InterpretedFunction):
+            stack.enter_context(mock.patch.object(kind, "__getitem__", handing_over(kind.__getitem__)))
+        yield
+
+
+@contextmanager
 def _on(target: str) -> Iterator[list[Launched]]:
     """As if on this GPU: what is asked of the device is answered for it, and what is launched goes into the list."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
 
     if target not in TARGETS:
         raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {target!r}")
@@ -63,9 +86,6 @@ def _on(target: str) -> Iterator[list[Launched]]:
     )
     seen: list[Launched] = []
 
-    def kernel_on_grid(kernel: Any, grid: Any) -> Callable[..., None]:
-        return lambda *given, **named: seen.append(_launched(kernel, grid, given, named))
-
     patches: list[Any] = [
         mock.patch.object(torch.cuda, "get_device_properties", lambda device=None: properties),
         mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (major, minor)),
@@ -73,12 +93,12 @@ def _on(target: str) -> Iterator[list[Launched]]:
         # A PyTorch that is built without CUDA refuses to copy even between tensors without data.
         mock.patch.object(torch.Tensor, "copy_", lambda into, source, non_blocking=False: into),
         mock.patch.object(torch.version, "hip", "7.0" if backend == "hip" else None),
-        *(mock.patch.object(kind, "__getitem__", kernel_on_grid) for kind in (JITFunction, InterpretedFunction)),
     ]
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
         stack.enter_context(FakeTensorMode())
+        stack.enter_context(intercepted(lambda launch, run: seen.append(launch)))
         yield seen
 
 
@@ -86,7 +106,7 @@ def _launched(kernel: Any, grid: Any, given: tuple[Any, ...], named: dict[str, A
     parameters = inspect.signature(kernel.fn).parameters
     arguments = dict(zip(parameters, given, strict=False)) | {k: v for k, v in named.items() if k in parameters}
     return Launched(
-        kernel.fn.__name__,
+        kernel,
         tuple(grid(arguments) if callable(grid) else grid),
         arguments,
         {

@@ -142,7 +142,7 @@ def gpu_plan(program: Program, target: str, function: str) -> Plan:
     found = launches(_function(function), *program.arguments, target=target, **keywords)
     kernels = []
     for launch in found:
-        kernel = {"name": launch.kernel, "grid": list(launch.grid), "constants": dict(launch.constants)}
+        kernel = {"name": launch.name, "grid": list(launch.grid), "constants": dict(launch.constants)}
         for name, option in (("warps", "num_warps"), ("stages", "num_stages")):
             if option in launch.options:
                 kernel[name] = launch.options[option]

@@ -118,7 +118,7 @@ def test_launches_are_those_of_the_gpu_that_is_asked_for():
     seen = []
     for target in TARGETS:
         (launched,) = launches(launch, Abstract((8, 128), "bfloat16"), target=target, block=256)
-        assert (launched.kernel, launched.grid, launched.constants) == ("kernel", (4,), {"BLOCK": 256})
+        assert (launched.name, launched.grid, launched.constants) == ("kernel", (4,), {"BLOCK": 256})
         assert (launched.arguments["n"], launched.options) == (1024, {"num_warps": 4})
     assert seen == [(target, PROCESSORS[target], "cuda:0") for target in TARGETS]
     with pytest.raises(ValueError, match="target must be one of"):
