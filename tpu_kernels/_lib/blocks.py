@@ -110,10 +110,8 @@ def dequantize_blocks(
         name="dequantize",
         grid=(*tiles.walks, tiles.steps),
         parallel=4,
-        scalars=(),
         operands=Quantized(tiles.elements_of(layout.view(qvalue), tiles.at), tiles.scales_of(by_blocks, block)),
         out=tiles.elements_of(out, tiles.at),
-        scratch=None,
         cost=pl.CostEstimate(flops=12 * qvalue.size, transcendentals=0, bytes_accessed=bytes_of(qvalue, scale, out)),
         interpret=interpret,
     )
@@ -160,13 +158,11 @@ def _quantize_call(
         name="quantize",
         grid=(*tiles.walks, passes * tiles.steps),
         parallel=3,
-        scalars=(),
         operands=tiles.elements_of(x, x_tile),
         out=[
             Quantized(tiles.elements_of(codes, q_tile), tiles.scales_of(scale, block))
             for scale, block in zip(scales, blocks.values(), strict=True)
         ],
-        scratch=None,
         cost=pl.CostEstimate(
             flops=40 * x.size * len(blocks),
             transcendentals=0,

@@ -5,6 +5,7 @@ are moved there (`powers_in_lanes`); where they lie along its rows, a row of sca
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeGuard
 
 import jax
@@ -14,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.mxfp8 import E8M0, MX_BLOCK
+from tpu_kernels._lib.call import Block, bytes_of, call
 from tpu_kernels._lib.chip import LANES, sublanes
 from tpu_kernels._lib.products import blocks, for_blocks
 
@@ -38,7 +40,7 @@ def powers_in_lanes(scale: jax.Array, size: int, tile: int, interpret: bool | pl
     tiles, width = pl.cdiv(size, tile), pl.cdiv(tile, MX_BLOCK)
     lanes, height = pl.cdiv(width, LANES) * LANES, min(POWER_ROWS, pl.cdiv(rows, SUBLANES) * SUBLANES)
 
-    def pack(powers: Any, out: Any) -> None:
+    def pack(powers: Any, out: Any, _: None) -> None:
         def pack_rows(own: Any) -> None:
             exponents = _exponents(powers[own, :])
             words = pl.ds(own.start // 4, SUBLANES // 4)
@@ -52,20 +54,18 @@ def powers_in_lanes(scale: jax.Array, size: int, tile: int, interpret: bool | pl
 
         for_blocks(height, SUBLANES, pack_rows)
 
-    words = words_of(rows)
-    return pl.pallas_call(
+    out = jax.ShapeDtypeStruct((a, tiles, words_of(rows), lanes), jnp.int32)
+    words: jax.Array = call(
         pack,
-        out_shape=jax.ShapeDtypeStruct((a, tiles, words, lanes), jnp.int32),
-        grid=(a, pl.cdiv(rows, height)),
-        in_specs=[pl.BlockSpec((None, height, count), lambda a, i: (a, i, 0))],
-        out_specs=pl.BlockSpec((None, tiles, words_of(height), lanes), lambda a, i: (a, 0, i, 0)),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
-        cost_estimate=pl.CostEstimate(
-            flops=4 * scale.size, transcendentals=0, bytes_accessed=scale.size + 4 * a * tiles * words * lanes
-        ),
-        interpret=interpret,
         name="powers_in_lanes",
-    )(scale)
+        grid=(a, pl.cdiv(rows, height)),
+        parallel=2,
+        operands=Block(scale, (None, height, count), lambda a, i: (a, i, 0)),
+        out=Block(out, (None, tiles, words_of(height), lanes), lambda a, i: (a, 0, i, 0)),
+        cost=_cost(scale, out),
+        interpret=interpret,
+    )
+    return words
 
 
 def words_of(rows: int) -> int:
@@ -78,7 +78,7 @@ def powers_in_rows(scale: jax.Array, interpret: bool | pltpu.InterpretParams) ->
     a, count, columns = scale.shape
     height, width = min(POWER_ROWS, pl.cdiv(count, SUBLANES) * SUBLANES), min(POWER_COLUMNS, columns)
 
-    def unpack(powers: Any, out: Any) -> None:
+    def unpack(powers: Any, out: Any, _: None) -> None:
         def unpack_rows(own: Any) -> None:
             exponents = _exponents(powers[own, :])
             bits = jnp.where(exponents == E8M0_NAN, BFLOAT16_NAN, exponents << 7)
@@ -86,18 +86,23 @@ def powers_in_rows(scale: jax.Array, interpret: bool | pltpu.InterpretParams) ->
 
         for_blocks(height, SUBLANES, unpack_rows)
 
-    tile = pl.BlockSpec((None, height, width), lambda a, i, j: (a, i, j))
-    return pl.pallas_call(
+    out = jax.ShapeDtypeStruct(scale.shape, jnp.int32)
+    tile = partial(Block, shape=(None, height, width), index=lambda a, i, j: (a, i, j))
+    words: jax.Array = call(
         unpack,
-        out_shape=jax.ShapeDtypeStruct(scale.shape, jnp.int32),
-        grid=(a, pl.cdiv(count, height), pl.cdiv(columns, width)),
-        in_specs=[tile],
-        out_specs=tile,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
-        cost_estimate=pl.CostEstimate(flops=4 * scale.size, transcendentals=0, bytes_accessed=5 * scale.size),
-        interpret=interpret,
         name="powers_in_rows",
-    )(scale)
+        grid=(a, pl.cdiv(count, height), pl.cdiv(columns, width)),
+        parallel=3,
+        operands=tile(scale),
+        out=tile(out),
+        cost=_cost(scale, out),
+        interpret=interpret,
+    )
+    return words
+
+
+def _cost(scale: jax.Array, out: jax.ShapeDtypeStruct) -> pl.CostEstimate:
+    return pl.CostEstimate(flops=4 * scale.size, transcendentals=0, bytes_accessed=bytes_of(scale, out))
 
 
 def _exponents(powers: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.gmm import GroupMetadata, check_group_metadata
 from tpu_kernels._lib.arguments import Interpret, as_vector, concrete_values, resolve_interpret, static_scalar
+from tpu_kernels._lib.call import Block, call
 from tpu_kernels._lib.chip import MXU, sublanes
 
 COPY_ROWS = sublanes(jnp.int8)  # of a masked copy at a time: one packed 8-bit register, two 16-bit ones
@@ -80,35 +81,27 @@ def group_metadata(
         return GroupMetadata(*(jnp.zeros(length, jnp.int32) for length in lengths))
     if experts == 0:
         group_sizes = jnp.zeros(1, jnp.int32)  # an operand in SMEM cannot be empty
-    smem = pl.BlockSpec(memory_space=pltpu.SMEM)
-    return GroupMetadata(
-        *pl.pallas_call(
-            partial(_group_metadata_kernel, m=m, tm=tm, num_groups=num_groups, experts=experts, cover=cover),
-            out_shape=[jax.ShapeDtypeStruct((length,), jnp.int32) for length in lengths],
-            in_specs=[smem, smem],
-            out_specs=[smem] * len(lengths),
-            cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=4 * (1 + experts + sum(lengths))),
-            interpret=interpret,
-            name="group_metadata",
-        )(group_offset, group_sizes)
+    out = GroupMetadata(*(jax.ShapeDtypeStruct((length,), jnp.int32) for length in lengths))
+    metadata: GroupMetadata = call(
+        partial(_group_metadata_kernel, m=m, tm=tm, num_groups=num_groups, cover=cover),
+        name="group_metadata",
+        operands=(_in_smem(group_offset), _in_smem(group_sizes)),
+        out=GroupMetadata(*map(_in_smem, out)),
+        cost=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=4 * (1 + experts + sum(lengths))),
+        interpret=interpret,
     )
+    return metadata
+
+
+_in_smem = partial(Block, space=pltpu.SMEM)
 
 
 def _group_metadata_kernel(
-    group_offset: Any,
-    group_sizes: Any,
-    group_offsets: Any,
-    group_ids: Any,
-    tile_ids: Any,
-    num_visits: Any,
-    *,
-    m: int,
-    tm: int,
-    num_groups: int,
-    experts: int,
-    cover: str,
+    shard: tuple[Any, Any], out: GroupMetadata, _: None, *, m: int, tm: int, num_groups: int, cover: str
 ) -> None:
-    tiles = pl.cdiv(m, tm)
+    group_offset, group_sizes = shard
+    group_offsets, group_ids, tile_ids, num_visits = out
+    experts, tiles = group_offsets.shape[0] - 1, pl.cdiv(m, tm)
 
     def add_size(expert: Any, end: Any) -> Any:
         # Bad sizes go unseen under tracing; clipped, they give wrong numbers, but no write beyond the lists.
