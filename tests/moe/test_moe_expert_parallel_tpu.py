@@ -1,66 +1,23 @@
 """The layer on eight devices, each with an eighth of the tokens and experts, and the layer on one device."""
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from parity.compilers.mosaic import Abstract, Compilation, compile_for_tpu
 from tests.matrix.models import QWEN3_30B
+from tests.support import parallel
 
 pytest.importorskip("jax")
 pytestmark = pytest.mark.tpu
-ROOT = Path(__file__).parents[2]
 DEVICES = 8
-SUM_OF_PARTS = 16 * 2.0**-24  # w_router's gradient: what its parts round off, and their sum, of its largest element
-
-
-def compare(*comparisons):
-    """What `tests.support.shards` finds; in a process of its own, because JAX counts devices when it loads."""
-    environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
-    command = [sys.executable, "-m", "tests.support.shards", *map(json.dumps, comparisons)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 SIZES = (64, 64, 32, 16)  # T, D, F, E
-CASES = {
-    # Everyone likes the first experts best: most rows go to one device, and beyond its capacity.
-    "skewed": (SIZES, "bfloat16", 30, dict(top_k=2, capacity=5)),
-    "balanced": (SIZES, "float32", 0, dict(top_k=4)),
-    "more_choices_than_experts_on_a_device": (SIZES, "float32", 30, dict(top_k=5, renormalize=False)),
-    "fp8": (SIZES, "bfloat16", 0, dict(top_k=2, quantize="fp8", block_size=32)),
-    "mxfp8": (SIZES, "bfloat16", 30, dict(top_k=2, quantize="mxfp8", capacity=7)),
-}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "skewed" else [pytest.mark.full]) for name in CASES]
-)
+@parallel.EACH_CASE
 def test_eight_devices_give_what_one_does(name):
-    """Rows of an expert are in the same order: the same bits, but where blocks of rows share scales or parts are added.
-
-    The router's gradient is a sum of the devices' parts. Quantised by columns, rows share a scale with others on a
-    device than they do where all are on one, so that weights' gradients differ as two roundings to e4m3 do.
-    """
-    (found,) = compare(CASES[name])
-    for output, (same_bits, difference, dtype) in found.items():
-        if output == "w_router":
-            assert dtype == "float32"
-            assert difference <= SUM_OF_PARTS
-        elif output.startswith("w_") and CASES[name][3].get("quantize"):
-            assert difference < 2 * 2.0**-4
-        else:
-            assert same_bits, output
+    eight = dict(XLA_FLAGS=f"--xla_force_host_platform_device_count={DEVICES}", JAX_PLATFORMS="cpu")
+    parallel.check(name, parallel.ask("shards", SIZES, *parallel.CASES[name], **eight))
 
 
 @pytest.mark.full
@@ -96,10 +53,10 @@ def test_bad_shards_are_refused():
     import jax
     from jax.sharding import PartitionSpec
 
-    from tests.support.shards import AXIS, draw
+    from tests.support.shards import AXIS, tensors
     from tpu_kernels.moe import moe_layer
 
-    *given, _ = draw(8, 16, 16, 4, "float32", 0)
+    *given, _ = tensors((8, 16, 16, 4), "float32", 0)
     mesh = jax.sharding.AbstractMesh((2,), (AXIS,))
     whole = PartitionSpec()
 

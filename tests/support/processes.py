@@ -1,31 +1,22 @@
 """The layer shared out over processes, which talk over gloo: what the test of expert parallelism in torch runs."""
 
-import json
 import multiprocessing
-import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from gpu_reference.moe import LayerGrads, moe_layer, moe_layer_bwd
+from gpu_reference.moe import moe_layer, moe_layer_bwd
 from parity.backends.emulation import tensor_core
+from parity.interop import to_numpy
+from tests.support import parallel
 
 
-def draw(tokens, hidden, intermediate, experts, dtype, skew):
-    """Inputs of a layer; skew: how much better every token likes the first experts."""
-    rng = np.random.default_rng(0)
-
-    def normal(*shape, size=1.0):
-        return torch.from_numpy((rng.standard_normal(shape) * size).astype(np.float32))
-
-    x = normal(tokens, hidden).abs() if skew else normal(tokens, hidden)
-    w_router = normal(hidden, experts, size=hidden**-0.5) - skew * torch.arange(experts) / experts / hidden
-    shapes = ((hidden, intermediate), (hidden, intermediate), (intermediate, hidden))
-    weights = [normal(experts, *shape, size=shape[0] ** -0.5) for shape in shapes]
-    x, *rest = (tensor.to(getattr(torch, dtype)) for tensor in (x, *weights, normal(tokens, hidden)))
+def tensors(sizes, dtype, skew):
+    """The inputs of a layer and its dout; the router's weights are float32."""
+    x, w_router, *rest = map(torch.from_numpy, parallel.draw(*sizes, skew))
+    x, *rest = (tensor.to(getattr(torch, dtype)) for tensor in (x, *rest))
     return [x, w_router, *rest]
 
 
@@ -33,7 +24,7 @@ def run(rank, processes, store, results, sizes, dtype, skew, options):
     """One process's part of the layer and its gradients, each with an equal part of the tokens and of the experts."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
-    x, w_router, *weights, dout = draw(*sizes, dtype, skew)
+    x, w_router, *weights, dout = tensors(sizes, dtype, skew)
     part = [tensor.chunk(processes)[rank] for tensor in (x, *weights, dout)]
     given = (part[0], w_router, *part[1:4])
     with tensor_core.emulated():
@@ -45,7 +36,7 @@ def run(rank, processes, store, results, sizes, dtype, skew, options):
 
 
 def compare(processes, *comparison):
-    """For each output whether it has one process's bits, and the largest difference over the largest element."""
+    """`parallel.difference` of each output from one process's."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder, "store"))
         context = multiprocessing.get_context("fork")
@@ -60,23 +51,15 @@ def compare(processes, *comparison):
         parts = zip(*(torch.load(Path(folder, str(rank))) for rank in range(processes)), strict=True)
     sizes, dtype, skew, options = comparison
     torch.set_num_threads(1)
-    *given, dout = draw(*sizes, dtype, skew)
+    *given, dout = tensors(sizes, dtype, skew)
     with tensor_core.emulated():
         one = [moe_layer(*given, **options), *moe_layer_bwd(*given, dout, **options)]
     found = {}
-    for name, got, expected in zip(("out", *LayerGrads._fields), parts, one, strict=True):
+    for name, got, expected in zip(parallel.OUTPUTS, parts, one, strict=True):
         whole = sum(got) if name == "w_router" else torch.cat(got)
-        difference = (whole.double() - expected.double()).abs().max() / expected.double().abs().max()
-        assert whole.dtype == expected.dtype
-        found[name] = (torch.equal(whole, expected), float(difference))
+        found[name] = parallel.difference(to_numpy(whole), to_numpy(expected))
     return found
 
 
-def main():
-    """Each comparison of sys.argv, as JSON."""
-    for line in sys.argv[1:]:
-        print(json.dumps(compare(*json.loads(line))), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    parallel.answer(compare)

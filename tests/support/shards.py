@@ -1,13 +1,12 @@
 """The layer shared out over the devices of a mesh: what the tests of expert parallelism run and compile."""
 
-import json
-import sys
 from functools import partial
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from tests.support import parallel
 from tpu_kernels.moe import LayerGrads, moe_layer
 
 AXIS = "core"
@@ -31,19 +30,11 @@ def sharded_layer_bwd(x, w_router, w_gate, w_up, w_down, dout, **options):
     return LayerGrads(*backward(dout))
 
 
-def draw(tokens, hidden, intermediate, experts, dtype, skew):
-    """Inputs of a layer; skew: how much better every token likes the first experts."""
-    rng = np.random.default_rng(0)
-
-    def normal(*shape, size=1.0):
-        return (rng.standard_normal(shape) * size).astype(np.float32)
-
-    x = np.abs(normal(tokens, hidden)) if skew else normal(tokens, hidden)
-    w_router = normal(hidden, experts, size=hidden**-0.5) - skew * np.arange(experts) / experts / hidden
-    weights = [normal(experts, *shape, size=shape[0] ** -0.5)
-               for shape in ((hidden, intermediate), (hidden, intermediate), (intermediate, hidden))]  # fmt: skip
-    given = [jax.numpy.asarray(tensor, dtype) for tensor in (x, *weights, normal(tokens, hidden))]
-    return given[0], jax.numpy.asarray(w_router), *given[1:]
+def tensors(sizes, dtype, skew):
+    """The inputs of a layer and its dout; the router's weights are float32."""
+    x, w_router, *rest = parallel.draw(*sizes, skew)
+    x, *rest = (jax.numpy.asarray(tensor, dtype) for tensor in (x, *rest))
+    return [x, jax.numpy.asarray(w_router), *rest]
 
 
 def passes(layer, given, dout):
@@ -58,23 +49,13 @@ def passes(layer, given, dout):
 
 
 def compare(sizes, dtype, skew, options):
-    """For each output whether it has one device's bits, and the largest difference over the largest element."""
-    *given, dout = draw(*sizes, dtype, skew)
+    """`parallel.difference` of each output from one device's."""
+    *given, dout = tensors(sizes, dtype, skew)
     mesh = jax.sharding.Mesh(np.array(jax.devices()), (AXIS,))
     one = passes(partial(moe_layer, **options), given, dout)
     shared = passes(partial(sharded_layer, mesh=mesh, **options), given, dout)
-    found = {}
-    for name, got in shared.items():
-        a, b = (np.asarray(value, np.float64) for value in (got, one[name]))
-        found[name] = (a.tobytes() == b.tobytes(), float(np.abs(a - b).max() / np.abs(b).max()), got.dtype.name)
-    return found
-
-
-def main():
-    """Each comparison of sys.argv, as JSON."""
-    for line in sys.argv[1:]:
-        print(json.dumps(compare(*json.loads(line))), flush=True)
+    return {name: parallel.difference(np.asarray(got), np.asarray(one[name])) for name, got in shared.items()}
 
 
 if __name__ == "__main__":
-    main()
+    parallel.answer(compare)
