@@ -6,11 +6,9 @@ import pytest
 pytest.importorskip("triton")
 
 from parity.compilers.ptx import deviations
-from tests.matrix.gla import BF16, F32, GATED_LINEAR_ATTENTION, is_recurrent
-from tests.support import gpu_code
-from tests.support.calls import point
+from tests.matrix.gla import BF16, F32, is_recurrent
+from tests.support import calls, gpu_code
 
-OPS = {op.name: op for op in GATED_LINEAR_ATTENTION}
 B, N = 2, 8
 SIZES = dict(T=4096, H=16, K=128, V=128)
 # Of all instructions, those that move what the registers do not hold: as small a share as is asked of the TPU kernels.
@@ -20,11 +18,9 @@ SPILLS = ("LDL", "STL", "scratch_")
 
 
 def scan(form, direction, gates, dtype, packed=False, **settings):
-    """A pass of simple_gla with these gates, or of gla ("gk"), with states: of B rows, or of one that packs N."""
-    op = OPS[f"{form}_{'gla' if gates == 'gk' else 'simple_gla'}_{direction}"]
+    """A pass with states, of B rows or of one that packs N."""
     settings |= dict(B=1, N=N) if packed else dict(B=B)
-    settings |= {} if gates == "gk" else dict(gates=gates)
-    return op, point(op, dtype, **SIZES | settings, h0=True, ht=True)
+    return calls.scan(form, direction, gates, dtype, **SIZES | settings, h0=True, ht=True)
 
 
 def both(*arguments, **settings):

@@ -10,9 +10,8 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from gpu_reference import gla, simple_gla
-from gpu_reference._lib.launch import Launch
-from parity.compilers.launches import PROCESSORS, launches
-from parity.compilers.mosaic import Abstract
+from parity.compilers.launches import PROCESSORS, intercepted
+from tests.support import calls
 from tests.support.interpreter import interpreted
 
 B, T, H = 2, 4096, 16
@@ -25,18 +24,13 @@ def flat(arguments):
     return {name: x for each in fields for name, x in each.items()}
 
 
-def launched(form, direction, gate, dtype="bfloat16", k=128, v=128, *, batch=B, steps=T, target="sm_90", **options):
-    """The launches of a pass; gate "gk" is gla's."""
-    module, family = (gla, "gla") if gate == "gk" else (simple_gla, "simple_gla")
-    q, values = (Abstract((batch, steps, H, size), dtype) for size in (k, v))
-    shapes = {"gk": (batch, steps, H, k), "g": (batch, steps, H), "g_gamma": (H,)}
-    given = {"q": q, "k": q, "v": values, gate: Abstract(shapes[gate], "float32")}
-    given["initial_state"] = Abstract((batch, H, k, v), "float32")
-    if direction == "bwd":
-        given |= {"do": values, "dht": given["initial_state"]}
-    if form == "chunk":
-        options.setdefault("chunk_size", 64)
-    return launches(getattr(module, f"{form}_{family}_{direction}"), target=target, **given, **options)
+def launched(form, direction, gates, dtype="bfloat16", k=128, v=128, *, batch=B, steps=T, target="sm_90", **options):
+    """The launches of a pass, in chunks of 64 where it has chunks."""
+    options |= {"chunk": 64} if form == "chunk" else {}
+    sizes = dict(B=batch, T=steps, H=H, K=k, V=v)
+    return calls.launched(
+        *calls.scan(form, direction, gates, dtype, **sizes, h0=True, ht=direction == "bwd", **options), target
+    )
 
 
 def tiles(launch, k, v):
@@ -45,12 +39,12 @@ def tiles(launch, k, v):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("gate", ["g", "g_gamma", "gk"])
+@pytest.mark.parametrize("gate", ["g", "gamma", "gk"])
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_every_segment_head_and_tile_has_a_program_and_a_state(direction, gate, dtype):
     """A sequence's first state is at its first row // segment + its number: a slot more for each sequence."""
     for k, v in SHAPES[:3]:
-        *before, last = launched("chunk", direction, gate, dtype, k, v, fused=False)
+        *before, last = launched("chunk", direction, gate, dtype, k, v, route="unfused")
         segment = last.constants["SEGMENT"]
         slots = B * T // segment + B
         axis = tiles(last, k, v)[0 if direction == "bwd" else 1]
@@ -69,7 +63,7 @@ def test_every_segment_head_and_tile_has_a_program_and_a_state(direction, gate, 
     [*(("chunk", *shape) for shape in SHAPES[:3]), *(("fused_recurrent", *shape) for shape in SHAPES)],
 )
 def test_every_sequence_head_and_tile_has_a_program_where_a_pass_is_one_kernel(form, direction, gate, k, v):
-    options = {"fused": True} if form == "chunk" else {}
+    options = {"route": "fused"} if form == "chunk" else {}
     last = launched(form, direction, gate, "float32", k, v, **options)[-1]
     of_keys, of_values = tiles(last, k, v)
     assert last.grid == (B * H * (of_keys if direction == "bwd" and form == "chunk" else of_keys * of_values),)
@@ -103,29 +97,30 @@ def test_a_pass_takes_the_route_of_the_gpu_that_it_runs_on(target, direction, ga
     """One kernel where it has a program for every processor, or no sequence is longer than a chunk; or as asked for."""
     lone = 1 + (direction == "bwd")
     for batch in (1, 2, 4, 16):
-        (programs,) = launched("chunk", direction, gate, batch=batch, fused=True)[-1].grid
+        (programs,) = launched("chunk", direction, gate, batch=batch, route="fused")[-1].grid
         found = launched("chunk", direction, gate, batch=batch, target=target)
         assert (len(found) == lone) == (programs >= PROCESSORS[target])
     assert len(launched("chunk", direction, gate, batch=1, steps=64, target=target)) == lone
-    assert len(launched("chunk", direction, gate, batch=16, fused=False, target=target)) == lone + 1
+    assert len(launched("chunk", direction, gate, batch=16, route="unfused", target=target)) == lone + 1
 
 
 @pytest.mark.gpu
 @interpreted
 @pytest.mark.parametrize("empty", ["B", "T", "H", "K", "V"])
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_nothing_is_launched_where_there_is_nothing(per_channel, empty, monkeypatch):
+def test_nothing_is_launched_where_there_is_nothing(per_channel, empty):
     """States are then as they were, gradients and results zero."""
-    monkeypatch.setattr(Launch, "run", None)
     b, t, h, k, v = (0 if axis == empty else 2 for axis in "BTHKV")
     q, values, state = torch.ones(b, t, h, k), torch.ones(b, t, h, v), torch.ones(b, h, k, v)
     module, gate = (gla, dict(gk=q)) if per_channel else (simple_gla, dict(g=torch.ones(b, t, h)))
     name = module.__name__.rpartition(".")[2]
+    forward, backward = (getattr(module, f"chunk_{name}_{way}") for way in ("fwd", "bwd"))
     arguments = dict(**gate, initial_state=state, scale=1.0, chunk_size=16)
-    o, ht = getattr(module, f"chunk_{name}_fwd")(q, q, values, output_final_state=True, **arguments)
-    assert torch.equal(ht, state) and torch.equal(o, torch.zeros_like(values))
-    assert torch.equal(getattr(module, f"chunk_{name}_fwd")(q, q, values, **arguments).o, o)
-    grads = getattr(module, f"chunk_{name}_bwd")(q, q, values, values, dht=3 * state, **arguments)
+    with intercepted(lambda launch, run: pytest.fail(f"launched {launch.name}")):
+        o, ht = forward(q, q, values, output_final_state=True, **arguments)
+        alone = forward(q, q, values, **arguments).o
+        grads = backward(q, q, values, values, dht=3 * state, **arguments)
+    assert torch.equal(ht, state) and torch.equal(o, torch.zeros_like(values)) and torch.equal(alone, o)
     assert torch.equal(grads.dh0, 3 * state)
     of_gate = grads.dgk if per_channel else grads.dg
     for gradient, argument in zip((*grads[:3], of_gate), (q, q, values, *gate.values()), strict=True):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from parity.backends import load_kernel, runner
+from parity.compilers.launches import intercepted
 from parity.inputs import draw
 from parity.op import outputs
 from tests.matrix.gla import F32, GATED_LINEAR_ATTENTION
@@ -83,26 +84,23 @@ class StrictMemory:
 def strict(monkeypatch):
     """Runs every launch of a test in `StrictMemory`, in which empty tensors hold UNWRITTEN."""
     torch, interpreter = pytest.importorskip("torch"), pytest.importorskip("triton.runtime.interpreter")
-    from gpu_reference._lib import hardware
-    from gpu_reference._lib.launch import Launch
-
     memory = StrictMemory(interpreter._interpreter, interpreter.interpreter_builder)
     monkeypatch.setattr(interpreter, "_interpreter", memory)
-    run, empty, empty_like = Launch.run, torch.empty, torch.empty_like
+    empty, empty_like = torch.empty, torch.empty_like
 
     def unwritten(x):
         if x.dtype == torch.float32:
             x.view(torch.int32).fill_(UNWRITTEN)
         return x
 
-    def checked(launch, device):
+    def checked(launch, run):
         memory.launch(launch.arguments)
-        run(launch, device)
+        run()
 
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: unwritten(empty(*shape, **options)))
     monkeypatch.setattr(torch, "empty_like", lambda x, **options: unwritten(empty_like(x, **options)))
-    monkeypatch.setattr(Launch, "run", checked)
-    monkeypatch.setattr(hardware, "computes_bfloat16", lambda device: True)  # asked by a program without a Launch
+    with intercepted(checked):
+        yield
 
 
 # Tiles of K and V of which the last is a part, more blocks than one, and sequences of no, one and several of them.

@@ -16,9 +16,9 @@ from triton.runtime.interpreter import InterpreterBuilder
 from cpu_golden import gmm as golden
 from gpu_reference import gmm, grouped_gemm, quantized_gmm
 from gpu_reference._lib import visits
-from gpu_reference._lib.launch import Launch
 from op_arguments.probe import probing
 from parity.backends.emulation.tensor_core import TensorCoreBuilder, emulated
+from parity.compilers.launches import intercepted
 from parity.interop import to_numpy, to_torch
 from tests.support.interpreter import interpreted
 
@@ -66,21 +66,17 @@ def tensors_of(arguments, within=""):
 def traced(monkeypatch):
     """The accesses of each kernel that is launched, by its name. One of no element of an argument is an error."""
     kernels, now = {}, SimpleNamespace(known=None, loads=None, stores=None, dots=0, inside=False)
-    run = Launch.run
 
-    def counted(launch, device):
+    def counted(launch, run):
         tensors = {name: addresses(x) for name, x in tensors_of(launch.arguments)}
         now.known, now.dots = np.unique(np.concatenate([x.ravel() for x in tensors.values()])), 0
         now.loads, now.stores = np.zeros((2, len(now.known) + 1), int)
-        run(launch, device)
+        run()
         at = {name: np.searchsorted(now.known, x) for name, x in tensors.items()}
         loads, stores = ({name: counts[x] for name, x in at.items()} for counts in (now.loads, now.stores))
-        kernels[launch.kernel.fn.__name__] = Accesses(loads, stores, now.dots)
-        now.known = None
+        kernels[launch.name] = Accesses(loads, stores, now.dots)
 
     def checked(way, pointers, mask):
-        if now.known is None:  # the probe of the interpreter's bfloat16
-            return
         at = pointers.data[mask.data].astype(np.int64).ravel()
         place = np.searchsorted(now.known, at)
         assert (now.known[np.minimum(place, len(now.known) - 1)] == at).all(), "no element of an argument"
@@ -102,14 +98,14 @@ def traced(monkeypatch):
     def dot(*_):
         now.dots += not now.inside
 
-    monkeypatch.setattr(Launch, "run", counted)
     tracing(InterpreterBuilder, "create_masked_load", lambda at, mask, *_: checked("loads", at, mask))
     tracing(InterpreterBuilder, "create_masked_store", lambda at, value, mask, *_: checked("stores", at, mask))
     for builder in (InterpreterBuilder, TensorCoreBuilder):
         for name in ("create_dot", "create_dot_scaled"):
             if name in vars(builder):
                 tracing(builder, name, dot)
-    return kernels
+    with intercepted(counted):
+        yield kernels
 
 
 def window(x):

@@ -1,86 +1,74 @@
 """gmm and tgmm through the real TPU compiler, for every chip: they compile, with the dot passes of their contract."""
 
-from importlib.util import find_spec
-
 import pytest
 
-from parity.compilers.mosaic import Abstract, Compilation, compile_for_tpu
+from tests.matrix.gmm import BF16, F16, F32, GMM, TGMM
+from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B
+from tests.support import tpu_code
+from tests.support.calls import point
 
-pytestmark = pytest.mark.skipif(
-    find_spec("libtpu") is None, reason="the TPU compiler is not installed: pip install libtpu"
-)
+pytestmark = tpu_code.needs_compiler
 
-CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 PROGRAM_LIMIT = 300  # KB on tpu7x for bfloat16, group metadata included; public kernels need about 950
-LARGER = {"gmm-bf16-DeepSeek_V3-transposed": 450, "tgmm-bf16-gpt_oss_120b": 460}  # tiles that HBM is read less for
+SMALL = dict(M=300, K=200, N=256)
+UNALIGNED = dict(M=257, K=600, N=300, G=3, shard=(0, 5))
 
 
-def gmm(chip, dtype, m=8192, k=2048, n=512, groups=8, experts=8, transpose_rhs=False, existing_out=False):
-    weights = (groups, n, k) if transpose_rhs else (groups, k, n)
-    arguments = (Abstract((m, k), dtype), Abstract(weights, dtype), Abstract((experts,), "int32"))
-    keywords = {"transpose_rhs": transpose_rhs, "group_offset": Abstract((), "int32"), "interpret": False}
-    if existing_out:
-        keywords["existing_out"] = Abstract((m, n), dtype)
-    return Compilation("tpu_kernels.gmm:gmm", chip, arguments, keywords)
+def call(op, dtype, **settings):
+    return op, point(op, dtype, **dict(M=8192, K=2048, N=512, G=8) | settings)
 
 
-def tgmm(chip, dtype, m=8192, k=2048, n=512, groups=8, experts=8, existing_out=False):
-    arguments = (Abstract((m, k), dtype), Abstract((m, n), dtype), Abstract((experts,), "int32"))
-    keywords = {"num_actual_groups": groups, "group_offset": Abstract((), "int32"), "interpret": False}
-    if existing_out:
-        keywords["existing_out"] = Abstract((groups, k, n), dtype)
-    return Compilation("tpu_kernels.gmm:tgmm", chip, arguments, keywords)
+def model(op, experts, groups, **settings):
+    shard = (0, experts.experts)
+    return call(op, BF16, K=experts.hidden, N=experts.intermediate, G=groups, shard=shard, **settings)
 
 
-DEEPSEEK_V3 = {"k": 7168, "n": 2048, "groups": 32, "experts": 256}
-GPT_OSS_120B = {"k": 2880, "n": 2880, "groups": 16, "experts": 128}
-SMALL = {"m": 300, "k": 200, "n": 256}
-UNALIGNED = {"m": 257, "k": 600, "n": 300, "groups": 3, "experts": 5}
-
-REPRESENTATIVE = ("gmm-bf16", "gmm-f32-transposed-existing_out", "gmm-f32-unaligned", "tgmm-bf16", "tgmm-f16")
 # On part of a tile the compiler may do without the matrix unit, or let two passes share one.
-PARTIAL = ("gmm-bf16-one_column-transposed", "gmm-f32-unaligned", "tgmm-f32-unaligned")
+ONE_COLUMN = call(GMM, BF16, M=5, K=300, N=1, transpose_rhs=True)
+PARTIAL = [ONE_COLUMN, *(call(op, F32, **UNALIGNED) for op in (GMM, TGMM))]
+# KB of programs with tiles that HBM is read less for
+TRANSPOSED, WEIGHTS = model(GMM, DEEPSEEK_V3, 32, transpose_rhs=True), model(TGMM, GPT_OSS_120B, 16)
+LARGER = {TRANSPOSED[1].id: 450, WEIGHTS[1].id: 460}
+
+REPRESENTATIVE = [
+    call(GMM, BF16),
+    call(GMM, F32, transpose_rhs=True, existing_out=True),
+    call(GMM, F32, **UNALIGNED),
+    call(TGMM, BF16),
+    call(TGMM, F16, **SMALL),
+]
+ALL = [
+    *REPRESENTATIVE,
+    *PARTIAL,
+    TRANSPOSED,
+    WEIGHTS,
+    call(GMM, F16, **SMALL),
+    model(GMM, GPT_OSS_120B, 16, existing_out=True),
+    call(TGMM, F32, existing_out=True),
+    model(TGMM, DEEPSEEK_V3, 32, existing_out=True),
+    call(TGMM, BF16, M=1, K=1, N=1),
+]
 
 
-def cases(chip):
-    return {
-        "gmm-bf16": gmm(chip, "bfloat16"),
-        "gmm-f32-transposed-existing_out": gmm(chip, "float32", transpose_rhs=True, existing_out=True),
-        "gmm-f16": gmm(chip, "float16", **SMALL),
-        "gmm-bf16-DeepSeek_V3-transposed": gmm(chip, "bfloat16", transpose_rhs=True, **DEEPSEEK_V3),
-        "gmm-bf16-gpt_oss_120b-existing_out": gmm(chip, "bfloat16", existing_out=True, **GPT_OSS_120B),
-        "gmm-bf16-one_column-transposed": gmm(chip, "bfloat16", m=5, k=300, n=1, transpose_rhs=True),
-        "gmm-f32-unaligned": gmm(chip, "float32", **UNALIGNED),
-        "tgmm-bf16": tgmm(chip, "bfloat16"),
-        "tgmm-f32-existing_out": tgmm(chip, "float32", existing_out=True),
-        "tgmm-f16": tgmm(chip, "float16", **SMALL),
-        "tgmm-bf16-DeepSeek_V3-existing_out": tgmm(chip, "bfloat16", existing_out=True, **DEEPSEEK_V3),
-        "tgmm-bf16-gpt_oss_120b": tgmm(chip, "bfloat16", **GPT_OSS_120B),
-        "tgmm-bf16-one_row": tgmm(chip, "bfloat16", m=1, k=1, n=1),
-        "tgmm-f32-unaligned": tgmm(chip, "float32", **UNALIGNED),
-    }
+def check(calls, chip):
+    kilobytes = {}
+    for op, case, result in tpu_code.compiled(calls, chip):
+        if (op, case) not in PARTIAL:
+            (emitted,) = [passes.emitted for kernel in result.kernels for passes in kernel.passes]
+            assert emitted == pytest.approx(1 if case.dtype == BF16 else 6), case.id
+        if case.dtype == BF16:
+            kilobytes[case.id] = result.code_bytes / 1024
+    if chip == "tpu7x":
+        assert {name: size for name, size in kilobytes.items() if size > LARGER.get(name, PROGRAM_LIMIT)} == {}
+        assert {name for name in LARGER if kilobytes.get(name, LARGER[name]) <= PROGRAM_LIMIT} == set()
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@tpu_code.EACH_CHIP
 def test_compiles(chip):
-    named = cases(chip)
-    check({name: named[name] for name in REPRESENTATIVE}, chip)
+    check(REPRESENTATIVE, chip)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("chip", CHIPS)
+@tpu_code.EACH_CHIP
 def test_all_of_it_compiles(chip):
-    check(cases(chip), chip)
-
-
-def check(named, chip):
-    compiled = dict(zip(named, compile_for_tpu(list(named.values()), schedule=True), strict=True))
-    assert {name: result.error for name, result in compiled.items() if not result.ok} == {}
-    for name, result in compiled.items():
-        if name not in PARTIAL:
-            (emitted,) = [passes.emitted for kernel in result.kernels for passes in kernel.passes]
-            assert emitted == pytest.approx(1 if "bf16" in name else 6), name
-    if chip == "tpu7x":
-        sizes = {name: result.code_bytes / 1024 for name, result in compiled.items() if "bf16" in name}
-        assert {name: size for name, size in sizes.items() if size > LARGER.get(name, PROGRAM_LIMIT)} == {}
-        assert {name for name in LARGER if sizes.get(name, LARGER[name]) <= PROGRAM_LIMIT} == set()
+    check(ALL, chip)

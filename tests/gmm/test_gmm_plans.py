@@ -8,6 +8,8 @@ jax = pytest.importorskip("jax")
 
 from parity.compilers.kernels import kernels as kernels_of  # noqa: E402
 from parity.interop import to_jax  # noqa: E402
+from tests.matrix.gmm import GMM, TGMM  # noqa: E402
+from tests.support.calls import point, traced  # noqa: E402
 from tests.support.chips import on  # noqa: E402
 from tpu_kernels import gmm as kernels  # noqa: E402
 from tpu_kernels._lib import products  # noqa: E402
@@ -16,18 +18,14 @@ pytestmark = pytest.mark.tpu
 
 VMEM = {"TPU v4": 16, "TPU v5e": 16, "TPU v6e": 32, "TPU7x": 32}  # MiB that a kernel has by default
 SIZES = [(1, 1), (512, 2048), (513, 1025), (2049, 1024), (3073, 2880), (7168, 7168)]
-BF16 = jax.numpy.bfloat16
 MXU, LANES, SUBLANES = 256, 128, 16  # of bfloat16 a register has 16 rows
 
 
 def planned(name, k, n, m=8192, dtype="bfloat16", out=None, **options):
     """The kernel of a grouped matmul as it is traced."""
-    rhs = (3, k, n) if name == "gmm" else (m, n)
-    lhs, rhs = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((m, k), rhs))
-    traced = jax.make_jaxpr(lambda a, b, s: getattr(kernels, name)(a, b, s, preferred_element_type=out, **options))(
-        lhs, rhs, jax.ShapeDtypeStruct((3,), "int32")
-    )
-    (found,) = (kernel for kernel in kernels_of(traced, places=False) if kernel.name == name)
+    op = {"gmm": GMM, "tgmm": TGMM}[name]
+    jaxpr = traced(op, point(op, (dtype, out or dtype), M=m, K=k, N=n, G=3, **options))
+    (found,) = (kernel for kernel in kernels_of(jaxpr, places=False) if kernel.name == name)
     return found
 
 
@@ -96,12 +94,7 @@ def test_dots_cover_a_tile_once_and_256_of_its_rows_once_more(name, tiling, kind
 
 @pytest.mark.parametrize("transpose_rhs", [False, True])
 def test_a_sum_over_nothing_is_one_over_a_single_zero(transpose_rhs):
-    rhs = (3, 24, 0) if transpose_rhs else (3, 0, 24)
-    arrays = [jax.ShapeDtypeStruct(shape, BF16) for shape in ((40, 0), rhs)]
-    traced = jax.make_jaxpr(lambda a, b, s: kernels.gmm(a, b, s, transpose_rhs=transpose_rhs))(
-        *arrays, jax.ShapeDtypeStruct((3,), "int32")
-    )
-    (found,) = (kernel for kernel in kernels_of(traced) if kernel.name == "gmm")
+    found = planned("gmm", 0, 24, m=40, transpose_rhs=transpose_rhs)
     assert [block.array for block in found.inputs] == [(40, 1), (3, 24, 1) if transpose_rhs else (3, 1, 24)]
     for block in (*found.inputs, *found.outputs):
         assert block.shape[-2:] == block.array[-2:]  # as Mosaic asks where they are of no whole registers

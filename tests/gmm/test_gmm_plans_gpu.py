@@ -9,43 +9,41 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from gpu_reference import gmm, grouped_gemm, quantized_gmm
-from gpu_reference._lib.launch import Launch
 from parity.backends.emulation.tensor_core import emulated
-from parity.compilers.launches import launches
-from parity.compilers.mosaic import Abstract
+from parity.compilers.launches import intercepted
+from tests.matrix.gmm import GMM, TGMM
+from tests.matrix.mxfp8 import GROUPED_GEMM
+from tests.matrix.quantized_gmm import GMM_QUANTIZED, PLAIN, TGMM_QUANTIZED
+from tests.support import calls
+from tests.support.calls import point
 from tests.support.interpreter import interpreted
 
 pytestmark = pytest.mark.smoke
 
 E4M3, FLOAT32, BFLOAT16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
 OF_ROWS, OF_GROUPS = ("gmm", "gmm_quantized", "grouped_gemm"), ("tgmm", "tgmm_quantized", "grouped_wgrad")
-
-
-def scales(shape, axis, block):
-    """The scales of an operand in blocks along an axis: of MXFP8 where `block` is None."""
-    sizes = tuple(-(-size // (block or 32)) if a == axis else size for a, size in enumerate(shape))
-    return Abstract(sizes, "float32" if block else "float8_e8m0fnu")
+OPS = dict(
+    zip(OF_ROWS + OF_GROUPS, (GMM, GMM_QUANTIZED, GROUPED_GEMM, TGMM, TGMM_QUANTIZED, GROUPED_GEMM), strict=True)
+)
 
 
 def launched(name, m=1000, k=256, n=200, groups=4, lhs="float8_e4m3fn", rhs="float8_e4m3fn", block=None, **options):
     """The launches of a grouped matmul on an sm_90 (unless `target` says another); block: of scales along the sum."""
-    is_gmm = name in OF_ROWS
-    shapes, axis, length = (((m, k), (groups, k, n)), 1, k) if is_gmm else (((m, k), (m, n)), 0, m)
-    given = {"group_sizes": Abstract((8,), "int32"), "group_offset": Abstract((1,), "int32")}
-    given |= {} if is_gmm else {"num_actual_groups": groups}
-    dtypes = {"lhs": lhs, "rhs": rhs}
-    if name in ("gmm", "tgmm"):
-        function, dtypes = getattr(gmm, name), {"lhs": "float32", "rhs": "float32"}
-    elif "quantized" in name:
-        function, block = getattr(quantized_gmm, name), block or length
-    else:
-        function, given["ragged"] = grouped_gemm.grouped_gemm, "lhs" if is_gmm else "contracting"
-    for operand, shape in zip(dtypes, shapes, strict=True):
-        given[operand] = Abstract(shape, dtypes[operand])
-        if function not in (gmm.gmm, gmm.tgmm):
-            narrow = dtypes[operand] not in ("float32", "bfloat16", "float16")
-            given[f"{operand}_scale"] = scales(shape, axis, block) if narrow else None
-    return launches(function, target=options.pop("target", "sm_90"), **given, **options)
+    dtype, target = ("float32", "float32"), options.pop("target", "sm_90")
+    if name not in ("gmm", "tgmm"):
+        dtype, options["rhs_dtype"] = (lhs, "bfloat16"), rhs
+    if "quantized" in name:
+        layout = f"1x{block or 'K'}", f"1x{block or 'K'}x1"
+        if name in OF_GROUPS:
+            layout = (f"{block or 'M'}x1",) * 2
+        wide = "bfloat16", "float16"
+        options["lhs_blocks"], options["rhs_blocks"] = (
+            PLAIN if dtype in wide else blocks for dtype, blocks in zip((lhs, rhs), layout, strict=True)
+        )
+    elif name == "grouped_wgrad":
+        options["ragged"] = "contracting"
+    op = OPS[name]
+    return calls.launched(op, point(op, dtype, M=m, K=k, N=n, G=groups, shard=(0, 8), **options), target)
 
 
 def tile_of(launch):
@@ -180,10 +178,9 @@ NAMES = ["gmm", "tgmm", "gmm_quantized", "tgmm_quantized", "lhs", "contracting"]
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("mended", [True, False])
-def test_bfloat16_is_widened_only_where_it_cannot_be_multiplied(name, mended, monkeypatch):
-    seen, run = [], Launch.run
-    monkeypatch.setattr(Launch, "run", lambda launch, device: (seen.append(launch), run(launch, device)))
-    with emulated() if mended else nullcontext():
+def test_bfloat16_is_widened_only_where_it_cannot_be_multiplied(name, mended):
+    seen = []
+    with emulated() if mended else nullcontext(), intercepted(lambda launch, run: (seen.append(launch), run())):
         got = call(name)
     matmul = seen[-1].arguments
     assert matmul["lhs"].data.dtype == matmul["out"].dtype == (BFLOAT16 if mended else FLOAT32)
@@ -197,14 +194,13 @@ def test_bfloat16_is_widened_only_where_it_cannot_be_multiplied(name, mended, mo
 @pytest.mark.parametrize("mended", [True, False])
 def test_mxfp8_is_multiplied_in_float32_only_where_nobody_mended_the_interpreter(target, path, mended, monkeypatch):
     seen = []
-    monkeypatch.setattr(Launch, "run", lambda launch, device: seen.append(launch))
     monkeypatch.setattr(grouped_gemm, "architecture", lambda device: target)
     codes = torch.ones(8, 32, dtype=E4M3)
     scale = torch.full((1, 32), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     options = dict(lhs_scale=scale, rhs_scale=scale, ragged="contracting", preferred_element_type=FLOAT32)
-    with emulated() if mended else nullcontext():
+    with emulated() if mended else nullcontext(), intercepted(lambda launch, run: (seen.append(launch), run())):
         grouped_gemm.grouped_gemm(codes, codes, SIZES, **options)
-    assert seen[0].arguments["SCALING"].dot == (path if mended else "float32")
+    assert seen[-1].arguments["SCALING"].dot == (path if mended else "float32")
 
 
 @interpreted
@@ -218,12 +214,13 @@ def test_fp8_is_multiplied_as_it_is_where_the_interpreter_knows_its_nan():
 @interpreted
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gmm", "gmm_quantized", "lhs"])
-def test_a_shard_of_no_groups_has_nothing_to_launch(name, monkeypatch):
-    monkeypatch.setattr(Launch, "run", lambda launch, device: pytest.fail("launched"))
-    with emulated():
+def test_a_shard_of_no_groups_has_nothing_to_launch(name):
+    seen = []
+    with emulated(), intercepted(lambda launch, run: (seen.append(launch.name), run())):
         assert not call(name, groups=0).any()
         existing = torch.arange(128).reshape(16, 8).t().to(BFLOAT16).repeat(1, 1)
         got = call(name, groups=0, existing_out=existing)
+    assert {*seen} <= {"_bfloat16_probe_kernel"}
     assert torch.equal(got, existing)
     assert got.is_contiguous()
     assert got.data_ptr() != existing.data_ptr()

@@ -11,14 +11,21 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
-from op_arguments.mxfp8 import E8M0  # noqa: E402
 from parity.compilers.kernels import _equations, kernels  # noqa: E402
-from tests.matrix.mxfp8 import with_blocks  # noqa: E402
-from tests.matrix.programs import scale  # noqa: E402
-from tests.matrix.quantized_gmm import BF16, E4M3, E5M2, F32, I8, PLAIN  # noqa: E402
+from tests.matrix.mxfp8 import GROUPED_GEMM  # noqa: E402
+from tests.matrix.quantized_gmm import (  # noqa: E402
+    BF16,
+    E4M3,
+    E5M2,
+    F32,
+    GMM_QUANTIZED,
+    I8,
+    PLAIN,
+    TGMM_QUANTIZED,
+)
+from tests.support.calls import point  # noqa: E402
+from tests.support.calls import traced as jaxpr_of  # noqa: E402
 from tests.support.chips import on  # noqa: E402
-from tpu_kernels.grouped_gemm import grouped_gemm  # noqa: E402
-from tpu_kernels.quantized_gmm import gmm_quantized, tgmm_quantized  # noqa: E402
 
 pytestmark = pytest.mark.tpu
 
@@ -41,33 +48,16 @@ def multiplied(kernel):
     return dots
 
 
-def traced(kind, name, dtypes, layout, k, n, transposed=False, existing=False, out=BF16):
+def traced(kind, name, dtypes, layout, k, n, out=BF16, **options):
     """The kernels of a call with default tiles for a kind of TPU, by name, each with its scratch and its jaxpr."""
-    contracting = name == "tgmm"
-    rhs = (M, n) if contracting else (G, n, k) if transposed else (G, k, n)
-    shapes, axes = ((M, k), rhs), (0, 0) if contracting else (1, 2 if transposed else 1)
-    given = {"lhs": (shapes[0], dtypes[0]), "rhs": (shapes[1], dtypes[1]), "group_sizes": ((G,), "int32")}
-    options = {"preferred_element_type": out}
-    if existing:
-        given["existing_out"] = ((G, k, n) if contracting else (M, n), out)
+    options["rhs_dtype"] = dtypes[1]
     if layout == "mxfp8":
-        function = grouped_gemm
-        for side, shape, dtype, axis in zip(("lhs", "rhs"), shapes, dtypes, axes, strict=True):
-            if dtype != BF16:
-                given[f"{side}_scale"] = (with_blocks(shape, axis), E8M0)
-        options |= {"ragged": "contracting"} if contracting else {"transpose_rhs": transposed}
+        op, options["ragged"] = GROUPED_GEMM, "contracting" if name == "tgmm" else "lhs"
     else:
-        function = tgmm_quantized if contracting else gmm_quantized
-        for side, spelled, shape in zip(("lhs", "rhs"), layout, shapes, strict=True):
-            abstract = scale(spelled, shape)
-            if abstract is None:
-                options[f"{side}_scale"] = None
-            else:
-                given[f"{side}_scale"] = (abstract.shape, F32)
-        options |= {} if contracting else {"transpose_rhs": transposed}
-    abstract = {key: jax.ShapeDtypeStruct(*array) for key, array in given.items()}
+        op = TGMM_QUANTIZED if name == "tgmm" else GMM_QUANTIZED
+        options["lhs_blocks"], options["rhs_blocks"] = layout
     with on(kind):
-        jaxpr = jax.make_jaxpr(lambda arrays: function(**arrays, **options))(abstract)
+        jaxpr = jaxpr_of(op, point(op, (dtypes[0], out), M=M, K=k, N=n, G=G, **options))
     calls = [call.params for call, _ in _equations(jaxpr.jaxpr, "pallas_call")]
     found = []
     for kernel, call in zip(kernels(jaxpr, places=False), calls, strict=True):
@@ -107,6 +97,7 @@ def axes_of(block):
 DEEPSEEK, CHANNELS = ("1x128", "1x128x128"), ("1xK", "1xKx1")
 COLUMNS, WHOLE_COLUMNS = ("128x1", "128x1"), ("Mx1", "Mx1")
 FP8, MIXED = (E4M3, E4M3), (E4M3, E5M2)
+ADDED = dict(existing_out=True)
 
 # kind, dtypes, layout, K, N, options; tile, how deep a dot is, parts of the scales that change, dtype of the sums,
 # whether lhs is widened ahead
@@ -114,13 +105,13 @@ GMM = [
     (V5E, FP8, DEEPSEEK, K, N, {}, (256, 1024, 512), 128, (8, 8), F32, True),
     (V6E, FP8, DEEPSEEK, K, N, {}, (512, 1024, 2048), 128, (8, 8), F32, True),
     (V7X, FP8, DEEPSEEK, K, N, {}, (1024, 1024, 2048), 128, (8, 8), F32, False),
-    (V7X, FP8, DEEPSEEK, K, N, dict(transposed=True), (1024, 1024, 2048), 128, (8, 8), F32, False),
+    (V7X, FP8, DEEPSEEK, K, N, dict(transpose_rhs=True), (1024, 1024, 2048), 128, (8, 8), F32, False),
     (V5E, (I8, I8), DEEPSEEK, K, N, {}, (256, 1024, 512), 128, (8, 8), F32, False),
     (V7X, MIXED, ("1xK", "1x64x1"), K, N, {}, (1024, 1024, 2048), 64, (0, 16), F32, False),
     (V7X, MIXED, ("1x64", "1xKx1"), K, N, dict(out=F32), (512, 1024, 1024), 64, (16, 0), F32, False),
     (V6E, FP8, CHANNELS, K, N, {}, (1024, 1792, 1024), 256, (0, 0), F32, True),
     (V7X, FP8, CHANNELS, K, N, {}, (1024, 1792, 1024), 1792, (0, 0), F32, False),
-    (V7X, FP8, CHANNELS, K, N, dict(existing=True), (512, 1792, 512), 1792, (0, 0), F32, False),
+    (V7X, FP8, CHANNELS, K, N, ADDED, (512, 1792, 512), 1792, (0, 0), F32, False),
     (V7X, FP8, CHANNELS, 2880, 2880, {}, (1024, 1536, 1024), 1536, (0, 0), F32, False),
     (V5E, (I8, I8), CHANNELS, K, N, {}, (256, 1024, 512), 256, (0, 0), "int32", False),
     (V6E, (I8, I8), CHANNELS, K, N, {}, (1024, 1792, 1024), 512, (0, 0), "int32", False),
@@ -140,14 +131,14 @@ def test_gmm_fetches_keeps_and_multiplies_what_its_tile_says(
     kind, dtypes, layout, k, n, options, tile, deep, parts, sums, wide
 ):
     ((kernel, scratch, call),) = traced(kind, "gmm", dtypes, layout, k, n, **options)
-    (tm, tk, tn), transposed = tile, options.get("transposed", False)
+    (tm, tk, tn), transposed = tile, options.get("transpose_rhs", False)
     assert kernel.grid == (-(-n // tn), None, -(-k // tk))
     blocks = [((tm, tk), ["1", "2"]), ((1, tn, tk), ["1", "0", "2"]) if transposed else ((1, tk, tn), ["1", "2", "0"])]
     if parts[0] is not None:
         blocks.append(((1, 1, parts[0] or 1, tm), ["2" if parts[0] else "", "1", "", ""]))
     if parts[1] is not None:
         blocks.append(((1, 1, parts[1] or 1, tn), ["1", "2" if parts[1] else "", "", "0"]))
-    blocks += [((tm, tn), ["1", "0"])] * (2 if options.get("existing") else 1)
+    blocks += [((tm, tn), ["1", "0"])] * (2 if options.get("existing_out") else 1)
     assert [(block.shape, axes_of(block)) for block in (*kernel.inputs, *kernel.outputs)] == blocks
     turned = layout == DEEPSEEK and not wide  # sums are [columns, rows], where the matrix unit multiplies what is given
     kept = [((tn, tm) if turned else (tm, tn), sums)]
@@ -197,7 +188,7 @@ TGMM = [
     (V6E, FP8, COLUMNS, K, N, {}, (1024, 1024, 1024), (128, 256, 512), (128, 256), (8, 8), F32, BF16),
     (V6E, FP8, WHOLE_COLUMNS, K, N, {}, (1024, 1024, 2048), (256, 512, 512), (256, 256), (0, 0), F32, BF16),
     (V7X, FP8, COLUMNS, K, N, {}, (1024, 1024, 2048), (128, 256, 1024), (128, 256), (8, 8), F32, None),
-    (V7X, FP8, COLUMNS, K, N, dict(existing=True), (1024, 1024, 1024), (128, 256, 1024), (128, 256), (8, 8), F32, None),
+    (V7X, FP8, COLUMNS, K, N, ADDED, (1024, 1024, 1024), (128, 256, 1024), (128, 256), (8, 8), F32, None),
     (V7X, FP8, WHOLE_COLUMNS, K, N, {}, (1024, 1024, 2048), (1024, 896, 1024), (256, 896), (0, 0), F32, None),
     (V7X, FP8, ("Mx1", "64x1"), K, 512, {}, (1024, 2048, 512), (64, 256, 1024), (64, 256), (0, 16), F32, None),
     (V7X, MIXED, ("64x1", "Mx1"), 512, N, {}, (1024, 512, 2048), (64, 256, 1024), (64, 256), (16, 0), F32, None),
@@ -223,7 +214,7 @@ def test_tgmm_fetches_keeps_and_multiplies_what_its_tile_says(
     for part, columns, axis in zip(parts, (tk, tn), "10", strict=True):
         if part is not None:
             blocks.append(((1, part or 1, columns), ["2" if part else "", "", axis]))
-    blocks += [((1, tk, tn), ["2", "1", "0"])] * (2 if options.get("existing") else 1)
+    blocks += [((1, tk, tn), ["2", "1", "0"])] * (2 if options.get("existing_out") else 1)
     assert [(block.shape, axes_of(block)) for block in (*kernel.inputs, *kernel.outputs)] == blocks
     kept = [((tk, tn), sums), ((BLOCK, tk), dtypes[0]), ((BLOCK, tn), dtypes[1])]
     assert scratch == kept + ([((BLOCK, tk), wide), ((tm, tn), wide)] if wide else [])
@@ -246,11 +237,11 @@ MXFP8 = [
     (V5E, FP8, K, N, {}, (256, 1024, 512), 256),
     (V6E, FP8, K, N, {}, (1024, 1024, 1024), 256),
     (V7X, FP8, K, N, {}, (1024, 1024, 1024), 1024),
-    (V7X, FP8, K, N, dict(transposed=True), (1024, 1024, 1024), 1024),
-    (V7X, FP8, K, N, dict(existing=True), (512, 1792, 512), 1792),
+    (V7X, FP8, K, N, dict(transpose_rhs=True), (1024, 1024, 1024), 1024),
+    (V7X, FP8, K, N, ADDED, (512, 1792, 512), 1792),
     (V7X, FP8, 2880, 2880, dict(out=F32), (512, 1536, 512), 1536),
     (V7X, (BF16, E4M3), K, N, {}, (512, 1792, 512), 1792),
-    (V7X, (E4M3, BF16), K, N, dict(transposed=True), (512, 1792, 512), 1792),
+    (V7X, (E4M3, BF16), K, N, dict(transpose_rhs=True), (512, 1792, 512), 1792),
 ]
 
 
@@ -258,7 +249,7 @@ MXFP8 = [
 def test_a_forward_pass_of_mxfp8_has_its_scales_in_whole_registers(kind, dtypes, k, n, options, tile, deep):
     """A word has the scales of four rows, or one twice; those of a step over K lie in lanes of its own."""
     *packed, (kernel, scratch, call) = traced(kind, "gmm", dtypes, "mxfp8", k, n, **options)
-    (tm, tk, tn), transposed, steps = tile, options.get("transposed", False), -(-k // tile[1])
+    (tm, tk, tn), transposed, steps = tile, options.get("transpose_rhs", False), -(-k // tile[1])
     assert kernel.grid == (-(-n // tn), None, steps)
     blocks = [((tm, tk), ["1", "2"]), ((1, tn, tk), ["1", "0", "2"]) if transposed else ((1, tk, tn), ["1", "2", "0"])]
     expected = []
@@ -273,7 +264,7 @@ def test_a_forward_pass_of_mxfp8_has_its_scales_in_whole_registers(kind, dtypes,
             blocks.append(((1, k // 32, tn), ["1", "", "0"]))
             of_rows = (1, -(-k // 32 // 32) * 32, 1024)
             expected.append(("powers_in_rows", (G, 1, -(-n // 1024)), of_rows, of_rows, "012"))
-    blocks += [((tm, tn), ["1", "0"])] * (2 if options.get("existing") else 1)
+    blocks += [((tm, tn), ["1", "0"])] * (2 if options.get("existing_out") else 1)
     assert [(block.shape, axes_of(block)) for block in (*kernel.inputs, *kernel.outputs)] == blocks
     assert scratch == [((tm, tn), F32), *([((tm, tk), BF16)] if dtypes[0] == E4M3 else [])]
     check_fits(kind, kernel, scratch)

@@ -1,0 +1,24 @@
+"""Cases compiled for real TPUs."""
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+import pytest
+
+from parity.compilers.chips import CHIPS
+from parity.compilers.mosaic import Compiled, compile_for_tpu
+from parity.op import Case, Op
+from tests.support.calls import compilation
+
+needs_compiler = pytest.mark.skipif(
+    find_spec("libtpu") is None, reason="the TPU compiler is not installed: pip install libtpu"
+)
+EACH_CHIP = pytest.mark.parametrize("chip", CHIPS)
+
+
+def compiled(calls: Iterable[tuple[Op, Case]], chip: str) -> list[tuple[Op, Case, Compiled]]:
+    """Each call with what became of it; all of them compile."""
+    calls = list(calls)
+    results = compile_for_tpu([compilation(*call, chip) for call in calls], schedule=True)
+    assert {case.id: result.error for (_, case), result in zip(calls, results, strict=True) if not result.ok} == {}
+    return [(*call, result) for call, result in zip(calls, results, strict=True)]
