@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from op_arguments.mxfp8 import E8M0
+from parity import Op
 from parity.compilers.chips import CHIPS
 from parity.compilers.mosaic import Abstract
 from parity.compilers.programs import Program
+from tests.matrix.gmm import GMM, TGMM
 from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B, MODELS, QWEN3_30B, Experts
-from tests.matrix.mxfp8 import with_blocks
-from tests.matrix.quantized_gmm import E4M3, PLAIN, scale_shape
+from tests.matrix.mxfp8 import GROUPED_GEMM
+from tests.matrix.quantized_gmm import E4M3, GMM_QUANTIZED, TGMM_QUANTIZED
+from tests.support.calls import deployed, point
 
 ROWS = 8192  # tokens of a batch times the experts that each goes to, on one core
 CORES = 32  # that share the experts of a model with many
@@ -24,63 +26,27 @@ def experts_on_a_core(model: Experts) -> int:
     return max(model.experts // CORES, min(model.experts, 8))
 
 
-def grouped(op: str, dtype: str, model: Experts, **options: Any) -> Program:
-    """gmm or tgmm of a model's up projection: a shard of the experts, the router over all of them."""
-    k, n, groups = model.hidden, model.intermediate, experts_on_a_core(model)
-    second = Abstract((ROWS, n), dtype) if op == "tgmm" else Abstract((groups, k, n), dtype)
-    shard = {"num_actual_groups": groups} if op == "tgmm" else {}
-    return Program(
-        op,
-        f"{model.name}-{SHORT[dtype]}",
-        f"tpu_kernels.gmm:{op}",
-        (Abstract((ROWS, k), dtype), second, Abstract((model.experts,), "int32")),
-        {"group_offset": Abstract((), "int32"), "interpret": False} | shard | options,
-        work=ROWS,
-    )
+def grouped(op: Op, words: str, dtype: str, model: Experts, *, out: str = "", **options: Any) -> Program:
+    """A grouped matmul of a model's up projection: a shard of the experts, the router over all of them."""
+    sizes = dict(M=ROWS, K=model.hidden, N=model.intermediate, G=experts_on_a_core(model))
+    case = point(op, (dtype, out or dtype), **sizes, shard=(0, model.experts), **options)
+    return Program(op.name, f"{model.name}-{words}", op.tpu, (), deployed(op, case), work=ROWS)
 
 
-def scale(spelled: str, shape: tuple[int, ...]) -> Abstract | None:
-    """The scales of an operand of `shape`, where they lie spelled as in the matrix."""
-    return None if spelled == PLAIN else Abstract(scale_shape(spelled, shape), "float32")
+def plain(op: Op, dtype: str, model: Experts, **options: Any) -> Program:
+    """gmm or tgmm."""
+    return grouped(op, SHORT[dtype], dtype, model, **options)
 
 
-def quantised(op: str, blocks: str, lhs_blocks: str, rhs_blocks: str, model: Experts) -> Program:
-    """gmm_quantized or tgmm_quantized in e4m3, as `grouped`."""
-    k, n, groups = model.hidden, model.intermediate, experts_on_a_core(model)
-    lhs, rhs = (ROWS, k), (ROWS, n) if op == "tgmm_quantized" else (groups, k, n)
-    arguments = {
-        "lhs": Abstract(lhs, E4M3),
-        "lhs_scale": scale(lhs_blocks, lhs),
-        "rhs": Abstract(rhs, E4M3),
-        "rhs_scale": scale(rhs_blocks, rhs),
-        "group_sizes": Abstract((model.experts,), "int32"),
-        "group_offset": Abstract((), "int32"),
-        "interpret": False,
-    }
-    shard = {"num_actual_groups": groups} if op == "tgmm_quantized" else {}
-    name = f"{model.name}-e4m3-{blocks}"
-    return Program(op, name, f"tpu_kernels.quantized_gmm:{op}", (), arguments | shard, work=ROWS)
+def quantised(op: Op, blocks: str, lhs_blocks: str, rhs_blocks: str, model: Experts) -> Program:
+    """gmm_quantized or tgmm_quantized in e4m3."""
+    layout = dict(lhs_blocks=lhs_blocks, rhs_blocks=rhs_blocks)
+    return grouped(op, f"e4m3-{blocks}", E4M3, model, out="bfloat16", **layout)
 
 
 def mxfp8(ragged: str, model: Experts) -> Program:
-    """grouped_gemm in e4m3, as `grouped`."""
-    k, n, groups = model.hidden, model.intermediate, experts_on_a_core(model)
-    contracting = ragged == "contracting"
-    lhs, rhs = (ROWS, k), (ROWS, n) if contracting else (groups, k, n)
-    axis = 0 if contracting else 1
-    arguments = {
-        "lhs": Abstract(lhs, E4M3),
-        "lhs_scale": Abstract(with_blocks(lhs, axis), E8M0),
-        "rhs": Abstract(rhs, E4M3),
-        "rhs_scale": Abstract(with_blocks(rhs, axis), E8M0),
-        "group_sizes": Abstract((model.experts,), "int32"),
-        "group_offset": Abstract((), "int32"),
-        "ragged": ragged,
-        "interpret": False,
-    }
-    shard = {"num_actual_groups": groups} if contracting else {}
-    name = f"{model.name}-mxfp8-{ragged}"
-    return Program("grouped_gemm", name, "tpu_kernels.grouped_gemm:grouped_gemm", (), arguments | shard, work=ROWS)
+    """grouped_gemm in e4m3."""
+    return grouped(GROUPED_GEMM, f"mxfp8-{ragged}", E4M3, model, out="bfloat16", ragged=ragged)
 
 
 def quantiser(op: str, model: Experts, **options: Any) -> Program:
@@ -151,21 +117,21 @@ SHORT = {"bfloat16": "bf16", "float32": "f32"}
 
 
 def programs() -> Iterator[Program]:
-    for op in ("gmm", "tgmm"):
+    for op in (GMM, TGMM):
         for model in MODELS:
-            yield grouped(op, "bfloat16", model)
-        yield grouped(op, "float32", QWEN3_30B)
+            yield plain(op, "bfloat16", model)
+        yield plain(op, "float32", QWEN3_30B)
     for model in (DEEPSEEK_V3, QWEN3_30B):
-        yield quantised("gmm_quantized", "block128", "1x128", "1x128x128", model)
-        yield quantised("gmm_quantized", "channel", "1xK", "1xKx1", model)
-        yield quantised("tgmm_quantized", "block128", "128x1", "128x1", model)
-        yield quantised("tgmm_quantized", "channel", "Mx1", "Mx1", model)
+        yield quantised(GMM_QUANTIZED, "block128", "1x128", "1x128x128", model)
+        yield quantised(GMM_QUANTIZED, "channel", "1xK", "1xKx1", model)
+        yield quantised(TGMM_QUANTIZED, "block128", "128x1", "128x1", model)
+        yield quantised(TGMM_QUANTIZED, "channel", "Mx1", "Mx1", model)
     for model in (DEEPSEEK_V3, GPT_OSS_120B):
         yield mxfp8("lhs", model)
         yield mxfp8("contracting", model)
-    for op in ("fp8_quantize", "mxfp8_quantize"):
-        yield quantiser(op, DEEPSEEK_V3, axis=0)
-        yield quantiser(op, DEEPSEEK_V3, axis=1)
+    for name in ("fp8_quantize", "mxfp8_quantize"):
+        yield quantiser(name, DEEPSEEK_V3, axis=0)
+        yield quantiser(name, DEEPSEEK_V3, axis=1)
     yield quantiser("fp8_dual_quantize", DEEPSEEK_V3)
     yield quantiser("mxfp8_dual_quantize", DEEPSEEK_V3)
     for direction in ("fwd", "bwd"):
@@ -185,10 +151,10 @@ def programs() -> Iterator[Program]:
 
 def planned() -> Iterator[Program]:
     """Sizes at which plans turn: of no whole tile, too long for a step or for VMEM, few rows, packed sequences."""
-    for op in ("gmm", "tgmm"):
+    for op in (GMM, TGMM):
         for k, n in ((513, 2048), (1024, 1025), (2049, 1024), (3073, 2049), (130, 96)):
-            yield grouped(op, "bfloat16", Experts(f"K{k}_N{n}", 8, 2, k, n))
-        yield grouped(op, "bfloat16", Experts("K3073_N4096_f32", 8, 2, 3073, 4096), preferred_element_type="float32")
+            yield plain(op, "bfloat16", Experts(f"K{k}_N{n}", 8, 2, k, n))
+        yield plain(op, "bfloat16", Experts("K3073_N4096_f32", 8, 2, 3073, 4096), out="float32")
     for direction in ("fwd", "bwd"):
         chunked = partial(linear_attention, f"chunk_simple_gla_{direction}", "g", "bfloat16")
         for chunk_size in (16, 48, 256):

@@ -42,10 +42,16 @@ def launched(op: Op, case: Case, target: str) -> list[Launched]:
     return launches(load_kernel(op.gpu), target=target, **abstract(op, case))
 
 
+def deployed(op: Op, case: Case) -> dict[str, Any]:
+    """The arguments of a case as models have them on a TPU: a shard's offset is traced, and nothing is interpreted."""
+    arguments = abstract(op, case)
+    offset = {"group_offset": Abstract((), "int32")} if "group_offset" in arguments else {}
+    return arguments | offset | {"interpret": False}
+
+
 def compilation(op: Op, case: Case, chip: str) -> Compilation:
-    """What the TPU compiler is given of a case: a shard's offset is traced, as models have it."""
-    offset = {"group_offset": Abstract((), "int32")} if "group_offset" in op.arguments(case) else {}
-    return Compilation(op.tpu, chip, (), abstract(op, case) | offset | {"interpret": False})
+    """What the TPU compiler is given of a case."""
+    return Compilation(op.tpu, chip, (), deployed(op, case))
 
 
 def traced(op: Op, case: Case) -> Any:
