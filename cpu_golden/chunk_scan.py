@@ -25,13 +25,21 @@ import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.decays import decay_of, kept_of, operands, sum_to_gate
-from cpu_golden.stages import Stages
+from cpu_golden.stages import Stages, exact
 
 SUB_BLOCK = 16  # rows whose pairs are decayed one by one where every channel has its own gate
 
 
 def chunk_forward(
-    q: Array, k: Array, v: Array, gate: Array, state: Array, scale: float, *, chunk_size: int, stages: Stages
+    q: Array,
+    k: Array,
+    v: Array,
+    gate: Array,
+    state: Array,
+    scale: float,
+    *,
+    chunk_size: int = 64,
+    stages: Stages = exact,
 ) -> tuple[Array, Array]:
     """A `Forward` scan of `_lib/scans.py`, chunk by chunk.
 
@@ -60,8 +68,8 @@ def chunk_backward(
     dstate: Array,
     scale: float,
     *,
-    chunk_size: int,
-    stages: Stages,
+    chunk_size: int = 64,
+    stages: Stages = exact,
     magnitude: bool = False,
 ) -> tuple[Array, Array, Array, Array, Array]:
     """A `Backward` scan of `_lib/scans.py`, chunk by chunk.

@@ -11,14 +11,14 @@ import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.decays import kept_of, operands, sum_to_gate
-from cpu_golden.stages import Stages
+from cpu_golden.stages import Stages, exact
 
 BLOCK = 64  # steps between the states that the staged backward pass keeps
 SEGMENT = 16  # steps between states that are rounded for the steps to come
 
 
 def recurrent_forward(
-    q: Array, k: Array, v: Array, gate: Array, state: Array, scale: float, *, stages: Stages
+    q: Array, k: Array, v: Array, gate: Array, state: Array, scale: float, *, stages: Stages = exact
 ) -> tuple[Array, Array]:
     """The recurrence as the fused recurrent kernels round it: see `_step`. A `Forward` scan.
 
@@ -43,7 +43,7 @@ def recurrent_backward(
     dstate: Array,
     scale: float,
     *,
-    stages: Stages,
+    stages: Stages = exact,
 ) -> tuple[Array, Array, Array, Array, Array]:
     """The derivative of the recurrence as the fused recurrent kernels round it. A `Backward` scan.
 

@@ -5,198 +5,69 @@
 The arithmetic is in `chunk_scan` and `fused_recurrent`; the options are those of `op_arguments.gla`.
 """
 
-from typing import Any, NamedTuple, Unpack
+from typing import Unpack
 
 from torch import Tensor
 
-from gpu_reference._lib.autograd import Gradients, Output, differentiable
+from gpu_reference._lib.autograd import differentiable
 from gpu_reference.chunk_scan import chunk_bwd, chunk_fwd
 from gpu_reference.fused_recurrent import recurrent_bwd, recurrent_fwd
-from op_arguments.gla import ChunkOptions, RecurrentOptions, options_of
+from op_arguments.gla import ChunkBwd, ChunkFwd, Output, SimpleGrads, StepBwd, StepFwd
+from op_arguments.options import fused, options_of
 
-
-class Grads(NamedTuple):
-    """The gradients of the arguments of the same names, None where an argument was not given."""
-
-    dq: Any
-    dk: Any
-    dv: Any
-    dg: Any
-    dg_gamma: Any
-    dh0: Any
-
-
-@options_of(chunk_fwd)
-def chunk_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    output_final_state: bool = False,
-    fused: bool | None = None,
-    **options: Unpack[ChunkOptions],
-) -> Output:
-    """`chunk_simple_gla_fwd`, differentiable in its tensors."""
-    gates = {"g": g, "g_gamma": g_gamma}
-    return differentiable(
-        chunk_fwd, chunk_bwd, q, k, v, gates=gates, output_final_state=output_final_state, fused=fused, **options
-    )
+Gate = Tensor | None
 
 
 @options_of(chunk_fwd)
 def chunk_simple_gla_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    output_final_state: bool = False,
-    fused: bool | None = None,
-    **options: Unpack[ChunkOptions],
+    q: Tensor, k: Tensor, v: Tensor, *, g: Gate = None, g_gamma: Gate = None, **options: Unpack[ChunkFwd]
 ) -> Output:
     """The recurrence by blocks of steps: o [B, T, H, V] and, with output_final_state, ht [N, H, K, V].
 
     Arguments, result and errors as `cpu_golden.simple_gla.chunk_simple_gla_fwd`; here: tensors of any strides, o in q's
     dtype, ht in float32; `fused` and further errors as `chunk_scan.chunk_fwd`.
     """
-    gates = {"g": g, "g_gamma": g_gamma}
-    return chunk_fwd(q, k, v, gates=gates, output_final_state=output_final_state, fused=fused, **options)
+    return chunk_fwd(q, k, v, gates={"g": g, "g_gamma": g_gamma}, **options)
 
 
 @options_of(chunk_bwd)
 def chunk_simple_gla_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    *,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    dht: Tensor | None = None,
-    fused: bool | None = None,
-    **options: Unpack[ChunkOptions],
-) -> Grads:
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, g: Gate = None, g_gamma: Gate = None, **options: Unpack[ChunkBwd]
+) -> SimpleGrads:
     """The gradients of `chunk_simple_gla_fwd`, for a gradient do [B, T, H, V] of o and dht [N, H, K, V] of ht.
 
     Arguments, result and errors as `cpu_golden.simple_gla.chunk_simple_gla_bwd`; here: gradients in their arguments'
     dtypes; memory as `chunk_scan.chunk_bwd`.
     """
-    gates = {"g": g, "g_gamma": g_gamma}
-    return _grads(chunk_bwd(q, k, v, do, gates=gates, dht=dht, fused=fused, **options))
-
-
-@options_of(chunk_fwd)
-def fused_chunk_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    output_final_state: bool = False,
-    **options: Unpack[ChunkOptions],
-) -> Output:
-    """`fused_chunk_simple_gla_fwd`, differentiable in its tensors."""
-    gates = {"g": g, "g_gamma": g_gamma}
-    return differentiable(
-        chunk_fwd, chunk_bwd, q, k, v, gates=gates, output_final_state=output_final_state, fused=True, **options
-    )
-
-
-@options_of(chunk_fwd)
-def fused_chunk_simple_gla_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    output_final_state: bool = False,
-    **options: Unpack[ChunkOptions],
-) -> Output:
-    """`chunk_simple_gla_fwd` with fused=True: in one kernel, the state in registers."""
-    gates = {"g": g, "g_gamma": g_gamma}
-    return chunk_fwd(q, k, v, gates=gates, output_final_state=output_final_state, fused=True, **options)
-
-
-@options_of(chunk_bwd)
-def fused_chunk_simple_gla_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    *,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    dht: Tensor | None = None,
-    **options: Unpack[ChunkOptions],
-) -> Grads:
-    """`chunk_simple_gla_bwd` with fused=True: in two kernels, one for the states and one for the gradients."""
-    gates = {"g": g, "g_gamma": g_gamma}
-    return _grads(chunk_bwd(q, k, v, do, gates=gates, dht=dht, fused=True, **options))
-
-
-@options_of(recurrent_fwd)
-def fused_recurrent_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    output_final_state: bool = False,
-    **options: Unpack[RecurrentOptions],
-) -> Output:
-    """`fused_recurrent_simple_gla_fwd`, differentiable in its tensors."""
-    gates = {"g": g, "g_gamma": g_gamma}
-    return differentiable(
-        recurrent_fwd, recurrent_bwd, q, k, v, gates=gates, output_final_state=output_final_state, **options
-    )
+    return SimpleGrads(**chunk_bwd(q, k, v, do, gates={"g": g, "g_gamma": g_gamma}, **options).named)
 
 
 @options_of(recurrent_fwd)
 def fused_recurrent_simple_gla_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    output_final_state: bool = False,
-    **options: Unpack[RecurrentOptions],
+    q: Tensor, k: Tensor, v: Tensor, *, g: Gate = None, g_gamma: Gate = None, **options: Unpack[StepFwd]
 ) -> Output:
     """The recurrence step by step: o [B, T, H, V] and, with output_final_state, ht [N, H, K, V].
 
     Arguments, result and errors as `cpu_golden.simple_gla.fused_recurrent_simple_gla_fwd`; here: dtypes as
     `chunk_simple_gla_fwd`, further errors as `fused_recurrent.recurrent_fwd`.
     """
-    gates = {"g": g, "g_gamma": g_gamma}
-    return recurrent_fwd(q, k, v, gates=gates, output_final_state=output_final_state, **options)
+    return recurrent_fwd(q, k, v, gates={"g": g, "g_gamma": g_gamma}, **options)
 
 
 @options_of(recurrent_bwd)
 def fused_recurrent_simple_gla_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    *,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    dht: Tensor | None = None,
-    **options: Unpack[RecurrentOptions],
-) -> Grads:
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, g: Gate = None, g_gamma: Gate = None, **options: Unpack[StepBwd]
+) -> SimpleGrads:
     """The gradients of `fused_recurrent_simple_gla_fwd`, for a gradient do of o and dht of ht.
 
     Arguments, result and errors as `cpu_golden.simple_gla.fused_recurrent_simple_gla_bwd`; here: gradients in their
     arguments' dtypes; memory as `fused_recurrent.recurrent_bwd`.
     """
-    gates = {"g": g, "g_gamma": g_gamma}
-    return _grads(recurrent_bwd(q, k, v, do, gates=gates, dht=dht, **options))
+    return SimpleGrads(**recurrent_bwd(q, k, v, do, gates={"g": g, "g_gamma": g_gamma}, **options).named)
 
 
-def _grads(x: Gradients) -> Grads:
-    return Grads(x.dq, x.dk, x.dv, x.dgates["g"], x.dgates["g_gamma"], x.dh0)
+chunk_simple_gla = differentiable(chunk_simple_gla_fwd, chunk_simple_gla_bwd)
+fused_chunk_simple_gla_fwd = fused(chunk_simple_gla_fwd)
+fused_chunk_simple_gla_bwd = fused(chunk_simple_gla_bwd)
+fused_chunk_simple_gla = fused(chunk_simple_gla)
+fused_recurrent_simple_gla = differentiable(fused_recurrent_simple_gla_fwd, fused_recurrent_simple_gla_bwd)

@@ -1,11 +1,11 @@
-"""What the gated linear attentions accept (defined in `cpu_golden/simple_gla.py` and `cpu_golden/gla.py`)."""
+"""What the gated linear attentions take and return (defined in `cpu_golden/simple_gla.py` and `cpu_golden/gla.py`)."""
 
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from op_arguments import Array, check_array, check_shape, dtype_name
+from op_arguments.options import options_of as options_of
 
 FLOATS = ("float32", "bfloat16")
 PRECISIONS = ("ieee", "bf16x3")
@@ -15,7 +15,6 @@ Gates = Mapping[str, Array | None]
 """The log decays of an operation by name: `g` and `g_gamma`, either of which may be None, or `gk`, which may not."""
 
 Precision = Literal["ieee", "bf16x3"]
-Front = TypeVar("Front", bound=Callable[..., Any])
 
 
 class ScanOptions(TypedDict, total=False):
@@ -31,18 +30,39 @@ class ScanOptions(TypedDict, total=False):
     cu_seqlens: Any
 
 
-class ChunkOptions(ScanOptions, total=False):
+class Forward(ScanOptions, total=False):
+    """What a forward pass takes. output_final_state: whether to return ht, default False."""
+
+    output_final_state: bool
+
+
+class Backward(ScanOptions, total=False):
+    """What a backward pass takes. dht [N, H, K, V] float32: the gradient of ht, default None, which is zero."""
+
+    dht: Any
+
+
+class ChunkOptions(TypedDict, total=False):
     """What the chunked forms take, too.
 
-    chunk_size: a multiple of 16 up to 256, default 64, counted from the beginning of each sequence. precision of the
-    dots of float32 operands: "ieee" (default), or "bf16x3", operands in two bfloat16 parts and three products.
+    chunk_size: a multiple of 16 up to 256, default 64, counted from the beginning of each sequence.
     """
 
     chunk_size: int
+
+
+class DotOptions(ChunkOptions, total=False):
+    """What the chunked kernels take, too.
+
+    precision of the dots of float32 operands: "ieee" (default), or "bf16x3", operands in two bfloat16 parts and three
+    products. fused: whether one kernel does all, or another one the states before; default None: as fits.
+    """
+
     precision: Precision
+    fused: bool | None
 
 
-class RecurrentOptions(ScanOptions, total=False):
+class RecurrentOptions(TypedDict, total=False):
     """What the recurrent forms take, too.
 
     reverse: time runs backwards within each sequence, S_t = a_t S_{t+1} + k_t v_tᵀ, default False.
@@ -51,22 +71,64 @@ class RecurrentOptions(ScanOptions, total=False):
     reverse: bool
 
 
-def options_of(scan: Callable[..., Any]) -> Callable[[Front], Front]:
-    """Give a function that hands its `**options` on to `scan` a signature with their names and `scan`'s defaults.
+class ChunkFwd(Forward, DotOptions, total=False):
+    """The options of `chunk_…_fwd`."""
 
-    `help`, and whoever binds a call's arguments by name, sees every option. One that does not exist is Python's own
-    TypeError, in `scan`.
-    """
 
-    def shown(front: Front) -> Front:
-        signature = inspect.signature(front)
-        *own, options = signature.parameters.values()
-        (kind,) = options.annotation.__args__  # Unpack[kind]
-        inherited = (p for name, p in inspect.signature(scan).parameters.items() if name in kind.__annotations__)
-        front.__signature__ = signature.replace(parameters=[*own, *inherited])  # type: ignore[attr-defined]
-        return front
+class ChunkBwd(Backward, DotOptions, total=False):
+    """The options of `chunk_…_bwd`."""
 
-    return shown
+
+class StepFwd(Forward, RecurrentOptions, total=False):
+    """The options of `fused_recurrent_…_fwd`, one step at a time."""
+
+
+class StepBwd(Backward, RecurrentOptions, total=False):
+    """The options of `fused_recurrent_…_bwd`, one step at a time."""
+
+
+class Output(NamedTuple):
+    """o [B, T, H, V], and the states after the last steps ht [N, H, K, V], None unless asked for."""
+
+    o: Any
+    ht: Any
+
+
+class Gradients(NamedTuple):
+    """The gradients of a scan's arguments, None for those that are None; dgates by the gates' names."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dgates: dict[str, Any]
+    dh0: Any
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """All of them by their own names, dg for that of g."""
+        dq, dk, dv, dgates, dh0 = self
+        return {"dq": dq, "dk": dk, "dv": dv, **{f"d{name}": x for name, x in dgates.items()}, "dh0": dh0}
+
+
+class Grads(NamedTuple):
+    """The gradients of `gla`'s arguments of the same names, dh0 None unless initial_state was given."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dgk: Any
+    dh0: Any
+
+
+class SimpleGrads(NamedTuple):
+    """The gradients of `simple_gla`'s arguments of the same names, None where an argument was not given."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dg: Any
+    dg_gamma: Any
+    dh0: Any
 
 
 class Problem(NamedTuple):
@@ -106,11 +168,11 @@ def check_forward(
     check_array("v", v, "B, T, H, V", FLOATS, exact=True)
     b, t, h, key_size = q.shape
     value_size = v.shape[3]
+    dtype = dtype_name(q.dtype)
     for name, x in (("k", k), ("v", v)):
-        _same_dtype(name, x, q)
+        _same_dtype(name, x, dtype)
     check_shape("k", k, "B, T, H, K", (b, t, h, key_size))
     check_shape("v", v, "B, T, H, V", (b, t, h, value_size))
-    dtype = dtype_name(q.dtype)
     _check_gates(gates, (b, t, h, key_size), dtype, exact)
     n = _check_sequences(cu_seqlens, offsets, q)
     _check_state("initial_state", initial_state, (n, h, key_size, value_size), exact)
@@ -134,11 +196,16 @@ def check_backward(
 ) -> Problem:
     """Check the arguments of a backward pass; as `check_forward`."""
     p = check_forward(q, k, v, gates, scale, initial_state, cu_seqlens, offsets, chunk_size, exact=exact)
+    check_gradients(p, do, dht, exact=exact)
+    return p
+
+
+def check_gradients(p: Problem, do: Array, dht: Array | None, exact: bool = False) -> None:
+    """Check what a backward pass takes besides the arguments of the forward pass that gave `p`; as `check_forward`."""
     check_array("do", do, "B, T, H, V", FLOATS, exact=True)
-    _same_dtype("do", do, q)
+    _same_dtype("do", do, p.dtype)
     check_shape("do", do, "B, T, H, V", (p.b, p.t, p.h, p.v))
     _check_state("dht", dht, (p.n, p.h, p.k, p.v), exact)
-    return p
 
 
 def check_chunk_size(chunk_size: Any) -> None:
@@ -172,9 +239,9 @@ def check_fused(fused: Any, refusal: str | None) -> bool:
     return refusal is None if fused is None else fused
 
 
-def _same_dtype(name: str, x: Array, q: Array) -> None:
-    if dtype_name(x.dtype) != dtype_name(q.dtype):
-        raise TypeError(f"{name} must have q's dtype {dtype_name(q.dtype)}, got {dtype_name(x.dtype)}")
+def _same_dtype(name: str, x: Array, dtype: str) -> None:
+    if dtype_name(x.dtype) != dtype:
+        raise TypeError(f"{name} must have q's dtype {dtype}, got {dtype_name(x.dtype)}")
 
 
 def _check_gates(gates: Gates, shape: tuple[int, ...], dtype: str, exact: bool) -> None:

@@ -30,8 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from op_arguments import gla
-from op_arguments.gla import Gates, Precision, check_backward, check_forward
+from op_arguments.gla import Gates, Gradients, Output, Precision, check_backward, check_forward
 from op_arguments.probe import active, probe
 from tpu_kernels._lib.arguments import Interpret, concrete_values, resolve_interpret
 from tpu_kernels._lib.call import jit
@@ -51,22 +50,12 @@ from tpu_kernels._lib.chunk_dots import dot, f32, iota
 from tpu_kernels._lib.chunk_layout import Layout, block_of
 from tpu_kernels._lib.chunk_layout import call as pallas_call
 from tpu_kernels._lib.chunk_plan import Scan, make_scan
-from tpu_kernels._lib.scans import Gradients, backward_of_nothing, forward_of_nothing
+from tpu_kernels._lib.scans import backward_of_nothing, forward_of_nothing
 
 OF_HEADS = {"q", "k", "v", "o", "state", "decay_from_start", "decay_to_end", "between"}
 """The refs of the forward pass with a decay per head of which each head has a part, along the first axis."""
 
 UNROLL = (4, 2, 1)  # chunks in a turn of the loop that makes just states
-
-
-class ChunkOptions(gla.ChunkOptions, total=False):
-    """The options of `chunk_fwd` and `chunk_bwd` on the TPU.
-
-    precision, of dots of float32 operands: "ieee", six bfloat16 passes, or "bf16x3", three. Of bfloat16 operands only
-    results are rounded so far. interpret: as `tpu_kernels.gmm.gmm`.
-    """
-
-    interpret: Interpret
 
 
 def chunk_fwd(
@@ -83,12 +72,11 @@ def chunk_fwd(
     precision: Precision = "ieee",
     fused: bool | None = None,
     interpret: Interpret = None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> Output:
     """o [B, T, H, V] in v's dtype and the states ht [N, H, K, V] float32 after the last steps, None unless asked for.
 
     gates: natural logs of the decays, `g` [B, T, H] and `g_gamma` [H], which add (None: no decay), or `gk`
-    [B, T, H, K]. fused: whether one kernel does all (None: where it can, see `_lib.chunk_plan.chunk_route`). Options:
-    `ChunkOptions`. Other arguments as `gla.chunk_gla_fwd`'s. o is zero beyond the last sequence.
+    [B, T, H, K]. Other arguments as `gla.chunk_gla_fwd`'s. o is zero beyond the last sequence.
     Sites shown to a probe: c (of `g`), exponent (of `gk`), decay, A and state.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`, `check_precision` and `check_fused`; values are
     checked outside tracing only.
@@ -165,10 +153,10 @@ def _forward(
     scan: Scan | None,
     output_final_state: bool,
     interpret: bool | pltpu.InterpretParams,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> Output:
     if scan is None:
         o, ht = forward_of_nothing(q, v, initial_state, cu_seqlens)
-        return o, ht if output_final_state else None
+        return Output(o, ht if output_final_state else None)
     layout = Layout(scan, cu_seqlens, gates)
     call = partial(pallas_call, scan, prefetch=layout.prefetch, interpret=interpret)
     before = {**layout.rows(k=k, v=v), **layout.gates, **layout.states(h0=initial_state)}
@@ -184,7 +172,7 @@ def _forward(
         results = call(_forward_kernel, "chunk_states", before, {**kept, **ends}, state, work=(0, 1))
         operands = {**layout.rows(q=q, k=k, v=v), **layout.gates, "states": layout.chunk_states(results["states"])}
         results |= call(_outputs_kernel, "chunk_outputs", operands, outputs, {}, work=(2, 1))
-    return layout.public(results["o"]), results["ht"].swapaxes(2, 3) if output_final_state else None
+    return Output(layout.public(results["o"]), results["ht"].swapaxes(2, 3) if output_final_state else None)
 
 
 @jit("scan", "interpret")

@@ -26,8 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from op_arguments import gla
-from op_arguments.gla import Gates, check_backward, check_forward
+from op_arguments.gla import Gates, Gradients, Output, check_backward, check_forward
 from op_arguments.gmm import GroupMetadata
 from op_arguments.probe import active, probe
 from tpu_kernels._lib.arguments import Interpret, concrete_values, resolve_interpret
@@ -36,16 +35,10 @@ from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.decays import Pair, decay_parts, decayed_sum
 from tpu_kernels._lib.recurrent_layout import GROUP, Layout, Plan, make_plan
 from tpu_kernels._lib.recurrent_sums import column_of, fold_lanes, sum_lanes, sum_rows
-from tpu_kernels._lib.scans import Gradients, backward_of_nothing, forward_of_nothing
+from tpu_kernels._lib.scans import backward_of_nothing, forward_of_nothing
 
 SEGMENT = 16  # steps between plain float32 states: divides every chunk size, so calls may be cut at chunk borders
 FLOPS_FORWARD, FLOPS_BACKWARD = 15, 50
-
-
-class RecurrentOptions(gla.RecurrentOptions, total=False):
-    """The options of `recurrent_fwd` and `recurrent_bwd` on the TPU. interpret: as `tpu_kernels.gmm.gmm`."""
-
-    interpret: Interpret
 
 
 def recurrent_fwd(
@@ -60,11 +53,11 @@ def recurrent_fwd(
     cu_seqlens: jax.Array | None = None,
     reverse: bool = False,
     interpret: Interpret = None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> Output:
     """o [B, T, H, V] in v's dtype and the states ht [N, H, K, V] float32 after the last steps, None unless asked for.
 
     gates: natural logs of the decays, `g` [B, T, H] and `g_gamma` [H], which add (None: no decay), or `gk`
-    [B, T, H, K]. Options: `RecurrentOptions`. Other arguments as `gla.fused_recurrent_gla_fwd`'s. o is zero beyond the
+    [B, T, H, K]. Other arguments as `gla.fused_recurrent_gla_fwd`'s. o is zero beyond the
     last sequence. Sites shown to a probe: kept and state.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`; values are checked outside tracing only.
     """
@@ -119,10 +112,10 @@ def _forward(
     plan: Plan | None,
     output_final_state: bool,
     interpret: bool | pltpu.InterpretParams,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> Output:
     if plan is None:
         o, ht = forward_of_nothing(q, v, initial_state, cu_seqlens)
-        return o, ht if output_final_state else None
+        return Output(o, ht if output_final_state else None)
     layout = Layout(plan, cu_seqlens, interpret)
 
     def visit(h: Any, i: Any, visits: GroupMetadata) -> Any:
@@ -149,7 +142,7 @@ def _forward(
         times={},
         name="fused_recurrent_fwd",
     )
-    return layout.public(found["o"], plan.v), layout.public_state(found.get("ht"))
+    return Output(layout.public(found["o"], plan.v), layout.public_state(found.get("ht")))
 
 
 @jit("plan", "interpret")

@@ -6,199 +6,70 @@ The chunked forms are scans of `chunk_scan`, the recurrent ones of `fused_recurr
 said there.
 """
 
-from typing import Any, NamedTuple, Unpack
+from typing import Unpack
 
-import jax
+from jax import Array
 
-from op_arguments.gla import options_of
-from tpu_kernels.chunk_scan import ChunkOptions, chunk_bwd, chunk_fwd
-from tpu_kernels.fused_recurrent import RecurrentOptions, recurrent_bwd, recurrent_fwd
-from tpu_kernels.gla import Output, differentiable
+from op_arguments.gla import Output, SimpleGrads
+from op_arguments.options import fused, options_of
+from tpu_kernels._lib.autograd import differentiable
+from tpu_kernels._lib.scans import ChunkBwd, ChunkFwd, StepBwd, StepFwd
+from tpu_kernels.chunk_scan import chunk_bwd, chunk_fwd
+from tpu_kernels.fused_recurrent import recurrent_bwd, recurrent_fwd
 
-
-class Grads(NamedTuple):
-    """The gradients of the arguments of the same names, None where an argument was not given."""
-
-    dq: Any
-    dk: Any
-    dv: Any
-    dg: Any
-    dg_gamma: Any
-    dh0: Any
+Gate = Array | None
 
 
 @options_of(chunk_fwd)
 def chunk_simple_gla_fwd(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    g: jax.Array | None = None,
-    g_gamma: jax.Array | None = None,
-    output_final_state: bool = False,
-    fused: bool | None = None,
-    **options: Unpack[ChunkOptions],
+    q: Array, k: Array, v: Array, *, g: Gate = None, g_gamma: Gate = None, **options: Unpack[ChunkFwd]
 ) -> Output:
     """o and, with output_final_state, ht of the recurrence, `chunk_size` steps at a time.
 
     Arguments, result and errors as `cpu_golden.simple_gla.chunk_simple_gla_fwd`. Here q, k and v are all float32 or all
-    bfloat16, and so is o; g is float32 or of their dtype; states and g_gamma are float32. Options:
-    `chunk_scan.ChunkOptions`.
-    fused: whether one kernel does all, or another one the states before (None: one where its blocks fit VMEM;
-    `_lib.chunk_plan.chunk_route` says why). Values, those of cu_seqlens, are checked outside tracing only.
+    bfloat16, and so is o; g is float32 or of their dtype; states and g_gamma are float32.
+    fused: None is one kernel where its blocks fit VMEM; `_lib.chunk_plan.chunk_route` says why. Values, those of
+    cu_seqlens, are checked outside tracing only.
     Also raises ValueError or TypeError as `op_arguments.gla.check_precision` and `check_fused`.
     """
-    gates = {"g": g, "g_gamma": g_gamma}
-    return Output(*chunk_fwd(q, k, v, gates=gates, output_final_state=output_final_state, fused=fused, **options))
+    return chunk_fwd(q, k, v, gates={"g": g, "g_gamma": g_gamma}, **options)
 
 
 @options_of(chunk_bwd)
 def chunk_simple_gla_bwd(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    do: jax.Array,
-    *,
-    g: jax.Array | None = None,
-    g_gamma: jax.Array | None = None,
-    dht: jax.Array | None = None,
-    fused: bool | None = None,
-    **options: Unpack[ChunkOptions],
-) -> Grads:
+    q: Array, k: Array, v: Array, do: Array, *, g: Gate = None, g_gamma: Gate = None, **options: Unpack[ChunkBwd]
+) -> SimpleGrads:
     """The gradients of `chunk_simple_gla_fwd`'s arguments, in their dtypes, given do [B, T, H, V] in q's dtype.
 
-    dht [N, H, K, V] float32: the gradient of ht (None: zero). Other arguments and errors as `chunk_simple_gla_fwd`'s,
-    with `op_arguments.gla.check_backward`.
+    dht [N, H, K, V] float32: the gradient of ht. Other arguments and errors as `chunk_simple_gla_fwd`'s, with
+    `op_arguments.gla.check_gradients`.
     """
-    gates = {"g": g, "g_gamma": g_gamma}
-    return _grads(chunk_bwd(q, k, v, do, gates=gates, dht=dht, fused=fused, **options))
+    return SimpleGrads(**chunk_bwd(q, k, v, do, gates={"g": g, "g_gamma": g_gamma}, **options).named)
 
 
-@options_of(chunk_fwd)
-def chunk_simple_gla(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    g: jax.Array | None = None,
-    g_gamma: jax.Array | None = None,
-    output_final_state: bool = False,
-    fused: bool | None = None,
-    **options: Unpack[ChunkOptions],
-) -> Output:
-    """`chunk_simple_gla_fwd`, differentiable in q, k, v, the gates and initial_state; only they are kept for it."""
-    gates = {"g": g, "g_gamma": g_gamma}
-    return differentiable(
-        chunk_fwd, chunk_bwd, q, k, v, gates=gates, output_final_state=output_final_state, fused=fused, **options
-    )
-
-
-@options_of(chunk_fwd)
-def fused_chunk_simple_gla_fwd(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    g: jax.Array | None = None,
-    g_gamma: jax.Array | None = None,
-    output_final_state: bool = False,
-    **options: Unpack[ChunkOptions],
-) -> Output:
-    """`chunk_simple_gla_fwd` in one kernel: ValueError where that cannot be."""
-    gates = {"g": g, "g_gamma": g_gamma}
-    return Output(*chunk_fwd(q, k, v, gates=gates, output_final_state=output_final_state, fused=True, **options))
-
-
-@options_of(chunk_bwd)
-def fused_chunk_simple_gla_bwd(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    do: jax.Array,
-    *,
-    g: jax.Array | None = None,
-    g_gamma: jax.Array | None = None,
-    dht: jax.Array | None = None,
-    **options: Unpack[ChunkOptions],
-) -> Grads:
-    """`chunk_simple_gla_bwd` in one kernel: ValueError where that cannot be."""
-    gates = {"g": g, "g_gamma": g_gamma}
-    return _grads(chunk_bwd(q, k, v, do, gates=gates, dht=dht, fused=True, **options))
-
-
-@options_of(chunk_fwd)
-def fused_chunk_simple_gla(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    g: jax.Array | None = None,
-    g_gamma: jax.Array | None = None,
-    output_final_state: bool = False,
-    **options: Unpack[ChunkOptions],
-) -> Output:
-    """`chunk_simple_gla` in one kernel each way: ValueError where that cannot be."""
-    gates = {"g": g, "g_gamma": g_gamma}
-    return differentiable(
-        chunk_fwd, chunk_bwd, q, k, v, gates=gates, output_final_state=output_final_state, fused=True, **options
-    )
+chunk_simple_gla = differentiable(chunk_simple_gla_fwd, chunk_simple_gla_bwd)
+fused_chunk_simple_gla_fwd = fused(chunk_simple_gla_fwd)
+fused_chunk_simple_gla_bwd = fused(chunk_simple_gla_bwd)
+fused_chunk_simple_gla = fused(chunk_simple_gla)
 
 
 @options_of(recurrent_fwd)
 def fused_recurrent_simple_gla_fwd(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    g: jax.Array | None = None,
-    g_gamma: jax.Array | None = None,
-    output_final_state: bool = False,
-    **options: Unpack[RecurrentOptions],
+    q: Array, k: Array, v: Array, *, g: Gate = None, g_gamma: Gate = None, **options: Unpack[StepFwd]
 ) -> Output:
     """o and, with output_final_state, ht of the recurrence, one step at a time.
 
-    reverse: time runs backwards, in each sequence. There are no dots, and so no precision to choose. Other arguments
-    and errors as `chunk_simple_gla_fwd`'s; options: `fused_recurrent.RecurrentOptions`.
+    There are no dots, and so no precision to choose. Arguments and errors as `chunk_simple_gla_fwd`'s.
     """
-    gates = {"g": g, "g_gamma": g_gamma}
-    return Output(*recurrent_fwd(q, k, v, gates=gates, output_final_state=output_final_state, **options))
+    return recurrent_fwd(q, k, v, gates={"g": g, "g_gamma": g_gamma}, **options)
 
 
 @options_of(recurrent_bwd)
 def fused_recurrent_simple_gla_bwd(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    do: jax.Array,
-    *,
-    g: jax.Array | None = None,
-    g_gamma: jax.Array | None = None,
-    dht: jax.Array | None = None,
-    **options: Unpack[RecurrentOptions],
-) -> Grads:
+    q: Array, k: Array, v: Array, do: Array, *, g: Gate = None, g_gamma: Gate = None, **options: Unpack[StepBwd]
+) -> SimpleGrads:
     """The gradients of `fused_recurrent_simple_gla_fwd`'s arguments; as `chunk_simple_gla_bwd`."""
-    gates = {"g": g, "g_gamma": g_gamma}
-    return _grads(recurrent_bwd(q, k, v, do, gates=gates, dht=dht, **options))
+    return SimpleGrads(**recurrent_bwd(q, k, v, do, gates={"g": g, "g_gamma": g_gamma}, **options).named)
 
 
-@options_of(recurrent_fwd)
-def fused_recurrent_simple_gla(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    g: jax.Array | None = None,
-    g_gamma: jax.Array | None = None,
-    output_final_state: bool = False,
-    **options: Unpack[RecurrentOptions],
-) -> Output:
-    """`fused_recurrent_simple_gla_fwd`, differentiable as `chunk_simple_gla`."""
-    gates = {"g": g, "g_gamma": g_gamma}
-    return differentiable(
-        recurrent_fwd, recurrent_bwd, q, k, v, gates=gates, output_final_state=output_final_state, **options
-    )
-
-
-def _grads(gradients: Any) -> Grads:
-    dq, dk, dv, dgates, dh0 = gradients
-    return Grads(dq, dk, dv, dgates["g"], dgates["g_gamma"], dh0)
+fused_recurrent_simple_gla = differentiable(fused_recurrent_simple_gla_fwd, fused_recurrent_simple_gla_bwd)

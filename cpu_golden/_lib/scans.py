@@ -5,30 +5,59 @@ A *scan* computes one sequence (of each of B batch rows): it takes float64 tenso
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.arguments import values
-from op_arguments.gla import CHUNK_STEP, Gates, Problem, check_backward, check_forward
+from cpu_golden.stages import Stages
+from op_arguments import gla
+from op_arguments.gla import CHUNK_STEP, Gates, Gradients, Output, Problem, check_forward, check_gradients
+from op_arguments.options import options_of
 
-Forward = Callable[[Array, Array, Array, Array, Array, float], tuple[Array, Array]]
-"""A scan (q, k, v, gate, state, scale) -> o [B, H, T, V] and the final state."""
-Backward = Callable[[Array, Array, Array, Array, Array, Array, Array, float], tuple[Array, Array, Array, Array, Array]]
-"""A scan (q, k, v, do, gate, state, dstate, scale), dstate [B, H, K, V] the gradient of the final state -> dq, dk, dv,
-dgate, and the gradient of the state that it starts from."""
-
-
-class Output(NamedTuple):
-    """The result o [B, T, H, V], and the states after the last steps ht [N, H, K, V], None unless asked for."""
-
-    o: Any
-    ht: Any
+Forward = Callable[..., tuple[Array, Array]]
+"""A scan (q, k, v, gate, state, scale, **steps) -> o [B, H, T, V] and the final state."""
+Backward = Callable[..., tuple[Array, Array, Array, Array, Array]]
+"""A scan (q, k, v, do, gate, state, dstate, scale, **steps), dstate [B, H, K, V] the gradient of the final state -> dq,
+dk, dv, dgate, and the gradient of the state that it starts from."""
 
 
-def forward(
-    scan: Forward,
+class Staged(TypedDict, total=False):
+    """stages: which intermediate results are rounded, and to what; default `exact`, none."""
+
+    stages: Stages
+
+
+class ChunkFwd(gla.Forward, gla.ChunkOptions, Staged, total=False):
+    """The options of `chunk_…_fwd`."""
+
+
+class ChunkBwd(gla.Backward, gla.ChunkOptions, Staged, total=False):
+    """The options of `chunk_…_bwd`."""
+
+
+class StepFwd(gla.StepFwd, Staged, total=False):
+    """The options of `fused_recurrent_…_fwd`, one step at a time."""
+
+
+class StepBwd(gla.StepBwd, Staged, total=False):
+    """The options of `fused_recurrent_…_bwd`, one step at a time."""
+
+
+class Call(NamedTuple):
+    """A checked call: the log decay of every step [B, T, H, K], or [B, T, H, 1] where all channels have the same; the
+    states before the first steps; of every sequence (or of all rows of the batch at once) its steps in the order of
+    time, and its states; and what else the scan takes."""
+
+    p: Problem
+    gate: Array
+    states: Array
+    sequences: list[tuple[Array, slice]]
+    steps: dict[str, Any]
+
+
+def take(
     q: Array,
     k: Array,
     v: Array,
@@ -36,48 +65,45 @@ def forward(
     *,
     scale: float | None = None,
     initial_state: Array | None = None,
-    output_final_state: bool = False,
     cu_seqlens: Array | None = None,
-    chunk_size: int = CHUNK_STEP,
     reverse: bool = False,
+    **steps: Any,
+) -> Call:
+    """The checked call of a forward pass, or of the backward pass but for do and dht. Raises as `check_forward`."""
+    offsets, chunk_size = values(cu_seqlens), steps.get("chunk_size", CHUNK_STEP)
+    p = check_forward(q, k, v, gates, scale, initial_state, cu_seqlens, offsets, chunk_size, exact=True)
+    return Call(p, _gate(gates, p), _states(initial_state, p), list(_sequences(p, offsets, reverse)), steps)
+
+
+@options_of(take)
+def forward(
+    scan: Forward, q: Array, k: Array, v: Array, gates: Gates, *, output_final_state: bool = False, **options: Any
 ) -> Output:
     """Every sequence by `scan`; arguments as the public functions of `simple_gla` and `gla` take them, checked here."""
-    offsets = values(cu_seqlens)
-    p = check_forward(q, k, v, gates, scale, initial_state, cu_seqlens, offsets, chunk_size, exact=True)
-    o, states = np.zeros((p.b, p.t, p.h, p.v)), _states(initial_state, p)
-    gate = _gate(gates, p)
-    for steps, n in _sequences(p, offsets, reverse):
-        q_n, k_n, v_n, gate_n = (_heads_first(x[:, steps]) for x in (q, k, v, gate))
-        o_n, states[n] = scan(q_n, k_n, v_n, gate_n, states[n], p.scale)
-        o[:, steps] = o_n.swapaxes(1, 2)
+    p, gate, states, sequences, steps = take(q, k, v, gates, **options)
+    o = np.zeros((p.b, p.t, p.h, p.v))
+    for rows, n in sequences:
+        q_n, k_n, v_n, gate_n = (_heads_first(x[:, rows]) for x in (q, k, v, gate))
+        o_n, states[n] = scan(q_n, k_n, v_n, gate_n, states[n], p.scale, **steps)
+        o[:, rows] = o_n.swapaxes(1, 2)
     return Output(o, states if output_final_state else None)
 
 
+@options_of(take)
 def backward(
-    scan: Backward,
-    q: Array,
-    k: Array,
-    v: Array,
-    do: Array,
-    gates: Gates,
-    *,
-    scale: float | None = None,
-    initial_state: Array | None = None,
-    dht: Array | None = None,
-    cu_seqlens: Array | None = None,
-    chunk_size: int = CHUNK_STEP,
-    reverse: bool = False,
-) -> tuple[Array, Array, Array, Array, Array | None]:
-    """dq, dk, dv, dgate [B, T, H, K or 1] and, where there is an initial_state, dh0; as `forward`."""
-    offsets = values(cu_seqlens)
-    p = check_backward(q, k, v, do, gates, scale, initial_state, dht, cu_seqlens, offsets, chunk_size, exact=True)
-    gate, states, dstates = _gate(gates, p), _states(initial_state, p), _states(dht, p)
+    scan: Backward, q: Array, k: Array, v: Array, do: Array, gates: Gates, *, dht: Array | None = None, **options: Any
+) -> Gradients:
+    """The gradients of `forward`'s arguments; dh0 only where there is an initial_state."""
+    p, gate, states, sequences, steps = take(q, k, v, gates, **options)
+    check_gradients(p, do, dht, exact=True)
+    dstates = _states(dht, p)
     dq, dk, dv, dgate = (np.zeros(x.shape) for x in (q, k, v, gate))
-    for steps, n in _sequences(p, offsets, reverse):
-        q_n, k_n, v_n, do_n, gate_n = (_heads_first(x[:, steps]) for x in (q, k, v, do, gate))
-        *grads, dstates[n] = scan(q_n, k_n, v_n, do_n, gate_n, states[n], dstates[n], p.scale)
-        dq[:, steps], dk[:, steps], dv[:, steps], dgate[:, steps] = (grad.swapaxes(1, 2) for grad in grads)
-    return dq, dk, dv, dgate, None if initial_state is None else dstates
+    for rows, n in sequences:
+        q_n, k_n, v_n, do_n, gate_n = (_heads_first(x[:, rows]) for x in (q, k, v, do, gate))
+        *grads, dstates[n] = scan(q_n, k_n, v_n, do_n, gate_n, states[n], dstates[n], p.scale, **steps)
+        dq[:, rows], dk[:, rows], dv[:, rows], dgate[:, rows] = (grad.swapaxes(1, 2) for grad in grads)
+    dh0 = None if options.get("initial_state") is None else dstates
+    return Gradients(dq, dk, dv, _gate_gradients(dgate, gates), dh0)
 
 
 def _sequences(p: Problem, offsets: Sequence[int] | None, reverse: bool) -> Iterator[tuple[Array, slice]]:
@@ -98,6 +124,14 @@ def _gate(gates: Gates, p: Problem) -> Array:
             channels = np.asarray(gate, np.float64)
             total = total + (channels if name == "gk" else channels[..., None])
     return total
+
+
+def _gate_gradients(dgate: Array, gates: Gates) -> dict[str, Array | None]:
+    """The gradient of each gate that was given, from that of the log decay of every step."""
+    if "gk" in gates:
+        return {"gk": dgate}
+    of = {"g": dgate[..., 0], "g_gamma": dgate[..., 0].sum(axis=(0, 1))}
+    return {name: None if gate is None else of[name] for name, gate in gates.items()}
 
 
 def _states(given: Array | None, p: Problem) -> Array:

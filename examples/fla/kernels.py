@@ -27,7 +27,7 @@ def chunk_simple_gla_fwd(q, k, v, *, cu_seqlens=None, **options):
 
 def chunk_simple_gla_bwd(q, k, v, do, *, g=None, g_gamma=None, initial_state=None, **options):
     inputs = dict(q=q, k=k, v=v, g=g, g_gamma=g_gamma, initial_state=initial_state)
-    return simple_gla.Grads(*gradients(chunk_simple_gla_fwd, inputs, do, **options))
+    return simple_gla.SimpleGrads(*gradients(chunk_simple_gla_fwd, inputs, do, **options))
 
 
 def chunk_gla_fwd(q, k, v, *, gk, chunk_size, cu_seqlens=None, **options):

@@ -1,73 +1,47 @@
-"""The results of scans, and their two passes as one differentiable function."""
+"""A forward pass and its backward pass as one differentiable function."""
 # mypy: allow-untyped-defs
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import torch
-from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from op_arguments.gla import Gradients as Gradients
+from op_arguments.gla import Output as Output
+from op_arguments.options import variant
 
-class Output(NamedTuple):
-    """o, and the final state where it was asked for."""
-
-    o: Any
-    ht: Any
-
-
-class Gradients(NamedTuple):
-    """The gradients of a scan's arguments, None for those that are None; dgates by the gates' names."""
-
-    dq: Any
-    dk: Any
-    dv: Any
-    dgates: dict[str, Any]
-    dh0: Any
+P = ParamSpec("P")
 
 
-def differentiable(
-    forward: Callable[..., Output],
-    backward: Callable[..., Gradients],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    gates: Mapping[str, Tensor | None],
-    initial_state: Tensor | None = None,
-    **options: Any,
-) -> Output:
-    """`forward` (`chunk_fwd` or `recurrent_fwd`), whose gradients `backward` computes."""
-    applied = _Scan.apply(  # type: ignore[no-untyped-call]
-        forward, backward, tuple(gates), options, q, k, v, initial_state, *gates.values()
-    )
-    return Output(*applied)
+def differentiable(forward: Callable[P, Output], backward: Callable[..., Any]) -> Callable[P, Output]:
+    """The function `…` of a `…_fwd`, differentiable in its tensors: `backward` computes their gradients."""
+
+    def both(q, k, v, **options):
+        tensors = {"q": q, "k": k, "v": v}
+        tensors |= {name: options.pop(name) for name in ("g", "g_gamma", "gk", "initial_state") if name in options}
+        return Output(*_Passes.apply(forward, backward, options, tuple(tensors), *tensors.values()))  # type: ignore[no-untyped-call]
+
+    name = forward.__name__
+    return variant(both, forward, name.removesuffix("_fwd"), f"`{name}`, differentiable in its tensors.")
 
 
-class _Scan(torch.autograd.Function):
+class _Passes(torch.autograd.Function):
     """The two passes."""
 
     @staticmethod
-    def forward(ctx, forward, backward, names, options, q, k, v, initial_state, *gates):
-        ctx.save_for_backward(q, k, v, initial_state, *gates)
+    def forward(ctx, forward, backward, options, names, *tensors):
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        ctx.backward_pass, ctx.names, ctx.options = backward, names, options
-        return forward(q, k, v, gates=dict(zip(names, gates, strict=True)), initial_state=initial_state, **options)
+        ctx.backward_pass, ctx.options, ctx.names = backward, options, names
+        return forward(**dict(zip(names, tensors, strict=True)), **options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dht):
-        q, k, v, initial_state, *gates = ctx.saved_tensors
+        given = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         options = {name: value for name, value in ctx.options.items() if name != "output_final_state"}
-        gradients = ctx.backward_pass(
-            q,
-            k,
-            v,
-            torch.zeros_like(v) if do is None else do,
-            gates=dict(zip(ctx.names, gates, strict=True)),
-            initial_state=initial_state,
-            dht=dht,
-            **options,
-        )
-        dgates = (gradients.dgates[name] for name in ctx.names)
-        return None, None, None, None, gradients.dq, gradients.dk, gradients.dv, gradients.dh0, *dgates
+        do = torch.zeros_like(given["v"]) if do is None else do
+        grads = ctx.backward_pass(**given, do=do, dht=dht, **options)._asdict()
+        grads["dinitial_state"] = grads["dh0"]
+        return None, None, None, None, *(grads[f"d{name}"] for name in ctx.names)

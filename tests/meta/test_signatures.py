@@ -11,6 +11,17 @@ OF_ITS_FUNCTION = ("quantize", "dtype")
 """Arguments whose default is every function's own: of one layer or of all, what is quantised to or from."""
 
 
+def test_a_kernel_is_shown_under_its_own_name_with_its_own_words_and_options():
+    kernels = {name: function for package in PACKAGES[1:] for name, function in public(package).items()}
+    assert {function.__name__ for function in kernels.values()} == kernels.keys()
+    docs = {function.__doc__ for name, function in kernels.items() if name.startswith(("chunk", "fused"))}
+    assert len(docs) == sum(name.startswith(("chunk", "fused")) for name in kernels) and None not in docs
+    for name, function in kernels.items():
+        shown = inspect.signature(function).parameters
+        assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in shown.values()), name
+        assert ("fused" in shown) == name.startswith("chunk_"), name
+
+
 def test_an_argument_has_the_same_default_in_every_function_of_every_package():
     defaults: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for package in PACKAGES:

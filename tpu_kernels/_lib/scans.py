@@ -1,19 +1,35 @@
 """What both forms of gated linear attention return, also of no step, head or channel."""
 
-from typing import Any, NamedTuple
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
 
+from op_arguments import gla
+from op_arguments.gla import Gradients
+from tpu_kernels._lib.arguments import Interpret
 
-class Gradients(NamedTuple):
-    """The gradients of the arguments of a forward pass; None for those that are None. dgates by the gates' names."""
 
-    dq: jax.Array
-    dk: jax.Array
-    dv: jax.Array
-    dgates: dict[str, jax.Array | None]
-    dh0: jax.Array | None
+class Interpreted(TypedDict, total=False):
+    """interpret: as `tpu_kernels.gmm.gmm`."""
+
+    interpret: Interpret
+
+
+class ChunkFwd(gla.ChunkFwd, Interpreted, total=False):
+    """The options of `chunk_…_fwd`."""
+
+
+class ChunkBwd(gla.ChunkBwd, Interpreted, total=False):
+    """The options of `chunk_…_bwd`."""
+
+
+class StepFwd(gla.StepFwd, Interpreted, total=False):
+    """The options of `fused_recurrent_…_fwd`, one step at a time."""
+
+
+class StepBwd(gla.StepBwd, Interpreted, total=False):
+    """The options of `fused_recurrent_…_bwd`, one step at a time."""
 
 
 def forward_of_nothing(

@@ -1,0 +1,60 @@
+"""Options that many functions take: named and described once, in a TypedDict, and shown by each of the functions."""
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+Front = TypeVar("Front", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def options_of(*functions: Callable[..., Any]) -> Callable[[Front], Front]:
+    """Give a function that hands its `**options` on to `functions` a signature with their names and defaults.
+
+    `help`, and whoever binds a call's arguments by name, sees every option: those of the TypedDict that `**options` are
+    unpacked from, or where they are `Any` all that `functions` have. One that does not exist is Python's own TypeError,
+    in the function that it is handed on to.
+    """
+    inherited = {
+        name: parameter
+        for function in functions
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is not parameter.empty
+    }
+
+    def shown(front: Front) -> Front:
+        signature = inspect.signature(front)
+        *own, options = signature.parameters.values()
+        names = inherited
+        if options.annotation is not Any:
+            (kind,) = options.annotation.__args__  # Unpack[kind]
+            names = kind.__annotations__
+        found = [inherited[name] for name in names]
+        front.__signature__ = signature.replace(parameters=[*own, *found])  # type: ignore[attr-defined]
+        return front
+
+    return shown
+
+
+def variant(function: Callable[..., R], of: Callable[P, R], name: str, doc: str, without: str = "") -> Callable[P, R]:
+    """`function` as another public function beside `of`: with its module, and its signature but for one option."""
+    signature = inspect.signature(of)
+    shown: Any = wraps(of)(function)
+    shown.__name__ = shown.__qualname__ = name
+    shown.__doc__ = doc
+    shown.__signature__ = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != without])
+    return shown
+
+
+def fused(form: Callable[P, R]) -> Callable[P, R]:
+    """The function `fused_…`, which is `form` with fused=True."""
+    call: Callable[..., R] = form
+
+    def in_one_kernel(*arguments: Any, **options: Any) -> R:
+        return call(*arguments, fused=True, **options)
+
+    name = form.__name__
+    doc = f"`{name}` with fused=True: ValueError where that cannot be."
+    return variant(in_one_kernel, form, f"fused_{name}", doc, without="fused")
