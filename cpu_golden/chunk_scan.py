@@ -24,30 +24,21 @@ from collections.abc import Iterator
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden._lib.decays import decay_of, kept_of, operands, sum_to_gate
+from cpu_golden._lib.decays import decay_of, kept_of, sum_to_gate
+from cpu_golden._lib.scans import Sequence
 from cpu_golden.stages import Stages, exact
 
 SUB_BLOCK = 16  # rows whose pairs are decayed one by one where every channel has its own gate
 
 
-def chunk_forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    gate: Array,
-    state: Array,
-    scale: float,
-    *,
-    chunk_size: int = 64,
-    stages: Stages = exact,
-) -> tuple[Array, Array]:
+def chunk_forward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) -> tuple[Array, Array]:
     """A `Forward` scan of `_lib/scans.py`, chunk by chunk.
 
     Sites: q, k, v, initial_state, c (sum of the gates since the chunk began), exponent, decay (exp of it),
     kept_exponent and kept (of what decays a state, the latter less 1 or 0), A (the decayed scores), state, of every dot
     lhs, rhs, partial and acc (see `Stages.dot`), and out (o).
     """
-    q, k, v, state = operands(stages, q=q, k=k, v=v, initial_state=state)
+    q, k, v, gate, state, scale, *_ = x.read(stages)
     o = np.zeros(v.shape)
     for rows in _chunks(q, stages.chunk_size or chunk_size):
         q_c, k_c, v_c = (x[..., rows, :] for x in (q, k, v))
@@ -59,18 +50,7 @@ def chunk_forward(
 
 
 def chunk_backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    do: Array,
-    gate: Array,
-    state: Array,
-    dstate: Array,
-    scale: float,
-    *,
-    chunk_size: int = 64,
-    stages: Stages = exact,
-    magnitude: bool = False,
+    x: Sequence, *, chunk_size: int = 64, stages: Stages = exact, magnitude: bool = False
 ) -> tuple[Array, Array, Array, Array, Array]:
     """A `Backward` scan of `_lib/scans.py`, chunk by chunk.
 
@@ -78,9 +58,9 @@ def chunk_backward(
     Sites: those of `chunk_forward`, do, dht, dstate, dA, dgate (each sum in the gradient of a gate), out (each of the
     gradients).
     """
-    q, k, v, do, state, dstate = operands(stages, q=q, k=k, v=v, do=do, initial_state=state, dht=dstate)
+    q, k, v, gate, state, scale, do, dstate = x.read(stages)
     if magnitude:
-        q, k, v, do, state, dstate = (np.abs(x) for x in (q, k, v, do, state, dstate))
+        q, k, v, do, state, dstate = map(np.abs, (q, k, v, do, state, dstate))
         scale = abs(scale)
     # What goes from chunk to chunk comes first, so that sites are in the order in which one acts on another.
     chunks = list(_chunks(q, stages.chunk_size or chunk_size))

@@ -10,22 +10,21 @@ is: `_lib/scans.py`.
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden._lib.decays import kept_of, operands, sum_to_gate
+from cpu_golden._lib.decays import kept_of, sum_to_gate
+from cpu_golden._lib.scans import Sequence
 from cpu_golden.stages import Stages, exact
 
 BLOCK = 64  # steps between the states that the staged backward pass keeps
 SEGMENT = 16  # steps between states that are rounded for the steps to come
 
 
-def recurrent_forward(
-    q: Array, k: Array, v: Array, gate: Array, state: Array, scale: float, *, stages: Stages = exact
-) -> tuple[Array, Array]:
+def recurrent_forward(x: Sequence, *, stages: Stages = exact) -> tuple[Array, Array]:
     """The recurrence as the fused recurrent kernels round it: see `_step`. A `Forward` scan.
 
     Sites: q, k, v, initial_state, kept_exponent (a step's gate), kept, state, lhs, rhs, partial, acc (of q_tᵀ S_t),
     out.
     """
-    q, k, v, state = operands(stages, q=q, k=k, v=v, initial_state=state)
+    q, k, v, gate, state, scale, *_ = x.read(stages)
     o, rounded = np.zeros(v.shape), state
     for t in range(q.shape[2]):
         state, rounded = _step(t, k, v, gate, state, stages)
@@ -33,24 +32,13 @@ def recurrent_forward(
     return stages("out", o), rounded
 
 
-def recurrent_backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    do: Array,
-    gate: Array,
-    state: Array,
-    dstate: Array,
-    scale: float,
-    *,
-    stages: Stages = exact,
-) -> tuple[Array, Array, Array, Array, Array]:
+def recurrent_backward(x: Sequence, *, stages: Stages = exact) -> tuple[Array, Array, Array, Array, Array]:
     """The derivative of the recurrence as the fused recurrent kernels round it. A `Backward` scan.
 
     A forward pass keeps the state before every `BLOCK` steps; the states between are computed again.
     Sites: as `recurrent_forward`, do, dht, dstate, dgate.
     """
-    q, k, v, do, state, dstate = operands(stages, q=q, k=k, v=v, do=do, initial_state=state, dht=dstate)
+    q, k, v, gate, state, scale, do, dstate = x.read(stages)
     size = q.shape[2]
     checkpoints = []
     for t in range(size):
@@ -76,8 +64,9 @@ def recurrent_backward(
     return out[0], out[1], out[2], out[3], dstate
 
 
-def forward_definition(q: Array, k: Array, v: Array, gate: Array, state: Array, scale: float) -> tuple[Array, Array]:
+def forward_definition(x: Sequence) -> tuple[Array, Array]:
     """The definition: one step after the other. A `Forward` scan."""
+    q, k, v, gate, state, scale, *_ = x
     o = np.zeros(v.shape)
     for t in range(q.shape[2]):
         state = np.exp(gate[..., t, :, None]) * state + k[..., t, :, None] * v[..., t, None, :]
@@ -85,10 +74,9 @@ def forward_definition(q: Array, k: Array, v: Array, gate: Array, state: Array, 
     return o, state
 
 
-def backward_definition(
-    q: Array, k: Array, v: Array, do: Array, gate: Array, state: Array, dstate: Array, scale: float
-) -> tuple[Array, Array, Array, Array, Array]:
+def backward_definition(x: Sequence) -> tuple[Array, Array, Array, Array, Array]:
     """The derivative of each line of `forward_definition`, in reverse. A `Backward` scan; all states are kept."""
+    q, k, v, gate, state, scale, do, dstate = x
     states = [state]
     for t in range(q.shape[2]):
         states.append(np.exp(gate[..., t, :, None]) * states[t] + k[..., t, :, None] * v[..., t, None, :])

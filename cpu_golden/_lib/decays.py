@@ -6,11 +6,6 @@ from cpu_golden import Array
 from cpu_golden.stages import Stages
 
 
-def operands(stages: Stages, **tensors: Array) -> list[Array]:
-    """What a kernel is given, as it reads it. Sites: their names."""
-    return [stages(name, x) for name, x in tensors.items()]
-
-
 def decay_of(exponent: Array, stages: Stages) -> Array:
     """exp. Sites: exponent, decay."""
     return stages("decay", np.exp(stages("exponent", exponent)))

@@ -1,10 +1,10 @@
 """Every sequence of a gated linear attention by a scan.
 
-A *scan* computes one sequence (of each of B batch rows): it takes float64 tensors with the heads first, q and k
-[B, H, T, K], v and do [B, H, T, V], gate [B, H, T, K] or [B, H, T, 1], and the state [B, H, K, V] that it starts from.
+A *scan* computes one `Sequence` (of each of B batch rows) of float64 tensors with the heads first, q and k
+[B, H, T, K], v and do [B, H, T, V], gate [B, H, T, K] or [B, H, T, 1], state and dstate [B, H, K, V].
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -16,11 +16,32 @@ from op_arguments import gla
 from op_arguments.gla import CHUNK_STEP, Gates, Gradients, Output, Problem, check_forward, check_gradients
 from op_arguments.options import options_of
 
+
+class Sequence(NamedTuple):
+    """What a scan is given: tensors, the state that it starts from, and for a backward pass the gradients of o and of
+    the final state."""
+
+    q: Array
+    k: Array
+    v: Array
+    gate: Array
+    state: Array
+    scale: float
+    do: Any = None
+    dstate: Any = None
+
+    def read(self, stages: Stages) -> "Sequence":
+        """What a kernel reads of it. Sites: q, k, v, initial_state (state), and of a backward pass do, dht (dstate)."""
+        sites = {"q": "q", "k": "k", "v": "v", "do": "do", "state": "initial_state", "dstate": "dht"}
+        given: dict[str, Any] = {name: getattr(self, name) for name in sites}
+        read: dict[str, Any] = {name: stages(sites[name], x) for name, x in given.items() if x is not None}
+        return self._replace(**read)
+
+
 Forward = Callable[..., tuple[Array, Array]]
-"""A scan (q, k, v, gate, state, scale, **steps) -> o [B, H, T, V] and the final state."""
+"""A scan (Sequence, **steps) -> o [B, H, T, V] and the final state."""
 Backward = Callable[..., tuple[Array, Array, Array, Array, Array]]
-"""A scan (q, k, v, do, gate, state, dstate, scale, **steps), dstate [B, H, K, V] the gradient of the final state -> dq,
-dk, dv, dgate, and the gradient of the state that it starts from."""
+"""A scan (Sequence, **steps) -> dq, dk, dv, dgate, and the gradient of the state that it starts from."""
 
 
 class Staged(TypedDict, total=False):
@@ -84,7 +105,7 @@ def forward(
     o = np.zeros((p.b, p.t, p.h, p.v))
     for rows, n in sequences:
         q_n, k_n, v_n, gate_n = (_heads_first(x[:, rows]) for x in (q, k, v, gate))
-        o_n, states[n] = scan(q_n, k_n, v_n, gate_n, states[n], p.scale, **steps)
+        o_n, states[n] = scan(Sequence(q_n, k_n, v_n, gate_n, states[n], p.scale), **steps)
         o[:, rows] = o_n.swapaxes(1, 2)
     return Output(o, states if output_final_state else None)
 
@@ -99,14 +120,15 @@ def backward(
     dstates = _states(dht, p)
     dq, dk, dv, dgate = (np.zeros(x.shape) for x in (q, k, v, gate))
     for rows, n in sequences:
-        q_n, k_n, v_n, do_n, gate_n = (_heads_first(x[:, rows]) for x in (q, k, v, do, gate))
-        *grads, dstates[n] = scan(q_n, k_n, v_n, do_n, gate_n, states[n], dstates[n], p.scale, **steps)
+        q_n, k_n, v_n, gate_n, do_n = (_heads_first(x[:, rows]) for x in (q, k, v, gate, do))
+        given = Sequence(q_n, k_n, v_n, gate_n, states[n], p.scale, do_n, dstates[n])
+        *grads, dstates[n] = scan(given, **steps)
         dq[:, rows], dk[:, rows], dv[:, rows], dgate[:, rows] = (grad.swapaxes(1, 2) for grad in grads)
     dh0 = None if options.get("initial_state") is None else dstates
     return Gradients(dq, dk, dv, _gate_gradients(dgate, gates), dh0)
 
 
-def _sequences(p: Problem, offsets: Sequence[int] | None, reverse: bool) -> Iterator[tuple[Array, slice]]:
+def _sequences(p: Problem, offsets: list[int] | None, reverse: bool) -> Iterator[tuple[Array, slice]]:
     """Of every sequence (or of all rows of the batch at once) its steps in the order of time, and its states."""
     order = -1 if reverse else 1
     if offsets is None:

@@ -8,6 +8,7 @@ import pytest
 
 from cpu_golden import gla, simple_gla
 from cpu_golden._lib.decays import kept_of
+from cpu_golden._lib.scans import Sequence
 from cpu_golden.fused_recurrent import recurrent_backward, recurrent_forward
 from cpu_golden.stages import Stages
 
@@ -443,8 +444,10 @@ def test_a_state_is_rounded_for_the_steps_to_come_every_sixteen_steps():
     ones = np.ones((1, 1, 40, 1))
     start, gate = np.zeros((1, 1, 1, 1)), np.zeros((1, 1, 40, 1))
     stages = Stages(lambda site, x: np.rint(x) if site in ("state", "dstate") else x)
-    o, _ = recurrent_forward(ones, 0.27 * ones, ones, gate, start, 1.0, stages=stages)
-    dq, dk, *_ = recurrent_backward(0.27 * ones, 0.27 * ones, ones, ones, gate, start, start, 1.0, stages=stages)
+    given = Sequence(ones, 0.27 * ones, ones, gate, start, 1.0)
+    o, _ = recurrent_forward(given, stages=stages)
+    backward = given._replace(q=0.27 * ones, do=ones, dstate=start)
+    dq, dk, *_ = recurrent_backward(backward, stages=stages)
     read = np.rint([0.27 * n + kept for kept, steps in ((0, 16), (4, 16), (8, 8)) for n in range(1, steps + 1)])
     written = np.rint([0.27 * n + kept for kept, steps in ((0, 8), (2, 16), (6, 16)) for n in range(1, steps + 1)])
     assert o.ravel().tolist() == dq.ravel().tolist() == read.tolist()
