@@ -23,6 +23,7 @@ from tests.matrix.gla import (
     FUSED_CHUNK_SIMPLE_GLA,
     FUSED_RECURRENT_GLA,
     FUSED_RECURRENT_SIMPLE_GLA,
+    GATED_LINEAR_ATTENTION,
     is_backward,
     is_recurrent,
     make_alibi_g_gamma,
@@ -195,7 +196,7 @@ def test_split_at_a_border_is_as_in_one(kernel, alone):
     parts = kernel.packed(SPLIT)
     parts["initial_state"][first] = kernel.inputs["initial_state"][1]
     if is_backward(kernel.case):
-        forward = next(op for op in PASSES if op.name == kernel.op.name.replace("_bwd", "_fwd"))
+        forward = next(op for op in GATED_LINEAR_ATTENTION if op.name == kernel.op.name.replace("_bwd", "_fwd"))
         given = {name: x for name, x in parts.items() if name not in ("do", "dht")}
         before = Kernel(forward, kernel.backend, replace(kernel.case, op=forward.name), given)(given)
         parts["dht"][second] = kernel.inputs["dht"][1]
@@ -206,15 +207,6 @@ def test_split_at_a_border_is_as_in_one(kernel, alone):
         parts["initial_state"][second] = kernel(parts)["ht"][first]
         got, state = kernel(parts), np.s_[second : second + 1]
     assert_same(got, alone, (steps(0, WHOLE), steps(0, WHOLE)), (state, np.s_[0:1]))
-
-
-PASSES = (
-    *CHUNK_SIMPLE_GLA,
-    *FUSED_CHUNK_SIMPLE_GLA,
-    *FUSED_RECURRENT_SIMPLE_GLA,
-    *CHUNK_GLA,
-    *FUSED_RECURRENT_GLA,
-)
 
 
 def test_nothing_leaks_from_another_sequence(kernel, base):
@@ -291,7 +283,7 @@ MARGIN = 4096  # elements: beyond any tile of these small tensors
 def on_one(backend: str, usual: tuple[Op, ...]) -> list[Any]:
     """Every op on a backend; in the default tier those that are usual."""
     marks = [getattr(pytest.mark, backend)], [getattr(pytest.mark, backend), pytest.mark.full]
-    return [pytest.param(op, id=op.name, marks=marks[op not in usual]) for op in PASSES]
+    return [pytest.param(op, id=op.name, marks=marks[op not in usual]) for op in GATED_LINEAR_ATTENTION]
 
 
 def packed_case(op: Op) -> Case:
@@ -372,7 +364,7 @@ def backward_params() -> list[Any]:
     usual = (CHUNK_SIMPLE_GLA[1], CHUNK_GLA[1], FUSED_RECURRENT_SIMPLE_GLA[1])
     return [
         pytest.param(op, backend, id=f"{backend}-{op.name}", marks=[getattr(pytest.mark, mark) for mark in marks])
-        for op in PASSES
+        for op in GATED_LINEAR_ATTENTION
         if op.name.endswith("_bwd")
         for backend in FRAMEWORK
         for marks in [(backend,) if op in usual else (backend, "full")]

@@ -4,6 +4,7 @@ off a tie, blocks larger than a tile, what is shown to a probe, and how much wor
 
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -157,10 +158,14 @@ def test_a_power_of_two_is_the_least_that_saturates_nothing_to_the_last_bit(name
     np.testing.assert_array_equal(bytes_of(got.scale).reshape(byte.shape), byte)
 
 
-@pytest.mark.parametrize(("shape", "axis"), [((150, 140), 0), ((2, 150, 140), (-2, -1)), ((2, 16400), 1)], ids=str)
-def test_of_a_block_larger_than_a_tile_what_is_zero_has_a_scale_of_one(shape, axis):
-    """Subnormals count as zero; a part of the block whose elements are all zero says nothing of the others."""
-    x = small(shape)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((150, 140), 0), ((300, 130), 0), ((2, 150, 140), (-2, -1)), ((2, 16400), 1)], ids=str
+)
+def test_of_a_block_larger_than_a_tile_what_is_zero_has_a_scale_of_one(shape, axis, dtype):
+    """Each block has its own scale. Subnormals count as zero; a part of the block whose elements are all zero says
+    nothing of the others."""
+    x = (small(shape) * np.arange(1, shape[-1] + 1)).astype(dtype)
     x[0] = 0
     x[..., 0] = 1e-40
     if isinstance(axis, int) and axis == 0:
