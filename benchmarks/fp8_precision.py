@@ -1,7 +1,7 @@
 """What quantising to fp8 costs a layer: cosine, SNR and Frobenius error of its output and gradients, by block size.
 
 Computed by the goldens on the CPU, so it shows the error of the recipe and of no kernel.
-Run: python benchmarks/fp8_precision.py
+Run: python -m benchmarks.fp8_precision
 """
 
 import argparse

@@ -10,24 +10,18 @@ and results once: for arguments that lie head by head, as the kernels read them,
 token by token, which XLA then has to transpose. All is deterministic: two runs print the same.
 """
 
-import argparse
-import json
-import os
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from parity.compilers.mosaic import Abstract, Compilation, Compiled, compile_for_tpu, roofline
+from benchmarks import command
+from benchmarks.command import BENCHMARKED_CHIPS, cells
+from parity.compilers.mosaic import Abstract, Compilation, Compiled, roofline
 
-BENCHMARKED_CHIPS = ("tpu7x", "v6e")
 B, T, H, K, V = 2, 4096, 16, 128, 128
 DTYPE, DTYPE_BYTES = "bfloat16", 2
 UNIT = B * H * T // 64  # of 64 tokens and a head
@@ -114,7 +108,7 @@ def measure(
     chips: Sequence[str] = BENCHMARKED_CHIPS,
     only: str = "",
     jobs: int | None = None,
-    done: Callable[[int, int], None] = lambda count, total: None,
+    done: command.Done = lambda count, total: None,
 ) -> list[Row]:
     """The table: each scan whose name contains `only`, on each chip, with `jobs` compilers at a time.
 
@@ -123,15 +117,7 @@ def measure(
     wanted = [(chip, scan) for chip in chips for scan in SCANS if only in scan.name]
     programs = [(chip, scan, head_major) for chip, scan in wanted for head_major in (True, False)]
 
-    def compiled(program: tuple[str, Scan, bool]) -> Compiled:
-        chip, scan, head_major = program
-        return compile_for_tpu([scan.compilation(chip, head_major)], schedule=True)[0]
-
-    answers: dict[tuple[str, Scan, bool], Compiled] = {}
-    with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
-        for program, answer in zip(programs, pool.map(compiled, programs), strict=True):
-            answers[program] = answer
-            done(len(answers), len(programs))
+    answers = command.compile_each(programs, lambda key: key[1].compilation(key[0], key[2]), jobs, done)
     return [_row(chip, scan, answers[chip, scan, True], answers[chip, scan, False]) for chip, scan in wanted]
 
 
@@ -165,12 +151,8 @@ def _judged(row: Row, scan: Scan) -> Row:
     ]
     if scan.gate != "gk":
         limits.insert(0, (" cycles", row.cycles, MOST_CYCLES[scan.backward]))
-    results = [f"{what.strip(' ×')} unknown" for what, got, _ in limits if got is None]
-    results += [
-        f"{what.strip(' ×')} missed by {got / most - 1:.0%}" for what, got, most in limits if got and got > most
-    ]
-    asked = ", ".join(f"≤ {most:.3g}{what}" for what, _, most in limits)
-    return replace(row, target=asked, result="; ".join(results) or "met")
+    target, result = command.judged(limits)
+    return replace(row, target=target, result=result)
 
 
 # ----------------------------------------------------------------------------------------------------- footprint
@@ -211,56 +193,32 @@ def footprints() -> list[Footprint]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables; returns the exit code: 1 where the compiler refused a program."""
-    parser = argparse.ArgumentParser(
-        prog="gla_static",
-        description="Chunked gated linear attention on the real TPU compiler: cycles, HBM, footprint.",
+    parser = command.static_parser(
+        "gla_static",
+        "Chunked gated linear attention on the real TPU compiler: cycles, HBM, footprint.",
+        'scans ("g backward 64 fused")',
+        "one JSON object of both tables instead of these",
     )
-    parser.add_argument("--chip", choices=BENCHMARKED_CHIPS, action="append", help="only this chip (may be repeated)")
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help='only scans whose name ("g backward 64 fused") has TEXT'
-    )
-    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at a time (default: one per core)")
-    parser.add_argument("--json", action="store_true", help="one JSON object of both tables instead of these")
     given = parser.parse_args(arguments)
-
-    columns = TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("")
-        table = measure(
-            given.chip or BENCHMARKED_CHIPS,
-            given.only,
-            given.jobs,
-            lambda count, total: progress.update(task, completed=count, total=total),
-        )
-    if given.json:
-        both = {"scans": [asdict(row) for row in table], "footprints": [asdict(row) for row in footprints()]}
-        print(json.dumps(both, indent=1, ensure_ascii=False))
-    else:
-        # Wide enough for every column where there is no terminal to ask.
-        console = Console(width=None if sys.stdout.isatty() else 200)
-        console.print(render(table))
-        console.print(render_footprints(footprints()))
+    table = command.with_bar(given, measure)
+    data = {"scans": [asdict(row) for row in table], "footprints": [asdict(row) for row in footprints()]}
+    command.show(given, data, render(table), render_footprints(footprints()))
     return int(any(row.error for row in table))
 
 
 def render(table: Sequence[Row]) -> Table:
     """The rows as a table for people."""
-    view = Table(box=box.SIMPLE_HEAD, title="static cycles per 64 tokens and head", title_justify="left")
-    for name in ("chip", "scan"):
-        view.add_column(name, no_wrap=True)
-    for name in ("cycles", "MXU floor", "spills", "KB", "× HBM", "× HBM, default layouts", "temp MiB"):
-        view.add_column(name, justify="right")
-    view.add_column("target")
-    view.add_column("result")
+    figures = ("cycles", "MXU floor", "spills", "KB", "× HBM", "× HBM, default layouts", "temp MiB")
+    view = command.table("static cycles per 64 tokens and head", ("chip", "scan"), figures, ("target", "result"))
     for row in table:
-        shown = (
-            _shown(row.cycles, ".1f"),
-            _shown(row.floor, ".1f"),
-            _shown(row.spill_share, ".2f"),
-            _shown(row.code_kb, ".0f"),
-            _shown(row.hbm, ".2f"),
-            _shown(row.hbm_default, ".2f"),
-            _shown(row.temp_mib, ".0f"),
+        shown = cells(
+            (row.cycles, ".1f"),
+            (row.floor, ".1f"),
+            (row.spill_share, ".2f"),
+            (row.code_kb, ".0f"),
+            (row.hbm, ".2f"),
+            (row.hbm_default, ".2f"),
+            (row.temp_mib, ".0f"),
         )
         view.add_row(row.chip, row.scan, *shown, row.target, row.error or row.result)
     return view
@@ -268,9 +226,8 @@ def render(table: Sequence[Row]) -> Table:
 
 def render_footprints(table: Sequence[Footprint]) -> Table:
     """The footprints as a table for people, with what of the unfused pipeline's training peak is left."""
-    view = Table(box=box.SIMPLE_HEAD, title="HBM footprint in MiB, from shapes", title_justify="left")
-    for name in ("chunk", "route", "kept", "forward", "backward", "training", "× unfused", "result"):
-        view.add_column(name, justify="left" if name in ("route", "result") else "right")
+    names = ("kept", "forward", "backward", "training", "× unfused")
+    view = command.table("HBM footprint in MiB, from shapes", ("chunk", "route"), names, ("result",))
     unfused = {row.chunk: row.training for row in table if row.route == "unfused"}
     for row in table:
         share = row.training / unfused[row.chunk]
@@ -279,10 +236,6 @@ def render_footprints(table: Sequence[Footprint]) -> Table:
         figures = (f"{x:.0f}" for x in (row.kept, row.forward, row.backward, row.training))
         view.add_row(str(row.chunk), row.route, *figures, f"{share:.2f}", result if row.route == "fused" else "")
     return view
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Gated linear attentions in Triton on this machine's GPU, next to the flash-linear-attention package.
 
     pip install flash-linear-attention==0.6.0
-    python benchmarks/gpu_gla.py                        bfloat16, 4096 and 65536 steps
-    python benchmarks/gpu_gla.py --steps 4096 --dtype float32 --json
+    python -m benchmarks.gpu_gla                        bfloat16, 4096 and 65536 steps
+    python -m benchmarks.gpu_gla --steps 4096 --dtype float32 --json
 
 Both contenders get the same tensors in the same run. Each is checked before it is timed against the float64 golden of
 two heads of one batch row: o, or the worst of dq, dk, dv and the gradient of a gate that differs from step to step.
@@ -10,10 +10,7 @@ The backward pass is what `torch.autograd.grad` runs after a forward pass. Times
 cold L2 cache. It needs a CUDA device, and was written where there was none: no time of it has been seen yet.
 """
 
-import argparse
 import importlib
-import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -29,6 +25,7 @@ from torch.nn.functional import logsigmoid
 
 import cpu_golden.gla
 import cpu_golden.simple_gla
+from benchmarks import command
 from gpu_reference.gla import chunk_gla, fused_recurrent_gla
 from gpu_reference.simple_gla import chunk_simple_gla, fused_chunk_simple_gla, fused_recurrent_simple_gla
 
@@ -36,8 +33,6 @@ BATCH, HEADS, KEYS, VALUES = 2, 16, 128, 128
 STEPS = (4096, 65536)
 CHECKED_HEADS = (0, HEADS - 1)  # of batch row 0
 DEVICE = "cuda"
-MOST_ERROR = 2**-8  # relative, Frobenius: twice what rounding every element to bfloat16 costs at most
-FLUSH_BYTES = 256 * 2**20  # more than any L2 cache
 WARM_UP, REPEATS = 5, 20
 
 OURS, PEER = "ours", "flash-linear-attention"
@@ -128,10 +123,10 @@ def _measured(row: Row, ours: Kernel, inputs: Mapping[str, Tensor], expected: Ma
         return replace(row, error=f"refused: {refused}".splitlines()[0])
     error = max(_relative_error(result, expected[name]) for name, result in results.items())
     row = replace(row, relative_error=error)
-    if not error <= MOST_ERROR:
-        return replace(row, error=f"wrong: relative error {error:.2g}, at most {MOST_ERROR:.2g} is rounding")
+    if wrong := command.wrong(error):
+        return replace(row, error=wrong)
     del results
-    return replace(row, microseconds=_median_microseconds(run))
+    return replace(row, microseconds=command.median_microseconds(run, warm_up=WARM_UP, repeats=REPEATS))
 
 
 def _forward(attention: Kernel, inputs: Mapping[str, Tensor]) -> tuple[Callable[[], Any], dict[str, Tensor]]:
@@ -156,31 +151,15 @@ def _relative_error(result: Tensor, expected: Any) -> float:
     return float(np.linalg.norm(_sample(result).numpy() - expected) / np.linalg.norm(expected))
 
 
-def _median_microseconds(run: Callable[[], Any]) -> float:
-    cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=DEVICE)
-    times = []
-    for _ in range(WARM_UP + REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        cache.zero_()
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[WARM_UP:])
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; returns the exit code: 1 where a kernel of ours is wrong or refused."""
-    parser = argparse.ArgumentParser(prog="gpu_gla", description="Gated linear attentions, next to the public package.")
+    parser = command.gpu_parser("gpu_gla", "Gated linear attentions, next to the public package.")
     parser.add_argument("--steps", type=int, nargs="+", default=STEPS, metavar="T", help="default: 4096 65536")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--json", action="store_true", help="one JSON list, a row each, instead of the table")
     given = parser.parse_args(arguments)
     if min(given.steps) < 1:
         parser.error(f"--steps must be positive, got {min(given.steps)}")
-    if not torch.cuda.is_available():
-        parser.error("this needs a CUDA device, and PyTorch finds none")
+    command.check_device(parser)
 
     console = Console(stderr=True)
     table: list[Row] = []
@@ -189,28 +168,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for rows in measure(steps, getattr(torch, given.dtype)):
                 table += rows
                 status.update(f"measured {rows[0].kernel} {rows[0].direction}, T {steps}")
-    if given.json:
-        print(json.dumps([asdict(row) for row in table], indent=1, ensure_ascii=False))
-    else:
-        # Wide enough for every column where there is no terminal to ask.
-        title = f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {given.dtype}"
-        Console(width=None if sys.stdout.isatty() else 200).print(render(table, title))
+    title = f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {given.dtype}"
+    command.show(given, [asdict(row) for row in table], render(table, title))
     return int(any(row.error and row.whose == OURS for row in table))
 
 
 def render(table: Sequence[Row], title: str) -> Table:
     """The rows as a table for people."""
     shape = f"B {BATCH}, H {HEADS}, K {KEYS}, V {VALUES}"
-    view = Table(box=box.SIMPLE_HEAD, title=f"{title}, {shape}: median times, ratios of speed", title_justify="left")
-    for name in ("T", "kernel", "pass", "whose"):
-        view.add_column(name, no_wrap=True)
-    for name in ("µs", "× peer", "relative error"):
-        view.add_column(name, justify="right", no_wrap=True)
-    view.add_column("result")
+    title = f"{title}, {shape}: median times, ratios of speed"
+    view = command.table(title, ("T", "kernel", "pass", "whose"), ("µs", "× peer", "relative error"), ("result",))
     for row in table:
-        figures = [(row.microseconds, ".0f"), (row.of_peer, ".2f"), (row.relative_error, ".2e")]
-        cells = ("–" if figure is None else format(figure, form) for figure, form in figures)
-        view.add_row(str(row.steps), row.kernel, row.direction, row.whose, *cells, row.error or _result(row))
+        shown = command.cells((row.microseconds, ".0f"), (row.of_peer, ".2f"), (row.relative_error, ".2e"))
+        view.add_row(str(row.steps), row.kernel, row.direction, row.whose, *shown, row.error or _result(row))
     return view
 
 

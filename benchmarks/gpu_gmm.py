@@ -1,34 +1,29 @@
 """Grouped matmuls in Triton on this machine's GPU, next to PyTorch's own and to one dense cuBLAS matmul.
 
-    python benchmarks/gpu_gmm.py                        every shape and kernel
-    python benchmarks/gpu_gmm.py --rows 65536 --json
+    python -m benchmarks.gpu_gmm                        every shape and kernel
+    python -m benchmarks.gpu_gmm --rows 65536 --json
 
 All of a shape's contenders get the same operands in the same run; each is checked against float64 before it is timed.
 Times are medians by CUDA events, with a cold L2 cache. The dense matmul has the same multiplications and no groups:
 the bound.
 """
 
-import argparse
-import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks import command
 from gpu_reference.gmm import gmm, tgmm
 from gpu_reference.quantize import fp8_quantize
 from gpu_reference.quantized_gmm import gmm_quantized
 
 SHAPES = [(k, n, groups) for k, n in ((2048, 512), (512, 2048)) for groups in (8, 64)]
-MOST_ERROR = 2**-8  # relative, Frobenius: twice what rounding every element to bfloat16 costs at most
-FLUSH_BYTES = 256 * 2**20  # more than any L2 cache
 WARM_UP, REPEATS = 10, 50
 ALIGNMENT = 16  # rows: PyTorch's kernels want the groups of a weight gradient to start at multiples of 16 bytes
 
@@ -152,20 +147,10 @@ def _time(row: Row, run: Callable[[], Tensor], expected: Tensor, flops: int) -> 
     if row.whose != DENSE:
         error = float((result - expected).norm() / expected.norm())
         row = replace(row, relative_error=error)
-        if not error <= MOST_ERROR:
-            return replace(row, error=f"wrong: relative error {error:.2g}, at most {MOST_ERROR:.2g} is rounding")
+        if wrong := command.wrong(error):
+            return replace(row, error=wrong)
     del result
-    cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    times = []
-    for _ in range(WARM_UP + REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        cache.zero_()
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    microseconds = statistics.median(times[WARM_UP:])
+    microseconds = command.median_microseconds(run, warm_up=WARM_UP, repeats=REPEATS)
     return replace(row, microseconds=microseconds, teraflops=flops / microseconds * 1e-6)
 
 
@@ -178,14 +163,12 @@ def _compared(row: Row, best_peer: float | None, dense: float | None, bf16: floa
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; returns the exit code: 1 where a kernel of ours is wrong or refused."""
-    parser = argparse.ArgumentParser(prog="gpu_gmm", description="Grouped matmuls in Triton, next to PyTorch's own.")
+    parser = command.gpu_parser("gpu_gmm", "Grouped matmuls in Triton, next to PyTorch's own.")
     parser.add_argument("--rows", type=int, default=32768, metavar="M", help="rows in all groups (default: 32768)")
-    parser.add_argument("--json", action="store_true", help="one JSON list, a row each, instead of the table")
     given = parser.parse_args(arguments)
     if given.rows < ALIGNMENT or given.rows % ALIGNMENT:
         parser.error(f"--rows must be a positive multiple of {ALIGNMENT}, got {given.rows}")
-    if not torch.cuda.is_available():
-        parser.error("this needs a CUDA device, and PyTorch finds none")
+    command.check_device(parser)
 
     console = Console(stderr=True)
     table: list[Row] = []
@@ -193,33 +176,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for rows in measure(given.rows):
             table += rows
             status.update(f"measured {rows[0].kernel}, K×N {rows[0].k}×{rows[0].n}, {rows[0].groups} groups")
-    if given.json:
-        print(json.dumps([asdict(row) for row in table], indent=1, ensure_ascii=False))
-    else:
-        # Wide enough for every column where there is no terminal to ask.
-        Console(width=None if sys.stdout.isatty() else 200).print(render(table))
+    command.show(given, [asdict(row) for row in table], render(table))
     return int(any(row.error and row.whose == OURS for row in table))
 
 
 def render(table: Sequence[Row]) -> Table:
     """The rows as a table for people."""
     device = f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}"
-    view = Table(box=box.SIMPLE_HEAD, title=f"{device}: median times, ratios of speed", title_justify="left")
-    for name in ("K×N G", "kernel", "whose"):
-        view.add_column(name, no_wrap=True)
-    for name in ("µs", "Tflop/s", "× best peer", "× dense", "× our bf16"):
-        view.add_column(name, justify="right", no_wrap=True)
-    view.add_column("result")
+    figures = ("µs", "Tflop/s", "× best peer", "× dense", "× our bf16")
+    title = f"{device}: median times, ratios of speed"
+    view = command.table(title, ("K×N G", "kernel", "whose"), figures, ("result",))
     for row in table:
-        figures = [
+        shown = command.cells(
             (row.microseconds, ".1f"),
             (row.teraflops, ".0f"),
             (row.of_best_peer, ".2f"),
             (row.of_dense, ".2f"),
             (row.of_bf16, ".2f"),
-        ]
-        cells = ("–" if figure is None else format(figure, form) for figure, form in figures)
-        view.add_row(f"{row.k}×{row.n} {row.groups}", row.kernel, row.whose, *cells, row.error or _result(row))
+        )
+        view.add_row(f"{row.k}×{row.n} {row.groups}", row.kernel, row.whose, *shown, row.error or _result(row))
     return view
 
 

@@ -1,39 +1,33 @@
 """Grouped matmuls on the real TPU compiler, side by side with JAX's megablox and tokamax, without a TPU.
 
-    python benchmarks/tpu_static.py                             every chip, shape and kernel
-    python benchmarks/tpu_static.py --chip tpu7x --only tgmm    some of them
-    python benchmarks/tpu_static.py --json                      for programs
+    python -m benchmarks.tpu_static                             every chip, shape and kernel
+    python -m benchmarks.tpu_static --chip tpu7x --only tgmm    some of them
+    python -m benchmarks.tpu_static --json                      for programs
 
 The figure is the static cycles of one whole middle grid step (`parity/compilers/bundles.py` says which bundles these
 are); ratios between kernels are of cycles per multiplication, whatever their tiles. It is deterministic: two runs
 print the same, whatever else the machine does. Use it for ratios, not for milliseconds: what HBM delivers is not in it.
 """
 
-import argparse
-import json
 import math
-import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks import command
+from benchmarks.command import BENCHMARKED_CHIPS, cells
 from parity.compilers.chips import CHIPS, Chip
-from parity.compilers.mosaic import Abstract, Compilation, Compiled, CompiledKernel, compile_for_tpu
+from parity.compilers.mosaic import Abstract, Compilation, Compiled, CompiledKernel
 
 Tile = tuple[int, int, int]
 
-BENCHMARKED_CHIPS = ("tpu7x", "v6e")
 SHORT = {"bfloat16": "bf16", "float8_e4m3fn": "fp8", "int8": "int8"}
 HERE = __spec__.name if __spec__ else Path(__file__).stem  # what a compiler process imports; a script has no spec
 
@@ -189,7 +183,7 @@ def measure(
     chips: Sequence[str] = BENCHMARKED_CHIPS,
     only: str = "",
     jobs: int | None = None,
-    done: Callable[[int, int], None] = lambda count, total: None,
+    done: command.Done = lambda count, total: None,
 ) -> list[Row]:
     """The table: each shape and kernel whose name contains `only`, on each chip, with `jobs` compilers at a time.
 
@@ -201,15 +195,7 @@ def measure(
     base = [k for k in kernels if k.product in products and not k.is_quantised and k.peer in ("ours", "megablox")]
     wanted = [(chip, shape, k) for chip in chips for shape in SHAPES for k in dict.fromkeys([*base, *shown])]
 
-    def compiled(case: Case) -> Compiled:
-        chip, shape, kernel = case
-        return compile_for_tpu([kernel.compilation(shape, chip)], schedule=True)[0]
-
-    answers: dict[Case, Compiled] = {}
-    with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
-        for case, answer in zip(wanted, pool.map(compiled, wanted), strict=True):
-            answers[case] = answer
-            done(len(answers), len(wanted))
+    answers = command.compile_each(wanted, lambda case: case[2].compilation(case[1], case[0]), jobs, done)
     return [_row(chip, shape, k, answers) for chip in chips for shape in SHAPES for k in shown]
 
 
@@ -274,10 +260,8 @@ def _judged(row: Row) -> Row:
         limits.append((" spills", row.spill_share, MOST_SPILLS[row.chip]))
     if row.chip in MOST_CODE_KB:
         limits.append((" KB", row.code_kb, MOST_CODE_KB[row.chip]))
-    results = [f"{what.strip()} unknown" for what, got, _ in limits if got is None]
-    results += [f"{what.strip()} missed by {got / most - 1:.0%}" for what, got, most in limits if got and got > most]
-    asked = ", ".join(f"≤ {most:.3g}{what}" for what, _, most in limits)
-    return replace(row, target=asked, result="; ".join(results) or ("met" if limits else ""))
+    asked, result = command.judged(limits)
+    return replace(row, target=asked, result=result)
 
 
 def has_tokamax() -> bool:
@@ -349,48 +333,25 @@ def _tokamax_options(tiling: Tile) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; returns the exit code: 1 where the compiler refused a kernel of ours."""
-    parser = argparse.ArgumentParser(
-        prog="tpu_static", description="Static cycles of grouped matmuls on the real TPU compiler, next to peers'."
+    parser = command.static_parser(
+        "tpu_static",
+        "Static cycles of grouped matmuls on the real TPU compiler, next to peers'.",
+        "kernels",
     )
-    parser.add_argument("--chip", choices=BENCHMARKED_CHIPS, action="append", help="only this chip (may be repeated)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only kernels whose name contains TEXT")
-    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at a time (default: one per core)")
-    parser.add_argument("--json", action="store_true", help="one JSON list, a row each, instead of the table")
     given = parser.parse_args(arguments)
-
-    columns = TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("")
-        table = measure(
-            given.chip or BENCHMARKED_CHIPS,
-            given.only,
-            given.jobs,
-            lambda count, total: progress.update(task, completed=count, total=total),
-        )
-    if given.json:
-        print(json.dumps([asdict(row) | {"shape": row.shape._asdict()} for row in table], indent=1, ensure_ascii=False))
-    else:
-        # Wide enough for every column where there is no terminal to ask.
-        Console(width=None if sys.stdout.isatty() else 200).print(render(table))
-        if not has_tokamax():
-            version = f"{sys.version_info.major}.{sys.version_info.minor}"
-            print(f"tokamax cannot be imported (Python {version}; it needs 3.12): its rows are left out")
+    table = command.with_bar(given, measure)
+    command.show(given, [asdict(row) | {"shape": row.shape._asdict()} for row in table], render(table))
+    if not given.json and not has_tokamax():
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        print(f"tokamax cannot be imported (Python {version}; it needs 3.12): its rows are left out")
     return int(any(row.error and row.peer == "ours" for row in table))
 
 
 def render(table: Sequence[Row]) -> Table:
     """The rows as a table for people."""
-    view = Table(box=box.SIMPLE_HEAD, title="static cycles of one whole middle grid step", title_justify="left")
-    for name in ("chip", "K×N G", "kernel", "whose"):
-        view.add_column(name, no_wrap=True)
-    for name in ("cycles", "floor", "× floor", "× bf16", "× megablox", "spills", "KB"):
-        view.add_column(name, justify="right", no_wrap=True)
-    view.add_column("target")
-    view.add_column("result")
-
-    def number(value: float | None, form: str) -> str:
-        return "–" if value is None else format(value, form)
-
+    names = ("chip", "K×N G", "kernel", "whose")
+    figures = ("cycles", "floor", "× floor", "× bf16", "× megablox", "spills", "KB")
+    view = command.table("static cycles of one whole middle grid step", names, figures, ("target", "result"))
     last = None
     for row in table:
         if last not in (None, (row.chip, row.shape)):
@@ -401,13 +362,15 @@ def render(table: Sequence[Row]) -> Table:
             f"{row.shape.k}×{row.shape.n} {row.shape.groups}",
             row.kernel,
             row.peer,
-            number(row.cycles, ".0f"),
-            number(row.floor, ".0f"),
-            number(row.of_floor, ".2f"),
-            number(row.of_bf16, ".2f"),
-            number(row.of_megablox, ".2f"),
-            number(row.spill_share, ".1%"),
-            number(row.code_kb, ".0f"),
+            *cells(
+                (row.cycles, ".0f"),
+                (row.floor, ".0f"),
+                (row.of_floor, ".2f"),
+                (row.of_bf16, ".2f"),
+                (row.of_megablox, ".2f"),
+                (row.spill_share, ".1%"),
+                (row.code_kb, ".0f"),
+            ),
             row.target,
             f"[green]{row.result}[/]" if row.result == "met" else f"[red]{row.result or row.error}[/]",
         )
