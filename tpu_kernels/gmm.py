@@ -33,9 +33,9 @@ from tpu_kernels._lib.arguments import (
 from tpu_kernels._lib.call import Block, call, jit
 from tpu_kernels._lib.chip import MXU
 from tpu_kernels._lib.grids import Operands
-from tpu_kernels._lib.products import blocks, dot, dot_depth
+from tpu_kernels._lib.products import blocks, dot, dot_depth, for_depth
 from tpu_kernels._lib.tiles import Tile, even_step, fit_tile, is_small
-from tpu_kernels._lib.visits import Visits, copy_own_rows, for_row_blocks, is_own_row, list_visits, row_block
+from tpu_kernels._lib.visits import Visits, list_visits, row_block
 
 
 def gmm(
@@ -195,23 +195,22 @@ def _gmm_kernel(visits: Visits, operands: Operands, out: Any, acc: Any, *, k: in
     lhs, rhs, existing_out = operands.lhs, operands.rhs, operands.existing_out
     visit, step, last_step = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
     (tm, tk), tn = lhs.shape, out.shape[1]
-    start, end = visits.rows(visit, tm)
-    whole = (start == 0) & (end == tm)
+    own = visits.own_rows(visit, tm)
+    whole = own.are_all()
     one_step = tk == k
-    rest = k % tk or tk  # of K, in the last step; the block holds garbage beyond it, and 0 * NaN is NaN
 
     def shown(site: str, rows: Any, sums: Any) -> Any:
         deep = min(tk, dot_depth())
         if active() is None or tk % deep:
             return sums
-        return probe(site, sums, is_own_row(rows.start, sums.shape, start, end), depth=deep)
+        return probe(site, sums, own.mask(rows.start, sums.shape), depth=deep)
 
     def store(rows: Any, columns: Any, sums: jax.Array, masked: bool) -> None:
         result = sums.astype(out.dtype)
         if masked:
-            own = is_own_row(rows.start, result.shape, start, end)
-            result = jnp.where(own, result, out[rows, columns])
-        out[rows, columns] = result
+            own.store(out, rows, columns, result)
+        else:
+            out[rows, columns] = result
 
     def multiply(rows: Any, depth: int, masked: bool) -> None:
         for columns in blocks(tn, MXU):
@@ -230,11 +229,7 @@ def _gmm_kernel(visits: Visits, operands: Operands, out: Any, acc: Any, *, k: in
                     acc[rows, columns] = sums
 
     def multiply_step(rows: Any, masked: bool) -> None:
-        if rest == tk:
-            multiply(rows, tk, masked)
-        else:
-            pl.when(step < last_step)(lambda: multiply(rows, tk, masked))
-            pl.when(step == last_step)(lambda: multiply(rows, rest, masked))
+        for_depth(k, tk, step, last_step, lambda depth: multiply(rows, depth, masked))
         if not one_step:
             pl.when(step == last_step)(lambda: store(rows, slice(None), acc[rows, :], masked))
 
@@ -244,7 +239,7 @@ def _gmm_kernel(visits: Visits, operands: Operands, out: Any, acc: Any, *, k: in
         def _() -> None:
             out[...] = jnp.zeros_like(out) if existing_out is None else existing_out[...]
 
-        for_row_blocks(start, end, tm, partial(multiply_step, masked=True))
+        own.for_blocks(partial(multiply_step, masked=True))
 
     if row_block(tm) == tm:  # the masks cost less than a second program
         multiply_own()
@@ -315,8 +310,8 @@ def _tgmm_kernel(visits: Visits, operands: Operands, out: Any, sums: _Sums) -> N
     acc, own_lhs, own_rhs = sums
     visit, last_visit = pl.program_id(2), pl.num_programs(2) - 1
     tm = rhs.shape[0]
-    start, end = visits.rows(visit, tm)
-    whole = (start == 0) & (end == tm)
+    own = visits.own_rows(visit, tm)
+    whole = own.are_all()
     first_of_group, last_of_group = visits.ends_of_group(visit, last_visit)
 
     def multiply(lhs: Any, rhs: Any, first: Any) -> None:
@@ -332,17 +327,18 @@ def _tgmm_kernel(visits: Visits, operands: Operands, out: Any, sums: _Sums) -> N
                     acc[rows, columns] = before + sums
 
     def multiply_own(rows: Any) -> None:
-        copy_own_rows(((lhs, own_lhs), (rhs, own_rhs)), rows, start, end)
-        multiply(own_lhs, own_rhs, first_of_group & (rows.start <= start))
+        own.copy(((lhs, own_lhs), (rhs, own_rhs)), rows)
+        multiply(own_lhs, own_rhs, first_of_group & (rows.start <= own.start))
 
     pl.when(whole)(lambda: multiply(lhs, rhs, first_of_group))
-    pl.when(~whole)(lambda: for_row_blocks(start, end, tm, multiply_own))
+    pl.when(~whole)(lambda: own.for_blocks(multiply_own))
 
     @pl.when(last_of_group)
     def _() -> None:
-        total = jnp.where(start < end, acc[...], 0.0)  # an empty group has one visit, without rows
+        has_rows = own.start < own.end  # an empty group has one visit, without rows
+        total = jnp.where(has_rows, acc[...], 0.0)
         if active():
-            total = probe("acc", total, jnp.full(total.shape, start < end))
+            total = probe("acc", total, jnp.full(total.shape, has_rows))
         if existing_out is not None:
             total += existing_out[...].astype(jnp.float32)
         out[...] = total.astype(out.dtype)

@@ -29,6 +29,16 @@ def for_blocks(size: int, width: int, body: Callable[[Any], None]) -> None:
         lax.fori_loop(0, size // width, lambda i, _: body(pl.ds(pl.multiple_of(i * width, width), width)), None)
 
 
+def for_depth(k: int, tk: int, step: Any, last_step: Any, body: Callable[[int], None]) -> None:
+    """body(depth) with how much of K a step has. The last block holds garbage beyond K, and 0 * NaN is NaN."""
+    rest = k % tk or tk
+    if rest == tk:
+        body(tk)
+    else:
+        pl.when(step < last_step)(lambda: body(tk))
+        pl.when(step == last_step)(lambda: body(rest))
+
+
 def dot_depth(changed: bool = False) -> int:
     """How deep a dot may be, where an operand is changed in registers (transposed, widened) or not.
 

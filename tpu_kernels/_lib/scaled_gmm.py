@@ -37,10 +37,10 @@ from tpu_kernels._lib.narrow import (
     widen_whole,
 )
 from tpu_kernels._lib.powers import is_power, powers_in_lanes, powers_in_rows, times_lanes, times_rows, words_of
-from tpu_kernels._lib.products import blocks, dot, dot_depth, for_blocks
+from tpu_kernels._lib.products import blocks, dot, dot_depth, for_blocks, for_depth
 from tpu_kernels._lib.scales import Changes, are_in_range, as_columns, gmm_scales, of_parts_and_of_all, row_of, scaled
 from tpu_kernels._lib.tiles import Tile
-from tpu_kernels._lib.visits import Visits, for_row_blocks, is_own_row, list_visits
+from tpu_kernels._lib.visits import OwnRows, Visits, list_visits
 
 WIDENED_ROWS = 64  # at a time, so that they stay in registers
 WIDENING, WIDENING_POWERS = 3, 5  # blocks of columns whose products hide, on v6e, that lhs is widened; with powers
@@ -213,12 +213,11 @@ def _blocks(arrays: Operands, tile: Tile, plan: Plan) -> Operands:
 def _kernel(visits: Visits, in_range: Any, operands: Operands, out: Any, scratch: Scratch, *, plan: Plan) -> None:
     visit, step, last_step = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
     tm, tk = operands.lhs.shape
-    start, end = visits.rows(visit, tm)
-    whole = (start == 0) & (end == tm)
-    tile = _Tile(operands, out, scratch, plan, start, end, step)
+    own = visits.own_rows(visit, tm)
+    whole = own.are_all()
+    tile = _Tile(operands, out, scratch, plan, own, step)
     if plan.transposed:
         tile = replace(tile, in_range=in_range[0] != 0)
-    rest = plan.k % tk or tk  # of K, in the last step; the block holds garbage beyond it, and 0 * NaN is NaN
 
     def multiply_step(tile: _Tile, for_rows: Callable[[Callable[[Any], None]], None]) -> None:
         def multiply_to(depth: int) -> None:
@@ -227,11 +226,7 @@ def _kernel(visits: Visits, in_range: Any, operands: Operands, out: Any, scratch
         def store_all(rows: Any) -> None:
             tile.for_columns(lambda columns: tile.store(rows, columns, tile.acc[tile.at(rows, columns)]))
 
-        if rest == tk:
-            multiply_to(tk)
-        else:
-            pl.when(step < last_step)(lambda: multiply_to(tk))
-            pl.when(step == last_step)(lambda: multiply_to(rest))
+        for_depth(plan.k, tk, step, last_step, multiply_to)
         if not tile.one_step:
             pl.when(step == last_step)(lambda: for_rows(store_all))
 
@@ -249,12 +244,12 @@ def _kernel(visits: Visits, in_range: Any, operands: Operands, out: Any, scratch
             out[...] = jnp.zeros_like(out) if operands.existing_out is None else operands.existing_out[...]
 
         masked = replace(tile, masked=True)
-        for_row_blocks(start, end, tm, lambda rows: multiply_step(masked, lambda body: body(rows)))
+        own.for_blocks(lambda rows: multiply_step(masked, lambda body: body(rows)))
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """A step's tile: what it multiplies, and rows [start, end) of it that are the group's.
+    """A step's tile: what it multiplies, and its rows that are the group's own.
 
     masked: other rows are there too, and are not stored. in_range: whether all products of two scales are normal
     numbers, where sums are transposed.
@@ -264,8 +259,7 @@ class _Tile:
     out: Any
     scratch: Scratch
     plan: Plan
-    start: Any
-    end: Any
+    own: OwnRows
     step: Any
     in_range: Any = None
     masked: bool = False
@@ -421,12 +415,12 @@ class _Tile:
             column = None if of_columns is None else of_columns[0, rows, :]
             total = scaled(sums, column, row_of(rhs_whole, 0, columns))
         if active():
-            total = probe("acc", total, is_own_row(rows.start, total.shape, self.start, self.end))
+            total = probe("acc", total, self.own.mask(rows.start, total.shape))
         result = total.astype(self.out.dtype)
         if self.masked:
-            own = is_own_row(rows.start, result.shape, self.start, self.end)
-            result = jnp.where(own, result, self.out[rows, columns])
-        self.out[rows, columns] = result
+            self.own.store(self.out, rows, columns, result)
+        else:
+            self.out[rows, columns] = result
 
     # ---- a step
 

@@ -27,7 +27,7 @@ from tpu_kernels._lib.powers import is_power, powers_in_rows, times_rows
 from tpu_kernels._lib.products import blocks, dot, dot_depth, for_blocks
 from tpu_kernels._lib.scales import Changes, as_columns, of_parts_and_of_all, row_of, scaled, tgmm_scales
 from tpu_kernels._lib.tiles import Tile
-from tpu_kernels._lib.visits import COPY_ROWS, Visits, copy_own_rows, for_row_blocks, list_visits, row_block
+from tpu_kernels._lib.visits import COPY_ROWS, OwnRows, Visits, list_visits, row_block
 
 STRIPS = 4  # of 128 rows, that are stored in straight-line code
 TALL = 896  # rows of a dot that the matrix unit adds up by itself: of multiples of 128 the fastest in tgmm on tpu7x
@@ -145,10 +145,10 @@ def _blocks(arrays: Operands, tile: Tile, changes: Changes) -> Operands:
 def _kernel(visits: Visits, operands: Operands, out: Any, scratch: Scratch, *, plan: Plan) -> None:
     visit, last_visit = pl.program_id(2), pl.num_programs(2) - 1
     tm, tk = operands.lhs.shape
-    start, end = visits.rows(visit, tm)
-    whole = (start == 0) & (end == tm)
+    own = visits.own_rows(visit, tm)
+    whole = own.are_all()
     first_of_group, last_of_group = visits.ends_of_group(visit, last_visit)
-    tile = _Tile(operands, out, scratch, plan, start, end, first_of_group)
+    tile = _Tile(operands, out, scratch, plan, own, first_of_group)
 
     @pl.when(whole)
     def _() -> None:
@@ -159,9 +159,9 @@ def _kernel(visits: Visits, operands: Operands, out: Any, scratch: Scratch, *, p
 
     @pl.when(~whole)
     def _() -> None:
-        for_row_blocks(start, end, tm, replace(tile, masked=True).multiply_own)
+        own.for_blocks(replace(tile, masked=True).multiply_own)
 
-        @pl.when(start >= end)  # an empty group has one visit, without rows
+        @pl.when(own.start >= own.end)  # an empty group has one visit, without rows
         def _() -> None:
             def clear(rows: Any) -> None:
                 scratch.acc[rows, :] = jnp.zeros((rows.size, out.shape[1]), scratch.acc.dtype)
@@ -178,14 +178,13 @@ def _kernel(visits: Visits, operands: Operands, out: Any, scratch: Scratch, *, p
 
 @dataclass(frozen=True)
 class _Tile:
-    """A visit's tile: what it multiplies, and rows [start, end) of it that are the group's; masked: others are not."""
+    """A visit's tile: what it multiplies, and its rows that are the group's own; masked: it has others too."""
 
     operands: Operands
     out: Any
     scratch: Scratch
     plan: Plan
-    start: Any
-    end: Any
+    own: OwnRows
     first_of_group: Any
     masked: bool = False
 
@@ -231,7 +230,7 @@ class _Tile:
         if row is None or not self.masked:
             return row
         # A block without rows of the group may have NaN for a scale.
-        return jnp.where((self.start < (i + 1) * part) & (i * part < self.end), row, 0.0)
+        return jnp.where((self.own.start < (i + 1) * part) & (i * part < self.own.end), row, 0.0)
 
     def multiply(self, lhs: Any, rhs: Any, first_row: Any, first: Any) -> None:
         """Add the products of rows of the tile from first_row on; first: whether no sums of the group are before."""
@@ -260,10 +259,10 @@ class _Tile:
     def multiply_own(self, rows: Any) -> None:
         """Add the products of the group's rows among these, one block of rows."""
         lhs, rhs = self.scratch.own_lhs, self.scratch.own_rhs
-        copy_own_rows(((self.operands.lhs, lhs), (self.operands.rhs, rhs)), rows, self.start, self.end)
+        self.own.copy(((self.operands.lhs, lhs), (self.operands.rhs, rhs)), rows)
         if self.is_widened:
             lhs, rhs = self.widen_own(rows.start // MX_BLOCK)
-        self.multiply(lhs, rhs, rows.start, self.first_of_group & (rows.start <= self.start))
+        self.multiply(lhs, rhs, rows.start, self.first_of_group & (rows.start <= self.own.start))
 
     def widen_own(self, first_block: Any) -> tuple[Any, Any]:
         """The group's rows, widened once and not for each block of the result; first_block: of their powers."""
@@ -286,7 +285,7 @@ class _Tile:
 
     def is_own_block(self, block: Any) -> jax.Array:
         """Whether the group has rows in a block of MXFP8's scales."""
-        return (self.start < (block + 1) * MX_BLOCK) & (block * MX_BLOCK < self.end)
+        return (self.own.start < (block + 1) * MX_BLOCK) & (block * MX_BLOCK < self.own.end)
 
     def multiply_widened(self) -> None:
         """Products with both operands widened under them: lhs as it is used, rhs under the products before."""
@@ -316,14 +315,16 @@ class _Tile:
 
     def row_of_all(self, scale: Any | None, columns: Any) -> jax.Array | None:
         row = row_of(scale, 0, columns)
-        return None if row is None else jnp.where(self.start < self.end, row, 0.0)  # an empty group's is 0, not 0 * NaN
+        return (
+            None if row is None else jnp.where(self.own.start < self.own.end, row, 0.0)
+        )  # an empty group's is 0, not 0 * NaN
 
     def store(self, rows: Any) -> None:
         column = as_columns(self.row_of_all(self.lhs_whole, rows))
         for columns in blocks(self.out.shape[1], 2 * MXU):
             total = scaled(self.acc[rows, columns], column, self.row_of_all(self.rhs_whole, columns))
             if active():
-                total = probe("acc", total, jnp.full(total.shape, self.start < self.end))
+                total = probe("acc", total, jnp.full(total.shape, self.own.start < self.own.end))
             if self.operands.existing_out is not None:
                 total += self.operands.existing_out[rows, columns].astype(jnp.float32)
             self.out[rows, columns] = total.astype(self.out.dtype)

@@ -19,6 +19,7 @@ from op_arguments.gmm import GroupMetadata, check_group_metadata
 from tpu_kernels._lib.arguments import Interpret, as_vector, concrete_values, resolve_interpret, static_scalar
 from tpu_kernels._lib.call import Block, call
 from tpu_kernels._lib.chip import MXU, sublanes
+from tpu_kernels._lib.products import for_blocks
 
 COPY_ROWS = sublanes(jnp.int8)  # of a masked copy at a time: one packed 8-bit register, two 16-bit ones
 
@@ -158,12 +159,12 @@ class Visits(NamedTuple):
     group_offsets: Any
     group_offset: Any
 
-    def rows(self, visit: Any, tm: int) -> tuple[Any, Any]:
-        """The rows [start, end) of the visit's tile that belong to its group; start >= end where none do."""
+    def own_rows(self, visit: Any, tm: int) -> "OwnRows":
+        """The rows of the visit's tile that belong to its group."""
         group = self.group_offset[0] + self.group_ids[visit]
         first_row = self.tile_ids[visit] * tm
         start, end = self.group_offsets[group] - first_row, self.group_offsets[group + 1] - first_row
-        return jnp.maximum(start, 0), jnp.minimum(end, tm)
+        return OwnRows(jnp.maximum(start, 0), jnp.minimum(end, tm), tm)
 
     def is_first_of_tile(self, visit: Any) -> Any:
         """Whether no visit before it had its tile."""
@@ -193,45 +194,58 @@ def list_visits(
     return Visits(made.group_ids, made.tile_ids, made.group_offsets, group_offset), made.num_visits[0]
 
 
+class OwnRows(NamedTuple):
+    """Rows [start, end) of a tile of tm, those of a visit's group; start >= end where there are none."""
+
+    start: Any
+    end: Any
+    tm: int
+
+    def are_all(self) -> Any:
+        """Whether the tile has no other rows."""
+        return (self.start == 0) & (self.end == self.tm)
+
+    def mask(self, first_row: Any, shape: tuple[int, ...]) -> jax.Array:
+        """Which elements of a block of `shape`, the first row of which is first_row, are in these rows."""
+        row = first_row + lax.broadcasted_iota(jnp.int32, shape, 0)
+        return (self.start <= row) & (row < self.end)
+
+    def for_blocks(self, body: Callable[[Any], None]) -> None:
+        """body(rows) for each block of `row_block(tm)` rows of the tile that has part in these, in order."""
+        height = row_block(self.tm)
+
+        @pl.when(self.start < self.end)
+        def _() -> None:
+            if height == self.tm:
+                body(pl.ds(0, self.tm))
+            else:
+                first, last = lax.div(self.start, height), lax.div(self.end - 1, height)
+                lax.fori_loop(
+                    first, last + 1, lambda i, _: body(pl.ds(pl.multiple_of(i * height, height), height)), None
+                )
+
+    def copy(self, copies: Sequence[tuple[Any, Any]], rows: Any) -> None:
+        """Copy `rows` of each (tile, block) of `copies`, with zeros for those that are not among these.
+
+        The others may hold NaN or infinities, and 0 * NaN is NaN: both operands of a sum over rows need it. A loop and
+        memory of its own, as masks made between the products need more registers than there are.
+        """
+        height = COPY_ROWS if rows.size % COPY_ROWS == 0 else rows.size
+
+        def copy_part(part: Any) -> None:
+            for tile, block in copies:
+                x = tile[pl.ds(rows.start + part.start, height), :]
+                own = self.mask(rows.start + part.start, x.shape)
+                block[part, :] = jnp.where(own, x, jnp.zeros_like(x))
+
+        for_blocks(rows.size, height, copy_part)
+
+    def store(self, out: Any, rows: Any, columns: Any, result: jax.Array) -> None:
+        """Store the result [rows, columns] in these rows of out, and leave the others."""
+        own = self.mask(rows.start, result.shape)
+        out[rows, columns] = jnp.where(own, result, out[rows, columns])
+
+
 def row_block(tm: int) -> int:
     """How many of a tile's tm rows are multiplied at a time where the tile is not one group's alone."""
     return tm if tm % MXU else MXU
-
-
-def for_row_blocks(start: Any, end: Any, tm: int, body: Callable[[Any], None]) -> None:
-    """body(rows) for each block of `row_block(tm)` rows that has part in rows [start, end) of a tile, in order."""
-    height = row_block(tm)
-
-    @pl.when(start < end)
-    def _() -> None:
-        if height == tm:
-            body(pl.ds(0, tm))
-        else:
-            first, last = lax.div(start, height), lax.div(end - 1, height)
-            lax.fori_loop(first, last + 1, lambda i, _: body(pl.ds(pl.multiple_of(i * height, height), height)), None)
-
-
-def is_own_row(first_row: Any, shape: tuple[int, ...], start: Any, end: Any) -> jax.Array:
-    """Which elements of a block of `shape`, the first row of which is first_row, are in rows [start, end)."""
-    row = first_row + lax.broadcasted_iota(jnp.int32, shape, 0)
-    return (start <= row) & (row < end)
-
-
-def copy_own_rows(copies: Sequence[tuple[Any, Any]], rows: Any, start: Any, end: Any) -> None:
-    """Copy `rows` of each (tile, block) of `copies`, with zeros for those not in [start, end).
-
-    The others may hold NaN or infinities, and 0 * NaN is NaN: both operands of a sum over rows need it. A loop and
-    memory of its own, as masks made between the products need more registers than there are.
-    """
-    height = COPY_ROWS if rows.size % COPY_ROWS == 0 else rows.size
-
-    def copy(first: Any) -> None:
-        for tile, block in copies:
-            x = tile[pl.ds(rows.start + first, height), :]
-            own = is_own_row(rows.start + first, x.shape, start, end)
-            block[pl.ds(first, height), :] = jnp.where(own, x, jnp.zeros_like(x))
-
-    if height == rows.size:
-        copy(0)
-    else:
-        lax.fori_loop(0, rows.size // height, lambda i, _: copy(pl.multiple_of(i * height, height)), None)

@@ -50,7 +50,7 @@ FAULTS = [
     ),
     Fault(
         "a partial K tile is dropped", "tpu", ("gmm",),
-        "pl.when(step == last_step)(lambda: multiply(rows, rest, masked))",
+        "pl.when(step == last_step)(lambda: body(rest))",
         "pass",
     ),
     Fault(
@@ -60,8 +60,8 @@ FAULTS = [
     ),
     Fault(
         "the K remainder is not masked", "tpu", ("gmm",),
-        "lambda: multiply(rows, rest, masked)",
-        "lambda: multiply(rows, tk, masked)",
+        "lambda: body(rest)",
+        "lambda: body(tk)",
     ),
     Fault(  # one element too late, in both operands: further on the interpreter might leave the tensor's memory
         "the K remainder is not masked", "gpu", ("gmm",),
@@ -192,8 +192,8 @@ FAULTS = [
     ),
     Fault(
         "a group boundary inside a tile is off by one", "tpu", ("gmm", "tgmm"),
-        "return jnp.maximum(start, 0), jnp.minimum(end, tm)",
-        "return jnp.maximum(start - 1, 0), jnp.minimum(end, tm)",
+        "return OwnRows(jnp.maximum(start, 0),",
+        "return OwnRows(jnp.maximum(start - 1, 0),",
         boundaries_in_tiles,
     ),
     Fault(

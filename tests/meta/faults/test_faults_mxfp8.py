@@ -70,7 +70,7 @@ FAULTS = [
         "a group that begins inside a block takes the scale before it", "tpu",
         "of_rows = first_block + rows.start // MX_BLOCK",
         "at = first_block + rows.start // MX_BLOCK\n"
-        "                    of_rows = jnp.where(self.start > at * MX_BLOCK, jnp.maximum(at - 1, 0), at)",
+        "                    of_rows = jnp.where(self.own.start > at * MX_BLOCK, jnp.maximum(at - 1, 0), at)",
         boundaries_in_blocks,
     ),
     in_matmul(

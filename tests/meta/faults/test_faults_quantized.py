@@ -86,7 +86,7 @@ FAULTS = [
     in_matmul(
         "blocks of M are counted from the group's first row", "tpu", "tgmm_quantized",
         "row = row_of(scale, i, columns)",
-        "row = row_of(scale, jnp.maximum(i - self.start // part, 0), columns)",
+        "row = row_of(scale, jnp.maximum(i - self.own.start // part, 0), columns)",
         tiles_beyond_blocks,
     ),
     in_matmul(
@@ -128,7 +128,7 @@ FAULTS = [
     ),
     in_matmul(
         "the K tail is dropped", "tpu", "gmm_quantized",
-        "pl.when(step == last_step)(lambda: multiply_to(rest))",
+        "pl.when(step == last_step)(lambda: body(rest))",
         "pass",
         k_tail,
     ),
@@ -188,8 +188,8 @@ FAULTS = [
     ),
     in_matmul(
         "the group's boundary is masked in its first block alone", "tpu", "tgmm_quantized",
-        "rows, self.start, self.end)\n        if",
-        "rows, self.start, jnp.where(rows.start <= self.start, self.end, self.operands.lhs.shape[0]))\n        if",
+        "self.own.copy(",
+        "self.own._replace(end=jnp.where(rows.start <= self.own.start, self.own.end, self.own.tm)).copy(",
         lambda c: c.M >= 512 and c.lhs_blocks == "128x1",
     ),
     in_matmul(
