@@ -1,11 +1,11 @@
-"""The whole finite domain on both backends: every 16-bit float quantised, every byte dequantised."""
+"""The whole finite domain on both backends: every 16-bit float quantised, ties of float32, every byte dequantised."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from cpu_golden import quantize as golden
-from tests.support.formats import BITS_OF, FORMATS, decode
+from tests.support.formats import BITS_OF, FORMATS, decode, quantise
 from tests.support.functions import BACKENDS, run
 
 
@@ -40,6 +40,27 @@ def test_every_pattern_is_quantised_to_the_goldens_bits(backend, name, dtype):
         for field, ours, theirs in zip(got._fields, got, expected, strict=True):
             wrong = np.argwhere(ours.view(f"u{ours.dtype.itemsize}") != theirs.view(f"u{theirs.dtype.itemsize}"))
             assert not len(wrong), f"{arrangement} {field}: {len(wrong)} differ, first at {wrong[0]}"
+
+
+@pytest.mark.parametrize("power", [0, -120], ids=["usual", "lifted"])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_quotient_a_hair_off_a_tie_is_rounded_to_the_nearer_side(backend, name, power):
+    """float32 beside the product of a scale with all its 24 bits and the middle of two codes, and that product itself
+    where float32 has it; the search is done in float64, where no quotient of the kind is rounded onto a tie."""
+    largest = FORMATS[name].largest
+    values = np.unique(np.abs(decode(name)[np.isfinite(decode(name))]))
+    values = values[values <= largest]
+    absmax = (np.random.default_rng(0).uniform(1, 2, (32, 1)) * largest * 2.0**power).astype(np.float32)
+    scale = (absmax / np.float64(largest)).astype(np.float32)
+    near = (scale * (values[1:] + values[:-1]) / 2).astype(np.float32)
+    beside = [np.nextafter(near, np.float32(sign * np.inf)) for sign in (-1, 1)]
+    x = np.minimum(np.concatenate([absmax, near, -near, *beside], axis=1), absmax)
+    function, options = ("int8_quantize", {}) if name == "int8" else ("fp8_quantize", {"dtype": name})
+    got = run(backend, function, {"x": x}, axis=1, block_size=None, **options)
+    codes, scales = quantise(x, (32, 1), name)
+    assert got.scale.tobytes() == scales.tobytes()
+    assert got.qvalue.tobytes() == codes.tobytes()
 
 
 @pytest.mark.parametrize("name", FORMATS)

