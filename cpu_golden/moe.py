@@ -1,41 +1,43 @@
 """A layer of a mixture of experts: the definition, in float64."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.arguments import scalar
-from cpu_golden._lib.fp8 import by_columns, by_rows, weights
+from cpu_golden._lib.pairs import by_columns, by_rows, product, weight_product, weights
 from cpu_golden._lib.permutation import permutation, take_rows
-from cpu_golden.gmm import gmm, tgmm
 from cpu_golden.grouped_gemm import grouped_gemm
 from cpu_golden.mxfp8 import mxfp8_quantize
 from cpu_golden.permute import unpermute
-from cpu_golden.quantized_gmm import gmm_quantized, tgmm_quantized
 from cpu_golden.stages import Stages, exact
-from op_arguments import Tiling
-from op_arguments.moe import Layer, LayerGrads, check_layer_dout, check_moe_layer
+from op_arguments.moe import Layer, LayerGrads, LayerOptions, check_layer_dout, check_moe_layer
+from op_arguments.options import options_of
 from op_arguments.permute import permuted_rows
+from op_arguments.quantize import Quantized
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Options(LayerOptions):
+    """As a golden has them."""
+
+    group_offset: int = 0
+    stages: Stages = exact
+
+
+class _Experts(NamedTuple):
+    """The weights of the experts: w_gate, w_up [G, D, F] and w_down [G, F, D]."""
+
+    gate: Array
+    up: Array
+    down: Array
+
+
+@options_of(_Options)
 def moe_layer(
-    x: Array,
-    w_router: Array,
-    w_gate: Array,
-    w_up: Array,
-    w_down: Array,
-    *,
-    top_k: int,
-    quantize: str | None = None,
-    block_size: int | None = 128,
-    capacity: int | None = None,
-    renormalize: bool = True,
-    group_offset: int = 0,
-    sanitize_grads: bool = False,
-    tiling: Tiling | None = None,
-    stages: Stages = exact,
+    x: Array, w_router: Array, w_gate: Array, w_up: Array, w_down: Array, *, top_k: int, **options: Any
 ) -> Array:
     """A layer of SwiGLU experts, of which each token goes to the top_k that its router likes best.
 
@@ -43,49 +45,28 @@ def moe_layer(
 
     x [T, D]; w_gate, w_up [G, D, F] and w_down [G, F, D] of x's dtype (float32, bfloat16 or float16); w_router [D, E]
     float32, bfloat16 or float16, all finite as x must be. Returns [T, D]: x's dtype, float64 here.
+    options: those of `LayerOptions`, group_offset and stages.
     Routing: logits x @ w_router in float32; the top_k largest, of equal ones the lower expert first; weights are their
-    softmax, over the top_k chosen with renormalize (Mixtral, Qwen3), else over all E.
-    capacity: rows that an expert takes at most. Of the tokens of an expert the later ones are dropped beyond it: their
-    choice contributes nothing, and the weights of their other choices stay what they were.
+    softmax. The weights enter before the last matmul, which is linear: their gradient then needs no more than a product
+    of what the backward pass has anyway.
     The G experts are those from group_offset on of the router's E: a choice of any other contributes nothing, so that
     the layers of all shards sum up to the whole.
-    quantize: the operands of the matmuls of both passes in e4m3; "fp8": rows with a float32 scale per `block_size`
-    elements, weights per block_size x block_size of them (None: whole axes; it must divide D and F), as
-    `grouped_dense`; "mxfp8": with a power of two per 32, of any D and F, as `mxfp8_quantize`. Gradients are those of
-    the quantised operands. What a matmul hands to the next one is then float32, so that each is rounded once; else it
-    has x's dtype.
-    The weights enter before the last matmul, which is linear: their gradient then needs no more than a product of what
-    the backward pass has anyway. sanitize_grads: zero in place of every gradient that is NaN or infinite; by default
-    they propagate. tiling: (tm, tk, tn) of every matmul of the experts, or a look-up (m, k, n) -> (tm, tk, tn); it is
-    checked as kernels do, and otherwise theirs alone.
+    Gradients are those of the operands as they are quantised. What a matmul hands to the next one is then float32, so
+    that each is rounded once; else it has x's dtype.
     Stages: depth, and router_depth of the router's matmuls, which are of float32 whatever the others are.
     Sites: logits, weights; gate, up and hidden (what the matmuls hand on), rows (of the last matmul), those of the
     matmuls and of `unpermute`.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
     """
-    o = _options(x, w_router, w_gate, w_up, w_down, top_k, quantize, block_size, capacity, renormalize, group_offset,
-                 tiling, stages)  # fmt: skip
-    routed = _route(o, x, w_router)
-    return unpermute(_experts(o, x, routed, w_gate, w_up, w_down).rows, routed.slots, stages=stages)
+    o = _Options(top_k=top_k, **options)
+    layer = check_moe_layer(x, w_router, w_gate, w_up, w_down, o, scalar(o.group_offset), exact=True)
+    routed = _route(o, layer, x, w_router)
+    return unpermute(_forward(o, x, routed, _Experts(w_gate, w_up, w_down)).rows, routed.slots, stages=o.stages)
 
 
+@options_of(_Options)
 def moe_layer_bwd(
-    x: Array,
-    w_router: Array,
-    w_gate: Array,
-    w_up: Array,
-    w_down: Array,
-    dout: Array,
-    *,
-    top_k: int,
-    quantize: str | None = None,
-    block_size: int | None = 128,
-    capacity: int | None = None,
-    renormalize: bool = True,
-    group_offset: int = 0,
-    sanitize_grads: bool = False,
-    tiling: Tiling | None = None,
-    stages: Stages = exact,
+    x: Array, w_router: Array, w_gate: Array, w_up: Array, w_down: Array, dout: Array, *, top_k: int, **options: Any
 ) -> LayerGrads:
     """The gradients of `moe_layer` in all five of its arrays, for a gradient dout [T, D] of its result.
 
@@ -93,51 +74,15 @@ def moe_layer_bwd(
     Sites: dhidden, dgate and dup (what the matmuls hand on), dweights, dlogits; drows (of each row), dexperts (their
     sum for a token) and drouter, the two parts of x's gradient; those of the matmuls and of `unpermute`.
     """
-    o = _options(x, w_router, w_gate, w_up, w_down, top_k, quantize, block_size, capacity, renormalize, group_offset,
-                 tiling, stages)  # fmt: skip
+    o = _Options(top_k=top_k, **options)
+    layer = check_moe_layer(x, w_router, w_gate, w_up, w_down, o, scalar(o.group_offset), exact=True)
     check_layer_dout(dout, x, exact=True)
-    routed = _route(o, x, w_router)
+    routed = _route(o, layer, x, w_router)
     with np.errstate(over="ignore", invalid="ignore"):
-        grads = _backward(o, x, w_router, w_gate, w_up, w_down, routed, dout)
-    if sanitize_grads:
+        grads = _backward(o, x, w_router, _Experts(w_gate, w_up, w_down), routed, dout)
+    if o.sanitize_grads:
         return LayerGrads(*(np.where(np.isfinite(grad), grad, 0.0) for grad in grads))
     return grads
-
-
-class _Options(NamedTuple):
-    """A checked `moe_layer` without its arrays."""
-
-    layer: Layer
-    top_k: int
-    quantize: str | None
-    block_size: int | None
-    capacity: int | None
-    renormalize: bool
-    group_offset: int
-    tiling: Tiling | None
-    stages: Stages
-
-
-def _options(
-    x: Array,
-    w_router: Array,
-    w_gate: Array,
-    w_up: Array,
-    w_down: Array,
-    top_k: int,
-    quantize: str | None,
-    block_size: int | None,
-    capacity: int | None,
-    renormalize: bool,
-    group_offset: Any,
-    tiling: Tiling | None,
-    stages: Stages,
-) -> _Options:
-    offset = scalar(group_offset)
-    layer = check_moe_layer(
-        x, w_router, w_gate, w_up, w_down, top_k, quantize, block_size, capacity, offset, exact=True
-    )
-    return _Options(layer, top_k, quantize, block_size, capacity, renormalize, offset, tiling, stages)
 
 
 class _Routed(NamedTuple):
@@ -151,14 +96,14 @@ class _Routed(NamedTuple):
     group_sizes: Array
 
 
-def _route(o: _Options, x: Array, w_router: Array) -> _Routed:
+def _route(o: _Options, layer: Layer, x: Array, w_router: Array) -> _Routed:
     logits = o.stages("logits", _dot(o, x, w_router))
     indices = np.argsort(-logits, axis=1, kind="stable")[:, : o.top_k].astype(np.int32)
     chosen = np.take_along_axis(logits, indices, axis=1)
     likelihoods = _softmax(logits)
     weights = _softmax(chosen) if o.renormalize else np.take_along_axis(likelihoods, indices, axis=1)
-    rows = permuted_rows(o.layer.tokens, o.top_k, o.layer.experts, o.capacity)
-    plan = permutation(indices, o.layer.experts, o.capacity, rows)
+    rows = permuted_rows(layer.tokens, o.top_k, layer.experts, o.capacity)
+    plan = permutation(indices, layer.experts, o.capacity, rows)
     return _Routed(indices, o.stages("weights", weights), likelihoods, *plan)
 
 
@@ -173,32 +118,23 @@ class _Passed(NamedTuple):
     rows: Array
 
 
-def _experts(o: _Options, x: Array, routed: _Routed, w_gate: Array, w_up: Array, w_down: Array) -> _Passed:
+def _forward(o: _Options, x: Array, routed: _Routed, experts: _Experts) -> _Passed:
     taken = take_rows(x, routed.source, o.top_k)
     weights = np.append(routed.weights.ravel(), 0.0)[routed.source][:, None]
-    gate, up = (_product(o, routed, taken, w, site) for w, site in ((w_gate, "gate"), (w_up, "up")))
+    gate, up = (_product(o, routed, taken, w, site) for w, site in ((experts.gate, "gate"), (experts.up, "up")))
     hidden = o.stages("hidden", weights * _silu(gate) * up)
-    return _Passed(taken, weights, gate, up, hidden, _product(o, routed, hidden, w_down, "rows"))
+    return _Passed(taken, weights, gate, up, hidden, _product(o, routed, hidden, experts.down, "rows"))
 
 
-def _backward(
-    o: _Options,
-    x: Array,
-    w_router: Array,
-    w_gate: Array,
-    w_up: Array,
-    w_down: Array,
-    routed: _Routed,
-    dout: Array,
-) -> LayerGrads:
-    passed = _experts(o, x, routed, w_gate, w_up, w_down)
+def _backward(o: _Options, x: Array, w_router: Array, experts: _Experts, routed: _Routed, dout: Array) -> LayerGrads:
+    passed = _forward(o, x, routed, experts)
     drows = take_rows(dout, routed.source, o.top_k)
-    dhidden = _product(o, routed, drows, w_down, "dhidden", transpose_rhs=True)
+    dhidden = _product(o, routed, drows, experts.down, "dhidden", transpose_rhs=True)
     sigmoid, silu = _sigmoid(passed.gate), _silu(passed.gate)
     dweights = o.stages("dweights", (dhidden * silu * passed.up).sum(axis=1))
     dgate = o.stages("dgate", dhidden * passed.weights * passed.up * sigmoid * (1 + passed.gate * (1 - sigmoid)))
     dup = o.stages("dup", dhidden * passed.weights * silu)
-    of_both = ((dgate, w_gate), (dup, w_up))
+    of_both = ((dgate, experts.gate), (dup, experts.up))
     through_gate, through_up = (_product(o, routed, d, w, "dtaken", transpose_rhs=True) for d, w in of_both)
     dtaken = o.stages("drows", through_gate + through_up)
     dexperts = o.stages("dexperts", unpermute(dtaken, routed.slots, stages=o.stages.renamed(out="sum")))
@@ -207,16 +143,16 @@ def _backward(
     return LayerGrads(
         o.stages("out", dexperts + drouter),
         o.stages("out", _dot(o, x.T, dlogits)),
-        _weight_gradient(o, routed, passed.taken, dgate),
-        _weight_gradient(o, routed, passed.taken, dup),
-        _weight_gradient(o, routed, passed.hidden, drows),
+        _weight_gradient(o, routed, passed.taken, dgate, len(experts.gate)),
+        _weight_gradient(o, routed, passed.taken, dup, len(experts.up)),
+        _weight_gradient(o, routed, passed.hidden, drows, len(experts.down)),
     )
 
 
 def _route_bwd(o: _Options, routed: _Routed, dweights: Array) -> Array:
     """The gradient of the logits [T, E] for that of the weights [T, k]: of a softmax over the chosen, or over all."""
     mean = (routed.weights * dweights).sum(axis=1, keepdims=True)
-    dlogits = np.zeros((o.layer.tokens, o.layer.experts))
+    dlogits = np.zeros(routed.likelihoods.shape)
     if o.renormalize:
         np.put_along_axis(dlogits, routed.indices, routed.weights * (dweights - mean), axis=1)
         return dlogits
@@ -232,41 +168,38 @@ def _dot(o: _Options, a: Array, b: Array) -> Array:
 
 def _product(o: _Options, routed: _Routed, lhs: Array, rhs: Array, site: str, transpose_rhs: bool = False) -> Array:
     """Rows of each group times that group's weights, both quantised where that is asked for."""
-    arguments: dict[str, Any] = {
-        "group_offset": o.group_offset,
-        "transpose_rhs": transpose_rhs,
-        "tiling": o.tiling,
-        "stages": o.stages.renamed(out=site),
-    }
-    if o.quantize is None:
-        return gmm(lhs.astype(np.float64), rhs.astype(np.float64), routed.group_sizes, **arguments)
-    arguments["preferred_element_type"] = "float32"
+    arguments = _shared(o, o.stages.renamed(out=site)) | {"transpose_rhs": transpose_rhs}
+    if o.quantize == "mxfp8":
+        a = mxfp8_quantize(_single(lhs), 1, check_finite=False)
+        b = mxfp8_quantize(rhs, 2 if transpose_rhs else 1, check_finite=False)
+        return _mxfp8_product(routed, a, b, **arguments)
+    a, b = Quantized(lhs, None), Quantized(rhs, None)
     if o.quantize == "fp8":
         a, b = by_rows(_single(lhs), o.block_size), weights(rhs, o.block_size)
-        return gmm_quantized(*a, *b, routed.group_sizes, **arguments)
-    a = mxfp8_quantize(_single(lhs), 1, check_finite=False)
-    b = mxfp8_quantize(rhs, 2 if transpose_rhs else 1, check_finite=False)
-    return grouped_gemm(a.qvalue, b.qvalue, routed.group_sizes, lhs_scale=a.scale, rhs_scale=b.scale, **arguments)
+    return product(a, b, routed.group_sizes, **arguments)
 
 
-def _weight_gradient(o: _Options, routed: _Routed, lhs: Array, rhs: Array) -> Array:
+def _weight_gradient(o: _Options, routed: _Routed, lhs: Array, rhs: Array, groups: int) -> Array:
     """lhs.T @ rhs over the rows of each group, both quantised by columns where that is asked for."""
-    arguments: dict[str, Any] = {
-        "group_offset": o.group_offset,
-        "num_actual_groups": o.layer.groups,
-        "tiling": o.tiling,
-        "stages": o.stages,
-    }
-    if o.quantize is None:
-        return tgmm(lhs.astype(np.float64), rhs.astype(np.float64), routed.group_sizes, **arguments)
-    arguments["preferred_element_type"] = "float32"
+    arguments = _shared(o, o.stages) | {"num_actual_groups": groups}
+    if o.quantize == "mxfp8":
+        a, b = (mxfp8_quantize(_single(x), 0, check_finite=False) for x in (lhs, rhs))
+        return _mxfp8_product(routed, a, b, ragged="contracting", **arguments)
+    a, b = Quantized(lhs, None), Quantized(rhs, None)
     if o.quantize == "fp8":
         a, b = (by_columns(_single(x), o.block_size) for x in (lhs, rhs))
-        return tgmm_quantized(*a, *b, routed.group_sizes, **arguments)
-    a, b = (mxfp8_quantize(_single(x), 0, check_finite=False) for x in (lhs, rhs))
-    return grouped_gemm(
-        a.qvalue, b.qvalue, routed.group_sizes, lhs_scale=a.scale, rhs_scale=b.scale, ragged="contracting", **arguments
-    )
+    return weight_product(a, b, routed.group_sizes, **arguments)
+
+
+def _mxfp8_product(routed: _Routed, lhs: Quantized, rhs: Quantized, **arguments: Any) -> Array:
+    scales = {"lhs_scale": lhs.scale, "rhs_scale": rhs.scale}
+    return grouped_gemm(lhs.qvalue, rhs.qvalue, routed.group_sizes, **scales, **arguments)
+
+
+def _shared(o: _Options, stages: Stages) -> dict[str, Any]:
+    """What every matmul of the experts is given."""
+    out = None if o.quantize is None else "float32"
+    return {"group_offset": o.group_offset, "preferred_element_type": out, "tiling": o.tiling, "stages": stages}
 
 
 def _single(x: Array) -> Array:

@@ -1,6 +1,7 @@
 """Dense layers of groups on the GPU, in all precisions; they are defined in `cpu_golden/grouped_dense.py`."""
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,26 +11,15 @@ from torch.nn.functional import pad
 from gpu_reference._lib.hardware import architecture, check_devices, supports_matmul
 from gpu_reference._lib.operands import on_device, primal_of, scalar, values
 from gpu_reference._lib.pairs import dual_quantized, padded, product, quantized, weight_product, with_rows
-from op_arguments import Tiling, check_array, check_shape, dtype_name
+from op_arguments import check_array, check_shape, dtype_name
 from op_arguments.gmm import check_gmm
-from op_arguments.grouped_dense import Grads, check_quantize_options
+from op_arguments.grouped_dense import DenseOptions, Grads, Quantize
+from op_arguments.options import options_of
 from op_arguments.probe import active, probing, renamed
 from op_arguments.quantize import Quantized
 
-Quantize = bool | str
 
-
-class _Options(NamedTuple):
-    """What is no tensor in a `grouped_dense`."""
-
-    quantize: bool
-    bwd_quantize: bool
-    block_size: int | None
-    transpose_rhs: bool
-    out_dtype: torch.dtype
-    tiling: Tiling | None
-
-
+@options_of(DenseOptions)
 def grouped_dense(
     lhs: Tensor,
     rhs: Tensor,
@@ -37,42 +27,34 @@ def grouped_dense(
     existing_out: Tensor | None = None,
     *,
     group_offset: int | Tensor = 0,
-    transpose_rhs: bool = False,
-    quantize: Quantize = "auto",
-    bwd_quantize: Quantize = "auto",
-    block_size: int | None = 128,
-    preferred_element_type: torch.dtype | None = None,
-    tiling: Tiling | None = None,
+    **options: Any,
 ) -> Tensor:
     """`gmm` [M, N], differentiable in lhs, rhs and existing_out, with its operands quantised to e4m3 on request.
 
-    Arguments, result and errors as `cpu_golden.grouped_dense.grouped_dense`, dtypes, strides and further errors as
-    `gpu_reference.gmm.gmm`. "auto" quantises where the matrix unit multiplies fp8 natively, which an interpreter does
-    not. Where anything is quantised, what a backward pass keeps of lhs (by columns) and rhs is fp8 pairs alone.
-    Gradients have the dtypes of what they are gradients of.
-    tiling: (tm, tk, tn) of the forward pass, whose backward matmuls take (tm, tn, tk) and (tm, tk, tn), or a look-up
-    (m, k, n) -> (tm, tk, tn) that is asked for each of them. Sites shown to a probe: those of the forward pass's
-    matmul, and the sums of the other two at dlhs and drhs.
+    Arguments, result and errors as `cpu_golden.grouped_dense.grouped_dense`, options those of `DenseOptions`, dtypes,
+    strides and further errors as `gpu_reference.gmm.gmm`. "auto" quantises where the matrix unit multiplies fp8
+    natively, which an interpreter does not. Where anything is quantised, what a backward pass keeps of lhs (by columns)
+    and rhs is fp8 pairs alone. Gradients have the dtypes of what they are gradients of.
+    Sites shown to a probe: those of the forward pass's matmul, and the sums of the other two at dlhs and drhs.
     """
-    check_quantize_options(quantize, bwd_quantize, block_size)
+    o = DenseOptions(**options)
     group_offset, sizes = scalar(group_offset), values(group_sizes)
-    p = check_gmm(lhs, rhs, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes)
+    p = check_gmm(lhs, rhs, group_sizes, group_offset, existing_out, o.transpose_rhs, o.preferred_element_type, sizes)
     tensors = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "existing_out": existing_out}
     device = check_devices(tensors | {"group_offset": group_offset})
-    options = _Options(
-        quantize=_resolved(quantize, device),
-        bwd_quantize=_resolved(bwd_quantize, device),
-        block_size=block_size,
-        transpose_rhs=bool(transpose_rhs),
-        out_dtype=getattr(torch, p.out_dtype),
-        tiling=tiling,
+    resolved = replace(
+        o,
+        quantize=_resolved(o.quantize, device),
+        bwd_quantize=_resolved(o.bwd_quantize, device),
+        preferred_element_type=getattr(torch, p.out_dtype),
     )
     out: Tensor = _GroupedDense.apply(  # type: ignore[no-untyped-call]
-        options, lhs, rhs, group_sizes, group_offset, existing_out
+        resolved, lhs, rhs, group_sizes, group_offset, existing_out
     )
     return out
 
 
+@options_of(DenseOptions)
 def grouped_dense_bwd(
     lhs: Tensor,
     rhs: Tensor,
@@ -81,12 +63,7 @@ def grouped_dense_bwd(
     existing_out: Tensor | None = None,
     *,
     group_offset: int | Tensor = 0,
-    transpose_rhs: bool = False,
-    quantize: Quantize = "auto",
-    bwd_quantize: Quantize = "auto",
-    block_size: int | None = 128,
-    preferred_element_type: torch.dtype | None = None,
-    tiling: Tiling | None = None,
+    **options: Any,
 ) -> Grads:
     """The gradients of `grouped_dense` in lhs, rhs and existing_out, as `torch.autograd.grad` gives them.
 
@@ -96,19 +73,7 @@ def grouped_dense_bwd(
     primals = [primal_of(x) for x in (lhs, rhs, existing_out) if x is not None]
     lhs, rhs, *existing = primals
     with torch.enable_grad(), renamed(_of_gradients):
-        out = grouped_dense(
-            lhs,
-            rhs,
-            group_sizes,
-            *existing,
-            group_offset=group_offset,
-            transpose_rhs=transpose_rhs,
-            quantize=quantize,
-            bwd_quantize=bwd_quantize,
-            block_size=block_size,
-            preferred_element_type=preferred_element_type,
-            tiling=tiling,
-        )
+        out = grouped_dense(lhs, rhs, group_sizes, *existing, group_offset=group_offset, **options)
     check_array("dout", dout, "M, N", (dtype_name(out.dtype),))
     check_shape("dout", dout, "M, N", tuple(out.shape))
     dlhs, drhs, *passed = torch.autograd.grad(out, primals, dout)
@@ -135,7 +100,7 @@ class _GroupedDense(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        options: _Options,
+        options: DenseOptions,
         lhs: Tensor,
         rhs: Tensor,
         group_sizes: Tensor,
@@ -173,7 +138,7 @@ class _GroupedDense(torch.autograd.Function):
             group_offset=group_offset,
             existing_out=existing_out,
             transpose_rhs=options.transpose_rhs,
-            preferred_element_type=options.out_dtype,
+            preferred_element_type=options.preferred_element_type,
             tiling=options.tiling,
         )
 
@@ -199,30 +164,21 @@ def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         by_columns = Quantized(with_rows(dout, lhs.qvalue.shape[0]), None)
 
     shared: dict[str, Any] = {"group_offset": group_offset, "preferred_element_type": ctx.dtype}
-    swapped = _swapped(options.tiling)
     dlhs = drhs = passed = None
     if needs_dlhs:
-        by_gmm = {"transpose_rhs": not options.transpose_rhs, "tiling": swapped}
+        by_gmm = {"transpose_rhs": not options.transpose_rhs, "tiling": options.swapped_tiling}
         with renamed(_AT_DLHS):
             dlhs = product(by_rows, rhs, group_sizes, **by_gmm, **shared)
     if needs_drhs:
         left, right, tiling = lhs, by_columns, options.tiling
         if options.transpose_rhs:
-            left, right, tiling = by_columns, lhs, swapped
+            left, right, tiling = by_columns, lhs, options.swapped_tiling
         by_tgmm = {"num_actual_groups": ctx.groups, "tiling": tiling}
         with renamed(_AT_DRHS):
             drhs = weight_product(left, right, group_sizes, **by_tgmm, **shared)
     if needs_passed:
         passed = _outside(dout, group_sizes, group_offset, ctx.groups)
     return None, dlhs, drhs, None, None, passed
-
-
-def _swapped(tiling: Tiling | None) -> Tiling | None:
-    """The tile of a matmul in which K and N have changed places; a look-up is asked with its sizes anyway."""
-    if tiling is None or callable(tiling):
-        return tiling
-    tm, tk, tn = tiling
-    return tm, tn, tk
 
 
 def _outside(x: Tensor, group_sizes: Tensor, group_offset: int | Tensor, groups: int) -> Tensor:

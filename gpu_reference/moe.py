@@ -1,6 +1,7 @@
 """The layer of a mixture of SwiGLU experts on the GPU; it is defined in `cpu_golden/moe.py`."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,23 +16,24 @@ from gpu_reference._lib.routing import combine, plan_rows, take
 from gpu_reference.gmm import gmm, tgmm
 from gpu_reference.grouped_gemm import grouped_gemm
 from gpu_reference.mxfp8 import mxfp8_dual_quantize, mxfp8_quantize
-from op_arguments import Tiling
-from op_arguments.moe import LayerGrads, check_expert_parallel, check_layer_dout, check_moe_layer
+from op_arguments.moe import LayerGrads, LayerOptions, check_expert_parallel, check_layer_dout, check_moe_layer
+from op_arguments.options import options_of
 from op_arguments.permute import permuted_rows
 from op_arguments.probe import Probe, active, probe, probing
 from op_arguments.quantize import Quantized
 
 
-class _LayerOptions(NamedTuple):
-    """What is no tensor in a `moe_layer`."""
+@dataclass(frozen=True, kw_only=True)
+class _Options(LayerOptions):
+    """As a GPU has them."""
 
-    top_k: int
-    quantize: str | None
-    block_size: int | None
-    capacity: int | None
-    renormalize: bool
-    tiling: Tiling | None
-    process_group: dist.ProcessGroup | None
+    process_group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Static(_Options):
+    """What is no tensor in a checked `moe_layer`."""
+
     dtype: torch.dtype  # of x and the experts' weights
 
     @property
@@ -40,6 +42,7 @@ class _LayerOptions(NamedTuple):
         return self.dtype if self.quantize is None else torch.float32
 
 
+@options_of(_Options)
 def moe_layer(
     x: Tensor,
     w_router: Tensor,
@@ -48,19 +51,14 @@ def moe_layer(
     w_down: Tensor,
     *,
     top_k: int,
-    quantize: str | None = None,
-    block_size: int | None = 128,
-    capacity: int | None = None,
-    renormalize: bool = True,
     group_offset: int | Tensor = 0,
-    sanitize_grads: bool = False,
-    tiling: Tiling | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
 ) -> Tensor:
     """[T, D]: each token through the top_k SwiGLU experts that its router likes best, weighted; differentiable.
 
-    Arguments, result and errors as `cpu_golden.moe.moe_layer`; the result has x's dtype. Here: with quantize the
-    quantised operands are all that a backward pass keeps of them.
+    Arguments, result and errors as `cpu_golden.moe.moe_layer`; the result has x's dtype. options: those of
+    `LayerOptions`, and process_group. Here: with quantize the quantised operands are all that a backward pass keeps of
+    them.
     process_group: expert parallelism over its processes. Each has T of the tokens, in order, w_router whole and
     G = E / processes of the experts, in order; rows travel by all-to-all in buffers for the worst case, so that no
     process waits for what another counts. Results are those of one process with all tokens and experts.
@@ -69,31 +67,33 @@ def moe_layer(
     Nothing is read back from the device. Also raises ValueError for several devices, and RuntimeError for CPU tensors
     where Triton's interpreter is off.
     """
-    group_offset = scalar(group_offset)
-    layer = check_moe_layer(x, w_router, w_gate, w_up, w_down, top_k, quantize, block_size, capacity, group_offset)
+    asked, group_offset = _Options(top_k=top_k, **options), scalar(group_offset)
+    layer = check_moe_layer(x, w_router, w_gate, w_up, w_down, asked, group_offset)
     tensors = {"x": x, "w_router": w_router, "w_gate": w_gate, "w_up": w_up, "w_down": w_down}
     check_devices(tensors | {"group_offset": group_offset})
-    if process_group is not None:
-        check_expert_parallel(layer, process_group.size(), group_offset)
-    o = _LayerOptions(top_k, quantize, block_size, capacity, bool(renormalize), tiling, process_group, x.dtype)
-    if sanitize_grads:
+    o = _Static(**vars(asked), dtype=x.dtype)
+    if o.process_group is not None:
+        check_expert_parallel(layer, o.process_group.size(), group_offset)
+    if o.sanitize_grads:
         x, w_router, w_gate, w_up, w_down = (_sanitized(primal) for primal in tensors.values())
     weights, indices = _route(o, x, w_router)
     x = _shown(None, x, "dexperts")
-    shard: dict[str, Any] = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down, "group_offset": group_offset}
-    if process_group is None:
-        plan = plan_rows(indices, layer.experts, capacity, permuted_rows(layer.tokens, top_k, layer.experts, capacity))
+    experts = w_gate, w_up, w_down
+    if o.process_group is None:
+        most = permuted_rows(layer.tokens, top_k, layer.experts, o.capacity)
+        plan = plan_rows(indices, layer.experts, o.capacity, most)
         rows, of_rows = take(x, *plan[:2]), take(weights.reshape(-1, 1), plan.source, plan.slots.reshape(-1, 1))
-        out = _experts(o, rows, of_rows, group_sizes=plan.group_sizes, **shard)
+        out = _experts(o, rows, of_rows, *experts, plan.group_sizes, group_offset)
         return combine(out, None, plan.slots, plan.source)
-    sent, received = exchange_plans(process_group, indices, layer.experts, capacity)
+    sent, received = exchange_plans(o.process_group, indices, layer.experts, o.capacity)
     rows, of_rows = take(x, *sent[:2]), take(weights.reshape(-1, 1), sent.source, sent.slots.reshape(-1, 1))
-    rows, of_rows = (take(swap(t, process_group), *received[:2]) for t in (rows, of_rows))
-    out = _experts(o, rows, of_rows, group_sizes=received.group_sizes, **shard)
-    out = swap(take(out, received.slots.reshape(-1), received.source[:, None]), process_group)
+    rows, of_rows = (take(swap(t, o.process_group), *received[:2]) for t in (rows, of_rows))
+    out = _experts(o, rows, of_rows, *experts, received.group_sizes, group_offset)
+    out = swap(take(out, received.slots.reshape(-1), received.source[:, None]), o.process_group)
     return combine(out, None, sent.slots, sent.source)
 
 
+@options_of(_Options)
 def moe_layer_bwd(
     x: Tensor,
     w_router: Tensor,
@@ -103,14 +103,8 @@ def moe_layer_bwd(
     dout: Tensor,
     *,
     top_k: int,
-    quantize: str | None = None,
-    block_size: int | None = 128,
-    capacity: int | None = None,
-    renormalize: bool = True,
     group_offset: int | Tensor = 0,
-    sanitize_grads: bool = False,
-    tiling: Tiling | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
 ) -> LayerGrads:
     """The gradients of `moe_layer` in all five of its tensors, as autograd gives them, for a gradient dout [T, D].
 
@@ -119,23 +113,12 @@ def moe_layer_bwd(
     """
     primals = [primal_of(tensor) for tensor in (x, w_router, w_gate, w_up, w_down)]
     with torch.enable_grad():
-        out = moe_layer(
-            *primals,
-            top_k=top_k,
-            quantize=quantize,
-            block_size=block_size,
-            capacity=capacity,
-            renormalize=renormalize,
-            group_offset=group_offset,
-            sanitize_grads=sanitize_grads,
-            tiling=tiling,
-            process_group=process_group,
-        )
+        out = moe_layer(*primals, top_k=top_k, group_offset=group_offset, **options)
     check_layer_dout(dout, x)
     return LayerGrads(*torch.autograd.grad(out, primals, dout))
 
 
-def _route(o: _LayerOptions, x: Tensor, w_router: Tensor) -> tuple[Tensor, Tensor]:
+def _route(o: _Static, x: Tensor, w_router: Tensor) -> tuple[Tensor, Tensor]:
     """The weights [T, k] float32 of each token's experts, and which these are."""
     logits: Tensor = _Logits.apply(_shown(None, x, "drouter"), w_router)  # type: ignore[no-untyped-call]
     logits = _shown("logits", logits, "dlogits")
@@ -204,21 +187,9 @@ class _Shown(torch.autograd.Function):
         return None, None, None, grad if ctx.gradient is None else ctx.shows(ctx.gradient, grad)
 
 
-def _experts(
-    o: _LayerOptions,
-    rows: Tensor,
-    weights: Tensor,
-    *,
-    w_gate: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    group_sizes: Tensor,
-    group_offset: int | Tensor,
-) -> Tensor:
-    """rows [M, D], sorted by expert, through their experts, times their weights [M, 1]."""
-    out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-        o, rows, weights, w_gate, w_up, w_down, group_sizes, group_offset
-    )
+def _experts(*arguments: Any) -> Tensor:
+    """rows [M, D], sorted by expert, through their experts, times their weights [M, 1]; as `_Experts.forward`."""
+    out: Tensor = _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -228,7 +199,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        o: _LayerOptions,
+        o: _Static,
         rows: Tensor,
         weights: Tensor,
         w_gate: Tensor,
@@ -263,7 +234,7 @@ class _Experts(torch.autograd.Function):
 
 def _gradients_of_experts(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     """What `_Experts.backward` returns."""
-    o: _LayerOptions = ctx.o
+    o: _Static = ctx.o
     *saved, gate, up, weights, group_sizes = ctx.saved_tensors
     rows, hidden, of_gate, of_up, of_down = (Quantized(*saved[i : i + 2]) for i in range(0, 10, 2))
     shard = group_sizes, ctx.group_offset
@@ -296,7 +267,7 @@ def _silu(x: Tensor) -> Tensor:
 
 
 @probing(None)
-def _activations(o: _LayerOptions, x: Tensor, is_trained: bool) -> tuple[Quantized, Quantized]:
+def _activations(o: _Static, x: Tensor, is_trained: bool) -> tuple[Quantized, Quantized]:
     """x [M, …] as an operand of products of rows, and (where it is trained) of weights' gradients."""
     if o.quantize is None:
         return Quantized(x, None), Quantized(x, None)
@@ -309,7 +280,7 @@ def _activations(o: _LayerOptions, x: Tensor, is_trained: bool) -> tuple[Quantiz
 
 
 @probing(None)
-def _weights_of(o: _LayerOptions, w: Tensor, is_trained: bool) -> tuple[Quantized, Quantized]:
+def _weights_of(o: _Static, w: Tensor, is_trained: bool) -> tuple[Quantized, Quantized]:
     """w [G, …] as an operand of products, and (where it is trained) of those with it transposed."""
     if o.quantize is None:
         return Quantized(w, None), Quantized(w, None)
@@ -328,7 +299,7 @@ _Shard = tuple[Tensor, int | Tensor]
 
 @probing(None)
 def _product(
-    o: _LayerOptions, lhs: Quantized, rhs: Quantized, shard: _Shard, dtype: torch.dtype, transpose_rhs: bool = False
+    o: _Static, lhs: Quantized, rhs: Quantized, shard: _Shard, dtype: torch.dtype, transpose_rhs: bool = False
 ) -> Tensor:
     group_sizes, group_offset = shard
     arguments: dict[str, Any] = {
@@ -343,7 +314,7 @@ def _product(
 
 
 @probing(None)
-def _weight_gradient(o: _LayerOptions, lhs: Quantized, rhs: Quantized, shard: _Shard, groups: int) -> Tensor:
+def _weight_gradient(o: _Static, lhs: Quantized, rhs: Quantized, shard: _Shard, groups: int) -> Tensor:
     group_sizes, group_offset = shard
     arguments: dict[str, Any] = {
         "group_offset": group_offset,

@@ -67,6 +67,11 @@ def resolve_tiling(
     tile = table(m, k, n) if tiling is None else tiling(m, k, n) if callable(tiling) else tiling
     if tile is None:
         raise ValueError(f"tiling must give (tm, tk, tn) for every shape, got None for (m, k, n) = ({m}, {k}, {n})")
+    return check_tiles(tile)
+
+
+def check_tiles(tile: Any) -> tuple[int, int, int]:
+    """The tile (tm, tk, tn), refused unless it is three positive ints; as `resolve_tiling`."""
     if not isinstance(tile, (tuple, list)) or len(tile) != 3 or not all(type(t) is int for t in tile):
         raise TypeError(f"tiling must be three ints (tm, tk, tn), got {tile!r}")
     if min(tile) < 1:

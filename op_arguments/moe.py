@@ -1,13 +1,47 @@
-"""What `moe_layer` returns, and what it accepts beyond what its matmuls and quantisers check."""
+"""What `moe_layer` takes and returns, beyond what its matmuls and quantisers check."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-from op_arguments import Array, check_array, check_shape, dtype_name
+from op_arguments import Array, Tiling, check_array, check_shape, dtype_name
 from op_arguments.gmm import FLOATS
-from op_arguments.permute import check_count, permuted_rows
+from op_arguments.permute import check_count
 from op_arguments.quantize import check_block_size
 
 QUANTIZE = (None, "fp8", "mxfp8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOptions:
+    """The options of `moe_layer` and its gradients.
+
+    top_k: the experts that each token goes to.
+    quantize: the operands of the matmuls of both passes in e4m3; "fp8": rows with a float32 scale per `block_size`
+    elements, weights per block_size x block_size of them (None: whole axes; it must divide D and F), as
+    `grouped_dense`; "mxfp8": with a power of two per 32, of any D and F, as `mxfp8_quantize`.
+    capacity: rows that an expert takes at most. Of the tokens of an expert the later ones are dropped beyond it: their
+    choice contributes nothing, and the weights of their other choices stay what they were.
+    renormalize: weights are the softmax over the top_k chosen (Mixtral, Qwen3), else over all E.
+    sanitize_grads: zero in place of every gradient that is NaN or infinite; by default they propagate.
+    tiling: (tm, tk, tn) of every matmul of the experts, or a look-up (m, k, n) -> (tm, tk, tn).
+    Raises TypeError for a wrong type, ValueError for a wrong value.
+    """
+
+    top_k: int
+    quantize: Literal["fp8", "mxfp8"] | None = None
+    block_size: int | None = 128
+    capacity: int | None = None
+    renormalize: bool = True
+    sanitize_grads: bool = False
+    tiling: Tiling | None = None
+
+    def __post_init__(self) -> None:
+        check_count("top_k", self.top_k, 1)
+        if self.quantize not in QUANTIZE:
+            raise ValueError(f"quantize must be None, 'fp8' or 'mxfp8', got {self.quantize!r}")
+        check_block_size(self.block_size)
+        if self.capacity is not None:
+            check_count("capacity", self.capacity, 1)
 
 
 class LayerGrads(NamedTuple):
@@ -37,14 +71,11 @@ def check_moe_layer(
     w_gate: Array,
     w_up: Array,
     w_down: Array,
-    top_k: Any,
-    quantize: Any,
-    block_size: int | None,
-    capacity: Any,
+    options: LayerOptions,
     group_offset: Any,
     exact: bool = False,
 ) -> Layer:
-    """Check the arguments of `moe_layer`; `exact` also lets float64 operands through: the goldens take them.
+    """Check what `moe_layer` takes besides its `options`; `exact` also lets the float64 operands of goldens through.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, shape or value.
     """
@@ -63,17 +94,12 @@ def check_moe_layer(
     for name, weights in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
         if dtype_name(weights.dtype) != dtype:
             raise TypeError(f"{name} must have x's dtype {dtype}, got {dtype_name(weights.dtype)}")
-    check_count("top_k", top_k, 1)
-    if top_k > experts:
-        raise ValueError(f"top_k must be at most E = {experts}, got {top_k}")
-    if quantize not in QUANTIZE:
-        raise ValueError(f"quantize must be None, 'fp8' or 'mxfp8', got {quantize!r}")
-    check_block_size(block_size)
-    if quantize == "fp8" and block_size is not None:
+    if options.top_k > experts:
+        raise ValueError(f"top_k must be at most E = {experts}, got {options.top_k}")
+    if options.quantize == "fp8" and options.block_size is not None:
         for name, size in (("D", hidden), ("F", intermediate)):
-            if size % block_size:
-                raise ValueError(f"block_size must divide {name} = {size}, got {block_size}")
-    permuted_rows(tokens, top_k, experts, capacity)
+            if size % options.block_size:
+                raise ValueError(f"block_size must divide {name} = {size}, got {options.block_size}")
     if groups > experts:
         raise ValueError(f"w_gate must have at most the E = {experts} experts of w_router, got {groups}")
     if type(group_offset) is int and not 0 <= group_offset <= experts - groups:  # of arrays the matmuls judge

@@ -1,5 +1,6 @@
 """The layer of a mixture of SwiGLU experts on the TPU; it is defined in `cpu_golden/moe.py`."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from op_arguments import Tiling
-from op_arguments.moe import LayerGrads, check_expert_parallel, check_layer_dout, check_moe_layer
+from op_arguments.moe import LayerGrads, LayerOptions, check_expert_parallel, check_layer_dout, check_moe_layer
+from op_arguments.options import options_of
 from op_arguments.permute import permuted_rows
 from op_arguments.probe import active, probe, probing
 from op_arguments.quantize import Quantized
@@ -25,6 +26,15 @@ QUANTIZED_RESIDUALS = ("moe_layer_rows", "moe_layer_hidden", "moe_layer_weights"
 """What `jax.checkpoint` policies call the operands that a quantised `moe_layer` keeps for its backward pass."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Options(LayerOptions):
+    """As a TPU has them."""
+
+    axis_name: str | None = None
+    interpret: Interpret = None
+
+
+@options_of(_Options)
 def moe_layer(
     x: jax.Array,
     w_router: jax.Array,
@@ -33,32 +43,26 @@ def moe_layer(
     w_down: jax.Array,
     *,
     top_k: int,
-    quantize: str | None = None,
-    block_size: int | None = 128,
-    capacity: int | None = None,
-    renormalize: bool = True,
     group_offset: int | jax.Array = 0,
-    sanitize_grads: bool = False,
-    tiling: Tiling | None = None,
-    axis_name: str | None = None,
-    interpret: Interpret = None,
+    **options: Any,
 ) -> jax.Array:
     """[T, D]: each token through the top_k SwiGLU experts that its router likes best, weighted; differentiable.
 
-    Arguments, result and errors as `cpu_golden.moe.moe_layer`; the result has x's dtype. Here: with quantize the
-    quantised operands are all that a backward pass keeps of them, under the names `QUANTIZED_RESIDUALS`.
+    Arguments, result and errors as `cpu_golden.moe.moe_layer`; the result has x's dtype. options: those of
+    `LayerOptions`, axis_name and interpret. Here: with quantize the quantised operands are all that a backward pass
+    keeps of them, under the names `QUANTIZED_RESIDUALS`.
     axis_name: expert parallelism, inside `jax.shard_map` (with check_vma=False) over an axis of that name. Each device
     has T of the tokens, in order, w_router whole and G = E / devices of the experts, in order; rows travel by
     all-to-all in buffers for the worst case. Results are those of one device with all tokens and experts, but for the
     sums over rows in gradients of weights: their order, and which rows share a scale where they are quantised.
     Sites shown to a probe: what the matmuls hand on in either pass, logits, weights and the parts of x's gradient.
     """
-    asked = _Options(top_k, quantize, block_size, capacity, renormalize, sanitize_grads, tiling, axis_name, interpret)
     primals = Primals(x, w_router, w_gate, w_up, w_down)
-    options, offset = _checked(asked, primals, group_offset)
-    return _layer(primals, offset, o=options)
+    o, offset = _checked(primals, group_offset, _Options(top_k=top_k, **options))
+    return _layer(primals, offset, o=o)
 
 
+@options_of(_Options)
 def moe_layer_bwd(
     x: jax.Array,
     w_router: jax.Array,
@@ -68,26 +72,18 @@ def moe_layer_bwd(
     dout: jax.Array,
     *,
     top_k: int,
-    quantize: str | None = None,
-    block_size: int | None = 128,
-    capacity: int | None = None,
-    renormalize: bool = True,
     group_offset: int | jax.Array = 0,
-    sanitize_grads: bool = False,
-    tiling: Tiling | None = None,
-    axis_name: str | None = None,
-    interpret: Interpret = None,
+    **options: Any,
 ) -> LayerGrads:
     """The gradients of `moe_layer` in all five of its arrays, as `jax.vjp` gives them, for a gradient dout [T, D].
 
     In the dtypes of the primals; zero for experts without rows. With axis_name w_router's is the part of this device's
     tokens. All else as `moe_layer`.
     """
-    asked = _Options(top_k, quantize, block_size, capacity, renormalize, sanitize_grads, tiling, axis_name, interpret)
     primals = Primals(x, w_router, w_gate, w_up, w_down)
-    options, offset = _checked(asked, primals, group_offset)
+    o, offset = _checked(primals, group_offset, _Options(top_k=top_k, **options))
     check_layer_dout(dout, x)
-    _, backward = jax.vjp(lambda primals: _layer(primals, offset, o=options), primals)
+    _, backward = jax.vjp(lambda primals: _layer(primals, offset, o=o), primals)
     (grads,) = backward(dout)
     return LayerGrads(*grads)
 
@@ -102,19 +98,11 @@ class Primals(NamedTuple):
     w_down: jax.Array
 
 
-class _Options(NamedTuple):
-    """What is static in a `moe_layer`."""
+@dataclass(frozen=True, kw_only=True)
+class _Static(_Options):
+    """All that is static in a checked `moe_layer`."""
 
-    top_k: int
-    quantize: str | None
-    block_size: int | None
-    capacity: int | None
-    renormalize: bool
-    sanitize_grads: bool
-    tiling: Tiling | None
-    axis_name: str | None
-    interpret: Interpret
-    dtype: Any = None  # of x and the experts' weights
+    dtype: Any  # of x and the experts' weights
 
     @property
     def between(self) -> Any:
@@ -122,19 +110,16 @@ class _Options(NamedTuple):
         return self.dtype if self.quantize is None else jnp.dtype("float32")
 
 
-def _checked(asked: _Options, primals: Primals, group_offset: int | jax.Array) -> tuple[_Options, jax.Array]:
+def _checked(primals: Primals, group_offset: int | jax.Array, o: _Options) -> tuple[_Static, jax.Array]:
     group_offset = static_scalar(group_offset)
-    layer = check_moe_layer(*primals, asked.top_k, asked.quantize, asked.block_size, asked.capacity, group_offset)
-    if asked.axis_name is not None:
-        check_expert_parallel(layer, lax.axis_size(asked.axis_name), group_offset)
-    options = asked._replace(
-        renormalize=bool(asked.renormalize), sanitize_grads=bool(asked.sanitize_grads), dtype=primals.x.dtype
-    )
-    return options, as_vector(group_offset, layer.experts - layer.groups)
+    layer = check_moe_layer(*primals, o, group_offset)
+    if o.axis_name is not None:
+        check_expert_parallel(layer, lax.axis_size(o.axis_name), group_offset)
+    return _Static(**vars(o), dtype=primals.x.dtype), as_vector(group_offset, layer.experts - layer.groups)
 
 
 @jit("o")
-def _layer(primals: Primals, group_offset: jax.Array, *, o: _Options) -> jax.Array:
+def _layer(primals: Primals, group_offset: jax.Array, *, o: _Static) -> jax.Array:
     if o.sanitize_grads:
         primals = Primals(*(_sanitized(primal) for primal in primals))
     x, w_router, *of_experts = primals
@@ -155,7 +140,7 @@ def _layer(primals: Primals, group_offset: jax.Array, *, o: _Options) -> jax.Arr
     return combine(out, None, sent.slots, sent.source)
 
 
-def _route(o: _Options, x: jax.Array, w_router: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _route(o: _Static, x: jax.Array, w_router: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The weights [T, k] float32 of each token's experts, and which these are."""
     logits = jnp.dot(x.astype(jnp.float32), w_router.astype(jnp.float32), precision=lax.Precision.HIGHEST)
     logits = _watched("logits", logits, "dlogits")
@@ -209,17 +194,17 @@ class Experts(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _through(o: _Options, rows: jax.Array, weights: jax.Array, experts: Experts, shard: Shard) -> jax.Array:
+def _through(o: _Static, rows: jax.Array, weights: jax.Array, experts: Experts, shard: Shard) -> jax.Array:
     """rows [M, D], sorted by expert, through their experts, times their weights [M, 1]."""
     return _forward(o, rows, weights, experts, shard, is_trained=False)[0]
 
 
-def _fwd(o: _Options, rows: jax.Array, weights: jax.Array, experts: Experts, shard: Shard) -> tuple[jax.Array, Any]:
+def _fwd(o: _Static, rows: jax.Array, weights: jax.Array, experts: Experts, shard: Shard) -> tuple[jax.Array, Any]:
     return _forward(o, rows, weights, experts, shard, is_trained=True)
 
 
 def _forward(
-    o: _Options, rows: jax.Array, weights: jax.Array, experts: Experts, shard: Shard, is_trained: bool
+    o: _Static, rows: jax.Array, weights: jax.Array, experts: Experts, shard: Shard, is_trained: bool
 ) -> tuple[jax.Array, Any]:
     """The forward pass, and (where it is trained) what the backward pass needs of it."""
     taken, saved_rows = _activations(o, rows, is_trained)
@@ -236,7 +221,7 @@ def _forward(
     return out, (*operands, gate, up, weights, shard)
 
 
-def _bwd(o: _Options, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
+def _bwd(o: _Static, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
     rows, hidden, experts, gate, up, weights, shard = saved
     by_rows, by_columns = _activations(o, dout, True)
     dhidden = _product(o, by_rows, experts.down, shard, o.between, transpose_rhs=True)
@@ -267,7 +252,7 @@ _through.defvjp(_fwd, _bwd)
 
 
 @probing(None)  # the layer has no sites within its quantisers and matmuls
-def _activations(o: _Options, x: jax.Array, is_trained: bool) -> tuple[Quantized, Quantized]:
+def _activations(o: _Static, x: jax.Array, is_trained: bool) -> tuple[Quantized, Quantized]:
     """x [M, …] as an operand of products of rows, and (where it is trained) of weights' gradients."""
     if o.quantize is None:
         return Quantized(x, None), Quantized(x, None)
@@ -281,7 +266,7 @@ def _activations(o: _Options, x: jax.Array, is_trained: bool) -> tuple[Quantized
 
 
 @probing(None)
-def _weights_of(o: _Options, w: jax.Array, is_trained: bool) -> tuple[Quantized, Quantized]:
+def _weights_of(o: _Static, w: jax.Array, is_trained: bool) -> tuple[Quantized, Quantized]:
     """w [G, …] as an operand of products, and (where it is trained) of those with it transposed."""
     if o.quantize is None:
         return Quantized(w, None), Quantized(w, None)
@@ -296,7 +281,7 @@ def _weights_of(o: _Options, w: jax.Array, is_trained: bool) -> tuple[Quantized,
 
 @probing(None)
 def _product(
-    o: _Options, lhs: Quantized, rhs: Quantized, shard: Shard, dtype: Any, transpose_rhs: bool = False
+    o: _Static, lhs: Quantized, rhs: Quantized, shard: Shard, dtype: Any, transpose_rhs: bool = False
 ) -> jax.Array:
     arguments: dict[str, Any] = {
         "transpose_rhs": transpose_rhs,
@@ -310,7 +295,7 @@ def _product(
 
 
 @probing(None)
-def _weight_gradient(o: _Options, lhs: Quantized, rhs: Quantized, shard: Shard, of: Quantized) -> jax.Array:
+def _weight_gradient(o: _Static, lhs: Quantized, rhs: Quantized, shard: Shard, of: Quantized) -> jax.Array:
     arguments: dict[str, Any] = {
         "num_actual_groups": of.qvalue.shape[0],
         "preferred_element_type": o.dtype,

@@ -7,13 +7,13 @@ from cpu_golden import grouped_dense
 from cpu_golden.moe import moe_layer_bwd
 from op_arguments.gmm import Problem
 from op_arguments.grouped_dense import check_dout
-from op_arguments.moe import check_layer_dout, check_moe_layer
+from op_arguments.moe import LayerOptions, check_layer_dout, check_moe_layer
 from op_arguments.permute import check_permute, check_unpermute
 from tests.support.bad_input import PACKAGES, f16, f32, i32, refusals
 from tests.support.functions import public
 
-LAYER = dict(x=f32(6, 32), w_router=f32(32, 4), w_gate=f32(3, 32, 64), w_up=f32(3, 32, 64), w_down=f32(3, 64, 32),
-             top_k=2)  # fmt: skip
+TENSORS = dict(x=f32(6, 32), w_router=f32(32, 4), w_gate=f32(3, 32, 64), w_up=f32(3, 32, 64), w_down=f32(3, 64, 32))
+LAYER = dict(TENSORS, top_k=2)
 GOOD = {
     "permute": dict(x=f32(2, 3), indices=i32([0, 2], [1, 0]), num_experts=3),
     "unpermute": dict(rows=f32(4, 3), slots=i32([0, 2], [1, -1]), weights=f32(2, 2)),
@@ -81,26 +81,24 @@ def test_what_is_just_good_enough_is_good():
     for slots in (i32([-1, 3]), i32([-1, -1]), i32([3, 3])):
         check_unpermute(f32(4, 3), slots, None, range_of=(int(slots.min()), int(slots.max())), exact=False)
     for experts, offset in ((4, 1), (4, 0), (3, 0)):
-        options = dict(top_k=experts, quantize="fp8", block_size=32, capacity=1, group_offset=offset)
-        layer = check_moe_layer(**{name: x for name, x in LAYER.items() if name[0] in "xw"} | options
-                                | dict(w_router=f32(32, experts)))  # fmt: skip
+        options = LayerOptions(top_k=experts, quantize="fp8", block_size=32, capacity=1)
+        layer = check_moe_layer(**TENSORS | dict(w_router=f32(32, experts)), options=options, group_offset=offset)
         assert layer == (6, 32, 64, experts, 3, "float32")
 
 
 @pytest.mark.parametrize("offset", [-1, 2, 5])
 def test_a_shard_beyond_the_experts_is_refused_before_a_matmul_is_asked(offset):
-    options = dict(quantize=None, block_size=None, capacity=None, group_offset=offset)
     with pytest.raises(ValueError, match=rf"in \[0, E - G\] = \[0, 1\] \(E = 4 .*, G = 3 .*, got {offset}"):
-        check_moe_layer(**LAYER, **options)
+        check_moe_layer(**TENSORS, options=LayerOptions(top_k=2), group_offset=offset)
 
 
 def test_float64_is_let_through_only_where_the_goldens_ask_for_it():
-    layer = {name: x.astype(np.float64) for name, x in LAYER.items() if name[0] in "xw"}
-    options = dict(top_k=2, quantize=None, block_size=None, capacity=None, group_offset=0)
+    layer = {name: x.astype(np.float64) for name, x in TENSORS.items()}
+    options = dict(options=LayerOptions(top_k=2), group_offset=0)
     seen, slots = dict(range_of=None), i32([0, 1])
     checks = [
         lambda **exact: check_moe_layer(**layer, **options, **exact),
-        lambda **exact: check_moe_layer(**LAYER | options | dict(w_router=layer["w_router"]), **exact),
+        lambda **exact: check_moe_layer(**TENSORS | dict(w_router=layer["w_router"]), **options, **exact),
         lambda **exact: check_layer_dout(f32(2, 3).astype(np.float64), f32(2, 3), **exact),
         lambda **exact: check_dout(f32(2, 3).astype(np.float64), Problem(2, 1, 3, 1, 1, "float32"), **exact),
         lambda exact=False: check_permute(f32(1, 3).astype(np.float64), slots, 2, None, **seen, exact=exact),
