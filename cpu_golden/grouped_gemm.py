@@ -11,8 +11,9 @@ import numpy as np
 from cpu_golden import Array
 from cpu_golden._lib.arguments import one_tile, scalar, values
 from cpu_golden.gmm import gmm, gmm_definition, tgmm, tgmm_definition
-from cpu_golden.mxfp8 import mxfp8_values, unswizzle_scales
+from cpu_golden.mxfp8 import mxfp8_values
 from cpu_golden.stages import Stages, exact
+from cpu_golden.swizzle import unswizzle_scales
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.grouped_gemm import check_grouped_gemm, check_mxfp8_tile
 from op_arguments.mxfp8 import MX_BLOCK

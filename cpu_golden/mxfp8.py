@@ -10,21 +10,16 @@ import ml_dtypes
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden._lib.scales import SMALLEST, flushed, named_output, round_fp8, spread
+from cpu_golden._lib.scales import SMALLEST, check_finite_here, flushed, named_output, round_fp8, spread
 from cpu_golden.stages import Stages, exact
 from op_arguments.mxfp8 import (
     E8M0,
     MX_BLOCK,
-    SWIZZLED_COLUMNS,
-    SWIZZLED_ROWS,
     check_mxfp8_dequantize,
     check_mxfp8_dual_quantize,
     check_mxfp8_quantize,
-    check_swizzle,
-    check_unswizzle,
-    swizzled_shape,
 )
-from op_arguments.quantize import DualQuantized, Quantized, check_finite_values
+from op_arguments.quantize import DualQuantized, Quantized
 
 
 def mxfp8_quantize(
@@ -50,7 +45,7 @@ def mxfp8_quantize(
     """
     axis, name = check_mxfp8_quantize(x, axis, dtype, scale_rounding)
     if check_finite:
-        check_finite_values(int(np.isinf(x.astype(np.float64)).sum()), 0)
+        check_finite_here(x)
     return _mxfp8_quantize(x, axis, name, scale_rounding, stages)
 
 
@@ -68,7 +63,7 @@ def mxfp8_dual_quantize(
     """
     name = check_mxfp8_dual_quantize(x, dtype, scale_rounding)
     if check_finite:
-        check_finite_values(int(np.isinf(x.astype(np.float64)).sum()), 0)
+        check_finite_here(x)
     return DualQuantized(
         *_mxfp8_quantize(x, x.ndim - 1, name, scale_rounding, named_output(stages, "rowwise")),
         *_mxfp8_quantize(x, x.ndim - 2, name, scale_rounding, named_output(stages, "columnwise")),
@@ -88,33 +83,6 @@ def mxfp8_dequantize(qvalue: Array, scale: Array, *, dtype: Any = None, stages: 
         product = stages("out", qvalue.astype(np.float64) * wide).astype(np.float32)
     product = np.where(np.abs(product) < np.float32(SMALLEST), np.copysign(np.float32(0), product), product)
     return product.astype(getattr(ml_dtypes, name, name))
-
-
-def swizzle_scales(scale: Array) -> Array:
-    """Scales [..., R, C] as block-scaled matrix units read them: [..., ceil(R / 128), ceil(C / 4), 32, 16].
-
-    scale: float8_e8m0fnu, R rows (or columns) of an operand with C scales each along the axis that is summed over.
-    Tiles of 128 rows and 4 scales, one behind the other; that of row r and column c of a tile is its byte
-    (r % 32) · 16 + (r // 32) · 4 + c. What is missing of a whole tile is 0, which stands for 2^-127.
-    Source: cuBLAS, "1D Block Scaling Factors Layout". Raises TypeError and ValueError for any other array.
-    """
-    check_swizzle(scale)
-    *lead, rows, columns = scale.shape
-    tiles_r, tiles_c = -(-rows // SWIZZLED_ROWS), -(-columns // SWIZZLED_COLUMNS)
-    whole = np.zeros((*lead, tiles_r * SWIZZLED_ROWS, tiles_c * SWIZZLED_COLUMNS), np.uint8)
-    whole[..., :rows, :columns] = scale.view(np.uint8)
-    split = whole.reshape(*lead, tiles_r, SWIZZLED_ROWS // 32, 32, tiles_c, SWIZZLED_COLUMNS)
-    tiles = split.swapaxes(-4, -2)  # [..., tiles_r, tiles_c, 32, 4, 4]
-    return np.ascontiguousarray(tiles).reshape(swizzled_shape(scale.shape)).view(scale.dtype)
-
-
-def unswizzle_scales(swizzled: Array, rows: int, columns: int) -> Array:
-    """The scales [..., rows, columns] of which `swizzled` is the `swizzle_scales`. Raises as it does."""
-    check_unswizzle(swizzled, rows, columns)
-    *lead, tiles_r, tiles_c, _, _ = swizzled.shape
-    tiles = swizzled.view(np.uint8).reshape(*lead, tiles_r, tiles_c, 32, SWIZZLED_ROWS // 32, SWIZZLED_COLUMNS)
-    whole = tiles.swapaxes(-4, -2).reshape(*lead, tiles_r * SWIZZLED_ROWS, tiles_c * SWIZZLED_COLUMNS)
-    return np.ascontiguousarray(whole[..., :rows, :columns]).view(swizzled.dtype)
 
 
 def mxfp8_values(qvalue: Array, scale: Array, axis: int) -> Array:

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden._lib.scales import SMALLEST, expand, flushed, named_output, round_fp8
+from cpu_golden._lib.scales import SMALLEST, check_finite_here, expand, flushed, named_output, round_fp8
 from cpu_golden.stages import Stages, exact
 from op_arguments.quantize import (
     FP8,
@@ -27,7 +27,6 @@ from op_arguments.quantize import (
     check_blocks,
     check_dequantize,
     check_dual_quantize,
-    check_finite_values,
     check_quantize,
 )
 
@@ -54,7 +53,7 @@ def fp8_quantize(
     """
     blocks, name = check_quantize(x, axis, block_size, dtype)
     if check_finite:
-        check_finite_values(int(np.isinf(x.astype(np.float64)).sum()), 0)
+        check_finite_here(x)
     return _quantize(x, blocks, name, stages)
 
 
@@ -72,8 +71,7 @@ def int8_quantize(
     """
     blocks = check_blocks(x, axis, block_size)
     if check_finite:
-        values = x.astype(np.float64)
-        check_finite_values(int(np.isinf(values).sum()), int(np.isnan(values).sum()))
+        check_finite_here(x, nan=True)
     return _quantize(x, blocks, "int8", stages)
 
 
@@ -88,7 +86,7 @@ def fp8_dual_quantize(
     """`fp8_quantize(x, -1, …)` and `fp8_quantize(x, -2, …)`; the kernels read x [M, K] or [G, M, K] once for both."""
     by_rows, by_columns, name = check_dual_quantize(x, block_size, dtype)
     if check_finite:
-        check_finite_values(int(np.isinf(x.astype(np.float64)).sum()), 0)
+        check_finite_here(x)
     return DualQuantized(
         *_quantize(x, by_rows, name, named_output(stages, "rowwise")),
         *_quantize(x, by_columns, name, named_output(stages, "columnwise")),

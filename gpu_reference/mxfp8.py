@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
 from gpu_reference._lib.formats import (
     BLOCK,
@@ -33,13 +32,9 @@ from gpu_reference._lib.probe import INTERPRETED, probe
 from op_arguments import dtype_name
 from op_arguments.mxfp8 import (
     MX_BLOCK,
-    SWIZZLED_COLUMNS,
-    SWIZZLED_ROWS,
     check_mxfp8_dequantize,
     check_mxfp8_dual_quantize,
     check_mxfp8_quantize,
-    check_swizzle,
-    check_unswizzle,
 )
 from op_arguments.quantize import DualQuantized, Quantized
 
@@ -55,17 +50,10 @@ def mxfp8_quantize(
     scale_rounding: str = "up",
     check_finite: bool = True,
 ) -> Quantized:
-    """x in MXFP8: fp8 with one power of two per 32 consecutive elements along `axis`; a short last block is a block.
+    """qvalue [...] in dtype and scale float8_e8m0fnu: x in MXFP8, one power of two per 32 elements along `axis`.
 
-    x [...] float32, bfloat16 or float16, of any strides. Returns qvalue [...] in dtype (float8_e4m3fn or float8_e5m2)
-    and scale float8_e8m0fnu, whose `axis` is ceil(n / 32), both contiguous. With absmax taken over the finite elements
-    the exponent of the scale is, for scale_rounding="up", ceil(log2(absmax / finfo(dtype).max)), the least that
-    saturates nothing; for "floor", OCP's, floor(log2(absmax)) - 8 (e5m2: 15), which saturates the elements beyond
-    finfo(dtype).max; and at least -127, which is also that of a block of zeros. `qvalue = x / scale`, rounded once, to
-    nearest even; zeros keep x's sign; NaN stays NaN (the positive quiet one) and leaves its block alone. ±inf in a CPU
-    tensor is refused with check_finite; it becomes ±finfo(dtype).max without.
-    Raises TypeError for a wrong dtype, ValueError for a wrong axis or rounding, or ±inf, and RuntimeError as
-    `fp8_quantize`. Sites shown to a probe: as `fp8_quantize`.
+    Arguments, result and errors as `cpu_golden.mxfp8.mxfp8_quantize`, bit for bit; x of any strides, qvalue and scale
+    contiguous. Further errors and sites as `gpu_reference.quantize.fp8_quantize`.
     """
     axis, name = check_mxfp8_quantize(x, axis, dtype, scale_rounding)
     device = checked(x, check_finite, has_nan=True)
@@ -84,9 +72,9 @@ def mxfp8_dual_quantize(
     scale_rounding: str = "up",
     check_finite: bool = True,
 ) -> DualQuantized:
-    """`mxfp8_quantize(x, -1, …)` and `mxfp8_quantize(x, -2, …)` by one kernel, which reads x [M, K] or [G, M, K] once.
+    """`mxfp8_quantize` of x [M, K] or [G, M, K] by rows and by columns, by one kernel that reads x once.
 
-    The columnwise payload is not the rowwise one: each has been rounded with its own scales.
+    Arguments, result and errors as `cpu_golden.mxfp8.mxfp8_dual_quantize`.
     """
     name = check_mxfp8_dual_quantize(x, dtype, scale_rounding)
     device = checked(x, check_finite, has_nan=True)
@@ -98,13 +86,7 @@ def mxfp8_dual_quantize(
 
 
 def mxfp8_dequantize(qvalue: Tensor, scale: Tensor, *, dtype: Any = None) -> Tensor:
-    """qvalue · scale: [...] fp8 times the power of two of its 32, in float32 (default) or bfloat16.
-
-    The axis that has the blocks is the one of scale (float8_e8m0fnu) that is ceil(n / 32). Exact in either dtype,
-    but at the ends of the exponent range that both share: 2^128 and beyond becomes ±inf, and what is below 2^-126 ±0.
-    A scale of NaN (0xFF) makes its block NaN. Raises TypeError for a wrong dtype, ValueError for a wrong scale, and as
-    `fp8_quantize`.
-    """
+    """qvalue · scale [...] in dtype; arguments, result and errors as `cpu_golden.mxfp8.mxfp8_dequantize`."""
     axis, name = check_mxfp8_dequantize(qvalue, scale, dtype)
     device = check_devices({"qvalue": qvalue, "scale": scale})
     by_rows, planes = _mx_planes(as_codes(qvalue), axis)
@@ -113,32 +95,6 @@ def mxfp8_dequantize(qvalue: Tensor, scale: Tensor, *, dtype: Any = None) -> Ten
     if qvalue.numel():
         mxfp8_dequantize_launch(codes, dtype_name(qvalue.dtype), scales, by_rows, out).run(device)
     return out
-
-
-def swizzle_scales(scale: Tensor) -> Tensor:
-    """Scales [..., R, C] as block-scaled matrix units read them: [..., ceil(R / 128), ceil(C / 4), 32, 16].
-
-    scale: float8_e8m0fnu, R rows (or columns) of an operand with C scales each along the axis that is summed over.
-    Tiles of 128 rows and 4 scales, one behind the other; that of row r and column c of a tile is its byte
-    (r % 32) · 16 + (r // 32) · 4 + c. What is missing of a whole tile is 0, which stands for 2^-127.
-    Source: cuBLAS, "1D Block Scaling Factors Layout". Raises TypeError and ValueError for any other array.
-    """
-    check_swizzle(scale)
-    *lead, rows, columns = scale.shape
-    whole = pad(scale.view(torch.uint8), (0, -columns % SWIZZLED_COLUMNS, 0, -rows % SWIZZLED_ROWS))
-    tiles_r, tiles_c = whole.shape[-2] // SWIZZLED_ROWS, whole.shape[-1] // SWIZZLED_COLUMNS
-    split = whole.reshape(*lead, tiles_r, SWIZZLED_ROWS // 32, 32, tiles_c, SWIZZLED_COLUMNS)
-    tiles = split.transpose(-4, -2).reshape(*lead, tiles_r, tiles_c, 32, SWIZZLED_ROWS // 32 * SWIZZLED_COLUMNS)
-    return tiles.contiguous().view(scale.dtype)
-
-
-def unswizzle_scales(swizzled: Tensor, rows: int, columns: int) -> Tensor:
-    """The scales [..., rows, columns] of which `swizzled` is the `swizzle_scales`. Raises as it does."""
-    check_unswizzle(swizzled, rows, columns)
-    *lead, tiles_r, tiles_c, _, _ = swizzled.shape
-    tiles = swizzled.view(torch.uint8).reshape(*lead, tiles_r, tiles_c, 32, SWIZZLED_ROWS // 32, SWIZZLED_COLUMNS)
-    whole = tiles.transpose(-4, -2).reshape(*lead, tiles_r * SWIZZLED_ROWS, tiles_c * SWIZZLED_COLUMNS)
-    return whole[..., :rows, :columns].contiguous().view(swizzled.dtype)
 
 
 def _mx_planes(x: Tensor, axis: int) -> tuple[bool, Tensor]:

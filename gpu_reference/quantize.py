@@ -61,15 +61,10 @@ def fp8_quantize(
     dtype: Any = torch.float8_e4m3fn,
     check_finite: bool = True,
 ) -> Quantized:
-    """x in fp8, with one scale per block of `block_size` elements (None: all) along each axis in `axis`.
+    """qvalue [...] in dtype and scale float32: x in fp8, one scale per block of `block_size` along each axis in `axis`.
 
-    x [...] float32, bfloat16 or float16, of any strides. Returns qvalue [...] in dtype (float8_e4m3fn or float8_e5m2)
-    and scale float32, whose `axis` are divided by the block, both contiguous. `scale = absmax / finfo(dtype).max`,
-    absmax taken over the finite elements, correctly rounded and at least the smallest normal float32; 1 where absmax
-    is 0. `qvalue = x / scale`, the exact quotient rounded once, to nearest even; zeros keep x's sign; NaN stays NaN
-    (the positive quiet one). ±inf in a CPU tensor is refused with check_finite; it becomes ±finfo(dtype).max without.
-    Raises TypeError for a wrong dtype, ValueError for a wrong axis, a block that does not divide, or ±inf, and
-    RuntimeError for CPU tensors where Triton's interpreter is off.
+    Arguments, result and errors as `cpu_golden.quantize.fp8_quantize`, bit for bit; x of any strides, qvalue and scale
+    contiguous. Also raises RuntimeError for CPU tensors where Triton's interpreter is off.
     Sites shown to a probe: absmax, scale and spread, the scale of each element.
     """
     blocks, name = check_quantize(x, axis, block_size, dtype)
@@ -84,10 +79,7 @@ def int8_quantize(
     *,
     check_finite: bool = True,
 ) -> Quantized:
-    """As `fp8_quantize`, to int8 in [-127, 127], `scale = absmax / 127`.
-
-    NaN, which int8 has not, is refused in a CPU tensor with check_finite and becomes 0 without.
-    """
+    """qvalue [...] int8 and scale float32, as `fp8_quantize`; `cpu_golden.quantize.int8_quantize` bit for bit."""
     blocks = check_blocks(x, axis, block_size)
     device = checked(x, check_finite, has_nan=False)
     return _quantize(x, blocks, "int8", device)
@@ -100,10 +92,10 @@ def fp8_dual_quantize(
     dtype: Any = torch.float8_e4m3fn,
     check_finite: bool = True,
 ) -> DualQuantized:
-    """`fp8_quantize(x, -1, …)` and `fp8_quantize(x, -2, …)` by one kernel.
+    """`fp8_quantize` of x [M, K] or [G, M, K] by rows and by columns, in one kernel.
 
-    It reads x [M, K] or [G, M, K] from memory once for both, or twice where blocks are longer than a tile (128).
-    Sites shown to a probe: as `fp8_quantize`, of both: rowwise_absmax and so on.
+    Arguments, result and errors as `cpu_golden.quantize.fp8_dual_quantize`. x is read from memory once for both, or
+    twice where blocks are longer than a tile (128). Sites as `fp8_quantize`, of both: rowwise_absmax and so on.
     """
     by_rows, by_columns, name = check_dual_quantize(x, block_size, dtype)
     device = checked(x, check_finite, has_nan=True)
@@ -120,10 +112,7 @@ def fp8_dual_quantize(
 
 
 def fp8_dequantize(qvalue: Tensor, scale: Tensor) -> Tensor:
-    """qvalue · scale in float32: [...] fp8 times its block's scale, rounded once; a subnormal result is zero.
-
-    Raises TypeError for a wrong dtype, ValueError for a scale that does not divide qvalue, and as `fp8_quantize`.
-    """
+    """qvalue · scale [...] float32; arguments, result and errors as `cpu_golden.quantize.fp8_dequantize`."""
     return _dequantize(qvalue, scale, FP8)
 
 

@@ -22,7 +22,8 @@ from tpu_kernels._lib.scaled_gmm import scaled_gmm
 from tpu_kernels._lib.scaled_tgmm import scaled_tgmm
 from tpu_kernels._lib.tiles import Tile, fit_tile, is_small, scaled_gmm_tiles, scaled_tgmm_tiles
 from tpu_kernels.gmm import gmm, tgmm
-from tpu_kernels.mxfp8 import mxfp8_dequantize, unswizzle_scales
+from tpu_kernels.mxfp8 import mxfp8_dequantize
+from tpu_kernels.swizzle import unswizzle_scales
 
 
 def grouped_gemm(

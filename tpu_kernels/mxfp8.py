@@ -14,14 +14,9 @@ from jax import lax
 from op_arguments.mxfp8 import (
     E8M0,
     MX_BLOCK,
-    SWIZZLED_COLUMNS,
-    SWIZZLED_ROWS,
     check_mxfp8_dequantize,
     check_mxfp8_dual_quantize,
     check_mxfp8_quantize,
-    check_swizzle,
-    check_unswizzle,
-    swizzled_shape,
 )
 from op_arguments.quantize import Blocks, DualQuantized, Quantized
 from tpu_kernels._lib.arguments import Interpret, resolve_interpret
@@ -98,31 +93,6 @@ def mxfp8_dequantize(
         whole, exponents, blocks=blocks, decode=_decode_by_power, dtype=name, interpret=resolve_interpret(interpret)
     )
     return lax.slice_in_dim(wide, 0, qvalue.shape[axis], axis=axis)
-
-
-def swizzle_scales(scale: jax.Array) -> jax.Array:
-    """Scales [..., R, C] as `cpu_golden.mxfp8.swizzle_scales` returns them: [..., ceil(R / 128), ceil(C / 4), 32, 16].
-
-    No TPU reads them so; here it is for what is shared with GPUs.
-    """
-    check_swizzle(scale)
-    *lead, rows, columns = scale.shape
-    missing = [(0, 0)] * len(lead) + [(0, -rows % SWIZZLED_ROWS), (0, -columns % SWIZZLED_COLUMNS)]
-    whole = jnp.pad(lax.bitcast_convert_type(scale, jnp.uint8), missing)
-    tiles_r, tiles_c = whole.shape[-2] // SWIZZLED_ROWS, whole.shape[-1] // SWIZZLED_COLUMNS
-    split = whole.reshape(*lead, tiles_r, SWIZZLED_ROWS // 32, 32, tiles_c, SWIZZLED_COLUMNS)
-    tiles = split.swapaxes(-4, -2).reshape(swizzled_shape(scale.shape))
-    return lax.bitcast_convert_type(tiles, jnp.dtype(E8M0))
-
-
-def unswizzle_scales(swizzled: jax.Array, rows: int, columns: int) -> jax.Array:
-    """The scales [..., rows, columns] of which `swizzled` is the `swizzle_scales`."""
-    check_unswizzle(swizzled, rows, columns)
-    *lead, tiles_r, tiles_c, _, _ = swizzled.shape
-    in_bytes = lax.bitcast_convert_type(swizzled, jnp.uint8)
-    tiles = in_bytes.reshape(*lead, tiles_r, tiles_c, 32, SWIZZLED_ROWS // 32, SWIZZLED_COLUMNS)
-    whole = tiles.swapaxes(-4, -2).reshape(*lead, tiles_r * SWIZZLED_ROWS, tiles_c * SWIZZLED_COLUMNS)
-    return lax.bitcast_convert_type(whole[..., :rows, :columns], jnp.dtype(E8M0))
 
 
 def _biased_exponents(scale: jax.Array) -> jax.Array:

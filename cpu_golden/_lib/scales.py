@@ -8,7 +8,7 @@ import numpy as np
 from cpu_golden import Array
 from cpu_golden.stages import Stages
 from op_arguments.mxfp8 import MX_BLOCK
-from op_arguments.quantize import Blocks
+from op_arguments.quantize import Blocks, check_finite_values
 
 SMALLEST = float(np.finfo(np.float32).tiny)
 
@@ -31,6 +31,12 @@ def flushed(x: Array) -> Array:
     with np.errstate(invalid="ignore"):  # signalling NaNs
         values = x.astype(np.float64)
     return np.where(np.abs(values) < SMALLEST, np.copysign(0.0, values), values)
+
+
+def check_finite_here(x: Array, nan: bool = False) -> None:
+    """Refuse infinities in x, and with `nan` NaN (ValueError)."""
+    values = x.astype(np.float64)
+    check_finite_values(int(np.isinf(values).sum()), int(np.isnan(values).sum()) if nan else 0)
 
 
 def round_fp8(values: Array, dtype: np.dtype[Any]) -> Array:

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from cpu_golden.grouped_gemm import grouped_gemm
-from cpu_golden.mxfp8 import mxfp8_dequantize, mxfp8_dual_quantize, mxfp8_quantize, swizzle_scales
+from cpu_golden.mxfp8 import mxfp8_dequantize, mxfp8_dual_quantize, mxfp8_quantize
+from cpu_golden.swizzle import swizzle_scales
 from op_arguments.mxfp8 import E8M0, MX_BLOCK, swizzled_shape
 from op_arguments.quantize import FP8
 from parity import Array, Case, Contract, Groups, Op, Scales

@@ -18,8 +18,8 @@ MAY_IMPORT = {
 FAMILIES = {
     f"{name}.py"
     for name in (
-        "gmm", "quantize", "mxfp8", "quantized_gmm", "grouped_gemm", "chunk_scan", "fused_recurrent", "simple_gla",
-        "gla", "grouped_dense", "permute", "moe",
+        "gmm", "quantize", "mxfp8", "swizzle", "quantized_gmm", "grouped_gemm", "chunk_scan", "fused_recurrent",
+        "simple_gla", "gla", "grouped_dense", "permute", "moe",
     )
 }  # fmt: skip
 CONCEPTS = {"cpu_golden.stages"}

@@ -11,9 +11,10 @@ torch = pytest.importorskip("torch")
 
 import parity
 from cpu_golden.grouped_gemm import grouped_gemm as golden
-from cpu_golden.mxfp8 import swizzle_scales as golden_swizzle_scales
+from cpu_golden.swizzle import swizzle_scales as golden_swizzle_scales
 from gpu_reference import grouped_gemm as gpu
-from gpu_reference.mxfp8 import mxfp8_quantize, swizzle_scales
+from gpu_reference.mxfp8 import mxfp8_quantize
+from gpu_reference.swizzle import swizzle_scales
 from parity.backends import runner
 from parity.backends.emulation import tensor_core
 from parity.interop import to_numpy, to_torch

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from cpu_golden.grouped_gemm import grouped_gemm, grouped_gemm_definition
-from cpu_golden.mxfp8 import mxfp8_dequantize, mxfp8_dual_quantize, mxfp8_quantize, swizzle_scales
+from cpu_golden.mxfp8 import mxfp8_dequantize, mxfp8_dual_quantize, mxfp8_quantize
+from cpu_golden.swizzle import swizzle_scales
 from parity.interop import to_jax
 from tests.matrix.mxfp8 import GROUPED_GEMM
 from tests.mxfp8.test_mxfp8_laws import EVERYWHERE
