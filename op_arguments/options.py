@@ -1,4 +1,4 @@
-"""Options that many functions take: named and described once, in a TypedDict, and shown by each of the functions."""
+"""Options that many functions take: named and described once, in a TypedDict or a struct, and shown by each of them."""
 
 import inspect
 from collections.abc import Callable
@@ -14,8 +14,8 @@ def options_of(*functions: Callable[..., Any]) -> Callable[[Front], Front]:
     """Give a function that hands its `**options` on to `functions` a signature with their names and defaults.
 
     `help`, and whoever binds a call's arguments by name, sees every option: those of the TypedDict that `**options` are
-    unpacked from, or where they are `Any` all that `functions` have. One that does not exist is Python's own TypeError,
-    in the function that it is handed on to.
+    unpacked from, or where they are `Any` all that `functions`, which may be structs, have. One that does not exist is
+    Python's own TypeError, in the function that it is handed on to.
     """
     inherited = {
         name: parameter
