@@ -20,22 +20,13 @@ from jax.experimental.pallas import tpu as pltpu
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.gmm import Problem, check_gmm, check_tgmm
 from op_arguments.probe import active, probe
-from tpu_kernels._lib import chip, grids
-from tpu_kernels._lib.arguments import (
-    Interpret,
-    as_vector,
-    concrete_values,
-    kernel_dtype,
-    kernel_operand,
-    resolve_interpret,
-    static_scalar,
-)
-from tpu_kernels._lib.call import Block, call, jit
+from tpu_kernels._lib import chip
+from tpu_kernels._lib.arguments import Interpret, Shard, as_vector, concrete_values, resolve_interpret, static_scalar
 from tpu_kernels._lib.chip import MXU
-from tpu_kernels._lib.grids import Operands
+from tpu_kernels._lib.grids import Grid, Operands, grouped_matmul
 from tpu_kernels._lib.products import blocks, dot, dot_depth, for_depth
 from tpu_kernels._lib.tiles import Tile, even_step, fit_tile, is_small
-from tpu_kernels._lib.visits import Visits, list_visits, row_block
+from tpu_kernels._lib.visits import Visits, row_block
 
 
 def gmm(
@@ -62,19 +53,11 @@ def gmm(
     """
     group_offset, sizes = static_scalar(group_offset), concrete_values(group_sizes)
     p = check_gmm(lhs, rhs, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes)
-    small = is_small(existing_out, p.out_dtype)
-    tile = resolve_tiling(tiling, partial(_gmm_tiles, lhs.dtype, small), p.m, p.k, p.n)
-    return _gmm(
-        lhs,
-        rhs,
-        group_sizes,
-        as_vector(group_offset, p.experts - p.groups),
-        existing_out,
-        problem=p,
-        tile=fit_tile(tile, p, jnp.bfloat16),
-        transpose_rhs=bool(transpose_rhs),
-        interpret=resolve_interpret(interpret),
-    )
+    table = partial(_gmm_tiles, lhs.dtype, is_small(existing_out, p.out_dtype))
+    tile = fit_tile(resolve_tiling(tiling, table, p.m, p.k, p.n), p, jnp.bfloat16)
+    grid = Grid(p, tile, resolve_interpret(interpret), transpose_rhs=bool(transpose_rhs))
+    shard = Shard(group_sizes, as_vector(group_offset, p.experts - p.groups))
+    return _gmm(Operands(lhs, rhs, existing_out=existing_out), shard, grid=grid)
 
 
 def tgmm(
@@ -96,18 +79,11 @@ def tgmm(
     """
     group_offset, sizes = static_scalar(group_offset), concrete_values(group_sizes)
     p = check_tgmm(lhs, rhs, group_sizes, group_offset, num_actual_groups, existing_out, preferred_element_type, sizes)
-    small = is_small(existing_out, p.out_dtype)
-    tile = resolve_tiling(tiling, partial(_tgmm_tiles, lhs.dtype, small), p.m, p.k, p.n)
-    return _tgmm(
-        lhs,
-        rhs,
-        group_sizes,
-        as_vector(group_offset, p.experts - p.groups),
-        existing_out,
-        problem=p,
-        tile=fit_tile(tile, p, jnp.bfloat16),
-        interpret=resolve_interpret(interpret),
-    )
+    table = partial(_tgmm_tiles, lhs.dtype, is_small(existing_out, p.out_dtype))
+    tile = fit_tile(resolve_tiling(tiling, table, p.m, p.k, p.n), p, jnp.bfloat16)
+    grid = Grid(p, tile, resolve_interpret(interpret), contracting=True)
+    shard = Shard(group_sizes, as_vector(group_offset, p.experts - p.groups))
+    return _tgmm(Operands(lhs, rhs, existing_out=existing_out), shard, grid=grid)
 
 
 def _gmm_tiles(dtype: Any, small: bool, m: int, k: int, n: int) -> Tile:
@@ -146,49 +122,16 @@ def _tgmm_tiles(dtype: Any, small: bool, m: int, k: int, n: int) -> Tile:
 # ---------------------------------------------------------------------------------------------------------- gmm
 
 
-@jit("problem", "tile", "transpose_rhs", "interpret")
-def _gmm(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    group_offset: jax.Array,
-    existing_out: jax.Array | None,
-    *,
-    problem: Problem,
-    tile: Tile,
-    transpose_rhs: bool,
-    interpret: bool | pltpu.InterpretParams,
-) -> jax.Array:
-    p = problem
-    if p.m == 0 or p.n == 0 or p.groups == 0:
-        return jnp.zeros((p.m, p.n), p.out_dtype) if existing_out is None else existing_out
-    if p.k == 0:  # a sum over nothing is a sum over one zero
-        p, tile = p._replace(k=1), (tile[0], 1, tile[2])
-        lhs = jnp.zeros((p.m, 1), lhs.dtype)
-        rhs = jnp.zeros((p.groups, p.n, 1) if transpose_rhs else (p.groups, 1, p.n), rhs.dtype)
-
-    tm, tk, tn = tile
-    visits, num_visits = list_visits(
-        group_sizes, group_offset, m=p.m, tm=tm, num_groups=p.groups, cover="tiles", interpret=interpret
-    )
-    operands = Operands(
-        Block(kernel_operand(lhs), (tm, tk), grids.gmm_lhs),
-        Block(kernel_operand(rhs), *grids.gmm_weights(tile, transpose_rhs)),
-        existing_out=None if existing_out is None else Block(kernel_operand(existing_out), (tm, tn), grids.gmm_out),
-    )
-    out = Block(jax.ShapeDtypeStruct((p.m, p.n), kernel_dtype(p.out_dtype)), (tm, tn), grids.gmm_out)
-    return call(
-        partial(_gmm_kernel, k=p.k, transpose_rhs=transpose_rhs),
+@grouped_matmul
+def _gmm(operands: Operands, shard: Shard, *, grid: Grid[Problem]) -> jax.Array:
+    tm, _, tn = grid.tile
+    return grid.call(
+        partial(_gmm_kernel, k=grid.problem.k, transpose_rhs=grid.transpose_rhs),
         name="gmm",
-        grid=(pl.cdiv(p.n, tn), num_visits, pl.cdiv(p.k, tk)),
-        parallel=1,
-        scalars=(visits,),
-        operands=operands,
-        out=out,
+        shard=shard,
+        operands=grid.blocks(operands),
         scratch=pltpu.VMEM((tm, tn), jnp.float32),
-        cost=grids.gmm_cost(p, tile, operands, out),
-        interpret=interpret,
-    ).astype(p.out_dtype)
+    )
 
 
 def _gmm_kernel(visits: Visits, operands: Operands, out: Any, acc: Any, *, k: int, transpose_rhs: bool) -> None:
@@ -251,50 +194,15 @@ def _gmm_kernel(visits: Visits, operands: Operands, out: Any, acc: Any, *, k: in
 # --------------------------------------------------------------------------------------------------------- tgmm
 
 
-@jit("problem", "tile", "interpret")
-def _tgmm(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    group_offset: jax.Array,
-    existing_out: jax.Array | None,
-    *,
-    problem: Problem,
-    tile: Tile,
-    interpret: bool | pltpu.InterpretParams,
-) -> jax.Array:
-    p = problem
-    if 0 in (p.m, p.k, p.n, p.groups):
-        return jnp.zeros((p.groups, p.k, p.n), p.out_dtype) if existing_out is None else existing_out
-    tm, tk, tn = tile
-    visits, num_visits = list_visits(
-        group_sizes, group_offset, m=p.m, tm=tm, num_groups=p.groups, cover="groups", interpret=interpret
+@grouped_matmul
+def _tgmm(operands: Operands, shard: Shard, *, grid: Grid[Problem]) -> jax.Array:
+    (tm, tk, tn), specs = grid.tile, grid.blocks(operands)
+    scratch = _Sums(
+        pltpu.VMEM((tk, tn), jnp.float32),
+        pltpu.VMEM((row_block(tm), tk), specs.lhs.array.dtype),
+        pltpu.VMEM((row_block(tm), tn), specs.rhs.array.dtype),
     )
-    lhs, rhs = kernel_operand(lhs), kernel_operand(rhs)
-    operands = Operands(
-        Block(lhs, (tm, tk), grids.tgmm_lhs),
-        Block(rhs, (tm, tn), grids.tgmm_rhs),
-        existing_out=None
-        if existing_out is None
-        else Block(kernel_operand(existing_out), (None, tk, tn), grids.tgmm_out),
-    )
-    out = Block(jax.ShapeDtypeStruct((p.groups, p.k, p.n), kernel_dtype(p.out_dtype)), (None, tk, tn), grids.tgmm_out)
-    return call(
-        _tgmm_kernel,
-        name="tgmm",
-        grid=(pl.cdiv(p.n, tn), pl.cdiv(p.k, tk), num_visits),
-        parallel=2,
-        scalars=(visits,),
-        operands=operands,
-        out=out,
-        scratch=_Sums(
-            pltpu.VMEM((tk, tn), jnp.float32),
-            pltpu.VMEM((row_block(tm), tk), lhs.dtype),
-            pltpu.VMEM((row_block(tm), tn), rhs.dtype),
-        ),
-        cost=grids.tgmm_cost(p, tile, operands, out),
-        interpret=interpret,
-    ).astype(p.out_dtype)
+    return grid.call(_tgmm_kernel, name="tgmm", shard=shard, operands=specs, scratch=scratch)
 
 
 class _Sums(NamedTuple):

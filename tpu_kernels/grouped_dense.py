@@ -12,9 +12,9 @@ from op_arguments.grouped_dense import DenseOptions, Grads, Quantize, check_dout
 from op_arguments.options import options_of
 from op_arguments.probe import probing, renamed
 from op_arguments.quantize import Quantized
-from tpu_kernels._lib.arguments import Interpret, as_vector, concrete_values, static_scalar
+from tpu_kernels._lib.arguments import Interpret, Shard, as_vector, concrete_values, static_scalar
 from tpu_kernels._lib.chip import matmul_path, tpu_generation
-from tpu_kernels._lib.pairs import Shard, dual_quantized, padded, product, quantized, weight_product, with_rows
+from tpu_kernels._lib.pairs import dual_quantized, padded, product, quantized, weight_product, with_rows
 
 E4M3 = "float8_e4m3fn"
 

@@ -15,8 +15,9 @@ from op_arguments import Tiling, resolve_tiling
 from op_arguments.grouped_gemm import Support, check_grouped_gemm, check_mxfp8_tile, check_strict, mxfp8_dot_dtype
 from op_arguments.mxfp8 import MX_BLOCK
 from op_arguments.quantized_gmm import QuantizedProblem
-from tpu_kernels._lib.arguments import Interpret, as_vector, concrete_values, resolve_interpret, static_scalar
+from tpu_kernels._lib.arguments import Interpret, Shard, as_vector, concrete_values, resolve_interpret, static_scalar
 from tpu_kernels._lib.chip import sublanes
+from tpu_kernels._lib.grids import Grid, Operands
 from tpu_kernels._lib.narrow import are_narrow
 from tpu_kernels._lib.scaled_gmm import scaled_gmm
 from tpu_kernels._lib.scaled_tgmm import scaled_tgmm
@@ -82,16 +83,11 @@ def grouped_gemm(
     summed = max(p.m if contracting else p.k, 1)
     problem = QuantizedProblem(*p, block=summed, lhs_blocks=tuple(lhs.shape), rhs_blocks=tuple(rhs.shape))
     small = are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
-    static: dict[str, Any] = {
-        "problem": problem,
-        "tile": _tile(tiling, problem, contracting, are_narrow(lhs, rhs), small),
-        "interpret": resolve_interpret(interpret),
-    }
-    offset = as_vector(group_offset, p.experts - p.groups)
-    operands = (lhs, lhs_scale, rhs, rhs_scale, group_sizes, offset, existing_out)
-    if contracting:
-        return scaled_tgmm(*operands, **static)
-    return scaled_gmm(*operands, **static, transpose_rhs=bool(transpose_rhs))
+    tile = _tile(tiling, problem, contracting, are_narrow(lhs, rhs), small)
+    grid = Grid(problem, tile, resolve_interpret(interpret), contracting, bool(transpose_rhs))
+    shard = Shard(group_sizes, as_vector(group_offset, p.experts - p.groups))
+    multiply = scaled_tgmm if contracting else scaled_gmm
+    return multiply(Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=existing_out), shard, grid=grid)
 
 
 def _tile(tiling: Tiling | None, p: QuantizedProblem, contracting: bool, narrow: bool, small: bool) -> Tile:

@@ -14,10 +14,10 @@ from op_arguments.options import options_of
 from op_arguments.permute import permuted_rows
 from op_arguments.probe import active, probe, probing
 from op_arguments.quantize import Quantized
-from tpu_kernels._lib.arguments import Interpret, as_vector, static_scalar
+from tpu_kernels._lib.arguments import Interpret, Shard, as_vector, static_scalar
 from tpu_kernels._lib.call import jit
 from tpu_kernels._lib.exchange import exchange_plans, swap
-from tpu_kernels._lib.pairs import Shard, dual_quantized, product, quantized, weight_product
+from tpu_kernels._lib.pairs import dual_quantized, product, quantized, weight_product
 from tpu_kernels._lib.routing import combine, plan_rows, take
 from tpu_kernels.grouped_gemm import grouped_gemm
 from tpu_kernels.mxfp8 import mxfp8_dual_quantize, mxfp8_quantize

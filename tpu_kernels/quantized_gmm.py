@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.quantized_gmm import check_gmm_quantized, check_tgmm_quantized, check_tile
-from tpu_kernels._lib.arguments import Interpret, as_vector, concrete_values, resolve_interpret, static_scalar
+from tpu_kernels._lib.arguments import Interpret, Shard, as_vector, concrete_values, resolve_interpret, static_scalar
+from tpu_kernels._lib.grids import Grid, Operands
 from tpu_kernels._lib.narrow import are_narrow, widened_to
 from tpu_kernels._lib.scaled_gmm import scaled_gmm
 from tpu_kernels._lib.scaled_tgmm import scaled_tgmm
@@ -48,16 +49,9 @@ def gmm_quantized(
     small = are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
     tile = resolve_tiling(tiling, partial(scaled_gmm_tiles, p.block, small, False), p.m, p.k, p.n)
     check_tile("tk", tile[1], p.block, p.k)
-    return scaled_gmm(
-        *operands,
-        group_sizes,
-        as_vector(group_offset, p.experts - p.groups),
-        existing_out,
-        problem=p,
-        tile=fit_tile(tile, p, jnp.int8),
-        transpose_rhs=bool(transpose_rhs),
-        interpret=resolve_interpret(interpret),
-    )
+    grid = Grid(p, fit_tile(tile, p, jnp.int8), resolve_interpret(interpret), transpose_rhs=bool(transpose_rhs))
+    shard = Shard(group_sizes, as_vector(group_offset, p.experts - p.groups))
+    return scaled_gmm(Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=existing_out), shard, grid=grid)
 
 
 def tgmm_quantized(
@@ -88,12 +82,6 @@ def tgmm_quantized(
     small = narrow and is_small(existing_out, p.out_dtype) and (p.block >= p.m or widened_to(lhs, rhs) is None)
     tile = resolve_tiling(tiling, partial(scaled_tgmm_tiles, narrow, small), p.m, p.k, p.n)
     check_tile("tm", tile[0], p.block, p.m)
-    return scaled_tgmm(
-        *operands,
-        group_sizes,
-        as_vector(group_offset, p.experts - p.groups),
-        existing_out,
-        problem=p,
-        tile=fit_tile(tile, p, jnp.int8),
-        interpret=resolve_interpret(interpret),
-    )
+    grid = Grid(p, fit_tile(tile, p, jnp.int8), resolve_interpret(interpret), contracting=True)
+    shard = Shard(group_sizes, as_vector(group_offset, p.experts - p.groups))
+    return scaled_tgmm(Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=existing_out), shard, grid=grid)

@@ -1,6 +1,6 @@
 """What every kernel does with the arguments of a call: values that are known, an offset, operands without float16."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,13 @@ from jax.experimental.pallas import tpu as pltpu
 from tpu_kernels._lib.chip import is_tpu
 
 Interpret = bool | pltpu.InterpretParams | None
+
+
+class Shard(NamedTuple):
+    """The groups that a device has: group_sizes [E] int32 of all of them, group_offset [1] int32, the first here."""
+
+    group_sizes: jax.Array
+    group_offset: jax.Array
 
 
 def concrete_values(group_sizes: Any) -> list[int] | None:

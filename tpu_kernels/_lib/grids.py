@@ -1,24 +1,30 @@
-"""The grids of the grouped matmuls, quantised or not: which blocks a step has, and what all steps fetch.
-
-gmm's steps are (column tile, visit, step along K); tgmm's (column tile, row tile of the result, visit). The visits are
-innermost where what they share should stay: a group's weights, or the sums of a group.
-"""
+"""The grids of the grouped matmuls, quantised or not: which blocks a step has, and what all steps fetch."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.gmm import Problem
 from op_arguments.quantized_gmm import QuantizedProblem
-from tpu_kernels._lib.call import Block, bytes_of
+from tpu_kernels._lib.arguments import Shard, kernel_dtype, kernel_operand
+from tpu_kernels._lib.call import Block, bytes_of, call, jit
 from tpu_kernels._lib.tiles import Tile
-from tpu_kernels._lib.visits import Visits
+from tpu_kernels._lib.visits import Visits, group_metadata
+
+P = TypeVar("P", Problem, QuantizedProblem)
 
 
 class Operands(NamedTuple):
-    """What the kernels read, None for what a call does without."""
+    """What a grouped matmul reads, None for what it does without: arrays, their `Block`s, or references in a kernel.
+
+    A scale is as the caller has it, then as `_lib/scales.py` lays it out; MXFP8's are powers (`_lib/powers.py`) then.
+    """
 
     lhs: Any
     rhs: Any
@@ -28,61 +34,132 @@ class Operands(NamedTuple):
     rhs_powers: Any = None
     existing_out: Any = None
 
-
-def gmm_lhs(n_i: Any, visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:
-    return visits.tile_ids[visit], k_i
-
-
-def gmm_rhs(n_i: Any, visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:
-    return visits.group_ids[visit], k_i, n_i
+    @property
+    def in_powers(self) -> bool:
+        """Whether an operand is multiplied by powers of two before the dot."""
+        return self.lhs_powers is not None or self.rhs_powers is not None
 
 
-def gmm_rhs_transposed(n_i: Any, visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:
-    return visits.group_ids[visit], n_i, k_i
+@dataclass(frozen=True)
+class Grid(Generic[P]):
+    """A grouped matmul in steps, each of a tile (tm, tk, tn); contracting is tgmm, which sums over the ragged axis.
 
-
-def gmm_weights(tile: Tile, transpose_rhs: bool) -> tuple[tuple[int | None, ...], Callable[..., Any]]:
-    """The block of rhs [G, K, N], or [G, N, K], in a step, and which one."""
-    _, tk, tn = tile
-    return ((None, tn, tk), gmm_rhs_transposed) if transpose_rhs else ((None, tk, tn), gmm_rhs)
-
-
-def gmm_out(n_i: Any, visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:
-    return visits.tile_ids[visit], n_i
-
-
-def gmm_cost(p: Problem | QuantizedProblem, tile: Tile, operands: Operands, out: Block) -> pl.CostEstimate:
-    """What gmm computes, reads and writes. A block is fetched anew when its index changes: with a single step over K,
-    only at a new tile or a new group.
+    gmm's steps are (column tile, visit, step along K); tgmm's (column tile, row tile of the result, visit). The visits
+    are innermost where what they share should stay: a group's weights, or the sums of a group.
     """
-    tiles_m, tiles_k, tiles_n = (pl.cdiv(size, step) for size, step in zip((p.m, p.k, p.n), tile, strict=True))
-    visits = tiles_m + p.groups - 1
-    rows, matrices = (p.m, p.groups) if tiles_k == 1 else (visits * tile[0], visits)
-    lhs, rhs = operands.lhs.array, operands.rhs.array
-    fetched = tiles_n * rows * p.k * lhs.dtype.itemsize + matrices * p.k * p.n * rhs.dtype.itemsize
-    return _cost(p, fetched, operands, out)
+
+    problem: P
+    tile: Tile
+    interpret: bool | pltpu.InterpretParams
+    contracting: bool = False
+    transpose_rhs: bool = False
+
+    @property
+    def summed(self) -> tuple[int, int]:
+        """The length of the axis that is summed over, and a tile's."""
+        return (self.problem.m, self.tile[0]) if self.contracting else (self.problem.k, self.tile[1])
+
+    @property
+    def out_axes(self) -> str:
+        """Those of the result, as in `block`."""
+        return "gkn" if self.contracting else "mn"
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """[G, K, N] or [M, N]."""
+        p = self.problem
+        return (p.groups, p.k, p.n) if self.contracting else (p.m, p.n)
+
+    @property
+    def part(self: "Grid[QuantizedProblem]") -> int:
+        """How deep a dot is where scales change: none does within it."""
+        return min(self.problem.block, self.summed[1])
+
+    def block(self, array: Any, axes: str, shape: tuple[int | None, ...] | None = None) -> Block:
+        """A step's block of an array with these axes: m, k and n in tiles, g the visit's group, - without steps.
+
+        shape: where the block's is not that of the tile.
+        """
+        tm, tk, tn = self.tile
+        if shape is None:
+            sizes = {"m": tm, "k": tk, "n": tn, "g": None}
+            shape = tuple(sizes[axis] for axis in axes)
+        return Block(kernel_operand(array), shape, partial(self._index, axes))
+
+    def _index(self, axes: str, n: Any, second: Any, third: Any, visits: Visits, *_: Any) -> tuple[Any, ...]:
+        k, visit = (second, third) if self.contracting else (third, second)
+        of_visit = {"m": visits.tile_ids, "g": visits.group_ids}
+        of_step = {"k": k, "n": n, "-": 0}
+        return tuple(of_visit[axis][visit] if axis in of_visit else of_step[axis] for axis in axes)
+
+    def blocks(self, operands: Operands) -> Operands:
+        """lhs, rhs and existing_out with their blocks; the others are for who knows how they are laid out."""
+        rhs = "mn" if self.contracting else "gnk" if self.transpose_rhs else "gkn"
+        existing_out = operands.existing_out
+        return Operands(
+            self.block(operands.lhs, "mk"),
+            self.block(operands.rhs, rhs),
+            existing_out=None if existing_out is None else self.block(existing_out, self.out_axes),
+        )
+
+    def call(
+        self, kernel: Any, *, name: str, shard: Shard, operands: Operands, scratch: Any, scalars: tuple[Any, ...] = ()
+    ) -> jax.Array:
+        """The result that `kernel(visits, *scalars, operands, out, scratch)` fills; operands: with their blocks."""
+        p, (tm, tk, tn) = self.problem, self.tile
+        cover = "groups" if self.contracting else "tiles"
+        listed = group_metadata(shard, m=p.m, tm=tm, num_groups=p.groups, cover=cover, interpret=self.interpret)
+        visits = Visits(listed.group_ids, listed.tile_ids, listed.group_offsets, shard.group_offset)
+        columns, num_visits, depth = pl.cdiv(p.n, tn), listed.num_visits[0], pl.cdiv(p.k, tk)
+        out = self.block(jax.ShapeDtypeStruct(self.out_shape, kernel_dtype(p.out_dtype)), self.out_axes)
+        result: jax.Array = call(
+            kernel,
+            name=name,
+            grid=(columns, depth, num_visits) if self.contracting else (columns, num_visits, depth),
+            parallel=2 if self.contracting else 1,
+            scalars=(visits, *scalars),
+            operands=operands,
+            out=out,
+            scratch=scratch,
+            cost=self._cost(operands, out),
+            interpret=self.interpret,
+        )
+        return result.astype(p.out_dtype)
+
+    def _cost(self, operands: Operands, out: Block) -> pl.CostEstimate:
+        """What all steps compute, read and write.
+
+        A block is fetched anew when its index changes: in gmm with a single step over K only at a new tile or a new
+        group; in tgmm for every column tile all of lhs, for every row tile all of rhs. All else is read, or written,
+        once.
+        """
+        p, lhs, rhs = self.problem, operands.lhs.array, operands.rhs.array
+        tiles_m, tiles_k, tiles_n = (pl.cdiv(size, step) for size, step in zip((p.m, p.k, p.n), self.tile, strict=True))
+        if self.contracting:
+            fetched = tiles_n * bytes_of(lhs) + tiles_k * bytes_of(rhs)
+        else:
+            visits = tiles_m + p.groups - 1
+            rows, matrices = (p.m, p.groups) if tiles_k == 1 else (visits * self.tile[0], visits)
+            fetched = tiles_n * rows * p.k * lhs.dtype.itemsize + matrices * p.k * p.n * rhs.dtype.itemsize
+        once = sum(bytes_of(block.array) for block in (*jax.tree.leaves(operands[2:]), out))
+        return pl.CostEstimate(flops=2 * p.m * p.k * p.n, transcendentals=0, bytes_accessed=fetched + once)
 
 
-def tgmm_lhs(n_i: Any, k_i: Any, visit: Any, visits: Visits, *_: Any) -> Any:
-    return visits.tile_ids[visit], k_i
+def grouped_matmul(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Compile multiply(operands, shard, grid=…), and call it only where there is something to multiply.
 
+    A sum over nothing is one over a single zero: gmm stores it in active rows.
+    """
 
-def tgmm_rhs(n_i: Any, k_i: Any, visit: Any, visits: Visits, *_: Any) -> Any:
-    return visits.tile_ids[visit], n_i
+    @jit("grid")
+    @wraps(multiply)
+    def multiplied(operands: Operands, shard: Shard, *, grid: Grid[Any]) -> jax.Array:
+        p, existing_out = grid.problem, operands.existing_out
+        if 0 in (p.m, p.groups, *grid.out_shape):
+            return jnp.zeros(grid.out_shape, p.out_dtype) if existing_out is None else existing_out
+        if p.k == 0:
+            lhs, rhs = (jnp.zeros([max(size, 1) for size in x.shape], x.dtype) for x in (operands.lhs, operands.rhs))
+            operands, grid = Operands(lhs, rhs, existing_out=existing_out), replace(grid, problem=p._replace(k=1))
+        return multiply(operands, shard, grid=grid)
 
-
-def tgmm_out(n_i: Any, k_i: Any, visit: Any, visits: Visits, *_: Any) -> Any:
-    return visits.group_ids[visit], k_i, n_i
-
-
-def tgmm_cost(p: Problem | QuantizedProblem, tile: Tile, operands: Operands, out: Block) -> pl.CostEstimate:
-    """As `gmm_cost`, of tgmm: for every column tile all of lhs is fetched, for every row tile all of rhs."""
-    tiles_k, tiles_n = pl.cdiv(p.k, tile[1]), pl.cdiv(p.n, tile[2])
-    fetched = tiles_n * bytes_of(operands.lhs.array) + tiles_k * bytes_of(operands.rhs.array)
-    return _cost(p, fetched, operands, out)
-
-
-def _cost(p: Problem | QuantizedProblem, fetched: int, operands: Operands, out: Block) -> pl.CostEstimate:
-    """fetched: of lhs and rhs; of all else every element is read, or written, once."""
-    once = sum(bytes_of(block.array) for block in (*jax.tree.leaves(operands[2:]), out))
-    return pl.CostEstimate(flops=2 * p.m * p.k * p.n, transcendentals=0, bytes_accessed=fetched + once)
+    return multiplied

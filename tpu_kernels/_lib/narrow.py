@@ -1,5 +1,6 @@
 """Operands of 8 bits: multiplied as they are where the matrix unit can, else widened, exactly."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels._lib import chip
 from tpu_kernels._lib.chip import sublanes
+from tpu_kernels._lib.grids import Operands
 from tpu_kernels._lib.products import blocks, dot
 
 EXACT_SUMS = 1024  # 127² · 1024 < 2^24: sums of so many int8 products are exact in float32
@@ -23,7 +25,7 @@ def unit_of(narrow: Any, wide: str) -> int:
     """What `widen` divides numbers by.
 
     v5e, v5p and v6e have an instruction for e4m3b11fnuz, and not for e4m3fn. The same bits are 1/16 of the value there,
-    and the operand's scales make up for it (`of_units`).
+    and the operand's scales make up for it (`scales_in_units`).
     """
     return 16 if narrow == jnp.float8_e4m3fn and wide == "bfloat16" and chip.generation() in (5, 6) else 1
 
@@ -52,10 +54,12 @@ def widen_whole(x: jax.Array) -> jax.Array:
     return widen(x, jnp.bfloat16) * jnp.bfloat16(unit) if unit > 1 else x.astype(jnp.bfloat16)
 
 
-def of_units(scale: jax.Array | None, narrow: jax.Array, path: str) -> jax.Array | None:
-    """The scale of what is multiplied on a path, of an operand with this one."""
-    unit = unit_of(narrow.dtype, path)
-    return scale if scale is None or unit == 1 else scale * unit
+def scales_in_units(operands: Operands) -> Iterator[jax.Array | None]:
+    """The scales of what is multiplied, of lhs and of rhs."""
+    path = product_path(operands.lhs, operands.rhs)
+    for narrow, scale in ((operands.lhs, operands.lhs_scale), (operands.rhs, operands.rhs_scale)):
+        unit = unit_of(narrow.dtype, path)
+        yield scale if scale is None or unit == 1 else scale * unit
 
 
 def product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:

@@ -1,23 +1,16 @@
 """Operands of grouped matmuls as pairs (qvalue, scale), the scale None where they are not quantised."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from op_arguments.probe import probing
 from op_arguments.quantize import Quantized
-from tpu_kernels._lib.arguments import Interpret
+from tpu_kernels._lib.arguments import Interpret, Shard
 from tpu_kernels.gmm import gmm, tgmm
 from tpu_kernels.quantize import fp8_dual_quantize, fp8_quantize
 from tpu_kernels.quantized_gmm import gmm_quantized, tgmm_quantized
-
-
-class Shard(NamedTuple):
-    """The experts that a device has: group_sizes [E] int32 of all of them, group_offset [1] int32, the first here."""
-
-    group_sizes: jax.Array
-    group_offset: jax.Array
 
 
 def product(lhs: Quantized, rhs: Quantized, shard: Shard, **arguments: Any) -> jax.Array:

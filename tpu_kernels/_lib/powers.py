@@ -15,8 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.mxfp8 import E8M0, MX_BLOCK
+from op_arguments.quantized_gmm import QuantizedProblem
 from tpu_kernels._lib.call import Block, bytes_of, call
 from tpu_kernels._lib.chip import LANES, sublanes
+from tpu_kernels._lib.grids import Grid, Operands
 from tpu_kernels._lib.products import blocks, for_blocks
 
 SUBLANES = sublanes(jnp.int8)
@@ -103,6 +105,34 @@ def powers_in_rows(scale: jax.Array, interpret: bool | pltpu.InterpretParams) ->
 
 def _cost(scale: jax.Array, out: jax.ShapeDtypeStruct) -> pl.CostEstimate:
     return pl.CostEstimate(flops=4 * scale.size, transcendentals=0, bytes_accessed=bytes_of(scale, out))
+
+
+def gmm_powers(operands: Operands, grid: Grid[QuantizedProblem]) -> dict[str, Block]:
+    """The words of the scales of gmm's operands, with their blocks: in rows where K lies along rows, [G, K, N]."""
+    k, (tm, tk, tn), found = grid.problem.k, grid.tile, {}
+    if (scale := operands.lhs_scale) is not None:
+        words = powers_in_lanes(scale[None], k, tk, grid.interpret)[0]
+        found["lhs_powers"] = grid.block(words, "km-", (None, words_of(tm), words.shape[-1]))
+    if (scale := operands.rhs_scale) is not None and grid.transpose_rhs:
+        words = powers_in_lanes(scale, k, tk, grid.interpret)
+        found["rhs_powers"] = grid.block(words, "gkn-", (None, None, words_of(tn), words.shape[-1]))
+    elif scale is not None:
+        words = powers_in_rows(scale, grid.interpret)
+        found["rhs_powers"] = grid.block(words, "g-n", (None, words.shape[1], tn))
+    return found
+
+
+def tgmm_powers(operands: Operands, grid: Grid[QuantizedProblem]) -> dict[str, Block]:
+    """As `gmm_powers`, of tgmm: blocks of M lie along the rows of both operands."""
+    (tm, tk, tn), found = grid.tile, {}
+    for name, scale, axes, width in (
+        ("lhs_powers", operands.lhs_scale, "mk", tk),
+        ("rhs_powers", operands.rhs_scale, "mn", tn),
+    ):
+        if scale is not None:
+            words = powers_in_rows(scale[None], grid.interpret)[0]
+            found[name] = grid.block(words, axes, (tm // MX_BLOCK, width))
+    return found
 
 
 def _exponents(powers: jax.Array) -> jax.Array:

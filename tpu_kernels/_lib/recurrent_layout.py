@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.gla import Gates, Problem
 from op_arguments.gmm import GroupMetadata
+from tpu_kernels._lib.arguments import Shard
 from tpu_kernels._lib.call import Block, bytes_of, call
 from tpu_kernels._lib.chip import LANES, sublanes
 from tpu_kernels._lib.decays import SMALLEST_EXPONENT, decay_parts, two_sum
@@ -101,14 +102,10 @@ class Layout:
 
     def __init__(self, plan: Plan, cu_seqlens: jax.Array | None, interpret: bool | pltpu.InterpretParams) -> None:
         self.plan, self._cu_seqlens, self._interpret = plan, cu_seqlens, interpret
+        lengths = jnp.full(plan.n, plan.t, jnp.int32) if cu_seqlens is None else jnp.diff(cu_seqlens)
+        sequences = Shard(lengths, jnp.zeros(1, jnp.int32))
         self.visits = group_metadata(
-            jnp.full(plan.n, plan.t, jnp.int32) if cu_seqlens is None else jnp.diff(cu_seqlens),
-            jnp.zeros(1, jnp.int32),
-            m=plan.rows,
-            tm=plan.tile,
-            num_groups=plan.n,
-            cover="groups",
-            interpret=interpret,
+            sequences, m=plan.rows, tm=plan.tile, num_groups=plan.n, cover="groups", interpret=interpret
         )
 
     def by_key(self, x: jax.Array, place: Place) -> Block:

@@ -21,39 +21,17 @@ from jax.experimental.pallas import tpu as pltpu
 from op_arguments.mxfp8 import MX_BLOCK
 from op_arguments.probe import active, probe
 from op_arguments.quantized_gmm import QuantizedProblem
-from tpu_kernels._lib import grids
-from tpu_kernels._lib.arguments import kernel_dtype, kernel_operand
-from tpu_kernels._lib.call import Block, call, jit
+from tpu_kernels._lib.arguments import Shard
 from tpu_kernels._lib.chip import LANES, MXU
-from tpu_kernels._lib.grids import Operands
-from tpu_kernels._lib.narrow import (
-    EXACT_SUMS,
-    are_narrow,
-    of_units,
-    product,
-    product_path,
-    sum_dtype,
-    widen,
-    widen_whole,
-)
-from tpu_kernels._lib.powers import is_power, powers_in_lanes, powers_in_rows, times_lanes, times_rows, words_of
+from tpu_kernels._lib.grids import Grid, Operands, grouped_matmul
+from tpu_kernels._lib.narrow import EXACT_SUMS, are_narrow, product, product_path, sum_dtype, widen, widen_whole
+from tpu_kernels._lib.powers import times_lanes, times_rows
 from tpu_kernels._lib.products import blocks, dot, dot_depth, for_blocks, for_depth
-from tpu_kernels._lib.scales import Changes, are_in_range, as_columns, gmm_scales, of_parts_and_of_all, row_of, scaled
-from tpu_kernels._lib.tiles import Tile
-from tpu_kernels._lib.visits import OwnRows, Visits, list_visits
+from tpu_kernels._lib.scales import Changes, Plan, Scales, are_in_range, as_columns, row_of, scaled, scaled_blocks
+from tpu_kernels._lib.visits import OwnRows, Visits
 
 WIDENED_ROWS = 64  # at a time, so that they stay in registers
 WIDENING, WIDENING_POWERS = 3, 5  # blocks of columns whose products hide, on v6e, that lhs is widened; with powers
-
-
-class Plan(NamedTuple):
-    """What is static in a call."""
-
-    k: int
-    part: int  # how deep a dot is where scales change: no scale does within it
-    changes: Changes
-    transposed: bool  # sums are [columns, rows]
-    transpose_rhs: bool
 
 
 class Scratch(NamedTuple):
@@ -62,149 +40,37 @@ class Scratch(NamedTuple):
     wide_lhs: Any = None
 
 
-@jit("problem", "tile", "transpose_rhs", "interpret")
-def scaled_gmm(
-    lhs: jax.Array,
-    lhs_scale: jax.Array | None,
-    rhs: jax.Array,
-    rhs_scale: jax.Array | None,
-    group_sizes: jax.Array,
-    group_offset: jax.Array,
-    existing_out: jax.Array | None,
-    *,
-    problem: QuantizedProblem,
-    tile: Tile,
-    transpose_rhs: bool,
-    interpret: bool | pltpu.InterpretParams,
-) -> jax.Array:
-    """[M, N] of checked arguments; group_offset as `as_vector` gives it."""
-    p = problem
-    if p.m == 0 or p.n == 0 or p.groups == 0:
-        return jnp.zeros((p.m, p.n), p.out_dtype) if existing_out is None else existing_out
-    if p.k == 0:  # a sum over nothing is a sum over one zero
-        p, tile = p._replace(k=1, block=1), (tile[0], 1, tile[2])
-        lhs, lhs_scale, rhs_scale = jnp.zeros((p.m, 1), jnp.int8), None, None
-        rhs = jnp.zeros((p.groups, p.n, 1) if transpose_rhs else (p.groups, 1, p.n), jnp.int8)
-
-    tm, tk, tn = tile
-    visits, num_visits = list_visits(
-        group_sizes, group_offset, m=p.m, tm=tm, num_groups=p.groups, cover="tiles", interpret=interpret
-    )
-    operands = Operands(kernel_operand(lhs), kernel_operand(rhs))
-    in_range, changes = None, Changes(False, False)
-    if is_power(lhs_scale) or is_power(rhs_scale):
-        operands = operands._replace(**_powers(lhs_scale, rhs_scale, p.k, tk, transpose_rhs, interpret))
-    else:
-        path = product_path(lhs, rhs)
-        lhs_scale, rhs_scale = of_units(lhs_scale, lhs, path), of_units(rhs_scale, rhs, path)
-        lhs_rows, rhs_rows, changes = gmm_scales(lhs_scale, rhs_scale, p, tile, transpose_rhs)
-        operands = operands._replace(lhs_scale=lhs_rows, rhs_scale=rhs_rows)
-    transposed = _sums_are_transposed(operands, changes, p, tile, transpose_rhs)
-    plan = Plan(p.k, min(p.block, tk), changes, transposed, transpose_rhs)
-    if plan.transposed and lhs_scale is not None and rhs_scale is not None:
-        in_range = are_in_range(lhs_scale, rhs_scale).astype(jnp.int32)[None]
-    if existing_out is not None:
-        operands = operands._replace(existing_out=kernel_operand(existing_out))
-    specs = _blocks(operands, tile, plan)
-    out = Block(jax.ShapeDtypeStruct((p.m, p.n), kernel_dtype(p.out_dtype)), (tm, tn), grids.gmm_out)
-    return call(
+@grouped_matmul
+def scaled_gmm(operands: Operands, shard: Shard, *, grid: Grid[QuantizedProblem]) -> jax.Array:
+    """[M, N] of checked operands with scales, of float32 or MXFP8's."""
+    specs, changes = scaled_blocks(operands, grid)
+    plan = Plan(grid, changes, _sums_are_transposed(operands, changes, grid))
+    return grid.call(
         partial(_kernel, plan=plan),
         name="gmm_quantized",
-        grid=(pl.cdiv(p.n, tn), num_visits, pl.cdiv(p.k, tk)),
-        parallel=1,
-        scalars=(visits, in_range),
+        shard=shard,
+        scalars=(are_in_range(operands.lhs_scale, operands.rhs_scale) if plan.transposed else None,),
         operands=specs,
-        out=out,
-        scratch=_scratch(operands, tile, plan),
-        cost=grids.gmm_cost(p, tile, specs, out),
-        interpret=interpret,
-    ).astype(p.out_dtype)
+        scratch=_scratch(specs, plan),
+    )
 
 
-def _powers(
-    lhs_scale: jax.Array | None,
-    rhs_scale: jax.Array | None,
-    k: int,
-    tk: int,
-    transpose_rhs: bool,
-    interpret: bool | pltpu.InterpretParams,
-) -> dict[str, jax.Array]:
-    """The words of the scales by the names of their operands."""
-    powers = {}
-    if lhs_scale is not None:
-        powers["lhs_powers"] = powers_in_lanes(lhs_scale[None], k, tk, interpret)[0]
-    if rhs_scale is not None and transpose_rhs:
-        powers["rhs_powers"] = powers_in_lanes(rhs_scale, k, tk, interpret)
-    elif rhs_scale is not None:
-        powers["rhs_powers"] = powers_in_rows(rhs_scale, interpret)
-    return powers
-
-
-def _sums_are_transposed(
-    operands: Operands, changes: Changes, p: QuantizedProblem, tile: Tile, transpose_rhs: bool
-) -> bool:
+def _sums_are_transposed(operands: Operands, changes: Changes, grid: Grid[QuantizedProblem]) -> bool:
     """Whether each scale of rhs covers whole registers of columns: two operations for each sum then, and not three."""
-    columns = p.rhs_blocks[1 if transpose_rhs else 2]
+    (tm, _, tn), columns = grid.tile, grid.problem.rhs_blocks[1 if grid.transpose_rhs else 2]
     is_multiplied_narrow = product_path(operands.lhs, operands.rhs) in ("fp8", "int8")
-    return all(changes) and is_multiplied_narrow and not (columns % LANES or tile[0] % LANES or tile[2] % LANES)
+    return all(changes) and is_multiplied_narrow and not (columns % LANES or tm % LANES or tn % LANES)
 
 
-def _scratch(operands: Operands, tile: Tile, plan: Plan) -> Scratch:
-    (tm, tk, tn), (lhs, rhs) = tile, operands[:2]
+def _scratch(specs: Operands, plan: Plan) -> Scratch:
+    (tm, tk, tn), lhs, rhs = plan.grid.tile, specs.lhs.array, specs.rhs.array
     scratch = Scratch(pltpu.VMEM((tn, tm) if plan.transposed else (tm, tn), sum_dtype(lhs, rhs, any(plan.changes))))
-    if operands.lhs_scale is not None and not plan.transposed:
-        parts = tk // plan.part if plan.changes.lhs else 1
+    if specs.lhs_scale is not None and not plan.transposed:
+        parts = tk // plan.grid.part if plan.changes.lhs else 1
         scratch = scratch._replace(lhs_columns=pltpu.VMEM((parts, tm, LANES), jnp.float32))
-    if operands.lhs_powers is not None or (are_narrow(lhs, rhs) and product_path(lhs, rhs) == "bfloat16"):
+    if specs.lhs_powers is not None or (are_narrow(lhs, rhs) and product_path(lhs, rhs) == "bfloat16"):
         scratch = scratch._replace(wide_lhs=pltpu.VMEM((tm, tk), jnp.bfloat16))
     return scratch
-
-
-# ------------------------------------------------------------------------------------------------------- blocks
-
-
-def _lhs_scale(changes: bool, n_i: Any, visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:
-    return k_i if changes else 0, visits.tile_ids[visit], 0, 0
-
-
-def _rhs_scale(changes: bool, n_i: Any, visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:
-    return visits.group_ids[visit], k_i if changes else 0, 0, n_i
-
-
-def _lhs_powers(n_i: Any, visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:
-    return k_i, visits.tile_ids[visit], 0
-
-
-def _rhs_powers_in_lanes(n_i: Any, visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:
-    return visits.group_ids[visit], k_i, n_i, 0
-
-
-def _rhs_powers_in_rows(n_i: Any, visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:
-    return visits.group_ids[visit], 0, n_i
-
-
-def _blocks(arrays: Operands, tile: Tile, plan: Plan) -> Operands:
-    """The arrays with their blocks."""
-    tm, tk, tn = tile
-    found = Operands(
-        Block(arrays.lhs, (tm, tk), grids.gmm_lhs),
-        Block(arrays.rhs, *grids.gmm_weights(tile, plan.transpose_rhs)),
-    )
-    if (scale := arrays.lhs_scale) is not None:
-        index = partial(_lhs_scale, plan.changes.lhs)
-        found = found._replace(lhs_scale=Block(scale, (None, None, scale.shape[2], tm), index))
-    if (scale := arrays.rhs_scale) is not None:
-        index = partial(_rhs_scale, plan.changes.rhs)
-        found = found._replace(rhs_scale=Block(scale, (None, None, scale.shape[2], tn), index))
-    if (powers := arrays.lhs_powers) is not None:
-        found = found._replace(lhs_powers=Block(powers, (None, words_of(tm), powers.shape[2]), _lhs_powers))
-    if (powers := arrays.rhs_powers) is not None:
-        in_lanes = Block(powers, (None, None, words_of(tn), powers.shape[-1]), _rhs_powers_in_lanes)
-        in_rows = Block(powers, (None, powers.shape[1], tn), _rhs_powers_in_rows)
-        found = found._replace(rhs_powers=in_lanes if plan.transpose_rhs else in_rows)
-    if arrays.existing_out is not None:
-        found = found._replace(existing_out=Block(arrays.existing_out, (tm, tn), grids.gmm_out))
-    return found
 
 
 # ------------------------------------------------------------------------------------------------------- kernel
@@ -226,7 +92,7 @@ def _kernel(visits: Visits, in_range: Any, operands: Operands, out: Any, scratch
         def store_all(rows: Any) -> None:
             tile.for_columns(lambda columns: tile.store(rows, columns, tile.acc[tile.at(rows, columns)]))
 
-        for_depth(plan.k, tk, step, last_step, multiply_to)
+        for_depth(plan.grid.problem.k, tk, step, last_step, multiply_to)
         if not tile.one_step:
             pl.when(step == last_step)(lambda: for_rows(store_all))
 
@@ -279,17 +145,13 @@ class _Tile:
 
     @property
     def one_step(self) -> bool:
-        return bool(self.lhs.shape[1] == self.plan.k)
-
-    @property
-    def in_powers(self) -> bool:
-        return self.operands.lhs_powers is not None or self.operands.rhs_powers is not None
+        return bool(self.lhs.shape[1] == self.plan.grid.problem.k)
 
     @cached_property
     def depth_of_dot(self) -> int:
         depth = dot_depth(changed=self.is_widened)
         depth = min(depth, EXACT_SUMS) if self.acc.dtype == jnp.int32 else depth
-        return self.plan.part if any(self.plan.changes) else depth
+        return self.plan.grid.part if any(self.plan.changes) else depth
 
     # ---- operands
 
@@ -301,12 +163,13 @@ class _Tile:
 
     def weights(self, inner: Any, columns: Any) -> jax.Array:
         """rhs as it is multiplied."""
-        weights = self.operands.rhs[columns, inner] if self.plan.transpose_rhs else self.operands.rhs[inner, columns]
+        transposed = self.plan.grid.transpose_rhs
+        weights = self.operands.rhs[columns, inner] if transposed else self.operands.rhs[inner, columns]
         powers = self.operands.rhs_powers
         if powers is None:
             return weights
         wide = widen_whole(weights)
-        if self.plan.transpose_rhs:
+        if transposed:
             return times_lanes(wide, powers, columns, inner.start)
         first = (0 if self.one_step else self.step * (self.lhs.shape[1] // MX_BLOCK)) + inner.start // MX_BLOCK
         return times_rows(wide, powers, first, columns)
@@ -347,7 +210,7 @@ class _Tile:
         Where blocks of scales are long this is no loop: the sums of a pass are scaled under the products of the next.
         Shorter ones are too much code for that.
         """
-        tm, part = self.lhs.shape[0], self.plan.part
+        tm, part = self.lhs.shape[0], self.plan.grid.part
         if not are_narrow(self.lhs, self.operands.rhs):  # what is widened in registers is widened once
             body(pl.ds(0, tm))
         elif part >= 2 * MXU:
@@ -371,16 +234,14 @@ class _Tile:
     def add(self, i: int, inner: Any, rows: Any, columns: Any, total: Any) -> jax.Array:
         """total, and the products of part i, which lies at `inner` of K."""
         x, weights = self.lhs[rows, inner], self.weights(inner, columns)
-        contract = (1, 1 if self.plan.transpose_rhs else 0)
-        multiply = dot if self.in_powers else product
+        contract = (1, 1 if self.plan.grid.transpose_rhs else 0)
+        multiply = dot if self.operands.in_powers else product
         sums = multiply(weights, x, contract[::-1]) if self.plan.transposed else multiply(x, weights, contract)
         if self.plan.transposed:
             sums = self.scaled_transposed(sums, i, rows, columns)
         elif any(self.plan.changes):
-            of_columns = self.scratch.lhs_columns if self.plan.changes.lhs else None
-            rhs_parts, _ = of_parts_and_of_all(self.operands.rhs_scale, self.plan.changes.rhs)
-            column = None if of_columns is None else of_columns[i, rows, :]
-            sums = scaled(sums, column, row_of(rhs_parts, i, columns))
+            parts = self.plan.changes.of_parts(self.scratch.lhs_columns, self.operands.rhs_scale)
+            sums = scaled_by(parts, i, sums, rows, columns)
         sums = sums.astype(self.acc.dtype)
         return sums if total is None else total + sums
 
@@ -410,10 +271,8 @@ class _Tile:
         if self.plan.transposed:
             total = (sums if active() else sums.astype(self.out.dtype)).T
         else:
-            of_columns = None if self.plan.changes.lhs else self.scratch.lhs_columns
-            _, rhs_whole = of_parts_and_of_all(self.operands.rhs_scale, self.plan.changes.rhs)
-            column = None if of_columns is None else of_columns[0, rows, :]
-            total = scaled(sums, column, row_of(rhs_whole, 0, columns))
+            whole = self.plan.changes.of_all(self.scratch.lhs_columns, self.operands.rhs_scale)
+            total = scaled_by(whole, 0, sums, rows, columns)
         if active():
             total = probe("acc", total, self.own.mask(rows.start, total.shape))
         result = total.astype(self.out.dtype)
@@ -426,12 +285,12 @@ class _Tile:
 
     def multiply(self, rows: Any, depth: int) -> None:
         """Multiply `depth` of K for these rows and all columns."""
-        self.prepare(rows, pl.cdiv(depth, self.plan.part))
+        self.prepare(rows, pl.cdiv(depth, self.plan.grid.part))
         parts = blocks(depth, self.depth_of_dot)
         if not self.is_widened or self.masked:
             self.for_columns(partial(self.multiply_columns, parts, rows))
             return
-        columns_of, hiding = blocks(self.out.shape[1], MXU), WIDENING_POWERS if self.in_powers else WIDENING
+        columns_of, hiding = blocks(self.out.shape[1], MXU), WIDENING_POWERS if self.operands.in_powers else WIDENING
         for i, inner in enumerate(parts):
             self.lhs[rows, inner] = self.widened_lhs(rows, inner)
             for columns in columns_of[:hiding]:
@@ -447,3 +306,9 @@ class _Tile:
             for i, inner in enumerate(parts):
                 total = self.add(i, inner, some, columns, total)
             self.keep(some, columns, total, last=True)
+
+
+def scaled_by(scales: Scales, part: int, sums: jax.Array, rows: Any, columns: Any) -> jax.Array:
+    """Sums [rows, columns] times the scales of a part: of lhs as columns in every lane, of rhs as rows."""
+    column = None if scales.lhs is None else scales.lhs[part, rows, :]
+    return scaled(sums, column, row_of(scales.rhs, part, columns))

@@ -17,27 +17,17 @@ from jax.experimental.pallas import tpu as pltpu
 from op_arguments.mxfp8 import MX_BLOCK
 from op_arguments.probe import active, probe
 from op_arguments.quantized_gmm import QuantizedProblem
-from tpu_kernels._lib import grids
-from tpu_kernels._lib.arguments import kernel_dtype, kernel_operand
-from tpu_kernels._lib.call import Block, call, jit
+from tpu_kernels._lib.arguments import Shard
 from tpu_kernels._lib.chip import LANES, MXU
-from tpu_kernels._lib.grids import Operands
-from tpu_kernels._lib.narrow import of_units, product, product_path, sum_dtype, widen, widen_whole, widened_to
-from tpu_kernels._lib.powers import is_power, powers_in_rows, times_rows
+from tpu_kernels._lib.grids import Grid, Operands, grouped_matmul
+from tpu_kernels._lib.narrow import product, sum_dtype, widen, widen_whole, widened_to
+from tpu_kernels._lib.powers import times_rows
 from tpu_kernels._lib.products import blocks, dot, dot_depth, for_blocks
-from tpu_kernels._lib.scales import Changes, as_columns, of_parts_and_of_all, row_of, scaled, tgmm_scales
-from tpu_kernels._lib.tiles import Tile
-from tpu_kernels._lib.visits import COPY_ROWS, OwnRows, Visits, list_visits, row_block
+from tpu_kernels._lib.scales import Plan, Scales, as_columns, row_of, scaled, scaled_blocks
+from tpu_kernels._lib.visits import COPY_ROWS, OwnRows, Visits, row_block
 
 STRIPS = 4  # of 128 rows, that are stored in straight-line code
 TALL = 896  # rows of a dot that the matrix unit adds up by itself: of multiples of 128 the fastest in tgmm on tpu7x
-
-
-class Plan(NamedTuple):
-    """What is static in a call."""
-
-    part: int  # how deep a dot is where scales change: no scale does within it
-    changes: Changes
 
 
 class Scratch(NamedTuple):
@@ -50,93 +40,26 @@ class Scratch(NamedTuple):
     wide_rhs: Any = None
 
 
-@jit("problem", "tile", "interpret")
-def scaled_tgmm(
-    lhs: jax.Array,
-    lhs_scale: jax.Array | None,
-    rhs: jax.Array,
-    rhs_scale: jax.Array | None,
-    group_sizes: jax.Array,
-    group_offset: jax.Array,
-    existing_out: jax.Array | None,
-    *,
-    problem: QuantizedProblem,
-    tile: Tile,
-    interpret: bool | pltpu.InterpretParams,
-) -> jax.Array:
-    """[G, K, N] of checked arguments; group_offset as `as_vector` gives it."""
-    p = problem
-    if 0 in (p.m, p.k, p.n, p.groups):
-        return jnp.zeros((p.groups, p.k, p.n), p.out_dtype) if existing_out is None else existing_out
+@grouped_matmul
+def scaled_tgmm(operands: Operands, shard: Shard, *, grid: Grid[QuantizedProblem]) -> jax.Array:
+    """[G, K, N] of checked operands with scales, of float32 or MXFP8's."""
+    specs, changes = scaled_blocks(operands, grid)
+    plan = Plan(grid, changes)
+    scratch = _scratch(specs, plan)
+    return grid.call(partial(_kernel, plan=plan), name="tgmm_quantized", shard=shard, operands=specs, scratch=scratch)
 
-    tm, tk, tn = tile
-    visits, num_visits = list_visits(
-        group_sizes, group_offset, m=p.m, tm=tm, num_groups=p.groups, cover="groups", interpret=interpret
-    )
-    operands, changes = Operands(kernel_operand(lhs), kernel_operand(rhs)), Changes(False, False)
-    in_powers = is_power(lhs_scale) or is_power(rhs_scale)
-    if in_powers:
-        powers = (None if s is None else powers_in_rows(s[None], interpret)[0] for s in (lhs_scale, rhs_scale))
-        operands = operands._replace(**dict(zip(("lhs_powers", "rhs_powers"), powers, strict=True)))
-    else:
-        path = product_path(lhs, rhs)
-        lhs_scale, rhs_scale = of_units(lhs_scale, lhs, path), of_units(rhs_scale, rhs, path)
-        lhs_rows, rhs_rows, changes = tgmm_scales(lhs_scale, rhs_scale, p, tile)
-        operands = operands._replace(lhs_scale=lhs_rows, rhs_scale=rhs_rows)
-    if existing_out is not None:
-        operands = operands._replace(existing_out=kernel_operand(existing_out))
-    specs = _blocks(operands, tile, changes)
-    out = Block(jax.ShapeDtypeStruct((p.groups, p.k, p.n), kernel_dtype(p.out_dtype)), (None, tk, tn), grids.tgmm_out)
+
+def _scratch(specs: Operands, plan: Plan) -> Scratch:
+    (tm, tk, tn), lhs, rhs = plan.grid.tile, specs.lhs.array, specs.rhs.array
     scratch = Scratch(
-        pltpu.VMEM((tk, tn), sum_dtype(lhs, rhs, any(changes))),
-        pltpu.VMEM((row_block(tm), tk), operands.lhs.dtype),
-        pltpu.VMEM((row_block(tm), tn), operands.rhs.dtype),
+        pltpu.VMEM((tk, tn), sum_dtype(lhs, rhs, any(plan.changes))),
+        pltpu.VMEM((row_block(tm), tk), lhs.dtype),
+        pltpu.VMEM((row_block(tm), tn), rhs.dtype),
     )
-    wide = jnp.dtype(jnp.bfloat16) if in_powers else widened_to(lhs, rhs)
-    if wide is not None:
-        scratch = scratch._replace(wide_lhs=pltpu.VMEM((row_block(tm), tk), wide), wide_rhs=pltpu.VMEM((tm, tn), wide))
-    return call(
-        partial(_kernel, plan=Plan(min(p.block, tm), changes)),
-        name="tgmm_quantized",
-        grid=(pl.cdiv(p.n, tn), pl.cdiv(p.k, tk), num_visits),
-        parallel=2,
-        scalars=(visits,),
-        operands=specs,
-        out=out,
-        scratch=scratch,
-        cost=grids.tgmm_cost(p, tile, specs, out),
-        interpret=interpret,
-    ).astype(p.out_dtype)
-
-
-# ------------------------------------------------------------------------------------------------------- blocks
-
-
-def _lhs_scale(changes: bool, n_i: Any, k_i: Any, visit: Any, visits: Visits, *_: Any) -> Any:
-    return visits.tile_ids[visit] if changes else 0, 0, k_i
-
-
-def _rhs_scale(changes: bool, n_i: Any, k_i: Any, visit: Any, visits: Visits, *_: Any) -> Any:
-    return visits.tile_ids[visit] if changes else 0, 0, n_i
-
-
-def _blocks(arrays: Operands, tile: Tile, changes: Changes) -> Operands:
-    """The arrays with their blocks."""
-    tm, tk, tn = tile
-    found = Operands(Block(arrays.lhs, (tm, tk), grids.tgmm_lhs), Block(arrays.rhs, (tm, tn), grids.tgmm_rhs))
-    if (scale := arrays.lhs_scale) is not None:
-        index = partial(_lhs_scale, changes.lhs)
-        found = found._replace(lhs_scale=Block(scale, (None, scale.shape[1], tk), index))
-    if (scale := arrays.rhs_scale) is not None:
-        index = partial(_rhs_scale, changes.rhs)
-        found = found._replace(rhs_scale=Block(scale, (None, scale.shape[1], tn), index))
-    if arrays.lhs_powers is not None:
-        found = found._replace(lhs_powers=Block(arrays.lhs_powers, (tm // MX_BLOCK, tk), grids.tgmm_lhs))
-    if arrays.rhs_powers is not None:
-        found = found._replace(rhs_powers=Block(arrays.rhs_powers, (tm // MX_BLOCK, tn), grids.tgmm_rhs))
-    if arrays.existing_out is not None:
-        found = found._replace(existing_out=Block(arrays.existing_out, (None, tk, tn), grids.tgmm_out))
-    return found
+    wide = jnp.dtype(jnp.bfloat16) if specs.in_powers else widened_to(lhs, rhs)
+    if wide is None:
+        return scratch
+    return scratch._replace(wide_lhs=pltpu.VMEM((row_block(tm), tk), wide), wide_rhs=pltpu.VMEM((tm, tn), wide))
 
 
 # ------------------------------------------------------------------------------------------------------- kernel
@@ -170,7 +93,7 @@ def _kernel(visits: Visits, operands: Operands, out: Any, scratch: Scratch, *, p
 
     @pl.when(last_of_group)
     def _() -> None:
-        if tile.lhs_whole is None:
+        if tile.whole.lhs is None:
             for_blocks(tk, MXU, tile.store)
         else:
             for_blocks(tk, STRIPS * LANES, tile.store_strips)
@@ -196,35 +119,23 @@ class _Tile:
     def is_widened(self) -> bool:
         return self.scratch.wide_lhs is not None
 
-    @property
-    def in_powers(self) -> bool:
-        return self.operands.lhs_powers is not None or self.operands.rhs_powers is not None
-
     @cached_property
     def depth_of_dot(self) -> int:
-        return self.plan.part if any(self.plan.changes) else dot_depth(changed=True)
+        return self.plan.grid.part if any(self.plan.changes) else dot_depth(changed=True)
 
     @property
-    def lhs_parts(self) -> Any | None:
-        return of_parts_and_of_all(self.operands.lhs_scale, self.plan.changes.lhs)[0]
+    def parts(self) -> Scales:
+        return self.plan.changes.of_parts(self.operands.lhs_scale, self.operands.rhs_scale)
 
     @property
-    def rhs_parts(self) -> Any | None:
-        return of_parts_and_of_all(self.operands.rhs_scale, self.plan.changes.rhs)[0]
-
-    @property
-    def lhs_whole(self) -> Any | None:
-        return of_parts_and_of_all(self.operands.lhs_scale, self.plan.changes.lhs)[1]
-
-    @property
-    def rhs_whole(self) -> Any | None:
-        return of_parts_and_of_all(self.operands.rhs_scale, self.plan.changes.rhs)[1]
+    def whole(self) -> Scales:
+        return self.plan.changes.of_all(self.operands.lhs_scale, self.operands.rhs_scale)
 
     # ---- sums
 
     def row_of_part(self, scale: Any | None, first_row: Any, columns: Any) -> jax.Array | None:
         """The scales of the part of the tile that first_row is in."""
-        part = self.plan.part
+        part = self.plan.grid.part
         i = first_row // part if isinstance(first_row, int) else lax.div(first_row, part)
         row = row_of(scale, i, columns)
         if row is None or not self.masked:
@@ -240,9 +151,9 @@ class _Tile:
 
         def multiply_part(inner: Any) -> None:
             for rows in blocks(lhs.shape[1], height):
-                column = as_columns(self.row_of_part(self.lhs_parts, first_row + inner.start, rows))
+                column = as_columns(self.row_of_part(self.parts.lhs, first_row + inner.start, rows))
                 for columns in blocks(rhs.shape[1], 4 * MXU):
-                    row = self.row_of_part(self.rhs_parts, first_row + inner.start, columns)
+                    row = self.row_of_part(self.parts.rhs, first_row + inner.start, columns)
                     zero = jnp.zeros((), self.acc.dtype)
                     before = jnp.where(first & (inner.start == 0), zero, self.acc[rows, columns])
                     sums = multiply(lhs[inner, rows], rhs[inner, columns], contract=(0, 0))
@@ -251,7 +162,7 @@ class _Tile:
                     self.acc[rows, columns] = before + sums
 
         if changes:
-            for_blocks(lhs.shape[0], min(self.plan.part, lhs.shape[0]), multiply_part)
+            for_blocks(lhs.shape[0], min(self.plan.grid.part, lhs.shape[0]), multiply_part)
         else:  # few, and no loop: the end of one overlaps with the start of the next
             for inner in blocks(lhs.shape[0], self.depth_of_dot):
                 multiply_part(inner)
@@ -294,16 +205,16 @@ class _Tile:
         for inner in blocks(tm, self.depth_of_dot):
             for columns in blocks(tn, 2 * MXU):
                 wide_rhs[inner, columns] = self.widened(self.operands.rhs, self.operands.rhs_powers, inner, columns)
-            for rows in blocks(tk, MXU if changes or self.in_powers else 2 * MXU):
+            for rows in blocks(tk, MXU if changes or self.operands.in_powers else 2 * MXU):
                 lhs = self.widened(self.operands.lhs, self.operands.lhs_powers, inner, rows)
-                column = as_columns(self.row_of_part(self.lhs_parts, inner.start, rows))
+                column = as_columns(self.row_of_part(self.parts.lhs, inner.start, rows))
                 for columns in blocks(tn, 2 * MXU):
                     before = self.acc[rows, columns]
                     if inner.start == 0:
                         before = jnp.where(self.first_of_group, 0.0, before)
                     sums = dot(lhs, wide_rhs[inner, columns], contract=(0, 0))
                     if changes:
-                        sums = scaled(sums, column, self.row_of_part(self.rhs_parts, inner.start, columns))
+                        sums = scaled(sums, column, self.row_of_part(self.parts.rhs, inner.start, columns))
                     self.acc[rows, columns] = before + sums
 
     def widened(self, narrow: Any, powers: Any, inner: Any, columns: Any) -> jax.Array:
@@ -320,9 +231,9 @@ class _Tile:
         )  # an empty group's is 0, not 0 * NaN
 
     def store(self, rows: Any) -> None:
-        column = as_columns(self.row_of_all(self.lhs_whole, rows))
+        column = as_columns(self.row_of_all(self.whole.lhs, rows))
         for columns in blocks(self.out.shape[1], 2 * MXU):
-            total = scaled(self.acc[rows, columns], column, self.row_of_all(self.rhs_whole, columns))
+            total = scaled(self.acc[rows, columns], column, self.row_of_all(self.whole.rhs, columns))
             if active():
                 total = probe("acc", total, jnp.full(total.shape, self.own.start < self.own.end))
             if self.operands.existing_out is not None:

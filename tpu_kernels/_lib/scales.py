@@ -1,7 +1,8 @@
-"""Block scales in float32: how a kernel finds those of a tile, and multiplies sums by them.
+"""Block scales: how they are laid out for a grouped matmul, and how sums are multiplied by those in float32.
 
 Each scale becomes [..., parts, columns] with the tile's index along the axis that is summed over, and others, in front:
-a tile has a row of scales for each of its parts, or a single one that multiplies the finished sums.
+a tile has a row of scales for each of its parts, or a single one that multiplies the finished sums. MXFP8's powers of
+two multiply the operands before the dot instead (`_lib/powers.py`).
 """
 
 from typing import Any, NamedTuple
@@ -11,8 +12,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from op_arguments.quantized_gmm import QuantizedProblem
+from tpu_kernels._lib.call import Block
 from tpu_kernels._lib.chip import LANES
-from tpu_kernels._lib.tiles import Tile
+from tpu_kernels._lib.grids import Grid, Operands
+from tpu_kernels._lib.narrow import scales_in_units
+from tpu_kernels._lib.powers import gmm_powers, is_power, tgmm_powers
+
+
+class Scales(NamedTuple):
+    """What there is of each operand's scales, None for nothing."""
+
+    lhs: Any
+    rhs: Any
 
 
 class Changes(NamedTuple):
@@ -21,78 +32,106 @@ class Changes(NamedTuple):
     lhs: bool
     rhs: bool
 
+    def of_parts(self, lhs: Any, rhs: Any) -> Scales:
+        """The scales that change: those of a tile's parts."""
+        return Scales(lhs if self.lhs else None, rhs if self.rhs else None)
 
-def repeated(scale: jax.Array, axis: int, size: int) -> jax.Array:
+    def of_all(self, lhs: Any, rhs: Any) -> Scales:
+        """The scales that do not: those of the finished sums."""
+        return Scales(None if self.lhs else lhs, None if self.rhs else rhs)
+
+
+class Plan(NamedTuple):
+    """What is static in a matmul of operands with scales."""
+
+    grid: Grid[QuantizedProblem]
+    changes: Changes
+    transposed: bool = False  # sums are [columns, rows]
+
+
+def scaled_blocks(operands: Operands, grid: Grid[QuantizedProblem]) -> tuple[Operands, Changes]:
+    """The blocks of the operands and of their scales, and which of these change along the axis that is summed over."""
+    blocks = grid.blocks(operands)
+    if is_power(operands.lhs_scale) or is_power(operands.rhs_scale):
+        powers = tgmm_powers if grid.contracting else gmm_powers
+        return blocks._replace(**powers(operands, grid)), Changes(False, False)
+    of_lhs, of_rhs = (_tgmm_lhs, _tgmm_rhs) if grid.contracting else (_gmm_lhs, _gmm_rhs)
+    lhs_scale, rhs_scale = scales_in_units(operands)
+    lhs, lhs_changes = (None, False) if lhs_scale is None else of_lhs(lhs_scale, grid)
+    rhs, rhs_changes = (None, False) if rhs_scale is None else of_rhs(rhs_scale, grid)
+    return blocks._replace(lhs_scale=lhs, rhs_scale=rhs), Changes(lhs_changes, rhs_changes)
+
+
+def _gmm_lhs(scale: jax.Array, grid: Grid[QuantizedProblem]) -> tuple[Block, bool]:
+    """As [tiles of K, tiles of M, parts, tm]."""
+    m, tm = grid.problem.m, grid.tile[0]
+    tiles = pl.cdiv(m, tm)
+    parts, changes = _by_parts(_repeated(scale, 0, m), 1, grid)
+    rows = _padded(parts.transpose(1, 2, 0), 2, tiles * tm)
+    rows = rows.reshape(*rows.shape[:2], tiles, tm).swapaxes(1, 2)
+    return grid.block(rows, "km--" if changes else "-m--", (None, None, rows.shape[2], tm)), changes
+
+
+def _gmm_rhs(scale: jax.Array, grid: Grid[QuantizedProblem]) -> tuple[Block, bool]:
+    """As [G, tiles of K, parts, N]."""
+    by_columns = scale.swapaxes(1, 2) if grid.transpose_rhs else scale
+    by_columns = _repeated(_repeated(by_columns, 0, grid.problem.groups), 2, grid.problem.n)
+    parts, changes = _by_parts(by_columns, 1, grid)
+    return grid.block(parts, "gk-n" if changes else "g--n", (None, None, parts.shape[2], grid.tile[2])), changes
+
+
+def _tgmm_lhs(scale: jax.Array, grid: Grid[QuantizedProblem]) -> tuple[Block, bool]:
+    """As [tiles of M, parts, K]."""
+    parts, changes = _by_parts(_repeated(scale, 1, grid.problem.k), 0, grid)
+    return grid.block(parts, "m-k" if changes else "--k", (None, parts.shape[1], grid.tile[1])), changes
+
+
+def _tgmm_rhs(scale: jax.Array, grid: Grid[QuantizedProblem]) -> tuple[Block, bool]:
+    """As [tiles of M, parts, N]."""
+    parts, changes = _by_parts(_repeated(scale, 1, grid.problem.n), 0, grid)
+    return grid.block(parts, "m-n" if changes else "--n", (None, parts.shape[1], grid.tile[2])), changes
+
+
+def _by_parts(scale: jax.Array, axis: int, grid: Grid[QuantizedProblem]) -> tuple[jax.Array, bool]:
+    """scale with the axis that is summed over as (tiles, parts of a tile): (1, 1), and False, if it does not change."""
+    (size, tile), part = grid.summed, grid.part
+    changes = scale.shape[axis] > 1
+    tiles, parts = (pl.cdiv(size, tile), tile // part) if changes else (1, 1)
+    if changes:
+        scale = _padded(_repeated(scale, axis, size // part), axis, tiles * parts)
+    return scale.reshape(*scale.shape[:axis], tiles, parts, *scale.shape[axis + 1 :]), changes
+
+
+def _repeated(scale: jax.Array, axis: int, size: int) -> jax.Array:
     """scale with `size` elements along an axis, each repeated."""
     return scale if scale.shape[axis] == size else jnp.repeat(scale, size // scale.shape[axis], axis)
 
 
-def padded(x: jax.Array, axis: int, size: int) -> jax.Array:
+def _padded(x: jax.Array, axis: int, size: int) -> jax.Array:
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, size - x.shape[axis])
     return jnp.pad(x, widths)
 
 
-def by_parts(scale: jax.Array, axis: int, size: int, tile: int, part: int) -> tuple[jax.Array, bool]:
-    """scale with an axis of `size` split into (tiles, parts of a tile); (1, 1), and False, where it has one for all."""
-    changes = scale.shape[axis] > 1
-    tiles, parts = (pl.cdiv(size, tile), tile // part) if changes else (1, 1)
-    if changes:
-        scale = padded(repeated(scale, axis, size // part), axis, tiles * parts)
-    return scale.reshape(*scale.shape[:axis], tiles, parts, *scale.shape[axis + 1 :]), changes
-
-
-def gmm_scales(
-    lhs_scale: jax.Array | None, rhs_scale: jax.Array | None, p: QuantizedProblem, tile: Tile, transpose_rhs: bool
-) -> tuple[jax.Array | None, jax.Array | None, Changes]:
-    """The scales of lhs [tiles of K, tiles of M, parts, tm] and those of rhs [G, tiles of K, parts, N]."""
-    tm, tk, _ = tile
-    part, tiles_m = min(p.block, tk), pl.cdiv(p.m, tm)
-    lhs_changes = rhs_changes = False
-    if lhs_scale is not None:
-        lhs_scale, lhs_changes = by_parts(repeated(lhs_scale, 0, p.m), 1, p.k, tk, part)
-        rows = padded(lhs_scale.transpose(1, 2, 0), 2, tiles_m * tm)
-        lhs_scale = rows.reshape(*rows.shape[:2], tiles_m, tm).swapaxes(1, 2)
-    if rhs_scale is not None:
-        by_columns = rhs_scale.swapaxes(1, 2) if transpose_rhs else rhs_scale
-        by_columns = repeated(repeated(by_columns, 0, p.groups), 2, p.n)
-        rhs_scale, rhs_changes = by_parts(by_columns, 1, p.k, tk, part)
-    return lhs_scale, rhs_scale, Changes(lhs_changes, rhs_changes)
-
-
-def tgmm_scales(
-    lhs_scale: jax.Array | None, rhs_scale: jax.Array | None, p: QuantizedProblem, tile: Tile
-) -> tuple[jax.Array | None, jax.Array | None, Changes]:
-    """The scales of lhs [tiles of M, parts, K] and those of rhs [tiles of M, parts, N]."""
-    tm = tile[0]
-    part = min(p.block, tm)
-    lhs_changes = rhs_changes = False
-    if lhs_scale is not None:
-        lhs_scale, lhs_changes = by_parts(repeated(lhs_scale, 1, p.k), 0, p.m, tm, part)
-    if rhs_scale is not None:
-        rhs_scale, rhs_changes = by_parts(repeated(rhs_scale, 1, p.n), 0, p.m, tm, part)
-    return lhs_scale, rhs_scale, Changes(lhs_changes, rhs_changes)
-
-
-def of_parts_and_of_all(scale: Any | None, changes: bool) -> tuple[Any | None, Any | None]:
-    """An operand's scales as those of a tile's parts, or as those of the whole axis that is summed over."""
-    return (scale, None) if changes else (None, scale)
-
-
-def row_of(scale: Any | None, part: Any, columns: Any) -> jax.Array | None:
-    """The scales [1, columns] of a part of a tile; None where there are none."""
-    return None if scale is None else scale[pl.ds(part, 1), columns]
-
-
 def are_in_range(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Whether each product of two scales, of a and of b, is 0 or a normal number; without those that are not finite."""
+    """Whether each product of two scales, of a and of b, is 0 or a normal number, as int32 [1]; without those that are
+    not finite."""
 
     def ends(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
         size = jnp.where(jnp.isfinite(scale) & (scale != 0), jnp.abs(scale), 1)
         return jnp.min(size), jnp.max(size)
 
     (least_a, most_a), (least_b, most_b) = ends(a), ends(b)
-    return (least_a * least_b >= jnp.finfo(jnp.float32).tiny) & jnp.isfinite(most_a * most_b)
+    in_range = (least_a * least_b >= jnp.finfo(jnp.float32).tiny) & jnp.isfinite(most_a * most_b)
+    return in_range.astype(jnp.int32)[None]
+
+
+# ------------------------------------------------------------------------------------------------- within a kernel
+
+
+def row_of(scale: Any | None, part: Any, columns: Any) -> jax.Array | None:
+    """The scales [1, columns] of a part of a tile; None where there are none."""
+    return None if scale is None else scale[pl.ds(part, 1), columns]
 
 
 def as_columns(row: jax.Array | None) -> jax.Array | None:

@@ -27,13 +27,13 @@ def even_step(size: int, longest: int, unit: int = MXU) -> int:
 
 
 def fit_tile(tile: Tile, p: Problem | QuantizedProblem, narrowest: Any) -> Tile:
-    """The tile, capped to the problem; what is left smaller is rounded up to whole registers, as Mosaic asks.
+    """The tile, capped to the problem, and no less than 1; what is smaller is rounded up to whole registers for Mosaic.
 
     narrowest: of the dtypes that the kernel takes. Its registers are whole ones of all wider dtypes too.
     """
 
     def fit(size: int, unit: int, whole: int) -> int:
-        return min(pl.cdiv(size, unit) * unit, whole)
+        return min(pl.cdiv(size, unit) * unit, max(whole, 1))
 
     tm, tk, tn = tile
     return fit(tm, sublanes(narrowest), p.m), fit(tk, LANES, p.k), fit(tn, LANES, p.n)

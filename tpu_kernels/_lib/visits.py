@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.gmm import GroupMetadata, check_group_metadata
-from tpu_kernels._lib.arguments import Interpret, as_vector, concrete_values, resolve_interpret, static_scalar
+from tpu_kernels._lib.arguments import Interpret, Shard, as_vector, concrete_values, resolve_interpret, static_scalar
 from tpu_kernels._lib.call import Block, call
 from tpu_kernels._lib.chip import MXU, sublanes
 from tpu_kernels._lib.products import for_blocks
@@ -52,41 +52,27 @@ def make_group_metadata(
         cover=cover,
         sizes=concrete_values(group_sizes),
     )
-    return group_metadata(
-        group_sizes,
-        as_vector(group_offset, group_sizes.shape[0] - num_groups),
-        m=m,
-        tm=tm,
-        num_groups=num_groups,
-        cover=cover,
-        interpret=resolve_interpret(interpret),
-    )
+    shard = Shard(group_sizes, as_vector(group_offset, group_sizes.shape[0] - num_groups))
+    return group_metadata(shard, m=m, tm=tm, num_groups=num_groups, cover=cover, interpret=resolve_interpret(interpret))
 
 
 @partial(jax.jit, static_argnames=("m", "tm", "num_groups", "cover", "interpret"))
 def group_metadata(
-    group_sizes: jax.Array,
-    group_offset: jax.Array,
-    *,
-    m: int,
-    tm: int,
-    num_groups: int,
-    cover: str,
-    interpret: bool | pltpu.InterpretParams,
+    shard: Shard, *, m: int, tm: int, num_groups: int, cover: str, interpret: bool | pltpu.InterpretParams
 ) -> GroupMetadata:
-    """`make_group_metadata` of checked arguments; group_offset as `as_vector` gives it."""
-    (experts,) = group_sizes.shape
+    """`make_group_metadata` of checked arguments."""
+    (experts,) = shard.group_sizes.shape
     tiles = pl.cdiv(m, tm)
     lengths = GroupMetadata(experts + 1, tiles + num_groups, tiles + num_groups, 1)
     if tiles == 0:
         return GroupMetadata(*(jnp.zeros(length, jnp.int32) for length in lengths))
     if experts == 0:
-        group_sizes = jnp.zeros(1, jnp.int32)  # an operand in SMEM cannot be empty
+        shard = shard._replace(group_sizes=jnp.zeros(1, jnp.int32))  # an operand in SMEM cannot be empty
     out = GroupMetadata(*(jax.ShapeDtypeStruct((length,), jnp.int32) for length in lengths))
     metadata: GroupMetadata = call(
         partial(_group_metadata_kernel, m=m, tm=tm, num_groups=num_groups, cover=cover),
         name="group_metadata",
-        operands=(_in_smem(group_offset), _in_smem(group_sizes)),
+        operands=jax.tree.map(_in_smem, shard),
         out=GroupMetadata(*map(_in_smem, out)),
         cost=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=4 * (1 + experts + sum(lengths))),
         interpret=interpret,
@@ -98,9 +84,9 @@ _in_smem = partial(Block, space=pltpu.SMEM)
 
 
 def _group_metadata_kernel(
-    shard: tuple[Any, Any], out: GroupMetadata, _: None, *, m: int, tm: int, num_groups: int, cover: str
+    shard: Shard, out: GroupMetadata, _: None, *, m: int, tm: int, num_groups: int, cover: str
 ) -> None:
-    group_offset, group_sizes = shard
+    group_sizes, group_offset = shard
     group_offsets, group_ids, tile_ids, num_visits = out
     experts, tiles = group_offsets.shape[0] - 1, pl.cdiv(m, tm)
 
@@ -175,23 +161,6 @@ class Visits(NamedTuple):
         group = self.group_ids[visit]
         is_first = (visit == 0) | (self.group_ids[jnp.maximum(visit - 1, 0)] != group)
         return is_first, (visit == last_visit) | (self.group_ids[jnp.minimum(visit + 1, last_visit)] != group)
-
-
-def list_visits(
-    group_sizes: jax.Array,
-    group_offset: jax.Array,
-    *,
-    m: int,
-    tm: int,
-    num_groups: int,
-    cover: str,
-    interpret: bool | pltpu.InterpretParams,
-) -> tuple[Visits, jax.Array]:
-    """The visits and how many there are; arguments as `group_metadata`."""
-    made = group_metadata(
-        group_sizes, group_offset, m=m, tm=tm, num_groups=num_groups, cover=cover, interpret=interpret
-    )
-    return Visits(made.group_ids, made.tile_ids, made.group_offsets, group_offset), made.num_visits[0]
 
 
 class OwnRows(NamedTuple):

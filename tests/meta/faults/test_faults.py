@@ -209,14 +209,9 @@ FAULTS = [
         boundaries_in_tiles,
     ),
     Fault(
-        "two groups are swapped", "tpu", ("gmm",),
-        "visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:\n    return visits.group_ids[visit], k_i",
-        f"visit: Any, k_i: Any, visits: Visits, *_: Any) -> Any:\n    return {SWAP}, k_i",
-    ),
-    Fault(
-        "two groups are swapped", "tpu", ("tgmm",),
-        "k_i: Any, visit: Any, visits: Visits, *_: Any) -> Any:\n    return visits.group_ids[visit], k_i",
-        f"k_i: Any, visit: Any, visits: Visits, *_: Any) -> Any:\n    return {SWAP}, k_i",
+        "two groups are swapped", "tpu", ("gmm", "tgmm"),
+        "return tuple(of_visit[axis][visit] if",
+        f"return tuple({SWAP} if axis == 'g' else of_visit[axis][visit] if",
     ),
     Fault(
         "two groups are swapped", "gpu", ("gmm",),

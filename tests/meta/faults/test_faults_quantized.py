@@ -73,8 +73,8 @@ FAULTS = [
     # primatrix/tokamax#4
     in_matmul(
         "the count of scale blocks is taken from the wrong axis", "tpu", "tgmm_quantized",
-        "part = min(p.block, tm)\n    lhs_changes",
-        "part = min(p.block, tile[1])\n    lhs_changes",
+        "part = grid.summed, grid.part",
+        "part = grid.summed, min(grid.problem.block, grid.tile[1])",
         lambda c: c.lhs_blocks == "512x1",
     ),
     in_matmul(
@@ -98,8 +98,8 @@ FAULTS = [
     # tpu-inference#2609
     in_matmul(
         "every other scale is skipped", "tpu", "gmm_quantized",
-        "row_of(rhs_parts, i, columns))",
-        "row_of(rhs_parts, i // 2 * 2, columns))",
+        "row_of(scales.rhs, part, columns))",
+        "row_of(scales.rhs, part // 2 * 2, columns))",
         stepped,
     ),
     in_matmul(
@@ -110,8 +110,8 @@ FAULTS = [
     ),
     in_matmul(
         "the scale is not transposed with rhs", "tpu", "gmm_quantized",
-        "by_columns = rhs_scale.swapaxes(1, 2) if transpose_rhs else rhs_scale",
-        "by_columns = rhs_scale",
+        "by_columns = scale.swapaxes(1, 2) if grid.transpose_rhs else scale",
+        "by_columns = scale",
         stepped_and_transposed,
     ),
     in_matmul(
