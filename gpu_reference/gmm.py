@@ -8,36 +8,18 @@ Sums are float32 (operands in full precision: no TF32) and are rounded once, whe
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # (kernel arguments are what Triton makes of them; every host function below is annotated)
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_reference._lib.hardware import bfloat16_as_float32_where_interpreted, check_devices
-from gpu_reference._lib.launch import Launch, launch_options
+from gpu_reference._lib.launch import launch_options
 from gpu_reference._lib.operands import operand, scalar, values
-from gpu_reference._lib.probe import INTERPRETED, probe
-from gpu_reference._lib.products import (
-    arguments_of_groups,
-    arguments_of_rows,
-    first_tiles,
-    grid_of_groups,
-    grid_of_rows,
-    load_step,
-    load_visit,
-    product_of_groups,
-    product_of_rows,
-    region_of_program,
-    region_of_visit,
-    store_group,
-    store_rows,
-    visit_of_program,
-)
-from gpu_reference._lib.tiles import Candidate, Tile, first_filled, fitted
-from op_arguments import Tiling, resolve_tiling
-from op_arguments.gmm import GroupMetadata, Problem, check_gmm, check_tgmm
+from gpu_reference._lib.plans import Given, OfGroups, OfRows, product
+from gpu_reference._lib.products import multiply_groups, multiply_rows
+from gpu_reference._lib.tiles import Candidate, chosen, first_filled, fitted
+from op_arguments import Tiling
+from op_arguments.gmm import Problem, check_gmm, check_tgmm
 
 GMM_TILES: dict[int, tuple[Candidate, ...]] = {
     2: ((128, 64, 128), (64, 64, 128), (32, 64, 128), (16, 128, 128)),
@@ -75,11 +57,8 @@ def gmm(
     """
     group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_gmm(lhs, rhs, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes)
-    tensors = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "existing_out": existing_out}
-    check_devices(tensors | {"group_offset": group_offset})
-    weights = rhs.transpose(1, 2) if transpose_rhs else rhs
-    out_dtype = getattr(torch, p.out_dtype)
-    return _gmm(p, lhs, weights, group_sizes, group_offset, existing_out, tiling, out_dtype)
+    operands = {"lhs": lhs, "rhs": rhs.transpose(1, 2) if transpose_rhs else rhs}
+    return product(gmm_plan, p, operands, Given(group_sizes, group_offset, existing_out, tiling))
 
 
 def tgmm(
@@ -100,150 +79,37 @@ def tgmm(
     """
     group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_tgmm(lhs, rhs, group_sizes, group_offset, num_actual_groups, existing_out, preferred_element_type, sizes)
-    tensors = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "existing_out": existing_out}
-    check_devices(tensors | {"group_offset": group_offset})
-    return _tgmm(p, lhs, rhs, group_sizes, group_offset, existing_out, tiling, getattr(torch, p.out_dtype))
+    operands = {"lhs": lhs, "rhs": rhs}
+    return product(tgmm_plan, p, operands, Given(group_sizes, group_offset, existing_out, tiling))
 
 
-@bfloat16_as_float32_where_interpreted()
-def _gmm(
-    p: Problem,
-    lhs: Tensor,
-    rhs: Tensor,
-    group_sizes: Tensor,
-    group_offset: int | Tensor,
-    existing_out: Tensor | None,
-    tiling: Tiling | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """`gmm` of checked arguments: rhs as [G, K, N] whatever its layout."""
-    tile = gmm_tile(p, lhs.element_size(), tiling)
-    launch = partial(gmm_launch, p, tile, lhs, rhs, existing_out)
-    return product_of_rows(p, tile.m, group_sizes, group_offset, existing_out, out_dtype, launch)
+def gmm_plan(p: Problem, lhs: Tensor, rhs: Tensor, tiling: Tiling | None = None) -> OfRows:
+    """`gmm` of rhs as [G, K, N] whatever its layout, by default with the first of GMM_TILES whose tm an average group
+    fills."""
+    size = lhs.element_size()
+    tile = fitted(chosen(tiling, first_filled(GMM_TILES[size], p), p), p)
+    options = launch_options(tile.m, tile.k, tile.n, size)
+    return OfRows(_gmm_kernel, tile, {"lhs": operand(lhs), "rhs": operand(rhs)}, options)
 
 
-@bfloat16_as_float32_where_interpreted()
-def _tgmm(
-    p: Problem,
-    lhs: Tensor,
-    rhs: Tensor,
-    group_sizes: Tensor,
-    group_offset: int | Tensor,
-    existing_out: Tensor | None,
-    tiling: Tiling | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """`tgmm` of checked arguments."""
-    tile = tgmm_tile(p, lhs.element_size(), tiling)
-    launch = partial(tgmm_launch, p, tile, lhs, rhs, existing_out)
-    return product_of_groups(p, group_sizes, group_offset, out_dtype, launch)
-
-
-def gmm_tile(p: Problem, element_size: int, tiling: Tiling | None = None) -> Tile:
-    """(tm, tk, tn) of `gmm`: the caller's, else the first of GMM_TILES whose tm an average group fills."""
-    table = first_filled(GMM_TILES[element_size], p)
-    return fitted(resolve_tiling(tiling, table, p.m, p.k, p.n), p)
-
-
-def tgmm_tile(p: Problem, element_size: int, tiling: Tiling | None = None) -> Tile:
-    """(tm, tk, tn) of `tgmm`: the caller's, else the first of TGMM_TILES, its output tile no larger than the output."""
-    tile = TGMM_TILES[element_size][0]
-    return fitted(resolve_tiling(tiling, lambda m, k, n: tile, p.m, p.k, p.n), p)
-
-
-def gmm_launch(
-    p: Problem,
-    tile: Tile,
-    lhs: Tensor,
-    rhs: Tensor,
-    existing_out: Tensor | None,
-    out: Tensor,
-    metadata: GroupMetadata,
-    group_offset: Tensor,
-) -> Launch:
-    """The main kernel of `gmm`: rhs as [G, K, N] whatever its layout, group_offset on the device."""
-    arguments = {
-        "lhs": operand(lhs),
-        "rhs": operand(rhs),
-        **arguments_of_rows(p, tile, existing_out, out, metadata, group_offset),
-    }
-    options = launch_options(tile.m, tile.k, tile.n, lhs.element_size())
-    return Launch(_gmm_kernel, grid_of_rows(p, tile), arguments, options)
-
-
-def tgmm_launch(
-    p: Problem,
-    tile: Tile,
-    lhs: Tensor,
-    rhs: Tensor,
-    existing_out: Tensor | None,
-    out: Tensor,
-    group_sizes: Tensor,
-    group_offset: Tensor,
-) -> Launch:
-    """The kernel of `tgmm`, group_sizes contiguous and group_offset on the device."""
-    arguments = {
-        "lhs": operand(lhs, transposed=True),
-        "rhs": operand(rhs),
-        **arguments_of_groups(p, tile, existing_out, out, group_sizes, group_offset),
-    }
-    options = launch_options(tile.k, tile.m, tile.n, lhs.element_size())
-    return Launch(_tgmm_kernel, grid_of_groups(p, tile), arguments, options)
+def tgmm_plan(p: Problem, lhs: Tensor, rhs: Tensor, tiling: Tiling | None = None) -> OfGroups:
+    """`tgmm`, by default with the first of TGMM_TILES, its output tile no larger than the output."""
+    size = lhs.element_size()
+    tile = fitted(chosen(tiling, TGMM_TILES[size][0], p), p)
+    options = launch_options(tile.k, tile.m, tile.n, size)
+    return OfGroups(_tgmm_kernel, tile, {"lhs": operand(lhs, transposed=True), "rhs": operand(rhs)}, options)
 
 
 @triton.jit
-def _gmm_kernel(
-    lhs,
-    rhs,
-    existing_out,
-    out,
-    metadata,
-    shard,
-    sizes,
-    TILE: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
-    """One program per (visit, column tile), in bands. It stores its group's rows of the row tile; the first visit of a
-    tile also stores the rows of no active group, so that every row is stored exactly once."""
-    nth, tile_n = visit_of_program(sizes.n, TILE.n)
-    if nth >= tl.load(metadata.num_visits):
-        return
-    visit = load_visit(nth, metadata, shard)
-    region = region_of_visit(visit, tile_n, sizes, TILE)
-    a_tile, b_tile, a_step, b_step = first_tiles(lhs, rhs, region, 0, TILE.k)
-    sums = tl.full((TILE.m, TILE.n), 0.0, tl.float32)
-    for first_k in range(0, region.end, TILE.k):
-        a, b = load_step(a_tile, b_tile, region, first_k, TILE.k, True, EVEN_K)
-        sums = tl.dot(a, b, sums, input_precision="ieee")
-        if INTERPRETED:
-            sums = probe("acc", sums, region.in_rows & region.in_columns, depth=TILE.k)
-        a_tile += a_step
-        b_tile += b_step
-    store_rows(sums, out, existing_out, visit, region, sizes, shard)
+def _gmm_kernel(lhs, rhs, task, TILE: tl.constexpr, EVEN_K: tl.constexpr):
+    multiply_rows(lhs, rhs, task, TILE, EVEN_K, _added)
 
 
 @triton.jit
-def _tgmm_kernel(
-    lhs,
-    rhs,
-    existing_out,
-    out,
-    group_sizes,
-    shard,
-    sizes,
-    TILE: tl.constexpr,
-    EXPERTS_BLOCK: tl.constexpr,
-):
-    """One program per (group, output tile): the sum over the group's rows, in steps from its first row."""
-    region = region_of_program(group_sizes, sizes, shard, TILE, EXPERTS_BLOCK)
-    # lhs is read transposed by its addresses: tl.trans next to a wgmma has been miscompiled (Triton before 3.7.1).
-    a_tile, b_tile, a_step, b_step = first_tiles(lhs, rhs, region, region.start.to(tl.int64), TILE.m)
-    sums = tl.full((TILE.k, TILE.n), 0.0, tl.float32)
-    for first_row in range(region.start, region.end, TILE.m):
-        a, b = load_step(a_tile, b_tile, region, first_row, TILE.m, True, False)
-        sums = tl.dot(a, b, sums, input_precision="ieee")
-        if INTERPRETED:
-            sums = probe("acc", sums, region.in_rows & region.in_columns, depth=TILE.m)
-        a_tile += a_step
-        b_tile += b_step
-    store_group(sums, out, existing_out, region, sizes)
+def _tgmm_kernel(lhs, rhs, task, TILE: tl.constexpr, EXPERTS_BLOCK: tl.constexpr):
+    multiply_groups(lhs, rhs, task, TILE, EXPERTS_BLOCK, _added)
+
+
+@triton.jit
+def _added(sums, a, b, lhs, rhs, region, first, SCALING: tl.constexpr):
+    return tl.dot(a, b, sums, input_precision="ieee")

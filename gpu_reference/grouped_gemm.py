@@ -15,36 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu_reference._lib.formats import BLOCK, as_codes, mxfp8_values
-from gpu_reference._lib.hardware import (
-    architecture,
-    bfloat16_as_float32_where_interpreted,
-    block_scaled_tile,
-    check_devices,
-    computes_bfloat16,
-)
-from gpu_reference._lib.launch import Launch, launch_options
+from gpu_reference._lib.hardware import architecture, block_scaled_tile, computes_bfloat16
+from gpu_reference._lib.launch import launch_options
 from gpu_reference._lib.operands import Operand, operand, scalar, values
-from gpu_reference._lib.probe import INTERPRETED, probe
-from gpu_reference._lib.products import (
-    arguments_of_groups,
-    arguments_of_rows,
-    first_tiles,
-    grid_of_groups,
-    grid_of_rows,
-    load_step,
-    load_visit,
-    product_of_groups,
-    product_of_rows,
-    region_of_program,
-    region_of_visit,
-    store_group,
-    store_rows,
-    visit_of_program,
-)
-from gpu_reference._lib.tiles import Candidate, Tile, first_filled, fitted
+from gpu_reference._lib.plans import Given, OfGroups, OfRows, product
+from gpu_reference._lib.products import multiply_groups, multiply_rows
+from gpu_reference._lib.tiles import Candidate, Tile, chosen, first_filled, fitted
 from gpu_reference.gmm import TGMM_TILES, gmm, tgmm
-from op_arguments import Tiling, dtype_name, resolve_tiling
-from op_arguments.gmm import GroupMetadata, Problem
+from op_arguments import Tiling, dtype_name
+from op_arguments.gmm import Problem
 from op_arguments.grouped_gemm import Support, check_grouped_gemm, check_mxfp8_tile, check_strict, mxfp8_dot_dtype
 from op_arguments.mxfp8 import MX_BLOCK, SWIZZLED_COLUMNS, SWIZZLED_ROWS
 
@@ -63,9 +42,6 @@ are widened in registers but for 1 byte each."""
 
 TILE_LINES = tl.constexpr(SWIZZLED_ROWS)
 TILE_BLOCKS = tl.constexpr(SWIZZLED_COLUMNS)
-
-Pair = tuple[Tensor, Tensor | None]
-"""An operand and its scale."""
 
 
 class Scaling(NamedTuple):
@@ -113,69 +89,50 @@ def grouped_gemm(
         lhs, rhs, group_sizes, lhs_scale, rhs_scale, ragged, group_offset, num_actual_groups, existing_out,
         transpose_rhs, scale_layout, preferred_element_type, sizes,
     )  # fmt: skip
-    tensors = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale, "group_sizes": group_sizes}
-    device = check_devices(tensors | {"existing_out": existing_out, "group_offset": group_offset})
-    support = _support(lhs.dtype, rhs.dtype, architecture(device))
+    target = architecture(lhs.device)
+    support = _support(lhs.dtype, rhs.dtype, target)
     check_strict(support, strict)
-    out_dtype = getattr(torch, p.out_dtype)
     if transpose_rhs:
         rhs = rhs.transpose(1, 2)
         if rhs_scale is not None and scale_layout == "plain":
             rhs_scale = rhs_scale.transpose(1, 2)
-    shared: dict[str, Any] = {"group_offset": group_offset, "existing_out": existing_out, "tiling": tiling}
-    if support.path == "unquantised" and ragged == "contracting":
-        shared |= {"num_actual_groups": num_actual_groups, "preferred_element_type": out_dtype}
-        return tgmm(lhs, rhs, group_sizes, **shared)
     if support.path == "unquantised":
-        return gmm(lhs, rhs, group_sizes, preferred_element_type=out_dtype, **shared)
-    multiply = _grouped_wgrad if ragged == "contracting" else _grouped_gemm
-    pairs = (lhs, lhs_scale), (rhs, rhs_scale)
-    swizzled = scale_layout == "swizzled"
-    return multiply(p, *pairs, swizzled, group_sizes, group_offset, existing_out, tiling, out_dtype)
+        shared: dict[str, Any] = {"group_offset": group_offset, "existing_out": existing_out, "tiling": tiling}
+        shared["preferred_element_type"] = getattr(torch, p.out_dtype)
+        if ragged == "contracting":
+            return tgmm(lhs, rhs, group_sizes, num_actual_groups=num_actual_groups, **shared)
+        return gmm(lhs, rhs, group_sizes, **shared)
+    operands = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale}
+    plan = partial(grouped_gemm_plan, ragged=ragged, swizzled=scale_layout == "swizzled", target=target)
+    return product(plan, p, operands, Given(group_sizes, group_offset, existing_out, tiling))
 
 
-@bfloat16_as_float32_where_interpreted()
-def _grouped_gemm(
+def grouped_gemm_plan(
     p: Problem,
-    lhs: Pair,
-    rhs: Pair,
+    lhs: Tensor,
+    lhs_scale: Tensor | None,
+    rhs: Tensor,
+    rhs_scale: Tensor | None,
+    *,
+    ragged: str,
     swizzled: bool,
-    group_sizes: Tensor,
-    group_offset: int | Tensor,
-    existing_out: Tensor | None,
-    tiling: Tiling | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """`grouped_gemm` with ragged="lhs" of checked arguments: rhs and its plain scale as of [G, K, N]."""
-    tile, dot = _tile_and_dot(p, lhs, rhs, "lhs", tiling)
-    launch = partial(grouped_gemm_launch, p, tile, dot, lhs, rhs, swizzled, existing_out)
-    return product_of_rows(p, tile.m, group_sizes, group_offset, existing_out, out_dtype, launch)
-
-
-@bfloat16_as_float32_where_interpreted()
-def _grouped_wgrad(
-    p: Problem,
-    lhs: Pair,
-    rhs: Pair,
-    swizzled: bool,
-    group_sizes: Tensor,
-    group_offset: int | Tensor,
-    existing_out: Tensor | None,
-    tiling: Tiling | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """`grouped_gemm` with ragged="contracting" of checked arguments."""
-    tile, dot = _tile_and_dot(p, lhs, rhs, "contracting", tiling)
-    launch = partial(grouped_wgrad_launch, p, tile, dot, lhs, rhs, swizzled, existing_out)
-    return product_of_groups(p, group_sizes, group_offset, out_dtype, launch)
-
-
-def _tile_and_dot(p: Problem, lhs: Pair, rhs: Pair, ragged: str, tiling: Tiling | None) -> tuple[Tile, str]:
-    """The tile of `grouped_gemm`, and what its dot multiplies: a path, or float32 where kernels have no bfloat16."""
-    device = lhs[0].device
-    target = architecture(device)
-    path = _support(lhs[0].dtype, rhs[0].dtype, target).path
-    return grouped_gemm_tile(p, path, ragged, tiling, target), path if computes_bfloat16(device) else "float32"
+    target: str | None,
+    tiling: Tiling | None = None,
+) -> OfRows | OfGroups:
+    """`grouped_gemm` on `target`: for ragged="lhs" rhs and its plain scale as of [G, K, N]. Raises as
+    `grouped_gemm_tile`."""
+    contracting = ragged == "contracting"
+    path = _support(lhs.dtype, rhs.dtype, target).path
+    tile = grouped_gemm_tile(p, path, ragged, tiling, target)
+    dot = path if computes_bfloat16(lhs.device) else "float32"
+    arguments = {
+        "lhs": _operand(lhs, lhs_scale, swizzled, of_rows=True, transposed=contracting),
+        "rhs": _operand(rhs, rhs_scale, swizzled, of_rows=False),
+        "SCALING": Scaling(dot, _format(lhs, lhs_scale), _format(rhs, rhs_scale), swizzled),
+    }
+    if contracting:
+        return OfGroups(_grouped_wgrad_kernel, tile, arguments, _options(tile.k, tile.m, tile.n, dot))
+    return OfRows(_grouped_gemm_kernel, tile, arguments, _options(tile.m, tile.k, tile.n, dot))
 
 
 def grouped_gemm_support(
@@ -191,144 +148,42 @@ def grouped_gemm_support(
 
 
 def grouped_gemm_tile(p: Problem, path: str, ragged: str, tiling: Tiling | None, target: str | None) -> Tile:
-    """(tm, tk, tn) of `grouped_gemm` on a path: as `gmm_tile` and `tgmm_tile`, no step shorter than a block of 32, and
-    for "block_scaled" no tile smaller than the matrix unit of `target` takes.
+    """(tm, tk, tn) of `grouped_gemm` on a path: by default from the tables, as for `gmm` and `tgmm`.
 
+    No step is shorter than a block of 32, for "block_scaled" no tile smaller than the matrix unit of `target` takes.
     Raises ValueError where the caller's step along the sum is neither a multiple nor a divisor of 32.
     """
     rows, depth = (_least_tile(target) if path == "block_scaled" else None) or (16, MX_BLOCK)
     if ragged == "contracting":
-        default = GROUPED_WGRAD_TILES[_dot_bytes(path)][0]
-        tile = resolve_tiling(tiling, lambda m, k, n: default, p.m, p.k, p.n)
+        tile = chosen(tiling, GROUPED_WGRAD_TILES[_dot_bytes(path)][0], p)
         check_mxfp8_tile("tm", tile[0], p.m)
         tm, tk, tn = fitted(tile, p)
         return Tile(max(tm, depth), max(tk, rows), tn)
-    tile = resolve_tiling(tiling, first_filled(GROUPED_GEMM_TILES[_dot_bytes(path)], p), p.m, p.k, p.n)
+    tile = chosen(tiling, first_filled(GROUPED_GEMM_TILES[_dot_bytes(path)], p), p)
     check_mxfp8_tile("tk", tile[1], p.k)
     tm, tk, tn = fitted(tile, p)
     return Tile(max(tm, rows), max(tk, depth), tn)
 
 
-def grouped_gemm_launch(
-    p: Problem,
-    tile: Tile,
-    dot: str,
-    lhs: Pair,
-    rhs: Pair,
-    swizzled: bool,
-    existing_out: Tensor | None,
-    out: Tensor,
-    metadata: GroupMetadata,
-    group_offset: Tensor,
-) -> Launch:
-    """The main kernel of `grouped_gemm` with ragged="lhs": rhs and its plain scale as of [G, K, N], group_offset on the
-    device; dot is what it multiplies, as the paths of `grouped_gemm_support`."""
-    arguments = {
-        "lhs": _operand(*lhs, swizzled, of_rows=True),
-        "rhs": _operand(*rhs, swizzled, of_rows=False),
-        **arguments_of_rows(p, tile, existing_out, out, metadata, group_offset),
-        "SCALING": Scaling(dot, _format(*lhs), _format(*rhs), swizzled),
-    }
-    options = _options(tile.m, tile.k, tile.n, dot)
-    return Launch(_grouped_gemm_kernel, grid_of_rows(p, tile), arguments, options)
-
-
-def grouped_wgrad_launch(
-    p: Problem,
-    tile: Tile,
-    dot: str,
-    lhs: Pair,
-    rhs: Pair,
-    swizzled: bool,
-    existing_out: Tensor | None,
-    out: Tensor,
-    group_sizes: Tensor,
-    group_offset: Tensor,
-) -> Launch:
-    """The kernel of `grouped_gemm` with ragged="contracting"; arguments as `grouped_gemm_launch`."""
-    arguments = {
-        "lhs": _operand(*lhs, swizzled, of_rows=True, transposed=True),
-        "rhs": _operand(*rhs, swizzled, of_rows=False),
-        **arguments_of_groups(p, tile, existing_out, out, group_sizes, group_offset),
-        "SCALING": Scaling(dot, _format(*lhs), _format(*rhs), swizzled),
-    }
-    options = _options(tile.k, tile.m, tile.n, dot)
-    return Launch(_grouped_wgrad_kernel, grid_of_groups(p, tile), arguments, options)
+@triton.jit
+def _grouped_gemm_kernel(lhs, rhs, task, TILE: tl.constexpr, EVEN_K: tl.constexpr, SCALING: tl.constexpr):
+    multiply_rows(lhs, rhs, task, TILE, EVEN_K, _added, SCALING)
 
 
 @triton.jit
-def _grouped_gemm_kernel(
-    lhs,
-    rhs,
-    existing_out,
-    out,
-    metadata,
-    shard,
-    sizes,
-    TILE: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    SCALING: tl.constexpr,
-):
-    """As `gpu_reference.gmm._gmm_kernel`."""
-    nth, tile_n = visit_of_program(sizes.n, TILE.n)
-    if nth >= tl.load(metadata.num_visits):
-        return
-    visit = load_visit(nth, metadata, shard)
-    region = region_of_visit(visit, tile_n, sizes, TILE)
-    a_tile, b_tile, a_step, b_step = first_tiles(lhs, rhs, region, 0, TILE.k)
-    sums = tl.full((TILE.m, TILE.n), 0.0, tl.float32)
-    for first_k in range(0, region.end, TILE.k):
-        a, b = load_step(a_tile, b_tile, region, first_k, TILE.k, True, EVEN_K)
-        block = first_k // BLOCK + tl.arange(0, TILE.k // BLOCK)
-        sums = _added(sums, a, b, lhs, rhs, region, block, block * BLOCK < sizes.k, SCALING)
-        a_tile += a_step
-        b_tile += b_step
-
-    if INTERPRETED:
-        sums = probe("acc", sums, region.in_rows & region.in_columns)
-    store_rows(sums, out, existing_out, visit, region, sizes, shard)
+def _grouped_wgrad_kernel(lhs, rhs, task, TILE: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, SCALING: tl.constexpr):
+    multiply_groups(lhs, rhs, task, TILE, EXPERTS_BLOCK, _added, SCALING)
 
 
 @triton.jit
-def _grouped_wgrad_kernel(
-    lhs,
-    rhs,
-    existing_out,
-    out,
-    group_sizes,
-    shard,
-    sizes,
-    TILE: tl.constexpr,
-    EXPERTS_BLOCK: tl.constexpr,
-    SCALING: tl.constexpr,
-):
-    """As `gpu_reference.gmm._tgmm_kernel`, but steps are counted from row 0 as the scale blocks are."""
-    region = region_of_program(group_sizes, sizes, shard, TILE, EXPERTS_BLOCK)
-    has_rows = region.start < region.end
-    first_row = region.start // TILE.m * TILE.m
-    # lhs is read transposed by its addresses: tl.trans next to a wgmma has been miscompiled (Triton before 3.7.1).
-    a_tile, b_tile, a_step, b_step = first_tiles(lhs, rhs, region, first_row.to(tl.int64), TILE.m)
-    sums = tl.full((TILE.k, TILE.n), 0.0, tl.float32)
-    for step_row in range(first_row, tl.where(has_rows, region.end, first_row), TILE.m):
-        a, b = load_step(a_tile, b_tile, region, step_row, TILE.m, False, False)
-        # A block without rows of the group may have a scale of NaN, and NaN times the zeros here is NaN.
-        block = step_row // BLOCK + tl.arange(0, TILE.m // BLOCK)
-        is_block = (block * BLOCK + BLOCK > region.start) & (block * BLOCK < region.end)
-        sums = _added(sums, a, b, lhs, rhs, region, block, is_block, SCALING)
-        a_tile += a_step
-        b_tile += b_step
+def _added(sums, a, b, lhs, rhs, region, first, SCALING: tl.constexpr):
+    """sums + a @ b of the tiles of a step from `first`, times the scales of their rows, columns and blocks of 32.
 
-    if INTERPRETED:
-        sums = probe("acc", sums, region.in_rows & region.in_columns & has_rows)
-    store_group(sums, out, existing_out, region, sizes)
-
-
-@triton.jit
-def _added(sums, a, b, lhs, rhs, region, block, is_block, SCALING: tl.constexpr):
-    """sums + a @ b of tiles as they are loaded, times the scales of their rows, columns and blocks along the sum.
-
-    Scales are read in the region and where it is_block; the matrix unit takes those of b as [columns, blocks].
+    The matrix unit takes the scales of b as [columns, blocks].
     """
+    block = first // BLOCK + tl.arange(0, a.shape[1] // BLOCK)
+    # A block without rows of the group may have a scale of NaN, and NaN times the zeros here is NaN.
+    is_block = (block * BLOCK + BLOCK > region.start) & (block * BLOCK < region.end)
     along, down = block[None, :], block[:, None]
     a_read = region.in_rows & is_block[None, :]
     a_scales = _scales(lhs.scale, region.group, region.row, along, a_read, True, SCALING.swizzled)

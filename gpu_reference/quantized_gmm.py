@@ -17,37 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu_reference._lib.formats import as_codes, decoded
-from gpu_reference._lib.hardware import (
-    architecture,
-    bfloat16_as_float32_where_interpreted,
-    check_devices,
-    computes_bfloat16,
-    sums_fp8_in_float32,
-    supports_matmul,
-)
-from gpu_reference._lib.launch import Launch, launch_options
+from gpu_reference._lib.hardware import architecture, computes_bfloat16, sums_fp8_in_float32, supports_matmul
+from gpu_reference._lib.launch import launch_options
 from gpu_reference._lib.operands import Operand, operand, scalar, values
-from gpu_reference._lib.probe import INTERPRETED, probe
-from gpu_reference._lib.products import (
-    arguments_of_groups,
-    arguments_of_rows,
-    first_tiles,
-    grid_of_groups,
-    grid_of_rows,
-    load_step,
-    load_visit,
-    product_of_groups,
-    product_of_rows,
-    region_of_program,
-    region_of_visit,
-    store_group,
-    store_rows,
-    visit_of_program,
-)
-from gpu_reference._lib.tiles import Candidate, Tile, first_filled, fitted
+from gpu_reference._lib.plans import Given, OfGroups, OfRows, product
+from gpu_reference._lib.products import multiply_groups, multiply_rows
+from gpu_reference._lib.tiles import Candidate, Tile, chosen, first_filled, fitted
 from gpu_reference.gmm import GMM_TILES, TGMM_TILES
-from op_arguments import Tiling, dtype_name, resolve_tiling
-from op_arguments.gmm import GroupMetadata
+from op_arguments import Tiling, dtype_name
 from op_arguments.quantize import NARROW
 from op_arguments.quantized_gmm import (
     QuantizedProblem,
@@ -116,20 +93,18 @@ def gmm_quantized(
     Arguments, result and errors as `cpu_golden.quantized_gmm.gmm_quantized`, strides, tiling and further errors as
     `gmm`; here: what the dot multiplies on which GPU, and why: `dot_path`. Shown to a probe: the finished sums, at acc.
     """
-    operands = lhs, lhs_scale, rhs, rhs_scale
     group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_gmm_quantized(
-        *operands, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes
-    )
-    tensors = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale, "group_sizes": group_sizes}
-    check_devices(tensors | {"existing_out": existing_out, "group_offset": group_offset})
+        lhs, lhs_scale, rhs, rhs_scale, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type,
+        sizes,
+    )  # fmt: skip
     if transpose_rhs:
         rhs, rhs_scale = rhs.transpose(1, 2), None if rhs_scale is None else rhs_scale.transpose(1, 2)
         block_g, block_n, block_k = p.rhs_blocks
         p = p._replace(rhs_blocks=(block_g, block_k, block_n))
-    pairs = (lhs, lhs_scale), (rhs, rhs_scale)
-    out_dtype = getattr(torch, p.out_dtype)
-    return _gmm_quantized(p, *pairs, group_sizes, group_offset, existing_out, tiling, out_dtype)
+    operands = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale}
+    plan = partial(gmm_quantized_plan, target=architecture(lhs.device))
+    return product(plan, p, operands, Given(group_sizes, group_offset, existing_out, tiling))
 
 
 def tgmm_quantized(
@@ -150,52 +125,14 @@ def tgmm_quantized(
     Arguments, result and errors as `cpu_golden.quantized_gmm.tgmm_quantized`; all else as `gmm_quantized`.
     existing_out is added to the float32 sums.
     """
-    operands = lhs, lhs_scale, rhs, rhs_scale
     group_offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_tgmm_quantized(
-        *operands, group_sizes, group_offset, num_actual_groups, existing_out, preferred_element_type, sizes
-    )
-    tensors = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale, "group_sizes": group_sizes}
-    check_devices(tensors | {"existing_out": existing_out, "group_offset": group_offset})
-    pairs = (lhs, lhs_scale), (rhs, rhs_scale)
-    out_dtype = getattr(torch, p.out_dtype)
-    return _tgmm_quantized(p, *pairs, group_sizes, group_offset, existing_out, tiling, out_dtype)
-
-
-@bfloat16_as_float32_where_interpreted()
-def _gmm_quantized(
-    p: QuantizedProblem,
-    lhs: Pair,
-    rhs: Pair,
-    group_sizes: Tensor,
-    group_offset: int | Tensor,
-    existing_out: Tensor | None,
-    tiling: Tiling | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """`gmm_quantized` of checked arguments: rhs, its scale and its blocks as of [G, K, N]."""
-    path = dot_path(lhs[0].dtype, rhs[0].dtype, out_dtype, architecture(lhs[0].device))
-    tile = gmm_quantized_tile(p, path, tiling)
-    launch = partial(gmm_quantized_launch, p, tile, path, lhs, rhs, existing_out)
-    return product_of_rows(p, tile.m, group_sizes, group_offset, existing_out, out_dtype, launch)
-
-
-@bfloat16_as_float32_where_interpreted()
-def _tgmm_quantized(
-    p: QuantizedProblem,
-    lhs: Pair,
-    rhs: Pair,
-    group_sizes: Tensor,
-    group_offset: int | Tensor,
-    existing_out: Tensor | None,
-    tiling: Tiling | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """`tgmm_quantized` of checked arguments."""
-    path = dot_path(lhs[0].dtype, rhs[0].dtype, out_dtype, architecture(lhs[0].device))
-    tile = tgmm_quantized_tile(p, path, tiling)
-    launch = partial(tgmm_quantized_launch, p, tile, path, lhs, rhs, existing_out)
-    return product_of_groups(p, group_sizes, group_offset, out_dtype, launch)
+        lhs, lhs_scale, rhs, rhs_scale, group_sizes, group_offset, num_actual_groups, existing_out,
+        preferred_element_type, sizes,
+    )  # fmt: skip
+    operands = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale}
+    plan = partial(tgmm_quantized_plan, target=architecture(lhs.device))
+    return product(plan, p, operands, Given(group_sizes, group_offset, existing_out, tiling))
 
 
 def dot_path(lhs: torch.dtype, rhs: torch.dtype, out: torch.dtype, target: str | None) -> DotPath:
@@ -220,135 +157,67 @@ def dot_path(lhs: torch.dtype, rhs: torch.dtype, out: torch.dtype, target: str |
     )
 
 
-def gmm_quantized_tile(p: QuantizedProblem, path: DotPath, tiling: Tiling | None = None) -> Tile:
-    """(tm, tk, tn) of `gmm_quantized`: as `gmm_tile`, tk no longer than a scale block.
+def gmm_quantized_plan(
+    p: QuantizedProblem,
+    lhs: Tensor,
+    lhs_scale: Tensor | None,
+    rhs: Tensor,
+    rhs_scale: Tensor | None,
+    target: str | None,
+    tiling: Tiling | None = None,
+) -> OfRows:
+    """`gmm_quantized` on `target`: rhs, its scale and its blocks as of [G, K, N]. The tile is by default the first of
+    GMM_QUANTIZED_TILES whose tm an average group fills, its tk no longer than a scale block.
 
     Raises ValueError where the caller's tk is neither a multiple nor a divisor of the block.
     """
-    table = first_filled(GMM_QUANTIZED_TILES[_dot_bytes(path)], p)
-    tile = resolve_tiling(tiling, table, p.m, p.k, p.n)
+    path = dot_path(lhs.dtype, rhs.dtype, getattr(torch, p.out_dtype), target)
+    tile = chosen(tiling, first_filled(GMM_QUANTIZED_TILES[_dot_bytes(path)], p), p)
     check_tile("tk", tile[1], p.block, p.k)
     tm, tk, tn = fitted(tile, p)
-    return Tile(tm, _step(tk, path, p.block, p.k), tn)
+    tk = _step(tk, path, p.block, p.k)
+    arguments = {
+        "lhs": _operand(lhs, lhs_scale, path, lines=p.lhs_blocks[0]),
+        "rhs": _operand(rhs, rhs_scale, path, lines=p.rhs_blocks[-1], groups=p.rhs_blocks[0]),
+        "SCALING": _scaling(p, path, (lhs, lhs_scale), (rhs, rhs_scale), axis=1),
+    }
+    return OfRows(_gmm_quantized_kernel, Tile(tm, tk, tn), arguments, _options(tm, tk, tn, path))
 
 
-def tgmm_quantized_tile(p: QuantizedProblem, path: DotPath, tiling: Tiling | None = None) -> Tile:
-    """(tm, tk, tn) of `tgmm_quantized`: as `tgmm_tile`, tm no longer than a scale block; raises for tm as it for tk."""
-    default = TGMM_QUANTIZED_TILES[_dot_bytes(path)][0]
-    tile = resolve_tiling(tiling, lambda m, k, n: default, p.m, p.k, p.n)
+def tgmm_quantized_plan(
+    p: QuantizedProblem,
+    lhs: Tensor,
+    lhs_scale: Tensor | None,
+    rhs: Tensor,
+    rhs_scale: Tensor | None,
+    target: str | None,
+    tiling: Tiling | None = None,
+) -> OfGroups:
+    """`tgmm_quantized` on `target`: by default the first of TGMM_QUANTIZED_TILES, its tm no longer than a scale block;
+    raises for tm as `gmm_quantized_plan` for tk."""
+    path = dot_path(lhs.dtype, rhs.dtype, getattr(torch, p.out_dtype), target)
+    tile = chosen(tiling, TGMM_QUANTIZED_TILES[_dot_bytes(path)][0], p)
     check_tile("tm", tile[0], p.block, p.m)
     tm, tk, tn = fitted(tile, p)
-    return Tile(_step(tm, path, p.block, p.m), tk, tn)
-
-
-def gmm_quantized_launch(
-    p: QuantizedProblem,
-    tile: Tile,
-    path: DotPath,
-    lhs: Pair,
-    rhs: Pair,
-    existing_out: Tensor | None,
-    out: Tensor,
-    metadata: GroupMetadata,
-    group_offset: Tensor,
-) -> Launch:
-    """The main kernel of `gmm_quantized`: rhs, its scale and its blocks as of [G, K, N], group_offset on the device."""
+    tm = _step(tm, path, p.block, p.m)
     arguments = {
-        "lhs": _operand(*lhs, path, lines=p.lhs_blocks[0]),
-        "rhs": _operand(*rhs, path, lines=p.rhs_blocks[-1], groups=p.rhs_blocks[0]),
-        **arguments_of_rows(p, tile, existing_out, out, metadata, group_offset),
-        "SCALING": _scaling(p, path, lhs, rhs, axis=1),
+        "lhs": _operand(lhs, lhs_scale, path, lines=p.lhs_blocks[1], transposed=True),
+        "rhs": _operand(rhs, rhs_scale, path, lines=p.rhs_blocks[1]),
+        "SCALING": _scaling(p, path, (lhs, lhs_scale), (rhs, rhs_scale), axis=0),
     }
-    return Launch(_gmm_quantized_kernel, grid_of_rows(p, tile), arguments, _options(tile.m, tile.k, tile.n, path))
-
-
-def tgmm_quantized_launch(
-    p: QuantizedProblem,
-    tile: Tile,
-    path: DotPath,
-    lhs: Pair,
-    rhs: Pair,
-    existing_out: Tensor | None,
-    out: Tensor,
-    group_sizes: Tensor,
-    group_offset: Tensor,
-) -> Launch:
-    """The kernel of `tgmm_quantized`, group_sizes contiguous and group_offset on the device."""
-    arguments = {
-        "lhs": _operand(*lhs, path, lines=p.lhs_blocks[1], transposed=True),
-        "rhs": _operand(*rhs, path, lines=p.rhs_blocks[1]),
-        **arguments_of_groups(p, tile, existing_out, out, group_sizes, group_offset),
-        "SCALING": _scaling(p, path, lhs, rhs, axis=0),
-    }
-    return Launch(_tgmm_quantized_kernel, grid_of_groups(p, tile), arguments, _options(tile.k, tile.m, tile.n, path))
+    return OfGroups(_tgmm_quantized_kernel, Tile(tm, tk, tn), arguments, _options(tk, tm, tn, path))
 
 
 @triton.jit
-def _gmm_quantized_kernel(
-    lhs,
-    rhs,
-    existing_out,
-    out,
-    metadata,
-    shard,
-    sizes,
-    TILE: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    SCALING: tl.constexpr,
-):
-    """As `gpu_reference.gmm._gmm_kernel`."""
-    nth, tile_n = visit_of_program(sizes.n, TILE.n)
-    if nth >= tl.load(metadata.num_visits):
-        return
-    visit = load_visit(nth, metadata, shard)
-    region = region_of_visit(visit, tile_n, sizes, TILE)
-    a_tile, b_tile, a_step, b_step = first_tiles(lhs, rhs, region, 0, TILE.k)
-    sums = tl.full((TILE.m, TILE.n), 0, tl.int32 if SCALING.in_int32 else tl.float32)
-    for first_k in range(0, region.end, TILE.k):
-        a, b = load_step(a_tile, b_tile, region, first_k, TILE.k, True, EVEN_K)
-        sums = _added(sums, a, b, lhs, rhs, region, first_k, SCALING)
-        a_tile += a_step
-        b_tile += b_step
-
-    total = _times_whole_scales(sums, lhs, rhs, region, region.in_rows, region.in_columns, SCALING)
-    if INTERPRETED:
-        total = probe("acc", total, region.in_rows & region.in_columns)
-    store_rows(total, out, existing_out, visit, region, sizes, shard)
+def _gmm_quantized_kernel(lhs, rhs, task, TILE: tl.constexpr, EVEN_K: tl.constexpr, SCALING: tl.constexpr):
+    ACC: tl.constexpr = tl.int32 if SCALING.in_int32 else tl.float32
+    multiply_rows(lhs, rhs, task, TILE, EVEN_K, _added, SCALING, _times_whole_scales, ACC)
 
 
 @triton.jit
-def _tgmm_quantized_kernel(
-    lhs,
-    rhs,
-    existing_out,
-    out,
-    group_sizes,
-    shard,
-    sizes,
-    TILE: tl.constexpr,
-    EXPERTS_BLOCK: tl.constexpr,
-    SCALING: tl.constexpr,
-):
-    """As `gpu_reference.gmm._tgmm_kernel`, but steps are counted from row 0 as the scale blocks are."""
-    region = region_of_program(group_sizes, sizes, shard, TILE, EXPERTS_BLOCK)
-    has_rows = region.start < region.end
-    first_row = region.start // TILE.m * TILE.m
-    # lhs is read transposed by its addresses: tl.trans next to a wgmma has been miscompiled (Triton before 3.7.1).
-    a_tile, b_tile, a_step, b_step = first_tiles(lhs, rhs, region, first_row.to(tl.int64), TILE.m)
-    sums = tl.full((TILE.k, TILE.n), 0, tl.int32 if SCALING.in_int32 else tl.float32)
-    for step_row in range(first_row, tl.where(has_rows, region.end, first_row), TILE.m):
-        a, b = load_step(a_tile, b_tile, region, step_row, TILE.m, False, False)
-        sums = _added(sums, a, b, lhs, rhs, region, step_row, SCALING)
-        a_tile += a_step
-        b_tile += b_step
-
-    # A scale may be NaN for a group without rows, whose sums are zero.
-    in_rows = region.row < tl.where(has_rows, sizes.k, 0)
-    in_columns = region.column < tl.where(has_rows, sizes.n, 0)
-    total = _times_whole_scales(sums, lhs, rhs, region, in_rows, in_columns, SCALING)
-    if INTERPRETED:
-        total = probe("acc", total, in_rows & in_columns)
-    store_group(total, out, existing_out, region, sizes)
+def _tgmm_quantized_kernel(lhs, rhs, task, TILE: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, SCALING: tl.constexpr):
+    ACC: tl.constexpr = tl.int32 if SCALING.in_int32 else tl.float32
+    multiply_groups(lhs, rhs, task, TILE, EXPERTS_BLOCK, _added, SCALING, _times_whole_scales, ACC)
 
 
 @triton.jit
@@ -392,13 +261,15 @@ def _added(sums, a, b, lhs, rhs, region, first, SCALING: tl.constexpr):
 
 
 @triton.jit
-def _times_whole_scales(sums, lhs, rhs, region, in_rows, in_columns, SCALING: tl.constexpr):
-    """Finished sums in float32, times the scales that are of the whole sum, read in_rows and in_columns."""
+def _times_whole_scales(sums, lhs, rhs, region, SCALING: tl.constexpr):
+    """Finished sums in float32, times the scales that are of the whole sum."""
     total = sums.to(tl.float32)
+    # A scale may be NaN for a group without rows, whose sums are zero.
+    has_rows = region.start < region.end
     if lhs.scale is not None and SCALING.lhs_block == 0:
-        total *= tl.load(_scales_of_rows(lhs, region), mask=in_rows, other=0)
+        total *= tl.load(_scales_of_rows(lhs, region), mask=tl.where(has_rows, region.in_rows, False), other=0)
     if rhs.scale is not None and SCALING.rhs_block == 0:
-        total *= tl.load(_scales_of_columns(rhs, region), mask=in_columns, other=0)
+        total *= tl.load(_scales_of_columns(rhs, region), mask=tl.where(has_rows, region.in_columns, False), other=0)
     return total
 
 

@@ -91,7 +91,7 @@ def check_tgmm(
 
 
 def check_group_metadata(
-    group_sizes: Array, *, m: int, tm: int, group_offset: Any, num_groups: int, cover: str, sizes: Sequence[int] | None
+    group_sizes: Array, m: int, tm: int, group_offset: Any, num_groups: int, cover: str, sizes: Sequence[int] | None
 ) -> None:
     """Check the arguments of `make_group_metadata`; as `check_gmm`."""
     for name, value, least in (("m", m, 0), ("tm", tm, 1), ("num_groups", num_groups, 0)):

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from op_arguments import dtype_name
-from op_arguments.gmm import Problem
-from op_arguments.quantized_gmm import QuantizedProblem
 
 
 class Operand(NamedTuple):
@@ -52,16 +50,6 @@ def operand(values: Tensor, *, transposed: bool = False, **scale: Any) -> Operan
     if transposed:
         row, column = column, row
     return Operand(values, row, column, *group, **scale)
-
-
-def sizes_of(p: Problem | QuantizedProblem) -> Sizes:
-    """The Sizes of a checked matmul."""
-    return Sizes(p.m, p.k, p.n)
-
-
-def shard_of(p: Problem | QuantizedProblem, group_offset: Tensor) -> Shard:
-    """The Shard of a checked matmul, group_offset on the device."""
-    return Shard(group_offset, p.experts, p.groups)
 
 
 def on_device(group_offset: int | Tensor, device: torch.device) -> Tensor:

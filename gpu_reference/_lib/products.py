@@ -1,28 +1,30 @@
-"""The grouped matmuls but for their products: programs and grids, what a program computes, its loads and its stores.
+"""The kernels of the grouped matmuls but for how a step is multiplied: what a program computes, its loads and stores.
 
 Two forms. Of rows (`gmm`): lhs [M, K] times each group's rhs [K, N], summed over K. A program has a *visit*, which is a
 row tile and a group with rows in it (`gpu_reference._lib.visits`), and a tile of columns. Of groups (`tgmm`): out
 [G, K, N] of lhs [M, K] and rhs [M, N], summed over each group's rows. A program has a tile of one group's output.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# (kernel arguments are what Triton makes of them; every host function below is annotated)
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from gpu_reference._lib.launch import Launch
-from gpu_reference._lib.operands import on_device, operand, shard_of, sizes_of
-from gpu_reference._lib.tiles import Tile, block_of
-from gpu_reference._lib.visits import make_group_metadata
-from op_arguments.gmm import GroupMetadata, Problem
-from op_arguments.quantized_gmm import QuantizedProblem
+from gpu_reference._lib.probe import INTERPRETED, probe
 
 BAND = tl.constexpr(8)  # visits whose output columns are computed together: weights are fetched once for all of them
+
+
+class Task(NamedTuple):
+    """What every kernel takes besides its operands: an Operand or None, the result, which rows are a group's (its
+    GroupMetadata; group_sizes for a product of groups), a Shard and Sizes."""
+
+    existing_out: Any
+    out: Any
+    groups: Any
+    shard: Any
+    sizes: Any
 
 
 class Visit(NamedTuple):
@@ -50,95 +52,76 @@ class Region(NamedTuple):
     end: Any
 
 
-def product_of_rows(
-    p: Problem | QuantizedProblem,
-    tm: int,
-    group_sizes: Tensor,
-    group_offset: int | Tensor,
-    existing_out: Tensor | None,
-    out_dtype: torch.dtype,
-    launch: Callable[[Tensor, GroupMetadata, Tensor], Launch],
-) -> Tensor:
-    """out [M, N] of `launch(out, metadata, group_offset on the device)`; a shard of no groups has none."""
-    device = group_sizes.device
-    if p.groups == 0:
-        if existing_out is None:
-            return torch.zeros(p.m, p.n, dtype=out_dtype, device=device)
-        return existing_out.clone(memory_format=torch.contiguous_format)
-    out = torch.empty(p.m, p.n, dtype=out_dtype, device=device)
-    if out.numel():
-        offset = on_device(group_offset, device)
-        metadata = make_group_metadata(
-            group_sizes, m=p.m, tm=tm, group_offset=offset, num_groups=p.groups, cover="tiles"
-        )
-        launch(out, metadata, offset).run(device)
-    return out
+@triton.jit
+def multiply_rows(
+    lhs, rhs, task, TILE: tl.constexpr, EVEN_K: tl.constexpr, ADDED, SCALING=None, FINISHED=None, ACC=tl.float32
+):
+    """One program per (visit, column tile), in bands. It stores its group's rows of the row tile; the first visit of a
+    tile also stores the rows of no active group, so that every row is stored exactly once.
+
+    ADDED, SCALING, FINISHED and ACC: see `summed`.
+    """
+    nth, tile_n = visit_of_program(task.sizes.n, TILE.n)
+    if nth >= tl.load(task.groups.num_visits):
+        return
+    visit = load_visit(nth, task)
+    region = region_of_visit(visit, tile_n, task.sizes, TILE)
+    sums = summed(lhs, rhs, region, TILE.k, False, EVEN_K, ADDED, SCALING, FINISHED, ACC)
+    store_rows(sums, task, visit, region)
 
 
-def product_of_groups(
-    p: Problem | QuantizedProblem,
-    group_sizes: Tensor,
-    group_offset: int | Tensor,
-    out_dtype: torch.dtype,
-    launch: Callable[[Tensor, Tensor, Tensor], Launch],
-) -> Tensor:
-    """out [G, K, N] of `launch(out, group_sizes, group_offset on the device)`."""
-    device = group_sizes.device
-    out = torch.empty(p.groups, p.k, p.n, dtype=out_dtype, device=device)
-    if out.numel():
-        launch(out, group_sizes.contiguous(), on_device(group_offset, device)).run(device)
-    return out
+@triton.jit
+def multiply_groups(
+    lhs, rhs, task, TILE: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, ADDED, SCALING=None, FINISHED=None, ACC=tl.float32
+):
+    """One program per (group, output tile): the sum over the group's rows, in steps from its first row, or of scaled
+    operands from row 0, as the scales' blocks are. All else as `multiply_rows`."""
+    region = region_of_program(task, TILE, EXPERTS_BLOCK)
+    sums = summed(lhs, rhs, region, TILE.m, SCALING is not None, False, ADDED, SCALING, FINISHED, ACC)
+    store_group(sums, task, region)
 
 
-def arguments_of_rows(
-    p: Problem | QuantizedProblem,
-    tile: Tile,
-    existing_out: Tensor | None,
-    out: Tensor,
-    metadata: GroupMetadata,
-    group_offset: Tensor,
-) -> dict[str, Any]:
-    """What every kernel of this form takes besides lhs and rhs."""
-    return {
-        "existing_out": None if existing_out is None else operand(existing_out),
-        "out": out,
-        "metadata": metadata,
-        "shard": shard_of(p, group_offset),
-        "sizes": sizes_of(p),
-        "TILE": tile,
-        "EVEN_K": p.k % tile.k == 0,
-    }
+@triton.jit
+def summed(
+    lhs,
+    rhs,
+    region,
+    DEPTH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TO_END: tl.constexpr,
+    ADDED: tl.constexpr,
+    SCALING: tl.constexpr,
+    FINISHED: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """The sums of a region, of dtype ACC, in steps of DEPTH: ADDED(sums, a, b, lhs, rhs, region, first, SCALING) adds
+    the step from `first`, whose tiles are a and b; FINISHED(sums, lhs, rhs, region, SCALING), where it is given, comes
+    last.
 
-
-def arguments_of_groups(
-    p: Problem | QuantizedProblem,
-    tile: Tile,
-    existing_out: Tensor | None,
-    out: Tensor,
-    group_sizes: Tensor,
-    group_offset: Tensor,
-) -> dict[str, Any]:
-    """What every kernel of this form takes besides lhs and rhs."""
-    return {
-        "existing_out": None if existing_out is None else operand(existing_out),
-        "out": out,
-        "group_sizes": group_sizes,
-        "shard": shard_of(p, group_offset),
-        "sizes": sizes_of(p),
-        "TILE": tile,
-        "EXPERTS_BLOCK": block_of(p.experts),
-    }
-
-
-def grid_of_rows(p: Problem | QuantizedProblem, tile: Tile) -> tuple[int]:
-    """A program for every visit that there may be and every tile of columns, in whole bands."""
-    bands = triton.cdiv(triton.cdiv(p.m, tile.m) + p.groups, BAND.value)
-    return (bands * BAND.value * triton.cdiv(p.n, tile.n),)
-
-
-def grid_of_groups(p: Problem | QuantizedProblem, tile: Tile) -> tuple[int]:
-    """A program for every tile of every group's output."""
-    return (p.groups * triton.cdiv(p.k, tile.k) * triton.cdiv(p.n, tile.n),)
+    ALIGNED: steps are counted from 0, else from where the sum starts. TO_END: none goes on after its end. SCALING is
+    None where no operand has scales. Then a probe is shown the sums after every step, else what is finished.
+    """
+    first = region.start
+    end = region.end
+    if ALIGNED:
+        first = region.start // DEPTH * DEPTH
+        end = tl.where(region.start < region.end, region.end, first)
+    # lhs may be transposed, by its strides: tl.trans next to a wgmma has been miscompiled (Triton before 3.7.1).
+    a_tile, b_tile, a_step, b_step = first_tiles(lhs, rhs, region, first, DEPTH)
+    sums = tl.full((region.row.shape[0], region.column.shape[1]), 0, ACC)
+    for step in range(first, end, DEPTH):
+        a, b = load_step(a_tile, b_tile, region, step, DEPTH, not ALIGNED, TO_END)
+        sums = ADDED(sums, a, b, lhs, rhs, region, step, SCALING)
+        a_tile += a_step
+        b_tile += b_step
+        if INTERPRETED:
+            sums = probe("acc", sums, region.in_rows & region.in_columns, depth=DEPTH) if SCALING is None else sums
+    if FINISHED is not None:
+        sums = FINISHED(sums, lhs, rhs, region, SCALING)
+    if INTERPRETED:
+        in_region = region.in_rows & region.in_columns & (region.start < region.end)
+        sums = sums if SCALING is None else probe("acc", sums, in_region)
+    return sums
 
 
 @triton.jit
@@ -151,8 +134,9 @@ def visit_of_program(n, TN: tl.constexpr):
 
 
 @triton.jit
-def load_visit(nth, metadata, shard):
+def load_visit(nth, task):
     """The nth Visit."""
+    metadata, shard = task.groups, task.shard
     tile = tl.load(metadata.tile_ids + nth)
     is_first = tl.load(metadata.tile_ids + nth - 1, mask=nth > 0, other=-1) != tile
     group = tl.load(metadata.group_ids + nth)
@@ -176,9 +160,10 @@ def region_of_visit(visit, tile_n, sizes, TILE: tl.constexpr):
 
 
 @triton.jit
-def region_of_program(group_sizes, sizes, shard, TILE: tl.constexpr, EXPERTS_BLOCK: tl.constexpr):
+def region_of_program(task, TILE: tl.constexpr, EXPERTS_BLOCK: tl.constexpr):
     """The Region of a program with a tile of a group's output, all tiles of a group before the next: summed over the
     group's rows."""
+    sizes, shard = task.sizes, task.shard
     tiles_n = (sizes.n + TILE.n - 1) // TILE.n
     tiles = (sizes.k + TILE.k - 1) // TILE.k * tiles_n
     group = tl.program_id(0) // tiles
@@ -186,7 +171,7 @@ def region_of_program(group_sizes, sizes, shard, TILE: tl.constexpr, EXPERTS_BLO
     tile_n = tl.program_id(0) % tiles_n
 
     expert = tl.arange(0, EXPERTS_BLOCK)
-    counts = tl.maximum(tl.load(group_sizes + expert, mask=expert < shard.experts, other=0), 0).to(tl.int64)
+    counts = tl.maximum(tl.load(task.groups + expert, mask=expert < shard.experts, other=0), 0).to(tl.int64)
     first_group = tl.minimum(tl.maximum(tl.load(shard.group_offset).to(tl.int32), 0), shard.experts - shard.groups)
     this = first_group + group
     start = tl.minimum(tl.sum(tl.where(expert < this, counts, 0)), sizes.m).to(tl.int32)
@@ -236,16 +221,17 @@ def load_step(a_tile, b_tile, region, first, DEPTH: tl.constexpr, FROM_START: tl
 
 
 @triton.jit
-def store_rows(sums, out, existing_out, visit, region, sizes, shard):
+def store_rows(sums, task, visit, region):
     """Store a visit's rows, and in the first visit of a tile its rows of no active group: zero, or existing_out's.
 
     So every row is stored exactly once.
     """
+    out, existing_out, sizes = task.out, task.existing_out, task.sizes
     result = sums.to(out.dtype.element_ty)
     row = region.row
     row_offset = row.to(tl.int64)
     column_offset = region.column.to(tl.int64)
-    is_inactive = (row < tl.load(visit.shard_offsets)) | (row >= tl.load(visit.shard_offsets + shard.groups))
+    is_inactive = (row < tl.load(visit.shard_offsets)) | (row >= tl.load(visit.shard_offsets + task.shard.groups))
     is_unclaimed = is_inactive & (row < tl.where(visit.is_first, sizes.m, 0))
     # Selects, since 0 * inf of a weight leaves NaN in the sums of rows outside the group.
     if existing_out is None:
@@ -259,8 +245,9 @@ def store_rows(sums, out, existing_out, visit, region, sizes, shard):
 
 
 @triton.jit
-def store_group(sums, out, existing_out, region, sizes):
+def store_group(sums, task, region):
     """Store a tile of a group's output, existing_out added to its sums."""
+    out, existing_out, sizes = task.out, task.existing_out, task.sizes
     in_out = region.in_rows & region.in_columns
     row_offset = region.row.to(tl.int64)
     column_offset = region.column.to(tl.int64)

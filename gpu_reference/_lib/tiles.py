@@ -1,10 +1,11 @@
 """Tiles of the grouped matmuls: (tm, tk, tn) from a table or the caller, as the kernels need them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import triton
 
+from op_arguments import Tiling, resolve_tiling
 from op_arguments.gmm import Problem
 from op_arguments.quantized_gmm import QuantizedProblem
 
@@ -22,14 +23,15 @@ class Tile(NamedTuple):
     n: int
 
 
-def first_filled(tiles: Sequence[Candidate], p: Problem | QuantizedProblem) -> Callable[[int, int, int], Candidate]:
-    """A look-up table: the first of `tiles` whose tm an average group fills, else the last."""
+def chosen(tiling: Tiling | None, default: Candidate, p: Problem | QuantizedProblem) -> Candidate:
+    """The caller's tile, else the default. Raises as `resolve_tiling`."""
+    return resolve_tiling(tiling, lambda m, k, n: default, p.m, p.k, p.n)
 
-    def table(m: int, k: int, n: int) -> Candidate:
-        rows = m // max(p.groups, 1)
-        return next((tile for tile in tiles if tile[0] <= rows), tiles[-1])
 
-    return table
+def first_filled(tiles: Sequence[Candidate], p: Problem | QuantizedProblem) -> Candidate:
+    """The first of `tiles` whose tm an average group fills, else the last."""
+    rows = p.m // max(p.groups, 1)
+    return next((tile for tile in tiles if tile[0] <= rows), tiles[-1])
 
 
 def fitted(tile: Candidate, p: Problem | QuantizedProblem) -> Tile:

@@ -35,35 +35,21 @@ def make_group_metadata(
     Raises as `gmm`, with `op_arguments.gmm.check_group_metadata`.
     """
     group_offset = scalar(group_offset)
-    check_group_metadata(
-        group_sizes,
-        m=m,
-        tm=tm,
-        group_offset=group_offset,
-        num_groups=num_groups,
-        cover=cover,
-        sizes=values(group_sizes),
-    )
+    check_group_metadata(group_sizes, m, tm, group_offset, num_groups, cover, values(group_sizes))
     device = check_devices({"group_sizes": group_sizes, "group_offset": group_offset})
-    visits = triton.cdiv(m, tm) + num_groups
-    shapes = (group_sizes.shape[0] + 1, visits, visits, 1)
-    metadata = GroupMetadata(*(group_sizes.new_empty(shape) for shape in shapes))
-    metadata_launch(group_sizes, on_device(group_offset, device), metadata, m, tm, num_groups, cover).run(device)
+    launch = metadata_launch(group_sizes, on_device(group_offset, device), m, tm, num_groups, cover)
+    launch.run(device)
+    metadata: GroupMetadata = launch.arguments["metadata"]
     return metadata
 
 
 def metadata_launch(
-    group_sizes: Tensor,
-    group_offset: Tensor,
-    metadata: GroupMetadata,
-    m: int,
-    tm: int,
-    groups: int,
-    cover: Literal["tiles", "groups"],
+    group_sizes: Tensor, group_offset: Tensor, m: int, tm: int, groups: int, cover: Literal["tiles", "groups"]
 ) -> Launch:
-    """The kernel of `make_group_metadata`, which fills `metadata`."""
+    """The kernel of `make_group_metadata`, which fills the "metadata" of its arguments."""
     (experts,) = group_sizes.shape
     visits = triton.cdiv(m, tm) + groups
+    metadata = GroupMetadata(*(group_sizes.new_empty(size) for size in (experts + 1, visits, visits, 1)))
     arguments = {
         "group_sizes": group_sizes.contiguous(),
         "shard": Shard(group_offset, experts, groups),

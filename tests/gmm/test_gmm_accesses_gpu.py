@@ -16,6 +16,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from cpu_golden import gmm as golden
 from gpu_reference import gmm, grouped_gemm, quantized_gmm
 from gpu_reference._lib import visits
+from op_arguments.gmm import GroupMetadata
 from op_arguments.probe import probing
 from parity.backends.emulation.tensor_core import TensorCoreBuilder, emulated
 from parity.compilers.launches import intercepted
@@ -54,10 +55,10 @@ def addresses(tensor):
 
 
 def tensors_of(arguments, within=""):
-    """(name, tensor) of a kernel's arguments, in structs too: their fields after a dot, but for `.data`."""
+    """(name, tensor) of a kernel's arguments, in structs too: their fields after a dot, but for `.data` and `task.`."""
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
-            yield f"{within}{name}".removesuffix(".data"), value
+            yield f"{within}{name}".removesuffix(".data").removeprefix("task."), value
         elif hasattr(value, "_asdict"):
             yield from tensors_of(value._asdict(), f"{within}{name}.")
 
@@ -264,7 +265,7 @@ def test_every_element_is_read_and_written_as_often_as_it_must_and_no_other(trac
         assert (seen.loads["existing_out"] == (1 - active if form.name == "gmm" else 1)).all()
     if form.name == "gmm":
         metadata = traced["_metadata_kernel"].stores
-        assert all((metadata[f"metadata.{name}"] == 1).all() for name in gmm.GroupMetadata._fields)
+        assert all((metadata[f"metadata.{name}"] == 1).all() for name in GroupMetadata._fields)
 
 
 @pytest.mark.parametrize("unchecked", UNCHECKED)

@@ -183,7 +183,7 @@ def test_bfloat16_is_widened_only_where_it_cannot_be_multiplied(name, mended):
     with emulated() if mended else nullcontext(), intercepted(lambda launch, run: (seen.append(launch), run())):
         got = call(name)
     matmul = seen[-1].arguments
-    assert matmul["lhs"].data.dtype == matmul["out"].dtype == (BFLOAT16 if mended else FLOAT32)
+    assert matmul["lhs"].data.dtype == matmul["task"].out.dtype == (BFLOAT16 if mended else FLOAT32)
     assert "SCALING" not in matmul or matmul["SCALING"].dot == ("bfloat16" if mended else "float32")
     assert got.dtype == BFLOAT16
 

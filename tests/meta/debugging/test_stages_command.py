@@ -50,11 +50,7 @@ FULL = pytest.mark.full
 TPU_DOT = "    return lax.dot_general(a, b, axes, precision"
 BF16 = ".astype(jnp.bfloat16).astype(jnp.float32)"
 GPU_BF16 = ".to(tl.bfloat16).to(tl.float32)"
-GMM_DOT = """
-        sums = tl.dot(a, b, sums, input_precision="ieee")
-        if INTERPRETED:
-            sums = probe("acc", sums, region.in_rows & region.in_columns, depth=TILE.k"""
-TGMM_DOT = GMM_DOT.replace("TILE.k", "TILE.m")
+GPU_DOT = 'return tl.dot(a, b, sums, input_precision="ieee")'
 SCORES = "scores = dot(q_rows, k_columns, SPLIT) * pair_decays(coarse, fine, False, SPLIT)"
 NEXT = "return decays.kept * state + (decays.lost * state + update)"
 PREVIOUS = "_previous_dstate(load, dstate[...], decay, scan)"
@@ -94,12 +90,11 @@ LOSSES = [
     planted("gpu", STEPS, "lost = (decay - kept).to(tl.float32)", f"lost = (decay - kept){GPU_BF16}",
             f"lost = (decay - kept){GPU_BF16}"),
     planted("gpu", STEPS_BACKWARD, DSTATE_UPDATE, DSTATE_UPDATE + GPU_BF16, f"{DSTATE_UPDATE}{GPU_BF16}", FULL),
-    planted("gpu", "gmm", GMM_DOT, GMM_DOT.replace("dot(a,", f"dot(a{GPU_BF16},"),
-            f'sums = tl.dot(a{GPU_BF16}, b, sums, input_precision="ieee")', FULL),
-    planted("gpu", "gmm", GMM_DOT, GMM_DOT.replace("ieee", "tf32"),
-            'sums = tl.dot(a, b, sums, input_precision="tf32")', FULL),
-    planted("gpu", "tgmm", TGMM_DOT, TGMM_DOT.replace('="ieee")', f'="ieee"){GPU_BF16}'),
-            f'sums = tl.dot(a, b, sums, input_precision="ieee"){GPU_BF16}'),
+    planted("gpu", "gmm", GPU_DOT, GPU_DOT.replace("dot(a,", f"dot(a{GPU_BF16},"),
+            GPU_DOT.replace("dot(a,", f"dot(a{GPU_BF16},"), FULL),
+    planted("gpu", "gmm", GPU_DOT, GPU_DOT.replace("ieee", "tf32"),
+            GPU_DOT.replace("ieee", "tf32"), FULL),
+    planted("gpu", "tgmm", GPU_DOT, GPU_DOT + GPU_BF16, GPU_DOT + GPU_BF16),
     planted("gpu", CHUNK, SCORES, f"scores = ({SCORES[9:]}){GPU_BF16}", f"scores = ({SCORES[9:]}){GPU_BF16}", FULL),
     planted("gpu", CHUNK, NEXT, f"return ({NEXT[7:]}){GPU_BF16}",
             f"return ({NEXT[7:]}){GPU_BF16}", FULL),
@@ -156,10 +151,10 @@ FAULTS = [
             "kept"),
     planted("gpu", STEPS_BACKWARD, DSTATE_UPDATE, DSTATE_UPDATE.replace("q_row[:, None]", "2 * q_row[:, None]"),
             "dstate"),
-    planted("gpu", "gmm", GMM_DOT, GMM_DOT.replace("b, sums,", "b, tl.zeros_like(sums),"), "acc", FULL),
+    planted("gpu", "gmm", GPU_DOT, GPU_DOT.replace("b, sums,", "b, tl.zeros_like(sums),"), "acc", FULL),
     planted("gpu", "gmm", "result = sums.to(out.dtype.element_ty)",
             "result = (2 * sums).to(out.dtype.element_ty)", "out", FULL),
-    planted("gpu", "tgmm", TGMM_DOT, TGMM_DOT.replace("b, sums,", "b, tl.zeros_like(sums),"), "acc"),
+    planted("gpu", "tgmm", GPU_DOT, GPU_DOT.replace("b, sums,", "b, tl.zeros_like(sums),"), "acc"),
     planted("gpu", CHUNK, SCORES, "scores = dot(q_rows, k_columns, SPLIT)", "A", FULL),
     planted("gpu", CHUNK, NEXT, "return update", "state", FULL),
 ]  # fmt: skip

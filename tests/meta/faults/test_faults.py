@@ -40,13 +40,13 @@ FAULTS = [
     ),
     Fault(
         "the last tile is never visited", "gpu", ("gmm",),
-        "if nth >= tl.load(metadata.num_visits):",
-        "if nth >= tl.load(metadata.num_visits) - 1:",
+        "if nth >= tl.load(task.groups.num_visits):",
+        "if nth >= tl.load(task.groups.num_visits) - 1:",
     ),
     Fault(
         "the last tile is never visited", "gpu", ("tgmm",),
-        "range(region.start, region.end, TILE.m)",
-        "range(region.start, region.start + (region.end - region.start) // TILE.m * TILE.m, TILE.m)",
+        "range(first, end, DEPTH)",
+        "range(first, first + (end - first) // DEPTH * DEPTH, DEPTH)",
     ),
     Fault(
         "a partial K tile is dropped", "tpu", ("gmm",),
@@ -55,8 +55,8 @@ FAULTS = [
     ),
     Fault(
         "a partial K tile is dropped", "gpu", ("gmm",),
-        "range(0, region.end, TILE.k)",
-        "range(0, region.end // TILE.k * TILE.k, TILE.k)",
+        "range(first, end, DEPTH)",
+        "range(first, end // DEPTH * DEPTH, DEPTH)",
     ),
     Fault(
         "the K remainder is not masked", "tpu", ("gmm",),
@@ -149,21 +149,9 @@ FAULTS = [
         "rhs[part, columns], contract=(0, 0)).astype(jnp.bfloat16)",
     ),
     Fault(
-        "the accumulator is bfloat16", "gpu", ("gmm",),
-        "b_tile += b_step\n"
-        "    store_rows",
-        "b_tile += b_step\n"
-        "        sums = sums.to(tl.bfloat16).to(tl.float32)\n"
-        "    store_rows",
-        narrow_output,
-    ),
-    Fault(
-        "the accumulator is bfloat16", "gpu", ("tgmm",),
-        "b_tile += b_step\n"
-        "    store_group",
-        "b_tile += b_step\n"
-        "        sums = sums.to(tl.bfloat16).to(tl.float32)\n"
-        "    store_group",
+        "the accumulator is bfloat16", "gpu", ("gmm", "tgmm"),
+        "sums = ADDED(sums, a, b, lhs, rhs, region, step, SCALING)",
+        "sums = ADDED(sums, a, b, lhs, rhs, region, step, SCALING).to(tl.bfloat16).to(tl.float32)",
         narrow_output,
     ),
     Fault(
@@ -220,10 +208,10 @@ FAULTS = [
     ),
     Fault(
         "two groups are swapped", "gpu", ("tgmm",),
-        "store_group(sums, out, existing_out, region, sizes)",
+        "store_group(sums, task, region)",
         "region = region._replace(group=tl.where(region.group < 2, 1 - region.group, region.group))\n"
-        "    store_group(sums, out, existing_out, region, sizes)",
-        within="_tgmm_kernel",
+        "    store_group(sums, task, region)",
+        within="multiply_groups",
     ),
 ]  # fmt: skip
 

@@ -77,7 +77,7 @@ FAULTS = [
         "a group that begins inside a block takes the scale before it", "gpu",
         "is_block = (block * BLOCK + BLOCK > region.start) & (block * BLOCK < region.end)",
         "is_block = (block * BLOCK + BLOCK > region.start) & (block * BLOCK < region.end)\n"
-        "        block = tl.maximum(block - (block * BLOCK < region.start).to(tl.int32), 0)",
+        "    block = tl.maximum(block - (block * BLOCK < region.start).to(tl.int32), 0)",
         boundaries_in_blocks,
     ),
     in_matmul(
@@ -88,10 +88,10 @@ FAULTS = [
     ),
     in_matmul(
         "an empty group's gradient is left unwritten", "gpu",
-        "store_group(sums, out, existing_out, region, sizes)",
-        "if has_rows:\n"
-        "        store_group(sums, out, existing_out, region, sizes)",
-        empty_groups, "_grouped_wgrad_kernel",
+        "store_group(sums, task, region)",
+        "if region.start < region.end:\n"
+        "        store_group(sums, task, region)",
+        empty_groups, "multiply_groups",
     ),
 ]  # fmt: skip
 

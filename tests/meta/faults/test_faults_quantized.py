@@ -79,8 +79,8 @@ FAULTS = [
     ),
     in_matmul(
         "the count of scale blocks is taken from the wrong axis", "gpu", "tgmm_quantized",
-        "return Tile(_step(tm, path, p.block, p.m), tk, tn)",
-        "return Tile(_step(tm, path, tk, p.m), tk, tn)",
+        "tm = _step(tm, path, p.block, p.m)",
+        "tm = _step(tm, path, tk, p.m)",
         tiles_beyond_blocks,
     ),
     in_matmul(
@@ -134,8 +134,8 @@ FAULTS = [
     ),
     in_matmul(
         "the K tail is dropped", "gpu", "gmm_quantized",
-        "range(0, region.end, TILE.k)",
-        "range(0, (region.end - 1) // TILE.k * TILE.k, TILE.k)",
+        "range(first, end, DEPTH)",
+        "range(first, (end - 1) // DEPTH * DEPTH, DEPTH)",
         k_tail,
     ),
     # tpu-inference's gmm_v2 below 256: 2.35e-3 instead of 5e-8
@@ -194,8 +194,8 @@ FAULTS = [
     ),
     in_matmul(
         "the group's boundary is masked in its first block alone", "gpu", "tgmm_quantized",
-        "load_step(a_tile, b_tile, region, step_row, TILE.m, False, False)",
-        "load_step(a_tile, b_tile, region, step_row, TILE.m, False, True)",
+        "region, TILE.m, SCALING is not None, False, ADDED",
+        "region, TILE.m, SCALING is not None, True, ADDED",
         boundaries_in_blocks,
     ),
     in_matmul(
