@@ -72,7 +72,7 @@ def group_metadata(
     metadata: GroupMetadata = call(
         partial(_group_metadata_kernel, m=m, tm=tm, num_groups=num_groups, cover=cover),
         name="group_metadata",
-        operands=jax.tree.map(_in_smem, shard),
+        operands=(_in_smem(shard.group_offset), _in_smem(shard.group_sizes)),
         out=GroupMetadata(*map(_in_smem, out)),
         cost=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=4 * (1 + experts + sum(lengths))),
         interpret=interpret,
@@ -84,9 +84,9 @@ _in_smem = partial(Block, space=pltpu.SMEM)
 
 
 def _group_metadata_kernel(
-    shard: Shard, out: GroupMetadata, _: None, *, m: int, tm: int, num_groups: int, cover: str
+    shard: tuple[Any, Any], out: GroupMetadata, _: None, *, m: int, tm: int, num_groups: int, cover: str
 ) -> None:
-    group_sizes, group_offset = shard
+    group_offset, group_sizes = shard
     group_offsets, group_ids, tile_ids, num_visits = out
     experts, tiles = group_offsets.shape[0] - 1, pl.cdiv(m, tm)
 
