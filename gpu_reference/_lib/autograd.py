@@ -7,8 +7,7 @@ from typing import Any, ParamSpec
 import torch
 from torch.autograd.function import once_differentiable
 
-from op_arguments.gla import Gradients as Gradients
-from op_arguments.gla import Output as Output
+from op_arguments.gla import Output
 from op_arguments.options import variant
 
 P = ParamSpec("P")

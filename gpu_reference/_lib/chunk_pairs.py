@@ -42,11 +42,12 @@ def channel_scores(rows_tile, source, gk, rows, key, keys, KEYS_FIRST: tl.conste
 
 
 @triton.jit
-def channel_gradients(inputs, gk, q_columns, k_columns, products, products_t, rows, key, keys, ROWS: tl.constexpr):
+def channel_gradients(inputs, q_columns, k_columns, products, products_t, rows, key, keys):
     """The parts of dq, dk and dgk [K, R] that are of pairs within the block, given the gradient of q . k without its
     decay as products [i, j] and products_t [j, i]."""
+    ROWS: tl.constexpr = products.shape[0]
     at = tl.arange(0, ROWS)
-    coarse, fine = gate_parts(load_tile(gk, (rows.first + at)[None, :], key, rows, keys))
+    coarse, fine = gate_parts(load_tile(inputs.gk, (rows.first + at)[None, :], key, rows, keys))
     coarse = tl.cumsum(coarse, axis=1)
     fine = tl.cumsum(fine, axis=1)
     q_columns = q_columns.to(tl.float32)
@@ -59,7 +60,7 @@ def channel_gradients(inputs, gk, q_columns, k_columns, products, products_t, ro
         other_row = rows.first + nth + tl.arange(0, 1)[None, :]
         q_other = load_tile(inputs.q, other_row, key, rows, keys).to(tl.float32)
         k_other = load_tile(inputs.k, other_row, key, rows, keys).to(tl.float32)
-        gate_coarse, gate_fine = gate_parts(load_tile(gk, other_row, key, rows, keys))
+        gate_coarse, gate_fine = gate_parts(load_tile(inputs.gk, other_row, key, rows, keys))
         other_coarse += gate_coarse
         other_fine += gate_fine
         is_other = at[:, None] == nth
@@ -75,11 +76,10 @@ def channel_gradients(inputs, gk, q_columns, k_columns, products, products_t, ro
 
 
 @triton.jit
-def channel_gate_gradient(
-    q_columns, k_columns, dq_tile, dk_tile, past_block, decays, rows, key, keys, ROWS: tl.constexpr
-):
+def channel_gate_gradient(q_columns, k_columns, dq_tile, dk_tile, past_block, decays, rows, key, keys):
     """The part of dgk [K, R] that is of states: what passes the whole block, what is read of the state before it, and
     what is written into the one after it."""
+    ROWS: tl.constexpr = q_columns.shape[1]
     past = (decays.kept + decays.lost) * past_block[:, None]
     read = sums_from(q_columns.to(tl.float32) * dq_tile)
     written = sums_before(k_columns.to(tl.float32) * dk_tile)
@@ -92,16 +92,25 @@ def channel_gate_gradient(
 
 
 @triton.jit
-def sums_across(pairs_t, through_state, through_dstate, SPLIT: tl.constexpr, ROWS: tl.constexpr):
-    """The sum over keys j < t and queries i >= t of pairs_t [j, i], of through_state over the queries, and of
-    through_dstate over the keys: [t]."""
+def step_gate_gradient(
+    pairs_t, q_columns, k_columns, dq_tile, dk_tile, past_block, decays, is_whole, SPLIT: tl.constexpr
+):
+    """The gradient of a scalar gate at each t [R]: what passes the whole block, and sums over keys j < t and queries
+    i >= t, of pairs_t [j, i], what a query reads of the state before the block, and what a key writes into the one
+    after it. is_whole: whether the tile of K has all channels."""
+    ROWS: tl.constexpr = pairs_t.shape[0]
+    read = tl.sum(q_columns.to(tl.float32) * dq_tile, axis=0)
+    written = tl.sum(k_columns.to(tl.float32) * dk_tile, axis=0)
+    past = (decays.kept + decays.lost) * tl.sum(past_block)
+    if INTERPRETED:
+        probe("dgate", past, is_whole, chunk_size=ROWS)
     at = tl.arange(0, ROWS)
     is_before = (at[None, :] < at[:, None]).to(tl.float32)
     if SPLIT:
         is_before = is_before.to(tl.bfloat16)
-    of_keys_before = dot(is_before, pairs_t, SPLIT)
+    pairs = dot(is_before, pairs_t, SPLIT)
     is_query = at[None, :] >= at[:, None]
-    return tl.sum(tl.where(is_query, of_keys_before + through_state[None, :], through_dstate[None, :]), axis=1)
+    return tl.sum(tl.where(is_query, pairs + read[None, :], written[None, :]), axis=1) + past
 
 
 @triton.jit

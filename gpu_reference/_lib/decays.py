@@ -5,16 +5,13 @@ as n has.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from gpu_reference._lib.probe import INTERPRETED, probe
-from gpu_reference._lib.rows import contiguous
 
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
@@ -25,11 +22,6 @@ class Gates(NamedTuple):
     g: Any = None
     g_gamma: Any = None
     gk: Any = None
-
-
-def gates_of(gates: Mapping[str, Tensor | None]) -> Gates:
-    """The gates as kernels take them."""
-    return Gates(**{name: contiguous(gate) for name, gate in gates.items()})
 
 
 @triton.jit

@@ -13,29 +13,37 @@ import triton.language as tl
 
 
 class Inputs(NamedTuple):
-    """The tensors of a scan: q, k [B, T, H, K], v and in the backward pass do [B, T, H, V]."""
+    """The tensors of a scan: q, k [B, T, H, K], v and in the backward pass do [B, T, H, V], and its `decays.Gates`."""
 
     q: Any
     k: Any
     v: Any
     do: Any = None
+    g: Any = None
+    g_gamma: Any = None
+    gk: Any = None
 
 
-class Sequences(NamedTuple):
-    """Which rows are a sequence's: `count` sequences of `steps` rows each, or cut from `steps` rows by cu_seqlens.
+class Outs(NamedTuple):
+    """What a backward pass fills: dq, dk [B, T, H, K], dv [tiles of K, B, T, H, V], and dgate, gk's in its shape, else
+    [tiles of K, B, T, H]."""
 
-    rows: of all of them.
+    dq: Any
+    dk: Any
+    dv: Any
+    dgate: Any
+
+
+class Layout(NamedTuple):
+    """Which rows are a sequence's, and H, K and V. (A field `values` would be Triton's own, of every tuple.)
+
+    `count` sequences of `steps` rows each, or cut from `steps` rows by cu_seqlens; rows: of all of them.
     """
 
     cu_seqlens: Any
     count: Any
     steps: Any
     rows: Any
-
-
-class Sizes(NamedTuple):
-    """H, K and V. (A field `values` would be Triton's own, of every tuple.)"""
-
     h: Any
     k: Any
     v: Any
@@ -59,15 +67,15 @@ def of_program(size, TILE: tl.constexpr, heads):
 
 
 @triton.jit
-def rows_of_sequence(sequence, sequences):
+def rows_of_sequence(sequence, layout):
     """A sequence's first row (int64), and the first after it."""
-    if sequences.cu_seqlens is None:
-        start = sequence * sequences.steps
-        end = start + sequences.steps
+    if layout.cu_seqlens is None:
+        start = sequence * layout.steps
+        end = start + layout.steps
     else:
-        steps = sequences.steps
-        start = tl.minimum(tl.maximum(tl.load(sequences.cu_seqlens + sequence), 0), steps).to(tl.int64)
-        end = tl.minimum(tl.maximum(tl.load(sequences.cu_seqlens + sequence + 1), start), steps).to(tl.int64)
+        steps = layout.steps
+        start = tl.minimum(tl.maximum(tl.load(layout.cu_seqlens + sequence), 0), steps).to(tl.int64)
+        end = tl.minimum(tl.maximum(tl.load(layout.cu_seqlens + sequence + 1), start), steps).to(tl.int64)
     return start, end
 
 
@@ -78,31 +86,41 @@ def first_slot(sequence, start, SEGMENT: tl.constexpr):
 
 
 @triton.jit
-def rows_of_segment(segment, sequences, SEGMENT: tl.constexpr):
+def rows_of_segment(segment, layout, SEGMENT: tl.constexpr):
     """The sequence of a segment, its first row and the first after it: a whole sequence without SEGMENT, else at most
     SEGMENT rows of one, and none where this is no sequence's segment."""
     if SEGMENT is None:
         sequence = segment
-        start, end = rows_of_sequence(sequence, sequences)
+        start, end = rows_of_sequence(sequence, layout)
     else:
         sequence = tl.full((), 0, tl.int64)
-        beyond = tl.full((), 0, tl.int64) + sequences.count
+        beyond = tl.full((), 0, tl.int64) + layout.count
         while beyond - sequence > 1:
             middle = (sequence + beyond) // 2
-            middle_start, _ = rows_of_sequence(middle, sequences)
+            middle_start, _ = rows_of_sequence(middle, layout)
             is_before = first_slot(middle, middle_start, SEGMENT) <= segment
             sequence = tl.where(is_before, middle, sequence)
             beyond = tl.where(is_before, beyond, middle)
-        first, end = rows_of_sequence(sequence, sequences)
+        first, end = rows_of_sequence(sequence, layout)
         start = first + (segment - first_slot(sequence, first, SEGMENT)) * SEGMENT
         end = tl.minimum(end, start + SEGMENT)
     return sequence, start, end
 
 
 @triton.jit
-def state_offset(index, head, key, value, sizes):
-    """Where the elements (key, value) of a head's state are in [..., H, K, V]; index is int64."""
-    return ((index * sizes.h + head) * sizes.k + key) * sizes.v + value
+def state_offset(index, head, key, value, layout):
+    """Where the elements (key, value) of a head's state are in [..., H, K, V]; index is int64. A state has fewer than
+    2^31 elements."""
+    return (index * layout.h + head) * layout.k * layout.v + (key * layout.v + value)
+
+
+@triton.jit
+def load_state(states, at_state, in_state):
+    """Elements of a state, zero where they are not `in_state`; all of them if there are no states."""
+    state = tl.full(in_state.shape, 0.0, tl.float32)
+    if states is not None:
+        state += tl.load(states + at_state, mask=in_state, other=0)
+    return state
 
 
 @triton.jit

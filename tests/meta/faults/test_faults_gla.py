@@ -84,8 +84,8 @@ FAULTS = [
     ),
     planted(
         "the gradient of g_gamma is zero", "gpu", BACKWARD,
-        "return step.sum((0, 1), dtype=torch.float64).float()",
-        "return torch.zeros_like(gate)",
+        "step.sum((0, 1), dtype=torch.float64).float()",
+        "torch.zeros_like(gates.g_gamma)",
         both,
     ),
     planted(
@@ -96,8 +96,8 @@ FAULTS = [
     ),
     planted(
         "the final state is missing from dg", "gpu", BACKWARD,
-        "dgate_rows + past,",
-        "dgate_rows,",
+        "written[None, :]), axis=1) + past",
+        "written[None, :]), axis=1)",
         smoke,
     ),
     planted(
@@ -193,8 +193,8 @@ FAULTS = [
     ),
     planted(
         "every sequence starts from the first one's state", "gpu", FORWARD,
-        "tl.load(first_states + at_segment,",
-        "tl.load(first_states + state_offset(0 * segment, head, key, value, sizes),",
+        "load_state(first_states, at_segment,",
+        "load_state(first_states, state_offset(0 * segment, head, key, value, layout),",
         several_sequences,
     ),
     planted(
@@ -206,7 +206,7 @@ FAULTS = [
     planted(
         "an empty sequence's final state is not written", "gpu", FORWARD,
         "tl.store(last_states + at_segment, state, mask=in_state)",
-        "tl.store(last_states + at_segment, state, mask=in_state & (key < tl.where(start < end, sizes.k, 0)))",
+        "tl.store(last_states + at_segment, state, mask=in_state & (key < tl.where(start < end, layout.k, 0)))",
         empty_sequences,
     ),
     planted(
