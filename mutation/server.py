@@ -150,7 +150,7 @@ def pytest_in_fork(
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
-    status = _wait(child, wall_s=10 * cpu_s)
+    status = wait(child, wall_s=10 * cpu_s)
     if status == BROKEN:
         raise RuntimeError(f"pytest could not be run on the copy: see {log}")
     said: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}
@@ -162,7 +162,7 @@ def _is_foreign(name: str, module: Any, tree: Path) -> bool:
     return name.split(".")[0] in OURS and path is not None and not Path(path).is_relative_to(tree)
 
 
-def _wait(child: int, wall_s: float) -> int:
+def wait(child: int, wall_s: float) -> int:
     """The exit status of a process that leads a group of its own, all of which is gone then."""
     deadline = time.monotonic() + wall_s
     done, status = 0, 0

@@ -53,7 +53,7 @@ def torch_to_jax(tree: Any, *, dtype: Any = None) -> Any:
         source = _check_torch(name, tensor)
         target = check_output_dtype("dtype", dtype, source, DTYPES)
         _check_x64(name, target)
-        device = _jax_device(tensor)
+        device = jax_device(tensor)
         if device is None or target != source:
             return to_jax(to_numpy(tensor).astype(_numpy_dtype(target), copy=False), device=device)
         return jax.dlpack.from_dlpack(_materialised(tensor).contiguous())
@@ -81,7 +81,7 @@ def jax_to_torch(tree: Any, *, dtype: Any = None) -> Any:
             raise TypeError(f"{name} must be a JAX array, got {type(array).__name__}")
         source = _check_jax(name, array)
         target = check_output_dtype("dtype", dtype, source, DTYPES)
-        device = _torch_device(array)
+        device = torch_device(array)
         if device is None or target != source:
             return to_torch(to_numpy(array).astype(_numpy_dtype(target), copy=False), device=device)
         return torch.utils.dlpack.from_dlpack(array)
@@ -204,7 +204,7 @@ def _check_x64(name: str, dtype: str) -> None:
         )
 
 
-def _jax_device(tensor: "torch.Tensor") -> "jax.Device | None":
+def jax_device(tensor: "torch.Tensor") -> "jax.Device | None":
     """The JAX device on which `tensor` lies, None where JAX has no such device."""
     import jax
 
@@ -216,7 +216,7 @@ def _jax_device(tensor: "torch.Tensor") -> "jax.Device | None":
     return next((device for device in devices if device.local_hardware_id == (tensor.device.index or 0)), None)
 
 
-def _torch_device(array: "jax.Array") -> "torch.device | None":
+def torch_device(array: "jax.Array") -> "torch.device | None":
     """The torch device on which `array` lies, None where torch has no such device or it lies on several."""
     import torch
 

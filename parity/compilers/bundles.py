@@ -246,10 +246,11 @@ def _parts(bundles: Sequence[Bundle]) -> list[Part]:
                 after = max(end for end in [address + 1, *ends.values()] if end <= address + 1 + _DELAY_SLOTS)
                 pipelined = _STAGE.search(bundles[to].text) is not None
                 parts.append(Part(to, after, loop=True, trips=_trips(code, condition), pipelined=pipelined))
-    return _nested(parts)
+    return nested(parts)
 
 
-def _nested(parts: list[Part]) -> list[Part]:
+def nested(parts: list[Part]) -> list[Part]:
+    """The outermost parts, with the others inside. Raises UnknownDump for parts that overlap."""
     outermost: list[Part] = []
     for part in sorted(parts, key=lambda p: (p.start, -p.end, p.loop)):
         siblings = outermost

@@ -121,11 +121,11 @@ class Kernel:
 
 def kernels(jaxpr: Any, *, places: bool = True) -> list[Kernel]:
     """The Pallas kernels in a closed jaxpr, in program order; places: their dots with those in the source."""
-    found = [_kernel(call) for call, _ in _equations(jaxpr.jaxpr, "pallas_call", "mpmd_map")]
+    found = [_kernel(call) for call, _ in equations(jaxpr.jaxpr, "pallas_call", "mpmd_map")]
     return found if places else [replace(k, dots=tuple(replace(dot, place="") for dot in k.dots)) for k in found]
 
 
-def _equations(jaxpr: Any, *primitives: str, times: int = 1) -> Iterator[tuple[Any, int]]:
+def equations(jaxpr: Any, *primitives: str, times: int = 1) -> Iterator[tuple[Any, int]]:
     """The equations of these primitives, at any depth, and how often each runs (every branch, a `while` once)."""
     from jax.extend.core import jaxprs_in_params
 
@@ -135,7 +135,7 @@ def _equations(jaxpr: Any, *primitives: str, times: int = 1) -> Iterator[tuple[A
             continue
         repeated = times * (equation.params["length"] if equation.primitive.name == "scan" else 1)
         for inner in jaxprs_in_params(equation.params):
-            yield from _equations(inner, *primitives, times=repeated)
+            yield from equations(inner, *primitives, times=repeated)
 
 
 def _kernel(call: Any) -> Kernel:
@@ -144,7 +144,7 @@ def _kernel(call: Any) -> Kernel:
     jaxprs = (call.params["jaxpr"],) if mapping else call.params["jaxprs"]
     grid = tuple(length if isinstance(length, int) else None for length in (mapping.grid if mapping else ()))
     blocks = tuple(_block(block, len(grid)) for block in (mapping.block_mappings if mapping else ()))
-    dots = Counter(_dot(dot, times) for jaxpr in jaxprs for dot, times in _equations(jaxpr, "dot_general"))
+    dots = Counter(_dot(dot, times) for jaxpr in jaxprs for dot, times in equations(jaxpr, "dot_general"))
     kernel = Kernel(
         name=call.params["name"] or "",
         grid=grid,

@@ -37,7 +37,7 @@ _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # the host's own backend
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # other processes may hold libtpu's lock file
 }
-_DUMP = (
+DUMP = (
     "--xla_jf_dump_to={} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
     " --xla_jf_dump_llo_pass_label_regex=final_bundles|static"
 )
@@ -200,7 +200,7 @@ def _compile_in_subprocess(
         environment = os.environ | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         if schedule:
             flags = os.environ.get("LIBTPU_INIT_ARGS", "")
-            environment["LIBTPU_INIT_ARGS"] = f"{flags} {_DUMP.format(dump)}{_PLACES if lines else ''}".strip()
+            environment["LIBTPU_INIT_ARGS"] = f"{flags} {DUMP.format(dump)}{_PLACES if lines else ''}".strip()
         program = f"from {__name__} import _serve; import sys; _serve(*sys.argv[1:])"
         with log.open("ab") as stream:
             worker = subprocess.Popen(

@@ -72,7 +72,7 @@ def plan_all(root: Path, programs: Iterable[Program], chips: Sequence[str] = ())
 def tpu_plan(program: Program, chip: str) -> Plan:
     """The plan of a program for a TPU."""
     traced = trace(program, chip)
-    calls = [call for call, _ in pallas._equations(traced.jaxpr, "pallas_call", "mpmd_map")]
+    calls = [call for call, _ in pallas.equations(traced.jaxpr, "pallas_call", "mpmd_map")]
     found = pallas.kernels(traced, places=False)
     return Plan(chip, program.op, program.name, tuple(map(_tpu_kernel, found, calls)))
 

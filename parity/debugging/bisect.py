@@ -109,7 +109,7 @@ class Bisector:
         """
         with self._alone():
             commits = self.commits(good, bad)
-            before = len(self._known())
+            before = len(self.known())
             first, last = self.judge(self._commit(good)), self.judge(commits[-1])
             if not first.passed:
                 raise ValueError(f"GOOD must pass, got {first.outcome} at {good}: {first.reason}")
@@ -118,8 +118,8 @@ class Bisector:
             better, worse, between = self._search(commits, first, last, first)
             while not between and (brought := self._brought_by(worse, first)):
                 better, worse, between = self._search(*brought, first)
-            attribution = "" if worse.outcome == "CRASH" else self._ask(worse.commit, "explain").get("conclusion", "")
-            return Bisection(better, worse, between, attribution, len(self._known()) - before)
+            attribution = "" if worse.outcome == "CRASH" else self.attribution(worse.commit)
+            return Bisection(better, worse, between, attribution, len(self.known()) - before)
 
     def _search(
         self, commits: Sequence[str], better: Revision, worse: Revision, good: Revision
@@ -178,12 +178,12 @@ class Bisector:
 
     def judge(self, commit: str) -> Revision:
         """The revision, from the state if it is there."""
-        known = self._known()
+        known = self.known()
         if commit not in known:
             known[commit] = self._ask(commit, "judge")
-            partial = self._state.with_suffix(".partial")
+            partial = self.state.with_suffix(".partial")
             partial.write_text(json.dumps(known))
-            partial.replace(self._state)
+            partial.replace(self.state)
         answer = known[commit]
         outputs = tuple({n: Metrics(**m) for n, m in measured.items()} for measured in answer.get("outputs", ()))
         narrow, title = tuple(answer.get("narrow", ())), self._git("log", "-1", "--format=%s", commit)
@@ -191,10 +191,15 @@ class Bisector:
         self.done(revision)
         return revision
 
+    def attribution(self, commit: str) -> str:
+        """What `parity explain` concludes of a commit's kernel."""
+        conclusion: str = self._ask(commit, "explain").get("conclusion", "")
+        return conclusion
+
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """While no other process searches for the same: it has the same worktrees."""
-        lock = FileLock(self._state.with_suffix(".lock"), timeout=0)
+        lock = FileLock(self.state.with_suffix(".lock"), timeout=0)
         try:
             lock.acquire()
         except Timeout:
@@ -206,15 +211,16 @@ class Bisector:
         finally:
             lock.release()
 
-    def _known(self) -> dict[str, dict[str, Any]]:
+    def known(self) -> dict[str, dict[str, Any]]:
+        """What was judged already, by commit."""
         try:
-            known: dict[str, dict[str, Any]] = json.loads(self._state.read_text())
+            known: dict[str, dict[str, Any]] = json.loads(self.state.read_text())
         except FileNotFoundError:
             return {}
         return known
 
     @property
-    def _state(self) -> Path:
+    def state(self) -> Path:
         """One file for every repository, case, device and instrument: what was judged by another one is not known."""
         is_real = has_tpu() if self.backend == "tpu" else has_cuda()
         here = [is_real, installed(self.backend, is_real), instrument(self.root)]
@@ -224,7 +230,7 @@ class Bisector:
 
     def _ask(self, commit: str, what: str) -> dict[str, Any]:
         """The answer of a process of its own, with the commit in a worktree."""
-        tree = self.cache / f"{self._state.stem}-{commit[:12]}"
+        tree = self.cache / f"{self.state.stem}-{commit[:12]}"
         self._remove(tree)  # of a run that was killed
         # No hook of the user's runs for it.
         self._git("-c", "core.hooksPath=/dev/null", "worktree", "add", "--detach", "--quiet", str(tree), commit)

@@ -83,7 +83,7 @@ def fingerprint(function: FunctionType) -> dict[str, str]:
             raise ValueError(f"{source.path} was written after this process began")
         if _package(source.name) != _INSTRUMENT:
             outside |= {_package(dotted) for dotted in (*source.imports.values(), *source.stars)}
-    versions = {name: version for name in outside - {_package(function.__module__)} if (version := _installed(name))}
+    versions = {name: version for name in outside - {_package(function.__module__)} if (version := version_of(name))}
     line = function.__code__.co_firstlineno - begin  # of two lambdas in one definition each has its own
     return versions | {"code": _hash_of(found), "line": str(line)}
 
@@ -112,7 +112,7 @@ def _package(module: str) -> str:
 
 
 @cache
-def _installed(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     """The version under which a package of that name is installed; of the standard library ""."""
     if package in sys.stdlib_module_names:
         return ""
@@ -202,7 +202,7 @@ class _Project:
     def module(self, name: str) -> _Module | None:
         """The module of that name, where there is one to be followed."""
         if name not in self._modules:
-            followed = _package(name) == self._own or _installed(_package(name)) is None
+            followed = _package(name) == self._own or version_of(_package(name)) is None
             path = _file(name) if followed else None
             self._modules[name] = _Module(self, name, path) if path else None
         return self._modules[name]

@@ -7,7 +7,7 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
-from parity.compilers.kernels import _equations  # noqa: E402
+from parity.compilers.kernels import equations  # noqa: E402
 from tpu_kernels._lib.visits import make_group_metadata  # noqa: E402
 from tpu_kernels.gmm import gmm, tgmm  # noqa: E402
 from tpu_kernels.grouped_gemm import grouped_gemm  # noqa: E402
@@ -123,7 +123,7 @@ COSTS = [
 def test_a_kernel_costs_what_it_computes_reads_and_writes(kernel, arrays, options, expected):
     shapes = {name: jax.ShapeDtypeStruct(*array) for name, array in arrays.items()}
     traced = jax.make_jaxpr(lambda given: kernel(**given, **options))(shapes)
-    calls = [call.params for call, _ in _equations(traced.jaxpr, "pallas_call", "mpmd_map")]
+    calls = [call.params for call, _ in equations(traced.jaxpr, "pallas_call", "mpmd_map")]
     if not kernel.__module__.endswith("gla"):
         assert not any(call["cost_estimate"].transcendentals for call in calls)
     for call in calls:

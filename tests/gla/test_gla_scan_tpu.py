@@ -9,7 +9,7 @@ import pytest
 jax = pytest.importorskip("jax")
 
 from op_arguments.gla import Problem  # noqa: E402
-from parity.compilers.kernels import _equations  # noqa: E402
+from parity.compilers.kernels import equations  # noqa: E402
 from parity.judging.judge import judge  # noqa: E402
 from parity.trial import Trial  # noqa: E402
 from tests.matrix.gla import CHUNK_GLA, CHUNK_SIMPLE_GLA, F32  # noqa: E402
@@ -71,7 +71,7 @@ def traced(gate: str, *, backward: bool, fused: bool, t: int, interpret: bool = 
     arguments, gates = (
         {n: jax.ShapeDtypeStruct(s, F32) for n, s in shapes.items()} for shapes in (rows | states, of_steps)
     )
-    return [call.params for call, _ in _equations(jax.make_jaxpr(scan)(arguments, gates).jaxpr, "pallas_call")]
+    return [call.params for call, _ in equations(jax.make_jaxpr(scan)(arguments, gates).jaxpr, "pallas_call")]
 
 
 def indices(block: Any, grid: tuple[int, ...]) -> Any:
@@ -118,7 +118,7 @@ def test_what_the_backward_pass_keeps_and_unrolls(t, chunks, blocks, unroll):
     assert (dstate, states, checkpoints) == (state, (chunks + 1, *state), (max(blocks - 1, 1), *state))
     for interpret, turns in ((False, unroll), (True, 1)):
         (call,) = traced("channel", backward=True, fused=True, t=t, interpret=interpret)
-        loops = [loop.params for loop, _ in _equations(call["jaxpr"], "scan")]
+        loops = [loop.params for loop, _ in equations(call["jaxpr"], "scan")]
         assert [(loop["length"], loop["unroll"]) for loop in loops] == [(chunks, turns), (chunks, 1)]
 
 
@@ -151,7 +151,7 @@ def test_a_dot_multiplies_pieces_in_one_where_they_fill_registers(a, b, split, d
     scan = planned("step", backward=False, fused=True, t=64)._replace(split=split)
     dot = partial(chunk_dots.dot, contract=(1, 0), scan=scan)
     shapes = jax.ShapeDtypeStruct((2, 8, depth), a), jax.ShapeDtypeStruct((2, depth, 8), b)
-    dots = [each for each, _ in _equations(jax.make_jaxpr(dot)(*shapes).jaxpr, "dot_general")]
+    dots = [each for each, _ in equations(jax.make_jaxpr(dot)(*shapes).jaxpr, "dot_general")]
     assert [(each.invars[0].aval.dtype.name, each.invars[0].aval.shape[2]) for each in dots] == expected
     assert all(each.invars[0].aval.dtype == each.invars[1].aval.dtype for each in dots)
     assert all(("HIGHEST" in str(each.params["precision"])) != split for each in dots)

@@ -1,10 +1,8 @@
 """Somebody else's project, to run pytest in."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.support.commands import run_pytest
 
 MATRIX = """
 import numpy as np
@@ -51,14 +49,6 @@ def test_is_exact(run):
 """
 
 
-@pytest.fixture(scope="session", autouse=True)
-def own_options():
-    """What a test runs pytest with is the test's to say, not PYTEST_ADDOPTS'."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTEST_ADDOPTS", raising=False)
-        yield
-
-
 @pytest.fixture
 def project(tmp_path):
     """Somebody else's project: its own op, its own kernels of jax arrays (or torch tensors)."""
@@ -73,15 +63,3 @@ def project(tmp_path):
         return lambda *arguments: run_pytest(tmp_path, *arguments)
 
     return make
-
-
-@pytest.fixture
-def run_in():
-    """Runs pytest in a folder."""
-    return run_pytest
-
-
-def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    # Without hypothesis, which nobody's project uses here: a third of the time that a run takes to start.
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)

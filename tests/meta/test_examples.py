@@ -1,6 +1,5 @@
 """Every project under examples/ gets the verdicts that its README shows, in a virtual environment of its own."""
 
-import os
 import re
 import site
 import subprocess
@@ -8,6 +7,8 @@ import venv
 from pathlib import Path
 
 import pytest
+
+from tests.support.commands import environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -24,10 +25,10 @@ def test_example(example, tmp_path):
     # Its own environment, with what is installed here in place of a download: kernel-parity is an installed package.
     folder = next((tmp_path / "venv").glob("lib/python*/site-packages"))
     folder.joinpath("installed.pth").write_text(f"import site; site.addsitedir({site.getsitepackages()[0]!r})\n")
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    own = {name: value for name, value in environment().items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
     done = subprocess.run(
         [tmp_path / "venv" / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider"],
-        cwd=EXAMPLES / example, env=environment, capture_output=True, text=True, timeout=600,
+        cwd=EXAMPLES / example, env=own, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     shown = verdicts((EXAMPLES / example / "README.md").read_text())
     assert shown[0]

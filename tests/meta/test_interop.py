@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parity import interop
+from parity.dtypes import numpy_dtype
 from parity.interop import DTYPES, jax_to_torch, to_jax, to_numpy, to_torch, torch_to_jax
 
 jax = pytest.importorskip("jax")
@@ -35,10 +36,6 @@ CORNERS = {
     "int64": [0, 2**63 - 1, 2**63, 2**64 - 1],
     "int32": [0, 2**31 - 1, 2**31, 2**32 - 1],
 }
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def bit_patterns(name: str) -> np.ndarray[Any, Any]:
@@ -447,8 +444,8 @@ def test_dtypes_outside_the_table_are_refused() -> None:
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_the_way_through_the_host_is_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interop, "_jax_device", lambda tensor: None)
-    monkeypatch.setattr(interop, "_torch_device", lambda array: None)
+    for device_of in ("jax_device", "torch_device"):
+        monkeypatch.setattr(interop, device_of, lambda tensor: None)
     patterns = bit_patterns(name)
     tensor = as_torch(patterns)
     with x64_for(name):
@@ -470,28 +467,30 @@ def test_cuda_devices_are_matched_by_their_hardware_id(monkeypatch: pytest.Monke
 
     tensor: Any = SimpleNamespace(device=torch.device("cuda", 1))
     monkeypatch.setattr(jax, "local_devices", local_devices)
-    assert interop._jax_device(tensor) is gpus[1]
+    assert interop.jax_device(tensor) is gpus[1]
     tensor.device = torch.device("cuda", 2)
-    assert interop._jax_device(tensor) is None
+    assert interop.jax_device(tensor) is None
     tensor.device = torch.device("xpu", 1)
-    assert interop._jax_device(tensor) is None
+    assert interop.jax_device(tensor) is None
     tensor.device = torch.device("cuda", 1)
     monkeypatch.setattr(jax, "local_devices", no_backend)
-    assert interop._jax_device(tensor) is None
+    assert interop.jax_device(tensor) is None
 
     array: Any = SimpleNamespace(devices=lambda: [gpus[1]])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert interop._torch_device(array) == torch.device("cuda", 1)
+    assert interop.torch_device(array) == torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert interop._torch_device(array) is None
+    assert interop.torch_device(array) is None
     array.devices = lambda: [SimpleNamespace(platform="tpu", local_hardware_id=0)]
-    assert interop._torch_device(array) is None
+    assert interop.torch_device(array) is None
 
 
-def test_an_array_sharded_over_processes_is_refused() -> None:
-    array: Any = SimpleNamespace(is_fully_addressable=False, is_fully_replicated=False)
+def test_an_array_sharded_over_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = jax.numpy.zeros(2)
+    for where in ("is_fully_addressable", "is_fully_replicated"):
+        monkeypatch.setattr(type(array), where, False)
     with pytest.raises(ValueError, match=r"^tree must be held by this process, got an array sharded over processes"):
-        interop._check_jax("tree", array)
+        jax_to_torch(array)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

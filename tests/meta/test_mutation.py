@@ -1,7 +1,6 @@
 """The mutation campaign: which faults it plants, whom it asks, and that it tells a net with a hole from one without."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from mutation.mutants import key, make, places, sample, statements
 from mutation.net import Net, likeliest
 from mutation.server import restore, with_source
 from mutation.tokens import occurrences
+from tests.support.commands import environment, git
 
 ROOT = Path(__file__).parents[2]
 
@@ -182,13 +182,13 @@ def test_a_campaign_finds_the_hole_goes_on_where_it_stopped_and_leaves_the_proje
     for name, text in PROJECT.items():
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text(text)
-    subprocess.run(["git", "init", "-q"], cwd=project, check=True)
+    git(project, "init", "-q")
     command = [sys.executable, "-m", "mutation", "--work", str(work), "--groups", "cpu_golden"]
     command += ["--tests", "tests/test_add.py"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    own = environment() | {"PYTHONPATH": str(ROOT)}
 
     def campaign(*options: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *options], cwd=project, env=environment, capture_output=True, text=True)
+        return subprocess.run([*command, *options], cwd=project, env=own, capture_output=True, text=True)
 
     sampled = campaign("--count", "2")
     assert len(results(work)) == 2, sampled.stdout + sampled.stderr
@@ -210,8 +210,8 @@ def test_a_campaign_finds_the_hole_goes_on_where_it_stopped_and_leaves_the_proje
 @pytest.mark.parametrize(("ends", "status"), [("os._exit(3)", 3), ("time.sleep(99)", -1), ("os.abort()", -6)])
 def test_a_run_that_waits_for_ever_is_ended_and_one_that_crashes_is_not_mistaken_for_it(ends, status):
     code = (
-        "import os, time\nfrom mutation.server import _wait\nchild = os.fork()\n"
-        f"if not child:\n    os.setsid()\n    {ends}\nprint(_wait(child, wall_s=1))"
+        "import os, time\nfrom mutation.server import wait\nchild = os.fork()\n"
+        f"if not child:\n    os.setsid()\n    {ends}\nprint(wait(child, wall_s=1))"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert int(out.stdout) == status

@@ -11,7 +11,7 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
-from parity.compilers.kernels import _equations, kernels  # noqa: E402
+from parity.compilers.kernels import equations, kernels  # noqa: E402
 from tests.matrix.mxfp8 import GROUPED_GEMM  # noqa: E402
 from tests.matrix.quantized_gmm import (  # noqa: E402
     BF16,
@@ -58,7 +58,7 @@ def traced(kind, name, dtypes, layout, k, n, out=BF16, **options):
         options["lhs_blocks"], options["rhs_blocks"] = layout
     with on(kind):
         jaxpr = jaxpr_of(op, point(op, (dtypes[0], out), M=M, K=k, N=n, G=G, **options))
-    calls = [call.params for call, _ in _equations(jaxpr.jaxpr, "pallas_call")]
+    calls = [call.params for call, _ in equations(jaxpr.jaxpr, "pallas_call")]
     found = []
     for kernel, call in zip(kernels(jaxpr, places=False), calls, strict=True):
         count = call["grid_mapping"].num_scratch_operands
@@ -77,7 +77,7 @@ def check_fits(kind, kernel, scratch):
 def widened(call):
     """What is made bfloat16 at a time: the dtypes it has before, by its shape."""
     found = {}
-    for equation, _ in _equations(call["jaxpr"], "convert_element_type"):
+    for equation, _ in equations(call["jaxpr"], "convert_element_type"):
         (before,), (after,) = (x.aval for x in equation.invars), (x.aval for x in equation.outvars)
         if str(after.dtype) == BF16 and "float8" in str(before.dtype):
             found.setdefault(after.shape, set()).add(str(before.dtype))
@@ -86,7 +86,7 @@ def widened(call):
 
 def stored(call, dtype):
     """How often the program has a store of a shape, whether in a loop or not."""
-    values = (equation.invars[1].aval for equation, _ in _equations(call["jaxpr"], "swap"))
+    values = (equation.invars[1].aval for equation, _ in equations(call["jaxpr"], "swap"))
     return Counter(value.shape for value in values if str(value.dtype) == dtype)
 
 

@@ -4,12 +4,9 @@ In a matmul a lost bit is its line's, a fault of logic enters at the sums; of a 
 the golden's is found. The marks leave nothing in what is lowered.
 """
 
-import ast
-
 import numpy as np
 import pytest
 
-from parity.backends import load_kernel
 from parity.cli.stages import screen_of_bits
 from parity.debugging.attribution import rank, statement
 from parity.debugging.attribution.bits import lacking, walk_bits
@@ -21,8 +18,9 @@ from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_QUANTIZERS
 from tests.matrix.quantize import QUANTIZERS
 from tests.matrix.quantized_gmm import E4M3, F32, GMM_QUANTIZED, TGMM_QUANTIZED
 from tests.meta.debugging import test_stages_command as stages
-from tests.meta.faults.planting import Fault, plant, source_of, with_sources
+from tests.meta.faults.planting import Fault, plant
 from tests.meta.judging import test_bit_exact as bits
+from tests.support.probes import check_a_probe_leaves_nothing
 
 OPS = {op.name: op for op in (GMM_QUANTIZED, TGMM_QUANTIZED, GROUPED_GEMM)}
 
@@ -185,7 +183,8 @@ def test_a_value_that_the_golden_has_more_often_is_lacking():
 @pytest.mark.tpu
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 def test_a_probe_leaves_nothing_in_what_is_lowered(op, tmp_path):
-    check_lowered(op, smoke(op), "_lib.scaled_tgmm" if op is TGMM_QUANTIZED else "_lib.scaled_gmm", tmp_path)
+    module = "_lib.scaled_tgmm" if op is TGMM_QUANTIZED else "_lib.scaled_gmm"
+    check_a_probe_leaves_nothing(op, smoke(op), [module], tmp_path)
 
 
 @pytest.mark.tpu
@@ -193,20 +192,4 @@ def test_a_probe_leaves_nothing_in_what_is_lowered(op, tmp_path):
 def test_nor_does_that_of_a_quantiser(name, tmp_path):
     op = QUANTISERS[name]
     case = next(case for case in op.cases if case.tier == "smoke")
-    check_lowered(op, case, "_lib.blocks", tmp_path)
-
-
-def check_lowered(op, case, module, tmp_path):
-    jax = pytest.importorskip("jax")
-    source = source_of(f"tpu_kernels.{module}")
-    stripped = ast.unparse(stages._Without().visit(ast.parse(source)))
-    assert "probe('" not in stripped
-    without = getattr(with_sources({f"tpu_kernels.{module}": stripped}, "tpu", [op.name], tmp_path), op.name)
-    inputs = {
-        key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in reference(op, case).inputs.items() if x is not None
-    }
-    lowered = {
-        jax.jit(lambda given, k=kernel: k(**given, **Trial(op, case, "tpu").arguments)).lower(inputs).as_text()
-        for kernel in (load_kernel(op.tpu), without)
-    }
-    assert len(lowered) == 1
+    check_a_probe_leaves_nothing(op, case, ["_lib.blocks"], tmp_path)

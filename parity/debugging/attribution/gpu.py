@@ -83,9 +83,9 @@ class TritonProgram:
     def run(self, active: Active) -> Run:
         """The outputs in float64 where the operations that `active` admits err, and where those are."""
         tensors = {name: to_torch(x) for name, x in self._inputs.items() if x is not None}
-        errors, memory = _Errors(active), _Memory()
+        errors, memory = Errors(active), Memory()
         with tensor_core.emulated(), _widened(errors, memory), np.errstate(all="ignore"):
-            with _Between(errors, memory), probe.probing(mark):
+            with Between(errors, memory), probe.probing(mark):
                 result = self._kernel(**tensors, **self._arguments)
             fields = result._asdict() if hasattr(result, "_asdict") else None
             if fields is None:
@@ -94,7 +94,7 @@ class TritonProgram:
             return Run(outputs(type(result)(**wide)), errors.places, errors.marks)
 
 
-class _Errors:
+class Errors:
     """Which operations err, the errors of those that do, and what was marked."""
 
     def __init__(self, active: Active) -> None:
@@ -127,7 +127,7 @@ def _place() -> Place | None:
     return Place(lines[0], lines[1] if len(lines) > 1 else None) if lines else None
 
 
-class _Memory:
+class Memory:
     """The float64 number that each address stands for."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class _Memory:
         stored = to_numpy(tensor)
         if not tensor.is_floating_point():
             return stored.astype(np.float64)
-        return self.load(_addresses(tensor), stored)
+        return self.load(addresses_of(tensor), stored)
 
     @staticmethod
     def _paged(addresses: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -170,7 +170,8 @@ class _Memory:
         return ((int(page), pages == page) for page in np.unique(pages))
 
 
-def _addresses(tensor: torch.Tensor) -> np.ndarray:
+def addresses_of(tensor: torch.Tensor) -> np.ndarray:
+    """The address of each element."""
     found = np.full(tensor.shape, tensor.data_ptr(), np.uint64)
     for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         steps = np.arange(size, dtype=np.uint64) * np.uint64(stride * tensor.element_size())
@@ -178,10 +179,10 @@ def _addresses(tensor: torch.Tensor) -> np.ndarray:
     return found
 
 
-class _Between(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Between(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What PyTorch does to tensors, in float64."""
 
-    def __init__(self, errors: _Errors, memory: _Memory) -> None:
+    def __init__(self, errors: Errors, memory: Memory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._errors, self._memory = errors, memory
 
@@ -222,12 +223,12 @@ class _Between(TorchDispatchMode):  # type: ignore[no-untyped-call]
         stored = to_numpy(result)
         exact = self._errors.add(on(wide), lambda: (stored.astype(np.float64), on(own)))
         result.copy_(to_torch(round_to(exact, stored.dtype.name)))
-        self._memory.store(_addresses(result), exact)
+        self._memory.store(addresses_of(result), exact)
         return result
 
 
 @contextlib.contextmanager
-def _widened(errors: _Errors, memory: _Memory) -> Iterator[None]:
+def _widened(errors: Errors, memory: Memory) -> Iterator[None]:
     """Let Triton's interpreter carry float64."""
     builder = interpreter.interpreter_builder
     before = builder.__class__
@@ -305,8 +306,8 @@ def _as_float64(handle: TensorHandle) -> TensorHandle:
 class _WideBuilder(TensorCoreBuilder):
     """The tensor core's operations on float64, whose errors are added where they are asked for."""
 
-    errors: _Errors
-    memory: _Memory
+    errors: Errors
+    memory: Memory
 
     def _apply(self, dtype: Any, operation: Callable[..., TensorHandle], *handles: TensorHandle) -> TensorHandle:
         """`operation(*handles)`, of dtype where its results are floats."""

@@ -160,9 +160,9 @@ def test_a_kernel_that_is_not_in_the_dump_is_an_error():
 
 def test_a_loop_may_begin_in_the_delay_slots_of_the_one_before():
     first, second = bundles.Part(0, 100, loop=True), bundles.Part(98, 200, loop=True)
-    assert bundles._nested([first, second]) == [bundles.Part(0, 100, loop=True), bundles.Part(100, 200, loop=True)]
+    assert bundles.nested([first, second]) == [bundles.Part(0, 100, loop=True), bundles.Part(100, 200, loop=True)]
     with pytest.raises(UnknownDump, match="are not inside"):
-        bundles._nested([bundles.Part(0, 100, loop=True), bundles.Part(50, 200, loop=True)])
+        bundles.nested([bundles.Part(0, 100, loop=True), bundles.Part(50, 200, loop=True)])
 
 
 def test_a_loop_that_loads_the_index_of_the_grid_is_not_the_loop_over_the_grid():
@@ -369,7 +369,7 @@ def test_code_that_moved_is_not_compiled_again(folder, monkeypatch, tmp_path):
 
 @needs_libtpu
 def test_a_dump_that_is_not_there_is_unreadable(folder, monkeypatch):
-    monkeypatch.setattr(mosaic, "_DUMP", mosaic._DUMP.replace("final_bundles|static", "static"))
+    monkeypatch.setattr(mosaic, "DUMP", mosaic.DUMP.replace("final_bundles|static", "static"))
     (result,) = compile_for_tpu([KERNELS["dot"]], schedule=True)
     assert (result.outcome, result.kernels) == ("unreadable", ())
     assert result.reason.startswith("the dump must have a program of kernel matmul")

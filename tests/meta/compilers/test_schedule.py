@@ -1,7 +1,6 @@
 """The schedule ledger: what grows is told, what contradicts a declaration too, and lines come back whole."""
 
 import json
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -12,6 +11,7 @@ from parity.compilers import programs
 from parity.compilers.mosaic import Compiled
 from parity.compilers.programs import Program
 from parity.compilers.schedule import LEDGER, Line, grown, moved, regressions, surprises
+from tests.support.commands import git
 
 LINE = Line(
     chip="tpu7x",
@@ -111,13 +111,9 @@ def test_moved():
 def test_the_command_shows_the_ledger_and_what_moved(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("parity.cli.schedule.load", lambda root: ())
 
-    def git(*words):
-        subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True)
-
     LEDGER.write(tmp_path, [LINE, replace(LINE, op="tgmm")])
-    git("init")
-    git("add", ".")
-    git("-c", "user.name=a", "-c", "user.email=a", "commit", "-m", "ledger")
+    for words in (["init"], ["add", "."], ["commit", "-m", "ledger"]):
+        git(tmp_path, *words)
     LEDGER.write(tmp_path, [replace(LINE, spills=0), replace(LINE, op="tgmm", spills=0)])
 
     def output(*arguments):

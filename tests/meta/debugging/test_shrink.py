@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from parity.backends import runner
-from parity.debugging.shrink import Shrunk, _exact_check, minimise, script, shrink
+from parity.debugging.shrink import Shrunk, minimise, script, shrink
 from parity.dtypes import round_to
+from parity.inputs import draw
 from parity.judging.judge import judge
 from parity.judging.reference import reference
 from parity.op import BACKENDS
@@ -21,6 +22,7 @@ from parity.trial import Trial
 from tests.matrix import OPS
 from tests.meta.faults.planting import ROOT, Fault, plant
 from tests.meta.faults.test_faults import FAULTS
+from tests.support.commands import run_parity
 
 OP = {op.name: op for op in OPS}
 GMM = OP["gmm"]
@@ -157,21 +159,31 @@ SPOILING = [
 ]  # fmt: skip
 
 
+@pytest.fixture
+def spoilt(tmp_path, monkeypatch):
+    """An op's golden as a kernel, spoilt; importable as `spoilt`, and as `right` without that."""
+
+    def kernel(op, case, spoil):
+        golden, contract = reference(op, case).golden, None if op.bit_exact else op.contract(case, "tpu")
+        dtypes = {n: contract.dtype(n) if contract else str(x.dtype) for n, x in golden.items()}
+        module = {"module": op.golden.__module__, "name": op.golden.__name__, "dtypes": dtypes}
+        (tmp_path / "spoilt.py").write_text(SPOILT.format(**module, spoil=spoil))
+        (tmp_path / "right.py").write_text(SPOILT.format(**module, spoil=""))
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "spoilt", raising=False)
+        return importlib.import_module("spoilt").kernel
+
+    return kernel
+
+
 @pytest.mark.tpu
 @pytest.mark.parametrize(("name", "spoil", "outcome"), SPOILING)
-def test_a_script_shows_what_is_wrong_with_any_op(name, spoil, outcome, tmp_path, monkeypatch):
+def test_a_script_shows_what_is_wrong_with_any_op(name, spoil, outcome, tmp_path, spoilt):
     """Several outputs, numbers of every format, results that are exactly defined, and what is wrong with no element."""
     pytest.importorskip("jax")
     op = OP[name]
     case = next((c for c in op.cases if c.tier == "smoke"), op.cases[0])
-    golden, contract = reference(op, case).golden, None if op.bit_exact else op.contract(case, "tpu")
-    dtypes = {n: contract.dtype(n) if contract else str(x.dtype) for n, x in golden.items()}
-    module = {"module": op.golden.__module__, "name": op.golden.__name__, "dtypes": dtypes}
-    (tmp_path / "spoilt.py").write_text(SPOILT.format(**module, spoil=spoil))
-    (tmp_path / "right.py").write_text(SPOILT.format(**module, spoil=""))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "spoilt", raising=False)
-    found = shrink(Trial(op, case, "tpu", importlib.import_module("spoilt").kernel))
+    found = shrink(Trial(op, case, "tpu", spoilt(op, case, spoil)))
     assert found.failure.outcome == outcome
     text = script(Trial(op, found.case, "tpu"), found, target="spoilt:kernel")
     assert len(text.splitlines()) <= 30
@@ -181,13 +193,17 @@ def test_a_script_shows_what_is_wrong_with_any_op(name, spoil, outcome, tmp_path
     assert healthy.returncode == 0, healthy.stdout + healthy.stderr
 
 
-def test_of_nans_that_differ_a_script_shows_the_bits():
-    import ml_dtypes
-
-    y, golden = (np.array([bits], np.uint8).view(ml_dtypes.float8_e4m3fn) for bits in (0xFF, 0x7F))
-    check = _exact_check(y, golden, "result.qvalue", "tpu")
-    assert check == ("np.asarray(result.qvalue[0]).tobytes().hex()", "7f", "got == '7f'")
-    assert eval(check.got, {"np": np, "result": SimpleNamespace(qvalue=y)}) == "ff"
+@pytest.mark.tpu
+def test_of_nans_that_differ_a_script_shows_the_bits(spoilt):
+    pytest.importorskip("jax")
+    op = OP["fp8_quantize"]
+    case = next(c for c in op.cases if c.tier == "smoke")
+    x = np.zeros_like(draw(op, case)["x"])
+    x[3, 5] = np.nan
+    trial = Trial(op, case, "tpu", spoilt(op, case, "outputs['qvalue'].view(np.uint8)[3, 5] ^= 0x80"), {"x": x})
+    judged = judge(trial)
+    text = script(trial, Shrunk(case, {"x": x}, ("OTHER BITS", "G2"), judged, 1), target="spoilt:kernel")
+    assert "np.asarray(result.qvalue[3, 5]).tobytes().hex()" in text and "got == '7f'" in text
 
 
 def test_a_mistrusted_case_has_no_script():
@@ -308,8 +324,7 @@ def test_the_command_prints_the_steps_the_smallest_case_and_a_script(project, tm
     pytest.importorskip("jax")
     project("bad")
     out = tmp_path / "repro.py"
-    command = [sys.executable, "-m", "parity", "shrink", "double-M8_N40-f32-s0", "--out", str(out)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = run_parity(tmp_path, "shrink", "double-M8_N40-f32-s0", "--out", str(out))
     assert done.returncode == 1, done.stderr
     assert "smallest case: double-M6_N8-f32-s0" in done.stdout
     # Elsewhere, and where another kernel of that name would be imported first.

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from parity.backends import load_kernel
 from parity.cli import main
 from parity.cli.stages import conclusion, screen
 from parity.debugging.attribution import Ranking, mean_square, program, rank, statement
@@ -16,7 +15,8 @@ from parity.debugging.attribution.walk import unseen, walk
 from parity.judging.reference import reference
 from parity.trial import Trial
 from tests.matrix import OPS
-from tests.meta.faults.planting import ROOT, Fault, plant, source_of, with_sources
+from tests.meta.faults.planting import ROOT, Fault, plant
+from tests.support.probes import check_a_probe_leaves_nothing
 
 OP = {op.name: op for op in OPS}
 CHUNK, CHUNK_BACKWARD = "chunk_simple_gla_fwd", "chunk_simple_gla_bwd"
@@ -335,35 +335,8 @@ def test_an_output_that_aliases_an_input_begins_with_it():
     ],
 )
 def test_a_probe_leaves_nothing_where_there_is_none(name, tmp_path):
-    """What is lowered is what would be without it in the source."""
-    jax = pytest.importorskip("jax")
-    op = OP[name]
-    case, kernels = smoke(op), [load_kernel(op.tpu)]
-    for module in (module_of(name), *(["_lib.chunk_decays"] if module_of(name) == "chunk_scan" else [])):
-        source = source_of(f"tpu_kernels.{module}")
-        stripped = ast.unparse(_Without().visit(ast.parse(source)))
-        assert stripped != ast.unparse(ast.parse(source)) and "probe('" not in stripped
-        kernels.append(getattr(with_sources({f"tpu_kernels.{module}": stripped}, "tpu", [name], tmp_path), name))
-    shapes = {
-        key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in reference(op, case).inputs.items() if x is not None
-    }
-    lowered = {
-        kernel: jax.jit(lambda given, k=kernel: k(**given, **Trial(op, case, "tpu").arguments)).lower(shapes).as_text()
-        for kernel in kernels
-    }
-    assert len(set(lowered.values())) == 1
-
-
-class _Without(ast.NodeTransformer):
-    """A kernel's source without its probes: the values themselves."""
-
-    def visit_Call(self, node):
-        self.generic_visit(node)
-        return node.args[1] if isinstance(node.func, ast.Name) and node.func.id == "probe" else node
-
-    def visit_If(self, node):
-        self.generic_visit(node)
-        return ast.Pass() if ast.unparse(node.test) == "active()" else node
+    modules = [module_of(name), *(["_lib.chunk_decays"] if module_of(name) == "chunk_scan" else [])]
+    check_a_probe_leaves_nothing(OP[name], smoke(OP[name]), modules, tmp_path)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "gpu_reference").rglob("*.py")), ids=lambda path: path.stem)

@@ -1,7 +1,5 @@
 """`parity stages` of whole layers, whose stages lie between kernels: in either pass, whoever writes the second one."""
 
-import ast
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,8 @@ from parity.debugging.attribution.walk import walk
 from parity.judging.reference import reference
 from parity.trial import Trial
 from tests.matrix import OPS
-from tests.meta.faults.planting import Fault, plant, source_of, with_sources
+from tests.meta.faults.planting import Fault, plant
+from tests.support.probes import check_a_probe_leaves_nothing
 
 OP = {op.name: op for op in OPS}
 FORWARD = ["logits", "weights", "gate", "up", "hidden", "rows"]
@@ -173,30 +172,7 @@ def test_the_line_that_is_named_is_of_the_stage_that_is_off_and_not_of_the_resul
 @pytest.mark.tpu
 @pytest.mark.parametrize("case_id", [PLAIN, pytest.param(FP8_BWD, marks=FULL)])
 def test_a_probe_leaves_nothing_where_there_is_none(case_id, tmp_path):
-    """What is lowered is what would be without it in the source."""
-    jax = pytest.importorskip("jax")
-    op, case = case_of(case_id)
-    source = source_of("tpu_kernels.moe")
-    stripped = ast.unparse(_Without().visit(ast.parse(source)))
-    assert source.count("_watched(") > stripped.count("_watched(") == 1  # its definition
-    without = getattr(with_sources({"tpu_kernels.moe": stripped}, "tpu", [op.name], tmp_path), op.name)
-    shapes = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in reference(op, case).inputs.items() if x is not None
-    }
-    arguments = {**op.arguments(case), **op.route(case)}
-    lowered = {
-        jax.jit(lambda given, k=kernel: k(**given, **arguments)).lower(shapes).as_text()
-        for kernel in (load_kernel(op.tpu), without)
-    }
-    assert len(lowered) == 1
-
-
-class _Without(ast.NodeTransformer):
-    """A layer's source without what it shows: the values themselves."""
-
-    def visit_Call(self, node):
-        self.generic_visit(node)
-        return node.args[1] if isinstance(node.func, ast.Name) and node.func.id == "_watched" else node
+    check_a_probe_leaves_nothing(*case_of(case_id), ["moe"], tmp_path, probe="_watched")
 
 
 def test_a_new_tensor_has_no_number_of_one_that_lay_where_it_lies(monkeypatch):
@@ -205,12 +181,12 @@ def test_a_new_tensor_has_no_number_of_one_that_lay_where_it_lies(monkeypatch):
     pytest.importorskip("triton")
     from parity.debugging.attribution import gpu
 
-    memory = gpu._Memory()
+    memory = gpu.Memory()
     old = torch.full((8,), 3.0, dtype=torch.float8_e4m3fn)
-    memory.store(gpu._addresses(old), np.full(8, 3.01))
+    memory.store(gpu.addresses_of(old), np.full(8, 3.01))
     assert memory.of(old).tolist() == [3.01] * 8
     forgotten = []
-    with monkeypatch.context() as patch, gpu._Between(gpu._Errors(lambda place: False), memory):
+    with monkeypatch.context() as patch, gpu.Between(gpu.Errors(lambda place: False), memory):
         patch.setattr(memory, "forget", lambda x: forgotten.append(x.data_ptr()))
         view, new = old[2:], torch.zeros(8)
         both = torch.frexp(new)

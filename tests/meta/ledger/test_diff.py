@@ -2,74 +2,43 @@
 
 import json
 import math
-import subprocess
 from dataclasses import replace
 
 import pytest
 
 from parity.backends import EMULATED
-from parity.judging.metrics import Metrics
 from parity.ledger.diff import describe, diff, load, matches, regressed, show, to_json
-from parity.ledger.schema import SCHEMA, Provenance, Record, RecordError, ledger_path
-from parity.ledger.write import Recorder, merge
+from parity.ledger.schema import RecordError, ledger_path
+from tests.support import records
+from tests.support.commands import git
+from tests.support.records import HASH, keep
 
-HASH = "0123456789abcdef" * 4
-PROVENANCE = Provenance(
-    schema=SCHEMA,
-    op="double",
-    backend="tpu",
-    device_kind=EMULATED,
-    real=False,
-    kernel=HASH,
-    golden=HASH[::-1],
+PROVENANCE = replace(
+    records.PROVENANCE, backend="tpu", flags={"XLA_FLAGS": "--old"},
     revisions={"inputs": 1, "magnitude": 1, "metrics": 1},
     versions={"python": "3.11.9", "jax": "0.10.2", "libtpu": "0.0.51"},
-    flags={"XLA_FLAGS": "--old"},
-    commit="d21663a",
-    dirty=True,
-    utc="2026-01-31T23:59:59Z",
-)
-METRICS = Metrics(
-    elements=4096,
-    scored=4096,
-    epsilon=1e-7,
-    floor=5e-8,
-    misrounded=0.25,
-    eta_max=3.0,
-    eta_q999=2.0,
-    bias=-0.01,
-    wrong_finiteness=0,
-    differing=7,
-    worst=((1, 2), (0, 0)),
-    histogram=(*[0] * 31, 7, 3, *[0] * 31),
-    tiles=((0.5, 1.0), (0.0, 0.0)),
-)
-RECORD = Record(
-    case="double-M64_N64-f32-s0",
-    seed=0,
-    contract="ieee/float32/float32",
-    inputs={"x": HASH},
-    tiles=None,
-    verdict="AGREES",
-    bound=66.0,
-    outputs={"out": METRICS},
-    contract_epsilon=1.1e-7,
-    seconds=0.125,
-    provenance=PROVENANCE,
-)
+)  # fmt: skip
+METRICS = replace(
+    records.METRICS, elements=4096, scored=4096, epsilon=1e-7, floor=5e-8, eta_max=3.0, eta_q999=2.0, bias=-0.01,
+    wrong_finiteness=0, histogram=(*[0] * 31, 7, 3, *[0] * 31), tiles=((0.5, 1.0), (0.0, 0.0)),
+)  # fmt: skip
+RECORD = replace(
+    records.RECORD, case="double-M64_N64-f32-s0", seed=0, tiles=None, verdict="AGREES", outputs={"out": METRICS},
+    contract_epsilon=1.1e-7, provenance=PROVENANCE,
+)  # fmt: skip
 BASE = [replace(RECORD, seed=seed) for seed in range(8)]
 H100 = dict(device_kind="NVIDIA H100", real=True, backend="gpu")
 
 
-def ledgers(records):
+def ledgers(given):
     found = {}
-    for record in records:
+    for record in given:
         p = record.provenance
         found.setdefault((p.backend, p.device_kind, p.op), {})[record.key] = record
     return found
 
 
-def changed(records=BASE, *, scale=1.0, where=None, metrics=None, **changes):
+def changed(given=BASE, *, scale=1.0, where=None, metrics=None, **changes):
     """The same records with other provenance (`where`), ε times `scale`, other metrics, other fields."""
     return [
         replace(
@@ -80,7 +49,7 @@ def changed(records=BASE, *, scale=1.0, where=None, metrics=None, **changes):
             provenance=replace(record.provenance, **where or {}),
             **changes,
         )
-        for record in records
+        for record in given
     ]
 
 
@@ -88,13 +57,6 @@ def of_one_case(a, b):
     (of_op,) = diff(ledgers(a), ledgers(b))
     (case,) = of_op.cases
     return case
-
-
-def write(root, records):
-    with Recorder(root) as recorder:
-        for record in records:
-            recorder.write(record)
-    merge(root)
 
 
 # --- what ---
@@ -253,10 +215,10 @@ def test_each_mover_is_named(where, fields, who):
 
 
 def test_an_upgraded_framework_in_a_copied_ledger_is_named(tmp_path):
-    write(tmp_path / "old", BASE)
+    keep(tmp_path / "old", *BASE)
     old = load(str(tmp_path / "old"), tmp_path)
     (ledger,) = old.values()
-    write(tmp_path / "new", changed(ledger.values(), where=dict(versions=PROVENANCE.versions | {"jax": "0.11.2"})))
+    keep(tmp_path / "new", *changed(ledger.values(), where=dict(versions=PROVENANCE.versions | {"jax": "0.11.2"})))
     text = describe(diff(old, load(str(tmp_path / "new"), tmp_path)))
     assert text == "double  tpu emulated: 1 unchanged   who moved: framework jax 0.10.2 → 0.11.2"
 
@@ -295,7 +257,7 @@ def test_a_contract_that_is_none_is_refused():
 
 def test_load_reads_files_and_folders(tmp_path):
     gpu = changed(where=H100)
-    write(tmp_path, [*BASE, *gpu])
+    keep(tmp_path, *BASE, *gpu)
     both = ledgers([*BASE, *gpu])
     assert load(str(tmp_path), tmp_path) == both
     assert load(str(tmp_path / "tpu"), tmp_path) == ledgers(BASE)
@@ -315,23 +277,19 @@ def test_load_reads_files_and_folders(tmp_path):
 
 @pytest.fixture
 def repository(tmp_path):
-    def git(*words):
-        who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-        subprocess.run(["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True)
-
-    git("init", "-q")
-    git("commit", "-q", "--allow-empty", "-m", "nothing")
-    write(tmp_path / "records", BASE)
-    git("add", "-f", "records/tpu")
-    git("commit", "-q", "-m", "records")
-    return tmp_path, git
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "nothing")
+    keep(tmp_path / "records", *BASE)
+    git(tmp_path, "add", "-f", "records/tpu")
+    git(tmp_path, "commit", "-q", "-m", "records")
+    return tmp_path
 
 
 def test_load_reads_revisions(repository):
-    root, git = repository
-    write(root / "records", changed(scale=1.4, where=dict(kernel=HASH[::-1], utc="2026-02-01T00:00:00Z")))
-    git("commit", "-q", "-a", "-m", "worse")
-    git("tag", "v1.0", "HEAD~1")
+    root = repository
+    keep(root / "records", *changed(scale=1.4, where=dict(kernel=HASH[::-1], utc="2026-02-01T00:00:00Z")))
+    git(root, "commit", "-q", "-a", "-m", "worse")
+    git(root, "tag", "v1.0", "HEAD~1")
     for revision in ("v1.0", "HEAD^", "HEAD~1", "@~1"):
         assert load(revision, root) == ledgers(BASE)
     (of_op,) = diff(load("HEAD~1", root), load("HEAD", root))
@@ -341,9 +299,9 @@ def test_load_reads_revisions(repository):
 
 
 def test_a_path_comes_before_a_revision(repository, monkeypatch):
-    root, git = repository
-    git("tag", "old")
-    write(root / "old", changed(scale=2))
+    root = repository
+    git(root, "tag", "old")
+    keep(root / "old", *changed(scale=2))
     monkeypatch.chdir(root)
     assert load("old", root) == ledgers(changed(scale=2))
 
@@ -366,21 +324,21 @@ def test_a_path_comes_before_a_revision(repository, monkeypatch):
     ],
 )
 def test_what_is_no_source_is_refused(repository, name):
-    root, _ = repository
+    root = repository
     with pytest.raises(ValueError, match="must be a ledger, a folder of ledgers or a revision of the repository"):
         load(name, root)
 
 
 def test_links_and_bad_lines_in_a_revision(repository):
-    root, git = repository
+    root = repository
     (root / "secret").write_text("secret\n")
     (root / "records" / "link.jsonl").symlink_to(root / "secret")
-    git("add", "-f", "records/link.jsonl")
-    git("commit", "-q", "-m", "link")
+    git(root, "add", "-f", "records/link.jsonl")
+    git(root, "commit", "-q", "-m", "link")
     assert load("HEAD", root) == ledgers(BASE)
     (root / "records" / "bad.jsonl").write_text("[]\n")
-    git("add", "-f", "records/bad.jsonl")
-    git("commit", "-q", "-m", "bad")
+    git(root, "add", "-f", "records/bad.jsonl")
+    git(root, "commit", "-q", "-m", "bad")
     with pytest.raises(RecordError, match=r"^HEAD:records/bad.jsonl:1: must be an object"):
         load("HEAD", root)
 

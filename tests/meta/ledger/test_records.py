@@ -19,73 +19,17 @@ import pytest
 
 from parity import cli
 from parity.backends import EMULATED
-from parity.judging.metrics import Metrics, Scale, measure
+from parity.judging.metrics import Scale, measure
 from parity.ledger.freshness import Freshness, freshness
 from parity.ledger.provenance import here
 from parity.ledger.read import FILE_LIMIT, LINE_LIMIT, read, read_all
-from parity.ledger.schema import SCHEMA, Provenance, Record, RecordError, canonical, folder_name, ledger_path
+from parity.ledger.schema import RecordError, canonical, folder_name
 from parity.ledger.sources import identity
 from parity.ledger.write import Merged, Recorder, merge, provenance_line, record_line
 from tests.matrix.gmm import GMM
+from tests.support.records import H200, HASH, METRICS, PROVENANCE, RECORD, keep, path_of, write
 
 ROOT = Path(__file__).parents[3]
-HASH = "0123456789abcdef" * 4
-
-PROVENANCE = Provenance(
-    schema=SCHEMA,
-    op="double",
-    backend="gpu",
-    device_kind=EMULATED,
-    real=False,
-    kernel=HASH,
-    golden=HASH[::-1],
-    revisions={"inputs": 1, "magnitude": 2, "metrics": 3},
-    versions={"python": "3.11.9", "triton": "3.9.0"},
-    flags={"TRITON_INTERPRET": "1"},
-    commit="d21663a",
-    dirty=True,
-    utc="2026-01-31T23:59:59Z",
-)
-METRICS = Metrics(
-    elements=600,
-    scored=600,
-    epsilon=1.23456789e-8,
-    floor=0.1,
-    misrounded=0.25,
-    eta_max=math.inf,
-    eta_q999=3.0,
-    bias=-0.125,
-    wrong_finiteness=1,
-    differing=7,
-    worst=((1, 2), (0, 0)),
-    histogram=(7, *[0] * 63),
-    tiles=((0.5, math.inf), (0.0, 1e-300)),
-)
-RECORD = Record(
-    case="double-M8_N40-f32-s3",
-    seed=3,
-    contract="ieee/float32/float32",
-    inputs={"x": HASH},
-    tiles="64x128x128",
-    verdict="OUT OF BOUND",
-    bound=66.0,
-    outputs={"out": METRICS},
-    contract_epsilon=2.5e-8,
-    seconds=0.125,
-    provenance=PROVENANCE,
-)
-H200 = replace(PROVENANCE, device_kind="NVIDIA H200", real=True)
-
-
-def path_of(root, record=RECORD):
-    p = record.provenance
-    return ledger_path(root, p.backend, p.device_kind, p.op)
-
-
-def write(root, *given):
-    with Recorder(root) as recorder:
-        for record in given:
-            recorder.write(record)
 
 
 def at(utc, **changes):
@@ -108,8 +52,7 @@ def at(utc, **changes):
 )
 def test_every_field_survives(tmp_path, changes):
     record = replace(RECORD, **changes)
-    write(tmp_path, record)
-    assert merge(tmp_path) == Merged(written=1, lost_lines=(), in_use=0)
+    assert keep(tmp_path, record) == Merged(written=1, lost_lines=(), in_use=0)
     assert read(path_of(tmp_path, record)) == {(record.case, 3): record}
     p = record.provenance
     assert read_all(tmp_path, p.backend) == {(p.device_kind, "double"): {record.key: record}}
@@ -117,8 +60,7 @@ def test_every_field_survives(tmp_path, changes):
 
 def test_not_a_number_survives_and_floats_have_nine_digits(tmp_path):
     m = replace(METRICS, epsilon=math.nan, floor=1 / 3)
-    write(tmp_path, replace(RECORD, outputs={"out": m}, seconds=1.23456))
-    merge(tmp_path)
+    keep(tmp_path, replace(RECORD, outputs={"out": m}, seconds=1.23456))
     (got,) = read(path_of(tmp_path)).values()
     assert math.isnan(got.outputs["out"].epsilon)
     assert got.outputs["out"].floor == 0.333333333
@@ -131,14 +73,12 @@ def test_real_measurements_survive(tmp_path):
     y = golden.astype(ml_dtypes.bfloat16)
     y[7, 9], y[8, 8] = np.inf, 3
     m = measure(y, golden, Scale(np.ones_like(golden), 2.0**-24, 60))
-    write(tmp_path, replace(RECORD, outputs={"out": m}))
-    merge(tmp_path)
+    keep(tmp_path, replace(RECORD, outputs={"out": m}))
     first = path_of(tmp_path).read_bytes()
     (got,) = read(path_of(tmp_path)).values()
     for name, value in asdict(got.outputs["out"]).items():
         assert np.allclose(value, getattr(m, name), rtol=1e-8, atol=0), name
-    write(tmp_path, got)
-    merge(tmp_path)
+    keep(tmp_path, got)
     assert path_of(tmp_path).read_bytes() == first
 
 
@@ -164,13 +104,11 @@ def test_the_bytes_do_not_depend_on_the_order_of_parts(tmp_path):
 
 
 def test_the_newest_record_stays(tmp_path):
-    write(tmp_path, at("2026-02-02T00:00:00Z", verdict="NEW"))
-    merge(tmp_path)
-    write(tmp_path, at("2026-02-01T00:00:00Z", verdict="OLD"))
-    assert merge(tmp_path).written == 0
+    keep(tmp_path, at("2026-02-02T00:00:00Z", verdict="NEW"))
+    assert keep(tmp_path, at("2026-02-01T00:00:00Z", verdict="OLD")).written == 0
     assert [r.verdict for r in read(path_of(tmp_path)).values()] == ["NEW"]
-    write(tmp_path, at("2026-02-03T00:00:00Z", verdict="FIRST"), at("2026-02-03T00:00:00Z", verdict="AGAIN"))
-    assert merge(tmp_path).written == 1
+    first, again = (at("2026-02-03T00:00:00Z", verdict=verdict) for verdict in ("FIRST", "AGAIN"))
+    assert keep(tmp_path, first, again).written == 1
     assert [r.verdict for r in read(path_of(tmp_path)).values()] == ["AGAIN"]
     assert len(path_of(tmp_path).read_text().splitlines()) == 2  # provenances that nobody names any more are gone
 
@@ -178,8 +116,7 @@ def test_the_newest_record_stays(tmp_path):
 def test_other_ledgers_are_joined_by_one_write_a_file_and_of_each_seed_the_newest_stays(tmp_path, monkeypatch, capsys):
     new, old = (at(f"2026-02-0{day}T00:00:00Z", verdict=f"OF {day}") for day in (2, 1))
     for folder, record in [("a", new), ("b", old)]:
-        write(tmp_path / folder, *(replace(record, seed=seed) for seed in range(20)), replace(RECORD, provenance=H200))
-        merge(tmp_path / folder)
+        keep(tmp_path / folder, *(replace(record, seed=seed) for seed in range(20)), replace(RECORD, provenance=H200))
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(fsync(file)))
     for order in ("ab", "ba"):
@@ -192,8 +129,7 @@ def test_other_ledgers_are_joined_by_one_write_a_file_and_of_each_seed_the_newes
 
 
 def test_a_real_device_and_its_emulation_never_meet(tmp_path):
-    write(tmp_path, RECORD, replace(RECORD, provenance=H200))
-    merge(tmp_path)
+    keep(tmp_path, RECORD, replace(RECORD, provenance=H200))
     assert {kind for kind, _ in read_all(tmp_path, "gpu")} == {EMULATED, "NVIDIA H200"}
     for kind, real in (("NVIDIA H200", False), (EMULATED, True)):
         with pytest.raises(ValueError, match="real must be"):
@@ -242,7 +178,7 @@ def writer(tmp_path):
         code = (
             f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
             "from dataclasses import replace; from pathlib import Path; from itertools import count\n"
-            "from tests.meta.ledger.test_records import RECORD, Recorder\n"
+            "from tests.support.records import RECORD, Recorder\n"
             f"recorder = Recorder(Path({str(tmp_path)!r}))\n"
             f"for seed in count({start}):\n"
             "    recorder.write(replace(RECORD, seed=seed)); print(seed, flush=True)\n"
@@ -275,8 +211,7 @@ def test_a_killed_writer_loses_nothing_that_was_written(tmp_path, writer):
 
 @pytest.mark.parametrize("where", ["replace", "unlink"])
 def test_a_merge_that_dies_is_made_good_by_the_next(tmp_path, monkeypatch, where):
-    write(tmp_path, at("2026-01-01T00:00:00Z"))
-    merge(tmp_path)
+    keep(tmp_path, at("2026-01-01T00:00:00Z"))
     before = path_of(tmp_path).read_bytes()
     write(tmp_path, RECORD, replace(RECORD, seed=4))
 
@@ -313,8 +248,7 @@ def test_a_full_disk_costs_the_record_alone(tmp_path, monkeypatch):
 
 
 def test_an_unreadable_ledger_stops_the_merge_and_nothing_is_lost(tmp_path):
-    write(tmp_path, RECORD)
-    merge(tmp_path)
+    keep(tmp_path, RECORD)
     whole = path_of(tmp_path).read_bytes()
     path_of(tmp_path).write_bytes(whole[:-9])
     write(tmp_path, replace(RECORD, seed=4), replace(RECORD, provenance=H200))
@@ -565,8 +499,7 @@ def test_only_files_are_read(tmp_path):
 def test_links_that_lead_out_are_refused(tmp_path, link):
     root, outside = tmp_path / "records", tmp_path / "outside"
     for place in (root, outside):
-        write(place, RECORD)
-        merge(place)
+        keep(place, RECORD)
     inside = root / link
     inside.rename(tmp_path / "aside")
     inside.symlink_to(outside / link)
@@ -593,8 +526,7 @@ def test_parts_that_lead_out_are_refused(tmp_path):
 
 
 def test_records_in_another_ledgers_place_are_refused(tmp_path):
-    write(tmp_path, RECORD)
-    merge(tmp_path)
+    keep(tmp_path, RECORD)
     for other in ("gpu/NVIDIA_H200/double.jsonl", "tpu/emulated/double.jsonl", "gpu/emulated/other.jsonl"):
         place = tmp_path / other
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -167,7 +167,7 @@ spec = importlib.util.spec_from_file_location("sources", sys.argv[1])
 sources = importlib.util.module_from_spec(spec)
 sys.modules["sources"] = sources
 spec.loader.exec_module(sources)
-sources._installed = lambda package: "" if package in json.loads(sys.argv[3]) else None
+sources.version_of = lambda package: "" if package in json.loads(sys.argv[3]) else None
 print(json.dumps([sources.identity(target) for target in json.loads(sys.argv[2])]))
 """
 

@@ -2,8 +2,6 @@
 
 import math
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,6 +17,7 @@ from parity.report import drawing, entries
 from parity.report.entries import COMPARED, Entry, Measured, attribute
 from parity.report.history import history
 from parity.report.page import LIMIT, Run, write
+from tests.support.commands import git, run_parity
 
 HOSTILE = '<script>document.title="run"</script>&"\'<img src=x onerror=alert(1)>'
 FIGURES = dict(
@@ -227,17 +226,12 @@ def test_entries_survive_the_trip_between_processes():
 def test_the_history_names_the_case_nearest_to_its_bound_and_its_epsilon_by_revision(project, tmp_path):
     run = project()
     kernels = tmp_path / "kernels.py"
-
-    def git(*words):
-        identity = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
-        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
-
-    git("init", "-q")
+    git(tmp_path, "init", "-q")
     for subject, factor in (("exact", "0"), ("worse", "2**-23")):
         kernels.write_text(f"def good(x):\n    return x + x * (1 + {factor})\n")
         run("-q", "--parity-record", "-k", "test_agrees and f32")
-        git("add", "records")
-        git("commit", "-q", "-m", f"<b>{subject}")
+        git(tmp_path, "add", "records")
+        git(tmp_path, "commit", "-q", "-m", f"<b>{subject}")
     found = history(tmp_path)
     assert [name.split(" ", 2)[2] for name in found.revisions] == ["<b>exact", "<b>worse"]
     (series,) = found.series
@@ -246,7 +240,7 @@ def test_the_history_names_the_case_nearest_to_its_bound_and_its_epsilon_by_revi
     before, after = series.epsilon
     assert before == 0 < after < 2**-22
     (tmp_path / "records" / "tpu" / "emulated" / "double.jsonl").write_text("{}\n")
-    git("commit", "-q", "-a", "-m", "no ledger")
+    git(tmp_path, "commit", "-q", "-a", "-m", "no ledger")
     assert "1 ledgers of earlier versions cannot be read" in history(tmp_path).note
 
 
@@ -339,8 +333,7 @@ def test_parity_run_writes_a_report_of_what_its_table_has(project, tmp_path):
     matrix = tmp_path / "matrix.py"
     tiny = "DOUBLE = _DOUBLE.with_cases(_DOUBLE.grid([dict(M=8, N=4)], dtype=['float32'], model='Tiny'))\nOPS ="
     matrix.write_text(matrix.read_text().replace("OPS =", tiny))
-    command = [sys.executable, "-m", "parity", "run", "--seeds", "2", "-j", "1", "--report", "report.html"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = run_parity(tmp_path, "run", "--seeds", "2", "-j", "1", "--report", "report.html")
     assert done.returncode == 0, done.stderr
     assert "report: report.html: 1 judgements, 0.0 MB" in done.stdout
     text = (tmp_path / "report.html").read_text()

@@ -26,6 +26,7 @@ from tests.matrix.quantize import QUANTIZERS
 from tests.matrix.quantized_gmm import GMM_QUANTIZED, TGMM_QUANTIZED
 from tests.meta.faults.planting import plant
 from tests.meta.faults.test_faults import FAULTS
+from tests.support.commands import run_pytest
 
 OP = {op.name: op for op in OPS}
 FAMILIES = {
@@ -156,11 +157,11 @@ def test_a_fault_planted_in_a_kernel_is_found(tmp_path):
 
 
 @pytest.mark.tpu
-def test_a_node_id_of_a_case_that_the_matrix_does_not_have_runs(run_in):
+def test_a_node_id_of_a_case_that_the_matrix_does_not_have_runs():
     pytest.importorskip("jax")
     root, test = Path(__file__).parents[3], "tests/gmm/test_gmm_tpu.py::test_agrees_with_golden"
     case = "tgmm-M9_K5_N7_G3-f32-tiling16x128x128-ones-s5"
-    done = run_in(root, "-n0", "-q", f"{test}[{case}]")
+    done = run_pytest(root, "-n0", "-q", f"{test}[{case}]")
     assert done.returncode == 0, done.stdout
     assert "1 passed" in done.stdout
-    assert "not found" in run_in(root, "-n0", "-q", f"{test}[{case.replace('ones', 'nones')}]").stderr
+    assert "not found" in run_pytest(root, "-n0", "-q", f"{test}[{case.replace('ones', 'nones')}]").stderr

@@ -2,14 +2,14 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from parity.runners.long_runs import deal
+from tests.support.commands import run_module, run_parity
+from tests.support.records import recorded
 
 SECONDS = st.floats(0.001, 100)
 
@@ -24,25 +24,11 @@ def test_shards_are_balanced_within_a_third(weights, count):
     assert max(loads) - min(loads) <= max(weights.values()) * (1 + 1e-9)
 
 
-def records(folder):
-    """What a ledger holds, but when and from which commit it was measured, and how long it took."""
-    found = {}
-    for path in sorted(folder.rglob("*.jsonl")):
-        provenance = {}
-        for line in map(json.loads, path.read_text().splitlines()):
-            if "id" in line:
-                provenance[line["id"]] = {**line["provenance"], "utc": "", "commit": "", "dirty": ""}
-            else:
-                where = path.relative_to(folder), line["case"], line["seed"]
-                found[where] = {**line, "seconds": 0, "provenance": provenance[line["provenance"]]}
-    return found
-
-
 def test_shards_together_are_the_whole(project, tmp_path):
     run = project()
     whole = run("-q", "--parity-record")
     assert "8 passed" in whole.stdout, whole.stdout
-    undisturbed = records(tmp_path / "records")
+    undisturbed = recorded(tmp_path / "records")
     selected = []
     for shard in ("1/2", "2/2"):
         folder = f"shard{shard[0]}"
@@ -51,10 +37,9 @@ def test_shards_together_are_the_whole(project, tmp_path):
         assert f"{len(passed)} passed" in done.stdout and len(passed) in (3, 4, 5), done.stdout
         selected += passed
     assert len(selected) == len(set(selected)) == 8
-    command = [sys.executable, "-m", "parity", "--root", ".", "merge", "shard1", "shard2", "--records", "joined"]
-    merged = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    merged = run_parity(tmp_path, "merge", "shard1", "shard2", "--records", "joined")
     assert merged.stdout == "4 records written to joined; of each case and seed the newest stays\n", merged.stderr
-    assert records(tmp_path / "joined") == undisturbed
+    assert recorded(tmp_path / "joined") == undisturbed
 
 
 def test_shards_are_balanced_by_what_is_recorded(project, tmp_path):
@@ -98,14 +83,13 @@ def test_a_killed_run_is_resumed(project, tmp_path):
 
     def run(*arguments):
         options = ["-p", "no:hypothesispytest", "-v", "-n", "2", "--parity-record"]
-        command = [sys.executable, "-m", "pytest", *options, *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        return run_module("pytest", tmp_path, *options, *arguments)
 
     def passed(done):
         return set(re.findall(r"PASSED (\S+)", done.stdout))
 
     everything = passed(run())
-    undisturbed = records(tmp_path / "records")
+    undisturbed = recorded(tmp_path / "records")
     assert len(everything) == 8
     (tmp_path / "records").rename(tmp_path / "undisturbed")
     (tmp_path / "lethal").touch()
@@ -120,7 +104,7 @@ def test_a_killed_run_is_resumed(project, tmp_path):
     assert resumed.returncode == 0, resumed.stdout
     assert passed(resumed) | before == everything
     assert not passed(resumed) & before
-    assert records(tmp_path / "records") == undisturbed
+    assert recorded(tmp_path / "records") == undisturbed
     assert len({json.loads(line)["provenance"]["utc"] for path in (tmp_path / "records").rglob("*.jsonl")
                 for line in path.read_text().splitlines() if '"id"' in line}) == 1, "one run"  # fmt: skip
     assert len(passed(run("--parity-resume"))) == 8, "it ran to its end: nothing to resume"

@@ -18,8 +18,8 @@ from parity import cli
 from parity.ledger.schema import RecordError
 from parity.ledger.write import Follower, Recorder
 from parity.runners import ray as ray_run
-from tests.meta.ledger.test_records import RECORD
-from tests.meta.runners.test_long_runs import records
+from tests.support.commands import environment, run_pytest
+from tests.support.records import RECORD, recorded
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[3]
@@ -146,7 +146,8 @@ def cluster():
 
 def start(cluster, folder, *arguments):
     command = [sys.executable, "-m", "parity", "run", "--ray", cluster.address, "--", *arguments]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=environment(), **streams)
 
 
 def on(cluster, folder, *arguments):
@@ -181,7 +182,7 @@ def test_a_run_on_a_cluster_is_one_with_two_workers_elsewhere(cluster, project, 
     assert code == dying, printed
     assert ended in printed
     assert ", 3 nodes, 3 CPUs · tpu: 1 TPU · gpu: 1 GPU" in printed
-    assert records(tmp_path / "records") == records(tmp_path / "local") != {}
+    assert recorded(tmp_path / "records") == recorded(tmp_path / "local") != {}
     found, where = verdicts(tmp_path / "ray.xml")
     assert found == verdicts(tmp_path / "local.xml")[0]
     crash = "CRASH  G1: ended with status 7   test_double.py::test_gpu[double-M3_N5-bf16-s0]"
@@ -218,7 +219,7 @@ def test_a_killed_worker_changes_nothing(cluster, project, tmp_path):
     assert code == 0, printed
     assert "8 passed" in printed
     assert printed.count("passed test_double.py::") == 8, "nothing was heard twice"
-    assert records(tmp_path / "records") == records(tmp_path / "local") != {}
+    assert recorded(tmp_path / "records") == recorded(tmp_path / "local") != {}
 
 
 @pytest.mark.full
@@ -279,7 +280,7 @@ def test_a_lost_node_changes_nothing(cluster, project, tmp_path):
         printed, _ = driver.communicate(timeout=240)
     assert driver.returncode == 0, printed
     assert "8 passed" in printed
-    assert records(tmp_path / "records") == records(tmp_path / "local") != {}
+    assert recorded(tmp_path / "records") == recorded(tmp_path / "local") != {}
     until(lambda: not Path(f"/proc/{kernel}").exists())
 
 
@@ -314,13 +315,13 @@ def test_interrupted_it_leaves_what_was_recorded_and_resumes(cluster, project, t
         printed, _ = driver.communicate(timeout=60)
     assert driver.returncode == 2, printed
     assert "2 passed" in printed
-    assert {case for _, case, _ in records(tmp_path / "records")} == {"double-M8_N40-f32-s0", "double-M8_N40-bf16-s0"}
+    assert {case for _, case, _ in recorded(tmp_path / "records")} == {"double-M8_N40-f32-s0", "double-M8_N40-bf16-s0"}
     kernel, _ = here.read_text().split()
     until(lambda: not Path(f"/proc/{kernel}").exists())
     printed, code = on(cluster, tmp_path, *arguments, "--parity-resume")
     assert code == 0, printed
     assert "2 passed, 8 deselected" in printed
-    assert len(records(tmp_path / "records")) == 4
+    assert len(recorded(tmp_path / "records")) == 4
 
 
 @pytest.mark.full
@@ -335,15 +336,15 @@ def test_pytests_own_workers_are_refused(cluster, project, tmp_path):
 
 
 @pytest.mark.full
-def test_this_project_runs_from_a_copy_of_its_folder(cluster, tmp_path, run_in):
+def test_this_project_runs_from_a_copy_of_its_folder(cluster, tmp_path):
     folder = tmp_path / "project"
     left_out = shutil.ignore_patterns(".*", "records", "examples", "benchmarks", "*.egg-info")
     shutil.copytree(ROOT, folder, ignore=left_out)
     chosen = ["tests/gmm", "-k", "bf16 and transpose_rhs and not tgmm and golden", "--parity-record"]
-    done = run_in(folder, "--parity-tier=smoke", "-n2", *chosen, "--parity-records=local", "--junitxml=local.xml")
+    done = run_pytest(folder, "--parity-tier=smoke", "-n2", *chosen, "--parity-records=local", "--junitxml=local.xml")
     printed, code = on(cluster, folder, "--parity-tier=smoke", *chosen, "--junitxml=ray.xml")
     assert code == 0, printed
     assert "6 passed" in done.stdout
     assert "6 passed" in printed
     assert verdicts(folder / "ray.xml")[0] == verdicts(folder / "local.xml")[0]
-    assert records(folder / "records") == records(folder / "local") != {}
+    assert recorded(folder / "records") == recorded(folder / "local") != {}

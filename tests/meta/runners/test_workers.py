@@ -5,6 +5,7 @@ import json
 import pytest
 
 from parity.runners.workers import Plan, gpus, plan, tpu_chips
+from tests.support.commands import run_pytest
 
 FAKE = """
 from pathlib import Path
@@ -31,7 +32,7 @@ def test_owns(n, tmp_path):
 
 
 @pytest.fixture
-def owned(tmp_path, run_in):
+def owned(tmp_path):
     """What every worker owns on a host with these device files, and what pytest printed."""
 
     def run(devices, *arguments):
@@ -41,7 +42,7 @@ def owned(tmp_path, run_in):
         (tmp_path / "fake.py").write_text(FAKE)
         (tmp_path / "test_owns.py").write_text(OWNS)
         (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
-        done = run_in(tmp_path, "-p", "fake", *arguments)
+        done = run_pytest(tmp_path, "-p", "fake", *arguments)
         lines = map(json.loads, (tmp_path / "owned.jsonl").read_text().splitlines())
         return dict(lines), done.stdout
 
