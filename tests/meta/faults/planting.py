@@ -4,7 +4,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,10 @@ PACKAGES = {"tpu": "tpu_kernels", "gpu": "gpu_reference"}
 OP = {op.name: op for op in OPS}
 
 
+def smoke(c: Case) -> bool:
+    return c.tier == "smoke"
+
+
 @dataclass(frozen=True)
 class Fault:
     """`old` becomes `new` in the code of the first of `ops` on the backend; `ops` must catch it in a case that `where`
@@ -40,9 +44,24 @@ class Fault:
     ops: tuple[str, ...]
     old: str
     new: str
-    where: Callable[[Case], bool] = lambda c: c.tier == "smoke"
+    where: Callable[[Case], bool] = smoke
     data: str | None = None
     within: str = ""
+
+
+def tpu(ops: str, old: str, new: str, where: Callable[[Case], bool] = smoke, **others: str) -> Fault:
+    """A fault of a TPU's kernels; ops: their names, with spaces between."""
+    return Fault("", "tpu", tuple(ops.split()), old, new, where, **others)
+
+
+def gpu(ops: str, old: str, new: str, where: Callable[[Case], bool] = smoke, **others: str) -> Fault:
+    """A fault of a GPU's kernels."""
+    return replace(tpu(ops, old, new, where, **others), backend="gpu")
+
+
+def named(faults: dict[str, list[Fault]]) -> list[Fault]:
+    """Faults with their names."""
+    return [replace(fault, name=name) for name, those in faults.items() for fault in those]
 
 
 def plant(fault: Fault, folder: Path) -> SimpleNamespace:

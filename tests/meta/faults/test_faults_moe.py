@@ -3,17 +3,9 @@
 import pytest
 
 from tests.matrix.moe import MOE_LAYER, MOE_LAYER_BWD, PERMUTE, UNPERMUTE
-from tests.meta.faults.planting import Fault, check_is_caught, pairs
+from tests.meta.faults.planting import check_is_caught, gpu, named, pairs, tpu
 
 OPS = (PERMUTE, UNPERMUTE, MOE_LAYER, MOE_LAYER_BWD)
-
-
-def in_layer(name, backend, op, old, new, where=lambda c: c.tier == "smoke"):
-    return Fault(name, backend, (op,), old, new, where)
-
-
-def in_gradient(name, backend, old, new):
-    return Fault(name, backend, ("moe_layer_bwd",), old, new, idle_experts)
 
 
 def drops(c):
@@ -28,72 +20,37 @@ def sanitized(c):
     return bool(c.sanitize_grads)
 
 
-FAULTS = [
-    in_layer(
-        "the permutation is applied twice", "tpu", "permute",
-        "x[source // slots.shape[1]]",
-        "x[source[source // slots.shape[1]] // slots.shape[1]]",
-    ),
-    in_layer(
-        "the permutation is applied twice", "gpu", "permute",
-        "x[source.clamp(min=0) // slots.shape[1]]",
-        "x[source[source.clamp(min=0) // slots.shape[1]].clamp(min=0) // slots.shape[1]]",
-    ),
-    in_layer(
-        "a weight is applied to the wrong slot", "tpu", "unpermute",
-        "taken * weights[:, j, None]",
-        "taken * weights[:, j - 1, None]",
-    ),
-    in_layer(
-        "a weight is applied to the wrong slot", "gpu", "unpermute",
-        "taken * weights[:, j, None]",
-        "taken * weights[:, j - 1, None]",
-    ),
-    in_layer(
-        "a weight is applied to the wrong slot", "tpu", "moe_layer",
-        "take(weights.reshape(-1, 1), plan.source",
-        "take(weights[:, ::-1].reshape(-1, 1), plan.source",
-    ),
-    in_layer(
-        "a weight is applied to the wrong slot", "gpu", "moe_layer",
-        "take(weights.reshape(-1, 1), plan.source",
-        "take(weights.flip(1).reshape(-1, 1), plan.source",
-    ),
-    in_layer(
-        "a dropped token is kept", "tpu", "permute",
-        "jnp.where(position < group_sizes[choices], starts_of(",
-        "jnp.where(position >= 0, starts_of(",
-        drops,
-    ),
-    in_layer(
-        "a dropped token is kept", "gpu", "permute",
-        "torch.where(position < group_sizes[choices], starts_of(",
-        "torch.where(position >= 0, starts_of(",
-        drops,
-    ),
-    in_layer(
-        "isnan where isfinite is meant", "tpu", "moe_layer_bwd",
-        "jnp.where(jnp.isfinite(grad), grad,",
-        "jnp.where(~jnp.isnan(grad), grad,",
-        sanitized,
-    ),
-    in_layer(
-        "isnan where isfinite is meant", "gpu", "moe_layer_bwd",
-        "torch.where(grad.isfinite(), grad, 0)",
-        "torch.where(~grad.isnan(), grad, 0)",
-        sanitized,
-    ),
-    in_gradient(
-        "the gradient of an empty group is left unwritten", "tpu",
-        'empty_tiles = 1 if cover == "groups" else 0',
-        "empty_tiles = 0",
-    ),
-    in_gradient(
-        "the gradient of an empty group is left unwritten", "gpu",
-        "in_out = region.in_rows & region.in_columns",
-        "in_out = region.in_rows & (region.column < tl.where(region.start < region.end, sizes.n, 0))",
-    ),
-]  # fmt: skip
+FAULTS = named({
+    "the permutation is applied twice": [
+        tpu("permute", "x[source // slots.shape[1]]", "x[source[source // slots.shape[1]] // slots.shape[1]]"),
+        gpu("permute", "x[source.clamp(min=0) // slots.shape[1]]",
+            "x[source[source.clamp(min=0) // slots.shape[1]].clamp(min=0) // slots.shape[1]]"),
+    ],
+    "a weight is applied to the wrong slot": [
+        tpu("unpermute", "taken * weights[:, j, None]", "taken * weights[:, j - 1, None]"),
+        gpu("unpermute", "taken * weights[:, j, None]", "taken * weights[:, j - 1, None]"),
+        tpu("moe_layer", "take(weights.reshape(-1, 1), plan.source",
+            "take(weights[:, ::-1].reshape(-1, 1), plan.source"),
+        gpu("moe_layer", "take(weights.reshape(-1, 1), plan.source",
+            "take(weights.flip(1).reshape(-1, 1), plan.source"),
+    ],
+    "a dropped token is kept": [
+        tpu("permute", "jnp.where(position < group_sizes[choices], starts_of(",
+            "jnp.where(position >= 0, starts_of(", drops),
+        gpu("permute", "torch.where(position < group_sizes[choices], starts_of(",
+            "torch.where(position >= 0, starts_of(", drops),
+    ],
+    "isnan where isfinite is meant": [
+        tpu("moe_layer_bwd", "jnp.where(jnp.isfinite(grad), grad,", "jnp.where(~jnp.isnan(grad), grad,", sanitized),
+        gpu("moe_layer_bwd", "torch.where(grad.isfinite(), grad, 0)", "torch.where(~grad.isnan(), grad, 0)", sanitized),
+    ],
+    "the gradient of an empty group is left unwritten": [
+        tpu("moe_layer_bwd", 'empty_tiles = 1 if cover == "groups" else 0', "empty_tiles = 0", idle_experts),
+        gpu("moe_layer_bwd", "in_out = region.in_rows & region.in_columns",
+            "in_out = region.in_rows & (region.column < tl.where(region.start < region.end, sizes.n, 0))",
+            idle_experts),
+    ],
+})  # fmt: skip
 
 
 @pytest.mark.parametrize(("fault", "op"), pairs(FAULTS, OPS))

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_DUAL_QUANTIZE, MXFP8_QUANTIZE
-from tests.meta.faults.planting import Fault, check_is_caught, pairs
+from tests.meta.faults.planting import check_is_caught, gpu, named, pairs, tpu
 
 OPS = (GROUPED_GEMM, MXFP8_QUANTIZE, MXFP8_DUAL_QUANTIZE)
 
@@ -20,80 +20,39 @@ def empty_groups(c):
     return c.ragged == "contracting" and c.groups == "empty_first"
 
 
-def in_quantiser(name, backend, op, old, new, where):
-    return Fault(name, backend, (op,), old, new, where)
-
-
-def in_matmul(name, backend, old, new, where, within=""):
-    return Fault(name, backend, ("grouped_gemm",), old, new, where, within=within)
-
-
-FAULTS = [
-    in_quantiser(
-        "the scale's exponent is off by one", "tpu", "mxfp8_quantize",
-        "return lax.bitcast_convert_type((254 - (bits_of(inverse) >> 23))",
-        "return lax.bitcast_convert_type((255 - (bits_of(inverse) >> 23))",
-        rounded_up,
-    ),
-    in_quantiser(
-        "the scale's exponent is off by one", "gpu", "mxfp8_quantize",
-        "FORMAT), exponent.to(tl.uint8)",
-        "FORMAT), (exponent + 1).to(tl.uint8)",
-        rounded_up,
-    ),
-    in_quantiser(
-        "the exponent is rounded down where up is asked for", "tpu", "mxfp8_quantize",
-        'if self.rounding == "up" else 0',
-        'if self.rounding == "down" else 0',
-        rounded_up,
-    ),
-    in_quantiser(
-        "the exponent is rounded down where up is asked for", "gpu", "mxfp8_quantize",
-        "exponent += ((largest & 0x007FFFFF) > 0x00600000).to(tl.int32)",
-        "exponent += 0",
-        rounded_up,
-    ),
-    in_quantiser(
-        "the columnwise payload is the rowwise one", "tpu", "mxfp8_dual_quantize",
-        "dual.columnwise[..., :m, :k]",
-        "dual.rowwise[..., :m, :k]",
-        rounded_up,
-    ),
-    in_quantiser(
-        "the columnwise payload is the rowwise one", "gpu", "mxfp8_dual_quantize",
-        "*_as_mxfp8(results[1], name))",
-        "*_as_mxfp8(results[1]._replace(qvalue=results[0].qvalue), name))",
-        rounded_up,
-    ),
+FAULTS = named({
+    "the scale's exponent is off by one": [
+        tpu("mxfp8_quantize", "return lax.bitcast_convert_type((254 - (bits_of(inverse) >> 23))",
+            "return lax.bitcast_convert_type((255 - (bits_of(inverse) >> 23))", rounded_up),
+        gpu("mxfp8_quantize", "FORMAT), exponent.to(tl.uint8)", "FORMAT), (exponent + 1).to(tl.uint8)", rounded_up),
+    ],
+    "the exponent is rounded down where up is asked for": [
+        tpu("mxfp8_quantize", 'if self.rounding == "up" else 0', 'if self.rounding == "down" else 0', rounded_up),
+        gpu("mxfp8_quantize", "exponent += ((largest & 0x007FFFFF) > 0x00600000).to(tl.int32)",
+            "exponent += 0", rounded_up),
+    ],
+    "the columnwise payload is the rowwise one": [
+        tpu("mxfp8_dual_quantize", "dual.columnwise[..., :m, :k]", "dual.rowwise[..., :m, :k]", rounded_up),
+        gpu("mxfp8_dual_quantize", "*_as_mxfp8(results[1], name))",
+            "*_as_mxfp8(results[1]._replace(qvalue=results[0].qvalue), name))", rounded_up),
+    ],
     # TransformerEngine#2966: groups that are no multiple of 32
-    in_matmul(
-        "a group that begins inside a block takes the scale before it", "tpu",
-        "of_rows = first_block + rows.start // MX_BLOCK",
-        "at = first_block + rows.start // MX_BLOCK\n"
-        "                    of_rows = jnp.where(self.own.start > at * MX_BLOCK, jnp.maximum(at - 1, 0), at)",
-        boundaries_in_blocks,
-    ),
-    in_matmul(
-        "a group that begins inside a block takes the scale before it", "gpu",
-        "is_block = (block * BLOCK + BLOCK > region.start) & (block * BLOCK < region.end)",
-        "is_block = (block * BLOCK + BLOCK > region.start) & (block * BLOCK < region.end)\n"
-        "    block = tl.maximum(block - (block * BLOCK < region.start).to(tl.int32), 0)",
-        boundaries_in_blocks,
-    ),
-    in_matmul(
-        "an empty group's gradient is left unwritten", "tpu",
-        'empty_tiles = 1 if cover == "groups" else 0',
-        "empty_tiles = 0",
-        empty_groups,
-    ),
-    in_matmul(
-        "an empty group's gradient is left unwritten", "gpu",
-        "store_group(sums, task, region)",
-        "if region.start < region.end:\n"
-        "        store_group(sums, task, region)",
-        empty_groups, "multiply_groups",
-    ),
-]  # fmt: skip
+    "a group that begins inside a block takes the scale before it": [
+        tpu("grouped_gemm", "of_rows = first_block + rows.start // MX_BLOCK",
+            "at = first_block + rows.start // MX_BLOCK\n"
+            "                    of_rows = jnp.where(self.own.start > at * MX_BLOCK, jnp.maximum(at - 1, 0), at)",
+            boundaries_in_blocks),
+        gpu("grouped_gemm", "is_block = (block * BLOCK + BLOCK > region.start) & (block * BLOCK < region.end)",
+            "is_block = (block * BLOCK + BLOCK > region.start) & (block * BLOCK < region.end)\n"
+            "    block = tl.maximum(block - (block * BLOCK < region.start).to(tl.int32), 0)", boundaries_in_blocks),
+    ],
+    "an empty group's gradient is left unwritten": [
+        tpu("grouped_gemm", 'empty_tiles = 1 if cover == "groups" else 0', "empty_tiles = 0", empty_groups),
+        gpu("grouped_gemm", "store_group(sums, task, region)",
+            "if region.start < region.end:\n"
+            "        store_group(sums, task, region)", empty_groups, within="multiply_groups"),
+    ],
+})  # fmt: skip
 
 
 @pytest.mark.parametrize(("fault", "op"), pairs(FAULTS, OPS))

@@ -5,21 +5,9 @@ import pytest
 from tests.matrix.moe import GROUPED_DENSE, GROUPED_DENSE_BWD
 from tests.matrix.quantize import FP8_QUANTIZE, INT8_QUANTIZE
 from tests.matrix.quantized_gmm import E4M3, GMM_QUANTIZED, TGMM_QUANTIZED
-from tests.meta.faults.planting import Fault, check_is_caught, pairs
+from tests.meta.faults.planting import check_is_caught, gpu, named, pairs, tpu
 
 OPS = (GMM_QUANTIZED, TGMM_QUANTIZED, GROUPED_DENSE, GROUPED_DENSE_BWD, FP8_QUANTIZE, INT8_QUANTIZE)
-
-
-def in_matmul(name, backend, op, old, new, where, data=None):
-    return Fault(name, backend, (op,), old, new, where, data)
-
-
-def in_quantiser(name, backend, ops, old, new, where):
-    return Fault(name, backend, ops, old, new, where)
-
-
-def in_layer(name, backend, ops, old, new, where):
-    return Fault(name, backend, ops, old, new, where)
 
 
 def block_scaled(c):
@@ -69,198 +57,108 @@ def overwritten(c):
     return c.existing_out and not c.shard
 
 
-FAULTS = [
+FAULTS = named({
     # primatrix/tokamax#4
-    in_matmul(
-        "the count of scale blocks is taken from the wrong axis", "tpu", "tgmm_quantized",
-        "part = grid.summed, grid.part",
-        "part = grid.summed, min(grid.problem.block, grid.tile[1])",
-        lambda c: c.lhs_blocks == "512x1",
-    ),
-    in_matmul(
-        "the count of scale blocks is taken from the wrong axis", "gpu", "tgmm_quantized",
-        "tm = _step(tm, path, p.block, p.m)",
-        "tm = _step(tm, path, tk, p.m)",
-        tiles_beyond_blocks,
-    ),
-    in_matmul(
-        "blocks of M are counted from the group's first row", "tpu", "tgmm_quantized",
-        "row = row_of(scale, i, columns)",
-        "row = row_of(scale, jnp.maximum(i - self.own.start // part, 0), columns)",
-        tiles_beyond_blocks,
-    ),
-    in_matmul(
-        "blocks of M are counted from the group's first row", "gpu", "tgmm_quantized",
-        "_scales_of_rows(lhs, region) + at // SCALING.lhs_block",
-        "_scales_of_rows(lhs, region) + (at - region.start // 16 * 16) // SCALING.lhs_block",
-        boundaries_in_blocks,
-    ),
+    "the count of scale blocks is taken from the wrong axis": [
+        tpu("tgmm_quantized", "part = grid.summed, grid.part",
+            "part = grid.summed, min(grid.problem.block, grid.tile[1])", lambda c: c.lhs_blocks == "512x1"),
+        gpu("tgmm_quantized", "tm = _step(tm, path, p.block, p.m)",
+            "tm = _step(tm, path, tk, p.m)", tiles_beyond_blocks),
+    ],
+    "blocks of M are counted from the group's first row": [
+        tpu("tgmm_quantized", "row = row_of(scale, i, columns)",
+            "row = row_of(scale, jnp.maximum(i - self.own.start // part, 0), columns)", tiles_beyond_blocks),
+        gpu("tgmm_quantized", "_scales_of_rows(lhs, region) + at // SCALING.lhs_block",
+            "_scales_of_rows(lhs, region) + (at - region.start // 16 * 16) // SCALING.lhs_block", boundaries_in_blocks),
+    ],
     # tpu-inference#2609
-    in_matmul(
-        "every other scale is skipped", "tpu", "gmm_quantized",
-        "row_of(scales.rhs, part, columns))",
-        "row_of(scales.rhs, part // 2 * 2, columns))",
-        stepped,
-    ),
-    in_matmul(
-        "every other scale is skipped", "gpu", "gmm_quantized",
-        "at // SCALING.rhs_block * rhs.scale.row",
-        "at // SCALING.rhs_block // 2 * 2 * rhs.scale.row",
-        stepped,
-    ),
-    in_matmul(
-        "the scale is not transposed with rhs", "tpu", "gmm_quantized",
-        "by_columns = scale.swapaxes(1, 2) if grid.transpose_rhs else scale",
-        "by_columns = scale",
-        stepped_and_transposed,
-    ),
-    in_matmul(
-        "the scale is not transposed with rhs", "gpu", "gmm_quantized",
-        "None if rhs_scale is None else rhs_scale.transpose(1, 2)",
-        "rhs_scale",
-        stepped_and_transposed,
-    ),
-    in_matmul(
-        "a scale of the weights serves the next columns too", "tpu", "gmm_quantized",
-        "pl.ds(columns.start + tile.start, LANES)]",
-        "pl.ds(columns.start, LANES)]",
-        stepped_in_tiles,
-    ),
-    in_matmul(
-        "the K tail is dropped", "tpu", "gmm_quantized",
-        "pl.when(step == last_step)(lambda: body(rest))",
-        "pass",
-        k_tail,
-    ),
-    in_matmul(
-        "the K tail is dropped", "gpu", "gmm_quantized",
-        "range(first, end, DEPTH)",
-        "range(first, (end - 1) // DEPTH * DEPTH, DEPTH)",
-        k_tail,
-    ),
+    "every other scale is skipped": [
+        tpu("gmm_quantized", "row_of(scales.rhs, part, columns))",
+            "row_of(scales.rhs, part // 2 * 2, columns))", stepped),
+        gpu("gmm_quantized", "at // SCALING.rhs_block * rhs.scale.row",
+            "at // SCALING.rhs_block // 2 * 2 * rhs.scale.row", stepped),
+    ],
+    "the scale is not transposed with rhs": [
+        tpu("gmm_quantized", "by_columns = scale.swapaxes(1, 2) if grid.transpose_rhs else scale",
+            "by_columns = scale", stepped_and_transposed),
+        gpu("gmm_quantized", "None if rhs_scale is None else rhs_scale.transpose(1, 2)",
+            "rhs_scale", stepped_and_transposed),
+    ],
+    "a scale of the weights serves the next columns too": [
+        tpu("gmm_quantized", "pl.ds(columns.start + tile.start, LANES)]",
+            "pl.ds(columns.start, LANES)]", stepped_in_tiles),
+    ],
+    "the K tail is dropped": [
+        tpu("gmm_quantized", "pl.when(step == last_step)(lambda: body(rest))", "pass", k_tail),
+        gpu("gmm_quantized", "range(first, end, DEPTH)", "range(first, (end - 1) // DEPTH * DEPTH, DEPTH)", k_tail),
+    ],
     # tpu-inference's gmm_v2 below 256: 2.35e-3 instead of 5e-8
-    in_matmul(
-        "scales are applied before the dot, in bfloat16", "tpu", "gmm_quantized",
-        "sums = multiply(weights, x, contract[::-1]) if self.plan.transposed else multiply(x, weights, contract)",
-        "scale = row_of(self.operands.lhs_scale, i, rows)\n"
-        "        sums = 1 / scale.T * multiply("
-        "(x.astype(jnp.float32) * scale.T).astype(jnp.bfloat16), weights, contract)",
-        block_scaled,
-    ),
-    in_matmul(
-        "scales are applied before the dot, in bfloat16", "gpu", "gmm_quantized",
-        "partial = _dot_of_step(a, b, SCALING.dot)\n"
-        "        at = tl.full((), 0, tl.int64) + first\n"
-        "        if SCALING.lhs_block:\n"
-        "            scales = _scales_of_rows(lhs, region) + at // SCALING.lhs_block * lhs.scale.column\n"
-        "            partial *= tl.load(scales, mask=region.in_rows, other=0)\n",
-        "at = tl.full((), 0, tl.int64) + first\n"
-        "        scales = _scales_of_rows(lhs, region) + at // SCALING.lhs_block * lhs.scale.column\n"
-        "        scale = tl.load(scales, mask=region.in_rows, other=0)\n"
-        "        scaled = (a.to(tl.float32) * scale).to(tl.bfloat16)\n"
-        '        partial = tl.dot(scaled.to(tl.float32), b.to(tl.float32), input_precision="ieee")\n',
-        block_scaled,
-    ),
+    "scales are applied before the dot, in bfloat16": [
+        tpu("gmm_quantized",
+            "sums = multiply(weights, x, contract[::-1]) if self.plan.transposed else multiply(x, weights, contract)",
+            "scale = row_of(self.operands.lhs_scale, i, rows)\n"
+            "        sums = 1 / scale.T * multiply("
+            "(x.astype(jnp.float32) * scale.T).astype(jnp.bfloat16), weights, contract)", block_scaled),
+        gpu("gmm_quantized", "partial = _dot_of_step(a, b, SCALING.dot)\n"
+            "        at = tl.full((), 0, tl.int64) + first\n"
+            "        if SCALING.lhs_block:\n"
+            "            scales = _scales_of_rows(lhs, region) + at // SCALING.lhs_block * lhs.scale.column\n"
+            "            partial *= tl.load(scales, mask=region.in_rows, other=0)\n",
+            "at = tl.full((), 0, tl.int64) + first\n"
+            "        scales = _scales_of_rows(lhs, region) + at // SCALING.lhs_block * lhs.scale.column\n"
+            "        scale = tl.load(scales, mask=region.in_rows, other=0)\n"
+            "        scaled = (a.to(tl.float32) * scale).to(tl.bfloat16)\n"
+            '        partial = tl.dot(scaled.to(tl.float32), b.to(tl.float32), input_precision="ieee")\n',
+            block_scaled),
+    ],
     # gmm_v2's default: 4.2e-3 instead of 2.0e-3
-    in_matmul(
-        "the accumulator is bfloat16", "tpu", "gmm_quantized",
-        "return sums if total is None else total + sums",
-        "return sums if total is None else (total + sums).astype(jnp.bfloat16).astype(sums.dtype)",
-        block_scaled,
-    ),
-    in_matmul(
-        "the accumulator is bfloat16", "tpu", "tgmm_quantized",
-        "acc[rows, columns] = before + sums\n\n        if changes:",
-        "acc[rows, columns] = (before + sums).astype(jnp.bfloat16).astype(sums.dtype)\n\n        if changes:",
-        block_scaled,
-    ),
-    in_matmul(
-        "the accumulator is bfloat16", "gpu", "gmm_quantized",
-        "sums += partial",
-        "sums = (sums + partial).to(tl.bfloat16).to(tl.float32)",
-        block_scaled,
-    ),
-    in_matmul(
-        "the accumulator is bfloat16", "gpu", "tgmm_quantized",
-        "sums += partial",
-        "sums = (sums + partial).to(tl.bfloat16).to(tl.float32)",
-        block_scaled,
-    ),
-    in_matmul(
-        "the group's boundary is masked in its first block alone", "tpu", "tgmm_quantized",
-        "self.own.copy(",
-        "self.own._replace(end=jnp.where(rows.start <= self.own.start, self.own.end, self.own.tm)).copy(",
-        lambda c: c.M >= 512 and c.lhs_blocks == "128x1",
-    ),
-    in_matmul(
-        "the group's boundary is masked in its first block alone", "gpu", "tgmm_quantized",
-        "region, TILE.m, SCALING is not None, False, ADDED",
-        "region, TILE.m, SCALING is not None, True, ADDED",
-        boundaries_in_blocks,
-    ),
-    in_matmul(
-        "int8 is accumulated in float32 beyond 2^24", "tpu", "gmm_quantized",
-        "exact = lhs.dtype == rhs.dtype == jnp.int8 and not scaled",
-        "exact = False",
-        climbing, "integers",
-    ),
-    in_matmul(
-        "int8 is accumulated in float32 beyond 2^24", "gpu", "gmm_quantized",
-        'return path.dtype == "int8" and block >= size and size <= INT32_PRODUCTS',
-        "return False",
-        climbing, "integers",
-    ),
-    in_matmul(
-        "int8 is accumulated in float32 beyond 2^24", "tpu", "tgmm_quantized",
-        "exact = lhs.dtype == rhs.dtype == jnp.int8 and not scaled",
-        "exact = False",
-        climbing, "integers",
-    ),
-    in_matmul(
-        "int8 is accumulated in float32 beyond 2^24", "gpu", "tgmm_quantized",
-        'return path.dtype == "int8" and block >= size and size <= INT32_PRODUCTS',
-        "return False",
-        climbing, "integers",
-    ),
+    "the accumulator is bfloat16": [
+        tpu("gmm_quantized", "return sums if total is None else total + sums",
+            "return sums if total is None else (total + sums).astype(jnp.bfloat16).astype(sums.dtype)", block_scaled),
+        tpu("tgmm_quantized", "acc[rows, columns] = before + sums\n\n        if changes:",
+            "acc[rows, columns] = (before + sums).astype(jnp.bfloat16).astype(sums.dtype)\n\n        if changes:",
+            block_scaled),
+        gpu("gmm_quantized", "sums += partial", "sums = (sums + partial).to(tl.bfloat16).to(tl.float32)", block_scaled),
+        gpu("tgmm_quantized", "sums += partial",
+            "sums = (sums + partial).to(tl.bfloat16).to(tl.float32)", block_scaled),
+    ],
+    "the group's boundary is masked in its first block alone": [
+        tpu("tgmm_quantized", "self.own.copy(",
+            "self.own._replace(end=jnp.where(rows.start <= self.own.start, self.own.end, self.own.tm)).copy(",
+            lambda c: c.M >= 512 and c.lhs_blocks == "128x1"),
+        gpu("tgmm_quantized", "region, TILE.m, SCALING is not None, False, ADDED",
+            "region, TILE.m, SCALING is not None, True, ADDED", boundaries_in_blocks),
+    ],
+    "int8 is accumulated in float32 beyond 2^24": [
+        tpu("gmm_quantized", "exact = lhs.dtype == rhs.dtype == jnp.int8 and not scaled",
+            "exact = False", climbing, data="integers"),
+        gpu("gmm_quantized", 'return path.dtype == "int8" and block >= size and size <= INT32_PRODUCTS',
+            "return False", climbing, data="integers"),
+        tpu("tgmm_quantized", "exact = lhs.dtype == rhs.dtype == jnp.int8 and not scaled",
+            "exact = False", climbing, data="integers"),
+        gpu("tgmm_quantized", 'return path.dtype == "int8" and block >= size and size <= INT32_PRODUCTS',
+            "return False", climbing, data="integers"),
+    ],
     # tokamax's in-kernel fp8: an all-zero row gives NaN
-    in_quantiser(
-        "the scale of a zero block is 0", "tpu", ("fp8_quantize", "int8_quantize"),
-        "return jnp.where(absmax < SMALLEST, 1.0, scale)",
-        "return jnp.where(absmax < SMALLEST, 0.0, scale)",
-        zero_blocks,
-    ),
-    in_quantiser(
-        "the scale of a zero block is 0", "gpu", ("fp8_quantize", "int8_quantize"),
-        "tl.where(largest == 0, ONE,",
-        "tl.where(largest == 0, 0,",
-        zero_blocks,
-    ),
-    in_layer(
-        "block_size is not forwarded", "tpu", ("grouped_dense", "grouped_dense_bwd"),
-        "fp8_quantize(x, axis, block_size",
-        "fp8_quantize(x, axis, None",
-        other_blocks,
-    ),
-    in_layer(
-        "block_size is not forwarded", "gpu", ("grouped_dense", "grouped_dense_bwd"),
-        "fp8_quantize(x, axis, block_size",
-        "fp8_quantize(x, axis, None",
-        other_blocks,
-    ),
+    "the scale of a zero block is 0": [
+        tpu("fp8_quantize int8_quantize", "return jnp.where(absmax < SMALLEST, 1.0, scale)",
+            "return jnp.where(absmax < SMALLEST, 0.0, scale)", zero_blocks),
+        gpu("fp8_quantize int8_quantize", "tl.where(largest == 0, ONE,", "tl.where(largest == 0, 0,", zero_blocks),
+    ],
+    "block_size is not forwarded": [
+        tpu("grouped_dense grouped_dense_bwd", "fp8_quantize(x, axis, block_size",
+            "fp8_quantize(x, axis, None", other_blocks),
+        gpu("grouped_dense grouped_dense_bwd", "fp8_quantize(x, axis, block_size",
+            "fp8_quantize(x, axis, None", other_blocks),
+    ],
     # megablox: 1 on rows that it overwrote
-    in_layer(
-        "the gradient of existing_out passes overwritten rows", "tpu", ("grouped_dense_bwd",),
-        "passed = _outside(dout, *shard, groups) if options.fills else None",
-        "passed = dout if options.fills else None",
-        overwritten,
-    ),
-    in_layer(
-        "the gradient of existing_out passes overwritten rows", "gpu", ("grouped_dense_bwd",),
-        "passed = _outside(dout, group_sizes, group_offset, ctx.groups)",
-        "passed = dout",
-        overwritten,
-    ),
-]  # fmt: skip
+    "the gradient of existing_out passes overwritten rows": [
+        tpu("grouped_dense_bwd", "passed = _outside(dout, *shard, groups) if options.fills else None",
+            "passed = dout if options.fills else None", overwritten),
+        gpu("grouped_dense_bwd", "passed = _outside(dout, group_sizes, group_offset, ctx.groups)",
+            "passed = dout", overwritten),
+    ],
+})  # fmt: skip
 
 
 @pytest.mark.parametrize(("fault", "op"), pairs(FAULTS, OPS))
