@@ -95,7 +95,7 @@ def test_the_kernel_packages_mirror_each_other():
         assert {path.name for path in (ROOT / package).iterdir() if path.is_dir()} <= {"_lib", "__pycache__"}, package
 
 
-def test_an_operation_is_in_the_same_family_in_all_three_packages():
+def test_an_operation_is_of_one_family_in_all_three_packages():
     from tests.matrix import OPS
 
     for op in OPS:

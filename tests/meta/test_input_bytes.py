@@ -176,14 +176,14 @@ def test_what_is_recorded_was_drawn_and_measured_as_it_is_now():
 
 
 @pytest.mark.parametrize(("shape", "edge"), [((128, 256), 128), ((256, 128), 128), ((127, 256), 32), ((33, 40), 32)])
-def test_ranges_begin_with_a_tile_of_zeros_beside_one_of_the_largest(shape, edge):
+def test_ranges_begin_with_zeros_beside_the_largest(shape, edge):
     x = DISTRIBUTIONS["ranges"](Array(shape, "bfloat16"), bits(), "bfloat16")
     assert not x[:edge, :edge].any()
     beside = x[:edge, edge:] if shape[1] > edge else x[edge:, :edge]
     assert np.abs(beside).max() > 2.0**120
 
 
-def test_long_integer_data_that_an_operation_quantises_itself_keep_few_enough_terms():
+def test_long_integers_quantised_inside_keep_few_enough_terms():
     """A term is up to (4 · 1.75)² of the finest step, and 2^21 of that are exact beside what is added at the end."""
     values = DISTRIBUTIONS["integers"](
         Array((1, 43_000), "float32", sum_over=1, quantised_inside=True), bits(), "float32"

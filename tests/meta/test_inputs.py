@@ -109,7 +109,7 @@ def test_cancellation_cancels_and_leaves_a_known_rest():
 
 @pytest.mark.parametrize("op", [GMM, TGMM], ids=["gmm", "tgmm"])
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float16"])
-def test_integer_sums_are_exact_in_the_output_and_reach_every_position(op, out):
+def test_integer_sums_are_exact_and_reach_every_position(op, out):
     case = find(op, out=out, groups="zipf", data="normal", M=300, existing_out=True).with_data("integers")
     drawn = draw(op, case)
     sums = op.magnitude(op, case, drawn)
@@ -119,7 +119,7 @@ def test_integer_sums_are_exact_in_the_output_and_reach_every_position(op, out):
     assert (drawn["lhs"] != 0).any(axis=1 - axis).all()
 
 
-def test_poison_is_only_where_nothing_may_be_read_and_keeps_the_rest():
+def test_poison_is_only_where_nothing_may_be_read():
     case = find(GMM, dtype="float32", groups="short", data="poison", M=300)
     poisoned, clean = draw(GMM, case), draw(GMM, case.with_data("normal"))
     unread = GMM.unread(case, clean)
@@ -151,7 +151,7 @@ def test_int8_climbs_beyond_float32_and_comes_back(op):
     assert (np.cumsum(terms) % 2).any()  # else float32 would hold it beyond 2^24 as well
 
 
-def test_integer_data_that_are_quantised_inside_stay_what_they_are():
+def test_integers_quantised_inside_stay_what_they_are():
     case = find(GROUPED_DENSE, quantize=True, dtype="float32", existing_out=False, transpose_rhs=False)
     case = case.with_data("integers")
     drawn, arguments = draw(GROUPED_DENSE, case), GROUPED_DENSE.arguments(case)
@@ -282,7 +282,7 @@ def test_alibi_slopes():
 
 
 @pytest.mark.parametrize("op", GATED_LINEAR_ATTENTION, ids=[op.name for op in GATED_LINEAR_ATTENTION])
-def test_integer_sums_of_gated_linear_attention_are_exact_and_not_all_zero(op):
+def test_integer_sums_of_gla_are_exact_and_not_all_zero(op):
     digits = {"float32": 24, "bfloat16": 8}
     for case in (c.with_data("integers") for c in op.cases if c.tier != "full"):
         drawn, contract, arguments = draw(op, case), op.contract(case, "tpu"), op.arguments(case)
@@ -298,7 +298,7 @@ def test_integer_sums_of_gated_linear_attention_are_exact_and_not_all_zero(op):
                 assert np.max(sums[name] / unit) <= 2.0**22, (case.id, name)
 
 
-def test_every_draw_of_the_default_tier_is_valid_and_every_case_has_its_own_id():
+def test_every_default_draw_is_valid_and_every_id_unique():
     ids = [case.id for _, case in DEFAULT]
     assert len(set(ids)) == len(ids) >= 400
     for op, case in DEFAULT:

@@ -81,7 +81,7 @@ def test_a_sample_has_of_every_file_as_much_as_it_has_places():
     assert len(sample(found, 1000, seed=3)) == 40  # + and the three numbers: one fault of each place
 
 
-def test_the_tests_that_run_the_line_come_before_those_of_the_file_and_kinds_alternate():
+def test_tests_of_the_line_come_first_and_kinds_alternate():
     seconds = {"a[1]": 1.0, "a[2]": 2.0, "a[3]": 0.01, "b[1]": 3.0, "c": 0.5, "d": 0.1}
     net = Net(seconds, {"x.py": {5: ["a[1]", "a[2]", "b[1]", "a[3]"], 9: ["c", "a[1]"]}, "y.py": {5: ["d"]}})
     assert net.judges("x.py", 4, 6) == ["a[3]", "b[1]", "a[1]", "a[2]", "c"]
@@ -89,7 +89,7 @@ def test_the_tests_that_run_the_line_come_before_those_of_the_file_and_kinds_alt
     assert net.judges("z.py", 1, 9) == []
 
 
-def test_unmeasured_tests_of_the_same_ops_come_first_by_turns_and_another_backends_not_at_all():
+def test_unmeasured_tests_of_the_same_ops_come_first_by_turns():
     tpu, gpu, laws = "t/test_a_tpu.py::test_agrees", "t/test_a_gpu.py::test_agrees", "t/test_laws.py::test_law"
     there = [*(f"{tpu}[{op}-{n}]" for op in ("mul", "add") for n in "12"), f"{gpu}[add-1]", "t/test_one.py::test_one"]
     there += [f"{laws}[{backend}-{op}]" for backend in ("tpu", "gpu") for op in ("mul", "add")]
@@ -153,7 +153,7 @@ def test_every_equivalent_fault_is_one_of_the_code_as_it_is():
     assert not [fault for fault in equivalent() if not is_there(fault)]
 
 
-def test_an_equivalent_fault_is_called_the_same_in_another_layout_and_file():
+def test_an_equivalent_fault_keeps_its_name_in_other_layouts():
     ugly = SOURCE.replace("max(size - 1, 2)", "max(  # the least\n            size-1, 2,)").replace("Of", "Is of")
     for place, same in zip(places("cpu_golden/box.py", SOURCE), places("cpu_golden/_lib/a.py", ugly), strict=True):
         (mutant, _), (there, _) = make(place, SOURCE), make(same, ugly)
@@ -177,7 +177,7 @@ PROJECT = {
 }
 
 
-def test_a_campaign_finds_the_hole_goes_on_where_it_stopped_and_leaves_the_project_alone(tmp_path):
+def test_a_campaign_finds_the_hole_resumes_and_changes_nothing(tmp_path):
     project, work = tmp_path / "project", tmp_path / "work"
     for name, text in PROJECT.items():
         (project / name).parent.mkdir(parents=True, exist_ok=True)
@@ -208,7 +208,7 @@ def test_a_campaign_finds_the_hole_goes_on_where_it_stopped_and_leaves_the_proje
 
 
 @pytest.mark.parametrize(("ends", "status"), [("os._exit(3)", 3), ("time.sleep(99)", -1), ("os.abort()", -6)])
-def test_a_run_that_waits_for_ever_is_ended_and_one_that_crashes_is_not_mistaken_for_it(ends, status):
+def test_a_run_that_waits_for_ever_is_no_crash(ends, status):
     code = (
         "import os, time\nfrom mutation.server import wait\nchild = os.fork()\n"
         f"if not child:\n    os.setsid()\n    {ends}\nprint(wait(child, wall_s=1))"

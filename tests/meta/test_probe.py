@@ -56,7 +56,7 @@ def test_an_inner_probe_hides_the_outer_one():
     assert not outer and len(inner) == 2
 
 
-def test_renamed_sites_are_shown_under_their_new_names_or_not_at_all():
+def test_renamed_sites_are_shown_under_new_names_or_not_at_all():
     seen = Seen()
     with probing(seen), renamed(matmul_gradient):
         assert kernel() == 11
@@ -76,7 +76,7 @@ def test_renaming_without_a_probe_is_nothing():
         assert kernel() == 10
 
 
-def test_the_same_renaming_of_the_same_probe_is_one_key_of_a_cache():
+def test_the_same_renaming_of_a_probe_is_one_key_of_a_cache():
     seen = Seen()
     with probing(seen):
         keys = []

@@ -11,7 +11,7 @@ OF_ITS_FUNCTION = ("quantize", "dtype")
 """Arguments whose default is every function's own: of one layer or of all, what is quantised to or from."""
 
 
-def test_a_kernel_is_shown_under_its_own_name_with_its_own_words_and_options():
+def test_a_kernel_is_shown_with_its_own_name_words_and_options():
     kernels = {name: function for package in PACKAGES[1:] for name, function in public(package).items()}
     assert {function.__name__ for function in kernels.values()} == kernels.keys()
     docs = {function.__doc__ for name, function in kernels.items() if name.startswith(("chunk", "fused"))}
@@ -22,7 +22,7 @@ def test_a_kernel_is_shown_under_its_own_name_with_its_own_words_and_options():
         assert ("fused" in shown) == name.startswith("chunk_"), name
 
 
-def test_an_argument_has_the_same_default_in_every_function_of_every_package():
+def test_an_argument_has_one_default_in_all_packages():
     defaults: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for package in PACKAGES:
         for function, value in public(package).items():

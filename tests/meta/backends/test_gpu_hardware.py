@@ -49,7 +49,7 @@ def test_all_tensors_are_on_one_device():
         hardware.check_devices({"lhs": CPU, "rhs": ELSEWHERE})
 
 
-def test_the_interpreters_own_bfloat16_is_found_out_and_the_mended_one_is_taken():
+def test_the_interpreters_own_bfloat16_is_found_out():
     assert not hardware.computes_bfloat16(torch.device("cpu"))
     with emulated():
         assert hardware.computes_bfloat16(torch.device("cpu"))
@@ -57,7 +57,7 @@ def test_the_interpreters_own_bfloat16_is_found_out_and_the_mended_one_is_taken(
     assert hardware.computes_bfloat16(torch.device("cuda"))
 
 
-def test_a_function_gets_float32_for_bfloat16_only_where_that_is_not_computed():
+def test_float32_replaces_bfloat16_only_where_not_computed():
     seen = []
 
     def results(tensors, dtype, scale=None):
@@ -103,12 +103,12 @@ def test_which_targets_take_scales_and_which_sum_fp8_in_full():
     assert [t for t in TARGETS if not hardware.sums_fp8_in_float32(t)] == ["sm_89", "sm_90a"]
 
 
-def test_the_architecture_is_that_of_a_device_and_none_of_the_cpu():
+def test_a_device_has_an_architecture_and_the_cpu_none():
     assert hardware.architecture(torch.device("cpu")) is None
     assert torch.cuda.is_available() or hardware.architecture() is None
 
 
-def test_the_architecture_of_a_device_is_the_name_of_its_compiler_target(monkeypatch):
+def test_an_architecture_is_the_name_of_the_compilers_target(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for hip, properties, expected in [
         (None, {"major": 9, "minor": 0}, "sm_90"),
@@ -137,7 +137,7 @@ def test_kernels_are_interpreted_where_both_triton_and_they_are(what, monkeypatc
 
 
 @pytest.mark.parametrize("added", [None, 0, 0x7FFF, 0x8000], ids=["right", "cut", "half to zero", "half away"])
-def test_bfloat16_that_is_multiplied_but_rounded_otherwise_is_found_out(added, monkeypatch):
+def test_bfloat16_that_is_rounded_otherwise_is_found_out(added, monkeypatch):
     """By one program on whole tiles, of ties that go up and down. added: to the bits, before the lower half is cut."""
 
     def probe(lhs, rhs, out):

@@ -259,7 +259,7 @@ def test_elementwise_bfloat16(op):
 
 
 @pytest.mark.parametrize("formats", [("e4m3", "e5m2"), ("e5m2", "e4m3")])
-def test_a_scaled_dot_is_of_codes_times_the_scales_of_their_blocks(formats):
+def test_a_scaled_dot_multiplies_codes_by_their_blocks_scales(formats):
     """An operand without scales is multiplied as it is. The sum has one order, whatever the machine's BLAS does."""
     dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
     lhs, rhs = (x.to(dtypes[name]) for x, name in zip(operands(torch.float32, 16, 64, 32), formats, strict=True))

@@ -31,7 +31,7 @@ def test_without_a_tpu_there_is_no_generation():
     assert chip.select_input_dtype(FP8, FP8) == FP8  # as on the newest
 
 
-def test_the_target_of_an_ahead_of_time_compilation_is_the_tpu_in_question():
+def test_the_target_of_an_ahead_of_time_compilation_counts():
     for kind, platform in (("TPU v5e", "tpu"), ("NVIDIA H100", "gpu")):
         device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
         mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
@@ -46,7 +46,7 @@ def test_dots_of_8_bits_came_with_v5_and_float16_never(kind):
     assert {chip.supports_matmul(dtype, kind) for dtype in (FP8, E5M2, INT8)} == {KINDS[kind] >= 5}
 
 
-def test_a_dot_is_fed_the_narrowest_dtype_that_holds_both_and_is_supported():
+def test_a_dot_is_fed_the_narrowest_supported_dtype_of_both():
     fed = {
         ("TPU v4", FP8, FP8): BF16, ("TPU v5e", FP8, FP8): FP8, ("TPU7x", INT8, INT8): INT8,
         ("TPU7x", FP8, E5M2): BF16, ("TPU7x", BF16, INT8): BF16, ("TPU7x", BF16, BF16): BF16,

@@ -165,7 +165,7 @@ def test_a_loop_may_begin_in_the_delay_slots_of_the_one_before():
         bundles.nested([bundles.Part(0, 100, loop=True), bundles.Part(50, 200, loop=True)])
 
 
-def test_a_loop_that_loads_the_index_of_the_grid_is_not_the_loop_over_the_grid():
+def test_a_loop_that_loads_the_grids_index_is_not_the_grids():
     """The comment on what the grid's loop carries goes with the value, into memory and back."""
     index = "%s7 = sphi %s6, %s8 /* phi copy :: iteration index, stage = 0 */"
     loaded = "%s9 = sld [smem:[#allocation3_spill]] /* iteration index, stage = 0 */ ;; %s4 = sphi %s3, %s5"

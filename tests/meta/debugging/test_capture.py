@@ -102,7 +102,7 @@ def test_inside_jit_the_wanted_steps_are_saved_with_their_bits(tmp_path):
     assert manifest["tensors"]["rhs"]["slices"] == [[None, None, None], [None, 2, None]]
 
 
-def test_eager_and_mapped_calls_are_counted_where_no_step_is_given(tmp_path):
+def test_eager_and_mapped_calls_without_a_step_are_counted(tmp_path):
     jax = pytest.importorskip("jax")
     wrapped, x = capture.wrap(product, op="gmm"), jax.numpy.ones((3, 2, 2))
     with capture.to(tmp_path):
@@ -125,7 +125,7 @@ def test_torch_tensors_are_saved_with_their_bits(tmp_path):
     assert b.tensors["rhs"].dtype == ml_dtypes.bfloat16
 
 
-def test_torch_compile_takes_a_wrapped_function_whole_while_off_and_in_parts_while_on(tmp_path):
+def test_torch_compiles_a_wrapped_function_whole_while_off(tmp_path):
     torch = pytest.importorskip("torch")
     wrapped = capture.wrap(product, op="gmm")
     x = torch.ones(2, 2)
@@ -153,7 +153,7 @@ def test_threads_have_labels_of_their_own(tmp_path):
     assert sorted(b.layer for b in bundles(tmp_path).values()) == ["a", "b"]
 
 
-def test_threads_that_leave_in_the_order_they_came_leave_no_label_behind(tmp_path):
+def test_threads_that_leave_in_any_order_leave_no_label_behind(tmp_path):
     jax = pytest.importorskip("jax")
     wrapped, x = capture.wrap(product, op="gmm"), jax.numpy.ones((2, 2, 2))
     inside, came, left = threading.Event(), threading.Event(), threading.Event()
@@ -196,7 +196,7 @@ def test_inside_a_scan_and_a_shard_every_call_is_saved(tmp_path):
 
 
 @pytest.mark.parametrize("is_recomputed", [False, True])
-def test_in_a_training_loop_every_layers_call_of_the_wanted_steps_is_saved(is_recomputed, tmp_path):
+def test_in_a_training_loop_every_call_of_wanted_steps_is_saved(is_recomputed, tmp_path):
     """jit of a scan over steps of the gradient of a scan over layers, of which none knows that it is watched."""
     jax = pytest.importorskip("jax")
     jnp = jax.numpy
@@ -326,7 +326,7 @@ def test_the_case_of_a_call_is_found_by_what_the_matrix_declares(op):
         assert op.inputs(found.with_data("normal")).keys() >= call.tensors.keys()
 
 
-def test_sizes_shards_and_tiles_that_the_matrix_does_not_have_are_found():
+def test_sizes_shards_and_tiles_beyond_the_matrix_are_found():
     op = OP["gmm"]
     tensors = {
         "lhs": np.zeros((77, 50), ml_dtypes.bfloat16), "rhs": np.zeros((5, 33, 50), ml_dtypes.bfloat16),
@@ -338,7 +338,7 @@ def test_sizes_shards_and_tiles_that_the_matrix_does_not_have_are_found():
     assert (case.shard, case.tiling, case.transpose_rhs, case.out) == ((7, 19), (64, 32, 16), True, "float32")
 
 
-def test_dtypes_checks_and_where_it_ran_need_not_be_those_of_the_matrix():
+def test_dtypes_checks_and_devices_may_be_beyond_the_matrix():
     """Weights in blocks of 64 rows, which the matrix has of bfloat16 alone, and the usual check."""
     x = {"x": np.zeros((3, 192, 96), np.float32)}
     given, defaults = {"axis": 1, "block_size": 64, "interpret": True}, {"dtype": "float8_e5m2", "check_finite": True}
@@ -371,7 +371,7 @@ def test_a_call_that_no_case_describes_is_refused(tensors, arguments, message):
 
 
 @pytest.mark.tpu
-def test_a_replayed_call_has_the_verdict_and_the_errors_of_its_case(tmp_path, capsys):
+def test_a_replayed_call_has_its_cases_verdict_and_errors(tmp_path, capsys):
     pytest.importorskip("jax")
     op = OP["gmm"]
     case = next(c for c in op.cases if c.tier == "smoke" and c.dtype == "float32" and c.groups == "zipf")
@@ -505,7 +505,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("spoil", "message"), HOSTILE, ids=range(len(HOSTILE)))
-def test_a_hostile_bundle_is_refused_with_one_error_that_names_the_file(spoil, message, tmp_path, capsys):
+def test_a_hostile_bundle_is_refused_in_one_error_with_its_file(spoil, message, tmp_path, capsys):
     wrapped, x = capture.wrap(product, op="gmm"), np.arange(16, dtype=np.float32).reshape(4, 4)
     with capture.to(tmp_path):
         wrapped(x, x)

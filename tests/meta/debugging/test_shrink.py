@@ -95,7 +95,7 @@ def test_a_planted_fault_is_reduced_and_its_script_shows_it(
 
 @pytest.mark.full
 @pytest.mark.tpu
-def test_a_script_takes_the_emulation_where_the_loss_is_the_matrix_units(tmp_path, monkeypatch):
+def test_a_script_emulates_where_the_matrix_unit_loses(tmp_path, monkeypatch):
     pytest.importorskip("jax")
     if runner("tpu").real:
         pytest.skip("a TPU's matrix unit needs no emulation")
@@ -241,7 +241,7 @@ EXISTING = next(c for c in GMM.cases if c.existing_out and c.dtype == "float32" 
 
 
 @BOTH
-def test_sizes_options_and_data_are_reduced_as_far_as_the_verdict_stays(backend):
+def test_sizes_options_and_data_are_reduced_under_one_verdict(backend):
     pytest.importorskip("jax" if backend == "tpu" else "torch")
     steps = []
     found = shrink(Trial(GMM, EXISTING, backend, golden_but(zero_a_corner)), steps.append)
@@ -320,7 +320,7 @@ def test_minimise_finds_what_is_needed(needed):
 
 
 @pytest.mark.tpu
-def test_the_command_prints_the_steps_the_smallest_case_and_a_script(project, tmp_path):
+def test_the_command_prints_steps_smallest_case_and_script(project, tmp_path):
     pytest.importorskip("jax")
     project("bad")
     out = tmp_path / "repro.py"

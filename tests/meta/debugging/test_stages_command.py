@@ -270,7 +270,7 @@ def test_it_is_said_of_which_values_a_kernel_has_parts_alone(tmp_path):
     )
 
 
-def test_a_site_without_a_value_is_unseen_and_one_with_some_is_not():
+def test_a_site_is_unseen_only_without_any_value():
     marks = [Mark("A", np.array([np.nan]), ()), Mark("dA", np.array([np.nan]), ()), Mark("dA", np.array([1.0]), ())]
     assert unseen(marks) == ("A",) and unseen(marks[1:]) == ()
 
@@ -290,7 +290,7 @@ EVALUATED = [
 
 
 @pytest.mark.parametrize(("backend", "name", "dtype"), EVALUATED)
-def test_with_every_line_a_program_is_the_kernel_and_with_none_it_is_exact(backend, name, dtype):
+def test_a_program_is_the_kernel_or_with_no_line_exact(backend, name, dtype):
     """Bit for bit: both, and so every number in between, would go wrong with a wrong operation of the evaluator."""
     pytest.importorskip("jax" if backend == "tpu" else "triton")
     op = OP[name]

@@ -141,7 +141,7 @@ LOSSES = [
 
 
 @pytest.mark.parametrize(("loss", "case_id", "site"), LOSSES)
-def test_a_loss_of_precision_is_found_where_it_happens_and_its_line_is_the_first(loss, case_id, site, tmp_path):
+def test_a_loss_of_precision_is_found_at_its_stage_and_line(loss, case_id, site, tmp_path):
     pytest.importorskip("jax" if loss.backend == "tpu" else "triton")
     op, case = case_of(case_id)
     expected, kernel = reference(op, case), getattr(plant(loss, tmp_path), op.name)
@@ -156,7 +156,7 @@ def test_a_loss_of_precision_is_found_where_it_happens_and_its_line_is_the_first
 
 @FULL
 @pytest.mark.gpu
-def test_the_line_that_is_named_is_of_the_stage_that_is_off_and_not_of_the_result(tmp_path):
+def test_the_line_named_is_of_the_stage_off_not_of_the_result(tmp_path):
     """In bfloat16 what the matmuls hand on is most of the result's error: a router in bfloat16 hides behind that."""
     pytest.importorskip("triton")
     op, case = case_of(PLAIN)
@@ -175,7 +175,7 @@ def test_a_probe_leaves_nothing_where_there_is_none(case_id, tmp_path):
     check_a_probe_leaves_nothing(*case_of(case_id), ["moe"], tmp_path, probe="_watched")
 
 
-def test_a_new_tensor_has_no_number_of_one_that_lay_where_it_lies(monkeypatch):
+def test_a_new_tensor_has_no_number_of_one_that_lay_there(monkeypatch):
     """Memory is used again, and what it held may round to what it holds now, to 8 bits above all."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")

@@ -436,7 +436,7 @@ def test_malformed_expressions_are_refused(expression):
         matches(expression, "gmm")
 
 
-def test_seeds_that_were_not_recorded_again_do_not_hide_the_one_that_was():
+def test_seeds_not_recorded_again_do_not_hide_the_one_that_was():
     again = changed(BASE[:1], scale=8.0, where=dict(kernel="f" * 64))
     case = of_one_case(BASE, [*again, *BASE[1:]])
     assert (case.change, case.seeds) == ("worse", 1)

@@ -105,7 +105,7 @@ def test_a_changed_kernel_of_the_same_figures_is_valid(project, tmp_path):
     assert done.returncode == 0 and "records:" not in done.stdout, done.stdout
 
 
-def test_a_changed_kernel_of_other_figures_is_stale_and_fails_only_if_strict(project, tmp_path):
+def test_other_figures_are_stale_and_fail_only_if_strict(project, tmp_path):
     run = project()
     kernels = tmp_path / "kernels.py"
     good = kernels.read_text()
@@ -120,7 +120,7 @@ def test_a_changed_kernel_of_other_figures_is_stale_and_fails_only_if_strict(pro
     assert "STALE  G0: kernel" in strict.stdout, strict.stdout
 
 
-def test_records_of_other_inputs_are_invalid_and_compared_with_nothing(project, tmp_path):
+def test_records_of_other_inputs_are_invalid_and_not_compared(project, tmp_path):
     run = project()
     run(*RECORD)
     path = tmp_path / "records/tpu/emulated/double.jsonl"
@@ -154,7 +154,7 @@ DOT = "lax.dot_general(a, b, axes, precision=precision, preferred_element_type=j
     ],
     ids=["bfloat16 sums", "half the passes", "sums of 20 bits"],
 )
-def test_a_precision_regression_in_a_copy_of_the_kernel_fails_and_is_named(old, new, outcome, tmp_path, monkeypatch):
+def test_a_precision_regression_of_a_kernel_fails_and_is_named(old, new, outcome, tmp_path, monkeypatch):
     pytest.importorskip("jax")
     products = (ROOT / "tpu_kernels/_lib/products.py").read_text()
     assert products.count(old) == 1

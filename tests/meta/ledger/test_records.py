@@ -113,7 +113,7 @@ def test_the_newest_record_stays(tmp_path):
     assert len(path_of(tmp_path).read_text().splitlines()) == 2  # provenances that nobody names any more are gone
 
 
-def test_other_ledgers_are_joined_by_one_write_a_file_and_of_each_seed_the_newest_stays(tmp_path, monkeypatch, capsys):
+def test_ledgers_join_by_one_write_a_file_and_the_newest_stays(tmp_path, monkeypatch, capsys):
     new, old = (at(f"2026-02-0{day}T00:00:00Z", verdict=f"OF {day}") for day in (2, 1))
     for folder, record in [("a", new), ("b", old)]:
         keep(tmp_path / folder, *(replace(record, seed=seed) for seed in range(20)), replace(RECORD, provenance=H200))
@@ -247,7 +247,7 @@ def test_a_full_disk_costs_the_record_alone(tmp_path, monkeypatch):
     assert {3, 5} <= {seed for _, seed in read(path_of(tmp_path))}
 
 
-def test_an_unreadable_ledger_stops_the_merge_and_nothing_is_lost(tmp_path):
+def test_an_unreadable_ledger_stops_the_merge_and_loses_nothing(tmp_path):
     keep(tmp_path, RECORD)
     whole = path_of(tmp_path).read_bytes()
     path_of(tmp_path).write_bytes(whole[:-9])
@@ -612,7 +612,7 @@ def test_freshness_names_what_changed(then, now, status, reason):
     assert freshness_of(RECORD, replace(PROVENANCE, **then), **now) == Freshness(status, reason)
 
 
-def test_a_record_whose_figures_are_measured_again_is_valid_whatever_moved():
+def test_a_record_whose_figures_are_measured_again_is_valid():
     same, moved = RECORD.outputs, replace(PROVENANCE, kernel=OTHER, versions={"triton": "3.10.0"})
     other = {name: replace(m, epsilon=m.epsilon * (1 + 1e-5)) for name, m in same.items()}
     written = {name: replace(m, epsilon=m.epsilon * (1 + 1e-8)) for name, m in same.items()}

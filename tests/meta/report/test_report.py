@@ -156,7 +156,7 @@ def many(count):
 
 
 @pytest.mark.parametrize("count", [5000, pytest.param(20000, marks=pytest.mark.full)])
-def test_thousands_of_cases_stay_under_the_limit_and_the_page_says_what_it_leaves_out(tmp_path, count):
+def test_the_page_stays_under_its_limit_and_says_what_it_lacks(tmp_path, count):
     written = write(tmp_path / "report.html", many(count), RUN, tmp_path)
     assert written.size == (tmp_path / "report.html").stat().st_size < LIMIT
     assert written.size > 0.99 * LIMIT  # what fits is there
@@ -174,7 +174,7 @@ def test_thousands_of_cases_stay_under_the_limit_and_the_page_says_what_it_leave
     assert 'class="map"' in text[first : text.index("</details>", first)]  # what failed is drawn
 
 
-def test_a_case_judged_twice_counts_once_and_by_its_worse_outcome(page):
+def test_a_case_judged_twice_counts_once_as_the_worse(page):
     failed = entry(1, outcome="OUT OF BOUND", measured=(measured(outcome="OUT OF BOUND"),))
     compared = entry(1, COMPARED, "TIE")
     text = page(entry(0), entry(0), failed, compared)
@@ -196,7 +196,7 @@ def test_the_scatter_is_logarithmic_and_has_its_diagonal():
     assert (x1 - x0) / (y0 - y1) == pytest.approx(4 / 2 * (dx1 - dx0) / (dy0 - dy1), rel=0.01)  # decades
 
 
-def test_a_larger_error_is_a_larger_square_and_the_worst_is_framed():
+def test_a_larger_error_is_a_larger_square_the_worst_framed():
     text = drawing.heat_map(((0.0, 1.0), (2.0, math.inf), (7.0, 0.0)))
     style = (Path(drawing.__file__).parent / "page.css").read_text()
     sides = dict(re.findall(r"\.h(\d) \{.* stroke-width: (\d+);", style))
@@ -223,7 +223,7 @@ def test_entries_survive_the_trip_between_processes():
     assert again == whole
 
 
-def test_the_history_names_the_case_nearest_to_its_bound_and_its_epsilon_by_revision(project, tmp_path):
+def test_the_history_is_of_the_case_nearest_to_its_bound(project, tmp_path):
     run = project()
     kernels = tmp_path / "kernels.py"
     git(tmp_path, "init", "-q")
@@ -273,7 +273,7 @@ def dying(x):
 """
 
 
-def test_pytest_writes_what_was_judged_what_failed_what_died_and_what_was_skipped(project, tmp_path):
+def test_pytest_reports_what_passed_failed_died_and_was_skipped(project, tmp_path):
     run = project(kernel="bad")
     matrix = tmp_path / "matrix.py"
     matrix.write_text(matrix.read_text().replace('gpu="kernels:bad"', 'gpu="kernels:dying"'))
@@ -356,7 +356,7 @@ def test_parity_run_refuses_a_report_that_it_could_not_write(path, tmp_path, mon
     assert f"--report: must be a file in a folder that is there, got {path}" in capsys.readouterr().err
 
 
-def test_what_failed_and_the_nearest_to_their_bounds_are_explained(monkeypatch):
+def test_what_failed_and_the_nearest_to_bounds_are_explained(monkeypatch):
     op = SimpleNamespace(name="matmul", bit_exact=False)
     bits = SimpleNamespace(name="bits", bit_exact=True)
     asked = []

@@ -94,7 +94,7 @@ def test_the_filters_narrow_the_list_and_say_how_far(open_page):
     assert page.inner_text("#shown") == "1 of 8"
 
 
-def test_a_click_on_a_column_sorts_by_it_and_another_the_other_way(open_page):
+def test_a_click_on_a_column_sorts_by_it_a_second_reverses(open_page):
     page = open_page()
 
     def values():
@@ -130,7 +130,7 @@ def test_a_point_of_the_scatter_leads_to_its_case(open_page):
     assert open_page(anchor="#c1").locator("#c1[open]").count() == 1
 
 
-def test_without_javascript_everything_is_there_and_the_controls_are_not(open_page):
+def test_without_javascript_everything_but_the_controls_is_there(open_page):
     page = open_page(java_script_enabled=False)
     assert len(shown(page)) == 8
     assert not page.locator("#filter").is_visible()

@@ -285,7 +285,7 @@ def test_a_lost_node_changes_nothing(cluster, project, tmp_path):
 
 
 @pytest.mark.full
-def test_a_device_that_no_node_has_any_more_is_named_and_waited_for(cluster, project, tmp_path):
+def test_a_device_that_no_node_has_left_is_named_and_awaited(cluster, project, tmp_path):
     project()
     here = waits(tmp_path)
     (tmp_path / "flag").touch()
