@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from parity import cli
-from tests.support.commands import run_parity
 
 ROOT = Path(__file__).parents[3]
 CASE = "gmm-M300_K200_N160_G6-f32-tiling64x128x128-zipf-s0"
@@ -83,32 +82,25 @@ def test_diff_names_the_kernel_that_made_it_worse(project, tmp_path):
     run = project()
     run("-q", "--parity-record", "-k", "test_agrees")
     (tmp_path / "records").rename(tmp_path / "before")
-    kernels = tmp_path / "kernels.py"
-    kernels.write_text(kernels.read_text().replace("return x + x", "return x + x * (1 + 2**-23)", 1))
+    run.replace("kernels.py", "x + x", "x + x * (1 + 2**-23)")
     run("-q", "--parity-record", "-k", "test_agrees")
-    done = run_parity(tmp_path, "diff", "before", "records", "--fail-on-regression")
+    done = run.parity("diff", "before", "records", "--fail-on-regression")
     assert done.returncode == 1
     assert "who moved: kernel" in done.stdout, done.stdout
-    found = json.loads(run_parity(tmp_path, "diff", "before", "records", "--json").stdout)
+    found = json.loads(run.parity("diff", "before", "records", "--json").stdout)
     assert "worse" in json.dumps(found)
 
 
-def test_the_table_has_a_line_for_each_model_whatever_crashes(project, tmp_path):
-    project()
-    matrix = tmp_path / "matrix.py"
-    matrix.write_text(
-        matrix.read_text().replace(
-            "OPS =",
-            "TINY = _DOUBLE.grid([dict(M=8, N=4)], dtype=['float32', 'bfloat16'], model='Tiny')\n"
-            "DOUBLE = _DOUBLE.with_cases(TINY)\nOPS =",
-        )
-    )
-    good = run_parity(tmp_path, "run", "--seeds", "2", "-j", "1")
+def test_the_table_has_a_line_for_each_model_whatever_crashes(project):
+    run = project()
+    tiny = "_DOUBLE.grid([dict(M=8, N=4)], dtype=['float32', 'bfloat16'], model='Tiny')"
+    run.replace("matrix.py", "OPS =", f"DOUBLE = _DOUBLE.with_cases({tiny})\nOPS =")
+    good = run.parity("run", "--seeds", "2", "-j", "1")
     assert good.returncode == 0, good.stdout + good.stderr
     assert good.stdout.count("Tiny") == 2
     assert "2 passed, 0 failed" in good.stdout
-    (tmp_path / "kernels.py").write_text("def good(x):\n    raise RuntimeError('no such instruction')\n")
-    broken = run_parity(tmp_path, "run", "--seeds", "2", "-j", "1")
+    run.replace("kernels.py", "return x + x", "raise RuntimeError('no such instruction')")
+    broken = run.parity("run", "--seeds", "2", "-j", "1")
     assert broken.returncode == 1
     assert "CRASH RuntimeError: no such instruction" in broken.stdout
     assert "0 passed, 2 failed" in broken.stdout

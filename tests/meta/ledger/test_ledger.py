@@ -15,6 +15,7 @@ from parity.ledger.diff import diff, load
 from parity.ledger.write import Recorder, merge
 from parity.trial import Trial
 from tests.matrix.gmm import GMM, representative
+from tests.support.projects import COMPARED, TESTS
 
 ROOT = Path(__file__).parents[3]
 RECORD = ("-q", "--parity-record")
@@ -37,7 +38,7 @@ def test_what_is_recorded_is_valid_afterwards(project, tmp_path):
 def test_xdist_records_the_same(project, tmp_path):
     run = project()
     run(*RECORD)
-    path = tmp_path / "records/tpu/emulated/double.jsonl"
+    path = tmp_path / run.ledger
 
     def content():
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -76,18 +77,17 @@ def test_no_record_is_counted_with_the_command_that_makes_one(project, tmp_path)
 def test_the_command_records_no_case_but_those_that_need_it(project, tmp_path):
     run = project()
     run(*RECORD)
-    forget(tmp_path / "records/tpu/emulated/double.jsonl", "double-M3_N5-f32-s0", "double-M3_N5-bf16-s0")
+    forget(tmp_path / run.ledger, "double-M3_N5-f32-s0", "double-M3_N5-bf16-s0")
     done = run("-q")
     assert "records: 2 NO-RECORD  2 VALID\n" in done.stdout, done.stdout
     assert fixes(run, done, "NO-RECORD  2 of double on tpu") == 2
     assert "records:" not in run("-q").stdout
 
 
-def test_a_worse_kernel_is_a_regression_and_names_what_moved(project, tmp_path):
+def test_a_worse_kernel_is_a_regression_and_names_what_moved(project):
     run = project()
     run(*RECORD)
-    kernels = tmp_path / "kernels.py"
-    kernels.write_text(kernels.read_text().replace("return x + x", "return x + x * (1 + 2**-23)", 1))
+    run.replace("kernels.py", "x + x", "x + x * (1 + 2**-23)")
     worse = run("-q")
     assert worse.returncode == 1
     assert "REGRESSION" in worse.stdout
@@ -96,22 +96,19 @@ def test_a_worse_kernel_is_a_regression_and_names_what_moved(project, tmp_path):
     assert run("-q").returncode == 0
 
 
-def test_a_changed_kernel_of_the_same_figures_is_valid(project, tmp_path):
+def test_a_changed_kernel_of_the_same_figures_is_valid(project):
     run = project()
     run(*RECORD)
-    kernels = tmp_path / "kernels.py"
-    kernels.write_text(kernels.read_text().replace("return x + x", "return 2 * x", 1))
+    run.replace("kernels.py", "x + x", "2 * x")
     done = run("-q", "--parity-strict-records")
     assert done.returncode == 0 and "records:" not in done.stdout, done.stdout
 
 
-def test_other_figures_are_stale_and_fail_only_if_strict(project, tmp_path):
+def test_other_figures_are_stale_and_fail_only_if_strict(project):
     run = project()
-    kernels = tmp_path / "kernels.py"
-    good = kernels.read_text()
-    kernels.write_text(good.replace("return x + x", "return x + x * (1 + 2**-23)", 1))
+    run.replace("kernels.py", "x + x", "x + x * (1 + 2**-23)")
     run(*RECORD)
-    kernels.write_text(good)
+    run.replace("kernels.py", "x + x * (1 + 2**-23)", "x + x")
     stale = run("-q")
     assert stale.returncode == 0
     assert "STALE  2 of double on tpu: pytest --parity-record -m tpu -k" in stale.stdout, stale.stdout
@@ -123,7 +120,7 @@ def test_other_figures_are_stale_and_fail_only_if_strict(project, tmp_path):
 def test_records_of_other_inputs_are_invalid_and_not_compared(project, tmp_path):
     run = project()
     run(*RECORD)
-    path = tmp_path / "records/tpu/emulated/double.jsonl"
+    path = tmp_path / run.ledger
     path.write_text(re.sub(r'"x":"[0-9a-f]{64}"', f'"x":"{"0" * 64}"', path.read_text()))
     done = run("-q")
     command = 'pytest --parity-record -m tpu -k "[double-"'
@@ -134,7 +131,7 @@ def test_records_of_other_inputs_are_invalid_and_not_compared(project, tmp_path)
 def test_a_broken_ledger_is_one_clear_error(project, tmp_path):
     run = project()
     run(*RECORD)
-    path = tmp_path / "records/tpu/emulated/double.jsonl"
+    path = tmp_path / run.ledger
     path.write_text(path.read_text()[:-40])
     done = run("-q", "-x")
     assert done.returncode != 0
@@ -199,60 +196,37 @@ def test_a_killed_worker_loses_nothing_that_was_recorded_before(project, tmp_pat
     assert done.returncode == 1
     assert "CRASH  G1: killed by SIG" in done.stdout
     assert re.search(r"records: nothing of \S+M3_N5-bf16-s0\], whose worker died: pytest --parity-record", done.stdout)
-    text = (tmp_path / "records/tpu/emulated/double.jsonl").read_text()
+    text = (tmp_path / run.ledger).read_text()
     recorded = {json.loads(line)["case"] for line in text.splitlines() if '"case"' in line}
     assert recorded == {"double-M8_N40-f32-s0", "double-M8_N40-bf16-s0", "double-M3_N5-f32-s0", "double-M3_N5-bf16-s0"}
 
 
-COMPARED = """
-import parity
-from matrix import DOUBLE
-
-@parity.cases(DOUBLE, backend="tpu", compared=True)
-def test_is_no_worse(run):
-    run.is_no_worse()
-"""
-
-TPU_HOST = """
-from parity.backends import prepare_environment, tpu
+HOST = """
+from parity.backends import {backend}, prepare_environment
 prepare_environment()
 
-class PretendedTpu(tpu.TpuRunner):
+class Pretended({backend}.{Runner}):
     real = property(lambda self: True, lambda self, value: None)
-    device_kind = "TPU pretended"
+    device_kind = "{kind}"
 
     def __init__(self):
-        import jax
-        self._device = jax.devices("cpu")[0]
+        self._device = {cpu}
 
-tpu.make_runner = PretendedTpu
+{backend}.make_runner = Pretended
 """
-
-GPU_HOST = """
-from parity.backends import gpu, prepare_environment
-prepare_environment()
-
-class PretendedGpu(gpu.GpuRunner):
-    real = property(lambda self: True, lambda self, value: None)
-    device_kind = "NVIDIA Pretended"
-
-    def __init__(self):
-        self._device = "cpu"
-
-gpu.make_runner = PretendedGpu
-"""
+TPU_HOST = dict(backend="tpu", Runner="TpuRunner", kind="TPU pretended", cpu='__import__("jax").devices("cpu")[0]')
+GPU_HOST = dict(backend="gpu", Runner="GpuRunner", kind="NVIDIA Pretended", cpu='"cpu"')
 
 
 @pytest.fixture
-def hosts(project, tmp_path):
+def hosts(project):
     """Two hosts that share a ledger: one with a TPU (pretended), one with a GPU (pretended), as functions."""
     run = project()
-    tests = tmp_path / "test_double.py"
-    tests.write_text(tests.read_text().replace('"tpu"', '"gpu"'))
-    (tmp_path / "test_compared.py").write_text(COMPARED)
+    run.write("test_double.py", TESTS.replace('"tpu"', '"gpu"'))
+    run.write("test_compared.py", COMPARED)
 
-    def host(conftest, *arguments):
-        (tmp_path / "conftest.py").write_text(conftest)
+    def host(of, *arguments):
+        run.write("conftest.py", HOST.format(**of))
         return run("-q", "--parity-seeds=2", *arguments)
 
     return partial(host, TPU_HOST), partial(host, GPU_HOST)

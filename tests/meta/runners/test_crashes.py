@@ -5,6 +5,7 @@ import re
 import pytest
 
 from parity.runners.crashes import examine
+from tests.support.projects import BOTH
 
 WAYS = {  # what the kernel does for a case of that many rows, and what is to be reported
     11: ("os.kill(os.getpid(), signal.SIGKILL)", "CRASH", "killed by SIGKILL, as the system does when memory runs out"),
@@ -36,18 +37,14 @@ def lose_context():
 
 
 @pytest.fixture
-def battlefield(project, tmp_path):
+def battlefield(project):
     """A project in which the kernel of both backends dies in every one of `WAYS`, among healthy cases."""
     run = project()
-    matrix = (tmp_path / "matrix.py").read_text()
     dims = ", ".join(f"dict(M={rows}, N=4)" for rows in WAYS)
-    deadly = f'    _DOUBLE.grid([{dims}], dtype=["float32"]),\n)\nOPS'
-    (tmp_path / "matrix.py").write_text(matrix.replace(")\nOPS", deadly))
+    run.replace("matrix.py", ")\nOPS", f'    _DOUBLE.grid([{dims}], dtype=["float32"]),\n)\nOPS')
     ways = "\n    ".join(f"if x.shape[0] == {rows}: {way}" for rows, (way, _, _) in WAYS.items())
-    (tmp_path / "kernels.py").write_text(KERNELS.format(ways=ways))
-    test = '@parity.cases(DOUBLE, backend="{0}")\ndef test_{0}(run):\n    run.agrees()\n\n'
-    tests = "".join(test.format(backend) for backend in ("tpu", "gpu"))
-    (tmp_path / "test_double.py").write_text(f"import parity\nfrom matrix import DOUBLE\n\n{tests}")
+    run.write("kernels.py", KERNELS.format(ways=ways))
+    run.write("test_double.py", BOTH)
     return run
 
 

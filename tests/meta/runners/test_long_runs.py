@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity.runners.long_runs import deal
-from tests.support.commands import run_module, run_parity
+from tests.support.commands import run_module
 from tests.support.records import recorded
 
 SECONDS = st.floats(0.001, 100)
@@ -37,7 +37,7 @@ def test_shards_together_are_the_whole(project, tmp_path):
         assert f"{len(passed)} passed" in done.stdout and len(passed) in (3, 4, 5), done.stdout
         selected += passed
     assert len(selected) == len(set(selected)) == 8
-    merged = run_parity(tmp_path, "merge", "shard1", "shard2", "--records", "joined")
+    merged = run.parity("merge", "shard1", "shard2", "--records", "joined")
     assert merged.stdout == "4 records written to joined; of each case and seed the newest stays\n", merged.stderr
     assert recorded(tmp_path / "joined") == undisturbed
 
@@ -45,14 +45,11 @@ def test_shards_together_are_the_whole(project, tmp_path):
 def test_shards_are_balanced_by_what_is_recorded(project, tmp_path):
     run = project()
     run("-q", "--parity-record")
-    ledger = tmp_path / "records/tpu/emulated/double.jsonl"
     slow = "double-M3_N5-bf16-s0"
-    lines = []
-    for line in map(json.loads, ledger.read_text().splitlines()):
-        lines.append(
-            json.dumps(line | {"seconds": 100.0 if line.get("case") == slow else 1.0} if "case" in line else line)
-        )
-    ledger.write_text("\n".join(lines) + "\n")
+    lines = list(map(json.loads, (tmp_path / run.ledger).read_text().splitlines()))
+    for line in (line for line in lines if "case" in line):
+        line["seconds"] = 100.0 if line["case"] == slow else 1.0
+    run.write(run.ledger, "".join(f"{json.dumps(line)}\n" for line in lines))
     parts = [run("-v", "-k", "test_agrees", f"--parity-shard={n}/2").stdout for n in (1, 2)]
     assert sorted(part.count("PASSED") for part in parts) == [1, 3], "the slow one alone"
     assert any(f"test_agrees[{slow}] PASSED" in part and part.count("PASSED") == 1 for part in parts)

@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+from tests.support.projects import COMPARED, KERNELS
+
 
 def test_a_good_day_is_quiet(project):
     run = project()("-q")
@@ -56,34 +58,18 @@ def test_a_failure_fits_on_a_screen_and_can_be_acted_on(project):
     assert "1 failed" in again.stdout, again.stdout
 
 
-COMPARED = """
-import parity
-from matrix import DOUBLE
-
-@parity.cases(DOUBLE, backend="tpu", compared=True)
-def test_is_no_worse(run):
-    run.is_no_worse()
-"""
-
-
 @pytest.fixture
-def losing(project, tmp_path):
+def losing(project):
     """A project whose TPU kernel errs in float32 and whose GPU kernel does not; a failure is declared by `where`."""
 
     def make(where):
         run = project()
         declared = f"defaults={{}}, expected=(Expected(lambda c: {where}, 'LOSS', 'rounds twice'),),"
-        matrix = (tmp_path / "matrix.py").read_text()
-        for old, new in {
-            "import Array,": "import Array, Expected,",
-            "defaults={},": declared,
-            'tpu="kernels:good"': 'tpu="kernels:losing"',
-        }.items():
-            matrix = matrix.replace(old, new)
-        (tmp_path / "matrix.py").write_text(matrix)
-        with (tmp_path / "kernels.py").open("a") as kernels:
-            kernels.write("\ndef losing(x):\n    return x + x * (1 + 2**-23)\n")
-        (tmp_path / "test_double.py").write_text(COMPARED)
+        run.replace("matrix.py", "import Array,", "import Array, Expected,")
+        run.replace("matrix.py", "defaults={},", declared)
+        run.replace("matrix.py", 'tpu="kernels:good"', 'tpu="kernels:losing"')
+        run.write("kernels.py", KERNELS + "\ndef losing(x):\n    return x + x * (1 + 2**-23)\n")
+        run.write("test_double.py", COMPARED)
         return run
 
     return make
@@ -130,9 +116,9 @@ def test_help_and_markers_are_documented(project):
         ('[tool.parity]\nmatrix = "kernels"\n', "must define OPS, a tuple of parity.Op, got none"),
     ],
 )
-def test_a_missing_matrix_is_named(project, tmp_path, pyproject, message):
+def test_a_missing_matrix_is_named(project, pyproject, message):
     run = project()
-    (tmp_path / "pyproject.toml").write_text(pyproject + '[tool.pytest.ini_options]\npythonpath = ["."]\n')
+    run.write("pyproject.toml", pyproject + '[tool.pytest.ini_options]\npythonpath = ["."]\n')
     done = run("-q")
     assert done.returncode != 0
     assert message in done.stdout + done.stderr

@@ -19,22 +19,12 @@ from parity.ledger.schema import RecordError
 from parity.ledger.write import Follower, Recorder
 from parity.runners import ray as ray_run
 from tests.support.commands import environment, run_pytest
+from tests.support.projects import BOTH
 from tests.support.records import RECORD, recorded
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[3]
-BOTH = """
-import parity
-from matrix import DOUBLE
-
-@parity.cases(DOUBLE, backend="tpu")
-def test_tpu(run):
-    run.agrees()
-
-@parity.cases(DOUBLE, backend="gpu")
-def test_gpu(run):
-    run.agrees()
-
+NEITHER = """
 def test_neither(record_property):
     import os
     record_property("owns", [os.environ.get(name) for name in ("TPU_VISIBLE_CHIPS", "CUDA_VISIBLE_DEVICES")])
@@ -173,7 +163,7 @@ def verdicts(junit):
 def test_a_run_on_a_cluster_is_one_with_two_workers_elsewhere(cluster, project, tmp_path, dying):
     run = project()
     ended = "1 failed, 8 passed" if dying else "9 passed"
-    (tmp_path / "test_double.py").write_text(BOTH)
+    run.write("test_double.py", BOTH + NEITHER)
     if dying:
         (tmp_path / "kernels.py").write_text(DIES)
     done = run("-n2", "--parity-record", "--parity-records=local", "--junitxml=local.xml")
