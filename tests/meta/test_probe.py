@@ -88,7 +88,6 @@ def test_the_same_renaming_of_a_probe_is_one_key_of_a_cache():
 
 @pytest.mark.tpu
 def test_attribution_marks_what_a_kernel_shows_to_its_probe():
-    pytest.importorskip("jax")
     from parity.debugging.attribution.tpu import make_program
 
     def double(x):

@@ -53,7 +53,6 @@ def snapshot(folder):
 
 @pytest.mark.tpu
 def test_the_first_bad_commit_is_found_also_after_a_kill(repository, tmp_path, tmp_path_factory, monkeypatch):
-    pytest.importorskip("jax")
     commits = repository
     (tmp_path / "kernels.py").write_text("def good(x):\n    raise RuntimeError('the working tree is not judged')\n")
     (tmp_path / "new").write_text("of the user\n")

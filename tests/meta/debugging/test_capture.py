@@ -372,7 +372,6 @@ def test_a_call_that_no_case_describes_is_refused(tensors, arguments, message):
 
 @pytest.mark.tpu
 def test_a_replayed_call_has_its_cases_verdict_and_errors(tmp_path, capsys):
-    pytest.importorskip("jax")
     op = OP["gmm"]
     case = next(c for c in op.cases if c.tier == "smoke" and c.dtype == "float32" and c.groups == "zipf")
     path = saved(op, case, tmp_path / "bundles")
@@ -532,7 +531,6 @@ def forged(folder, lhs, rhs, sizes, **arguments):
 
 @pytest.mark.tpu
 def test_two_vectors_whose_product_fits_no_memory_are_refused(tmp_path, capsys):
-    pytest.importorskip("jax")
     size = 2**20
     lhs, rhs = np.ones((size, 1), np.float32), np.ones((1, 1, size), np.float32)
     bundle = forged(tmp_path, lhs, rhs, [size])
@@ -544,7 +542,6 @@ def test_two_vectors_whose_product_fits_no_memory_are_refused(tmp_path, capsys):
 
 @pytest.mark.tpu
 def test_a_kernel_that_raises_is_a_verdict(tmp_path, capsys):
-    pytest.importorskip("jax")
     bundle = forged(tmp_path, np.ones((8, 4), np.float32), np.ones((1, 4, 8), np.float32), [8], tiling=("a", "b", "c"))
     assert main(["--root", str(ROOT), "replay", str(bundle), "--backend", "tpu"]) == 1
     assert capsys.readouterr().out.startswith("tpu  CRASH  TypeError: tiling must be three ints")

@@ -231,7 +231,6 @@ def marks(backend, tier):
     ],
 )
 def test_a_loss_of_precision_is_named(loss, tmp_path):
-    pytest.importorskip("jax" if loss.backend == "tpu" else "triton")
     op = OP[loss.op]
     case = next(case for case in op.cases if loss.where(case))
     found = explain(Trial(op, case, loss.backend, plant(loss, tmp_path)))
@@ -282,7 +281,6 @@ LOGIC = [
 
 @pytest.mark.parametrize(("fault", "name"), LOGIC)
 def test_a_fault_of_logic_is_not_taken_for_a_rounding(fault, name, tmp_path):
-    pytest.importorskip("jax" if fault.backend == "tpu" else "triton")
     op, kernel = OP[name], getattr(plant_fault(fault, tmp_path), name)
     cases = (case for case in op.cases if case.tier != "full" and fault.where(case))
     cases = cases if fault.data is None else (case.with_data(fault.data) for case in cases)
@@ -375,7 +373,6 @@ def test_three_passes_leave_out_the_product_of_second_pieces(passes, first_piece
 
 @pytest.mark.gpu
 def test_a_record_says_which_rounding_is_likely(tmp_path):
-    pytest.importorskip("triton")
     op = OP["gmm"]
     case = next(case for case in op.cases if f32(case))
 
@@ -404,7 +401,6 @@ def test_a_record_says_which_rounding_is_likely(tmp_path):
 
 @pytest.mark.gpu
 def test_the_command(capsys, pytestconfig):
-    pytest.importorskip("triton")
     case = next(case.id for case in OP["gmm"].cases if bf16(case))
     assert main(["--root", str(pytestconfig.rootpath), "explain", case, "--backend", "gpu"]) == 0
     out = capsys.readouterr().out
@@ -445,7 +441,6 @@ def test_a_case_is_found_by_its_id():
 @pytest.mark.gpu
 def test_what_a_case_promises_is_named_too():
     """Its dots are to be in three passes of pieces rounded to nearest."""
-    pytest.importorskip("triton")
     op = OP[SIMPLE]
     found = explain(Trial(op, next(case for case in op.cases if case.precision == "bf16x3"), "gpu"))
     assert found.conclusion == "error = bf16x3 at dot, 100% explained"
@@ -454,7 +449,6 @@ def test_what_a_case_promises_is_named_too():
 @pytest.mark.tpu
 def test_what_no_site_has_is_no_loss_where_the_case_passes():
     """Six passes are six roundings of which the golden has none."""
-    pytest.importorskip("jax")
     op = OP["tgmm"]
     found = explain(Trial(op, next(case for case in op.cases if f32(case)), "tpu"))
     assert (found.kind, found.judged.verdict.outcome) == ("noise", "AGREES")

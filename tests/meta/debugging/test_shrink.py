@@ -70,7 +70,6 @@ PLANTED = [
 def test_a_planted_fault_is_reduced_and_its_script_shows_it(
     name, backend, op_name, wanted, left, tmp_path, monkeypatch
 ):
-    pytest.importorskip("jax" if backend == "tpu" else "triton")
     op, case = OP[op_name], smoke(OP[op_name], groups="zipf", **wanted)
     planted, kernel = f"planted_{backend}", getattr(plant(fault(name, backend, op_name), tmp_path), op_name)
     trial = Trial(op, case, backend, kernel)
@@ -96,7 +95,6 @@ def test_a_planted_fault_is_reduced_and_its_script_shows_it(
 @pytest.mark.full
 @pytest.mark.tpu
 def test_a_script_emulates_where_the_matrix_unit_loses(tmp_path, monkeypatch):
-    pytest.importorskip("jax")
     if runner("tpu").real:
         pytest.skip("a TPU's matrix unit needs no emulation")
     one_pass = Fault("", "tpu", ("tgmm",), "lax.Precision.HIGHEST if", "lax.Precision.DEFAULT if")
@@ -180,7 +178,6 @@ def spoilt(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("name", "spoil", "outcome"), SPOILING)
 def test_a_script_shows_what_is_wrong_with_any_op(name, spoil, outcome, tmp_path, spoilt):
     """Several outputs, numbers of every format, results that are exactly defined, and what is wrong with no element."""
-    pytest.importorskip("jax")
     op = OP[name]
     case = next((c for c in op.cases if c.tier == "smoke"), op.cases[0])
     found = shrink(Trial(op, case, "tpu", spoilt(op, case, spoil)))
@@ -195,7 +192,6 @@ def test_a_script_shows_what_is_wrong_with_any_op(name, spoil, outcome, tmp_path
 
 @pytest.mark.tpu
 def test_of_nans_that_differ_a_script_shows_the_bits(spoilt):
-    pytest.importorskip("jax")
     op = OP["fp8_quantize"]
     case = next(c for c in op.cases if c.tier == "smoke")
     x = np.zeros_like(draw(op, case)["x"])
@@ -242,7 +238,6 @@ EXISTING = next(c for c in GMM.cases if c.existing_out and c.dtype == "float32" 
 
 @BOTH
 def test_sizes_options_and_data_are_reduced_under_one_verdict(backend):
-    pytest.importorskip("jax" if backend == "tpu" else "torch")
     steps = []
     found = shrink(Trial(GMM, EXISTING, backend, golden_but(zero_a_corner)), steps.append)
     assert found.case.id == "gmm-M21_K1_N34_G1-f32-zipf-s0"
@@ -257,7 +252,6 @@ def test_sizes_options_and_data_are_reduced_under_one_verdict(backend):
 
 @pytest.mark.gpu
 def test_an_interpreted_kernel_that_dies_takes_nothing_with_it():
-    pytest.importorskip("triton")
     if runner("gpu").real:
         pytest.skip("a GPU's kernel does not run in this process")
 
@@ -321,7 +315,6 @@ def test_minimise_finds_what_is_needed(needed):
 
 @pytest.mark.tpu
 def test_the_command_prints_steps_smallest_case_and_script(project, tmp_path):
-    pytest.importorskip("jax")
     project("bad")
     out = tmp_path / "repro.py"
     done = run_parity(tmp_path, "shrink", "double-M8_N40-f32-s0", "--out", str(out))

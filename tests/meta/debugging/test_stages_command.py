@@ -103,7 +103,6 @@ LOSSES = [
 
 @pytest.mark.parametrize(("loss", "line"), LOSSES)
 def test_the_line_that_loses_precision_is_the_first(loss, line, tmp_path):
-    pytest.importorskip("jax" if loss.backend == "tpu" else "triton")
     op = OP[loss.ops[0]]
     case, kernel = smoke(op), getattr(plant(loss, tmp_path), op.name)
     expected = reference(op, case)
@@ -162,7 +161,6 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "site"), FAULTS)
 def test_a_fault_of_logic_is_found_where_it_enters(fault, site, tmp_path):
-    pytest.importorskip("jax" if fault.backend == "tpu" else "triton")
     op = OP[fault.ops[0]]
     case, kernel = smoke(op), getattr(plant(fault, tmp_path), op.name)
     stages, ranking = walked(op, case, fault.backend, kernel)
@@ -210,7 +208,6 @@ RIGHT = [
 
 @pytest.mark.parametrize(("backend", "name", "dtype"), RIGHT)
 def test_no_stage_of_a_right_kernel_is_off(backend, name, dtype):
-    pytest.importorskip("jax" if backend == "tpu" else "triton")
     op = OP[name]
     stages, _ = walked(op, smoke(op, dtype), backend)
     assert tuple(stage.site for stage in stages) == sites(backend, name, dtype)
@@ -241,7 +238,6 @@ UNUSUAL = [
 @pytest.mark.parametrize(("backend", "name", "words"), UNUSUAL)
 def test_nor_where_routes_gates_and_lengths_are_others(backend, name, words):
     """Packed sequences, rows that are no steps, gates that are clamped: no value is marked that is none."""
-    pytest.importorskip("jax" if backend == "tpu" else "triton")
     op = OP[name]
     case = next(case for case in op.cases if all(any(word in part for part in case.id.split("-")) for word in words))
     stages, _ = walked(op, case, backend)
@@ -252,7 +248,6 @@ def test_nor_where_routes_gates_and_lengths_are_others(backend, name, words):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [CHUNK_BACKWARD, CHANNELS_BACKWARD])
 def test_nor_in_a_small_backward_pass(name):
-    pytest.importorskip("triton")
     (case,) = OP[name].grid([dict(B=1, T=20, H=1, K=16, V=16)], dtype=["float32"], h0=[True])
     stages, _ = walked(OP[name], case, "gpu")
     assert "dA" in {stage.site for stage in stages} and not any(stage.is_off for stage in stages), stages
@@ -262,7 +257,6 @@ def test_nor_in_a_small_backward_pass(name):
 @pytest.mark.gpu
 def test_it_is_said_of_which_values_a_kernel_has_parts_alone(tmp_path):
     """In float32 K has two tiles, each in a program of its own, and neither has a whole score."""
-    pytest.importorskip("triton")
     stages, ranking = walked(OP[CHUNK_BACKWARD], smoke(OP[CHUNK_BACKWARD]), "gpu")
     assert unseen(ranking.none.marks) == ("A", "dgate")
     assert (
@@ -292,7 +286,6 @@ EVALUATED = [
 @pytest.mark.parametrize(("backend", "name", "dtype"), EVALUATED)
 def test_a_program_is_the_kernel_or_with_no_line_exact(backend, name, dtype):
     """Bit for bit: both, and so every number in between, would go wrong with a wrong operation of the evaluator."""
-    pytest.importorskip("jax" if backend == "tpu" else "triton")
     op = OP[name]
     case = smoke(op, dtype)
     expected, of = reference(op, case), traced(op, case, backend)
@@ -306,7 +299,6 @@ def test_a_program_is_the_kernel_or_with_no_line_exact(backend, name, dtype):
 
 @pytest.mark.tpu
 def test_an_output_that_aliases_an_input_begins_with_it():
-    pytest.importorskip("jax")
     from jax.experimental import pallas as pl
 
     def double_the_second(x, out):
@@ -364,7 +356,6 @@ def test_a_compiled_triton_kernel_shows_nothing(path):
 
 @pytest.mark.gpu
 def test_the_command(capsys):
-    pytest.importorskip("triton")
     case = smoke(OP["gmm"], "bfloat16")
     assert main(["--root", str(ROOT), "stages", case.id, "--backend", "gpu"]) == 0
     out = capsys.readouterr().out
@@ -375,7 +366,6 @@ def test_the_command(capsys):
 
 @pytest.mark.gpu
 def test_the_command_of_what_is_compared_bit_for_bit(capsys):
-    pytest.importorskip("triton")
     case = next(case for case in OP["mxfp8_quantize"].cases if case.M == 37)
     assert main(["--root", str(ROOT), "stages", case.id, "--backend", "gpu"]) == 0
     out = capsys.readouterr().out

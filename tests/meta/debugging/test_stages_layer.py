@@ -66,7 +66,6 @@ RIGHT = [
 
 @pytest.mark.parametrize(("backend", "case_id", "sites"), RIGHT)
 def test_no_stage_of_a_right_layer_is_off(backend, case_id, sites):
-    pytest.importorskip("jax" if backend == "tpu" else "triton")
     op, case = case_of(case_id)
     stages, _ = walked(op, case, backend, load_kernel(getattr(op, backend)))
     assert [stage.site for stage in stages] == sites
@@ -98,7 +97,6 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "case_id", "site"), FAULTS)
 def test_a_fault_of_logic_is_found_where_it_enters(fault, case_id, site, tmp_path):
-    pytest.importorskip("jax" if fault.backend == "tpu" else "triton")
     op, case = case_of(case_id)
     stages, ranking = walked(op, case, fault.backend, getattr(plant(fault, tmp_path), op.name))
     sites = [*FORWARD, *(BACKWARD if case_id == F32_BWD else [])]
@@ -117,7 +115,6 @@ FAULTS_OF_DENSE = [
 
 @pytest.mark.parametrize(("fault", "case_id", "site"), FAULTS_OF_DENSE)
 def test_a_fault_of_a_backward_matmul_is_found_in_its_own_sums(fault, case_id, site, tmp_path):
-    pytest.importorskip("jax" if fault.backend == "tpu" else "triton")
     op, case = case_of(case_id)
     stages, _ = walked(op, case, fault.backend, getattr(plant(fault, tmp_path), op.name))
     assert [stage.site for stage in stages] == (["dlhs"] if site == "dlhs" else ["dlhs", "drhs"])
@@ -142,7 +139,6 @@ LOSSES = [
 
 @pytest.mark.parametrize(("loss", "case_id", "site"), LOSSES)
 def test_a_loss_of_precision_is_found_at_its_stage_and_line(loss, case_id, site, tmp_path):
-    pytest.importorskip("jax" if loss.backend == "tpu" else "triton")
     op, case = case_of(case_id)
     expected, kernel = reference(op, case), getattr(plant(loss, tmp_path), op.name)
     fixed = files_compared_bit_for_bit(OPS, op, loss.backend)
@@ -158,7 +154,6 @@ def test_a_loss_of_precision_is_found_at_its_stage_and_line(loss, case_id, site,
 @pytest.mark.gpu
 def test_the_line_named_is_of_the_stage_off_not_of_the_result(tmp_path):
     """In bfloat16 what the matmuls hand on is most of the result's error: a router in bfloat16 hides behind that."""
-    pytest.importorskip("triton")
     op, case = case_of(PLAIN)
     loss = Fault("", "gpu", (op.name,), "gmm(x.float(), w_router", f"gmm(x.float(), w_router{BF16['gpu']}")
     expected, kernel = reference(op, case), getattr(plant(loss, tmp_path), op.name)

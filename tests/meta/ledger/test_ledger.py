@@ -152,7 +152,6 @@ DOT = "lax.dot_general(a, b, axes, precision=precision, preferred_element_type=j
     ids=["bfloat16 sums", "half the passes", "sums of 20 bits"],
 )
 def test_a_precision_regression_of_a_kernel_fails_and_is_named(old, new, outcome, tmp_path, monkeypatch):
-    pytest.importorskip("jax")
     products = (ROOT / "tpu_kernels/_lib/products.py").read_text()
     assert products.count(old) == 1
     module = f"planted_{tmp_path.name}"  # of every test its own

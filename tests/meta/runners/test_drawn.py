@@ -79,7 +79,6 @@ def falsify(ops, tests, backend, examples, kernel=None):
 @pytest.mark.parametrize("tests", FAMILIES)
 @pytest.mark.parametrize("backend", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in BACKENDS])
 def test_drawn_cases_pass(tests, backend):
-    pytest.importorskip("jax" if backend == "tpu" else "triton")
     falsify(FAMILIES[tests], tests, backend, max(settings().max_examples // EXAMPLES[backend], 1))
 
 
@@ -122,7 +121,6 @@ def rerun_of(failed):
 
 @pytest.mark.tpu
 def test_a_fault_is_found_and_shrunk_to_an_id_that_reruns_alone():
-    pytest.importorskip("jax")
 
     def kernel(preferred_element_type, tiling, **arguments):
         """Loses what lies beyond row 20 and column 33."""
@@ -144,7 +142,6 @@ def test_a_fault_is_found_and_shrunk_to_an_id_that_reruns_alone():
 @pytest.mark.full
 @pytest.mark.gpu
 def test_a_fault_planted_in_a_kernel_is_found(tmp_path):
-    pytest.importorskip("triton")
     fault = next(f for f in FAULTS if (f.name, f.backend) == ("a group boundary inside a tile is ignored", "gpu"))
     kernel = plant(fault, tmp_path).gmm
     with pytest.raises(pytest.fail.Exception) as failed:
@@ -158,7 +155,6 @@ def test_a_fault_planted_in_a_kernel_is_found(tmp_path):
 
 @pytest.mark.tpu
 def test_a_node_id_of_a_case_that_the_matrix_does_not_have_runs():
-    pytest.importorskip("jax")
     root, test = Path(__file__).parents[3], "tests/gmm/test_gmm_tpu.py::test_agrees_with_golden"
     case = "tgmm-M9_K5_N7_G3-f32-tiling16x128x128-ones-s5"
     done = run_pytest(root, "-n0", "-q", f"{test}[{case}]")
