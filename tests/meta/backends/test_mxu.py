@@ -93,25 +93,21 @@ def test_any_shape_equals_the_model(m, k, n, precision):
     np.testing.assert_array_equal(emulated("jit", lhs, rhs, precision), model(lhs, rhs, precision))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("precision", ["default", "highest"])
-def test_products_of_narrow_operands_are_exact(dtype, precision):
+@pytest.mark.parametrize(
+    ("dtype", "precision", "passes", "out"),
+    [
+        *((dtype, precision, "default", "float32")
+          for dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2") for precision in ("default", "highest")),
+        ("float16", "highest", "highest", "float32"),
+        ("bfloat16", "default", "default", "bfloat16"),
+    ],
+)  # fmt: skip
+def test_products_of_narrow_operands_are_exact_but_of_float16(dtype, precision, passes, out):
+    """float16 is treated as float32; a narrow result is rounded once, from float32."""
     lhs, rhs = normal(32, 300, dtype=dtype), normal(300, 32, dtype=dtype)
-    got = emulated("interpret", lhs, rhs, precision)
-    np.testing.assert_array_equal(got, model(lhs.astype(np.float32), rhs.astype(np.float32), "default"))
-
-
-def test_float16_is_treated_as_float32():
-    lhs, rhs = normal(32, 300, dtype=np.float16), normal(300, 32, dtype=np.float16)
-    got = emulated("jit", lhs, rhs, "highest")
-    np.testing.assert_array_equal(got, model(lhs.astype(np.float32), rhs.astype(np.float32), "highest"))
-
-
-def test_a_narrow_result_is_rounded_once_from_float32():
-    lhs, rhs = normal(32, 300, dtype="bfloat16"), normal(300, 32, dtype="bfloat16")
-    got = emulated("interpret", lhs, rhs, preferred_element_type=jnp.bfloat16)
-    assert got.dtype == jnp.bfloat16
-    expected = model(lhs.astype(np.float32), rhs.astype(np.float32), "default").astype(ml_dtypes.bfloat16)
+    got = emulated("interpret", lhs, rhs, precision, preferred_element_type=jnp.dtype(out))
+    assert got.dtype == out
+    expected = model(lhs.astype(np.float32), rhs.astype(np.float32), passes).astype(got.dtype)
     np.testing.assert_array_equal(got, expected)
 
 

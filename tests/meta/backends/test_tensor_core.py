@@ -107,19 +107,22 @@ def rms_error(got, lhs, rhs):
     return float(((got.double() - a @ b) / (a.abs() @ b.abs())).square().mean().sqrt())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_dot_has_only_the_error_of_a_float32_sum(dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_narrow_dot_has_only_the_error_of_a_float32_sum(dtype):
     lhs, rhs = operands(dtype)
     with emulated():
         got = dot(lhs, rhs)
     assert rms_error(got, lhs, rhs) < U["float32"]
 
 
-def test_integers_in_bfloat16_are_exact():
+@pytest.mark.parametrize(
+    ("dtype", "low", "high", "sums"), [(torch.bfloat16, -8, 9, torch.float32), (torch.int8, -128, 128, torch.int32)]
+)
+def test_integers_are_exact(dtype, low, high, sums):
     generator = torch.Generator().manual_seed(1)
-    lhs, rhs = (torch.randint(-8, 9, shape, generator=generator).bfloat16() for shape in ((32, 64), (64, 32)))
+    lhs, rhs = (torch.randint(low, high, shape, generator=generator).to(dtype) for shape in ((32, 64), (64, 32)))
     with emulated():
-        got = dot(lhs, rhs)
+        got = dot(lhs, rhs, torch.zeros(32, 32, dtype=sums))
     assert torch.equal(got.double(), lhs.double() @ rhs.double())
 
 
@@ -185,22 +188,6 @@ def test_an_instruction_adds_its_depth_with_one_rounding(dtype, depth):
         assert (dot(apart.to(dtype), ones, acc, "tf32") == 2.0**24).all()
 
 
-def test_int8_is_exact():
-    generator = torch.Generator().manual_seed(2)
-    lhs, rhs = (torch.randint(-128, 128, (32, 32), generator=generator, dtype=torch.int8) for _ in range(2))
-    with emulated():
-        got = dot(lhs, rhs, torch.zeros(32, 32, dtype=torch.int32))
-    assert torch.equal(got.long(), lhs.long() @ rhs.long())
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_fp8_dot(dtype):
-    lhs, rhs = operands(dtype)
-    with emulated():
-        got = dot(lhs, rhs)
-    assert rms_error(got, lhs, rhs) < U["float32"]
-
-
 def test_cast_to_bfloat16_rounds_to_nearest_even_at_every_tie():
     upper = np.arange(2**16, dtype=np.uint32) << 16
     finite = upper[np.isfinite(upper.view(np.float32))]
@@ -242,16 +229,9 @@ def test_elementwise_bfloat16(op):
     x, y = (torch.randn(256, generator=generator).bfloat16() for _ in range(2))
     a, b = x.double(), y.double()
     exact = {
-        "add": a + b,
-        "sub": a - b,
-        "mul": a * b,
-        "div": a / b,
-        "neg": -a,
-        "maximum": torch.maximum(a, b),
-        "less": (a < b).double(),
-        "fma": a * b + a,
-        "scale": a * 3,
-    }[op]
+        "add": a + b, "sub": a - b, "mul": a * b, "div": a / b, "neg": -a, "maximum": torch.maximum(a, b),
+        "less": (a < b).double(), "fma": a * b + a, "scale": a * 3,
+    }[op]  # fmt: skip
     nearest = torch.from_numpy(exact.numpy().astype(np.float32)).bfloat16()
     with emulated():
         got = elementwise(op, x, y)

@@ -201,7 +201,7 @@ def good(x):
 @pytest.mark.full
 def test_a_killed_worker_changes_nothing(cluster, project, tmp_path):
     run = project()
-    (tmp_path / "kernels.py").write_text(LOSES_ITS_WORKER.format(flag=str(tmp_path / "lethal"), forever=False))
+    run.write("kernels.py", LOSES_ITS_WORKER.format(flag=str(tmp_path / "lethal"), forever=False))
     assert "8 passed" in run("-n2", "--parity-record", "--parity-records=local").stdout
     (tmp_path / "lethal").touch()
     printed, code = on(cluster, tmp_path, "--parity-record")
@@ -214,16 +214,13 @@ def test_a_killed_worker_changes_nothing(cluster, project, tmp_path):
 
 @pytest.mark.full
 def test_a_case_that_kills_every_worker_costs_that_case_alone(cluster, project, tmp_path):
-    project()
-    (tmp_path / "kernels.py").write_text(LOSES_ITS_WORKER.format(flag=str(tmp_path / "lethal"), forever=True))
+    project().write("kernels.py", LOSES_ITS_WORKER.format(flag=str(tmp_path / "lethal"), forever=True))
     (tmp_path / "lethal").touch()
     printed, code = on(cluster, tmp_path, "-k", "test_agrees")
     assert code == 1, printed
     assert "1 failed, 3 passed" in printed
-    assert (
-        "CRASH  G1: Ray lost its worker 4 times: WorkerCrashedError   test_double.py::test_agrees[double-M3_N5-bf16-s0]"
-        in printed
-    )
+    lost = "CRASH  G1: Ray lost its worker 4 times: WorkerCrashedError"
+    assert f"{lost}   test_double.py::test_agrees[double-M3_N5-bf16-s0]" in printed
     assert "1 CRASH" in printed, "in the summary"
 
 
@@ -317,12 +314,11 @@ def test_interrupted_it_leaves_what_was_recorded_and_resumes(cluster, project, t
 @pytest.mark.full
 def test_pytests_own_workers_are_refused(cluster, project, tmp_path):
     project()
-    printed, code = on(cluster, tmp_path, "-n", "2")
-    assert code == 4
-    assert "ERROR: -n must be left out with --ray" in printed
-    printed, code = on(cluster, tmp_path, "--parity-records=/tmp")
-    assert code == 4
-    assert "ERROR: --parity-records must lie in" in printed
+    for words, refused in ((["-n", "2"], "-n must be left out with --ray"),
+                           (["--parity-records=/tmp"], "--parity-records must lie in")):  # fmt: skip
+        printed, code = on(cluster, tmp_path, *words)
+        assert code == 4
+        assert f"ERROR: {refused}" in printed
 
 
 @pytest.mark.full
