@@ -14,6 +14,25 @@ def project(tmp_path):
     return partial(Project, tmp_path)
 
 
+@pytest.fixture(scope="session")
+def ledger(tmp_path_factory):
+    """What the project records."""
+    run = Project(tmp_path_factory.mktemp("project"))
+    done = run("-q", "--parity-record")
+    assert "records: 4 written" in done.stdout, done.stdout
+    assert [*(run.folder / "records").glob("*/*/*.jsonl")] == [run.folder / run.ledger]
+    return (run.folder / run.ledger).read_text()
+
+
+@pytest.fixture
+def recorded(project, ledger):
+    """The project after it was recorded."""
+    run = project()
+    (run.folder / run.ledger).parent.mkdir(parents=True)
+    run.write(run.ledger, ledger)
+    return run
+
+
 @pytest.fixture(autouse=True)
 def framework(request):
     """Skip a test of a backend whose framework is not here."""

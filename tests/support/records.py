@@ -76,7 +76,7 @@ def keep(root: Path, *given: Record) -> Merged:
     return merge(root)
 
 
-def recorded(folder: Path) -> dict[tuple[Path, str, int], dict[str, Any]]:
+def contents(folder: Path) -> dict[tuple[Path, str, int], dict[str, Any]]:
     """What ledgers hold, but when and from which commit it was measured, and how long it took."""
     found = {}
     for path in sorted(folder.rglob("*.jsonl")):

@@ -21,33 +21,22 @@ ROOT = Path(__file__).parents[3]
 RECORD = ("-q", "--parity-record")
 
 
-def ledgers(folder):
-    return sorted(p.relative_to(folder / "records").as_posix() for p in (folder / "records").glob("*/*/*.jsonl"))
-
-
-def test_what_is_recorded_is_valid_afterwards(project, tmp_path):
-    run = project()
-    recorded = run(*RECORD)
-    assert "records: 4 written" in recorded.stdout, recorded.stdout
-    assert ledgers(tmp_path) == ["tpu/emulated/double.jsonl"]
-    again = run("-q")
+def test_what_is_recorded_is_valid_afterwards(recorded):
+    again = recorded("-q")
     assert again.returncode == 0
     assert "NO-RECORD" not in again.stdout
 
 
-def test_xdist_records_the_same(project, tmp_path):
-    run = project()
-    run(*RECORD)
-    path = tmp_path / run.ledger
-
-    def content():
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+def test_xdist_records_the_same(project, tmp_path, ledger):
+    def content(text):
+        lines = [json.loads(line) for line in text.splitlines()]
         return [{k: v for k, v in line.items() if k not in ("seconds", "provenance", "id")} for line in lines]
 
-    alone = content()
+    run = project()
     run(*RECORD, "-n", "2")
-    assert content() == alone
-    assert sum("id" in json.loads(line) for line in path.read_text().splitlines()) == 1  # one run, one provenance
+    text = (tmp_path / run.ledger).read_text()
+    assert content(text) == content(ledger)
+    assert sum("id" in json.loads(line) for line in text.splitlines()) == 1  # one run, one provenance
 
 
 def fixes(run, done, line):
@@ -74,33 +63,27 @@ def test_no_record_is_counted_with_the_command_that_makes_one(project, tmp_path)
     assert fixes(run, done, "NO-RECORD  5 of double on tpu") == 5
 
 
-def test_the_command_records_no_case_but_those_that_need_it(project, tmp_path):
-    run = project()
-    run(*RECORD)
-    forget(tmp_path / run.ledger, "double-M3_N5-f32-s0", "double-M3_N5-bf16-s0")
-    done = run("-q")
+def test_the_command_records_no_case_but_those_that_need_it(recorded, tmp_path):
+    forget(tmp_path / recorded.ledger, "double-M3_N5-f32-s0", "double-M3_N5-bf16-s0")
+    done = recorded("-q")
     assert "records: 2 NO-RECORD  2 VALID\n" in done.stdout, done.stdout
-    assert fixes(run, done, "NO-RECORD  2 of double on tpu") == 2
-    assert "records:" not in run("-q").stdout
+    assert fixes(recorded, done, "NO-RECORD  2 of double on tpu") == 2
+    assert "records:" not in recorded("-q").stdout
 
 
-def test_a_worse_kernel_is_a_regression_and_names_what_moved(project):
-    run = project()
-    run(*RECORD)
-    run.replace("kernels.py", "x + x", "x + x * (1 + 2**-23)")
-    worse = run("-q")
+def test_a_worse_kernel_is_a_regression_and_names_what_moved(recorded):
+    recorded.replace("kernels.py", "x + x", "x + x * (1 + 2**-23)")
+    worse = recorded("-q")
     assert worse.returncode == 1
     assert "REGRESSION" in worse.stdout
     assert "moved since: kernel" in worse.stdout, worse.stdout
-    run(*RECORD)  # accepted
-    assert run("-q").returncode == 0
+    recorded(*RECORD)  # accepted
+    assert recorded("-q").returncode == 0
 
 
-def test_a_changed_kernel_of_the_same_figures_is_valid(project):
-    run = project()
-    run(*RECORD)
-    run.replace("kernels.py", "x + x", "2 * x")
-    done = run("-q", "--parity-strict-records")
+def test_a_changed_kernel_of_the_same_figures_is_valid(recorded):
+    recorded.replace("kernels.py", "x + x", "2 * x")
+    done = recorded("-q", "--parity-strict-records")
     assert done.returncode == 0 and "records:" not in done.stdout, done.stdout
 
 
@@ -117,23 +100,19 @@ def test_other_figures_are_stale_and_fail_only_if_strict(project):
     assert "STALE  G0: kernel" in strict.stdout, strict.stdout
 
 
-def test_records_of_other_inputs_are_invalid_and_not_compared(project, tmp_path):
-    run = project()
-    run(*RECORD)
-    path = tmp_path / run.ledger
+def test_records_of_other_inputs_are_invalid_and_not_compared(recorded, tmp_path):
+    path = tmp_path / recorded.ledger
     path.write_text(re.sub(r'"x":"[0-9a-f]{64}"', f'"x":"{"0" * 64}"', path.read_text()))
-    done = run("-q")
+    done = recorded("-q")
     command = 'pytest --parity-record -m tpu -k "[double-"'
     assert f"records: 4 INVALID\n  INVALID  4 of double on tpu: {command}\n" in done.stdout, done.stdout
     assert done.returncode == 0
 
 
-def test_a_broken_ledger_is_one_clear_error(project, tmp_path):
-    run = project()
-    run(*RECORD)
-    path = tmp_path / run.ledger
+def test_a_broken_ledger_is_one_clear_error(recorded, tmp_path):
+    path = tmp_path / recorded.ledger
     path.write_text(path.read_text()[:-40])
-    done = run("-q", "-x")
+    done = recorded("-q", "-x")
     assert done.returncode != 0
     assert re.search(r"double\.jsonl:\d+: ", done.stdout), done.stdout
 
@@ -240,7 +219,8 @@ def test_a_tpu_is_judged_against_the_records_of_a_gpu(hosts, tmp_path):
 
     # The command that it names records every seed that a TPU is compared on.
     assert fixes(gpu_host, done, "NO-RECORD  4 of double on gpu, on a GPU runner") == 8
-    assert ledgers(tmp_path) == ["gpu/NVIDIA_Pretended/double.jsonl"]
+    (path,) = (tmp_path / "records").glob("*/*/*.jsonl")
+    assert path == tmp_path / "records/gpu/NVIDIA_Pretended/double.jsonl"
 
     # To read what a GPU has recorded takes neither a GPU nor its framework.
     (tmp_path / "torch.py").write_text("raise ImportError('not on this host')\n")
@@ -248,7 +228,6 @@ def test_a_tpu_is_judged_against_the_records_of_a_gpu(hosts, tmp_path):
     assert "4 passed" in done.stdout, done.stdout
     assert re.search(r"double +tpu +4 .* 4 TIE", done.stdout), done.stdout
 
-    path = tmp_path / "records/gpu/NVIDIA_Pretended/double.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(x for x in lines if not ('"double-M8_N40-f32-s0"' in x and '"seed":1' in x)))
     done = tpu_host("test_compared.py", "-rs")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parity.runners.long_runs import deal
 from tests.support.commands import run_module
-from tests.support.records import recorded
+from tests.support.records import contents
 
 SECONDS = st.floats(0.001, 100)
 
@@ -28,7 +28,7 @@ def test_shards_together_are_the_whole(project, tmp_path):
     run = project()
     whole = run("-q", "--parity-record")
     assert "8 passed" in whole.stdout, whole.stdout
-    undisturbed = recorded(tmp_path / "records")
+    undisturbed = contents(tmp_path / "records")
     selected = []
     for shard in ("1/2", "2/2"):
         folder = f"shard{shard[0]}"
@@ -39,13 +39,11 @@ def test_shards_together_are_the_whole(project, tmp_path):
     assert len(selected) == len(set(selected)) == 8
     merged = run.parity("merge", "shard1", "shard2", "--records", "joined")
     assert merged.stdout == "4 records written to joined; of each case and seed the newest stays\n", merged.stderr
-    assert recorded(tmp_path / "joined") == undisturbed
+    assert contents(tmp_path / "joined") == undisturbed
 
 
-def test_shards_are_balanced_by_what_is_recorded(project, tmp_path):
-    run = project()
-    run("-q", "--parity-record")
-    slow = "double-M3_N5-bf16-s0"
+def test_shards_are_balanced_by_what_is_recorded(recorded, tmp_path):
+    run, slow = recorded, "double-M3_N5-bf16-s0"
     lines = list(map(json.loads, (tmp_path / run.ledger).read_text().splitlines()))
     for line in (line for line in lines if "case" in line):
         line["seconds"] = 100.0 if line["case"] == slow else 1.0
@@ -86,7 +84,7 @@ def test_a_killed_run_is_resumed(project, tmp_path):
         return set(re.findall(r"PASSED (\S+)", done.stdout))
 
     everything = passed(run())
-    undisturbed = recorded(tmp_path / "records")
+    undisturbed = contents(tmp_path / "records")
     assert len(everything) == 8
     (tmp_path / "records").rename(tmp_path / "undisturbed")
     (tmp_path / "lethal").touch()
@@ -101,7 +99,7 @@ def test_a_killed_run_is_resumed(project, tmp_path):
     assert resumed.returncode == 0, resumed.stdout
     assert passed(resumed) | before == everything
     assert not passed(resumed) & before
-    assert recorded(tmp_path / "records") == undisturbed
+    assert contents(tmp_path / "records") == undisturbed
     assert len({json.loads(line)["provenance"]["utc"] for path in (tmp_path / "records").rglob("*.jsonl")
                 for line in path.read_text().splitlines() if '"id"' in line}) == 1, "one run"  # fmt: skip
     assert len(passed(run("--parity-resume"))) == 8, "it ran to its end: nothing to resume"

@@ -20,7 +20,7 @@ from parity.ledger.write import Follower, Recorder
 from parity.runners import ray as ray_run
 from tests.support.commands import environment, run_pytest
 from tests.support.projects import BOTH
-from tests.support.records import RECORD, recorded
+from tests.support.records import RECORD, contents
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[3]
@@ -172,7 +172,7 @@ def test_a_run_on_a_cluster_is_one_with_two_workers_elsewhere(cluster, project, 
     assert code == dying, printed
     assert ended in printed
     assert ", 3 nodes, 3 CPUs · tpu: 1 TPU · gpu: 1 GPU" in printed
-    assert recorded(tmp_path / "records") == recorded(tmp_path / "local") != {}
+    assert contents(tmp_path / "records") == contents(tmp_path / "local") != {}
     found, where = verdicts(tmp_path / "ray.xml")
     assert found == verdicts(tmp_path / "local.xml")[0]
     crash = "CRASH  G1: ended with status 7   test_double.py::test_gpu[double-M3_N5-bf16-s0]"
@@ -209,7 +209,7 @@ def test_a_killed_worker_changes_nothing(cluster, project, tmp_path):
     assert code == 0, printed
     assert "8 passed" in printed
     assert printed.count("passed test_double.py::") == 8, "nothing was heard twice"
-    assert recorded(tmp_path / "records") == recorded(tmp_path / "local") != {}
+    assert contents(tmp_path / "records") == contents(tmp_path / "local") != {}
 
 
 @pytest.mark.full
@@ -267,7 +267,7 @@ def test_a_lost_node_changes_nothing(cluster, project, tmp_path):
         printed, _ = driver.communicate(timeout=240)
     assert driver.returncode == 0, printed
     assert "8 passed" in printed
-    assert recorded(tmp_path / "records") == recorded(tmp_path / "local") != {}
+    assert contents(tmp_path / "records") == contents(tmp_path / "local") != {}
     until(lambda: not Path(f"/proc/{kernel}").exists())
 
 
@@ -302,13 +302,13 @@ def test_interrupted_it_leaves_what_was_recorded_and_resumes(cluster, project, t
         printed, _ = driver.communicate(timeout=60)
     assert driver.returncode == 2, printed
     assert "2 passed" in printed
-    assert {case for _, case, _ in recorded(tmp_path / "records")} == {"double-M8_N40-f32-s0", "double-M8_N40-bf16-s0"}
+    assert {case for _, case, _ in contents(tmp_path / "records")} == {"double-M8_N40-f32-s0", "double-M8_N40-bf16-s0"}
     kernel, _ = here.read_text().split()
     until(lambda: not Path(f"/proc/{kernel}").exists())
     printed, code = on(cluster, tmp_path, *arguments, "--parity-resume")
     assert code == 0, printed
     assert "2 passed, 8 deselected" in printed
-    assert len(recorded(tmp_path / "records")) == 4
+    assert len(contents(tmp_path / "records")) == 4
 
 
 @pytest.mark.full
@@ -333,4 +333,4 @@ def test_this_project_runs_from_a_copy_of_its_folder(cluster, tmp_path):
     assert "6 passed" in done.stdout
     assert "6 passed" in printed
     assert verdicts(folder / "ray.xml")[0] == verdicts(folder / "local.xml")[0]
-    assert recorded(folder / "records") == recorded(folder / "local") != {}
+    assert contents(folder / "records") == contents(folder / "local") != {}
