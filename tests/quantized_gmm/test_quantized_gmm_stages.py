@@ -17,10 +17,9 @@ from parity.trial import Trial
 from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_QUANTIZERS
 from tests.matrix.quantize import QUANTIZERS
 from tests.matrix.quantized_gmm import E4M3, F32, GMM_QUANTIZED, TGMM_QUANTIZED
-from tests.meta.debugging import test_stages_command as stages
 from tests.meta.faults.planting import Fault, plant
 from tests.meta.judging import test_bit_exact as bits
-from tests.support.probes import check_a_probe_leaves_nothing
+from tests.support.stages import check_a_probe_leaves_nothing, traced, walked
 
 OPS = {op.name: op for op in (GMM_QUANTIZED, TGMM_QUANTIZED, GROUPED_GEMM)}
 
@@ -62,7 +61,7 @@ def test_the_line_that_loses_precision_is_the_first(loss, tmp_path):
     op = OPS[loss.ops[0]]
     case, kernel = smoke(op), getattr(plant(loss, tmp_path), op.name)
     expected = reference(op, case)
-    ranking = rank(stages.traced(op, case, loss.backend, kernel), expected.golden, expected.magnitude)
+    ranking = rank(traced(op, case, loss.backend, kernel), expected.golden, expected.magnitude)
     first = ranking.shares[0]
     planted_line = loss.new.partition("\n")[0][:99]
     assert statement(first.line).startswith(planted_line), [(statement(s.line), s.share) for s in ranking.shares[:3]]
@@ -75,7 +74,7 @@ def test_the_line_that_loses_precision_is_the_first(loss, tmp_path):
 def test_a_fault_of_logic_is_found_at_the_sums(fault, tmp_path):
     pytest.importorskip("jax" if fault.backend == "tpu" else "triton")
     op = OPS[fault.ops[0]]
-    found, _ = stages.walked(op, smoke(op), fault.backend, getattr(plant(fault, tmp_path), op.name))
+    found, _ = walked(op, smoke(op), fault.backend, getattr(plant(fault, tmp_path), op.name))
     assert (found[-1].site, found[-1].wrong > 0) == ("acc", True), found
 
 
@@ -84,7 +83,7 @@ def test_a_fault_of_logic_is_found_at_the_sums(fault, tmp_path):
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 def test_a_right_kernel_has_both_stages(op, backend):
     pytest.importorskip("jax" if backend == "tpu" else "triton")
-    found, _ = stages.walked(op, smoke(op), backend)
+    found, _ = walked(op, smoke(op), backend)
     assert [(stage.site, stage.is_off, stage.wrong) for stage in found] == [("acc", False, 0), ("out", False, 0)]
 
 

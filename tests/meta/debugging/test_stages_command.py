@@ -9,14 +9,14 @@ import pytest
 
 from parity.cli import main
 from parity.cli.stages import conclusion, screen
-from parity.debugging.attribution import Ranking, mean_square, program, rank, statement
+from parity.debugging.attribution import program, rank, statement
 from parity.debugging.attribution.program import Line, Mark
 from parity.debugging.attribution.walk import unseen, walk
 from parity.judging.reference import reference
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.meta.faults.planting import ROOT, Fault, plant
-from tests.support.probes import check_a_probe_leaves_nothing
+from tests.support.stages import check_a_probe_leaves_nothing, traced, walked
 
 OP = {op.name: op for op in OPS}
 CHUNK, CHUNK_BACKWARD = "chunk_simple_gla_fwd", "chunk_simple_gla_bwd"
@@ -27,10 +27,6 @@ LINEAR_ATTENTIONS = [op.name for op in OPS if "gla" in op.name]
 
 def smoke(op, dtype="float32"):
     return next(case for case in op.cases if case.tier == "smoke" and case.dtype == case.out == dtype)
-
-
-def traced(op, case, backend, kernel=None):
-    return program(Trial(op, case, backend, kernel))
 
 
 def module_of(op):
@@ -166,15 +162,6 @@ def test_a_fault_of_logic_is_found_where_it_enters(fault, site, tmp_path):
     stages, ranking = walked(op, case, fault.backend, kernel)
     assert (stages[-1].site, stages[-1].wrong > 0) == (site, True), stages
     assert conclusion(stages, ranking, tmp_path).startswith(f"a logic fault enters at {site}")
-
-
-def walked(op, case, backend, kernel=None):
-    """The stages, of a ranking without lines."""
-    expected, of = reference(op, case), traced(op, case, backend, kernel)
-    none, everything = of.run(lambda place: False), of.run(lambda place: True)
-    error = mean_square(everything.outputs, none.outputs, expected.magnitude) ** 0.5
-    ranking = Ranking((), error, 0.0, none, everything)
-    return walk(Trial(op, case, backend), ranking), ranking
 
 
 def sites(backend, op, dtype="float32"):

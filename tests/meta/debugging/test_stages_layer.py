@@ -5,13 +5,13 @@ import pytest
 
 from parity.backends import load_kernel
 from parity.cli.stages import conclusion
-from parity.debugging.attribution import Ranking, files_compared_bit_for_bit, mean_square, program, rank, statement
+from parity.debugging.attribution import files_compared_bit_for_bit, rank, statement
 from parity.debugging.attribution.walk import walk
 from parity.judging.reference import reference
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.meta.faults.planting import Fault, plant
-from tests.support.probes import check_a_probe_leaves_nothing
+from tests.support.stages import check_a_probe_leaves_nothing, traced, walked
 
 OP = {op.name: op for op in OPS}
 FORWARD = ["logits", "weights", "gate", "up", "hidden", "rows"]
@@ -32,20 +32,6 @@ BF16 = {"tpu": ".astype(jnp.bfloat16).astype(jnp.float32)", "gpu": ".bfloat16().
 def case_of(case_id):
     op = OP[case_id.partition("-")[0]]
     return op, next(case for case in op.cases if case.id == case_id)
-
-
-def traced(op, case, backend, kernel):
-    return program(Trial(op, case, backend, kernel))
-
-
-def walked(op, case, backend, kernel):
-    """The stages, of a ranking without lines."""
-    expected, of = reference(op, case), traced(op, case, backend, kernel)
-    fixed = files_compared_bit_for_bit(OPS, op, backend)
-    none, everything = of.run(lambda place: place.line.file in fixed), of.run(lambda place: True)
-    error = mean_square(everything.outputs, none.outputs, expected.magnitude) ** 0.5
-    ranking = Ranking((), error, 0.0, none, everything)
-    return walk(Trial(op, case, backend), ranking), ranking
 
 
 RIGHT = [

@@ -1,14 +1,37 @@
-"""That a probe costs nothing where there is none."""
+"""Stages of a kernel as `parity stages` walks them, and that their probes cost nothing where there is none."""
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from parity.backends import load_kernel
-from parity.op import Case, Op
+from parity.debugging.attribution import Ranking, files_compared_bit_for_bit, mean_square, program
+from parity.debugging.attribution.program import Program
+from parity.debugging.attribution.walk import Stage, walk
+from parity.op import Backend, Case, Op
 from parity.trial import Trial
+from tests.matrix import OPS
 from tests.meta.faults.planting import source_of, with_sources
+
+Kernel = Callable[..., Any]
+
+
+def traced(op: Op, case: Case, backend: Backend, kernel: Kernel | None = None) -> Program:
+    """The program of a case, or of another kernel for it."""
+    return program(Trial(op, case, backend, kernel))
+
+
+def walked(op: Op, case: Case, backend: Backend, kernel: Kernel | None = None) -> tuple[list[Stage], Ranking]:
+    """The stages, of a ranking without lines."""
+    expected, of = Trial(op, case, backend).reference, traced(op, case, backend, kernel)
+    fixed = files_compared_bit_for_bit(OPS, op, backend)
+    none, everything = of.run(lambda place: place.line.file in fixed), of.run(lambda place: True)
+    error = mean_square(everything.outputs, none.outputs, expected.magnitude) ** 0.5
+    ranking = Ranking((), error, 0.0, none, everything)
+    return walk(Trial(op, case, backend), ranking), ranking
 
 
 def check_a_probe_leaves_nothing(op: Op, case: Case, modules: list[str], folder: Path, probe: str = "probe") -> None:
