@@ -23,11 +23,6 @@ def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     return run_module("pytest", folder, "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *arguments)
 
 
-def run_parity(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The `parity` command in a folder."""
-    return run_module("parity", folder, *arguments)
-
-
 def git(folder: Path, *words: str) -> str:
     """What git prints in a folder, as somebody without settings of their own."""
     identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]

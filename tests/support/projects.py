@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-from tests.support.commands import run_parity, run_pytest
+from tests.support.commands import run_module, run_pytest
 
 MATRIX = """
 import numpy as np
@@ -65,7 +65,7 @@ class Project:
 
     def parity(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """The `parity` command there."""
-        return run_parity(self.folder, *arguments)
+        return run_module("parity", self.folder, *arguments)
 
     def write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text)

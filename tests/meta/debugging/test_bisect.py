@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from parity.debugging.bisect import Bisector, Revision, packages
 from parity.judging.metrics import Scale, measure
-from tests.support.commands import git, run_parity
+from tests.support.commands import git, run_module
 
 CASE = "double-M8_N40-f32-s0"
 GOOD = "def good(x):\n    return x + x{comment}\n"
@@ -70,7 +70,7 @@ def test_the_first_bad_commit_is_found_also_after_a_kill(repository, tmp_path, t
     known = json.loads(state.read_text())
     assert 2 <= len(known) < 6
 
-    done = run_parity(tmp_path, *command)
+    done = run_module("parity", tmp_path, *command)
     assert done.returncode == 1, done.stderr
     assert f"first bad commit: one of {commits[4]}, {commits[5]}: others cannot be judged" in done.stdout
     assert f"good {commits[2][:12]}  AGREES" in done.stdout

@@ -22,7 +22,6 @@ from parity.trial import Trial
 from tests.matrix import OPS
 from tests.meta.faults.planting import ROOT, Fault, plant
 from tests.meta.faults.test_faults import FAULTS
-from tests.support.commands import run_parity
 
 OP = {op.name: op for op in OPS}
 GMM = OP["gmm"]
@@ -315,9 +314,8 @@ def test_minimise_finds_what_is_needed(needed):
 
 @pytest.mark.tpu
 def test_the_command_prints_steps_smallest_case_and_script(project, tmp_path):
-    project("bad")
-    out = tmp_path / "repro.py"
-    done = run_parity(tmp_path, "shrink", "double-M8_N40-f32-s0", "--out", str(out))
+    run, out = project("bad"), tmp_path / "repro.py"
+    done = run.parity("shrink", "double-M8_N40-f32-s0", "--out", str(out))
     assert done.returncode == 1, done.stderr
     assert "smallest case: double-M6_N8-f32-s0" in done.stdout
     # Elsewhere, and where another kernel of that name would be imported first.
