@@ -23,7 +23,7 @@ from op_arguments.probe import active, probe
 from tpu_kernels._lib import chip
 from tpu_kernels._lib.arguments import Interpret, Shard, as_vector, concrete_values, resolve_interpret, static_scalar
 from tpu_kernels._lib.chip import MXU
-from tpu_kernels._lib.grids import Grid, Operands, grouped_matmul
+from tpu_kernels._lib.grids import Grid, Listed, Operands, grouped_matmul
 from tpu_kernels._lib.products import blocks, dot, dot_depth, for_depth
 from tpu_kernels._lib.tiles import Tile, even_step, fit_tile, is_small
 from tpu_kernels._lib.visits import Visits, row_block
@@ -123,12 +123,12 @@ def _tgmm_tiles(dtype: Any, small: bool, m: int, k: int, n: int) -> Tile:
 
 
 @grouped_matmul
-def _gmm(operands: Operands, shard: Shard, *, grid: Grid[Problem]) -> jax.Array:
+def _gmm(operands: Operands, listed: Listed, *, grid: Grid[Problem]) -> jax.Array:
     tm, _, tn = grid.tile
     return grid.call(
         partial(_gmm_kernel, k=grid.problem.k, transpose_rhs=grid.transpose_rhs),
         name="gmm",
-        shard=shard,
+        listed=listed,
         operands=grid.blocks(operands),
         scratch=pltpu.VMEM((tm, tn), jnp.float32),
     )
@@ -195,14 +195,14 @@ def _gmm_kernel(visits: Visits, operands: Operands, out: Any, acc: Any, *, k: in
 
 
 @grouped_matmul
-def _tgmm(operands: Operands, shard: Shard, *, grid: Grid[Problem]) -> jax.Array:
+def _tgmm(operands: Operands, listed: Listed, *, grid: Grid[Problem]) -> jax.Array:
     (tm, tk, tn), specs = grid.tile, grid.blocks(operands)
     scratch = _Sums(
         pltpu.VMEM((tk, tn), jnp.float32),
         pltpu.VMEM((row_block(tm), tk), specs.lhs.array.dtype),
         pltpu.VMEM((row_block(tm), tn), specs.rhs.array.dtype),
     )
-    return grid.call(_tgmm_kernel, name="tgmm", shard=shard, operands=specs, scratch=scratch)
+    return grid.call(_tgmm_kernel, name="tgmm", listed=listed, operands=specs, scratch=scratch)
 
 
 class _Sums(NamedTuple):

@@ -18,6 +18,8 @@ from tpu_kernels._lib.tiles import Tile
 from tpu_kernels._lib.visits import Visits, group_metadata
 
 P = TypeVar("P", Problem, QuantizedProblem)
+Listed = tuple[Visits, jax.Array]
+"""Visits, and how many there are."""
 
 
 class Operands(NamedTuple):
@@ -102,15 +104,20 @@ class Grid(Generic[P]):
             existing_out=None if existing_out is None else self.block(existing_out, self.out_axes),
         )
 
+    def visits(self, shard: Shard) -> Listed:
+        """Those of the shard's groups."""
+        p, cover = self.problem, "groups" if self.contracting else "tiles"
+        found = group_metadata(
+            shard, m=p.m, tm=self.tile[0], num_groups=p.groups, cover=cover, interpret=self.interpret
+        )
+        return Visits(found.group_ids, found.tile_ids, found.group_offsets, shard.group_offset), found.num_visits[0]
+
     def call(
-        self, kernel: Any, *, name: str, shard: Shard, operands: Operands, scratch: Any, scalars: tuple[Any, ...] = ()
+        self, kernel: Any, *, name: str, listed: Listed, operands: Operands, scratch: Any, scalars: tuple[Any, ...] = ()
     ) -> jax.Array:
         """The result that `kernel(visits, *scalars, operands, out, scratch)` fills; operands: with their blocks."""
-        p, (tm, tk, tn) = self.problem, self.tile
-        cover = "groups" if self.contracting else "tiles"
-        listed = group_metadata(shard, m=p.m, tm=tm, num_groups=p.groups, cover=cover, interpret=self.interpret)
-        visits = Visits(listed.group_ids, listed.tile_ids, listed.group_offsets, shard.group_offset)
-        columns, num_visits, depth = pl.cdiv(p.n, tn), listed.num_visits[0], pl.cdiv(p.k, tk)
+        p, (_, tk, tn), (visits, num_visits) = self.problem, self.tile, listed
+        columns, depth = pl.cdiv(p.n, tn), pl.cdiv(p.k, tk)
         out = self.block(jax.ShapeDtypeStruct(self.out_shape, kernel_dtype(p.out_dtype)), self.out_axes)
         result: jax.Array = call(
             kernel,
@@ -146,9 +153,10 @@ class Grid(Generic[P]):
 
 
 def grouped_matmul(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Compile multiply(operands, shard, grid=…), and call it only where there is something to multiply.
+    """A compiled function of (operands, shard, grid=…) that lists the visits for multiply(operands, listed, grid=…).
 
-    A sum over nothing is one over a single zero: gmm stores it in active rows.
+    It calls multiply only where there is something to multiply. A sum over nothing is one over a single zero: gmm
+    stores it in active rows.
     """
 
     @jit("grid")
@@ -160,6 +168,6 @@ def grouped_matmul(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Arra
         if p.k == 0:
             lhs, rhs = (jnp.zeros([max(size, 1) for size in x.shape], x.dtype) for x in (operands.lhs, operands.rhs))
             operands, grid = Operands(lhs, rhs, existing_out=existing_out), replace(grid, problem=p._replace(k=1))
-        return multiply(operands, shard, grid=grid)
+        return multiply(operands, grid.visits(shard), grid=grid)
 
     return multiplied

@@ -21,9 +21,8 @@ from jax.experimental.pallas import tpu as pltpu
 from op_arguments.mxfp8 import MX_BLOCK
 from op_arguments.probe import active, probe
 from op_arguments.quantized_gmm import QuantizedProblem
-from tpu_kernels._lib.arguments import Shard
 from tpu_kernels._lib.chip import LANES, MXU
-from tpu_kernels._lib.grids import Grid, Operands, grouped_matmul
+from tpu_kernels._lib.grids import Grid, Listed, Operands, grouped_matmul
 from tpu_kernels._lib.narrow import EXACT_SUMS, are_narrow, product, product_path, sum_dtype, widen, widen_whole
 from tpu_kernels._lib.powers import times_lanes, times_rows
 from tpu_kernels._lib.products import blocks, dot, dot_depth, for_blocks, for_depth
@@ -41,14 +40,14 @@ class Scratch(NamedTuple):
 
 
 @grouped_matmul
-def scaled_gmm(operands: Operands, shard: Shard, *, grid: Grid[QuantizedProblem]) -> jax.Array:
+def scaled_gmm(operands: Operands, listed: Listed, *, grid: Grid[QuantizedProblem]) -> jax.Array:
     """[M, N] of checked operands with scales, of float32 or MXFP8's."""
     specs, changes = scaled_blocks(operands, grid)
     plan = Plan(grid, changes, _sums_are_transposed(operands, changes, grid))
     return grid.call(
         partial(_kernel, plan=plan),
         name="gmm_quantized",
-        shard=shard,
+        listed=listed,
         scalars=(are_in_range(operands.lhs_scale, operands.rhs_scale) if plan.transposed else None,),
         operands=specs,
         scratch=_scratch(specs, plan),

@@ -17,9 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 from op_arguments.mxfp8 import MX_BLOCK
 from op_arguments.probe import active, probe
 from op_arguments.quantized_gmm import QuantizedProblem
-from tpu_kernels._lib.arguments import Shard
 from tpu_kernels._lib.chip import LANES, MXU
-from tpu_kernels._lib.grids import Grid, Operands, grouped_matmul
+from tpu_kernels._lib.grids import Grid, Listed, Operands, grouped_matmul
 from tpu_kernels._lib.narrow import product, sum_dtype, widen, widen_whole, widened_to
 from tpu_kernels._lib.powers import times_rows
 from tpu_kernels._lib.products import blocks, dot, dot_depth, for_blocks
@@ -41,12 +40,12 @@ class Scratch(NamedTuple):
 
 
 @grouped_matmul
-def scaled_tgmm(operands: Operands, shard: Shard, *, grid: Grid[QuantizedProblem]) -> jax.Array:
+def scaled_tgmm(operands: Operands, listed: Listed, *, grid: Grid[QuantizedProblem]) -> jax.Array:
     """[G, K, N] of checked operands with scales, of float32 or MXFP8's."""
     specs, changes = scaled_blocks(operands, grid)
     plan = Plan(grid, changes)
     scratch = _scratch(specs, plan)
-    return grid.call(partial(_kernel, plan=plan), name="tgmm_quantized", shard=shard, operands=specs, scratch=scratch)
+    return grid.call(partial(_kernel, plan=plan), name="tgmm_quantized", listed=listed, operands=specs, scratch=scratch)
 
 
 def _scratch(specs: Operands, plan: Plan) -> Scratch:
