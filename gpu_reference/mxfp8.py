@@ -25,6 +25,7 @@ from gpu_reference._lib.formats import (
     magnitudes,
     mxfp8_values,
     power_of_two,
+    tile_of_program,
 )
 from gpu_reference._lib.hardware import check_devices
 from gpu_reference._lib.launch import Launch
@@ -236,12 +237,9 @@ def _mxfp8_codes(bits, in_tile, AXIS: tl.constexpr, ROUND_UP: tl.constexpr, FORM
 def _mx_tile_of_program(planes, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
     """This program's plane, the rows [TILE_ROWS, 1] and columns [1, TILE_COLUMNS] of its tile, which of them exist,
     and where they are."""
-    program = tl.program_id(0)
-    tiles = planes.tiles_down * planes.tiles_across
-    plane = (program // tiles).to(tl.int64)
-    tile = program % tiles
-    row = tile // planes.tiles_across * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
-    column = tile % planes.tiles_across * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
+    plane, down, across = tile_of_program(planes.tiles_down, planes.tiles_across)
+    row = down * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
+    column = across * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
     in_tile = (row < planes.rows) & (column < planes.columns)
     return plane, row, column, in_tile, (plane * planes.rows + row) * planes.columns + column
 

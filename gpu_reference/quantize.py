@@ -29,6 +29,7 @@ from gpu_reference._lib.formats import (
     flushed,
     magnitudes,
     power_of_two,
+    tile_of_program,
 )
 from gpu_reference._lib.hardware import check_devices
 from gpu_reference._lib.launch import Launch
@@ -330,14 +331,11 @@ def _dequantize_kernel(
 def _tile_of_program(cells, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
     """This program's cell, the rows [TILE_ROWS, 1] and columns [1, TILE_COLUMNS] of its part of it, int64, and which of
     them the cell has."""
-    program = tl.program_id(0)
-    parts = cells.parts_down * cells.parts_across
-    cell = (program // parts).to(tl.int64)
-    part = (program % parts).to(tl.int64)
+    cell, part_down, part_across = tile_of_program(cells.parts_down, cells.parts_across)
     cell_row = cell // cells.cells_across
     cell_column = cell % cells.cells_across
-    down = part // cells.parts_across * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
-    across = part % cells.parts_across * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
+    down = part_down.to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
+    across = part_across.to(tl.int64) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
     row = cell_row * cells.cell_rows + down
     column = cell_column * cells.cell_columns + across
     return cell_row, cell_column, row, column, down < cells.cell_rows, across < cells.cell_columns

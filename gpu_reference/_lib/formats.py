@@ -67,6 +67,15 @@ def as_codes(qvalue: Tensor) -> Tensor:
 
 
 @triton.jit
+def tile_of_program(down, across):
+    """This program's array (int64), each of which has `down` times `across` tiles, and its tile's place down and
+    across."""
+    program = tl.program_id(0)
+    tile = program % (down * across)
+    return (program // (down * across)).to(tl.int64), tile // across, tile % across
+
+
+@triton.jit
 def decoded(codes, FORMAT: tl.constexpr):
     """Codes of a narrow FORMAT as float16, which holds all their values; int8, which it holds too, as it is."""
     values = codes
