@@ -62,7 +62,7 @@ class Processes:
 def experts(seen):
     """In place of the matmuls of each expert a product with the first of its weights."""
 
-    def multiplied(o, rows, weights, *, w_gate, w_up, w_down, group_sizes, group_offset):
+    def multiplied(o, rows, weights, w_gate, w_up, w_down, group_sizes, group_offset):
         seen.append((len(rows), group_sizes.tolist()))
         active = int(group_sizes.sum())
         factors = w_gate[:, 0, 0].repeat_interleave(group_sizes.long())[:, None]
