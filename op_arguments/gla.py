@@ -132,7 +132,8 @@ class SimpleGrads(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A checked gated linear attention: its sizes, its scale, and the name of the dtype of q, k, v, do and o."""
+    """A checked gated linear attention: its sizes, its scale, the name of the dtype of q, k, v, do and o, and whether
+    there are cu_seqlens."""
 
     b: int
     t: int
@@ -142,6 +143,7 @@ class Problem(NamedTuple):
     n: int  # sequences: B, or as many as cu_seqlens cuts
     scale: float
     dtype: str
+    packed: bool = False
 
 
 def check_forward(
@@ -177,7 +179,7 @@ def check_forward(
     n = _check_sequences(cu_seqlens, offsets, q)
     _check_state("initial_state", initial_state, (n, h, key_size, value_size), exact)
     check_chunk_size(chunk_size)
-    return Problem(b, t, h, key_size, value_size, n, _check_scale(scale, key_size), dtype)
+    return Problem(b, t, h, key_size, value_size, n, _check_scale(scale, key_size), dtype, cu_seqlens is not None)
 
 
 def check_backward(

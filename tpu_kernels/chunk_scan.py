@@ -30,9 +30,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from op_arguments.gla import Gates, Gradients, Output, Precision, check_backward, check_forward
+from op_arguments.gla import Gates, Gradients, Output
+from op_arguments.options import options_of
 from op_arguments.probe import active, probe
-from tpu_kernels._lib.arguments import Interpret, concrete_values, resolve_interpret
+from tpu_kernels._lib.arguments import Interpreted
 from tpu_kernels._lib.call import jit
 from tpu_kernels._lib.chunk_decays import (
     ChannelDecay,
@@ -50,166 +51,86 @@ from tpu_kernels._lib.chunk_dots import dot, f32, iota
 from tpu_kernels._lib.chunk_layout import Layout, block_of
 from tpu_kernels._lib.chunk_layout import call as pallas_call
 from tpu_kernels._lib.chunk_plan import Scan, make_scan
-from tpu_kernels._lib.scans import backward_of_nothing, forward_of_nothing
+from tpu_kernels._lib.scans import Arrays, backward_of_nothing, forward_of_nothing, take
 
 OF_HEADS = {"q", "k", "v", "o", "state", "decay_from_start", "decay_to_end", "between"}
 """The refs of the forward pass with a decay per head of which each head has a part, along the first axis."""
 
-UNROLL = (4, 2, 1)  # chunks in a turn of the loop that makes just states
 
-
+@options_of(take, make_scan)
 def chunk_fwd(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    gates: Gates,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    chunk_size: int = 64,
-    precision: Precision = "ieee",
-    fused: bool | None = None,
-    interpret: Interpret = None,
+    q: jax.Array, k: jax.Array, v: jax.Array, *, gates: Gates, output_final_state: bool = False, **options: Any
 ) -> Output:
     """o [B, T, H, V] in v's dtype and the states ht [N, H, K, V] float32 after the last steps, None unless asked for.
 
-    gates: natural logs of the decays, `g` [B, T, H] and `g_gamma` [H], which add (None: no decay), or `gk`
-    [B, T, H, K]. Other arguments as `gla.chunk_gla_fwd`'s. o is zero beyond the last sequence.
+    gates as in `take`, other arguments as `gla.chunk_gla_fwd`'s. o is zero beyond the last sequence.
     Sites shown to a probe: c (of `g`), exponent (of `gk`), decay, A and state.
-    Raises ValueError or TypeError as `op_arguments.gla.check_forward`, `check_precision` and `check_fused`; values are
-    checked outside tracing only.
+    Raises ValueError or TypeError as `take` and `make_scan`.
     """
-    offsets = concrete_values(cu_seqlens)
-    p = check_forward(q, k, v, gates, scale, initial_state, cu_seqlens, offsets, chunk_size)
-    packed = cu_seqlens is not None
-    scan = make_scan(p, gates, packed=packed, chunk_size=chunk_size, precision=precision, fused=fused, backward=False)
-    return _forward(
-        q,
-        k,
-        v,
-        dict(gates),
-        initial_state,
-        cu_seqlens,
-        scan=scan,
-        output_final_state=bool(output_final_state),
-        interpret=resolve_interpret(interpret),
-    )
+    arrays, how = take(make_scan, q, k, v, gates, **options)
+    return _forward(arrays, output_final_state=bool(output_final_state), **how)
 
 
+@options_of(take, make_scan)
 def chunk_bwd(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    do: jax.Array,
-    *,
-    gates: Gates,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    dht: jax.Array | None = None,
-    cu_seqlens: jax.Array | None = None,
-    chunk_size: int = 64,
-    precision: Precision = "ieee",
-    fused: bool | None = None,
-    interpret: Interpret = None,
+    q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, *, gates: Gates, dht: Any = None, **options: Any
 ) -> Gradients:
     """The gradients of `chunk_fwd`'s arguments, given those of o (do) and, if it is not None, of ht (dht).
 
     Gradients have their arguments' dtypes and are zero beyond the last sequence.
     Sites shown to a probe: those of `chunk_fwd`, dA, dgate and dstate.
-    Raises as `chunk_fwd`, with `op_arguments.gla.check_backward`.
+    Raises as `chunk_fwd`.
     """
-    offsets = concrete_values(cu_seqlens)
-    p = check_backward(q, k, v, do, gates, scale, initial_state, dht, cu_seqlens, offsets, chunk_size)
-    packed = cu_seqlens is not None
-    scan = make_scan(p, gates, packed=packed, chunk_size=chunk_size, precision=precision, fused=fused, backward=True)
-    return _backward(
-        q,
-        k,
-        v,
-        do,
-        dict(gates),
-        initial_state,
-        dht,
-        cu_seqlens,
-        scan=scan,
-        interpret=resolve_interpret(interpret),
-    )
+    arrays, how = take(make_scan, q, k, v, gates, do, dht, **options)
+    return _backward(arrays, **how)
 
 
 # ------------------------------------------------------------------------------------------------------- passes
 
 
-@jit("scan", "output_final_state", "interpret")
-def _forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: dict[str, Any],
-    initial_state: jax.Array | None,
-    cu_seqlens: jax.Array | None,
-    *,
-    scan: Scan | None,
-    output_final_state: bool,
-    interpret: bool | pltpu.InterpretParams,
-) -> Output:
-    if scan is None:
-        o, ht = forward_of_nothing(q, v, initial_state, cu_seqlens)
-        return Output(o, ht if output_final_state else None)
-    layout = Layout(scan, cu_seqlens, gates)
-    call = partial(pallas_call, scan, prefetch=layout.prefetch, interpret=interpret)
-    before = {**layout.rows(k=k, v=v), **layout.gates, **layout.states(h0=initial_state)}
+@jit("plan", "output_final_state", "interpret")
+def _forward(x: Arrays, *, plan: Scan | None, output_final_state: bool, interpret: Interpreted) -> Output:
+    if plan is None:
+        return forward_of_nothing(x, output_final_state)
+    layout = Layout(plan, x.cu_seqlens, x.gates)
+    call = partial(pallas_call, plan, prefetch=layout.prefetch, interpret=interpret)
+    before = {**layout.rows(k=x.k, v=x.v), **layout.gates, **layout.states(h0=x.initial_state)}
     ends = {"ht": layout.state_out()} if output_final_state else {}
-    state = {"state": pltpu.VMEM(scan.state, jnp.float32)}
-    outputs = {"o": layout.rows_out(scan.v, q.dtype)}
-    if scan.fused:
+    state = {"state": pltpu.VMEM(plan.state, jnp.float32)}
+    outputs = {"o": layout.rows_out(plan.p.v, x.q.dtype)}
+    if plan.fused:
         results = call(
-            _forward_kernel, "chunk_fwd", {**before, **layout.rows(q=q)}, {**outputs, **ends}, state, work=(2, 2)
+            _forward_kernel, "chunk_fwd", {**before, **layout.rows(q=x.q)}, {**outputs, **ends}, state, work=(2, 2)
         )
     else:
         kept = {"states": layout.chunk_states()}
         results = call(_forward_kernel, "chunk_states", before, {**kept, **ends}, state, work=(0, 1))
-        operands = {**layout.rows(q=q, k=k, v=v), **layout.gates, "states": layout.chunk_states(results["states"])}
+        operands = {**layout.rows(q=x.q, k=x.k, v=x.v), **layout.gates}
+        operands["states"] = layout.chunk_states(results["states"])
         results |= call(_outputs_kernel, "chunk_outputs", operands, outputs, {}, work=(2, 1))
     return Output(layout.public(results["o"]), results["ht"].swapaxes(2, 3) if output_final_state else None)
 
 
-@jit("scan", "interpret")
-def _backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    do: jax.Array,
-    gates: dict[str, Any],
-    initial_state: jax.Array | None,
-    dht: jax.Array | None,
-    cu_seqlens: jax.Array | None,
-    *,
-    scan: Scan | None,
-    interpret: bool | pltpu.InterpretParams,
-) -> Gradients:
-    if scan is None:
-        return backward_of_nothing(q, k, v, gates, initial_state, dht, cu_seqlens)
-    layout = Layout(scan, cu_seqlens, gates)
-    call = partial(pallas_call, scan, prefetch=layout.prefetch, interpret=interpret)
-    before = {**layout.rows(k=k, v=v), **layout.gates, **layout.states(h0=initial_state)}
-    after = {**layout.rows(q=q, do=do), **layout.states(dht=dht)}
-    starts = {} if initial_state is None else {"dh0": layout.state_out()}
-    grads = {name: layout.rows_out(x.shape[3], x.dtype) for name, x in (("dq", q), ("dk", k), ("dv", v))}
-    if any(gate is not None for gate in gates.values()):
-        grads["dgate"] = layout.rows_out(scan.k, jnp.float32) if scan.gate == "channel" else layout.steps()
-    dstate = {"dstate": pltpu.VMEM(scan.state, jnp.float32)}
-    if scan.fused:
+@jit("plan", "interpret")
+def _backward(x: Arrays, *, plan: Scan | None, interpret: Interpreted) -> Gradients:
+    if plan is None:
+        return backward_of_nothing(x)
+    layout = Layout(plan, x.cu_seqlens, x.gates)
+    call = partial(pallas_call, plan, prefetch=layout.prefetch, interpret=interpret)
+    before = {**layout.rows(k=x.k, v=x.v), **layout.gates, **layout.states(h0=x.initial_state)}
+    after = {**layout.rows(q=x.q, do=x.do), **layout.states(dht=x.dht)}
+    starts = {} if x.initial_state is None else {"dh0": layout.state_out()}
+    grads = {name: layout.rows_out(of.shape[3], of.dtype) for name, of in (("dq", x.q), ("dk", x.k), ("dv", x.v))}
+    if any(gate is not None for gate in x.gates.values()):
+        grads["dgate"] = layout.rows_out(plan.p.k, jnp.float32) if plan.gate == "channel" else layout.steps()
+    dstate = {"dstate": pltpu.VMEM(plan.state, jnp.float32)}
+    if plan.fused:
         scratch = dstate | {
-            "states": pltpu.VMEM((scan.chunks + 1, *scan.state), jnp.float32),
-            "checkpoints": pltpu.VMEM((max(scan.blocks - 1, 1), *scan.state), jnp.float32),
+            "states": pltpu.VMEM((plan.chunks + 1, *plan.state), jnp.float32),
+            "checkpoints": pltpu.VMEM((max(plan.blocks - 1, 1), *plan.state), jnp.float32),
         }
-        # The next chunk's product does not wait for the state. XLA's CPU compiler would round each in its own way.
-        unroll = 1 if interpret else next(n for n in UNROLL if scan.chunks % n == 0)
-        backward = partial(_backward_kernel, unroll=unroll)
         results = call(
-            backward, "chunk_bwd", {**before, **after}, {**grads, **starts}, scratch, work=(5, 6), walk="twice"
+            _backward_kernel, "chunk_bwd", {**before, **after}, {**grads, **starts}, scratch, work=(5, 6), walk="twice"
         )
     else:
         kept = {"states": layout.chunk_states()}
@@ -218,12 +139,12 @@ def _backward(
         results = call(
             _dstates_kernel, "chunk_dstates", {**after, **layout.gates}, outputs, dstate, work=(0, 1), walk="back"
         )
-        operands = {**layout.rows(q=q, k=k, v=v, do=do), **layout.gates, "states": layout.chunk_states(states)}
-        operands["dstates"] = layout.chunk_states(results["dstates"])
+        operands = {**layout.rows(q=x.q, k=x.k, v=x.v, do=x.do), **layout.gates}
+        operands |= {"states": layout.chunk_states(states), "dstates": layout.chunk_states(results["dstates"])}
         results |= call(_gradients_kernel, "chunk_grads", operands, grads, {}, work=(5, 3))
     dq, dk, dv = (layout.public(results[name]) for name in ("dq", "dk", "dv"))
     dh0 = results["dh0"].swapaxes(2, 3) if starts else None
-    return Gradients(dq, dk, dv, _gate_gradients(layout, gates, results.get("dgate")), dh0)
+    return Gradients(dq, dk, dv, _gate_gradients(layout, x.gates, results.get("dgate")), dh0)
 
 
 def _gate_gradients(
@@ -273,9 +194,9 @@ class _Block:
     def live(self, i: Any) -> Any:
         """How many rows of chunk i are steps; they are its first."""
         chunk = self._chunk(i)
-        if self.scan.packed:
+        if self.scan.p.packed:
             return self.refs["live"][chunk]
-        return jnp.clip(self.scan.length - chunk * self.scan.chunk, 0, self.scan.chunk)
+        return jnp.clip(self.scan.p.t - chunk * self.scan.chunk, 0, self.scan.chunk)
 
     def load(self, i: Any, name: str) -> jax.Array:
         """The rows [heads, C, ·] of chunk i, zero where they are no steps: there may be NaN, and 0 * NaN is NaN."""
@@ -337,17 +258,17 @@ class _Block:
 
         def step(n: Any, _: None) -> None:
             i = last - n if reverse else n
-            if self.scan.packed:
+            if self.scan.p.packed:
                 at(i, enters, enter)
             body(i)
-            if self.scan.packed:
+            if self.scan.p.packed:
                 at(i, leaves, leave)
 
         begin, end = (last, 0) if reverse else (0, last)
-        if not self.scan.packed:
+        if not self.scan.p.packed:
             at(begin, enters, enter)
         lax.fori_loop(0, last + 1, step, None, unroll=unroll)
-        if not self.scan.packed:
+        if not self.scan.p.packed:
             at(end, leaves, leave)
 
     def load_state(self, name: str, i: Any, state: Any) -> None:
@@ -363,7 +284,7 @@ class _Block:
             pltpu.sync_copy(state, self._states(name, i))
 
     def _states(self, name: str, i: Any) -> Any:
-        sequence = self.refs["sequence"][self._chunk(i)] if self.scan.packed else self.batch
+        sequence = self.refs["sequence"][self._chunk(i)] if self.scan.p.packed else self.batch
         return self.refs[name].at[sequence, pl.ds(self.first_head, self.scan.heads)]
 
     def _chunk(self, i: Any) -> Any:
@@ -371,14 +292,14 @@ class _Block:
 
     def _is_first(self, i: Any) -> Any:
         chunk = self._chunk(i)
-        if not self.scan.packed:
+        if not self.scan.p.packed:
             return chunk == 0
         sequence = self.refs["sequence"]
         return (chunk == 0) | (sequence[jnp.maximum(chunk - 1, 0)] != sequence[chunk])
 
     def _is_last(self, i: Any) -> Any:
         chunk, last = self._chunk(i), self.scan.blocks * self.scan.chunks - 1
-        if not self.scan.packed:
+        if not self.scan.p.packed:
             return chunk == last
         sequence = self.refs["sequence"]
         return (chunk == last) | (sequence[jnp.minimum(chunk + 1, last)] != sequence[chunk])
@@ -424,8 +345,8 @@ def _outputs_kernel(refs: Refs, scan: Scan) -> None:
     block.for_chunks(body)
 
 
-def _backward_kernel(refs: Refs, scan: Scan, unroll: int = 1) -> None:
-    """All gradients: there, `unroll` chunks at a time, to keep the state at the start of each block, and back."""
+def _backward_kernel(refs: Refs, scan: Scan) -> None:
+    """All gradients: there, `scan.unroll` chunks at a time, to keep the state at the start of each block, and back."""
     step, last = pl.program_id(2), scan.blocks - 1
     index = block_of(step, scan.blocks, "twice", early=True)
     block, states, checkpoints, dstate = _Block(refs, scan, index), refs["states"], refs["checkpoints"], refs["dstate"]
@@ -438,7 +359,7 @@ def _backward_kernel(refs: Refs, scan: Scan, unroll: int = 1) -> None:
         probe = partial(block.probe, i)
         states[i + 1] = probe("state", _next_state(partial(block.load, i), states[i], block.decay(i), scan))
 
-    block.for_chunks(forward, lambda i: block.load_state("h0", i, states.at[i]), unroll=unroll)
+    block.for_chunks(forward, lambda i: block.load_state("h0", i, states.at[i]), unroll=scan.unroll)
 
     @pl.when(step < last)
     def _() -> None:
@@ -515,17 +436,17 @@ def _output(
     """
     read = read_state(block.load(i, "q"), state[...], decay, decay.decay_from_start, block.scan)
     meanwhile()
-    return block.scan.scale * (read + dot(scores, block.load(i, "v"), (1, 0), block.scan))
+    return block.scan.p.scale * (read + dot(scores, block.load(i, "v"), (1, 0), block.scan))
 
 
 def _next_state(load: Load, state: jax.Array, decay: Decay, scan: Scan) -> jax.Array:
     """The state [heads, V, K] at the end of a chunk."""
-    return _decayed(state, decay, dot(load("v"), f32(load("k")) * decay.decay_to_end(scan.k), (0, 0), scan))
+    return _decayed(state, decay, dot(load("v"), f32(load("k")) * decay.decay_to_end(scan.p.k), (0, 0), scan))
 
 
 def _previous_dstate(load: Load, dstate: jax.Array, decay: Decay, scan: Scan) -> jax.Array:
     """The gradient [heads, V, K] of the state at the start of a chunk, from that at its end."""
-    weighted = f32(load("q")) * (scan.scale * decay.decay_from_start(scan.k))
+    weighted = f32(load("q")) * (scan.p.scale * decay.decay_from_start(scan.p.k))
     return _decayed(dstate, decay, dot(load("do"), weighted, (0, 0), scan))
 
 

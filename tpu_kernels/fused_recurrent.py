@@ -26,110 +26,72 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from op_arguments.gla import Gates, Gradients, Output, check_backward, check_forward
+from op_arguments.gla import Gates, Gradients, Output
 from op_arguments.gmm import GroupMetadata
+from op_arguments.options import options_of
 from op_arguments.probe import active, probe
-from tpu_kernels._lib.arguments import Interpret, concrete_values, resolve_interpret
+from tpu_kernels._lib.arguments import Interpreted
 from tpu_kernels._lib.call import Block, jit
 from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.decays import Pair, decay_parts, decayed_sum
 from tpu_kernels._lib.recurrent_layout import GROUP, Layout, Plan, make_plan
 from tpu_kernels._lib.recurrent_sums import column_of, fold_lanes, sum_lanes, sum_rows
-from tpu_kernels._lib.scans import backward_of_nothing, forward_of_nothing
+from tpu_kernels._lib.scans import Arrays, backward_of_nothing, forward_of_nothing, take
 
 SEGMENT = 16  # steps between plain float32 states: divides every chunk size, so calls may be cut at chunk borders
 FLOPS_FORWARD, FLOPS_BACKWARD = 15, 50
 
 
+@options_of(take, make_plan)
 def recurrent_fwd(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    gates: Gates,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    reverse: bool = False,
-    interpret: Interpret = None,
+    q: jax.Array, k: jax.Array, v: jax.Array, *, gates: Gates, output_final_state: bool = False, **options: Any
 ) -> Output:
     """o [B, T, H, V] in v's dtype and the states ht [N, H, K, V] float32 after the last steps, None unless asked for.
 
-    gates: natural logs of the decays, `g` [B, T, H] and `g_gamma` [H], which add (None: no decay), or `gk`
-    [B, T, H, K]. Other arguments as `gla.fused_recurrent_gla_fwd`'s. o is zero beyond the
-    last sequence. Sites shown to a probe: kept and state.
-    Raises ValueError or TypeError as `op_arguments.gla.check_forward`; values are checked outside tracing only.
+    gates as in `take`, other arguments as `gla.fused_recurrent_gla_fwd`'s. o is zero beyond the last sequence.
+    Sites shown to a probe: kept and state.
+    Raises ValueError or TypeError as `take`.
     """
-    p = check_forward(q, k, v, gates, scale, initial_state, cu_seqlens, concrete_values(cu_seqlens))
-    interpret = resolve_interpret(interpret)
-    plan = make_plan(p, gates, reverse=bool(reverse), backward=False, interpret=interpret)
-    final = bool(output_final_state)
-    return _forward(
-        q, k, v, dict(gates), initial_state, cu_seqlens, plan=plan, output_final_state=final, interpret=interpret
-    )
+    arrays, how = take(make_plan, q, k, v, gates, **options)
+    return _forward(arrays, output_final_state=bool(output_final_state), **how)
 
 
+@options_of(take, make_plan)
 def recurrent_bwd(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    do: jax.Array,
-    *,
-    gates: Gates,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    dht: jax.Array | None = None,
-    cu_seqlens: jax.Array | None = None,
-    reverse: bool = False,
-    interpret: Interpret = None,
+    q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, *, gates: Gates, dht: Any = None, **options: Any
 ) -> Gradients:
     """The gradients of `recurrent_fwd`'s arguments, given those of o (do) and, if it is not None, of ht (dht).
 
     do has v's shape and dtype; dht [N, H, K, V] is float32. Gradients have their arguments' dtypes and are zero beyond
     the last sequence. Held meanwhile, in float32: two states per visit, of one head. Sites shown to a probe: those of
     `recurrent_fwd`, dstate and dgate.
-    Raises as `recurrent_fwd`, with `op_arguments.gla.check_backward`.
+    Raises as `recurrent_fwd`.
     """
-    p = check_backward(q, k, v, do, gates, scale, initial_state, dht, cu_seqlens, concrete_values(cu_seqlens))
-    interpret = resolve_interpret(interpret)
-    plan = make_plan(p, gates, reverse=bool(reverse), backward=True, interpret=interpret)
-    return _backward(q, k, v, do, dict(gates), initial_state, dht, cu_seqlens, plan=plan, interpret=interpret)
+    arrays, how = take(make_plan, q, k, v, gates, do, dht, **options)
+    return _backward(arrays, **how)
 
 
 # ------------------------------------------------------------------------------------------------------ the calls
 
 
 @jit("plan", "output_final_state", "interpret")
-def _forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: dict[str, Any],
-    initial_state: jax.Array | None,
-    cu_seqlens: jax.Array | None,
-    *,
-    plan: Plan | None,
-    output_final_state: bool,
-    interpret: bool | pltpu.InterpretParams,
-) -> Output:
+def _forward(x: Arrays, *, plan: Plan | None, output_final_state: bool, interpret: Interpreted) -> Output:
     if plan is None:
-        o, ht = forward_of_nothing(q, v, initial_state, cu_seqlens)
-        return Output(o, ht if output_final_state else None)
-    layout = Layout(plan, cu_seqlens, interpret)
+        return forward_of_nothing(x, output_final_state)
+    layout = Layout(plan, x.cu_seqlens, interpret)
 
     def visit(h: Any, i: Any, visits: GroupMetadata) -> Any:
         return h, _nth_visit(i, visits, plan)
 
     operands = {
-        "q": layout.by_key(q, visit),
-        "k": layout.by_key(k, visit),
-        "v": layout.by_value(v, visit),
-        **layout.gates(gates, visit),
+        "q": layout.by_key(x.q, visit),
+        "k": layout.by_key(x.k, visit),
+        "v": layout.by_value(x.v, visit),
+        **layout.gates(x.gates, visit),
     }
-    if initial_state is not None:
-        operands["h0"] = layout.state(initial_state, visit)
-    out = {"o": layout.out_by_value(v.dtype, visit)}
+    if x.initial_state is not None:
+        operands["h0"] = layout.state(x.initial_state, visit)
+    out = {"o": layout.out_by_value(x.v.dtype, visit)}
     if output_final_state:
         out["ht"] = layout.state_out(visit)
     found = layout.call(
@@ -142,26 +104,14 @@ def _forward(
         times={},
         name="fused_recurrent_fwd",
     )
-    return Output(layout.public(found["o"], plan.v), layout.public_state(found.get("ht")))
+    return Output(layout.public(found["o"], plan.p.v), layout.public_state(found.get("ht")))
 
 
 @jit("plan", "interpret")
-def _backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    do: jax.Array,
-    gates: dict[str, Any],
-    initial_state: jax.Array | None,
-    dht: jax.Array | None,
-    cu_seqlens: jax.Array | None,
-    *,
-    plan: Plan | None,
-    interpret: bool | pltpu.InterpretParams,
-) -> Gradients:
+def _backward(x: Arrays, *, plan: Plan | None, interpret: Interpreted) -> Gradients:
     if plan is None:
-        return backward_of_nothing(q, k, v, gates, initial_state, dht, cu_seqlens)
-    layout = Layout(plan, cu_seqlens, interpret)
+        return backward_of_nothing(x)
+    layout = Layout(plan, x.cu_seqlens, interpret)
 
     # Phase 0 goes through time, phase 1 back. What only one of them needs stays, in the other, where that one ends or
     # begins, so that nothing is fetched or written for it.
@@ -177,21 +127,21 @@ def _backward(
         return h, _nth_visit(jnp.where(phase == 0, last, last - i), visits, plan)
 
     operands = {
-        "q": layout.by_key(q, visit_of_second),
-        "k": layout.by_key(k, visit_of_both),
-        "v": layout.by_value(v, visit_of_both),
-        "do": layout.by_value(do, visit_of_second),
-        **layout.gates(gates, visit_of_both),
+        "q": layout.by_key(x.q, visit_of_second),
+        "k": layout.by_key(x.k, visit_of_both),
+        "v": layout.by_value(x.v, visit_of_both),
+        "do": layout.by_value(x.do, visit_of_second),
+        **layout.gates(x.gates, visit_of_both),
     }
-    if initial_state is not None:
-        operands["h0"] = layout.state(initial_state, visit_of_first)
-    if dht is not None:
-        operands["dht"] = layout.state(dht, visit_of_second)
+    if x.initial_state is not None:
+        operands["h0"] = layout.state(x.initial_state, visit_of_first)
+    if x.dht is not None:
+        operands["dht"] = layout.state(x.dht, visit_of_second)
     kept = jax.ShapeDtypeStruct((layout.visits.group_ids.shape[0], 2, plan.values, plan.keys), jnp.float32)
     out = {
-        "dq": layout.out_by_key(q.dtype, visit_of_second),
-        "dk": layout.out_by_key(k.dtype, visit_of_second),
-        "dv": layout.out_by_value(v.dtype, visit_of_second),
+        "dq": layout.out_by_key(x.q.dtype, visit_of_second),
+        "dk": layout.out_by_key(x.k.dtype, visit_of_second),
+        "dv": layout.out_by_value(x.v.dtype, visit_of_second),
         # Written and read by the kernel itself. One head's: heads follow one another.
         "kept_states": Block(kept, space=pl.ANY),
     }
@@ -202,9 +152,9 @@ def _backward(
     )
     scratch["dstate"] = pltpu.VMEM((2, plan.values, plan.keys), jnp.float32)
     if plan.gate is not None:
-        out["dgate"] = layout.gate_out(gates, visit_of_second)
+        out["dgate"] = layout.gate_out(x.gates, visit_of_second)
         scratch["decayed"] = pltpu.VMEM((plan.tile, plan.values, plan.keys), jnp.float32)
-    if initial_state is not None:
+    if x.initial_state is not None:
         out["dh0"] = layout.state_out(visit_of_second)
     found = layout.call(
         partial(_backward_kernel, plan=plan),
@@ -213,13 +163,12 @@ def _backward(
         scratch,
         phases=(2,),
         flops=FLOPS_BACKWARD,
-        times={"k": 2, "v": 2, "gk": 2, "decays": 2, "kept_states": 2 * plan.heads},
+        times={"k": 2, "v": 2, "gk": 2, "decays": 2, "kept_states": 2 * plan.p.h},
         name="fused_recurrent_bwd",
     )
-    dq, dk, dv = (layout.public(found[name], width) for name, width in (("dq", plan.k), ("dk", plan.k), ("dv", plan.v)))
-    return Gradients(
-        dq, dk, dv, layout.gate_gradients(found.get("dgate"), gates), layout.public_state(found.get("dh0"))
-    )
+    dq, dk, dv = (layout.public(found[f"d{name}"], getattr(x, name).shape[3]) for name in ("q", "k", "v"))
+    dgates = layout.gate_gradients(found.get("dgate"), x.gates)
+    return Gradients(dq, dk, dv, dgates, layout.public_state(found.get("dh0")))
 
 
 def _scratch(plan: Plan, columns: tuple[str, ...], rows: tuple[str, ...]) -> dict[str, Any]:
@@ -298,13 +247,13 @@ def _is_own(visit: _Visit, first: Any, shape: tuple[int, ...], axis: int) -> jax
 
 def _is_key(plan: Plan, shape: tuple[int, ...]) -> jax.Array:
     """Where lanes are no padding."""
-    return lax.broadcasted_iota(jnp.int32, shape, 1) < plan.k
+    return lax.broadcasted_iota(jnp.int32, shape, 1) < plan.p.k
 
 
 def _in_state(visit: _Visit, rows: Any, n: Any, slab: Any, plan: Plan) -> jax.Array:
     """Where a slab of the state is no padding; nowhere unless a group's n-th step is the visit's."""
     shape = plan.slab, plan.keys
-    is_value = slab.start + lax.broadcasted_iota(jnp.int32, shape, 0) < plan.v
+    is_value = slab.start + lax.broadcasted_iota(jnp.int32, shape, 0) < plan.p.v
     return is_value & _is_key(plan, shape) & _is_own(visit, rows.start + n, (1, 1), 0)
 
 
@@ -454,7 +403,7 @@ def _advance_with_o(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> Non
         refs["o_columns"][slab, :] = sum_lanes(refs["products"])
 
     _advance(visit, refs, rows, plan, use, end)
-    _store(refs, visit, rows, "o", plan.scale * refs["o_columns"][...].T)
+    _store(refs, visit, rows, "o", plan.p.scale * refs["o_columns"][...].T)
 
 
 def _advance_with_dq(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> None:
@@ -469,7 +418,7 @@ def _advance_with_dq(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> No
         dq[pl.ds(n, 1), :] += sum_rows(column_of(refs["do_columns"][slab, :], n) * after)
 
     _advance(visit, refs, rows, plan, use, _nothing)
-    _store(refs, visit, rows, "dq", plan.scale * dq[...])
+    _store(refs, visit, rows, "dq", plan.p.scale * dq[...])
 
 
 def _backward_step(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> None:
@@ -486,7 +435,7 @@ def _backward_step(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> None
 
         def step(n: Any, pair: Pair) -> Pair:
             row = pl.ds(n, 1)
-            term = column_of(do, n) * (plan.scale * refs["q_rows"][row, :])
+            term = column_of(do, n) * (plan.p.scale * refs["q_rows"][row, :])
             pair = decayed_sum(pair, refs["carried_rows"][row, :], [], term)
             if active():
                 probe("dstate", pair[0], _in_state(visit, rows, n, slab, plan))

@@ -52,7 +52,7 @@ GATES: dict[str, dict[str, tuple[int, ...]]] = {
 def planned(gate: str, *, backward: bool, fused: bool, t: int) -> Any:
     p = Problem(b=B, t=t, h=H, k=D, v=D, n=B, scale=1.0, dtype=F32)
     gates = dict.fromkeys(("gk",) if gate == "channel" else ("g", "g_gamma")) | GATES[gate]
-    return chunk_plan.plan(gates, p, packed=False, chunk_size=64, backward=backward, fused=fused)
+    return chunk_plan.plan(gates, p, chunk_size=64, backward=backward, fused=fused)
 
 
 def traced(gate: str, *, backward: bool, fused: bool, t: int, interpret: bool = False) -> list[Any]:

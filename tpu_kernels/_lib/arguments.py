@@ -9,7 +9,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels._lib.chip import is_tpu
 
-Interpret = bool | pltpu.InterpretParams | None
+Interpreted = bool | pltpu.InterpretParams
+Interpret = Interpreted | None
 
 
 class Shard(NamedTuple):

@@ -101,20 +101,20 @@ class StepDecay:
         # Pairs of steps are at [j, i], so that just one of the dots below transposes.
         products = dot(load("k"), load("q"), (1, 1), scan)
         dproducts = dot(load("v"), load("do"), (1, 1), scan)
-        dscores = dproducts * (scan.scale * self.between())
+        dscores = dproducts * (scan.p.scale * self.between())
         dv = read_state(load("k"), dstate[...], self, self.decay_to_end, scan)
         scores = probe("A", products * self.between(), 1, 2)
-        store("dv", dv + scan.scale * dot(scores, load("do"), (1, 0), scan))
+        store("dv", dv + scan.p.scale * dot(scores, load("do"), (1, 0), scan))
         # The gate of step t decays what goes from before t to t or later. Sums of just these pairs lose nothing to
         # cancellation, as running sums of q·dq - k·dk do.
         row, column = iota(products.shape, 1), iota(products.shape, 2)
         if active():
-            probe("dA", scan.scale * dproducts, 1, 2, where=row <= column)
+            probe("dA", scan.p.scale * dproducts, 1, 2, where=row <= column)
         sums = dot_with_all(products * dscores, ones((row >= column)[0], scan), scan)
-        dq = scan.scale * self.decay_from_start(scan.k) * dot(load("do"), state[...], (1, 0), scan)
+        dq = scan.p.scale * self.decay_from_start(scan.p.k) * dot(load("do"), state[...], (1, 0), scan)
         from_state = jnp.sum(f32(load("q")) * dq, axis=2, keepdims=True)
         store("dq", dq + dot(dscores, load("k"), (0, 0), scan))
-        dk = self.decay_to_end(scan.k) * dot(load("v"), dstate[...], (1, 0), scan)
+        dk = self.decay_to_end(scan.p.k) * dot(load("v"), dstate[...], (1, 0), scan)
         to_state = jnp.sum(f32(load("k")) * dk, axis=2, keepdims=True)
         store("dk", dk + dot(dscores, load("q"), (1, 0), scan))
         whole = reduce(jnp.add, self.whole)
@@ -203,17 +203,17 @@ class ChannelDecay:
         """Store dq, dk, dv and dgk of a chunk, from the refs of the state at its start and the gradient at its end."""
         q, k, v, do = (f32(load(name)) for name in ("q", "k", "v", "do"))
         i, j = _steps(scan)
-        dq = scan.scale * self.decay_from_start(scan.k) * dot(load("do"), state[...], (1, 0), scan)
-        dk = self.decay_to_end(scan.k) * dot(load("v"), dstate[...], (1, 0), scan)
+        dq = scan.p.scale * self.decay_from_start(scan.p.k) * dot(load("do"), state[...], (1, 0), scan)
+        dk = self.decay_to_end(scan.p.k) * dot(load("v"), dstate[...], (1, 0), scan)
         # As in `StepDecay.store_gradients`: of the gate of step t, only pairs with t between them, and what passes it.
         dgk = probe("dgate", reduce(jnp.add, self.whole) * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True))
         read = probe("dgate", dot(ones(i >= j, scan), q * dq, (1, 0), scan), 1)
         dgk += read + probe("dgate", dot(ones(i < j, scan), k * dk, (1, 0), scan), 1)
-        dscore = scan.scale * jnp.sum(do * v, axis=2, keepdims=True)
+        dscore = scan.p.scale * jnp.sum(do * v, axis=2, keepdims=True)
         dq, dk = dq + dscore * k, dk + dscore * q
         # Of a pair, at [i, j] as at [j, i].
         dscores = dot(load("do"), load("v"), (1, 1), scan), dot(load("v"), load("do"), (1, 1), scan)
-        dpairs = probe("dA", scan.scale * jnp.where(i < j, *dscores), 1, 2)
+        dpairs = probe("dA", scan.p.scale * jnp.where(i < j, *dscores), 1, 2)
         scores = jnp.where(i == j, jnp.sum(q * k, axis=2, keepdims=True), 0.0)
         for half, decay, decayed in self._levels(q, k):
             meet, second = _meet(i, j, half), _in_second(q.shape, half)
@@ -226,7 +226,7 @@ class ChannelDecay:
             dgk += dot(ones(after, scan), decayed * ddecayed, (1, 0), scan)
         dv = read_state(load("k"), dstate[...], self, self.decay_to_end, scan)
         scores = probe("A", scores, 1, 2)
-        store("dv", dv + scan.scale * dot(scores, load("do"), (1, 0), scan))
+        store("dv", dv + scan.p.scale * dot(scores, load("do"), (1, 0), scan))
         store("dq", dq)
         store("dk", dk)
         store("dgate", dgk)
@@ -244,8 +244,8 @@ Decay = StepDecay | ChannelDecay
 def read_state(x: jax.Array, state: jax.Array, decay: Decay, way: Callable[[int], jax.Array], scan: Scan) -> jax.Array:
     """(x · way) @ stateᵀ. A decay per row is applied to the sums, which leaves x as exact as it is."""
     if decay.per_channel:
-        return dot(f32(x) * way(scan.k), state, (1, 1), scan)
-    return way(scan.v) * dot(x, state, (1, 1), scan)
+        return dot(f32(x) * way(scan.p.k), state, (1, 1), scan)
+    return way(scan.p.v) * dot(x, state, (1, 1), scan)
 
 
 def probe_decays(decay: Decay, probe: Probe) -> None:
@@ -272,7 +272,7 @@ def _meet(i: jax.Array, j: jax.Array, half: int) -> jax.Array:
 def decay_scratch(scan: Scan) -> dict[str, Any]:
     """What `prepare_decays` fills."""
     if scan.gate == "constant":
-        rows = pltpu.VMEM((scan.heads, scan.chunk, max(scan.k, scan.v)), jnp.float32)
+        rows = pltpu.VMEM((scan.heads, scan.chunk, max(scan.p.k, scan.p.v)), jnp.float32)
         between = pltpu.VMEM((scan.heads, scan.chunk, scan.chunk), jnp.float32)
         return {"decay_from_start": rows, "decay_to_end": rows, "between": between}
     if scan.gate == "step":

@@ -43,13 +43,13 @@ class Layout:
         self.gates = self._gates(**gates)
 
     def _lay_out(self, cu_seqlens: jax.Array) -> None:
-        length, c, count = self.scan.length, self.scan.chunk, self.scan.blocks * self.scan.chunks
+        length, c, count = self.scan.p.t, self.scan.chunk, self.scan.blocks * self.scan.chunks
         # Bad offsets go unseen under tracing; clipped, they give wrong numbers, but no access beyond the arrays.
         cu_seqlens = lax.cummax(jnp.clip(cu_seqlens, 0, length))
         begins, lengths = cu_seqlens[:-1], jnp.diff(cu_seqlens)
         ends = jnp.cumsum(jnp.maximum(-(-lengths // c), 1))
         chunk = jnp.arange(count, dtype=jnp.int32)
-        sequence = jnp.minimum(jnp.searchsorted(ends, chunk, side="right"), self.scan.n - 1).astype(jnp.int32)
+        sequence = jnp.minimum(jnp.searchsorted(ends, chunk, side="right"), self.scan.p.n - 1).astype(jnp.int32)
         first_chunk = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1].astype(jnp.int32)])
         done = (chunk - first_chunk[sequence]) * c
         self.prefetch = {"sequence": sequence, "live": jnp.clip(lengths[sequence] - done, 0, c)}
@@ -57,7 +57,7 @@ class Layout:
         self._live = (row < self.prefetch["live"][:, None]).reshape(-1)
         self._source = jnp.clip((begins[sequence] + done)[:, None] + row, 0, length - 1).reshape(-1)
         step = jnp.arange(length, dtype=jnp.int32)
-        of_step = jnp.minimum(jnp.searchsorted(cu_seqlens[1:], step, side="right"), self.scan.n - 1)
+        of_step = jnp.minimum(jnp.searchsorted(cu_seqlens[1:], step, side="right"), self.scan.p.n - 1)
         self._is_step = step < cu_seqlens[-1]
         self._target = jnp.where(self._is_step, first_chunk[of_step] * c + step - begins[of_step], 0)
 
@@ -67,7 +67,7 @@ class Layout:
         if gk is not None:
             return {"gk": self._rows(self._laid_out(gk), early=True)}
         if g is None:
-            gamma = jnp.zeros(self.scan.h, jnp.float32) if g_gamma is None else g_gamma
+            gamma = jnp.zeros(self.scan.p.h, jnp.float32) if g_gamma is None else g_gamma
             return {"g_gamma": Operand(gamma, space=pltpu.SMEM)}
         gates = {"g": g.astype(jnp.float32)}
         if g_gamma is not None:
@@ -87,18 +87,18 @@ class Layout:
     def state_out(self) -> Operand:
         """A state of each sequence."""
         scan = self.scan
-        return Operand(jax.ShapeDtypeStruct((scan.n, scan.h, scan.v, scan.k), jnp.float32), space=pl.ANY)
+        return Operand(jax.ShapeDtypeStruct((scan.p.n, scan.p.h, scan.p.v, scan.p.k), jnp.float32), space=pl.ANY)
 
     def rows_out(self, width: int, dtype: Any) -> Operand:
         """An output with a row per step."""
         scan = self.scan
-        return self._rows(jax.ShapeDtypeStruct((scan.b, scan.h, scan.t, width), dtype))
+        return self._rows(jax.ShapeDtypeStruct((scan.p.b, scan.p.h, scan.t, width), dtype))
 
     def chunk_states(self, states: jax.Array | None = None) -> Operand:
         """A state of each chunk."""
         scan = self.scan
-        shape = (scan.b, scan.blocks * scan.chunks, scan.h, scan.v, scan.k)
-        block = (None, scan.chunks, scan.heads, scan.v, scan.k)
+        shape = (scan.p.b, scan.blocks * scan.chunks, scan.p.h, scan.p.v, scan.p.k)
+        block = (None, scan.chunks, scan.heads, scan.p.v, scan.p.k)
         array = jax.ShapeDtypeStruct(shape, jnp.float32) if states is None else states
         return Operand(array, block, lambda b, h, t: (b, t, h, 0, 0))
 
@@ -116,12 +116,12 @@ class Layout:
     def public_steps(self, steps: jax.Array) -> jax.Array:
         """`steps` of the kernels as [B, T, H] of the caller."""
         scan = self.scan
-        return self._picked(steps[..., : scan.chunk].reshape(scan.b, scan.h, -1).swapaxes(1, 2))
+        return self._picked(steps[..., : scan.chunk].reshape(scan.p.b, scan.p.h, -1).swapaxes(1, 2))
 
     def _picked(self, x: jax.Array) -> jax.Array:
         if not self.prefetch:
-            return x[:, : self.scan.length]
-        shape = (1, self.scan.length) + (1,) * (x.ndim - 2)
+            return x[:, : self.scan.p.t]
+        shape = (1, self.scan.p.t) + (1,) * (x.ndim - 2)
         return jnp.where(self._is_step.reshape(shape), x[:, self._target], jnp.zeros((), x.dtype))
 
     def _laid_out(self, x: jax.Array) -> jax.Array:
@@ -176,18 +176,18 @@ def call(
         return bytes_of(operand.array) * (steps if twice else scan.blocks) // scan.blocks
 
     in_chunks, states = work
-    all_steps = scan.b * scan.h * scan.t
+    all_steps = scan.p.b * scan.p.h * scan.t
     results: dict[str, jax.Array] = call_with_blocks(
         lambda *trees: kernel({name: ref for tree in trees for name, ref in tree.items()}, scan),
         name=name,
-        grid=(scan.b, scan.h // scan.heads, steps),
+        grid=(scan.p.b, scan.p.h // scan.heads, steps),
         parallel=2,
         scalars=(prefetch,) if prefetch else (),
         operands={name: block(operand) for name, operand in inputs.items()},
         out={name: block(operand) for name, operand in outputs.items()},
         scratch={**scratch, **decay_scratch(scan)},
         cost=pl.CostEstimate(
-            flops=all_steps * (in_chunks * scan.chunk * (scan.k + scan.v) + 2 * states * scan.k * scan.v),
+            flops=all_steps * (in_chunks * scan.chunk * (scan.p.k + scan.p.v) + 2 * states * scan.p.k * scan.p.v),
             transcendentals=all_steps * (1 if scan.gate == "constant" else scan.chunk),
             bytes_accessed=sum(map(nbytes, [*inputs.values(), *outputs.values()])),
         ),

@@ -2,12 +2,12 @@
 
 import itertools
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from op_arguments.gla import Gates, Problem, check_fused, check_precision
+from op_arguments.gla import Gates, Precision, Problem, check_chunk_size, check_fused, check_precision
 from tpu_kernels._lib.chip import LANES
 
 MIB = 2**20
@@ -15,6 +15,7 @@ VMEM_LIMIT = 56 * MIB  # of the 64 that the smallest of v5e, v5p, v6e and tpu7x 
 VMEM_BUDGET = 40 * MIB  # of that for blocks, states and what else is planned here
 BLOCK_TOKENS = 512  # of a grid step, where chunks are shorter
 HEADS = 8  # of a grid step at most: independent work for the scheduler
+UNROLL = (4, 2, 1)  # chunks in a turn of the loop that makes just states
 # Rows of all heads of a step's chunks at most, by gate: with more a program is longer, and no faster.
 ROWS_AT_ONCE = {"constant": 1024, "step": 1024, "channel": 128}
 # Rows of the heads at work at once where heads come in groups: what they need stays in registers.
@@ -32,30 +33,23 @@ class Scan(NamedTuple):
     """All that is static about a scan.
 
     gate: "constant" (a decay per head), "step" (and step) or "channel" (and channel of k). fused: one kernel does all.
-    split: dots are of bfloat16 terms, else of float32 at HIGHEST. n sequences in b rows of `length` steps of dtype,
-    packed where n is not b, are laid out in t rows for the kernels: `blocks` of `chunks` of `chunk` rows. heads: of a
-    grid step; group: of them, at work at once.
+    split: dots are of bfloat16 terms, else of float32 at HIGHEST. The sequences of p are laid out in t rows for the
+    kernels: `blocks` of `chunks` of `chunk` rows. heads: of a grid step; group: of them, at work at once. unroll:
+    chunks in a turn of the loop that makes just states.
     """
 
+    p: Problem
     gate: str
     backward: bool
     fused: bool
-    split: bool
-    dtype: str
-    scale: float
-    b: int
-    length: int
-    h: int
-    k: int
-    v: int
-    n: int
-    packed: bool
     t: int
     chunk: int
     chunks: int
     blocks: int
     heads: int
     group: int
+    split: bool = False
+    unroll: int = 1
 
     @property
     def rows(self) -> int:
@@ -65,12 +59,12 @@ class Scan(NamedTuple):
     @property
     def state(self) -> tuple[int, int, int]:
         """The shape of the states of a grid step's heads."""
-        return self.heads, self.v, self.k
+        return self.heads, self.p.v, self.p.k
 
     @property
     def masked(self) -> bool:
         """Whether some rows are no steps."""
-        return self.packed or self.length != self.blocks * self.rows
+        return self.p.packed or self.p.t != self.blocks * self.rows
 
     @property
     def gate_terms(self) -> int:
@@ -84,14 +78,14 @@ class Scan(NamedTuple):
     @property
     def step_shape(self) -> tuple[int, int, int, int, int]:
         """The shape of a number per step and head, a chunk in whole registers of lanes."""
-        return self.b, self.h, self.blocks, self.chunks, max(self.chunk, LANES)
+        return self.p.b, self.p.h, self.blocks, self.chunks, max(self.chunk, LANES)
 
     @property
     def vmem_bytes(self) -> int:
         """What the blocks, twice buffered, and the scratch of the largest kernel take of VMEM."""
-        size, passes = jnp.dtype(self.dtype).itemsize, 2 if self.backward else 1
-        k, v, c = (pl.cdiv(n, LANES) * LANES for n in (self.k, self.v, self.chunk))
-        state = self.v * k * 4
+        size, passes = jnp.dtype(self.p.dtype).itemsize, 2 if self.backward else 1
+        k, v, c = (pl.cdiv(n, LANES) * LANES for n in (self.p.k, self.p.v, self.chunk))
+        state = self.p.v * k * 4
         channels = k * 4 * passes if self.gate == "channel" else 0
         row = (2 * k + 2 * v + (2 * k + v if self.backward else 0)) * size + channels
         kept = 0 if self.fused else 2 * self.chunks * state * passes
@@ -110,40 +104,48 @@ class Scan(NamedTuple):
 
 
 def make_scan(
-    p: Problem, gates: Gates, *, packed: bool, chunk_size: int, precision: str, fused: bool | None, backward: bool
+    p: Problem,
+    gates: Gates,
+    *,
+    backward: bool,
+    interpret: Any,
+    chunk_size: int = 64,
+    precision: Precision = "ieee",
+    fused: bool | None = None,
 ) -> Scan | None:
     """The scan of a checked problem, None where there is nothing to multiply.
 
-    gates: as in `chunk_scan.chunk_fwd`, of which only those that are None matter. packed: whether there are cu_seqlens.
-    fused: as asked for, None for one kernel where its blocks and states fit VMEM.
-    Raises ValueError or TypeError as `op_arguments.gla.check_precision` and `check_fused`.
+    gates: as in `chunk_scan.chunk_fwd`, of which only those that are None matter. fused: as asked for, None for one
+    kernel where its blocks and states fit VMEM.
+    Raises ValueError or TypeError as `op_arguments.gla.check_chunk_size`, `check_precision` and `check_fused`.
     """
+    check_chunk_size(chunk_size)
     check_precision(precision, p.dtype)
     if 0 in (p.b, p.t, p.h, p.k, p.v, p.n):
         check_fused(fused, None)
         return None
-    blocks = partial(plan, gates, p, packed=packed, chunk_size=chunk_size, backward=backward)
+    blocks = partial(plan, gates, p, chunk_size=chunk_size, backward=backward)
     scan = blocks(fused=True)
     if not check_fused(fused, None if scan.route.fused else scan.route.explain):
         scan = blocks(fused=False)
-    return scan._replace(split=p.dtype != "float32" or precision != "ieee")
+    # The next chunk's product does not wait for the state. XLA's CPU compiler would round each in its own way.
+    unroll = 1 if interpret else next(n for n in UNROLL if scan.chunks % n == 0)
+    return scan._replace(split=p.dtype != "float32" or precision != "ieee", unroll=unroll)
 
 
-def chunk_route(
-    gates: Gates, p: Problem, *, packed: bool = False, chunk_size: int = 64, backward: bool = False
-) -> Route:
+def chunk_route(gates: Gates, p: Problem, *, chunk_size: int = 64, backward: bool = False) -> Route:
     """Whether the blocks and states of the fused kernel fit VMEM; arguments as `make_scan`."""
-    return plan(gates, p, packed=packed, chunk_size=chunk_size, backward=backward, fused=True).route
+    return plan(gates, p, chunk_size=chunk_size, backward=backward, fused=True).route
 
 
-def plan(gates: Gates, p: Problem, *, packed: bool, chunk_size: int, backward: bool, fused: bool) -> Scan:
+def plan(gates: Gates, p: Problem, *, chunk_size: int, backward: bool, fused: bool) -> Scan:
     """The blocks of a scan: those of the most heads and of about BLOCK_TOKENS that fit VMEM, or else the least.
 
     A chunk is as long as the largest power of two in chunk_size.
     """
     gate = "channel" if "gk" in gates else "constant" if gates["g"] is None else "step"
     chunk = chunk_size & -chunk_size
-    count = p.t // chunk + p.n if packed else pl.cdiv(p.t, chunk)
+    count = p.t // chunk + p.n if p.packed else pl.cdiv(p.t, chunk)
     most_rows = ROWS_AT_ONCE[gate] // (1 if p.dtype == "bfloat16" else 2)
     # The more heads in a step, the less is waited for at a chunk's end. Each of two cores has a part of b or the heads.
     wide = fused and not backward and gate != "channel" and p.dtype == "bfloat16" and 2 * chunk <= ROWS_OF_GROUP
@@ -160,20 +162,11 @@ def plan(gates: Gates, p: Problem, *, packed: bool, chunk_size: int, backward: b
     def scan_of(heads: int, chunks: int) -> Scan:
         blocks = pl.cdiv(count, chunks)
         return Scan(
-            gate=gate,
-            backward=backward,
-            fused=fused,
-            split=False,
-            dtype=p.dtype,
-            scale=p.scale,
-            b=p.b,
-            length=p.t,
-            h=p.h,
-            k=p.k,
-            v=p.v,
-            n=p.n,
-            packed=packed,
-            t=blocks * chunks * chunk if packed or blocks == 1 else p.t,
+            p,
+            gate,
+            backward,
+            fused,
+            t=blocks * chunks * chunk if p.packed or blocks == 1 else p.t,
             chunk=chunk,
             chunks=chunks,
             blocks=blocks,

@@ -33,30 +33,23 @@ Place = Callable[..., tuple[Any, Any]]
 class Plan(NamedTuple):
     """All that is static about a recurrence.
 
-    n sequences in b rows of t steps. k, v: sizes of the state; keys, values: those rounded up to whole registers. tile:
-    rows of a block. slab: rows of the state at a time. gate: "step" (one decay for all keys), "key" or None. scale of
-    q. unroll: of the loops over a group's steps.
+    keys, values: the sizes of p's states, rounded up to whole registers. tile: rows of a block. slab: rows of the state
+    at a time. gate: "step" (one decay for all keys), "key" or None. unroll: of the loops over a group's steps.
     """
 
-    b: int
-    t: int
-    heads: int
-    n: int
-    k: int
-    v: int
+    p: Problem
     keys: int
     values: int
     tile: int
     slab: int
     gate: str | None
-    scale: float
     reverse: bool
     unroll: int
 
     @property
     def rows(self) -> int:
         """Of all sequences."""
-        return self.b * self.t
+        return self.p.b * self.p.t
 
     @property
     def tiles(self) -> int:
@@ -64,7 +57,7 @@ class Plan(NamedTuple):
         return pl.cdiv(self.rows, self.tile)
 
 
-def make_plan(p: Problem, gates: Gates, *, reverse: bool, backward: bool, interpret: Any) -> Plan | None:
+def make_plan(p: Problem, gates: Gates, *, backward: bool, interpret: Any, reverse: bool = False) -> Plan | None:
     """The plan of a checked problem, None where there is nothing to go through.
 
     A tile has TILE rows, or no more than there are; backward, when it keeps the states of all its steps, no more than
@@ -77,19 +70,13 @@ def make_plan(p: Problem, gates: Gates, *, reverse: bool, backward: bool, interp
     fitting = BLOCK_BYTES // vmem_bytes((values, keys)) if backward else TILE
     tile = min(max(fitting // GROUP * GROUP, GROUP), TILE)
     return Plan(
-        b=p.b,
-        t=p.t,
-        heads=p.h,
-        n=p.n,
-        k=p.k,
-        v=p.v,
-        keys=keys,
-        values=values,
+        p,
+        keys,
+        values,
         tile=min(tile, pl.cdiv(p.b * p.t, GROUP) * GROUP),
         slab=math.gcd(values, 1 << max(SLAB // keys, sublanes(jnp.float32)).bit_length() - 1),
         gate=("key" if "gk" in given else "step") if given else None,
-        scale=p.scale,
-        reverse=reverse,
+        reverse=bool(reverse),
         unroll=1 if interpret else UNROLL,
     )
 
@@ -102,10 +89,10 @@ class Layout:
 
     def __init__(self, plan: Plan, cu_seqlens: jax.Array | None, interpret: bool | pltpu.InterpretParams) -> None:
         self.plan, self._cu_seqlens, self._interpret = plan, cu_seqlens, interpret
-        lengths = jnp.full(plan.n, plan.t, jnp.int32) if cu_seqlens is None else jnp.diff(cu_seqlens)
+        lengths = jnp.full(plan.p.n, plan.p.t, jnp.int32) if cu_seqlens is None else jnp.diff(cu_seqlens)
         sequences = Shard(lengths, jnp.zeros(1, jnp.int32))
         self.visits = group_metadata(
-            sequences, m=plan.rows, tm=plan.tile, num_groups=plan.n, cover="groups", interpret=interpret
+            sequences, m=plan.rows, tm=plan.tile, num_groups=plan.p.n, cover="groups", interpret=interpret
         )
 
     def by_key(self, x: jax.Array, place: Place) -> Block:
@@ -118,21 +105,21 @@ class Layout:
 
     def out_by_key(self, dtype: Any, place: Place) -> Block:
         """A result with K numbers per step."""
-        return self._rows(jax.ShapeDtypeStruct((self.plan.heads, self.plan.rows, self.plan.keys), dtype), place)
+        return self._rows(jax.ShapeDtypeStruct((self.plan.p.h, self.plan.rows, self.plan.keys), dtype), place)
 
     def out_by_value(self, dtype: Any, place: Place) -> Block:
         """A result with V numbers per step."""
-        return self._rows(jax.ShapeDtypeStruct((self.plan.heads, self.plan.rows, self.plan.values), dtype), place)
+        return self._rows(jax.ShapeDtypeStruct((self.plan.p.h, self.plan.rows, self.plan.values), dtype), place)
 
     def state(self, state: jax.Array, place: Place) -> Block:
         """state [N, H, K, V] as an operand."""
-        rest = self.plan.values - self.plan.v, self.plan.keys - self.plan.k
+        rest = self.plan.values - self.plan.p.v, self.plan.keys - self.plan.p.k
         return self._states(jnp.pad(state.swapaxes(2, 3), ((0, 0), (0, 0), (0, rest[0]), (0, rest[1]))), place)
 
     def state_out(self, place: Place) -> Block:
         """A state of each sequence."""
         plan = self.plan
-        return self._states(jax.ShapeDtypeStruct((plan.n, plan.heads, plan.values, plan.keys), jnp.float32), place)
+        return self._states(jax.ShapeDtypeStruct((plan.p.n, plan.p.h, plan.values, plan.keys), jnp.float32), place)
 
     def gates(self, gates: Mapping[str, Any], place: Place) -> dict[str, Block]:
         """gk as it is; of gates per step their decays, [H, tiles, 2, groups of a tile, GROUP]."""
@@ -142,7 +129,7 @@ class Layout:
         if plan.gate == "key":
             return {"gk": self.by_key(gates["gk"], place)}
         g, g_gamma = gates.get("g"), gates.get("g_gamma")
-        high = low = jnp.zeros((plan.heads, plan.rows), jnp.float32)
+        high = low = jnp.zeros((plan.p.h, plan.rows), jnp.float32)
         if g is not None:
             high = jnp.moveaxis(g, 2, 0).reshape(high.shape).astype(jnp.float32)
         if g_gamma is not None:
@@ -150,7 +137,7 @@ class Layout:
             low = jnp.where(jnp.abs(high) < -SMALLEST_EXPONENT, low, 0.0)  # NaN for an infinity
         decays = jnp.stack(decay_parts(high, low), axis=1)
         decays = jnp.pad(decays, ((0, 0), (0, 0), (0, plan.tiles * plan.tile - plan.rows)))
-        decays = decays.reshape(plan.heads, 2, plan.tiles, plan.tile // GROUP, GROUP).swapaxes(1, 2)
+        decays = decays.reshape(plan.p.h, 2, plan.tiles, plan.tile // GROUP, GROUP).swapaxes(1, 2)
         return {"decays": self._tiles(decays, decays.shape[2:], place)}
 
     def gate_out(self, gates: Mapping[str, Any], place: Place) -> Block:
@@ -158,29 +145,29 @@ class Layout:
         plan = self.plan
         if plan.gate == "key":
             return self.out_by_key(gates["gk"].dtype, place)
-        shape = (plan.heads, plan.tiles, plan.tile // GROUP, GROUP)
+        shape = (plan.p.h, plan.tiles, plan.tile // GROUP, GROUP)
         return self._tiles(jax.ShapeDtypeStruct(shape, jnp.float32), shape[2:], place)
 
     def public(self, x: jax.Array, width: int) -> jax.Array:
         """Rows [H, B T, ·] of the kernels as [B, T, H, width]; those of no sequence, which none wrote, become zero."""
         plan = self.plan
-        x = jnp.moveaxis(x[:, :, :width].reshape(plan.heads, plan.b, plan.t, width), 0, 2)
+        x = jnp.moveaxis(x[:, :, :width].reshape(plan.p.h, plan.p.b, plan.p.t, width), 0, 2)
         if self._cu_seqlens is not None:
-            x = jnp.where((jnp.arange(plan.t) < self._cu_seqlens[-1])[:, None, None], x, jnp.zeros_like(x))
+            x = jnp.where((jnp.arange(plan.p.t) < self._cu_seqlens[-1])[:, None, None], x, jnp.zeros_like(x))
         return x
 
     def public_state(self, state: jax.Array | None) -> jax.Array | None:
         """States of the kernels as [N, H, K, V]."""
-        return None if state is None else state[:, :, : self.plan.v, : self.plan.k].swapaxes(2, 3)
+        return None if state is None else state[:, :, : self.plan.p.v, : self.plan.p.k].swapaxes(2, 3)
 
     def gate_gradients(self, dgate: Any, gates: Mapping[str, Any]) -> dict[str, jax.Array | None]:
         """The gradients of the gates by name, from that of a step's gate."""
         plan = self.plan
         if plan.gate == "key":
-            return {"gk": self.public(dgate, plan.k)}
+            return {"gk": self.public(dgate, plan.p.k)}
         dgates: dict[str, jax.Array | None] = dict.fromkeys(gates)
         if plan.gate == "step":
-            dgate = self.public(dgate.reshape(plan.heads, -1, 1)[:, : plan.rows], 1)[..., 0]
+            dgate = self.public(dgate.reshape(plan.p.h, -1, 1)[:, : plan.rows], 1)[..., 0]
             for name, gate in gates.items():
                 if gate is not None:
                     dgates[name] = dgate.astype(gate.dtype) if gate.ndim == 3 else jnp.sum(dgate, axis=(0, 1))
@@ -209,14 +196,14 @@ class Layout:
         results: dict[str, jax.Array] = call(
             lambda visits, *trees: kernel(visits, {name: ref for tree in trees for name, ref in tree.items()}),
             name=name,
-            grid=(plan.heads, *phases, self.visits.num_visits[0]),
+            grid=(plan.p.h, *phases, self.visits.num_visits[0]),
             parallel=0 if phases else 1,
             scalars=(self.visits,),
             operands=dict(operands),
             out=dict(out),
             scratch=dict(scratch),
             cost=pl.CostEstimate(
-                flops=flops * plan.heads * plan.rows * plan.keys * plan.values,
+                flops=flops * plan.p.h * plan.rows * plan.keys * plan.values,
                 transcendentals=0,
                 bytes_accessed=sum(bytes_of(block.array) * times.get(name, 1) for name, block in blocks.items()),
             ),
@@ -226,7 +213,7 @@ class Layout:
         return results
 
     def _heads_first(self, x: jax.Array, width: int) -> jax.Array:
-        x = jnp.moveaxis(x, 2, 0).reshape(self.plan.heads, self.plan.rows, x.shape[3])
+        x = jnp.moveaxis(x, 2, 0).reshape(self.plan.p.h, self.plan.rows, x.shape[3])
         return jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2])))
 
     def _rows(self, array: Any, place: Place) -> Block:

@@ -51,7 +51,7 @@ SCORES = "scores = dot(q_rows, k_columns, SPLIT) * pair_decays(coarse, fine, Fal
 NEXT = "return decays.kept * state + (decays.lost * state + update)"
 PREVIOUS = "_previous_dstate(load, dstate[...], decay, scan)"
 PAIRS = "products * self.between()"
-OF_PAIRS = "scan.scale * jnp.where(i < j, *dscores)"
+OF_PAIRS = "scan.p.scale * jnp.where(i < j, *dscores)"
 OLD_DSTATE = "dstate = next_state(dstate, q_columns, do_rows, decays.from_start * scale, decays, SPLIT)"
 DSTATE_UPDATE = "update = tl.fma(q_row[:, None], do_row[None, :], (kept + lost) * residue)"
 
@@ -77,9 +77,9 @@ LOSSES = [
     planted("tpu", CHANNELS_BACKWARD, OF_PAIRS, OF_PAIRS + BF16, f'dpairs = probe("dA", {OF_PAIRS}{BF16}, 1, 2)', FULL),
     planted("tpu", STEPS, "power * series\n", f"(power * series){BF16}\n",
             f"return kept, (power - kept) + (power * series){BF16}", FULL),
-    planted("tpu", STEPS_BACKWARD, 'column_of(do, n) * (plan.scale * refs["q_rows"][row, :])',
-            f'(column_of(do, n) * (plan.scale * refs["q_rows"][row, :])){BF16}',
-            f'term = (column_of(do, n) * (plan.scale * refs["q_rows"][row, :])){BF16}', FULL),
+    planted("tpu", STEPS_BACKWARD, 'column_of(do, n) * (plan.p.scale * refs["q_rows"][row, :])',
+            f'(column_of(do, n) * (plan.p.scale * refs["q_rows"][row, :])){BF16}',
+            f'term = (column_of(do, n) * (plan.p.scale * refs["q_rows"][row, :])){BF16}', FULL),
     planted("gpu", CHUNK_BACKWARD, OLD_DSTATE, OLD_DSTATE + GPU_BF16, OLD_DSTATE + GPU_BF16, FULL),
     planted("gpu", CHANNELS_BACKWARD, "products = sums.products.to(tl.float32)", f"products = sums.products{GPU_BF16}",
             f"products = sums.products{GPU_BF16}", FULL),
