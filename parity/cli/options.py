@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import json
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from parity.compilers.recorded import Entry, Key
+from rich.console import Console
+
+from parity.compilers.programs import Program
+from parity.compilers.recorded import Entry, Key, Recorded, differences
 from parity.ledger import diff
 from parity.op import Case
 
@@ -68,3 +73,37 @@ def wants(given: argparse.Namespace, program: str, chip: str = "") -> bool:
 def wanted_lines(given: argparse.Namespace, ledger: Mapping[Key, E]) -> dict[Key, E]:
     """The lines of a ledger of programs that are asked for."""
     return {key: line for key, line in ledger.items() if wants(given, f"{line.op}-{line.name}", line.chip)}
+
+
+def recorded_lines(given: argparse.Namespace, ledger: Recorded[E]) -> list[E]:
+    """The wanted lines of a ledger. Raises ValueError where there are none."""
+    lines = list(wanted_lines(given, ledger.read(given.root)).values())
+    if not lines:
+        raise ValueError(
+            f"{ledger.title} must have a line to show, has none (record it: parity {ledger.folder} --record)"
+        )
+    return lines
+
+
+def wanted_programs(given: argparse.Namespace, programs: Sequence[Program]) -> list[Program]:
+    """The programs that are asked for. Raises ValueError where there are none."""
+    wanted = [program for program in programs if wants(given, program.id)]
+    if not wanted:
+        raise ValueError(f"a program must match, got {given.program or given.k!r}")
+    return wanted
+
+
+def print_moved(given: argparse.Namespace, ledger: Recorded[E]) -> None:
+    """What moved in a ledger since the revision of `--diff`."""
+    before = wanted_lines(given, ledger.at_revision(given.root, given.diff))
+    print_changes(given, differences(before, wanted_lines(given, ledger.read(given.root))), "nothing moved")
+
+
+def print_changes(given: argparse.Namespace, changes: Sequence[str], none: str) -> None:
+    """A line for each change, or `none` where there is no change; with `--json` a list."""
+    print(json.dumps(changes, ensure_ascii=False) if given.json else "\n".join(changes) or none)
+
+
+def console(width: int) -> Console:
+    """Where a table goes: a terminal folds it, into a file or a log it goes in so many columns."""
+    return Console(width=None if sys.stdout.isatty() else width)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from parity.cli.options import add_program_arguments, wanted_lines, wants
-from parity.compilers.plans import LEDGER, Plan, differences, plan_all, shown
+from parity.cli.options import (
+    add_program_arguments,
+    console,
+    print_changes,
+    print_moved,
+    recorded_lines,
+    wanted_lines,
+    wanted_programs,
+)
+from parity.compilers.plans import LEDGER, Plan, plan_all, shown
 from parity.compilers.programs import load
+from parity.compilers.recorded import differences
 
 ABOUT = "how kernels cut the programs (grids, tiles, dots, warps): the recorded table, or what has changed"
 
@@ -32,27 +39,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(given: argparse.Namespace) -> int:
     """`parity plans`: the ledger as a table; with a program, --record or --check what is planned now."""
-    recorded = LEDGER.read(given.root)
     if given.diff:
-        before = LEDGER.at_revision(given.root, given.diff)
-        changes = differences(wanted_lines(given, before), wanted_lines(given, recorded))
-        print(json.dumps(changes, ensure_ascii=False) if given.json else "\n".join(changes) or "nothing moved")
+        print_moved(given, LEDGER)
         return 0
     if not (given.program or given.record or given.check):
-        lines = list(wanted_lines(given, recorded).values())
-        if not lines:
-            raise ValueError("the plan ledger must have a line to show, has none (record it: parity plans --record)")
-        _print(lines, given.json)
+        _print(recorded_lines(given, LEDGER), given.json)
         return 0
-    programs = [program for program in load(given.root, planned=True) if wants(given, program.id)]
-    if not programs:
-        raise ValueError(f"a program must match, got {given.program or given.k!r}")
-    plans = list(plan_all(given.root, programs, given.chip))
+    recorded = LEDGER.read(given.root)
+    plans = list(plan_all(given.root, wanted_programs(given, load(given.root, planned=True)), given.chip))
     if given.record:
         LEDGER.write(given.root, plans)
     if given.check:
         changes = differences(wanted_lines(given, recorded), {plan.key: plan for plan in plans})
-        print(json.dumps(changes, ensure_ascii=False) if given.json else "\n".join(changes) or "as recorded")
+        print_changes(given, changes, "as recorded")
         return 1 if changes else 0
     _print(plans, given.json)
     return 0
@@ -62,8 +61,7 @@ def _print(plans: Sequence[Plan], as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(plan) for plan in plans], sort_keys=True))
         return
-    console = Console(width=None if sys.stdout.isatty() else 180)
-    console.print(table(plans))
+    console(180).print(table(plans))
 
 
 def table(plans: Sequence[Plan]) -> Table:

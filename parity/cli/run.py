@@ -6,7 +6,6 @@ import argparse
 import multiprocessing
 import os
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -14,13 +13,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from parity import matrix
 from parity.backends import prepare_environment, runner
-from parity.cli.options import EXPRESSION, file, matches, positive
+from parity.cli.options import EXPRESSION, console, file, matches, positive
 from parity.dtypes import SHORT_NAMES
 from parity.judging.judge import compare
 from parity.judging.verdict import Verdict
@@ -62,15 +60,14 @@ def command(given: argparse.Namespace) -> int:
         raise ValueError(f"ARGUMENTS are for pytest with --ray, got {shlex.join(given.pytest_arguments)}")
     ops = matrix.load(given.root)
     chosen = [(op, case) for op in ops for case in op.cases if case.model and matches(case, given.k)]
-    # Into a file or a log the table goes whole; a terminal folds it.
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    screen = console(150)
     if not chosen:
         raise ValueError(f"-k must match a case of a model's shape, got {given.k!r}")
     utc = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     lines: dict[str, Line] = {}
     with Progress(
         TextColumn("parity"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
-        console=console, transient=True,
+        console=screen, transient=True,
     ) as progress:  # fmt: skip
         task = progress.add_task("", total=len(chosen))
         for line in _judge_all(given.root, chosen, given.seeds, given.jobs or os.cpu_count() or 1):
@@ -80,11 +77,11 @@ def command(given: argparse.Namespace) -> int:
             judged = [lines[case.id].entry for _, case in chosen]
             explained = entries.attribute(ops, judged, lambda id: progress.update(task, description=f"explain {id}"))
     table = _table([lines[case.id] for _, case in chosen])
-    console.print(table)
-    console.print(" · ".join(f"{b}: {runner(b).describe()}" for b in BACKENDS), highlight=False)
+    screen.print(table)
+    screen.print(" · ".join(f"{b}: {runner(b).describe()}" for b in BACKENDS), highlight=False)
     failed = [line for line in lines.values() if not line.verdict.passed]
     for line in failed:
-        console.print(f"{line.verdict.outcome}: {line.case.id}: {line.verdict.reason}", style="red", highlight=False)
+        screen.print(f"{line.verdict.outcome}: {line.case.id}: {line.verdict.reason}", style="red", highlight=False)
     if given.report:
         from parity.report import page
 

@@ -12,13 +12,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from parity.cli.options import add_program_arguments, wanted_lines, wants
+from parity.cli.options import add_program_arguments, console, print_moved, recorded_lines, wanted_programs, wants
 from parity.compilers.mosaic import Compiled
 from parity.compilers.programs import Program, load
-from parity.compilers.schedule import LEDGER, Line, compile_all, line, moved, regressions, surprises
+from parity.compilers.schedule import LEDGER, Line, compile_all, line, regressions, surprises
 
 ABOUT = "what the TPU compiler makes of the kernels: the recorded table, or what has changed"
 
@@ -38,21 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def command(given: argparse.Namespace) -> int:
     """`parity schedule`: the ledger as a table; with a program, --record or --check what the compiler says now."""
     if given.diff:
-        before = LEDGER.at_revision(given.root, given.diff)
-        changes = moved(wanted_lines(given, before), wanted_lines(given, LEDGER.read(given.root)))
-        print(json.dumps(changes, ensure_ascii=False) if given.json else "\n".join(changes) or "nothing moved")
+        print_moved(given, LEDGER)
         return 0
     if not (given.program or given.record or given.check):
-        lines = list(wanted_lines(given, LEDGER.read(given.root)).values())
-        if not lines:
-            raise ValueError(
-                "the schedule ledger must have a line to show, has none (record it: parity schedule --record)"
-            )
-        _print(lines, given.json, refused=_refused(given, load(given.root)))
+        _print(recorded_lines(given, LEDGER), given.json, refused=_refused(given, load(given.root)))
         return 0
-    programs = [program for program in load(given.root) if wants(given, program.id)]
-    if not programs:
-        raise ValueError(f"a program must match, got {given.program or given.k!r}")
+    programs = wanted_programs(given, load(given.root))
     compiled = compile_all(programs, given.chip, lines=bool(given.program))
     failed = surprises(programs, compiled)
     by_id = {program.id: program for program in programs}
@@ -97,8 +87,7 @@ def _print(
     if as_json:
         print(json.dumps([asdict(entry) for entry in lines], sort_keys=True))
         return
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    console.print(table(lines, refused))
+    console(150).print(table(lines, refused))
     if detailed:
         for entry in lines:
             for kernel in entry.kernels:

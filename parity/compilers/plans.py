@@ -11,18 +11,18 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from parity import matrix
+from parity.backends import load_kernel
 from parity.compilers import kernels as pallas
 from parity.compilers.chips import CHIPS
 from parity.compilers.launches import launches
 from parity.compilers.mosaic import Abstract
 from parity.compilers.programs import Program
 from parity.compilers.ptx import TARGETS
-from parity.compilers.recorded import Key, Recorded
+from parity.compilers.recorded import Entry, Recorded
 from parity.ledger import diff
 
 SCHEMA = 1
@@ -31,7 +31,7 @@ KINDS = {"v4": "TPU v4", "v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e", "
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Entry):
     """One program on one chip: a TPU, or a GPU as `parity.compilers.ptx.TARGETS` names it.
 
     kernels, on a TPU: name, grid (null: a length that is traced), inputs and outputs (the shape of each one's block),
@@ -39,20 +39,23 @@ class Plan:
     steps). On a GPU: name, grid, warps, stages (where they are given) and constants, tiles among them.
     """
 
-    chip: str
-    op: str
-    name: str
-    kernels: tuple[Mapping[str, Any], ...]
     schema: int = SCHEMA
 
-    @property
-    def key(self) -> Key:
-        """What identifies it."""
-        return self.chip, self.op, self.name
+    def changes(self, before: Plan) -> list[str]:
+        """What differs between the kernels of two plans: `kernel.figure old → new`."""
+        names = [[kernel["name"] for kernel in plan.kernels] for plan in (before, self)]
+        if names[0] != names[1]:
+            return [f"kernels {', '.join(names[0]) or 'none'} → {', '.join(names[1]) or 'none'}"]
+        found = []
+        for old, new in zip(map(_flat, before.kernels), map(_flat, self.kernels), strict=True):
+            for figure in sorted(old.keys() | new.keys()):
+                was, now = old.get(figure), new.get(figure)
+                if was != now:
+                    found.append(f"{new['name']}.{figure} {shown(was)} → {shown(now)}")
+        return found
 
 
 LEDGER = Recorded(diff.PLANS, "the plan ledger", Plan, SCHEMA)
-"""`records/plans/<chip>/<op>.jsonl`."""
 
 
 def chips_of(program: Program) -> tuple[str, ...]:
@@ -85,7 +88,7 @@ def trace(program: Program, chip: str) -> Any:
         raise ValueError(f"chip must be one of {', '.join(KINDS)}, got {chip!r}")
     arrays = {name: _abstract(value) for name, value in program.keywords.items() if isinstance(value, Abstract)}
     static = {name: value for name, value in program.keywords.items() if name not in arrays}
-    function = _function(program.function)
+    function = load_kernel(program.function)
     device = jax.sharding.AbstractDevice(device_kind=KINDS[chip], num_cores=1, platform="tpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("core",), abstract_device=device)):
         traced = jax.make_jaxpr(lambda *args, **kwargs: function(*args, **kwargs, **static))
@@ -96,11 +99,6 @@ def _abstract(value: Abstract) -> Any:
     import jax
 
     return jax.ShapeDtypeStruct(value.shape, jax.numpy.dtype(value.dtype))
-
-
-def _function(name: str) -> Any:
-    module, _, function = name.partition(":")
-    return getattr(import_module(module), function)
 
 
 def _tpu_kernel(kernel: pallas.Kernel, call: Any) -> dict[str, Any]:
@@ -139,7 +137,7 @@ def _in_vmem(ref: Any) -> bool:
 def gpu_plan(program: Program, target: str, function: str) -> Plan:
     """The plan of a program for a GPU, where `function` ("module:function") does the same, for tensors."""
     keywords = {name: value for name, value in program.keywords.items() if name != "interpret"}
-    found = launches(_function(function), *program.arguments, target=target, **keywords)
+    found = launches(load_kernel(function), *program.arguments, target=target, **keywords)
     kernels = []
     for launch in found:
         kernel = {"name": launch.name, "grid": list(launch.grid), "constants": dict(launch.constants)}
@@ -148,33 +146,6 @@ def gpu_plan(program: Program, target: str, function: str) -> Plan:
                 kernel[name] = launch.options[option]
         kernels.append(kernel)
     return Plan(target, program.op, program.name, tuple(kernels))
-
-
-def differences(old: Mapping[Key, Plan], new: Mapping[Key, Plan]) -> list[str]:
-    """What differs between two ledgers, one line of text for each program and chip."""
-    found = []
-    for key in sorted(old.keys() | new.keys()):
-        chip, op, name = key
-        where = f"{op}-{name} on {chip}"
-        if key not in old or key not in new:
-            found.append(f"{where}: {'new' if key in new else 'gone'}")
-        elif changes := _changes(old[key].kernels, new[key].kernels):
-            found.append(f"{where}: {', '.join(changes)}")
-    return found
-
-
-def _changes(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What differs between the kernels of two plans: `kernel.figure old → new`."""
-    names = [[kernel["name"] for kernel in kernels] for kernels in (old, new)]
-    if names[0] != names[1]:
-        return [f"kernels {', '.join(names[0]) or 'none'} → {', '.join(names[1]) or 'none'}"]
-    found = []
-    for before, after in zip(map(_flat, old), map(_flat, new), strict=True):
-        for figure in sorted(before.keys() | after.keys()):
-            was, now = before.get(figure), after.get(figure)
-            if was != now:
-                found.append(f"{before['name']}.{figure} {shown(was)} → {shown(now)}")
-    return found
 
 
 def _flat(kernel: Mapping[str, Any]) -> dict[str, Any]:

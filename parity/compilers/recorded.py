@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from parity import git
 from parity.ledger import diff
@@ -16,17 +16,26 @@ Key = tuple[str, str, str]
 """Chip, op and name."""
 
 
-class Entry(Protocol):
-    """What a line says of a program on a chip: a frozen dataclass, with the figures of each of its kernels."""
+@dataclass(frozen=True)
+class Entry:
+    """What a line says of a program on a chip. kernels: the figures of each of its kernels."""
+
+    chip: str
+    op: str
+    name: str
+    kernels: tuple[Mapping[str, Any], ...]
 
     @property
-    def chip(self) -> str: ...  # noqa: D102 (fields)
-    @property
-    def op(self) -> str: ...  # noqa: D102
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def key(self) -> Key: ...  # noqa: D102
+    def key(self) -> Key:
+        """What identifies it."""
+        return self.chip, self.op, self.name
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.name} on {self.chip}"
+
+    def changes(self, before: Self) -> Sequence[str]:
+        """What differs from an earlier line of the same program and chip, a figure each."""
+        raise NotImplementedError
 
 
 E = TypeVar("E", bound=Entry)
@@ -34,11 +43,11 @@ E = TypeVar("E", bound=Entry)
 
 @dataclass(frozen=True)
 class Recorded(Generic[E]):
-    """A ledger below `records/<folder>`; title: what errors call it; entry: the dataclass of its lines."""
+    """A ledger, `records/<folder>/<chip>/<op>.jsonl`. title: what errors call it; entry: what its lines are."""
 
     folder: str
     title: str
-    entry: Callable[..., E]
+    entry: type[E]
     schema: int
 
     @property
@@ -75,7 +84,7 @@ class Recorded(Generic[E]):
         for (chip, op), named in new.items():
             path = root / self.path / chip / f"{op}.jsonl"
             old = self.parse(path.read_text(), str(path)) if path.exists() else {}
-            kept: dict[str, Any] = {name: entry for (_, _, name), entry in old.items()} | named
+            kept = {name: entry for (_, _, name), entry in old.items()} | named
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_name(path.name + ".part")
             part.write_text("".join(json.dumps(asdict(kept[name]), sort_keys=True) + "\n" for name in sorted(kept)))
@@ -89,3 +98,14 @@ class Recorded(Generic[E]):
         except (OSError, ValueError, subprocess.SubprocessError):
             raise ValueError(f"--diff must name a git revision of {root}, got {revision!r}") from None
         return {key: entry for name, text in texts.items() for key, entry in self.parse(text, name).items()}
+
+
+def differences(old: Mapping[Key, E], new: Mapping[Key, E]) -> list[str]:
+    """What differs between two ledgers, one line of text for each program and chip."""
+    found = []
+    for key in sorted(old.keys() | new.keys()):
+        if key not in old or key not in new:
+            found.append(f"{new[key]}: new" if key in new else f"{old[key]}: gone")
+        elif changes := new[key].changes(old[key]):
+            found.append(f"{new[key]}: {', '.join(changes)}")
+    return found

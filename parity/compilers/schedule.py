@@ -12,7 +12,7 @@ from typing import Any
 
 from parity.compilers.mosaic import Compiled, CompiledKernel, compile_for_tpu, roofline
 from parity.compilers.programs import Program
-from parity.compilers.recorded import Key, Recorded
+from parity.compilers.recorded import Entry, Key, Recorded
 from parity.ledger import diff
 
 GROWTH = 0.02
@@ -24,17 +24,14 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Line:
+class Line(Entry):
     """One program on one chip.
 
     cycles: static ones of all steps of its kernels, on one core; floor_cycles: of them those that the MXU's floor has;
     hbm_cycles: what their HBM bytes take at the core's share of the published rate. bound: what bounds the slowest
-    kernel. kernels: the figures of each.
+    kernel.
     """
 
-    chip: str
-    op: str
-    name: str
     libtpu: str
     work: int
     unit: str
@@ -45,22 +42,23 @@ class Line:
     spills: int
     code_bytes: int
     bound: str
-    kernels: tuple[Mapping[str, Any], ...]
     schema: int = SCHEMA
-
-    @property
-    def key(self) -> Key:
-        """What identifies it."""
-        return self.chip, self.op, self.name
 
     @property
     def time(self) -> float:
         """Cycles it takes at least: its schedule or its HBM traffic."""
         return max(self.cycles, self.hbm_cycles)
 
+    def changes(self, before: Line) -> list[str]:
+        """The guarded figures that are others."""
+        return [
+            f"{figure} {old:g} → {new:g}" + (f" ({new / old - 1:+.1%})" if old else "")
+            for figure in GUARDED
+            if (old := getattr(before, figure)) != (new := getattr(self, figure))
+        ]
+
 
 LEDGER = Recorded(diff.SCHEDULES, "the schedule ledger", Line, SCHEMA)
-"""`records/schedule/<chip>/<op>.jsonl`."""
 
 
 def compile_all(
@@ -100,6 +98,7 @@ def line(program: Program, chip: str, compiled: Compiled) -> Line:
         chip,
         program.op,
         program.name,
+        tuple(map(_figures, compiled.kernels)),
         libtpu=version("libtpu"),
         work=program.work,
         unit=program.unit,
@@ -110,7 +109,6 @@ def line(program: Program, chip: str, compiled: Compiled) -> Line:
         spills=sum(kernel.spills for kernel in compiled.kernels),
         code_bytes=compiled.code_bytes,
         bound=slowest.bound,
-        kernels=tuple(map(_figures, compiled.kernels)),
     )
 
 
@@ -148,30 +146,11 @@ def regressions(recorded: Mapping[Key, Line], new: Iterable[Line]) -> list[str]:
     """What got worse than its record, and what has none."""
     found = []
     for entry in new:
-        name = f"{entry.op}-{entry.name} on {entry.chip}"
         old = recorded.get(entry.key)
         if old is None:
-            found.append(f"{name}: no record")
+            found.append(f"{entry}: no record")
         elif old.libtpu != entry.libtpu:
-            found.append(f"{name}: recorded with libtpu {old.libtpu}, this is {entry.libtpu}")
+            found.append(f"{entry}: recorded with libtpu {old.libtpu}, this is {entry.libtpu}")
         elif worse := grown(old, entry):
-            found.append(f"{name}: {', '.join(worse)}")
-    return found
-
-
-def moved(old: Mapping[Key, Line], new: Mapping[Key, Line]) -> list[str]:
-    """What differs between two ledgers, one line of text for each program and chip."""
-    found = []
-    for key in sorted(old.keys() | new.keys()):
-        chip, op, name = key
-        if key not in new or key not in old:
-            found.append(f"{op}-{name} on {chip}: {'new' if key in new else 'gone'}")
-            continue
-        changes = [
-            f"{figure} {before:g} → {after:g}" + (f" ({after / before - 1:+.1%})" if before else "")
-            for figure in GUARDED
-            if (before := getattr(old[key], figure)) != (after := getattr(new[key], figure))
-        ]
-        if changes:
-            found.append(f"{op}-{name} on {chip}: {', '.join(changes)}")
+            found.append(f"{entry}: {', '.join(worse)}")
     return found

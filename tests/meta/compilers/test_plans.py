@@ -9,8 +9,9 @@ from parity.cli import main
 from parity.cli.plans import cut
 from parity.compilers import plans
 from parity.compilers.mosaic import Abstract
-from parity.compilers.plans import LEDGER, Plan, differences, shown
+from parity.compilers.plans import LEDGER, Plan, shown
 from parity.compilers.programs import Program
+from parity.compilers.recorded import differences
 
 TPU_KERNEL = {
     "name": "gmm", "grid": [2, None], "inputs": [[256, 512], [512, 128]], "outputs": [[256, 128]],

@@ -10,7 +10,8 @@ from parity.cli.schedule import detail, hottest, table
 from parity.compilers import programs
 from parity.compilers.mosaic import Compiled
 from parity.compilers.programs import Program
-from parity.compilers.schedule import LEDGER, Line, grown, moved, regressions, surprises
+from parity.compilers.recorded import differences
+from parity.compilers.schedule import LEDGER, Line, grown, regressions, surprises
 from tests.support.commands import git
 
 LINE = Line(
@@ -101,8 +102,8 @@ def test_a_torn_or_unknown_line_is_an_error(tmp_path, line):
 
 def test_moved():
     faster, gone = replace(LINE, cycles=9e5), replace(LINE, op="tgmm")
-    assert moved(ledger(LINE), ledger(LINE)) == []
-    assert moved(ledger(LINE, gone), ledger(faster)) == [
+    assert differences(ledger(LINE), ledger(LINE)) == []
+    assert differences(ledger(LINE, gone), ledger(faster)) == [
         "gmm-model-bf16 on tpu7x: cycles 1e+06 → 900000 (-10.0%)",
         "tgmm-model-bf16 on tpu7x: gone",
     ]
