@@ -19,8 +19,8 @@ from parity.op import Array, Case, Gates, Given, Groups, Inputs, Offsets, Op, Sc
 REVISION = 1
 """Raised whenever a change here changes the bytes of an existing case."""
 
-Bits = Callable[[int], np.ndarray]
-"""Draws that many uint64 words; further calls go on in the stream."""
+Bits = Callable[[int | tuple[int, ...]], np.ndarray]
+"""Draws that many uint64 words, or an array of them of that shape; further calls go on in the stream."""
 
 CANCELLATION = 2.0**-6
 """Relative difference of the two terms of a cancelling pair: far above any accumulator's roundoff, so that what is
@@ -89,15 +89,18 @@ def stream(case: Case, argument: str) -> Bits:
 
 def _normal(spec: Array, bits: Bits, out: str) -> np.ndarray:
     """Mean 0, variance 1: eight uniform 32-bit integers summed (Irwin-Hall), which reaches ±4.9."""
-    count = int(np.prod(spec.shape))
-    total = bits(4 * count).view(np.uint32).reshape(count, 8).sum(axis=1, dtype=np.int64)
+    total = bits((*spec.shape, 4)).view(np.uint32).sum(axis=-1, dtype=np.int64)
     sigma = np.sqrt(8 / 12) * 2.0**32
-    return ((total - 8 * 2**31) / sigma).reshape(spec.shape)
+    return (total - 8 * 2**31) / sigma
 
 
 def _one_signed(spec: Array, bits: Bits, out: str) -> np.ndarray:
     """Uniform in (0, 1): nothing cancels, errors of one sign add up."""
-    return ((bits(int(np.prod(spec.shape))) >> np.uint64(11)) + 0.5).reshape(spec.shape) * 2.0**-53
+    return _uniform(spec.shape, bits)
+
+
+def _uniform(shape: tuple[int, ...], bits: Bits) -> np.ndarray:
+    return ((bits(shape) >> np.uint64(11)) + 0.5) * 2.0**-53
 
 
 def _integers(spec: Array, bits: Bits, out: str) -> np.ndarray:
@@ -109,7 +112,7 @@ def _integers(spec: Array, bits: Bits, out: str) -> np.ndarray:
     if spec.swings and spec.sum_over is not None:
         return _swinging(spec, spec.sum_over, bits)
     digits = 1 - round(np.log2(float(ml_dtypes.finfo(numpy_dtype(out)).eps)))
-    words = bits(int(np.prod(spec.shape))).reshape(spec.shape)
+    words = bits(spec.shape)
     narrow = spec.dtype == "int8" or spec.dtype.startswith("float8")
     values = np.array([-1.0, -1.0, 1.0, 1.0] if narrow else [-2.0, -1.0, 1.0, 2.0])[words & np.uint64(3)]
     values *= FP8_EXACT if spec.quantised_inside else 1.0
@@ -134,12 +137,11 @@ def _integers(spec: Array, bits: Bits, out: str) -> np.ndarray:
 def _wide(spec: Array, bits: Bits, out: str) -> np.ndarray:
     """Log-uniform magnitudes over 24 (float16: 8) powers of two, either sign."""
     reach = 4 if "float16" in (spec.dtype, out) else REACH.get(spec.dtype, 12)
-    count = int(np.prod(spec.shape))
-    words = bits(count)
+    words = bits(spec.shape)
     mantissa = 1 + (words >> np.uint64(12)) * 2.0**-52
     exponent = (words % np.uint64(2 * reach + 1)).astype(np.int64) - reach
-    sign = 1.0 - 2.0 * (bits(count) & np.uint64(1))
-    return (sign * np.ldexp(mantissa, exponent)).reshape(spec.shape)
+    sign = 1.0 - 2.0 * (bits(spec.shape) & np.uint64(1))
+    return sign * np.ldexp(mantissa, exponent)
 
 
 def _outliers(spec: Array, bits: Bits, out: str) -> np.ndarray:
@@ -169,7 +171,7 @@ def _cancellation(spec: Array, bits: Bits, out: str) -> np.ndarray:
 
 def _swinging(spec: Array, axis: int, bits: Bits) -> np.ndarray:
     """121 to 127 in one factor; in the other with a minus in the second half of the summed axis."""
-    values = 121.0 + bits(int(np.prod(spec.shape))).reshape(spec.shape) % np.uint64(7)
+    values = 121.0 + bits(spec.shape) % np.uint64(7)
     if spec.pair_sign < 0:
         return values
     lines = np.moveaxis(values, axis, -1)
@@ -180,9 +182,9 @@ def _swinging(spec: Array, axis: int, bits: Bits) -> np.ndarray:
 def _bits(spec: Array, bits: Bits, out: str) -> np.ndarray:
     """Every bit pattern of the dtype alike: NaN, ±inf, ±0 and subnormals among them."""
     dtype = numpy_dtype(spec.dtype)
-    patterns = bits(int(np.prod(spec.shape))).astype(f"uint{8 * dtype.itemsize}").view(dtype)
+    patterns = bits(spec.shape).astype(f"uint{8 * dtype.itemsize}").view(dtype)
     with np.errstate(invalid="ignore"):  # signalling NaNs
-        return patterns.astype(np.float64).reshape(spec.shape)
+        return patterns.astype(np.float64)
 
 
 def _ranges(spec: Array, bits: Bits, out: str) -> np.ndarray:
@@ -214,7 +216,7 @@ DISTRIBUTIONS: Mapping[str, Callable[[Array, Bits, str], np.ndarray]] = {
 
 
 def _one_in(n: int, shape: tuple[int, ...], bits: Bits) -> np.ndarray:
-    return (bits(int(np.prod(shape))) % np.uint64(n) == 0).reshape(shape)
+    return bits(shape) % np.uint64(n) == 0
 
 
 # --- scales ---
@@ -222,28 +224,28 @@ def _one_in(n: int, shape: tuple[int, ...], bits: Bits) -> np.ndarray:
 
 def _varied(shape: tuple[int, ...], bits: Bits) -> np.ndarray:
     """Log-uniform over four powers of two around 1, all digits of float32 used."""
-    words = bits(int(np.prod(shape)))
+    words = bits(shape)
     exponent = (words & np.uint64(3)).astype(np.int32) - 2
-    return np.ldexp(_significand(words), exponent).astype(np.float32).reshape(shape)
+    return np.ldexp(_significand(words), exponent).astype(np.float32)
 
 
 def _steps(shape: tuple[int, ...], bits: Bits) -> np.ndarray:
     """Each about eight times or an eighth of its neighbours along every axis."""
-    words = bits(int(np.prod(shape)))
+    words = bits(shape)
     odd = np.indices(shape).sum(axis=0) % 2
-    return (_significand(words).reshape(shape) * np.where(odd, 2.0, 0.25)).astype(np.float32)
+    return (_significand(words) * np.where(odd, 2.0, 0.25)).astype(np.float32)
 
 
 def _extremes(shape: tuple[int, ...], bits: Bits) -> np.ndarray:
     """About the smallest normal and the largest float32, and in between."""
-    words = bits(int(np.prod(shape)))
+    words = bits(shape)
     exponent = np.array([-126, -120, 0, 120, 127])[(words % np.uint64(5)).astype(int)]
-    return np.ldexp(_significand(words), exponent).astype(np.float32).reshape(shape)
+    return np.ldexp(_significand(words), exponent).astype(np.float32)
 
 
 def _powers(shape: tuple[int, ...], bits: Bits) -> np.ndarray:
     """1 or 2, for integer data."""
-    return np.where(bits(int(np.prod(shape))) & np.uint64(1), 2.0, 1.0).astype(np.float32).reshape(shape)
+    return np.where(bits(shape) & np.uint64(1), 2.0, 1.0).astype(np.float32)
 
 
 def _significand(words: np.ndarray) -> np.ndarray:
@@ -307,8 +309,7 @@ def _mixed(shape: tuple[int, ...], bits: Bits) -> Floats:
 
 def _log_uniform(shape: tuple[int, ...], bits: Bits) -> Floats:
     """Natural logarithms of numbers uniform in (0, 1): exponentially distributed, mean -1."""
-    uniform = ((bits(int(np.prod(shape))) >> np.uint64(11)) + 0.5).reshape(shape) * 2.0**-53
-    mantissa, exponent = np.frexp(uniform)
+    mantissa, exponent = np.frexp(_uniform(shape, bits))
     # log m = 2 artanh((m - 1) / (m + 1)), |·| <= 1/3: the series to x^33 is right to float64's roundoff.
     x = (mantissa - 1) / (mantissa + 1)
     series = np.zeros(shape)

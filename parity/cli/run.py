@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rich import box
@@ -22,6 +21,7 @@ from parity.cli.options import EXPRESSION, console, file, matches, positive
 from parity.dtypes import SHORT_NAMES
 from parity.judging.judge import compare
 from parity.judging.verdict import Verdict
+from parity.ledger.provenance import now
 from parity.op import BACKENDS, Case, Op
 from parity.report import entries
 from parity.runners import ray as ray_run
@@ -63,7 +63,7 @@ def command(given: argparse.Namespace) -> int:
     screen = console(150)
     if not chosen:
         raise ValueError(f"-k must match a case of a model's shape, got {given.k!r}")
-    utc = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    utc = now()
     lines: dict[str, Line] = {}
     with Progress(
         TextColumn("parity"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),

@@ -53,8 +53,13 @@ def here(op: Op, backend: Backend, device_kind: str, real: bool, utc: str | None
         },
         commit=commit,
         dirty=dirty,
-        utc=utc or datetime.now(UTC).strftime(TIME),
+        utc=utc or now(),
     )
+
+
+def now() -> str:
+    """The time, as a provenance has it."""
+    return datetime.now(UTC).strftime(TIME)
 
 
 def installed(backend: Backend, real: bool) -> dict[str, str]:

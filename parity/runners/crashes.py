@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from parity.backends import has_cuda, has_tpu
+from parity.runners import items
 
 LOST_CONTEXT = re.compile(
     r"illegal memory access|device-side assert|unspecified launch failure|misaligned address|illegal instruction"
@@ -89,7 +89,7 @@ class _Witness:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self._log.seek(0)
         self._log.truncate()
-        self._write(json.dumps(_entry(item)))
+        self._write(json.dumps(items.entry(item)))
         if self._timeout:
             faulthandler.dump_traceback_later(self._timeout, exit=True, file=self._log)
         try:
@@ -126,7 +126,7 @@ class _Controller:
         worker = report.node
         log = Path(self._logs.name) / f"{worker.gateway.id}.log"
         casualty = examine(log.read_text(encoding="utf-8", errors="replace"), _status(worker))
-        report.longrepr = _message(casualty.outcome, casualty.reason, crashitem, casualty.log)
+        report.longrepr = items.message(casualty.outcome, casualty.reason, crashitem, casualty.log)
         if casualty.entry:
             report.user_properties.append(("parity", casualty.entry))
 
@@ -141,9 +141,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
     error = call.excinfo.value if call.excinfo else None
     if isinstance(error, MemoryError) or (isinstance(error, Exception) and OUT_OF_MEMORY.search(str(error))):
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        report.longrepr = _message("OOM", reason, item.nodeid)
-        if entry := _entry(item):
-            report.user_properties.append(("parity", _failed(entry, "OOM", reason)))
+        report.longrepr = items.message("OOM", reason, item.nodeid)
+        if entry := items.entry(item):
+            report.user_properties.append(("parity", items.failed(entry, "OOM", reason)))
     return report
 
 
@@ -164,15 +164,7 @@ def examine(log: str, status: int | None) -> Casualty:
             reason += ", as the system does when memory runs out"
     else:
         outcome, reason = "CRASH", f"ended with status {status}" if status is not None else "ended"
-    return Casualty(outcome, reason, shown, _failed(entry, outcome, reason) if entry else {})
-
-
-def _failed(entry: dict[str, Any], outcome: str, reason: str) -> dict[str, Any]:
-    return {**entry, "outcome": outcome, "gate": "G1", "reason": reason, "passed": False, "bound": 0.0}
-
-
-def _message(outcome: str, reason: str, nodeid: str, log: str = "") -> str:
-    return "\n".join(filter(None, [f"{outcome}  G1: {reason}   {nodeid}", log, f'rerun: pytest -n0 "{nodeid}"']))
+    return Casualty(outcome, reason, shown, items.failed(entry, outcome, reason) if entry else {})
 
 
 def _status(worker: Any) -> int | None:
@@ -183,13 +175,3 @@ def _status(worker: Any) -> int | None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         return int(process.wait(timeout=10))
     return None
-
-
-def _entry(item: pytest.Item) -> dict[str, Any]:
-    """The case that a test of the matrix runs, as `Judgement.summary` calls it."""
-    callspec = getattr(item, "callspec", None)
-    if callspec is None or item.get_closest_marker("parity_cases") is None:
-        return {}
-    op, case, backend = callspec.params["run"]
-    real = has_tpu() if backend == "tpu" else has_cuda()
-    return {"op": op.name, "case": case.id, "backend": backend, "real": real}

@@ -12,16 +12,17 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from parity import git
+from parity.ledger.provenance import now
 from parity.ledger.read import read_all
 from parity.ledger.schema import RecordError
 from parity.op import BACKENDS
+from parity.runners.items import chosen
 
 EVERY = 60.0
 """Seconds between two lines of progress."""
@@ -68,15 +69,15 @@ def deal(weights: Mapping[str, float], count: int) -> dict[str, int]:
 @pytest.hookimpl(trylast=True)  # after -k, -m and the tier: of what is selected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave what other shards run, and what an interrupted run has passed."""
-    chosen = set(range(len(items)))
+    kept = set(range(len(items)))
     if shard := config.getoption("--parity-shard"):
-        chosen &= _in_shard(config, items, *shard)
+        kept &= _in_shard(config, items, *shard)
     if config.getoption("--parity-resume"):
         passed = _Journal.of(config).passed
-        chosen &= {n for n, item in enumerate(items) if item.nodeid not in passed}
-    if len(chosen) < len(items):
-        config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n not in chosen])
-        items[:] = [item for n, item in enumerate(items) if n in chosen]
+        kept &= {n for n, item in enumerate(items) if item.nodeid not in passed}
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n not in kept])
+        items[:] = [item for n, item in enumerate(items) if n in kept]
 
 
 def _in_shard(config: pytest.Config, items: Sequence[pytest.Item], index: int, count: int) -> set[int]:
@@ -100,10 +101,9 @@ def _recorded_seconds(config: pytest.Config) -> dict[tuple[str, str], float]:
 
 
 def _measured(item: pytest.Item) -> tuple[str, str]:
-    callspec = getattr(item, "callspec", None)
-    if callspec is None or item.get_closest_marker("parity_cases") is None:
+    if (trial := chosen(item)) is None:
         return "", ""
-    _, case, backend = callspec.params["run"]
+    _, case, backend = trial
     return backend, case.with_seed(0).id
 
 
@@ -134,17 +134,17 @@ class _Journal:
         worker = getattr(config, "workerinput", None)
         if worker is not None:  # also one that replaces another: it must select what the first ones did
             return _Journal(None, worker["parity_utc"], frozenset(worker["parity_passed"]))
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         cache = getattr(config, "cache", None)
         if cache is None:
-            return _Journal(None, now)
+            return _Journal(None, now())
         path = cache.mkdir("parity-runs") / f"{_state(config)}.jsonl"
         if config.getoption("--parity-resume") and path.exists():
             utc, *finished = path.read_text(encoding="utf-8").split("\n")
             # A line that was being written when the run was killed has no end, and is not among these.
             return _Journal(path, utc, frozenset(finished[:-1]))
-        path.write_text(f"{now}\n", encoding="utf-8")
-        return _Journal(path, now)
+        begun = now()
+        path.write_text(f"{begun}\n", encoding="utf-8")
+        return _Journal(path, begun)
 
     def add(self, nodeid: str) -> None:
         if self.path:
@@ -227,13 +227,13 @@ class _Watcher:
                     loop.shouldstop = reason
 
     def _say(self) -> None:
-        now, done = time.monotonic(), len(self._finished)
+        at, done = time.monotonic(), len(self._finished)
         total = self._session.testscollected if self._session else 0
         reporter = self._config.pluginmanager.getplugin("terminalreporter")
-        if now - self._said < EVERY or reporter is None or not total:
+        if at - self._said < EVERY or reporter is None or not total:
             return
-        self._said = now
-        left = (now - self._began) / done * (total - done)
+        self._said = at
+        left = (at - self._began) / done * (total - done)
         worst = f" · worst η/bound {self._worst[0]:.2f} {self._worst[1]}" if self._worst[1] else ""
         reporter.write_line(
             f"\nparity: {done:,} of {total:,} · {len(self._failed)} failed · {left / 60:.0f} min left{worst}"

@@ -20,6 +20,7 @@ from parity.ledger.book import Book
 from parity.ledger.write import Merged, Recorder, merge
 from parity.op import BACKENDS, TIERS, Backend, Case, Op
 from parity.report import entries, text
+from parity.runners.items import shared
 from parity.trial import Trial
 
 pytest_plugins = ("parity.runners.workers", "parity.runners.crashes", "parity.runners.long_runs")
@@ -292,7 +293,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items[:] = kept
     # Neighbours mostly go to the same pytest-xdist worker: a case and its other data then compile once.
     place: dict[Any, int] = {}
-    items.sort(key=lambda item: place.setdefault(_shared(item), len(place)))
+    items.sort(key=lambda item: place.setdefault(shared(item), len(place)))
 
 
 def _tier(config: pytest.Config) -> str:
@@ -310,15 +311,6 @@ def _recording(config: pytest.Config) -> str:
         if config.getoption(option) != default:
             command += f" {option}={config.getoption(option)}"
     return command
-
-
-def _shared(item: pytest.Item) -> Any:
-    """What tests that run the same compiled kernel have in common; the item itself where it is not of the matrix."""
-    callspec = getattr(item, "callspec", None)
-    if callspec is None or item.get_closest_marker("parity_cases") is None:
-        return item
-    _, case, backend = callspec.params["run"]
-    return item.path, backend, case.with_data("normal").id
 
 
 def _rerun(item: pytest.Item) -> str:

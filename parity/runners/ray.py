@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -38,7 +38,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from parity.ledger.provenance import here
 from parity.ledger.schema import Record
 from parity.ledger.write import Follower, Recorder
-from parity.op import Backend, Case, Op
+from parity.runners import items
 
 RETRIES = 3
 """How often Ray runs a task again whose worker or node was lost."""
@@ -298,12 +298,12 @@ def _progress(total: int) -> Progress:
     return progress
 
 
-def tasks(items: Sequence[pytest.Item], slots: int) -> Iterator[list[pytest.Item]]:
-    """Items in groups of one file each, in order; those that share a compiled kernel stay together."""
-    count = len(items)
+def tasks(tests: Sequence[pytest.Item], slots: int) -> Iterator[list[pytest.Item]]:
+    """Tests in groups of one file each, in order; those that share a compiled kernel stay together."""
+    count = len(tests)
     size = min(MOST, math.ceil(count / slots), max(LEAST, math.ceil(count / slots / GROUPS)))
     found: list[pytest.Item] = []
-    for _, family in itertools.groupby(items, _kernel):
+    for _, family in itertools.groupby(tests, items.shared):
         together = list(family)
         if found and (len(found) + len(together) > size or found[0].path != together[0].path):
             yield found
@@ -311,19 +311,6 @@ def tasks(items: Sequence[pytest.Item], slots: int) -> Iterator[list[pytest.Item
         found += together
     if found:
         yield found
-
-
-def _kernel(item: pytest.Item) -> Any:
-    """What items that run the same compiled kernel have in common; the item itself where it is not of the matrix."""
-    chosen = _chosen(item)
-    return (item.path, chosen[2], chosen[1].with_data("normal").id) if chosen else item
-
-
-def _chosen(item: pytest.Item) -> tuple[Op, Case, Backend] | None:
-    """The case of the matrix that a test runs."""
-    if not isinstance(item, pytest.Function) or item.get_closest_marker("parity_cases") is None:
-        return None
-    return cast(tuple[Op, Case, Backend], item.callspec.params["run"])
 
 
 def _ledger(config: pytest.Config) -> Path:
@@ -348,7 +335,7 @@ def _for_nodes(config: pytest.Config) -> list[str]:
 def _of_this_run(record: Record, item: pytest.Item, utc: str) -> Record:
     """A node's record as this run's, which began at `utc`: of the commit here where the node had the same sources."""
     then = record.provenance
-    chosen = _chosen(item)
+    chosen = items.chosen(item)
     mine = _provenance(chosen[0], then.backend, then.device_kind, then.real, utc) if chosen else then
     if (then.kernel, then.golden) == (mine.kernel, mine.golden):
         then = replace(then, commit=mine.commit, dirty=mine.dirty)
@@ -360,15 +347,11 @@ _provenance = cache(here)
 
 def _casualty(item: pytest.Item, outcome: str, reason: str, log: str) -> pytest.TestReport:
     """The report of a test of which no node has one."""
-    lines = [f"{outcome}  G1: {reason}   {item.nodeid}", log, f'rerun: pytest -n0 "{item.nodeid}"']
-    message = "\n".join(filter(None, lines))
+    message = items.message(outcome, reason, item.nodeid, log)
     when: Any = "???"  # pytest-xdist's word for what a worker was at when it died
     report = pytest.TestReport(item.nodeid, item.location, {}, "failed", message, when)
-    if chosen := _chosen(item):
-        op, case, backend = chosen
-        entry = {"op": op.name, "case": case.id, "backend": backend, "real": False, "bound": 0.0}
-        verdict = {"outcome": outcome, "gate": "G1", "reason": reason, "passed": False}
-        report.user_properties.append(("parity", entry | verdict))
+    if entry := items.entry(item):
+        report.user_properties.append(("parity", items.failed(entry | {"real": False}, outcome, reason)))
     return report
 
 

@@ -1,0 +1,44 @@
+"""What a pytest item of the matrix runs, and the report of one that left none."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from parity.backends import has_cuda, has_tpu
+from parity.op import Backend, Case, Op
+
+
+def chosen(item: pytest.Item) -> tuple[Op, Case, Backend] | None:
+    """The op, the case and the backend that a test of the matrix runs; None of any other test."""
+    if not isinstance(item, pytest.Function) or item.get_closest_marker("parity_cases") is None:
+        return None
+    return cast(tuple[Op, Case, Backend], item.callspec.params["run"])
+
+
+def shared(item: pytest.Item) -> Any:
+    """What tests that run the same compiled kernel have in common; the item itself where it is not of the matrix."""
+    if (trial := chosen(item)) is None:
+        return item
+    _, case, backend = trial
+    return item.path, backend, case.with_data("normal").id
+
+
+def entry(item: pytest.Item) -> dict[str, Any]:
+    """The case that a test runs, as `Judgement.summary` calls it; empty where it is none of the matrix."""
+    if (trial := chosen(item)) is None:
+        return {}
+    op, case, backend = trial
+    real = has_tpu() if backend == "tpu" else has_cuda()
+    return {"op": op.name, "case": case.id, "backend": backend, "real": real}
+
+
+def failed(entry: dict[str, Any], outcome: str, reason: str) -> dict[str, Any]:
+    """The summary of a case, by its `entry`, that came to no judgement."""
+    return {**entry, "outcome": outcome, "gate": "G1", "reason": reason, "passed": False, "bound": 0.0}
+
+
+def message(outcome: str, reason: str, nodeid: str, log: str = "") -> str:
+    """Why a test came to no judgement, the last lines of a log, and the command that runs it alone."""
+    return "\n".join(filter(None, [f"{outcome}  G1: {reason}   {nodeid}", log, f'rerun: pytest -n0 "{nodeid}"']))
