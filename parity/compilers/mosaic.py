@@ -1,25 +1,21 @@
 """The real TPU compiler on a host without a TPU: `libtpu` compiles JAX functions for any generation.
 
-Only shapes and dtypes go in, no data. libtpu reads its environment when it loads and a process can load it once,
-so cases are compiled in processes of their own; a compiler that crashes or hangs costs one case, not the others.
+Only shapes and dtypes go in, no data. libtpu reads its environment when it loads and a process can load it once, so
+cases are compiled in processes of their own (`parity.compilers.processes`).
 Results are cached by the lowered module, without the places in the source that it came from: a second run traces and
 lowers, and compiles nothing, also where code only moved.
 """
 
 import importlib
 import os
-import pickle
 import re
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +24,7 @@ from parity.compilers import kernels as pallas
 from parity.compilers.bundles import Schedule, UnknownDump
 from parity.compilers.chips import CHIPS, packed_rows
 from parity.compilers.kernels import Dot, DotPasses, Kernel, dot_passes
+from parity.compilers.processes import LOG_CHARACTERS, Death, compile_each
 
 TOPOLOGIES = {name: chip.topology for name, chip in CHIPS.items()}
 """The smallest topology libtpu knows of each chip."""
@@ -42,7 +39,6 @@ DUMP = (
     " --xla_jf_dump_llo_pass_label_regex=final_bundles|static"
 )
 _PLACES = " --xla_mosaic_enable_llo_source_annotations=true"  # comments in the dump: the code is the same
-_LOG_CHARACTERS = 4000
 _BEYOND_MEMORY = re.compile(r"Ran out of memory in memory space|would exceed memory")
 
 Outcome = Literal["compiled", "refused", "too large", "crashed", "timed out", "unreadable"]
@@ -180,78 +176,29 @@ def compile_for_tpu(
             raise ValueError(f"cores must be at least 1, got {case.cores}")
     if timeout < 1:
         raise ValueError(f"timeout must be at least 1 s, got {timeout:g}")
-    results: list[Compiled] = []
-    while len(results) < len(cases):
-        done, failure = _compile_in_subprocess(cases[len(results) :], timeout, schedule or lines, lines)
-        results += done
-        if len(results) < len(cases):
-            results.append(failure)
-    return results
-
-
-def _compile_in_subprocess(
-    cases: Sequence[Compilation], timeout: float, schedule: bool, lines: bool
-) -> tuple[list[Compiled], Compiled]:
-    """The results of one process, and what to say of the next case if it stopped early."""
     with tempfile.TemporaryDirectory() as folder:
-        requests, answers, log, dump = (Path(folder, name) for name in ("requests", "answers", "log", "dump"))
-        requests.write_bytes(pickle.dumps((list(cases), timeout, str(dump) if schedule else "", lines)))
-        answers.touch()
-        environment = os.environ | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        if schedule:
+        environment = os.environ | _ENVIRONMENT
+        dump = Path(folder) if schedule or lines else None
+        if dump:
             flags = os.environ.get("LIBTPU_INIT_ARGS", "")
             environment["LIBTPU_INIT_ARGS"] = f"{flags} {DUMP.format(dump)}{_PLACES if lines else ''}".strip()
-        program = f"from {__name__} import _serve; import sys; _serve(*sys.argv[1:])"
-        with log.open("ab") as stream:
-            worker = subprocess.Popen(
-                [sys.executable, "-c", program, str(requests), str(answers)],
-                env=environment,
-                stdin=subprocess.PIPE,  # open as long as this process lives: the worker ends with it
-                stdout=subprocess.DEVNULL,
-                stderr=stream,
-            )
-        with worker:
-            status = worker.wait()
-        hung = status == -signal.SIGALRM
-        failure = f"compiler took longer than {timeout:g} s" if hung else f"compiler process ended with status {status}"
-        last_words = log.read_bytes()[-_LOG_CHARACTERS:].decode(errors="replace")
-        outcome: Outcome = "timed out" if hung else "crashed"
-        return _read(answers), Compiled(outcome, error=failure, log=last_words, seconds=timeout if hung else 0.0)
+        compile = partial(_answer, dump=dump, lines=lines)
+        answers = compile_each(compile, cases, timeout, framework="jax", environment=environment)
+    return [Compiled(**vars(answer)) if isinstance(answer, Death) else answer for answer in answers]
 
 
-def _read(answers: Path) -> list[Compiled]:
-    """The complete answers in a file whose last one may be torn."""
-    results: list[Compiled] = []
-    with answers.open("rb") as stream:
-        while True:
-            try:
-                results.append(pickle.load(stream))
-            except (EOFError, pickle.UnpicklingError):
-                return results
-
-
-def _serve(requests: str, answers: str) -> None:
-    """The subprocess: compile what the parent wrote, answer case by case, as long as the parent lives."""
-    threading.Thread(target=lambda: os._exit(bool(sys.stdin.read())), daemon=True).start()
-    importlib.import_module("jax")  # before the first case's time begins
-    cases, timeout, dump, lines = pickle.loads(Path(requests).read_bytes())
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, wherever in the compiler it is
-    with Path(answers).open("ab") as stream:
-        for case in cases:
-            signal.setitimer(signal.ITIMER_REAL, timeout)
-            os.ftruncate(sys.stderr.fileno(), 0)  # what is in it when the process dies is about this case
-            for left in Path(dump).glob("*") if dump else ():
-                left.unlink()
-            start = time.perf_counter()
-            try:
-                answer = _compile(case, Path(dump) if dump else None, lines)
-            except Exception as error:  # whatever the compiler raises is the answer
-                text = f"{type(error).__name__}: {error}"
-                location = _blamed(text) or _raised_at(error)
-                answer = Compiled(_outcome(error), error=text[:_LOG_CHARACTERS], location=location)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            stream.write(pickle.dumps(replace(answer, seconds=time.perf_counter() - start)))
-            stream.flush()
+def _answer(case: Compilation, log: Path, *, dump: Path | None, lines: bool) -> Compiled:
+    """What the compiler says of a case: whatever it raises is an answer."""
+    for left in dump.glob("*") if dump else ():
+        left.unlink()
+    start = time.perf_counter()
+    try:
+        answer = _compile(case, dump, lines)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        location = _blamed(text) or _raised_at(error)
+        answer = Compiled(_outcome(error), error=text[:LOG_CHARACTERS], location=location)
+    return replace(answer, seconds=time.perf_counter() - start)
 
 
 def _outcome(error: Exception) -> Outcome:

@@ -1,18 +1,14 @@
 """Triton's ahead-of-time compiler: kernels become machine code for GPUs that are not here.
 
 The compiler (ptxas and the disassembler included) ships inside Triton and needs no GPU, but it takes no kernel that was
-decorated while TRITON_INTERPRET=1, and what it does not survive it takes with it: so a subprocess compiles, which is
-given one case at a time as a line of JSON and answers in kind. What was compiled is kept (`parity.compilers.cache`).
+decorated while TRITON_INTERPRET=1, and what it does not survive it takes with it: so it has a process of its own
+(`parity.compilers.processes`). What was compiled is kept (`parity.compilers.cache`).
 """
 
-import contextlib
 import importlib
 import inspect
-import json
 import os
 import re
-import select
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parity.compilers import cache, gpu_code
+from parity.compilers.processes import Death, compile_each, first_error, shortened
 
 Target = tuple[str, int | str, int]
 Argument = int | float | bool | str | None | Mapping[str, "Argument"]
@@ -54,9 +51,6 @@ POINTERS = {
 """Triton's name of a tensor argument, by the name of its dtype."""
 
 Outcome = Literal["compiled", "refused", "too large", "crashed", "timed out", "unreadable"]
-
-_START_SECONDS = 300.0  # for the subprocess to import Triton; minutes on a machine that is busy and has cold disks
-_LOG_CHARACTERS = 8000
 
 
 @dataclass(frozen=True)
@@ -141,16 +135,11 @@ def compile_kernels(cases: Sequence[Case], timeout: float = 300.0) -> list[Compi
     """
     for case in cases:
         _name(case.target)
-    results = []
-    with contextlib.ExitStack() as stack:
-        compiler = None
-        for case in cases:
-            compiler = compiler or stack.enter_context(_Compiler())
-            results.append(compiler.compile(case, timeout))
-            if results[-1].outcome in ("crashed", "timed out"):
-                stack.close()
-                compiler = None
-    return results
+    with tempfile.TemporaryDirectory() as folder:  # Triton's own cache would answer without time and diagnostics
+        environment = {"TRITON_DEFAULT_FP_FUSION": "1", **os.environ, "TRITON_CACHE_DIR": folder}
+        environment.pop("TRITON_INTERPRET", None)
+        answers = compile_each(_answer, cases, timeout, framework="triton", environment=environment)
+    return [Compiled(**vars(answer)) if isinstance(answer, Death) else answer for answer in answers]
 
 
 def deviations(problems: Mapping[str, str | None], limits: Mapping[str, str]) -> list[str]:
@@ -176,102 +165,6 @@ def _name(target: Target) -> str:
     raise ValueError(f"target must be one of {', '.join(map(str, TARGETS.values()))}, got {target}")
 
 
-class _Compiler:
-    """A subprocess that compiles. Its log holds what was written since the case at hand was given to it."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        path = Path(self._folder.name, "log")
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        environment.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-        # Triton's own cache would answer without compiling: no time, no diagnostics.
-        environment["TRITON_CACHE_DIR"] = str(Path(self._folder.name, "triton"))
-        self._log = path.open("a+", errors="replace")
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import _serve; import sys; _serve(sys.argv[1])", str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=environment,
-            bufsize=0,
-            start_new_session=True,  # so that ptxas, its child, ends with it
-        )
-
-    def __enter__(self) -> "_Compiler":
-        if self._answer(_START_SECONDS) is None:
-            failure = self._failure(_START_SECONDS)
-            self.__exit__()
-            raise RuntimeError(f"the GPU compiler did not start: {failure.error}\n{failure.log}")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with self._process:
-            pass
-        self._log.close()
-        self._folder.cleanup()
-
-    def compile(self, case: Case, timeout: float) -> Compiled:
-        """The result of one case, within `timeout` seconds."""
-        self._log.truncate(0)
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(asdict(case)).encode() + b"\n")
-        answer = self._answer(timeout)
-        return self._failure(timeout) if answer is None else Compiled(**json.loads(answer))
-
-    def _answer(self, timeout: float) -> bytes | None:
-        """The next line of the subprocess; None where it ended, or did not write one in time."""
-        assert self._process.stdout is not None
-        end, line = time.monotonic() + timeout, b""
-        while not line.endswith(b"\n"):
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))
-            piece = os.read(self._process.stdout.fileno(), 1 << 16) if ready else b""
-            if not piece:
-                return None
-            line += piece
-        return line
-
-    def _failure(self, timeout: float) -> Compiled:
-        try:
-            status = self._process.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            return Compiled("timed out", error=f"the compiler took more than {timeout:g} s", log=self._text())
-        log = self._text()
-        reason = _first_error(log) or log.strip().rpartition("\n")[2]
-        end = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        return Compiled("crashed", error=f"the compiler ended with {end}: {reason}", log=log)
-
-    def _text(self) -> str:
-        self._log.seek(0)
-        return _shortened(self._log.read())
-
-
-def _shortened(text: str) -> str:
-    half = _LOG_CHARACTERS // 2
-    return text if len(text) <= _LOG_CHARACTERS else f"{text[:half]}\n[...]\n{text[-half:]}"
-
-
-def _first_error(log: str) -> str | None:
-    """The first line that calls itself an error, or a failed assertion."""
-    lines = (line.strip() for line in log.splitlines())
-    return next((line for line in lines if re.search(r"\b(error|ERROR)\s*:|Assertion .* failed", line)), None)
-
-
-def _serve(log: str) -> None:
-    """The subprocess: a case per line of stdin, an answer per line of stdout. All else that is written is log."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    import triton  # noqa: F401 (so that its import is nobody's compile time)
-
-    print("started", file=answers, flush=True)
-    for request in sys.stdin:
-        answer = _answer(Case(**json.loads(request)), Path(log))
-        print(json.dumps(asdict(answer)), file=answers, flush=True)
-
-
 def _answer(case: Case, log: Path) -> Compiled:
     try:
         module, _, name = case.kernel.partition(":")
@@ -279,11 +172,11 @@ def _answer(case: Case, log: Path) -> Compiled:
         source = _source(kernel, case.arguments)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        return Compiled("refused", error=text.partition("\n")[0], log=_shortened(text))
+        return Compiled("refused", error=text.partition("\n")[0], log=shortened(text))
     try:
         return _kept_or_compiled(source, case)
     except gpu_code.UnknownCode as error:
-        return Compiled("unreadable", error=str(error).partition("\n")[0], log=_shortened(str(error)))
+        return Compiled("unreadable", error=str(error).partition("\n")[0], log=shortened(str(error)))
     except Exception as error:
         sys.stderr.flush()
         return _refusal(error, kernel, log.read_text(errors="replace"))
@@ -312,12 +205,12 @@ def _kept_or_compiled(source: Any, case: Case) -> Compiled:
         source.hash(),  # of the kernel, the functions it calls, its signature and its constants
     )
     kept = cache.load("ptx", key)
-    if kept is not None:
-        return Compiled(**kept)
+    if isinstance(kept, Compiled):
+        return kept
     start = time.perf_counter()
     compiled = triton.compile(source, target=target, options=dict(case.options))
     result = _read(compiled, _name(case.target), time.perf_counter() - start)
-    cache.store("ptx", key, asdict(result))
+    cache.store("ptx", key, result)
     return result
 
 
@@ -370,7 +263,7 @@ def _disassembly(cubin: bytes) -> str:
 def _refusal(error: Exception, kernel: Any, diagnostics: str) -> Compiled:
     """What the compiler says in an exception, or has written while it ran."""
     chain = list(_chain(error))
-    log = _shortened("\n".join([*(f"{type(e).__name__}: {e}" for e in chain), diagnostics]))
+    log = shortened("\n".join([*(f"{type(e).__name__}: {e}" for e in chain), diagnostics]))
     place = r'(?:loc\()?"?([^\s":]+)"?:(\d+):\d+\)?: '
     found = re.search(rf"^(?:{place})?error: (.+)$", diagnostics, re.MULTILINE)
     if found is not None:
@@ -379,7 +272,7 @@ def _refusal(error: Exception, kernel: Any, diagnostics: str) -> Compiled:
     # Of an error in a called function there is one for each call on the way; the innermost has the reason.
     reasons = [(e.error_message or "") if hasattr(e, "error_message") else str(e) for e in chain]
     reason = next((reason.strip() for reason in reversed(reasons) if reason), "")
-    line = _first_error(reason) or reason.partition("\n")[0]
+    line = first_error(reason) or reason.partition("\n")[0]
     return Compiled("refused", error=f"{type(error).__name__}: {line}", location=_location(chain, kernel), log=log)
 
 
