@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from parity.cli.options import add_trial_arguments, positive
+from parity.compilers.cache import folder
 from parity.debugging.bisect import Bisection, Bisector, Revision
-from parity.op import BACKENDS
 
 ABOUT = "find the first commit whose kernel fails a case that it passed before"
 
@@ -17,19 +17,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `parity bisect` takes."""
     parser.add_argument("good", help="a commit whose kernel passes")
     parser.add_argument("bad", help="a later one whose kernel does not")
-    parser.add_argument("case", help="a case id of today's matrix")
-    parser.add_argument("--backend", choices=BACKENDS, default="tpu", help="whose kernel (default: tpu)")
-    parser.add_argument("--seeds", type=int, default=1, metavar="S", help="draws that are judged (default: 1)")
+    add_trial_arguments(parser, "a case id of today's matrix")
+    parser.add_argument("--seeds", type=positive, default=1, metavar="S", help="draws that are judged (default: 1)")
     parser.add_argument("--epsilon", action="store_true", help="bad is also what errs more than GOOD, beyond noise")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="worktrees and what was judged (default: ~/.cache/…)")
 
 
 def command(given: argparse.Namespace) -> int:
     """`parity bisect`: 0 where the first bad commit was found, 1 where it is one of several."""
-    if given.seeds < 1:
-        raise ValueError(f"--seeds must be positive, got {given.seeds}")
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kernel-parity" / "bisect"
-    cache = (given.cache or default).resolve()
+    cache = (given.cache or folder() / "bisect").resolve()
 
     def done(revision: Revision) -> None:
         print(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TextColumn
 from rich.text import Text
 
-from parity import matrix
+from parity.cli.options import add_trial_arguments, console, progress, trial_of
 from parity.debugging.bits import BitsExplanation, Difference, explain_bits
 from parity.debugging.explain import Contrast, Explanation, explain
 from parity.debugging.sketches import Sketch, explain_record
@@ -20,9 +18,8 @@ from parity.judging.metrics import Metrics
 from parity.judging.verdict import PASSING
 from parity.ledger import diff
 from parity.ledger.schema import Record
-from parity.op import BACKENDS, Backend, Case, Op
+from parity.op import Backend, Case, Op
 from parity.report.text import SHADES, heat_map, sparkline, worst_tile
-from parity.trial import Trial
 
 ABOUT = "say where the error of a case comes from: which rounding, or which fault"
 
@@ -35,8 +32,7 @@ UNEVEN = 1.25
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `parity explain`."""
-    parser.add_argument("case", help="a case id")
-    parser.add_argument("--backend", choices=BACKENDS, default="tpu", help="whose kernel (default: tpu)")
+    add_trial_arguments(parser)
     parser.add_argument(
         "--record",
         nargs="?",
@@ -48,16 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(given: argparse.Namespace) -> int:
     """`parity explain`: 0 where the case passes, 1 where it fails."""
-    op, case = matrix.find(matrix.load(given.root), given.case)
-    trial = Trial(op, case, given.backend)
+    trial = trial_of(given)
+    op, case = trial.op, trial.case
     twin = recorded(given.root, given.record or "", op, case, "gpu" if given.backend == "tpu" else "tpu")
-    columns = TextColumn("emulating roundings"), TextColumn("{task.completed:.0f}"), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=None)
-
-        def done(emulations: int) -> None:
-            progress.update(task, completed=emulations)
-
+    with progress(TextColumn("emulating roundings"), TextColumn("{task.completed:.0f}")) as done:
         if op.bit_exact and given.record is None:
             bits = explain_bits(trial, done)
             passed, screen = bits.judged.verdict.passed, of_bits(bits)
@@ -75,7 +65,7 @@ def command(given: argparse.Namespace) -> int:
             sketch = explain_record(trial, record, done)
             passed = record.verdict in PASSING
             screen = sketched(sketch, beside(op, case, sketch.output, sketch.metrics, twin))
-    Console(width=None if sys.stdout.isatty() else 150, soft_wrap=True, highlight=False).print(screen)
+    console(150, soft_wrap=True, highlight=False).print(screen)
     return 0 if passed else 1
 
 
@@ -149,12 +139,7 @@ def _append_difference(out: Text, d: Difference) -> None:
     out.append(f"worst {d.output}[{index}]: golden {d.worst.golden}  got {d.worst.got}\n")
     if d.wrong == d.elements:
         return
-    for c in d.contrasts[:MOST_AXES]:
-        if c.contrast >= UNEVEN:
-            than = "the only ones" if c.contrast == float("inf") else f"{c.contrast:.3g}× as often as the rest"
-            out.append(f"  {c.axis:<18} {c.bin:<28} {than:<26} {c.share:.0%} of them\n")
-    if even := [c.axis for c in d.contrasts if c.contrast < UNEVEN]:
-        out.append(f"  even along {', '.join(even)}\n")
+    _append_contrasts(out, d.contrasts, MOST_AXES, "the only ones", "as often as", "them")
     out.append("share by tile, worst at " + worst_tile(d.tiles) + "\n")
     _append_heat_map(out, d.tiles)
 
@@ -192,11 +177,19 @@ def sketched(found: Sketch, compared: str = "") -> Text:
     return out
 
 
-def _append_contrasts(out: Text, contrasts: tuple[Contrast, ...]) -> None:
-    for c in contrasts:
+def _append_contrasts(
+    out: Text,
+    contrasts: tuple[Contrast, ...],
+    most: int | None = None,
+    only: str = "the only error",
+    times: str = "the η of",
+    whole: str = "the error",
+) -> None:
+    """At most `most` axes and the bins of each that carry `whole`."""
+    for c in contrasts[:most]:
         if c.contrast >= UNEVEN:
-            than = "the only error" if c.contrast == float("inf") else f"{c.contrast:.3g}× the η of the rest"
-            out.append(f"  {c.axis:<18} {c.bin:<28} {than:<26} {c.share:.0%} of the error\n")
+            than = only if c.contrast == float("inf") else f"{c.contrast:.3g}× {times} the rest"
+            out.append(f"  {c.axis:<18} {c.bin:<28} {than:<26} {c.share:.0%} of {whole}\n")
     if even := [c.axis for c in contrasts if c.contrast < UNEVEN]:
         out.append(f"  even along {', '.join(even)}\n")
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.progress import Progress, ProgressColumn, TimeElapsedColumn
 
+from parity import matrix
 from parity.compilers.programs import Program
 from parity.compilers.recorded import Entry, Key, Recorded, differences
 from parity.ledger import diff
-from parity.op import Case
+from parity.op import BACKENDS, Case
+from parity.trial import Trial
 
 EXPRESSION = "only cases whose id or model matches, as pytest's -k: words, and, or, not, ( )"
 
@@ -47,6 +51,27 @@ def positive(text: str) -> int:
 def matches(case: Case, expression: str) -> bool:
     """Whether a case is one that -k asks for."""
     return diff.matches(expression, f"{case.id} {case.model}")
+
+
+def add_trial_arguments(parser: argparse.ArgumentParser, case: str = "a case id") -> None:
+    """What commands take that are about one case on one backend. case: the help of the argument."""
+    parser.add_argument("case", help=case)
+    parser.add_argument("--backend", choices=BACKENDS, default="tpu", help="whose kernel (default: tpu)")
+
+
+def trial_of(given: argparse.Namespace) -> Trial:
+    """The case and the backend that are asked for. Raises ValueError for an id that no case has."""
+    op, case = matrix.find(matrix.load(given.root), given.case)
+    return Trial(op, case, given.backend)
+
+
+@contextmanager
+def progress(*columns: ProgressColumn) -> Iterator[Callable[..., None]]:
+    """A line on stderr while something takes long, and a function to be told how much is done (and of how much)."""
+    console = Console(stderr=True)
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, redirect_stdout=False) as line:
+        task = line.add_task("", total=None)
+        yield lambda done, of=None: line.update(task, completed=done, total=of)
 
 
 def add_program_arguments(parser: argparse.ArgumentParser, *, how: str, program: str, check: str) -> None:
@@ -104,6 +129,6 @@ def print_changes(given: argparse.Namespace, changes: Sequence[str], none: str) 
     print(json.dumps(changes, ensure_ascii=False) if given.json else "\n".join(changes) or none)
 
 
-def console(width: int) -> Console:
+def console(width: int, **options: Any) -> Console:
     """Where a table goes: a terminal folds it, into a file or a log it goes in so many columns."""
-    return Console(width=None if sys.stdout.isatty() else width)
+    return Console(width=None if sys.stdout.isatty() else width, **options)

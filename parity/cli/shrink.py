@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TextColumn
 
-from parity import matrix
+from parity.cli.options import add_trial_arguments, file, progress, trial_of
 from parity.debugging.shrink import RUNS, Shrunk, filled, script, shrink
-from parity.op import BACKENDS
-from parity.trial import Trial
 
 ABOUT = "reduce a case that fails as far as its verdict stays, and write a script that shows the failure alone"
 
@@ -23,21 +19,15 @@ SHOWN = 6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `parity shrink` takes."""
-    parser.add_argument("case", help="the id of a case that fails")
-    parser.add_argument("--backend", choices=BACKENDS, default="tpu", help="whose kernel (default: tpu)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the script there (default: print it)")
+    add_trial_arguments(parser, "the id of a case that fails")
+    parser.add_argument("--out", type=file, metavar="FILE", help="write the script there (default: print it)")
 
 
 def command(given: argparse.Namespace) -> int:
     """`parity shrink`: 1, since what it is given fails."""
-    if given.out and (given.out.is_dir() or not given.out.parent.is_dir()):
-        raise ValueError(f"--out must be a file in a folder that there is, got {given.out}")
-    op, case = matrix.find(matrix.load(given.root), given.case)
-    trial = Trial(op, case, given.backend)
-    columns = TextColumn("{task.completed} runs of the kernel"), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
-        task = progress.add_task("", total=None)
-        shrunk = shrink(trial, accepted=print, ran=lambda runs: progress.update(task, completed=runs))
+    trial = trial_of(given)
+    with progress(TextColumn("{task.completed} runs of the kernel")) as ran:
+        shrunk = shrink(trial, accepted=print, ran=ran)
     print("\n".join(describe(shrunk)))
     try:
         text = script(trial, shrunk)

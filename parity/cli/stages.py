@@ -6,16 +6,15 @@ import argparse
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, TextColumn
 from rich.text import Text
 
 from parity import matrix
+from parity.cli.options import add_trial_arguments, progress, trial_of
 from parity.debugging.attribution import Ranking, files_compared_bit_for_bit, program, rank, statement
 from parity.debugging.attribution.bits import BitStage, walk_bits
 from parity.debugging.attribution.program import Line
 from parity.debugging.attribution.walk import Stage, unseen, walk
-from parity.op import BACKENDS
-from parity.trial import Trial
 
 ABOUT = "say at which stage of a kernel its error enters, and which of its source lines make it"
 
@@ -29,34 +28,24 @@ LEAST = 0.001
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `parity stages`."""
-    parser.add_argument("case", help="a case id")
-    parser.add_argument("--backend", choices=BACKENDS, default="tpu", help="whose kernel (default: tpu)")
+    add_trial_arguments(parser)
 
 
 def command(given: argparse.Namespace) -> int:
     """`parity stages`: 1 where a stage is off, else 0."""
-    ops = matrix.load(given.root)
-    op, case = matrix.find(ops, given.case)
-    trial = Trial(op, case, given.backend)
-    if op.bit_exact:
+    trial = trial_of(given)
+    title, out = f"{given.backend}   {trial.case.id}", Console(highlight=False, soft_wrap=True)
+    if trial.op.bit_exact:
         found = walk_bits(trial)
-        Console(highlight=False, soft_wrap=True).print(
-            screen_of_bits(f"{given.backend}   {case.id}", found, given.root)
-        )
+        out.print(screen_of_bits(title, found, given.root))
         return int(found[-1].wrong > 0)
     expected = trial.reference
-    columns = TextColumn("one line at a time"), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=None)
-
-        def done(runs: int, of: int) -> None:
-            progress.update(task, completed=runs, total=of)
-
+    with progress(TextColumn("one line at a time"), MofNCompleteColumn()) as done:
         traced = program(trial)
-        fixed = files_compared_bit_for_bit(ops, op, given.backend)
+        fixed = files_compared_bit_for_bit(matrix.load(given.root), trial.op, given.backend)
         ranking = rank(traced, expected.golden, expected.magnitude, done, fixed)
     stages = walk(trial, ranking)
-    Console(highlight=False, soft_wrap=True).print(screen(f"{given.backend}   {case.id}", stages, ranking, given.root))
+    out.print(screen(title, stages, ranking, given.root))
     return int(stages[-1].is_off)
 
 
