@@ -21,28 +21,38 @@ def load(root: Path) -> tuple[Op, ...]:
     Raises ValueError where the setting, the module's `OPS`, or the uniqueness of their names is missing, and for an
     expected failure that no case has.
     """
-    pyproject = root / "pyproject.toml"
-    tools = tomllib.loads(pyproject.read_text()).get("tool", {}) if pyproject.exists() else {}
-    settings = tools.get("parity", {})
-    if "matrix" not in settings:
-        raise ValueError(f'{pyproject} must name a module of ops: [tool.parity] matrix = "tests.matrix"')
+    tools, name = _tools(root), module(root)
     # The project's modules are found where its tests find them.
     for folder in [".", *tools.get("pytest", {}).get("ini_options", {}).get("pythonpath", [])]:
         path = str((root / folder).resolve())
         if path not in sys.path:
             sys.path.insert(0, path)
-    ops: tuple[Op, ...] = getattr(importlib.import_module(settings["matrix"]), "OPS", ())
+    ops: tuple[Op, ...] = getattr(importlib.import_module(name), "OPS", ())
     if not ops:
-        raise ValueError(f"{settings['matrix']} must define OPS, a tuple of parity.Op, got none")
+        raise ValueError(f"{name} must define OPS, a tuple of parity.Op, got none")
     names = [op.name for op in ops]
     if len(set(names)) < len(names):
-        raise ValueError(f"{settings['matrix']}.OPS must have unique names, got {', '.join(names)}")
+        raise ValueError(f"{name}.OPS must have unique names, got {', '.join(names)}")
     for op in ops:
         declared = {op.expectation(case) for case in op.cases}
         for n, expected in enumerate(op.expected):
             if expected not in declared:
                 raise ValueError(f"{op.name}.expected[{n}] must match a case, matches none: {expected.reason}")
     return ops
+
+
+def module(root: Path) -> str:
+    """The name of the matrix's module. Raises ValueError where the project at `root` names none."""
+    name: str = _tools(root).get("parity", {}).get("matrix", "")
+    if not name:
+        raise ValueError(f'{root / "pyproject.toml"} must name a module of ops: [tool.parity] matrix = "tests.matrix"')
+    return name
+
+
+def _tools(root: Path) -> dict[str, Any]:
+    pyproject = root / "pyproject.toml"
+    tools: dict[str, Any] = tomllib.loads(pyproject.read_text()).get("tool", {}) if pyproject.exists() else {}
+    return tools
 
 
 def find(ops: Iterable[Op], case_id: str) -> tuple[Op, Case]:

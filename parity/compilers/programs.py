@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -50,8 +49,7 @@ def load(root: Path, *, planned: bool = False) -> tuple[Program, ...]:
     Raises ValueError where there is no such module, or a program is declared twice.
     """
     matrix.load(root)
-    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["parity"]
-    name = f"{settings['matrix']}.programs"
+    name = f"{matrix.module(root)}.programs"
     try:
         module = import_module(name)
         programs: tuple[Program, ...] = tuple(module.PROGRAMS)

@@ -298,22 +298,18 @@ def packages(root: Path, target: str) -> list[str]:
     return found
 
 
+def _package(root: Path) -> str:
+    """The top-level name of the project's matrix."""
+    return matrix.module(root).partition(".")[0]
+
+
 def instrument(root: Path) -> str:
     """SHA-256 of the sources that judge: parity's and the project's own, but for the kernels, which may change."""
     ops = matrix.load(root)
-    names = {op.golden.__module__.partition(".")[0] for op in ops} | {matrix_package(root)}
+    names = {op.golden.__module__.partition(".")[0] for op in ops} | {_package(root)}
     folders = [Path(__file__).parent, *(root / name for name in sorted(names))]
     paths = [path for folder in folders for path in sorted(folder.rglob("*.py")) or [folder.with_suffix(".py")]]
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths if path.exists())).hexdigest()
-
-
-def matrix_package(root: Path) -> str:
-    """The top-level name of the project's matrix."""
-    import tomllib
-
-    settings = tomllib.loads((root / "pyproject.toml").read_text())
-    name: str = settings["tool"]["parity"]["matrix"].partition(".")[0]
-    return name
 
 
 # --- in the process of a commit ---
@@ -324,7 +320,7 @@ def answer() -> None:
     prepare_environment()
     root, tree, case_id, backend, seeds, what = sys.argv[1:]
     op, case = matrix.find(matrix.load(Path(root)), case_id)
-    _import_from(Path(tree), keep={"parity", matrix_package(Path(root))})
+    _import_from(Path(tree), keep={"parity", _package(Path(root))})
     side = next(known for known in BACKENDS if known == backend)
     try:
         trial = Trial(op, case, side)

@@ -30,12 +30,12 @@ Values = Mapping[str, Floats]
 
 @dataclass(frozen=True)
 class Change:
-    """What is changed at a site of the staged golden. is_rounding: how a value is rounded there, and no other value."""
+    """Another value at a site of the staged golden. is_rounding: the same one, rounded otherwise."""
 
     site: str
     what: str
     is_rounding: bool
-    apply: Callable[[Values], Floats]
+    value: Floats
 
     def __str__(self) -> str:
         return f"{self.what} at {self.site}"
@@ -124,7 +124,8 @@ def explain_bits(trial: Trial, done: Callable[[int], None] = lambda runs: None) 
         if wrong[name].any()
     )
     same = tuple(name for name in wrong if not wrong[name].any())
-    change, explained = _nearest(trial, got, sites, done) if differences else (None, 0.0)
+    with np.errstate(all="ignore"):
+        change, explained = _nearest(trial, got, sites, done) if differences else (None, 0.0)
     return BitsExplanation(judged, same, differences, change, explained)
 
 
@@ -138,13 +139,9 @@ def values(trial: Trial) -> Values:
         seen[site] = value.copy()
         return value
 
-    _golden(trial, watch)
-    return seen
-
-
-def _golden(trial: Trial, rounding: Callable[[str, Floats], Floats]) -> dict[str, np.ndarray]:
     with np.errstate(all="ignore"):
-        return staged(trial, rounding)
+        staged(trial, watch)
+    return seen
 
 
 # ---------------------------------------------------------------------------------------------------- what is changed
@@ -165,45 +162,31 @@ def _nearest(
     least = total
     for n, change in enumerate(_changes(sites, goldens)):
         done(n + 1)
-
-        def changed(site: str, value: Floats, change: Change = change) -> Floats:
-            return change.apply(sites) if site == change.site else value
-
-        left = sum(int(other_bits(got[name], y).sum()) for name, y in _golden(trial, changed).items())
+        changed = staged(trial, partial(_put, change))
+        left = sum(int(other_bits(got[name], y).sum()) for name, y in changed.items())
         if left < least:
             best, least = change, left
     return best, 1 - least / total
 
 
+def _put(change: Change, site: str, value: Floats) -> Floats:
+    return change.value if site == change.site else value
+
+
 def _changes(sites: Values, golden: Mapping[str, np.ndarray]) -> Iterator[Change]:
     for site, value in [*sites.items()][::-1]:  # of changes that do the same the one nearest to the output is named
         for what, factor in (("twice", 2.0), ("half", 0.5)):
-            yield Change(site, f"{what} the value", False, partial(_scaled, site, factor))
-        for other in sites:
-            if other != site and not golden.keys() & {other, site} and sites[other].shape == value.shape:
-                yield Change(site, f"{other} in the place of the value", False, partial(_other, other))
+            yield Change(site, f"{what} the value", False, value * factor)
+        for other, its in sites.items():
+            if other != site and not golden.keys() & {other, site} and its.shape == value.shape:
+                yield Change(site, f"{other} in the place of the value", False, its)
         if site in golden:
+            neighbours = Neighbours.of(value, golden[site].dtype)
             for what, rule in _RULES.items():
-                yield Change(site, what, True, partial(_by_rule, site, golden[site].dtype, rule))
+                yield Change(site, what, True, rule(neighbours))
         for dtype in ROUNDINGS:
             if dtype != "bf16x2":
-                yield Change(site, f"{dtype} before" if site in golden else dtype, True, partial(_narrow, site, dtype))
-
-
-def _scaled(site: str, factor: float, sites: Values) -> Floats:
-    return sites[site] * factor
-
-
-def _other(other: str, sites: Values) -> Floats:
-    return sites[other]
-
-
-def _narrow(site: str, dtype: str, sites: Values) -> Floats:
-    return rounded(sites[site], dtype)
-
-
-def _by_rule(site: str, dtype: np.dtype[Any], rule: Callable[[Neighbours], Floats], sites: Values) -> Floats:
-    return rule(Neighbours.of(sites[site], dtype))
+                yield Change(site, f"{dtype} before" if site in golden else dtype, True, rounded(value, dtype))
 
 
 @dataclass(frozen=True)

@@ -209,60 +209,37 @@ class _Search:
 
     def reduce_data(self, case: Case) -> Inputs:
         """The arrays of the case with the fewest elements that are not zero. Where sequences end is left as it is."""
-        arrays = dict(draw(self.op, case))
+        arrays: dict[str, Any] = dict(draw(self.op, case))
         specs = self.op.inputs(case)
         names = [name for name, x in arrays.items() if _has_zero(x) and not isinstance(specs[name], Offsets)]
-        names.sort(key=lambda name: -_present(arrays[name]).size)
+        names.sort(key=lambda name: -arrays[name].size)
         for name in names:
-            for axis in range(_present(arrays[name]).ndim):
-                self._reduce_slices(case, arrays, name, axis)
+            for axis in range(arrays[name].ndim):
+                self._reduce(case, arrays, name, axis)
         for name in names:
-            self._reduce_elements(case, arrays, name)
+            self._reduce(case, arrays, name)
         return arrays
 
-    def _reduce_slices(self, case: Case, arrays: dict[str, np.ndarray | None], name: str, axis: int) -> None:
-        lines = np.moveaxis(_present(arrays[name]), axis, 0)
-        filled = [n for n in range(len(lines)) if (lines[n] != 0).any()]
+    def _reduce(self, case: Case, arrays: dict[str, Any], name: str, axis: int | None = None) -> None:
+        """Set slices of an array along an axis to zero, or without one its elements."""
+        array, trial = arrays[name], self.trial.with_case(case)
+        lines = array.reshape(-1) if axis is None else np.moveaxis(array, axis, 0)
+        filled = np.flatnonzero((lines != 0).any(axis=tuple(range(1, lines.ndim)))).tolist()
 
         def only(kept: Sequence[int]) -> np.ndarray:
             reduced = np.zeros_like(lines)
             reduced[list(kept)] = lines[list(kept)]
-            return np.moveaxis(reduced, 0, axis)
+            return reduced.reshape(array.shape) if axis is None else np.moveaxis(reduced, 0, axis)
 
-        self._reduce(case, arrays, name, filled, only, f"slices along axis {axis}")
-
-    def _reduce_elements(self, case: Case, arrays: dict[str, np.ndarray | None], name: str) -> None:
-        array = _present(arrays[name])
-
-        def only(kept: Sequence[int]) -> np.ndarray:
-            reduced = np.zeros_like(array)
-            reduced.flat[list(kept)] = array.flat[list(kept)]
-            return reduced
-
-        self._reduce(case, arrays, name, np.flatnonzero(array != 0).tolist(), only, "elements")
-
-    def _reduce(
-        self,
-        case: Case,
-        arrays: dict[str, np.ndarray | None],
-        name: str,
-        filled: list[int],
-        only: Callable[[Sequence[int]], np.ndarray],
-        what: str,
-    ) -> None:
-        trial = self.trial.with_case(case)
         kept = minimise(filled, lambda some: self._keeps(trial.with_inputs({**arrays, name: only(some)})))
         if len(kept) < len(filled):
+            what = "elements" if axis is None else f"slices along axis {axis}"
             self.accepted(f"{name}: {len(kept)} of {len(filled)} {what} other than zero")
             arrays[name] = only(kept)
 
 
 def _has_zero(array: np.ndarray | None) -> bool:
     return array is not None and not np.zeros(1, array.dtype).any()  # a power of two, as scales are, never is
-
-
-def _present(array: np.ndarray | None) -> np.ndarray:
-    return np.zeros(0) if array is None else array
 
 
 def minimise(items: Sequence[T], keeps: Callable[[Sequence[T]], bool]) -> Sequence[T]:

@@ -15,8 +15,7 @@ import numpy as np
 from parity.debugging.explain import LARGEST_ROUNDING, Contrast, Emulator, Field, Rounding, contrast, one_more, spelled
 from parity.dtypes import round_to
 from parity.inputs import hashes
-from parity.judging.metrics import Metrics, Scale, measure
-from parity.judging.reference import Reference
+from parity.judging.metrics import Metrics, measure
 from parity.judging.verdict import PASSING
 from parity.ledger.schema import Record
 from parity.trial import Trial
@@ -143,11 +142,14 @@ def _common(trial: Trial, output: str, metrics: Metrics) -> tuple[tuple[str, str
 def _suspect(trial: Trial, output: str, metrics: Metrics, done: Callable[[int], None]) -> Suspect | None:
     """The roundings that have most of the worst elements, found greedily; of as many those whose ε is nearest."""
     emulator, expected = Emulator(trial, output, done), trial.reference
-    dtype, scale = trial.contract.dtype(output), trial.scale(output)
-    field = Field.of(round_to(expected.golden[output], dtype), expected, output)
+    golden, dtype, scale = expected.golden[output], trial.contract.dtype(output), trial.scale(output)
+    field = Field.of(round_to(golden, dtype), expected, output)
+    places = set(metrics.worst)
 
     def tried(chosen: tuple[Rounding, ...]) -> Suspect:
-        return _compared(chosen, emulator.run(chosen)[output], dtype, expected, output, metrics, scale)
+        emulated = measure(round_to(emulator.run(chosen)[output], dtype), golden, scale)
+        shared = len(places.intersection(emulated.worst)) / max(len(places), 1)
+        return Suspect(chosen, shared, emulated.epsilon / metrics.epsilon if metrics.epsilon else 0.0)
 
     def rank(suspect: Suspect) -> tuple[float, float]:
         return suspect.shared, -abs(float(np.log(max(suspect.ratio, 1e-300))))
@@ -160,18 +162,3 @@ def _suspect(trial: Trial, output: str, metrics: Metrics, done: Callable[[int], 
             break
         best = nearest
     return best if best.roundings else None
-
-
-def _compared(
-    chosen: tuple[Rounding, ...],
-    value: np.ndarray,
-    dtype: str,
-    expected: Reference,
-    output: str,
-    metrics: Metrics,
-    scale: Scale,
-) -> Suspect:
-    emulated = measure(round_to(value, dtype), expected.golden[output], scale)
-    places = set(metrics.worst)
-    shared = len(places.intersection(emulated.worst)) / max(len(places), 1)
-    return Suspect(chosen, shared, emulated.epsilon / metrics.epsilon if metrics.epsilon else 0.0)

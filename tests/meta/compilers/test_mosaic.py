@@ -378,7 +378,8 @@ def test_a_dump_that_is_not_there_is_unreadable(folder, monkeypatch):
 @needs_libtpu
 def test_a_crash_costs_one_case(folder):
     crashed, other = compile_for_tpu([case("crashes"), KERNELS["dot"]])
-    assert (crashed.outcome, crashed.error) == ("crashed", "the compiler ended with signal SIGABRT: last words")
+    assert crashed.outcome == "crashed"
+    assert crashed.error.startswith("the compiler ended with signal SIGABRT: ")
     assert "last words" in crashed.log
     assert other.ok
 
