@@ -145,8 +145,10 @@ def _wide(spec: Array, bits: Bits, out: str) -> np.ndarray:
 
 
 def _outliers(spec: Array, bits: Bits, out: str) -> np.ndarray:
-    """Normal, with about one channel in 32 along the summed axis of the first factor 64 times larger, as activations
-    of large language models have (Dettmers et al. 2022, arXiv:2208.07339)."""
+    """Normal, with one channel in 32 along the summed axis of the first factor 64 times larger.
+
+    Activations of large language models have such channels (Dettmers et al. 2022, arXiv:2208.07339).
+    """
     values = _normal(spec, bits, out)
     if spec.sum_over is None or spec.pair_sign < 0:
         return values
@@ -188,8 +190,10 @@ def _bits(spec: Array, bits: Bits, out: str) -> np.ndarray:
 
 
 def _ranges(spec: Array, bits: Bits, out: str) -> np.ndarray:
-    """Normal in tiles of 128 x 128 (small arrays: 32 x 32), each of another size: zero, about the largest value,
-    subnormal, about the smallest normal one, in between."""
+    """Normal in tiles of 128 x 128 (small arrays: 32 x 32), each of another magnitude.
+
+    In turn: zero, about the largest value, subnormal, about the smallest normal one, in between.
+    """
     info = ml_dtypes.finfo(numpy_dtype(spec.dtype))
     smallest, largest = int(info.minexp), int(info.maxexp)
     sizes = np.ldexp(1.0, np.array([0, largest, smallest - 6, smallest + 6, smallest, smallest // 2, 0]))

@@ -56,10 +56,10 @@ def _tools(root: Path) -> dict[str, Any]:
 
 
 def find(ops: Iterable[Op], case_id: str) -> tuple[Op, Case]:
-    """The op and the case of that id; it may have another seed than the matrix gives it, be its integer twin, or be a
-    case that the matrix does not have, spelled as its cases are.
+    """The op and the case of an id.
 
-    Raises ValueError where it is none of these.
+    Beside the cases of the matrix: those with another seed, their integer twins, and cases that are spelled alike.
+    Raises ValueError for any other id.
     """
     seed = re.search(r"-s(\d+)$", case_id)
     for op in ops:
@@ -76,10 +76,10 @@ def find(ops: Iterable[Op], case_id: str) -> tuple[Op, Case]:
 
 
 def parse(op: Op, case_id: str) -> Case | None:
-    """The case that an id with its seed spells, of which the op's matrix need have no more than the names of its sizes;
-    None where it spells none.
+    """The case that an id with its seed spells; None if it spells none.
 
-    An option may have any number, or tuple of numbers, for its value; a word must be a value that it has in the matrix.
+    The op's matrix must have a case with sizes of these names. An option may have any number, or tuple of numbers, for
+    its value; a word must be a value that it has in the matrix.
     """
     dtypes = {dtype for case in op.cases for dtype in (case.dtype, case.out)} | SHORT_NAMES.keys()
     pairs = {_spelled_dtypes(given, out): (given, out) for given in dtypes for out in dtypes}

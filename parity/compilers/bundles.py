@@ -431,7 +431,7 @@ class _Reader:
         return self.path(hot) if hot else _Path()
 
     def everything(self, part: Part) -> _Path:
-        """All bundles of a part, those of an inner loop as often as it runs; of the loop over the grid one step."""
+        """All bundles of a part: of an inner loop as often as it runs, of the loop over the grid one step."""
         path = _Path(Counter(part.own))
         for child in part.inner:
             path.add(self.everything(child), times=1 if child.pipelined else child.trips or 1)

@@ -27,7 +27,7 @@ def digest(*parts: str | bytes) -> str:
 
 
 def load(compiler: str, key: str) -> Any:
-    """The result kept under a key; None where there is none, or what is there is not whole."""
+    """The result kept under a key; None without one, or where its file is torn."""
     entry = folder() / compiler / key
     try:
         content = entry.read_bytes()

@@ -168,8 +168,11 @@ def _busy(jaxpr: Any, lengths: tuple[int, ...]) -> float:
 def _conditional(
     jaxpr: Any, known: dict[Any, Any], here: npt.NDArray[np.bool_], index: list[Any]
 ) -> npt.NDArray[np.bool_]:
-    """Which grid steps run dots that others do not, by conditions on the grid alone; index: the place of each step on
-    each axis; here: which steps come here; known: values in each step, by variable."""
+    """Mask of the grid steps that run dots which others skip, by conditions on the grid alone.
+
+    index: the place of each step on each axis; here: mask of the steps that reach this jaxpr; known: each variable's
+    value in each step.
+    """
     from jax.extend.core import jaxprs_in_params
 
     some = np.zeros_like(here)

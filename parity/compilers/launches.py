@@ -73,7 +73,7 @@ def intercepted(instead: Callable[[Launched, Callable[[], Any]], Any]) -> Iterat
 
 @contextmanager
 def _on(target: str) -> Iterator[list[Launched]]:
-    """As if on this GPU: what is asked of the device is answered for it, and what is launched goes into the list."""
+    """The list of what is launched inside, where torch answers for this GPU and launches run nothing."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -46,7 +46,7 @@ Outcome = Literal["compiled", "refused", "too large", "crashed", "timed out", "u
 
 @dataclass(frozen=True)
 class Abstract:
-    """An array of which only the shape and the dtype (by name) are known; split: the axis cut across the cores."""
+    """The shape and the dtype (by name) of an array. split: the axis that is cut across the cores."""
 
     shape: tuple[int, ...]
     dtype: str

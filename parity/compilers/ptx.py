@@ -299,8 +299,11 @@ def _location(chain: Sequence[BaseException], kernel: Any) -> str | None:
 def _specialise(
     kernel: Any, arguments: Mapping[str, Argument]
 ) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[tuple[str, int]]]]:
-    """(signature, constants, attributes) as Triton's launcher derives them from the values: an absent tensor and the
-    integer 1 become constants, divisibility by 16 is passed on, within a NamedTuple as outside."""
+    """(signature, constants, attributes), as Triton's launcher derives them from the values.
+
+    An absent tensor and the integer 1 become constants, and divisibility by 16 is passed on: of arguments, and of the
+    fields of a NamedTuple.
+    """
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[tuple[str, int]]] = {}
 

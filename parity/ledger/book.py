@@ -66,8 +66,10 @@ class Book:
         return record, freshness(record, *now, measured)
 
     def check(self, trial: Trial, judged: Judgement, *, strict: bool) -> tuple[Judgement, str]:
-        """A judgement held against its record, and the record's status: a regression, or a stale record if `strict`,
-        turns a pass into a failure."""
+        """A judgement held against its record, and the record's status.
+
+        A regression turns a pass into a failure; so does a stale record if `strict`.
+        """
         found = self.find(trial, real=judged.real, measured=judged.outputs)
         if found is None:
             return judged, "NO-RECORD"
@@ -88,8 +90,10 @@ class Book:
         return judged, fresh.status
 
     def seeds(self, trial: Trial, seeds: int, *, real: bool) -> Iterator[Judgement | Verdict]:
-        """The recorded judgements of `seeds` seeds from the trial's own on, on a real or an emulated device; a verdict
-        (G0) in place of each that is missing or invalid."""
+        """The recorded judgements of `seeds` seeds, the trial's own first, on a real or an emulated device.
+
+        A verdict of G0 stands for each that is missing or invalid.
+        """
         backend = trial.backend
         for drawn in (trial.case.with_seed(trial.case.seed + n) for n in range(seeds)):
             found = self.find(trial.with_case(drawn), real=real)

@@ -86,8 +86,7 @@ def _is_path(source: str) -> bool:
 
 
 def _is_ledger(file: Path) -> bool:
-    """Whether a file below the folder of ledgers is one of them: parts that are still to be merged lie in a hidden
-    folder, schedules and plans in theirs."""
+    """Whether a file below `records` holds records: not a plan, a schedule, or (in a hidden folder) a part to merge."""
     folders = file.parts[:-1]
     return not {SCHEDULES, PLANS} & {*folders} and not any(folder.startswith(".") for folder in folders)
 

@@ -49,8 +49,10 @@ def freshness(
 
 
 def _agree(one: Any, other: Any, name: str = "") -> bool:
-    """Whether figures are the same, counts exactly and numbers to 1e-6: of a float32 result they move by some 2e-9 with
-    the last bits of its float64 golden, which another BLAS sums in another order. The bias may be next to nothing."""
+    """Whether figures are the same: counts exactly, numbers to 1e-6, the bias, which may be about 0, also to 1e-8.
+
+    Another BLAS sums the float64 golden in another order, whose last bits move a float32 result's figures by 2e-9.
+    """
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_agree(one[key], other[key], key) for key in one)
     if isinstance(one, list) and isinstance(other, list):

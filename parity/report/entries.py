@@ -180,7 +180,7 @@ def _provenance(op: Op, backend: Backend) -> Mapping[str, Any]:
 def attribute(
     ops: Iterable[Op], entries: Sequence[Entry], begun: Callable[[str], None] = lambda case: None
 ) -> tuple[Entry, ...]:
-    """The entries, of which the worst say where their error comes from.
+    """The entries, the worst of them with where their error comes from.
 
     Explained are up to `FAILING` that failed and the `WORST` nearest to their bounds; none is begun after `SECONDS`.
     `begun` is called with the id of each case before it is explained, which takes seconds.

@@ -26,7 +26,7 @@ def shared(item: pytest.Item) -> Any:
 
 
 def entry(item: pytest.Item) -> dict[str, Any]:
-    """The case that a test runs, as `Judgement.summary` calls it; empty where it is none of the matrix."""
+    """The case that a test runs, as `Judgement.summary` calls it; empty for any other test."""
     if (trial := chosen(item)) is None:
         return {}
     op, case, backend = trial

@@ -181,7 +181,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Watcher:
-    """Says how far a long run is and what its worst case was so far; ends it early where that was asked for."""
+    """Says how far a long run is and which case was worst so far; ends it early if asked to."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config

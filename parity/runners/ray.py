@@ -133,7 +133,7 @@ def _check(address: str) -> None:
 
 @dataclass
 class _Task:
-    """Tests that Ray runs, those left of which nothing was heard yet."""
+    """Tests that Ray runs. left: those that it has not reported yet."""
 
     need: str
     left: deque[pytest.Item]
@@ -346,7 +346,7 @@ _provenance = cache(here)
 
 
 def _casualty(item: pytest.Item, outcome: str, reason: str, log: str) -> pytest.TestReport:
-    """The report of a test of which no node has one."""
+    """The report of a test that no node reported."""
     message = items.message(outcome, reason, item.nodeid, log)
     when: Any = "???"  # pytest-xdist's word for what a worker was at when it died
     report = pytest.TestReport(item.nodeid, item.location, {}, "failed", message, when)

@@ -140,7 +140,7 @@ class Memory:
             numbers[addresses[here] % _PAGE] = values[here]
 
     def load(self, addresses: np.ndarray, stored: np.ndarray) -> Floats:
-        """The numbers of which memory holds `stored`; those themselves where something else has been stored since."""
+        """The float64 numbers behind `stored` in memory; `stored` itself where other bytes have been stored since."""
         wide = np.full(addresses.shape, np.nan)
         for page, here in self._paged(addresses):
             if page in self._pages:

@@ -85,7 +85,7 @@ def walk(trial: Trial, ranking: Ranking) -> tuple[Stage, ...]:
 
 
 def unseen(marks: Sequence[Mark]) -> tuple[str, ...]:
-    """The sites at which a kernel marks no whole value: where a sum is cut into tiles each program has a part of it."""
+    """The sites at which a kernel marks no whole value: each program has a tile of the sum."""
     sites = dict.fromkeys(mark.site for mark in marks)
     return tuple(site for site in sites if not any(np.isfinite(m.value).any() for m in marks if m.site == site))
 
@@ -109,7 +109,7 @@ def _stage(
 
 
 def _output(name: str, expected: Reference, ranking: Ranking, by_contract: Mapping[str, np.ndarray]) -> Stage:
-    """An output, each element where it is: wrong is one that is far off both in float64 and as the kernel has it."""
+    """An output as a stage. An element is wrong if it is far off both in float64 and as the kernel has it."""
     golden, magnitude = expected.golden[name], expected.magnitude[name]
     scored = (magnitude > 0) & np.isfinite(golden)
 
