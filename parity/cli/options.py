@@ -100,16 +100,6 @@ def wanted_lines(given: argparse.Namespace, ledger: Mapping[Key, E]) -> dict[Key
     return {key: line for key, line in ledger.items() if wants(given, f"{line.op}-{line.name}", line.chip)}
 
 
-def recorded_lines(given: argparse.Namespace, ledger: Recorded[E]) -> list[E]:
-    """The wanted lines of a ledger. Raises ValueError where there are none."""
-    lines = list(wanted_lines(given, ledger.read(given.root)).values())
-    if not lines:
-        raise ValueError(
-            f"{ledger.title} must have a line to show, has none (record it: parity {ledger.folder} --record)"
-        )
-    return lines
-
-
 def wanted_programs(given: argparse.Namespace, programs: Sequence[Program]) -> list[Program]:
     """The programs that are asked for. Raises ValueError where there are none."""
     wanted = [program for program in programs if wants(given, program.id)]
@@ -118,10 +108,24 @@ def wanted_programs(given: argparse.Namespace, programs: Sequence[Program]) -> l
     return wanted
 
 
-def print_moved(given: argparse.Namespace, ledger: Recorded[E]) -> None:
-    """What moved in a ledger since the revision of `--diff`."""
-    before = wanted_lines(given, ledger.at_revision(given.root, given.diff))
-    print_changes(given, differences(before, wanted_lines(given, ledger.read(given.root))), "nothing moved")
+def show_recorded(given: argparse.Namespace, ledger: Recorded[E], show: Callable[[list[E]], None]) -> bool:
+    """Whether what is recorded was asked for, and not what is so now: its lines are shown, or what moved in them.
+
+    Raises ValueError where there is no line, or no such revision.
+    """
+    if (given.program and not given.diff) or given.record or given.check:
+        return False
+    lines = wanted_lines(given, ledger.read(given.root))
+    if given.diff:
+        before = wanted_lines(given, ledger.at_revision(given.root, given.diff))
+        print_changes(given, differences(before, lines), "nothing moved")
+    elif lines:
+        show(list(lines.values()))
+    else:
+        raise ValueError(
+            f"{ledger.title} must have a line to show, has none (record it: parity {ledger.folder} --record)"
+        )
+    return True
 
 
 def print_changes(given: argparse.Namespace, changes: Sequence[str], none: str) -> None:

@@ -15,8 +15,7 @@ from parity.cli.options import (
     add_program_arguments,
     console,
     print_changes,
-    print_moved,
-    recorded_lines,
+    show_recorded,
     wanted_lines,
     wanted_programs,
 )
@@ -39,11 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(given: argparse.Namespace) -> int:
     """`parity plans`: the ledger as a table; with a program, --record or --check what is planned now."""
-    if given.diff:
-        print_moved(given, LEDGER)
-        return 0
-    if not (given.program or given.record or given.check):
-        _print(recorded_lines(given, LEDGER), given.json)
+    if show_recorded(given, LEDGER, lambda lines: _print(lines, given.json)):
         return 0
     recorded = LEDGER.read(given.root)
     plans = list(plan_all(given.root, wanted_programs(given, load(given.root, planned=True)), given.chip))

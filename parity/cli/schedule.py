@@ -14,7 +14,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from parity.cli.options import add_program_arguments, console, print_moved, recorded_lines, wanted_programs, wants
+from parity.cli.options import add_program_arguments, console, show_recorded, wanted_programs, wants
 from parity.compilers.mosaic import Compiled
 from parity.compilers.programs import Program, load
 from parity.compilers.schedule import LEDGER, Line, compile_all, line, regressions, surprises
@@ -36,11 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(given: argparse.Namespace) -> int:
     """`parity schedule`: the ledger as a table; with a program, --record or --check what the compiler says now."""
-    if given.diff:
-        print_moved(given, LEDGER)
-        return 0
-    if not (given.program or given.record or given.check):
-        _print(recorded_lines(given, LEDGER), given.json, refused=_refused(given, load(given.root)))
+    if show_recorded(given, LEDGER, lambda lines: _print(lines, given.json, _refused(given, load(given.root)))):
         return 0
     programs = wanted_programs(given, load(given.root))
     compiled = compile_all(programs, given.chip, lines=bool(given.program))
@@ -54,7 +50,7 @@ def command(given: argparse.Namespace) -> int:
         failed += regressions(LEDGER.read(given.root), lines)
     if given.program:
         lines = [_in_detail(entry, result) for entry, result in zip(lines, compiles.values(), strict=True)]
-    _print(lines, given.json, detailed=bool(given.program), refused=_refused(given, programs))
+    _print(lines, given.json, _refused(given, programs), detailed=bool(given.program))
     for text in failed:
         print(text, file=sys.stderr)
     return 1 if failed else 0
@@ -82,7 +78,7 @@ def _in_detail(entry: Line, compiled: Compiled) -> Line:
 
 
 def _print(
-    lines: Sequence[Line], as_json: bool, detailed: bool = False, refused: Sequence[tuple[Program, str]] = ()
+    lines: Sequence[Line], as_json: bool, refused: Sequence[tuple[Program, str]], detailed: bool = False
 ) -> None:
     if as_json:
         print(json.dumps([asdict(entry) for entry in lines], sort_keys=True))

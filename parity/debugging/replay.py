@@ -9,7 +9,6 @@ else.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import resource
@@ -28,6 +27,7 @@ import numpy as np
 from parity.debugging.capture import LABEL, MANIFEST, STORED, TENSORS, VERSION, digest, is_label
 from parity.dtypes import numpy_dtype
 from parity.judging.judge import Judgement, judge
+from parity.ledger.read import strict_json
 from parity.op import Backend, Case, Given, Groups, Offsets, Op
 from parity.trial import Trial
 
@@ -99,7 +99,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     if size > MANIFEST_BYTES:
         raise BundleError(f"{path}: must have at most {MANIFEST_BYTES} bytes, got {size}")
     try:
-        manifest = json.loads(path.read_bytes(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        manifest = strict_json(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{path}: must be JSON, got what is not: {error}") from None
     check = _Checker(path)
@@ -136,17 +136,6 @@ def _manifest(path: Path) -> dict[str, Any]:
     if total > BYTES:
         raise BundleError(f"{path}: tensors must have at most {BYTES} bytes, got {total}")
     return manifest
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name occurs twice in an object")
-    return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
 
 
 @dataclass(frozen=True)

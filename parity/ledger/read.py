@@ -120,10 +120,7 @@ def decode_line(line: bytes, provenances: Mapping[str, Provenance]) -> Provenanc
     if len(line) > LINE_LIMIT:
         raise ValueError(f"must have at most {LINE_LIMIT} bytes")
     try:
-        text = line.decode()
-        value = json.loads(
-            text, object_pairs_hook=_object, parse_int=_int, parse_float=_float, parse_constant=_constant
-        )
+        value = strict_json(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(value, dict):
@@ -142,6 +139,16 @@ def decode_line(line: bytes, provenances: Mapping[str, Provenance]) -> Provenanc
         raise ValueError(f"provenance must be the id of an earlier line, got {reprlib.repr(named)}")
     record: Record = _decode_fields(Record, value, "", provenance=provenances[named])
     return record
+
+
+def strict_json(content: bytes) -> Any:
+    """The value of JSON in UTF-8 that names no key twice, and no number that int64 or float64 cannot hold.
+
+    Raises ValueError, of which JSONDecodeError is one, and RecursionError.
+    """
+    return json.loads(
+        content.decode(), object_pairs_hook=_object, parse_int=_int, parse_float=_float, parse_constant=_constant
+    )
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
