@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from op_arguments import Array, check_array, check_shape, dtype_name
-from op_arguments.options import options_of as options_of
 
 FLOATS = ("float32", "bfloat16")
 PRECISIONS = ("ieee", "bf16x3")
