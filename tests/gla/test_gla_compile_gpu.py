@@ -101,7 +101,7 @@ ON_GFX950 = (
 LIMITS = {
     # What a chip does not support, with the reason; all else must compile for every target.
     "sm_100": {SPLIT_BACKWARD[1]: "spills"},
-    "sm_120": dict.fromkeys(SPLIT_BACKWARD, "spills"),
+    "sm_120": {SPLIT_BACKWARD[1]: "spills"},
     "gfx942": dict.fromkeys(ON_AMD, "spills"),
     "gfx950": dict.fromkeys(ON_GFX950, "spills"),
 }
