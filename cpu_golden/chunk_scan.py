@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden._lib.decays import decay_of, kept_of, sum_to_gate
+from cpu_golden._lib.decays import decay_of, decayed, kept_of, sum_to_gate
 from cpu_golden._lib.scans import Sequence
 from cpu_golden.stages import Stages, exact
 
@@ -35,8 +35,9 @@ def chunk_forward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) 
     """A `Forward` scan of `_lib/scans.py`, chunk by chunk.
 
     Sites: q, k, v, initial_state, c (sum of the gates since the chunk began), exponent, decay (exp of it),
-    kept_exponent and kept (of what decays a state, the latter less 1 or 0), A (the decayed scores), state, of every dot
-    lhs, rhs, partial and acc (see `Stages.dot`), and out (o).
+    kept_exponent and kept (of what decays a state, the latter less 1 or 0), decayed (an operand of a dot times its
+    decay), read (a dot times a decay), A (the decayed scores), change and state (what is added to a state, and the
+    sum), sum (of both parts of a result), of every dot lhs, rhs, partial and acc (see `Stages.dot`), and out (o).
     """
     q, k, v, gate, state, scale, *_ = x.read(stages)
     o = np.zeros(v.shape)
@@ -44,7 +45,7 @@ def chunk_forward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) 
         q_c, k_c, v_c = (x[..., rows, :] for x in (q, k, v))
         c = _summed(gate[..., rows, :], stages)
         a = _scores(q_c, k_c, c, stages)
-        o[..., rows, :] = scale * (stages.dot(a, v_c) + _read(q_c, decay_of(c, stages), state, stages))
+        o[..., rows, :] = scale * stages("sum", stages.dot(a, v_c) + _read(q_c, decay_of(c, stages), state, stages))
         state = _next_state(k_c, v_c, c, state, stages)
     return stages("out", o), state
 
@@ -55,8 +56,8 @@ def chunk_backward(
     """A `Backward` scan of `_lib/scans.py`, chunk by chunk.
 
     magnitude: of absolute values (the gates true), and what is added to a gate's gradient and taken away again counts.
-    Sites: those of `chunk_forward`, do, dht, dstate, dA, dgate (each sum in the gradient of a gate), out (each of the
-    gradients).
+    Sites: those of `chunk_forward`, do, dht, dstate, dA, pairs (the running sum of a sub-block's pairs), terms and
+    dgate (what is summed to the gradient of a gate, and each of these sums), out (each of the gradients).
     """
     q, k, v, gate, state, scale, do, dstate = x.read(stages)
     if magnitude:
@@ -79,14 +80,16 @@ def chunk_backward(
         kept = kept_of(c[..., -1, :, None], stages)
         a = _scores(q_c, k_c, c, stages)
         da = stages("dA", np.tril(scale * stages.dot(do_c, v_c.mT)))
-        read = scale * from_start * stages.dot(do_c, state_c.mT)
-        written = to_end * stages.dot(v_c, dstate_c.mT)
+        read = stages("read", scale * from_start * stages.dot(do_c, state_c.mT))
+        written = stages("read", to_end * stages.dot(v_c, dstate_c.mT))
         dq[..., rows, :], dk[..., rows, :], of_pairs = _pair_gradients(a, da, q_c, k_c, c, stages, magnitude)
         dq[..., rows, :] += read
         dk[..., rows, :] += written
-        dv[..., rows, :] = scale * stages.dot(a.mT, do_c) + _read(k_c, to_end, dstate_c, stages)
-        of_states = np.sum(kept * state_c * dstate_c, axis=-1)[..., None, :]
-        sums = of_states, _sum_from(q_c * read), _sum_before(k_c * written, magnitude)
+        of_scores = stages("sum", scale * stages.dot(a.mT, do_c))
+        dv[..., rows, :] = stages("sum", of_scores + _read(k_c, to_end, dstate_c, stages))
+        of_states = np.sum(stages("terms", kept * state_c * dstate_c), axis=-1)[..., None, :]
+        read, written = stages("terms", q_c * read), stages("terms", k_c * written)
+        sums = of_states, _sum_from(read), _sum_before(written, magnitude)
         dgate[..., rows, :] = of_pairs + sum(stages("dgate", sum_to_gate(x, gate)) for x in sums)
     out = [stages("out", x) for x in (dq, dk, dv, dgate)]
     return out[0], out[1], out[2], out[3], dstate
@@ -104,27 +107,26 @@ def _summed(gate: Array, stages: Stages) -> Array:
 def _read(x: Array, decay: Array, state: Array, stages: Stages) -> Array:
     """(x · decay) @ state. A decay per row is applied to the sums: kernels take an x of 16 bits as it is."""
     if decay.shape[-1] == 1:
-        return decay * stages.dot(x, state)
-    return stages.dot(x * decay, state)
+        return stages("read", decay * stages.dot(x, state))
+    return stages.dot(stages("decayed", x * decay), state)
 
 
 def _next_state(k: Array, v: Array, c: Array, state: Array, stages: Stages) -> Array:
-    to_end = decay_of(c[..., -1:, :] - c, stages)
-    kept = kept_of(c[..., -1, :, None], stages)
-    return stages("state", kept * state + _written(k, v, to_end, stages))
+    written = _written(k, v, decay_of(c[..., -1:, :] - c, stages), stages)
+    return stages("state", decayed(c[..., -1, :, None], state, written, stages))
 
 
 def _previous_dstate(q: Array, do: Array, gate: Array, dstate: Array, scale: float, stages: Stages) -> Array:
     c = _summed(gate, stages)
-    kept = kept_of(c[..., -1, :, None], stages)
-    return stages("dstate", kept * dstate + _written(q, do, scale * decay_of(c, stages), stages))
+    written = _written(q, do, scale * decay_of(c, stages), stages)
+    return stages("dstate", decayed(c[..., -1, :, None], dstate, written, stages))
 
 
 def _written(k: Array, v: Array, decay: Array, stages: Stages) -> Array:
     """(k · decay)ᵀ @ v."""
     if stages.values_decayed and decay.shape[-1] == 1:
-        return stages.dot(k.mT, v * decay)
-    return stages.dot((k * decay).mT, v)
+        return stages.dot(k.mT, stages("decayed", v * decay))
+    return stages.dot(stages("decayed", k * decay).mT, v)
 
 
 def _scores(q: Array, k: Array, c: Array, stages: Stages) -> Array:
@@ -133,11 +135,13 @@ def _scores(q: Array, k: Array, c: Array, stages: Stages) -> Array:
         return stages("A", stages.dot(q, k.mT) * _between(c, stages)[..., 0])
     a = np.zeros((*q.shape[:-1], q.shape[-2]))
     for rows in _chunks(q, SUB_BLOCK):
-        decayed = _between(c[..., rows, :], stages) * k[..., None, rows, :]  # [..., i, j, K]
-        a[..., rows, rows] = stages.dot(q[..., rows, None, :], decayed.mT)[..., 0, :]
+        k_to_i = stages("decayed", _between(c[..., rows, :], stages) * k[..., None, rows, :])  # [..., i, j, K]
+        a[..., rows, rows] = stages.dot(q[..., rows, None, :], k_to_i.mT)[..., 0, :]
     for first, second in _halves(q):
         from_border, to_border = _across(c, first, second, stages)
-        a[..., second, first] = stages.dot(q[..., second, :] * from_border, (k[..., first, :] * to_border).mT)
+        q_h = stages("decayed", q[..., second, :] * from_border)
+        k_h = stages("decayed", k[..., first, :] * to_border)
+        a[..., second, first] = stages.dot(q_h, k_h.mT)
     return stages("A", a)
 
 
@@ -146,27 +150,40 @@ def _pair_gradients(
 ) -> tuple[Array, Array, Array]:
     """The parts of dq, dk and dgate that come from A, the pairs of rows within the chunk."""
     if c.shape[-1] == 1:
-        decayed = da * _between(c, stages)[..., 0]
-        straddling = np.sum(np.tril(_sum_from(a * da), -1), axis=-1, keepdims=True)  # i ≥ t and j < t
-        return stages.dot(decayed, k), stages.dot(decayed.mT, q), stages("dgate", straddling)
+        of_scores = stages("decayed", da * _between(c, stages)[..., 0])
+        straddling = np.sum(np.tril(_sum_from(stages("terms", a * da)), -1), axis=-1, keepdims=True)  # i ≥ t and j < t
+        return stages.dot(of_scores, k), stages.dot(of_scores.mT, q), stages("dgate", straddling)
     dq, dk, dgate = (np.zeros(x.shape) for x in (q, k, c))
     for rows in _chunks(q, SUB_BLOCK):
         q_r, k_r, da_r = q[..., rows, :], k[..., rows, :], da[..., rows, rows]
-        decayed = _between(c[..., rows, :], stages) * np.tril(da_r, -1)[..., None]  # [..., i, j, K]
-        dq_r, dk_r = np.sum(decayed * k_r[..., None, :, :], axis=-2), np.sum(decayed * q_r[..., None, :], axis=-3)
-        read, written = q_r * dq_r, k_r * dk_r
+        of_scores = stages(
+            "decayed", _between(c[..., rows, :], stages) * np.tril(da_r, -1)[..., None]
+        )  # [..., i, j, K]
+        dq_r = _added(np.moveaxis(of_scores * k_r[..., None, :, :], -2, 0), stages)
+        dk_r = _added(np.moveaxis(of_scores * q_r[..., None, :], -3, 0), stages)
+        read, written = stages("terms", q_r * dq_r), stages("terms", k_r * dk_r)
         dgate[..., rows, :] = stages("dgate", _sum_from(read + written if magnitude else read - written))
         of_same = np.diagonal(da_r, axis1=-2, axis2=-1)[..., None]  # no gate is between a step and itself
         dq[..., rows, :], dk[..., rows, :] = dq_r + of_same * k_r, dk_r + of_same * q_r
     for first, second in _halves(q):
         from_border, to_border = _across(c, first, second, stages)
-        dq_h = from_border * stages.dot(da[..., second, first], k[..., first, :] * to_border)
-        dk_h = to_border * stages.dot(da[..., second, first].mT, q[..., second, :] * from_border)
-        dgate[..., second, :] += stages("dgate", _sum_from(q[..., second, :] * dq_h))
-        dgate[..., first, :] += stages("dgate", _sum_before(k[..., first, :] * dk_h, magnitude))
+        k_h = stages("decayed", k[..., first, :] * to_border)
+        q_h = stages("decayed", q[..., second, :] * from_border)
+        dq_h = stages("read", from_border * stages.dot(da[..., second, first], k_h))
+        dk_h = stages("read", to_border * stages.dot(da[..., second, first].mT, q_h))
+        dgate[..., second, :] += stages("dgate", _sum_from(stages("terms", q[..., second, :] * dq_h)))
+        dgate[..., first, :] += stages("dgate", _sum_before(stages("terms", k[..., first, :] * dk_h), magnitude))
         dq[..., second, :] += dq_h
         dk[..., first, :] += dk_h
     return dq, dk, dgate
+
+
+def _added(terms: Array, stages: Stages) -> Array:
+    """The sum over the first axis, one after the other."""
+    total = np.zeros(terms.shape[1:])
+    for term in terms:
+        total = stages("pairs", total + term)
+    return total
 
 
 def _between(c: Array, stages: Stages) -> Array:

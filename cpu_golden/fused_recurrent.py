@@ -10,7 +10,7 @@ is: `_lib/scans.py`.
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden._lib.decays import kept_of, sum_to_gate
+from cpu_golden._lib.decays import decayed, sum_to_gate
 from cpu_golden._lib.scans import Sequence
 from cpu_golden.stages import Stages, exact
 
@@ -21,8 +21,8 @@ SEGMENT = 16  # steps between states that are rounded for the steps to come
 def recurrent_forward(x: Sequence, *, stages: Stages = exact) -> tuple[Array, Array]:
     """The recurrence as the fused recurrent kernels round it: see `_step`. A `Forward` scan.
 
-    Sites: q, k, v, initial_state, kept_exponent (a step's gate), kept, state, lhs, rhs, partial, acc (of q_tᵀ S_t),
-    out.
+    Sites: q, k, v, initial_state, kept_exponent (a step's gate), kept, written (k_t v_tᵀ), change, state, lhs, rhs,
+    partial, acc (of q_tᵀ S_t), out.
     """
     q, k, v, gate, state, scale, *_ = x.read(stages)
     o, rounded = np.zeros(v.shape), state
@@ -36,7 +36,7 @@ def recurrent_backward(x: Sequence, *, stages: Stages = exact) -> tuple[Array, A
     """The derivative of the recurrence as the fused recurrent kernels round it. A `Backward` scan.
 
     A forward pass keeps the state before every `BLOCK` steps; the states between are computed again.
-    Sites: as `recurrent_forward`, do, dht, dstate, dgate.
+    Sites: as `recurrent_forward`, do, dht, dwritten, dstate, dgate.
     """
     q, k, v, gate, state, scale, do, dstate = x.read(stages)
     size = q.shape[2]
@@ -53,11 +53,11 @@ def recurrent_backward(x: Sequence, *, stages: Stages = exact) -> tuple[Array, A
             states.append(state)
             dq[..., t, :] = scale * stages.dot(rounded, do[..., t, :, None])[..., 0]
         for t in reversed(range(first, min(first + BLOCK, size))):
-            dstate = dstate + scale * q[..., t, :, None] * do[..., t, None, :]
+            dstate = dstate + stages("dwritten", scale * q[..., t, :, None] * do[..., t, None, :])
             rounded = stages("dstate", dstate)
             dk[..., t, :] = stages.dot(rounded, v[..., t, :, None])[..., 0]
             dv[..., t, :] = stages.dot(k[..., t, None, :], rounded)[..., 0, :]
-            dstate = kept_of(gate[..., t, :, None], stages) * (dstate if t % SEGMENT else rounded)
+            dstate = decayed(gate[..., t, :, None], dstate if t % SEGMENT else rounded, 0.0, stages)
             of_states = stages.dot(dstate[..., None, :], states[t - first][..., None])[..., 0, 0]
             dgate[..., t, :] = stages("dgate", sum_to_gate(of_states, gate))
     out = [stages("out", x) for x in (dq, dk, dv, dgate)]
@@ -97,6 +97,7 @@ def _step(t: int, k: Array, v: Array, gate: Array, state: Array, stages: Stages)
     A slow gate keeps hundreds of steps in a state, and hundreds of roundings: kernels carry along what a rounding has
     lost, and drop it every `SEGMENT` steps.
     """
-    after = kept_of(gate[..., t, :, None], stages) * state + k[..., t, :, None] * v[..., t, None, :]
+    written = stages("written", k[..., t, :, None] * v[..., t, None, :])
+    after = decayed(gate[..., t, :, None], state, written, stages)
     rounded = stages("state", after)
     return (after if (t + 1) % SEGMENT else rounded), rounded

@@ -4,12 +4,26 @@ A golden calls `stages(site, value)` wherever a kernel may round. `exact` gives 
 dtypes emulates a kernel under that contract, and any other function watches the values or changes them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cpu_golden import Array
+
+Passes = Callable[[Array, Array, int | None, int], Iterator[tuple[Array, Array]]]
+"""The products that a matrix unit adds up for a @ b, of operands [..., I, J] and [..., J, L]: (a, b, depth, first)."""
+
+
+def single_pass(a: Array, b: Array, depth: int | None, first: int) -> Iterator[tuple[Array, Array]]:
+    """Both operands cut along J into steps of `depth` (None: one step), the first of which begins at -`first`."""
+    size = a.shape[-1]
+    step = depth or first + size
+    j = 0
+    while j < size:
+        following = j + step - (first + j) % step
+        yield a[..., j:following], b[..., j:following, :]
+        j = following
 
 
 def _as_it_is(site: str, value: Array) -> Array:
@@ -25,6 +39,8 @@ class Stages:
 
     rounding: (site, value) -> value.
     depth: products that are summed before the running sum of a dot is rounded; None: all of them.
+    passes: how a matrix unit takes operands that are wider than it is.
+    tile: products of a dot that are summed by themselves before they are added to what was summed before; None: all.
     router_depth: the depth of a router's matmuls; None: that of all others.
     aligned: the steps of tgmm's sums are counted from the first of all rows, not from the first of each group.
     chunk_size: the chunks of a scan, where a kernel takes other ones than its caller asks for.
@@ -33,6 +49,8 @@ class Stages:
 
     rounding: Callable[[str, Array], Array] = _as_it_is
     depth: int | None = None
+    passes: Passes = single_pass
+    tile: int | None = None
     router_depth: int | None = None
     aligned: bool = False
     chunk_size: int | None = None
@@ -52,14 +70,13 @@ class Stages:
         Sites: lhs, rhs (the operands), partial (the products of one step, summed), and at `running` the running sum.
         """
         a, b = self("lhs", a), self("rhs", b)
-        size = a.shape[-1]
-        step = self.depth or first + size
         acc = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]))
-        j = 0
-        while j < size:
-            following = j + step - (first + j) % step
-            acc = self(running, acc + self("partial", a[..., j:following] @ b[..., j:following, :]))
-            j = following
+        for n, (tile_a, tile_b) in enumerate(single_pass(a, b, self.tile, first)):
+            total = np.zeros(acc.shape) if n else acc
+            offset = 0 if n else first % (self.tile or first + 1)
+            for x, y in self.passes(tile_a, tile_b, self.depth, offset):
+                total = self(running, total + self("partial", x @ y))
+            acc = self(running, acc + total) if n else total
         return acc
 
 

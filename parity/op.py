@@ -97,14 +97,16 @@ class Contract:
     bfloat16 passes), `bf16x2` (one float32 operand in two pieces beside one of 16 bits), `tf32`, or `none` (an
     elementwise operation). Source of the roundoffs: `DOTS`.
     outs: the dtypes of the outputs that are not of dtype `out`, by name.
-    depth, sites and schedule say where the staged golden rounds to emulate such a kernel (`judging.stages.emulate`).
+    depth, tile, sites and schedule say where the staged golden rounds as such a kernel does: what the judge holds it to
+    (`judging.spread`), and how it is emulated (`judging.stages.emulate`). Without sites only a derived bound decides.
     """
 
-    dot: str
-    out: str
+    dot: str = "none"
+    out: str = "float32"
     accumulate: str = "float32"
     outs: Mapping[str, str] = field(default_factory=dict)
     depth: int = 1  # products that are summed before the accumulator is rounded
+    tile: int | None = None  # products that are summed by themselves, before they are added to those before
     sites: Mapping[str, str] = field(default_factory=dict)  # of the staged golden, and the dtype they are rounded to
     schedule: Mapping[str, Any] = field(default_factory=dict)  # other fields of the golden's `Stages`
 
@@ -243,9 +245,9 @@ class Op:
     `route(case)` as well: which of their ways to the same result they are to take.
     defaults: the options of a case and what they are when a case does not say; one that is at its default is left
     out of the case id unless `spelled` names it.
-    contract(case, backend); chain(case, inputs): the longest chain of additions behind one output element, or that of
-    each output by name;
-    magnitude(op, case, inputs): Σ|terms| behind each output element, shaped as the output;
+    contract(case, backend): what is judged by, an output rounded at random at its sites;
+    chain(case, inputs) and magnitude(op, case, inputs), where they have been derived: the longest chain of additions
+    behind one output element, or that of each output by name, and Σ|terms| behind each element, shaped as the output;
     steps(case, contract): the fields of the golden's `Stages` that are the steps of a kernel under that contract;
     unread(case, inputs): masks of elements that the operation must not read, poisoned in `poison` data;
     axes(case, inputs): what an error is looked for along. Of an output, by name: labels (numbers or words) that
@@ -257,12 +259,12 @@ class Op:
     tpu: str
     gpu: str
     inputs: Callable[[Case], Mapping[str, Array | Scales | Groups | Offsets | Gates | Given | None]]
-    arguments: Callable[[Case], Mapping[str, Any]]
     contract: Callable[[Case, Backend], Contract]
-    chain: Callable[[Case, Inputs], int | Mapping[str, int]]
-    magnitude: Callable[[Op, Case, Inputs], Any]
-    unread: Callable[[Case, Inputs], Mapping[str, np.ndarray]]
-    defaults: Mapping[str, Any]
+    arguments: Callable[[Case], Mapping[str, Any]] = lambda case: {}
+    chain: Callable[[Case, Inputs], int | Mapping[str, int]] | None = None
+    magnitude: Callable[[Op, Case, Inputs], Any] | None = None
+    unread: Callable[[Case, Inputs], Mapping[str, np.ndarray]] = lambda case, inputs: {}
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     steps: Callable[[Case, Contract], Mapping[str, Any]] = lambda case, contract: {
         "depth": contract.depth,
         **contract.schedule,

@@ -17,9 +17,20 @@ def kept_of(exponent: Array, stages: Stages) -> Array:
     That is 0 or 1, whichever is nearer, and what is left, which alone is rounded: rounded as a whole, a decay near 1
     would err by much of what a state forgets.
     """
-    decayed = np.exp(stages("kept_exponent", exponent))
-    whole = np.where(decayed < 0.5, 0.0, 1.0)
-    return whole + stages("kept", decayed - whole)
+    whole, rest = _parts(exponent, stages)
+    return whole + rest
+
+
+def decayed(exponent: Array, state: Array, written: Array | float, stages: Stages) -> Array:
+    """exp · state + written. Sites: those of `kept_of`, and change, what is added to the state or to 0."""
+    whole, rest = _parts(exponent, stages)
+    return whole * state + stages("change", rest * state + written)
+
+
+def _parts(exponent: Array, stages: Stages) -> tuple[Array, Array]:
+    decay = np.exp(stages("kept_exponent", exponent))
+    whole = np.where(decay < 0.5, 0.0, 1.0)
+    return whole, stages("kept", decay - whole)
 
 
 def sum_to_gate(channels: Array, gate: Array) -> Array:

@@ -6,23 +6,22 @@ A golden calls `stages(site, value)` wherever a kernel may round; everything her
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from cpu_golden.stages import Stages
 from parity.dtypes import Floats, round_to
 from parity.inputs import stream
-from parity.op import Contract, outputs
+from parity.judging import rounding as at_sites
+from parity.judging.rounding import Rounding
+from parity.op import Contract
 from parity.trial import Trial
 
 PERTURBATION = 1e-7
 """Relative size of the change at one site: far above float64's roundoff, far below what a site's own rounding does."""
 DRAWS = 4
 """Random perturbations per site; their shares vary by about 1 %."""
-
-Rounding = Callable[[str, Floats], Floats]
 
 
 def values(trial: Trial) -> dict[str, list[Floats]]:
@@ -42,7 +41,10 @@ def budget(trial: Trial) -> dict[str, float]:
 
     The shares are of the mean square error over M, by perturbing one site at a time.
     """
-    exact, magnitude = staged(trial, lambda site, value: value), trial.reference.magnitude
+    exact, magnitude = (
+        staged(trial, lambda site, value: value),
+        {name: trial.scale(name).magnitude for name in trial.reference.golden},
+    )
     power: dict[str, float] = {}
     for site in values(trial):
         power[site] = float(np.mean([_power(_perturbed(trial, site, n), exact, magnitude) for n in range(DRAWS)]))
@@ -53,7 +55,8 @@ def budget(trial: Trial) -> dict[str, float]:
 def emulate(trial: Trial) -> dict[str, np.ndarray]:
     """The outputs of a kernel that rounds exactly where and as its contract says, in the contract's output dtype."""
     return {
-        name: round_to(y, trial.contract.dtype(name)) for name, y in staged(trial, by_contract(trial.contract)).items()
+        name: round_to(y, trial.contract.dtype(name))
+        for name, y in staged(trial, by_contract(trial.contract), **at_sites.on_unit(trial.contract)).items()
     }
 
 
@@ -72,10 +75,7 @@ def staged(trial: Trial, rounding: Rounding, contract: Contract | None = None, *
 
     contract: another one than the trial's. steps: those of its steps that are otherwise.
     """
-    op, case = trial.op, trial.case
-    stages = Stages(rounding, **{**op.steps(case, contract or trial.contract), **steps})
-    with np.errstate(invalid="ignore", over="ignore"):
-        return outputs(op.golden(**trial.inputs, **op.arguments(case), stages=stages))
+    return at_sites.staged(trial.op, trial.case, trial.inputs, contract or trial.contract, rounding, **steps)
 
 
 def _perturbed(trial: Trial, site: str, draw: int) -> dict[str, Floats]:

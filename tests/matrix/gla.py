@@ -152,9 +152,14 @@ def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
 def sites(c: Case) -> Mapping[str, str]:
     """Every intermediate is float32, but for the sum of the gates, which the kernels carry in two; and what a dot takes
     is two bfloat16, unless its products are those of float32."""
-    chunked = () if is_recurrent(c) else ("exponent", "decay", "A", *(("dA",) if is_backward(c) else ()))
-    backward = ("dstate", "dgate") if is_backward(c) else ()
-    rounded = dict.fromkeys(("kept_exponent", "kept", "partial", "acc", "state", *chunked, *backward), F32)
+    names = ["kept_exponent", "kept", "change", "state", "partial", "acc"]
+    if is_recurrent(c):
+        names += ["written", *(["dwritten"] if is_backward(c) else [])]
+    else:
+        names += ["exponent", "decay", "decayed", "sum", "A", *(["read"] if is_simple(c) or is_backward(c) else [])]
+        names += ["dA", "terms", *([] if is_simple(c) else ["pairs"])] if is_backward(c) else []
+    names += ["dstate", "dgate"] if is_backward(c) else []
+    rounded = dict.fromkeys(names, F32)
     is_split = not is_recurrent(c) and (c.dtype == BF16 or c.precision == "bf16x3")
     return rounded | (dict.fromkeys(("lhs", "rhs"), "bf16x2") if is_split else {})
 

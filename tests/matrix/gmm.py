@@ -46,8 +46,12 @@ def contract(c: Case, backend: Backend) -> Contract:
     native = c.dtype == BF16 or (c.dtype == F16 and backend == "gpu")
     if backend == "tpu":
         sites = {"partial": F32, "acc": F32}
-        schedule = {"aligned": True} if c.op == "tgmm" else {}  # its tiles are of all rows, the GPU's of each group's
-        return Contract("native" if native else "bf16x6", c.out, depth=MXU_DEPTH, sites=sites, schedule=schedule)
+        # tgmm's tiles are of all rows, the GPU's of each group's.
+        schedule = {"aligned": True} if c.op == "tgmm" else {}
+        tile = c.tiling and c.tiling[0 if c.op == "tgmm" else 1]
+        return Contract(
+            "native" if native else "bf16x6", c.out, depth=MXU_DEPTH, tile=tile, sites=sites, schedule=schedule
+        )
     depth = MMA_DEPTH if native else 1  # float32 is a chain of FMAs
     return Contract(dot="native" if native else "ieee", out=c.out, depth=depth, sites={"acc": F32})
 
