@@ -14,7 +14,8 @@ float32 dots in whatever order NumPy likes. Inside `emulated()` a dot does what 
 - float32 "tf32": the operands go to the instruction as they are, and it ignores their low 13 bits: truncation.
 - "tf32x3", "bf16x3", "bf16x6": split operands, low-order products first, the accumulator added last (Triton's F32DotTC
   pass; Henry, Tang & Heinecke 2019, arXiv:1904.06376). TF32 splits round to nearest, ties away (cvt.rna).
-- `tl.dot_scaled` of 8-bit floats: codes times scales are exact; one FMA per k from zero, then the accumulator.
+- `tl.dot_scaled` of 8-bit floats: codes times scales are exact bfloat16, which Triton multiplies where the hardware has
+  no scales of its own.
 - int8 (exact in int32) and float64 are as the interpreter has them. Subnormals are kept: neither the FMA nor the tensor
   core flushes them as Triton compiles for them.
 
@@ -101,7 +102,7 @@ class TensorCoreBuilder(InterpreterBuilder):  # type: ignore[misc]
         if not {a.dtype.scalar.name, b.dtype.scalar.name} <= FLOAT8.keys():
             return super().create_dot_scaled(*operands)
         with np.errstate(all="ignore"):
-            data = fma_chain(scaled(a, a_scale), scaled(b, b_scale, is_rhs=True), np.zeros_like(d.data)) + d.data
+            data = fused_dot(scaled(a, a_scale), scaled(b, b_scale, is_rhs=True), d.data, DEPTHS[16])
         return TensorHandle(data, d.dtype.scalar)
 
     def cast_impl(self, src: TensorHandle, dst_type: Any) -> TensorHandle:
