@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -56,3 +57,43 @@ def round_to(values: Floats, dtype: str) -> np.ndarray:
     bits[...] = np.where(inexact, (bits - away) | 1, bits)
     with np.errstate(over="ignore", invalid="ignore"):
         return single.astype(target)
+
+
+def stochastic(values: Floats, dtype: str, words: Callable[[int], np.ndarray]) -> Floats:
+    """float64 values rounded at random to a neighbour in the dtype called `dtype`, right on average; in float64.
+
+    words: draws that many random uint64. Bits as random as those that the dtype has not are added to a value, and the
+    sum cut off: a carry goes to the next number, across powers of two as well. Values that are not finite stay; no
+    finite one overflows.
+    """
+    if dtype == "bf16x2":
+        high = round_to(values, "bfloat16").astype(np.float64)
+        return high + stochastic(values - high, "bfloat16", words)
+    digits, smallest = FORMATS[dtype]
+    values = np.ascontiguousarray(values, np.float64)
+    dropped = np.uint64(53 - digits)
+    noise = words(values.size).reshape(values.shape)
+    noise >>= np.uint64(64) - dropped
+    noise += values.view(np.uint64)
+    noise >>= dropped
+    noise <<= dropped
+    rounded = noise.view(np.float64)
+    if smallest > SMALLEST:
+        tiny = (np.abs(values) < smallest) & (values != 0)
+        quantum = smallest * 2.0 ** (1 - digits)
+        rounded[tiny] = np.floor(values[tiny] / quantum + words(int(tiny.sum())) * 2.0**-64) * quantum
+    with np.errstate(invalid="ignore", over="ignore"):
+        if not np.isfinite(values.sum()):
+            rounded = np.where(np.isfinite(values), rounded, values)
+    return rounded
+
+
+def _format(name: str) -> tuple[int, float]:
+    info = ml_dtypes.finfo(numpy_dtype(name))
+    return int(info.nmant) + 1, float(info.smallest_normal)
+
+
+SMALLEST = float(np.finfo(np.float32).tiny)
+"""Of float32 and bfloat16; below it errors are too small to matter."""
+FORMATS = {name: _format(name) for name in UNIT_ROUNDOFF if name not in ("tf32", "float64")} | {"tf32": (11, SMALLEST)}
+"""Significant digits (with the leading 1) and smallest normal number of the dtypes that a site may round to."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from parity.backends import load_kernel, runner
+from parity.judging.fit import K
 from parity.judging.metrics import Scale
 from parity.judging.reference import Reference, reference
 from parity.op import Backend, Case, Contract, Inputs, Op, outputs
@@ -59,6 +60,10 @@ class Trial:
         """The units in which the errors of an output are counted."""
         expected = self.reference
         return Scale(expected.magnitude[output], self.contract.roundoff, expected.chain[output])
+
+    def bound(self, output: str) -> float:
+        """What η of an output may be: derived a priori or, where nothing is, the σ that an element may err."""
+        return K if self.op.magnitude is None else self.contract.bound(self.reference.chain[output])
 
     def axes(self, name: str) -> Mapping[str, np.ndarray]:
         """The labels of an output's or an input's elements: by head, group, tile, …"""

@@ -36,7 +36,7 @@ class Line:
     case: Case
     seeds: int
     epsilon: dict[str, float]  # root mean square over seeds, by backend
-    worst: tuple[float, float] | None  # η and its bound, where η comes closest to it
+    worst: float | None  # the share of its bound that an error comes to at most
     verdict: Verdict
     entry: entries.Entry
 
@@ -115,12 +115,11 @@ def judge_line(root: Path, op_name: str, case: Case, seeds: int) -> Line:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         crash = entries.without_judgement(op_name, case.id, entries.COMPARED, "CRASH", reason, rerun)
         return Line(case, seeds, {}, None, Verdict("CRASH", "G1", reason), crash)
-    worst = max(compared.everything, key=lambda j: j.eta_max / j.bound if j.bound else j.eta_max)
     return Line(
         case,
         seeds,
         {backend: compared.epsilon(backend) for backend in BACKENDS},
-        (worst.eta_max, worst.bound),
+        max(judged.load for judged in compared.everything),
         compared.comparison.verdict,
         entries.of_comparison(op, compared, rerun),
     )
@@ -130,7 +129,7 @@ def _table(lines: Sequence[Line]) -> Table:
     table = Table(title="ε_TPU ≤ ε_GPU", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("op", "dtype", "model", "shape"):
         table.add_column(name, no_wrap=True)
-    for name in ("cases", "ε_TPU", "ε_GPU", "η / bound"):
+    for name in ("cases", "ε_TPU", "ε_GPU", "error / bound"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict")
     for line in lines:
@@ -142,7 +141,7 @@ def _table(lines: Sequence[Line]) -> Table:
             " ".join(f"{name}{size}" for name, size in case.dims),
             str(line.seeds),
             *(f"{line.epsilon[b]:.2e}" if b in line.epsilon else "–" for b in BACKENDS),
-            f"{line.worst[0]:.2g} / {line.worst[1]:.3g}" if line.worst else "–",
+            "–" if line.worst is None else f"{line.worst:.2f}",
             f"{line.verdict.outcome} {line.verdict.reason}",
             style=None if passed else "red",
         )

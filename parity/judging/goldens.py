@@ -76,7 +76,7 @@ def key(op: Op, case: Case, inputs: Inputs) -> str | None:
             "arguments": dict(op.arguments(case)),
             "inputs": dict.fromkeys(inputs) | hashes(inputs),
             "golden": _identity(op.golden),
-            "magnitude": None if op.bit_exact else _identity(op.magnitude),
+            "magnitude": None if op.bit_exact or op.magnitude is None else _identity(op.magnitude),
         }
         return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
     except TypeError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ import numpy as np
 from parity.backends import runner
 from parity.dtypes import Floats
 from parity.judging import verdict
+from parity.judging.fit import RUNS, Allowance, Fit
 from parity.judging.metrics import Metrics, Scale, eta, measure
 from parity.judging.reference import Reference
+from parity.judging.spread import allowances, runs
 from parity.judging.stages import emulate
 from parity.judging.verdict import Comparison, Verdict
 from parity.op import BACKENDS, Backend, Case, Op
@@ -43,6 +46,7 @@ class Judgement:
     output: str  # the output that decided
     bound: float
     outputs: Mapping[str, Metrics] = field(default_factory=dict)  # those that can be compared
+    fits: Mapping[str, Fit] = field(default_factory=dict)  # how these fit the contract, where that says what is rounded
     worst: Worst | None = None
     seconds: float = 0.0  # of one run of the kernel, compilation included
     twin: Judgement | None = None  # on integer data, of one that G3 fails
@@ -57,9 +61,20 @@ class Judgement:
         """The worst η, infinite where the outputs cannot be compared."""
         return self.metrics.eta_max if self.metrics else float("inf")
 
+    @property
+    def fit(self) -> Fit | None:
+        """Of the output that decided."""
+        return self.fits.get(self.output)
+
+    @property
+    def load(self) -> float:
+        """How near the output that decided came to a bound; above 1 it is beyond."""
+        return self.fit.load if self.fit else self.eta_max / (self.bound or 1)
+
     def summary(self) -> dict[str, Any]:
         """The figures that the terminal summary needs, as plain data that survives a trip between processes."""
         figures = {key: getattr(self.metrics, key) for key in ("epsilon", "eta_max")} if self.metrics else {}
+        figures |= {"load": self.load} if self.metrics else {}
         return {
             "op": self.case.op,
             "case": self.case.id,
@@ -124,16 +139,44 @@ def gates(trial: Trial) -> Judgement:
         wrong = Verdict("WRONG OUTPUTS", "G1", reason)
         return Judgement(case, trial.backend, real, wrong, "", 0.0, seconds=seconds)
     exact = case.data == "integers" or op.bit_exact
-    bounds = {name: 0.0 if exact else trial.contract.bound(expected.chain[name]) for name in first}
+    bounds = {name: 0.0 if exact else trial.bound(name) for name in first}
     undecided = [Judgement(case, trial.backend, real, UNDECIDED, name, bound) for name, bound in bounds.items()]
     if op.bit_exact:
         judgements = [_judge_bits(j, expected, first[j.output], again[j.output]) for j in undecided]
     else:
-        judgements = [_judge_output(j, trial, first[j.output], again[j.output]) for j in undecided]
-    worst = max(judgements, key=lambda j: (not j.verdict.passed, j.eta_max / (j.bound or 1)))
+        allowed = {} if exact else _fits(trial, first)
+        judgements = [_judge_output(j, trial, first[j.output], again[j.output], allowed) for j in undecided]
+    worst = max(judgements, key=lambda j: (not j.verdict.passed, j.load))
     return replace(
-        worst, seconds=seconds, outputs={name: metrics for j in judgements for name, metrics in j.outputs.items()}
+        worst,
+        seconds=seconds,
+        outputs={name: metrics for j in judgements for name, metrics in j.outputs.items()},
+        fits={name: fit for j in judgements for name, fit in j.fits.items()},
     )
+
+
+Fitted = tuple[Allowance, Fit]
+
+
+def _fits(trial: Trial, found: Mapping[str, np.ndarray]) -> dict[str, Fitted]:
+    """What the contract allows each output of the right shape, and how it fits; of more runs where one does not."""
+    golden, contract = trial.reference.golden, trial.contract
+    if not contract.sites and trial.op.magnitude is not None:
+        return {}  # it does not say what is rounded
+    drawn = runs(trial.op, trial.case, trial.inputs, contract, golden)
+    taken: list[dict[str, Floats]] = []
+    fits: dict[str, Fitted] = {}
+    for count in RUNS:
+        taken += islice(drawn, count - len(taken))
+        explained = allowances(taken, golden, contract.roundoff)
+        fits = {
+            name: (allowed, allowed.fit(name, found[name], trial.axes(name)))
+            for name, allowed in explained.items()
+            if found[name].shape == golden[name].shape
+        }
+        if all(fit.load <= 1 for _, fit in fits.values()):
+            break
+    return fits
 
 
 def _judge_bits(judged: Judgement, expected: Reference, y: np.ndarray, again: np.ndarray) -> Judgement:
@@ -142,7 +185,9 @@ def _judge_bits(judged: Judgement, expected: Reference, y: np.ndarray, again: np
     return replace(judged, verdict=decided)
 
 
-def _judge_output(judged: Judgement, trial: Trial, y: np.ndarray, again: np.ndarray) -> Judgement:
+def _judge_output(
+    judged: Judgement, trial: Trial, y: np.ndarray, again: np.ndarray, fits: Mapping[str, Fitted]
+) -> Judgement:
     golden = trial.reference.golden[judged.output]
     dtype, scale = trial.contract.dtype(judged.output), trial.scale(judged.output)
     bad_form = verdict.form(y, again, golden, dtype)
@@ -154,7 +199,11 @@ def _judge_output(judged: Judgement, trial: Trial, y: np.ndarray, again: np.ndar
     elif judged.case.data == "integers":
         decided = verdict.exactness(y, golden)
     else:
+        _, fit = fits.get(judged.output, (None, None))
+        if fit is not None:
+            judged = replace(judged, fits={judged.output: fit})
         decided = verdict.agreement(metrics, judged.bound)
+        decided = (decided.passed and fit is not None and fit.verdict()) or decided
         if decided.passed:
             decided = verdict.mistrusted(golden, scale, dtype, judged.bound) or decided
     worst = None if decided.passed or not y.size else _worst(y, golden, scale, metrics, judged.bound)
@@ -184,7 +233,7 @@ class Compared:
 
     def summary(self) -> dict[str, Any]:
         """As `Judgement.summary`, of the TPU and its ratio to the GPU."""
-        worst = max(self.judged["tpu"], key=lambda j: j.eta_max)
+        worst = max(self.judged["tpu"], key=lambda j: j.load)
         ratio = {name: getattr(self.comparison, name) for name in ("ratio", "low", "high")}
         verdict = asdict(self.comparison.verdict)
         return worst.summary() | verdict | ratio | {"passed": self.comparison.verdict.passed}

@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
+from parity.judging.fit import Fit, Look
 from parity.judging.judge import Compared, Judgement
 from parity.judging.metrics import HISTOGRAM
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SHADES = " ░▒▓█"
+MOST_AXES, MOST_LABELS = 2, 6
+"""Axes of a failed output, and labels of each, whose errors are shown beside the contract."""
 
 
 def failure(judged: Judgement, twin: Judgement | None, rerun: str) -> str:
@@ -24,6 +27,8 @@ def failure(judged: Judgement, twin: Judgement | None, rerun: str) -> str:
         if worst.box:
             ranges = ", ".join(f"{first}-{last}" for first, last in worst.box)
             lines.append(f"where: {worst.beyond:,} elements beyond the bound, all within [{ranges}]")
+    if fit := judged.fit:
+        lines += _labels(fit)
     if m := judged.metrics:
         lines.append(f"{m.differing:,} of {m.elements:,} elements err   ε = {m.epsilon:.3g}  floor {m.floor:.3g}")
         if any(m.histogram):
@@ -36,6 +41,20 @@ def failure(judged: Judgement, twin: Judgement | None, rerun: str) -> str:
         lines.append(f"integer twin: {also}")
     lines.append(f"rerun: {rerun}")
     return "\n".join(lines)
+
+
+def _labels(fit: Fit) -> list[str]:
+    """How many times its contract's the error of each label is, of the axes along which that differs most."""
+    by_axis: dict[str, list[Look]] = {}
+    for look in fit.looks:
+        if look.axis:
+            by_axis.setdefault(look.axis, []).append(look)
+    uneven = sorted(by_axis.items(), key=lambda item: -max(look.load for look in item[1]))
+    return [
+        f"× its contract by {axis}: " + ", ".join(f"{look.label} {look.ratio:.3g}" for look in worst[:MOST_LABELS])
+        for axis, looks in uneven[:MOST_AXES]
+        for worst in [sorted(looks, key=lambda look: -look.ratio)]
+    ]
 
 
 def sparkline(counts: Sequence[int]) -> str:
@@ -90,9 +109,9 @@ def summary(judged: Iterable[Mapping[str, Any]], recording: str = "pytest --pari
         groups.setdefault((entry["op"], entry["backend"], entry["real"]), []).append(entry)
     if not groups:
         return []
-    lines = [f"{'op':<8} {'backend':<12} {'cases':>6} {'worst η/bound':>14} {'worst ε_TPU/ε_GPU':>22}  verdicts"]
+    lines = [f"{'op':<8} {'backend':<12} {'cases':>6} {'error/bound':>14} {'worst ε_TPU/ε_GPU':>22}  verdicts"]
     for (op, backend, real), entries in sorted(groups.items()):
-        loads = [e["eta_max"] / e["bound"] for e in entries if "eta_max" in e and e["bound"]]
+        loads = [e["load"] for e in entries if "load" in e]
         compared = max((e for e in entries if "ratio" in e), key=lambda e: e["ratio"], default=None)
         ratio = _interval(compared) if compared else "–"
         counts = Counter(entry["outcome"] for entry in entries)

@@ -216,8 +216,8 @@ class _Watcher:
             self._say()
 
     def _look_at(self, entry: Mapping[str, Any]) -> None:
-        if entry.get("bound") and "eta_max" in entry:
-            self._worst = max(self._worst, (entry["eta_max"] / entry["bound"], entry["case"]))
+        if "load" in entry:
+            self._worst = max(self._worst, (entry["load"], entry["case"]))
         failed = not entry.get("passed", True)  # there is no verdict where the record to compare with is missing
         if failed and self._fatal and entry["outcome"].startswith(self._fatal):
             reason = f"--parity-fail-fast-on: {entry['outcome']} of {entry['case']}"
@@ -234,7 +234,7 @@ class _Watcher:
             return
         self._said = at
         left = (at - self._began) / done * (total - done)
-        worst = f" · worst η/bound {self._worst[0]:.2f} {self._worst[1]}" if self._worst[1] else ""
+        worst = f" · worst error/bound {self._worst[0]:.2f} {self._worst[1]}" if self._worst[1] else ""
         reporter.write_line(
             f"\nparity: {done:,} of {total:,} · {len(self._failed)} failed · {left / 60:.0f} min left{worst}"
         )

@@ -443,7 +443,8 @@ def test_what_a_case_promises_is_named_too():
     """Its dots are to be in three passes of pieces rounded to nearest."""
     op = OP[SIMPLE]
     found = explain(Trial(op, next(case for case in op.cases if case.precision == "bf16x3"), "gpu"))
-    assert found.conclusion == "error = bf16x3 at dot, 100% explained"
+    assert found.conclusion.startswith("error = bf16x3 at dot, ")
+    assert found.attribution.explained > 0.99
 
 
 @pytest.mark.tpu

@@ -98,6 +98,7 @@ def test_arguments_and_route_are_the_kernels_and_its_time_is_taken(device):
     assert judged.summary() == dict(
         op="third", case=CASE.id, backend="gpu", real=False, bound=3.0, outcome="AGREES", gate="G3",
         reason=judged.verdict.reason, passed=True, epsilon=judged.metrics.epsilon, eta_max=judged.metrics.eta_max,
+        load=judged.load,
     )  # fmt: skip
     assert judged.eta_max == 0
 

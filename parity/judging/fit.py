@@ -1,0 +1,257 @@
+"""How an output fits its contract: in every element, as a whole, and in every label of it.
+
+With σ_i² what the contract explains of an element (`parity.judging.spread`) and δ_i the smallest compute error that
+explains it (`metrics.explained_by`):
+
+- *Elements*: |δ_i| ≤ k σ_i. σ_i is that of the element's own runs or, where that is larger, of its row and column, so
+  that a few small runs make no lucky zero, and never less than one rounding of the result in the accumulator.
+- *The whole, and each label* (a head, a group, a tile): ratio² = Σ w δ² / Σ w E[δ²] ≤ κ² F. How much of an error
+  shows depends on where the golden value lies between two roundings of the output's dtype, so E[δ²] is that of a normal
+  error of variance σ_i², cut off at both. Weights w = 1 / (row and column mean of σ²) let small elements count as well.
+- *Label beside label*: one label's ratio² over that of all others of its axis, or over 1 where they are better than
+  their contract, ≤ κ_even² F.
+
+F is what chance may do. A sum of squares that errors make has ν = 2 mean² / variance degrees of freedom; where elements
+err together (an error of a state is in all that read it) ν is smaller than elements by themselves would have it, by as
+much as the sums of the runs themselves vary. A kernel at its contract has a ratio² distributed as F(ν, R ν'), with ν'
+the degrees of freedom of one of R runs. Its quantile at 1 - FALSE / LOOKS, and k, the quantile of Student's t with R
+degrees of freedom at FALSE / ELEMENTS, are what lets a whole tier fail falsely no more than once in a thousand times.
+Both are those of `RUNS[-1]` runs, the number that a failure needs; with fewer runs a verdict can only be a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from scipy import special
+
+from parity.dtypes import Floats, round_to
+from parity.judging.metrics import explained_by
+from parity.judging.verdict import Verdict
+
+KAPPA = 2.0
+"""How many times its contract's error a kernel's may be: what contracts leave out (the order of a sum, an exp)."""
+KAPPA_EVEN = 1.25
+"""How many times the others' ratio a label's may be: what contracts leave out differs less from label to label."""
+FALSE = 1e-3
+"""False failures that a whole tier may have."""
+ELEMENTS, LOOKS = 1e9, 1e6
+"""Elements and labels that a tier looks at, rounded up to a power of ten."""
+RUNS = (4, 16, 64)
+"""Runs of the contract that a verdict takes: what passes on few needs no more."""
+LEAST_FREEDOM = 0.5
+"""Degrees of freedom below which nothing is to be seen: no error of the contract's size would show."""
+K = float(-special.stdtrit(RUNS[-1], FALSE / ELEMENTS / 2))
+"""How many σ an element's error may be."""
+UNDERFLOW = 1024 * float(np.finfo(np.float32).tiny)
+"""What units that flush subnormals may lose in a sum of a thousand terms."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """The error of an output, or of one label of it, beside what the contract explains."""
+
+    axis: str  # "" for all of the output
+    label: str
+    ratio: float  # rms of the error over that of the contract
+    limit: float  # what it may be
+    others: float = 1.0  # the ratio of all other labels, where that is what it is held to
+
+    @property
+    def load(self) -> float:
+        """The ratio, as a share of what it may be: beside others that are better than their contract, beside that."""
+        return self.ratio / (self.limit * max(self.others, 1.0))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How one output fits its contract."""
+
+    output: str
+    sigmas: float  # the largest |δ| / σ
+    beyond: int  # elements whose is larger than `K`
+    ratio: float  # the output's as a whole; NaN where nothing is to be seen
+    looks: tuple[Look, ...]
+    pairs: tuple[Look, ...]  # each label beside the others of its axis
+
+    @property
+    def load(self) -> float:
+        """The largest share that any gate finds used up; above 1 that gate fails."""
+        return max(self.sigmas / K, *(look.load for look in (*self.looks, *self.pairs)), 0.0)
+
+    def __str__(self) -> str:
+        return f"{self.output}: {self.sigmas:.3g} σ (bound {K:.3g}), {self.ratio:.3g} × its contract"
+
+    def verdict(self) -> Verdict | None:
+        """OUT OF BOUND, OFF CONTRACT or UNEVEN, with the output, the label and the ratio; None where it fits."""
+        if self.beyond:
+            reason = f"{self.output}: {self.sigmas:.3g} σ (bound {K:.3g}), {self.beyond} elements beyond"
+            return Verdict("OUT OF BOUND", "G3", reason)
+        for outcome, looks in (("OFF CONTRACT", self.looks), ("UNEVEN", self.pairs)):
+            look = max(looks, key=lambda look: look.load, default=None)
+            if look and look.load > 1:
+                return Verdict(outcome, "G3", f"{self.output}: {self._words(look)}")
+        return None
+
+    def _words(self, look: Look) -> str:
+        where = f" in {look.axis} {look.label}" if look.axis else ""
+        beside = next((pair for pair in self.pairs if (pair.axis, pair.label) == (look.axis, look.label)), None)
+        others = f" (others {beside.others:.3g})" if beside else ""
+        return f"{look.ratio:.3g} × its contract{where}{others}"
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What a contract explains of one output, from R runs that keep it."""
+
+    golden: Floats
+    runs: Floats  # [R, *shape]: what they differ from the golden by; R at least 3
+    variance: Floats  # σ² of each element
+    smooth: Floats  # that of its row and column
+    last: Floats  # of one rounding of the golden in the accumulator
+
+    @classmethod
+    def of(cls, golden: Floats, runs: Floats, roundoff: float) -> Allowance:
+        """roundoff: the accumulator's."""
+        own = runs.mean(axis=0) ** 2 + runs.var(axis=0, ddof=1) * (0.5 - 1 / len(runs))
+        value = np.nan_to_num(golden, posinf=0.0, neginf=0.0)
+        return cls(golden, runs, own, _by_row_and_column(own), (roundoff * value) ** 2 / 3 + UNDERFLOW**2)
+
+    @property
+    def sigma(self) -> Floats:
+        """σ of each element, as an error of it alone is held to."""
+        return np.sqrt(np.maximum(self.variance, self.smooth) + self.last)
+
+    def sigmas(self, y: np.ndarray) -> Floats:
+        """|δ| / σ of each element of an output y."""
+        return np.nan_to_num(explained_by(y, self.golden), posinf=np.finfo(float).max) / self.sigma
+
+    def fit(self, output: str, y: np.ndarray, labels: Mapping[str, np.ndarray]) -> Fit:
+        """How y fits. labels: by axis those of each element, of a shape that broadcasts to y's."""
+        sigmas = self.sigmas(y)
+        sums = _Sums.of(self, y)
+        whole = sums.by(np.zeros(y.shape, int), 1)
+        looks, pairs = whole.looks("", [""]), []
+        ratio = looks[0].ratio if looks else float("nan")
+        for axis, of_each in labels.items():
+            names, codes = np.unique(np.broadcast_to(of_each, y.shape), return_inverse=True)
+            if len(names) > 1:
+                parts = sums.by(codes, len(names))
+                looks += parts.looks(axis, names)
+                pairs += parts.pairs(axis, names, whole)
+        beyond = int((sigmas > K).sum())
+        return Fit(output, float(sigmas.max(initial=0.0)), beyond, ratio, tuple(looks), tuple(pairs))
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Weighted sums of squares: over each element by itself, or over the elements of each label."""
+
+    found: Floats  # w δ²
+    expected: Floats  # w E[δ²]
+    variance: Floats  # of w δ²
+    model: Floats  # w σ²
+    model_variance: Floats  # of w e² for a normal e
+    runs: Floats  # [R, …] w d²
+
+    @classmethod
+    def of(cls, allowed: Allowance, y: np.ndarray) -> _Sums:
+        """Of each element of an output."""
+        delta = np.nan_to_num(explained_by(y, allowed.golden), posinf=0.0)  # infinite ones are beyond any bound
+        weight, variance = 1 / (allowed.smooth + allowed.last), allowed.variance
+        sigma = np.sqrt(variance)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            cut = [np.where(sigma > 0, side / sigma, np.inf) for side in _room(allowed.golden, str(y.dtype))]
+        second, fourth = (sum(moment(t) for t in cut) for moment in (_second, _fourth))
+        model = weight * variance
+        shown = model**2 * np.maximum(fourth - second**2, 0)
+        return cls(weight * delta**2, model * second, shown, model, 2 * model**2, weight * allowed.runs**2)
+
+    def by(self, codes: np.ndarray, count: int) -> _Sums:
+        """The sums over the elements of each label, which `codes` numbers."""
+        flat = codes.ravel()
+
+        def total(x: Floats) -> Floats:
+            return np.bincount(flat, x.ravel(), count).astype(np.float64)
+
+        return self._map(lambda x: total(x) if x is not self.runs else np.stack([total(run) for run in x]))
+
+    def _map(self, function: Callable[[Floats], Floats]) -> _Sums:
+        return _Sums(**{field.name: function(getattr(self, field.name)) for field in fields(self)})
+
+    @property
+    def freedom(self) -> tuple[Floats, Floats]:
+        """ν of the error that shows, and ν' of one run."""
+        alone = _over(2 * self.model**2, self.model_variance)
+        together = np.minimum(_over(2 * self.runs.mean(axis=0) ** 2, self.runs.var(axis=0, ddof=1)), alone)
+        return _over(2 * self.expected**2, self.variance) * _over(together, alone), together
+
+    def looks(self, axis: str, names: Any) -> list[Look]:
+        """Each label where anything is to be seen, held to its contract."""
+        freedom, of_run = self.freedom
+        ratio = np.sqrt(_over(self.found, self.expected))
+        limit = KAPPA * np.sqrt(_chance(freedom, RUNS[-1] * of_run))
+        shown = np.flatnonzero(freedom >= LEAST_FREEDOM)
+        return [Look(axis, str(names[i]), float(ratio[i]), float(limit[i])) for i in shown]
+
+    def pairs(self, axis: str, names: Any, total: _Sums) -> list[Look]:
+        """Each label where anything is to be seen, held to all others together."""
+        freedom, _ = self.freedom
+        rest = _Sums(**{f.name: getattr(total, f.name) - getattr(self, f.name) for f in fields(self)})
+        of_rest, _ = rest.freedom
+        ratio, others = (np.sqrt(_over(x.found, x.expected)) for x in (self, rest))
+        more = 1 + 1 / RUNS[-1]  # each side has a denominator of R runs as well
+        limit = KAPPA_EVEN * np.sqrt(_chance(freedom / more, of_rest / more))
+        shown = np.flatnonzero((freedom >= LEAST_FREEDOM) & (of_rest >= LEAST_FREEDOM) & (others > 0))
+        return [Look(axis, str(names[i]), float(ratio[i]), float(limit[i]), float(others[i])) for i in shown]
+
+
+def _chance(freedom: Floats, of_denominator: Floats) -> Floats:
+    """The F quantile that chance exceeds once in LOOKS / FALSE looks."""
+    quantile: Floats = special.fdtri(
+        np.clip(freedom, LEAST_FREEDOM, 1e9), np.clip(of_denominator, 1, 1e9), 1 - FALSE / LOOKS
+    )
+    return np.maximum(quantile, 1.0)
+
+
+def _over(a: Floats, b: Floats) -> Floats:
+    """a / b, 0 where b is."""
+    return np.divide(a, b, out=np.zeros(np.broadcast_shapes(np.shape(a), np.shape(b))), where=b > 0)
+
+
+def _by_row_and_column(variance: Floats) -> Floats:
+    """The product of the means of row and column, of the last two axes, over the mean of all."""
+    if variance.ndim < 2:
+        return np.full(variance.shape, variance.mean() if variance.size else 0.0)
+    rows, columns = variance.mean(axis=-1, keepdims=True), variance.mean(axis=-2, keepdims=True)
+    return _over(rows * columns, variance.mean(axis=(-2, -1), keepdims=True))
+
+
+def _room(golden: Floats, dtype: str) -> tuple[Floats, Floats]:
+    """How far each golden value may go, up and down, before it is rounded to another number of `dtype`."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        nearest = round_to(golden, dtype)
+        value, infinity = nearest.astype(np.float64), np.array(np.inf, nearest.dtype)
+        above, below = (np.nextafter(nearest, end).astype(np.float64) for end in (infinity, -infinity))
+        room = (value + above) / 2 - golden, golden - (value + below) / 2
+    up, down = (np.where(np.isfinite(x), np.maximum(x, 0.0), np.inf) for x in room)
+    return up, down
+
+
+def _second(t: Floats) -> Floats:
+    """E[(x - t)²; x > t] of a standard normal x."""
+    t = np.minimum(t, 30.0)
+    return np.maximum((1 + t**2) * special.ndtr(-t) - t * _density(t), 0)
+
+
+def _fourth(t: Floats) -> Floats:
+    """E[(x - t)⁴; x > t] of a standard normal x."""
+    t = np.minimum(t, 30.0)
+    return np.maximum((t**4 + 6 * t**2 + 3) * special.ndtr(-t) - (t**3 + 5 * t) * _density(t), 0)
+
+
+def _density(t: Floats) -> Floats:
+    return np.exp(-(t**2) / 2) / np.sqrt(2 * np.pi)

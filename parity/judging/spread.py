@@ -1,0 +1,62 @@
+"""What a contract explains: how far kernels that keep it are from the golden, by rounding at random.
+
+The staged golden runs several times with every site of the contract rounded stochastically (Parker 1997, Monte Carlo
+arithmetic; Croci et al. 2022, Stochastic rounding): a value goes to one of its two neighbours in the site's dtype, with
+the probabilities that make it right on average. A representable value stays as it is, so the model errs where kernels
+do. Its variance is twice that of rounding to nearest (q²/6 against the q²/12 of an error uniform in half a unit q);
+what all runs share, as products that a matrix unit leaves out, is in both. With mean m and variance s² of R runs'
+differences from the golden,
+
+    σ² = (m² - s²/R) + s²/2
+
+is the mean square error of kernels that round to nearest at these sites, free of bias for any R.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from parity.dtypes import Floats, stochastic
+from parity.judging.fit import Allowance
+from parity.judging.rounding import on_unit, staged
+from parity.op import Case, Contract, Inputs, Op
+
+
+def runs(
+    op: Op, case: Case, inputs: Inputs, contract: Contract, golden: Mapping[str, Floats]
+) -> Iterator[dict[str, Floats]]:
+    """What each output of one run after the other differs from the golden by, 0 where that is not finite.
+
+    The same for the same case and contract.
+    """
+    n = 0
+    while True:
+        rounded = staged(op, case, inputs, contract, _at_random(contract, random_words(case, n)), **on_unit(contract))
+        with np.errstate(invalid="ignore"):
+            off = {name: rounded[name] - y for name, y in golden.items()}
+        yield {name: np.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for name, x in off.items()}
+        n += 1
+
+
+def allowances(drawn: list[dict[str, Floats]], golden: Mapping[str, Floats], roundoff: float) -> dict[str, Allowance]:
+    """The `Allowance` of each output that has elements."""
+    return {
+        name: Allowance.of(y, np.stack([run[name] for run in drawn]), roundoff) for name, y in golden.items() if y.size
+    }
+
+
+def _at_random(contract: Contract, words: Callable[[int], np.ndarray]) -> Callable[[str, Floats], Floats]:
+    def rounding(site: str, value: Floats) -> Floats:
+        dtype = contract.sites.get(site)
+        return value if dtype is None else stochastic(value, dtype, words)
+
+    return rounding
+
+
+def random_words(case: Case, run: int) -> Callable[[int], np.ndarray]:
+    """A stream of uint64 words for a run of a case."""
+    seed = hashlib.sha256(f"{case.id}|{run}".encode()).digest()
+    return np.random.SFC64(np.random.SeedSequence(int.from_bytes(seed[:16], "little"))).random_raw

@@ -1,0 +1,180 @@
+"""What a contract explains: random rounding, and the gates that are derived from it, held by simulation."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cpu_golden.stages import Stages
+from parity.dtypes import round_to, stochastic
+from parity.judging.fit import Allowance, Fit, K, Look
+from parity.judging.judge import judge
+from parity.judging.spread import random_words, runs
+from parity.op import outputs
+from parity.trial import Trial
+from tests.matrix.gla import CHUNK_SIMPLE_GLA
+from tests.matrix.gmm import GMM
+
+CASE = next(c for c in GMM.cases if c.tier == "smoke" and c.dtype == "float32")
+ROWS, TERMS, COLUMNS = 12, 48, 10
+U = 2.0**-24
+
+
+def summed(a, b, order, dtype="float32", rounding=round_to):
+    """a @ b in float64, its running sum rounded after every term."""
+    total = np.zeros((a.shape[0], b.shape[1]))
+    for k in order:
+        total = rounding(total + np.outer(a[:, k], b[k]), dtype).astype(np.float64)
+    return total
+
+
+def operands(seed):
+    bits = np.random.default_rng(seed)
+    return (
+        bits.standard_normal(shape).astype(np.float32).astype(np.float64) for shape in ((ROWS, TERMS), (TERMS, COLUMNS))
+    )
+
+
+def allowance(a, b, seed, count=64):
+    words = np.random.SFC64(seed).random_raw
+    drawn = [summed(a, b, range(TERMS), rounding=lambda x, d: stochastic(x, d, words)) - a @ b for _ in range(count)]
+    return Allowance.of(a @ b, np.stack(drawn), U)
+
+
+LABELS = {"row": np.arange(ROWS)[:, None], "half": (np.arange(COLUMNS) // 5)[None]}
+
+
+def test_equal_kernels_that_sum_in_another_order_fit():
+    """2,000 of them: no more than two may fail."""
+    failed, ratios = 0, []
+    for seed in range(20):
+        a, b = operands(seed)
+        allowed, orders = allowance(a, b, seed), np.random.default_rng(seed)
+        for _ in range(100):
+            y = summed(a, b, orders.permutation(TERMS)).astype(np.float32)
+            fit = allowed.fit("out", y, LABELS)
+            failed += fit.verdict() is not None
+            ratios.append(fit.ratio)
+    assert failed <= 2
+    assert np.median(ratios) == pytest.approx(1, abs=0.1)
+
+
+def test_an_accumulator_of_three_bits_less_does_not_fit():
+    """99 % of such kernels fail: those with all elements wrong, and with one half of the columns."""
+
+    def three_bits_less(x, dtype):
+        mantissa, exponent = np.frexp(x)
+        return np.ldexp(np.rint(mantissa * 2.0**21) * 2.0**-21, exponent)
+
+    for spoilt in (slice(None), slice(5, None)):
+        caught = 0
+        for seed in range(100):
+            a, b = operands(seed)
+            y = summed(a, b, range(TERMS)).astype(np.float32)
+            y[:, spoilt] = summed(a, b, range(TERMS), rounding=three_bits_less)[:, spoilt]
+            caught += allowance(a, b, seed, 16).fit("out", y, LABELS).verdict() is not None
+        assert caught >= 99
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "tf32", "bf16x2", "float8_e4m3fn", "float8_e5m2"])
+def test_random_rounding_is_right_on_average_and_to_a_neighbour(dtype):
+    words = np.random.SFC64(1).random_raw
+    values = np.random.default_rng(2).uniform(-4, 4, 50)
+    drawn = np.stack([stochastic(values, dtype, words) for _ in range(4000)])
+    for value, of_value in zip(values, drawn.T, strict=True):
+        found = np.unique(of_value)
+        assert len(found) <= 2
+        assert found[0] <= value <= found[-1]
+        assert float(round_to(np.array([value]), dtype)[0]) in found
+    spread = np.abs(drawn - values).max(axis=0)
+    assert (np.abs(drawn.mean(axis=0) - values) <= 5 * spread / np.sqrt(4000) + 1e-12).all()
+
+
+def test_random_rounding_leaves_what_is_representable_and_what_is_not_finite():
+    words = np.random.SFC64(1).random_raw
+    values = np.array([0.0, -0.0, 1.0, -1.5, 2.0**-120, 3.0e38, np.inf, -np.inf, 2.0**-14, 2.0**-24])
+    np.testing.assert_array_equal(stochastic(values, "float32", words), values.astype(np.float32))
+    assert np.isnan(stochastic(np.array([np.nan, 1.0]), "bfloat16", words)[0])
+    smallest = stochastic(np.full(4000, 2.0**-25), "float16", words)  # half of the smallest subnormal
+    assert set(smallest) == {0.0, 2.0**-24}
+    assert smallest.mean() == pytest.approx(2.0**-25, rel=0.1)
+
+
+def test_runs_are_the_same_for_the_same_case_and_others_for_another_seed():
+    def first(case):
+        trial = Trial(GMM, case, "gpu")
+        drawn = runs(GMM, case, trial.inputs, trial.contract, trial.reference.golden)
+        return next(drawn)["out"], next(drawn)["out"]
+
+    one, two = first(CASE)
+    again, _ = first(CASE)
+    assert (one == again).all()
+    assert (one != two).any()
+    assert (random_words(CASE, 0)(4) != random_words(CASE.with_seed(1), 0)(4)).all()
+
+
+def test_a_verdict_names_the_output_the_label_and_the_ratio():
+    looks = (Look("", "", 1.2, 2.1), Look("head", "0", 0.99, 2.2), Look("head", "1", 3.4, 2.2))
+    pairs = (Look("head", "0", 0.99, 1.4, 3.4), Look("head", "1", 3.4, 1.4, 0.99))
+    fit = Fit("o", 4.0, 0, 1.2, looks, pairs)
+    verdict = fit.verdict()
+    assert (verdict.outcome, verdict.reason) == ("OFF CONTRACT", "o: 3.4 × its contract in head 1 (others 0.99)")
+    fit = replace(fit, looks=looks[:1])
+    assert fit.verdict().outcome == "UNEVEN"
+    assert fit.verdict().reason == "o: 3.4 × its contract in head 1 (others 0.99)"
+    assert replace(fit, pairs=()).verdict() is None
+    assert replace(fit, pairs=(), looks=(Look("", "", 2.2, 2.1),)).verdict().reason == "o: 2.2 × its contract"
+    beyond = replace(fit, sigmas=9.5, beyond=3).verdict()
+    assert (beyond.outcome, beyond.reason) == ("OUT OF BOUND", f"o: 9.5 σ (bound {K:.3g}), 3 elements beyond")
+
+
+def test_a_label_that_is_better_than_its_contract_is_not_uneven():
+    better = Look("head", "1", 0.9, 1.3, 0.3)
+    assert Fit("o", 1.0, 0, 0.4, (), (better,)).verdict() is None
+    assert Fit("o", 1.0, 0, 0.4, (), (replace(better, ratio=1.4),)).verdict().outcome == "UNEVEN"
+
+
+def spoilt(trial, **changes):
+    """A kernel that is the golden in a contract's steps, changed, rounded to nearest at its sites."""
+    contract = trial.contract
+    sites = {**contract.sites, **changes}
+
+    def kernel(**arguments):
+        def rounding(site, x):
+            return round_to(x, sites[site]).astype(np.float64) if site in sites else x
+
+        given = {name: np.asarray(x) if hasattr(x, "shape") else x for name, x in arguments.items()}
+        for name in trial.op.route(trial.case):
+            given.pop(name)
+        result = trial.op.golden(**given, stages=Stages(rounding, **trial.op.steps(trial.case, contract)))
+        if hasattr(result, "_asdict"):
+            rounded = {name: round_to(x, contract.dtype(name)) for name, x in outputs(result).items()}
+            return result._replace(**rounded)
+        return round_to(result, contract.out)
+
+    return replace(trial, other=kernel)
+
+
+FORWARD = CHUNK_SIMPLE_GLA[0]
+LINEAR = next(c for c in FORWARD.cases if c.tier == "smoke" and c.dtype == "float32")
+
+
+@pytest.mark.parametrize(
+    ("site", "dtype"),
+    [("state", "bfloat16"), ("state", "float16"), ("acc", "float16"), ("decay", "bfloat16"), ("A", "tf32")],
+)
+def test_a_site_of_less_precision_is_off_contract(site, dtype):
+    trial = Trial(FORWARD, LINEAR, "gpu")
+    assert judge(spoilt(trial)).verdict.outcome == "AGREES"
+    judged = judge(spoilt(trial, **{site: dtype}))
+    assert judged.verdict.outcome in ("OUT OF BOUND", "OFF CONTRACT")
+    assert judged.twin is None or judged.twin.verdict.passed
+
+
+def test_an_op_without_a_magnitude_is_judged_by_its_sites():
+    bare = replace(GMM, magnitude=None, chain=None)
+    agreed = judge(Trial(bare, CASE, "gpu"))
+    assert (agreed.verdict.outcome, agreed.bound) == ("AGREES", K)
+    assert 0.05 < agreed.load < 1
+    off = judge(spoilt(Trial(bare, CASE, "gpu"), acc="float16"))
+    assert off.verdict.outcome == "OUT OF BOUND"
