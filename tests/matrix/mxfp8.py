@@ -128,9 +128,13 @@ def wide_dtype(c: Case) -> str:
 
 
 def contract(c: Case, backend: Backend) -> Contract:
-    """Products of dequantised operands: a block-scaled matrix unit's are the same, and exact as well."""
+    """Products of dequantised operands: a block-scaled matrix unit's are the same, and exact as well.
+
+    What is summed over rows is cut where blocks are, which are those of all rows.
+    """
     name = "tgmm" if sums_rows(c) else "gmm"
-    return unquantised.contract(replace(c, op=name, dtype=wide_dtype(c)), backend)
+    wide = unquantised.contract(replace(c, op=name, dtype=wide_dtype(c)), backend)
+    return replace(wide, schedule={"aligned": True}) if sums_rows(c) else wide
 
 
 def scales(c: Case, name: str, dtype: str, sizes: tuple[int, ...], axis: int) -> Mapping[str, Scales]:
