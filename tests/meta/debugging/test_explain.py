@@ -444,7 +444,7 @@ def test_what_a_case_promises_is_named_too():
     op = OP[SIMPLE]
     found = explain(Trial(op, next(case for case in op.cases if case.precision == "bf16x3"), "gpu"))
     assert found.conclusion.startswith("error = bf16x3 at dot, ")
-    assert found.attribution.explained > 0.99
+    assert found.attribution.explained > 0.98
 
 
 @pytest.mark.tpu
