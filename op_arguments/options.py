@@ -15,7 +15,7 @@ def options_of(*functions: Callable[..., Any]) -> Callable[[Front], Front]:
 
     `help`, and whoever binds a call's arguments by name, sees every option: those of the TypedDict that `**options` are
     unpacked from, or where they are `Any` all that `functions`, which may be structs, have. One that does not exist is
-    Python's own TypeError, in the function that it is handed on to.
+    a TypeError in Python's own words, of the function that was called.
     """
     inherited = {
         name: parameter
@@ -31,9 +31,11 @@ def options_of(*functions: Callable[..., Any]) -> Callable[[Front], Front]:
         if options.annotation is not Any:
             (kind,) = options.annotation.__args__  # Unpack[kind]
             names = kind.__annotations__
-        found = [inherited[name] for name in names]
-        front.__signature__ = signature.replace(parameters=[*own, *found])  # type: ignore[attr-defined]
-        return front
+        taken = signature.replace(parameters=[*own, *(inherited[name] for name in names)])
+        if options.annotation is Any and all(map(inspect.isfunction, functions)):
+            front.__signature__ = taken  # type: ignore[attr-defined]
+            return front  # it may hand on more than it names
+        return _as(front, front, taken, front.__name__)
 
     return shown
 
@@ -41,10 +43,23 @@ def options_of(*functions: Callable[..., Any]) -> Callable[[Front], Front]:
 def variant(function: Callable[..., R], of: Callable[P, R], name: str, doc: str, without: str = "") -> Callable[P, R]:
     """`function` as another public function beside `of`: with its module, and its signature but for one option."""
     signature = inspect.signature(of)
-    shown: Any = wraps(of)(function)
-    shown.__name__ = shown.__qualname__ = name
+    kept = [parameter for parameter in signature.parameters.values() if parameter.name != without]
+    shown = _as(function, of, signature.replace(parameters=kept), name)
     shown.__doc__ = doc
-    shown.__signature__ = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != without])
+    return shown
+
+
+def _as(function: Callable[..., Any], of: Callable[..., Any], signature: inspect.Signature, name: str) -> Any:
+    """`function` with the module of another one, this name and signature, refusing any other option."""
+
+    @wraps(of)
+    def shown(*arguments: Any, **options: Any) -> Any:
+        if unknown := options.keys() - signature.parameters.keys():
+            raise TypeError(f"{name}() got an unexpected keyword argument {min(unknown)!r}")
+        return function(*arguments, **options)
+
+    shown.__name__ = shown.__qualname__ = name
+    shown.__signature__ = signature  # type: ignore[attr-defined]
     return shown
 
 

@@ -2,6 +2,8 @@
 
 import inspect
 
+import pytest
+
 from tests.support.functions import public
 
 PACKAGES = ("cpu_golden", "tpu_kernels", "gpu_reference")
@@ -20,6 +22,18 @@ def test_a_kernel_is_shown_with_its_own_name_words_and_options():
         shown = inspect.signature(function).parameters
         assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in shown.values()), name
         assert ("fused" in shown) == name.startswith("chunk_"), name
+
+
+def test_a_misspelt_option_is_an_error_of_the_function_called():
+    packages = [public(package) for package in PACKAGES]
+    shared = set.intersection(*(set(functions) for functions in packages)) - {"chunk_fwd", "chunk_bwd"}
+    assert len(shared) > 20
+    for name in shared:
+        for function in (functions[name] for functions in packages):
+            parameters = inspect.signature(function).parameters.values()
+            given = {p.name: None for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+            with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected keyword argument 'misspelt'$"):
+                function(**given, misspelt=1)
 
 
 def test_an_argument_has_one_default_in_all_packages():
