@@ -4,6 +4,7 @@ All other tests run kernels under an emulation that knows better.
 """
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 
@@ -34,5 +35,7 @@ CASES = [
 def test_a_direct_call_is_right_without_emulation(op, case, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr("parity.backends.emulation.tensor_core.emulated", contextlib.nullcontext)
-    verdict = judge(Trial(op, case, "gpu")).verdict
+    # The interpreter's own sums are in another order than any contract's: only derived bounds hold.
+    derived = replace(op, contract=lambda c, backend: replace(op.contract(c, backend), sites={}))
+    verdict = judge(Trial(derived, case, "gpu")).verdict
     assert verdict.outcome == "AGREES", verdict
