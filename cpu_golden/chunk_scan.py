@@ -28,16 +28,15 @@ from cpu_golden._lib.decays import decay_of, decayed, kept_of, sum_to_gate
 from cpu_golden._lib.scans import Sequence
 from cpu_golden.stages import Stages, exact
 
-SUB_BLOCK = 16  # rows whose pairs are decayed one by one where every channel has its own gate
-
 
 def chunk_forward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) -> tuple[Array, Array]:
     """A `Forward` scan of `_lib/scans.py`, chunk by chunk.
 
     Sites: q, k, v, initial_state, c (sum of the gates since the chunk began), exponent, decay (exp of it),
     kept_exponent and kept (of what decays a state, the latter less 1 or 0), decayed (an operand of a dot times its
-    decay), read (a dot times a decay), A (the decayed scores), change and state (what is added to a state, and the
-    sum), sum (of both parts of a result), of every dot lhs, rhs, partial and acc (see `Stages.dot`), and out (o).
+    decay), read (a dot times a decay), pairs (the running sums of what is decayed one by one), A (the decayed scores),
+    change and state (what is added to a state, and the sum), sum (of both parts of a result), of every dot lhs, rhs,
+    partial and acc (see `Stages.dot`), and out (o).
     """
     q, k, v, gate, state, scale, *_ = x.read(stages)
     o = np.zeros(v.shape)
@@ -56,8 +55,8 @@ def chunk_backward(
     """A `Backward` scan of `_lib/scans.py`, chunk by chunk.
 
     magnitude: of absolute values (the gates true), and what is added to a gate's gradient and taken away again counts.
-    Sites: those of `chunk_forward`, do, dht, dstate, dA, pairs (the running sum of a sub-block's pairs), terms and
-    dgate (what is summed to the gradient of a gate, and each of these sums), out (each of the gradients).
+    Sites: those of `chunk_forward`, do, dht, dstate, dA, terms (what is summed to the gradient of a gate), up_to (sums
+    that a row's own term is taken from), dgate (each of the other sums), out (each of the gradients).
     """
     q, k, v, gate, state, scale, do, dstate = x.read(stages)
     if magnitude:
@@ -79,7 +78,11 @@ def chunk_backward(
         from_start, to_end = decay_of(c, stages), decay_of(c[..., -1:, :] - c, stages)
         kept = kept_of(c[..., -1, :, None], stages)
         a = _scores(q_c, k_c, c, stages)
-        da = stages("dA", np.tril(scale * stages.dot(do_c, v_c.mT)))
+        da = np.tril(scale * stages.dot(do_c, v_c.mT))
+        if c.shape[-1] > 1 and stages.sub_block == 1:  # each row's own score is no part of a dot
+            same = np.arange(da.shape[-1])
+            da[..., same, same] = scale * _added(np.moveaxis(do_c * v_c, -1, 0), stages)
+        da = stages("dA", da)
         read = stages("read", scale * from_start * stages.dot(do_c, state_c.mT))
         written = stages("read", to_end * stages.dot(v_c, dstate_c.mT))
         dq[..., rows, :], dk[..., rows, :], of_pairs = _pair_gradients(a, da, q_c, k_c, c, stages, magnitude)
@@ -89,7 +92,7 @@ def chunk_backward(
         dv[..., rows, :] = stages("sum", of_scores + _read(k_c, to_end, dstate_c, stages))
         of_states = np.sum(stages("terms", kept * state_c * dstate_c), axis=-1)[..., None, :]
         read, written = stages("terms", q_c * read), stages("terms", k_c * written)
-        sums = of_states, _sum_from(read), _sum_before(written, magnitude)
+        sums = of_states, _sum_from(read), _sum_before(written, stages, magnitude)
         dgate[..., rows, :] = of_pairs + sum(stages("dgate", sum_to_gate(x, gate)) for x in sums)
     out = [stages("out", x) for x in (dq, dk, dv, dgate)]
     return out[0], out[1], out[2], out[3], dstate
@@ -134,10 +137,10 @@ def _scores(q: Array, k: Array, c: Array, stages: Stages) -> Array:
     if c.shape[-1] == 1:
         return stages("A", stages.dot(q, k.mT) * _between(c, stages)[..., 0])
     a = np.zeros((*q.shape[:-1], q.shape[-2]))
-    for rows in _chunks(q, SUB_BLOCK):
+    for rows in _chunks(q, stages.sub_block):
         k_to_i = stages("decayed", _between(c[..., rows, :], stages) * k[..., None, rows, :])  # [..., i, j, K]
-        a[..., rows, rows] = stages.dot(q[..., rows, None, :], k_to_i.mT)[..., 0, :]
-    for first, second in _halves(q):
+        a[..., rows, rows] = _added(np.moveaxis(q[..., rows, None, :] * k_to_i, -1, 0), stages)
+    for first, second in _halves(q, stages.sub_block):
         from_border, to_border = _across(c, first, second, stages)
         q_h = stages("decayed", q[..., second, :] * from_border)
         k_h = stages("decayed", k[..., first, :] * to_border)
@@ -154,7 +157,7 @@ def _pair_gradients(
         straddling = np.sum(np.tril(_sum_from(stages("terms", a * da)), -1), axis=-1, keepdims=True)  # i ≥ t and j < t
         return stages.dot(of_scores, k), stages.dot(of_scores.mT, q), stages("dgate", straddling)
     dq, dk, dgate = (np.zeros(x.shape) for x in (q, k, c))
-    for rows in _chunks(q, SUB_BLOCK):
+    for rows in _chunks(q, stages.sub_block):
         q_r, k_r, da_r = q[..., rows, :], k[..., rows, :], da[..., rows, rows]
         of_scores = stages(
             "decayed", _between(c[..., rows, :], stages) * np.tril(da_r, -1)[..., None]
@@ -162,17 +165,19 @@ def _pair_gradients(
         dq_r = _added(np.moveaxis(of_scores * k_r[..., None, :, :], -2, 0), stages)
         dk_r = _added(np.moveaxis(of_scores * q_r[..., None, :], -3, 0), stages)
         read, written = stages("terms", q_r * dq_r), stages("terms", k_r * dk_r)
-        dgate[..., rows, :] = stages("dgate", _sum_from(read + written if magnitude else read - written))
+        dgate[..., rows, :] = _running_from(read + written if magnitude else read - written, stages)
         of_same = np.diagonal(da_r, axis1=-2, axis2=-1)[..., None]  # no gate is between a step and itself
         dq[..., rows, :], dk[..., rows, :] = dq_r + of_same * k_r, dk_r + of_same * q_r
-    for first, second in _halves(q):
+    for first, second in _halves(q, stages.sub_block):
         from_border, to_border = _across(c, first, second, stages)
         k_h = stages("decayed", k[..., first, :] * to_border)
         q_h = stages("decayed", q[..., second, :] * from_border)
         dq_h = stages("read", from_border * stages.dot(da[..., second, first], k_h))
         dk_h = stages("read", to_border * stages.dot(da[..., second, first].mT, q_h))
         dgate[..., second, :] += stages("dgate", _sum_from(stages("terms", q[..., second, :] * dq_h)))
-        dgate[..., first, :] += stages("dgate", _sum_before(stages("terms", k[..., first, :] * dk_h), magnitude))
+        dgate[..., first, :] += stages(
+            "dgate", _sum_before(stages("terms", k[..., first, :] * dk_h), stages, magnitude)
+        )
         dq[..., second, :] += dq_h
         dk[..., first, :] += dk_h
     return dq, dk, dgate
@@ -192,10 +197,10 @@ def _between(c: Array, stages: Stages) -> Array:
     return decay_of(np.where(causal, c[..., :, None, :] - c[..., None, :, :], -np.inf), stages)
 
 
-def _halves(q: Array) -> Iterator[tuple[slice, slice]]:
-    """The first and second halves of a chunk, of its halves, and so on down to `SUB_BLOCK` rows: of the rows of every
+def _halves(q: Array, sub_block: int) -> Iterator[tuple[slice, slice]]:
+    """The first and second halves of a chunk, of its halves, and so on down to `sub_block` rows: of the rows of every
     pair that is in no sub-block, one is in a first half and the other in the second half beside it."""
-    size, half = q.shape[-2], SUB_BLOCK
+    size, half = q.shape[-2], sub_block
     while half < size:
         for border in range(half, size, 2 * half):
             yield slice(border - half, border), slice(border, min(border + half, size))
@@ -208,13 +213,25 @@ def _across(c: Array, first: slice, second: slice, stages: Stages) -> tuple[Arra
     return decay_of(c[..., second, :] - border, stages), decay_of(border - c[..., first, :], stages)
 
 
+def _running_from(x: Array, stages: Stages) -> Array:
+    """The sum over the rows from each on, of which later ones are rounded first: what they cancel leaves its error."""
+    sums, total = np.zeros(x.shape), np.zeros(x[..., 0, :].shape)
+    for row in reversed(range(x.shape[-2])):
+        total = stages("dgate", total + x[..., row, :])
+        sums[..., row, :] = total
+    return sums
+
+
 def _sum_from(x: Array) -> Array:
     """The sum over the rows from each on."""
     return np.flip(np.cumsum(np.flip(x, -2), -2), -2)
 
 
-def _sum_before(x: Array, magnitude: bool) -> Array:
-    """The sum over the rows before each. Kernels may take it from the sum up to each, whose magnitude has x twice."""
+def _sum_before(x: Array, stages: Stages, magnitude: bool) -> Array:
+    """The sum over the rows before each. Kernels may take it from the sum up to each: its magnitude has x twice."""
     before = np.zeros(x.shape)
     before[..., 1:, :] = np.cumsum(x[..., :-1, :], -2)
-    return before + 2 * x if magnitude else before
+    if magnitude:
+        return before + 2 * x
+    up_to = before + x
+    return before + (stages("up_to", up_to) - up_to)

@@ -44,6 +44,7 @@ class Stages:
     router_depth: the depth of a router's matmuls; None: that of all others.
     aligned: the steps of tgmm's sums are counted from the first of all rows, not from the first of each group.
     chunk_size: the chunks of a scan, where a kernel takes other ones than its caller asks for.
+    sub_block: rows of a scan's chunk whose pairs are decayed one by one where every channel has its own gate.
     values_decayed: a decay per step of what is written into a state multiplies v (or do), and not k (or q).
     """
 
@@ -54,6 +55,7 @@ class Stages:
     router_depth: int | None = None
     aligned: bool = False
     chunk_size: int | None = None
+    sub_block: int = 16
     values_decayed: bool = False
 
     def __call__(self, site: str, value: Array) -> Array:

@@ -21,7 +21,7 @@ Both are those of `RUNS[-1]` runs, the number that a failure needs; with fewer r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -74,6 +74,7 @@ class Fit:
     sigmas: float  # the largest |δ| / σ
     beyond: int  # elements whose is larger than `K`
     ratio: float  # the output's as a whole; NaN where nothing is to be seen
+    freedom: tuple[float, float]  # degrees of freedom of that: of the error, and of what the runs explain
     looks: tuple[Look, ...]
     pairs: tuple[Look, ...]  # each label beside the others of its axis
 
@@ -101,6 +102,21 @@ class Fit:
         beside = next((pair for pair in self.pairs if (pair.axis, pair.label) == (look.axis, look.label)), None)
         others = f" (others {beside.others:.3g})" if beside else ""
         return f"{look.ratio:.3g} × its contract{where}{others}"
+
+
+def over_seeds(fits: Sequence[Fit]) -> Verdict | None:
+    """OFF CONTRACT where one output of several seeds is so as a whole, though none by itself need be; else None.
+
+    Of few elements a seed says little: those of all together say more.
+    """
+    shown = [fit for fit in fits if fit.freedom[0] >= LEAST_FREEDOM]
+    if not shown:
+        return None
+    freedom, of_runs = (np.array([fit.freedom[n] for fit in shown]) for n in (0, 1))
+    ratio = float(np.sqrt(np.average([fit.ratio**2 for fit in shown], weights=freedom)))
+    if ratio <= KAPPA * float(np.sqrt(_chance(freedom.sum(), of_runs.sum()))):
+        return None
+    return Verdict("OFF CONTRACT", "G3", f"{fits[0].output}: {ratio:.3g} × its contract over {len(fits)} seeds")
 
 
 @dataclass(frozen=True)
@@ -136,6 +152,7 @@ class Allowance:
         whole = sums.by(np.zeros(y.shape, int), 1)
         looks, pairs = whole.looks("", [""]), []
         ratio = looks[0].ratio if looks else float("nan")
+        shown, of_run = (float(n[0]) for n in whole.freedom)
         for axis, of_each in labels.items():
             names, codes = np.unique(np.broadcast_to(of_each, y.shape), return_inverse=True)
             if len(names) > 1:
@@ -143,7 +160,15 @@ class Allowance:
                 looks += parts.looks(axis, names)
                 pairs += parts.pairs(axis, names, whole)
         beyond = int((sigmas > K).sum())
-        return Fit(output, float(sigmas.max(initial=0.0)), beyond, ratio, tuple(looks), tuple(pairs))
+        return Fit(
+            output,
+            float(sigmas.max(initial=0.0)),
+            beyond,
+            ratio,
+            (shown, len(self.runs) * of_run),
+            tuple(looks),
+            tuple(pairs),
+        )
 
 
 @dataclass(frozen=True)
@@ -209,7 +234,7 @@ class _Sums:
         return [Look(axis, str(names[i]), float(ratio[i]), float(limit[i]), float(others[i])) for i in shown]
 
 
-def _chance(freedom: Floats, of_denominator: Floats) -> Floats:
+def _chance(freedom: Any, of_denominator: Any) -> Floats:
     """The F quantile that chance exceeds once in LOOKS / FALSE looks."""
     quantile: Floats = special.fdtri(
         np.clip(freedom, LEAST_FREEDOM, 1e9), np.clip(of_denominator, 1, 1e9), 1 - FALSE / LOOKS

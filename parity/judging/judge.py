@@ -13,7 +13,7 @@ import numpy as np
 from parity.backends import runner
 from parity.dtypes import Floats
 from parity.judging import verdict
-from parity.judging.fit import RUNS, Allowance, Fit
+from parity.judging.fit import RUNS, Allowance, Fit, over_seeds
 from parity.judging.metrics import Metrics, Scale, eta, measure
 from parity.judging.reference import Reference
 from parity.judging.spread import allowances, runs
@@ -261,6 +261,10 @@ def compare(op: Op, case: Case, seeds: int, recorded: Sequence[Judgement] | None
     if failed is not None:
         reason = f"{failed.backend}, seed {failed.case.seed}: {failed.verdict.reason}"
         return Compared(case, judged, Comparison(replace(failed.verdict, reason=reason)))
+    for backend, of_seeds in judged.items():
+        for name in of_seeds[0].fits:
+            if off := over_seeds([j.fits[name] for j in of_seeds]):
+                return Compared(case, judged, Comparison(replace(off, reason=f"{backend}, {off.reason}")))
     comparisons = [
         verdict.compare(
             [j.outputs[name] for j in judged["tpu"]],

@@ -133,7 +133,7 @@ def contract(c: Case, backend: Backend) -> Contract:
         out=c.out,
         outs=outs,
         depth=1 if is_recurrent(c) else depth,
-        sites=sites(c),
+        sites=sites(c, backend),
         schedule=schedule(c, backend),
     )
 
@@ -141,27 +141,34 @@ def contract(c: Case, backend: Backend) -> Contract:
 def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
     """The GPU's chunked kernels take fewer rows at a time, and with a decay per step decay v where a state is written.
 
-    As `gpu_reference._lib.chunk_plan.block_rows` has it; the TPU's take the chunks of the case.
+    As `gpu_reference._lib.chunk_plan.block_rows` has it; the TPU's take the chunks of the case, and in dots all pairs
+    of two rows.
     """
-    if is_recurrent(c) or backend == "tpu":
+    if is_recurrent(c):
         return {}
+    if backend == "tpu":
+        return {} if is_simple(c) else {"sub_block": 1}
     rows = min(c.chunk & -c.chunk, 32 if is_simple(c) else 16, max(4096 // max(1 << (c.K - 1).bit_length(), 16), 16))
     return {"chunk_size": rows, **({"values_decayed": True} if is_simple(c) else {})}
 
 
-def sites(c: Case) -> Mapping[str, str]:
+def sites(c: Case, backend: Backend) -> Mapping[str, str]:
     """Every intermediate is float32, but for the sum of the gates, which the kernels carry in two; and what a dot takes
-    is two bfloat16, unless its products are those of float32."""
+    is two bfloat16, unless its products are those of float32. On the TPU a dot sums the gradients of gates by channel.
+    """
     names = ["kept_exponent", "kept", "change", "state", "partial", "acc"]
     if is_recurrent(c):
         names += ["written", *(["dwritten"] if is_backward(c) else [])]
     else:
         names += ["exponent", "decay", "decayed", "sum", "A", *(["read"] if is_simple(c) or is_backward(c) else [])]
-        names += ["dA", "terms", *([] if is_simple(c) else ["pairs"])] if is_backward(c) else []
+        names += [*([] if is_simple(c) else ["pairs"]), *(["dA", "terms"] if is_backward(c) else [])]
     names += ["dstate", "dgate"] if is_backward(c) else []
     rounded = dict.fromkeys(names, F32)
     is_split = not is_recurrent(c) and (c.dtype == BF16 or c.precision == "bf16x3")
-    return rounded | (dict.fromkeys(("lhs", "rhs"), "bf16x2") if is_split else {})
+    if is_backward(c) and not is_recurrent(c) and not is_simple(c) and backend == "gpu":
+        rounded["up_to"] = F32
+    summed = ["terms"] if backend == "tpu" and is_backward(c) and not is_simple(c) else []
+    return rounded | (dict.fromkeys(("lhs", "rhs", *summed), "bf16x2") if is_split else {})
 
 
 def chain(c: Case, inputs: Inputs) -> Mapping[str, int]:

@@ -32,7 +32,9 @@ def test_a_misspelt_option_is_an_error_of_the_function_called():
         for function in (functions[name] for functions in packages):
             parameters = inspect.signature(function).parameters.values()
             given = {p.name: None for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
-            with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected keyword argument 'misspelt'$"):
+            with pytest.raises(
+                TypeError, match=rf"{function.__name__}\(\) got an unexpected keyword argument 'misspelt'$"
+            ):
                 function(**given, misspelt=1)
 
 

@@ -20,7 +20,7 @@ from parity.judging.reference import reference
 from parity.op import BACKENDS
 from parity.trial import Trial
 from tests.matrix import OPS
-from tests.meta.faults.planting import ROOT, Fault, plant
+from tests.meta.faults.planting import ROOT, Fault, places, plant
 from tests.meta.faults.test_faults import FAULTS
 
 OP = {op.name: op for op in OPS}
@@ -34,6 +34,20 @@ def smoke(op, **wanted):
 
 def fault(name, backend, op):
     return next(f for f in FAULTS if (f.name, f.backend) == (name, backend) and op in f.ops)
+
+
+def importable(planted, op_name, folder):
+    """The name of a module in `folder` that has an op's kernel with a fault that was planted there."""
+    target = getattr(OP[op_name], planted.backend)
+    (place,) = places(target, planted.old, planted.within)
+    path = folder / f"planted_{planted.backend}.py"
+    (folder / "planted.py").write_text(
+        f"import sys\nfrom importlib.util import module_from_spec, spec_from_file_location\n"
+        f"spec = spec_from_file_location({place.module!r}, {str(path)!r})\n"
+        f"sys.modules[spec.name] = module_from_spec(spec)\nspec.loader.exec_module(sys.modules[spec.name])\n"
+        f"from {target.partition(':')[0]} import {op_name}\n"
+    )
+    return "planted"
 
 
 def run_alone(text, folder):
@@ -70,8 +84,8 @@ def test_a_planted_fault_is_reduced_and_its_script_shows_it(
     name, backend, op_name, wanted, left, tmp_path, monkeypatch
 ):
     op, case = OP[op_name], smoke(OP[op_name], groups="zipf", **wanted)
-    planted, kernel = f"planted_{backend}", getattr(plant(fault(name, backend, op_name), tmp_path), op_name)
-    trial = Trial(op, case, backend, kernel)
+    planted = fault(name, backend, op_name)
+    trial = Trial(op, case, backend, getattr(plant(planted, tmp_path), op_name))
     found = shrink(trial)
     before = judge(trial).verdict
     assert found.failure == (before.outcome, before.gate)
@@ -81,13 +95,14 @@ def test_a_planted_fault_is_reduced_and_its_script_shows_it(
     assert sum(int((x != 0).sum()) for x in found.inputs.values() if x is not None) <= 5
 
     monkeypatch.syspath_prepend(tmp_path)
-    text = script(trial, found, target=f"{planted}:{op_name}")
+    module = importable(planted, op_name, tmp_path)
+    text = script(trial, found, target=f"{module}:{op_name}")
     assert len(text.splitlines()) <= 31
     broken = run_alone(text, tmp_path)
     assert broken.returncode == 1, broken.stderr
     assert broken.stdout.startswith("got ")
     package = getattr(op, backend).partition(":")[0]
-    healthy = run_alone(text.replace(f"from {planted} import", f"from {package} import"), tmp_path)
+    healthy = run_alone(text.replace(f"from {module} import", f"from {package} import"), tmp_path)
     assert healthy.returncode == 0, healthy.stdout + healthy.stderr
 
 

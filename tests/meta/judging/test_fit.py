@@ -7,7 +7,7 @@ import pytest
 
 from cpu_golden.stages import Stages
 from parity.dtypes import round_to, stochastic
-from parity.judging.fit import Allowance, Fit, K, Look
+from parity.judging.fit import Allowance, Fit, K, Look, over_seeds
 from parity.judging.judge import judge
 from parity.judging.spread import random_words, runs
 from parity.op import outputs
@@ -116,7 +116,7 @@ def test_runs_are_the_same_for_the_same_case_and_others_for_another_seed():
 def test_a_verdict_names_the_output_the_label_and_the_ratio():
     looks = (Look("", "", 1.2, 2.1), Look("head", "0", 0.99, 2.2), Look("head", "1", 3.4, 2.2))
     pairs = (Look("head", "0", 0.99, 1.4, 3.4), Look("head", "1", 3.4, 1.4, 0.99))
-    fit = Fit("o", 4.0, 0, 1.2, looks, pairs)
+    fit = Fit("o", 4.0, 0, 1.2, (100.0, 400.0), looks, pairs)
     verdict = fit.verdict()
     assert (verdict.outcome, verdict.reason) == ("OFF CONTRACT", "o: 3.4 × its contract in head 1 (others 0.99)")
     fit = replace(fit, looks=looks[:1])
@@ -130,8 +130,20 @@ def test_a_verdict_names_the_output_the_label_and_the_ratio():
 
 def test_a_label_that_is_better_than_its_contract_is_not_uneven():
     better = Look("head", "1", 0.9, 1.3, 0.3)
-    assert Fit("o", 1.0, 0, 0.4, (), (better,)).verdict() is None
-    assert Fit("o", 1.0, 0, 0.4, (), (replace(better, ratio=1.4),)).verdict().outcome == "UNEVEN"
+    assert Fit("o", 1.0, 0, 0.4, (100.0, 400.0), (), (better,)).verdict() is None
+    assert Fit("o", 1.0, 0, 0.4, (100.0, 400.0), (), (replace(better, ratio=1.4),)).verdict().outcome == "UNEVEN"
+
+
+def test_an_output_of_one_element_is_judged_over_the_seeds():
+    """Eight times its contract's error: on any one seed chance could do it, on eight it could not."""
+    one = Fit("dg_gamma", 3.0, 0, 8.0, (1.0, 16.0), (Look("", "", 8.0, 29.0),), ())
+    assert one.verdict() is None
+    assert over_seeds([one]) is None
+    off = over_seeds([one] * 8)
+    assert (off.outcome, off.reason) == ("OFF CONTRACT", "dg_gamma: 8 × its contract over 8 seeds")
+    assert over_seeds([replace(one, ratio=1.5)] * 8) is None
+    assert over_seeds([replace(one, freedom=(0.1, 2.0))] * 8) is None  # nothing is to be seen
+    assert over_seeds([replace(one, freedom=(1.0, 1.0))] * 8) is None  # the runs themselves say too little
 
 
 def spoilt(trial, **changes):
