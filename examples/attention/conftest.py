@@ -1,0 +1,3 @@
+from parity.backends import prepare_environment
+
+prepare_environment()
