@@ -84,7 +84,8 @@ class Fit:
         return max(self.sigmas / K, *(look.load for look in (*self.looks, *self.pairs)), 0.0)
 
     def __str__(self) -> str:
-        return f"{self.output}: {self.sigmas:.3g} σ (bound {K:.3g}), {self.ratio:.3g} × its contract"
+        times = f", {self.ratio:.3g} × its contract" if self.ratio == self.ratio else ""
+        return f"{self.output}: {self.sigmas:.3g} σ (bound {K:.3g}){times}"
 
     def verdict(self) -> Verdict | None:
         """OUT OF BOUND, OFF CONTRACT or UNEVEN, with the output, the label and the ratio; None where it fits."""

@@ -203,7 +203,8 @@ def _judge_output(
         if fit is not None:
             judged = replace(judged, fits={judged.output: fit})
         decided = verdict.agreement(metrics, judged.bound)
-        decided = (decided.passed and fit is not None and fit.verdict()) or decided
+        if decided.passed and fit is not None:
+            decided = fit.verdict() or replace(decided, reason=str(fit))
         if decided.passed:
             decided = verdict.mistrusted(golden, scale, dtype, judged.bound) or decided
     worst = None if decided.passed or not y.size else _worst(y, golden, scale, metrics, judged.bound)
