@@ -55,8 +55,9 @@ def chunk_backward(
     """A `Backward` scan of `_lib/scans.py`, chunk by chunk.
 
     magnitude: of absolute values (the gates true), and what is added to a gate's gradient and taken away again counts.
-    Sites: those of `chunk_forward`, do, dht, dstate, dA, terms (what is summed to the gradient of a gate), up_to (sums
-    that a row's own term is taken from), dgate (each of the other sums), out (each of the gradients).
+    Sites: those of `chunk_forward`, do, dht, dstate, dA, terms (what is summed to the gradient of a gate), pair_terms
+    (those of scores, where all channels have one gate), up_to (sums that a row's own term is taken from), dgate (each of
+    the other sums), out (each of the gradients).
     """
     q, k, v, gate, state, scale, do, dstate = x.read(stages)
     if magnitude:
@@ -154,7 +155,9 @@ def _pair_gradients(
     """The parts of dq, dk and dgate that come from A, the pairs of rows within the chunk."""
     if c.shape[-1] == 1:
         of_scores = stages("decayed", da * _between(c, stages)[..., 0])
-        straddling = np.sum(np.tril(_sum_from(stages("terms", a * da)), -1), axis=-1, keepdims=True)  # i ≥ t and j < t
+        straddling = np.sum(
+            np.tril(_sum_from(stages("pair_terms", a * da)), -1), axis=-1, keepdims=True
+        )  # i ≥ t and j < t
         return stages.dot(of_scores, k), stages.dot(of_scores.mT, q), stages("dgate", straddling)
     dq, dk, dgate = (np.zeros(x.shape) for x in (q, k, c))
     for rows in _chunks(q, stages.sub_block):

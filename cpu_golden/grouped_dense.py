@@ -1,6 +1,6 @@
 """A grouped matmul that is differentiable, and in fp8 on request: the definition, in float64."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,8 @@ def grouped_dense_bwd(
             by_column = Quantized(padded(dout, o.block_size), None)
     left, right, tiling = (by_column, kept, o.swapped_tiling) if o.transpose_rhs else (kept, by_column, o.tiling)
     groups = rhs.shape[0]
-    by_gmm = {"transpose_rhs": not o.transpose_rhs, "tiling": o.swapped_tiling, "stages": o.stages.renamed(acc="dlhs")}
+    stages = replace(o.stages, tile=None).renamed(acc="dlhs")
+    by_gmm = {"transpose_rhs": not o.transpose_rhs, "tiling": o.swapped_tiling, "stages": stages}
     by_tgmm = {"num_actual_groups": groups, "tiling": tiling, "stages": o.stages.renamed(acc="drhs")}
     dlhs = product(by_row, weight, group_sizes, group_offset=o.group_offset, **by_gmm)
     drhs = weight_product(left, right, group_sizes, group_offset=o.group_offset, **by_tgmm)

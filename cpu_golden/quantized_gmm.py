@@ -121,7 +121,7 @@ def _staged_blocks(
     """a [I, J] @ b [J, L] with their scales, block by block as the kernels do; J begins at `start` of its blocks."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     acc = np.zeros((a.shape[0], b.shape[1]))
-    first, end = 0, a.shape[1]
+    first, end, block = 0, a.shape[1], min(block, stages.tile or block)
     while first < end:
         last = min(first + block - (start + first) % block, end)
         inner = stages.dot(a[:, first:last], b[first:last], running="inner")

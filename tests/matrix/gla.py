@@ -154,7 +154,7 @@ def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
 
 def sites(c: Case, backend: Backend) -> Mapping[str, str]:
     """Every intermediate is float32, but for the sum of the gates, which the kernels carry in two; and what a dot takes
-    is two bfloat16, unless its products are those of float32. On the TPU a dot sums the gradients of gates by channel.
+    is two bfloat16, unless its products are those of float32. Dots with ones sum the gradients of gates.
     """
     names = ["kept_exponent", "kept", "change", "state", "partial", "acc"]
     if is_recurrent(c):
@@ -165,9 +165,15 @@ def sites(c: Case, backend: Backend) -> Mapping[str, str]:
     names += ["dstate", "dgate"] if is_backward(c) else []
     rounded = dict.fromkeys(names, F32)
     is_split = not is_recurrent(c) and (c.dtype == BF16 or c.precision == "bf16x3")
-    if is_backward(c) and not is_recurrent(c) and not is_simple(c) and backend == "gpu":
-        rounded["up_to"] = F32
-    summed = ["terms"] if backend == "tpu" and is_backward(c) and not is_simple(c) else []
+    summed: tuple[str, ...] = ()  # in dots with ones
+    if is_backward(c) and not is_recurrent(c):
+        if is_simple(c):
+            summed = ("pair_terms",)
+        elif backend == "tpu":
+            summed = ("terms",)
+        else:
+            rounded["up_to"] = F32
+    rounded |= dict.fromkeys(summed, F32)
     return rounded | (dict.fromkeys(("lhs", "rhs", *summed), "bf16x2") if is_split else {})
 
 

@@ -51,7 +51,14 @@ def contract(c: Case, backend: Backend) -> Contract:
     else:
         wide = unquantised.contract(replace(c, dtype=F32) if backward and c.out == F32 else c, backend)
         wide = replace(wide, sites={**wide.sites, **scaling})
-    return replace(wide, out=c.dtype, outs={"existing_out": c.out}) if backward else wide
+    if not backward:
+        return wide
+    tile, schedule = None, wide.schedule
+    if c.quantize or c.bwd_quantize:  # rows are cut where blocks are, and a tile within a block is scaled by itself
+        block = c.block_size or c.M
+        tile = c.tiling[0] if c.tiling and c.tiling[0] < block else None
+        schedule = {"aligned": True}
+    return replace(wide, out=c.dtype, outs={"existing_out": c.out}, tile=tile, schedule=schedule)
 
 
 def chain(c: Case, inputs: Inputs) -> int:

@@ -80,17 +80,23 @@ def swings(c: Case) -> bool:
 
 
 def contract(c: Case, backend: Backend) -> Contract:
-    """Each block's sum and its product with the scales in float32; a narrow operand beside a wide one is widened."""
-    dot = dot_dtype(c.dtype, rhs_dtype(c))
+    """Each block's sum and its product with the scales in float32; a narrow operand beside a wide one is widened.
+
+    What is summed over rows is cut where blocks are, which are those of all rows.
+    """
+    dot, over_rows = dot_dtype(c.dtype, rhs_dtype(c)), c.op == "tgmm_quantized"
+    schedule = {"aligned": True} if over_rows else {}
+    tile = c.tiling[0 if over_rows else 1] if c.tiling else block(c)  # a tile within a block is scaled by itself
+    tile = tile if 0 < tile < block(c) else None
     scaling = {"inner": F32, "scale": F32, "scaled": F32, "acc": F32}
     if dot == "int8":  # exact in int32 as long as no scale changes, then converted
-        return Contract(dot="int8", out=c.out, depth=max(block(c), 1), sites=scaling)
+        return Contract(dot="int8", out=c.out, depth=max(block(c), 1), tile=tile, sites=scaling)
     if dot == "fp8":
         depth = MXU_DEPTH if backend == "tpu" else FP8_MMA_DEPTH
         sites = {"partial": F32, **scaling} if backend == "tpu" else scaling
-        return Contract(dot="fp8", out=c.out, depth=depth, sites=sites)
-    wide = unquantised.contract(replace(c, dtype=dot), backend)
-    return replace(wide, sites={**wide.sites, **scaling})
+        return Contract(dot="fp8", out=c.out, depth=depth, tile=tile, sites=sites, schedule=schedule)
+    wide = unquantised.contract(replace(c, op="tgmm" if over_rows else "gmm", dtype=dot), backend)
+    return replace(wide, tile=tile, sites={**wide.sites, **scaling}, schedule=schedule)
 
 
 def chain(c: Case, inputs: Inputs) -> int:
