@@ -56,8 +56,8 @@ def chunk_backward(
 
     magnitude: of absolute values (the gates true), and what is added to a gate's gradient and taken away again counts.
     Sites: those of `chunk_forward`, do, dht, dstate, dA, terms (what is summed to the gradient of a gate), pair_terms
-    (those of scores, where all channels have one gate), up_to (sums that a row's own term is taken from), dgate (each of
-    the other sums), out (each of the gradients).
+    (those of scores, where all channels have one gate), up_to (sums that a row's own term is taken from), dgate (each
+    of the other sums), out (each of the gradients).
     """
     q, k, v, gate, state, scale, do, dstate = x.read(stages)
     if magnitude:
