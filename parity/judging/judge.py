@@ -13,7 +13,7 @@ import numpy as np
 from parity.backends import runner
 from parity.dtypes import Floats
 from parity.judging import verdict
-from parity.judging.fit import RUNS, Allowance, Fit, over_seeds
+from parity.judging.fit import RUNS, Fit, over_seeds
 from parity.judging.metrics import Metrics, Scale, eta, measure
 from parity.judging.reference import Reference
 from parity.judging.spread import allowances, runs
@@ -155,26 +155,22 @@ def gates(trial: Trial) -> Judgement:
     )
 
 
-Fitted = tuple[Allowance, Fit]
-
-
-def _fits(trial: Trial, found: Mapping[str, np.ndarray]) -> dict[str, Fitted]:
-    """What the contract allows each output of the right shape, and how it fits; of more runs where one does not."""
+def _fits(trial: Trial, found: Mapping[str, np.ndarray]) -> dict[str, Fit]:
+    """How each output of the right shape fits the contract; from more runs where one does not."""
     golden, contract = trial.reference.golden, trial.contract
     if not contract.sites and trial.op.magnitude is not None:
         return {}  # it does not say what is rounded
     drawn = runs(trial.op, trial.case, trial.inputs, contract, golden)
     taken: list[dict[str, Floats]] = []
-    fits: dict[str, Fitted] = {}
+    fits: dict[str, Fit] = {}
     for count in RUNS:
         taken += islice(drawn, count - len(taken))
-        explained = allowances(taken, golden, contract.roundoff)
         fits = {
-            name: (allowed, allowed.fit(name, found[name], trial.axes(name)))
-            for name, allowed in explained.items()
+            name: allowed.fit(name, found[name], trial.axes(name))
+            for name, allowed in allowances(taken, golden, contract.roundoff).items()
             if found[name].shape == golden[name].shape
         }
-        if all(fit.load <= 1 for _, fit in fits.values()):
+        if all(fit.load <= 1 for fit in fits.values()):
             break
     return fits
 
@@ -186,7 +182,7 @@ def _judge_bits(judged: Judgement, expected: Reference, y: np.ndarray, again: np
 
 
 def _judge_output(
-    judged: Judgement, trial: Trial, y: np.ndarray, again: np.ndarray, fits: Mapping[str, Fitted]
+    judged: Judgement, trial: Trial, y: np.ndarray, again: np.ndarray, fits: Mapping[str, Fit]
 ) -> Judgement:
     golden = trial.reference.golden[judged.output]
     dtype, scale = trial.contract.dtype(judged.output), trial.scale(judged.output)
@@ -199,7 +195,7 @@ def _judge_output(
     elif judged.case.data == "integers":
         decided = verdict.exactness(y, golden)
     else:
-        _, fit = fits.get(judged.output, (None, None))
+        fit = fits.get(judged.output)
         if fit is not None:
             judged = replace(judged, fits={judged.output: fit})
         decided = verdict.agreement(metrics, judged.bound)

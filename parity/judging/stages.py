@@ -41,10 +41,8 @@ def budget(trial: Trial) -> dict[str, float]:
 
     The shares are of the mean square error over M, by perturbing one site at a time.
     """
-    exact, magnitude = (
-        staged(trial, lambda site, value: value),
-        {name: trial.scale(name).magnitude for name in trial.reference.golden},
-    )
+    exact = staged(trial, lambda site, value: value)
+    magnitude = {name: trial.scale(name).magnitude for name in exact}
     power: dict[str, float] = {}
     for site in values(trial):
         power[site] = float(np.mean([_power(_perturbed(trial, site, n), exact, magnitude) for n in range(DRAWS)]))
