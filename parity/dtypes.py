@@ -59,6 +59,13 @@ def round_to(values: Floats, dtype: str) -> np.ndarray:
         return single.astype(target)
 
 
+def cut_off(values: Floats, digits: int) -> Floats:
+    """float64 values without all but their leading `digits` significant bits: rounded towards zero."""
+    mantissa, exponent = np.frexp(values)
+    cut: Floats = np.ldexp(np.trunc(np.ldexp(mantissa, digits)), exponent - digits)
+    return cut
+
+
 def stochastic(values: Floats, dtype: str, words: Callable[[int], np.ndarray]) -> Floats:
     """float64 values rounded at random to a neighbour in the dtype called `dtype`, right on average; in float64.
 

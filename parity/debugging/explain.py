@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.dtypes import UNIT_ROUNDOFF, Floats, round_to
+from parity.dtypes import UNIT_ROUNDOFF, Floats, cut_off, round_to
 from parity.judging.judge import Judgement, Worst, judge, judge_twin
 from parity.judging.metrics import Scale, eta
 from parity.judging.reference import Reference
@@ -382,7 +382,7 @@ def _rounding(dtypes: Mapping[str, str]) -> Callable[[str, Floats], Floats]:
 def rounded(value: Floats, dtype: str) -> Floats:
     """float64 values rounded to a dtype, as one of `ROUNDINGS`."""
     if dtype.endswith(" cut"):
-        return _cut(value, SIGNIFICANT_BITS[dtype.removesuffix(" cut")])
+        return cut_off(value, SIGNIFICANT_BITS[dtype.removesuffix(" cut")])
     return round_to(value, dtype).astype(np.float64)
 
 
@@ -397,11 +397,6 @@ def in_three_passes(site: str, value: Floats, passes: str) -> Floats:
     if site == "lhs":
         return np.concatenate([first + second, -second], axis=-1)
     return np.concatenate([first + second, second], axis=-2)
-
-
-def _cut(value: Floats, bits: int) -> Floats:
-    mantissa, exponent = np.frexp(value)
-    return np.ldexp(np.trunc(np.ldexp(mantissa, bits)), exponent - bits)
 
 
 # ------------------------------------------------------------------------------------------------------- and where

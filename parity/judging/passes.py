@@ -7,15 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from cpu_golden.stages import Passes, single_pass
-from parity.dtypes import Floats, round_to
+from parity.dtypes import Floats, cut_off, round_to
 
 Pair = tuple[Floats, Floats]
 
 
-def cut_off(x: Floats) -> Floats:
-    """The leading 8 bits of x."""
-    mantissa, exponent = np.frexp(x)
-    return np.ldexp(np.trunc(mantissa * 2.0**8), exponent - 8)
+def leading(x: Floats) -> Floats:
+    """The leading 8 bits of x, as the MXU's mask leaves them."""
+    return cut_off(x, 8)
 
 
 def nearest(x: Floats) -> Floats:
@@ -26,9 +25,9 @@ def nearest(x: Floats) -> Floats:
 def mxu_x6(a: Floats, b: Floats, depth: int | None, first: int) -> Iterator[Pair]:
     """Six passes over each filling of the MXU: see `parity.backends.emulation.mxu`."""
     for x, y in single_pass(a, b, depth, first):
-        (x1, x_rest), (y1, y_rest) = ((part, whole - part) for whole in (x, y) for part in (cut_off(whole),))
+        (x1, x_rest), (y1, y_rest) = ((part, whole - part) for whole in (x, y) for part in (leading(whole),))
         if x_rest.any() or y_rest.any():
-            x2, y2 = cut_off(x_rest), cut_off(y_rest)
+            x2, y2 = leading(x_rest), leading(y_rest)
             yield from ((nearest(x_rest - x2), y1), (x1, nearest(y_rest - y2)), (nearest(x_rest), nearest(y_rest)))
             yield from ((x2, y1), (x1, y2))
         yield x1, y1
