@@ -84,3 +84,15 @@ class Stages:
 
 exact = Stages()
 """The stages that round nothing."""
+
+
+def tree_sum(terms: Array, stages: Callable[[str, Array], Array] = exact) -> Array:
+    """Σ over the last axis of terms [..., N], as [..., 1]: neighbours in pairs, as vector units add up what lanes hold.
+
+    Site: sum (the sums of each level).
+    """
+    while terms.shape[-1] > 1:
+        if terms.shape[-1] % 2:
+            terms = np.concatenate([terms, np.zeros((*terms.shape[:-1], 1))], axis=-1)
+        terms = stages("sum", terms[..., ::2] + terms[..., 1::2])
+    return terms

@@ -3,6 +3,8 @@
 import numpy as np
 from result import Attention
 
+from cpu_golden.stages import tree_sum
+
 BLOCK = 64
 
 
@@ -23,15 +25,6 @@ def attention(q, k, v, stages=lambda site, value: value):
         before, top = top, np.maximum(top, scores.max(axis=-1, keepdims=True))
         shrink = stages("shrink", np.exp(before - top))
         e = stages("exp", np.exp(stages("shifted", scores - top)))
-        mass = stages("mass", shrink * mass + total(e, stages))
+        mass = stages("mass", shrink * mass + tree_sum(e, stages))
         acc = stages("acc", shrink * acc + stages("Pv", stages("P", e) @ v[:, keys]))
     return Attention(stages("quotient", acc / mass), (top + stages("log", np.log(mass)))[..., 0])
-
-
-def total(terms, stages):
-    """Σ over the last axis, which stays with one element: in a tree, as vector units add up what their lanes hold."""
-    while terms.shape[-1] > 1:
-        if terms.shape[-1] % 2:
-            terms = np.concatenate([terms, np.zeros((*terms.shape[:-1], 1))], axis=-1)
-        terms = stages("sum", terms[..., ::2] + terms[..., 1::2])
-    return terms

@@ -3,6 +3,8 @@
 import numpy as np
 from result import Gradients
 
+from cpu_golden.stages import tree_sum
+
 EPS = 1e-6
 ROWS = 8
 """Rows whose gradients of the weight are summed before they are added to those of the rows before."""
@@ -19,25 +21,16 @@ def rmsnorm_bwd(x, weight, dy, stages=lambda site, value: value):
     x, weight, dy = (a.astype(np.float64) for a in (x, weight, dy))
     normed, rstd = _normed(x, stages)
     g = stages("g", dy * weight)
-    mean = stages("mean", total(stages("product", g * normed), stages) / x.shape[1])
+    mean = stages("mean", tree_sum(stages("product", g * normed), stages) / x.shape[1])
     dx = stages("dx", rstd * stages("rest", g - stages("along", normed * mean)))
     terms, dweight = stages("term", dy * normed), np.zeros(x.shape[1])
     for first in range(0, len(x), ROWS):
-        dweight = stages("dweight", dweight + total(terms[first : first + ROWS].T, stages)[:, 0])
+        dweight = stages("dweight", dweight + tree_sum(terms[first : first + ROWS].T, stages)[:, 0])
     return Gradients(dx, dweight)
 
 
 def _normed(x, stages):
     """x / √(mean(x²) + ε), and the factor [M, 1]."""
-    mean = stages("mean", total(stages("product", x * x), stages) / x.shape[1])
+    mean = stages("mean", tree_sum(stages("product", x * x), stages) / x.shape[1])
     rstd = stages("rstd", 1 / np.sqrt(mean + EPS))
     return stages("normed", x * rstd), rstd
-
-
-def total(terms, stages):
-    """Σ over the columns of [M, N], [M, 1]: in a tree, as vector units add up what their lanes hold."""
-    while terms.shape[1] > 1:
-        if terms.shape[1] % 2:
-            terms = np.pad(terms, ((0, 0), (0, 1)))
-        terms = stages("sum", terms[:, ::2] + terms[:, 1::2])
-    return terms
