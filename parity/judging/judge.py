@@ -122,9 +122,9 @@ def judge_twin(trial: Trial) -> Judgement | None:
 def gates(trial: Trial) -> Judgement:
     """Run a trial and pass it through the gates that need no other backend and no other data (G1 to G3).
 
-    Data `integers` must come out exact, and bit-exact ops bit for bit (G2); everything else must lie within its
-    contract's bound (G3). The verdict of several outputs is that of the worst one. Raises ImportError where the
-    backend's framework is missing.
+    Data `integers` must come out exact, and bit-exact ops bit for bit (G2); everything else must lie within a derived
+    bound, where there is one, and fit its contract (G3). Of several outputs the one nearest to a limit decides. Raises
+    ImportError where the backend's framework is missing.
     """
     op, case, expected = trial.op, trial.case, trial.reference
     real = runner(trial.backend).real
