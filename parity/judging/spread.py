@@ -14,14 +14,14 @@ is the mean square error of kernels that round to nearest at these sites, free o
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from parity.dtypes import Floats, stochastic
+from parity.inputs import Bits, stream
 from parity.judging.fit import Allowance
-from parity.judging.rounding import on_unit, staged
+from parity.judging.rounding import Rounding, on_unit, staged
 from parity.op import Case, Contract, Inputs, Op
 
 
@@ -34,7 +34,8 @@ def runs(
     """
     n = 0
     while True:
-        rounded = staged(op, case, inputs, contract, _at_random(contract, random_words(case, n)), **on_unit(contract))
+        at_random = _at_random(contract, stream(case, f"run {n}"))
+        rounded = staged(op, case, inputs, contract, at_random, **on_unit(contract))
         with np.errstate(invalid="ignore"):
             off = {name: rounded[name] - y for name, y in golden.items()}
         yield {name: np.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for name, x in off.items()}
@@ -48,15 +49,9 @@ def allowances(drawn: list[dict[str, Floats]], golden: Mapping[str, Floats], rou
     }
 
 
-def _at_random(contract: Contract, words: Callable[[int], np.ndarray]) -> Callable[[str, Floats], Floats]:
+def _at_random(contract: Contract, words: Bits) -> Rounding:
     def rounding(site: str, value: Floats) -> Floats:
         dtype = contract.sites.get(site)
         return value if dtype is None else stochastic(value, dtype, words)
 
     return rounding
-
-
-def random_words(case: Case, run: int) -> Callable[[int], np.ndarray]:
-    """A stream of uint64 words for a run of a case."""
-    seed = hashlib.sha256(f"{case.id}|{run}".encode()).digest()
-    return np.random.SFC64(np.random.SeedSequence(int.from_bytes(seed[:16], "little"))).random_raw
