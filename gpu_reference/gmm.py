@@ -55,8 +55,8 @@ def gmm(
     Also raises ValueError for tensors on several devices, and RuntimeError for CPU tensors where Triton's interpreter
     is off.
     """
-    group_offset, sizes = scalar(group_offset), values(group_sizes)
-    p = check_gmm(lhs, rhs, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes)
+    first, sizes = scalar(group_offset), values(group_sizes)
+    p = check_gmm(lhs, rhs, group_sizes, first, existing_out, transpose_rhs, preferred_element_type, sizes)
     operands = {"lhs": lhs, "rhs": rhs.transpose(1, 2) if transpose_rhs else rhs}
     return product(gmm_plan, p, operands, Given(group_sizes, group_offset, existing_out, tiling))
 
@@ -77,8 +77,8 @@ def tgmm(
     Arguments, result and errors as `cpu_golden.gmm.tgmm`; dtypes, strides, tiling (over TGMM_TILES), probes and further
     errors as `gmm`. existing_out is added to the float32 sums.
     """
-    group_offset, sizes = scalar(group_offset), values(group_sizes)
-    p = check_tgmm(lhs, rhs, group_sizes, group_offset, num_actual_groups, existing_out, preferred_element_type, sizes)
+    first, sizes = scalar(group_offset), values(group_sizes)
+    p = check_tgmm(lhs, rhs, group_sizes, first, num_actual_groups, existing_out, preferred_element_type, sizes)
     operands = {"lhs": lhs, "rhs": rhs}
     return product(tgmm_plan, p, operands, Given(group_sizes, group_offset, existing_out, tiling))
 

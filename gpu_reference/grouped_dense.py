@@ -38,8 +38,9 @@ def grouped_dense(
     Sites shown to a probe: those of the forward pass's matmul, and the sums of the other two at dlhs and drhs.
     """
     o = DenseOptions(**options)
-    group_offset, sizes = scalar(group_offset), values(group_sizes)
-    p = check_gmm(lhs, rhs, group_sizes, group_offset, existing_out, o.transpose_rhs, o.preferred_element_type, sizes)
+    first, sizes = scalar(group_offset), values(group_sizes)
+    p = check_gmm(lhs, rhs, group_sizes, first, existing_out, o.transpose_rhs, o.preferred_element_type, sizes)
+    group_offset = on_device(group_offset, group_sizes.device)
     tensors = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "existing_out": existing_out}
     device = check_devices(tensors | {"group_offset": group_offset})
     resolved = replace(
@@ -104,7 +105,7 @@ class _GroupedDense(torch.autograd.Function):
         lhs: Tensor,
         rhs: Tensor,
         group_sizes: Tensor,
-        group_offset: int | Tensor,
+        group_offset: Tensor,
         existing_out: Tensor | None,
     ) -> Tensor:
         _, needs_dlhs, needs_drhs, *_ = ctx.needs_input_grad
@@ -121,16 +122,10 @@ class _GroupedDense(torch.autograd.Function):
             )
         elif options.bwd_quantize and needs_drhs:
             saved_a = quantized(padded(lhs, options.block_size), 0, options.block_size)
-        ctx.probe, ctx.options, ctx.group_offset, ctx.groups, ctx.dtype = (
-            active(),
-            options,
-            group_offset,
-            rhs.shape[0],
-            lhs.dtype,
-        )
-        ctx.save_for_backward(
-            *(saved_a if needs_drhs else (None, None)), *(saved_b if needs_dlhs else (None, None)), group_sizes
-        )
+        ctx.probe, ctx.options, ctx.groups, ctx.dtype = active(), options, rhs.shape[0], lhs.dtype
+        nothing = Quantized(None, None)
+        kept = *(saved_a if needs_drhs else nothing), *(saved_b if needs_dlhs else nothing)
+        ctx.save_for_backward(*kept, group_sizes, group_offset)
         return product(
             a,
             b,
@@ -151,8 +146,8 @@ class _GroupedDense(torch.autograd.Function):
 
 def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     """What `_GroupedDense.backward` returns."""
-    options, group_offset = ctx.options, ctx.group_offset
-    *saved, group_sizes = ctx.saved_tensors
+    options = ctx.options
+    *saved, group_sizes, group_offset = ctx.saved_tensors
     lhs, rhs = Quantized(*saved[:2]), Quantized(*saved[2:])
     _, needs_dlhs, needs_drhs, _, _, needs_passed = ctx.needs_input_grad
     by_rows = by_columns = Quantized(dout, None)
@@ -181,10 +176,10 @@ def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     return None, dlhs, drhs, None, None, passed
 
 
-def _outside(x: Tensor, group_sizes: Tensor, group_offset: int | Tensor, groups: int) -> Tensor:
+def _outside(x: Tensor, group_sizes: Tensor, group_offset: Tensor, groups: int) -> Tensor:
     """x [M, N], zero in the rows of active groups. Nothing is read back from the device."""
     ends = pad(group_sizes.cumsum(0), (1, 0))
-    first = on_device(group_offset, x.device).reshape(1).clamp(0, len(group_sizes) - groups).long()
+    first = group_offset.reshape(1).clamp(0, len(group_sizes) - groups).long()
     row = torch.arange(len(x), device=x.device)
     is_active = (ends[first] <= row) & (row < ends[first + groups])
     return torch.where(is_active[:, None], 0, x)

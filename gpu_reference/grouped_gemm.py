@@ -84,9 +84,9 @@ def grouped_gemm(
     raises ValueError, with the reason, where the path is a fallback: "bfloat16" of two MXFP8 operands. Probes as in
     `gmm_quantized`.
     """
-    group_offset, sizes = scalar(group_offset), values(group_sizes)
+    first, sizes = scalar(group_offset), values(group_sizes)
     p = check_grouped_gemm(
-        lhs, rhs, group_sizes, lhs_scale, rhs_scale, ragged, group_offset, num_actual_groups, existing_out,
+        lhs, rhs, group_sizes, lhs_scale, rhs_scale, ragged, first, num_actual_groups, existing_out,
         transpose_rhs, scale_layout, preferred_element_type, sizes,
     )  # fmt: skip
     target = architecture(lhs.device)

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from gpu_reference._lib.exchange import exchange_plans, swap
 from gpu_reference._lib.hardware import check_devices
-from gpu_reference._lib.operands import primal_of, scalar
+from gpu_reference._lib.operands import on_device, primal_of, scalar
 from gpu_reference._lib.pairs import dual_quantized, product, quantized, weight_product
 from gpu_reference._lib.routing import combine, plan_rows, take
 from gpu_reference.gmm import gmm, tgmm
@@ -67,13 +67,14 @@ def moe_layer(
     Nothing is read back from the device. Also raises ValueError for several devices, and RuntimeError for CPU tensors
     where Triton's interpreter is off.
     """
-    asked, group_offset = _Options(top_k=top_k, **options), scalar(group_offset)
-    layer = check_moe_layer(x, w_router, w_gate, w_up, w_down, asked, group_offset)
+    asked, first = _Options(top_k=top_k, **options), scalar(group_offset)
+    layer = check_moe_layer(x, w_router, w_gate, w_up, w_down, asked, first)
+    group_offset = on_device(group_offset, x.device)
     tensors = {"x": x, "w_router": w_router, "w_gate": w_gate, "w_up": w_up, "w_down": w_down}
     check_devices(tensors | {"group_offset": group_offset})
     o = _Static(**vars(asked), dtype=x.dtype)
     if o.process_group is not None:
-        check_expert_parallel(layer, o.process_group.size(), group_offset)
+        check_expert_parallel(layer, o.process_group.size(), first)
     if o.sanitize_grads:
         x, w_router, w_gate, w_up, w_down = (_sanitized(primal) for primal in tensors.values())
     weights, indices = _route(o, x, w_router)
@@ -206,7 +207,7 @@ class _Experts(torch.autograd.Function):
         w_up: Tensor,
         w_down: Tensor,
         group_sizes: Tensor,
-        group_offset: int | Tensor,
+        group_offset: Tensor,
     ) -> Tensor:
         is_trained = any(ctx.needs_input_grad)
         shard = group_sizes, group_offset
@@ -219,10 +220,10 @@ class _Experts(torch.autograd.Function):
         )
         hidden = probe("hidden", (weights * _silu(gate.float()) * up.float()).to(o.between))
         activated, saved_hidden = _activations(o, hidden, is_trained)
-        ctx.probe, ctx.o, ctx.group_offset, ctx.groups = active(), o, group_offset, w_gate.shape[0]
+        ctx.probe, ctx.o, ctx.groups = active(), o, w_gate.shape[0]
         if is_trained:
             pairs = (saved_rows, saved_hidden, saved_gate, saved_up, saved_down)
-            ctx.save_for_backward(*(part for pair in pairs for part in pair), gate, up, weights, group_sizes)
+            ctx.save_for_backward(*(part for pair in pairs for part in pair), gate, up, weights, *shard)
         return probe("rows", _product(o, activated, of_down, shard, o.dtype))
 
     @staticmethod
@@ -235,9 +236,9 @@ class _Experts(torch.autograd.Function):
 def _gradients_of_experts(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     """What `_Experts.backward` returns."""
     o: _Static = ctx.o
-    *saved, gate, up, weights, group_sizes = ctx.saved_tensors
+    *saved, gate, up, weights, group_sizes, group_offset = ctx.saved_tensors
     rows, hidden, of_gate, of_up, of_down = (Quantized(*saved[i : i + 2]) for i in range(0, 10, 2))
-    shard = group_sizes, ctx.group_offset
+    shard = group_sizes, group_offset
     by_rows, by_columns = _activations(o, dout, True)
     dhidden = probe("dhidden", _product(o, by_rows, of_down, shard, o.between, transpose_rhs=True)).float()
     gate, up = gate.float(), up.float()
@@ -293,7 +294,7 @@ def _weights_of(o: _Static, w: Tensor, is_trained: bool) -> tuple[Quantized, Qua
     return Quantized(*both[2:]), Quantized(*both[:2])
 
 
-_Shard = tuple[Tensor, int | Tensor]
+_Shard = tuple[Tensor, Tensor]
 """group_sizes and group_offset."""
 
 

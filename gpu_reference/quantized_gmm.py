@@ -93,9 +93,9 @@ def gmm_quantized(
     Arguments, result and errors as `cpu_golden.quantized_gmm.gmm_quantized`, strides, tiling and further errors as
     `gmm`; here: what the dot multiplies on which GPU, and why: `dot_path`. Shown to a probe: the finished sums, at acc.
     """
-    group_offset, sizes = scalar(group_offset), values(group_sizes)
+    first, sizes = scalar(group_offset), values(group_sizes)
     p = check_gmm_quantized(
-        lhs, lhs_scale, rhs, rhs_scale, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type,
+        lhs, lhs_scale, rhs, rhs_scale, group_sizes, first, existing_out, transpose_rhs, preferred_element_type,
         sizes,
     )  # fmt: skip
     if transpose_rhs:
@@ -125,9 +125,9 @@ def tgmm_quantized(
     Arguments, result and errors as `cpu_golden.quantized_gmm.tgmm_quantized`; all else as `gmm_quantized`.
     existing_out is added to the float32 sums.
     """
-    group_offset, sizes = scalar(group_offset), values(group_sizes)
+    first, sizes = scalar(group_offset), values(group_sizes)
     p = check_tgmm_quantized(
-        lhs, lhs_scale, rhs, rhs_scale, group_sizes, group_offset, num_actual_groups, existing_out,
+        lhs, lhs_scale, rhs, rhs_scale, group_sizes, first, num_actual_groups, existing_out,
         preferred_element_type, sizes,
     )  # fmt: skip
     operands = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale}

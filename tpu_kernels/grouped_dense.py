@@ -12,7 +12,7 @@ from op_arguments.grouped_dense import DenseOptions, Grads, Quantize, check_dout
 from op_arguments.options import options_of
 from op_arguments.probe import probing, renamed
 from op_arguments.quantize import Quantized
-from tpu_kernels._lib.arguments import Interpret, Shard, as_vector, concrete_values, static_scalar
+from tpu_kernels._lib.arguments import Interpret, Shard, as_vector, concrete_values, held, static_scalar
 from tpu_kernels._lib.chip import matmul_path, tpu_generation
 from tpu_kernels._lib.pairs import dual_quantized, padded, product, quantized, weight_product, with_rows
 
@@ -96,7 +96,7 @@ def _checked(
         "preferred_element_type": p.out_dtype,
     }
     static = _Static(**vars(o) | resolved, dtype=lhs.dtype, fills=existing_out is not None)
-    return static, Shard(group_sizes, as_vector(group_offset, p.experts - p.groups)), p
+    return static, Shard(held(group_sizes), as_vector(group_offset, p.experts - p.groups)), p
 
 
 def _is_quantized(quantize: Quantize) -> bool:

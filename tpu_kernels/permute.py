@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from op_arguments.permute import Permuted, check_permute, check_unpermute
+from tpu_kernels._lib.arguments import held
 from tpu_kernels._lib.routing import combine, plan_rows, take
 
 
@@ -25,7 +26,7 @@ def unpermute(rows: jax.Array, slots: jax.Array, weights: jax.Array | None = Non
     Arguments, result and errors as `cpu_golden.permute.unpermute`; products and sums are of float32.
     """
     check_unpermute(rows, slots, weights, range_of=_range_of(slots), exact=False)
-    return _unpermute(rows, weights, slots)
+    return _unpermute(rows, weights, held(slots))
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4))

@@ -11,6 +11,8 @@ from op_arguments.gla import Output
 from op_arguments.options import variant
 
 P = ParamSpec("P")
+OTHERS = ("g", "g_gamma", "gk", "initial_state", "cu_seqlens")
+"""Tensors that are options: to be saved as all others, since autograd sees only then that one was changed."""
 
 
 def differentiable(forward: Callable[P, Output], backward: Callable[..., Any]) -> Callable[P, Output]:
@@ -18,7 +20,7 @@ def differentiable(forward: Callable[P, Output], backward: Callable[..., Any]) -
 
     def both(q, k, v, **options):
         tensors = {"q": q, "k": k, "v": v}
-        tensors |= {name: options.pop(name) for name in ("g", "g_gamma", "gk", "initial_state") if name in options}
+        tensors |= {name: options.pop(name) for name in OTHERS if name in options}
         return Output(*_Passes.apply(forward, backward, options, tuple(tensors), *tensors.values()))  # type: ignore[no-untyped-call]
 
     name = forward.__name__
@@ -42,5 +44,5 @@ class _Passes(torch.autograd.Function):
         options = {name: value for name, value in ctx.options.items() if name != "output_final_state"}
         do = torch.zeros_like(given["v"]) if do is None else do
         grads = ctx.backward_pass(**given, do=do, dht=dht, **options)._asdict()
-        grads["dinitial_state"] = grads["dh0"]
+        grads |= {"dinitial_state": grads["dh0"], "dcu_seqlens": None}
         return None, None, None, None, *(grads[f"d{name}"] for name in ctx.names)

@@ -52,11 +52,12 @@ def operand(values: Tensor, *, transposed: bool = False, **scale: Any) -> Operan
     return Operand(values, row, column, *group, **scale)
 
 
-def on_device(group_offset: int | Tensor, device: torch.device) -> Tensor:
-    """group_offset where a kernel can load it."""
-    if isinstance(group_offset, Tensor):
+def on_device(group_offset: Any, device: torch.device) -> Tensor:
+    """A checked group_offset where a kernel on `device` loads it: a tensor there as it is, whatever was read of it."""
+    known = scalar(group_offset)
+    if isinstance(known, Tensor) or (isinstance(group_offset, Tensor) and group_offset.device == device):
         return group_offset
-    return torch.full((1,), group_offset, dtype=torch.int32, device=device)
+    return torch.full((1,), known, dtype=torch.int32, device=device)
 
 
 def values(group_sizes: Any) -> list[int] | None:

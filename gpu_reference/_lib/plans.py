@@ -25,7 +25,7 @@ class Given(NamedTuple):
     """What every grouped matmul is given besides its operands."""
 
     group_sizes: Tensor
-    group_offset: Any  # an int, or on the device where a kernel is launched
+    group_offset: Any  # as the caller has it, or where a kernel is launched on the device
     existing_out: Tensor | None = None
     tiling: Tiling | None = None
 
@@ -90,6 +90,7 @@ def product(
 
     Raises ValueError and RuntimeError as `check_devices`, and what `plan_of` raises.
     """
+    given = given._replace(group_offset=on_device(given.group_offset, given.group_sizes.device))
     tensors = {name: value for name, value in given._asdict().items() if name != "tiling"}
     check_devices({**operands, **tensors})
     return _product(plan_of, p, operands, given, getattr(torch, p.out_dtype))
@@ -105,6 +106,6 @@ def _product(plan_of: PlanOf, p: Problem | QuantizedProblem, operands: Any, give
         return existing_out.clone(memory_format=torch.contiguous_format)
     out = torch.empty(shape, dtype=dtype, device=device)
     if out.numel():
-        for launch in plan.launches(p, given._replace(group_offset=on_device(given.group_offset, device)), out):
+        for launch in plan.launches(p, given, out):
             launch.run(device)
     return out

@@ -34,10 +34,10 @@ def make_group_metadata(
     tile where that is beyond the rows). Computed on the device of group_sizes [E] int32.
     Raises as `gmm`, with `op_arguments.gmm.check_group_metadata`.
     """
-    group_offset = scalar(group_offset)
-    check_group_metadata(group_sizes, m, tm, group_offset, num_groups, cover, values(group_sizes))
+    check_group_metadata(group_sizes, m, tm, scalar(group_offset), num_groups, cover, values(group_sizes))
+    group_offset = on_device(group_offset, group_sizes.device)
     device = check_devices({"group_sizes": group_sizes, "group_offset": group_offset})
-    launch = metadata_launch(group_sizes, on_device(group_offset, device), m, tm, num_groups, cover)
+    launch = metadata_launch(group_sizes, group_offset, m, tm, num_groups, cover)
     launch.run(device)
     metadata: GroupMetadata = launch.arguments["metadata"]
     return metadata

@@ -27,6 +27,11 @@ def concrete_values(group_sizes: Any) -> list[int] | None:
     return [int(size) for size in np.asarray(group_sizes)]
 
 
+def held(array: Any) -> Any:
+    """An integer array as a backward pass may keep it: of NumPy's a copy, since on the CPU JAX shares their memory."""
+    return jnp.array(array) if isinstance(array, np.ndarray) else array
+
+
 def static_scalar(value: Any) -> Any:
     """The int in a concrete integer scalar ([] or [1]); anything else as it is, for the check to judge."""
     concrete = isinstance(value, jax.Array | np.ndarray | np.integer) and not isinstance(value, jax.core.Tracer)

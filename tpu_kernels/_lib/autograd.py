@@ -8,7 +8,7 @@ import jax
 
 from op_arguments.gla import Output, check_forward
 from op_arguments.options import variant
-from tpu_kernels._lib.arguments import concrete_values
+from tpu_kernels._lib.arguments import concrete_values, held
 
 P = ParamSpec("P")
 GATES = ("g", "g_gamma", "gk")
@@ -24,7 +24,8 @@ def differentiable(forward: Callable[P, Output], backward: Callable[..., Any]) -
         offsets = concrete_values(cu_seqlens)
         check_forward(q, k, v, gates, options.get("scale"), initial_state, cu_seqlens, offsets)
         passes = _Passes(forward, backward, tuple(options.items()))
-        return _scan(passes, dict(q=q, k=k, v=v, **gates, initial_state=initial_state, cu_seqlens=cu_seqlens))
+        arrays = dict(q=q, k=k, v=v, **gates, initial_state=initial_state, cu_seqlens=held(cu_seqlens))
+        return _scan(passes, arrays)
 
     name = forward.__name__
     return variant(both, forward, name.removesuffix("_fwd"), f"`{name}`, differentiable in its arrays.")
