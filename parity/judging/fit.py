@@ -42,6 +42,8 @@ ELEMENTS, LOOKS = 1e9, 1e6
 """Elements and labels that a tier looks at, rounded up to a power of ten."""
 RUNS = (4, 16, 64)
 """Runs of the contract that a verdict takes: what passes on few needs no more."""
+MANY = 16
+"""Elements whose mean square is their size: of fewer, the runs that are small by chance would weigh most."""
 LEAST_FREEDOM = 0.5
 """Degrees of freedom below which nothing is to be seen: no error of the contract's size would show."""
 K = float(-special.stdtrit(RUNS[-1], FALSE / ELEMENTS / 2))
@@ -249,11 +251,15 @@ def _over(a: Floats, b: Floats) -> Floats:
 
 
 def _by_row_and_column(variance: Floats) -> Floats:
-    """The product of the means of row and column, of the last two axes, over the mean of all."""
-    if variance.ndim < 2:
-        return np.full(variance.shape, variance.mean() if variance.size else 0.0)
-    rows, columns = variance.mean(axis=-1, keepdims=True), variance.mean(axis=-2, keepdims=True)
-    return _over(rows * columns, variance.mean(axis=(-2, -1), keepdims=True))
+    """The product of the means of row and column over the mean of all. Rows are along the last axis that is longer than
+    1, and columns along all others; where one has fewer than `MANY` elements, the mean of all takes its place."""
+    shape = tuple(size for size in variance.shape if size > 1)
+    rows = variance.reshape(-1, shape[-1] if shape else 1)
+    smooth = np.full(rows.shape, rows.mean() if rows.size else 0.0)
+    for axis in (0, 1):
+        if rows.shape[axis] >= MANY:
+            smooth *= _over(rows.mean(axis=axis, keepdims=True), rows.mean())
+    return smooth.reshape(variance.shape)
 
 
 def _room(golden: Floats, dtype: str) -> tuple[Floats, Floats]:

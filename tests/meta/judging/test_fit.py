@@ -76,6 +76,17 @@ def test_an_accumulator_of_three_bits_less_does_not_fit():
         assert caught >= 99
 
 
+@pytest.mark.parametrize("shape", [(2, 40, 1, 48), (1, 40, 2, 48), (2, 40, 1), (1, 80, 2), (1500,), (6, 20, 16)])
+def test_few_runs_say_of_a_kernel_what_many_do(shape):
+    """Four runs, whatever the axes: where one has a single element, its mean is what the runs found there by chance."""
+    bits = np.random.default_rng(1)
+    golden, ratios = np.zeros(shape), []
+    for _ in range(40):
+        allowed = Allowance.of(golden, bits.standard_normal((4, *shape)) * np.sqrt(2), U)
+        ratios.append(allowed.fit("out", bits.standard_normal(shape).astype(np.float32), {}).ratio)
+    assert np.median(ratios) == pytest.approx(1, abs=0.05)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "tf32", "bf16x2", "float8_e4m3fn", "float8_e5m2"])
 def test_random_rounding_is_right_on_average_and_to_a_neighbour(dtype):
     words = np.random.SFC64(1).random_raw
