@@ -22,14 +22,14 @@ Both are those of `RUNS[-1]` runs, the number that a failure needs; with fewer r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from scipy import special
 
 from parity.dtypes import Floats, round_to
-from parity.judging.metrics import explained_by
+from parity.judging.metrics import Metrics, Scale, explained_by
 from parity.judging.verdict import Verdict
 
 KAPPA = 2.0
@@ -151,27 +151,25 @@ class Allowance:
     def fit(self, output: str, y: np.ndarray, labels: Mapping[str, np.ndarray]) -> Fit:
         """How y fits. labels: by axis those of each element, of a shape that broadcasts to y's."""
         sigmas = self.sigmas(y)
-        sums = _Sums.of(self, y)
-        whole = sums.by(np.zeros(y.shape, int), 1)
-        looks, pairs = whole.looks("", [""]), []
-        ratio = looks[0].ratio if looks else float("nan")
-        shown, of_run = (float(n[0]) for n in whole.freedom)
+        delta = np.nan_to_num(explained_by(y, self.golden), posinf=0.0)  # infinite ones are beyond any bound
+        sums = _Sums.of(self, delta**2, 1 / (self.smooth + self.last), str(y.dtype))
+        fit = sums.fit(output)
+        whole = sums.whole
+        looks, pairs = [*fit.looks], []
         for axis, of_each in labels.items():
             names, codes = np.unique(np.broadcast_to(of_each, y.shape), return_inverse=True)
             if len(names) > 1:
                 parts = sums.by(codes, len(names))
                 looks += parts.looks(axis, names)
                 pairs += parts.pairs(axis, names, whole)
-        beyond = int((sigmas > K).sum())
-        return Fit(
-            output,
-            float(sigmas.max(initial=0.0)),
-            beyond,
-            ratio,
-            (shown, len(self.runs) * of_run),
-            tuple(looks),
-            tuple(pairs),
-        )
+        largest, beyond = float(sigmas.max(initial=0.0)), int((sigmas > K).sum())
+        return replace(fit, sigmas=largest, beyond=beyond, looks=tuple(looks), pairs=tuple(pairs))
+
+    def fit_of_sketch(self, output: str, measured: Metrics, scale: Scale, dtype: str) -> Fit:
+        """How an output of `dtype` fits as a whole, of which a record has left the rms of η by tile."""
+        shape = self.golden.shape
+        square = np.full(shape, measured.power(shape)) * scale.unit**2
+        return _Sums.of(self, square, 1 / scale.unit**2, dtype).fit(output)
 
 
 @dataclass(frozen=True)
@@ -186,17 +184,29 @@ class _Sums:
     runs: Floats  # [R, …] w d²
 
     @classmethod
-    def of(cls, allowed: Allowance, y: np.ndarray) -> _Sums:
-        """Of each element of an output."""
-        delta = np.nan_to_num(explained_by(y, allowed.golden), posinf=0.0)  # infinite ones are beyond any bound
-        weight, variance = 1 / (allowed.smooth + allowed.last), allowed.variance
+    def of(cls, allowed: Allowance, square: Floats, weight: Floats, dtype: str) -> _Sums:
+        """Of each element of an output of `dtype`; square: δ²."""
+        variance = allowed.variance
         sigma = np.sqrt(variance)
         with np.errstate(divide="ignore", invalid="ignore"):
-            cut = [np.where(sigma > 0, side / sigma, np.inf) for side in _room(allowed.golden, str(y.dtype))]
+            cut = [np.where(sigma > 0, side / sigma, np.inf) for side in _room(allowed.golden, dtype)]
         second, fourth = (sum(moment(t) for t in cut) for moment in (_second, _fourth))
         model = weight * variance
         shown = model**2 * np.maximum(fourth - second**2, 0)
-        return cls(weight * delta**2, model * second, shown, model, 2 * model**2, weight * allowed.runs**2)
+        return cls(weight * square, model * second, shown, model, 2 * model**2, weight * allowed.runs**2)
+
+    @property
+    def whole(self) -> _Sums:
+        """The sums over all elements."""
+        return self.by(np.zeros(self.found.shape, int), 1)
+
+    def fit(self, output: str) -> Fit:
+        """How the output fits as a whole."""
+        whole = self.whole
+        looks = whole.looks("", [""])
+        shown, of_run = (float(n[0]) for n in whole.freedom)
+        ratio = looks[0].ratio if looks else float("nan")
+        return Fit(output, 0.0, 0, ratio, (shown, len(self.runs) * of_run), tuple(looks), ())
 
     def by(self, codes: np.ndarray, count: int) -> _Sums:
         """The sums over the elements of each label, which `codes` numbers."""

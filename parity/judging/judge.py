@@ -13,13 +13,13 @@ import numpy as np
 from parity.backends import runner
 from parity.dtypes import Floats
 from parity.judging import verdict
-from parity.judging.fit import RUNS, Fit, over_seeds
-from parity.judging.metrics import Metrics, Scale, eta, measure
+from parity.judging.fit import RUNS, Allowance, Fit, K, over_seeds
+from parity.judging.metrics import Metrics, explained_by, measure
 from parity.judging.reference import Reference
 from parity.judging.spread import allowances, runs
 from parity.judging.stages import emulate
 from parity.judging.verdict import Comparison, Verdict
-from parity.op import BACKENDS, Backend, Case, Op
+from parity.op import Backend, Case, Op
 from parity.trial import Trial
 
 
@@ -30,7 +30,7 @@ class Worst:
     index: tuple[int, ...]
     golden: float
     got: float
-    allowed: float  # |got - golden| that the bound allows there, before the output is rounded
+    allowed: float  # |got - golden| that is allowed there, before the output is rounded
     box: tuple[tuple[int, int], ...]  # first and last index, per axis, of the elements beyond the bound
     beyond: int  # how many there are
 
@@ -122,8 +122,8 @@ def judge_twin(trial: Trial) -> Judgement | None:
 def gates(trial: Trial) -> Judgement:
     """Run a trial and pass it through the gates that need no other backend and no other data (G1 to G3).
 
-    Data `integers` must come out exact, and bit-exact ops bit for bit (G2); everything else must lie within a derived
-    bound, where there is one, and fit its contract (G3). Of several outputs the one nearest to a limit decides. Raises
+    Data `integers` must come out exact, and bit-exact ops bit for bit (G2); everything else must fit its contract and
+    lie within a derived bound, where there is one (G3). Of several outputs the one nearest to a limit decides. Raises
     ImportError where the backend's framework is missing.
     """
     op, case, expected = trial.op, trial.case, trial.reference
@@ -144,8 +144,10 @@ def gates(trial: Trial) -> Judgement:
     if op.bit_exact:
         judgements = [_judge_bits(j, expected, first[j.output], again[j.output]) for j in undecided]
     else:
-        allowed = {} if exact else _fits(trial, first)
-        judgements = [_judge_output(j, trial, first[j.output], again[j.output], allowed) for j in undecided]
+        allowed = {} if exact else _allowances(trial, first)
+        judgements = [
+            _judge_output(j, trial, first[j.output], again[j.output], allowed.get(j.output)) for j in undecided
+        ]
     worst = max(judgements, key=lambda j: (not j.verdict.passed, j.load))
     return replace(
         worst,
@@ -155,24 +157,28 @@ def gates(trial: Trial) -> Judgement:
     )
 
 
-def _fits(trial: Trial, found: Mapping[str, np.ndarray]) -> dict[str, Fit]:
-    """How each output of the right shape fits the contract; from more runs where one does not."""
+Allowed = tuple[Allowance, Fit]
+"""What a contract explains of an output, and how what was found fits that."""
+
+
+def _allowances(trial: Trial, found: Mapping[str, np.ndarray]) -> dict[str, Allowed]:
+    """Of each output of the right shape; from more runs where one does not fit the contract."""
     golden, contract = trial.reference.golden, trial.contract
     if not contract.sites and trial.op.magnitude is not None:
         return {}  # it does not say what is rounded
     drawn = runs(trial.op, trial.case, trial.inputs, contract, golden)
     taken: list[dict[str, Floats]] = []
-    fits: dict[str, Fit] = {}
+    allowed: dict[str, Allowed] = {}
     for count in RUNS:
         taken += islice(drawn, count - len(taken))
-        fits = {
-            name: allowed.fit(name, found[name], trial.axes(name))
-            for name, allowed in allowances(taken, golden, contract.roundoff).items()
+        allowed = {
+            name: (of, of.fit(name, found[name], trial.axes(name)))
+            for name, of in allowances(taken, golden, contract.roundoff).items()
             if found[name].shape == golden[name].shape
         }
-        if all(fit.load <= 1 for fit in fits.values()):
+        if all(fit.load <= 1 for _, fit in allowed.values()):
             break
-    return fits
+    return allowed
 
 
 def _judge_bits(judged: Judgement, expected: Reference, y: np.ndarray, again: np.ndarray) -> Judgement:
@@ -182,7 +188,7 @@ def _judge_bits(judged: Judgement, expected: Reference, y: np.ndarray, again: np
 
 
 def _judge_output(
-    judged: Judgement, trial: Trial, y: np.ndarray, again: np.ndarray, fits: Mapping[str, Fit]
+    judged: Judgement, trial: Trial, y: np.ndarray, again: np.ndarray, allowed: Allowed | None
 ) -> Judgement:
     golden = trial.reference.golden[judged.output]
     dtype, scale = trial.contract.dtype(judged.output), trial.scale(judged.output)
@@ -190,29 +196,38 @@ def _judge_output(
     if bad_form and y.shape != golden.shape:
         return replace(judged, verdict=bad_form)
     metrics = measure(y, golden, scale)
+    unit, bound = scale.unit, judged.bound
+    if allowed:
+        unit, bound = allowed[0].sigma, K
+        judged = replace(judged, fits={judged.output: allowed[1]})
     if bad_form:
         decided = bad_form
     elif judged.case.data == "integers":
         decided = verdict.exactness(y, golden)
     else:
-        fit = fits.get(judged.output)
-        if fit is not None:
-            judged = replace(judged, fits={judged.output: fit})
-        decided = verdict.agreement(metrics, judged.bound)
-        if decided.passed and fit is not None:
-            decided = fit.verdict() or replace(decided, reason=str(fit))
+        decided = _agreement(metrics, judged.bound, judged.fit)
         if decided.passed:
-            decided = verdict.mistrusted(golden, scale, dtype, judged.bound) or decided
-    worst = None if decided.passed or not y.size else _worst(y, golden, scale, metrics, judged.bound)
+            decided = verdict.mistrusted(golden, unit, dtype, bound) or decided
+    worst = None if decided.passed or not y.size else _worst(y, golden, unit, bound)
     return replace(judged, verdict=decided, outputs={judged.output: metrics}, worst=worst)
 
 
-def _worst(y: np.ndarray, golden: Floats, scale: Scale, metrics: Metrics, bound: float) -> Worst:
-    index = metrics.worst[0]
-    wrong = np.isfinite(golden) != np.isfinite(y.astype(np.float64))
-    beyond = np.argwhere((eta(y, golden, scale) > bound) | wrong)
+def _agreement(metrics: Metrics, bound: float, fit: Fit | None) -> Verdict:
+    """G3: by the contract where it says what is rounded, and by the derived bound."""
+    if fit and (off := fit.verdict()):
+        return off
+    decided = verdict.agreement(metrics, bound)
+    return replace(decided, reason=str(fit)) if fit and decided.passed else decided
+
+
+def _worst(y: np.ndarray, golden: Floats, unit: Floats, bound: float) -> Worst:
+    """The element that errs most, in its unit, and where those are that err by more than `bound` units."""
+    off = np.isfinite(golden) != np.isfinite(y.astype(np.float64))
+    errors = np.where(off, np.inf, np.nan_to_num(explained_by(y, golden) / unit))
+    beyond = np.argwhere(errors > bound)
+    index = tuple(int(i) for i in np.unravel_index(int(errors.argmax()), y.shape))
     box = tuple((int(axis.min()), int(axis.max())) for axis in beyond.T) if len(beyond) else ()
-    return Worst(index, float(golden[index]), float(y[index]), bound * float(scale.at(index).unit), box, len(beyond))
+    return Worst(index, float(golden[index]), float(y[index]), bound * float(unit[index]), box, len(beyond))
 
 
 @dataclass(frozen=True)
@@ -245,15 +260,15 @@ def compare(op: Op, case: Case, seeds: int, recorded: Sequence[Judgement] | None
     """Judge `seeds` seeds, from the case's own on, on both backends: each against the golden, then against the other.
 
     `recorded` are the GPU's judgements of those seeds where it is not here to run them. Where a kernel fails against
-    the golden that is the verdict; of several outputs the worst one decides, and is held to what the op expects.
-    Raises ImportError where a backend's framework is missing.
+    the golden, or over the seeds against its contract (UNFIT: the GPU's), that is the verdict; of several outputs the
+    worst one decides, and is held to what the op expects. Raises ImportError where a backend's framework is missing.
     """
-    judged: dict[Backend, tuple[Judgement, ...]] = {"tpu": (), "gpu": tuple(recorded or ())}
-    contract: list[dict[str, Metrics]] = []
-    for drawn in (case.with_seed(case.seed + n) for n in range(seeds)):
-        for backend in BACKENDS if recorded is None else BACKENDS[:1]:
-            judged[backend] += (judge(Trial(op, drawn, backend)),)
-        contract.append(measure_contract(Trial(op, drawn, "gpu")))
+    judged: dict[Backend, tuple[Judgement, ...]] = {"tpu": (), "gpu": ()}
+    for n in range(seeds):
+        drawn = case.with_seed(case.seed + n)
+        judged["tpu"] += (judge(Trial(op, drawn, "tpu")),)
+        on_gpu = Trial(op, drawn, "gpu")
+        judged["gpu"] += (judge(on_gpu) if recorded is None else fitted(on_gpu, recorded[n]),)
     failed = next((j for js in judged.values() for j in js if not j.verdict.passed), None)
     if failed is not None:
         reason = f"{failed.backend}, seed {failed.case.seed}: {failed.verdict.reason}"
@@ -261,22 +276,36 @@ def compare(op: Op, case: Case, seeds: int, recorded: Sequence[Judgement] | None
     for backend, of_seeds in judged.items():
         for name in of_seeds[0].fits:
             if off := over_seeds([j.fits[name] for j in of_seeds]):
-                return Compared(case, judged, Comparison(replace(off, reason=f"{backend}, {off.reason}")))
+                off = replace(off, reason=f"{backend}, {off.reason}")
+                return Compared(case, judged, Comparison(off if backend == "tpu" else verdict.unfit(off)))
     comparisons = [
         verdict.compare(
             [j.outputs[name] for j in judged["tpu"]],
             [j.outputs[name] for j in judged["gpu"]],
-            [metrics[name] for metrics in contract],
             narrow_output=op.contract(case, "tpu").is_narrow(name),
             tau=op.tau,
         )
-        for name in contract[0]
+        for name in judged["tpu"][0].outputs
     ]
     expected = op.expectation(case)
     known = expected.verdict if expected else None
     # A known failure of one output must not hide another's.
     worst = max(comparisons, key=lambda c: (not c.verdict.passed, c.verdict.outcome != known, c.ratio))
     return Compared(case, judged, replace(worst, verdict=verdict.held_to(expected, worst.verdict)))
+
+
+def fitted(trial: Trial, recorded: Judgement) -> Judgement:
+    """A recorded judgement with how its outputs fit the contract, as far as their sketches say."""
+    golden, contract = trial.reference.golden, trial.contract
+    if not contract.sites:
+        return recorded
+    drawn = list(islice(runs(trial.op, trial.case, trial.inputs, contract, golden), RUNS[0]))
+    fits = {
+        name: of.fit_of_sketch(name, recorded.outputs[name], trial.scale(name), contract.dtype(name))
+        for name, of in allowances(drawn, golden, contract.roundoff).items()
+        if name in recorded.outputs
+    }
+    return replace(recorded, fits=fits)
 
 
 def measure_contract(trial: Trial) -> dict[str, Metrics]:

@@ -67,6 +67,13 @@ class Metrics:
     histogram: tuple[int, ...]  # of η > 0, `HISTOGRAM`
     tiles: tuple[tuple[float, ...], ...]  # rms η over `MAP` x `MAP` tiles of the last two axes
 
+    def power(self, shape: tuple[int, ...]) -> float:
+        """The mean square of η over an output of this shape, from its tiles."""
+        if not self.tiles:
+            return 0.0
+        rows, columns = (np.diff(edges) for edges in _edges(shape))
+        return float(np.average(np.square(self.tiles), weights=np.outer(rows, columns)))
+
 
 def explained_by(y: np.ndarray, golden: Floats) -> Floats:
     """|δ|: the smallest change of `golden` (float64) that one correct rounding to y's dtype turns into `y`.
@@ -132,8 +139,13 @@ def tile_map(errors: Floats) -> tuple[tuple[float, ...], ...]:
     if not errors.size:
         return ()
     flat = errors.reshape(-1, *((1, 1, *errors.shape)[-2:]))
-    rows, columns = (np.linspace(0, size, min(MAP, size) + 1).astype(int) for size in flat.shape[1:])
+    rows, columns = _edges(errors.shape)
     return tuple(tuple(_rms(flat[:, r0:r1, c0:c1]) for c0, c1 in pairwise(columns)) for r0, r1 in pairwise(rows))
+
+
+def _edges(shape: tuple[int, ...]) -> list[np.ndarray]:
+    """Where tiles begin and end along the last two axes."""
+    return [np.linspace(0, size, min(MAP, size) + 1).astype(int) for size in (1, 1, *shape)[-2:]]
 
 
 def _largest(values: Floats, count: int) -> Any:

@@ -9,6 +9,7 @@ from cpu_golden.stages import Stages
 from parity.dtypes import round_to, stochastic
 from parity.judging.fit import Allowance, Fit, K, Look, over_seeds
 from parity.judging.judge import judge
+from parity.judging.metrics import Scale, measure
 from parity.judging.spread import runs
 from parity.op import outputs
 from parity.trial import Trial
@@ -57,6 +58,17 @@ def test_equal_kernels_that_sum_in_another_order_fit():
             ratios.append(fit.ratio)
     assert failed <= 2
     assert np.median(ratios) == pytest.approx(1, abs=0.1)
+
+
+def test_a_sketch_says_how_an_output_fits_as_a_whole():
+    a, b = operands(3)
+    allowed = allowance(a, b, 3)
+    weighed_alike = Scale(np.sqrt(allowed.smooth + allowed.last) / U, U, 0)
+    y = summed(a, b, range(TERMS)[::-1], "tf32").astype(np.float32)
+    fit, sketch = allowed.fit("out", y, {}), measure(y, a @ b, weighed_alike)
+    of_sketch = allowed.fit_of_sketch("out", sketch, weighed_alike, "float32")
+    assert of_sketch.ratio == pytest.approx(fit.ratio, rel=1e-6) and fit.ratio > 1000
+    assert of_sketch.freedom == pytest.approx(fit.freedom, rel=1e-6)
 
 
 def test_an_accumulator_of_three_bits_less_does_not_fit():

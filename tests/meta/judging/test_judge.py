@@ -2,6 +2,8 @@
 several outputs decides, and which element is shown."""
 
 import itertools
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -224,6 +226,19 @@ def test_a_kernel_that_fails_against_the_golden_is_not_compared(device):
     assert np.isnan(compared.comparison.ratio)
     device.kernels["on:gpu"] = lambda x: kernel(x)[1:]
     assert np.isnan(compare(op(), CASE, 1).epsilon("gpu"))
+
+
+def test_a_gpu_that_is_off_its_contract_is_no_reference(device):
+    """By its records, which have agreed: its results are not here."""
+    sited = op(contract=lambda case, backend: Contract("ieee", "float32", sites={"out": "float32"}))
+    coarse = lambda x: round_to(third(x), "tf32").astype(np.float32)  # noqa: E731
+    for gpu, outcome in ((kernel, "TIE"), (coarse, "UNFIT")):
+        agreed = Verdict("AGREES", "G0", "recorded")
+        recorded = [replace(judge(Trial(sited, CASE.with_seed(n), "gpu", gpu)), verdict=agreed) for n in range(3)]
+        compared = compare(sited, CASE, 3, [replace(judged, fits={}) for judged in recorded]).comparison
+        assert compared.verdict.outcome == outcome
+    assert compared.verdict.gate == "G4"
+    assert re.fullmatch(r"gpu, out: [0-9.e+]+ × its contract over 3 seeds", compared.verdict.reason)
 
 
 def test_the_summary_of_a_comparison_is_of_the_worst_seed(device):
