@@ -20,13 +20,14 @@ of time, so they are the logarithms of decays that the recurrence itself has, an
 """
 
 from collections.abc import Iterator
+from functools import reduce
 
 import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.decays import decay_of, decayed, kept_of, sum_to_gate
 from cpu_golden._lib.scans import Sequence
-from cpu_golden.stages import Stages, exact
+from cpu_golden.stages import Stages, exact, tree_sum
 
 
 def chunk_forward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) -> tuple[Array, Array]:
@@ -34,9 +35,9 @@ def chunk_forward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) 
 
     Sites: q, k, v, initial_state, c (sum of the gates since the chunk began), exponent, decay (exp of it),
     kept_exponent and kept (of what decays a state, the latter less 1 or 0), decayed (an operand of a dot times its
-    decay), read (a dot times a decay), pairs (the running sums of what is decayed one by one), A (the decayed scores),
-    change and state (what is added to a state, and the sum), sum (of both parts of a result), of every dot lhs, rhs,
-    partial and acc (see `Stages.dot`), and out (o).
+    decay), read (a dot times a decay), product and pairs (what is decayed one by one, and the running sums of that), A
+    (the decayed scores), lost, change and state (what decays of a state, what is added to it, and the sum), sum (of
+    parts of a result), of every dot lhs, rhs, partial and acc (see `Stages.dot`), and out (o).
     """
     q, k, v, gate, state, scale, *_ = x.read(stages)
     o = np.zeros(v.shape)
@@ -91,10 +92,16 @@ def chunk_backward(
         dk[..., rows, :] += written
         of_scores = stages("sum", scale * stages.dot(a.mT, do_c))
         dv[..., rows, :] = stages("sum", of_scores + _read(k_c, to_end, dstate_c, stages))
-        of_states = np.sum(stages("terms", kept * state_c * dstate_c), axis=-1)[..., None, :]
+        of_states = tree_sum(stages("terms", state_c * dstate_c), stages.renamed(sum="dgate"))[..., None, :, 0]
+        of_states = sum_to_gate(stages("dgate", kept[..., 0][..., None, :] * of_states), gate, stages)
         read, written = stages("terms", q_c * read), stages("terms", k_c * written)
-        sums = of_states, _sum_from(read), _sum_before(written, stages, magnitude)
-        dgate[..., rows, :] = of_pairs + sum(stages("dgate", sum_to_gate(x, gate)) for x in sums)
+        if gate.shape[-1] == 1:
+            of_rows = stages.renamed(product="terms", pairs="dgate")
+            read, written = (_added(np.moveaxis(x, -1, 0), of_rows)[..., None] for x in (read, written))
+            sums = _sum_of_step(of_pairs, read, written, stages, magnitude), of_states
+        else:
+            sums = of_pairs, of_states, _sum_from(read), _sum_before(written, stages, magnitude)
+        dgate[..., rows, :] = reduce(lambda total, x: stages("dgate", total + stages("dgate", x)), sums)
     out = [stages("out", x) for x in (dq, dk, dv, dgate)]
     return out[0], out[1], out[2], out[3], dstate
 
@@ -152,13 +159,13 @@ def _scores(q: Array, k: Array, c: Array, stages: Stages) -> Array:
 def _pair_gradients(
     a: Array, da: Array, q: Array, k: Array, c: Array, stages: Stages, magnitude: bool
 ) -> tuple[Array, Array, Array]:
-    """The parts of dq, dk and dgate that come from A, the pairs of rows within the chunk."""
+    """The parts of dq, dk and dgate that come from A, the pairs of rows within the chunk; the last for each i where all
+    channels have one gate, see `_sum_of_step`."""
     if c.shape[-1] == 1:
         of_scores = stages("decayed", da * _between(c, stages)[..., 0])
-        straddling = np.sum(
-            np.tril(_sum_from(stages("pair_terms", a * da)), -1), axis=-1, keepdims=True
-        )  # i ≥ t and j < t
-        return stages.dot(of_scores, k), stages.dot(of_scores.mT, q), stages("dgate", straddling)
+        before = np.tril(np.ones(a.shape[-2:]), -1)  # [t, j]
+        of_pairs = stages.dot(before, stages("pair_terms", a * da).mT)  # [..., t, i], of all j < t
+        return stages.dot(of_scores, k), stages.dot(of_scores.mT, q), of_pairs
     dq, dk, dgate = (np.zeros(x.shape) for x in (q, k, c))
     for rows in _chunks(q, stages.sub_block):
         q_r, k_r, da_r = q[..., rows, :], k[..., rows, :], da[..., rows, rows]
@@ -170,26 +177,25 @@ def _pair_gradients(
         read, written = stages("terms", q_r * dq_r), stages("terms", k_r * dk_r)
         dgate[..., rows, :] = _running_from(read + written if magnitude else read - written, stages)
         of_same = np.diagonal(da_r, axis1=-2, axis2=-1)[..., None]  # no gate is between a step and itself
-        dq[..., rows, :], dk[..., rows, :] = dq_r + of_same * k_r, dk_r + of_same * q_r
+        dq[..., rows, :], dk[..., rows, :] = (stages("sum", x) for x in (dq_r + of_same * k_r, dk_r + of_same * q_r))
     for first, second in _halves(q, stages.sub_block):
         from_border, to_border = _across(c, first, second, stages)
         k_h = stages("decayed", k[..., first, :] * to_border)
         q_h = stages("decayed", q[..., second, :] * from_border)
         dq_h = stages("read", from_border * stages.dot(da[..., second, first], k_h))
         dk_h = stages("read", to_border * stages.dot(da[..., second, first].mT, q_h))
-        dgate[..., second, :] += stages("dgate", _sum_from(stages("terms", q[..., second, :] * dq_h)))
-        dgate[..., first, :] += stages(
-            "dgate", _sum_before(stages("terms", k[..., first, :] * dk_h), stages, magnitude)
-        )
-        dq[..., second, :] += dq_h
-        dk[..., first, :] += dk_h
+        read, written = stages("terms", q[..., second, :] * dq_h), stages("terms", k[..., first, :] * dk_h)
+        for rows, x in ((second, _sum_from(read)), (first, _sum_before(written, stages, magnitude))):
+            dgate[..., rows, :] = stages("dgate", dgate[..., rows, :] + stages("dgate", x))
+        dq[..., second, :] = stages("sum", dq[..., second, :] + dq_h)
+        dk[..., first, :] = stages("sum", dk[..., first, :] + dk_h)
     return dq, dk, dgate
 
 
 def _added(terms: Array, stages: Stages) -> Array:
     """The sum over the first axis, one after the other."""
     total = np.zeros(terms.shape[1:])
-    for term in terms:
+    for term in stages("product", terms):
         total = stages("pairs", total + term)
     return total
 
@@ -214,6 +220,17 @@ def _across(c: Array, first: slice, second: slice, stages: Stages) -> tuple[Arra
     """The decays from the last row of a first half to each of the second, and to it from each of the first."""
     border = c[..., first.stop - 1, None, :]
     return decay_of(c[..., second, :] - border, stages), decay_of(border - c[..., first, :], stages)
+
+
+def _sum_of_step(pairs: Array, read: Array, written: Array, stages: Stages, magnitude: bool) -> Array:
+    """The gradient of the gate of each step t of a chunk but for what passes it, [..., C, 1]: the sum of what each row
+    i ≥ t reads, pairs [..., t, i] and read [..., i, 1], and each before it writes, in pairs.
+    """
+    rows = np.arange(pairs.shape[-1])
+    later = rows[:, None] <= rows  # [t, i]
+    terms = np.where(later, stages("dgate", pairs + read.mT), written.mT)
+    total = tree_sum(terms, stages.renamed(sum="dgate"))
+    return total + 2 * written if magnitude else total
 
 
 def _running_from(x: Array, stages: Stages) -> Array:

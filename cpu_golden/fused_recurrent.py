@@ -10,9 +10,9 @@ is: `_lib/scans.py`.
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden._lib.decays import decayed, sum_to_gate
+from cpu_golden._lib.decays import decayed, kept_of, sum_to_gate
 from cpu_golden._lib.scans import Sequence
-from cpu_golden.stages import Stages, exact
+from cpu_golden.stages import Stages, exact, tree_sum
 
 BLOCK = 64  # steps between the states that the staged backward pass keeps
 SEGMENT = 16  # steps between states that are rounded for the steps to come
@@ -21,22 +21,23 @@ SEGMENT = 16  # steps between states that are rounded for the steps to come
 def recurrent_forward(x: Sequence, *, stages: Stages = exact) -> tuple[Array, Array]:
     """The recurrence as the fused recurrent kernels round it: see `_step`. A `Forward` scan.
 
-    Sites: q, k, v, initial_state, kept_exponent (a step's gate), kept, written (k_t v_tᵀ), change, state, lhs, rhs,
-    partial, acc (of q_tᵀ S_t), out.
+    Sites: q, k, v, initial_state, kept_exponent (a step's gate), kept, lost, written (k_t v_tᵀ), change, state, partial
+    and acc (products of q_t and S_t, and their sums in pairs), out.
     """
     q, k, v, gate, state, scale, *_ = x.read(stages)
     o, rounded = np.zeros(v.shape), state
     for t in range(q.shape[2]):
         state, rounded = _step(t, k, v, gate, state, stages)
-        o[..., t, :] = scale * stages.dot(q[..., t, None, :], rounded)[..., 0, :]
+        o[..., t, :] = scale * _summed(q[..., t, :, None] * rounded, -2, stages)
     return stages("out", o), rounded
 
 
 def recurrent_backward(x: Sequence, *, stages: Stages = exact) -> tuple[Array, Array, Array, Array, Array]:
     """The derivative of the recurrence as the fused recurrent kernels round it. A `Backward` scan.
 
-    A forward pass keeps the state before every `BLOCK` steps; the states between are computed again.
-    Sites: as `recurrent_forward`, do, dht, dwritten, dstate, dgate.
+    A forward pass keeps the state before every `BLOCK` steps; the states between are computed again. The gate of a step
+    decays the gradient of the state together with what the step before adds to it.
+    Sites: as `recurrent_forward`, do, dht, dwritten, dchange, dstate, decayed (a state), dgate.
     """
     q, k, v, gate, state, scale, do, dstate = x.read(stages)
     size = q.shape[2]
@@ -46,20 +47,24 @@ def recurrent_backward(x: Sequence, *, stages: Stages = exact) -> tuple[Array, A
             checkpoints.append(state)
         state, _ = _step(t, k, v, gate, state, stages)
     dq, dk, dv, dgate = (np.zeros(x.shape) for x in (q, k, v, gate))
+    following, back = None, stages.renamed(change="dchange")
     for first in reversed(range(0, size, BLOCK)):
-        states = [checkpoints.pop()]
+        states = [state := checkpoints.pop()]
         for t in range(first, min(first + BLOCK, size)):
-            state, rounded = _step(t, k, v, gate, states[-1], stages)
-            states.append(state)
-            dq[..., t, :] = scale * stages.dot(rounded, do[..., t, :, None])[..., 0]
+            state, rounded = _step(t, k, v, gate, state, stages)
+            states.append(rounded)
+            dq[..., t, :] = scale * _summed(rounded * do[..., t, None, :], -1, stages)
         for t in reversed(range(first, min(first + BLOCK, size))):
-            dstate = dstate + stages("dwritten", scale * q[..., t, :, None] * do[..., t, None, :])
+            written = stages("dwritten", scale * q[..., t, :, None] * do[..., t, None, :])
+            dstate = dstate + written if following is None else decayed(following, dstate, written, back)
             rounded = stages("dstate", dstate)
-            dk[..., t, :] = stages.dot(rounded, v[..., t, :, None])[..., 0]
-            dv[..., t, :] = stages.dot(k[..., t, None, :], rounded)[..., 0, :]
-            dstate = decayed(gate[..., t, :, None], dstate if t % SEGMENT else rounded, 0.0, stages)
-            of_states = stages.dot(dstate[..., None, :], states[t - first][..., None])[..., 0, 0]
-            dgate[..., t, :] = stages("dgate", sum_to_gate(of_states, gate))
+            dk[..., t, :] = _summed(rounded * v[..., t, None, :], -1, stages)
+            dv[..., t, :] = _summed(k[..., t, :, None] * rounded, -2, stages)
+            following = gate[..., t, :, None]
+            before = stages("decayed", kept_of(following, stages) * states[t - first])
+            dgate[..., t, :] = sum_to_gate(_summed(rounded * before, -1, stages), gate, stages)
+            if t % SEGMENT == 0:
+                dstate, following = decayed(following, rounded, 0.0, back), None
     out = [stages("out", x) for x in (dq, dk, dv, dgate)]
     return out[0], out[1], out[2], out[3], dstate
 
@@ -89,6 +94,12 @@ def backward_definition(x: Sequence) -> tuple[Array, Array, Array, Array, Array]
         dstate = np.exp(gate[..., t, :, None]) * dstate
         dgate[..., t, :] = sum_to_gate(np.sum(dstate * states[t], axis=-1), gate)
     return dq, dk, dv, dgate, dstate
+
+
+def _summed(products: Array, axis: int, stages: Stages) -> Array:
+    """Over an axis, in pairs."""
+    terms = np.moveaxis(stages("partial", products), axis, -1)
+    return tree_sum(terms, stages.renamed(sum="acc"))[..., 0]
 
 
 def _step(t: int, k: Array, v: Array, gate: Array, state: Array, stages: Stages) -> tuple[Array, Array]:

@@ -60,7 +60,7 @@ def fused_recurrent_gla_fwd(q: Array, k: Array, v: Array, *, gk: Array, **option
     """o and, with output_final_state, ht of the recurrence, step by step.
 
     Arguments, result and errors as `chunk_gla_fwd`. With reverse ht is the state of the first step.
-    Stages: depth. Sites: those of `fused_recurrent.recurrent_forward`.
+    Sites: those of `fused_recurrent.recurrent_forward`.
     """
     return forward(recurrent_forward, q, k, v, {"gk": gk}, **options)
 
@@ -69,7 +69,7 @@ def fused_recurrent_gla_fwd(q: Array, k: Array, v: Array, *, gk: Array, **option
 def fused_recurrent_gla_bwd(q: Array, k: Array, v: Array, do: Array, *, gk: Array, **options: Unpack[StepBwd]) -> Grads:
     """The gradients of `fused_recurrent_gla_fwd`; arguments, result and errors as `chunk_gla_bwd`.
 
-    Stages: depth. Sites: those of `fused_recurrent.recurrent_backward`; out is dq, dk, dv and dgk.
+    Sites: those of `fused_recurrent.recurrent_backward`; out is dq, dk, dv and dgk.
     """
     return Grads(**backward(recurrent_backward, q, k, v, do, {"gk": gk}, **options).named)
 

@@ -78,7 +78,7 @@ def fused_recurrent_simple_gla_fwd(
     """o and, with output_final_state, ht of the recurrence, step by step.
 
     Arguments, result and errors as `chunk_simple_gla_fwd`. With reverse ht is the state of the first step.
-    Stages: depth. Sites: those of `fused_recurrent.recurrent_forward`.
+    Sites: those of `fused_recurrent.recurrent_forward`.
     """
     return forward(recurrent_forward, q, k, v, {"g": g, "g_gamma": g_gamma}, **options)
 
@@ -89,7 +89,7 @@ def fused_recurrent_simple_gla_bwd(
 ) -> SimpleGrads:
     """The gradients of `fused_recurrent_simple_gla_fwd`; arguments, result and errors as `chunk_simple_gla_bwd`.
 
-    Stages: depth. Sites: those of `fused_recurrent.recurrent_backward`; out is dq, dk, dv, the gradient of the gates.
+    Sites: those of `fused_recurrent.recurrent_backward`; out is dq, dk, dv, the gradient of the gates.
     """
     return SimpleGrads(**backward(recurrent_backward, q, k, v, do, {"g": g, "g_gamma": g_gamma}, **options).named)
 

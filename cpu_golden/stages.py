@@ -69,7 +69,8 @@ class Stages:
     def dot(self, a: Array, b: Array, *, running: str = "acc", first: int = 0) -> Array:
         """a [..., I, J] @ b [..., J, L], summed over J in steps of `depth`, the first of which begins at -`first`.
 
-        Sites: lhs, rhs (the operands), partial (the products of one step, summed), and at `running` the running sum.
+        Sites: lhs, rhs (the operands), partial (the products of one step, summed), at `running` the running sum (of a
+        tile, and the last one), and tiles (that of tiles).
         """
         a, b = self("lhs", a), self("rhs", b)
         acc = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]))
@@ -78,8 +79,8 @@ class Stages:
             offset = 0 if n else first % (self.tile or first + 1)
             for x, y in self.passes(tile_a, tile_b, self.depth, offset):
                 total = self(running, total + self("partial", x @ y))
-            acc = self(running, acc + total) if n else total
-        return acc
+            acc = self("tiles", acc + total) if n else total
+        return acc if self.tile is None else self(running, acc)
 
 
 exact = Stages()
@@ -95,4 +96,4 @@ def tree_sum(terms: Array, stages: Callable[[str, Array], Array] = exact) -> Arr
         if terms.shape[-1] % 2:
             terms = np.concatenate([terms, np.zeros((*terms.shape[:-1], 1))], axis=-1)
         terms = stages("sum", terms[..., ::2] + terms[..., 1::2])
-    return terms
+    return terms if terms.shape[-1] else np.zeros((*terms.shape[:-1], 1))

@@ -26,6 +26,9 @@ UNIT_ROUNDOFF = {
 }
 """Half an ulp at 1, bounding the relative error of one rounding to nearest."""
 
+IN_FLOAT32 = {"tf32": 11, "float32/2": 23}
+"""Significant digits of what is kept in a float32. float32/2 is what an exp returns that is off by up to two ulps."""
+
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The NumPy (or ml_dtypes) dtype called `name`; raises TypeError for a name neither has."""
@@ -38,9 +41,10 @@ def round_to(values: Floats, dtype: str) -> np.ndarray:
     A direct cast to a narrow dtype goes through float32 and rounds twice; so float32 is entered by rounding to odd
     (Boldo & Melquiond 2008, IEEE TC 57:462), which keeps the sticky bit.
     """
-    if dtype == "tf32":  # 11 significant bits in a float32
+    if dtype in IN_FLOAT32:
         mantissa, exponent = np.frexp(values)
-        return np.ldexp(np.rint(mantissa * 2.0**11) * 2.0**-11, exponent).astype(np.float32)
+        unit = 2.0 ** IN_FLOAT32[dtype]
+        return np.ldexp(np.rint(mantissa * unit) / unit, exponent).astype(np.float32)
     if dtype == "bf16x2":  # the sum of two bfloat16, in a float32
         high = round_to(values, "bfloat16").astype(np.float64)
         return (high + round_to(values - high, "bfloat16")).astype(np.float32)
@@ -102,5 +106,6 @@ def _format(name: str) -> tuple[int, float]:
 
 SMALLEST = float(np.finfo(np.float32).tiny)
 """Of float32 and bfloat16; below it errors are too small to matter."""
-FORMATS = {name: _format(name) for name in UNIT_ROUNDOFF if name not in ("tf32", "float64")} | {"tf32": (11, SMALLEST)}
+FORMATS = {name: _format(name) for name in UNIT_ROUNDOFF if name not in ("tf32", "float64")}
+FORMATS |= {name: (digits, SMALLEST) for name, digits in IN_FLOAT32.items()}
 """Significant digits (with the leading 1) and smallest normal number of the dtypes that a site may round to."""

@@ -3,7 +3,7 @@
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden.stages import Stages
+from cpu_golden.stages import Stages, exact, tree_sum
 
 
 def decay_of(exponent: Array, stages: Stages) -> Array:
@@ -22,9 +22,10 @@ def kept_of(exponent: Array, stages: Stages) -> Array:
 
 
 def decayed(exponent: Array, state: Array, written: Array | float, stages: Stages) -> Array:
-    """exp · state + written. Sites: those of `kept_of`, and change, what is added to the state or to 0."""
+    """exp · state + written. Sites: those of `kept_of`, lost (the rest times the state), and change (the sum of that
+    and what is written, which is added to the state or to 0)."""
     whole, rest = _parts(exponent, stages)
-    return whole * state + stages("change", rest * state + written)
+    return whole * state + stages("change", stages("lost", rest * state) + written)
 
 
 def _parts(exponent: Array, stages: Stages) -> tuple[Array, Array]:
@@ -33,6 +34,6 @@ def _parts(exponent: Array, stages: Stages) -> tuple[Array, Array]:
     return whole, stages("kept", decay - whole)
 
 
-def sum_to_gate(channels: Array, gate: Array) -> Array:
-    """The gradient by key channel [..., K], summed where one gate decays all of them."""
-    return np.sum(channels, axis=-1, keepdims=True) if gate.shape[-1] == 1 else channels
+def sum_to_gate(channels: Array, gate: Array, stages: Stages = exact) -> Array:
+    """The gradient by key channel [..., K], summed in pairs where one gate decays all of them. Site: dgate."""
+    return stages("dgate", tree_sum(channels, stages.renamed(sum="dgate")) if gate.shape[-1] == 1 else channels)

@@ -16,6 +16,7 @@ from tests.matrix.ops import is_backward, op
 LINEAR = ("q", "k", "v", "do", "initial_state", "dht")
 """The arguments in which every output is linear, or free of."""
 LOG_DECAYS = ("g", "g_gamma", "gk")
+PIECE = 8  # products that a float32 dot of the GPU's chunked kernels sums one after the other; it adds these in float64
 
 
 @lru_cache(maxsize=16)
@@ -133,6 +134,7 @@ def contract(c: Case, backend: Backend) -> Contract:
         out=c.out,
         outs=outs,
         depth=1 if is_recurrent(c) else depth,
+        tile=PIECE if dot == "ieee" and not is_recurrent(c) else None,
         sites=sites(c, backend),
         schedule=schedule(c, backend),
     )
@@ -154,27 +156,37 @@ def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
 
 def sites(c: Case, backend: Backend) -> Mapping[str, str]:
     """Every intermediate is float32, but for the sum of the gates, which the kernels carry in two; and what a dot takes
-    is two bfloat16, unless its products are those of float32. Dots with ones sum the gradients of gates.
+    is two bfloat16, unless its products are those of float32. Sums of the TPU's chunk_gla_bwd are dots with ones.
+
+    Products of a dot are exact on a GPU; what leaves the MXU is rounded before it is added. The GPU takes exp of scalar
+    gates in float64 where dots are not split (in float32 its exp is off by two ulps: ex2.approx in the PTX ISA), and
+    what decays a state from exact sums, as the TPU does of scalar gates.
+    The TPU's recurrent kernels add what is written to a state without rounding the change.
     """
-    names = ["kept_exponent", "kept", "change", "state", "partial", "acc"]
+    split = is_split(c)
+    names = ["kept", "state", "acc", *(["dstate", "dgate"] if is_backward(c) else [])]
     if is_recurrent(c):
-        names += ["written", *(["dwritten"] if is_backward(c) else [])]
+        names += ["partial", "written", "lost" if backend == "tpu" else "change"]
+        names += ["dwritten", "dchange", "decayed"] if is_backward(c) else []
     else:
-        names += ["exponent", "decay", "decayed", "sum", "A", *(["read"] if is_simple(c) or is_backward(c) else [])]
-        names += [*([] if is_simple(c) else ["pairs"]), *(["dA", "terms"] if is_backward(c) else [])]
-    names += ["dstate", "dgate"] if is_backward(c) else []
-    rounded = dict.fromkeys(names, F32)
-    is_split = not is_recurrent(c) and (c.dtype == BF16 or c.precision == "bf16x3")
-    summed: tuple[str, ...] = ()  # in dots with ones
-    if is_backward(c) and not is_recurrent(c):
-        if is_simple(c):
-            summed = ("pair_terms",)
-        elif backend == "tpu":
-            summed = ("terms",)
-        else:
-            rounded["up_to"] = F32
-    rounded |= dict.fromkeys(summed, F32)
-    return rounded | (dict.fromkeys(("lhs", "rhs", *summed), "bf16x2") if is_split else {})
+        names += ["lost", "change", "decay", "decayed", "sum", "A"]
+        names += ["read"] if is_simple(c) or is_backward(c) else []
+        names += [] if is_simple(c) else ["product", "pairs"]
+        names += ["dA", "terms", "pair_terms" if is_simple(c) else "up_to"] if is_backward(c) else []
+        names += ["partial"] if backend == "tpu" else []
+        names += ["kept_exponent"] if backend == "tpu" and (split or not is_simple(c)) else []
+        names += ["exponent"] if backend == "tpu" or split or not is_simple(c) else []
+    pieces = ["lhs", "rhs"] if split else []
+    if is_backward(c) and not is_simple(c) and backend == "tpu" and not is_recurrent(c):
+        names.remove("up_to")
+        pieces += ["terms"] if split else []
+    exp = ["decay"] if backend == "gpu" and "exponent" in names else []
+    return dict.fromkeys(names, F32) | dict.fromkeys(pieces, "bf16x2") | dict.fromkeys(exp, "float32/2")
+
+
+def is_split(c: Case) -> bool:
+    """Whether dots take bfloat16 pieces of what is float32."""
+    return not is_recurrent(c) and (c.dtype == BF16 or c.precision == "bf16x3")
 
 
 def chain(c: Case, inputs: Inputs) -> Mapping[str, int]:

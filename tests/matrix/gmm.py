@@ -45,7 +45,7 @@ def contract(c: Case, backend: Backend) -> Contract:
     """
     native = c.dtype == BF16 or (c.dtype == F16 and backend == "gpu")
     if backend == "tpu":
-        sites = {"partial": F32, "acc": F32}
+        sites = {"partial": F32, "acc": F32, "tiles": F32}
         # tgmm's tiles are of all rows, the GPU's of each group's.
         schedule = {"aligned": True} if c.op == "tgmm" else {}
         tile = c.tiling and c.tiling[0 if c.op == "tgmm" else 1]

@@ -99,7 +99,9 @@ def test_few_runs_say_of_a_kernel_what_many_do(shape):
     assert np.median(ratios) == pytest.approx(1, abs=0.05)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "tf32", "bf16x2", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "tf32", "float32/2", "bf16x2", "float8_e4m3fn", "float8_e5m2"]
+)
 def test_random_rounding_is_right_on_average_and_to_a_neighbour(dtype):
     words = np.random.SFC64(1).random_raw
     values = np.random.default_rng(2).uniform(-4, 4, 50)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from cpu_golden.stages import Stages
 from parity.inputs import draw
 from parity.judging import stages
 from parity.judging.judge import judge, measure_contract
@@ -69,6 +70,16 @@ def test_one_pass_of_bfloat16_is_predicted_as_well():
     assert bf16 == pytest.approx(8 * tf, rel=0.1)  # three digits fewer
 
 
+def test_sums_of_tiles_are_rounded_once_for_each_and_at_last():
+    """Of 1, 10, … 10^5 in tiles of two, in steps of one: at acc each tile's and the last, at tiles those between."""
+    seen = []
+    summed = Stages(lambda site, x: seen.append((site, float(x[0, 0]))) or x, depth=1, tile=2)
+    summed.dot(10.0 ** np.arange(6)[None], np.ones((6, 1)))
+    of_tiles = [(site, x) for site, x in seen if site in ("acc", "tiles")]
+    first, second, third = ([("acc", a), ("acc", 11 * a)] for a in (1.0, 100.0, 10000.0))
+    assert of_tiles == [*first, *second, ("tiles", 1111.0), *third, ("tiles", 111111.0), ("acc", 111111.0)]
+
+
 STAGED = [op for op in OPS if not op.bit_exact]
 
 
@@ -77,7 +88,7 @@ STAGED = [op for op in OPS if not op.bit_exact]
 def test_every_op_has_the_sites_of_its_contract_and_a_budget_over_them(op, backend):
     case = min((c for c in op.cases if c.data == "normal"), key=lambda c: TIERS.index(c.tier))
     seen = stages.values(Trial(op, case, backend))
-    assert op.contract(case, backend).sites.keys() <= seen.keys()
+    assert op.contract(case, backend).sites.keys() - {"tiles"} <= seen.keys()  # those are of a matrix unit
     share = stages.budget(Trial(op, case, backend))
     assert share.keys() == seen.keys()
     assert sum(share.values()) == pytest.approx(1)
