@@ -158,6 +158,23 @@ def _outliers(spec: Array, bits: Bits, out: str) -> np.ndarray:
     return values * np.where(loud, 64.0, 1.0).reshape(channels)
 
 
+def _correlated(spec: Array, bits: Bits, out: str) -> np.ndarray:
+    """Normal, nine tenths of the variance common to all lines along the summed axis (the last one, where none is).
+
+    Rows of a trained model's activations point much the same way (Ethayarajh 2019, arXiv:1909.00512).
+    """
+    values = _normal(spec, bits, out)
+    axis = (-1 if spec.sum_over is None else spec.sum_over) % values.ndim
+    common = values[tuple(slice(None) if n == axis else slice(1) for n in range(values.ndim))]
+    return np.sqrt(0.9) * common + np.sqrt(0.1) * values
+
+
+def _residuals(spec: Array, bits: Bits, out: str) -> np.ndarray:
+    """Normal in rows of sizes down to 2^-12, or as far down as fp8 reaches: what is left of most has converged."""
+    exponents = bits(spec.shape[:-1]) % np.uint64(2 * REACH.get(spec.dtype, 6) + 1)
+    return np.ldexp(_normal(spec, bits, out), -exponents.astype(np.int64)[..., None])
+
+
 def _cancellation(spec: Array, bits: Bits, out: str) -> np.ndarray:
     """Neighbours along the summed axis whose products cancel up to `CANCELLATION`."""
     values = _normal(spec, bits, out)
@@ -211,6 +228,8 @@ DISTRIBUTIONS: Mapping[str, Callable[[Array, Bits, str], np.ndarray]] = {
     "integers": _integers,
     "wide": _wide,
     "outliers": _outliers,
+    "correlated": _correlated,
+    "residuals": _residuals,
     "cancellation": _cancellation,
     "poison": _normal,  # normal, with NaN and ±inf wherever the operation must not read
     "nonfinite": _normal,  # normal, with a few NaN and ±inf where it must

@@ -10,7 +10,7 @@ import numpy as np
 from cpu_golden import gla, simple_gla
 from parity import Array, Case, Contract, Gates, Offsets, Op
 from parity.op import Backend, Inputs, outputs
-from tests.matrix.gmm import BF16, F32, MMA_DEPTH, MXU_DEPTH
+from tests.matrix.gmm import BF16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED
 from tests.matrix.ops import is_backward, op
 
 LINEAR = ("q", "k", "v", "do", "initial_state", "dht")
@@ -331,7 +331,7 @@ EMPTY = [
 ]
 PACKINGS = ["even", "ragged", "zeros_and_ones", "one"]
 DECAYS = ["steep", "resets", "zero", "positive", "mixed"]
-DISTRIBUTIONS = ["one_signed", "outliers", "cancellation", "wide"]
+DISTRIBUTIONS = ["one_signed", "outliers", "cancellation", "wide", *TRAINED]
 STATES = dict(h0=[True], ht=[True])
 BOTH_WAYS = dict(route=["fused", "unfused"])
 
@@ -342,7 +342,7 @@ def small_cases(op: Op, shape: Mapping[str, int], **options: Any) -> tuple[Case,
         *op.grid([shape], dtype=[F32, BF16], tier="smoke", **STATES, **options),
         *op.grid([shape], dtype=[F32], decay=["steep", "resets", "positive", "mixed"], **STATES, **options),
         *op.grid([shape], dtype=[BF16], decay=["steep"], **STATES, **options),
-        *op.grid([shape], dtype=[F32], data=["cancellation"], **STATES, **options),
+        *op.grid([shape], dtype=[F32], data=["cancellation", *TRAINED], **STATES, **options),
     )
 
 
@@ -432,6 +432,7 @@ def with_recurrent_cases(op: Op) -> Op:
     parts = [
         op.grid([STEPS], dtype=[F32, BF16], tier="smoke", **STATES),
         op.grid([STEPS], dtype=[F32], decay=["steep"], **STATES),
+        op.grid([STEPS], dtype=[F32], data=["residuals"], **STATES),
         op.grid([STEPS], dtype=[F32], reverse=[True], **last_gate, **STATES),
         op.grid([dict(B=1, T=8, H=1, K=300, V=20)], dtype=[F32], **last_gate, **STATES),
         op.grid(EDGES[:1], dtype=[F32], **{name: choices[2:3] for name, choices in every_gate.items()}),

@@ -236,6 +236,7 @@ LARGE = [
 ]
 SOME_TILES = [(128, 128, 128), (32, 256, 128), (100, 130, 90), (256, 512, 256), (16, 128, 256)]
 DISTRIBUTIONS = ["one_signed", "wide", "outliers", "cancellation", "poison", "nonfinite"]
+TRAINED = ["correlated", "residuals"]  # as one_signed and outliers are, what trained models have
 
 
 def models(op: Op) -> tuple[Case, ...]:
@@ -273,6 +274,7 @@ def with_cases(op: Op) -> Op:
             groups=["zipf", "short", "none", "one_hot", "straddle", "ones"], **small,
         ),
         op.grid(SMALL, dtype=[F32, (BF16, F32), BF16], data=DISTRIBUTIONS, groups=["short"], **small),
+        op.grid(SMALL, dtype=[(BF16, F32)], data=TRAINED, groups=["short"], **small),
         op.grid(SMALL, dtype=[F32, BF16], tiling=SOME_TILES, groups=["straddle"]),
         op.grid(SQUARE, dtype=[F32, BF16], groups=["straddle"], **flags),
         op.grid(LONG_GROUPS, dtype=[F32, (BF16, F32)], tiling=LONG_TILES, groups=["straddle"]),
@@ -285,7 +287,7 @@ def with_cases(op: Op) -> Op:
             CROSSED, dtype=DTYPES, data=DISTRIBUTIONS, existing_out=[False, True], groups=["short", "empty_runs"],
             tier="full", **small,
         ),
-        op.grid(CROSSED, dtype=DTYPES, data=DISTRIBUTIONS, groups=["short"], tier="full", **small, **flags),
+        op.grid(CROSSED, dtype=DTYPES, data=DISTRIBUTIONS + TRAINED, groups=["short"], tier="full", **small, **flags),
         op.grid(
             SHARD, dtype=[F32, (BF16, F32)], data=["poison", "nonfinite"], shard=[(0, 8), (3, 8), (6, 8)],
             groups=["zipf"], tier="full", **small,

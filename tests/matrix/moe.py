@@ -25,6 +25,7 @@ from tests.matrix.gmm import (
     MXU_DEPTH,
     PATTERNS,
     SMALL_TILES,
+    TRAINED,
     grouped,
     groups_and_out,
     longest_group,
@@ -126,7 +127,7 @@ _FORWARD, _BACKWARD = (
     for golden, added in ((grouped_dense, "existing_out"), (grouped_dense_bwd, "dout"))
 )
 
-DATA = ["one_signed", "wide", "outliers", "poison", "nonfinite"]
+DATA = ["one_signed", "wide", "outliers", "poison", "nonfinite", *TRAINED]
 SMALL = dict(M=200, K=256, N=128, G=4)  # M is no multiple of the block
 SQUARE = dict(M=150, K=128, N=128, G=4)
 
@@ -153,6 +154,7 @@ def with_dense_cases(op: Op) -> Op:
                 existing_out=[True], groups=["zipf"], **small),
         # the gradient of an empty group is exactly zero (tokamax#887, #1016)
         op.grid([SMALL], dtype=[BF16], groups=["empty_runs"], **small),
+        op.grid([SMALL], dtype=[BF16], data=["residuals"], groups=["short"], **small),
         op.grid([SMALL], dtype=[F32], data=["poison"] if forward else ["poison", "nonfinite", "outliers"],
                 groups=["short"], **small),
         op.grid([SMALL], dtype=[F32, BF16], quantize=[False, True], bwd_quantize=[False, True],
@@ -170,8 +172,10 @@ GROUPED_DENSE, GROUPED_DENSE_BWD = map(with_dense_cases, (_FORWARD, _BACKWARD))
 
 
 def drawn(c: Case, name: str, shape: tuple[int, ...], dtype: str, size: float = 1.0, one_in: int = 1) -> Given:
-    """A tensor of the case's data, times a size."""
-    values = DISTRIBUTIONS[c.data](Array(shape, dtype, one_in=one_in), stream(c, name), c.out) * size
+    """A tensor of the case's data, times a size; channels that are outliers are x's."""
+    channels = -1 if (c.data, name) == ("outliers", "x") else None
+    spec = Array(shape, dtype, channels, one_in=one_in)
+    values = DISTRIBUTIONS[c.data](spec, stream(c, name), c.out) * size
     return Given(round_to(values, dtype))
 
 
@@ -235,11 +239,11 @@ PERMUTE = _PERMUTE.with_cases(
 )  # fmt: skip
 UNPERMUTE = _UNPERMUTE.with_cases(
     _UNPERMUTE.grid([TOKENS], dtype=[BF16], capacity=[None, 40], tier="smoke"),
-    _UNPERMUTE.grid([ODD], dtype=[F32], data=["normal", "one_signed", "poison"], capacity=[7]),
+    _UNPERMUTE.grid([ODD], dtype=[F32], data=["normal", "one_signed", "poison", "residuals"], capacity=[7]),
     _UNPERMUTE.grid([EVERY, FEW], dtype=[F32], weights=[False, True]),
     _UNPERMUTE.grid([WIDE], dtype=[BF16], model=DEEPSEEK_V3.name),
     _UNPERMUTE.grid([TOKENS, ODD, EVERY], dtype=[F32, BF16], weights=[False, True], capacity=[None, 7],
-                    data=["normal", "one_signed", "wide", "poison", "nonfinite"], tier="full"),
+                    data=["normal", "one_signed", "wide", "poison", "nonfinite", *TRAINED], tier="full"),
 )  # fmt: skip
 
 
@@ -392,13 +396,14 @@ def with_layer_cases(op: Op) -> Op:
     if op.name == "moe_layer":
         some = [
             op.grid([LAYER], dtype=[BF16], tier="smoke"),
+            op.grid([LAYER], dtype=[F32], data=["normal", "residuals"]),
             op.grid([LAYER], dtype=[BF16], quantize=["mxfp8"], capacity=[20]),
             op.grid([deepseek], dtype=[BF16], quantize=["fp8"], shard=[(4, 1)], tier="full", model=DEEPSEEK_V3.name),
             op.grid([gpt_oss], dtype=[BF16], quantize=["mxfp8"], shard=[(8, 1)], tier="full", model=GPT_OSS_120B.name),
         ]
     else:
         some = [
-            op.grid([LAYER], dtype=[BF16], quantize=["fp8"], capacity=[20]),
+            op.grid([LAYER], dtype=[BF16], quantize=["fp8"], capacity=[20], data=["normal", "residuals"]),
             op.grid([IDLE], dtype=[F32], data=["poison"]),
             op.grid([IDLE], dtype=[BF16], data=["nonfinite"], sanitize_grads=[True]),
         ]
@@ -407,6 +412,7 @@ def with_layer_cases(op: Op) -> Op:
         op.grid([DROPS], dtype=[F32], capacity=[None, 11], renormalize=[False, True], tier="full"),
         op.grid([LAYER], dtype=[F32, BF16], quantize=[None, "fp8", "mxfp8"], data=["normal", "one_signed"],
                 shard=[None, (1, 2)], tier="full"),
+        op.grid([LAYER], dtype=[F32, BF16], quantize=[None, "fp8"], data=["outliers", *TRAINED], tier="full"),
         op.grid([LAYER], dtype=[BF16], quantize=["fp8"], block_size=[32, None], tier="full"),
         op.grid([IDLE], dtype=[F32, BF16], quantize=[None, "mxfp8"], data=["poison", "nonfinite"],
                 sanitize_grads=[False, True], tier="full"),

@@ -24,6 +24,7 @@ from tests.matrix.gmm import (
     MXU_DEPTH,
     PATTERNS,
     SMALL_TILES,
+    TRAINED,
     grouped,
     groups_and_out,
     shapes,
@@ -274,7 +275,7 @@ def with_gmm_cases(op: Op) -> Op:
         mixes(op, GMM_TILES, [DEEPSEEK], dtype=[FP8_BF16], existing_out=[True], transpose_rhs=[True],
               groups=["one_hot"], **tiles),
         mixes(op, GMM_TILES, [("1x64", "1x32xN")], dtype=[FP8], data=["wide", "poison"], groups=["short"], **tiles),
-        mixes(op, GMM_SMALL, [channels], dtype=[FP8], data=DISTRIBUTIONS, groups=["short"], **small),
+        mixes(op, GMM_SMALL, [channels], dtype=[FP8], data=[*DISTRIBUTIONS, "residuals"], groups=["short"], **small),
         # flashinfer#3650: one NaN in a padded row corrupts its tile
         mixes(op, GMM_SMALL, [("20x64", "2x32x16")], dtype=[FP8], data=["poison"], groups=["short"], **small),
         mixes(op, GMM_SMALL, [ROW_CHANNEL], dtype=[(I8, F32)], data=["poison"], groups=["short"], **small),
@@ -296,6 +297,8 @@ def with_gmm_cases(op: Op) -> Op:
         pairs(op, GMM_LONG, PAIRS + MORE_PAIRS, [ROW_CHANNEL, ("1x256", "1x32x32")], scales=["steps"], groups=["zipf"],
               tier="full"),
         pairs(op, GMM_SQUARE, PAIRS, [ROW_CHANNEL], transpose_rhs=[True], groups=["zipf"], tier="full"),
+        mixes(op, GMM_SMALL, [channels], dtype=[FP8, FP8_BF16, (I8, F32)], data=TRAINED, groups=["short"], tier="full",
+              **small),
         mixes(op, dict(M=64, K=128, N=64, G=0), [ROW_CHANNEL], dtype=[FP8_BF16], groups=["balanced"], tier="full"),
     ]  # fmt: skip
     return op.with_cases(*parts)
@@ -334,7 +337,7 @@ def with_tgmm_cases(op: Op) -> Op:
               groups=["straddle"]),
         mixes(op, TGMM_SMALL, [("64x1", "32x1")], dtype=[FP8], tiling=[(256, 64, 128), (32, 256, 128)],
               scales=["steps"], groups=["straddle"]),
-        mixes(op, TGMM_SMALL, [COLUMNS], dtype=[FP8], data=DISTRIBUTIONS, groups=["short"], **small),
+        mixes(op, TGMM_SMALL, [COLUMNS], dtype=[FP8], data=[*DISTRIBUTIONS, "correlated"], groups=["short"], **small),
         mixes(op, TGMM_SMALL, [("128x128", "32x1")], dtype=[(I8, F32)], data=["poison"], groups=["short"]),
         mixes(op, dict(M=4096, K=24, N=16, G=2), [("Mx1", "Mx1")], dtype=[(I8, F32)], groups=["one_hot"]),
         *(
@@ -348,6 +351,7 @@ def with_tgmm_cases(op: Op) -> Op:
               scales=["varied", "steps"], groups=["zipf"], tier="full"),
         mixes(op, TGMM_SMALL, [("Mx1", "Mx1"), ("32x32", "128x1")], dtype=[FP8], groups=PATTERNS,
               existing_out=[False, True], tier="full", **small),
+        mixes(op, TGMM_SMALL, [COLUMNS], dtype=[FP8, FP8_BF16], data=TRAINED, groups=["short"], tier="full", **small),
         pairs(op, TGMM_LONG, PAIRS + MORE_PAIRS, [("Mx1", "Mx1"), ("256x1", "64x32")], scales=["steps"],
               groups=["zipf"], tier="full"),
         *(

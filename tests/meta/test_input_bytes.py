@@ -82,6 +82,8 @@ DIGESTS = {
         "integers": "aeb4ecc22906",
         "wide": "d5d203777da8",
         "outliers": "33363be49716",
+        "correlated": "2f266f49dfb2",
+        "residuals": "acf21163c759",
         "cancellation": "5ddcefb00ad3",
         "poison": "aae1e2714b22",
         "nonfinite": "aae1e2714b22",

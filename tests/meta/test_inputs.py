@@ -86,6 +86,14 @@ def test_one_signed():
     assert abs(x.mean() - 0.5) < 0.01
 
 
+def test_correlated_rows_point_the_same_way_and_residuals_are_of_many_sizes():
+    rows = values("correlated")
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    assert np.median(rows[:-1] @ rows[-1]) == pytest.approx(0.9, abs=0.02)
+    sizes = np.log2(np.sqrt(np.mean(values("residuals") ** 2, axis=1)))
+    assert (sizes.max(), sizes.min()) == pytest.approx((0, -12), abs=0.2)
+
+
 def test_wide_spans_the_exponents():
     exponents = np.frexp(values("wide"))[1]
     assert np.unique(exponents).size >= 24
