@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from parity.backends.devices import torch_build
 from parity.op import Backend, Inputs
 
 EMULATED = "emulated"
@@ -117,5 +118,9 @@ def has_tpu() -> bool:
 
 
 def has_cuda() -> bool:
-    """Whether an NVIDIA device's files are there and visible, without loading a framework."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")
+    """Whether the files of what torch calls a CUDA device are there and visible, without loading a framework.
+
+    NVIDIA's, or AMD's where torch is built for ROCm: the graphics of a laptop's processor are no reason not to emulate.
+    """
+    there = any(Path("/dev").glob("nvidia[0-9]*")) or (Path("/dev/kfd").exists() and torch_build() == "hip")
+    return there and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")

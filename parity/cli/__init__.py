@@ -10,10 +10,11 @@ from importlib import import_module
 from pathlib import Path
 
 from parity.backends import prepare_environment
-from parity.cli.options import folder
+from parity.cli.options import folder, version
 
 COMMANDS = (
-    "run", "list", "diff", "merge", "show", "explain", "stages", "plans", "schedule", "shrink", "replay", "bisect"
+    *("run", "list", "diff", "merge", "show", "explain", "stages", "plans", "schedule", "shrink", "replay", "bisect"),
+    "doctor",
 )  # fmt: skip
 
 
@@ -37,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="parity", description="Judge TPU and GPU kernels of the same operations against one float64 golden."
     )
+    parser.add_argument("--version", action="version", version=f"kernel-parity {version()}")
     parser.add_argument("--root", type=folder, default=Path.cwd(), help="the project's folder (default: this one)")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in COMMANDS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,9 +21,18 @@ from parity.ledger import diff
 from parity.op import BACKENDS, Case
 from parity.trial import Trial
 
+DISTRIBUTION = "kernel-parity"
 EXPRESSION = "only cases whose id or model matches, as pytest's -k: words, and, or, not, ( )"
 
 E = TypeVar("E", bound=Entry)
+
+
+def version() -> str:
+    """The version of the package that is installed."""
+    try:
+        return importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def folder(text: str) -> Path:
