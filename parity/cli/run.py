@@ -6,27 +6,38 @@ import argparse
 import multiprocessing
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from rich import box
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from parity import matrix
 from parity.backends import prepare_environment, runner
-from parity.cli.options import EXPRESSION, console, file, matches, positive
+from parity.cli.options import EXPRESSION, console, file, folder, matches, positive
 from parity.dtypes import SHORT_NAMES
-from parity.judging.judge import compare
+from parity.judging.judge import Judgement, compare
 from parity.judging.verdict import Verdict
+from parity.ledger.book import Book
 from parity.ledger.provenance import now
-from parity.op import BACKENDS, Case, Op
+from parity.op import BACKENDS, Backend, Case, Op
 from parity.report import entries
 from parity.runners import ray as ray_run
+from parity.trial import Trial
 
 ABOUT = "run the cases with published model shapes on both backends and print the table of ε"
+EVERY = 15.0
+"""Seconds between two lines of progress where no terminal shows a bar."""
+
+Kinds = Mapping[Backend, str]
+"""The device kinds whose records are compared; none: both backends are run here."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-j", "--jobs", type=positive, default=None, metavar="N", help="processes (default: one per core)"
     )
     parser.add_argument("--report", type=file, default=None, metavar="FILE", help="write an HTML report as well")
+    parser.add_argument(
+        "--recorded", action="store_true",
+        help="run nothing: judge every case of which the ledger has all seeds of a TPU and of a GPU, any two of them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--records", type=folder, default=None, metavar="DIR", help="the ledger of --recorded (default: records)"
+    )
     ray_run.add_arguments(parser)
 
 
@@ -59,58 +77,121 @@ def command(given: argparse.Namespace) -> int:
     if given.pytest_arguments:
         raise ValueError(f"ARGUMENTS are for pytest with --ray, got {shlex.join(given.pytest_arguments)}")
     ops = matrix.load(given.root)
-    chosen = [(op, case) for op in ops for case in op.cases if case.model and matches(case, given.k)]
-    screen = console(150)
-    if not chosen:
-        raise ValueError(f"-k must match a case of a model's shape, got {given.k!r}")
-    utc = now()
-    lines: dict[str, Line] = {}
-    with Progress(
-        TextColumn("parity"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
-        console=screen, transient=True,
-    ) as progress:  # fmt: skip
-        task = progress.add_task("", total=len(chosen))
-        for line in _judge_all(given.root, chosen, given.seeds, given.jobs or os.cpu_count() or 1):
-            lines[line.case.id] = line
-            progress.update(task, advance=1, description=line.case.id)
-        if given.report:
-            judged = [lines[case.id].entry for _, case in chosen]
-            explained = entries.attribute(ops, judged, lambda id: progress.update(task, description=f"explain {id}"))
-    table = _table([lines[case.id] for _, case in chosen])
-    screen.print(table)
-    screen.print(" · ".join(f"{b}: {runner(b).describe()}" for b in BACKENDS), highlight=False)
-    failed = [line for line in lines.values() if not line.verdict.passed]
+    chosen = list(_recorded(given, ops)) if given.recorded else [({}, *case) for case in _of_models(given, ops)]
+    screen, utc = console(150), now()
+    lines: list[Line | None] = [None] * len(chosen)
+    with _progress(screen, len(chosen)) as progress:
+        for n, line in _judge_all(given, chosen):
+            lines[n] = line
+            progress(1, line.case.id)
+        done = [line for line in lines if line is not None]
+        judged: Sequence[entries.Entry] = [line.entry for line in done]
+        if given.report and not given.recorded:  # what was recorded elsewhere would be explained by what runs here
+            judged = entries.attribute(ops, judged, lambda id: progress(0, f"explain {id}"))
+    of_kinds: dict[tuple[str, ...], list[Line]] = {}
+    for (kinds, _, _), line in zip(chosen, done, strict=True):
+        of_kinds.setdefault(tuple(kinds.get(b) or runner(b).describe() for b in BACKENDS), []).append(line)
+    for devices, compared in of_kinds.items():
+        screen.print(_table(compared))
+        screen.print(_named(devices), highlight=False)
+    failed = [line for line in done if not line.verdict.passed]
     for line in failed:
         screen.print(f"{line.verdict.outcome}: {line.case.id}: {line.verdict.reason}", style="red", highlight=False)
     if given.report:
         from parity.report import page
 
-        command = shlex.join(["parity", "run", *(["-k", given.k] if given.k else []), "--seeds", str(given.seeds)])
-        about = page.Run(command, tuple(f"{b}: {runner(b).describe()}" for b in BACKENDS), utc)
-        print(f"report: {page.write(given.report, explained, about, given.root)}")
-    print(f"{len(lines) - len(failed)} passed, {len(failed)} failed")
+        words = [*(["--recorded"] if given.recorded else []), *(["-k", given.k] if given.k else [])]
+        run = shlex.join(["parity", "run", *words, "--seeds", str(given.seeds)])
+        about = page.Run(run, tuple(map(_named, of_kinds)), utc)
+        print(f"report: {page.write(given.report, judged, about, given.root)}")
+    print(f"{len(done) - len(failed)} passed, {len(failed)} failed")
     return 1 if failed else 0
 
 
-def _judge_all(root: Path, chosen: Sequence[tuple[Op, Case]], seeds: int, jobs: int) -> Iterator[Line]:
+def _named(devices: Sequence[str]) -> str:
+    return " · ".join(f"{b}: {device}" for b, device in zip(BACKENDS, devices, strict=True))
+
+
+def _of_models(given: argparse.Namespace, ops: Sequence[Op]) -> list[tuple[Op, Case]]:
+    chosen = [(op, case) for op in ops for case in op.cases if case.model and matches(case, given.k)]
+    if not chosen:
+        raise ValueError(f"-k must match a case of a model's shape, got {given.k!r}")
+    return chosen
+
+
+def _recorded(given: argparse.Namespace, ops: Sequence[Op]) -> list[tuple[Kinds, Op, Case]]:
+    """Every case, of any two devices, of which the ledger has all seeds. Raises ValueError where there is none."""
+    book = _book(_records(given))
+    tpus, gpus = (book.kinds(backend) for backend in BACKENDS)
+    if not tpus or not gpus:
+        there = f"of TPUs {', '.join(tpus) or 'none'}, of GPUs {', '.join(gpus) or 'none'}"
+        raise ValueError(f"--recorded needs records of a TPU and of a GPU (parity merge DIR …), has {there}")
+    pairs: list[Kinds] = [{"tpu": tpu, "gpu": gpu} for tpu in tpus for gpu in gpus]
+    chosen = [
+        (kinds, op, case)
+        for kinds in pairs
+        for op in ops
+        for case in op.cases
+        if not op.bit_exact and matches(case, given.k)
+        and all(book.holds(Trial(op, case, b), given.seeds, kind) for b, kind in kinds.items())
+    ]  # fmt: skip
+    if not chosen:
+        raise ValueError(f"--recorded needs a case with {given.seeds} seeds of both, has none that matches {given.k!r}")
+    return chosen
+
+
+@contextmanager
+def _progress(screen: Console, total: int) -> Iterator[Callable[[int, str], None]]:
+    """A function to be told how many more cases are done, and what is at hand: a bar, or now and then a line."""
+    if screen.is_terminal:
+        columns = TextColumn("parity"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        with Progress(*columns, TextColumn("{task.description}"), console=screen, transient=True) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda more, words: bar.update(task, advance=more, description=words)
+        return
+    began = said = time.monotonic()
+    done = 0
+
+    def tell(more: int, words: str) -> None:
+        nonlocal done, said
+        done, at = done + more, time.monotonic()
+        if at - said > EVERY:
+            said = at
+            print(f"parity: {done} of {total} · {at - began:.0f} s · {words}", flush=True)
+
+    yield tell
+
+
+def _records(given: argparse.Namespace) -> Path:
+    return given.records or given.root / "records"
+
+
+def _judge_all(given: argparse.Namespace, chosen: Sequence[tuple[Kinds, Op, Case]]) -> Iterator[tuple[int, Line]]:
+    """Each line as it comes, with its number."""
     # Spawned, not forked: the frameworks' threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
+    jobs = given.jobs or os.cpu_count() or 1
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=prepare_environment) as pool:
-        pending = [pool.submit(judge_line, root, op.name, case, seeds) for op, case in chosen]
+        pending = {
+            pool.submit(judge_line, given.root, op.name, case, given.seeds, kinds, _records(given)): n
+            for n, (kinds, op, case) in enumerate(chosen)
+        }
         try:
             for done in as_completed(pending):
-                yield done.result()
+                yield pending[done], done.result()
         finally:
             for future in pending:
                 future.cancel()
 
 
-def judge_line(root: Path, op_name: str, case: Case, seeds: int) -> Line:
-    """One line of the table; whatever a kernel raises costs its line alone."""
-    rerun = f'parity run -k "{case.id}" --seeds {seeds}'
+def judge_line(root: Path, op_name: str, case: Case, seeds: int, kinds: Kinds, records: Path) -> Line:
+    """One line of the table, of the ledger at `records` where there are kinds; what a kernel raises costs it alone."""
+    rerun = f'parity run {"--recorded " if kinds else ""}-k "{case.id}" --seeds {seeds}'
     try:
         op = next(op for op in matrix.load(root) if op.name == op_name)
-        compared = compare(op, case, seeds)
+        compared = compare(
+            op, case, seeds, {b: _judgements(records, Trial(op, case, b), seeds, kinds[b]) for b in kinds}
+        )
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         crash = entries.without_judgement(op_name, case.id, entries.COMPARED, "CRASH", reason, rerun)
@@ -123,6 +204,19 @@ def judge_line(root: Path, op_name: str, case: Case, seeds: int) -> Line:
         compared.comparison.verdict,
         entries.of_comparison(op, compared, rerun),
     )
+
+
+def _judgements(records: Path, trial: Trial, seeds: int, kind: str) -> list[Judgement]:
+    """What a device has recorded of a trial's seeds. Raises ValueError for a record that speaks of other inputs."""
+    found = []
+    for entry in _book(records).seeds(trial, seeds, real=True, kind=kind):
+        if isinstance(entry, Verdict):
+            raise ValueError(f"{entry.outcome}: {entry.reason}")
+        found.append(entry)
+    return found
+
+
+_book = cache(Book)
 
 
 def _table(lines: Sequence[Line]) -> Table:

@@ -19,7 +19,7 @@ from parity.judging.reference import Reference
 from parity.judging.spread import allowances, runs
 from parity.judging.stages import emulate
 from parity.judging.verdict import Comparison, Verdict
-from parity.op import Backend, Case, Op
+from parity.op import BACKENDS, Backend, Case, Op
 from parity.trial import Trial
 
 
@@ -256,19 +256,21 @@ class Compared:
         return float(np.sqrt(np.mean(np.square(measured)))) if measured else float("nan")
 
 
-def compare(op: Op, case: Case, seeds: int, recorded: Sequence[Judgement] | None = None) -> Compared:
+def compare(op: Op, case: Case, seeds: int, recorded: Mapping[Backend, Sequence[Judgement]] | None = None) -> Compared:
     """Judge `seeds` seeds, from the case's own on, on both backends: each against the golden, then against the other.
 
-    `recorded` are the GPU's judgements of those seeds where it is not here to run them. Where a kernel fails against
+    `recorded` are the judgements of those seeds by a backend that is not here to run them. Where a kernel fails against
     the golden, or over the seeds against its contract (UNFIT: the GPU's), that is the verdict; of several outputs the
-    worst one decides, and is held to what the op expects. Raises ImportError where a backend's framework is missing.
+    worst one decides, and is held to what the op expects. Raises ImportError where the framework of a backend that is
+    to be run is missing.
     """
-    judged: dict[Backend, tuple[Judgement, ...]] = {"tpu": (), "gpu": ()}
+    recorded = recorded or {}
+    judged: dict[Backend, tuple[Judgement, ...]] = dict.fromkeys(BACKENDS, ())
     for n in range(seeds):
-        drawn = case.with_seed(case.seed + n)
-        judged["tpu"] += (judge(Trial(op, drawn, "tpu")),)
-        on_gpu = Trial(op, drawn, "gpu")
-        judged["gpu"] += (judge(on_gpu) if recorded is None else fitted(on_gpu, recorded[n]),)
+        for backend in BACKENDS:
+            trial = Trial(op, case.with_seed(case.seed + n), backend)
+            of = recorded.get(backend)
+            judged[backend] += (judge(trial) if of is None else fitted(trial, of[n]),)
     failed = next((j for js in judged.values() for j in js if not j.verdict.passed), None)
     if failed is not None:
         reason = f"{failed.backend}, seed {failed.case.seed}: {failed.verdict.reason}"

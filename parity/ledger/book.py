@@ -47,17 +47,21 @@ class Book:
         )
 
     def find(
-        self, trial: Trial, *, real: bool, measured: Mapping[str, Metrics] | None = None
+        self, trial: Trial, *, real: bool, kind: str | None = None, measured: Mapping[str, Metrics] | None = None
     ) -> tuple[Record, Freshness] | None:
         """The newest record of a trial on a real or an emulated device, and whether it still speaks for the code.
 
-        measured: what the trial's outputs have come to just now, where it has been run.
+        kind: only that of this device kind. measured: what the trial's outputs have come to just now, where it has been
+        run.
         """
         key = _unseeded(trial.case), trial.case.seed
         found = [
             ledger[key]
-            for (_, name), ledger in self._of(trial.backend).items()
-            if name == trial.op.name and key in ledger and ledger[key].provenance.real == real
+            for (device, name), ledger in self._of(trial.backend).items()
+            if name == trial.op.name
+            and kind in (None, device)
+            and key in ledger
+            and ledger[key].provenance.real == real
         ]
         if not found:
             return None
@@ -89,14 +93,24 @@ class Book:
             return replace(judged, verdict=Verdict("STALE", "G0", fresh.reason)), fresh.status
         return judged, fresh.status
 
-    def seeds(self, trial: Trial, seeds: int, *, real: bool) -> Iterator[Judgement | Verdict]:
+    def kinds(self, backend: Backend) -> list[str]:
+        """The real device kinds of a backend that have ledgers here."""
+        found = ((kind, next(iter(ledger.values()))) for (kind, _), ledger in self._of(backend).items())
+        return sorted({kind for kind, record in found if record.provenance.real})
+
+    def holds(self, trial: Trial, seeds: int, kind: str) -> bool:
+        """Whether a device kind has recorded `seeds` seeds of a trial, its own first."""
+        ledger = self._of(trial.backend).get((kind, trial.op.name), {})
+        return all((_unseeded(trial.case), trial.case.seed + n) in ledger for n in range(seeds))
+
+    def seeds(self, trial: Trial, seeds: int, *, real: bool, kind: str | None = None) -> Iterator[Judgement | Verdict]:
         """The recorded judgements of `seeds` seeds, the trial's own first, on a real or an emulated device.
 
-        A verdict of G0 stands for each that is missing or invalid.
+        kind: only those of this device kind. A verdict of G0 stands for each that is missing or invalid.
         """
         backend = trial.backend
         for drawn in (trial.case.with_seed(trial.case.seed + n) for n in range(seeds)):
-            found = self.find(trial.with_case(drawn), real=real)
+            found = self.find(trial.with_case(drawn), real=real, kind=kind)
             if found is None:
                 yield Verdict("NO-RECORD", "G0", f"no {'' if real else 'emulated '}{backend} has recorded {drawn.id}")
             elif found[1].status == "INVALID":

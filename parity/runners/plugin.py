@@ -14,7 +14,7 @@ import pytest
 from parity import matrix
 from parity.backends import free_compiled_programs, has_cuda, has_tpu, is_here, runner
 from parity.judging import goldens
-from parity.judging.judge import compare, judge, judge_twin
+from parity.judging.judge import Judgement, compare, judge, judge_twin
 from parity.judging.verdict import Verdict
 from parity.ledger.book import Book
 from parity.ledger.write import Merged, Recorder, merge
@@ -71,9 +71,9 @@ class Run:
         __tracebackhide__ = True
         seeds = self._request.config.getoption("--parity-seeds")
         real = runner("tpu").real
-        recorded = None
+        recorded: dict[Backend, list[Judgement]] = {}
         if not is_here("gpu", real=real):
-            recorded = []
+            recorded["gpu"] = []
             for entry in self._book.seeds(Trial(self.op, self.case, "gpu"), seeds, real=real):
                 if isinstance(entry, Verdict):
                     missing = {"op": self.op.name, "case": self.case.id, "backend": "tpu", "real": real, "bound": 0.0}
@@ -83,10 +83,10 @@ class Run:
                     cases = {self.op.name: {self.case.id}}
                     command = text.record_command(_recording(self._request.config), "gpu", cases)
                     pytest.skip(f"{entry.outcome}: {entry.reason}; {where}: {command}")
-                recorded.append(entry)
+                recorded["gpu"].append(entry)
         compared = compare(self.op, self.case, seeds, recorded)
         if self._recorder:
-            for judged in compared.everything if recorded is None else compared.judged["tpu"]:
+            for judged in compared.judged["tpu"] if recorded else compared.everything:
                 self._recorder.write(self._book.record(Trial(self.op, judged.case, judged.backend), judged))
         self._report(compared.summary())
         if self._reports:
@@ -98,10 +98,11 @@ class Run:
             pytest.xfail(f"{decided.outcome}: {decided.reason}")
 
     def _compared_elsewhere(self) -> Iterator[Case]:
-        """The case's further seeds where a TPU of another host is to be compared with this GPU's records of them."""
+        """The case's further seeds where the other backend, on another host, is to be compared with records of them."""
         config = self._request.config
-        here = is_here("tpu", real=runner(self.backend).real)
-        if self.backend == "gpu" and not here and (_tier(config) == "full" or self.op.representative(self.case)):
+        (other,) = {*BACKENDS} - {self.backend}
+        here = is_here(other, real=runner(self.backend).real)
+        if not here and (_tier(config) == "full" or self.op.representative(self.case)):
             for n in range(1, config.getoption("--parity-seeds")):
                 yield self.case.with_seed(self.case.seed + n)
 

@@ -75,3 +75,28 @@ class Project:
         text = (self.folder / name).read_text()
         assert old in text
         self.write(name, text.replace(old, new, 1))
+
+
+HOST = """
+from parity.backends import {backend}, prepare_environment
+prepare_environment()
+
+class Pretended({backend}.{Runner}):
+    real = property(lambda self: True, lambda self, value: None)
+    device_kind = "{kind}"
+
+    def __init__(self):
+        self._device = {cpu}
+
+{backend}.make_runner = Pretended
+"""
+
+
+def tpu_host(kind: str = "TPU pretended") -> str:
+    """The conftest.py of a project on a host with a TPU, which is pretended."""
+    return HOST.format(backend="tpu", Runner="TpuRunner", kind=kind, cpu='__import__("jax").devices("cpu")[0]')
+
+
+def gpu_host(kind: str = "NVIDIA Pretended") -> str:
+    """The same with a GPU."""
+    return HOST.format(backend="gpu", Runner="GpuRunner", kind=kind, cpu='"cpu"')

@@ -206,7 +206,7 @@ def test_a_comparison_runs_both_backends_on_consecutive_seeds(device):
     errors = [j.metrics.epsilon for j in compared.judged["tpu"]]
     assert compared.epsilon("tpu") == pytest.approx(np.sqrt(np.mean(np.square(errors))))
     device.ran.clear()
-    again = compare(op(), CASE.with_seed(5), 3, recorded=compared.judged["gpu"])
+    again = compare(op(), CASE.with_seed(5), 3, recorded={"gpu": compared.judged["gpu"]})
     assert len(device.ran) == 3
     assert again.comparison == compared.comparison
     assert again.summary()["ratio"] == again.comparison.ratio == 1
@@ -235,7 +235,7 @@ def test_a_gpu_that_is_off_its_contract_is_no_reference(device):
     for gpu, outcome in ((kernel, "TIE"), (coarse, "UNFIT")):
         agreed = Verdict("AGREES", "G0", "recorded")
         recorded = [replace(judge(Trial(sited, CASE.with_seed(n), "gpu", gpu)), verdict=agreed) for n in range(3)]
-        compared = compare(sited, CASE, 3, [replace(judged, fits={}) for judged in recorded]).comparison
+        compared = compare(sited, CASE, 3, {"gpu": [replace(judged, fits={}) for judged in recorded]}).comparison
         assert compared.verdict.outcome == outcome
     assert compared.verdict.gate == "G4"
     assert re.fullmatch(r"gpu, out: [0-9.e+]+ × its contract over 3 seeds", compared.verdict.reason)

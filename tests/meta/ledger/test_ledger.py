@@ -15,6 +15,7 @@ from parity.ledger.diff import diff, load
 from parity.ledger.write import Recorder, merge
 from parity.trial import Trial
 from tests.matrix.gmm import GMM, representative
+from tests.support import projects
 from tests.support.projects import COMPARED, TESTS
 
 ROOT = Path(__file__).parents[3]
@@ -179,23 +180,6 @@ def test_a_killed_worker_loses_nothing_that_was_recorded_before(project, tmp_pat
     assert recorded == {"double-M8_N40-f32-s0", "double-M8_N40-bf16-s0", "double-M3_N5-f32-s0", "double-M3_N5-bf16-s0"}
 
 
-HOST = """
-from parity.backends import {backend}, prepare_environment
-prepare_environment()
-
-class Pretended({backend}.{Runner}):
-    real = property(lambda self: True, lambda self, value: None)
-    device_kind = "{kind}"
-
-    def __init__(self):
-        self._device = {cpu}
-
-{backend}.make_runner = Pretended
-"""
-TPU_HOST = dict(backend="tpu", Runner="TpuRunner", kind="TPU pretended", cpu='__import__("jax").devices("cpu")[0]')
-GPU_HOST = dict(backend="gpu", Runner="GpuRunner", kind="NVIDIA Pretended", cpu='"cpu"')
-
-
 @pytest.fixture
 def hosts(project):
     """Two hosts that share a ledger: one with a TPU (pretended), one with a GPU (pretended), as functions."""
@@ -204,10 +188,10 @@ def hosts(project):
     run.write("test_compared.py", COMPARED)
 
     def host(of, *arguments):
-        run.write("conftest.py", HOST.format(**of))
+        run.write("conftest.py", of)
         return run("-q", "--parity-seeds=2", *arguments)
 
-    return partial(host, TPU_HOST), partial(host, GPU_HOST)
+    return partial(host, projects.tpu_host()), partial(host, projects.gpu_host())
 
 
 def test_a_tpu_is_judged_against_the_records_of_a_gpu(hosts, tmp_path):
