@@ -49,6 +49,12 @@ def module(root: Path) -> str:
     return name
 
 
+def runners(root: Path) -> dict[str, str]:
+    """The labels of the runners of the project at `root`, and which device each has: "tpu:v6e", "gpu:h200"."""
+    found: dict[str, str] = _tools(root).get("parity", {}).get("runners", {})
+    return found
+
+
 def _tools(root: Path) -> dict[str, Any]:
     pyproject = root / "pyproject.toml"
     tools: dict[str, Any] = tomllib.loads(pyproject.read_text()).get("tool", {}) if pyproject.exists() else {}
