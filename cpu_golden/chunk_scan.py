@@ -51,19 +51,15 @@ def chunk_forward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) 
 
 
 def chunk_backward(
-    x: Sequence, *, chunk_size: int = 64, stages: Stages = exact, magnitude: bool = False
+    x: Sequence, *, chunk_size: int = 64, stages: Stages = exact
 ) -> tuple[Array, Array, Array, Array, Array]:
     """A `Backward` scan of `_lib/scans.py`, chunk by chunk.
 
-    magnitude: of absolute values (the gates true), and what is added to a gate's gradient and taken away again counts.
     Sites: those of `chunk_forward`, do, dht, dstate, dA, terms (what is summed to the gradient of a gate), pair_terms
     (those of scores, where all channels have one gate), up_to (sums that a row's own term is taken from), dgate (each
     of the other sums), out (each of the gradients).
     """
     q, k, v, gate, state, scale, do, dstate = x.read(stages)
-    if magnitude:
-        q, k, v, do, state, dstate = map(np.abs, (q, k, v, do, state, dstate))
-        scale = abs(scale)
     # What goes from chunk to chunk comes first, so that sites are in the order in which one acts on another.
     chunks = list(_chunks(q, stages.chunk_size or chunk_size))
     states, dstates = [], []
@@ -87,7 +83,7 @@ def chunk_backward(
         da = stages("dA", da)
         read = stages("read", scale * from_start * stages.dot(do_c, state_c.mT))
         written = stages("read", to_end * stages.dot(v_c, dstate_c.mT))
-        dq[..., rows, :], dk[..., rows, :], of_pairs = _pair_gradients(a, da, q_c, k_c, c, stages, magnitude)
+        dq[..., rows, :], dk[..., rows, :], of_pairs = _pair_gradients(a, da, q_c, k_c, c, stages)
         dq[..., rows, :] += read
         dk[..., rows, :] += written
         of_scores = stages("sum", scale * stages.dot(a.mT, do_c))
@@ -98,9 +94,9 @@ def chunk_backward(
         if gate.shape[-1] == 1:
             of_rows = stages.renamed(product="terms", pairs="dgate")
             read, written = (_added(np.moveaxis(x, -1, 0), of_rows)[..., None] for x in (read, written))
-            sums = _sum_of_step(of_pairs, read, written, stages, magnitude), of_states
+            sums = _sum_of_step(of_pairs, read, written, stages), of_states
         else:
-            sums = of_pairs, of_states, _sum_from(read), _sum_before(written, stages, magnitude)
+            sums = of_pairs, of_states, _sum_from(read), _sum_before(written, stages)
         dgate[..., rows, :] = reduce(lambda total, x: stages("dgate", total + stages("dgate", x)), sums)
     out = [stages("out", x) for x in (dq, dk, dv, dgate)]
     return out[0], out[1], out[2], out[3], dstate
@@ -156,9 +152,7 @@ def _scores(q: Array, k: Array, c: Array, stages: Stages) -> Array:
     return stages("A", a)
 
 
-def _pair_gradients(
-    a: Array, da: Array, q: Array, k: Array, c: Array, stages: Stages, magnitude: bool
-) -> tuple[Array, Array, Array]:
+def _pair_gradients(a: Array, da: Array, q: Array, k: Array, c: Array, stages: Stages) -> tuple[Array, Array, Array]:
     """The parts of dq, dk and dgate that come from A, the pairs of rows within the chunk; the last for each i where all
     channels have one gate, see `_sum_of_step`."""
     if c.shape[-1] == 1:
@@ -175,7 +169,7 @@ def _pair_gradients(
         dq_r = _added(np.moveaxis(of_scores * k_r[..., None, :, :], -2, 0), stages)
         dk_r = _added(np.moveaxis(of_scores * q_r[..., None, :], -3, 0), stages)
         read, written = stages("terms", q_r * dq_r), stages("terms", k_r * dk_r)
-        dgate[..., rows, :] = _running_from(read + written if magnitude else read - written, stages)
+        dgate[..., rows, :] = _running_from(read - written, stages)
         of_same = np.diagonal(da_r, axis1=-2, axis2=-1)[..., None]  # no gate is between a step and itself
         dq[..., rows, :], dk[..., rows, :] = (stages("sum", x) for x in (dq_r + of_same * k_r, dk_r + of_same * q_r))
     for first, second in _halves(q, stages.sub_block):
@@ -185,7 +179,7 @@ def _pair_gradients(
         dq_h = stages("read", from_border * stages.dot(da[..., second, first], k_h))
         dk_h = stages("read", to_border * stages.dot(da[..., second, first].mT, q_h))
         read, written = stages("terms", q[..., second, :] * dq_h), stages("terms", k[..., first, :] * dk_h)
-        for rows, x in ((second, _sum_from(read)), (first, _sum_before(written, stages, magnitude))):
+        for rows, x in ((second, _sum_from(read)), (first, _sum_before(written, stages))):
             dgate[..., rows, :] = stages("dgate", dgate[..., rows, :] + stages("dgate", x))
         dq[..., second, :] = stages("sum", dq[..., second, :] + dq_h)
         dk[..., first, :] = stages("sum", dk[..., first, :] + dk_h)
@@ -222,15 +216,14 @@ def _across(c: Array, first: slice, second: slice, stages: Stages) -> tuple[Arra
     return decay_of(c[..., second, :] - border, stages), decay_of(border - c[..., first, :], stages)
 
 
-def _sum_of_step(pairs: Array, read: Array, written: Array, stages: Stages, magnitude: bool) -> Array:
+def _sum_of_step(pairs: Array, read: Array, written: Array, stages: Stages) -> Array:
     """The gradient of the gate of each step t of a chunk but for what passes it, [..., C, 1]: the sum of what each row
     i ≥ t reads, pairs [..., t, i] and read [..., i, 1], and each before it writes, in pairs.
     """
     rows = np.arange(pairs.shape[-1])
     later = rows[:, None] <= rows  # [t, i]
     terms = np.where(later, stages("dgate", pairs + read.mT), written.mT)
-    total = tree_sum(terms, stages.renamed(sum="dgate"))
-    return total + 2 * written if magnitude else total
+    return tree_sum(terms, stages.renamed(sum="dgate"))
 
 
 def _running_from(x: Array, stages: Stages) -> Array:
@@ -247,11 +240,9 @@ def _sum_from(x: Array) -> Array:
     return np.flip(np.cumsum(np.flip(x, -2), -2), -2)
 
 
-def _sum_before(x: Array, stages: Stages, magnitude: bool) -> Array:
-    """The sum over the rows before each. Kernels may take it from the sum up to each: its magnitude has x twice."""
+def _sum_before(x: Array, stages: Stages) -> Array:
+    """The sum over the rows before each. Kernels may take it from the sum up to each."""
     before = np.zeros(x.shape)
     before[..., 1:, :] = np.cumsum(x[..., :-1, :], -2)
-    if magnitude:
-        return before + 2 * x
     up_to = before + x
     return before + (stages("up_to", up_to) - up_to)

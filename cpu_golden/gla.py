@@ -6,7 +6,6 @@ for every head, S [K, V] (Yang et al. 2023, arXiv:2312.06635): the gates of step
 sees k_t v_tᵀ undecayed. gk [B, T, H, K] are natural logarithms per step, not summed.
 """
 
-from functools import partial
 from typing import Unpack
 
 from cpu_golden import Array
@@ -41,18 +40,6 @@ def chunk_gla_bwd(q: Array, k: Array, v: Array, do: Array, *, gk: Array, **optio
     Raises ValueError or TypeError as `op_arguments.gla.check_backward`.
     """
     return Grads(**backward(chunk_backward, q, k, v, do, {"gk": gk}, **options).named)
-
-
-@options_of(backward, chunk_backward)
-def chunk_gla_bwd_magnitude(
-    q: Array, k: Array, v: Array, do: Array, *, gk: Array, **options: Unpack[ChunkBwd]
-) -> Grads:
-    """Σ|terms| behind every gradient that `chunk_gla_bwd` returns; arguments and errors as that.
-
-    The golden itself on absolute values, the gates true, and for dgk also what kernels may add to a gate's sum and
-    take away again: pairs that are not across its step. (Of the other forms the golden on absolute values is all.)
-    """
-    return Grads(**backward(partial(chunk_backward, magnitude=True), q, k, v, do, {"gk": gk}, **options).named)
 
 
 @options_of(forward, recurrent_forward)

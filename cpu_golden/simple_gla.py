@@ -8,7 +8,6 @@ arXiv:2307.08621; Lightning Attention: Qin et al. 2024, arXiv:2401.04658). Both 
 summed; where both are given they add, and without any nothing decays.
 """
 
-from functools import partial
 from typing import Unpack
 
 from cpu_golden import Array
@@ -55,20 +54,6 @@ def chunk_simple_gla_bwd(
 
 fused_chunk_simple_gla_fwd = chunk_simple_gla_fwd
 fused_chunk_simple_gla_bwd = chunk_simple_gla_bwd
-
-
-@options_of(backward, chunk_backward)
-def chunk_simple_gla_bwd_magnitude(
-    q: Array, k: Array, v: Array, do: Array, *, g: Gate = None, g_gamma: Gate = None, **options: Unpack[ChunkBwd]
-) -> SimpleGrads:
-    """Σ|terms| behind every gradient that `chunk_simple_gla_bwd` returns; arguments and errors as that.
-
-    The golden itself on absolute values, the gates true, and for dg and dg_gamma also what kernels may add to a gate's
-    sum and take away again: pairs that are not across its step. (Of the other forms the golden on absolute values is
-    all.)
-    """
-    scan = partial(chunk_backward, magnitude=True)
-    return SimpleGrads(**backward(scan, q, k, v, do, {"g": g, "g_gamma": g_gamma}, **options).named)
 
 
 @options_of(forward, recurrent_forward)

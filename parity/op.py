@@ -247,7 +247,7 @@ class Op:
     out of the case id unless `spelled` names it.
     contract(case, backend): what is judged by, an output rounded at random at its sites;
     chain(case, inputs) and magnitude(op, case, inputs), where they have been derived: the longest chain of additions
-    behind one output element, or that of each output by name, and Σ|terms| behind each element, shaped as the output;
+    behind one output element, and Σ|terms| behind each element, shaped as the output;
     steps(case, contract): the fields of the golden's `Stages` that are the steps of a kernel under that contract;
     unread(case, inputs): masks of elements that the operation must not read, poisoned in `poison` data;
     axes(case, inputs): what an error is looked for along. Of an output, by name: labels (numbers or words) that
@@ -261,7 +261,7 @@ class Op:
     inputs: Callable[[Case], Mapping[str, Array | Scales | Groups | Offsets | Gates | Given | None]]
     contract: Callable[[Case, Backend], Contract]
     arguments: Callable[[Case], Mapping[str, Any]] = lambda case: {}
-    chain: Callable[[Case, Inputs], int | Mapping[str, int]] | None = None
+    chain: Callable[[Case, Inputs], int] | None = None
     magnitude: Callable[[Op, Case, Inputs], Any] | None = None
     unread: Callable[[Case, Inputs], Mapping[str, np.ndarray]] = lambda case, inputs: {}
     defaults: Mapping[str, Any] = field(default_factory=dict)

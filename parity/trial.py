@@ -11,7 +11,7 @@ import numpy as np
 
 from parity.backends import load_kernel, runner
 from parity.judging.fit import K
-from parity.judging.metrics import Scale
+from parity.judging.metrics import Scale, floor
 from parity.judging.reference import Reference, reference
 from parity.op import Backend, Case, Contract, Inputs, Op, outputs
 
@@ -59,11 +59,20 @@ class Trial:
     def scale(self, output: str) -> Scale:
         """The units in which the errors of an output are counted."""
         expected = self.reference
-        return Scale(expected.magnitude[output], self.contract.roundoff, expected.chain[output])
+        return Scale(expected.magnitude[output], self.contract.roundoff, expected.chain)
 
-    def bound(self, output: str) -> float:
-        """What η of an output may be: derived a priori or, where nothing is, the σ that an element may err."""
-        return K if self.op.magnitude is None else self.contract.bound(self.reference.chain[output])
+    @property
+    def floors(self) -> dict[str, float]:
+        """ε of each output where it is the golden, correctly rounded."""
+        if self.op.bit_exact:
+            return {}
+        golden = self.reference.golden
+        return {name: floor(y, self.scale(name), self.contract.dtype(name)) for name, y in golden.items()}
+
+    @property
+    def bound(self) -> float:
+        """What η may be: derived a priori or, where nothing is, the σ that an element may err."""
+        return K if self.op.magnitude is None else self.contract.bound(self.reference.chain)
 
     def axes(self, name: str) -> Mapping[str, np.ndarray]:
         """The labels of an output's or an input's elements: by head, group, tile, …"""

@@ -106,7 +106,6 @@ def measure(y: np.ndarray, golden: Floats, scale: Scale) -> Metrics:
     scored = finite & ~wrong & (scale.magnitude > 0)
     rounded = round_to(golden[scored], str(y.dtype))
     e = (value[scored] - golden[scored]) / scale.magnitude[scored]
-    f = (rounded.astype(np.float64) - golden[scored]) / scale.magnitude[scored]
     errors = np.where(wrong, np.inf, eta(y, golden, scale))
     epsilon = _rms(e)
     order = _largest(errors.ravel(), TOP)
@@ -114,7 +113,7 @@ def measure(y: np.ndarray, golden: Floats, scale: Scale) -> Metrics:
         elements=y.size,
         scored=int(scored.sum()),
         epsilon=epsilon,
-        floor=_rms(f),
+        floor=floor(golden[scored], scale.at(scored), str(y.dtype)),
         misrounded=float(np.mean(y[scored] != rounded)) if e.size else 0.0,
         eta_max=float(errors.max(initial=0.0)),
         eta_q999=float(np.quantile(errors, 0.999, method="higher")) if errors.size else 0.0,
@@ -125,6 +124,13 @@ def measure(y: np.ndarray, golden: Floats, scale: Scale) -> Metrics:
         histogram=histogram(errors),
         tiles=tile_map(errors),
     )
+
+
+def floor(golden: Floats, scale: Scale, dtype: str) -> float:
+    """F: the ε of a golden that is correctly rounded to `dtype`."""
+    scored = np.isfinite(golden) & (scale.magnitude > 0)
+    exact = golden[scored]
+    return _rms((round_to(exact, dtype).astype(np.float64) - exact) / scale.magnitude[scored])
 
 
 def histogram(errors: Floats) -> tuple[int, ...]:

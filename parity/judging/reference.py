@@ -11,16 +11,14 @@ import numpy as np
 from parity.dtypes import Floats
 from parity.inputs import draw
 from parity.judging import goldens
+from parity.judging.fit import RUNS
 from parity.judging.spread import allowances, runs
 from parity.op import Case, Inputs, Op, outputs
-
-MAGNITUDE_RUNS = 16
-"""Runs that a magnitude is taken from where none is derived: σ of an element to 18 %, of a row or column better."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What a case's outputs are measured against: drawn inputs; golden, magnitude and longest chain by output.
+    """What a case's outputs are measured against: drawn inputs, golden and magnitude by output, and the longest chain.
 
     Where the op derives no magnitude, it is the error that the GPU's contract explains, in roundoffs of its
     accumulator, and there is no chain.
@@ -29,7 +27,7 @@ class Reference:
     inputs: Inputs
     golden: dict[str, Floats]
     magnitude: dict[str, Floats]
-    chain: dict[str, int]
+    chain: int
 
 
 @lru_cache(maxsize=4)
@@ -43,9 +41,7 @@ def reference(op: Op, case: Case) -> Reference:
     )
     if op.magnitude is None and not op.bit_exact:
         magnitude = _explained(op, case, inputs, golden)
-    chain = 0 if op.chain is None else op.chain(case, inputs)
-    chains = dict.fromkeys(golden, chain) if isinstance(chain, int) else {name: chain[name] for name in golden}
-    return Reference(inputs, golden, magnitude, chains)
+    return Reference(inputs, golden, magnitude, 0 if op.chain is None else op.chain(case, inputs))
 
 
 def _truth(op: Op, case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
@@ -59,7 +55,7 @@ def _truth(op: Op, case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
 
 def _explained(op: Op, case: Case, inputs: Inputs, golden: dict[str, Floats]) -> dict[str, Floats]:
     contract = op.contract(case, "gpu")
-    drawn = list(islice(runs(op, case, inputs, contract, golden), MAGNITUDE_RUNS))
+    drawn = list(islice(runs(op, case, inputs, contract, golden), RUNS[0]))
     explained = allowances(drawn, golden, contract.roundoff)
     return {
         name: explained[name].sigma / contract.roundoff if y.size else np.zeros(y.shape) for name, y in golden.items()

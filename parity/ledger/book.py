@@ -67,7 +67,8 @@ class Book:
             return None
         record = max(found, key=lambda r: r.provenance.utc)
         now = self._here(trial), hashes(trial.inputs), trial.contract.name, _tiles(trial.case)
-        return record, freshness(record, *now, measured)
+        floors = {name: m.floor for name, m in measured.items()} if measured else trial.floors
+        return record, freshness(record, *now, floors, measured)
 
     def check(self, trial: Trial, judged: Judgement, *, strict: bool) -> tuple[Judgement, str]:
         """A judgement held against its record, and the record's status.

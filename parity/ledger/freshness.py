@@ -10,6 +10,9 @@ from typing import Any, Literal
 from parity.judging.metrics import Metrics
 from parity.ledger.schema import SHA256, Provenance, Record, plain
 
+SAME_FLOOR = 1e-3
+"""How far, relatively, floors may be apart: another BLAS moves a golden's last bits, and seldom a random rounding."""
+
 
 @dataclass(frozen=True)
 class Freshness:
@@ -25,19 +28,27 @@ def freshness(
     inputs: Mapping[str, str],
     contract: str,
     tiles: str | None,
+    floors: Mapping[str, float],
     measured: Mapping[str, Metrics] | None = None,
 ) -> Freshness:
     """Compare a record with what would be recorded now: `current`, and the case's input hashes, contract and tiles.
 
-    INVALID, so not comparable at all: schema, inputs, a revision or the contract differ. VALID, whatever else differs:
-    the figures `measured` now are the recorded ones, but for what the golden's last bits move, see `_agree`. STALE, so
-    to be recorded again: code, tiles, or the environment (versions, driver, device, flags) differ. The environment
-    counts only between two real devices or two emulations: where the record's device is missing, only its code can be
-    checked. An emulation does not depend on the version of Python.
+    INVALID, so not comparable at all: schema, inputs, a revision or the contract differ, or the golden or the units in
+    which errors are counted: the floor of an output, which depends on these alone, is not what it was. VALID, whatever
+    else differs: the figures `measured` now are the recorded ones, but for what the golden's last bits move, see
+    `_agree`. STALE, so to be recorded again: code, tiles, or the environment (versions, driver, device, flags) differ.
+    The environment counts only between two real devices or two emulations: where the record's device is missing, only
+    its code can be checked. An emulation does not depend on the version of Python.
     """
     then = record.provenance
     if changed := _changes(_identity(then, record.inputs, record.contract), _identity(current, inputs, contract)):
         return Freshness("INVALID", changed)
+    before, now = {}, {}
+    for name in floors.keys() & record.outputs.keys():
+        if not math.isclose(floors[name], record.outputs[name].floor, rel_tol=SAME_FLOOR):
+            before[f"floor of {name}"], now[f"floor of {name}"] = record.outputs[name].floor, floors[name]
+    if before:
+        return Freshness("INVALID", _changes(before, now))
     if measured is not None and _agree(plain(measured), plain(record.outputs)):
         return Freshness("VALID")
     before, now = _sources(then, record.tiles), _sources(current, tiles)
@@ -89,4 +100,6 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def _shown(value: Any) -> str:
     if value is None:
         return "none"
+    if isinstance(value, float):
+        return f"{value:.3g}"
     return value[:12] if isinstance(value, str) and SHA256.fullmatch(value) else str(value)

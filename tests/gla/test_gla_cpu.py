@@ -47,6 +47,17 @@ def absolute(arguments):
     return {name: x if name in ("g", "g_gamma", "gk") else np.abs(x) for name, x in arguments.items()}
 
 
+def sums(form, forward, backward, **arguments):
+    """Σ|terms| behind every gradient; of the gates' also what chunks add to their sums and take away again."""
+    found = call("definition", "bwd", absolute(forward), **absolute(backward), **arguments)
+    if form != "chunk":
+        return found
+    twice = 2 * (np.abs(forward["k"]) * found.dk).astype(np.float64).sum(axis=1, keepdims=True)
+    more = {"dgk": twice, "dg": twice.sum(axis=-1), "dg_gamma": twice.sum(axis=(0, 1, 3)) * forward["k"].shape[1]}
+    gates = {name: x for name, x in found._asdict().items() if name in more and x is not None}
+    return found._replace(**{name: x + more[name] for name, x in gates.items()})
+
+
 def check_within(got, expected, magnitude, tolerance=1e-12):
     """Every output that is not None within `tolerance` of its magnitude, and the same ones None."""
     for name in expected._fields:
@@ -64,14 +75,16 @@ def check_is_the_recurrence(forward, backward, chunks, **arguments):
     last = dict(output_final_state=True, **arguments)
     o, grads = call("definition", "fwd", forward, **last), call("definition", "bwd", forward, **backward, **arguments)
     m_o = call("definition", "fwd", absolute(forward), **last)
-    m_grads = call("definition", "bwd", absolute(forward), **absolute(backward), **arguments)
     check_within(call("fused_recurrent", "fwd", forward, **last), o, m_o)
-    check_within(call("fused_recurrent", "bwd", forward, **backward, **arguments), grads, m_grads)
+    check_within(
+        call("fused_recurrent", "bwd", forward, **backward, **arguments),
+        grads,
+        sums("step", forward, backward, **arguments),
+    )
     for chunk_size in chunks:
         check_within(call("chunk", "fwd", forward, **last, chunk_size=chunk_size), o, m_o)
         chunked = dict(**backward, **arguments, chunk_size=chunk_size)
-        m_chunked = call("chunk", "bwd_magnitude", forward, **chunked)
-        check_within(call("chunk", "bwd", forward, **chunked), grads, m_chunked)
+        check_within(call("chunk", "bwd", forward, **chunked), grads, sums("chunk", forward, backward, **arguments))
 
 
 @pytest.mark.parametrize("t", [1, 3, 63, 64, 65, 129])
@@ -239,8 +252,7 @@ def test_a_sample_against_fifty_digits(gates, steepness):
         extra = dict(chunk_size=16) if form == "chunk" else {}
         got, grads = call(form, "fwd", forward, **extra), call(form, "bwd", forward, **backward, **extra)
         m_o = call(form, "fwd", absolute(forward), **extra).o
-        kind = ("chunk", "bwd_magnitude", forward) if form == "chunk" else (form, "bwd", absolute(forward))
-        m = call(*kind, **absolute(backward), **extra)
+        m = sums(form, forward, backward)
 
         def close(got, magnitude, exact):
             assert np.all(np.abs(got - np.asarray(exact, np.float64)) <= 1e-13 * magnitude + 1e-300)
@@ -369,24 +381,6 @@ def test_what_was_not_given_has_no_result():
     assert call("chunk", "fwd", forward).ht is None
     grads = call("chunk", "bwd", forward, do=backward["do"])
     assert [name for name in grads._fields if getattr(grads, name) is None] == ["dg", "dh0"]
-
-
-@pytest.mark.parametrize("gates", ["both", "gk"])
-def test_the_magnitude_is_the_sum_of_what_is_summed(gates):
-    forward, backward = problem(gates, t=37)
-    got = call("chunk", "bwd_magnitude", forward, **backward, chunk_size=16)
-    positive = call("definition", "bwd", absolute(forward), **absolute(backward))
-    for name in ("dq", "dk", "dv", "dh0"):
-        np.testing.assert_allclose(getattr(got, name), getattr(positive, name), rtol=1e-12)
-    # A gate's pairs of steps, and at most all that its chunk reads and writes from its step on.
-    name = "dgk" if gates == "gk" else "dg"
-    written = np.abs(forward["k"]) * positive.dk
-    written = written if gates == "gk" else written.sum(axis=-1)
-    rest = np.concatenate([np.flip(np.cumsum(np.flip(written[:, n : n + 16], 1), 1), 1) for n in (0, 16, 32)], axis=1)
-    more = getattr(got, name) - getattr(positive, name)
-    assert np.all(more >= -1e-12 * getattr(positive, name))
-    assert np.all(more <= (2 + 1e-12) * rest)
-    assert np.all(more.max(axis=1) > 0)
 
 
 DOT_SITES = {"lhs", "rhs", "partial", "acc"}

@@ -9,13 +9,10 @@ import numpy as np
 
 from cpu_golden import gla, simple_gla
 from parity import Array, Case, Contract, Gates, Offsets, Op
-from parity.op import Backend, Inputs, outputs
+from parity.op import Backend, Inputs
 from tests.matrix.gmm import BF16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED
 from tests.matrix.ops import is_backward, op
 
-LINEAR = ("q", "k", "v", "do", "initial_state", "dht")
-"""The arguments in which every output is linear, or free of."""
-LOG_DECAYS = ("g", "g_gamma", "gk")
 PIECE = 8  # products that a float32 dot of the GPU's chunked kernels sums one after the other; it adds these in float64
 
 
@@ -189,31 +186,6 @@ def is_split(c: Case) -> bool:
     return not is_recurrent(c) and (c.dtype == BF16 or c.precision == "bf16x3")
 
 
-def chain(c: Case, inputs: Inputs) -> Mapping[str, int]:
-    """The longest chain of roundings behind each output, in chunks of C steps (recurrent: C = 1).
-
-    A state is a sum over the C steps of a chunk, which each later chunk multiplies by its decay and adds to: C + 2 T/C.
-    Through it, or through scores within the chunk, which are fewer, the sums over K (o, dv) or V (dq, dk) follow or
-    precede; four more are the scale, the decay's exp (two) and the sum of the two ways. dg sums what crosses its step,
-    q·dq and k·dk, over K and the chunk, and adds the product of two states over K and V; dg_gamma sums dg over all
-    steps. The error of a decay's exponent is in M: see `magnitude`.
-    """
-    steps = 1 if is_recurrent(c) else c.chunk
-    state = steps + 2 * -(-c.T // steps)
-    gate = 2 * state + c.K + c.V + steps + 4
-    return {
-        "o": c.K + state + 4,
-        "ht": state + 2,
-        "dq": c.V + state + 4,
-        "dk": c.V + state + 4,
-        "dv": c.K + state + 4,
-        "dg": gate,
-        "dgk": gate,
-        "dg_gamma": gate + c.B * c.T,
-        "dh0": state + 2,
-    }
-
-
 def axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
     """Of what has a row per step: its chunk and its step in it, both counted from where its sequence begins; its head
     and its sequence. Of what has a state per sequence: head and sequence. v is what is written into states."""
@@ -234,41 +206,6 @@ def axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
     scalar = {name: labels[..., 0] for name, labels in rows.items()}  # without channels
     found = dict.fromkeys(("o", "dq", "dk", "dv", "dgk"), rows) | {"dg": scalar}
     return found | dict.fromkeys(("ht", "dh0"), of_state) | {"v": {"time chunk": rows["time chunk"]}}
-
-
-STEP = 2.0**-20
-"""By how much, relatively, `magnitude` moves the gates: the square of it is left out."""
-
-
-def magnitude(op: Op, case: Case, inputs: Inputs) -> Any:
-    """Σ|terms| · (1 + G) behind each output, G the sum of |gates| between the two steps that a term couples.
-
-    A term's decay is exp of the sum of those gates: rounding the sum moves the exponent by up to u·G and the decay by
-    as much relatively, in a kernel that adds nothing else to the sum. Terms are multilinear in all but the gates, and
-    moving every gate by STEP·|gate| multiplies one by exp(STEP·G): the golden of absolute values, there and here,
-    or where the golden subtracts what kernels add up, its own sum of absolute terms.
-    """
-    terms = MAGNITUDES.get(op.name, op.golden)
-
-    def at(step: float) -> Any:
-        moved = dict(inputs)
-        for name, x in inputs.items():
-            if x is not None and name in LINEAR:
-                moved[name] = np.abs(x)
-            elif x is not None and name in LOG_DECAYS:
-                exact = x.astype(np.float64)
-                moved[name] = exact + step * np.abs(exact)
-        return terms(**moved, **op.arguments(case))
-
-    here, there = at(0.0), outputs(at(STEP))
-    return here._replace(**{name: x + (there[name] - x) / STEP for name, x in outputs(here).items()})
-
-
-MAGNITUDES: Mapping[str, Any] = {
-    "chunk_simple_gla_bwd": simple_gla.chunk_simple_gla_bwd_magnitude,
-    "fused_chunk_simple_gla_bwd": simple_gla.chunk_simple_gla_bwd_magnitude,
-    "chunk_gla_bwd": gla.chunk_gla_bwd_magnitude,
-}
 
 
 def representative(c: Case) -> bool:
@@ -292,10 +229,7 @@ def without_cases(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
         inputs=inputs,
         arguments=arguments,
         contract=contract,
-        chain=chain,
-        magnitude=magnitude,
         axes=axes,
-        unread=lambda c, inputs: {},
         defaults=defaults if module is simple_gla else {n: d for n, d in defaults.items() if n not in SCALAR_GATES},
         route=route,
         spelled=tuple({"gates", "chunk"} & defaults.keys()),

@@ -1,21 +1,20 @@
 """Layers of a mixture of experts: their cases, how their inputs are drawn, what their kernels promise.
 
-`grouped_dense` and its gradients first, then `permute` and `unpermute`, and the whole layer, whose error `moe_error`
-derives.
+`grouped_dense` and its gradients first, then `permute` and `unpermute`, and the whole layer.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cpu_golden.grouped_dense import grouped_dense, grouped_dense_bwd
-from cpu_golden.moe import LayerGrads, moe_layer, moe_layer_bwd
+from cpu_golden.moe import moe_layer, moe_layer_bwd
 from cpu_golden.permute import permute, unpermute
 from op_arguments.permute import permuted_rows
 from parity import Array, Case, Contract, Groups, Op, abs_of
-from parity.dtypes import round_to
+from parity.dtypes import UNIT_ROUNDOFF, round_to
 from parity.inputs import DISTRIBUTIONS, stream
 from parity.op import Backend, Given, Inputs
 from tests.matrix import gmm as unquantised
@@ -32,7 +31,6 @@ from tests.matrix.gmm import (
     shapes,
 )
 from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B
-from tests.matrix.moe_error import Layer, U, routing
 from tests.matrix.ops import is_backward, op
 from tests.matrix.quantized_gmm import FP8_MMA_DEPTH
 
@@ -206,9 +204,6 @@ _PERMUTE = op(
     inputs=lambda c: {"x": Array((c.T, c.D), c.dtype), "indices": Given(choices(c))},
     arguments=lambda c: {"num_experts": c.E, "capacity": c.capacity},
     contract=lambda c, backend: Contract(dot="none", out=c.out),
-    chain=lambda c, inputs: 1,
-    magnitude=abs_of("x"),
-    unread=lambda c, inputs: {},
     defaults=dict(capacity=None),
     bit_exact=True,
 )
@@ -254,6 +249,25 @@ POWER = 2.0**10
 1 alone, and of a silu 0 and its argument, in float64 and in float32."""
 
 
+class Routing(NamedTuple):
+    """Where tokens go. margin [T]: how far the chosen logits of each token are from the others, beyond the errors of
+    both: a kernel in float32 chooses as the golden does where that is positive, and cannot be judged elsewhere."""
+
+    group_sizes: np.ndarray
+    margin: np.ndarray
+
+
+def routing(c: Case, inputs: Inputs) -> Routing:
+    x, w_router = (inputs[name].astype(np.float64) for name in ("x", "w_router"))
+    logits = x @ w_router
+    errors = UNIT_ROUNDOFF[F32] * Contract().bound(c.D) * (np.abs(x) @ np.abs(w_router))
+    ranked = np.argsort(-logits, axis=1, kind="stable").astype(np.int32)
+    chosen, left = (np.take_along_axis(logits, part, axis=1) for part in (ranked[:, : c.k], ranked[:, c.k :]))
+    margin = chosen[:, -1] - left.max(axis=1, initial=-np.inf) - 2 * errors.max(axis=1, initial=0)
+    indices = np.ascontiguousarray(ranked[:, : c.k])
+    return Routing(permute(x, indices, num_experts=c.E, capacity=c.capacity).group_sizes, margin)
+
+
 def layer_inputs(c: Case) -> Mapping[str, Array | Given]:
     """Weights of such a size that what a matmul returns is about as large as what it is given.
 
@@ -283,7 +297,7 @@ def layer_inputs(c: Case) -> Mapping[str, Array | Given]:
     if c.data != "integers":
         # A token between two experts cannot be judged: it gets the values of one that is not.
         x = tensors["x"].array
-        decided = routing(c, {name: tensor.array for name, tensor in tensors.items()}, c.capacity).margin > 0
+        decided = routing(c, {name: tensor.array for name, tensor in tensors.items()}).margin > 0
         x[~decided] = np.resize(x[decided], x[~decided].shape)
     tensors |= {name: given(name, shape, c.dtype) for name, shape in shapes.items()}
     if c.data == "one_signed":
@@ -347,20 +361,10 @@ def layer_contract(c: Case, backend: Backend) -> Contract:
     return replace(wide, sites={**wide.sites, **sites})
 
 
-def layer_magnitude(op: Op, c: Case, inputs: Inputs) -> Any:
-    """The derived bound on the error, as a multiple of what the judge allows of it: see `moe_error`."""
-    with np.errstate(all="ignore"):
-        layer = Layer(c, inputs, layer_arguments(c))
-        unit = Contract(dot="native", out=c.out).bound(1) * U
-        if op.name == "moe_layer":
-            return layer.out().total / unit
-        return LayerGrads(**{name: grad.total / unit for name, grad in layer.grads().items()})
-
-
 def layer_unread(c: Case, inputs: Inputs) -> Mapping[str, np.ndarray]:
     """The weights of experts without a token. (In `nonfinite` data all else of them, and of dout, is spoilt.)"""
     first, held = layer_shard(c)
-    idle = routing(c, inputs, c.capacity).group_sizes[first : first + held] == 0
+    idle = routing(c, inputs).group_sizes[first : first + held] == 0
     masks = {name: np.broadcast_to(idle[:, None, None], inputs[name].shape) for name in ("w_gate", "w_up", "w_down")}
     return masks | ({"dout": np.zeros(inputs["dout"].shape, bool)} if "dout" in inputs else {})
 
@@ -375,9 +379,7 @@ _LAYER, _LAYER_BWD = (
         inputs=layer_inputs,
         arguments=layer_arguments,
         contract=layer_contract,
-        chain=lambda c, inputs: 1,
         representative=lambda c: c.tier == "smoke",
-        magnitude=layer_magnitude,
         unread=layer_unread,
         defaults=LAYER_DEFAULTS,
     )

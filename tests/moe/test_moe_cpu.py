@@ -1,17 +1,14 @@
-"""The goldens of the whole layer: against loops over tokens and finite differences; and the error derived for it."""
+"""The goldens of the whole layer: against loops over tokens and finite differences."""
 
 import numpy as np
 import pytest
 
 from cpu_golden.moe import moe_layer, moe_layer_bwd
-from cpu_golden.mxfp8 import mxfp8_dequantize, mxfp8_quantize
 from cpu_golden.permute import permute, unpermute
-from cpu_golden.quantize import fp8_dequantize, fp8_quantize
 from cpu_golden.stages import Stages
 from parity.inputs import draw
 from parity.op import outputs
-from tests.matrix.moe import MOE_LAYER, MOE_LAYER_BWD, layer_arguments
-from tests.matrix.moe_error import Layer, Uncertain, exactly, quantized, routing
+from tests.matrix.moe import MOE_LAYER, MOE_LAYER_BWD, routing
 
 LAYERS = [
     pytest.param(op, case, id=case.id, marks=[pytest.mark.full] if case.tier == "full" else [])
@@ -101,31 +98,12 @@ def test_unpermute_undoes_permute():
     assert few.rows[few.group_sizes.sum() :].size == 0 or not few.rows[few.group_sizes.sum() :].any()
 
 
-# --- the derived error ---
-
-
-@pytest.mark.parametrize(("op", "case"), LAYERS)
-def test_error_is_carried_along_the_goldens_values(op, case):
-    """The arithmetic of the derived error computes the golden itself: it is the same layer, written twice."""
-    inputs = draw(op, case)
-    with np.errstate(all="ignore"):
-        golden = outputs(op.golden(**inputs, **op.arguments(case)))
-        layer = Layer(case, inputs, layer_arguments(case))
-        found = {"out": layer.out()} if op is MOE_LAYER else layer.grads()
-    for name, expected in golden.items():
-        finite = np.isfinite(expected)
-        if not case.sanitize_grads:
-            assert np.array_equal(finite, np.isfinite(found[name].value))
-        known = finite & np.isfinite(found[name].value)
-        np.testing.assert_allclose(found[name].value[known], expected[known], rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize(("op", "case"), LAYERS)
 def test_no_token_is_between_two_experts(op, case):
     """Float32 must choose the experts that the golden chooses: every margin is beyond the logits' errors."""
     for seed in range(8):
         drawn = case.with_seed(seed)
-        assert (routing(drawn, draw(op, drawn), case.capacity).margin > 0).all()
+        assert (routing(drawn, draw(op, drawn)).margin > 0).all()
 
 
 @pytest.mark.parametrize(("op", "case"), LAYERS)
@@ -133,32 +111,6 @@ def test_integer_twin_is_not_empty(op, case):
     twin = case.with_data("integers")
     golden = outputs(op.golden(**draw(op, twin), **op.arguments(twin)))
     assert all(np.count_nonzero(value) for name, value in golden.items() if name != "w_router") or case.T < 2
-
-
-@pytest.mark.parametrize("power_of_two", [False, True], ids=["fp8", "mxfp8"])
-@pytest.mark.parametrize("axis", [0, 1])
-def test_codes_stay_within_what_their_error_allows(power_of_two, axis):
-    """Exact values have the quantiser's codes; of moved ones none is beyond the bound, and many are near it."""
-    rng = np.random.default_rng(3)
-    x = rng.standard_normal((96, 64)).astype(np.float32)
-    error = np.abs(x) * rng.uniform(0, 0.02, x.shape)
-
-    def dequantised(values):
-        if power_of_two:
-            return mxfp8_dequantize(*mxfp8_quantize(values.astype(np.float32), axis)).astype(np.float64)
-        return fp8_dequantize(*fp8_quantize(values.astype(np.float32), axis, 32)).astype(np.float64)
-
-    exact = quantized(exactly(x), axis, 32, power_of_two)
-    np.testing.assert_allclose(exact.value, dequantised(x), rtol=1e-7, atol=0)
-    assert not exact.total.any()
-    bounds = quantized(Uncertain(x.astype(np.float64), error, np.zeros(x.shape)), axis, 32, power_of_two)
-    reached = np.zeros(x.shape)
-    for _ in range(50):
-        moved = dequantised(x + error * rng.choice([-1, -0.5, 0.5, 1], x.shape))
-        difference = np.abs(moved - exact.value)
-        assert (difference <= bounds.total * (1 + 1e-6)).all()
-        reached = np.maximum(reached, difference / np.maximum(bounds.total, 1e-30))
-    assert (reached > 0.5).mean() > 0.05
 
 
 def test_every_matmul_of_the_experts_asks_for_the_tiling_of_its_own_size():

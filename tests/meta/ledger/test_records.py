@@ -590,6 +590,8 @@ CHANGES = {
     "input": ({}, dict(inputs={"x": OTHER}), "INVALID", "input x 0123456789ab → ffffffffffff"),
     "an input more": ({}, dict(inputs={"x": HASH, "y": OTHER}), "INVALID", "input y none → ffffffffffff"),
     "contract": ({}, dict(contract="tf32/f32/f32"), "INVALID", "contract ieee/float32/float32 → tf32/f32/f32"),
+    "units, nearly": ({}, dict(floors={"out": 0.10009}), "VALID", ""),
+    "other units": (dict(kernel=OTHER), dict(floors={"out": 2e-8}), "INVALID", "floor of out 0.1 → 2e-08"),
     "kernel": (dict(kernel=OTHER), {}, "STALE", "kernel 0123456789ab → ffffffffffff"),
     "golden": (dict(golden=OTHER), {}, "STALE", "golden fedcba987654 → ffffffffffff"),
     "tiles": ({}, dict(tiles=None), "STALE", "tiles 64x128x128 → none"),
@@ -603,7 +605,8 @@ CHANGES = {
 
 
 def freshness_of(given, current, **changes):
-    now = dict(inputs=given.inputs, contract=given.contract, tiles=given.tiles) | changes
+    floors = {name: m.floor for name, m in given.outputs.items()}
+    now = dict(inputs=given.inputs, contract=given.contract, tiles=given.tiles, floors=floors) | changes
     return freshness(given, current, **now)
 
 
