@@ -1,20 +1,23 @@
 """What a contract explains: random rounding, and the gates that are derived from it, held by simulation."""
 
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
 
 from cpu_golden.stages import Stages
 from parity.dtypes import round_to, stochastic
-from parity.judging.fit import Allowance, Fit, K, Look, over_seeds
+from parity.judging.fit import RUNS, Allowance, Fit, K, Look, over_seeds
 from parity.judging.judge import judge
 from parity.judging.metrics import Scale, measure
-from parity.judging.spread import runs
+from parity.judging.spread import allowances, runs
 from parity.op import outputs
 from parity.trial import Trial
 from tests.matrix.gla import CHUNK_SIMPLE_GLA
-from tests.matrix.gmm import GMM
+from tests.matrix.gmm import GMM, TGMM
+from tests.matrix.moe import GROUPED_DENSE_BWD
+from tests.matrix.quantized_gmm import GMM_QUANTIZED
 
 CASE = next(c for c in GMM.cases if c.tier == "smoke" and c.dtype == "float32")
 ROWS, TERMS, COLUMNS = 12, 48, 10
@@ -206,6 +209,20 @@ def test_a_site_of_less_precision_is_off_contract(site, dtype):
     judged = judge(spoilt(trial, **{site: dtype}))
     assert judged.verdict.outcome in ("OUT OF BOUND", "OFF CONTRACT")
     assert judged.twin is None or judged.twin.verdict.passed
+
+
+@pytest.mark.parametrize("backend", ["tpu", "gpu"])
+@pytest.mark.parametrize("op", [GMM, TGMM, GMM_QUANTIZED, GROUPED_DENSE_BWD], ids=lambda op: op.name)
+def test_what_an_element_may_err_is_within_the_derived_bound(op, backend):
+    """Of long sums, whose bound is rigorous: k σ is 2 to 200 times less. Of two or three roundings it is the larger."""
+    trial = Trial(op, next(c for c in op.cases if c.tier == "smoke"), backend)
+    drawn = list(islice(runs(op, trial.case, trial.inputs, trial.contract, trial.reference.golden), RUNS[0]))
+    for name, allowed in allowances(drawn, trial.reference.golden, trial.contract.roundoff).items():
+        scale = trial.scale(name)
+        summed = scale.magnitude > 0
+        share = (K * allowed.sigma / (trial.bound * scale.unit))[summed]
+        assert share.max() <= 1
+        assert 1 / 300 < np.median(share) < 1 / 10
 
 
 def test_an_op_without_a_magnitude_is_judged_by_its_sites():
