@@ -44,8 +44,8 @@ def describe(found: Bisection) -> Sequence[str]:
     if found.between:
         lines[0] = f"first bad commit: one of {', '.join([*found.between, found.bad.commit])}: others cannot be judged"
     for name, revision in (("good", found.good), ("bad", found.bad)):
-        figures = f"ε = {revision.epsilon:.3g}  worst η {revision.eta_max:.3g}"
-        lines.append(f"  {name:<5}{revision.commit[:12]}  {revision.outcome}  {figures}  {revision.reason}")
+        epsilon = f"ε = {revision.epsilon:.3g}"
+        lines.append(f"  {name:<5}{revision.commit[:12]}  {revision.outcome}  {epsilon}  {revision.reason}")
     if found.attribution:
         lines.append(f"  {found.attribution}")
     return lines

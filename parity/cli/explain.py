@@ -19,7 +19,7 @@ from parity.judging.verdict import PASSING
 from parity.ledger import diff
 from parity.ledger.schema import Record
 from parity.op import Backend, Case, Op
-from parity.report.text import SHADES, heat_map, sparkline, worst_tile
+from parity.report.text import SHADES, by_contract, heat_map, sparkline, worst_element, worst_tile
 
 ABOUT = "say where the error of a case comes from: which rounding, or which fault"
 
@@ -106,14 +106,14 @@ def explanation(found: Explanation, compared: str = "") -> Text:
     if len(found.attribution.steps) > 1:
         shares = zip(roundings, found.attribution.steps, strict=False)
         out.append("explained by " + ", then ".join(f"{r}: {share:.0%}" for r, share in shares) + "\n")
-    if m and judged.bound:
-        out.append(f"ε = {m.epsilon:.3g}  floor {m.floor:.3g}  worst η {m.eta_max:.3g} of {judged.bound:.3g} allowed\n")
+    if m:
+        out.append(f"ε = {m.epsilon:.3g}  floor {m.floor:.3g}\n")
+    for line in by_contract(judged):
+        out.append(line + "\n")
     if compared:
         out.append(compared + "\n")
-    if worst := found.worst:
-        index = ", ".join(map(str, worst.index))
-        value = f"golden {worst.golden:.9g}  got {worst.got:.9g}  bound ±{worst.allowed:.3g}"
-        out.append(f"worst {judged.output}[{index}]: {value}\n")
+    if judged.worst:
+        out.append(worst_element(judged) + "\n")
     if found.twin is not None:
         out.append(f"integer twin: {found.twin.verdict.outcome}\n")
     _append_contrasts(out, found.contrasts)
@@ -162,8 +162,9 @@ def sketched(found: Sketch, compared: str = "") -> Text:
     out.append(found.conclusion + "\n", "bold")
     contract = record.contract_epsilon
     predicted = f"  its contract, emulated: {contract:.3g}" if contract is not None else ""
-    size = f"ε = {m.epsilon:.3g}  floor {m.floor:.3g}{predicted}"
-    out.append(f"{size}  worst η {m.eta_max:.3g} of {record.bound:.3g} allowed\n")
+    out.append(f"ε = {m.epsilon:.3g}  floor {m.floor:.3g}{predicted}\n")
+    if found.fit and found.fit.looks:
+        out.append(f"{found.output}: {found.fit.ratio:.3g} × its contract\n")
     if compared:
         out.append(compared + "\n")
     for place in found.places[:3]:

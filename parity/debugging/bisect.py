@@ -61,11 +61,6 @@ class Revision:
         """The largest ε of an output and a seed; NaN where nothing could be compared."""
         return max((m.epsilon for measured in self.outputs for m in measured.values()), default=float("nan"))
 
-    @property
-    def eta_max(self) -> float:
-        """The largest η of an output and a seed; NaN where nothing could be compared."""
-        return max((m.eta_max for measured in self.outputs for m in measured.values()), default=float("nan"))
-
     def regressed(self, good: Revision) -> bool:
         """Whether the error of an output is larger than `good`'s, on the same inputs, by more than sampling does."""
         return any(
@@ -352,7 +347,7 @@ def _judge(trial: Trial, seeds: int) -> dict[str, Any]:
         raise
     except Exception as error:  # whatever a broken kernel raises
         return _failed("CRASH", f"{type(error).__name__}: {error}".splitlines()[0])
-    worst = max(judged, key=lambda j: (not j.verdict.passed, j.eta_max))
+    worst = max(judged, key=lambda j: (not j.verdict.passed, j.load))
     return {
         "outcome": worst.verdict.outcome,
         "passed": worst.verdict.passed,

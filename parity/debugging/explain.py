@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from parity.dtypes import UNIT_ROUNDOFF, Floats, cut_off, round_to
-from parity.judging.judge import Judgement, Worst, judge, judge_twin
-from parity.judging.metrics import Scale, eta
+from parity.judging.judge import Judgement, judge, judge_twin
+from parity.judging.metrics import eta
 from parity.judging.reference import Reference
 from parity.judging.stages import staged
 from parity.op import outputs
@@ -116,8 +116,8 @@ class Explanation:
     """One case on one backend, explained.
 
     kind: "exact", "rounding" (of the named sites), "noise" (within the bound, and not all of it named), "precision"
-    (beyond it, by no rounding of a named site), "logic". twin: the same case on integer data. worst: the worst element,
-    in a case that passes too. source: what of the sums the error is made of, where one thing is all of it.
+    (beyond it, by no rounding of a named site), "logic". twin: the same case on integer data. source: what of the sums
+    the error is made of, where one thing is all of it.
     """
 
     judged: Judgement
@@ -125,7 +125,6 @@ class Explanation:
     attribution: Attribution
     contrasts: tuple[Contrast, ...]
     kind: str
-    worst: Worst | None = None
     source: Source | None = None
 
     @property
@@ -172,16 +171,7 @@ def explain(trial: Trial, done: Callable[[int], None] = lambda emulations: None)
     twin = judged.twin or judge_twin(trial) or (judged if trial.case.data == "integers" else None)
     kind = _kind(judged, twin, attribution, field)
     found = source(trial, name, field) if kind == "logic" and field.power else None
-    worst = _worst(y, errors, golden, scale, judged)
-    return Explanation(judged, twin, attribution, contrasts, kind, worst, found)
-
-
-def _worst(y: np.ndarray, errors: Floats, golden: Floats, scale: Scale, judged: Judgement) -> Worst | None:
-    """As the judgement has it or, of a case that passes, the element whose η is largest."""
-    if judged.worst or not y.size:
-        return judged.worst
-    index = tuple(int(i) for i in np.unravel_index(int(errors.argmax()), y.shape))
-    return Worst(index, float(golden[index]), float(y[index]), judged.bound * float(scale.at(index).unit), (), 0)
+    return Explanation(judged, twin, attribution, contrasts, kind, found)
 
 
 def _kind(judged: Judgement, twin: Judgement | None, attribution: Attribution, field: Field) -> str:

@@ -15,6 +15,8 @@ import numpy as np
 from parity.debugging.explain import LARGEST_ROUNDING, Contrast, Emulator, Field, Rounding, contrast, one_more, spelled
 from parity.dtypes import round_to
 from parity.inputs import hashes
+from parity.judging.fit import Fit, K
+from parity.judging.judge import explained, fits_of
 from parity.judging.metrics import Metrics, measure
 from parity.judging.verdict import PASSING
 from parity.ledger.schema import Record
@@ -44,7 +46,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Place:
-    """A worst element of a recorded output: what it should be, and how far the bound lets it be from that."""
+    """A worst element of a recorded output: what it should be, and how far it may be from that."""
 
     index: tuple[int, ...]
     golden: float
@@ -56,8 +58,9 @@ class Sketch:
     """A recorded case, explained as far as that goes.
 
     fault: why no rounding can be behind it, "" if one can. drawn: whether the inputs are drawn today as they were for
-    the record; if not the last three fields are empty. common: of each axis the bins that the worst elements are in,
-    where those hold few of all elements. suspect: the roundings that come nearest.
+    the record; if not all that follows is empty. fit: how the output fits the contract of today, as a whole. common: of
+    each axis the bins that the worst elements are in, where those hold few of all elements. suspect: the roundings that
+    come nearest.
     """
 
     record: Record
@@ -66,6 +69,7 @@ class Sketch:
     contrasts: tuple[Contrast, ...]
     fault: str
     drawn: bool
+    fit: Fit | None = None
     places: tuple[Place, ...] = ()
     common: tuple[tuple[str, str], ...] = ()
     suspect: Suspect | None = None
@@ -101,24 +105,26 @@ def explain_record(trial: Trial, record: Record, done: Callable[[int], None] = l
         raise ValueError(f"record must have a sketch, got that of {case.id}, compared bit for bit: {record.verdict}")
     if not record.outputs:
         raise ValueError(f"the record of {case.id} must have a sketch, has none: its verdict is {record.verdict}")
-    output = max(record.outputs, key=lambda name: record.outputs[name].eta_max)
+    expected = trial.reference
+    drawn = dict(record.inputs) == hashes(expected.inputs)
+    drawn &= all(n in expected.golden and m.elements == expected.golden[n].size for n, m in record.outputs.items())
+    allowed = explained(trial) if drawn else {}
+    fits = fits_of(trial, allowed, record.outputs)
+    output = max(
+        record.outputs, key=lambda name: (fits[name].load if name in fits else 0.0, record.outputs[name].eta_max)
+    )
     metrics = record.outputs[output]
     tiles = np.array(metrics.tiles, ndmin=2)
     rows, columns = (np.arange(size) for size in tiles.shape)
     contrasts = contrast(tiles, {"tile row": rows[:, None], "tile column": columns})
-    expected = trial.reference
-    known = output in expected.golden and metrics.elements == expected.golden[output].size
-    if not known or dict(record.inputs) != hashes(expected.inputs):
-        return Sketch(record, output, metrics, contrasts, "", drawn=False)
-    scale = trial.scale(output)
-    places = tuple(
-        Place(index, float(expected.golden[output][index]), record.bound * float(scale.at(index).unit))
-        for index in metrics.worst
-    )
+    if not drawn:
+        return Sketch(record, output, metrics, contrasts, "", drawn)
+    limit = K * allowed[output].sigma if output in allowed else record.bound * trial.scale(output).unit
+    places = tuple(Place(index, float(expected.golden[output][index]), float(limit[index])) for index in metrics.worst)
     fault = _fault(metrics, trial.contract.roundoff)
     suspect = None if fault or not metrics.eta_max else _suspect(trial, output, metrics, done)
     common = _common(trial, output, metrics)
-    return Sketch(record, output, metrics, contrasts, fault, True, places, common, suspect)
+    return Sketch(record, output, metrics, contrasts, fault, drawn, fits.get(output), places, common, suspect)
 
 
 def _fault(metrics: Metrics, roundoff: float) -> str:

@@ -47,7 +47,7 @@ class Judgement:
     bound: float
     outputs: Mapping[str, Metrics] = field(default_factory=dict)  # those that can be compared
     fits: Mapping[str, Fit] = field(default_factory=dict)  # how these fit the contract, where that says what is rounded
-    worst: Worst | None = None
+    worst: Worst | None = None  # None where outputs have no elements, or cannot be compared
     seconds: float = 0.0  # of one run of the kernel, compilation included
     twin: Judgement | None = None  # on integer data, of one that G3 fails
 
@@ -208,7 +208,7 @@ def _judge_output(
         decided = _agreement(metrics, judged.bound if trial.op.magnitude else np.inf, judged.fit)
         if decided.passed:
             decided = verdict.mistrusted(golden, unit, dtype, bound) or decided
-    worst = None if decided.passed or not y.size else _worst(y, golden, unit, bound)
+    worst = _worst(y, golden, unit, bound) if y.size else None
     return replace(judged, verdict=decided, outputs={judged.output: metrics}, worst=worst)
 
 
@@ -298,16 +298,25 @@ def compare(op: Op, case: Case, seeds: int, recorded: Mapping[Backend, Sequence[
 
 def fitted(trial: Trial, recorded: Judgement) -> Judgement:
     """A recorded judgement with how its outputs fit the contract, as far as their sketches say."""
+    return replace(recorded, fits=fits_of(trial, explained(trial), recorded.outputs))
+
+
+def fits_of(trial: Trial, allowed: Mapping[str, Allowance], sketches: Mapping[str, Metrics]) -> dict[str, Fit]:
+    """How each recorded output fits as a whole, of those that something is explained of."""
+    return {
+        name: of.fit_of_sketch(name, sketches[name], trial.scale(name), trial.contract.dtype(name))
+        for name, of in allowed.items()
+        if name in sketches
+    }
+
+
+def explained(trial: Trial) -> dict[str, Allowance]:
+    """What the contract explains of each output, from the fewest runs; nothing where it names no sites."""
     golden, contract = trial.reference.golden, trial.contract
     if not contract.sites:
-        return recorded
-    drawn = list(islice(runs(trial.op, trial.case, trial.inputs, contract, golden), RUNS[0]))
-    fits = {
-        name: of.fit_of_sketch(name, recorded.outputs[name], trial.scale(name), contract.dtype(name))
-        for name, of in allowances(drawn, golden, contract.roundoff).items()
-        if name in recorded.outputs
-    }
-    return replace(recorded, fits=fits)
+        return {}
+    drawn = islice(runs(trial.op, trial.case, trial.inputs, contract, golden), RUNS[0])
+    return allowances(list(drawn), golden, contract.roundoff)
 
 
 def measure_contract(trial: Trial) -> dict[str, Metrics]:

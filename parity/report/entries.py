@@ -16,6 +16,7 @@ from parity.debugging.explain import Contrast, explain
 from parity.judging.judge import Compared, Judgement
 from parity.ledger.provenance import here
 from parity.op import Backend, Op
+from parity.report import text
 from parity.trial import Trial
 
 FAILING = 8
@@ -44,14 +45,10 @@ class Measured:
     figures: Mapping[str, float]  # those of `Metrics` by name; empty where the output could not be compared
     histogram: tuple[int, ...] = ()
     tiles: tuple[tuple[float, ...], ...] = ()
+    load: float = 0.0  # the share that the output has used up of what it may err
+    fit: str = ""  # how it fits its contract, in words
     worst: str = ""  # the worst element in words
     provenance: Mapping[str, Any] = field(default_factory=dict)  # empty of what the ledger has, not this process
-
-    @property
-    def load(self) -> float:
-        """The worst η over its bound, infinite where nothing may differ and something does; 0 of no measurement."""
-        eta = self.figures.get("eta_max", 0.0)
-        return eta / self.bound if self.bound else math.inf if eta else 0.0
 
 
 @dataclass(frozen=True)
@@ -137,21 +134,16 @@ def without_judgement(op: str, case: str, side: str, outcome: str, reason: str, 
 
 
 def _severity(judged: Judgement) -> tuple[bool, float]:
-    return not judged.verdict.passed, judged.eta_max / (judged.bound or 1.0)
+    return not judged.verdict.passed, judged.load
 
 
 def _measured(op: Op, judged: Judgement) -> Measured:
     m, recorded = judged.metrics, judged.verdict.gate == "G0"
     worst = ""
     if judged.worst:
-        w = judged.worst
-        index = ", ".join(map(str, w.index))
-        worst = f"{judged.output}[{index}]: golden {w.golden:.9g}, got {w.got:.9g}, bound ±{w.allowed:.3g}"
-        if w.box:
-            ranges = ", ".join(f"{first}-{last}" for first, last in w.box)
-            worst += f"; {w.beyond:,} elements beyond the bound, all within [{ranges}]"
-    elif m and m.eta_max and m.worst:
-        worst = f"{judged.output}[{', '.join(map(str, m.worst[0]))}]: η = {m.eta_max:.3g}"
+        worst = text.worst_element(judged)
+        if where := text.where_beyond(judged):
+            worst += f"; {where}"
     return Measured(
         backend=judged.backend,
         real=judged.real,
@@ -162,6 +154,8 @@ def _measured(op: Op, judged: Judgement) -> Measured:
         seconds=judged.seconds,
         seed=judged.case.seed,
         output=judged.output,
+        load=judged.load if m else 0.0,
+        fit=str(judged.fit) if judged.fit else "",
         figures={name: getattr(m, name) for name in _FIGURES} if m else {},
         histogram=m.histogram if m and any(m.histogram) else (),
         tiles=m.tiles if m and any(map(any, m.tiles)) else (),

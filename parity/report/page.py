@@ -224,7 +224,7 @@ def _cell(cases: Mapping[str, tuple[bool | None, str]], load: float | None) -> C
     states = {passed for passed, _ in cases.values()}
     passed = False if False in states else True if True in states else None
     outcomes = sorted(Counter(outcome for _, outcome in cases.values()).items())
-    return Cell(passed, tuple(outcomes), f"worst η {_load(load)} of its bound" if load else "")
+    return Cell(passed, tuple(outcomes), f"error {_load(load)} of its bound" if load else "")
 
 
 def _scatter(entries: Sequence[Entry], links: Mapping[int, str]) -> dict[str, Any] | None:

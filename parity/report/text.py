@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from parity.judging.fit import Fit, Look
+from parity.judging.fit import Look
 from parity.judging.judge import Compared, Judgement
 from parity.judging.metrics import HISTOGRAM
 
@@ -20,15 +20,11 @@ def failure(judged: Judgement, twin: Judgement | None, rerun: str) -> str:
     """Why a case failed, on one screen; `twin` is the same case on integer data."""
     v, device = judged.verdict, "real" if judged.real else "emulated"
     lines = [f"{v.outcome}  {v.gate}: {v.reason}   {judged.backend}: {device}   {judged.case.id}  [{judged.output}]"]
-    if worst := judged.worst:
-        index = ", ".join(map(str, worst.index))
-        compared = f"golden {worst.golden:.9g}  got {worst.got:.9g}  bound ±{worst.allowed:.3g}"
-        lines.append(f"worst {judged.output}[{index}]: {compared}")
-        if worst.box:
-            ranges = ", ".join(f"{first}-{last}" for first, last in worst.box)
-            lines.append(f"where: {worst.beyond:,} elements beyond the bound, all within [{ranges}]")
-    if fit := judged.fit:
-        lines += _labels(fit)
+    if judged.worst:
+        lines.append(worst_element(judged))
+        if where := where_beyond(judged):
+            lines.append(f"where: {where}")
+    lines += by_contract(judged)
     if m := judged.metrics:
         lines.append(f"{m.differing:,} of {m.elements:,} elements err   ε = {m.epsilon:.3g}  floor {m.floor:.3g}")
         if any(m.histogram):
@@ -43,18 +39,37 @@ def failure(judged: Judgement, twin: Judgement | None, rerun: str) -> str:
     return "\n".join(lines)
 
 
-def _labels(fit: Fit) -> list[str]:
-    """How many times its contract's the error of each label is, of the axes along which that differs most."""
+def worst_element(judged: Judgement) -> str:
+    """The element of the output that decided which errs most. Of a judgement that has one."""
+    worst = judged.worst
+    assert worst is not None
+    index = ", ".join(map(str, worst.index))
+    value = f"golden {worst.golden:.9g}  got {worst.got:.9g}  bound ±{worst.allowed:.3g}"
+    return f"worst {judged.output}[{index}]: {value}"
+
+
+def where_beyond(judged: Judgement) -> str:
+    """How many elements are beyond their bound, and between which indices; "" where none is."""
+    if not judged.worst or not judged.worst.box:
+        return ""
+    ranges = ", ".join(f"{first}-{last}" for first, last in judged.worst.box)
+    return f"{judged.worst.beyond:,} elements beyond the bound, all within [{ranges}]"
+
+
+def by_contract(judged: Judgement) -> list[str]:
+    """How each output fits its contract, and by label the one that decided, along the axes where that differs most."""
+    if judged.fit is None:
+        return []
     by_axis: dict[str, list[Look]] = {}
-    for look in fit.looks:
+    for look in judged.fit.looks:
         if look.axis:
             by_axis.setdefault(look.axis, []).append(look)
     uneven = sorted(by_axis.items(), key=lambda item: -max(look.load for look in item[1]))
-    return [
-        f"× its contract by {axis}: " + ", ".join(f"{look.label} {look.ratio:.3g}" for look in worst[:MOST_LABELS])
-        for axis, looks in uneven[:MOST_AXES]
-        for worst in [sorted(looks, key=lambda look: -look.ratio)]
-    ]
+    lines = [str(fit) for fit in sorted(judged.fits.values(), key=lambda fit: -fit.load)]
+    for axis, looks in uneven[:MOST_AXES]:
+        worst = sorted(looks, key=lambda look: -look.ratio)[:MOST_LABELS]
+        lines.append(f"× its contract by {axis}: " + ", ".join(f"{look.label} {look.ratio:.3g}" for look in worst))
+    return [line for line in lines if line != judged.verdict.reason]
 
 
 def sparkline(counts: Sequence[int]) -> str:
@@ -89,8 +104,8 @@ def comparison(compared: Compared, rerun: str) -> str:
     lines = [f"{v.outcome}  {v.gate}: {v.reason}   {compared.case.id}"]
     for backend, judged in compared.judged.items():
         device = "real" if judged[0].real else "emulated"
-        eta = max(j.eta_max for j in judged)
-        lines.append(f"{backend} {device}: ε = {compared.epsilon(backend):.3g}   worst η {eta:.3g}")
+        fit = max(judged, key=lambda j: j.load).fit
+        lines.append(f"{backend} {device}: ε = {compared.epsilon(backend):.3g}" + (f"   {fit}" if fit else ""))
     ratios = [t.epsilon / g.epsilon for t, g in zip(*metrics.values(), strict=True) if t and g and g.epsilon]
     lines.append("ε_TPU/ε_GPU by seed: " + " ".join(f"{ratio:.3g}" for ratio in ratios))
     lines.append(f"rerun: {rerun}")

@@ -361,9 +361,7 @@ def _verdict(reports: Sequence[pytest.TestReport]) -> str:
     if not told:
         return ""
     entry: Mapping[str, Any] = told[-1]
-    return " ".join(
-        [entry["outcome"], *([f"η {entry['eta_max']:.2g} of {entry['bound']:.3g}"] if "eta_max" in entry else [])]
-    )
+    return " ".join([entry["outcome"], *([f"error {entry['load']:.2g} of its bound"] if "load" in entry else [])])
 
 
 # --- a node ---

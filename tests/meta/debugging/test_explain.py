@@ -1,5 +1,6 @@
 """Explanations: losses of precision planted in the real kernels are named, faults of logic are not taken for one."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -407,6 +408,7 @@ def test_the_command(capsys, pytestconfig):
     assert "AGREES" in out and "error = bfloat16 at out, 100% explained" in out and "integer twin: EXACT" in out
     assert "misrounded elements" in out and "of the tpu" not in out and "recorded" in out  # beside the other's record
     assert "worst out[" in out and "column block" in out and "rms η by tile" in out
+    assert "σ (bound" in out and "× its contract by " in out
     assert out.count("\n") < 40, "one screen"
 
 
@@ -415,6 +417,7 @@ def test_the_command_on_a_record(capsys, pytestconfig):
     case = next(case.id for case in OP["gmm"].cases if bf16(case))
     assert main([*explain_case, case, "--backend", "gpu", "--record"]) == 0
     out = capsys.readouterr().out
+    assert re.search(r"^out: [0-9.]+ × its contract$", out, re.M)
     assert "AGREES  recorded 20" in out and "rms η by tile" in out and "its contract, emulated" in out
     for wrong, message in (
         ([f"{case[:-1]}9999", "--record"], "in the ledger of tpu"),

@@ -218,7 +218,7 @@ def test_of_nans_that_differ_a_script_shows_the_bits(spoilt):
 
 def test_a_mistrusted_case_has_no_script():
     judged = SimpleNamespace(verdict=SimpleNamespace(outcome="MISTRUSTED"))
-    with pytest.raises(ValueError, match="MISTRUSTED is said of a case whose bound is too wide for its data"):
+    with pytest.raises(ValueError, match="MISTRUSTED is said of a case whose contract allows too much for its data"):
         script(Trial(GMM, EXISTING, "tpu", GMM.golden), Shrunk(EXISTING, {}, ("MISTRUSTED", "G3"), judged, 1))
 
 

@@ -23,18 +23,19 @@ from tests.support.commands import git
 HOSTILE = '<script>document.title="run"</script>&"\'<img src=x onerror=alert(1)>'
 FIGURES = dict(epsilon=2.5e-9, floor=1e-9, misrounded=0.5, bias=-0.01, eta_max=0.9, eta_q999=0.3)
 FIGURES |= dict(elements=32768, differing=906)
+FIT = dict(load=0.26, fit="out: 2.3 σ (bound 8.86), 0.98 × its contract", worst="out[1, 2]: golden 0.5, got 0.5")
 HISTOGRAM = tuple(range(40)) + (0,) * 24
 TILES = tuple(tuple(float(8 * r + c) for c in range(8)) for r in range(8))
 
 
 def measured(backend="tpu", outcome="AGREES", **given):
-    given = dict(bound=429.0, figures=FIGURES, histogram=HISTOGRAM, tiles=TILES, worst="out[1, 2]: η = 0.9") | given
+    given = dict(bound=429.0, figures=FIGURES, histogram=HISTOGRAM, tiles=TILES) | FIT | given
     provenance = dict(
         op="matmul", backend=backend, device_kind="emulated", kernel="a" * 64, golden="b" * 64, commit=None, dirty=None,
         versions={"numpy": "2.4.6"}, flags={},
     )  # fmt: skip
     return Measured(
-        backend=backend, real=False, outcome=outcome, reason="G3: η = 0.9 (bound 429)", seed=0, output="out",
+        backend=backend, real=False, outcome=outcome, reason=f"G3: {FIT['fit']}", seed=0, output="out",
         contract="native/float32/bfloat16", seconds=0.7, provenance=provenance, **given,
     )  # fmt: skip
 
@@ -43,7 +44,7 @@ def entry(n=0, side="tpu", outcome="AGREES", op="matmul", **given):
     epsilon = {b: 2.5e-9 * (n % 9 + 1) / (2 if b == "tpu" else 1) for b in ("tpu", "gpu") if b in side}
     case = given.pop("case", f"{op}-M{n}_K2880_N128_G8-bf16_f32-shard32x128-zipf-s0")
     whole = dict(
-        model="", measured=tuple(measured(b) for b in epsilon), epsilon=epsilon, reason="G3: η = 0.9 (bound 429)",
+        model="", measured=tuple(measured(b) for b in epsilon), epsilon=epsilon, reason=f"G3: {FIT['fit']}",
         ratio=(0.5, 0.4, 0.6) if side == COMPARED else None, passed=outcome in PASSING,
         rerun=f'pytest -n0 "tests/test_matmul_tpu.py::test_agrees_with_golden[{case}]"',
     )  # fmt: skip
@@ -94,7 +95,8 @@ def test_a_page_of_every_kind_of_entry_is_well_formed(page):
     for shown in (
         "4 of 10 judgements failed, 1 not made", "4 AGREES", "1 LOGIC FAULT", "1 EXPECTED LOSS, 1 LOSS, 1 WIN",
         "1 SKIPPED",
-        "a logic fault in axis 0 5-7", "worst η 0.00", "native/float32/bfloat16", "out[1, 2]: η = 0.9", "906 of 32,768",
+        "a logic fault in axis 0 5-7", "error 0.26 of its bound", FIT["fit"], "native/float32/bfloat16",
+        "out[1, 2]: golden 0.5", "906 of 32,768",
         "tests/test_matmul_tpu.py::test_agrees_with_golden[matmul-M5_K2880", "aaaaaaaaaaaa", "No git repository here",
     ):  # fmt: skip
         assert shown in text.replace("&#34;", '"'), shown
@@ -328,8 +330,7 @@ def test_what_failed_and_the_nearest_to_bounds_are_explained(monkeypatch):
     loads = [3.0, 9.0, 9.0, 5.0, 1.0]
     names = ["a", "b", "b", "c", "d"]
     given = [
-        entry(case=name, measured=(measured(figures={**FIGURES, "eta_max": load}),))
-        for name, load in zip(names, loads, strict=True)
+        entry(case=name, measured=(measured(**FIT | {"load": load}),)) for name, load in zip(names, loads, strict=True)
     ]
     given += [entry(side="gpu", case="e", outcome="OUT OF BOUND"), entry(case="f", op="bits", outcome="OTHER BITS")]
     given += [entry(side=COMPARED, case="g", outcome="UNFIT"), entry(side=COMPARED, case="h", outcome="LOSS")]
