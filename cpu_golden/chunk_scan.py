@@ -94,7 +94,7 @@ def chunk_backward(
         if gate.shape[-1] == 1:
             of_rows = stages.renamed(product="terms", pairs="dgate")
             read, written = (_added(np.moveaxis(x, -1, 0), of_rows)[..., None] for x in (read, written))
-            sums = _sum_of_step(of_pairs, read, written, stages), of_states
+            sums: tuple[Array, ...] = (_sum_of_step(of_pairs, read, written, stages), of_states)
         else:
             sums = of_pairs, of_states, _sum_from(read), _sum_before(written, stages)
         dgate[..., rows, :] = reduce(lambda total, x: stages("dgate", total + stages("dgate", x)), sums)
