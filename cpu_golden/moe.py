@@ -12,7 +12,7 @@ from cpu_golden._lib.permutation import permutation, take_rows
 from cpu_golden.grouped_gemm import grouped_gemm
 from cpu_golden.mxfp8 import mxfp8_quantize
 from cpu_golden.permute import unpermute
-from cpu_golden.stages import Stages, exact
+from cpu_golden.stages import Stages, exact, tree_sum
 from op_arguments.moe import Layer, LayerGrads, LayerOptions, check_layer_dout, check_moe_layer
 from op_arguments.options import options_of
 from op_arguments.permute import permuted_rows
@@ -71,7 +71,8 @@ def moe_layer_bwd(
     """The gradients of `moe_layer` in all five of its arrays, for a gradient dout [T, D] of its result.
 
     Float64, shaped as the primals; zero for experts without rows. All else as `moe_layer`.
-    Sites: dhidden, dgate and dup (what the matmuls hand on), dweights, dlogits; drows (of each row), dexperts (their
+    Sites: dhidden, dgate and dup (what the matmuls hand on), dterms and dweights (what is summed for each row, and the
+    sums in pairs), dmean, dcentred and dlogits (of the softmax); drows (of each row), dexperts (their
     sum for a token) and drouter, the two parts of x's gradient; those of the matmuls and of `unpermute`.
     """
     o = _Options(top_k=top_k, **options)
@@ -131,7 +132,8 @@ def _backward(o: _Options, x: Array, w_router: Array, experts: _Experts, routed:
     drows = take_rows(dout, routed.source, o.top_k)
     dhidden = _product(o, routed, drows, experts.down, "dhidden", transpose_rhs=True)
     sigmoid, silu = _sigmoid(passed.gate), _silu(passed.gate)
-    dweights = o.stages("dweights", (dhidden * silu * passed.up).sum(axis=1))
+    terms = o.stages("dterms", dhidden * silu * passed.up)
+    dweights = tree_sum(terms, o.stages.renamed(sum="dweights"))[:, 0]
     dgate = o.stages("dgate", dhidden * passed.weights * passed.up * sigmoid * (1 + passed.gate * (1 - sigmoid)))
     dup = o.stages("dup", dhidden * passed.weights * silu)
     of_both = ((dgate, experts.gate), (dup, experts.up))
@@ -151,12 +153,13 @@ def _backward(o: _Options, x: Array, w_router: Array, experts: _Experts, routed:
 
 def _route_bwd(o: _Options, routed: _Routed, dweights: Array) -> Array:
     """The gradient of the logits [T, E] for that of the weights [T, k]: of a softmax over the chosen, or over all."""
-    mean = (routed.weights * dweights).sum(axis=1, keepdims=True)
+    of_chosen = routed.weights * dweights
+    mean = o.stages("dmean", of_chosen.sum(axis=1, keepdims=True))
     dlogits = np.zeros(routed.likelihoods.shape)
     if o.renormalize:
-        np.put_along_axis(dlogits, routed.indices, routed.weights * (dweights - mean), axis=1)
+        np.put_along_axis(dlogits, routed.indices, routed.weights * o.stages("dcentred", dweights - mean), axis=1)
         return dlogits
-    np.put_along_axis(dlogits, routed.indices, routed.weights * dweights, axis=1)
+    np.put_along_axis(dlogits, routed.indices, o.stages("dcentred", of_chosen), axis=1)
     return dlogits - routed.likelihoods * mean
 
 

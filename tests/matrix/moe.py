@@ -347,7 +347,8 @@ def layer_contract(c: Case, backend: Backend) -> Contract:
         "sum": F32,
     }
     if c.op == "moe_layer_bwd":
-        sites |= {"dhidden": between, "dweights": F32, "dgate": between, "dup": between, "dtaken": F32, "dlogits": F32,
+        sites |= {"dhidden": between, "dterms": F32, "dweights": F32, "dmean": F32,
+                  "dcentred": F32, "dgate": between, "dup": between, "dtaken": F32, "dlogits": F32,
                   "drows": c.out, "dexperts": c.out, "drouter": c.out}  # fmt: skip
     scaling = {"inner": F32, "scale": F32, "scaled": F32, "acc": F32}
     outs = {"w_router": F32} if c.op == "moe_layer_bwd" else {}
