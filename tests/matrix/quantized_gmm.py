@@ -35,6 +35,7 @@ from tests.matrix.models import DEEPSEEK_V3, QWEN3_30B, Experts
 
 E4M3, E5M2, I8 = "float8_e4m3fn", "float8_e5m2", "int8"
 FP8_MMA_DEPTH = 32  # as `parity.backends.emulation` documents it
+GPU_STEP = 128  # of a sum of 8-bit products, where a case has no tiling: `gpu_reference.quantized_gmm`
 PLAIN = "plain"
 INT32_CLIMB = 2100  # terms of 121² to 127² that take an int8 sum beyond 2^24 half-way
 
@@ -87,7 +88,9 @@ def contract(c: Case, backend: Backend) -> Contract:
     """
     dot, over_rows = dot_dtype(c.dtype, rhs_dtype(c)), c.op == "tgmm_quantized"
     schedule = {"aligned": True} if over_rows else {}
-    tile = c.tiling[0 if over_rows else 1] if c.tiling else block(c)  # a tile within a block is scaled by itself
+    # A tile within a block is scaled by itself.
+    own = GPU_STEP if backend == "gpu" and dot in ("fp8", "int8") else block(c)
+    tile = c.tiling[0 if over_rows else 1] if c.tiling else own
     tile = tile if 0 < tile < block(c) else None
     scaling = {"inner": F32, "scale": F32, "scaled": F32, "acc": F32}
     if dot == "int8":  # exact in int32 as long as no scale changes, then converted

@@ -11,6 +11,7 @@ from parity.dtypes import round_to, stochastic
 from parity.judging.fit import RUNS, Allowance, Fit, K, Look, over_seeds
 from parity.judging.judge import judge
 from parity.judging.metrics import Scale, measure
+from parity.judging.rounding import on_unit
 from parity.judging.spread import allowances, runs
 from parity.op import outputs
 from parity.trial import Trial
@@ -186,7 +187,8 @@ def spoilt(trial, **changes):
         given = {name: np.asarray(x) if hasattr(x, "shape") else x for name, x in arguments.items()}
         for name in trial.op.route(trial.case):
             given.pop(name)
-        result = trial.op.golden(**given, stages=Stages(rounding, **trial.op.steps(trial.case, contract)))
+        steps = {**trial.op.steps(trial.case, contract), **on_unit(contract)}
+        result = trial.op.golden(**given, stages=Stages(rounding, **steps))
         if hasattr(result, "_asdict"):
             rounded = {name: round_to(x, contract.dtype(name)) for name, x in outputs(result).items()}
             return result._replace(**rounded)
