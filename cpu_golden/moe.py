@@ -53,9 +53,10 @@ def moe_layer(
     the layers of all shards sum up to the whole.
     Gradients are those of the operands as they are quantised. What a matmul hands to the next one is then float32, so
     that each is rounded once; else it has x's dtype.
-    Stages: depth, and router_depth of the router's matmuls, which are of float32 whatever the others are.
-    Sites: logits, weights; gate, up and hidden (what the matmuls hand on), rows (of the last matmul), those of the
-    matmuls and of `unpermute`.
+    Stages: depth, and router_depth and router_passes of the router's matmuls, which are of float32 whatever the others
+    are.
+    Sites: logits, weights; gate, up and hidden (what the matmuls hand on), silu, rows (of the last matmul), those of
+    the matmuls and of `unpermute`.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
     """
     o = _Options(top_k=top_k, **options)
@@ -123,7 +124,7 @@ def _forward(o: _Options, x: Array, routed: _Routed, experts: _Experts) -> _Pass
     taken = take_rows(x, routed.source, o.top_k)
     weights = np.append(routed.weights.ravel(), 0.0)[routed.source][:, None]
     gate, up = (_product(o, routed, taken, w, site) for w, site in ((experts.gate, "gate"), (experts.up, "up")))
-    hidden = o.stages("hidden", weights * _silu(gate) * up)
+    hidden = o.stages("hidden", weights * o.stages("silu", _silu(gate)) * up)
     return _Passed(taken, weights, gate, up, hidden, _product(o, routed, hidden, experts.down, "rows"))
 
 
@@ -131,7 +132,7 @@ def _backward(o: _Options, x: Array, w_router: Array, experts: _Experts, routed:
     passed = _forward(o, x, routed, experts)
     drows = take_rows(dout, routed.source, o.top_k)
     dhidden = _product(o, routed, drows, experts.down, "dhidden", transpose_rhs=True)
-    sigmoid, silu = _sigmoid(passed.gate), _silu(passed.gate)
+    sigmoid, silu = _sigmoid(passed.gate), o.stages("silu", _silu(passed.gate))
     terms = o.stages("dterms", dhidden * silu * passed.up)
     dweights = tree_sum(terms, o.stages.renamed(sum="dweights"))[:, 0]
     dgate = o.stages("dgate", dhidden * passed.weights * passed.up * sigmoid * (1 + passed.gate * (1 - sigmoid)))
@@ -165,7 +166,8 @@ def _route_bwd(o: _Options, routed: _Routed, dweights: Array) -> Array:
 
 def _dot(o: _Options, a: Array, b: Array) -> Array:
     """a @ b of the router, summed in its own steps or else in those of the other matmuls."""
-    stages = replace(o.stages, depth=o.stages.router_depth or o.stages.depth)
+    depth, passes = o.stages.router_depth or o.stages.depth, o.stages.router_passes or o.stages.passes
+    stages = replace(o.stages, depth=depth, passes=passes)
     return stages.dot(a.astype(np.float64), b.astype(np.float64))
 
 

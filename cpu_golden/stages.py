@@ -41,7 +41,7 @@ class Stages:
     depth: products that are summed before the running sum of a dot is rounded; None: all of them.
     passes: how a matrix unit takes operands that are wider than it is.
     tile: products of a dot that are summed by themselves before they are added to what was summed before; None: all.
-    router_depth: the depth of a router's matmuls; None: that of all others.
+    router_depth, router_passes: those of a router's matmuls; None: those of all others.
     aligned: the steps of tgmm's sums are counted from the first of all rows, not from the first of each group.
     chunk_size: the chunks of a scan, where a kernel takes other ones than its caller asks for.
     sub_block: rows of a scan's chunk whose pairs are decayed one by one where every channel has its own gate.
@@ -53,6 +53,7 @@ class Stages:
     passes: Passes = single_pass
     tile: int | None = None
     router_depth: int | None = None
+    router_passes: Passes | None = None
     aligned: bool = False
     chunk_size: int | None = None
     sub_block: int = 16

@@ -16,6 +16,7 @@ from op_arguments.permute import permuted_rows
 from parity import Array, Case, Contract, Groups, Op, abs_of
 from parity.dtypes import UNIT_ROUNDOFF, round_to
 from parity.inputs import DISTRIBUTIONS, stream
+from parity.judging.passes import mxu_x6
 from parity.op import Backend, Given, Inputs
 from tests.matrix import gmm as unquantised
 from tests.matrix.gmm import (
@@ -334,7 +335,7 @@ def layer_arguments(c: Case) -> dict[str, Any]:
 def layer_contract(c: Case, backend: Backend) -> Contract:
     """Float32 sums; what a matmul hands on in x's dtype, in float32 where the next one quantises it.
 
-    The router's matmuls are of float32, whose products a GPU adds one by one, whatever those of the experts are.
+    The router's matmuls are of float32, whatever those of the experts are: six passes, or products added one by one.
     """
     between = c.dtype if c.quantize is None else F32
     sites = {
@@ -342,6 +343,7 @@ def layer_contract(c: Case, backend: Backend) -> Contract:
         "weights": F32,
         "gate": between,
         "up": between,
+        "silu": "float32/2",  # of an exp
         "hidden": between,
         "rows": c.out,
         "sum": F32,
@@ -352,7 +354,7 @@ def layer_contract(c: Case, backend: Backend) -> Contract:
                   "drows": c.out, "dexperts": c.out, "drouter": c.out}  # fmt: skip
     scaling = {"inner": F32, "scale": F32, "scaled": F32, "acc": F32}
     outs = {"w_router": F32} if c.op == "moe_layer_bwd" else {}
-    schedule = {"router_depth": MXU_DEPTH if backend == "tpu" else 1}
+    schedule = {"router_depth": MXU_DEPTH, "router_passes": mxu_x6} if backend == "tpu" else {"router_depth": 1}
     wide = replace(unquantised.contract(c, backend), outs=outs, schedule=schedule)
     if c.quantize == "fp8":
         depth = MXU_DEPTH if backend == "tpu" else FP8_MMA_DEPTH
