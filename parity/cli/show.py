@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 
+from parity import matrix
 from parity.cli.options import folder
+from parity.inputs import hashes
+from parity.judging.judge import explained, fits_of
 from parity.ledger import diff
+from parity.ledger.freshness import moved_floors
+from parity.ledger.schema import Record
+from parity.op import Op
+from parity.trial import Trial
 
 ABOUT = "print what the ledger has of a case, on all backends"
 
@@ -26,5 +34,22 @@ def command(given: argparse.Namespace) -> int:
         raise ValueError(
             f"case must be in the ledger, got {given.case} (record it: pytest --parity-record -k {given.case})"
         )
-    print(diff.show(found))
+    ops = matrix.load(given.root)
+    print(diff.show(found, lambda record: by_contract(ops, record)))
     return 0
+
+
+def by_contract(ops: Sequence[Op], record: Record) -> dict[str, float]:
+    """How many times its contract's the error of each recorded output is, as a whole; of what shows one.
+
+    Nothing of a case that is not of the matrix, and where inputs, golden or units are not what they were.
+    """
+    try:
+        op, case = matrix.find(ops, record.case)
+    except ValueError:
+        return {}
+    trial = Trial(op, case.with_seed(record.seed), record.provenance.backend)
+    if op.bit_exact or dict(record.inputs) != hashes(trial.inputs) or moved_floors(trial.floors, record.outputs):
+        return {}
+    fits = fits_of(trial, explained(trial), record.outputs)
+    return {name: fit.ratio for name, fit in fits.items() if fit.looks}

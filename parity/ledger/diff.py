@@ -11,7 +11,7 @@ import json
 import math
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -395,18 +395,21 @@ def _plain(case: CaseDiff) -> dict[str, Any]:
     return plain
 
 
-def show(records: Sequence[Record]) -> str:
-    """Records for a person: a block for every case, backend and recording, with a line for each of its seeds."""
+def show(records: Sequence[Record], by_contract: Callable[[Record], Mapping[str, float]] = lambda record: {}) -> str:
+    """Records for a person: a block for every case, backend and recording, with a line for each of its seeds.
+
+    by_contract: of a record, how many times its contract's the error of each output is, where that is known.
+    """
 
     def block(record: Record) -> tuple[str, ...]:
         p = record.provenance
         return record.case, p.backend, p.device_kind, p.utc, p.id, record.contract, record.tiles or ""
 
     ordered = sorted(records, key=lambda record: (block(record), record.seed))
-    return "\n\n".join("\n".join(_show_block(list(together))) for _, together in groupby(ordered, block))
+    return "\n\n".join("\n".join(_show_block(list(together), by_contract)) for _, together in groupby(ordered, block))
 
 
-def _show_block(records: Sequence[Record]) -> Iterator[str]:
+def _show_block(records: Sequence[Record], by_contract: Callable[[Record], Mapping[str, float]]) -> Iterator[str]:
     record, p = records[0], records[0].provenance
     outcomes = Counter(r.verdict for r in records)
     tree = {True: " with local changes", False: "", None: ""}[p.dirty]
@@ -416,22 +419,27 @@ def _show_block(records: Sequence[Record]) -> Iterator[str]:
     yield "versions " + ", ".join(f"{name} {version}" for name, version in sorted(p.versions.items()))
     if p.flags:
         yield "flags " + " ".join(f"{name}={value!r}" for name, value in sorted(p.flags.items()))
+    ratios = [by_contract(r) for r in records]
     for name in dict.fromkeys(name for r in records for name in r.outputs):
-        yield from _show_output(name, [(r, r.outputs[name]) for r in records if name in r.outputs])
+        measured = [(r, r.outputs[name]) for r in records if name in r.outputs]
+        yield from _show_output(
+            name, measured, [x.get(name) for r, x in zip(records, ratios, strict=True) if name in r.outputs]
+        )
 
 
-def _show_output(name: str, measured: Sequence[tuple[Record, Metrics]]) -> Iterator[str]:
+def _show_output(
+    name: str, measured: Sequence[tuple[Record, Metrics]], ratios: Sequence[float | None]
+) -> Iterator[str]:
     rms = math.hypot(*(m.epsilon for _, m in measured)) / math.sqrt(len(measured))
     yield f"{name}: ε = {rms:.3g} over {len(measured)} seed{'s' if len(measured) > 1 else ''}"
-    yield f"  {'seed':>5} {'ε':>9} {'contract':>9} {'floor':>9} {'misrounded':>10} {'η / bound':>15}  verdict"
-    for r, m in measured:
-        contract = "–" if r.contract_epsilon is None else f"{r.contract_epsilon:.3g}"
-        figures = f"{m.epsilon:>9.3g} {contract:>9} {m.floor:>9.3g} {m.misrounded:>10.2%}"
-        yield f"  {r.seed:>5} {figures} {f'{m.eta_max:.3g} / {r.bound:.3g}':>15}  {r.verdict}"
+    yield f"  {'seed':>5} {'ε':>9} {'floor':>9} {'misrounded':>10} {'× its contract':>15}  verdict"
+    for (r, m), ratio in zip(measured, ratios, strict=True):
+        figures = f"{m.epsilon:>9.3g} {m.floor:>9.3g} {m.misrounded:>10.2%}"
+        yield f"  {r.seed:>5} {figures} {'–' if ratio is None else f'{ratio:.2f}':>15}  {r.verdict}"
     record, worst = max(measured, key=lambda pair: pair[1].eta_max)
     if worst.worst:
         at = ", ".join(map(str, worst.worst[0]))
-        yield f"  worst η {worst.eta_max:.3g} (bound {record.bound:.3g}) at [{at}], seed {record.seed}"
+        yield f"  worst η {worst.eta_max:.3g} at [{at}], seed {record.seed}"
     counts = [sum(bin) for bin in zip(*(m.histogram for _, m in measured), strict=True)]
     if any(counts):
         yield f"  η  {sparkline(counts)}"

@@ -43,12 +43,8 @@ def freshness(
     then = record.provenance
     if changed := _changes(_identity(then, record.inputs, record.contract), _identity(current, inputs, contract)):
         return Freshness("INVALID", changed)
-    before, now = {}, {}
-    for name in floors.keys() & record.outputs.keys():
-        if not math.isclose(floors[name], record.outputs[name].floor, rel_tol=SAME_FLOOR):
-            before[f"floor of {name}"], now[f"floor of {name}"] = record.outputs[name].floor, floors[name]
-    if before:
-        return Freshness("INVALID", _changes(before, now))
+    if changed := moved_floors(floors, record.outputs):
+        return Freshness("INVALID", changed)
     if measured is not None and _agree(plain(measured), plain(record.outputs)):
         return Freshness("VALID")
     before, now = _sources(then, record.tiles), _sources(current, tiles)
@@ -57,6 +53,16 @@ def freshness(
         now |= _environment(current)
     changed = _changes(before, now)
     return Freshness("STALE", changed) if changed else Freshness("VALID")
+
+
+def moved_floors(floors: Mapping[str, float], recorded: Mapping[str, Metrics]) -> str:
+    """Which outputs have other floors than recorded, in words: their golden or units are others; "" where none has."""
+    moved = {
+        f"floor of {name}": (m.floor, floors[name])
+        for name, m in recorded.items()
+        if name in floors and not math.isclose(floors[name], m.floor, rel_tol=SAME_FLOOR)
+    }
+    return _changes(*({name: pair[n] for name, pair in moved.items()} for n in (0, 1)))
 
 
 def _agree(one: Any, other: Any, name: str = "") -> bool:

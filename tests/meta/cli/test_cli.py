@@ -71,6 +71,8 @@ def test_show_prints_what_was_recorded_on_both_backends(printed):
     shown = printed("show", CASE)
     for expected in ("8 AGREES", "ieee/float32/float32", "bf16x6/float32/float32"):
         assert expected in shown
+    seed, *_, ratio, verdict = shown.partition("× its contract  verdict\n")[2].splitlines()[0].split()
+    assert (seed, verdict) == ("0", "AGREES") and 0.8 < float(ratio) < 1.2
 
 
 def test_a_ledger_does_not_differ_from_itself(printed, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from cpu_golden.stages import Stages
 from parity.dtypes import round_to, stochastic
 from parity.judging.fit import RUNS, Allowance, Fit, K, Look, over_seeds
-from parity.judging.judge import judge
+from parity.judging.judge import explained, judge
 from parity.judging.metrics import Scale, measure
 from parity.judging.rounding import on_unit
 from parity.judging.spread import allowances, runs
@@ -225,6 +225,19 @@ def test_what_an_element_may_err_is_within_the_derived_bound(op, backend):
         share = (K * allowed.sigma / (trial.bound * scale.unit))[summed]
         assert share.max() <= 1
         assert 1 / 300 < np.median(share) < 1 / 10
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [pytest.param(op, e, id=f"{op.name} {n}") for op in (GMM, TGMM) for n, e in enumerate(op.expected)],
+)
+def test_a_declared_loss_is_one_that_the_contracts_explain(op, expected):
+    case = next(case for case in op.cases if case.tier != "full" and expected.where(case))
+    tpu, gpu = (Trial(op, case, backend) for backend in ("tpu", "gpu"))
+    magnitude = tpu.scale("out").magnitude
+    summed = magnitude > 0
+    sizes = [np.mean(explained(trial)["out"].variance[summed] / magnitude[summed] ** 2) for trial in (tpu, gpu)]
+    assert 1.03 < np.sqrt(sizes[0] / sizes[1]) < 1.5
 
 
 def test_an_op_without_a_magnitude_is_judged_by_its_sites():
