@@ -17,6 +17,7 @@ from parity.judging.judge import Judgement
 from parity.judging.metrics import Metrics
 from parity.judging.verdict import PASSING
 from parity.ledger import diff
+from parity.ledger.freshness import moved_floors
 from parity.ledger.schema import Record
 from parity.op import Backend, Case, Op
 from parity.report.text import SHADES, by_contract, heat_map, sparkline, worst_element, worst_tile
@@ -86,10 +87,15 @@ def recorded(root: Path, source: str, op: Op, case: Case, backend: Backend) -> R
 
 
 def beside(op: Op, case: Case, output: str, metrics: Metrics | None, other: Record | None) -> str:
-    """How an output compares with the other backend's record, in words: ε or, of a narrow one, what is misrounded."""
+    """How an output compares with the other backend's record, in words: ε or, of a narrow one, what is misrounded.
+
+    Nothing where that was counted in other units.
+    """
     if metrics is None or other is None or output not in other.outputs:
         return ""
     by, theirs = other.provenance, other.outputs[output]
+    if moved_floors({output: metrics.floor}, other.outputs):
+        return ""
     name = "misrounded" if op.contract(case, by.backend).is_narrow(output) else "epsilon"
     mine, its = getattr(metrics, name), getattr(theirs, name)
     ratio = f"{mine / its:.3g} ×" if its else f"{mine:.3g} against"

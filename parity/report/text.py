@@ -69,7 +69,7 @@ def by_contract(judged: Judgement) -> list[str]:
     for axis, looks in uneven[:MOST_AXES]:
         worst = sorted(looks, key=lambda look: -look.ratio)[:MOST_LABELS]
         lines.append(f"× its contract by {axis}: " + ", ".join(f"{look.label} {look.ratio:.3g}" for look in worst))
-    return [line for line in lines if line != judged.verdict.reason]
+    return [line for line in lines if not judged.verdict.reason.startswith(line)]
 
 
 def sparkline(counts: Sequence[int]) -> str:
