@@ -1,6 +1,6 @@
-"""Our operations with the kernels of flash-linear-attention in the place of ours: golden, inputs, magnitudes are ours.
+"""Our operations with the kernels of flash-linear-attention in the place of ours: golden and inputs are ours.
 
-So is the bound of float32. That of bfloat16 is for what they are written to do: operands of dots that were computed in
+So is the contract of float32. That of bfloat16 is what they are written to do: operands of dots that were computed in
 float32, as states and scores, are rounded to one bfloat16 (ours are split in two).
 """
 
@@ -17,7 +17,9 @@ SHORT_AND_LONG = dict(B=1, T=130, H=1, K=32, V=32)
 
 def contract(case, backend):
     ours = gla.contract(case, backend)
-    return replace(ours, dot="bf16x1", sites={}) if case.dtype == "bfloat16" else ours
+    if case.dtype != "bfloat16":
+        return ours
+    return replace(ours, dot="bf16x1", sites={**ours.sites, "lhs": "bfloat16", "rhs": "bfloat16"})
 
 
 def theirs(op):
