@@ -46,9 +46,9 @@ def moe_layer(
     x [T, D]; w_gate, w_up [G, D, F] and w_down [G, F, D] of x's dtype (float32, bfloat16 or float16); w_router [D, E]
     float32, bfloat16 or float16, all finite as x must be. Returns [T, D]: x's dtype, float64 here.
     options: those of `LayerOptions`, group_offset and stages.
-    Routing: logits x @ w_router in float32; the top_k largest, of equal ones the lower expert first; weights are their
-    softmax. The weights enter before the last matmul, which is linear: their gradient then needs no more than a product
-    of what the backward pass has anyway.
+    Routing: logits x @ w_router in float32; the top_k largest, of equal ones the lower expert first, and NaN before all
+    others, so that it is not lost; weights are their softmax. The weights enter before the last matmul, which is
+    linear: their gradient then needs no more than a product of what the backward pass has anyway.
     The G experts are those from group_offset on of the router's E: a choice of any other contributes nothing, so that
     the layers of all shards sum up to the whole.
     Gradients are those of the operands as they are quantised. What a matmul hands to the next one is then float32, so
@@ -100,7 +100,8 @@ class _Routed(NamedTuple):
 
 def _route(o: _Options, layer: Layer, x: Array, w_router: Array) -> _Routed:
     logits = o.stages("logits", _dot(o, x, w_router))
-    indices = np.argsort(-logits, axis=1, kind="stable")[:, : o.top_k].astype(np.int32)
+    order = np.lexsort((-logits, ~np.isnan(logits)), axis=1)
+    indices = order[:, : o.top_k].astype(np.int32)
     chosen = np.take_along_axis(logits, indices, axis=1)
     likelihoods = _softmax(logits)
     weights = _softmax(chosen) if o.renormalize else np.take_along_axis(likelihoods, indices, axis=1)

@@ -65,7 +65,13 @@ def gate_sums(gates, rows, ROWS: tl.constexpr):
 @triton.jit
 def decay(coarse, fine):
     """exp of a sum of gates in two parts."""
-    return tl.exp(tl.minimum(coarse + fine, LARGEST_EXPONENT))
+    return tl.exp(at_most(coarse + fine, LARGEST_EXPONENT))
+
+
+@triton.jit
+def at_most(x, limit):
+    """x, no larger than a limit; NaN stays NaN, which `tl.minimum` drops on every GPU."""
+    return tl.where(x > limit, limit, x)
 
 
 @triton.jit
@@ -81,7 +87,7 @@ def scalar_decay(coarse, fine, SPLIT: tl.constexpr):
     if SPLIT:
         result = decay(coarse, fine)
     else:
-        result = tl.exp(tl.minimum(coarse.to(tl.float64) + fine, LARGEST_EXPONENT)).to(tl.float32)
+        result = tl.exp(at_most(coarse.to(tl.float64) + fine, LARGEST_EXPONENT)).to(tl.float32)
     return result
 
 
@@ -104,7 +110,7 @@ def block_decays(gates, rows, key, keys, ROW_AXIS: tl.constexpr, SPLIT: tl.const
         fine = tl.cumsum(fine, axis=ROW_AXIS)
         decay_from_start = decay(coarse, fine)
         decay_to_end = decay(last_coarse - coarse, last_fine - fine)
-    whole = tl.exp(tl.minimum(last_coarse.to(tl.float64) + last_fine, LARGEST_EXPONENT))
+    whole = tl.exp(at_most(last_coarse.to(tl.float64) + last_fine, LARGEST_EXPONENT))
     kept = tl.where(whole < 0.5, 0.0, 1.0)
     kept_float32 = kept.to(tl.float32)
     lost = (whole - kept).to(tl.float32)

@@ -109,7 +109,7 @@ IEEE = 'tl.dot(a, b, sums, input_precision="ieee")'
 HIGHEST_DOT = "return dot(a, b, precision=lax.Precision.HIGHEST)"
 PIECES = 'pieces = tl.dot(a_pieces, b_pieces, input_precision="ieee")'
 TPU_EXP = "jnp.exp(jnp.minimum(x, WHOLE_EXPONENT))"
-GPU_EXP = "tl.exp(tl.minimum(coarse.to(tl.float64) + fine, LARGEST_EXPONENT)).to(tl.float32)"
+GPU_EXP = "tl.exp(at_most(coarse.to(tl.float64) + fine, LARGEST_EXPONENT)).to(tl.float32)"
 LAST_SUMS = "last = hi[:, :, scan.chunk - 1 : scan.chunk]"
 TPU_NEXT_STATE = "_next_state(load, state[...], decay, scan)"
 TPU_PREVIOUS_DSTATE = "_previous_dstate(load, dstate[...], decay, scan)"
@@ -182,7 +182,7 @@ LOSSES = [
             f"    return (coarse + fine){TL_BF16}, fine * 0\n\n\n@triton.jit\ndef decay(", {"bfloat16 at c"}),
     *in_gla("exp of a bf16", "tpu", SIMPLE, TPU_EXP, f"jnp.exp({jnp_rounded('jnp.minimum(x, WHOLE_EXPONENT)')})",
             {"bfloat16 at exponent"}),
-    *in_gla("exp of a bf16", "gpu", SIMPLE, GPU_EXP, f"tl.exp(tl.minimum((coarse + fine){TL_BF16}, LARGEST_EXPONENT))",
+    *in_gla("exp of a bf16", "gpu", SIMPLE, GPU_EXP, f"tl.exp(at_most((coarse + fine){TL_BF16}, LARGEST_EXPONENT))",
             {"bfloat16 at exponent"}, tier="default"),
     *in_gla("exp to 2^-12", "tpu", SIMPLE, TPU_EXP, jnp_rounded(TPU_EXP, 10), {"tf32 at decay"}),
     *in_gla("exp to 2^-9", "gpu", SIMPLE, GPU_EXP, GPU_EXP.replace(".to(tl.float32)", TL_BF16), {"bfloat16 at decay"}),

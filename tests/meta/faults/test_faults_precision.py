@@ -132,8 +132,8 @@ FAULTS = named({
     ],
     "a bfloat16 decay": [
         rounds("bfloat16", "gpu", "chunk_simple_gla_fwd",
-               "return tl.exp(tl.minimum(coarse + fine, LARGEST_EXPONENT))",
-               "tl.exp(tl.minimum(coarse + fine, LARGEST_EXPONENT))", bf16),
+               "return tl.exp(at_most(coarse + fine, LARGEST_EXPONENT))",
+               "tl.exp(at_most(coarse + fine, LARGEST_EXPONENT))", bf16),
         rounds("bfloat16", "gpu", "fused_recurrent_simple_gla_fwd", "lost = (decay - kept).to(tl.float32)",
                "(decay - kept).to(tl.float32)", bf16),
     ],

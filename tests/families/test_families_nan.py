@@ -1,0 +1,84 @@
+"""NaN in an argument is NaN in every element that the operation makes of it, and in no other.
+
+What a scan by chunks is, the recurrence step by step says. Matrix products take whole chunks, in which 0 · NaN is NaN:
+there alone NaN may reach rows that the recurrence keeps clear of it.
+"""
+
+import numpy as np
+import pytest
+
+from parity.backends import load_kernel, runner
+from parity.inputs import draw
+from parity.op import BACKENDS, Case, Inputs, Op, outputs
+from tests.matrix import OPS
+from tests.support.functions import FRAMEWORKS
+from tests.support.tiny import tiny
+
+BY_NAME = {op.name: op for op in OPS}
+USUAL = {
+    "tpu": ("gmm_quantized", "moe_layer", "chunk_simple_gla_fwd"),
+    "gpu": (*(name for name in BY_NAME if "gla" not in name), "chunk_simple_gla_fwd", "chunk_gla_fwd"),
+}
+BFLOAT16 = ("bfloat16", "bfloat16")
+CALLS = [
+    pytest.param(
+        op,
+        backend,
+        dtype,
+        id="-".join([backend, op.name, *(dtype or ())[:1]]),
+        marks=[getattr(pytest.mark, backend)] + [pytest.mark.full] * (op.name not in USUAL[backend]),
+    )
+    for backend in BACKENDS
+    for op in OPS
+    for dtype in ([None, BFLOAT16] if "gla" in op.name else [None])
+]
+
+
+def is_nan(x: np.ndarray) -> np.ndarray:
+    return np.isnan(x.astype(np.float64))
+
+
+def of_definition(op: Op, case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
+    """Where the result is NaN, by output."""
+    name = op.name.replace("fused_chunk", "chunk").replace("chunk", "fused_recurrent")
+    arguments = {key: value for key, value in op.arguments(case).items() if key != "chunk_size"}
+    with np.errstate(all="ignore"):
+        result = outputs(BY_NAME[name].golden(**inputs, **arguments))
+    return {output: is_nan(x) for output, x in result.items()}
+
+
+def within_chunks(masks: dict[str, np.ndarray], argument: np.ndarray, case: Case, inputs: Inputs) -> np.ndarray:
+    """The rows [1, T, H] in chunks of a head in which the argument or a result is NaN."""
+    rows = np.zeros((1, case.T, case.H), bool)
+    for mask in (*masks.values(), argument):
+        if mask.ndim > 2 and mask.shape[:3] == rows.shape:
+            rows |= mask.reshape(*rows.shape, -1).any(-1)
+    starts = inputs["cu_seqlens"]
+    row = np.arange(case.T)
+    sequence = np.searchsorted(starts, row, side="right") - 1
+    chunk = sequence * case.T + (row - starts[sequence]) // case.chunk
+    return np.stack([rows[:, chunk == which].any(1) for which in chunk], axis=1)
+
+
+@pytest.mark.parametrize(("op", "backend", "dtype"), CALLS)
+def test_nan_goes_where_the_definition_takes_it(op, backend, dtype):
+    pytest.importorskip(FRAMEWORKS[backend])
+    case = tiny(op, dtype)
+    drawn, arguments = draw(op, case), {**op.arguments(case), **op.route(case)}
+    for name, x in drawn.items():
+        if x is None or x.dtype.kind in "iu":
+            continue
+        given = x.copy()
+        given.reshape(-1)[x.size * 4 // 5] = np.nan
+        inputs = {**drawn, name: given}
+        expected = of_definition(op, case, inputs)
+        got = outputs(runner(backend).run(load_kernel(getattr(op, backend)), inputs, arguments))
+        for output, mask in expected.items():
+            found = is_nan(got[output])
+            assert not (mask & ~found).any(), f"NaN in {name} is lost in {output}"
+            if "chunk" in op.name and mask.shape[:3] == (1, case.T, case.H):
+                rows = within_chunks(expected, is_nan(given), case, inputs)
+                mask = mask | rows.reshape(*rows.shape, *[1] * (mask.ndim - 3))
+            elif "chunk" in op.name and output == "dg_gamma":
+                mask = mask | within_chunks(expected, is_nan(given), case, inputs).any((0, 1))
+            assert not (found & ~mask).any(), f"NaN in {name} spreads in {output}"
