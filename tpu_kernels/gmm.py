@@ -55,7 +55,7 @@ def gmm(
     p = check_gmm(lhs, rhs, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes)
     table = partial(_gmm_tiles, lhs.dtype, is_small(existing_out, p.out_dtype))
     tile = fit_tile(resolve_tiling(tiling, table, p.m, p.k, p.n), p, jnp.bfloat16)
-    grid = Grid(p, tile, resolve_interpret(interpret), transpose_rhs=bool(transpose_rhs))
+    grid = Grid(p, tile, resolve_interpret(interpret, lhs), transpose_rhs=bool(transpose_rhs))
     shard = Shard(group_sizes, as_vector(group_offset, p.experts - p.groups))
     return _gmm(Operands(lhs, rhs, existing_out=existing_out), shard, grid=grid)
 
@@ -81,7 +81,7 @@ def tgmm(
     p = check_tgmm(lhs, rhs, group_sizes, group_offset, num_actual_groups, existing_out, preferred_element_type, sizes)
     table = partial(_tgmm_tiles, lhs.dtype, is_small(existing_out, p.out_dtype))
     tile = fit_tile(resolve_tiling(tiling, table, p.m, p.k, p.n), p, jnp.bfloat16)
-    grid = Grid(p, tile, resolve_interpret(interpret), contracting=True)
+    grid = Grid(p, tile, resolve_interpret(interpret, lhs), contracting=True)
     shard = Shard(group_sizes, as_vector(group_offset, p.experts - p.groups))
     return _tgmm(Operands(lhs, rhs, existing_out=existing_out), shard, grid=grid)
 

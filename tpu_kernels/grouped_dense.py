@@ -12,7 +12,15 @@ from op_arguments.grouped_dense import DenseOptions, Grads, Quantize, check_dout
 from op_arguments.options import options_of
 from op_arguments.probe import probing, renamed
 from op_arguments.quantize import Quantized
-from tpu_kernels._lib.arguments import Interpret, Shard, as_vector, concrete_values, held, static_scalar
+from tpu_kernels._lib.arguments import (
+    Interpret,
+    Shard,
+    as_vector,
+    concrete_values,
+    held,
+    resolve_interpret,
+    static_scalar,
+)
 from tpu_kernels._lib.chip import matmul_path, tpu_generation
 from tpu_kernels._lib.pairs import dual_quantized, padded, product, quantized, weight_product, with_rows
 
@@ -94,6 +102,7 @@ def _checked(
         "quantize": _is_quantized(o.quantize),
         "bwd_quantize": _is_quantized(o.bwd_quantize),
         "preferred_element_type": p.out_dtype,
+        "interpret": resolve_interpret(o.interpret, lhs),
     }
     static = _Static(**vars(o) | resolved, dtype=lhs.dtype, fills=existing_out is not None)
     return static, Shard(held(group_sizes), as_vector(group_offset, p.experts - p.groups)), p

@@ -84,7 +84,7 @@ def grouped_gemm(
     problem = QuantizedProblem(*p, block=summed, lhs_blocks=tuple(lhs.shape), rhs_blocks=tuple(rhs.shape))
     small = are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
     tile = _tile(tiling, problem, contracting, are_narrow(lhs, rhs), small)
-    grid = Grid(problem, tile, resolve_interpret(interpret), contracting, bool(transpose_rhs))
+    grid = Grid(problem, tile, resolve_interpret(interpret, lhs), contracting, bool(transpose_rhs))
     shard = Shard(group_sizes, as_vector(group_offset, p.experts - p.groups))
     multiply = scaled_tgmm if contracting else scaled_gmm
     return multiply(Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=existing_out), shard, grid=grid)

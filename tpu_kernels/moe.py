@@ -9,16 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from op_arguments.moe import LayerGrads, LayerOptions, check_expert_parallel, check_layer_dout, check_moe_layer
+from op_arguments.moe import Layer, LayerGrads, LayerOptions, check_expert_parallel, check_layer_dout, check_moe_layer
 from op_arguments.options import options_of
 from op_arguments.permute import permuted_rows
 from op_arguments.probe import active, probe, probing
 from op_arguments.quantize import Quantized
-from tpu_kernels._lib.arguments import Interpret, Shard, as_vector, static_scalar
+from tpu_kernels._lib.arguments import Interpret, Shard, as_vector, resolve_interpret, static_scalar
 from tpu_kernels._lib.call import jit
 from tpu_kernels._lib.exchange import exchange_plans, swap
 from tpu_kernels._lib.pairs import dual_quantized, product, quantized, weight_product
 from tpu_kernels._lib.routing import combine, plan_rows, take
+from tpu_kernels._lib.tiles import Table
 from tpu_kernels.grouped_gemm import grouped_gemm
 from tpu_kernels.mxfp8 import mxfp8_dual_quantize, mxfp8_quantize
 
@@ -53,8 +54,9 @@ def moe_layer(
     keeps of them, under the names `QUANTIZED_RESIDUALS`.
     axis_name: expert parallelism, inside `jax.shard_map` (with check_vma=False) over an axis of that name. Each device
     has T of the tokens, in order, w_router whole and G = E / devices of the experts, in order; rows travel by
-    all-to-all in buffers for the worst case. Results are those of one device with all tokens and experts, but for the
-    sums over rows in gradients of weights: their order, and which rows share a scale where they are quantised.
+    all-to-all in buffers for the worst case. Results are those of one device with all tokens and experts within the
+    contract, not to the bit: XLA may sum the router's dot otherwise for other sizes, sums over rows in gradients of
+    weights have another order, and other rows share a scale where they are quantised.
     Sites shown to a probe: what the matmuls hand on in either pass, logits, weights and the parts of x's gradient.
     """
     primals = Primals(x, w_router, w_gate, w_up, w_down)
@@ -113,9 +115,21 @@ class _Static(_Options):
 def _checked(primals: Primals, group_offset: int | jax.Array, o: _Options) -> tuple[_Static, jax.Array]:
     group_offset = static_scalar(group_offset)
     layer = check_moe_layer(*primals, o, group_offset)
+    tiling: Any = o.tiling
     if o.axis_name is not None:
         check_expert_parallel(layer, lax.axis_size(o.axis_name), group_offset)
-    return _Static(**vars(o), dtype=primals.x.dtype), as_vector(group_offset, layer.experts - layer.groups)
+    elif callable(tiling):
+        tiling = Table.of(tiling, _shapes(layer, o))
+    resolved = {"tiling": tiling, "interpret": resolve_interpret(o.interpret, primals.x), "dtype": primals.x.dtype}
+    return _Static(**vars(o) | resolved), as_vector(group_offset, layer.experts - layer.groups)
+
+
+def _shapes(layer: Layer, o: _Options) -> list[tuple[int, int, int]]:
+    """(m, k, n) of every matmul of the experts, in both passes. By columns fp8 has rows up to a multiple of a block."""
+    rows = permuted_rows(layer.tokens, o.top_k, layer.experts, o.capacity)
+    block = o.block_size if o.quantize == "fp8" and o.block_size else 1
+    sizes = (layer.hidden, layer.intermediate)
+    return [(m, *of_weights) for m in {rows, rows + -rows % block} for of_weights in (sizes, sizes[::-1])]
 
 
 @jit("o")

@@ -48,7 +48,7 @@ def mxfp8_quantize(
         check_finite_here(x, nan=False)
     scaling = PowerScales(FORMATS[name], scale_rounding)
     q = quantize_blocks(
-        _whole_blocks(x, axis), blocks=_mx_blocks(x, axis), scaling=scaling, interpret=resolve_interpret(interpret)
+        _whole_blocks(x, axis), blocks=_mx_blocks(x, axis), scaling=scaling, interpret=resolve_interpret(interpret, x)
     )
     return Quantized(lax.slice_in_dim(q.qvalue, 0, x.shape[axis], axis=axis), _e8m0(q.scale))
 
@@ -73,7 +73,7 @@ def mxfp8_dual_quantize(
     padded = _whole_blocks(_whole_blocks(x, rows), columns)
     blocks = _mx_blocks(x, rows), _mx_blocks(x, columns)
     scaling = PowerScales(FORMATS[name], scale_rounding)
-    dual = dual_quantize_blocks(padded, blocks=blocks, scaling=scaling, interpret=resolve_interpret(interpret))
+    dual = dual_quantize_blocks(padded, blocks=blocks, scaling=scaling, interpret=resolve_interpret(interpret, x))
     return DualQuantized(
         dual.rowwise[..., :m, :k],
         _e8m0(dual.rowwise_scale[..., :m, :]),
@@ -90,7 +90,12 @@ def mxfp8_dequantize(
     whole, exponents = _whole_blocks(qvalue, axis), _biased_exponents(scale)
     blocks = _mx_blocks(qvalue, axis)
     wide = dequantize_blocks(
-        whole, exponents, blocks=blocks, decode=_decode_by_power, dtype=name, interpret=resolve_interpret(interpret)
+        whole,
+        exponents,
+        blocks=blocks,
+        decode=_decode_by_power,
+        dtype=name,
+        interpret=resolve_interpret(interpret, qvalue),
     )
     return lax.slice_in_dim(wide, 0, qvalue.shape[axis], axis=axis)
 

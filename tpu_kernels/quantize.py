@@ -55,7 +55,9 @@ def fp8_quantize(
     blocks, name = check_quantize(x, axis, block_size, dtype)
     if check_finite:
         check_finite_here(x, nan=False)
-    return quantize_blocks(x, blocks=blocks, scaling=FloatScales(FORMATS[name]), interpret=resolve_interpret(interpret))
+    return quantize_blocks(
+        x, blocks=blocks, scaling=FloatScales(FORMATS[name]), interpret=resolve_interpret(interpret, x)
+    )
 
 
 def int8_quantize(
@@ -74,7 +76,7 @@ def int8_quantize(
     if check_finite:
         check_finite_here(x, nan=True)
     return quantize_blocks(
-        x, blocks=blocks, scaling=FloatScales(FORMATS["int8"]), interpret=resolve_interpret(interpret)
+        x, blocks=blocks, scaling=FloatScales(FORMATS["int8"]), interpret=resolve_interpret(interpret, x)
     )
 
 
@@ -97,7 +99,7 @@ def fp8_dual_quantize(
         check_finite_here(x, nan=False)
     scaling = FloatScales(FORMATS[name])
     return dual_quantize_blocks(
-        x, blocks=(by_rows, by_columns), scaling=scaling, interpret=resolve_interpret(interpret)
+        x, blocks=(by_rows, by_columns), scaling=scaling, interpret=resolve_interpret(interpret, x)
     )
 
 
@@ -105,7 +107,7 @@ def fp8_dequantize(qvalue: jax.Array, scale: jax.Array, *, interpret: Interpret 
     """qvalue · scale [...] float32; arguments, result and errors as `cpu_golden.quantize.fp8_dequantize`."""
     blocks = check_dequantize(qvalue, scale, FP8)
     return dequantize_blocks(
-        qvalue, scale, blocks=blocks, decode=_decode, dtype="float32", interpret=resolve_interpret(interpret)
+        qvalue, scale, blocks=blocks, decode=_decode, dtype="float32", interpret=resolve_interpret(interpret, qvalue)
     )
 
 
@@ -113,7 +115,7 @@ def int8_dequantize(qvalue: jax.Array, scale: jax.Array, *, interpret: Interpret
     """As `fp8_dequantize`, of int8."""
     blocks = check_dequantize(qvalue, scale, ("int8",))
     return dequantize_blocks(
-        qvalue, scale, blocks=blocks, decode=_decode, dtype="float32", interpret=resolve_interpret(interpret)
+        qvalue, scale, blocks=blocks, decode=_decode, dtype="float32", interpret=resolve_interpret(interpret, qvalue)
     )
 
 

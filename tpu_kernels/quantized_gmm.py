@@ -49,7 +49,7 @@ def gmm_quantized(
     small = are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
     tile = resolve_tiling(tiling, partial(scaled_gmm_tiles, p.block, small, False), p.m, p.k, p.n)
     check_tile("tk", tile[1], p.block, p.k)
-    grid = Grid(p, fit_tile(tile, p, jnp.int8), resolve_interpret(interpret), transpose_rhs=bool(transpose_rhs))
+    grid = Grid(p, fit_tile(tile, p, jnp.int8), resolve_interpret(interpret, lhs), transpose_rhs=bool(transpose_rhs))
     shard = Shard(group_sizes, as_vector(group_offset, p.experts - p.groups))
     return scaled_gmm(Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=existing_out), shard, grid=grid)
 
@@ -82,6 +82,6 @@ def tgmm_quantized(
     small = narrow and is_small(existing_out, p.out_dtype) and (p.block >= p.m or widened_to(lhs, rhs) is None)
     tile = resolve_tiling(tiling, partial(scaled_tgmm_tiles, narrow, small), p.m, p.k, p.n)
     check_tile("tm", tile[0], p.block, p.m)
-    grid = Grid(p, fit_tile(tile, p, jnp.int8), resolve_interpret(interpret), contracting=True)
+    grid = Grid(p, fit_tile(tile, p, jnp.int8), resolve_interpret(interpret, lhs), contracting=True)
     shard = Shard(group_sizes, as_vector(group_offset, p.experts - p.groups))
     return scaled_tgmm(Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=existing_out), shard, grid=grid)

@@ -55,7 +55,7 @@ def test_loops_that_are_unrolled_agree_with_golden(op, shape, options, monkeypat
     from tpu_kernels._lib import chunk_layout, chunk_plan, recurrent_layout, scans
 
     monkeypatch.setattr(chunk_plan, "BLOCK_TOKENS", 64)  # four chunks, so that the loop takes all of them in one turn
-    monkeypatch.setattr(scans, "resolve_interpret", lambda _: False)
+    monkeypatch.setattr(scans, "resolve_interpret", lambda *_: False)
     for module in (chunk_scan, fused_recurrent):
         for name in ("_forward", "_backward"):  # without jit, which would keep what is traced here
             monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)

@@ -45,9 +45,9 @@ def as_vector(group_offset: int | jax.Array, most: int) -> jax.Array:
     return jnp.asarray(group_offset, jnp.int32).reshape(1)
 
 
-def resolve_interpret(interpret: Interpret) -> bool | pltpu.InterpretParams:
-    """interpret, or where it is None whether there is no TPU."""
-    return not is_tpu() if interpret is None else interpret
+def resolve_interpret(interpret: Interpret, array: Any) -> bool | pltpu.InterpretParams:
+    """interpret, or where it is None whether no TPU computes with `array`."""
+    return not is_tpu(array) if interpret is None else interpret
 
 
 def kernel_operand(x: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 
 from op_arguments.gla import Output, check_forward
 from op_arguments.options import variant
-from tpu_kernels._lib.arguments import concrete_values, held
+from tpu_kernels._lib.arguments import concrete_values, held, resolve_interpret
 
 P = ParamSpec("P")
 GATES = ("g", "g_gamma", "gk")
@@ -23,6 +23,7 @@ def differentiable(forward: Callable[P, Output], backward: Callable[..., Any]) -
         # Here and not only in the passes: inside a custom_vjp all values are traced.
         offsets = concrete_values(cu_seqlens)
         check_forward(q, k, v, gates, options.get("scale"), initial_state, cu_seqlens, offsets)
+        options["interpret"] = resolve_interpret(options.get("interpret"), q)
         passes = _Passes(forward, backward, tuple(options.items()))
         arrays = dict(q=q, k=k, v=v, **gates, initial_state=initial_state, cu_seqlens=held(cu_seqlens))
         return _scan(passes, arrays)

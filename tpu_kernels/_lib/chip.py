@@ -43,8 +43,13 @@ def tpu_kind() -> str | None:
     return jax.devices()[0].device_kind if jax.default_backend() == "tpu" else None
 
 
-def is_tpu() -> bool:
-    """Whether there is a TPU."""
+def is_tpu(array: Any = None) -> bool:
+    """Whether a TPU computes with `array`: where it is, or of a traced one (and None) whether there is a TPU.
+
+    On a host with a TPU an array may be on the CPU, which runs what is computed with it.
+    """
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        return all(device.platform == "tpu" for device in array.devices())
     return tpu_kind() is not None
 
 

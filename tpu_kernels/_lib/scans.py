@@ -69,7 +69,7 @@ def take(
     p = check_forward(q, k, v, gates, scale, initial_state, cu_seqlens, concrete_values(cu_seqlens))
     if gradients:
         check_gradients(p, *gradients)
-    interpret = resolve_interpret(interpret)
+    interpret = resolve_interpret(interpret, q)
     planned = plan(p, gates, backward=bool(gradients), interpret=interpret, **options)
     arrays = Arrays(q, k, v, dict(gates), initial_state, cu_seqlens, *gradients)
     return arrays, {"plan": planned, "interpret": interpret}

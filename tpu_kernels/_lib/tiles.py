@@ -1,6 +1,7 @@
 """Tiles of the grouped matmuls: (tm, tk, tn) from a table or the caller, as Mosaic and the matrix unit need them."""
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,21 @@ from tpu_kernels._lib.chip import LANES, MXU, default_vmem, sublanes
 
 PARTS = 16
 Tile = tuple[int, int, int]
+
+
+class Table(NamedTuple):
+    """A look-up (m, k, n) -> tile as its values: equal ones are one static argument of `jit`, two functions are two."""
+
+    tiles: tuple[tuple[Tile, Any], ...]
+
+    @classmethod
+    def of(cls, tiling: Callable[[int, int, int], Any], shapes: Iterable[Tile]) -> "Table":
+        """What `tiling` gives for these (m, k, n), right or wrong: who looks a tile up checks it."""
+        found = ((shape, tiling(*shape)) for shape in sorted(shapes))
+        return cls(tuple((shape, tuple(tile) if isinstance(tile, list) else tile) for shape, tile in found))
+
+    def __call__(self, m: int, k: int, n: int) -> Any:
+        return dict(self.tiles)[m, k, n]
 
 
 def is_small(existing_out: jax.Array | None, out_dtype: str) -> bool:

@@ -53,7 +53,9 @@ def make_group_metadata(
         sizes=concrete_values(group_sizes),
     )
     shard = Shard(group_sizes, as_vector(group_offset, group_sizes.shape[0] - num_groups))
-    return group_metadata(shard, m=m, tm=tm, num_groups=num_groups, cover=cover, interpret=resolve_interpret(interpret))
+    return group_metadata(
+        shard, m=m, tm=tm, num_groups=num_groups, cover=cover, interpret=resolve_interpret(interpret, group_sizes)
+    )
 
 
 @partial(jax.jit, static_argnames=("m", "tm", "num_groups", "cover", "interpret"))

@@ -8,6 +8,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp
 
 from tpu_kernels._lib import chip
+from tpu_kernels._lib.arguments import resolve_interpret
 
 KINDS = {
     "TPU v4": 4, "TPU v5 lite": 5, "TPU v5e": 5, "TPU v5": 5, "TPU v5p": 5, "TPU v6 lite": 6, "TPU v6e": 6, "TPU7x": 7,
@@ -37,6 +38,17 @@ def test_the_target_of_an_ahead_of_time_compilation_counts():
         mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
         with jax.sharding.use_abstract_mesh(mesh):
             assert chip.tpu_kind() == (kind if kind.startswith("TPU") else None)
+
+
+def test_on_a_host_with_a_tpu_it_counts_where_an_array_is(monkeypatch):
+    """Traced ones are nowhere yet: for those the host's TPU counts."""
+    monkeypatch.setattr(chip, "tpu_kind", lambda: "TPU7x")
+    array = jax.device_put(jnp.zeros(8), jax.devices("cpu")[0])
+    assert chip.is_tpu() and not chip.is_tpu(array)
+    assert resolve_interpret(None, array) and not resolve_interpret(False, array)
+    seen = []
+    jax.make_jaxpr(lambda x: seen.append(chip.is_tpu(x)) or x)(array)
+    assert seen == [True]
 
 
 @pytest.mark.parametrize("kind", KINDS)
