@@ -95,12 +95,12 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights, slots, source = ctx.saved_tensors
-        drows = _rows_of(dout, source, slots)
         if weights is None:
-            return drows, None, None, None
-        by_row = _rows_of(weights.reshape(-1, 1), source, slots.reshape(-1, 1))
-        dweights = torch.zeros_like(weights)
-        if rows.shape[0]:
-            taken = torch.where(slots[..., None] >= 0, rows[slots.clamp(min=0)].float(), 0.0)
-            dweights = (taken * dout[:, None].float()).sum(2)
-        return (drows.float() * by_row).to(drows.dtype), dweights, None, None
+            return _rows_of(dout, source, slots), None, None, None
+        drows, dweights = dout.new_zeros(len(rows) + 1, dout.shape[1]), torch.zeros_like(weights)
+        for j in range(slots.shape[1] if len(rows) else 0):  # float32 of all choices at once is gigabytes
+            slot, is_kept = slots[:, j].long(), slots[:, j] >= 0
+            drows[torch.where(is_kept, slot, len(rows))] = (dout.float() * weights[:, j, None]).to(dout.dtype)
+            products = rows[slot.clamp(min=0)].float() * dout.float()
+            dweights[:, j] = torch.where(is_kept, products.sum(1), 0.0)
+        return drows[:-1], dweights, None, None  # the last row is that of all choices that were dropped

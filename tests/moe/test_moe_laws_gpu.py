@@ -152,6 +152,27 @@ def test_permute_and_unpermute_are_each_others_gradients():
     assert (slots < 0).any()
 
 
+def test_gradients_of_unpermute_hold_no_float32_of_all_choices():
+    """At 131072 tokens, 8 choices and 7168 columns it would be 28 GiB."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    made = []
+
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **kwargs or {})
+            made.extend(x.numel() * x.itemsize for x in (result,) if isinstance(x, torch.Tensor))
+            return result
+
+    rows = torch.ones(TOKENS * 8, 64, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
+    weights = torch.ones(TOKENS, 8, device=DEVICE).requires_grad_()
+    slots = torch.arange(TOKENS * 8, dtype=torch.int32, device=DEVICE).reshape(TOKENS, 8)
+    out = unpermute(rows, slots, weights)
+    with Recording():
+        torch.autograd.grad(out, (rows, weights), torch.ones_like(out))
+    assert max(made) <= (rows.numel() + 64) * 2
+
+
 def test_of_no_rows_the_sum_and_its_gradients_are_zero():
     rows, weights = torch.zeros(0, 5, device=DEVICE), torch.ones(4, 2, device=DEVICE).requires_grad_()
     slots = torch.full((4, 2), -1, dtype=torch.int32, device=DEVICE)

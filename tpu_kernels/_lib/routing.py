@@ -87,8 +87,10 @@ def _combine_bwd(saved: Any, dout: jax.Array) -> tuple[Any, ...]:
     if weights is None:
         return drows, None, None, None
     by_row = _rows_of(weights.reshape(-1, 1), source, slots.reshape(-1, 1))
-    taken = jnp.where(slots[..., None] >= 0, rows[slots].astype(jnp.float32), 0.0)
-    dweights = (taken * dout[:, None].astype(jnp.float32)).sum(axis=2)
+    dout = dout.astype(jnp.float32)
+    # One choice of all tokens at a time: [T, k, D] of them is gigabytes.
+    of_choices = [(rows[slot].astype(jnp.float32) * dout).sum(axis=1) for slot in slots.T]
+    dweights = jnp.where(slots >= 0, jnp.stack(of_choices, axis=1), 0.0) if of_choices else jnp.zeros_like(weights)
     return (drows.astype(jnp.float32) * by_row).astype(drows.dtype), dweights, None, None
 
 
