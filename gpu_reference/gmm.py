@@ -17,7 +17,7 @@ from gpu_reference._lib.launch import launch_options
 from gpu_reference._lib.operands import operand, scalar, values
 from gpu_reference._lib.plans import Given, OfGroups, OfRows, product
 from gpu_reference._lib.products import multiply_groups, multiply_rows
-from gpu_reference._lib.tiles import Candidate, chosen, first_filled, fitted
+from gpu_reference._lib.tiles import Candidate, chosen, first_filled, fitted, step_of
 from op_arguments import Tiling
 from op_arguments.gmm import Problem, check_gmm, check_tgmm
 
@@ -51,7 +51,8 @@ def gmm(
 
     Arguments, result and errors as `cpu_golden.gmm.gmm`; here: lhs and rhs float32, bfloat16 or float16, all tensors
     of any strides. tiling is (tm, tk, tn), or a function (m, k, n) -> (tm, tk, tn): a look-up table or an autotuner
-    over GMM_TILES. Each of the three becomes a power of two from 16 to 128. Shown to a probe: the sums, at acc.
+    over GMM_TILES. Each of the three becomes a power of two from 16 to 128, tk (of tgmm tm) no larger than a step's
+    operands take 48 KiB of shared memory. Shown to a probe: the sums, at acc.
     Also raises ValueError for tensors on several devices, and RuntimeError for CPU tensors where Triton's interpreter
     is off.
     """
@@ -88,6 +89,7 @@ def gmm_plan(p: Problem, lhs: Tensor, rhs: Tensor, tiling: Tiling | None = None)
     fills."""
     size = lhs.element_size()
     tile = fitted(chosen(tiling, first_filled(GMM_TILES[size], p), p), p)
+    tile = tile._replace(k=step_of(tile.m, tile.k, tile.n, size))
     options = launch_options(tile.m, tile.k, tile.n, size)
     return OfRows(_gmm_kernel, tile, {"lhs": operand(lhs), "rhs": operand(rhs)}, options)
 
@@ -96,6 +98,7 @@ def tgmm_plan(p: Problem, lhs: Tensor, rhs: Tensor, tiling: Tiling | None = None
     """`tgmm`, by default with the first of TGMM_TILES, its output tile no larger than the output."""
     size = lhs.element_size()
     tile = fitted(chosen(tiling, TGMM_TILES[size][0], p), p)
+    tile = tile._replace(m=step_of(tile.k, tile.m, tile.n, size))
     options = launch_options(tile.k, tile.m, tile.n, size)
     return OfGroups(_tgmm_kernel, tile, {"lhs": operand(lhs, transposed=True), "rhs": operand(rhs)}, options)
 

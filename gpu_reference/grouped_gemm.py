@@ -20,7 +20,7 @@ from gpu_reference._lib.launch import launch_options
 from gpu_reference._lib.operands import Operand, operand, scalar, values
 from gpu_reference._lib.plans import Given, OfGroups, OfRows, product
 from gpu_reference._lib.products import multiply_groups, multiply_rows
-from gpu_reference._lib.tiles import Candidate, Tile, chosen, first_filled, fitted
+from gpu_reference._lib.tiles import Candidate, Tile, chosen, first_filled, fitted, step_of
 from gpu_reference.gmm import TGMM_TILES, gmm, tgmm
 from op_arguments import Tiling, dtype_name
 from op_arguments.gmm import Problem
@@ -158,11 +158,13 @@ def grouped_gemm_tile(p: Problem, path: str, ragged: str, tiling: Tiling | None,
         tile = chosen(tiling, GROUPED_WGRAD_TILES[_dot_bytes(path)][0], p)
         check_mxfp8_tile("tm", tile[0], p.m)
         tm, tk, tn = fitted(tile, p)
-        return Tile(max(tm, depth), max(tk, rows), tn)
+        tk = max(tk, rows)
+        return Tile(max(step_of(tk, tm, tn, _dot_bytes(path)), depth), tk, tn)
     tile = chosen(tiling, first_filled(GROUPED_GEMM_TILES[_dot_bytes(path)], p), p)
     check_mxfp8_tile("tk", tile[1], p.k)
     tm, tk, tn = fitted(tile, p)
-    return Tile(max(tm, rows), max(tk, depth), tn)
+    tm = max(tm, rows)
+    return Tile(tm, max(step_of(tm, tk, tn, _dot_bytes(path)), depth), tn)
 
 
 @triton.jit

@@ -61,7 +61,9 @@ def moe_layer(
     them.
     process_group: expert parallelism over its processes. Each has T of the tokens, in order, w_router whole and
     G = E / processes of the experts, in order; rows travel by all-to-all in buffers for the worst case, so that no
-    process waits for what another counts. Results are those of one process with all tokens and experts.
+    process waits for what another counts. Results are those of one process with all tokens and experts within the
+    contract, not to the bit: the tile, and on some GPUs the matrix instruction with it, depends on how many rows there
+    are.
     Sites shown to a probe: the golden's, of what the matmuls hand on in either pass, of logits, weights and the parts
     of x's gradient.
     Nothing is read back from the device. Also raises ValueError for several devices, and RuntimeError for CPU tensors

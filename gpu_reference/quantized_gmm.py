@@ -22,7 +22,7 @@ from gpu_reference._lib.launch import launch_options
 from gpu_reference._lib.operands import Operand, operand, scalar, values
 from gpu_reference._lib.plans import Given, OfGroups, OfRows, product
 from gpu_reference._lib.products import multiply_groups, multiply_rows
-from gpu_reference._lib.tiles import Candidate, Tile, chosen, first_filled, fitted
+from gpu_reference._lib.tiles import Candidate, Tile, chosen, first_filled, fitted, step_of
 from gpu_reference.gmm import GMM_TILES, TGMM_TILES
 from op_arguments import Tiling, dtype_name
 from op_arguments.quantize import NARROW
@@ -175,7 +175,7 @@ def gmm_quantized_plan(
     tile = chosen(tiling, first_filled(GMM_QUANTIZED_TILES[_dot_bytes(path)], p), p)
     check_tile("tk", tile[1], p.block, p.k)
     tm, tk, tn = fitted(tile, p)
-    tk = _step(tk, path, p.block, p.k)
+    tk = step_of(tm, _step(tk, path, p.block, p.k), tn, _dot_bytes(path))
     arguments = {
         "lhs": _operand(lhs, lhs_scale, path, lines=p.lhs_blocks[0]),
         "rhs": _operand(rhs, rhs_scale, path, lines=p.rhs_blocks[-1], groups=p.rhs_blocks[0]),
@@ -199,7 +199,7 @@ def tgmm_quantized_plan(
     tile = chosen(tiling, TGMM_QUANTIZED_TILES[_dot_bytes(path)][0], p)
     check_tile("tm", tile[0], p.block, p.m)
     tm, tk, tn = fitted(tile, p)
-    tm = _step(tm, path, p.block, p.m)
+    tm = step_of(tk, _step(tm, path, p.block, p.m), tn, _dot_bytes(path))
     arguments = {
         "lhs": _operand(lhs, lhs_scale, path, lines=p.lhs_blocks[1], transposed=True),
         "rhs": _operand(rhs, rhs_scale, path, lines=p.rhs_blocks[1]),

@@ -13,6 +13,7 @@ Candidate = tuple[int, int, int]
 """(tm, tk, tn) of a table or a caller."""
 
 LARGEST_TILE = 128  # per axis: 128 x 128 float32 sums are 64 registers a thread with eight warps
+STEP_BYTES = 48 * 1024  # of both operands' tiles in a step: gfx942 has 64 KiB of shared memory for all of a program
 
 
 class Tile(NamedTuple):
@@ -38,6 +39,13 @@ def fitted(tile: Candidate, p: Problem | QuantizedProblem) -> Tile:
     """The chosen tile as the kernels need it: powers of two, not far beyond the problem's own size."""
     tm, tk, tn = (min(block_of(t), block_of(size), LARGEST_TILE) for t, size in zip(tile, (p.m, p.k, p.n), strict=True))
     return Tile(tm, tk, tn)
+
+
+def step_of(rows: int, depth: int, columns: int, element_size: int) -> int:
+    """A step's depth, no longer than its tiles [rows, depth] and [depth, columns] fit in shared memory everywhere."""
+    while depth > 16 and (rows + columns) * depth * element_size > STEP_BYTES:
+        depth //= 2
+    return depth
 
 
 def block_of(size: int) -> int:

@@ -14,7 +14,8 @@ from gpu_reference._lib.operands import Shard, on_device, scalar, values
 from gpu_reference._lib.tiles import block_of
 from op_arguments.gmm import GroupMetadata, check_group_metadata
 
-METADATA_BLOCK = 128  # visits per program of the metadata kernel
+METADATA_ELEMENTS = 128 * 128  # pairs of a visit and an expert per program of the metadata kernel, in registers
+MOST_VISITS = 128  # per program
 
 
 def make_group_metadata(
@@ -49,6 +50,8 @@ def metadata_launch(
     """The kernel of `make_group_metadata`, which fills the "metadata" of its arguments."""
     (experts,) = group_sizes.shape
     visits = triton.cdiv(m, tm) + groups
+    experts_block = block_of(experts)
+    visits_block = min(MOST_VISITS, max(METADATA_ELEMENTS // experts_block, 1))
     metadata = GroupMetadata(*(group_sizes.new_empty(size) for size in (experts + 1, visits, visits, 1)))
     arguments = {
         "group_sizes": group_sizes.contiguous(),
@@ -58,10 +61,10 @@ def metadata_launch(
         "tm": tm,
         "visits": visits,
         "COVER_TILES": cover == "tiles",
-        "EXPERTS_BLOCK": block_of(experts),
-        "VISITS_BLOCK": METADATA_BLOCK,
+        "EXPERTS_BLOCK": experts_block,
+        "VISITS_BLOCK": visits_block,
     }
-    return Launch(_metadata_kernel, (triton.cdiv(max(visits, 1), METADATA_BLOCK),), arguments, {"num_warps": 4})
+    return Launch(_metadata_kernel, (triton.cdiv(max(visits, 1), visits_block),), arguments, {"num_warps": 4})
 
 
 @triton.jit

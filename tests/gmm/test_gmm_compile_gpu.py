@@ -1,6 +1,8 @@
 """gmm, tgmm and their metadata compile for real GPUs, as they are launched; their default tiles fit the chip, and their
 dots are in the machine code what their contract says."""
 
+import itertools
+
 import pytest
 
 pytest.importorskip("triton")
@@ -88,3 +90,31 @@ def test_visits_of_groups_compile(target):
 def test_limits_name_what_there_is():
     assert {*LIMITS} <= {*TARGETS}
     assert {*SPILLS} <= gpu_code.names(VARIANTS, "sm_90").keys()
+
+
+@pytest.mark.parametrize("experts", [256, *(pytest.param(many, marks=pytest.mark.full) for many in (512, 1024, 4096))])
+@gpu_code.some_targets("sm_90")
+def test_visits_of_many_experts_compile_and_stay_in_registers(target, experts):
+    sizes = dict(m=4096, tm=128, num_groups=experts, cover="tiles")
+    visits = launches(make_group_metadata, Abstract((experts,), "int32"), target=target, **sizes)
+    (result,) = compile_kernels([case_of(launch, target) for launch in visits], timeout=60)
+    assert gpu_code.problem(result) is None
+
+
+TILES = (16, 32, 64, 128)
+LARGEST = (128, 128, 128)
+
+
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        pytest.param(tile, id="x".join(map(str, tile)), marks=[pytest.mark.full] * (tile != LARGEST))
+        for tile in itertools.product(TILES, TILES, TILES)
+    ],
+)
+@gpu_code.some_targets("sm_120")
+def test_every_tile_that_may_be_asked_for_fits(target, tiling):
+    """Spilled or not: a kernel that is refused at its launch is none."""
+    calls = [call(op, dtype, tiling=tiling) for op in (GMM, TGMM) for dtype in (F32, BF16)]
+    for kernel in gpu_code.kernels(calls, target).values():
+        assert kernel.result.error is None, kernel.result.error

@@ -62,8 +62,8 @@ FAULTS = named({
     "the count of scale blocks is taken from the wrong axis": [
         tpu("tgmm_quantized", "part = grid.summed, grid.part",
             "part = grid.summed, min(grid.problem.block, grid.tile[1])", lambda c: c.lhs_blocks == "512x1"),
-        gpu("tgmm_quantized", "tm = _step(tm, path, p.block, p.m)",
-            "tm = _step(tm, path, tk, p.m)", tiles_beyond_blocks),
+        gpu("tgmm_quantized", "_step(tm, path, p.block, p.m)",
+            "_step(tm, path, tk, p.m)", tiles_beyond_blocks),
     ],
     "blocks of M are counted from the group's first row": [
         tpu("tgmm_quantized", "row = row_of(scale, i, columns)",
