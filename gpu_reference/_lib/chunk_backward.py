@@ -189,6 +189,7 @@ def _sums_over_values(
             dstate = next_state(dstate, q_columns, do_rows, decays.from_start * scale, decays, SPLIT)
             if INTERPRETED:
                 dstate = probe("dstate", dstate, in_state, chunk_size=ROWS)
+            tl.debug_barrier()  # a thread may store what another has still to load
             tl.store(memory.dstates + at_dstate, dstate, mask=in_state)
     products = products.to(tl.float32)
     products_t = products_t.to(tl.float32)

@@ -50,6 +50,9 @@ POINTERS = {
 }
 """Triton's name of a tensor argument, by the name of its dtype."""
 
+NEAR = "@32"
+"""Follows the name of a tensor whose memory is less than 2 GiB: AMD's compiler then addresses it by 32 bits."""
+
 Outcome = Literal["compiled", "refused", "too large", "crashed", "timed out", "unreadable"]
 
 
@@ -58,8 +61,8 @@ class Case:
     """A kernel as it would be launched.
 
     kernel "module:name"; target as in TARGETS; arguments by name: a tensor as its pointer
-    type (POINTERS; taken to be 16-byte aligned, as allocators make them), a NamedTuple as the mapping of its fields,
-    all else by value; options of the launch (num_warps, num_stages, ...).
+    type (POINTERS, NEAR behind it; taken to be 16-byte aligned, as allocators make them), a NamedTuple as the mapping
+    of its fields, all else by value; options of the launch (num_warps, num_stages, ...).
     """
 
     kernel: str
@@ -122,7 +125,9 @@ def _argument(value: Any) -> Argument:
     if hasattr(value, "_asdict"):
         return {name: _argument(field) for name, field in value._asdict().items()}
     if hasattr(value, "shape"):
-        return POINTERS[str(value.dtype).rpartition(".")[2]]
+        memory = value.untyped_storage() if hasattr(value, "untyped_storage") else value
+        bytes_of_memory = memory.nbytes() if callable(memory.nbytes) else memory.nbytes
+        return POINTERS[str(value.dtype).rpartition(".")[2]] + NEAR * (bytes_of_memory < 2**31)
     argument: Argument = value
     return argument
 
@@ -169,7 +174,7 @@ def _answer(case: Case, log: Path) -> Compiled:
     try:
         module, _, name = case.kernel.partition(":")
         kernel = getattr(importlib.import_module(module), name)
-        source = _source(kernel, case.arguments)
+        source = _source(kernel, case)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         return Compiled("refused", error=text.partition("\n")[0], log=shortened(text))
@@ -182,10 +187,10 @@ def _answer(case: Case, log: Path) -> Compiled:
         return _refusal(error, kernel, log.read_text(errors="replace"))
 
 
-def _source(kernel: Any, arguments: Mapping[str, Argument]) -> Any:
+def _source(kernel: Any, case: Case) -> Any:
     from triton.compiler import ASTSource
 
-    return ASTSource(kernel, *_specialise(kernel, arguments))
+    return ASTSource(kernel, *_specialise(kernel, case.arguments, is_amd=case.target[0] == "hip"))
 
 
 def _kept_or_compiled(source: Any, case: Case) -> Compiled:
@@ -297,12 +302,12 @@ def _location(chain: Sequence[BaseException], kernel: Any) -> str | None:
 
 
 def _specialise(
-    kernel: Any, arguments: Mapping[str, Argument]
+    kernel: Any, arguments: Mapping[str, Argument], *, is_amd: bool
 ) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[tuple[str, int]]]]:
     """(signature, constants, attributes), as Triton's launcher derives them from the values.
 
-    An absent tensor and the integer 1 become constants, and divisibility by 16 is passed on: of arguments, and of the
-    fields of a NamedTuple.
+    An absent tensor and the integer 1 become constants, and divisibility by 16 is passed on, to AMD's compiler also
+    that a tensor is NEAR: of arguments, and of the fields of a NamedTuple.
     """
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[tuple[str, int]]] = {}
@@ -319,9 +324,13 @@ def _specialise(
         if is_constant or value is None or value is True or value is False or value == 1:
             constants[path] = value
             return "constexpr"
-        if isinstance(value, str) or value % 16 == 0:
+        if isinstance(value, str):
+            near = [("tt.pointer_range", 32)] if is_amd and value.endswith(NEAR) else []
+            attributes[path] = [("tt.divisibility", 16), *near]
+            return value.removesuffix(NEAR)
+        if value % 16 == 0:
             attributes[path] = [("tt.divisibility", 16)]
-        return value if isinstance(value, str) else "i32" if -(2**31) <= value < 2**31 else "i64"
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
 
     signature = {
         parameter.name: specialised(arguments[parameter.name], (parameter.num,), parameter.is_constexpr)
