@@ -14,7 +14,7 @@ from parity.cli.options import folder, version
 
 COMMANDS = (
     *("run", "list", "diff", "merge", "show", "explain", "stages", "plans", "schedule", "shrink", "replay", "bisect"),
-    *("doctor", "runners"),
+    *("doctor", "runners", "contact"),
 )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ MODULES_OF_A_FRAMEWORK = {
     "parity/backends/tpu.py", "parity/backends/gpu.py",
     "parity/backends/emulation/mxu.py", "parity/backends/emulation/tensor_core.py",
     "parity/debugging/attribution/tpu.py", "parity/debugging/attribution/gpu.py",
+    "parity/contact/tpu.py", "parity/contact/gpu.py",
 }  # fmt: skip
 
 

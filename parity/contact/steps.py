@@ -1,0 +1,221 @@
+"""All that is tried on a new device, the most informative first, and each by itself.
+
+A step is done in a process of its own (`session`): what crashes or hangs there ends that row alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parity import git, matrix
+from parity.backends import load_kernel, runner
+from parity.contact import assumptions, probes
+from parity.inputs import draw
+from parity.judging.judge import gates
+from parity.ledger import provenance
+from parity.op import Backend, Case, Groups, Offsets, Op, outputs
+from parity.trial import Trial
+
+OFFSET = "group_offset"
+"""What the kernels call the argument that says which group a shard begins with."""
+AGREES, OFF, RAN, NOT_HERE = "AGREES", "OFF CONTRACT", "RAN", "NOT HERE"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to try: a probe's name, a case's id or a file, and the seconds that it may take."""
+
+    kind: str
+    name: str
+    seconds: float
+
+    @property
+    def id(self) -> str:
+        """Unique among the steps of a session."""
+        return f"{self.kind} {self.name}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of a step: RAN (nothing to compare with), AGREES, or OFF CONTRACT `by` how much.
+
+    by: the error over what is allowed. more: plain data for who reads the file.
+    """
+
+    outcome: str
+    by: float = 0.0
+    detail: str = ""
+    more: Any = None
+
+
+def steps(root: Path, backend: Backend) -> list[Step]:
+    """The steps of a project's matrix on a backend, in order of risk: what most others rest upon comes first.
+
+    Functions of the hardware; a case of every kernel and dtype path, a case of each op before its other dtypes; two
+    runs and two streams, and replayed graphs, of each op; the smoke tier with its ledger; benchmarks.
+    """
+    ops = matrix.load(root)
+    benchmarks = sorted((root / "benchmarks").glob(f"{backend}_*.py"))
+    paths = sorted((place, nth, case.id) for nth, op in enumerate(ops) for place, case in enumerate(one_each(op)))
+    return [
+        *(Step("probe", name, 60) for name in probes.NAMES),
+        *(Step("case", case_id, 60) for _, _, case_id in paths),
+        *(Step("repeat", one_each(op)[0].id, 60) for op in ops),
+        *(Step("graph", of_shard(op).id, 60) for op in ops if other_sizes(op, of_shard(op))),
+        Step("tests", "smoke", 300),
+        *(Step("benchmark", path.name, 120) for path in benchmarks if "static" not in path.name),
+    ]
+
+
+def one_each(op: Op) -> list[Case]:
+    """A case for each dtype path of an op: of every pair of dtypes the first of the cheapest tier, on usual data."""
+    tiers = ("smoke", "default", "full")
+    cases = sorted((case for case in op.cases if not case.model), key=lambda case: tiers.index(case.tier))
+    usual = [case for case in cases if case.data == "normal"] or cases or list(op.cases)
+    return list({(case.dtype, case.out): case for case in reversed(usual)}.values())[::-1]
+
+
+def of_shard(op: Op) -> Case:
+    """A case of an op's cheapest whose shard does not begin with the first group, if there is one."""
+    cases = one_each(op)
+    return next((case for case in cases if op.arguments(case).get(OFFSET)), cases[0])
+
+
+def other_sizes(op: Op, case: Case) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """The tensors that a captured graph may find changed: group sizes, offsets of sequences and of a shard; before and
+    after."""
+    found = {}
+    drawn, specs = draw(op, case), op.inputs(case)
+    for name, x in drawn.items():
+        if x is not None and isinstance(specs[name], Groups):
+            found[name] = x, x[::-1].copy()
+        elif x is not None and isinstance(specs[name], Offsets):
+            found[name] = x, np.concatenate([[0], np.cumsum(np.diff(x)[::-1])]).astype(x.dtype)
+    if op.arguments(case).get(OFFSET):
+        first = np.array([op.arguments(case)[OFFSET]], np.int32)
+        found[OFFSET] = first, first - 1
+    return found
+
+
+def perform(root: Path, backend: Backend, step: Step) -> Found:
+    """Do a step here and now. Raises whatever its kernel raises."""
+    return _PERFORM[step.kind](root, backend, step)
+
+
+def _probe(root: Path, backend: Backend, step: Step) -> Found:
+    module = importlib.import_module(f"parity.contact.{backend}")
+    assumed = assumptions.of_device(module.kind())[step.name]
+    measured = probes.measure(module.device(), assumed)
+    outcome = AGREES if measured.share <= 1 else OFF
+    if assumed.holds is not None and not runner(backend).real:  # what an interpreter does is no device's
+        return Found(RAN, 0.0, measured.detail)
+    return Found(outcome, measured.share, measured.detail, {step.name: dict(measured.figures)})
+
+
+def _case(root: Path, backend: Backend, step: Step) -> Found:
+    judged = gates(Trial(*matrix.find(matrix.load(root), step.name), backend))
+    outcome = AGREES if judged.verdict.passed else OFF
+    detail = "" if judged.verdict.passed else f"{judged.verdict.outcome} {judged.verdict.reason}"
+    return Found(outcome, judged.load if judged.metrics else float("inf"), detail, judged.summary())
+
+
+def _repeat(root: Path, backend: Backend, step: Step) -> Found:
+    trial = Trial(*matrix.find(matrix.load(root), step.name), backend)
+    found = _same_bits([list(trial.run().values()) for _ in range(2)], "two runs")
+    if backend != "gpu" or not runner("gpu").real or found.outcome == OFF:
+        return found
+    gpu = importlib.import_module("parity.contact.gpu")
+    return _same_bits(gpu.on_streams(trial.kernel, trial.inputs, trial.arguments), "two streams")
+
+
+def _same_bits(results: list[list[np.ndarray]], what: str) -> Found:
+    for a, b in zip(*results, strict=True):
+        different = np.flatnonzero(np.frombuffer(a.tobytes(), np.uint8) != np.frombuffer(b.tobytes(), np.uint8))
+        if len(different):
+            return Found(OFF, float("inf"), f"{what} differ in {len(different)} of {a.nbytes} bytes")
+    return Found(AGREES, 0.0, f"{what} are the same bits")
+
+
+def _graph(root: Path, backend: Backend, step: Step) -> Found:
+    """On a GPU a captured graph, on a TPU a compiled call, with other sizes and offsets than it was made with."""
+    op, case = matrix.find(matrix.load(root), step.name)
+    sizes = other_sizes(op, case)
+    before, after = ({name: pair[nth] for name, pair in sizes.items()} for nth in range(2))
+    arguments = {name: x for name, x in {**op.arguments(case), **op.route(case)}.items() if name not in sizes}
+    kernel, fixed = load_kernel(getattr(op, backend)), {name: x for name, x in draw(op, case).items() if x is not None}
+    if backend == "gpu":
+        gpu = importlib.import_module("parity.contact.gpu")
+        replayed = gpu.replayed(kernel, {**fixed, **before}, after, arguments)
+        return _same_bits(list(replayed), "a replayed graph and a call")
+    import jax
+
+    def traced(**sizes: Any) -> Any:
+        return kernel(**{**fixed, **sizes}, **arguments)
+
+    compiled = jax.jit(traced)
+    runner("tpu").run(compiled, before, {})
+    results = [outputs(runner("tpu").run(each, after, {})) for each in (compiled, traced)]
+    return _same_bits([list(result.values()) for result in results], "a compiled call with other sizes and a new one")
+
+
+def _tests(root: Path, backend: Backend, step: Step) -> Found:
+    """The smoke tier of a backend, recorded: its ledger is in `more`."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["-m", f"smoke and {backend}", "--parity-tier=smoke", "--parity-record", f"--parity-records={folder}"]
+        done = _python(root, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options)
+        records = {
+            str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in Path(folder).rglob("*.jsonl")
+        }
+    last = done.stdout.strip().rpartition("\n")[2]
+    return Found(AGREES if done.returncode == 0 else OFF, float(done.returncode), last, {"records": records})
+
+
+def _benchmark(root: Path, backend: Backend, step: Step) -> Found:
+    done = _python(root, str(Path("benchmarks", step.name)))
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().rpartition("\n")[2] or f"ended with status {done.returncode}")
+    return Found(RAN, 0.0, "", {"output": done.stdout})
+
+
+def _python(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join(filter(None, [str(root), *sys.path]))
+    command = [sys.executable, *arguments]
+    environment = {**os.environ, "PYTHONPATH": paths}
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+
+
+def _device(root: Path, backend: Backend, step: Step) -> Found:
+    """What the device and the code are, in `more`."""
+    here = runner(backend)
+    versions = provenance.installed(backend, here.real)
+    about = {"backend": backend, "device": here.device_kind, "describe": here.describe(), "installed": versions}
+    commit: str | None
+    changes: str | None
+    try:
+        commit = git.run(root, "rev-parse", "HEAD", timeout=30).decode().strip()
+        changes = hashlib.sha256(git.run(root, "diff", "HEAD", timeout=30)).hexdigest()
+    except (OSError, subprocess.SubprocessError):
+        commit = changes = None
+    return Found(RAN, more=about | {"commit": commit, "changes": changes})
+
+
+_PERFORM: Mapping[str, Callable[[Path, Backend, Step], Found]] = {
+    "device": _device,
+    "probe": _probe,
+    "case": _case,
+    "repeat": _repeat,
+    "graph": _graph,
+    "tests": _tests,
+    "benchmark": _benchmark,
+}
