@@ -2,6 +2,6 @@
 
 import sys
 
-from parity.cli import main
+from parity.cli import console_main
 
-sys.exit(main())
+sys.exit(console_main())

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from parity.backends import load_kernel, runner
+from parity.guard import guarded, loaded
 from parity.judging.fit import K
 from parity.judging.metrics import Scale, floor
 from parity.judging.reference import Reference, reference
@@ -32,8 +33,8 @@ class Trial:
 
     @cached_property
     def kernel(self) -> Callable[..., Any]:
-        """The kernel. Raises ImportError where the backend's framework is missing."""
-        return self.other or load_kernel(getattr(self.op, self.backend))
+        """The kernel. Raises ImportError where the backend's framework is missing, Ended as `guard.loaded`."""
+        return self.other or loaded(lambda: load_kernel(getattr(self.op, self.backend)))
 
     @cached_property
     def arguments(self) -> Mapping[str, Any]:
@@ -79,8 +80,12 @@ class Trial:
         return self.op.axes(self.case, self.inputs).get(name, {})
 
     def run(self) -> dict[str, np.ndarray]:
-        """What the kernel returns, by output. Raises ImportError where the backend's framework is missing."""
-        return outputs(runner(self.backend).run(self.kernel, self.inputs, self.arguments))
+        """What the kernel returns, by output.
+
+        Raises ImportError where the backend's framework is missing, Ended as `guard.guarded`.
+        """
+        device, kernel, inputs = runner(self.backend), self.kernel, self.inputs
+        return guarded(lambda: outputs(device.run(kernel, inputs, self.arguments)))
 
     @property
     def twin(self) -> Trial:

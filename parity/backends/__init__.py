@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from parity.backends.devices import torch_build
+from parity.guard import Ended
 from parity.op import Backend, Inputs
 
 EMULATED = "emulated"
@@ -38,7 +39,10 @@ class Runner(Protocol):
         """The device and, where emulated, the model of it, in a few words."""
 
     def run(self, kernel: Callable[..., Any], inputs: Inputs, arguments: Mapping[str, Any]) -> Any:
-        """The kernel's result, with every array brought back as NumPy, bit for bit."""
+        """The kernel's result, with every array brought back as NumPy, bit for bit.
+
+        Raises Ended of a kernel that wrote into its inputs, and whatever the kernel raises.
+        """
 
 
 @cache
@@ -65,10 +69,31 @@ def load_kernel(target: str) -> Callable[..., Any]:
 
 
 def to_numpy_tree(result: Any, convert: Callable[[Any], np.ndarray]) -> Any:
-    """A kernel's result (one array, or a NamedTuple of arrays and None) through `convert`."""
+    """A copy of a kernel's result (one array, or a NamedTuple of arrays and None) through `convert`.
+
+    A kernel that returns the same buffer every time would otherwise change what an earlier run has returned.
+    """
     if hasattr(result, "_asdict"):
-        return type(result)(*(None if x is None else convert(x) for x in result))
-    return convert(result)
+        return type(result)(*(None if x is None else np.array(convert(x)) for x in result))
+    return np.array(convert(result))
+
+
+def check_unwritten(inputs: Inputs, given: Mapping[str, Any], convert: Callable[[Any], np.ndarray]) -> None:
+    """Raises Ended where arrays that a kernel was `given` are no longer the inputs that they were made from.
+
+    One that the kernel donated, and JAX has deleted, says nothing.
+    """
+    for name, x in given.items():
+        before = inputs[name]
+        if before is None or getattr(x, "is_deleted", bool)():
+            continue
+        now = convert(x)
+        if now.shape != before.shape or not np.array_equal(_bytes(now), _bytes(before)):
+            raise Ended("DIRTY", f"wrote into its input {name}")
+
+
+def _bytes(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
 
 def prepare_environment() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from parity.backends import EMULATED, to_numpy_tree
+from parity.backends import EMULATED, check_unwritten, to_numpy_tree
 from parity.backends.emulation import tensor_core
 from parity.interop import to_numpy, to_torch
 from parity.op import Backend, Inputs
@@ -35,10 +35,13 @@ class GpuRunner:
     def run(self, kernel: Callable[..., Any], inputs: Inputs, arguments: Mapping[str, Any]) -> Any:
         """See `parity.backends.Runner.run`."""
         tensors = {name: to_torch(x, device=self._device) for name, x in inputs.items() if x is not None}
-        if self.real:
-            return to_numpy_tree(kernel(**tensors, **arguments), to_numpy)
-        with tensor_core.emulated(), filled_memory():
-            return to_numpy_tree(kernel(**tensors, **arguments), to_numpy)
+        with ExitStack() as emulation:
+            if not self.real:
+                emulation.enter_context(tensor_core.emulated())
+                emulation.enter_context(filled_memory())
+            result = to_numpy_tree(kernel(**tensors, **arguments), to_numpy)
+        check_unwritten(inputs, tensors, to_numpy)
+        return result
 
 
 @contextmanager

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import jax
 
-from parity.backends import EMULATED, to_numpy_tree
+from parity.backends import EMULATED, check_unwritten, to_numpy_tree
 from parity.backends.emulation import mxu
 from parity.interop import to_jax, to_numpy
 from parity.op import Backend, Inputs
@@ -35,10 +36,10 @@ class TpuRunner:
         """See `parity.backends.Runner.run`."""
         with jax.default_device(self._device):
             arrays = {name: to_jax(x) for name, x in inputs.items() if x is not None}
-            if self.real:
-                return to_numpy_tree(kernel(**arrays, **arguments), to_numpy)
-            with mxu.emulated():
-                return to_numpy_tree(kernel(**arrays, **arguments), to_numpy)
+            with nullcontext() if self.real else mxu.emulated():
+                result = to_numpy_tree(kernel(**arrays, **arguments), to_numpy)
+            check_unwritten(inputs, arrays, to_numpy)
+        return result
 
 
 def make_runner() -> TpuRunner:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -11,11 +12,19 @@ from pathlib import Path
 
 from parity.backends import prepare_environment
 from parity.cli.options import folder, version
+from parity.guard import Ended
+from parity.runners import supervision
+from parity.words import said, shown
 
 COMMANDS = (
     *("run", "list", "diff", "merge", "show", "explain", "stages", "plans", "schedule", "shrink", "replay", "bisect"),
     *("doctor", "runners", "contact"),
 )  # fmt: skip
+
+
+INTERRUPTED = 130
+LONGEST_ERROR = 2000
+"""Characters of an error: it may list what there is."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,13 +34,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare_environment()
     try:
         return int(given.command(given))
-    except (ValueError, NotImplementedError) as error:  # NotImplementedError: a kernel that `stages` cannot follow
-        parser.error(str(error))
+    except Ended as end:
+        print(end)
+        return 1
+    except SystemExit as end:
+        parser.error(f"the project's code must not end this command, it raised SystemExit: {shown(end.code)}")
+    except (ValueError, NotImplementedError, MemoryError) as error:  # NotImplementedError: what `stages` cannot follow
+        parser.error(shown(error or type(error).__name__, LONGEST_ERROR))
     except ModuleNotFoundError as error:
-        parser.error(f"{(error.name or '').partition('.')[0]} is needed and not installed here: {error}")
+        parser.error(shown(f"{(error.name or '').partition('.')[0]} is needed and not installed here: {error}"))
     except BrokenPipeError:  # whoever reads the output, `head` for instance, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        parser.error(said(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def console_main() -> int:
+    """`main` as a command of its own: in a child, so that a kernel that ends the process is not taken for a pass."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  where ε cannot be spelled
+    child = supervision.inherited() or (supervision.split() if supervision.can_split() else None)
+    if isinstance(child, supervision.End):
+        if child.said is None and child.status <= 0:
+            how = f"was killed by {signal.Signals(-child.status).name}" if child.status else "ended with status 0"
+            print(f"CRASH  G1: the process {how} before it had a verdict", file=sys.stderr)
+        return child.code
+    status = 1
+    try:
+        status = main()
+        sys.stdout.flush()
+    except SystemExit as end:
+        status = int(end.code or 0)
+    except OSError as error:  # the disk that the output goes to is full
+        print(f"parity: error: {said(error)}", file=sys.stderr)
+        status = 2
+    finally:
+        if child:
+            child.finish(status)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,6 +21,7 @@ from parity.ledger.freshness import moved_floors
 from parity.ledger.schema import Record
 from parity.op import Backend, Case, Op
 from parity.report.text import SHADES, by_contract, heat_map, sparkline, worst_element, worst_tile
+from parity.words import command as command_line
 
 ABOUT = "say where the error of a case comes from: which rounding, or which fault"
 
@@ -59,7 +60,7 @@ def command(given: argparse.Namespace) -> int:
         else:
             record = recorded(given.root, given.record, op, case, given.backend)
             if record is None:
-                recording = f"pytest --parity-record -m {given.backend} -k {given.case}"
+                recording = command_line("pytest", "--parity-record", "-m", given.backend, "-k", given.case)
                 raise ValueError(
                     f"case must be in the ledger of {given.backend}, got {given.case} (record: {recording})"
                 )

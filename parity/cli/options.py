@@ -144,5 +144,5 @@ def print_changes(given: argparse.Namespace, changes: Sequence[str], none: str) 
 
 
 def console(width: int, **options: Any) -> Console:
-    """Where a table goes: a terminal folds it, into a file or a log it goes in so many columns."""
-    return Console(width=None if sys.stdout.isatty() else width, **options)
+    """Where a table goes: a terminal folds it, into a file or a log it goes in so many columns. No text is markup."""
+    return Console(width=None if sys.stdout.isatty() else width, markup=False, **options)

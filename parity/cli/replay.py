@@ -8,10 +8,11 @@ from pathlib import Path
 from parity import matrix
 from parity.debugging.capture import MANIFEST
 from parity.debugging.replay import read, replay
-from parity.judging.judge import judge_twin
+from parity.judging.judge import twin_of
 from parity.op import BACKENDS
 from parity.report import text
 from parity.trial import Trial
+from parity.words import command as command_line
 
 ABOUT = "judge a call that parity.capture saved in a training run or a server"
 
@@ -32,19 +33,12 @@ def command(given: argparse.Namespace) -> int:
     failed = 0
     where = " ".join(filter(None, [f"step {bundle.step}", bundle.layer]))
     for backend in [given.backend] if given.backend else BACKENDS:
-        try:
-            judged = replay(op, bundle, backend)
-        except (ImportError, ValueError):
-            raise
-        except Exception as error:  # whatever a kernel raises
-            print(f"{backend}  CRASH  {type(error).__name__}: {str(error).partition(chr(10))[0]}   {where}")
-            failed += 1
-            continue
+        judged = replay(op, bundle, backend)
         v, m = judged.verdict, judged.metrics
         epsilon = f"ε = {m.epsilon:.2e}   " if m else ""
         print(f"{backend}  {v.outcome}  {epsilon}{v.reason}   {judged.case.id}   {where}")
         if not v.passed:
             failed += 1
-            twin = judged.twin or judge_twin(Trial(op, judged.case, backend))
-            print(text.failure(judged, twin, f"parity replay {given.bundle} --backend {backend}"))
+            again = command_line("parity", "replay", given.bundle, "--backend", backend)
+            print(text.failure(judged, twin_of(Trial(op, judged.case, backend), judged), again))
     return int(failed > 0)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import math
 import os
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -20,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from parity import matrix
-from parity.backends import prepare_environment, runner
+from parity.backends import runner
 from parity.cli.options import EXPRESSION, console, file, folder, matches, positive
 from parity.dtypes import SHORT_NAMES
 from parity.judging.judge import Judgement, compare
@@ -29,8 +28,12 @@ from parity.ledger.book import Book
 from parity.ledger.provenance import now
 from parity.op import BACKENDS, Backend, Case, Op
 from parity.report import entries
+from parity.runners import lanes
 from parity.runners import ray as ray_run
+from parity.runners.crashes import examine
 from parity.trial import Trial
+from parity.words import command as command_line
+from parity.words import said
 
 ABOUT = "run the cases with published model shapes on both backends and print the table of ε"
 EVERY = 15.0
@@ -59,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-j", "--jobs", type=positive, default=None, metavar="N", help="processes (default: one per core)"
     )
+    parser.add_argument(
+        "--timeout", type=positive, metavar="SECONDS", help="end a case that takes longer, as TIMEOUT (default: never)"
+    )
     parser.add_argument("--report", type=file, default=None, metavar="FILE", help="write an HTML report as well")
     parser.add_argument(
         "--recorded", action="store_true",
@@ -75,7 +81,7 @@ def command(given: argparse.Namespace) -> int:
     if given.ray is not None:
         return ray_run.command(given)
     if given.pytest_arguments:
-        raise ValueError(f"ARGUMENTS are for pytest with --ray, got {shlex.join(given.pytest_arguments)}")
+        raise ValueError(f"ARGUMENTS are for pytest with --ray, got {command_line(*given.pytest_arguments)}")
     ops = matrix.load(given.root)
     chosen = list(_recorded(given, ops)) if given.recorded else [({}, *case) for case in _of_models(given, ops)]
     screen, utc = console(150), now()
@@ -84,10 +90,7 @@ def command(given: argparse.Namespace) -> int:
         for n, line in _judge_all(given, chosen):
             lines[n] = line
             progress(1, line.case.id)
-        done = [line for line in lines if line is not None]
-        judged: Sequence[entries.Entry] = [line.entry for line in done]
-        if given.report and not given.recorded:  # what was recorded elsewhere would be explained by what runs here
-            judged = entries.attribute(ops, judged, lambda id: progress(0, f"explain {id}"))
+    done = [line for line in lines if line is not None]
     of_kinds: dict[tuple[str, ...], list[Line]] = {}
     for (kinds, _, _), line in zip(chosen, done, strict=True):
         of_kinds.setdefault(tuple(kinds.get(b) or runner(b).describe() for b in BACKENDS), []).append(line)
@@ -97,14 +100,17 @@ def command(given: argparse.Namespace) -> int:
     failed = [line for line in done if not line.verdict.passed]
     for line in failed:
         screen.print(f"{line.verdict.outcome}: {line.case.id}: {line.verdict.reason}", style="red", highlight=False)
+    print(f"{len(done) - len(failed)} passed, {len(failed)} failed", flush=True)
     if given.report:
         from parity.report import page
 
+        judged: Sequence[entries.Entry] = [line.entry for line in done]
+        if not given.recorded:  # what was recorded elsewhere would be explained by what runs here
+            judged = entries.attribute(ops, judged)
         words = [*(["--recorded"] if given.recorded else []), *(["-k", given.k] if given.k else [])]
-        run = shlex.join(["parity", "run", *words, "--seeds", str(given.seeds)])
+        run = command_line("parity", "run", *words, "--seeds", given.seeds)
         about = page.Run(run, tuple(map(_named, of_kinds)), utc)
         print(f"report: {page.write(given.report, judged, about, given.root)}")
-    print(f"{len(done) - len(failed)} passed, {len(failed)} failed")
     return 1 if failed else 0
 
 
@@ -145,7 +151,8 @@ def _progress(screen: Console, total: int) -> Iterator[Callable[[int, str], None
     """A function to be told how many more cases are done, and what is at hand: a bar, or now and then a line."""
     if screen.is_terminal:
         columns = TextColumn("parity"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        with Progress(*columns, TextColumn("{task.description}"), console=screen, transient=True) as bar:
+        described = TextColumn("{task.description}", markup=False)
+        with Progress(*columns, described, console=screen, transient=True) as bar:
             task = bar.add_task("", total=total)
             yield lambda more, words: bar.update(task, advance=more, description=words)
         return
@@ -166,44 +173,61 @@ def _records(given: argparse.Namespace) -> Path:
     return given.records or given.root / "records"
 
 
+class Job(NamedTuple):
+    """What a line is of: a case of an op, by its name, and the kinds whose records are judged in place of runs."""
+
+    op: str
+    case: Case
+    kinds: Kinds
+
+
 def _judge_all(given: argparse.Namespace, chosen: Sequence[tuple[Kinds, Op, Case]]) -> Iterator[tuple[int, Line]]:
     """Each line as it comes, with its number."""
-    # Spawned, not forked: the frameworks' threads do not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    jobs = given.jobs or os.cpu_count() or 1
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=prepare_environment) as pool:
-        pending = {
-            pool.submit(judge_line, given.root, op.name, case, given.seeds, kinds, _records(given)): n
-            for n, (kinds, op, case) in enumerate(chosen)
-        }
-        try:
-            for done in as_completed(pending):
-                yield pending[done], done.result()
-        finally:
-            for future in pending:
-                future.cancel()
+    work = partial(judge_line, given.root, given.seeds, _records(given))
+    jobs = [Job(op.name, case, kinds) for kinds, op, case in chosen]
+    for n, line in lanes.each(work, jobs, given.jobs or os.cpu_count() or 1, given.timeout):
+        if isinstance(line, lanes.Death):
+            line = _without_result(jobs[n], given.seeds, _verdict(line, given.timeout))
+        yield n, line
 
 
-def judge_line(root: Path, op_name: str, case: Case, seeds: int, kinds: Kinds, records: Path) -> Line:
-    """One line of the table, of the ledger at `records` where there are kinds; what a kernel raises costs it alone."""
-    rerun = f'parity run {"--recorded " if kinds else ""}-k "{case.id}" --seeds {seeds}'
+def judge_line(root: Path, seeds: int, records: Path, job: Job) -> Line:
+    """One line of the table, of the ledger at `records` where there are kinds; what a golden raises costs it alone."""
+    case, kinds = job.case, job.kinds
     try:
-        op = next(op for op in matrix.load(root) if op.name == op_name)
+        op = next(op for op in matrix.load(root) if op.name == job.op)
         compared = compare(
             op, case, seeds, {b: _judgements(records, Trial(op, case, b), seeds, kinds[b]) for b in kinds}
         )
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        crash = entries.without_judgement(op_name, case.id, entries.COMPARED, "CRASH", reason, rerun)
-        return Line(case, seeds, {}, None, Verdict("CRASH", "G1", reason), crash)
+        return _without_result(job, seeds, Verdict("CRASH", "G1", said(error)))
     return Line(
         case,
         seeds,
         {backend: compared.epsilon(backend) for backend in BACKENDS},
-        max(judged.load for judged in compared.everything),
+        None if any(j.ended for j in compared.everything) else max(judged.load for judged in compared.everything),
         compared.comparison.verdict,
-        entries.of_comparison(op, compared, rerun),
+        entries.of_comparison(op, compared, _rerun(job, seeds)),
     )
+
+
+def _without_result(job: Job, seeds: int, verdict: Verdict) -> Line:
+    crash = entries.without_judgement(
+        job.op, job.case.id, entries.COMPARED, verdict.outcome, verdict.reason, _rerun(job, seeds)
+    )
+    return Line(job.case, seeds, {}, None, verdict, crash)
+
+
+def _verdict(death: lanes.Death, seconds: int) -> Verdict:
+    if death.status is None:
+        return Verdict("TIMEOUT", "G1", f"ran longer than --timeout {seconds}")
+    found = examine("", death.status)
+    return Verdict(found.outcome, "G1", found.reason)
+
+
+def _rerun(job: Job, seeds: int) -> str:
+    recorded = ["--recorded"] if job.kinds else []
+    return command_line("parity", "run", *recorded, "-k", job.case.id, "--seeds", seeds)
 
 
 def _judgements(records: Path, trial: Trial, seeds: int, kind: str) -> list[Judgement]:
@@ -234,7 +258,7 @@ def _table(lines: Sequence[Line]) -> Table:
             case.model,
             " ".join(f"{name}{size}" for name, size in case.dims),
             str(line.seeds),
-            *(f"{line.epsilon[b]:.2e}" if b in line.epsilon else "–" for b in BACKENDS),
+            *(f"{e:.2e}" if (e := line.epsilon.get(b, math.nan)) == e else "–" for b in BACKENDS),
             "–" if line.worst is None else f"{line.worst:.2f}",
             f"{line.verdict.outcome} {line.verdict.reason}",
             style=None if passed else "red",

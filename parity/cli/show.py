@@ -15,6 +15,7 @@ from parity.ledger.freshness import moved_floors
 from parity.ledger.schema import Record
 from parity.op import Op
 from parity.trial import Trial
+from parity.words import command as command_line
 
 ABOUT = "print what the ledger has of a case, on all backends"
 
@@ -31,9 +32,8 @@ def command(given: argparse.Namespace) -> int:
     wanted = re.sub(r"-s\d+$", "", given.case)
     found = [r for ledger in ledgers.values() for r in ledger.values() if re.sub(r"-s\d+$", "", r.case) == wanted]
     if not found:
-        raise ValueError(
-            f"case must be in the ledger, got {given.case} (record it: pytest --parity-record -k {given.case})"
-        )
+        recording = command_line("pytest", "--parity-record", "-k", given.case)
+        raise ValueError(f"case must be in the ledger, got {given.case} (record it: {recording})")
     ops = matrix.load(given.root)
     print(diff.show(found, lambda record: by_contract(ops, record)))
     return 0

@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from parity.dtypes import round_to
 from parity.inputs import draw
 from parity.judging.judge import Judgement, judge
 from parity.op import Backend, Case, Inputs, Offsets
+from parity.runners.supervision import end_with_parent
 from parity.trial import Trial
 
 RUNS = 4000
@@ -38,7 +40,7 @@ T = TypeVar("T")
 
 
 class Failure(NamedTuple):
-    """How a case fails: the verdict's outcome and gate, or `CRASH` and the exception without its numbers."""
+    """How a case fails: the verdict's outcome and gate or, without a result, the reason without its numbers."""
 
     outcome: str
     gate: str
@@ -54,7 +56,7 @@ class Shrunk:
     case: Case
     inputs: Inputs
     failure: Failure
-    judged: Judgement | None  # None of a crash
+    judged: Judgement | None  # None of a kernel that came to no result
     runs: int
 
     @property
@@ -77,32 +79,26 @@ def shrink(
     smallest = search.reduce_case(trial.case)
     inputs = search.reduce_data(smallest)
     last = _run(trial.with_case(smallest).with_inputs(inputs), search.twins.get(smallest.id))
-    return Shrunk(smallest, inputs, search.wanted, last if isinstance(last, Judgement) else None, search.runs)
+    judged = last if isinstance(last, Judgement) and not last.ended else None
+    return Shrunk(smallest, inputs, search.wanted, judged, search.runs)
 
 
 def _run(trial: Trial, twin: Judgement | None = None) -> Judgement | Failure:
-    """The trial's judgement, or how the kernel ended without a result. `twin` as in `judge`.
+    """The trial's judgement, or how the kernel ended its process. `twin` as in `judge`.
 
     An interpreted Triton kernel has the pointers of this process, and may take it down: it runs in one of its own,
     where what it leaves unwritten is NaN every time.
     """
 
-    def run() -> Judgement | Failure:
-        try:
-            return judge(trial, twin)
-        except ImportError:
-            raise
-        except Exception as error:  # whatever a broken kernel raises
-            return Failure("CRASH", re.sub(r"\d+", "#", f"{type(error).__name__}: {error}".splitlines()[0]))
-
     if trial.backend == "tpu" or runner(trial.backend).real:
-        return run()
+        return judge(trial, twin)
     from parity.backends.gpu import filled_memory
 
     def run_in_child() -> None:
+        end_with_parent()
         faulthandler.disable()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a dying allocator's last words
-        sender.send(run())
+        sender.send(judge(trial, twin))
 
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -115,7 +111,8 @@ def _run(trial: Trial, twin: Judgement | None = None) -> Judgement | Failure:
         result: Judgement | Failure = receiver.recv()
     except EOFError:
         process.join()
-        return Failure("CRASH", f"signal {-(process.exitcode or 0)}")
+        status = process.exitcode or 0
+        return Failure("CRASH", f"signal {-status}" if status < 0 else f"status {status}")
     process.join()
     return result
 
@@ -139,6 +136,8 @@ class _Search:
         result = _run(trial, self.twins.get(trial.case.id))
         if isinstance(result, Failure):
             return result
+        if result.ended:
+            return Failure(result.verdict.outcome, re.sub(r"\d+", "#", result.verdict.reason))
         if result.twin:  # the same whatever the data of the case are
             self.twins[trial.case.id] = result.twin
         return None if result.verdict.passed else Failure(result.verdict.outcome, result.verdict.gate)
@@ -280,9 +279,11 @@ def script(trial: Trial, shrunk: Shrunk, target: str = "") -> str:
     check = _check(trial, shrunk)
     for emulated in (False, True):
         text = _write(trial, shrunk, target, check, emulated)
-        done = subprocess.run(
-            [sys.executable, "-c", text], capture_output=True, text=True, env=_environment(), timeout=600, check=False
-        )
+        with tempfile.TemporaryDirectory(prefix="parity-shrink-") as folder:
+            file = Path(folder, "script.py")
+            file.write_text(text, encoding="utf-8")
+            command = [sys.executable, str(file)]
+            done = subprocess.run(command, capture_output=True, text=True, env=_environment(), timeout=600, check=False)
         if _shows(done, shrunk.failure, check):
             return text
     raise ValueError(f"a script must fail as {shrunk.case.id} does, this one does not: {done.stdout or done.stderr}")

@@ -12,6 +12,7 @@ import numpy as np
 
 from parity.backends import runner
 from parity.dtypes import Floats
+from parity.guard import OUTCOMES, Ended
 from parity.judging import verdict
 from parity.judging.fit import RUNS, Allowance, Fit, K, over_seeds
 from parity.judging.metrics import Metrics, explained_by, measure
@@ -50,6 +51,12 @@ class Judgement:
     worst: Worst | None = None  # None where outputs have no elements, or cannot be compared
     seconds: float = 0.0  # of one run of the kernel, compilation included
     twin: Judgement | None = None  # on integer data, of one that G3 fails
+    trace: str = ""  # where in the kernel it was, of one that raised
+
+    @property
+    def ended(self) -> bool:
+        """Whether the kernel came to no result: nothing was measured, and no other data say more."""
+        return self.verdict.outcome in OUTCOMES
 
     @property
     def metrics(self) -> Metrics | None:
@@ -119,21 +126,30 @@ def judge_twin(trial: Trial) -> Judgement | None:
         return None
 
 
+def twin_of(trial: Trial, judged: Judgement) -> Judgement | None:
+    """The verdict on integer data that says more of a failure: none of a kernel that came to no result."""
+    return None if judged.ended else judged.twin or judge_twin(trial)
+
+
 def gates(trial: Trial) -> Judgement:
     """Run a trial and pass it through the gates that need no other backend and no other data (G1 to G3).
 
-    Data `integers` must come out exact, and bit-exact ops bit for bit (G2); everything else must fit its contract and
-    lie within a derived bound, where there is one (G3). Of several outputs the one nearest to a limit decides. Raises
+    A kernel that raises, or changes what it should not, is judged by that alone (G1: CRASH, OOM, DIRTY). Data
+    `integers` must come out exact, and bit-exact ops bit for bit (G2); everything else must fit its contract and lie
+    within a derived bound, where there is one (G3). Of several outputs the one nearest to a limit decides. Raises
     ImportError where the backend's framework is missing.
     """
     op, case, expected = trial.op, trial.case, trial.reference
     real = runner(trial.backend).real
     began = time.perf_counter()
-    first = trial.run()
-    seconds = time.perf_counter() - began
     # What must be exact leaves no room to vary, and interpreters are sequential: for them a sample is enough.
     repeat = case.data != "integers" and (real or (case.tier == "smoke" and case.seed == 0))
-    again = trial.run() if repeat else first
+    try:
+        first = trial.run()
+        seconds = time.perf_counter() - began
+        again = trial.run() if repeat else first
+    except Ended as end:
+        return Judgement(case, trial.backend, real, Verdict(end.outcome, "G1", end.reason), "", 0.0, trace=end.trace)
     if set(first) != set(expected.golden):
         reason = f"golden returns {', '.join(expected.golden)}, got {', '.join(first)}"
         wrong = Verdict("WRONG OUTPUTS", "G1", reason)
@@ -271,8 +287,8 @@ def compare(op: Op, case: Case, seeds: int, recorded: Mapping[Backend, Sequence[
             trial = Trial(op, case.with_seed(case.seed + n), backend)
             of = recorded.get(backend)
             judged[backend] += (judge(trial) if of is None else fitted(trial, of[n]),)
-    failed = next((j for js in judged.values() for j in js if not j.verdict.passed), None)
-    if failed is not None:
+    if failures := [j for of_backend in judged.values() for j in of_backend if not j.verdict.passed]:
+        failed = max(failures, key=lambda j: j.ended)  # the first, but rather one that came to no result
         reason = f"{failed.backend}, seed {failed.case.seed}: {failed.verdict.reason}"
         return Compared(case, judged, Comparison(replace(failed.verdict, reason=reason)))
     for backend, of_seeds in judged.items():

@@ -92,7 +92,7 @@ _FIGURES = ("epsilon", "floor", "misrounded", "bias", "eta_max", "eta_q999", "el
 
 def of_judgement(op: Op, judged: Judgement, rerun: str, record: str = "") -> Entry:
     """The entry of one backend against the golden."""
-    measured = _measured(op, judged)
+    measured = () if judged.ended else (_measured(op, judged),)
     return Entry(
         op=op.name,
         case=judged.case.id,
@@ -102,8 +102,8 @@ def of_judgement(op: Op, judged: Judgement, rerun: str, record: str = "") -> Ent
         reason=f"{judged.verdict.gate}: {judged.verdict.reason}",
         passed=judged.verdict.passed,
         rerun=rerun,
-        epsilon={judged.backend: measured.figures["epsilon"]} if measured.figures else {},
-        measured=(measured,),
+        epsilon={m.backend: m.figures["epsilon"] for m in measured if m.figures},
+        measured=measured,
         record=record,
     )
 
@@ -124,7 +124,7 @@ def of_comparison(op: Op, compared: Compared, rerun: str) -> Entry:
         seeds=len(compared.judged["tpu"]),
         epsilon={j.backend: compared.epsilon(j.backend) for j in worst if j.metrics},
         ratio=(decided.ratio, decided.low, decided.high) if decided.ratio == decided.ratio else None,
-        measured=tuple(_measured(op, judged) for judged in worst),
+        measured=tuple(_measured(op, judged) for judged in worst if not judged.ended),
     )
 
 

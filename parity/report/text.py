@@ -9,6 +9,7 @@ from typing import Any
 from parity.judging.fit import Look
 from parity.judging.judge import Compared, Judgement
 from parity.judging.metrics import HISTOGRAM
+from parity.words import command
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SHADES = " ░▒▓█"
@@ -19,7 +20,9 @@ MOST_AXES, MOST_LABELS = 2, 6
 def failure(judged: Judgement, twin: Judgement | None, rerun: str) -> str:
     """Why a case failed, on one screen; `twin` is the same case on integer data."""
     v, device = judged.verdict, "real" if judged.real else "emulated"
-    lines = [f"{v.outcome}  {v.gate}: {v.reason}   {judged.backend}: {device}   {judged.case.id}  [{judged.output}]"]
+    output = f"  [{judged.output}]" if judged.output else ""
+    lines = [f"{v.outcome}  {v.gate}: {v.reason}   {judged.backend}: {device}   {judged.case.id}{output}"]
+    lines += [judged.trace] if judged.trace else []
     if judged.worst:
         lines.append(worst_element(judged))
         if where := where_beyond(judged):
@@ -107,9 +110,10 @@ def comparison(compared: Compared, rerun: str) -> str:
         fit = max(judged, key=lambda j: j.load).fit
         lines.append(f"{backend} {device}: ε = {compared.epsilon(backend):.3g}" + (f"   {fit}" if fit else ""))
     ratios = [t.epsilon / g.epsilon for t, g in zip(*metrics.values(), strict=True) if t and g and g.epsilon]
-    lines.append("ε_TPU/ε_GPU by seed: " + " ".join(f"{ratio:.3g}" for ratio in ratios))
+    lines += ["ε_TPU/ε_GPU by seed: " + " ".join(f"{ratio:.3g}" for ratio in ratios)] if ratios else []
+    lines += [next((j.trace for j in compared.everything if j.trace), "")]
     lines.append(f"rerun: {rerun}")
-    return "\n".join(lines)
+    return "\n".join(filter(None, lines))
 
 
 def summary(judged: Iterable[Mapping[str, Any]], recording: str = "pytest --parity-record") -> list[str]:
@@ -172,4 +176,4 @@ def record_command(recording: str, backend: str, cases: Mapping[str, Set[str]]) 
     for op, of_op in sorted(cases.items()):
         # Brackets, as in a test's name: `gmm-` alone is also in the names of tgmm.
         words += [f"[{case}]" for case in sorted(of_op)] if len(of_op) <= NAMED else [f"[{op}-"]
-    return f'{recording} -m {backend} -k "{" or ".join(words)}"'
+    return f"{recording} {command('-m', backend, '-k', ' or '.join(words))}"

@@ -8,6 +8,7 @@ import pytest
 
 from parity.backends import has_cuda, has_tpu
 from parity.op import Backend, Case, Op
+from parity.words import command
 
 
 def chosen(item: pytest.Item) -> tuple[Op, Case, Backend] | None:
@@ -41,4 +42,9 @@ def failed(entry: dict[str, Any], outcome: str, reason: str) -> dict[str, Any]:
 
 def message(outcome: str, reason: str, nodeid: str, log: str = "") -> str:
     """Why a test came to no judgement, the last lines of a log, and the command that runs it alone."""
-    return "\n".join(filter(None, [f"{outcome}  G1: {reason}   {nodeid}", log, f'rerun: pytest -n0 "{nodeid}"']))
+    return "\n".join(filter(None, [f"{outcome}  G1: {reason}   {nodeid}", log, f"rerun: {rerun(nodeid)}"]))
+
+
+def rerun(nodeid: str, *options: str) -> str:
+    """The command that runs a test alone, in this process."""
+    return command("pytest", "-n0", *options, nodeid)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -14,14 +13,15 @@ import pytest
 from parity import matrix
 from parity.backends import free_compiled_programs, has_cuda, has_tpu, is_here, runner
 from parity.judging import goldens
-from parity.judging.judge import Judgement, compare, judge, judge_twin
+from parity.judging.judge import Judgement, compare, judge, twin_of
 from parity.judging.verdict import Verdict
 from parity.ledger.book import Book
 from parity.ledger.write import Merged, Recorder, merge
 from parity.op import BACKENDS, TIERS, Backend, Case, Op
 from parity.report import entries, text
-from parity.runners.items import shared
+from parity.runners.items import rerun, shared
 from parity.trial import Trial
+from parity.words import command, said
 
 pytest_plugins = ("parity.runners.workers", "parity.runners.crashes", "parity.runners.long_runs")
 
@@ -49,6 +49,7 @@ class Run:
     def __init__(self, op: Op, case: Case, backend: Backend, request: pytest.FixtureRequest) -> None:
         self.op, self.case, self.backend = op, case, backend
         self._request = request
+        self._unrecorded = ""  # why
 
     def agrees(self) -> None:
         """Fail unless every output agrees with the golden within the contract's bound (G1, G3)."""
@@ -85,15 +86,15 @@ class Run:
                     pytest.skip(f"{entry.outcome}: {entry.reason}; {where}: {command}")
                 recorded["gpu"].append(entry)
         compared = compare(self.op, self.case, seeds, recorded)
-        if self._recorder:
-            for judged in compared.judged["tpu"] if recorded else compared.everything:
-                self._recorder.write(self._book.record(Trial(self.op, judged.case, judged.backend), judged))
+        for judged in compared.judged["tpu"] if recorded else compared.everything:
+            self._record(Trial(self.op, judged.case, judged.backend), judged)
         self._report(compared.summary())
         if self._reports:
             self._add(entries.of_comparison(self.op, compared, self._rerun()))
         decided = compared.comparison.verdict
         if not decided.passed:
             pytest.fail(text.comparison(compared, self._rerun()), pytrace=False)
+        self._check_recorded()
         if self.op.expectation(self.case):
             pytest.xfail(f"{decided.outcome}: {decided.reason}")
 
@@ -137,11 +138,11 @@ class Run:
         trial = Trial(self.op, self.case, self.backend)
         judged = judge(trial)
         status: dict[str, str] = {}
-        if self.case.data != "integers":
+        if self.case.data != "integers" and not judged.ended:
             if self._recorder:
-                self._recorder.write(self._book.record(trial, judged))
+                self._record(trial, judged)
                 for other in map(trial.with_case, self._compared_elsewhere()):
-                    self._recorder.write(self._book.record(other, judge(other)))
+                    self._record(other, judge(other))
             elif self._book.root.exists():
                 strict = self._request.config.getoption("--parity-strict-records")
                 judged, record = self._book.check(trial, judged, strict=strict)
@@ -150,8 +151,22 @@ class Run:
         if self._reports:
             self._add(entries.of_judgement(self.op, judged, self._rerun(), status.get("record", "")))
         if not judged.verdict.passed:
-            twin = judged.twin or judge_twin(trial)
-            pytest.fail(text.failure(judged, twin, self._rerun()), pytrace=False)
+            pytest.fail(text.failure(judged, twin_of(trial, judged), self._rerun()), pytrace=False)
+        self._check_recorded()
+
+    def _record(self, trial: Trial, judged: Judgement) -> None:
+        """Write a judgement where records are wanted; nothing of a kernel that came to no result."""
+        if self._recorder and not judged.ended:
+            try:
+                self._recorder.write(self._book.record(trial, judged))
+            except OSError as error:
+                self._unrecorded = said(error)
+
+    def _check_recorded(self) -> None:
+        """Fail where the disk did not take a record."""
+        __tracebackhide__ = True
+        if self._unrecorded:
+            pytest.fail(f"NOT RECORDED: {self._unrecorded}\nrerun: {self._rerun()}", pytrace=False)
 
 
 @pytest.fixture
@@ -305,19 +320,19 @@ def _tier(config: pytest.Config) -> str:
 
 def _recording(config: pytest.Config) -> str:
     """The command that records the cases of this run: its own options, as far as they say which these are."""
-    command = "pytest --parity-record"
+    words = ["pytest", "--parity-record"]
     if _tier(config) != "default":
-        command += f" --parity-tier={_tier(config)}"
+        words.append(f"--parity-tier={_tier(config)}")
     for option, default in (("--parity-seed", 0), ("--parity-seeds", 8), ("--parity-records", None)):
         if config.getoption(option) != default:
-            command += f" {option}={config.getoption(option)}"
-    return command
+            words.append(f"{option}={config.getoption(option)}")
+    return command(*words)
 
 
 def _rerun(item: pytest.Item) -> str:
     """The command that runs a test alone."""
-    n0 = "-n0 " if item.config.pluginmanager.hasplugin("xdist") else ""
-    return f'pytest {n0}"{item.nodeid}"'
+    n0 = ["-n0"] if item.config.pluginmanager.hasplugin("xdist") else []
+    return command("pytest", *n0, item.nodeid)
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
@@ -371,8 +386,8 @@ class _Reporter:
             notices.append("The run was interrupted: what it had not come to is not here, and no error is explained.")
         elif judged:
             judged = list(entries.attribute(_matrix(self._config), judged))
-        command = shlex.join(["pytest", *map(str, self._config.invocation_params.args)])
-        about = page.Run(command, _devices(), self._config.stash[_BOOK].utc or "", tuple(notices))
+        words = command("pytest", *self._config.invocation_params.args)
+        about = page.Run(words, _devices(), self._config.stash[_BOOK].utc or "", tuple(notices))
         try:
             return str(page.write(self._config.getoption("--parity-report"), judged, about, self._config.rootpath))
         except OSError as error:
@@ -404,7 +419,7 @@ class _Reporter:
             self._entries += [
                 entries.without_judgement(
                     found["op"], found["case"], found["backend"], found["outcome"], found["reason"],
-                    f'pytest -n0 "{report.nodeid}"',
+                    rerun(report.nodeid),
                 )
                 for found in _told(report, "parity")
             ]  # fmt: skip
@@ -427,5 +442,5 @@ class _Reporter:
                 terminalreporter.write_line(f"records: lost {line}", red=True)
             for nodeid in self._lost:
                 terminalreporter.write_line(
-                    f'records: nothing of {nodeid}, whose worker died: pytest --parity-record "{nodeid}"', red=True
+                    f"records: nothing of {nodeid}, whose worker died: {rerun(nodeid, '--parity-record')}", red=True
                 )

@@ -93,6 +93,16 @@ def test_diff_names_the_kernel_that_made_it_worse(project, tmp_path):
     assert "worse" in json.dumps(found)
 
 
+DYING = """
+import os
+
+def good(x):
+    if x.dtype == "bfloat16":
+        os._exit(0)
+    raise RuntimeError("no such [/b]")
+"""
+
+
 def test_the_table_has_a_line_for_each_model_whatever_crashes(project):
     run = project()
     tiny = "_DOUBLE.grid([dict(M=8, N=4)], dtype=['float32', 'bfloat16'], model='Tiny')"
@@ -101,8 +111,9 @@ def test_the_table_has_a_line_for_each_model_whatever_crashes(project):
     assert good.returncode == 0, good.stdout + good.stderr
     assert good.stdout.count("Tiny") == 2
     assert "2 passed, 0 failed" in good.stdout
-    run.replace("kernels.py", "return x + x", "raise RuntimeError('no such instruction')")
+    run.write("kernels.py", DYING)
     broken = run.parity("run", "--seeds", "2", "-j", "1")
     assert broken.returncode == 1
-    assert "CRASH RuntimeError: no such instruction" in broken.stdout
+    assert "CRASH tpu, seed 0: RuntimeError: no such [/b]" in broken.stdout, broken.stdout + broken.stderr
+    assert "CRASH ended with status 0" in broken.stdout
     assert "0 passed, 2 failed" in broken.stdout

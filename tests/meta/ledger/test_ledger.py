@@ -105,7 +105,7 @@ def test_records_of_other_inputs_are_invalid_and_not_compared(recorded, tmp_path
     path = tmp_path / recorded.ledger
     path.write_text(re.sub(r'"x":"[0-9a-f]{64}"', f'"x":"{"0" * 64}"', path.read_text()))
     done = recorded("-q")
-    command = 'pytest --parity-record -m tpu -k "[double-"'
+    command = "pytest --parity-record -m tpu -k '[double-'"
     assert f"records: 4 INVALID\n  INVALID  4 of double on tpu: {command}\n" in done.stdout, done.stdout
     assert done.returncode == 0
 
@@ -174,7 +174,9 @@ def test_a_killed_worker_loses_nothing_that_was_recorded_before(project, tmp_pat
     done = run("-q", "-n", "2", "--parity-record", "-k", "test_agrees")
     assert done.returncode == 1
     assert "CRASH  G1: killed by SIG" in done.stdout
-    assert re.search(r"records: nothing of \S+M3_N5-bf16-s0\], whose worker died: pytest --parity-record", done.stdout)
+    assert re.search(
+        r"records: nothing of \S+M3_N5-bf16-s0\], whose worker died: pytest -n0 --parity-record", done.stdout
+    )
     text = (tmp_path / run.ledger).read_text()
     recorded = {json.loads(line)["case"] for line in text.splitlines() if '"case"' in line}
     assert recorded == {"double-M8_N40-f32-s0", "double-M8_N40-bf16-s0", "double-M3_N5-f32-s0", "double-M3_N5-bf16-s0"}
@@ -217,4 +219,4 @@ def test_a_tpu_is_judged_against_the_records_of_a_gpu(hosts, tmp_path):
     done = tpu_host("test_compared.py", "-rs")
     assert "3 passed, 1 skipped" in done.stdout, done.stdout
     assert "no gpu has recorded double-M8_N40-f32-s1; on a GPU runner: " in done.stdout
-    assert '-m gpu -k "[double-M8_N40-f32-s0]"' in done.stdout
+    assert "-m gpu -k '[double-M8_N40-f32-s0]'" in done.stdout

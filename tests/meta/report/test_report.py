@@ -265,12 +265,12 @@ def test_pytest_reports_what_passed_failed_died_and_was_skipped(project, tmp_pat
         ("M8_N40-f32", COMPARED): "CRASH",
         ("M3_N5-f32", COMPARED): "SKIPPED",
     }
-    assert rows["M8_N40-f32", "gpu"][1] == "RuntimeError: no &lt;i&gt;such&lt;/i&gt; instruction"
-    assert rows["M8_N40-bf16", "gpu"][1] == "MemoryError: so &lt;i&gt;much&lt;/i&gt;"
+    assert rows["M8_N40-f32", "gpu"][1] == "G1: RuntimeError: no &lt;i&gt;such&lt;/i&gt; instruction"
+    assert rows["M8_N40-bf16", "gpu"][1] == "G1: MemoryError: so &lt;i&gt;much&lt;/i&gt;"
     assert rows["M3_N5-f32", "gpu"][1] == "ended with status 3"
     assert "no &lt;such&gt; device" in rows["M3_N5-f32", COMPARED][1]
     assert 'class="why">tpu: not explained by rounding: a logic fault' in text
-    assert "pytest -n0 &#34;test_double.py::test_tpu[double-M8_N40-f32-s0]&#34;" in text
+    assert "pytest -n0 &#39;test_double.py::test_tpu[double-M8_N40-f32-s0]&#39;" in text
 
 
 def test_a_report_that_cannot_be_written_costs_no_result(project, tmp_path):
@@ -298,7 +298,7 @@ def test_parity_run_writes_a_report_of_what_its_table_has(project, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "report: report.html: 1 judgements, 0.0 MB" in done.stdout
     text = (tmp_path / "report.html").read_text()
-    rerun = "parity run -k &#34;double-M8_N4-f32-s0&#34; --seeds 2"
+    rerun = "parity run -k double-M8_N4-f32-s0 --seeds 2"
     for shown in ("Tiny", "1 TIE", "2 seeds", "parity run --seeds 2", rerun):
         assert shown in text, shown
 

@@ -57,8 +57,9 @@ def test_a_dying_case_costs_that_case_alone(battlefield, tmp_path):
     for backend in ("tpu", "gpu"):
         for rows, (_, outcome, reason) in WAYS.items():
             case = rf"test_double.py::test_{backend}\[double-M{rows}_N4-f32-s0\]"
-            assert re.search(rf"{outcome}  G1: {reason}.*   {case}", done.stdout), (backend, rows, done.stdout)
-            assert re.search(rf'rerun: pytest -n0 "{case}"', done.stdout), (backend, rows)
+            named = case if rows != 15 else rf"{backend}: emulated   double-M15_N4-f32-s0"
+            assert re.search(rf"{outcome}  G1: {reason}.*   {named}", done.stdout), (backend, rows, done.stdout)
+            assert re.search(rf"rerun: pytest -n0 '{case}'", done.stdout), (backend, rows)
         summary = rf"double +{backend} emulated +10 .*  4 AGREES  4 CRASH  1 OOM  1 TIMEOUT"
         assert re.search(summary, done.stdout), done.stdout
         records = (tmp_path / "records" / backend / "emulated" / "double.jsonl").read_text()

@@ -130,4 +130,4 @@ def test_junit_has_the_verdict(project, tmp_path):
     properties = dict(re.findall(r'<property name="(\w+)" value="([^"]*)"', (tmp_path / "junit.xml").read_text()))
     assert properties["verdict"] == "LOGIC FAULT"
     assert float(properties["eta"]) > float(properties["bound"])
-    assert properties["rerun"] == "pytest -n0 &quot;test_double.py::test_agrees[double-M8_N40-f32-s0]&quot;"
+    assert properties["rerun"] == "pytest -n0 'test_double.py::test_agrees[double-M8_N40-f32-s0]'"

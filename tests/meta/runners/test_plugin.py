@@ -52,7 +52,7 @@ def test_a_failure_fits_on_a_screen_and_can_be_acted_on(project):
     assert re.search(r"worst out\[\d, 7\]: golden \S+  got 0  bound ±\S+", text), text
     assert "3 elements beyond the bound, all within [5-7, 7-7]" in text
     assert "integer twin: fails too" in text
-    rerun = re.search(r'rerun: pytest -n0 "(.+)"', text)
+    rerun = re.search(r"rerun: pytest -n0 '(.+)'", text)
     assert rerun, text
     again = project(kernel="bad")("-q", "-n0", rerun[1])
     assert "1 failed" in again.stdout, again.stdout
