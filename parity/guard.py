@@ -77,10 +77,8 @@ def ending(call: Callable[[], T], besides: tuple[type[Exception], ...] = ()) -> 
     with _interrupts() as came:
         try:
             return call()
-        except (Ended, *besides):
-            raise
         except BaseException as error:
-            if came:
+            if came or isinstance(error, (Ended, *besides)):
                 raise
             raise _ended(error) from None
 
@@ -159,7 +157,7 @@ def _difference(then: Any, now: Any) -> str:
 def _settings() -> Iterator[_Setting]:
     """Those of Python, of NumPy, and of the frameworks that are loaded."""
     yield _Setting("the environment", lambda: dict(os.environ), _put_environment)
-    yield _Setting("the working directory", _folder, lambda folder: folder and os.chdir(folder))
+    yield _Setting("the working directory", _folder, _put_folder)
     yield _Setting("the warnings' filters", lambda: [warnings.filters, *warnings.filters], _put_filters)
     yield _Setting("sys.path", lambda: [*sys.path], lambda path: sys.path.__setitem__(slice(None), path))
     yield _Setting("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit)
@@ -209,6 +207,11 @@ def _folder() -> str | None:
     with suppress(FileNotFoundError):
         return os.getcwd()  # noqa: PTH109  as os.chdir takes it
     return None
+
+
+def _put_folder(folder: str | None) -> None:
+    if folder is not None:
+        os.chdir(folder)
 
 
 def _put_filters(filters: list[Any]) -> None:

@@ -6,8 +6,10 @@ import argparse
 from pathlib import Path
 
 from parity.cli.options import folder
+from parity.ledger import shards
 from parity.ledger.read import read_all
-from parity.ledger.write import merge
+from parity.ledger.schema import Record
+from parity.ledger.write import left_in_parts, merge
 from parity.op import BACKENDS
 
 ABOUT = "join ledgers, of shards or of other machines, into this project's"
@@ -20,9 +22,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """`parity merge`: 0."""
+    """`parity merge`: 1 where a line was lost, else 0. Raises ValueError for shards that were dealt differently."""
     into = given.records or given.root / "records"
-    ledgers = [ledger for folder in given.folders for b in BACKENDS for ledger in read_all(folder, b).values()]
-    merged = merge(into, [record for ledger in ledgers for record in ledger.values()])
+    notes = shards.together(given.folders)
+    records: list[Record] = []
+    lost: list[str] = []
+    for source in given.folders:
+        records += [record for b in BACKENDS for ledger in read_all(source, b).values() for record in ledger.values()]
+        if source != into.resolve():
+            left, wrong = left_in_parts(source)
+            records, lost = records + left, lost + wrong
+    merged = merge(into, records)
     print(f"{merged.written} records written to {into}; of each case and seed the newest stays")
-    return 0
+    if merged.older and not merged.written:
+        print(f"none of {merged.older} records is newer than what {into} has")
+    for note in [*notes, *(f"lost: {line}" for line in (*lost, *merged.lost_lines))]:
+        print(note)
+    return int(bool(lost or merged.lost_lines))

@@ -159,9 +159,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _int(digits: str) -> int:
-    if len(digits) > 19:
-        raise ValueError(f"must have numbers of at most 19 digits, got {len(digits)}")
-    return int(digits)
+    if len(digits) > 20 or not -(2**63) <= (value := int(digits)) < 2**63:
+        raise ValueError(f"must have whole numbers that int64 can hold, got {reprlib.repr(digits)}")
+    return value
 
 
 def _float(digits: str) -> float:

@@ -12,13 +12,17 @@ import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import BinaryIO
 
-from parity.ledger.read import FILE_LIMIT, REASON, content_of, decode_line, entries, home, inside, read_home
-from parity.ledger.schema import Ledger, Provenance, Record, RecordError, canonical
+from parity.ledger.read import FILE_LIMIT, REASON, content_of, decode_line, entries, home, inside, read_all, read_home
+from parity.ledger.schema import TIME, Ledger, Provenance, Record, RecordError, canonical
+from parity.op import BACKENDS
 
 _PARTS = ".parts"
+CLOCKS = timedelta(hours=1)
+"""How far the clocks of two machines may be apart."""
 
 
 class Recorder:
@@ -108,6 +112,7 @@ class Merged:
     """What `merge` did."""
 
     written: int  # records that came into ledgers
+    older: int  # records that did not: what the ledger has of their case and seed is newer
     lost_lines: tuple[str, ...]  # what is wrong with each line that could not be read
     in_use: int  # parts left alone because their writer still holds them
 
@@ -115,25 +120,20 @@ class Merged:
 def merge(root: Path, others: Collection[Record] = ()) -> Merged:
     """Fold all parts that no writer holds, and `others`, into the ledgers; of each (case, seed) the newest stays.
 
-    Newest is by the provenance's `utc`, within one part the last. Ledgers are replaced as a whole and parts removed
-    after that, so a merge that dies anywhere is made good by the next; merges wait for each other.
+    Newest is by the provenance's `utc`, within one part the last; a record from the future is older than any other, or
+    a clock that was wrong once would keep its records for ever. Ledgers are replaced as a whole and parts removed after
+    that, so a merge that dies anywhere is made good by the next; merges wait for each other.
     Raises RecordError, with nothing changed, for a ledger that cannot be read.
     """
     if not others and not (root / _PARTS).exists():
-        return Merged(0, (), 0)
+        return Merged(0, 0, (), 0)
     with _locked(root) as folder:
         parts = [inside(root, part) for part in sorted(folder.glob("*.jsonl")) if part.is_file()]
         free = [part for part in parts if not _in_use(part)]
         lost: list[str] = []
         records = list(others)
         for part in free:
-            latest: dict[tuple[Path, tuple[str, int]], Record] = {}
-            for _, entry in entries(content_of(part), str(part)):
-                if isinstance(entry, RecordError):
-                    lost.append(str(entry))
-                else:
-                    latest[home(root, entry), entry.key] = entry
-            records += latest.values()
+            records += _latest(root, part, lost)
         found: dict[tuple[Path, tuple[str, int]], Record] = {}
         for record in records:
             place = home(root, record), record.key
@@ -149,7 +149,39 @@ def merge(root: Path, others: Collection[Record] = ()) -> Merged:
             _replace(path, ledger)
         for part in free:
             part.unlink()
-        return Merged(written, tuple(lost), len(parts) - len(free))
+        return Merged(written, len(found) - written, tuple(lost), len(parts) - len(free))
+
+
+def left_in_parts(root: Path) -> tuple[list[Record], list[str]]:
+    """The records of a folder of ledgers that no merge has folded in yet, as of a killed run, and what is wrong there.
+
+    Nothing is changed, and no lock taken: the folder may be one that can only be read. Raises RecordError for a part
+    that leads out of it.
+    """
+    lost: list[str] = []
+    parts = sorted((root / _PARTS).glob("*.jsonl"))
+    return [record for part in parts for record in _latest(root, inside(root, part), lost)], lost
+
+
+def check(root: Path) -> None:
+    """Raise what a merge at the end of a run would: OSError, RecordError. Without a ledger nothing is made."""
+    for backend in BACKENDS:
+        for folder in [root / backend, *(root / backend).glob("*")]:
+            inside(root, folder)
+        read_all(root, backend)
+    with _locked(root):
+        pass
+
+
+def _latest(root: Path, part: Path, lost: list[str]) -> Collection[Record]:
+    """Of each case and seed the last record in a part; what is wrong with a line goes to `lost`."""
+    latest: dict[tuple[Path, tuple[str, int]], Record] = {}
+    for _, entry in entries(content_of(part), str(part)):
+        if isinstance(entry, RecordError):
+            lost.append(str(entry))
+        else:
+            latest[home(root, entry), entry.key] = entry
+    return latest.values()
 
 
 @contextmanager
@@ -173,9 +205,16 @@ def _in_use(part: Path) -> bool:
 
 def _newer(one: Record, other: Record) -> Record:
     """Of two equally new records always the same one, so that the order of parts does not matter."""
-    if one.provenance.utc == other.provenance.utc:
+    times = _time(one), _time(other)
+    if times[0] == times[1]:
         return one if one == other else max(one, other, key=record_line)
-    return max(one, other, key=lambda record: record.provenance.utc)
+    return one if times[0] > times[1] else other
+
+
+def _time(record: Record) -> str:
+    """When it was recorded, "" of one from the future (by more than clocks differ)."""
+    latest = datetime.now(UTC) + CLOCKS
+    return record.provenance.utc if record.provenance.utc <= latest.strftime(TIME) else ""
 
 
 def _replace(path: Path, ledger: Ledger) -> None:

@@ -6,26 +6,35 @@ import argparse
 import contextlib
 import hashlib
 import heapq
+import inspect
 import json
+import os
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from parity import git
-from parity.ledger.provenance import now
-from parity.ledger.read import read_all
-from parity.ledger.schema import RecordError
-from parity.op import BACKENDS
+from parity.ledger import shards
+from parity.ledger.provenance import installed, now
+from parity.ledger.read import parse
+from parity.ledger.schema import TIME
+from parity.ledger.sources import identity, identity_of
+from parity.op import BACKENDS, Backend, Op
 from parity.runners.items import chosen
+from parity.words import said
 
 EVERY = 60.0
 """Seconds between two lines of progress."""
+_SHARD = pytest.StashKey[shards.Shards]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,29 +83,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept &= _in_shard(config, items, *shard)
     if config.getoption("--parity-resume"):
         passed = _Journal.of(config).passed
-        kept &= {n for n, item in enumerate(items) if item.nodeid not in passed}
+        kept &= {n for n, item in enumerate(items) if passed.get(item.nodeid) != _identity(item)}
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n not in kept])
         items[:] = [item for n, item in enumerate(items) if n in kept]
 
 
 def _in_shard(config: pytest.Config, items: Sequence[pytest.Item], index: int, count: int) -> set[int]:
-    seconds = _recorded_seconds(config)
+    seconds = _committed_seconds(config)
     known = [seconds[key] for item in items if (key := _measured(item)) in seconds]
     usual = statistics.median(known) if known else 1.0
     weights = {item.nodeid: seconds.get(_measured(item), usual) for item in items}
     dealt = deal(weights, count)
-    return {n for n, item in enumerate(items) if dealt[item.nodeid] == index - 1}
+    mine = {n for n, item in enumerate(items) if dealt[item.nodeid] == index - 1}
+    dealing = hashlib.sha256(json.dumps(sorted(dealt.items())).encode()).hexdigest()[:12]
+    config.stash[_SHARD] = shards.Shards(dealing, count, len(items), {str(index): len(mine)})
+    return mine
 
 
-def _recorded_seconds(config: pytest.Config) -> dict[tuple[str, str], float]:
-    """How long each case took, by backend and case id without its seed; nothing where there is no sound ledger."""
-    root = config.getoption("--parity-records") or config.rootpath / "records"
+def _committed_seconds(config: pytest.Config) -> dict[tuple[str, str], float]:
+    """How long each case took, by backend and case id without its seed, in the ledger of HEAD.
+
+    Not in the ledger as it is: shards that record would each be dealt from what the others have written. Nothing where
+    there is no sound ledger in git.
+    """
+    root = config.rootpath
+    records = (config.getoption("--parity-records") or root / "records").resolve()
     found: dict[tuple[str, str], float] = {}
-    with contextlib.suppress(RecordError):
-        for backend in BACKENDS:
-            for ledger in read_all(root, backend).values():
-                found |= {(backend, record.case): record.seconds for record in ledger.values()}
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        committed = git.ledgers_in(root, "HEAD", records.relative_to(root).as_posix())
+        for path, blob in sorted(committed.items()):
+            if any(backend in path.parts for backend in BACKENDS):
+                for record in parse(git.content(root, blob), str(path)).values():
+                    found[record.provenance.backend, record.case] = record.seconds
     return found
 
 
@@ -112,14 +131,15 @@ def _measured(item: pytest.Item) -> tuple[str, str]:
 
 @dataclass
 class _Journal:
-    """What this command has passed so far, on this state of the sources; gone once it ran to its end.
+    """What this command has passed so far, by what ran; gone once it ran to its end.
 
-    Its first line is when the first attempt began: all attempts together leave the records of one run.
+    Its first line is when the first attempt began: all attempts together leave the records of one run. Each line after
+    it is a test that has passed, with a hash of the code that it ran.
     """
 
     path: Path | None  # None: nowhere to keep it
     utc: str
-    passed: frozenset[str] = frozenset()
+    passed: Mapping[str, str] = field(default_factory=dict)
 
     KEY = pytest.StashKey["_Journal"]()
 
@@ -133,27 +153,47 @@ class _Journal:
     def _open(config: pytest.Config) -> _Journal:
         worker = getattr(config, "workerinput", None)
         if worker is not None:  # also one that replaces another: it must select what the first ones did
-            return _Journal(None, worker["parity_utc"], frozenset(worker["parity_passed"]))
+            return _Journal(None, worker["parity_utc"], worker["parity_passed"])
         cache = getattr(config, "cache", None)
         if cache is None:
             return _Journal(None, now())
-        path = cache.mkdir("parity-runs") / f"{_state(config)}.jsonl"
-        if config.getoption("--parity-resume") and path.exists():
-            utc, *finished = path.read_text(encoding="utf-8").split("\n")
-            # A line that was being written when the run was killed has no end, and is not among these.
-            return _Journal(path, utc, frozenset(finished[:-1]))
-        begun = now()
-        path.write_text(f"{begun}\n", encoding="utf-8")
-        return _Journal(path, begun)
+        path: Path | None = None
+        try:
+            path = cache.mkdir("parity-runs") / f"{_command(config)}.jsonl"
+            if config.getoption("--parity-resume") and path.exists():
+                return _Journal._read(path)
+        except (OSError, ValueError, TypeError) as error:
+            _warn(f"nothing is resumed: {path or 'the journal'} cannot be read: {said(error)}")
+        try:
+            journal = _Journal(path, now())
+            if path:
+                path.write_text(f"{journal.utc}\n", encoding="utf-8")
+        except OSError as error:
+            _warn(f"--parity-resume will find nothing of this run: {said(error)}")
+            journal.path = None
+        return journal
 
-    def add(self, nodeid: str) -> None:
+    @staticmethod
+    def _read(path: Path) -> _Journal:
+        """Raises ValueError, OSError for what is no journal. A line that a kill has cut off is not among those read."""
+        utc, *lines = path.read_text(encoding="utf-8").split("\n")
+        if datetime.strptime(utc, TIME).strftime(TIME) != utc:
+            raise ValueError(f"must begin with a time, got {utc[:40]!r}")
+        return _Journal(path, utc, dict(map(json.loads, lines[:-1])))
+
+    def add(self, nodeid: str, identity: str) -> None:
         if self.path:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(f"{nodeid}\n")
+            with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps([nodeid, identity])}\n")
 
     def close(self) -> None:
         if self.path:
-            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.path.unlink(missing_ok=True)
+
+
+def _warn(words: str) -> None:
+    print(f"parity: warning: {words}", file=sys.stderr)
 
 
 def began(config: pytest.Config) -> str:
@@ -161,17 +201,69 @@ def began(config: pytest.Config) -> str:
     return _Journal.of(config).utc
 
 
-def _state(config: pytest.Config) -> str:
-    """A name for this command on this state of the sources."""
+def _command(config: pytest.Config) -> str:
+    """A name for this command."""
     words = [word for word in map(str, config.invocation_params.args) if word != "--parity-resume"]
-    parts = [json.dumps(words).encode()]
-    for command in (["rev-parse", "HEAD"], ["diff", "HEAD"]):
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            parts.append(git.run(config.rootpath, *command))
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([*words, str(config.invocation_params.dir)]).encode()).hexdigest()[:16]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Tell the journal, which may be in another process, what the test ran."""
+    report = yield
+    if report.when == "teardown":
+        report.parity_identity = _identity(item)
+    return report
+
+
+def _identity(item: pytest.Item) -> str:
+    """A hash of what a test runs: of the matrix its file, kernels, golden, matrix and versions, else all sources."""
+    if trial := chosen(item):
+        op, *_ = trial
+        matrix = inspect.unwrap(op.contract).__code__.co_filename
+        parts: list[Any] = [_content(item.path), _content(Path(matrix)), *(_of_op(op, b) for b in BACKENDS)]
+    else:
+        parts = [_tree(item.config.rootpath)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+@cache
+def _content(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest()
+
+
+@cache
+def _tree(root: Path) -> str:
+    """A hash of all Python files below a folder, but for those in hidden folders and in environments."""
+    whole = hashlib.sha256()
+    for path in _sources(root):
+        whole.update(f"{path}\0{_content(path)}\n".encode())
+    return whole.hexdigest()
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for folder, inner, names in os.walk(root):
+        inner[:] = sorted(n for n in inner if n[0] != "." and not Path(folder, n, "pyvenv.cfg").exists())
+        yield from (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
+
+
+@cache
+def _of_op(op: Op, backend: Backend) -> list[Any]:
+    """Of an op on a backend: the code of kernel and golden, and the versions. Of a kernel without sources its name."""
+    found: list[Any] = [installed(backend, False), getattr(op, backend)]
+    with contextlib.suppress(ImportError, AttributeError, ValueError, SyntaxError):
+        found += [identity(getattr(op, backend)), identity_of(inspect.unwrap(op.golden))]
+    return found
 
 
 # --- watched ---
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In a worker: tell the controller which shard it is of."""
+    output, shard = getattr(session.config, "workeroutput", None), session.config.stash.get(_SHARD, None)
+    if output is not None and shard:
+        output["parity_shard"] = asdict(shard)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -192,13 +284,14 @@ class _Watcher:
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._worst = (0.0, "")
+        self._passed = False
         self._session: pytest.Session | None = None
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         """pytest-xdist's: what a worker is told before it starts."""
         node.workerinput["parity_utc"] = self._journal.utc
-        node.workerinput["parity_passed"] = sorted(self._journal.passed)
+        node.workerinput["parity_passed"] = dict(self._journal.passed)
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self._session = session
@@ -210,7 +303,8 @@ class _Watcher:
             if name == "parity" and report.when != "teardown":
                 self._look_at(entry)  # type: ignore[arg-type]
         if report.when == "teardown" and report.nodeid not in self._failed:
-            self._journal.add(report.nodeid)
+            self._journal.add(report.nodeid, getattr(report, "parity_identity", ""))
+            self._passed = True
         if report.when in ("teardown", "???"):
             self._finished.add(report.nodeid)
             self._say()
@@ -239,6 +333,31 @@ class _Watcher:
             f"\nparity: {done:,} of {total:,} · {len(self._failed)} failed · {left / 60:.0f} min left{worst}"
         )
 
-    def pytest_sessionfinish(self, exitstatus: int | pytest.ExitCode) -> None:
-        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        # By what has run: the exit status of a run that is interrupted twice is that of one that failed.
+        complete = len(self._finished) >= session.testscollected
+        if complete or not (self._passed or self._journal.passed):
             self._journal.close()
+        if complete:
+            self._note_shard()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """pytest-xdist's: what a worker has to say when it has ended."""
+        if told := getattr(node, "workeroutput", {}).get("parity_shard"):
+            self._config.stash[_SHARD] = shards.Shards(**told)
+
+    def _note_shard(self) -> None:
+        shard = self._config.stash.get(_SHARD, None)
+        if shard and self._config.getoption("--parity-record"):
+            root = self._config.getoption("--parity-records") or self._config.rootpath / "records"
+            with contextlib.suppress(OSError):  # which the recorder has met as well, and says so
+                shards.note(root, shard)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Which dealing a shard is of."""
+        if shard := self._config.stash.get(_SHARD, None):
+            ((number, tests),) = shard.tests.items()
+            of = f"{tests} of {shard.all} tests"
+            terminalreporter.write_line(f"parity shard {number}/{shard.count} of dealing {shard.dealing}: {of}")

@@ -16,7 +16,7 @@ from parity.judging import goldens
 from parity.judging.judge import Judgement, compare, judge, twin_of
 from parity.judging.verdict import Verdict
 from parity.ledger.book import Book
-from parity.ledger.write import Merged, Recorder, merge
+from parity.ledger.write import Merged, Recorder, check, merge
 from parity.op import BACKENDS, TIERS, Backend, Case, Op
 from parity.report import entries, text
 from parity.runners.items import rerun, shared
@@ -365,17 +365,37 @@ class _Reporter:
         self._lost: list[str] = []
         self._entries: list[entries.Entry] = []
         self._written = ""
+        self._problems: list[str] = []  # what did not come to be where it was to be written
+
+    def pytest_sessionstart(self) -> None:
+        """Read the ledgers that are to be written before hours are spent on what goes into them."""
+        if self._config.stash[_RECORDER] and not hasattr(self._config, "workerinput"):
+            root = self._config.stash[_BOOK].root
+            try:
+                check(root)
+            except (OSError, ValueError) as error:
+                raise pytest.UsageError(f"--parity-record cannot write {root}: {said(error)}") from None
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
-        recorder = self._config.stash[_RECORDER]
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        recorder, root = self._config.stash[_RECORDER], self._config.stash[_BOOK].root
         if recorder:
             recorder.close()
-            if not hasattr(self._config, "workerinput"):
-                self._merged = merge(self._config.stash[_BOOK].root)
-        wanted = self._config.getoption("--parity-report") and not self._config.option.collectonly
-        if wanted and not hasattr(self._config, "workerinput"):
-            self._written = self._write(interrupted=exitstatus == pytest.ExitCode.INTERRUPTED)
+        if hasattr(self._config, "workerinput"):
+            return
+        if recorder:
+            try:
+                self._merged = merge(root)
+            except (OSError, ValueError) as error:
+                kept = f"what was recorded is in {root / '.parts'}, for {command('parity', 'merge', root)}"
+                self._problems.append(f"records: not written: {said(error)}; {kept}")
+        if self._config.getoption("--parity-report") and not self._config.option.collectonly:
+            try:
+                self._written = self._write(interrupted=exitstatus == pytest.ExitCode.INTERRUPTED)
+            except (OSError, ValueError) as error:
+                self._problems.append(f"report: not written: {said(error)}")
+        if self._problems and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _write(self, interrupted: bool) -> str:
         from parity.report import page
@@ -388,10 +408,7 @@ class _Reporter:
             judged = list(entries.attribute(_matrix(self._config), judged))
         words = command("pytest", *self._config.invocation_params.args)
         about = page.Run(words, _devices(), self._config.stash[_BOOK].utc or "", tuple(notices))
-        try:
-            return str(page.write(self._config.getoption("--parity-report"), judged, about, self._config.rootpath))
-        except OSError as error:
-            return f"not written: {error}"
+        return str(page.write(self._config.getoption("--parity-report"), judged, about, self._config.rootpath))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -436,8 +453,12 @@ class _Reporter:
                 terminalreporter.write_line(line)
         if self._written:
             terminalreporter.write_line(f"report: {self._written}")
+        for problem in self._problems:
+            terminalreporter.write_line(problem, red=True)
         if self._merged:
-            terminalreporter.write_line(f"records: {self._merged.written} written to {self._config.stash[_BOOK].root}")
+            older = f", {self._merged.older} are older than what is there" if self._merged.older else ""
+            root = self._config.stash[_BOOK].root
+            terminalreporter.write_line(f"records: {self._merged.written} written to {root}{older}")
             for line in self._merged.lost_lines:
                 terminalreporter.write_line(f"records: lost {line}", red=True)
             for nodeid in self._lost:

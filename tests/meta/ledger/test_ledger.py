@@ -110,6 +110,45 @@ def test_records_of_other_inputs_are_invalid_and_not_compared(recorded, tmp_path
     assert done.returncode == 0
 
 
+@pytest.mark.parametrize("spoil", ["a conflict", "a link", "no room"])
+def test_a_ledger_that_cannot_be_written_is_said_before_the_run(spoil, recorded, tmp_path):
+    if spoil == "a conflict":
+        (tmp_path / recorded.ledger).write_text("<<<<<<< HEAD\n" + (tmp_path / recorded.ledger).read_text())
+    elif spoil == "a link":
+        (tmp_path / "records" / "tpu").rename(tmp_path / "elsewhere")
+        (tmp_path / "records" / "tpu").symlink_to(tmp_path / "elsewhere")
+    else:
+        (tmp_path / "records" / ".parts").write_text("in the place of a folder")
+    done = recorded(*RECORD)
+    assert done.returncode == 4
+    assert "--parity-record cannot write" in done.stderr and "Traceback" not in done.stdout + done.stderr
+    assert "passed" not in done.stdout
+
+
+FULL = """
+import errno, os
+from pathlib import Path
+
+def replace(self, target, replaced=Path.replace):
+    if str(target).endswith("double.jsonl"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return replaced(self, target)
+
+Path.replace = replace
+"""
+
+
+def test_a_merge_that_fails_in_the_end_is_one_line_and_keeps_what_was_recorded(project, tmp_path):
+    run = project()
+    run.write("conftest.py", FULL)
+    done = run(*RECORD)
+    assert done.returncode == 1
+    assert "records: not written: OSError: [Errno 28] No space left on device; what was recorded is in" in done.stdout
+    assert "4 AGREES" in done.stdout and "Traceback" not in done.stdout + done.stderr
+    (tmp_path / "conftest.py").unlink()
+    assert "4 records written" in run.parity("merge", "records").stdout
+
+
 def test_a_broken_ledger_is_one_clear_error(recorded, tmp_path):
     path = tmp_path / recorded.ledger
     path.write_text(path.read_text()[:-40])

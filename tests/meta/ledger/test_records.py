@@ -20,6 +20,7 @@ import pytest
 from parity import cli
 from parity.backends import EMULATED
 from parity.judging.metrics import Scale, measure
+from parity.ledger import shards
 from parity.ledger.freshness import Freshness, freshness
 from parity.ledger.provenance import here
 from parity.ledger.read import FILE_LIMIT, LINE_LIMIT, read, read_all
@@ -113,6 +114,55 @@ def test_the_newest_record_stays(tmp_path):
     assert len(path_of(tmp_path).read_text().splitlines()) == 2  # provenances that nobody names any more are gone
 
 
+def test_a_record_from_the_future_blocks_no_other(tmp_path):
+    keep(tmp_path, at("2999-02-02T00:00:00Z", verdict="FUTURE"))
+    assert keep(tmp_path, at("2026-02-01T00:00:00Z", verdict="NOW")).written == 1
+    kept = keep(tmp_path, at("2999-02-02T00:00:00Z", verdict="FUTURE"))
+    assert (kept.written, kept.older) == (0, 1)
+    assert [r.verdict for r in read(path_of(tmp_path)).values()] == ["NOW"]
+
+
+def test_a_merge_takes_what_a_killed_run_has_left(tmp_path, capsys):
+    killed, into = tmp_path / "killed", tmp_path / "into"
+    keep(killed, at("2026-02-01T00:00:00Z", verdict="BEFORE", seed=1))
+    write(killed, at("2026-02-02T00:00:00Z"), at("2026-02-02T00:00:00Z", seed=1))
+    (part,) = (killed / ".parts").glob("*.jsonl")
+    part.write_bytes(part.read_bytes() + b'{"case": "torn')
+    before = {path: path.read_bytes() for path in killed.rglob("*") if path.is_file()}
+    assert cli.main(["merge", str(killed), "--records", str(into)]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("2 records written") and f"lost: {part}:4: is not JSON" in printed
+    assert {record.seed: record.verdict for record in read(path_of(into)).values()} == {
+        1: RECORD.verdict,
+        3: RECORD.verdict,
+    }
+    assert {path: path.read_bytes() for path in killed.rglob("*") if path.is_file()} == before, "it is only read"
+
+
+def shard(root, number, dealing="a" * 12, tests=4):
+    shards.note(root, shards.Shards(dealing, 2, 8, {str(number): tests}))
+    return root
+
+
+def test_shards_of_different_dealings_are_not_joined(tmp_path, capsys):
+    one, two, other = shard(tmp_path / "1", 1), shard(tmp_path / "2", 2), shard(tmp_path / "3", 2, "b" * 12)
+
+    def merged(*folders):
+        return cli.main(["merge", *map(str, folders), "--records", str(tmp_path / "into")])
+
+    assert merged(one, two) == 0 and "dealing" not in capsys.readouterr().out
+    assert merged(one) == 0 and "of dealing aaaaaaaaaaaa these shards are missing: 2/2" in capsys.readouterr().out
+    assert merged(one, shard(tmp_path / "4", 2, tests=3)) == 0
+    assert "the shards of dealing aaaaaaaaaaaa have 7 tests, of 8" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        merged(one, other)
+    assert "shards must be of one dealing, got aaaaaaaaaaaa and bbbbbbbbbbbb" in capsys.readouterr().err
+    assert shards.read(shard(one, 2)).missing == [], "of one folder they add up"
+    (two / shards.FILE).write_text('{"dealing": 1}')
+    with pytest.raises(RecordError, match="must be as a run of a shard writes it"):
+        shards.read(two)
+
+
 def test_ledgers_join_by_one_write_a_file_and_the_newest_stays(tmp_path, monkeypatch, capsys):
     new, old = (at(f"2026-02-0{day}T00:00:00Z", verdict=f"OF {day}") for day in (2, 1))
     for folder, record in [("a", new), ("b", old)]:
@@ -143,7 +193,7 @@ def test_what_could_not_be_read_is_not_written(tmp_path):
         write(tmp_path, replace(RECORD, seed=-1))
     with pytest.raises(ValueError, match="bytes"):
         write(tmp_path, replace(RECORD, case="x" * LINE_LIMIT))
-    assert merge(tmp_path) == Merged(0, (), 0)
+    assert merge(tmp_path) == Merged(0, 0, (), 0)
 
 
 # --- crashes ---
@@ -413,8 +463,9 @@ HOSTILE = {
     "bare NaN": (raw('"bound":66.0', '"bound":NaN'), 2, "got a bare NaN"),
     "bare Infinity": (raw('"bound":66.0', '"bound":-Infinity'), 2, "got a bare -Infinity"),
     "a float beyond float64": (raw('"bound":66.0', '"bound":1e999'), 2, "float64 can hold"),
-    "an int of a million digits": (raw('"bound":66.0', f'"bound":{"9" * 10**6}'), 2, "at most 19 digits"),
-    "an int beyond float64": (raw('"bound":66.0', f'"bound":{"9" * 400}'), 2, "at most 19 digits"),
+    "an int of a million digits": (raw('"bound":66.0', f'"bound":{"9" * 10**6}'), 2, "int64 can hold"),
+    "an int beyond int64": (raw('"seed":3', f'"seed":{2**63}'), 2, "int64 can hold"),
+    "an int beyond float64": (raw('"bound":66.0', f'"bound":{"9" * 400}'), 2, "int64 can hold"),
     "deep lists": (raw('"bound":66.0', f'"bound":{"[" * DEEP}{"]" * DEEP}'), 2, "nested too deeply"),
     "deep objects": ('{"a":' * DEEP + "1" + "}" * DEEP, 1, "nested too deeply"),
     "deep and torn": ("[" * DEEP, 1, "nested too deeply"),

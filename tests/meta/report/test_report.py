@@ -273,10 +273,10 @@ def test_pytest_reports_what_passed_failed_died_and_was_skipped(project, tmp_pat
     assert "pytest -n0 &#39;test_double.py::test_tpu[double-M8_N40-f32-s0]&#39;" in text
 
 
-def test_a_report_that_cannot_be_written_costs_no_result(project, tmp_path):
+def test_a_report_that_cannot_be_written_costs_no_result_and_is_not_green(project, tmp_path):
     (tmp_path / "taken").mkdir()
     done = project()("-q", "--parity-report", "taken", "-k", "test_agrees and M3")
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 1, done.stdout
     assert "2 passed" in done.stdout
     assert "report: not written: " in done.stdout
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity.runners.long_runs import deal
-from tests.support.commands import run_module
+from tests.support.commands import git, run_module
 from tests.support.records import contents
 
 SECONDS = st.floats(0.001, 100)
@@ -35,6 +35,7 @@ def test_shards_together_are_the_whole(project, tmp_path):
         done = run("-v", f"--parity-shard={shard}", "--parity-record", f"--parity-records={folder}")
         passed = re.findall(r"^(\S+::\S+) PASSED", done.stdout, re.MULTILINE)
         assert f"{len(passed)} passed" in done.stdout and len(passed) in (3, 4, 5), done.stdout
+        assert re.search(rf"parity shard {shard} of dealing [0-9a-f]{{12}}: {len(passed)} of 8 tests", done.stdout)
         selected += passed
     assert len(selected) == len(set(selected)) == 8
     merged = run.parity("merge", "shard1", "shard2", "--records", "joined")
@@ -48,6 +49,10 @@ def test_shards_are_balanced_by_what_is_recorded(recorded, tmp_path):
     for line in (line for line in lines if "case" in line):
         line["seconds"] = 100.0 if line["case"] == slow else 1.0
     run.write(run.ledger, "".join(f"{json.dumps(line)}\n" for line in lines))
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-q", "-m", "recorded")
+    run.write(run.ledger, "")  # what is not committed, as what another shard records, moves nothing
     parts = [run("-v", "-k", "test_agrees", f"--parity-shard={n}/2").stdout for n in (1, 2)]
     assert sorted(part.count("PASSED") for part in parts) == [1, 3], "the slow one alone"
     assert any(f"test_agrees[{slow}] PASSED" in part and part.count("PASSED") == 1 for part in parts)
@@ -91,9 +96,8 @@ def test_a_killed_run_is_resumed(project, tmp_path):
     killed = run()
     assert killed.returncode < 0
     (journal,) = (tmp_path / ".pytest_cache").rglob("parity-runs/*.jsonl")
-    before = set(
-        journal.read_text().splitlines()[1:]
-    )  # not from what it printed, of which a pipe may have lost the end
+    # Not from what it printed, of which a pipe may have lost the end.
+    before = {json.loads(line)[0] for line in journal.read_text().splitlines()[1:]}
     assert before < everything
     resumed = run("--parity-resume")
     assert resumed.returncode == 0, resumed.stdout
@@ -103,6 +107,61 @@ def test_a_killed_run_is_resumed(project, tmp_path):
     assert len({json.loads(line)["provenance"]["utc"] for path in (tmp_path / "records").rglob("*.jsonl")
                 for line in path.read_text().splitlines() if '"id"' in line}) == 1, "one run"  # fmt: skip
     assert len(passed(run("--parity-resume"))) == 8, "it ran to its end: nothing to resume"
+
+
+STOPPING = """
+import os, signal
+from pathlib import Path
+
+def good(x):
+    if x.shape == (3, 5) and Path("stop").exists():
+        Path("stop").unlink()
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    return x + x
+"""
+
+
+def test_an_interrupted_run_is_resumed_with_what_is_still_as_it_was(project, tmp_path):
+    project().write("kernels.py", STOPPING)
+
+    def run(*arguments):
+        return run_module("pytest", tmp_path, "-p", "no:hypothesispytest", "-q", "-k", "test_agrees", *arguments)
+
+    def stopped():
+        (tmp_path / "stop").touch()
+        assert run().returncode == 2
+        (journal,) = (tmp_path / ".pytest_cache").rglob("parity-runs/*.jsonl")
+        assert len(journal.read_text().splitlines()) == 3
+        return journal
+
+    stopped()
+    assert "2 passed, 8 deselected" in (done := run("--parity-resume")).stdout, done.stdout
+    stopped()
+    (tmp_path / "kernels.py").write_text(STOPPING.replace("x + x", "2 * x"))
+    assert "4 passed" in run("--parity-resume").stdout, "an edited kernel runs again, where there is no git"
+    stopped().write_bytes(b"spoilt \xff\n")
+    done = run("--parity-resume")
+    assert "4 passed" in done.stdout
+    assert "parity: warning: nothing is resumed: " in done.stderr
+
+
+def test_without_a_place_for_its_journal_a_run_goes_on(project, tmp_path):
+    (tmp_path / ".pytest_cache").write_text("no folder can be made here, as in a checkout that is only to be read")
+    project()
+    done = run_module("pytest", tmp_path, "-p", "no:hypothesispytest", "-q", "-k", "test_agrees and M3")
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
+    assert "parity: warning: --parity-resume will find nothing of this run: " in done.stderr
+
+
+def test_a_raising_kernel_ends_a_run_that_is_to_end_at_a_crash(project, tmp_path):
+    run = project()
+    run.replace("kernels.py", "x + x", "1 / 0")
+    done = run("-q", "-k", "test_agrees", "--parity-fail-fast-on=CRASH", "--junitxml=junit.xml")
+    assert "--parity-fail-fast-on: CRASH of double-M8_N40-f32-s0" in done.stdout, done.stdout
+    properties = dict(re.findall(r'<property name="(\w+)" value="([^"]*)"', (tmp_path / "junit.xml").read_text()))
+    assert properties["verdict"] == "CRASH"
+    assert properties["rerun"] == "pytest -n0 'test_double.py::test_agrees[double-M8_N40-f32-s0]'"
 
 
 def test_the_first_bad_verdict_can_end_the_run(project):
