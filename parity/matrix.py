@@ -6,13 +6,17 @@ import importlib
 import re
 import sys
 import tomllib
+import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from parity.dtypes import SHORT_NAMES
 from parity.inputs import DISTRIBUTIONS
 from parity.op import Case, Op
+from parity.words import said, shown
+
+T = TypeVar("T")
 
 
 def load(root: Path) -> tuple[Op, ...]:
@@ -23,13 +27,20 @@ def load(root: Path) -> tuple[Op, ...]:
     """
     tools, name = _tools(root), module(root)
     # The project's modules are found where its tests find them.
-    for folder in [".", *tools.get("pytest", {}).get("ini_options", {}).get("pythonpath", [])]:
+    try:
+        folders = tools.get("pytest", {}).get("ini_options", {}).get("pythonpath", [])
+        folders = [".", *map(str, folders.split() if isinstance(folders, str) else folders)]
+    except (AttributeError, TypeError):
+        raise ValueError(f"{root / 'pyproject.toml'}: [tool.pytest.ini_options] pythonpath must be folders") from None
+    for folder in folders:
         path = str((root / folder).resolve())
         if path not in sys.path:
             sys.path.insert(0, path)
-    ops: tuple[Op, ...] = getattr(importlib.import_module(name), "OPS", ())
+    ops: tuple[Op, ...] = getattr(_import(name), "OPS", ())
     if not ops:
         raise ValueError(f"{name} must define OPS, a tuple of parity.Op, got none")
+    if not isinstance(ops, tuple | list) or not all(isinstance(op, Op) for op in ops):
+        raise ValueError(f"{name} must define OPS, a tuple of parity.Op, got {shown(repr(ops))}")
     names = [op.name for op in ops]
     if len(set(names)) < len(names):
         raise ValueError(f"{name}.OPS must have unique names, got {', '.join(names)}")
@@ -43,7 +54,7 @@ def load(root: Path) -> tuple[Op, ...]:
 
 def module(root: Path) -> str:
     """The name of the matrix's module. Raises ValueError where the project at `root` names none."""
-    name: str = _tools(root).get("parity", {}).get("matrix", "")
+    name = _setting(root, "matrix", "")
     if not name:
         raise ValueError(f'{root / "pyproject.toml"} must name a module of ops: [tool.parity] matrix = "tests.matrix"')
     return name
@@ -51,14 +62,41 @@ def module(root: Path) -> str:
 
 def runners(root: Path) -> dict[str, str]:
     """The labels of the runners of the project at `root`, and which device each has: "tpu:v6e", "gpu:h200"."""
-    found: dict[str, str] = _tools(root).get("parity", {}).get("runners", {})
-    return found
+    return _setting(root, "runners", dict[str, str]())
 
 
 def _tools(root: Path) -> dict[str, Any]:
     pyproject = root / "pyproject.toml"
-    tools: dict[str, Any] = tomllib.loads(pyproject.read_text()).get("tool", {}) if pyproject.exists() else {}
+    try:
+        tools: Any = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("tool", {}) if pyproject.exists() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{pyproject} must be TOML: {said(error)}") from None
+    if not isinstance(tools, dict):
+        raise ValueError(f"{pyproject}: tool must be a table, got {shown(repr(tools))}")
     return tools
+
+
+def _setting(root: Path, name: str, default: T) -> T:
+    """A setting of `[tool.parity]`. Raises ValueError for one of another type than its default."""
+    settings = _tools(root).get("parity", {})
+    found = settings.get(name, default) if isinstance(settings, dict) else settings
+    if not isinstance(found, type(default)):
+        wanted = {str: "a string", dict: "a table"}[type(default)]
+        where = f"{root / 'pyproject.toml'}: [tool.parity] {name}"
+        raise ValueError(f"{where} must be {wanted}, got {shown(repr(found))}")
+    return found
+
+
+def _import(name: str) -> Any:
+    """The matrix's module. Raises ValueError, which says where, for whatever importing it raises."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise
+    except (Exception, SystemExit) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1:]
+        where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in last)
+        raise ValueError(f"{name}, the matrix, must be importable, got {said(error)}{where}") from error
 
 
 def find(ops: Iterable[Op], case_id: str) -> tuple[Op, Case]:

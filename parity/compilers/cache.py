@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import pickle
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ LIMIT_BYTES = 256 * 2**20
 
 
 def folder() -> Path:
-    """`$XDG_CACHE_HOME` (default ~/.cache) / kernel-parity."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kernel-parity"
+    """`$XDG_CACHE_HOME` (default ~/.cache) / kernel-parity; of who has no home a folder among the temporary ones."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kernel-parity"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"kernel-parity-{os.getuid()}"
 
 
 def digest(*parts: str | bytes) -> str:
@@ -27,10 +31,16 @@ def digest(*parts: str | bytes) -> str:
 
 
 def load(compiler: str, key: str) -> Any:
-    """The result kept under a key; None without one, or where its file is torn."""
+    """The result kept under a key; None without one, of a torn file, and of one that another user may have written.
+
+    Entries are pickles, which run code: only a file that is this user's, in a folder that is, is read.
+    """
     entry = folder() / compiler / key
     try:
-        content = entry.read_bytes()
+        with entry.open("rb") as file:
+            if not all(map(_is_ours, (os.fstat(file.fileno()), entry.parent.stat(), folder().stat()))):
+                return None
+            content = file.read()
     except OSError:
         return None
     with contextlib.suppress(OSError):  # the folder may belong to another
@@ -45,12 +55,19 @@ def store(compiler: str, key: str, result: Any) -> None:
     target = folder() / compiler / key
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        for kept in (folder(), target.parent):
+            kept.chmod(0o700)
         with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as part:
             part.write(hashlib.sha256(payload).digest() + payload)
         Path(part.name).replace(target)
         _evict(target.parent)
     except OSError:
         return
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    """Whether a file or a folder is this user's, and no other user may write to it."""
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _evict(kept: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any, Generic, Self, TypeVar
 
 from parity import git
 from parity.ledger import diff
+from parity.ledger.read import strict_json
+from parity.words import shown
 
 Key = tuple[str, str, str]
 """Chip, op and name."""
@@ -67,12 +69,14 @@ class Recorded(Generic[E]):
         lines = {}
         for number, content in enumerate(text.splitlines(), 1):
             try:
-                found = json.loads(content)
+                found = strict_json(content.encode())
                 if found["schema"] != self.schema:
                     raise ValueError(f"must have schema {self.schema}, got {found['schema']}")
                 entry = self.entry(**found | {"kernels": tuple(found["kernels"])})
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{where}:{number}: not a line of {self.title}: {error}") from None
+                if not content.isprintable() or not all(type(part) is str for part in entry.key):
+                    raise ValueError("must be printable, its chip, op and name strings")
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise ValueError(f"{where}:{number}: not a line of {self.title}: {shown(error)}") from None
             lines[entry.key] = entry
         return lines
 

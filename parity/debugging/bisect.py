@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,9 @@ from parity.judging.judge import judge
 from parity.judging.metrics import Metrics
 from parity.ledger.provenance import installed
 from parity.op import BACKENDS, Backend
+from parity.runners.supervision import end_with_parent
 from parity.trial import Trial
+from parity.words import said, shown
 
 UNBUILDABLE = "UNBUILDABLE"
 """The outcome of a commit whose kernel cannot be imported, or called as the matrix calls it: it is skipped."""
@@ -103,6 +105,7 @@ class Bisector:
         verdicts are not good and bad, or another process is searching for the same.
         """
         with self._alone():
+            self._clean()
             commits = self.commits(good, bad)
             before = len(self.known())
             first, last = self.judge(self._commit(good)), self.judge(commits[-1])
@@ -180,9 +183,9 @@ class Bisector:
             partial.write_text(json.dumps(known))
             partial.replace(self.state)
         answer = known[commit]
-        outputs = tuple({n: Metrics(**m) for n, m in measured.items()} for measured in answer.get("outputs", ()))
-        narrow, title = tuple(answer.get("narrow", ())), self._git("log", "-1", "--format=%s", commit)
-        revision = Revision(commit, answer["outcome"], answer["passed"], answer["reason"], outputs, narrow, title)
+        outcome, passed, reason = answer["outcome"], answer["passed"], shown(answer["reason"])
+        narrow, title = tuple(answer.get("narrow", ())), shown(self._git("log", "-1", "--format=%s", commit))
+        revision = Revision(commit, outcome, passed, reason, _outputs(answer), narrow, title)
         self.done(revision)
         return revision
 
@@ -209,10 +212,26 @@ class Bisector:
     def known(self) -> dict[str, dict[str, Any]]:
         """What was judged already, by commit."""
         try:
-            known: dict[str, dict[str, Any]] = json.loads(self.state.read_text())
+            known: dict[str, dict[str, Any]] = json.loads(self.state.read_bytes())
+            for answer in known.values():
+                Revision("", str(answer["outcome"]), bool(answer["passed"]), str(answer["reason"]), _outputs(answer))
         except FileNotFoundError:
             return {}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{self.state} must be as a bisection writes it; remove it: {said(error)}") from None
         return known
+
+    def _clean(self) -> None:
+        """Remove the worktrees of bisections that were killed: those whose lock nobody holds."""
+        registered = (Path(line[9:]) for line in self._git("worktree", "list", "--porcelain").splitlines()
+                      if line.startswith("worktree "))  # fmt: skip
+        for tree in {*self.cache.glob("*-*"), *(tree for tree in registered if tree.parent == self.cache)}:
+            lock = FileLock(self.cache / f"{tree.name.partition('-')[0]}.lock", timeout=0)
+            if tree.name.startswith(f"{self.state.stem}-"):
+                self._remove(tree)
+            else:
+                with suppress(Timeout), lock:
+                    self._remove(tree)
 
     @property
     def state(self) -> Path:
@@ -275,6 +294,10 @@ class Bisector:
             raise ValueError(f"git {' '.join(words)} must succeed, got: {error.stderr.decode().strip()}") from None
 
 
+def _outputs(answer: Mapping[str, Any]) -> tuple[Mapping[str, Metrics], ...]:
+    return tuple({n: Metrics(**m) for n, m in measured.items()} for measured in answer.get("outputs", ()))
+
+
 def packages(root: Path, target: str) -> list[str]:
     """The top-level packages and modules of the project that the kernel "module:function" needs, parity left out."""
     found: list[str] = []
@@ -312,6 +335,7 @@ def instrument(root: Path) -> str:
 
 def answer() -> None:
     """Judge or explain the kernel of a worktree, as the command line says, and print the answer as JSON."""
+    end_with_parent()
     prepare_environment()
     root, tree, case_id, backend, seeds, what = sys.argv[1:]
     op, case = matrix.find(matrix.load(Path(root)), case_id)
@@ -325,7 +349,7 @@ def answer() -> None:
         given = [name for name, spec in op.inputs(case).items() if spec is not None]
         inspect.signature(trial.kernel).bind(**dict.fromkeys(given), **trial.arguments)
     except Exception as error:  # whatever importing an old module raises
-        found = _failed(UNBUILDABLE, f"{type(error).__name__}: {error}")
+        found = _failed(UNBUILDABLE, said(error))
     else:
         found = _explain(trial) if what == "explain" else _judge(trial, int(seeds))
     print(f"{MARK}{json.dumps(found)}")
@@ -346,7 +370,7 @@ def _judge(trial: Trial, seeds: int) -> dict[str, Any]:
     except ImportError:
         raise
     except Exception as error:  # whatever a broken kernel raises
-        return _failed("CRASH", f"{type(error).__name__}: {error}".splitlines()[0])
+        return _failed("CRASH", said(error))
     worst = max(judged, key=lambda j: (not j.verdict.passed, j.load))
     return {
         "outcome": worst.verdict.outcome,

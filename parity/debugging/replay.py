@@ -30,6 +30,7 @@ from parity.judging.judge import Judgement, judge
 from parity.ledger.read import strict_json
 from parity.op import Backend, Case, Given, Groups, Offsets, Op
 from parity.trial import Trial
+from parity.words import shown
 
 MANIFEST_BYTES = 2**20
 BYTES = 2**32
@@ -76,7 +77,8 @@ def _read(folder: Path) -> Bundle:
     inside = sorted(path.name for path in folder.iterdir())
     if inside != [MANIFEST, TENSORS]:
         listed = [*inside[:SHOWN], *([f"{len(inside) - SHOWN} more"] if len(inside) > SHOWN else [])]
-        raise BundleError(f"{folder}: must hold {MANIFEST} and {TENSORS} alone, got {', '.join(listed) or 'nothing'}")
+        got = shown(", ".join(listed) or "nothing")
+        raise BundleError(f"{folder}: must hold {MANIFEST} and {TENSORS} alone, got {got}")
     for name in inside:
         if not stat.S_ISREG((folder / name).lstat().st_mode):
             raise BundleError(f"{folder / name}: must be a plain file, got {_kind(folder / name)}")
@@ -174,9 +176,12 @@ class _Checker:
 
     def plain(self, what: str, value: Any) -> None:
         items = value if isinstance(value, list) else [value]
-        simple = all(x is None or (isinstance(x, bool | int | float | str) and len(str(x)) <= 100) for x in items)
+        simple = all(
+            x is None or (isinstance(x, bool | int | float | str) and len(str(x)) <= 100 and str(x).isprintable())
+            for x in items
+        )
         if not simple or len(items) > 16:
-            self.fail(what, "null, a number, a short string, or a few of them", value)
+            self.fail(what, "null, a number, a short printable string, or a few of them", value)
 
 
 def _tensors(path: Path, described: Mapping[str, Mapping[str, Any]]) -> dict[str, np.ndarray]:

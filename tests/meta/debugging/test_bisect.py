@@ -160,6 +160,27 @@ def test_two_bisections_of_one_case_do_not_share_their_worktrees(repository, tmp
         bisector.run("HEAD~8", "HEAD")
 
 
+def test_the_next_start_removes_what_killed_bisections_have_left(repository, tmp_path):
+    bisector = Reader(tmp_path, CASE, "tpu", 1, tmp_path / "cache")
+    trees = [bisector.cache / f"{stem}-{commit[:12]}" for stem in (bisector.state.stem, "0" * 16, "1" * 16)
+             for commit in repository[:1]]  # fmt: skip
+    for tree in trees:
+        git(tmp_path, "worktree", "add", "--detach", "-q", str(tree))
+    with FileLock(bisector.cache / f"{'1' * 16}.lock"):  # another bisection, which is under way
+        bisector.run(repository[0], "HEAD")
+    assert [tree.exists() for tree in trees] == [False, False, True]
+    listed = git(tmp_path, "worktree", "list", "--porcelain")
+    assert [str(tree) in listed for tree in trees] == [False, False, True]
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"x": {"outcome": "AGREES"}}', "\udcff", "[" * 100_000, '{"x": 1}'])
+def test_a_spoilt_state_is_named(content, repository, tmp_path):
+    bisector = Reader(tmp_path, CASE, "tpu", 1, tmp_path / "cache")
+    bisector.state.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"[0-9a-f]{16}\.json must be as a bisection writes it; remove it: "):
+        bisector.run(repository[0], "HEAD")
+
+
 def test_another_version_judges_anew(repository, tmp_path, monkeypatch):
     bisector = Bisector(tmp_path, CASE, "tpu", 1, tmp_path / "cache")
     before = bisector.state
