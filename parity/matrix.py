@@ -81,7 +81,7 @@ def _setting(root: Path, name: str, default: T) -> T:
     settings = _tools(root).get("parity", {})
     found = settings.get(name, default) if isinstance(settings, dict) else settings
     if not isinstance(found, type(default)):
-        wanted = {str: "a string", dict: "a table"}[type(default)]
+        wanted = "a string" if isinstance(default, str) else "a table"
         where = f"{root / 'pyproject.toml'}: [tool.parity] {name}"
         raise ValueError(f"{where} must be {wanted}, got {shown(repr(found))}")
     return found

@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def console_main() -> int:
     """`main` as a command of its own: in a child, so that a kernel that ends the process is not taken for a pass."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  where ε cannot be spelled
+    for stream in (sys.stdout, sys.stderr):  # which may be of an encoding without ε
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     child = supervision.inherited() or (supervision.split() if supervision.can_split() else None)
     if isinstance(child, supervision.End):
         if child.said is None and child.status <= 0:

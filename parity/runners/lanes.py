@@ -19,7 +19,8 @@ from parity.runners.supervision import end_with_parent
 POLL = 1.0
 """Seconds between two looks at whether a process lives: one that it has forked may keep its connection open."""
 
-J, R = TypeVar("J"), TypeVar("R")
+J = TypeVar("J")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
