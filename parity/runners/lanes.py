@@ -70,19 +70,22 @@ class _Lane(Generic[J, R]):
         self._process = context.Process(target=_serve, args=(other, work))
         self._process.start()
         other.close()
-        self._began = 0.0
+        self._began: float | None = None  # not before the process has
 
     def begin(self, number: int, job: J) -> None:
-        self.number, self._began = number, time.monotonic()
+        self.number = number
+        self._began = self._began and time.monotonic()
         with contextlib.suppress(BrokenPipeError):  # it has died since: `answer` says so
             self.connection.send(job)
 
     def answer(self, seconds: float | None) -> tuple[R | Death] | None:
         """What came of the job, None while it is under way."""
         with contextlib.suppress(EOFError, OSError):
+            if self._began is None and self.connection.poll():
+                self._began = self.connection.recv()
             if self.connection.poll():
                 return (self.connection.recv(),)
-        if seconds and time.monotonic() - self._began > seconds:
+        if seconds and self._began and time.monotonic() - self._began > seconds:
             self.end()
             return (Death(None),)
         if self._process.exitcode is None and not self.connection.poll():
@@ -102,6 +105,7 @@ def _serve(connection: Connection, work: Callable[[Any], Any]) -> None:
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which kills this process
     prepare_environment()
+    connection.send(time.monotonic())
     with contextlib.suppress(EOFError):
         while True:
             connection.send(work(connection.recv()))

@@ -167,7 +167,7 @@ def work(n):
 
 
 def test_a_dying_job_costs_that_job_alone():
-    found = dict(lanes.each(work, range(6), 2, seconds=8))
+    found = dict(lanes.each(work, range(6), 2, seconds=5))
     assert found == {
         0: 0, 1: lanes.Death(0), 2: lanes.Death(-signal.SIGSEGV), 3: lanes.Death(None), 4: 16, 5: 25
     }  # fmt: skip
