@@ -157,20 +157,18 @@ class _Journal:
         cache = getattr(config, "cache", None)
         if cache is None:
             return _Journal(None, now())
-        path: Path | None = None
         try:
             path = cache.mkdir("parity-runs") / f"{_command(config)}.jsonl"
             if config.getoption("--parity-resume") and path.exists():
-                return _Journal._read(path)
-        except (OSError, ValueError, TypeError) as error:
-            _warn(f"nothing is resumed: {path or 'the journal'} cannot be read: {said(error)}")
-        try:
+                try:
+                    return _Journal._read(path)
+                except (ValueError, TypeError) as error:
+                    _warn(f"nothing is resumed: {path} cannot be read: {said(error)}")
             journal = _Journal(path, now())
-            if path:
-                path.write_text(f"{journal.utc}\n", encoding="utf-8")
+            path.write_text(f"{journal.utc}\n", encoding="utf-8")
         except OSError as error:
             _warn(f"--parity-resume will find nothing of this run: {said(error)}")
-            journal.path = None
+            return _Journal(None, now())
         return journal
 
     @staticmethod
