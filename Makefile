@@ -1,5 +1,6 @@
 # make parity   install what it runs into .venv, and run the main job: the ε table, and parity-report.html
 # make test     install into .venv and run the linters, the type checker and the test suite
+# make audit    kernels that misbehave, kills at random moments, fuzzed files, odd machines: hours
 # make smoke    only the tests that run in under two minutes;  make full  every case of the matrix
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/pytest -n $(or $(JOBS),auto) --dist worksteal
 INSTALL := @PYTHON=$(PYTHON) VENV=$(VENV) .ci/install
 
-.PHONY: parity test smoke full lint install clean
+.PHONY: parity test smoke full audit lint install clean
 
 parity: $(VENV)/parity
 	@$(BIN)/parity run --report parity-report.html
@@ -21,6 +22,9 @@ smoke: install
 
 full: install
 	$(PYTEST) --parity-tier=full
+
+audit: install
+	$(PYTEST) --parity-tier=full tests/meta/audit
 
 lint: install
 	$(BIN)/ruff check .

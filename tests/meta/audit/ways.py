@@ -1,6 +1,7 @@
 """Ways in which a kernel can misbehave, as statements of Python, and what each may be called."""
 
-CRASH, DIRTY, WRONG = ("CRASH", "OOM"), ("DIRTY",), ("WRONG", "NON-FINITE", "LOGIC", "CRASH", "DIRTY")
+CRASH, DIRTY = ("CRASH", "OOM"), ("DIRTY", "CRASH")
+WRONG = ("WRONG", "NON-FINITE", "LOGIC", "CRASH", "DIRTY")
 
 RAISES = [
     "sys.exit(0)", "sys.exit()", "sys.exit('all is well')", "raise SystemExit(False)", "exit(0)",
