@@ -11,7 +11,7 @@ from tests.matrix import OPS
 from tests.support.calls import launched
 from tests.support.tiny import tiny
 
-USUAL = ("gmm", "fused_chunk_simple_gla_bwd")
+USUAL = ("gmm",)
 
 
 def far(argument):
@@ -27,7 +27,13 @@ def far(argument):
 )
 def test_compiles_with_memory_of_any_size(op, target):
     cases = [case_of(launch, target) for launch in launched(op, tiny(op), target)]
-    both = compile_kernels([*cases, *(replace(case, arguments=far(case.arguments)) for case in cases)])
-    assert [result.error for result in both] == [None] * 2 * len(cases)
-    for result, is_near in zip(both, [True, False], strict=False):
-        assert any(name.startswith("buffer_") for name in result.instructions) == is_near
+    near = compile_kernels(cases)
+    anywhere = compile_kernels([replace(case, arguments=far(case.arguments)) for case in cases])
+    assert [result.error for result in (*near, *anywhere)] == [None] * 2 * len(cases)
+    # An offset that is known to be small is one of 32 bits in either case.
+    assert buffer_accesses(near) >= buffer_accesses(anywhere) + (op.name == "gmm")
+
+
+def buffer_accesses(results):
+    """Loads and stores that have an offset of 32 bits."""
+    return sum(n for result in results for name, n in result.instructions.items() if name.startswith("buffer_"))

@@ -370,15 +370,6 @@ def test_a_struct_compiles_as_its_fields(kernels):
     assert of_structs.instructions == of_fields.instructions
 
 
-def test_amd_addresses_memory_below_two_gib_by_32_bits(kernels):
-    given = dict(rows=1, columns=96, BLOCK=128)
-    for near, kind in (("@32", "buffer_"), ("", "global_")):
-        pointers = dict.fromkeys(("x", "scale", "out"), "*fp32" + near)
-        (result,) = compile_kernels([other("compiler_kernels:copy", "gfx942", **pointers, **given)])
-        accesses = {name[:7] for name in result.instructions if "_load_" in name or "_store_" in name}
-        assert accesses - {"s_load_", "ds_load", "ds_stor"} == {kind}, result.instructions
-
-
 @needs_triton
 def test_a_hang_costs_its_case_alone(kernels):
     endless = other("compiler_kernels:endless", "sm_90", out="*fp32")
