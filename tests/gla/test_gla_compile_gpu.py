@@ -163,3 +163,15 @@ def test_every_chunked_kernel_compiles(target, fused):
 def test_limits_name_what_there_is():
     names = gpu_code.names(CHUNKED, "gfx950").keys()
     assert {name for limits in LIMITS.values() for name in limits} <= names
+
+
+@pytest.mark.full
+@gpu_code.EACH_TARGET
+def test_both_routes_use_the_same_matrix_instructions(target):
+    """They are to be the same arithmetic: which one is taken depends on how long sequences are and on the GPU."""
+    units = set()
+    for route in ("fused", "unfused"):
+        found = gpu_code.kernels([scan("chunk", "fwd", "g", BF16, chunk=64, route=route)], target).values()
+        (forward,) = (kernel.result for kernel in found if kernel.launch.name == "_forward_kernel")
+        units.add((frozenset(forward.dot_operands), frozenset(n for n in forward.instructions if "MMA" in n.upper())))
+    assert len(units) == 1
