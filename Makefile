@@ -9,10 +9,14 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/pytest -n $(or $(JOBS),auto) --dist worksteal
 INSTALL := @PYTHON=$(PYTHON) VENV=$(VENV) .ci/install
 
-.PHONY: parity test smoke full audit lint install clean
+.PHONY: parity picture test smoke full audit lint install clean
 
 parity: $(VENV)/parity
-	@$(BIN)/parity run --report parity-report.html
+	@$(BIN)/parity run --seeds 2 --report parity-report.html
+
+# docs/report.png, of the report as it is now.
+picture:
+	chromium --headless --no-sandbox --hide-scrollbars --window-size=1200,1420 --screenshot=docs/report.png parity-report.html
 
 test: lint
 	$(PYTEST)

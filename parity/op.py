@@ -175,7 +175,7 @@ class Case:
     data: str = "normal"
     seed: int = 0
     tier: str = "default"
-    model: str = ""  # the published model whose shape this is
+    model: str = ""  # of a line of `parity run`'s table: the published model whose shape this is
     hidden: tuple[str, ...] = field(default=(), repr=False)  # options at their default: not in the id
 
     def __getattr__(self, name: str) -> Any:

@@ -84,7 +84,7 @@ def command(given: argparse.Namespace) -> int:
         raise ValueError(f"ARGUMENTS are for pytest with --ray, got {command_line(*given.pytest_arguments)}")
     ops = matrix.load(given.root)
     chosen = list(_recorded(given, ops)) if given.recorded else [({}, *case) for case in _of_models(given, ops)]
-    screen, utc = console(150), now()
+    screen, utc = console(180), now()
     lines: list[Line | None] = [None] * len(chosen)
     with _progress(screen, len(chosen)) as progress:
         for n, line in _judge_all(given, chosen):
@@ -184,11 +184,11 @@ class Job(NamedTuple):
 def _judge_all(given: argparse.Namespace, chosen: Sequence[tuple[Kinds, Op, Case]]) -> Iterator[tuple[int, Line]]:
     """Each line as it comes, with its number."""
     work = partial(judge_line, given.root, given.seeds, _records(given))
-    jobs = [Job(op.name, case, kinds) for kinds, op, case in chosen]
+    jobs = [Job(op.name, case, kinds) for kinds, op, case in reversed(chosen)]  # scans and layers take longest
     for n, line in lanes.each(work, jobs, given.jobs or os.cpu_count() or 1, given.timeout):
         if isinstance(line, lanes.Death):
             line = _without_result(jobs[n], given.seeds, _verdict(line, given.timeout))
-        yield n, line
+        yield len(jobs) - 1 - n, line
 
 
 def judge_line(root: Path, seeds: int, records: Path, job: Job) -> Line:
@@ -251,16 +251,20 @@ def _table(lines: Sequence[Line]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict")
     for line in lines:
-        case, passed = line.case, line.verdict.passed
-        table.add_row(
-            case.op,
-            "→".join(SHORT_NAMES.get(d, d) for d in dict.fromkeys([case.dtype, case.out])),
-            case.model,
-            " ".join(f"{name}{size}" for name, size in case.dims),
-            str(line.seeds),
-            *(f"{e:.2e}" if (e := line.epsilon.get(b, math.nan)) == e else "–" for b in BACKENDS),
-            "–" if line.worst is None else f"{line.worst:.2f}",
-            f"{line.verdict.outcome} {line.verdict.reason}",
-            style=None if passed else "red",
-        )
+        table.add_row(*cells(line), style=None if line.verdict.passed else "red")
     return table
+
+
+def cells(line: Line) -> tuple[str, ...]:
+    """A line of the table, as its columns have it."""
+    case = line.case
+    return (
+        case.op,
+        "→".join(SHORT_NAMES.get(d, d) for d in dict.fromkeys([case.dtype, case.out])),
+        case.model,
+        " ".join(f"{name}{size}" for name, size in case.dims),
+        str(line.seeds),
+        *(f"{e:.2e}" if (e := line.epsilon.get(b, math.nan)) == e else "–" for b in BACKENDS),
+        "–" if line.worst is None else f"{line.worst:.2f}",
+        f"{line.verdict.outcome} {line.verdict.reason}",
+    )

@@ -23,6 +23,8 @@ FAILING = 8
 """Failing cases whose error is explained."""
 WORST = 3
 """Cases that passed and are explained all the same: those nearest to their bounds."""
+QUICK = 2.0
+"""Seconds of a kernel's run beyond which a case that passed is not explained: that takes some twenty runs."""
 AXES = 5
 """Axes of an explained case of which is said where on them the error is."""
 SECONDS = 60.0
@@ -176,14 +178,16 @@ def attribute(
 ) -> tuple[Entry, ...]:
     """The entries, the worst of them with where their error comes from.
 
-    Explained are up to `FAILING` that failed and the `WORST` nearest to their bounds; none is begun after `SECONDS`.
+    Explained are up to `FAILING` that failed and, of quick kernels, the `WORST` nearest to their bounds; none is begun
+    after `SECONDS`.
     `begun` is called with the id of each case before it is explained, which takes seconds.
     """
     ops = tuple(ops)
     rounded = {op.name for op in ops if not op.bit_exact}
     measured = [n for n, entry in enumerate(entries) if entry.op in rounded and any(m.tiles for m in entry.measured)]
     failed = [n for n in measured if entries[n].passed is False]
-    passed = sorted((n for n in measured if entries[n].passed), key=lambda n: -entries[n].load)
+    quick = [n for n in measured if entries[n].passed and all(m.seconds < QUICK for m in entries[n].measured)]
+    passed = sorted(quick, key=lambda n: -entries[n].load)
     until = time.monotonic() + SECONDS
     explained = list(entries)
     for n in [*failed[:FAILING], *_one_of_each_case(passed, entries)]:

@@ -11,6 +11,7 @@ from cpu_golden import gla, simple_gla
 from parity import Array, Case, Contract, Gates, Offsets, Op
 from parity.op import Backend, Inputs
 from tests.matrix.gmm import BF16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED
+from tests.matrix.models import GLA_1B, RING_LINEAR
 from tests.matrix.ops import is_backward, op
 
 PIECE = 8  # products that a float32 dot of the GPU's chunked kernels sums one after the other; it adds these in float64
@@ -263,6 +264,8 @@ EMPTY = [
     dict(B=1, T=20, H=0, K=16, V=16),
     dict(B=1, T=20, H=2, K=16, V=0),
 ]
+RING = dict(B=1, T=8, H=16, K=128, V=128)  # of models: all that is summed over, and few steps
+GLA = dict(B=1, T=8, H=1, K=256, V=128)
 PACKINGS = ["even", "ragged", "zeros_and_ones", "one"]
 DECAYS = ["steep", "resets", "zero", "positive", "mixed"]
 DISTRIBUTIONS = ["one_signed", "outliers", "cancellation", "wide", *TRAINED]
@@ -316,6 +319,11 @@ def with_simple_cases(op: Op) -> Op:
                 tier="full"),
         op.grid(GROUPS_OF_HEADS, dtype=[BF16], gates=["gamma"], chunk=[16, 64], **STATES, tier="full"),
         op.grid([ONE_STEP, *EMPTY], dtype=[F32, BF16], **STATES, tier="full"),
+        *(
+            op.grid([RING | dict(T=steps)], dtype=[F32], gates=["gamma"], chunk=[chunk], **STATES, tier="full",
+                    model=RING_LINEAR)
+            for chunk, steps in ((64, 72), (128, 40))
+        ),
     ]  # fmt: skip
     return op.with_cases(*parts)
 
@@ -354,6 +362,7 @@ def with_per_channel_cases(op: Op) -> Op:
         op.grid([dict(B=1, T=4096, H=1, K=64, V=64)], dtype=[F32, BF16], chunk=[128], tier="full"),
         op.grid(HEADS[:1], dtype=[F32, BF16], ht=[True], tier="full"),
         op.grid([ONE_STEP, *EMPTY], dtype=[F32, BF16], **STATES, tier="full"),
+        op.grid([GLA | dict(T=72)], dtype=[F32], **STATES, tier="full", model=GLA_1B),
     ]
     return op.with_cases(*parts)
 
@@ -363,13 +372,15 @@ def with_recurrent_cases(op: Op) -> Op:
     every_gate = dict(gates=["none", "g", "gamma", "both"]) if "gates" in op.defaults else {}
     last_gate = {name: choices[-1:] for name, choices in every_gate.items()}
     directions = dict(reverse=[False, True])
+    decoded, model = (RING, RING_LINEAR) if "gates" in op.defaults else (GLA, GLA_1B)
+    gamma = {name: choices[2:3] for name, choices in every_gate.items()}
     parts = [
         op.grid([STEPS], dtype=[F32, BF16], tier="smoke", **STATES),
         op.grid([STEPS], dtype=[F32], decay=["steep"], **STATES),
         op.grid([STEPS], dtype=[F32], data=["residuals"], **STATES),
         op.grid([STEPS], dtype=[F32], reverse=[True], **last_gate, **STATES),
         op.grid([dict(B=1, T=8, H=1, K=300, V=20)], dtype=[F32], **last_gate, **STATES),
-        op.grid(EDGES[:1], dtype=[F32], **{name: choices[2:3] for name, choices in every_gate.items()}),
+        op.grid(EDGES[:1], dtype=[F32], **gamma),
         op.grid([STEPS_PACKED], dtype=[F32], lengths=["zeros_and_ones"], reverse=[True], **last_gate, **STATES),
         # What full adds: everything against everything.
         op.grid([STEPS], dtype=[F32, BF16], ht=[True], **directions, **every_gate, tier="full"),
@@ -381,6 +392,7 @@ def with_recurrent_cases(op: Op) -> Op:
         op.grid([STEPS], dtype=[F32, BF16], data=DISTRIBUTIONS, tier="full"),
         op.grid([dict(B=1, T=1000, H=1, K=32, V=32)], dtype=[F32, BF16], **STATES, tier="full"),
         op.grid([ONE_STEP, *EMPTY], dtype=[F32], **STATES, tier="full"),
+        op.grid([decoded], dtype=[F32], **gamma, **STATES, tier="full", model=model),
     ]
     return op.with_cases(*parts)
 

@@ -237,7 +237,7 @@ UNPERMUTE = _UNPERMUTE.with_cases(
     _UNPERMUTE.grid([TOKENS], dtype=[BF16], capacity=[None, 40], tier="smoke"),
     _UNPERMUTE.grid([ODD], dtype=[F32], data=["normal", "one_signed", "poison", "residuals"], capacity=[7]),
     _UNPERMUTE.grid([EVERY, FEW], dtype=[F32], weights=[False, True]),
-    _UNPERMUTE.grid([WIDE], dtype=[BF16], model=DEEPSEEK_V3.name),
+    _UNPERMUTE.grid([WIDE], dtype=[BF16]),
     _UNPERMUTE.grid([TOKENS, ODD, EVERY], dtype=[F32, BF16], weights=[False, True], capacity=[None, 7],
                     data=["normal", "one_signed", "wide", "poison", "nonfinite", *TRAINED], tier="full"),
 )  # fmt: skip
@@ -397,20 +397,21 @@ DROPS = dict(T=33, D=72, F=40, E=5, k=3)
 def with_layer_cases(op: Op) -> Op:
     """moe_layer or its gradients with its cases."""
     deepseek = dict(T=16, D=DEEPSEEK_V3.hidden, F=128, E=16, k=DEEPSEEK_V3.top_k)
-    gpt_oss = dict(T=16, D=GPT_OSS_120B.hidden, F=160, E=16, k=GPT_OSS_120B.top_k)
+    gpt_oss = dict(T=16, D=GPT_OSS_120B.hidden, F=96, E=8, k=GPT_OSS_120B.top_k)
     if op.name == "moe_layer":
         some = [
             op.grid([LAYER], dtype=[BF16], tier="smoke"),
             op.grid([LAYER], dtype=[F32], data=["normal", "residuals"]),
             op.grid([LAYER], dtype=[BF16], quantize=["mxfp8"], capacity=[20]),
-            op.grid([deepseek], dtype=[BF16], quantize=["fp8"], shard=[(4, 1)], tier="full", model=DEEPSEEK_V3.name),
-            op.grid([gpt_oss], dtype=[BF16], quantize=["mxfp8"], shard=[(8, 1)], tier="full", model=GPT_OSS_120B.name),
+            op.grid([deepseek], dtype=[BF16], quantize=["fp8"], shard=[(4, 1)], tier="full"),
+            op.grid([gpt_oss], dtype=[BF16], quantize=["mxfp8"], shard=[(4, 1)], tier="full", model=GPT_OSS_120B.name),
         ]
     else:
         some = [
             op.grid([LAYER], dtype=[BF16], quantize=["fp8"], capacity=[20], data=["normal", "residuals"]),
             op.grid([IDLE], dtype=[F32], data=["poison"]),
             op.grid([IDLE], dtype=[BF16], data=["nonfinite"], sanitize_grads=[True]),
+            op.grid([gpt_oss], dtype=[BF16], quantize=["mxfp8"], shard=[(4, 1)], tier="full", model=GPT_OSS_120B.name),
         ]
     parts = [
         *some,

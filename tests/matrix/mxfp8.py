@@ -203,12 +203,15 @@ def pairs(op: Op, dtypes: list[object], shape: Mapping[str, int], **options: obj
     return tuple(case for part in parts for case in part)
 
 
-def model(op: Op, experts: Experts, ragged: str, **options: object) -> tuple[Case, ...]:
-    """A published model's expert layer: a shard of 4 experts, fewer rows and columns; the summed axis stays whole."""
+def model(op: Op, experts: Experts, ragged: str, name: str = "", **options: object) -> tuple[Case, ...]:
+    """A published model's expert layer: a shard of 4 experts, fewer rows and columns; the summed axis stays whole.
+
+    name: the model's, where the case is a line of `parity run`.
+    """
     held = (experts.experts // 4, experts.experts)
     k = experts.hidden if ragged == "lhs" else experts.hidden // 32
     shape = dict(M=128 if ragged == "lhs" else 512, K=k, N=64, G=4)
-    return op.grid([shape], ragged=[ragged], shard=[held], groups=["zipf"], model=experts.name, **options)
+    return op.grid([shape], ragged=[ragged], shard=[held], groups=["zipf"], model=name, **options)
 
 
 def with_gemm_cases(op: Op) -> Op:
@@ -230,10 +233,10 @@ def with_gemm_cases(op: Op) -> Op:
         op.grid([SHARD], dtype=mxfp8, scale_layout=["swizzled"], groups=["short"], **forward),
         op.grid([SHARD_ROWS], dtype=mxfp8, scale_layout=["swizzled"], groups=["short"], **backward),
         pairs(op, PAIRS[1:3], SHARD, groups=["straddle"], **forward),
-        model(op, GPT_OSS_120B, "contracting", dtype=[(E4M3, F32)]),
+        model(op, GPT_OSS_120B, "contracting", GPT_OSS_120B.name, dtype=[(E4M3, F32)]),
         model(op, DEEPSEEK_V3, "contracting", dtype=[(E4M3, F32)], tier="full"),
         model(op, DEEPSEEK_V3, "lhs", dtype=[(E4M3, BF16)], tier="full"),
-        model(op, GPT_OSS_120B, "lhs", dtype=[(E4M3, F32)], tier="full"),
+        model(op, GPT_OSS_120B, "lhs", GPT_OSS_120B.name, dtype=[(E4M3, F32)], tier="full"),
         # What full adds: everything against everything.
         pairs(op, PAIRS + PLAIN_PAIRS, SMALL, groups=["zipf"], transpose_rhs=[False, True], tier="full", **forward),
         pairs(op, PAIRS + PLAIN_PAIRS, ROWS, groups=["zipf"], tier="full", **backward),

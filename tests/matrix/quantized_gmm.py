@@ -219,11 +219,14 @@ def pairs(
 
 
 def model(
-    op: Op, experts: Experts, shape: Mapping[str, int], layout: tuple[str, str], **options: object
+    op: Op, experts: Experts, shape: Mapping[str, int], layout: tuple[str, str], name: str = "", **options: object
 ) -> tuple[Case, ...]:
-    """A published model's expert layer in DeepSeek-V3's recipe: a shard of 8 experts, and fewer rows and columns."""
+    """A published model's expert layer in DeepSeek-V3's recipe: a shard of 8 experts, and fewer rows and columns.
+
+    name: the model's, where the case is a line of `parity run`.
+    """
     held = (experts.experts // 4, experts.experts)
-    return mixes(op, {**shape, "G": 8}, [layout], shard=[held], groups=["zipf"], model=experts.name, **options)
+    return mixes(op, {**shape, "G": 8}, [layout], shard=[held], groups=["zipf"], model=name, **options)
 
 
 # 1x128 activations with 128x128 weights: DeepSeek-V3 (arXiv:2412.19437). Nobody has it in all three passes.
@@ -287,7 +290,7 @@ def with_gmm_cases(op: Op) -> Op:
             mixes(op, shape, [ROW_CHANNEL], dtype=[FP8_BF16], groups=["balanced"])
             for shape in (dict(M=0, K=128, N=64, G=3), dict(M=64, K=0, N=64, G=3), dict(M=64, K=128, N=0, G=3))
         ),
-        model(op, DEEPSEEK_V3, dict(M=256, K=DEEPSEEK_V3.hidden, N=128), DEEPSEEK, dtype=[FP8]),
+        model(op, DEEPSEEK_V3, dict(M=256, K=DEEPSEEK_V3.hidden, N=128), DEEPSEEK, DEEPSEEK_V3.name, dtype=[FP8]),
         model(op, QWEN3_30B, dict(M=256, K=QWEN3_30B.hidden, N=128), DEEPSEEK, dtype=[FP8_BF16]),
         model(op, DEEPSEEK_V3, dict(M=256, K=DEEPSEEK_V3.hidden, N=128), ROW_CHANNEL, dtype=[(I8, F32)], tier="full"),
         # What full adds: everything against everything.
@@ -347,7 +350,7 @@ def with_tgmm_cases(op: Op) -> Op:
             mixes(op, shape, [("Mx1", "Mx1")], dtype=[FP8_BF16], groups=["balanced"])
             for shape in (dict(M=0, K=64, N=64, G=3), dict(M=64, K=0, N=64, G=3))
         ),
-        model(op, DEEPSEEK_V3, dict(M=256, K=DEEPSEEK_V3.hidden // 8, N=128), COLUMNS, dtype=[FP8]),
+        model(op, DEEPSEEK_V3, dict(M=256, K=DEEPSEEK_V3.hidden // 8, N=128), COLUMNS, DEEPSEEK_V3.name, dtype=[FP8]),
         model(op, QWEN3_30B, dict(M=256, K=QWEN3_30B.hidden // 8, N=128), COLUMNS, dtype=[FP8_BF16], tier="full"),
         # What full adds: everything against everything.
         mixes(op, TGMM_LONG, TGMM_LAYOUTS, dtype=[FP8_BF16, (E4M3, F16), (E5M2, F32), (I8, F32)],

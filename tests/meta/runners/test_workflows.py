@@ -80,8 +80,8 @@ def test_jobs_use_what_others_give():
 def test_ledgers_of_a_tpu_and_a_gpu_host_are_joined_and_judged(plan, tmp_path, monkeypatch, capsys):
     """The commands of the workflows as they stand, on pretended runners."""
     jobs, _ = plan("tpu-v6e gpu-h200")
-    kinds = {"tpu": tpu_host("TPU v6 lite"), "gpu": gpu_host("NVIDIA H200")}
-    for backend, conftest in kinds.items():
+    hosts = {"tpu": (tpu_host("TPU v6 lite"), "torch"), "gpu": (gpu_host("NVIDIA H200"), "jax")}
+    for backend, (conftest, lacks) in hosts.items():
         (runner,) = jobs[backend]
         given = {"${{ inputs.backend }}": backend}
         given |= {f"${{{{ matrix.runner.{name} }}}}": value for name, value in runner.items()}
@@ -92,6 +92,7 @@ def test_ledgers_of_a_tpu_and_a_gpu_host_are_joined_and_judged(plan, tmp_path, m
         host = Project(tmp_path / backend)
         host.write("test_double.py", BOTH)
         host.write("conftest.py", conftest)
+        host.write(f"{lacks}.py", "raise ImportError('not on this host')\n")
         assert judge[0] == ".venv/bin/pytest"
         done = host(*judge[1:], "-q")
         assert "records: 32 written" in done.stdout, done.stdout  # eight seeds of four cases
