@@ -4,7 +4,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.support.projects import BOTH
 pytestmark = pytest.mark.full
 
 FIRST = 100
+PLAIN = ["-q", "-rN", "-p", "no:cacheprovider", "-p", "no:unraisableexception"]
 EXPECTED = {**dict.fromkeys(RAISES, CRASH), **dict.fromkeys(CHANGES, DIRTY), **dict.fromkeys(RETURNS, WRONG)}
 EXPECTED |= {**dict.fromkeys(DIES, CRASH), **dict.fromkeys(HANGS, ("TIMEOUT",))}
 
@@ -32,10 +32,11 @@ class Watched:
         self.run.replace("matrix.py", ")\nOPS", grid)
         self.run.write("kernels.py", kernels(ways, FIRST))
         self.run.write("test_double.py", BOTH)
-        self.left = {*Path(tempfile.gettempdir()).glob("parity-*")}
+        self.temporary = self.run.folder / ".tmp"  # others run here too
+        self.temporary.mkdir()
 
     def __call__(self, *words, kill_after=None):
-        mine = environment() | {"PARITY_AUDIT": self.mark}
+        mine = environment() | {"PARITY_AUDIT": self.mark, "TMPDIR": str(self.temporary)}
         process = subprocess.Popen([sys.executable, "-m", *words], cwd=self.run.folder, env=mine, text=True,
                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
         if kill_after is not None:
@@ -49,7 +50,7 @@ class Watched:
         while (orphans := self.processes()) and time.monotonic() < end:
             time.sleep(0.5)
         assert not orphans
-        assert {*Path(tempfile.gettempdir()).glob("parity-*")} <= self.left
+        assert not [*self.temporary.glob("parity-*")]
 
     def processes(self):
         found = []
@@ -86,7 +87,7 @@ QUIET = [*RAISES, *CHANGES, *RETURNS]
 
 def test_without_workers_each_is_named(project):
     watched = Watched(project, QUIET)
-    code, printed = watched("pytest", "-q", "-rN", "-p", "no:cacheprovider", "--parity-tier=full")
+    code, printed = watched("pytest", *PLAIN, "--parity-tier=full")
     assert_sound(code, printed)
     for backend in ("tpu", "gpu"):
         assert_named(watched, printed, backend)
@@ -108,7 +109,7 @@ def test_without_workers_a_death_is_named_and_not_green(way, project):
 
 def test_with_workers_each_is_named(project):
     watched = Watched(project, [*QUIET, *DIES, *HANGS])
-    code, printed = watched("pytest", "-q", "-rN", "-n", "2", "-p", "no:cacheprovider", "--parity-timeout=30")
+    code, printed = watched("pytest", *PLAIN, "-n", "2", "--parity-timeout=30")
     assert_sound(code, printed)
     for backend in ("tpu", "gpu"):
         assert_named(watched, printed, backend)
@@ -175,7 +176,7 @@ def history(watched):
 
     bad = (watched.run.folder / "kernels.py").read_text()
     git(watched.run.folder, "init", "-q")
-    (watched.run.folder / ".gitignore").write_text("cache\n__pycache__\n.pytest_cache\n")
+    (watched.run.folder / ".gitignore").write_text(".tmp\ncache\n__pycache__\n.pytest_cache\n")
     for n, text in enumerate([bad.replace("x * 3", "x + x"), bad.replace("x * 3", "2 * x"), bad]):
         watched.run.write("kernels.py", f"{text}\n# {n}\n")
         git(watched.run.folder, "add", "-A")
