@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -107,17 +108,16 @@ class Session:
         """A step's row, None where the session's time ended it and not its own."""
         began = time.monotonic()
         receiving, sending = self.context.Pipe(duplex=False)
-        log = self.file.with_suffix(".log")
-        process = self.context.Process(target=_child, args=(self.root, self.backend, step, sending, str(log)))
-        process.start()
-        sending.close()
-        try:
-            answer = _answer(receiving, process, min(step.seconds, left))
-        finally:
-            _end(process)
+        with tempfile.NamedTemporaryFile() as log:
+            process = self.context.Process(target=_child, args=(self.root, self.backend, step, sending, log.name))
+            process.start()
+            sending.close()
+            try:
+                answer = _answer(receiving, process, min(step.seconds, left))
+            finally:
+                _end(process)
+            text = log.read().decode(errors="replace")[-LOG_CHARACTERS:]
         took = time.monotonic() - began
-        text = log.read_text(errors="replace")[-LOG_CHARACTERS:] if log.exists() else ""
-        log.unlink(missing_ok=True)
         if isinstance(answer, Found):
             return Row(step.kind, step.name, answer.outcome, answer.by, answer.detail, took, answer.more)
         if answer == HUNG and left < step.seconds:

@@ -125,6 +125,8 @@ def _probe(root: Path, backend: Backend, step: Step) -> Found:
 
 def _case(root: Path, backend: Backend, step: Step) -> Found:
     judged = gates(Trial(*matrix.find(matrix.load(root), step.name), backend))
+    if judged.verdict.outcome == "CRASH":
+        raise RuntimeError(judged.verdict.reason)
     outcome = AGREES if judged.verdict.passed else OFF
     detail = "" if judged.verdict.passed else f"{judged.verdict.outcome} {judged.verdict.reason}"
     return Found(outcome, judged.load if judged.metrics else float("inf"), detail, judged.summary())
