@@ -93,6 +93,11 @@ ON_AMD = (
     kernel("1_forward_kernel", "chunk", "fwd", "g", F32, route="unfused", **SPLIT),
     kernel("0_forward_kernel", "chunk", "fwd", "g", F32, route="fused", **SPLIT),
 )
+ON_GFX942 = [
+    kernel(name, "chunk", "bwd", "gamma", F32, chunk=chunk, route=route)
+    for chunk in (64, 128)
+    for route, name in BACKWARD.items()
+]
 ON_GFX950 = (
     *ON_AMD,
     *SPLIT_BACKWARD,
@@ -102,7 +107,7 @@ LIMITS = {
     # What a chip does not support, with the reason; all else must compile for every target.
     "sm_100": {SPLIT_BACKWARD[1]: "spills"},
     "sm_120": {SPLIT_BACKWARD[1]: "spills"},
-    "gfx942": dict.fromkeys(ON_AMD, "spills"),
+    "gfx942": dict.fromkeys(ON_GFX942, "spills"),
     "gfx950": dict.fromkeys(ON_GFX950, "spills"),
 }
 
