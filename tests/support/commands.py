@@ -1,20 +1,69 @@
 """Commands that tests run in a folder: pytest, `parity` and git, as their users do."""
 
+import atexit
+import contextlib
+import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+FORKS = Path(__file__).with_name("forks.py")
+SECONDS = 300  # that a command may take
 
 
 def environment() -> dict[str, str]:
     """The environment without what it tells the pytest that runs this test: its options, and which worker it is."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PARITY_"))}
+
+
+class Forks:
+    """The process that forks for commands: see `tests.support.forks`. seconds: of a processor, that these took."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._process = subprocess.Popen(
+            [sys.executable, FORKS],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            start_new_session=True,
+        )
+        atexit.register(self.end)
+
+    def status(self, **asked: Any) -> int:
+        """The exit status of the command that `tests.support.forks.become` becomes."""
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        if not select.select([self._process.stdout], [], [], SECONDS)[0]:
+            self.end()
+            the_forks.cache_clear()
+            raise TimeoutError(f"{asked['module']} {asked['arguments']} took more than {SECONDS} s")
+        status, seconds = self._process.stdout.readline().split()
+        self.seconds += float(seconds)
+        return int(status)
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+the_forks = cache(Forks)
+"""The one of this process."""
 
 
 def run_module(module: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """What `python -m module arguments` prints in a folder, and its exit status."""
-    command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+    with tempfile.TemporaryDirectory() as written:
+        out, err = Path(written, "out"), Path(written, "err")
+        asked = dict(module=module, folder=str(folder), arguments=arguments, environment=environment())
+        status = the_forks().status(**asked, out=str(out), err=str(err))
+        return subprocess.CompletedProcess([module, *arguments], status, out.read_text(), err.read_text())
 
 
 def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

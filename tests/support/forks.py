@@ -1,0 +1,57 @@
+"""A process that has loaded JAX and pytest and forks for each command: importing them takes longer than most commands.
+
+Run as a script, it reads requests as JSON lines and answers each with the exit status of the child and the processor
+seconds that it took. Nothing of ours, no plugin of pytest and no GPU framework is loaded before the fork.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+LOADED = (
+    "numpy", "scipy.special", "ml_dtypes", "fsspec", "filelock", "jinja2", "rich.table", "rich.console", "pytest",
+    "jax", "jax.numpy", "jax.experimental.pallas", "jax.experimental.xla_metadata", "jax.interpreters.mlir",
+)  # fmt: skip
+
+
+def serve() -> dict | None:
+    """In a child: what it was asked for. In the process itself: None, when nothing more will be asked."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for name in LOADED:
+        with contextlib.suppress(ImportError):  # a host that lacks JAX
+            importlib.import_module(name)
+    gc.freeze()  # no page of it is copied because a collection marks it
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            os.close(answers.fileno())
+            return json.loads(line)
+        _, status, used = os.wait4(child, 0)
+        print(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, file=answers, flush=True)
+    return None
+
+
+def become(module: str, folder: str, arguments: list[str], environment: dict[str, str], out: str, err: str) -> None:
+    """Be `python -m module arguments` in a folder, which writes into two files."""
+    for number, path in ((0, os.devnull), (1, out), (2, err)):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[0] = str(Path.cwd())
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    asked = serve()
+    if asked is not None:
+        become(**asked)
