@@ -10,7 +10,7 @@ from tests.support.projects import COMPARED, KERNELS
 def test_a_good_day_is_quiet(project):
     run = project()("-q")
     assert run.returncode == 0, run.stdout
-    assert "8 passed, 2 deselected" in run.stdout
+    assert "8 passed" in run.stdout
     summary = re.search(r"double +tpu emulated +8 +0\.00 +–  4 AGREES  4 EXACT", run.stdout)
     assert summary, run.stdout
     assert len(run.stdout.splitlines()) < 12
@@ -77,7 +77,7 @@ def losing(project):
 
 def test_a_declared_loss_is_an_xfail_that_must_not_pass(losing):
     done = losing("c.M == 3")("-q", "-rx")
-    assert "2 failed, 1 passed, 1 deselected, 1 xfailed" in done.stdout, done.stdout
+    assert "2 failed, 1 passed, 1 xfailed" in done.stdout, done.stdout
     counts = "1 EXPECTED LOSS  1 LOSS  1 TIE  1 UNEXPECTED PASS"
     assert re.search(rf"double +tpu emulated .*  {counts}", done.stdout), done.stdout
     assert re.search(r"XFAIL .*M3_N5-f32-s0\] - EXPECTED LOSS: ε .* τ=0; rounds twice", done.stdout), done.stdout
