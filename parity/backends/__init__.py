@@ -19,6 +19,8 @@ from parity.op import Backend, Inputs
 EMULATED = "emulated"
 """The device kind of everything that no accelerator computed."""
 
+INTERPRETED = "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false"
+"""XLA's flags where Pallas kernels are interpreted: each runs a few times, and compiling takes 0.6 of the time."""
 
 MAPPINGS = 30_000
 """Memory mappings of a process from which on compiled programs are let go: Linux allows 65,530."""
@@ -100,7 +102,8 @@ def prepare_environment() -> None:
     """Set what the frameworks read when they load: call it before importing any of them.
 
     Without a TPU, JAX is kept on its CPU backend (a libtpu that is only there to compile would search for chips);
-    without a CUDA device, Triton interprets. Variables that are set already stay as they are.
+    without a CUDA device, Triton interprets. Variables that are set already stay as they are; XLA_FLAGS gets
+    `INTERPRETED` before what is there, which counts where both name a flag.
     """
     defaults = {
         # Triton 3.10 flips this default, which changes results.
@@ -112,6 +115,8 @@ def prepare_environment() -> None:
     }
     if not has_tpu():
         defaults |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = flags if INTERPRETED in flags else f"{INTERPRETED} {flags}".strip()
     if not has_cuda():
         defaults |= {"TRITON_INTERPRET": "1"}
     for name, value in defaults.items():

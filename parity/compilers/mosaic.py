@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from parity.backends import INTERPRETED
 from parity.compilers import bundles, cache, chips
 from parity.compilers import kernels as pallas
 from parity.compilers.bundles import Schedule, UnknownDump
@@ -178,6 +179,7 @@ def compile_for_tpu(
         raise ValueError(f"timeout must be at least 1 s, got {timeout:g}")
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | _ENVIRONMENT
+        environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "").replace(INTERPRETED, "").strip()
         dump = Path(folder) if schedule or lines else None
         if dump:
             flags = os.environ.get("LIBTPU_INIT_ARGS", "")
