@@ -63,7 +63,7 @@ def check(calls, chip):
         assert {name for name in LARGER if kilobytes.get(name, LARGER[name]) <= PROGRAM_LIMIT} == set()
 
 
-@tpu_code.EACH_CHIP
+@tpu_code.some_chips("tpu7x")
 def test_compiles(chip):
     check(REPRESENTATIVE, chip)
 

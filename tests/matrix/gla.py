@@ -210,8 +210,9 @@ def axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
 
 
 def representative(c: Case) -> bool:
-    """One case of each op; the kernels of fused_chunk_simple_gla are those of chunk_simple_gla where it is fused."""
-    return c.tier == "smoke" and c.dtype == F32 and not c.op.startswith("fused_chunk")
+    """One case of each kind of kernel and gate, forward of one and backward of the other."""
+    compared = ("chunk_simple_gla_bwd", "chunk_gla_fwd", "fused_recurrent_simple_gla_fwd", "fused_recurrent_gla_bwd")
+    return c.tier == "smoke" and c.dtype == F32 and c.op in compared
 
 
 DEFAULTS = dict(

@@ -10,7 +10,7 @@ from parity import Array, Case, Contract, Expected, Groups, Op, abs_of
 from parity.inputs import GROUPS
 from parity.op import Backend, Inputs
 from tests.matrix.models import MODELS
-from tests.matrix.ops import op
+from tests.matrix.ops import one_in, op
 
 MXU_DEPTH, MMA_DEPTH = 128, 16  # as `parity.backends.emulation` documents them
 F32, BF16, F16 = "float32", "bfloat16", "float16"
@@ -263,27 +263,29 @@ def with_cases(op: Op) -> Op:
     small = dict(tiling=[SMALL_TILES])
     parts = [
         op.grid(SMALL, dtype=[F32, BF16], groups=["zipf", "empty_middle", "short"], tier="smoke", **small, **flags),
-        op.grid(SMALL, dtype=[F32, BF16, (BF16, F32)], groups=PATTERNS, **small),
-        op.grid(SMALL, dtype=[F16, (F16, F32)], groups=["zipf", "short", "none"], **small),
-        op.grid(SMALL, dtype=[F32, (BF16, F32)], groups=PATTERNS, **small, **flags),
-        op.grid(EDGES + ONE_GROUP, dtype=[F32], groups=["straddle"]),
-        op.grid([shape for shape in EDGES if shape["K"] == 130], dtype=[BF16], groups=["straddle", "zipf"]),
-        op.grid(EMPTY, dtype=[F32, BF16], existing_out=[False, True], groups=["balanced"]),
-        op.grid(
+        op.grid(SMALL, dtype=[F32], groups=PATTERNS, **small),
+        one_in(3, op.grid(SMALL, dtype=[BF16, (BF16, F32)], groups=PATTERNS, **small, **flags)),
+        one_in(4, op.grid(SMALL, dtype=[F32], groups=PATTERNS, **small, **flags)),
+        one_in(2, op.grid(SMALL, dtype=[F16, (F16, F32)], groups=["zipf", "short", "none"], **small)),
+        one_in(2, op.grid(EDGES + ONE_GROUP, dtype=[F32], groups=["straddle"])),
+        one_in(5, op.grid([s for s in EDGES if s["K"] == 130], dtype=[BF16], groups=["straddle", "zipf"])),
+        one_in(3, op.grid(EMPTY, dtype=[F32, BF16], existing_out=[False, True], groups=["balanced"])),
+        one_in(4, op.grid(
             SHARD, dtype=[F32, BF16], shard=[(0, 8), (3, 8), (6, 8)], existing_out=[False, True],
             groups=["zipf", "empty_runs", "short"], **small,
-        ),
-        op.grid(
-            SMALL, dtype=[F32, BF16, F16], existing_out=[True],
-            groups=["zipf", "short", "none", "one_hot", "straddle", "ones"], **small,
-        ),
-        op.grid(SMALL, dtype=[F32, (BF16, F32), BF16], data=DISTRIBUTIONS, groups=["short"], **small),
+        )),
+        one_in(2, op.grid(
+            SMALL, dtype=[BF16, F32, F16], existing_out=[True],
+            groups=["zipf", "none", "one_hot", "straddle", "ones"], **small,
+        )),
+        op.grid(SMALL, dtype=[F32], data=DISTRIBUTIONS, groups=["short"], **small),
+        one_in(5, op.grid(SMALL, dtype=[(BF16, F32), BF16], data=DISTRIBUTIONS, groups=["short"], **small)),
         op.grid(SMALL, dtype=[(BF16, F32)], data=TRAINED, groups=["short"], **small),
-        op.grid(SMALL, dtype=[F32, BF16], tiling=SOME_TILES, groups=["straddle"]),
+        one_in(2, op.grid(SMALL, dtype=[F32, BF16], tiling=SOME_TILES, groups=["straddle"])),
         op.grid(SQUARE, dtype=[F32, BF16], groups=["straddle"], **flags),
         op.grid(LONG_GROUPS, dtype=[F32, (BF16, F32)], tiling=LONG_TILES, groups=["straddle"]),
         op.grid(LONG_GROUPS, dtype=[BF16], tiling=LONG_TILES, existing_out=[True], groups=["short"]),
-        op.grid(MANY_GROUPS, dtype=[F32, BF16], groups=["zipf", "ones", "empty_runs", "short"]),
+        one_in(3, op.grid(MANY_GROUPS, dtype=[F32, BF16], groups=["zipf", "ones", "empty_runs", "short"])),
         models(op),
         op.grid(LARGE, dtype=DTYPES, groups=["zipf", "short"], tier="full", **flags),
         op.grid(CROSSED, dtype=DTYPES, existing_out=[False, True], groups=PATTERNS, tier="full", **small, **flags),

@@ -1,6 +1,7 @@
 """An op of this project: its golden and both kernels have one name, in modules of one name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from parity import Case, Op
@@ -15,3 +16,11 @@ def op(golden: Callable[..., Any], name: str = "", **settings: Any) -> Op:
 def is_backward(c: Case) -> bool:
     """Whether the op returns gradients."""
     return c.op.endswith("_bwd")
+
+
+def one_in(n: int, cases: Sequence[Case]) -> tuple[Case, ...]:
+    """Every n-th of the cases, the others in the full tier.
+
+    Of a grid whose axes have sizes that share no factor with n, all values of any two axes meet within a few steps.
+    """
+    return tuple(case if k % n == 0 else replace(case, tier="full") for k, case in enumerate(cases))

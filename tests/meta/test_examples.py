@@ -19,7 +19,10 @@ def verdicts(text):
     return lines, re.findall(r"(?:\d+ failed, )?\d+ passed", text)[-1]
 
 
-@pytest.mark.parametrize("example", sorted(path.parent.name for path in EXAMPLES.glob("*/pyproject.toml")))
+NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/pyproject.toml"))
+
+
+@pytest.mark.parametrize("example", [pytest.param(n, marks=[pytest.mark.full] * (n != "softmax")) for n in NAMES])
 def test_example(example, tmp_path):
     venv.create(tmp_path / "venv", symlinks=True)
     # Its own environment, with what is installed here in place of a download: kernel-parity is an installed package.

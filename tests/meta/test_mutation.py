@@ -177,6 +177,7 @@ PROJECT = {
 }
 
 
+@pytest.mark.full
 def test_a_campaign_finds_the_hole_resumes_and_changes_nothing(tmp_path):
     project, work = tmp_path / "project", tmp_path / "work"
     for name, text in PROJECT.items():

@@ -61,7 +61,10 @@ DUAL = quantiser(MXFP8_DUAL_QUANTIZE, (BF16, E4M3))
 
 @pytest.mark.parametrize(
     ("target", "calls"),
-    [("sm_90", [gemm(), DUAL]), ("sm_100", [gemm(), WGRAD]), ("sm_120", [gemm()]), ("gfx950", [gemm()])],
+    [
+        ("sm_100", [gemm(), WGRAD, DUAL]),
+        *(pytest.param(target, [gemm()], marks=pytest.mark.full) for target in ("sm_90", "sm_120", "gfx950")),
+    ],
 )
 def test_each_gpu_multiplies_as_it_should(target, calls):
     check(calls, target)

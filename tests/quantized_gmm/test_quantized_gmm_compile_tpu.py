@@ -56,7 +56,7 @@ def check(calls, chip):
             assert emitted == {PATHS[path]}, f"{case.id}: {reason}"
 
 
-@tpu_code.EACH_CHIP
+@tpu_code.some_chips("v5e")  # which has no fp8; the schedule's test compiles for tpu7x
 def test_compiles(chip):
     check(REPRESENTATIVE, chip)
 

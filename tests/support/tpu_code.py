@@ -16,6 +16,12 @@ needs_compiler = pytest.mark.skipif(
 EACH_CHIP = pytest.mark.parametrize("chip", CHIPS)
 
 
+def some_chips(*default: str) -> pytest.MarkDecorator:
+    """Each chip, but in the default tier only these: a chip takes half a minute."""
+    marked = [pytest.param(chip, marks=[] if chip in default else [pytest.mark.full]) for chip in CHIPS]
+    return pytest.mark.parametrize("chip", marked)
+
+
 def compiled(calls: Iterable[tuple[Op, Case]], chip: str) -> list[tuple[Op, Case, Compiled]]:
     """Each call with what became of it; all of them compile."""
     calls = list(calls)

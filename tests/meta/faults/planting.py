@@ -14,7 +14,7 @@ import pytest
 
 from mutation.tokens import occurrences
 from parity.backends import load_kernel
-from parity.judging.judge import judge
+from parity.judging.judge import gates
 from parity.ledger.sources import imported_by, reached
 from parity.op import Case, Op
 from parity.trial import Trial
@@ -176,13 +176,17 @@ def source_of(module: str) -> str:
 
 
 def pairs(faults: Collection[Fault], ops: Collection[Op]) -> list:
-    """Parameters (fault, op): each fault with each of these ops that must catch it."""
-    return [
-        pytest.param(fault, op, id=f"{fault.backend}-{op.name}-{fault.name}", marks=getattr(pytest.mark, fault.backend))
-        for fault in faults
-        for op in ops
-        if op.name in fault.ops
-    ]
+    """Parameters (fault, op): each fault with each of these ops that must catch it.
+
+    The first of a name on a backend is in the default tier, the others in the full one.
+    """
+    found = {}
+    for fault in faults:
+        for op in (op for op in ops if op.name in fault.ops):
+            rest = found.setdefault((fault.name, fault.backend), [])
+            marks = [getattr(pytest.mark, fault.backend), *([pytest.mark.full] if rest else [])]
+            rest.append(pytest.param(fault, op, id=f"{fault.backend}-{op.name}-{fault.name}", marks=marks))
+    return [each for those in found.values() for each in those]
 
 
 def check_is_caught(fault: Fault, op: Op, folder: Path):
@@ -194,7 +198,7 @@ def check_is_caught(fault: Fault, op: Op, folder: Path):
     verdicts = {}
     for case in tried:
         try:
-            verdicts[case.id] = judge(Trial(op, case, fault.backend, kernel)).verdict
+            verdicts[case.id] = gates(Trial(op, case, fault.backend, kernel)).verdict
         except IndexError as error:  # an interpreter that checks bounds has caught it
             verdicts[case.id] = error
             return

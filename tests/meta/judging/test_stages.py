@@ -12,7 +12,8 @@ from parity.trial import Trial
 from tests.matrix import OPS
 from tests.matrix.gmm import GMM, TGMM, representative
 
-CASES = [pytest.param(op, case, id=case.id) for op in (GMM, TGMM) for case in op.cases if representative(case)]
+CASES = [pytest.param(op, case, id=case.id) for op in (GMM, TGMM) for case in op.cases
+         if representative(case) and case.tier == "smoke"]  # fmt: skip
 SITES = {"lhs", "rhs", "partial", "acc", "out"}
 
 
@@ -85,11 +86,16 @@ STAGED = [op for op in OPS if not op.bit_exact]
 
 @pytest.mark.parametrize("backend", ["tpu", "gpu"])
 @pytest.mark.parametrize("op", STAGED, ids=[op.name for op in STAGED])
-def test_every_op_has_the_sites_of_its_contract_and_a_budget_over_them(op, backend):
+def test_every_op_has_the_sites_of_its_contract(op, backend):
     case = min((c for c in op.cases if c.data == "normal"), key=lambda c: TIERS.index(c.tier))
     seen = stages.values(Trial(op, case, backend))
     assert op.contract(case, backend).sites.keys() - {"tiles"} <= seen.keys()  # those are of a matrix unit
-    share = stages.budget(Trial(op, case, backend))
-    assert share.keys() == seen.keys()
+
+
+@pytest.mark.parametrize("op", STAGED, ids=[op.name for op in STAGED])
+def test_every_op_has_a_budget_over_its_sites(op):
+    case = min((c for c in op.cases if c.data == "normal"), key=lambda c: TIERS.index(c.tier))
+    share = stages.budget(Trial(op, case, "gpu"))
+    assert share.keys() == stages.values(Trial(op, case, "gpu")).keys()
     assert sum(share.values()) == pytest.approx(1)
     assert share["out"] > 0

@@ -37,7 +37,7 @@ FAMILIES = {
     "gla/test_gla": GATED_LINEAR_ATTENTION,
 }
 """The tests that run an op's cases, without the backend."""
-EXAMPLES = {"tpu": 50, "gpu": 33}
+EXAMPLES = {"tpu": 100, "gpu": 50}
 """For how many examples of an ordinary property one run of a kernel stands: interpreted, a TPU's compiles first."""
 
 
@@ -119,6 +119,7 @@ def rerun_of(failed):
     return re.search(r'rerun: pytest -n0 "(\S+?)\[(\S+)\]"$', str(failed.value)).groups()
 
 
+@pytest.mark.full
 @pytest.mark.tpu
 def test_a_fault_is_found_and_shrunk_to_an_id_that_reruns_alone():
 

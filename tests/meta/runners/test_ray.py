@@ -159,7 +159,8 @@ def verdicts(junit):
     return found, where
 
 
-@pytest.mark.parametrize("dying", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full  # as are all tests on a cluster: it takes a minute to start, and to run eight tests
+@pytest.mark.parametrize("dying", [False, True])
 def test_a_run_on_a_cluster_is_one_with_two_workers_elsewhere(cluster, project, tmp_path, dying):
     run = project()
     ended = "1 failed, 8 passed" if dying else "9 passed"
@@ -307,7 +308,7 @@ def test_interrupted_it_leaves_what_was_recorded_and_resumes(cluster, project, t
     until(lambda: not Path(f"/proc/{kernel}").exists())
     printed, code = on(cluster, tmp_path, *arguments, "--parity-resume")
     assert code == 0, printed
-    assert "2 passed, 8 deselected" in printed
+    assert "2 passed" in printed
     assert len(contents(tmp_path / "records")) == 4
 
 

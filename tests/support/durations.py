@@ -1,0 +1,113 @@
+"""What tests cost in seconds of a processor, whatever else the machine does: recorded, limited, and used to deal files.
+
+A pytest plugin. `durations.json` has the seconds of every file in the default tier: pytest-xdist's workers are given
+whole files (`--dist loadfile`), the longest first. `pytest --record-durations` writes it.
+"""
+
+import json
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import the_forks
+
+RECORDED = Path(__file__).parents[1] / "durations.json"
+TEST, FILE = 10.0, 60.0
+"""Seconds that a test, and a file of tests, may take in the default tier without a reason."""
+REASONS: dict[str, str] = {}
+"""Why a file, or a test function of one, takes longer."""
+SECONDS = "processor_seconds"
+"""The property of a test's report, which is in JUnit's XML too."""
+
+_BEGAN = pytest.StashKey[float]()
+
+
+def used() -> float:
+    """Processor seconds of this process and of those that it has waited for, and of commands that were forked."""
+    both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    forked = the_forks().seconds if the_forks.cache_info().currsize else 0.0
+    return sum(part.ru_utime + part.ru_stime for part in both) + forked
+
+
+def recorded() -> dict[str, float]:
+    """The recorded seconds of each file of tests, by its path from the root of the project."""
+    return json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+
+
+def without_reason(seconds: dict[str, float]) -> list[str]:
+    """The tests that take too long, and the files, in a line each. seconds: of each test, by its id."""
+    found = []
+    for name, limit, of_name in (("test", TEST, seconds), ("file", FILE, by_file(seconds))):
+        for each, took in of_name.items():
+            if took > limit and not {each.partition("[")[0], each.partition("::")[0]} & REASONS.keys():
+                found.append(f"{each} took {took:.0f} s of a processor: a {name} over {limit:.0f} s must say why")
+    return found
+
+
+def by_file(seconds: dict[str, float]) -> dict[str, float]:
+    """The sum for each file. seconds: of each test, by its id."""
+    total: dict[str, float] = {}
+    for name, took in seconds.items():
+        file = name.partition("::")[0]
+        total[file] = total.get(file, 0.0) + took
+    return total
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help=f"write {RECORDED.name}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest first, so that workers end together."""
+    seconds = recorded()
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    item.stash[_BEGAN] = used()
+    return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
+    if call.when == "teardown":
+        item.user_properties.append((SECONDS, round(used() - item.stash[_BEGAN], 2)))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Clock(config))
+
+
+class _Clock:
+    """In the process that hears of every test: adds up, holds to the limits, records."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._seconds: dict[str, float] = {}
+        self._slow: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, took in report.user_properties:
+            if name == SECONDS:
+                self._seconds[report.nodeid] = took  # type: ignore[assignment]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        in_default = self._config.getoption("--parity-tier") in (None, "default") and not self._config.option.markexpr
+        self._slow = without_reason(self._seconds) if in_default else []
+        if self._slow and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if self._config.getoption("--record-durations"):
+            rounded = {file: round(took, 1) for file, took in sorted(by_file(self._seconds).items())}
+            RECORDED.write_text(json.dumps(recorded() | rounded, indent=0, sort_keys=True) + "\n")
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        for line in self._slow:
+            terminalreporter.write_line(line, red=True)
+        terminalreporter.write_line(f"{sum(self._seconds.values()) / 60:.1f} minutes of a processor in tests")
