@@ -1,5 +1,6 @@
 """The gated linear attentions: their cases, how their inputs are drawn, what their kernels promise."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -12,7 +13,7 @@ from parity import Array, Case, Contract, Gates, Offsets, Op
 from parity.op import Backend, Inputs
 from tests.matrix.gmm import BF16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED
 from tests.matrix.models import GLA_1B, RING_LINEAR
-from tests.matrix.ops import is_backward, op
+from tests.matrix.ops import is_backward, one_in, op
 
 PIECE = 8  # products that a float32 dot of the GPU's chunked kernels sums one after the other; it adds these in float64
 
@@ -284,24 +285,32 @@ def small_cases(op: Op, shape: Mapping[str, int], **options: Any) -> tuple[Case,
     )
 
 
+def in_one_pass(op: Op, *grids: tuple[Case, ...]) -> tuple[Case, ...]:
+    """Cases that the default tier has in one pass alone, the forward and the backward one in turn."""
+    return one_in(2, tuple(itertools.chain(*grids)), first=int(op.name.endswith("_bwd")))
+
+
 def with_simple_cases(op: Op) -> Op:
     """With the matrix of chunk_simple_gla, forward or backward."""
     parts = [
         small_cases(op, SMALL, chunk=[16]),
         op.grid([SMALL], dtype=[BF16], data=["one_signed"], chunk=[16], **STATES),
-        op.grid([SMALL], dtype=[F32], gates=["none"], scale=[0.5], chunk=[32]),
-        op.grid([SMALL], dtype=[F32], gates=["gamma"], chunk=[32], route=["unfused"], **STATES),
         op.grid([SMALL], dtype=[F32], gates=["both"], chunk=[32], **BOTH_WAYS, **STATES),
-        op.grid([SMALL], dtype=[F32], chunk=[16], precision=["bf16x3"], **STATES),
-        op.grid([ONE_STEP], dtype=[F32], gates=["both"], **STATES),
-        op.grid(EDGES[2:3], dtype=[F32], gates=["gamma"]),
-        op.grid(EDGES[3:4], dtype=[F32]),
-        op.grid(EDGES[4:5], dtype=[BF16], gates=["gamma"], chunk=[128], ht=[True]),
-        op.grid(WIDE[:1], dtype=[BF16], gates=["gamma"]),
         op.grid([PACKED], dtype=[F32], gates=["both"], chunk=[16], lengths=["ragged", "zeros_and_ones"], **STATES),
-        op.grid([PACKED], dtype=[BF16], chunk=[32], lengths=["zeros_and_ones"], narrow_gates=[True],
-                route=["unfused"], **STATES),
-        op.grid(EMPTY[1:2], dtype=[F32], **STATES),
+        in_one_pass(
+            op,
+            op.grid([SMALL], dtype=[F32], gates=["none"], scale=[0.5], chunk=[32]),
+            op.grid([SMALL], dtype=[F32], gates=["gamma"], chunk=[32], route=["unfused"], **STATES),
+            op.grid([SMALL], dtype=[F32], chunk=[16], precision=["bf16x3"], **STATES),
+            op.grid([ONE_STEP], dtype=[F32], gates=["both"], **STATES),
+            op.grid(EDGES[2:3], dtype=[F32], gates=["gamma"]),
+            op.grid(EDGES[3:4], dtype=[F32]),
+            op.grid(EDGES[4:5], dtype=[BF16], gates=["gamma"], chunk=[128], ht=[True]),
+            op.grid(WIDE[:1], dtype=[BF16], gates=["gamma"]),
+            op.grid(EMPTY[1:2], dtype=[F32], **STATES),
+            op.grid([PACKED], dtype=[BF16], chunk=[32], lengths=["zeros_and_ones"], narrow_gates=[True],
+                    route=["unfused"], **STATES),
+        ),
         # What full adds: everything against everything, long sequences, wide heads, ALiBi in many heads and layers.
         op.grid([SMALL], dtype=[F32, BF16], gates=["none", "g", "gamma", "both"], chunk=[16], **BOTH_WAYS, **STATES,
                 tier="full"),
@@ -346,12 +355,15 @@ def with_per_channel_cases(op: Op) -> Op:
     parts = [
         small_cases(op, SMALL_CHANNELS, chunk=[32]),
         op.grid([SMALL_CHANNELS], dtype=[F32], chunk=[32], route=["unfused"], **STATES),
-        op.grid([SMALL_CHANNELS], dtype=[F32], chunk=[32], precision=["bf16x3"], **STATES),
-        op.grid([ONE_STEP], dtype=[F32], **STATES),
-        op.grid(EDGES[3:4], dtype=[F32]),
-        op.grid(EDGES[4:5], dtype=[BF16], chunk=[128], narrow_gates=[True]),
         op.grid([PACKED], dtype=[F32], chunk=[32], lengths=["ragged", "zeros_and_ones"], **STATES),
-        op.grid(EMPTY[1:2], dtype=[F32], **STATES),
+        in_one_pass(
+            op,
+            op.grid([SMALL_CHANNELS], dtype=[F32], chunk=[32], precision=["bf16x3"], **STATES),
+            op.grid([ONE_STEP], dtype=[F32], **STATES),
+            op.grid(EDGES[3:4], dtype=[F32]),
+            op.grid(EDGES[4:5], dtype=[BF16], chunk=[128], narrow_gates=[True]),
+            op.grid(EMPTY[1:2], dtype=[F32], **STATES),
+        ),
         # What full adds: everything against everything, long sequences, many heads, wide heads.
         op.grid([SMALL_CHANNELS], dtype=[F32, BF16], h0=[False, True], ht=[False, True], **BOTH_WAYS, tier="full"),
         op.grid(EDGES + WIDE, dtype=[F32, BF16], chunk=[16, 128], tier="full"),
@@ -381,7 +393,7 @@ def with_recurrent_cases(op: Op) -> Op:
         op.grid([STEPS], dtype=[F32], data=["residuals"], **STATES),
         op.grid([STEPS], dtype=[F32], reverse=[True], **last_gate, **STATES),
         op.grid([dict(B=1, T=8, H=1, K=300, V=20)], dtype=[F32], **last_gate, **STATES),
-        op.grid(EDGES[:1], dtype=[F32], **gamma),
+        in_one_pass(op, op.grid(EDGES[:1], dtype=[F32], **gamma)),
         op.grid([STEPS_PACKED], dtype=[F32], lengths=["zeros_and_ones"], reverse=[True], **last_gate, **STATES),
         # What full adds: everything against everything.
         op.grid([STEPS], dtype=[F32, BF16], ht=[True], **directions, **every_gate, tier="full"),

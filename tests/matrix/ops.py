@@ -18,9 +18,9 @@ def is_backward(c: Case) -> bool:
     return c.op.endswith("_bwd")
 
 
-def one_in(n: int, cases: Sequence[Case]) -> tuple[Case, ...]:
-    """Every n-th of the cases, the others in the full tier.
+def one_in(n: int, cases: Sequence[Case], first: int = 0) -> tuple[Case, ...]:
+    """Every n-th of the cases from the first on, the others in the full tier.
 
     Of a grid whose axes have sizes that share no factor with n, all values of any two axes meet within a few steps.
     """
-    return tuple(case if k % n == 0 else replace(case, tier="full") for k, case in enumerate(cases))
+    return tuple(case if k % n == first else replace(case, tier="full") for k, case in enumerate(cases))
