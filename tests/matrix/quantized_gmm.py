@@ -135,8 +135,8 @@ def axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
 
 
 def representative(c: Case) -> bool:
-    """One case for fp8 into float32 and into bfloat16, and one for int8."""
-    return c.tier == "smoke" and c.groups == "straddle"
+    """Of gmm a case for fp8 into float32 and one for int8, of tgmm one for fp8 into bfloat16."""
+    return c.tier == "smoke" and (c.out == BF16) == sums_rows(c)
 
 
 def scales(c: Case, name: str, spelled: str, shape: tuple[int, ...]) -> Mapping[str, Scales]:
