@@ -1,12 +1,12 @@
 # make parity   install what it runs into .venv, and run the main job: the ε table, and parity-report.html
 # make test     install into .venv and run the linters, the type checker and the test suite
 # make audit    kernels that misbehave, kills at random moments, fuzzed files, odd machines: hours
-# make smoke    only the tests that run in under two minutes;  make full  every case of the matrix
+# make smoke    only the smoke cases;  make full  everything, in hours; each says what it took
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/pytest -n $(or $(JOBS),auto) --dist worksteal
+PYTEST := $(BIN)/pytest -n $(or $(JOBS),auto) --dist loadfile
 INSTALL := @PYTHON=$(PYTHON) VENV=$(VENV) .ci/install
 
 .PHONY: parity picture test smoke full audit lint install clean
