@@ -332,7 +332,7 @@ def with_simple_cases(op: Op) -> Op:
         *(
             op.grid([RING | dict(T=steps)], dtype=[F32], gates=["gamma"], chunk=[chunk], **STATES, tier="full",
                     model=RING_LINEAR)
-            for chunk, steps in ((64, 72), (128, 40))
+            for chunk, steps in ((64, 72), (128, 32))
         ),
     ]  # fmt: skip
     return op.with_cases(*parts)
