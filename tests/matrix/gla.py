@@ -334,6 +334,10 @@ def with_simple_cases(op: Op) -> Op:
                     model=RING_LINEAR)
             for chunk, steps in ((64, 72), (128, 32))
         ),
+        *(
+            op.grid([RING | dict(T=steps)], dtype=[BF16], gates=["gamma"], chunk=[chunk], **STATES, tier="full")
+            for chunk, steps in ((64, 72), (128, 136))
+        ),
     ]  # fmt: skip
     return op.with_cases(*parts)
 
@@ -376,6 +380,7 @@ def with_per_channel_cases(op: Op) -> Op:
         op.grid(HEADS[:1], dtype=[F32, BF16], ht=[True], tier="full"),
         op.grid([ONE_STEP, *EMPTY], dtype=[F32, BF16], **STATES, tier="full"),
         op.grid([GLA | dict(T=72)], dtype=[F32], **STATES, tier="full", model=GLA_1B),
+        op.grid([GLA | dict(T=72)], dtype=[BF16], **STATES, tier="full"),
     ]
     return op.with_cases(*parts)
 
@@ -406,6 +411,7 @@ def with_recurrent_cases(op: Op) -> Op:
         op.grid([dict(B=1, T=1000, H=1, K=32, V=32)], dtype=[F32, BF16], **STATES, tier="full"),
         op.grid([ONE_STEP, *EMPTY], dtype=[F32], **STATES, tier="full"),
         op.grid([decoded], dtype=[F32], **gamma, **STATES, tier="full", model=model),
+        op.grid([decoded], dtype=[BF16], **gamma, **STATES, tier="full"),
     ]
     return op.with_cases(*parts)
 
