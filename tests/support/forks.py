@@ -48,6 +48,7 @@ def become(module: str, folder: str, arguments: list[str], environment: dict[str
     os.environ.update(environment)
     sys.path[0] = str(Path.cwd())
     sys.argv[1:] = arguments
+    sys.orig_argv[1:] = "-m", module, *arguments  # what a supervised command starts anew
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
