@@ -417,7 +417,10 @@ def replay(op: Op, bundle: Bundle, backend: Backend) -> Judgement:
     """The verdict on a saved call on a backend. Raises ValueError as `trial_of`, and where memory does not suffice."""
     trial = trial_of(op, bundle, backend)
     with _limited_memory():
-        trial.reference  # noqa: B018  kept for what follows
+        try:
+            trial.reference  # noqa: B018  kept for what follows
+        except TypeError as error:
+            raise ValueError(f"{op.name} refuses the bundle's arguments: {error}") from error
     return judge(trial)
 
 
