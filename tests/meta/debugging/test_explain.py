@@ -137,7 +137,7 @@ LOSSES = [
     *in_gmm("tf32", "gpu", IEEE, IEEE.replace("ieee", "tf32"), {"tf32 cut at lhs", "tf32 cut at rhs"}),
     *in_gmm("lhs in bf16", "gpu", IEEE, IEEE.replace("(a, b,", "(a.to(tl.bfloat16).to(a.dtype), b,"),
             {"bfloat16 at lhs"}),
-    *in_gmm("sums in bf16", "gpu", IEEE, IEEE + TL_BF16, {"bfloat16 at acc"}, default=["tgmm"]),
+    *in_gmm("sums in bf16", "gpu", IEEE, IEEE + TL_BF16, {"bfloat16 at acc"}, default=["gmm"]),
     # tiles of rows that do not begin where groups do
     *in_gmm("sums in bf16", "tpu", "acc[rows, columns] = before + sums",
             f"acc[rows, columns] = {jnp_rounded('before + sums')}", {"bfloat16 at acc"}, f32, ["tgmm"]),

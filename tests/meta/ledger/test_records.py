@@ -53,7 +53,7 @@ def at(utc, **changes):
 )
 def test_every_field_survives(tmp_path, changes):
     record = replace(RECORD, **changes)
-    assert keep(tmp_path, record) == Merged(written=1, lost_lines=(), in_use=0)
+    assert keep(tmp_path, record) == Merged(written=1, older=0, lost_lines=(), in_use=0)
     assert read(path_of(tmp_path, record)) == {(record.case, 3): record}
     p = record.provenance
     assert read_all(tmp_path, p.backend) == {(p.device_kind, "double"): {record.key: record}}
