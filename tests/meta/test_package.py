@@ -22,7 +22,7 @@ def wheel(tmp_path_factory):
     )
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(sources)]
     done = subprocess.run(build, capture_output=True, text=True, timeout=300)
-    if done.returncode and "setuptools" in done.stderr:
+    if done.returncode and "No matching distribution found for setuptools" in done.stderr:
         pytest.skip(f"no index has the setuptools that build it: {done.stderr.splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
     (path,) = folder.glob("*.whl")
