@@ -81,8 +81,8 @@ def kind() -> str:
     return "hip" if torch.version.hip else "cuda"
 
 
-def _call(kernel: Callable[..., Any], tensors: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[np.ndarray]:
-    result = kernel(**tensors, **arguments)
+def _arrays(result: Any) -> list[np.ndarray]:
+    """The outputs of a call, those that are there."""
     return [to_numpy(x) for x in (result if isinstance(result, tuple) else (result,)) if x is not None]
 
 
@@ -100,7 +100,7 @@ def on_streams(
         with torch.cuda.stream(stream):
             results.append(kernel(**tensors, **arguments))
     torch.cuda.synchronize()
-    return [_call(lambda result=result: result, {}, {}) for result in results]
+    return [_arrays(result) for result in results]
 
 
 def replayed(
@@ -127,4 +127,4 @@ def replayed(
         tensors[name].copy_(to_torch(x, device="cuda"))
     graph.replay()
     torch.cuda.synchronize()
-    return _call(lambda: result, {}, {}), _call(kernel, tensors, arguments)
+    return _arrays(result), _arrays(kernel(**tensors, **arguments))
