@@ -87,7 +87,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def _record(records: Path, backend: str, device_kind: str, rows: Sequence[Row]) -> None:
-    """The measured table of a device, from now on in place of the assumptions."""
+    """Keep the measured table of a device, beside its ledger."""
     measured = {name: figures for row in rows if row.kind == "probe" and row.more for name, figures in row.more.items()}
     path = assumptions.measured_path(records, backend, device_kind)
     path.parent.mkdir(parents=True, exist_ok=True)
