@@ -75,7 +75,8 @@ def chunk_backward(
         c = _summed(gate[..., rows, :], stages)
         from_start, to_end = decay_of(c, stages), decay_of(c[..., -1:, :] - c, stages)
         kept = kept_of(c[..., -1, :, None], stages)
-        a = _scores(q_c, k_c, c, stages)
+        tiles = list(_chunks(q.mT, stages.channels)) if stages.channels else [slice(None)]
+        a = [_scores(q_c[..., keys], k_c[..., keys], _of_keys(c, keys), stages) for keys in tiles]
         da = np.tril(scale * stages.dot(do_c, v_c.mT))
         if c.shape[-1] > 1 and stages.sub_block == 1:  # each row's own score is no part of a dot
             same = np.arange(da.shape[-1])
@@ -86,8 +87,11 @@ def chunk_backward(
         dq[..., rows, :], dk[..., rows, :], of_pairs = _pair_gradients(a, da, q_c, k_c, c, stages)
         dq[..., rows, :] += read
         dk[..., rows, :] += written
-        of_scores = stages("sum", scale * stages.dot(a.mT, do_c))
-        dv[..., rows, :] = stages("sum", of_scores + _read(k_c, to_end, dstate_c, stages))
+        for n, (a_n, keys) in enumerate(zip(a, tiles, strict=True)):
+            of_scores = stages("sum", scale * stages.dot(a_n.mT, do_c))
+            of_state = _read(k_c[..., keys], _of_keys(to_end, keys), dstate_c[..., keys, :], stages)
+            tile = stages("sum", of_scores + of_state)
+            dv[..., rows, :] = stages("sum", dv[..., rows, :] + tile) if n else tile
         of_states = tree_sum(stages("terms", state_c * dstate_c), stages.renamed(sum="dgate"))[..., None, :, 0]
         of_states = sum_to_gate(stages("dgate", kept[..., 0][..., None, :] * of_states), gate, stages)
         read, written = stages("terms", q_c * read), stages("terms", k_c * written)
@@ -105,6 +109,11 @@ def chunk_backward(
 def _chunks(q: Array, chunk_size: int) -> Iterator[slice]:
     size = q.shape[-2]
     return (slice(first, min(first + chunk_size, size)) for first in range(0, size, chunk_size))
+
+
+def _of_keys(x: Array, keys: slice) -> Array:
+    """What x [..., K or 1] has of a tile of keys."""
+    return x if x.shape[-1] == 1 else x[..., keys]
 
 
 def _summed(gate: Array, stages: Stages) -> Array:
@@ -152,13 +161,16 @@ def _scores(q: Array, k: Array, c: Array, stages: Stages) -> Array:
     return stages("A", a)
 
 
-def _pair_gradients(a: Array, da: Array, q: Array, k: Array, c: Array, stages: Stages) -> tuple[Array, Array, Array]:
-    """The parts of dq, dk and dgate that come from A, the pairs of rows within the chunk; the last for each i where all
-    channels have one gate, see `_sum_of_step`."""
+def _pair_gradients(
+    a: list[Array], da: Array, q: Array, k: Array, c: Array, stages: Stages
+) -> tuple[Array, Array, Array]:
+    """The parts of dq, dk and dgate that come from A of each tile of keys, the pairs of rows within the chunk; the
+    last for each i where all channels have one gate, see `_sum_of_step`."""
     if c.shape[-1] == 1:
         of_scores = stages("decayed", da * _between(c, stages)[..., 0])
-        before = np.tril(np.ones(a.shape[-2:]), -1)  # [t, j]
-        of_pairs = stages.dot(before, stages("pair_terms", a * da).mT)  # [..., t, i], of all j < t
+        before = np.tril(np.ones(da.shape[-2:]), -1)  # [t, j]
+        parts = (stages.dot(before, stages("pair_terms", a_n * da).mT) for a_n in a)  # [..., t, i], of all j < t
+        of_pairs = reduce(lambda total, x: stages("dgate", total + x), parts)
         return stages.dot(of_scores, k), stages.dot(of_scores.mT, q), of_pairs
     dq, dk, dgate = (np.zeros(x.shape) for x in (q, k, c))
     for rows in _chunks(q, stages.sub_block):

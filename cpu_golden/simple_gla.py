@@ -45,8 +45,8 @@ def chunk_simple_gla_bwd(
     do has q's dtype, dht is float32 or float64; everything else as the forward pass. Returns float64 gradients shaped
     as their arguments: dg [B, T, H] of every step, dg_gamma [H] their sum over B and T (each where that gate was
     given), dh0 [N, H, K, V] where initial_state was.
-    Stages: depth, chunk_size, values_decayed. Sites: those of `chunk_scan.chunk_backward`; out is dq, dk, dv and the
-    gradient of the gates.
+    Stages: depth, chunk_size, values_decayed, channels. Sites: those of `chunk_scan.chunk_backward`; out is dq, dk, dv
+    and the gradient of the gates.
     Raises ValueError or TypeError as `op_arguments.gla.check_backward`.
     """
     return SimpleGrads(**backward(chunk_backward, q, k, v, do, {"g": g, "g_gamma": g_gamma}, **options).named)

@@ -46,6 +46,8 @@ class Stages:
     chunk_size: the chunks of a scan, where a kernel takes other ones than its caller asks for.
     sub_block: rows of a scan's chunk whose pairs are decayed one by one where every channel has its own gate.
     values_decayed: a decay per step of what is written into a state multiplies v (or do), and not k (or q).
+    channels: channels of keys that a scan's backward pass has at a time: what is summed over K in dv and the gradient
+        of a decay per step is summed for each such tile, then over them; None: all.
     """
 
     rounding: Callable[[str, Array], Array] = _as_it_is
@@ -58,6 +60,7 @@ class Stages:
     chunk_size: int | None = None
     sub_block: int = 16
     values_decayed: bool = False
+    channels: int | None = None
 
     def __call__(self, site: str, value: Array) -> Array:
         """What goes on from the site in the value's place."""

@@ -56,6 +56,21 @@ def test_every_segment_head_and_tile_has_a_program_and_a_state(direction, gate, 
             assert flat(states.arguments)["states"].shape == (slots, H, k, v)
 
 
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "ieee"), ("float32", "ieee"), ("float32", "bf16x3")])
+@pytest.mark.parametrize("gate", ["g", "gk"])
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("k", [20, 100, 128, 256])
+def test_contracts_have_the_blocks_that_are_launched(direction, gate, dtype, precision, k):
+    """What a tile of K sums by itself is rounded by itself: scores that cancel over K leave an error of their parts."""
+    for chunk in (16, 64, 128):
+        sizes = dict(B=B, T=T, H=H, K=k, V=32)
+        op, case = calls.scan("chunk", direction, gate, dtype, **sizes, chunk=chunk, precision=precision)
+        tile = calls.launched(op, case, "sm_90")[-1].constants
+        promised = op.contract(case, "gpu").schedule
+        assert promised["chunk_size"] == tile["ROWS"]
+        assert min(promised.get("channels", k), k) == min(tile["BK"], k)
+
+
 @pytest.mark.parametrize("gate", ["g", "gk"])
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize(

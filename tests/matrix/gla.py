@@ -140,17 +140,22 @@ def contract(c: Case, backend: Backend) -> Contract:
 
 
 def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
-    """The GPU's chunked kernels take fewer rows at a time, and with a decay per step decay v where a state is written.
+    """The GPU's chunked kernels take fewer rows at a time, backwards a tile of K, and with a decay per step decay v
+    where a state is written.
 
-    As `gpu_reference._lib.chunk_plan.block_rows` has it; the TPU's take the chunks of the case, and in dots all pairs
-    of two rows.
+    As `gpu_reference._lib.chunk_plan` has it; the TPU's take the chunks of the case, and in dots all pairs of two rows.
     """
     if is_recurrent(c):
         return {}
     if backend == "tpu":
         return {} if is_simple(c) else {"sub_block": 1}
     rows = min(c.chunk & -c.chunk, 32 if is_simple(c) else 16, max(4096 // max(1 << (c.K - 1).bit_length(), 16), 16))
-    return {"chunk_size": rows, **({"values_decayed": True} if is_simple(c) else {})}
+    chosen: dict[str, Any] = {"chunk_size": rows}
+    if is_simple(c):
+        chosen["values_decayed"] = True
+    if is_backward(c):
+        chosen["channels"] = 64 if is_split(c) and is_simple(c) else 32
+    return chosen
 
 
 def sites(c: Case, backend: Backend) -> Mapping[str, str]:
