@@ -48,7 +48,9 @@ def become(module: str, folder: str, arguments: list[str], environment: dict[str
     os.environ.update(environment)
     sys.path[0] = str(Path.cwd())
     sys.argv[1:] = arguments
-    sys.orig_argv[1:] = "-m", module, *arguments  # what a supervised command starts anew
+    from parity.runners import supervision
+
+    supervision.FRAMEWORKS = ()  # JAX is loaded here but has run nothing: this process may be forked once more
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
