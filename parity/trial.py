@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from parity.backends import load_kernel, runner
+from parity.dtypes import Floats
 from parity.guard import guarded, loaded
 from parity.judging.fit import K
 from parity.judging.metrics import Scale, floor
 from parity.judging.reference import Reference, reference
+from parity.judging.spread import runs
 from parity.op import Backend, Case, Contract, Inputs, Op, outputs
 
 
@@ -78,6 +81,12 @@ class Trial:
     def axes(self, name: str) -> Mapping[str, np.ndarray]:
         """The labels of an output's or an input's elements: by head, group, tile, …"""
         return self.op.axes(self.case, self.inputs).get(name, {})
+
+    def runs(self) -> Iterator[dict[str, Floats]]:
+        """The runs of the contract: see `spread.runs`."""
+        of = self.reference
+        known = of.runs if self.backend == "gpu" else ()
+        return chain(known, runs(self.op, self.case, of.inputs, self.contract, of.golden, len(known)))
 
     def run(self) -> dict[str, np.ndarray]:
         """What the kernel returns, by output.

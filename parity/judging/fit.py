@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -158,9 +159,9 @@ class Allowance:
         whole = sums.whole
         looks, pairs = [*fit.looks], []
         for axis, of_each in labels.items():
-            names, codes = np.unique(np.broadcast_to(of_each, y.shape), return_inverse=True)
+            names, codes = np.unique(of_each, return_inverse=True)
             if len(names) > 1:
-                parts = sums.by(codes, len(names))
+                parts = sums.by(codes.reshape((1,) * (y.ndim - of_each.ndim) + of_each.shape), len(names))
                 looks += parts.looks(axis, names)
                 pairs += parts.pairs(axis, names, whole)
         largest, beyond = float(sigmas.max(initial=0.0)), int((sigmas > K).sum())
@@ -196,10 +197,10 @@ class _Sums:
         shown = model**2 * np.maximum(fourth - second**2, 0)
         return cls(weight * square, model * second, shown, model, 2 * model**2, weight * allowed.runs**2)
 
-    @property
+    @cached_property
     def whole(self) -> _Sums:
         """The sums over all elements."""
-        return self.by(np.zeros(self.found.shape, int), 1)
+        return self.by(np.zeros((1,) * self.found.ndim, int), 1)
 
     def fit(self, output: str) -> Fit:
         """How the output fits as a whole."""
@@ -210,11 +211,11 @@ class _Sums:
         return Fit(output, 0.0, 0, ratio, (shown, len(self.runs) * of_run), tuple(looks), ())
 
     def by(self, codes: np.ndarray, count: int) -> _Sums:
-        """The sums over the elements of each label, which `codes` numbers."""
-        flat = codes.ravel()
+        """The sums over the elements of each label, which `codes` numbers, 1 long where all along an axis share one."""
+        shared, flat = tuple(np.flatnonzero(np.equal(codes.shape, 1))), codes.ravel()
 
         def total(x: Floats) -> Floats:
-            return np.bincount(flat, x.ravel(), count).astype(np.float64)
+            return np.bincount(flat, x.sum(axis=shared).ravel(), count).astype(np.float64)
 
         return self._map(lambda x: total(x) if x is not self.runs else np.stack([total(run) for run in x]))
 

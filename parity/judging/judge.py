@@ -17,7 +17,7 @@ from parity.judging import verdict
 from parity.judging.fit import RUNS, Allowance, Fit, K, over_seeds
 from parity.judging.metrics import Metrics, explained_by, measure
 from parity.judging.reference import Reference
-from parity.judging.spread import allowances, runs
+from parity.judging.spread import allowances
 from parity.judging.stages import emulate
 from parity.judging.verdict import Comparison, Verdict
 from parity.op import BACKENDS, Backend, Case, Op
@@ -182,7 +182,7 @@ def _allowances(trial: Trial, found: Mapping[str, np.ndarray]) -> dict[str, Allo
     golden, contract = trial.reference.golden, trial.contract
     if not contract.sites and trial.op.magnitude is not None:
         return {}  # it does not say what is rounded
-    drawn = runs(trial.op, trial.case, trial.inputs, contract, golden)
+    drawn = trial.runs()
     taken: list[dict[str, Floats]] = []
     allowed: dict[str, Allowed] = {}
     for count in RUNS:
@@ -331,8 +331,7 @@ def explained(trial: Trial) -> dict[str, Allowance]:
     golden, contract = trial.reference.golden, trial.contract
     if not contract.sites:
         return {}
-    drawn = islice(runs(trial.op, trial.case, trial.inputs, contract, golden), RUNS[0])
-    return allowances(list(drawn), golden, contract.roundoff)
+    return allowances(list(islice(trial.runs(), RUNS[0])), golden, contract.roundoff)
 
 
 def measure_contract(trial: Trial) -> dict[str, Metrics]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -21,13 +22,14 @@ class Reference:
     """What a case's outputs are measured against: drawn inputs, golden and magnitude by output, and the longest chain.
 
     Where the op derives no magnitude, it is the error that the GPU's contract explains, in roundoffs of its
-    accumulator, and there is no chain.
+    accumulator, and there is no chain; `runs` are those of that contract that it is from.
     """
 
     inputs: Inputs
     golden: dict[str, Floats]
     magnitude: dict[str, Floats]
     chain: int
+    runs: Sequence[dict[str, Floats]] = ()
 
 
 @lru_cache(maxsize=4)
@@ -39,9 +41,12 @@ def reference(op: Op, case: Case) -> Reference:
         {label.removeprefix(what): x for label, x in truth.items() if label.startswith(what)}
         for what in ("golden.", "magnitude.")
     )
+    drawn: list[dict[str, Floats]] = []
     if op.magnitude is None and not op.bit_exact:
-        magnitude = _explained(op, case, inputs, golden)
-    return Reference(inputs, golden, magnitude, 0 if op.chain is None else op.chain(case, inputs))
+        contract = op.contract(case, "gpu")
+        drawn += islice(runs(op, case, inputs, contract, golden), RUNS[0])
+        magnitude = _explained(drawn, golden, contract.roundoff)
+    return Reference(inputs, golden, magnitude, 0 if op.chain is None else op.chain(case, inputs), drawn)
 
 
 def _truth(op: Op, case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
@@ -53,10 +58,6 @@ def _truth(op: Op, case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
     return {f"{what}.{name}": x for what, of in labelled.items() for name, x in of.items()}
 
 
-def _explained(op: Op, case: Case, inputs: Inputs, golden: dict[str, Floats]) -> dict[str, Floats]:
-    contract = op.contract(case, "gpu")
-    drawn = list(islice(runs(op, case, inputs, contract, golden), RUNS[0]))
-    explained = allowances(drawn, golden, contract.roundoff)
-    return {
-        name: explained[name].sigma / contract.roundoff if y.size else np.zeros(y.shape) for name, y in golden.items()
-    }
+def _explained(drawn: list[dict[str, Floats]], golden: dict[str, Floats], roundoff: float) -> dict[str, Floats]:
+    explained = allowances(drawn, golden, roundoff)
+    return {name: explained[name].sigma / roundoff if y.size else np.zeros(y.shape) for name, y in golden.items()}

@@ -15,6 +15,7 @@ is the mean square error of kernels that round to nearest at these sites, free o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import count
 
 import numpy as np
 
@@ -26,20 +27,19 @@ from parity.op import Case, Contract, Inputs, Op
 
 
 def runs(
-    op: Op, case: Case, inputs: Inputs, contract: Contract, golden: Mapping[str, Floats]
+    op: Op, case: Case, inputs: Inputs, contract: Contract, golden: Mapping[str, Floats], first: int = 0
 ) -> Iterator[dict[str, Floats]]:
-    """What each output of one run after the other differs from the golden by, 0 where that is not finite.
+    """What each output of one run after the other, from the `first` on, differs from the golden by, 0 where that is not
+    finite.
 
     The same for the same case and contract.
     """
-    n = 0
-    while True:
+    for n in count(first):
         at_random = _at_random(contract, stream(case, f"run {n}"))
         rounded = staged(op, case, inputs, contract, at_random, **on_unit(contract))
         with np.errstate(invalid="ignore"):
             off = {name: rounded[name] - y for name, y in golden.items()}
         yield {name: np.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for name, x in off.items()}
-        n += 1
 
 
 def allowances(drawn: list[dict[str, Floats]], golden: Mapping[str, Floats], roundoff: float) -> dict[str, Allowance]:

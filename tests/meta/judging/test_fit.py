@@ -12,7 +12,7 @@ from parity.judging.fit import RUNS, Allowance, Fit, K, Look, over_seeds
 from parity.judging.judge import explained, gates, judge
 from parity.judging.metrics import Scale, measure
 from parity.judging.rounding import on_unit
-from parity.judging.spread import allowances, runs
+from parity.judging.spread import allowances
 from parity.op import outputs
 from parity.trial import Trial
 from tests.matrix.gla import CHUNK_SIMPLE_GLA
@@ -132,7 +132,7 @@ def test_random_rounding_leaves_what_is_representable_and_what_is_not_finite():
 def test_runs_are_the_same_for_the_same_case_and_others_for_another_seed():
     def first(case):
         trial = Trial(GMM, case, "gpu")
-        drawn = runs(GMM, case, trial.inputs, trial.contract, trial.reference.golden)
+        drawn = trial.runs()
         return next(drawn)["out"], next(drawn)["out"]
 
     one, two = first(CASE)
@@ -218,7 +218,7 @@ def test_a_site_of_less_precision_is_off_contract(site, dtype):
 def test_what_an_element_may_err_is_within_the_derived_bound(op, backend):
     """Of long sums, whose bound is rigorous: k σ is 2 to 200 times less. Of two or three roundings it is the larger."""
     trial = Trial(op, next(c for c in op.cases if c.tier == "smoke"), backend)
-    drawn = list(islice(runs(op, trial.case, trial.inputs, trial.contract, trial.reference.golden), RUNS[0]))
+    drawn = list(islice(trial.runs(), RUNS[0]))
     for name, allowed in allowances(drawn, trial.reference.golden, trial.contract.roundoff).items():
         scale = trial.scale(name)
         summed = scale.magnitude > 0
