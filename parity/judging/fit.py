@@ -16,7 +16,8 @@ err together (an error of a state is in all that read it) ν is smaller than ele
 much as the sums of the runs themselves vary. A kernel at its contract has a ratio² distributed as F(ν, R ν'), with ν'
 the degrees of freedom of one of R runs. Its quantile at 1 - FALSE / LOOKS, and k, the quantile of Student's t with R
 degrees of freedom at FALSE / ELEMENTS, are what lets a whole tier fail falsely no more than once in a thousand times.
-Both are those of `RUNS[-1]` runs, the number that a failure needs; with fewer runs a verdict can only be a pass.
+Both are those of `RUNS[-1]` runs, the number that a failure needs; with fewer runs a verdict can only be a pass, but
+for an error beyond even the quantile of Student's t with as few degrees of freedom.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ MANY = 16
 """Elements whose mean square is their size: of fewer, the runs that are small by chance would weigh most."""
 LEAST_FREEDOM = 0.5
 """Degrees of freedom below which nothing is to be seen: no error of the contract's size would show."""
-K = float(-special.stdtrit(RUNS[-1], FALSE / ELEMENTS / 2))
+LIMITS = {count: float(-special.stdtrit(count, FALSE / ELEMENTS / 2)) for count in RUNS}
+"""How many σ an element's error may be, of a σ from so many runs: 1,565 of 4, 20 of 16. Beyond it none more are
+needed."""
+K = LIMITS[RUNS[-1]]
 """How many σ an element's error may be."""
 UNDERFLOW = 1024 * float(np.finfo(np.float32).tiny)
 """What units that flush subnormals may lose in a sum of a thousand terms."""

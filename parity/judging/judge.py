@@ -14,7 +14,7 @@ from parity.backends import runner
 from parity.dtypes import Floats
 from parity.guard import OUTCOMES, Ended
 from parity.judging import verdict
-from parity.judging.fit import RUNS, Allowance, Fit, K, over_seeds
+from parity.judging.fit import LIMITS, RUNS, Allowance, Fit, K, over_seeds
 from parity.judging.metrics import Metrics, explained_by, measure
 from parity.judging.reference import Reference
 from parity.judging.spread import allowances
@@ -192,7 +192,8 @@ def _allowances(trial: Trial, found: Mapping[str, np.ndarray]) -> dict[str, Allo
             for name, of in allowances(taken, golden, contract.roundoff).items()
             if found[name].shape == golden[name].shape
         }
-        if all(fit.load <= 1 for _, fit in allowed.values()):
+        fits = [fit for _, fit in allowed.values()]
+        if all(fit.load <= 1 for fit in fits) or any(fit.sigmas > LIMITS[count] for fit in fits):
             break
     return allowed
 

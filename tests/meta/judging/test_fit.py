@@ -12,7 +12,7 @@ from parity.judging.fit import RUNS, Allowance, Fit, K, Look, over_seeds
 from parity.judging.judge import explained, gates, judge
 from parity.judging.metrics import Scale, measure
 from parity.judging.rounding import on_unit
-from parity.judging.spread import allowances
+from parity.judging.spread import allowances, runs
 from parity.op import outputs
 from parity.trial import Trial
 from tests.matrix.gla import CHUNK_SIMPLE_GLA
@@ -140,6 +140,19 @@ def test_runs_are_the_same_for_the_same_case_and_others_for_another_seed():
     assert (one == again).all()
     assert (one != two).any()
     assert (one != first(CASE.with_seed(1))[0]).any()
+
+
+@pytest.mark.parametrize(("error", "count"), [(0.0, 4), (1.0, 4), (3e-5, 16), (1e-6, 64)])
+def test_a_verdict_takes_as_many_runs_as_it_needs(error, count, monkeypatch):
+    """A pass and an error beyond any doubt need the fewest. error: relative, of a kernel's result."""
+    drawn = []
+    monkeypatch.setattr("parity.trial.runs", lambda *given: (drawn.append(run) or run for run in runs(*given)))
+    trial = Trial(GMM, CASE, "gpu")
+    golden = trial.reference.golden["out"]
+    judged = gates(replace(trial, other=lambda **_: (golden * (1 + error)).astype(np.float32)))
+    assert judged.verdict.passed == (not error)
+    assert len(drawn) == count
+    assert error == 0 or judged.load > 1
 
 
 def test_a_verdict_names_the_output_the_label_and_the_ratio():
