@@ -59,9 +59,13 @@ def console_main() -> int:
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     child = supervision.inherited() or (supervision.split() if supervision.can_split() else None)
     if isinstance(child, supervision.End):
-        if child.said is None and child.status <= 0:
-            how = f"was killed by {signal.Signals(-child.status).name}" if child.status else "ended with status 0"
+        if child.said is None:
+            killed = child.status < 0
+            how = (
+                f"was killed by {signal.Signals(-child.status).name}" if killed else f"ended with status {child.status}"
+            )
             print(f"CRASH  G1: the process {how} before it had a verdict", file=sys.stderr)
+            return 1  # whatever status the kernel chose
         return child.code
     status = 1
     try:

@@ -15,7 +15,7 @@ from parity.dtypes import Floats
 from parity.guard import OUTCOMES, Ended
 from parity.judging import verdict
 from parity.judging.fit import LIMITS, RUNS, Allowance, Fit, K, over_seeds
-from parity.judging.metrics import Metrics, explained_by, measure
+from parity.judging.metrics import Metrics, explained_by, is_measurable, measure
 from parity.judging.reference import Reference
 from parity.judging.spread import allowances
 from parity.judging.stages import emulate
@@ -178,7 +178,7 @@ Allowed = tuple[Allowance, Fit]
 
 
 def _allowances(trial: Trial, found: Mapping[str, np.ndarray]) -> dict[str, Allowed]:
-    """Of each output of the right shape; from more runs where one does not fit the contract."""
+    """Of each output that can be measured; from more runs where one does not fit the contract."""
     golden, contract = trial.reference.golden, trial.contract
     if not contract.sites and trial.op.magnitude is not None:
         return {}  # it does not say what is rounded
@@ -190,7 +190,7 @@ def _allowances(trial: Trial, found: Mapping[str, np.ndarray]) -> dict[str, Allo
         allowed = {
             name: (of, of.fit(name, found[name], trial.axes(name)))
             for name, of in allowances(taken, golden, contract.roundoff).items()
-            if found[name].shape == golden[name].shape
+            if is_measurable(found[name], golden[name])
         }
         fits = [fit for _, fit in allowed.values()]
         if all(fit.load <= 1 for fit in fits) or any(fit.sigmas > LIMITS[count] for fit in fits):
@@ -210,7 +210,7 @@ def _judge_output(
     golden = trial.reference.golden[judged.output]
     dtype, scale = trial.contract.dtype(judged.output), trial.scale(judged.output)
     bad_form = verdict.form(y, again, golden, dtype)
-    if bad_form and y.shape != golden.shape:
+    if bad_form and not is_measurable(y, golden):
         return replace(judged, verdict=bad_form)
     metrics = measure(y, golden, scale)
     unit, bound = scale.unit, judged.bound

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.dtypes import Floats, round_to
+from parity.dtypes import UNIT_ROUNDOFF, Floats, round_to
 
 REVISION = 1
 
@@ -73,6 +73,11 @@ class Metrics:
             return 0.0
         rows, columns = (np.diff(edges) for edges in _edges(shape))
         return float(np.average(np.square(self.tiles), weights=np.outer(rows, columns)))
+
+
+def is_measurable(y: np.ndarray, golden: Floats) -> bool:
+    """Whether an output can be measured against its golden: one of its shape, of floating point numbers."""
+    return y.shape == golden.shape and str(y.dtype) in UNIT_ROUNDOFF
 
 
 def explained_by(y: np.ndarray, golden: Floats) -> Floats:

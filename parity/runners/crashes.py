@@ -139,6 +139,7 @@ def _told(end: supervision.End, folder: Path) -> int:
     if end.said is None and (end.status <= 0 or found.nodeid):
         print(f"\n{items.message(found.outcome, found.reason, found.nodeid or 'pytest', found.log)}")
         print("parity: the run ended there, without a summary; with -n 1 (pytest-xdist) the other tests run as well")
+        return 1  # whatever status the kernel chose: of pytest's own, 5 says that there was no test
     return end.code
 
 

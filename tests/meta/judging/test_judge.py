@@ -168,6 +168,12 @@ def test_what_has_another_shape_is_not_measured_and_what_has_another_dtype_is(de
     assert (names.bound, names.outputs) == (0, {}) and 0 < names.seconds < 60
 
 
+@pytest.mark.parametrize("dtype", [bool, np.int32, np.complex64])
+def test_what_holds_no_floating_point_numbers_is_not_measured(dtype, device):
+    judged = judge(Trial(op(), CASE, "tpu", lambda x: kernel(x).astype(dtype)))
+    assert (judged.verdict.outcome, judged.metrics, judged.worst) == ("WRONG DTYPE", None, None)
+
+
 def test_an_output_without_elements_has_no_worst_one(device):
     empty = op(inputs=lambda case: {"x": Array((0, 8), "float32")})
     judged = judge(Trial(empty, CASE, "tpu", lambda x: third(x)))

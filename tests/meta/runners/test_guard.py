@@ -173,13 +173,18 @@ def test_a_dying_job_costs_that_job_alone():
     }  # fmt: skip
 
 
-def test_a_run_that_a_kernel_ends_is_not_green(project):
+@pytest.mark.parametrize("status", [0, 5])
+def test_a_run_that_a_kernel_ends_is_not_green(status, project):
+    """Nor is it one without tests, which is what pytest's 5 says."""
     run = project()
-    run.replace("kernels.py", "def good(x):\n", "def good(x):\n    x.shape[0] == 3 and __import__('os')._exit(0)\n")
+    ends = f"x.shape[0] == 3 and __import__('os')._exit({status})"
+    run.replace("kernels.py", "def good(x):\n", f"def good(x):\n    {ends}\n")
     done = run("-q", "-k", "test_agrees")
     assert done.returncode == 1
     case = r"'?test_double.py::test_agrees\[double-M3_N5-f32-s0\]'?"
-    assert re.search(f"CRASH  G1: ended with status 0   {case}\nrerun: pytest -n0 {case}", done.stdout), done.stdout
+    assert re.search(f"CRASH  G1: ended with status {status}   {case}\nrerun: pytest -n0 {case}", done.stdout), (
+        done.stdout
+    )
 
 
 def test_a_limit_is_kept_without_workers(project):
