@@ -19,7 +19,8 @@ SECONDS = 300  # that a command may take
 
 def environment() -> dict[str, str]:
     """The environment without what it tells the pytest that runs this test: its options, and which worker it is."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PARITY_"))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PARITY_"))}
+    return kept | {"PYTHONDONTWRITEBYTECODE": "1"}  # of a module that a test edits within a second, it would be stale
 
 
 class Forks:
