@@ -1,7 +1,7 @@
-"""A process that has loaded JAX and pytest and forks for each command: importing them takes longer than most commands.
+"""A process that has loaded JAX, torch and pytest and forks for each command: to import them takes longer than most.
 
 Run as a script, it reads requests as JSON lines and answers each with the exit status of the child and the processor
-seconds that it took. Nothing of ours, no plugin of pytest and no GPU framework is loaded before the fork.
+seconds that it took. Nothing of ours, no plugin of pytest and no Triton is loaded before the fork.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from pathlib import Path
 LOADED = (
     "numpy", "scipy.special", "ml_dtypes", "fsspec", "filelock", "jinja2", "rich.table", "rich.console", "pytest",
     "jax", "jax.numpy", "jax.experimental.pallas", "jax.experimental.xla_metadata", "jax.interpreters.mlir",
+    "torch",
 )  # fmt: skip
 
 
@@ -24,7 +25,7 @@ def serve() -> dict | None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for name in LOADED:
-        with contextlib.suppress(ImportError):  # a host that lacks JAX
+        with contextlib.suppress(ImportError):  # a host that lacks JAX or torch
             importlib.import_module(name)
     gc.freeze()  # no page of it is copied because a collection marks it
     for line in sys.stdin:
