@@ -19,7 +19,9 @@ from parity.op import Backend, Inputs
 EMULATED = "emulated"
 """The device kind of everything that no accelerator computed."""
 
-INTERPRETED = "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false"
+INTERPRETED = (
+    "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
 """XLA's flags where Pallas kernels are interpreted: each runs a few times, and compiling takes 0.6 of the time."""
 
 MAPPINGS = 30_000
