@@ -9,7 +9,7 @@ from cpu_golden.gmm import gmm, tgmm
 from parity import Array, Case, Contract, Expected, Groups, Op, abs_of
 from parity.inputs import GROUPS
 from parity.op import Backend, Inputs
-from tests.matrix.models import MODELS
+from tests.matrix.models import GPT_OSS_120B, MODELS
 from tests.matrix.ops import one_in, op
 
 MXU_DEPTH, MMA_DEPTH = 128, 16  # as `parity.backends.emulation` documents them
@@ -166,6 +166,11 @@ def representative(c: Case) -> bool:
     return c.tier == "smoke" and c.groups == "zipf" and not dict(c.options).get("transpose_rhs")
 
 
+def compared(c: Case) -> bool:
+    """One case, in bfloat16: its runs take a third of the time of float32's."""
+    return representative(c) and c.dtype == BF16
+
+
 def a_row_or_two_each(c: Case) -> bool:
     """Whether most groups that have rows have no more than two: tgmm sums over rows."""
     return c.groups == "ones" or (c.groups, c.M) == ("zipf", 1) or (c.G == 64 and c.groups in ("zipf", "short"))
@@ -195,13 +200,13 @@ DEFAULTS = dict(transpose_rhs=False, existing_out=False, shard=None, tiling=None
 
 _GMM = grouped(
     gmm,
-    representative=representative,
+    representative=compared,
     expected=(Expected(lambda c: c.dtype == F32 and c.K == 1, "LOSS", SHORT_SUMS),),
     defaults=DEFAULTS,
 )
 _TGMM = grouped(
     tgmm,
-    representative=representative,
+    representative=compared,
     expected=(
         Expected(lambda c: c.dtype == F32 and a_row_or_two_each(c), "LOSS", SHORT_SUMS),
         Expected(lambda c: (c.dtype, c.out) == (F16, F32) and tens_of_rows_each(c), "LOSS", NO_FLOAT16),
@@ -223,6 +228,7 @@ EMPTY = [
     dict(M=64, K=64, N=64, G=0),
 ]
 SHARD = [dict(M=200, K=130, N=96, G=2)]
+SHARDS = [(0, 8), (3, 8), (6, 8)]
 SQUARE = [dict(M=200, K=128, N=128, G=4)]  # where a forgotten transpose still fits
 LONG_TILES = [(512, 128, 128), (512, 512, 512)]  # in blocks of rows and columns, and whole where they are one group's
 LONG_GROUPS = [dict(M=1300, K=200, N=320, G=5)]
@@ -251,7 +257,7 @@ def models(op: Op) -> tuple[Case, ...]:
     for model in MODELS:
         shape = dict(M=256, K=model.hidden if op.name == "gmm" else model.hidden // 8, N=128, G=8)
         held = (model.experts // 4, model.experts) if model.experts > 8 else None
-        cases += op.grid([shape], dtype=[BF16], shard=[held])
+        cases += op.grid([shape], dtype=[BF16], shard=[held], tier="default" if model is GPT_OSS_120B else "full")
         cases += op.grid([shape], dtype=[(BF16, F32)], shard=[held], model=model.name, tier="full")
     return cases
 
@@ -262,30 +268,39 @@ def with_cases(op: Op) -> Op:
     small = dict(tiling=[SMALL_TILES])
     parts = [
         op.grid(SMALL, dtype=[F32, BF16], groups=["zipf", "empty_middle", "short"], tier="smoke", **small, **flags),
-        op.grid(SMALL, dtype=[F32], groups=PATTERNS, **small),
-        one_in(3, op.grid(SMALL, dtype=[BF16, (BF16, F32)], groups=PATTERNS, **small, **flags)),
-        one_in(4, op.grid(SMALL, dtype=[F32], groups=PATTERNS, **small, **flags)),
-        one_in(2, op.grid(SMALL, dtype=[F16, (F16, F32)], groups=["zipf", "short", "none"], **small)),
-        one_in(2, op.grid(EDGES + ONE_GROUP, dtype=[F32], groups=["straddle"])),
-        one_in(5, op.grid([s for s in EDGES if s["K"] == 130], dtype=[BF16], groups=["straddle", "zipf"])),
+        op.grid(SMALL, dtype=[BF16], groups=PATTERNS, **small),
+        op.grid(SMALL, dtype=[F32], groups=["straddle", "one_hot", "none"], **small),
+        op.grid(SMALL, dtype=[(F16, F32), (BF16, F32)], groups=["short", "straddle"], **small),
+        op.grid(SMALL, dtype=[F32], data=DISTRIBUTIONS[1:], groups=["short"], **small),
+        op.grid(SMALL, dtype=[(BF16, F32)], data=["one_signed", "nonfinite", *TRAINED], groups=["short"], **small),
+        one_in(3, op.grid(SMALL, dtype=[BF16], existing_out=[True], groups=PATTERNS, **small), first=1),
+        op.grid(SMALL, dtype=[F16], existing_out=[True], groups=["zipf", "ones"], **small),
+        op.grid(SHARD, dtype=[F32], shard=SHARDS[1:], existing_out=[True], groups=["zipf", "straddle"], **small),
+        op.grid(SHARD, dtype=[BF16], shard=SHARDS[:2], groups=["empty_runs", "short"], **small),
+        one_in(7, op.grid(EDGES, dtype=[F32], groups=["straddle"])),  # M, K and N of both, all three and all three
+        one_in(6, op.grid(ONE_GROUP, dtype=[F32], groups=["straddle"]), first=4),
+        op.grid(EDGES[3:4], dtype=[BF16], groups=["straddle"]),
         one_in(3, op.grid(EMPTY, dtype=[F32, BF16], existing_out=[False, True], groups=["balanced"])),
-        one_in(4, op.grid(
-            SHARD, dtype=[F32, BF16], shard=[(0, 8), (3, 8), (6, 8)], existing_out=[False, True],
-            groups=["zipf", "empty_runs", "short"], **small,
-        )),
-        one_in(2, op.grid(
-            SMALL, dtype=[BF16, F32, F16], existing_out=[True],
-            groups=["zipf", "none", "one_hot", "straddle", "ones"], **small,
-        )),
-        op.grid(SMALL, dtype=[F32], data=DISTRIBUTIONS, groups=["short"], **small),
-        one_in(5, op.grid(SMALL, dtype=[(BF16, F32), BF16], data=DISTRIBUTIONS, groups=["short"], **small)),
-        op.grid(SMALL, dtype=[(BF16, F32)], data=TRAINED, groups=["short"], **small),
-        one_in(2, op.grid(SMALL, dtype=[F32, BF16], tiling=SOME_TILES, groups=["straddle"])),
-        op.grid(SQUARE, dtype=[F32, BF16], groups=["straddle"], **flags),
-        op.grid(LONG_GROUPS, dtype=[F32, (BF16, F32)], tiling=LONG_TILES, groups=["straddle"]),
-        op.grid(LONG_GROUPS, dtype=[BF16], tiling=LONG_TILES, existing_out=[True], groups=["short"]),
-        one_in(3, op.grid(MANY_GROUPS, dtype=[F32, BF16], groups=["zipf", "ones", "empty_runs", "short"])),
+        op.grid(SMALL, dtype=[F32], tiling=[(100, 130, 90)], groups=["straddle"]),
+        op.grid(SMALL, dtype=[BF16], tiling=[(32, 256, 128), (256, 512, 256)], groups=["straddle"]),
+        op.grid(SQUARE, dtype=[BF16], groups=["straddle"], **flags),
+        op.grid(LONG_GROUPS, dtype=[(BF16, F32)], tiling=LONG_TILES[1:], groups=["straddle"]),
+        op.grid(LONG_GROUPS, dtype=[BF16], tiling=LONG_TILES[:1], existing_out=[True], groups=["short"]),
+        op.grid(MANY_GROUPS, dtype=[F32], groups=["zipf", "short"]),
         models(op),
+        # What full adds: the same in every dtype …
+        op.grid(SMALL, dtype=[F32, BF16, (BF16, F32), F16, (F16, F32)], groups=PATTERNS, tier="full", **small, **flags),
+        op.grid(SMALL, dtype=[BF16, F32, F16], existing_out=[True], groups=PATTERNS, tier="full", **small),
+        op.grid(SMALL, dtype=[F32, (BF16, F32), BF16], data=DISTRIBUTIONS, groups=["short"], tier="full", **small),
+        op.grid(EDGES, dtype=[BF16], groups=["straddle", "zipf"], tier="full"),
+        op.grid(SHARD, dtype=[F32, BF16], shard=SHARDS, existing_out=[False, True],
+                groups=["zipf", "empty_runs", "short"], tier="full", **small),
+        op.grid(SMALL, dtype=[F32, BF16], tiling=SOME_TILES, groups=["straddle"], tier="full"),
+        op.grid(SQUARE, dtype=[F32], groups=["straddle"], tier="full", **flags),
+        op.grid(LONG_GROUPS, dtype=[F32, (BF16, F32)], tiling=LONG_TILES, groups=["straddle"], tier="full"),
+        op.grid(LONG_GROUPS, dtype=[BF16], tiling=LONG_TILES, existing_out=[True], groups=["short"], tier="full"),
+        op.grid(MANY_GROUPS, dtype=[F32, BF16], groups=["zipf", "ones", "empty_runs", "short"], tier="full"),
+        # … and every option with every other.
         op.grid(LARGE, dtype=DTYPES, groups=["zipf", "short"], tier="full", **flags),
         op.grid(CROSSED, dtype=DTYPES, existing_out=[False, True], groups=PATTERNS, tier="full", **small, **flags),
         op.grid(
@@ -294,7 +309,7 @@ def with_cases(op: Op) -> Op:
         ),
         op.grid(CROSSED, dtype=DTYPES, data=DISTRIBUTIONS + TRAINED, groups=["short"], tier="full", **small, **flags),
         op.grid(
-            SHARD, dtype=[F32, (BF16, F32)], data=["poison", "nonfinite"], shard=[(0, 8), (3, 8), (6, 8)],
+            SHARD, dtype=[F32, (BF16, F32)], data=["poison", "nonfinite"], shard=SHARDS,
             groups=["zipf"], tier="full", **small,
         ),
     ]  # fmt: skip

@@ -219,6 +219,7 @@ def with_gemm_cases(op: Op) -> Op:
     forward = dict(ragged=FORWARD, tiling=[SMALL_TILES])
     backward = dict(ragged=BACKWARD, tiling=[ROW_TILES])
     mxfp8 = [(E4M3, F32)]
+    in_swizzled = dict(scale_layout=["swizzled"], shard=[(3, 8)], existing_out=[True])
     parts = [
         op.grid([SMALL], dtype=[(E4M3, F32), (E4M3, BF16)], groups=["straddle"], tier="smoke", **forward),
         op.grid([ROWS], dtype=[(E4M3, F32)], groups=["straddle"], tier="smoke", **backward),
@@ -227,17 +228,21 @@ def with_gemm_cases(op: Op) -> Op:
         op.grid([ODD_M], dtype=mxfp8, scales=["steps"], groups=["straddle"], **backward),
         op.grid([SMALL], dtype=mxfp8, data=["one_signed", "poison", "residuals"], groups=["short"], **forward),
         op.grid([ROWS], dtype=mxfp8, data=["one_signed", "poison", "correlated"], groups=["short"], **backward),
-        op.grid([SHARD_ROWS], dtype=[(E4M3, BF16)], groups=["empty_first"], **backward),
-        op.grid([SHARD], dtype=mxfp8, shard=[(3, 8)], existing_out=[True], groups=["zipf"], **forward),
-        op.grid([SHARD_ROWS], dtype=mxfp8, shard=[(3, 8)], existing_out=[True], groups=["zipf"], **backward),
-        op.grid([SHARD], dtype=mxfp8, scale_layout=["swizzled"], groups=["short"], **forward),
-        op.grid([SHARD_ROWS], dtype=mxfp8, scale_layout=["swizzled"], groups=["short"], **backward),
-        pairs(op, PAIRS[1:3], SHARD, groups=["straddle"], **forward),
-        model(op, GPT_OSS_120B, "contracting", GPT_OSS_120B.name, dtype=[(E4M3, F32)]),
+        op.grid([SHARD], dtype=mxfp8, groups=["zipf", "straddle"], **in_swizzled, **forward),
+        op.grid([SHARD_ROWS], dtype=[(E4M3, BF16)], groups=["zipf", "empty_first"], **in_swizzled, **backward),
+        pairs(op, PAIRS[2:3], SHARD, groups=["straddle"], **forward),
+        model(op, GPT_OSS_120B, "contracting", GPT_OSS_120B.name, dtype=[(E4M3, F32)], tier="full"),
         model(op, DEEPSEEK_V3, "contracting", dtype=[(E4M3, F32)], tier="full"),
         model(op, DEEPSEEK_V3, "lhs", dtype=[(E4M3, BF16)], tier="full"),
         model(op, GPT_OSS_120B, "lhs", GPT_OSS_120B.name, dtype=[(E4M3, F32)], tier="full"),
         # What full adds: everything against everything.
+        op.grid([SHARD_ROWS], dtype=[(E4M3, BF16)], groups=["empty_first"], tier="full", **backward),
+        op.grid([SHARD], dtype=mxfp8, shard=[(3, 8)], existing_out=[True], groups=["zipf"], tier="full", **forward),
+        op.grid([SHARD_ROWS], dtype=mxfp8, shard=[(3, 8)], existing_out=[True], groups=["zipf"], tier="full",
+                **backward),
+        op.grid([SHARD], dtype=mxfp8, scale_layout=["swizzled"], groups=["short"], tier="full", **forward),
+        op.grid([SHARD_ROWS], dtype=mxfp8, scale_layout=["swizzled"], groups=["short"], tier="full", **backward),
+        pairs(op, PAIRS[1:2], SHARD, groups=["straddle"], tier="full", **forward),
         pairs(op, PAIRS + PLAIN_PAIRS, SMALL, groups=["zipf"], transpose_rhs=[False, True], tier="full", **forward),
         pairs(op, PAIRS + PLAIN_PAIRS, ROWS, groups=["zipf"], tier="full", **backward),
         op.grid([SMALL], dtype=mxfp8, groups=PATTERNS, existing_out=[False, True], tier="full", **forward),
