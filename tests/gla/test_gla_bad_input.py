@@ -135,7 +135,14 @@ FUNCTION = pytest.mark.parametrize(
 )
 
 
-@FUNCTION
+@pytest.mark.parametrize(
+    ("package", "module", "form", "passes"),
+    [
+        pytest.param(*names, id=f"{names[0]}-{names[2]}_{names[1]}{names[3]}", marks=[pytest.mark.full] * compiled)
+        for names in FUNCTIONS
+        for compiled in [names[0] == "tpu_kernels" and names[1:] != ("simple_gla", "chunk", "_fwd")]
+    ],
+)
 def test_the_good_arguments_are_good(package, module, form, passes):
     arguments = PACKED_TENSORS | PACKED_GATES[module] | (PACKED_GRADS if passes == "_bwd" else {})
     result = call(package, f"{form}_{module}{passes}", arguments | dict(cu_seqlens=i32(0, 3, 3, 8)))

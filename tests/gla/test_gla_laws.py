@@ -74,15 +74,20 @@ def offsets(lengths: tuple[int, ...]) -> np.ndarray:
 
 
 def params() -> list[Any]:
-    """Every kernel once in float32 on one of its routes, in the default tier; all else in the full one."""
+    """Every kernel once in float32 on one of its routes, in the default tier; all else in the full one.
+
+    Of the recurrent ones forward with a gate per channel and backward with one per step, which share their kernels.
+    """
     both, gamma, plain = dict(gates=["both"]), dict(gates=["gamma"]), {}
     fused, unfused = dict(route=["fused"]), dict(route=["unfused"])
     table = [
         (CHUNK_SIMPLE_GLA, dict(chunk=[16]), [both | fused], [both | unfused, gamma | fused, gamma | unfused]),
         (FUSED_CHUNK_SIMPLE_GLA, dict(chunk=[16]), [], [both]),
-        (FUSED_RECURRENT_SIMPLE_GLA, {}, [both], [gamma, both | dict(reverse=[True])]),
+        (FUSED_RECURRENT_SIMPLE_GLA[1:], {}, [both], [gamma, both | dict(reverse=[True])]),
+        (FUSED_RECURRENT_SIMPLE_GLA[:1], {}, [], [both, gamma, both | dict(reverse=[True])]),
         (CHUNK_GLA, dict(chunk=[32]), [unfused], [fused]),
-        (FUSED_RECURRENT_GLA, {}, [plain], [dict(reverse=[True])]),
+        (FUSED_RECURRENT_GLA[:1], {}, [plain], [dict(reverse=[True])]),
+        (FUSED_RECURRENT_GLA[1:], {}, [], [plain, dict(reverse=[True])]),
     ]
     found = []
     for passes, common, usual, more in table:
@@ -90,7 +95,7 @@ def params() -> list[Any]:
             for dtype in (F32, BF16):
                 tier = "default" if dtype == F32 and options in usual else "full"
                 for op in passes:
-                    shape = dict(B=1, T=TOTAL, **SIZES, N=len(PACKED))
+                    shape = dict(B=1, T=TOTAL, **SIZES, N=len(PACKED)) | (dict(H=1) if op in CHUNK_GLA else {})
                     (case,) = op.grid([shape], dtype=[dtype], h0=[True], ht=[True], **common, **options)
                     for backend in FRAMEWORK:
                         marks = [getattr(pytest.mark, name) for name in (backend, tier) if name != "default"]
@@ -360,13 +365,17 @@ def differentiated(target: str) -> Callable[..., Gradients]:
 
 
 def backward_params() -> list[Any]:
-    usual = (CHUNK_SIMPLE_GLA[1], CHUNK_GLA[1], FUSED_RECURRENT_SIMPLE_GLA[1])
+    """On a TPU all share what makes them differentiable."""
+    usual = {
+        "tpu": (CHUNK_SIMPLE_GLA[1],),
+        "gpu": (CHUNK_SIMPLE_GLA[1], CHUNK_GLA[1], FUSED_RECURRENT_SIMPLE_GLA[1]),
+    }
     return [
         pytest.param(op, backend, id=f"{backend}-{op.name}", marks=[getattr(pytest.mark, mark) for mark in marks])
         for op in GATED_LINEAR_ATTENTION
         if op.name.endswith("_bwd")
         for backend in FRAMEWORK
-        for marks in [(backend,) if op in usual else (backend, "full")]
+        for marks in [(backend,) if op in usual[backend] else (backend, "full")]
     ]
 
 
@@ -393,8 +402,7 @@ def schedules() -> list[Any]:
             for chunk in (64, 128, 256):
                 for dtype in (F32, BF16):
                     for backend in FRAMEWORK:
-                        passes = {64: CHUNK_SIMPLE_GLA[:1], 128: CHUNK_SIMPLE_GLA, 256: ()}
-                        some = (layers, heads, dtype) == (20, 16, F32) and op in passes[chunk]
+                        some = (layers, heads, dtype, chunk) == (20, 16, F32, 128)
                         name = f"{backend}-{op.name}-{layers}_layers-H{heads}-chunk{chunk}-{dtype}"
                         for full in (False, True) if some else (True,):
                             marks = [getattr(pytest.mark, backend)] + [pytest.mark.full] * full

@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.gpu, interpreted]
 H, T = 2, 20
 BLOCKS = (16, 4)  # rows: of chunks of 16
 PAIRS, TRIANGLES = sum(n * n for n in BLOCKS), sum(n * (n + 1) for n in BLOCKS)  # those with themselves in both
-SIZES = [(16, 16), (20, 20), (40, 20)]  # K and V: a tile exactly, part of one, and two tiles of K
+# K and V: a tile exactly, part of one, and two tiles of K, one of them in part
+SIZES = [(16, 16), pytest.param(20, 20, marks=pytest.mark.full), (40, 20)]
 
 
 def marked(module, form, direction, k, v, steps=T, **options):
@@ -75,7 +76,9 @@ def test_a_chunked_backward_pass_shows_what_there_is(module, k, v, fused):
     assert marked(module, "chunk", "bwd", k, v, chunk_size=16, fused=fused) == expected
 
 
-@pytest.mark.parametrize(("k", "v", "steps"), [(16, 16, T), (20, 20, T), (80, 72, 3)])
+@pytest.mark.parametrize(
+    ("k", "v", "steps"), [(16, 16, T), pytest.param(20, 20, T, marks=pytest.mark.full), (80, 72, 3)]
+)
 @pytest.mark.parametrize("module", [simple_gla, gla])
 def test_a_recurrent_pass_shows_what_there_is(module, k, v, steps):
     """Tiles of 32 of the largest: forward of V, backward of K. Backward the states twice, and the decays thrice."""

@@ -23,8 +23,8 @@ PACKED = dict(B=1, T=70, H=2, K=16, V=24, N=5)
 # the op, its gates, the shape, and by which route
 SMALL = [
     (CHUNK_SIMPLE_GLA[0], dict(gates=["both"]), PACKED, "fused"),
-    (CHUNK_SIMPLE_GLA[0], dict(gates=["gamma"]), PACKED, "unfused"),
-    (CHUNK_SIMPLE_GLA[1], dict(gates=["both"]), ROWS, "fused"),
+    pytest.param(CHUNK_SIMPLE_GLA[0], dict(gates=["gamma"]), PACKED, "unfused", marks=pytest.mark.full),
+    pytest.param(CHUNK_SIMPLE_GLA[1], dict(gates=["both"]), ROWS, "fused", marks=pytest.mark.full),
     (CHUNK_SIMPLE_GLA[1], dict(gates=["gamma"]), ROWS, "unfused"),
     (CHUNK_GLA[1], {}, ROWS, "fused"),
 ]

@@ -109,6 +109,7 @@ STEPS, STEPS_PACKED = dict(B=2, T=3, H=2, K=80, V=72), dict(B=1, T=70, H=2, K=20
 
 
 def params():
+    """In the default tier batches by the fused route and packed sequences by the other."""
     for op in GATED_LINEAR_ATTENTION:
         recurrent = "recurrent" in op.name
         ways = dict(chunk=[16]) if "chunk" in op.defaults else {}
@@ -117,7 +118,8 @@ def params():
         shapes = (STEPS, STEPS_PACKED) if recurrent else (CHUNKED, PACKED)
         for shape in shapes if not op.name.startswith("fused_chunk") else ():
             for case in op.grid([shape], dtype=[F32], h0=[True], ht=[True], **ways):
-                yield pytest.param(op, case, id=case.id)
+                other = dict(case.options).get("route") == ("fused" if "N" in dict(case.dims) else "unfused")
+                yield pytest.param(op, case, id=case.id, marks=[pytest.mark.full] * other)
 
 
 @pytest.mark.gpu

@@ -41,7 +41,7 @@ PACKED = dict(B=1, T=70, H=2, K=16, V=24, N=5)
 SEVERAL_TILES = dict(B=1, T=70, H=1, K=300, V=24, N=3)  # of keys and, backward, of rows
 LOOPS = [
     (CHUNK_SIMPLE_GLA[1], PACKED, dict(gates=["both"], chunk=[16], route=["fused"])),
-    (CHUNK_GLA[1], PACKED, dict(chunk=[16], route=["fused"])),
+    pytest.param(CHUNK_GLA[1], PACKED, dict(chunk=[16], route=["fused"]), marks=pytest.mark.full),
     (FUSED_RECURRENT_SIMPLE_GLA[0], SEVERAL_TILES, dict(gates=["both"])),
     (FUSED_RECURRENT_GLA[1], SEVERAL_TILES, {}),
 ]
