@@ -151,7 +151,7 @@ def test_a_users_interrupt_is_no_crash():
 def test_every_command_names_a_kernel_that_exits(command, monkeypatch, capsys):
     pytest.importorskip("jax")
     monkeypatch.setattr(trial, "load_kernel", lambda target: lambda **arguments: sys.exit(0))
-    assert cli.main(["--root", str(ROOT), command, "gmm-M300_K200_N160_G6-f32-tiling64x128x128-zipf-s0"]) == 1
+    assert cli.main(["--root", str(ROOT), command, "gmm-M9_K5_N7_G3-f32-tiling16x128x128-zipf-s0"]) == 1
     assert "CRASH" in (printed := capsys.readouterr().out) and "SystemExit" in printed
 
 
