@@ -299,6 +299,9 @@ def test_there_are_enough_of_both():
     assert len(REGIONS.keys() & {(p.values[0].backend, p.values[1], p.values[0].name) for p in LOGIC}) == len(REGIONS)
 
 
+SMALL = "gmm-M150_K120_N96_G6-f32-tiling64x128x128-zipf-s0"
+
+
 def field_of(op, case, roundings, factor=1.0):
     """The field of a kernel that makes these roundings of the golden, its error `factor` times as large."""
     expected = reference(op, case)
@@ -308,8 +311,7 @@ def field_of(op, case, roundings, factor=1.0):
 
 
 def test_the_smallest_set_is_found_jointly_and_by_its_signs():
-    op = OP["gmm"]
-    case = next(case for case in op.cases if f32(case))
+    op, case = matrix.find(OPS, SMALL)
     both = Rounding("lhs", "bfloat16"), Rounding("rhs", "bfloat16 cut")
     found = attribute(Trial(op, case, "gpu"), "out", {"out": field_of(op, case, both)})
     assert set(found.roundings) == set(both)
@@ -374,8 +376,7 @@ def test_three_passes_leave_out_the_product_of_second_pieces(passes, first_piece
 
 @pytest.mark.gpu
 def test_a_record_says_which_rounding_is_likely(tmp_path):
-    op = OP["gmm"]
-    case = next(case for case in op.cases if f32(case))
+    op, case = matrix.find(OPS, SMALL)
 
     def recorded(kernel):
         trial = Trial(op, case, "gpu", kernel)
