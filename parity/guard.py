@@ -34,6 +34,7 @@ FRAMES = 6
 """Frames of a traceback that are shown: the innermost ones that are not a framework's."""
 FORKED = 70
 """The status of a copy of this process that a kernel forked, and that came back from it."""
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OWN = str(Path(__file__).parent)
 
 T = TypeVar("T")
@@ -98,21 +99,22 @@ def _ended(error: BaseException) -> Ended:
 def _interrupts() -> Iterator[list[int]]:
     """The signals that come meanwhile: a KeyboardInterrupt without one is the kernel's own."""
     came: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield came
-        return
+    before: dict[int, Callable[..., Any]] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: handler for number in _ENDING if callable(handler := signal.getsignal(number))}
 
     def interrupt(number: int, frame: Any) -> None:
         came.append(number)
-        before(number, frame)
+        before[number](number, frame)
 
-    signal.signal(signal.SIGINT, interrupt)
+    for number in before:
+        signal.signal(number, interrupt)
     try:
         yield came
     finally:
-        if signal.getsignal(signal.SIGINT) is interrupt:
-            signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            if signal.getsignal(number) is interrupt:
+                signal.signal(number, handler)
 
 
 # --- settings ---

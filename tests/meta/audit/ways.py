@@ -24,7 +24,7 @@ CHANGES = [
     "jax.config.update('jax_enable_x64', True)", "jax.enable_x64(True).__enter__()",
     "jax.config.update('jax_debug_nans', True)", "torch.set_default_dtype(torch.float64)",
     "torch.set_grad_enabled(False)", "torch.set_num_threads(7)",
-    "signal.signal(signal.SIGINT, signal.SIG_IGN)", "setattr(sys, 'stdout', None)",
+    "signal.signal(signal.SIGINT, signal.SIG_DFL)", "setattr(sys, 'stdout', None)",
     "ctypes.CDLL(None).fesetround(2048)",
 ]  # fmt: skip
 RETURNS = [

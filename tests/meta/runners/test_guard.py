@@ -142,9 +142,16 @@ def test_a_static_buffer_does_not_hide_that_results_vary():
     assert found.verdict.outcome == "NOT REPEATABLE"
 
 
-def test_a_users_interrupt_is_no_crash():
-    with pytest.raises(KeyboardInterrupt):
-        ending(lambda: signal.raise_signal(signal.SIGINT))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_users_interrupt_is_no_crash(number):
+    """SIGTERM as a supervised child has it; of a job in the background, where Ctrl-C is ignored, it is all there is."""
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ending(lambda: signal.raise_signal(number))
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize("command", ["explain", "stages", "shrink"])
