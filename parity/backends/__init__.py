@@ -138,8 +138,7 @@ def free_compiled_programs(*, finished: bool) -> None:
 
 def _mapped() -> int:
     try:
-        with Path("/proc/self/maps").open("rb") as maps:
-            return sum(1 for _ in maps)
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
     except OSError:  # not Linux
         return 0
 

@@ -286,13 +286,12 @@ def small_cases(op: Op, shape: Mapping[str, int], **options: Any) -> tuple[Case,
     """One shape in all kinds of data, which share a compiled kernel."""
     return (
         *op.grid([shape], dtype=[F32, BF16], tier="smoke", **STATES, **options),
-        *op.grid([shape], dtype=[F32], decay=["mixed"], **STATES, **options),
+        *op.grid([shape], dtype=[F32], decay=["mixed", "steep"], **STATES, **options),
         *op.grid([shape], dtype=[BF16], decay=["steep"], **STATES, **options),
         *in_one_pass(
             op,
             op.grid([shape], dtype=[F32], decay=["positive", "resets"], **STATES, **options),
             op.grid([shape], dtype=[F32], data=["cancellation", *TRAINED], **STATES, **options),
-            op.grid([shape], dtype=[F32], decay=["steep"], **STATES, **options),
         ),
     )
 

@@ -263,13 +263,14 @@ def with_gmm_cases(op: Op) -> Op:
     parts = [
         mixes(op, GMM_SMALL, [channels], dtype=[FP8, FP8_BF16], groups=["straddle"], tier="smoke", **small),
         mixes(op, GMM_SMALL, [ROW_CHANNEL], dtype=[(I8, F32)], groups=["straddle"], tier="smoke", **small),
+        mixes(op, GMM_MIX, [DEEPSEEK], dtype=[FP8], scales=["steps"], groups=["straddle"]),
         one_in(3, mixes(op, GMM_MIX, GMM_LAYOUTS, dtype=[FP8], scales=["steps"], groups=["straddle"]), first=2),
         # tpu-inference#2609: lhs is quantised in blocks of 512 whatever rhs has, every other scale of rhs is ignored
         mixes(op, GMM_LONG, [("1x512", "1x256x1")], dtype=[FP8], scales=["steps"], groups=["straddle"]),
         one_in(2, pairs(op, GMM_SMALL, PAIRS, [channels], groups=["straddle"], **small)),
         one_in(3, mixes(op, GMM_SMALL, [channels], dtype=[FP8_BF16], groups=PATTERNS, **small)),
         # Orientation: blocks and steps differ along K and N.
-        mixes(op, GMM_SQUARE, [("1x128", "1x64x32")], dtype=[FP8], scales=["steps"], transpose_rhs=[True],
+        mixes(op, GMM_SQUARE, [("1x128", "1x64x32"), DEEPSEEK], dtype=[FP8], scales=["steps"], transpose_rhs=[True],
               groups=["straddle"]),
         one_in(2, mixes(
             op, GMM_SHARD, [channels], dtype=[FP8], shard=SHARDS, existing_out=[True], groups=["zipf"], **small
@@ -298,8 +299,6 @@ def with_gmm_cases(op: Op) -> Op:
         model(op, DEEPSEEK_V3, dict(M=256, K=DEEPSEEK_V3.hidden, N=128), ROW_CHANNEL, dtype=[(I8, F32)], tier="full"),
         # What full adds: everything against everything.
         mixes(op, GMM_LONG, [("1x512", "1x256x1")], dtype=[(I8, F32)], scales=["steps"], groups=["straddle"],
-              tier="full"),
-        mixes(op, GMM_SQUARE, [DEEPSEEK], dtype=[FP8], scales=["steps"], transpose_rhs=[True], groups=["straddle"],
               tier="full"),
         mixes(op, GMM_SQUARE, [("1x128", "1x64x32")], dtype=[(I8, F32)], transpose_rhs=[True], groups=["zipf"],
               tier="full"),
@@ -346,6 +345,7 @@ def with_tgmm_cases(op: Op) -> Op:
     parts = [
         mixes(op, TGMM_SMALL, [COLUMNS], dtype=[FP8, FP8_BF16], groups=["straddle"], tier="smoke", **small),
         mixes(op, TGMM_SMALL, [("Mx1", "Mx1")], dtype=[(I8, F32)], groups=["straddle"], tier="smoke", **small),
+        mixes(op, TGMM_MIX, [COLUMNS], dtype=[FP8], scales=["steps"], groups=["straddle"]),
         one_in(3, mixes(op, TGMM_MIX, TGMM_LAYOUTS, dtype=[FP8], scales=["steps"], groups=["straddle"]), first=2),
         mixes(op, TGMM_LONG, [("512x1", "256x1")], dtype=[FP8], scales=["steps"], groups=["straddle"]),
         one_in(2, pairs(op, TGMM_SMALL, PAIRS, [COLUMNS], groups=["straddle"], **small), first=1),

@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def become(module: str, folder: str, arguments: list[str], environment: dict[str
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in the foreground
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -63,7 +63,7 @@ CHANGING = {
     "the environment (XLA_FLAGS)": lambda: os.environ.update(XLA_FLAGS=os.environ.get("XLA_FLAGS", "") + " "),
     "the working directory": lambda: os.chdir("/"),
     "the warnings' filters": lambda: warnings.simplefilter("error"),
-    "what signals do": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    "what signals do": lambda: signal.signal(signal.SIGINT, lambda *_: None),  # ignored of a job in the background
     "sys.path": lambda: sys.path.insert(0, "/"),
     "the recursion limit": lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1),
     "the garbage collector": gc.disable,
