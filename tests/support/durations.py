@@ -25,7 +25,7 @@ REASONS = {
     "tests/gla/test_gla_tpu.py": COMPILES,
     "tests/gmm/test_gmm_tpu.py": COMPILES,
     "tests/quantized_gmm/test_quantized_gmm_tpu.py": COMPILES,
-    "tests/mxfp8/test_mxfp8_tpu.py": COMPILES,
+    "tests/moe/test_moe_tpu.py": COMPILES,
     "tests/gla/test_gla_gpu.py": INTERPRETS,
     "tests/gmm/test_gmm_gpu.py": INTERPRETS,
     "tests/gmm/test_gmm_compile_tpu.py::test_compiles": "the TPU's compiler, and the schedules that it dumps",
@@ -33,6 +33,10 @@ REASONS = {
     "tests/quantized_gmm/test_quantized_gmm_compile_tpu.py::test_compiles": "as gmm's",
     "tests/quantized_gmm/test_quantized_gmm_compile_gpu.py::test_compiles": "as gmm's",
     "tests/families/test_families_schedule_tpu.py::test_representative_programs": "production shapes, compiled",
+    "tests/moe/test_moe_expert_parallel_tpu.py::test_eight_devices_give_what_one_does": "eight devices, and one, in JAX",
+    "tests/meta/cli/test_cli.py::test_the_table_has_a_line_for_each_model_whatever_crashes": "every model's line",
+    "tests/meta/debugging/test_shrink.py::test_a_planted_fault_is_reduced_and_its_script_shows_it": "a whole reduction",
+    "tests/meta/runners/test_long_runs.py::test_a_killed_run_is_resumed": "four runs with workers",
     "tests/meta/test_examples.py::test_example": "a virtual environment, and a pytest in it",
 }
 """Why a file, or a test function of one, takes longer."""
