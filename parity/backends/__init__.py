@@ -20,9 +20,10 @@ EMULATED = "emulated"
 """The device kind of everything that no accelerator computed."""
 
 INTERPRETED = (
-    "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 )
-"""XLA's flags where Pallas kernels are interpreted: each runs a few times, and compiling takes 0.6 of the time."""
+"""XLA's flags where Pallas kernels are interpreted: each runs a few times, and most of the time goes to compiling. From
+level 1 on a product and a sum become one FMA, which no TPU has: libtpu's code is vmul.f32 and vadd.f32."""
 
 MAPPINGS = 30_000
 """Memory mappings of a process from which on compiled programs are let go: Linux allows 65,530."""

@@ -233,3 +233,14 @@ def test_an_explicit_algorithm_is_emulated_or_left_to_jax():
     np.testing.assert_array_equal(got, model(lhs, rhs, "high"))
     with pytest.raises(ValueError, match="not supported by dot_general on CPU"):
         emulated("jit", lhs, rhs, lax.DotAlgorithmPreset.TF32_TF32_F32)
+
+
+def test_a_product_and_a_sum_are_rounded_each():
+    """No TPU fuses them. Here the product rounds to 1, and what an FMA would have kept of it is lost."""
+
+    def kernel(a, b, out):
+        out[...] = a[...] * b[...] - 1
+
+    a, b = (np.full((8, 128), 1 + sign * 2.0**-13, np.float32) for sign in (1, -1))
+    call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(a.shape, a.dtype), interpret=True)
+    assert not np.asarray(jax.jit(call)(a, b)).any()
