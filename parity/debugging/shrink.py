@@ -14,7 +14,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -279,11 +278,16 @@ def script(trial: Trial, shrunk: Shrunk, target: str = "") -> str:
     check = _check(trial, shrunk)
     for emulated in (False, True):
         text = _write(trial, shrunk, target, check, emulated)
-        with tempfile.TemporaryDirectory(prefix="parity-shrink-") as folder:
-            file = Path(folder, "script.py")
-            file.write_text(text, encoding="utf-8")
-            command = [sys.executable, str(file)]
-            done = subprocess.run(command, capture_output=True, text=True, env=_environment(), timeout=600, check=False)
+        done = subprocess.run(  # of no file, which a kill would leave behind
+            [sys.executable, "-"],
+            input=text,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            env=_environment(),
+            timeout=600,
+            check=False,
+        )
         if _shows(done, shrunk.failure, check):
             return text
     raise ValueError(f"a script must fail as {shrunk.case.id} does, this one does not: {done.stdout or done.stderr}")

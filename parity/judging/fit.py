@@ -244,7 +244,8 @@ class _Sums:
     def pairs(self, axis: str, names: Any, total: _Sums) -> list[Look]:
         """Each label where anything is to be seen, held to all others together."""
         freedom, _ = self.freedom
-        rest = _Sums(**{f.name: getattr(total, f.name) - getattr(self, f.name) for f in fields(self)})
+        # Of sums in another order the difference may be below 0.
+        rest = _Sums(**{f.name: np.maximum(getattr(total, f.name) - getattr(self, f.name), 0) for f in fields(self)})
         of_rest, _ = rest.freedom
         ratio, others = (np.sqrt(_over(x.found, x.expected)) for x in (self, rest))
         more = 1 + 1 / RUNS[-1]  # each side has a denominator of R runs as well
