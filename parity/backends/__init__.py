@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import sys
@@ -130,11 +131,13 @@ def free_compiled_programs(*, finished: bool) -> None:
     """Let go of every program that JAX has compiled: where its users have `finished`, or this process has many.
 
     Each program that XLA compiles for the CPU maps memory (a Pallas kernel in interpret mode about 110 times), and
-    beyond the `vm.max_map_count` of a process its compiler crashes.
+    beyond the `vm.max_map_count` of a process its compiler crashes. Their memory goes back to the system.
     """
     jax = sys.modules.get("jax")
     if jax and (finished or _mapped() > MAPPINGS):
         jax.clear_caches()
+        if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+            trim(0)  # glibc keeps what is freed: a third of a process that has compiled twenty scans
 
 
 def _mapped() -> int:
