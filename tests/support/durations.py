@@ -36,7 +36,7 @@ REASONS = {
     "tests/moe/test_moe_expert_parallel_tpu.py::test_eight_devices_give_what_one_does": "eight devices, and one",
     "tests/meta/cli/test_cli.py::test_the_table_has_a_line_for_each_model_whatever_crashes": "every model's line",
     "tests/meta/debugging/test_shrink.py::test_a_planted_fault_is_reduced_and_its_script_shows_it": "a whole reduction",
-    "tests/meta/ledger/test_ledger.py::test_a_killed_worker_loses_nothing_that_was_recorded_before": "two workers, twice",
+    "tests/meta/ledger/test_ledger.py::test_a_killed_worker_loses_nothing_that_was_recorded_before": "two workers",
     "tests/meta/runners/test_long_runs.py::test_a_killed_run_is_resumed": "four runs with workers",
     "tests/meta/test_examples.py::test_example": "a virtual environment, and a pytest in it",
 }
