@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from parity.runners.supervision import PASSED_ON
 from parity.words import said, shown
 
 OUTCOMES = ("CRASH", "OOM", "DIRTY")
@@ -34,7 +35,6 @@ FRAMES = 6
 """Frames of a traceback that are shown: the innermost ones that are not a framework's."""
 FORKED = 70
 """The status of a copy of this process that a kernel forked, and that came back from it."""
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OWN = str(Path(__file__).parent)
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ def _interrupts() -> Iterator[list[int]]:
     came: list[int] = []
     before: dict[int, Callable[..., Any]] = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: handler for number in _ENDING if callable(handler := signal.getsignal(number))}
+        before = {number: handler for number in PASSED_ON if callable(handler := signal.getsignal(number))}
 
     def interrupt(number: int, frame: Any) -> None:
         came.append(number)

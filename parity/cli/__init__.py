@@ -60,10 +60,9 @@ def console_main() -> int:
     child = supervision.inherited() or (supervision.split() if supervision.can_split() else None)
     if isinstance(child, supervision.End):
         if child.said is None:
-            killed = child.status < 0
-            how = (
-                f"was killed by {signal.Signals(-child.status).name}" if killed else f"ended with status {child.status}"
-            )
+            how = f"ended with status {child.status}"
+            if child.status < 0:
+                how = f"was killed by {signal.Signals(-child.status).name}"
             print(f"CRASH  G1: the process {how} before it had a verdict", file=sys.stderr)
             return 1  # whatever status the kernel chose
         return child.code

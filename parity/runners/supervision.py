@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-"""Signals to the parent that its child gets as well."""
+"""Signals by which a user ends a command: a child gets those to its parent as well."""
 FRAMEWORKS = ("jax", "torch", "triton")
 """What has threads or devices that no fork survives: with one of them loaded, the child is this command anew."""
 _INHERITED = "PARITY_SUPERVISED"
