@@ -53,7 +53,7 @@ def become(module: str, folder: str, arguments: list[str], environment: dict[str
     sys.argv[1:] = arguments
     from parity.runners import supervision
 
-    supervision.FRAMEWORKS = ()  # JAX is loaded here but has run nothing: this process may be forked once more
+    supervision.FRAMEWORKS = ()  # loaded here, they have run nothing: this process may be forked once more
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
