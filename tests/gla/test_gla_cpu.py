@@ -488,3 +488,12 @@ def test_pairs_of_steps_are_decayed_one_by_one_in_blocks_of_sixteen_and_by_halve
     call("chunk", "fwd", forward, stages=Stages(rounding))
     across = [(rows, 3) for half in halves for rows in half]
     assert exponents == [*((rows, rows, 3) for rows in pairs), *across, (t, 3), (t, 3)]
+
+
+def test_a_sum_up_to_a_row_has_that_rows_own_term():
+    """What kernels that take the sum before a row from the one up to it round: of what is written into a state."""
+    forward, backward = problem("gk", t=8)
+    seen = {}
+    stages = Stages(lambda site, x: seen.update({site: x}) or x)
+    call("chunk", "bwd", forward, **backward, stages=stages)
+    np.testing.assert_allclose(seen["up_to"], np.cumsum(seen["terms"], axis=-2), rtol=1e-13, atol=1e-13)

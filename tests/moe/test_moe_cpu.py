@@ -165,3 +165,13 @@ def test_rows_of_no_expert_are_zero():
     assert permuted.group_sizes.tolist() == [2, 0]
     assert permuted.slots.ravel().tolist() == [0, 1, -1]
     assert permuted.rows.tolist() == [[1] * 4, [1] * 4, [0] * 4]
+
+
+def test_a_logit_that_is_nan_is_larger_than_all_others():
+    """As JAX's and torch's top_k have it; so its token is not a number, and no other."""
+
+    def spoilt(site, x):
+        return np.where(np.arange(x.size).reshape(x.shape) == x.shape[1] + 2, np.nan, x) if site == "logits" else x
+
+    out = moe_layer(**weights_of(), top_k=1, stages=Stages(spoilt))
+    assert np.isnan(out).all(axis=1).tolist() == np.isnan(out).any(axis=1).tolist() == [n == 1 for n in range(10)]

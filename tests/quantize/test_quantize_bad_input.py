@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from op_arguments.quantize import check_scale
 from parity.interop import to_jax
 from tests.support.bad_input import f16, f32, fp8, i8, refusals, with_values
 
@@ -69,3 +70,9 @@ def test_infinities_saturate_where_values_cannot_be_seen():
     expected = golden.fp8_quantize(x, 1, 32, check_finite=False)
     assert np.asarray(traced.qvalue).tobytes() == expected.qvalue.tobytes()
     assert np.asarray(traced.scale).tobytes() == expected.scale.tobytes()
+
+
+def test_nothing_has_blocks_of_one():
+    """As many scales as there are elements, none, or one: no block is empty."""
+    for parts in (0, 1):
+        assert check_scale("scale", f32(parts, 3), "qvalue", (0, 3)) == (1, 1)
