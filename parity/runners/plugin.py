@@ -34,13 +34,20 @@ _RECORDER = pytest.StashKey[Recorder | None]()
 _ENTRY = "parity-report"
 
 
-def cases(*ops: Op, backend: Backend, data: str | None = None, compared: bool = False) -> Callable[[Test], Test]:
+def cases(
+    *ops: Op,
+    backend: Backend,
+    data: str | None = None,
+    where: Callable[[Case], bool] | None = None,
+    compared: bool = False,
+) -> Callable[[Test], Test]:
     """Run a test once for every case of `ops` on a backend, through its `run` argument.
 
-    `data` replaces the cases' own distribution; cases that then coincide run once. `compared`: the test compares the
-    backends, over many seeds; outside the full tier only the cases do that are `representative` of their op.
+    `data` replaces the cases' own distribution; cases that then coincide run once. `where`: the other cases run in the
+    full tier alone. `compared`: the test compares the backends, over many seeds; outside the full tier only the cases
+    do that are `representative` of their op.
     """
-    return pytest.mark.parity_cases(ops, backend=backend, data=data, compared=compared)
+    return pytest.mark.parity_cases(ops, backend=backend, data=data, where=where, compared=compared)
 
 
 class Run:
@@ -264,7 +271,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if marker is None:
         return
     (ops,) = marker.args
-    backend, data, compared = (marker.kwargs[name] for name in ("backend", "data", "compared"))
+    backend, data, where, compared = (marker.kwargs[name] for name in ("backend", "data", "where", "compared"))
     if strangers := [op.name for op in ops if op not in _matrix(metafunc.config)]:
         raise pytest.UsageError(f"{metafunc.definition.nodeid}: {', '.join(strangers)} is not in the matrix's OPS")
     chosen: dict[str, Any] = {}
@@ -273,7 +280,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for case in op.cases:
             drawn = case.with_seed(metafunc.config.getoption("--parity-seed"))
             drawn = drawn if data is None else drawn.with_data(data)
-            tier = case.tier
+            tier = case.tier if where is None or where(case) else "full"
             if compared and tier != "full":
                 tier = "default" if op.representative(case) else "full"
             marks = [getattr(pytest.mark, name) for name in (backend, tier) if name != "default"]

@@ -54,6 +54,11 @@ def is_recurrent(c: Case) -> bool:
     return "recurrent" in c.op
 
 
+def has_usual_decay(c: Case) -> bool:
+    """Of integer data every decay is 0 or 1, whatever the pattern: they say nothing more of another one."""
+    return c.decay == "sigmoid"
+
+
 def is_packed(c: Case) -> bool:
     return "N" in dict(c.dims)
 
