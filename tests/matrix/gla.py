@@ -1,6 +1,5 @@
 """The gated linear attentions: their cases, how their inputs are drawn, what their kernels promise."""
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -13,7 +12,7 @@ from parity import Array, Case, Contract, Expected, Gates, Offsets, Op
 from parity.op import Backend, Inputs
 from tests.matrix.gmm import BF16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED
 from tests.matrix.models import GLA_1B, RING_LINEAR
-from tests.matrix.ops import is_backward, one_in, op
+from tests.matrix.ops import in_turn, is_backward, op
 
 PIECE = 8  # products that a float32 dot of the GPU's chunked kernels sums one after the other; it adds these in float64
 
@@ -298,28 +297,27 @@ def small_cases(op: Op, shape: Mapping[str, int], **options: Any) -> tuple[Case,
     """One shape in all kinds of data, which share a compiled kernel."""
     return (
         *op.grid([shape], dtype=[F32, BF16], tier="smoke", **STATES, **options),
-        *op.grid([shape], dtype=[F32], decay=["mixed", "steep"], **STATES, **options),
-        *op.grid([shape], dtype=[BF16], decay=["steep"], **STATES, **options),
+        *op.grid([shape], dtype=[F32], decay=["steep"], **STATES, **options),
         *in_one_pass(
             op,
             op.grid([shape], dtype=[F32], decay=["positive", "resets"], **STATES, **options),
             op.grid([shape], dtype=[F32], data=["cancellation", *TRAINED], **STATES, **options),
+            op.grid([shape], dtype=[F32], decay=["mixed"], **STATES, **options),
+            op.grid([shape], dtype=[BF16], decay=["steep"], **STATES, **options),
         ),
     )
 
 
 def in_one_pass(op: Op, *grids: tuple[Case, ...]) -> tuple[Case, ...]:
     """Cases that the default tier has in one pass alone, the forward and the backward one in turn."""
-    return one_in(2, tuple(itertools.chain(*grids)), first=int(op.name.endswith("_bwd")))
+    return in_turn(op.name.endswith("_bwd"), *grids)
 
 
 def with_simple_cases(op: Op) -> Op:
     """With the matrix of chunk_simple_gla, forward or backward."""
     parts = [
         small_cases(op, SMALL, chunk=[16]),
-        op.grid([SMALL], dtype=[BF16], data=["one_signed"], chunk=[16], **STATES),
-        op.grid([SMALL], dtype=[F32], gates=["both"], chunk=[32], route=["unfused"], **STATES),
-        op.grid([PACKED], dtype=[F32], gates=["both"], chunk=[16], lengths=["ragged", "zeros_and_ones"], **STATES),
+        op.grid([PACKED], dtype=[F32], gates=["both"], chunk=[16], lengths=["zeros_and_ones"], **STATES),
         in_one_pass(
             op,
             op.grid([SMALL], dtype=[F32], gates=["none"], scale=[0.5], chunk=[32]),
@@ -330,6 +328,9 @@ def with_simple_cases(op: Op) -> Op:
             op.grid([PACKED], dtype=[BF16], chunk=[32], lengths=["zeros_and_ones"], narrow_gates=[True],
                     route=["unfused"], **STATES),
             op.grid(EMPTY[1:2], dtype=[F32], **STATES),
+            op.grid([SMALL], dtype=[F32], gates=["both"], chunk=[32], route=["unfused"], **STATES),
+            op.grid([SMALL], dtype=[BF16], data=["one_signed"], chunk=[16], **STATES),
+            op.grid([PACKED], dtype=[F32], gates=["both"], chunk=[16], lengths=["ragged"], **STATES),
         ),
         # What full adds: everything against everything, long sequences, wide heads, ALiBi in many heads and layers.
         op.grid([SMALL], dtype=[F32], gates=["gamma", "both"], chunk=[32], **BOTH_WAYS, **STATES, tier="full"),
@@ -380,13 +381,13 @@ def with_per_channel_cases(op: Op) -> Op:
     """With the matrix of chunk_gla, forward or backward: a chunk has at least two blocks of 16 rows."""
     parts = [
         small_cases(op, SMALL_CHANNELS, chunk=[32]),
-        op.grid([SMALL_CHANNELS], dtype=[F32], chunk=[32], route=["unfused"], **STATES),
         op.grid([PACKED], dtype=[F32], chunk=[32], lengths=["zeros_and_ones"], **STATES),
         op.grid([FOUR_BLOCKS], dtype=[BF16], narrow_gates=[True], scale=[0.25]),
         in_one_pass(
             op,
             op.grid([SMALL_CHANNELS], dtype=[F32], chunk=[32], precision=["bf16x3"], **STATES),
             op.grid(EMPTY[1:2], dtype=[F32], **STATES),
+            op.grid([SMALL_CHANNELS], dtype=[F32], chunk=[32], route=["unfused"], **STATES),
         ),
         # What full adds: everything against everything, long sequences, many heads, wide heads.
         op.grid([SMALL_CHANNELS], dtype=[F32, BF16], h0=[False, True], ht=[False, True], **BOTH_WAYS, tier="full"),
@@ -413,15 +414,35 @@ def with_recurrent_cases(op: Op) -> Op:
     every_gate = dict(gates=["none", "g", "gamma", "both"]) if "gates" in op.defaults else {}
     last_gate = {name: choices[-1:] for name, choices in every_gate.items()}
     directions = dict(reverse=[False, True])
+    is_bwd = op.name.endswith("_bwd")
     decoded, model = (RING, RING_LINEAR) if "gates" in op.defaults else (GLA, GLA_1B)
     gamma = {name: choices[2:3] for name, choices in every_gate.items()}
     parts = [
         op.grid([STEPS], dtype=[F32, BF16], tier="smoke", **STATES),
         op.grid([STEPS], dtype=[F32], decay=["steep"], **STATES),
-        op.grid([STEPS], dtype=[F32], data=["residuals"], **STATES),
-        in_one_pass(op, op.grid([STEPS], dtype=[F32], reverse=[True], **last_gate, **STATES)),
-        op.grid([SEVERAL_TILES], dtype=[F32], scale=[0.25], **last_gate, **STATES),
-        op.grid([STEPS_PACKED], dtype=[F32], lengths=["zeros_and_ones"], reverse=[True], **last_gate, **STATES),
+        in_one_pass(
+            op,
+            op.grid([STEPS], dtype=[F32], reverse=[True], **last_gate, **STATES),
+            op.grid([STEPS], dtype=[F32], data=["residuals"], **STATES),
+        ),
+        # Of the forward passes each has one of the two: they share their code.
+        op.grid(
+            [SEVERAL_TILES],
+            dtype=[F32],
+            scale=[0.25],
+            **last_gate,
+            **STATES,
+            tier="default" if is_bwd or not every_gate else "full",
+        ),
+        op.grid(
+            [STEPS_PACKED],
+            dtype=[F32],
+            lengths=["zeros_and_ones"],
+            reverse=[True],
+            **last_gate,
+            **STATES,
+            tier="default" if is_bwd or every_gate else "full",
+        ),
         # What full adds: everything against everything.
         op.grid([STEPS], dtype=[F32, BF16], ht=[True], **directions, **every_gate, tier="full"),
         op.grid([SEVERAL_TILES], dtype=[F32], **every_gate, **STATES, tier="full"),

@@ -1,5 +1,6 @@
 """An op of this project: its golden and both kernels have one name, in modules of one name."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,3 +25,13 @@ def one_in(n: int, cases: Sequence[Case], first: int = 0) -> tuple[Case, ...]:
     Of a grid whose axes have sizes that share no factor with n, all values of any two axes meet within a few steps.
     """
     return tuple(case if k % n == first else replace(case, tier="full") for k, case in enumerate(cases))
+
+
+def in_turn(second: bool, *grids: Sequence[Case]) -> tuple[Case, ...]:
+    """Cases that the default tier has in one of two ops alone, which share their code: the first and the `second` one
+    in turn."""
+    turn = itertools.count()
+    return tuple(
+        case if case.tier == "full" or next(turn) % 2 == second else replace(case, tier="full")
+        for case in itertools.chain(*grids)
+    )

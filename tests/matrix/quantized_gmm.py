@@ -32,7 +32,7 @@ from tests.matrix.gmm import (
     without_transpose,
 )
 from tests.matrix.models import DEEPSEEK_V3, QWEN3_30B, Experts
-from tests.matrix.ops import one_in
+from tests.matrix.ops import in_turn, one_in
 
 E4M3, E5M2, I8 = "float8_e4m3fn", "float8_e5m2", "int8"
 FP8_MMA_DEPTH = 32  # as `parity.backends.emulation` documents it
@@ -268,13 +268,9 @@ def with_gmm_cases(op: Op) -> Op:
         # tpu-inference#2609: lhs is quantised in blocks of 512 whatever rhs has, every other scale of rhs is ignored
         mixes(op, GMM_LONG, [("1x512", "1x256x1")], dtype=[FP8], scales=["steps"], groups=["straddle"]),
         one_in(2, pairs(op, GMM_SMALL, PAIRS, [channels], groups=["straddle"], **small)),
-        one_in(3, mixes(op, GMM_SMALL, [channels], dtype=[FP8_BF16], groups=PATTERNS, **small)),
         # Orientation: blocks and steps differ along K and N.
         mixes(op, GMM_SQUARE, [("1x128", "1x64x32"), DEEPSEEK], dtype=[FP8], scales=["steps"], transpose_rhs=[True],
               groups=["straddle"]),
-        one_in(2, mixes(
-            op, GMM_SHARD, [channels], dtype=[FP8], shard=SHARDS, existing_out=[True], groups=["zipf"], **small
-        )),
         mixes(op, GMM_SMALL, [ROW_CHANNEL], dtype=[(I8, BF16)], existing_out=[True], groups=["short"], **small),
         mixes(op, GMM_TAIL, [channels], dtype=[FP8], tiling=[(64, 32, 128)], scales=["steps"], groups=["straddle"]),
         mixes(op, GMM_TAIL, [("1x32", "1x64x1")], dtype=[FP8], tiling=[(32, 256, 128)], scales=["steps"],
@@ -282,9 +278,16 @@ def with_gmm_cases(op: Op) -> Op:
         mixes(op, GMM_TILES, [DEEPSEEK], dtype=[FP8], scales=["steps"], groups=["straddle", "one_hot"], **tiles),
         mixes(op, GMM_TILES, [DEEPSEEK], dtype=[FP8_BF16], existing_out=[True], transpose_rhs=[True],
               groups=["one_hot"], **tiles),
-        one_in(2, mixes(
-            op, GMM_SMALL, [channels], dtype=[FP8], data=[*DISTRIBUTIONS, "residuals"], groups=["short"], **small
-        )),
+        in_turn(
+            False,
+            one_in(3, mixes(op, GMM_SMALL, [channels], dtype=[FP8_BF16], groups=PATTERNS, **small)),
+            one_in(2, mixes(
+                op, GMM_SHARD, [channels], dtype=[FP8], shard=SHARDS, existing_out=[True], groups=["zipf"], **small
+            )),
+            one_in(2, mixes(
+                op, GMM_SMALL, [channels], dtype=[FP8], data=[*DISTRIBUTIONS, "residuals"], groups=["short"], **small
+            )),
+        ),
         # flashinfer#3650: one NaN in a padded row corrupts its tile
         mixes(op, GMM_SMALL, [("20x64", "2x32x16")], dtype=[FP8], data=["poison"], groups=["short"], **small),
         mixes(op, GMM_SMALL, [ROW_CHANNEL], dtype=[(I8, F32)], data=["poison"], groups=["short"], **small),
@@ -349,18 +352,21 @@ def with_tgmm_cases(op: Op) -> Op:
         one_in(3, mixes(op, TGMM_MIX, TGMM_LAYOUTS, dtype=[FP8], scales=["steps"], groups=["straddle"]), first=2),
         mixes(op, TGMM_LONG, [("512x1", "256x1")], dtype=[FP8], scales=["steps"], groups=["straddle"]),
         one_in(2, pairs(op, TGMM_SMALL, PAIRS, [COLUMNS], groups=["straddle"], **small), first=1),
-        one_in(3, mixes(op, TGMM_SMALL, [COLUMNS], dtype=[FP8_BF16], groups=PATTERNS, **small)),
-        one_in(2, mixes(
-            op, TGMM_SHARD, [COLUMNS], dtype=[FP8], shard=SHARDS, existing_out=[True], groups=["zipf"], **small
-        )),
         # primatrix/tokamax#4: the count of sub-blocks is taken from tk instead of tm, wrong where tm > block
         mixes(op, TGMM_SMALL, [COLUMNS], dtype=[FP8], tiling=[(384, 128, 128), (64, 128, 64)], scales=["steps"],
               groups=["straddle"]),
         mixes(op, TGMM_SMALL, [("64x1", "32x1")], dtype=[FP8], tiling=[(256, 64, 128), (32, 256, 128)],
               scales=["steps"], groups=["straddle"]),
-        one_in(2, mixes(
-            op, TGMM_SMALL, [COLUMNS], dtype=[FP8], data=[*DISTRIBUTIONS, "correlated"], groups=["short"], **small
-        )),
+        in_turn(
+            True,
+            one_in(3, mixes(op, TGMM_SMALL, [COLUMNS], dtype=[FP8_BF16], groups=PATTERNS, **small)),
+            one_in(2, mixes(
+                op, TGMM_SHARD, [COLUMNS], dtype=[FP8], shard=SHARDS, existing_out=[True], groups=["zipf"], **small
+            )),
+            one_in(2, mixes(
+                op, TGMM_SMALL, [COLUMNS], dtype=[FP8], data=[*DISTRIBUTIONS, "correlated"], groups=["short"], **small
+            )),
+        ),
         mixes(op, TGMM_SMALL, [("128x128", "32x1")], dtype=[(I8, F32)], data=["poison"], groups=["short"]),
         mixes(op, dict(M=4096, K=24, N=16, G=2), [("Mx1", "Mx1")], dtype=[(I8, F32)], groups=["one_hot"]),
         *(

@@ -141,7 +141,7 @@ def drawn_cases():
     gla = next(op for op in GATED_LINEAR_ATTENTION if op.name == "chunk_simple_gla_bwd")
     short = case_of(GMM, dtype="float32", groups="short", data="normal", M=300)
     int8 = next(c for c in GMM_QUANTIZED.cases if "int8" in c.id and c.data == "normal")
-    packed = next(c for c in gla.cases if "_N5-f32-both" in c.id)
+    packed = next(c for c in gla.cases if "_N5-f32-both-h0-ht-chunk16" in c.id)
     yield from ((GMM, short.with_data(data)) for data in ("poison", "nonfinite", "bits"))
     yield from ((GMM_QUANTIZED, int8.with_data(data)) for data in ("wide", "integers"))
     yield from ((gla, packed.with_data(data)) for data in ("normal", "integers", "cancellation"))

@@ -20,7 +20,7 @@ def constant(c):
 
 
 def both(c):
-    return c.gates == "both" and not is_packed(c)
+    return c.gates == "both"
 
 
 def packed(c):
