@@ -64,6 +64,8 @@ def emulated() -> Iterator[None]:
     language = interpreter._patch_lang(_ALL_OF_TRITON)
     # Triton 3.6 takes an array of one element for a number, which NumPy 2.4 forbids.
     language.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
+    for owner, name, once in _made_once():
+        language.set_attr(owner, name, once)
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
     builder.__class__ = TensorCoreBuilder
     builder.options = dataclasses.replace(
@@ -76,6 +78,43 @@ def emulated() -> Iterator[None]:
     finally:
         builder.__class__, builder.options, interpreter._patch_lang = before
         language.restore()
+
+
+def _made_once() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """What stands in for Triton's types of results, and the look-up of their dtype: (owner, name, function).
+
+    Triton checks, wraps and spells the type of every result, which takes a fourth of its interpreter's time. Here the
+    first of a name does so, and the others have its attributes.
+    """
+    make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+    get_dtype = interpreter._get_np_dtype
+    types: dict[tuple[Any, ...], dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    dtypes: dict[str, Any] = {}
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = vars(self).copy()
+        vars(self).update(types[key])
+
+    def tensor(self: Any, handle: TensorHandle, type: Any) -> None:
+        if type.name not in tensors:
+            make_tensor(self, handle, type)
+            tensors[type.name] = vars(self).copy()
+        vars(self).update(tensors[type.name], handle=handle)
+
+    def np_dtype(tt_dtype: Any) -> Any:
+        if tt_dtype.name not in dtypes:
+            dtypes[tt_dtype.name] = get_dtype(tt_dtype)
+        return dtypes[tt_dtype.name]
+
+    return [
+        (tl.block_type, "__init__", block_type),
+        (tl.tensor, "__init__", tensor),
+        (interpreter, "_get_np_dtype", np_dtype),
+    ]
 
 
 class TensorCoreBuilder(InterpreterBuilder):  # type: ignore[misc]
