@@ -48,7 +48,7 @@ def of_blocks(calls, width):
     return dict(c=calls * T * width, decay=2 * calls * T * width, kept=calls * len(BLOCKS) * width)
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("k", "v"), SIZES)
 @pytest.mark.parametrize("module", [simple_gla, gla])
 def test_a_chunked_forward_pass_shows_what_there_is(module, k, v, fused):
@@ -59,7 +59,7 @@ def test_a_chunked_forward_pass_shows_what_there_is(module, k, v, fused):
     ) | dict(A=tiles * PAIRS, state=len(BLOCKS) * k * v)
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("k", "v"), SIZES)
 @pytest.mark.parametrize("module", [simple_gla, gla])
 def test_a_chunked_backward_pass_shows_what_there_is(module, k, v, fused):

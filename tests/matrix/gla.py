@@ -369,7 +369,7 @@ def with_fused_cases(op: Op) -> Op:
     """With the matrix of fused_chunk_simple_gla, whose arithmetic is that of chunk_simple_gla where it is fused."""
     parts = [
         op.grid([SMALL], dtype=[F32, BF16], chunk=[16], tier="smoke", **STATES),
-        op.grid([PACKED], dtype=[F32], gates=["gamma"], chunk=[16], lengths=["zeros_and_ones"], **STATES),
+        op.grid([PACKED], dtype=[F32], gates=["gamma"], chunk=[16], lengths=["zeros_and_ones"], **STATES, tier="full"),
         op.grid(EDGES + WIDE, dtype=[F32, BF16], tier="full"),
         op.grid([LONG], dtype=[F32, BF16], decay=DECAYS, **STATES, tier="full"),
         op.grid([PACKED], dtype=[F32, BF16], lengths=PACKINGS, chunk=[32], **STATES, tier="full"),

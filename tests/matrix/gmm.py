@@ -289,10 +289,10 @@ def with_cases(op: Op) -> Op:
             op.name == "tgmm",
             op.grid(SMALL, dtype=[F32], tiling=[(100, 130, 90)], groups=["straddle"]),
             op.grid(SMALL, dtype=[BF16], tiling=[(32, 256, 128), (256, 512, 256)], groups=["straddle"]),
+            op.grid(LONG_GROUPS, dtype=[BF16], tiling=LONG_TILES[:1], existing_out=[True], groups=["short"]),
+            op.grid(LONG_GROUPS, dtype=[(BF16, F32)], tiling=LONG_TILES[1:], groups=["straddle"]),
         ),
         op.grid(SQUARE, dtype=[BF16], groups=["straddle"], **flags),
-        op.grid(LONG_GROUPS, dtype=[(BF16, F32)], tiling=LONG_TILES[1:], groups=["straddle"]),
-        op.grid(LONG_GROUPS, dtype=[BF16], tiling=LONG_TILES[:1], existing_out=[True], groups=["short"]),
         op.grid(MANY_GROUPS, dtype=[F32], groups=["zipf", "short"]),
         models(op),
         # What full adds: the same in every dtype …

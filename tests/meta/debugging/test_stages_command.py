@@ -143,7 +143,7 @@ FAULTS = [
     planted("gpu", CHANNELS_BACKWARD, "past = (decays.kept + decays.lost) * past_block[:, None]",
             "past = decays.kept * past_block[:, None]", "dgate", FULL),
     planted("gpu", STEPS, "lost = (decay - kept).to(tl.float32)", "lost = (1.01 * decay - kept).to(tl.float32)",
-            "kept"),
+            "kept", FULL),
     planted("gpu", STEPS_BACKWARD, DSTATE_UPDATE, DSTATE_UPDATE.replace("q_row[:, None]", "2 * q_row[:, None]"),
             "dstate"),
     planted("gpu", "gmm", GPU_DOT, GPU_DOT.replace("b, sums,", "b, tl.zeros_like(sums),"), "acc", FULL),

@@ -142,7 +142,9 @@ def test_runs_are_the_same_for_the_same_case_and_others_for_another_seed():
     assert (one != first(CASE.with_seed(1))[0]).any()
 
 
-@pytest.mark.parametrize(("error", "count"), [(0.0, 4), (1.0, 4), (3e-5, 16), (1e-6, 64)])
+@pytest.mark.parametrize(
+    ("error", "count"), [(0.0, 4), (1.0, 4), (3e-5, 16), pytest.param(1e-6, 64, marks=pytest.mark.full)]
+)
 def test_a_verdict_takes_as_many_runs_as_it_needs(error, count, monkeypatch):
     """A pass and an error beyond any doubt need the fewest. error: relative, of a kernel's result."""
     drawn = []
