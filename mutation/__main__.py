@@ -40,7 +40,8 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "gpu_reference": ["gpu_reference"],
     "op_arguments": ["op_arguments"],
     "parity": [
-        *(f"parity/judging/{name}.py" for name in ("verdict", "metrics", "judge", "magnitude", "reference")),
+        *(f"parity/judging/{name}.py" for name in ("verdict", "metrics", "judge", "fit", "spread", "rounding")),
+        *(f"parity/judging/{name}.py" for name in ("passes", "magnitude", "reference")),
         *("parity/inputs.py", "parity/op.py", "parity/trial.py"),
     ],
 }
