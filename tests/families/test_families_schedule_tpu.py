@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 # A program takes five to twenty seconds; for v6e XLA takes a minute to transpose the operands of an attention.
-REPRESENTATIVE = "gmm-DeepSeek-V3-bf16"
+REPRESENTATIVE = {"v6e": "gmm-DeepSeek-V3-bf16", "tpu7x": "gmm_quantized-DeepSeek-V3-e4m3-block128"}
 
 
 def check(programs, chip, root):
@@ -24,8 +24,9 @@ def check(programs, chip, root):
     assert schedule.regressions(schedule.LEDGER.read(root), lines) == [], "if it is meant: parity schedule --record"
 
 
-def test_a_representative_program(pytestconfig):
-    check([program for program in PROGRAMS if program.id == REPRESENTATIVE], "v6e", pytestconfig.rootpath)
+@pytest.mark.parametrize("chip", REPRESENTATIVE)
+def test_a_representative_program(chip, pytestconfig):
+    check([program for program in PROGRAMS if program.id == REPRESENTATIVE[chip]], chip, pytestconfig.rootpath)
 
 
 @pytest.mark.full
