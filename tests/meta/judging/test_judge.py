@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from parity.dtypes import round_to
-from parity.judging.judge import compare, judge
+from parity.judging.judge import compare, judge, twin_of
 from parity.judging.magnitude import abs_of
 from parity.judging.reference import reference
 from parity.judging.verdict import Comparison, Verdict
@@ -142,6 +142,17 @@ def test_what_fails_on_integers_too_is_a_logic_fault(device):
     precision = judge(coarse)
     assert (precision.verdict.outcome, precision.twin.verdict.outcome) == ("OUT OF BOUND", "EXACT")
     assert judge(coarse, twin=logic.twin).verdict.outcome == "LOGIC FAULT"
+
+
+def test_the_twin_that_a_failure_is_shown_beside_is_judged_where_it_is_not_known(device):
+    trial = Trial(op(lambda x, stages=None: 3 * third(x)), CASE, "gpu", lambda x: round_to(3 * third(x), "float32"))
+    judged = judge(trial)
+    twin = twin_of(trial, judged)
+    assert twin is not None and twin.case.data == "integers"
+    assert twin_of(trial, replace(judged, twin=judged)) is judged
+    ended = judge(Trial(trial.op, CASE, "gpu", lambda x: 1 / 0))
+    assert ended.ended and ended.seconds == 0.0
+    assert twin_of(trial, ended) is None
 
 
 def test_a_golden_that_is_not_exact_on_integers_has_no_twin(device):
