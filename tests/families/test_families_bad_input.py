@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -111,6 +112,14 @@ def test_an_array_of_integers_or_booleans_is_refused_by_its_name(function):
         for dtype in (np.int64, np.bool_):
             said = refusal("cpu_golden", function, **{name: x.astype(dtype)})
             assert said is not None and said.startswith(f"{name} must "), (name, dtype, said)
+
+
+@pytest.mark.parametrize("function", GOOD)
+def test_what_has_a_shape_or_a_dtype_alone_is_no_array(function):
+    for name, x in arrays(function).items():
+        for other in (SimpleNamespace(shape=x.shape), SimpleNamespace(dtype=x.dtype), x.tolist()):
+            with pytest.raises(TypeError, match=rf"^{name} must be an? .*array.*, got {type(other).__name__}$"):
+                call("cpu_golden", function, GOOD[function] | {name: other})
 
 
 @pytest.mark.parametrize("package", FRAMEWORKS)

@@ -49,6 +49,7 @@ BAD = [
     ("moe_layer", dict(top_k=5), ValueError, "top_k must be at most E = 4, got 5"),
     ("moe_layer", dict(top_k=0), ValueError, "top_k must be at least 1, got 0"),
     ("moe_layer", dict(quantize=True), ValueError, "quantize must be None, 'fp8' or 'mxfp8', got True"),
+    ("moe_layer", dict(block_size=0), ValueError, "block_size must be positive, got 0"),
     ("moe_layer", dict(quantize="fp8", block_size=64), ValueError, "block_size must divide D = 32, got 64"),
     ("moe_layer", dict(quantize="fp8", block_size=32, w_gate=f32(3, 32, 48), w_up=f32(3, 32, 48),
                        w_down=f32(3, 48, 32)), ValueError, "block_size must divide F = 48, got 32"),

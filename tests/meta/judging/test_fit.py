@@ -262,3 +262,15 @@ def test_an_op_without_a_magnitude_is_judged_by_its_sites():
     assert 0.05 < agreed.load < 1
     off = gates(spoilt(Trial(bare, CASE, "gpu"), acc="float16"))
     assert off.verdict.outcome == "OUT OF BOUND"
+
+
+@pytest.mark.parametrize("backend", ["tpu", "gpu"])
+def test_the_runs_of_a_trial_are_of_its_backends_contract(backend):
+    """Those of the GPU's are drawn once, for ε is counted in them where no magnitude is derived."""
+    op = next(op for op in CHUNK_SIMPLE_GLA if op.name.endswith("_fwd"))
+    case = next(c for c in op.cases if c.tier == "smoke")
+    trial, contract = Trial(op, case, backend), op.contract(case, backend)
+    drawn = runs(op, case, trial.inputs, contract, trial.reference.golden)
+    for ours, expected in islice(zip(trial.runs(), drawn, strict=False), RUNS[0] + 1):
+        for name, y in expected.items():
+            np.testing.assert_array_equal(ours[name], y, err_msg=name)
