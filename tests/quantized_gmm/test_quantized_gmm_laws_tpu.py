@@ -169,6 +169,19 @@ def test_a_whole_tile_is_multiplied_pass_by_pass(generation, block, columns, til
     check("gmm_quantized", arrays | {"group_sizes": np.array([tm + 20, 60], np.int32)}, tiling=tile)
 
 
+def test_scales_whose_product_is_no_normal_number_are_multiplied_one_by_one(monkeypatch):
+    """2^-140 times sums of 2^23, where one scale of the weights serves 128 columns: the product alone has 9 bits."""
+    monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: 7)
+    m, k, n = 1034, 256, 384
+    arrays = dict(
+        lhs=np.full((m, k), 256, E4M3), rhs=np.full((1, k, n), 256, E4M3), group_sizes=np.array([m], np.int32)
+    )
+    arrays |= dict(lhs_scale=np.full((m, 2), 1.1 * 2.0**-70, F32), rhs_scale=np.full((1, 2, 3), 1.3 * 2.0**-70, F32))
+    got = call("gmm_quantized", arrays, tiling=(1024, 256, 128))
+    expected = public("cpu_golden")["gmm_quantized"](**arrays, preferred_element_type="float32")
+    np.testing.assert_allclose(got, expected, rtol=2.0**-22)
+
+
 @pytest.mark.parametrize("side", ["lhs_scale", "rhs_scale"])
 def test_a_group_without_rows_is_zero_whatever_its_channels_have(side):
     arrays = operands("tgmm_quantized", 64, 40, 24, 3, RNG()) | {"group_sizes": np.array([0, 64, 0], np.int32)}
