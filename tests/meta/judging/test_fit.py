@@ -274,3 +274,18 @@ def test_the_runs_of_a_trial_are_of_its_backends_contract(backend):
     for ours, expected in islice(zip(trial.runs(), drawn, strict=False), RUNS[0] + 1):
         for name, y in expected.items():
             np.testing.assert_array_equal(ours[name], y, err_msg=name)
+
+
+def test_what_shows_of_an_error_is_the_same_up_and_down():
+    """Of an output of bfloat16, whose two neighbours are where a golden may go; those of -golden are the same two.
+
+    Rounding at random makes twice the variance of rounding to nearest.
+    """
+    rng = np.random.default_rng(0)
+    golden, noise = rng.uniform(1.0, 2.0, (64, 64)), 2.0**-9 * rng.standard_normal((9, 64, 64))
+    runs, y = 2**0.5 * noise[1:], round_to(golden + noise[0], "bfloat16")
+    up, down = (
+        Allowance.of(sign * golden, sign * runs, 2.0**-24).fit("o", (sign * y).astype(y.dtype), {}) for sign in (1, -1)
+    )
+    assert up == down
+    assert 0.9 < up.ratio < 1.1
