@@ -270,6 +270,7 @@ def test_the_runs_of_a_trial_are_of_its_backends_contract(backend):
     op = next(op for op in CHUNK_SIMPLE_GLA if op.name.endswith("_fwd"))
     case = next(c for c in op.cases if c.tier == "smoke")
     trial, contract = Trial(op, case, backend), op.contract(case, backend)
+    assert (trial.reference.chain, trial.scale("o").fan_in) == (0, 0)
     drawn = runs(op, case, trial.inputs, contract, trial.reference.golden)
     for ours, expected in islice(zip(trial.runs(), drawn, strict=False), RUNS[0] + 1):
         for name, y in expected.items():
