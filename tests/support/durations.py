@@ -27,7 +27,6 @@ REASONS = {
     "tests/quantized_gmm/test_quantized_gmm_tpu.py": COMPILES,
     "tests/moe/test_moe_tpu.py": COMPILES,
     "tests/gla/test_gla_gpu.py": INTERPRETS,
-    "tests/gmm/test_gmm_gpu.py": INTERPRETS,
     "tests/gmm/test_gmm_compile_tpu.py::test_compiles": "the TPU's compiler, and the schedules that it dumps",
     "tests/gmm/test_gmm_compile_gpu.py::test_compiles": "ptxas and LLVM, of every kernel that four calls launch",
     "tests/quantized_gmm/test_quantized_gmm_compile_tpu.py::test_compiles": "as gmm's",
@@ -37,6 +36,7 @@ REASONS = {
     "tests/meta/cli/test_cli.py::test_the_table_has_a_line_for_each_model_whatever_crashes": "every model's line",
     "tests/meta/debugging/test_shrink.py::test_a_planted_fault_is_reduced_and_its_script_shows_it": "a whole reduction",
     "tests/meta/ledger/test_ledger.py::test_a_killed_worker_loses_nothing_that_was_recorded_before": "two workers",
+    "tests/meta/runners/test_crashes.py::test_a_dying_case_costs_that_case_alone": "six processes that end, and others",
     "tests/meta/runners/test_long_runs.py::test_a_killed_run_is_resumed": "four runs with workers",
     "tests/meta/test_examples.py::test_example": "a virtual environment, and a pytest in it",
 }
