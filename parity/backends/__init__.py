@@ -119,8 +119,6 @@ def prepare_environment() -> None:
     }
     if not has_tpu():
         defaults |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
-        # A twentieth of interpreting a kernel went to telling XLA where each operation stands, which nobody reads.
-        defaults["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = flags if INTERPRETED in flags else f"{INTERPRETED} {flags}".strip()
     if not has_cuda():

@@ -39,7 +39,6 @@ DUMP = (
     "--xla_jf_dump_to={} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
     " --xla_jf_dump_llo_pass_label_regex=final_bundles|static"
 )
-FRAMES = 10  # of the source that an operation is said to come from, where that is asked: JAX's default
 _PLACES = " --xla_mosaic_enable_llo_source_annotations=true"  # comments in the dump: the code is the same
 _BEYOND_MEMORY = re.compile(r"Ran out of memory in memory space|would exceed memory")
 
@@ -264,7 +263,7 @@ def _lowered(trace: Any, *, places: bool) -> Any:
     limit = "jax_traceback_in_locations_limit"
     frames = getattr(jax.config, limit)
     try:
-        jax.config.update(limit, FRAMES if places else 0)
+        jax.config.update(limit, frames if places else 0)
         return trace.lower()
     finally:
         jax.config.update(limit, frames)
