@@ -152,11 +152,11 @@ def steps(start: int, end: int) -> Any:
     return np.s_[:, start:end]
 
 
-def test_a_step_does_not_see_later_ones(kernel, base):
+@pytest.mark.parametrize("at", [pytest.param(5, marks=pytest.mark.full), 21, pytest.param(33, marks=pytest.mark.full)])
+def test_a_step_does_not_see_later_ones(kernel, base, at):
     """Every token and gate from some step on is another (reversed: up to some step): o, and dq, stay before it."""
     reverse = is_recurrent(kernel.case) and kernel.case.reverse
     causal = "dq" if is_backward(kernel.case) else "o"
-    at = 21  # inside a chunk of 16, and of 32
     later, kept = (steps(0, at), steps(at, WHOLE)) if reverse else (steps(at, WHOLE), steps(0, at))
     changed = kernel.packed()
     for name in ROWS:

@@ -72,7 +72,7 @@ def test_infinities_saturate_where_values_cannot_be_seen():
     assert np.asarray(traced.scale).tobytes() == expected.scale.tobytes()
 
 
-def test_nothing_has_blocks_of_one():
-    """As many scales as there are elements, none, or one: no block is empty."""
+def test_an_axis_of_length_zero_has_blocks_of_one():
+    """With no scale along it, or with one."""
     for parts in (0, 1):
         assert check_scale("scale", f32(parts, 3), "qvalue", (0, 3)) == (1, 1)

@@ -169,7 +169,7 @@ def test_a_whole_tile_is_multiplied_pass_by_pass(generation, block, columns, til
     check("gmm_quantized", arrays | {"group_sizes": np.array([tm + 20, 60], np.int32)}, tiling=tile)
 
 
-def test_scales_whose_product_is_no_normal_number_are_multiplied_one_by_one(monkeypatch):
+def test_scales_with_a_subnormal_product_multiply_one_by_one(monkeypatch):
     """2^-140 times sums of 2^23, where one scale of the weights serves 128 columns: the product alone has 9 bits."""
     monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: 7)
     m, k, n = 1034, 256, 384

@@ -144,7 +144,7 @@ def test_what_fails_on_integers_too_is_a_logic_fault(device):
     assert judge(coarse, twin=logic.twin).verdict.outcome == "LOGIC FAULT"
 
 
-def test_the_twin_that_a_failure_is_shown_beside_is_judged_where_it_is_not_known(device):
+def test_an_unknown_twin_is_judged_and_a_known_one_kept(device):
     trial = Trial(op(lambda x, stages=None: 3 * third(x)), CASE, "gpu", lambda x: round_to(3 * third(x), "float32"))
     judged = judge(trial)
     twin = twin_of(trial, judged)
