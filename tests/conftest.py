@@ -1,6 +1,6 @@
-"""How much hypothesis draws: `ci`, the same every time; `pytest --hypothesis-profile=deep`, new and many.
+"""Settings of hypothesis and of Python's garbage collector.
 
-And what Python's collector looks at.
+Hypothesis draws by the profile `ci`, the same examples every time; `pytest --hypothesis-profile=deep` draws many new ones.
 """
 
 import gc
@@ -13,7 +13,7 @@ settings.load_profile("ci")
 
 
 def pytest_collection_finish() -> None:
-    """What collection left lives to the end: the collector, which would look at it time and again, leaves it alone."""
+    """Take what collection left out of the garbage collector's sight, since it lives to the end."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50)

@@ -54,7 +54,10 @@ def is_recurrent(c: Case) -> bool:
 
 
 def has_usual_decay(c: Case) -> bool:
-    """Of integer data every decay is 0 or 1, whatever the pattern: they say nothing more of another one."""
+    """Whether the case has the default pattern of decays.
+
+    Integer data turn every pattern into decays of 0 and 1, so that other patterns would repeat the same twin.
+    """
     return c.decay == "sigmoid"
 
 

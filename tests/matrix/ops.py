@@ -28,8 +28,10 @@ def one_in(n: int, cases: Sequence[Case], first: int = 0) -> tuple[Case, ...]:
 
 
 def in_turn(second: bool, *grids: Sequence[Case]) -> tuple[Case, ...]:
-    """Cases that the default tier has in one of two ops alone, which share their code: the first and the `second` one
-    in turn."""
+    """The cases that the default tier has of one of two ops, which share their code.
+
+    The tier takes its cases from the first op and from the `second` in turn; the full tier has all of both.
+    """
     turn = itertools.count()
     return tuple(
         case if case.tier == "full" or next(turn) % 2 == second else replace(case, tier="full")

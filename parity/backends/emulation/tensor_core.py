@@ -81,10 +81,10 @@ def emulated() -> Iterator[None]:
 
 
 def _made_once() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """What stands in for Triton's types of results, and the look-up of their dtype: (owner, name, function).
+    """The patches (owner, name, function) that make Triton's types of results once per name.
 
     Triton checks, wraps and spells the type of every result, which takes a fourth of its interpreter's time. Here the
-    first of a name does so, and the others have its attributes.
+    first of a name does so, and the others take over its attributes.
     """
     make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
     get_dtype = interpreter._get_np_dtype
