@@ -1,6 +1,6 @@
 """Settings of hypothesis and of Python's garbage collector.
 
-Hypothesis draws by the profile `ci`, the same examples every time; `pytest --hypothesis-profile=deep` draws many new ones.
+Hypothesis draws by the profile `ci`, the same examples every time; `pytest --hypothesis-profile=deep` draws new ones.
 """
 
 import gc
