@@ -152,6 +152,7 @@ def steps(start: int, end: int) -> Any:
     return np.s_[:, start:end]
 
 
+# Within the first chunk of 16; within a chunk of 16 and one of 32; at the second step of a chunk of either size.
 @pytest.mark.parametrize("at", [pytest.param(5, marks=pytest.mark.full), 21, pytest.param(33, marks=pytest.mark.full)])
 def test_a_step_does_not_see_later_ones(kernel, base, at):
     """Every token and gate from some step on is another (reversed: up to some step): o, and dq, stay before it."""

@@ -28,9 +28,9 @@ def one_in(n: int, cases: Sequence[Case], first: int = 0) -> tuple[Case, ...]:
 
 
 def in_turn(second: bool, *grids: Sequence[Case]) -> tuple[Case, ...]:
-    """The cases that the default tier has of one of two ops, which share their code.
+    """The cases of the grids, every other one of the default tier moved to the full tier.
 
-    The tier takes its cases from the first op and from the `second` in turn; the full tier has all of both.
+    Two ops that share their code call this, one of them with `second`: the default tier then has each case of one op.
     """
     turn = itertools.count()
     return tuple(
