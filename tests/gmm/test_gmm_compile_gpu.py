@@ -25,7 +25,8 @@ def call(op, dtype, **settings):
 
 REPRESENTATIVE = [call(op, dtype) for op in (GMM, TGMM) for dtype in (F32, BF16)]
 UNALIGNED = call(GMM, BF16, N=2880 + 1, K=2880 + 1)
-VARIANTS = [
+EVERYTHING = [
+    *REPRESENTATIVE,
     *(call(op, F16) for op in (GMM, TGMM)),
     *(call(GMM, dtype, transpose_rhs=True) for dtype in (F32, BF16)),
     *(call(op, BF16, existing_out=True) for op in (GMM, TGMM)),
@@ -60,21 +61,11 @@ def problem(kernel):
     return None
 
 
-def check(calls, target):
+@gpu_code.some_then_all("gfx942", REPRESENTATIVE, EVERYTHING)
+def test_compiles(target, calls):
     problems = {name: problem(kernel) for name, kernel in gpu_code.kernels(calls, target).items()}
     limits = {name: reason for name, reason in LIMITS.get(target, {}).items() if name in problems}
     assert deviations(problems, limits) == []
-
-
-@gpu_code.some_targets("gfx942")
-def test_compiles(target):
-    check(REPRESENTATIVE, target)
-
-
-@pytest.mark.full
-@gpu_code.EACH_TARGET
-def test_every_variant_compiles(target):
-    check(VARIANTS, target)
 
 
 @pytest.mark.full
@@ -89,7 +80,7 @@ def test_visits_of_groups_compile(target):
 
 def test_limits_name_what_there_is():
     assert {*LIMITS} <= {*TARGETS}
-    assert {*SPILLS} <= gpu_code.names(VARIANTS, "sm_90").keys()
+    assert {*SPILLS} <= gpu_code.names(EVERYTHING, "sm_90").keys()
 
 
 @pytest.mark.parametrize("experts", [256, *(pytest.param(many, marks=pytest.mark.full) for many in (512, 1024, 4096))])

@@ -37,7 +37,7 @@ REPRESENTATIVE = [
     call(TGMM, BF16),
     call(TGMM, F16, **SMALL),
 ]
-ALL = [
+EVERYTHING = [
     *REPRESENTATIVE,
     *PARTIAL,
     TRANSPOSED,
@@ -50,7 +50,8 @@ ALL = [
 ]
 
 
-def check(calls, chip):
+@tpu_code.some_then_all("tpu7x", REPRESENTATIVE, EVERYTHING)
+def test_compiles(chip, calls):
     kilobytes = {}
     for op, case, result in tpu_code.compiled(calls, chip):
         if (op, case) not in PARTIAL:
@@ -61,14 +62,3 @@ def check(calls, chip):
     if chip == "tpu7x":
         assert {name: size for name, size in kilobytes.items() if size > LARGER.get(name, PROGRAM_LIMIT)} == {}
         assert {name for name in LARGER if kilobytes.get(name, LARGER[name]) <= PROGRAM_LIMIT} == set()
-
-
-@tpu_code.some_chips("tpu7x")
-def test_compiles(chip):
-    check(REPRESENTATIVE, chip)
-
-
-@pytest.mark.full
-@tpu_code.EACH_CHIP
-def test_all_of_it_compiles(chip):
-    check(ALL, chip)

@@ -38,7 +38,8 @@ REPRESENTATIVE = [
     tgmm(E4M3, E4M3, "128x1", "128x1"),
     quantiser(FP8_DUAL_QUANTIZE, (BF16, E4M3)),
 ]
-VARIANTS = [
+EVERYTHING = [
+    *REPRESENTATIVE,
     gmm(*DEEPSEEK, transpose_rhs=True),
     gmm(*DEEPSEEK, out=F32),
     gmm(E4M3, E5M2, "1xK", "1xKx1"),
@@ -67,24 +68,14 @@ def expected_operands(case, target):
     return set() if dtype == "float32" and target.startswith("sm_") else {dtype}
 
 
-def check(calls, target):
+@gpu_code.some_then_all("sm_90", REPRESENTATIVE, EVERYTHING)
+def test_compiles(target, calls):
     kernels = gpu_code.kernels(calls, target)
     assert {name: wrong for name, kernel in kernels.items() if (wrong := gpu_code.problem(kernel.result))} == {}
     for name, kernel in kernels.items():
         if kernel.op in (GMM_QUANTIZED, TGMM_QUANTIZED) and kernel.launch.name != "_metadata_kernel":
             assert kernel.result.dot_kinds, name
             assert kernel.result.dot_operands == expected_operands(kernel.case, target), name
-
-
-@gpu_code.some_targets("sm_90")
-def test_compiles(target):
-    check(REPRESENTATIVE, target)
-
-
-@pytest.mark.full
-@gpu_code.EACH_TARGET
-def test_every_variant_compiles(target):
-    check(VARIANTS, target)
 
 
 @pytest.mark.parametrize(

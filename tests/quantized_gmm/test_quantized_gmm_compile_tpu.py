@@ -1,7 +1,5 @@
 """The quantised ops through the real TPU compiler, for every chip: they compile, and multiply what they declare."""
 
-import pytest
-
 from tests.matrix.models import DEEPSEEK_V3
 from tests.matrix.moe import GROUPED_DENSE_BWD
 from tests.matrix.quantize import FP8_DEQUANTIZE, FP8_DUAL_QUANTIZE, FP8_QUANTIZE, INT8_QUANTIZE
@@ -34,7 +32,7 @@ REPRESENTATIVE = [
     (FP8_QUANTIZE, point(FP8_QUANTIZE, (BF16, E4M3), **SIZES, axis=1)),
     (FP8_DUAL_QUANTIZE, point(FP8_DUAL_QUANTIZE, (BF16, E4M3), **SIZES)),
 ]
-ALL = [
+EVERYTHING = [
     *REPRESENTATIVE,
     gmm(E4M3, "1xK", E4M3, "1xKx1"),
     gmm(E4M3, "1x128", E4M3, "1x128x128", **DEEPSEEK, transpose_rhs=True),
@@ -46,7 +44,8 @@ ALL = [
 ]
 
 
-def check(calls, chip):
+@tpu_code.some_then_all("v5e", REPRESENTATIVE, EVERYTHING)  # which has no fp8; the schedule's test compiles for tpu7x
+def test_compiles(chip, calls):
     from tpu_kernels._lib.chip import matmul_path
 
     for op, case, result in tpu_code.compiled(calls, chip):
@@ -54,14 +53,3 @@ def check(calls, chip):
             path, reason = matmul_path(case.dtype, rhs_dtype(case), GENERATIONS[chip])
             emitted = {passes.emitted_as for kernel in result.kernels for passes in kernel.passes}
             assert emitted == {PATHS[path]}, f"{case.id}: {reason}"
-
-
-@tpu_code.some_chips("v5e")  # which has no fp8; the schedule's test compiles for tpu7x
-def test_compiles(chip):
-    check(REPRESENTATIVE, chip)
-
-
-@pytest.mark.full
-@tpu_code.EACH_CHIP
-def test_all_of_it_compiles(chip):
-    check(ALL, chip)

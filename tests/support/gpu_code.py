@@ -23,6 +23,12 @@ def some_targets(*default: str) -> Any:
     return pytest.mark.parametrize("target", marked)
 
 
+def some_then_all(default: str, some: Iterable[Call], everything: Iterable[Call]) -> Any:
+    """A target with some calls in the default tier, each target with everything in the full."""
+    marked = [pytest.param(target, [*everything], marks=pytest.mark.full, id=target) for target in TARGETS]
+    return pytest.mark.parametrize(("target", "calls"), [pytest.param(default, [*some], id=f"some-{default}"), *marked])
+
+
 class Kernel(NamedTuple):
     """A kernel that a case launches, and what the compiler made of it."""
 

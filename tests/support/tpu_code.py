@@ -10,19 +10,20 @@ from parity.compilers.mosaic import Compiled, compile_for_tpu
 from parity.op import Case, Op
 from tests.support.calls import compilation
 
+Call = tuple[Op, Case]
 needs_compiler = pytest.mark.skipif(
     find_spec("libtpu") is None, reason="the TPU compiler is not installed: pip install libtpu"
 )
 EACH_CHIP = pytest.mark.parametrize("chip", CHIPS)
 
 
-def some_chips(*default: str) -> pytest.MarkDecorator:
-    """Each chip, but in the default tier only these: a chip takes half a minute."""
-    marked = [pytest.param(chip, marks=[] if chip in default else [pytest.mark.full]) for chip in CHIPS]
-    return pytest.mark.parametrize("chip", marked)
+def some_then_all(default: str, some: Iterable[Call], everything: Iterable[Call]) -> pytest.MarkDecorator:
+    """A chip with some calls in the default tier, each chip with everything in the full: a chip takes half a minute."""
+    marked = [pytest.param(chip, [*everything], marks=pytest.mark.full, id=chip) for chip in CHIPS]
+    return pytest.mark.parametrize(("chip", "calls"), [pytest.param(default, [*some], id=f"some-{default}"), *marked])
 
 
-def compiled(calls: Iterable[tuple[Op, Case]], chip: str) -> list[tuple[Op, Case, Compiled]]:
+def compiled(calls: Iterable[Call], chip: str) -> list[tuple[Op, Case, Compiled]]:
     """Each call with what became of it; all of them compile."""
     calls = list(calls)
     results = compile_for_tpu([compilation(*call, chip) for call in calls], schedule=True)
