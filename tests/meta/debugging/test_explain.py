@@ -123,7 +123,7 @@ GPU_COLUMN_SCALE = "partial *= tl.load(scales, mask=region.in_columns, other=0)"
 WIDE_SUMS = "sums.astype(jnp.float32)"
 SCALED = f"    sums = {WIDE_SUMS}\n    if columns"
 GPU_RESIDUE = "return result, (base - (result - added)) + (change - added)"
-V_ROWS = "v_rows = load_tile(inputs.v, row[:, None], value, rows, sizes.v)"
+V_ROWS = "v_rows = load_tile(inputs.v, row[:, None], value, rows, layout.v)"
 TPU_SUM = "total, left + (rest * state + (kept + rest) * residue)"
 TPU_STEP = f"    return two_sum({TPU_SUM})\n"
 
