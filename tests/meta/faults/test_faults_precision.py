@@ -249,8 +249,9 @@ def test_the_default_tier_has_those_that_it_names():
 @pytest.mark.parametrize(("fault", "op"), [tiered(p) for p in pairs(FAULTS, OPS)])
 def test_a_loss_of_precision_does_not_fit_the_contract(fault, op, tmp_path):
     kernel = getattr(plant(fault, tmp_path), op.name)
+    cases = [case for case in op.cases if fault.where(case)]
     fits = {}
-    for case in (c for c in op.cases if c.tier != "full" and fault.where(c)):
+    for case in [case for case in cases if case.tier != "full"] or cases:
         fits[case.id] = gates(Trial(op, case, fault.backend, kernel)).fits
         if any(fit.verdict() for fit in fits[case.id].values()):
             return
