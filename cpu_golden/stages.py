@@ -35,7 +35,8 @@ class Stages:
     """stages(site, value): what goes on from a named site of a golden in place of its float64 value.
 
     The other fields are a kernel's steps: they decide which partial results there are to round, and without rounding
-    change nothing. A golden reads those that its docstring names.
+    only passes change anything: those of a narrow unit leave out the products of the smallest pieces.
+    A golden reads those that its docstring names.
 
     rounding: (site, value) -> value.
     depth: products that are summed before the running sum of a dot is rounded; None: all of them.
