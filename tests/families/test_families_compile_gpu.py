@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("triton")
+
+import torch
 
 from parity.compilers.ptx import NEAR, case_of, compile_kernels
 from tests.matrix import OPS
