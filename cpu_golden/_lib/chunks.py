@@ -1,0 +1,183 @@
+"""A chunk of steps of a gated linear recurrence, in float64 and staged: decayed scores, states and their gradients.
+
+c [..., C, K], or [..., C, 1] where all channels have one gate, is the sum of the gates since the chunk began.
+"""
+
+from collections.abc import Iterator
+from functools import reduce
+
+import numpy as np
+
+from cpu_golden import Array
+from cpu_golden._lib.decays import decay_of, decayed, sum_to_gate
+from cpu_golden.stages import Stages, tree_sum
+
+
+def chunks_of(q: Array, chunk_size: int) -> Iterator[slice]:
+    """The rows of each chunk, the last of which may be shorter."""
+    size = q.shape[-2]
+    return (slice(first, min(first + chunk_size, size)) for first in range(0, size, chunk_size))
+
+
+def of_keys(x: Array, keys: slice) -> Array:
+    """What x [..., K or 1] has of a tile of keys."""
+    return x if x.shape[-1] == 1 else x[..., keys]
+
+
+def summed(gate: Array, stages: Stages) -> Array:
+    """c. Site: c."""
+    return stages("c", np.cumsum(gate, axis=-2))
+
+
+def read_through(x: Array, decay: Array, state: Array, stages: Stages) -> Array:
+    """(x · decay) @ state. A decay per row is applied to the sums: kernels take an x of 16 bits as it is."""
+    if decay.shape[-1] == 1:
+        return stages("read", decay * stages.dot(x, state))
+    return stages.dot(stages("decayed", x * decay), state)
+
+
+def next_state(k: Array, v: Array, c: Array, state: Array, stages: Stages) -> Array:
+    """The state after a chunk in which each row k writes v. Sites: those of `written_by` and `decayed`, state."""
+    written = written_by(k, v, decay_of(c[..., -1:, :] - c, stages), stages)
+    return stages("state", decayed(c[..., -1, :, None], state, written, stages))
+
+
+def written_by(k: Array, v: Array, decay: Array, stages: Stages) -> Array:
+    """(k · decay)ᵀ @ v."""
+    if stages.values_decayed and decay.shape[-1] == 1:
+        return stages.dot(k.mT, stages("decayed", v * decay))
+    return stages.dot(stages("decayed", k * decay).mT, v)
+
+
+def scores(q: Array, k: Array, c: Array, stages: Stages) -> Array:
+    """A [..., C, C] of a chunk: every pair of rows i ≥ j, decayed from j to i."""
+    if c.shape[-1] == 1:
+        return stages("A", stages.dot(q, k.mT) * _between(c, stages)[..., 0])
+    a = np.zeros((*q.shape[:-1], q.shape[-2]))
+    for rows in chunks_of(q, stages.sub_block):
+        k_to_i = stages("decayed", _between(c[..., rows, :], stages) * k[..., None, rows, :])  # [..., i, j, K]
+        a[..., rows, rows] = added(np.moveaxis(q[..., rows, None, :] * k_to_i, -1, 0), stages)
+    for first, second in halves(q, stages.sub_block):
+        from_border, to_border = _across(c, first, second, stages)
+        q_h = stages("decayed", q[..., second, :] * from_border)
+        k_h = stages("decayed", k[..., first, :] * to_border)
+        a[..., second, first] = stages.dot(q_h, k_h.mT)
+    return stages("A", a)
+
+
+def pair_gradients(
+    a: list[Array], da: Array, q: Array, k: Array, c: Array, stages: Stages
+) -> tuple[Array, Array, Array]:
+    """The parts of dq, dk and dgate that come from A of each tile of keys, the pairs of rows within the chunk; the
+    last for each i where all channels have one gate, see `_sum_of_step`."""
+    if c.shape[-1] == 1:
+        of_scores = stages("decayed", da * _between(c, stages)[..., 0])
+        before = np.tril(np.ones(da.shape[-2:]), -1)  # [t, j]
+        parts = (stages.dot(before, stages("pair_terms", a_n * da).mT) for a_n in a)  # [..., t, i], of all j < t
+        of_pairs = reduce(lambda total, x: stages("dgate", total + x), parts)
+        return stages.dot(of_scores, k), stages.dot(of_scores.mT, q), of_pairs
+    dq, dk, dgate = (np.zeros(x.shape) for x in (q, k, c))
+    for rows in chunks_of(q, stages.sub_block):
+        q_r, k_r, da_r = q[..., rows, :], k[..., rows, :], da[..., rows, rows]
+        of_scores = stages(
+            "decayed", _between(c[..., rows, :], stages) * np.tril(da_r, -1)[..., None]
+        )  # [..., i, j, K]
+        dq_r = added(np.moveaxis(of_scores * k_r[..., None, :, :], -2, 0), stages)
+        dk_r = added(np.moveaxis(of_scores * q_r[..., None, :], -3, 0), stages)
+        read, written = stages("terms", q_r * dq_r), stages("terms", k_r * dk_r)
+        dgate[..., rows, :] = _running_from(read - written, stages)
+        of_same = np.diagonal(da_r, axis1=-2, axis2=-1)[..., None]  # no gate is between a step and itself
+        dq[..., rows, :], dk[..., rows, :] = (stages("sum", x) for x in (dq_r + of_same * k_r, dk_r + of_same * q_r))
+    for first, second in halves(q, stages.sub_block):
+        from_border, to_border = _across(c, first, second, stages)
+        k_h = stages("decayed", k[..., first, :] * to_border)
+        q_h = stages("decayed", q[..., second, :] * from_border)
+        dq_h = stages("read", from_border * stages.dot(da[..., second, first], k_h))
+        dk_h = stages("read", to_border * stages.dot(da[..., second, first].mT, q_h))
+        read, written = stages("terms", q[..., second, :] * dq_h), stages("terms", k[..., first, :] * dk_h)
+        for rows, x in ((second, _sum_from(read)), (first, _sum_before(written, stages))):
+            dgate[..., rows, :] = stages("dgate", dgate[..., rows, :] + stages("dgate", x))
+        dq[..., second, :] = stages("sum", dq[..., second, :] + dq_h)
+        dk[..., first, :] = stages("sum", dk[..., first, :] + dk_h)
+    return dq, dk, dgate
+
+
+def gate_gradient(pairs: Array, read: Array, written: Array, states: Array, kept: Array, stages: Stages) -> Array:
+    """The gradient of the gates of a chunk's steps, [..., C, 1 or K]: the sum of every product that a step decays.
+
+    pairs: those within the chunk, see `pair_gradients`. read, written [..., C, K]: by row, what reads the state before
+    the chunk, and what is written into that after it. states [..., K, V]: what passes the chunk, less its decay `kept`.
+    Sites: terms, up_to, dgate.
+    """
+    of_states = tree_sum(stages("terms", states), stages.renamed(sum="dgate"))[..., None, :, 0]
+    of_states = sum_to_gate(stages("dgate", kept[..., 0][..., None, :] * of_states), kept.mT, stages)
+    read, written = stages("terms", read), stages("terms", written)
+    if kept.shape[-2] == 1:
+        of_rows = stages.renamed(product="terms", pairs="dgate")
+        read, written = (added(np.moveaxis(x, -1, 0), of_rows)[..., None] for x in (read, written))
+        sums: tuple[Array, ...] = (_sum_of_step(pairs, read, written, stages), of_states)
+    else:
+        sums = pairs, of_states, _sum_from(read), _sum_before(written, stages)
+    return reduce(lambda total, x: stages("dgate", total + stages("dgate", x)), sums)
+
+
+def added(terms: Array, stages: Stages) -> Array:
+    """The sum over the first axis, one after the other."""
+    total = np.zeros(terms.shape[1:])
+    for term in stages("product", terms):
+        total = stages("pairs", total + term)
+    return total
+
+
+def _between(c: Array, stages: Stages) -> Array:
+    """exp(c_i - c_j) [..., i, j, K or 1] of every pair i ≥ j of the rows of c, 0 for the others."""
+    causal = np.tril(np.ones((c.shape[-2],) * 2, bool))[..., None]
+    return decay_of(np.where(causal, c[..., :, None, :] - c[..., None, :, :], -np.inf), stages)
+
+
+def halves(q: Array, sub_block: int) -> Iterator[tuple[slice, slice]]:
+    """The first and second halves of a chunk, of its halves, and so on down to `sub_block` rows: of the rows of every
+    pair that is in no sub-block, one is in a first half and the other in the second half beside it."""
+    size, half = q.shape[-2], sub_block
+    while half < size:
+        for border in range(half, size, 2 * half):
+            yield slice(border - half, border), slice(border, min(border + half, size))
+        half *= 2
+
+
+def _across(c: Array, first: slice, second: slice, stages: Stages) -> tuple[Array, Array]:
+    """The decays from the last row of a first half to each of the second, and to it from each of the first."""
+    border = c[..., first.stop - 1, None, :]
+    return decay_of(c[..., second, :] - border, stages), decay_of(border - c[..., first, :], stages)
+
+
+def _sum_of_step(pairs: Array, read: Array, written: Array, stages: Stages) -> Array:
+    """The gradient of the gate of each step t of a chunk but for what passes it, [..., C, 1]: the sum of what each row
+    i ≥ t reads, pairs [..., t, i] and read [..., i, 1], and each before it writes, in pairs.
+    """
+    rows = np.arange(pairs.shape[-1])
+    later = rows[:, None] <= rows  # [t, i]
+    terms = np.where(later, stages("dgate", pairs + read.mT), written.mT)
+    return tree_sum(terms, stages.renamed(sum="dgate"))
+
+
+def _running_from(x: Array, stages: Stages) -> Array:
+    """The sum over the rows from each on, of which later ones are rounded first: what they cancel leaves its error."""
+    sums, total = np.zeros(x.shape), np.zeros(x[..., 0, :].shape)
+    for row in reversed(range(x.shape[-2])):
+        total = stages("dgate", total + x[..., row, :])
+        sums[..., row, :] = total
+    return sums
+
+
+def _sum_from(x: Array) -> Array:
+    """The sum over the rows from each on."""
+    return np.flip(np.cumsum(np.flip(x, -2), -2), -2)
+
+
+def _sum_before(x: Array, stages: Stages) -> Array:
+    """The sum over the rows before each. Kernels may take it from the sum up to each."""
+    before = np.zeros(x.shape)
+    before[..., 1:, :] = np.cumsum(x[..., :-1, :], -2)
+    up_to = before + x
+    return before + (stages("up_to", up_to) - up_to)
