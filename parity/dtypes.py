@@ -26,8 +26,11 @@ UNIT_ROUNDOFF = {
 }
 """Half an ulp at 1, bounding the relative error of one rounding to nearest."""
 
-IN_FLOAT32 = {"tf32": 11, "float32/2": 23}
+IN_FLOAT32 = {"tf32": 11, **{f"float32/{2**lost}": 24 - lost for lost in range(1, 11)}}
 """Significant digits of what is kept in a float32. float32/2 is what an exp returns that is off by up to two ulps."""
+
+TOWARD_ZERO = " toward zero"
+"""Follows the name of a dtype that hardware rounds to by leaving digits out, as a TF32 instruction does."""
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -39,8 +42,10 @@ def round_to(values: Floats, dtype: str) -> np.ndarray:
     """float64 values rounded once, to nearest even, to the dtype called `dtype` (an integer dtype must hold them).
 
     A direct cast to a narrow dtype goes through float32 and rounds twice; so float32 is entered by rounding to odd
-    (Boldo & Melquiond 2008, IEEE TC 57:462), which keeps the sticky bit.
+    (Boldo & Melquiond 2008, IEEE TC 57:462), which keeps the sticky bit. A float32 that is `TOWARD_ZERO` is cut off.
     """
+    if dtype.endswith(TOWARD_ZERO):
+        return _toward_zero(values, dtype).astype(np.float32)
     if dtype in IN_FLOAT32:
         mantissa, exponent = np.frexp(values)
         unit = 2.0 ** IN_FLOAT32[dtype]
@@ -70,13 +75,23 @@ def cut_off(values: Floats, digits: int) -> Floats:
     return cut
 
 
+def _toward_zero(values: Floats, dtype: str) -> Floats:
+    """float64 values rounded toward zero to a dtype of `TOWARD_ZERO`; those that are not finite stay."""
+    digits, smallest = FORMATS[dtype.removesuffix(TOWARD_ZERO)]
+    quantum = smallest * 2.0 ** (1 - digits)  # of what is below the normal numbers
+    with np.errstate(invalid="ignore"):
+        return np.where(np.abs(values) < smallest, np.trunc(values / quantum) * quantum, cut_off(values, digits))
+
+
 def stochastic(values: Floats, dtype: str, words: Callable[[int], np.ndarray]) -> Floats:
     """float64 values rounded at random to a neighbour in the dtype called `dtype`, right on average; in float64.
 
     words: draws that many random uint64. Bits as random as those that the dtype has not are added to a value, and the
     sum cut off: a carry goes to the next number, across powers of two as well. Values that are not finite stay; no
-    finite one overflows.
+    finite one overflows. What is rounded `TOWARD_ZERO` is not random: its error has a sign, and every run shares it.
     """
+    if dtype.endswith(TOWARD_ZERO):
+        return _toward_zero(values, dtype)
     if dtype == "bf16x2":
         high = round_to(values, "bfloat16").astype(np.float64)
         return high + stochastic(values - high, "bfloat16", words)
@@ -109,3 +124,5 @@ SMALLEST = float(np.finfo(np.float32).tiny)
 FORMATS = {name: _format(name) for name in UNIT_ROUNDOFF if name not in ("tf32", "float64")}
 FORMATS |= {name: (digits, SMALLEST) for name, digits in IN_FLOAT32.items()}
 """Significant digits (with the leading 1) and smallest normal number of the dtypes that a site may round to."""
+SITES = frozenset([*FORMATS, "bf16x2", *(name + TOWARD_ZERO for name in FORMATS)])
+"""What a site may be rounded to."""

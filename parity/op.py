@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from parity.dtypes import SHORT_NAMES, UNIT_ROUNDOFF
+from parity.dtypes import SHORT_NAMES, SITES, UNIT_ROUNDOFF
 
 Backend = Literal["tpu", "gpu"]
 BACKENDS: tuple[Backend, ...] = ("tpu", "gpu")
@@ -133,6 +133,9 @@ class Contract:
         for name, dtype in dtypes.items():
             if dtype not in UNIT_ROUNDOFF:
                 raise ValueError(f"{name} must be one of {', '.join(UNIT_ROUNDOFF)}, got {dtype!r}")
+        for site, dtype in self.sites.items():
+            if dtype not in SITES:
+                raise ValueError(f"sites[{site!r}] must be one of {', '.join(sorted(SITES))}, got {dtype!r}")
 
     @property
     def name(self) -> str:

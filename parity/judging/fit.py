@@ -230,7 +230,9 @@ class _Sums:
     def freedom(self) -> tuple[Floats, Floats]:
         """ν of the error that shows, and ν' of one run."""
         alone = _over(2 * self.model**2, self.model_variance)
-        together = np.minimum(_over(2 * self.runs.mean(axis=0) ** 2, self.runs.var(axis=0, ddof=1)), alone)
+        mean, variance = self.runs.mean(axis=0), self.runs.var(axis=0, ddof=1)
+        # Runs that are the same, as of a sum that is rounded toward zero, err alike in nothing.
+        together = np.where(variance > 0, np.minimum(_over(2 * mean**2, variance), alone), alone)
         return _over(2 * self.expected**2, self.variance) * _over(together, alone), together
 
     def looks(self, axis: str, names: Any) -> list[Look]:

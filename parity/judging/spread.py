@@ -4,7 +4,8 @@ The staged golden runs several times with every site of the contract rounded sto
 arithmetic; Croci et al. 2022, Stochastic rounding): a value goes to one of its two neighbours in the site's dtype, with
 the probabilities that make it right on average. A representable value stays as it is, so the model errs where kernels
 do. Its variance is twice that of rounding to nearest (q²/6 against the q²/12 of an error uniform in half a unit q);
-what all runs share, as products that a matrix unit leaves out, is in both. With mean m and variance s² of R runs'
+what all runs share is in both: products that a matrix unit leaves out, and what hardware cuts off (`TOWARD_ZERO`), an
+error of one sign. With mean m and variance s² of R runs'
 differences from the golden,
 
     σ² = (m² - s²/R) + s²/2

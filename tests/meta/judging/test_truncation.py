@@ -1,0 +1,90 @@
+"""Hardware that leaves digits out errs to one side: a site that is rounded toward zero has that in the model."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from parity.dtypes import FORMATS, TOWARD_ZERO, cut_off, round_to, stochastic
+from parity.judging.judge import gates, measure_contract
+from parity.op import Contract
+from parity.trial import Trial
+from tests.matrix.gmm import BF16, F32, GMM, MMA_DEPTH
+
+CORE = "parity.backends.emulation.tensor_core"
+LONG = dict(M=64, K=1024, N=32, G=2)
+
+
+def long_sums(dtype, data):
+    (case,) = GMM.grid([LONG], dtype=[(dtype, F32)], data=[data])
+    return case
+
+
+def under(case, **contract):
+    """A trial of gmm on the GPU under another contract, which has no derived bound."""
+    op = replace(GMM, contract=lambda c, backend: Contract(out=F32, **contract), magnitude=None, chain=None)
+    return Trial(op, case, "gpu")
+
+
+def truncating(lhs, rhs, acc, depth, digits=24):
+    """`fused_dot` of a tensor core that leaves out what float32 does not hold, or more."""
+    total = acc.astype(np.float64)
+    for k in range(0, lhs.shape[-1], depth):
+        total = cut_off(lhs[..., k : k + depth].astype(np.float64) @ rhs[..., k : k + depth, :] + total, digits)
+    return total.astype(np.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("data", ["normal", "one_signed"])
+def test_a_truncating_accumulator_agrees_with_a_contract_that_says_so(data, monkeypatch):
+    pytest.importorskip("triton")
+    case, contract = long_sums(BF16, data), dict(dot="native", depth=MMA_DEPTH)
+    nearest, toward_zero = (under(case, sites={"acc": site}, **contract) for site in (F32, F32 + TOWARD_ZERO))
+    assert gates(nearest).verdict.outcome == "AGREES"
+    monkeypatch.setattr(f"{CORE}.fused_dot", truncating)
+    assert gates(nearest).verdict.outcome in ("OFF CONTRACT", "OUT OF BOUND")
+    judged = gates(toward_zero)
+    assert judged.verdict.outcome == "AGREES", judged.verdict
+    assert judged.fit.ratio == pytest.approx(1, abs=0.02)  # it is the contract's every step
+    monkeypatch.setattr(f"{CORE}.fused_dot", partial(truncating, digits=23))
+    assert gates(toward_zero).verdict.outcome == "OFF CONTRACT"
+
+
+@pytest.mark.gpu
+def test_operands_that_an_instruction_cuts_off_are_such_sites(monkeypatch):
+    pytest.importorskip("triton")
+    from parity.backends.emulation import tensor_core
+
+    monkeypatch.setitem(tensor_core.FLOAT32_DOTS, "IEEE", tensor_core.FLOAT32_DOTS["TF32"])
+    case = long_sums(F32, "one_signed")
+    contract = dict(dot="tf32", depth=tensor_core.TF32_DEPTH)
+    nearest, toward_zero = (
+        under(case, sites={"lhs": site, "rhs": site, "acc": F32}, **contract) for site in ("tf32", "tf32" + TOWARD_ZERO)
+    )
+    assert gates(nearest).verdict.outcome in ("OFF CONTRACT", "OUT OF BOUND")
+    judged = gates(toward_zero)
+    assert judged.verdict.outcome == "AGREES", judged.verdict
+    predicted = measure_contract(toward_zero)["out"].epsilon
+    assert judged.metrics.epsilon == pytest.approx(predicted, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", sorted(FORMATS))
+def test_rounding_toward_zero_takes_the_neighbour_that_is_no_larger(dtype):
+    digits, smallest = FORMATS[dtype]
+    values = np.random.default_rng(0).uniform(-4, 4, 200) * smallest ** np.random.default_rng(1).uniform(0, 1, 200)
+    cut = round_to(values, dtype + TOWARD_ZERO).astype(np.float64)
+    np.testing.assert_array_equal(stochastic(values, dtype + TOWARD_ZERO, np.zeros), cut)
+    np.testing.assert_array_equal(round_to(cut, dtype).astype(np.float64), cut)
+    unit = np.maximum(2.0 ** np.floor(np.log2(np.abs(values))), smallest) * 2.0 ** (1 - digits)
+    assert ((values - cut) * np.sign(values) >= 0).all() and (np.abs(values - cut) < unit).all()
+
+
+def test_what_is_representable_or_not_finite_stays():
+    values = np.array([0.0, 1.0, -1.5, 2.0**-120, np.inf, -np.inf, np.nan])
+    np.testing.assert_array_equal(round_to(values, F32 + TOWARD_ZERO), values.astype(np.float32))
+
+
+def test_a_contract_refuses_a_site_of_no_dtype():
+    with pytest.raises(ValueError, match=r"sites\['acc'\] must be one of .*float32 toward zero.*got 'float31'"):
+        Contract(sites={"acc": "float31"})
