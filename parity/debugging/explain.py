@@ -42,7 +42,7 @@ ALIKE = 0.005
 """Roundings whose shares differ by less do the same."""
 EXPLAINED = 0.9
 """From this share of the mean square error on the error is explained."""
-DEPTHS = (8, 16, 64, 128, 256, 512)
+DEPTHS = (8, 16, 32, 64, 128, 256, 512)
 """Products that are summed before a sum is rounded, besides the contract's: the depths of units and of tiles."""
 LARGEST_ROUNDING = 2.0**-5
 """|error| / M that roundings of bfloat16 operands, sums and results do not reach."""
