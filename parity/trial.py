@@ -17,6 +17,7 @@ from parity.judging.fit import K
 from parity.judging.metrics import Scale, floor
 from parity.judging.reference import Reference, reference
 from parity.judging.spread import runs
+from parity.judging.verdict import holds
 from parity.op import Backend, Case, Contract, Inputs, Op, outputs
 
 
@@ -95,6 +96,15 @@ class Trial:
         """
         device, kernel, inputs = runner(self.backend), self.kernel, self.inputs
         return guarded(lambda: outputs(device.run(kernel, inputs, self.arguments)))
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether outputs must equal the golden: of an op compared bit for bit, and on integer data that stay exact."""
+        if self.op.bit_exact:
+            return True
+        if self.case.data != "integers" or not self.op.twin:
+            return False
+        return all(holds(self.contract.dtype(name), golden) for name, golden in self.reference.golden.items())
 
     @property
     def twin(self) -> Trial:

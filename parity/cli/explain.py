@@ -20,7 +20,7 @@ from parity.ledger import diff
 from parity.ledger.freshness import moved_floors
 from parity.ledger.schema import Record
 from parity.op import Backend, Case, Op
-from parity.report.text import SHADES, by_contract, heat_map, sparkline, worst_element, worst_tile
+from parity.report.text import NO_TWIN, SHADES, by_contract, heat_map, sparkline, worst_element, worst_tile
 from parity.words import command as command_line
 
 ABOUT = "say where the error of a case comes from: which rounding, or which fault"
@@ -121,8 +121,7 @@ def explanation(found: Explanation, compared: str = "") -> Text:
         out.append(compared + "\n")
     if judged.worst:
         out.append(worst_element(judged) + "\n")
-    if found.twin is not None:
-        out.append(f"integer twin: {found.twin.verdict.outcome}\n")
+    out.append(f"integer twin: {found.twin.verdict.outcome}\n" if found.twin else f"{NO_TWIN}\n")
     _append_contrasts(out, found.contrasts)
     if m:
         _append_drawings(out, m)

@@ -168,7 +168,7 @@ def explain(trial: Trial, done: Callable[[int], None] = lambda emulations: None)
     axes = trial.axes(name)
     contrasts = contrast(errors, {**axes, **in_parts(y.shape, axes)})
     attribution = attribute(trial, name, fields, done)
-    twin = judged.twin or judge_twin(trial) or (judged if trial.case.data == "integers" else None)
+    twin = judged.twin or judge_twin(trial) or (judged if trial.exact else None)
     kind = _kind(judged, twin, attribution, field)
     found = source(trial, name, field) if kind == "logic" and field.power else None
     return Explanation(judged, twin, attribution, contrasts, kind, found)

@@ -118,12 +118,9 @@ def judge_twin(trial: Trial) -> Judgement | None:
     None where the trial is on integer data itself, and where its golden is not exact on them, as a square root is not.
     Raises as `gates`.
     """
-    if trial.case.data == "integers":
+    if trial.case.data == "integers" or not (twin := trial.twin).exact:
         return None
-    try:
-        return gates(trial.twin)
-    except verdict.InexactError:
-        return None
+    return gates(twin)
 
 
 def twin_of(trial: Trial, judged: Judgement) -> Judgement | None:
@@ -135,9 +132,9 @@ def gates(trial: Trial) -> Judgement:
     """Run a trial and pass it through the gates that need no other backend and no other data (G1 to G3).
 
     A kernel that raises, or changes what it should not, is judged by that alone (G1: CRASH, OOM, DIRTY). Data
-    `integers` must come out exact, and bit-exact ops bit for bit (G2); everything else must fit its contract and lie
-    within a derived bound, where there is one (G3). Of several outputs the one nearest to a limit decides. Raises
-    ImportError where the backend's framework is missing.
+    `integers` must come out exact where the golden is, and bit-exact ops bit for bit (G2); everything else must fit its
+    contract and lie within a derived bound, where there is one (G3). Of several outputs the one nearest to a limit
+    decides. Raises ImportError where the backend's framework is missing.
     """
     op, case, expected = trial.op, trial.case, trial.reference
     real = runner(trial.backend).real
@@ -154,13 +151,12 @@ def gates(trial: Trial) -> Judgement:
         reason = f"golden returns {', '.join(expected.golden)}, got {', '.join(first)}"
         wrong = Verdict("WRONG OUTPUTS", "G1", reason)
         return Judgement(case, trial.backend, real, wrong, "", 0.0, seconds=seconds)
-    exact = case.data == "integers" or op.bit_exact
-    bound = 0.0 if exact else trial.bound
+    bound = 0.0 if trial.exact else trial.bound
     undecided = [Judgement(case, trial.backend, real, UNDECIDED, name, bound) for name in first]
     if op.bit_exact:
         judgements = [_judge_bits(j, expected, first[j.output], again[j.output]) for j in undecided]
     else:
-        allowed = {} if exact else _allowances(trial, first)
+        allowed = {} if trial.exact else _allowances(trial, first)
         judgements = [
             _judge_output(j, trial, first[j.output], again[j.output], allowed.get(j.output)) for j in undecided
         ]
@@ -219,7 +215,7 @@ def _judge_output(
         judged = replace(judged, fits={judged.output: allowed[1]})
     if bad_form:
         decided = bad_form
-    elif judged.case.data == "integers":
+    elif trial.exact:
         decided = verdict.exactness(y, golden)
     else:
         decided = _agreement(metrics, judged.bound if trial.op.magnitude else np.inf, judged.fit)

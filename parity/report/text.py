@@ -13,6 +13,7 @@ from parity.words import command
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SHADES = " ░▒▓█"
+NO_TWIN = "no integer twin: the golden is not exact on integer data"
 MOST_AXES, MOST_LABELS = 2, 6
 """Axes of a failed output, and labels of each, whose errors are shown beside the contract."""
 
@@ -38,6 +39,8 @@ def failure(judged: Judgement, twin: Judgement | None, rerun: str) -> str:
     if twin is not None:
         also = "passes too (so: precision, not logic)" if twin.verdict.passed else "fails too (so: not rounding)"
         lines.append(f"integer twin: {also}")
+    elif not (judged.ended or judged.bound == 0):
+        lines.append(NO_TWIN)
     lines.append(f"rerun: {rerun}")
     return "\n".join(lines)
 

@@ -12,10 +12,11 @@ from parity.words import command
 
 
 def chosen(item: pytest.Item) -> tuple[Op, Case, Backend] | None:
-    """The op, the case and the backend that a test of the matrix runs; None of any other test."""
+    """The op, the case and the backend that a test of the matrix runs; None of any other, and of one without cases."""
     if not isinstance(item, pytest.Function) or item.get_closest_marker("parity_cases") is None:
         return None
-    return cast(tuple[Op, Case, Backend], item.callspec.params["run"])
+    found = item.callspec.params["run"]
+    return cast(tuple[Op, Case, Backend], found) if isinstance(found, tuple) else None
 
 
 def shared(item: pytest.Item) -> Any:

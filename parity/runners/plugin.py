@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from parity.ledger.book import Book
 from parity.ledger.write import Merged, Recorder, check, merge
 from parity.op import BACKENDS, TIERS, Backend, Case, Op
 from parity.report import entries, text
+from parity.runners.items import chosen as trial_of
 from parity.runners.items import rerun, shared
 from parity.trial import Trial
 from parity.words import command, said
@@ -32,6 +33,7 @@ _OPS = pytest.StashKey[tuple[Op, ...]]()
 _BOOK = pytest.StashKey[Book]()
 _RECORDER = pytest.StashKey[Recorder | None]()
 _ENTRY = "parity-report"
+DECLARED = "twin=False in the op says that it is not"
 
 
 def cases(
@@ -43,7 +45,8 @@ def cases(
 ) -> Callable[[Test], Test]:
     """Run a test once for every case of `ops` on a backend, through its `run` argument.
 
-    `data` replaces the cases' own distribution; cases that then coincide run once. `where`: the other cases run in the
+    `data` replaces the cases' own distribution; cases that then coincide run once, and data `integers` leave out the
+    ops without a twin. `where`: the other cases run in the
     full tier alone. `compared`: the test compares the backends, over many seeds; outside the full tier only the cases
     do that are `representative` of their op.
     """
@@ -68,7 +71,7 @@ class Run:
         __tracebackhide__ = True
         if self.case.data != "integers":
             raise ValueError(f"is_exact needs data='integers' in parity.cases, got {self.case.data!r}")
-        self._judge()
+        self._judge(exact=True)
 
     def is_no_worse(self) -> None:
         """Fail unless both backends agree with the golden and ε_TPU ≤ ε_GPU over paired seeds (G4 to G7).
@@ -140,10 +143,13 @@ class Run:
     def _rerun(self) -> str:
         return _rerun(self._request.node)
 
-    def _judge(self) -> None:
+    def _judge(self, *, exact: bool = False) -> None:
         __tracebackhide__ = True
         trial = Trial(self.op, self.case, self.backend)
         judged = judge(trial)
+        if exact and judged.verdict.passed and not trial.exact:
+            reason = f"golden must be exact on integer data, {judged.verdict.outcome} by its contract ({DECLARED})"
+            judged = replace(judged, verdict=Verdict("NO INTEGER TWIN", "G2", reason))
         status: dict[str, str] = {}
         if self.case.data != "integers" and not judged.ended:
             if self._recorder:
@@ -276,6 +282,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.UsageError(f"{metafunc.definition.nodeid}: {', '.join(strangers)} is not in the matrix's OPS")
     chosen: dict[str, Any] = {}
     beyond: dict[str, Any] = {}
+    if data == "integers":
+        ops = tuple(op for op in ops if op.twin)
     for op in ops:
         for case in op.cases:
             drawn = case.with_seed(metafunc.config.getoption("--parity-seed"))
@@ -426,10 +434,10 @@ class _Reporter:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """A case whose test ended otherwise than by its verdict is in the report as well."""
         report = yield
-        marker, callspec = item.get_closest_marker("parity_cases"), getattr(item, "callspec", None)
+        marker, trial = item.get_closest_marker("parity_cases"), trial_of(item)
         wanted = self._config.getoption("--parity-report") and call.when != "teardown"
-        if wanted and marker and callspec and call.excinfo:
-            _, case, backend = callspec.params["run"]
+        if wanted and marker and trial and call.excinfo:
+            _, case, backend = trial
             side = entries.COMPARED if marker.kwargs["compared"] else backend
             told = [entry["passed"] for entry in _told(report, _ENTRY)]
             reason = call.excinfo.exconly(tryshort=True).splitlines()[0]

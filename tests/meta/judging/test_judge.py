@@ -16,6 +16,7 @@ from parity.judging.magnitude import abs_of
 from parity.judging.reference import reference
 from parity.judging.verdict import Comparison, Verdict
 from parity.op import Array, Case, Contract, Expected, Op
+from parity.report import text
 from parity.trial import Trial
 
 U32 = 2.0**-24
@@ -158,6 +159,22 @@ def test_an_unknown_twin_is_judged_and_a_known_one_kept(device):
 def test_a_golden_that_is_not_exact_on_integers_has_no_twin(device):
     judged = judge(Trial(op(), CASE, "tpu", lambda x: kernel(x) * np.float32(2)))
     assert judged.twin is None and judged.verdict.outcome == "OUT OF BOUND"
+    assert text.NO_TWIN in text.failure(judged, twin_of(Trial(op(), CASE, "tpu"), judged), "pytest")
+
+
+@pytest.mark.parametrize("twin", [True, False])
+def test_inexact_integer_data_are_judged_by_the_contract(device, twin):
+    trial = Trial(op(twin=twin), CASE.with_data("integers"), "tpu")
+    assert not trial.exact and judge(trial).verdict.outcome == "AGREES"
+    wrong = judge(replace(trial, other=lambda x: kernel(x) * np.float32(2)))
+    assert (wrong.verdict.gate, wrong.twin) == ("G3", None)
+
+
+def test_an_op_that_declares_no_twin_is_not_run_on_integer_data(device):
+    exact = op(lambda x, stages=lambda site, value: value: x * 1.0, twin=False)
+    judged = judge(Trial(exact, CASE, "tpu", lambda x: x * np.float32(2)))
+    assert judged.verdict.outcome == "OUT OF BOUND" and judged.twin is None
+    assert judge(replace(Trial(exact, CASE, "tpu", lambda x: x * np.float32(2)), op=replace(exact, twin=True))).twin
 
 
 def test_a_case_whose_bound_lets_anything_pass_is_not_passed(device):

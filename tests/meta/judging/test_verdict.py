@@ -20,6 +20,7 @@ from parity.judging.verdict import (
     exactness,
     form,
     held_to,
+    holds,
     mistrusted,
     regression,
     wrong_outputs,
@@ -76,8 +77,12 @@ def test_exactness():
     golden = np.arange(6.0).reshape(2, 3)
     assert exactness(golden.astype(np.float32), golden).passed
     assert exactness((golden + (golden == 4)).astype(np.float32), golden).outcome == "LOGIC FAULT"
-    with pytest.raises(ValueError, match="golden must be exact in float32"):
-        exactness(golden.astype(np.float32), golden + 1e-12)
+
+
+def test_a_dtype_holds_a_golden_all_of_whose_values_it_has():
+    golden = np.array([1.0, 257.0])
+    assert holds("float32", golden) and not holds("bfloat16", golden)
+    assert not holds("float32", golden + 1e-12) and not holds("float32", np.array([np.nan]))
 
 
 def test_bound_is_the_smaller_of_the_two_and_grows_with_what_operands_lose():

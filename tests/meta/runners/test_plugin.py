@@ -58,6 +58,18 @@ def test_a_failure_fits_on_a_screen_and_can_be_acted_on(project):
     assert "1 failed" in again.stdout, again.stdout
 
 
+@pytest.mark.parametrize("declared", [False, True])
+def test_an_op_without_a_twin_keeps_its_verdicts(project, declared):
+    run = project()
+    run.replace("matrix.py", "return 2.0 *", "return (2.0 + 2**-40) *")
+    if declared:
+        run.replace("matrix.py", "defaults={},", "defaults={}, twin=False,")
+    done = run("-q")
+    assert ("4 failed, 4 passed" if not declared else "4 passed, 1 skipped") in done.stdout, done.stdout
+    exact = re.search(r"NO INTEGER TWIN  G2: golden must be exact on integer data, AGREES .*twin=False", done.stdout)
+    assert bool(exact) is not declared
+
+
 @pytest.fixture
 def losing(project):
     """A project whose TPU kernel errs in float32 and whose GPU kernel does not; a failure is declared by `where`."""
