@@ -171,14 +171,14 @@ def check_forward(
     value_size = v.shape[3]
     dtype = dtype_name(q.dtype)
     for name, x in (("k", k), ("v", v)):
-        _same_dtype(name, x, dtype)
+        check_same_dtype(name, x, dtype)
     check_shape("k", k, "B, T, H, K", (b, t, h, key_size))
     check_shape("v", v, "B, T, H, V", (b, t, h, value_size))
     _check_gates(gates, (b, t, h, key_size), dtype, exact)
-    n = _check_sequences(cu_seqlens, offsets, q)
-    _check_state("initial_state", initial_state, (n, h, key_size, value_size), exact)
+    n = check_sequences(cu_seqlens, offsets, q)
+    check_state("initial_state", initial_state, (n, h, key_size, value_size), exact)
     check_chunk_size(chunk_size)
-    return Problem(b, t, h, key_size, value_size, n, _check_scale(scale, key_size), dtype, cu_seqlens is not None)
+    return Problem(b, t, h, key_size, value_size, n, check_scale(scale, key_size), dtype, cu_seqlens is not None)
 
 
 def check_backward(
@@ -204,19 +204,17 @@ def check_backward(
 def check_gradients(p: Problem, do: Array, dht: Array | None, exact: bool = False) -> None:
     """Check what a backward pass takes besides the arguments of the forward pass that gave `p`; as `check_forward`."""
     check_array("do", do, "B, T, H, V", FLOATS, exact=True)
-    _same_dtype("do", do, p.dtype)
+    check_same_dtype("do", do, p.dtype)
     check_shape("do", do, "B, T, H, V", (p.b, p.t, p.h, p.v))
-    _check_state("dht", dht, (p.n, p.h, p.k, p.v), exact)
+    check_state("dht", dht, (p.n, p.h, p.k, p.v), exact)
 
 
-def check_chunk_size(chunk_size: Any) -> None:
-    """Refuse a chunk_size that is not a multiple of 16 from 16 to 256."""
+def check_chunk_size(chunk_size: Any, largest: int = LARGEST_CHUNK) -> None:
+    """Refuse a chunk_size that is not a multiple of 16 from 16 to `largest`."""
     if type(chunk_size) is not int:
         raise TypeError(f"chunk_size must be an int, got {type(chunk_size).__name__}")
-    if not 0 < chunk_size <= LARGEST_CHUNK or chunk_size % CHUNK_STEP:
-        raise ValueError(
-            f"chunk_size must be a positive multiple of {CHUNK_STEP}, at most {LARGEST_CHUNK}, got {chunk_size}"
-        )
+    if not 0 < chunk_size <= largest or chunk_size % CHUNK_STEP:
+        raise ValueError(f"chunk_size must be a positive multiple of {CHUNK_STEP}, at most {largest}, got {chunk_size}")
 
 
 def check_precision(precision: Any, dtype: str) -> None:
@@ -240,7 +238,8 @@ def check_fused(fused: Any, refusal: str | None) -> bool:
     return refusal is None if fused is None else fused
 
 
-def _same_dtype(name: str, x: Array, dtype: str) -> None:
+def check_same_dtype(name: str, x: Array, dtype: str) -> None:
+    """Refuse an x whose dtype is not q's, `dtype`."""
     if dtype_name(x.dtype) != dtype:
         raise TypeError(f"{name} must have q's dtype {dtype}, got {dtype_name(x.dtype)}")
 
@@ -261,8 +260,8 @@ def _check_gates(gates: Gates, shape: tuple[int, ...], dtype: str, exact: bool) 
             check_shape(name, gate, axes, expected)
 
 
-def _check_sequences(cu_seqlens: Array | None, offsets: Sequence[int] | None, q: Array) -> int:
-    """N, after checking cu_seqlens, and its values where they are known."""
+def check_sequences(cu_seqlens: Array | None, offsets: Sequence[int] | None, q: Array, name: str = "q") -> int:
+    """N, after checking cu_seqlens, and its values where they are known, against q [B, T, …] of that name."""
     b, t = q.shape[:2]
     if cu_seqlens is None:
         return b
@@ -270,7 +269,7 @@ def _check_sequences(cu_seqlens: Array | None, offsets: Sequence[int] | None, q:
     if not cu_seqlens.shape[0]:
         raise ValueError("cu_seqlens must have N + 1 >= 1 entries, got 0")
     if b != 1:
-        raise ValueError(f"q must have B = 1 with cu_seqlens, got {b} (shape {list(q.shape)})")
+        raise ValueError(f"{name} must have B = 1 with cu_seqlens, got {b} (shape {list(q.shape)})")
     if offsets is not None:
         if offsets[0] != 0:
             raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
@@ -284,13 +283,15 @@ def _check_sequences(cu_seqlens: Array | None, offsets: Sequence[int] | None, q:
     return cu_seqlens.shape[0] - 1
 
 
-def _check_state(name: str, state: Array | None, shape: tuple[int, ...], exact: bool) -> None:
+def check_state(name: str, state: Array | None, shape: tuple[int, ...], exact: bool, axes: str = "N, H, K, V") -> None:
+    """Refuse a state that is not float32, or not of this shape; None is none."""
     if state is not None:
-        check_array(name, state, "N, H, K, V", ("float32",), exact=exact)
-        check_shape(name, state, "N, H, K, V", shape)
+        check_array(name, state, axes, ("float32",), exact=exact)
+        check_shape(name, state, axes, shape)
 
 
-def _check_scale(scale: Any, key_size: int) -> float:
+def check_scale(scale: Any, key_size: int) -> float:
+    """The scale: K^-0.5 where none is given."""
     if scale is None:
         return float(max(key_size, 1)) ** -0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float):

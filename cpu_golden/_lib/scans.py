@@ -93,7 +93,7 @@ def take(
     """The checked call of a forward pass, or of the backward pass but for do and dht. Raises as `check_forward`."""
     offsets, chunk_size = values(cu_seqlens), steps.get("chunk_size", CHUNK_STEP)
     p = check_forward(q, k, v, gates, scale, initial_state, cu_seqlens, offsets, chunk_size, exact=True)
-    return Call(p, _gate(gates, p), _states(initial_state, p), list(_sequences(p, offsets, reverse)), steps)
+    return Call(p, _gate(gates, p), _states(initial_state, p), list(sequences_of(p.t, offsets, reverse)), steps)
 
 
 @options_of(take)
@@ -104,7 +104,7 @@ def forward(
     p, gate, states, sequences, steps = take(q, k, v, gates, **options)
     o = np.zeros((p.b, p.t, p.h, p.v))
     for rows, n in sequences:
-        q_n, k_n, v_n, gate_n = (_heads_first(x[:, rows]) for x in (q, k, v, gate))
+        q_n, k_n, v_n, gate_n = (heads_first(x[:, rows]) for x in (q, k, v, gate))
         o_n, states[n] = scan(Sequence(q_n, k_n, v_n, gate_n, states[n], p.scale), **steps)
         o[:, rows] = o_n.swapaxes(1, 2)
     return Output(o, states if output_final_state else None)
@@ -120,7 +120,7 @@ def backward(
     dstates = _states(dht, p)
     dq, dk, dv, dgate = (np.zeros(x.shape) for x in (q, k, v, gate))
     for rows, n in sequences:
-        q_n, k_n, v_n, gate_n, do_n = (_heads_first(x[:, rows]) for x in (q, k, v, gate, do))
+        q_n, k_n, v_n, gate_n, do_n = (heads_first(x[:, rows]) for x in (q, k, v, gate, do))
         given = Sequence(q_n, k_n, v_n, gate_n, states[n], p.scale, do_n, dstates[n])
         *grads, dstates[n] = scan(given, **steps)
         dq[:, rows], dk[:, rows], dv[:, rows], dgate[:, rows] = (grad.swapaxes(1, 2) for grad in grads)
@@ -128,13 +128,13 @@ def backward(
     return Gradients(dq, dk, dv, _gate_gradients(dgate, gates), dh0)
 
 
-def _sequences(p: Problem, offsets: list[int] | None, reverse: bool) -> Iterator[tuple[Array, slice]]:
+def sequences_of(t: int, offsets: list[int] | None, reverse: bool = False) -> Iterator[tuple[Array, slice]]:
     """Of every sequence (or of all rows of the batch at once) its steps in the order of time, and its states."""
     order = -1 if reverse else 1
     if offsets is None:
-        yield np.arange(p.t)[::order], slice(None)
+        yield np.arange(t)[::order], slice(None)
         return
-    for n in range(p.n):
+    for n in range(len(offsets) - 1):
         yield np.arange(offsets[n], offsets[n + 1])[::order], slice(n, n + 1)
 
 
@@ -160,5 +160,6 @@ def _states(given: Array | None, p: Problem) -> Array:
     return np.zeros((p.n, p.h, p.k, p.v)) if given is None else given.astype(np.float64)
 
 
-def _heads_first(x: Array) -> Array:
+def heads_first(x: Array) -> Array:
+    """x [B, T, H, …] as float64 [B, H, T, …]."""
     return np.ascontiguousarray(x.swapaxes(1, 2), dtype=np.float64)
