@@ -49,6 +49,9 @@ class Stages:
     values_decayed: a decay per step of what is written into a state multiplies v (or do), and not k (or q).
     channels: channels of keys that a scan's backward pass has at a time: what is summed over K in dv and the gradient
         of a decay per step is summed for each such tile, then over them; None: all.
+    solve_depth, solve_passes: those of the dots that solve a triangular system; None: those of all others.
+    wy: a delta rule's chunk applies the inverse to the values and the keys (u and w) before it meets the state, and not
+        to the errors of what the state recalls.
     """
 
     rounding: Callable[[str, Array], Array] = _as_it_is
@@ -62,6 +65,9 @@ class Stages:
     sub_block: int = 16
     values_decayed: bool = False
     channels: int | None = None
+    solve_depth: int | None = None
+    solve_passes: Passes | None = None
+    wy: bool = False
 
     def __call__(self, site: str, value: Array) -> Array:
         """What goes on from the site in the value's place."""

@@ -7,8 +7,10 @@ import pytest
 from tests.support.functions import public
 
 PACKAGES = ("cpu_golden", "tpu_kernels", "gpu_reference")
-INTERNAL = ("cpu_golden.chunk_scan", "cpu_golden.fused_recurrent")
-"""Behind both gated linear attentions, and only called by them."""
+INTERNAL = tuple(
+    f"cpu_golden.{name}" for name in ("chunk_scan", "fused_recurrent", "chunk_delta_rule", "recurrent_delta_rule")
+)
+"""Behind both gated linear attentions and both delta rules, and only called by them."""
 OF_ITS_FUNCTION = ("quantize", "dtype")
 """Arguments whose default is every function's own: of one layer or of all, what is quantised to or from."""
 

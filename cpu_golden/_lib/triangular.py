@@ -1,0 +1,51 @@
+"""The inverse of a unit lower triangular matrix by substitution, in float64 and staged.
+
+Rows of diagonal blocks of 16 are solved one after the other; the blocks below come from products, of the blocks of
+twice, four times … as many rows: [[I + A₁, 0], [A₂₁, I + A₂]]⁻¹ = [[T₁, 0], [-T₂ A₂₁ T₁, T₂]]. Both are substitution:
+the error is within a few roundoffs of |T| |A| |T|, and no power of A is formed (Higham 2002, Accuracy and Stability of
+Numerical Algorithms, section 14.2). Keys with a common component make powers of A grow like 50^64.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from cpu_golden import Array
+from cpu_golden._lib.chunks import chunks_of, halves
+from cpu_golden.stages import Stages
+
+BLOCK = 16
+"""Rows of a diagonal block."""
+DOT_SITES = {site: f"solve_{site}" for site in ("lhs", "rhs", "partial", "acc", "tiles")}
+
+
+def inverse(a: Array, stages: Stages) -> Array:
+    """T = (I + A)⁻¹ [..., C, C] of a strictly lower triangular A.
+
+    Stages: solve_depth, solve_passes. Sites: solve_product and solve_sum (of a diagonal block's rows, and the running
+    sums of that), those of `Stages.dot` with solve_ before their names, T.
+    """
+    size = a.shape[-1]
+    products = replace(
+        stages.renamed(**DOT_SITES),
+        depth=stages.solve_depth or stages.depth,
+        passes=stages.solve_passes or stages.passes,
+    )
+    t = np.broadcast_to(np.eye(size), a.shape).copy()
+    for rows in chunks_of(a, BLOCK):
+        t[..., rows, rows] = _by_rows(a[..., rows, rows], stages)
+    for first, second in halves(a, BLOCK):
+        t[..., second, first] = -products.dot(
+            t[..., second, second], products.dot(a[..., second, first], t[..., first, first])
+        )
+    return np.tril(stages("T", t))
+
+
+def _by_rows(a: Array, stages: Stages) -> Array:
+    """The inverse of one diagonal block: each row, once it is known, is taken from all rows below."""
+    t = np.broadcast_to(np.eye(a.shape[-1]), a.shape).copy()
+    for row in range(a.shape[-1] - 1):
+        below = slice(row + 1, None)
+        taken = stages("solve_product", a[..., below, row, None] * t[..., row, None, :])
+        t[..., below, :] = stages("solve_sum", t[..., below, :] - taken)
+    return t

@@ -1,0 +1,114 @@
+"""A depthwise causal convolution over time, in float64.
+
+    y_t = activation(bias + Σ_w weight[:, w] · x_{t - W + 1 + w})
+
+for every channel. What comes before a sequence's first step is its state, the W - 1 steps before, or zero; one
+sequence's steps are none of the next one's.
+"""
+
+import numpy as np
+
+from cpu_golden import Array
+from cpu_golden._lib.arguments import values
+from cpu_golden._lib.scans import sequences_of
+from cpu_golden.stages import Stages, exact
+from op_arguments.causal_conv1d import Activation, ConvGrads, ConvOutput, check_conv, check_conv_gradients
+
+
+def causal_conv1d(
+    x: Array,
+    weight: Array,
+    *,
+    bias: Array | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    activation: Activation = None,
+    cu_seqlens: Array | None = None,
+    stages: Stages = exact,
+) -> ConvOutput:
+    """y [B, T, D] and, with output_final_state, the last W - 1 steps of every sequence, [N, D, W - 1].
+
+    x [B, T, D]: float32, bfloat16 or float64; weight [D, W] and bias [D]: float32, x's dtype or float64; initial_state
+    [N, D, W - 1]: x's dtype or float64, the oldest step first. activation: None or "silu". cu_seqlens [N + 1] int32:
+    where each of the N sequences that are packed into B = 1 begins, and the end T of the last. Returns float64.
+    Sites: product, acc (running sums, from the bias on), exp, sigmoid, y.
+    Raises ValueError or TypeError as `op_arguments.causal_conv1d.check_conv`.
+    """
+    offsets = values(cu_seqlens)
+    p = check_conv(x, weight, bias, initial_state, activation, cu_seqlens, offsets, exact=True)
+    before = np.zeros((p.n, p.w - 1, p.d)) if initial_state is None else _steps_first(initial_state)
+    y, last = np.zeros(x.shape), np.zeros(before.shape)
+    for rows, n in sequences_of(p.t, offsets):
+        seen = np.concatenate([before[n], x[:, rows].astype(np.float64)], axis=1)
+        z = _convolved(seen, weight, bias, stages)
+        y[:, rows] = z if activation is None else z * _sigmoid(z, stages)
+        last[n] = seen[:, seen.shape[1] - (p.w - 1) :]
+    return ConvOutput(stages("y", y), last.swapaxes(1, 2) if output_final_state else None)
+
+
+def causal_conv1d_bwd(
+    x: Array,
+    weight: Array,
+    dy: Array,
+    *,
+    bias: Array | None = None,
+    initial_state: Array | None = None,
+    dht: Array | None = None,
+    activation: Activation = None,
+    cu_seqlens: Array | None = None,
+    stages: Stages = exact,
+) -> ConvGrads:
+    """The gradients of `causal_conv1d`, for a gradient dy of y and dht of the final states; float64.
+
+    dy and dht have x's dtype, or are float64. Sites: those of `causal_conv1d` without y, dz (the gradient before the
+    activation), terms and sum (what is summed over time to the gradients of weight and bias), dx, dweight, dbias, dh0.
+    Raises ValueError or TypeError as `op_arguments.causal_conv1d.check_conv`.
+    """
+    offsets = values(cu_seqlens)
+    p = check_conv(x, weight, bias, initial_state, activation, cu_seqlens, offsets, exact=True)
+    check_conv_gradients(p, dy, dht, exact=True)
+    before = np.zeros((p.n, p.w - 1, p.d)) if initial_state is None else _steps_first(initial_state)
+    dlast = np.zeros(before.shape) if dht is None else _steps_first(dht)
+    taps = weight.astype(np.float64)
+    dx, dbefore, dweight, dbias = (np.zeros(shape) for shape in (x.shape, before.shape, (p.d, p.w), p.d))
+    for rows, n in sequences_of(p.t, offsets):
+        seen = np.concatenate([before[n], x[:, rows].astype(np.float64)], axis=1)
+        dz = dy[:, rows].astype(np.float64)
+        if activation is not None:
+            z = _convolved(seen, weight, bias, stages)
+            sigmoid = _sigmoid(z, stages)
+            dz = stages("dz", dz * sigmoid * (1 + z * (1 - sigmoid)))
+        dseen, size = np.zeros(seen.shape), dz.shape[1]
+        for tap in range(p.w):
+            part = slice(tap, tap + size)
+            dseen[:, part] = stages("acc", dseen[:, part] + stages("product", taps[:, tap] * dz))
+            dweight[:, tap] += stages("terms", seen[:, part] * dz).sum(axis=(0, 1))
+        dseen[:, size:] += dlast[n]
+        dbias += dz.sum(axis=(0, 1))
+        dbefore[n], dx[:, rows] = dseen[:, : p.w - 1], dseen[:, p.w - 1 :]
+    return ConvGrads(
+        stages("dx", dx),
+        stages("dweight", stages("sum", dweight)),
+        None if bias is None else stages("dbias", stages("sum", dbias)),
+        None if initial_state is None else stages("dh0", dbefore.swapaxes(1, 2)),
+    )
+
+
+def _convolved(seen: Array, weight: Array, bias: Array | None, stages: Stages) -> Array:
+    """Before the activation: the sums of W steps of `seen`, which begins W - 1 steps before the first."""
+    taps = weight.astype(np.float64)
+    size = seen.shape[1] - taps.shape[1] + 1
+    z = np.zeros((len(seen), size, len(taps))) + (0.0 if bias is None else bias.astype(np.float64))
+    for tap in range(taps.shape[1]):
+        z = stages("acc", z + stages("product", taps[:, tap] * seen[:, tap : tap + size]))
+    return z
+
+
+def _sigmoid(z: Array, stages: Stages) -> Array:
+    small = stages("exp", np.exp(-np.abs(z)))
+    return stages("sigmoid", np.where(z >= 0, 1.0, small) / (1 + small))
+
+
+def _steps_first(state: Array) -> Array:
+    """A state [N, D, W - 1] as float64 [N, W - 1, D]."""
+    return state.astype(np.float64).swapaxes(1, 2)
