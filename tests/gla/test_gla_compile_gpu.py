@@ -80,35 +80,17 @@ def kernel(name, *arguments, **settings):
 BACKWARD = {"unfused": "2_backward_kernel", "fused": "1_backward_kernel"}
 SPLIT = dict(chunk=64, precision="bf16x3")
 SPLIT_BACKWARD = [kernel(name, "chunk", "bwd", "g", F32, route=route, **SPLIT) for route, name in BACKWARD.items()]
-ON_AMD = (
-    *(
-        kernel(name, "chunk", "bwd", gates, F32, chunk=chunk, route=route)
-        for gates in ("g", "gamma")
-        for chunk in (64, 128)
-        for route, name in BACKWARD.items()
-    ),
-    *(kernel("1_backward_kernel", "fused_chunk", "bwd", gates, F32, chunk=64) for gates in ("none", "both")),
-    kernel("2_backward_kernel", "chunk", "bwd", "both", F32, chunk=64, route="unfused", packed=True),
-    *(kernel("2_backward_kernel", "chunk", "bwd", "gamma", BF16, chunk=chunk, route="unfused") for chunk in (64, 128)),
-    kernel("1_forward_kernel", "chunk", "fwd", "g", F32, route="unfused", **SPLIT),
-    kernel("0_forward_kernel", "chunk", "fwd", "g", F32, route="fused", **SPLIT),
-)
-ON_GFX942 = [
+ON_AMD = [
     kernel(name, "chunk", "bwd", "gamma", F32, chunk=chunk, route=route)
     for chunk in (64, 128)
     for route, name in BACKWARD.items()
 ]
-ON_GFX950 = (
-    *ON_AMD,
-    *SPLIT_BACKWARD,
-    *(kernel("1_backward_kernel", "chunk", "bwd", "gamma", BF16, chunk=chunk, route="fused") for chunk in (64, 128)),
-)
 LIMITS = {
     # What a chip does not support, with the reason; all else must compile for every target.
     "sm_100": {SPLIT_BACKWARD[1]: "spills"},
     "sm_120": {SPLIT_BACKWARD[1]: "spills"},
-    "gfx942": dict.fromkeys(ON_GFX942, "spills"),
-    "gfx950": dict.fromkeys(ON_GFX950, "spills"),
+    "gfx942": dict.fromkeys(ON_AMD, "spills"),
+    "gfx950": dict.fromkeys([*ON_AMD, SPLIT_BACKWARD[1]], "spills"),
 }
 
 
