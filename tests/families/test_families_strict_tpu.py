@@ -16,7 +16,7 @@ from tests.support.tiny import tiny
 
 pytestmark = pytest.mark.tpu
 WITHOUT_KERNELS = ("permute", "unpermute", "swizzle_scales")
-USUAL = ("gmm",)
+USUAL = ("gmm", "fp8_quantize", "chunk_gla_fwd")
 FEW_STEPS = dict(T=10, H=1)
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "fused_recurrent_simple": {"": {}, "-gamma": dict(gates="gamma"), "-reverse": dict(reverse=True)},
