@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
 import tomllib
@@ -50,6 +51,12 @@ def load(root: Path) -> tuple[Op, ...]:
             if expected not in declared:
                 raise ValueError(f"{op.name}.expected[{n}] must match a case, matches none: {expected.reason}")
     return ops
+
+
+def home(op: Op) -> Path:
+    """The folder of the project whose matrix has an op: the nearest above its contract with a pyproject.toml."""
+    folder = Path(inspect.unwrap(op.contract).__code__.co_filename).resolve().parent
+    return next((each for each in (folder, *folder.parents) if (each / "pyproject.toml").exists()), folder)
 
 
 def module(root: Path) -> str:

@@ -99,6 +99,8 @@ class Contract:
     outs: the dtypes of the outputs that are not of dtype `out`, by name.
     depth, tile, sites and schedule say where the staged golden rounds as such a kernel does: what the judge holds it to
     (`judging.spread`), and how it is emulated (`judging.stages.emulate`). Without sites only a derived bound decides.
+    functions: the functions of the hardware that a site's value comes out of, by the names of docs/assumptions.md: on a
+    device the site is what is known of them there (`contact.assumptions.on_device`), and not the dtype in `sites`.
     """
 
     dot: str = "none"
@@ -109,6 +111,7 @@ class Contract:
     tile: int | None = None  # products that are summed by themselves, before they are added to those before
     sites: Mapping[str, str] = field(default_factory=dict)  # of the staged golden, and the dtype they are rounded to
     schedule: Mapping[str, Any] = field(default_factory=dict)  # other fields of the golden's `Stages`
+    functions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     DOTS: ClassVar[Mapping[str, tuple[float, int]]] = {
         # dot: (relative error of a product, from rounding its operands; passes added into one sum)
@@ -136,6 +139,8 @@ class Contract:
         for site, dtype in self.sites.items():
             if dtype not in SITES:
                 raise ValueError(f"sites[{site!r}] must be one of {', '.join(sorted(SITES))}, got {dtype!r}")
+        if unknown := self.functions.keys() - self.sites.keys():
+            raise ValueError(f"functions must be of sites, got {', '.join(sorted(unknown))}")
 
     @property
     def name(self) -> str:

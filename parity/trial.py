@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from parity.backends import load_kernel, runner
+from parity import matrix
+from parity.backends import EMULATED, device_kind, load_kernel, runner
+from parity.contact.assumptions import on_device
 from parity.dtypes import Floats
 from parity.guard import guarded, loaded
 from parity.judging.fit import K
@@ -26,7 +28,7 @@ class Trial:
     """An op, a case of it and a backend.
 
     other: a kernel in the place of the op's own, for instance one with a planted fault. given: inputs in the place of
-    those that the case draws.
+    those that the case draws. device: what the framework calls the device that ran it, "" for that of this process.
     """
 
     op: Op
@@ -34,6 +36,7 @@ class Trial:
     backend: Backend
     other: Callable[..., Any] | None = None
     given: Inputs | None = None
+    device: str = ""
 
     @cached_property
     def kernel(self) -> Callable[..., Any]:
@@ -47,8 +50,12 @@ class Trial:
 
     @cached_property
     def contract(self) -> Contract:
-        """What the kernel promises."""
-        return self.op.contract(self.case, self.backend)
+        """What the kernel promises, on its device."""
+        promised = self.op.contract(self.case, self.backend)
+        kind = self.device or device_kind(self.backend)
+        if kind == EMULATED:
+            return promised
+        return on_device(promised, self.backend, kind, matrix.home(self.op) / "records")
 
     @cached_property
     def reference(self) -> Reference:
@@ -86,7 +93,8 @@ class Trial:
     def runs(self) -> Iterator[dict[str, Floats]]:
         """The runs of the contract: see `spread.runs`."""
         of = self.reference
-        known = of.runs if self.backend == "gpu" else ()
+        promised = self.op.contract(self.case, "gpu")
+        known = of.runs if self.backend == "gpu" and self.contract == promised else ()
         return chain(known, runs(self.op, self.case, of.inputs, self.contract, of.golden, len(known)))
 
     def run(self) -> dict[str, np.ndarray]:

@@ -67,6 +67,15 @@ def is_here(name: Backend, *, real: bool) -> bool:
         return False
 
 
+def device_kind(name: Backend) -> str:
+    """What the framework of a backend calls the device of this process; `EMULATED`, unloaded, where there is none."""
+    there = has_tpu() if name == "tpu" else has_cuda()
+    try:
+        return runner(name).device_kind if there else EMULATED
+    except ImportError:
+        return EMULATED
+
+
 def load_kernel(target: str) -> Callable[..., Any]:
     """The function called `"module:function"`."""
     module, _, function = target.partition(":")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich import box
 from rich.table import Table
 
+from parity.backends import EMULATED
 from parity.cli.options import console, file
 from parity.contact import assumptions
 from parity.contact.session import FAILED, Row, Session
-from parity.contact.steps import OFF, steps
+from parity.contact.steps import ALL_SECONDS, OFF, steps
 from parity.op import BACKENDS
 
 ABOUT = "what to run first on a device that nobody tried before: the most informative first, against the clock"
@@ -41,18 +42,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kind", action="append", default=[], metavar="KIND",
         help="only steps of this kind (probe, case, repeat, graph, tests, benchmark); may be repeated",
     )  # fmt: skip
-    parser.add_argument("--record", action="store_true", help="keep what the probes measured in the ledger")
+    parser.add_argument(
+        "--every-pattern", action="store_true",
+        help="let probes try all 2^32 float32 where 15 s are too few, up to 15 minutes each (see --minutes)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--record", action="store_true", help="keep what the probes measured: contracts on this device use it"
+    )
 
 
 def command(given: argparse.Namespace) -> int:
     """`parity contact`: 0 where all steps were made and none crashed, hung or was off its contract, else 1."""
     path = given.file or Path(f"contact-{given.backend}.jsonl")
     chosen = [step for step in steps(given.root, given.backend) if not given.kind or step.kind in given.kind]
+    if given.every_pattern:
+        chosen = [replace(step, seconds=ALL_SECONDS) if step.kind == "probe" else step for step in chosen]
     if not chosen:
         raise ValueError(f"--kind must name a kind of step, got {', '.join(given.kind)}")
     screen = console(160)
     session = Session(given.root, given.backend, path.resolve())
     screen.print(session.about["describe"], markup=False, highlight=False)
+    if given.record and session.about["device"] == EMULATED:
+        raise ValueError("--record must be used on a device, got an emulated one")
     rows = session.run(chosen, 60 * given.minutes, lambda row: screen.print(line(row), markup=False, highlight=False))
     screen.print(table(rows))
     wanted = {step.id for step in chosen}
@@ -62,7 +73,9 @@ def command(given: argparse.Namespace) -> int:
     screen.print(f"{len(rows)} of {len(chosen)} steps, {len(wrong)} wrong, {left} left", highlight=False)
     screen.print(f"send home: {path}", markup=False, highlight=False)
     if given.record:
-        _record(given.root / "records", given.backend, session.about["device"], rows)
+        path = assumptions.measured_path(given.root / "records", given.backend, session.about["device"])
+        found = [row.more for row in rows if row.kind == "probe" and row.more]
+        assumptions.keep(path, {name: figures for more in found for name, figures in more.items()})
     return 1 if wrong or left else 0
 
 
@@ -84,11 +97,3 @@ def table(rows: Sequence[Row]) -> Table:
         cells = (row.id, "yes" if ran else row.outcome, judged, by, f"{row.seconds:.1f}", row.detail)
         shown.add_row(*cells, style=style)
     return shown
-
-
-def _record(records: Path, backend: str, device_kind: str, rows: Sequence[Row]) -> None:
-    """Keep the measured table of a device, beside its ledger."""
-    measured = {name: figures for row in rows if row.kind == "probe" and row.more for name, figures in row.more.items()}
-    path = assumptions.measured_path(records, backend, device_kind)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(measured, indent=1, sort_keys=True) + "\n")

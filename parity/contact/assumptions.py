@@ -1,15 +1,20 @@
 """What contracts and kernels take for granted of a device's arithmetic, until it is measured there. Data alone.
 
 docs/assumptions.md says where each is relied upon. On a device whose measured table is in the ledger
-(`measured_path`), that takes the place of the assumption: `of_device`.
+(`measured_path`), that takes the place of the assumption: `of_device`. What is known of a device's functions is what
+its contracts' sites are there: `on_device`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from parity.dtypes import SITES, TOWARD_ZERO
+from parity.op import Backend, Contract
 
 
 @dataclass(frozen=True)
@@ -18,7 +23,8 @@ class Assumption:
 
     device: "tpu", "cuda" or "hip". slope: ulps more per unit of the argument's magnitude (an exponential is a product
     and a power of two: the product's rounding grows with it). holds: of what is no error but a property, whether it is
-    assumed to hold; its name says which. source: who says so.
+    assumed to hold; its name says which. source: who says so. patterns: at how many float32 bit patterns it was
+    measured, 0 where it is assumed.
     """
 
     name: str
@@ -27,11 +33,15 @@ class Assumption:
     slope: float = 0.0
     holds: bool | None = None
     source: str = ""
+    patterns: int = 0
 
     def allows(self, argument: float) -> float:
         """The ulps that a result at this argument may be off."""
         return self.ulps + self.slope * abs(argument)
 
+
+DOT_ROUNDS = "dot rounds to nearest"
+"""Whether sums of the matrix unit are rounded to nearest, and not toward zero: seen in sums of one sign."""
 
 PTX = "PTX ISA, floating-point instructions; Triton takes the .approx forms"
 AMD = "AMD CDNA3 ISA: 1 ulp, subnormals kept; Triton multiplies by log2(e) first"
@@ -62,21 +72,21 @@ ASSUMPTIONS = (
                 "to_bfloat16 rounds to nearest even": (True, PTX),
                 "to_float8_e4m3fn rounds to nearest even": (True, PTX),
                 "minimum keeps NaN": (False, PTX + ": min.f32 returns the number"),
-                "dot of one sign is rounded to nearest": (False, "arXiv:2512.07004: tensor cores truncate"),
+                DOT_ROUNDS: (False, "arXiv:2512.07004: tensor cores truncate"),
                 "subnormals are kept": (True, PTX + ", without .ftz"),
             },
             "hip": {
                 "to_bfloat16 rounds to nearest even": (True, AMD),
                 "to_float8_e4m3fn rounds to nearest even": (True, AMD),
                 "minimum keeps NaN": (False, AMD + ": v_min_f32 returns the number"),
-                "dot of one sign is rounded to nearest": (True, AMD),
+                DOT_ROUNDS: (True, AMD),
                 "subnormals are kept": (True, AMD),
             },
             "tpu": {
                 "to_bfloat16 rounds to nearest even": (True, TPU),
                 "to_float8_e4m3fn rounds to nearest even": (True, TPU),
                 "minimum keeps NaN": (True, "XLA's minimum does; the instruction's choice is published nowhere"),
-                "dot of one sign is rounded to nearest": (True, TPU),
+                DOT_ROUNDS: (True, TPU),
                 "subnormals are kept": (False, "TPUs flush subnormals to zero"),
             },
         }.items()
@@ -91,9 +101,66 @@ def measured_path(records: Path, backend: str, device_kind: str) -> Path:
 
 
 def of_device(device: str, measured: Path | None = None) -> Mapping[str, Assumption]:
-    """The assumptions about a kind of device by name, each replaced by what was measured where that is recorded."""
+    """The assumptions about a kind of device by name, each replaced by what was measured where that is recorded.
+
+    Raises ValueError for a table that is not what `parity contact --record` writes.
+    """
     assumed = {assumption.name: assumption for assumption in ASSUMPTIONS if assumption.device == device}
     if measured is None or not measured.exists():
         return assumed
-    found = json.loads(measured.read_text())
-    return {name: replace(x, **found.get(name, {}), source=x.source) for name, x in assumed.items()}
+    try:
+        found = json.loads(measured.read_text(encoding="utf-8"))
+        table = {name: replace(assumed[name], **figures) for name, figures in found.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{measured} must be a table that parity contact --record wrote, got {error}") from None
+    return {**assumed, **table}
+
+
+def keep(path: Path, figures: Mapping[str, Mapping[str, float | bool]]) -> None:
+    """Write figures by the names of their functions into a device's table; what it has of other functions stays."""
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**before, **figures}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def on_device(contract: Contract, backend: Backend, kind: str, records: Path) -> Contract:
+    """A contract on a device: each of its sites at what is known of the hardware's functions that it comes out of.
+
+    Errors of several functions are added. A sum that is cut off is a site toward zero. kind: what the
+    device's framework calls it; records: a ledger's folder, for the measured table.
+    Raises ValueError for a function without an assumption, and for one that is off by more than any site may be.
+    """
+    known = of_device(_maker(backend, kind), measured_path(records, backend, kind))
+    if unknown := {name for names in contract.functions.values() for name in names} - known.keys():
+        raise ValueError(f"functions must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    sites = {
+        site: _result(contract.sites[site], [known[name] for name in names])
+        for site, names in contract.functions.items()
+    }
+    return replace(contract, sites={**contract.sites, **sites})
+
+
+def _maker(backend: Backend, kind: str) -> str:
+    """The kind of device, as in `Assumption`."""
+    if backend == "tpu":
+        return "tpu"
+    return "hip" if kind.startswith("AMD") else "cuda"
+
+
+def _result(dtype: str, functions: Sequence[Assumption]) -> str:
+    """What a site of `dtype` is rounded to where its value comes out of these functions.
+
+    One that is rounded to less than a float32 loses more by that.
+    """
+    if any(function.holds is False for function in functions):
+        return dtype.removesuffix(TOWARD_ZERO) + TOWARD_ZERO
+    ulps = [function.ulps for function in functions if function.holds is None]
+    if not ulps or dtype.partition("/")[0] != "float32":
+        return dtype
+    off = sum(ulps)
+    lost = math.ceil(math.log2(max(off, 1.0))) if math.isfinite(off) else math.inf
+    site = f"float32/{2**lost}" if 0 < lost < math.inf else "float32"
+    if lost == math.inf or site not in SITES:
+        names = ", ".join(function.name for function in functions)
+        raise ValueError(f"{names} must be off by at most 1024 ulps for a contract to hold, got {off:g}")
+    return site

@@ -6,18 +6,21 @@ float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
 
-from parity.contact.assumptions import Assumption
+from parity.contact.assumptions import DOT_ROUNDS, Assumption
 from parity.dtypes import numpy_dtype
 
 SAMPLES = 2**20
-"""Of float32's 2^32 bit patterns, evenly spread from a random first one."""
+"""Of float32's 2^32 bit patterns, that are tried at a time."""
 SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -52,61 +55,96 @@ TRUTHS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "reciprocal": lambda x: 1 / x,
     "rsqrt": lambda x: 1 / np.sqrt(x),
 }
-PROPERTIES = {
-    "to_bfloat16 rounds to nearest even": lambda device: _rounds(device, "bfloat16"),
-    "to_float8_e4m3fn rounds to nearest even": lambda device: _rounds(device, "float8_e4m3fn"),
+CONVERSIONS = {f"to_{dtype} rounds to nearest even": dtype for dtype in ("bfloat16", "float8_e4m3fn")}
+PROPERTIES: Mapping[str, Callable[[Device], tuple[bool, str]]] = {
     "minimum keeps NaN": lambda device: _keeps_nan(device),
-    "dot of one sign is rounded to nearest": lambda device: _dot_rounds(device),
+    DOT_ROUNDS: lambda device: _dot_rounds(device),
     "subnormals are kept": lambda device: _keeps_subnormals(device),
 }
-NAMES = (*TRUTHS, *PROPERTIES)
+NAMES = (*TRUTHS, *CONVERSIONS, *PROPERTIES)
 """Of all probes, those first on which most kernels rest."""
 
 
-def measure(device: Device, assumption: Assumption) -> Measured:
-    """What an assumption comes to on a device: share 1 and below is as assumed."""
+def measure(device: Device, assumption: Assumption, seconds: float = 0.0) -> Measured:
+    """What an assumption comes to on a device: share 1 and below is as assumed.
+
+    seconds: how long float32 bit patterns are tried, `SAMPLES` evenly spread ones at least and each once at most.
+    """
     if assumption.name in TRUTHS:
-        return _errors(device, assumption)
-    holds, detail = PROPERTIES[assumption.name](device)
-    as_assumed = holds == assumption.holds
-    return Measured(0.0 if as_assumed else float("inf"), detail, {"holds": holds})
+        return _errors(device, assumption, seconds)
+    figures: dict[str, Any]
+    if assumption.name in CONVERSIONS:
+        holds, detail, tried = _rounds(device, CONVERSIONS[assumption.name], seconds)
+        figures = {"holds": holds, "patterns": tried}
+    else:
+        holds, detail = PROPERTIES[assumption.name](device)
+        figures = {"holds": holds}
+    return Measured(0.0 if holds == assumption.holds else float("inf"), detail, figures)
 
 
-def samples() -> np.ndarray:
-    """Evenly spread float32 bit patterns, and every power of two."""
+def patterns(seconds: float) -> Iterator[np.ndarray]:
+    """float32 [SAMPLES] after float32 [SAMPLES], evenly spread bit patterns each, until time or patterns are over.
+
+    All together are every pattern once; where the time is over sooner they are as evenly spread as they can be.
+    """
+    ends = time.monotonic() + seconds
     step = 2**32 // SAMPLES
-    first = int(np.random.default_rng(0).integers(step))
-    patterns = np.arange(first, 2**32, step, dtype=np.uint64).astype(np.uint32)
-    return np.concatenate([patterns.view(np.float32), np.ldexp(np.float32(1), np.arange(-126, 128)).astype(np.float32)])
+    for nth in range(step):
+        first = int(f"{nth:0{step.bit_length() - 1}b}"[::-1], 2)  # halves the gaps, again and again
+        yield np.arange(first, 2**32, step, dtype=np.uint64).astype(np.uint32).view(np.float32)
+        if time.monotonic() >= ends:
+            return
 
 
-def _errors(device: Device, assumption: Assumption) -> Measured:
-    x = samples()
+def _errors(device: Device, assumption: Assumption, seconds: float) -> Measured:
+    """Errors at patterns, and at every power of two."""
+    of_device, truth = partial(device.unary, function=assumption.name), TRUTHS[assumption.name]
+    powers = np.ldexp(np.float32(1), np.arange(-126, 128)).astype(np.float32)
+    share, at, off_there, largest, beside, tried = -1.0, 0.0, 0.0, 0.0, 0.5, 0
+    for x in itertools.chain([powers], patterns(seconds)):
+        kept, off = _ulps(x, truth, of_device)
+        tried += len(x)
+        if not len(kept):
+            continue
+        shares = off / (assumption.ulps + assumption.slope * np.abs(kept))
+        worst = int(shares.argmax())
+        if shares[worst] > share:
+            share, at, off_there = float(shares[worst]), float(kept[worst]), float(off[worst])
+        largest = max(largest, float(off.max()))
+        # Of an error that grows with the argument what is left beside the assumed slope.
+        beside = max(beside, float((off - assumption.slope * np.abs(kept)).max()))
+    detail = f"{off_there:.3g} ulp at {at:.9g}, largest {largest:.3g} ulp of {tried:,} arguments"
+    return Measured(share, detail, {"ulps": beside, "patterns": tried})
+
+
+def _ulps(
+    x: np.ndarray, truth: Callable[[np.ndarray], np.ndarray], of_device: Callable[[np.ndarray], np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The arguments whose results are normal numbers, and how far off these are; infinite where they are not finite."""
     with np.errstate(all="ignore"):
-        truth = TRUTHS[assumption.name](x.astype(np.float64))
-        got = device.unary(x, function=assumption.name).astype(np.float64)
-        normal = (np.abs(truth) >= SMALLEST_NORMAL) & (np.abs(truth) <= LARGEST) & (np.abs(x) >= SMALLEST_NORMAL)
-        x, truth, got = x[normal].astype(np.float64), truth[normal], got[normal]
-        off = np.abs(got - truth) / np.spacing(np.abs(truth).astype(np.float32)).astype(np.float64)
-    off = np.where(np.isfinite(off), off, np.inf)
-    share = off / (assumption.ulps + assumption.slope * np.abs(x))
-    worst = int(share.argmax())
-    detail = f"{off[worst]:.3g} ulp at {x[worst]:.9g}, largest {off.max():.3g} ulp of {len(x)} arguments"
-    # Of an error that grows with the argument what is left beside the assumed slope.
-    figures = {"ulps": float(max((off - assumption.slope * np.abs(x)).max(), 0.5))}
-    return Measured(float(share[worst]), detail, figures)
+        exact = truth(x.astype(np.float64))
+        got = of_device(x).astype(np.float64)
+        normal = (np.abs(exact) >= SMALLEST_NORMAL) & (np.abs(exact) <= LARGEST) & (np.abs(x) >= SMALLEST_NORMAL)
+        x, exact, got = x[normal].astype(np.float64), exact[normal], got[normal]
+        off = np.abs(got - exact) / np.spacing(np.abs(exact).astype(np.float32)).astype(np.float64)
+    return x, np.where(np.isfinite(off), off, np.inf)
 
 
-def _rounds(device: Device, dtype: str) -> tuple[bool, str]:
-    x = samples()
-    with np.errstate(all="ignore"):
-        x = x[np.abs(x) <= float(ml_dtypes.finfo(numpy_dtype(dtype)).max)]
-        expected, got = x.astype(numpy_dtype(dtype)), device.convert(x, dtype=dtype)
-    wrong = np.flatnonzero(expected.view(f"u{expected.itemsize}") != got.view(f"u{got.itemsize}"))
-    if not len(wrong):
-        return True, f"all of {len(x)} numbers"
-    at = wrong[0]
-    return False, f"{len(wrong)} of {len(x)} otherwise, first {x[at]:.9g}: {float(got[at])} for {float(expected[at])}"
+def _rounds(device: Device, dtype: str, seconds: float) -> tuple[bool, str, int]:
+    """Whether conversions are to nearest even, and of how many patterns."""
+    wrong, first, tried = 0, "", 0
+    for x in patterns(seconds):
+        with np.errstate(all="ignore"):
+            x = x[np.abs(x) <= float(ml_dtypes.finfo(numpy_dtype(dtype)).max)]
+            expected, got = x.astype(numpy_dtype(dtype)), device.convert(x, dtype=dtype)
+        different = np.flatnonzero(expected.view(f"u{expected.itemsize}") != got.view(f"u{got.itemsize}"))
+        tried += SAMPLES
+        if len(different) and not wrong:
+            at = different[0]
+            first = f", first {x[at]:.9g}: {float(got[at])} for {float(expected[at])}"
+        wrong += len(different)
+    found = f"{wrong:,} otherwise{first}" if wrong else "all so"
+    return not wrong, f"{found}, of the numbers among {tried:,} patterns", tried
 
 
 def _keeps_nan(device: Device) -> tuple[bool, str]:

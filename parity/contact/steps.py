@@ -29,6 +29,8 @@ from parity.trial import Trial
 
 OFFSET = "group_offset"
 """What the kernels call the argument that says which group a shard begins with."""
+PROBE_SECONDS, ALL_SECONDS = 60, 3600
+"""A probe's time limit, of which it tries bit patterns for a quarter; and one in which it tries every one."""
 AGREES, OFF, RAN, NOT_HERE = "AGREES", "OFF CONTRACT", "RAN", "NOT HERE"
 
 
@@ -69,7 +71,7 @@ def steps(root: Path, backend: Backend) -> list[Step]:
     benchmarks = sorted((root / "benchmarks").glob(f"{backend}_*.py"))
     paths = sorted((place, nth, case.id) for nth, op in enumerate(ops) for place, case in enumerate(one_each(op)))
     return [
-        *(Step("probe", name, 60) for name in probes.NAMES),
+        *(Step("probe", name, PROBE_SECONDS) for name in probes.NAMES),
         *(Step("case", case_id, 60) for _, _, case_id in paths),
         *(Step("repeat", one_each(op)[0].id, 60) for op in ops),
         *(Step("graph", of_shard(op).id, 60) for op in ops if other_sizes(op, of_shard(op))),
@@ -116,9 +118,10 @@ def perform(root: Path, backend: Backend, step: Step) -> Found:
 def _probe(root: Path, backend: Backend, step: Step) -> Found:
     module = importlib.import_module(f"parity.contact.{backend}")
     assumed = assumptions.of_device(module.kind())[step.name]
-    measured = probes.measure(module.device(), assumed)
+    real = runner(backend).real
+    measured = probes.measure(module.device(), assumed, step.seconds / 4 if real else 0.0)
     outcome = AGREES if measured.share <= 1 else OFF
-    if assumed.holds is not None and not runner(backend).real:  # what an interpreter does is no device's
+    if assumed.holds is not None and not real:  # what an interpreter does is no device's
         return Found(RAN, 0.0, measured.detail)
     return Found(outcome, measured.share, measured.detail, {step.name: dict(measured.figures)})
 

@@ -52,6 +52,7 @@ class Judgement:
     seconds: float = 0.0  # of one run of the kernel, compilation included
     twin: Judgement | None = None  # on integer data, of one that G3 fails
     trace: str = ""  # where in the kernel it was, of one that raised
+    device: str = ""  # what recorded it, "" for the device of this process
 
     @property
     def ended(self) -> bool:
@@ -283,7 +284,7 @@ def compare(op: Op, case: Case, seeds: int, recorded: Mapping[Backend, Sequence[
         for backend in BACKENDS:
             trial = Trial(op, case.with_seed(case.seed + n), backend)
             of = recorded.get(backend)
-            judged[backend] += (judge(trial) if of is None else fitted(trial, of[n]),)
+            judged[backend] += (judge(trial) if of is None else fitted(replace(trial, device=of[n].device), of[n]),)
     if failures := [j for of_backend in judged.values() for j in of_backend if not j.verdict.passed]:
         failed = max(failures, key=lambda j: j.ended)  # the first, but rather one that came to no result
         reason = f"{failed.backend}, seed {failed.case.seed}: {failed.verdict.reason}"

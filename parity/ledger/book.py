@@ -119,8 +119,9 @@ class Book:
             else:
                 record = found[0]
                 output = max(record.outputs, key=lambda name: record.outputs[name].eta_max, default="")
-                outcome = Verdict(record.verdict, "G0", f"recorded on {record.provenance.device_kind}")
-                yield Judgement(drawn, backend, real, outcome, output, record.bound, record.outputs)
+                device = record.provenance.device_kind
+                outcome = Verdict(record.verdict, "G0", f"recorded on {device}")
+                yield Judgement(drawn, backend, real, outcome, output, record.bound, record.outputs, device=device)
 
     def _of(self, backend: Backend) -> dict[tuple[str, str], Ledger]:
         if backend not in self._ledgers:

@@ -10,7 +10,7 @@ import numpy as np
 from cpu_golden import gla, simple_gla
 from parity import Array, Case, Contract, Expected, Gates, Offsets, Op
 from parity.op import Backend, Inputs
-from tests.matrix.gmm import BF16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED
+from tests.matrix.gmm import BF16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED, of_unit
 from tests.matrix.models import GLA_1B, RING_LINEAR
 from tests.matrix.ops import in_turn, is_backward, op
 
@@ -143,7 +143,17 @@ def contract(c: Case, backend: Backend) -> Contract:
         tile=PIECE if dot == "ieee" and not is_recurrent(c) else None,
         sites=sites(c, backend),
         schedule=schedule(c, backend),
+        functions=functions(c, backend),
     )
+
+
+def functions(c: Case, backend: Backend) -> Mapping[str, tuple[str, ...]]:
+    """Of the chunked kernels the decays, where they are no float64's, and the matrix unit's sums; the recurrent ones
+    have neither the hardware's exp nor its matrix unit."""
+    if is_recurrent(c):
+        return {}
+    exp = {"decay": ("exp",)} if backend == "tpu" or is_split(c) or not is_simple(c) else {}
+    return exp | (of_unit(backend) if backend == "tpu" or is_split(c) else {})
 
 
 def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:

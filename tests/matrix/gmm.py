@@ -7,6 +7,7 @@ import numpy as np
 
 from cpu_golden.gmm import gmm, tgmm
 from parity import Array, Case, Contract, Expected, Groups, Op, abs_of
+from parity.contact.assumptions import DOT_ROUNDS
 from parity.inputs import GROUPS
 from parity.op import Backend, Inputs
 from tests.matrix.models import GPT_OSS_120B, MODELS
@@ -50,10 +51,17 @@ def contract(c: Case, backend: Backend) -> Contract:
         schedule = {"aligned": True} if c.op == "tgmm" else {}
         tile = c.tiling and c.tiling[0 if c.op == "tgmm" else 1]
         return Contract(
-            "native" if native else "bf16x6", c.out, depth=MXU_DEPTH, tile=tile, sites=sites, schedule=schedule
-        )
-    depth = MMA_DEPTH if native else 1  # float32 is a chain of FMAs
-    return Contract(dot="native" if native else "ieee", out=c.out, depth=depth, sites={"acc": F32})
+            "native" if native else "bf16x6", c.out, depth=MXU_DEPTH, tile=tile, sites=sites, schedule=schedule,
+            functions=of_unit(backend),
+        )  # fmt: skip
+    if not native:  # a chain of FMAs
+        return Contract(dot="ieee", out=c.out, depth=1, sites={"acc": F32})
+    return Contract(dot="native", out=c.out, depth=MMA_DEPTH, sites={"acc": F32}, functions=of_unit(backend))
+
+
+def of_unit(backend: Backend, running: str = "acc") -> Mapping[str, tuple[str, ...]]:
+    """The site that a matrix unit's own sums are: on a GPU the running sum, on a TPU what leaves it and is added."""
+    return {"partial" if backend == "tpu" else running: (DOT_ROUNDS,)}
 
 
 def shard(c: Case) -> tuple[int, int]:

@@ -47,10 +47,12 @@ def contract(c: Case, backend: Backend) -> Contract:
     scaling = {"inner": F32, "scale": F32, "scaled": F32, **sums}
     if c.quantize and (c.bwd_quantize or not backward):
         depth = MXU_DEPTH if backend == "tpu" else FP8_MMA_DEPTH
-        wide = Contract(dot="fp8", out=c.out, depth=depth, sites={"partial": F32, **scaling})
+        sites = {"partial": F32, **scaling}
+        wide = Contract(dot="fp8", out=c.out, depth=depth, sites=sites, functions=unquantised.of_unit(backend, "inner"))
     else:
         wide = unquantised.contract(replace(c, dtype=F32) if backward and c.out == F32 else c, backend)
-        wide = replace(wide, sites={**wide.sites, **scaling})
+        functions = wide.functions and unquantised.of_unit(backend, "inner")
+        wide = replace(wide, sites={**wide.sites, **scaling}, functions=functions)
     if not backward:
         return wide
     tile, schedule = None, wide.schedule
@@ -362,13 +364,16 @@ def layer_contract(c: Case, backend: Backend) -> Contract:
     scaling = {"inner": F32, "scale": F32, "scaled": F32, "acc": F32}
     outs = {"w_router": F32} if c.op == "moe_layer_bwd" else {}
     schedule = {"router_depth": MXU_DEPTH, "router_passes": mxu_x6} if backend == "tpu" else {"router_depth": 1}
+    own = {"silu": ("exp", "reciprocal"), "weights": ("exp", "reciprocal")}
     wide = replace(unquantised.contract(c, backend), outs=outs, schedule=schedule)
+    if c.quantize is None:
+        return replace(wide, sites={**wide.sites, **sites}, functions={**wide.functions, **own})
+    sites |= scaling
+    functions = {**unquantised.of_unit(backend, "inner"), **own}
     if c.quantize == "fp8":
         depth = MXU_DEPTH if backend == "tpu" else FP8_MMA_DEPTH
-        return replace(wide, dot="fp8", depth=depth, sites={"partial": F32, **scaling, **sites})
-    if c.quantize == "mxfp8":
-        return replace(wide, dot="native", sites={**wide.sites, **scaling, **sites})
-    return replace(wide, sites={**wide.sites, **sites})
+        return replace(wide, dot="fp8", depth=depth, sites={"partial": F32, **sites}, functions=functions)
+    return replace(wide, dot="native", sites={**wide.sites, **sites}, functions=functions)
 
 
 def layer_unread(c: Case, inputs: Inputs) -> Mapping[str, np.ndarray]:

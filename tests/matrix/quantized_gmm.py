@@ -99,9 +99,13 @@ def contract(c: Case, backend: Backend) -> Contract:
     if dot == "fp8":
         depth = MXU_DEPTH if backend == "tpu" else FP8_MMA_DEPTH
         sites = {"partial": F32, **scaling} if backend == "tpu" else scaling
-        return Contract(dot="fp8", out=c.out, depth=depth, tile=tile, sites=sites, schedule=schedule)
+        return Contract(
+            dot="fp8", out=c.out, depth=depth, tile=tile, sites=sites, schedule=schedule,
+            functions=unquantised.of_unit(backend, "inner"),
+        )  # fmt: skip
     wide = unquantised.contract(replace(c, op="tgmm" if over_rows else "gmm", dtype=dot), backend)
-    return replace(wide, tile=tile, sites={**wide.sites, **scaling}, schedule=schedule)
+    functions = wide.functions and unquantised.of_unit(backend, "inner")
+    return replace(wide, tile=tile, sites={**wide.sites, **scaling}, schedule=schedule, functions=functions)
 
 
 def chain(c: Case, inputs: Inputs) -> int:

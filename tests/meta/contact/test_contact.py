@@ -1,15 +1,21 @@
 """A first contact with a device, played here: kernels that crash, hang, raise, corrupt and differ from run to run."""
 
+import itertools
 import json
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from parity import Array, Contract, Op, matrix
 from parity.contact import assumptions, probes
 from parity.contact.assumptions import ASSUMPTIONS, Assumption
 from parity.contact.session import Row, Session
 from parity.contact.steps import Step, one_each, steps
+from parity.judging.judge import gates
+from parity.trial import Trial
 from tests.matrix import OPS
 from tests.matrix.gmm import GMM
 
@@ -139,7 +145,7 @@ class Wrong:
     def dot(self, a, b):
         exact = a.astype(np.float64) @ b.astype(np.float64)
         nearest = exact.astype(np.float32)
-        if self.wrong == "dot of one sign is rounded to nearest":
+        if self.wrong == assumptions.DOT_ROUNDS:
             return np.where(nearest > exact, np.nextafter(nearest, np.float32(0)), nearest) - np.spacing(nearest)
         return nearest
 
@@ -160,9 +166,153 @@ def test_every_device_has_an_assumption_of_every_probe_with_its_source(pytestcon
     assert [name for name in probes.NAMES if f"`{name}`" not in page] == []
 
 
+def test_patterns_are_spread_evenly_and_come_once(monkeypatch):
+    monkeypatch.setattr(probes, "SAMPLES", 2**10)
+    drawn = [x.view(np.uint32) for x in itertools.islice(probes.patterns(600), 8)]
+    for count in (1, 2, 4, 8):
+        together = np.sort(np.concatenate(drawn[:count])).astype(np.int64)
+        assert set(np.diff(together)) == {2**32 // (count * 2**10)}
+    assert len(list(probes.patterns(0))) == 1
+
+
+def test_more_time_is_more_patterns_and_finds_a_rare_error(monkeypatch):
+    monkeypatch.setattr(probes, "SAMPLES", 2**10)
+    numbers = list(itertools.islice(probes.patterns(600), 4))[3]
+    rare = numbers[(np.abs(numbers) < 80) & (np.abs(numbers) > 1e-3)][0]
+
+    class Rare(Wrong):
+        def unary(self, x, *, function):
+            return super().unary(x, function=function) * np.where(x == rare, np.float32(1.001), np.float32(1))
+
+    assumed = Assumption("exp", "cuda", ulps=4, slope=1.5)
+    few, more = (probes.measure(Rare("nothing"), assumed, seconds) for seconds in (0, 1))
+    assert few.share <= 1 < more.share
+    assert f"{rare:.9g}" in more.detail
+    assert few.figures["patterns"] < 2**11 < more.figures["patterns"]
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    """Keeps a pretended table of a device where its contracts look for it."""
+    monkeypatch.setattr("parity.matrix.home", lambda op: tmp_path)
+    return lambda backend, kind, **figures: assumptions.keep(
+        assumptions.measured_path(tmp_path / "records", backend, kind), figures
+    )
+
+
+H200, TPU = "NVIDIA H200", "TPU v6 lite"
+
+
+def exp(x, stages=lambda site, value: value):
+    return stages("exp", np.exp(x.astype(np.float64)))
+
+
+EXP = Op(
+    "exp",
+    exp,
+    "nowhere:exp",
+    "nowhere:exp",
+    inputs=lambda case: {"x": Array((case.M, case.N), "float32")},
+    contract=lambda case, backend: Contract(sites={"exp": "float32/2"}, functions={"exp": ("exp",)}),
+)
+(CASE,) = EXP.grid([dict(M=64, N=64)], dtype=["float32"])
+
+
+def off_by(ulps):
+    """exp, off by up to so many ulps."""
+
+    def kernel(x):
+        exact = np.exp(np.asarray(x, np.float64))
+        unit = np.spacing(exact.astype(np.float32)).astype(np.float64)
+        errors = np.random.default_rng(0).uniform(-ulps, ulps, exact.shape)
+        return (exact + errors * unit).astype(np.float32)
+
+    return kernel
+
+
+@pytest.mark.gpu
+def test_contracts_on_a_device_use_what_was_measured_there(tables):
+    pytest.importorskip("triton")
+    trial = Trial(EXP, CASE, "gpu", other=off_by(4))
+    tables("gpu", "AMD Instinct MI300X", exp=dict(ulps=7.5, patterns=2**32))
+    tables("gpu", H200, exp=dict(ulps=0.8))
+    sites = {"": "float32/2", "NVIDIA B200": "float32/4", "AMD Instinct MI300X": "float32/8", H200: "float32"}
+    verdicts = {device: gates(replace(trial, device=device)).verdict.outcome for device in sites}
+    assert {device: replace(trial, device=device).contract.sites["exp"] for device in sites} == sites
+    assert verdicts.pop("AMD Instinct MI300X") == "AGREES"
+    assert set(verdicts.values()) <= {"OFF CONTRACT", "OUT OF BOUND"}
+    assert gates(replace(trial, other=off_by(0.5), device=H200)).verdict.outcome == "AGREES"
+
+
+def test_a_sum_that_is_cut_off_is_a_site_toward_zero(tables):
+    case = next(case for case in GMM.cases if case.dtype == "bfloat16")
+    of = {backend: Trial(GMM, case, backend) for backend in ("tpu", "gpu")}
+    assert of["gpu"].contract.sites == {"acc": "float32"}
+    assert replace(of["gpu"], device=H200).contract.sites == {"acc": "float32 toward zero"}  # as is assumed
+    tables("gpu", H200, **{assumptions.DOT_ROUNDS: dict(holds=True)})
+    tables("tpu", TPU, **{assumptions.DOT_ROUNDS: dict(holds=False)})
+    assert replace(of["gpu"], device=H200).contract.sites == {"acc": "float32"}
+    assert replace(of["tpu"], device=TPU).contract.sites == of["tpu"].contract.sites | {
+        "partial": "float32 toward zero"
+    }
+
+
+def test_functions_are_added_and_a_narrower_site_stays():
+    contract = Contract(
+        sites={"silu": "float32/2", "P": "bfloat16", "x": "float32"},
+        functions={"silu": ("exp", "reciprocal"), "P": ("exp",)},
+    )
+    found = assumptions.on_device(contract, "gpu", H200, Path("nowhere"))
+    assert found.sites == {"silu": "float32/8", "P": "bfloat16", "x": "float32"}
+    with pytest.raises(ValueError, match=r"functions must be among exp, .* got cosine"):
+        assumptions.on_device(replace(contract, functions={"x": ("cosine",)}), "gpu", H200, Path("nowhere"))
+    with pytest.raises(ValueError, match=r"functions must be of sites, got y"):
+        replace(contract, functions={"y": ("exp",)})
+
+
+@pytest.mark.parametrize("ulps", [1025, float("inf")])
+def test_a_function_that_is_far_off_leaves_no_contract(tables, ulps):
+    tables("gpu", H200, exp=dict(ulps=ulps))
+    with pytest.raises(ValueError, match=f"exp must be off by at most 1024 ulps .* got {ulps:g}"):
+        _ = Trial(EXP, CASE, "gpu", device=H200).contract
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"exp": {"ulp": 1}}', '{"cosine": {}}', '{"exp": 1}'])
+def test_a_table_that_is_none_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "assumptions.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"assumptions\.json must be a table that parity contact --record wrote"):
+        assumptions.of_device("cuda", path)
+
+
+def test_every_function_of_a_contract_has_an_assumption():
+    devices = {"tpu": ["TPU v5p"], "gpu": [H200, "AMD Instinct MI300X"]}
+    for op in OPS:
+        for case in {(case.dtype, case.out, case.options): case for case in op.cases}.values():
+            for backend, kinds in devices.items():
+                for kind in kinds:
+                    assumptions.on_device(op.contract(case, backend), backend, kind, Path("nowhere"))
+
+
+def test_the_table_of_a_device_lies_in_the_records_of_its_project(pytestconfig):
+    assert matrix.home(GMM) == pytestconfig.rootpath
+    assert matrix.home(GMM.with_inputs({})) == pytestconfig.rootpath
+
+
 def test_what_was_measured_takes_the_place_of_the_assumption(tmp_path):
-    path = assumptions.measured_path(tmp_path, "gpu", "NVIDIA H200")
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"exp": {"ulps": 2.5}, "minimum keeps NaN": {"holds": True}}))
+    path = assumptions.measured_path(tmp_path, "gpu", H200)
+    assumptions.keep(path, {"exp": {"ulps": 2.5, "patterns": 2**20}, "log": {"ulps": 9}})
+    assumptions.keep(path, {"log": {"ulps": 1}, "minimum keeps NaN": {"holds": True}})
     found = assumptions.of_device("cuda", path)
-    assert found["exp"].ulps == 2.5 and found["minimum keeps NaN"].holds and found["log"].ulps == 4
+    assert (found["exp"].ulps, found["exp"].patterns, found["exp"].slope) == (2.5, 2**20, 1.5)
+    assert found["minimum keeps NaN"].holds and found["log"].ulps == 1 and found["rsqrt"].ulps == 2
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+def test_nothing_is_recorded_of_an_emulated_device(project):
+    pytest.importorskip("triton")
+    found = project()
+    done = found.parity("contact", "--backend", "gpu", "--kind", "probe", "--record")
+    assert done.returncode and "--record must be used on a device, got an emulated one" in done.stderr
+    assert not (found.folder / "records").exists()

@@ -247,6 +247,16 @@ def test_a_comparison_runs_both_backends_on_consecutive_seeds(device):
     assert (again.summary()["outcome"], again.summary()["passed"]) == ("TIE", True)
 
 
+def test_recorded_judgements_are_held_to_the_contract_of_what_recorded_them(device, monkeypatch):
+    held = []
+    monkeypatch.setattr(
+        "parity.judging.judge.explained", lambda trial: held.append((trial.backend, trial.device)) or {}
+    )
+    here = compare(op(), CASE, 2).judged["gpu"]
+    compare(op(), CASE, 2, recorded={"gpu": [replace(judged, device="NVIDIA H200") for judged in here]})
+    assert held == ["NVIDIA H200"] * 2
+
+
 def test_a_kernel_that_fails_against_the_golden_is_not_compared(device):
     def fails(x):
         y = kernel(x)
