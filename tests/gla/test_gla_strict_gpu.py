@@ -1,5 +1,6 @@
 """A GPU's memory, simulated: no program touches what is not of a tensor, reads what nothing has written, or touches
-what another program of its launch writes. The interpreter's programs come one after the other, and what lies beside a
+what another program of its launch writes; and between a load and a store of one element it has a barrier, since other
+threads may make them. The interpreter's programs come one after the other, each in one thread, and what lies beside a
 tensor is there to be read: results show none of this.
 """
 
@@ -34,6 +35,8 @@ class StrictMemory:
     def __init__(self, interpreter, builder):
         self._interpreter, self._builder = interpreter, builder
         self._tensors = ()
+        self._calls = self._barriers = 0
+        self.missing = 0  # of the calls of a barrier the one that does nothing, from 1 on
 
     def __getattr__(self, name):
         return getattr(self._interpreter, name)
@@ -48,9 +51,16 @@ class StrictMemory:
                 count=x.numel(),
                 writer=np.full(x.numel(), NOBODY),
                 reader=np.full(x.numel(), NOBODY),
+                loaded=np.full((x.numel(), 2), NOBODY),
+                stored=np.full((x.numel(), 2), NOBODY),
             )
             for name, x in tensors_of(arguments)
         ]
+
+    def barrier(self):
+        """All threads of a program wait for each other."""
+        self._calls += 1
+        self._barriers += self._calls != self.missing
 
     def load(self, pointers, mask, other, dtype):
         value = self._interpreter.load(pointers, mask, other, dtype)
@@ -59,6 +69,8 @@ class StrictMemory:
             assert not is_unwritten, f"{tensor.name} is read where nothing has been written"
             program = self._builder.grid_idx[0]
             assert np.isin(tensor.writer[at], (NOBODY, program)).all(), f"{tensor.name}: what others write is read"
+            assert not self._is_now(tensor.stored[at]), f"{tensor.name} is read without a barrier after it is written"
+            tensor.loaded[at] = program, self._barriers
             is_first = np.isin(tensor.reader[at], (NOBODY, program))
             tensor.reader[at] = np.where(is_first, program, SEVERAL)
         return value
@@ -68,8 +80,15 @@ class StrictMemory:
             program = self._builder.grid_idx[0]
             for others in (tensor.writer[at], tensor.reader[at]):
                 assert np.isin(others, (NOBODY, program)).all(), f"{tensor.name}: two programs have one element"
+            assert not self._is_now(tensor.loaded[at]), f"{tensor.name} is written without a barrier after it is read"
+            assert not self._is_now(tensor.stored[at]), f"{tensor.name} is written twice without a barrier"
+            tensor.stored[at] = program, self._barriers
             tensor.writer[at] = program
         return self._interpreter.store(pointers, value, mask)
+
+    def _is_now(self, accesses):
+        """Whether one is of this program since its last barrier."""
+        return (accesses == (self._builder.grid_idx[0], self._barriers)).all(axis=1).any()
 
     def _touched(self, pointers):
         """The tensor that these are of, and where in it."""
@@ -86,6 +105,7 @@ def strict(monkeypatch):
     torch, interpreter = pytest.importorskip("torch"), pytest.importorskip("triton.runtime.interpreter")
     memory = StrictMemory(interpreter._interpreter, interpreter.interpreter_builder)
     monkeypatch.setattr(interpreter, "_interpreter", memory)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_barrier", lambda builder: memory.barrier())
     empty, empty_like = torch.empty, torch.empty_like
 
     def unwritten(x):
@@ -100,7 +120,7 @@ def strict(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: unwritten(empty(*shape, **options)))
     monkeypatch.setattr(torch, "empty_like", lambda x, **options: unwritten(empty_like(x, **options)))
     with intercepted(checked):
-        yield
+        yield memory
 
 
 # Tiles of K and V of which the last is a part, more blocks than one, and sequences of no, one and several of them.
@@ -129,3 +149,19 @@ def test_programs_touch_what_is_theirs(op, case, strict):
     arguments = {**op.arguments(case), **op.route(case)}
     for name, y in outputs(runner("gpu").run(load_kernel(op.gpu), draw(op, case), arguments)).items():
         assert np.isfinite(y).all(), name
+
+
+@pytest.mark.gpu
+@interpreted
+@pytest.mark.parametrize("missing", [1, 2])
+@pytest.mark.parametrize(
+    "name", ["chunk_simple_gla_bwd", pytest.param("fused_recurrent_gla_bwd", marks=pytest.mark.full)]
+)
+def test_a_barrier_that_is_missing_is_found(name, missing, strict):
+    """Each of the two that a block has, where it has one tile of V."""
+    op = next(op for op in GATED_LINEAR_ATTENTION if op.name == name)
+    ways = dict(chunk=[16], route=["fused"]) if "route" in op.defaults else {}
+    (case,) = op.grid([dict(B=1, T=70, H=1, K=16, V=16)], dtype=[F32], h0=[True], ht=[True], **ways)
+    strict.missing = missing
+    with pytest.raises(Exception, match="without a barrier"):
+        runner("gpu").run(load_kernel(op.gpu), draw(op, case), {**op.arguments(case), **op.route(case)})
