@@ -11,7 +11,7 @@ import numpy as np
 from cpu_golden import Array
 from cpu_golden._lib.arguments import values
 from cpu_golden._lib.scans import sequences_of
-from cpu_golden.stages import Stages, exact
+from cpu_golden.stages import Stages, exact, tree_sum
 from op_arguments.causal_conv1d import Activation, ConvGrads, ConvOutput, check_conv, check_conv_gradients
 
 
@@ -82,14 +82,14 @@ def causal_conv1d_bwd(
         for tap in range(p.w):
             part = slice(tap, tap + size)
             dseen[:, part] = stages("acc", dseen[:, part] + stages("product", taps[:, tap] * dz))
-            dweight[:, tap] += stages("terms", seen[:, part] * dz).sum(axis=(0, 1))
+            dweight[:, tap] += _over_time(stages("terms", seen[:, part] * dz), stages)
         dseen[:, size:] += dlast[n]
-        dbias += dz.sum(axis=(0, 1))
+        dbias += _over_time(dz, stages)
         dbefore[n], dx[:, rows] = dseen[:, : p.w - 1], dseen[:, p.w - 1 :]
     return ConvGrads(
         stages("dx", dx),
-        stages("dweight", stages("sum", dweight)),
-        None if bias is None else stages("dbias", stages("sum", dbias)),
+        stages("dweight", dweight),
+        None if bias is None else stages("dbias", dbias),
         None if initial_state is None else stages("dh0", dbefore.swapaxes(1, 2)),
     )
 
@@ -102,6 +102,12 @@ def _convolved(seen: Array, weight: Array, bias: Array | None, stages: Stages) -
     for tap in range(taps.shape[1]):
         z = stages("acc", z + stages("product", taps[:, tap] * seen[:, tap : tap + size]))
     return z
+
+
+def _over_time(terms: Array, stages: Stages) -> Array:
+    """The sum over B and T of terms [B, T, D], in pairs. Site: sum."""
+    b, t, d = terms.shape
+    return tree_sum(terms.reshape(b * t, d).T, stages)[..., 0]
 
 
 def _sigmoid(z: Array, stages: Stages) -> Array:

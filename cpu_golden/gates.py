@@ -7,10 +7,12 @@ The first is that of Qwen3-Next's gated delta rule and of Kimi Linear, the secon
 and not two ways to one: weights that were trained with one are wrong with the other.
 """
 
+import math
+
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden.stages import Stages, exact
+from cpu_golden.stages import Stages, exact, tree_sum
 from op_arguments.gates import GateGrads, check_bounded_gate, check_gate_gradient, check_softplus_gate
 
 
@@ -111,9 +113,15 @@ def _sigmoid(x: Array, stages: Stages) -> Array:
 
 def _grads(da: Array, of_rate: Array | None, dt_bias: Array | None, stages: Stages) -> GateGrads:
     """The gradients, from that of a, which is that of x, and what is summed to that of A_log."""
-    heads = tuple(axis for axis in range(da.ndim) if axis != 2)
     return GateGrads(
         da,
-        None if of_rate is None else stages("dA_log", stages("sum", of_rate.sum(axis=heads))),
-        None if dt_bias is None else stages("ddt_bias", stages("sum", da.sum(axis=(0, 1)))),
+        None if of_rate is None else stages("dA_log", _over_time(of_rate, 1, stages)),
+        None if dt_bias is None else stages("ddt_bias", _over_time(da, da.ndim - 2, stages)),
     )
+
+
+def _over_time(terms: Array, kept: int, stages: Stages) -> Array:
+    """The sum over all axes [B, T, …] but the `kept` ones from HV on, in pairs. Site: sum."""
+    first = np.moveaxis(terms, (0, 1), (-2, -1))
+    summed = math.prod(first.shape[kept:])
+    return tree_sum(first.reshape(*first.shape[:kept], summed), stages)[..., 0]
