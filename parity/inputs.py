@@ -311,6 +311,16 @@ def _steep(shape: tuple[int, ...], bits: Bits) -> Floats:
     return _log_uniform(shape, bits) * (500 / 64)
 
 
+def _slow(shape: tuple[int, ...], bits: Bits) -> Floats:
+    """About -1 over 256 steps."""
+    return _log_uniform(shape, bits) / 256
+
+
+def _bound(shape: tuple[int, ...], bits: Bits) -> Floats:
+    """-5, the lower bound of a bounded gate, at half of all, and anything above it at the others."""
+    return np.where(_one_in(2, shape, bits), -5.0, -5.0 * _uniform(shape, bits))
+
+
 def _resets(shape: tuple[int, ...], bits: Bits) -> Floats:
     """Next to no decay, and -80 at about one step in 29."""
     return _log_uniform(shape, bits) / 1024 - np.where(_one_in(29, shape, bits), 80.0, 0.0)
@@ -350,6 +360,8 @@ GATES: Mapping[str, Callable[[tuple[int, ...], Bits], Floats]] = {
     "zero": _zero,
     "positive": _positive,
     "mixed": _mixed,
+    "slow": _slow,
+    "bound": _bound,
 }
 
 

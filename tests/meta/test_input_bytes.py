@@ -122,6 +122,8 @@ DIGESTS = {
         "zero": "91e0982c56fb",
         "positive": "cfd7d06f1e5a",
         "mixed": "179cab3f2ce5",
+        "slow": "72401011cfaa",
+        "bound": "688a62e6e0de",
     },
 }
 

@@ -251,6 +251,10 @@ def test_log_decays_are_what_they_are_called():
     assert drawn["positive"].min() > 0
     assert drawn["positive"].sum(axis=1).mean() == pytest.approx(1, rel=0.1)
     assert 0.4 < (drawn["mixed"] > 0).mean() < 0.6
+    assert drawn["slow"].max() < 0
+    assert drawn["slow"].sum(axis=1).mean() == pytest.approx(-1, rel=0.1)
+    assert 0.4 < (drawn["bound"] == -5).mean() < 0.6
+    assert drawn["bound"].min() == -5 and drawn["bound"].max() < 0
     assert (log_decays(Gates((2, 3), (-0.5, 0.0, 1.0)), bits, exact=False) == [-0.5, 0.0, 1.0]).all()
 
 
