@@ -213,23 +213,33 @@ def is_split(c: Case) -> bool:
 def axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
     """Of what has a row per step: its chunk and its step in it, both counted from where its sequence begins; its head
     and its sequence. Of what has a state per sequence: head and sequence. v is what is written into states."""
+    rows, of_state = by_step(c, inputs, c.H), by_state(c, c.H)
+    scalar = {name: labels[..., 0] for name, labels in rows.items()}  # without channels
+    found = dict.fromkeys(("o", "dq", "dk", "dv", "dgk"), rows) | {"dg": scalar}
+    return found | dict.fromkeys(("ht", "dh0"), of_state) | {"v": {"time chunk": rows["time chunk"]}}
+
+
+def by_step(c: Case, inputs: Inputs, heads: int) -> dict[str, np.ndarray]:
+    """Labels of what is [B, T, heads, channels]."""
     offsets = inputs["cu_seqlens"] if is_packed(c) else np.array([0, c.T])
     steps = np.arange(c.T)
     sequence = np.searchsorted(offsets[1:], steps, side="right")
     done = steps - offsets[np.minimum(sequence, len(offsets) - 2)]
     chunk = 16 if is_recurrent(c) else c.chunk  # what the recurrent kernels take at a time
     border = np.where(done == 0, "first step", np.where(np.isin(steps + 1, offsets), "last step", "inside"))
-    by_step = {"time chunk": done // chunk, "step of the chunk": done % chunk, "sequence boundary": border}
+    found = {"time chunk": done // chunk, "step of the chunk": done % chunk, "sequence boundary": border}
     if is_packed(c):
-        by_step["sequence"] = sequence
-    rows = {name: labels[:, None, None] for name, labels in by_step.items()} | {"head": np.arange(c.H)[:, None]}
+        found["sequence"] = sequence
+    rows = {name: labels[:, None, None] for name, labels in found.items()} | {"head": np.arange(heads)[:, None]}
     if not is_packed(c):
         rows["sequence"] = np.arange(c.B)[:, None, None, None]
+    return rows
+
+
+def by_state(c: Case, heads: int) -> dict[str, np.ndarray]:
+    """Labels of what is [N, heads, K, V]."""
     states = np.arange(c.N if is_packed(c) else c.B)
-    of_state = {"sequence": states[:, None, None, None], "head": np.arange(c.H)[:, None, None]}
-    scalar = {name: labels[..., 0] for name, labels in rows.items()}  # without channels
-    found = dict.fromkeys(("o", "dq", "dk", "dv", "dgk"), rows) | {"dg": scalar}
-    return found | dict.fromkeys(("ht", "dh0"), of_state) | {"v": {"time chunk": rows["time chunk"]}}
+    return {"sequence": states[:, None, None, None], "head": np.arange(heads)[:, None, None]}
 
 
 def representative(c: Case) -> bool:
