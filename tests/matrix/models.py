@@ -24,5 +24,9 @@ GPT_OSS_120B = Experts("gpt-oss-120b", 128, 4, 2880, 2880)  # 2880 is a multiple
 
 RING_LINEAR = "Ring-mini-linear-2.0"  # 20 layers of 16 heads, K = V = 128, ALiBi's decay per head
 GLA_1B = "GLA-1.3B"  # 4 heads, K = 256, V = 512, a decay per channel
+QWEN3_NEXT = "Qwen3-Next-80B-A3B"  # 48 layers, 3 of 4 gated delta rules: 16 heads of keys, 32 of values, K = V = 128
+QWEN3_5 = "Qwen3.5-397B-A17B"  # 16 heads of keys, 64 of values
+KIMI_LINEAR = "Kimi-Linear-48B-A3B"  # KDA, 32 heads, K = V = 128, softplus gate
+KIMI_K3 = "Kimi-K3"  # KDA, 96 heads, K = V = 128, gate bound -5
 
 MODELS = (MIXTRAL, DEEPSEEK_V3, QWEN3_30B, GPT_OSS_120B)

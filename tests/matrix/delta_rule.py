@@ -1,0 +1,395 @@
+"""The delta rules, their gates and their convolution: cases, how their inputs are drawn, what their kernels promise."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from cpu_golden import causal_conv1d, gated_delta_rule, gates, kda
+from cpu_golden.stages import single_pass
+from parity import Array, Case, Contract, Gates, Given, Offsets, Op
+from parity.dtypes import round_to
+from parity.inputs import DISTRIBUTIONS, OFFSETS, stream
+from parity.judging.passes import mxu_x6
+from parity.op import Backend, Inputs
+from tests.matrix.gla import PIECE, by_state, by_step, is_packed, is_power_of_four, is_recurrent
+from tests.matrix.gmm import BF16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED
+from tests.matrix.memories import BETAS, RECALLED, RHOS, betas, keys, recalled
+from tests.matrix.models import KIMI_K3, KIMI_LINEAR, QWEN3_5, QWEN3_NEXT
+from tests.matrix.ops import in_turn, is_backward, op
+
+# --- the rules ---
+
+
+def is_per_channel(c: Case) -> bool:
+    return "kda" in c.op
+
+
+def gate_dtype(c: Case) -> str:
+    """That of g and beta."""
+    return c.dtype if c.narrow_gates else F32
+
+
+def inputs(c: Case) -> Mapping[str, Array | Offsets | Gates | Given | None]:
+    """Keys are of length 1 unless the kernel normalises them: of longer ones what is stored would grow without end."""
+    sequences = c.N if is_packed(c) else c.B
+    of_key, of_value = (c.B, c.T, c.H, c.K), (c.B, c.T, c.HV, c.V)
+    values = Array(of_value, c.dtype, one_in=max(c.V // 8, 1) * max(c.T // 16, 1))
+    state = Array((sequences, c.HV, c.K, c.V), F32, one_in=max(c.K * c.V // 32, 1))
+    lengths = Offsets(c.N, c.T, c.lengths) if is_packed(c) else None
+    given = {
+        "q": Array(of_key, c.dtype, sum_over=3, one_in=max(c.K // 4, 1)),
+        "k": keys(c, of_key, unit=not c.l2norm),
+        "v": values,
+        "g": Gates((c.B, c.T, c.HV, *([c.K] if is_per_channel(c) else [])), c.decay, gate_dtype(c)),
+        "beta": betas(c, (c.B, c.T, c.HV), gate_dtype(c)),
+        "initial_state": state if c.h0 else None,
+        "cu_seqlens": lengths,
+    }
+    if c.recall is not None and c.data != "integers":
+        known = Given(round_to(DISTRIBUTIONS[c.data](state, stream(c, "initial_state"), c.out), F32))
+        offsets = None
+        if lengths is not None:
+            sizes = OFFSETS[c.lengths](c.N, c.T, stream(c, "cu_seqlens"))
+            offsets = np.concatenate([[0], np.cumsum(sizes)])
+        given |= {"initial_state": known, "v": recalled(c, of_value, given["k"], known, offsets)}
+    if is_backward(c):
+        given |= {"do": values, "dht": state if c.ht else None}
+    return given
+
+
+def arguments(c: Case) -> Mapping[str, Any]:
+    exact = c.data == "integers" and c.scale is None and not is_power_of_four(c.K)
+    chosen: dict[str, Any] = {"scale": 0.25 if exact else c.scale, "use_qk_l2norm_in_kernel": c.l2norm}
+    if not is_backward(c):
+        chosen["output_final_state"] = c.ht
+    return chosen if is_recurrent(c) else chosen | {"chunk_size": c.chunk}
+
+
+def contract(c: Case, backend: Backend) -> Contract:
+    """Float32 gates, scores, inverses, states and sums everywhere, and one rounding at the end.
+
+    The recurrent kernels multiply and add in float32 whatever the operands. Of the chunked ones dots of float32 take
+    six passes of the MXU, or FMAs of a GPU; beside bfloat16 operands what is float32 is in two bfloat16 pieces, but for
+    the products of the inverse, which are those of float32 always.
+    """
+    of_float32 = "bf16x6" if backend == "tpu" else "ieee"
+    dot = "ieee" if is_recurrent(c) else "bf16x3" if c.dtype == BF16 else of_float32
+    depth = MXU_DEPTH if backend == "tpu" else MMA_DEPTH if c.dtype == BF16 else 1
+    outs = {"dg": gate_dtype(c), "dbeta": gate_dtype(c), "dh0": F32} if is_backward(c) else {"ht": F32}
+    return Contract(
+        dot=dot,
+        out=c.out,
+        outs=outs,
+        depth=1 if is_recurrent(c) else depth,
+        tile=PIECE if dot == "ieee" and not is_recurrent(c) else None,
+        sites=recurrent_sites(c, backend) if is_recurrent(c) else chunk_sites(c, backend),
+        schedule={} if is_recurrent(c) else schedule(c, backend),
+    )
+
+
+def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
+    """Pairs of rows are decayed in dots on the TPU, in blocks of 16 one by one on the GPU."""
+    if backend == "gpu":
+        return {"solve_depth": 1, "solve_passes": single_pass}
+    return {"solve_passes": mxu_x6} | ({"sub_block": 1} if is_per_channel(c) else {})
+
+
+def chunk_sites(c: Case, backend: Backend) -> Mapping[str, str]:
+    """Products of a GPU's dots and FMAs are exact; what leaves the MXU is rounded before it is added. A GPU's exp of
+    float32 is off by two ulps (ex2.approx in the PTX ISA)."""
+    names = ["c", "exponent", "decay", "kept_exponent", "kept", "lost", "change", "decayed", "read", "sum", "acc",
+             "raw", "A", "solve_sum", "solve_acc", "T", "recalled", "error", "update", "v_new", "h", "P"]  # fmt: skip
+    names += ["product", "pairs"] if is_per_channel(c) else []
+    names += ["partial", "solve_partial", "solve_product"] if backend == "tpu" else []
+    names += norm_sites(c)
+    if is_backward(c):
+        names += ["dv_new", "dupdate", "dv", "dP", "dA", "draw", "dh", "terms", "of_beta", "dgate"]
+        names += ["up_to"] if is_per_channel(c) else ["pair_terms"]
+        names += ["heads"]
+    pieces = ["lhs", "rhs"] if c.dtype == BF16 else []
+    exp = {"decay": "float32/2"} if backend == "gpu" else {}
+    return dict.fromkeys(names, F32) | dict.fromkeys(pieces, "bf16x2") | exp
+
+
+def recurrent_sites(c: Case, backend: Backend) -> Mapping[str, str]:
+    names = ["kept", "decayed", "partial", "acc", "error", "v_new", "written", "lost", "change", "h", *norm_sites(c)]
+    if is_backward(c):
+        names += ["dwritten", "dh", "derror", "dchange", "of_beta", "dgate", "heads"]
+    return dict.fromkeys(names, F32)
+
+
+def norm_sites(c: Case) -> list[str]:
+    if not c.l2norm:
+        return []
+    return ["square", "norm", "rstd", "normed", *(["projected"] if is_backward(c) else [])]
+
+
+def axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
+    """As those of `tests.matrix.gla`; keys have their own heads."""
+    of_keys, of_values = (by_step(c, inputs, heads) for heads in (c.H, c.HV))
+    scalar = {name: labels[..., 0] for name, labels in of_values.items()}  # without channels
+    found = dict.fromkeys(("dq", "dk"), of_keys) | dict.fromkeys(("o", "dv"), of_values)
+    found |= {"dg": of_values if is_per_channel(c) else scalar, "dbeta": scalar}
+    return found | dict.fromkeys(("ht", "dh0"), by_state(c, c.HV)) | {"v": {"time chunk": of_values["time chunk"]}}
+
+
+def is_usual(c: Case) -> bool:
+    """Whether integer data make a twin of it that no other case has: they turn every kind of keys into one-hot ones,
+    every decay into 0 or 1 and every beta into 0, 1 or 2; a root is not exact."""
+    return (c.decay, c.rho, c.beta, c.recall, c.l2norm) == ("sigmoid", 0.0, "gated", None, False)
+
+
+def representative(c: Case) -> bool:
+    """One case of each kind of kernel, forward of one and backward of the other."""
+    compared = ("chunk_gated_delta_rule_fwd", "chunk_kda_bwd", "fused_recurrent_gated_delta_rule_bwd")
+    return c.tier == "smoke" and c.dtype == F32 and c.op in compared
+
+
+DEFAULTS = dict(
+    rho=0.0, decay="sigmoid", beta="gated", recall=None, l2norm=False, narrow_gates=False, h0=False, ht=False,
+    lengths="ragged", scale=None,
+)  # fmt: skip
+CHUNKED = DEFAULTS | dict(chunk=64)
+
+SMALL = dict(B=1, T=70, H=1, HV=2, K=32, V=48)  # two chunks of 64, the last of 6 rows
+SMALL_CHANNELS = dict(B=1, T=40, H=1, HV=2, K=16, V=48)
+STEPS = dict(B=2, T=20, H=1, HV=2, K=16, V=48)
+PACKED = dict(B=1, T=70, H=1, HV=2, K=16, V=48, N=5)
+STEPS_PACKED = dict(B=1, T=20, H=1, HV=2, K=16, V=48, N=5)
+DECODE = dict(B=1, T=6, H=2, HV=4, K=16, V=48, N=6)
+ONE_STEP = dict(B=1, T=1, H=2, HV=2, K=16, V=16)
+# Lengths around a chunk's border; K and V that are no multiples of a tile, and up to the largest.
+EDGES = [
+    dict(B=2, T=3, H=1, HV=1, K=32, V=16),
+    dict(B=1, T=63, H=2, HV=2, K=16, V=48),
+    dict(B=1, T=65, H=1, HV=4, K=48, V=100),
+    dict(B=1, T=127, H=1, HV=1, K=100, V=80),
+    dict(B=2, T=129, H=1, HV=2, K=80, V=64),
+]
+WIDE = [
+    dict(B=1, T=40, H=1, HV=1, K=128, V=256),
+    dict(B=1, T=40, H=1, HV=2, K=192, V=128),
+    dict(B=1, T=70, H=1, HV=1, K=256, V=100),
+]
+LONG = dict(B=1, T=300, H=1, HV=2, K=32, V=32)
+EMPTY = [
+    dict(B=0, T=20, H=2, HV=2, K=16, V=16),
+    dict(B=1, T=0, H=2, HV=4, K=16, V=16),
+    dict(B=1, T=20, H=0, HV=0, K=16, V=16),
+    dict(B=1, T=20, H=2, HV=2, K=16, V=0),
+]
+# One of eight shards of a model's heads.
+OF_MODELS = {
+    "gated_delta_rule": [
+        (QWEN3_NEXT, dict(B=1, T=72, H=2, HV=4, K=128, V=128), dict(decay=["slow"])),
+        (QWEN3_5, dict(B=1, T=72, H=2, HV=8, K=128, V=128), dict(decay=["mixed"])),
+    ],
+    "kda": [
+        (KIMI_LINEAR, dict(B=1, T=72, H=4, HV=4, K=128, V=128), dict(decay=["slow"])),
+        (KIMI_K3, dict(B=1, T=72, H=4, HV=4, K=128, V=128), dict(decay=["bound"])),
+    ],
+}
+PACKINGS = ["even", "ragged", "zeros_and_ones", "one"]
+DECAYS = ["zero", "slow", "mixed", "steep", "bound"]
+STATES = dict(h0=[True], ht=[True])
+NORMED = dict(l2norm=[True])
+
+
+def without_cases(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
+    """The op of a public function of that name."""
+    return op(
+        getattr(module, name),
+        name,
+        inputs=inputs,
+        arguments=arguments,
+        contract=contract,
+        axes=axes,
+        defaults=defaults,
+        spelled=tuple({"chunk"} & defaults.keys()),
+        representative=representative,
+    )
+
+
+def ladder(op: Op, shape: Mapping[str, int]) -> tuple[Case, ...]:
+    """Keys from apart to equal, against every gate and beta; and states that have the values already."""
+    chunk = dict(chunk=[64]) if "chunk" in op.defaults else {}
+    return (
+        *op.grid([shape], dtype=[F32], rho=RHOS, decay=DECAYS, beta=BETAS, **chunk, **STATES, tier="full"),
+        *op.grid([shape], dtype=[BF16], rho=RHOS, decay=["zero", "mixed"], beta=BETAS[1:], **STATES, tier="full"),
+        *op.grid([shape], dtype=[F32, BF16], rho=RHOS[::2], decay=["zero"], beta=BETAS[1:2], recall=RECALLED, **STATES,
+                 tier="full"),
+    )  # fmt: skip
+
+
+def with_chunk_cases(op: Op) -> Op:
+    """With the matrix of a chunked rule, forward or backward."""
+    hard = dict(rho=["equal"], decay=["zero"], beta=["near1"])
+    small, chunk = (SMALL_CHANNELS, [32]) if "kda" in op.name else (SMALL, [64])
+    parts = [
+        op.grid([small], dtype=[F32, BF16], chunk=[32], tier="smoke", **NORMED, **STATES),
+        op.grid([small], dtype=[F32], chunk=chunk, **hard, **STATES),
+        op.grid([PACKED], dtype=[F32], chunk=[32], lengths=["zeros_and_ones"], **STATES),
+        in_turn(
+            is_backward_op(op),
+            op.grid([small], dtype=[F32], rho=[2.0], beta=["up_to_2"], decay=["mixed"], chunk=chunk, **STATES),
+            op.grid([small], dtype=[BF16], chunk=chunk, **hard, **STATES),
+            op.grid([small], dtype=[F32], rho=[1.0], decay=["zero"], beta=["near1"], recall=[0.01], chunk=chunk),
+            op.grid([small], dtype=[F32], decay=["bound"], chunk=chunk, **STATES),
+            op.grid(EMPTY[1:2], dtype=[F32], **STATES),
+        ),
+        # What full adds: the ladder of keys, everything against everything, long sequences, wide heads.
+        ladder(op, SMALL),
+        op.grid([SMALL], dtype=[F32, BF16], chunk=[16, 48, 128], l2norm=[False, True], **STATES, tier="full"),
+        op.grid([SMALL], dtype=[F32], h0=[False, True], ht=[False, True], tier="full"),
+        op.grid([SMALL], dtype=[BF16], narrow_gates=[True], l2norm=[False, True], **STATES, tier="full"),
+        op.grid([SMALL], dtype=[F32, BF16], data=TRAINED, **NORMED, tier="full"),
+        op.grid(EDGES + WIDE, dtype=[F32, BF16], rho=[1.0], tier="full"),
+        op.grid([LONG], dtype=[F32, BF16], decay=DECAYS, rho=[1.0], chunk=[64, 128], ht=[True], tier="full"),
+        op.grid([PACKED], dtype=[F32, BF16], lengths=PACKINGS, chunk=[16], **STATES, tier="full"),
+        op.grid([dict(B=1, T=1000, H=1, HV=2, K=64, V=64)], dtype=[F32, BF16], rho=[1.0], **STATES, tier="full"),
+        op.grid([ONE_STEP, *EMPTY], dtype=[F32, BF16], **STATES, tier="full"),
+        *(op.grid([shape], dtype=[F32, BF16], rho=[1.0], **chosen, **NORMED, **STATES, tier="full", model=model)
+          for model, shape, chosen in of_models(op)),
+    ]  # fmt: skip
+    return op.with_cases(*parts)
+
+
+def with_recurrent_cases(op: Op) -> Op:
+    """With the matrix of a fused recurrent rule, forward or backward."""
+    parts = [
+        op.grid([STEPS], dtype=[F32, BF16], tier="smoke", **NORMED, **STATES),
+        in_turn(
+            is_backward_op(op),
+            op.grid([STEPS], dtype=[F32], rho=["equal"], decay=["zero"], beta=["near1"], **STATES),
+            op.grid([STEPS_PACKED], dtype=[F32], lengths=["zeros_and_ones"], beta=["up_to_2"], **STATES),
+            op.grid([DECODE], dtype=[F32], lengths=["even"], **STATES),
+        ),
+        ladder(op, STEPS),
+        op.grid([STEPS], dtype=[F32], h0=[False, True], ht=[False, True], tier="full"),
+        op.grid([STEPS], dtype=[BF16], narrow_gates=[True], l2norm=[False, True], **STATES, tier="full"),
+        op.grid(EDGES + WIDE, dtype=[F32, BF16], rho=[1.0], tier="full"),
+        op.grid([STEPS_PACKED], dtype=[F32, BF16], lengths=PACKINGS, **STATES, tier="full"),
+        op.grid([DECODE], dtype=[F32, BF16], lengths=["even"], l2norm=[True], **STATES, tier="full"),
+        op.grid([LONG], dtype=[F32, BF16], rho=[1.0], decay=["slow"], **STATES, tier="full"),
+        op.grid([ONE_STEP, *EMPTY], dtype=[F32], **STATES, tier="full"),
+        *(op.grid([shape | dict(B=4, T=1)], dtype=[F32, BF16], rho=[1.0], **chosen, **NORMED, **STATES, tier="full",
+                  model=model) for model, shape, chosen in of_models(op)),
+    ]  # fmt: skip
+    return op.with_cases(*parts)
+
+
+def is_backward_op(op: Op) -> bool:
+    return op.name.endswith("_bwd")
+
+
+def of_models(op: Op) -> list[tuple[str, dict[str, int], dict[str, list[str]]]]:
+    return OF_MODELS["kda" if "kda" in op.name else "gated_delta_rule"]
+
+
+def both_passes(name: str, module: Any, defaults: Mapping[str, Any], with_cases: Callable[[Op], Op]) -> tuple[Op, ...]:
+    return tuple(with_cases(without_cases(f"{name}_{way}", module, defaults)) for way in ("fwd", "bwd"))
+
+
+CHUNK_GATED_DELTA_RULE = both_passes("chunk_gated_delta_rule", gated_delta_rule, CHUNKED, with_chunk_cases)
+CHUNK_KDA = both_passes("chunk_kda", kda, CHUNKED, with_chunk_cases)
+FUSED_RECURRENT_GATED_DELTA_RULE = both_passes(
+    "fused_recurrent_gated_delta_rule", gated_delta_rule, DEFAULTS, with_recurrent_cases
+)
+FUSED_RECURRENT_KDA = both_passes("fused_recurrent_kda", kda, DEFAULTS, with_recurrent_cases)
+
+# --- gates and convolution ---
+
+
+def gate_inputs(c: Case) -> Mapping[str, Array | None]:
+    channels = [c.K] if "K" in dict(c.dims) else []
+    shape = (c.B, c.T, c.HV, *channels)
+    given = {
+        "a": Array(shape, c.dtype),
+        "A_log": Array((c.HV,), F32) if c.rate else None,
+        "dt_bias": Array((c.HV, *channels), F32) if c.bias else None,
+    }
+    return given | ({"dg": Array(shape, F32)} if is_backward(c) else {})
+
+
+def gate_contract(c: Case, backend: Backend) -> Contract:
+    """Float32 from a to g; the sums over time to dA_log and ddt_bias in float32."""
+    names = ["x", "rate", "scaled", "exp", "softplus", "sigmoid", "slope", "terms", "sum"]
+    outs = {"dA_log": F32, "ddt_bias": F32} if is_backward(c) else {}
+    return Contract(out=c.dtype if is_backward(c) else F32, outs=outs, sites=dict.fromkeys(names, F32))
+
+
+GATE_SHAPES = [dict(B=2, T=20, HV=3), dict(B=1, T=33, HV=2, K=48)]
+
+
+def with_gate_cases(op: Op) -> Op:
+    """With the matrix of a gate, forward or backward."""
+    rates = [True] if op.name.startswith("softplus") else [True, False]
+    return op.with_cases(
+        op.grid(GATE_SHAPES[:1], dtype=[(F32, F32)], tier="smoke"),
+        op.grid(GATE_SHAPES[1:], dtype=[(BF16, F32)]),
+        op.grid(GATE_SHAPES, dtype=[(F32, F32), (BF16, F32)], rate=rates, bias=[True, False], tier="full"),
+        op.grid(GATE_SHAPES, dtype=[(F32, F32)], data=["wide", "one_signed"], tier="full"),
+        op.grid([dict(B=1, T=1000, HV=4), dict(B=1, T=0, HV=4), dict(B=1, T=300, HV=4, K=128)], dtype=[(F32, F32)],
+                tier="full"),
+    )  # fmt: skip
+
+
+def conv_inputs(c: Case) -> Mapping[str, Array | Offsets | None]:
+    sequences = c.N if is_packed(c) else c.B
+    steps, state = Array((c.B, c.T, c.D), c.dtype), Array((sequences, c.D, c.W - 1), c.dtype)
+    given = {
+        "x": steps,
+        "weight": Array((c.D, c.W), c.dtype),
+        "bias": Array((c.D,), c.dtype) if c.bias else None,
+        "initial_state": state if c.h0 else None,
+        "cu_seqlens": Offsets(c.N, c.T, c.lengths) if is_packed(c) else None,
+    }
+    return given | ({"dy": steps, "dht": state if c.ht else None} if is_backward(c) else {})
+
+
+def conv_arguments(c: Case) -> Mapping[str, Any]:
+    chosen = {"activation": c.activation or None}
+    return chosen if is_backward(c) else chosen | {"output_final_state": c.ht}
+
+
+def conv_contract(c: Case, backend: Backend) -> Contract:
+    """Products and sums in float32, and one rounding at the end; a GPU's products are those of an FMA."""
+    names = ["acc", "exp", "sigmoid", "dz", "terms", "sum", *(["product"] if backend == "tpu" else [])]
+    return Contract(out=c.dtype, sites=dict.fromkeys(names, F32))
+
+
+CONV, CONV_PACKED = dict(B=2, T=20, D=33, W=4), dict(B=1, T=20, D=16, W=4, N=5)
+CONV_DEFAULTS = dict(activation="silu", bias=True, h0=True, ht=True, lengths="zeros_and_ones")
+
+
+def with_conv_cases(op: Op) -> Op:
+    """With the matrix of the convolution, forward or backward."""
+    return op.with_cases(
+        op.grid([CONV], dtype=[F32], tier="smoke"),
+        op.grid([CONV_PACKED], dtype=[BF16]),
+        op.grid([CONV_PACKED], dtype=[F32], activation=[""]),
+        op.grid([CONV, CONV_PACKED], dtype=[F32, BF16], activation=["", "silu"], bias=[False, True], h0=[False, True],
+                ht=[False, True], tier="full"),
+        op.grid([dict(B=1, T=7, D=8, W=width) for width in (1, 2, 3, 8)], dtype=[F32], tier="full"),
+        op.grid([dict(B=1, T=300, D=256, W=4), dict(B=1, T=0, D=8, W=4)], dtype=[F32, BF16], tier="full"),
+    )  # fmt: skip
+
+
+GATES = tuple(
+    with_gate_cases(
+        op(getattr(gates, name), name, inputs=gate_inputs, contract=gate_contract, defaults=dict(rate=True, bias=True))
+    )
+    for name in ("softplus_gate", "softplus_gate_bwd", "bounded_gate", "bounded_gate_bwd")
+)
+CAUSAL_CONV1D = tuple(
+    with_conv_cases(
+        op(getattr(causal_conv1d, name), name, inputs=conv_inputs, arguments=conv_arguments, contract=conv_contract,
+           defaults=CONV_DEFAULTS)
+    )
+    for name in ("causal_conv1d", "causal_conv1d_bwd")
+)  # fmt: skip
+
+DELTA_RULES = (*CHUNK_GATED_DELTA_RULE, *CHUNK_KDA, *FUSED_RECURRENT_GATED_DELTA_RULE, *FUSED_RECURRENT_KDA)
+DELTA_RULE_FAMILY = (*DELTA_RULES, *GATES, *CAUSAL_CONV1D)
+"""Not yet in OPS: a kernel is missing on one backend or the other (tests/meta/test_imports.AHEAD)."""
