@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from parity.dtypes import SHORT_NAMES, SITES, UNIT_ROUNDOFF
+from parity.words import one_of
 
 Backend = Literal["tpu", "gpu"]
 BACKENDS: tuple[Backend, ...] = ("tpu", "gpu")
@@ -192,7 +193,8 @@ class Case:
         for key, value in (*self.dims, *self.options):
             if key == name:
                 return value
-        raise AttributeError(f"case {self.id} has no size or option {name!r}")
+        there = [key for key, _ in (*self.dims, *self.options)]
+        raise AttributeError(f"case {self.id}: a size or option {one_of(there, name)}")
 
     @property
     def id(self) -> str:
@@ -314,7 +316,10 @@ class Op:
         if tier not in TIERS:
             raise ValueError(f"tier must be one of {', '.join(TIERS)}, got {tier!r}")
         if unknown := set(options) - set(self.defaults):
-            raise ValueError(f"options must be among {', '.join(self.defaults)}, got {', '.join(sorted(unknown))}")
+            known = ", ".join(self.defaults) or "none"
+            raise ValueError(
+                f"op {self.name}: options must be among its defaults ({known}), got {', '.join(sorted(unknown))}"
+            )
         axes = [options.get(name, (default,)) for name, default in self.defaults.items()]
 
         def build() -> Iterator[Case]:
@@ -334,8 +339,19 @@ class Op:
         return replace(self, cases=tuple(unique.values()))
 
 
+class OutputsError(TypeError):
+    """A result whose outputs have no names."""
+
+
 def outputs(result: Any) -> dict[str, Any]:
-    """A kernel's or golden's result by name: a NamedTuple's fields that are not None, or the one array as `out`."""
-    if hasattr(result, "_asdict"):
-        return {name: value for name, value in result._asdict().items() if value is not None}
+    """A kernel's or golden's result by name: what a NamedTuple or a dict holds that is not None, or the array as `out`.
+
+    Raises OutputsError for anything else that holds arrays, and for None.
+    """
+    fields = result._asdict() if hasattr(result, "_asdict") else result
+    if isinstance(fields, Mapping):
+        return {str(name): value for name, value in fields.items() if value is not None}
+    if result is None or isinstance(result, tuple | list):
+        got = "None" if result is None else f"a {type(result).__name__} of {len(result)}"
+        raise OutputsError(f"must return an array, or a NamedTuple or dict of arrays by name, got {got}")
     return {"out": result}

@@ -13,6 +13,7 @@ import numpy as np
 from parity import matrix
 from parity.backends import EMULATED, device_kind, load_kernel, runner
 from parity.contact.assumptions import on_device
+from parity.declared import checked_axes, contract_of
 from parity.dtypes import Floats
 from parity.guard import guarded, loaded
 from parity.judging.fit import K
@@ -50,8 +51,8 @@ class Trial:
 
     @cached_property
     def contract(self) -> Contract:
-        """What the kernel promises, on its device."""
-        promised = self.op.contract(self.case, self.backend)
+        """What the kernel promises, on its device. Raises DeclarationError where it is none."""
+        promised = contract_of(self.op, self.case, self.backend)
         kind = self.device or device_kind(self.backend)
         if kind == EMULATED:
             return promised
@@ -87,8 +88,15 @@ class Trial:
         return K if self.op.magnitude is None else self.contract.bound(self.reference.chain)
 
     def axes(self, name: str) -> Mapping[str, np.ndarray]:
-        """The labels of an output's or an input's elements: by head, group, tile, …"""
-        return self.op.axes(self.case, self.inputs).get(name, {})
+        """The labels of an output's or an input's elements: by head, group, tile, …
+
+        Raises DeclarationError for labels that do not fit.
+        """
+        return self._axes.get(name, {})
+
+    @cached_property
+    def _axes(self) -> Mapping[str, Mapping[str, np.ndarray]]:
+        return checked_axes(self.op, self.case, self.inputs, self.reference.golden)
 
     def runs(self) -> Iterator[dict[str, Floats]]:
         """The runs of the contract: see `spread.runs`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import shlex
+from collections.abc import Iterable
 
 LONGEST = 300
 """Characters of a foreign string that are shown."""
@@ -27,3 +29,16 @@ def said(error: BaseException) -> str:
 def command(*words: object) -> str:
     """A command that a shell takes as these words."""
     return shlex.join(map(str, words))
+
+
+def one_of(names: Iterable[object], got: object) -> str:
+    """What to say of a name that is none of `names`: those, the one that was given, and the nearest."""
+    valid = [str(name) for name in names]
+    listed = f"must be one of {', '.join(valid)}" if valid else "must be left out, for there are none"
+    return f"{listed}, got {got!r}{nearest(valid, got)}"
+
+
+def nearest(names: Iterable[str], got: object) -> str:
+    """In brackets the one of `names` that is spelled most like what was given; "" where none is like it."""
+    near = difflib.get_close_matches(str(got), list(names), n=1)
+    return f" (nearest: {near[0]})" if near else ""

@@ -15,7 +15,8 @@ import numpy as np
 
 from parity.backends.devices import torch_build
 from parity.guard import Ended
-from parity.op import Backend, Inputs
+from parity.op import Backend, Inputs, outputs
+from parity.words import nearest
 
 EMULATED = "emulated"
 """The device kind of everything that no accelerator computed."""
@@ -77,20 +78,34 @@ def device_kind(name: Backend) -> str:
 
 
 def load_kernel(target: str) -> Callable[..., Any]:
-    """The function called `"module:function"`."""
-    module, _, function = target.partition(":")
-    kernel: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    """The function called `"module:function"`.
+
+    Raises LookupError where there is no such module or function, and what importing the module raises.
+    """
+    name, colon, function = target.partition(":")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{name}.".startswith(f"{error.name}."):
+            raise LookupError(f"a kernel must be called 'module:function', got {target!r}: no module {name}") from None
+        raise
+    if not colon or not hasattr(module, function):
+        lacks = f"{name} has no {function!r}{nearest(vars(module), function)}"
+        raise LookupError(f"a kernel must be called 'module:function', got {target!r}: {lacks}")
+    kernel: Callable[..., Any] = getattr(module, function)
     return kernel
 
 
 def to_numpy_tree(result: Any, convert: Callable[[Any], np.ndarray]) -> Any:
-    """A copy of a kernel's result (one array, or a NamedTuple of arrays and None) through `convert`.
+    """A copy of a kernel's result (an array, or a NamedTuple or dict of arrays and None) through `convert`.
 
-    A kernel that returns the same buffer every time would otherwise change what an earlier run has returned.
+    A kernel that returns the same buffer every time would otherwise change what an earlier run has returned. Raises
+    OutputsError for outputs without names.
     """
+    copies = {name: np.array(convert(x)) for name, x in outputs(result).items()}
     if hasattr(result, "_asdict"):
-        return type(result)(*(None if x is None else np.array(convert(x)) for x in result))
-    return np.array(convert(result))
+        return type(result)(*map(copies.get, result._fields))
+    return copies if isinstance(result, Mapping) else copies["out"]
 
 
 def check_unwritten(inputs: Inputs, given: Mapping[str, Any], convert: Callable[[Any], np.ndarray]) -> None:

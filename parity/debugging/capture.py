@@ -216,7 +216,8 @@ def _save_call(
     bound.apply_defaults()
     tensors = {name: x for name, x in bound.arguments.items() if _is_tensor(x)}
     arguments = {name: _plain(value) for name, value in bound.arguments.items() if name not in tensors}
-    fields = result._asdict() if hasattr(result, "_asdict") else {"out": result}
+    fields = result._asdict() if hasattr(result, "_asdict") else result
+    fields = fields if isinstance(fields, Mapping) else {"out": result}
     call = {
         "version": VERSION,
         "op": op,

@@ -135,7 +135,7 @@ def gates(trial: Trial) -> Judgement:
     A kernel that raises, or changes what it should not, is judged by that alone (G1: CRASH, OOM, DIRTY). Data
     `integers` must come out exact where the golden is, and bit-exact ops bit for bit (G2); everything else must fit its
     contract and lie within a derived bound, where there is one (G3). Of several outputs the one nearest to a limit
-    decides. Raises ImportError where the backend's framework is missing.
+    decides. Raises ImportError where the backend's framework is missing, DeclarationError where the op is at fault.
     """
     op, case, expected = trial.op, trial.case, trial.reference
     real = runner(trial.backend).real

@@ -9,12 +9,13 @@ from itertools import islice
 
 import numpy as np
 
+from parity.declared import checked_chain, checked_magnitude, contract_of, golden_of
 from parity.dtypes import Floats
 from parity.inputs import draw
 from parity.judging import goldens
 from parity.judging.fit import RUNS
 from parity.judging.spread import allowances, runs
-from parity.op import Case, Inputs, Op, outputs
+from parity.op import Case, Inputs, Op
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,17 @@ def reference(op: Op, case: Case) -> Reference:
     )
     drawn: list[dict[str, Floats]] = []
     if op.magnitude is None and not op.bit_exact:
-        contract = op.contract(case, "gpu")
+        contract = contract_of(op, case, "gpu")
         drawn += islice(runs(op, case, inputs, contract, golden), RUNS[0])
         magnitude = _explained(drawn, golden, contract.roundoff)
-    return Reference(inputs, golden, magnitude, 0 if op.chain is None else op.chain(case, inputs), drawn)
+    return Reference(inputs, golden, magnitude, checked_chain(op, case, inputs), drawn)
 
 
 def _truth(op: Op, case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
     """Golden and magnitude of each output, in one dictionary."""
     with np.errstate(invalid="ignore", over="ignore"):
-        golden = outputs(op.golden(**inputs, **op.arguments(case)))
-        magnitude = {} if op.bit_exact or op.magnitude is None else outputs(op.magnitude(op, case, inputs))
+        golden = golden_of(op, case, inputs)
+        magnitude = checked_magnitude(op, case, inputs, golden)
     labelled = {"golden": golden, "magnitude": magnitude}
     return {f"{what}.{name}": x for what, of in labelled.items() for name, x in of.items()}
 

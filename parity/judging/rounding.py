@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from cpu_golden.stages import Stages, single_pass
+from parity.declared import DeclarationError, check_sites, golden_of, steps_of
 from parity.dtypes import Floats
 from parity.judging.passes import PASSES
-from parity.op import Case, Contract, Inputs, Op, outputs
+from parity.op import Case, Contract, Inputs, Op
 
 Rounding = Callable[[str, Floats], Floats]
 
@@ -18,10 +19,22 @@ Rounding = Callable[[str, Floats], Floats]
 def staged(
     op: Op, case: Case, inputs: Inputs, contract: Contract, rounding: Rounding, **steps: Any
 ) -> dict[str, Floats]:
-    """The golden's outputs in the steps of a kernel under a contract. steps: those that are otherwise."""
-    stages = Stages(rounding, **{**op.steps(case, contract), **steps})
+    """The golden's outputs in the steps of a kernel under a contract. steps: those that are otherwise.
+
+    Raises DeclarationError where golden and contract do not speak of the same sites and steps.
+    """
+    reached: set[str] = set()
+
+    def watched(site: str, value: Floats) -> Floats:
+        reached.add(site)
+        if value.dtype != np.float64:
+            raise DeclarationError(op, case, "golden", f"must hand float64 to its sites, got {value.dtype} at {site!r}")
+        return rounding(site, value)
+
     with np.errstate(all="ignore"):
-        return outputs(op.golden(**inputs, **op.arguments(case), stages=stages))
+        found = golden_of(op, case, inputs, Stages(watched, **steps_of(op, case, contract, **steps)))
+    check_sites(op, case, contract, reached)
+    return found
 
 
 def on_unit(contract: Contract) -> dict[str, Any]:

@@ -97,6 +97,11 @@ def _behind(function: FunctionType) -> tuple[int, list[Definition]]:
     return around[0].first if around else 0, project.reached(around or module.definitions)
 
 
+def texts(function: FunctionType) -> frozenset[str]:
+    """The strings that stand in the code behind a function. Raises as `identity_of`."""
+    return frozenset(text for definition in _behind(function)[1] for text in definition.texts)
+
+
 def forget() -> None:
     """Read files anew from now on: each is read once."""
     _project.cache_clear()
@@ -147,6 +152,12 @@ class Definition:
     def digest(self) -> str:
         """SHA-256 of its code."""
         return self._read[0]
+
+    @property
+    def texts(self) -> set[str]:
+        """The strings that stand in it."""
+        constants = (node.value for node in ast.walk(self._node) if isinstance(node, ast.Constant))
+        return {value for value in constants if isinstance(value, str)}
 
     @property
     def places(self) -> list[_Place]:

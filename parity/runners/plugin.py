@@ -12,6 +12,7 @@ import pytest
 
 from parity import matrix
 from parity.backends import free_compiled_programs, has_cuda, has_tpu, is_here, runner
+from parity.declared import DeclarationError
 from parity.judging import goldens
 from parity.judging.judge import Judgement, compare, judge, twin_of
 from parity.judging.verdict import Verdict
@@ -434,6 +435,8 @@ class _Reporter:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """A case whose test ended otherwise than by its verdict is in the report as well."""
         report = yield
+        if call.excinfo and isinstance(call.excinfo.value, DeclarationError):
+            report.longrepr = f"{call.excinfo.value}\nrerun: {_rerun(item)}"
         marker, trial = item.get_closest_marker("parity_cases"), trial_of(item)
         wanted = self._config.getoption("--parity-report") and call.when != "teardown"
         if wanted and marker and trial and call.excinfo:

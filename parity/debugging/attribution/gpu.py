@@ -87,11 +87,8 @@ class TritonProgram:
         with tensor_core.emulated(), _widened(errors, memory), np.errstate(all="ignore"):
             with Between(errors, memory), probe.probing(mark):
                 result = self._kernel(**tensors, **self._arguments)
-            fields = result._asdict() if hasattr(result, "_asdict") else None
-            if fields is None:
-                return Run(outputs(memory.of(result)), errors.places, errors.marks)
-            wide = {name: None if x is None else memory.of(x) for name, x in fields.items()}
-            return Run(outputs(type(result)(**wide)), errors.places, errors.marks)
+            wide = {name: memory.of(x) for name, x in outputs(result).items()}
+            return Run(wide, errors.places, errors.marks)
 
 
 class Errors:

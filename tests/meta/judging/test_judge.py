@@ -171,7 +171,7 @@ def test_inexact_integer_data_are_judged_by_the_contract(device, twin):
 
 
 def test_an_op_that_declares_no_twin_is_not_run_on_integer_data(device):
-    exact = op(lambda x, stages=lambda site, value: value: x * 1.0, twin=False)
+    exact = op(lambda x, stages=lambda site, value: value: x.astype(np.float64), twin=False)
     judged = judge(Trial(exact, CASE, "tpu", lambda x: x * np.float32(2)))
     assert judged.verdict.outcome == "OUT OF BOUND" and judged.twin is None
     assert judge(replace(Trial(exact, CASE, "tpu", lambda x: x * np.float32(2)), op=replace(exact, twin=True))).twin
