@@ -22,12 +22,12 @@ HostArray = np.ndarray[Any, np.dtype[Any]]
 
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"),
-    *("int64", "int32", "int16", "int8", "uint8", "bool", "complex64"),
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool", "complex64"),
 )
 """What crosses. NumPy (with ml_dtypes), JAX and torch all use these names."""
 
 
-def torch_to_jax(tree: Any, *, dtype: Any = None) -> Any:
+def torch_to_jax(tree: Any, *, dtype: Any = None, narrow_ints: bool = False) -> Any:
     """The pytree `tree` (dict, list, tuple, NamedTuple, None, …) with each torch tensor turned into a JAX array.
 
     A contiguous tensor is not copied: the array shares its memory and keeps it alive. JAX arrays are immutable, so do
@@ -38,11 +38,15 @@ def torch_to_jax(tree: Any, *, dtype: Any = None) -> Any:
 
     `dtype` (a name, or a NumPy, JAX or torch dtype) converts every leaf, as `numpy.ndarray.astype` does with ml_dtypes:
     torch's own casts changed between releases (float8_e4m3fn saturates since 2.12). Wider types reach bfloat16 and
-    float8 through float32.
+    float8 through float32. `narrow_ints` gives int64 and uint64 leaves 32 bits and leaves all others as they are: what
+    a state_dict with counters needs while JAX's 64-bit types are off.
 
     Raises TypeError for a leaf that is not a dense torch tensor of one of `DTYPES` (sparse, meta, quantised, nested and
-    fake tensors are refused), and for a float64 or int64 result while JAX's 64-bit types are off.
+    fake tensors are refused), and for a result of 64 bits while JAX's 64-bit types are off; ValueError for a value that
+    an integer or boolean dtype that is asked for does not hold, and for dtype and narrow_ints together.
     """
+    if dtype is not None and narrow_ints:
+        raise ValueError(f"narrow_ints must be left out where dtype is given, got dtype={dtype_name(dtype)!r}")
     import jax
     import torch
 
@@ -52,10 +56,12 @@ def torch_to_jax(tree: Any, *, dtype: Any = None) -> Any:
             raise TypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
         source = _check_torch(name, tensor)
         target = check_output_dtype("dtype", dtype, source, DTYPES)
+        if narrow_ints and target in ("int64", "uint64"):
+            target = target.replace("64", "32")
         _check_x64(name, target)
         device = jax_device(tensor)
         if device is None or target != source:
-            return to_jax(to_numpy(tensor).astype(_numpy_dtype(target), copy=False), device=device)
+            return to_jax(_converted(name, to_numpy(tensor), target), device=device)
         return jax.dlpack.from_dlpack(_materialised(tensor).contiguous())
 
     return jax.tree_util.tree_map_with_path(convert, tree)
@@ -69,8 +75,9 @@ def jax_to_torch(tree: Any, *, dtype: Any = None) -> Any:
     over several devices is gathered on the host and becomes a CPU tensor. 64-bit arrays need no x64 mode here.
     `dtype` as in `torch_to_jax`.
 
-    Raises TypeError for a leaf that is not a concrete JAX array of one of `DTYPES` (tracers and PRNG keys are refused),
-    ValueError for an array that is sharded over processes.
+    Raises TypeError for a leaf that is not a concrete JAX array of one of `DTYPES` (tracers are refused, and PRNG keys,
+    whose `jax.random.key_data` crosses), ValueError for an array that is sharded over processes, and for a value that
+    an integer or boolean `dtype` does not hold.
     """
     import jax
     import torch
@@ -83,7 +90,7 @@ def jax_to_torch(tree: Any, *, dtype: Any = None) -> Any:
         target = check_output_dtype("dtype", dtype, source, DTYPES)
         device = torch_device(array)
         if device is None or target != source:
-            return to_torch(to_numpy(array).astype(_numpy_dtype(target), copy=False), device=device)
+            return to_torch(_converted(name, to_numpy(array), target), device=device)
         return torch.utils.dlpack.from_dlpack(array)
 
     return jax.tree_util.tree_map_with_path(convert, tree)
@@ -112,7 +119,7 @@ def to_numpy(array: Any) -> HostArray:
 def to_jax(array: Any, *, device: Any = None) -> "jax.Array":
     """A copy of a NumPy (ml_dtypes) array as a JAX array on `device` (default: JAX's default device).
 
-    Raises TypeError for a dtype outside `DTYPES`, and for float64 or int64 while JAX's 64-bit types are off.
+    Raises TypeError for a dtype outside `DTYPES`, and for one of 64 bits while JAX's 64-bit types are off.
     """
     import jax
 
@@ -148,6 +155,28 @@ def _bits_name(itemsize: int) -> str:
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _converted(name: str, array: HostArray, dtype: str) -> HostArray:
+    """`array` in the dtype of that name, floats rounded to it. Raises ValueError where an integer, a boolean or a real
+    dtype does not hold a value."""
+    target = _numpy_dtype(dtype)
+    values = array
+    if array.dtype.kind == "c" and target.kind != "c":
+        values = np.where(array.imag == 0, array.real, np.nan)
+        held = ~np.isnan(values) | np.isnan(array.real)
+    else:
+        held = np.ones(array.shape, bool)
+    if target.kind in "iub" and array.dtype != target:
+        values = values if values.dtype.kind in "iub" else values.astype(np.float64)
+        least, beyond = (0, 2) if target.kind == "b" else (np.iinfo(target).min, int(np.iinfo(target).max) + 1)
+        held &= (values >= least) & (values < beyond)
+        if values.dtype.kind == "f":
+            held &= values == np.trunc(values)
+    if not held.all():
+        wrong = array[tuple(np.argwhere(~held)[0])]
+        raise ValueError(f"{name} must hold only what {dtype} can, got {wrong} of {array.dtype}")
+    return values.astype(target, copy=False)
 
 
 def _materialised(tensor: "torch.Tensor") -> "torch.Tensor":
@@ -190,17 +219,21 @@ def _check_jax(name: str, array: "jax.Array") -> str:
             f"{name} must be held by this process, got an array sharded over processes: gather it first "
             "(jax.experimental.multihost_utils.process_allgather)"
         )
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+        kind = f"PRNG keys ({array.dtype})"
+        raise TypeError(f"{name} must be of a dtype of numbers, got {kind}: jax.random.key_data of it")
     return _check_dtype(name, array)
 
 
 def _check_x64(name: str, dtype: str) -> None:
     import jax
 
-    if dtype in ("float64", "int64") and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        narrow = dtype.replace("64", "32")
+    if dtype in ("float64", "int64", "uint64") and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        is_float = dtype == "float64"
+        narrow = "this leaf to float32 (.float())" if is_float else "integers (torch_to_jax(…, narrow_ints=True))"
         raise TypeError(
             f"{name} must be at most 32 bits wide while JAX's 64-bit types are off, got {dtype}: call this inside "
-            f'`with jax.enable_x64(True):`, or convert to {narrow} explicitly (torch_to_jax(..., dtype="{narrow}"))'
+            f"`with jax.enable_x64(True):`, or narrow {narrow}"
         )
 
 

@@ -35,6 +35,8 @@ CORNERS = {
     "complex64": [(imaginary << 32) | real for real in FLOAT32_CORNERS for imaginary in FLOAT32_CORNERS],
     "int64": [0, 2**63 - 1, 2**63, 2**64 - 1],
     "int32": [0, 2**31 - 1, 2**31, 2**32 - 1],
+    "uint64": [0, 2**63 - 1, 2**63, 2**64 - 1],
+    "uint32": [0, 2**31 - 1, 2**31, 2**32 - 1],
 }
 
 
@@ -68,7 +70,7 @@ def assert_same(result: Any, expected: np.ndarray[Any, Any]) -> None:
 
 
 def x64_for(name: str) -> contextlib.AbstractContextManager[Any]:
-    mode: contextlib.AbstractContextManager[Any] = jax.enable_x64(name in ("float64", "int64"))
+    mode: contextlib.AbstractContextManager[Any] = jax.enable_x64(name in ("float64", "int64", "uint64"))
     return mode
 
 
@@ -253,13 +255,14 @@ def test_lazy_conjugates_and_negatives_are_carried_out() -> None:
 # 64-bit types
 
 
-@pytest.mark.parametrize("name", ["float64", "int64"])
+@pytest.mark.parametrize("name", ["float64", "int64", "uint64"])
 def test_64_bits_are_never_cut(name: str) -> None:
     expected = np.array([1, 2**40 + 1], name)
     narrow = name.replace("64", "32")
+    leaf = "this leaf to float32 (.float())" if name == "float64" else "integers (torch_to_jax(…, narrow_ints=True))"
     wanted = (
         f"must be at most 32 bits wide while JAX's 64-bit types are off, got {name}: call this inside "
-        f'`with jax.enable_x64(True):`, or convert to {narrow} explicitly (torch_to_jax(..., dtype="{narrow}"))'
+        f"`with jax.enable_x64(True):`, or narrow {leaf}"
     )
     assert not jax.config.jax_enable_x64
     for convert, where in (
@@ -276,6 +279,74 @@ def test_64_bits_are_never_cut(name: str) -> None:
     assert_same(jax_to_torch(array), expected)
     assert_same(to_numpy(array), expected)
     assert not jax.config.jax_enable_x64
+
+
+def batch_norm_state() -> dict[str, Any]:
+    """A state_dict with counters, tied weights, views and fp8."""
+    weight = torch.arange(12.0).reshape(3, 4)
+    return {
+        "norm.num_batches_tracked": torch.tensor(7),
+        "norm.mask": torch.tensor([0, 2**32 - 1], dtype=torch.uint64),
+        "norm.running_mean": weight[1:, ::2],
+        "embedding": weight,
+        "head": weight,
+        "scale": torch.ones(5).to(torch.float8_e4m3fn),
+        "seed": torch.tensor([3, 2**31], dtype=torch.uint32),
+    }
+
+
+def test_narrow_ints_narrows_counters_and_nothing_else() -> None:
+    state = batch_norm_state()
+    crossed = torch_to_jax(state, narrow_ints=True)
+    for name, tensor in state.items():
+        narrow = {"int64": np.int32, "uint64": np.uint32}.get(str(tensor.dtype).removeprefix("torch."))
+        assert_same(crossed[name], to_numpy(tensor) if narrow is None else to_numpy(tensor).astype(narrow))
+    assert crossed["embedding"].unsafe_buffer_pointer() == crossed["head"].unsafe_buffer_pointer()
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(2**31, "int64"), (-(2**31) - 1, "int64"), (2**40, "int64"), (2**32, "uint64")]
+)
+def test_narrow_ints_refuses_what_does_not_fit(value: int, dtype: str) -> None:
+    state = {"steps": torch.tensor([1, value], dtype=getattr(torch, dtype))}
+    narrow = dtype.replace("64", "32")
+    wanted = rf"^tree\['steps'\] must hold only what {narrow} can, got {value} of {dtype}$"
+    with pytest.raises(ValueError, match=wanted):
+        torch_to_jax(state, narrow_ints=True)
+    with pytest.raises(ValueError, match=wanted):
+        torch_to_jax(state, dtype=narrow)
+    with jax.enable_x64(True):
+        assert_same(torch_to_jax(state)["steps"], to_numpy(state["steps"]))
+
+
+def test_narrow_ints_and_dtype_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match=r"^narrow_ints must be left out where dtype is given, got dtype='float32'$"):
+        torch_to_jax(torch.ones(2), dtype=torch.float32, narrow_ints=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "held"),
+    [
+        (0.5, "int32", False), (-1.0, "uint8", False), (256.0, "uint8", False), (255.0, "uint8", True),
+        (float("nan"), "int8", False), (2.0**31, "int32", False), (-(2.0**31), "int32", True), (2.0, "bool", False),
+        (1 + 1j, "float32", False), (1 + 1j, "int32", False), (3 + 0j, "int32", True), (3 + 0j, "bfloat16", True),
+    ],
+)  # fmt: skip
+def test_no_conversion_truncates(value: Any, dtype: str, held: bool) -> None:
+    tensor = torch.tensor([1, value])
+    for convert, source in ((torch_to_jax, tensor), (jax_to_torch, torch_to_jax(tensor))):
+        if held:
+            expected = np.array([1, value]).real.astype(numpy_dtype(dtype))
+            assert_same(convert(source, dtype=dtype), expected)
+        else:
+            with pytest.raises(ValueError, match=rf"^tree must hold only what {dtype} can, got .* of "):
+                convert(source, dtype=dtype)
+
+
+def test_prng_key_data_cross_and_keys_say_so() -> None:
+    key = jax.random.key(3)
+    crossed = torch_to_jax(jax_to_torch(jax.random.key_data(key)))
+    assert jax.random.uniform(jax.random.wrap_key_data(crossed)) == jax.random.uniform(key)
 
 
 # dtype=
@@ -297,11 +368,11 @@ def test_a_dtype_can_be_named_in_every_way(dtype: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-@pytest.mark.parametrize("name", [name for name in DTYPES if name not in ("float64", "int64", "complex64")])
+@pytest.mark.parametrize("name", [name for name in DTYPES if name not in ("float64", "int64", "uint64", "complex64")])
 def test_conversion_is_numpys(name: str) -> None:
-    source = np.array([0.0, -0.0, 1.0, 1 / 3, 20.5, 100.0])
+    source = np.array([0.0, -0.0, 1.0])
     if "int" not in name and name != "bool":
-        source = np.concatenate([source, [-2.5, 448.0, 500.0, 1e5, 1e39, 1e-9, np.inf, -np.inf, np.nan]])
+        source = np.array([-0.0, 1 / 3, 20.5, -2.5, 448.0, 500.0, 1e5, 1e39, 1e-9, np.inf, -np.inf, np.nan])
     expected = source.astype(numpy_dtype(name))
     assert_same(torch_to_jax(as_torch(source), dtype=name), expected)
     with jax.enable_x64(True):
@@ -316,7 +387,7 @@ def test_the_dtype_a_leaf_has_costs_nothing() -> None:
     assert jax_to_torch(array, dtype=torch.float32).data_ptr() == array.unsafe_buffer_pointer()
 
 
-@pytest.mark.parametrize("dtype", ["uint32", float, torch.complex128, "bf16"])
+@pytest.mark.parametrize("dtype", ["uint4", float, torch.complex128, "bf16"])
 def test_an_unknown_dtype_is_refused(dtype: Any) -> None:
     with pytest.raises(TypeError, match=r"^dtype must be float64, float32, .*, bool or complex64, got \w+$"):
         torch_to_jax(torch.zeros(2), dtype=dtype)
@@ -424,8 +495,12 @@ def test_dtypes_outside_the_table_are_refused() -> None:
     wanted = "must be float64, float32, .* or complex64, got "
     with pytest.raises(TypeError, match=rf"^tree {wanted}complex128$"):
         torch_to_jax(torch.zeros(2, dtype=torch.complex128))
-    with pytest.raises(TypeError, match=rf"^tree {wanted}key<fry>$"):
-        jax_to_torch(jax.random.key(0))
+    for name in ("float8_e4m3fnuz", "float8_e5m2fnuz"):
+        with pytest.raises(TypeError, match=rf"^tree {wanted}{name}$"):
+            torch_to_jax(torch.zeros(2).to(getattr(torch, name)))
+    for convert in (jax_to_torch, to_numpy):
+        with pytest.raises(TypeError, match=r"got PRNG keys \(key<fry>\): jax.random.key_data of it$"):
+            convert(jax.random.key(0))
     with pytest.raises(TypeError, match=rf"^tree\[0\] {wanted}int4$"):
         jax_to_torch([jax.numpy.zeros(2, "int4")])
     # A swapped byte order would be misread, objects and records have no bits to keep.
