@@ -116,7 +116,8 @@ def test_a_script_emulates_where_the_matrix_unit_loses(tmp_path, monkeypatch):
     found = shrink(Trial(OP["tgmm"], smoke(OP["tgmm"], groups="zipf", dtype="float32"), "tpu", kernel))
     assert found.failure == ("OUT OF BOUND", "G3")
     monkeypatch.syspath_prepend(tmp_path)
-    text = script(Trial(OP["tgmm"], found.case, "tpu", kernel), found, target="planted_tpu:tgmm")
+    module = importable(one_pass, "tgmm", tmp_path)
+    text = script(Trial(OP["tgmm"], found.case, "tpu", kernel), found, target=f"{module}:tgmm")
     assert "from parity.backends.emulation.mxu import emulated" in text
 
 
