@@ -44,8 +44,10 @@ EXPLAINED = 0.9
 """From this share of the mean square error on the error is explained."""
 DEPTHS = (8, 16, 32, 64, 128, 256, 512)
 """Products that are summed before a sum is rounded, besides the contract's: the depths of units and of tiles."""
-LARGEST_ROUNDING = 2.0**-5
-"""|error| / M that roundings of bfloat16 operands, sums and results do not reach."""
+COARSEST = "bfloat16"
+BEYOND = 2.0
+"""An error so many times the largest of one that is rounded to `COARSEST` at every site is none of rounding: to cut off
+errs by twice as much as to round."""
 SIGNIFICANT_BITS = {"bfloat16": 8, "tf32": 11}
 DOT = "dot"
 """Not a site but the product of lhs and rhs, in one of `PASSES`."""
@@ -169,12 +171,14 @@ def explain(trial: Trial, done: Callable[[int], None] = lambda emulations: None)
     contrasts = contrast(errors, {**axes, **in_parts(y.shape, axes)})
     attribution = attribute(trial, name, fields, done)
     twin = judged.twin or judge_twin(trial) or (judged if trial.exact else None)
-    kind = _kind(judged, twin, attribution, field)
+    kind = _kind(judged, twin, attribution, field, lambda: BEYOND * largest_rounding(trial, name, field))
     found = source(trial, name, field) if kind == "logic" and field.power else None
     return Explanation(judged, twin, attribution, contrasts, kind, found)
 
 
-def _kind(judged: Judgement, twin: Judgement | None, attribution: Attribution, field: Field) -> str:
+def _kind(
+    judged: Judgement, twin: Judgement | None, attribution: Attribution, field: Field, limit: Callable[[], float]
+) -> str:
     if not field.power and not field.wrong.any():
         return "exact"
     if field.wrong.any() and not judged.verdict.passed:
@@ -184,7 +188,13 @@ def _kind(judged: Judgement, twin: Judgement | None, attribution: Attribution, f
     if judged.verdict.passed:
         return "noise"
     fails_too = twin is not None and not twin.verdict.passed
-    return "logic" if field.largest > LARGEST_ROUNDING or fails_too else "precision"
+    return "logic" if fails_too or field.largest > limit() else "precision"
+
+
+def largest_rounding(trial: Trial, name: str, field: Field) -> float:
+    """The largest |error| / M of an output, over the field's elements, where every site is rounded to `COARSEST`."""
+    value = staged(trial, lambda site, x: rounded(x, COARSEST))[name]
+    return field.largest_of(value)
 
 
 # ------------------------------------------------------------------------------------------------- which rounding
@@ -233,6 +243,10 @@ class Field:
     def size_of(self, value: Floats) -> float:
         """The root mean square error of `value`, not rounded, over the same elements."""
         return float(np.sqrt(np.mean(((value[self.scored] - self.golden) / self.magnitude) ** 2)))
+
+    def largest_of(self, value: Floats) -> float:
+        """The largest absolute error of `value`, not rounded, over the same elements."""
+        return float(np.abs((value[self.scored] - self.golden) / self.magnitude).max(initial=0.0))
 
     def share_of(self, value: Floats) -> float:
         """The share of its mean square that goes when the error of `value`, rounded as the output is, is taken away."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parity.debugging.explain import LARGEST_ROUNDING, Contrast, Emulator, Field, Rounding, contrast, one_more, spelled
+from parity.debugging.explain import Contrast, Emulator, Field, Rounding, contrast, one_more, spelled
 from parity.dtypes import round_to
 from parity.inputs import hashes
 from parity.judging.fit import Fit, K
@@ -22,6 +22,8 @@ from parity.judging.verdict import PASSING
 from parity.ledger.schema import Record
 from parity.trial import Trial
 
+LARGEST_ROUNDING = 2.0**-5
+"""|error| / M that roundings of bfloat16 operands, sums and results do not reach."""
 AS_LARGE = 0.1
 """By how much, relatively, ε of a likely rounding may differ from the record's."""
 SAME_PLACES = 0.75
