@@ -62,7 +62,7 @@ class Solved(NamedTuple):
 def chunk_forward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = exact) -> tuple[Array, Array]:
     """A `Forward` scan of `_lib/delta.py`, chunk by chunk.
 
-    Stages: depth, chunk_size, sub_block, values_decayed, wy, and those of `inverse`.
+    Stages: depth, chunk_size, sub_block, values_decayed, wy, inverse, and those of `triangular.inverse`.
     Sites: q, k, v, beta, initial_state, c, exponent, decay, kept_exponent, kept, lost, change, decayed, read, product,
     pairs, sum and those of `Stages.dot` as in `chunk_scan.chunk_forward`; raw (the decayed scores of keys, before
     beta), A, those of `inverse` (T), recalled (what the state has for a key), error (v less that), update (beta times
@@ -124,7 +124,7 @@ def _solved(x: DeltaSequence, stages: Stages) -> Solved:
     c = summed(gate, stages)
     from_start = decay_of(c, stages)
     raw = np.tril(_scores(k, k, c, "raw", stages), -1)
-    t = inverse(stages("A", beta * raw), stages)
+    t = (stages.inverse or inverse)(stages("A", beta * raw), stages)
     if stages.wy:
         u = stages("u", stages.dot(t, stages("decayed", beta * v)))
         w = stages("w", stages.dot(t, stages("decayed", beta * (from_start * k))))

@@ -15,6 +15,10 @@ Passes = Callable[[Array, Array, int | None, int], Iterator[tuple[Array, Array]]
 """The products that a matrix unit adds up for a @ b, of operands [..., I, J] and [..., J, L]: (a, b, depth, first)."""
 
 
+Inverse = Callable[[Array, "Stages"], Array]
+"""(I + A)⁻¹ of strictly lower triangular A [..., C, C], with the sites of the stages."""
+
+
 def single_pass(a: Array, b: Array, depth: int | None, first: int) -> Iterator[tuple[Array, Array]]:
     """Both operands cut along J into steps of `depth` (None: one step), the first of which begins at -`first`."""
     size = a.shape[-1]
@@ -50,6 +54,7 @@ class Stages:
     channels: channels of keys that a scan's backward pass has at a time: what is summed over K in dv and the gradient
         of a decay per step is summed for each such tile, then over them; None: all.
     solve_depth, solve_passes: those of the dots that solve a triangular system; None: those of all others.
+    inverse: another way than substitution to a delta rule's (I + A)⁻¹: (A, stages) -> T.
     wy: a delta rule's chunk applies the inverse to the values and the keys (u and w) before it meets the state, and not
         to the errors of what the state recalls.
     """
@@ -67,6 +72,7 @@ class Stages:
     channels: int | None = None
     solve_depth: int | None = None
     solve_passes: Passes | None = None
+    inverse: "Inverse | None" = None
     wy: bool = False
 
     def __call__(self, site: str, value: Array) -> Array:
