@@ -259,10 +259,11 @@ def with_recurrent_cases(op: Op) -> Op:
     """With the matrix of a fused recurrent rule, forward or backward."""
     parts = [
         op.grid([STEPS], dtype=[F32, BF16], tier="smoke", **NORMED, **STATES),
+        op.grid([STEPS_PACKED], dtype=[F32], lengths=["zeros_and_ones"], **STATES),
         in_turn(
             is_backward_op(op),
             op.grid([STEPS], dtype=[F32], rho=["equal"], decay=["zero"], beta=["near1"], **STATES),
-            op.grid([STEPS_PACKED], dtype=[F32], lengths=["zeros_and_ones"], beta=["up_to_2"], **STATES),
+            op.grid([STEPS], dtype=[F32], rho=[2.0], decay=["bound"], beta=["up_to_2"], **STATES),
             op.grid([DECODE], dtype=[F32], lengths=["even"], **STATES),
         ),
         ladder(op, STEPS),
