@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -76,12 +77,18 @@ class Session:
         return about
 
     def resume(self) -> list[Row]:
-        """The rows of a session of the same device and code, whose file is kept; else none, and a new file."""
+        """The rows of a session of the same device and code, whose file is kept; else none, and a new file.
+
+        A line that a session was killed in while it wrote it is cut off.
+        """
         if self.file.exists():
-            first, *others = self.file.read_text(encoding="utf-8").split("\n")[:-1] or [""]
+            whole = self.file.read_bytes()
+            first, *others = whole.split(b"\n")[:-1] or [b""]
             with suppress(ValueError, TypeError):
                 if json.loads(first or "null") == self.about:
-                    return [Row(**json.loads(line)) for line in others]
+                    rows = [Row(**json.loads(line)) for line in others]
+                    os.truncate(self.file, whole.rfind(b"\n") + 1)
+                    return rows
         self._write("w", self.about)
         return []
 
@@ -153,9 +160,17 @@ def _end(process: Any) -> None:
     process.join(10)
 
 
+def _end_with_session() -> None:
+    """Wait for the session's end, which a kill may be, and end with it, and with what was started here."""
+    if session := multiprocessing.parent_process():
+        session.join()
+        os.killpg(0, signal.SIGKILL)
+
+
 def _child(root: Path, backend: Backend, step: Step, sending: Connection, log: str) -> None:
     """The process of a step."""
     os.setpgrp()
+    threading.Thread(target=_end_with_session, daemon=True).start()
     stream: TextIO = Path(log).open("w", encoding="utf-8")  # noqa: SIM115 (as long as the process lives)
     for descriptor in (1, 2):
         os.dup2(stream.fileno(), descriptor)

@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +21,7 @@ from parity.judging.judge import gates
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.matrix.gmm import GMM
+from tests.support.waiting import until
 
 F32, BF16 = "double-M8_N40-f32-s0", "double-M8_N40-bf16-s0"
 KERNELS = """
@@ -58,7 +62,8 @@ def rows_of(session: Session, found: list[Step], seconds: float = 120) -> dict[s
     "outcome", [pytest.param(name, marks=[pytest.mark.full] * (name in ("RAISED", "OFF CONTRACT"))) for name in BODIES]
 )
 def test_a_kernel_that_takes_its_process_along_costs_its_row_alone(session, outcome):
-    rows = rows_of(session(BODIES[outcome]), [Step("case", F32, 8), Step("case", BF16, 60)])
+    limit = 8 if outcome == "HUNG" else 100
+    rows = rows_of(session(BODIES[outcome]), [Step("case", F32, limit), Step("case", BF16, 100)], seconds=300)
     bad, good = rows[f"case {F32}"], rows[f"case {BF16}"]
     assert bad.outcome == outcome, bad
     assert good.outcome == "AGREES" and good.by <= 1
@@ -73,7 +78,9 @@ def test_a_kernel_that_takes_its_process_along_costs_its_row_alone(session, outc
 @pytest.mark.full
 @pytest.mark.gpu
 def test_two_runs_with_other_bits_are_seen(session):
-    rows = rows_of(session("return x + x + 1e-6 * torch.rand(())"), [Step("repeat", F32, 60), Step("repeat", BF16, 60)])
+    rows = rows_of(
+        session("return x + x + 1e-6 * torch.rand(())"), [Step("repeat", F32, 100), Step("repeat", BF16, 100)], 300
+    )
     assert rows[f"repeat {F32}"].outcome == "OFF CONTRACT" and "differ in" in rows[f"repeat {F32}"].detail
     assert rows[f"repeat {BF16}"].outcome == "AGREES"
 
@@ -92,8 +99,31 @@ def test_a_session_ends_in_its_time_and_goes_on_where_it_ended(session):
     head, *lines = first.file.read_text().splitlines()
     assert json.loads(head)["device"] and [Row(**json.loads(line)) for line in lines] == again
 
+    with first.file.open("a") as stream:
+        stream.write('{"kind": "case", "na')  # it was killed here
+    another = Step("case", "double-M3_N5-f32-s0", 60)
+    for _ in range(2):
+        after = Session(first.root, "gpu", first.file).run([*steps, another], 120, told.append)
+        assert [row.id for row in after] == [step.id for step in (*steps, another)]
+    assert [row.id for row in told] == [step.id for step in (*steps[1:], another)]
+
     first.file.write_text("\n".join([json.dumps(json.loads(head) | {"device": "another"}), *lines, ""]))
     assert Session(first.root, "gpu", first.file).resume() == []
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+def test_a_step_ends_with_a_session_that_is_killed(project):
+    pytest.importorskip("triton")
+    found = project()
+    found.write("kernels.py", KERNELS.format(body="open('pid', 'w').write(str(os.getpid())); time.sleep(600)"))
+    command = [sys.executable, "-m", "parity", "contact", "--backend", "gpu", "--kind", "case", "--minutes", "5"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(found.folder), *sys.path])}
+    pid = found.folder / "pid"
+    with subprocess.Popen(command, cwd=found.folder, env=environment, stdout=subprocess.DEVNULL) as session:
+        until(lambda: pid.exists() and pid.read_text())
+        session.kill()
+    until(lambda: not Path("/proc", pid.read_text()).exists())
 
 
 @pytest.mark.gpu
