@@ -2,20 +2,13 @@
 
 import pytest
 
-import parity
 from parity.judging.judge import judge
 from parity.trial import Trial
 from tests.matrix.gla import F32, GATED_LINEAR_ATTENTION, has_usual_decay
+from tests.support.agreement import agree, are_exact
 
-
-@parity.cases(*GATED_LINEAR_ATTENTION, backend="gpu")
-def test_agrees_with_golden(run):
-    run.agrees()
-
-
-@parity.cases(*GATED_LINEAR_ATTENTION, backend="gpu", data="integers", where=has_usual_decay)
-def test_is_exact_on_integers(run):
-    run.is_exact()
+test_agrees_with_golden = agree(*GATED_LINEAR_ATTENTION, backend="gpu")
+test_is_exact_on_integers = are_exact(*GATED_LINEAR_ATTENTION, backend="gpu", where=has_usual_decay)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-import parity
 from parity.judging.judge import judge
 from parity.trial import Trial
 from tests.matrix.gla import (
@@ -17,21 +16,11 @@ from tests.matrix.gla import (
     GATED_LINEAR_ATTENTION,
     has_usual_decay,
 )
+from tests.support.agreement import agree, are_exact, are_no_worse
 
-
-@parity.cases(*GATED_LINEAR_ATTENTION, backend="tpu")
-def test_agrees_with_golden(run):
-    run.agrees()
-
-
-@parity.cases(*GATED_LINEAR_ATTENTION, backend="tpu", data="integers", where=has_usual_decay)
-def test_is_exact_on_integers(run):
-    run.is_exact()
-
-
-@parity.cases(*GATED_LINEAR_ATTENTION, backend="tpu", compared=True)
-def test_is_no_worse_than_the_gpu(run):
-    run.is_no_worse()
+test_agrees_with_golden = agree(*GATED_LINEAR_ATTENTION, backend="tpu")
+test_is_exact_on_integers = are_exact(*GATED_LINEAR_ATTENTION, backend="tpu", where=has_usual_decay)
+test_is_no_worse_than_the_gpu = are_no_worse(*GATED_LINEAR_ATTENTION)
 
 
 def interpreted(call: Callable[..., Any]) -> Callable[..., Any]:

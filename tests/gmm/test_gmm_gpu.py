@@ -1,14 +1,7 @@
 """gmm and tgmm on the GPU, or its emulation, against the float64 golden."""
 
-import parity
 from tests.matrix.gmm import GMM, TGMM
+from tests.support.agreement import agree, are_exact
 
-
-@parity.cases(GMM, TGMM, backend="gpu")
-def test_agrees_with_golden(run):
-    run.agrees()
-
-
-@parity.cases(GMM, TGMM, backend="gpu", data="integers")
-def test_is_exact_on_integers(run):
-    run.is_exact()
+test_agrees_with_golden = agree(GMM, TGMM, backend="gpu")
+test_is_exact_on_integers = are_exact(GMM, TGMM, backend="gpu")

@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-import parity
 from cpu_golden.grouped_gemm import grouped_gemm as golden
 from cpu_golden.swizzle import swizzle_scales as golden_swizzle_scales
 from gpu_reference import grouped_gemm as gpu
@@ -19,6 +18,7 @@ from parity.backends import runner
 from parity.backends.emulation import tensor_core
 from parity.interop import to_numpy, to_torch
 from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_QUANTIZERS
+from tests.support.agreement import agree, are_exact
 from tests.support.interpreter import interpreted
 
 pytestmark = pytest.mark.gpu
@@ -30,19 +30,9 @@ PATHS = {"block_scaled": "sm_100", "bfloat16": "sm_90"}
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@parity.cases(*MXFP8_QUANTIZERS, backend="gpu")
-def test_has_the_goldens_bits(run):
-    run.agrees()
-
-
-@parity.cases(GROUPED_GEMM, backend="gpu")
-def test_agrees_with_golden(run):
-    run.agrees()
-
-
-@parity.cases(GROUPED_GEMM, backend="gpu", data="integers")
-def test_is_exact_on_integers(run):
-    run.is_exact()
+test_has_the_goldens_bits = agree(*MXFP8_QUANTIZERS, backend="gpu")
+test_agrees_with_golden = agree(GROUPED_GEMM, backend="gpu")
+test_is_exact_on_integers = are_exact(GROUPED_GEMM, backend="gpu")
 
 
 @pytest.fixture

@@ -1,9 +1,6 @@
 """The quantisers on the GPU, or its emulation: the golden's bits."""
 
-import parity
 from tests.matrix.quantize import QUANTIZERS
+from tests.support.agreement import agree
 
-
-@parity.cases(*QUANTIZERS, backend="gpu")
-def test_has_the_goldens_bits(run):
-    run.agrees()
+test_has_the_goldens_bits = agree(*QUANTIZERS, backend="gpu")

@@ -2,25 +2,14 @@
 
 import pytest
 
-import parity
 from parity.judging.judge import judge
 from parity.trial import Trial
 from tests.matrix.quantized_gmm import E4M3, E5M2, F32, GMM_QUANTIZED, I8, TGMM_QUANTIZED
+from tests.support.agreement import agree, are_exact, are_no_worse
 
-
-@parity.cases(GMM_QUANTIZED, TGMM_QUANTIZED, backend="tpu")
-def test_agrees_with_golden(run):
-    run.agrees()
-
-
-@parity.cases(GMM_QUANTIZED, TGMM_QUANTIZED, backend="tpu", data="integers")
-def test_is_exact_on_integers(run):
-    run.is_exact()
-
-
-@parity.cases(GMM_QUANTIZED, TGMM_QUANTIZED, backend="tpu", compared=True)
-def test_is_no_worse_than_the_gpu(run):
-    run.is_no_worse()
+test_agrees_with_golden = agree(GMM_QUANTIZED, TGMM_QUANTIZED, backend="tpu")
+test_is_exact_on_integers = are_exact(GMM_QUANTIZED, TGMM_QUANTIZED, backend="tpu")
+test_is_no_worse_than_the_gpu = are_no_worse(GMM_QUANTIZED, TGMM_QUANTIZED)
 
 
 FULL = pytest.mark.full
