@@ -37,7 +37,7 @@ def chunk_gla_bwd(q: Array, k: Array, v: Array, do: Array, *, gk: Array, **optio
     do has q's dtype, dht is float32 or float64; everything else as the forward pass. Returns float64 gradients shaped
     as their arguments, dh0 only where initial_state was given.
     Stages: depth, chunk_size, channels. Sites: those of `chunk_scan.chunk_backward`; out is dq, dk, dv and dgk.
-    Raises ValueError or TypeError as `op_arguments.gla.check_backward`.
+    Raises ValueError or TypeError as `op_arguments.gla.check_gradients`.
     """
     return Grads(**backward(chunk_backward, q, k, v, do, {"gk": gk}, **options).named)
 

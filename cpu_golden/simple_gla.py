@@ -47,7 +47,7 @@ def chunk_simple_gla_bwd(
     given), dh0 [N, H, K, V] where initial_state was.
     Stages: depth, chunk_size, values_decayed, channels. Sites: those of `chunk_scan.chunk_backward`; out is dq, dk, dv
     and the gradient of the gates.
-    Raises ValueError or TypeError as `op_arguments.gla.check_backward`.
+    Raises ValueError or TypeError as `op_arguments.gla.check_gradients`.
     """
     return SimpleGrads(**backward(chunk_backward, q, k, v, do, {"g": g, "g_gamma": g_gamma}, **options).named)
 

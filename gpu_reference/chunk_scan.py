@@ -24,8 +24,7 @@ subtracted but, with a gate per channel, the k dk of A from its q dq.
 Nothing is read back from the device. The offsets in a CUDA tensor are not checked; those out of order are clamped.
 """
 
-from collections.abc import Mapping
-from typing import Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,66 +33,44 @@ from gpu_reference._lib.chunk_backward import backward_launch
 from gpu_reference._lib.chunk_forward import forward_launch, states_launch
 from gpu_reference._lib.chunk_plan import plan_of
 from gpu_reference._lib.hardware import bfloat16_as_float32_where_interpreted
-from gpu_reference._lib.scans import Scan, backward_scan, dtypes_of_gradients, fill_state, forward_scan
-from op_arguments.gla import Backward, Gradients, Output, ScanOptions
+from gpu_reference._lib.scans import Scan, dtypes_of_gradients, fill_state, take
+from op_arguments.gla import Gates, Gradients, Output
 from op_arguments.options import options_of
 
 
-@options_of(forward_scan)
+@options_of(take)
 def chunk_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    gates: Mapping[str, Tensor | None],
-    output_final_state: bool = False,
-    chunk_size: int = 64,
-    precision: str = "ieee",
-    fused: bool | None = None,
-    **options: Unpack[ScanOptions],
+    q: Tensor, k: Tensor, v: Tensor, *, gates: Gates, output_final_state: bool = False, **options: Any
 ) -> Output:
     """(o, ht): `o_t = scale q_t^T S_t`, and the state after the last step where output_final_state, else None.
 
-    q, k [B, T, H, K], v [B, T, H, V]: all float32 or all bfloat16, of any strides. gates: natural logs of the decays,
-    `g` [B, T, H] and `g_gamma` [H], which add (None: no decay), or `gk` [B, T, H, K]; float32, `g` and `gk` also of
-    q's dtype. chunk_size: rows between the states that are kept where not fused. precision of dots of float32: "ieee"
-    or "bf16x3" (operands in two bfloat16 parts, three products). fused: in one pass over each sequence; None: as
-    `chunk_route`. options: `ScanOptions`. Sites shown to a probe: c, decay, kept, A and state.
+    q, k [B, T, H, K], v [B, T, H, V]: all float32 or all bfloat16, of any strides. gates as in `take`. chunk_size:
+    rows between the states that are kept where not fused. precision of dots of float32: "ieee" or "bf16x3" (operands in
+    two bfloat16 parts, three products). fused: in one pass over each sequence; None: as `chunk_route`. Other options:
+    `ScanOptions`. Sites shown to a probe: c, decay, kept, A and state.
     o has v's shape and dtype and is zero beyond the last sequence; ht [N, H, K, V] is float32.
-    Raises ValueError or TypeError as `op_arguments.gla.check_forward`, ValueError for tensors on several devices, and
-    RuntimeError for CPU tensors where Triton's interpreter is off.
+    Raises ValueError or TypeError as `take`, and RuntimeError for CPU tensors where Triton's interpreter is off.
     """
-    scan = forward_scan(q, k, v, gates, chunk_size, precision, **options)
-    return _forward(scan, chunk_size, precision, fused, output_final_state)
+    return _forward(take(q, k, v, gates, **options), output_final_state)
 
 
-@options_of(backward_scan)
+@options_of(take)
 def chunk_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    *,
-    gates: Mapping[str, Tensor | None],
-    chunk_size: int = 64,
-    precision: str = "ieee",
-    fused: bool | None = None,
-    **options: Unpack[Backward],
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, gates: Gates, dht: Any = None, **options: Any
 ) -> Gradients:
     """The gradients of `chunk_fwd`'s arguments, given those of o (do) and, if it is not None, of ht (dht).
 
     do has v's shape and dtype. Gradients have their arguments' dtypes and are zero beyond the last sequence. Held
     meanwhile, in float32: a state for each block of rows (where not fused, two), and where K has several tiles a copy
     of dv for each. Sites: those of `chunk_fwd`, dA, dgate and dstate; A and a scalar gate's dgate where K has one tile.
-    Raises as `chunk_fwd`, with `op_arguments.gla.check_backward`.
+    Raises as `chunk_fwd`.
     """
-    scan = backward_scan(q, k, v, do, gates, chunk_size, precision, **options)
-    return _backward(scan, chunk_size, precision, fused)
+    return _backward(take(q, k, v, gates, do, dht, **options))
 
 
 @bfloat16_as_float32_where_interpreted(lambda scan, *_: Output(scan.inputs.q.dtype, None))
-def _forward(scan: Scan, chunk_size: int, precision: str, fused: bool | None, output_final_state: bool) -> Output:
-    plan = plan_of(scan, chunk_size, precision, fused=fused)
+def _forward(scan: Scan, output_final_state: bool) -> Output:
+    plan = plan_of(scan)
     o = scan.empty_rows(scan.p.v)
     ht = scan.empty_states(scan.p.n) if output_final_state else None
     if scan.is_empty:
@@ -108,8 +85,8 @@ def _forward(scan: Scan, chunk_size: int, precision: str, fused: bool | None, ou
 
 
 @bfloat16_as_float32_where_interpreted(dtypes_of_gradients)
-def _backward(scan: Scan, chunk_size: int, precision: str, fused: bool | None) -> Gradients:
-    plan = plan_of(scan, chunk_size, precision, fused=fused, backward=True)
+def _backward(scan: Scan) -> Gradients:
+    plan = plan_of(scan, backward=True)
     outs = scan.empty_outs(plan.block.keys)
     dh0 = None if scan.initial_state is None else scan.empty_states(scan.p.n)
     if scan.is_empty:

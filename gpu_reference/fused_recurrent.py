@@ -19,7 +19,6 @@ Nothing is read back from the device. The offsets in a CUDA tensor are not check
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple, Unpack
 
 import triton
@@ -31,9 +30,9 @@ from gpu_reference._lib.hardware import bfloat16_as_float32_where_interpreted
 from gpu_reference._lib.launch import Launch
 from gpu_reference._lib.layout import first_slot, load_state, of_program, rows_of_sequence, state_offset
 from gpu_reference._lib.probe import INTERPRETED, probe
-from gpu_reference._lib.scans import Scan, backward_scan, dtypes_of_gradients, forward_scan
+from gpu_reference._lib.scans import Scan, dtypes_of_gradients, take
 from gpu_reference._lib.tiles import block_of
-from op_arguments.gla import Backward, Gradients, Output, ScanOptions
+from op_arguments.gla import Gates, Gradients, Output, ScanOptions
 from op_arguments.options import options_of
 
 SEGMENT = 16  # steps between plain float32 states: divides every chunk size, so calls may be cut at chunk borders
@@ -56,13 +55,13 @@ class Steps(NamedTuple):
     stride: Any
 
 
-@options_of(forward_scan)
+@options_of(take)
 def recurrent_fwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    gates: Mapping[str, Tensor | None],
+    gates: Gates,
     output_final_state: bool = False,
     reverse: bool = False,
     **options: Unpack[ScanOptions],
@@ -72,19 +71,20 @@ def recurrent_fwd(
     Arguments, results and errors as `chunk_scan.chunk_fwd`. reverse: time runs backwards, in each sequence. Sites shown
     to a probe: kept and state.
     """
-    return _forward(forward_scan(q, k, v, gates, **options), bool(reverse), output_final_state)
+    return _forward(take(q, k, v, gates, **options), bool(reverse), output_final_state)
 
 
-@options_of(backward_scan)
+@options_of(take)
 def recurrent_bwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     do: Tensor,
     *,
-    gates: Mapping[str, Tensor | None],
+    gates: Gates,
+    dht: Tensor | None = None,
     reverse: bool = False,
-    **options: Unpack[Backward],
+    **options: Unpack[ScanOptions],
 ) -> Gradients:
     """The gradients of `recurrent_fwd`'s arguments, given those of o (do) and, if it is not None, of ht (dht).
 
@@ -92,7 +92,7 @@ def recurrent_bwd(
     tiles of K, and where there are gates T / BLOCK + BLOCK states per sequence. Sites: those of `recurrent_fwd`, dstate
     and dgate (a scalar gate's where K has one tile).
     """
-    return _backward(backward_scan(q, k, v, do, gates, **options), bool(reverse))
+    return _backward(take(q, k, v, gates, do, dht, **options), bool(reverse))
 
 
 @bfloat16_as_float32_where_interpreted(lambda scan, *_: Output(scan.inputs.q.dtype, None))

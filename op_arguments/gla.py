@@ -181,26 +181,6 @@ def check_forward(
     return Problem(b, t, h, key_size, value_size, n, check_scale(scale, key_size), dtype, cu_seqlens is not None)
 
 
-def check_backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    do: Array,
-    gates: Gates,
-    scale: float | None,
-    initial_state: Array | None,
-    dht: Array | None,
-    cu_seqlens: Array | None,
-    offsets: Sequence[int] | None,
-    chunk_size: int = CHUNK_STEP,
-    exact: bool = False,
-) -> Problem:
-    """Check the arguments of a backward pass; as `check_forward`."""
-    p = check_forward(q, k, v, gates, scale, initial_state, cu_seqlens, offsets, chunk_size, exact=exact)
-    check_gradients(p, do, dht, exact=exact)
-    return p
-
-
 def check_gradients(p: Problem, do: Array, dht: Array | None, exact: bool = False) -> None:
     """Check what a backward pass takes besides the arguments of the forward pass that gave `p`; as `check_forward`."""
     check_array("do", do, "B, T, H, V", FLOATS, exact=True)

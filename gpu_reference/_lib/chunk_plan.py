@@ -83,24 +83,25 @@ class Route(NamedTuple):
     explain: str
 
 
-def plan_of(scan: Scan, chunk_size: int, precision: str, *, fused: bool | None = None, backward: bool = False) -> Plan:
+def plan_of(scan: Scan, *, backward: bool = False) -> Plan:
     """The plan of a scan, fused or not as asked for, or where that is None, by `chunk_route` on its device.
 
     A backward pass keeps states for each block, a forward pass for each chunk. Raises TypeError as `check_fused`.
     """
     p = scan.p._replace(dtype=dtype_name(scan.inputs.q.dtype))  # interpreted, bfloat16 may have become float32
-    split = p.dtype == "bfloat16" or precision != "ieee"  # a dot of bfloat16 operands is no IEEE dot
+    split = p.dtype == "bfloat16" or scan.precision != "ieee"  # a dot of bfloat16 operands is no IEEE dot
     per_channel = scan.inputs.gk is not None
-    rows = block_rows(p, chunk_size, per_channel=per_channel)
+    rows = block_rows(p, scan.chunk_size, per_channel=per_channel)
     if backward:
         block = backward_block(p, rows, split=split, per_channel=per_channel)
     else:
         block = forward_block(p, rows, per_channel=per_channel)
+    fused = scan.fused
     if fused is None:
         is_cuda = scan.device.type == "cuda"
         processors = torch.cuda.get_device_properties(scan.device).multi_processor_count if is_cuda else 1
-        fused = chunk_route(p, block, chunk_size, processors, backward=backward).fused
-    return Plan(scan, block, split, rows if backward else chunk_size, check_fused(fused, None))
+        fused = chunk_route(p, block, scan.chunk_size, processors, backward=backward).fused
+    return Plan(scan, block, split, rows if backward else scan.chunk_size, check_fused(fused, None))
 
 
 def chunk_route(p: Problem, block: Block, chunk_size: int, processors: int, *, backward: bool) -> Route:

@@ -11,13 +11,14 @@ from gpu_reference._lib.decays import Gates
 from gpu_reference._lib.hardware import check_devices
 from gpu_reference._lib.layout import Inputs, Layout, Outs
 from gpu_reference._lib.operands import values
-from op_arguments.gla import CHUNK_STEP, Gradients, Problem, check_backward, check_forward, check_precision
+from op_arguments.gla import Gradients, Problem, check_forward, check_gradients, check_precision
 
 
 class Scan(NamedTuple):
     """A checked scan: its Problem, and its tensors as kernels take them, contiguous on one device.
 
-    initial_state and dht, the gradient of the final one, are [N, H, K, V] float32 or None.
+    initial_state and dht, the gradient of the final one, are [N, H, K, V] float32 or None. The chunked forms alone
+    have a chunk_size, a precision and, unless it is theirs to choose, `fused`.
     """
 
     p: Problem
@@ -25,6 +26,9 @@ class Scan(NamedTuple):
     layout: Layout
     initial_state: Any
     dht: Any
+    chunk_size: int
+    precision: str
+    fused: bool | None
 
     @property
     def device(self) -> torch.device:
@@ -83,54 +87,35 @@ class Scan(NamedTuple):
         return Gradients(outs.dq, outs.dk, dv, _gate_gradients(outs.dgate, self.gates), dh0)
 
 
-def forward_scan(
+def take(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    gates: Mapping[str, Tensor | None],
-    chunk_size: int = CHUNK_STEP,
+    gates: Mapping[str, Any],
+    *gradients: Any,
+    chunk_size: int = 64,
     precision: str = "ieee",
-    *,
+    fused: bool | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Scan:
-    """The Scan of a forward pass; the recurrent form leaves chunk_size and precision out.
+    """The checked Scan of a call; gradients: do and dht, those of o and ht, of a backward pass.
 
-    Raises as `check_forward` and `check_precision` of `op_arguments.gla`, and as `check_devices`.
+    gates: natural logs of the decays, `g` [B, T, H] and `g_gamma` [H], which add (None: no decay), or `gk`
+    [B, T, H, K]; float32, `g` and `gk` also of q's dtype.
+    Raises as `check_forward`, `check_gradients` and `check_precision` of `op_arguments.gla`, and as `check_devices`.
     """
     p = check_forward(q, k, v, gates, scale, initial_state, cu_seqlens, values(cu_seqlens), chunk_size)
+    if gradients:
+        check_gradients(p, *gradients)
     check_precision(precision, p.dtype)
-    return _scan_of(p, Inputs(q, k, v, **gates), cu_seqlens, initial_state, None)
-
-
-def backward_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    gates: Mapping[str, Tensor | None],
-    chunk_size: int = CHUNK_STEP,
-    precision: str = "ieee",
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    dht: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Scan:
-    """As `forward_scan`, of a backward pass."""
-    p = check_backward(q, k, v, do, gates, scale, initial_state, dht, cu_seqlens, values(cu_seqlens), chunk_size)
-    check_precision(precision, p.dtype)
-    return _scan_of(p, Inputs(q, k, v, do, **gates), cu_seqlens, initial_state, dht)
-
-
-def _scan_of(
-    p: Problem, inputs: Inputs, cu_seqlens: Tensor | None, initial_state: Tensor | None, dht: Tensor | None
-) -> Scan:
-    others = {"initial_state": initial_state, "dht": dht, "cu_seqlens": cu_seqlens}
-    check_devices({**inputs._asdict(), **others})
+    do, dht = gradients or (None, None)
+    inputs = Inputs(q, k, v, do, **gates)
+    check_devices({**inputs._asdict(), "initial_state": initial_state, "dht": dht, "cu_seqlens": cu_seqlens})
     layout = Layout(_contiguous(cu_seqlens), p.n, p.t, p.b * p.t, p.h, p.k, p.v)
-    return Scan(p, Inputs(*map(_contiguous, inputs)), layout, _contiguous(initial_state), _contiguous(dht))
+    inputs, initial_state, dht = Inputs(*map(_contiguous, inputs)), _contiguous(initial_state), _contiguous(dht)
+    return Scan(p, inputs, layout, initial_state, dht, chunk_size, precision, fused)
 
 
 def dtypes_of_gradients(scan: Scan, *_: Any, **__: Any) -> Gradients:

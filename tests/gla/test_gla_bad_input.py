@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from op_arguments.gla import check_backward, check_chunk_size, check_forward, check_fused, check_precision
+from op_arguments.gla import check_chunk_size, check_forward, check_fused, check_gradients, check_precision
 from parity.interop import to_jax
 from tests.support.bad_input import PACKAGES, call, check_refused, f32, i32
 
@@ -171,32 +171,36 @@ def test_a_route_that_cannot_be_taken_is_refused_with_the_reason():
         check_fused(True, "the state does not fit")
 
 
-def checked(check, change, exact):
-    arguments = TENSORS | (GRADS if check is check_backward else {}) | change
+def checked(change, exact, backward=False):
+    arguments = TENSORS | (GRADS if backward else {}) | change
+    gradients = {name: arguments.pop(name) for name in GRADS if name in arguments}
     scale = arguments.pop("scale", None)
     gates = {name: arguments.pop(name) for name in ("g", "g_gamma", "gk") if name in arguments}
-    return check(**arguments, gates=gates, scale=scale, cu_seqlens=None, offsets=None, **exact)
+    p = check_forward(**arguments, gates=gates, scale=scale, cu_seqlens=None, offsets=None, **exact)
+    if backward:
+        check_gradients(p, **gradients, **exact)
+    return p
 
 
-@pytest.mark.parametrize("check", [check_forward, check_backward])
-def test_float64_is_let_through_only_where_the_goldens_ask_for_it(check):
-    given = TENSORS | (GRADS if check is check_backward else {})
+@pytest.mark.parametrize("backward", [False, True])
+def test_float64_is_let_through_only_where_the_goldens_ask_for_it(backward):
+    given = TENSORS | (GRADS if backward else {})
     together = {name: x.astype(np.float64) for name, x in given.items() if name in NARROW}
     alone = dict(g=f32(2, 8, 1), g_gamma=f32(1), gk=f32(2, 8, 1, 4), initial_state=given["initial_state"])
     alone |= {name: x for name, x in given.items() if name == "dht"}
     for change in (together, *({name: x.astype(np.float64)} for name, x in alone.items())):
-        checked(check, change, dict(exact=True))
+        checked(change, dict(exact=True), backward)
         for kernels in ({}, dict(exact=False)):
             with pytest.raises(TypeError, match=r"must be float32( or bfloat16)?, got float64"):
-                checked(check, change, kernels)
+                checked(change, kernels, backward)
 
 
 def test_a_scale_is_a_float_and_by_default_one_over_the_root_of_the_keys():
     for size, scale in ((1, 1.0), (4, 0.5), (16, 0.25), (0, 1.0)):
         change = dict(q=f32(2, 8, 1, size), k=f32(2, 8, 1, size), initial_state=None)
-        assert checked(check_forward, change, {}).scale == scale
+        assert checked(change, {}).scale == scale
     for scale in (2, 0.125, -1.0):
-        found = checked(check_forward, dict(scale=scale), {}).scale
+        found = checked(dict(scale=scale), {}).scale
         assert found == scale and type(found) is float
 
 
