@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from gpu_reference._lib.autograd import probed
 from gpu_reference._lib.hardware import architecture, check_devices, supports_matmul
 from gpu_reference._lib.operands import on_device, primal_of, scalar, values
 from gpu_reference._lib.pairs import dual_quantized, padded, product, quantized, weight_product, with_rows
@@ -15,7 +16,7 @@ from op_arguments import check_array, check_shape, dtype_name
 from op_arguments.gmm import check_gmm
 from op_arguments.grouped_dense import DenseOptions, Grads, Quantize
 from op_arguments.options import options_of
-from op_arguments.probe import active, probing, renamed
+from op_arguments.probe import active, renamed
 from op_arguments.quantize import Quantized
 
 
@@ -139,41 +140,36 @@ class _GroupedDense(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @probed
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        with probing(ctx.probe):
-            return _gradients(ctx, dout)
+        options = ctx.options
+        *saved, group_sizes, group_offset = ctx.saved_tensors
+        lhs, rhs = Quantized(*saved[:2]), Quantized(*saved[2:])
+        _, needs_dlhs, needs_drhs, _, _, needs_passed = ctx.needs_input_grad
+        by_rows = by_columns = Quantized(dout, None)
+        if options.bwd_quantize and needs_drhs:
+            by_rows, by_columns = dual_quantized(dout, options.block_size)
+        elif options.bwd_quantize and needs_dlhs:
+            by_rows = quantized(dout, 1, options.block_size)
+        elif needs_drhs:
+            by_columns = Quantized(with_rows(dout, lhs.qvalue.shape[0]), None)
 
-
-def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    """What `_GroupedDense.backward` returns."""
-    options = ctx.options
-    *saved, group_sizes, group_offset = ctx.saved_tensors
-    lhs, rhs = Quantized(*saved[:2]), Quantized(*saved[2:])
-    _, needs_dlhs, needs_drhs, _, _, needs_passed = ctx.needs_input_grad
-    by_rows = by_columns = Quantized(dout, None)
-    if options.bwd_quantize and needs_drhs:
-        by_rows, by_columns = dual_quantized(dout, options.block_size)
-    elif options.bwd_quantize and needs_dlhs:
-        by_rows = quantized(dout, 1, options.block_size)
-    elif needs_drhs:
-        by_columns = Quantized(with_rows(dout, lhs.qvalue.shape[0]), None)
-
-    shared: dict[str, Any] = {"group_offset": group_offset, "preferred_element_type": ctx.dtype}
-    dlhs = drhs = passed = None
-    if needs_dlhs:
-        by_gmm = {"transpose_rhs": not options.transpose_rhs, "tiling": options.swapped_tiling}
-        with renamed(_AT_DLHS):
-            dlhs = product(by_rows, rhs, group_sizes, **by_gmm, **shared)
-    if needs_drhs:
-        left, right, tiling = lhs, by_columns, options.tiling
-        if options.transpose_rhs:
-            left, right, tiling = by_columns, lhs, options.swapped_tiling
-        by_tgmm = {"num_actual_groups": ctx.groups, "tiling": tiling}
-        with renamed(_AT_DRHS):
-            drhs = weight_product(left, right, group_sizes, **by_tgmm, **shared)
-    if needs_passed:
-        passed = _outside(dout, group_sizes, group_offset, ctx.groups)
-    return None, dlhs, drhs, None, None, passed
+        shared: dict[str, Any] = {"group_offset": group_offset, "preferred_element_type": ctx.dtype}
+        dlhs = drhs = passed = None
+        if needs_dlhs:
+            by_gmm = {"transpose_rhs": not options.transpose_rhs, "tiling": options.swapped_tiling}
+            with renamed(_AT_DLHS):
+                dlhs = product(by_rows, rhs, group_sizes, **by_gmm, **shared)
+        if needs_drhs:
+            left, right, tiling = lhs, by_columns, options.tiling
+            if options.transpose_rhs:
+                left, right, tiling = by_columns, lhs, options.swapped_tiling
+            by_tgmm = {"num_actual_groups": ctx.groups, "tiling": tiling}
+            with renamed(_AT_DRHS):
+                drhs = weight_product(left, right, group_sizes, **by_tgmm, **shared)
+        if needs_passed:
+            passed = _outside(dout, group_sizes, group_offset, ctx.groups)
+        return None, dlhs, drhs, None, None, passed
 
 
 def _outside(x: Tensor, group_sizes: Tensor, group_offset: Tensor, groups: int) -> Tensor:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gpu_reference._lib.autograd import probed
 from gpu_reference._lib.exchange import exchange_plans, swap
 from gpu_reference._lib.hardware import check_devices
 from gpu_reference._lib.operands import on_device, primal_of, scalar
@@ -230,39 +231,34 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @probed
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        with probing(ctx.probe):
-            return _gradients_of_experts(ctx, dout)
-
-
-def _gradients_of_experts(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    """What `_Experts.backward` returns."""
-    o: _Static = ctx.o
-    *saved, gate, up, weights, group_sizes, group_offset = ctx.saved_tensors
-    rows, hidden, of_gate, of_up, of_down = (Quantized(*saved[i : i + 2]) for i in range(0, 10, 2))
-    shard = group_sizes, group_offset
-    by_rows, by_columns = _activations(o, dout, True)
-    dhidden = probe("dhidden", _product(o, by_rows, of_down, shard, o.between, transpose_rhs=True)).float()
-    gate, up = gate.float(), up.float()
-    sigmoid, silu = gate.sigmoid(), _silu(gate)
-    dweights = probe("dweights", (dhidden * silu * up).sum(1, keepdim=True))
-    dgate = dhidden * weights * up * sigmoid * (1 + gate * (1 - sigmoid))
-    dup = dhidden * weights * silu
-    (dgate_rows, dgate_columns), (dup_rows, dup_columns) = (
-        _activations(o, probe(site, d.to(o.between)), True) for site, d in (("dgate", dgate), ("dup", dup))
-    )
-    drows = _product(o, dgate_rows, of_gate, shard, torch.float32, transpose_rhs=True)
-    drows += _product(o, dup_rows, of_up, shard, torch.float32, transpose_rhs=True)
-    return (
-        None,
-        probe("drows", drows.to(o.dtype)),
-        dweights,
-        _weight_gradient(o, rows, dgate_columns, shard, ctx.groups),
-        _weight_gradient(o, rows, dup_columns, shard, ctx.groups),
-        _weight_gradient(o, hidden, by_columns, shard, ctx.groups),
-        None,
-        None,
-    )
+        o: _Static = ctx.o
+        *saved, gate, up, weights, group_sizes, group_offset = ctx.saved_tensors
+        rows, hidden, of_gate, of_up, of_down = (Quantized(*saved[i : i + 2]) for i in range(0, 10, 2))
+        shard = group_sizes, group_offset
+        by_rows, by_columns = _activations(o, dout, True)
+        dhidden = probe("dhidden", _product(o, by_rows, of_down, shard, o.between, transpose_rhs=True)).float()
+        gate, up = gate.float(), up.float()
+        sigmoid, silu = gate.sigmoid(), _silu(gate)
+        dweights = probe("dweights", (dhidden * silu * up).sum(1, keepdim=True))
+        dgate = dhidden * weights * up * sigmoid * (1 + gate * (1 - sigmoid))
+        dup = dhidden * weights * silu
+        (dgate_rows, dgate_columns), (dup_rows, dup_columns) = (
+            _activations(o, probe(site, d.to(o.between)), True) for site, d in (("dgate", dgate), ("dup", dup))
+        )
+        drows = _product(o, dgate_rows, of_gate, shard, torch.float32, transpose_rhs=True)
+        drows += _product(o, dup_rows, of_up, shard, torch.float32, transpose_rhs=True)
+        return (
+            None,
+            probe("drows", drows.to(o.dtype)),
+            dweights,
+            _weight_gradient(o, rows, dgate_columns, shard, ctx.groups),
+            _weight_gradient(o, rows, dup_columns, shard, ctx.groups),
+            _weight_gradient(o, hidden, by_columns, shard, ctx.groups),
+            None,
+            None,
+        )
 
 
 def _silu(x: Tensor) -> Tensor:

@@ -1,16 +1,19 @@
-"""A forward pass and its backward pass as one differentiable function."""
+"""A forward pass and its backward pass as one differentiable function, both shown to one probe."""
 # mypy: allow-untyped-defs
 
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from op_arguments.gla import Output
 from op_arguments.options import variant
+from op_arguments.probe import probing
 
 P = ParamSpec("P")
+Backward = TypeVar("Backward", bound=Callable[..., Any])
 OTHERS = ("g", "g_gamma", "gk", "initial_state", "cu_seqlens")
 """Tensors that are options: to be saved as all others, since autograd sees only then that one was changed."""
 
@@ -46,3 +49,14 @@ class _Passes(torch.autograd.Function):
         grads = ctx.backward_pass(**given, do=do, dht=dht, **options)._asdict()
         grads |= {"dinitial_state": grads["dh0"], "dcu_seqlens": None}
         return None, None, None, None, *(grads[f"d{name}"] for name in ctx.names)
+
+
+def probed(backward: Backward) -> Backward:
+    """A `backward(ctx, …)` that is shown to ctx.probe: autograd may call it where none is active any more."""
+
+    @wraps(backward)
+    def shown(ctx, *grads):
+        with probing(ctx.probe):
+            return backward(ctx, *grads)
+
+    return shown  # type: ignore[return-value]
