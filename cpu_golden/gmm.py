@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden._lib.arguments import one_tile, scalar, values
+from cpu_golden._lib.arguments import groups_of, one_tile
 from cpu_golden._lib.visits import active_groups, out_before
 from cpu_golden.stages import Stages, exact
 from op_arguments import Tiling, resolve_tiling
@@ -39,11 +39,11 @@ def gmm(
     Stages: depth (along K). Sites: lhs, rhs, partial, acc (those of `Stages.dot`), out.
     Raises ValueError or TypeError as `op_arguments.gmm.check_gmm`.
     """
-    offset, sizes = scalar(group_offset), values(group_sizes)
-    p = check_gmm(lhs, rhs, group_sizes, offset, existing_out, transpose_rhs, preferred_element_type, sizes, exact=True)
+    groups = groups_of(group_sizes, group_offset)
+    p = check_gmm(lhs, rhs, groups, existing_out, transpose_rhs, preferred_element_type, exact=True)
     resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
     out = out_before(existing_out, p.m, p.n)
-    for group, rows in active_groups(group_sizes, offset, p.groups):
+    for group, rows in active_groups(group_sizes, groups.offset, p.groups):
         b = rhs[group].astype(np.float64)
         out[rows] = stages.dot(lhs[rows].astype(np.float64), b.T if transpose_rhs else b)
     return stages("out", out)
@@ -69,13 +69,11 @@ def tgmm(
     Stages: depth (along M), aligned. Sites as `gmm`.
     Raises ValueError or TypeError as `op_arguments.gmm.check_tgmm`.
     """
-    offset, sizes = scalar(group_offset), values(group_sizes)
-    p = check_tgmm(
-        lhs, rhs, group_sizes, offset, num_actual_groups, existing_out, preferred_element_type, sizes, exact=True
-    )
+    groups = groups_of(group_sizes, group_offset)
+    p = check_tgmm(lhs, rhs, groups, num_actual_groups, existing_out, preferred_element_type, exact=True)
     resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
     out = out_before(existing_out, p.groups, p.k, p.n)
-    for group, rows in active_groups(group_sizes, offset, p.groups):
+    for group, rows in active_groups(group_sizes, groups.offset, p.groups):
         a, b = (x[rows].astype(np.float64) for x in (lhs, rhs))
         out[group] += stages.dot(a.T, b, first=rows.start if stages.aligned else 0)
     return stages("out", out)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden._lib.arguments import scalar, values
+from cpu_golden._lib.arguments import groups_of
 from cpu_golden._lib.pairs import by_columns, by_rows, padded, product, weight_product, weights
 from cpu_golden._lib.visits import active_groups
 from cpu_golden.stages import Stages, exact
@@ -84,7 +84,5 @@ def grouped_dense_bwd(
 
 
 def _check(o: _Options, lhs: Array, rhs: Array, group_sizes: Array, existing_out: Array | None) -> Problem:
-    offset, sizes = scalar(o.group_offset), values(group_sizes)
-    return check_gmm(
-        lhs, rhs, group_sizes, offset, existing_out, o.transpose_rhs, o.preferred_element_type, sizes, exact=True
-    )
+    groups = groups_of(group_sizes, o.group_offset)
+    return check_gmm(lhs, rhs, groups, existing_out, o.transpose_rhs, o.preferred_element_type, exact=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden._lib.arguments import one_tile, scalar, values
+from cpu_golden._lib.arguments import groups_of, one_tile
 from cpu_golden.gmm import gmm, gmm_definition, tgmm, tgmm_definition
 from cpu_golden.mxfp8 import mxfp8_values
 from cpu_golden.stages import Stages, exact
@@ -17,6 +17,7 @@ from cpu_golden.swizzle import unswizzle_scales
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.grouped_gemm import check_grouped_gemm, check_mxfp8_tile
 from op_arguments.mxfp8 import MX_BLOCK
+from op_arguments.quantize import Quantized
 
 
 def grouped_gemm(
@@ -51,10 +52,9 @@ def grouped_gemm(
     whose step along the sum (tk, or tm for "contracting") cuts a block is refused; nothing else depends on it here.
     Stages and sites as `gmm` and `tgmm`.
     """
-    offset, sizes = scalar(group_offset), values(group_sizes)
     p = check_grouped_gemm(
-        lhs, rhs, group_sizes, lhs_scale, rhs_scale, ragged, offset, num_actual_groups, existing_out, transpose_rhs,
-        scale_layout, preferred_element_type, sizes,
+        Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, group_offset), ragged,
+        num_actual_groups, existing_out, transpose_rhs, scale_layout, preferred_element_type,
     )  # fmt: skip
     tm, tk, _ = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
     wide = _mxfp8_operands(lhs, rhs, lhs_scale, rhs_scale, ragged, transpose_rhs, scale_layout)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden._lib.arguments import one_tile, scalar, values
+from cpu_golden._lib.arguments import groups_of, one_tile
 from cpu_golden._lib.scales import expand
 from cpu_golden._lib.visits import active_groups, out_before
 from cpu_golden.gmm import gmm_definition, tgmm_definition
 from cpu_golden.stages import Stages, exact
 from op_arguments import Tiling, resolve_tiling
-from op_arguments.quantize import check_scale
+from op_arguments.quantize import Quantized, check_scale
 from op_arguments.quantized_gmm import check_gmm_quantized, check_tgmm_quantized, check_tile
 
 
@@ -45,17 +45,15 @@ def gmm_quantized(
     lhs_scale, rhs_scale, scale (the product of the two), scaled (a block's sum times it), acc (the running sum of
     these) and out.
     """
-    offset, sizes = scalar(group_offset), values(group_sizes)
-    p = check_gmm_quantized(
-        lhs, lhs_scale, rhs, rhs_scale, group_sizes, offset, existing_out, transpose_rhs, preferred_element_type, sizes
-    )
+    a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, group_offset)
+    p = check_gmm_quantized(a, b, groups, existing_out, transpose_rhs, preferred_element_type)
     _, tk, _ = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
     check_tile("tk", tk, p.block, p.k)
     a_scale, b_scale = _scale(lhs_scale, lhs.shape), _scale(rhs_scale, rhs.shape)
     out = out_before(existing_out, p.m, p.n)
-    for group, rows in active_groups(group_sizes, offset, p.groups):
-        b, b_s = (x[group].T if transpose_rhs else x[group] for x in (rhs, b_scale))
-        out[rows] = _staged_blocks(lhs[rows], a_scale[rows], b, b_s, 0, p.block, stages)
+    for group, rows in active_groups(group_sizes, groups.offset, p.groups):
+        weights, b_s = (x[group].T if transpose_rhs else x[group] for x in (rhs, b_scale))
+        out[rows] = _staged_blocks(lhs[rows], a_scale[rows], weights, b_s, 0, p.block, stages)
     return stages("out", out)
 
 
@@ -80,15 +78,13 @@ def tgmm_quantized(
     [G, K, N] is added. Everything else as `tgmm`; a `tiling` whose tm cuts a block is refused.
     Stages and sites as `gmm_quantized`, depth along M.
     """
-    operands, offset, sizes = (lhs, lhs_scale, rhs, rhs_scale), scalar(group_offset), values(group_sizes)
-    p = check_tgmm_quantized(
-        *operands, group_sizes, offset, num_actual_groups, existing_out, preferred_element_type, sizes
-    )
+    a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, group_offset)
+    p = check_tgmm_quantized(a, b, groups, num_actual_groups, existing_out, preferred_element_type)
     tm, _, _ = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
     check_tile("tm", tm, p.block, p.m)
     a_scale, b_scale = _scale(lhs_scale, lhs.shape), _scale(rhs_scale, rhs.shape)
     out = out_before(existing_out, p.groups, p.k, p.n)
-    for group, rows in active_groups(group_sizes, offset, p.groups):
+    for group, rows in active_groups(group_sizes, groups.offset, p.groups):
         out[group] += _staged_blocks(
             lhs[rows].T, a_scale[rows].T, rhs[rows], b_scale[rows], rows.start, p.block, stages
         )

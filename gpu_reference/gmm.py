@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu_reference._lib.launch import launch_options
-from gpu_reference._lib.operands import operand, scalar, values
+from gpu_reference._lib.operands import groups_of, operand
 from gpu_reference._lib.plans import Given, OfGroups, OfRows, product
 from gpu_reference._lib.products import multiply_groups, multiply_rows
 from gpu_reference._lib.tiles import Candidate, chosen, first_filled, fitted, step_of
@@ -56,8 +56,8 @@ def gmm(
     Also raises ValueError for tensors on several devices, and RuntimeError for CPU tensors where Triton's interpreter
     is off.
     """
-    first, sizes = scalar(group_offset), values(group_sizes)
-    p = check_gmm(lhs, rhs, group_sizes, first, existing_out, transpose_rhs, preferred_element_type, sizes)
+    groups = groups_of(group_sizes, group_offset)
+    p = check_gmm(lhs, rhs, groups, existing_out, transpose_rhs, preferred_element_type)
     operands = {"lhs": lhs, "rhs": rhs.transpose(1, 2) if transpose_rhs else rhs}
     return product(gmm_plan, p, operands, Given(group_sizes, group_offset, existing_out, tiling))
 
@@ -78,8 +78,8 @@ def tgmm(
     Arguments, result and errors as `cpu_golden.gmm.tgmm`; dtypes, strides, tiling (over TGMM_TILES), probes and further
     errors as `gmm`. existing_out is added to the float32 sums.
     """
-    first, sizes = scalar(group_offset), values(group_sizes)
-    p = check_tgmm(lhs, rhs, group_sizes, first, num_actual_groups, existing_out, preferred_element_type, sizes)
+    groups = groups_of(group_sizes, group_offset)
+    p = check_tgmm(lhs, rhs, groups, num_actual_groups, existing_out, preferred_element_type)
     operands = {"lhs": lhs, "rhs": rhs}
     return product(tgmm_plan, p, operands, Given(group_sizes, group_offset, existing_out, tiling))
 

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from gpu_reference._lib.autograd import probed
 from gpu_reference._lib.hardware import architecture, check_devices, supports_matmul
-from gpu_reference._lib.operands import on_device, primal_of, scalar, values
+from gpu_reference._lib.operands import groups_of, on_device, primal_of
 from gpu_reference._lib.pairs import dual_quantized, padded, product, quantized, weight_product, with_rows
 from op_arguments import check_array, check_shape, dtype_name
 from op_arguments.gmm import check_gmm
@@ -39,8 +39,8 @@ def grouped_dense(
     Sites shown to a probe: those of the forward pass's matmul, and the sums of the other two at dlhs and drhs.
     """
     o = DenseOptions(**options)
-    first, sizes = scalar(group_offset), values(group_sizes)
-    p = check_gmm(lhs, rhs, group_sizes, first, existing_out, o.transpose_rhs, o.preferred_element_type, sizes)
+    groups = groups_of(group_sizes, group_offset)
+    p = check_gmm(lhs, rhs, groups, existing_out, o.transpose_rhs, o.preferred_element_type)
     group_offset = on_device(group_offset, group_sizes.device)
     tensors = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "existing_out": existing_out}
     device = check_devices(tensors | {"group_offset": group_offset})

@@ -17,7 +17,7 @@ from torch import Tensor
 from gpu_reference._lib.formats import BLOCK, as_codes, mxfp8_values
 from gpu_reference._lib.hardware import architecture, block_scaled_tile, computes_bfloat16
 from gpu_reference._lib.launch import launch_options
-from gpu_reference._lib.operands import Operand, operand, scalar, values
+from gpu_reference._lib.operands import Operand, groups_of, operand
 from gpu_reference._lib.plans import Given, OfGroups, OfRows, product
 from gpu_reference._lib.products import multiply_groups, multiply_rows
 from gpu_reference._lib.tiles import Candidate, Tile, chosen, first_filled, fitted, step_of
@@ -26,6 +26,7 @@ from op_arguments import Tiling, dtype_name
 from op_arguments.gmm import Problem
 from op_arguments.grouped_gemm import Support, check_grouped_gemm, check_mxfp8_tile, check_strict, mxfp8_dot_dtype
 from op_arguments.mxfp8 import MX_BLOCK, SWIZZLED_COLUMNS, SWIZZLED_ROWS
+from op_arguments.quantize import Quantized
 
 GROUPED_GEMM_TILES: dict[int, tuple[Candidate, ...]] = {
     1: ((128, 128, 128), (64, 128, 128), (32, 128, 128), (16, 128, 128)),
@@ -84,10 +85,9 @@ def grouped_gemm(
     raises ValueError, with the reason, where the path is a fallback: "bfloat16" of two MXFP8 operands. Probes as in
     `gmm_quantized`.
     """
-    first, sizes = scalar(group_offset), values(group_sizes)
     p = check_grouped_gemm(
-        lhs, rhs, group_sizes, lhs_scale, rhs_scale, ragged, first, num_actual_groups, existing_out,
-        transpose_rhs, scale_layout, preferred_element_type, sizes,
+        Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, group_offset), ragged,
+        num_actual_groups, existing_out, transpose_rhs, scale_layout, preferred_element_type,
     )  # fmt: skip
     target = architecture(lhs.device)
     support = _support(lhs.dtype, rhs.dtype, target)

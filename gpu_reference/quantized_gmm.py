@@ -8,6 +8,7 @@ Other scales multiply the whole sum, once. Sums of int8 products are int32 as lo
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # (kernel arguments are what Triton makes of them; every host function below is annotated)
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,13 +20,13 @@ from torch import Tensor
 from gpu_reference._lib.formats import as_codes, decoded
 from gpu_reference._lib.hardware import architecture, computes_bfloat16, sums_fp8_in_float32, supports_matmul
 from gpu_reference._lib.launch import launch_options
-from gpu_reference._lib.operands import Operand, operand, scalar, values
+from gpu_reference._lib.operands import Operand, groups_of, operand
 from gpu_reference._lib.plans import Given, OfGroups, OfRows, product
 from gpu_reference._lib.products import multiply_groups, multiply_rows
 from gpu_reference._lib.tiles import Candidate, Tile, chosen, first_filled, fitted, step_of
 from gpu_reference.gmm import GMM_TILES, TGMM_TILES
 from op_arguments import Tiling, dtype_name
-from op_arguments.quantize import NARROW
+from op_arguments.quantize import NARROW, Quantized
 from op_arguments.quantized_gmm import (
     QuantizedProblem,
     check_gmm_quantized,
@@ -93,15 +94,12 @@ def gmm_quantized(
     Arguments, result and errors as `cpu_golden.quantized_gmm.gmm_quantized`, strides, tiling and further errors as
     `gmm`; here: what the dot multiplies on which GPU, and why: `dot_path`. Shown to a probe: the finished sums, at acc.
     """
-    first, sizes = scalar(group_offset), values(group_sizes)
-    p = check_gmm_quantized(
-        lhs, lhs_scale, rhs, rhs_scale, group_sizes, first, existing_out, transpose_rhs, preferred_element_type,
-        sizes,
-    )  # fmt: skip
+    a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, group_offset)
+    p = check_gmm_quantized(a, b, groups, existing_out, transpose_rhs, preferred_element_type)
     if transpose_rhs:
         rhs, rhs_scale = rhs.transpose(1, 2), None if rhs_scale is None else rhs_scale.transpose(1, 2)
         block_g, block_n, block_k = p.rhs_blocks
-        p = p._replace(rhs_blocks=(block_g, block_k, block_n))
+        p = replace(p, rhs_blocks=(block_g, block_k, block_n))
     operands = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale}
     plan = partial(gmm_quantized_plan, target=architecture(lhs.device))
     return product(plan, p, operands, Given(group_sizes, group_offset, existing_out, tiling))
@@ -125,11 +123,8 @@ def tgmm_quantized(
     Arguments, result and errors as `cpu_golden.quantized_gmm.tgmm_quantized`; all else as `gmm_quantized`.
     existing_out is added to the float32 sums.
     """
-    first, sizes = scalar(group_offset), values(group_sizes)
-    p = check_tgmm_quantized(
-        lhs, lhs_scale, rhs, rhs_scale, group_sizes, first, num_actual_groups, existing_out,
-        preferred_element_type, sizes,
-    )  # fmt: skip
+    a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, group_offset)
+    p = check_tgmm_quantized(a, b, groups, num_actual_groups, existing_out, preferred_element_type)
     operands = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale}
     plan = partial(tgmm_quantized_plan, target=architecture(lhs.device))
     return product(plan, p, operands, Given(group_sizes, group_offset, existing_out, tiling))

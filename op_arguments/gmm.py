@@ -1,6 +1,7 @@
 """What `gmm`, `tgmm` and `make_group_metadata` accept (the operations are defined in `cpu_golden/gmm.py`)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from op_arguments import Array, check_array, check_output_dtype, check_shape, dtype_name
@@ -9,7 +10,19 @@ FLOATS = ("float32", "bfloat16", "float16")
 COVERS = ("tiles", "groups")
 
 
-class Problem(NamedTuple):
+class Groups(NamedTuple):
+    """The groups of a grouped matmul as they are given: group_sizes [E], and group_offset, where the shard's G begin.
+
+    values: those of group_sizes, or None where reading them is impossible (traced) or would stall a device.
+    """
+
+    sizes: Any
+    offset: Any
+    values: Sequence[int] | None
+
+
+@dataclass(frozen=True)
+class Problem:
     """A checked grouped matmul: its sizes and the name of its output dtype."""
 
     m: int
@@ -37,57 +50,64 @@ class GroupMetadata(NamedTuple):
 def check_gmm(
     lhs: Array,
     rhs: Array,
-    group_sizes: Array,
-    group_offset: Any,
+    groups: Groups,
     existing_out: Array | None,
     transpose_rhs: bool,
     preferred_element_type: Any,
-    sizes: Sequence[int] | None,
     exact: bool = False,
 ) -> Problem:
     """Check the arguments of `gmm`.
 
-    `sizes` are the values of group_sizes, or None where reading them is impossible (traced) or would stall
-    a device. `exact` also lets float64 operands through: the goldens take them.
+    `exact` also lets float64 operands through: the goldens take them.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, shape or value.
     """
     check_array("lhs", lhs, "M, K", FLOATS, exact=exact)
     check_array("rhs", rhs, "G, N, K" if transpose_rhs else "G, K, N", FLOATS, exact=exact)
     _same_dtype(lhs, rhs)
-    m, k = lhs.shape
-    groups, *kn = rhs.shape
-    rhs_k, n = reversed(kn) if transpose_rhs else kn
-    if rhs_k != k:
-        raise ValueError(f"rhs must have K = {k} as lhs does, got {rhs_k} (shape {list(rhs.shape)})")
+    m, k, n, count = sizes_of_gmm(lhs, rhs, transpose_rhs)
     out_dtype = check_output_dtype("preferred_element_type", preferred_element_type, lhs.dtype, FLOATS, exact=exact)
-    experts = check_groups(group_sizes, group_offset, groups, m, sizes)
+    experts = check_groups(groups, count, m)
     check_existing_out(existing_out, "M, N", (m, n), out_dtype, exact)
-    return Problem(m, k, n, groups, experts, out_dtype)
+    return Problem(m, k, n, count, experts, out_dtype)
 
 
 def check_tgmm(
     lhs: Array,
     rhs: Array,
-    group_sizes: Array,
-    group_offset: Any,
+    groups: Groups,
     num_actual_groups: int | None,
     existing_out: Array | None,
     preferred_element_type: Any,
-    sizes: Sequence[int] | None,
     exact: bool = False,
 ) -> Problem:
     """Check the arguments of `tgmm`; as `check_gmm`."""
     check_array("lhs", lhs, "M, K", FLOATS, exact=exact)
     check_array("rhs", rhs, "M, N", FLOATS, exact=exact)
     _same_dtype(lhs, rhs)
-    (m, k), n = lhs.shape, rhs.shape[1]
-    if rhs.shape[0] != m:
-        raise ValueError(f"rhs must have M = {m} rows as lhs does, got {rhs.shape[0]}")
+    m, k, n = sizes_of_tgmm(lhs, rhs)
     out_dtype = check_output_dtype("preferred_element_type", preferred_element_type, lhs.dtype, FLOATS, exact=exact)
-    groups = check_num_actual_groups(num_actual_groups, group_sizes)
-    experts = check_groups(group_sizes, group_offset, groups, m, sizes)
-    check_existing_out(existing_out, "G, K, N", (groups, k, n), out_dtype, exact)
-    return Problem(m, k, n, groups, experts, out_dtype)
+    count = check_num_actual_groups(num_actual_groups, groups.sizes)
+    experts = check_groups(groups, count, m)
+    check_existing_out(existing_out, "G, K, N", (count, k, n), out_dtype, exact)
+    return Problem(m, k, n, count, experts, out_dtype)
+
+
+def sizes_of_gmm(lhs: Array, rhs: Array, transpose_rhs: bool) -> tuple[int, int, int, int]:
+    """(M, K, N, G) of lhs [M, K] and rhs [G, K, N], or [G, N, K] with transpose_rhs; ValueError where K differs."""
+    m, k = lhs.shape
+    groups, *kn = rhs.shape
+    rhs_k, n = reversed(kn) if transpose_rhs else kn
+    if rhs_k != k:
+        raise ValueError(f"rhs must have K = {k} as lhs does, got {rhs_k} (shape {list(rhs.shape)})")
+    return m, k, n, groups
+
+
+def sizes_of_tgmm(lhs: Array, rhs: Array) -> tuple[int, int, int]:
+    """(M, K, N) of lhs [M, K] and rhs [M, N]; ValueError where M differs."""
+    (m, k), (rhs_m, n) = lhs.shape, rhs.shape
+    if rhs_m != m:
+        raise ValueError(f"rhs must have M = {m} rows as lhs does, got {rhs_m}")
+    return m, k, n
 
 
 def check_group_metadata(
@@ -101,7 +121,7 @@ def check_group_metadata(
             raise ValueError(f"{name} must be at least {least}, got {value}")
     if cover not in COVERS:
         raise ValueError(f"cover must be 'tiles' or 'groups', got {cover!r}")
-    check_groups(group_sizes, group_offset, num_groups, m, sizes)
+    check_groups(Groups(group_sizes, group_offset, sizes), num_groups, m)
 
 
 def _same_dtype(lhs: Array, rhs: Array) -> None:
@@ -120,12 +140,13 @@ def check_num_actual_groups(num_actual_groups: int | None, group_sizes: Array) -
     return int(groups)
 
 
-def check_groups(group_sizes: Array, group_offset: Any, groups: int, m: int, sizes: Sequence[int] | None) -> int:
-    """E, after checking group_sizes, its values where they are known, and the shard's place in them."""
+def check_groups(groups: Groups, count: int, m: int) -> int:
+    """E, after checking group_sizes, its values where they are known, and the place of a shard of `count` groups."""
+    group_sizes, group_offset, sizes = groups
     check_array("group_sizes", group_sizes, "E", ("int32",))
     (experts,) = group_sizes.shape
-    if groups > experts:
-        raise ValueError(f"group_sizes must name at least the {groups} groups of the shard, got {experts}")
+    if count > experts:
+        raise ValueError(f"group_sizes must name at least the {count} groups of the shard, got {experts}")
     if hasattr(group_offset, "dtype") and hasattr(group_offset, "shape"):
         if tuple(group_offset.shape) not in ((), (1,)):
             raise ValueError(f"group_offset must be a scalar, got shape {list(group_offset.shape)}")
@@ -133,10 +154,10 @@ def check_groups(group_sizes: Array, group_offset: Any, groups: int, m: int, siz
             raise TypeError(f"group_offset must be int32, got {dtype_name(group_offset.dtype)}")
     elif type(group_offset) is not int:
         raise TypeError(f"group_offset must be an int or an int32 scalar, got {type(group_offset).__name__}")
-    elif not 0 <= group_offset <= experts - groups:
+    elif not 0 <= group_offset <= experts - count:
         raise ValueError(
-            f"group_offset must be in [0, E - G] = [0, {experts - groups}] "
-            f"(E = {experts} groups, G = {groups} in the shard), got {group_offset}"
+            f"group_offset must be in [0, E - G] = [0, {experts - count}] "
+            f"(E = {experts} groups, G = {count} in the shard), got {group_offset}"
         )
     if sizes is not None:
         for index, size in enumerate(sizes):

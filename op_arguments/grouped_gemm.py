@@ -1,12 +1,19 @@
 """What `grouped_gemm` accepts (it is defined in `cpu_golden/grouped_gemm.py`)."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from op_arguments import Array, check_array, dtype_name
-from op_arguments.gmm import Problem, check_existing_out, check_groups, check_num_actual_groups
+from op_arguments.gmm import (
+    Groups,
+    Problem,
+    check_existing_out,
+    check_groups,
+    check_num_actual_groups,
+    sizes_of_gmm,
+    sizes_of_tgmm,
+)
 from op_arguments.mxfp8 import MX_BLOCK, WIDE, check_mxfp8_scale
-from op_arguments.quantize import FP8
+from op_arguments.quantize import FP8, Quantized
 from op_arguments.quantized_gmm import check_quantized_out, check_tile
 
 RAGGED = ("lhs", "contracting")
@@ -25,21 +32,17 @@ class Support(NamedTuple):
 
 
 def check_grouped_gemm(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    lhs_scale: Array | None,
-    rhs_scale: Array | None,
+    lhs: Quantized,
+    rhs: Quantized,
+    groups: Groups,
     ragged: str,
-    group_offset: Any,
     num_actual_groups: int | None,
     existing_out: Array | None,
     transpose_rhs: bool,
     scale_layout: str,
     preferred_element_type: Any,
-    sizes: Sequence[int] | None,
 ) -> Problem:
-    """Check the arguments of `grouped_gemm`; `sizes` as in `op_arguments.gmm.check_gmm`.
+    """Check the arguments of `grouped_gemm`; operands as in `op_arguments.quantized_gmm.check_gmm_quantized`.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, shape or value.
     """
@@ -48,35 +51,29 @@ def check_grouped_gemm(
             raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}")
     contracting = ragged == "contracting"
     shape: tuple[int, ...]
-    check_array("lhs", lhs, "M, K", (*WIDE, *FP8))
-    check_array("rhs", rhs, "M, N" if contracting else "G, N, K" if transpose_rhs else "G, K, N", (*WIDE, *FP8))
-    mxfp8_dot_dtype(lhs.dtype, rhs.dtype)
-    m, k = lhs.shape
+    check_array("lhs", lhs.qvalue, "M, K", (*WIDE, *FP8))
+    check_array("rhs", rhs.qvalue, "M, N" if contracting else "G, N, K" if transpose_rhs else "G, K, N", (*WIDE, *FP8))
+    mxfp8_dot_dtype(lhs.qvalue.dtype, rhs.qvalue.dtype)
     if contracting:
         if transpose_rhs:
             raise ValueError('transpose_rhs must be False for ragged="contracting", whose rhs is [M, N], got True')
-        rhs_m, n = rhs.shape
-        if rhs_m != m:
-            raise ValueError(f"rhs must have M = {m} rows as lhs does, got {rhs_m}")
+        m, k, n = sizes_of_tgmm(lhs.qvalue, rhs.qvalue)
         lhs_axis = rhs_axis = 0
-        groups = check_num_actual_groups(num_actual_groups, group_sizes)
-        axes, shape = "G, K, N", (groups, k, n)
+        count = check_num_actual_groups(num_actual_groups, groups.sizes)
+        axes, shape = "G, K, N", (count, k, n)
     else:
         if num_actual_groups is not None:
             raise ValueError(f'num_actual_groups must be None for ragged="lhs", got {num_actual_groups}')
-        groups, *kn = rhs.shape
-        rhs_k, n = reversed(kn) if transpose_rhs else kn
-        if rhs_k != k:
-            raise ValueError(f"rhs must have K = {k} as lhs does, got {rhs_k} (shape {list(rhs.shape)})")
+        m, k, n, count = sizes_of_gmm(lhs.qvalue, rhs.qvalue, transpose_rhs)
         lhs_axis, rhs_axis = 1, 2 if transpose_rhs else 1
         axes, shape = "M, N", (m, n)
     swizzled = scale_layout == "swizzled"
-    _check_operand("lhs", lhs, lhs_scale, lhs_axis, swizzled)
-    _check_operand("rhs", rhs, rhs_scale, rhs_axis, swizzled)
-    out_dtype = check_quantized_out(lhs, preferred_element_type)
-    experts = check_groups(group_sizes, group_offset, groups, m, sizes)
+    _check_operand("lhs", lhs, lhs_axis, swizzled)
+    _check_operand("rhs", rhs, rhs_axis, swizzled)
+    out_dtype = check_quantized_out(lhs.qvalue, preferred_element_type)
+    experts = check_groups(groups, count, m)
     check_existing_out(existing_out, axes, shape, out_dtype, exact=False)
-    return Problem(m, k, n, groups, experts, out_dtype)
+    return Problem(m, k, n, count, experts, out_dtype)
 
 
 def mxfp8_dot_dtype(lhs: Any, rhs: Any) -> str:
@@ -102,7 +99,8 @@ def check_mxfp8_tile(name: str, tile: int, size: int) -> None:
         check_tile(name, tile, MX_BLOCK, size)
 
 
-def _check_operand(name: str, operand: Array, scale: Array | None, axis: int, swizzled: bool) -> None:
+def _check_operand(name: str, pair: Quantized, axis: int, swizzled: bool) -> None:
+    operand, scale = pair
     dtype = dtype_name(operand.dtype)
     if dtype not in FP8:
         if scale is not None:

@@ -1,91 +1,80 @@
 """What `gmm_quantized` and `tgmm_quantized` accept (they are defined in `cpu_golden/quantized_gmm.py`)."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from op_arguments import Array, check_array, check_output_dtype, dtype_name
-from op_arguments.gmm import check_existing_out, check_groups, check_num_actual_groups
-from op_arguments.quantize import FLOATS, NARROW, Blocks, check_scale
+from op_arguments.gmm import (
+    Groups,
+    Problem,
+    check_existing_out,
+    check_groups,
+    check_num_actual_groups,
+    sizes_of_gmm,
+    sizes_of_tgmm,
+)
+from op_arguments.quantize import FLOATS, NARROW, Blocks, Quantized, check_scale
 
 BLOCKS = (32, 64, 128, 256, 512)
 """Elements of the contraction axis that may share a scale; otherwise all of them do."""
 
 
-class QuantizedProblem(NamedTuple):
-    """A checked block-scaled grouped matmul: its sizes, its output dtype's name, and how its scales lie.
+@dataclass(frozen=True)
+class QuantizedProblem(Problem):
+    """A checked block-scaled grouped matmul: a Problem, and how its scales lie.
 
     `block` is the length along the contraction axis (K of gmm, M of tgmm) over which no scale changes: the shorter of
     the two operands' blocks. lhs_blocks and rhs_blocks are the elements that share a scale along each axis of an
     operand (all of it for one that is not quantised).
     """
 
-    m: int
-    k: int
-    n: int
-    groups: int  # G, in this shard
-    experts: int  # E, in group_sizes
-    out_dtype: str
     block: int
     lhs_blocks: Blocks
     rhs_blocks: Blocks
 
 
 def check_gmm_quantized(
-    lhs: Array,
-    lhs_scale: Array | None,
-    rhs: Array,
-    rhs_scale: Array | None,
-    group_sizes: Array,
-    group_offset: Any,
+    lhs: Quantized,
+    rhs: Quantized,
+    groups: Groups,
     existing_out: Array | None,
     transpose_rhs: bool,
     preferred_element_type: Any,
-    sizes: Sequence[int] | None,
 ) -> QuantizedProblem:
-    """Check the arguments of `gmm_quantized`; `sizes` as in `op_arguments.gmm.check_gmm`.
+    """Check the arguments of `gmm_quantized`; an operand is a pair, whose scale is None where it is not quantised.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, shape or value.
     """
-    _check_operands(lhs, "M, K", rhs, "G, N, K" if transpose_rhs else "G, K, N")
-    m, k = lhs.shape
-    groups, *kn = rhs.shape
-    rhs_k, n = reversed(kn) if transpose_rhs else kn
-    if rhs_k != k:
-        raise ValueError(f"rhs must have K = {k} as lhs does, got {rhs_k} (shape {list(rhs.shape)})")
-    lhs_blocks = _check_scale("lhs", lhs, lhs_scale, contraction=1)
-    rhs_blocks = _check_scale("rhs", rhs, rhs_scale, contraction=2 if transpose_rhs else 1)
-    out_dtype = check_quantized_out(lhs, preferred_element_type)
-    experts = check_groups(group_sizes, group_offset, groups, m, sizes)
+    _check_operands(lhs.qvalue, "M, K", rhs.qvalue, "G, N, K" if transpose_rhs else "G, K, N")
+    m, k, n, count = sizes_of_gmm(lhs.qvalue, rhs.qvalue, transpose_rhs)
+    lhs_blocks = _check_scale("lhs", lhs, contraction=1)
+    rhs_blocks = _check_scale("rhs", rhs, contraction=2 if transpose_rhs else 1)
+    out_dtype = check_quantized_out(lhs.qvalue, preferred_element_type)
+    experts = check_groups(groups, count, m)
     check_existing_out(existing_out, "M, N", (m, n), out_dtype, exact=False)
     block = min(lhs_blocks[1], rhs_blocks[2 if transpose_rhs else 1])
-    return QuantizedProblem(m, k, n, groups, experts, out_dtype, block, lhs_blocks, rhs_blocks)
+    return QuantizedProblem(m, k, n, count, experts, out_dtype, block, lhs_blocks, rhs_blocks)
 
 
 def check_tgmm_quantized(
-    lhs: Array,
-    lhs_scale: Array | None,
-    rhs: Array,
-    rhs_scale: Array | None,
-    group_sizes: Array,
-    group_offset: Any,
+    lhs: Quantized,
+    rhs: Quantized,
+    groups: Groups,
     num_actual_groups: int | None,
     existing_out: Array | None,
     preferred_element_type: Any,
-    sizes: Sequence[int] | None,
 ) -> QuantizedProblem:
     """Check the arguments of `tgmm_quantized`; as `check_gmm_quantized`."""
-    _check_operands(lhs, "M, K", rhs, "M, N")
-    (m, k), n = lhs.shape, rhs.shape[1]
-    if rhs.shape[0] != m:
-        raise ValueError(f"rhs must have M = {m} rows as lhs does, got {rhs.shape[0]}")
-    lhs_blocks = _check_scale("lhs", lhs, lhs_scale, contraction=0)
-    rhs_blocks = _check_scale("rhs", rhs, rhs_scale, contraction=0)
-    out_dtype = check_quantized_out(lhs, preferred_element_type)
-    groups = check_num_actual_groups(num_actual_groups, group_sizes)
-    experts = check_groups(group_sizes, group_offset, groups, m, sizes)
-    check_existing_out(existing_out, "G, K, N", (groups, k, n), out_dtype, exact=False)
+    _check_operands(lhs.qvalue, "M, K", rhs.qvalue, "M, N")
+    m, k, n = sizes_of_tgmm(lhs.qvalue, rhs.qvalue)
+    lhs_blocks = _check_scale("lhs", lhs, contraction=0)
+    rhs_blocks = _check_scale("rhs", rhs, contraction=0)
+    out_dtype = check_quantized_out(lhs.qvalue, preferred_element_type)
+    count = check_num_actual_groups(num_actual_groups, groups.sizes)
+    experts = check_groups(groups, count, m)
+    check_existing_out(existing_out, "G, K, N", (count, k, n), out_dtype, exact=False)
     block = min(lhs_blocks[0], rhs_blocks[0])
-    return QuantizedProblem(m, k, n, groups, experts, out_dtype, block, lhs_blocks, rhs_blocks)
+    return QuantizedProblem(m, k, n, count, experts, out_dtype, block, lhs_blocks, rhs_blocks)
 
 
 def check_tile(name: str, tile: int, block: int, size: int) -> None:
@@ -117,7 +106,8 @@ def _check_operands(lhs: Array, lhs_axes: str, rhs: Array, rhs_axes: str) -> Non
     dot_dtype(lhs.dtype, rhs.dtype)
 
 
-def _check_scale(name: str, operand: Array, scale: Array | None, contraction: int) -> Blocks:
+def _check_scale(name: str, pair: Quantized, contraction: int) -> Blocks:
+    operand, scale = pair
     quantised = dtype_name(operand.dtype) in NARROW
     shape = tuple(operand.shape)
     if not quantised:

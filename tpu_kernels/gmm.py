@@ -21,7 +21,7 @@ from op_arguments import Tiling, resolve_tiling
 from op_arguments.gmm import Problem, check_gmm, check_tgmm
 from op_arguments.probe import active, probe
 from tpu_kernels._lib import chip
-from tpu_kernels._lib.arguments import Interpret, Shard, as_vector, concrete_values, resolve_interpret, static_scalar
+from tpu_kernels._lib.arguments import Interpret, groups_of, resolve_interpret, shard_of
 from tpu_kernels._lib.chip import MXU
 from tpu_kernels._lib.grids import Grid, Listed, Operands, grouped_matmul
 from tpu_kernels._lib.products import blocks, dot, dot_depth, for_depth
@@ -51,13 +51,12 @@ def gmm(
     registers; default: `_gmm_tiles`. interpret: as `pl.pallas_call`; None interprets where there is no TPU.
     `jax.shard_map` takes it with check_vma=False. Sites for a probe: partial and acc.
     """
-    group_offset, sizes = static_scalar(group_offset), concrete_values(group_sizes)
-    p = check_gmm(lhs, rhs, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes)
+    groups = groups_of(group_sizes, group_offset)
+    p = check_gmm(lhs, rhs, groups, existing_out, transpose_rhs, preferred_element_type)
     table = partial(_gmm_tiles, lhs.dtype, is_small(existing_out, p.out_dtype))
     tile = fit_tile(resolve_tiling(tiling, table, p.m, p.k, p.n), p, jnp.bfloat16)
     grid = Grid(p, tile, resolve_interpret(interpret, lhs), transpose_rhs=bool(transpose_rhs))
-    shard = Shard(group_sizes, as_vector(group_offset, p.experts - p.groups))
-    return _gmm(Operands(lhs, rhs, existing_out=existing_out), shard, grid=grid)
+    return _gmm(Operands(lhs, rhs, existing_out=existing_out), shard_of(groups, p), grid=grid)
 
 
 def tgmm(
@@ -77,13 +76,12 @@ def tgmm(
     Arguments, result and errors as `cpu_golden.gmm.tgmm`; precision, group_offset, tiling (default: `_tgmm_tiles`),
     interpret and sites as `gmm`. existing_out is added in float32.
     """
-    group_offset, sizes = static_scalar(group_offset), concrete_values(group_sizes)
-    p = check_tgmm(lhs, rhs, group_sizes, group_offset, num_actual_groups, existing_out, preferred_element_type, sizes)
+    groups = groups_of(group_sizes, group_offset)
+    p = check_tgmm(lhs, rhs, groups, num_actual_groups, existing_out, preferred_element_type)
     table = partial(_tgmm_tiles, lhs.dtype, is_small(existing_out, p.out_dtype))
     tile = fit_tile(resolve_tiling(tiling, table, p.m, p.k, p.n), p, jnp.bfloat16)
     grid = Grid(p, tile, resolve_interpret(interpret, lhs), contracting=True)
-    shard = Shard(group_sizes, as_vector(group_offset, p.experts - p.groups))
-    return _tgmm(Operands(lhs, rhs, existing_out=existing_out), shard, grid=grid)
+    return _tgmm(Operands(lhs, rhs, existing_out=existing_out), shard_of(groups, p), grid=grid)
 
 
 def _gmm_tiles(dtype: Any, small: bool, m: int, k: int, n: int) -> Tile:

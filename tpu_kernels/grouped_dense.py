@@ -12,15 +12,7 @@ from op_arguments.grouped_dense import DenseOptions, Grads, Quantize, check_dout
 from op_arguments.options import options_of
 from op_arguments.probe import probing, renamed
 from op_arguments.quantize import Quantized
-from tpu_kernels._lib.arguments import (
-    Interpret,
-    Shard,
-    as_vector,
-    concrete_values,
-    held,
-    resolve_interpret,
-    static_scalar,
-)
+from tpu_kernels._lib.arguments import Interpret, Shard, groups_of, held, resolve_interpret, shard_of
 from tpu_kernels._lib.chip import matmul_path, tpu_generation
 from tpu_kernels._lib.pairs import dual_quantized, padded, product, quantized, weight_product, with_rows
 
@@ -95,9 +87,9 @@ def _checked(
     group_offset: int | jax.Array,
     o: _Options,
 ) -> tuple[_Static, Shard, Problem]:
-    group_offset, sizes = static_scalar(group_offset), concrete_values(group_sizes)
+    groups = groups_of(group_sizes, group_offset)
     # Here and not only in the matmuls: inside a custom_vjp all values are traced.
-    p = check_gmm(lhs, rhs, group_sizes, group_offset, existing_out, o.transpose_rhs, o.preferred_element_type, sizes)
+    p = check_gmm(lhs, rhs, groups, existing_out, o.transpose_rhs, o.preferred_element_type)
     resolved = {
         "quantize": _is_quantized(o.quantize),
         "bwd_quantize": _is_quantized(o.bwd_quantize),
@@ -105,7 +97,7 @@ def _checked(
         "interpret": resolve_interpret(o.interpret, lhs),
     }
     static = _Static(**vars(o) | resolved, dtype=lhs.dtype, fills=existing_out is not None)
-    return static, Shard(held(group_sizes), as_vector(group_offset, p.experts - p.groups)), p
+    return static, shard_of(groups._replace(sizes=held(group_sizes)), p), p
 
 
 def _is_quantized(quantize: Quantize) -> bool:

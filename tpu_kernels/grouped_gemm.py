@@ -14,8 +14,9 @@ from jax.experimental import pallas as pl
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.grouped_gemm import Support, check_grouped_gemm, check_mxfp8_tile, check_strict, mxfp8_dot_dtype
 from op_arguments.mxfp8 import MX_BLOCK
+from op_arguments.quantize import Quantized
 from op_arguments.quantized_gmm import QuantizedProblem
-from tpu_kernels._lib.arguments import Interpret, Shard, as_vector, concrete_values, resolve_interpret, static_scalar
+from tpu_kernels._lib.arguments import Interpret, groups_of, resolve_interpret, shard_of
 from tpu_kernels._lib.chip import sublanes
 from tpu_kernels._lib.grids import Grid, Operands
 from tpu_kernels._lib.narrow import are_narrow
@@ -53,10 +54,10 @@ def grouped_gemm(
     2^-127, itself subnormal: no value of it reaches 2^-118 (e5m2: 2^-111). Which path is taken, and why:
     `grouped_gemm_support`; strict=True refuses a fallback. Sites for a probe as `gmm_quantized`.
     """
-    group_offset, sizes = static_scalar(group_offset), concrete_values(group_sizes)
+    groups = groups_of(group_sizes, group_offset)
     p = check_grouped_gemm(
-        lhs, rhs, group_sizes, lhs_scale, rhs_scale, ragged, group_offset, num_actual_groups, existing_out,
-        transpose_rhs, scale_layout, preferred_element_type, sizes,
+        Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups, ragged, num_actual_groups, existing_out,
+        transpose_rhs, scale_layout, preferred_element_type,
     )  # fmt: skip
     support = grouped_gemm_support(lhs.dtype, rhs.dtype, scale_layout=scale_layout)
     check_strict(support, strict)
@@ -71,7 +72,7 @@ def grouped_gemm(
             for operand, scale in ((lhs, lhs_scale), (rhs, rhs_scale))
         )
         shared: dict[str, Any] = {
-            "group_offset": group_offset,
+            "group_offset": groups.offset,
             "existing_out": existing_out,
             "preferred_element_type": p.out_dtype,
             "tiling": tiling,
@@ -81,13 +82,12 @@ def grouped_gemm(
             return tgmm(lhs, rhs, group_sizes, num_actual_groups=num_actual_groups, **shared)
         return gmm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, **shared)
     summed = max(p.m if contracting else p.k, 1)
-    problem = QuantizedProblem(*p, block=summed, lhs_blocks=tuple(lhs.shape), rhs_blocks=tuple(rhs.shape))
+    problem = QuantizedProblem(**vars(p), block=summed, lhs_blocks=tuple(lhs.shape), rhs_blocks=tuple(rhs.shape))
     small = are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
     tile = _tile(tiling, problem, contracting, are_narrow(lhs, rhs), small)
     grid = Grid(problem, tile, resolve_interpret(interpret, lhs), contracting, bool(transpose_rhs))
-    shard = Shard(group_sizes, as_vector(group_offset, p.experts - p.groups))
     multiply = scaled_tgmm if contracting else scaled_gmm
-    return multiply(Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=existing_out), shard, grid=grid)
+    return multiply(Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=existing_out), shard_of(groups, p), grid=grid)
 
 
 def _tile(tiling: Tiling | None, p: QuantizedProblem, contracting: bool, narrow: bool, small: bool) -> Tile:

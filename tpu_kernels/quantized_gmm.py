@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from op_arguments import Tiling, resolve_tiling
+from op_arguments.quantize import Quantized
 from op_arguments.quantized_gmm import check_gmm_quantized, check_tgmm_quantized, check_tile
-from tpu_kernels._lib.arguments import Interpret, Shard, as_vector, concrete_values, resolve_interpret, static_scalar
+from tpu_kernels._lib.arguments import Interpret, groups_of, resolve_interpret, shard_of
 from tpu_kernels._lib.grids import Grid, Operands
 from tpu_kernels._lib.narrow import are_narrow, widened_to
 from tpu_kernels._lib.scaled_gmm import scaled_gmm
@@ -41,17 +42,15 @@ def gmm_quantized(
     unit multiplies: `tpu_kernels._lib.chip.matmul_path`. On v5e, v5p and v6e scales of e4m3fn are infinite from 2^124
     on: 16 times them is what is used. Site for a probe: acc, the finished sums.
     """
-    operands = lhs, lhs_scale, rhs, rhs_scale
-    group_offset, sizes = static_scalar(group_offset), concrete_values(group_sizes)
-    p = check_gmm_quantized(
-        *operands, group_sizes, group_offset, existing_out, transpose_rhs, preferred_element_type, sizes
-    )
+    a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, group_offset)
+    p = check_gmm_quantized(a, b, groups, existing_out, transpose_rhs, preferred_element_type)
     small = are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
     tile = resolve_tiling(tiling, partial(scaled_gmm_tiles, p.block, small, False), p.m, p.k, p.n)
     check_tile("tk", tile[1], p.block, p.k)
     grid = Grid(p, fit_tile(tile, p, jnp.int8), resolve_interpret(interpret, lhs), transpose_rhs=bool(transpose_rhs))
-    shard = Shard(group_sizes, as_vector(group_offset, p.experts - p.groups))
-    return scaled_gmm(Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=existing_out), shard, grid=grid)
+    return scaled_gmm(
+        Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=existing_out), shard_of(groups, p), grid=grid
+    )
 
 
 def tgmm_quantized(
@@ -72,16 +71,14 @@ def tgmm_quantized(
 
     Arguments, result and errors as `cpu_golden.quantized_gmm.tgmm_quantized`; all else as `gmm_quantized`.
     """
-    operands = lhs, lhs_scale, rhs, rhs_scale
-    group_offset, sizes = static_scalar(group_offset), concrete_values(group_sizes)
-    p = check_tgmm_quantized(
-        *operands, group_sizes, group_offset, num_actual_groups, existing_out, preferred_element_type, sizes
-    )
+    a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, group_offset)
+    p = check_tgmm_quantized(a, b, groups, num_actual_groups, existing_out, preferred_element_type)
     narrow = are_narrow(lhs, rhs)
     # What is widened and scaled part by part leaves no room for more columns.
     small = narrow and is_small(existing_out, p.out_dtype) and (p.block >= p.m or widened_to(lhs, rhs) is None)
     tile = resolve_tiling(tiling, partial(scaled_tgmm_tiles, narrow, small), p.m, p.k, p.n)
     check_tile("tm", tile[0], p.block, p.m)
     grid = Grid(p, fit_tile(tile, p, jnp.int8), resolve_interpret(interpret, lhs), contracting=True)
-    shard = Shard(group_sizes, as_vector(group_offset, p.experts - p.groups))
-    return scaled_tgmm(Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=existing_out), shard, grid=grid)
+    return scaled_tgmm(
+        Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=existing_out), shard_of(groups, p), grid=grid
+    )

@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from op_arguments.gmm import Groups
+
 
 def values(group_sizes: Any) -> list[int] | None:
     """The values of group_sizes where it is the int vector it should be (else the check says what it is)."""
@@ -15,6 +17,11 @@ def scalar(value: Any) -> Any:
     """The int in an int32 scalar array ([] or [1]); anything else as it is, for the check to judge."""
     one_integer = isinstance(value, np.ndarray | np.integer) and value.size == 1 and value.dtype.kind == "i"
     return int(value.reshape(())) if one_integer else value
+
+
+def groups_of(group_sizes: Any, group_offset: Any) -> Groups:
+    """The groups as checks take them, with what is known of them."""
+    return Groups(group_sizes, scalar(group_offset), values(group_sizes))
 
 
 def one_tile(m: int, k: int, n: int) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from op_arguments import dtype_name
+from op_arguments.gmm import Groups
 
 
 class Operand(NamedTuple):
@@ -72,6 +73,11 @@ def scalar(group_offset: Any) -> Any:
     readable = group_offset.device.type == "cpu" if is_tensor else hasattr(group_offset, "dtype")
     integer = readable and dtype_name(group_offset.dtype) in ("int32", "int64") and math.prod(group_offset.shape) == 1
     return group_offset.item() if integer else group_offset
+
+
+def groups_of(group_sizes: Any, group_offset: Any) -> Groups:
+    """The groups as checks take them, with what the host can read of them at once."""
+    return Groups(group_sizes, scalar(group_offset), values(group_sizes))
 
 
 def range_of(values: Any) -> tuple[int, int] | None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from op_arguments import resolve_tiling
-from op_arguments.gmm import check_gmm, check_group_metadata, check_groups, check_num_actual_groups, check_tgmm
+from op_arguments.gmm import Groups, check_gmm, check_group_metadata, check_groups, check_num_actual_groups, check_tgmm
 from parity.interop import to_jax
 from tests.support.bad_input import PACKAGES, f16, f32, i8, i32, refusals
 
@@ -97,15 +97,16 @@ def test_what_is_just_good_enough_is_good():
     least = dict(m=0, tm=1, num_groups=0, cover="groups")
     check_group_metadata(i32(), group_offset=0, sizes=[], **least)
     for offset in (0, 1, i32(1), np.int64(1)):
-        assert check_groups(i32(2, 3, 3), offset, 2, 8, [2, 3, 3]) == 3
-    assert check_groups(i32(0, 8, 0), 0, 3, 8, [0, 8, 0]) == 3
+        assert check_groups(Groups(i32(2, 3, 3), offset, [2, 3, 3]), 2, 8) == 3
+    assert check_groups(Groups(i32(0, 8, 0), 0, [0, 8, 0]), 3, 8) == 3
 
 
 @pytest.mark.parametrize(("check", "given"), [(check_gmm, GMM), (check_tgmm, TGMM)])
 def test_float64_is_let_through_only_where_the_goldens_ask_for_it(check, given):
-    options = dict(group_offset=0, existing_out=None, preferred_element_type=None, sizes=None)
+    options = dict(groups=Groups(given["group_sizes"], 0, None), existing_out=None, preferred_element_type=None)
     options |= dict(transpose_rhs=False) if check is check_gmm else dict(num_actual_groups=None)
-    wide = given | {name: given[name].astype(np.float64) for name in ("lhs", "rhs")}
+    given = {name: given[name] for name in ("lhs", "rhs")}
+    wide = {name: x.astype(np.float64) for name, x in given.items()}
     assert check(**wide, **options, exact=True).out_dtype == "float64"
     with pytest.raises(TypeError, match="lhs must be float32, bfloat16 or float16, got float64"):
         check(**wide, **options)
@@ -116,7 +117,7 @@ def test_float64_is_let_through_only_where_the_goldens_ask_for_it(check, given):
 @pytest.mark.parametrize("offset", [SimpleNamespace(shape=()), SimpleNamespace(dtype=np.int32)])
 def test_an_offset_that_is_no_array_is_refused_as_that(offset):
     with pytest.raises(TypeError, match="group_offset must be an int or an int32 scalar, got SimpleNamespace"):
-        check_groups(i32(2, 3, 3), offset, 2, 8, None)
+        check_groups(Groups(i32(2, 3, 3), offset, None), 2, 8)
 
 
 def test_values_are_not_checked_under_tracing_and_bad_ones_harm_nothing():

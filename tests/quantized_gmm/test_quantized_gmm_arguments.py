@@ -7,28 +7,36 @@ import numpy as np
 import pytest
 
 from op_arguments import check_array, check_output_dtype
+from op_arguments.gmm import Groups
 from op_arguments.grouped_gemm import RAGGED, Support, check_grouped_gemm, check_mxfp8_tile, check_strict
 from op_arguments.moe import check_expert_parallel
 from op_arguments.mxfp8 import check_mxfp8_dequantize, check_mxfp8_quantize, check_unswizzle, swizzled_shape
-from op_arguments.quantize import check_blocks, check_dequantize, check_dual_quantize, check_quantize, check_scale
+from op_arguments.quantize import (
+    Quantized,
+    check_blocks,
+    check_dequantize,
+    check_dual_quantize,
+    check_quantize,
+    check_scale,
+)
 from op_arguments.quantized_gmm import check_gmm_quantized, check_tgmm_quantized, check_tile
 
 E4M3 = ml_dtypes.float8_e4m3fn
-SIZES = np.array([2, 3, 3], np.int32)
-SHARED = dict(group_sizes=SIZES, group_offset=0, existing_out=None, preferred_element_type=None, sizes=None)
+GROUPS = Groups(np.array([2, 3, 3], np.int32), 0, None)
+SHARED = dict(groups=GROUPS, existing_out=None, preferred_element_type=None)
 
 
 def gmm(lhs, rhs):
-    return check_gmm_quantized(lhs, None, rhs, None, transpose_rhs=False, **SHARED)
+    return check_gmm_quantized(Quantized(lhs, None), Quantized(rhs, None), transpose_rhs=False, **SHARED)
 
 
 def tgmm(lhs, rhs):
-    return check_tgmm_quantized(lhs, None, rhs, None, num_actual_groups=None, **SHARED)
+    return check_tgmm_quantized(Quantized(lhs, None), Quantized(rhs, None), num_actual_groups=None, **SHARED)
 
 
 def gemm(lhs, rhs, ragged="lhs"):
-    options = dict(lhs_scale=None, rhs_scale=None, num_actual_groups=None, transpose_rhs=False, scale_layout="plain")
-    return check_grouped_gemm(lhs, rhs, ragged=ragged, **options, **SHARED)
+    options = dict(num_actual_groups=None, transpose_rhs=False, scale_layout="plain")
+    return check_grouped_gemm(Quantized(lhs, None), Quantized(rhs, None), ragged=ragged, **options, **SHARED)
 
 
 @pytest.mark.parametrize("x", [[1.0], SimpleNamespace(shape=(8, 64)), SimpleNamespace(dtype=np.float32)])
@@ -59,7 +67,7 @@ def test_the_result_has_the_dtype_of_lhs_and_bfloat16_where_that_is_narrow(lhs, 
     one = np.ones((1, 1), np.float32)
     scales = [one if x.dtype == E4M3 else None for x in (lhs, rhs)]
     scales[1] = None if scales[1] is None else one[None]
-    problem = check_gmm_quantized(lhs, scales[0], rhs, scales[1], transpose_rhs=False, **SHARED)
+    problem = check_gmm_quantized(Quantized(lhs, scales[0]), Quantized(rhs, scales[1]), transpose_rhs=False, **SHARED)
     assert problem.out_dtype == out
 
 

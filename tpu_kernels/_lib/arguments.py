@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
+from op_arguments.gmm import Groups, Problem
 from tpu_kernels._lib.chip import is_tpu
 
 Interpreted = bool | pltpu.InterpretParams
@@ -36,6 +37,16 @@ def static_scalar(value: Any) -> Any:
     """The int in a concrete integer scalar ([] or [1]); anything else as it is, for the check to judge."""
     concrete = isinstance(value, jax.Array | np.ndarray | np.integer) and not isinstance(value, jax.core.Tracer)
     return int(value.reshape(())) if concrete and value.size == 1 and value.dtype.kind == "i" else value
+
+
+def groups_of(group_sizes: Any, group_offset: Any) -> Groups:
+    """The groups as checks take them, with what is known of them outside tracing."""
+    return Groups(group_sizes, static_scalar(group_offset), concrete_values(group_sizes))
+
+
+def shard_of(groups: Groups, p: Problem) -> Shard:
+    """The groups of a checked problem as the kernels read them."""
+    return Shard(groups.sizes, as_vector(groups.offset, p.experts - p.groups))
 
 
 def as_vector(group_offset: int | jax.Array, most: int) -> jax.Array:

@@ -167,7 +167,7 @@ def grouped_matmul(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Arra
             return jnp.zeros(grid.out_shape, p.out_dtype) if existing_out is None else existing_out
         if p.k == 0:
             lhs, rhs = (jnp.zeros([max(size, 1) for size in x.shape], x.dtype) for x in (operands.lhs, operands.rhs))
-            operands, grid = Operands(lhs, rhs, existing_out=existing_out), replace(grid, problem=p._replace(k=1))
+            operands, grid = Operands(lhs, rhs, existing_out=existing_out), replace(grid, problem=replace(p, k=1))
         return multiply(operands, grid.visits(shard), grid=grid)
 
     return multiplied
