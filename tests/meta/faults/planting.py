@@ -25,8 +25,12 @@ PACKAGES = {"tpu": "tpu_kernels", "gpu": "gpu_reference"}
 OP = {op.name: op for op in OPS}
 
 
-def smoke(c: Case) -> bool:
-    return c.tier == "smoke"
+def having(**values: object) -> Callable[[Case], bool]:
+    """Whether a case has these values."""
+    return lambda c: all(getattr(c, name) == value for name, value in values.items())
+
+
+smoke = having(tier="smoke")
 
 
 @dataclass(frozen=True)

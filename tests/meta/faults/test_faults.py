@@ -3,15 +3,14 @@
 import pytest
 
 from tests.matrix.gmm import GMM, TGMM
-from tests.meta.faults.planting import check_is_caught, gpu, named, pairs, tpu
+from tests.meta.faults.planting import check_is_caught, gpu, having, named, pairs, tpu
 
 
 def empty_groups(c):
     return c.groups.startswith("empty")
 
 
-def boundaries_in_tiles(c):
-    return c.groups == "straddle" and c.M == 300
+boundaries_in_tiles = having(groups="straddle", M=300)
 
 
 def sharded(c):
@@ -26,8 +25,7 @@ def existing(c):
     return c.existing_out and c.M == 300
 
 
-def narrow_output(c):
-    return c.out == "bfloat16" and c.tier == "smoke"
+narrow_output = having(tier="smoke", out="bfloat16")
 
 
 SWAP = "jax.numpy.where(visits.group_ids[visit] < 2, 1 - visits.group_ids[visit], visits.group_ids[visit])"

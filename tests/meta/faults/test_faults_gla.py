@@ -3,24 +3,16 @@
 import pytest
 
 from tests.matrix.gla import GATED_LINEAR_ATTENTION, is_packed
-from tests.meta.faults.planting import check_is_caught, gpu, named, pairs, tpu
+from tests.meta.faults.planting import check_is_caught, gpu, having, named, pairs, tpu
 
-
-def bfloat16(c):
-    return c.tier == "smoke" and c.dtype == "bfloat16"
-
-
-def steep(c):
-    return c.decay == "steep" and c.dtype == "float32"
+bfloat16 = having(tier="smoke", dtype="bfloat16")
+steep = having(decay="steep", dtype="float32")
+both = having(gates="both")
 
 
 def constant(c):
     """A constant decay, and a short last chunk whose state is returned."""
     return c.gates == "gamma" and c.T % c.chunk != 0 and c.ht
-
-
-def both(c):
-    return c.gates == "both"
 
 
 def packed(c):

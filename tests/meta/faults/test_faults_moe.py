@@ -3,7 +3,7 @@
 import pytest
 
 from tests.matrix.moe import MOE_LAYER, MOE_LAYER_BWD, PERMUTE, UNPERMUTE
-from tests.meta.faults.planting import check_is_caught, gpu, named, pairs, tpu
+from tests.meta.faults.planting import check_is_caught, gpu, having, named, pairs, tpu
 
 OPS = (PERMUTE, UNPERMUTE, MOE_LAYER, MOE_LAYER_BWD)
 
@@ -12,8 +12,7 @@ def drops(c):
     return bool(c.capacity) and c.tier == "smoke"
 
 
-def idle_experts(c):
-    return c.data == "poison"
+idle_experts = having(data="poison")
 
 
 def sanitized(c):

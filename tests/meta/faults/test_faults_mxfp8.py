@@ -3,21 +3,14 @@
 import pytest
 
 from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_DUAL_QUANTIZE, MXFP8_QUANTIZE
-from tests.meta.faults.planting import check_is_caught, gpu, named, pairs, tpu
+from tests.meta.faults.planting import check_is_caught, gpu, having, named, pairs, tpu
 
 OPS = (GROUPED_GEMM, MXFP8_QUANTIZE, MXFP8_DUAL_QUANTIZE)
 
 
-def rounded_up(c):
-    return c.tier == "smoke" and c.rounding == "up"
-
-
-def boundaries_in_blocks(c):
-    return c.tier == "smoke" and c.ragged == "contracting"
-
-
-def empty_groups(c):
-    return c.ragged == "contracting" and c.groups == "empty_first"
+rounded_up = having(tier="smoke", rounding="up")
+boundaries_in_blocks = having(tier="smoke", ragged="contracting")
+empty_groups = having(ragged="contracting", groups="empty_first")
 
 
 FAULTS = named({

@@ -14,7 +14,7 @@ from parity.judging.judge import gates
 from parity.op import Case
 from parity.trial import Trial
 from tests.matrix import OPS
-from tests.meta.faults.planting import Fault, gpu, named, pairs, plant, tpu
+from tests.meta.faults.planting import Fault, gpu, having, named, pairs, plant, tpu
 
 ROUNDED = {
     ("tpu", "float16"): "jax.lax.reduce_precision({}, 8, 10)",
@@ -48,28 +48,12 @@ class Loss(NamedTuple):
         return replace(fault, name=f"{self.to} {self.what}")
 
 
-def f32(c):
-    return c.tier == "smoke" and c.dtype == "float32"
-
-
-def bf16(c):
-    return c.tier == "smoke" and c.dtype == "bfloat16"
-
-
-def narrow_output(c):
-    return c.tier == "smoke" and c.out == "bfloat16"
-
-
-def fp8(c):
-    return c.tier == "smoke" and c.dtype == "float8_e4m3fn" and c.out == "float32"
-
-
-def layer(c):
-    return c.dtype == "float32" and c.data == "normal"
-
-
-def layer_bwd(c):
-    return c.dtype == "bfloat16" and c.T == 60
+f32 = having(tier="smoke", dtype="float32")
+bf16 = having(tier="smoke", dtype="bfloat16")
+narrow_output = having(tier="smoke", out="bfloat16")
+fp8 = having(tier="smoke", dtype="float8_e4m3fn", out="float32")
+layer = having(dtype="float32", data="normal")
+layer_bwd = having(dtype="bfloat16", T=60)
 
 
 def gamma(c):

@@ -5,14 +5,13 @@ import pytest
 from tests.matrix.moe import GROUPED_DENSE, GROUPED_DENSE_BWD
 from tests.matrix.quantize import FP8_QUANTIZE, INT8_QUANTIZE
 from tests.matrix.quantized_gmm import E4M3, GMM_QUANTIZED, TGMM_QUANTIZED
-from tests.meta.faults.planting import check_is_caught, gpu, named, pairs, tpu
+from tests.meta.faults.planting import check_is_caught, gpu, having, named, pairs, tpu
 
 OPS = (GMM_QUANTIZED, TGMM_QUANTIZED, GROUPED_DENSE, GROUPED_DENSE_BWD, FP8_QUANTIZE, INT8_QUANTIZE)
 
 
-def block_scaled(c):
-    """Both operands in fp8 with scales that change along the contraction."""
-    return c.tier == "smoke" and c.dtype == E4M3
+block_scaled = having(tier="smoke", dtype=E4M3)
+"""Both operands in fp8 with scales that change along the contraction."""
 
 
 def boundaries_in_blocks(c):
@@ -45,8 +44,7 @@ def climbing(c):
     return c.dtype == "int8" and 4096 in (c.M, c.K)
 
 
-def zero_blocks(c):
-    return c.data == "ranges" and c.dtype == "bfloat16"
+zero_blocks = having(data="ranges", dtype="bfloat16")
 
 
 def other_blocks(c):
