@@ -4,6 +4,7 @@ A quantised operand is a pair (qvalue, scale) as `cpu_golden/quantize.py` makes 
 the operand is not quantised. Groups and shards are those of `cpu_golden/gmm.py`.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,24 +15,26 @@ from cpu_golden._lib.scales import expand
 from cpu_golden._lib.visits import active_groups, out_before
 from cpu_golden.gmm import gmm_definition, tgmm_definition
 from cpu_golden.stages import Stages, exact
-from op_arguments import Tiling, resolve_tiling
+from op_arguments import resolve_tiling
+from op_arguments.gmm import GmmOptions, TgmmOptions
+from op_arguments.options import options_of
 from op_arguments.quantize import Quantized, check_scale
 from op_arguments.quantized_gmm import check_gmm_quantized, check_tgmm_quantized, check_tile
 
 
+@dataclass(frozen=True, kw_only=True)
+class _GmmOptions(GmmOptions):
+    stages: Stages = exact
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TgmmOptions(TgmmOptions):
+    stages: Stages = exact
+
+
+@options_of(_GmmOptions)
 def gmm_quantized(
-    lhs: Array,
-    lhs_scale: Array | None,
-    rhs: Array,
-    rhs_scale: Array | None,
-    group_sizes: Array,
-    *,
-    group_offset: int = 0,
-    existing_out: Array | None = None,
-    transpose_rhs: bool = False,
-    preferred_element_type: Any = None,
-    tiling: Tiling | None = None,
-    stages: Stages = exact,
+    lhs: Array, lhs_scale: Array | None, rhs: Array, rhs_scale: Array | None, group_sizes: Array, **options: Any
 ) -> Array:
     """`gmm` of operands with block scales: `out[m] = Σ_b (lhs[m, b] @ rhs[g, b]) · lhs_scale[m, b] · rhs_scale[g, b]`.
 
@@ -40,36 +43,27 @@ def gmm_quantized(
     dividing the operand's; along K their blocks are 32, 64, 128, 256, 512 or the whole axis, each operand's own.
     b runs over the shorter blocks of K. preferred_element_type: float32, bfloat16 or float16 (default: the
     unquantised lhs's dtype, else bfloat16); it is checked, and the float64 result left unrounded. group_sizes,
-    group_offset, existing_out and errors as `gmm`; a `tiling` whose tk cuts a block is refused.
+    options and errors as `gmm`; a `tiling` whose tk cuts a block is refused.
     Stages: depth (along K, within a block). Sites: lhs, rhs, partial, inner (a block's running sum: see `Stages.dot`),
     lhs_scale, rhs_scale, scale (the product of the two), scaled (a block's sum times it), acc (the running sum of
     these) and out.
     """
-    a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, group_offset)
-    p = check_gmm_quantized(a, b, groups, existing_out, transpose_rhs, preferred_element_type)
-    _, tk, _ = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
+    o = _GmmOptions(**options)
+    a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, o.group_offset)
+    p = check_gmm_quantized(a, b, groups, o.existing_out, o.transpose_rhs, o.preferred_element_type)
+    _, tk, _ = resolve_tiling(o.tiling, one_tile, p.m, p.k, p.n)
     check_tile("tk", tk, p.block, p.k)
     a_scale, b_scale = _scale(lhs_scale, lhs.shape), _scale(rhs_scale, rhs.shape)
-    out = out_before(existing_out, p.m, p.n)
+    out = out_before(o.existing_out, p.m, p.n)
     for group, rows in active_groups(group_sizes, groups.offset, p.groups):
-        weights, b_s = (x[group].T if transpose_rhs else x[group] for x in (rhs, b_scale))
-        out[rows] = _staged_blocks(lhs[rows], a_scale[rows], weights, b_s, 0, p.block, stages)
-    return stages("out", out)
+        weights, b_s = (x[group].T if o.transpose_rhs else x[group] for x in (rhs, b_scale))
+        out[rows] = _staged_blocks(lhs[rows], a_scale[rows], weights, b_s, 0, p.block, o.stages)
+    return o.stages("out", out)
 
 
+@options_of(_TgmmOptions)
 def tgmm_quantized(
-    lhs: Array,
-    lhs_scale: Array | None,
-    rhs: Array,
-    rhs_scale: Array | None,
-    group_sizes: Array,
-    *,
-    group_offset: int = 0,
-    num_actual_groups: int | None = None,
-    existing_out: Array | None = None,
-    preferred_element_type: Any = None,
-    tiling: Tiling | None = None,
-    stages: Stages = exact,
+    lhs: Array, lhs_scale: Array | None, rhs: Array, rhs_scale: Array | None, group_sizes: Array, **options: Any
 ) -> Array:
     """`tgmm` of operands with block scales: `out[g] = Σ_b (lhs[b].T @ rhs[b]) · lhs_scale[b] · rhs_scale[b]`.
 
@@ -78,17 +72,18 @@ def tgmm_quantized(
     [G, K, N] is added. Everything else as `tgmm`; a `tiling` whose tm cuts a block is refused.
     Stages and sites as `gmm_quantized`, depth along M.
     """
-    a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, group_offset)
-    p = check_tgmm_quantized(a, b, groups, num_actual_groups, existing_out, preferred_element_type)
-    tm, _, _ = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
+    o = _TgmmOptions(**options)
+    a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, o.group_offset)
+    p = check_tgmm_quantized(a, b, groups, o.num_actual_groups, o.existing_out, o.preferred_element_type)
+    tm, _, _ = resolve_tiling(o.tiling, one_tile, p.m, p.k, p.n)
     check_tile("tm", tm, p.block, p.m)
     a_scale, b_scale = _scale(lhs_scale, lhs.shape), _scale(rhs_scale, rhs.shape)
-    out = out_before(existing_out, p.groups, p.k, p.n)
+    out = out_before(o.existing_out, p.groups, p.k, p.n)
     for group, rows in active_groups(group_sizes, groups.offset, p.groups):
         out[group] += _staged_blocks(
-            lhs[rows].T, a_scale[rows].T, rhs[rows], b_scale[rows], rows.start, p.block, stages
+            lhs[rows].T, a_scale[rows].T, rhs[rows], b_scale[rows], rows.start, p.block, o.stages
         )
-    return stages("out", out)
+    return o.stages("out", out)
 
 
 def gmm_quantized_definition(

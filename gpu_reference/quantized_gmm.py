@@ -26,6 +26,8 @@ from gpu_reference._lib.products import multiply_groups, multiply_rows
 from gpu_reference._lib.tiles import Candidate, Tile, chosen, first_filled, fitted, step_of
 from gpu_reference.gmm import GMM_TILES, TGMM_TILES
 from op_arguments import Tiling, dtype_name
+from op_arguments.gmm import GmmOptions, TgmmOptions
+from op_arguments.options import options_of
 from op_arguments.quantize import NARROW, Quantized
 from op_arguments.quantized_gmm import (
     QuantizedProblem,
@@ -76,58 +78,42 @@ class Scaling(NamedTuple):
     rhs_block: int
 
 
+@options_of(GmmOptions)
 def gmm_quantized(
-    lhs: Tensor,
-    lhs_scale: Tensor | None,
-    rhs: Tensor,
-    rhs_scale: Tensor | None,
-    group_sizes: Tensor,
-    *,
-    group_offset: int | Tensor = 0,
-    existing_out: Tensor | None = None,
-    transpose_rhs: bool = False,
-    preferred_element_type: torch.dtype | None = None,
-    tiling: Tiling | None = None,
+    lhs: Tensor, lhs_scale: Tensor | None, rhs: Tensor, rhs_scale: Tensor | None, group_sizes: Tensor, **options: Any
 ) -> Tensor:
     """`gmm` of operands with block scales: [M, N] in preferred_element_type.
 
-    Arguments, result and errors as `cpu_golden.quantized_gmm.gmm_quantized`, strides, tiling and further errors as
+    Arguments, result and errors as `cpu_golden.quantized_gmm.gmm_quantized`, strides, options and further errors as
     `gmm`; here: what the dot multiplies on which GPU, and why: `dot_path`. Shown to a probe: the finished sums, at acc.
     """
-    a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, group_offset)
-    p = check_gmm_quantized(a, b, groups, existing_out, transpose_rhs, preferred_element_type)
-    if transpose_rhs:
+    o = GmmOptions(**options)
+    a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, o.group_offset)
+    p = check_gmm_quantized(a, b, groups, o.existing_out, o.transpose_rhs, o.preferred_element_type)
+    if o.transpose_rhs:
         rhs, rhs_scale = rhs.transpose(1, 2), None if rhs_scale is None else rhs_scale.transpose(1, 2)
         block_g, block_n, block_k = p.rhs_blocks
         p = replace(p, rhs_blocks=(block_g, block_k, block_n))
     operands = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale}
     plan = partial(gmm_quantized_plan, target=architecture(lhs.device))
-    return product(plan, p, operands, Given(group_sizes, group_offset, existing_out, tiling))
+    return product(plan, p, operands, Given(group_sizes, o.group_offset, o.existing_out, o.tiling))
 
 
+@options_of(TgmmOptions)
 def tgmm_quantized(
-    lhs: Tensor,
-    lhs_scale: Tensor | None,
-    rhs: Tensor,
-    rhs_scale: Tensor | None,
-    group_sizes: Tensor,
-    *,
-    group_offset: int | Tensor = 0,
-    num_actual_groups: int | None = None,
-    existing_out: Tensor | None = None,
-    preferred_element_type: torch.dtype | None = None,
-    tiling: Tiling | None = None,
+    lhs: Tensor, lhs_scale: Tensor | None, rhs: Tensor, rhs_scale: Tensor | None, group_sizes: Tensor, **options: Any
 ) -> Tensor:
     """`tgmm` of operands with block scales: [G, K, N] in preferred_element_type.
 
     Arguments, result and errors as `cpu_golden.quantized_gmm.tgmm_quantized`; all else as `gmm_quantized`.
     existing_out is added to the float32 sums.
     """
-    a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, group_offset)
-    p = check_tgmm_quantized(a, b, groups, num_actual_groups, existing_out, preferred_element_type)
+    o = TgmmOptions(**options)
+    a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, o.group_offset)
+    p = check_tgmm_quantized(a, b, groups, o.num_actual_groups, o.existing_out, o.preferred_element_type)
     operands = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale}
     plan = partial(tgmm_quantized_plan, target=architecture(lhs.device))
-    return product(plan, p, operands, Given(group_sizes, group_offset, existing_out, tiling))
+    return product(plan, p, operands, Given(group_sizes, o.group_offset, o.existing_out, o.tiling))
 
 
 def dot_path(lhs: torch.dtype, rhs: torch.dtype, out: torch.dtype, target: str | None) -> DotPath:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from op_arguments import Array, check_array, check_output_dtype, check_shape, dtype_name
+from op_arguments import Array, Tiling, check_array, check_output_dtype, check_shape, dtype_name
 
 FLOATS = ("float32", "bfloat16", "float16")
 COVERS = ("tiles", "groups")
@@ -19,6 +19,30 @@ class Groups(NamedTuple):
     sizes: Any
     offset: Any
     values: Sequence[int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductOptions:
+    """The options of every grouped matmul; `cpu_golden.gmm` says what they are."""
+
+    group_offset: Any = 0
+    existing_out: Any = None
+    preferred_element_type: Any = None
+    tiling: Tiling | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GmmOptions(ProductOptions):
+    """The options of `gmm`."""
+
+    transpose_rhs: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TgmmOptions(ProductOptions):
+    """The options of `tgmm`."""
+
+    num_actual_groups: int | None = None
 
 
 @dataclass(frozen=True)

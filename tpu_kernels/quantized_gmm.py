@@ -6,13 +6,14 @@ Here is what is called and refused, and the tiles; the kernels are `_lib/scaled_
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
-from op_arguments import Tiling, resolve_tiling
+from op_arguments import resolve_tiling
+from op_arguments.options import options_of
 from op_arguments.quantize import Quantized
 from op_arguments.quantized_gmm import check_gmm_quantized, check_tgmm_quantized, check_tile
-from tpu_kernels._lib.arguments import Interpret, groups_of, resolve_interpret, shard_of
+from tpu_kernels._lib.arguments import GmmOptions, TgmmOptions, groups_of, resolve_interpret, shard_of
 from tpu_kernels._lib.grids import Grid, Operands
 from tpu_kernels._lib.narrow import are_narrow, widened_to
 from tpu_kernels._lib.scaled_gmm import scaled_gmm
@@ -20,65 +21,49 @@ from tpu_kernels._lib.scaled_tgmm import scaled_tgmm
 from tpu_kernels._lib.tiles import fit_tile, is_small, scaled_gmm_tiles, scaled_tgmm_tiles
 
 
+@options_of(GmmOptions)
 def gmm_quantized(
-    lhs: jax.Array,
-    lhs_scale: jax.Array | None,
-    rhs: jax.Array,
-    rhs_scale: jax.Array | None,
-    group_sizes: jax.Array,
-    *,
-    group_offset: int | jax.Array = 0,
-    existing_out: jax.Array | None = None,
-    transpose_rhs: bool = False,
-    preferred_element_type: Any = None,
-    tiling: Tiling | None = None,
-    interpret: Interpret = None,
-) -> jax.Array:
+    lhs: Array, lhs_scale: Array | None, rhs: Array, rhs_scale: Array | None, group_sizes: Array, **options: Any
+) -> Array:
     """`gmm` of operands with block scales: [M, N] in preferred_element_type.
 
-    Arguments, result and errors as `cpu_golden.quantized_gmm.gmm_quantized`, group_offset, tiling and interpret as
-    `gmm`; here: a narrow operand beside a wide one is widened to its dtype. Sums are float32 of exact products, those
-    of int8 products int32 within a tile of a block (over all of K where no scale changes along it). What the matrix
-    unit multiplies: `tpu_kernels._lib.chip.matmul_path`. On v5e, v5p and v6e scales of e4m3fn are infinite from 2^124
-    on: 16 times them is what is used. Site for a probe: acc, the finished sums.
+    Arguments, result and errors as `cpu_golden.quantized_gmm.gmm_quantized`, options as those of `gmm`;
+    here: a narrow operand beside a wide one is widened to its dtype. Sums are float32 of exact products, those of int8
+    products int32 within a tile of a block (over all of K where no scale changes along it). What the matrix unit
+    multiplies: `tpu_kernels._lib.chip.matmul_path`. On v5e, v5p and v6e scales of e4m3fn are infinite from 2^124 on: 16
+    times them is what is used. Site for a probe: acc, the finished sums.
     """
-    a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, group_offset)
-    p = check_gmm_quantized(a, b, groups, existing_out, transpose_rhs, preferred_element_type)
-    small = are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
-    tile = resolve_tiling(tiling, partial(scaled_gmm_tiles, p.block, small, False), p.m, p.k, p.n)
+    o = GmmOptions(**options)
+    a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, o.group_offset)
+    p = check_gmm_quantized(a, b, groups, o.existing_out, o.transpose_rhs, o.preferred_element_type)
+    small = are_narrow(lhs, rhs) and is_small(o.existing_out, p.out_dtype)
+    tile = resolve_tiling(o.tiling, partial(scaled_gmm_tiles, p.block, small, False), p.m, p.k, p.n)
     check_tile("tk", tile[1], p.block, p.k)
-    grid = Grid(p, fit_tile(tile, p, jnp.int8), resolve_interpret(interpret, lhs), transpose_rhs=bool(transpose_rhs))
+    grid = Grid(
+        p, fit_tile(tile, p, jnp.int8), resolve_interpret(o.interpret, lhs), transpose_rhs=bool(o.transpose_rhs)
+    )
     return scaled_gmm(
-        Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=existing_out), shard_of(groups, p), grid=grid
+        Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=o.existing_out), shard_of(groups, p), grid=grid
     )
 
 
+@options_of(TgmmOptions)
 def tgmm_quantized(
-    lhs: jax.Array,
-    lhs_scale: jax.Array | None,
-    rhs: jax.Array,
-    rhs_scale: jax.Array | None,
-    group_sizes: jax.Array,
-    *,
-    group_offset: int | jax.Array = 0,
-    num_actual_groups: int | None = None,
-    existing_out: jax.Array | None = None,
-    preferred_element_type: Any = None,
-    tiling: Tiling | None = None,
-    interpret: Interpret = None,
-) -> jax.Array:
+    lhs: Array, lhs_scale: Array | None, rhs: Array, rhs_scale: Array | None, group_sizes: Array, **options: Any
+) -> Array:
     """`tgmm` of operands with block scales: [G, K, N] in preferred_element_type.
 
     Arguments, result and errors as `cpu_golden.quantized_gmm.tgmm_quantized`; all else as `gmm_quantized`.
     """
-    a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, group_offset)
-    p = check_tgmm_quantized(a, b, groups, num_actual_groups, existing_out, preferred_element_type)
+    o = TgmmOptions(**options)
+    a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, o.group_offset)
+    p = check_tgmm_quantized(a, b, groups, o.num_actual_groups, o.existing_out, o.preferred_element_type)
     narrow = are_narrow(lhs, rhs)
     # What is widened and scaled part by part leaves no room for more columns.
-    small = narrow and is_small(existing_out, p.out_dtype) and (p.block >= p.m or widened_to(lhs, rhs) is None)
-    tile = resolve_tiling(tiling, partial(scaled_tgmm_tiles, narrow, small), p.m, p.k, p.n)
+    small = narrow and is_small(o.existing_out, p.out_dtype) and (p.block >= p.m or widened_to(lhs, rhs) is None)
+    tile = resolve_tiling(o.tiling, partial(scaled_tgmm_tiles, narrow, small), p.m, p.k, p.n)
     check_tile("tm", tile[0], p.block, p.m)
-    grid = Grid(p, fit_tile(tile, p, jnp.int8), resolve_interpret(interpret, lhs), contracting=True)
+    grid = Grid(p, fit_tile(tile, p, jnp.int8), resolve_interpret(o.interpret, lhs), contracting=True)
     return scaled_tgmm(
-        Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=existing_out), shard_of(groups, p), grid=grid
+        Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=o.existing_out), shard_of(groups, p), grid=grid
     )

@@ -1,5 +1,6 @@
 """What every kernel does with the arguments of a call: values that are known, an offset, operands without float16."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -7,11 +8,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
+from op_arguments import gmm
 from op_arguments.gmm import Groups, Problem
 from tpu_kernels._lib.chip import is_tpu
 
 Interpreted = bool | pltpu.InterpretParams
 Interpret = Interpreted | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GmmOptions(gmm.GmmOptions):
+    """With interpret, as `tpu_kernels.gmm.gmm`."""
+
+    interpret: Interpret = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TgmmOptions(gmm.TgmmOptions):
+    """With interpret, as `tpu_kernels.gmm.gmm`."""
+
+    interpret: Interpret = None
 
 
 class Shard(NamedTuple):
