@@ -26,8 +26,18 @@ from tpu_kernels._lib.grids import Grid, Listed, Operands, grouped_matmul
 from tpu_kernels._lib.narrow import EXACT_SUMS, are_narrow, product, product_path, sum_dtype, widen, widen_whole
 from tpu_kernels._lib.powers import times_lanes, times_rows
 from tpu_kernels._lib.products import blocks, dot, dot_depth, for_blocks, for_depth
-from tpu_kernels._lib.scales import Changes, Plan, Scales, are_in_range, as_columns, row_of, scaled, scaled_blocks
-from tpu_kernels._lib.visits import OwnRows, Visits
+from tpu_kernels._lib.scales import (
+    Changes,
+    Plan,
+    ScaledTile,
+    Scales,
+    are_in_range,
+    as_columns,
+    row_of,
+    scaled,
+    scaled_blocks,
+)
+from tpu_kernels._lib.visits import Visits
 
 WIDENED_ROWS = 64  # at a time, so that they stay in registers
 WIDENING, WIDENING_POWERS = 3, 5  # blocks of columns whose products hide, on v6e, that lhs is widened; with powers
@@ -113,34 +123,19 @@ def _kernel(visits: Visits, in_range: Any, operands: Operands, out: Any, scratch
 
 
 @dataclass(frozen=True)
-class _Tile:
-    """A step's tile: what it multiplies, and its rows that are the group's own.
+class _Tile(ScaledTile):
+    """A step's tile; rows that are masked are not stored.
 
-    masked: other rows are there too, and are not stored. in_range: whether all products of two scales are normal
-    numbers, where sums are transposed.
+    in_range: whether all products of two scales are normal numbers, where sums are transposed.
     """
 
-    operands: Operands
-    out: Any
-    scratch: Scratch
-    plan: Plan
-    own: OwnRows
     step: Any
     in_range: Any = None
-    masked: bool = False
-
-    @property
-    def acc(self) -> Any:
-        return self.scratch.acc
 
     @property
     def lhs(self) -> Any:
         """lhs as it is multiplied."""
         return self.operands.lhs if self.scratch.wide_lhs is None else self.scratch.wide_lhs
-
-    @property
-    def is_widened(self) -> bool:
-        return self.scratch.wide_lhs is not None
 
     @property
     def one_step(self) -> bool:

@@ -22,8 +22,8 @@ from tpu_kernels._lib.grids import Grid, Listed, Operands, grouped_matmul
 from tpu_kernels._lib.narrow import product, sum_dtype, widen, widen_whole, widened_to
 from tpu_kernels._lib.powers import times_rows
 from tpu_kernels._lib.products import blocks, dot, dot_depth, for_blocks
-from tpu_kernels._lib.scales import Plan, Scales, as_columns, row_of, scaled, scaled_blocks
-from tpu_kernels._lib.visits import COPY_ROWS, OwnRows, Visits, row_block
+from tpu_kernels._lib.scales import Plan, ScaledTile, Scales, as_columns, row_of, scaled, scaled_blocks
+from tpu_kernels._lib.visits import COPY_ROWS, Visits, row_block
 
 STRIPS = 4  # of 128 rows, that are stored in straight-line code
 TALL = 896  # rows of a dot that the matrix unit adds up by itself: of multiples of 128 the fastest in tgmm on tpu7x
@@ -99,24 +99,10 @@ def _kernel(visits: Visits, operands: Operands, out: Any, scratch: Scratch, *, p
 
 
 @dataclass(frozen=True)
-class _Tile:
-    """A visit's tile: what it multiplies, and its rows that are the group's own; masked: it has others too."""
+class _Tile(ScaledTile):
+    """A visit's tile."""
 
-    operands: Operands
-    out: Any
-    scratch: Scratch
-    plan: Plan
-    own: OwnRows
     first_of_group: Any
-    masked: bool = False
-
-    @property
-    def acc(self) -> Any:
-        return self.scratch.acc
-
-    @property
-    def is_widened(self) -> bool:
-        return self.scratch.wide_lhs is not None
 
     @cached_property
     def depth_of_dot(self) -> int:

@@ -5,6 +5,7 @@ a tile has a row of scales for each of its parts, or a single one that multiplie
 two multiply the operands before the dot instead (`_lib/powers.py`).
 """
 
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.grids import Grid, Operands
 from tpu_kernels._lib.narrow import scales_in_units
 from tpu_kernels._lib.powers import gmm_powers, is_power, tgmm_powers
+from tpu_kernels._lib.visits import OwnRows
 
 
 class Scales(NamedTuple):
@@ -47,6 +49,29 @@ class Plan(NamedTuple):
     grid: Grid[QuantizedProblem]
     changes: Changes
     transposed: bool = False  # sums are [columns, rows]
+
+
+@dataclass(frozen=True)
+class ScaledTile:
+    """A tile in a kernel: what it multiplies, and its rows that are the group's own; masked: it has others too.
+
+    scratch: the kernel's, with its sums at `acc` and, where lhs is widened, room for it at `wide_lhs`.
+    """
+
+    operands: Operands
+    out: Any
+    scratch: Any
+    plan: Plan
+    own: OwnRows
+    masked: bool = field(default=False, kw_only=True)
+
+    @property
+    def acc(self) -> Any:
+        return self.scratch.acc
+
+    @property
+    def is_widened(self) -> bool:
+        return self.scratch.wide_lhs is not None
 
 
 def scaled_blocks(operands: Operands, grid: Grid[QuantizedProblem]) -> tuple[Operands, Changes]:
