@@ -88,11 +88,8 @@ def check_gmm(
     check_array("lhs", lhs, "M, K", FLOATS, exact=exact)
     check_array("rhs", rhs, "G, N, K" if transpose_rhs else "G, K, N", FLOATS, exact=exact)
     _same_dtype(lhs, rhs)
-    m, k, n, count = sizes_of_gmm(lhs, rhs, transpose_rhs)
     out_dtype = check_output_dtype("preferred_element_type", preferred_element_type, lhs.dtype, FLOATS, exact=exact)
-    experts = check_groups(groups, count, m)
-    check_existing_out(existing_out, "M, N", (m, n), out_dtype, exact)
-    return Problem(m, k, n, count, experts, out_dtype)
+    return problem_of_gmm(lhs, rhs, groups, existing_out, transpose_rhs, out_dtype, exact)
 
 
 def check_tgmm(
@@ -108,30 +105,47 @@ def check_tgmm(
     check_array("lhs", lhs, "M, K", FLOATS, exact=exact)
     check_array("rhs", rhs, "M, N", FLOATS, exact=exact)
     _same_dtype(lhs, rhs)
-    m, k, n = sizes_of_tgmm(lhs, rhs)
     out_dtype = check_output_dtype("preferred_element_type", preferred_element_type, lhs.dtype, FLOATS, exact=exact)
-    count = check_num_actual_groups(num_actual_groups, groups.sizes)
-    experts = check_groups(groups, count, m)
-    check_existing_out(existing_out, "G, K, N", (count, k, n), out_dtype, exact)
-    return Problem(m, k, n, count, experts, out_dtype)
+    return problem_of_tgmm(lhs, rhs, groups, num_actual_groups, existing_out, out_dtype, exact)
 
 
-def sizes_of_gmm(lhs: Array, rhs: Array, transpose_rhs: bool) -> tuple[int, int, int, int]:
-    """(M, K, N, G) of lhs [M, K] and rhs [G, K, N], or [G, N, K] with transpose_rhs; ValueError where K differs."""
+def problem_of_gmm(
+    lhs: Array,
+    rhs: Array,
+    groups: Groups,
+    existing_out: Array | None,
+    transpose_rhs: bool,
+    out_dtype: str,
+    exact: bool = False,
+) -> Problem:
+    """The problem of lhs [M, K] and rhs [G, K, N], or [G, N, K], after checking that sizes, groups and output fit."""
     m, k = lhs.shape
-    groups, *kn = rhs.shape
+    count, *kn = rhs.shape
     rhs_k, n = reversed(kn) if transpose_rhs else kn
     if rhs_k != k:
         raise ValueError(f"rhs must have K = {k} as lhs does, got {rhs_k} (shape {list(rhs.shape)})")
-    return m, k, n, groups
+    experts = check_groups(groups, count, m)
+    _check_existing_out(existing_out, "M, N", (m, n), out_dtype, exact)
+    return Problem(m, k, n, count, experts, out_dtype)
 
 
-def sizes_of_tgmm(lhs: Array, rhs: Array) -> tuple[int, int, int]:
-    """(M, K, N) of lhs [M, K] and rhs [M, N]; ValueError where M differs."""
+def problem_of_tgmm(
+    lhs: Array,
+    rhs: Array,
+    groups: Groups,
+    num_actual_groups: int | None,
+    existing_out: Array | None,
+    out_dtype: str,
+    exact: bool = False,
+) -> Problem:
+    """The problem of lhs [M, K] and rhs [M, N]; as `problem_of_gmm`."""
     (m, k), (rhs_m, n) = lhs.shape, rhs.shape
     if rhs_m != m:
         raise ValueError(f"rhs must have M = {m} rows as lhs does, got {rhs_m}")
-    return m, k, n
+    count = check_num_actual_groups(num_actual_groups, groups.sizes)
+    experts = check_groups(groups, count, m)
+    _check_existing_out(existing_out, "G, K, N", (count, k, n), out_dtype, exact)
+    return Problem(m, k, n, count, experts, out_dtype)
 
 
 def check_group_metadata(
@@ -192,7 +206,7 @@ def check_groups(groups: Groups, count: int, m: int) -> int:
     return experts
 
 
-def check_existing_out(
+def _check_existing_out(
     existing_out: Array | None, axes: str, shape: tuple[int, ...], out_dtype: str, exact: bool
 ) -> None:
     """Refuse an existing_out that has not the shape and dtype of the output."""

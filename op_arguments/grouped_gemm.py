@@ -3,15 +3,7 @@
 from typing import Any, NamedTuple
 
 from op_arguments import Array, check_array, dtype_name
-from op_arguments.gmm import (
-    Groups,
-    Problem,
-    check_existing_out,
-    check_groups,
-    check_num_actual_groups,
-    sizes_of_gmm,
-    sizes_of_tgmm,
-)
+from op_arguments.gmm import Groups, Problem, problem_of_gmm, problem_of_tgmm
 from op_arguments.mxfp8 import MX_BLOCK, WIDE, check_mxfp8_scale
 from op_arguments.quantize import FP8, Quantized
 from op_arguments.quantized_gmm import check_quantized_out, check_tile
@@ -50,30 +42,22 @@ def check_grouped_gemm(
         if value not in allowed:
             raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}")
     contracting = ragged == "contracting"
-    shape: tuple[int, ...]
     check_array("lhs", lhs.qvalue, "M, K", (*WIDE, *FP8))
     check_array("rhs", rhs.qvalue, "M, N" if contracting else "G, N, K" if transpose_rhs else "G, K, N", (*WIDE, *FP8))
     mxfp8_dot_dtype(lhs.qvalue.dtype, rhs.qvalue.dtype)
-    if contracting:
-        if transpose_rhs:
-            raise ValueError('transpose_rhs must be False for ragged="contracting", whose rhs is [M, N], got True')
-        m, k, n = sizes_of_tgmm(lhs.qvalue, rhs.qvalue)
-        lhs_axis = rhs_axis = 0
-        count = check_num_actual_groups(num_actual_groups, groups.sizes)
-        axes, shape = "G, K, N", (count, k, n)
-    else:
-        if num_actual_groups is not None:
-            raise ValueError(f'num_actual_groups must be None for ragged="lhs", got {num_actual_groups}')
-        m, k, n, count = sizes_of_gmm(lhs.qvalue, rhs.qvalue, transpose_rhs)
-        lhs_axis, rhs_axis = 1, 2 if transpose_rhs else 1
-        axes, shape = "M, N", (m, n)
-    swizzled = scale_layout == "swizzled"
-    _check_operand("lhs", lhs, lhs_axis, swizzled)
-    _check_operand("rhs", rhs, rhs_axis, swizzled)
+    if contracting and transpose_rhs:
+        raise ValueError('transpose_rhs must be False for ragged="contracting", whose rhs is [M, N], got True')
+    if not contracting and num_actual_groups is not None:
+        raise ValueError(f'num_actual_groups must be None for ragged="lhs", got {num_actual_groups}')
     out_dtype = check_quantized_out(lhs.qvalue, preferred_element_type)
-    experts = check_groups(groups, count, m)
-    check_existing_out(existing_out, axes, shape, out_dtype, exact=False)
-    return Problem(m, k, n, count, experts, out_dtype)
+    if contracting:
+        p = problem_of_tgmm(lhs.qvalue, rhs.qvalue, groups, num_actual_groups, existing_out, out_dtype)
+    else:
+        p = problem_of_gmm(lhs.qvalue, rhs.qvalue, groups, existing_out, transpose_rhs, out_dtype)
+    lhs_axis, rhs_axis = (0, 0) if contracting else (1, 2 if transpose_rhs else 1)
+    for name, pair, axis in (("lhs", lhs, lhs_axis), ("rhs", rhs, rhs_axis)):
+        _check_operand(name, pair, axis, scale_layout == "swizzled")
+    return p
 
 
 def mxfp8_dot_dtype(lhs: Any, rhs: Any) -> str:

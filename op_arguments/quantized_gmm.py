@@ -4,15 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from op_arguments import Array, check_array, check_output_dtype, dtype_name
-from op_arguments.gmm import (
-    Groups,
-    Problem,
-    check_existing_out,
-    check_groups,
-    check_num_actual_groups,
-    sizes_of_gmm,
-    sizes_of_tgmm,
-)
+from op_arguments.gmm import Groups, Problem, problem_of_gmm, problem_of_tgmm
 from op_arguments.quantize import FLOATS, NARROW, Blocks, Quantized, check_scale
 
 BLOCKS = (32, 64, 128, 256, 512)
@@ -46,14 +38,12 @@ def check_gmm_quantized(
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, shape or value.
     """
     _check_operands(lhs.qvalue, "M, K", rhs.qvalue, "G, N, K" if transpose_rhs else "G, K, N")
-    m, k, n, count = sizes_of_gmm(lhs.qvalue, rhs.qvalue, transpose_rhs)
+    out_dtype = check_quantized_out(lhs.qvalue, preferred_element_type)
+    p = problem_of_gmm(lhs.qvalue, rhs.qvalue, groups, existing_out, transpose_rhs, out_dtype)
     lhs_blocks = _check_scale("lhs", lhs, contraction=1)
     rhs_blocks = _check_scale("rhs", rhs, contraction=2 if transpose_rhs else 1)
-    out_dtype = check_quantized_out(lhs.qvalue, preferred_element_type)
-    experts = check_groups(groups, count, m)
-    check_existing_out(existing_out, "M, N", (m, n), out_dtype, exact=False)
     block = min(lhs_blocks[1], rhs_blocks[2 if transpose_rhs else 1])
-    return QuantizedProblem(m, k, n, count, experts, out_dtype, block, lhs_blocks, rhs_blocks)
+    return QuantizedProblem(**vars(p), block=block, lhs_blocks=lhs_blocks, rhs_blocks=rhs_blocks)
 
 
 def check_tgmm_quantized(
@@ -66,15 +56,12 @@ def check_tgmm_quantized(
 ) -> QuantizedProblem:
     """Check the arguments of `tgmm_quantized`; as `check_gmm_quantized`."""
     _check_operands(lhs.qvalue, "M, K", rhs.qvalue, "M, N")
-    m, k, n = sizes_of_tgmm(lhs.qvalue, rhs.qvalue)
+    out_dtype = check_quantized_out(lhs.qvalue, preferred_element_type)
+    p = problem_of_tgmm(lhs.qvalue, rhs.qvalue, groups, num_actual_groups, existing_out, out_dtype)
     lhs_blocks = _check_scale("lhs", lhs, contraction=0)
     rhs_blocks = _check_scale("rhs", rhs, contraction=0)
-    out_dtype = check_quantized_out(lhs.qvalue, preferred_element_type)
-    count = check_num_actual_groups(num_actual_groups, groups.sizes)
-    experts = check_groups(groups, count, m)
-    check_existing_out(existing_out, "G, K, N", (count, k, n), out_dtype, exact=False)
     block = min(lhs_blocks[0], rhs_blocks[0])
-    return QuantizedProblem(m, k, n, count, experts, out_dtype, block, lhs_blocks, rhs_blocks)
+    return QuantizedProblem(**vars(p), block=block, lhs_blocks=lhs_blocks, rhs_blocks=rhs_blocks)
 
 
 def check_tile(name: str, tile: int, block: int, size: int) -> None:
