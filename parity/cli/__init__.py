@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from parity.backends import prepare_environment
-from parity.cli.options import folder, version
+from parity.cli.options import ENDED, folder, version
 from parity.guard import Ended
 from parity.runners import supervision
 from parity.words import said, shown
@@ -28,7 +28,8 @@ LONGEST_ERROR = 2000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code: 0 all is well, 1 a verdict fails or something regressed, 2 wrong usage."""
+    """Entry point; returns the exit code: 0 all is well, 1 a verdict fails or something regressed, 2 wrong usage, 3 a
+    kernel that raised."""
     parser = _parser()
     given = parser.parse_args(arguments)
     prepare_environment()
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(given.command(given))
     except Ended as end:
         print(end)
-        return 1
+        return ENDED
     except SystemExit as end:
         parser.error(f"the project's code must not end this command, it raised SystemExit: {shown(end.code)}")
     except (ValueError, NotImplementedError, MemoryError) as error:  # NotImplementedError: what `stages` cannot follow

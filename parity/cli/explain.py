@@ -9,12 +9,21 @@ from pathlib import Path
 from rich.progress import TextColumn
 from rich.text import Text
 
-from parity.cli.options import add_trial_arguments, console, progress, trial_of
+from parity import matrix
+from parity.cli.options import (
+    add_output_argument,
+    add_trial_arguments,
+    console,
+    decided,
+    exit_code,
+    progress,
+    trial_of,
+    verdict_line,
+)
 from parity.debugging.bits import BitsExplanation, Difference, explain_bits
 from parity.debugging.explain import Contrast, Explanation, explain
 from parity.debugging.sketches import Sketch, explain_record
-from parity.judging.judge import Judgement
-from parity.judging.metrics import Metrics
+from parity.judging.metrics import Metrics, histogram, tile_map
 from parity.judging.verdict import PASSING
 from parity.ledger import diff
 from parity.ledger.freshness import moved_floors
@@ -35,6 +44,7 @@ UNEVEN = 1.25
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `parity explain`."""
     add_trial_arguments(parser)
+    add_output_argument(parser)
     parser.add_argument(
         "--record",
         nargs="?",
@@ -45,17 +55,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """`parity explain`: 0 where the case passes, 1 where it fails."""
+    """`parity explain`: 0 where the case passes, 1 where it fails, 3 where its kernel raised."""
     trial = trial_of(given)
     op, case = trial.op, trial.case
     twin = recorded(given.root, given.record or "", op, case, "gpu" if given.backend == "tpu" else "tpu")
     with progress(TextColumn("emulating roundings"), TextColumn("{task.completed:.0f}")) as done:
         if op.bit_exact and given.record is None:
             bits = explain_bits(trial, done)
-            passed, screen = bits.judged.verdict.passed, of_bits(bits)
+            code, screen = exit_code(bits.judged), of_bits(bits)
         elif given.record is None:
-            found = explain(trial, done)
-            passed = found.judged.verdict.passed
+            judged = decided(given, trial)
+            ops = matrix.load(given.root)
+            found = explain(trial, done, judged=judged, output=given.output, ops=ops)
+            code = exit_code(judged)
             screen = explanation(found, beside(op, case, found.judged.output, found.judged.metrics, twin))
         else:
             record = recorded(given.root, given.record, op, case, given.backend)
@@ -65,10 +77,10 @@ def command(given: argparse.Namespace) -> int:
                     f"case must be in the ledger of {given.backend}, got {given.case} (record: {recording})"
                 )
             sketch = explain_record(trial, record, done)
-            passed = record.verdict in PASSING
+            code = int(record.verdict not in PASSING)
             screen = sketched(sketch, beside(op, case, sketch.output, sketch.metrics, twin))
     console(150, soft_wrap=True, highlight=False).print(screen)
-    return 0 if passed else 1
+    return code
 
 
 def recorded(root: Path, source: str, op: Op, case: Case, backend: Backend) -> Record | None:
@@ -107,7 +119,7 @@ def beside(op: Op, case: Case, output: str, metrics: Metrics | None, other: Reco
 def explanation(found: Explanation, compared: str = "") -> Text:
     """An explanation on one screen, with a line that compares it with the other backend."""
     judged, m = found.judged, found.judged.metrics
-    out = _verdict(judged)
+    out = verdict_line(judged)
     out.append(found.conclusion + "\n", "bold")
     roundings = found.attribution.roundings
     if len(found.attribution.steps) > 1:
@@ -122,15 +134,18 @@ def explanation(found: Explanation, compared: str = "") -> Text:
     if judged.worst:
         out.append(worst_element(judged) + "\n")
     out.append(f"integer twin: {found.twin.verdict.outcome}\n" if found.twin else f"{NO_TWIN}\n")
-    _append_contrasts(out, found.contrasts)
-    if m:
-        _append_drawings(out, m)
+    _append_contrasts(out, found.contrasts, times=f"the {found.symbol} of")
+    if found.errors is not None and found.errors.size:
+        differing = int((found.errors > 0).sum())
+        _append_drawings(
+            out, found.symbol, histogram(found.errors), tile_map(found.errors), differing, found.errors.size
+        )
     return out
 
 
 def of_bits(found: BitsExplanation) -> Text:
     """What is other than the golden's bits, on one screen."""
-    out = _verdict(found.judged)
+    out = verdict_line(found.judged)
     out.append(found.conclusion + "\n", "bold")
     if found.same:
         out.append("every bit is the golden's in " + ", ".join(found.same) + "\n")
@@ -148,14 +163,6 @@ def _append_difference(out: Text, d: Difference) -> None:
     _append_contrasts(out, d.contrasts, MOST_AXES, "the only ones", "as often as", "them")
     out.append("share by tile, worst at " + worst_tile(d.tiles) + "\n")
     _append_heat_map(out, d.tiles)
-
-
-def _verdict(judged: Judgement) -> Text:
-    v, device = judged.verdict, "real" if judged.real else "emulated"
-    out = Text()
-    out.append(f"{v.outcome}  ", "bold green" if v.passed else "bold red")
-    out.append(f"{v.gate}: {v.reason}   {judged.backend}: {device}   {judged.case.id}  [{judged.output}]\n")
-    return out
 
 
 def sketched(found: Sketch, compared: str = "") -> Text:
@@ -180,7 +187,7 @@ def sketched(found: Sketch, compared: str = "") -> Text:
         where = ", ".join(f"{axis} {bins}" for axis, bins in found.common)
         out.append(f"the {len(found.places)} worst elements are in {where}\n")
     _append_contrasts(out, found.contrasts)
-    _append_drawings(out, m)
+    _append_drawings(out, "η", m.histogram, m.tiles, m.differing, m.elements)
     return out
 
 
@@ -201,12 +208,20 @@ def _append_contrasts(
         out.append(f"  even along {', '.join(even)}\n")
 
 
-def _append_drawings(out: Text, m: Metrics) -> None:
-    if any(m.histogram):
-        out.append(f"η  {sparkline(m.histogram)}   {m.differing:,} of {m.elements:,} elements err\n")
-    if any(any(row) for row in m.tiles):
-        out.append("rms η by tile, worst at " + worst_tile(m.tiles) + "\n")
-        _append_heat_map(out, m.tiles)
+def _append_drawings(
+    out: Text,
+    symbol: str,
+    counts: Sequence[int],
+    tiles: Sequence[Sequence[float]],
+    differing: int,
+    elements: int,
+) -> None:
+    """A histogram and a map of errors, which `symbol` is the name of."""
+    if any(counts):
+        out.append(f"{symbol}  {sparkline(counts)}   {differing:,} of {elements:,} elements err\n")
+    if any(any(row) for row in tiles):
+        out.append(f"rms {symbol} by tile, worst at " + worst_tile(tiles) + "\n")
+        _append_heat_map(out, tiles)
 
 
 def _append_heat_map(out: Text, tiles: Sequence[Sequence[float]]) -> None:

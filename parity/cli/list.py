@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 
 from parity import matrix
@@ -18,7 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """`parity list`: 0."""
+    """`parity list`: 0, or 1 where -k matches no case."""
+    found = 0
     for op in matrix.load(given.root):
         if given.k is None:
             tiers = Counter(case.tier for case in op.cases)
@@ -28,6 +30,10 @@ def command(given: argparse.Namespace) -> int:
         else:
             for case in op.cases:
                 if matches(case, given.k):
+                    found += 1
                     contracts = "  ".join(f"{backend}: {op.contract(case, backend).name}" for backend in BACKENDS)
                     print("  ".join(filter(None, [case.id, case.model, contracts])))
+    if given.k is not None and not found:
+        print(f"no case matches -k {given.k!r}", file=sys.stderr)
+        return 1
     return 0

@@ -13,15 +13,20 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn, TimeElapsedColumn
+from rich.text import Text
 
 from parity import matrix
 from parity.compilers.programs import Program
 from parity.compilers.recorded import Entry, Key, Recorded, differences
+from parity.judging.judge import Judgement
 from parity.ledger import diff
+from parity.ledger.book import Book
 from parity.op import BACKENDS, Case
 from parity.trial import Trial
 
 DISTRIBUTION = "kernel-parity"
+ENDED = 3
+"""The exit code where a kernel raised, and there is no result to judge."""
 EXPRESSION = "only cases whose id or model matches, as pytest's -k: words, and, or, not, ( )"
 
 E = TypeVar("E", bound=Entry)
@@ -67,6 +72,32 @@ def add_trial_arguments(parser: argparse.ArgumentParser, case: str = "a case id"
     """What commands take that are about one case on one backend. case: the help of the argument."""
     parser.add_argument("case", help=case)
     parser.add_argument("--backend", choices=BACKENDS, default="tpu", help="whose kernel (default: tpu)")
+
+
+def add_output_argument(parser: argparse.ArgumentParser) -> None:
+    """`--output`, of commands that look at one output of several."""
+    parser.add_argument("--output", default="", metavar="NAME", help="which output (default: the one furthest off)")
+
+
+def decided(given: argparse.Namespace, trial: Trial) -> Judgement:
+    """The verdict on a trial as pytest has it, the project's ledger included."""
+    return Book(given.root / diff.FOLDER).decide(trial)
+
+
+def exit_code(judged: Judgement) -> int:
+    """What a command about one case exits with: 0 where it passes, `ENDED` where its kernel raised, else 1."""
+    return ENDED if judged.ended else int(not judged.verdict.passed)
+
+
+def verdict_line(judged: Judgement) -> Text:
+    """A verdict in one line with its output and, of a kernel that came to no result, the kernel's lines."""
+    v, device = judged.verdict, "real" if judged.real else "emulated"
+    out = Text()
+    out.append(f"{v.outcome}  ", "bold green" if v.passed else "bold red")
+    out.append(f"{v.gate}: {v.reason}   {judged.backend}: {device}   {judged.case.id}")
+    out.append(f"  [{judged.output}]\n" if judged.output else "\n")
+    out.append(f"{judged.trace}\n" if judged.trace else "")
+    return out
 
 
 def trial_of(given: argparse.Namespace) -> Trial:

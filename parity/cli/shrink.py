@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 from rich.progress import TextColumn
 
-from parity.cli.options import add_trial_arguments, file, progress, trial_of
+from parity.cli.options import add_output_argument, add_trial_arguments, decided, file, progress, trial_of
+from parity.debugging.explain import output_named
 from parity.debugging.shrink import RUNS, Shrunk, filled, script, shrink
 
 ABOUT = "reduce a case that fails as far as its verdict stays, and write a script that shows the failure alone"
@@ -20,14 +21,24 @@ SHOWN = 6
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `parity shrink` takes."""
     add_trial_arguments(parser, "the id of a case that fails")
+    add_output_argument(parser)
     parser.add_argument("--out", type=file, metavar="FILE", help="write the script there (default: print it)")
 
 
 def command(given: argparse.Namespace) -> int:
     """`parity shrink`: 1, since what it is given fails."""
     trial = trial_of(given)
-    with progress(TextColumn("{task.completed} runs of the kernel")) as ran:
-        shrunk = shrink(trial, accepted=print, ran=ran)
+    output = output_named(trial, given.output)
+    try:
+        with progress(TextColumn("{task.completed} runs of the kernel")) as ran:
+            shrunk = shrink(trial, accepted=print, ran=ran, output=output)
+    except ValueError:
+        v = decided(given, trial).verdict
+        if v.passed:
+            raise
+        print(f"{v.outcome}  {v.gate}: {v.reason}")
+        print("not reduced: it fails beside its record, other seeds or the other backend, which no smaller case has")
+        return 1
     print("\n".join(describe(shrunk)))
     try:
         text = script(trial, shrunk)

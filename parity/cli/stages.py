@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import argparse
+from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TextColumn
 from rich.text import Text
 
 from parity import matrix
-from parity.cli.options import add_trial_arguments, progress, trial_of
-from parity.debugging.attribution import Ranking, files_compared_bit_for_bit, program, rank, statement
+from parity.cli.options import (
+    add_output_argument,
+    add_trial_arguments,
+    decided,
+    exit_code,
+    progress,
+    trial_of,
+    verdict_line,
+)
+from parity.debugging.attribution import Ranking, files_compared_bit_for_bit, statement
 from parity.debugging.attribution.bits import BitStage, walk_bits
+from parity.debugging.attribution.locate import Birthplace, Located, Region, locate, region_of_bits
 from parity.debugging.attribution.program import Line
-from parity.debugging.attribution.walk import Stage, unseen, walk
+from parity.debugging.attribution.walk import JUMP, unseen
+from parity.debugging.explain import output_named
 
 ABOUT = "say at which stage of a kernel its error enters, and which of its source lines make it"
 
@@ -29,38 +41,49 @@ LEAST = 0.001
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `parity stages`."""
     add_trial_arguments(parser)
+    add_output_argument(parser)
 
 
 def command(given: argparse.Namespace) -> int:
-    """`parity stages`: 1 where a stage is off, else 0. Raises Ended as `Trial.run`."""
-    trial = trial_of(given)
-    title, out = f"{given.backend}   {trial.case.id}", Console(highlight=False, soft_wrap=True, markup=False)
-    if trial.op.bit_exact:
-        found = walk_bits(trial)
-        out.print(screen_of_bits(title, found, given.root))
-        return int(found[-1].wrong > 0)
-    trial.run()  # a kernel that comes to no result has no stages
-    expected = trial.reference
-    with progress(TextColumn("one line at a time"), MofNCompleteColumn()) as done:
-        traced = program(trial)
+    """`parity stages`: 0 where the case passes, 1 where it fails, 3 where its kernel raised."""
+    trial, out = trial_of(given), Console(highlight=False, soft_wrap=True, markup=False)
+    output = output_named(trial, given.output)
+    judged = decided(given, trial)
+    shown = verdict_line(judged)
+    if trial.op.bit_exact and not judged.ended:
+        stages = walk_bits(trial)
+        shown.append(screen_of_bits(stages, region_of_bits(trial, stages), given.root))
+    elif not judged.ended:
+        name = output or judged.output
         fixed = files_compared_bit_for_bit(matrix.load(given.root), trial.op, given.backend)
-        ranking = rank(traced, expected.golden, expected.magnitude, done, fixed)
-    stages = walk(trial, ranking)
-    out.print(screen(title, stages, ranking, given.root))
-    return int(stages[-1].is_off)
+        with progress(TextColumn("one line at a time"), MofNCompleteColumn()) as done:
+            found = locate(trial, name, fixed, done)
+        shown.append(screen(found, given.root))
+    shown.rstrip()
+    out.print(shown)
+    return exit_code(judged)
 
 
-def screen(title: str, stages: tuple[Stage, ...], ranking: Ranking, root: Path) -> Text:
-    """Stages and lines on one screen."""
-    out = Text(title + "\n")
-    out.append(conclusion(stages, ranking, root) + "\n", "bold")
-    for stage in stages:
+def screen(found: Located, root: Path) -> Text:
+    """Stages, and what is known of the first that is off, on one screen."""
+    out = Text()
+    out.append(conclusion(found, root) + "\n", "bold")
+    for stage in found.stages:
         out.append(f"  {stage.site:<10} error {stage.error:.2e}, by contract {stage.expected:.2e}")
         out.append(f"   {stage.wrong:.1%} of the values are not the golden's" if stage.wrong else "")
         out.append("   ← first\n" if stage.is_off else "\n", "bold red" if stage.is_off else "")
-    if parts := unseen(ranking.none.marks):
+    if parts := unseen(found.none.marks):
         why = "no program of the kernel has the whole value in this case, as where a sum is cut into tiles"
         out.append(f"  not compared: {', '.join(parts)}: {why}\n")
+    if found.ranking:
+        _append_ranking(out, found.ranking, root)
+    if found.region:
+        _append_region(out, found.region, root)
+    out.rstrip()
+    return out
+
+
+def _append_ranking(out: Text, ranking: Ranking, root: Path) -> None:
     out.append(f"error {ranking.error:.3g} of M, all lines exact: {ranking.exact:.2g}; ")
     out.append(f"the lines one by one explain {ranking.together:.0%} of its mean square\n")
     for share in ranking.shares[:SHOWN]:
@@ -71,14 +94,20 @@ def screen(title: str, stages: tuple[Stage, ...], ranking: Ranking, root: Path) 
         for caller, part in share.callers:
             if part >= LEAST:
                 out.append(f"         {part:7.1%}  by {quoted(caller, root)}\n", "dim")
-    out.rstrip()
-    return out
 
 
-def screen_of_bits(title: str, stages: tuple[BitStage, ...], root: Path) -> Text:
+def _append_region(out: Text, region: Region, root: Path) -> None:
+    out.append(f"{region.site} comes of these statements, and of what is right before them:\n")
+    for file, name, numbers in region.functions:
+        out.append(f"  {_short(file, root)}:{numbers[0]}–{numbers[-1]}  {name}\n")
+        for text, group in groupby(numbers, key=lambda number: statement(Line(file, number))):
+            out.append(f"    {next(group)}  {_cut(text)}\n", "dim")
+
+
+def screen_of_bits(stages: tuple[BitStage, ...], region: Region | None, root: Path) -> Text:
     """Stages of what must come out bit for bit, on one screen: no line rounds there, so none is ranked."""
     last, before = stages[-1], [stage.name for stage in stages[:-1]]
-    out = Text(title + "\n")
+    out = Text()
     if not last.wrong:
         out.append("no stage is off: every bit is the golden's\n", "bold")
     else:
@@ -89,17 +118,22 @@ def screen_of_bits(title: str, stages: tuple[BitStage, ...], root: Path) -> Text
         out.append("   ← first\n" if stage.wrong else "\n", "bold red" if stage.wrong else "")
         if stage.wrong and stage.line:
             out.append(f"      {quoted(stage.line, root)}\n")
+    if region:
+        _append_region(out, region, root)
     out.rstrip()
     return out
 
 
-def conclusion(stages: tuple[Stage, ...], ranking: Ranking, root: Path) -> str:
+def conclusion(found: Located, root: Path) -> str:
     """In one sentence."""
-    last = stages[-1]
-    if last.wrong:
-        return f"a logic fault enters at {last.site}: exact arithmetic does not mend it"
-    if not last.is_off and ranking.exact > FAITHFUL * ranking.error:
-        return "no stage is off; in float64 the kernel is another one, as where sums do its quantising: shares mislead"
+    last, before = found.stages[-1], [stage.site for stage in found.stages[:-1]]
+    if found.birthplace:
+        return _born(found.birthplace, root)
+    if found.region:
+        between = f"between {before[-1]} (right) and {last.site} (wrong)" if before else f"before {last.site} (wrong)"
+        return f"a logic fault enters {between}: exact arithmetic does not mend it"
+    ranking = found.ranking
+    assert ranking is not None
     shares = list(ranking.shares)
     if last.is_off:  # what is most of the error there may be little of the result's
         shares.sort(key=lambda share: share.sites.get(last.site, share.share), reverse=True)
@@ -108,12 +142,35 @@ def conclusion(stages: tuple[Stage, ...], ranking: Ranking, root: Path) -> str:
         return f"precision is lost at {last.site}; most of it by {first}"
     if not shares or not ranking.error:
         return "no line errs"
-    return f"no stage is off; most of the error is made by {first}"
+    if ranking.exact > FAITHFUL * ranking.error:
+        return "no stage is off; the lines are not ranked by their shares alone: in float64 some of the error is left"
+    return f"no stage is off by {JUMP:g} times its contract; most of the error of {found.output} is made by {first}"
+
+
+def _born(found: Birthplace, root: Path) -> str:
+    where = f"{found.output}[{', '.join(map(str, found.index))}]"
+    if (birth := found.birth) is None:
+        whence = "of memory that nothing is stored to, or of outside an array" if not found.left else "of no operation"
+        return f"{found.wrong} elements of the outputs are not finite, or should not be, first {where}: {whence}"
+    operands = ", ".join(f"{x:.6g}" for x in birth.operands)
+    what = "NaN" if np.isnan(birth.result) else "infinity"
+    at = ", ".join(map(str, birth.index))
+    rest = "" if not found.left else f"; without it {found.left} of {found.wrong} are left"
+    return (
+        f"{what} is born at {quoted(birth.place.line, root)}: of {operands} at [{at}], in {birth.elements} elements; "
+        f"first seen in {where}{rest}"
+    )
 
 
 def quoted(line: Line, root: Path) -> str:
     """file:line and the statement."""
-    path = Path(line.file)
-    name = path.relative_to(root) if path.is_relative_to(root) else path
-    text = statement(line)
-    return f"{name}:{line.number}  {text if len(text) <= 100 else text[:99] + '…'}"
+    return f"{_short(line.file, root)}:{line.number}  {_cut(statement(line))}"
+
+
+def _short(file: str, root: Path) -> Path:
+    path = Path(file)
+    return path.relative_to(root) if path.is_relative_to(root) else path
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 100 else text[:99] + "…"

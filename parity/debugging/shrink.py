@@ -16,7 +16,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,6 +26,7 @@ from parity.backends import load_kernel, runner
 from parity.dtypes import round_to
 from parity.inputs import draw
 from parity.judging.judge import Judgement, judge
+from parity.judging.verdict import Verdict
 from parity.op import Backend, Case, Inputs, Offsets
 from parity.runners.supervision import end_with_parent
 from parity.trial import Trial
@@ -68,17 +69,20 @@ def shrink(
     trial: Trial,
     accepted: Callable[[str], None] = lambda step: None,
     ran: Callable[[int], None] = lambda runs: None,
+    output: str = "",
 ) -> Shrunk:
-    """Reduce a failing trial's case as far as its verdict stays.
+    """Reduce a failing trial's case as far as its verdict stays or, of an `output`, that output's.
 
     `accepted` is called with each step that is kept, in words; `ran` with the number of the kernel's runs so far.
     Raises ValueError for a case that passes, ImportError where the backend's framework is missing.
     """
-    search = _Search(trial, accepted, ran)
+    search = _Search(trial, accepted, ran, output)
     smallest = search.reduce_case(trial.case)
     inputs = search.reduce_data(smallest)
     last = _run(trial.with_case(smallest).with_inputs(inputs), search.twins.get(smallest.id))
     judged = last if isinstance(last, Judgement) and not last.ended else None
+    if judged and output in judged.outputs:
+        judged = replace(judged, output=output, verdict=_of_output(judged, output) or judged.verdict)
     return Shrunk(smallest, inputs, search.wanted, judged, search.runs)
 
 
@@ -116,9 +120,17 @@ def _run(trial: Trial, twin: Judgement | None = None) -> Judgement | Failure:
     return result
 
 
+def _of_output(judged: Judgement, output: str) -> Verdict | None:
+    """The verdict on an output of a judgement, "" for the one that decided; None where it keeps its contract."""
+    if output in ("", judged.output):
+        return judged.verdict
+    fit = judged.fits.get(output)
+    return fit.verdict() if fit else None
+
+
 class _Search:
-    def __init__(self, trial: Trial, accepted: Callable[[str], None], ran: Callable[[int], None]) -> None:
-        self.trial, self.op, self.accepted, self.ran = trial, trial.op, accepted, ran
+    def __init__(self, trial: Trial, accepted: Callable[[str], None], ran: Callable[[int], None], output: str) -> None:
+        self.trial, self.op, self.accepted, self.ran, self.output = trial, trial.op, accepted, ran, output
         self.runs = 0
         self.twins: dict[str, Judgement] = {}
         self.tried: dict[str, bool] = {}
@@ -139,7 +151,8 @@ class _Search:
             return Failure(result.verdict.outcome, re.sub(r"\d+", "#", result.verdict.reason))
         if result.twin:  # the same whatever the data of the case are
             self.twins[trial.case.id] = result.twin
-        return None if result.verdict.passed else Failure(result.verdict.outcome, result.verdict.gate)
+        decided = _of_output(result, self.output)
+        return None if decided is None or decided.passed else Failure(decided.outcome, decided.gate)
 
     def _keeps(self, trial: Trial) -> bool:
         if self.runs >= RUNS:

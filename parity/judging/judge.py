@@ -48,7 +48,7 @@ class Judgement:
     bound: float
     outputs: Mapping[str, Metrics] = field(default_factory=dict)  # those that can be compared
     fits: Mapping[str, Fit] = field(default_factory=dict)  # how these fit the contract, where that says what is rounded
-    worst: Worst | None = None  # None where outputs have no elements, or cannot be compared
+    worsts: Mapping[str, Worst] = field(default_factory=dict)  # of those that have elements and can be compared
     seconds: float = 0.0  # of one run of the kernel, compilation included
     twin: Judgement | None = None  # on integer data, of one that G3 fails
     trace: str = ""  # where in the kernel it was, of one that raised
@@ -63,6 +63,11 @@ class Judgement:
     def metrics(self) -> Metrics | None:
         """Of the output that decided."""
         return self.outputs.get(self.output)
+
+    @property
+    def worst(self) -> Worst | None:
+        """The worst element of the output that decided; None where that has none, or cannot be compared."""
+        return self.worsts.get(self.output)
 
     @property
     def eta_max(self) -> float:
@@ -167,6 +172,7 @@ def gates(trial: Trial) -> Judgement:
         seconds=seconds,
         outputs={name: metrics for j in judgements for name, metrics in j.outputs.items()},
         fits={name: fit for j in judgements for name, fit in j.fits.items()},
+        worsts={name: element for j in judgements for name, element in j.worsts.items()},
     )
 
 
@@ -222,8 +228,8 @@ def _judge_output(
         decided = _agreement(metrics, judged.bound if trial.op.magnitude else np.inf, judged.fit)
         if decided.passed:
             decided = verdict.mistrusted(golden, unit, dtype, bound) or decided
-    worst = _worst(y, golden, unit, bound) if y.size else None
-    return replace(judged, verdict=decided, outputs={judged.output: metrics}, worst=worst)
+    worsts = {judged.output: _worst(y, golden, unit, bound)} if y.size else {}
+    return replace(judged, verdict=decided, outputs={judged.output: metrics}, worsts=worsts)
 
 
 def _agreement(metrics: Metrics, bound: float, fit: Fit | None) -> Verdict:
@@ -293,13 +299,17 @@ def compare(op: Op, case: Case, seeds: int, recorded: Mapping[Backend, Sequence[
         for name in of_seeds[0].fits:
             if off := over_seeds([j.fits[name] for j in of_seeds]):
                 off = replace(off, reason=f"{backend}, {off.reason}")
-                return Compared(case, judged, Comparison(off if backend == "tpu" else verdict.unfit(off)))
+                off = off if backend == "tpu" else verdict.unfit(off)
+                return Compared(case, judged, Comparison(off, output=name))
     comparisons = [
-        verdict.compare(
-            [j.outputs[name] for j in judged["tpu"]],
-            [j.outputs[name] for j in judged["gpu"]],
-            narrow_output=op.contract(case, "tpu").is_narrow(name),
-            tau=op.tau,
+        replace(
+            verdict.compare(
+                [j.outputs[name] for j in judged["tpu"]],
+                [j.outputs[name] for j in judged["gpu"]],
+                narrow_output=op.contract(case, "tpu").is_narrow(name),
+                tau=op.tau,
+            ),
+            output=name,
         )
         for name in judged["tpu"][0].outputs
     ]

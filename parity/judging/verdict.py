@@ -144,12 +144,13 @@ def wrong_outputs(golden: Floats) -> Iterator[tuple[str, Floats]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """ε_TPU against ε_GPU over paired seeds: the verdict, the ratio that decided it and its interval."""
+    """ε_TPU against ε_GPU over paired seeds: the verdict, the ratio that decided it its interval, and the output."""
 
     verdict: Verdict
     ratio: float = float("nan")
     low: float = float("nan")
     high: float = float("nan")
+    output: str = ""
 
 
 def compare(tpu: Sequence[Metrics], gpu: Sequence[Metrics], *, narrow_output: bool, tau: float = 0.0) -> Comparison:

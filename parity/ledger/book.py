@@ -7,18 +7,21 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from parity.backends import EMULATED, runner
+from parity.backends import EMULATED, is_here, runner
 from parity.inputs import hashes
 from parity.judging import verdict
-from parity.judging.judge import Judgement, measure_contract
+from parity.judging.judge import Judgement, compare, judge, measure_contract
 from parity.judging.metrics import Metrics
 from parity.judging.verdict import Verdict
 from parity.ledger.freshness import Freshness, freshness
 from parity.ledger.provenance import here
 from parity.ledger.read import read_all
 from parity.ledger.schema import Ledger, Provenance, Record
-from parity.op import Backend, Case, Op
+from parity.op import BACKENDS, Backend, Case, Op
 from parity.trial import Trial
+
+SEEDS = 8
+"""Paired seeds that the backends are compared on, where no other number is asked for."""
 
 
 class Book:
@@ -81,18 +84,45 @@ class Book:
         record, fresh = found
         if not judged.verdict.passed or fresh.status == "INVALID":
             return judged, fresh.status
-        common = [name for name in judged.outputs if name in record.outputs]
-        worse = (
-            verdict.regression(judged.outputs[n], record.outputs[n], narrow_output=trial.contract.is_narrow(n))
-            for n in common
-        )
-        regressed = next(filter(None, worse), None)
-        if regressed is not None:
-            reason = f"{regressed.reason}; moved since: {fresh.reason or 'nothing that is recorded'}"
-            return replace(judged, verdict=replace(regressed, reason=reason)), fresh.status
+        pairs = {name: (m, record.outputs[name]) for name, m in judged.outputs.items() if name in record.outputs}
+        worse = {n: verdict.regression(*p, narrow_output=trial.contract.is_narrow(n)) for n, p in pairs.items()}
+        if regressed := {name: decided for name, decided in worse.items() if decided}:
+            output = max(
+                regressed, key=lambda name: pairs[name][0].epsilon / max(pairs[name][1].epsilon, verdict.LEAST)
+            )
+            reason = f"{output}: {regressed[output].reason}; moved since: {fresh.reason or 'nothing that is recorded'}"
+            decided = replace(regressed[output], reason=reason)
+            return replace(judged, verdict=decided, output=output), fresh.status
         if strict and fresh.status == "STALE":
             return replace(judged, verdict=Verdict("STALE", "G0", fresh.reason)), fresh.status
         return judged, fresh.status
+
+    def decide(self, trial: Trial, seeds: int = SEEDS) -> Judgement:
+        """The verdict on a trial, as a test of the matrix comes to it: by its gates, its record and, where the default
+        tier compares the case, over seeds beside the other backend.
+
+        A LOSS, TAIL or BIAS is the TPU's verdict, UNFIT the GPU's, OFF CONTRACT over the seeds that of whose it is.
+        Without the other backend's framework nothing is compared; seeds whose valid records are there are not run
+        again. Raises as `judge`.
+        """
+        judged, status = judge(trial), ""
+        if trial.case.data == "integers" or judged.ended:
+            return judged
+        if self.root.exists():
+            judged, status = self.check(trial, judged, strict=False)
+        (other,) = {*BACKENDS} - {trial.backend}
+        is_drawn = trial.other is None and trial.given is None
+        can_compare = is_drawn and not judged.real and is_here(other, real=False)
+        if not judged.verdict.passed or not can_compare or not trial.op.representative(trial.case):
+            return judged
+        sides = {other: Trial(trial.op, trial.case, other), **({trial.backend: trial} if status == "VALID" else {})}
+        recorded = {backend: self._valid(side, seeds) for backend, side in sides.items()}
+        known = {backend: found for backend, found in recorded.items() if len(found) == seeds}
+        comparison = compare(trial.op, trial.case, seeds, known).comparison
+        whose = "gpu" if comparison.verdict.outcome == "UNFIT" else "tpu"
+        if comparison.verdict.passed or whose != trial.backend:
+            return judged
+        return replace(judged, verdict=comparison.verdict, output=comparison.output or judged.output)
 
     def kinds(self, backend: Backend) -> list[str]:
         """The real device kinds of a backend that have ledgers here."""
@@ -122,6 +152,14 @@ class Book:
                 device = record.provenance.device_kind
                 outcome = Verdict(record.verdict, "G0", f"recorded on {device}")
                 yield Judgement(drawn, backend, real, outcome, output, record.bound, record.outputs, device=device)
+
+    def _valid(self, trial: Trial, seeds: int) -> list[Judgement]:
+        """The recorded judgements of those of `seeds` emulated seeds whose records speak for the code at hand."""
+        drawn = [trial.with_seed(trial.case.seed + n) for n in range(seeds)]
+        found = [each for each in drawn if (record := self.find(each, real=False)) and record[1].status == "VALID"]
+        if len(found) < seeds:
+            return []
+        return [j for j in self.seeds(trial, seeds, real=False) if isinstance(j, Judgement)]
 
     def _of(self, backend: Backend) -> dict[tuple[str, str], Ledger]:
         if backend not in self._ledgers:

@@ -11,7 +11,7 @@ from parity.cli.stages import screen_of_bits
 from parity.debugging.attribution import rank, statement
 from parity.debugging.attribution.bits import lacking, walk_bits
 from parity.debugging.attribution.program import Mark
-from parity.debugging.attribution.walk import walk
+from parity.debugging.attribution.walk import Evaluation, walk
 from parity.judging.reference import reference
 from parity.trial import Trial
 from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_QUANTIZERS
@@ -66,7 +66,7 @@ def test_the_line_that_loses_precision_is_the_first(loss, tmp_path):
     planted_line = loss.new.partition("\n")[0][:99]
     assert statement(first.line).startswith(planted_line), [(statement(s.line), s.share) for s in ranking.shares[:3]]
     assert first.share > 0.9
-    last = walk(Trial(op, case, loss.backend), ranking)[-1]
+    last = walk(Evaluation.of_runs(Trial(op, case, loss.backend), ranking.none, ranking.all))[-1]
     assert (last.site, last.is_off, last.wrong) == ("acc", True, 0)
 
 
@@ -164,7 +164,7 @@ def test_the_first_value_that_is_not_the_goldens_is_found(fault, site, tmp_path)
     case = next(case for case in op.cases if case.tier == "smoke")
     found = walk_bits(Trial(op, case, fault.backend, getattr(plant(fault, tmp_path), op.name)))
     assert found[-1].site == site and found[-1].wrong and not any(stage.wrong for stage in found[:-1]), found
-    shown = screen_of_bits("", found, tmp_path).plain
+    shown = screen_of_bits(found, None, tmp_path).plain
     assert f"the golden's bits are lost at {found[-1].name}" in shown and "← first" in shown
     assert (found[-1].line is None) == (site in reference(op, case).golden and site != "scale")
     if found[-1].line:

@@ -9,8 +9,9 @@ import pytest
 
 from parity.backends import load_kernel
 from parity.debugging.attribution import Ranking, files_compared_bit_for_bit, mean_square, program
+from parity.debugging.attribution.locate import Located, region
 from parity.debugging.attribution.program import Program
-from parity.debugging.attribution.walk import Stage, walk
+from parity.debugging.attribution.walk import Evaluation, Stage, walk
 from parity.op import Backend, Case, Op
 from parity.trial import Trial
 from tests.matrix import OPS
@@ -24,14 +25,18 @@ def traced(op: Op, case: Case, backend: Backend, kernel: Kernel | None = None) -
     return program(Trial(op, case, backend, kernel))
 
 
-def walked(op: Op, case: Case, backend: Backend, kernel: Kernel | None = None) -> tuple[list[Stage], Ranking]:
-    """The stages, of a ranking without lines."""
-    expected, of = Trial(op, case, backend).reference, traced(op, case, backend, kernel)
+def walked(op: Op, case: Case, backend: Backend, kernel: Kernel | None = None) -> tuple[tuple[Stage, ...], Located]:
+    """The stages, and what is known of them without a ranking of lines."""
+    trial = Trial(op, case, backend, kernel)
+    expected, of = trial.reference, program(trial)
     fixed = files_compared_bit_for_bit(OPS, op, backend)
     none, everything = of.run(lambda place: place.line.file in fixed), of.run(lambda place: True)
+    evaluation = Evaluation.of_runs(trial, none, everything)
+    stages, output = walk(evaluation, fixed), next(iter(expected.golden))
+    if stages[-1].wrong:
+        return stages, Located(output, stages, none, region=region(of, evaluation, stages))
     error = mean_square(everything.outputs, none.outputs, expected.magnitude) ** 0.5
-    ranking = Ranking((), error, 0.0, none, everything)
-    return walk(Trial(op, case, backend), ranking), ranking
+    return stages, Located(output, stages, none, Ranking((), error, 0.0, none, everything))
 
 
 def check_a_probe_leaves_nothing(op: Op, case: Case, modules: list[str], folder: Path, probe: str = "probe") -> None:

@@ -81,24 +81,34 @@ def files_compared_bit_for_bit(ops: Iterable[Op], op: Op, backend: Backend) -> f
     return frozenset(files[other] for other in files if other.bit_exact) - {files[op]}
 
 
+def outputs_in_float64(trial: Trial, ops: Iterable[Op] = ()) -> Mapping[str, Floats]:
+    """The outputs of a trial's kernel where no operation rounds, but those of `files_compared_bit_for_bit`.
+
+    Raises NotImplementedError for a kernel that cannot be followed, ImportError where the framework is missing.
+    """
+    fixed = files_compared_bit_for_bit(ops, trial.op, trial.backend)
+    return program(trial).run(lambda place: place.line.file in fixed).outputs
+
+
 def rank(
     of: Program,
     golden: Mapping[str, Floats],
     magnitude: Mapping[str, Floats],
     done: Callable[[int, int], None] = lambda runs, of: None,
     fixed: Set[str] = frozenset(),
+    runs: tuple[Run, Run] | None = None,
 ) -> Ranking:
     """Rank the lines of a program by the error that each makes.
 
     Errors are over the magnitude, all outputs together. `done` is called with the number of evaluations made so far,
     and how many there will be. Lines of the files `fixed` are never exact, and none of those that err: what they round
-    is their result (see `files_compared_bit_for_bit`).
+    is their result (see `files_compared_bit_for_bit`). runs: with none and with all lines, where they are known.
     """
 
     def evaluate(active: Active) -> Run:
         return of.run(lambda place: place.line.file in fixed or active(place))
 
-    exact, everything = evaluate(lambda place: False), evaluate(lambda place: True)
+    exact, everything = runs or (evaluate(lambda place: False), evaluate(lambda place: True))
 
     def power(run: Run) -> float:
         return mean_square(run.outputs, exact.outputs, magnitude)

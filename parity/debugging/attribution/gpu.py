@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from triton.runtime.interpreter import (
 from op_arguments import probe
 from parity.backends.emulation import tensor_core
 from parity.backends.emulation.tensor_core import TensorCoreBuilder, scaled
-from parity.debugging.attribution.program import Active, Line, Mark, Place, Run
+from parity.debugging.attribution.program import Active, Births, Line, Mark, Place, Run
 from parity.dtypes import Floats, numpy_dtype, round_to
 from parity.interop import to_numpy, to_torch
 from parity.op import Inputs, outputs
@@ -64,12 +64,11 @@ def mark(site: str, value: Any, where: Any = None, **steps: Any) -> Any:
     if isinstance(value, torch.Tensor):
         numbers = builder.memory.of(value.detach())
     else:
-        pieces = value if isinstance(value, (tuple, tl.tuple)) else (value,)
-        numbers = np.sum([_wide(piece.handle) for piece in pieces], axis=0)
+        numbers = np.sum([_wide(piece.handle) for piece in _pieces(value)], axis=0)
     if where is not None:
         numbers = np.where(where.handle.data, numbers, np.nan)
     plain = tuple((name, getattr(step, "value", step)) for name, step in steps.items())
-    builder.errors.marks.append(Mark(site, numbers, plain, _place()))
+    builder.errors.marks.append(Mark(site, numbers, plain, _place(), builder.marked(value)))
     return value
 
 
@@ -82,13 +81,45 @@ class TritonProgram:
 
     def run(self, active: Active) -> Run:
         """The outputs in float64 where the operations that `active` admits err, and where those are."""
-        tensors = {name: to_torch(x) for name, x in self._inputs.items() if x is not None}
         errors, memory = Errors(active), Memory()
-        with tensor_core.emulated(), _widened(errors, memory), np.errstate(all="ignore"):
-            with Between(errors, memory), probe.probing(mark):
+        return self._evaluated(_WideBuilder, errors, memory, Between(errors, memory))
+
+    def births(self, births: Births, fill: float = np.nan) -> Run:
+        """The outputs as the kernel computes them, what is born on the way noted. fill: what memory begins as."""
+        errors, memory = Errors(lambda place: True), Memory()
+        empty = {name: getattr(torch, name) for name in ("empty", "empty_like")}
+        for name, made in empty.items():
+            setattr(torch, name, _filled(made, fill))
+        try:
+            return self._evaluated(_WatchingBuilder, errors, memory, Between(errors, memory), births=births)
+        finally:
+            for name, made in empty.items():
+                setattr(torch, name, made)
+
+    def slice(self, right: Set[int]) -> Run:
+        """The outputs in float64, and the lines that they and the marks come of."""
+        errors, memory = Errors(lambda place: False), Memory()
+        lines = Lines(right, memory)
+        with lines.followed():
+            return self._evaluated(_SlicingBuilder, errors, memory, SlicedBetween(errors, memory, lines), lines)
+
+    def _evaluated(
+        self,
+        builder: type,
+        errors: Errors,
+        memory: Memory,
+        between: Between,
+        lines: Lines | None = None,
+        births: Births | None = None,
+    ) -> Run:
+        tensors = {name: to_torch(x) for name, x in self._inputs.items() if x is not None}
+        carried = {"errors": errors, "memory": memory, "lines": lines, "births": births}
+        with tensor_core.emulated(), _widened(builder, carried), np.errstate(all="ignore"):
+            with between, probe.probing(mark):
                 result = self._kernel(**tensors, **self._arguments)
-            wide = {name: memory.of(x) for name, x in outputs(result).items()}
-            return Run(wide, errors.places, errors.marks)
+            found = outputs(result)
+            of = {name: lines.of_tensor(x) for name, x in found.items()} if lines else {}
+            return Run({name: memory.of(x) for name, x in found.items()}, errors.places, errors.marks, of)
 
 
 class Errors:
@@ -136,12 +167,17 @@ class Memory:
             numbers = self._pages.setdefault(page, np.full(_PAGE, np.nan))
             numbers[addresses[here] % _PAGE] = values[here]
 
-    def load(self, addresses: np.ndarray, stored: np.ndarray) -> Floats:
-        """The float64 numbers behind `stored` in memory; `stored` itself where other bytes have been stored since."""
+    def numbers(self, addresses: np.ndarray) -> Floats:
+        """The number stored at each address, NaN where there is none."""
         wide = np.full(addresses.shape, np.nan)
         for page, here in self._paged(addresses):
             if page in self._pages:
                 wide[here] = self._pages[page][addresses[here] % _PAGE]
+        return wide
+
+    def load(self, addresses: np.ndarray, stored: np.ndarray) -> Floats:
+        """The float64 numbers behind `stored` in memory; `stored` itself where other bytes have been stored since."""
+        wide = self.numbers(addresses)
         exact = stored.astype(np.float64)
         return np.where(round_to(wide, stored.dtype.name) == stored, wide, exact)
 
@@ -224,9 +260,127 @@ class Between(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+class Lines:
+    """Which source lines each value of an evaluation comes of, and each address of memory.
+
+    A program's tests and the bounds of its loops count for all that it does from then on.
+    """
+
+    def __init__(self, right: Set[int], memory: Memory) -> None:
+        self._right, self._memory = right, memory
+        self._known: list[frozenset[Line]] = [frozenset()]
+        self._numbers: dict[frozenset[Line], int] = {frozenset(): 0}
+        self._of_addresses = Memory()  # numbers of `_known`
+        self.conditions: frozenset[Line] = frozenset()
+        self.marks = 0
+
+    def of(self, *values: Any) -> frozenset[Line]:
+        """Those of handles of Triton's, in lists as well."""
+        found: frozenset[Line] = frozenset()
+        for value in tree_leaves(values, is_leaf=lambda x: isinstance(x, TensorHandle)):
+            if isinstance(value, TensorHandle):
+                found |= value.attr.get("lines", frozenset())
+        return found
+
+    def here(self) -> frozenset[Line]:
+        """The line that is being executed, the one that called its function, and the conditions so far."""
+        place = _place()
+        return frozenset(line for line in place or () if line) | self.conditions
+
+    def store(self, addresses: np.ndarray, lines: frozenset[Line]) -> None:
+        """Note what is stored to addresses."""
+        number = self._numbers.setdefault(lines, len(self._known))
+        if number == len(self._known):
+            self._known.append(lines)
+        self._of_addresses.store(addresses, np.full(addresses.shape, float(number)))
+
+    def load(self, addresses: np.ndarray) -> frozenset[Line]:
+        """What is at addresses."""
+        numbers = self._of_addresses.numbers(addresses)
+        found = np.unique(numbers[np.isfinite(numbers)]).astype(int)
+        return frozenset().union(*(self._known[n] for n in found))
+
+    def of_tensor(self, tensor: torch.Tensor) -> frozenset[Line]:
+        """Those of a tensor of torch."""
+        return self.load(addresses_of(tensor))
+
+    def marked(self, value: Any) -> frozenset[Line]:
+        """Those of a marked value, of which nothing is followed further back where it is right."""
+        handles = [] if isinstance(value, torch.Tensor) else [piece.handle for piece in _pieces(value)]
+        lines = self.of(*handles) if handles else self.of_tensor(value)
+        if self.marks in self._right:
+            for handle in handles:
+                handle.attr["lines"] = frozenset()
+            if not handles:
+                self.store(addresses_of(value), frozenset())
+        self.marks += 1
+        return lines | self.here()
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Note the tests and the bounds of loops of Triton programs, and what becomes of reductions."""
+        patch, execute = interpreter._patch_lang_tensor, interpreter.GridExecutor.__call__
+        reduce = ReduceScanOpInterface.apply
+
+        def patched(tensor: Any, scope: Any) -> None:
+            patch(tensor, scope)
+            for name in ("__bool__", "__index__"):
+                scope.set_attr(tensor, name, self._testing(tensor.__dict__[name]))
+
+        def executed(executor: Any, *arguments: Any, **keywords: Any) -> Any:
+            self.conditions = frozenset()
+            return execute(executor, *arguments, **keywords)
+
+        def reduced(reduction: Any, x: Any) -> Any:
+            result = reduce(reduction, x)
+            lines = self.of(*(piece.handle for piece in _pieces(x))) | self.here()
+            for piece in _pieces(result):
+                piece.handle.attr["lines"] = lines
+            return result
+
+        interpreter._patch_lang_tensor, interpreter.GridExecutor.__call__ = patched, executed
+        ReduceScanOpInterface.apply = reduced
+        try:
+            yield
+        finally:
+            interpreter._patch_lang_tensor, interpreter.GridExecutor.__call__ = patch, execute
+            ReduceScanOpInterface.apply = reduce
+
+    def _testing(self, test: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def tested(tensor: Any) -> Any:
+            self.conditions |= self.of(tensor.handle) | self.here()
+            return test(tensor)
+
+        return tested
+
+
+def _pieces(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (tuple, list, tl.tuple)) else (value,)
+
+
+class SlicedBetween(Between):  # type: ignore[no-untyped-call]
+    """What PyTorch does to tensors, in float64, with the lines that they come of."""
+
+    def __init__(self, errors: Errors, memory: Memory, lines: Lines) -> None:
+        super().__init__(errors, memory)
+        self._lines = lines
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """An operation, whose results have its operands' lines and its own."""
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        lines = frozenset().union(*map(self._lines.of_tensor, given)) | self._lines.here()
+        storages = {x.untyped_storage().data_ptr() for x in given}
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        for x in tree_leaves(result):
+            is_view = isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() in storages
+            if isinstance(x, torch.Tensor) and (func._schema.is_mutable or not is_view):
+                self._lines.store(addresses_of(x), lines)
+        return result
+
+
 @contextlib.contextmanager
-def _widened(errors: Errors, memory: Memory) -> Iterator[None]:
-    """Let Triton's interpreter carry float64."""
+def _widened(wide: type, carried: Mapping[str, Any]) -> Iterator[None]:
+    """Let Triton's interpreter carry float64. carried: what its builder has meanwhile."""
     builder = interpreter.interpreter_builder
     before = builder.__class__
     patches = [
@@ -238,13 +392,14 @@ def _widened(errors: Errors, memory: Memory) -> Iterator[None]:
     originals = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
     for owner, name, patched in patches:
         setattr(owner, name, patched)
-    builder.errors, builder.memory = errors, memory
-    builder.__class__ = _WideBuilder
+    vars(builder).update(carried)
+    builder.__class__ = wide
     try:
         yield
     finally:
         builder.__class__ = before
-        del builder.errors, builder.memory
+        for name in carried:
+            delattr(builder, name)
         for owner, name, original in originals:
             setattr(owner, name, original)
 
@@ -305,6 +460,12 @@ class _WideBuilder(TensorCoreBuilder):
 
     errors: Errors
     memory: Memory
+    lines: Lines | None
+    births: Births | None
+
+    def marked(self, value: Any) -> frozenset[Line]:
+        """The lines that a marked value comes of, where they are followed."""
+        return self.lines.marked(value) if self.lines else frozenset()
 
     def _apply(self, dtype: Any, operation: Callable[..., TensorHandle], *handles: TensorHandle) -> TensorHandle:
         """`operation(*handles)`, of dtype where its results are floats."""
@@ -460,6 +621,63 @@ class _WideBuilder(TensorCoreBuilder):
             addresses, numbers, masks = np.broadcast_arrays(ptrs.data, _wide(value), mask.data)
             self.memory.store(addresses[masks], numbers[masks])
         return super().create_masked_store(ptrs, _as_own(value), mask, *how)
+
+
+class _WatchingBuilder(_WideBuilder):
+    """The same, in which what is born is noted."""
+
+    births: Births
+
+    def _apply(self, dtype: Any, operation: Callable[..., TensorHandle], *handles: TensorHandle) -> TensorHandle:
+        return self._seen(super()._apply(dtype, operation, *handles), *handles)
+
+    def _cast(self, src: TensorHandle, dst_type: Any, cast: Callable[[TensorHandle, Any], TensorHandle]) -> Any:
+        return self._seen(super()._cast(src, dst_type, cast), src)
+
+    def _seen(self, result: TensorHandle, *operands: TensorHandle) -> TensorHandle:
+        floats = [_wide(x) for x in operands if _is_float(x)]
+        if not _is_float(result) or result.data.dtype != np.float64:
+            return result
+        return TensorHandle(self.births.seen(_place(), floats, result.data), result.dtype)
+
+
+def _filled(made: Callable[..., torch.Tensor], value: float) -> Callable[..., torch.Tensor]:
+    """A function of torch that makes a tensor, which begins as this value where it is of floats."""
+
+    def filled(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        tensor = made(*arguments, **keywords)
+        return tensor.fill_(value) if tensor.is_floating_point() else tensor
+
+    return filled
+
+
+class _SlicingBuilder(_WideBuilder):
+    """The same, with the lines that each value comes of."""
+
+    lines: Lines
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if not name.startswith(("create_", "get_", "unary_op", "binary_op", "ternary_op", "cast_impl")):
+            return found
+        lines = super().__getattribute__("lines")
+
+        def followed(*arguments: Any) -> Any:
+            result = found(*arguments)
+            if name == "create_masked_store":
+                pointers, value, mask, *_ = arguments
+                addresses, masks = np.broadcast_arrays(pointers.data, mask.data)
+                lines.store(addresses[masks], lines.of(pointers, value, mask) | lines.here())
+            handles = [x for x in _pieces(result) if isinstance(x, TensorHandle)]
+            of = lines.of(*arguments) | lines.here() if handles else frozenset()
+            if name == "create_masked_load":
+                addresses, masks = np.broadcast_arrays(arguments[0].data, arguments[1].data)
+                of |= lines.load(addresses[masks])
+            for handle in handles:
+                handle.attr["lines"] = of
+            return result
+
+        return followed
 
 
 def make_program(kernel: Callable[..., Any], inputs: Inputs, arguments: Mapping[str, Any]) -> TritonProgram:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from parity.dtypes import Floats
 
@@ -28,13 +30,14 @@ class Mark:
     """A named intermediate result, as a kernel showed it to its probe.
 
     value: NaN where the kernel has none. steps: fields of the golden's stages with which it takes the same steps.
-    place: where it was shown, where that is known.
+    place: where it was shown, where that is known. lines: of a slice, those that the value comes of.
     """
 
     site: str
     value: Floats
     steps: tuple[tuple[str, Any], ...]
     place: Place | None = None
+    lines: frozenset[Line] = frozenset()
 
 
 Active = Callable[[Place], bool]
@@ -43,11 +46,73 @@ Active = Callable[[Place], bool]
 
 @dataclass(frozen=True)
 class Run:
-    """One evaluation: the outputs in float64 by name, where active operations erred at all, and what was marked."""
+    """One evaluation: the outputs in float64 by name, where active operations erred at all, and what was marked.
+
+    lines: of a slice, those that each output comes of.
+    """
 
     outputs: Mapping[str, Floats]
     erring: Set[Place]
     marks: Sequence[Mark] = ()
+    lines: Mapping[str, frozenset[Line]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Birth:
+    """An operation that made a NaN of operands that are none, or an infinity of finite ones.
+
+    index: of the first such element of the result; operands: what they are there, or the largest of each where they
+    are of other shapes; elements: how many there are, all together.
+    """
+
+    place: Place
+    index: tuple[int, ...]
+    operands: tuple[float, ...]
+    result: float
+    elements: int
+
+
+class Births:
+    """Where values that are not finite are born, in the order in which that happens first.
+
+    mended: operations whose newborn values become 0.
+    """
+
+    def __init__(self, mended: Set[Place] = frozenset()) -> None:
+        self._mended = mended
+        self._found: dict[Place, Birth] = {}
+
+    @property
+    def found(self) -> tuple[Birth, ...]:
+        """The first birth at each place."""
+        return tuple(self._found.values())
+
+    def seen(self, place: Place | None, operands: Sequence[Floats], result: Floats) -> Floats:
+        """The result of an operation, mended where it is to be."""
+        result = np.asarray(result)
+        if place is None or not operands or np.isfinite(result).all():
+            return result
+        born, there = _born(operands, result)
+        if not born.any():
+            return result
+        index = tuple(int(i) for i in np.argwhere(born)[0])
+        before = self._found.get(place)
+        if before is None:
+            values = tuple(float(x[index]) if there else float(np.abs(x).max(initial=0.0)) for x in operands)
+            before = Birth(place, index, values, float(result[index]), 0)
+        self._found[place] = replace(before, elements=before.elements + int(born.sum()))
+        return np.where(born, 0.0, result) if place in self._mended else result
+
+
+def _born(operands: Sequence[Floats], result: Floats) -> tuple[np.ndarray, bool]:
+    """Which elements of a result are born, and whether the operands have elements where the result has."""
+    there = all(x.shape == result.shape for x in operands)
+    if there:
+        has_nan = np.logical_or.reduce([np.isnan(x) for x in operands])
+        finite = np.logical_and.reduce([np.isfinite(x) for x in operands])
+    else:
+        has_nan, finite = any(np.isnan(x).any() for x in operands), all(np.isfinite(x).all() for x in operands)
+    return (np.isnan(result) & np.logical_not(has_nan)) | (np.isinf(result) & finite), there
 
 
 class Program(Protocol):
@@ -55,3 +120,13 @@ class Program(Protocol):
 
     def run(self, active: Active) -> Run:
         """The outputs where only active operations err."""
+
+    def slice(self, right: Set[int]) -> Run:
+        """What nothing rounds in, and of each mark and output the lines that it comes of.
+
+        right: numbers of marks, in the order of `Run.marks`, that are as they should be: what went into those is left
+        out.
+        """
+
+    def births(self, births: Births, fill: float = np.nan) -> Run:
+        """The outputs as the kernel computes them, what is born on the way noted. fill: what memory begins as."""

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -29,7 +31,7 @@ from jax.extend import core
 
 from op_arguments import probe
 from parity.backends.emulation import mxu
-from parity.debugging.attribution.program import Active, Line, Mark, Place, Run
+from parity.debugging.attribution.program import Active, Births, Line, Mark, Place, Run
 from parity.dtypes import round_to
 from parity.interop import to_jax
 from parity.op import Inputs, outputs
@@ -74,6 +76,22 @@ class PallasProgram:
         with jax.enable_x64(True), mxu.emulated(), np.errstate(all="ignore"):
             results = evaluator.evaluate(self._jaxpr.jaxpr, [*map(_wide, self._jaxpr.consts)], map(_wide, self._inputs))
         return Run(outputs(tree_util.tree_unflatten(self._result, results)), evaluator.erring, evaluator.marks)
+
+    def births(self, births: Births, fill: float = np.nan) -> Run:
+        """The outputs as the kernel computes them, what is born on the way noted. fill: what memory begins as."""
+        watcher = _Watcher(births, fill)
+        with jax.enable_x64(True), mxu.emulated(), np.errstate(all="ignore"):
+            results = watcher.evaluate(self._jaxpr.jaxpr, [*map(_wide, self._jaxpr.consts)], map(_wide, self._inputs))
+        return Run(outputs(tree_util.tree_unflatten(self._result, results)), frozenset(), watcher.marks)
+
+    def slice(self, right: Set[int]) -> Run:
+        """The outputs in float64, and the lines that they and the marks come of."""
+        slicer = _Slicer(right)
+        with jax.enable_x64(True), np.errstate(all="ignore"):
+            results = slicer.evaluate(self._jaxpr.jaxpr, [*map(_wide, self._jaxpr.consts)], map(_wide, self._inputs))
+        named = outputs(tree_util.tree_unflatten(self._result, results))
+        lines = outputs(tree_util.tree_unflatten(self._result, [*map(slicer.lines_of, results)]))
+        return Run(named, frozenset(), slicer.marks, lines)
 
 
 @contextlib.contextmanager
@@ -126,9 +144,14 @@ class _Evaluator:
         for eqn in jaxpr.eqns:
             operands = [*map(read, eqn.invars)]
             rule = _RULES.get(eqn.primitive.name)
-            results = rule(self, eqn, operands) if rule else self._operation(eqn, operands)
+            results = getattr(self, rule or "_operation")(eqn, operands)
+            results = self.noted(eqn, operands, results)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(var) for var in jaxpr.outvars]
+
+    def noted(self, eqn: Any, operands: Values, results: Values) -> Values:
+        """The results of an equation, once they are known."""
+        return results
 
     def _operation(self, eqn: Any, operands: Values) -> Values:
         floats = [_is_float(var.aval) for var in (*eqn.invars, *eqn.outvars)]
@@ -190,9 +213,13 @@ class _Evaluator:
         test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
         n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         of_test, of_body, carry = operands[:n], operands[n : n + m], operands[n + m :]
-        while self.evaluate(test.jaxpr, [*map(_wide, test.consts)], iter([*of_test, *carry]))[0]:
+        while self.test(self.evaluate(test.jaxpr, [*map(_wide, test.consts)], iter([*of_test, *carry]))[0]):
             carry = self.evaluate(body.jaxpr, [*map(_wide, body.consts)], iter([*of_body, *carry]))
         return carry
+
+    def test(self, condition: Any) -> bool:
+        """Whether a condition holds."""
+        return bool(condition)
 
     def scan(self, eqn: Any, operands: Values) -> Values:
         """`lax.scan`, and a `lax.fori_loop` of a known length."""
@@ -216,10 +243,10 @@ class _Evaluator:
         grid = tuple(size if isinstance(size, int) else int(next(bounds)) for size in mapping.grid)
         scalars, inputs = rest[: mapping.num_index_operands], rest[mapping.num_index_operands :]
         aliased = {out: rest[given] for given, out in eqn.params["input_output_aliases"]}
-        results = [aliased.get(n, _unset(var.aval)) for n, var in enumerate(eqn.outvars)]
+        results = [aliased.get(n, self.unset(var.aval)) for n, var in enumerate(eqn.outvars)]
         blocks = mapping.block_mappings
-        arrays = [_padded(x, block) for x, block in zip([*inputs, *results], blocks, strict=True)]
-        scratch = [_unset(aval) for aval in mapping.scratch_avals]
+        arrays = [self.padded(x, block) for x, block in zip([*inputs, *results], blocks, strict=True)]
+        scratch = [self.unset(aval) for aval in mapping.scratch_avals]
         outer = self._grid, self._at
         self._grid = grid
         for at in product(*map(range, grid)):
@@ -230,13 +257,29 @@ class _Evaluator:
         outs = arrays[len(inputs) :]
         return [x[tuple(map(slice, result.shape))] for x, result in zip(outs, results, strict=True)]
 
-    def _block(self, x: Any, block: Any, at: tuple[int, ...], scalars: Values) -> Any:
+    def padded(self, x: Any, block: Any) -> Any:
+        """x in whole blocks."""
+        return _padded(x, block)
+
+    def unset(self, aval: Any) -> Any:
+        """Memory that nothing has been stored to."""
+        return _unset(aval)
+
+    def index(self, block: Any, at: tuple[int, ...], scalars: Values) -> Values:
+        """Which block of an array a grid step has."""
         place = block.index_map_jaxpr
-        index = self.evaluate(place.jaxpr, place.consts, iter([*map(np.int32, at), *scalars]))
+        return self.evaluate(place.jaxpr, place.consts, iter([*map(np.int32, at), *scalars]))
+
+    def _block(self, x: Any, block: Any, at: tuple[int, ...], scalars: Values) -> Any:
+        index = self.index(block, at, scalars)
         where: list[Any] = []
         for n, size in zip(map(int, index), map(_block_size, block.block_shape), strict=True):
             where.append(n if size is None else slice(n * size, n * size + size))
-        return x[(*where, ...)]
+        return self.chosen(x[(*where, ...)], index)
+
+    def chosen(self, view: Any, index: Values) -> Any:
+        """The view of an array that is a grid step's block."""
+        return view
 
     def program_id(self, eqn: Any, operands: Values) -> Values:
         """`pl.program_id`."""
@@ -262,7 +305,7 @@ class _Evaluator:
     def run_scoped(self, eqn: Any, operands: Values) -> Values:
         """A kernel's function with memory of its own."""
         jaxpr = eqn.params["jaxpr"]
-        return self.evaluate(jaxpr, operands, iter([_unset(var.aval) for var in jaxpr.invars]))
+        return self.evaluate(jaxpr, operands, iter([self.unset(var.aval) for var in jaxpr.invars]))
 
     def dma_start(self, eqn: Any, operands: Values) -> Values:
         """A copy between memories, done at once."""
@@ -277,6 +320,14 @@ class _Evaluator:
         self.marks.append(Mark(eqn.params["site"], marked, eqn.params["steps"], self._place(eqn)))
         return pieces[:1]
 
+    def nothing(self, eqn: Any, operands: Values) -> Values:
+        """What has no result and no effect here."""
+        return []
+
+    def first(self, eqn: Any, operands: Values) -> Values:
+        """What says something of its operand, and is that."""
+        return operands[:1]
+
     def bitcast(self, eqn: Any, operands: Values) -> Values:
         """`pltpu.bitcast`, which only a compiled program has."""
         own = [_own(x, var.aval) for x, var in zip(operands, eqn.invars, strict=True)]
@@ -289,38 +340,164 @@ class _Evaluator:
         return [np.roll(operands[0], int(operands[1]), eqn.params["axis"])]
 
 
+class _Watcher(_Evaluator):
+    """One evaluation as the kernel computes it, in which what is born is noted."""
+
+    def __init__(self, births: Births, fill: float) -> None:
+        super().__init__(lambda place: True)
+        self._births, self._fill = births, fill
+
+    def _operation(self, eqn: Any, operands: Values) -> Values:
+        results = super()._operation(eqn, operands)
+        floats = [np.asarray(x) for x, var in zip(operands, eqn.invars, strict=True) if _is_float(var.aval)]
+        return [
+            self._births.seen(self._place(eqn), floats, x) if _is_float(var.aval) else x
+            for x, var in zip(results, eqn.outvars, strict=True)
+        ]
+
+    def unset(self, aval: Any) -> Any:
+        """Memory that nothing has been stored to."""
+        x = super().unset(aval)
+        return np.full(x.shape, self._fill) if _is_float(aval) else x
+
+
+class _Slicer(_Evaluator):
+    """One evaluation in which nothing rounds, that follows which source lines each array comes of.
+
+    An array has the lines of what it was computed of; memory those of everything stored to it, until all of it is
+    stored to at once; what is done on a condition has the condition's. A mark that is right begins anew.
+    """
+
+    def __init__(self, right: Set[int]) -> None:
+        super().__init__(lambda place: False)
+        self._right = right
+        self._lines: dict[int, tuple[weakref.ref[Any], frozenset[Line]]] = {}
+        self._condition: frozenset[Line] = frozenset()
+
+    def lines_of(self, *arrays: Any) -> frozenset[Line]:
+        """The lines that arrays come of; a view has those of what it is a view of, too."""
+        found: frozenset[Line] = frozenset()
+        for x in arrays:
+            while x is not None:
+                known = self._lines.get(id(x))
+                if known and known[0]() is x:
+                    found |= known[1]
+                x = getattr(x, "base", None)
+        return found
+
+    def _note(self, x: Any, lines: frozenset[Line]) -> Any:
+        self._lines[id(x)] = weakref.ref(x), lines
+        return x
+
+    def _here(self, eqn: Any) -> frozenset[Line]:
+        place = self._place(eqn)
+        return frozenset(line for line in place or () if line) | self._condition
+
+    def noted(self, eqn: Any, operands: Values, results: Values) -> Values:
+        """The results, with the operands' lines and that of the equation."""
+        name = eqn.primitive.name
+        if name == "parity_mark":
+            return results
+        lines = self.lines_of(*operands) | self._here(eqn)
+        if name in ("swap", "dma_start"):
+            self._stored(name, eqn, operands, lines)
+        noted = []
+        for x in map(np.asarray, results):
+            own = self.lines_of(x) if name in _CALLS else frozenset()
+            noted.append(x if own else self._note(x if x.base is None else x.copy(), lines))
+        return noted
+
+    def _stored(self, name: str, eqn: Any, operands: Values, lines: frozenset[Line]) -> None:
+        if name == "swap":
+            ref, _, *index = operands
+            target = _view(ref, tree_util.tree_unflatten(eqn.params["tree"], index))
+            lines = self.lines_of(*operands[1:]) | self._here(eqn)
+        else:
+            source, to, *_ = tree_util.tree_unflatten(eqn.params["tree"], operands)
+            target, lines = _referred(to), self.lines_of(_referred(source)) | self._here(eqn)
+        memory = target
+        while memory.base is not None:
+            memory = memory.base
+        self._note(memory, lines if target.size == memory.size else lines | self.lines_of(memory))
+
+    def mark(self, eqn: Any, operands: Values) -> Values:
+        """`mark`: of one that is right nothing is followed further back."""
+        where, *pieces = operands
+        number = len(self.marks)
+        results = super().mark(eqn, operands)
+        self.marks[-1] = replace(self.marks[-1], lines=self.lines_of(where, *pieces) | self._here(eqn))
+        for x in pieces if number in self._right else ():
+            self._note(x, frozenset())
+        return results
+
+    def cond(self, eqn: Any, operands: Values) -> Values:
+        """`lax.cond`, whose branch is taken on a condition."""
+        before, self._condition = self._condition, self._here(eqn) | self.lines_of(operands[0])
+        results = super().cond(eqn, operands)
+        self._condition = before
+        return results
+
+    def while_loop(self, eqn: Any, operands: Values) -> Values:
+        """`lax.while_loop`, which goes on on a condition."""
+        before = self._condition
+        results = super().while_loop(eqn, operands)
+        self._condition = before
+        return results
+
+    def test(self, condition: Any) -> bool:
+        """Whether a loop goes on, and from then on that it did."""
+        self._condition |= self.lines_of(condition)
+        return super().test(condition)
+
+    def pallas_call(self, eqn: Any, operands: Values) -> Values:
+        """A kernel, which does what it does as often as its grid has steps."""
+        bounds = operands[: eqn.params["grid_mapping"].num_dynamic_grid_bounds]
+        before, self._condition = self._condition, self._condition | self.lines_of(*bounds)
+        results = super().pallas_call(eqn, operands)
+        self._condition = before
+        return results
+
+    def padded(self, x: Any, block: Any) -> Any:
+        """x in whole blocks, of x's lines."""
+        return self._note(super().padded(x, block), self.lines_of(x))
+
+    def chosen(self, view: Any, index: Values) -> Any:
+        """A grid step's block, which is of the lines that say which it is as well."""
+        return self._note(view, self.lines_of(*index))
+
+
+_CALLS = {
+    *("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call"),
+    *("cond", "while", "scan", "pallas_call", "run_scoped"),
+}
+"""What has a program of its own: its results have the lines that they were given there."""
+
+
 @cache
 def _compiled(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     return jax.jit(partial(primitive.bind, **dict(params)))
 
 
-def _nothing(evaluator: _Evaluator, eqn: Any, operands: Values) -> Values:
-    return []
-
-
-def _first(evaluator: _Evaluator, eqn: Any, operands: Values) -> Values:
-    return operands[:1]
-
-
-_RULES: Mapping[str, Callable[[_Evaluator, Any, Values], Values]] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint"), _Evaluator.call),
-    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _Evaluator.call),
-    "cond": _Evaluator.cond,
-    "while": _Evaluator.while_loop,
-    "scan": _Evaluator.scan,
-    "pallas_call": _Evaluator.pallas_call,
-    "program_id": _Evaluator.program_id,
-    "num_programs": _Evaluator.num_programs,
-    "get": _Evaluator.get,
-    "swap": _Evaluator.swap,
-    "run_scoped": _Evaluator.run_scoped,
-    "dma_start": _Evaluator.dma_start,
-    "dma_wait": _nothing,
-    "multiple_of": _first,
-    "bitcast": _Evaluator.bitcast,
-    "roll": _Evaluator.roll,
-    "parity_mark": _Evaluator.mark,
+_RULES: Mapping[str, str] = {
+    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint"), "call"),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call"),
+    "cond": "cond",
+    "while": "while_loop",
+    "scan": "scan",
+    "pallas_call": "pallas_call",
+    "program_id": "program_id",
+    "num_programs": "num_programs",
+    "get": "get",
+    "swap": "swap",
+    "run_scoped": "run_scoped",
+    "dma_start": "dma_start",
+    "dma_wait": "nothing",
+    "multiple_of": "first",
+    "bitcast": "bitcast",
+    "roll": "roll",
+    "parity_mark": "mark",
 }
+"""By primitive, the method that evaluates it; of all others `_operation` does."""
 _BITS = {"bitcast_convert_type"}
 _EXACT = {
     "select_n",

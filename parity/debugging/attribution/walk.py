@@ -7,16 +7,16 @@ digits by chance. So no tile has to be put in its place, and right values in a w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from cpu_golden.stages import single_pass
-from parity.debugging.attribution import Ranking, mean_square
-from parity.debugging.attribution.program import Mark
+from parity.debugging.attribution import mean_square, program
+from parity.debugging.attribution.program import Mark, Run
 from parity.dtypes import Floats
 from parity.judging.reference import Reference
 from parity.judging.rounding import Rounding
@@ -30,7 +30,10 @@ JUMP = 4.0
 Right kernels err by 0.4 to 2.3 times that; one bfloat16 rounding too many is some 10^4 times a float32 one. Of what
 the contract has exact an error below SAME is none: kernels keep it in two pieces."""
 FEW = 32
-"""Of fewer numbers than these the error is too much a matter of chance to tell what is lost."""
+"""Numbers from which on an error is no matter of chance; of fewer those of further seeds are taken as well."""
+LEAST = 8
+"""Of fewer numbers than these, all seeds together, nothing is said."""
+SEEDS = 8
 
 
 @dataclass(frozen=True)
@@ -52,38 +55,99 @@ class Stage:
     def is_off(self) -> bool:
         """Whether logic fails or precision is lost here, or before."""
         is_loss = self.error > (JUMP * self.expected or SAME)
-        return self.wrong > 0 or (is_loss and self.numbers >= FEW)
+        return self.wrong > 0 or (is_loss and self.numbers >= LEAST)
 
 
-def walk(trial: Trial, ranking: Ranking) -> tuple[Stage, ...]:
+def walk(first: Evaluation, fixed: Set[str] = frozenset()) -> tuple[Stage, ...]:
     """The stages in the golden's order, the outputs last, none after the first that is off.
 
-    A kernel has a stage only if it marks values there that the golden has in these arguments too.
+    A kernel has a stage only if it marks values there that the golden has in these arguments too. fixed: as `rank`
+    takes it, for further seeds of the case.
     """
-    marks: dict[str, list[tuple[Mark, Mark]]] = {}
-    for exact, own in zip(ranking.none.marks, ranking.all.marks, strict=True):
-        marks.setdefault(exact.site, []).append((exact, own))
-    # Coarser steps round less often than the contract's own: of both the larger error is expected.
-    goldens: dict[Any, tuple[Mapping[str, Floats], Mapping[str, float]]] = {(): _sites(trial, {})}
-    for pairs in marks.values():
-        for exact, _ in pairs:
-            if exact.steps not in goldens:
-                goldens[exact.steps] = _sites(trial, dict(exact.steps))
-    order = list(dict.fromkeys(site for values, _ in goldens.values() for site in values))
-    if unknown := marks.keys() - set(order):
-        raise ValueError(f"a kernel must show sites of the golden, got {', '.join(sorted(unknown))}")
-    marked = [site for site in order if any(np.isfinite(exact.value).any() for exact, _ in marks.get(site, ()))]
-    expected, by_contract = trial.reference, emulate(trial)
-    found = chain(
-        (_stage(site, marks[site], goldens) for site in marked),
-        (_output(name, expected, ranking, by_contract) for name in expected.golden),
-    )
+    trial = first.trial
+    further: list[Evaluation] = []
     stages: list[Stage] = []
-    for stage in found:
-        stages.append(stage)
-        if stage.is_off:
+    for name, is_output in first.names():
+        found = [first.stage(name, is_output)]
+        for n in range(1, SEEDS):
+            if trial.given is not None or sum(s.numbers for s in found) >= FEW or not found[0].numbers:
+                break
+            if len(further) < n:
+                further.append(Evaluation.of_trial(trial.with_seed(trial.case.seed + n), fixed))
+            found.append(further[n - 1].stage(name, is_output))
+        stages.append(_together(found))
+        if stages[-1].is_off:
             break
     return tuple(stages)
+
+
+def _together(found: Sequence[Stage]) -> Stage:
+    """The same stage of several seeds, each weighted by its numbers."""
+    numbers = sum(stage.numbers for stage in found)
+
+    def mean(of: Callable[[Stage], float]) -> float:
+        return sum(of(stage) * stage.numbers for stage in found) / max(numbers, 1)
+
+    error, expected = (float(np.sqrt(mean(of))) for of in (lambda s: s.error**2, lambda s: s.expected**2))
+    return Stage(found[0].site, mean(lambda s: s.wrong), error, expected, numbers)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A trial's kernel in float64 and as it is, and the golden's sites in the steps of each of its marks."""
+
+    trial: Trial
+    none: Run
+    all: Run
+    marks: Mapping[str, Sequence[tuple[Mark, Mark]]]
+    goldens: Mapping[Any, tuple[Mapping[str, Floats], Mapping[str, float]]]
+    by_contract: Mapping[str, np.ndarray]
+
+    @classmethod
+    def of_trial(cls, trial: Trial, fixed: Set[str]) -> Evaluation:
+        """Of a trial that is yet to be evaluated."""
+        of = program(trial)
+        return cls.of_runs(trial, of.run(lambda place: place.line.file in fixed), of.run(lambda place: True))
+
+    @classmethod
+    def of_runs(cls, trial: Trial, none: Run, everything: Run) -> Evaluation:
+        """Of its evaluations without and with rounding. Raises ValueError where a kernel marks what is no site."""
+        marks: dict[str, list[tuple[Mark, Mark]]] = {}
+        for exact, own in zip(none.marks, everything.marks, strict=True):
+            marks.setdefault(exact.site, []).append((exact, own))
+        # Coarser steps round less often than the contract's own: of both the larger error is expected.
+        goldens: dict[Any, tuple[Mapping[str, Floats], Mapping[str, float]]] = {(): _sites(trial, {})}
+        for pairs in marks.values():
+            for exact, _ in pairs:
+                if exact.steps not in goldens:
+                    goldens[exact.steps] = _sites(trial, dict(exact.steps))
+        known = {site for values, _ in goldens.values() for site in values}
+        if unknown := marks.keys() - known:
+            raise ValueError(f"a kernel must show sites of the golden, got {', '.join(sorted(unknown))}")
+        return cls(trial, none, everything, marks, goldens, emulate(trial))
+
+    def wrong_marks(self) -> tuple[bool, ...]:
+        """Of each mark of the kernel, in order, whether it has values in float64 that the golden does not have."""
+        wrong = []
+        for mark in self.none.marks:
+            known = self.goldens[mark.steps][0][mark.site]
+            wrong.append(bool(_missing(mark.value[np.isfinite(mark.value)], known).any()))
+        return tuple(wrong)
+
+    def names(self) -> Iterator[tuple[str, bool]]:
+        """The sites that the kernel has values of, in the golden's order, and the outputs; which is which."""
+        order = dict.fromkeys(site for values, _ in self.goldens.values() for site in values)
+        for site in order:
+            if any(np.isfinite(exact.value).any() for exact, _ in self.marks.get(site, ())):
+                yield site, False
+        for name in self.trial.reference.golden:
+            yield name, True
+
+    def stage(self, name: str, is_output: bool) -> Stage:
+        """A site or an output as a stage."""
+        if is_output:
+            return _output(name, self.trial.reference, self.none, self.all, self.by_contract)
+        return _stage(name, self.marks.get(name, ()), self.goldens)
 
 
 def unseen(marks: Sequence[Mark]) -> tuple[str, ...]:
@@ -110,7 +174,7 @@ def _stage(
     return Stage(site, wrong / max(scale.size, 1), _rms(error) / (_rms(scale) or 1.0), expected, scale.size)
 
 
-def _output(name: str, expected: Reference, ranking: Ranking, by_contract: Mapping[str, np.ndarray]) -> Stage:
+def _output(name: str, expected: Reference, exact: Run, own: Run, by_contract: Mapping[str, np.ndarray]) -> Stage:
     """An output as a stage. An element is wrong if it is far off both in float64 and as the kernel has it."""
     golden, magnitude = expected.golden[name], expected.magnitude[name]
     scored = (magnitude > 0) & np.isfinite(golden)
@@ -119,7 +183,7 @@ def _output(name: str, expected: Reference, ranking: Ranking, by_contract: Mappi
         return np.nan_to_num(np.abs(got[scored].astype(np.float64) - golden[scored]) / magnitude[scored], nan=np.inf)
 
     errors = off(by_contract[name])
-    none, everything = ranking.none.outputs, ranking.all.outputs
+    none, everything = exact.outputs, own.outputs
     wrong = (off(none[name]) > SAME) & (off(everything[name]) > JUMP * errors.max(initial=0.0))
     error = float(np.sqrt(mean_square(everything, none, {name: magnitude})))
     return Stage(name, float(wrong.sum()) / max(golden.size, 1), error, _rms(errors), errors.size)

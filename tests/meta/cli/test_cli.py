@@ -60,6 +60,11 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments, message, refused, mo
     assert message in refused(*arguments)
 
 
+def test_a_list_of_no_case_fails_and_says_so(capsys):
+    assert cli.main(["--root", str(ROOT), "list", "-k", "no_such_case"]) == 1
+    assert capsys.readouterr().err == "no case matches -k 'no_such_case'\n"
+
+
 def test_a_missing_framework_is_one_line_and_exit_code_2(refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in [name for name in sys.modules if name.startswith(("gpu_reference", "parity.backends."))]:

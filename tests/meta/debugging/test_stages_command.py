@@ -10,8 +10,9 @@ import pytest
 from parity.cli import main
 from parity.cli.stages import conclusion, screen
 from parity.debugging.attribution import program, rank, statement
+from parity.debugging.attribution.locate import Located
 from parity.debugging.attribution.program import Line, Mark
-from parity.debugging.attribution.walk import unseen, walk
+from parity.debugging.attribution.walk import Evaluation, unseen, walk
 from parity.judging.reference import reference
 from parity.trial import Trial
 from tests.matrix import OPS
@@ -106,11 +107,12 @@ def test_the_line_that_loses_precision_is_the_first(loss, line, tmp_path):
     first = ranking.shares[0]
     assert statement(first.line).startswith(line), [(statement(s.line), s.share) for s in ranking.shares[:3]]
     assert first.share > 0.9 and 0.9 < ranking.together < 1.1
-    stages = walk(Trial(op, case, loss.backend), ranking)
+    stages = walk(Evaluation.of_runs(Trial(op, case, loss.backend), ranking.none, ranking.all))
+    found = Located("out", stages, ranking.none, ranking)
     assert stages[-1].is_off and not stages[-1].wrong
-    shown = screen("", stages, ranking, tmp_path).plain
+    shown = screen(found, tmp_path).plain
     assert f"planted_{loss.backend}.py:{first.line.number}  {line[:99]}" in shown
-    assert conclusion(stages, ranking, tmp_path).startswith(f"precision is lost at {stages[-1].site}")
+    assert conclusion(found, tmp_path).startswith(f"precision is lost at {stages[-1].site}")
 
 
 FAULTS = [
@@ -158,9 +160,9 @@ FAULTS = [
 def test_a_fault_of_logic_is_found_where_it_enters(fault, site, tmp_path):
     op = OP[fault.ops[0]]
     case, kernel = smoke(op), getattr(plant(fault, tmp_path), op.name)
-    stages, ranking = walked(op, case, fault.backend, kernel)
+    stages, found = walked(op, case, fault.backend, kernel)
     assert (stages[-1].site, stages[-1].wrong > 0) == (site, True), stages
-    assert conclusion(stages, ranking, tmp_path).startswith(f"a logic fault enters at {site}")
+    assert conclusion(found, tmp_path).partition(" (wrong)")[0].endswith(site)
 
 
 def sites(backend, op, dtype="float32"):
@@ -243,11 +245,9 @@ def test_nor_in_a_small_backward_pass(name):
 @pytest.mark.gpu
 def test_it_is_said_of_which_values_a_kernel_has_parts_alone(tmp_path):
     """In float32 K has two tiles, each in a program of its own, and neither has a whole score."""
-    stages, ranking = walked(OP[CHUNK_BACKWARD], smoke(OP[CHUNK_BACKWARD]), "gpu")
-    assert unseen(ranking.none.marks) == ("A", "dgate")
-    assert (
-        "not compared: A, dgate: no program of the kernel has the whole" in screen("", stages, ranking, tmp_path).plain
-    )
+    _, found = walked(OP[CHUNK_BACKWARD], smoke(OP[CHUNK_BACKWARD]), "gpu")
+    assert unseen(found.none.marks) == ("A", "dgate")
+    assert "not compared: A, dgate: no program of the kernel has the whole" in screen(found, tmp_path).plain
 
 
 def test_a_site_is_unseen_only_without_any_value():
@@ -346,7 +346,7 @@ def test_the_command(capsys):
     assert main(["--root", str(ROOT), "stages", case.id, "--backend", "gpu"]) == 0
     out = capsys.readouterr().out
     line = "result = sums.to(out.dtype.element_ty)"
-    assert "most of the error is made by gpu_reference/_lib/products.py:" in out and line in out
+    assert "most of the error of out is made by gpu_reference/_lib/products.py:" in out and line in out
     assert "acc        error" in out and "the lines one by one explain 100% of its mean square" in out
 
 

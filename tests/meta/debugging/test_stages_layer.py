@@ -6,7 +6,8 @@ import pytest
 from parity.backends import load_kernel
 from parity.cli.stages import conclusion
 from parity.debugging.attribution import files_compared_bit_for_bit, rank, statement
-from parity.debugging.attribution.walk import walk
+from parity.debugging.attribution.locate import Located
+from parity.debugging.attribution.walk import Evaluation, walk
 from parity.judging.reference import reference
 from parity.trial import Trial
 from tests.matrix import OPS
@@ -84,11 +85,11 @@ FAULTS = [
 @pytest.mark.parametrize(("fault", "case_id", "site"), FAULTS)
 def test_a_fault_of_logic_is_found_where_it_enters(fault, case_id, site, tmp_path):
     op, case = case_of(case_id)
-    stages, ranking = walked(op, case, fault.backend, getattr(plant(fault, tmp_path), op.name))
+    stages, found = walked(op, case, fault.backend, getattr(plant(fault, tmp_path), op.name))
     sites = [*FORWARD, *(BACKWARD if case_id == F32_BWD else [])]
     assert [stage.site for stage in stages] == sites[: sites.index(site) + 1]
     assert stages[-1].wrong and not any(stage.is_off for stage in stages[:-1]), stages
-    assert conclusion(stages, ranking, tmp_path).startswith(f"a logic fault enters at {site}")
+    assert conclusion(found, tmp_path).partition(" (wrong)")[0].endswith(site)
 
 
 OF_DLHS, OF_DRHS = "product(by_rows, rhs", "weight_product(left, right"
@@ -129,7 +130,7 @@ def test_a_loss_of_precision_is_found_at_its_stage_and_line(loss, case_id, site,
     expected, kernel = reference(op, case), getattr(plant(loss, tmp_path), op.name)
     fixed = files_compared_bit_for_bit(OPS, op, loss.backend)
     ranking = rank(traced(op, case, loss.backend, kernel), expected.golden, expected.magnitude, fixed=fixed)
-    stages = walk(Trial(op, case, loss.backend), ranking)
+    stages = walk(Evaluation.of_runs(Trial(op, case, loss.backend), ranking.none, ranking.all))
     assert (stages[-1].site, stages[-1].wrong, stages[-1].is_off) == (site, 0, True), stages
     assert not any(stage.is_off for stage in stages[:-1])
     line = next(row.strip() for row in loss.new.splitlines() if row.strip())
@@ -144,9 +145,10 @@ def test_the_line_named_is_of_the_stage_off_not_of_the_result(tmp_path):
     loss = Fault("", "gpu", (op.name,), "gmm(x.float(), w_router", f"gmm(x.float(), w_router{BF16['gpu']}")
     expected, kernel = reference(op, case), getattr(plant(loss, tmp_path), op.name)
     ranking = rank(traced(op, case, "gpu", kernel), expected.golden, expected.magnitude)
-    stages = walk(Trial(op, case, "gpu"), ranking)
+    stages = walk(Evaluation.of_runs(Trial(op, case, "gpu"), ranking.none, ranking.all))
+    found = Located("out", stages, ranking.none, ranking)
     assert "w_router" not in statement(ranking.shares[0].line)
-    said = conclusion(stages, ranking, tmp_path)
+    said = conclusion(found, tmp_path)
     assert said.startswith("precision is lost at logits; most of it by planted_gpu.py:") and "w_router" in said
 
 

@@ -76,6 +76,14 @@ def plant(fault: Fault, folder: Path) -> SimpleNamespace:
     return with_sources(edited([Edit(found[0], fault.old, fault.new)]), fault.backend, fault.ops, folder)
 
 
+def planted_lines(fault: Fault) -> range:
+    """The lines of the planted file that the fault is on."""
+    (place,) = places(getattr(OP[fault.ops[0]], fault.backend), fault.old, fault.within)
+    before, (after,) = source_of(place.module), edited([Edit(place, fault.old, fault.new)]).values()
+    end = len(after) - (len(before) - place.end)
+    return range(after.count("\n", 0, place.start) + 1, after.count("\n", 0, end) + 2)
+
+
 class Place(NamedTuple):
     """Code in a module: from which character to which."""
 

@@ -81,6 +81,9 @@ def test_a_worse_kernel_is_a_regression_and_names_what_moved(recorded):
     assert worse.returncode == 1
     assert "REGRESSION" in worse.stdout
     assert "moved since: kernel" in worse.stdout, worse.stdout
+    for command in ("explain", "shrink"):
+        done = recorded.parity(command, "double-M8_N40-f32-s0")
+        assert done.returncode == 1 and "REGRESSION  G5: out: ε is " in done.stdout, done.stdout + done.stderr
     recorded(*RECORD)  # accepted
     assert recorded("-q").returncode == 0
 

@@ -1,0 +1,189 @@
+"""Where in a kernel an error enters: the line that rounds, the lines of a logic fault, or where a NaN is born."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from parity.debugging.attribution import Ranking, program, rank
+from parity.debugging.attribution.bits import BitStage
+from parity.debugging.attribution.program import Birth, Births, Line, Program, Run
+from parity.debugging.attribution.walk import Evaluation, Stage, walk
+from parity.dtypes import Floats
+from parity.trial import Trial
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+MOST_BIRTHS = 16
+"""Operations that make something not finite that are tried: whether the outputs are right without theirs."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """The lines that a wrong value comes of, after the last right ones that it comes of.
+
+    site: the first that is wrong. after: the sites that are right until then. lines: by file and number.
+    """
+
+    site: str
+    after: tuple[str, ...]
+    lines: tuple[Line, ...]
+
+    @property
+    def functions(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """The file, the name of a function there ("" outside of any) and the numbers of its lines in the region."""
+        of: dict[tuple[str, str], list[int]] = {}
+        for line in self.lines:
+            of.setdefault((line.file, enclosing(line)), []).append(line.number)
+        for (file, name), numbers in of.items():
+            yield file, name, tuple(numbers)
+
+
+@dataclass(frozen=True)
+class Birthplace:
+    """Where the values come from that are not finite in outputs and should be, or the other way round.
+
+    birth: the operation without whose own newborn values fewer outputs are wrong; None where no operation is, and
+    they are of memory that nothing is stored to, or of what lies outside an array. wrong, left: wrong elements of the
+    outputs, and those that are left without it. output, index: the first of them.
+    """
+
+    birth: Birth | None
+    wrong: int
+    left: int
+    output: str
+    index: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Located:
+    """The stages of a kernel, and what more is known of the first that is off: one of the three.
+
+    output: the one whose error the lines are ranked by. none: the evaluation in which nothing rounds.
+    """
+
+    output: str
+    stages: tuple[Stage, ...]
+    none: Run
+    ranking: Ranking | None = None
+    region: Region | None = None
+    birthplace: Birthplace | None = None
+
+
+def locate(
+    trial: Trial, output: str, fixed: Set[str], done: Callable[[int, int], None] = lambda runs, of: None
+) -> Located:
+    """Find where the error of an output of a trial enters.
+
+    fixed: files whose lines always round, see `files_compared_bit_for_bit`. done: as in `rank`. Raises
+    NotImplementedError for a kernel that cannot be followed, ImportError where the backend's framework is missing.
+    """
+    of = program(trial)
+    none, everything = of.run(lambda place: place.line.file in fixed), of.run(lambda place: True)
+    evaluation = Evaluation.of_runs(trial, none, everything)
+    stages = walk(evaluation, fixed)
+    found = birthplace(of, trial.reference.golden)
+    if found and found.birth:
+        return Located(output, stages, none, birthplace=found)
+    if stages[-1].wrong:
+        return Located(output, stages, none, region=region(of, evaluation, stages), birthplace=found)
+    magnitude = {output: trial.reference.magnitude[output]}
+    ranking = rank(of, trial.reference.golden, magnitude, done, fixed, (none, everything))
+    return Located(output, stages, none, ranking, birthplace=found)
+
+
+def region(of: Program, evaluation: Evaluation, stages: tuple[Stage, ...]) -> Region:
+    """The lines between right values and the first wrong ones."""
+    wrong = evaluation.wrong_marks()
+    sites = [mark.site for mark in evaluation.none.marks]
+    first, before = stages[-1].site, [stage.site for stage in stages[:-1]]
+    right = {n for n, site in enumerate(sites) if site in (*before, first) and not wrong[n]}
+    sliced = of.slice(right)
+    at = [n for n, site in enumerate(sites) if site == first and wrong[n]]
+    lines = sliced.marks[at[0]].lines if at else sliced.lines[first]
+    return Region(first, tuple(before), tuple(sorted({*lines, *_of_called(lines)})))
+
+
+def _of_called(lines: Set[Line]) -> Iterator[Line]:
+    """The lines of functions that these lines call, in the same files, none of whose lines is among them: they only
+    hand on what they are given, or should have done more."""
+    trees = {file: _parsed(file) for file in {line.file for line in lines}}
+    functions = [(file, node) for file, tree in trees.items() for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
+    numbers = {file: {line.number for line in lines if line.file == file} for file in trees}
+    called = {
+        name.id if isinstance(name, ast.Name) else name.attr
+        for file, tree in trees.items()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and call.lineno in numbers[file]
+        for name in (call.func,)
+        if isinstance(name, ast.Name | ast.Attribute)
+    }
+    for file, node in functions:
+        inside = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        if node.name in called and numbers[file].isdisjoint(inside):
+            yield from (
+                Line(file, n.lineno) for n in ast.walk(node) if isinstance(n, ast.stmt) and not hasattr(n, "body")
+            )
+
+
+def region_of_bits(trial: Trial, stages: tuple[BitStage, ...]) -> Region | None:
+    """The lines between right values and the first wrong ones, of what is compared bit for bit; None where all are
+    right."""
+    *before, last = stages
+    if not last.wrong:
+        return None
+    of = program(trial)
+    names = [stage.site for stage in before if stage.line]
+    marked = [mark.site for mark in of.run(lambda place: True).marks]
+    sliced = of.slice({n for n, site in enumerate(marked) if site in names})
+    lines = (
+        sliced.lines[last.site]
+        if last.line is None
+        else frozenset().union(*(mark.lines for mark in sliced.marks if mark.site == last.site))
+    )
+    return Region(last.name, tuple(stage.name for stage in before), tuple(sorted({*lines, *_of_called(lines)})))
+
+
+def birthplace(of: Program, golden: Mapping[str, Floats]) -> Birthplace | None:
+    """Where values come from whose finiteness is not the golden's; None where all of it is."""
+    seen = Births()
+    wrong = _wrong(of.births(seen), golden)
+    count = sum(len(places) for places in wrong.values())
+    if not count:
+        return None
+    output = next(name for name, places in wrong.items() if len(places))
+    index = tuple(int(i) for i in wrong[output][0])
+    best, left = None, count
+    for birth in seen.found[:MOST_BIRTHS]:
+        rest = sum(len(places) for places in _wrong(of.births(Births({birth.place})), golden).values())
+        if rest < left:
+            best, left = birth, rest
+        if not rest:
+            break
+    if best is None:
+        left = sum(len(places) for places in _wrong(of.births(Births(), 0.0), golden).values())
+    return Birthplace(best, count, left, output, index)
+
+
+def _wrong(run: Run, golden: Mapping[str, Floats]) -> dict[str, np.ndarray]:
+    return {name: np.argwhere(np.isfinite(run.outputs[name]) != np.isfinite(y)) for name, y in golden.items()}
+
+
+def enclosing(line: Line) -> str:
+    """The name of the innermost function that a line is in, "" outside of any."""
+    around = [
+        node
+        for node in ast.walk(_parsed(line.file))
+        if isinstance(node, FUNCTIONS) and node.lineno <= line.number <= (node.end_lineno or node.lineno)
+    ]
+    return max(around, key=lambda node: node.lineno).name if around else ""
+
+
+@cache
+def _parsed(file: str) -> ast.Module:
+    path = Path(file)
+    return ast.parse(path.read_text() if path.is_file() else "")
