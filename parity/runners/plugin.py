@@ -315,20 +315,30 @@ def _named(metafunc: pytest.Metafunc) -> Iterator[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is beyond the chosen tier, and put together what shares a compiled kernel."""
+    """Leave out what is beyond the chosen tier and not asked for by its id, and put together what shares a compiled
+    kernel."""
     tier = _tier(config)
     if tier != "full":
         kept: list[pytest.Item] = []
         dropped: list[pytest.Item] = []
         for item in items:
             wanted = item.get_closest_marker("smoke") if tier == "smoke" else not item.get_closest_marker("full")
-            (kept if wanted else dropped).append(item)
+            (kept if wanted or _is_asked_for(item) else dropped).append(item)
         if dropped:
             config.hook.pytest_deselected(items=dropped)
             items[:] = kept
     # Neighbours mostly go to the same pytest-xdist worker: a case and its other data then compile once.
     place: dict[Any, int] = {}
     items.sort(key=lambda item: place.setdefault(shared(item), len(place)))
+
+
+def _is_asked_for(item: pytest.Item) -> bool:
+    """Whether the command line has the node id of a test."""
+    for argument in item.config.args:
+        path, *names = argument.split("::")
+        if names and Path(path).resolve() == item.path and "::".join(names) == item.nodeid.partition("::")[2]:
+            return True
+    return False
 
 
 def _tier(config: pytest.Config) -> str:

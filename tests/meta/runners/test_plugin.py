@@ -30,6 +30,13 @@ def test_the_case_id_alone_selects_the_case(project):
     assert "1 passed" in run.stdout, run.stdout
 
 
+def test_an_exact_id_runs_whatever_its_tier(project):
+    run = project()
+    run.write("test_mine.py", "import pytest\n\n@pytest.mark.full\ndef test_mine():\n    pass\n")
+    done = run("-q", "test_mine.py::test_mine", "test_double.py::test_agrees[double-M99_N40-f32-s0]")
+    assert "2 passed" in done.stdout, done.stdout
+
+
 def test_xdist_gives_the_same_result(project):
     run = project(kernel="bad")
     alone, together = run("-q"), run("-q", "-n", "2")
