@@ -344,9 +344,11 @@ def _likeliest_first(movers: Iterable[str]) -> tuple[str, ...]:
 
 
 def describe(diffs: Sequence[OpDiff], worst: int = 5) -> str:
-    """One line per op, then its `worst` changed cases: those that got worse first, most first."""
+    """One line per op that moved, then its `worst` changed cases: those that got worse first, most first. One line for
+    all that did not move."""
     lines = []
-    for of_op in diffs:
+    still = [of_op for of_op in diffs if of_op.counts.keys() <= {"unchanged"}]
+    for of_op in (of_op for of_op in diffs if of_op not in still):
         counts = ", ".join(f"{of_op.counts[name]} {name}" for name in _ORDER if name in of_op.counts)
         cause = f"   who moved: {of_op.cause}" if of_op.cause else ""
         lines.append(f"{of_op.op}  {of_op.backend} {of_op.device_kind}: {counts}{cause}")
@@ -354,6 +356,9 @@ def describe(diffs: Sequence[OpDiff], worst: int = 5) -> str:
         lines += [f"  {_line(case)}" for case in changed[:worst]]
         if len(changed) > worst:
             lines.append(f"  … and {len(changed) - worst} more")
+    if still:
+        cases = sum(len(of_op.cases) for of_op in still)
+        lines.append(f"unchanged: {cases} cases of {len(still)} ledgers")
     return "\n".join(lines)
 
 
