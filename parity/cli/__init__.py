@@ -91,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in COMMANDS:
         module = import_module(f"parity.cli.{name}")
-        command = subparsers.add_parser(name, help=module.ABOUT, description=module.ABOUT)
+        epilog = getattr(module, "EPILOG", None)
+        command = subparsers.add_parser(name, help=module.ABOUT, description=module.ABOUT, epilog=epilog)
         module.add_arguments(command)
         command.set_defaults(command=module.command)
     return parser

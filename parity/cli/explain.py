@@ -34,6 +34,13 @@ from parity.words import command as command_line
 
 ABOUT = "say where the error of a case comes from: which rounding, or which fault"
 
+EPILOG = """\
+A rounding is "DTYPE at SITE": a site is a name of the op's staged golden (lhs, rhs, partial, acc, inner, out; q, k,
+v, c, decay, A, state, …), the dtype what it is rounded to, "cut" where toward zero. Verdicts: AGREES, EXACT and TIE,
+WIN pass; OFF CONTRACT, UNEVEN and OUT OF BOUND (G3), LOGIC FAULT (integer data fail too), NON-FINITE, WRONG SHAPE and
+DTYPE, NOT REPEATABLE, CRASH (G1), REGRESSION (beside its record), LOSS, TAIL, BIAS and UNFIT (beside the other
+backend) do not; see docs/verdicts.md. Exit codes: 0 the case passes, 1 it fails, 3 its kernel raised.
+"""
 HEAT = ("", "blue", "cyan", "yellow", "red")
 MOST_AXES = 6
 """Axes of an output that has other bits, at most: those that say most."""

@@ -30,6 +30,14 @@ from parity.debugging.explain import output_named
 
 ABOUT = "say at which stage of a kernel its error enters, and which of its source lines make it"
 
+EPILOG = """\
+Stages are the sites of the golden that the kernel shows by `probe`, in the golden's order, and then its outputs: lhs,
+rhs, partial, acc, inner of a matmul; c, decay, A, state, dstate, dA, dgate of linear attention; absmax, scale, spread
+of a quantiser. One is off whose values in float64 are not the golden's (a fault of logic: the statements between the
+right ones and it are listed) or whose error is more than 4 times its contract's (precision: source lines are ranked).
+Of values that are not finite the first operation that made one is named. Exit codes: 0 the case passes, 1 it fails, 3
+its kernel raised.
+"""
 SHOWN = 10
 """Lines of the table at most."""
 FAITHFUL = 0.1

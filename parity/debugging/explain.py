@@ -136,9 +136,10 @@ class Explanation:
 
     kind: "exact", "rounding" (of the named sites), "noise" (within the bound, and not all of it named), "precision"
     (beyond it, by no rounding of a named site), "logic", "overflow" (finite in float64 alone), "unknown" (one of these:
-    there is no float64 evaluation), "form" (no result of the golden's form). twin: the same case on integer data. source: what of the sums the error is
-    made of, where one thing is all of it. alike: what of the golden the output has where it is wrong, in words. errors:
-    of the output's elements, in what `symbol` says: |δ|/σ or, without a contract's sites, η.
+    there is no float64 evaluation), "form" (no result of the golden's form). twin: the same case on integer data.
+    source: what of the sums the error is made of, where one thing is all of it. alike: what of the golden the output
+    has where it is wrong, in words. errors: of the output's elements, in what `symbol` says: |δ|/σ or, without a
+    contract's sites, η.
     """
 
     judged: Judgement
@@ -172,8 +173,8 @@ class Explanation:
             f"keeps its contract{nearest}",
             "logic": f"not explained by rounding: a logic fault {self.region}{source}; "
             "in float64 the kernel is wrong too",
-            "overflow": f"not finite {self.region}, where in float64 the kernel is and keeps its contract: an overflow or "
-            "a NaN of a narrower dtype (parity stages says where it is born)",
+            "overflow": f"not finite {self.region}, where in float64 the kernel is and keeps its contract: a narrower "
+            "dtype overflows (parity stages says where)",
             "form": f"nothing to explain: {self.judged.verdict.reason}",
             "unknown": f"error {self.region}, not explained by a rounding at the golden's sites{nearest}: a fault of "
             "logic, or precision lost elsewhere",

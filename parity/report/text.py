@@ -37,8 +37,8 @@ def failure(judged: Judgement, twin: Judgement | None, rerun: str) -> str:
             lines.append("rms η by tile, worst at " + worst_tile(m.tiles))
             lines += [f"   |{row}|" for row in heat_map(m.tiles)]
     if twin is not None:
-        also = "passes too (so: precision, not logic)" if twin.verdict.passed else "fails too (so: not rounding)"
-        lines.append(f"integer twin: {also}")
+        also = "passes" if twin.verdict.passed else "fails too"
+        lines.append(f"integer twin: {also} (parity explain says whether it is rounding or logic)")
     elif not (judged.ended or judged.bound == 0):
         lines.append(NO_TWIN)
     lines.append(f"rerun: {rerun}")
