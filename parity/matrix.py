@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import sys
-import tomllib
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from parity import projects
 from parity.dtypes import SHORT_NAMES
 from parity.inputs import DISTRIBUTIONS
 from parity.op import Case, Op
-from parity.words import said, shown
+from parity.words import nearest, said, shown
 
 T = TypeVar("T")
 
@@ -26,17 +25,8 @@ def load(root: Path) -> tuple[Op, ...]:
     Raises ValueError where the setting, the module's `OPS`, or the uniqueness of their names is missing, and for an
     expected failure that no case has.
     """
-    tools, name = _tools(root), module(root)
-    # The project's modules are found where its tests find them.
-    try:
-        folders = tools.get("pytest", {}).get("ini_options", {}).get("pythonpath", [])
-        folders = [".", *map(str, folders.split() if isinstance(folders, str) else folders)]
-    except (AttributeError, TypeError):
-        raise ValueError(f"{root / 'pyproject.toml'}: [tool.pytest.ini_options] pythonpath must be folders") from None
-    for folder in folders:
-        path = str((root / folder).resolve())
-        if path not in sys.path:
-            sys.path.insert(0, path)
+    name = module(root)
+    projects.enter(root)
     ops: tuple[Op, ...] = getattr(_import(name), "OPS", ())
     if not ops:
         raise ValueError(f"{name} must define OPS, a tuple of parity.Op, got none")
@@ -72,20 +62,9 @@ def runners(root: Path) -> dict[str, str]:
     return _setting(root, "runners", dict[str, str]())
 
 
-def _tools(root: Path) -> dict[str, Any]:
-    pyproject = root / "pyproject.toml"
-    try:
-        tools: Any = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("tool", {}) if pyproject.exists() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{pyproject} must be TOML: {said(error)}") from None
-    if not isinstance(tools, dict):
-        raise ValueError(f"{pyproject}: tool must be a table, got {shown(repr(tools))}")
-    return tools
-
-
 def _setting(root: Path, name: str, default: T) -> T:
     """A setting of `[tool.parity]`. Raises ValueError for one of another type than its default."""
-    settings = _tools(root).get("parity", {})
+    settings = projects.tools(root).get("parity", {})
     found = settings.get(name, default) if isinstance(settings, dict) else settings
     if not isinstance(found, type(default)):
         wanted = "a string" if isinstance(default, str) else "a table"
@@ -123,7 +102,10 @@ def find(ops: Iterable[Op], case_id: str) -> tuple[Op, Case]:
             spelled = parse(op, case_id if seed else f"{case_id}-s0")
             if spelled is not None:
                 return op, spelled
-    raise ValueError(f"case must be the id of a case of the matrix (parity list -k WORDS prints them), got {case_id}")
+    near = nearest([case.id for op in ops for case in op.cases], case_id)
+    raise ValueError(
+        f"case must be the id of a case of the matrix (parity list -k WORDS prints them), got {case_id}{near}"
+    )
 
 
 def parse(op: Op, case_id: str) -> Case | None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from parity import projects
 from parity.backends import prepare_environment
 from parity.cli.options import ENDED, folder, version
 from parity.guard import Ended
@@ -87,7 +88,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="parity", description="Judge TPU and GPU kernels of the same operations against one float64 golden."
     )
     parser.add_argument("--version", action="version", version=f"kernel-parity {version()}")
-    parser.add_argument("--root", type=folder, default=Path.cwd(), help="the project's folder (default: this one)")
+    root = projects.of(Path.cwd()) or Path.cwd()
+    parser.add_argument("--root", type=folder, default=root, help="the project's folder (default: the one this is in)")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in COMMANDS:
         module = import_module(f"parity.cli.{name}")

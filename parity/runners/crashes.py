@@ -28,7 +28,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from parity import matrix
+from parity import matrix, projects
 from parity.guard import OUT_OF_MEMORY
 from parity.runners import items, supervision
 from parity.words import said, shown
@@ -81,7 +81,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         with _logs() as folder:
             split = supervision.split(str(folder))
             if isinstance(split, supervision.End):
-                return _told(split, folder)
+                return _told(split, folder, config)
             child = split
     if child is not None:
         config.stash[_CHILD] = child
@@ -102,7 +102,7 @@ def _is_supervised(config: pytest.Config) -> bool:
     if _has_workers(config) or debugged or not supervision.can_split():
         return False
     try:
-        return bool(matrix.module(config.rootpath))
+        return any(matrix.module(project) for project in projects.near(items.paths(config)))
     except (ValueError, OSError):  # none, or what cannot be read: it is said where it is needed
         return False
 
@@ -132,12 +132,13 @@ def _lives(process: int) -> bool:
     return True
 
 
-def _told(end: supervision.End, folder: Path) -> int:
+def _told(end: supervision.End, folder: Path, config: pytest.Config) -> int:
     """The exit code of a run whose child has ended; of one that has died, after what is known of it."""
     log = folder / "main.log"
     found = examine(log.read_text(encoding="utf-8", errors="replace") if log.exists() else "", end.status)
     if end.said is None and (end.status <= 0 or found.nodeid):
-        print(f"\n{items.message(found.outcome, found.reason, found.nodeid or 'pytest', found.log)}")
+        where = items.from_start(config, found.nodeid) if found.nodeid else "pytest"
+        print(f"\n{items.message(found.outcome, found.reason, where, found.log)}")
         print("parity: the run ended there, without a summary; with -n 1 (pytest-xdist) the other tests run as well")
         return 1  # whatever status the kernel chose: of pytest's own, 5 says that there was no test
     return end.code
@@ -231,7 +232,8 @@ class _Controller:
         worker = report.node
         log = self._logs / f"{worker.gateway.id}.log"
         casualty = examine(log.read_text(encoding="utf-8", errors="replace"), _status(worker))
-        report.longrepr = items.message(casualty.outcome, casualty.reason, crashitem, casualty.log)
+        nodeid = items.from_start(worker.config, crashitem)
+        report.longrepr = items.message(casualty.outcome, casualty.reason, nodeid, casualty.log)
         if casualty.entry:
             report.user_properties.append(("parity", casualty.entry))
 
@@ -246,7 +248,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
     error = call.excinfo.value if call.excinfo else None
     if isinstance(error, MemoryError) or (isinstance(error, Exception) and OUT_OF_MEMORY.search(str(error))):
         reason = said(error)
-        report.longrepr = items.message("OOM", reason, item.nodeid)
+        report.longrepr = items.message("OOM", reason, items.from_start(item.config, item.nodeid))
         if entry := items.entry(item):
             report.user_properties.append(("parity", items.failed(entry, "OOM", reason)))
     return report

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -44,6 +47,24 @@ def failed(entry: dict[str, Any], outcome: str, reason: str) -> dict[str, Any]:
 def message(outcome: str, reason: str, nodeid: str, log: str = "") -> str:
     """Why a test came to no judgement, the last lines of a log, and the command that runs it alone."""
     return "\n".join(filter(None, [f"{outcome}  G1: {reason}   {nodeid}", log, f"rerun: {rerun(nodeid)}"]))
+
+
+def located(config: pytest.Config, given: Iterable[str]) -> list[Path]:
+    """The files and folders that command-line arguments name, without node ids; where there are none, the start."""
+    start = config.invocation_params.dir
+    return [start / argument.partition("::")[0] for argument in given] or [start]
+
+
+def paths(config: pytest.Config) -> list[Path]:
+    """What this run collects from."""
+    return located(config, config.args)
+
+
+def from_start(config: pytest.Config, nodeid: str) -> str:
+    """A node id as the folder that pytest was started in has it: pytest counts from its root folder."""
+    path, *names = nodeid.split("::")
+    relative = os.path.relpath(config.rootpath / path, config.invocation_params.dir)
+    return "::".join([Path(relative).as_posix(), *names])
 
 
 def rerun(nodeid: str, *options: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from parity import matrix
-from parity.backends import free_compiled_programs, has_cuda, has_tpu, is_here, runner
+from parity import matrix, projects
+from parity.backends import free_compiled_programs, has_cuda, has_tpu, is_here, prepare_environment, runner
 from parity.declared import DeclarationError
 from parity.judging import goldens
 from parity.judging.judge import Judgement, compare, judge, twin_of
@@ -20,20 +21,23 @@ from parity.ledger.book import Book
 from parity.ledger.write import Merged, Recorder, check, merge
 from parity.op import BACKENDS, TIERS, Backend, Case, Op
 from parity.report import entries, text
-from parity.runners.items import chosen as trial_of
+from parity.runners import items
 from parity.runners.items import rerun, shared
 from parity.trial import Trial
-from parity.words import command, said
+from parity.words import command, nearest, said
 
 pytest_plugins = ("parity.runners.workers", "parity.runners.crashes", "parity.runners.long_runs")
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
 FRAMEWORK = {"tpu": "jax", "gpu": "triton"}
-_OPS = pytest.StashKey[tuple[Op, ...]]()
-_BOOK = pytest.StashKey[Book]()
+_OPS = pytest.StashKey[dict[Path, tuple[Op, ...]]]()
+_BOOKS = pytest.StashKey[dict[Path, Book]]()
+_HOME = pytest.StashKey[Path]()
 _RECORDER = pytest.StashKey[Recorder | None]()
 _ENTRY = "parity-report"
+_REGISTERED: list[pytest.Parser] = []
+"""Whose options this plugin has added to: none where pytest runs without it."""
 DECLARED = "twin=False in the op says that it is not"
 
 
@@ -51,6 +55,11 @@ def cases(
     full tier alone. `compared`: the test compares the backends, over many seeds; outside the full tier only the cases
     do that are `representative` of their op.
     """
+    if "PYTEST_VERSION" in os.environ and not _REGISTERED:
+        raise pytest.Collector.CollectError(
+            "parity.cases needs pytest's plugin parity, which this run lacks: leave out -p no:parity and "
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD, or say -p parity.runners.plugin"
+        )
     return pytest.mark.parity_cases(ops, backend=backend, data=data, where=where, compared=compared)
 
 
@@ -120,7 +129,7 @@ class Run:
 
     @property
     def _book(self) -> Book:
-        return self._request.config.stash[_BOOK]
+        return _book(self._request.config, _project(self._request.config, self._request.node.path))
 
     @property
     def _recorder(self) -> Recorder | None:
@@ -193,6 +202,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options, all named --parity-…."""
+    _REGISTERED.append(parser)
     group = parser.getgroup("parity", "kernel parity")
     group.addoption(
         "--parity-tier",
@@ -240,11 +250,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "tpu: runs Pallas kernels")
     config.addinivalue_line("markers", "gpu: runs Triton kernels")
     _share_goldens(config)
-    root = config.getoption("--parity-records") or config.rootpath / "records"
-    from parity.runners.long_runs import began  # not before pytest has loaded it as a plugin
-
-    config.stash[_BOOK] = Book(root, began(config))
-    config.stash[_RECORDER] = Recorder(root) if config.getoption("--parity-record") else None
+    found = sorted(projects.near(items.paths(config)))
+    if len(found) > 1 and config.getoption("--parity-record"):
+        raise pytest.UsageError(f"--parity-record takes one project at a time, got {', '.join(map(str, found))}")
+    config.stash[_HOME] = home = found[0] if len(found) == 1 else config.rootpath
+    config.stash[_OPS], config.stash[_BOOKS] = {}, {}
+    config.stash[_RECORDER] = Recorder(_book(config, home).root) if config.getoption("--parity-record") else None
     config.pluginmanager.register(_Reporter(config), "parity-reporter")
 
 
@@ -263,13 +274,61 @@ def _share_goldens(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from None
 
 
-def _matrix(config: pytest.Config) -> tuple[Op, ...]:
-    if _OPS not in config.stash:
+def _project(config: pytest.Config, path: Path) -> Path:
+    """The project that a test file is in: its own, else the one of this run."""
+    return projects.of(path) or config.stash[_HOME]
+
+
+def _book(config: pytest.Config, project: Path) -> Book:
+    """The ledger of a project, or the one that the command line names."""
+    from parity.runners.long_runs import began  # not before pytest has loaded it as a plugin
+
+    root = config.getoption("--parity-records") or project / "records"
+    return config.stash[_BOOKS].setdefault(root, Book(root, began(config)))
+
+
+def _matrix(config: pytest.Config, project: Path) -> tuple[Op, ...]:
+    if project not in config.stash[_OPS]:
         try:
-            config.stash[_OPS] = matrix.load(config.rootpath)
+            config.stash[_OPS][project] = matrix.load(project)
         except ValueError as error:
             raise pytest.UsageError(str(error)) from error
-    return config.stash[_OPS]
+    return config.stash[_OPS][project]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Set what the frameworks read when they load, before a conftest may load one, where there is a project."""
+    given = early_config.known_args_namespace.file_or_dir
+    if projects.near([early_config.rootpath, *items.located(early_config, given)]):
+        prepare_environment()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    """Let a test file import its own project's modules."""
+    if project := projects.of(module_path):
+        prepare_environment()
+        projects.enter(project, module_path.parent)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let a kernel import its own project's modules, when it is loaded as well."""
+    if project := projects.of(item.path):
+        projects.enter(project, item.path.parent)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Say of a case that no test has which is nearest."""
+    try:
+        return (yield)
+    except pytest.UsageError as error:
+        ids = [case.id for ops in session.config.stash[_OPS].values() for op in ops for case in op.cases]
+        named = [argument.partition("[")[2].removesuffix("]") for argument in session.config.args if "[" in argument]
+        near = [f"{name}{found}" for name in named if name not in ids and (found := nearest(ids, name))]
+        raise pytest.UsageError(*error.args, *near) from None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -279,7 +338,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     (ops,) = marker.args
     backend, data, where, compared = (marker.kwargs[name] for name in ("backend", "data", "where", "compared"))
-    if strangers := [op.name for op in ops if op not in _matrix(metafunc.config)]:
+    known = _matrix(metafunc.config, _project(metafunc.config, metafunc.definition.path))
+    if strangers := [op.name for op in ops if op not in known]:
         raise pytest.UsageError(f"{metafunc.definition.nodeid}: {', '.join(strangers)} is not in the matrix's OPS")
     chosen: dict[str, Any] = {}
     beyond: dict[str, Any] = {}
@@ -361,7 +421,7 @@ def _recording(config: pytest.Config) -> str:
 def _rerun(item: pytest.Item) -> str:
     """The command that runs a test alone."""
     n0 = ["-n0"] if item.config.pluginmanager.hasplugin("xdist") else []
-    return command("pytest", *n0, item.nodeid)
+    return command("pytest", *n0, items.from_start(item.config, item.nodeid))
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
@@ -396,10 +456,14 @@ class _Reporter:
         self._written = ""
         self._problems: list[str] = []  # what did not come to be where it was to be written
 
+    @property
+    def _book(self) -> Book:
+        return _book(self._config, self._config.stash[_HOME])
+
     def pytest_sessionstart(self) -> None:
         """Read the ledgers that are to be written before hours are spent on what goes into them."""
         if self._config.stash[_RECORDER] and not hasattr(self._config, "workerinput"):
-            root = self._config.stash[_BOOK].root
+            root = self._book.root
             try:
                 check(root)
             except (OSError, ValueError) as error:
@@ -407,7 +471,7 @@ class _Reporter:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        recorder, root = self._config.stash[_RECORDER], self._config.stash[_BOOK].root
+        recorder, root = self._config.stash[_RECORDER], self._book.root
         if recorder:
             recorder.close()
         if hasattr(self._config, "workerinput"):
@@ -434,9 +498,11 @@ class _Reporter:
         if interrupted:
             notices.append("The run was interrupted: what it had not come to is not here, and no error is explained.")
         elif judged:
-            judged = list(entries.attribute(_matrix(self._config), judged))
+            for project, ops in self._config.stash[_OPS].items():
+                projects.enter(project)
+                judged = list(entries.attribute(ops, judged))
         words = command("pytest", *self._config.invocation_params.args)
-        about = page.Run(words, _devices(), self._config.stash[_BOOK].utc or "", tuple(notices))
+        about = page.Run(words, _devices(), self._book.utc or "", tuple(notices))
         return str(page.write(self._config.getoption("--parity-report"), judged, about, self._config.rootpath))
 
     @pytest.hookimpl(wrapper=True)
@@ -447,7 +513,7 @@ class _Reporter:
         report = yield
         if call.excinfo and isinstance(call.excinfo.value, DeclarationError):
             report.longrepr = f"{call.excinfo.value}\nrerun: {_rerun(item)}"
-        marker, trial = item.get_closest_marker("parity_cases"), trial_of(item)
+        marker, trial = item.get_closest_marker("parity_cases"), items.chosen(item)
         wanted = self._config.getoption("--parity-report") and call.when != "teardown"
         if wanted and marker and trial and call.excinfo:
             _, case, backend = trial
@@ -467,7 +533,7 @@ class _Reporter:
             self._entries += [
                 entries.without_judgement(
                     found["op"], found["case"], found["backend"], found["outcome"], found["reason"],
-                    rerun(report.nodeid),
+                    rerun(items.from_start(self._config, report.nodeid)),
                 )
                 for found in _told(report, "parity")
             ]  # fmt: skip
@@ -488,11 +554,13 @@ class _Reporter:
             terminalreporter.write_line(problem, red=True)
         if self._merged:
             older = f", {self._merged.older} are older than what is there" if self._merged.older else ""
-            root = self._config.stash[_BOOK].root
+            root = self._book.root
             terminalreporter.write_line(f"records: {self._merged.written} written to {root}{older}")
             for line in self._merged.lost_lines:
                 terminalreporter.write_line(f"records: lost {line}", red=True)
             for nodeid in self._lost:
+                again = rerun(items.from_start(self._config, nodeid), "--parity-record")
                 terminalreporter.write_line(
-                    f"records: nothing of {nodeid}, whose worker died: {rerun(nodeid, '--parity-record')}", red=True
+                    f"records: nothing of {nodeid}, whose worker died: {again}",
+                    red=True,
                 )

@@ -347,7 +347,7 @@ _provenance = cache(here)
 
 def _casualty(item: pytest.Item, outcome: str, reason: str, log: str) -> pytest.TestReport:
     """The report of a test that no node reported."""
-    message = items.message(outcome, reason, item.nodeid, log)
+    message = items.message(outcome, reason, items.from_start(item.config, item.nodeid), log)
     when: Any = "???"  # pytest-xdist's word for what a worker was at when it died
     report = pytest.TestReport(item.nodeid, item.location, {}, "failed", message, when)
     if entry := items.entry(item):
