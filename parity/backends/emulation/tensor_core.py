@@ -34,6 +34,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from parity.backends.emulation import foreign
+
 Array = np.ndarray[Any, np.dtype[Any]]
 Operation = Callable[..., Array]
 
@@ -64,9 +66,15 @@ def emulated() -> Iterator[None]:
     language = interpreter._patch_lang(_ALL_OF_TRITON)
     # Triton 3.6 takes an array of one element for a number, which NumPy 2.4 forbids.
     language.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
-    for owner, name, once in _made_once():
-        language.set_attr(owner, name, once)
-    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
+    for owner, name, value in (*_made_once(), *foreign.patches()):
+        language.set_attr(owner, name, value)
+    names = foreign.Globals()
+
+    def patch_lang(function: Callable[..., Any]) -> Any:
+        names.adopt(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_lang
     builder.__class__ = TensorCoreBuilder
     builder.options = dataclasses.replace(
         builder.options,
@@ -77,6 +85,7 @@ def emulated() -> Iterator[None]:
         yield
     finally:
         builder.__class__, builder.options, interpreter._patch_lang = before
+        names.restore()
         language.restore()
 
 
