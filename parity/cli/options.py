@@ -115,19 +115,27 @@ def progress(*columns: ProgressColumn) -> Iterator[Callable[..., None]]:
         yield lambda done, of=None: line.update(task, completed=done, total=of)
 
 
-def add_program_arguments(parser: argparse.ArgumentParser, *, how: str, program: str, check: str) -> None:
-    """What commands take that keep a ledger of programs: which, and whether it is recorded, checked or compared.
+def program_arguments(*, how: str, program: str, check: str) -> Callable[[argparse.ArgumentParser], None]:
+    """The `add_arguments` of a command that keeps a ledger of programs: which, and whether to record or compare it.
 
     how: what is done to a program ("compile"); program, check: the help of the argument and of the option.
     """
-    parser.add_argument("program", nargs="?", help=program)
-    parser.add_argument("-k", metavar="EXPRESSION", default="", help="only programs whose id matches, as pytest's -k")
-    parser.add_argument("--chip", action="append", default=[], metavar="CHIP", help="only this chip; may be repeated")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--record", action="store_true", help=f"{how}, and write the ledger")
-    what.add_argument("--check", action="store_true", help=f"{how}, and {check}")
-    what.add_argument("--diff", metavar="REV", help="what moved since the ledger of a git revision")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("program", nargs="?", help=program)
+        parser.add_argument(
+            "-k", metavar="EXPRESSION", default="", help="only programs whose id matches, as pytest's -k"
+        )
+        parser.add_argument(
+            "--chip", action="append", default=[], metavar="CHIP", help="only this chip; may be repeated"
+        )
+        what = parser.add_mutually_exclusive_group()
+        what.add_argument("--record", action="store_true", help=f"{how}, and write the ledger")
+        what.add_argument("--check", action="store_true", help=f"{how}, and {check}")
+        what.add_argument("--diff", metavar="REV", help="what moved since the ledger of a git revision")
+        parser.add_argument("--json", action="store_true", help="print JSON")
+
+    return add_arguments
 
 
 def wants(given: argparse.Namespace, program: str, chip: str = "") -> bool:

@@ -12,9 +12,9 @@ from rich import box
 from rich.table import Table
 
 from parity.cli.options import (
-    add_program_arguments,
     console,
     print_changes,
+    program_arguments,
     show_recorded,
     wanted_lines,
     wanted_programs,
@@ -26,14 +26,11 @@ from parity.compilers.recorded import differences
 ABOUT = "how kernels cut the programs (grids, tiles, dots, warps): the recorded table, or what has changed"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `parity plans`."""
-    add_program_arguments(
-        parser,
-        how="trace",
-        program="plan this program (op-name) now, and print it",
-        check="exit with 1 where a plan differs from its record",
-    )
+add_arguments = program_arguments(
+    how="trace",
+    program="plan this program (op-name) now, and print it",
+    check="exit with 1 where a plan differs from its record",
+)
 
 
 def command(given: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from parity.cli.options import add_program_arguments, console, show_recorded, wanted_programs, wants
+from parity.cli.options import console, program_arguments, show_recorded, wanted_programs, wants
 from parity.compilers.mosaic import Compiled
 from parity.compilers.programs import Program, load
 from parity.compilers.schedule import LEDGER, Line, compile_all, line, regressions, surprises
@@ -24,14 +24,11 @@ ABOUT = "what the TPU compiler makes of the kernels: the recorded table, or what
 HOTTEST = 8
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `parity schedule`."""
-    add_program_arguments(
-        parser,
-        how="compile",
-        program="compile this program (op-name) and print its kernels in detail",
-        check="exit with 1 where a figure grew beyond its record",
-    )
+add_arguments = program_arguments(
+    how="compile",
+    program="compile this program (op-name) and print its kernels in detail",
+    check="exit with 1 where a figure grew beyond its record",
+)
 
 
 def command(given: argparse.Namespace) -> int:

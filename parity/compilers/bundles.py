@@ -171,11 +171,6 @@ class Schedule:
         """Cycles of a whole middle step."""
         return max(self.step_bundles + self.periodic_bundles, self.mxu_cycles)
 
-    @property
-    def mxu_use(self) -> float:
-        """The part of the static cycles in which the matrix units work; 1 is the floor."""
-        return self.mxu_cycles / self.static_cycles
-
 
 def parse(bundles: str, utilization: str) -> Program:
     """The program in the texts of a kernel's two dump files.
