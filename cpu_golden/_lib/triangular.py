@@ -12,15 +12,28 @@ import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.chunks import chunks_of, halves
-from cpu_golden.stages import Stages
+from cpu_golden.stages import Inverse, Stages
 
 BLOCK = 16
 """Rows of a diagonal block."""
 DOT_SITES = {site: f"solve_{site}" for site in ("lhs", "rhs", "partial", "acc", "tiles")}
 
 
-def inverse(a: Array, stages: Stages) -> Array:
-    """T = (I + A)⁻¹ [..., C, C] of a strictly lower triangular A.
+def by_rows(a: Array, stages: Stages) -> Array:
+    """The inverse of one diagonal block: each row, once it is known, is taken from all rows below.
+
+    Sites: solve_product, solve_sum.
+    """
+    t = np.broadcast_to(np.eye(a.shape[-1]), a.shape).copy()
+    for row in range(a.shape[-1] - 1):
+        below = slice(row + 1, None)
+        taken = stages("solve_product", a[..., below, row, None] * t[..., row, None, :])
+        t[..., below, :] = stages("solve_sum", t[..., below, :] - taken)
+    return t
+
+
+def inverse(a: Array, stages: Stages, of_block: Inverse = by_rows) -> Array:
+    """T = (I + A)⁻¹ [..., C, C] of a strictly lower triangular A; of_block: that of a diagonal block.
 
     Stages: solve_depth, solve_passes. Sites: solve_product and solve_sum (of a diagonal block's rows, and the running
     sums of that), those of `Stages.dot` with solve_ before their names, T.
@@ -33,19 +46,9 @@ def inverse(a: Array, stages: Stages) -> Array:
     )
     t = np.broadcast_to(np.eye(size), a.shape).copy()
     for rows in chunks_of(a, BLOCK):
-        t[..., rows, rows] = _by_rows(a[..., rows, rows], stages)
+        t[..., rows, rows] = of_block(a[..., rows, rows], stages)
     for first, second in halves(a, BLOCK):
         t[..., second, first] = -products.dot(
             t[..., second, second], products.dot(a[..., second, first], t[..., first, first])
         )
     return np.tril(stages("T", t))
-
-
-def _by_rows(a: Array, stages: Stages) -> Array:
-    """The inverse of one diagonal block: each row, once it is known, is taken from all rows below."""
-    t = np.broadcast_to(np.eye(a.shape[-1]), a.shape).copy()
-    for row in range(a.shape[-1] - 1):
-        below = slice(row + 1, None)
-        taken = stages("solve_product", a[..., below, row, None] * t[..., row, None, :])
-        t[..., below, :] = stages("solve_sum", t[..., below, :] - taken)
-    return t
