@@ -106,8 +106,8 @@ def _append_ranking(out: Text, ranking: Ranking, root: Path) -> None:
 
 def _append_region(out: Text, region: Region, root: Path) -> None:
     out.append(f"{region.site} comes of these statements, and of what is right before them:\n")
-    for file, name, numbers in region.functions:
-        out.append(f"  {_short(file, root)}:{numbers[0]}–{numbers[-1]}  {name}\n")
+    for file, name, whole, numbers in region.functions:
+        out.append(f"  {_short(file, root)}:{whole[0]}–{whole[-1]}  {name}\n")
         for text, group in groupby(numbers, key=lambda number: statement(Line(file, number))):
             out.append(f"    {next(group)}  {_cut(text)}\n", "dim")
 

@@ -34,13 +34,13 @@ class Region:
     lines: tuple[Line, ...]
 
     @property
-    def functions(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """The file, the name of a function there ("" outside of any) and the numbers of its lines in the region."""
-        of: dict[tuple[str, str], list[int]] = {}
+    def functions(self) -> Iterator[tuple[str, str, range, tuple[int, ...]]]:
+        """Each function that has lines of the region: its file, name ("" outside of any) and lines, and those."""
+        of: dict[tuple[str, str, range], list[int]] = {}
         for line in self.lines:
-            of.setdefault((line.file, enclosing(line)), []).append(line.number)
-        for (file, name), numbers in of.items():
-            yield file, name, tuple(numbers)
+            of.setdefault((line.file, *enclosing(line)), []).append(line.number)
+        for (file, name, whole), numbers in of.items():
+            yield file, name, whole, tuple(numbers)
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,10 @@ def locate(
         return Located(output, stages, none, birthplace=found)
     if stages[-1].wrong:
         return Located(output, stages, none, region=region(of, evaluation, stages), birthplace=found)
+    if found:  # what is stored to it, or should be, is all that there is to look at
+        lines = of.slice(set(range(len(none.marks)))).lines[found.output]
+        before = tuple(stage.site for stage in stages if stage.site not in trial.reference.golden)
+        return Located(output, stages, none, region=Region(found.output, before, _with_called(lines)), birthplace=found)
     magnitude = {output: trial.reference.magnitude[output]}
     ranking = rank(of, trial.reference.golden, magnitude, done, fixed, (none, everything))
     return Located(output, stages, none, ranking, birthplace=found)
@@ -105,7 +109,11 @@ def region(of: Program, evaluation: Evaluation, stages: tuple[Stage, ...]) -> Re
     sliced = of.slice(right)
     at = [n for n, site in enumerate(sites) if site == first and wrong[n]]
     lines = sliced.marks[at[0]].lines if at else sliced.lines[first]
-    return Region(first, tuple(before), tuple(sorted({*lines, *_of_called(lines)})))
+    return Region(first, tuple(before), _with_called(lines))
+
+
+def _with_called(lines: Set[Line]) -> tuple[Line, ...]:
+    return tuple(sorted({*lines, *_of_called(lines)}))
 
 
 def _of_called(lines: Set[Line]) -> Iterator[Line]:
@@ -145,7 +153,7 @@ def region_of_bits(trial: Trial, stages: tuple[BitStage, ...]) -> Region | None:
         if last.line is None
         else frozenset().union(*(mark.lines for mark in sliced.marks if mark.site == last.site))
     )
-    return Region(last.name, tuple(stage.name for stage in before), tuple(sorted({*lines, *_of_called(lines)})))
+    return Region(last.name, tuple(stage.name for stage in before), _with_called(lines))
 
 
 def birthplace(of: Program, golden: Mapping[str, Floats]) -> Birthplace | None:
@@ -173,14 +181,15 @@ def _wrong(run: Run, golden: Mapping[str, Floats]) -> dict[str, np.ndarray]:
     return {name: np.argwhere(np.isfinite(run.outputs[name]) != np.isfinite(y)) for name, y in golden.items()}
 
 
-def enclosing(line: Line) -> str:
-    """The name of the innermost function that a line is in, "" outside of any."""
+def enclosing(line: Line) -> tuple[str, range]:
+    """The name of the innermost function that a line is in and its lines; "" and that line alone outside of any."""
     around = [
-        node
+        (node.name, range(node.lineno, (node.end_lineno or node.lineno) + 1))
         for node in ast.walk(_parsed(line.file))
-        if isinstance(node, FUNCTIONS) and node.lineno <= line.number <= (node.end_lineno or node.lineno)
+        if isinstance(node, FUNCTIONS)
     ]
-    return max(around, key=lambda node: node.lineno).name if around else ""
+    inside = [(name, lines) for name, lines in around if line.number in lines]
+    return max(inside, key=lambda found: found[1].start, default=("", range(line.number, line.number + 1)))
 
 
 @cache
