@@ -142,7 +142,7 @@ FAULTS = [
     planted("gpu", CHUNK_BACKWARD, OLD_DSTATE, OLD_DSTATE.replace("from_start * scale", "from_start"), "dstate", FULL),
     planted("gpu", CHUNK_BACKWARD, "dk_tile = sums.dk * decays.to_end", "dk_tile = sums.dk", "dk", FULL),
     planted("gpu", CHANNELS_BACKWARD, "past = (decays.kept + decays.lost) * past_block[:, None]",
-            "past = decays.kept * past_block[:, None]", "dgate", FULL),
+            "past = decays.lost * past_block[:, None]", "dgate", FULL),
     planted("gpu", STEPS, "lost = (decay - kept).to(tl.float32)", "lost = (1.01 * decay - kept).to(tl.float32)",
             "kept", FULL),
     planted("gpu", STEPS_BACKWARD, DSTATE_UPDATE, DSTATE_UPDATE.replace("q_row[:, None]", "2 * q_row[:, None]"),
