@@ -16,7 +16,13 @@ from cpu_golden.stages import Inverse, Stages
 
 BLOCK = 16
 """Rows of a diagonal block."""
-DOT_SITES = {site: f"solve_{site}" for site in ("lhs", "rhs", "partial", "acc", "tiles")}
+DOT_SITES = {
+    "lhs": "solve_lhs",
+    "rhs": "solve_rhs",
+    "partial": "solve_partial",
+    "acc": "solve_acc",
+    "tiles": "solve_tiles",
+}
 
 
 def by_rows(a: Array, stages: Stages) -> Array:
