@@ -14,7 +14,7 @@ from op_arguments.probe import probing
 
 P = ParamSpec("P")
 Backward = TypeVar("Backward", bound=Callable[..., Any])
-OTHERS = ("g", "g_gamma", "gk", "initial_state", "cu_seqlens")
+OTHERS = ("g", "g_gamma", "gk", "beta", "initial_state", "cu_seqlens")
 """Tensors that are options: to be saved as all others, since autograd sees only then that one was changed."""
 
 

@@ -89,26 +89,33 @@ def contract(c: Case, backend: Backend) -> Contract:
 
 
 def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
-    """Pairs of rows are decayed in dots on the TPU, in blocks of 16 one by one on the GPU."""
+    """The GPU takes fewer rows at a time, as `gpu_reference._lib.chunk_plan` has it, and decays pairs one by one.
+
+    The TPU takes the chunks of the case, and decays pairs in dots."""
     if backend == "gpu":
-        return {"solve_depth": 1, "solve_passes": single_pass}
+        widest = 4096 // max(1 << (c.K - 1).bit_length(), 16)
+        rows = min(c.chunk & -c.chunk, 16 if is_per_channel(c) else 32, max(widest, 16))
+        solve = {"solve_depth": 1, "solve_passes": single_pass}
+        return {"chunk_size": rows, "values_decayed": not is_per_channel(c), **solve}
     return {"solve_passes": mxu_x6} | ({"sub_block": 1} if is_per_channel(c) else {})
 
 
 def chunk_sites(c: Case, backend: Backend) -> Mapping[str, str]:
-    """Products of a GPU's dots and FMAs are exact; what leaves the MXU is rounded before it is added. A GPU's exp of
-    float32 is off by two ulps (ex2.approx in the PTX ISA)."""
-    names = ["c", "exponent", "decay", "kept_exponent", "kept", "lost", "change", "decayed", "read", "sum", "acc",
+    """Products of a GPU's dots and FMAs are exact; what leaves the MXU is rounded before it is added. The GPU carries
+    sums of gates in two float32; its exp of float32 is off by two ulps (ex2.approx in the PTX ISA), and of scalar gates
+    it is taken in float64 where dots are not split."""
+    names = ["decay", "kept", "lost", "change", "decayed", "read", "sum", "acc",
              "raw", "A", "solve_sum", "solve_acc", "T", "recalled", "error", "update", "v_new", "h", "P"]  # fmt: skip
     names += ["product", "pairs"] if is_per_channel(c) else []
-    names += ["partial", "solve_partial", "solve_product"] if backend == "tpu" else []
+    names += ["c", "kept_exponent", "partial", "solve_partial", "solve_product"] if backend == "tpu" else []
+    names += ["exponent"] if backend == "tpu" or c.dtype == BF16 or is_per_channel(c) else []
     names += norm_sites(c)
     if is_backward(c):
         names += ["dv_new", "dupdate", "dv", "dP", "dA", "draw", "dh", "terms", "of_beta", "dgate"]
         names += ["up_to"] if is_per_channel(c) else ["pair_terms"]
         names += ["heads"]
     pieces = ["lhs", "rhs"] if c.dtype == BF16 else []
-    exp = {"decay": "float32/2"} if backend == "gpu" else {}
+    exp = {"decay": "float32/2"} if backend == "gpu" and "exponent" in names else {}
     return dict.fromkeys(names, F32) | dict.fromkeys(pieces, "bf16x2") | exp
 
 

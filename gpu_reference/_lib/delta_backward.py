@@ -1,0 +1,327 @@
+"""The kernels of the chunked backward pass of a gated delta rule; see `chunk_delta_rule`.
+
+"Columns" are tiles that are loaded transposed: tl.trans next to a wgmma has been miscompiled (Triton before 3.7.1).
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from gpu_reference._lib.chunk_decays import block_decays, causal_decay, gate_parts, gate_sums, pair_decays
+from gpu_reference._lib.chunk_dots import dot
+from gpu_reference._lib.chunk_pairs import sums_before, sums_from
+from gpu_reference._lib.delta_pairs import rows_of_keys
+from gpu_reference._lib.layout import (
+    Rows,
+    first_slot,
+    load_state,
+    load_tile,
+    of_program,
+    rows_of_segment,
+    rows_of_sequence,
+    state_offset,
+    store_columns,
+)
+from gpu_reference._lib.probe import INTERPRETED, probe
+
+
+class Outs(NamedTuple):
+    """What `gradients_kernel` fills: dq, dk [B, T, HV, K] of each head of values, and dgate in the gate's shape."""
+
+    dq: Any
+    dk: Any
+    dgate: Any
+
+
+class StateGradients(NamedTuple):
+    """What a block sums over V: what its rows take of the gradients of q and k [K, R] through the state before it (read
+    by queries, recalled by keys) and the state after it (written), and S dS [K]."""
+
+    read: Any
+    recalled: Any
+    written: Any
+    past: Any
+
+
+@triton.jit
+def reverse_kernel(
+    inputs,
+    layout,
+    group,
+    scale,
+    pairs,
+    dht,
+    memory,
+    dv,
+    dh0,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One program per (sequence, head of values, tile of V), from the last block to the first: fills dstates and
+    dupdate of `memory`, and dv."""
+    tile, head, sequence = of_program(layout.v, BV, layout.h)
+    start, end = rows_of_sequence(sequence, layout)
+    value = tile * BV + tl.arange(0, BV)[None, :]
+    key_row = tl.arange(0, BK)[None, :]
+    key = tl.arange(0, BK)[:, None]
+    at = tl.arange(0, ROWS)
+    in_state = (key < layout.k) & (value < layout.v)
+    at_sequence = state_offset(sequence, head, key, value, layout)
+
+    dstate = load_state(dht, at_sequence, in_state)
+    blocks = tl.cdiv(end - start, ROWS)
+    for nth in range(blocks):
+        block = blocks - 1 - nth
+        rows = Rows(start + block * ROWS, end, head, layout.h)
+        key_rows = rows_of_keys(rows, group)
+        row = rows.first + at
+        is_row = row < end
+        at_value = (row * layout.h + head)[:, None] * layout.v + value
+        in_values = is_row[:, None] & (value < layout.v)
+        slot = first_slot(sequence, start, ROWS) + block
+        tl.store(memory.dstates + state_offset(slot, head, key, value, layout), dstate, mask=in_state)
+
+        do_rows = load_tile(inputs.do, row[:, None], value, rows, layout.v)
+        p_columns = load_tile(pairs.p, row[None, :], at[:, None], rows, ROWS)
+        k_rows = load_tile(inputs.k, row[:, None], key_row, key_rows, layout.k)
+        if inputs.gk is None:
+            of_rows = block_decays(inputs, rows, key, layout.k, 1, SPLIT, ROWS)
+            of_state = of_rows.to_end[:, None] * dot(k_rows, dstate, SPLIT)
+        else:
+            of_rows = block_decays(inputs, rows, key_row, layout.k, 0, SPLIT, ROWS)
+            of_state = dot(of_rows.to_end * k_rows.to(tl.float32), dstate, SPLIT)
+        dv_new = scale * dot(p_columns, do_rows, SPLIT) + of_state
+        if INTERPRETED:
+            dv_new = probe("dv_new", dv_new, in_values, chunk_size=ROWS)
+        t_columns = load_tile(pairs.t, row[None, :], at[:, None], rows, ROWS)
+        beta = tl.load(inputs.beta + row * layout.h + head, mask=is_row, other=0).to(tl.float32)
+        dupdate_rows = dot(t_columns, dv_new, SPLIT)
+        dv_rows = beta[:, None] * dupdate_rows
+        tl.store(memory.dupdate + at_value, dupdate_rows, mask=in_values)
+        tl.store(dv + at_value, dv_rows.to(dv.dtype.element_ty), mask=in_values)
+
+        decays = block_decays(inputs, rows, key, layout.k, 1, SPLIT, ROWS)
+        q_columns = load_tile(inputs.q, row[None, :], key, key_rows, layout.k)
+        k_columns = load_tile(inputs.k, row[None, :], key, key_rows, layout.k)
+        if inputs.gk is None:
+            weight = decays.from_start[:, None]
+            change = dot(q_columns, scale * weight * do_rows.to(tl.float32), SPLIT)
+            change -= dot(k_columns, weight * dv_rows, SPLIT)
+        else:
+            change = dot(scale * decays.from_start * q_columns.to(tl.float32), do_rows, SPLIT)
+            change -= dot(decays.from_start * k_columns.to(tl.float32), dv_rows, SPLIT)
+        dstate = decays.kept * dstate + (decays.lost * dstate + change)
+        if INTERPRETED:
+            dstate = probe("dh", dstate, in_state, chunk_size=ROWS)
+    if dh0 is not None:
+        tl.store(dh0 + at_sequence, dstate, mask=in_state)
+
+
+@triton.jit
+def pair_gradients_kernel(
+    inputs,
+    layout,
+    group,
+    scale,
+    pairs,
+    memory,
+    dpairs,
+    dbeta,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One program per (block of rows, head of values): fills p and raw of dpairs, which are the gradients of those of
+    `pairs`, and dbeta [B, T, HV]."""
+    _, head, segment = of_program(1, 1, layout.h)
+    _, start, end = rows_of_segment(segment, layout, ROWS)
+    rows = Rows(start, end, head, layout.h)
+    SUM: tl.constexpr = tl.float32 if SPLIT else tl.float64
+    at = tl.arange(0, ROWS)
+    row = rows.first + at
+    dp = tl.full((ROWS, ROWS), 0.0, SUM)
+    da = tl.full((ROWS, ROWS), 0.0, SUM)
+    of_beta = tl.full((ROWS,), 0.0, tl.float32)
+    for first_value in range(0, layout.v, BV):
+        value = first_value + tl.arange(0, BV)[None, :]
+        value_column = first_value + tl.arange(0, BV)[:, None]
+        v_columns = load_tile(memory.v_new, row[None, :], value_column, rows, layout.v)
+        do_rows = load_tile(inputs.do, row[:, None], value, rows, layout.v)
+        dp += dot(do_rows, v_columns, SPLIT)
+        dupdate_rows = load_tile(memory.dupdate, row[:, None], value, rows, layout.v)
+        da -= dot(dupdate_rows, v_columns, SPLIT)
+        error_rows = load_tile(memory.error, row[:, None], value, rows, layout.v)
+        of_beta += tl.sum(dupdate_rows * error_rows, axis=1)
+    dp = tl.where(at[:, None] >= at[None, :], scale * dp.to(tl.float32), 0.0)
+    da = tl.where(at[:, None] > at[None, :], da.to(tl.float32), 0.0)
+    raw = load_tile(pairs.raw, row[:, None], at[None, :], rows, ROWS)
+    of_beta += tl.sum(raw * da, axis=1)
+    is_row = row < end
+    if INTERPRETED:
+        is_pair = is_row[:, None] & is_row[None, :]
+        dp = probe("dP", dp, is_pair, chunk_size=ROWS)
+        da = probe("dA", da, is_pair, chunk_size=ROWS)
+    at_row = row * layout.h + head
+    at_pairs = at_row[:, None] * ROWS + at[None, :]
+    beta = tl.load(inputs.beta + at_row, mask=is_row, other=0).to(tl.float32)
+    tl.store(dpairs.p + at_pairs, dp, mask=is_row[:, None])
+    tl.store(dpairs.raw + at_pairs, beta[:, None] * da, mask=is_row[:, None])
+    tl.store(dbeta + at_row, of_beta.to(dbeta.dtype.element_ty), mask=is_row)
+
+
+@triton.jit
+def gradients_kernel(
+    inputs,
+    layout,
+    group,
+    scale,
+    pairs,
+    memory,
+    dpairs,
+    outs,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One program per (block of rows, head of values): fills `outs` from what the others left, tile by tile of K."""
+    _, head, segment = of_program(1, 1, layout.h)
+    _, start, end = rows_of_segment(segment, layout, ROWS)
+    rows = Rows(start, end, head, layout.h)
+    key_rows = rows_of_keys(rows, group)
+    at = tl.arange(0, ROWS)
+    row = start + at
+    read = tl.full((ROWS,), 0.0, tl.float32)
+    written = tl.full((ROWS,), 0.0, tl.float32)
+    past = tl.full((), 0.0, tl.float32)
+    for first_key in range(0, layout.k, BK):
+        key = first_key + tl.arange(0, BK)[:, None]
+        of_states = _state_gradients(inputs, memory, segment, rows, key, layout, SPLIT, ROWS, BV)
+        decays = block_decays(inputs, rows, key, layout.k, 1, SPLIT, ROWS)
+        q_columns = load_tile(inputs.q, row[None, :], key, key_rows, layout.k)
+        k_columns = load_tile(inputs.k, row[None, :], key, key_rows, layout.k)
+        dq_tile = of_states.read * (scale * decays.from_start)
+        dk_tile = of_states.written * decays.to_end
+        dk_recalled = of_states.recalled * -decays.from_start
+        read_terms = q_columns.to(tl.float32) * dq_tile + k_columns.to(tl.float32) * dk_recalled
+        written_terms = k_columns.to(tl.float32) * dk_tile
+        dk_tile += dk_recalled
+        dp = load_tile(dpairs.p, row[:, None], at[None, :], rows, ROWS)
+        dp_t = load_tile(dpairs.p, row[None, :], at[:, None], rows, ROWS)
+        draw = load_tile(dpairs.raw, row[:, None], at[None, :], rows, ROWS)
+        draw_t = load_tile(dpairs.raw, row[None, :], at[:, None], rows, ROWS)
+        if inputs.gk is None:
+            read += tl.sum(read_terms, axis=0)
+            written += tl.sum(written_terms, axis=0)
+            past += tl.sum(of_states.past)
+            coarse, fine = gate_sums(inputs, rows, ROWS)
+            decay = pair_decays(coarse, fine, False, SPLIT)
+            decay_t = pair_decays(coarse, fine, True, SPLIT)
+            dq_tile += dot(k_columns, dp_t * decay_t, SPLIT)
+            dk_tile += dot(q_columns, dp * decay, SPLIT)
+            dk_tile += dot(k_columns, draw * decay + draw_t * decay_t, SPLIT)
+        else:
+            dq_inner, dk_inner, dgate_tile = _channel_gradients(
+                q_columns, k_columns, dp, dp_t, draw, draw_t, inputs, rows, key_rows, key, layout.k
+            )
+            dq_tile += dq_inner
+            dk_tile += dk_inner
+            dgate_tile += (decays.kept + decays.lost) * of_states.past[:, None]
+            dgate_tile += sums_from(read_terms) + sums_before(written_terms)
+            store_columns(outs.dgate, dgate_tile, row, key, rows, layout.k)
+        store_columns(outs.dq, dq_tile, row, key, rows, layout.k)
+        store_columns(outs.dk, dk_tile, row, key, rows, layout.k)
+    if inputs.gk is None:
+        decays = block_decays(inputs, rows, 0, layout.k, 1, SPLIT, ROWS)
+        p_t = load_tile(pairs.p, row[None, :], at[:, None], rows, ROWS)
+        raw_t = load_tile(pairs.raw, row[None, :], at[:, None], rows, ROWS)
+        dp_t = load_tile(dpairs.p, row[None, :], at[:, None], rows, ROWS)
+        draw_t = load_tile(dpairs.raw, row[None, :], at[:, None], rows, ROWS)
+        dgate_rows = _step_gate_gradient(p_t * dp_t + raw_t * draw_t, read, written, SPLIT)
+        dgate_rows += (decays.kept + decays.lost) * past
+        at_gate = row * layout.h + head
+        tl.store(outs.dgate + at_gate, dgate_rows.to(outs.dgate.dtype.element_ty), mask=row < end)
+
+
+@triton.jit
+def _state_gradients(
+    inputs, memory, slot, rows, key, layout, SPLIT: tl.constexpr, ROWS: tl.constexpr, BV: tl.constexpr
+):
+    """The `StateGradients` of a block for the channels `key` [K, 1]."""
+    SUM: tl.constexpr = tl.float32 if SPLIT else tl.float64
+    BK: tl.constexpr = key.shape[0]
+    row = rows.first + tl.arange(0, ROWS)
+    beta = tl.load(inputs.beta + row * layout.h + rows.head, mask=row < rows.end, other=0).to(tl.float32)
+    read = tl.full((BK, ROWS), 0.0, SUM)
+    recalled = tl.full((BK, ROWS), 0.0, SUM)
+    written = tl.full((BK, ROWS), 0.0, SUM)
+    past = tl.full((BK,), 0.0, tl.float32)
+    is_state = key < tl.where(rows.first < rows.end, layout.k, 0)  # there are states only of blocks
+    for first_value in range(0, layout.v, BV):
+        value = first_value + tl.arange(0, BV)[None, :]
+        value_column = first_value + tl.arange(0, BV)[:, None]
+        in_state = is_state & (value < layout.v)
+        at_state = state_offset(slot, rows.head, key, value, layout)
+        state = tl.load(memory.states + at_state, mask=in_state, other=0)
+        dstate = tl.load(memory.dstates + at_state, mask=in_state, other=0)
+        do_columns = load_tile(inputs.do, row[None, :], value_column, rows, layout.v)
+        v_columns = load_tile(memory.v_new, row[None, :], value_column, rows, layout.v)
+        dv_columns = beta[None, :] * load_tile(memory.dupdate, row[None, :], value_column, rows, layout.v)
+        read += dot(state, do_columns, SPLIT)
+        recalled += dot(state, dv_columns, SPLIT)
+        written += dot(dstate, v_columns, SPLIT)
+        past += tl.sum(state * dstate, axis=1)
+    return StateGradients(read.to(tl.float32), recalled.to(tl.float32), written.to(tl.float32), past)
+
+
+@triton.jit
+def _step_gate_gradient(pairs_t, read, written, SPLIT: tl.constexpr):
+    """The gradient of a gate of all channels at each t [R] but for what passes the whole block: sums over rows j < t
+    and i >= t, of pairs_t [j, i], what a row i reads of the state before the block, and what a row j writes into the
+    one after it."""
+    at = tl.arange(0, pairs_t.shape[0])
+    is_before = (at[None, :] < at[:, None]).to(tl.float32)
+    if SPLIT:
+        is_before = is_before.to(tl.bfloat16)
+    of_pairs = dot(is_before, pairs_t, SPLIT)
+    return tl.sum(tl.where(at[None, :] >= at[:, None], of_pairs + read[None, :], written[None, :]), axis=1)
+
+
+@triton.jit
+def _channel_gradients(q_columns, k_columns, dp, dp_t, draw, draw_t, inputs, rows, key_rows, key, keys):
+    """The parts of dq, dk and dgk [K, R] that are of pairs within the block, as in `chunk_pairs`: those of a query and
+    a key, whose gradient is dp [i, j], and of two keys, draw; and both transposed."""
+    ROWS: tl.constexpr = dp.shape[0]
+    at = tl.arange(0, ROWS)
+    coarse, fine = gate_parts(load_tile(inputs.gk, (rows.first + at)[None, :], key, rows, keys))
+    coarse = tl.cumsum(coarse, axis=1)
+    fine = tl.cumsum(fine, axis=1)
+    q_columns = q_columns.to(tl.float32)
+    k_columns = k_columns.to(tl.float32)
+    other_coarse = tl.full((q_columns.shape[0], 1), 0.0, tl.float32)
+    other_fine = tl.full((q_columns.shape[0], 1), 0.0, tl.float32)
+    dq = tl.zeros_like(q_columns)
+    dk_later = tl.zeros_like(q_columns)
+    dk_earlier = tl.zeros_like(q_columns)
+    for nth in range(ROWS):
+        other_row = rows.first + nth + tl.arange(0, 1)[None, :]
+        q_other = load_tile(inputs.q, other_row, key, key_rows, keys).to(tl.float32)
+        k_other = load_tile(inputs.k, other_row, key, key_rows, keys).to(tl.float32)
+        gate_coarse, gate_fine = gate_parts(load_tile(inputs.gk, other_row, key, rows, keys))
+        other_coarse += gate_coarse
+        other_fine += gate_fine
+        is_other = at[:, None] == nth
+        from_other = k_other * causal_decay((at > nth)[None, :], coarse - other_coarse, fine - other_fine)
+        to_other = causal_decay((at < nth)[None, :], other_coarse - coarse, other_fine - fine)
+        dq += tl.sum(tl.where(is_other, dp_t, 0.0), axis=0)[None, :] * from_other
+        dk_later += tl.sum(tl.where(is_other, draw_t, 0.0), axis=0)[None, :] * from_other
+        of_query = tl.sum(tl.where(is_other, dp, 0.0), axis=0)[None, :]
+        of_key = tl.sum(tl.where(is_other, draw, 0.0), axis=0)[None, :]
+        dk_earlier += (of_query * q_other + of_key * k_other) * to_other
+    dgate = sums_from(q_columns * dq + k_columns * (dk_later - dk_earlier))
+    of_same = tl.sum(tl.where(at[:, None] == at[None, :], dp, 0.0), axis=0)[None, :]
+    return dq + of_same * k_columns, dk_later + dk_earlier + of_same * q_columns, dgate

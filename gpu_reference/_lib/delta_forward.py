@@ -1,0 +1,103 @@
+"""The kernel that goes through the sequences of a gated delta rule, by blocks of rows; see `chunk_delta_rule`."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from gpu_reference._lib.chunk_decays import block_decays
+from gpu_reference._lib.chunk_dots import dot, next_state
+from gpu_reference._lib.delta_pairs import rows_of_keys
+from gpu_reference._lib.layout import (
+    Rows,
+    first_slot,
+    load_state,
+    load_tile,
+    of_program,
+    rows_of_sequence,
+    state_offset,
+)
+from gpu_reference._lib.probe import INTERPRETED, probe
+
+
+class Memory(NamedTuple):
+    """What the kernels of a backward pass leave for each other, float32: states before each block [slots, HV, K, V] and
+    their gradients after it, and [B, T, HV, V] error (v less what the state recalls), v_new (what is written), and
+    dupdate, T^T times the gradient of that."""
+
+    states: Any
+    error: Any
+    v_new: Any
+    dstates: Any
+    dupdate: Any
+
+
+@triton.jit
+def forward_kernel(
+    inputs,
+    layout,
+    group,
+    scale,
+    pairs,
+    initial_state,
+    o,
+    memory,
+    ht,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One program per (sequence, head of values, tile of V). What is None of o, memory and ht is not stored."""
+    tile, head, sequence = of_program(layout.v, BV, layout.h)
+    start, end = rows_of_sequence(sequence, layout)
+    value = tile * BV + tl.arange(0, BV)[None, :]
+    key_row = tl.arange(0, BK)[None, :]
+    key = tl.arange(0, BK)[:, None]
+    at = tl.arange(0, ROWS)
+    in_state = (key < layout.k) & (value < layout.v)
+    at_sequence = state_offset(sequence, head, key, value, layout)
+
+    state = load_state(initial_state, at_sequence, in_state)
+    for block in range(tl.cdiv(end - start, ROWS)):
+        rows = Rows(start + block * ROWS, end, head, layout.h)
+        key_rows = rows_of_keys(rows, group)
+        row = rows.first + at
+        is_row = row < end
+        at_value = (row * layout.h + head)[:, None] * layout.v + value
+        in_values = is_row[:, None] & (value < layout.v)
+        k_rows = load_tile(inputs.k, row[:, None], key_row, key_rows, layout.k)
+        if inputs.gk is None:
+            of_rows = block_decays(inputs, rows, key, layout.k, 1, SPLIT, ROWS)
+            recalled = of_rows.from_start[:, None] * dot(k_rows, state, SPLIT)
+        else:
+            of_rows = block_decays(inputs, rows, key_row, layout.k, 0, SPLIT, ROWS)
+            recalled = dot(of_rows.from_start * k_rows.to(tl.float32), state, SPLIT)
+        error = load_tile(inputs.v, row[:, None], value, rows, layout.v).to(tl.float32) - recalled
+        beta = tl.load(inputs.beta + row * layout.h + head, mask=is_row, other=0).to(tl.float32)
+        t_rows = load_tile(pairs.t, row[:, None], at[None, :], rows, ROWS)
+        v_new = dot(t_rows, beta[:, None] * error, SPLIT)
+        if INTERPRETED:
+            v_new = probe("v_new", v_new, in_values, chunk_size=ROWS)
+        if memory is not None:
+            slot = first_slot(sequence, start, ROWS) + block
+            tl.store(memory.states + state_offset(slot, head, key, value, layout), state, mask=in_state)
+            tl.store(memory.error + at_value, error, mask=in_values)
+            tl.store(memory.v_new + at_value, v_new, mask=in_values)
+        if o is not None:
+            q_rows = load_tile(inputs.q, row[:, None], key_row, key_rows, layout.k)
+            p_rows = load_tile(pairs.p, row[:, None], at[None, :], rows, ROWS)
+            if inputs.gk is None:
+                out = of_rows.from_start[:, None] * dot(q_rows, state, SPLIT)
+            else:
+                out = dot(of_rows.from_start * q_rows.to(tl.float32), state, SPLIT)
+            out += dot(p_rows, v_new, SPLIT)
+            tl.store(o + at_value, (scale * out).to(o.dtype.element_ty), mask=in_values)
+        decays = block_decays(inputs, rows, key, layout.k, 1, SPLIT, ROWS)
+        k_columns = load_tile(inputs.k, row[None, :], key, key_rows, layout.k)
+        state = next_state(state, k_columns, v_new, decays.to_end, decays, SPLIT)
+        if INTERPRETED:
+            state = probe("h", state, in_state, chunk_size=ROWS)
+    if ht is not None:
+        tl.store(ht + at_sequence, state, mask=in_state)

@@ -1,0 +1,160 @@
+"""The pairs of steps within a block of rows of a gated delta rule: scores, and the triangular system that they are.
+
+What a block's steps write is T beta (v - what the state recalls), T = (I + A)^-1: see `chunk_delta_rule`. T comes from
+substitution, by rows in diagonal blocks of 16 and by products between these; keys with a component in common make
+powers of A grow as 50^64.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from gpu_reference._lib.chunk_decays import causal_decay, gate_parts, gate_sums, pair_decays
+from gpu_reference._lib.chunk_dots import dot
+from gpu_reference._lib.layout import Rows, load_tile, of_program, rows_of_segment
+from gpu_reference._lib.probe import INTERPRETED, probe
+
+DIAGONAL = tl.constexpr(16)
+"""Rows of a diagonal block."""
+
+
+class Pairs(NamedTuple):
+    """Of every row its pairs with each row of its block [B, T, HV, ROWS], float32: P, the decayed scores of queries and
+    keys, T, and for the backward pass raw, A without beta."""
+
+    p: Any
+    t: Any = None
+    raw: Any = None
+
+
+@triton.jit
+def rows_of_keys(rows, group):
+    """These rows of the head of keys that the head of values shares with `group` - 1 others."""
+    return Rows(rows.first, rows.end, rows.head // group, rows.heads // group)
+
+
+@triton.jit
+def pairs_kernel(
+    inputs,
+    layout,
+    group,
+    scale,
+    pairs,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """One program per (block of rows, head of values): fills `pairs`. ROWS are DIAGONAL times 2^LEVELS."""
+    _, head, segment = of_program(1, 1, layout.h)
+    _, start, end = rows_of_segment(segment, layout, ROWS)
+    rows = Rows(start, end, head, layout.h)
+    key_rows = rows_of_keys(rows, group)
+    at = tl.arange(0, ROWS)
+    row = start + at
+    SUM: tl.constexpr = tl.float32 if SPLIT else tl.float64
+    raw = tl.full((ROWS, ROWS), 0.0, SUM)
+    scores = tl.full((ROWS, ROWS), 0.0, SUM)
+    for first_key in range(0, layout.k, BK):
+        key_row = first_key + tl.arange(0, BK)[None, :]
+        k_rows = load_tile(inputs.k, row[:, None], key_row, key_rows, layout.k)
+        q_rows = load_tile(inputs.q, row[:, None], key_row, key_rows, layout.k)
+        if inputs.gk is None:
+            key = first_key + tl.arange(0, BK)[:, None]
+            k_columns = load_tile(inputs.k, row[None, :], key, key_rows, layout.k)
+            raw += dot(k_rows, k_columns, SPLIT)
+            scores += dot(q_rows, k_columns, SPLIT)
+        else:
+            of_keys, of_queries = _channel_scores(q_rows, k_rows, inputs, rows, key_rows, key_row, layout.k)
+            raw += of_keys
+            scores += of_queries
+    raw = raw.to(tl.float32)
+    scores = scores.to(tl.float32)
+    if inputs.gk is None:
+        coarse, fine = gate_sums(inputs, rows, ROWS)
+        decays = pair_decays(coarse, fine, False, SPLIT)
+        raw *= decays
+        scores *= decays
+    raw = tl.where(at[:, None] > at[None, :], raw, 0.0)
+    is_row = row < end
+    beta = tl.load(inputs.beta + row * layout.h + head, mask=is_row, other=0).to(tl.float32)
+    inverse = _inverse(beta[:, None] * raw, LEVELS)
+    if INTERPRETED:
+        is_pair = is_row[:, None] & is_row[None, :]
+        inverse = probe("T", inverse, is_pair, chunk_size=ROWS)
+        scores = probe("P", scores, is_pair, chunk_size=ROWS)
+    at_pairs = (row * layout.h + head)[:, None] * ROWS + at[None, :]
+    tl.store(pairs.t + at_pairs, inverse, mask=is_row[:, None])
+    tl.store(pairs.p + at_pairs, scores, mask=is_row[:, None])
+    if pairs.raw is not None:
+        tl.store(pairs.raw + at_pairs, raw, mask=is_row[:, None])
+
+
+@triton.jit
+def _inverse(a, LEVELS: tl.constexpr):
+    """(I + a)^-1 of a strictly lower triangular a [R, R], R = DIAGONAL 2^LEVELS."""
+    inverse = _diagonal_inverses(a)
+    for level in tl.static_range(0, LEVELS):
+        inverse = _joined(inverse, a, DIAGONAL << level)
+    return inverse
+
+
+@triton.jit
+def _joined(inverse, a, HALF: tl.constexpr):
+    """The inverses of I + the diagonal blocks of 2 HALF rows, from those of the blocks of HALF: below these two,
+    T1 and T2, is -T2 A21 T1. Products are those of float32, whatever the operands were."""
+    row = tl.arange(0, a.shape[0])[:, None]
+    column = tl.arange(0, a.shape[0])[None, :]
+    is_below = (row // HALF == column // HALF + 1) & (row // HALF % 2 == 1)
+    product = dot(inverse, dot(tl.where(is_below, a, 0.0), inverse, False), False)
+    return tl.where(is_below, -product, inverse)
+
+
+@triton.jit
+def _diagonal_inverses(a):
+    """The inverses of I + the diagonal blocks of a [R, R], zero elsewhere: each row of a block, once it is known, is
+    taken from the rows below."""
+    ROWS: tl.constexpr = a.shape[0]
+    COUNT: tl.constexpr = ROWS // DIAGONAL
+    block = tl.arange(0, COUNT)
+    is_same = block[:, None, None, None] == block[None, None, :, None]
+    at = tl.arange(0, DIAGONAL)
+    row = at[None, :, None]
+    column = at[None, None, :]
+    blocks = tl.sum(tl.where(is_same, tl.reshape(a, (COUNT, DIAGONAL, COUNT, DIAGONAL)), 0.0), axis=2)
+    inverse = tl.where(row == column, 1.0, tl.zeros_like(blocks))
+    for nth in range(DIAGONAL - 1):
+        known = tl.sum(tl.where(row == nth, inverse, 0.0), axis=1, keep_dims=True)
+        weight = tl.sum(tl.where(column == nth, blocks, 0.0), axis=2, keep_dims=True)
+        inverse = tl.where(row > nth, inverse - weight * known, inverse)
+    return tl.reshape(tl.where(is_same, inverse[:, :, None, :], 0.0), (ROWS, ROWS))
+
+
+@triton.jit
+def _channel_scores(q_rows, k_rows, inputs, rows, key_rows, key, keys):
+    """The scores [i, j] of keys and of queries with each key, where every channel has a gate, of the channels `key`
+    [1, K]: a pair is computed at a time for each, as in `chunk_pairs`."""
+    ROWS: tl.constexpr = q_rows.shape[0]
+    at = tl.arange(0, ROWS)
+    q_rows = q_rows.to(tl.float32)
+    k_rows = k_rows.to(tl.float32)
+    coarse, fine = gate_parts(load_tile(inputs.gk, (rows.first + at)[:, None], key, rows, keys))
+    coarse = tl.cumsum(coarse, axis=0)
+    fine = tl.cumsum(fine, axis=0)
+    of_keys = tl.full((ROWS, ROWS), 0.0, tl.float32)
+    of_queries = tl.full((ROWS, ROWS), 0.0, tl.float32)
+    other_coarse = tl.full((1, q_rows.shape[1]), 0.0, tl.float32)
+    other_fine = tl.full((1, q_rows.shape[1]), 0.0, tl.float32)
+    for nth in range(ROWS):
+        other_row = rows.first + nth + tl.arange(0, 1)[:, None]
+        other = load_tile(inputs.k, other_row, key, key_rows, keys).to(tl.float32)
+        gate_coarse, gate_fine = gate_parts(load_tile(inputs.gk, other_row, key, rows, keys))
+        other_coarse += gate_coarse
+        other_fine += gate_fine
+        decayed = other * causal_decay((at >= nth)[:, None], coarse - other_coarse, fine - other_fine)
+        is_other = at[None, :] == nth
+        of_keys += tl.where(is_other, tl.sum(k_rows * decayed, axis=1)[:, None], 0.0)
+        of_queries += tl.where(is_other, tl.sum(q_rows * decayed, axis=1)[:, None], 0.0)
+    return of_keys, of_queries
