@@ -4,7 +4,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-STAGE_BYTES = 96 * 1024  # shared memory for the operand tiles in flight; the least that a target has is 99 KiB (sm_120)
+STAGE_BYTES = (
+    96 * 1024
+)  # shared memory for the operand tiles in flight; the least that NVIDIA's have is 99 KiB (sm_120)
+AMD_BYTES = 64 * 1024  # all of gfx942's, which has one stage fewer in it: that one's tiles are in registers
 
 
 class Launch(NamedTuple):
@@ -24,8 +27,9 @@ class Launch(NamedTuple):
 def launch_options(rows: int, depth: int, columns: int, element_size: int) -> dict[str, Any]:
     """How to run a kernel whose dot is [rows, depth] @ [depth, columns]."""
     stage_bytes = (rows + columns) * depth * element_size
+    stages = min(STAGE_BYTES // stage_bytes, 1 + AMD_BYTES // stage_bytes, 4)
     return {
         "num_warps": max(4, min(rows * columns * element_size // 4096, 8)),
-        "num_stages": max(1, min(STAGE_BYTES // stage_bytes, 4)),
+        "num_stages": max(1, stages),
         "enable_fp_fusion": True,
     }

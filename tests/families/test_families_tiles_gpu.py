@@ -1,0 +1,126 @@
+"""Every tile, chunk and block that a caller may ask for fits every GPU: a kernel that is refused at its launch is none.
+
+Of gmm and tgmm each tile is compiled in tests/gmm. Here it is the largest of each kernel that has a `tiling`: shared
+memory holds tiles of both operands, and smaller ones need less.
+"""
+
+import itertools
+from collections.abc import Iterable
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("torch")
+
+from op_arguments.gla import LARGEST_CHUNK
+from parity.compilers.gpu_code import LIMITS
+from parity.dtypes import numpy_dtype
+from parity.op import Case, Op
+from tests.matrix.gla import BF16, F32
+from tests.matrix.gmm import F16, GMM, TGMM, sums_rows
+from tests.matrix.mxfp8 import GROUPED_GEMM
+from tests.matrix.quantize import FP8_DUAL_QUANTIZE, FP8_QUANTIZE, INT8_QUANTIZE
+from tests.matrix.quantized_gmm import E4M3, E5M2, GMM_QUANTIZED, I8, PLAIN, TGMM_QUANTIZED
+from tests.support import calls, gpu_code
+
+SIZES = dict(M=4096, K=2048, N=1536, G=8)
+LARGE = list(itertools.product((64, 128), repeat=3))
+GROUPED = [
+    (GMM, F32, {}),
+    (TGMM, BF16, {}),
+    (GMM_QUANTIZED, (E4M3, BF16), dict(lhs_blocks="1x128", rhs_blocks="1x128x128")),
+    (GMM_QUANTIZED, (E5M2, F32), dict(rhs_dtype=E4M3, lhs_blocks="1x32", rhs_blocks="1x32x1")),
+    (GMM_QUANTIZED, (I8, BF16), dict(lhs_blocks="1xK", rhs_blocks="1xKx1")),
+    (GMM_QUANTIZED, (F16, BF16), dict(rhs_dtype=I8, lhs_blocks=PLAIN, rhs_blocks="1xKx1")),
+    (GMM_QUANTIZED, (F32, F32), dict(rhs_dtype=E4M3, lhs_blocks=PLAIN, rhs_blocks="1x128x128")),
+    (TGMM_QUANTIZED, (E4M3, BF16), dict(rhs_dtype=E5M2, lhs_blocks="128x1", rhs_blocks="128x1")),
+    (TGMM_QUANTIZED, (I8, BF16), dict(lhs_blocks="Mx1", rhs_blocks="Mx1")),
+    (GROUPED_GEMM, (E4M3, BF16), {}),
+    (GROUPED_GEMM, (E4M3, F32), dict(rhs_dtype=F32)),
+    (GROUPED_GEMM, (E5M2, BF16), dict(rhs_dtype=E4M3, ragged="contracting")),
+    (GROUPED_GEMM, (E4M3, F32), dict(rhs_dtype=F32, ragged="contracting")),
+]
+QUANTISED = GROUPED[2:]
+
+
+def grouped(kinds: Iterable[tuple[Op, object, dict]], tiling: tuple[int, int, int]) -> list[tuple[Op, Case]]:
+    """A call of each kind with a tile."""
+    return [(op, calls.point(op, dtype, **SIZES, tiling=tiling, **options)) for op, dtype, options in kinds]
+
+
+def scans(chunk: int, **sizes: int) -> list[tuple[Op, Case]]:
+    """Both passes of both kinds of gates, by both routes and in both dtypes."""
+    sizes = dict(B=2, T=4096, H=16, K=128, V=128) | sizes
+    return [
+        calls.scan("chunk", direction, gates, dtype, chunk=chunk, route=route, h0=True, ht=True, **sizes)
+        for direction in ("fwd", "bwd")
+        for gates in ("g", "gk")
+        for route in ("fused", "unfused")
+        for dtype in (F32, BF16)
+    ]
+
+
+def refused(found: Iterable[tuple[Op, Case]], target: str) -> dict[str, str]:
+    """What the compiler or the chip says of each kernel that it does not take; spilled or not."""
+    kernels = gpu_code.kernels(found, target)
+    return {name: kernel.result.error for name, kernel in kernels.items() if kernel.result.error is not None}
+
+
+@gpu_code.some_targets("sm_120", "gfx942")
+def test_a_pipelines_operands_fit_shared_memory(target):
+    """Of a pipeline's steps all on NVIDIA's, all but one on AMD's; operands in the wider dtype of the two."""
+    room = LIMITS[target].block_shared_bytes
+    for tiling in LARGE:
+        for op, case in grouped(GROUPED, tiling):
+            (kernel,) = (x for x in calls.launched(op, case, target) if x.name != "_metadata_kernel")
+            m, k, n = (kernel.constants[f"TILE.{axis}"] for axis in ("m", "k", "n"))
+            depth, across = (m, k + n) if sums_rows(case) else (k, m + n)
+            dtypes = {case.dtype, dict(case.options).get("rhs_dtype") or case.dtype}
+            width = max(numpy_dtype(name).itemsize for name in dtypes)
+            steps = max(kernel.options["num_stages"] - target.startswith("gfx"), 1)
+            assert steps * depth * across * width <= room, (case.id, kernel.options)
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_all_chunk_sizes_make_blocks_of_two_sizes(direction):
+    """So that the kernels of two of them are those of all."""
+
+    def blocks(chunk):
+        found = calls.launched(
+            *calls.scan("chunk", direction, "g", BF16, chunk=chunk, B=2, T=512, H=2, K=64, V=64), "sm_90"
+        )
+        return tuple((x.constants["ROWS"], x.constants["BK"], x.constants["BV"]) for x in found)
+
+    assert {blocks(chunk) for chunk in range(16, LARGEST_CHUNK + 1, 16)} == {blocks(16), blocks(64)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tiling", [pytest.param(tile, id="x".join(map(str, tile))) for tile in LARGE])
+@gpu_code.EACH_TARGET
+def test_every_large_tile_of_quantised_operands_fits(target, tiling):
+    assert refused(grouped(QUANTISED, tiling), target) == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("chunk", "K", "V"), [(16, 512, 128), (256, 16, 512), (256, 512, 512)])
+@gpu_code.EACH_TARGET
+def test_every_chunk_and_width_of_a_scan_fits(target, chunk, K, V):
+    assert refused(scans(chunk, K=K, V=V), target) == {}
+
+
+@pytest.mark.full
+@gpu_code.EACH_TARGET
+def test_every_block_of_a_quantiser_fits(target):
+    sizes = dict(M=4096, K=2048)
+    found = [
+        (op, calls.point(op, dtype, **sizes, **options))
+        for op, dtype, ways in [
+            (FP8_QUANTIZE, (BF16, E4M3), dict(axis=[-1, 0, (0, 1)])),
+            (INT8_QUANTIZE, (F32, I8), dict(axis=[-1, 0])),
+            (FP8_DUAL_QUANTIZE, (F32, E5M2), {}),
+        ]
+        for axis in ways.get("axis", [None])
+        for block in (None, 1, 32, 1024, 2048)
+        for options in [dict(block_size=block) | ({} if axis is None else dict(axis=axis))]
+    ]
+    assert refused(found, target) == {}
