@@ -42,7 +42,8 @@ def rows():
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))],
                          ids=lambda page: page.name)  # fmt: skip
 def test_links_lead_to_files(page):
-    links = re.findall(r"\]\(([^)#:]+)[^):]*\)", page.read_text())
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)#:]+)[^):]*\)", prose)
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
