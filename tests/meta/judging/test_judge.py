@@ -254,7 +254,7 @@ def test_recorded_judgements_are_held_to_the_contract_of_what_recorded_them(devi
     )
     here = compare(op(), CASE, 2).judged["gpu"]
     compare(op(), CASE, 2, recorded={"gpu": [replace(judged, device="NVIDIA H200") for judged in here]})
-    assert held == ["NVIDIA H200"] * 2
+    assert held == [("gpu", "NVIDIA H200")] * 2
 
 
 def test_a_kernel_that_fails_against_the_golden_is_not_compared(device):
