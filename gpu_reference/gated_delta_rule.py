@@ -2,7 +2,7 @@
 
     S ← exp(g_t) S        S ← S + k_t (beta_t (v_t - Sᵀ k_t))ᵀ        o_t = scale · Sᵀ q_t
 
-The arithmetic is in `chunk_delta_rule`; the options are those of `op_arguments.delta_rule`.
+The arithmetic is in `chunk_delta_rule` and `recurrent_delta_rule`; the options are those of `op_arguments.delta_rule`.
 """
 
 from typing import Unpack
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from gpu_reference._lib.autograd import differentiable
 from gpu_reference.chunk_delta_rule import chunk_delta_bwd, chunk_delta_fwd
-from op_arguments.delta_rule import ChunkDeltaBwd, ChunkDeltaFwd, DeltaGrads, DeltaTensors
+from gpu_reference.recurrent_delta_rule import recurrent_delta_bwd, recurrent_delta_fwd
+from op_arguments.delta_rule import ChunkDeltaBwd, ChunkDeltaFwd, DeltaBwd, DeltaFwd, DeltaGrads, DeltaTensors
 from op_arguments.gla import Output
 from op_arguments.options import options_of
 
@@ -40,4 +41,31 @@ def chunk_gated_delta_rule_bwd(
     return chunk_delta_bwd(DeltaTensors(q, k, v, g, beta), do, False, **options)
 
 
+@options_of(recurrent_delta_fwd)
+def fused_recurrent_gated_delta_rule_fwd(
+    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **options: Unpack[DeltaFwd]
+) -> Output:
+    """The recurrence step by step: o [B, T, HV, V] and, with output_final_state, ht [N, HV, K, V].
+
+    Arguments, result and errors as `cpu_golden.gated_delta_rule.fused_recurrent_gated_delta_rule_fwd`; here: dtypes
+    and further errors as `chunk_gated_delta_rule_fwd`.
+    """
+    return recurrent_delta_fwd(DeltaTensors(q, k, v, g, beta), False, **options)
+
+
+@options_of(recurrent_delta_bwd)
+def fused_recurrent_gated_delta_rule_bwd(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, g: Tensor, beta: Tensor, **options: Unpack[DeltaBwd]
+) -> DeltaGrads:
+    """The gradients of `fused_recurrent_gated_delta_rule_fwd`, for a gradient do of o and dht of ht.
+
+    Arguments, result and errors as `cpu_golden.gated_delta_rule.fused_recurrent_gated_delta_rule_bwd`; here:
+    gradients in their arguments' dtypes; memory as `recurrent_delta_rule.recurrent_delta_bwd`.
+    """
+    return recurrent_delta_bwd(DeltaTensors(q, k, v, g, beta), do, False, **options)
+
+
 chunk_gated_delta_rule = differentiable(chunk_gated_delta_rule_fwd, chunk_gated_delta_rule_bwd)
+fused_recurrent_gated_delta_rule = differentiable(
+    fused_recurrent_gated_delta_rule_fwd, fused_recurrent_gated_delta_rule_bwd
+)

@@ -6,13 +6,12 @@ import pytest
 pytest.importorskip("triton")
 
 from parity.compilers.ptx import deviations
-from tests.matrix.delta_rule import CHUNK_GATED_DELTA_RULE, CHUNK_KDA
+from tests.matrix.delta_rule import CHUNK_GATED_DELTA_RULE, CHUNK_KDA, DELTA_RULES
 from tests.matrix.gmm import BF16, F32
 from tests.support import gpu_code
 from tests.support.calls import point
 
 SIZES = dict(B=2, T=4096, H=16, HV=32, K=128, V=128)
-RULES = (*CHUNK_GATED_DELTA_RULE, *CHUNK_KDA)
 OF_DOTS = ("forward_kernel", "reverse_kernel", "pair_gradients_kernel", "gradients_kernel")
 LIMITS = {}
 """What does not compile as it should, by target and kernel, with the reason."""
@@ -25,12 +24,12 @@ def call(op, dtype, **settings):
 REPRESENTATIVE = [call(op, BF16) for op in (CHUNK_GATED_DELTA_RULE[0], CHUNK_KDA[1])]
 EVERYTHING = [
     call(op, dtype, **settings)
-    for op in RULES
+    for op in DELTA_RULES
     for dtype in (F32, BF16)
     for settings in (
         dict(l2norm=True),
         dict(B=1, N=8),
-        dict(chunk=16, HV=16, K=100, V=48),
+        dict(HV=16, K=100, V=48),
         dict(HV=16, K=256, V=256),
     )
 ]

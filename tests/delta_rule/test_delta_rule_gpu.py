@@ -7,10 +7,8 @@ import pytest
 
 from parity.judging.judge import judge
 from parity.trial import Trial
-from tests.matrix.delta_rule import CHUNK_GATED_DELTA_RULE, CHUNK_KDA, is_usual
+from tests.matrix.delta_rule import DELTA_RULES, is_usual
 from tests.matrix.gmm import F32
-
-RULES = (*CHUNK_GATED_DELTA_RULE, *CHUNK_KDA)
 
 
 def is_default(case):
@@ -20,7 +18,7 @@ def is_default(case):
 
 def params(cases):
     return [pytest.param(op, case, id=case.id, marks=[] if is_default(case) else [pytest.mark.full])
-            for op in RULES for case in cases(op)]  # fmt: skip
+            for op in DELTA_RULES for case in cases(op)]  # fmt: skip
 
 
 def check(op, case):
