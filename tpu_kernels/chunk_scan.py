@@ -19,42 +19,33 @@ HBM, and another kernel makes the outputs (or gradients) of each block on its ow
 Packed sequences are laid out anew so that each begins with a chunk; rows without a step are masked as they are loaded.
 """
 
-from collections.abc import Callable, Iterator
-from copy import copy
-from functools import partial, reduce
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.gla import Gates, Gradients, Output
 from op_arguments.options import options_of
-from op_arguments.probe import active, probe
 from tpu_kernels._lib.arguments import Interpreted
 from tpu_kernels._lib.call import jit
+from tpu_kernels._lib.chunk_block import ChunkBlock
 from tpu_kernels._lib.chunk_decays import (
-    ChannelDecay,
-    ConstantDecay,
     Decay,
     Load,
     Refs,
-    StepDecay,
-    gammas_of,
-    prepare_decays,
+    decayed,
     probe_decays,
     read_state,
 )
-from tpu_kernels._lib.chunk_dots import dot, f32, iota
+from tpu_kernels._lib.chunk_dots import dot, f32
 from tpu_kernels._lib.chunk_layout import Layout, block_of
 from tpu_kernels._lib.chunk_layout import call as pallas_call
 from tpu_kernels._lib.chunk_plan import Scan, make_scan
 from tpu_kernels._lib.scans import Arrays, backward_of_nothing, forward_of_nothing, take
-
-OF_HEADS = {"q", "k", "v", "o", "state", "decay_from_start", "decay_to_end", "between"}
-"""The refs of the forward pass with a decay per head of which each head has a part, along the first axis."""
 
 
 @options_of(take, make_scan)
@@ -166,148 +157,9 @@ def _gate_gradients(
 # ------------------------------------------------------------------------------------------------------ kernels
 
 
-class _Block:
-    """A grid step's block of chunks: what its refs hold of one of them, for all heads of the step at once."""
-
-    def __init__(self, refs: Refs, scan: Scan, index: Any) -> None:
-        self.refs, self.scan, self.index = refs, scan, index
-        self.batch, self.first_head = pl.program_id(0), pl.program_id(1) * scan.heads
-        prepare_decays(refs, scan, self.first_head)
-
-    def groups(self) -> "Iterator[_Block]":
-        """The block of each group of heads."""
-        if self.scan.group == self.scan.heads:
-            yield self
-            return
-        for head in range(0, self.scan.heads, self.scan.group):
-            group = copy(self)
-            heads = pl.ds(head, self.scan.group)
-            group.refs = {name: ref.at[heads] if name in OF_HEADS else ref for name, ref in self.refs.items()}
-            group.scan = self.scan._replace(heads=self.scan.group)
-            group.first_head = self.first_head + head
-            yield group
-
-    def rows(self, i: Any) -> Any:
-        """The rows of chunk i in the block."""
-        return pl.ds(pl.multiple_of(i * self.scan.chunk, self.scan.chunk), self.scan.chunk)
-
-    def live(self, i: Any) -> Any:
-        """How many rows of chunk i are steps; they are its first."""
-        chunk = self._chunk(i)
-        if self.scan.p.packed:
-            return self.refs["live"][chunk]
-        return jnp.clip(self.scan.p.t - chunk * self.scan.chunk, 0, self.scan.chunk)
-
-    def load(self, i: Any, name: str) -> jax.Array:
-        """The rows [heads, C, ·] of chunk i, zero where they are no steps: there may be NaN, and 0 * NaN is NaN."""
-        x = self.refs[name][:, self.rows(i), :]
-        return jnp.where(iota(x.shape, 1) < self.live(i), x, jnp.zeros_like(x)) if self.scan.masked else x
-
-    def store(self, i: Any, name: str, x: jax.Array) -> None:
-        """Store the rows [heads, C, ·] of chunk i, or a number per step as [heads, 1, C], if asked for."""
-        if name not in self.refs:
-            return
-        ref = self.refs[name]
-        if x.shape[1] == self.scan.chunk:
-            ref[:, self.rows(i), :] = x.astype(ref.dtype)
-        else:
-            ref[:, pl.ds(i, 1), : self.scan.chunk] = x
-
-    def decay(self, i: Any) -> Decay:
-        """The decays of chunk i."""
-        scan, refs = self.scan, self.refs
-        if scan.gate == "channel":
-            return ChannelDecay(self.load(i, "gk"), scan)
-        if scan.gate == "constant":
-            live = self.live(i) if scan.masked else scan.chunk
-            return ConstantDecay(refs, gammas_of(refs, scan, self.first_head), live, scan)
-        return StepDecay(refs, i, scan)
-
-    def probe(self, i: Any, site: str, x: Any, *axes: int, where: Any = True) -> Any:
-        """In place of x, a value (or a pair that sums to it) of chunk i at a site of the golden.
-
-        It is one `where` that says so, at the steps of the chunk along `axes`.
-        """
-        if not active():
-            return x
-        live, shape = self.live(i), jnp.shape(x[0] if isinstance(x, tuple) else x)
-        where = jnp.broadcast_to(where, shape) & (live > 0)
-        for axis in axes:
-            where &= iota(shape, axis) < live
-        return probe(site, x, where, chunk_size=self.scan.chunk)
-
-    def for_chunks(
-        self,
-        body: Callable[[Any], None],
-        enter: Callable[[Any], None] | None = None,
-        leave: Callable[[Any], None] | None = None,
-        *,
-        reverse: bool = False,
-        unroll: int = 1,
-    ) -> None:
-        """body(i) for each chunk i; enter(i) before that of the first of a sequence and leave(i) after its last.
-
-        In reverse the other way round. unroll: chunks in a turn of the loop.
-        """
-        last = self.scan.chunks - 1
-        enters, leaves = (self._is_last, self._is_first) if reverse else (self._is_first, self._is_last)
-
-        def at(i: Any, is_there: Callable[[Any], Any], action: Callable[[Any], None] | None) -> None:
-            if action:
-                pl.when(is_there(i))(lambda: action(i))
-
-        def step(n: Any, _: None) -> None:
-            i = last - n if reverse else n
-            if self.scan.p.packed:
-                at(i, enters, enter)
-            body(i)
-            if self.scan.p.packed:
-                at(i, leaves, leave)
-
-        begin, end = (last, 0) if reverse else (0, last)
-        if not self.scan.p.packed:
-            at(begin, enters, enter)
-        lax.fori_loop(0, last + 1, step, None, unroll=unroll)
-        if not self.scan.p.packed:
-            at(end, leaves, leave)
-
-    def load_state(self, name: str, i: Any, state: Any) -> None:
-        """Copy the states `name` of the sequence of chunk i, zero where there are none, to the ref `state`."""
-        if name in self.refs:
-            pltpu.sync_copy(self._states(name, i), state)
-        else:
-            state[...] = jnp.zeros(self.scan.state, jnp.float32)
-
-    def store_state(self, name: str, i: Any, state: Any) -> None:
-        """The reverse of `load_state`."""
-        if name in self.refs:
-            pltpu.sync_copy(state, self._states(name, i))
-
-    def _states(self, name: str, i: Any) -> Any:
-        sequence = self.refs["sequence"][self._chunk(i)] if self.scan.p.packed else self.batch
-        return self.refs[name].at[sequence, pl.ds(self.first_head, self.scan.heads)]
-
-    def _chunk(self, i: Any) -> Any:
-        return self.index * self.scan.chunks + i
-
-    def _is_first(self, i: Any) -> Any:
-        chunk = self._chunk(i)
-        if not self.scan.p.packed:
-            return chunk == 0
-        sequence = self.refs["sequence"]
-        return (chunk == 0) | (sequence[jnp.maximum(chunk - 1, 0)] != sequence[chunk])
-
-    def _is_last(self, i: Any) -> Any:
-        chunk, last = self._chunk(i), self.scan.blocks * self.scan.chunks - 1
-        if not self.scan.p.packed:
-            return chunk == last
-        sequence = self.refs["sequence"]
-        return (chunk == last) | (sequence[jnp.minimum(chunk + 1, last)] != sequence[chunk])
-
-
 def _forward_kernel(refs: Refs, scan: Scan) -> None:
     """o, or the states at the start of each chunk, and ht."""
-    block, state = _Block(refs, scan, pl.program_id(2)), refs["state"]
+    block, state = ChunkBlock(refs, scan, pl.program_id(2)), refs["state"]
 
     def body(i: Any) -> None:
         if "o" not in refs:
@@ -323,11 +175,11 @@ def _forward_kernel(refs: Refs, scan: Scan) -> None:
                 waiting.pop(0)()
         waiting.pop()()
 
-    def finish(group: _Block, i: Any, decay: Decay, scores: jax.Array) -> None:
+    def finish(group: ChunkBlock, i: Any, decay: Decay, scores: jax.Array) -> None:
         meanwhile = partial(advance, group, i, decay)
         group.store(i, "o", _output(scores, group, i, decay, group.refs["state"], meanwhile))
 
-    def advance(group: _Block, i: Any, decay: Decay) -> None:
+    def advance(group: ChunkBlock, i: Any, decay: Decay) -> None:
         load, scan, state, probe = partial(group.load, i), group.scan, group.refs["state"], partial(group.probe, i)
         state[...] = probe("state", _next_state(load, state[...], decay, scan))
 
@@ -336,7 +188,7 @@ def _forward_kernel(refs: Refs, scan: Scan) -> None:
 
 def _outputs_kernel(refs: Refs, scan: Scan) -> None:
     """o from the states at the start of each chunk."""
-    block = _Block(refs, scan, pl.program_id(2))
+    block = ChunkBlock(refs, scan, pl.program_id(2))
 
     def body(i: Any) -> None:
         decay = block.decay(i)
@@ -349,7 +201,12 @@ def _backward_kernel(refs: Refs, scan: Scan) -> None:
     """All gradients: there, `scan.unroll` chunks at a time, to keep the state at the start of each block, and back."""
     step, last = pl.program_id(2), scan.blocks - 1
     index = block_of(step, scan.blocks, "twice", early=True)
-    block, states, checkpoints, dstate = _Block(refs, scan, index), refs["states"], refs["checkpoints"], refs["dstate"]
+    block, states, checkpoints, dstate = (
+        ChunkBlock(refs, scan, index),
+        refs["states"],
+        refs["checkpoints"],
+        refs["dstate"],
+    )
 
     @pl.when(index > 0)
     def _() -> None:
@@ -378,7 +235,7 @@ def _backward_kernel(refs: Refs, scan: Scan) -> None:
 
 def _dstates_kernel(refs: Refs, scan: Scan) -> None:
     """The gradients of the states at the end of each chunk, and dh0."""
-    block, dstate = _Block(refs, scan, block_of(pl.program_id(2), scan.blocks, "back", early=False)), refs["dstate"]
+    block, dstate = ChunkBlock(refs, scan, block_of(pl.program_id(2), scan.blocks, "back", early=False)), refs["dstate"]
 
     def body(i: Any) -> None:
         refs["dstates"][i] = dstate[...]
@@ -390,7 +247,7 @@ def _dstates_kernel(refs: Refs, scan: Scan) -> None:
 
 def _gradients_kernel(refs: Refs, scan: Scan) -> None:
     """The other gradients from the states at the start of each chunk and their gradients at its end."""
-    block = _Block(refs, scan, pl.program_id(2))
+    block = ChunkBlock(refs, scan, pl.program_id(2))
 
     def body(i: Any) -> None:
         states = refs["states"].at[i], refs["dstates"].at[i]
@@ -401,7 +258,7 @@ def _gradients_kernel(refs: Refs, scan: Scan) -> None:
     block.for_chunks(body)
 
 
-def _for_chunks_back(block: _Block, body: Callable[[Any], None]) -> None:
+def _for_chunks_back(block: ChunkBlock, body: Callable[[Any], None]) -> None:
     dstate = block.refs["dstate"]
     block.for_chunks(
         body,
@@ -415,7 +272,7 @@ def _for_chunks_back(block: _Block, body: Callable[[Any], None]) -> None:
 # What is needed twice is loaded twice: of all heads it would not fit the registers in between.
 
 
-def _scores(block: _Block, i: Any, decay: Decay) -> jax.Array:
+def _scores(block: ChunkBlock, i: Any, decay: Decay) -> jax.Array:
     """A [heads, C, C] of chunk i."""
     load, scan, probe = partial(block.load, i), block.scan, partial(block.probe, i)
     probe_decays(decay, probe)
@@ -424,7 +281,7 @@ def _scores(block: _Block, i: Any, decay: Decay) -> jax.Array:
 
 def _output(
     scores: jax.Array,
-    block: _Block,
+    block: ChunkBlock,
     i: Any,
     decay: Decay,
     state: Any,
@@ -441,15 +298,10 @@ def _output(
 
 def _next_state(load: Load, state: jax.Array, decay: Decay, scan: Scan) -> jax.Array:
     """The state [heads, V, K] at the end of a chunk."""
-    return _decayed(state, decay, dot(load("v"), f32(load("k")) * decay.decay_to_end(scan.p.k), (0, 0), scan))
+    return decayed(state, decay, dot(load("v"), f32(load("k")) * decay.decay_to_end(scan.p.k), (0, 0), scan))
 
 
 def _previous_dstate(load: Load, dstate: jax.Array, decay: Decay, scan: Scan) -> jax.Array:
     """The gradient [heads, V, K] of the state at the start of a chunk, from that at its end."""
     weighted = f32(load("q")) * (scan.p.scale * decay.decay_from_start(scan.p.k))
-    return _decayed(dstate, decay, dot(load("do"), weighted, (0, 0), scan))
-
-
-def _decayed(state: jax.Array, decay: Decay, term: jax.Array) -> jax.Array:
-    """The state, or its gradient, decayed by a whole chunk, and term."""
-    return reduce(lambda rest, part: part * state + rest, reversed(decay.whole), term)
+    return decayed(dstate, decay, dot(load("do"), weighted, (0, 0), scan))

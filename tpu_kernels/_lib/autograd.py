@@ -23,13 +23,20 @@ def differentiable(forward: Callable[P, Output], backward: Callable[..., Any]) -
         # Here and not only in the passes: inside a custom_vjp all values are traced.
         offsets = concrete_values(cu_seqlens)
         check_forward(q, k, v, gates, options.get("scale"), initial_state, cu_seqlens, offsets)
-        options["interpret"] = resolve_interpret(options.get("interpret"), q)
-        passes = _Passes(forward, backward, tuple(options.items()))
         arrays = dict(q=q, k=k, v=v, **gates, initial_state=initial_state, cu_seqlens=held(cu_seqlens))
-        return _scan(passes, arrays)
+        return differentiated(forward, backward, arrays, options)
 
     name = forward.__name__
     return variant(both, forward, name.removesuffix("_fwd"), f"`{name}`, differentiable in its arrays.")
+
+
+def differentiated(
+    forward: Callable[..., Output], backward: Callable[..., Any], arrays: dict[str, Any], options: dict[str, Any]
+) -> Output:
+    """forward(**arrays, **options), whose gradients are those of `backward`; the arrays are all that is kept."""
+    options = options | {"interpret": resolve_interpret(options.get("interpret"), arrays["q"])}
+    result: Output = _scan(_Passes(forward, backward, tuple(options.items())), arrays)
+    return result
 
 
 class _Passes(NamedTuple):

@@ -248,6 +248,11 @@ def read_state(x: jax.Array, state: jax.Array, decay: Decay, way: Callable[[int]
     return way(scan.p.v) * dot(x, state, (1, 1), scan)
 
 
+def decayed(state: jax.Array, decay: Decay, term: jax.Array) -> jax.Array:
+    """The state, or its gradient, decayed by a whole chunk, and term."""
+    return reduce(lambda rest, part: part * state + rest, reversed(decay.whole), term)
+
+
 def probe_decays(decay: Decay, probe: Probe) -> None:
     if active():
         decay.probe_sums(probe)

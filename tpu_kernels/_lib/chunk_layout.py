@@ -69,13 +69,17 @@ class Layout:
         if g is None:
             gamma = jnp.zeros(self.scan.p.h, jnp.float32) if g_gamma is None else g_gamma
             return {"g_gamma": Operand(gamma, space=pltpu.SMEM)}
-        gates = {"g": g.astype(jnp.float32)}
+        gates = {"g": g}
         if g_gamma is not None:
             gates["g_gamma"] = jnp.broadcast_to(g_gamma, g.shape)
-        return {name: self.steps(self._laid_out_steps(x)) for name, x in gates.items()}
+        return self.numbers(**gates)
+
+    def numbers(self, **numbers: jax.Array) -> dict[str, Operand]:
+        """Numbers [B, T, H] as operands, in float32 and zero where there is no step."""
+        return {name: self.steps(self._laid_out_steps(x.astype(jnp.float32))) for name, x in numbers.items()}
 
     def rows(self, **tensors: jax.Array) -> dict[str, Operand]:
-        """Tensors [B, T, H, ·] as operands."""
+        """Tensors [B, T, heads, ·] as operands; heads divides those of the scan."""
         # The states are made of k and v.
         return {name: self._rows(self._laid_out(x), early=name in ("k", "v")) for name, x in tensors.items()}
 
@@ -137,8 +141,11 @@ class Layout:
         return jnp.pad(g, ((0, 0),) * 4 + ((0, lanes - self.scan.chunk),))
 
     def _rows(self, array: Any, early: bool = False) -> Operand:
-        block = (None, self.scan.heads, self.scan.rows, array.shape[3])
-        return Operand(array, block, lambda b, h, t: (b, h, t, 0), early)
+        """Rows of an array [B, heads, T, ·]; with fewer heads than the scan, each is of several in a row."""
+        group = self.scan.p.h // array.shape[1]
+        heads, share = max(self.scan.heads // group, 1), max(group // self.scan.heads, 1)
+        block = (None, heads, self.scan.rows, array.shape[3])
+        return Operand(array, block, lambda b, h, t: (b, h if share == 1 else h // share, t, 0), early)
 
 
 def call(
