@@ -101,14 +101,16 @@ def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
 
 
 def chunk_sites(c: Case, backend: Backend) -> Mapping[str, str]:
-    """Products of a GPU's dots and FMAs are exact; what leaves the MXU is rounded before it is added. The GPU carries
-    sums of gates in two float32; its exp of float32 is off by two ulps (ex2.approx in the PTX ISA), and of scalar gates
-    it is taken in float64 where dots are not split."""
+    """Products of a GPU's dots and FMAs are exact; what leaves the MXU is rounded before it is added. Sums of gates are
+    in two float32. A GPU's exp of float32 is off by two ulps (ex2.approx in the PTX ISA), and of scalar gates it is
+    taken in float64 where dots are not split; there the TPU takes what decays a state from both float32."""
     names = ["decay", "kept", "lost", "change", "decayed", "read", "sum", "acc",
              "raw", "A", "solve_sum", "solve_acc", "T", "recalled", "error", "update", "v_new", "h", "P"]  # fmt: skip
     names += ["product", "pairs"] if is_per_channel(c) else []
-    names += ["c", "kept_exponent", "partial", "solve_partial", "solve_product"] if backend == "tpu" else []
-    names += ["exponent"] if backend == "tpu" or c.dtype == BF16 or is_per_channel(c) else []
+    names += ["partial", "solve_partial", "solve_product"] if backend == "tpu" else []
+    of_one = c.dtype == BF16 or is_per_channel(c)
+    names += ["kept_exponent"] if backend == "tpu" and of_one else []
+    names += ["exponent"] if backend == "tpu" or of_one else []
     names += norm_sites(c)
     if is_backward(c):
         names += ["dv_new", "dupdate", "dv", "dP", "dA", "draw", "dh", "terms", "of_beta", "dgate"]
@@ -400,4 +402,4 @@ CAUSAL_CONV1D = tuple(
 
 DELTA_RULES = (*CHUNK_GATED_DELTA_RULE, *CHUNK_KDA, *FUSED_RECURRENT_GATED_DELTA_RULE, *FUSED_RECURRENT_KDA)
 DELTA_RULE_FAMILY = (*DELTA_RULES, *GATES, *CAUSAL_CONV1D)
-"""Not yet in OPS: a kernel is missing on one backend or the other (tests/meta/test_imports.AHEAD)."""
+"""Not yet in OPS: the chunked rules have no records there, the others no kernels (tests/meta/test_imports.AHEAD)."""

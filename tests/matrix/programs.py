@@ -110,6 +110,47 @@ def linear_attention(
     )
 
 
+def delta_rule(
+    op: str,
+    dtype: str,
+    *,
+    batch: int = 2,
+    steps: int = 4096,
+    key_heads: int = 16,
+    heads: int = 16,
+    key_size: int = 128,
+    value_size: int = 128,
+    states: bool = False,
+    sequences: int = 0,
+    **options: Any,
+) -> Program:
+    """A pass of `gated_delta_rule` or of `kda`; arguments as `linear_attention`'s, heads: those of values."""
+    backward, module = op.endswith("_bwd"), "kda" if "kda" in op else "gated_delta_rule"
+    keys = Abstract((batch, steps, key_heads, key_size), dtype)
+    values, beta = Abstract((batch, steps, heads, value_size), dtype), Abstract((batch, steps, heads), "float32")
+    gate = Abstract((*beta.shape, key_size), "float32") if module == "kda" else beta
+    arguments: dict[str, Any] = {"q": keys, "k": keys, "v": values, "g": gate, "beta": beta}
+    arguments |= {"do": values} if backward else {}
+    if states:
+        state = Abstract((sequences or batch, heads, key_size, value_size), "float32")
+        arguments |= {"initial_state": state} | ({"dht": state} if backward else {"output_final_state": True})
+    if sequences:
+        arguments["cu_seqlens"] = Abstract((sequences + 1,), "int32")
+    shape = f"B{batch}_T{steps}_H{key_heads}_HV{heads}_K{key_size}_V{value_size}"
+    words = [shape + (f"_N{sequences}" if sequences else ""), SHORT[dtype], *(["states"] if states else [])]
+    words += [f"{name}_{value}" for name, value in options.items()]
+    return Program(
+        op,
+        "-".join(words),
+        f"tpu_kernels.{module}:{op}",
+        (),
+        arguments | {"interpret": False} | options,
+        chips=LINEAR_ATTENTION_CHIPS,
+        work=batch * steps * heads // STEPS,
+        unit=f"{STEPS} steps",
+    )
+
+
 STEPS = 64
 LINEAR_ATTENTION_CHIPS = tuple(chip for chip in CHIPS if chip != "v4")  # v4 has a quarter of the VMEM they may count on
 BEYOND_V4 = {"v4": "Ran out of memory in memory space vmem"}

@@ -1,0 +1,84 @@
+"""What is static about a gated delta rule in chunks: its sizes, and into which blocks of chunks and heads it is cut."""
+
+import itertools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from op_arguments.delta_rule import DeltaProblem
+from op_arguments.gla import Problem
+from tpu_kernels._lib.chip import LANES
+from tpu_kernels._lib.chunk_plan import VMEM_BUDGET, Scan
+
+BLOCK_TOKENS = 512  # of a grid step, where chunks are shorter
+# Rows of all heads of a step's chunks at most: with more a program is longer, and keeps less in registers.
+ROWS_AT_ONCE = 256
+CHUNK_VALUES = 48  # matrices of a chunk and head that a backward step has at a time
+
+
+class DeltaPlan(NamedTuple):
+    """The problem, and the scan of its value heads. fused: the backward pass is one kernel, its states in VMEM."""
+
+    p: DeltaProblem
+    scan: Scan
+    backward: bool
+
+    @property
+    def fused(self) -> bool:
+        """See the class."""
+        return self.scan.fused
+
+    @property
+    def vmem_bytes(self) -> int:
+        """What the blocks, twice buffered, and the scratch of the largest kernel take of VMEM."""
+        scan, size = self.scan, jnp.dtype(self.p.dtype).itemsize
+        k, v, c = (pl.cdiv(n, LANES) * LANES for n in (self.p.k, self.p.v, scan.chunk))
+        state = self.p.v * k * 4
+        of_keys, of_values = (2, 1) if not self.backward else (4, 3)
+        row = (of_keys * k + of_values * v) * (4 if self.backward else size)
+        row += k * 4 * (2 if self.backward else 1) if scan.gate == "channel" else 0
+        kept = 1
+        if self.backward:
+            kept = scan.chunks + scan.blocks + 2 if scan.fused else 2 * scan.chunks + 2
+        values = CHUNK_VALUES * scan.chunk * max(c, k, v) * 4
+        return scan.heads * (2 * scan.rows * row + kept * state + values)
+
+
+def make_plan(p: DeltaProblem, per_channel: bool, *, backward: bool, chunk_size: int = 64) -> DeltaPlan | None:
+    """The plan of a checked problem, None where there is nothing to multiply.
+
+    A chunk is as long as the largest power of two in chunk_size. Blocks are those of the most heads and of about
+    BLOCK_TOKENS that fit VMEM; where none does, the backward pass has its states in HBM.
+    """
+    if 0 in (p.b, p.t, p.hv, p.k, p.v, p.n):
+        return None
+    chunk = chunk_size & -chunk_size
+    count = p.t // chunk + p.n if p.packed else pl.cdiv(p.t, chunk)
+    most = max(ROWS_AT_ONCE // chunk // (2 if backward or per_channel else 1), 1)
+    heads = [n for n in range(most, 0, -1) if p.hv % n == 0 and (n % p.group == 0 or p.group % n == 0)]
+    # A loop of one chunk is none to XLA's CPU compiler: it would fuse, and round, an interpreted kernel in another way.
+    wanted = max(BLOCK_TOKENS // chunk, 2)
+    chunks = sorted({max(min(wanted * 2**n // 8, count), 2) for n in range(8)}, key=lambda size: abs(size - wanted))
+    of_values = Problem(p.b, p.t, p.hv, p.k, p.v, p.n, p.scale, p.dtype, p.packed)
+
+    def plan_of(fused: bool, heads: int, chunks: int) -> DeltaPlan:
+        blocks = pl.cdiv(count, chunks)
+        scan = Scan(
+            of_values,
+            "channel" if per_channel else "step",
+            False,  # pairs of steps i, j are at [i, j], of the backward pass too
+            fused,
+            t=blocks * chunks * chunk if p.packed or blocks == 1 else p.t,
+            chunk=chunk,
+            chunks=chunks,
+            blocks=blocks,
+            heads=heads,
+            group=heads,
+            split=p.dtype != "float32",
+        )
+        return DeltaPlan(p, scan, backward)
+
+    plans = [plan_of(*choice) for choice in itertools.product([True, False] if backward else [True], heads, chunks)]
+    fitting = (plan for plan in plans if plan.vmem_bytes <= VMEM_BUDGET)
+    return next(fitting, min(plans, key=lambda plan: plan.vmem_bytes))

@@ -1,0 +1,42 @@
+"""Kimi Delta Attention, one decay per key channel and step, on the TPU. Defined in `cpu_golden/kda.py`.
+
+    S ← diag(exp(g_t)) S        S ← S + k_t (beta_t (v_t - Sᵀ k_t))ᵀ        o_t = scale · Sᵀ q_t
+
+The chunked form is a scan of `chunk_delta_rule`: precision, blocks and limits are said there.
+"""
+
+from typing import Unpack
+
+from jax import Array
+
+from op_arguments.delta_rule import DeltaGrads, DeltaTensors
+from op_arguments.gla import Output
+from op_arguments.options import options_of
+from tpu_kernels._lib.delta import ChunkBwd, ChunkFwd, differentiable
+from tpu_kernels.chunk_delta_rule import chunk_delta_bwd, chunk_delta_fwd
+
+
+@options_of(chunk_delta_fwd)
+def chunk_kda_fwd(q: Array, k: Array, v: Array, *, g: Array, beta: Array, **options: Unpack[ChunkFwd]) -> Output:
+    """o and, with output_final_state, ht of the recurrence, `chunk_size` steps at a time.
+
+    Arguments, result and errors as `cpu_golden.kda.chunk_kda_fwd`. Here q, k and v are all
+    float32 or all bfloat16, and so is o; g and beta are float32 or of their dtype; states are float32. Values, those of
+    cu_seqlens, are checked outside tracing only.
+    """
+    return chunk_delta_fwd(DeltaTensors(q, k, v, g, beta), True, **options)
+
+
+@options_of(chunk_delta_bwd)
+def chunk_kda_bwd(
+    q: Array, k: Array, v: Array, do: Array, *, g: Array, beta: Array, **options: Unpack[ChunkBwd]
+) -> DeltaGrads:
+    """The gradients of `chunk_kda_fwd`'s arguments, in their dtypes, given do [B, T, HV, V] in q's dtype.
+
+    dht [N, HV, K, V] float32: the gradient of ht. Other arguments and errors as `chunk_kda_fwd`'s, with
+    `op_arguments.delta_rule.check_delta_gradients`.
+    """
+    return chunk_delta_bwd(DeltaTensors(q, k, v, g, beta), do, True, **options)
+
+
+chunk_kda = differentiable(chunk_kda_fwd, chunk_kda_bwd, per_channel=True)
