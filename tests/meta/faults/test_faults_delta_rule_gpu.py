@@ -1,0 +1,115 @@
+"""Faults planted in the GPU's kernels of the delta rules: most are ones that a public kernel has, or has had."""
+
+import pytest
+
+from tests.matrix.delta_rule import DELTA_RULES
+from tests.matrix.gla import is_packed
+from tests.meta.faults.planting import check_is_caught, gpu, named
+
+
+def float32(c):
+    return c.tier == "smoke" and c.dtype == "float32"
+
+
+def equal(c):
+    return c.rho == "equal" and c.dtype == "float32"
+
+
+def packed(c):
+    return is_packed(c) and c.lengths == "zeros_and_ones"
+
+
+def up_to_2(c):
+    return c.beta == "up_to_2" and c.dtype == "float32"
+
+
+GDN, GDN_BACKWARD = "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd"
+STEPS, STEPS_BACKWARD = "fused_recurrent_gated_delta_rule_fwd", "fused_recurrent_gated_delta_rule_bwd"
+POWERS = """\
+    at = tl.arange(0, a.shape[0])
+    inverse = tl.where(at[:, None] == at[None, :], 1.0, 0.0) - a
+    for level in tl.static_range(0, LEVELS + 3):
+        a = dot(a, a, False)
+        inverse += dot(inverse, a, False)
+    return inverse
+"""
+
+FAULTS = named({
+    # FlashKDA's, cuDNN's, vLLM's, tt-metal's and PTO's: exact on keys apart, infinite on equal ones
+    "the inverse comes from powers": [
+        gpu(f"{op}_fwd",
+            "    inverse = _diagonal_inverses(a)\n    for level in tl.static_range(0, LEVELS):\n"
+            "        inverse = _joined(inverse, a, DIAGONAL << level)\n    return inverse", POWERS, equal)
+        for op in ("chunk_gated_delta_rule", "chunk_kda")
+    ],
+    # tokamax's and tpu-inference's
+    "blocks of the inverse meet in bfloat16 pieces": [
+        gpu(GDN, "dot(inverse, dot(tl.where(is_below, a, 0.0), inverse, False), False)",
+            "dot(inverse, dot(tl.where(is_below, a, 0.0), inverse, True), True)", equal),
+    ],
+    "the decay of a state is bfloat16": [
+        gpu(GDN, "lost = (whole - kept).to(tl.float32)", "lost = (whole - kept).to(tl.bfloat16).to(tl.float32)",
+            float32),
+    ],
+    "the decay comes after the error": [
+        gpu(STEPS, "_sum_over_keys((kept + lost) * k_row * state)", "_sum_over_keys(k_row * state)", float32),
+    ],
+    # tpu-inference's
+    "every sequence starts from the first one's state": [
+        gpu(STEPS, "state = load_state(initial_state, at_state, in_state)",
+            "state = load_state(initial_state, state_offset(0 * sequence, head, key[None, :], value[:, None], layout),"
+            " in_state)", float32, within="_forward_kernel"),
+    ],
+    "dq and dk are those of the first of the heads that share them": [
+        gpu(GDN_BACKWARD, "total = sum_in_order(total.view(*shape[:3], self.p.group, self.p.k).movedim(3, 0))",
+            "total = total.view(*shape[:3], self.p.group, self.p.k)[..., 0, :]", float32),
+    ],
+    # flash-linear-attention's
+    "the gate is that of the first head": [
+        gpu(GDN, "tl.load(gates.g + row * rows.heads + rows.head, mask=row < rows.end, other=0)",
+            "tl.load(gates.g + row * rows.heads, mask=row < rows.end, other=0)", float32),
+    ],
+    "gates beyond a sequence are not masked": [
+        gpu(GDN, "tl.load(gates.g + row * rows.heads + rows.head, mask=row < rows.end, other=0)",
+            "tl.load(gates.g + row * rows.heads + rows.head, mask=row < tl.minimum(rows.end + 1, 70), other=0)",
+            packed),
+    ],
+    # tokamax's option
+    "beta is clipped at 1": [
+        gpu(GDN, "_inverse(beta[:, None] * raw, LEVELS)", "_inverse(tl.minimum(beta, 1.0)[:, None] * raw, LEVELS)",
+            up_to_2),
+    ],
+    "keys are divided by the root of the mean of squares": [
+        gpu(GDN, "tl.sum(values * values, axis=1) + EPS", "tl.sum(values * values, axis=1) / columns + EPS", float32),
+    ],
+    "the inverse is not transposed": [
+        gpu(GDN_BACKWARD, "t_columns = load_tile(pairs.t, row[None, :], at[:, None], rows, ROWS)",
+            "t_columns = load_tile(pairs.t, row[:, None], at[None, :], rows, ROWS)", float32),
+    ],
+    # attention-gym's
+    "the gradient of A has a diagonal": [
+        gpu(GDN_BACKWARD, "da = tl.where(at[:, None] > at[None, :], da", "da = tl.where(at[:, None] >= at[None, :], da",
+            float32),
+    ],
+    "an empty sequence's final state is not written": [
+        gpu(GDN, "tl.store(ht + at_sequence, state, mask=in_state)",
+            "tl.store(ht + at_sequence, state, mask=in_state & (key < tl.where(start < end, layout.k, 0)))", packed),
+    ],
+    "what a state recalls is missing from dk": [
+        gpu(STEPS_BACKWARD, "dk_row = _sum_over_values(dstate * v_new[:, None]) - recalled",
+            "dk_row = _sum_over_values(dstate * v_new[:, None])", float32),
+    ],
+})  # fmt: skip
+OP = {op.name: op for op in DELTA_RULES}
+
+
+def params():
+    """The first of all in the default tier."""
+    for nth, fault in enumerate(FAULTS):
+        marks = [pytest.mark.gpu, *([pytest.mark.full] if nth else [])]
+        yield pytest.param(fault, id=f"{fault.ops[0]}-{fault.name}", marks=marks)
+
+
+@pytest.mark.parametrize("fault", list(params()))
+def test_a_planted_fault_is_caught(fault, tmp_path):
+    check_is_caught(fault, OP[fault.ops[0]], tmp_path)
