@@ -39,6 +39,7 @@ from tpu_kernels._lib.chunk_layout import call as pallas_call
 from tpu_kernels._lib.delta import DeltaArrays, backward_of_nothing, forward_of_nothing, key_gradient, normalised, take
 from tpu_kernels._lib.delta_pairs import gradients, of_steps, scores
 from tpu_kernels._lib.delta_plan import DeltaPlan, make_plan
+from tpu_kernels._lib.recurrent_sums import sum_rows
 from tpu_kernels._lib.triangular import inverse
 
 
@@ -322,7 +323,7 @@ class _Block(ChunkBlock):
         written into that after it. states [heads, V, K]: what passes the chunk, but for its decay.
         """
         scan = self.scan
-        through = reduce(jnp.add, decay.whole) * jnp.sum(states, axis=1, keepdims=True)
+        through = reduce(jnp.add, decay.whole) * sum_rows(states)
         if decay.per_channel:
             row, column = (iota((scan.heads, scan.chunk, scan.chunk), axis) for axis in (1, 2))
             later = dot(ones(column >= row, scan), read, (1, 0), scan)

@@ -14,6 +14,7 @@ from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.chunk_dots import bf16_split, dot, dot_with_all, f32, iota, ones
 from tpu_kernels._lib.chunk_plan import Scan
 from tpu_kernels._lib.decays import decay_parts, difference, finite_exp, running_sums, two_sum
+from tpu_kernels._lib.recurrent_sums import sum_rows
 
 Refs = Mapping[str, Any]
 Load = Callable[[str], jax.Array]
@@ -118,7 +119,7 @@ class StepDecay:
         to_state = jnp.sum(f32(load("k")) * dk, axis=2, keepdims=True)
         store("dk", dk + dot(dscores, load("q"), (1, 0), scan))
         whole = reduce(jnp.add, self.whole)
-        through = jnp.sum(whole * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True), axis=2, keepdims=True)
+        through = jnp.sum(whole * sum_rows(state[...] * dstate[...]), axis=2, keepdims=True)
         through = probe("dgate", through)
         store("dgate", through + jnp.sum(jnp.where(row < column, sums + to_state, from_state), axis=1, keepdims=True))
 
@@ -206,7 +207,7 @@ class ChannelDecay:
         dq = scan.p.scale * self.decay_from_start(scan.p.k) * dot(load("do"), state[...], (1, 0), scan)
         dk = self.decay_to_end(scan.p.k) * dot(load("v"), dstate[...], (1, 0), scan)
         # As in `StepDecay.store_gradients`: of the gate of step t, only pairs with t between them, and what passes it.
-        dgk = probe("dgate", reduce(jnp.add, self.whole) * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True))
+        dgk = probe("dgate", reduce(jnp.add, self.whole) * sum_rows(state[...] * dstate[...]))
         read = probe("dgate", dot(ones(i >= j, scan), q * dq, (1, 0), scan), 1)
         dgk += read + probe("dgate", dot(ones(i < j, scan), k * dk, (1, 0), scan), 1)
         dscore = scan.p.scale * jnp.sum(do * v, axis=2, keepdims=True)

@@ -12,11 +12,11 @@ from tpu_kernels._lib.recurrent_layout import GROUP
 
 
 def sum_rows(x: jax.Array) -> jax.Array:
-    """[R, K] -> [1, K], pairwise; the few that an odd factor of R leaves one by one."""
-    while x.shape[0] > 1 and x.shape[0] % 2 == 0:
-        half = x.shape[0] // 2
-        x = x[:half] + x[half:]
-    return sum((x[n : n + 1] for n in range(1, x.shape[0])), start=x[:1])
+    """[..., R, K] -> [..., 1, K], pairwise; the few that an odd factor of R leaves one by one."""
+    while x.shape[-2] > 1 and x.shape[-2] % 2 == 0:
+        half = x.shape[-2] // 2
+        x = x[..., :half, :] + x[..., half:, :]
+    return sum((x[..., n : n + 1, :] for n in range(1, x.shape[-2])), start=x[..., :1, :])
 
 
 def sum_lanes(products: Any) -> jax.Array:
