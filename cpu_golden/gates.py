@@ -20,7 +20,7 @@ def softplus_gate(a: Array, *, A_log: Array, dt_bias: Array | None = None, stage
     """-exp(A_log) · softplus(a + dt_bias), float64, of a's shape.
 
     a [B, T, HV] or [B, T, HV, K]: float32, bfloat16 or float64; A_log [HV] and dt_bias, of the axes of a from HV on:
-    float32 or float64. Sites: x (a + dt_bias), rate (exp(A_log)), exp (of -|x|), softplus, g.
+    float32 or float64. Sites: x (a + dt_bias), rate (exp(A_log)), exp (of -|x|), log (of 1 + exp), softplus, g.
     Raises ValueError or TypeError as `op_arguments.gates.check_softplus_gate`.
     """
     check_softplus_gate(a, A_log, dt_bias, exact=True)
@@ -33,16 +33,18 @@ def softplus_gate_bwd(
 ) -> GateGrads:
     """The gradients of `softplus_gate`, for a gradient dg of its result; float64, shaped as their arguments.
 
-    dg: float32 or float64, of a's shape. Sites: those of `softplus_gate` without g, sigmoid, da, terms (what is summed
-    to dA_log), sum (sums over B and T), dA_log, ddt_bias.
+    dg: float32 or float64, of a's shape. Sites: those of `softplus_gate` without g, above (1 + exp), lesser (of the
+    sigmoid and what it lacks of 1), sigmoid, graded (dg · rate), da, terms (what is summed to dA_log), sum (sums over B
+    and T), dA_log, ddt_bias.
     Raises ValueError or TypeError as `softplus_gate`.
     """
     check_softplus_gate(a, A_log, dt_bias, exact=True)
     check_gate_gradient(dg, a, exact=True)
     x, grad = _biased(a, dt_bias, stages), dg.astype(np.float64)
     rate = _rate(A_log, x, stages)
-    da = stages("da", -grad * rate * _sigmoid(x, stages))
-    of_rate = stages("terms", -grad * rate * _softplus(x, stages))
+    graded = stages("graded", -grad * rate)
+    da = stages("da", graded * _sigmoid(x, stages))
+    of_rate = stages("terms", graded * _softplus(x, stages))
     return _grads(da, of_rate, dt_bias, stages)
 
 
@@ -56,7 +58,8 @@ def bounded_gate(
 ) -> Array:
     """lower_bound · sigmoid(exp(A_log) · (a + dt_bias)), float64, of a's shape; in (lower_bound, 0).
 
-    Arguments as `softplus_gate`; without A_log its exp is 1. Sites: x, rate, scaled (their product), exp, sigmoid, g.
+    Arguments as `softplus_gate`; without A_log its exp is 1. Sites: x, rate, scaled (their product), exp, above,
+    lesser, sigmoid, g.
     Raises ValueError or TypeError as `op_arguments.gates.check_bounded_gate`.
     """
     bound = check_bounded_gate(a, A_log, dt_bias, lower_bound, exact=True)
@@ -75,16 +78,18 @@ def bounded_gate_bwd(
 ) -> GateGrads:
     """The gradients of `bounded_gate`, for a gradient dg of its result; as `softplus_gate_bwd`.
 
-    Sites: those of `bounded_gate` without g, slope (that of the sigmoid), da, terms, sum, dA_log, ddt_bias.
+    Sites: those of `bounded_gate` without g, curve (the slope of the sigmoid), slope (that times lower_bound), graded
+    (dg · slope), da, terms, sum, dA_log, ddt_bias.
     """
     bound = check_bounded_gate(a, A_log, dt_bias, lower_bound, exact=True)
     check_gate_gradient(dg, a, exact=True)
     x, grad = _biased(a, dt_bias, stages), dg.astype(np.float64)
     rate = _rate(A_log, x, stages)
     scaled = stages("scaled", rate * x)
-    slope = stages("slope", bound * _sigmoid(scaled, stages) * _sigmoid(-scaled, stages))
-    da = stages("da", grad * slope * rate)
-    of_rate = None if A_log is None else stages("terms", grad * slope * scaled)
+    curve = stages("curve", _sigmoid(scaled, stages) * _sigmoid(-scaled, stages))
+    graded = stages("graded", grad * stages("slope", bound * curve))
+    da = stages("da", graded * rate)
+    of_rate = None if A_log is None else stages("terms", graded * scaled)
     return _grads(da, of_rate, dt_bias, stages)
 
 
@@ -102,13 +107,15 @@ def _rate(A_log: Array | None, x: Array, stages: Stages) -> Array:
 
 def _softplus(x: Array, stages: Stages) -> Array:
     """log(1 + exp(x)), without an overflow."""
-    return stages("softplus", np.maximum(x, 0) + np.log1p(stages("exp", np.exp(-np.abs(x)))))
+    log = stages("log", np.log1p(stages("exp", np.exp(-np.abs(x)))))
+    return stages("softplus", np.maximum(x, 0) + log)
 
 
 def _sigmoid(x: Array, stages: Stages) -> Array:
     """1 / (1 + exp(-x)), without an overflow."""
     small = stages("exp", np.exp(-np.abs(x)))
-    return stages("sigmoid", np.where(x >= 0, 1.0, small) / (1 + small))
+    lesser = stages("lesser", small / stages("above", 1 + small))
+    return stages("sigmoid", np.where(x < 0, lesser, 1 - lesser))
 
 
 def _grads(da: Array, of_rate: Array | None, dt_bias: Array | None, stages: Stages) -> GateGrads:

@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from op_arguments.delta_rule import DeltaTensors, check_delta_forward
+from tests.support.bad_input import PACKAGES as KERNELS
 from tests.support.bad_input import call, check_refused, f16, f32, i32
 from tests.support.functions import public
 
 PACKAGES = ("cpu_golden",)
-"""Those that have the family; the kernel packages follow with their kernels."""
+"""Those that have all of the family; the kernel packages follow with their kernels, and have the GATES already."""
 RULES = [f"{form}_{rule}" for rule in ("gated_delta_rule", "kda") for form in ("chunk", "fused_recurrent")]
 
 
@@ -47,6 +48,7 @@ GOOD = {f"{rule}_{way}": good(f"{rule}_{way}") for rule in RULES for way in ("fw
                               initial_state=f32(2, 3, 3), dht=f32(2, 3, 3)),
 }  # fmt: skip
 """Good arguments of every function."""
+GATES = {name: given for name, given in GOOD.items() if "_gate" in name and "delta" not in name}
 
 ANY = [
     (dict(q=[1.0]), TypeError, "q must be an array [B, T, H, K], got list"),
@@ -131,10 +133,14 @@ FUNCTIONS = [
 ]  # fmt: skip
 RULE = pytest.mark.parametrize("function", [name for name in GOOD if name.startswith(tuple(RULES))])
 PACKAGE = pytest.mark.parametrize("package", PACKAGES)
+IN_PACKAGE = pytest.mark.parametrize(
+    ("package", "function"),
+    [*((package, name) for package in PACKAGES for name in GOOD),
+     *((package, name) for package in KERNELS if package not in PACKAGES for name in GATES)],
+)  # fmt: skip
 
 
-@PACKAGE
-@pytest.mark.parametrize("function", GOOD)
+@IN_PACKAGE
 def test_the_good_arguments_are_good(package, function):
     assert call(package, function, GOOD[function]) is not None
 
@@ -153,17 +159,16 @@ def test_bad_arguments_of_a_rule_are_refused_in_the_same_words(package, function
                           message if isinstance(message, str) else message[rule])  # fmt: skip
 
 
-@PACKAGE
 @pytest.mark.parametrize(
-    ("function", "change", "error", "message"),
-    [(f"softplus_gate{way}", *bad) for way in ("", "_bwd") for bad in GATE] + FUNCTIONS,
-)
+    ("package", "function", "change", "error", "message"),
+    [(package, *bad) for bad in [(f"softplus_gate{way}", *bad) for way in ("", "_bwd") for bad in GATE] + FUNCTIONS
+     for package in (KERNELS if bad[0] in GATES else PACKAGES)],
+)  # fmt: skip
 def test_bad_arguments_are_refused_in_the_same_words(package, function, change, error, message):
     check_refused(package, function, GOOD[function] | change, error, message)
 
 
-@PACKAGE
-@pytest.mark.parametrize("function", GOOD)
+@IN_PACKAGE
 def test_a_misspelt_option_is_refused_by_its_name(package, function):
     with pytest.raises(TypeError, match=r"^\w+\(\) got an unexpected keyword argument 'initial_sate'"):
         call(package, function, GOOD[function] | {"initial_sate": None})

@@ -1,5 +1,6 @@
 """The matrix: one module per op family. Data, not code; both backends run all of it."""
 
+from tests.matrix.delta_rule import GATES
 from tests.matrix.gla import GATED_LINEAR_ATTENTION
 from tests.matrix.gmm import GMM, TGMM
 from tests.matrix.moe import GROUPED_DENSE, GROUPED_DENSE_BWD, MOE_LAYERS
@@ -12,4 +13,5 @@ OPS = (
     *(*QUANTIZERS, *MXFP8_QUANTIZERS),
     *MOE_LAYERS,
     *GATED_LINEAR_ATTENTION,
+    *GATES,
 )
