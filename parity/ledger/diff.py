@@ -357,8 +357,10 @@ def describe(diffs: Sequence[OpDiff], worst: int = 5) -> str:
         if len(changed) > worst:
             lines.append(f"  … and {len(changed) - worst} more")
     if still:
-        cases = sum(len(of_op.cases) for of_op in still)
-        lines.append(f"unchanged: {cases} cases of {len(still)} ledgers")
+        cases = [case for of_op in still for case in of_op.cases]
+        moved = _likeliest_first(mover for case in cases for mover in case.moved)
+        cause = f"   who moved: {', '.join(moved)}" if moved else ""
+        lines.append(f"unchanged: {len(cases)} cases of {len(still)} ledgers{cause}")
     return "\n".join(lines)
 
 

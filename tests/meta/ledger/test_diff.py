@@ -220,7 +220,7 @@ def test_an_upgraded_framework_in_a_copied_ledger_is_named(tmp_path):
     (ledger,) = old.values()
     keep(tmp_path / "new", *changed(ledger.values(), where=dict(versions=PROVENANCE.versions | {"jax": "0.11.2"})))
     text = describe(diff(old, load(str(tmp_path / "new"), tmp_path)))
-    assert text == "double  tpu emulated: 1 unchanged   who moved: framework jax 0.10.2 → 0.11.2"
+    assert text == "unchanged: 1 cases of 1 ledgers   who moved: framework jax 0.10.2 → 0.11.2"
 
 
 @pytest.mark.parametrize("measure", ["metrics", "magnitude"])
