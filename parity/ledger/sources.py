@@ -224,16 +224,19 @@ class _Project:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return found
 
-    def find(self, parts: list[str]) -> tuple[_Place, list[str]] | str:
-        """What a dotted name stands for: a place of the project and the attributes of it, or else the name itself."""
+    def find(self, parts: list[str], seen: tuple[str, ...] = ()) -> tuple[_Place, list[str]] | str:
+        """What a dotted name stands for: a place of the project and the attributes of it, or else the name itself.
+
+        seen: the imports that led here; two modules may have a name of each other.
+        """
         module: _Module | None = None
         for n, part in enumerate(parts):
             dotted = ".".join(parts[: n + 1])
             if module is not None:
                 if part in module.by_name:
                     return _Place(module, part), parts[n + 1 :]
-                if (imported := module.imports.get(part, dotted)) != dotted:
-                    return self.find([*imported.split("."), *parts[n + 1 :]])
+                if (imported := module.imports.get(part, dotted)) not in (dotted, *seen):
+                    return self.find([*imported.split("."), *parts[n + 1 :]], (*seen, imported))
             below = self.module(dotted)
             if below is None and module is not None:
                 return _Place(module, None), parts[n:]

@@ -137,6 +137,16 @@ def test_of_a_module_that_is_handed_around_everything_counts(hash_with):
     assert hash_with(handed | more) != before
 
 
+def test_modules_that_import_a_name_of_each_other_are_read(hash_with):
+    lines = {
+        "tiles": "from some_kernels._lib.shapes import padded\n",
+        "shapes": "from some_kernels._lib.tiles import padded\n",
+    }
+    circle = {f"some_kernels/_lib/{name}.py": f"{line}{TILES}" for name, line in lines.items()}
+    more = {path: f"{text}\n\ndef other():\n    pass\n" for path, text in circle.items()}
+    assert hash_with(circle) != hash_with(more)
+
+
 def test_names_of_a_function_are_not_its_modules(hash_with):
     local = {"some_kernels/op.py": KERNEL.replace("total", "unreached")}
     changed = {"some_kernels/op.py": local["some_kernels/op.py"].replace("    return x\n", "    return 2 * x\n")}
