@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from gpu_reference import gmm, moe
 from gpu_reference import grouped_dense as dense
-from gpu_reference._lib import visits
+from gpu_reference import moe
+from gpu_reference._lib import operands, visits
 from gpu_reference._lib.operands import range_of
 from gpu_reference.grouped_dense import grouped_dense, grouped_dense_bwd
 from gpu_reference.moe import moe_layer, moe_layer_bwd
@@ -251,7 +251,7 @@ def test_auto_quantises_where_the_matrix_unit_multiplies_fp8(native, monkeypatch
 @pytest.mark.parametrize("offset", [-3, 0, 1, 3, 9])
 def test_existing_rows_outside_of_a_shard_keep_their_gradient(offset, groups, monkeypatch):
     """An offset on a device cannot be refused: beyond the experts it is the nearest."""
-    for module in (dense, gmm, visits):
+    for module in (operands, visits):
         monkeypatch.setattr(module, "scalar", lambda offset: offset)
     given, dout = draw_dense(), draw_dense()["existing_out"].flip(0)
     given["rhs"] = given["rhs"][:groups]
