@@ -57,8 +57,7 @@ FAULTS = named({
     ],
     "the final state is missing from dgk": [
         tpu(CHANNEL_BACKWARD,
-            'dgk = probe("dgate", reduce(jnp.add, self.whole) * '
-            "jnp.sum(state[...] * dstate[...], axis=1, keepdims=True))",
+            'dgk = probe("dgate", reduce(jnp.add, self.whole) * sum_rows(state[...] * dstate[...]))',
             "dgk = 0.0"),
         gpu(CHANNEL_BACKWARD, "past = (decays.kept + decays.lost) * past_block[:, None]",
             "past = tl.zeros_like(dq_tile)"),
