@@ -370,7 +370,7 @@ def _named(metafunc: pytest.Metafunc) -> Iterator[str]:
     for argument in metafunc.config.args:
         path, *names = argument.split("::")
         test, bracket, case_id = "".join(names[-1:]).partition("[")
-        if bracket and test == metafunc.function.__name__ and Path(path).resolve() == metafunc.definition.path:
+        if bracket and test == metafunc.definition.name and Path(path).resolve() == metafunc.definition.path:
             yield case_id.removesuffix("]")
 
 
