@@ -498,9 +498,10 @@ class _Reporter:
         if interrupted:
             notices.append("The run was interrupted: what it had not come to is not here, and no error is explained.")
         elif judged:
-            for project, ops in self._config.stash[_OPS].items():
+            # Not what was collected: with pytest-xdist that is in the workers.
+            for project in projects.near(items.paths(self._config)) or {self._config.stash[_HOME]}:
                 projects.enter(project)
-                judged = list(entries.attribute(ops, judged))
+                judged = list(entries.attribute(_matrix(self._config, project), judged))
         words = command("pytest", *self._config.invocation_params.args)
         about = page.Run(words, _devices(), self._book.utc or "", tuple(notices))
         return str(page.write(self._config.getoption("--parity-report"), judged, about, self._config.rootpath))

@@ -234,7 +234,6 @@ def dying(x):
 """
 
 
-@pytest.mark.xfail(strict=True, reason="the page does not say why the TPU's case failed since 42806f3")
 def test_pytest_reports_what_passed_failed_died_and_was_skipped(project, tmp_path):
     run = project(kernel="bad")
     run.replace("matrix.py", 'gpu="kernels:bad"', 'gpu="kernels:dying"')
