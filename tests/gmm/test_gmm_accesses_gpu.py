@@ -15,7 +15,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from cpu_golden import gmm as golden
 from gpu_reference import gmm, grouped_gemm, quantized_gmm
-from gpu_reference._lib import visits
+from gpu_reference._lib import operands, visits
 from op_arguments.gmm import GroupMetadata
 from op_arguments.probe import probing
 from parity.backends.emulation.tensor_core import TensorCoreBuilder, emulated
@@ -272,7 +272,7 @@ def test_every_element_is_read_and_written_as_often_as_it_must_and_no_other(trac
 @pytest.mark.parametrize("form", {form.kernel: form for form in FORMS}.values(), ids=ids)
 def test_sizes_and_offsets_that_nobody_checked_are_clamped(traced, form, unchecked, monkeypatch):
     """No row is of a negative size or beyond M, and the shard is of the groups that there are."""
-    for module in (gmm, grouped_gemm, quantized_gmm, visits):
+    for module in (operands, visits):
         monkeypatch.setattr(module, "values", lambda sizes: None)
         monkeypatch.setattr(module, "scalar", lambda offset: offset)
     with emulated():
