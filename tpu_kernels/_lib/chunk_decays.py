@@ -119,7 +119,7 @@ class StepDecay:
         to_state = jnp.sum(f32(load("k")) * dk, axis=2, keepdims=True)
         store("dk", dk + dot(dscores, load("q"), (1, 0), scan))
         whole = reduce(jnp.add, self.whole)
-        through = jnp.sum(whole * sum_rows(state[...] * dstate[...]), axis=2, keepdims=True)
+        through = jnp.sum(whole * jnp.sum(state[...] * dstate[...], axis=1, keepdims=True), axis=2, keepdims=True)
         through = probe("dgate", through)
         store("dgate", through + jnp.sum(jnp.where(row < column, sums + to_state, from_state), axis=1, keepdims=True))
 
