@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache
@@ -12,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from cpu_golden.stages import Stages
+from parity.contact.assumptions import ASSUMPTIONS
 from parity.dtypes import Floats, numpy_dtype
 from parity.interop import DTYPES
-from parity.ledger.sources import texts
+from parity.ledger.sources import labels, texts
 from parity.op import (
     Array,
     Backend,
@@ -42,10 +44,22 @@ class DeclarationError(ValueError):
 
 def contract_of(op: Op, case: Case, backend: Backend) -> Contract:
     """What the op's contract is for a case on a backend. Raises DeclarationError where it is none."""
-    contract = op.contract(case, backend)
+    try:
+        contract = op.contract(case, backend)
+    except (TypeError, ValueError) as error:
+        raise DeclarationError(op, case, f"contract of the {backend}:", str(error)) from error
     if not isinstance(contract, Contract):
         raise DeclarationError(op, case, "contract", f"must return a parity.Contract, got {type(contract).__name__}")
+    for site, names in contract.functions.items():
+        field = f"contract.functions[{site!r}]"
+        if isinstance(names, str):
+            raise DeclarationError(op, case, field, f"must be a tuple of names, got {names!r}")
+        for name in set(names) - _FUNCTIONS:
+            raise DeclarationError(op, case, field, one_of(sorted(_FUNCTIONS), name))
     return contract
+
+
+_FUNCTIONS = {assumption.name for assumption in ASSUMPTIONS}
 
 
 def golden_of(op: Op, case: Case, inputs: Inputs, stages: Stages | None = None) -> dict[str, Any]:
@@ -126,10 +140,10 @@ def checked_axes(
     if found and not found.keys() & golden.keys():
         raise DeclarationError(op, case, "axes", one_of(golden, next(iter(found))))
     shapes = {name: np.shape(x) for name, x in {**inputs, **golden}.items() if x is not None}
-    for name, labels in found.items():
+    for name, of_axes in found.items():
         if name not in shapes:
             continue
-        for axis, label in labels.items():
+        for axis, label in of_axes.items():
             try:
                 fits = np.broadcast_shapes(np.shape(label), shapes[name]) == shapes[name]
             except ValueError:
@@ -155,18 +169,27 @@ def check_sites(op: Op, case: Case, contract: Contract, reached: set[str]) -> No
     """Raise DeclarationError for a site of the contract that the golden did not reach, and of which its code does not
     speak: one that is there may have nothing to round in this case."""
     for site in contract.sites.keys() - reached:
-        spoken = _texts(op.golden)
-        if spoken is not None and site not in spoken:
+        if not any(re.fullmatch(text, site) for text in _read(texts, op.golden, site)):
             raise DeclarationError(op, case, "contract.sites", one_of(sorted(reached), site))
 
 
+def check_outs(op: Op, case: Case, contract: Contract, golden: Mapping[str, Floats]) -> None:
+    """Raise DeclarationError for a name in `contract.outs` that is no output of the golden, in this case or another."""
+    for name in contract.outs.keys() - golden.keys():
+        if not any(re.fullmatch(text, name) for text in _read(texts, op.golden, name) | _read(labels, op.golden, name)):
+            raise DeclarationError(op, case, "contract.outs", one_of(golden, name))
+
+
 @cache
-def _texts(golden: Callable[..., Any]) -> frozenset[str] | None:
+def _read(kind: Callable[[FunctionType], frozenset[str]], golden: Callable[..., Any], name: str) -> frozenset[str]:
+    """The texts or labels of a golden's code; of one whose code is not to be read, the name itself."""
     function = inspect.unwrap(golden)
     try:
-        return texts(function) if isinstance(function, FunctionType) else None
+        if isinstance(function, FunctionType):
+            return kind(function)
     except (ModuleNotFoundError, OSError, SyntaxError):
-        return None
+        pass
+    return frozenset([re.escape(name)])
 
 
 def check_spec(op: Op, case: Case, name: str, spec: Any) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 import ml_dtypes
 import numpy as np
 
 from parity.declared import DeclarationError, check_spec, checked_unread
 from parity.dtypes import UNIT_ROUNDOFF, Floats, numpy_dtype, round_to
-from parity.op import Array, Case, Gates, Given, Groups, Inputs, Offsets, Op, Scales
+from parity.op import Array, Case, Gates, Given, Groups, Inputs, Offsets, Op, Scales, Spec
 from parity.words import one_of
 
 REVISION = 1
@@ -24,8 +23,6 @@ REVISION = 1
 
 Bits = Callable[[int | tuple[int, ...]], np.ndarray]
 """Draws that many uint64 words, or an array of them of that shape; further calls go on in the stream."""
-
-Pattern = TypeVar("Pattern")
 
 CANCELLATION = 2.0**-6
 """Relative difference of the two terms of a cancelling pair: far above any accumulator's roundoff, so that what is
@@ -39,37 +36,41 @@ FP8_EXACT = 1.75
 that scales are powers of two and every quotient is exact."""
 
 
+def specs_of(op: Op, case: Case) -> Mapping[str, Spec]:
+    """What the inputs of a case are drawn by, by argument name. Raises DeclarationError for what cannot be drawn."""
+    if case.data not in DISTRIBUTIONS:
+        raise DeclarationError(op, case, "data", one_of(DISTRIBUTIONS, case.data))
+    specs = op.inputs(case)
+    if not isinstance(specs, Mapping):
+        raise DeclarationError(op, case, "inputs", f"must return a dict by name, got {type(specs).__name__}")
+    for name, spec in specs.items():
+        check_spec(op, case, name, spec)
+        for kind, patterns in ((Groups, GROUPS), (Scales, SCALES), (Offsets, OFFSETS), (Gates, GATES)):
+            if isinstance(spec, kind) and isinstance(spec.pattern, str) and spec.pattern not in patterns:
+                raise DeclarationError(op, case, f"inputs[{name!r}].pattern", one_of(patterns, spec.pattern))
+    return specs
+
+
 def draw(op: Op, case: Case) -> Inputs:
     """The input arrays of a case, by argument name. Raises DeclarationError for what the op cannot have drawn."""
     drawn: dict[str, np.ndarray | None] = {}
-    specs = op.inputs(case)
-
-    def known(table: Mapping[str, Pattern], name: str, field: str) -> Pattern:
-        if name not in table:
-            raise DeclarationError(op, case, field, one_of(table, name))
-        return table[name]
-
+    specs = specs_of(op, case)
     for name, spec in specs.items():
-        bits, pattern = stream(case, name), f"inputs[{name!r}].pattern"
-        check_spec(op, case, name, spec)
+        bits = stream(case, name)
         if isinstance(spec, Groups):
-            known(GROUPS, spec.pattern, pattern)
             drawn[name] = group_sizes(spec, bits)
         elif isinstance(spec, Array):
-            values = known(DISTRIBUTIONS, case.data, "data")(spec, bits, case.out)
+            values = DISTRIBUTIONS[case.data](spec, bits, case.out)
             if spec.dtype == "int8" and case.data != "integers":
                 values = np.clip(values * INT8_UNIT, -127, 127)
             drawn[name] = round_to(values, spec.dtype)
         elif isinstance(spec, Scales):
-            drawn_by = known(SCALES, spec.pattern, pattern)
-            scales = (SCALES["powers"] if case.data == "integers" else drawn_by)(spec.shape, bits)
+            scales = SCALES["powers" if case.data == "integers" else spec.pattern](spec.shape, bits)
             drawn[name] = round_to(scales, spec.dtype)
         elif isinstance(spec, Offsets):
-            sizes = known(OFFSETS, spec.pattern, pattern)(spec.count, spec.rows, bits)
+            sizes = OFFSETS[spec.pattern](spec.count, spec.rows, bits)
             drawn[name] = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
         elif isinstance(spec, Gates):
-            if isinstance(spec.pattern, str):
-                known(GATES, spec.pattern, pattern)
             drawn[name] = round_to(log_decays(spec, bits, exact=case.data == "integers"), spec.dtype)
         else:
             drawn[name] = spec.array if spec else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import re
 import traceback
 from collections.abc import Iterable, Iterator
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from parity import projects
+from parity.declared import contract_of
 from parity.dtypes import SHORT_NAMES
-from parity.inputs import DISTRIBUTIONS
-from parity.op import Case, Op
+from parity.inputs import DISTRIBUTIONS, specs_of
+from parity.op import BACKENDS, Case, Op
 from parity.words import nearest, said, shown
 
 T = TypeVar("T")
@@ -22,8 +24,9 @@ T = TypeVar("T")
 def load(root: Path) -> tuple[Op, ...]:
     """The ops of the project at `root`: the `OPS` of the module that its pyproject.toml names.
 
-    Raises ValueError where the setting, the module's `OPS`, or the uniqueness of their names is missing, and for an
-    expected failure that no case has.
+    Raises ValueError where the setting, the module's `OPS`, or the uniqueness of their names is missing, for an
+    expected failure that no case has, and, as DeclarationError, for cases whose inputs or contracts name what there is
+    not.
     """
     name = module(root)
     projects.enter(root)
@@ -36,11 +39,27 @@ def load(root: Path) -> tuple[Op, ...]:
     if len(set(names)) < len(names):
         raise ValueError(f"{name}.OPS must have unique names, got {', '.join(names)}")
     for op in ops:
+        check(op)
         declared = {op.expectation(case) for case in op.cases}
         for n, expected in enumerate(op.expected):
             if expected not in declared:
                 raise ValueError(f"{op.name}.expected[{n}] must match a case, matches none: {expected.reason}")
     return ops
+
+
+def check(op: Op) -> None:
+    """Raise DeclarationError for data, a pattern, a dtype or a function that there is not.
+
+    Of cases that differ in sizes alone the smallest is asked.
+    """
+    seen: set[object] = set()
+    for case in sorted(op.cases, key=lambda case: math.prod(size for _, size in case.dims)):
+        chosen = {case.data, case.dtype, case.out, *((name, str(value)) for name, value in case.options)}
+        if not chosen <= seen:
+            seen |= chosen
+            specs_of(op, case)
+            for backend in BACKENDS:
+                contract_of(op, case, backend)
 
 
 def home(op: Op) -> Path:

@@ -89,6 +89,10 @@ class Given:
     array: np.ndarray
 
 
+Spec = Array | Scales | Groups | Offsets | Gates | Given | None
+"""What an argument is drawn by; None where a case leaves an optional one out."""
+
+
 @dataclass(frozen=True)
 class Contract:
     """What a kernel promises: how its dots round their operands, what it accumulates in, what it returns.
@@ -132,16 +136,16 @@ class Contract:
 
     def __post_init__(self) -> None:
         if self.dot not in self.DOTS:
-            raise ValueError(f"dot must be one of {', '.join(self.DOTS)}, got {self.dot!r}")
+            raise ValueError(f"dot {one_of(self.DOTS, self.dot)}")
         dtypes = {"accumulate": self.accumulate, "out": self.out, **{f"outs[{n!r}]": d for n, d in self.outs.items()}}
         for name, dtype in dtypes.items():
             if dtype not in UNIT_ROUNDOFF:
-                raise ValueError(f"{name} must be one of {', '.join(UNIT_ROUNDOFF)}, got {dtype!r}")
+                raise ValueError(f"{name} {one_of(UNIT_ROUNDOFF, dtype)}")
         for site, dtype in self.sites.items():
             if dtype not in SITES:
-                raise ValueError(f"sites[{site!r}] must be one of {', '.join(sorted(SITES))}, got {dtype!r}")
-        if unknown := self.functions.keys() - self.sites.keys():
-            raise ValueError(f"functions must be of sites, got {', '.join(sorted(unknown))}")
+                raise ValueError(f"sites[{site!r}] {one_of(sorted(SITES), dtype)}")
+        for site in self.functions.keys() - self.sites.keys():
+            raise ValueError(f"functions' sites {one_of(self.sites, site)}")
 
     @property
     def name(self) -> str:
@@ -268,7 +272,7 @@ class Op:
     golden: Callable[..., Any]
     tpu: str
     gpu: str
-    inputs: Callable[[Case], Mapping[str, Array | Scales | Groups | Offsets | Gates | Given | None]]
+    inputs: Callable[[Case], Mapping[str, Spec]]
     contract: Callable[[Case, Backend], Contract]
     arguments: Callable[[Case], Mapping[str, Any]] = lambda case: {}
     chain: Callable[[Case, Inputs], int] | None = None

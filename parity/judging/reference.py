@@ -9,13 +9,13 @@ from itertools import islice
 
 import numpy as np
 
-from parity.declared import checked_chain, checked_magnitude, contract_of, golden_of
+from parity.declared import check_outs, checked_chain, checked_magnitude, contract_of, golden_of
 from parity.dtypes import Floats
 from parity.inputs import draw
 from parity.judging import goldens
 from parity.judging.fit import RUNS
 from parity.judging.spread import allowances, runs
-from parity.op import Case, Inputs, Op
+from parity.op import BACKENDS, Case, Inputs, Op
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ def reference(op: Op, case: Case) -> Reference:
         {label.removeprefix(what): x for label, x in truth.items() if label.startswith(what)}
         for what in ("golden.", "magnitude.")
     )
+    for backend in BACKENDS:
+        check_outs(op, case, contract_of(op, case, backend), golden)
     drawn: list[dict[str, Floats]] = []
     if op.magnitude is None and not op.bit_exact:
         contract = contract_of(op, case, "gpu")

@@ -15,6 +15,7 @@ import ast
 import hashlib
 import importlib.metadata
 import importlib.util
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -98,8 +99,16 @@ def _behind(function: FunctionType) -> tuple[int, list[Definition]]:
 
 
 def texts(function: FunctionType) -> frozenset[str]:
-    """The strings that stand in the code behind a function. Raises as `identity_of`."""
+    """The strings that the code behind a function has or puts together, as regular expressions.
+
+    Raises as `identity_of`.
+    """
     return frozenset(text for definition in _behind(function)[1] for text in definition.texts)
+
+
+def labels(function: FunctionType) -> frozenset[str]:
+    """The fields of classes and the keywords of calls in the code behind a function. Raises as `identity_of`."""
+    return frozenset(label for definition in _behind(function)[1] for label in definition.labels)
 
 
 def forget() -> None:
@@ -155,14 +164,39 @@ class Definition:
 
     @property
     def texts(self) -> set[str]:
-        """The strings that stand in it."""
-        constants = (node.value for node in ast.walk(self._node) if isinstance(node, ast.Constant))
-        return {value for value in constants if isinstance(value, str)}
+        """The strings that it has or puts together, as regular expressions: what is filled in may be anything."""
+        nodes = list(ast.walk(self._node))
+        whole = {_pattern(node) for node in nodes if isinstance(node, ast.JoinedStr)}
+        parts = {_pattern(node) for node in nodes if isinstance(node, ast.Constant | ast.BinOp)}
+        return whole | {pattern for pattern in parts if pattern.replace(_ANYTHING, "")}
+
+    @property
+    def labels(self) -> set[str]:
+        """The fields of its classes, and the keywords of its calls."""
+        nodes = list(ast.walk(self._node))
+        annotated = [node.target for node in nodes if isinstance(node, ast.AnnAssign)]
+        keywords = {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}
+        return keywords | {target.id for target in annotated if isinstance(target, ast.Name)}
 
     @property
     def places(self) -> list[_Place]:
         """What it names."""
         return self._read[1]
+
+
+_ANYTHING = ".*"
+
+
+def _pattern(node: ast.AST) -> str:
+    """The strings that an expression may be, as a regular expression."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return re.escape(text)
+        case ast.JoinedStr(values=parts):
+            return "".join(map(_pattern, parts))
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _pattern(left) + _pattern(right)
+    return _ANYTHING
 
 
 class _Module:

@@ -14,6 +14,7 @@ import pytest
 from parity import matrix, projects
 from parity.backends import free_compiled_programs, has_cuda, has_tpu, is_here, prepare_environment, runner
 from parity.declared import DeclarationError
+from parity.inputs import DISTRIBUTIONS
 from parity.judging import goldens
 from parity.judging.judge import Judgement, compare, judge, twin_of
 from parity.judging.verdict import Verdict
@@ -24,7 +25,7 @@ from parity.report import entries, text
 from parity.runners import items
 from parity.runners.items import rerun, shared
 from parity.trial import Trial
-from parity.words import command, nearest, said
+from parity.words import command, nearest, one_of, said
 
 pytest_plugins = ("parity.runners.workers", "parity.runners.crashes", "parity.runners.long_runs")
 
@@ -60,6 +61,9 @@ def cases(
             "parity.cases needs pytest's plugin parity, which this run lacks: leave out -p no:parity and "
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD, or say -p parity.runners.plugin"
         )
+    for field, known, got in (("backend", BACKENDS, backend), ("data", DISTRIBUTIONS, data)):
+        if got is not None and got not in known:
+            raise ValueError(f"{field} of parity.cases {one_of(known, got)}")
     return pytest.mark.parity_cases(ops, backend=backend, data=data, where=where, compared=compared)
 
 

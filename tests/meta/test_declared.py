@@ -6,6 +6,8 @@ from itertools import islice
 import numpy as np
 import pytest
 
+import parity
+from parity import matrix
 from parity.declared import DeclarationError
 from parity.op import Array, Contract, Gates, Groups, Offsets, Op, OutputsError, Scales, outputs
 from parity.trial import Trial
@@ -65,9 +67,19 @@ REFUSED = {
         dict(golden=lambda x, stages=lambda site, value: value: stages("quotient", x / np.float32(2)).astype(float)),
         "golden must hand float64 to its sites, got float32 at 'quotient'",
     ),
+    "out": (contract(outs={"ot": "float32"}), "contract.outs must be one of out, got 'ot' .nearest: out"),
+    "function": (
+        contract(functions={"quotient": ("reciprocl",)}),
+        r"contract.functions\['quotient'\] must be one of .*'reciprocl' .nearest: reciprocal",
+    ),
+    "functions": (contract(functions={"quotient": "exp"}), "contract.functions.* must be a tuple of names, got 'exp'"),
+    "function's site": (contract(functions={"quot": ("exp",)}), "functions' sites must be one of .*nearest: quotient"),
+    "dot": (contract(dot="ieeee"), "contract of the tpu: dot must be one of .*'ieeee' .nearest: ieee"),
+    "field": (contract(site={}), "contract of the tpu: .*unexpected keyword argument 'site'"),
     "site": (contract(sites={"quotent": "float32"}), "contract.sites must be one of .*'quotent' .nearest: quotient"),
     "step": (contract(schedule={"dpth": 2}), "contract.schedule must be one of .*'dpth' .nearest: depth"),
     "contract": (dict(contract=lambda case, backend: {}), "contract must return a parity.Contract, got dict"),
+    "no inputs": (dict(inputs=lambda case: [None]), "inputs must return a dict by name, got list"),
     "input": (dict(inputs=lambda case: {"y": None}), "inputs must be one of x, got 'y'"),
     "missing input": (dict(inputs=lambda case: {}), "inputs must have x, which the golden takes"),
     "argument": (dict(arguments=lambda case: {"axis": 1}), "arguments must be one of x, got 'axis'"),
@@ -120,12 +132,42 @@ def test_a_wrong_declaration_is_refused_by_name(what):
         declared(**changes)
 
 
-def test_a_site_that_this_case_does_not_reach_may_be_in_the_contract():
-    assert declared(golden=branching, **contract(sites={"quotient": "float32", "never here": "float32"}))
+@pytest.mark.parametrize("what", ["data", "groups", "offsets", "gates", "scales", "dtype", "function", "dot"])
+def test_names_that_there_are_not_are_refused_before_anything_is_drawn(what):
+    changes = dict(REFUSED[what][0])
+    op = replace(HALVED, **{name: value for name, value in changes.items() if name != "data"})
+    with pytest.raises(DeclarationError, match=f"^op halved, case .*{REFUSED[what][1]}"):
+        matrix.check(op.with_cases(op.grid([SIZES], dtype=["float32"], data=[changes.get("data", "normal")])))
+
+
+def test_data_and_backend_of_a_test_are_refused_by_name():
+    for wrong, says in (
+        (dict(backend="tup"), "backend .*'tup' .nearest: tpu"),
+        (dict(data="intgers"), "data .*integers"),
+    ):
+        with pytest.raises(ValueError, match=f"^{says}"):
+            parity.cases(HALVED, **{"backend": "tpu", **wrong})
+
+
+def test_what_this_case_does_not_reach_may_be_in_the_contract():
+    sites = ("quotient", "never here", "level7", "top_mass", "log2 sum")
+    rarely = dict(sites=dict.fromkeys(sites, "float32"), outs={"lse": "float32", "top": "float32"})
+    assert declared(golden=branching, **contract(**rarely))
+    with pytest.raises(DeclarationError, match=r"contract.sites must be one of .*'lvl7'"):
+        declared(golden=branching, **contract(sites={"lvl7": "float32"}))
 
 
 def branching(x, stages=lambda site, value: value):
-    return stages("never here", x * 1.0) if x.shape[0] > 99 else halved(x, stages)
+    if x.shape[0] < 99:
+        return halved(x, stages)
+    part, number = str(x.shape[0]), x.shape[1]
+    steps = [
+        stages("never here", x),
+        stages(f"level{number}", x),
+        stages(part + "_mass", x),
+        stages(f"log{number} sum", x),
+    ]
+    return {"out": steps[0], "lse": steps[1]} if number else dict(out=steps[0], top=steps[2])
 
 
 def test_a_size_or_option_that_a_case_lacks_is_refused_by_name():
