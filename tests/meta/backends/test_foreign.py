@@ -44,20 +44,46 @@ def _unary(x_ptr, y_ptr, name: tl.constexpr, block: tl.constexpr):
     tl.store(y_ptr + at, getattr(libdevice, name)(tl.load(x_ptr + at)))
 
 
-UNARY = [name for name in FUNCTIONS if name not in ("pow", "fma")]
+@triton.jit
+def _binary(x_ptr, y_ptr, name: tl.constexpr, block: tl.constexpr):
+    at = tl.arange(0, block)
+    x = tl.load(x_ptr + at)
+    tl.store(y_ptr + at, getattr(libdevice, name)(x, x - 3))
 
 
-@pytest.mark.parametrize("name", UNARY)
+BINARY = ("pow", "atan2", "hypot")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_errs_by_no_more_ulps_than_is_documented_and_by_that_many(name):
     x = np.linspace(0.125, 7.9, 1024, dtype=np.float32)
     y = torch.empty(1024)
     with tensor_core.emulated():
-        _unary[(1,)](torch.from_numpy(x), y, name, 1024)
+        (_binary if name in BINARY else _unary)[(1,)](torch.from_numpy(x), y, name, 1024)
     function, ulps = FUNCTIONS[name]
-    exact = function(x.astype(np.float64))
+    operands = [x, x - np.float32(3)] if name in BINARY else [x]
+    exact = function(*(operand.astype(np.float64) for operand in operands))
     off = np.abs(y.numpy() - exact) / np.spacing(np.abs(exact).astype(np.float32))
     assert off.max() <= max(ulps / 2, 0.5)
     assert ulps < 2 or off.max() > ulps / 4
+
+
+@triton.jit
+def _fused(x_ptr, y_ptr, block: tl.constexpr):
+    at = tl.arange(0, block)
+    x = tl.load(x_ptr + at)
+    tl.store(y_ptr + at, libdevice.fma(x, x, -1.0))
+    tl.store(y_ptr + block + at, libdevice.fma(x, 0.000000059604644775390625, 1.0))
+
+
+def test_libdevice_fma_rounds_once():
+    x = 1 + 2.0**-23 * torch.arange(8)
+    y = torch.empty(16)
+    with tensor_core.emulated():
+        _fused[(1,)](x, y, 8)
+    exact = x.double() * x.double() - 1
+    assert (y[:8] == exact.float()).all() and not (y[:8] == x * x - 1).all()
+    assert y[8:].tolist() == [1.0] + [1 + 2.0**-23] * 7  # 1 + 2⁻²⁴ + n 2⁻⁴⁷: a tie, or beyond it
 
 
 @pytest.mark.parametrize(
