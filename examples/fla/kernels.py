@@ -1,24 +1,10 @@
-"""flash-linear-attention's own functions under the argument names of our operations; nothing of theirs is mended.
-
-Without a GPU Triton interprets their kernels, and two things that only a GPU and a compiler have are stood in for: the
-timing of configurations (each kernel takes the last that its own pruning leaves, the largest blocks), and the type of a
-loop's index, which is a tensor in a compiled kernel, so that theirs convert it, and a Python int in the interpreter.
-"""
+"""flash-linear-attention's own functions under the argument names of our operations; nothing of theirs is mended."""
 
 import torch
-from fla.ops.common import chunk_h
 from fla.ops.gla import chunk_gla
 from fla.ops.simple_gla import chunk_simple_gla
-from triton import knobs
-from triton.runtime.autotuner import Autotuner
-from triton.runtime.interpreter import interpreter_semantic
 
 from gpu_reference import gla, simple_gla
-
-if knobs.runtime.interpret:
-    prune_configs = Autotuner.prune_configs
-    Autotuner.prune_configs = lambda tuner, arguments: prune_configs(tuner, arguments)[-1:]
-    chunk_h.range = lambda *bounds: map(interpreter_semantic.to_tensor, range(*bounds))
 
 
 def chunk_simple_gla_fwd(q, k, v, *, cu_seqlens=None, **options):
