@@ -123,12 +123,15 @@ def summary(judged: Iterable[Mapping[str, Any]], recording: str = "pytest --pari
     """One line per op and backend over `Judgement.summary` and `Compared.summary` entries, then what to record.
 
     An entry's `record` is the status of its record and `record_of` the backend that has or lacks it; `where` names the
-    host that can make it, if that is not this one. `recording` is the command that records the cases of this run.
+    host that can make it, if that is not this one; `project`, where there are several, the folder of its project.
+    `recording` is the command that records the cases of this run.
     """
     all_entries = list(judged)
     groups: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
+    twice = in_several((entry["op"], entry.get("project", "")) for entry in all_entries)
     for entry in all_entries:
-        groups.setdefault((entry["op"], entry["backend"], entry["real"]), []).append(entry)
+        op = f"{entry['op']} ({entry['project']})" if entry["op"] in twice else entry["op"]
+        groups.setdefault((op, entry["backend"], entry["real"]), []).append(entry)
     if not groups:
         return []
     lines = [f"{'op':<8} {'backend':<12} {'cases':>6} {'error/bound':>14} {'worst ε_TPU/ε_GPU':>22}  verdicts"]
@@ -144,6 +147,12 @@ def summary(judged: Iterable[Mapping[str, Any]], recording: str = "pytest --pari
     return lines + _to_record([entry for entry in all_entries if "record" in entry], recording)
 
 
+def in_several(named: Iterable[tuple[str, str]]) -> set[str]:
+    """The ops, of pairs of an op and its project, that more than one project has."""
+    counts = Counter(op for op, _ in set(named))
+    return {op for op, count in counts.items() if count > 1}
+
+
 def _interval(compared: Mapping[str, Any]) -> str:
     # Of a GPU that makes no error any other is an astronomical multiple.
     ratio, low, high = (f"{x:.2f}" if x < 1000 else f"{x:.3g}" for x in (compared[n] for n in ("ratio", "low", "high")))
@@ -156,15 +165,16 @@ def _to_record(entries: Sequence[Mapping[str, Any]], recording: str) -> list[str
     if not counts.keys() - {"VALID"}:
         return []
     lines = ["records: " + "  ".join(f"{count} {status}" for status, count in sorted(counts.items()))]
-    groups: dict[tuple[str, str, str], dict[str, set[str]]] = {}
+    groups: dict[tuple[str, str, str, str], dict[str, set[str]]] = {}
     for entry in entries:
         if entry["record"] != "VALID":
-            key = entry["record"], entry["record_of"], entry.get("where", "")
+            key = entry["record"], entry["record_of"], entry.get("where", ""), entry.get("project", "")
             groups.setdefault(key, {}).setdefault(entry["op"], set()).add(entry["case"])
-    for (status, backend, where), cases in sorted(groups.items()):
+    for (status, backend, where, project), cases in sorted(groups.items()):
         counted = ", ".join(f"{len(of_op)} of {op}" for op, of_op in sorted(cases.items()))
         what = ", ".join(filter(None, [f"{counted} on {backend}", where]))
-        lines.append(f"  {status}  {what}: {record_command(recording, backend, cases)}")
+        of_project = f"{recording} {command(project)}" if project else recording
+        lines.append(f"  {status}  {what}: {record_command(of_project, backend, cases)}")
     return lines
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from parity import projects
 from parity.backends import has_cuda, has_tpu
 from parity.op import Backend, Case, Op
 from parity.words import command
@@ -49,6 +50,31 @@ def message(outcome: str, reason: str, nodeid: str, log: str = "") -> str:
     return "\n".join(filter(None, [f"{outcome}  G1: {reason}   {nodeid}", log, f"rerun: {rerun(nodeid)}"]))
 
 
+HOME = pytest.StashKey[Path]()
+"""The project of tests that are in none: the only one of the run, else pytest's root folder."""
+PROJECTS = pytest.StashKey[set[Path]]()
+"""The projects of this run: those that its paths are of, and those of the tests that ran."""
+
+
+def project(config: pytest.Config, path: Path) -> Path:
+    """The project that a test file is in: its own, else the one of this run."""
+    return projects.of(path) or config.stash[HOME]
+
+
+def project_of(config: pytest.Config, nodeid: str) -> Path:
+    """The project of a test that has run, in whatever process."""
+    found = project(config, config.rootpath / nodeid.partition("::")[0])
+    config.stash[PROJECTS].add(found)
+    return found
+
+
+def ledgers(config: pytest.Config) -> list[Path]:
+    """The folders of this run's records: the one that the command line names, or that of each project."""
+    named = config.getoption("--parity-records")
+    found = config.stash[PROJECTS] or {config.stash[HOME]}
+    return [named] if named else [each / "records" for each in sorted(found)]
+
+
 def located(config: pytest.Config, given: Iterable[str]) -> list[Path]:
     """The files and folders that command-line arguments name, without node ids; where there are none, the start."""
     start = config.invocation_params.dir
@@ -60,11 +86,15 @@ def paths(config: pytest.Config) -> list[Path]:
     return located(config, config.args)
 
 
+def spelled(config: pytest.Config, path: Path) -> str:
+    """A path as the folder has it that pytest was started in."""
+    return Path(os.path.relpath(path, config.invocation_params.dir)).as_posix()
+
+
 def from_start(config: pytest.Config, nodeid: str) -> str:
     """A node id as the folder that pytest was started in has it: pytest counts from its root folder."""
     path, *names = nodeid.split("::")
-    relative = os.path.relpath(config.rootpath / path, config.invocation_params.dir)
-    return "::".join([Path(relative).as_posix(), *names])
+    return "::".join([spelled(config, config.rootpath / path), *names])
 
 
 def rerun(nodeid: str, *options: str) -> str:

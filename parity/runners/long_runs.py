@@ -29,7 +29,7 @@ from parity.ledger.read import parse
 from parity.ledger.schema import TIME
 from parity.ledger.sources import identity, identity_of
 from parity.op import BACKENDS, Backend, Op
-from parity.runners.items import chosen
+from parity.runners.items import chosen, ledgers
 from parity.words import said
 
 EVERY = 60.0
@@ -108,14 +108,14 @@ def _committed_seconds(config: pytest.Config) -> dict[tuple[str, str], float]:
     there is no sound ledger in git.
     """
     root = config.rootpath
-    records = (config.getoption("--parity-records") or root / "records").resolve()
     found: dict[tuple[str, str], float] = {}
-    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-        committed = git.ledgers_in(root, "HEAD", records.relative_to(root).as_posix())
-        for path, blob in sorted(committed.items()):
-            if any(backend in path.parts for backend in BACKENDS):
-                for record in parse(git.content(root, blob), str(path)).values():
-                    found[record.provenance.backend, record.case] = record.seconds
+    for records in ledgers(config):
+        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+            committed = git.ledgers_in(root, "HEAD", records.resolve().relative_to(root).as_posix())
+            for path, blob in sorted(committed.items()):
+                if any(backend in path.parts for backend in BACKENDS):
+                    for record in parse(git.content(root, blob), str(path)).values():
+                        found[record.provenance.backend, record.case] = record.seconds
     return found
 
 
@@ -349,9 +349,9 @@ class _Watcher:
     def _note_shard(self) -> None:
         shard = self._config.stash.get(_SHARD, None)
         if shard and self._config.getoption("--parity-record"):
-            root = self._config.getoption("--parity-records") or self._config.rootpath / "records"
-            with contextlib.suppress(OSError):  # which the recorder has met as well, and says so
-                shards.note(root, shard)
+            for root in ledgers(self._config):
+                with contextlib.suppress(OSError):  # which the recorder has met as well, and says so
+                    shards.note(root, shard)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Which dealing a shard is of."""

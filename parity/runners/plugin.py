@@ -34,8 +34,7 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 FRAMEWORK = {"tpu": "jax", "gpu": "triton"}
 _OPS = pytest.StashKey[dict[Path, tuple[Op, ...]]]()
 _BOOKS = pytest.StashKey[dict[Path, Book]]()
-_HOME = pytest.StashKey[Path]()
-_RECORDER = pytest.StashKey[Recorder | None]()
+_RECORDERS = pytest.StashKey[dict[Path, Recorder]]()
 _ENTRY = "parity-report"
 _REGISTERED: list[pytest.Parser] = []
 """Whose options this plugin has added to: none where pytest runs without it."""
@@ -133,11 +132,14 @@ class Run:
 
     @property
     def _book(self) -> Book:
-        return _book(self._request.config, _project(self._request.config, self._request.node.path))
+        return _book(self._request.config, items.project(self._request.config, self._request.node.path))
 
     @property
     def _recorder(self) -> Recorder | None:
-        return self._request.config.stash[_RECORDER]
+        config, root = self._request.config, self._book.root
+        if not config.getoption("--parity-record"):
+            return None
+        return config.stash[_RECORDERS].setdefault(root, Recorder(root))
 
     @property
     def _reports(self) -> bool:
@@ -183,9 +185,9 @@ class Run:
 
     def _record(self, trial: Trial, judged: Judgement) -> None:
         """Write a judgement where records are wanted; nothing of a kernel that came to no result."""
-        if self._recorder and not judged.ended:
+        if (recorder := self._recorder) and not judged.ended:
             try:
-                self._recorder.write(self._book.record(trial, judged))
+                recorder.write(self._book.record(trial, judged))
             except OSError as error:
                 self._unrecorded = said(error)
 
@@ -254,12 +256,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "tpu: runs Pallas kernels")
     config.addinivalue_line("markers", "gpu: runs Triton kernels")
     _share_goldens(config)
-    found = sorted(projects.near(items.paths(config)))
-    if len(found) > 1 and config.getoption("--parity-record"):
-        raise pytest.UsageError(f"--parity-record takes one project at a time, got {', '.join(map(str, found))}")
-    config.stash[_HOME] = home = found[0] if len(found) == 1 else config.rootpath
-    config.stash[_OPS], config.stash[_BOOKS] = {}, {}
-    config.stash[_RECORDER] = Recorder(_book(config, home).root) if config.getoption("--parity-record") else None
+    found = config.stash[items.PROJECTS] = projects.near(items.paths(config))
+    if len(found) > 1 and config.getoption("--parity-record") and config.getoption("--parity-records"):
+        several = ", ".join(map(str, sorted(found)))
+        raise pytest.UsageError(f"--parity-records takes one project at a time with --parity-record, got {several}")
+    config.stash[items.HOME] = next(iter(found)) if len(found) == 1 else config.rootpath
+    config.stash[_OPS], config.stash[_BOOKS], config.stash[_RECORDERS] = {}, {}, {}
     config.pluginmanager.register(_Reporter(config), "parity-reporter")
 
 
@@ -276,11 +278,6 @@ def _share_goldens(config: pytest.Config) -> None:
         goldens.of_environment()
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
-
-
-def _project(config: pytest.Config, path: Path) -> Path:
-    """The project that a test file is in: its own, else the one of this run."""
-    return projects.of(path) or config.stash[_HOME]
 
 
 def _book(config: pytest.Config, project: Path) -> Book:
@@ -342,7 +339,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     (ops,) = marker.args
     backend, data, where, compared = (marker.kwargs[name] for name in ("backend", "data", "where", "compared"))
-    known = _matrix(metafunc.config, _project(metafunc.config, metafunc.definition.path))
+    known = _matrix(metafunc.config, items.project(metafunc.config, metafunc.definition.path))
     if strangers := [op.name for op in ops if op not in known]:
         raise pytest.UsageError(f"{metafunc.definition.nodeid}: {', '.join(strangers)} is not in the matrix's OPS")
     chosen: dict[str, Any] = {}
@@ -453,36 +450,31 @@ class _Reporter:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._judged: list[dict[str, Any]] = []
-        self._merged: Merged | None = None
+        self._judged: dict[Path, list[dict[str, Any]]] = {}
+        self._merged: dict[Path, Merged] = {}
         self._lost: list[str] = []
-        self._entries: list[entries.Entry] = []
+        self._entries: dict[Path, list[entries.Entry]] = {}
         self._written = ""
         self._problems: list[str] = []  # what did not come to be where it was to be written
 
-    @property
-    def _book(self) -> Book:
-        return _book(self._config, self._config.stash[_HOME])
-
     def pytest_sessionstart(self) -> None:
         """Read the ledgers that are to be written before hours are spent on what goes into them."""
-        if self._config.stash[_RECORDER] and not hasattr(self._config, "workerinput"):
-            root = self._book.root
-            try:
-                check(root)
-            except (OSError, ValueError) as error:
-                raise pytest.UsageError(f"--parity-record cannot write {root}: {said(error)}") from None
+        if self._config.getoption("--parity-record") and not hasattr(self._config, "workerinput"):
+            for root in items.ledgers(self._config):
+                try:
+                    check(root)
+                except (OSError, ValueError) as error:
+                    raise pytest.UsageError(f"--parity-record cannot write {root}: {said(error)}") from None
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        recorder, root = self._config.stash[_RECORDER], self._book.root
-        if recorder:
+        for recorder in self._config.stash[_RECORDERS].values():
             recorder.close()
         if hasattr(self._config, "workerinput"):
             return
-        if recorder:
+        for root in items.ledgers(self._config) if self._config.getoption("--parity-record") else ():
             try:
-                self._merged = merge(root)
+                self._merged[root] = merge(root)
             except (OSError, ValueError) as error:
                 kept = f"what was recorded is in {root / '.parts'}, for {command('parity', 'merge', root)}"
                 self._problems.append(f"records: not written: {said(error)}; {kept}")
@@ -498,16 +490,19 @@ class _Reporter:
         from parity.report import page
 
         notices = [f"A worker died of {nodeid}." for nodeid in self._lost]
-        judged = self._entries
+        judged: list[entries.Entry] = []
         if interrupted:
             notices.append("The run was interrupted: what it had not come to is not here, and no error is explained.")
-        elif judged:
-            # Not what was collected: with pytest-xdist that is in the workers.
-            for project in projects.near(items.paths(self._config)) or {self._config.stash[_HOME]}:
+        twice = text.in_several((entry.op, str(project)) for project, of in self._entries.items() for entry in of)
+        for project, of_project in self._entries.items():
+            found = of_project
+            if not interrupted:
                 projects.enter(project)
-                judged = list(entries.attribute(_matrix(self._config, project), judged))
+                found = list(entries.attribute(_matrix(self._config, project), found))
+            where = f" ({items.spelled(self._config, project)})"
+            judged += [replace(entry, op=entry.op + where) if entry.op in twice else entry for entry in found]
         words = command("pytest", *self._config.invocation_params.args)
-        about = page.Run(words, _devices(), self._book.utc or "", tuple(notices))
+        about = page.Run(words, _devices(), _book(self._config, self._config.rootpath).utc or "", tuple(notices))
         return str(page.write(self._config.getoption("--parity-report"), judged, about, self._config.rootpath))
 
     @pytest.hookimpl(wrapper=True)
@@ -533,22 +528,31 @@ class _Reporter:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        told, noted = _told(report, "parity"), _told(report, _ENTRY)
+        if not (told or noted or str(report.when) == "???"):
+            return
+        project = items.project_of(self._config, report.nodeid)
+        found_entries = self._entries.setdefault(project, [])
         if str(report.when) == "???":  # pytest-xdist's word for what a worker was at when it died
             self._lost.append(report.nodeid)
-            self._entries += [
+            found_entries += [
                 entries.without_judgement(
                     found["op"], found["case"], found["backend"], found["outcome"], found["reason"],
                     rerun(items.from_start(self._config, report.nodeid)),
                 )
-                for found in _told(report, "parity")
+                for found in told
             ]  # fmt: skip
         if report.when in ("call", "???"):
-            self._judged += _told(report, "parity")
+            self._judged.setdefault(project, []).extend(told)
         if report.when == "call" or (report.when == "setup" and not report.passed):
-            self._entries += map(entries.Entry.from_plain, _told(report, _ENTRY))
+            found_entries += map(entries.Entry.from_plain, noted)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        lines = text.summary(self._judged, _recording(self._config))
+        judged = [entry for of_project in self._judged.values() for entry in of_project]
+        if len(self._judged) > 1:
+            named = {project: items.spelled(self._config, project) for project in self._judged}
+            judged = [entry | {"project": named[of]} for of, found in self._judged.items() for entry in found]
+        lines = text.summary(judged, _recording(self._config))
         if lines:
             terminalreporter.section("parity")
             for line in lines:
@@ -557,12 +561,12 @@ class _Reporter:
             terminalreporter.write_line(f"report: {self._written}")
         for problem in self._problems:
             terminalreporter.write_line(problem, red=True)
-        if self._merged:
-            older = f", {self._merged.older} are older than what is there" if self._merged.older else ""
-            root = self._book.root
-            terminalreporter.write_line(f"records: {self._merged.written} written to {root}{older}")
-            for line in self._merged.lost_lines:
+        for root, merged in self._merged.items():
+            older = f", {merged.older} are older than what is there" if merged.older else ""
+            terminalreporter.write_line(f"records: {merged.written} written to {root}{older}")
+            for line in merged.lost_lines:
                 terminalreporter.write_line(f"records: lost {line}", red=True)
+        if self._merged:
             for nodeid in self._lost:
                 again = rerun(items.from_start(self._config, nodeid), "--parity-record")
                 terminalreporter.write_line(

@@ -13,21 +13,24 @@ from tests.support.projects import Project
 
 @pytest.fixture
 def monorepo(tmp_path):
-    """Two projects beside each other: their modules have the same names, their ops do not, b's kernel is wrong."""
+    """Two projects beside each other: their modules and their ops have the same names, b's kernel is wrong."""
     for name, kernel in (("a", "good"), ("b", "bad")):
         (tmp_path / name).mkdir()
-        project = Project(tmp_path / name, kernel)
-        for file in ("matrix.py", "test_double.py"):
-            text = (tmp_path / name / file).read_text()
-            project.write(file, text.replace("double", f"{name}_double").replace("DOUBLE", f"{name.upper()}_DOUBLE"))
+        Project(tmp_path / name, kernel)
     return tmp_path
 
 
-def test_each_test_file_uses_its_own_projects_matrix_and_kernels(monorepo):
-    done = run_pytest(monorepo, "-q", "-k", "agrees and M8_N40 and f32")
+@pytest.mark.parametrize("workers", ["-n0", pytest.param("-n2", marks=pytest.mark.full)])
+def test_each_project_has_its_own_kernels_summary_records_and_report(monorepo, workers):
+    given = ("-q", workers, "--parity-record", "--parity-report=report.html", "-k", "agrees and M8_N40 and f32")
+    done = run_pytest(monorepo, *given)
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
-    assert re.search(r"a_double +tpu emulated +1 .* 1 AGREES", done.stdout), done.stdout
-    assert re.search(r"b_double +tpu emulated +1 .* 1 LOGIC FAULT", done.stdout), done.stdout
+    for project, outcome in (("a", "AGREES"), ("b", "LOGIC FAULT")):
+        assert re.search(rf"double \({project}\) +tpu emulated +1 .* 1 {outcome}", done.stdout), done.stdout
+        assert f"records: 1 written to {monorepo / project / 'records'}" in done.stdout, done.stdout
+        (ledger,) = (monorepo / project / "records").glob("*/*/*.jsonl")
+        assert f'"verdict":"{outcome}"' in ledger.read_text()
+        assert f"double ({project})" in (monorepo / "report.html").read_text()
     rerun = re.search(r"rerun: pytest -n0 '(b/test_double.py::.+)'", done.stdout)
     assert rerun, done.stdout
     assert "1 failed" in run_pytest(monorepo, "-q", "-n0", rerun[1]).stdout
@@ -37,25 +40,25 @@ def test_a_rerun_command_is_for_the_folder_that_pytest_was_started_in(monorepo):
     (monorepo / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     (monorepo / "b" / "pyproject.toml").write_text('[tool.parity]\nmatrix = "matrix"\n')
     done = run_pytest(monorepo / "b", "-q", "-k", "agrees and M8_N40 and f32", "-c", "../pyproject.toml")
-    assert "rerun: pytest -n0 'test_double.py::test_agrees[b_double-M8_N40-f32-s0]'" in done.stdout, done.stdout
+    assert "rerun: pytest -n0 'test_double.py::test_agrees[double-M8_N40-f32-s0]'" in done.stdout, done.stdout
 
 
-def test_records_are_made_of_one_project_at_a_time(monorepo):
-    done = run_pytest(monorepo, "-q", "--parity-record")
-    assert "--parity-record takes one project at a time, got" in done.stderr
+def test_a_folder_of_records_is_of_one_project(monorepo):
+    done = run_pytest(monorepo, "-q", "--parity-record", "--parity-records=both")
+    assert "--parity-records takes one project at a time with --parity-record, got" in done.stderr
 
 
 def test_a_mistyped_id_names_the_nearest(monorepo):
-    done = run_pytest(monorepo, "a/test_double.py::test_agrees[a_double-M8_N40-f23-s0]")
+    done = run_pytest(monorepo, "a/test_double.py::test_agrees[double-M8_N40-f23-s0]")
     assert done.returncode == 4
-    assert "a_double-M8_N40-f23-s0 (nearest: a_double-M8_N40-f32-s0)" in done.stderr
+    assert "double-M8_N40-f23-s0 (nearest: double-M8_N40-f32-s0)" in done.stderr
 
 
 def test_the_command_finds_the_project_from_a_folder_below(monorepo):
     (monorepo / "a" / "deep").mkdir()
-    assert "a_double" in run_module("parity", monorepo / "a" / "deep", "list").stdout
-    wrong = run_module("parity", monorepo / "a" / "deep", "explain", "a_double-M8_N40-f23-s0")
-    assert "(nearest: a_double-M8_N40-f32-s0)" in wrong.stderr
+    assert "double" in run_module("parity", monorepo / "a" / "deep", "list").stdout
+    wrong = run_module("parity", monorepo / "a" / "deep", "explain", "double-M8_N40-f23-s0")
+    assert "(nearest: double-M8_N40-f32-s0)" in wrong.stderr
 
 
 def test_a_run_without_the_plugin_says_so(monorepo):
