@@ -88,6 +88,16 @@ class Given:
 
     array: np.ndarray
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the array."""
+        return self.array.shape
+
+    @property
+    def dtype(self) -> str:
+        """The name of the array's."""
+        return self.array.dtype.name
+
 
 Spec = Array | Scales | Groups | Offsets | Gates | Given | None
 """What an argument is drawn by; None where a case leaves an optional one out."""

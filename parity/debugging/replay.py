@@ -28,7 +28,7 @@ from parity.debugging.capture import LABEL, MANIFEST, STORED, TENSORS, VERSION, 
 from parity.dtypes import numpy_dtype
 from parity.judging.judge import Judgement, judge
 from parity.ledger.read import strict_json
-from parity.op import Backend, Case, Given, Groups, Offsets, Op
+from parity.op import Backend, Case, Groups, Offsets, Op
 from parity.trial import Trial
 from parity.words import shown
 
@@ -300,7 +300,7 @@ def _tuples(value: Any) -> Any:
 def _form(spec: Any) -> str:
     if isinstance(spec, Groups | Offsets):
         return f"int32{list(_shape(spec))}"
-    return f"{spec.array.dtype if isinstance(spec, Given) else spec.dtype}{list(_shape(spec))}"
+    return f"{spec.dtype}{list(_shape(spec))}"
 
 
 def _shape(spec: Any) -> tuple[int, ...]:
@@ -308,7 +308,7 @@ def _shape(spec: Any) -> tuple[int, ...]:
         return (spec.count,)
     if isinstance(spec, Offsets):
         return (spec.count + 1,)
-    return tuple(spec.array.shape if isinstance(spec, Given) else spec.shape)
+    return tuple(spec.shape)
 
 
 def _templates(op: Op) -> Iterator[Case]:

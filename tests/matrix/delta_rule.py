@@ -8,13 +8,12 @@ import numpy as np
 from cpu_golden import causal_conv1d, gated_delta_rule, gates, kda
 from cpu_golden.stages import single_pass
 from parity import Array, Case, Contract, Gates, Given, Offsets, Op
-from parity.dtypes import round_to
 from parity.inputs import DISTRIBUTIONS, OFFSETS, stream
 from parity.judging.passes import mxu_x6
 from parity.op import Backend, Inputs
 from tests.matrix.gla import PIECE, by_state, by_step, is_packed, is_power_of_four, is_recurrent
 from tests.matrix.gmm import BF16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED
-from tests.matrix.memories import BETAS, RECALLED, RHOS, betas, keys, recalled
+from tests.matrix.memories import BETAS, RECALLED, RHOS, Drawn, betas, keys, recalled
 from tests.matrix.models import KIMI_K3, KIMI_LINEAR, QWEN3_5, QWEN3_NEXT
 from tests.matrix.ops import in_turn, is_backward, op
 
@@ -23,6 +22,11 @@ from tests.matrix.ops import in_turn, is_backward, op
 
 def is_per_channel(c: Case) -> bool:
     return "kda" in c.op
+
+
+def is_normed(c: Case) -> bool:
+    """Whether the kernel normalises q and k: not of integer data, since a root is not exact."""
+    return c.l2norm and c.data != "integers"
 
 
 def gate_dtype(c: Case) -> str:
@@ -47,7 +51,7 @@ def inputs(c: Case) -> Mapping[str, Array | Offsets | Gates | Given | None]:
         "cu_seqlens": lengths,
     }
     if c.recall is not None and c.data != "integers":
-        known = Given(round_to(DISTRIBUTIONS[c.data](state, stream(c, "initial_state"), c.out), F32))
+        known = Drawn(state.shape, F32, lambda: DISTRIBUTIONS[c.data](state, stream(c, "initial_state"), c.out))
         offsets = None
         if lengths is not None:
             sizes = OFFSETS[c.lengths](c.N, c.T, stream(c, "cu_seqlens"))
@@ -60,7 +64,7 @@ def inputs(c: Case) -> Mapping[str, Array | Offsets | Gates | Given | None]:
 
 def arguments(c: Case) -> Mapping[str, Any]:
     exact = c.data == "integers" and c.scale is None and not is_power_of_four(c.K)
-    chosen: dict[str, Any] = {"scale": 0.25 if exact else c.scale, "use_qk_l2norm_in_kernel": c.l2norm}
+    chosen: dict[str, Any] = {"scale": 0.25 if exact else c.scale, "use_qk_l2norm_in_kernel": is_normed(c)}
     if not is_backward(c):
         chosen["output_final_state"] = c.ht
     return chosen if is_recurrent(c) else chosen | {"chunk_size": c.chunk}
@@ -104,9 +108,11 @@ def chunk_sites(c: Case, backend: Backend) -> Mapping[str, str]:
     """Products of a GPU's dots and FMAs are exact; what leaves the MXU is rounded before it is added. Sums of gates are
     in two float32. A GPU's exp of float32 is off by two ulps (ex2.approx in the PTX ISA), and of scalar gates it is
     taken in float64 where dots are not split; there the TPU takes what decays a state from both float32."""
-    names = ["decay", "kept", "lost", "change", "decayed", "read", "sum", "acc",
-             "raw", "A", "solve_sum", "solve_acc", "T", "recalled", "error", "update", "v_new", "h", "P"]  # fmt: skip
-    names += ["product", "pairs"] if is_per_channel(c) else []
+    names = ["decay", "kept", "lost", "change", "decayed", "sum", "acc",
+             "raw", "A", "solve_sum", "T", "error", "update", "v_new", "h", "P"]  # fmt: skip
+    names += ["product", "pairs"] if is_per_channel(c) else ["recalled"]
+    names += ["read"] if is_backward(c) or not is_per_channel(c) else []
+    names += ["solve_acc"] if backend == "tpu" or not is_per_channel(c) else []  # of blocks beyond the first 16 rows
     names += ["partial", "solve_partial", "solve_product"] if backend == "tpu" else []
     of_one = c.dtype == BF16 or is_per_channel(c)
     names += ["kept_exponent"] if backend == "tpu" and of_one else []
@@ -129,7 +135,7 @@ def recurrent_sites(c: Case, backend: Backend) -> Mapping[str, str]:
 
 
 def norm_sites(c: Case) -> list[str]:
-    if not c.l2norm:
+    if not is_normed(c):
         return []
     return ["square", "norm", "rstd", "normed", *(["projected"] if is_backward(c) else [])]
 
@@ -145,13 +151,13 @@ def axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
 
 def is_usual(c: Case) -> bool:
     """Whether integer data make a twin of it that no other case has: they turn every kind of keys into one-hot ones,
-    every decay into 0 or 1 and every beta into 0, 1 or 2; a root is not exact."""
+    every decay into 0 or 1 and every beta into 0, 1 or 2, and normalise nothing."""
     return (c.decay, c.rho, c.beta, c.recall, c.l2norm) == ("sigmoid", 0.0, "gated", None, False)
 
 
 def representative(c: Case) -> bool:
-    """One case of each kind of kernel, forward of one and backward of the other."""
-    compared = ("chunk_gated_delta_rule_fwd", "chunk_kda_bwd", "fused_recurrent_gated_delta_rule_bwd")
+    """One case of each form, forward of one and backward of the other: the sums backward in chunks take longest."""
+    compared = ("chunk_gated_delta_rule_fwd", "fused_recurrent_gated_delta_rule_bwd")
     return c.tier == "smoke" and c.dtype == F32 and c.op in compared
 
 
@@ -234,18 +240,27 @@ def ladder(op: Op, shape: Mapping[str, int]) -> tuple[Case, ...]:
 def with_chunk_cases(op: Op) -> Op:
     """With the matrix of a chunked rule, forward or backward."""
     hard = dict(rho=["equal"], decay=["zero"], beta=["near1"])
-    small, chunk = (SMALL_CHANNELS, [32]) if "kda" in op.name else (SMALL, [64])
+    is_kda, is_bwd = "kda" in op.name, is_backward_op(op)
+    small, chunk = (SMALL_CHANNELS, [32]) if is_kda else (SMALL, [64])
+    of_one = "full" if is_kda else "default"  # the rules share what these are for
     parts = [
         op.grid([small], dtype=[F32, BF16], chunk=[32], tier="smoke", **NORMED, **STATES),
-        op.grid([small], dtype=[F32], chunk=chunk, **hard, **STATES),
-        op.grid([PACKED], dtype=[F32], chunk=[32], lengths=["zeros_and_ones"], **STATES),
         in_turn(
-            is_backward_op(op),
+            is_bwd != is_kda,
+            op.grid([small], dtype=[F32], chunk=chunk, **hard, **STATES),
+            op.grid([PACKED], dtype=[F32], chunk=[32], lengths=["zeros_and_ones"], **STATES),
+        ),
+        in_turn(
+            is_bwd,
             op.grid([small], dtype=[F32], rho=[2.0], beta=["up_to_2"], decay=["mixed"], chunk=chunk, **STATES),
-            op.grid([small], dtype=[BF16], chunk=chunk, **hard, **STATES),
-            op.grid([small], dtype=[F32], rho=[1.0], decay=["zero"], beta=["near1"], recall=[0.01], chunk=chunk),
             op.grid([small], dtype=[F32], decay=["bound"], chunk=chunk, **STATES),
-            op.grid(EMPTY[1:2], dtype=[F32], **STATES),
+        ),
+        in_turn(
+            is_bwd,
+            op.grid([small], dtype=[F32], rho=[1.0], decay=["zero"], beta=["near1"], recall=[0.01], chunk=chunk,
+                    tier=of_one),
+            op.grid([small], dtype=[BF16], chunk=chunk, **hard, **STATES, tier=of_one),
+            op.grid(EMPTY[1:2], dtype=[F32], **STATES, tier=of_one),
         ),
         # What full adds: the ladder of keys, everything against everything, long sequences, wide heads.
         ladder(op, SMALL),
@@ -410,4 +425,4 @@ CAUSAL_CONV1D = tuple(
 
 DELTA_RULES = (*CHUNK_GATED_DELTA_RULE, *CHUNK_KDA, *FUSED_RECURRENT_GATED_DELTA_RULE, *FUSED_RECURRENT_KDA)
 DELTA_RULE_FAMILY = (*DELTA_RULES, *GATES, *CAUSAL_CONV1D)
-"""GATES alone are in OPS: chunked rules have no records there, others no kernels (tests/meta/test_imports.AHEAD)."""
+"""In OPS but for the recurrent rules and the convolution, which lack kernels (tests/meta/test_imports.AHEAD)."""
