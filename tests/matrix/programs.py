@@ -152,6 +152,7 @@ def delta_rule(
 
 
 STEPS = 64
+DELTA_RULES = ("chunk_gated_delta_rule", "chunk_kda")
 LINEAR_ATTENTION_CHIPS = tuple(chip for chip in CHIPS if chip != "v4")  # v4 has a quarter of the VMEM they may count on
 BEYOND_V4 = {"v4": "Ran out of memory in memory space vmem"}
 SHORT = {"bfloat16": "bf16", "float32": "f32"}
@@ -188,6 +189,8 @@ def programs() -> Iterator[Program]:
         yield attention(simple, "g", "bfloat16", refused=beyond_v4, chunk_size=64)
         yield attention(f"fused_recurrent_simple_gla_{direction}", "gamma", "bfloat16")
         yield attention(f"fused_recurrent_gla_{direction}", "gk", "bfloat16")
+        for op in DELTA_RULES:
+            yield delta_rule(f"{op}_{direction}", "bfloat16", chunk_size=64)
 
 
 def planned() -> Iterator[Program]:
@@ -209,6 +212,14 @@ def planned() -> Iterator[Program]:
         yield linear_attention(f"chunk_simple_gla_{direction}", "both", "float32", chunk_size=64, precision="bf16x3")
         yield linear_attention(f"chunk_gla_{direction}", "gk", "bfloat16", chunk_size=64, key_size=256, value_size=512)
         yield linear_attention(f"fused_recurrent_gla_{direction}", "gk", "float32", key_size=100, value_size=2048)
+        for op in DELTA_RULES:
+            rule = partial(delta_rule, f"{op}_{direction}")
+            yield rule("bfloat16", heads=64, steps=8192, batch=1, chunk_size=64)
+            yield rule("bfloat16", batch=1, steps=65_536, chunk_size=128)
+            yield rule("bfloat16", key_size=256, value_size=256, chunk_size=64)
+            yield rule("float32", chunk_size=64)
+            yield rule("float32", batch=1, heads=32, sequences=5, states=True, chunk_size=64)
+            yield rule("bfloat16", heads=15, key_heads=15, key_size=100, value_size=48, chunk_size=48)
 
 
 PROGRAMS = tuple(programs())
