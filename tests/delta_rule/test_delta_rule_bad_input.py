@@ -5,12 +5,9 @@ import numpy as np
 import pytest
 
 from op_arguments.delta_rule import DeltaTensors, check_delta_forward
-from tests.support.bad_input import PACKAGES as KERNELS
-from tests.support.bad_input import call, check_refused, f16, f32, i32
+from tests.support.bad_input import PACKAGES, call, check_refused, f16, f32, i32
 from tests.support.functions import public
 
-PACKAGES = ("cpu_golden",)
-"""Those that have all of the family; the kernel packages follow with their kernels, and have the GATES already."""
 RULES = [f"{form}_{rule}" for rule in ("gated_delta_rule", "kda") for form in ("chunk", "fused_recurrent")]
 
 
@@ -49,6 +46,10 @@ GOOD = {f"{rule}_{way}": good(f"{rule}_{way}") for rule in RULES for way in ("fw
 }  # fmt: skip
 """Good arguments of every function."""
 GATES = {name: given for name, given in GOOD.items() if "_gate" in name and "delta" not in name}
+WITHOUT = {"tpu_kernels": ("fused_recurrent", "causal_conv1d"), "gpu_reference": ("causal_conv1d",)}
+"""What begins so, a package does not have yet."""
+HAVING = [(package, name) for package in PACKAGES for name in GOOD if not name.startswith(WITHOUT.get(package, ("-",)))]
+"""Every function, in each package that has it."""
 
 ANY = [
     (dict(q=[1.0]), TypeError, "q must be an array [B, T, H, K], got list"),
@@ -131,22 +132,22 @@ FUNCTIONS = [
     ("causal_conv1d_bwd", dict(dht=f32(2, 3, 4)), ValueError,
      "dht must have shape [N, D, W - 1] = [2, 3, 3], got [2, 3, 4]"),
 ]  # fmt: skip
-RULE = pytest.mark.parametrize("function", [name for name in GOOD if name.startswith(tuple(RULES))])
-PACKAGE = pytest.mark.parametrize("package", PACKAGES)
-IN_PACKAGE = pytest.mark.parametrize(
+
+
+def is_rule(function):
+    return function.startswith(tuple(RULES))
+
+
+@pytest.mark.parametrize(
     ("package", "function"),
-    [*((package, name) for package in PACKAGES for name in GOOD),
-     *((package, name) for package in KERNELS if package not in PACKAGES for name in GATES)],
+    [pytest.param(*names, marks=[pytest.mark.full] * (names[0] != "cpu_golden" and is_rule(names[1])))
+     for names in HAVING],
 )  # fmt: skip
-
-
-@IN_PACKAGE
 def test_the_good_arguments_are_good(package, function):
     assert call(package, function, GOOD[function]) is not None
 
 
-@PACKAGE
-@RULE
+@pytest.mark.parametrize(("package", "function"), [names for names in HAVING if is_rule(names[1])])
 def test_bad_arguments_of_a_rule_are_refused_in_the_same_words(package, function):
     backward, rule = function.endswith("_bwd"), "kda" if "kda" in function else "gated_delta_rule"
     packed = PACKED_TENSORS | {"g": gate(function, 1)} | (PACKED_GRADS if backward else {})
@@ -162,19 +163,19 @@ def test_bad_arguments_of_a_rule_are_refused_in_the_same_words(package, function
 @pytest.mark.parametrize(
     ("package", "function", "change", "error", "message"),
     [(package, *bad) for bad in [(f"softplus_gate{way}", *bad) for way in ("", "_bwd") for bad in GATE] + FUNCTIONS
-     for package in (KERNELS if bad[0] in GATES else PACKAGES)],
+     for package in PACKAGES if (package, bad[0]) in HAVING],
 )  # fmt: skip
 def test_bad_arguments_are_refused_in_the_same_words(package, function, change, error, message):
     check_refused(package, function, GOOD[function] | change, error, message)
 
 
-@IN_PACKAGE
+@pytest.mark.parametrize(("package", "function"), HAVING)
 def test_a_misspelt_option_is_refused_by_its_name(package, function):
     with pytest.raises(TypeError, match=r"^\w+\(\) got an unexpected keyword argument 'initial_sate'"):
         call(package, function, GOOD[function] | {"initial_sate": None})
 
 
-@RULE
+@pytest.mark.parametrize("function", [*filter(is_rule, GOOD)])
 def test_float64_is_let_through_by_goldens_alone(function):
     wide = {name: x.astype(np.float64) for name, x in GOOD[function].items()}
     assert call("cpu_golden", function, wide) is not None

@@ -11,13 +11,13 @@ from parity.backends import load_kernel, runner
 from parity.inputs import draw
 from parity.op import BACKENDS, Case, Inputs, Op, outputs
 from tests.matrix import OPS
-from tests.support.functions import FRAMEWORKS
+from tests.support.functions import FRAMEWORKS, public
 from tests.support.tiny import tiny
 
-BY_NAME = {op.name: op for op in OPS}
+SCANS = tuple(op.name for op in OPS if op.name.startswith(("chunk", "fused_chunk", "fused_recurrent")))
 USUAL = {
     "tpu": ("gmm_quantized", "moe_layer", "chunk_simple_gla_fwd"),
-    "gpu": (*(name for name in BY_NAME if "gla" not in name), "chunk_simple_gla_fwd", "chunk_gla_fwd"),
+    "gpu": (*(op.name for op in OPS if op.name not in SCANS), "chunk_simple_gla_fwd", "chunk_gla_fwd", "chunk_kda_fwd"),
 }
 BFLOAT16 = ("bfloat16", "bfloat16")
 CALLS = [
@@ -30,7 +30,7 @@ CALLS = [
     )
     for backend in BACKENDS
     for op in OPS
-    for dtype in ([None, BFLOAT16] if "gla" in op.name else [None])
+    for dtype in ([None, BFLOAT16] if op.name in SCANS else [None])
 ]
 
 
@@ -43,7 +43,7 @@ def of_definition(op: Op, case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
     name = op.name.replace("fused_chunk", "chunk").replace("chunk", "fused_recurrent")
     arguments = {key: value for key, value in op.arguments(case).items() if key != "chunk_size"}
     with np.errstate(all="ignore"):
-        result = outputs(BY_NAME[name].golden(**inputs, **arguments))
+        result = outputs(public("cpu_golden")[name](**inputs, **arguments))
     return {output: is_nan(x) for output, x in result.items()}
 
 

@@ -96,6 +96,8 @@ def test_every_op_has_the_sites_of_its_contract(op, backend):
 RESULT = {
     **dict.fromkeys(("softplus_gate", "bounded_gate"), "g"),
     **dict.fromkeys(("softplus_gate_bwd", "bounded_gate_bwd"), "da"),
+    **dict.fromkeys(("chunk_gated_delta_rule_fwd", "chunk_kda_fwd"), "o"),
+    **dict.fromkeys(("chunk_gated_delta_rule_bwd", "chunk_kda_bwd"), "dq"),
 }
 """The site of an op's result where it is not `out`."""
 
