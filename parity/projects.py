@@ -62,7 +62,7 @@ def enter(root: Path, *folders: Path) -> None:
     sys.path[:] = [*map(str, reversed(found)), *(path for path in sys.path if path not in set(map(str, found)))]
     waiting = _entered.pop(root, {})
     names = {name.partition(".")[0] for name in waiting} | set(chain.from_iterable(map(_defined, found)))
-    for name, module in list(sys.modules.items()):
+    for name, module in list(sys.modules.items()) if _entered.keys() - {root} else ():
         if name.partition(".")[0] in names and (owner := _owner(module)) not in (None, root) and owner in _entered:
             _entered[owner][name] = sys.modules.pop(name)
     sys.modules.update(waiting)
