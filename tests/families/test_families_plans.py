@@ -41,7 +41,9 @@ def check(programs, chip, recorded, root):
     assert differences(old, new) == [], "if it is meant: parity plans --record"
 
 
-@pytest.mark.parametrize("chip", ["tpu7x", "v5e", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    "chip", ["tpu7x", "sm_90", *(pytest.param(chip, marks=pytest.mark.full) for chip in ("v5e", "sm_100"))]
+)
 def test_representative_programs_are_planned_as_recorded(chip, recorded, pytestconfig):
     check(REPRESENTATIVE, chip, recorded, pytestconfig.rootpath)
 

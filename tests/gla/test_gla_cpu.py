@@ -213,7 +213,7 @@ def test_gradients_are_those_of_autograd(gates, form):
         np.testing.assert_allclose(getattr(grads, grad), leaves[name].grad.numpy(), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("steepness", [0.2, 30.0])
+@pytest.mark.parametrize("steepness", [pytest.param(0.2, marks=pytest.mark.full), 30.0])
 @pytest.mark.parametrize("gates", GATES)
 def test_a_sample_against_fifty_digits(gates, steepness):
     """The sums over all pairs of steps that the recurrence amounts to, with decays in 50 digits."""

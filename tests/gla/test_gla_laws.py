@@ -74,31 +74,31 @@ def offsets(lengths: tuple[int, ...]) -> np.ndarray:
 
 
 def params() -> list[Any]:
-    """Every kernel once in float32 on one of its routes, in the default tier; all else in the full one.
+    """In the default tier both passes of each kind of kernel once, in float32, on one backend; the rest in full.
 
     Of the recurrent ones forward with a gate per channel and backward with one per step, which share their kernels.
     """
     both, gamma, plain = dict(gates=["both"]), dict(gates=["gamma"]), {}
     fused, unfused = dict(route=["fused"]), dict(route=["unfused"])
     table = [
-        (CHUNK_SIMPLE_GLA, dict(chunk=[16]), [both | fused], [both | unfused, gamma | fused, gamma | unfused]),
-        (FUSED_CHUNK_SIMPLE_GLA, dict(chunk=[16]), [], [both]),
-        (FUSED_RECURRENT_SIMPLE_GLA[1:], {}, [both], [gamma, both | dict(reverse=[True])]),
-        (FUSED_RECURRENT_SIMPLE_GLA[:1], {}, [], [both, gamma, both | dict(reverse=[True])]),
-        (CHUNK_GLA, dict(chunk=[32]), [unfused], [fused]),
-        (FUSED_RECURRENT_GLA[:1], {}, [plain], [dict(reverse=[True])]),
-        (FUSED_RECURRENT_GLA[1:], {}, [], [plain, dict(reverse=[True])]),
+        ("tpu", CHUNK_SIMPLE_GLA, dict(chunk=[16]), both | fused, [both | unfused, gamma | fused, gamma | unfused]),
+        ("", FUSED_CHUNK_SIMPLE_GLA, dict(chunk=[16]), both, []),
+        ("tpu", FUSED_RECURRENT_SIMPLE_GLA[1:], {}, both, [gamma, both | dict(reverse=[True])]),
+        ("", FUSED_RECURRENT_SIMPLE_GLA[:1], {}, both, [gamma, both | dict(reverse=[True])]),
+        ("gpu", CHUNK_GLA, dict(chunk=[32]), unfused, [fused]),
+        ("gpu", FUSED_RECURRENT_GLA[:1], {}, plain, [dict(reverse=[True])]),
+        ("", FUSED_RECURRENT_GLA[1:], {}, plain, [dict(reverse=[True])]),
     ]
     found = []
-    for passes, common, usual, more in table:
-        for options in [*usual, *more]:
+    for where, passes, common, usual, more in table:
+        for options in [usual, *more]:
             for dtype in (F32, BF16):
-                tier = "default" if dtype == F32 and options in usual else "full"
                 for op in passes:
                     shape = dict(B=1, T=TOTAL, **SIZES, N=len(PACKED)) | (dict(H=1) if op in CHUNK_GLA else {})
                     (case,) = op.grid([shape], dtype=[dtype], h0=[True], ht=[True], **common, **options)
                     for backend in FRAMEWORK:
-                        marks = [getattr(pytest.mark, name) for name in (backend, tier) if name != "default"]
+                        is_default = (backend, dtype, options) == (where, F32, usual)
+                        marks = [getattr(pytest.mark, backend)] + [pytest.mark.full] * (not is_default)
                         found.append(pytest.param((op, backend, case), id=f"{backend}-{case.id}", marks=marks))
     return found
 
@@ -253,7 +253,9 @@ def test_empty_sequences_keep_their_states(kernel, base):
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("shape", [dict(B=2, T=WHOLE, H=16), dict(B=1, T=TOTAL, H=32, N=len(PACKED))])
+@pytest.mark.parametrize(
+    "shape", [pytest.param(dict(B=2, T=WHOLE, H=16), marks=pytest.mark.full), dict(B=1, T=TOTAL, H=32, N=len(PACKED))]
+)
 def test_heads_in_groups_are_as_heads_at_once(shape):
     """With a decay per head 16 heads of a grid step go forward in groups, 8 at once."""
     pytest.importorskip("jax")
@@ -297,7 +299,7 @@ def packed_case(op: Op) -> Case:
     return op.grid([shape], dtype=[F32], h0=[True], ht=[True], **chunk)[0]
 
 
-@pytest.mark.parametrize("op", on_one("gpu", (*CHUNK_SIMPLE_GLA, FUSED_RECURRENT_SIMPLE_GLA[0], CHUNK_GLA[0])))
+@pytest.mark.parametrize("op", on_one("gpu", (*CHUNK_SIMPLE_GLA, FUSED_RECURRENT_SIMPLE_GLA[0])))
 def test_nothing_beyond_a_tensor_is_read(op):
     """A GPU's pointers: tensors in the middle of NaN."""
     pytest.importorskip("triton")
@@ -311,7 +313,7 @@ def test_nothing_beyond_a_tensor_is_read(op):
         assert np.array_equal(plain[name], between[name]), name
 
 
-@pytest.mark.parametrize("op", on_one("tpu", CHUNK_SIMPLE_GLA))
+@pytest.mark.parametrize("op", on_one("tpu", CHUNK_SIMPLE_GLA[:1]))
 def test_strict_memory_is_never_read_before_it_is_written(op):
     """The TPU's memories simulated: what was not written is NaN, reads out of bounds are errors, races are found."""
     pytest.importorskip("jax")
@@ -369,7 +371,7 @@ def backward_params() -> list[Any]:
     """On a TPU all share what makes them differentiable."""
     usual = {
         "tpu": (CHUNK_SIMPLE_GLA[1],),
-        "gpu": (CHUNK_SIMPLE_GLA[1], CHUNK_GLA[1], FUSED_RECURRENT_SIMPLE_GLA[1]),
+        "gpu": (CHUNK_GLA[1], FUSED_RECURRENT_SIMPLE_GLA[1]),
     }
     return [
         pytest.param(op, backend, id=f"{backend}-{op.name}", marks=[getattr(pytest.mark, mark) for mark in marks])

@@ -83,7 +83,7 @@ POINTS = [
     [
         pytest.param(point, shape, id=f"{point.id}-T{shape['T']}", marks=[pytest.mark.full] * (not usual))
         for point, shape in POINTS
-        for usual in [shape is SMALL and point.dtype == F32 and point.decay == "sigmoid" and point.gates != "g"]
+        for usual in [shape is SMALL and point.dtype == F32 and point.decay == "sigmoid" and point.gates == "gamma"]
     ],
 )
 def test_relative_rms_error_is_within_its_limit(point, shape, backend):

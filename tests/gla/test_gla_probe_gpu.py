@@ -20,7 +20,7 @@ H, T = 2, 20
 BLOCKS = (16, 4)  # rows: of chunks of 16
 PAIRS, TRIANGLES = sum(n * n for n in BLOCKS), sum(n * (n + 1) for n in BLOCKS)  # those with themselves in both
 # K and V: a tile exactly, part of one, and two tiles of K, one of them in part
-SIZES = [(16, 16), pytest.param(20, 20, marks=pytest.mark.full), (40, 20)]
+SIZES = [*(pytest.param(size, size, marks=pytest.mark.full) for size in (16, 20)), (40, 20)]
 
 
 def marked(module, form, direction, k, v, steps=T, **options):

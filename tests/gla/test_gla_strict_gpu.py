@@ -13,7 +13,7 @@ from parity.backends import load_kernel, runner
 from parity.compilers.launches import intercepted
 from parity.inputs import draw
 from parity.op import outputs
-from tests.matrix.gla import F32, GATED_LINEAR_ATTENTION
+from tests.matrix.gla import F32, GATED_LINEAR_ATTENTION, is_backward
 from tests.support.interpreter import interpreted
 
 UNWRITTEN = 0x7FC0DEAD  # a NaN that no arithmetic makes
@@ -129,7 +129,7 @@ STEPS, STEPS_PACKED = dict(B=2, T=3, H=2, K=80, V=72), dict(B=1, T=70, H=2, K=20
 
 
 def params():
-    """In the default tier batches by the fused route and packed sequences by the other."""
+    """In the default tier backward of batches, by the fused route, and forward of packed sequences, by the other."""
     for op in GATED_LINEAR_ATTENTION:
         recurrent = "recurrent" in op.name
         ways = dict(chunk=[16]) if "chunk" in op.defaults else {}
@@ -138,8 +138,10 @@ def params():
         shapes = (STEPS, STEPS_PACKED) if recurrent else (CHUNKED, PACKED)
         for shape in shapes if not op.name.startswith("fused_chunk") else ():
             for case in op.grid([shape], dtype=[F32], h0=[True], ht=[True], **ways):
-                other = dict(case.options).get("route") == ("fused" if "N" in dict(case.dims) else "unfused")
-                yield pytest.param(op, case, id=case.id, marks=[pytest.mark.full] * other)
+                is_packed = "N" in dict(case.dims)
+                other = dict(case.options).get("route") == ("fused" if is_packed else "unfused")
+                full = other or is_packed == is_backward(case)
+                yield pytest.param(op, case, id=case.id, marks=[pytest.mark.full] * full)
 
 
 @pytest.mark.gpu

@@ -33,7 +33,7 @@ LOOPS = [
     (CHUNK_SIMPLE_GLA[1], PACKED, dict(gates=["both"], chunk=[16], route=["fused"])),
     pytest.param(CHUNK_GLA[1], PACKED, dict(chunk=[16], route=["fused"]), marks=pytest.mark.full),
     (FUSED_RECURRENT_SIMPLE_GLA[0], SEVERAL_TILES, dict(gates=["both"])),
-    (FUSED_RECURRENT_GLA[1], SEVERAL_TILES, {}),
+    pytest.param(FUSED_RECURRENT_GLA[1], SEVERAL_TILES, {}, marks=pytest.mark.full),
 ]
 
 

@@ -117,7 +117,7 @@ def test_float64_is_let_through_only_where_the_goldens_ask_for_it():
     ("package", "quantize"),
     [
         pytest.param("tpu_kernels", "fp8", marks=pytest.mark.full),
-        ("tpu_kernels", "mxfp8"),
+        pytest.param("tpu_kernels", "mxfp8", marks=pytest.mark.full),
         ("gpu_reference", "fp8"),
         ("gpu_reference", "mxfp8"),
     ],

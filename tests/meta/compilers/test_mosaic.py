@@ -340,6 +340,7 @@ def test_runs_are_identical_and_cached(compiled, monkeypatch, tmp_path):
     assert figures(anew) == figures(again)
 
 
+@pytest.mark.full
 @needs_libtpu
 def test_code_that_moved_is_not_compiled_again(folder, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
@@ -367,6 +368,7 @@ def test_code_that_moved_is_not_compiled_again(folder, monkeypatch, tmp_path):
         assert result.code_bytes == first.code_bytes
 
 
+@pytest.mark.full
 @needs_libtpu
 def test_a_dump_that_is_not_there_is_unreadable(folder, monkeypatch):
     monkeypatch.setattr(mosaic, "DUMP", mosaic.DUMP.replace("final_bundles|static", "static"))

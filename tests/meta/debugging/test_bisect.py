@@ -51,6 +51,7 @@ def snapshot(folder):
     }
 
 
+@pytest.mark.full
 @pytest.mark.tpu
 def test_the_first_bad_commit_is_found_also_after_a_kill(repository, tmp_path, tmp_path_factory, monkeypatch):
     commits = repository

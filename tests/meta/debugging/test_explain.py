@@ -138,7 +138,7 @@ LOSSES = [
     *in_gmm("tf32", "gpu", IEEE, IEEE.replace("ieee", "tf32"), {"tf32 cut at lhs", "tf32 cut at rhs"}),
     *in_gmm("lhs in bf16", "gpu", IEEE, IEEE.replace("(a, b,", "(a.to(tl.bfloat16).to(a.dtype), b,"),
             {"bfloat16 at lhs"}),
-    *in_gmm("sums in bf16", "gpu", IEEE, IEEE + TL_BF16, {"bfloat16 at acc"}, default=["gmm"]),
+    *in_gmm("sums in bf16", "gpu", IEEE, IEEE + TL_BF16, {"bfloat16 at acc"}),
     # tiles of rows that do not begin where groups do
     *in_gmm("sums in bf16", "tpu", "acc[rows, columns] = before + sums",
             f"acc[rows, columns] = {jnp_rounded('before + sums')}", {"bfloat16 at acc"}, f32, ["tgmm"]),
@@ -150,15 +150,13 @@ LOSSES = [
             f"out[...] = {jnp_rounded('total', 10)}.astype(out.dtype)", {"tf32 at out"}, bf16, ["tgmm"]),
     # scales
     *in_quantized("lhs_scale in bf16", "tpu", TPU_SCALE, jnp_rounded(TPU_SCALE), {"bfloat16 at lhs_scale"}),
-    *in_quantized("lhs_scale in bf16", "gpu", GPU_SCALE, GPU_SCALE + TL_BF16, {"bfloat16 at lhs_scale"},
-                  tier="default"),
+    *in_quantized("lhs_scale in bf16", "gpu", GPU_SCALE, GPU_SCALE + TL_BF16, {"bfloat16 at lhs_scale"}),
     *in_quantized("rhs_scale in bf16", "tpu", "        sums *= row\n", f"        sums *= {jnp_rounded('row')}\n",
                   {"bfloat16 at rhs_scale"}, "tgmm"),
     *in_quantized("rhs_scale in bf16", "gpu", GPU_COLUMN_SCALE, GPU_COLUMN_SCALE + TL_BF16,
                   {"bfloat16 at rhs_scale"}, "tgmm"),
     *in_quantized("a block's sum and the whole in bf16", "tpu", SCALED,
-                  SCALED.replace(WIDE_SUMS, jnp_rounded(WIDE_SUMS)), {"bfloat16 at inner", "bfloat16 at out"},
-                  tier="default"),
+                  SCALED.replace(WIDE_SUMS, jnp_rounded(WIDE_SUMS)), {"bfloat16 at inner", "bfloat16 at out"}),
     *in_quantized("a block's sum in bf16", "gpu", "partial = _dot_of_step(a, b, SCALING.dot)",
                   f"partial = _dot_of_step(a, b, SCALING.dot){TL_BF16}",
                   {"bfloat16 at inner"}),
@@ -441,6 +439,7 @@ def test_the_command(capsys, pytestconfig):
     assert out.count("\n") < 40, "one screen"
 
 
+@pytest.mark.full
 def test_the_command_on_a_record(capsys, pytestconfig):
     explain_case = ["--root", str(pytestconfig.rootpath), "explain"]
     case = next(case.id for case in OP["gmm"].cases if bf16(case))

@@ -75,13 +75,10 @@ PLANTED = [
 @pytest.mark.parametrize(
     ("name", "backend", "op_name", "wanted", "left"),
     [
-        pytest.param(
-            *planted, id="-".join(planted[1:3]),
-            marks=[getattr(pytest.mark, planted[1]), *([] if planted[1:3] == ("gpu", "tgmm") else [pytest.mark.full])],
-        )
+        pytest.param(*planted, id="-".join(planted[1:3]), marks=[getattr(pytest.mark, planted[1]), pytest.mark.full])
         for planted in PLANTED
     ],
-)  # fmt: skip
+)
 def test_a_planted_fault_is_reduced_and_its_script_shows_it(
     name, backend, op_name, wanted, left, tmp_path, monkeypatch
 ):

@@ -76,7 +76,7 @@ FAULTS = [
             "return 2 * _sum_of(drows, None, slots).astype(drows.dtype), None, None", "dexperts", FULL),
     planted("gpu", PLAIN, '(("gate", of_gate), ("up", of_up))', '(("gate", of_up), ("up", of_gate))', "gate", FULL),
     planted("gpu", PLAIN, TAKEN, TAKEN.replace("weights", "weights.flip(1)"), "hidden", FULL),
-    planted("gpu", F32_BWD, "sigmoid * (1 + gate * (1 - sigmoid))", "sigmoid * (1 + gate * sigmoid)", "dgate"),
+    planted("gpu", F32_BWD, "sigmoid * (1 + gate * (1 - sigmoid))", "sigmoid * (1 + gate * sigmoid)", "dgate", FULL),
     planted("gpu", F32_BWD, "return _sum_of(drows, None, slots).to(drows.dtype), None, None",
             "return 2 * _sum_of(drows, None, slots).to(drows.dtype), None, None", "dexperts", FULL),
 ]  # fmt: skip

@@ -182,6 +182,7 @@ print(json.dumps([sources.identity(target) for target in json.loads(sys.argv[2])
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not OTHERS, reason="needs another Python")
 def test_every_python_says_the_same():
     targets = sorted(getattr(op, backend) for op in OPS for backend in ("tpu", "gpu"))

@@ -154,7 +154,9 @@ def test_a_users_interrupt_is_no_crash(number):
         signal.signal(number, before)
 
 
-@pytest.mark.parametrize(("command", "code"), [("explain", 3), ("stages", 3), ("shrink", 1)])
+@pytest.mark.parametrize(
+    ("command", "code"), [("explain", 3), ("stages", 3), pytest.param("shrink", 1, marks=pytest.mark.full)]
+)
 def test_every_command_names_a_kernel_that_exits(command, code, monkeypatch, capsys):
     pytest.importorskip("jax")
     monkeypatch.setattr(trial, "load_kernel", lambda target: lambda **arguments: sys.exit(0))

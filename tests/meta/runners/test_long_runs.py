@@ -12,6 +12,9 @@ from tests.support.commands import git, run_module
 from tests.support.records import contents
 
 SECONDS = st.floats(0.001, 100)
+WITH_AND_WITHOUT_WORKERS = pytest.mark.parametrize(
+    "workers", [(), pytest.param(("-n", "1"), marks=pytest.mark.full)], ids=["here", "in a worker"]
+)
 
 
 @given(st.dictionaries(st.text(min_size=1), SECONDS, min_size=1), st.integers(1, 6))
@@ -93,13 +96,13 @@ def test_a_killed_run_is_resumed(project, tmp_path):
     assert len(everything) == 8
     (tmp_path / "records").rename(tmp_path / "undisturbed")
     (tmp_path / "lethal").touch()
-    killed = run("-n", "2")
+    killed = run("-n", "1")
     assert killed.returncode < 0
     (journal,) = (tmp_path / ".pytest_cache").rglob("parity-runs/*.jsonl")
     # Not from what it printed, of which a pipe may have lost the end.
     before = {json.loads(line)[0] for line in journal.read_text().splitlines()[1:]}
     assert before < everything
-    resumed = run("-n", "2", "--parity-resume")
+    resumed = run("-n", "1", "--parity-resume")
     assert resumed.returncode == 0, resumed.stdout
     assert passed(resumed) | before == everything
     assert not passed(resumed) & before
@@ -164,24 +167,27 @@ def test_a_raising_kernel_ends_a_run_that_is_to_end_at_a_crash(project, tmp_path
     assert properties["rerun"] == "pytest -n0 'test_double.py::test_agrees[double-M8_N40-f32-s0]'"
 
 
-def test_the_first_bad_verdict_can_end_the_run(project):
-    for workers in ((), ("-n", "1")):
-        done = project(kernel="bad")("-q", *workers, "--parity-fail-fast-on=out of,logic")
-        assert "--parity-fail-fast-on: LOGIC FAULT of double-M8_N40-" in done.stdout, done.stdout
-        assert done.returncode == 2
+@WITH_AND_WITHOUT_WORKERS
+def test_the_first_bad_verdict_can_end_the_run(project, workers):
+    done = project(kernel="bad")("-q", *workers, "--parity-fail-fast-on=out of,logic")
+    assert "--parity-fail-fast-on: LOGIC FAULT of double-M8_N40-" in done.stdout, done.stdout
+    assert done.returncode == 2
+
+
+def test_a_verdict_that_is_not_named_ends_no_run(project):
     assert "4 failed, 4 passed" in project(kernel="bad")("-q", "--parity-fail-fast-on=LOSS").stdout
 
 
-def test_a_long_run_says_how_far_it_is(project, tmp_path):
+@WITH_AND_WITHOUT_WORKERS
+def test_a_long_run_says_how_far_it_is(project, tmp_path, workers):
     run = project()
     (tmp_path / "conftest.py").write_text(
         "import itertools, types\n"
         "from parity.runners import long_runs\n"
         "long_runs.time = types.SimpleNamespace(monotonic=itertools.count(step=60).__next__)  # a minute a test\n"
     )
-    for workers in ((), ("-n", "1")):
-        lines = re.findall(r"^parity: (\d) of 8 · 0 failed · (\d) min left", run("-q", *workers).stdout, re.MULTILINE)
-        assert lines == [(str(n), str(8 - n)) for n in range(1, 9)]
+    lines = re.findall(r"^parity: (\d) of 8 · 0 failed · (\d) min left", run("-q", *workers).stdout, re.MULTILINE)
+    assert lines == [(str(n), str(8 - n)) for n in range(1, 9)]
 
 
 def test_junit_has_the_verdict(project, tmp_path):

@@ -37,6 +37,7 @@ def test_an_exact_id_runs_whatever_its_tier(project):
     assert "2 passed" in done.stdout, done.stdout
 
 
+@pytest.mark.full
 def test_xdist_gives_the_same_result(project):
     run = project(kernel="bad")
     alone, together = run("-q"), run("-q", "-n", "2")
