@@ -15,7 +15,7 @@ from parity import projects
 from parity.declared import contract_of
 from parity.dtypes import SHORT_NAMES
 from parity.inputs import DISTRIBUTIONS, specs_of
-from parity.op import BACKENDS, Case, Op
+from parity.op import BACKENDS, Case, CaseError, Op
 from parity.words import nearest, said, shown
 
 T = TypeVar("T")
@@ -50,16 +50,23 @@ def load(root: Path) -> tuple[Op, ...]:
 def check(op: Op) -> None:
     """Raise DeclarationError for data, a pattern, a dtype or a function that there is not.
 
+    Raises ValueError for an op without cases, and for a size or an option that its cases do not have.
+
     Of cases that differ in sizes alone the smallest is asked.
     """
+    if not op.cases:
+        raise ValueError(f"op {op.name} must have cases, op.with_cases(op.grid(…)), has none")
     seen: set[object] = set()
     for case in sorted(op.cases, key=lambda case: math.prod(size for _, size in case.dims)):
         chosen = {case.data, case.dtype, case.out, *((name, str(value)) for name, value in case.options)}
         if not chosen <= seen:
             seen |= chosen
-            specs_of(op, case)
-            for backend in BACKENDS:
-                contract_of(op, case, backend)
+            try:
+                specs_of(op, case)
+                for backend in BACKENDS:
+                    contract_of(op, case, backend)
+            except CaseError as error:
+                raise ValueError(f"op {op.name}, {error}") from error
 
 
 def home(op: Op) -> Path:

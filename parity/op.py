@@ -186,6 +186,10 @@ class Contract:
         return float(min(n + 2, 8 * np.sqrt(n)) + operands / self.roundoff)
 
 
+class CaseError(AttributeError):
+    """A size or option that a case does not have."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One point of an op's matrix. Its sizes and options read as attributes: `case.M`, `case.transpose_rhs`."""
@@ -208,7 +212,7 @@ class Case:
             if key == name:
                 return value
         there = [key for key, _ in (*self.dims, *self.options)]
-        raise AttributeError(f"case {self.id}: a size or option {one_of(there, name)}")
+        raise CaseError(f"case {self.id}: a size or option {one_of(there, name)}")
 
     @property
     def id(self) -> str:

@@ -83,6 +83,8 @@ def load_kernel(target: str) -> Callable[..., Any]:
     Raises LookupError where there is no such module or function, and what importing the module raises.
     """
     name, colon, function = target.partition(":")
+    if not name:
+        raise LookupError(f"a kernel must be called 'module:function', got {target!r}")
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -478,7 +478,7 @@ class Emulator:
         self.trial, self.name, self.done = trial, name, done
         self.contract = trial.contract
         self.emulations = 0
-        self.sizes: dict[tuple[str, int | None], float] = {}
+        self.sizes: dict[Rounding, float] = {}
 
     def candidates(self) -> list[Rounding]:
         """Every rounding that a kernel might make: plain sites before sums, those nearest to the output first.
@@ -511,11 +511,10 @@ class Emulator:
 
         Errors grow with the unit roundoff: one emulation tells the sizes of all roundings of a site.
         """
-        key = candidate.site, candidate.depth
-        known = PASSES[0] if candidate.site == DOT else "bfloat16"
-        if key not in self.sizes:
-            self.sizes[key] = field.size_of(self.run((replace(candidate, dtype=known),))[self.name])
-        own = self.sizes[key] * ROUNDINGS.get(candidate.dtype, 1.0) / ROUNDINGS.get(known, 1.0)
+        known = replace(candidate, dtype=PASSES[0] if candidate.dtype in PASSES else "bfloat16")
+        if known not in self.sizes:
+            self.sizes[known] = field.size_of(self.run((known,))[self.name])
+        own = self.sizes[known] * ROUNDINGS.get(candidate.dtype, 1.0) / ROUNDINGS.get(known.dtype, 1.0)
         return PLAUSIBLE[0] * size < own < PLAUSIBLE[1] * size
 
     def run(self, chosen: tuple[Rounding, ...]) -> dict[str, Floats]:
@@ -523,9 +522,7 @@ class Emulator:
         self.emulations += 1
         self.done(self.emulations)
         depth = next((r.depth for r in chosen if r.depth), self.contract.depth)
-        dtypes = {r.site: (r.dtype, r.visit) for r in chosen}
-        if DOT in dtypes:
-            dtypes |= dict.fromkeys(OPERANDS, dtypes[DOT])
+        dtypes = {site: (r.dtype, r.visit) for r in chosen for site in (OPERANDS if r.dtype in PASSES else (r.site,))}
         return self._golden(depth, _rounding(dtypes))
 
     def single_visits(self) -> list[Rounding]:

@@ -293,7 +293,7 @@ def _matrix(config: pytest.Config, project: Path) -> tuple[Op, ...]:
         try:
             config.stash[_OPS][project] = matrix.load(project)
         except ValueError as error:
-            raise pytest.UsageError(str(error)) from error
+            raise pytest.Collector.CollectError(str(error)) from error
     return config.stash[_OPS][project]
 
 
@@ -341,7 +341,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     backend, data, where, compared = (marker.kwargs[name] for name in ("backend", "data", "where", "compared"))
     known = _matrix(metafunc.config, items.project(metafunc.config, metafunc.definition.path))
     if strangers := [op.name for op in ops if op not in known]:
-        raise pytest.UsageError(f"{metafunc.definition.nodeid}: {', '.join(strangers)} is not in the matrix's OPS")
+        twin = " (an op of that name is: with_cases makes another)" if {*strangers} & {op.name for op in known} else ""
+        what = f"{metafunc.definition.nodeid}: {', '.join(strangers)} is not in the matrix's OPS{twin}"
+        raise pytest.Collector.CollectError(what)
     chosen: dict[str, Any] = {}
     beyond: dict[str, Any] = {}
     if data == "integers":

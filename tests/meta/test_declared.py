@@ -140,6 +140,11 @@ def test_names_that_there_are_not_are_refused_before_anything_is_drawn(what):
         matrix.check(op.with_cases(op.grid([SIZES], dtype=["float32"], data=[changes.get("data", "normal")])))
 
 
+def test_an_op_without_cases_is_refused_by_name():
+    with pytest.raises(ValueError, match="op halved must have cases"):
+        matrix.check(HALVED)
+
+
 def test_data_and_backend_of_a_test_are_refused_by_name():
     for wrong, says in (
         (dict(backend="tup"), "backend .*'tup' .nearest: tpu"),
@@ -174,6 +179,8 @@ def test_a_size_or_option_that_a_case_lacks_is_refused_by_name():
     (case,) = HALVED.grid([dict(Rows=4, N=6)], dtype=["float32"])
     with pytest.raises(AttributeError, match=r"a size or option must be one of Rows, N, got 'Row' \(nearest: Rows\)"):
         _ = case.Row
+    with pytest.raises(ValueError, match=r"^op halved, case .*: a size or option must be one of Rows, N, got 'M'"):
+        matrix.check(HALVED.with_cases([case]))
     with pytest.raises(ValueError, match=r"op halved: options must be among its defaults \(none\), got tile"):
         HALVED.grid([SIZES], dtype=["float32"], tile=[1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
@@ -77,7 +78,10 @@ def files_compared_bit_for_bit(ops: Iterable[Op], op: Op, backend: Backend) -> f
 
     In float64 such code is something else: it may let an addition of float32 do its rounding.
     """
-    files = {other: inspect.getsourcefile(load_kernel(getattr(other, backend))) or "" for other in {*ops, op}}
+    files = {op: inspect.getsourcefile(load_kernel(getattr(op, backend))) or ""}
+    for other in {*ops} - {op}:
+        with contextlib.suppress(ImportError, LookupError):  # of the other backend alone
+            files[other] = inspect.getsourcefile(load_kernel(getattr(other, backend))) or ""
     return frozenset(files[other] for other in files if other.bit_exact) - {files[op]}
 
 

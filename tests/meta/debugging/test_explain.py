@@ -26,7 +26,7 @@ from parity.inputs import hashes
 from parity.judging.judge import judge
 from parity.judging.reference import reference
 from parity.ledger.book import Book
-from parity.op import Case, Op
+from parity.op import Array, Case, Contract, Op
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.meta.faults.planting import Edit, edited, places, with_sources
@@ -476,6 +476,22 @@ def test_what_a_case_promises_is_named_too():
     found = explain(Trial(op, next(case for case in op.cases if case.precision == "bf16x3"), "gpu"))
     assert found.conclusion.startswith("error = bf16x3 at dot, ")
     assert found.attribution.explained > 0.98
+
+
+@pytest.mark.gpu
+def test_a_site_of_any_name_is_named():
+    """Also one that is called as the product of both operands is."""
+    op = Op(
+        "total",
+        golden=lambda x, stages=lambda site, value: value: stages("dot", x.astype(np.float64).sum(axis=1)),
+        tpu="kernels:total",
+        gpu="kernels:total",
+        inputs=lambda case: {"x": Array((case.M, case.N), case.dtype)},
+        contract=lambda case, backend: Contract(out=case.out, sites={"dot": "float32"}),
+    )
+    (case,) = op.grid([dict(M=64, N=8)], dtype=["float32"])
+    found = explain(Trial(op, case, "gpu", other=lambda x: x.double().sum(1).bfloat16().float()))
+    assert found.conclusion.startswith("error = bfloat16 at dot, 100% explained")
 
 
 @pytest.mark.tpu

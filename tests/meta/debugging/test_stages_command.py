@@ -2,6 +2,8 @@
 found at the stage where it enters."""
 
 import ast
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 from parity.cli import main
 from parity.cli.stages import conclusion, screen
-from parity.debugging.attribution import program, rank, statement
+from parity.debugging.attribution import files_compared_bit_for_bit, program, rank, statement
 from parity.debugging.attribution.locate import Located
 from parity.debugging.attribution.program import Line, Mark
 from parity.debugging.attribution.walk import Evaluation, unseen, walk
@@ -358,6 +360,15 @@ def test_the_command_of_what_is_compared_bit_for_bit(capsys):
     out = capsys.readouterr().out
     assert "no stage is off: every bit is the golden's" in out and "output qvalue" in out
     assert "  absmax                   0 of 90 values are not the golden's" in out
+
+
+def test_ops_without_a_kernel_for_the_backend_are_passed_over():
+    """In another's matrix an op may have a kernel for the other backend alone."""
+    elsewhere = [replace(OP["fp8_quantize"], gpu=""), replace(OP["int8_quantize"], gpu="nothing_here:at_all")]
+    fixed = files_compared_bit_for_bit([*elsewhere, OP["mxfp8_quantize"]], OP["gmm"], "gpu")
+    assert [Path(file).stem for file in fixed] == ["mxfp8"]
+    with pytest.raises(LookupError, match="a kernel must be called 'module:function', got ''"):
+        files_compared_bit_for_bit([], elsewhere[0], "gpu")
 
 
 def test_a_statement_is_quoted_in_one_line(tmp_path):
