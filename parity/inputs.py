@@ -38,13 +38,13 @@ that scales are powers of two and every quotient is exact."""
 
 def specs_of(op: Op, case: Case) -> Mapping[str, Spec]:
     """What the inputs of a case are drawn by, by argument name. Raises DeclarationError for what cannot be drawn."""
-    if case.data not in DISTRIBUTIONS:
-        raise DeclarationError(op, case, "data", one_of(DISTRIBUTIONS, case.data))
     specs = op.inputs(case)
     if not isinstance(specs, Mapping):
         raise DeclarationError(op, case, "inputs", f"must return a dict by name, got {type(specs).__name__}")
     for name, spec in specs.items():
         check_spec(op, case, name, spec)
+        if isinstance(spec, Array) and case.data not in DISTRIBUTIONS:  # else the op may have data of its own
+            raise DeclarationError(op, case, "data", one_of(DISTRIBUTIONS, case.data))
         for kind, patterns in ((Groups, GROUPS), (Scales, SCALES), (Offsets, OFFSETS), (Gates, GATES)):
             if isinstance(spec, kind) and isinstance(spec.pattern, str) and spec.pattern not in patterns:
                 raise DeclarationError(op, case, f"inputs[{name!r}].pattern", one_of(patterns, spec.pattern))

@@ -9,6 +9,7 @@ import re
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar
 
 from parity import projects
@@ -50,12 +51,15 @@ def load(root: Path) -> tuple[Op, ...]:
 def check(op: Op) -> None:
     """Raise DeclarationError for data, a pattern, a dtype or a function that there is not.
 
-    Raises ValueError for an op without cases, and for a size or an option that its cases do not have.
+    Raises ValueError for an op without cases, for a golden that is no function, and for a size or an option that its
+    cases do not have.
 
     Of cases that differ in sizes alone the smallest is asked.
     """
     if not op.cases:
         raise ValueError(f"op {op.name} must have cases, op.with_cases(op.grid(…)), has none")
+    if not isinstance(inspect.unwrap(op.golden), FunctionType):  # records know a golden by its code
+        raise ValueError(f"op {op.name}: golden must be a function, def or lambda, got {op.golden!r}")
     seen: set[object] = set()
     for case in sorted(op.cases, key=lambda case: math.prod(size for _, size in case.dims)):
         chosen = {case.data, case.dtype, case.out, *((name, str(value)) for name, value in case.options)}

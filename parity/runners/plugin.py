@@ -14,7 +14,7 @@ import pytest
 from parity import matrix, projects
 from parity.backends import free_compiled_programs, has_cuda, has_tpu, is_here, prepare_environment, runner
 from parity.declared import DeclarationError
-from parity.inputs import DISTRIBUTIONS
+from parity.inputs import DISTRIBUTIONS, specs_of
 from parity.judging import goldens
 from parity.judging.judge import Judgement, compare, judge, twin_of
 from parity.judging.verdict import Verdict
@@ -60,9 +60,8 @@ def cases(
             "parity.cases needs pytest's plugin parity, which this run lacks: leave out -p no:parity and "
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD, or say -p parity.runners.plugin"
         )
-    for field, known, got in (("backend", BACKENDS, backend), ("data", DISTRIBUTIONS, data)):
-        if got is not None and got not in known:
-            raise ValueError(f"{field} of parity.cases {one_of(known, got)}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend of parity.cases {one_of(BACKENDS, backend)}")
     return pytest.mark.parity_cases(ops, backend=backend, data=data, where=where, compared=compared)
 
 
@@ -352,6 +351,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for case in op.cases:
             drawn = case.with_seed(metafunc.config.getoption("--parity-seed"))
             drawn = drawn if data is None else drawn.with_data(data)
+            if data not in (None, *DISTRIBUTIONS):
+                _check_data(op, drawn)
             tier = case.tier if where is None or where(case) else "full"
             if compared and tier != "full":
                 tier = "default" if op.representative(case) else "full"
@@ -366,6 +367,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 chosen.setdefault(drawn.id, pytest.param((op, drawn, backend), id=drawn.id, marks=marks))
     # Where no case is wanted one stands for them, and is left out by its tier: of none pytest makes a skipped test.
     metafunc.parametrize("run", list(chosen.values()) or list(beyond.values())[:1], indirect=True)
+
+
+def _check_data(op: Op, case: Case) -> None:
+    """Raise CollectError for data that there is not, and that the op has no inputs of its own for."""
+    try:
+        specs_of(op, case)
+    except DeclarationError as error:
+        raise pytest.Collector.CollectError(str(error)) from error
 
 
 def _named(metafunc: pytest.Metafunc) -> Iterator[str]:

@@ -123,6 +123,14 @@ def test_another_seed_is_another_case(project):
     assert "-s0" not in run.stdout
 
 
+def test_data_that_no_op_has_are_refused_where_tests_are_collected(project):
+    run = project()
+    run.replace("test_double.py", 'data="integers"', 'data="intgers"')
+    done = run("--collect-only", "-q")
+    assert re.search(r"op double, case double-.*-intgers-s0: data must be .*\(nearest: integers\)", done.stdout)
+    assert "Traceback" not in done.stdout and "plugin.py" not in done.stdout
+
+
 def test_help_and_markers_are_documented(project):
     run = project()("--help")
     assert "--parity-tier" in run.stdout
