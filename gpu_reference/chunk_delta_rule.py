@@ -22,7 +22,7 @@ import triton
 from torch import Tensor
 
 from gpu_reference._lib.chunk_plan import Block, backward_block, block_rows
-from gpu_reference._lib.delta import Delta, DeltaOptions, backward_delta, dtypes_of_gradients, forward_delta
+from gpu_reference._lib.delta import Delta, DeltaOptions, dtypes_of_gradients, take
 from gpu_reference._lib.delta_backward import Outs, gradients_kernel, pair_gradients_kernel, reverse_kernel
 from gpu_reference._lib.delta_forward import Memory, forward_kernel
 from gpu_reference._lib.delta_pairs import DIAGONAL, Pairs, pairs_kernel
@@ -31,8 +31,8 @@ from gpu_reference._lib.launch import Launch
 from gpu_reference._lib.scans import fill_state
 from gpu_reference._lib.tiles import block_of
 from op_arguments import dtype_name
-from op_arguments.delta_rule import DeltaBwd, DeltaGrads, DeltaTensors
-from op_arguments.gla import Output, Problem
+from op_arguments.delta_rule import DeltaGrads, DeltaTensors
+from op_arguments.gla import Output
 from op_arguments.options import options_of
 
 SCAN_VALUES, SCAN_WARPS = 16, 8
@@ -58,33 +58,33 @@ class Plan(NamedTuple):
 
     def empty_pairs(self) -> Tensor:
         """[B, T, HV, ROWS] float32."""
-        return self.delta.empty_rows(self.block.rows, dtype=torch.float32)
+        return self.delta.scan.empty_rows(self.block.rows, dtype=torch.float32)
 
     def pairs(self, *, with_raw: bool) -> Pairs:
         """Those of every row."""
         pairs = Pairs(self.empty_pairs(), self.empty_pairs(), self.empty_pairs() if with_raw else None)
         levels = (self.block.rows // DIAGONAL.value).bit_length() - 1
         own = {"pairs": pairs, "LEVELS": levels, "BK": min(self.block.keys, PAIR_KEYS)}
-        self._launch(pairs_kernel, self.slots, **own).run(self.delta.device)
+        self._launch(pairs_kernel, self.slots, **own)
         return pairs
 
     def through_sequences(self, kernel: Any, **own: Any) -> None:
         """Run a kernel that has a program for each tile of V, and all of K."""
         programs = self.delta.p.n * triton.cdiv(self.delta.p.v, self.block.values)
         tile = {"BK": self.block.keys, "BV": self.block.values}
-        self._launch(kernel, programs, **own, **tile).run(self.delta.device)
+        self._launch(kernel, programs, **own, **tile)
 
     def through_blocks(self, kernel: Any, **own: Any) -> None:
         """Run a kernel that has a program for each block of rows, and goes through the tiles of K and V."""
-        self._launch(kernel, self.slots, **own, BV=self.block.values).run(self.delta.device)
+        self._launch(kernel, self.slots, **own, BV=self.block.values)
 
-    def _launch(self, kernel: Any, programs: int, **own: Any) -> Launch:
+    def _launch(self, kernel: Any, programs: int, **own: Any) -> None:
         arguments = {**self.delta.arguments, **own, "SPLIT": self.split, "ROWS": self.block.rows}
         options = {"num_warps": self.block.warps, "num_stages": 1, "enable_fp_fusion": True}
-        return Launch(kernel, (programs * self.delta.p.hv,), arguments, options)
+        Launch(kernel, (programs * self.delta.p.hv,), arguments, options).run(self.delta.scan.device)
 
 
-@options_of(forward_delta)
+@options_of(take)
 def chunk_delta_fwd(
     x: DeltaTensors,
     per_channel: bool,
@@ -103,12 +103,18 @@ def chunk_delta_fwd(
     Raises ValueError or TypeError as `op_arguments.delta_rule.check_delta_forward`, ValueError for tensors on several
     devices, and RuntimeError for CPU tensors where Triton's interpreter is off.
     """
-    return _forward(forward_delta(x, per_channel, chunk_size, **options), chunk_size, output_final_state)
+    return _forward(take(x, per_channel, chunk_size=chunk_size, **options), output_final_state)
 
 
-@options_of(backward_delta)
+@options_of(take)
 def chunk_delta_bwd(
-    x: DeltaTensors, do: Tensor, per_channel: bool, *, chunk_size: int = 64, **options: Unpack[DeltaBwd]
+    x: DeltaTensors,
+    do: Tensor,
+    per_channel: bool,
+    *,
+    dht: Tensor | None = None,
+    chunk_size: int = 64,
+    **options: Unpack[DeltaOptions],
 ) -> DeltaGrads:
     """The gradients of `chunk_delta_fwd`'s arguments, given those of o (do) and, if it is not None, of ht (dht).
 
@@ -116,43 +122,44 @@ def chunk_delta_bwd(
     meanwhile, in float32: two states for each block of rows, four copies of v, and dq and dk of each head of values.
     Sites: those of `chunk_delta_fwd`, dv_new and dh. Raises as `chunk_delta_fwd`.
     """
-    return _backward(backward_delta(x, do, per_channel, chunk_size, **options), chunk_size)
+    return _backward(take(x, per_channel, do, dht, chunk_size=chunk_size, **options))
 
 
-@bfloat16_as_float32_where_interpreted(lambda delta, *_: Output(delta.inputs.v.dtype, None))
-def _forward(delta: Delta, chunk_size: int, output_final_state: bool) -> Output:
-    o = delta.empty_rows(delta.p.v)
-    ht = delta.empty_states(delta.p.n) if output_final_state else None
-    if delta.is_empty:
-        fill_state(ht, delta.initial_state)
+@bfloat16_as_float32_where_interpreted(lambda delta, *_: Output(delta.scan.inputs.v.dtype, None))
+def _forward(delta: Delta, output_final_state: bool) -> Output:
+    scan = delta.scan
+    o = scan.empty_rows(scan.p.v)
+    ht = scan.empty_states(scan.p.n) if output_final_state else None
+    if scan.is_empty:
+        fill_state(ht, scan.initial_state)
         return Output(o.zero_(), ht)
-    plan = plan_of(delta.normalised(), chunk_size)
-    own = {"pairs": plan.pairs(with_raw=False), "initial_state": delta.initial_state, "o": o, "memory": None, "ht": ht}
+    plan = plan_of(delta.normalised())
+    own = {"pairs": plan.pairs(with_raw=False), "initial_state": scan.initial_state, "o": o, "memory": None, "ht": ht}
     plan.through_sequences(forward_kernel, **own)
     return Output(o, ht)
 
 
 @bfloat16_as_float32_where_interpreted(dtypes_of_gradients)
-def _backward(delta: Delta, chunk_size: int) -> DeltaGrads:
-    if delta.is_empty:
+def _backward(delta: Delta) -> DeltaGrads:
+    if delta.scan.is_empty:
         return delta.empty_gradients()
     delta = delta.normalised()
-    p = delta.p
-    scans, sums = plan_of(delta, chunk_size), plan_of(delta, chunk_size, sums=True)
+    p, scan = delta.p, delta.scan
+    scans, sums = plan_of(delta), plan_of(delta, sums=True)
     pairs = scans.pairs(with_raw=True)
-    states, dstates = (delta.empty_states(scans.slots) for _ in range(2))
-    error, v_new, dupdate = (delta.empty_rows(p.v, dtype=torch.float32) for _ in range(3))
+    states, dstates = (scan.empty_states(scans.slots) for _ in range(2))
+    error, v_new, dupdate = (scan.empty_rows(p.v, dtype=torch.float32) for _ in range(3))
     memory = Memory(states, error, v_new, dstates, dupdate)
-    initial = {"initial_state": delta.initial_state, "o": None, "memory": memory, "ht": None}
+    initial = {"initial_state": scan.initial_state, "o": None, "memory": memory, "ht": None}
     scans.through_sequences(forward_kernel, pairs=pairs, **initial)
-    dv = delta.empty_rows(p.v)
-    dh0 = None if delta.initial_state is None else delta.empty_states(p.n)
-    scans.through_sequences(reverse_kernel, pairs=pairs, dht=delta.dht, memory=memory, dv=dv, dh0=dh0)
-    x = delta.inputs
+    dv = scan.empty_rows(p.v)
+    dh0 = None if scan.initial_state is None else scan.empty_states(p.n)
+    scans.through_sequences(reverse_kernel, pairs=pairs, dht=scan.dht, memory=memory, dv=dv, dh0=dh0)
+    x = scan.inputs
     of_heads = x.q.dtype if p.group == 1 and not p.l2norm else torch.float32
-    dq, dk = (delta.empty_rows(p.k, parts=(1,), dtype=of_heads) for _ in range(2))
-    dgate = delta.empty_rows(*x.gate.shape[3:], dtype=x.gate.dtype)
-    dbeta = delta.empty_rows(dtype=x.beta.dtype)
+    dq, dk = (scan.empty_rows(p.k, parts=(1,), dtype=of_heads) for _ in range(2))
+    dgate = scan.empty_rows(*x.gate.shape[3:], dtype=x.gate.dtype)
+    dbeta = scan.empty_rows(dtype=x.beta.dtype)
     dpairs = Pairs(scans.empty_pairs(), raw=scans.empty_pairs())
     left = {"pairs": pairs, "memory": memory, "dpairs": dpairs}
     sums.through_blocks(pair_gradients_kernel, **left, dbeta=dbeta)
@@ -160,12 +167,12 @@ def _backward(delta: Delta, chunk_size: int) -> DeltaGrads:
     return DeltaGrads(*delta.of_keys((dq, dk)), dv, dgate, dbeta, dh0)
 
 
-def plan_of(delta: Delta, chunk_size: int, *, sums: bool = False) -> Plan:
+def plan_of(delta: Delta, *, sums: bool = False) -> Plan:
     """The plan of a pass; sums: of what is summed over V, for tiles of K."""
-    d, per_channel = delta.p, delta.inputs.gk is not None
-    p = Problem(d.b, d.t, d.hv, d.k, d.v, d.n, d.scale, dtype_name(delta.inputs.v.dtype))  # may have become float32
+    scan, per_channel = delta.scan, delta.scan.inputs.gk is not None
+    p = scan.p._replace(dtype=dtype_name(scan.inputs.v.dtype))  # interpreted, bfloat16 may have become float32
     split = p.dtype == "bfloat16"
-    rows = block_rows(p, chunk_size, per_channel=per_channel)
+    rows = block_rows(p, scan.chunk_size, per_channel=per_channel)
     if sums:
         return Plan(delta, backward_block(p, rows, split=split, per_channel=per_channel), split)
     return Plan(delta, Block(rows, block_of(p.k), SCAN_VALUES, SCAN_WARPS), split)

@@ -22,21 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu_reference._lib.decays import step_decay
-from gpu_reference._lib.delta import (
-    Delta,
-    DeltaOptions,
-    backward_delta,
-    dtypes_of_gradients,
-    forward_delta,
-    sum_in_order,
-)
+from gpu_reference._lib.delta import Delta, DeltaOptions, dtypes_of_gradients, take
 from gpu_reference._lib.hardware import bfloat16_as_float32_where_interpreted
 from gpu_reference._lib.launch import Launch
 from gpu_reference._lib.layout import first_slot, load_state, of_program, rows_of_sequence, state_offset
 from gpu_reference._lib.probe import INTERPRETED, probe
-from gpu_reference._lib.scans import fill_state
+from gpu_reference._lib.scans import fill_state, sum_in_order
 from gpu_reference._lib.tiles import block_of
-from op_arguments.delta_rule import DeltaBwd, DeltaGrads, DeltaTensors
+from op_arguments.delta_rule import DeltaGrads, DeltaTensors
 from op_arguments.gla import Output
 from op_arguments.options import options_of
 
@@ -55,7 +48,7 @@ class StepOuts(NamedTuple):
     dbeta: Any
 
 
-@options_of(forward_delta)
+@options_of(take)
 def recurrent_delta_fwd(
     x: DeltaTensors, per_channel: bool, *, output_final_state: bool = False, **options: Unpack[DeltaOptions]
 ) -> Output:
@@ -63,29 +56,32 @@ def recurrent_delta_fwd(
 
     Sites shown to a probe: kept, v_new, h, rstd.
     """
-    return _forward(forward_delta(x, per_channel, **options), output_final_state)
+    return _forward(take(x, per_channel, **options), output_final_state)
 
 
-@options_of(backward_delta)
-def recurrent_delta_bwd(x: DeltaTensors, do: Tensor, per_channel: bool, **options: Unpack[DeltaBwd]) -> DeltaGrads:
+@options_of(take)
+def recurrent_delta_bwd(
+    x: DeltaTensors, do: Tensor, per_channel: bool, *, dht: Tensor | None = None, **options: Unpack[DeltaOptions]
+) -> DeltaGrads:
     """The gradients of `recurrent_delta_fwd`'s arguments; arguments, results and errors as
     `chunk_delta_rule.chunk_delta_bwd`.
 
     Held meanwhile, in float32: T / BLOCK + BLOCK states per sequence, and dq, dk and dgate of each head of values and
     tile of V. Sites: those of `recurrent_delta_fwd`, and dh.
     """
-    return _backward(backward_delta(x, do, per_channel, **options))
+    return _backward(take(x, per_channel, do, dht, **options))
 
 
-@bfloat16_as_float32_where_interpreted(lambda delta, *_: Output(delta.inputs.v.dtype, None))
+@bfloat16_as_float32_where_interpreted(lambda delta, *_: Output(delta.scan.inputs.v.dtype, None))
 def _forward(delta: Delta, output_final_state: bool) -> Output:
-    o = delta.empty_rows(delta.p.v)
-    ht = delta.empty_states(delta.p.n) if output_final_state else None
-    if delta.is_empty:
-        fill_state(ht, delta.initial_state)
+    scan = delta.scan
+    o = scan.empty_rows(scan.p.v)
+    ht = scan.empty_states(scan.p.n) if output_final_state else None
+    if scan.is_empty:
+        fill_state(ht, scan.initial_state)
         return Output(o.zero_(), ht)
-    own = {"initial_state": delta.initial_state, "o": o, "ht": ht}
-    _launch(_forward_kernel, delta.normalised(), **own).run(delta.device)
+    own = {"initial_state": scan.initial_state, "o": o, "ht": ht}
+    _launch(_forward_kernel, delta.normalised(), **own).run(scan.device)
     return Output(o, ht)
 
 
@@ -93,19 +89,20 @@ def _forward(delta: Delta, output_final_state: bool) -> Output:
 def _backward(delta: Delta) -> DeltaGrads:
     """The gradients, from copies of states [B T // BLOCK + N, HV, K, V], a sequence's first at its first row // BLOCK +
     its number, and all states of a block [N BLOCK, HV, K, V]."""
-    if delta.is_empty:
+    if delta.scan.is_empty:
         return delta.empty_gradients()
     delta = delta.normalised()
-    p, x = delta.p, delta.inputs
+    scan = delta.scan
+    p, x = delta.p, scan.inputs
     parts = (triton.cdiv(p.v, _columns(delta)),)
-    dq, dk = (delta.empty_rows(p.k, parts=parts, dtype=torch.float32) for _ in range(2))
-    dgate = delta.empty_rows(*x.gate.shape[3:], parts=parts, dtype=torch.float32)
-    dbeta = delta.empty_rows(parts=parts, dtype=torch.float32)
-    outs = StepOuts(dq, dk, delta.empty_rows(p.v), dgate, dbeta)
-    dh0 = None if delta.initial_state is None else delta.empty_states(p.n)
-    copies, block = delta.empty_states(p.b * p.t // BLOCK + p.n), delta.empty_states(p.n * BLOCK)
-    own = {"initial_state": delta.initial_state, "dht": delta.dht, "copies": copies, "block": block}
-    _launch(_backward_kernel, delta, **own, outs=outs, dh0=dh0, BLOCK_STEPS=BLOCK).run(delta.device)
+    dq, dk = (scan.empty_rows(p.k, parts=parts, dtype=torch.float32) for _ in range(2))
+    dgate = scan.empty_rows(*x.gate.shape[3:], parts=parts, dtype=torch.float32)
+    dbeta = scan.empty_rows(parts=parts, dtype=torch.float32)
+    outs = StepOuts(dq, dk, scan.empty_rows(p.v), dgate, dbeta)
+    dh0 = None if scan.initial_state is None else scan.empty_states(p.n)
+    copies, block = scan.empty_states(p.b * p.t // BLOCK + p.n), scan.empty_states(p.n * BLOCK)
+    own = {"initial_state": scan.initial_state, "dht": scan.dht, "copies": copies, "block": block}
+    _launch(_backward_kernel, delta, **own, outs=outs, dh0=dh0, BLOCK_STEPS=BLOCK).run(scan.device)
     of_gate, of_beta = sum_in_order(dgate).to(x.gate.dtype), sum_in_order(dbeta).to(x.beta.dtype)
     return DeltaGrads(*delta.of_keys((dq, dk)), outs.dv, of_gate, of_beta, dh0)
 

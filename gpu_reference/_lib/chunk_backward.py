@@ -21,7 +21,7 @@ from gpu_reference._lib.layout import (
     rows_of_segment,
     rows_of_sequence,
     state_offset,
-    store_columns,
+    store_tile,
 )
 from gpu_reference._lib.probe import INTERPRETED, probe
 
@@ -126,9 +126,9 @@ def _backward_kernel(
             )
             dq_tile += dq_inner
             dk_tile += dk_inner
-            store_columns(outs.dgate, dgate_tile + dgate_inner, row, key, rows, layout.k)
-        store_columns(outs.dq, dq_tile, row, key, rows, layout.k)
-        store_columns(outs.dk, dk_tile, row, key, rows, layout.k)
+            store_tile(outs.dgate, dgate_tile + dgate_inner, row[None, :], key, rows, layout.k)
+        store_tile(outs.dq, dq_tile, row[None, :], key, rows, layout.k)
+        store_tile(outs.dk, dk_tile, row[None, :], key, rows, layout.k)
         if SEGMENT is None:
             tl.debug_barrier()  # a thread loads of dstates what another has stored
 
@@ -182,9 +182,7 @@ def _sums_over_values(
         if len(decays.to_end.shape) == 1:
             dv_tile *= decays.to_end[:, None]
         dv_tile += dot(scores_t, do_rows, SPLIT)
-        at_value = (row[:, None] * rows.heads + rows.head) * layout.v + value
-        in_values = (row[:, None] < rows.end) & (value < layout.v)
-        tl.store(memory.dv + at_value, dv_tile.to(memory.dv.dtype.element_ty), mask=in_values)
+        store_tile(memory.dv, dv_tile, row[:, None], value, rows, layout.v)
         if SEGMENT is None:
             dstate = next_state(dstate, q_columns, do_rows, decays.from_start * scale, decays, SPLIT)
             if INTERPRETED:

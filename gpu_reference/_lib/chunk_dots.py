@@ -57,8 +57,24 @@ def next_state(state, k_columns, v_rows, weight, decays, SPLIT: tl.constexpr):
     weight is [R] where these are scalars, or [K, R] where they are [K, 1]. A decay near 1 is 1 + lost: it acts on a
     slow head's state in every block, and an error in it would add up.
     """
+    return decays.kept * state + (decays.lost * state + update_of(k_columns, v_rows, weight, SPLIT))
+
+
+@triton.jit
+def update_of(k_columns, v_rows, weight, SPLIT: tl.constexpr):
+    """(weight k)^T v [K, V], weight as in `next_state`."""
     if len(weight.shape) == 1:
         update = dot(k_columns, weight[:, None] * v_rows.to(tl.float32), SPLIT)
     else:
         update = dot(weight * k_columns.to(tl.float32), v_rows, SPLIT)
-    return decays.kept * state + (decays.lost * state + update)
+    return update
+
+
+@triton.jit
+def read_state(q_rows, state, weight, SPLIT: tl.constexpr):
+    """(weight q) state [R, V]; weight is [R], or [R, K] where each channel has its own."""
+    if len(weight.shape) == 1:
+        result = weight[:, None] * dot(q_rows, state, SPLIT)
+    else:
+        result = dot(weight * q_rows.to(tl.float32), state, SPLIT)
+    return result

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu_reference._lib.chunk_decays import block_decays, gate_sums, pair_decays
-from gpu_reference._lib.chunk_dots import dot, next_state
+from gpu_reference._lib.chunk_dots import dot, next_state, read_state
 from gpu_reference._lib.chunk_pairs import channel_scores
 from gpu_reference._lib.chunk_plan import Plan
 from gpu_reference._lib.launch import Launch
@@ -19,6 +19,7 @@ from gpu_reference._lib.layout import (
     rows_of_segment,
     rows_of_sequence,
     state_offset,
+    store_tile,
 )
 from gpu_reference._lib.probe import INTERPRETED, probe
 
@@ -129,19 +130,16 @@ def _forward_kernel(
         k_columns = load_tile(inputs.k, row[None, :], key, rows, layout.k)
         v_rows = load_tile(inputs.v, row[:, None], value, rows, layout.v)
         if inputs.gk is None:
-            decays = block_decays(inputs, rows, key, layout.k, 1, SPLIT, ROWS)
             coarse, fine = gate_sums(inputs, rows, ROWS)
             scores = dot(q_rows, k_columns, SPLIT) * pair_decays(coarse, fine, False, SPLIT)
-            out = decays.from_start[:, None] * dot(q_rows, state, SPLIT)
         else:
             scores = channel_scores(q_rows, inputs.k, inputs.gk, rows, key_row, layout.k, False)
-            decays = block_decays(inputs, rows, key_row, layout.k, 0, SPLIT, ROWS)
-            out = dot(decays.from_start * q_rows.to(tl.float32), state, SPLIT)
+        decays = block_decays(inputs, rows, key_row, layout.k, 0, SPLIT, ROWS)
+        out = read_state(q_rows, state, decays.from_start, SPLIT)
         if INTERPRETED:
             scores = probe("A", scores, (row[:, None] < end) & (row[None, :] < end), chunk_size=ROWS)
         out += dot(scores, v_rows, SPLIT)
-        at_out = (row[:, None] * layout.h + head) * layout.v + value
-        tl.store(o + at_out, (scale * out).to(o.dtype.element_ty), mask=(row[:, None] < end) & (value < layout.v))
+        store_tile(o, scale * out, row[:, None], value, rows, layout.v)
         if SEGMENT != ROWS:
             decays = block_decays(inputs, rows, key, layout.k, 1, SPLIT, ROWS)
             # Loaded again: kept meanwhile, they would leave too few registers for the rest.

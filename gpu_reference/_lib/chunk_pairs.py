@@ -7,7 +7,7 @@ A pair is computed at a time for each channel, since a product of two decays wou
 import triton
 import triton.language as tl
 
-from gpu_reference._lib.chunk_decays import causal_decay, gate_parts
+from gpu_reference._lib.chunk_decays import causal_decay, channel_sums, with_row
 from gpu_reference._lib.chunk_dots import dot
 from gpu_reference._lib.layout import load_tile
 from gpu_reference._lib.probe import INTERPRETED, probe
@@ -20,18 +20,14 @@ def channel_scores(rows_tile, source, gk, rows, key, keys, KEYS_FIRST: tl.conste
     ROWS: tl.constexpr = rows_tile.shape[0]
     at = tl.arange(0, ROWS)
     rows_tile = rows_tile.to(tl.float32)
-    coarse, fine = gate_parts(load_tile(gk, (rows.first + at)[:, None], key, rows, keys))
-    coarse = tl.cumsum(coarse, axis=0)
-    fine = tl.cumsum(fine, axis=0)
+    coarse, fine = channel_sums(gk, rows, key, keys, 0, ROWS)
     scores = tl.full((ROWS, ROWS), 0.0, tl.float32)
     other_coarse = tl.full((1, rows_tile.shape[1]), 0.0, tl.float32)
     other_fine = tl.full((1, rows_tile.shape[1]), 0.0, tl.float32)
     for nth in range(ROWS):
         other_row = rows.first + nth + tl.arange(0, 1)[:, None]
         other = load_tile(source, other_row, key, rows, keys).to(tl.float32)
-        gate_coarse, gate_fine = gate_parts(load_tile(gk, other_row, key, rows, keys))
-        other_coarse += gate_coarse
-        other_fine += gate_fine
+        other_coarse, other_fine = with_row(other_coarse, other_fine, gk, other_row, key, rows, keys)
         if KEYS_FIRST:
             pair = causal_decay((at <= nth)[:, None], other_coarse - coarse, other_fine - fine)
         else:
@@ -47,9 +43,7 @@ def channel_gradients(inputs, q_columns, k_columns, products, products_t, rows, 
     decay as products [i, j] and products_t [j, i]."""
     ROWS: tl.constexpr = products.shape[0]
     at = tl.arange(0, ROWS)
-    coarse, fine = gate_parts(load_tile(inputs.gk, (rows.first + at)[None, :], key, rows, keys))
-    coarse = tl.cumsum(coarse, axis=1)
-    fine = tl.cumsum(fine, axis=1)
+    coarse, fine = channel_sums(inputs.gk, rows, key, keys, 1, ROWS)
     q_columns = q_columns.to(tl.float32)
     k_columns = k_columns.to(tl.float32)
     other_coarse = tl.full((q_columns.shape[0], 1), 0.0, tl.float32)
@@ -60,9 +54,7 @@ def channel_gradients(inputs, q_columns, k_columns, products, products_t, rows, 
         other_row = rows.first + nth + tl.arange(0, 1)[None, :]
         q_other = load_tile(inputs.q, other_row, key, rows, keys).to(tl.float32)
         k_other = load_tile(inputs.k, other_row, key, rows, keys).to(tl.float32)
-        gate_coarse, gate_fine = gate_parts(load_tile(inputs.gk, other_row, key, rows, keys))
-        other_coarse += gate_coarse
-        other_fine += gate_fine
+        other_coarse, other_fine = with_row(other_coarse, other_fine, inputs.gk, other_row, key, rows, keys)
         is_other = at[:, None] == nth
         of_key = tl.sum(tl.where(is_other, products_t, 0.0), axis=0)[None, :]
         of_query = tl.sum(tl.where(is_other, products, 0.0), axis=0)[None, :]
@@ -104,13 +96,18 @@ def step_gate_gradient(
     past = (decays.kept + decays.lost) * tl.sum(past_block)
     if INTERPRETED:
         probe("dgate", past, is_whole, chunk_size=ROWS)
-    at = tl.arange(0, ROWS)
+    return sums_across(pairs_t, read, written, SPLIT) + past
+
+
+@triton.jit
+def sums_across(pairs_t, read, written, SPLIT: tl.constexpr):
+    """At each t [R] the sum over rows j < t <= i: of pairs_t [j, i], of `read` of i, and of `written` of j."""
+    at = tl.arange(0, pairs_t.shape[0])
     is_before = (at[None, :] < at[:, None]).to(tl.float32)
     if SPLIT:
         is_before = is_before.to(tl.bfloat16)
     pairs = dot(is_before, pairs_t, SPLIT)
-    is_query = at[None, :] >= at[:, None]
-    return tl.sum(tl.where(is_query, pairs + read[None, :], written[None, :]), axis=1) + past
+    return tl.sum(tl.where(at[None, :] >= at[:, None], pairs + read[None, :], written[None, :]), axis=1)
 
 
 @triton.jit

@@ -9,20 +9,27 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from gpu_reference._lib.chunk_decays import block_decays, causal_decay, gate_parts, gate_sums, pair_decays
-from gpu_reference._lib.chunk_dots import dot
-from gpu_reference._lib.chunk_pairs import sums_before, sums_from
+from gpu_reference._lib.chunk_decays import (
+    block_decays,
+    causal_decay,
+    channel_sums,
+    gate_sums,
+    pair_decays,
+    with_row,
+)
+from gpu_reference._lib.chunk_dots import dot, read_state, update_of
+from gpu_reference._lib.chunk_pairs import sums_across, sums_before, sums_from
+from gpu_reference._lib.delta_forward import columns_of_program
 from gpu_reference._lib.delta_pairs import rows_of_keys
 from gpu_reference._lib.layout import (
     Rows,
     first_slot,
     load_state,
     load_tile,
-    of_program,
-    rows_of_segment,
+    rows_of_block,
     rows_of_sequence,
     state_offset,
-    store_columns,
+    store_tile,
 )
 from gpu_reference._lib.probe import INTERPRETED, probe
 
@@ -63,14 +70,9 @@ def reverse_kernel(
 ):
     """One program per (sequence, head of values, tile of V), from the last block to the first: fills dstates and
     dupdate of `memory`, and dv."""
-    tile, head, sequence = of_program(layout.v, BV, layout.h)
+    sequence, head, value, key, key_row, in_state, at_sequence = columns_of_program(layout, BK, BV)
     start, end = rows_of_sequence(sequence, layout)
-    value = tile * BV + tl.arange(0, BV)[None, :]
-    key_row = tl.arange(0, BK)[None, :]
-    key = tl.arange(0, BK)[:, None]
     at = tl.arange(0, ROWS)
-    in_state = (key < layout.k) & (value < layout.v)
-    at_sequence = state_offset(sequence, head, key, value, layout)
 
     dstate = load_state(dht, at_sequence, in_state)
     blocks = tl.cdiv(end - start, ROWS)
@@ -79,41 +81,28 @@ def reverse_kernel(
         rows = Rows(start + block * ROWS, end, head, layout.h)
         key_rows = rows_of_keys(rows, group)
         row = rows.first + at
-        is_row = row < end
-        at_value = (row * layout.h + head)[:, None] * layout.v + value
-        in_values = is_row[:, None] & (value < layout.v)
         slot = first_slot(sequence, start, ROWS) + block
         tl.store(memory.dstates + state_offset(slot, head, key, value, layout), dstate, mask=in_state)
 
         do_rows = load_tile(inputs.do, row[:, None], value, rows, layout.v)
         p_columns = load_tile(pairs.p, row[None, :], at[:, None], rows, ROWS)
         k_rows = load_tile(inputs.k, row[:, None], key_row, key_rows, layout.k)
-        if inputs.gk is None:
-            of_rows = block_decays(inputs, rows, key, layout.k, 1, SPLIT, ROWS)
-            of_state = of_rows.to_end[:, None] * dot(k_rows, dstate, SPLIT)
-        else:
-            of_rows = block_decays(inputs, rows, key_row, layout.k, 0, SPLIT, ROWS)
-            of_state = dot(of_rows.to_end * k_rows.to(tl.float32), dstate, SPLIT)
-        dv_new = scale * dot(p_columns, do_rows, SPLIT) + of_state
+        to_end = block_decays(inputs, rows, key_row, layout.k, 0, SPLIT, ROWS).to_end
+        dv_new = scale * dot(p_columns, do_rows, SPLIT) + read_state(k_rows, dstate, to_end, SPLIT)
         if INTERPRETED:
-            dv_new = probe("dv_new", dv_new, in_values, chunk_size=ROWS)
+            dv_new = probe("dv_new", dv_new, (row[:, None] < end) & (value < layout.v), chunk_size=ROWS)
         t_columns = load_tile(pairs.t, row[None, :], at[:, None], rows, ROWS)
-        beta = tl.load(inputs.beta + row * layout.h + head, mask=is_row, other=0).to(tl.float32)
+        beta = load_tile(inputs.beta, row, 0, rows, 1).to(tl.float32)
         dupdate_rows = dot(t_columns, dv_new, SPLIT)
         dv_rows = beta[:, None] * dupdate_rows
-        tl.store(memory.dupdate + at_value, dupdate_rows, mask=in_values)
-        tl.store(dv + at_value, dv_rows.to(dv.dtype.element_ty), mask=in_values)
+        store_tile(memory.dupdate, dupdate_rows, row[:, None], value, rows, layout.v)
+        store_tile(dv, dv_rows, row[:, None], value, rows, layout.v)
 
         decays = block_decays(inputs, rows, key, layout.k, 1, SPLIT, ROWS)
         q_columns = load_tile(inputs.q, row[None, :], key, key_rows, layout.k)
         k_columns = load_tile(inputs.k, row[None, :], key, key_rows, layout.k)
-        if inputs.gk is None:
-            weight = decays.from_start[:, None]
-            change = dot(q_columns, scale * weight * do_rows.to(tl.float32), SPLIT)
-            change -= dot(k_columns, weight * dv_rows, SPLIT)
-        else:
-            change = dot(scale * decays.from_start * q_columns.to(tl.float32), do_rows, SPLIT)
-            change -= dot(decays.from_start * k_columns.to(tl.float32), dv_rows, SPLIT)
+        change = update_of(q_columns, do_rows, scale * decays.from_start, SPLIT)
+        change -= update_of(k_columns, dv_rows, decays.from_start, SPLIT)
         dstate = decays.kept * dstate + (decays.lost * dstate + change)
         if INTERPRETED:
             dstate = probe("dh", dstate, in_state, chunk_size=ROWS)
@@ -137,9 +126,7 @@ def pair_gradients_kernel(
 ):
     """One program per (block of rows, head of values): fills p and raw of dpairs, which are the gradients of those of
     `pairs`, and dbeta [B, T, HV]."""
-    _, head, segment = of_program(1, 1, layout.h)
-    _, start, end = rows_of_segment(segment, layout, ROWS)
-    rows = Rows(start, end, head, layout.h)
+    _, rows = rows_of_block(layout, ROWS)
     SUM: tl.constexpr = tl.float32 if SPLIT else tl.float64
     at = tl.arange(0, ROWS)
     row = rows.first + at
@@ -160,17 +147,14 @@ def pair_gradients_kernel(
     da = tl.where(at[:, None] > at[None, :], da.to(tl.float32), 0.0)
     raw = load_tile(pairs.raw, row[:, None], at[None, :], rows, ROWS)
     of_beta += tl.sum(raw * da, axis=1)
-    is_row = row < end
     if INTERPRETED:
-        is_pair = is_row[:, None] & is_row[None, :]
+        is_pair = (row[:, None] < rows.end) & (row[None, :] < rows.end)
         dp = probe("dP", dp, is_pair, chunk_size=ROWS)
         da = probe("dA", da, is_pair, chunk_size=ROWS)
-    at_row = row * layout.h + head
-    at_pairs = at_row[:, None] * ROWS + at[None, :]
-    beta = tl.load(inputs.beta + at_row, mask=is_row, other=0).to(tl.float32)
-    tl.store(dpairs.p + at_pairs, dp, mask=is_row[:, None])
-    tl.store(dpairs.raw + at_pairs, beta[:, None] * da, mask=is_row[:, None])
-    tl.store(dbeta + at_row, of_beta.to(dbeta.dtype.element_ty), mask=is_row)
+    beta = load_tile(inputs.beta, row, 0, rows, 1).to(tl.float32)
+    store_tile(dpairs.p, dp, row[:, None], at[None, :], rows, ROWS)
+    store_tile(dpairs.raw, beta[:, None] * da, row[:, None], at[None, :], rows, ROWS)
+    store_tile(dbeta, of_beta, row, 0, rows, 1)
 
 
 @triton.jit
@@ -189,18 +173,16 @@ def gradients_kernel(
     BV: tl.constexpr,
 ):
     """One program per (block of rows, head of values): fills `outs` from what the others left, tile by tile of K."""
-    _, head, segment = of_program(1, 1, layout.h)
-    _, start, end = rows_of_segment(segment, layout, ROWS)
-    rows = Rows(start, end, head, layout.h)
+    slot, rows = rows_of_block(layout, ROWS)
     key_rows = rows_of_keys(rows, group)
     at = tl.arange(0, ROWS)
-    row = start + at
+    row = rows.first + at
     read = tl.full((ROWS,), 0.0, tl.float32)
     written = tl.full((ROWS,), 0.0, tl.float32)
     past = tl.full((), 0.0, tl.float32)
     for first_key in range(0, layout.k, BK):
         key = first_key + tl.arange(0, BK)[:, None]
-        of_states = _state_gradients(inputs, memory, segment, rows, key, layout, SPLIT, ROWS, BV)
+        of_states = _state_gradients(inputs, memory, slot, rows, key, layout, SPLIT, ROWS, BV)
         decays = block_decays(inputs, rows, key, layout.k, 1, SPLIT, ROWS)
         q_columns = load_tile(inputs.q, row[None, :], key, key_rows, layout.k)
         k_columns = load_tile(inputs.k, row[None, :], key, key_rows, layout.k)
@@ -232,19 +214,18 @@ def gradients_kernel(
             dk_tile += dk_inner
             dgate_tile += (decays.kept + decays.lost) * of_states.past[:, None]
             dgate_tile += sums_from(read_terms) + sums_before(written_terms)
-            store_columns(outs.dgate, dgate_tile, row, key, rows, layout.k)
-        store_columns(outs.dq, dq_tile, row, key, rows, layout.k)
-        store_columns(outs.dk, dk_tile, row, key, rows, layout.k)
+            store_tile(outs.dgate, dgate_tile, row[None, :], key, rows, layout.k)
+        store_tile(outs.dq, dq_tile, row[None, :], key, rows, layout.k)
+        store_tile(outs.dk, dk_tile, row[None, :], key, rows, layout.k)
     if inputs.gk is None:
         decays = block_decays(inputs, rows, 0, layout.k, 1, SPLIT, ROWS)
         p_t = load_tile(pairs.p, row[None, :], at[:, None], rows, ROWS)
         raw_t = load_tile(pairs.raw, row[None, :], at[:, None], rows, ROWS)
         dp_t = load_tile(dpairs.p, row[None, :], at[:, None], rows, ROWS)
         draw_t = load_tile(dpairs.raw, row[None, :], at[:, None], rows, ROWS)
-        dgate_rows = _step_gate_gradient(p_t * dp_t + raw_t * draw_t, read, written, SPLIT)
+        dgate_rows = sums_across(p_t * dp_t + raw_t * draw_t, read, written, SPLIT)
         dgate_rows += (decays.kept + decays.lost) * past
-        at_gate = row * layout.h + head
-        tl.store(outs.dgate + at_gate, dgate_rows.to(outs.dgate.dtype.element_ty), mask=row < end)
+        store_tile(outs.dgate, dgate_rows, row, 0, rows, 1)
 
 
 @triton.jit
@@ -255,7 +236,7 @@ def _state_gradients(
     SUM: tl.constexpr = tl.float32 if SPLIT else tl.float64
     BK: tl.constexpr = key.shape[0]
     row = rows.first + tl.arange(0, ROWS)
-    beta = tl.load(inputs.beta + row * layout.h + rows.head, mask=row < rows.end, other=0).to(tl.float32)
+    beta = load_tile(inputs.beta, row, 0, rows, 1).to(tl.float32)
     read = tl.full((BK, ROWS), 0.0, SUM)
     recalled = tl.full((BK, ROWS), 0.0, SUM)
     written = tl.full((BK, ROWS), 0.0, SUM)
@@ -279,27 +260,12 @@ def _state_gradients(
 
 
 @triton.jit
-def _step_gate_gradient(pairs_t, read, written, SPLIT: tl.constexpr):
-    """The gradient of a gate of all channels at each t [R] but for what passes the whole block: sums over rows j < t
-    and i >= t, of pairs_t [j, i], what a row i reads of the state before the block, and what a row j writes into the
-    one after it."""
-    at = tl.arange(0, pairs_t.shape[0])
-    is_before = (at[None, :] < at[:, None]).to(tl.float32)
-    if SPLIT:
-        is_before = is_before.to(tl.bfloat16)
-    of_pairs = dot(is_before, pairs_t, SPLIT)
-    return tl.sum(tl.where(at[None, :] >= at[:, None], of_pairs + read[None, :], written[None, :]), axis=1)
-
-
-@triton.jit
 def _channel_gradients(q_columns, k_columns, dp, dp_t, draw, draw_t, inputs, rows, key_rows, key, keys):
     """The parts of dq, dk and dgk [K, R] that are of pairs within the block, as in `chunk_pairs`: those of a query and
     a key, whose gradient is dp [i, j], and of two keys, draw; and both transposed."""
     ROWS: tl.constexpr = dp.shape[0]
     at = tl.arange(0, ROWS)
-    coarse, fine = gate_parts(load_tile(inputs.gk, (rows.first + at)[None, :], key, rows, keys))
-    coarse = tl.cumsum(coarse, axis=1)
-    fine = tl.cumsum(fine, axis=1)
+    coarse, fine = channel_sums(inputs.gk, rows, key, keys, 1, ROWS)
     q_columns = q_columns.to(tl.float32)
     k_columns = k_columns.to(tl.float32)
     other_coarse = tl.full((q_columns.shape[0], 1), 0.0, tl.float32)
@@ -311,9 +277,7 @@ def _channel_gradients(q_columns, k_columns, dp, dp_t, draw, draw_t, inputs, row
         other_row = rows.first + nth + tl.arange(0, 1)[None, :]
         q_other = load_tile(inputs.q, other_row, key, key_rows, keys).to(tl.float32)
         k_other = load_tile(inputs.k, other_row, key, key_rows, keys).to(tl.float32)
-        gate_coarse, gate_fine = gate_parts(load_tile(inputs.gk, other_row, key, rows, keys))
-        other_coarse += gate_coarse
-        other_fine += gate_fine
+        other_coarse, other_fine = with_row(other_coarse, other_fine, inputs.gk, other_row, key, rows, keys)
         is_other = at[:, None] == nth
         from_other = k_other * causal_decay((at > nth)[None, :], coarse - other_coarse, fine - other_fine)
         to_other = causal_decay((at < nth)[None, :], other_coarse - coarse, other_fine - fine)

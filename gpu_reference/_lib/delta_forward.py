@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from gpu_reference._lib.chunk_decays import block_decays
-from gpu_reference._lib.chunk_dots import dot, next_state
+from gpu_reference._lib.chunk_dots import dot, next_state, read_state
 from gpu_reference._lib.delta_pairs import rows_of_keys
 from gpu_reference._lib.layout import (
     Rows,
@@ -17,6 +17,7 @@ from gpu_reference._lib.layout import (
     of_program,
     rows_of_sequence,
     state_offset,
+    store_tile,
 )
 from gpu_reference._lib.probe import INTERPRETED, probe
 
@@ -31,6 +32,19 @@ class Memory(NamedTuple):
     v_new: Any
     dstates: Any
     dupdate: Any
+
+
+@triton.jit
+def columns_of_program(layout, BK: tl.constexpr, BV: tl.constexpr):
+    """The sequence and head of one program per (sequence, head of values, tile of V); its columns of V [1, V], the
+    channels [K, 1] and [1, K]; which elements [K, V] of a state these are, and where that of the sequence has them."""
+    tile, head, sequence = of_program(layout.v, BV, layout.h)
+    value = tile * BV + tl.arange(0, BV)[None, :]
+    key_row = tl.arange(0, BK)[None, :]
+    key = tl.arange(0, BK)[:, None]
+    in_state = (key < layout.k) & (value < layout.v)
+    at_sequence = state_offset(sequence, head, key, value, layout)
+    return sequence, head, value, key, key_row, in_state, at_sequence
 
 
 @triton.jit
@@ -50,50 +64,34 @@ def forward_kernel(
     BV: tl.constexpr,
 ):
     """One program per (sequence, head of values, tile of V). What is None of o, memory and ht is not stored."""
-    tile, head, sequence = of_program(layout.v, BV, layout.h)
+    sequence, head, value, key, key_row, in_state, at_sequence = columns_of_program(layout, BK, BV)
     start, end = rows_of_sequence(sequence, layout)
-    value = tile * BV + tl.arange(0, BV)[None, :]
-    key_row = tl.arange(0, BK)[None, :]
-    key = tl.arange(0, BK)[:, None]
     at = tl.arange(0, ROWS)
-    in_state = (key < layout.k) & (value < layout.v)
-    at_sequence = state_offset(sequence, head, key, value, layout)
 
     state = load_state(initial_state, at_sequence, in_state)
     for block in range(tl.cdiv(end - start, ROWS)):
         rows = Rows(start + block * ROWS, end, head, layout.h)
         key_rows = rows_of_keys(rows, group)
         row = rows.first + at
-        is_row = row < end
-        at_value = (row * layout.h + head)[:, None] * layout.v + value
-        in_values = is_row[:, None] & (value < layout.v)
         k_rows = load_tile(inputs.k, row[:, None], key_row, key_rows, layout.k)
-        if inputs.gk is None:
-            of_rows = block_decays(inputs, rows, key, layout.k, 1, SPLIT, ROWS)
-            recalled = of_rows.from_start[:, None] * dot(k_rows, state, SPLIT)
-        else:
-            of_rows = block_decays(inputs, rows, key_row, layout.k, 0, SPLIT, ROWS)
-            recalled = dot(of_rows.from_start * k_rows.to(tl.float32), state, SPLIT)
+        from_start = block_decays(inputs, rows, key_row, layout.k, 0, SPLIT, ROWS).from_start
+        recalled = read_state(k_rows, state, from_start, SPLIT)
         error = load_tile(inputs.v, row[:, None], value, rows, layout.v).to(tl.float32) - recalled
-        beta = tl.load(inputs.beta + row * layout.h + head, mask=is_row, other=0).to(tl.float32)
+        beta = load_tile(inputs.beta, row, 0, rows, 1).to(tl.float32)
         t_rows = load_tile(pairs.t, row[:, None], at[None, :], rows, ROWS)
         v_new = dot(t_rows, beta[:, None] * error, SPLIT)
         if INTERPRETED:
-            v_new = probe("v_new", v_new, in_values, chunk_size=ROWS)
+            v_new = probe("v_new", v_new, (row[:, None] < end) & (value < layout.v), chunk_size=ROWS)
         if memory is not None:
             slot = first_slot(sequence, start, ROWS) + block
             tl.store(memory.states + state_offset(slot, head, key, value, layout), state, mask=in_state)
-            tl.store(memory.error + at_value, error, mask=in_values)
-            tl.store(memory.v_new + at_value, v_new, mask=in_values)
+            store_tile(memory.error, error, row[:, None], value, rows, layout.v)
+            store_tile(memory.v_new, v_new, row[:, None], value, rows, layout.v)
         if o is not None:
             q_rows = load_tile(inputs.q, row[:, None], key_row, key_rows, layout.k)
             p_rows = load_tile(pairs.p, row[:, None], at[None, :], rows, ROWS)
-            if inputs.gk is None:
-                out = of_rows.from_start[:, None] * dot(q_rows, state, SPLIT)
-            else:
-                out = dot(of_rows.from_start * q_rows.to(tl.float32), state, SPLIT)
-            out += dot(p_rows, v_new, SPLIT)
-            tl.store(o + at_value, (scale * out).to(o.dtype.element_ty), mask=in_values)
+            out = read_state(q_rows, state, from_start, SPLIT) + dot(p_rows, v_new, SPLIT)
+            store_tile(o, scale * out, row[:, None], value, rows, layout.v)
         decays = block_decays(inputs, rows, key, layout.k, 1, SPLIT, ROWS)
         k_columns = load_tile(inputs.k, row[None, :], key, key_rows, layout.k)
         state = next_state(state, k_columns, v_new, decays.to_end, decays, SPLIT)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from gpu_reference._lib.chunk_decays import causal_decay, gate_parts, gate_sums, pair_decays
+from gpu_reference._lib.chunk_decays import causal_decay, channel_sums, gate_sums, pair_decays, with_row
 from gpu_reference._lib.chunk_dots import dot
-from gpu_reference._lib.layout import Rows, load_tile, of_program, rows_of_segment
+from gpu_reference._lib.layout import Rows, load_tile, rows_of_block, store_tile
 from gpu_reference._lib.probe import INTERPRETED, probe
 
 DIAGONAL = tl.constexpr(16)
@@ -48,12 +48,10 @@ def pairs_kernel(
     BK: tl.constexpr,
 ):
     """One program per (block of rows, head of values): fills `pairs`. ROWS are DIAGONAL times 2^LEVELS."""
-    _, head, segment = of_program(1, 1, layout.h)
-    _, start, end = rows_of_segment(segment, layout, ROWS)
-    rows = Rows(start, end, head, layout.h)
+    _, rows = rows_of_block(layout, ROWS)
     key_rows = rows_of_keys(rows, group)
     at = tl.arange(0, ROWS)
-    row = start + at
+    row = rows.first + at
     SUM: tl.constexpr = tl.float32 if SPLIT else tl.float64
     raw = tl.full((ROWS, ROWS), 0.0, SUM)
     scores = tl.full((ROWS, ROWS), 0.0, SUM)
@@ -78,18 +76,16 @@ def pairs_kernel(
         raw *= decays
         scores *= decays
     raw = tl.where(at[:, None] > at[None, :], raw, 0.0)
-    is_row = row < end
-    beta = tl.load(inputs.beta + row * layout.h + head, mask=is_row, other=0).to(tl.float32)
+    beta = load_tile(inputs.beta, row, 0, rows, 1).to(tl.float32)
     inverse = _inverse(beta[:, None] * raw, LEVELS)
     if INTERPRETED:
-        is_pair = is_row[:, None] & is_row[None, :]
+        is_pair = (row[:, None] < rows.end) & (row[None, :] < rows.end)
         inverse = probe("T", inverse, is_pair, chunk_size=ROWS)
         scores = probe("P", scores, is_pair, chunk_size=ROWS)
-    at_pairs = (row * layout.h + head)[:, None] * ROWS + at[None, :]
-    tl.store(pairs.t + at_pairs, inverse, mask=is_row[:, None])
-    tl.store(pairs.p + at_pairs, scores, mask=is_row[:, None])
+    store_tile(pairs.t, inverse, row[:, None], at[None, :], rows, ROWS)
+    store_tile(pairs.p, scores, row[:, None], at[None, :], rows, ROWS)
     if pairs.raw is not None:
-        tl.store(pairs.raw + at_pairs, raw, mask=is_row[:, None])
+        store_tile(pairs.raw, raw, row[:, None], at[None, :], rows, ROWS)
 
 
 @triton.jit
@@ -140,9 +136,7 @@ def _channel_scores(q_rows, k_rows, inputs, rows, key_rows, key, keys):
     at = tl.arange(0, ROWS)
     q_rows = q_rows.to(tl.float32)
     k_rows = k_rows.to(tl.float32)
-    coarse, fine = gate_parts(load_tile(inputs.gk, (rows.first + at)[:, None], key, rows, keys))
-    coarse = tl.cumsum(coarse, axis=0)
-    fine = tl.cumsum(fine, axis=0)
+    coarse, fine = channel_sums(inputs.gk, rows, key, keys, 0, ROWS)
     of_keys = tl.full((ROWS, ROWS), 0.0, tl.float32)
     of_queries = tl.full((ROWS, ROWS), 0.0, tl.float32)
     other_coarse = tl.full((1, q_rows.shape[1]), 0.0, tl.float32)
@@ -150,9 +144,7 @@ def _channel_scores(q_rows, k_rows, inputs, rows, key_rows, key, keys):
     for nth in range(ROWS):
         other_row = rows.first + nth + tl.arange(0, 1)[:, None]
         other = load_tile(inputs.k, other_row, key, key_rows, keys).to(tl.float32)
-        gate_coarse, gate_fine = gate_parts(load_tile(inputs.gk, other_row, key, rows, keys))
-        other_coarse += gate_coarse
-        other_fine += gate_fine
+        other_coarse, other_fine = with_row(other_coarse, other_fine, inputs.gk, other_row, key, rows, keys)
         decayed = other * causal_decay((at >= nth)[:, None], coarse - other_coarse, fine - other_fine)
         is_other = at[None, :] == nth
         of_keys += tl.where(is_other, tl.sum(k_rows * decayed, axis=1)[:, None], 0.0)

@@ -108,6 +108,14 @@ def rows_of_segment(segment, layout, SEGMENT: tl.constexpr):
 
 
 @triton.jit
+def rows_of_block(layout, ROWS: tl.constexpr):
+    """The slot of this program's block of rows, and the `Rows`; one program per (block of rows, head)."""
+    _, head, slot = of_program(1, 1, layout.h)
+    _, start, end = rows_of_segment(slot, layout, ROWS)
+    return slot, Rows(start, end, head, layout.h)
+
+
+@triton.jit
 def state_offset(index, head, key, value, layout):
     """Where the elements (key, value) of a head's state are in [..., H, K, V]; index is int64. A state has fewer than
     2^31 elements."""
@@ -126,13 +134,13 @@ def load_state(states, at_state, in_state):
 @triton.jit
 def load_tile(x, row, column, rows, columns):
     """The rows before `rows.end`, and zero for others, of a head in x [rows, H, columns], in the shape of `row` (int64)
-    and `column` broadcast: [R, 1] and [1, C], or [1, R] and [C, 1] for columns."""
+    and `column` broadcast: [R, 1] and [1, C], or [1, R] and [C, 1] for columns, or [R] and 0 of 1 column."""
     at_tile = (row * rows.heads + rows.head) * columns + column
     return tl.load(x + at_tile, mask=(row < rows.end) & (column < columns), other=0)
 
 
 @triton.jit
-def store_columns(x, tile, row, column, rows, columns):
-    """Store tile [C, R] as rows of a head in x [rows, H, columns]; `column` is [C, 1]."""
-    at_tile = (row[None, :] * rows.heads + rows.head) * columns + column
-    tl.store(x + at_tile, tile.to(x.dtype.element_ty), mask=(row[None, :] < rows.end) & (column < columns))
+def store_tile(x, tile, row, column, rows, columns):
+    """Store what `load_tile` loads."""
+    at_tile = (row * rows.heads + rows.head) * columns + column
+    tl.store(x + at_tile, tile.to(x.dtype.element_ty), mask=(row < rows.end) & (column < columns))

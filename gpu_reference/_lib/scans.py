@@ -17,23 +17,24 @@ from op_arguments.gla import Gradients, Problem, check_forward, check_gradients,
 class Scan(NamedTuple):
     """A checked scan: its Problem, and its tensors as kernels take them, contiguous on one device.
 
-    initial_state and dht, the gradient of the final one, are [N, H, K, V] float32 or None. The chunked forms alone
-    have a chunk_size, a precision and, unless it is theirs to choose, `fused`.
+    inputs: `layout.Inputs`, or of a delta rule `delta.DeltaInputs`. initial_state and dht, the gradient of the final
+    one, are [N, H, K, V] float32 or None. The chunked forms alone have a chunk_size, a precision and, unless it is
+    theirs to choose, `fused`.
     """
 
     p: Problem
-    inputs: Inputs
+    inputs: Any
     layout: Layout
     initial_state: Any
     dht: Any
     chunk_size: int
-    precision: str
-    fused: bool | None
+    precision: str = "ieee"
+    fused: bool | None = None
 
     @property
     def device(self) -> torch.device:
         """Where all of it is."""
-        device: torch.device = self.inputs.q.device
+        device: torch.device = self.inputs.v.device
         return device
 
     @property
@@ -57,10 +58,10 @@ class Scan(NamedTuple):
         return any(gate is not None for gate in self.gates)
 
     def empty_rows(self, *columns: int, parts: tuple[int, ...] = (), dtype: torch.dtype | None = None) -> Tensor:
-        """[*parts, B, T, H, *columns] in q's dtype or another, zero where there may be rows of no sequence."""
+        """[*parts, B, T, H, *columns] in v's dtype or another, zero where there may be rows of no sequence."""
         make = torch.empty if self.layout.cu_seqlens is None else torch.zeros
         shape = (*parts, self.p.b, self.p.t, self.p.h, *columns)
-        return make(shape, dtype=dtype or self.inputs.q.dtype, device=self.device)
+        return make(shape, dtype=dtype or self.inputs.v.dtype, device=self.device)
 
     def empty_states(self, count: int) -> Tensor:
         """[count, H, K, V] float32."""
@@ -83,7 +84,7 @@ class Scan(NamedTuple):
 
     def gradients(self, outs: Outs, dh0: Tensor | None) -> Gradients:
         """The gradients of the arguments, from what the kernels have filled."""
-        dv = _sum_of_tiles(outs.dv).to(self.inputs.q.dtype)
+        dv = sum_in_order(outs.dv).to(self.inputs.q.dtype)
         return Gradients(outs.dq, outs.dk, dv, _gate_gradients(outs.dgate, self.gates), dh0)
 
 
@@ -111,11 +112,19 @@ def take(
         check_gradients(p, *gradients)
     check_precision(precision, p.dtype)
     do, dht = gradients or (None, None)
-    inputs = Inputs(q, k, v, do, **gates)
-    check_devices({**inputs._asdict(), "initial_state": initial_state, "dht": dht, "cu_seqlens": cu_seqlens})
+    scan = scan_of(p, Inputs(q, k, v, do, **gates), cu_seqlens, initial_state, dht, chunk_size)
+    return scan._replace(precision=precision, fused=fused)
+
+
+def scan_of(
+    p: Problem, inputs: Any, cu_seqlens: Tensor | None, initial_state: Tensor | None, dht: Tensor | None, chunk: int
+) -> Scan:
+    """The Scan of tensors that are checked but for their devices. Raises as `check_devices`."""
+    others = {"initial_state": initial_state, "dht": dht, "cu_seqlens": cu_seqlens}
+    check_devices({**inputs._asdict(), **others})
     layout = Layout(_contiguous(cu_seqlens), p.n, p.t, p.b * p.t, p.h, p.k, p.v)
-    inputs, initial_state, dht = Inputs(*map(_contiguous, inputs)), _contiguous(initial_state), _contiguous(dht)
-    return Scan(p, inputs, layout, initial_state, dht, chunk_size, precision, fused)
+    inputs = type(inputs)(*map(_contiguous, inputs))
+    return Scan(p, inputs, layout, _contiguous(initial_state), _contiguous(dht), chunk)
 
 
 def dtypes_of_gradients(scan: Scan, *_: Any, **__: Any) -> Gradients:
@@ -135,12 +144,12 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _sum_of_tiles(tiles: Tensor) -> Tensor:
+def sum_in_order(parts: Tensor) -> Tensor:
     """The sum over the first axis, in order: `torch.sum` may choose another order for another batch size."""
-    first, *others = tiles.unbind()
-    for tile in others:
-        first += tile
-    return first
+    total, *others = parts.unbind()
+    for nth, part in enumerate(others):
+        total = torch.add(total, part, out=total if nth else None)
+    return total
 
 
 def _gate_gradients(dgate: Tensor | None, gates: Gates) -> dict[str, Tensor | None]:
@@ -149,7 +158,7 @@ def _gate_gradients(dgate: Tensor | None, gates: Gates) -> dict[str, Tensor | No
         return {"gk": dgate}
     if dgate is None:
         return {"g": None, "g_gamma": None}
-    step = _sum_of_tiles(dgate)
+    step = sum_in_order(dgate)
     return {
         "g": None if gates.g is None else step.to(gates.g.dtype),
         "g_gamma": None if gates.g_gamma is None else step.sum((0, 1), dtype=torch.float64).float(),
