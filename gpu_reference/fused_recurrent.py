@@ -28,7 +28,16 @@ from torch import Tensor
 from gpu_reference._lib.decays import no_decay, step_decay
 from gpu_reference._lib.hardware import bfloat16_as_float32_where_interpreted
 from gpu_reference._lib.launch import Launch
-from gpu_reference._lib.layout import first_slot, load_state, of_program, rows_of_sequence, state_offset
+from gpu_reference._lib.layout import (
+    first_slot,
+    load_row,
+    load_state,
+    of_program,
+    rows_of_sequence,
+    state_offset,
+    store_row,
+    store_state,
+)
 from gpu_reference._lib.probe import INTERPRETED, probe
 from gpu_reference._lib.scans import Scan, dtypes_of_gradients, take
 from gpu_reference._lib.tiles import block_of
@@ -167,9 +176,8 @@ def _forward_kernel(
         residue = tl.where(step % SEGMENT_STEPS == 0, 0.0, residue)
         state, residue = next_state(inputs, state, residue, row, steps.head, key, value, layout, 0)
         o_row = scale * tl.sum(tl.sum(tl.reshape(q_row[None, :] * state, (BV, 4, BK // 4)), axis=1), axis=1)
-        tl.store(o + row * layout.v + value, o_row.to(o.dtype.element_ty), mask=value < layout.v)
-    if ht is not None:
-        tl.store(ht + at_state, state, mask=in_state)
+        store_row(o, o_row, row, value, layout.v)
+    store_state(ht, at_state, state, in_state)
 
 
 @triton.jit
@@ -207,7 +215,7 @@ def _dq_kernel(
         residue = tl.where(step % SEGMENT_STEPS == 0, 0.0, residue)
         state, residue = next_state(inputs, state, residue, row, steps.head, key, value, layout, 1)
         dq_row = scale * sum_over_values(do_row[None, :] * state)
-        tl.store(dq + row * layout.k + key, dq_row.to(dq.dtype.element_ty), mask=key < layout.k)
+        store_row(dq, dq_row, row, key, layout.k)
 
 
 @triton.jit
@@ -231,7 +239,6 @@ def _dk_dv_kernel(
     tile, steps = steps_of_program(layout.k, BK, layout, REVERSE)
     key = tile * BK + tl.arange(0, BK)
     value = tl.arange(0, BV)
-    in_keys = key < layout.k
     state_key = key[:, None]
     state_value = value[None, :]
     in_state = (state_key < layout.k) & (state_value < layout.v)
@@ -271,8 +278,8 @@ def _dk_dv_kernel(
                 dstate = probe("dstate", dstate, in_state)
             dk_row = sum_over_values(dstate * v_row[None, :])
             dv_row = tl.sum(tl.sum(tl.reshape(dstate * k_row[:, None], (4, BK // 4, BV)), axis=0), axis=0)
-            tl.store(outs.dk + row * layout.k + key, dk_row.to(outs.dk.dtype.element_ty), mask=in_keys)
-            tl.store(dv + row * layout.v + value, dv_row.to(dv.dtype.element_ty), mask=value < layout.v)
+            store_row(outs.dk, dk_row, row, key, layout.k)
+            store_row(dv, dv_row, row, value, layout.v)
             kept, lost = step_decay(inputs, row, steps.head, key, layout.k, 1)
             if outs.dgate is not None:
                 at_block = state_offset(in_block + step, steps.head, state_key, state_value, layout)
@@ -285,8 +292,7 @@ def _dk_dv_kernel(
                 kept, lost = no_decay(inputs.gk, BK)
         if states is not None:
             tl.debug_barrier()  # the next block overwrites it
-    if dh0 is not None:
-        tl.store(dh0 + at_state, dstate, mask=in_state)
+    store_state(dh0, at_state, dstate, in_state)
 
 
 @triton.jit
@@ -304,12 +310,6 @@ def steps_of_program(size, TILE: tl.constexpr, layout, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def load_row(x, row, column, columns):
-    """Row `row` of x [rows, columns] as float32, zero beyond its last column."""
-    return tl.load(x + row * columns + column, mask=column < columns, other=0).to(tl.float32)
-
-
-@triton.jit
 def sum_over_values(x):
     """The sum of x [K, V] over V, first of what a thread holds."""
     return tl.sum(tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 4)), axis=2), axis=1)
@@ -321,7 +321,7 @@ def store_dgate(dgate, gk, dgate_row, row, rows_of_tile, key, keys):
     if gk is not None:
         if INTERPRETED:
             dgate_row = probe("dgate", dgate_row, key < keys)
-        tl.store(dgate + row * keys + key, dgate_row.to(dgate.dtype.element_ty), mask=key < keys)
+        store_row(dgate, dgate_row, row, key, keys)
     else:
         if INTERPRETED:  # of a tile of K there is a part of the sum
             probe("dgate", tl.sum(dgate_row), keys <= key.shape[0])

@@ -25,7 +25,16 @@ from gpu_reference._lib.decays import step_decay
 from gpu_reference._lib.delta import Delta, DeltaOptions, dtypes_of_gradients, take
 from gpu_reference._lib.hardware import bfloat16_as_float32_where_interpreted
 from gpu_reference._lib.launch import Launch
-from gpu_reference._lib.layout import first_slot, load_state, of_program, rows_of_sequence, state_offset
+from gpu_reference._lib.layout import (
+    first_slot,
+    load_row,
+    load_state,
+    of_program,
+    rows_of_sequence,
+    state_offset,
+    store_row,
+    store_state,
+)
 from gpu_reference._lib.probe import INTERPRETED, probe
 from gpu_reference._lib.scans import fill_state, sum_in_order
 from gpu_reference._lib.tiles import block_of
@@ -134,11 +143,10 @@ def _forward_kernel(inputs, layout, group, scale, initial_state, o, ht, BK: tl.c
     for step in range((end - start).to(tl.int32)):
         row = (start + step) * layout.h + head
         state, _, _ = _next_state(inputs, state, row, head, key, value, layout, group)
-        q_row = _load_row(inputs.q, _row_of_keys(row, head, layout, group), key, layout.k)
+        q_row = load_row(inputs.q, _row_of_keys(row, head, layout, group), key, layout.k)
         o_row = scale * _sum_over_keys(q_row[None, :] * state)
-        tl.store(o + row * layout.v + value, o_row.to(o.dtype.element_ty), mask=value < layout.v)
-    if ht is not None:
-        tl.store(ht + at_state, state, mask=in_state)
+        store_row(o, o_row, row, value, layout.v)
+    store_state(ht, at_state, state, in_state)
 
 
 @triton.jit
@@ -196,50 +204,48 @@ def _backward_kernel(
             row = (start + step) * layout.h + head
             dstate = _step_back(inputs, outs, before, dstate, scale, row, rows_of_tile, head, key, value, layout, group)
         tl.debug_barrier()  # the next block overwrites it
-    if dh0 is not None:
-        tl.store(dh0 + at_state, dstate, mask=in_state)
+    store_state(dh0, at_state, dstate, in_state)
 
 
 @triton.jit
 def _step_back(inputs, outs, before, dstate, scale, row, rows_of_tile, head, key, value, layout, group):
     """The gradient of the state `before` a step, given that of the state after it; stores those of the step."""
     row_of_keys = _row_of_keys(row, head, layout, group)
-    q_row = _load_row(inputs.q, row_of_keys, key, layout.k)
-    k_row = _load_row(inputs.k, row_of_keys, key, layout.k)
-    do_row = _load_row(inputs.do, row, value, layout.v)
+    q_row = load_row(inputs.q, row_of_keys, key, layout.k)
+    k_row = load_row(inputs.k, row_of_keys, key, layout.k)
+    do_row = load_row(inputs.do, row, value, layout.v)
     after, error, v_new = _next_state(inputs, before, row, head, key, value, layout, group)
     kept, lost = step_decay(inputs, row, head, key, layout.k, 0)
     beta = tl.load(inputs.beta + row).to(tl.float32)
-    in_keys = key < layout.k
     at_part = rows_of_tile + row
 
-    tl.store(outs.dq + at_part * layout.k + key, scale * _sum_over_values(do_row[:, None] * after), mask=in_keys)
+    store_row(outs.dq, scale * _sum_over_values(do_row[:, None] * after), at_part, key, layout.k)
     dstate += (scale * q_row)[None, :] * do_row[:, None]
     dv_new = _sum_over_keys(k_row[None, :] * dstate)
     dv_row = beta * dv_new
-    tl.store(outs.dv + row * layout.v + value, dv_row.to(outs.dv.dtype.element_ty), mask=value < layout.v)
+    store_row(outs.dv, dv_row, row, value, layout.v)
     tl.store(outs.dbeta + at_part, tl.sum(dv_new * error))
     recalled = _sum_over_values((kept + lost) * before * dv_row[:, None])
     dk_row = _sum_over_values(dstate * v_new[:, None]) - recalled
-    tl.store(outs.dk + at_part * layout.k + key, dk_row, mask=in_keys)
+    store_row(outs.dk, dk_row, at_part, key, layout.k)
     through = dstate - k_row[None, :] * dv_row[:, None]
     dgate_row = _sum_over_values((kept + lost) * before * through)
     if inputs.gk is not None:
-        tl.store(outs.dgate + at_part * layout.k + key, dgate_row, mask=in_keys)
+        store_row(outs.dgate, dgate_row, at_part, key, layout.k)
     else:
         tl.store(outs.dgate + at_part, tl.sum(dgate_row))
     dstate = tl.where(kept > 0, through, 0.0) + lost * through
     if INTERPRETED:
-        dstate = probe("dh", dstate, in_keys[None, :] & (value < layout.v)[:, None])
+        dstate = probe("dh", dstate, (key < layout.k)[None, :] & (value < layout.v)[:, None])
     return dstate
 
 
 @triton.jit
 def _next_state(inputs, state, row, head, key, value, layout, group):
     """The state [V, K] after a step, the error of what the one before recalls, and what is written."""
-    k_row = _load_row(inputs.k, _row_of_keys(row, head, layout, group), key, layout.k)[None, :]
+    k_row = load_row(inputs.k, _row_of_keys(row, head, layout, group), key, layout.k)[None, :]
     kept, lost = step_decay(inputs, row, head, key, layout.k, 0)
-    error = _load_row(inputs.v, row, value, layout.v) - _sum_over_keys((kept + lost) * k_row * state)
+    error = load_row(inputs.v, row, value, layout.v) - _sum_over_keys((kept + lost) * k_row * state)
     v_new = tl.load(inputs.beta + row).to(tl.float32) * error
     if INTERPRETED:
         v_new = probe("v_new", v_new, value < layout.v)
@@ -253,12 +259,6 @@ def _next_state(inputs, state, row, head, key, value, layout, group):
 def _row_of_keys(row, head, layout, group):
     """The row in [B T H, K] that `row` of [B T HV, ...] reads."""
     return (row - head) // group + head // group
-
-
-@triton.jit
-def _load_row(x, row, column, columns):
-    """Row `row` of x [rows, columns] as float32, zero beyond its last column."""
-    return tl.load(x + row * columns + column, mask=column < columns, other=0).to(tl.float32)
 
 
 @triton.jit

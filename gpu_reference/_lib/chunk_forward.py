@@ -19,6 +19,7 @@ from gpu_reference._lib.layout import (
     rows_of_segment,
     rows_of_sequence,
     state_offset,
+    store_state,
     store_tile,
 )
 from gpu_reference._lib.probe import INTERPRETED, probe
@@ -93,8 +94,7 @@ def _states_kernel(
         state = next_state(state, k_columns, v_rows, weight, decays, SPLIT)
         if INTERPRETED:
             state = probe("dstate" if REVERSE else "state", state, in_state, chunk_size=ROWS)
-    if last_state is not None:
-        tl.store(last_state + at_sequence, state, mask=in_state)
+    store_state(last_state, at_sequence, state, in_state)
 
 
 @triton.jit
@@ -147,5 +147,4 @@ def _forward_kernel(
             state = next_state(state, k_columns, v_rows, decays.to_end, decays, SPLIT)
             if INTERPRETED:
                 state = probe("state", state, in_state, chunk_size=ROWS)
-    if last_states is not None:
-        tl.store(last_states + at_segment, state, mask=in_state)
+    store_state(last_states, at_segment, state, in_state)

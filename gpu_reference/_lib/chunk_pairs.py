@@ -51,20 +51,37 @@ def channel_gradients(inputs, q_columns, k_columns, products, products_t, rows, 
     dq = tl.zeros_like(q_columns)
     dk = tl.zeros_like(q_columns)
     for nth in range(ROWS):
-        other_row = rows.first + nth + tl.arange(0, 1)[None, :]
-        q_other = load_tile(inputs.q, other_row, key, rows, keys).to(tl.float32)
-        k_other = load_tile(inputs.k, other_row, key, rows, keys).to(tl.float32)
-        other_coarse, other_fine = with_row(other_coarse, other_fine, inputs.gk, other_row, key, rows, keys)
+        q_other, k_other, other_coarse, other_fine, from_other, to_other = one_row(
+            inputs, nth, coarse, fine, other_coarse, other_fine, rows, rows, key, keys
+        )
         is_other = at[:, None] == nth
-        of_key = tl.sum(tl.where(is_other, products_t, 0.0), axis=0)[None, :]
-        of_query = tl.sum(tl.where(is_other, products, 0.0), axis=0)[None, :]
-        dq += of_key * k_other * causal_decay((at > nth)[None, :], coarse - other_coarse, fine - other_fine)
-        dk += of_query * q_other * causal_decay((at < nth)[None, :], other_coarse - coarse, other_fine - fine)
+        dq += row_where(is_other, products_t) * k_other * from_other
+        dk += row_where(is_other, products) * q_other * to_other
     dgate = sums_from(q_columns * dq - k_columns * dk)
-    of_same = tl.sum(tl.where(at[:, None] == at[None, :], products, 0.0), axis=0)[None, :]
+    of_same = row_where(at[:, None] == at[None, :], products)
     if INTERPRETED:
         dgate = probe("dgate", dgate, (key < keys) & (rows.first + at < rows.end)[None, :], chunk_size=ROWS)
     return dq + of_same * k_columns, dk + of_same * q_columns, dgate
+
+
+@triton.jit
+def one_row(inputs, nth, coarse, fine, other_coarse, other_fine, rows, key_rows, key, keys):
+    """Of a block's row `nth` q and k [K, 1], the gates summed up to it, from those before it, and the decays from it to
+    each later row and to it from each earlier one [K, R]; coarse, fine: the sums up to every row."""
+    at = tl.arange(0, coarse.shape[1])
+    row = rows.first + nth + tl.arange(0, 1)[None, :]
+    q = load_tile(inputs.q, row, key, key_rows, keys).to(tl.float32)
+    k = load_tile(inputs.k, row, key, key_rows, keys).to(tl.float32)
+    other_coarse, other_fine = with_row(other_coarse, other_fine, inputs.gk, row, key, rows, keys)
+    from_other = causal_decay((at > nth)[None, :], coarse - other_coarse, fine - other_fine)
+    to_other = causal_decay((at < nth)[None, :], other_coarse - coarse, other_fine - fine)
+    return q, k, other_coarse, other_fine, from_other, to_other
+
+
+@triton.jit
+def row_where(is_element, x):
+    """Of x [R, C] the elements of which there is one in each column, as a row [1, C]."""
+    return tl.sum(tl.where(is_element, x, 0.0), axis=0)[None, :]
 
 
 @triton.jit

@@ -9,16 +9,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from gpu_reference._lib.chunk_decays import (
-    block_decays,
-    causal_decay,
-    channel_sums,
-    gate_sums,
-    pair_decays,
-    with_row,
-)
+from gpu_reference._lib.chunk_decays import block_decays, channel_sums, gate_sums, pair_decays
 from gpu_reference._lib.chunk_dots import dot, read_state, update_of
-from gpu_reference._lib.chunk_pairs import sums_across, sums_before, sums_from
+from gpu_reference._lib.chunk_pairs import one_row, row_where, sums_across, sums_before, sums_from
 from gpu_reference._lib.delta_forward import columns_of_program
 from gpu_reference._lib.delta_pairs import rows_of_keys
 from gpu_reference._lib.layout import (
@@ -29,6 +22,7 @@ from gpu_reference._lib.layout import (
     rows_of_block,
     rows_of_sequence,
     state_offset,
+    store_state,
     store_tile,
 )
 from gpu_reference._lib.probe import INTERPRETED, probe
@@ -106,8 +100,7 @@ def reverse_kernel(
         dstate = decays.kept * dstate + (decays.lost * dstate + change)
         if INTERPRETED:
             dstate = probe("dh", dstate, in_state, chunk_size=ROWS)
-    if dh0 is not None:
-        tl.store(dh0 + at_sequence, dstate, mask=in_state)
+    store_state(dh0, at_sequence, dstate, in_state)
 
 
 @triton.jit
@@ -274,18 +267,13 @@ def _channel_gradients(q_columns, k_columns, dp, dp_t, draw, draw_t, inputs, row
     dk_later = tl.zeros_like(q_columns)
     dk_earlier = tl.zeros_like(q_columns)
     for nth in range(ROWS):
-        other_row = rows.first + nth + tl.arange(0, 1)[None, :]
-        q_other = load_tile(inputs.q, other_row, key, key_rows, keys).to(tl.float32)
-        k_other = load_tile(inputs.k, other_row, key, key_rows, keys).to(tl.float32)
-        other_coarse, other_fine = with_row(other_coarse, other_fine, inputs.gk, other_row, key, rows, keys)
+        q_other, k_other, other_coarse, other_fine, from_other, to_other = one_row(
+            inputs, nth, coarse, fine, other_coarse, other_fine, rows, key_rows, key, keys
+        )
         is_other = at[:, None] == nth
-        from_other = k_other * causal_decay((at > nth)[None, :], coarse - other_coarse, fine - other_fine)
-        to_other = causal_decay((at < nth)[None, :], other_coarse - coarse, other_fine - fine)
-        dq += tl.sum(tl.where(is_other, dp_t, 0.0), axis=0)[None, :] * from_other
-        dk_later += tl.sum(tl.where(is_other, draw_t, 0.0), axis=0)[None, :] * from_other
-        of_query = tl.sum(tl.where(is_other, dp, 0.0), axis=0)[None, :]
-        of_key = tl.sum(tl.where(is_other, draw, 0.0), axis=0)[None, :]
-        dk_earlier += (of_query * q_other + of_key * k_other) * to_other
+        dq += row_where(is_other, dp_t) * (k_other * from_other)
+        dk_later += row_where(is_other, draw_t) * (k_other * from_other)
+        dk_earlier += (row_where(is_other, dp) * q_other + row_where(is_other, draw) * k_other) * to_other
     dgate = sums_from(q_columns * dq + k_columns * (dk_later - dk_earlier))
-    of_same = tl.sum(tl.where(at[:, None] == at[None, :], dp, 0.0), axis=0)[None, :]
+    of_same = row_where(at[:, None] == at[None, :], dp)
     return dq + of_same * k_columns, dk_later + dk_earlier + of_same * q_columns, dgate

@@ -17,6 +17,7 @@ from gpu_reference._lib.layout import (
     of_program,
     rows_of_sequence,
     state_offset,
+    store_state,
     store_tile,
 )
 from gpu_reference._lib.probe import INTERPRETED, probe
@@ -97,5 +98,4 @@ def forward_kernel(
         state = next_state(state, k_columns, v_new, decays.to_end, decays, SPLIT)
         if INTERPRETED:
             state = probe("h", state, in_state, chunk_size=ROWS)
-    if ht is not None:
-        tl.store(ht + at_sequence, state, mask=in_state)
+    store_state(ht, at_sequence, state, in_state)

@@ -132,6 +132,25 @@ def load_state(states, at_state, in_state):
 
 
 @triton.jit
+def store_state(states, at_state, state, in_state):
+    """Store the elements of a state that are `in_state`, if there are states."""
+    if states is not None:
+        tl.store(states + at_state, state, mask=in_state)
+
+
+@triton.jit
+def load_row(x, row, column, columns):
+    """Row `row` of x [rows, columns] as float32, zero beyond its last column."""
+    return tl.load(x + row * columns + column, mask=column < columns, other=0).to(tl.float32)
+
+
+@triton.jit
+def store_row(x, values, row, column, columns):
+    """Store row `row` of x [rows, columns], up to its last column."""
+    tl.store(x + row * columns + column, values.to(x.dtype.element_ty), mask=column < columns)
+
+
+@triton.jit
 def load_tile(x, row, column, rows, columns):
     """The rows before `rows.end`, and zero for others, of a head in x [rows, H, columns], in the shape of `row` (int64)
     and `column` broadcast: [R, 1] and [1, C], or [1, R] and [C, 1] for columns, or [R] and 0 of 1 column."""

@@ -92,8 +92,8 @@ FAULTS = named({
             float32),
     ],
     "an empty sequence's final state is not written": [
-        gpu(GDN, "tl.store(ht + at_sequence, state, mask=in_state)",
-            "tl.store(ht + at_sequence, state, mask=in_state & (key < tl.where(start < end, layout.k, 0)))", packed),
+        gpu(GDN, "store_state(ht, at_sequence, state, in_state)",
+            "store_state(ht, at_sequence, state, in_state & (key < tl.where(start < end, layout.k, 0)))", packed),
     ],
     "what a state recalls is missing from dk": [
         gpu(STEPS_BACKWARD, "dk_row = _sum_over_values(dstate * v_new[:, None]) - recalled",

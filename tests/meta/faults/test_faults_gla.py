@@ -110,8 +110,8 @@ FAULTS = named({
     ],
     "an empty sequence's final state is not written": [
         tpu(FORWARD, "jnp.cumsum(jnp.maximum(-(-lengths // c), 1))", "jnp.cumsum(-(-lengths // c))", empty_sequences),
-        gpu(FORWARD, "tl.store(last_states + at_segment, state, mask=in_state)",
-            "tl.store(last_states + at_segment, state, mask=in_state & (key < tl.where(start < end, layout.k, 0)))",
+        gpu(FORWARD, "store_state(last_states, at_segment, state, in_state)",
+            "store_state(last_states, at_segment, state, in_state & (key < tl.where(start < end, layout.k, 0)))",
             empty_sequences),
     ],
     "the gates of a channel are those of the first": [
