@@ -63,22 +63,6 @@ def gate_sums(gates, rows, ROWS: tl.constexpr):
 
 
 @triton.jit
-def channel_sums(gk, rows, key, keys, ROW_AXIS: tl.constexpr, ROWS: tl.constexpr):
-    """The gates of the channels `key`, [K, 1] or [1, K], summed since the block's first row, in two parts; rows along
-    ROW_AXIS."""
-    row = rows.first + tl.expand_dims(tl.arange(0, ROWS), 1 - ROW_AXIS)
-    coarse, fine = gate_parts(load_tile(gk, row, key, rows, keys))
-    return tl.cumsum(coarse, axis=ROW_AXIS), tl.cumsum(fine, axis=ROW_AXIS)
-
-
-@triton.jit
-def with_row(coarse, fine, gk, row, key, rows, keys):
-    """Sums of gates in two parts, and the gates of another row."""
-    gate_coarse, gate_fine = gate_parts(load_tile(gk, row, key, rows, keys))
-    return coarse + gate_coarse, fine + gate_fine
-
-
-@triton.jit
 def decay(coarse, fine):
     """exp of a sum of gates in two parts."""
     return tl.exp(at_most(coarse + fine, LARGEST_EXPONENT))
@@ -143,6 +127,22 @@ def block_decays(gates, rows, key, keys, ROW_AXIS: tl.constexpr, SPLIT: tl.const
         decay_to_end = probe("decay", decay_to_end, is_step, chunk_size=ROWS)
         lost = probe("kept", lost, is_kept, chunk_size=ROWS)
     return Decays(decay_from_start, decay_to_end, kept_float32, lost)
+
+
+@triton.jit
+def channel_sums(gk, rows, key, keys, ROW_AXIS: tl.constexpr, ROWS: tl.constexpr):
+    """The gates of the channels `key`, [K, 1] or [1, K], summed since the block's first row, in two parts; rows along
+    ROW_AXIS."""
+    row = rows.first + tl.expand_dims(tl.arange(0, ROWS), 1 - ROW_AXIS)
+    coarse, fine = gate_parts(load_tile(gk, row, key, rows, keys))
+    return tl.cumsum(coarse, axis=ROW_AXIS), tl.cumsum(fine, axis=ROW_AXIS)
+
+
+@triton.jit
+def with_row(coarse, fine, gk, row, key, rows, keys):
+    """Sums of gates in two parts, and the gates of another row."""
+    gate_coarse, gate_fine = gate_parts(load_tile(gk, row, key, rows, keys))
+    return coarse + gate_coarse, fine + gate_fine
 
 
 @triton.jit

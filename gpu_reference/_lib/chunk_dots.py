@@ -57,7 +57,8 @@ def next_state(state, k_columns, v_rows, weight, decays, SPLIT: tl.constexpr):
     weight is [R] where these are scalars, or [K, R] where they are [K, 1]. A decay near 1 is 1 + lost: it acts on a
     slow head's state in every block, and an error in it would add up.
     """
-    return decays.kept * state + (decays.lost * state + update_of(k_columns, v_rows, weight, SPLIT))
+    update = update_of(k_columns, v_rows, weight, SPLIT)
+    return decays.kept * state + (decays.lost * state + update)
 
 
 @triton.jit

@@ -199,7 +199,7 @@ LOSSES = [
             {"tf32 cut at lhs", "tf32 cut at rhs"}),
     *in_gla("partial sums in bf16", "gpu", SIMPLE, PIECES, f"{PIECES}.to(tl.bfloat16)", {"bfloat16 at partial"}),
     *in_gla("sums in bf16", "gpu", SIMPLE, "axis=0).to(tl.float32)\n", f"axis=0){TL_BF16}\n", {"bfloat16 at acc"}),
-    *in_gla("rounded twice", "gpu", SIMPLE, "(scale * out).to(o.", "(scale * out).to(tl.float16).to(o.",
+    *in_gla("rounded twice", "gpu", SIMPLE, "store_tile(o, scale * out,", "store_tile(o, (scale * out).to(tl.float16),",
             {"tf32 at out"}, bf16),
     *in_gla("dS in bf16", "tpu", BACKWARD, TPU_PREVIOUS_DSTATE, jnp_rounded(TPU_PREVIOUS_DSTATE),
             {"bfloat16 at dstate"}),

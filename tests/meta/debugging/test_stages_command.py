@@ -131,7 +131,7 @@ FAULTS = [
             "return dot(load(\"q\"), load(\"k\"), (1, 1), scan)", "A", FULL),
     planted("tpu", CHUNK, "return reduce(lambda rest, part: part * state + rest, reversed(decay.whole), term)",
             "return term", "state", FULL),
-    planted("tpu", CHUNK_BACKWARD, "return _decayed(dstate, decay, dot(", "return _decayed(dstate, decay, 2 * dot(",
+    planted("tpu", CHUNK_BACKWARD, "return decayed(dstate, decay, dot(", "return decayed(dstate, decay, 2 * dot(",
             "dstate", FULL),
     planted("tpu", CHUNK_BACKWARD, PAIRS, "products", "A", FULL),
     planted("tpu", CHUNK_BACKWARD, "whole = reduce(jnp.add, self.whole)", "whole = 1.0", "dgate", FULL),

@@ -53,7 +53,8 @@ FAULTS = named({
     ],
     "the final state is missing from dg": [
         tpu(BACKWARD, 'store("dgate", through + jnp.sum(', 'store("dgate", jnp.sum('),
-        gpu(BACKWARD, "written[None, :]), axis=1) + past", "written[None, :]), axis=1)"),
+        gpu(BACKWARD, "return sums_across(pairs_t, read, written, SPLIT) + past",
+            "return sums_across(pairs_t, read, written, SPLIT)"),
     ],
     "the final state is missing from dgk": [
         tpu(CHANNEL_BACKWARD,
@@ -65,7 +66,7 @@ FAULTS = named({
     "a tile overwrites what it should add to": [
         tpu(FORWARD, "return reduce(lambda rest, part: part * state + rest, reversed(decay.whole), term)",
             "return term"),
-        gpu(BACKWARD, "        first += tile\n", "        first = tile\n"),
+        gpu(BACKWARD, "torch.add(total, part, out=total if nth else None)", "part"),
     ],
     "rows beyond a sequence are not masked": [
         tpu(FORWARD,

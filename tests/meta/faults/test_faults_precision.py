@@ -68,7 +68,7 @@ STEPS_BWD = "fused_recurrent_simple_gla_bwd fused_recurrent_gla_bwd"
 GPU_SUMS = "sums = «ADDED(sums, a, b, lhs, rhs, region, step, SCALING)»"
 GPU_STATE = "return «decays.kept * state + (decays.lost * state + update)»"
 TPU_STATE = (
-    'return «_decayed(state, decay, dot(load("v"), f32(load("k")) * decay.decay_to_end(scan.p.k), (0, 0), scan))»'
+    'return «decayed(state, decay, dot(load("v"), f32(load("k")) * decay.decay_to_end(scan.p.k), (0, 0), scan))»'
 )
 
 LOSSES = [
@@ -122,7 +122,7 @@ LOSSES = [
          "return «_sum_of(rows, weights, slots)».astype(rows.dtype)", bf16),
     Loss("output, twice rounded", "torch", "unpermute",
          "return «_sum_of(rows, weights, slots)».to(rows.dtype)", bf16),
-    Loss("output, twice rounded", "gpu", SIMPLE_FWD, "(«scale * out»).to(o.dtype.element_ty)", bf16),
+    Loss("output, twice rounded", "gpu", SIMPLE_FWD, "store_tile(o, «scale * out», row", bf16),
     Loss("output, twice rounded", "tpu", f"{FWD} {BWD}",
          "ref[:, self.rows(i), :] = «x».astype(ref.dtype)", bf16),
     # the layer
@@ -146,7 +146,7 @@ LOSSES = [
     Loss("state in one head", "gpu", CHANNEL_FWD,
          "state = «next_state(state, k_columns, v_rows, decays.to_end, decays, SPLIT)»", bf16, "head == 1"),
     Loss("gradient of the state", "tpu", BWD,
-         'return «_decayed(dstate, decay, dot(load("do"), weighted, (0, 0), scan))»', bf16),
+         'return «decayed(dstate, decay, dot(load("do"), weighted, (0, 0), scan))»', bf16),
     Loss("decay", "tpu", SIMPLE_FWD, "return «finite_exp(jnp.where(i >= j, sums, -jnp.inf))»", bf16),
     Loss("decay", "tpu", CHANNEL_FWD, "self.halves.append(«finite_exp(jnp.where(second, until, after))»)", bf16),
     Loss("decay", "gpu", FWD, "return «tl.exp(at_most(coarse + fine, LARGEST_EXPONENT))»", bf16),
