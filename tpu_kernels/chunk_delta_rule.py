@@ -36,10 +36,11 @@ from tpu_kernels._lib.chunk_decays import Decay, Refs, decayed, probe_decays, re
 from tpu_kernels._lib.chunk_dots import dot, f32, iota, ones
 from tpu_kernels._lib.chunk_layout import Layout, block_of
 from tpu_kernels._lib.chunk_layout import call as pallas_call
-from tpu_kernels._lib.delta import DeltaArrays, backward_of_nothing, forward_of_nothing, key_gradient, normalised, take
+from tpu_kernels._lib.delta import DeltaArrays, backward_of_nothing, key_gradient, normalised, take
 from tpu_kernels._lib.delta_pairs import gradients, of_steps, scores
 from tpu_kernels._lib.delta_plan import DeltaPlan, make_plan
 from tpu_kernels._lib.recurrent_sums import sum_rows
+from tpu_kernels._lib.scans import forward_of_nothing
 from tpu_kernels._lib.triangular import inverse
 
 
@@ -78,8 +79,8 @@ def _forward(x: DeltaArrays, *, plan: DeltaPlan | None, output_final_state: bool
         return forward_of_nothing(x, output_final_state)
     scan = plan.scan
     layout = Layout(scan, x.cu_seqlens, _gate(x, plan))
-    operands = {**layout.rows(q=x.x.q), **_before(layout, x)}
-    outputs = {"o": layout.rows_out(scan.p.v, x.x.v.dtype)}
+    operands = {**layout.rows(q=x.q), **_before(layout, x)}
+    outputs = {"o": layout.rows_out(scan.p.v, x.v.dtype)}
     if output_final_state:
         outputs["ht"] = layout.state_out()
     results = pallas_call(
@@ -104,11 +105,11 @@ def _backward(x: DeltaArrays, *, plan: DeltaPlan | None, interpret: Interpreted)
     layout = Layout(scan, x.cu_seqlens, _gate(x, plan))
     call = partial(pallas_call, scan, prefetch=layout.prefetch, interpret=interpret)
     before = _before(layout, x)
-    after = {**layout.rows(q=x.x.q, do=x.do), **layout.states(dht=x.dht)}
+    after = {**layout.rows(q=x.q, do=x.do), **layout.states(dht=x.dht)}
     # What is summed over heads, or was normalised, is finished in float32 outside.
-    of_keys = x.x.q.dtype if p.group == 1 and not p.l2norm else jnp.float32
+    of_keys = x.q.dtype if p.group == 1 and not p.l2norm else jnp.float32
     out = {name: layout.rows_out(scan.p.k, of_keys) for name in ("dq", "dk")}
-    out |= {"dv": layout.rows_out(scan.p.v, x.x.v.dtype), "dbeta": layout.steps()}
+    out |= {"dv": layout.rows_out(scan.p.v, x.v.dtype), "dbeta": layout.steps()}
     out["dgate"] = layout.rows_out(scan.p.k, jnp.float32) if scan.gate == "channel" else layout.steps()
     if x.initial_state is not None:
         out["dh0"] = layout.state_out()
@@ -132,23 +133,23 @@ def _backward(x: DeltaArrays, *, plan: DeltaPlan | None, interpret: Interpreted)
     dg = layout.public(results["dgate"]) if scan.gate == "channel" else layout.public_steps(results["dgate"])
     dbeta = layout.public_steps(results["dbeta"])
     return DeltaGrads(
-        key_gradient(dq, x.x.q, p),
-        key_gradient(dk, x.x.k, p),
+        key_gradient(dq, x.q, p),
+        key_gradient(dk, x.k, p),
         dv,
-        dg.astype(x.x.g.dtype),
-        dbeta.astype(x.x.beta.dtype),
+        dg.astype(x.g.dtype),
+        dbeta.astype(x.beta.dtype),
         results["dh0"].swapaxes(2, 3) if x.initial_state is not None else None,
     )
 
 
 def _gate(x: DeltaArrays, plan: DeltaPlan) -> dict[str, jax.Array | None]:
-    return {"gk" if plan.scan.gate == "channel" else "g": x.x.g}
+    return {"gk" if plan.scan.gate == "channel" else "g": x.g}
 
 
 def _before(layout: Layout, x: DeltaArrays) -> dict[str, Any]:
     """The operands that states are made of."""
-    rows = layout.rows(k=x.x.k, v=x.x.v)
-    return {**rows, **layout.gates, **layout.numbers(beta=x.x.beta), **layout.states(h0=x.initial_state)}
+    rows = layout.rows(k=x.k, v=x.v)
+    return {**rows, **layout.gates, **layout.numbers(beta=x.beta), **layout.states(h0=x.initial_state)}
 
 
 # ------------------------------------------------------------------------------------------------------ kernels

@@ -109,13 +109,13 @@ def test_a_sequence_split_at_a_chunk_goes_on_from_its_state(kernel, base):
 def test_states_kept_in_hbm_give_the_same_gradients(op, monkeypatch):
     """A backward pass whose states do not fit VMEM has other blocks, and another kernel for them."""
     pytest.importorskip("jax")
-    from tpu_kernels._lib import delta_plan
+    from tpu_kernels._lib import chunk_plan, delta_plan
 
     shape = dict(B=1, T=300, H=1, HV=1, K=16, V=16)
     (case,) = op.grid([shape], dtype=[F32], chunk=[16], h0=[True], ht=[True])
     inputs, arguments = draw(op, case), op.arguments(case)
     expected = outputs(runner("tpu").run(load_kernel(op.tpu), inputs, arguments))
-    monkeypatch.setattr(delta_plan, "VMEM_BUDGET", 0)
+    monkeypatch.setattr(chunk_plan, "VMEM_BUDGET", 0)
     problem = DeltaProblem(1, 300, 1, 1, 16, 16, 1, 0.25, F32, packed=False, l2norm=False)
     assert not delta_plan.make_plan(problem, op in CHUNK_KDA, backward=True, chunk_size=16).fused
     for name, x in outputs(runner("tpu").run(load_kernel(op.tpu), inputs, arguments)).items():

@@ -2,7 +2,7 @@
 
 import itertools
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -20,6 +20,9 @@ UNROLL = (4, 2, 1)  # chunks in a turn of the loop that makes just states
 ROWS_AT_ONCE = {"constant": 1024, "step": 1024, "channel": 128}
 # Rows of the heads at work at once where heads come in groups: what they need stays in registers.
 ROWS_OF_GROUP = 128
+
+Plan = TypeVar("Plan", bound=Any)
+"""Of whose `vmem_bytes` there may be too many."""
 
 
 class Route(NamedTuple):
@@ -145,7 +148,6 @@ def plan(gates: Gates, p: Problem, *, chunk_size: int, backward: bool, fused: bo
     """
     gate = "channel" if "gk" in gates else "constant" if gates["g"] is None else "step"
     chunk = chunk_size & -chunk_size
-    count = p.t // chunk + p.n if p.packed else pl.cdiv(p.t, chunk)
     most_rows = ROWS_AT_ONCE[gate] // (1 if p.dtype == "bfloat16" else 2)
     # The more heads in a step, the less is waited for at a chunk's end. Each of two cores has a part of b or the heads.
     wide = fused and not backward and gate != "channel" and p.dtype == "bfloat16" and 2 * chunk <= ROWS_OF_GROUP
@@ -154,25 +156,38 @@ def plan(gates: Gates, p: Problem, *, chunk_size: int, backward: bool, fused: bo
     # Decays that are there already leave registers to spare, if few heads work at once.
     at_once = ROWS_OF_GROUP // chunk if wide and gate == "constant" else most_heads
     heads = [n for n in range(most_heads, 0, -1) if p.h % n == 0]
-    # Longer blocks have fewer states at their starts, shorter ones fewer in them. A loop of one chunk is none to XLA's
-    # CPU compiler: without the loop it fuses, and so rounds, an interpreted kernel in another way.
-    wanted = BLOCK_TOKENS // chunk // (2 if wide else 1)
-    chunks = sorted({max(min(wanted * 2**n // 8, count), 2) for n in range(8)}, key=lambda size: abs(size - wanted))
+    lengths = block_lengths(p, chunk, BLOCK_TOKENS // chunk // (2 if wide else 1))
 
     def scan_of(heads: int, chunks: int) -> Scan:
-        blocks = pl.cdiv(count, chunks)
-        return Scan(
-            p,
-            gate,
-            backward,
-            fused,
-            t=blocks * chunks * chunk if p.packed or blocks == 1 else p.t,
-            chunk=chunk,
-            chunks=chunks,
-            blocks=blocks,
-            heads=heads,
-            group=next(n for n in range(min(at_once, heads), 0, -1) if heads % n == 0),
-        )
+        group = next(n for n in range(min(at_once, heads), 0, -1) if heads % n == 0)
+        return Scan(p, gate, backward, fused, **rows_of(p, chunk, chunks), heads=heads, group=group)
 
-    scans = [scan_of(*choice) for choice in itertools.product(heads, chunks)]
-    return next((scan for scan in scans if scan.route.fused), min(scans, key=lambda scan: scan.vmem_bytes))
+    return first_fitting([scan_of(*choice) for choice in itertools.product(heads, lengths)])
+
+
+def block_lengths(p: Problem, chunk: int, wanted: int) -> list[int]:
+    """Numbers of chunks that a block may have, those nearest to `wanted` first.
+
+    Longer blocks have fewer states at their starts, shorter ones fewer in them. A loop of one chunk is none to XLA's
+    CPU compiler: without the loop it fuses, and so rounds, an interpreted kernel in another way.
+    """
+    count = _chunks_of(p, chunk)
+    return sorted({max(min(wanted * 2**n // 8, count), 2) for n in range(8)}, key=lambda size: abs(size - wanted))
+
+
+def rows_of(p: Problem, chunk: int, chunks: int) -> dict[str, Any]:
+    """Into which rows the sequences are laid out, by fields of a Scan: in blocks of so many chunks of so many rows."""
+    blocks = pl.cdiv(_chunks_of(p, chunk), chunks)
+    t = blocks * chunks * chunk if p.packed or blocks == 1 else p.t
+    return {"t": t, "chunk": chunk, "chunks": chunks, "blocks": blocks}
+
+
+def first_fitting(plans: list[Plan]) -> Plan:
+    """The first that fits VMEM, or else the least."""
+    fitting = (plan for plan in plans if plan.vmem_bytes <= VMEM_BUDGET)
+    return next(fitting, min(plans, key=lambda plan: plan.vmem_bytes))
+
+
+def _chunks_of(p: Problem, chunk: int) -> int:
+    """The chunks of a sequence, or of all that are packed, at most."""
+    return p.t // chunk + p.n if p.packed else pl.cdiv(p.t, chunk)

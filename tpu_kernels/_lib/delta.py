@@ -21,7 +21,7 @@ from op_arguments.gla import CHUNK_STEP, Output
 from op_arguments.options import variant
 from tpu_kernels._lib.arguments import Interpret, concrete_values, held, resolve_interpret
 from tpu_kernels._lib.autograd import P, differentiated
-from tpu_kernels._lib.scans import Interpreted
+from tpu_kernels._lib.scans import Interpreted, given_or_zero
 
 
 class ChunkFwd(delta_rule.ChunkDeltaFwd, Interpreted, total=False):
@@ -43,7 +43,11 @@ class StepBwd(delta_rule.DeltaBwd, Interpreted, total=False):
 class DeltaArrays(NamedTuple):
     """The arrays of a call; do and dht, the gradients of o and ht, of a backward pass."""
 
-    x: DeltaTensors
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array
     initial_state: jax.Array | None
     cu_seqlens: jax.Array | None
     do: Any = None
@@ -75,27 +79,14 @@ def take(
     if gradients:
         check_delta_gradients(p, *gradients)
     planned = plan(p, per_channel, backward=bool(gradients), **options)
-    arrays = DeltaArrays(x, initial_state, cu_seqlens, *gradients)
+    arrays = DeltaArrays(*x, initial_state, cu_seqlens, *gradients)
     return arrays, {"plan": planned, "interpret": resolve_interpret(interpret, x.q)}
-
-
-def forward_of_nothing(x: DeltaArrays, output_final_state: bool) -> Output:
-    """Zeros, and the states as they are."""
-    return Output(jnp.zeros_like(x.x.v), _given_or_zero(x.initial_state, x) if output_final_state else None)
 
 
 def backward_of_nothing(x: DeltaArrays) -> DeltaGrads:
     """Zeros, and the gradients of the states as they are."""
-    dq, dk, dv, dg, dbeta = (jnp.zeros_like(tensor) for tensor in x.x)
-    return DeltaGrads(dq, dk, dv, dg, dbeta, None if x.initial_state is None else _given_or_zero(x.dht, x))
-
-
-def _given_or_zero(states: jax.Array | None, x: DeltaArrays) -> jax.Array:
-    """States [N, HV, K, V]."""
-    if states is not None:
-        return states
-    sequences = x.x.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    return jnp.zeros((sequences, x.x.v.shape[2], x.x.q.shape[3], x.x.v.shape[3]), jnp.float32)
+    dq, dk, dv, dg, dbeta = map(jnp.zeros_like, x[:5])
+    return DeltaGrads(dq, dk, dv, dg, dbeta, None if x.initial_state is None else given_or_zero(x.dht, x))
 
 
 def normalised(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -9,9 +9,8 @@ from jax.experimental import pallas as pl
 from op_arguments.delta_rule import DeltaProblem
 from op_arguments.gla import Problem
 from tpu_kernels._lib.chip import LANES
-from tpu_kernels._lib.chunk_plan import VMEM_BUDGET, Scan
+from tpu_kernels._lib.chunk_plan import BLOCK_TOKENS, Scan, block_lengths, first_fitting, rows_of
 
-BLOCK_TOKENS = 512  # of a grid step, where chunks are shorter
 # Rows of all heads of a step's chunks at most: with more a program is longer, and keeps less in registers.
 ROWS_AT_ONCE = 256
 CHUNK_VALUES = 48  # matrices of a chunk and head that a backward step has at a time
@@ -54,31 +53,23 @@ def make_plan(p: DeltaProblem, per_channel: bool, *, backward: bool, chunk_size:
     if 0 in (p.b, p.t, p.hv, p.k, p.v, p.n):
         return None
     chunk = chunk_size & -chunk_size
-    count = p.t // chunk + p.n if p.packed else pl.cdiv(p.t, chunk)
     most = max(ROWS_AT_ONCE // chunk // (2 if backward or per_channel else 1), 1)
     heads = [n for n in range(most, 0, -1) if p.hv % n == 0 and (n % p.group == 0 or p.group % n == 0)]
-    # A loop of one chunk is none to XLA's CPU compiler: it would fuse, and round, an interpreted kernel in another way.
-    wanted = max(BLOCK_TOKENS // chunk, 2)
-    chunks = sorted({max(min(wanted * 2**n // 8, count), 2) for n in range(8)}, key=lambda size: abs(size - wanted))
     of_values = Problem(p.b, p.t, p.hv, p.k, p.v, p.n, p.scale, p.dtype, p.packed)
 
     def plan_of(fused: bool, heads: int, chunks: int) -> DeltaPlan:
-        blocks = pl.cdiv(count, chunks)
         scan = Scan(
             of_values,
             "channel" if per_channel else "step",
             False,  # pairs of steps i, j are at [i, j], of the backward pass too
             fused,
-            t=blocks * chunks * chunk if p.packed or blocks == 1 else p.t,
-            chunk=chunk,
-            chunks=chunks,
-            blocks=blocks,
+            **rows_of(of_values, chunk, chunks),
             heads=heads,
             group=heads,
             split=p.dtype != "float32",
         )
         return DeltaPlan(p, scan, backward)
 
-    plans = [plan_of(*choice) for choice in itertools.product([True, False] if backward else [True], heads, chunks)]
-    fitting = (plan for plan in plans if plan.vmem_bytes <= VMEM_BUDGET)
-    return next(fitting, min(plans, key=lambda plan: plan.vmem_bytes))
+    lengths = block_lengths(of_values, chunk, max(BLOCK_TOKENS // chunk, 2))
+    routes = [True, False] if backward else [True]
+    return first_fitting([plan_of(*choice) for choice in itertools.product(routes, heads, lengths)])

@@ -75,20 +75,20 @@ def take(
     return arrays, {"plan": planned, "interpret": interpret}
 
 
-def forward_of_nothing(x: Arrays, output_final_state: bool) -> Output:
-    """Zeros, and the states as they are."""
-    return Output(jnp.zeros_like(x.v), _given_or_zero(x.initial_state, x) if output_final_state else None)
+def forward_of_nothing(x: Any, output_final_state: bool) -> Output:
+    """Zeros, and the states as they are; x: `Arrays`, or `delta.DeltaArrays`."""
+    return Output(jnp.zeros_like(x.v), given_or_zero(x.initial_state, x) if output_final_state else None)
 
 
 def backward_of_nothing(x: Arrays) -> Gradients:
     """Zeros, and the gradients of the states as they are."""
     dq, dk, dv, dgates = jax.tree.map(jnp.zeros_like, (x.q, x.k, x.v, x.gates))
-    return Gradients(dq, dk, dv, dgates, None if x.initial_state is None else _given_or_zero(x.dht, x))
+    return Gradients(dq, dk, dv, dgates, None if x.initial_state is None else given_or_zero(x.dht, x))
 
 
-def _given_or_zero(states: jax.Array | None, x: Arrays) -> jax.Array:
-    """States [N, H, K, V]."""
+def given_or_zero(states: jax.Array | None, x: Any) -> jax.Array:
+    """States [N, H, K, V] with v's heads; x as of `forward_of_nothing`."""
     if states is not None:
         return states
     sequences = x.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    return jnp.zeros((sequences, *x.q.shape[2:], x.v.shape[3]), jnp.float32)
+    return jnp.zeros((sequences, x.v.shape[2], x.q.shape[3], x.v.shape[3]), jnp.float32)
