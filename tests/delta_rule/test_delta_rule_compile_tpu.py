@@ -1,16 +1,12 @@
 """The gated delta rules through the real TPU compiler, for every chip they are for: they compile, with the dot passes
 of their contract."""
 
-from importlib.util import find_spec
-
 import pytest
 
-from parity.compilers import schedule
 from tests.matrix.programs import LINEAR_ATTENTION_CHIPS, delta_rule
+from tests.support import tpu_code
 
-pytestmark = pytest.mark.skipif(
-    find_spec("libtpu") is None, reason="the TPU compiler is not installed: pip install libtpu"
-)
+pytestmark = tpu_code.needs_compiler
 
 BF16, F32 = "bfloat16", "float32"
 OPS = ("chunk_gated_delta_rule", "chunk_kda")
@@ -35,11 +31,7 @@ def everything(op):
 
 
 def check(programs, chip):
-    compiled = schedule.compile_all(programs, [chip])
-    assert schedule.surprises(programs, compiled) == []
-    for program in programs:
-        result = compiled[program.id, chip]
-        dots = {(passes.operand, passes.promised) for kernel in result.kernels for passes in kernel.passes}
+    for program, dots in tpu_code.dots(programs, chip):
         # The inverse is one of float32 whatever q and k are.
         assert dots == {("f32", 6)} | ({("bf16", 1)} if program.keywords["q"].dtype == BF16 else set()), program.id
 

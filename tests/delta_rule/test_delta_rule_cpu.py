@@ -8,6 +8,7 @@ import pytest
 
 from cpu_golden import gated_delta_rule, kda
 from cpu_golden.stages import Stages
+from tests.support.differences import check_differences
 
 OPS = {"gated_delta_rule": gated_delta_rule, "kda": kda}
 CHUNKS = [16, 48, 64, 128]
@@ -173,16 +174,7 @@ def test_gradients_are_differences_of_the_recurrence(op, heads, l2norm):
         return np.sum(o * backward["do"]) + np.sum(ht * backward["dht"])
 
     grads = call(op, "chunk", "bwd", forward | backward, **options)
-    step = 1e-5
-    for name, x in forward.items():
-        got = getattr(grads, {"initial_state": "dh0"}.get(name, f"d{name}"))
-        assert got.shape == x.shape
-        for index in np.ndindex(x.shape):
-            moved = [forward | {name: x.copy()} for _ in range(2)]
-            moved[0][name][index] += step
-            moved[1][name][index] -= step
-            difference = (loss(moved[0]) - loss(moved[1])) / (2 * step)
-            assert got[index] == pytest.approx(difference, rel=1e-6, abs=1e-7), (name, index)
+    check_differences(loss, forward, grads)
 
 
 @pytest.mark.parametrize("common", ["rho 2", "equal"])

@@ -5,22 +5,9 @@ import pytest
 
 from cpu_golden.causal_conv1d import causal_conv1d, causal_conv1d_bwd
 from cpu_golden.gates import bounded_gate, bounded_gate_bwd, softplus_gate, softplus_gate_bwd
+from tests.support.differences import check_differences
 
 GATES = {"softplus": (softplus_gate, softplus_gate_bwd), "bounded": (bounded_gate, bounded_gate_bwd)}
-
-
-def check_differences(loss, given, grads):
-    """Each gradient, named d and its argument's name, against central differences of the loss."""
-    step = 1e-6
-    for name, x in given.items():
-        got = getattr(grads, {"initial_state": "dh0"}.get(name, f"d{name}"))
-        assert got.shape == x.shape
-        for index in np.ndindex(x.shape):
-            moved = [given | {name: x.copy()} for _ in range(2)]
-            moved[0][name][index] += step
-            moved[1][name][index] -= step
-            difference = (loss(moved[0]) - loss(moved[1])) / (2 * step)
-            assert got[index] == pytest.approx(difference, rel=1e-6, abs=1e-8), (name, index)
 
 
 @pytest.mark.parametrize("channels", [(), (4,)])
@@ -30,9 +17,9 @@ def test_gradients_of_gates_are_their_differences(gate, channels):
     given = dict(a=3 * normal((2, 3, 2, *channels)), A_log=normal(2), dt_bias=normal((2, *channels)))
     dg = normal(given["a"].shape)
     of, bwd = GATES[gate]
-    check_differences(lambda x: np.sum(dg * of(**x)), given, bwd(dg=dg, **given))
+    check_differences(lambda x: np.sum(dg * of(**x)), given, bwd(dg=dg, **given), step=1e-6, within=1e-8)
     check_differences(lambda x: np.sum(dg * of(**x, A_log=given["A_log"])), {"a": given["a"]},
-                      bwd(given["a"], dg, A_log=given["A_log"]))  # fmt: skip
+                      bwd(given["a"], dg, A_log=given["A_log"]), step=1e-6, within=1e-8)  # fmt: skip
     assert bwd(given["a"], dg, A_log=given["A_log"]).ddt_bias is None
 
 
@@ -79,7 +66,7 @@ def test_gradients_of_the_convolution_are_its_differences(width, activation):
         y, ht = causal_conv1d(**x, output_final_state=True, **options)
         return np.sum(dy * y) + np.sum(dht * ht)
 
-    check_differences(loss, given, causal_conv1d_bwd(dy=dy, dht=dht, **given, **options))
+    check_differences(loss, given, causal_conv1d_bwd(dy=dy, dht=dht, **given, **options), step=1e-6, within=1e-8)
 
 
 def test_the_convolution_is_its_formula():

@@ -1,16 +1,12 @@
 """The gated linear attentions through the real TPU compiler, for every chip they are for: they compile, with the dot
 passes of their contract, or are refused as declared."""
 
-from importlib.util import find_spec
-
 import pytest
 
-from parity.compilers import schedule
 from tests.matrix.programs import LINEAR_ATTENTION_CHIPS, linear_attention
+from tests.support import tpu_code
 
-pytestmark = pytest.mark.skipif(
-    find_spec("libtpu") is None, reason="the TPU compiler is not installed: pip install libtpu"
-)
+pytestmark = tpu_code.needs_compiler
 
 BF16, F32 = "bfloat16", "float32"
 CHUNKED = ("chunk_simple_gla", "fused_chunk_simple_gla", "chunk_gla")
@@ -61,11 +57,7 @@ def everything(op):
 
 
 def check(programs, chip):
-    compiled = schedule.compile_all(programs, [chip])
-    assert schedule.surprises(programs, compiled) == []
-    for program in programs:
-        result = compiled[program.id, chip]
-        dots = {(passes.operand, passes.promised) for kernel in result.kernels for passes in kernel.passes}
+    for program, dots in tpu_code.dots(programs, chip):
         assert dots == promised(program), program.id
 
 

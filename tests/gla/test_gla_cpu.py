@@ -11,6 +11,7 @@ from cpu_golden._lib.decays import kept_of
 from cpu_golden._lib.scans import Sequence
 from cpu_golden.fused_recurrent import recurrent_backward, recurrent_forward
 from cpu_golden.stages import Stages
+from tests.support.differences import check_differences
 
 GATES = ["none", "g", "g_gamma", "both", "gk"]
 CHUNKS = [16, 48, 64, 128, 256]
@@ -174,16 +175,7 @@ def test_gradients_are_differences_of_the_recurrence(gates, reverse):
         return np.sum(o * backward["do"]) + np.sum(ht * backward["dht"])
 
     grads = call("definition", "bwd", forward, **backward, reverse=reverse)
-    step = 1e-5
-    for name, grad in gradients(forward).items():
-        got = getattr(grads, grad)
-        assert got.shape == forward[name].shape
-        for index in np.ndindex(got.shape):
-            moved = [forward | {name: forward[name].copy()} for _ in range(2)]
-            moved[0][name][index] += step
-            moved[1][name][index] -= step
-            difference = (loss(moved[0]) - loss(moved[1])) / (2 * step)
-            assert got[index] == pytest.approx(difference, rel=1e-6, abs=1e-7), (name, index)
+    check_differences(loss, forward, grads)
     absent = [name for name in grads._fields if name not in gradients(forward).values()]
     assert all(getattr(grads, name) is None for name in absent)
 

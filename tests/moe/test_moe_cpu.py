@@ -9,6 +9,7 @@ from cpu_golden.stages import Stages
 from parity.inputs import draw
 from parity.op import outputs
 from tests.matrix.moe import MOE_LAYER, MOE_LAYER_BWD, routing
+from tests.support.differences import check_differences
 
 LAYERS = [
     pytest.param(op, case, id=case.id, marks=[pytest.mark.full] if case.tier == "full" else [])
@@ -58,18 +59,11 @@ def test_golden_is_the_layer_token_by_token(options):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gradients_are_those_of_finite_differences(options):
-    given, step = weights_of(), 1e-6
+    given = weights_of()
     dout = np.random.default_rng(1).standard_normal(given["x"].shape)
     grads = moe_layer_bwd(**given, dout=dout, **options)
-    for name, x in given.items():
-        for index in list(np.ndindex(x.shape))[::7]:
-            sides = []
-            for sign in (1, -1):
-                moved = x.copy()
-                moved[index] += sign * step
-                sides.append((moe_layer(**given | {name: moved}, **options) * dout).sum())
-            expected = (sides[0] - sides[1]) / (2 * step)
-            assert getattr(grads, name)[index] == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    check_differences(lambda moved: (moe_layer(**moved, **options) * dout).sum(), given, grads, step=1e-6, within=1e-6,
+                      every=7)  # fmt: skip
 
 
 def test_layers_of_all_shards_sum_up_to_the_whole():

@@ -8,15 +8,9 @@ from cpu_golden.gmm import gmm
 from cpu_golden.grouped_dense import grouped_dense, grouped_dense_bwd
 from cpu_golden.quantize import fp8_dequantize, fp8_quantize
 from cpu_golden.stages import Stages
+from tests.support.differences import check_differences
 
 M, K, N, SIZES = 12, 8, 6, np.array([3, 0, 4, 2], np.int32)
-
-
-def difference(function, x, index, step=1e-5):
-    up, down = x.copy(), x.copy()
-    up[index] += step
-    down[index] -= step
-    return (function(up) - function(down)) / (2 * step)
 
 
 @pytest.mark.parametrize("transpose_rhs", [False, True])
@@ -29,18 +23,11 @@ def test_gradients_are_those_of_finite_differences(transpose_rhs, offset):
     rhs = rng.standard_normal((groups, N, K) if transpose_rhs else (groups, K, N))
     options = dict(group_offset=offset, transpose_rhs=transpose_rhs, quantize=False, bwd_quantize=False)
     grads = grouped_dense_bwd(lhs, rhs, SIZES, dout, kept, **options)
-    primals = {"lhs": lhs, "rhs": rhs, "existing_out": kept}
-    for name, x in primals.items():
 
-        def loss(moved, name=name):
-            given = primals | {name: moved}
-            out = grouped_dense(given["lhs"], given["rhs"], SIZES, given["existing_out"], **options)
-            return float((out * dout).sum())
+    def loss(given):
+        return (grouped_dense(group_sizes=SIZES, **given, **options) * dout).sum()
 
-        grad = getattr(grads, name)
-        assert grad.shape == x.shape
-        for index in np.ndindex(x.shape):
-            assert grad[index] == pytest.approx(difference(loss, x, index), rel=1e-6, abs=1e-8)
+    check_differences(loss, {"lhs": lhs, "rhs": rhs, "existing_out": kept}, grads, within=1e-8)
 
 
 @pytest.mark.parametrize("bwd_quantize", [False, True])

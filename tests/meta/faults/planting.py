@@ -202,6 +202,17 @@ def pairs(faults: Collection[Fault], ops: Collection[Op]) -> list:
     return [each for those in found.values() for each in those]
 
 
+def first_of_all(faults: Collection[Fault], ops: Collection[Op]) -> list:
+    """Parameters (fault, op) as of `pairs`, each fault with the first of its ops; only the first of all is in the
+    default tier."""
+    found = []
+    for fault in faults:
+        op = next(op for op in ops if op.name == fault.ops[0])
+        marks = [getattr(pytest.mark, fault.backend), *([pytest.mark.full] if found else [])]
+        found.append(pytest.param(fault, op, id=f"{op.name}-{fault.name}", marks=marks))
+    return found
+
+
 def check_is_caught(fault: Fault, op: Op, folder: Path):
     """Fail unless a case of the op's default tier fails with the fault."""
     kernel = getattr(plant(fault, folder), op.name)

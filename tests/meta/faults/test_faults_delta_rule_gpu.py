@@ -4,7 +4,7 @@ import pytest
 
 from tests.matrix.delta_rule import DELTA_RULES
 from tests.matrix.gla import is_packed
-from tests.meta.faults.planting import check_is_caught, gpu, named
+from tests.meta.faults.planting import check_is_caught, first_of_all, gpu, named
 
 
 def float32(c):
@@ -100,16 +100,8 @@ FAULTS = named({
             "dk_row = _sum_over_values(dstate * v_new[:, None])", float32),
     ],
 })  # fmt: skip
-OP = {op.name: op for op in DELTA_RULES}
 
 
-def params():
-    """The first of all in the default tier."""
-    for nth, fault in enumerate(FAULTS):
-        marks = [pytest.mark.gpu, *([pytest.mark.full] if nth else [])]
-        yield pytest.param(fault, id=f"{fault.ops[0]}-{fault.name}", marks=marks)
-
-
-@pytest.mark.parametrize("fault", list(params()))
-def test_a_planted_fault_is_caught(fault, tmp_path):
-    check_is_caught(fault, OP[fault.ops[0]], tmp_path)
+@pytest.mark.parametrize(("fault", "op"), first_of_all(FAULTS, DELTA_RULES))
+def test_a_planted_fault_is_caught(fault, op, tmp_path):
+    check_is_caught(fault, op, tmp_path)

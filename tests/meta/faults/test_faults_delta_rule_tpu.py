@@ -3,7 +3,7 @@
 import pytest
 
 from tests.matrix.delta_rule import DELTA_RULES
-from tests.meta.faults.planting import check_is_caught, named, tpu
+from tests.meta.faults.planting import check_is_caught, first_of_all, named, tpu
 
 
 def float32(c):
@@ -40,16 +40,8 @@ FAULTS = named({
         tpu(BACKWARD, "for n in range(p.group)])", "for n in range(1)])", float32),
     ],
 })  # fmt: skip
-OP = {op.name: op for op in DELTA_RULES}
 
 
-def params():
-    """The first of all in the default tier."""
-    for nth, fault in enumerate(FAULTS):
-        marks = [pytest.mark.tpu, *([pytest.mark.full] if nth else [])]
-        yield pytest.param(fault, id=f"{fault.ops[0]}-{fault.name}", marks=marks)
-
-
-@pytest.mark.parametrize("fault", list(params()))
-def test_a_planted_fault_is_caught(fault, tmp_path):
-    check_is_caught(fault, OP[fault.ops[0]], tmp_path)
+@pytest.mark.parametrize(("fault", "op"), first_of_all(FAULTS, DELTA_RULES))
+def test_a_planted_fault_is_caught(fault, op, tmp_path):
+    check_is_caught(fault, op, tmp_path)
