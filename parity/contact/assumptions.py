@@ -35,10 +35,6 @@ class Assumption:
     source: str = ""
     patterns: int = 0
 
-    def allows(self, argument: float) -> float:
-        """The ulps that a result at this argument may be off."""
-        return self.ulps + self.slope * abs(argument)
-
 
 DOT_ROUNDS = "dot rounds to nearest"
 """Whether sums of the matrix unit are rounded to nearest, and not toward zero: seen in sums of one sign."""

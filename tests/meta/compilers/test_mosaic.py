@@ -28,7 +28,7 @@ needs_libtpu = pytest.mark.skipif(
 
 M, K, N, GROUPS, VISITS = 8192, 2048, 512, 8, 24
 TM, TK, TN = 512, 1024, 512
-BY_N, BY_VISIT, BY_K, FIXED = frozenset([0]), frozenset([1]), frozenset([2]), frozenset()
+BY_N, BY_VISIT, BY_K = frozenset([0]), frozenset([1]), frozenset([2])
 GMM = Kernel(
     name="gmm",
     grid=(1, None, 2),
