@@ -18,11 +18,10 @@ it computes the same bits.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -33,9 +32,27 @@ from op_arguments.probe import active, probe
 from tpu_kernels._lib.arguments import Interpreted
 from tpu_kernels._lib.call import Block, jit
 from tpu_kernels._lib.chip import LANES
-from tpu_kernels._lib.decays import Pair, decay_parts, decayed_sum
+from tpu_kernels._lib.decays import Pair, decayed_sum
 from tpu_kernels._lib.recurrent_layout import GROUP, Layout, Plan, make_plan
 from tpu_kernels._lib.recurrent_sums import column_of, fold_lanes, sum_lanes, sum_rows
+from tpu_kernels._lib.recurrent_visits import (
+    Refs,
+    Visit,
+    decay_of,
+    for_groups,
+    for_slabs,
+    for_steps,
+    in_state,
+    is_key,
+    is_own,
+    load,
+    load_decays,
+    nth_visit,
+    order,
+    store,
+    store_numbers,
+    visit_of,
+)
 from tpu_kernels._lib.scans import Arrays, backward_of_nothing, forward_of_nothing, take
 
 SEGMENT = 16  # steps between plain float32 states: divides every chunk size, so calls may be cut at chunk borders
@@ -81,7 +98,7 @@ def _forward(x: Arrays, *, plan: Plan | None, output_final_state: bool, interpre
     layout = Layout(plan, x.cu_seqlens, interpret)
 
     def visit(h: Any, i: Any, visits: GroupMetadata) -> Any:
-        return h, _nth_visit(i, visits, plan)
+        return h, nth_visit(i, visits, plan)
 
     operands = {
         "q": layout.by_key(x.q, visit),
@@ -116,15 +133,15 @@ def _backward(x: Arrays, *, plan: Plan | None, interpret: Interpreted) -> Gradie
     # Phase 0 goes through time, phase 1 back. What only one of them needs stays, in the other, where that one ends or
     # begins, so that nothing is fetched or written for it.
     def visit_of_both(h: Any, phase: Any, i: Any, visits: GroupMetadata) -> Any:
-        return h, _nth_visit(_order(phase, i, visits), visits, plan)
+        return h, nth_visit(order(phase, i, visits), visits, plan)
 
     def visit_of_first(h: Any, phase: Any, i: Any, visits: GroupMetadata) -> Any:
         last = visits.num_visits[0] - 1
-        return h, _nth_visit(jnp.where(phase == 0, i, last), visits, plan)
+        return h, nth_visit(jnp.where(phase == 0, i, last), visits, plan)
 
     def visit_of_second(h: Any, phase: Any, i: Any, visits: GroupMetadata) -> Any:
         last = visits.num_visits[0] - 1
-        return h, _nth_visit(jnp.where(phase == 0, last, last - i), visits, plan)
+        return h, nth_visit(jnp.where(phase == 0, last, last - i), visits, plan)
 
     operands = {
         "q": layout.by_key(x.q, visit_of_second),
@@ -182,153 +199,13 @@ def _scratch(plan: Plan, columns: tuple[str, ...], rows: tuple[str, ...]) -> dic
     }
 
 
-# --------------------------------------------------------------------------------------- visits, groups and slabs
-
-
-_Refs = dict[str, Any]
-
-
-class _Visit(NamedTuple):
-    """Rows [start, end) of a tile, and which step of its sequence the tile's row 0 is; whether it is the first visit of
-    its sequence, and the last."""
-
-    start: Any
-    end: Any
-    step: Any
-    first: Any
-    last: Any
-
-    def step_of(self, rows: Any, plan: Plan) -> jax.Array:
-        """Which step of its sequence each row of a group is, [GROUP, K]; any for rows that are not the visit's."""
-        row = rows.start + lax.broadcasted_iota(jnp.int32, (GROUP, plan.keys), 0)
-        return self.step - row if plan.reverse else self.step + row
-
-
-def _visit(i: Any, visits: GroupMetadata, plan: Plan) -> _Visit:
-    """The i-th visit in the order of time."""
-    last = visits.num_visits[0] - 1
-
-    def sequence_of(i: Any) -> Any:
-        return visits.group_ids[_nth_visit(jnp.clip(i, 0, last), visits, plan)]
-
-    sequence = sequence_of(i)
-    tile_row = visits.tile_ids[_nth_visit(i, visits, plan)] * plan.tile
-    start, end = visits.group_offsets[sequence] - tile_row, visits.group_offsets[sequence + 1] - tile_row
-    return _Visit(
-        jnp.maximum(start, 0),
-        jnp.minimum(end, plan.tile),
-        step=end - 1 if plan.reverse else -start,
-        first=(i == 0) | (sequence_of(i - 1) != sequence),
-        last=(i == last) | (sequence_of(i + 1) != sequence),
-    )
-
-
-def _order(phase: Any, i: Any, visits: GroupMetadata) -> Any:
-    """Which visit in the order of time a step of the backward kernel is about."""
-    return jnp.where(phase == 0, i, visits.num_visits[0] - 1 - i)
-
-
-def _nth_visit(i: Any, visits: GroupMetadata, plan: Plan) -> Any:
-    """The visit that is the i-th in the order of time."""
-    return visits.num_visits[0] - 1 - i if plan.reverse else i
-
-
-def _own(visit: _Visit, rows: Any, x: jax.Array, other: jax.Array | None = None, axis: int = 0) -> jax.Array:
-    """Elements of a group's x (its steps along `axis`) that are the visit's; elsewhere `other`, in its dtype, or 0."""
-    own = _is_own(visit, rows.start, x.shape, axis)
-    return jnp.where(own, x, 0.0) if other is None else jnp.where(own, x.astype(other.dtype), other)
-
-
-def _is_own(visit: _Visit, first: Any, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Where the tile's rows along an axis, from `first` on, are the visit's."""
-    row = first + lax.broadcasted_iota(jnp.int32, shape, axis)
-    return (visit.start <= row) & (row < visit.end)
-
-
-def _is_key(plan: Plan, shape: tuple[int, ...]) -> jax.Array:
-    """Where lanes are no padding."""
-    return lax.broadcasted_iota(jnp.int32, shape, 1) < plan.p.k
-
-
-def _in_state(visit: _Visit, rows: Any, n: Any, slab: Any, plan: Plan) -> jax.Array:
-    """Where a slab of the state is no padding; nowhere unless a group's n-th step is the visit's."""
-    shape = plan.slab, plan.keys
-    is_value = slab.start + lax.broadcasted_iota(jnp.int32, shape, 0) < plan.p.v
-    return is_value & _is_key(plan, shape) & _is_own(visit, rows.start + n, (1, 1), 0)
-
-
-def _for_groups(visit: _Visit, plan: Plan, body: Callable[[Any], None], backwards: bool = False) -> None:
-    """body(rows) for each group that has rows of the visit, in the order of time or backwards."""
-    groups = plan.tile // GROUP
-
-    def group(n: Any, _: Any) -> None:
-        nth = groups - 1 - n if backwards != plan.reverse else n
-        first = pl.multiple_of(nth * GROUP, GROUP)
-        pl.when((visit.start < first + GROUP) & (first < visit.end))(lambda: body(pl.ds(first, GROUP)))
-
-    lax.fori_loop(0, groups, group, None)
-
-
-def _for_slabs(plan: Plan, body: Callable[[Any], None]) -> None:
-    """body(slab) for each slab of the state's rows."""
-    lax.fori_loop(
-        0, plan.values // plan.slab, lambda n, _: body(pl.ds(pl.multiple_of(n * plan.slab, plan.slab), plan.slab)), None
-    )
-
-
-def _for_steps(plan: Plan, body: Callable[[Any, Pair], Pair], pair: Pair, backwards: bool = False) -> Pair:
-    """body(row of its group, pair) for each step of a group, in the order of time or backwards."""
-
-    def step(n: Any, pair: Pair) -> Pair:
-        return body(GROUP - 1 - n if backwards != plan.reverse else n, pair)
-
-    return lax.fori_loop(0, GROUP, step, pair, unroll=plan.unroll)
-
-
-def _load(refs: _Refs, visit: _Visit, rows: Any, *names: str) -> None:
-    """Rows of a group in float32, zero where they are not the visit's: of q and k as rows, of v and do as columns."""
-    for name in names:
-        x = _own(visit, rows, refs[name][rows, :].astype(jnp.float32))
-        if name in ("q", "k"):
-            refs[f"{name}_rows"][...] = x
-        else:
-            refs[f"{name}_columns"][...] = x.T
-
-
-def _store(refs: _Refs, visit: _Visit, rows: Any, name: str, x: jax.Array) -> None:
-    """Those rows of a group that are the visit's."""
-    refs[name][rows, :] = _own(visit, rows, x, refs[name][rows, :])
-
-
-def _load_decays(refs: _Refs, visit: _Visit, rows: Any, plan: Plan) -> None:
-    """The decays of a group's steps as `decay_parts` has them, none where a row is not the visit's."""
-    own = partial(_own, visit, rows)
-    if "gk" in refs:
-        decays = decay_parts(own(refs["gk"][rows, :].astype(jnp.float32)))
-    elif "decays" in refs:
-        line, shape = pl.ds(rows.start // GROUP, 1), refs["kept_rows"].shape[::-1]
-        kept, rest = (jnp.broadcast_to(refs["decays"][n, line, :], shape) for n in range(2))
-        decays = own(kept.T, jnp.ones(shape[::-1], jnp.float32)), own(rest.T)
-    else:
-        return
-    refs["kept_rows"][...], refs["rest_rows"][...] = decays
-    if active():
-        _, rest = decays
-        probe("kept", rest, _is_own(visit, rows.start, rest.shape, 0) & _is_key(plan, rest.shape))
-
-
-def _decay_of(refs: _Refs, n: Any) -> list[jax.Array]:
-    """kept and rest of a group's n-th step, [1, K]; or nothing."""
-    return [refs[name][pl.ds(n, 1), :] for name in ("kept_rows", "rest_rows") if name in refs]
-
-
 # ----------------------------------------------------------------------------------------------------- the kernels
 
 
-def _forward_kernel(visits: GroupMetadata, refs: _Refs, *, plan: Plan) -> None:
-    visit = _visit(pl.program_id(1), visits, plan)
+def _forward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan) -> None:
+    visit = visit_of(pl.program_id(1), visits, plan)
     pl.when(visit.first)(lambda: _begin(refs["state"], refs.get("h0")))
-    _for_groups(visit, plan, partial(_advance_with_o, visit, refs, plan=plan))
+    for_groups(visit, plan, partial(_advance_with_o, visit, refs, plan=plan))
     if "ht" in refs:
 
         @pl.when(visit.last)
@@ -336,10 +213,10 @@ def _forward_kernel(visits: GroupMetadata, refs: _Refs, *, plan: Plan) -> None:
             refs["ht"][...] = refs["state"][0]
 
 
-def _backward_kernel(visits: GroupMetadata, refs: _Refs, *, plan: Plan) -> None:
+def _backward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan) -> None:
     phase = pl.program_id(1)
-    i = _order(phase, pl.program_id(2), visits)
-    visit = _visit(i, visits, plan)
+    i = order(phase, pl.program_id(2), visits)
+    visit = visit_of(i, visits, plan)
     state, dstate, kept = refs["state"], refs["dstate"], refs["kept_states"].at[i]
 
     @pl.when(phase == 0)
@@ -349,14 +226,14 @@ def _backward_kernel(visits: GroupMetadata, refs: _Refs, *, plan: Plan) -> None:
 
         @pl.when(~visit.last)
         def _() -> None:
-            _for_groups(visit, plan, lambda rows: _advance(visit, refs, rows, plan, _nothing, _nothing))
+            for_groups(visit, plan, lambda rows: _advance(visit, refs, rows, plan, _nothing, _nothing))
 
     @pl.when(phase == 1)
     def _() -> None:
         pl.when(visit.last)(lambda: _begin(dstate, refs.get("dht")))
         pltpu.sync_copy(kept, state)
-        _for_groups(visit, plan, partial(_advance_with_dq, visit, refs, plan=plan))
-        _for_groups(visit, plan, partial(_backward_step, visit, refs, plan=plan), backwards=True)
+        for_groups(visit, plan, partial(_advance_with_dq, visit, refs, plan=plan))
+        for_groups(visit, plan, partial(_backward_step, visit, refs, plan=plan), backwards=True)
         if "dh0" in refs:
 
             @pl.when(visit.first)
@@ -365,12 +242,12 @@ def _backward_kernel(visits: GroupMetadata, refs: _Refs, *, plan: Plan) -> None:
 
 
 def _advance(
-    visit: _Visit, refs: _Refs, rows: Any, plan: Plan, use: Callable[..., None], end: Callable[[Any], None]
+    visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[..., None], end: Callable[[Any], None]
 ) -> None:
     """Take the state through the steps of a group, slab by slab: use(slab, step, decayed state before it, state after
     it), and then end(slab)."""
-    _load(refs, visit, rows, "k", "v")
-    _load_decays(refs, visit, rows, plan)
+    load(refs, visit, rows, "k", "v")
+    load_decays(refs, visit, rows, plan)
     refs["carried_rows"][...] = _unless(visit.step_of(rows, plan) % SEGMENT == 0)
     state = refs["state"]
 
@@ -378,23 +255,23 @@ def _advance(
         v = refs["v_columns"][slab, :]
 
         def step(n: Any, pair: Pair) -> Pair:
-            row, decay = pl.ds(n, 1), _decay_of(refs, n)
+            row, decay = pl.ds(n, 1), decay_of(refs, n)
             before = pair[0] * sum(decay) if decay else pair[0]
             pair = decayed_sum(pair, refs["carried_rows"][row, :], decay, column_of(v, n) * refs["k_rows"][row, :])
             if active():
-                probe("state", pair[0], _in_state(visit, rows, n, slab, plan))
+                probe("state", pair[0], in_state(visit, rows, n, slab, plan))
             use(slab, n, before, pair[0])
             return pair
 
-        state[0, slab, :], state[1, slab, :] = _for_steps(plan, step, (state[0, slab, :], state[1, slab, :]))
+        state[0, slab, :], state[1, slab, :] = for_steps(plan, step, (state[0, slab, :], state[1, slab, :]))
         end(slab)
 
-    _for_slabs(plan, advance)
+    for_slabs(plan, advance)
 
 
-def _advance_with_o(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> None:
+def _advance_with_o(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
     """`_advance`, with o."""
-    _load(refs, visit, rows, "q")
+    load(refs, visit, rows, "q")
 
     def use(slab: Any, n: Any, before: jax.Array, after: jax.Array) -> None:
         refs["products"][n] = fold_lanes(after * refs["q_rows"][pl.ds(n, 1), :])
@@ -403,12 +280,12 @@ def _advance_with_o(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> Non
         refs["o_columns"][slab, :] = sum_lanes(refs["products"])
 
     _advance(visit, refs, rows, plan, use, end)
-    _store(refs, visit, rows, "o", plan.p.scale * refs["o_columns"][...].T)
+    store(refs, visit, rows, "o", plan.p.scale * refs["o_columns"][...].T)
 
 
-def _advance_with_dq(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> None:
+def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
     """`_advance`, with dq, and with the decayed states that the gradients of gates need."""
-    _load(refs, visit, rows, "do")
+    load(refs, visit, rows, "do")
     dq = refs["dq_rows"]
     dq[...] = jnp.zeros_like(dq)
 
@@ -418,13 +295,13 @@ def _advance_with_dq(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> No
         dq[pl.ds(n, 1), :] += sum_rows(column_of(refs["do_columns"][slab, :], n) * after)
 
     _advance(visit, refs, rows, plan, use, _nothing)
-    _store(refs, visit, rows, "dq", plan.p.scale * dq[...])
+    store(refs, visit, rows, "dq", plan.p.scale * dq[...])
 
 
-def _backward_step(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> None:
+def _backward_step(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
     """Take the gradient of the state back through the steps of a group, with dk, dv and the gradients of gates."""
-    _load(refs, visit, rows, "q", "k", "v", "do")
-    _load_decays(refs, visit, rows, plan)
+    load(refs, visit, rows, "q", "k", "v", "do")
+    load_decays(refs, visit, rows, plan)
     refs["carried_rows"][...] = _unless(visit.step_of(rows, plan) % SEGMENT == SEGMENT - 1)
     dstate, dk = refs["dstate"], refs["dk_rows"]
     for name in ("dk_rows", "dgate_rows"):
@@ -438,32 +315,31 @@ def _backward_step(visit: _Visit, refs: _Refs, rows: Any, *, plan: Plan) -> None
             term = column_of(do, n) * (plan.p.scale * refs["q_rows"][row, :])
             pair = decayed_sum(pair, refs["carried_rows"][row, :], [], term)
             if active():
-                probe("dstate", pair[0], _in_state(visit, rows, n, slab, plan))
+                probe("dstate", pair[0], in_state(visit, rows, n, slab, plan))
             dk[row, :] += sum_rows(column_of(v, n) * pair[0])
             refs["products"][n] = fold_lanes(pair[0] * refs["k_rows"][row, :])
             if plan.gate is None:
                 return pair
             refs["dgate_rows"][row, :] += sum_rows(pair[0] * refs["decayed"][rows.start + n, slab, :])
-            return decayed_sum(pair, 1.0, _decay_of(refs, n), None)
+            return decayed_sum(pair, 1.0, decay_of(refs, n), None)
 
         pair = dstate[0, slab, :], dstate[1, slab, :]
-        dstate[0, slab, :], dstate[1, slab, :] = _for_steps(plan, step, pair, backwards=True)
+        dstate[0, slab, :], dstate[1, slab, :] = for_steps(plan, step, pair, backwards=True)
         refs["dv_columns"][slab, :] = sum_lanes(refs["products"])
 
-    _for_slabs(plan, go_back)
-    _store(refs, visit, rows, "dk", dk[...])
-    _store(refs, visit, rows, "dv", refs["dv_columns"][...].T)
+    for_slabs(plan, go_back)
+    store(refs, visit, rows, "dk", dk[...])
+    store(refs, visit, rows, "dv", refs["dv_columns"][...].T)
     if plan.gate == "key":
         dgate = refs["dgate_rows"][...]
         if active():
-            probe("dgate", dgate, _is_own(visit, rows.start, dgate.shape, 0) & _is_key(plan, dgate.shape))
-        _store(refs, visit, rows, "dgate", dgate)
+            probe("dgate", dgate, is_own(visit, rows.start, dgate.shape, 0) & is_key(plan, dgate.shape))
+        store(refs, visit, rows, "dgate", dgate)
     elif plan.gate == "step":
-        line = pl.ds(rows.start // GROUP, 1)
         dgate = sum_rows(refs["dgate_rows"][...].T)
         if active():
-            probe("dgate", dgate, _is_own(visit, rows.start, dgate.shape, 1))
-        refs["dgate"][line, :] = _own(visit, rows, dgate, refs["dgate"][line, :], axis=1)
+            probe("dgate", dgate, is_own(visit, rows.start, dgate.shape, 1))
+        store_numbers(refs, visit, rows, "dgate", dgate)
 
 
 def _nothing(*_: Any) -> None: ...

@@ -2,7 +2,8 @@
 
     S ← exp(g_t) S        S ← S + k_t (beta_t (v_t - Sᵀ k_t))ᵀ        o_t = scale · Sᵀ q_t
 
-The chunked form is a scan of `chunk_delta_rule`: precision, blocks and limits are said there.
+The chunked form is a scan of `chunk_delta_rule`: precision, blocks and limits are said there. The recurrent one goes
+step by step, in `recurrent_delta_rule`.
 """
 
 from typing import Unpack
@@ -12,8 +13,9 @@ from jax import Array
 from op_arguments.delta_rule import DeltaGrads, DeltaTensors
 from op_arguments.gla import Output
 from op_arguments.options import options_of
-from tpu_kernels._lib.delta import ChunkBwd, ChunkFwd, differentiable
+from tpu_kernels._lib.delta import ChunkBwd, ChunkFwd, StepBwd, StepFwd, differentiable
 from tpu_kernels.chunk_delta_rule import chunk_delta_bwd, chunk_delta_fwd
+from tpu_kernels.recurrent_delta_rule import recurrent_delta_bwd, recurrent_delta_fwd
 
 
 @options_of(chunk_delta_fwd)
@@ -42,3 +44,27 @@ def chunk_gated_delta_rule_bwd(
 
 
 chunk_gated_delta_rule = differentiable(chunk_gated_delta_rule_fwd, chunk_gated_delta_rule_bwd, per_channel=False)
+
+
+@options_of(recurrent_delta_fwd)
+def fused_recurrent_gated_delta_rule_fwd(
+    q: Array, k: Array, v: Array, *, g: Array, beta: Array, **options: Unpack[StepFwd]
+) -> Output:
+    """o and, with output_final_state, ht of the recurrence, one step at a time.
+
+    There are no dots. Arguments, dtypes, result and errors as `chunk_gated_delta_rule_fwd`'s, without chunk_size.
+    """
+    return recurrent_delta_fwd(DeltaTensors(q, k, v, g, beta), False, **options)
+
+
+@options_of(recurrent_delta_bwd)
+def fused_recurrent_gated_delta_rule_bwd(
+    q: Array, k: Array, v: Array, do: Array, *, g: Array, beta: Array, **options: Unpack[StepBwd]
+) -> DeltaGrads:
+    """The gradients of `fused_recurrent_gated_delta_rule_fwd`'s arguments; as `chunk_gated_delta_rule_bwd`."""
+    return recurrent_delta_bwd(DeltaTensors(q, k, v, g, beta), do, False, **options)
+
+
+fused_recurrent_gated_delta_rule = differentiable(
+    fused_recurrent_gated_delta_rule_fwd, fused_recurrent_gated_delta_rule_bwd, per_channel=False
+)

@@ -2,7 +2,8 @@
 
     S ← diag(exp(g_t)) S        S ← S + k_t (beta_t (v_t - Sᵀ k_t))ᵀ        o_t = scale · Sᵀ q_t
 
-The chunked form is a scan of `chunk_delta_rule`: precision, blocks and limits are said there.
+The chunked form is a scan of `chunk_delta_rule`: precision, blocks and limits are said there. The recurrent one goes
+step by step, in `recurrent_delta_rule`.
 """
 
 from typing import Unpack
@@ -12,8 +13,9 @@ from jax import Array
 from op_arguments.delta_rule import DeltaGrads, DeltaTensors
 from op_arguments.gla import Output
 from op_arguments.options import options_of
-from tpu_kernels._lib.delta import ChunkBwd, ChunkFwd, differentiable
+from tpu_kernels._lib.delta import ChunkBwd, ChunkFwd, StepBwd, StepFwd, differentiable
 from tpu_kernels.chunk_delta_rule import chunk_delta_bwd, chunk_delta_fwd
+from tpu_kernels.recurrent_delta_rule import recurrent_delta_bwd, recurrent_delta_fwd
 
 
 @options_of(chunk_delta_fwd)
@@ -40,3 +42,25 @@ def chunk_kda_bwd(
 
 
 chunk_kda = differentiable(chunk_kda_fwd, chunk_kda_bwd, per_channel=True)
+
+
+@options_of(recurrent_delta_fwd)
+def fused_recurrent_kda_fwd(
+    q: Array, k: Array, v: Array, *, g: Array, beta: Array, **options: Unpack[StepFwd]
+) -> Output:
+    """o and, with output_final_state, ht of the recurrence, one step at a time.
+
+    There are no dots. Arguments, dtypes, result and errors as `chunk_kda_fwd`'s, without chunk_size.
+    """
+    return recurrent_delta_fwd(DeltaTensors(q, k, v, g, beta), True, **options)
+
+
+@options_of(recurrent_delta_bwd)
+def fused_recurrent_kda_bwd(
+    q: Array, k: Array, v: Array, do: Array, *, g: Array, beta: Array, **options: Unpack[StepBwd]
+) -> DeltaGrads:
+    """The gradients of `fused_recurrent_kda_fwd`'s arguments; as `chunk_kda_bwd`."""
+    return recurrent_delta_bwd(DeltaTensors(q, k, v, g, beta), do, True, **options)
+
+
+fused_recurrent_kda = differentiable(fused_recurrent_kda_fwd, fused_recurrent_kda_bwd, per_channel=True)

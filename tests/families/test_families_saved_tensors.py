@@ -15,7 +15,6 @@ from parity.inputs import draw
 from parity.interop import to_jax, to_torch
 from parity.op import Op
 from tests.matrix import OPS
-from tests.matrix.delta_rule import FUSED_RECURRENT_GATED_DELTA_RULE, FUSED_RECURRENT_KDA
 from tests.support.functions import FRAMEWORKS, PACKAGES, public
 from tests.support.tiny import tiny
 
@@ -27,8 +26,6 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "grouped_dense_bwd": [dict(quantize=False, bwd_quantize=False), {}],
     "moe_layer_bwd": [{}, dict(quantize="fp8"), dict(quantize="mxfp8")],
 }
-ELSEWHERE = {op.name[:-4] for op in (*FUSED_RECURRENT_GATED_DELTA_RULE, *FUSED_RECURRENT_KDA)}
-"""Not in OPS yet; on the GPU test_delta_rule_laws_gpu changes what they keep."""
 USUAL = (*CHOICES, "grouped_dense_bwd", "moe_layer_bwd", "chunk_simple_gla_bwd")
 """One of each way to keep tensors."""
 CALLS = [
@@ -70,7 +67,7 @@ def other_values(name: str, x: np.ndarray) -> np.ndarray:
 def test_every_differentiable_function_is_here(backend):
     pytest.importorskip(FRAMEWORKS[backend])
     names = public(PACKAGES[backend])
-    assert {name for name in names if f"{name}_bwd" in names} - ELSEWHERE | {*CHOICES} == {
+    assert {name for name in names if f"{name}_bwd" in names} | {*CHOICES} == {
         op.name.removesuffix("_bwd") for op in BACKWARD
     }
 

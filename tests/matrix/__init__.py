@@ -1,6 +1,6 @@
 """The matrix: one module per op family. Data, not code; both backends run all of it."""
 
-from tests.matrix.delta_rule import CHUNK_GATED_DELTA_RULE, CHUNK_KDA, GATES
+from tests.matrix.delta_rule import DELTA_RULES, GATES
 from tests.matrix.gla import GATED_LINEAR_ATTENTION
 from tests.matrix.gmm import GMM, TGMM
 from tests.matrix.moe import GROUPED_DENSE, GROUPED_DENSE_BWD, MOE_LAYERS
@@ -13,7 +13,6 @@ OPS = (
     *(*QUANTIZERS, *MXFP8_QUANTIZERS),
     *MOE_LAYERS,
     *GATED_LINEAR_ATTENTION,
-    *CHUNK_GATED_DELTA_RULE,
-    *CHUNK_KDA,
+    *DELTA_RULES,
     *GATES,
 )

@@ -152,7 +152,6 @@ def delta_rule(
 
 
 STEPS = 64
-DELTA_RULES = ("chunk_gated_delta_rule", "chunk_kda")
 LINEAR_ATTENTION_CHIPS = tuple(chip for chip in CHIPS if chip != "v4")  # v4 has a quarter of the VMEM they may count on
 BEYOND_V4 = {"v4": "Ran out of memory in memory space vmem"}
 SHORT = {"bfloat16": "bf16", "float32": "f32"}
@@ -189,8 +188,9 @@ def programs() -> Iterator[Program]:
         yield attention(simple, "g", "bfloat16", refused=beyond_v4, chunk_size=64)
         yield attention(f"fused_recurrent_simple_gla_{direction}", "gamma", "bfloat16")
         yield attention(f"fused_recurrent_gla_{direction}", "gk", "bfloat16")
-        for op in DELTA_RULES:
-            yield delta_rule(f"{op}_{direction}", "bfloat16", chunk_size=64)
+        for rule in ("gated_delta_rule", "kda"):
+            yield delta_rule(f"chunk_{rule}_{direction}", "bfloat16", chunk_size=64)
+            yield delta_rule(f"fused_recurrent_{rule}_{direction}", "bfloat16")
 
 
 def planned() -> Iterator[Program]:
@@ -212,8 +212,8 @@ def planned() -> Iterator[Program]:
         yield linear_attention(f"chunk_simple_gla_{direction}", "both", "float32", chunk_size=64, precision="bf16x3")
         yield linear_attention(f"chunk_gla_{direction}", "gk", "bfloat16", chunk_size=64, key_size=256, value_size=512)
         yield linear_attention(f"fused_recurrent_gla_{direction}", "gk", "float32", key_size=100, value_size=2048)
-        for op in DELTA_RULES:
-            rule = partial(delta_rule, f"{op}_{direction}")
+        for name in ("chunk_gated_delta_rule", "chunk_kda"):
+            rule = partial(delta_rule, f"{name}_{direction}")
             yield rule("bfloat16", heads=64, steps=8192, batch=1, chunk_size=64)
             yield rule("bfloat16", batch=1, steps=65_536, chunk_size=128)
             yield rule("bfloat16", key_size=256, value_size=256, chunk_size=64)

@@ -19,11 +19,11 @@ FAMILIES = {
     f"{name}.py"
     for name in (
         "gmm", "quantize", "mxfp8", "swizzle", "quantized_gmm", "grouped_gemm", "chunk_scan", "fused_recurrent",
-        "simple_gla", "gla", "grouped_dense", "permute", "moe", "chunk_delta_rule", "gated_delta_rule", "kda",
-        "gates",
+        "simple_gla", "gla", "grouped_dense", "permute", "moe", "chunk_delta_rule", "recurrent_delta_rule",
+        "gated_delta_rule", "kda", "gates",
     )
 }  # fmt: skip
-AHEAD = {f"{name}.py" for name in ("recurrent_delta_rule", "causal_conv1d")}
+AHEAD = {"causal_conv1d.py"}
 """Families that have a golden, and not yet the kernels of both packages."""
 CONCEPTS = {"cpu_golden.stages"}
 """What parity hands to goldens, whatever they compute."""

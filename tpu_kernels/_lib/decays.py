@@ -83,6 +83,12 @@ def decayed_sum(pair: Pair, carried: jax.Array | float, decay: list[jax.Array], 
     return two_sum(total, left + (rest * state + (kept + rest) * residue))
 
 
+def next_state(state: jax.Array, kept: jax.Array, rest: jax.Array, term: jax.Array) -> jax.Array:
+    """decay · state + term in float32, the decay in two parts: what is written is added without being rounded first."""
+    total, left = two_sum(kept * state, term)
+    return total + (left + rest * state)
+
+
 def finite_exp(x: jax.Array) -> jax.Array:
     """exp, finite everywhere."""
     return jnp.exp(jnp.minimum(x, WHOLE_EXPONENT))

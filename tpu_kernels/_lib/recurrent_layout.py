@@ -60,13 +60,22 @@ class Plan(NamedTuple):
 def make_plan(p: Problem, gates: Gates, *, backward: bool, interpret: Any, reverse: bool = False) -> Plan | None:
     """The plan of a checked problem, None where there is nothing to go through.
 
+    gates: as in `fused_recurrent.recurrent_fwd`, of which only those that are None matter.
+    """
+    given = [name for name, gate in gates.items() if gate is not None]
+    plan = make_step_plan(p, ("key" if "gk" in given else "step") if given else None, backward=backward)
+    return plan and plan._replace(reverse=bool(reverse), unroll=1 if interpret else UNROLL)
+
+
+def make_step_plan(p: Problem, gate: str | None, *, backward: bool) -> Plan | None:
+    """The plan of a recurrence from the first step to the last.
+
     A tile has TILE rows, or no more than there are; backward, when it keeps the states of all its steps, no more than
-    fit. gates: as in `fused_recurrent.recurrent_fwd`, of which only those that are None matter.
+    fit.
     """
     if 0 in (p.b, p.t, p.h, p.k, p.v, p.n):
         return None
     keys, values = pl.cdiv(p.k, LANES) * LANES, pl.cdiv(p.v, GROUP) * GROUP
-    given = [name for name, gate in gates.items() if gate is not None]
     fitting = BLOCK_BYTES // vmem_bytes((values, keys)) if backward else TILE
     tile = min(max(fitting // GROUP * GROUP, GROUP), TILE)
     return Plan(
@@ -75,9 +84,9 @@ def make_plan(p: Problem, gates: Gates, *, backward: bool, interpret: Any, rever
         values,
         tile=min(tile, pl.cdiv(p.b * p.t, GROUP) * GROUP),
         slab=math.gcd(values, 1 << max(SLAB // keys, sublanes(jnp.float32)).bit_length() - 1),
-        gate=("key" if "gk" in given else "step") if given else None,
-        reverse=bool(reverse),
-        unroll=1 if interpret else UNROLL,
+        gate=gate,
+        reverse=False,
+        unroll=UNROLL,
     )
 
 
@@ -135,18 +144,34 @@ class Layout:
         if g_gamma is not None:
             high, low = two_sum(high, g_gamma[:, None])
             low = jnp.where(jnp.abs(high) < -SMALLEST_EXPONENT, low, 0.0)  # NaN for an infinity
-        decays = jnp.stack(decay_parts(high, low), axis=1)
-        decays = jnp.pad(decays, ((0, 0), (0, 0), (0, plan.tiles * plan.tile - plan.rows)))
-        decays = decays.reshape(plan.p.h, 2, plan.tiles, plan.tile // GROUP, GROUP).swapaxes(1, 2)
+        decays = self._in_groups(jnp.stack(decay_parts(high, low), axis=1)).swapaxes(1, 2)
         return {"decays": self._tiles(decays, decays.shape[2:], place)}
+
+    def numbers(self, x: jax.Array, place: Place) -> Block:
+        """x [B, T, H], one float32 number per step, as [H, tiles, groups of a tile, GROUP]."""
+        x = self._in_groups(jnp.moveaxis(x, 2, 0).reshape(self.plan.p.h, self.plan.rows).astype(jnp.float32))
+        return self._tiles(x, x.shape[2:], place)
+
+    def _in_groups(self, x: jax.Array) -> jax.Array:
+        """[..., B T] as [..., tiles, groups of a tile, GROUP]."""
+        plan = self.plan
+        x = jnp.pad(x, (*[(0, 0)] * (x.ndim - 1), (0, plan.tiles * plan.tile - plan.rows)))
+        return x.reshape(*x.shape[:-1], plan.tiles, plan.tile // GROUP, GROUP)
 
     def gate_out(self, gates: Mapping[str, Any], place: Place) -> Block:
         """The gradient of the gate of each step, of each key or one for all."""
         plan = self.plan
-        if plan.gate == "key":
-            return self.out_by_key(gates["gk"].dtype, place)
+        return self.out_by_key(gates["gk"].dtype, place) if plan.gate == "key" else self.numbers_out(place)
+
+    def numbers_out(self, place: Place) -> Block:
+        """A result of one float32 number per step, as `numbers`."""
+        plan = self.plan
         shape = (plan.p.h, plan.tiles, plan.tile // GROUP, GROUP)
         return self._tiles(jax.ShapeDtypeStruct(shape, jnp.float32), shape[2:], place)
+
+    def public_numbers(self, x: jax.Array) -> jax.Array:
+        """Numbers of the kernels as [B, T, H]; as `public`."""
+        return self.public(x.reshape(self.plan.p.h, -1, 1)[:, : self.plan.rows], 1)[..., 0]
 
     def public(self, x: jax.Array, width: int) -> jax.Array:
         """Rows [H, B T, ·] of the kernels as [B, T, H, width]; those of no sequence, which none wrote, become zero."""
@@ -167,7 +192,7 @@ class Layout:
             return {"gk": self.public(dgate, plan.p.k)}
         dgates: dict[str, jax.Array | None] = dict.fromkeys(gates)
         if plan.gate == "step":
-            dgate = self.public(dgate.reshape(plan.p.h, -1, 1)[:, : plan.rows], 1)[..., 0]
+            dgate = self.public_numbers(dgate)
             for name, gate in gates.items():
                 if gate is not None:
                     dgates[name] = dgate.astype(gate.dtype) if gate.ndim == 3 else jnp.sum(dgate, axis=(0, 1))
@@ -213,7 +238,7 @@ class Layout:
         return results
 
     def _heads_first(self, x: jax.Array, width: int) -> jax.Array:
-        x = jnp.moveaxis(x, 2, 0).reshape(self.plan.p.h, self.plan.rows, x.shape[3])
+        x = jnp.moveaxis(x, 2, 0).reshape(x.shape[2], self.plan.rows, x.shape[3])
         return jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2])))
 
     def _rows(self, array: Any, place: Place) -> Block:

@@ -43,6 +43,15 @@ def sum_lanes(products: Any) -> jax.Array:
     return total[:, :GROUP]
 
 
+def sum_keys(x: jax.Array) -> jax.Array:
+    """[R, K] -> [R, 1], pairwise."""
+    total, distance = fold_lanes(x), 1
+    while distance < LANES:
+        total += pltpu.roll(total, distance, 1)
+        distance *= 2
+    return total[:, :1]
+
+
 def fold_lanes(x: jax.Array) -> jax.Array:
     """[R, K] -> [R, LANES], sums over K in steps of LANES."""
     parts = [x[:, first : first + LANES] for first in range(0, x.shape[1], LANES)]
@@ -53,5 +62,13 @@ def fold_lanes(x: jax.Array) -> jax.Array:
 
 def column_of(x: jax.Array, n: Any) -> jax.Array:
     """Column n of x [R, GROUP]."""
-    lane = lax.broadcasted_iota(jnp.int32, (1, GROUP), 1)
-    return jnp.sum(jnp.where(lane == n, x, 0.0), axis=1, keepdims=True)
+    return jnp.sum(jnp.where(_is_column(n), x, 0.0), axis=1, keepdims=True)
+
+
+def with_column(x: jax.Array, n: Any, column: jax.Array) -> jax.Array:
+    """x [R, GROUP] with its column n replaced."""
+    return jnp.where(_is_column(n), column, x)
+
+
+def _is_column(n: Any) -> jax.Array:
+    return lax.broadcasted_iota(jnp.int32, (1, GROUP), 1) == n

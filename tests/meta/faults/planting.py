@@ -19,11 +19,10 @@ from parity.ledger.sources import imported_by, reached
 from parity.op import Case, Op
 from parity.trial import Trial
 from tests.matrix import OPS
-from tests.matrix.delta_rule import DELTA_RULES
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = {"tpu": "tpu_kernels", "gpu": "gpu_reference"}
-OP = {op.name: op for op in (*OPS, *DELTA_RULES)}
+OP = {op.name: op for op in OPS}
 
 
 def having(**values: object) -> Callable[[Case], bool]:

@@ -10,6 +10,7 @@ from parity.judging.judge import judge, measure_contract
 from parity.op import TIERS
 from parity.trial import Trial
 from tests.matrix import OPS
+from tests.matrix.delta_rule import DELTA_RULES
 from tests.matrix.gmm import GMM, TGMM, representative
 
 CASES = [pytest.param(op, case, id=case.id) for op in (GMM, TGMM) for case in op.cases
@@ -96,8 +97,7 @@ def test_every_op_has_the_sites_of_its_contract(op, backend):
 RESULT = {
     **dict.fromkeys(("softplus_gate", "bounded_gate"), "g"),
     **dict.fromkeys(("softplus_gate_bwd", "bounded_gate_bwd"), "da"),
-    **dict.fromkeys(("chunk_gated_delta_rule_fwd", "chunk_kda_fwd"), "o"),
-    **dict.fromkeys(("chunk_gated_delta_rule_bwd", "chunk_kda_bwd"), "dq"),
+    **{op.name: "dq" if op.name.endswith("_bwd") else "o" for op in DELTA_RULES},
 }
 """The site of an op's result where it is not `out`."""
 

@@ -18,7 +18,7 @@ from parity.report import text
 from parity.runners import drawn
 from parity.trial import Trial
 from tests.matrix import OPS
-from tests.matrix.delta_rule import CHUNK_GATED_DELTA_RULE, CHUNK_KDA, GATES
+from tests.matrix.delta_rule import DELTA_RULES, GATES
 from tests.matrix.gla import GATED_LINEAR_ATTENTION
 from tests.matrix.gmm import GMM, TGMM
 from tests.matrix.moe import GROUPED_DENSE, GROUPED_DENSE_BWD, MOE_LAYERS
@@ -36,7 +36,7 @@ FAMILIES = {
     "quantized/test_mxfp8": (GROUPED_GEMM, *MXFP8_QUANTIZERS),
     "moe/test_moe": MOE_LAYERS,
     "gla/test_gla": GATED_LINEAR_ATTENTION,
-    "delta_rule/test_delta_rule": (*CHUNK_GATED_DELTA_RULE, *CHUNK_KDA),
+    "delta_rule/test_delta_rule": DELTA_RULES,
     "delta_rule/test_delta_rule_gates": GATES,
 }
 """The tests that run an op's cases, without the backend."""

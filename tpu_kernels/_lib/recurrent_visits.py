@@ -1,0 +1,168 @@
+"""How the kernels of a recurrence go through time: visits of a tile, groups of its rows, slabs of the state.
+
+A group is GROUP rows that are loaded at once; a slab is as many rows of the state as go through a group in registers.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from op_arguments.gmm import GroupMetadata
+from op_arguments.probe import active, probe
+from tpu_kernels._lib.chip import LANES
+from tpu_kernels._lib.decays import decay_parts
+from tpu_kernels._lib.recurrent_layout import GROUP, Plan
+
+Refs = dict[str, Any]
+Carried = TypeVar("Carried")
+
+
+class Visit(NamedTuple):
+    """Rows [start, end) of a tile, and which step of its sequence the tile's row 0 is; whether it is the first visit of
+    its sequence, and the last."""
+
+    start: Any
+    end: Any
+    step: Any
+    first: Any
+    last: Any
+
+    def step_of(self, rows: Any, plan: Plan) -> jax.Array:
+        """Which step of its sequence each row of a group is, [GROUP, K]; any for rows that are not the visit's."""
+        row = rows.start + lax.broadcasted_iota(jnp.int32, (GROUP, plan.keys), 0)
+        return self.step - row if plan.reverse else self.step + row
+
+
+def visit_of(i: Any, visits: GroupMetadata, plan: Plan) -> Visit:
+    """The i-th visit in the order of time."""
+    last = visits.num_visits[0] - 1
+
+    def sequence_of(i: Any) -> Any:
+        return visits.group_ids[nth_visit(jnp.clip(i, 0, last), visits, plan)]
+
+    sequence = sequence_of(i)
+    tile_row = visits.tile_ids[nth_visit(i, visits, plan)] * plan.tile
+    start, end = visits.group_offsets[sequence] - tile_row, visits.group_offsets[sequence + 1] - tile_row
+    return Visit(
+        jnp.maximum(start, 0),
+        jnp.minimum(end, plan.tile),
+        step=end - 1 if plan.reverse else -start,
+        first=(i == 0) | (sequence_of(i - 1) != sequence),
+        last=(i == last) | (sequence_of(i + 1) != sequence),
+    )
+
+
+def order(phase: Any, i: Any, visits: GroupMetadata) -> Any:
+    """Which visit in the order of time a step of the backward kernel is about."""
+    return jnp.where(phase == 0, i, visits.num_visits[0] - 1 - i)
+
+
+def nth_visit(i: Any, visits: GroupMetadata, plan: Plan) -> Any:
+    """The visit that is the i-th in the order of time."""
+    return visits.num_visits[0] - 1 - i if plan.reverse else i
+
+
+def own(visit: Visit, rows: Any, x: jax.Array, other: jax.Array | None = None, axis: int = 0) -> jax.Array:
+    """Elements of a group's x (its steps along `axis`) that are the visit's; elsewhere `other`, in its dtype, or 0."""
+    where = is_own(visit, rows.start, x.shape, axis)
+    return jnp.where(where, x, 0.0) if other is None else jnp.where(where, x.astype(other.dtype), other)
+
+
+def is_own(visit: Visit, first: Any, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """Where the tile's rows along an axis, from `first` on, are the visit's."""
+    row = first + lax.broadcasted_iota(jnp.int32, shape, axis)
+    return (visit.start <= row) & (row < visit.end)
+
+
+def is_key(plan: Plan, shape: tuple[int, ...]) -> jax.Array:
+    """Where lanes are no padding."""
+    return lax.broadcasted_iota(jnp.int32, shape, 1) < plan.p.k
+
+
+def in_state(visit: Visit, rows: Any, n: Any, slab: Any, plan: Plan) -> jax.Array:
+    """Where a slab of the state is no padding; nowhere unless a group's n-th step is the visit's."""
+    shape = plan.slab, plan.keys
+    is_value = slab.start + lax.broadcasted_iota(jnp.int32, shape, 0) < plan.p.v
+    return is_value & is_key(plan, shape) & is_own(visit, rows.start + n, (1, 1), 0)
+
+
+def for_groups(visit: Visit, plan: Plan, body: Callable[[Any], None], backwards: bool = False) -> None:
+    """body(rows) for each group that has rows of the visit, in the order of time or backwards."""
+    groups = plan.tile // GROUP
+
+    def group(n: Any, _: Any) -> None:
+        nth = groups - 1 - n if backwards != plan.reverse else n
+        first = pl.multiple_of(nth * GROUP, GROUP)
+        pl.when((visit.start < first + GROUP) & (first < visit.end))(lambda: body(pl.ds(first, GROUP)))
+
+    lax.fori_loop(0, groups, group, None)
+
+
+def for_slabs(plan: Plan, body: Callable[[Any], None]) -> None:
+    """body(slab) for each slab of the state's rows."""
+    lax.fori_loop(
+        0, plan.values // plan.slab, lambda n, _: body(pl.ds(pl.multiple_of(n * plan.slab, plan.slab), plan.slab)), None
+    )
+
+
+def for_steps(plan: Plan, body: Callable[[Any, Carried], Carried], carry: Carried, backwards: bool = False) -> Carried:
+    """body(row of its group, carry) for each step of a group, in the order of time or backwards."""
+
+    def step(n: Any, carry: Carried) -> Carried:
+        return body(GROUP - 1 - n if backwards != plan.reverse else n, carry)
+
+    return lax.fori_loop(0, GROUP, step, carry, unroll=plan.unroll)
+
+
+def load(refs: Refs, visit: Visit, rows: Any, *names: str) -> None:
+    """Rows of a group in float32, zero where they are not the visit's: of q and k as rows, of v and do as columns."""
+    for name in names:
+        x = own(visit, rows, refs[name][rows, :].astype(jnp.float32))
+        if name in ("q", "k"):
+            refs[f"{name}_rows"][...] = x
+        else:
+            refs[f"{name}_columns"][...] = x.T
+
+
+def store(refs: Refs, visit: Visit, rows: Any, name: str, x: jax.Array) -> None:
+    """Those rows of a group that are the visit's."""
+    refs[name][rows, :] = own(visit, rows, x, refs[name][rows, :])
+
+
+def load_numbers(refs: Refs, rows: Any, name: str) -> None:
+    """A group's numbers, one per step, in `name`_rows [GROUP, LANES]: a step's in all lanes of its row."""
+    line = refs[name][pl.ds(rows.start // GROUP, 1), :]
+    refs[f"{name}_rows"][...] = jnp.broadcast_to(line, (LANES, GROUP)).T
+
+
+def store_numbers(refs: Refs, visit: Visit, rows: Any, name: str, x: jax.Array) -> None:
+    """x [1, GROUP], where its steps are the visit's."""
+    line = pl.ds(rows.start // GROUP, 1)
+    refs[name][line, :] = own(visit, rows, x, refs[name][line, :], axis=1)
+
+
+def load_decays(refs: Refs, visit: Visit, rows: Any, plan: Plan) -> None:
+    """The decays of a group's steps as `decay_parts` has them, none where a row is not the visit's."""
+    of_visit = partial(own, visit, rows)
+    if "gk" in refs:
+        decays = decay_parts(of_visit(refs["gk"][rows, :].astype(jnp.float32)))
+    elif "decays" in refs:
+        line, shape = pl.ds(rows.start // GROUP, 1), refs["kept_rows"].shape[::-1]
+        kept, rest = (jnp.broadcast_to(refs["decays"][n, line, :], shape) for n in range(2))
+        decays = of_visit(kept.T, jnp.ones(shape[::-1], jnp.float32)), of_visit(rest.T)
+    else:
+        return
+    refs["kept_rows"][...], refs["rest_rows"][...] = decays
+    if active():
+        _, rest = decays
+        probe("kept", rest, is_own(visit, rows.start, rest.shape, 0) & is_key(plan, rest.shape))
+
+
+def decay_of(refs: Refs, n: Any) -> list[jax.Array]:
+    """kept and rest of a group's n-th step, [1, K]; or nothing."""
+    return [refs[name][pl.ds(n, 1), :] for name in ("kept_rows", "rest_rows") if name in refs]

@@ -1,0 +1,398 @@
+"""The recurrent forms of the gated delta rules on the TPU: one step of time after the other.
+
+`recurrent_delta_fwd` and `recurrent_delta_bwd` are what `fused_recurrent_*` of `gated_delta_rule.py` and `kda.py` are
+made of; the operations are defined in the modules of these names in `cpu_golden`. Sequences, tiles of rows and states
+[V, K] lie as in `fused_recurrent`, a state of each head of values; q and k are read by every head that shares them, and
+normalised before, where that is asked for. There are no dots: float32 and bfloat16 differ in what is loaded and stored,
+and in nothing between.
+
+The decay meets the key where a state is read, and the state where it is written: Sᵀ k of the decayed state is
+Sᵀ (exp(g) k). What the state recalls is taken from v at once, so nothing of a step may wait for the next: a sum over K
+of all rows of the state is made in each. A state is a plain float32 matrix after every step, so a call that goes on
+from it computes the same bits. The backward pass goes through time first and leaves the state before every visit; then
+back, visit by visit, whose states and errors it computes anew and keeps.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from op_arguments.delta_rule import DeltaGrads, DeltaProblem, DeltaTensors
+from op_arguments.gla import Output, Problem
+from op_arguments.gmm import GroupMetadata
+from op_arguments.options import options_of
+from op_arguments.probe import active, probe
+from tpu_kernels._lib.arguments import Interpreted
+from tpu_kernels._lib.call import Block, jit
+from tpu_kernels._lib.chip import LANES
+from tpu_kernels._lib.decays import next_state
+from tpu_kernels._lib.delta import DeltaArrays, backward_of_nothing, key_gradient, normalised, take
+from tpu_kernels._lib.recurrent_layout import GROUP, Layout, Place, Plan, make_step_plan
+from tpu_kernels._lib.recurrent_sums import column_of, fold_lanes, sum_keys, sum_lanes, sum_rows, with_column
+from tpu_kernels._lib.recurrent_visits import (
+    Refs,
+    Visit,
+    for_groups,
+    for_slabs,
+    for_steps,
+    in_state,
+    load,
+    load_decays,
+    load_numbers,
+    order,
+    store,
+    store_numbers,
+    visit_of,
+)
+from tpu_kernels._lib.scans import forward_of_nothing
+
+FLOPS_FORWARD, FLOPS_BACKWARD = 15, 45
+
+
+class StepPlan(NamedTuple):
+    """The problem, and the recurrence of its heads of values."""
+
+    p: DeltaProblem
+    steps: Plan
+
+
+def make_plan(p: DeltaProblem, per_channel: bool, *, backward: bool) -> StepPlan | None:
+    """The plan of a checked problem, None where there is nothing to go through."""
+    of_values = Problem(p.b, p.t, p.hv, p.k, p.v, p.n, p.scale, p.dtype, p.packed)
+    steps = make_step_plan(of_values, "key" if per_channel else "step", backward=backward)
+    return None if steps is None else StepPlan(p, steps)
+
+
+@options_of(take, make_plan)
+def recurrent_delta_fwd(
+    x: DeltaTensors, per_channel: bool, *, output_final_state: bool = False, **options: Any
+) -> Output:
+    """o [B, T, HV, V] in v's dtype and the states ht [N, HV, K, V] float32 after the last steps, None unless asked for.
+
+    per_channel: whether g is that of `kda`; other arguments as `gated_delta_rule.fused_recurrent_gated_delta_rule_fwd`.
+    o is zero beyond the last sequence. Sites shown to a probe: kept, v_new and h.
+    Raises ValueError or TypeError as `take`.
+    """
+    arrays, how = take(make_plan, x, per_channel, **options)
+    return _forward(arrays, output_final_state=bool(output_final_state), **how)
+
+
+@options_of(take, make_plan)
+def recurrent_delta_bwd(
+    x: DeltaTensors, do: jax.Array, per_channel: bool, *, dht: Any = None, **options: Any
+) -> DeltaGrads:
+    """The gradients of `recurrent_delta_fwd`'s arguments, given those of o (do) and, if it is not None, of ht (dht).
+
+    Gradients have their arguments' dtypes and are zero beyond the last sequence. Held meanwhile, in float32: a state
+    per visit, of one head, and dq and dk of each head of values. Sites shown to a probe: those of
+    `recurrent_delta_fwd`, and dh.
+    Raises as `recurrent_delta_fwd`.
+    """
+    arrays, how = take(make_plan, x, per_channel, do, dht, **options)
+    return _backward(arrays, **how)
+
+
+# ------------------------------------------------------------------------------------------------------ the calls
+
+
+@jit("plan", "output_final_state", "interpret")
+def _forward(x: DeltaArrays, *, plan: StepPlan | None, output_final_state: bool, interpret: Interpreted) -> Output:
+    if plan is None:
+        return forward_of_nothing(x, output_final_state)
+    layout = _layout(x, plan, interpret)
+
+    def visit(h: Any, i: Any, _: GroupMetadata) -> Any:
+        return h, i
+
+    operands = {**_keys(layout, plan, visit, q=x.q, k=x.k), **_written(layout, x, visit)}
+    if x.initial_state is not None:
+        operands["h0"] = layout.state(x.initial_state, visit)
+    out = {"o": layout.out_by_value(x.v.dtype, visit)}
+    if output_final_state:
+        out["ht"] = layout.state_out(visit)
+    found = layout.call(
+        partial(_forward_kernel, plan=layout.plan),
+        operands,
+        out,
+        _scratch(layout.plan, columns=("v_columns", "o_columns"), rows=("q_rows", "k_rows")),
+        phases=(),
+        flops=FLOPS_FORWARD,
+        times={},
+        name="recurrent_delta_fwd",
+    )
+    return Output(layout.public(found["o"], plan.p.v), layout.public_state(found.get("ht")))
+
+
+@jit("plan", "interpret")
+def _backward(x: DeltaArrays, *, plan: StepPlan | None, interpret: Interpreted) -> DeltaGrads:
+    if plan is None:
+        return backward_of_nothing(x)
+    layout = _layout(x, plan, interpret)
+    steps = layout.plan
+
+    # As in `fused_recurrent`: what one phase alone needs stays, in the other, where that one ends or begins.
+    def of_both(h: Any, phase: Any, i: Any, visits: GroupMetadata) -> Any:
+        return h, order(phase, i, visits)
+
+    def of_first(h: Any, phase: Any, i: Any, visits: GroupMetadata) -> Any:
+        return h, jnp.where(phase == 0, i, visits.num_visits[0] - 1)
+
+    def of_second(h: Any, phase: Any, i: Any, visits: GroupMetadata) -> Any:
+        last = visits.num_visits[0] - 1
+        return h, jnp.where(phase == 0, last, last - i)
+
+    operands = {
+        **_keys(layout, plan, of_second, q=x.q),
+        **_keys(layout, plan, of_both, k=x.k),
+        **_written(layout, x, of_both),
+        "do": layout.by_value(x.do, of_second),
+    }
+    if x.initial_state is not None:
+        operands["h0"] = layout.state(x.initial_state, of_first)
+    if x.dht is not None:
+        operands["dht"] = layout.state(x.dht, of_second)
+    kept = jax.ShapeDtypeStruct((layout.visits.group_ids.shape[0], steps.values, steps.keys), jnp.float32)
+    of_keys = x.q.dtype if plan.p.group == 1 and not plan.p.l2norm else jnp.float32
+    gates = _gates(x, steps)
+    out = {name: layout.out_by_key(of_keys, of_second) for name in ("dq", "dk")} | {
+        "dv": layout.out_by_value(x.v.dtype, of_second),
+        "dgate": layout.gate_out(gates, of_second),
+        "dbeta": layout.numbers_out(of_second),
+        # Written and read by the kernel itself. One head's: heads follow one another.
+        "kept_states": Block(kept, space=pl.ANY),
+    }
+    if x.initial_state is not None:
+        out["dh0"] = layout.state_out(of_second)
+    scratch = _scratch(
+        steps,
+        columns=("v_columns", "do_columns", "dv_columns"),
+        rows=("q_rows", "k_rows", "dq_rows", "dk_rows", "recalled_rows", "dgate_rows"),
+    ) | {
+        "dbeta_rows": pltpu.VMEM((GROUP, LANES), jnp.float32),
+        "dstate": pltpu.VMEM((steps.values, steps.keys), jnp.float32),
+        "before": pltpu.VMEM((steps.tile, steps.values, steps.keys), jnp.float32),
+        "errors": pltpu.VMEM((steps.tile // GROUP, steps.values, GROUP), jnp.float32),
+    }
+    found = layout.call(
+        partial(_backward_kernel, plan=steps),
+        operands,
+        out,
+        scratch,
+        phases=(2,),
+        flops=FLOPS_BACKWARD,
+        times={"k": 2, "v": 2, "gk": 2, "decays": 2, "beta": 2, "kept_states": 2 * plan.p.hv},
+        name="recurrent_delta_bwd",
+    )
+    dq, dk = (key_gradient(layout.public(found[f"d{n}"], plan.p.k), getattr(x, n), plan.p) for n in ("q", "k"))
+    (dg,) = layout.gate_gradients(found["dgate"], gates).values()
+    dbeta = layout.public_numbers(found["dbeta"]).astype(x.beta.dtype)
+    return DeltaGrads(dq, dk, layout.public(found["dv"], plan.p.v), dg, dbeta, layout.public_state(found.get("dh0")))
+
+
+def _layout(x: DeltaArrays, plan: StepPlan, interpret: Interpreted) -> Layout:
+    """An interpreter's loops are not unrolled: it would compile every step."""
+    return Layout(plan.steps._replace(unroll=1) if interpret else plan.steps, x.cu_seqlens, interpret)
+
+
+def _gates(x: DeltaArrays, steps: Plan) -> dict[str, jax.Array]:
+    return {"gk" if steps.gate == "key" else "g": x.g}
+
+
+def _keys(layout: Layout, plan: StepPlan, place: Place, **x: jax.Array) -> dict[str, Block]:
+    """q or k [B, T, H, K], normalised where that is asked for; a head of values reads that of its keys."""
+
+    def of_key_head(*step: Any) -> Any:
+        h, visit = place(*step)
+        return h // plan.p.group, visit
+
+    return {
+        name: layout.by_key(normalised(given)[0] if plan.p.l2norm else given, of_key_head) for name, given in x.items()
+    }
+
+
+def _written(layout: Layout, x: DeltaArrays, place: Place) -> dict[str, Block]:
+    """What besides keys is written into a state, or decays it."""
+    of_steps = {"v": layout.by_value(x.v, place), "beta": layout.numbers(x.beta, place)}
+    return of_steps | layout.gates(_gates(x, layout.plan), place)
+
+
+def _scratch(plan: Plan, columns: tuple[str, ...], rows: tuple[str, ...]) -> dict[str, Any]:
+    """The state; and of a group's steps what is to be summed over K, columns along V, rows along K."""
+    return {
+        "state": pltpu.VMEM((plan.values, plan.keys), jnp.float32),
+        "products": pltpu.VMEM((GROUP, plan.slab, LANES), jnp.float32),
+        "beta_rows": pltpu.VMEM((GROUP, LANES), jnp.float32),
+        **{name: pltpu.VMEM((plan.values, GROUP), jnp.float32) for name in columns},
+        **{
+            name: pltpu.VMEM((GROUP, plan.keys), jnp.float32)
+            for name in (*rows, "kept_rows", "rest_rows", "decayed_rows")
+        },
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- the kernels
+
+
+def _forward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan) -> None:
+    visit = visit_of(pl.program_id(1), visits, plan)
+    pl.when(visit.first)(lambda: _begin(refs["state"], refs.get("h0")))
+    for_groups(visit, plan, partial(_advance_with_o, visit, refs, plan=plan))
+    if "ht" in refs:
+
+        @pl.when(visit.last)
+        def _() -> None:
+            refs["ht"][...] = refs["state"][...]
+
+
+def _backward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan) -> None:
+    phase = pl.program_id(1)
+    i = order(phase, pl.program_id(2), visits)
+    visit = visit_of(i, visits, plan)
+    state, dstate, kept = refs["state"], refs["dstate"], refs["kept_states"].at[i]
+
+    @pl.when(phase == 0)
+    def _() -> None:
+        pl.when(visit.first)(lambda: _begin(state, refs.get("h0")))
+        pltpu.sync_copy(state, kept)
+
+        @pl.when(~visit.last)
+        def _() -> None:
+            for_groups(visit, plan, lambda rows: _advance(visit, refs, rows, plan, _nothing, _nothing))
+
+    @pl.when(phase == 1)
+    def _() -> None:
+        pl.when(visit.last)(lambda: _begin(dstate, refs.get("dht")))
+        pltpu.sync_copy(kept, state)
+        for_groups(visit, plan, partial(_advance_with_dq, visit, refs, plan=plan))
+        for_groups(visit, plan, partial(_backward_steps, visit, refs, plan=plan), backwards=True)
+        if "dh0" in refs:
+
+            @pl.when(visit.first)
+            def _() -> None:
+                refs["dh0"][...] = dstate[...]
+
+
+def _advance(
+    visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[..., None], end: Callable[[Any], None]
+) -> None:
+    """Take the state through the steps of a group, slab by slab: use(slab, step, state before it, state after it, error
+    of what that before recalled), and then end(slab)."""
+    load(refs, visit, rows, "k", "v")
+    load_decays(refs, visit, rows, plan)
+    load_numbers(refs, rows, "beta")
+    refs["decayed_rows"][...] = _decayed(refs, refs["k_rows"][...])
+    state = refs["state"]
+
+    def advance(slab: Any) -> None:
+        v = refs["v_columns"][slab, :]
+
+        def step(n: Any, before: jax.Array) -> jax.Array:
+            row = pl.ds(n, 1)
+            error = column_of(v, n) - sum_keys(refs["decayed_rows"][row, :] * before)
+            v_new = refs["beta_rows"][row, :1] * error
+            decay = refs["kept_rows"][row, :], refs["rest_rows"][row, :]
+            after = next_state(before, *decay, refs["k_rows"][row, :] * v_new)
+            if active():
+                where = in_state(visit, rows, n, slab, plan)
+                probe("v_new", v_new, where[:, :1])
+                probe("h", after, where)
+            use(slab, n, before, after, error)
+            return after
+
+        state[slab, :] = for_steps(plan, step, state[slab, :])
+        end(slab)
+
+    for_slabs(plan, advance)
+
+
+def _advance_with_o(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
+    """`_advance`, with o."""
+    load(refs, visit, rows, "q")
+
+    def use(slab: Any, n: Any, before: jax.Array, after: jax.Array, error: jax.Array) -> None:
+        refs["products"][n] = fold_lanes(after * refs["q_rows"][pl.ds(n, 1), :])
+
+    def end(slab: Any) -> None:
+        refs["o_columns"][slab, :] = sum_lanes(refs["products"])
+
+    _advance(visit, refs, rows, plan, use, end)
+    store(refs, visit, rows, "o", plan.p.scale * refs["o_columns"][...].T)
+
+
+def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
+    """`_advance`, with dq, and with the states before the steps and the errors, which the other gradients need."""
+    load(refs, visit, rows, "do")
+    dq, group = refs["dq_rows"], rows.start // GROUP
+    dq[...] = jnp.zeros_like(dq)
+
+    def use(slab: Any, n: Any, before: jax.Array, after: jax.Array, error: jax.Array) -> None:
+        refs["before"][rows.start + n, slab, :] = before
+        refs["errors"][group, slab, :] = with_column(refs["errors"][group, slab, :], n, error)
+        dq[pl.ds(n, 1), :] += sum_rows(column_of(refs["do_columns"][slab, :], n) * after)
+
+    _advance(visit, refs, rows, plan, use, _nothing)
+    store(refs, visit, rows, "dq", plan.p.scale * dq[...])
+
+
+def _backward_steps(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
+    """Take the gradient of the state back through the steps of a group, with all gradients but dq."""
+    load(refs, visit, rows, "q", "k", "do")
+    load_decays(refs, visit, rows, plan)
+    load_numbers(refs, rows, "beta")
+    for name in ("dk_rows", "recalled_rows", "dgate_rows", "dbeta_rows"):
+        refs[name][...] = jnp.zeros_like(refs[name])
+
+    def go_back(slab: Any) -> None:
+        do, errors = refs["do_columns"][slab, :], refs["errors"][rows.start // GROUP, slab, :]
+
+        def step(n: Any, dstate: jax.Array) -> jax.Array:
+            row = pl.ds(n, 1)
+            key, beta, before = (
+                refs["k_rows"][row, :],
+                refs["beta_rows"][row, :1],
+                refs["before"][rows.start + n, slab, :],
+            )
+            dstate += column_of(do, n) * (plan.p.scale * refs["q_rows"][row, :])
+            error = column_of(errors, n)
+            dv_new = sum_keys(key * dstate)
+            dv = beta * dv_new
+            refs["dv_columns"][slab, :] = with_column(refs["dv_columns"][slab, :], n, dv)
+            refs["dbeta_rows"][row, :] += sum_rows(dv_new * error)
+            refs["dk_rows"][row, :] += sum_rows((beta * error) * dstate)
+            refs["recalled_rows"][row, :] += sum_rows(dv * before)
+            through = dstate - key * dv
+            refs["dgate_rows"][row, :] += sum_rows(before * through)
+            previous = refs["kept_rows"][row, :] * through + refs["rest_rows"][row, :] * through
+            if active():
+                probe("dh", previous, in_state(visit, rows, n, slab, plan))
+            return previous
+
+        refs["dstate"][slab, :] = for_steps(plan, step, refs["dstate"][slab, :], backwards=True)
+
+    for_slabs(plan, go_back)
+    store(refs, visit, rows, "dk", refs["dk_rows"][...] - _decayed(refs, refs["recalled_rows"][...]))
+    store(refs, visit, rows, "dv", refs["dv_columns"][...].T)
+    store_numbers(refs, visit, rows, "dbeta", refs["dbeta_rows"][...].T[:1, :])
+    dgate = _decayed(refs, refs["dgate_rows"][...])
+    if plan.gate == "key":
+        store(refs, visit, rows, "dgate", dgate)
+    else:
+        store_numbers(refs, visit, rows, "dgate", sum_rows(dgate.T))
+
+
+def _decayed(refs: Refs, x: jax.Array) -> jax.Array:
+    """Rows x [GROUP, K] of a group times their steps' decays."""
+    return refs["kept_rows"][...] * x + refs["rest_rows"][...] * x
+
+
+def _begin(state: Any, given: Any) -> None:
+    """A sequence's first state."""
+    state[...] = jnp.zeros(state.shape, jnp.float32) if given is None else given[...]
+
+
+def _nothing(*_: Any) -> None: ...
