@@ -169,27 +169,27 @@ def check_sites(op: Op, case: Case, contract: Contract, reached: set[str]) -> No
     """Raise DeclarationError for a site of the contract that the golden did not reach, and of which its code does not
     speak: one that is there may have nothing to round in this case."""
     for site in contract.sites.keys() - reached:
-        if not any(re.fullmatch(text, site) for text in _read(texts, op.golden, site)):
+        if not _speaks_of(site, op.golden, texts):
             raise DeclarationError(op, case, "contract.sites", one_of(sorted(reached), site))
 
 
 def check_outs(op: Op, case: Case, contract: Contract, golden: Mapping[str, Floats]) -> None:
     """Raise DeclarationError for a name in `contract.outs` that is no output of the golden, in this case or another."""
     for name in contract.outs.keys() - golden.keys():
-        if not any(re.fullmatch(text, name) for text in _read(texts, op.golden, name) | _read(labels, op.golden, name)):
+        if not _speaks_of(name, op.golden, texts, labels):
             raise DeclarationError(op, case, "contract.outs", one_of(golden, name))
 
 
 @cache
-def _read(kind: Callable[[FunctionType], frozenset[str]], golden: Callable[..., Any], name: str) -> frozenset[str]:
-    """The texts or labels of a golden's code; of one whose code is not to be read, the name itself."""
+def _speaks_of(name: str, golden: Callable[..., Any], *kinds: Callable[[FunctionType], frozenset[str]]) -> bool:
+    """Whether the texts or labels of a golden's code have a name; so it is said of one whose code is not to be read."""
     function = inspect.unwrap(golden)
+    if not isinstance(function, FunctionType):
+        return True
     try:
-        if isinstance(function, FunctionType):
-            return kind(function)
+        return any(re.fullmatch(text, name) for kind in kinds for text in kind(function))
     except (ModuleNotFoundError, OSError, SyntaxError):
-        pass
-    return frozenset([re.escape(name)])
+        return True
 
 
 def check_spec(op: Op, case: Case, name: str, spec: Any) -> None:

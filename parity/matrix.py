@@ -8,6 +8,7 @@ import math
 import re
 import traceback
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
@@ -48,6 +49,7 @@ def load(root: Path) -> tuple[Op, ...]:
     return ops
 
 
+@cache
 def check(op: Op) -> None:
     """Raise DeclarationError for data, a pattern, a dtype or a function that there is not.
 
