@@ -196,6 +196,8 @@ def _of_key_heads(grad: Array, p: DeltaProblem, stages: Stages) -> Array:
     """The gradient of heads of keys, from that of each value head."""
     if p.hv == p.h:
         return grad
+    if p.group == 0:
+        return np.zeros((p.b, p.t, p.h, p.k))
     shared = grad.reshape(p.b, p.t, p.h, p.group, p.k)
     total = shared[..., 0, :]
     for member in range(1, p.group):

@@ -194,6 +194,7 @@ EMPTY = [
     dict(B=1, T=0, H=2, HV=4, K=16, V=16),
     dict(B=1, T=20, H=0, HV=0, K=16, V=16),
     dict(B=1, T=20, H=2, HV=2, K=16, V=0),
+    dict(B=1, T=20, H=2, HV=0, K=16, V=16),
 ]
 # One head of a model's keys.
 OF_MODELS = {
