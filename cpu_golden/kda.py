@@ -25,13 +25,9 @@ from op_arguments.options import options_of
 
 @options_of(forward, chunk_forward)
 def chunk_kda_fwd(q: Array, k: Array, v: Array, *, g: Array, beta: Array, **options: Unpack[ChunkFwd]) -> Output:
-    """o and, with output_final_state, ht of the recurrence, `chunk_size` steps at a time.
+    """The recurrence `chunk_size` steps at a time, of g [B, T, HV, K].
 
-    q, k [B, T, H, K] and v [B, T, HV, V]: float32, bfloat16 or float64, all three the same. g [B, T, HV, K] and beta
-    [B, T, HV]: float32, q's dtype or float64. Options as `op_arguments.delta_rule` has them, float64 where float32 is.
-    Returns float64 o [B, T, HV, V] and ht [N, HV, K, V]; an empty sequence's is its initial state.
-    Stages and sites: those of `chunk_delta_rule.chunk_forward` and `_lib.delta.forward`.
-    Raises ValueError or TypeError as `op_arguments.delta_rule.check_delta_forward`.
+    All else as `gated_delta_rule.chunk_gated_delta_rule_fwd`.
     """
     return forward(chunk_forward, DeltaTensors(q, k, v, g, beta), True, **options)
 
@@ -40,13 +36,7 @@ def chunk_kda_fwd(q: Array, k: Array, v: Array, *, g: Array, beta: Array, **opti
 def chunk_kda_bwd(
     q: Array, k: Array, v: Array, do: Array, *, g: Array, beta: Array, **options: Unpack[ChunkBwd]
 ) -> DeltaGrads:
-    """The gradients of `chunk_kda_fwd`, for a gradient do [B, T, HV, V] of o and dht [N, HV, K, V] of ht.
-
-    do has q's dtype, dht is float32 or float64; everything else as the forward pass. Returns float64 gradients shaped
-    as their arguments; dq and dk are sums over the value heads that share a head of keys.
-    Stages and sites: those of `chunk_delta_rule.chunk_backward` and `_lib.delta.backward`.
-    Raises ValueError or TypeError as `op_arguments.delta_rule.check_delta_forward`.
-    """
+    """The gradients of `chunk_kda_fwd`; all else as `gated_delta_rule.chunk_gated_delta_rule_bwd`."""
     return backward(chunk_backward, DeltaTensors(q, k, v, g, beta), do, True, **options)
 
 
@@ -54,10 +44,9 @@ def chunk_kda_bwd(
 def fused_recurrent_kda_fwd(
     q: Array, k: Array, v: Array, *, g: Array, beta: Array, **options: Unpack[StepFwd]
 ) -> Output:
-    """o and, with output_final_state, ht of the recurrence, step by step.
+    """The recurrence step by step, of g [B, T, HV, K].
 
-    Arguments, result and errors as `chunk_kda_fwd`.
-    Sites: those of `recurrent_delta_rule.recurrent_forward` and `_lib.delta.forward`.
+    All else as `gated_delta_rule.fused_recurrent_gated_delta_rule_fwd`.
     """
     return forward(recurrent_forward, DeltaTensors(q, k, v, g, beta), True, **options)
 
@@ -66,11 +55,7 @@ def fused_recurrent_kda_fwd(
 def fused_recurrent_kda_bwd(
     q: Array, k: Array, v: Array, do: Array, *, g: Array, beta: Array, **options: Unpack[StepBwd]
 ) -> DeltaGrads:
-    """The gradients of `fused_recurrent_kda_fwd`.
-
-    Arguments, result and errors as `chunk_kda_bwd`.
-    Sites: those of `recurrent_delta_rule.recurrent_backward` and `_lib.delta.backward`.
-    """
+    """The gradients of `fused_recurrent_kda_fwd`; else as `gated_delta_rule.fused_recurrent_gated_delta_rule_bwd`."""
     return backward(recurrent_backward, DeltaTensors(q, k, v, g, beta), do, True, **options)
 
 

@@ -1,7 +1,8 @@
 """What the gated delta rules take and return (defined in `cpu_golden/gated_delta_rule.py` and `cpu_golden/kda.py`)."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from op_arguments import Array, check_array, check_shape, dtype_name
 from op_arguments.gla import (
@@ -16,6 +17,10 @@ from op_arguments.gla import (
     check_sequences,
     check_state,
 )
+from op_arguments.options import variant
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 LARGEST_CHUNK = 128
 LARGEST_HEAD = 256
@@ -90,6 +95,24 @@ class DeltaTensors(NamedTuple):
     v: Any
     g: Any
     beta: Any
+
+
+def per_channel(front: Callable[P, R], rule: Callable[..., R]) -> Callable[P, R]:
+    """The public function of `kda` that `front` is of `gated_delta_rule`: its arguments but for g, given to `rule`."""
+
+    def forward(q: Any, k: Any, v: Any, *, g: Any, beta: Any, **options: Any) -> R:
+        return rule(DeltaTensors(q, k, v, g, beta), True, **options)
+
+    def backward(q: Any, k: Any, v: Any, do: Any, *, g: Any, beta: Any, **options: Any) -> R:
+        return rule(DeltaTensors(q, k, v, g, beta), do, True, **options)
+
+    function = backward if "do" in inspect.signature(front).parameters else forward
+    name, module = (text.replace("gated_delta_rule", "kda") for text in (front.__name__, front.__module__))
+    function.__qualname__ = name
+    doc = f"`{front.__name__}` with a decay per key channel: g [B, T, HV, K]; `cpu_golden.kda.{name}` defines it."
+    of_channels = variant(function, front, name, doc)
+    of_channels.__module__ = module
+    return of_channels
 
 
 def check_delta_forward(

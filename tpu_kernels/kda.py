@@ -2,65 +2,24 @@
 
     S ← diag(exp(g_t)) S        S ← S + k_t (beta_t (v_t - Sᵀ k_t))ᵀ        o_t = scale · Sᵀ q_t
 
-The chunked form is a scan of `chunk_delta_rule`: precision, blocks and limits are said there. The recurrent one goes
-step by step, in `recurrent_delta_rule`.
+The functions are those of `gated_delta_rule`, whose precision, blocks and limits are theirs, with g [B, T, HV, K].
 """
 
-from typing import Unpack
-
-from jax import Array
-
-from op_arguments.delta_rule import DeltaGrads, DeltaTensors
-from op_arguments.gla import Output
-from op_arguments.options import options_of
-from tpu_kernels._lib.delta import ChunkBwd, ChunkFwd, StepBwd, StepFwd, differentiable
+from op_arguments.delta_rule import per_channel
+from tpu_kernels._lib.delta import differentiable
 from tpu_kernels.chunk_delta_rule import chunk_delta_bwd, chunk_delta_fwd
+from tpu_kernels.gated_delta_rule import (
+    chunk_gated_delta_rule_bwd,
+    chunk_gated_delta_rule_fwd,
+    fused_recurrent_gated_delta_rule_bwd,
+    fused_recurrent_gated_delta_rule_fwd,
+)
 from tpu_kernels.recurrent_delta_rule import recurrent_delta_bwd, recurrent_delta_fwd
 
-
-@options_of(chunk_delta_fwd)
-def chunk_kda_fwd(q: Array, k: Array, v: Array, *, g: Array, beta: Array, **options: Unpack[ChunkFwd]) -> Output:
-    """o and, with output_final_state, ht of the recurrence, `chunk_size` steps at a time.
-
-    Arguments, result and errors as `cpu_golden.kda.chunk_kda_fwd`. Here q, k and v are all
-    float32 or all bfloat16, and so is o; g and beta are float32 or of their dtype; states are float32. Values, those of
-    cu_seqlens, are checked outside tracing only.
-    """
-    return chunk_delta_fwd(DeltaTensors(q, k, v, g, beta), True, **options)
-
-
-@options_of(chunk_delta_bwd)
-def chunk_kda_bwd(
-    q: Array, k: Array, v: Array, do: Array, *, g: Array, beta: Array, **options: Unpack[ChunkBwd]
-) -> DeltaGrads:
-    """The gradients of `chunk_kda_fwd`'s arguments, in their dtypes, given do [B, T, HV, V] in q's dtype.
-
-    dht [N, HV, K, V] float32: the gradient of ht. Other arguments and errors as `chunk_kda_fwd`'s, with
-    `op_arguments.delta_rule.check_delta_gradients`.
-    """
-    return chunk_delta_bwd(DeltaTensors(q, k, v, g, beta), do, True, **options)
-
-
+chunk_kda_fwd = per_channel(chunk_gated_delta_rule_fwd, chunk_delta_fwd)
+chunk_kda_bwd = per_channel(chunk_gated_delta_rule_bwd, chunk_delta_bwd)
 chunk_kda = differentiable(chunk_kda_fwd, chunk_kda_bwd, per_channel=True)
 
-
-@options_of(recurrent_delta_fwd)
-def fused_recurrent_kda_fwd(
-    q: Array, k: Array, v: Array, *, g: Array, beta: Array, **options: Unpack[StepFwd]
-) -> Output:
-    """o and, with output_final_state, ht of the recurrence, one step at a time.
-
-    There are no dots. Arguments, dtypes, result and errors as `chunk_kda_fwd`'s, without chunk_size.
-    """
-    return recurrent_delta_fwd(DeltaTensors(q, k, v, g, beta), True, **options)
-
-
-@options_of(recurrent_delta_bwd)
-def fused_recurrent_kda_bwd(
-    q: Array, k: Array, v: Array, do: Array, *, g: Array, beta: Array, **options: Unpack[StepBwd]
-) -> DeltaGrads:
-    """The gradients of `fused_recurrent_kda_fwd`'s arguments; as `chunk_kda_bwd`."""
-    return recurrent_delta_bwd(DeltaTensors(q, k, v, g, beta), do, True, **options)
-
-
+fused_recurrent_kda_fwd = per_channel(fused_recurrent_gated_delta_rule_fwd, recurrent_delta_fwd)
+fused_recurrent_kda_bwd = per_channel(fused_recurrent_gated_delta_rule_bwd, recurrent_delta_bwd)
 fused_recurrent_kda = differentiable(fused_recurrent_kda_fwd, fused_recurrent_kda_bwd, per_channel=True)
