@@ -17,7 +17,6 @@ it computes the same bits.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -26,20 +25,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.gla import Gates, Gradients, Output
-from op_arguments.gmm import GroupMetadata
 from op_arguments.options import options_of
 from op_arguments.probe import active, probe
 from tpu_kernels._lib.arguments import Interpreted
-from tpu_kernels._lib.call import Block, jit
-from tpu_kernels._lib.chip import LANES
+from tpu_kernels._lib.call import jit
 from tpu_kernels._lib.decays import Pair, decayed_sum
-from tpu_kernels._lib.recurrent_layout import GROUP, Layout, Plan, make_plan
+from tpu_kernels._lib.recurrent_layout import Layout, Plan, make_plan
 from tpu_kernels._lib.recurrent_sums import column_of, fold_lanes, sum_lanes, sum_rows
 from tpu_kernels._lib.recurrent_visits import (
     Refs,
     Visit,
     decay_of,
-    for_groups,
     for_slabs,
     for_steps,
     in_state,
@@ -47,16 +43,13 @@ from tpu_kernels._lib.recurrent_visits import (
     is_own,
     load,
     load_decays,
-    nth_visit,
-    order,
     store,
     store_numbers,
-    visit_of,
 )
+from tpu_kernels._lib.recurrent_walk import Recurrence, group_scratch, nothing, walk_both_ways, walk_forward
 from tpu_kernels._lib.scans import Arrays, backward_of_nothing, forward_of_nothing, take
 
 SEGMENT = 16  # steps between plain float32 states: divides every chunk size, so calls may be cut at chunk borders
-FLOPS_FORWARD, FLOPS_BACKWARD = 15, 50
 
 
 @options_of(take, make_plan)
@@ -96,32 +89,14 @@ def _forward(x: Arrays, *, plan: Plan | None, output_final_state: bool, interpre
     if plan is None:
         return forward_of_nothing(x, output_final_state)
     layout = Layout(plan, x.cu_seqlens, interpret)
-
-    def visit(h: Any, i: Any, visits: GroupMetadata) -> Any:
-        return h, nth_visit(i, visits, plan)
-
     operands = {
-        "q": layout.by_key(x.q, visit),
-        "k": layout.by_key(x.k, visit),
-        "v": layout.by_value(x.v, visit),
-        **layout.gates(x.gates, visit),
+        "q": layout.by_key(x.q, layout.in_time),
+        "k": layout.by_key(x.k, layout.in_time),
+        "v": layout.by_value(x.v, layout.in_time),
+        **layout.gates(x.gates, layout.in_time),
     }
-    if x.initial_state is not None:
-        operands["h0"] = layout.state(x.initial_state, visit)
-    out = {"o": layout.out_by_value(x.v.dtype, visit)}
-    if output_final_state:
-        out["ht"] = layout.state_out(visit)
-    found = layout.call(
-        partial(_forward_kernel, plan=plan),
-        operands,
-        out,
-        _scratch(plan, columns=("v_columns", "o_columns"), rows=("q_rows", "k_rows")),
-        phases=(),
-        flops=FLOPS_FORWARD,
-        times={},
-        name="fused_recurrent_fwd",
-    )
-    return Output(layout.public(found["o"], plan.p.v), layout.public_state(found.get("ht")))
+    scratch = _scratch(plan, columns=("v_columns", "o_columns"), rows=("q_rows", "k_rows"))
+    return walk_forward(_recurrence(), layout, x, operands, scratch, output_final_state)
 
 
 @jit("plan", "interpret")
@@ -129,123 +104,50 @@ def _backward(x: Arrays, *, plan: Plan | None, interpret: Interpreted) -> Gradie
     if plan is None:
         return backward_of_nothing(x)
     layout = Layout(plan, x.cu_seqlens, interpret)
-
-    # Phase 0 goes through time, phase 1 back. What only one of them needs stays, in the other, where that one ends or
-    # begins, so that nothing is fetched or written for it.
-    def visit_of_both(h: Any, phase: Any, i: Any, visits: GroupMetadata) -> Any:
-        return h, nth_visit(order(phase, i, visits), visits, plan)
-
-    def visit_of_first(h: Any, phase: Any, i: Any, visits: GroupMetadata) -> Any:
-        last = visits.num_visits[0] - 1
-        return h, nth_visit(jnp.where(phase == 0, i, last), visits, plan)
-
-    def visit_of_second(h: Any, phase: Any, i: Any, visits: GroupMetadata) -> Any:
-        last = visits.num_visits[0] - 1
-        return h, nth_visit(jnp.where(phase == 0, last, last - i), visits, plan)
-
     operands = {
-        "q": layout.by_key(x.q, visit_of_second),
-        "k": layout.by_key(x.k, visit_of_both),
-        "v": layout.by_value(x.v, visit_of_both),
-        "do": layout.by_value(x.do, visit_of_second),
-        **layout.gates(x.gates, visit_of_both),
+        "q": layout.by_key(x.q, layout.in_second),
+        "k": layout.by_key(x.k, layout.in_both),
+        "v": layout.by_value(x.v, layout.in_both),
+        "do": layout.by_value(x.do, layout.in_second),
+        **layout.gates(x.gates, layout.in_both),
     }
-    if x.initial_state is not None:
-        operands["h0"] = layout.state(x.initial_state, visit_of_first)
-    if x.dht is not None:
-        operands["dht"] = layout.state(x.dht, visit_of_second)
-    kept = jax.ShapeDtypeStruct((layout.visits.group_ids.shape[0], 2, plan.values, plan.keys), jnp.float32)
     out = {
-        "dq": layout.out_by_key(x.q.dtype, visit_of_second),
-        "dk": layout.out_by_key(x.k.dtype, visit_of_second),
-        "dv": layout.out_by_value(x.v.dtype, visit_of_second),
-        # Written and read by the kernel itself. One head's: heads follow one another.
-        "kept_states": Block(kept, space=pl.ANY),
+        "dq": layout.out_by_key(x.q.dtype, layout.in_second),
+        "dk": layout.out_by_key(x.k.dtype, layout.in_second),
+        "dv": layout.out_by_value(x.v.dtype, layout.in_second),
     }
     scratch = _scratch(
         plan,
         columns=("v_columns", "do_columns", "dv_columns"),
         rows=("q_rows", "k_rows", "dq_rows", "dk_rows", "dgate_rows"),
     )
-    scratch["dstate"] = pltpu.VMEM((2, plan.values, plan.keys), jnp.float32)
     if plan.gate is not None:
-        out["dgate"] = layout.gate_out(x.gates, visit_of_second)
+        out["dgate"] = layout.gate_out(x.gates, layout.in_second)
         scratch["decayed"] = pltpu.VMEM((plan.tile, plan.values, plan.keys), jnp.float32)
-    if x.initial_state is not None:
-        out["dh0"] = layout.state_out(visit_of_second)
-    found = layout.call(
-        partial(_backward_kernel, plan=plan),
-        operands,
-        out,
-        scratch,
-        phases=(2,),
-        flops=FLOPS_BACKWARD,
-        times={"k": 2, "v": 2, "gk": 2, "decays": 2, "kept_states": 2 * plan.p.h},
-        name="fused_recurrent_bwd",
-    )
+    found = walk_both_ways(_recurrence(), layout, x, operands, out, scratch)
     dq, dk, dv = (layout.public(found[f"d{name}"], getattr(x, name).shape[3]) for name in ("q", "k", "v"))
     dgates = layout.gate_gradients(found.get("dgate"), x.gates)
     return Gradients(dq, dk, dv, dgates, layout.public_state(found.get("dh0")))
 
 
+def _recurrence() -> Recurrence:
+    return Recurrence("fused_recurrent", (15, 50), _advance, _advance_with_dq, _backward_step)
+
+
 def _scratch(plan: Plan, columns: tuple[str, ...], rows: tuple[str, ...]) -> dict[str, Any]:
-    """The state and its residue; and of a group's steps what is to be summed over K, columns along V, rows along K."""
+    """The state and its residue, and what a group's steps need."""
     rows += ("carried_rows",) if plan.gate is None else ("carried_rows", "kept_rows", "rest_rows")
-    return {
-        "state": pltpu.VMEM((2, plan.values, plan.keys), jnp.float32),
-        "products": pltpu.VMEM((GROUP, plan.slab, LANES), jnp.float32),
-        **{name: pltpu.VMEM((plan.values, GROUP), jnp.float32) for name in columns},
-        **{name: pltpu.VMEM((GROUP, plan.keys), jnp.float32) for name in rows},
-    }
+    state = pltpu.VMEM((2, plan.values, plan.keys), jnp.float32)
+    return {"state": state, **group_scratch(plan, columns, rows)}
 
 
-# ----------------------------------------------------------------------------------------------------- the kernels
-
-
-def _forward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan) -> None:
-    visit = visit_of(pl.program_id(1), visits, plan)
-    pl.when(visit.first)(lambda: _begin(refs["state"], refs.get("h0")))
-    for_groups(visit, plan, partial(_advance_with_o, visit, refs, plan=plan))
-    if "ht" in refs:
-
-        @pl.when(visit.last)
-        def _() -> None:
-            refs["ht"][...] = refs["state"][0]
-
-
-def _backward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan) -> None:
-    phase = pl.program_id(1)
-    i = order(phase, pl.program_id(2), visits)
-    visit = visit_of(i, visits, plan)
-    state, dstate, kept = refs["state"], refs["dstate"], refs["kept_states"].at[i]
-
-    @pl.when(phase == 0)
-    def _() -> None:
-        pl.when(visit.first)(lambda: _begin(state, refs.get("h0")))
-        pltpu.sync_copy(state, kept)
-
-        @pl.when(~visit.last)
-        def _() -> None:
-            for_groups(visit, plan, lambda rows: _advance(visit, refs, rows, plan, _nothing, _nothing))
-
-    @pl.when(phase == 1)
-    def _() -> None:
-        pl.when(visit.last)(lambda: _begin(dstate, refs.get("dht")))
-        pltpu.sync_copy(kept, state)
-        for_groups(visit, plan, partial(_advance_with_dq, visit, refs, plan=plan))
-        for_groups(visit, plan, partial(_backward_step, visit, refs, plan=plan), backwards=True)
-        if "dh0" in refs:
-
-            @pl.when(visit.first)
-            def _() -> None:
-                refs["dh0"][...] = dstate[0]
+# ------------------------------------------------------------------------------------------------ a group's steps
 
 
 def _advance(
     visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[..., None], end: Callable[[Any], None]
 ) -> None:
-    """Take the state through the steps of a group, slab by slab: use(slab, step, decayed state before it, state after
-    it), and then end(slab)."""
+    """As `Recurrence`: use(slab, step, decayed state before it, state after it)."""
     load(refs, visit, rows, "k", "v")
     load_decays(refs, visit, rows, plan)
     refs["carried_rows"][...] = _unless(visit.step_of(rows, plan) % SEGMENT == 0)
@@ -269,20 +171,6 @@ def _advance(
     for_slabs(plan, advance)
 
 
-def _advance_with_o(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
-    """`_advance`, with o."""
-    load(refs, visit, rows, "q")
-
-    def use(slab: Any, n: Any, before: jax.Array, after: jax.Array) -> None:
-        refs["products"][n] = fold_lanes(after * refs["q_rows"][pl.ds(n, 1), :])
-
-    def end(slab: Any) -> None:
-        refs["o_columns"][slab, :] = sum_lanes(refs["products"])
-
-    _advance(visit, refs, rows, plan, use, end)
-    store(refs, visit, rows, "o", plan.p.scale * refs["o_columns"][...].T)
-
-
 def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
     """`_advance`, with dq, and with the decayed states that the gradients of gates need."""
     load(refs, visit, rows, "do")
@@ -294,7 +182,7 @@ def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None
             refs["decayed"][rows.start + n, slab, :] = before
         dq[pl.ds(n, 1), :] += sum_rows(column_of(refs["do_columns"][slab, :], n) * after)
 
-    _advance(visit, refs, rows, plan, use, _nothing)
+    _advance(visit, refs, rows, plan, use, nothing)
     store(refs, visit, rows, "dq", plan.p.scale * dq[...])
 
 
@@ -340,18 +228,6 @@ def _backward_step(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
         if active():
             probe("dgate", dgate, is_own(visit, rows.start, dgate.shape, 1))
         store_numbers(refs, visit, rows, "dgate", dgate)
-
-
-def _nothing(*_: Any) -> None: ...
-
-
-def _begin(state: Any, given: Any) -> None:
-    """A sequence's first state, which has no residue."""
-    state[0] = jnp.zeros(state.shape[1:], jnp.float32) if given is None else given[...]
-    state[1] = jnp.zeros(state.shape[1:], jnp.float32)
-
-
-# ------------------------------------------------------------------------------------------------------- one step
 
 
 def _unless(condition: jax.Array) -> jax.Array:

@@ -14,7 +14,6 @@ back, visit by visit, whose states and errors it computes anew and keeps.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +23,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.delta_rule import DeltaGrads, DeltaProblem, DeltaTensors
 from op_arguments.gla import Output, Problem
-from op_arguments.gmm import GroupMetadata
 from op_arguments.options import options_of
 from op_arguments.probe import active, probe
 from tpu_kernels._lib.arguments import Interpreted
@@ -33,25 +31,21 @@ from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.decays import next_state
 from tpu_kernels._lib.delta import DeltaArrays, backward_of_nothing, key_gradient, normalised, take
 from tpu_kernels._lib.recurrent_layout import GROUP, Layout, Place, Plan, make_step_plan
-from tpu_kernels._lib.recurrent_sums import column_of, fold_lanes, sum_keys, sum_lanes, sum_rows, with_column
+from tpu_kernels._lib.recurrent_sums import column_of, sum_keys, sum_rows, with_column
 from tpu_kernels._lib.recurrent_visits import (
     Refs,
     Visit,
-    for_groups,
     for_slabs,
     for_steps,
     in_state,
     load,
     load_decays,
     load_numbers,
-    order,
     store,
     store_numbers,
-    visit_of,
 )
+from tpu_kernels._lib.recurrent_walk import Recurrence, group_scratch, nothing, walk_both_ways, walk_forward
 from tpu_kernels._lib.scans import forward_of_nothing
-
-FLOPS_FORWARD, FLOPS_BACKWARD = 15, 45
 
 
 class StepPlan(NamedTuple):
@@ -105,27 +99,9 @@ def _forward(x: DeltaArrays, *, plan: StepPlan | None, output_final_state: bool,
     if plan is None:
         return forward_of_nothing(x, output_final_state)
     layout = _layout(x, plan, interpret)
-
-    def visit(h: Any, i: Any, _: GroupMetadata) -> Any:
-        return h, i
-
-    operands = {**_keys(layout, plan, visit, q=x.q, k=x.k), **_written(layout, x, visit)}
-    if x.initial_state is not None:
-        operands["h0"] = layout.state(x.initial_state, visit)
-    out = {"o": layout.out_by_value(x.v.dtype, visit)}
-    if output_final_state:
-        out["ht"] = layout.state_out(visit)
-    found = layout.call(
-        partial(_forward_kernel, plan=layout.plan),
-        operands,
-        out,
-        _scratch(layout.plan, columns=("v_columns", "o_columns"), rows=("q_rows", "k_rows")),
-        phases=(),
-        flops=FLOPS_FORWARD,
-        times={},
-        name="recurrent_delta_fwd",
-    )
-    return Output(layout.public(found["o"], plan.p.v), layout.public_state(found.get("ht")))
+    operands = {**_keys(layout, plan, layout.in_time, q=x.q, k=x.k), **_written(layout, x, layout.in_time)}
+    scratch = _scratch(layout.plan, columns=("v_columns", "o_columns"), rows=("q_rows", "k_rows"))
+    return walk_forward(_recurrence(), layout, x, operands, scratch, output_final_state)
 
 
 @jit("plan", "interpret")
@@ -134,60 +110,29 @@ def _backward(x: DeltaArrays, *, plan: StepPlan | None, interpret: Interpreted) 
         return backward_of_nothing(x)
     layout = _layout(x, plan, interpret)
     steps = layout.plan
-
-    # As in `fused_recurrent`: what one phase alone needs stays, in the other, where that one ends or begins.
-    def of_both(h: Any, phase: Any, i: Any, visits: GroupMetadata) -> Any:
-        return h, order(phase, i, visits)
-
-    def of_first(h: Any, phase: Any, i: Any, visits: GroupMetadata) -> Any:
-        return h, jnp.where(phase == 0, i, visits.num_visits[0] - 1)
-
-    def of_second(h: Any, phase: Any, i: Any, visits: GroupMetadata) -> Any:
-        last = visits.num_visits[0] - 1
-        return h, jnp.where(phase == 0, last, last - i)
-
     operands = {
-        **_keys(layout, plan, of_second, q=x.q),
-        **_keys(layout, plan, of_both, k=x.k),
-        **_written(layout, x, of_both),
-        "do": layout.by_value(x.do, of_second),
+        **_keys(layout, plan, layout.in_second, q=x.q),
+        **_keys(layout, plan, layout.in_both, k=x.k),
+        **_written(layout, x, layout.in_both),
+        "do": layout.by_value(x.do, layout.in_second),
     }
-    if x.initial_state is not None:
-        operands["h0"] = layout.state(x.initial_state, of_first)
-    if x.dht is not None:
-        operands["dht"] = layout.state(x.dht, of_second)
-    kept = jax.ShapeDtypeStruct((layout.visits.group_ids.shape[0], steps.values, steps.keys), jnp.float32)
     of_keys = x.q.dtype if plan.p.group == 1 and not plan.p.l2norm else jnp.float32
     gates = _gates(x, steps)
-    out = {name: layout.out_by_key(of_keys, of_second) for name in ("dq", "dk")} | {
-        "dv": layout.out_by_value(x.v.dtype, of_second),
-        "dgate": layout.gate_out(gates, of_second),
-        "dbeta": layout.numbers_out(of_second),
-        # Written and read by the kernel itself. One head's: heads follow one another.
-        "kept_states": Block(kept, space=pl.ANY),
+    out = {name: layout.out_by_key(of_keys, layout.in_second) for name in ("dq", "dk")} | {
+        "dv": layout.out_by_value(x.v.dtype, layout.in_second),
+        "dgate": layout.gate_out(gates, layout.in_second),
+        "dbeta": layout.numbers_out(layout.in_second),
     }
-    if x.initial_state is not None:
-        out["dh0"] = layout.state_out(of_second)
     scratch = _scratch(
         steps,
         columns=("v_columns", "do_columns", "dv_columns"),
         rows=("q_rows", "k_rows", "dq_rows", "dk_rows", "recalled_rows", "dgate_rows"),
     ) | {
         "dbeta_rows": pltpu.VMEM((GROUP, LANES), jnp.float32),
-        "dstate": pltpu.VMEM((steps.values, steps.keys), jnp.float32),
         "before": pltpu.VMEM((steps.tile, steps.values, steps.keys), jnp.float32),
         "errors": pltpu.VMEM((steps.tile // GROUP, steps.values, GROUP), jnp.float32),
     }
-    found = layout.call(
-        partial(_backward_kernel, plan=steps),
-        operands,
-        out,
-        scratch,
-        phases=(2,),
-        flops=FLOPS_BACKWARD,
-        times={"k": 2, "v": 2, "gk": 2, "decays": 2, "beta": 2, "kept_states": 2 * plan.p.hv},
-        name="recurrent_delta_bwd",
-    )
+    found = walk_both_ways(_recurrence(), layout, x, operands, out, scratch)
     dq, dk = (key_gradient(layout.public(found[f"d{n}"], plan.p.k), getattr(x, n), plan.p) for n in ("q", "k"))
     (dg,) = layout.gate_gradients(found["dgate"], gates).values()
     dbeta = layout.public_numbers(found["dbeta"]).astype(x.beta.dtype)
@@ -221,67 +166,26 @@ def _written(layout: Layout, x: DeltaArrays, place: Place) -> dict[str, Block]:
     return of_steps | layout.gates(_gates(x, layout.plan), place)
 
 
+def _recurrence() -> Recurrence:
+    return Recurrence("recurrent_delta", (15, 45), _advance, _advance_with_dq, _backward_steps)
+
+
 def _scratch(plan: Plan, columns: tuple[str, ...], rows: tuple[str, ...]) -> dict[str, Any]:
-    """The state; and of a group's steps what is to be summed over K, columns along V, rows along K."""
+    """The state, and what a group's steps need."""
     return {
         "state": pltpu.VMEM((plan.values, plan.keys), jnp.float32),
-        "products": pltpu.VMEM((GROUP, plan.slab, LANES), jnp.float32),
         "beta_rows": pltpu.VMEM((GROUP, LANES), jnp.float32),
-        **{name: pltpu.VMEM((plan.values, GROUP), jnp.float32) for name in columns},
-        **{
-            name: pltpu.VMEM((GROUP, plan.keys), jnp.float32)
-            for name in (*rows, "kept_rows", "rest_rows", "decayed_rows")
-        },
+        **group_scratch(plan, columns, (*rows, "kept_rows", "rest_rows", "decayed_rows")),
     }
 
 
-# ---------------------------------------------------------------------------------------------------- the kernels
-
-
-def _forward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan) -> None:
-    visit = visit_of(pl.program_id(1), visits, plan)
-    pl.when(visit.first)(lambda: _begin(refs["state"], refs.get("h0")))
-    for_groups(visit, plan, partial(_advance_with_o, visit, refs, plan=plan))
-    if "ht" in refs:
-
-        @pl.when(visit.last)
-        def _() -> None:
-            refs["ht"][...] = refs["state"][...]
-
-
-def _backward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan) -> None:
-    phase = pl.program_id(1)
-    i = order(phase, pl.program_id(2), visits)
-    visit = visit_of(i, visits, plan)
-    state, dstate, kept = refs["state"], refs["dstate"], refs["kept_states"].at[i]
-
-    @pl.when(phase == 0)
-    def _() -> None:
-        pl.when(visit.first)(lambda: _begin(state, refs.get("h0")))
-        pltpu.sync_copy(state, kept)
-
-        @pl.when(~visit.last)
-        def _() -> None:
-            for_groups(visit, plan, lambda rows: _advance(visit, refs, rows, plan, _nothing, _nothing))
-
-    @pl.when(phase == 1)
-    def _() -> None:
-        pl.when(visit.last)(lambda: _begin(dstate, refs.get("dht")))
-        pltpu.sync_copy(kept, state)
-        for_groups(visit, plan, partial(_advance_with_dq, visit, refs, plan=plan))
-        for_groups(visit, plan, partial(_backward_steps, visit, refs, plan=plan), backwards=True)
-        if "dh0" in refs:
-
-            @pl.when(visit.first)
-            def _() -> None:
-                refs["dh0"][...] = dstate[...]
+# ------------------------------------------------------------------------------------------------ a group's steps
 
 
 def _advance(
     visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[..., None], end: Callable[[Any], None]
 ) -> None:
-    """Take the state through the steps of a group, slab by slab: use(slab, step, state before it, state after it, error
-    of what that before recalled), and then end(slab)."""
+    """As `Recurrence`: use(slab, step, state before it, state after it, error of what that before recalled)."""
     load(refs, visit, rows, "k", "v")
     load_decays(refs, visit, rows, plan)
     load_numbers(refs, rows, "beta")
@@ -310,20 +214,6 @@ def _advance(
     for_slabs(plan, advance)
 
 
-def _advance_with_o(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
-    """`_advance`, with o."""
-    load(refs, visit, rows, "q")
-
-    def use(slab: Any, n: Any, before: jax.Array, after: jax.Array, error: jax.Array) -> None:
-        refs["products"][n] = fold_lanes(after * refs["q_rows"][pl.ds(n, 1), :])
-
-    def end(slab: Any) -> None:
-        refs["o_columns"][slab, :] = sum_lanes(refs["products"])
-
-    _advance(visit, refs, rows, plan, use, end)
-    store(refs, visit, rows, "o", plan.p.scale * refs["o_columns"][...].T)
-
-
 def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
     """`_advance`, with dq, and with the states before the steps and the errors, which the other gradients need."""
     load(refs, visit, rows, "do")
@@ -335,7 +225,7 @@ def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None
         refs["errors"][group, slab, :] = with_column(refs["errors"][group, slab, :], n, error)
         dq[pl.ds(n, 1), :] += sum_rows(column_of(refs["do_columns"][slab, :], n) * after)
 
-    _advance(visit, refs, rows, plan, use, _nothing)
+    _advance(visit, refs, rows, plan, use, nothing)
     store(refs, visit, rows, "dq", plan.p.scale * dq[...])
 
 
@@ -388,11 +278,3 @@ def _backward_steps(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
 def _decayed(refs: Refs, x: jax.Array) -> jax.Array:
     """Rows x [GROUP, K] of a group times their steps' decays."""
     return refs["kept_rows"][...] * x + refs["rest_rows"][...] * x
-
-
-def _begin(state: Any, given: Any) -> None:
-    """A sequence's first state."""
-    state[...] = jnp.zeros(state.shape, jnp.float32) if given is None else given[...]
-
-
-def _nothing(*_: Any) -> None: ...

@@ -90,6 +90,16 @@ def make_step_plan(p: Problem, gate: str | None, *, backward: bool) -> Plan | No
     )
 
 
+def order(phase: Any, i: Any, visits: GroupMetadata) -> Any:
+    """Which visit in the order of time a step of the backward kernel is about."""
+    return jnp.where(phase == 0, i, visits.num_visits[0] - 1 - i)
+
+
+def nth_visit(i: Any, visits: GroupMetadata, plan: Plan) -> Any:
+    """The visit that is the i-th in the order of time."""
+    return visits.num_visits[0] - 1 - i if plan.reverse else i
+
+
 class Layout:
     """How arrays lie for the kernels: rows as [H, B T, ·], states as [N, H, V, K], both padded with zeros.
 
@@ -103,6 +113,26 @@ class Layout:
         self.visits = group_metadata(
             sequences, m=plan.rows, tm=plan.tile, num_groups=plan.p.n, cover="groups", interpret=interpret
         )
+
+    # A backward pass goes through time in its first phase, and back in the second. What only one of them needs stays,
+    # in the other, where that one ends or begins, so that nothing is fetched or written for it.
+    def in_time(self, h: Any, i: Any, visits: GroupMetadata) -> Any:
+        """The place of a forward pass."""
+        return h, nth_visit(i, visits, self.plan)
+
+    def in_both(self, h: Any, phase: Any, i: Any, visits: GroupMetadata) -> Any:
+        """The place of a backward pass, of what both phases need."""
+        return h, nth_visit(order(phase, i, visits), visits, self.plan)
+
+    def in_first(self, h: Any, phase: Any, i: Any, visits: GroupMetadata) -> Any:
+        """The place of a backward pass, of what the first phase needs."""
+        last = visits.num_visits[0] - 1
+        return h, nth_visit(jnp.where(phase == 0, i, last), visits, self.plan)
+
+    def in_second(self, h: Any, phase: Any, i: Any, visits: GroupMetadata) -> Any:
+        """The place of a backward pass, of what the second phase needs."""
+        last = visits.num_visits[0] - 1
+        return h, nth_visit(jnp.where(phase == 0, last, last - i), visits, self.plan)
 
     def by_key(self, x: jax.Array, place: Place) -> Block:
         """x [B, T, H, K] as an operand."""

@@ -16,7 +16,7 @@ from op_arguments.gmm import GroupMetadata
 from op_arguments.probe import active, probe
 from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.decays import decay_parts
-from tpu_kernels._lib.recurrent_layout import GROUP, Plan
+from tpu_kernels._lib.recurrent_layout import GROUP, Plan, nth_visit
 
 Refs = dict[str, Any]
 Carried = TypeVar("Carried")
@@ -55,16 +55,6 @@ def visit_of(i: Any, visits: GroupMetadata, plan: Plan) -> Visit:
         first=(i == 0) | (sequence_of(i - 1) != sequence),
         last=(i == last) | (sequence_of(i + 1) != sequence),
     )
-
-
-def order(phase: Any, i: Any, visits: GroupMetadata) -> Any:
-    """Which visit in the order of time a step of the backward kernel is about."""
-    return jnp.where(phase == 0, i, visits.num_visits[0] - 1 - i)
-
-
-def nth_visit(i: Any, visits: GroupMetadata, plan: Plan) -> Any:
-    """The visit that is the i-th in the order of time."""
-    return visits.num_visits[0] - 1 - i if plan.reverse else i
 
 
 def own(visit: Visit, rows: Any, x: jax.Array, other: jax.Array | None = None, axis: int = 0) -> jax.Array:

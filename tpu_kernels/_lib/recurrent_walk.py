@@ -1,0 +1,177 @@
+"""The two walks of a recurrence through time: forwards for o, and forwards and back for the gradients.
+
+A kernel goes through the visits of a sequence with its state in VMEM: [V, K], or [2, V, K] where a residue is beside
+it. What happens in the steps of a group of rows is the `Recurrence`'s.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from op_arguments.gla import Output
+from op_arguments.gmm import GroupMetadata
+from tpu_kernels._lib.call import Block
+from tpu_kernels._lib.chip import LANES
+from tpu_kernels._lib.recurrent_layout import GROUP, Layout, Plan, order
+from tpu_kernels._lib.recurrent_sums import fold_lanes, sum_lanes
+from tpu_kernels._lib.recurrent_visits import Refs, Visit, for_groups, load, store, visit_of
+
+
+class Recurrence(NamedTuple):
+    """What a recurrence does in the steps of a group of rows, and what that costs.
+
+    name: its kernels are `name`_fwd and `name`_bwd. flops: of the forward and of the backward pass, for each element of
+    the state at each step. advance(visit, refs, rows, plan, use, end) takes the state through the steps, slab by slab:
+    use(slab, step, state before it, state after it, …), and then end(slab). with_dq(visit, refs, rows, plan=plan) is
+    that with dq, and go_back(visit, refs, rows, plan=plan) takes the gradient of the state back through the steps.
+    """
+
+    name: str
+    flops: tuple[int, int]
+    advance: Callable[..., None]
+    with_dq: Callable[..., None]
+    go_back: Callable[..., None]
+
+
+def group_scratch(plan: Plan, columns: tuple[str, ...], rows: tuple[str, ...]) -> dict[str, Any]:
+    """Of a group's steps what is to be summed over K, columns along V, rows along K."""
+    return {
+        "products": pltpu.VMEM((GROUP, plan.slab, LANES), jnp.float32),
+        **{name: pltpu.VMEM((plan.values, GROUP), jnp.float32) for name in columns},
+        **{name: pltpu.VMEM((GROUP, plan.keys), jnp.float32) for name in rows},
+    }
+
+
+def walk_forward(
+    recurrence: Recurrence,
+    layout: Layout,
+    x: Any,
+    operands: dict[str, Block],
+    scratch: dict[str, Any],
+    output_final_state: bool,
+) -> Output:
+    """o and the states after the last steps, None unless asked for; x: the arrays of the call."""
+    plan = layout.plan
+    if x.initial_state is not None:
+        operands["h0"] = layout.state(x.initial_state, layout.in_time)
+    out = {"o": layout.out_by_value(x.v.dtype, layout.in_time)}
+    if output_final_state:
+        out["ht"] = layout.state_out(layout.in_time)
+    found = layout.call(
+        partial(_forward_kernel, plan=plan, advance=recurrence.advance),
+        operands,
+        out,
+        scratch,
+        phases=(),
+        flops=recurrence.flops[0],
+        times={},
+        name=f"{recurrence.name}_fwd",
+    )
+    return Output(layout.public(found["o"], plan.p.v), layout.public_state(found.get("ht")))
+
+
+def walk_both_ways(
+    recurrence: Recurrence,
+    layout: Layout,
+    x: Any,
+    operands: dict[str, Block],
+    out: dict[str, Block],
+    scratch: dict[str, Any],
+) -> dict[str, jax.Array]:
+    """The arrays `out`, and dh0 where there is an initial state; x: the arrays of the call.
+
+    Phase 0 goes through time and keeps the state before every visit, phase 1 goes back.
+    """
+    plan, state = layout.plan, scratch["state"].shape
+    if x.initial_state is not None:
+        operands["h0"] = layout.state(x.initial_state, layout.in_first)
+        out["dh0"] = layout.state_out(layout.in_second)
+    if x.dht is not None:
+        operands["dht"] = layout.state(x.dht, layout.in_second)
+    # Written and read by the kernel itself. One head's: heads follow one another.
+    kept = jax.ShapeDtypeStruct((layout.visits.group_ids.shape[0], *state), jnp.float32)
+    out["kept_states"] = Block(kept, space=pl.ANY)
+    scratch["dstate"] = pltpu.VMEM(state, jnp.float32)
+    return layout.call(
+        partial(_backward_kernel, plan=plan, recurrence=recurrence),
+        operands,
+        out,
+        scratch,
+        phases=(2,),
+        flops=recurrence.flops[1],
+        times={"k": 2, "v": 2, "gk": 2, "decays": 2, "beta": 2, "kept_states": 2 * plan.p.h},
+        name=f"{recurrence.name}_bwd",
+    )
+
+
+def _forward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan, advance: Callable[..., None]) -> None:
+    visit = visit_of(pl.program_id(1), visits, plan)
+    pl.when(visit.first)(lambda: _begin(refs["state"], refs.get("h0")))
+    for_groups(visit, plan, lambda rows: _advance_with_o(visit, refs, rows, plan, advance))
+    if "ht" in refs:
+
+        @pl.when(visit.last)
+        def _() -> None:
+            refs["ht"][...] = refs["state"][_plain(refs["state"])]
+
+
+def _advance_with_o(visit: Visit, refs: Refs, rows: Any, plan: Plan, advance: Callable[..., None]) -> None:
+    load(refs, visit, rows, "q")
+
+    def use(slab: Any, n: Any, before: jax.Array, after: jax.Array, *_: Any) -> None:
+        refs["products"][n] = fold_lanes(after * refs["q_rows"][pl.ds(n, 1), :])
+
+    def end(slab: Any) -> None:
+        refs["o_columns"][slab, :] = sum_lanes(refs["products"])
+
+    advance(visit, refs, rows, plan, use, end)
+    store(refs, visit, rows, "o", plan.p.scale * refs["o_columns"][...].T)
+
+
+def _backward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan, recurrence: Recurrence) -> None:
+    phase = pl.program_id(1)
+    i = order(phase, pl.program_id(2), visits)
+    visit = visit_of(i, visits, plan)
+    state, dstate, kept = refs["state"], refs["dstate"], refs["kept_states"].at[i]
+
+    @pl.when(phase == 0)
+    def _() -> None:
+        pl.when(visit.first)(lambda: _begin(state, refs.get("h0")))
+        pltpu.sync_copy(state, kept)
+
+        @pl.when(~visit.last)
+        def _() -> None:
+            for_groups(visit, plan, lambda rows: recurrence.advance(visit, refs, rows, plan, nothing, nothing))
+
+    @pl.when(phase == 1)
+    def _() -> None:
+        pl.when(visit.last)(lambda: _begin(dstate, refs.get("dht")))
+        pltpu.sync_copy(kept, state)
+        for_groups(visit, plan, partial(recurrence.with_dq, visit, refs, plan=plan))
+        for_groups(visit, plan, partial(recurrence.go_back, visit, refs, plan=plan), backwards=True)
+        if "dh0" in refs:
+
+            @pl.when(visit.first)
+            def _() -> None:
+                refs["dh0"][...] = dstate[_plain(dstate)]
+
+
+def _plain(state: Any) -> Any:
+    """The index of a state [V, K] in what holds it, with its residue or by itself."""
+    return 0 if len(state.shape) == 3 else ...
+
+
+def _begin(state: Any, given: Any) -> None:
+    """A sequence's first state, which has no residue."""
+    state[_plain(state)] = jnp.zeros(state.shape[-2:], jnp.float32) if given is None else given[...]
+    if len(state.shape) == 3:
+        state[1] = jnp.zeros(state.shape[1:], jnp.float32)
+
+
+def nothing(*_: Any) -> None:
+    """For `use` and `end`."""
