@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -16,8 +17,9 @@ from cpu_golden.stages import Stages
 from parity.contact.assumptions import ASSUMPTIONS
 from parity.dtypes import Floats, numpy_dtype
 from parity.interop import DTYPES
-from parity.ledger.sources import labels, texts
+from parity.ledger.sources import ANYTHING, labels, texts
 from parity.op import (
+    BACKENDS,
     Array,
     Backend,
     Case,
@@ -166,17 +168,17 @@ _STEPS = {field.name for field in fields(Stages)} - {"rounding"}
 
 
 def check_sites(op: Op, case: Case, contract: Contract, reached: set[str]) -> None:
-    """Raise DeclarationError for a site of the contract that the golden did not reach, and of which its code does not
-    speak: one that is there may have nothing to round in this case."""
+    """Raise DeclarationError for a site of the contract that the golden did not reach, and has in no other case: one
+    that is there may have nothing to round in this case."""
     for site in contract.sites.keys() - reached:
-        if not _speaks_of(site, op.golden, texts):
+        if not _speaks_of(site, op.golden, texts) and not _has(op, site):
             raise DeclarationError(op, case, "contract.sites", one_of(sorted(reached), site))
 
 
 def check_outs(op: Op, case: Case, contract: Contract, golden: Mapping[str, Floats]) -> None:
     """Raise DeclarationError for a name in `contract.outs` that is no output of the golden, in this case or another."""
     for name in contract.outs.keys() - golden.keys():
-        if not _speaks_of(name, op.golden, texts, labels):
+        if not _speaks_of(name, op.golden, texts, labels) and not _has(op, name):
             raise DeclarationError(op, case, "contract.outs", one_of(golden, name))
 
 
@@ -187,9 +189,35 @@ def _speaks_of(name: str, golden: Callable[..., Any], *kinds: Callable[[Function
     if not isinstance(function, FunctionType):
         return True
     try:
-        return any(re.fullmatch(text, name) for kind in kinds for text in kind(function))
+        return any(re.fullmatch(text, name) for kind in kinds for text in kind(function) if text != ANYTHING)
     except (ModuleNotFoundError, OSError, SyntaxError):
         return True
+
+
+def _has(op: Op, name: str) -> bool:
+    """Whether a site or an output of a case has a name, of a golden with a text of which everything is filled in.
+
+    Only running it tells: its cases run, from the smallest on, until one has the name.
+    """
+    ordered = sorted(op.cases, key=lambda case: math.prod(size for _, size in case.dims))
+    filled_in = ANYTHING in texts(inspect.unwrap(op.golden))
+    return filled_in and any(name in _names(op, case, backend) for case in ordered for backend in BACKENDS)
+
+
+@cache
+def _names(op: Op, case: Case, backend: Backend) -> frozenset[str]:
+    """The sites that the golden reaches in a case, and its outputs."""
+    from parity.inputs import draw  # which checks what is declared
+
+    reached: set[str] = set()
+
+    def watch(site: str, value: Floats) -> Floats:
+        reached.add(site)
+        return value
+
+    with np.errstate(all="ignore"):
+        found = golden_of(op, case, draw(op, case), Stages(watch, **steps_of(op, case, contract_of(op, case, backend))))
+    return frozenset(reached | found.keys())
 
 
 def check_spec(op: Op, case: Case, name: str, spec: Any) -> None:

@@ -164,11 +164,15 @@ class Definition:
 
     @property
     def texts(self) -> set[str]:
-        """The strings that it has or puts together, as regular expressions: what is filled in may be anything."""
+        """The strings that it has or puts together, as regular expressions: what is filled in may be anything.
+
+        `ANYTHING` is of all f-strings that have no text of their own.
+        """
         nodes = list(ast.walk(self._node))
         whole = {_pattern(node) for node in nodes if isinstance(node, ast.JoinedStr)}
         parts = {_pattern(node) for node in nodes if isinstance(node, ast.Constant | ast.BinOp)}
-        return whole | {pattern for pattern in parts if pattern.replace(_ANYTHING, "")}
+        named = {pattern for pattern in whole | parts if pattern.replace(ANYTHING, "")}
+        return named | {ANYTHING} if whole - named else named
 
     @property
     def labels(self) -> set[str]:
@@ -184,7 +188,8 @@ class Definition:
         return self._read[1]
 
 
-_ANYTHING = ".*"
+ANYTHING = ".*"
+"""What is filled into a text, as a regular expression."""
 
 
 def _pattern(node: ast.AST) -> str:
@@ -196,7 +201,7 @@ def _pattern(node: ast.AST) -> str:
             return "".join(map(_pattern, parts))
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _pattern(left) + _pattern(right)
-    return _ANYTHING
+    return ANYTHING
 
 
 class _Module:

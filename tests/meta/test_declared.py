@@ -163,6 +163,23 @@ def test_what_this_case_does_not_reach_may_be_in_the_contract():
         declared(golden=branching, **contract(sites={"lvl7": "float32"}))
 
 
+def test_sites_and_outputs_named_by_nothing_but_what_is_filled_in_are_those_of_the_cases():
+    def asked(**fields):
+        op = replace(HALVED, golden=filling, **contract(**fields))
+        op = op.with_cases(op.grid([SIZES, dict(M=2, N=3)], dtype=["float32"]))
+        return list(islice(Trial(op, op.cases[0], "gpu").runs(), 1))
+
+    assert asked(sites=dict.fromkeys(("quotient", "x4", "x2"), "float32"), outs={"y2": "float32"})
+    with pytest.raises(DeclarationError, match=r"contract.sites must be one of .*'x3'"):
+        asked(sites={"x3": "float32"})
+    with pytest.raises(DeclarationError, match=r"contract.outs must be one of out, y4, got 'y3'"):
+        asked(outs={"y3": "float32"})
+
+
+def filling(x, stages=lambda site, value: value):
+    return {"out": stages(f"{'x'}{len(x)}", halved(x, stages)), f"{'y'}{len(x)}": 0.0 + x.astype(np.float64)}
+
+
 def branching(x, stages=lambda site, value: value):
     if x.shape[0] < 99:
         return halved(x, stages)
