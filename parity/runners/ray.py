@@ -137,6 +137,7 @@ class _Task:
 
     need: str
     left: deque[pytest.Item]
+    recorder: Recorder  # of the tests' project
     stream: Any  # ray.ObjectRefGenerator of an Outcome each
 
 
@@ -176,28 +177,32 @@ class _Driver:
             return None  # pytest's own loop knows what to say
         from parity.runners.long_runs import began  # not before pytest has loaded it as a plugin
 
-        utc, ledger, arguments = began(self._config), _ledger(self._config), _for_nodes(self._config)
+        utc, arguments = began(self._config), _for_nodes(self._config)
+        ledgers = {path: _ledger(self._config, path) for path in {item.path for item in session.items}}
         self._config.pluginmanager.getplugin("terminalreporter").flush()
         waiting = {
             need: deque(tasks([item for item in session.items if self._need(item) == need], max(slots, 1)))
             for need, slots in self._slots.items()
         }
         running: dict[Any, _Task] = {}
-        with Recorder(ledger) as recorder, _progress(len(session.items)) as progress:
+        with contextlib.ExitStack() as stack, _progress(len(session.items)) as progress:
+            recorders = {ledger: stack.enter_context(Recorder(ledger)) for ledger in set(ledgers.values())}
             try:
                 while running or any(waiting.values()):
                     for need, groups in waiting.items():
                         free = AHEAD * max(self._slots[need], 1) - sum(task.need == need for task in running.values())
                         for _ in range(min(len(groups), free)):
-                            task = self._submit(need, groups.popleft(), arguments, ledger)
-                            running[task.stream] = task
+                            group = groups.popleft()
+                            ledger = ledgers[group[0].path]
+                            stream = self._submit(need, group, arguments, ledger)
+                            running[stream] = _Task(need, deque(group), recorders[ledger], stream)
                     streams = list(running)
                     while not self._ray.wait(streams, timeout=QUIET)[0]:  # for any, and then for no other
                         self._say_what_is_lacking(progress.console)
                     ready, _ = self._ray.wait(streams, num_returns=len(streams), timeout=0)
                     for stream in ready:
                         task = running[stream]
-                        if not self._hear(task, utc, recorder, progress):
+                        if not self._hear(task, utc, progress):
                             del running[stream]
                             if task.left:  # the rest of what a lost worker had
                                 waiting[task.need].appendleft(list(task.left))
@@ -224,14 +229,14 @@ class _Driver:
         marked = (need for need in HIDDEN if self._slots[need] and item.get_closest_marker(need.lower()))
         return next(marked, "CPU")
 
-    def _submit(self, need: str, tests: Sequence[pytest.Item], arguments: Sequence[str], ledger: Path) -> _Task:
+    def _submit(self, need: str, tests: Sequence[pytest.Item], arguments: Sequence[str], ledger: Path) -> Any:
         hidden = {name: value for device, names in HIDDEN.items() if device != need for name, value in names.items()}
         asked: dict[str, dict[str, Any]] = {"TPU": {"resources": {"TPU": 1}}, "GPU": {"num_gpus": 1}, "CPU": {}}
         remote: Any = self._ray.remote(run_tests).options(num_cpus=1, max_retries=RETRIES, **asked[need])
         records = str(ledger.relative_to(self._config.rootpath))
-        return _Task(need, deque(tests), remote.remote([item.nodeid for item in tests], arguments, records, hidden))
+        return remote.remote([item.nodeid for item in tests], arguments, records, hidden)
 
-    def _hear(self, task: _Task, utc: str, recorder: Recorder, progress: Progress) -> bool:
+    def _hear(self, task: _Task, utc: str, progress: Progress) -> bool:
         """What the next test of a task came to; whether there may be more of it."""
         try:
             heard = next(task.stream)
@@ -246,7 +251,7 @@ class _Driver:
         else:
             node, serialised, records, output = outcome
             for record in records:  # before the run's journal has it that the test passed
-                recorder.write(_of_this_run(record, item, utc))
+                task.recorder.write(_of_this_run(record, item, utc))
             hook = self._config.hook.pytest_report_from_serializable
             reports = [hook(config=self._config, data=data) for data in serialised]
             if not reports:
@@ -313,9 +318,9 @@ def tasks(tests: Sequence[pytest.Item], slots: int) -> Iterator[list[pytest.Item
         yield found
 
 
-def _ledger(config: pytest.Config) -> Path:
-    """The folder of the records. Raises UsageError where nodes would not get it."""
-    path = (config.getoption("--parity-records") or config.rootpath / "records").resolve()
+def _ledger(config: pytest.Config, test_file: Path) -> Path:
+    """The folder of the records of a file's project. Raises UsageError where nodes would not get it."""
+    path = (config.getoption("--parity-records") or items.project(config, test_file) / "records").resolve()
     if not path.is_relative_to(config.rootpath):
         raise pytest.UsageError(f"--parity-records must lie in {config.rootpath}, which the nodes get, got {path}")
     return path

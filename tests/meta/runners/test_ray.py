@@ -19,7 +19,7 @@ from parity.ledger.schema import RecordError
 from parity.ledger.write import Follower, Recorder
 from parity.runners import ray as ray_run
 from tests.support.commands import environment, run_pytest
-from tests.support.projects import BOTH
+from tests.support.projects import BOTH, Project
 from tests.support.records import RECORD, contents
 from tests.support.waiting import until
 
@@ -182,6 +182,24 @@ def test_a_run_on_a_cluster_is_one_with_two_workers_elsewhere(cluster, project, 
     assert len(nodes[0]) == len(nodes[1]) == len(nodes[0] ^ nodes[1]) / 2 == 1, "each on the node that has its device"
     (neither,) = (owned for name, (_, owned) in where.items() if "neither" in name)
     assert neither == "['', '']", "no device on whatever node"
+
+
+@pytest.mark.full
+def test_each_project_has_its_own_kernels_and_records_on_a_cluster(cluster, tmp_path):
+    for name, kernel in (("a", "good"), ("b", "bad")):
+        (tmp_path / name).mkdir()
+        Project(tmp_path / name, kernel)
+    given = ("--parity-record", "-k", "agrees and M8_N40 and f32")
+    done = run_pytest(tmp_path, *given, "-n0")
+    assert "1 failed, 1 passed" in done.stdout, done.stdout
+    alone = {name: contents(tmp_path / name / "records") for name in "ab"}
+    for name in "ab":
+        shutil.rmtree(tmp_path / name / "records")
+    printed, code = on(cluster, tmp_path, *given)
+    assert code == 1 and "1 failed, 1 passed" in printed, printed
+    assert {name: contents(tmp_path / name / "records") for name in "ab"} == alone
+    assert not (tmp_path / "records").exists()
+    assert f"records: 1 written to {tmp_path / 'b' / 'records'}" in printed, printed
 
 
 LOSES_ITS_WORKER = """
