@@ -110,7 +110,7 @@ def command(given: argparse.Namespace) -> int:
         words = [*(["--recorded"] if given.recorded else []), *(["-k", given.k] if given.k else [])]
         run = command_line("parity", "run", *words, "--seeds", given.seeds)
         about = page.Run(run, tuple(map(_named, of_kinds)), utc)
-        print(f"report: {page.write(given.report, judged, about, given.root)}")
+        print(f"report: {page.write(given.report, judged, about, {'.': given.root})}")
     return 1 if failed else 0
 
 

@@ -64,8 +64,8 @@ class Written:
         return f"{self.path}: {self.entries} judgements{listed}, {self.size / 1e6:.1f} MB"
 
 
-def write(path: Path, entries: Sequence[Entry], run: Run, root: Path) -> Written:
-    """Write the report of a run of the project at `root`; its ledgers are read from there.
+def write(path: Path, entries: Sequence[Entry], run: Run, projects: Mapping[str, Path]) -> Written:
+    """Write the report of a run of these projects, by name; their ledgers are read from their folders.
 
     Where not everything fits, the page says so: of judgements that passed far from their bounds it leaves out the
     drawings first, then the figures, then the judgements themselves. Raises OSError where the file cannot be written.
@@ -78,8 +78,7 @@ def write(path: Path, entries: Sequence[Entry], run: Run, root: Path) -> Written
         "run": run,
         "counts": Counter(entry.passed for entry in entries),
         "matrix": _matrix(entries),
-        "history": _history(root),
-        "schedules": _schedules(root),
+        "projects": [(name, _history(root), _schedules(root)) for name, root in projects.items()],
         "provenances": list(provenances.values()),
         "sides": SIDES,
         "ops": list(dict.fromkeys(entry.op for entry in entries)),

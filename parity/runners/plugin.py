@@ -514,7 +514,9 @@ class _Reporter:
             judged += [replace(entry, op=entry.op + where) if entry.op in twice else entry for entry in found]
         words = command("pytest", *self._config.invocation_params.args)
         about = page.Run(words, _devices(), _book(self._config, self._config.rootpath).utc or "", tuple(notices))
-        return str(page.write(self._config.getoption("--parity-report"), judged, about, self._config.rootpath))
+        ran = self._entries or [self._config.stash[items.HOME]]
+        of = {items.spelled(self._config, project): project for project in ran}
+        return str(page.write(self._config.getoption("--parity-report"), judged, about, of))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(

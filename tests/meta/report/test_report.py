@@ -57,7 +57,7 @@ RUN = Run("pytest -n2", ("tpu emulated", "gpu emulated"), "2026-11-21T00:00:00Z"
 @pytest.fixture
 def page(tmp_path):
     def render(*judged, run=RUN, root=tmp_path):
-        written = write(tmp_path / "report.html", judged, run, root)
+        written = write(tmp_path / "report.html", judged, run, {".": root})
         text = written.path.read_text(encoding="utf-8")
         assert written.size == len(text.encode())
         return text
@@ -139,7 +139,7 @@ def many(count):
 
 @pytest.mark.parametrize("count", [pytest.param(count, marks=pytest.mark.full) for count in (5000, 20000)])
 def test_the_page_stays_under_its_limit_and_says_what_it_lacks(tmp_path, count):
-    written = write(tmp_path / "report.html", many(count), RUN, tmp_path)
+    written = write(tmp_path / "report.html", many(count), RUN, {".": tmp_path})
     assert written.size == (tmp_path / "report.html").stat().st_size < LIMIT
     assert written.size > 0.99 * LIMIT  # what fits is there
     text = written.path.read_text()

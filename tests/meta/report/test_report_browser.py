@@ -35,7 +35,7 @@ def report(tmp_path_factory):
         entry(2, COMPARED, "WIN"), entry(3, COMPARED, "LOSS"), entry(4, side="gpu", op="other", outcome="EXACT"),
         entry(5, outcome="LOGIC FAULT", case=f"matmul-{HOSTILE}-s0"), entry(10), entry(9, epsilon={}, measured=()),
     ]  # fmt: skip
-    return write(folder / "report.html", entries, RUN, folder).path
+    return write(folder / "report.html", entries, RUN, {".": folder}).path
 
 
 @pytest.fixture

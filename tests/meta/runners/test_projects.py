@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.support.commands import run_module, run_pytest
+from tests.support.commands import git, run_module, run_pytest
 from tests.support.projects import Project
 
 
@@ -34,6 +34,21 @@ def test_each_project_has_its_own_kernels_summary_records_and_report(monorepo, w
     rerun = re.search(r"rerun: pytest -n0 '(b/test_double.py::.+)'", done.stdout)
     assert rerun, done.stdout
     assert "1 failed" in run_pytest(monorepo, "-q", "-n0", rerun[1]).stdout
+
+
+def test_each_project_has_its_own_history_in_the_report(monorepo):
+    given = ("-q", "-n0", "-k", "agrees and M8_N40 and f32")
+    run_pytest(monorepo, *given, "--parity-record")
+    git(monorepo, "init", "-q")
+    for name in "ab":
+        git(monorepo, "add", f"{name}/records")
+        git(monorepo, "commit", "-q", "-m", f"ledger of {name}")
+    run_pytest(monorepo, *given, "--parity-report=report.html")
+    page = (monorepo / "report.html").read_text()
+    histories = page[page.index('<section id="history">') : page.index('<section id="schedules">')]
+    of = dict(zip("ab", re.split("<h3>[ab]</h3>", histories)[1:], strict=True))
+    assert all(set(re.findall("ledger of .", of[name])) == {f"ledger of {name}"} for name in "ab"), histories
+    assert all("double-M8_N40-f32-s0" in of[name] for name in "ab"), histories
 
 
 def test_a_rerun_command_is_for_the_folder_that_pytest_was_started_in(monorepo):
