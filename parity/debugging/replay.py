@@ -75,6 +75,8 @@ def _read(folder: Path) -> Bundle:
     if folder.is_symlink() or not folder.is_dir():
         raise BundleError(f"{folder}: must be the folder of a bundle, got {_kind(folder)}")
     inside = sorted(path.name for path in folder.iterdir())
+    if MANIFEST not in inside and (call := next((name for name in inside if (folder / name / MANIFEST).exists()), "")):
+        raise BundleError(f"{folder}: must be the folder of one call, for instance {shown(str(folder / call))}")
     if inside != [MANIFEST, TENSORS]:
         listed = [*inside[:SHOWN], *([f"{len(inside) - SHOWN} more"] if len(inside) > SHOWN else [])]
         got = shown(", ".join(listed) or "nothing")

@@ -561,6 +561,14 @@ def test_what_is_no_folder_is_refused(what, tmp_path):
         read(path)
 
 
+def test_a_folder_of_several_calls_names_one(tmp_path):
+    wrapped = capture.wrap(product, op="gmm")
+    with capture.to(tmp_path):
+        wrapped(np.ones(2), np.ones(2)), wrapped(np.ones(2), np.ones(2))
+    with pytest.raises(BundleError, match=f"must be the folder of one call, for instance {min(tmp_path.iterdir())}$"):
+        read(tmp_path)
+
+
 def test_an_op_that_the_matrix_does_not_have_is_refused(tmp_path, capsys):
     with capture.to(tmp_path):
         capture.wrap(product, op="nothing")(np.ones(2), np.ones(2))
