@@ -11,6 +11,7 @@ BAD = [
     ("grouped_dense", dict(quantize="yes"), ValueError, "quantize must be 'auto', True or False, got 'yes'"),
     ("grouped_dense", dict(bwd_quantize=2), ValueError, "bwd_quantize must be 'auto', True or False, got 2"),
     ("grouped_dense", dict(block_size=0), ValueError, "block_size must be positive, got 0"),
+    ("grouped_dense", dict(block_size=-1, quantize=False), ValueError, "block_size must be positive, got -1"),
     ("grouped_dense", dict(block_size=48), ValueError, "block_size must divide axis 1 of x, 64, got 48"),
     ("grouped_dense", dict(lhs=fp8(8, 64)), TypeError, "lhs must be float32, bfloat16 or float16, got float8_e4m3fn"),
     ("grouped_dense", dict(rhs=f32(3, 32, 32)), ValueError,
