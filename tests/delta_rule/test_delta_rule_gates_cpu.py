@@ -73,7 +73,9 @@ def test_the_convolution_is_its_formula():
     normal = np.random.default_rng(1).standard_normal
     x, weight, bias = normal((2, 9, 3)), normal((3, 4)), normal(3)
     padded = np.pad(x, [(0, 0), (3, 0), (0, 0)])
-    z = bias + sum(weight[:, w] * padded[:, w : w + 9] for w in range(4))
+    sums = sum(weight[:, w] * padded[:, w : w + 9] for w in range(4))
+    np.testing.assert_allclose(causal_conv1d(x, weight).y, sums, rtol=1e-12)
+    z = bias + sums
     np.testing.assert_allclose(causal_conv1d(x, weight, bias=bias).y, z, rtol=1e-13)
     np.testing.assert_allclose(
         causal_conv1d(x, weight, bias=bias, activation="silu").y, z / (1 + np.exp(-z)), rtol=1e-13
