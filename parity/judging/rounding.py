@@ -27,8 +27,9 @@ def staged(
 
     def watched(site: str, value: Floats) -> Floats:
         reached.add(site)
-        if value.dtype != np.float64:
-            raise DeclarationError(op, case, "golden", f"must hand float64 to its sites, got {value.dtype} at {site!r}")
+        dtype = getattr(value, "dtype", type(value).__name__)
+        if dtype != np.float64:
+            raise DeclarationError(op, case, "golden", f"must hand float64 to its sites, got {dtype} at {site!r}")
         return rounding(site, value)
 
     with np.errstate(all="ignore"):

@@ -68,6 +68,10 @@ REFUSED = {
         dict(golden=lambda x, stages=lambda site, value: value: stages("quotient", x / np.float32(2)).astype(float)),
         "golden must hand float64 to its sites, got float32 at 'quotient'",
     ),
+    "number at a site": (
+        dict(golden=lambda x, stages=lambda site, value: value: x.astype(float) + stages("quotient", 0)),
+        "golden must hand float64 to its sites, got int at 'quotient'",
+    ),
     "out": (contract(outs={"ot": "float32"}), "contract.outs must be one of out, got 'ot' .nearest: out"),
     "function": (
         contract(functions={"quotient": ("reciprocl",)}),
