@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from parity.compilers.ptx import deviations
 from tests.matrix.delta_rule import CHUNK_GATED_DELTA_RULE, CHUNK_KDA, DELTA_RULES
-from tests.matrix.gmm import BF16, F32
+from tests.matrix.ops import BF16, F32
 from tests.support import gpu_code
 from tests.support.calls import point
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.matrix.delta_rule import GATES
-from tests.matrix.gmm import BF16, F32
+from tests.matrix.ops import BF16, F32
 from tests.support import gpu_code, tpu_code
 from tests.support.calls import point
 

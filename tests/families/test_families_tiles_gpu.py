@@ -17,8 +17,9 @@ from parity.compilers.gpu_code import LIMITS
 from parity.dtypes import numpy_dtype
 from parity.op import Case, Op
 from tests.matrix.gla import BF16, F32
-from tests.matrix.gmm import F16, GMM, TGMM, sums_rows
+from tests.matrix.gmm import GMM, TGMM, sums_rows
 from tests.matrix.mxfp8 import GROUPED_GEMM
+from tests.matrix.ops import F16
 from tests.matrix.quantize import FP8_DUAL_QUANTIZE, FP8_QUANTIZE, INT8_QUANTIZE
 from tests.matrix.quantized_gmm import E4M3, E5M2, GMM_QUANTIZED, I8, PLAIN, TGMM_QUANTIZED
 from tests.support import calls, gpu_code

@@ -11,8 +11,9 @@ from gpu_reference._lib.visits import make_group_metadata
 from parity.compilers.launches import launches
 from parity.compilers.mosaic import Abstract
 from parity.compilers.ptx import TARGETS, case_of, compile_kernels, deviations
-from tests.matrix.gmm import BF16, F16, F32, GMM, TGMM
+from tests.matrix.gmm import GMM, TGMM
 from tests.matrix.models import MODELS
+from tests.matrix.ops import BF16, F16, F32
 from tests.support import gpu_code
 from tests.support.calls import point
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.matrix.gmm import BF16, F16, F32, GMM, TGMM
+from tests.matrix.gmm import GMM, TGMM
 from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B
+from tests.matrix.ops import BF16, F16, F32
 from tests.support import tpu_code
 from tests.support.calls import point
 

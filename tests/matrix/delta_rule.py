@@ -1,6 +1,7 @@
 """The delta rules, their gates and their convolution: cases, how their inputs are drawn, what their kernels promise."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,9 @@ from parity.inputs import DISTRIBUTIONS, OFFSETS, stream
 from parity.judging.passes import mxu_x6
 from parity.op import Backend, Inputs
 from tests.matrix.gla import PIECE, by_state, by_step, is_packed, is_power_of_four, is_recurrent
-from tests.matrix.gmm import BF16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED
 from tests.matrix.memories import BETAS, RECALLED, RHOS, Drawn, betas, keys, recalled
 from tests.matrix.models import KIMI_K3, KIMI_LINEAR, QWEN3_5, QWEN3_NEXT
-from tests.matrix.ops import in_turn, is_backward, op
+from tests.matrix.ops import BF16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED, in_turn, is_backward, op
 
 # --- the rules ---
 
@@ -213,19 +213,12 @@ STATES = dict(h0=[True], ht=[True])
 NORMED = dict(l2norm=[True])
 
 
+rule = partial(op, inputs=inputs, arguments=arguments, contract=contract, axes=axes, representative=representative)
+
+
 def without_cases(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
     """The op of a public function of that name."""
-    return op(
-        getattr(module, name),
-        name,
-        inputs=inputs,
-        arguments=arguments,
-        contract=contract,
-        axes=axes,
-        defaults=defaults,
-        spelled=tuple({"chunk"} & defaults.keys()),
-        representative=representative,
-    )
+    return rule(getattr(module, name), name, defaults=defaults, spelled=tuple({"chunk"} & defaults.keys()))
 
 
 def ladder(op: Op, shape: Mapping[str, int]) -> tuple[Case, ...]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,9 @@ import numpy as np
 from cpu_golden import gla, simple_gla
 from parity import Array, Case, Contract, Expected, Gates, Offsets, Op
 from parity.op import Backend, Inputs
-from tests.matrix.gmm import BF16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED, of_unit
+from tests.matrix.gmm import of_unit
 from tests.matrix.models import GLA_1B, RING_LINEAR
-from tests.matrix.ops import in_turn, is_backward, op
+from tests.matrix.ops import BF16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED, in_turn, is_backward, op
 
 PIECE = 8  # products that a float32 dot of the GPU's chunked kernels sums one after the other; it adds these in float64
 
@@ -262,19 +262,17 @@ ROUTED = CHUNKED | dict(route="")
 RECURRENT = DEFAULTS | dict(reverse=False)
 
 
+scan = partial(op, inputs=inputs, arguments=arguments, contract=contract, axes=axes, representative=representative)
+
+
 def without_cases(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
     """The op of a public function of that name."""
-    return op(
+    return scan(
         getattr(module, name),
         name,
-        inputs=inputs,
-        arguments=arguments,
-        contract=contract,
-        axes=axes,
         defaults=defaults if module is simple_gla else {n: d for n, d in defaults.items() if n not in SCALAR_GATES},
         route=route,
         spelled=tuple({"gates", "chunk"} & defaults.keys()),
-        representative=representative,
         expected=EXPECTED.get(name, ()),
     )
 

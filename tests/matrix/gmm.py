@@ -11,10 +11,7 @@ from parity.contact.assumptions import DOT_ROUNDS
 from parity.inputs import GROUPS
 from parity.op import Backend, Inputs
 from tests.matrix.models import GPT_OSS_120B, MODELS
-from tests.matrix.ops import in_turn, one_in, op
-
-MXU_DEPTH, MMA_DEPTH = 128, 16  # as `parity.backends.emulation` documents them
-F32, BF16, F16 = "float32", "bfloat16", "float16"
+from tests.matrix.ops import BF16, F16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED, in_turn, one_in, op
 
 
 class Shapes(NamedTuple):
@@ -253,7 +250,6 @@ LARGE = [
 ]
 SOME_TILES = [(128, 128, 128), (32, 256, 128), (100, 130, 90), (256, 512, 256), (16, 128, 256)]
 DISTRIBUTIONS = ["one_signed", "wide", "outliers", "cancellation", "poison", "nonfinite"]
-TRAINED = ["correlated", "residuals"]  # as one_signed and outliers are, what trained models have
 
 
 def models(op: Op) -> tuple[Case, ...]:

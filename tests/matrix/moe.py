@@ -19,20 +19,9 @@ from parity.inputs import DISTRIBUTIONS, stream
 from parity.judging.passes import mxu_x6
 from parity.op import Backend, Given, Inputs
 from tests.matrix import gmm as unquantised
-from tests.matrix.gmm import (
-    BF16,
-    F32,
-    MXU_DEPTH,
-    PATTERNS,
-    SMALL_TILES,
-    TRAINED,
-    grouped,
-    groups_and_out,
-    longest_group,
-    shapes,
-)
+from tests.matrix.gmm import PATTERNS, SMALL_TILES, grouped, groups_and_out, longest_group, shapes
 from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B
-from tests.matrix.ops import in_turn, is_backward, op
+from tests.matrix.ops import BF16, F32, MXU_DEPTH, TRAINED, in_turn, is_backward, op
 from tests.matrix.quantized_gmm import FP8_MMA_DEPTH
 
 

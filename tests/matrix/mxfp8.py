@@ -13,20 +13,9 @@ from op_arguments.quantize import FP8
 from parity import Array, Case, Contract, Groups, Op, Scales
 from parity.op import Backend, Inputs
 from tests.matrix import gmm as unquantised
-from tests.matrix.gmm import (
-    BF16,
-    DISTRIBUTIONS,
-    F16,
-    F32,
-    PATTERNS,
-    SMALL_TILES,
-    TRAINED,
-    grouped,
-    groups_and_out,
-    shapes,
-    sums_rows,
-)
+from tests.matrix.gmm import DISTRIBUTIONS, PATTERNS, SMALL_TILES, grouped, groups_and_out, shapes, sums_rows
 from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B, Experts
+from tests.matrix.ops import BF16, F16, F32, TRAINED
 from tests.matrix.quantize import EMPTY, EXTREME, MATRIX, ODD, bit_exact, in_blocks, shape
 from tests.matrix.quantized_gmm import E4M3, E5M2, rhs_dtype
 

@@ -1,4 +1,7 @@
-"""An op of this project: its golden and both kernels have one name, in modules of one name."""
+"""An op of this project: its golden and both kernels have one name, in modules of one name.
+
+And what the cases of all families have in common.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -6,6 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from parity import Case, Op
+
+MXU_DEPTH, MMA_DEPTH = 128, 16  # as `parity.backends.emulation` documents them
+F32, BF16, F16 = "float32", "bfloat16", "float16"
+TRAINED = ["correlated", "residuals"]  # as one_signed and outliers are, what trained models have
 
 
 def op(golden: Callable[..., Any], name: str = "", **settings: Any) -> Op:

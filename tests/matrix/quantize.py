@@ -9,8 +9,7 @@ from cpu_golden.quantize import fp8_dequantize, fp8_dual_quantize, fp8_quantize,
 from op_arguments.quantize import Blocks, check_blocks
 from parity import Array, Case, Contract, Op, Scales
 from parity.op import Backend, Inputs
-from tests.matrix.gmm import BF16, F16, F32
-from tests.matrix.ops import op
+from tests.matrix.ops import BF16, F16, F32, op
 from tests.matrix.quantized_gmm import E4M3, E5M2, I8, scale_shape
 
 

@@ -17,14 +17,9 @@ from parity import Array, Case, Contract, Groups, Op, Scales
 from parity.op import Backend, Inputs
 from tests.matrix import gmm as unquantised
 from tests.matrix.gmm import (
-    BF16,
     DISTRIBUTIONS,
-    F16,
-    F32,
-    MXU_DEPTH,
     PATTERNS,
     SMALL_TILES,
-    TRAINED,
     grouped,
     groups_and_out,
     shapes,
@@ -32,7 +27,7 @@ from tests.matrix.gmm import (
     without_transpose,
 )
 from tests.matrix.models import DEEPSEEK_V3, QWEN3_30B, Experts
-from tests.matrix.ops import in_turn, one_in
+from tests.matrix.ops import BF16, F16, F32, MXU_DEPTH, TRAINED, in_turn, one_in
 
 E4M3, E5M2, I8 = "float8_e4m3fn", "float8_e5m2", "int8"
 FP8_MMA_DEPTH = 32  # as `parity.backends.emulation` documents it

@@ -10,7 +10,8 @@ from parity.dtypes import FORMATS, TOWARD_ZERO, cut_off, round_to, stochastic
 from parity.judging.judge import gates, measure_contract
 from parity.op import Contract
 from parity.trial import Trial
-from tests.matrix.gmm import BF16, F32, GMM, MMA_DEPTH
+from tests.matrix.gmm import GMM
+from tests.matrix.ops import BF16, F32, MMA_DEPTH
 
 CORE = "parity.backends.emulation.tensor_core"
 LONG = dict(M=64, K=1024, N=32, G=2)
