@@ -20,11 +20,16 @@ BENCHMARKED_CHIPS = ("tpu7x", "v6e")
 FLUSH_BYTES = 256 * 2**20  # more than any L2 cache
 MOST_ERROR = 2**-8  # relative, Frobenius: twice what rounding every element to bfloat16 costs at most
 Done = Callable[[int, int], None]
+"""Called as something ends, with how many have and how many there are."""
 Key = TypeVar("Key")
 T = TypeVar("T")
 
 
 ONE_LIST = "one JSON list, a row each, instead of the table"
+
+
+def unseen(count: int, total: int) -> None:
+    """A `Done` that shows nothing."""
 
 
 def gpu_parser(name: str, description: str) -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks import command
-from benchmarks.command import BENCHMARKED_CHIPS, cells
+from benchmarks.command import BENCHMARKED_CHIPS, Done, cells, unseen
 from parity.compilers.mosaic import Abstract, Compilation, Compiled, roofline
 
 B, T, H, K, V = 2, 4096, 16, 128, 128
@@ -105,10 +105,7 @@ class Row:
 
 
 def measure(
-    chips: Sequence[str] = BENCHMARKED_CHIPS,
-    only: str = "",
-    jobs: int | None = None,
-    done: command.Done = lambda count, total: None,
+    chips: Sequence[str] = BENCHMARKED_CHIPS, only: str = "", jobs: int | None = None, done: Done = unseen
 ) -> list[Row]:
     """The table: each scan whose name contains `only`, on each chip, with `jobs` compilers at a time.
 

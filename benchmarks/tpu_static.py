@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from benchmarks import command
-from benchmarks.command import BENCHMARKED_CHIPS, cells
+from benchmarks.command import BENCHMARKED_CHIPS, Done, cells, unseen
 from parity.compilers.chips import CHIPS, Chip
 from parity.compilers.mosaic import Abstract, Compilation, Compiled, CompiledKernel
 
@@ -180,10 +180,7 @@ Case = tuple[str, Shape, Kernel]
 
 
 def measure(
-    chips: Sequence[str] = BENCHMARKED_CHIPS,
-    only: str = "",
-    jobs: int | None = None,
-    done: command.Done = lambda count, total: None,
+    chips: Sequence[str] = BENCHMARKED_CHIPS, only: str = "", jobs: int | None = None, done: Done = unseen
 ) -> list[Row]:
     """The table: each shape and kernel whose name contains `only`, on each chip, with `jobs` compilers at a time.
 

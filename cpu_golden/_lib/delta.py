@@ -15,14 +15,7 @@ from cpu_golden._lib.arguments import values
 from cpu_golden._lib.scans import Staged, heads_first, sequences_of
 from cpu_golden.stages import Stages, exact, tree_sum
 from op_arguments import delta_rule
-from op_arguments.delta_rule import (
-    NORM_EPS,
-    DeltaGrads,
-    DeltaProblem,
-    DeltaTensors,
-    check_delta_forward,
-    check_delta_gradients,
-)
+from op_arguments.delta_rule import DeltaGrads, DeltaProblem, DeltaTensors
 from op_arguments.gla import CHUNK_STEP, Output
 from op_arguments.options import options_of
 
@@ -115,7 +108,7 @@ def take(
     Raises as `check_delta_forward`.
     """
     offsets = values(cu_seqlens)
-    p = check_delta_forward(
+    p = delta_rule.check_delta_forward(
         x, per_channel, scale, initial_state, cu_seqlens, offsets, use_qk_l2norm_in_kernel,
         chunk_size=steps.get("chunk_size", CHUNK_STEP), exact=True,
     )  # fmt: skip
@@ -156,7 +149,7 @@ def backward(
     """
     call = take(x, per_channel, **options)
     p, stages = call.p, options.get("stages", exact)
-    check_delta_gradients(p, do, dht, exact=True)
+    delta_rule.check_delta_gradients(p, do, dht, exact=True)
     dstates = np.zeros(call.states.shape) if dht is None else dht.astype(np.float64)
     wide_do = do.astype(np.float64)
     dq, dk = (np.zeros((p.b, p.t, p.hv, p.k)) for _ in range(2))
@@ -176,7 +169,7 @@ def backward(
 def normalised(x: Array, stages: Stages) -> tuple[Array, Array]:
     """x · rstd and rstd = (Σx² + 1e-6)^-½ of each row. Sites: square, norm (sums of these), rstd, normed."""
     squares = tree_sum(stages("square", x * x), stages.renamed(sum="norm"))
-    rstd = stages("rstd", 1 / np.sqrt(stages("norm", squares + NORM_EPS)))
+    rstd = stages("rstd", 1 / np.sqrt(stages("norm", squares + delta_rule.NORM_EPS)))
     return stages("normed", x * rstd), rstd
 
 
