@@ -12,10 +12,10 @@ from parity import Array, Case, Contract, Gates, Given, Offsets, Op
 from parity.inputs import DISTRIBUTIONS, OFFSETS, stream
 from parity.judging.passes import mxu_x6
 from parity.op import Backend, Inputs
-from tests.matrix.gla import PIECE, by_state, by_step, is_packed, is_power_of_four, is_recurrent
+from tests.matrix.gla import by_state, by_step, is_packed, is_power_of_four, is_recurrent, scan_contract
 from tests.matrix.memories import BETAS, RECALLED, RHOS, Drawn, betas, keys, recalled
 from tests.matrix.models import KIMI_K3, KIMI_LINEAR, QWEN3_5, QWEN3_NEXT
-from tests.matrix.ops import BF16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED, in_turn, is_backward, op
+from tests.matrix.ops import BF16, F32, TRAINED, in_turn, is_backward, op
 
 # --- the rules ---
 
@@ -79,14 +79,12 @@ def contract(c: Case, backend: Backend) -> Contract:
     """
     of_float32 = "bf16x6" if backend == "tpu" else "ieee"
     dot = "ieee" if is_recurrent(c) else "bf16x3" if c.dtype == BF16 else of_float32
-    depth = MXU_DEPTH if backend == "tpu" else MMA_DEPTH if c.dtype == BF16 else 1
     outs = {"dg": gate_dtype(c), "dbeta": gate_dtype(c), "dh0": F32} if is_backward(c) else {"ht": F32}
-    return Contract(
-        dot=dot,
-        out=c.out,
+    return scan_contract(
+        c,
+        backend,
+        dot,
         outs=outs,
-        depth=1 if is_recurrent(c) else depth,
-        tile=PIECE if dot == "ieee" and not is_recurrent(c) else None,
         sites=recurrent_sites(c, backend) if is_recurrent(c) else chunk_sites(c, backend),
         schedule={} if is_recurrent(c) else schedule(c, backend),
     )

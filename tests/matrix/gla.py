@@ -133,18 +133,23 @@ def contract(c: Case, backend: Backend) -> Contract:
         dot = "bf16x3"
     else:
         dot = "bf16x6" if backend == "tpu" else "ieee"
-    depth = MXU_DEPTH if backend == "tpu" else MMA_DEPTH if c.dtype == BF16 else 1
     outs = {"dg": gate_dtype(c), "dgk": gate_dtype(c), "dg_gamma": F32, "dh0": F32} if is_backward(c) else {"ht": F32}
-    return Contract(
-        dot=dot,
-        out=c.out,
+    return scan_contract(
+        c,
+        backend,
+        dot,
         outs=outs,
-        depth=1 if is_recurrent(c) else depth,
-        tile=PIECE if dot == "ieee" and not is_recurrent(c) else None,
         sites=sites(c, backend),
         schedule=schedule(c, backend),
         functions=functions(c, backend),
     )
+
+
+def scan_contract(c: Case, backend: Backend, dot: str, **promised: Any) -> Contract:
+    """The contract of a scan whose dots are `dot`; the recurrent kernels have none."""
+    depth = 1 if is_recurrent(c) else MXU_DEPTH if backend == "tpu" else MMA_DEPTH if c.dtype == BF16 else 1
+    tile = PIECE if dot == "ieee" and not is_recurrent(c) else None
+    return Contract(dot=dot, out=c.out, depth=depth, tile=tile, **promised)
 
 
 def functions(c: Case, backend: Backend) -> Mapping[str, tuple[str, ...]]:

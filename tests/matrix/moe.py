@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,17 +102,12 @@ DEFAULTS = dict(
     groups="zipf",
 )  # fmt: skip
 
+dense = partial(grouped, inputs=inputs, arguments=arguments, contract=contract, chain=chain, axes=axes, unread=unread)
 _FORWARD, _BACKWARD = (
-    grouped(
+    dense(
         golden,
-        inputs=inputs,
-        arguments=arguments,
-        contract=contract,
-        chain=chain,
-        axes=axes,
         representative=lambda c: c.tier == "smoke" and not is_backward(c),
         magnitude=abs_of("lhs", "rhs", added),
-        unread=unread,
         defaults=DEFAULTS,
     )
     for golden, added in ((grouped_dense, "existing_out"), (grouped_dense_bwd, "dout"))

@@ -6,6 +6,7 @@ group's matrix, a letter standing for the whole axis; `plain` is an operand that
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -164,20 +165,9 @@ DEFAULTS = dict(
     tiling=None, groups="zipf",
 )  # fmt: skip
 
-_GMM, _TGMM = (
-    grouped(
-        golden,
-        inputs=inputs,
-        arguments=arguments,
-        contract=contract,
-        chain=chain,
-        axes=axes,
-        representative=representative,
-        unread=unread,
-        defaults=defaults,
-    )
-    for golden, defaults in ((gmm_quantized, DEFAULTS), (tgmm_quantized, without_transpose(DEFAULTS)))
-)
+scaled = partial(grouped, inputs=inputs, arguments=arguments, contract=contract, chain=chain, axes=axes, unread=unread)
+_GMM = scaled(gmm_quantized, representative=representative, defaults=DEFAULTS)
+_TGMM = scaled(tgmm_quantized, representative=representative, defaults=without_transpose(DEFAULTS))
 
 SHARDS = [(0, 8), (3, 8), (6, 8)]
 # Outputs of fp8 products are float32 where the post-scaling is to show: 5e-8 (tpu-inference's gmm_v2 dequantises blocks
