@@ -46,7 +46,7 @@ from tpu_kernels._lib.recurrent_visits import (
     store,
     store_numbers,
 )
-from tpu_kernels._lib.recurrent_walk import Recurrence, group_scratch, nothing, walk_both_ways, walk_forward
+from tpu_kernels._lib.recurrent_walk import Recurrence, group_scratch, nothing
 from tpu_kernels._lib.scans import Arrays, backward_of_nothing, forward_of_nothing, take
 
 SEGMENT = 16  # steps between plain float32 states: divides every chunk size, so calls may be cut at chunk borders
@@ -96,7 +96,7 @@ def _forward(x: Arrays, *, plan: Plan | None, output_final_state: bool, interpre
         **layout.gates(x.gates, layout.in_time),
     }
     scratch = _scratch(plan, columns=("v_columns", "o_columns"), rows=("q_rows", "k_rows"))
-    return walk_forward(_recurrence(), layout, x, operands, scratch, output_final_state)
+    return _recurrence().forward(layout, x, operands, scratch, output_final_state)
 
 
 @jit("plan", "interpret")
@@ -124,7 +124,7 @@ def _backward(x: Arrays, *, plan: Plan | None, interpret: Interpreted) -> Gradie
     if plan.gate is not None:
         out["dgate"] = layout.gate_out(x.gates, layout.in_second)
         scratch["decayed"] = pltpu.VMEM((plan.tile, plan.values, plan.keys), jnp.float32)
-    found = walk_both_ways(_recurrence(), layout, x, operands, out, scratch)
+    found = _recurrence().both_ways(layout, x, operands, out, scratch)
     dq, dk, dv = (layout.public(found[f"d{name}"], getattr(x, name).shape[3]) for name in ("q", "k", "v"))
     dgates = layout.gate_gradients(found.get("dgate"), x.gates)
     return Gradients(dq, dk, dv, dgates, layout.public_state(found.get("dh0")))

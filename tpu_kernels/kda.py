@@ -6,20 +6,15 @@ The functions are those of `gated_delta_rule`, whose precision, blocks and limit
 """
 
 from op_arguments.delta_rule import per_channel
+from tpu_kernels import gated_delta_rule
 from tpu_kernels._lib.delta import differentiable
 from tpu_kernels.chunk_delta_rule import chunk_delta_bwd, chunk_delta_fwd
-from tpu_kernels.gated_delta_rule import (
-    chunk_gated_delta_rule_bwd,
-    chunk_gated_delta_rule_fwd,
-    fused_recurrent_gated_delta_rule_bwd,
-    fused_recurrent_gated_delta_rule_fwd,
-)
 from tpu_kernels.recurrent_delta_rule import recurrent_delta_bwd, recurrent_delta_fwd
 
-chunk_kda_fwd = per_channel(chunk_gated_delta_rule_fwd, chunk_delta_fwd)
-chunk_kda_bwd = per_channel(chunk_gated_delta_rule_bwd, chunk_delta_bwd)
+chunk_kda_fwd = per_channel(gated_delta_rule.chunk_gated_delta_rule_fwd, chunk_delta_fwd)
+chunk_kda_bwd = per_channel(gated_delta_rule.chunk_gated_delta_rule_bwd, chunk_delta_bwd)
 chunk_kda = differentiable(chunk_kda_fwd, chunk_kda_bwd, per_channel=True)
 
-fused_recurrent_kda_fwd = per_channel(fused_recurrent_gated_delta_rule_fwd, recurrent_delta_fwd)
-fused_recurrent_kda_bwd = per_channel(fused_recurrent_gated_delta_rule_bwd, recurrent_delta_bwd)
+fused_recurrent_kda_fwd = per_channel(gated_delta_rule.fused_recurrent_gated_delta_rule_fwd, recurrent_delta_fwd)
+fused_recurrent_kda_bwd = per_channel(gated_delta_rule.fused_recurrent_gated_delta_rule_bwd, recurrent_delta_bwd)
 fused_recurrent_kda = differentiable(fused_recurrent_kda_fwd, fused_recurrent_kda_bwd, per_channel=True)

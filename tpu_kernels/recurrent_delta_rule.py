@@ -44,7 +44,7 @@ from tpu_kernels._lib.recurrent_visits import (
     store,
     store_numbers,
 )
-from tpu_kernels._lib.recurrent_walk import Recurrence, group_scratch, nothing, walk_both_ways, walk_forward
+from tpu_kernels._lib.recurrent_walk import Recurrence, group_scratch, nothing
 from tpu_kernels._lib.scans import forward_of_nothing
 
 
@@ -101,7 +101,7 @@ def _forward(x: DeltaArrays, *, plan: StepPlan | None, output_final_state: bool,
     layout = _layout(x, plan, interpret)
     operands = {**_keys(layout, plan, layout.in_time, q=x.q, k=x.k), **_written(layout, x, layout.in_time)}
     scratch = _scratch(layout.plan, columns=("v_columns", "o_columns"), rows=("q_rows", "k_rows"))
-    return walk_forward(_recurrence(), layout, x, operands, scratch, output_final_state)
+    return _recurrence().forward(layout, x, operands, scratch, output_final_state)
 
 
 @jit("plan", "interpret")
@@ -132,7 +132,7 @@ def _backward(x: DeltaArrays, *, plan: StepPlan | None, interpret: Interpreted) 
         "before": pltpu.VMEM((steps.tile, steps.values, steps.keys), jnp.float32),
         "errors": pltpu.VMEM((steps.tile // GROUP, steps.values, GROUP), jnp.float32),
     }
-    found = walk_both_ways(_recurrence(), layout, x, operands, out, scratch)
+    found = _recurrence().both_ways(layout, x, operands, out, scratch)
     dq, dk = (key_gradient(layout.public(found[f"d{n}"], plan.p.k), getattr(x, n), plan.p) for n in ("q", "k"))
     (dg,) = layout.gate_gradients(found["dgate"], gates).values()
     dbeta = layout.public_numbers(found["dbeta"]).astype(x.beta.dtype)

@@ -37,6 +37,56 @@ class Recurrence(NamedTuple):
     with_dq: Callable[..., None]
     go_back: Callable[..., None]
 
+    def forward(
+        self, layout: Layout, x: Any, operands: dict[str, Block], scratch: dict[str, Any], output_final_state: bool
+    ) -> Output:
+        """o and the states after the last steps, None unless asked for; x: the arrays of the call."""
+        plan = layout.plan
+        if x.initial_state is not None:
+            operands["h0"] = layout.state(x.initial_state, layout.in_time)
+        out = {"o": layout.out_by_value(x.v.dtype, layout.in_time)}
+        if output_final_state:
+            out["ht"] = layout.state_out(layout.in_time)
+        found = layout.call(
+            partial(_forward_kernel, plan=plan, advance=self.advance),
+            operands,
+            out,
+            scratch,
+            phases=(),
+            flops=self.flops[0],
+            times={},
+            name=f"{self.name}_fwd",
+        )
+        return Output(layout.public(found["o"], plan.p.v), layout.public_state(found.get("ht")))
+
+    def both_ways(
+        self, layout: Layout, x: Any, operands: dict[str, Block], out: dict[str, Block], scratch: dict[str, Any]
+    ) -> dict[str, jax.Array]:
+        """The arrays `out`, and dh0 where there is an initial state; x: the arrays of the call.
+
+        Phase 0 goes through time and keeps the state before every visit, phase 1 goes back.
+        """
+        plan, state = layout.plan, scratch["state"].shape
+        if x.initial_state is not None:
+            operands["h0"] = layout.state(x.initial_state, layout.in_first)
+            out["dh0"] = layout.state_out(layout.in_second)
+        if x.dht is not None:
+            operands["dht"] = layout.state(x.dht, layout.in_second)
+        # Written and read by the kernel itself. One head's: heads follow one another.
+        kept = jax.ShapeDtypeStruct((layout.visits.group_ids.shape[0], *state), jnp.float32)
+        out["kept_states"] = Block(kept, space=pl.ANY)
+        scratch["dstate"] = pltpu.VMEM(state, jnp.float32)
+        return layout.call(
+            partial(_backward_kernel, plan=plan, recurrence=self),
+            operands,
+            out,
+            scratch,
+            phases=(2,),
+            flops=self.flops[1],
+            times={"k": 2, "v": 2, "gk": 2, "decays": 2, "beta": 2, "kept_states": 2 * plan.p.h},
+            name=f"{self.name}_bwd",
+        )
+
 
 def group_scratch(plan: Plan, columns: tuple[str, ...], rows: tuple[str, ...]) -> dict[str, Any]:
     """Of a group's steps what is to be summed over K, columns along V, rows along K."""
@@ -45,68 +95,6 @@ def group_scratch(plan: Plan, columns: tuple[str, ...], rows: tuple[str, ...]) -
         **{name: pltpu.VMEM((plan.values, GROUP), jnp.float32) for name in columns},
         **{name: pltpu.VMEM((GROUP, plan.keys), jnp.float32) for name in rows},
     }
-
-
-def walk_forward(
-    recurrence: Recurrence,
-    layout: Layout,
-    x: Any,
-    operands: dict[str, Block],
-    scratch: dict[str, Any],
-    output_final_state: bool,
-) -> Output:
-    """o and the states after the last steps, None unless asked for; x: the arrays of the call."""
-    plan = layout.plan
-    if x.initial_state is not None:
-        operands["h0"] = layout.state(x.initial_state, layout.in_time)
-    out = {"o": layout.out_by_value(x.v.dtype, layout.in_time)}
-    if output_final_state:
-        out["ht"] = layout.state_out(layout.in_time)
-    found = layout.call(
-        partial(_forward_kernel, plan=plan, advance=recurrence.advance),
-        operands,
-        out,
-        scratch,
-        phases=(),
-        flops=recurrence.flops[0],
-        times={},
-        name=f"{recurrence.name}_fwd",
-    )
-    return Output(layout.public(found["o"], plan.p.v), layout.public_state(found.get("ht")))
-
-
-def walk_both_ways(
-    recurrence: Recurrence,
-    layout: Layout,
-    x: Any,
-    operands: dict[str, Block],
-    out: dict[str, Block],
-    scratch: dict[str, Any],
-) -> dict[str, jax.Array]:
-    """The arrays `out`, and dh0 where there is an initial state; x: the arrays of the call.
-
-    Phase 0 goes through time and keeps the state before every visit, phase 1 goes back.
-    """
-    plan, state = layout.plan, scratch["state"].shape
-    if x.initial_state is not None:
-        operands["h0"] = layout.state(x.initial_state, layout.in_first)
-        out["dh0"] = layout.state_out(layout.in_second)
-    if x.dht is not None:
-        operands["dht"] = layout.state(x.dht, layout.in_second)
-    # Written and read by the kernel itself. One head's: heads follow one another.
-    kept = jax.ShapeDtypeStruct((layout.visits.group_ids.shape[0], *state), jnp.float32)
-    out["kept_states"] = Block(kept, space=pl.ANY)
-    scratch["dstate"] = pltpu.VMEM(state, jnp.float32)
-    return layout.call(
-        partial(_backward_kernel, plan=plan, recurrence=recurrence),
-        operands,
-        out,
-        scratch,
-        phases=(2,),
-        flops=recurrence.flops[1],
-        times={"k": 2, "v": 2, "gk": 2, "decays": 2, "beta": 2, "kept_states": 2 * plan.p.h},
-        name=f"{recurrence.name}_bwd",
-    )
 
 
 def _forward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan, advance: Callable[..., None]) -> None:
