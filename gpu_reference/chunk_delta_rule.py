@@ -28,7 +28,6 @@ from gpu_reference._lib.delta_forward import Memory, forward_kernel
 from gpu_reference._lib.delta_pairs import DIAGONAL, Pairs, pairs_kernel
 from gpu_reference._lib.hardware import bfloat16_as_float32_where_interpreted
 from gpu_reference._lib.launch import Launch
-from gpu_reference._lib.scans import fill_state
 from gpu_reference._lib.tiles import block_of
 from op_arguments import dtype_name
 from op_arguments.delta_rule import DeltaGrads, DeltaTensors
@@ -128,12 +127,10 @@ def chunk_delta_bwd(
 @bfloat16_as_float32_where_interpreted(lambda delta, *_: Output(delta.scan.inputs.v.dtype, None))
 def _forward(delta: Delta, output_final_state: bool) -> Output:
     scan = delta.scan
-    o = scan.empty_rows(scan.p.v)
-    ht = scan.empty_states(scan.p.n) if output_final_state else None
     if scan.is_empty:
-        fill_state(ht, scan.initial_state)
-        return Output(o.zero_(), ht)
+        return scan.forward_of_nothing(output_final_state)
     plan = plan_of(delta.normalised())
+    o, ht = scan.empty_output(output_final_state)
     own = {"pairs": plan.pairs(with_raw=False), "initial_state": scan.initial_state, "o": o, "memory": None, "ht": ht}
     plan.through_sequences(forward_kernel, **own)
     return Output(o, ht)

@@ -71,11 +71,9 @@ def chunk_bwd(
 @bfloat16_as_float32_where_interpreted(lambda scan, *_: Output(scan.inputs.q.dtype, None))
 def _forward(scan: Scan, output_final_state: bool) -> Output:
     plan = plan_of(scan)
-    o = scan.empty_rows(scan.p.v)
-    ht = scan.empty_states(scan.p.n) if output_final_state else None
     if scan.is_empty:
-        fill_state(ht, scan.initial_state)
-        return Output(o.zero_(), ht)
+        return scan.forward_of_nothing(output_final_state)
+    o, ht = scan.empty_output(output_final_state)
     first_states, last_states = scan.initial_state, ht
     if not plan.fused:
         first_states, last_states = scan.empty_states(plan.slots), None

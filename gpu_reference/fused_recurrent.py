@@ -19,7 +19,7 @@ Nothing is read back from the device. The offsets in a CUDA tensor are not check
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import triton
 import triton.language as tl
@@ -32,9 +32,9 @@ from gpu_reference._lib.layout import (
     first_slot,
     load_row,
     load_state,
-    of_program,
-    rows_of_sequence,
+    state_of_program,
     state_offset,
+    steps_of_program,
     store_row,
     store_state,
 )
@@ -47,21 +47,6 @@ from op_arguments.options import options_of
 SEGMENT = 16  # steps between plain float32 states: divides every chunk size, so calls may be cut at chunk borders
 BLOCK = 64  # steps between the copies of the state
 TILE = 4096  # elements of a state in a program: 32 registers a thread with four warps
-
-
-class Steps(NamedTuple):
-    """The steps of a head in a sequence, in the order of time: `length` of them.
-
-    start: the sequence's first row. first, stride: the first step's row of a [B T H, ...] tensor, and how far it is to
-    the next one's; int64.
-    """
-
-    sequence: Any
-    head: Any
-    start: Any
-    length: Any
-    first: Any
-    stride: Any
 
 
 @options_of(take)
@@ -106,8 +91,7 @@ def recurrent_bwd(
 
 @bfloat16_as_float32_where_interpreted(lambda scan, *_: Output(scan.inputs.q.dtype, None))
 def _forward(scan: Scan, reverse: bool, output_final_state: bool) -> Output:
-    o = scan.empty_rows(scan.p.v)
-    ht = scan.empty_states(scan.p.n) if output_final_state else None
+    o, ht = scan.empty_output(output_final_state)
     keys = block_of(scan.p.k)
     columns = min(block_of(scan.p.v), max(TILE // keys, 1))
     own = {"initial_state": scan.initial_state, "o": o, "ht": ht}
@@ -163,10 +147,7 @@ def _forward_kernel(
     tile, steps = steps_of_program(layout.v, BV, layout, REVERSE)
     key = tl.arange(0, BK)
     value = tile * BV + tl.arange(0, BV)
-    state_key = key[None, :]
-    state_value = value[:, None]
-    in_state = (state_key < layout.k) & (state_value < layout.v)
-    at_state = state_offset(steps.sequence, steps.head, state_key, state_value, layout)
+    _, _, in_state, at_state = state_of_program(steps, key, value, layout, 0)
 
     state = load_state(initial_state, at_state, in_state)
     residue = tl.full((BV, BK), 0.0, tl.float32)
@@ -198,10 +179,7 @@ def _dq_kernel(
     tile, steps = steps_of_program(layout.k, BK, layout, REVERSE)
     key = tile * BK + tl.arange(0, BK)
     value = tl.arange(0, BV)
-    state_key = key[:, None]
-    state_value = value[None, :]
-    in_state = (state_key < layout.k) & (state_value < layout.v)
-    at_state = state_offset(steps.sequence, steps.head, state_key, state_value, layout)
+    state_key, state_value, in_state, at_state = state_of_program(steps, key, value, layout, 1)
 
     state = load_state(initial_state, at_state, in_state)
     residue = tl.full((BK, BV), 0.0, tl.float32)
@@ -239,10 +217,7 @@ def _dk_dv_kernel(
     tile, steps = steps_of_program(layout.k, BK, layout, REVERSE)
     key = tile * BK + tl.arange(0, BK)
     value = tl.arange(0, BV)
-    state_key = key[:, None]
-    state_value = value[None, :]
-    in_state = (state_key < layout.k) & (state_value < layout.v)
-    at_state = state_offset(steps.sequence, steps.head, state_key, state_value, layout)
+    state_key, state_value, in_state, at_state = state_of_program(steps, key, value, layout, 1)
     rows_of_tile = tile.to(tl.int64) * layout.rows * layout.h
     dv = outs.dv + rows_of_tile * layout.v
 
@@ -293,20 +268,6 @@ def _dk_dv_kernel(
         if states is not None:
             tl.debug_barrier()  # the next block overwrites it
     store_state(dh0, at_state, dstate, in_state)
-
-
-@triton.jit
-def steps_of_program(size, TILE: tl.constexpr, layout, REVERSE: tl.constexpr):
-    """This program's tile of an axis of `size` elements, and its Steps."""
-    tile, head, sequence = of_program(size, TILE, layout.h)
-    start, end = rows_of_sequence(sequence, layout)
-    length = (end - start).to(tl.int32)
-    stride = tl.full((), layout.h, tl.int64)
-    first = start
-    if REVERSE:
-        stride = -stride
-        first += tl.maximum(length - 1, 0)
-    return tile, Steps(sequence, head, start, length, first * layout.h + head, stride)
 
 
 @triton.jit

@@ -9,7 +9,6 @@ Other scales multiply the whole sum, once. Sums of int8 products are int32 as lo
 # (kernel arguments are what Triton makes of them; every host function below is annotated)
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +48,8 @@ TGMM_QUANTIZED_TILES: dict[int, tuple[Candidate, ...]] = {
 }
 """As GMM_TILES and TGMM_TILES, by bytes per element of what the dot multiplies. A step is a scale block at most."""
 
-Pair = tuple[Tensor, Tensor | None]
+Scale = Tensor | None
+Pair = tuple[Tensor, Scale]
 """An operand and its scale."""
 
 LEAST_DEPTH = 32  # of a dot of 8-bit operands
@@ -95,8 +95,7 @@ def gmm_quantized(
         block_g, block_n, block_k = p.rhs_blocks
         p = replace(p, rhs_blocks=(block_g, block_k, block_n))
     operands = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale}
-    plan = partial(gmm_quantized_plan, target=architecture(lhs.device))
-    return product(plan, p, operands, Given(group_sizes, o.group_offset, o.existing_out, o.tiling))
+    return product(gmm_quantized_plan, p, operands, Given(group_sizes, o.group_offset, o.existing_out, o.tiling))
 
 
 @options_of(TgmmOptions)
@@ -112,8 +111,7 @@ def tgmm_quantized(
     a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, o.group_offset)
     p = check_tgmm_quantized(a, b, groups, o.num_actual_groups, o.existing_out, o.preferred_element_type)
     operands = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale}
-    plan = partial(tgmm_quantized_plan, target=architecture(lhs.device))
-    return product(plan, p, operands, Given(group_sizes, o.group_offset, o.existing_out, o.tiling))
+    return product(tgmm_quantized_plan, p, operands, Given(group_sizes, o.group_offset, o.existing_out, o.tiling))
 
 
 def dot_path(lhs: torch.dtype, rhs: torch.dtype, out: torch.dtype, target: str | None) -> DotPath:
@@ -139,20 +137,14 @@ def dot_path(lhs: torch.dtype, rhs: torch.dtype, out: torch.dtype, target: str |
 
 
 def gmm_quantized_plan(
-    p: QuantizedProblem,
-    lhs: Tensor,
-    lhs_scale: Tensor | None,
-    rhs: Tensor,
-    rhs_scale: Tensor | None,
-    target: str | None,
-    tiling: Tiling | None = None,
+    p: QuantizedProblem, lhs: Tensor, lhs_scale: Scale, rhs: Tensor, rhs_scale: Scale, tiling: Tiling | None = None
 ) -> OfRows:
-    """`gmm_quantized` on `target`: rhs, its scale and its blocks as of [G, K, N]. The tile is by default the first of
+    """`gmm_quantized`: rhs, its scale and its blocks as of [G, K, N]. The tile is by default the first of
     GMM_QUANTIZED_TILES whose tm an average group fills, its tk no longer than a scale block.
 
     Raises ValueError where the caller's tk is neither a multiple nor a divisor of the block.
     """
-    path = dot_path(lhs.dtype, rhs.dtype, getattr(torch, p.out_dtype), target)
+    path = dot_path(lhs.dtype, rhs.dtype, getattr(torch, p.out_dtype), architecture(lhs.device))
     tile = chosen(tiling, first_filled(GMM_QUANTIZED_TILES[_dot_bytes(path)], p), p)
     check_tile("tk", tile[1], p.block, p.k)
     tm, tk, tn = fitted(tile, p)
@@ -166,17 +158,11 @@ def gmm_quantized_plan(
 
 
 def tgmm_quantized_plan(
-    p: QuantizedProblem,
-    lhs: Tensor,
-    lhs_scale: Tensor | None,
-    rhs: Tensor,
-    rhs_scale: Tensor | None,
-    target: str | None,
-    tiling: Tiling | None = None,
+    p: QuantizedProblem, lhs: Tensor, lhs_scale: Scale, rhs: Tensor, rhs_scale: Scale, tiling: Tiling | None = None
 ) -> OfGroups:
-    """`tgmm_quantized` on `target`: by default the first of TGMM_QUANTIZED_TILES, its tm no longer than a scale block;
+    """`tgmm_quantized`: by default the first of TGMM_QUANTIZED_TILES, its tm no longer than a scale block;
     raises for tm as `gmm_quantized_plan` for tk."""
-    path = dot_path(lhs.dtype, rhs.dtype, getattr(torch, p.out_dtype), target)
+    path = dot_path(lhs.dtype, rhs.dtype, getattr(torch, p.out_dtype), architecture(lhs.device))
     tile = chosen(tiling, TGMM_QUANTIZED_TILES[_dot_bytes(path)][0], p)
     check_tile("tm", tile[0], p.block, p.m)
     tm, tk, tn = fitted(tile, p)

@@ -36,7 +36,7 @@ from gpu_reference._lib.layout import (
     store_state,
 )
 from gpu_reference._lib.probe import INTERPRETED, probe
-from gpu_reference._lib.scans import fill_state, sum_in_order
+from gpu_reference._lib.scans import sum_in_order
 from gpu_reference._lib.tiles import block_of
 from op_arguments.delta_rule import DeltaGrads, DeltaTensors
 from op_arguments.gla import Output
@@ -84,11 +84,9 @@ def recurrent_delta_bwd(
 @bfloat16_as_float32_where_interpreted(lambda delta, *_: Output(delta.scan.inputs.v.dtype, None))
 def _forward(delta: Delta, output_final_state: bool) -> Output:
     scan = delta.scan
-    o = scan.empty_rows(scan.p.v)
-    ht = scan.empty_states(scan.p.n) if output_final_state else None
     if scan.is_empty:
-        fill_state(ht, scan.initial_state)
-        return Output(o.zero_(), ht)
+        return scan.forward_of_nothing(output_final_state)
+    o, ht = scan.empty_output(output_final_state)
     own = {"initial_state": scan.initial_state, "o": o, "ht": ht}
     _launch(_forward_kernel, delta.normalised(), **own).run(scan.device)
     return Output(o, ht)

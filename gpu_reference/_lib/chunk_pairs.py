@@ -43,11 +43,9 @@ def channel_gradients(inputs, q_columns, k_columns, products, products_t, rows, 
     decay as products [i, j] and products_t [j, i]."""
     ROWS: tl.constexpr = products.shape[0]
     at = tl.arange(0, ROWS)
-    coarse, fine = channel_sums(inputs.gk, rows, key, keys, 1, ROWS)
     q_columns = q_columns.to(tl.float32)
     k_columns = k_columns.to(tl.float32)
-    other_coarse = tl.full((q_columns.shape[0], 1), 0.0, tl.float32)
-    other_fine = tl.full((q_columns.shape[0], 1), 0.0, tl.float32)
+    coarse, fine, other_coarse, other_fine = before_rows(inputs, rows, key, keys, ROWS)
     dq = tl.zeros_like(q_columns)
     dk = tl.zeros_like(q_columns)
     for nth in range(ROWS):
@@ -62,6 +60,14 @@ def channel_gradients(inputs, q_columns, k_columns, products, products_t, rows, 
     if INTERPRETED:
         dgate = probe("dgate", dgate, (key < keys) & (rows.first + at < rows.end)[None, :], chunk_size=ROWS)
     return dq + of_same * k_columns, dk + of_same * q_columns, dgate
+
+
+@triton.jit
+def before_rows(inputs, rows, key, keys, ROWS: tl.constexpr):
+    """What a walk by `one_row` starts from: the gates summed up to every row [K, R], and those before the first, 0."""
+    coarse, fine = channel_sums(inputs.gk, rows, key, keys, 1, ROWS)
+    none = tl.full((coarse.shape[0], 1), 0.0, tl.float32)
+    return coarse, fine, none, none
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gpu_reference._lib.layout import Inputs
 from gpu_reference._lib.operands import values
 from gpu_reference._lib.rows_norm import norm_gradient_launch, norm_launch
 from gpu_reference._lib.scans import Scan, fill_state, scan_of, sum_in_order
@@ -16,25 +17,6 @@ class DeltaOptions(ScanOptions, total=False):
     """What a forward pass takes; see `op_arguments.delta_rule.DeltaFwd`."""
 
     use_qk_l2norm_in_kernel: bool
-
-
-class DeltaInputs(NamedTuple):
-    """The tensors of a gated delta rule: q, k [B, T, H, K], v and in the backward pass do [B, T, HV, V], beta and g
-    [B, T, HV], or instead of g gk [B, T, HV, K]. g_gamma is there for what `simple_gla` shares."""
-
-    q: Any
-    k: Any
-    v: Any
-    beta: Any
-    g: Any = None
-    gk: Any = None
-    do: Any = None
-    g_gamma: Any = None
-
-    @property
-    def gate(self) -> Any:
-        """Whichever there is."""
-        return self.g if self.gk is None else self.gk
 
 
 class Delta(NamedTuple):
@@ -112,7 +94,7 @@ def take(
     if gradients:
         check_delta_gradients(p, *gradients)
     do, dht = gradients or (None, None)
-    inputs = DeltaInputs(x.q, x.k, x.v, x.beta, do=do, **{"gk" if per_channel else "g": x.g})
+    inputs = Inputs(x.q, x.k, x.v, do, beta=x.beta, **{"gk" if per_channel else "g": x.g})
     of_values = Problem(p.b, p.t, p.hv, p.k, p.v, p.n, p.scale, p.dtype, p.packed)
     return Delta(p, scan_of(of_values, inputs, cu_seqlens, initial_state, dht, chunk_size))
 

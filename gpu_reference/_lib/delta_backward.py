@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from gpu_reference._lib.chunk_decays import block_decays, channel_sums, gate_sums, pair_decays
+from gpu_reference._lib.chunk_decays import block_decays, gate_sums, pair_decays
 from gpu_reference._lib.chunk_dots import dot, read_state, update_of
-from gpu_reference._lib.chunk_pairs import one_row, row_where, sums_across, sums_before, sums_from
+from gpu_reference._lib.chunk_pairs import before_rows, one_row, row_where, sums_across, sums_before, sums_from
 from gpu_reference._lib.delta_forward import columns_of_program
 from gpu_reference._lib.delta_pairs import rows_of_keys
 from gpu_reference._lib.layout import (
@@ -258,11 +258,9 @@ def _channel_gradients(q_columns, k_columns, dp, dp_t, draw, draw_t, inputs, row
     a key, whose gradient is dp [i, j], and of two keys, draw; and both transposed."""
     ROWS: tl.constexpr = dp.shape[0]
     at = tl.arange(0, ROWS)
-    coarse, fine = channel_sums(inputs.gk, rows, key, keys, 1, ROWS)
     q_columns = q_columns.to(tl.float32)
     k_columns = k_columns.to(tl.float32)
-    other_coarse = tl.full((q_columns.shape[0], 1), 0.0, tl.float32)
-    other_fine = tl.full((q_columns.shape[0], 1), 0.0, tl.float32)
+    coarse, fine, other_coarse, other_fine = before_rows(inputs, rows, key, keys, ROWS)
     dq = tl.zeros_like(q_columns)
     dk_later = tl.zeros_like(q_columns)
     dk_earlier = tl.zeros_like(q_columns)

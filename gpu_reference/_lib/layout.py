@@ -13,7 +13,8 @@ import triton.language as tl
 
 
 class Inputs(NamedTuple):
-    """The tensors of a scan: q, k [B, T, H, K], v and in the backward pass do [B, T, H, V], and its `decays.Gates`."""
+    """The tensors of a scan: q, k [B, T, H, K], v and in the backward pass do [B, T, H, V], its `decays.Gates`, and
+    of a delta rule beta [B, T, H]; there all but q and k have the heads of values."""
 
     q: Any
     k: Any
@@ -22,6 +23,12 @@ class Inputs(NamedTuple):
     g: Any = None
     g_gamma: Any = None
     gk: Any = None
+    beta: Any = None
+
+    @property
+    def gate(self) -> Any:
+        """That of a delta rule, which has one."""
+        return self.g if self.gk is None else self.gk
 
 
 class Outs(NamedTuple):
@@ -58,6 +65,21 @@ class Rows(NamedTuple):
     heads: Any
 
 
+class Steps(NamedTuple):
+    """The steps of a head in a sequence, in the order of time: `length` of them.
+
+    start: the sequence's first row. first, stride: the first step's row of a [B T H, ...] tensor, and how far it is to
+    the next one's; int64.
+    """
+
+    sequence: Any
+    head: Any
+    start: Any
+    length: Any
+    first: Any
+    stride: Any
+
+
 @triton.jit
 def of_program(size, TILE: tl.constexpr, heads):
     """This program's tile of an axis of `size` elements, its head, and its sequence or segment (int64)."""
@@ -77,6 +99,20 @@ def rows_of_sequence(sequence, layout):
         start = tl.minimum(tl.maximum(tl.load(layout.cu_seqlens + sequence), 0), steps).to(tl.int64)
         end = tl.minimum(tl.maximum(tl.load(layout.cu_seqlens + sequence + 1), start), steps).to(tl.int64)
     return start, end
+
+
+@triton.jit
+def steps_of_program(size, TILE: tl.constexpr, layout, REVERSE: tl.constexpr):
+    """This program's tile of an axis of `size` elements, and its Steps."""
+    tile, head, sequence = of_program(size, TILE, layout.h)
+    start, end = rows_of_sequence(sequence, layout)
+    length = (end - start).to(tl.int32)
+    stride = tl.full((), layout.h, tl.int64)
+    first = start
+    if REVERSE:
+        stride = -stride
+        first += tl.maximum(length - 1, 0)
+    return tile, Steps(sequence, head, start, length, first * layout.h + head, stride)
 
 
 @triton.jit
@@ -120,6 +156,16 @@ def state_offset(index, head, key, value, layout):
     """Where the elements (key, value) of a head's state are in [..., H, K, V]; index is int64. A state has fewer than
     2^31 elements."""
     return (index * layout.h + head) * layout.k * layout.v + (key * layout.v + value)
+
+
+@triton.jit
+def state_of_program(steps, key, value, layout, NEW_AXIS: tl.constexpr):
+    """Keys and values in the shape of this program's tile of the state, [V, K], where keys get their new axis in front,
+    or [K, V]; which of its elements there are; and where they are in [N, H, K, V]."""
+    state_key = tl.expand_dims(key, NEW_AXIS)
+    state_value = tl.expand_dims(value, 1 - NEW_AXIS)
+    in_state = (state_key < layout.k) & (state_value < layout.v)
+    return state_key, state_value, in_state, state_offset(steps.sequence, steps.head, state_key, state_value, layout)
 
 
 @triton.jit

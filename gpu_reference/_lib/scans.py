@@ -11,19 +11,18 @@ from gpu_reference._lib.decays import Gates
 from gpu_reference._lib.hardware import check_devices
 from gpu_reference._lib.layout import Inputs, Layout, Outs
 from gpu_reference._lib.operands import values
-from op_arguments.gla import Gradients, Problem, check_forward, check_gradients, check_precision
+from op_arguments.gla import Gradients, Output, Problem, check_forward, check_gradients, check_precision
 
 
 class Scan(NamedTuple):
     """A checked scan: its Problem, and its tensors as kernels take them, contiguous on one device.
 
-    inputs: `layout.Inputs`, or of a delta rule `delta.DeltaInputs`. initial_state and dht, the gradient of the final
-    one, are [N, H, K, V] float32 or None. The chunked forms alone have a chunk_size, a precision and, unless it is
-    theirs to choose, `fused`.
+    initial_state and dht, the gradient of the final one, are [N, H, K, V] float32 or None. The chunked forms alone have
+    a chunk_size, a precision and, unless it is theirs to choose, `fused`.
     """
 
     p: Problem
-    inputs: Any
+    inputs: Inputs
     layout: Layout
     initial_state: Any
     dht: Any
@@ -66,6 +65,16 @@ class Scan(NamedTuple):
     def empty_states(self, count: int) -> Tensor:
         """[count, H, K, V] float32."""
         return torch.empty(count, self.p.h, self.p.k, self.p.v, dtype=torch.float32, device=self.device)
+
+    def empty_output(self, output_final_state: bool) -> Output:
+        """What a forward pass fills."""
+        return Output(self.empty_rows(self.p.v), self.empty_states(self.p.n) if output_final_state else None)
+
+    def forward_of_nothing(self, output_final_state: bool) -> Output:
+        """Zeros, and the states as they are."""
+        o, ht = self.empty_output(output_final_state)
+        fill_state(ht, self.initial_state)
+        return Output(o.zero_(), ht)
 
     def empty_outs(self, tile: int) -> Outs:
         """What a backward pass fills whose programs have `tile` channels of K.
@@ -117,14 +126,13 @@ def take(
 
 
 def scan_of(
-    p: Problem, inputs: Any, cu_seqlens: Tensor | None, initial_state: Tensor | None, dht: Tensor | None, chunk: int
+    p: Problem, inputs: Inputs, cu_seqlens: Tensor | None, initial_state: Tensor | None, dht: Tensor | None, chunk: int
 ) -> Scan:
     """The Scan of tensors that are checked but for their devices. Raises as `check_devices`."""
     others = {"initial_state": initial_state, "dht": dht, "cu_seqlens": cu_seqlens}
     check_devices({**inputs._asdict(), **others})
     layout = Layout(_contiguous(cu_seqlens), p.n, p.t, p.b * p.t, p.h, p.k, p.v)
-    inputs = type(inputs)(*map(_contiguous, inputs))
-    return Scan(p, inputs, layout, _contiguous(initial_state), _contiguous(dht), chunk)
+    return Scan(p, Inputs(*map(_contiguous, inputs)), layout, _contiguous(initial_state), _contiguous(dht), chunk)
 
 
 def dtypes_of_gradients(scan: Scan, *_: Any, **__: Any) -> Gradients:
