@@ -114,6 +114,19 @@ def test_what_cannot_be_is_one_clear_error(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_node_that_does_not_start_is_one_clear_error(monkeypatch, capsys):
+    ray = pytest.importorskip("ray", reason="needs the extra 'ray'")
+
+    def init(*given, **options):
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "--ray"])
+    assert ended.value.code == 2
+    assert "--ray cannot connect to a cluster: The current node timed out" in capsys.readouterr().err
+
+
 # --- on a cluster ---
 
 
