@@ -37,10 +37,10 @@ POWERS = """\
 FAULTS = named({
     # FlashKDA's, cuDNN's, vLLM's, tt-metal's and PTO's: exact on keys apart, infinite on equal ones
     "the inverse comes from powers": [
-        gpu(f"{op}_fwd",
+        gpu(op,
             "    inverse = _diagonal_inverses(a)\n    for level in tl.static_range(0, LEVELS):\n"
             "        inverse = _joined(inverse, a, DIAGONAL << level)\n    return inverse", POWERS, equal)
-        for op in ("chunk_gated_delta_rule", "chunk_kda")
+        for op in (GDN, "chunk_kda_bwd")  # those with a case of equal keys in the default tier
     ],
     # tokamax's and tpu-inference's
     "blocks of the inverse meet in bfloat16 pieces": [
