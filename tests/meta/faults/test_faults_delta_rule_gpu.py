@@ -70,7 +70,7 @@ FAULTS = named({
             "tl.load(gates.g + row * rows.heads, mask=row < rows.end, other=0)", float32),
     ],
     "gates beyond a sequence are not masked": [
-        gpu(GDN, "tl.load(gates.g + row * rows.heads + rows.head, mask=row < rows.end, other=0)",
+        gpu(GDN_BACKWARD, "tl.load(gates.g + row * rows.heads + rows.head, mask=row < rows.end, other=0)",
             "tl.load(gates.g + row * rows.heads + rows.head, mask=row < tl.minimum(rows.end + 1, 70), other=0)",
             packed),
     ],
@@ -92,7 +92,7 @@ FAULTS = named({
             float32),
     ],
     "an empty sequence's final state is not written": [
-        gpu(GDN, "store_state(ht, at_sequence, state, in_state)",
+        gpu("chunk_kda_fwd", "store_state(ht, at_sequence, state, in_state)",
             "store_state(ht, at_sequence, state, in_state & (key < tl.where(start < end, layout.k, 0)))", packed),
     ],
     "what a state recalls is missing from dk": [
