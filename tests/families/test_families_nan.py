@@ -26,7 +26,7 @@ CALLS = [
         backend,
         dtype,
         id="-".join([backend, op.name, *(dtype or ())[:1]]),
-        marks=[getattr(pytest.mark, backend)] + [pytest.mark.full] * (op.name not in USUAL[backend]),
+        marks=[getattr(pytest.mark, backend)] + [pytest.mark.full] * (op.name not in USUAL[backend] or bool(dtype)),
     )
     for backend in BACKENDS
     for op in OPS

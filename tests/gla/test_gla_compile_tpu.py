@@ -27,9 +27,9 @@ def representative():
     """Of each kernel both directions, and every kind of argument somewhere. (What float32 dots become: test_mosaic.)"""
     for direction in DIRECTIONS:
         yield linear_attention(f"chunk_simple_gla_{direction}", "both", BF16, **PACKED, chunk_size=64)
-        yield linear_attention(f"chunk_gla_{direction}", "gk", BF16, **LONG, chunk_size=64)
-        yield linear_attention(f"fused_recurrent_simple_gla_{direction}", "both", BF16, **PACKED)
         yield linear_attention(f"fused_recurrent_gla_{direction}", "gk", F32, **SMALL, reverse=True)
+    yield linear_attention("chunk_gla_bwd", "gk", BF16, **LONG, chunk_size=64)
+    yield linear_attention("fused_recurrent_simple_gla_fwd", "both", BF16, **PACKED)
 
 
 def everything(op):

@@ -4,10 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import parity
-from parity.op import Op
+from parity.op import Case, Op
 from parity.runners.plugin import Run
 
 Test = Callable[[Run], None]
+
+
+def in_smoke(case: Case) -> bool:
+    """Whether integers are tried on it in the default tier too, where a launch takes a second."""
+    return case.tier == "smoke"
 
 
 def agree(*ops: Op, **which: Any) -> Test:

@@ -85,6 +85,7 @@ def test_a_ledger_does_not_differ_from_itself(printed, monkeypatch):
     assert "worse" not in printed("diff", "records", "records", "--fail-on-regression")
 
 
+@pytest.mark.full
 def test_diff_names_the_kernel_that_made_it_worse(project, tmp_path):
     run = project()
     run("-q", "--parity-record", "-k", "test_agrees")
@@ -108,6 +109,7 @@ def good(x):
 """
 
 
+@pytest.mark.full
 def test_the_table_has_a_line_for_each_model_whatever_crashes(project):
     run = project()
     tiny = "_DOUBLE.grid([dict(M=8, N=4)], dtype=['float32', 'bfloat16'], model='Tiny')"

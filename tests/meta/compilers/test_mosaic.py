@@ -377,6 +377,7 @@ def test_a_dump_that_is_not_there_is_unreadable(folder, monkeypatch):
     assert result.reason.startswith("the dump must have a program of kernel matmul")
 
 
+@pytest.mark.full
 @needs_libtpu
 def test_a_crash_costs_one_case(folder):
     crashed, other = compile_for_tpu([case("crashes"), KERNELS["dot"]])

@@ -378,6 +378,7 @@ def test_a_hang_costs_its_case_alone(kernels):
     assert after.outcome == "refused"
 
 
+@pytest.mark.full
 @needs_triton
 def test_a_corrupted_object_is_unreadable(kernels, monkeypatch):
     import triton
@@ -395,6 +396,7 @@ def test_a_corrupted_object_is_unreadable(kernels, monkeypatch):
     assert result.registers is None
 
 
+@pytest.mark.full
 @needs_triton
 def test_results_are_kept_and_the_same_again(kernels):
     case = dot("gfx942", tile=(16, 16, 16))

@@ -289,6 +289,7 @@ def test_an_interpreted_kernel_that_dies_takes_nothing_with_it():
     assert found.case.dims == (("M", 1), ("K", 1), ("N", 1), ("G", 3))
 
 
+@pytest.mark.full
 def test_a_reduction_is_the_same_every_time():
     pytest.importorskip("jax")
     (first, one), (second, other) = reduced_once("tpu"), reduced("tpu")

@@ -57,6 +57,7 @@ def forget(path, *cases):
     path.write_text("".join(line for line in lines if not any(f'"{case}"' in line for case in cases)))
 
 
+@pytest.mark.full
 def test_no_record_is_counted_with_the_command_that_makes_one(project, tmp_path):
     (tmp_path / "records").mkdir()
     run = project()
@@ -67,6 +68,7 @@ def test_no_record_is_counted_with_the_command_that_makes_one(project, tmp_path)
     assert fixes(run, done, "NO-RECORD  5 of double on tpu") == 5
 
 
+@pytest.mark.full
 def test_the_command_records_no_case_but_those_that_need_it(recorded, tmp_path):
     forget(tmp_path / recorded.ledger, "double-M3_N5-f32-s0", "double-M3_N5-bf16-s0")
     done = recorded("-q")
@@ -213,6 +215,7 @@ def die(request):
 """
 
 
+@pytest.mark.full
 def test_a_killed_worker_loses_nothing_that_was_recorded_before(project, tmp_path, ledger):
     run = project()
     (tmp_path / "conftest.py").write_text(KILLER)

@@ -290,6 +290,7 @@ def test_an_interrupted_run_says_so(project, tmp_path):
     assert "nothing was judged" in text
 
 
+@pytest.mark.full
 def test_parity_run_writes_a_report_of_what_its_table_has(project, tmp_path):
     run = project()
     tiny = "DOUBLE = _DOUBLE.with_cases(_DOUBLE.grid([dict(M=8, N=4)], dtype=['float32'], model='Tiny'))\nOPS ="

@@ -45,7 +45,8 @@ for case in DOUBLE.cases[:4]:
 """What a healthy case needs is loaded and compiled before a test begins: only a kernel that hangs meets the limit."""
 
 
-@pytest.mark.parametrize("backend", ["tpu", pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.full])])
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["tpu", pytest.param("gpu", marks=[pytest.mark.gpu])])
 def test_a_dying_case_costs_that_case_alone(backend, project, tmp_path):
     run = project()
     dims = ", ".join(f"dict(M={rows}, N=4)" for rows in WAYS)

@@ -46,6 +46,7 @@ def test_shards_together_are_the_whole(project, tmp_path):
     assert contents(tmp_path / "joined") == undisturbed
 
 
+@pytest.mark.full
 def test_shards_are_balanced_by_what_is_recorded(recorded, tmp_path):
     run, slow = recorded, "double-M3_N5-bf16-s0"
     lines = list(map(json.loads, (tmp_path / run.ledger).read_text().splitlines()))
@@ -124,6 +125,7 @@ def good(x):
 """
 
 
+@pytest.mark.full
 def test_an_interrupted_run_is_resumed_with_what_is_still_as_it_was(project, tmp_path):
     project().write("kernels.py", STOPPING)
 

@@ -60,6 +60,7 @@ def test_a_worker_per_tpu_chip_and_its_successor_owns_the_same(owned):
     )
 
 
+@pytest.mark.full
 def test_workers_share_gpus_in_turn(owned):
     workers, printed = owned(["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"], "-n", "3")
     assert "parity workers: 3 workers, in turn on 2 GPUs, without reserving memory" in printed
@@ -67,6 +68,7 @@ def test_workers_share_gpus_in_turn(owned):
     assert all(owns["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false" for owns in workers.values())
 
 
+@pytest.mark.full
 def test_auto_means_a_worker_per_chip(owned):
     _, printed = owned(["vfio/0", "vfio/1", "vfio/vfio"], "-n", "auto")
     assert "parity workers: 2 of 2 TPU chips, a worker each\n" in printed
