@@ -292,8 +292,9 @@ def with_recurrent_cases(op: Op) -> Op:
         op.grid([DECODE], dtype=[F32, BF16], lengths=["even"], l2norm=[True], **STATES, tier="full"),
         op.grid([LONG], dtype=[F32, BF16], rho=[1.0], decay=["slow"], **STATES, tier="full"),
         op.grid([ONE_STEP, *EMPTY], dtype=[F32], **STATES, tier="full"),
-        *(op.grid([shape | dict(B=4, T=1)], dtype=[F32, BF16], rho=[1.0], **chosen, **NORMED, **STATES, tier="full",
-                  model=model) for model, shape, chosen in of_models(op)),
+        *(op.grid([shape | dict(B=4, T=1)], dtype=[dtype], rho=[1.0], **chosen, **NORMED, **STATES, tier="full",
+                  model=model if dtype == F32 else "")
+          for dtype in (F32, BF16) for model, shape, chosen in of_models(op)),
     ]  # fmt: skip
     return op.with_cases(*parts)
 

@@ -401,14 +401,16 @@ def with_layer_cases(op: Op) -> Op:
             op.grid([LAYER], dtype=[F32], data=["normal", "residuals"]),
             op.grid([LAYER], dtype=[BF16], quantize=["mxfp8"], capacity=[20]),
             op.grid([deepseek], dtype=[BF16], quantize=["fp8"], shard=[(4, 1)], tier="full"),
-            op.grid([gpt_oss], dtype=[BF16], quantize=["mxfp8"], shard=[(4, 1)], tier="full", model=GPT_OSS_120B.name),
+            op.grid([gpt_oss], dtype=[BF16], shard=[(4, 1)], tier="full", model=GPT_OSS_120B.name),
+            op.grid([gpt_oss], dtype=[BF16], quantize=["mxfp8"], shard=[(4, 1)], tier="full"),
         ]
     else:
         some = [
             op.grid([LAYER], dtype=[BF16], quantize=["fp8"], capacity=[20], data=["normal", "residuals"]),
             op.grid([IDLE], dtype=[F32], data=["poison"]),
             op.grid([IDLE], dtype=[BF16], data=["nonfinite"], sanitize_grads=[True]),
-            op.grid([gpt_oss], dtype=[BF16], quantize=["mxfp8"], shard=[(4, 1)], tier="full", model=GPT_OSS_120B.name),
+            op.grid([gpt_oss], dtype=[BF16], shard=[(4, 1)], tier="full", model=GPT_OSS_120B.name),
+            op.grid([gpt_oss], dtype=[BF16], quantize=["mxfp8"], shard=[(4, 1)], tier="full"),
         ]
     parts = [
         *some,
