@@ -27,6 +27,7 @@ from parity.judging.metrics import Metrics, histogram, tile_map
 from parity.judging.verdict import PASSING
 from parity.ledger import diff
 from parity.ledger.freshness import moved_floors
+from parity.ledger.read import read_all
 from parity.ledger.schema import Record
 from parity.op import Backend, Case, Op
 from parity.report.text import NO_TWIN, SHADES, by_contract, heat_map, sparkline, worst_element, worst_tile
@@ -98,11 +99,12 @@ def recorded(root: Path, source: str, op: Op, case: Case, backend: Backend) -> R
     folder = root / diff.FOLDER
     if not source and not folder.is_dir():
         return None
-    ledgers = diff.load(source or str(folder), root)
+    if source:
+        ledgers = [x for (of, _, name), x in diff.load(source, root).items() if (of, name) == (backend, op.name)]
+    else:
+        ledgers = list(read_all(folder, backend, op.name).values())
     key = case.with_seed(0).id, case.seed
-    found = [
-        ledger[key] for (of, _, name), ledger in ledgers.items() if (of, name) == (backend, op.name) and key in ledger
-    ]
+    found = [ledger[key] for ledger in ledgers if key in ledger]
     return max(found, key=lambda r: (r.provenance.real, r.provenance.utc), default=None)
 
 

@@ -30,7 +30,7 @@ class Book:
     def __init__(self, root: Path, utc: str | None = None) -> None:
         self.root = root
         self.utc = utc
-        self._ledgers: dict[Backend, dict[tuple[str, str], Ledger]] = {}
+        self._ledgers: dict[tuple[Backend, str], dict[str, Ledger]] = {}
 
     def record(self, trial: Trial, judged: Judgement) -> Record:
         """A trial's judgement, of this process, as a record, with the ε of its emulated contract beside it."""
@@ -60,11 +60,8 @@ class Book:
         key = _unseeded(trial.case), trial.case.seed
         found = [
             ledger[key]
-            for (device, name), ledger in self._of(trial.backend).items()
-            if name == trial.op.name
-            and kind in (None, device)
-            and key in ledger
-            and ledger[key].provenance.real == real
+            for device, ledger in self._of(trial.backend, trial.op).items()
+            if kind in (None, device) and key in ledger and ledger[key].provenance.real == real
         ]
         if not found:
             return None
@@ -126,12 +123,12 @@ class Book:
 
     def kinds(self, backend: Backend) -> list[str]:
         """The real device kinds of a backend that have ledgers here."""
-        found = ((kind, next(iter(ledger.values()))) for (kind, _), ledger in self._of(backend).items())
+        found = ((kind, next(iter(ledger.values()))) for (kind, _), ledger in read_all(self.root, backend).items())
         return sorted({kind for kind, record in found if record.provenance.real})
 
     def holds(self, trial: Trial, seeds: int, kind: str) -> bool:
         """Whether a device kind has recorded `seeds` seeds of a trial, its own first."""
-        ledger = self._of(trial.backend).get((kind, trial.op.name), {})
+        ledger = self._of(trial.backend, trial.op).get(kind, {})
         return all((_unseeded(trial.case), trial.case.seed + n) in ledger for n in range(seeds))
 
     def seeds(self, trial: Trial, seeds: int, *, real: bool, kind: str | None = None) -> Iterator[Judgement | Verdict]:
@@ -161,10 +158,12 @@ class Book:
             return []
         return [j for j in self.seeds(trial, seeds, real=False) if isinstance(j, Judgement)]
 
-    def _of(self, backend: Backend) -> dict[tuple[str, str], Ledger]:
-        if backend not in self._ledgers:
-            self._ledgers[backend] = read_all(self.root, backend)
-        return self._ledgers[backend]
+    def _of(self, backend: Backend, op: Op) -> dict[str, Ledger]:
+        """Ledgers of an op by device kind, and of no other: to read all takes seconds."""
+        if (backend, op.name) not in self._ledgers:
+            found = read_all(self.root, backend, op.name)
+            self._ledgers[backend, op.name] = {kind: ledger for (kind, _), ledger in found.items()}
+        return self._ledgers[backend, op.name]
 
     def _here(self, trial: Trial) -> Provenance:
         return _provenance(trial.op, trial.backend, self.utc)

@@ -49,13 +49,13 @@ def parse(content: bytes, name: str) -> Ledger:
     return ledger
 
 
-def read_all(root: Path, backend: Backend) -> dict[tuple[str, str], Ledger]:
-    """All ledgers of a backend by (device kind, op).
+def read_all(root: Path, backend: Backend, op: str = "*") -> dict[tuple[str, str], Ledger]:
+    """All ledgers of a backend by (device kind, op), or those of one op.
 
     Raises RecordError as `read`, and for files that lie outside `root` or where their records do not belong.
     """
     ledgers: dict[tuple[str, str], Ledger] = {}
-    for path in sorted((root / backend).glob("*/*.jsonl")):
+    for path in sorted((root / backend).glob(f"*/{op}.jsonl")):
         ledger = read_home(root, path)
         if ledger:
             provenance = next(iter(ledger.values())).provenance
