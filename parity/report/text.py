@@ -143,7 +143,7 @@ def summary(judged: Iterable[Mapping[str, Any]], recording: str = "pytest --pari
         verdicts = "  ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
         where = backend if real else f"{backend} emulated"
         cases = len({entry["case"] for entry in entries})
-        lines.append(f"{op:<8} {where:<12} {cases:>6} {max(loads, default=0.0):>14.2f} {ratio:>22}  {verdicts}")
+        lines.append(f"{op:<8} {where:<12} {cases:>6} {_times(max(loads, default=0.0)):>14} {ratio:>22}  {verdicts}")
     return lines + _to_record([entry for entry in all_entries if "record" in entry], recording)
 
 
@@ -154,9 +154,13 @@ def in_several(named: Iterable[tuple[str, str]]) -> set[str]:
 
 
 def _interval(compared: Mapping[str, Any]) -> str:
-    # Of a GPU that makes no error any other is an astronomical multiple.
-    ratio, low, high = (f"{x:.2f}" if x < 1000 else f"{x:.3g}" for x in (compared[n] for n in ("ratio", "low", "high")))
+    ratio, low, high = (_times(compared[name]) for name in ("ratio", "low", "high"))
     return f"{ratio} [{low}, {high}]"
+
+
+def _times(x: float) -> str:
+    """A multiple: of a GPU that makes no error, and of a bound by a wrong kernel, it is astronomical."""
+    return f"{x:.2f}" if x < 1000 else f"{x:.3g}"
 
 
 def _to_record(entries: Sequence[Mapping[str, Any]], recording: str) -> list[str]:
