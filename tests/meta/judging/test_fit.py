@@ -290,3 +290,9 @@ def test_what_shows_of_an_error_is_the_same_up_and_down():
     )
     assert up == down
     assert 0.9 < up.ratio < 1.1
+
+
+def test_an_element_that_no_run_moves_may_be_flushed_and_no_more():
+    allowed = Allowance.of(np.zeros((4, 4)), np.zeros((8, 4, 4)), U)
+    for error, beyond in ((2.0**-126, 0), (2.0**-100, 16)):
+        assert allowed.fit("out", np.full((4, 4), error, np.float32), {}).beyond == beyond
