@@ -63,6 +63,16 @@ def test_the_output_that_is_furthest_from_its_contract_decides(o_ulps, ht_ulps, 
     assert judged.load == max(fit.load for fit in judged.fits.values()) > 1
 
 
+def test_integer_data_are_exact_where_every_output_holds_its_golden():
+    def thirds(**arguments):
+        golden = FORWARD.golden(**arguments)
+        return golden._replace(ht=golden.ht / 3)
+
+    integers = CASE.with_data("integers")
+    assert Trial(FORWARD, integers, "tpu").exact
+    assert not Trial(replace(FORWARD, golden=thirds), integers, "tpu").exact
+
+
 def test_a_contract_is_emulated_in_each_outputs_own_dtype():
     emulated = emulate(Trial(FORWARD, CASE, "tpu"))
     assert {name: str(y.dtype) for name, y in emulated.items()} == {"o": "bfloat16", "ht": "float32"}
