@@ -8,7 +8,7 @@ import pytest
 
 from cpu_golden.stages import Stages
 from parity.dtypes import round_to, stochastic
-from parity.judging.fit import RUNS, Allowance, Fit, K, Look, over_seeds
+from parity.judging.fit import KAPPA, RUNS, Allowance, Fit, K, Look, over_seeds
 from parity.judging.judge import explained, gates, judge
 from parity.judging.metrics import Scale, measure
 from parity.judging.rounding import on_unit
@@ -170,6 +170,15 @@ def test_a_verdict_names_the_output_the_label_and_the_ratio():
     assert replace(fit, pairs=(), looks=(Look("", "", 2.2, 2.1),)).verdict().reason == "o: 2.2 × its contract"
     beyond = replace(fit, sigmas=9.5, beyond=3).verdict()
     assert (beyond.outcome, beyond.reason) == ("OUT OF BOUND", f"o: 9.5 σ (bound {K:.3g}), 3 elements beyond")
+
+
+@pytest.mark.parametrize(("size", "room"), [(2000, 1.2), (20_000, 1.1)])
+def test_an_output_of_many_elements_may_err_by_little_more_than_kappa(size, room):
+    """What many elements of many runs say leaves chance little."""
+    normal = np.random.default_rng(0).standard_normal
+    allowed = Allowance.of(np.zeros(size), normal((RUNS[-1], size)), U)
+    (look,) = allowed.fit("out", normal(size).astype(np.float32), {}).looks
+    assert KAPPA < look.limit < room * KAPPA
 
 
 def test_a_label_that_is_better_than_its_contract_is_not_uneven():

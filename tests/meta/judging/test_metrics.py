@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parity.dtypes import round_to
-from parity.judging.metrics import MAP, TOP, Scale, eta, explained_by, histogram, measure, tile_map
+from parity.judging.metrics import MAP, TOP, Scale, eta, explained_by, floor, histogram, measure, tile_map
 
 U32 = 2.0**-24
 NARROW = ["bfloat16", "float16"]
@@ -96,6 +96,12 @@ def test_an_output_without_magnitude_is_not_scored():
     assert m.epsilon == pytest.approx(np.sqrt(np.mean(errors**2)))
     assert m.bias == pytest.approx(errors.mean() / m.epsilon)
     assert m.worst == ((0,), (2,), (1,))
+
+
+def test_the_floor_is_the_same_of_values_however_small():
+    golden, magnitude = np.random.default_rng(0).uniform(1.0, 2.0, (2, 100))
+    floors = [floor(s * golden, Scale(s * magnitude, U32, 1), "bfloat16") for s in (1.0, 2.0**-20, 2.0**20)]
+    assert floors[0] == floors[1] == floors[2] > 2.0**-11
 
 
 @pytest.mark.parametrize("size", [5, 8, 9, 15, 16, 40, 1000])
