@@ -1,8 +1,28 @@
 """The delta rules on the TPU, or its emulation, against the float64 golden."""
 
-from tests.matrix.delta_rule import DELTA_RULES, is_usual
+import pytest
+
+from op_arguments.delta_rule import DeltaProblem
+from parity.judging.judge import judge
+from parity.trial import Trial
+from tests.matrix.delta_rule import CHUNK_GATED_DELTA_RULE, DELTA_RULES, F32, is_usual
 from tests.support.agreement import agree, are_exact, are_no_worse
 
 test_agrees_with_golden = agree(*DELTA_RULES, backend="tpu")
 test_is_exact_on_integers = are_exact(*DELTA_RULES, backend="tpu", where=is_usual)
 test_is_no_worse_than_the_gpu = are_no_worse(*DELTA_RULES)
+
+
+@pytest.mark.tpu
+def test_gradients_of_several_blocks_agree_with_the_golden(monkeypatch):
+    """Three of two chunks: the state before each is kept on the way there, and taken on the way back."""
+    pytest.importorskip("jax")
+    from tpu_kernels._lib import delta_plan
+
+    backward = CHUNK_GATED_DELTA_RULE[1]
+    (case,) = backward.grid([dict(B=1, T=80, H=1, HV=1, K=16, V=16)], dtype=[F32], chunk=[16], h0=[True], ht=[True])
+    problem = DeltaProblem(1, 80, 1, 1, 16, 16, 1, 0.25, F32, packed=False, l2norm=False)
+    monkeypatch.setattr(delta_plan, "BLOCK_TOKENS", 32)
+    plan = delta_plan.make_plan(problem, False, backward=True, chunk_size=16)
+    assert plan.fused and plan.scan.blocks == 3
+    assert judge(Trial(backward, case, "tpu")).verdict.outcome == "AGREES"
