@@ -1,8 +1,18 @@
 """The gates of delta rules on the TPU, or its emulation, against the float64 golden."""
 
+import pytest
+
 from tests.matrix.delta_rule import GATES
 from tests.support.agreement import agree, are_exact, are_no_worse
 
 test_agrees_with_golden = agree(*GATES, backend="tpu")
 test_is_exact_on_integers = are_exact(*GATES, backend="tpu", where=lambda case: False)
 test_is_no_worse_than_the_gpu = are_no_worse(*GATES)
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [("float32", 8), ("bfloat16", 16)])
+def test_a_tile_of_few_rows_is_a_whole_register(dtype, rows):
+    jax = pytest.importorskip("jax")
+    from tpu_kernels.gates import Tiles
+
+    assert Tiles.of(jax.ShapeDtypeStruct((3, 5), dtype)) == ((3, 5), rows, 5)
