@@ -2,17 +2,13 @@
 """Which values the kernels of the GPU show `parity stages`: each that there is, as often as it is computed, and none of
 a row, channel or pair that is not."""
 
-from collections import Counter
-
-import numpy as np
 import pytest
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from gpu_reference import gla, simple_gla
-from op_arguments.probe import probing
-from tests.support.interpreter import interpreted
+from tests.support.interpreter import interpreted, shown
 
 pytestmark = [pytest.mark.gpu, interpreted]
 
@@ -28,16 +24,8 @@ def marked(module, form, direction, k, v, steps=T, **options):
     shapes = dict(q=(1, steps, H, k), k=(1, steps, H, k), v=(1, steps, H, v), initial_state=(1, H, k, v))
     shapes |= dict(gk=(1, steps, H, k)) if module is gla else dict(g=(1, steps, H), g_gamma=(H,))
     shapes |= dict(do=(1, steps, H, v), dht=(1, H, k, v)) if direction == "bwd" else {}
-    counts = Counter()
-
-    def count(site, value, where=None, **_):
-        shown = value[0] if isinstance(value, tuple) else value
-        is_shown = True if where is None else where.handle.data
-        counts[site] += int(np.broadcast_to(is_shown, shown.handle.data.shape).sum())
-        return value
-
     function = getattr(module, f"{form}_{module.__name__.rpartition('.')[2]}_{direction}")
-    with probing(count):
+    with shown() as counts:
         function(**{name: torch.full(shape, -0.125) for name, shape in shapes.items()}, **options)
     assert all(count % H == 0 for count in counts.values())
     return {site: count // H for site, count in counts.items() if count}

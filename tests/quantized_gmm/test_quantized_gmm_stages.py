@@ -19,6 +19,7 @@ from tests.matrix.quantize import QUANTIZERS
 from tests.matrix.quantized_gmm import E4M3, F32, GMM_QUANTIZED, TGMM_QUANTIZED
 from tests.meta.faults.planting import Fault, plant
 from tests.meta.judging import test_bit_exact as bits
+from tests.support.interpreter import interpreted, shown
 from tests.support.stages import check_a_probe_leaves_nothing, traced, walked
 
 OPS = {op.name: op for op in (GMM_QUANTIZED, TGMM_QUANTIZED, GROUPED_GEMM)}
@@ -192,3 +193,18 @@ def test_nor_does_that_of_a_quantiser(name, tmp_path):
     op = QUANTISERS[name]
     case = next(case for case in op.cases if case.tier == "smoke")
     check_a_probe_leaves_nothing(op, case, ["_lib.blocks"], tmp_path)
+
+
+@pytest.mark.gpu
+@interpreted
+def test_the_sums_that_are_shown_are_those_of_the_results_elements():
+    """Two groups, and a last tile of both axes that is not full."""
+    pytest.importorskip("triton")
+    torch = pytest.importorskip("torch")
+    from gpu_reference.quantized_gmm import gmm_quantized
+
+    lhs, rhs = (torch.ones(shape, dtype=torch.int8) for shape in ((21, 32), (2, 32, 20)))
+    scales, sizes = (torch.ones(21, 1), torch.ones(2, 1, 20)), torch.tensor([9, 12], dtype=torch.int32)
+    with shown() as counts:
+        gmm_quantized(lhs, scales[0], rhs, scales[1], sizes, tiling=(16, 32, 16))
+    assert counts["acc"] == 21 * 20
