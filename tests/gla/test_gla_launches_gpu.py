@@ -81,6 +81,7 @@ def test_every_sequence_head_and_tile_has_a_program_where_a_pass_is_one_kernel(f
     options = {"route": "fused"} if form == "chunk" else {}
     last = launched(form, direction, gate, "float32", k, v, **options)[-1]
     of_keys, of_values = tiles(last, k, v)
+    assert last.constants["BK"].bit_count() == last.constants["BV"].bit_count() == 1  # of a range in Triton
     assert last.grid == (B * H * (of_keys if direction == "bwd" and form == "chunk" else of_keys * of_values),)
 
 
