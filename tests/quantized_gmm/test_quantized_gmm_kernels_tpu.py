@@ -167,6 +167,8 @@ def test_gmm_fetches_keeps_and_multiplies_what_its_tile_says(
         narrow = {"float8_e4m3b11fnuz"} if kind in (V5E, V6E) else {E4M3}  # that older chips have an instruction for
         found = {shape: before for shape, before in widened(call).items() if shape[0] in (tm, 64)}
         assert found == {(64, tk): narrow, (tm, deep): narrow}
+        made = [equation.outvars[0].aval for equation, _ in equations(call["jaxpr"], "convert_element_type")]
+        assert [(x.shape, str(x.dtype)) for x in made].count(((64, tk), BF16)) == 1  # with masks alone
 
 
 def dots_of_tgmm(tile, dot, own):
