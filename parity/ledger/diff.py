@@ -23,7 +23,7 @@ from _pytest.mark.expression import Expression
 from parity import git
 from parity.backends import EMULATED
 from parity.judging.metrics import Metrics
-from parity.judging.verdict import PASSING, TAIL, Bias, Statistic, parity, tail_ratio
+from parity.judging.verdict import PASSING, TAIL, Bias, Statistic, parity, tail_log_ratio
 from parity.ledger.read import check_size, content_of, parse
 from parity.ledger.schema import Ledger, Record, RecordError
 from parity.op import Contract
@@ -283,9 +283,9 @@ def _measured(pairs: Sequence[tuple[Record, Record]]) -> tuple[Change, Ratio | N
 
 def _beyond(a: Sequence[Metrics], b: Sequence[Metrics]) -> Iterator[tuple[Change, str]]:
     """G6 and G7 between A and B, in both directions. They fail a kernel however good its ε is, so either outweighs."""
-    ratio = tail_ratio(b, a)
-    if ratio > TAIL or ratio < 1 / TAIL:
-        yield "worse" if ratio > 1 else "better", f"tail {ratio:.3g}×"
+    ratio, margin = tail_log_ratio(b, a)
+    if abs(ratio) > np.log(TAIL) + margin:
+        yield "worse" if ratio > 0 else "better", f"tail {np.exp(ratio):.3g}×"
     before, now = Bias.of(a), Bias.of(b)
     if now.exceeds(before) or before.exceeds(now):
         yield "worse" if now.size > before.size else "better", f"bias {before.size:.3g} → {now.size:.3g}"

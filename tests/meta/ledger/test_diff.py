@@ -121,9 +121,10 @@ def test_an_epsilon_that_is_no_number_is_worse(bad):
 @pytest.mark.parametrize(
     ("before", "after", "change", "words"),
     [
-        (dict(eta_q999=2.0), dict(eta_q999=3.2), "worse", "tail 1.6×"),
-        (dict(eta_q999=3.2), dict(eta_q999=2.0), "better", "tail 0.625×"),
+        (dict(eta_q999=2.0), dict(eta_q999=3.6), "worse", "tail 1.8×"),
+        (dict(eta_q999=3.6), dict(eta_q999=2.0), "better", "tail 0.556×"),
         (dict(eta_q999=2.0), dict(eta_q999=2.9), "unchanged", ""),
+        (dict(eta_q999=2.0), dict(eta_q999=3.2), "unchanged", ""),  # sampling makes as much of 1.5 times
         (dict(eta_q999=0.1), dict(eta_q999=0.9), "unchanged", ""),  # below one roundoff is no tail
         (dict(bias=-0.01), dict(bias=0.05), "worse", "bias 1.81 → 9.05"),
         (dict(bias=0.05), dict(bias=0.01), "better", "bias 9.05 → 1.81"),
