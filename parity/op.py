@@ -237,13 +237,15 @@ class Expected:
     """A failure of the rule ε_TPU ≤ ε_GPU that is known and has a reason; strict, as pytest's `xfail(strict=True)`.
 
     The cases that `where` admits must end in `verdict` (one of `FAILURES`), and then count as passed; one that passes
-    fails, and so does a matrix with a declaration that matches none of its cases. Raises ValueError for a verdict
-    that cannot be expected (a broken kernel, or a GPU that is no reference, never is) and for a missing reason.
+    fails, and so does a matrix with a declaration that matches none of its cases. Where an `output` is named, that of
+    another one stays a failure. Raises ValueError for a verdict that cannot be expected (a broken kernel, or a GPU that
+    is no reference, never is) and for a missing reason.
     """
 
     where: Callable[[Case], bool]
     verdict: str
     reason: str
+    output: str = ""
 
     FAILURES: ClassVar[tuple[str, ...]] = ("LOSS", "TAIL", "BIAS")
 
@@ -252,6 +254,10 @@ class Expected:
             raise ValueError(f"verdict must be one of {', '.join(self.FAILURES)}, got {self.verdict!r}")
         if not self.reason:
             raise ValueError("reason must say why the failure is expected, got none")
+
+    def admits(self, verdict: str, output: str) -> bool:
+        """Whether an output's verdict is the expected failure."""
+        return verdict == self.verdict and self.output in ("", output)
 
 
 def _spell(name: str, value: Any) -> str:

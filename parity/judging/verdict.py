@@ -247,17 +247,18 @@ class Bias:
         return self.size > 6 * self.noise and self.size > other.size + Z * max(self.noise, other.noise)
 
 
-def held_to(expected: Expected | None, decided: Verdict) -> Verdict:
-    """A comparison's verdict where its failure is declared: the declared one passes, and a pass fails.
+def held_to(expected: Expected | None, decided: Verdict, output: str) -> Verdict:
+    """The verdict on an output's comparison where a failure is declared: the declared one passes, and a pass fails.
 
     Every other verdict stays as it is.
     """
     if expected is None:
         return decided
-    if decided.outcome == expected.verdict:
-        return replace(decided, outcome=f"EXPECTED {decided.outcome}", reason=f"{decided.reason}; {expected.reason}")
+    why = ": ".join(filter(None, (expected.output, expected.reason)))
+    if expected.admits(decided.outcome, output):
+        return replace(decided, outcome=f"EXPECTED {decided.outcome}", reason=f"{decided.reason}; {why}")
     if decided.passed:
-        reason = f"{decided.outcome} {decided.reason}, declared {expected.verdict}: {expected.reason}"
+        reason = f"{decided.outcome} {decided.reason}, declared {expected.verdict}: {why}"
         return replace(decided, outcome="UNEXPECTED PASS", reason=reason)
     return decided
 

@@ -292,10 +292,15 @@ def test_comparing_needs_paired_seeds():
 def test_a_declared_loss_passes_and_nothing_else_does(outcome, held, passed):
     expected = Expected(lambda case: True, "LOSS", "six passes against one FMA")
     decided = Verdict(outcome, "G5", "ε 1.3×")
-    judged = held_to(expected, decided)
+    judged = held_to(expected, decided, "out")
     assert (judged.outcome, judged.gate, judged.passed) == (held, "G5", passed)
     assert ("six passes" in judged.reason) == (judged is not decided)
-    assert held_to(None, decided) is decided
+    assert held_to(None, decided, "out") is decided
+
+
+def test_a_loss_that_is_declared_of_one_output_is_no_excuse_for_another():
+    expected, lost = Expected(lambda case: True, "LOSS", "short sums", output="ht"), Verdict("LOSS", "G5", "ε 1.3×")
+    assert [held_to(expected, lost, name).outcome for name in ("ht", "o")] == ["EXPECTED LOSS", "LOSS"]
 
 
 @pytest.mark.parametrize(
