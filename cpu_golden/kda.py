@@ -25,9 +25,9 @@ from op_arguments.options import options_of
 
 @options_of(forward, chunk_forward)
 def chunk_kda_fwd(q: Array, k: Array, v: Array, *, g: Array, beta: Array, **options: Unpack[ChunkFwd]) -> Output:
-    """The recurrence `chunk_size` steps at a time, of g [B, T, HV, K].
+    """o and, with output_final_state, ht of the recurrence with g [B, T, HV, K], `chunk_size` steps at a time.
 
-    All else as `gated_delta_rule.chunk_gated_delta_rule_fwd`.
+    Arguments, result, sites and errors else as `gated_delta_rule.chunk_gated_delta_rule_fwd`.
     """
     return forward(chunk_forward, DeltaTensors(q, k, v, g, beta), True, **options)
 
@@ -36,7 +36,10 @@ def chunk_kda_fwd(q: Array, k: Array, v: Array, *, g: Array, beta: Array, **opti
 def chunk_kda_bwd(
     q: Array, k: Array, v: Array, do: Array, *, g: Array, beta: Array, **options: Unpack[ChunkBwd]
 ) -> DeltaGrads:
-    """The gradients of `chunk_kda_fwd`; all else as `gated_delta_rule.chunk_gated_delta_rule_bwd`."""
+    """The gradients of `chunk_kda_fwd`'s arguments, in their shapes.
+
+    Arguments, result, sites and errors else as `gated_delta_rule.chunk_gated_delta_rule_bwd`.
+    """
     return backward(chunk_backward, DeltaTensors(q, k, v, g, beta), do, True, **options)
 
 
@@ -44,9 +47,9 @@ def chunk_kda_bwd(
 def fused_recurrent_kda_fwd(
     q: Array, k: Array, v: Array, *, g: Array, beta: Array, **options: Unpack[StepFwd]
 ) -> Output:
-    """The recurrence step by step, of g [B, T, HV, K].
+    """o and, with output_final_state, ht of the recurrence with g [B, T, HV, K], step by step.
 
-    All else as `gated_delta_rule.fused_recurrent_gated_delta_rule_fwd`.
+    Arguments, result, sites and errors else as `gated_delta_rule.fused_recurrent_gated_delta_rule_fwd`.
     """
     return forward(recurrent_forward, DeltaTensors(q, k, v, g, beta), True, **options)
 
@@ -55,7 +58,10 @@ def fused_recurrent_kda_fwd(
 def fused_recurrent_kda_bwd(
     q: Array, k: Array, v: Array, do: Array, *, g: Array, beta: Array, **options: Unpack[StepBwd]
 ) -> DeltaGrads:
-    """The gradients of `fused_recurrent_kda_fwd`; else as `gated_delta_rule.fused_recurrent_gated_delta_rule_bwd`."""
+    """The gradients of `fused_recurrent_kda_fwd`'s arguments, in their shapes.
+
+    Arguments, result, sites and errors else as `gated_delta_rule.fused_recurrent_gated_delta_rule_bwd`.
+    """
     return backward(recurrent_backward, DeltaTensors(q, k, v, g, beta), do, True, **options)
 
 

@@ -168,8 +168,10 @@ _STEPS = {field.name for field in fields(Stages)} - {"rounding"}
 
 
 def check_sites(op: Op, case: Case, contract: Contract, reached: set[str]) -> None:
-    """Raise DeclarationError for a site of the contract that the golden did not reach, and has in no other case: one
-    that is there may have nothing to round in this case."""
+    """Raise DeclarationError for a site of the contract that the golden does not have.
+
+    It may have one that it did not reach: there may be nothing to round in this case.
+    """
     for site in contract.sites.keys() - reached:
         if not _speaks_of(site, op.golden, texts) and not _has(op, site):
             raise DeclarationError(op, case, "contract.sites", one_of(sorted(reached), site))
@@ -184,7 +186,7 @@ def check_outs(op: Op, case: Case, contract: Contract, golden: Mapping[str, Floa
 
 @cache
 def _speaks_of(name: str, golden: Callable[..., Any], *kinds: Callable[[FunctionType], frozenset[str]]) -> bool:
-    """Whether the texts or labels of a golden's code have a name; so it is said of one whose code is not to be read."""
+    """Whether a golden's code has a name among its texts or labels; True where the code cannot be read."""
     function = inspect.unwrap(golden)
     if not isinstance(function, FunctionType):
         return True
@@ -195,9 +197,10 @@ def _speaks_of(name: str, golden: Callable[..., Any], *kinds: Callable[[Function
 
 
 def _has(op: Op, name: str) -> bool:
-    """Whether a site or an output of a case has a name, of a golden with a text of which everything is filled in.
+    """Whether some case reaches a site of that name or returns such an output.
 
-    Only running it tells: its cases run, from the smallest on, until one has the name.
+    Only running the golden tells, and only a golden with an f-string that is all placeholders needs it: its cases run,
+    the smallest first, until one has the name.
     """
     ordered = sorted(op.cases, key=lambda case: math.prod(size for _, size in case.dims))
     filled_in = ANYTHING in texts(inspect.unwrap(op.golden))

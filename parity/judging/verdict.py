@@ -202,11 +202,10 @@ def tail(tpu: Sequence[Metrics], gpu: Sequence[Metrics], tau: float) -> Verdict 
 
 
 def tail_log_ratio(a: Sequence[Metrics], b: Sequence[Metrics]) -> tuple[float, float]:
-    """The mean over seeds of ln q_a - ln q_b, q the 99.9 % quantile of η and at least one roundoff, and z standard
-    errors of it.
+    """The mean over seeds of ln q_a - ln q_b, and z standard errors of it; q: the 99.9 % quantile of η, 1 at least.
 
-    Of N elements that err normally the quantile is 3.29 standard deviations, where their density is 0.00356, and varies
-    by 2.7/√N of itself: of a few elements it is the largest one, which says nothing.
+    The quantile of N normal errors lies at 3.29 standard deviations, where the density is 0.00356, and so varies by
+    2.7/√N of itself. In a few elements it is the largest error, which says nothing.
     """
     logs = np.array([np.log(max(x.eta_q999, 1) / max(y.eta_q999, 1)) for x, y in _pairs(a, b)])
     return float(logs.mean()), _margin(logs, max(2.7 * (2 / max(x.scored, 1)) ** 0.5 for x in a))
@@ -314,6 +313,6 @@ def _log_ratio(a: Sequence[Metrics], b: Sequence[Metrics], statistic: Statistic)
 
 
 def _margin(logs: np.ndarray, noise: float) -> float:
-    """z standard errors of the mean over seeds, of which each varies by as much as they do, and by `noise` at least."""
+    """z standard errors of a mean over seeds: by their own spread, and by `noise` where that is larger."""
     spread = float(logs.std(ddof=1)) if len(logs) > 1 else 0.0
     return Z * max(spread, noise) / float(np.sqrt(len(logs)))

@@ -159,7 +159,7 @@ class Book:
         return [j for j in self.seeds(trial, seeds, real=False) if isinstance(j, Judgement)]
 
     def _of(self, backend: Backend, op: Op) -> dict[str, Ledger]:
-        """Ledgers of an op by device kind, and of no other: to read all takes seconds."""
+        """The ledgers of an op by device kind; reading those of every op would take seconds."""
         if (backend, op.name) not in self._ledgers:
             found = read_all(self.root, backend, op.name)
             self._ledgers[backend, op.name] = {kind: ledger for (kind, _), ledger in found.items()}

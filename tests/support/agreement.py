@@ -11,7 +11,7 @@ Test = Callable[[Run], None]
 
 
 def in_smoke(case: Case) -> bool:
-    """Whether integers are tried on it in the default tier too, where a launch takes a second."""
+    """Whether a case is of the smoke tier: integers on an interpreted GPU have these alone in the default tier."""
     return case.tier == "smoke"
 
 
