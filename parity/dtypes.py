@@ -77,6 +77,10 @@ def cut_off(values: Floats, digits: int) -> Floats:
 
 def _toward_zero(values: Floats, dtype: str) -> Floats:
     """float64 values rounded toward zero to a dtype of `TOWARD_ZERO`; those that are not finite stay."""
+    if dtype == "bf16x2" + TOWARD_ZERO:
+        high = _toward_zero(values, "bfloat16" + TOWARD_ZERO)
+        with np.errstate(invalid="ignore"):
+            return high + _toward_zero(np.where(np.isfinite(high), values - high, 0), "bfloat16" + TOWARD_ZERO)
     digits, smallest = FORMATS[dtype.removesuffix(TOWARD_ZERO)]
     quantum = smallest * 2.0 ** (1 - digits)  # of what is below the normal numbers
     with np.errstate(invalid="ignore"):
@@ -124,5 +128,5 @@ SMALLEST = float(np.finfo(np.float32).tiny)
 FORMATS = {name: _format(name) for name in UNIT_ROUNDOFF if name not in ("tf32", "float64")}
 FORMATS |= {name: (digits, SMALLEST) for name, digits in IN_FLOAT32.items()}
 """Significant digits (with the leading 1) and smallest normal number of the dtypes that a site may round to."""
-SITES = frozenset([*FORMATS, "bf16x2", *(name + TOWARD_ZERO for name in FORMATS)])
+SITES = frozenset(name + how for name in (*FORMATS, "bf16x2") for how in ("", TOWARD_ZERO))
 """What a site may be rounded to."""

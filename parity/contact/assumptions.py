@@ -38,6 +38,13 @@ class Assumption:
 
 DOT_ROUNDS = "dot rounds to nearest"
 """Whether sums of the matrix unit are rounded to nearest, and not toward zero: seen in sums of one sign."""
+BFLOAT16_ROUNDS, FLOAT8_ROUNDS = "to_bfloat16 rounds to nearest even", "to_float8_e4m3fn rounds to nearest even"
+CONVERSIONS = {
+    "bfloat16": (BFLOAT16_ROUNDS,),
+    "bf16x2": (BFLOAT16_ROUNDS,),
+    "float8_e4m3fn": (FLOAT8_ROUNDS,),
+}
+"""What a site of such a dtype comes out of, whatever else: a conversion of the hardware."""
 
 PTX = "PTX ISA, floating-point instructions; Triton takes the .approx forms"
 AMD = "AMD CDNA3 ISA: 1 ulp, subnormals kept; Triton multiplies by log2(e) first"
@@ -65,22 +72,22 @@ ASSUMPTIONS = (
         Assumption(name, device, holds=holds, source=source)
         for device, properties in {
             "cuda": {
-                "to_bfloat16 rounds to nearest even": (True, PTX),
-                "to_float8_e4m3fn rounds to nearest even": (True, PTX),
+                BFLOAT16_ROUNDS: (True, PTX),
+                FLOAT8_ROUNDS: (True, PTX),
                 "minimum keeps NaN": (False, PTX + ": min.f32 returns the number"),
                 DOT_ROUNDS: (False, "arXiv:2512.07004: tensor cores truncate"),
                 "subnormals are kept": (True, PTX + ", without .ftz"),
             },
             "hip": {
-                "to_bfloat16 rounds to nearest even": (True, AMD),
-                "to_float8_e4m3fn rounds to nearest even": (True, AMD),
+                BFLOAT16_ROUNDS: (True, AMD),
+                FLOAT8_ROUNDS: (True, AMD),
                 "minimum keeps NaN": (False, AMD + ": v_min_f32 returns the number"),
                 DOT_ROUNDS: (True, AMD),
                 "subnormals are kept": (True, AMD),
             },
             "tpu": {
-                "to_bfloat16 rounds to nearest even": (True, TPU),
-                "to_float8_e4m3fn rounds to nearest even": (True, TPU),
+                BFLOAT16_ROUNDS: (True, TPU),
+                FLOAT8_ROUNDS: (True, TPU),
                 "minimum keeps NaN": (True, "XLA's minimum does; the instruction's choice is published nowhere"),
                 DOT_ROUNDS: (True, TPU),
                 "subnormals are kept": (False, "TPUs flush subnormals to zero"),
@@ -122,16 +129,16 @@ def keep(path: Path, figures: Mapping[str, Mapping[str, float | bool]]) -> None:
 def on_device(contract: Contract, backend: Backend, kind: str, records: Path) -> Contract:
     """A contract on a device: each of its sites at what is known of the hardware's functions that it comes out of.
 
-    Errors of several functions are added. A sum that is cut off is a site toward zero. kind: what the
+    Errors of several functions are added. A sum or a conversion that is cut off is a site toward zero. kind: what the
     device's framework calls it; records: a ledger's folder, for the measured table.
     Raises ValueError for a function that is off by more than any site may be.
     """
     known = of_device(_maker(backend, kind), measured_path(records, backend, kind))
     sites = {
-        site: _result(contract.sites[site], [known[name] for name in names])
-        for site, names in contract.functions.items()
+        site: _result(dtype, [known[name] for name in (*contract.functions.get(site, ()), *CONVERSIONS.get(dtype, ()))])
+        for site, dtype in contract.sites.items()
     }
-    return replace(contract, sites={**contract.sites, **sites})
+    return replace(contract, sites=sites)
 
 
 def _maker(backend: Backend, kind: str) -> str:

@@ -17,6 +17,7 @@ from parity.contact import assumptions, probes
 from parity.contact.assumptions import ASSUMPTIONS, Assumption
 from parity.contact.session import Row, Session
 from parity.contact.steps import Step, one_each, steps
+from parity.dtypes import round_to
 from parity.judging.judge import gates
 from parity.trial import Trial
 from tests.matrix import OPS
@@ -285,6 +286,29 @@ def test_a_sum_that_is_cut_off_is_a_site_toward_zero(tables):
     assert replace(of["tpu"], device=TPU).contract.sites == of["tpu"].contract.sites | {
         "partial": "float32 toward zero"
     }
+
+
+def test_a_conversion_that_is_cut_off_is_a_site_toward_zero(tables):
+    def narrow(x):
+        exact = np.exp(np.asarray(x, np.float64))
+        return round_to(exact, "bfloat16 toward zero").astype(np.float32)
+
+    op = replace(EXP, contract=lambda case, backend: Contract(sites={"exp": "bfloat16"}))
+    trial = Trial(op, CASE, "gpu", other=narrow, device=H200)
+    assert trial.contract.sites == {"exp": "bfloat16"}
+    assert gates(trial).verdict.outcome in ("OFF CONTRACT", "OUT OF BOUND")
+    tables("gpu", H200, **{"to_bfloat16 rounds to nearest even": dict(holds=False)})
+    measured = Trial(op, CASE, "gpu", other=narrow, device=H200)
+    assert measured.contract.sites == {"exp": "bfloat16 toward zero"}
+    assert gates(measured).verdict.outcome == "AGREES"
+
+
+def test_a_conversion_is_known_by_the_dtype_of_its_site(tmp_path):
+    sites = {"h": "bfloat16", "lhs": "bf16x2", "code": "float8_e4m3fn", "acc": "float32", "P": "float16"}
+    cut_off = {f"to_{dtype} rounds to nearest even": dict(holds=False) for dtype in ("bfloat16", "float8_e4m3fn")}
+    assumptions.keep(assumptions.measured_path(tmp_path, "gpu", H200), cut_off)
+    found = assumptions.on_device(Contract(sites=sites), "gpu", H200, tmp_path)
+    assert found.sites == sites | {name: f"{sites[name]} toward zero" for name in ("h", "lhs", "code")}
 
 
 def test_functions_are_added_and_a_narrower_site_stays():

@@ -83,7 +83,16 @@ def test_rounding_toward_zero_takes_the_neighbour_that_is_no_larger(dtype):
 
 def test_what_is_representable_or_not_finite_stays():
     values = np.array([0.0, 1.0, -1.5, 2.0**-120, np.inf, -np.inf, np.nan])
-    np.testing.assert_array_equal(round_to(values, F32 + TOWARD_ZERO), values.astype(np.float32))
+    for dtype in (F32, "bf16x2"):
+        np.testing.assert_array_equal(round_to(values, dtype + TOWARD_ZERO), values.astype(np.float32))
+
+
+def test_two_bfloat16_that_are_cut_off_lose_what_the_second_lacks():
+    values = np.random.default_rng(0).uniform(-4, 4, 200)
+    cut = round_to(values, "bf16x2" + TOWARD_ZERO).astype(np.float64)
+    high = round_to(values, "bfloat16" + TOWARD_ZERO).astype(np.float64)
+    np.testing.assert_array_equal(cut - high, round_to(values - high, "bfloat16" + TOWARD_ZERO).astype(np.float64))
+    assert ((values - cut) * np.sign(values) >= 0).all() and (np.abs(values - cut) < 2.0**-14 * np.abs(values)).all()
 
 
 def test_a_contract_refuses_a_site_of_no_dtype():
