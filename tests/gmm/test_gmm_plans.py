@@ -81,7 +81,7 @@ def test_where_there_is_no_tpu_it_is_planned_for_the_newest():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", VMEM)
 @pytest.mark.parametrize(
-    ("name", "tiling"), [("gmm", (512, 1024, 512)), ("gmm", (256, 1024, 768)), ("tgmm", (512, 1024, 1536))]
+    ("name", "tiling"), [("gmm", (512, 1024, 512)), ("gmm", (256, 1024, 768)), ("tgmm", (512, 512, 768))]
 )
 def test_dots_cover_a_tile_once_and_256_of_its_rows_once_more(name, tiling, kind, dtype):
     """Of gmm's tile of 256 rows there is one program: masks cost less than a second one."""

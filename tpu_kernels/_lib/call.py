@@ -1,5 +1,6 @@
 """`pl.pallas_call` with everything that a kernel sees under a name: its arrays travel as trees, blocks included."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -10,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.probe import active, probing
+from tpu_kernels._lib.chip import default_vmem, vmem_capacity
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,14 +50,23 @@ def call(
     cost: pl.CostEstimate,
     interpret: bool | pltpu.InterpretParams,
     vmem_limit: int | None = None,
+    sized_by: str = "its arguments",
 ) -> Any:
     """The arrays `out` that `kernel(*scalars, operands, out, scratch)` fills.
 
     operands and out are `Block`s, scratch is memory, each alone or in a tree (a NamedTuple, a dictionary), where None
     stands for what a call does without: the kernel finds a reference, or None, in the same place. scalars are arrays
     in SMEM, in trees as well; index maps have them too. The first `parallel` axes of the grid may run in any order.
-    vmem_limit: bytes that the kernel may have, None for what it has if it asks for none.
+    vmem_limit: bytes that the kernel may have, None for what it has if it asks for none. sized_by: the arguments of the
+    caller's caller that blocks grow with.
+    Raises ValueError where the blocks, twice buffered, and the scratch do not fit VMEM.
     """
+    needed, there = vmem_bytes(operands, out, scratch), min(vmem_limit or default_vmem(), vmem_capacity())
+    if needed > there:
+        raise ValueError(
+            f"{sized_by} must be smaller: {name} needs {needed} bytes of VMEM for its blocks, twice buffered, and its "
+            f"scratch, and has {there}"
+        )
     # Each tree in a list of one: Pallas would hand a kernel the members of a bare tuple or list one by one.
     specs, out_specs = ([jax.tree.map(lambda block: block.spec, tree)] for tree in (operands, out))
     arrays, shapes = ([jax.tree.map(lambda block: block.array, tree)] for tree in (operands, out))
@@ -77,6 +88,14 @@ def call(
         name=name,
     )(*scalars, *arrays)
     return results
+
+
+def vmem_bytes(operands: Any, out: Any, scratch: Any) -> int:
+    """What blocks, twice buffered, and scratch take of VMEM; arguments as those of `call`."""
+    blocks = [block for block in jax.tree.leaves((operands, out)) if block.index is not None]
+    held = sum(2 * math.prod(filter(None, block.shape)) * block.array.dtype.itemsize for block in blocks)
+    memory = [x for x in jax.tree.leaves(scratch) if x.memory_space == pltpu.VMEM]
+    return held + sum(math.prod(x.shape) * x.dtype.itemsize for x in memory)
 
 
 def jit(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

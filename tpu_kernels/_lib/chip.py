@@ -78,6 +78,11 @@ def default_vmem() -> int:
     return 2**24 if generation() < 6 else 2**25
 
 
+def vmem_capacity() -> int:
+    """The bytes of VMEM that a core has, at least: 16 MiB on v4, 64 MiB since (v5e and v6e have 128)."""
+    return 2**24 if generation() < 5 else 2**26
+
+
 def supports_matmul(dtype: Any, kind: str | None = None) -> bool:
     """Whether Mosaic compiles a dot of two operands of `dtype` for the TPU; False where there is none."""
     generation = tpu_generation(kind)

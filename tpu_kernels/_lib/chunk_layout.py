@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from tpu_kernels._lib.call import Block, bytes_of
 from tpu_kernels._lib.call import call as call_with_blocks
 from tpu_kernels._lib.chunk_decays import decay_scratch
-from tpu_kernels._lib.chunk_plan import VMEM_LIMIT, Scan
+from tpu_kernels._lib.chunk_plan import Scan, vmem_limit
 
 
 class Operand(NamedTuple):
@@ -199,7 +199,8 @@ def call(
             bytes_accessed=sum(map(nbytes, [*inputs.values(), *outputs.values()])),
         ),
         interpret=interpret,
-        vmem_limit=VMEM_LIMIT,
+        vmem_limit=vmem_limit(),
+        sized_by="K, V or chunk_size",
     )
     return results
 

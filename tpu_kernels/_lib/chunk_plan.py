@@ -8,11 +8,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from op_arguments.gla import Gates, Precision, Problem, check_chunk_size, check_fused, check_precision
-from tpu_kernels._lib.chip import LANES
+from tpu_kernels._lib.chip import LANES, vmem_capacity
 
 MIB = 2**20
-VMEM_LIMIT = 56 * MIB  # of the 64 that the smallest of v5e, v5p, v6e and tpu7x has
-VMEM_BUDGET = 40 * MIB  # of that for blocks, states and what else is planned here
 BLOCK_TOKENS = 512  # of a grid step, where chunks are shorter
 HEADS = 8  # of a grid step at most: independent work for the scheduler
 UNROLL = (4, 2, 1)  # chunks in a turn of the loop that makes just states
@@ -23,6 +21,16 @@ ROWS_OF_GROUP = 128
 
 Plan = TypeVar("Plan", bound=Any)
 """Of whose `vmem_bytes` there may be too many."""
+
+
+def vmem_limit() -> int:
+    """The bytes of VMEM that a scan asks for: 56 MiB, 14 on v4."""
+    return vmem_capacity() * 7 // 8
+
+
+def vmem_budget() -> int:
+    """Of these the bytes for blocks, states and what else is planned here: 40 MiB, 10 on v4."""
+    return vmem_capacity() * 5 // 8
 
 
 class Route(NamedTuple):
@@ -102,8 +110,8 @@ class Scan(NamedTuple):
         """Whether the largest kernel fits VMEM."""
         blocks = f"{self.blocks} blocks of {self.rows} steps and {self.heads} heads"
         what = f"the {'backward' if self.backward else 'forward'} pass in {blocks}"
-        needs = f"needs {self.vmem_bytes / MIB:.1f} MiB of VMEM, and may have {VMEM_BUDGET // MIB}"
-        return Route(self.vmem_bytes <= VMEM_BUDGET, f"{what} {needs}")
+        needs = f"needs {self.vmem_bytes / MIB:.1f} MiB of VMEM, and may have {vmem_budget() // MIB}"
+        return Route(self.vmem_bytes <= vmem_budget(), f"{what} {needs}")
 
 
 def make_scan(
@@ -184,7 +192,7 @@ def rows_of(p: Problem, chunk: int, chunks: int) -> dict[str, Any]:
 
 def first_fitting(plans: list[Plan]) -> Plan:
     """The first that fits VMEM, or else the least."""
-    fitting = (plan for plan in plans if plan.vmem_bytes <= VMEM_BUDGET)
+    fitting = (plan for plan in plans if plan.vmem_bytes <= vmem_budget())
     return next(fitting, min(plans, key=lambda plan: plan.vmem_bytes))
 
 

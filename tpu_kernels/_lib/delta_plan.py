@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from op_arguments.delta_rule import DeltaProblem
 from op_arguments.gla import Problem
 from tpu_kernels._lib.chip import LANES
-from tpu_kernels._lib.chunk_plan import BLOCK_TOKENS, Scan, block_lengths, first_fitting, rows_of
+from tpu_kernels._lib.chunk_plan import BLOCK_TOKENS, Scan, block_lengths, first_fitting, rows_of, vmem_budget
 
 # Rows of all heads of a step's chunks at most: with more a program is longer, and keeps less in registers.
 ROWS_AT_ONCE = 256
@@ -49,6 +49,7 @@ def make_plan(p: DeltaProblem, per_channel: bool, *, backward: bool, chunk_size:
 
     A chunk is as long as the largest power of two in chunk_size. Blocks are those of the most heads and of about
     BLOCK_TOKENS that fit VMEM; where none does, the backward pass has its states in HBM.
+    Raises ValueError where no plan fits, which is on v4 alone: elsewhere all sizes that are accepted do.
     """
     if 0 in (p.b, p.t, p.hv, p.k, p.v, p.n):
         return None
@@ -72,4 +73,8 @@ def make_plan(p: DeltaProblem, per_channel: bool, *, backward: bool, chunk_size:
 
     lengths = block_lengths(of_values, chunk, max(BLOCK_TOKENS // chunk, 2))
     routes = [True, False] if backward else [True]
-    return first_fitting([plan_of(*choice) for choice in itertools.product(routes, heads, lengths)])
+    plan = first_fitting([plan_of(*choice) for choice in itertools.product(routes, heads, lengths)])
+    if plan.vmem_bytes > vmem_budget():
+        needs = f"needs {plan.vmem_bytes} bytes of VMEM for blocks and states, and may have {vmem_budget()}"
+        raise ValueError(f"K, V or chunk_size must be smaller: a pass {needs}")
+    return plan

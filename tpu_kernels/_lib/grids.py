@@ -130,6 +130,7 @@ class Grid(Generic[P]):
             scratch=scratch,
             cost=self._cost(operands, out),
             interpret=self.interpret,
+            sized_by="tiling",
         )
         return result.astype(p.out_dtype)
 

@@ -264,6 +264,7 @@ class Layout:
             ),
             interpret=self._interpret,
             vmem_limit=max(vmem + SPARE_VMEM, LEAST_VMEM),
+            sized_by="K and V",
         )
         return results
 
