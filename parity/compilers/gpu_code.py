@@ -21,6 +21,7 @@ class MachineCode:
     the accumulation registers among them. spill_bytes: memory of a thread for what the registers do not hold.
     instructions: how often each stands in the code, by its name without modifiers. dot_kinds: matrix instructions by
     the type of their operands (two types: `a x b`), and as "fma" the fused multiply-adds of single float32 numbers.
+    barriers: of all threads of a block, how often each line of the source ("file.py:7") has one.
     scalar_registers, accumulation_registers, spilled_registers (vector registers): AMD alone says them.
     """
 
@@ -29,6 +30,7 @@ class MachineCode:
     spill_bytes: int
     instructions: Mapping[str, int]
     dot_kinds: Mapping[str, int]
+    barriers: Mapping[str, int]
     scalar_registers: int | None = None
     accumulation_registers: int | None = None
     spilled_registers: int | None = None
@@ -98,6 +100,8 @@ _GCN = re.compile(r"^\t([a-z]\w+)(.*)$", re.MULTILINE)
 _GCN_ENCODING = re.compile(r"_(?:e32|e64|dpp|sdwa)$")
 _GCN_MATRIX = re.compile(r"v_s?mfmac?_(?:scale_)?[fi]\d+_\d+x\d+x\d+_?(\w+?)(?:_1k)?$|v_dot\d+c?_\w\d+_(\w+)$")
 _GCN_FMA = re.compile(r"v_(?:pk_)?(?:fma|fmac|fmamk|fmaak|mad|mac)_f32$")
+_SOURCE_FILE = re.compile(r'^\s+\.file\s+(\d+)\s.*?([^"/]+)"$', re.MULTILINE)
+_SOURCE_LINE = re.compile(r"\s+\.loc\s+(\d+) (\d+) ")
 _GCN_DTYPES = {
     "bf16": "bfloat16", "f16": "float16", "f32": "float32", "xf32": "tf32", "f64": "float64", "i8": "int8",
     "i4": "int4", "u8": "uint8", "u4": "uint4",
@@ -172,6 +176,7 @@ def read_nvidia(report: str, ptx: str, kernel: str) -> MachineCode:
         spill_bytes=int(usage[2]),
         instructions=dict(sorted(names.items())),
         dot_kinds=_with_fmas(kinds, fmas),
+        barriers=_barriers(ptx, "bar.sync"),
     )
 
 
@@ -196,6 +201,7 @@ def read_amd(assembly: str, target: str) -> MachineCode:
         spill_bytes=number(r"^ +\.private_segment_fixed_size: +(\d+)"),
         instructions=dict(sorted(names.items())),
         dot_kinds=_with_fmas(kinds, fmas),
+        barriers=_barriers(assembly, "s_barrier"),
         scalar_registers=number(r"^ +\.sgpr_count: +(\d+)"),
         accumulation_registers=number(r"^ +(?:- )?\.agpr_count: +(\d+)"),
         spilled_registers=number(r"^ +\.vgpr_spill_count: +(\d+)"),
@@ -216,6 +222,17 @@ def _sass(report: str) -> Iterable[str]:
         yield instruction[1]
     if not expected:
         raise UnknownCode("no instructions in the report on the machine code")
+
+
+def _barriers(assembly: str, mnemonic: str) -> dict[str, int]:
+    """How often a line of the source has an instruction, in assembly with the places (`.loc`) that it comes from."""
+    files, found, line = dict(_SOURCE_FILE.findall(assembly)), Counter[str](), "?"
+    for text in assembly.splitlines():
+        if place := _SOURCE_LINE.match(text):
+            line = f"{files.get(place[1], '?')}:{place[2]}"
+        elif text.split(maxsplit=1)[:1] == [mnemonic]:
+            found[line] += 1
+    return dict(sorted(found.items()))
 
 
 def _is_tcgen05(name: str) -> bool:

@@ -79,7 +79,7 @@ class Compiled:
     block fits the chip; `crashed`, `timed out`: so did the compiler; `unreadable`: machine code in an unknown format.
     error: the compiler's own line, None where it compiled. location: "file:line" of the kernel's source, where it names
     one. log: all it wrote, shortened in the middle. seconds: of compilation; where the result was kept, of the first.
-    shared_bytes of a block; registers ... dot_kinds as in `gpu_code.MachineCode`. resident_warps: how many of its warps
+    shared_bytes of a block; registers ... barriers as in `gpu_code.MachineCode`. resident_warps: how many of its warps
     one SM (AMD: CU) holds at most, bound_by what (`gpu_code.occupancy`).
     """
 
@@ -99,6 +99,7 @@ class Compiled:
     bound_by: str | None = None
     instructions: Mapping[str, int] = field(default_factory=dict)
     dot_kinds: Mapping[str, int] = field(default_factory=dict)
+    barriers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def dot_operands(self) -> set[str]:

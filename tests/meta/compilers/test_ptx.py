@@ -97,6 +97,18 @@ def test_knows_amdgcn(instruction, kind):
     assert read_amd(assembly, "gfx942").dot_kinds == {kind: 4}
 
 
+def test_barriers_are_counted_by_the_line_that_they_come_from():
+    """Of the last place that is named before one, whose file may be named after."""
+    place = "\t.loc\t2 7 13                        ; kernel.py:7:13\n"
+    barriers = "\ts_barrier\n\ts_waitcnt lgkmcnt(0)\n\ts_barrier\n\t.loc\t1 9 2\n\ts_barrier\n"
+    files = '\t.file\t1 "/a" "other.py"\n\t.file\t2 "/a/b/kernel.py"\n'
+    assembly = text("float32-gfx942.amdgcn").replace(
+        "\ts_endpgm", f"\ts_barrier\n{place}{barriers}\ts_endpgm\n{files}", 1
+    )
+    assert read_amd(assembly, "gfx942").barriers == {"?": 1, "kernel.py:7": 2, "other.py:9": 1}
+    assert sum(nvidia("float8_e5m2-sm_100").barriers.values()) == text("float8_e5m2-sm_100.ptx").count("bar.sync")
+
+
 @pytest.mark.parametrize(
     ("report", "reason"),
     [
