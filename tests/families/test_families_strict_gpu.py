@@ -13,6 +13,7 @@ from parity.backends import load_kernel, runner
 from parity.compilers.launches import intercepted
 from parity.inputs import draw
 from parity.op import outputs
+from tests.matrix.delta_rule import DELTA_RULES
 from tests.matrix.gla import F32, GATED_LINEAR_ATTENTION, is_backward
 from tests.support.interpreter import interpreted
 
@@ -128,19 +129,28 @@ CHUNKED, PACKED = dict(B=2, T=20, H=2, K=40, V=20), dict(B=1, T=38, H=2, K=20, V
 STEPS, STEPS_PACKED = dict(B=2, T=3, H=2, K=80, V=72), dict(B=1, T=70, H=2, K=20, V=20, N=3)
 
 
+USUAL = "fused_recurrent_kda_bwd"
+
+
+def of_values(op, shape):
+    """A shape for an op, of delta rules with two heads of values for one of keys."""
+    return shape | dict(HV=2 * shape["H"]) if op in DELTA_RULES else shape
+
+
 def params():
     """In the default tier backward of batches, by the fused route, and forward of packed sequences, by the other."""
-    for op in GATED_LINEAR_ATTENTION:
+    for op in (*GATED_LINEAR_ATTENTION, *DELTA_RULES):
         recurrent = "recurrent" in op.name
         ways = dict(chunk=[16]) if "chunk" in op.defaults else {}
         ways |= dict(route=["fused", "unfused"]) if "route" in op.defaults else {}
         ways |= dict(gates=["both"]) if "gates" in op.defaults else {}
+        ways |= dict(l2norm=[True]) if "l2norm" in op.defaults else {}
         shapes = (STEPS, STEPS_PACKED) if recurrent else (CHUNKED, PACKED)
         for shape in shapes if not op.name.startswith("fused_chunk") else ():
-            for case in op.grid([shape], dtype=[F32], h0=[True], ht=[True], **ways):
+            for case in op.grid([of_values(op, shape)], dtype=[F32], h0=[True], ht=[True], **ways):
                 is_packed = "N" in dict(case.dims)
                 other = dict(case.options).get("route") == ("fused" if is_packed else "unfused")
-                full = other or is_packed == is_backward(case)
+                full = other or is_packed == is_backward(case) or (op in DELTA_RULES and case.op != USUAL)
                 yield pytest.param(op, case, id=case.id, marks=[pytest.mark.full] * full)
 
 
@@ -157,13 +167,17 @@ def test_programs_touch_what_is_theirs(op, case, strict):
 @interpreted
 @pytest.mark.parametrize("missing", [1, 2])
 @pytest.mark.parametrize(
-    "name", ["chunk_simple_gla_bwd", pytest.param("fused_recurrent_gla_bwd", marks=pytest.mark.full)]
+    "name",
+    [
+        "chunk_simple_gla_bwd",
+        *(pytest.param(f"fused_recurrent_{rule}_bwd", marks=pytest.mark.full) for rule in ("gla", "kda")),
+    ],
 )
 def test_a_barrier_that_is_missing_is_found(name, missing, strict):
-    """Each of the two that a block has, where it has one tile of V."""
-    op = next(op for op in GATED_LINEAR_ATTENTION if op.name == name)
+    """Each of the first two that there are, where there is one tile of V."""
+    op = next(op for op in (*GATED_LINEAR_ATTENTION, *DELTA_RULES) if op.name == name)
     ways = dict(chunk=[16], route=["fused"]) if "route" in op.defaults else {}
-    (case,) = op.grid([dict(B=1, T=70, H=1, K=16, V=16)], dtype=[F32], h0=[True], ht=[True], **ways)
+    (case,) = op.grid([of_values(op, dict(B=1, T=70, H=1, K=16, V=16))], dtype=[F32], h0=[True], ht=[True], **ways)
     strict.missing = missing
     with pytest.raises(Exception, match="without a barrier"):
         runner("gpu").run(load_kernel(op.gpu), draw(op, case), {**op.arguments(case), **op.route(case)})
