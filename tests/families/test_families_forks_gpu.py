@@ -18,6 +18,7 @@ from tests.support.tiny import tiny
 
 pytestmark = pytest.mark.gpu
 SHARDED = [op for op in OPS if "group_offset" in op.arguments(tiny(op))]
+STRIDED = ("fp8_quantize", "unpermute", "chunk_gated_delta_rule_fwd", "softplus_gate_bwd", "moe_layer")
 BETWEEN = torch.tensor([9, 1, 9])
 
 
@@ -46,6 +47,30 @@ def test_an_offset_in_a_tensor_is_the_int_and_reaches_the_kernels(op, monkeypatc
         firsts = [shard.group_offset for shard in loaded if shard is not None]
         given = [x for x in firsts if x.any()]  # a layer's router has a shard of its own, from 0
         assert given and all(x.data_ptr() == offset.data_ptr() and x.dtype == offset.dtype for x in given)
+
+
+def spread(x):
+    """The tensor, every second element of memory that begins with another."""
+    if not isinstance(x, torch.Tensor) or x.ndim == 0:
+        return x
+    memory = torch.zeros((*x.shape[:-1], 2 * x.shape[-1] + 1), dtype=x.dtype, device=x.device)
+    view = memory[..., 1::2]
+    view.copy_(x.detach())
+    return view
+
+
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, id=op.name, marks=[pytest.mark.full] * (op.name not in STRIDED)) for op in OPS]
+)
+def test_tensors_of_any_strides_and_offsets_are_read_where_they_are(op):
+    case, kernel = tiny(op), load_kernel(op.gpu)
+    arguments = {**op.arguments(case), **op.route(case)}
+    expected, got = (
+        outputs(runner("gpu").run(function, draw(op, case), arguments))
+        for function in (kernel, lambda **given: kernel(**{name: spread(x) for name, x in given.items()}))
+    )
+    for name, value in expected.items():
+        np.testing.assert_array_equal(got[name], value, err_msg=name)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])

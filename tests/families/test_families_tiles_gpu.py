@@ -16,13 +16,15 @@ from op_arguments.gla import LARGEST_CHUNK
 from parity.compilers.gpu_code import LIMITS
 from parity.dtypes import numpy_dtype
 from parity.op import Case, Op
-from tests.matrix.gla import BF16, F32
+from tests.matrix.delta_rule import DELTA_RULES
+from tests.matrix.gla import BF16, F32, GATED_LINEAR_ATTENTION
 from tests.matrix.gmm import GMM, TGMM, sums_rows
 from tests.matrix.mxfp8 import GROUPED_GEMM
 from tests.matrix.ops import F16
 from tests.matrix.quantize import FP8_DUAL_QUANTIZE, FP8_QUANTIZE, INT8_QUANTIZE
 from tests.matrix.quantized_gmm import E4M3, E5M2, GMM_QUANTIZED, I8, PLAIN, TGMM_QUANTIZED
 from tests.support import calls, gpu_code
+from tests.support.tiny import tiny
 
 SIZES = dict(M=4096, K=2048, N=1536, G=8)
 LARGE = list(itertools.product((64, 128), repeat=3))
@@ -42,6 +44,7 @@ GROUPED = [
     (GROUPED_GEMM, (E4M3, F32), dict(rhs_dtype=F32, ragged="contracting")),
 ]
 QUANTISED = GROUPED[2:]
+USUAL = ("chunk_kda_bwd", "fused_recurrent_gla_fwd")
 
 
 def grouped(kinds: Iterable[tuple[Op, object, dict]], tiling: tuple[int, int, int]) -> list[tuple[Op, Case]]:
@@ -93,6 +96,25 @@ def test_all_chunk_sizes_make_blocks_of_two_sizes(direction):
         return tuple((x.constants["ROWS"], x.constants["BK"], x.constants["BV"]) for x in found)
 
     assert {blocks(chunk) for chunk in range(16, LARGEST_CHUNK + 1, 16)} == {blocks(16), blocks(64)}
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(op, id=op.name, marks=[pytest.mark.full] * (op.name not in USUAL))
+        for op in (*GATED_LINEAR_ATTENTION, *DELTA_RULES)
+    ],
+)
+@gpu_code.some_targets("sm_90")
+def test_a_part_of_a_sequence_takes_the_kernels_of_the_whole(op, target):
+    """So that a sequence that is cut, at the border of a chunk, has the bits that it has whole."""
+    route = dict(route="fused") if "route" in op.defaults else {}
+
+    def kernels(T):
+        case = tiny(op, (BF16, BF16), T=T, N=1, K=64, V=64, **route)
+        return [(launch.name, launch.constants, launch.options) for launch in calls.launched(op, case, target)]
+
+    assert kernels(1) == kernels(64) == kernels(8192)
 
 
 @pytest.mark.full
