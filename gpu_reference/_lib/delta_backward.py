@@ -185,21 +185,26 @@ def gradients_kernel(
         read_terms = q_columns.to(tl.float32) * dq_tile + k_columns.to(tl.float32) * dk_recalled
         written_terms = k_columns.to(tl.float32) * dk_tile
         dk_tile += dk_recalled
-        dp = load_tile(dpairs.p, row[:, None], at[None, :], rows, ROWS)
         dp_t = load_tile(dpairs.p, row[None, :], at[:, None], rows, ROWS)
-        draw = load_tile(dpairs.raw, row[:, None], at[None, :], rows, ROWS)
-        draw_t = load_tile(dpairs.raw, row[None, :], at[:, None], rows, ROWS)
         if inputs.gk is None:
             read += tl.sum(read_terms, axis=0)
             written += tl.sum(written_terms, axis=0)
             past += tl.sum(of_states.past)
             coarse, fine = gate_sums(inputs, rows, ROWS)
-            decay = pair_decays(coarse, fine, False, SPLIT)
             decay_t = pair_decays(coarse, fine, True, SPLIT)
             dq_tile += dot(k_columns, dp_t * decay_t, SPLIT)
+            # Before dk is begun: sm_80 has no registers for both.
+            store_tile(outs.dq, dq_tile, row[None, :], key, rows, layout.k)
+            decay = pair_decays(coarse, fine, False, SPLIT)
+            dp = load_tile(dpairs.p, row[:, None], at[None, :], rows, ROWS)
             dk_tile += dot(q_columns, dp * decay, SPLIT)
+            draw = load_tile(dpairs.raw, row[:, None], at[None, :], rows, ROWS)
+            draw_t = load_tile(dpairs.raw, row[None, :], at[:, None], rows, ROWS)
             dk_tile += dot(k_columns, draw * decay + draw_t * decay_t, SPLIT)
         else:
+            dp = load_tile(dpairs.p, row[:, None], at[None, :], rows, ROWS)
+            draw = load_tile(dpairs.raw, row[:, None], at[None, :], rows, ROWS)
+            draw_t = load_tile(dpairs.raw, row[None, :], at[:, None], rows, ROWS)
             dq_inner, dk_inner, dgate_tile = _channel_gradients(
                 q_columns, k_columns, dp, dp_t, draw, draw_t, inputs, rows, key_rows, key, layout.k
             )
@@ -208,7 +213,7 @@ def gradients_kernel(
             dgate_tile += (decays.kept + decays.lost) * of_states.past[:, None]
             dgate_tile += sums_from(read_terms) + sums_before(written_terms)
             store_tile(outs.dgate, dgate_tile, row[None, :], key, rows, layout.k)
-        store_tile(outs.dq, dq_tile, row[None, :], key, rows, layout.k)
+            store_tile(outs.dq, dq_tile, row[None, :], key, rows, layout.k)
         store_tile(outs.dk, dk_tile, row[None, :], key, rows, layout.k)
     if inputs.gk is None:
         decays = block_decays(inputs, rows, 0, layout.k, 1, SPLIT, ROWS)
