@@ -1,5 +1,5 @@
 """The gated linear attentions through the real TPU compiler, for every chip they are for: they compile, with the dot
-passes of their contract, or are refused as declared."""
+passes of their contract."""
 
 import pytest
 

@@ -3,7 +3,7 @@
 `PROGRAMS` are compiled and planned, `PLANNED` only planned: sizes at which a plan turns, too many to compile.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,13 +70,12 @@ def linear_attention(
     states: bool = False,
     sequences: int = 0,
     chips: Sequence[str] | None = None,
-    refused: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Program:
     """A pass of `simple_gla` (gates "none", "gamma", "g" or "both") or of `gla` (gates "gk").
 
     states: with those before the first steps, and those after the last. sequences: how many are packed, 0 for none.
-    Its work is counted in STEPS of one head. chips: LINEAR_ATTENTION_CHIPS unless said; refused ones are left out.
+    Its work is counted in STEPS of one head. chips: LINEAR_ATTENTION_CHIPS unless said.
     """
     backward = op.endswith("_bwd")
     keys, values = (Abstract((batch, steps, heads, size), dtype) for size in (key_size, value_size))
@@ -96,15 +95,13 @@ def linear_attention(
     words = [shape, gates, SHORT[dtype], *(["states"] if states else [])]
     words += [f"{name}_{value}" for name, value in options.items()]
     module = "simple_gla" if "simple" in op else "gla"
-    refused = dict(refused or {})
     return Program(
         op,
         "-".join(words),
         f"tpu_kernels.{module}:{op}",
         (),
         arguments | {"interpret": False} | options,
-        chips=tuple(chip for chip in chips or LINEAR_ATTENTION_CHIPS if chip not in refused),
-        refused=refused,
+        chips=tuple(chips or LINEAR_ATTENTION_CHIPS),
         work=batch * steps * heads // STEPS,
         unit=f"{STEPS} steps",
     )
@@ -153,7 +150,6 @@ def delta_rule(
 
 STEPS = 64
 LINEAR_ATTENTION_CHIPS = tuple(chip for chip in CHIPS if chip != "v4")  # v4 has a quarter of the VMEM they may count on
-BEYOND_V4 = {"v4": "Ran out of memory in memory space vmem"}
 SHORT = {"bfloat16": "bf16", "float32": "f32"}
 
 
@@ -177,15 +173,13 @@ def programs() -> Iterator[Program]:
     yield quantiser("mxfp8_dual_quantize", DEEPSEEK_V3)
     for direction in ("fwd", "bwd"):
         simple = f"chunk_simple_gla_{direction}"
-        beyond_v4 = BEYOND_V4 if direction == "bwd" else None
         attention = partial(linear_attention, chips=tuple(CHIPS))
-        for op, gates, refused in ((simple, "gamma", beyond_v4), (f"chunk_gla_{direction}", "gk", None)):
-            beyond_v4_in_f32 = BEYOND_V4 if op == simple else None
-            yield attention(op, gates, "bfloat16", refused=refused, chunk_size=64)
-            yield attention(op, gates, "bfloat16", refused=refused, chunk_size=128)
-            yield attention(op, gates, "float32", refused=beyond_v4_in_f32, chunk_size=64)
-            yield attention(op, gates, "bfloat16", refused=refused, batch=1, steps=65_536, chunk_size=128)
-        yield attention(simple, "g", "bfloat16", refused=beyond_v4, chunk_size=64)
+        for op, gates in ((simple, "gamma"), (f"chunk_gla_{direction}", "gk")):
+            yield attention(op, gates, "bfloat16", chunk_size=64)
+            yield attention(op, gates, "bfloat16", chunk_size=128)
+            yield attention(op, gates, "float32", chunk_size=64)
+            yield attention(op, gates, "bfloat16", batch=1, steps=65_536, chunk_size=128)
+        yield attention(simple, "g", "bfloat16", chunk_size=64)
         yield attention(f"fused_recurrent_simple_gla_{direction}", "gamma", "bfloat16")
         yield attention(f"fused_recurrent_gla_{direction}", "gk", "bfloat16")
         for rule in ("gated_delta_rule", "kda"):
