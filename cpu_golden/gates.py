@@ -7,12 +7,11 @@ The first is that of Qwen3-Next's gated delta rule and of Kimi Linear, the secon
 and not two ways to one: weights that were trained with one are wrong with the other.
 """
 
-import math
-
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden.stages import Stages, exact, tree_sum
+from cpu_golden._lib.activations import over_time, sigmoid
+from cpu_golden.stages import Stages, exact
 from op_arguments.gates import GateGrads, check_bounded_gate, check_gate_gradient, check_softplus_gate
 
 
@@ -43,7 +42,7 @@ def softplus_gate_bwd(
     x, grad = _biased(a, dt_bias, stages), dg.astype(np.float64)
     rate = _rate(A_log, x, stages)
     graded = stages("graded", -grad * rate)
-    da = stages("da", graded * _sigmoid(x, stages))
+    da = stages("da", graded * sigmoid(x, stages))
     of_rate = stages("terms", graded * _softplus(x, stages))
     return _grads(da, of_rate, dt_bias, stages)
 
@@ -64,7 +63,7 @@ def bounded_gate(
     """
     bound = check_bounded_gate(a, A_log, dt_bias, lower_bound, exact=True)
     x = _biased(a, dt_bias, stages)
-    return stages("g", bound * _sigmoid(stages("scaled", _rate(A_log, x, stages) * x), stages))
+    return stages("g", bound * sigmoid(stages("scaled", _rate(A_log, x, stages) * x), stages))
 
 
 def bounded_gate_bwd(
@@ -86,7 +85,7 @@ def bounded_gate_bwd(
     x, grad = _biased(a, dt_bias, stages), dg.astype(np.float64)
     rate = _rate(A_log, x, stages)
     scaled = stages("scaled", rate * x)
-    curve = stages("curve", _sigmoid(scaled, stages) * _sigmoid(-scaled, stages))
+    curve = stages("curve", sigmoid(scaled, stages) * sigmoid(-scaled, stages))
     graded = stages("graded", grad * stages("slope", bound * curve))
     da = stages("da", graded * rate)
     of_rate = None if A_log is None else stages("terms", graded * scaled)
@@ -111,24 +110,10 @@ def _softplus(x: Array, stages: Stages) -> Array:
     return stages("softplus", np.maximum(x, 0) + log)
 
 
-def _sigmoid(x: Array, stages: Stages) -> Array:
-    """1 / (1 + exp(-x)), without an overflow."""
-    small = stages("exp", np.exp(-np.abs(x)))
-    lesser = stages("lesser", small / stages("above", 1 + small))
-    return stages("sigmoid", np.where(x < 0, lesser, 1 - lesser))
-
-
 def _grads(da: Array, of_rate: Array | None, dt_bias: Array | None, stages: Stages) -> GateGrads:
     """The gradients, from that of a, which is that of x, and what is summed to that of A_log."""
     return GateGrads(
         da,
-        None if of_rate is None else stages("dA_log", _over_time(of_rate, 1, stages)),
-        None if dt_bias is None else stages("ddt_bias", _over_time(da, da.ndim - 2, stages)),
+        None if of_rate is None else stages("dA_log", over_time(of_rate, 1, stages)),
+        None if dt_bias is None else stages("ddt_bias", over_time(da, da.ndim - 2, stages)),
     )
-
-
-def _over_time(terms: Array, kept: int, stages: Stages) -> Array:
-    """The sum over all axes [B, T, …] but the `kept` ones from HV on, in pairs. Site: sum."""
-    first = np.moveaxis(terms, (0, 1), (-2, -1))
-    summed = math.prod(first.shape[kept:])
-    return tree_sum(first.reshape(*first.shape[:kept], summed), stages)[..., 0]
