@@ -9,9 +9,10 @@ sequence's steps are none of the next one's.
 import numpy as np
 
 from cpu_golden import Array
+from cpu_golden._lib.activations import over_time, sigmoid
 from cpu_golden._lib.arguments import values
 from cpu_golden._lib.scans import sequences_of
-from cpu_golden.stages import Stages, exact, tree_sum
+from cpu_golden.stages import Stages, exact
 from op_arguments.causal_conv1d import Activation, ConvGrads, ConvOutput, check_conv, check_conv_gradients
 
 
@@ -31,7 +32,8 @@ def causal_conv1d(
     x [B, T, D]: float32, bfloat16 or float64; weight [D, W] and bias [D]: float32, x's dtype or float64; initial_state
     [N, D, W - 1]: x's dtype or float64, the oldest step first. activation: None or "silu". cu_seqlens [N + 1] int32:
     where each of the N sequences that are packed into B = 1 begins, and the end T of the last. Returns float64.
-    Sites: product, acc (running sums, from the bias on), exp, sigmoid, y.
+    Sites: product, acc (running sums, from the bias on), z (the last of them), exp, above (1 + exp), lesser (of the
+    sigmoid and what it lacks of 1), sigmoid, y.
     Raises ValueError or TypeError as `op_arguments.causal_conv1d.check_conv`.
     """
     offsets = values(cu_seqlens)
@@ -41,7 +43,7 @@ def causal_conv1d(
     for rows, n in sequences_of(p.t, offsets):
         seen = np.concatenate([before[n], x[:, rows].astype(np.float64)], axis=1)
         z = _convolved(seen, weight, bias, stages)
-        y[:, rows] = z if activation is None else z * _sigmoid(z, stages)
+        y[:, rows] = z if activation is None else z * sigmoid(z, stages)
         last[n] = seen[:, seen.shape[1] - (p.w - 1) :]
     return ConvOutput(stages("y", y), last.swapaxes(1, 2) if output_final_state else None)
 
@@ -60,8 +62,9 @@ def causal_conv1d_bwd(
 ) -> ConvGrads:
     """The gradients of `causal_conv1d`, for a gradient dy of y and dht of the final states; float64.
 
-    dy and dht have x's dtype, or are float64. Sites: those of `causal_conv1d` without y, dz (the gradient before the
-    activation), terms and sum (what is summed over time to the gradients of weight and bias), dx, dweight, dbias, dh0.
+    dy and dht have x's dtype, or are float64. Sites: those of `causal_conv1d` without y, curve (z times what the
+    sigmoid lacks of 1), slope (1 + curve), graded (dy times the sigmoid), dz (the gradient of z), terms and sum (what
+    is summed over time to the gradients of weight and bias), dx, dweight, dbias, dh0.
     Raises ValueError or TypeError as `op_arguments.causal_conv1d.check_conv`.
     """
     offsets = values(cu_seqlens)
@@ -70,28 +73,31 @@ def causal_conv1d_bwd(
     before = np.zeros((p.n, p.w - 1, p.d)) if initial_state is None else _steps_first(initial_state)
     dlast = np.zeros(before.shape) if dht is None else _steps_first(dht)
     taps = weight.astype(np.float64)
-    dx, dbefore, dweight, dbias = (np.zeros(shape) for shape in (x.shape, before.shape, (p.d, p.w), p.d))
+    dx, dz, dbefore, terms = (np.zeros(shape) for shape in (x.shape, x.shape, before.shape, (*x.shape, p.w)))
     for rows, n in sequences_of(p.t, offsets):
         seen = np.concatenate([before[n], x[:, rows].astype(np.float64)], axis=1)
-        dz = dy[:, rows].astype(np.float64)
+        grad = dy[:, rows].astype(np.float64)
         if activation is not None:
-            z = _convolved(seen, weight, bias, stages)
-            sigmoid = _sigmoid(z, stages)
-            dz = stages("dz", dz * sigmoid * (1 + z * (1 - sigmoid)))
-        dseen, size = np.zeros(seen.shape), dz.shape[1]
+            grad = _before_silu(grad, _convolved(seen, weight, bias, stages), stages)
+        dseen, size = np.zeros(seen.shape), grad.shape[1]
         for tap in range(p.w):
             part = slice(tap, tap + size)
-            dseen[:, part] = stages("acc", dseen[:, part] + stages("product", taps[:, tap] * dz))
-            dweight[:, tap] += _over_time(stages("terms", seen[:, part] * dz), stages)
+            dseen[:, part] = stages("acc", dseen[:, part] + stages("product", taps[:, tap] * grad))
+            terms[..., tap][:, rows] = seen[:, part] * grad
         dseen[:, size:] += dlast[n]
-        dbias += _over_time(dz, stages)
-        dbefore[n], dx[:, rows] = dseen[:, : p.w - 1], dseen[:, p.w - 1 :]
+        dz[:, rows], dbefore[n], dx[:, rows] = grad, dseen[:, : p.w - 1], dseen[:, p.w - 1 :]
     return ConvGrads(
         stages("dx", dx),
-        stages("dweight", dweight),
-        None if bias is None else stages("dbias", dbias),
+        stages("dweight", over_time(stages("terms", terms), 2, stages)),
+        None if bias is None else stages("dbias", over_time(dz, 1, stages)),
         None if initial_state is None else stages("dh0", dbefore.swapaxes(1, 2)),
     )
+
+
+def _before_silu(dy: Array, z: Array, stages: Stages) -> Array:
+    """The gradient of z, of one of silu(z) = z sigmoid(z)."""
+    slope = stages("slope", 1 + stages("curve", z * sigmoid(-z, stages)))
+    return stages("dz", stages("graded", dy * sigmoid(z, stages)) * slope)
 
 
 def _convolved(seen: Array, weight: Array, bias: Array | None, stages: Stages) -> Array:
@@ -101,18 +107,7 @@ def _convolved(seen: Array, weight: Array, bias: Array | None, stages: Stages) -
     z = np.zeros((len(seen), size, len(taps))) + (0.0 if bias is None else bias.astype(np.float64))
     for tap in range(taps.shape[1]):
         z = stages("acc", z + stages("product", taps[:, tap] * seen[:, tap : tap + size]))
-    return z
-
-
-def _over_time(terms: Array, stages: Stages) -> Array:
-    """The sum over B and T of terms [B, T, D], in pairs. Site: sum."""
-    b, t, d = terms.shape
-    return tree_sum(terms.reshape(b * t, d).T, stages)[..., 0]
-
-
-def _sigmoid(z: Array, stages: Stages) -> Array:
-    small = stages("exp", np.exp(-np.abs(z)))
-    return stages("sigmoid", np.where(z >= 0, 1.0, small) / (1 + small))
+    return stages("z", z)
 
 
 def _steps_first(state: Array) -> Array:

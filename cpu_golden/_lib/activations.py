@@ -16,7 +16,7 @@ def sigmoid(x: Array, stages: Stages) -> Array:
 
 
 def over_time(terms: Array, kept: int, stages: Stages) -> Array:
-    """The sum over all axes [B, T, …] but the `kept` ones from HV on, in pairs. Site: sum."""
+    """The sum over all axes [B, T, …] but the first `kept` ones after T, in pairs. Site: sum."""
     first = np.moveaxis(terms, (0, 1), (-2, -1))
     summed = math.prod(first.shape[kept:])
     return tree_sum(first.reshape(*first.shape[:kept], summed), stages)[..., 0]
