@@ -45,11 +45,10 @@ GOOD = {f"{rule}_{way}": good(f"{rule}_{way}") for rule in RULES for way in ("fw
                               initial_state=f32(2, 3, 3), dht=f32(2, 3, 3)),
 }  # fmt: skip
 """Good arguments of every function."""
-GATES = {name: given for name, given in GOOD.items() if "_gate" in name and "delta" not in name}
-HAVING = [
-    (package, name) for package in PACKAGES for name in GOOD if package == "cpu_golden" or not name.startswith("causal")
-]
-"""Every function, in each package that has it."""
+FED = {name: given for name, given in GOOD.items() if not name.startswith(tuple(RULES))}
+"""Those of gates and the convolution, which delta rules are fed with."""
+EVERY = [(package, name) for package in PACKAGES for name in GOOD]
+"""Every function, in each package."""
 
 ANY = [
     (dict(q=[1.0]), TypeError, "q must be an array [B, T, H, K], got list"),
@@ -141,13 +140,13 @@ def is_rule(function):
 @pytest.mark.parametrize(
     ("package", "function"),
     [pytest.param(*names, marks=[pytest.mark.full] * (names[0] != "cpu_golden" and is_rule(names[1])))
-     for names in HAVING],
+     for names in EVERY],
 )  # fmt: skip
 def test_the_good_arguments_are_good(package, function):
     assert call(package, function, GOOD[function]) is not None
 
 
-@pytest.mark.parametrize(("package", "function"), [names for names in HAVING if is_rule(names[1])])
+@pytest.mark.parametrize(("package", "function"), [names for names in EVERY if is_rule(names[1])])
 def test_bad_arguments_of_a_rule_are_refused_in_the_same_words(package, function):
     backward, rule = function.endswith("_bwd"), "kda" if "kda" in function else "gated_delta_rule"
     packed = PACKED_TENSORS | {"g": gate(function, 1)} | (PACKED_GRADS if backward else {})
@@ -163,13 +162,13 @@ def test_bad_arguments_of_a_rule_are_refused_in_the_same_words(package, function
 @pytest.mark.parametrize(
     ("package", "function", "change", "error", "message"),
     [(package, *bad) for bad in [(f"softplus_gate{way}", *bad) for way in ("", "_bwd") for bad in GATE] + FUNCTIONS
-     for package in PACKAGES if (package, bad[0]) in HAVING],
+     for package in PACKAGES],
 )  # fmt: skip
 def test_bad_arguments_are_refused_in_the_same_words(package, function, change, error, message):
     check_refused(package, function, GOOD[function] | change, error, message)
 
 
-@pytest.mark.parametrize(("package", "function"), HAVING)
+@pytest.mark.parametrize(("package", "function"), EVERY)
 def test_a_misspelt_option_is_refused_by_its_name(package, function):
     with pytest.raises(TypeError, match=r"^\w+\(\) got an unexpected keyword argument 'initial_sate'"):
         call(package, function, GOOD[function] | {"initial_sate": None})

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.delta_rule.test_delta_rule_bad_input import GATES as DELTA_GATES
+from tests.delta_rule.test_delta_rule_bad_input import FED
 from tests.gla.test_gla_bad_input import FORMS, GATES, GRADS, TENSORS
 from tests.gmm.test_gmm_bad_input import GOOD as GMM
 from tests.moe.test_moe_bad_input import GOOD as MOE
@@ -21,7 +21,7 @@ from tests.support.bad_input import FRAMEWORKS, call, f32
 from tests.support.functions import public
 
 BF16 = ml_dtypes.bfloat16
-TABLES = {**DELTA_GATES, **MOE, **GROUPED_DENSE, **MXFP8, **QUANTIZE, **QUANTIZED_GMM}
+TABLES = {**FED, **MOE, **GROUPED_DENSE, **MXFP8, **QUANTIZE, **QUANTIZED_GMM}
 ATTENTIONS = {
     f"{form}_{module}_{way}": {**TENSORS, **GATES[module], **(GRADS if way == "bwd" else {})}
     for module, forms in FORMS.items()
@@ -45,6 +45,7 @@ OF_TIME = {"a longer 0", "a shorter 0", "a longer 1", "a shorter 1"}
 FREE = {
     "softplus_gate": OF_TIME,
     "bounded_gate": OF_TIME,
+    "causal_conv1d": {"x longer 1", "x shorter 1"},
     "gmm": {"rhs shorter 0"},  # a shard
     "permute": {"x longer 1", "x shorter 1", "indices longer 1", "indices shorter 1"},
     "unpermute": {"rows longer 0", "rows shorter 0", "rows longer 1", "rows shorter 1"},

@@ -21,7 +21,7 @@ from tests.support.tiny import tiny
 CHOICES = ("permute", "unpermute")
 """Differentiable, with no function of their own for the gradients."""
 BACKWARD = [op for op in OPS if op.name.endswith("_bwd") or op.name in CHOICES]
-COTANGENTS = ("do", "dht", "dout", "dg")
+COTANGENTS = ("do", "dy", "dht", "dout", "dg")
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "grouped_dense_bwd": [dict(quantize=False, bwd_quantize=False), {}],
     "moe_layer_bwd": [{}, dict(quantize="fp8"), dict(quantize="mxfp8")],

@@ -1,6 +1,6 @@
 """The matrix: one module per op family. Data, not code; both backends run all of it."""
 
-from tests.matrix.delta_rule import DELTA_RULES, GATES
+from tests.matrix.delta_rule import CAUSAL_CONV1D, DELTA_RULES, GATES
 from tests.matrix.gla import GATED_LINEAR_ATTENTION
 from tests.matrix.gmm import GMM, TGMM
 from tests.matrix.moe import GROUPED_DENSE, GROUPED_DENSE_BWD, MOE_LAYERS
@@ -15,4 +15,5 @@ OPS = (
     *GATED_LINEAR_ATTENTION,
     *DELTA_RULES,
     *GATES,
+    *CAUSAL_CONV1D,
 )

@@ -372,27 +372,45 @@ def conv_inputs(c: Case) -> Mapping[str, Array | Offsets | None]:
     steps, state = Array((c.B, c.T, c.D), c.dtype), Array((sequences, c.D, c.W - 1), c.dtype)
     given = {
         "x": steps,
-        "weight": Array((c.D, c.W), c.dtype),
-        "bias": Array((c.D,), c.dtype) if c.bias else None,
+        "weight": Array((c.D, c.W), conv_dtype(c)),
+        "bias": Array((c.D,), conv_dtype(c)) if c.bias else None,
         "initial_state": state if c.h0 else None,
         "cu_seqlens": Offsets(c.N, c.T, c.lengths) if is_packed(c) else None,
     }
     return given | ({"dy": steps, "dht": state if c.ht else None} if is_backward(c) else {})
 
 
+def has_silu(c: Case) -> bool:
+    """Not of integer data, since a sigmoid is not exact."""
+    return c.activation == "silu" and c.data != "integers"
+
+
 def conv_arguments(c: Case) -> Mapping[str, Any]:
-    chosen = {"activation": c.activation or None}
+    chosen = {"activation": "silu" if has_silu(c) else None}
     return chosen if is_backward(c) else chosen | {"output_final_state": c.ht}
 
 
 def conv_contract(c: Case, backend: Backend) -> Contract:
-    """Products and sums in float32, and one rounding at the end; a GPU's products are those of an FMA."""
-    names = ["acc", "exp", "sigmoid", "dz", "terms", "sum", *(["product"] if backend == "tpu" else [])]
-    return Contract(out=c.dtype, sites=dict.fromkeys(names, F32))
+    """Products and sums in float32, and one rounding at the end; a GPU's products are those of an FMA, and its exp is
+    off by two ulps. A TPU rounds products, and of float32 the last sum alone."""
+    names = ["acc"] if backend == "gpu" else ["product", "z"] if c.dtype == F32 else ["product", "acc"]
+    names += ["exp", "above", "lesser", "sigmoid"] if has_silu(c) else []
+    outs = {}
+    if is_backward(c):
+        names += ["terms", "sum", *(["curve", "slope", "graded", "dz"] if has_silu(c) else [])]
+        outs = dict.fromkeys(["dweight", "dbias"], conv_dtype(c))
+    exp = {"exp": "float32/2"} if backend == "gpu" and has_silu(c) else {}
+    return Contract(out=c.dtype, outs=outs, sites=dict.fromkeys(names, F32) | exp)
+
+
+def conv_dtype(c: Case) -> str:
+    """That of weight and bias."""
+    return F32 if c.wide_weight else c.dtype
 
 
 CONV, CONV_PACKED = dict(B=2, T=20, D=33, W=4), dict(B=1, T=20, D=16, W=4, N=5)
-CONV_DEFAULTS = dict(activation="silu", bias=True, h0=True, ht=True, lengths="zeros_and_ones")
+CONV_LONG = dict(B=1, T=300, D=16, W=4, N=5)  # several tiles of rows, on both backends
+CONV_DEFAULTS = dict(activation="silu", bias=True, wide_weight=False, h0=True, ht=True, lengths="zeros_and_ones")
 
 
 def with_conv_cases(op: Op) -> Op:
@@ -400,9 +418,12 @@ def with_conv_cases(op: Op) -> Op:
     return op.with_cases(
         op.grid([CONV], dtype=[F32], tier="smoke"),
         op.grid([CONV_PACKED], dtype=[BF16]),
-        op.grid([CONV_PACKED], dtype=[F32], activation=[""]),
+        op.grid([CONV_LONG], dtype=[F32], activation=[""]),
         op.grid([CONV, CONV_PACKED], dtype=[F32, BF16], activation=["", "silu"], bias=[False, True], h0=[False, True],
                 ht=[False, True], tier="full"),
+        op.grid([CONV_PACKED], dtype=[BF16], wide_weight=[True], tier="full"),
+        op.grid([CONV_PACKED], dtype=[F32, BF16], lengths=PACKINGS, tier="full"),
+        op.grid([CONV], dtype=[F32, BF16], data=["wide", *TRAINED], tier="full"),
         op.grid([dict(B=1, T=7, D=8, W=width) for width in (1, 2, 3, 8)], dtype=[F32], tier="full"),
         op.grid([dict(B=1, T=300, D=256, W=4), dict(B=1, T=0, D=8, W=4)], dtype=[F32, BF16], tier="full"),
     )  # fmt: skip
@@ -417,11 +438,9 @@ GATES = tuple(
 CAUSAL_CONV1D = tuple(
     with_conv_cases(
         op(getattr(causal_conv1d, name), name, inputs=conv_inputs, arguments=conv_arguments, contract=conv_contract,
-           defaults=CONV_DEFAULTS)
+           defaults=CONV_DEFAULTS, representative=lambda c: c.tier == "smoke" and is_backward(c))
     )
     for name in ("causal_conv1d", "causal_conv1d_bwd")
 )  # fmt: skip
 
 DELTA_RULES = (*CHUNK_GATED_DELTA_RULE, *CHUNK_KDA, *FUSED_RECURRENT_GATED_DELTA_RULE, *FUSED_RECURRENT_KDA)
-DELTA_RULE_FAMILY = (*DELTA_RULES, *GATES, *CAUSAL_CONV1D)
-"""In OPS but for the convolution, which has no kernels (tests/meta/test_imports.AHEAD)."""

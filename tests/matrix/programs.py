@@ -11,6 +11,7 @@ from parity import Op
 from parity.compilers.chips import CHIPS
 from parity.compilers.mosaic import Abstract
 from parity.compilers.programs import Program
+from tests.matrix.delta_rule import CAUSAL_CONV1D
 from tests.matrix.gmm import GMM, TGMM
 from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B, MODELS, QWEN3_30B, Experts
 from tests.matrix.mxfp8 import GROUPED_GEMM
@@ -148,6 +149,13 @@ def delta_rule(
     )
 
 
+def convolution(op: Op, **options: Any) -> Program:
+    """The causal convolution of q, k and v of a delta rule in Qwen3-Next, two rows of 4096 steps."""
+    case = point(op, "bfloat16", B=2, T=4096, D=(2 * 16 + 32) * 128, W=4, **options)
+    name = f"B{case.B}_T{case.T}_D{case.D}_W{case.W}-bf16" + "".join(f"-{word}_{x}" for word, x in options.items())
+    return Program(op.name, name, op.tpu, (), deployed(op, case), work=case.B * case.T // STEPS, unit=f"{STEPS} steps")
+
+
 STEPS = 64
 LINEAR_ATTENTION_CHIPS = tuple(chip for chip in CHIPS if chip != "v4")  # v4 has a quarter of the VMEM they may count on
 SHORT = {"bfloat16": "bf16", "float32": "f32"}
@@ -185,6 +193,8 @@ def programs() -> Iterator[Program]:
         for rule in ("gated_delta_rule", "kda"):
             yield delta_rule(f"chunk_{rule}_{direction}", "bfloat16", chunk_size=64)
             yield delta_rule(f"fused_recurrent_{rule}_{direction}", "bfloat16")
+    for op in CAUSAL_CONV1D:
+        yield convolution(op)
 
 
 def planned() -> Iterator[Program]:

@@ -20,11 +20,9 @@ FAMILIES = {
     for name in (
         "gmm", "quantize", "mxfp8", "swizzle", "quantized_gmm", "grouped_gemm", "chunk_scan", "fused_recurrent",
         "simple_gla", "gla", "grouped_dense", "permute", "moe", "chunk_delta_rule", "recurrent_delta_rule",
-        "gated_delta_rule", "kda", "gates",
+        "gated_delta_rule", "kda", "gates", "causal_conv1d",
     )
 }  # fmt: skip
-AHEAD = {"causal_conv1d.py"}
-"""Families that have a golden, and not yet the kernels of both packages."""
 CONCEPTS = {"cpu_golden.stages"}
 """What parity hands to goldens, whatever they compute."""
 FRAMEWORKS = {"jax", "jaxlib", "torch", "triton"}
@@ -79,7 +77,7 @@ def test_parity_knows_no_op_and_imports_concepts_alone():
     for path in files("parity"):
         assert not imported(path) & {"tests"}, path
         assert {name for name in imported_modules(path) if name.split(".")[0] in KERNEL_PACKAGES} <= CONCEPTS, path
-        assert not imported_modules(path) & {f"op_arguments.{Path(name).stem}" for name in FAMILIES | AHEAD}, path
+        assert not imported_modules(path) & {f"op_arguments.{Path(name).stem}" for name in FAMILIES}, path
         names = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
         assert not names & ops, path
 
@@ -94,14 +92,10 @@ def test_parity_imports_frameworks_only_where_they_are_needed():
 def test_the_kernel_packages_mirror_each_other():
     """One module per family, of the same name in all three; what a package's families share lies in its `_lib/`."""
     own = {"cpu_golden": {"stages.py"}}
-    found = {}
     for package in KERNEL_PACKAGES:
         names = {path.name for path in (ROOT / package).glob("*.py")} - {"__init__.py"} - own.get(package, set())
-        assert names - AHEAD == FAMILIES, package
-        found[package] = names
+        assert names == FAMILIES, package
         assert {path.name for path in (ROOT / package).iterdir() if path.is_dir()} <= {"_lib", "__pycache__"}, package
-    assert found["cpu_golden"] >= AHEAD
-    assert not AHEAD & found["tpu_kernels"] & found["gpu_reference"], "no longer ahead: it is one of FAMILIES"
 
 
 def test_an_operation_is_of_one_family_in_all_three_packages():

@@ -5,6 +5,7 @@ from typing import Any
 from parity.op import Case, Op
 
 SIZES = {"M": 64, "K": 64, "N": 32, "G": 2, "T": 40, "D": 32, "F": 32, "E": 4, "k": 2, "B": 1, "H": 2, "HV": 2, "V": 16}
+SIZES |= {"W": 4}
 HEADS = {"K": 16, "N": 3}
 """Of scans, which are of packed sequences."""
 OPTIONS: dict[str, Any] = dict(

@@ -97,6 +97,8 @@ def test_every_op_has_the_sites_of_its_contract(op, backend):
 RESULT = {
     **dict.fromkeys(("softplus_gate", "bounded_gate"), "g"),
     **dict.fromkeys(("softplus_gate_bwd", "bounded_gate_bwd"), "da"),
+    "causal_conv1d": "y",
+    "causal_conv1d_bwd": "dx",
     **{op.name: "dq" if op.name.endswith("_bwd") else "o" for op in DELTA_RULES},
 }
 """The site of an op's result where it is not `out`."""
