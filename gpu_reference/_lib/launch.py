@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 STAGE_BYTES = (
     96 * 1024
@@ -19,9 +20,17 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def run(self, device: torch.device) -> None:
-        """Launch on the current stream of `device`."""
-        with torch.cuda.device(device if device.type == "cuda" else -1):
-            self.kernel[self.grid](**self.arguments, **self.options)
+        """Launch on the current stream of `device`.
+
+        Raises ValueError where a program's shared memory, or what else it takes, is more than the device has.
+        """
+        try:
+            with torch.cuda.device(device if device.type == "cuda" else -1):
+                self.kernel[self.grid](**self.arguments, **self.options)
+        except OutOfResources as error:
+            grows_with = "tiling" if "TILE" in self.arguments else "K, V or block_size"
+            needs = f"needs {error.required} bytes of {error.name}, and the device has {error.limit}"
+            raise ValueError(f"{grows_with} must be smaller: {self.kernel.fn.__name__} {needs}") from error
 
 
 def launch_options(rows: int, depth: int, columns: int, element_size: int) -> dict[str, Any]:

@@ -1,3 +1,4 @@
+# ruff: noqa: E402 (frameworks may be missing, and are asked for before they are imported)
 """Every tile, chunk and block that a caller may ask for fits every GPU: a kernel that is refused at its launch is none.
 
 Of gmm and tgmm each tile is compiled in tests/gmm. Here it is the largest of each kernel that has a `tiling`: shared
@@ -10,10 +11,15 @@ from collections.abc import Iterable
 import pytest
 
 pytest.importorskip("triton")
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
+from triton.runtime.errors import OutOfResources
+
+from gpu_reference.gmm import gmm
+from gpu_reference.quantize import fp8_quantize
 from op_arguments.gla import LARGEST_CHUNK
 from parity.compilers.gpu_code import LIMITS
+from parity.compilers.launches import intercepted
 from parity.dtypes import numpy_dtype
 from parity.op import Case, Op
 from tests.matrix.delta_rule import DELTA_RULES
@@ -44,6 +50,7 @@ GROUPED = [
     (GROUPED_GEMM, (E4M3, F32), dict(rhs_dtype=F32, ragged="contracting")),
 ]
 QUANTISED = GROUPED[2:]
+SIZES_OF_ONE = torch.tensor([8], dtype=torch.int32)
 USUAL = ("chunk_kda_bwd", "fused_recurrent_gla_fwd")
 
 
@@ -83,6 +90,26 @@ def test_a_pipelines_operands_fit_shared_memory(target):
             width = max(numpy_dtype(name).itemsize for name in dtypes)
             steps = max(kernel.options["num_stages"] - target.startswith("gfx"), 1)
             assert steps * depth * across * width <= room, (case.id, kernel.options)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "refusal"),
+    [
+        (lambda: gmm(torch.ones(8, 8), torch.ones(1, 8, 8), SIZES_OF_ONE, tiling=(128, 128, 128)), "tiling must"),
+        (lambda: fp8_quantize(torch.ones(8, 8), axis=-1, block_size=8), "K, V or block_size must"),
+    ],
+)
+def test_what_a_device_has_no_memory_for_is_refused_by_name(kernel, refusal):
+    """Triton finds out when it has compiled a kernel, before it launches it."""
+
+    def launch(found, run):
+        if found.name == "_metadata_kernel":
+            return run()
+        raise OutOfResources(131072, 101376, "shared memory")
+
+    expected = rf"^{refusal} be smaller: _\w+_kernel needs 131072 bytes of shared memory, and the device has 101376$"
+    with intercepted(launch), pytest.raises(ValueError, match=expected):
+        kernel()
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
