@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from triton.language import semantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import (
     ReduceOps,
@@ -100,8 +101,7 @@ class TritonProgram:
         """The outputs in float64, and the lines that they and the marks come of."""
         errors, memory = Errors(lambda place: False), Memory()
         lines = Lines(right, memory)
-        with lines.followed():
-            return self._evaluated(_SlicingBuilder, errors, memory, SlicedBetween(errors, memory, lines), lines)
+        return self._evaluated(_SlicingBuilder, errors, memory, SlicedBetween(errors, memory, lines), lines)
 
     def _evaluated(
         self,
@@ -114,8 +114,9 @@ class TritonProgram:
     ) -> Run:
         tensors = {name: to_torch(x) for name, x in self._inputs.items() if x is not None}
         carried = {"errors": errors, "memory": memory, "lines": lines, "births": births}
+        followed = lines.followed() if lines else contextlib.nullcontext()
         with tensor_core.emulated(), _widened(builder, carried), np.errstate(all="ignore"):
-            with between, probe.probing(mark):
+            with followed, between, probe.probing(mark):
                 result = self._kernel(**tensors, **self._arguments)
             found = outputs(result)
             of = {name: lines.of_tensor(x) for name, x in found.items()} if lines else {}
@@ -318,14 +319,10 @@ class Lines:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Note the tests and the bounds of loops of Triton programs, and what becomes of reductions."""
-        patch, execute = interpreter._patch_lang_tensor, interpreter.GridExecutor.__call__
-        reduce = ReduceScanOpInterface.apply
-
-        def patched(tensor: Any, scope: Any) -> None:
-            patch(tensor, scope)
-            for name in ("__bool__", "__index__"):
-                scope.set_attr(tensor, name, self._testing(tensor.__dict__[name]))
+        """Note the tests and the bounds of loops of Triton programs, and what becomes of reductions. Inside `emulated`,
+        which makes Triton's tensors the interpreter's."""
+        execute, reduce = interpreter.GridExecutor.__call__, ReduceScanOpInterface.apply
+        tests = {name: vars(tl.tensor)[name] for name in ("__bool__", "__index__")}
 
         def executed(executor: Any, *arguments: Any, **keywords: Any) -> Any:
             self.conditions = frozenset()
@@ -338,17 +335,21 @@ class Lines:
                 piece.handle.attr["lines"] = lines
             return result
 
-        interpreter._patch_lang_tensor, interpreter.GridExecutor.__call__ = patched, executed
-        ReduceScanOpInterface.apply = reduced
+        interpreter.GridExecutor.__call__, ReduceScanOpInterface.apply = executed, reduced
+        for name, test in tests.items():
+            setattr(tl.tensor, name, self._testing(test))
         try:
             yield
         finally:
-            interpreter._patch_lang_tensor, interpreter.GridExecutor.__call__ = patch, execute
-            ReduceScanOpInterface.apply = reduce
+            interpreter.GridExecutor.__call__, ReduceScanOpInterface.apply = execute, reduce
+            for name, test in tests.items():
+                setattr(tl.tensor, name, test)
 
     def _testing(self, test: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def tested(tensor: Any) -> Any:
-            self.conditions |= self.of(tensor.handle) | self.here()
+            # Triton's own functions ask whether they were given a mask.
+            if sys._getframe(1).f_code.co_filename != semantic.__file__:
+                self.conditions |= self.of(tensor.handle) | self.here()
             return test(tensor)
 
         return tested
@@ -368,8 +369,11 @@ class SlicedBetween(Between):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """An operation, whose results have its operands' lines and its own."""
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        lines = frozenset().union(*map(self._lines.of_tensor, given)) | self._lines.here()
         storages = {x.untyped_storage().data_ptr() for x in given}
+        if func._schema.name == "aten::set_" or (func._schema.name == "aten::copy_" and len(storages) == 1):
+            # Triton's interpreter copies arguments back to where they are.
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        lines = frozenset().union(*map(self._lines.of_tensor, given)) | self._lines.here()
         result = super().__torch_dispatch__(func, types, args, kwargs)
         for x in tree_leaves(result):
             is_view = isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() in storages

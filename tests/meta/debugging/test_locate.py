@@ -58,7 +58,8 @@ REGIONS = [
     ("tpu", "gmm", "two groups are swapped", FAULTS, ""),
     ("tpu", "gmm", "a group boundary inside a tile is off by one", FAULTS, ""),
     ("tpu", GLA, "a tile overwrites what it should add to", FAULTS_GLA, "return decayed(state, "),
-    ("gpu", "gmm", "two groups are swapped", FAULTS, ""),
+    ("gpu", "gmm", "a partial K tile is dropped", FAULTS, ""),
+    ("gpu", "tgmm", "existing_out is overwritten, not added", FAULTS, "tl.store(out_tile, "),
 ]
 """The last: the call of the function with the fault, where that leaves the function nothing to compute."""
 
