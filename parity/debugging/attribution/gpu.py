@@ -12,6 +12,7 @@ to tensors between kernels.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
@@ -34,9 +35,9 @@ from triton.runtime.interpreter import (
 )
 
 from op_arguments import probe
-from parity.backends.emulation import tensor_core
+from parity.backends.emulation import foreign, tensor_core
 from parity.backends.emulation.tensor_core import TensorCoreBuilder, scaled
-from parity.debugging.attribution.program import Active, Births, Line, Mark, Place, Run
+from parity.debugging.attribution.program import Active, Births, Executed, Line, Mark, Place, Run
 from parity.dtypes import Floats, numpy_dtype, round_to
 from parity.interop import to_numpy, to_torch
 from parity.op import Inputs, outputs
@@ -50,7 +51,7 @@ _NAMES = {
     "fp8e5": "float8_e5m2",
 }
 _FRAMEWORKS = tuple(str(Path(module.__file__ or "").parent) for module in (triton, torch, np, contextlib))
-_OURS = {__file__, tensor_core.__file__, probe.__file__}
+_OURS = {__file__, tensor_core.__file__, foreign.__file__, probe.__file__}
 _MEMORY_ALONE = {"aten::set_", "aten::new_empty", "aten::empty_like", "aten::detach"}  # what computes no numbers
 _PAGE = 2**16  # bytes of memory whose numbers are kept together
 
@@ -119,8 +120,11 @@ class TritonProgram:
             with followed, between, probe.probing(mark):
                 result = self._kernel(**tensors, **self._arguments)
             found = outputs(result)
-            of = {name: lines.of_tensor(x) for name, x in found.items()} if lines else {}
-            return Run({name: memory.of(x) for name, x in found.items()}, errors.places, errors.marks, of)
+            numbers = {name: memory.of(x) for name, x in found.items()}
+            if not lines:
+                return Run(numbers, errors.places, errors.marks)
+            of = {name: lines.of_tensor(x) for name, x in found.items()}
+            return Run(numbers, errors.places, errors.marks, of, lines.executed.when)
 
 
 class Errors:
@@ -146,14 +150,18 @@ class Errors:
 
 def _place() -> Place | None:
     """Where the kernel's (or host's) operation that is going on is written."""
-    lines: list[Line] = []
-    frame = sys._getframe(2)
-    while frame is not None and len(lines) < 2:
+    lines = [*itertools.islice(_frames(), 2)]
+    return Place(lines[0], lines[1] if len(lines) > 1 else None) if lines else None
+
+
+def _frames() -> Iterator[Line]:
+    """The lines of kernels and of the host that are being executed, the innermost first."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not TritonProgram._evaluated.__code__:
         name = frame.f_code.co_filename
         if not name.startswith(_FRAMEWORKS) and name not in _OURS and not name.startswith("<"):
-            lines.append(Line(name, frame.f_lineno))
-        frame = frame.f_back  # type: ignore[assignment]
-    return Place(lines[0], lines[1] if len(lines) > 1 else None) if lines else None
+            yield Line(name, frame.f_lineno)
+        frame = frame.f_back
 
 
 class Memory:
@@ -264,7 +272,8 @@ class Between(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Lines:
     """Which source lines each value of an evaluation comes of, and each address of memory.
 
-    A program's tests and the bounds of its loops count for all that it does from then on.
+    A program's tests and the bounds of its loops count for all that it does from then on, and the calls that led to
+    its launch for all of it: what they pass that is no tensor is not followed.
     """
 
     def __init__(self, right: Set[int], memory: Memory) -> None:
@@ -272,8 +281,10 @@ class Lines:
         self._known: list[frozenset[Line]] = [frozenset()]
         self._numbers: dict[frozenset[Line], int] = {frozenset(): 0}
         self._of_addresses = Memory()  # numbers of `_known`
-        self.conditions: frozenset[Line] = frozenset()
-        self.marks = 0
+        self._launched: frozenset[Line] = frozenset()
+        self._conditions: frozenset[Line] = frozenset()
+        self._marks = 0
+        self.executed = Executed()
 
     def of(self, *values: Any) -> frozenset[Line]:
         """Those of handles of Triton's, in lists as well."""
@@ -285,8 +296,7 @@ class Lines:
 
     def here(self) -> frozenset[Line]:
         """The line that is being executed, the one that called its function, and the conditions so far."""
-        place = _place()
-        return frozenset(line for line in place or () if line) | self.conditions
+        return self.executed.at(_place()) | self._launched | self._conditions
 
     def store(self, addresses: np.ndarray, lines: frozenset[Line]) -> None:
         """Note what is stored to addresses."""
@@ -309,12 +319,12 @@ class Lines:
         """Those of a marked value, of which nothing is followed further back where it is right."""
         handles = [] if isinstance(value, torch.Tensor) else [piece.handle for piece in _pieces(value)]
         lines = self.of(*handles) if handles else self.of_tensor(value)
-        if self.marks in self._right:
+        if self._marks in self._right:
             for handle in handles:
                 handle.attr["lines"] = frozenset()
             if not handles:
                 self.store(addresses_of(value), frozenset())
-        self.marks += 1
+        self._marks += 1
         return lines | self.here()
 
     @contextlib.contextmanager
@@ -325,7 +335,7 @@ class Lines:
         tests = {name: vars(tl.tensor)[name] for name in ("__bool__", "__index__")}
 
         def executed(executor: Any, *arguments: Any, **keywords: Any) -> Any:
-            self.conditions = frozenset()
+            self._launched, self._conditions = self.executed.at([*_frames()]), frozenset()
             return execute(executor, *arguments, **keywords)
 
         def reduced(reduction: Any, x: Any) -> Any:
@@ -349,7 +359,7 @@ class Lines:
         def tested(tensor: Any) -> Any:
             # Triton's own functions ask whether they were given a mask.
             if sys._getframe(1).f_code.co_filename != semantic.__file__:
-                self.conditions |= self.of(tensor.handle) | self.here()
+                self._conditions |= self.of(tensor.handle) | self.here()
             return test(tensor)
 
         return tested

@@ -26,7 +26,8 @@ MOST_BIRTHS = 16
 class Region:
     """The lines that a wrong value comes of, after the last right ones that it comes of.
 
-    site: the first that is wrong. after: the sites that are right until then. lines: by file and number.
+    site: the first that is wrong. after: the sites that are right until then. lines: those executed last come first,
+    which are the nearest.
     """
 
     site: str
@@ -35,12 +36,13 @@ class Region:
 
     @property
     def functions(self) -> Iterator[tuple[str, str, range, tuple[int, ...]]]:
-        """Each function that has lines of the region: its file, name ("" outside of any) and lines, and those."""
+        """Each function that has lines of the region, the nearest first: its file, name ("" outside of any) and lines,
+        and those."""
         of: dict[tuple[str, str, range], list[int]] = {}
         for line in self.lines:
             of.setdefault((line.file, *enclosing(line)), []).append(line.number)
         for (file, name, whole), numbers in of.items():
-            yield file, name, whole, tuple(numbers)
+            yield file, name, whole, tuple(sorted(numbers))
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,10 @@ def locate(
     if stages[-1].wrong:
         return Located(output, stages, none, region=region(of, evaluation, stages), birthplace=found)
     if found:  # what is stored to it, or should be, is all that there is to look at
-        lines = of.slice(set(range(len(none.marks)))).lines[found.output]
+        sliced = of.slice(set(range(len(none.marks))))
         before = tuple(stage.site for stage in stages if stage.site not in trial.reference.golden)
-        return Located(output, stages, none, region=Region(found.output, before, _with_called(lines)), birthplace=found)
+        lines = _nearest_first(sliced.lines[found.output], sliced.when)
+        return Located(output, stages, none, region=Region(found.output, before, lines), birthplace=found)
     magnitude = {output: trial.reference.magnitude[output]}
     ranking = rank(of, trial.reference.golden, magnitude, done, fixed, (none, everything))
     return Located(output, stages, none, ranking, birthplace=found)
@@ -109,33 +112,37 @@ def region(of: Program, evaluation: Evaluation, stages: tuple[Stage, ...]) -> Re
     sliced = of.slice(right)
     at = [n for n, site in enumerate(sites) if site == first and wrong[n]]
     lines = sliced.marks[at[0]].lines if at else sliced.lines[first]
-    return Region(first, tuple(before), _with_called(lines))
+    return Region(first, tuple(before), _nearest_first(lines, sliced.when))
 
 
-def _with_called(lines: Set[Line]) -> tuple[Line, ...]:
-    return tuple(sorted({*lines, *_of_called(lines)}))
+def _nearest_first(lines: Set[Line], when: Mapping[Line, int]) -> tuple[Line, ...]:
+    """The lines, and those of the functions in `_called` as of when they were called."""
+    last = {line: when.get(line, 0) for line in lines} | _called(lines, when)
+    return tuple(sorted(last, key=lambda line: (-last[line], line)))
 
 
-def _of_called(lines: Set[Line]) -> Iterator[Line]:
+def _called(lines: Set[Line], when: Mapping[Line, int]) -> dict[Line, int]:
     """The lines of functions that these lines call, in the same files, none of whose lines is among them: they only
-    hand on what they are given, or should have done more."""
-    trees = {file: _parsed(file) for file in {line.file for line in lines}}
-    functions = [(file, node) for file, tree in trees.items() for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
-    numbers = {file: {line.number for line in lines if line.file == file} for file in trees}
-    called = {
-        name.id if isinstance(name, ast.Name) else name.attr
-        for file, tree in trees.items()
-        for call in ast.walk(tree)
-        if isinstance(call, ast.Call) and call.lineno in numbers[file]
-        for name in (call.func,)
-        if isinstance(name, ast.Name | ast.Attribute)
-    }
-    for file, node in functions:
-        inside = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        if node.name in called and numbers[file].isdisjoint(inside):
-            yield from (
-                Line(file, n.lineno) for n in ast.walk(node) if isinstance(n, ast.stmt) and not hasattr(n, "body")
-            )
+    hand on what they are given, or should have done more. And when they were called last."""
+    found: dict[Line, int] = {}
+    for file in {line.file for line in lines}:
+        numbers = {line.number for line in lines if line.file == file}
+        called: dict[str, int] = {}
+        for call in ast.walk(_parsed(file)):
+            if (
+                isinstance(call, ast.Call)
+                and call.lineno in numbers
+                and isinstance(call.func, ast.Name | ast.Attribute)
+            ):
+                name = call.func.id if isinstance(call.func, ast.Name) else call.func.attr
+                called[name] = max(called.get(name, 0), when.get(Line(file, call.lineno), 0))
+        for node in ast.walk(_parsed(file)):
+            if not isinstance(node, FUNCTIONS) or node.name not in called:
+                continue
+            if numbers.isdisjoint(range(node.lineno, (node.end_lineno or node.lineno) + 1)):
+                statements = (n for n in ast.walk(node) if isinstance(n, ast.stmt) and not hasattr(n, "body"))
+                found |= {Line(file, n.lineno): called[node.name] for n in statements}
+    return found
 
 
 def region_of_bits(trial: Trial, stages: tuple[BitStage, ...]) -> Region | None:
@@ -153,7 +160,7 @@ def region_of_bits(trial: Trial, stages: tuple[BitStage, ...]) -> Region | None:
         if last.line is None
         else frozenset().union(*(mark.lines for mark in sliced.marks if mark.site == last.site))
     )
-    return Region(last.name, tuple(stage.name for stage in before), _with_called(lines))
+    return Region(last.name, tuple(stage.name for stage in before), _nearest_first(lines, sliced.when))
 
 
 def birthplace(of: Program, golden: Mapping[str, Floats]) -> Birthplace | None:

@@ -25,6 +25,21 @@ class Place(NamedTuple):
     caller: Line | None
 
 
+class Executed:
+    """When each line was last executed, by the order of all."""
+
+    def __init__(self) -> None:
+        self.when: dict[Line, int] = {}
+        self._now = 0
+
+    def at(self, place: Place | Sequence[Line] | None) -> frozenset[Line]:
+        """The lines of a place, which are executed now."""
+        lines = frozenset(line for line in place or () if line)
+        self._now += 1
+        self.when |= dict.fromkeys(lines, self._now)
+        return lines
+
+
 @dataclass(frozen=True)
 class Mark:
     """A named intermediate result, as a kernel showed it to its probe.
@@ -48,13 +63,15 @@ Active = Callable[[Place], bool]
 class Run:
     """One evaluation: the outputs in float64 by name, where active operations erred at all, and what was marked.
 
-    lines: of a slice, those that each output comes of.
+    lines: of a slice, those that each output comes of. when: of a slice, when each of its lines was last executed, by
+    the order of all.
     """
 
     outputs: Mapping[str, Floats]
     erring: Set[Place]
     marks: Sequence[Mark] = ()
     lines: Mapping[str, frozenset[Line]] = field(default_factory=dict)
+    when: Mapping[Line, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

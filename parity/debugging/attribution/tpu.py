@@ -31,7 +31,7 @@ from jax.extend import core
 
 from op_arguments import probe
 from parity.backends.emulation import mxu
-from parity.debugging.attribution.program import Active, Births, Line, Mark, Place, Run
+from parity.debugging.attribution.program import Active, Births, Executed, Line, Mark, Place, Run
 from parity.dtypes import round_to
 from parity.interop import to_jax
 from parity.op import Inputs, outputs
@@ -91,7 +91,7 @@ class PallasProgram:
             results = slicer.evaluate(self._jaxpr.jaxpr, [*map(_wide, self._jaxpr.consts)], map(_wide, self._inputs))
         named = outputs(tree_util.tree_unflatten(self._result, results))
         lines = outputs(tree_util.tree_unflatten(self._result, [*map(slicer.lines_of, results)]))
-        return Run(named, frozenset(), slicer.marks, lines)
+        return Run(named, frozenset(), slicer.marks, lines, slicer.executed.when)
 
 
 @contextlib.contextmanager
@@ -373,6 +373,7 @@ class _Slicer(_Evaluator):
         self._right = right
         self._lines: dict[int, tuple[weakref.ref[Any], frozenset[Line]]] = {}
         self._condition: frozenset[Line] = frozenset()
+        self.executed = Executed()
 
     def lines_of(self, *arrays: Any) -> frozenset[Line]:
         """The lines that arrays come of; a view has those of what it is a view of, too."""
@@ -390,8 +391,7 @@ class _Slicer(_Evaluator):
         return x
 
     def _here(self, eqn: Any) -> frozenset[Line]:
-        place = self._place(eqn)
-        return frozenset(line for line in place or () if line) | self._condition
+        return self.executed.at(self._place(eqn)) | self._condition
 
     def noted(self, eqn: Any, operands: Values, results: Values) -> Values:
         """The results, with the operands' lines and that of the equation."""

@@ -43,7 +43,7 @@ FILES = (test_faults, test_faults_gla, test_faults_moe, test_faults_mxfp8, test_
 PRECISION = ("bfloat16", "rounded", "float32 beyond", "float16", "21 bits", "pass", "TF32")
 """Words in the names of faults that lose precision, and are wrong in nothing else."""
 LONGEST = 60
-"""Statements that a region may have to say where a fault is."""
+"""Statements of a region, the nearest first, that are read."""
 SMALL = 30
 """Lines of a function that may stand for the statement in it."""
 RIGHT = ("line", "rounding", "statement", "function")
@@ -117,7 +117,7 @@ def _scored(fault: Fault, op: Op, case: str, explained: str, located: str) -> An
         kind = "line"
     elif what == "precision" and is_rounding and any(w in fault.name and d in explained for w, d in DTYPES.items()):
         kind = "rounding"
-    elif what == "logic" and (is_logic or explained.startswith("not finite")) and statements <= LONGEST:
+    elif what == "logic" and (is_logic or explained.startswith("not finite")):
         if listed & set(planted):
             kind = "statement"
         elif any(len(lines) <= SMALL and not lines.isdisjoint(planted) for lines in functions):
@@ -126,16 +126,20 @@ def _scored(fault: Fault, op: Op, case: str, explained: str, located: str) -> An
 
 
 def _listed(located: str, file: str) -> tuple[set[int], list[set[int]]]:
-    """The lines of a file whose statements are listed, and the lines of each function that has some."""
+    """The lines of a file whose statements are listed, up to `LONGEST`, and of each function that has some."""
     statements: set[int] = set()
+    read = 0
     functions: list[set[int]] = []
     inside = False
     for row in located.splitlines():
         if head := re.match(r"  (\S+\.py):(\d+)–(\d+)  ", row):
             inside = head[1] == file
             functions += [{*range(int(head[2]), int(head[3]) + 1)}] if inside else []
-        elif inside and (statement := re.match(r"    (\d+)  ", row)):
-            statements.add(int(statement[1]))
+        elif statement := re.match(r"    (\d+)  ", row):
+            statements |= {int(statement[1])} if inside else set()
+            read += 1
+            if read == LONGEST:
+                break
     return statements, functions
 
 
