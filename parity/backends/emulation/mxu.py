@@ -32,8 +32,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend.core.primitives import dot_general_p
+from jax.extend.core.primitives import dot_general_p, reduce_sum_p
 from jax.interpreters import mlir
+
+from parity.backends.emulation import vector_sums
 
 DEPTH = 128
 """Rows of the array: how many products are summed before the sum is rounded to float32."""
@@ -48,7 +50,7 @@ Passes = Callable[[jax.Array, jax.Array], list[tuple[jax.Array, jax.Array]]]
 
 @contextmanager
 def emulated() -> Iterator[None]:
-    """Dots lowered for the CPU inside use the MXU's arithmetic.
+    """Dots lowered for the CPU inside use the MXU's arithmetic, and sums the vector unit's order of additions.
 
     Under `jit` or not, in `pallas_call(interpret=True)` and with `pltpu.InterpretParams`; in the current thread alone.
     What was compiled inside is never used outside, nor the reverse, and coming back finds both. The first use
@@ -68,6 +70,13 @@ def emulated() -> Iterator[None]:
 def _register() -> None:
     original = mlir._platform_specific_lowerings["cpu"][dot_general_p].rule
     mlir.register_lowering(dot_general_p, partial(_lower, original), platform="cpu")
+    original = mlir._lowerings[reduce_sum_p].rule
+    mlir.register_lowering(reduce_sum_p, partial(_lower_sum, original), platform="cpu")
+
+
+def _lower_sum(original: Any, ctx: Any, x: Any, **params: Any) -> Any:
+    """Lowering rule of `reduce_sum`: the vector unit's where emulation is on, else `original`."""
+    return (partial(vector_sums.lower, original) if _emulating.get() else original)(ctx, x, **params)
 
 
 def _lower(original: Any, ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
