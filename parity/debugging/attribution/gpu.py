@@ -37,7 +37,7 @@ from triton.runtime.interpreter import (
 from op_arguments import probe
 from parity.backends.emulation import foreign, tensor_core
 from parity.backends.emulation.tensor_core import TensorCoreBuilder, scaled
-from parity.debugging.attribution.program import Active, Births, Executed, Line, Mark, Place, Run
+from parity.debugging.attribution.program import Active, Births, Executed, Line, Mark, Place, Run, is_cut
 from parity.dtypes import Floats, numpy_dtype, round_to
 from parity.interop import to_numpy, to_torch
 from parity.op import Inputs, outputs
@@ -469,6 +469,14 @@ def _as_float64(handle: TensorHandle) -> TensorHandle:
     return TensorHandle(_wide(handle), tl.float64) if _is_float(handle) else handle
 
 
+def _of_bits(result: TensorHandle, *handles: TensorHandle) -> TensorHandle:
+    """An integer result, noted as of the one number whose bits are among these."""
+    numbers = {id(n): n for n in (x.attr.get("number") for x in handles) if n is not None}
+    if len(numbers) == 1:
+        result.attr["number"] = next(iter(numbers.values()))
+    return result
+
+
 class _WideBuilder(TensorCoreBuilder):
     """The tensor core's operations on float64, whose errors are added where they are asked for."""
 
@@ -484,7 +492,7 @@ class _WideBuilder(TensorCoreBuilder):
     def _apply(self, dtype: Any, operation: Callable[..., TensorHandle], *handles: TensorHandle) -> TensorHandle:
         """`operation(*handles)`, of dtype where its results are floats."""
         if not any(map(_is_float, handles)):
-            return operation(*handles)
+            return _of_bits(operation(*handles), *handles)
         exact = operation(*map(_as_float64, handles))
         if exact.data.dtype != np.float64:
             return TensorHandle(exact.data, tl.int1 if exact.data.dtype == np.bool_ else dtype)
@@ -582,9 +590,23 @@ class _WideBuilder(TensorCoreBuilder):
 
         return TensorHandle(self.errors.add(exact, own), dtype)
 
+    def create_ashr(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        """Bits moved to the right, the sign kept; the interpreter makes new handles of both."""
+        return _of_bits(super().create_ashr(lhs, rhs), lhs, rhs)
+
     def create_bitcast(self, src: TensorHandle, dst_type: Any) -> TensorHandle:
-        """The same bits as another dtype."""
-        return super().create_bitcast(_as_own(src), dst_type)
+        """The same bits as another dtype; of bits that are cut or rounded the whole number, and the cut its error."""
+        result = super().create_bitcast(_as_own(src), dst_type)
+        if _is_float(src) and not _is_float(result):
+            result.attr["number"] = _wide(src)
+        number = src.attr.get("number")
+        if number is None or not _is_float(result):
+            return result
+        dtype, got = result.dtype.scalar, _wide(result)
+        true = round_to(number, _NAMES[dtype.name]).astype(np.float64)
+        if got.shape != true.shape or not is_cut(true, got):
+            return result
+        return TensorHandle(self.errors.add(number, lambda: (got, true)), dtype)
 
     def create_splat(self, ret_ty: Any, arg: TensorHandle) -> TensorHandle:
         """A tensor of one number."""

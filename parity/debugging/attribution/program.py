@@ -89,6 +89,17 @@ class Birth:
     elements: int
 
 
+CUT = 2.0**-7
+"""What a number loses at most whose bits were cut or rounded as integers, as share of it: all but bfloat16's."""
+
+
+def is_cut(number: Floats, got: Floats) -> bool:
+    """Whether these are numbers whose last bits were cut or rounded: not what else their bits may be used for."""
+    with np.errstate(invalid="ignore"):
+        same = (got == number) | (np.isnan(got) & np.isnan(number))
+        return bool(np.all(same | (np.abs(got - number) <= CUT * np.abs(number))))
+
+
 class Births:
     """Where values that are not finite are born, in the order in which that happens first.
 

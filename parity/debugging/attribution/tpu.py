@@ -31,8 +31,8 @@ from jax.extend import core
 
 from op_arguments import probe
 from parity.backends.emulation import mxu
-from parity.debugging.attribution.program import Active, Births, Executed, Line, Mark, Place, Run
-from parity.dtypes import round_to
+from parity.debugging.attribution.program import Active, Births, Executed, Line, Mark, Place, Run, is_cut
+from parity.dtypes import Floats, round_to
 from parity.interop import to_jax
 from parity.op import Inputs, outputs
 
@@ -132,6 +132,8 @@ class _Evaluator:
         # Of the call of a library function: its operations are the caller's, whoever had it traced first.
         self._caller: Place | None = None
         self._places: dict[int, Place | None] = {}
+        # Of integers that are made of a float's bits, the number that it stands for.
+        self._numbers: dict[int, tuple[weakref.ref[Any], Floats]] = {}
 
     def evaluate(self, jaxpr: Any, consts: Values, arguments: Iterator[Any]) -> Values:
         """The results of a jaxpr."""
@@ -156,22 +158,28 @@ class _Evaluator:
     def _operation(self, eqn: Any, operands: Values) -> Values:
         floats = [_is_float(var.aval) for var in (*eqn.invars, *eqn.outvars)]
         if not any(floats):
-            return _bind(eqn, operands, eqn.params)
-        if not any(floats[len(operands) :]) or not any(floats[: len(operands)]) or eqn.primitive.name in _BITS:
-            # A comparison, an integer made a float, or bits: nothing is rounded on the way.
+            return self._of_bits(operands, _bind(eqn, operands, eqn.params))
+        if not any(floats[: len(operands)]):  # an integer made a float
             own = [_own(x, var.aval) for x, var in zip(operands, eqn.invars, strict=True)]
-            exact = eqn.primitive.name not in _BITS and any(floats[: len(operands)])
-            return _bind(eqn, operands, _widened(eqn)) if exact else [*map(_wide, _bind(eqn, own, eqn.params))]
+            return [*map(_wide, _bind(eqn, own, eqn.params))]
+        if not any(floats[len(operands) :]):  # a comparison
+            return _bind(eqn, operands, _widened(eqn))
         if _is_quantised(eqn.outvars[0].aval):
             # What a number becomes in 8 bits is the operation's result, and no error of it.
             return [round_to(x, str(eqn.outvars[0].aval.dtype)).astype(np.float64) for x in _exact(eqn, operands)]
-        wide = _exact(eqn, operands)
+        return self._erring(eqn, _exact(eqn, operands), lambda: self._own_and_true(eqn, operands))
+
+    def _own_and_true(self, eqn: Any, operands: Values) -> tuple[Values, Values]:
+        own = [_own(x, var.aval) for x, var in zip(operands, eqn.invars, strict=True)]
+        return [*map(_wide, _bind(eqn, own, eqn.params))], _exact(eqn, [*map(_wide, own)])
+
+    def _erring(self, eqn: Any, wide: Values, own_and_true: Callable[[], tuple[Values, Values]]) -> Values:
+        """The results, and where the operation errs the difference of the two: rounded, and exact."""
         place = self._place(eqn)
         if eqn.primitive.name in _EXACT or place is None or not self.active(place):
             return wide
-        own = [_own(x, var.aval) for x, var in zip(operands, eqn.invars, strict=True)]
-        rounded = [*map(_wide, _bind(eqn, own, eqn.params))]
-        errors = [got - true for got, true in zip(rounded, _exact(eqn, [*map(_wide, own)]), strict=True)]
+        rounded, exact = own_and_true()
+        errors = [got - true for got, true in zip(rounded, exact, strict=True)]
         if any(np.any(error) for error in errors):
             self.erring.add(place)
         # Where an operation overflows, what it gives is all that is left.
@@ -179,6 +187,35 @@ class _Evaluator:
             np.where(np.isfinite(error), true + error, got)
             for true, error, got in zip(wide, errors, rounded, strict=True)
         ]
+
+    def bits(self, eqn: Any, operands: Values) -> Values:
+        """The bits of a number; or the number of bits, which where they are cut or rounded is the whole one, and the
+        cut its error."""
+        (x,), (var,), (out,) = operands, eqn.invars, eqn.outvars
+        results = [*map(_wide, _bind(eqn, [_own(x, var.aval)], eqn.params))]
+        if not _is_float(out.aval):
+            return self._noted_as(x, results) if _is_float(var.aval) else results
+        number = self._number(x)
+        if number is None or number.shape != results[0].shape:
+            return results
+        true = _wide(_own(number, out.aval))
+        return self._erring(eqn, [number], lambda: (results, [true])) if is_cut(true, results[0]) else results
+
+    def _of_bits(self, operands: Values, results: Values) -> Values:
+        """The results of integers, noted as of the one number whose bits are among them."""
+        numbers = [*{id(n): n for n in map(self._number, operands) if n is not None}.values()]
+        return self._noted_as(numbers[0], results) if len(numbers) == 1 else results
+
+    def _noted_as(self, number: Floats, results: Values) -> Values:
+        for x in results:
+            if isinstance(x, np.ndarray) and x.shape == number.shape:
+                gone = partial(lambda key, _: self._numbers.pop(key, None), id(x))
+                self._numbers[id(x)] = weakref.ref(x, gone), number
+        return results
+
+    def _number(self, x: Any) -> Floats | None:
+        known = self._numbers.get(id(x))
+        return known[1] if known and known[0]() is x else None
 
     def _place(self, eqn: Any) -> Place | None:
         if self._caller:
@@ -494,11 +531,11 @@ _RULES: Mapping[str, str] = {
     "dma_wait": "nothing",
     "multiple_of": "first",
     "bitcast": "bitcast",
+    "bitcast_convert_type": "bits",
     "roll": "roll",
     "parity_mark": "mark",
 }
 """By primitive, the method that evaluates it; of all others `_operation` does."""
-_BITS = {"bitcast_convert_type"}
 _EXACT = {
     "select_n",
     "broadcast_in_dim",

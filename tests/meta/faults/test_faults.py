@@ -92,6 +92,14 @@ FAULTS = named({
         gpu("gmm tgmm", "sums = ADDED(sums, a, b, lhs, rhs, region, step, SCALING)",
             "sums = ADDED(sums, a, b, lhs, rhs, region, step, SCALING).to(tl.bfloat16).to(tl.float32)", narrow_output),
     ],
+    "the accumulator is cut to bfloat16 by its bits": [
+        tpu("gmm", "sums += jnp.where(step == 0, 0.0, acc[rows, columns])",
+            "sums += jnp.where(step == 0, 0.0, acc[rows, columns])\n    sums = jax.lax.bitcast_convert_type("
+            "jax.lax.bitcast_convert_type(sums, jnp.uint32) & jnp.uint32(0xFFFF0000), jnp.float32)", narrow_output),
+        gpu("gmm tgmm", "sums = ADDED(sums, a, b, lhs, rhs, region, step, SCALING)",
+            "sums = ADDED(sums, a, b, lhs, rhs, region, step, SCALING)\n"
+            "        sums = ((sums.to(tl.int32, bitcast=True) >> 16) << 16).to(tl.float32, bitcast=True)", narrow_output),
+    ],
     "the output is rounded twice": [
         tpu("gmm", "result = sums.astype(out.dtype)",
             "result = jax.lax.reduce_precision(sums, 8, 10).astype(out.dtype)", narrow_output),
