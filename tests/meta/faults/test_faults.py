@@ -98,7 +98,8 @@ FAULTS = named({
             "jax.lax.bitcast_convert_type(sums, jnp.uint32) & jnp.uint32(0xFFFF0000), jnp.float32)", narrow_output),
         gpu("gmm tgmm", "sums = ADDED(sums, a, b, lhs, rhs, region, step, SCALING)",
             "sums = ADDED(sums, a, b, lhs, rhs, region, step, SCALING)\n"
-            "        sums = ((sums.to(tl.int32, bitcast=True) >> 16) << 16).to(tl.float32, bitcast=True)", narrow_output),
+            "        sums = ((sums.to(tl.int32, bitcast=True) >> 16) << 16).to(tl.float32, bitcast=True)",
+            narrow_output),
     ],
     "the output is rounded twice": [
         tpu("gmm", "result = sums.astype(out.dtype)",
