@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -238,14 +239,16 @@ class Expected:
 
     The cases that `where` admits must end in `verdict` (one of `FAILURES`), and then count as passed; one that passes
     fails, and so does a matrix with a declaration that matches none of its cases. Where an `output` is named, that of
-    another one stays a failure. Raises ValueError for a verdict that cannot be expected (a broken kernel, or a GPU that
-    is no reference, never is) and for a missing reason.
+    another one stays a failure. ratio: ε_TPU / ε_GPU by contract, where that is known: a TIE whose interval reaches it
+    is no pass, but seeds too few to tell. Raises ValueError for a verdict that cannot be expected (a broken kernel, or
+    a GPU that is no reference, never is) and for a missing reason.
     """
 
     where: Callable[[Case], bool]
     verdict: str
     reason: str
     output: str = ""
+    ratio: float = math.inf
 
     FAILURES: ClassVar[tuple[str, ...]] = ("LOSS", "TAIL", "BIAS")
 
@@ -255,9 +258,10 @@ class Expected:
         if not self.reason:
             raise ValueError("reason must say why the failure is expected, got none")
 
-    def admits(self, verdict: str, output: str) -> bool:
-        """Whether an output's verdict is the expected failure."""
-        return verdict == self.verdict and self.output in ("", output)
+    def admits(self, verdict: str, output: str, high: float = 0.0) -> bool:
+        """Whether an output's verdict is the expected failure. high: the upper end of the interval of its ratio."""
+        failed = verdict == self.verdict or (verdict == "TIE" and high >= self.ratio)
+        return failed and self.output in ("", output)
 
 
 def _spell(name: str, value: Any) -> str:

@@ -315,9 +315,10 @@ def compare(op: Op, case: Case, seeds: int, recorded: Mapping[Backend, Sequence[
     ]
     expected = op.expectation(case)
     # A known failure of one output must not hide another's.
-    known = {c.output for c in comparisons if expected and expected.admits(c.verdict.outcome, c.output)}
-    worst = max(comparisons, key=lambda c: (not c.verdict.passed, c.output not in known, c.ratio))
-    return Compared(case, judged, replace(worst, verdict=verdict.held_to(expected, worst.verdict, worst.output)))
+    known = [c for c in comparisons if expected and expected.admits(c.verdict.outcome, c.output, c.high)]
+    unknown = [c for c in comparisons if not c.verdict.passed and c not in known]
+    worst = max(unknown or known or comparisons, key=lambda c: c.ratio)
+    return Compared(case, judged, replace(worst, verdict=verdict.held_to(expected, worst)))
 
 
 def fitted(trial: Trial, recorded: Judgement) -> Judgement:

@@ -246,16 +246,17 @@ class Bias:
         return self.size > 6 * self.noise and self.size > other.size + Z * max(self.noise, other.noise)
 
 
-def held_to(expected: Expected | None, decided: Verdict, output: str) -> Verdict:
+def held_to(expected: Expected | None, compared: Comparison) -> Verdict:
     """The verdict on an output's comparison where a failure is declared: the declared one passes, and a pass fails.
 
     Every other verdict stays as it is.
     """
+    decided = compared.verdict
     if expected is None:
         return decided
     why = ": ".join(filter(None, (expected.output, expected.reason)))
-    if expected.admits(decided.outcome, output):
-        return replace(decided, outcome=f"EXPECTED {decided.outcome}", reason=f"{decided.reason}; {why}")
+    if expected.admits(decided.outcome, compared.output, compared.high):
+        return replace(decided, outcome=f"EXPECTED {expected.verdict}", reason=f"{decided.reason}; {why}")
     if decided.passed:
         reason = f"{decided.outcome} {decided.reason}, declared {expected.verdict}: {why}"
         return replace(decided, outcome="UNEXPECTED PASS", reason=reason)

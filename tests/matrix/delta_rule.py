@@ -212,7 +212,7 @@ NORMED = dict(l2norm=[True])
 
 
 NO_FMA = "a gate of -5 leaves a state the last few products, which a TPU rounds one by one: 1.2 times, by contract"
-EXPECTED = {"chunk_kda_fwd": (Expected(lambda c: c.model == KIMI_K3, "LOSS", NO_FMA, output="ht"),)}
+EXPECTED = {"chunk_kda_fwd": (Expected(lambda c: c.model == KIMI_K3, "LOSS", NO_FMA, output="ht", ratio=1.17),)}
 
 rule = partial(op, inputs=inputs, arguments=arguments, contract=contract, axes=axes, representative=representative)
 

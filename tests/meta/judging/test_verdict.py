@@ -13,6 +13,7 @@ from parity.judging.metrics import Scale, measure
 from parity.judging.verdict import (
     TILE,
     Bias,
+    Comparison,
     Statistic,
     Verdict,
     agreement,
@@ -292,15 +293,22 @@ def test_comparing_needs_paired_seeds():
 def test_a_declared_loss_passes_and_nothing_else_does(outcome, held, passed):
     expected = Expected(lambda case: True, "LOSS", "six passes against one FMA")
     decided = Verdict(outcome, "G5", "ε 1.3×")
-    judged = held_to(expected, decided, "out")
+    judged = held_to(expected, Comparison(decided))
     assert (judged.outcome, judged.gate, judged.passed) == (held, "G5", passed)
     assert ("six passes" in judged.reason) == (judged is not decided)
-    assert held_to(None, decided, "out") is decided
+    assert held_to(None, Comparison(decided)) is decided
 
 
 def test_a_loss_that_is_declared_of_one_output_is_no_excuse_for_another():
     expected, lost = Expected(lambda case: True, "LOSS", "short sums", output="ht"), Verdict("LOSS", "G5", "ε 1.3×")
-    assert [held_to(expected, lost, name).outcome for name in ("ht", "o")] == ["EXPECTED LOSS", "LOSS"]
+    of = [held_to(expected, Comparison(lost, output=name)).outcome for name in ("ht", "o")]
+    assert of == ["EXPECTED LOSS", "LOSS"]
+
+
+@pytest.mark.parametrize(("high", "held"), [(1.3, "EXPECTED LOSS"), (1.1, "UNEXPECTED PASS")])
+def test_a_tie_that_reaches_the_declared_ratio_is_no_pass(high, held):
+    expected = Expected(lambda case: True, "LOSS", "short sums", ratio=1.2)
+    assert held_to(expected, Comparison(Verdict("TIE", "G5", ""), 1.05, 0.9, high)).outcome == held
 
 
 @pytest.mark.parametrize(
