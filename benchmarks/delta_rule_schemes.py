@@ -87,15 +87,15 @@ class Scheme(NamedTuple):
 SCHEMES = (
     Scheme("substitution, two pieces", "kernel-parity", pieces=2),
     Scheme("substitution, T in bf16", "fla", BF16),
-    Scheme("  products in one bf16 pass", "tokamax v2", operands=BF16),
+    Scheme("substitution, products in one bf16 pass", "tokamax v2", operands=BF16),
     Scheme("powers of 8-row blocks, bf16", "sglang-jax mega_kda", operands=BF16, inverse=by_powers_of_blocks),
-    Scheme("  in float32", "its interpret mode", inverse=by_powers_of_blocks),
+    Scheme("powers of 8-row blocks, float32", "its interpret mode", inverse=by_powers_of_blocks),
     Scheme("Newton, 3 rounds", "vllm #53864, before", inverse=by_newton(3)),
     Scheme("Newton, 4 rounds", "vllm #53864, after", inverse=by_newton(4)),
     Scheme("doubling", "tt-metal #54813", inverse=by_powers),
 )
-LADDER = [(rho, gate) for rho in (0.0, 0.5, 1.0, 2.0, np.inf) for gate in (0.0, 0.02, 0.5)]
-"""What keys have in common, and the mean log decay of a step, less its sign."""
+RHOS, GATES = (0.0, 0.5, 1.0, 2.0, np.inf), (0.0, 0.02, 0.5)
+"""How long what keys have in common is, beside their own; and the mean log decay of a step, less its sign."""
 
 
 def errors(scheme: Scheme, given: Mapping[str, Any], exact: tuple[Array, Array]) -> tuple[float, float]:
@@ -119,20 +119,23 @@ def draw(rho: float, gate: float, t: int, size: int, beta: float) -> dict[str, A
 
 
 def main() -> None:
-    """Print the ladder: a line for each scheme, a column for each step, errors of o and of the state."""
+    """Print a table of errors of o and of the state for each gate: a line for each scheme, a column for each rho."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, size in (("steps", 256), ("size", 128)):
         parser.add_argument(f"--{name}", type=int, default=size, help=f"(default: {size})")
     parser.add_argument("--beta", type=float, default=0.95, help="(default: 0.95)")
     given = parser.parse_args()
-    print(f"o; state: relative rms errors. T={given.steps} K=V={given.size} chunk 64, beta {given.beta}, bfloat16")
-    for rho, gate in LADDER:
-        print(f"\nrho {rho}, mean gate {-gate}")
-        arguments = draw(rho, gate, given.steps, given.size, given.beta)
-        exact = gated_delta_rule_fwd_definition(**arguments, output_final_state=True)
+    print(f"T = {given.steps}, K = V = {given.size}, chunk 64, beta {given.beta}, bfloat16")
+    for gate in GATES:
+        columns = ("equal keys" if np.isinf(rho) else f"ρ = {rho:g}" for rho in RHOS)
+        print(f"\n| mean gate {0.0 - gate:g}: o; state | {' | '.join(columns)} |")
+        print("|---" * (len(RHOS) + 1) + "|")
+        drawn = [draw(rho, gate, given.steps, given.size, given.beta) for rho in RHOS]
+        exact = [gated_delta_rule_fwd_definition(**arguments, output_final_state=True) for arguments in drawn]
         for scheme in SCHEMES:
-            o, ht = errors(scheme, arguments, exact)
-            print(f"  {scheme.name:<30} {scheme.peer:<20} {o:>8.1e}; {ht:.1e}")
+            found = (errors(scheme, *case) for case in zip(drawn, exact, strict=True))
+            cells = " | ".join(f"{o:.1e}; {ht:.1e}" for o, ht in found)
+            print(f"| {scheme.name} ({scheme.peer}) | {cells} |")
 
 
 if __name__ == "__main__":
