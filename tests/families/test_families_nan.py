@@ -1,8 +1,10 @@
 """NaN in an argument is NaN in every element that the operation makes of it, and in no other.
 
 What a scan by chunks is, the recurrence step by step says. Matrix products take whole chunks, in which 0 · NaN is NaN:
-there alone NaN may reach rows that the recurrence keeps clear of it.
+there alone NaN may reach rows, and channels of a sequence's states, that the recurrence keeps clear of it.
 """
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -20,17 +22,21 @@ USUAL = {
     "gpu": (*(op.name for op in OPS if op.name not in SCANS), "chunk_simple_gla_fwd", "chunk_gla_fwd", "chunk_kda_fwd"),
 }
 BFLOAT16 = ("bfloat16", "bfloat16")
+LATE = 0.8
+"""Of an argument's elements those before the one that is NaN."""
 CALLS = [
     pytest.param(
         op,
         backend,
         dtype,
-        id="-".join([backend, op.name, *(dtype or ())[:1]]),
-        marks=[getattr(pytest.mark, backend)] + [pytest.mark.full] * (op.name not in USUAL[backend] or bool(dtype)),
+        share,
+        id="-".join([backend, op.name, *(dtype or ())[:1], *(["first"] if share == 0 else [])]),
+        marks=[getattr(pytest.mark, backend)]
+        + [pytest.mark.full] * (op.name not in USUAL[backend] or bool(dtype) or share == 0),
     )
     for backend in BACKENDS
     for op in OPS
-    for dtype in ([None, BFLOAT16] if op.name in SCANS else [None])
+    for dtype, share in ([(None, LATE), (None, 0.0), (BFLOAT16, LATE)] if op.name in SCANS else [(None, LATE)])
 ]
 
 
@@ -60,8 +66,17 @@ def within_chunks(masks: dict[str, np.ndarray], argument: np.ndarray, case: Case
     return np.stack([rows[:, chunk == which].any(1) for which in chunk], axis=1)
 
 
-@pytest.mark.parametrize(("op", "backend", "dtype"), CALLS)
-def test_nan_goes_where_the_definition_takes_it(op, backend, dtype):
+def within_states(argument: np.ndarray, case: Case, inputs: Inputs) -> np.ndarray:
+    """The states [N, HV] of whose sequence and head of values a row of the argument is NaN."""
+    heads = dict(case.dims).get("HV", case.H)
+    rows = np.zeros((case.T, heads), bool)
+    if argument.shape[:2] == (1, case.T):
+        rows |= argument.reshape(case.T, argument.shape[2], -1).any(-1).repeat(heads // argument.shape[2], axis=1)
+    return np.stack([rows[first:end].any(0) for first, end in pairwise(inputs["cu_seqlens"])])
+
+
+@pytest.mark.parametrize(("op", "backend", "dtype", "share"), CALLS)
+def test_nan_goes_where_the_definition_takes_it(op, backend, dtype, share):
     pytest.importorskip(FRAMEWORKS[backend])
     case = tiny(op, dtype)
     drawn, arguments = draw(op, case), {**op.arguments(case), **op.route(case)}
@@ -69,7 +84,7 @@ def test_nan_goes_where_the_definition_takes_it(op, backend, dtype):
         if x is None or x.dtype.kind in "iu":
             continue
         given = x.copy()
-        given.reshape(-1)[x.size * 4 // 5] = np.nan
+        given.reshape(-1)[int(x.size * share)] = np.nan
         inputs = {**drawn, name: given}
         expected = of_definition(op, case, inputs)
         got = outputs(runner(backend).run(load_kernel(getattr(op, backend)), inputs, arguments))
@@ -79,6 +94,8 @@ def test_nan_goes_where_the_definition_takes_it(op, backend, dtype):
             if "chunk" in op.name and mask.shape[:3] == (1, case.T, case.H):
                 rows = within_chunks(expected, is_nan(given), case, inputs)
                 mask = mask | rows.reshape(*rows.shape, *[1] * (mask.ndim - 3))
+            elif "chunk" in op.name and output in ("ht", "dh0"):
+                mask = mask | within_states(is_nan(given), case, inputs)[..., None, None]
             elif "chunk" in op.name and output == "dg_gamma":
                 mask = mask | within_chunks(expected, is_nan(given), case, inputs).any((0, 1))
             assert not (found & ~mask).any(), f"NaN in {name} spreads in {output}"
