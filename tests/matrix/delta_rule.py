@@ -410,6 +410,7 @@ def conv_dtype(c: Case) -> str:
 
 CONV, CONV_PACKED = dict(B=2, T=20, D=33, W=4), dict(B=1, T=20, D=16, W=4, N=5)
 CONV_LONG = dict(B=1, T=300, D=16, W=4, N=5)  # several tiles of rows, on both backends
+CONV_OF_ONE = dict(B=1, T=72, D=512, W=4)  # q, k and v of one head of a model's keys
 CONV_DEFAULTS = dict(activation="silu", bias=True, wide_weight=False, h0=True, ht=True, lengths="zeros_and_ones")
 
 
@@ -426,6 +427,8 @@ def with_conv_cases(op: Op) -> Op:
         op.grid([CONV], dtype=[F32, BF16], data=["wide", *TRAINED], tier="full"),
         op.grid([dict(B=1, T=7, D=8, W=width) for width in (1, 2, 3, 8)], dtype=[F32], tier="full"),
         op.grid([dict(B=1, T=300, D=256, W=4), dict(B=1, T=0, D=8, W=4)], dtype=[F32, BF16], tier="full"),
+        op.grid([CONV_OF_ONE], dtype=[F32], bias=[False], tier="full", model=QWEN3_NEXT),
+        op.grid([CONV_OF_ONE], dtype=[BF16], bias=[False], tier="full"),
     )  # fmt: skip
 
 
