@@ -116,9 +116,30 @@ def region(of: Program, evaluation: Evaluation, stages: tuple[Stage, ...]) -> Re
 
 
 def _nearest_first(lines: Set[Line], when: Mapping[Line, int]) -> tuple[Line, ...]:
-    """The lines, and those of the functions in `_called` as of when they were called."""
-    last = {line: when.get(line, 0) for line in lines} | _called(lines, when)
+    """The lines, and what in the same files they call or read, as of when they did so last."""
+    last = {line: when.get(line, 0) for line in lines} | _called(lines, when) | _read(lines, when)
     return tuple(sorted(last, key=lambda line: (-last[line], line)))
+
+
+def _read(lines: Set[Line], when: Mapping[Line, int]) -> dict[Line, int]:
+    """The lines of statements that computed nothing, and give a name its value that these lines read: a constant in
+    the place of a term."""
+    found: dict[Line, int] = {}
+    for file in {line.file for line in lines}:
+        for function in (node for node in ast.walk(_parsed(file)) if isinstance(node, FUNCTIONS)):
+            names: dict[str, int] = {}
+            silent = []
+            for node in (n for n in ast.walk(function) if isinstance(n, ast.stmt) and not hasattr(n, "body")):
+                own = [Line(file, n) for n in range(node.lineno, (node.end_lineno or node.lineno) + 1)]
+                if not lines.isdisjoint(own):
+                    last = max(when.get(line, 0) for line in own)
+                    names |= {n.id: max(last, names.get(n.id, 0)) for n in ast.walk(node) if isinstance(n, ast.Name)}
+                elif isinstance(node, ast.Assign):
+                    silent.append(node)
+            for node in silent:
+                given = {n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+                found |= {Line(file, node.lineno): names[name] for name in given & names.keys()}
+    return found
 
 
 def _called(lines: Set[Line], when: Mapping[Line, int]) -> dict[Line, int]:

@@ -55,7 +55,7 @@ def test_memory_that_nothing_is_stored_to_is_named_as_such(tmp_path):
 
 
 REGIONS = [
-    ("tpu", "gmm", "two groups are swapped", FAULTS, ""),
+    ("tpu", "chunk_gla_bwd", "the final state is missing from dgk", FAULTS_GLA, ""),
     ("tpu", "gmm", "a group boundary inside a tile is off by one", FAULTS, ""),
     ("tpu", GLA, "a tile overwrites what it should add to", FAULTS_GLA, "return decayed(state, "),
     ("gpu", "gmm", "a partial K tile is dropped", FAULTS, ""),
