@@ -4,8 +4,9 @@
 
 An answer is right where `stages` names the planted line in its first sentence, where `explain` names the rounding by
 its dtype, at a site that has at least 90 % of the error, or, of a fault of logic, where `explain` calls it one and the
-planted line is among the statements that `stages` lists, or in a function that it lists of at most `SMALL` lines. It is
-wrong where either command calls lost precision a fault of logic, or logic a rounding.
+planted line is among the statements that `stages` lists, or in a function that it lists of at most `SMALL` lines; or
+where a first sentence says what `CAUSES` has of the fault. It is wrong where either command calls lost precision a
+fault of logic, or logic a rounding.
 """
 
 import argparse
@@ -31,6 +32,10 @@ from parity.trial import Trial
 from tests.matrix import OPS
 from tests.meta.faults import (
     test_faults,
+    test_faults_delta_rule,
+    test_faults_delta_rule_conv,
+    test_faults_delta_rule_gpu,
+    test_faults_delta_rule_tpu,
     test_faults_gla,
     test_faults_moe,
     test_faults_mxfp8,
@@ -39,17 +44,36 @@ from tests.meta.faults import (
 )
 from tests.meta.faults.planting import OP, Fault, plant, planted_lines
 
-FILES = (test_faults, test_faults_gla, test_faults_moe, test_faults_mxfp8, test_faults_quantized, test_faults_precision)
+FILES = (
+    test_faults,
+    test_faults_gla,
+    test_faults_moe,
+    test_faults_mxfp8,
+    test_faults_quantized,
+    test_faults_precision,
+    test_faults_delta_rule,
+    test_faults_delta_rule_conv,
+    test_faults_delta_rule_tpu,
+    test_faults_delta_rule_gpu,
+)
 PRECISION = ("bfloat16", "rounded", "float32 beyond", "float16", "21 bits", "pass", "TF32")
 """Words in the names of faults that lose precision, and are wrong in nothing else."""
 LONGEST = 60
 """Statements of a region, the nearest first, that are read."""
 SMALL = 30
 """Lines of a function that may stand for the statement in it."""
-RIGHT = ("line", "rounding", "statement", "function")
+RIGHT = ("line", "rounding", "statement", "function", "cause")
 KINDS = (*RIGHT, "missed", "wrong")
 DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "TF32": "tf32", "rounded twice": "tf32", "passes": "bf16x3"}
 """What `explain` calls the roundings that a fault's name has a word for."""
+
+CAUSES = {
+    "the columnwise payload is the rowwise one": "rowwise_spread in the place of the value at columnwise_spread, 100%",
+    "the K tail is dropped": "what lhs adds in K block 1 is missing",
+    "int8 is accumulated in float32 beyond 2^24": "return sums if total is None else total + sums",
+}
+"""What says of a fault as well as its line does what is wrong: read, and found right. The last rounds; what was planted
+is the choice of a dtype."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +146,8 @@ def _scored(fault: Fault, op: Op, case: str, explained: str, located: str) -> An
             kind = "statement"
         elif any(len(lines) <= SMALL and not lines.isdisjoint(planted) for lines in functions):
             kind = "function"
+    if kind == "missed" and CAUSES.get(fault.name, "?") in explained + first:
+        kind = "cause"
     return Answer(fault.name, fault.backend, op.name, case, what, kind, explained, first, statements)
 
 

@@ -94,6 +94,7 @@ FAULTS_GPU = named({
             "sum_rows(tl.where(in_tile, seen * dz, 0.0).to(tl.bfloat16), LEVELS).to(tl.float32)"),
     ],
 })  # fmt: skip
+FAULTS = [*FAULTS_TPU, *FAULTS_GPU]
 
 
 @pytest.mark.parametrize(
