@@ -61,6 +61,7 @@ LIMITS = {
     "sm_80": {FORWARD: "spills"},
     "sm_90": {FORWARD: "spills", REVERSE: "spills"},
     "sm_100": {FORWARD: "spills"},
+    "sm_120": {FORWARD: "spills", REVERSE: "spills"},
     "gfx942": dict.fromkeys([*IN_FLOAT32, *GRADIENTS], "spills"),
 }
 
