@@ -69,8 +69,8 @@ def test_tensors_of_any_strides_and_offsets_are_read_where_they_are(op):
         outputs(runner("gpu").run(function, draw(op, case), arguments))
         for function in (kernel, lambda **given: kernel(**{name: spread(x) for name, x in given.items()}))
     )
-    for name, value in expected.items():
-        np.testing.assert_array_equal(got[name], value, err_msg=name)
+    for name, value in expected.items():  # by their bits: scales of MXFP8 may be NaN
+        assert got[name].tobytes() == value.tobytes(), name
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
