@@ -438,10 +438,17 @@ GATES = tuple(
     )
     for name in ("softplus_gate", "softplus_gate_bwd", "bounded_gate", "bounded_gate_bwd")
 )
+OF_STATES = "the gradient of a state is a sum of one to three products, of which a GPU's FMA rounds one fewer"
+CONV_LOSSES = (
+    # Of the cases without SiLU where eight seeds tell; by contract √(11 / 10).
+    Expected(lambda c: c.dtype == F32 and c.D == 33 and c.h0 and c.bias and not c.activation, "LOSS", OF_STATES,
+             output="dh0", ratio=1.05),
+)  # fmt: skip
 CAUSAL_CONV1D = tuple(
     with_conv_cases(
         op(getattr(causal_conv1d, name), name, inputs=conv_inputs, arguments=conv_arguments, contract=conv_contract,
-           defaults=CONV_DEFAULTS, representative=lambda c: c.tier == "smoke" and is_backward(c))
+           defaults=CONV_DEFAULTS, representative=lambda c: c.tier == "smoke" and is_backward(c),
+           expected=CONV_LOSSES if name.endswith("_bwd") else ())
     )
     for name in ("causal_conv1d", "causal_conv1d_bwd")
 )  # fmt: skip
