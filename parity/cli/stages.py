@@ -21,7 +21,7 @@ from parity.cli.options import (
     trial_of,
     verdict_line,
 )
-from parity.debugging.attribution import Ranking, files_compared_bit_for_bit, statement
+from parity.debugging.attribution import Ranking, lines_compared_bit_for_bit, statement
 from parity.debugging.attribution.bits import BitStage, walk_bits
 from parity.debugging.attribution.locate import Birthplace, Located, Region, locate, region_of_bits
 from parity.debugging.attribution.program import Line
@@ -63,7 +63,7 @@ def command(given: argparse.Namespace) -> int:
         shown.append(screen_of_bits(stages, region_of_bits(trial, stages), given.root))
     elif not judged.ended:
         name = output or judged.output
-        fixed = files_compared_bit_for_bit(matrix.load(given.root), trial.op, given.backend)
+        fixed = lines_compared_bit_for_bit(matrix.load(given.root), trial.op, given.backend)
         with progress(TextColumn("one line at a time"), MofNCompleteColumn()) as done:
             found = locate(trial, name, fixed, done)
         shown.append(screen(found, given.root))

@@ -192,7 +192,7 @@ def explain(
     """Explain the error of an output of a trial: by default of the one that is furthest off.
 
     done: called with the number of emulations made so far. judged: the verdict, where it is known. ops: the matrix, see
-    `files_compared_bit_for_bit`. Raises ValueError for an op that is compared bit for bit (`parity.debugging.bits` is
+    `lines_compared_bit_for_bit`. Raises ValueError for an op that is compared bit for bit (`parity.debugging.bits` is
     for those) and for an output that the op does not have, ImportError where the backend's framework is missing.
     """
     if trial.op.bit_exact:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from parity.backends import load_kernel
-from parity.debugging.attribution import Ranking, files_compared_bit_for_bit, mean_square, program
+from parity.debugging.attribution import Ranking, lines_compared_bit_for_bit, mean_square, program
 from parity.debugging.attribution.locate import Located, region
 from parity.debugging.attribution.program import Program
 from parity.debugging.attribution.walk import Evaluation, Stage, walk
@@ -29,8 +29,8 @@ def walked(op: Op, case: Case, backend: Backend, kernel: Kernel | None = None) -
     """The stages, and what is known of them without a ranking of lines."""
     trial = Trial(op, case, backend, kernel)
     expected, of = trial.reference, program(trial)
-    fixed = files_compared_bit_for_bit(OPS, op, backend)
-    none, everything = of.run(lambda place: place.line.file in fixed), of.run(lambda place: True)
+    fixed = lines_compared_bit_for_bit(OPS, op, backend)
+    none, everything = of.run(lambda place: place.line in fixed), of.run(lambda place: True)
     evaluation = Evaluation.of_runs(trial, none, everything)
     stages, output = walk(evaluation, fixed), next(iter(expected.golden))
     if stages[-1].wrong:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -13,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from parity.backends import load_kernel
 from parity.debugging.attribution.program import Active, Line, Place, Program, Run
 from parity.dtypes import Floats
+from parity.ledger.sources import Definition, reached
 from parity.op import Backend, Op
 from parity.trial import Trial
 
@@ -73,25 +72,37 @@ def program(trial: Trial) -> Program:
     return made
 
 
-def files_compared_bit_for_bit(ops: Iterable[Op], op: Op, backend: Backend) -> frozenset[str]:
-    """The source files of ops whose results are exactly defined, as quantised numbers are; but for that of `op`.
+def lines_compared_bit_for_bit(ops: Iterable[Op], op: Op, backend: Backend) -> frozenset[Line]:
+    """The source lines behind ops whose results are exactly defined, as quantised numbers are, and behind no others.
 
-    In float64 such code is something else: it may let an addition of float32 do its rounding.
+    In float64 such code is something else: it may let an addition of float32 do its rounding. What an op does that is
+    defined in the module of such a one is its own, and what ops do that use none of them.
     """
-    files = {op: inspect.getsourcefile(load_kernel(getattr(op, backend))) or ""}
-    for other in {*ops} - {op}:
-        with contextlib.suppress(ImportError, LookupError):  # of the other backend alone
-            files[other] = inspect.getsourcefile(load_kernel(getattr(other, backend))) or ""
-    return frozenset(files[other] for other in files if other.bit_exact) - {files[op]}
+    behind: dict[Op, list[Definition]] = {}
+    for each in {*ops, op}:
+        with contextlib.suppress(ImportError, LookupError, AttributeError):  # of the other backend alone
+            behind[each] = reached(getattr(each, backend))
+    exact = {each for each in behind if each.bit_exact}
+    modules = {getattr(each, backend).partition(":")[0] for each in exact}
+
+    def uses(each: Op) -> bool:
+        return (
+            any(d.module.name in modules for d in behind[each])
+            and getattr(each, backend).partition(":")[0] not in modules
+        )
+
+    others = {d for each in behind.keys() - exact if not uses(each) for d in behind[each]}
+    fixed = {d for each in exact for d in behind[each]} - others
+    return frozenset(Line(str(d.module.path), n) for d in fixed for n in range(d.first, d.last + 1))
 
 
 def outputs_in_float64(trial: Trial, ops: Iterable[Op] = ()) -> Mapping[str, Floats]:
-    """The outputs of a trial's kernel where no operation rounds, but those of `files_compared_bit_for_bit`.
+    """The outputs of a trial's kernel where no operation rounds, but those of `lines_compared_bit_for_bit`.
 
     Raises NotImplementedError for a kernel that cannot be followed, ImportError where the framework is missing.
     """
-    fixed = files_compared_bit_for_bit(ops, trial.op, trial.backend)
-    return program(trial).run(lambda place: place.line.file in fixed).outputs
+    fixed = lines_compared_bit_for_bit(ops, trial.op, trial.backend)
+    return program(trial).run(lambda place: place.line in fixed).outputs
 
 
 def rank(
@@ -99,18 +110,18 @@ def rank(
     golden: Mapping[str, Floats],
     magnitude: Mapping[str, Floats],
     done: Callable[[int, int], None] = lambda runs, of: None,
-    fixed: Set[str] = frozenset(),
+    fixed: Set[Line] = frozenset(),
     runs: tuple[Run, Run] | None = None,
 ) -> Ranking:
     """Rank the lines of a program by the error that each makes.
 
     Errors are over the magnitude, all outputs together. `done` is called with the number of evaluations made so far,
-    and how many there will be. Lines of the files `fixed` are never exact, and none of those that err: what they round
-    is their result (see `files_compared_bit_for_bit`). runs: with none and with all lines, where they are known.
+    and how many there will be. `fixed` lines are never exact, and none of those that err: what they round
+    is their result (see `lines_compared_bit_for_bit`). runs: with none and with all lines, where they are known.
     """
 
     def evaluate(active: Active) -> Run:
-        return of.run(lambda place: place.line.file in fixed or active(place))
+        return of.run(lambda place: place.line in fixed or active(place))
 
     exact, everything = runs or (evaluate(lambda place: False), evaluate(lambda place: True))
 
@@ -118,7 +129,7 @@ def rank(
         return mean_square(run.outputs, exact.outputs, magnitude)
 
     total = power(everything) or 1.0
-    lines = sorted({place.line for place in everything.erring if place.line.file not in fixed})
+    lines = sorted({place.line for place in everything.erring if place.line not in fixed})
     shares: list[Share] = []
     for line in lines:
         done(2 + len(shares), 2 + len(lines))

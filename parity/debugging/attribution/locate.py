@@ -77,15 +77,15 @@ class Located:
 
 
 def locate(
-    trial: Trial, output: str, fixed: Set[str], done: Callable[[int, int], None] = lambda runs, of: None
+    trial: Trial, output: str, fixed: Set[Line], done: Callable[[int, int], None] = lambda runs, of: None
 ) -> Located:
     """Find where the error of an output of a trial enters.
 
-    fixed: files whose lines always round, see `files_compared_bit_for_bit`. done: as in `rank`. Raises
+    fixed: lines that always round, see `lines_compared_bit_for_bit`. done: as in `rank`. Raises
     NotImplementedError for a kernel that cannot be followed, ImportError where the backend's framework is missing.
     """
     of = program(trial)
-    none, everything = of.run(lambda place: place.line.file in fixed), of.run(lambda place: True)
+    none, everything = of.run(lambda place: place.line in fixed), of.run(lambda place: True)
     evaluation = Evaluation.of_runs(trial, none, everything)
     stages = walk(evaluation, fixed)
     found = birthplace(of, trial.reference.golden)

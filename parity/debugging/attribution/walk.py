@@ -16,7 +16,7 @@ import numpy as np
 
 from cpu_golden.stages import single_pass
 from parity.debugging.attribution import mean_square, program
-from parity.debugging.attribution.program import Mark, Run
+from parity.debugging.attribution.program import Line, Mark, Run
 from parity.dtypes import Floats
 from parity.judging.reference import Reference
 from parity.judging.rounding import Rounding
@@ -58,7 +58,7 @@ class Stage:
         return self.wrong > 0 or (is_loss and self.numbers >= LEAST)
 
 
-def walk(first: Evaluation, fixed: Set[str] = frozenset()) -> tuple[Stage, ...]:
+def walk(first: Evaluation, fixed: Set[Line] = frozenset()) -> tuple[Stage, ...]:
     """The stages in the golden's order, the outputs last, none after the first that is off.
 
     A kernel has a stage only if it marks values there that the golden has in these arguments too. fixed: as `rank`
@@ -104,10 +104,10 @@ class Evaluation:
     by_contract: Mapping[str, np.ndarray]
 
     @classmethod
-    def of_trial(cls, trial: Trial, fixed: Set[str]) -> Evaluation:
+    def of_trial(cls, trial: Trial, fixed: Set[Line]) -> Evaluation:
         """Of a trial that is yet to be evaluated."""
         of = program(trial)
-        return cls.of_runs(trial, of.run(lambda place: place.line.file in fixed), of.run(lambda place: True))
+        return cls.of_runs(trial, of.run(lambda place: place.line in fixed), of.run(lambda place: True))
 
     @classmethod
     def of_runs(cls, trial: Trial, none: Run, everything: Run) -> Evaluation:

@@ -11,7 +11,7 @@ import pytest
 
 from parity.cli import main
 from parity.cli.stages import conclusion, screen
-from parity.debugging.attribution import files_compared_bit_for_bit, program, rank, statement
+from parity.debugging.attribution import lines_compared_bit_for_bit, program, rank, statement
 from parity.debugging.attribution.locate import Located
 from parity.debugging.attribution.program import Line, Mark
 from parity.debugging.attribution.walk import Evaluation, unseen, walk
@@ -365,10 +365,19 @@ def test_the_command_of_what_is_compared_bit_for_bit(capsys):
 def test_ops_without_a_kernel_for_the_backend_are_passed_over():
     """In another's matrix an op may have a kernel for the other backend alone."""
     elsewhere = [replace(OP["fp8_quantize"], gpu=""), replace(OP["int8_quantize"], gpu="nothing_here:at_all")]
-    fixed = files_compared_bit_for_bit([*elsewhere, OP["mxfp8_quantize"]], OP["gmm"], "gpu")
-    assert [Path(file).stem for file in fixed] == ["mxfp8"]
-    with pytest.raises(LookupError, match="a kernel must be called 'module:function', got ''"):
-        files_compared_bit_for_bit([], elsewhere[0], "gpu")
+    fixed = lines_compared_bit_for_bit([*elsewhere, OP["mxfp8_quantize"]], OP["gmm"], "gpu")
+    assert {Path(line.file).stem for line in fixed} >= {"mxfp8", "formats"}
+    assert not any(Path(line.file).stem in ("gmm", "launch") for line in fixed)
+
+
+@pytest.mark.tpu
+def test_no_stage_of_a_right_matmul_of_quantised_operands_is_off():
+    """The quantiser's scales stay float32 where nothing else rounds, wherever its code is."""
+    op = OP["grouped_dense_bwd"]
+    case = next(c for c in op.cases if c.quantize and c.block_size == 128 and c.groups == "short")
+    stages, _ = walked(op, case, "tpu")
+    assert [stage.site for stage in stages][:2] == ["dlhs", "drhs"]
+    assert not any(stage.is_off for stage in stages), stages
 
 
 def test_a_statement_is_quoted_in_one_line(tmp_path):

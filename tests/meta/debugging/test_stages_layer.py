@@ -5,7 +5,7 @@ import pytest
 
 from parity.backends import load_kernel
 from parity.cli.stages import conclusion
-from parity.debugging.attribution import files_compared_bit_for_bit, rank, statement
+from parity.debugging.attribution import lines_compared_bit_for_bit, rank, statement
 from parity.debugging.attribution.locate import Located
 from parity.debugging.attribution.walk import Evaluation, walk
 from parity.judging.reference import reference
@@ -128,7 +128,7 @@ LOSSES = [
 def test_a_loss_of_precision_is_found_at_its_stage_and_line(loss, case_id, site, tmp_path):
     op, case = case_of(case_id)
     expected, kernel = reference(op, case), getattr(plant(loss, tmp_path), op.name)
-    fixed = files_compared_bit_for_bit(OPS, op, loss.backend)
+    fixed = lines_compared_bit_for_bit(OPS, op, loss.backend)
     ranking = rank(traced(op, case, loss.backend, kernel), expected.golden, expected.magnitude, fixed=fixed)
     stages = walk(Evaluation.of_runs(Trial(op, case, loss.backend), ranking.none, ranking.all))
     assert (stages[-1].site, stages[-1].wrong, stages[-1].is_off) == (site, 0, True), stages
