@@ -21,7 +21,7 @@ from pathlib import Path
 from parity.backends import prepare_environment
 from parity.cli import explain as explain_command
 from parity.cli import stages as stages_command
-from parity.debugging.attribution import files_compared_bit_for_bit
+from parity.debugging.attribution import lines_compared_bit_for_bit
 from parity.debugging.attribution.bits import walk_bits
 from parity.debugging.attribution.locate import locate, region_of_bits
 from parity.debugging.bits import explain_bits
@@ -56,7 +56,7 @@ FILES = (
     test_faults_delta_rule_tpu,
     test_faults_delta_rule_gpu,
 )
-PRECISION = ("bfloat16", "rounded", "float32 beyond", "float16", "21 bits", "pass", "TF32")
+PRECISION = ("bfloat16", "rounded", "float32 beyond", "float16", "21 bits", "pass of", "passes of", "TF32")
 """Words in the names of faults that lose precision, and are wrong in nothing else."""
 LONGEST = 60
 """Statements of a region, the nearest first, that are read."""
@@ -64,7 +64,14 @@ SMALL = 30
 """Lines of a function that may stand for the statement in it."""
 RIGHT = ("line", "rounding", "statement", "function", "cause")
 KINDS = (*RIGHT, "missed", "wrong")
-DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "TF32": "tf32", "rounded twice": "tf32", "passes": "bf16x3"}
+DTYPES = {
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "TF32": "tf32",
+    "rounded twice": "tf32",
+    "passes": "bf16x3",
+    "one pass": "bfloat16",
+}
 """What `explain` calls the roundings that a fault's name has a word for."""
 
 CAUSES = {
@@ -122,7 +129,7 @@ def _screens(trial: Trial, judged: Judgement, root: Path) -> tuple[str, str]:
         located = stages_command.screen_of_bits(stages, region_of_bits(trial, stages), root)
         return explain_command.of_bits(explain_bits(trial)).plain, located.plain
     explained = explain_command.explanation(explain(trial, judged=judged, ops=OPS)).plain
-    fixed = files_compared_bit_for_bit(OPS, trial.op, trial.backend)
+    fixed = lines_compared_bit_for_bit(OPS, trial.op, trial.backend)
     return explained, stages_command.screen(locate(trial, judged.output, fixed), root).plain
 
 
