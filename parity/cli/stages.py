@@ -21,7 +21,7 @@ from parity.cli.options import (
     trial_of,
     verdict_line,
 )
-from parity.debugging.attribution import Ranking, lines_compared_bit_for_bit, statement
+from parity.debugging.attribution import Ranking, Share, lines_compared_bit_for_bit, statement
 from parity.debugging.attribution.bits import BitStage, walk_bits
 from parity.debugging.attribution.locate import Birthplace, Located, Region, locate, region_of_bits
 from parity.debugging.attribution.program import Line
@@ -145,7 +145,7 @@ def conclusion(found: Located, root: Path) -> str:
     shares = list(ranking.shares)
     if last.is_off:  # what is most of the error there may be little of the result's
         shares.sort(key=lambda share: share.sites.get(last.site, share.share), reverse=True)
-    first = quoted(shares[0].line, root) if shares else "no line"
+    first = _named(shares[0], root) if shares else "no line"
     if last.is_off:
         return f"precision is lost at {last.site}; most of it by {first}"
     if not shares or not ranking.error:
@@ -153,6 +153,12 @@ def conclusion(found: Located, root: Path) -> str:
     if ranking.exact > FAITHFUL * ranking.error:
         return "no stage is off; the lines are not ranked by their shares alone: in float64 some of the error is left"
     return f"no stage is off by {JUMP:g} times its contract; most of the error of {found.output} is made by {first}"
+
+
+def _named(share: Share, root: Path) -> str:
+    """A line, and which call of its function makes more of its error than all others."""
+    callers = [caller for caller, part in share.callers if part > share.share / 2]
+    return quoted(share.line, root) + (f", called by {quoted(callers[0], root)}" if callers else "")
 
 
 def _born(found: Birthplace, root: Path) -> str:
