@@ -32,7 +32,7 @@ import ml_dtypes
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, ScanOps, TensorHandle
 
 from parity.backends.emulation import foreign
 
@@ -66,7 +66,7 @@ def emulated() -> Iterator[None]:
     language = interpreter._patch_lang(_ALL_OF_TRITON)
     # Triton 3.6 takes an array of one element for a number, which NumPy 2.4 forbids.
     language.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
-    for owner, name, value in (*_made_once(), *foreign.patches()):
+    for owner, name, value in (*_made_once(), *_sums_of_bfloat16(), *foreign.patches()):
         language.set_attr(owner, name, value)
     names = foreign.Globals()
 
@@ -123,6 +123,44 @@ def _made_once() -> list[tuple[Any, str, Callable[..., Any]]]:
         (tl.block_type, "__init__", block_type),
         (tl.tensor, "__init__", tensor),
         (interpreter, "_get_np_dtype", np_dtype),
+    ]
+
+
+def _sums_of_bfloat16() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """The patches (owner, name, function) with which bfloat16 is summed: the interpreter adds up its bit patterns.
+
+    A sum adds the two halves of an axis until one number is left, as threads do; a running one goes step by step. Each
+    result is rounded to bfloat16.
+    """
+    total, running = {"sum": ReduceOps.sum}, {"cumsum": ScanOps.cumsum, "cumprod": ScanOps.cumprod}
+
+    def sum_(reduction: Any, x: Any) -> Any:
+        if x.handle.dtype.scalar != tl.bfloat16:
+            return total["sum"](reduction, x)
+        values = _values(x.handle)
+        axes = tuple(range(values.ndim)) if reduction.axis is None else (reduction.axis,)
+        for axis in axes:
+            while values.shape[axis] > 1:
+                first, second = np.split(values, 2, axis)
+                values = _float32_of(_round_to_bfloat16(first.astype(np.float64) + second))
+        bits = _round_to_bfloat16(values)
+        return reduction.to_tensor(bits if reduction.keep_dims else bits.squeeze(axes), x.dtype)
+
+    def along(name: str, op: np.ufunc) -> Callable[..., Any]:
+        def scanned(scan: Any, x: Any) -> Any:
+            if x.handle.dtype.scalar != tl.bfloat16:
+                return running[name](scan, x)
+            values = np.moveaxis(_values(x.handle).astype(np.float64), scan.axis, 0).copy()
+            for n in range(1, len(values)):
+                values[n] = _float32_of(_round_to_bfloat16(op(values[n - 1], values[n])))
+            return [scan.to_tensor(np.moveaxis(_round_to_bfloat16(values), 0, scan.axis), x.dtype)]
+
+        return scanned
+
+    return [
+        (ReduceOps, "sum", sum_),
+        (ScanOps, "cumsum", along("cumsum", np.add)),
+        (ScanOps, "cumprod", along("cumprod", np.multiply)),
     ]
 
 
@@ -299,11 +337,16 @@ def _values(handle: TensorHandle) -> Array:
     """The numbers in a handle, which keeps bfloat16 and 8-bit floats as bit patterns."""
     dtype = handle.dtype.scalar
     if dtype == tl.bfloat16:
-        return (handle.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return _float32_of(handle.data)
     if dtype.name in FLOAT8:
         return handle.data.view(FLOAT8[dtype.name]).astype(np.float32)
     data: Array = handle.data
     return data
+
+
+def _float32_of(bits: Array) -> Array:
+    """The numbers that are bfloat16 bit patterns."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def _round_to_bfloat16(x: Array) -> Array:

@@ -77,6 +77,15 @@ def multiply_add_kernel(x, y, z, out, SIZE: tl.constexpr):
     tl.store(out + i, tl.fma(tl.load(x + i), tl.load(y + i), tl.load(z + i)))
 
 
+@triton.jit
+def sums_kernel(x, total, row, running, M: tl.constexpr, N: tl.constexpr):
+    i, j = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    tile = tl.load(x + i * N + j)
+    tl.store(total + tl.arange(0, 1), tl.sum(tile, axis=None, keep_dims=True).reshape(1))
+    tl.store(row + tl.arange(0, M), tl.sum(tile, axis=1))
+    tl.store(running + i * N + j, tl.cumsum(tile, axis=1))
+
+
 def dot(lhs, rhs, acc=None, precision="ieee"):
     (m, k), n = lhs.shape, rhs.shape[1]
     out = torch.zeros(m, n) if acc is None else acc.clone()
@@ -213,6 +222,21 @@ def test_other_casts_to_and_from_bfloat16(dtype):
         assert torch.equal(elementwise("copy", values, dtype=torch.bfloat16), values.bfloat16())
         back = elementwise("copy", values.bfloat16(), dtype=dtype)
     assert torch.equal(back, values.bfloat16().to(dtype))
+
+
+def test_bfloat16_is_summed_as_numbers_and_rounded_at_each_addition():
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(5)).bfloat16()
+    total, row, running = torch.empty(1).bfloat16(), torch.empty(4).bfloat16(), torch.empty_like(x)
+    with emulated():
+        sums_kernel[(1,)](x, total, row, running, M=4, N=64)
+    halves, step = x.clone(), x[:, 0].clone()
+    while halves.shape[1] > 1:
+        halves = halves[:, : halves.shape[1] // 2] + halves[:, halves.shape[1] // 2 :]
+    for n in range(1, 64):
+        step = step + x[:, n]
+    assert torch.equal(row, halves[:, 0]) and torch.equal(running[:, -1], step)
+    exact = float(x.double().sum())
+    assert 0 < abs(float(total) - exact) < 8 * U["bfloat16"] * float(x.double().abs().sum()) / 8
 
 
 def test_cast_from_float64_rounds_once():
