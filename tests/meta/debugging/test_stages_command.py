@@ -253,6 +253,15 @@ def test_it_is_said_of_which_values_a_kernel_has_parts_alone(tmp_path):
     assert "not compared: A, dgate: no program of the kernel has the whole" in screen(found, tmp_path).plain
 
 
+@pytest.mark.gpu
+def test_no_stage_is_wrong_where_every_output_is_right():
+    """This one shows gradients of scores on the diagonal that its golden has elsewhere."""
+    op = OP["chunk_gated_delta_rule_bwd"]
+    case = next(c for c in op.cases if c.tier != "full" and c.l2norm and c.chunk == 32 and c.dtype == "float32")
+    stages, _ = walked(op, case, "gpu")
+    assert {"dP", "dq"} <= {stage.site for stage in stages} and not any(stage.is_off for stage in stages), stages
+
+
 def test_a_site_is_unseen_only_without_any_value():
     marks = [Mark("A", np.array([np.nan]), ()), Mark("dA", np.array([np.nan]), ()), Mark("dA", np.array([1.0]), ())]
     assert unseen(marks) == ("A",) and unseen(marks[1:]) == ()
