@@ -5,7 +5,7 @@
 An answer is right where `stages` names the planted line in its first sentence, where `explain` names the rounding by
 its dtype, at a site that has at least 90 % of the error, or, of a fault of logic, where `explain` calls it one and the
 planted line is among the statements that `stages` lists, or in a function that it lists of at most `SMALL` lines; or
-where a first sentence says what `CAUSES` has of the fault. It is wrong where either command calls lost precision a
+where the answer has what `CAUSES` says of the fault. It is wrong where either command calls lost precision a
 fault of logic, or logic a rounding.
 """
 
@@ -75,12 +75,18 @@ DTYPES = {
 """What `explain` calls the roundings that a fault's name has a word for."""
 
 CAUSES = {
-    "the columnwise payload is the rowwise one": "rowwise_spread in the place of the value at columnwise_spread, 100%",
-    "the K tail is dropped": "what lhs adds in K block 1 is missing",
-    "int8 is accumulated in float32 beyond 2^24": "return sums if total is None else total + sums",
+    "the columnwise payload is the rowwise one": (
+        "rowwise_spread in the place of the value at columnwise_spread, 100%",
+    ),
+    "the K tail is dropped": ("what lhs adds in K block 1 is missing",),
+    "int8 is accumulated in float32 beyond 2^24": (
+        "return sums if total is None else total + sums",
+        "_dot_of_step(a, b",
+    ),
+    "a tile overwrites what it should add to": ("return decayed(state, ",),
 }
-"""What says of a fault as well as its line does what is wrong: read, and found right. The last rounds; what was planted
-is the choice of a dtype."""
+"""What says of a fault as well as its line does what is wrong: read, and found right. The third are the statements that
+round, what was planted is the choice of a dtype; the last calls the function that has nothing left to compute."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,8 @@ def _screens(trial: Trial, judged: Judgement, root: Path) -> tuple[str, str]:
 
 
 def _scored(fault: Fault, op: Op, case: str, explained: str, located: str) -> Answer:
-    what = "precision" if any(word in fault.name for word in PRECISION) else "logic"
+    is_precision = not op.bit_exact and any(word in fault.name for word in PRECISION)
+    what = "precision" if is_precision else "logic"
     planted, first = planted_lines(fault), located.splitlines()[0]
     named = {int(number) for number in re.findall(rf"planted_{fault.backend}\.py:(\d+)", first)}
     listed, functions = _listed(located, f"planted_{fault.backend}.py")
@@ -153,7 +160,7 @@ def _scored(fault: Fault, op: Op, case: str, explained: str, located: str) -> An
             kind = "statement"
         elif any(len(lines) <= SMALL and not lines.isdisjoint(planted) for lines in functions):
             kind = "function"
-    if kind == "missed" and CAUSES.get(fault.name, "?") in explained + first:
+    if kind == "missed" and any(cause in explained + located for cause in CAUSES.get(fault.name, ())):
         kind = "cause"
     return Answer(fault.name, fault.backend, op.name, case, what, kind, explained, first, statements)
 
