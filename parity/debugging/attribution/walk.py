@@ -1,7 +1,7 @@
 """A kernel's named intermediate results beside those of the staged golden, up to the first that is off.
 
 A kernel marks values with the names of the golden's sites. They are compared without regard to where they lie: in
-float64 a value that is right is one that the golden has at that site, and two of its numbers hardly ever agree to eight
+float64 a value that is right is one that the golden has at that site, and two of its numbers hardly ever agree to seven
 digits by chance. So no tile has to be put in its place, and right values in a wrong place show at the next stage.
 """
 
@@ -24,7 +24,10 @@ from parity.judging.stages import by_contract, emulate, staged
 from parity.trial import Trial
 
 SAME = 2.0**-27
-"""Of the largest value of a site (or of M, in an output): float64 values that differ by less are the same."""
+"""Of M in an output, and of what the contract has exact: float64 values that differ by less are the same."""
+PIECES = 2.0**-25
+"""Of the largest value of a site: values that differ by less are the same, as kernels multiply them in up to three
+bfloat16 pieces, which hold 24 bits of a float64 number."""
 JUMP = 4.0
 """A stage that errs by more than so many times what the contract's roundings make of it is where precision is lost.
 Right kernels err by 0.4 to 2.3 times that; one bfloat16 rounding too many is some 10^4 times a float32 one. Of what
@@ -222,7 +225,7 @@ def _missing(values: Floats, known: Floats) -> np.ndarray:
         return np.ones(values.shape, bool)
     after = np.searchsorted(known, values).clip(0, known.size - 1)
     nearest = np.minimum(np.abs(known[after] - values), np.abs(known[np.maximum(after - 1, 0)] - values))
-    return nearest > SAME * max(abs(known[0]), abs(known[-1]))
+    return nearest > PIECES * max(abs(known[0]), abs(known[-1]))
 
 
 def _rms(x: Floats) -> float:

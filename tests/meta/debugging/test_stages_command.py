@@ -19,6 +19,7 @@ from parity.judging.reference import reference
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.meta.faults.planting import ROOT, Fault, plant
+from tests.meta.faults.test_faults_delta_rule_gpu import FAULTS as FAULTS_DELTA_RULE_GPU
 from tests.support.stages import check_a_probe_leaves_nothing, traced, walked
 
 OP = {op.name: op for op in OPS}
@@ -254,12 +255,23 @@ def test_it_is_said_of_which_values_a_kernel_has_parts_alone(tmp_path):
 
 
 @pytest.mark.gpu
-def test_no_stage_is_wrong_where_every_output_is_right():
-    """This one shows gradients of scores on the diagonal that its golden has elsewhere."""
+def test_values_in_three_pieces_are_the_ones_that_they_stand_for():
     op = OP["chunk_gated_delta_rule_bwd"]
     case = next(c for c in op.cases if c.tier != "full" and c.l2norm and c.chunk == 32 and c.dtype == "float32")
     stages, _ = walked(op, case, "gpu")
     assert {"dP", "dq"} <= {stage.site for stage in stages} and not any(stage.is_off for stage in stages), stages
+
+
+@FULL
+@pytest.mark.gpu
+def test_no_stage_is_wrong_where_every_output_is_right(tmp_path):
+    """Powers of equal keys reach 1e15 and cancel: float64 keeps what is left of T, not each of its numbers."""
+    fault = next(f for f in FAULTS_DELTA_RULE_GPU if f.name == "the inverse comes from powers")
+    op = OP[fault.ops[0]]
+    case = next(c for c in op.cases if c.tier != "full" and fault.where(c))
+    stages, found = walked(op, case, "gpu", getattr(plant(fault, tmp_path), op.name))
+    assert (stages[-1].site, stages[-1].wrong, stages[-1].is_off) == ("T", 0.0, True), stages
+    assert conclusion(found, tmp_path).startswith("precision is lost at T")
 
 
 def test_a_site_is_unseen_only_without_any_value():

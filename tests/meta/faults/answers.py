@@ -56,7 +56,17 @@ FILES = (
     test_faults_delta_rule_tpu,
     test_faults_delta_rule_gpu,
 )
-PRECISION = ("bfloat16", "rounded", "float32 beyond", "float16", "21 bits", "pass of", "passes of", "TF32")
+PRECISION = (
+    "bfloat16",
+    "rounded",
+    "float32 beyond",
+    "float16",
+    "21 bits",
+    "pass of",
+    "passes of",
+    "TF32",
+    "from powers",
+)
 """Words in the names of faults that lose precision, and are wrong in nothing else."""
 LONGEST = 60
 """Statements of a region, the nearest first, that are read."""
