@@ -18,7 +18,7 @@ from parity.report import text
 from parity.runners import drawn
 from parity.trial import Trial
 from tests.matrix import OPS
-from tests.matrix.delta_rule import DELTA_RULES, GATES
+from tests.matrix.delta_rule import CAUSAL_CONV1D, DELTA_RULES, GATES
 from tests.matrix.gla import GATED_LINEAR_ATTENTION
 from tests.matrix.gmm import GMM, TGMM
 from tests.matrix.moe import GROUPED_DENSE, GROUPED_DENSE_BWD, MOE_LAYERS
@@ -38,6 +38,7 @@ FAMILIES = {
     "gla/test_gla": GATED_LINEAR_ATTENTION,
     "delta_rule/test_delta_rule": DELTA_RULES,
     "delta_rule/test_delta_rule_gates": GATES,
+    "delta_rule/test_delta_rule_conv": CAUSAL_CONV1D,
 }
 """The tests that run an op's cases, without the backend."""
 EXAMPLES = {"tpu": 100, "gpu": 50}
