@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
@@ -78,10 +78,10 @@ def lines_compared_bit_for_bit(ops: Iterable[Op], op: Op, backend: Backend) -> f
     In float64 such code is something else: it may let an addition of float32 do its rounding. What an op does that is
     defined in the module of such a one is its own, and what ops do that use none of them.
     """
-    behind: dict[Op, list[Definition]] = {}
+    behind: dict[Op, Sequence[Definition]] = {}
     for each in {*ops, op}:
         with contextlib.suppress(ImportError, LookupError, AttributeError):  # of the other backend alone
-            behind[each] = reached(getattr(each, backend))
+            behind[each] = _behind(getattr(each, backend))
     exact = {each for each in behind if each.bit_exact}
     modules = {getattr(each, backend).partition(":")[0] for each in exact}
 
@@ -94,6 +94,9 @@ def lines_compared_bit_for_bit(ops: Iterable[Op], op: Op, backend: Backend) -> f
     others = {d for each in behind.keys() - exact if not uses(each) for d in behind[each]}
     fixed = {d for each in exact for d in behind[each]} - others
     return frozenset(Line(str(d.module.path), n) for d in fixed for n in range(d.first, d.last + 1))
+
+
+_behind = cache(reached)
 
 
 def outputs_in_float64(trial: Trial, ops: Iterable[Op] = ()) -> Mapping[str, Floats]:

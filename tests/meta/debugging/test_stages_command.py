@@ -254,6 +254,7 @@ def test_it_is_said_of_which_values_a_kernel_has_parts_alone(tmp_path):
     assert "not compared: A, dgate: no program of the kernel has the whole" in screen(found, tmp_path).plain
 
 
+@FULL
 @pytest.mark.gpu
 def test_values_in_three_pieces_are_the_ones_that_they_stand_for():
     op = OP["chunk_gated_delta_rule_bwd"]
