@@ -33,11 +33,11 @@ class Executed:
         self._now = 0
 
     def at(self, place: Place | Sequence[Line] | None) -> frozenset[Line]:
-        """The lines of a place, which are executed now."""
-        lines = frozenset(line for line in place or () if line)
-        self._now += 1
-        self.when |= dict.fromkeys(lines, self._now)
-        return lines
+        """The lines of a place, the innermost first, which are executed now."""
+        lines = [line for line in place or () if line]
+        self._now += len(lines)
+        self.when |= {line: self._now - n for n, line in enumerate(lines)}
+        return frozenset(lines)
 
 
 @dataclass(frozen=True)
