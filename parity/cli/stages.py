@@ -105,6 +105,9 @@ def _append_ranking(out: Text, ranking: Ranking, root: Path) -> None:
 
 
 def _append_region(out: Text, region: Region, root: Path) -> None:
+    if not region.lines:
+        out.append(f"{region.site} comes of no operation: an argument, or a part of one, is passed on\n")
+        return
     out.append(f"{region.site} comes of these statements, and of what is right before them:\n")
     for file, name, whole, numbers in region.functions:
         out.append(f"  {_short(file, root)}:{whole[0]}–{whole[-1]}  {name}\n")

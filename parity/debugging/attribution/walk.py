@@ -181,7 +181,8 @@ def _stage(
 
 
 def _output(name: str, expected: Reference, exact: Run, own: Run, by_contract: Mapping[str, np.ndarray]) -> Stage:
-    """An output as a stage. An element is wrong if it is far off both in float64 and as the kernel has it."""
+    """An output as a stage. An element is wrong if it is far off both in float64 and as the kernel has it; one without
+    a magnitude, of which no error is a rounding, if it is off at all."""
     golden, magnitude = expected.golden[name], expected.magnitude[name]
     scored = (magnitude > 0) & np.isfinite(golden)
 
@@ -191,8 +192,10 @@ def _output(name: str, expected: Reference, exact: Run, own: Run, by_contract: M
     errors = off(by_contract[name])
     none, everything = exact.outputs, own.outputs
     wrong = (off(none[name]) > SAME) & (off(everything[name]) > JUMP * errors.max(initial=0.0))
+    fixed = (magnitude == 0) & np.isfinite(golden)
+    count = wrong.sum() + ((none[name] != golden) & (everything[name] != golden) & fixed).sum()
     error = float(np.sqrt(mean_square(everything, none, {name: magnitude})))
-    return Stage(name, float(wrong.sum()) / max(golden.size, 1), error, _rms(errors), errors.size)
+    return Stage(name, float(count) / max(golden.size, 1), error, _rms(errors), errors.size)
 
 
 def _sites(trial: Trial, steps: Mapping[str, Any]) -> tuple[Mapping[str, Floats], Mapping[str, float]]:
