@@ -1,4 +1,4 @@
-"""The TPU's matrix unit (MXU), emulated where Pallas kernels run interpreted on a CPU.
+"""The TPU's matrix unit (MXU), emulated where Pallas kernels run interpreted on a CPU; sums by `vector_sums`.
 
 XLA's CPU backend computes a float32 dot in float32 whatever its `precision`; the MXU multiplies bfloat16. Inside
 `emulated()`, a `dot_general` is lowered for the CPU to what libtpu makes of it on the chip:
@@ -68,15 +68,16 @@ def emulated() -> Iterator[None]:
 
 @cache
 def _register() -> None:
-    original = mlir._platform_specific_lowerings["cpu"][dot_general_p].rule
-    mlir.register_lowering(dot_general_p, partial(_lower, original), platform="cpu")
-    original = mlir._lowerings[reduce_sum_p].rule
-    mlir.register_lowering(reduce_sum_p, partial(_lower_sum, original), platform="cpu")
+    dot, sum_ = mlir._platform_specific_lowerings["cpu"][dot_general_p].rule, mlir._lowerings[reduce_sum_p].rule
+    mlir.register_lowering(dot_general_p, partial(_lower, dot), platform="cpu")
+    mlir.register_lowering(reduce_sum_p, partial(_lower_sum, sum_), platform="cpu")
 
 
 def _lower_sum(original: Any, ctx: Any, x: Any, **params: Any) -> Any:
     """Lowering rule of `reduce_sum`: the vector unit's where emulation is on, else `original`."""
-    return (partial(vector_sums.lower, original) if _emulating.get() else original)(ctx, x, **params)
+    if not _emulating.get():
+        return original(ctx, x, **params)
+    return vector_sums.lower(original, ctx, x, **params)
 
 
 def _lower(original: Any, ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:

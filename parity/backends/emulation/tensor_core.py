@@ -132,11 +132,11 @@ def _sums_of_bfloat16() -> list[tuple[Any, str, Callable[..., Any]]]:
     A sum adds the two halves of an axis until one number is left, as threads do; a running one goes step by step. Each
     result is rounded to bfloat16.
     """
-    total, running = {"sum": ReduceOps.sum}, {"cumsum": ScanOps.cumsum, "cumprod": ScanOps.cumprod}
+    total = ReduceOps.sum
 
     def sum_(reduction: Any, x: Any) -> Any:
         if x.handle.dtype.scalar != tl.bfloat16:
-            return total["sum"](reduction, x)
+            return total(reduction, x)
         values = _values(x.handle)
         axes = tuple(range(values.ndim)) if reduction.axis is None else (reduction.axis,)
         for axis in axes:
@@ -146,10 +146,10 @@ def _sums_of_bfloat16() -> list[tuple[Any, str, Callable[..., Any]]]:
         bits = _round_to_bfloat16(values)
         return reduction.to_tensor(bits if reduction.keep_dims else bits.squeeze(axes), x.dtype)
 
-    def along(name: str, op: np.ufunc) -> Callable[..., Any]:
+    def running(original: Callable[..., Any], op: np.ufunc) -> Callable[..., Any]:
         def scanned(scan: Any, x: Any) -> Any:
             if x.handle.dtype.scalar != tl.bfloat16:
-                return running[name](scan, x)
+                return original(scan, x)
             values = np.moveaxis(_values(x.handle).astype(np.float64), scan.axis, 0).copy()
             for n in range(1, len(values)):
                 values[n] = _float32_of(_round_to_bfloat16(op(values[n - 1], values[n])))
@@ -159,8 +159,8 @@ def _sums_of_bfloat16() -> list[tuple[Any, str, Callable[..., Any]]]:
 
     return [
         (ReduceOps, "sum", sum_),
-        (ScanOps, "cumsum", along("cumsum", np.add)),
-        (ScanOps, "cumprod", along("cumprod", np.multiply)),
+        (ScanOps, "cumsum", running(ScanOps.cumsum, np.add)),
+        (ScanOps, "cumprod", running(ScanOps.cumprod, np.multiply)),
     ]
 
 
