@@ -59,11 +59,11 @@ def test_leading_axes_are_summed_first():
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 5, 128, 129])
-def test_sums_of_every_length_are_right(size):
+def test_sums_of_every_length_add_all_of_it(size):
     x = values((2, size))
     with mxu.emulated():
         got = summed(x, (1,))
-    np.testing.assert_allclose(got, x.astype(np.float64).sum(1), rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(got, model(x, 1, 128) if size else np.zeros(2))
 
 
 def test_a_sum_is_its_own_outside_and_in_other_dtypes():
