@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cpu_golden import causal_conv1d, gated_delta_rule, gates, kda
+from cpu_golden._lib.activations import sigmoid
 from cpu_golden.stages import Stages, exact
 from parity import Array, Case, Contract, Op
 from parity.op import Backend
@@ -111,7 +112,7 @@ def golden(*, rule: str, sizes: Sizes, stages: Stages = exact, **tensors: Any) -
         "conv": partial(causal_conv1d.causal_conv1d, stages=stages.renamed(**RENAMED)),
         "gate": partial(getattr(gates, GATE[rule]), stages=stages),
         "rule": partial(getattr(module, f"chunk_{rule}_fwd"), stages=stages),
-        "sigmoid": lambda b: stages("beta", sigmoid(b)),
+        "sigmoid": partial(beta, stages),
     }
     return Output(layer(ops, sizes, **tensors))
 
@@ -131,7 +132,7 @@ def golden_bwd(*, rule: str, sizes: Sizes, do: Any, stages: Stages = exact, **te
         "conv": partial(causal_conv1d.causal_conv1d, stages=of_conv),
         "gate": partial(getattr(gates, GATE[rule]), stages=stages),
         "rule": keep,
-        "sigmoid": lambda b: stages("beta", sigmoid(b)),
+        "sigmoid": partial(beta, stages),
     }
     layer(ops, sizes, x, weight, a, b, A_log, dt_bias)
     of_rule = getattr(module, f"chunk_{rule}_bwd")(**seen, do=do.astype(np.float64), stages=stages)
@@ -144,9 +145,9 @@ def golden_bwd(*, rule: str, sizes: Sizes, do: Any, stages: Stages = exact, **te
     return Grads(of_x.dx, of_x.dweight, of_a.da, db, of_a.dA_log, of_a.ddt_bias)
 
 
-def sigmoid(b: Any) -> Any:
-    """1 / (1 + exp(-b)) in float64."""
-    return 1 / (1 + np.exp(-b.astype(np.float64)))
+def beta(stages: Stages, b: Any) -> Any:
+    """The sigmoid of b in float64. Site: beta."""
+    return stages("beta", sigmoid(b.astype(np.float64), exact))
 
 
 def rule_of(c: Case) -> str:
