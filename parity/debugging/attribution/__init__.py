@@ -75,8 +75,8 @@ def program(trial: Trial) -> Program:
 def lines_compared_bit_for_bit(ops: Iterable[Op], op: Op, backend: Backend) -> frozenset[Line]:
     """The source lines behind ops whose results are exactly defined, as quantised numbers are, and behind no others.
 
-    In float64 such code is something else: it may let an addition of float32 do its rounding. What an op does that is
-    defined in the module of such a one is its own, and what ops do that use none of them.
+    In float64 such code is something else: it may let an addition of float32 do its rounding. Other ops that use a
+    bit-exact one share its lines; those that use none, or stand in its module, have their own, which may round.
     """
     behind: dict[Op, Sequence[Definition]] = {}
     for each in {*ops, op}:
@@ -119,8 +119,8 @@ def rank(
     """Rank the lines of a program by the error that each makes.
 
     Errors are over the magnitude, all outputs together. `done` is called with the number of evaluations made so far,
-    and how many there will be. `fixed` lines are never exact, and none of those that err: what they round
-    is their result (see `lines_compared_bit_for_bit`). runs: with none and with all lines, where they are known.
+    and how many there will be. `fixed` lines are never exact, and none of those that err: what they round is their
+    result (see `lines_compared_bit_for_bit`). runs: with none and with all lines, where they are known.
     """
 
     def evaluate(active: Active) -> Run:

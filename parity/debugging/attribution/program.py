@@ -90,7 +90,7 @@ class Birth:
 
 
 CUT = 2.0**-7
-"""What a number loses at most whose bits were cut or rounded as integers, as share of it: all but bfloat16's."""
+"""The share of a number that cutting or rounding its bits as integers loses at most: down to bfloat16."""
 
 
 def is_cut(number: Floats, got: Floats) -> bool:
