@@ -80,7 +80,8 @@ class Plan(NamedTuple):
     def _launch(self, kernel: Any, programs: int, **own: Any) -> None:
         arguments = {**self.delta.arguments, **own, "SPLIT": self.split, "ROWS": self.block.rows}
         options = {"num_warps": self.block.warps, "num_stages": 1, "enable_fp_fusion": True}
-        Launch(kernel, (programs * self.delta.p.hv,), arguments, options).run(self.delta.scan.device)
+        launch = Launch(kernel, (programs * self.delta.p.hv,), arguments, options, "K, V or chunk_size")
+        launch.run(self.delta.scan.device)
 
 
 @options_of(take)

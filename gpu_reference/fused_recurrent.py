@@ -127,7 +127,7 @@ def _launch(kernel: Any, scan: Scan, reverse: bool, keys: int, columns: int, **o
     tiles = max(triton.cdiv(p.k, keys), 1) * max(triton.cdiv(p.v, columns), 1)
     chosen = {"REVERSE": reverse, "BK": keys, "BV": columns, "SEGMENT_STEPS": SEGMENT}
     options = {"num_warps": 4, "enable_fp_fusion": True}
-    return Launch(kernel, (p.n * p.h * tiles,), {**scan.arguments, **own, **chosen}, options)
+    return Launch(kernel, (p.n * p.h * tiles,), {**scan.arguments, **own, **chosen}, options, "K and V")
 
 
 @triton.jit

@@ -198,7 +198,7 @@ def quantize_launches(
     """
     grid, cells, tile = _geometry(plane, blocks)
     arguments = {"x": plane, "output": output, "columnwise": columnwise, "cells": cells, **tile}
-    quantize = Launch(_quantize_kernel, grid, arguments | {"FORMAT": FORMATS[name]}, OPTIONS)
+    quantize = Launch(_quantize_kernel, grid, arguments | {"FORMAT": FORMATS[name]}, OPTIONS, "block_size")
     if all(block <= size for block, size in zip(blocks, (tile["TILE_ROWS"], tile["TILE_COLUMNS"]), strict=True)):
         return [quantize]
     outputs = {"output": output, "columnwise": columnwise}
@@ -215,7 +215,7 @@ def dequantize_launch(codes: Tensor, blocks: tuple[int, int], name: str, scale: 
     """The kernel that dequantises contiguous codes [rows, columns], as `as_codes` has them, in `blocks`."""
     grid, cells, tile = _geometry(codes, blocks)
     arguments = {"codes": codes, "scale": scale, "out": out, "cells": cells, **tile, "FORMAT": name}
-    return Launch(_dequantize_kernel, grid, arguments, OPTIONS)
+    return Launch(_dequantize_kernel, grid, arguments, OPTIONS, "block_size")
 
 
 def _geometry(plane: Tensor, blocks: tuple[int, int]) -> tuple[tuple[int], Cells, dict[str, Any]]:

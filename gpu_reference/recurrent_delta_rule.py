@@ -124,7 +124,7 @@ def _launch(kernel: Any, delta: Delta, **own: Any) -> Launch:
     p, columns = delta.p, _columns(delta)
     arguments = {**delta.arguments, **own, "BK": block_of(p.k), "BV": columns}
     options = {"num_warps": 4, "enable_fp_fusion": True}
-    return Launch(kernel, (p.n * p.hv * triton.cdiv(p.v, columns),), arguments, options)
+    return Launch(kernel, (p.n * p.hv * triton.cdiv(p.v, columns),), arguments, options, "K and V")
 
 
 @triton.jit

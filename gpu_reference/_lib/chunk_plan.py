@@ -73,7 +73,9 @@ class Plan(NamedTuple):
         planned = {"SEGMENT": None if self.fused else self.segment, "SPLIT": self.split, **tile}
         # A pipeline would hold the next rows in registers, which are short: one stage.
         options = {"num_warps": self.block.warps, "num_stages": 1, "enable_fp_fusion": True}
-        return Launch(kernel, (programs,), {**self.scan.arguments, **planned, **arguments}, options)
+        return Launch(
+            kernel, (programs,), {**self.scan.arguments, **planned, **arguments}, options, "K, V or chunk_size"
+        )
 
 
 class Route(NamedTuple):

@@ -12,12 +12,16 @@ AMD_BYTES = 64 * 1024  # all of gfx942's, which has one stage fewer in it: that 
 
 
 class Launch(NamedTuple):
-    """A kernel with all that its launch takes. Built from shapes alone, so tensors of the meta device will do."""
+    """A kernel with all that its launch takes. Built from shapes alone, so tensors of the meta device will do.
+
+    sized_by: the arguments of the public function that its tiles grow with.
+    """
 
     kernel: Any
     grid: tuple[int]
     arguments: dict[str, Any]
     options: dict[str, Any]
+    sized_by: str = "its arguments"
 
     def run(self, device: torch.device) -> None:
         """Launch on the current stream of `device`.
@@ -28,9 +32,8 @@ class Launch(NamedTuple):
             with torch.cuda.device(device if device.type == "cuda" else -1):
                 self.kernel[self.grid](**self.arguments, **self.options)
         except OutOfResources as error:
-            grows_with = "tiling" if "TILE" in self.arguments else "K, V or block_size"
             needs = f"needs {error.required} bytes of {error.name}, and the device has {error.limit}"
-            raise ValueError(f"{grows_with} must be smaller: {self.kernel.fn.__name__} {needs}") from error
+            raise ValueError(f"{self.sized_by} must be smaller: {self.kernel.fn.__name__} {needs}") from error
 
 
 def launch_options(rows: int, depth: int, columns: int, element_size: int) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class Plan(NamedTuple):
         shard = Shard(given.group_offset, p.experts, p.groups)
         task = Task(existing_out, out, groups, shard, Sizes(p.m, p.k, p.n))
         arguments = {**self.arguments, "task": task, "TILE": self.tile, **constants}
-        return Launch(self.kernel, (programs,), arguments, self.options)
+        return Launch(self.kernel, (programs,), arguments, self.options, "tiling")
 
 
 class OfRows(Plan):
