@@ -26,24 +26,13 @@ from op_arguments.causal_conv1d import (
     ConvGrads,
     ConvOutput,
     ConvProblem,
+    ConvTensors,
     check_conv,
     check_conv_gradients,
 )
 
 ROWS, COLUMNS = 32, 64  # of a program's tile: 8 elements to a thread; of 16, a backward pass spills
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
-
-
-class Tensors(NamedTuple):
-    """What a call is given, None for what it is not: x [B, T, D], weight [D, W], bias [D], states [N, D, W - 1]."""
-
-    x: Any
-    weight: Any
-    bias: Any
-    initial_state: Any
-    cu_seqlens: Any
-    dy: Any = None
-    dht: Any = None
 
 
 class Conv(NamedTuple):
@@ -73,7 +62,7 @@ def causal_conv1d(
     Arguments and errors as `cpu_golden.causal_conv1d.causal_conv1d`, without float64; tensors of any strides. Also
     raises as `check_devices`.
     """
-    given = Tensors(x, weight, bias, initial_state, cu_seqlens)
+    given = ConvTensors(x, weight, bias, initial_state, cu_seqlens)
     p = _check(given, activation)
     return ConvOutput(*_Conv.apply(p, activation, output_final_state, *given[:5]))  # type: ignore[no-untyped-call]
 
@@ -93,7 +82,7 @@ def causal_conv1d_bwd(
 
     Arguments and errors as `cpu_golden.causal_conv1d.causal_conv1d_bwd`, without float64, and as `check_devices`.
     """
-    given = Tensors(x, weight, bias, initial_state, cu_seqlens, dy, dht)
+    given = ConvTensors(x, weight, bias, initial_state, cu_seqlens, dy, dht)
     p = _check(given, activation)
     check_conv_gradients(p, dy, dht)
     return _backward(given, p, activation)
@@ -107,32 +96,32 @@ class _Conv(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         ctx.p, ctx.activation = p, activation
-        return tuple(_forward(Tensors(*tensors), p, activation, output_final_state))
+        return tuple(_forward(ConvTensors(*tensors), p, activation, output_final_state))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dht):
-        given = Tensors(*ctx.saved_tensors)
+        given = ConvTensors(*ctx.saved_tensors)
         dy = torch.zeros_like(given.x) if dy is None else dy
         grads = _backward(given._replace(dy=dy, dht=dht), ctx.p, ctx.activation)
         return None, None, None, *grads, None
 
 
-def _check(given: Tensors, activation: Activation) -> ConvProblem:
+def _check(given: ConvTensors, activation: Activation) -> ConvProblem:
     x, weight, bias, initial_state, cu_seqlens, *_ = given
     return check_conv(x, weight, bias, initial_state, activation, cu_seqlens, values(cu_seqlens))
 
 
-def _conv(given: Tensors, p: ConvProblem) -> Conv:
+def _conv(given: ConvTensors, p: ConvProblem) -> Conv:
     """The tensors contiguous; a state of no steps is none."""
-    tensors = Tensors(*(None if x is None else x.contiguous() for x in given))
+    tensors = ConvTensors(*(None if x is None else x.contiguous() for x in given))
     if p.w == 1:
         tensors = tensors._replace(initial_state=None, dht=None)
     return Conv(tensors, tensors.cu_seqlens, p.n, p.t, p.d, p.w)
 
 
 @bfloat16_as_float32_where_interpreted(lambda given, *_: ConvOutput(given.x.dtype, given.x.dtype))
-def _forward(given: Tensors, p: ConvProblem, activation: Activation, output_final_state: bool) -> ConvOutput:
+def _forward(given: ConvTensors, p: ConvProblem, activation: Activation, output_final_state: bool) -> ConvOutput:
     device = check_devices(given._asdict())
     conv = _conv(given, p)
     y = torch.empty_like(conv.given.x)
@@ -145,13 +134,13 @@ def _forward(given: Tensors, p: ConvProblem, activation: Activation, output_fina
     return ConvOutput(y, ht)
 
 
-def _dtypes(given: Tensors, *_: Any) -> ConvGrads:
+def _dtypes(given: ConvTensors, *_: Any) -> ConvGrads:
     dtype = given.x.dtype
     return ConvGrads(dtype, given.weight.dtype, None if given.bias is None else given.bias.dtype, dtype)
 
 
 @bfloat16_as_float32_where_interpreted(_dtypes)
-def _backward(given: Tensors, p: ConvProblem, activation: Activation) -> ConvGrads:
+def _backward(given: ConvTensors, p: ConvProblem, activation: Activation) -> ConvGrads:
     device = check_devices(given._asdict())
     conv, segments, silu = _conv(given, p), _segments(p), activation == "silu"
     dx = torch.empty_like(conv.given.x)

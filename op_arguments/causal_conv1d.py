@@ -10,6 +10,18 @@ Activation = Literal["silu"] | None
 ACTIVATIONS = (None, "silu")
 
 
+class ConvTensors(NamedTuple):
+    """What a call is given, None for what it is not: x [B, T, D], weight [D, W], bias [D], states [N, D, W - 1]."""
+
+    x: Any
+    weight: Any
+    bias: Any
+    initial_state: Any
+    cu_seqlens: Any
+    dy: Any = None
+    dht: Any = None
+
+
 class ConvOutput(NamedTuple):
     """y [B, T, D], and the last W - 1 steps of every sequence ht [N, D, W - 1], None unless asked for."""
 

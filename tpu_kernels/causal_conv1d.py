@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from op_arguments.causal_conv1d import Activation, ConvGrads, ConvOutput, check_conv, check_conv_gradients
+from op_arguments.causal_conv1d import Activation, ConvGrads, ConvOutput, ConvTensors, check_conv, check_conv_gradients
 from op_arguments.gmm import GroupMetadata
 from tpu_kernels._lib.activations import fold_rows, sigmoid, sum_rows_in_pairs
 from tpu_kernels._lib.arguments import Interpret, Interpreted, Shard, concrete_values, held, resolve_interpret
@@ -28,18 +28,6 @@ from tpu_kernels._lib.visits import group_metadata
 TILE_ROWS, TILE_COLUMNS = 256, 512
 FOLDED = 8  # rows that a visit's sums are left in: those of a register
 FLOPS = 40  # of an element's activation
-
-
-class Arrays(NamedTuple):
-    """What a call is given, None for what it is not: x [B, T, D], weight [D, W], bias [D], states [N, D, W - 1]."""
-
-    x: Any
-    weight: Any
-    bias: Any
-    initial_state: Any
-    cu_seqlens: Any
-    dy: Any = None
-    dht: Any = None
 
 
 class How(NamedTuple):
@@ -68,7 +56,7 @@ def causal_conv1d(
     """
     check_conv(x, weight, bias, initial_state, activation, cu_seqlens, concrete_values(cu_seqlens))
     how = How(activation == "silu", output_final_state, resolve_interpret(interpret, x))
-    result: ConvOutput = _conv(how, Arrays(x, weight, bias, initial_state, held(cu_seqlens)))
+    result: ConvOutput = _conv(how, ConvTensors(x, weight, bias, initial_state, held(cu_seqlens)))
     return result
 
 
@@ -91,28 +79,28 @@ def causal_conv1d_bwd(
     p = check_conv(x, weight, bias, initial_state, activation, cu_seqlens, concrete_values(cu_seqlens))
     check_conv_gradients(p, dy, dht)
     how = How(activation == "silu", False, resolve_interpret(interpret, x))
-    return _backward(Arrays(x, weight, bias, initial_state, cu_seqlens, dy, dht), how=how)
+    return _backward(ConvTensors(x, weight, bias, initial_state, cu_seqlens, dy, dht), how=how)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _conv(how: How, arrays: Arrays) -> ConvOutput:
+def _conv(how: How, arrays: ConvTensors) -> ConvOutput:
     return _forward(arrays, how=how)
 
 
-def _conv_fwd(how: How, arrays: Arrays) -> tuple[ConvOutput, Arrays]:
+def _conv_fwd(how: How, arrays: ConvTensors) -> tuple[ConvOutput, ConvTensors]:
     return _conv(how, arrays), arrays
 
 
-def _conv_bwd(how: How, arrays: Arrays, cotangents: ConvOutput) -> tuple[Arrays]:
+def _conv_bwd(how: How, arrays: ConvTensors, cotangents: ConvOutput) -> tuple[ConvTensors]:
     dy, dht = cotangents
-    return (Arrays(*_backward(arrays._replace(dy=dy, dht=dht), how=how), None),)
+    return (ConvTensors(*_backward(arrays._replace(dy=dy, dht=dht), how=how), None),)
 
 
 _conv.defvjp(_conv_fwd, _conv_bwd)
 
 
 @jit("how")
-def _forward(arrays: Arrays, *, how: How) -> ConvOutput:
+def _forward(arrays: ConvTensors, *, how: How) -> ConvOutput:
     x, grid = arrays.x, Grid.of(arrays)
     if not x.size:
         return ConvOutput(x, grid.given_or_zero(arrays.initial_state, x) if how.output_final_state else None)
@@ -123,7 +111,7 @@ def _forward(arrays: Arrays, *, how: How) -> ConvOutput:
 
 
 @jit("how")
-def _backward(arrays: Arrays, *, how: How) -> ConvGrads:
+def _backward(arrays: ConvTensors, *, how: How) -> ConvGrads:
     x, weight, bias, initial_state, *_ = arrays
     grid = Grid.of(arrays)
     if not x.size:
@@ -176,7 +164,7 @@ class Grid(NamedTuple):
     halo: int
 
     @classmethod
-    def of(cls, arrays: Arrays) -> "Grid":
+    def of(cls, arrays: ConvTensors) -> "Grid":
         """That of a call: tiles as large as the array, and at most TILE_ROWS by TILE_COLUMNS."""
         b, t, d = arrays.x.shape
         width = arrays.weight.shape[1]
@@ -190,7 +178,7 @@ class Grid(NamedTuple):
         """How many there may be."""
         return pl.cdiv(self.rows, self.tile_rows) + self.sequences
 
-    def visits(self, arrays: Arrays, how: How) -> GroupMetadata:
+    def visits(self, arrays: ConvTensors, how: How) -> GroupMetadata:
         """A tile and a sequence each."""
         offsets, steps = arrays.cu_seqlens, arrays.x.shape[1]
         sizes = jnp.full(self.sequences, steps, jnp.int32) if offsets is None else jnp.diff(offsets)
@@ -229,7 +217,7 @@ class Grid(NamedTuple):
         result = jax.ShapeDtypeStruct((count, self.most_visits * FOLDED, self.columns), jnp.float32)
         return Block(result, (count, FOLDED, self.tile_columns), lambda column, i, visits: (0, i, column))
 
-    def read(self, arrays: Arrays) -> Read:
+    def read(self, arrays: ConvTensors) -> Read:
         """The blocks of a call's arrays."""
         x, weight, bias, initial_state, _, dy, dht = arrays
         x, dy = (None if rows is None else rows.reshape(self.rows, self.columns) for rows in (x, dy))
@@ -256,7 +244,7 @@ class Grid(NamedTuple):
         """States [N, D, W - 1] in x's dtype."""
         return jnp.zeros((self.sequences, self.columns, self.width - 1), x.dtype) if states is None else states
 
-    def call(self, kernel: Any, name: str, visits: GroupMetadata, arrays: Arrays, out: Any, how: How) -> Any:
+    def call(self, kernel: Any, name: str, visits: GroupMetadata, arrays: ConvTensors, out: Any, how: How) -> Any:
         """What `kernel(visits, read, out, scratch)` fills."""
         read, backward = self.read(arrays), arrays.dy is not None
         steps = (1 + 2 * backward) * self.rows * self.columns
