@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from parity.debugging.attribution import outputs_in_float64
+from parity.debugging.instead import other_call
 from parity.dtypes import UNIT_ROUNDOFF, Floats, cut_off, round_to
 from parity.judging.fit import K
 from parity.judging.judge import Judgement, explained, judge, judge_twin
@@ -219,7 +220,8 @@ def explain(
     found, alike = None, ""
     if kind == "logic":
         found = source(trial, name, field) if field.power else None
-        alike = "" if found else likeness(whole[name], expected.golden[name], axes)
+        y = whole[name]
+        alike = "" if found else likeness(y, expected.golden[name], axes) or str(other_call(trial, name, y) or "")
     return Explanation(judged, twin, attribution, contrasts, kind, found, errors, symbol, alike)
 
 

@@ -1,0 +1,105 @@
+"""What a wrong output is the golden of: of another argument than the kernel was given, or of one that it lost.
+
+Faults of the host's are mostly of this kind (a scale that is not transposed with its operand, an option that is not
+handed on, an offset that is off by one), and no statement of a kernel shows them: all of them are right of what they
+get. So the golden is run with one argument changed at a time, and where that is the output it is said of which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from parity.dtypes import Floats
+from parity.op import outputs
+from parity.trial import Trial
+
+WHOLLY = 0.999
+"""The share of the mean square error that goes where the golden has the argument that the kernel took."""
+
+
+@dataclass(frozen=True)
+class Instead:
+    """What an output is, in words, and the arguments that it is that of."""
+
+    words: str
+    arguments: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.words
+
+
+def other_call(trial: Trial, name: str, y: np.ndarray) -> Instead | None:
+    """Of which changed argument the output `y` is the golden; None where it is of none that is tried."""
+    expected, value = trial.reference, y.astype(np.float64)
+    golden, magnitude = expected.golden[name], expected.magnitude[name]
+    weight = 1 / np.where(magnitude > 0, magnitude, magnitude.max(initial=0.0) or 1.0)
+    power = _power((value - golden) * weight)
+    if not 0 < power < np.inf:
+        return None
+
+    def is_output(instead: Floats) -> bool:
+        return instead.shape == y.shape and _power((value - instead) * weight) <= (1 - WHOLLY) * power
+
+    for given, x in trial.inputs.items():
+        if x is not None and is_output(x.astype(np.float64)):
+            return Instead(f"it is {given}, as that is given", (given,))
+    for names, words, changed in _changes({**trial.inputs, **trial.op.arguments(trial.case)}):
+        try:
+            with np.errstate(all="ignore"):
+                instead = outputs(trial.op.golden(**changed))[name].astype(np.float64)
+        except (TypeError, ValueError, IndexError, KeyError):  # what an op refuses no kernel took
+            continue
+        if is_output(instead):
+            return Instead(f"it is the golden of {' and '.join(names)} {words}", names)
+    return None
+
+
+def _power(error: Floats) -> float:
+    """The sum of squares, infinite where any is not finite."""
+    power = float((error**2).sum())
+    return power if np.isfinite(power) else np.inf
+
+
+def _changes(call: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str, dict[str, Any]]]:
+    """Calls with an argument changed, each with its name and what it is then: the likeliest first."""
+    tensors = {name: x for name, x in call.items() if isinstance(x, np.ndarray)}
+    for name, value in call.items():
+        if name not in tensors:
+            for other in _other_values(value):
+                yield (name,), f"{other} in the place of {value}", {**call, name: other}
+    for name, x in tensors.items():
+        for words, other in _other_tensors(x):
+            yield (name,), words, {**call, name: other}
+    for name, x in tensors.items():
+        for second, other in tensors.items():
+            if name < second and (x.shape, x.dtype) == (other.shape, other.dtype):
+                yield (name, second), "in each other's place", {**call, name: other, second: x}
+
+
+def _other_values(value: Any) -> Iterator[Any]:
+    if isinstance(value, bool):
+        yield not value
+    elif value is not None:
+        yield None
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield from (value - 1, value + 1)
+
+
+def _other_tensors(x: np.ndarray) -> Iterator[tuple[str, Any]]:
+    if x.ndim >= 2 and x.shape[-1] == x.shape[-2]:
+        yield "with its last two axes swapped", x.swapaxes(-1, -2)
+    if x.dtype.kind in "iu":
+        return
+    yield "left out", None
+    yield "zero", np.zeros_like(x)
+    for n, size in enumerate(x.shape):
+        at = np.arange(size)
+        if size > 1:
+            yield f"with the first along axis {n} for all", np.take(x, at * 0, n)
+            yield f"in reverse along axis {n}", np.flip(x, n)
+            yield f"one back along axis {n}", np.take(x, np.maximum(at - 1, 0), n)
+            yield f"one ahead along axis {n}", np.take(x, np.minimum(at + 1, size - 1), n)
