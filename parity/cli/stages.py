@@ -23,7 +23,7 @@ from parity.cli.options import (
 )
 from parity.debugging.attribution import Ranking, Share, lines_compared_bit_for_bit, statement
 from parity.debugging.attribution.bits import BitStage, walk_bits
-from parity.debugging.attribution.locate import Birthplace, Located, Region, locate, region_of_bits
+from parity.debugging.attribution.locate import Birthplace, Located, Region, by_function, locate, region_of_bits
 from parity.debugging.attribution.program import Line
 from parity.debugging.attribution.walk import JUMP, unseen
 from parity.debugging.explain import output_named
@@ -86,7 +86,7 @@ def screen(found: Located, root: Path) -> Text:
     if found.ranking:
         _append_ranking(out, found.ranking, root)
     if found.region:
-        _append_region(out, found.region, root)
+        _append_region(out, found.region, found.output, root)
     out.rstrip()
     return out
 
@@ -104,12 +104,23 @@ def _append_ranking(out: Text, ranking: Ranking, root: Path) -> None:
                 out.append(f"         {part:7.1%}  by {quoted(caller, root)}\n", "dim")
 
 
-def _append_region(out: Text, region: Region, root: Path) -> None:
+def _append_region(out: Text, region: Region, output: str, root: Path) -> None:
+    if region.instead:
+        out.append(f"of {output}, {region.instead}; {' or '.join(region.instead.arguments)} is named by\n")
+        _append_statements(out, region.readers, root)
     if not region.lines:
         out.append(f"{region.site} comes of no operation: an argument, or a part of one, is passed on\n")
         return
-    out.append(f"{region.site} comes of these statements, and of what is right before them:\n")
-    for file, name, whole, numbers in region.functions:
+    alone = ", which nothing right comes of" if region.shared else ""
+    out.append(f"{region.site} comes of these statements{alone}, and of what is right before them:\n")
+    _append_statements(out, region.lines, root)
+    if region.shared:
+        out.append("and of these, which something right comes of as well:\n")
+        _append_statements(out, region.shared, root)
+
+
+def _append_statements(out: Text, lines: tuple[Line, ...], root: Path) -> None:
+    for file, name, whole, numbers in by_function(lines):
         out.append(f"  {_short(file, root)}:{whole[0]}–{whole[-1]}  {name}\n")
         for text, group in groupby(numbers, key=lambda number: statement(Line(file, number))):
             out.append(f"    {next(group)}  {_cut(text)}\n", "dim")
@@ -130,7 +141,7 @@ def screen_of_bits(stages: tuple[BitStage, ...], region: Region | None, root: Pa
         if stage.wrong and stage.line:
             out.append(f"      {quoted(stage.line, root)}\n")
     if region:
-        _append_region(out, region, root)
+        _append_region(out, region, last.site, root)
     out.rstrip()
     return out
 
@@ -145,13 +156,10 @@ def conclusion(found: Located, root: Path) -> str:
         return f"a logic fault enters {between}: exact arithmetic does not mend it"
     ranking = found.ranking
     assert ranking is not None
-    shares = list(ranking.shares)
-    if last.is_off:  # what is most of the error there may be little of the result's
-        shares.sort(key=lambda share: share.sites.get(last.site, share.share), reverse=True)
-    first = _named(shares[0], root) if shares else "no line"
+    first = _named(found.culprit, root) if found.culprit else "no line"
     if last.is_off:
         return f"precision is lost at {last.site}; most of it by {first}"
-    if not shares or not ranking.error:
+    if not found.culprit or not ranking.error:
         return "no line errs"
     if ranking.exact > FAITHFUL * ranking.error:
         return "no stage is off; the lines are not ranked by their shares alone: in float64 some of the error is left"
@@ -159,9 +167,10 @@ def conclusion(found: Located, root: Path) -> str:
 
 
 def _named(share: Share, root: Path) -> str:
-    """A line, and which call of its function makes more of its error than all others."""
-    callers = [caller for caller, part in share.callers if part > share.share / 2]
-    return quoted(share.line, root) + (f", called by {quoted(callers[0], root)}" if callers else "")
+    """A line, and which call of its function, and which lines of other files, more than half of its error is for."""
+    callers = [caller for caller, part in share.callers if part > share.share / 2][:1]
+    named = dict.fromkeys([*callers, *share.entries])
+    return quoted(share.line, root) + "".join(f", called by {quoted(caller, root)}" for caller in named)
 
 
 def _born(found: Birthplace, root: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parity.debugging.attribution.program import Active, Line, Place, Program, Run
+from parity.debugging.attribution.program import Active, Line, Program, Run
 from parity.dtypes import Floats
 from parity.ledger.sources import Definition, reached
 from parity.op import Backend, Op
@@ -20,6 +20,18 @@ from parity.trial import Trial
 
 NAMED = 0.05
 """Share of the mean square error from which on it is told which calls of the line's function make it."""
+
+WITH_CALLERS = 3
+"""Lines of which that is told, those that make most."""
+
+REST = 0.02
+"""The share of the error that lines which are not asked one by one may make, all together."""
+
+CHECKS = (1, 2, 4, 8, 16, 32, 64)
+"""After so many lines it is asked what the others make."""
+
+MOST_ENTRIES = 8
+"""Lines of other files that a line is executed for, each of which takes an evaluation to try; of more none is tried."""
 
 EXPLAINED = 0.9
 """Where the shares of single lines come to less, lines err together: it is told what goes without each."""
@@ -32,7 +44,8 @@ class Share:
     share: of the mean square of all lines' error, where this line alone errs. gone: what of it goes where this line
     alone is exact, asked for where the shares do not explain all. callers: as share, of each place that calls the
     line's function, where there are several; the largest first. sites: by site, the mean square of the line's error in
-    what is marked there, which may weigh little in the result.
+    what is marked there, which may weigh little in the result. entries: the lines of other files that more than
+    half of it is for, see `entered`.
     """
 
     line: Line
@@ -40,6 +53,7 @@ class Share:
     gone: float | None = None
     callers: tuple[tuple[Line, float], ...] = ()
     sites: Mapping[str, float] = field(default_factory=dict)
+    entries: tuple[Line, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,12 +129,15 @@ def rank(
     done: Callable[[int, int], None] = lambda runs, of: None,
     fixed: Set[Line] = frozenset(),
     runs: tuple[Run, Run] | None = None,
+    site: str = "",
 ) -> Ranking:
     """Rank the lines of a program by the error that each makes.
 
-    Errors are over the magnitude, all outputs together. `done` is called with the number of evaluations made so far,
-    and how many there will be. `fixed` lines are never exact, and none of those that err: what they round is their
-    result (see `lines_compared_bit_for_bit`). runs: with none and with all lines, where they are known.
+    Errors are over the magnitude, all outputs together. Lines are asked in the order of their largest relative errors
+    until the others, all together, make less than `REST` of the outputs' error and of that at `site`. `done` is called
+    with the number of evaluations made so far, and how many there may be. `fixed` lines are never exact, and none of
+    those that err: what they round is their result (see `lines_compared_bit_for_bit`). runs: with none and with all
+    lines, where they are known.
     """
 
     def evaluate(active: Active) -> Run:
@@ -131,30 +148,68 @@ def rank(
     def power(run: Run) -> float:
         return mean_square(run.outputs, exact.outputs, magnitude)
 
-    total = power(everything) or 1.0
-    lines = sorted({place.line for place in everything.erring if place.line not in fixed})
+    def at_site(run: Run) -> float:
+        return at_sites(run, exact).get(site, 0.0)
+
+    total, total_at_site = power(everything) or 1.0, at_site(everything)
+    lines = _worst_first(everything, fixed)
     shares: list[Share] = []
-    for line in lines:
-        done(2 + len(shares), 2 + len(lines))
+    for n, line in enumerate(lines):
+        done(2 + n, 2 + len(lines))
+        if n in CHECKS and sum(share.share for share in shares) > 1 - REST:
+            rest = evaluate(lambda place, rest=frozenset(lines[n:]): place.line in rest)  # type: ignore[misc]
+            if power(rest) < REST * total and at_site(rest) <= REST * total_at_site:
+                break
         run = evaluate(_on(line))
-        alone = power(run) / total
-        places = [place for place in everything.erring if place.line == line and place.caller]
-        callers: list[tuple[Line, float]] = []
-        if alone >= NAMED and len(places) > 1:
-            callers = [(place.caller, power(evaluate(_at(place))) / total) for place in places if place.caller]
-        ordered = tuple(sorted(callers, key=lambda c: -c[1]))
-        shares.append(Share(line, alone, callers=ordered, sites=_at_sites(run, exact)))
+        shares.append(Share(line, power(run) / total, sites=at_sites(run, exact)))
     if sum(share.share for share in shares) < EXPLAINED:
         for n, share in enumerate(shares):
             done(2 + len(lines) + n, 2 + 2 * len(lines))
             shares[n] = replace(share, gone=1 - power(evaluate(_off(share.line))) / total)
+    shares.sort(key=lambda share: -max(share.share, share.gone or 0.0))
+    for n, share in enumerate(shares[:WITH_CALLERS]):
+        places = {place.caller for place in everything.erring if place.line == share.line and place.caller}
+        if share.share >= NAMED and len(places) > 1:
+            callers = [(caller, power(evaluate(_by(share.line, caller))) / total) for caller in places]
+            shares[n] = replace(share, callers=tuple(sorted(callers, key=lambda c: (-c[1], c[0]))))
     return Ranking(
-        tuple(sorted(shares, key=lambda share: -max(share.share, share.gone or 0.0))),
+        tuple(shares),
         float(np.sqrt(power(everything))),
         float(np.sqrt(mean_square(exact.outputs, golden, magnitude))),
         exact,
         everything,
     )
+
+
+def _worst_first(everything: Run, fixed: Set[Line]) -> list[Line]:
+    """The lines that err, by the largest relative error that any operation of each makes."""
+    errors: dict[Line, float] = {}
+    for place, error in everything.erring.items():
+        if place.line not in fixed:
+            errors[place.line] = max(error, errors.get(place.line, 0.0))
+    return sorted(errors, key=lambda line: (-errors[line], line))
+
+
+def entered(
+    of: Program, ranking: Ranking, share: Share, fixed: Set[Line], power: Callable[[Run], float]
+) -> tuple[Line, ...]:
+    """The lines of other files that a line is executed for: the one that has more than half of its error, or the two
+    that have it together, the larger first; none where it takes more, or there are none.
+
+    power: the error of a run, which is to be halved.
+    """
+    entries = {place.entry for place in ranking.all.erring if place.line == share.line and place.entry}
+    if len(entries) < 2 or len(entries) > MOST_ENTRIES:
+        return tuple(entries) if len(entries) == 1 else ()
+
+    def evaluate(active: Active) -> float:
+        return power(of.run(lambda place: place.line in fixed or active(place)))
+
+    half = evaluate(_on(share.line)) / 2
+    parts = sorted(((evaluate(_for(share.line, entry)), entry) for entry in sorted(entries)), reverse=True)[:2]
+    if parts[0][0] > half:
+        return (parts[0][1],)
+    return tuple(entry for _, entry in parts) if parts[0][0] + parts[1][0] > half else ()
 
 
 def mean_square(got: Mapping[str, Floats], true: Mapping[str, Floats], magnitude: Mapping[str, Floats]) -> float:
@@ -167,7 +222,8 @@ def mean_square(got: Mapping[str, Floats], true: Mapping[str, Floats], magnitude
     return float(np.mean(flat**2)) if flat.size else 0.0
 
 
-def _at_sites(run: Run, exact: Run) -> dict[str, float]:
+def at_sites(run: Run, exact: Run) -> dict[str, float]:
+    """By site, the mean square of what is marked there in one run less that in another."""
     errors: dict[str, list[Floats]] = {}
     for got, true in zip(run.marks, exact.marks, strict=True):
         error = got.value - true.value
@@ -208,5 +264,9 @@ def _off(line: Line) -> Active:
     return lambda place: place.line != line
 
 
-def _at(only: Place) -> Active:
-    return lambda place: place == only
+def _by(line: Line, caller: Line) -> Active:
+    return lambda place: place.line == line and place.caller == caller
+
+
+def _for(line: Line, entry: Line) -> Active:
+    return lambda place: place.line == line and place.entry == entry

@@ -37,7 +37,18 @@ from triton.runtime.interpreter import (
 from op_arguments import probe
 from parity.backends.emulation import foreign, tensor_core
 from parity.backends.emulation.tensor_core import TensorCoreBuilder, scaled
-from parity.debugging.attribution.program import Active, Births, Executed, Line, Mark, Place, Run, is_cut
+from parity.debugging.attribution.program import (
+    LAUNCH,
+    Active,
+    Births,
+    Executed,
+    Line,
+    Mark,
+    Place,
+    Run,
+    is_cut,
+    note_error,
+)
 from parity.dtypes import Floats, numpy_dtype, round_to
 from parity.interop import to_numpy, to_torch
 from parity.op import Inputs, outputs
@@ -53,6 +64,8 @@ _NAMES = {
 _FRAMEWORKS = tuple(str(Path(module.__file__ or "").parent) for module in (triton, torch, np, contextlib))
 _OURS = {__file__, tensor_core.__file__, foreign.__file__, probe.__file__}
 _MEMORY_ALONE = {"aten::set_", "aten::new_empty", "aten::empty_like", "aten::detach"}  # what computes no numbers
+_EXECUTE = interpreter.GridExecutor.__call__.__code__
+_DEEPEST = 6  # lines of a place that are looked at
 _PAGE = 2**16  # bytes of memory whose numbers are kept together
 
 
@@ -89,20 +102,15 @@ class TritonProgram:
     def births(self, births: Births, fill: float = np.nan) -> Run:
         """The outputs as the kernel computes them, what is born on the way noted. fill: what memory begins as."""
         errors, memory = Errors(lambda place: True), Memory()
-        empty = {name: getattr(torch, name) for name in ("empty", "empty_like")}
-        for name, made in empty.items():
-            setattr(torch, name, _filled(made, fill))
-        try:
+        with _new_memory_filled(fill):
             return self._evaluated(_WatchingBuilder, errors, memory, Between(errors, memory), births=births)
-        finally:
-            for name, made in empty.items():
-                setattr(torch, name, made)
 
-    def slice(self, right: Set[int]) -> Run:
+    def slice(self, right: Set[int], of_finite: bool = True) -> Run:
         """The outputs in float64, and the lines that they and the marks come of."""
         errors, memory = Errors(lambda place: False), Memory()
-        lines = Lines(right, memory)
-        return self._evaluated(_SlicingBuilder, errors, memory, SlicedBetween(errors, memory, lines), lines)
+        lines = Lines(right, memory, of_finite)
+        with contextlib.nullcontext() if of_finite else _new_memory_filled(np.nan):
+            return self._evaluated(_SlicingBuilder, errors, memory, SlicedBetween(errors, memory, lines), lines)
 
     def _evaluated(
         self,
@@ -132,7 +140,7 @@ class Errors:
 
     def __init__(self, active: Active) -> None:
         self._active = active
-        self.places: set[Place] = set()
+        self.places: dict[Place, float] = {}
         self.marks: list[Mark] = []
 
     def add(self, exact: Floats, own: Callable[[], tuple[Floats, Floats]]) -> Floats:
@@ -142,24 +150,24 @@ class Errors:
             return exact
         rounded, true = own()
         error = rounded - true
-        if np.any(error):
-            self.places.add(place)
+        note_error(self.places, place, error, true)
         # Where an operation overflows, what it gives is all that is left.
         return np.where(np.isfinite(error), exact + error, rounded)
 
 
 def _place() -> Place | None:
     """Where the kernel's (or host's) operation that is going on is written."""
-    lines = [*itertools.islice(_frames(), 2)]
-    return Place(lines[0], lines[1] if len(lines) > 1 else None) if lines else None
+    return Place.of([*itertools.islice(_frames(), _DEEPEST)])
 
 
 def _frames() -> Iterator[Line]:
-    """The lines of kernels and of the host that are being executed, the innermost first."""
+    """The lines of kernels and of the host that are being executed, the innermost first, `LAUNCH` between them."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code is not TritonProgram._evaluated.__code__:
         name = frame.f_code.co_filename
-        if not name.startswith(_FRAMEWORKS) and name not in _OURS and not name.startswith("<"):
+        if frame.f_code is _EXECUTE:
+            yield LAUNCH
+        elif not name.startswith(_FRAMEWORKS) and name not in _OURS and not name.startswith("<"):
             yield Line(name, frame.f_lineno)
         frame = frame.f_back
 
@@ -276,8 +284,8 @@ class Lines:
     its launch for all of it: what they pass that is no tensor is not followed.
     """
 
-    def __init__(self, right: Set[int], memory: Memory) -> None:
-        self._right, self._memory = right, memory
+    def __init__(self, right: Set[int], memory: Memory, of_finite: bool = True) -> None:
+        self._right, self._memory, self._of_finite = right, memory, of_finite
         self._known: list[frozenset[Line]] = [frozenset()]
         self._numbers: dict[frozenset[Line], int] = {frozenset(): 0}
         self._of_addresses = Memory()  # numbers of `_known`
@@ -290,9 +298,12 @@ class Lines:
         """Those of handles of Triton's, in lists as well."""
         found: frozenset[Line] = frozenset()
         for value in tree_leaves(values, is_leaf=lambda x: isinstance(x, TensorHandle)):
-            if isinstance(value, TensorHandle):
+            if isinstance(value, TensorHandle) and (not _is_float(value) or self._counts(_wide(value))):
                 found |= value.attr.get("lines", frozenset())
         return found
+
+    def _counts(self, numbers: Floats) -> bool:
+        return self._of_finite or not np.isfinite(numbers).all()
 
     def here(self) -> frozenset[Line]:
         """The line that is being executed, the one that called its function, and the conditions so far."""
@@ -313,7 +324,17 @@ class Lines:
 
     def of_tensor(self, tensor: torch.Tensor) -> frozenset[Line]:
         """Those of a tensor of torch."""
-        return self.load(addresses_of(tensor))
+        counts = not tensor.is_floating_point() or self._counts(self._memory.of(tensor))
+        return self.load(addresses_of(tensor)) | self.of_views(tensor) if counts else frozenset()
+
+    def view(self, tensor: torch.Tensor, lines: frozenset[Line]) -> None:
+        """Note that a tensor is a view that these lines made: what is stored there is not theirs."""
+        vars(tensor)["lines"] = lines
+
+    def of_views(self, *values: Any) -> frozenset[Line]:
+        """The lines that made views of tensors, in lists as well."""
+        views = [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+        return frozenset().union(*(vars(x).get("lines", frozenset()) for x in views))
 
     def marked(self, value: Any) -> frozenset[Line]:
         """Those of a marked value, of which nothing is followed further back where it is right."""
@@ -335,7 +356,8 @@ class Lines:
         tests = {name: vars(tl.tensor)[name] for name in ("__bool__", "__index__")}
 
         def executed(executor: Any, *arguments: Any, **keywords: Any) -> Any:
-            self._launched, self._conditions = self.executed.at([*_frames()]), frozenset()
+            made = self.of_views(arguments, keywords)
+            self._launched, self._conditions = made | self.executed.at([*_frames()]), frozenset()
             return execute(executor, *arguments, **keywords)
 
         def reduced(reduction: Any, x: Any) -> Any:
@@ -389,6 +411,8 @@ class SlicedBetween(Between):  # type: ignore[no-untyped-call]
             is_view = isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() in storages
             if isinstance(x, torch.Tensor) and (func._schema.is_mutable or not is_view):
                 self._lines.store(addresses_of(x), lines)
+            elif is_view:
+                self._lines.view(x, self._lines.of_views(given) | self._lines.here())
         return result
 
 
@@ -675,6 +699,19 @@ class _WatchingBuilder(_WideBuilder):
         if not _is_float(result) or result.data.dtype != np.float64:
             return result
         return TensorHandle(self.births.seen(_place(), floats, result.data), result.dtype)
+
+
+@contextlib.contextmanager
+def _new_memory_filled(value: float) -> Iterator[None]:
+    """Let what torch makes without a value begin as this one."""
+    empty = {name: getattr(torch, name) for name in ("empty", "empty_like")}
+    for name, made in empty.items():
+        setattr(torch, name, _filled(made, value))
+    try:
+        yield
+    finally:
+        for name, made in empty.items():
+            setattr(torch, name, made)
 
 
 def _filled(made: Callable[..., torch.Tensor], value: float) -> Callable[..., torch.Tensor]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from parity.debugging.attribution import Ranking, program, rank
+from parity.debugging.attribution import Ranking, Share, at_sites, entered, mean_square, program, rank
 from parity.debugging.attribution.bits import BitStage
 from parity.debugging.attribution.program import Birth, Births, Line, Program, Run
 from parity.debugging.attribution.walk import Evaluation, Stage, walk
+from parity.debugging.instead import Instead, other_call
 from parity.dtypes import Floats
 from parity.trial import Trial
 
@@ -27,22 +28,27 @@ class Region:
     """The lines that a wrong value comes of, after the last right ones that it comes of.
 
     site: the first that is wrong. after: the sites that are right until then. lines: those executed last come first,
-    which are the nearest.
+    which are the nearest. shared: those that right sites and outputs come of as well, likewise; no line is in both.
+    instead: what the output is by a changed argument, where it is that. readers: the lines that name that argument, of
+    functions that were executed.
     """
 
     site: str
     after: tuple[str, ...]
     lines: tuple[Line, ...]
+    shared: tuple[Line, ...] = ()
+    instead: Instead | None = None
+    readers: tuple[Line, ...] = ()
 
-    @property
-    def functions(self) -> Iterator[tuple[str, str, range, tuple[int, ...]]]:
-        """Each function that has lines of the region, the nearest first: its file, name ("" outside of any) and lines,
-        and those."""
-        of: dict[tuple[str, str, range], list[int]] = {}
-        for line in self.lines:
-            of.setdefault((line.file, *enclosing(line)), []).append(line.number)
-        for (file, name, whole), numbers in of.items():
-            yield file, name, whole, tuple(sorted(numbers))
+
+def by_function(lines: Sequence[Line]) -> Iterator[tuple[str, str, range, tuple[int, ...]]]:
+    """Each function that has some of the lines, in their order: its file, name ("" outside of any) and lines, and
+    those."""
+    of: dict[tuple[str, str, range], list[int]] = {}
+    for line in lines:
+        of.setdefault((line.file, *enclosing(line)), []).append(line.number)
+    for (file, name, whole), numbers in of.items():
+        yield file, name, whole, tuple(sorted(numbers))
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,8 @@ class Birthplace:
 class Located:
     """The stages of a kernel, and what more is known of the first that is off: one of the three.
 
-    output: the one whose error the lines are ranked by. none: the evaluation in which nothing rounds.
+    output: the one whose error the lines are ranked by. none: the evaluation in which nothing rounds. culprit: of the
+    ranking, the line that makes most of the error of the stage that is off, or of the output.
     """
 
     output: str
@@ -74,6 +81,7 @@ class Located:
     ranking: Ranking | None = None
     region: Region | None = None
     birthplace: Birthplace | None = None
+    culprit: Share | None = None
 
 
 def locate(
@@ -91,19 +99,38 @@ def locate(
     found = birthplace(of, trial.reference.golden)
     if found and found.birth:
         return Located(output, stages, none, birthplace=found)
-    if stages[-1].wrong:
-        return Located(output, stages, none, region=region(of, evaluation, stages), birthplace=found)
-    if found:  # what is stored to it, or should be, is all that there is to look at
-        sliced = of.slice(set(range(len(none.marks))))
-        before = tuple(stage.site for stage in stages if stage.site not in trial.reference.golden)
+    if found:  # what is not finite comes of no operation, but of where it is, or should be, stored
+        sliced = of.slice(frozenset(), of_finite=False)
+        before = tuple(stage.site for stage in stages[:-1])
         lines = _nearest_first(sliced.lines[found.output], sliced.when)
         return Located(output, stages, none, region=Region(found.output, before, lines), birthplace=found)
+    if stages[-1].wrong:
+        found_instead = other_call(trial, output, none.outputs[output])
+        return Located(output, stages, none, region=region(of, evaluation, stages, found_instead))
     magnitude = {output: trial.reference.magnitude[output]}
-    ranking = rank(of, trial.reference.golden, magnitude, done, fixed, (none, everything))
-    return Located(output, stages, none, ranking, birthplace=found)
+    site = stages[-1].site if stages[-1].is_off else ""
+    ranking = rank(of, trial.reference.golden, magnitude, done, fixed, (none, everything), site)
+    return Located(output, stages, none, ranking, culprit=_culprit(of, ranking, stages[-1], magnitude, fixed))
 
 
-def region(of: Program, evaluation: Evaluation, stages: tuple[Stage, ...]) -> Region:
+def _culprit(
+    of: Program, ranking: Ranking, last: Stage, magnitude: Mapping[str, Floats], fixed: Set[Line]
+) -> Share | None:
+    """The line that makes most of the error: of the stage that is off, which may be little of the output's."""
+    shares = list(ranking.shares)
+    at_site = last.is_off and any(last.site in share.sites for share in shares)
+    if at_site:
+        shares.sort(key=lambda share: -share.sites.get(last.site, share.share))
+
+    def power(run: Run) -> float:
+        if at_site:
+            return at_sites(run, ranking.none)[last.site]
+        return mean_square(run.outputs, ranking.none.outputs, magnitude)
+
+    return replace(shares[0], entries=entered(of, ranking, shares[0], fixed, power)) if shares else None
+
+
+def region(of: Program, evaluation: Evaluation, stages: tuple[Stage, ...], instead: Instead | None = None) -> Region:
     """The lines between right values and the first wrong ones."""
     wrong = evaluation.wrong_marks()
     sites = [mark.site for mark in evaluation.none.marks]
@@ -112,7 +139,33 @@ def region(of: Program, evaluation: Evaluation, stages: tuple[Stage, ...]) -> Re
     sliced = of.slice(right)
     at = [n for n, site in enumerate(sites) if site == first and wrong[n]]
     lines = sliced.marks[at[0]].lines if at else sliced.lines[first]
-    return Region(first, tuple(before), _nearest_first(lines, sliced.when))
+    of_right = [sliced.marks[n].lines for n in right if sites[n] in before]
+    of_right += [sliced.lines[name] for name in sliced.lines if evaluation.is_right(name)]
+    shared = lines & frozenset().union(*of_right)
+    nearest = _nearest_first(lines, sliced.when)
+    alone = nearest if shared == lines else _nearest_first(lines - shared, sliced.when)
+    rest = tuple(line for line in nearest if line not in alone)
+    readers = _readers(instead.arguments, sliced.when) if instead else ()
+    return Region(first, tuple(before), alone, rest, instead, readers)
+
+
+def _readers(names: Sequence[str], when: Mapping[Line, int]) -> tuple[Line, ...]:
+    """The lines of statements that have one of these names, in functions some line of which was executed."""
+    functions = {(line.file, enclosing(line)[1]) for line in when}
+    found = {
+        Line(file, node.lineno): max(when.get(Line(file, n), 0) for n in lines)
+        for file, lines in functions
+        for node in ast.walk(_parsed(file))
+        if isinstance(node, ast.stmt) and not hasattr(node, "body") and node.lineno in lines
+        if any(_named(n) in names for n in ast.walk(node))
+    }
+    return tuple(sorted(found, key=lambda line: (-found[line], line)))
+
+
+def _named(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) else None
 
 
 def _nearest_first(lines: Set[Line], when: Mapping[Line, int]) -> tuple[Line, ...]:

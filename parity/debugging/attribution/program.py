@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,11 +19,32 @@ class Line(NamedTuple):
     number: int
 
 
+LAUNCH = Line("", 0)
+"""Stands among the lines that are being executed where a kernel was launched."""
+
+
 class Place(NamedTuple):
-    """Where an operation is written, and where the function that it is in was called."""
+    """Where an operation is written, and where the function that it is in was called.
+
+    entry: the innermost line of another file of the kernel that led here, None where no line of the kernel did.
+    """
 
     line: Line
     caller: Line | None
+    entry: Line | None = None
+
+    @classmethod
+    def of(cls, lines: Sequence[Line]) -> Place | None:
+        """That of the lines that are being executed, the innermost first; None of none.
+
+        `LAUNCH` is between those of a kernel and of what launched it.
+        """
+        if not lines:
+            return None
+        line, *callers = lines
+        inside = takewhile(lambda caller: caller != LAUNCH, callers)
+        entry = next((caller for caller in inside if caller.file != line.file), None)
+        return cls(line, next((caller for caller in callers if caller != LAUNCH), None), entry)
 
 
 class Executed:
@@ -32,11 +54,12 @@ class Executed:
         self.when: dict[Line, int] = {}
         self._now = 0
 
-    def at(self, place: Place | Sequence[Line] | None) -> frozenset[Line]:
-        """The lines of a place, the innermost first, which are executed now."""
-        lines = [line for line in place or () if line]
-        self._now += len(lines)
-        self.when |= {line: self._now - n for n, line in enumerate(lines)}
+    def at(self, place: Place | Sequence[Line] | None, around: Sequence[Line] = ()) -> frozenset[Line]:
+        """The lines of a place, the innermost first, which are executed now. around: those that led there."""
+        lines = [*dict.fromkeys(line for line in place or () if line and line != LAUNCH)]
+        whole = [*dict.fromkeys([*lines, *around])]
+        self._now += len(whole)
+        self.when |= {line: self._now - n for n, line in enumerate(whole)}
         return frozenset(lines)
 
 
@@ -61,14 +84,15 @@ Active = Callable[[Place], bool]
 
 @dataclass(frozen=True)
 class Run:
-    """One evaluation: the outputs in float64 by name, where active operations erred at all, and what was marked.
+    """One evaluation: the outputs in float64 by name, where active operations erred and by how much of their results
+    at most (root mean square), and what was marked.
 
     lines: of a slice, those that each output comes of. when: of a slice, when each of its lines was last executed, by
     the order of all.
     """
 
     outputs: Mapping[str, Floats]
-    erring: Set[Place]
+    erring: Mapping[Place, float]
     marks: Sequence[Mark] = ()
     lines: Mapping[str, frozenset[Line]] = field(default_factory=dict)
     when: Mapping[Line, int] = field(default_factory=dict)
@@ -98,6 +122,13 @@ def is_cut(number: Floats, got: Floats) -> bool:
     with np.errstate(invalid="ignore"):
         same = (got == number) | (np.isnan(got) & np.isnan(number))
         return bool(np.all(same | (np.abs(got - number) <= CUT * np.abs(number))))
+
+
+def note_error(erring: dict[Place, float], place: Place, error: Floats, true: Floats) -> None:
+    """Note by how much of its result an operation errs, where that is more than before."""
+    if np.any(error):
+        size, whole = (float(np.sqrt(np.sum(x[np.isfinite(x)] ** 2))) for x in map(np.asarray, (error, true)))
+        erring[place] = max(erring.get(place, 0.0), size / whole if whole else size)
 
 
 class Births:
@@ -149,11 +180,12 @@ class Program(Protocol):
     def run(self, active: Active) -> Run:
         """The outputs where only active operations err."""
 
-    def slice(self, right: Set[int]) -> Run:
+    def slice(self, right: Set[int], of_finite: bool = True) -> Run:
         """What nothing rounds in, and of each mark and output the lines that it comes of.
 
         right: numbers of marks, in the order of `Run.marks`, that are as they should be: what went into those is left
-        out.
+        out. of_finite: whether finite numbers are followed; else integers and what is not finite are, and memory begins
+        as NaN, so that what nothing is stored to comes of what says where things are stored.
         """
 
     def births(self, births: Births, fill: float = np.nan) -> Run:

@@ -12,6 +12,7 @@ aliases an input begins as a copy of it, copies are done when they are started, 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -27,11 +28,23 @@ import numpy as np
 from jax import lax, tree_util
 from jax._src import source_info_util
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
+from jax._src.pallas import pallas_call
 from jax.extend import core
 
 from op_arguments import probe
 from parity.backends.emulation import mxu
-from parity.debugging.attribution.program import Active, Births, Executed, Line, Mark, Place, Run, is_cut
+from parity.debugging.attribution.program import (
+    LAUNCH,
+    Active,
+    Births,
+    Executed,
+    Line,
+    Mark,
+    Place,
+    Run,
+    is_cut,
+    note_error,
+)
 from parity.dtypes import Floats, round_to
 from parity.interop import to_jax
 from parity.op import Inputs, outputs
@@ -45,6 +58,7 @@ _EFFECTS = jax.make_jaxpr(lambda: jax.debug.print(""))().effects
 _mark_p.def_effectful_abstract_eval(lambda where, value, *pieces, **params: (value, _EFFECTS))
 
 _FRAMEWORK = str(Path(jax.__file__).parent)
+_LAUNCHES = str(Path(pallas_call.__file__))
 _NOT_THE_KERNELS = (_FRAMEWORK, __file__, probe.__file__)
 
 
@@ -64,9 +78,12 @@ class PallasProgram:
     def __init__(self, kernel: Callable[..., Any], inputs: Inputs, arguments: Mapping[str, Any]) -> None:
         """Of `kernel(**inputs, **arguments)`."""
         arrays = {name: to_jax(x) for name, x in inputs.items() if x is not None}
-        trace = jax.make_jaxpr(lambda given: kernel(**given, **arguments), return_shape=True)
+
+        def traced_kernel(given: Mapping[str, Any]) -> Any:
+            return kernel(**given, **arguments)
+
         with _lines_of_rules(), probe.probing(mark):
-            self._jaxpr, shapes = trace(arrays)
+            self._jaxpr, shapes = jax.make_jaxpr(traced_kernel, return_shape=True)(arrays)
         self._inputs = tree_util.tree_leaves(arrays)
         self._result = tree_util.tree_structure(shapes)
 
@@ -82,16 +99,16 @@ class PallasProgram:
         watcher = _Watcher(births, fill)
         with jax.enable_x64(True), mxu.emulated(), np.errstate(all="ignore"):
             results = watcher.evaluate(self._jaxpr.jaxpr, [*map(_wide, self._jaxpr.consts)], map(_wide, self._inputs))
-        return Run(outputs(tree_util.tree_unflatten(self._result, results)), frozenset(), watcher.marks)
+        return Run(outputs(tree_util.tree_unflatten(self._result, results)), {}, watcher.marks)
 
-    def slice(self, right: Set[int]) -> Run:
+    def slice(self, right: Set[int], of_finite: bool = True) -> Run:
         """The outputs in float64, and the lines that they and the marks come of."""
-        slicer = _Slicer(right)
+        slicer = _Slicer(right, of_finite)
         with jax.enable_x64(True), np.errstate(all="ignore"):
             results = slicer.evaluate(self._jaxpr.jaxpr, [*map(_wide, self._jaxpr.consts)], map(_wide, self._inputs))
         named = outputs(tree_util.tree_unflatten(self._result, results))
         lines = outputs(tree_util.tree_unflatten(self._result, [*map(slicer.lines_of, results)]))
-        return Run(named, frozenset(), slicer.marks, lines, slicer.executed.when)
+        return Run(named, {}, slicer.marks, lines, slicer.executed.when)
 
 
 @contextlib.contextmanager
@@ -125,13 +142,14 @@ class _Evaluator:
 
     def __init__(self, active: Active) -> None:
         self.active = active
-        self.erring: set[Place] = set()
+        self.erring: dict[Place, float] = {}
         self.marks: list[Mark] = []
         self._grid: tuple[int, ...] = ()
         self._at: tuple[int, ...] = ()
         # Of the call of a library function: its operations are the caller's, whoever had it traced first.
         self._caller: Place | None = None
         self._places: dict[int, Place | None] = {}
+        self._stacks: dict[int, list[Line]] = {}
         # Of integers that are made of a float's bits, the number that it stands for.
         self._numbers: dict[int, tuple[weakref.ref[Any], Floats]] = {}
 
@@ -180,8 +198,8 @@ class _Evaluator:
             return wide
         rounded, exact = own_and_true()
         errors = [got - true for got, true in zip(rounded, exact, strict=True)]
-        if any(np.any(error) for error in errors):
-            self.erring.add(place)
+        for error, true in zip(errors, exact, strict=True):
+            note_error(self.erring, place, error, true)
         # Where an operation overflows, what it gives is all that is left.
         return [
             np.where(np.isfinite(error), true + error, got)
@@ -223,8 +241,14 @@ class _Evaluator:
         if id(eqn) not in self._places:
             traceback = eqn.source_info.traceback
             frames = traceback.frames if traceback else ()
-            lines = [Line(f.file_name, f.line_num) for f in frames if not f.file_name.startswith(_NOT_THE_KERNELS)]
-            self._places[id(eqn)] = Place(lines[0], lines[1] if len(lines) > 1 else None) if lines else None
+            within = itertools.takewhile(lambda f: "traced_kernel" not in f.function_name, frames)
+            stack = [
+                LAUNCH if f.file_name == _LAUNCHES else Line(f.file_name, f.line_num)
+                for f in within
+                if f.file_name == _LAUNCHES or not f.file_name.startswith(_NOT_THE_KERNELS)
+            ]
+            self._stacks[id(eqn)] = [line for line in stack if line != LAUNCH]
+            self._places[id(eqn)] = Place.of(stack if stack[:1] != [LAUNCH] else self._stacks[id(eqn)])
         return self._places[id(eqn)]
 
     def call(self, eqn: Any, operands: Values) -> Values:
@@ -405,9 +429,9 @@ class _Slicer(_Evaluator):
     stored to at once; what is done on a condition has the condition's. A mark that is right begins anew.
     """
 
-    def __init__(self, right: Set[int]) -> None:
+    def __init__(self, right: Set[int], of_finite: bool = True) -> None:
         super().__init__(lambda place: False)
-        self._right = right
+        self._right, self._of_finite = right, of_finite
         self._lines: dict[int, tuple[weakref.ref[Any], frozenset[Line]]] = {}
         self._condition: frozenset[Line] = frozenset()
         self.executed = Executed()
@@ -416,19 +440,23 @@ class _Slicer(_Evaluator):
         """The lines that arrays come of; a view has those of what it is a view of, too."""
         found: frozenset[Line] = frozenset()
         for x in arrays:
-            while x is not None:
+            while x is not None and self._counts(x):
                 known = self._lines.get(id(x))
                 if known and known[0]() is x:
                     found |= known[1]
                 x = getattr(x, "base", None)
         return found
 
+    def _counts(self, x: Any) -> bool:
+        return self._of_finite or getattr(x, "dtype", None) != np.float64 or not np.isfinite(x).all()
+
     def _note(self, x: Any, lines: frozenset[Line]) -> Any:
         self._lines[id(x)] = weakref.ref(x), lines
         return x
 
     def _here(self, eqn: Any) -> frozenset[Line]:
-        return self.executed.at(self._place(eqn)) | self._condition
+        place = self._place(eqn)
+        return self.executed.at(place, self._stacks.get(id(eqn), ())) | self._condition
 
     def noted(self, eqn: Any, operands: Values, results: Values) -> Values:
         """The results, with the operands' lines and that of the equation."""
@@ -451,7 +479,9 @@ class _Slicer(_Evaluator):
             lines = self.lines_of(*operands[1:]) | self._here(eqn)
         else:
             source, to, *_ = tree_util.tree_unflatten(eqn.params["tree"], operands)
-            target, lines = _referred(to), self.lines_of(_referred(source)) | self._here(eqn)
+            target = _referred(to)
+            indices = [x for x in operands if not np.ndim(x)]
+            lines = self.lines_of(_referred(source), *indices) | self._here(eqn)
         memory = target
         while memory.base is not None:
             memory = memory.base

@@ -7,7 +7,6 @@ digits by chance. So no tile has to be put in its place, and right values in a w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -19,7 +18,6 @@ from cpu_golden.stages import single_pass
 from parity.debugging.attribution import mean_square, program
 from parity.debugging.attribution.program import Line, Mark, Run
 from parity.dtypes import Floats
-from parity.judging.fit import UNDERFLOW
 from parity.judging.reference import Reference
 from parity.judging.rounding import Rounding
 from parity.judging.stages import by_contract, emulate, staged
@@ -35,7 +33,8 @@ JUMP = 4.0
 Right kernels err by 0.4 to 2.3 times that; one bfloat16 rounding too many is some 10^4 times a float32 one. Of what
 the contract has exact an error below SAME is none: kernels keep it in two pieces."""
 FEW = 32
-"""Numbers from which on an error is no matter of chance; of fewer those of further seeds are taken as well."""
+"""Numbers from which on an error is no matter of chance; of fewer, where they err by more than half a `JUMP`, those of
+further seeds are taken as well."""
 LEAST = 8
 """Of fewer numbers than these, all seeds together, nothing is said."""
 SEEDS = 8
@@ -62,6 +61,11 @@ class Stage:
         is_loss = self.error > (JUMP * self.expected or SAME)
         return self.wrong > 0 or (is_loss and self.numbers >= LEAST)
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether few numbers are worth being looked at over seeds."""
+        return self.numbers > 0 and (self.wrong > 0 or self.error > JUMP / 2 * self.expected)
+
 
 def walk(first: Evaluation, fixed: Set[Line] = frozenset()) -> tuple[Stage, ...]:
     """The stages in the golden's order, the outputs last, none after the first that is off.
@@ -71,13 +75,13 @@ def walk(first: Evaluation, fixed: Set[Line] = frozenset()) -> tuple[Stage, ...]
     it, for further seeds of the case.
     """
     trial = first.trial
-    is_right = not any(first.stage(name, True).wrong for name in trial.reference.golden)
+    is_right = all(map(first.is_right, trial.reference.golden))
     further: list[Evaluation] = []
     stages: list[Stage] = []
     for name, is_output in first.names():
         found = [first.stage(name, is_output)]
         for n in range(1, SEEDS):
-            if trial.given is not None or sum(s.numbers for s in found) >= FEW or not found[0].numbers:
+            if trial.given is not None or sum(s.numbers for s in found) >= FEW or not found[0].is_suspect:
                 break
             if len(further) < n:
                 further.append(Evaluation.of_trial(trial.with_seed(trial.case.seed + n), fixed))
@@ -151,6 +155,10 @@ class Evaluation:
         for name in self.trial.reference.golden:
             yield name, True
 
+    def is_right(self, output: str) -> bool:
+        """Whether an output is the golden's in float64."""
+        return not self.stage(output, True).wrong
+
     def stage(self, name: str, is_output: bool) -> Stage:
         """A site or an output as a stage."""
         if is_output:
@@ -179,11 +187,7 @@ def _stage(
             errors.append((own.value - exact.value)[there])
         expected = max(expected, of_contract[site], goldens[()][1].get(site, 0.0))
     error, scale = (np.concatenate(x) if x else np.zeros(0) for x in (errors, values))
-    size = _rms(scale) or 1.0
-    # Of numbers next to the smallest normal one, as a steep gate leaves, a unit that flushes subnormals has little.
-    return Stage(
-        site, wrong / max(scale.size, 1), _rms(error) / size, math.hypot(expected, UNDERFLOW / size), scale.size
-    )
+    return Stage(site, wrong / max(scale.size, 1), _rms(error) / (_rms(scale) or 1.0), expected, scale.size)
 
 
 def _output(name: str, expected: Reference, exact: Run, own: Run, by_contract: Mapping[str, np.ndarray]) -> Stage:

@@ -74,6 +74,7 @@ def test_the_statements_between_right_and_wrong_have_the_fault(backend, op, name
     if call:
         assert any(call in linecache.getline(line.file, line.number) for line in found.region.lines)
     else:
-        planted = {line.number for line in found.region.lines if "planted_" in line.file}
+        listed = found.region.lines + found.region.shared
+        planted = {line.number for line in listed if "planted_" in line.file}
         assert planted & set(lines)
     assert found.ranking is None and "explain" not in screen(found, tmp_path).plain
