@@ -163,7 +163,9 @@ def conclusion(found: Located, root: Path) -> str:
         return "no line errs"
     if ranking.exact > FAITHFUL * ranking.error:
         return "no stage is off; the lines are not ranked by their shares alone: in float64 some of the error is left"
-    return f"no stage is off by {JUMP:g} times its contract; most of the error of {found.output} is made by {first}"
+    name = found.output
+    beside = f"beside the rounding of {name} at {quoted(found.own.line, root)}, " if found.own else ""
+    return f"no stage is off by {JUMP:g} times its contract; {beside}most of the error of {name} is made by {first}"
 
 
 def _named(share: Share, root: Path) -> str:

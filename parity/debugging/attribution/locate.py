@@ -10,15 +10,18 @@ from pathlib import Path
 
 import numpy as np
 
-from parity.debugging.attribution import Ranking, Share, at_sites, entered, mean_square, program, rank
+from parity.debugging.attribution import NAMED, Ranking, Share, at_sites, entered, mean_square, program, rank
 from parity.debugging.attribution.bits import BitStage
 from parity.debugging.attribution.program import Birth, Births, Line, Program, Run
 from parity.debugging.attribution.walk import Evaluation, Stage, walk
 from parity.debugging.instead import Instead, other_call
-from parity.dtypes import Floats
+from parity.dtypes import Floats, round_to
+from parity.op import Contract
 from parity.trial import Trial
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+OTHERWISE = 0.001
+"""Of the elements of an output, rounded otherwise than to nearest, where a line does nothing but round it."""
 MOST_BIRTHS = 16
 """Operations that make something not finite that are tried: whether the outputs are right without theirs."""
 
@@ -72,7 +75,8 @@ class Located:
     """The stages of a kernel, and what more is known of the first that is off: one of the three.
 
     output: the one whose error the lines are ranked by. none: the evaluation in which nothing rounds. culprit: of the
-    ranking, the line that makes most of the error of the stage that is off, or of the output.
+    ranking, the line that makes most of the error of the stage that is off, or of the output; own: the one that makes
+    more, and rounds the output to its dtype alone, where there is one.
     """
 
     output: str
@@ -82,6 +86,7 @@ class Located:
     region: Region | None = None
     birthplace: Birthplace | None = None
     culprit: Share | None = None
+    own: Share | None = None
 
 
 def locate(
@@ -110,14 +115,36 @@ def locate(
     magnitude = {output: trial.reference.magnitude[output]}
     site = stages[-1].site if stages[-1].is_off else ""
     ranking = rank(of, trial.reference.golden, magnitude, done, fixed, (none, everything), site)
-    return Located(output, stages, none, ranking, culprit=_culprit(of, ranking, stages[-1], magnitude, fixed))
+    own = None if stages[-1].is_off else own_rounding(of, ranking, output, trial.contract, fixed)
+    culprit = _culprit(of, ranking, stages[-1], magnitude, fixed, own)
+    return Located(output, stages, none, ranking, culprit=culprit, own=own)
+
+
+def own_rounding(of: Program, ranking: Ranking, output: str, contract: Contract, fixed: Set[Line]) -> Share | None:
+    """The line that makes most of an output's error, where it does nothing but round that to its dtype, as promised.
+
+    None where no other line makes more than `NAMED` of the error, or the output is not narrow.
+    """
+    if not contract.is_narrow(output) or len(ranking.shares) < 2 or ranking.shares[1].share < NAMED:
+        return None
+    line = ranking.shares[0].line
+    got = of.run(lambda place: place.line in fixed or place.line == line).outputs[output]
+    promised = round_to(ranking.none.outputs[output], contract.dtype(output)).astype(np.float64)
+    other = (got != promised) & (np.isfinite(got) | np.isfinite(promised))
+    return ranking.shares[0] if other.mean() < OTHERWISE else None
 
 
 def _culprit(
-    of: Program, ranking: Ranking, last: Stage, magnitude: Mapping[str, Floats], fixed: Set[Line]
+    of: Program,
+    ranking: Ranking,
+    last: Stage,
+    magnitude: Mapping[str, Floats],
+    fixed: Set[Line],
+    own: Share | None,
 ) -> Share | None:
-    """The line that makes most of the error: of the stage that is off, which may be little of the output's."""
-    shares = list(ranking.shares)
+    """The line that makes most of the error: of the stage that is off, which may be little of the output's. own: one
+    that does as promised."""
+    shares = [share for share in ranking.shares if share is not own]
     at_site = last.is_off and any(last.site in share.sites for share in shares)
     if at_site:
         shares.sort(key=lambda share: -share.sites.get(last.site, share.share))
