@@ -525,8 +525,12 @@ class _Slicer(_Evaluator):
         return results
 
     def padded(self, x: Any, block: Any) -> Any:
-        """x in whole blocks, of x's lines."""
-        return self._note(super().padded(x, block), self.lines_of(x))
+        """x in whole blocks, of x's lines. What fills them up is finite where only what is not counts."""
+        whole = super().padded(x, block)
+        if not self._of_finite:
+            whole = np.nan_to_num(whole, nan=0.0, posinf=np.inf, neginf=-np.inf)
+            whole[tuple(map(slice, x.shape))] = x
+        return self._note(whole, self.lines_of(x))
 
     def chosen(self, view: Any, index: Values) -> Any:
         """A grid step's block, which is of the lines that say which it is as well."""
