@@ -31,6 +31,7 @@ MODULES_OF_A_FRAMEWORK = {
     "parity/backends/emulation/mxu.py", "parity/backends/emulation/tensor_core.py",
     "parity/backends/emulation/foreign.py", "parity/backends/emulation/vector_sums.py",
     "parity/debugging/attribution/tpu.py", "parity/debugging/attribution/gpu.py",
+    "parity/debugging/attribution/tape.py",
     "parity/contact/tpu.py", "parity/contact/gpu.py",
 }  # fmt: skip
 

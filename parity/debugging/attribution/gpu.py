@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from triton.runtime.interpreter import (
 from op_arguments import probe
 from parity.backends.emulation import foreign, tensor_core
 from parity.backends.emulation.tensor_core import TensorCoreBuilder, scaled
+from parity.debugging.attribution import tape
 from parity.debugging.attribution.program import (
     LAUNCH,
     Active,
@@ -49,6 +51,7 @@ from parity.debugging.attribution.program import (
     is_cut,
     note_error,
 )
+from parity.debugging.attribution.tape import Tape
 from parity.dtypes import Floats, numpy_dtype, round_to
 from parity.interop import to_numpy, to_torch
 from parity.op import Inputs, outputs
@@ -62,7 +65,7 @@ _NAMES = {
     "fp8e5": "float8_e5m2",
 }
 _FRAMEWORKS = tuple(str(Path(module.__file__ or "").parent) for module in (triton, torch, np, contextlib))
-_OURS = {__file__, tensor_core.__file__, foreign.__file__, probe.__file__}
+_OURS = {__file__, tape.__file__, tensor_core.__file__, foreign.__file__, probe.__file__}
 _MEMORY_ALONE = {"aten::set_", "aten::new_empty", "aten::empty_like", "aten::detach"}  # what computes no numbers
 _EXECUTE = interpreter.GridExecutor.__call__.__code__
 _DEEPEST = 6  # lines of a place that are looked at
@@ -83,7 +86,9 @@ def mark(site: str, value: Any, where: Any = None, **steps: Any) -> Any:
     if where is not None:
         numbers = np.where(where.handle.data, numbers, np.nan)
     plain = tuple((name, getattr(step, "value", step)) for name, step in steps.items())
-    builder.errors.marks.append(Mark(site, numbers, plain, _place(), builder.marked(value)))
+    builder.errors.marks.append(Mark(site, numbers, plain, builder.errors.place(), builder.marked(value)))
+    if builder.tape:
+        builder.tape.add(lambda: mark(site, value, where, **steps), is_host=True)
     return value
 
 
@@ -93,11 +98,31 @@ class TritonProgram:
     def __init__(self, kernel: Callable[..., Any], inputs: Inputs, arguments: Mapping[str, Any]) -> None:
         """Of `kernel(**inputs, **arguments)`."""
         self._kernel, self._inputs, self._arguments = kernel, inputs, arguments
+        self._tape: Tape | None = None
+        self._taped = Memory()
 
     def run(self, active: Active) -> Run:
         """The outputs in float64 where the operations that `active` admits err, and where those are."""
+        errors = Errors(active)
+        if self._tape is None:
+            self._tape, self._taped = Tape(active, _place), Memory()
+            between = RecordedBetween(errors, self._taped, self._tape)
+            run = self._evaluated(_RecordingBuilder, errors, self._taped, between, taped=self._tape)
+            self._tape.erring = run.erring
+            return run
+        if self._tape.is_whole:
+            run = self._replayed(self._tape, errors)
+            if self._tape.is_whole:
+                return run
         errors, memory = Errors(active), Memory()
         return self._evaluated(_WideBuilder, errors, memory, Between(errors, memory))
+
+    def _replayed(self, taped: Tape, errors: Errors) -> Run:
+        carried = {"errors": errors, "memory": self._taped, "lines": None, "births": None, "tape": None}
+        with tensor_core.emulated(), _widened(_WideBuilder, carried), np.errstate(all="ignore"), torch.no_grad():
+            taped.replay(errors.active, errors.now_at)
+        numbers = {name: self._taped.of(x) for name, x in outputs(taped.result).items()}
+        return Run(numbers, {**taped.erred(errors.active), **errors.places}, errors.marks)
 
     def births(self, births: Births, fill: float = np.nan) -> Run:
         """The outputs as the kernel computes them, what is born on the way noted. fill: what memory begins as."""
@@ -120,13 +145,16 @@ class TritonProgram:
         between: Between,
         lines: Lines | None = None,
         births: Births | None = None,
+        taped: Tape | None = None,
     ) -> Run:
         tensors = {name: to_torch(x) for name, x in self._inputs.items() if x is not None}
-        carried = {"errors": errors, "memory": memory, "lines": lines, "births": births}
-        followed = lines.followed() if lines else contextlib.nullcontext()
+        carried = {"errors": errors, "memory": memory, "lines": lines, "births": births, "tape": taped}
+        followed = lines.followed() if lines else taped.recording() if taped else contextlib.nullcontext()
         with tensor_core.emulated(), _widened(builder, carried), np.errstate(all="ignore"):
             with followed, between, probe.probing(mark):
                 result = self._kernel(**tensors, **self._arguments)
+            if taped:
+                taped.result = result
             found = outputs(result)
             numbers = {name: memory.of(x) for name, x in found.items()}
             if not lines:
@@ -139,14 +167,19 @@ class Errors:
     """Which operations err, the errors of those that do, and what was marked."""
 
     def __init__(self, active: Active) -> None:
-        self._active = active
+        self.active = active
+        self.place: Callable[[], Place | None] = _place
         self.places: dict[Place, float] = {}
         self.marks: list[Mark] = []
 
+    def now_at(self, place: Place | None) -> None:
+        """What is done from now on is done at a place, whatever is being executed."""
+        self.place = lambda: place
+
     def add(self, exact: Floats, own: Callable[[], tuple[Floats, Floats]]) -> Floats:
         """`exact`, and where the operation errs the difference of the two that `own` gives: rounded, and exact."""
-        place = _place()
-        if place is None or not self._active(place):
+        place = self.place()
+        if place is None or not self.active(place):
             return exact
         rounded, true = own()
         error = rounded - true
@@ -275,6 +308,41 @@ class Between(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result.copy_(to_torch(round_to(exact, stored.dtype.name)))
         self._memory.store(addresses_of(result), exact)
         return result
+
+
+class RecordedBetween(Between):  # type: ignore[no-untyped-call]
+    """What PyTorch does to tensors, in float64, recorded."""
+
+    def __init__(self, errors: Errors, memory: Memory, taped: Tape) -> None:
+        super().__init__(errors, memory)
+        self._tape = taped
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """An operation, which is a step."""
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        given = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)]
+        storages = {x.untyped_storage().data_ptr() for x in given}
+        made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        is_view = not func._schema.is_mutable and all(x.untyped_storage().data_ptr() in storages for x in made)
+        if func._schema.name not in _MEMORY_ALONE and "aten::empty" not in func._schema.name and made and not is_view:
+            self._tape.add(lambda: self._again(func, args, kwargs or {}, result), is_host=True)
+        return result
+
+    def _again(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        errors = interpreter.interpreter_builder.errors
+        fresh = Between(errors, self._memory).__torch_dispatch__(func, (), args, kwargs)
+        if func._schema.is_mutable:
+            return
+        for old, new in zip(tree_leaves(result), tree_leaves(fresh), strict=True):
+            if isinstance(old, torch.Tensor) and old.numel():
+                if old.is_floating_point():
+                    numbers = self._memory.of(new)
+                    old.copy_(new)
+                    self._memory.store(addresses_of(old), numbers)
+                elif old.element_size() == 1:  # codes
+                    old.copy_(new)
+                else:
+                    self._tape.is_whole &= bool(torch.equal(old, new))
 
 
 class Lines:
@@ -508,6 +576,7 @@ class _WideBuilder(TensorCoreBuilder):
     memory: Memory
     lines: Lines | None
     births: Births | None
+    tape: Tape | None
 
     def marked(self, value: Any) -> frozenset[Line]:
         """The lines that a marked value comes of, where they are followed."""
@@ -683,6 +752,22 @@ class _WideBuilder(TensorCoreBuilder):
         return super().create_masked_store(ptrs, _as_own(value), mask, *how)
 
 
+_OPERATIONS = ("create_", "get_", "unary_op", "binary_op", "ternary_op", "cast_impl")
+"""How the names of a builder's operations begin."""
+
+
+class _RecordingBuilder(_WideBuilder):
+    """The same, recorded."""
+
+    tape: Tape
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if not name.startswith(_OPERATIONS):
+            return found
+        return partial(super().__getattribute__("tape").recorded, name, found)
+
+
 class _WatchingBuilder(_WideBuilder):
     """The same, in which what is born is noted."""
 
@@ -731,7 +816,7 @@ class _SlicingBuilder(_WideBuilder):
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
-        if not name.startswith(("create_", "get_", "unary_op", "binary_op", "ternary_op", "cast_impl")):
+        if not name.startswith(_OPERATIONS):
             return found
         lines = super().__getattribute__("lines")
 
