@@ -25,6 +25,7 @@ def far(argument):
     return argument.removesuffix(NEAR) if isinstance(argument, str) else argument
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", ["gfx942", pytest.param("gfx950", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "op",

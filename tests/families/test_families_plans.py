@@ -42,7 +42,7 @@ def check(programs, chip, recorded, root):
 
 
 @pytest.mark.parametrize(
-    "chip", ["tpu7x", "sm_90", *(pytest.param(chip, marks=pytest.mark.full) for chip in ("v5e", "sm_100"))]
+    "chip", ["sm_90", *(pytest.param(chip, marks=pytest.mark.full) for chip in ("tpu7x", "v5e", "sm_100"))]
 )
 def test_representative_programs_are_planned_as_recorded(chip, recorded, pytestconfig):
     check(REPRESENTATIVE, chip, recorded, pytestconfig.rootpath)

@@ -407,7 +407,8 @@ def schedules() -> list[Any]:
                     for backend in FRAMEWORK:
                         some = (layers, heads, dtype, chunk) == (20, 16, F32, 128)
                         name = f"{backend}-{op.name}-{layers}_layers-H{heads}-chunk{chunk}-{dtype}"
-                        for full in (False, True) if some else (True,):
+                        usual = some and (backend == "gpu") == is_backward(op.cases[0])
+                        for full in (False, True) if usual else (True,):
                             marks = [getattr(pytest.mark, backend)] + [pytest.mark.full] * full
                             values = (op, backend, layers, heads, chunk, dtype, full)
                             found.append(pytest.param(*values, id=name + "-all" * full, marks=marks))

@@ -65,7 +65,8 @@ def test_a_chunked_backward_pass_shows_what_there_is(module, k, v, fused):
 
 
 @pytest.mark.parametrize(
-    ("k", "v", "steps"), [(16, 16, T), pytest.param(20, 20, T, marks=pytest.mark.full), (80, 72, 3)]
+    ("k", "v", "steps"),
+    [(16, 16, T), *(pytest.param(*each, marks=pytest.mark.full) for each in ((20, 20, T), (80, 72, 3)))],
 )
 @pytest.mark.parametrize("module", [simple_gla, gla])
 def test_a_recurrent_pass_shows_what_there_is(module, k, v, steps):

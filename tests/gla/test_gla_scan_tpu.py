@@ -25,7 +25,7 @@ SMALL = [
     (CHUNK_SIMPLE_GLA[0], dict(gates=["both"]), PACKED, "fused"),
     pytest.param(CHUNK_SIMPLE_GLA[0], dict(gates=["gamma"]), PACKED, "unfused", marks=pytest.mark.full),
     pytest.param(CHUNK_SIMPLE_GLA[1], dict(gates=["both"]), ROWS, "fused", marks=pytest.mark.full),
-    (CHUNK_SIMPLE_GLA[1], dict(gates=["gamma"]), ROWS, "unfused"),
+    pytest.param(CHUNK_SIMPLE_GLA[1], dict(gates=["gamma"]), ROWS, "unfused", marks=pytest.mark.full),
     (CHUNK_GLA[1], {}, ROWS, "fused"),
 ]
 

@@ -84,6 +84,7 @@ def test_limits_name_what_there_is():
     assert {*SPILLS} <= gpu_code.names(EVERYTHING, "sm_90").keys()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("experts", [256, *(pytest.param(many, marks=pytest.mark.full) for many in (512, 1024, 4096))])
 @gpu_code.some_targets("sm_90")
 def test_visits_of_many_experts_compile_and_stay_in_registers(target, experts):
@@ -97,6 +98,7 @@ TILES = (16, 32, 64, 128)
 LARGEST = (128, 128, 128)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "tiling",
     [

@@ -15,9 +15,10 @@ SIZES = (64, 64, 32, 16)  # T, D, F, E
 
 
 @parallel.EACH_CASE
-def test_eight_devices_give_what_one_does(name):
-    eight = dict(XLA_FLAGS=f"--xla_force_host_platform_device_count={DEVICES}", JAX_PLATFORMS="cpu")
-    parallel.check(name, parallel.ask("shards", SIZES, *parallel.CASES[name], **eight))
+@pytest.mark.parametrize("devices", [2, pytest.param(DEVICES, marks=pytest.mark.full)])
+def test_several_devices_give_what_one_does(name, devices):
+    several = dict(XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}", JAX_PLATFORMS="cpu")
+    parallel.check(name, parallel.ask("shards", SIZES, *parallel.CASES[name], **several))
 
 
 @pytest.mark.full

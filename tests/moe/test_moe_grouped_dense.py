@@ -34,7 +34,7 @@ def check_gradients(lhs, rhs, options):
 OPTIONS = [
     dict(quantize=True, bwd_quantize=True),
     dict(quantize=False, bwd_quantize=True),
-    dict(quantize=True, bwd_quantize=False),
+    pytest.param(dict(quantize=True, bwd_quantize=False), marks=pytest.mark.full),
 ]
 
 
@@ -98,7 +98,7 @@ def test_jax_differentiates_under_jit():
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize(("given", "meant"), [(-3, 0), (9, 2)])
+@pytest.mark.parametrize(("given", "meant"), [pytest.param(-3, 0, marks=pytest.mark.full), (9, 2)])
 def test_a_traced_offset_beyond_the_experts_is_the_nearest(given, meant):
     """It cannot be refused; neither pass may read other rows than those of the shard that there is."""
     jax = pytest.importorskip("jax")

@@ -94,6 +94,7 @@ def test_fp8_is_widened_where_the_chip_requires_it(target, out, dtype, reason):
     assert reason in path.reason
 
 
+@pytest.mark.full
 def test_fp8_cannot_be_multiplied_as_it_is_where_it_is_widened():
     """The reason why sm_80 has another path, from the compiler itself."""
     (result,) = compile_kernels([case_of(launched(*gmm(*DEEPSEEK), "sm_90")[-1], "sm_80")])

@@ -148,10 +148,10 @@ def test_a_block_that_begins_where_a_group_ends_counts_for_nothing(function, gen
     [
         (7, 128, 1, (1024, 256, 128), 130),  # passes of 256 rows in a loop
         pytest.param(7, 256, 1, (1024, 512, 128), 130, marks=pytest.mark.full),  # of 512
-        (7, 128, 128, (1024, 256, 128), 256),  # of 512, sums as [columns, rows]
+        pytest.param(7, 128, 128, (1024, 256, 128), 256, marks=pytest.mark.full),  # of 512, sums as [columns, rows]
         (7, 128, 1, (640, 256, 128), 130),  # of 256, and a last one of less
         pytest.param(7, 512, 1, (1024, 1024, 128), 130, marks=pytest.mark.full),  # no loop
-        (7, None, 1, (1024, 512, 128), 130),
+        pytest.param(7, None, 1, (1024, 512, 128), 130, marks=pytest.mark.full),
         pytest.param(6, 256, 1, (256, 512, 1024), 1100, marks=pytest.mark.full),
         (6, 128, 1, (256, 256, 1024), 1100),  # lhs widened under the products of the first columns
         pytest.param(6, None, 1, (256, 512, 1024), 1100, marks=pytest.mark.full),

@@ -22,7 +22,7 @@ FULL = pytest.mark.full
         pytest.param(GMM_QUANTIZED, dict(K=512, N=260), ("1xK", "1xKx1"), E5M2, (32, 512, 384), 6, marks=FULL),
         (GMM_QUANTIZED, dict(K=650, N=40), ("1xK", "GxKxN"), E4M3, (32, 512, 128), 5),
         (GMM_QUANTIZED, dict(K=256, N=260), ("1x128", "1x128x26"), E4M3, (64, 256, 384), 6),
-        (GMM_QUANTIZED, dict(K=384, N=256), ("1x128", "1x128x128"), I8, (128, 256, 256), 5),
+        pytest.param(GMM_QUANTIZED, dict(K=384, N=256), ("1x128", "1x128x128"), I8, (128, 256, 256), 5, marks=FULL),
         pytest.param(TGMM_QUANTIZED, dict(K=130, N=520), ("Mx1", "Mx1"), E5M2, (288, 256, 640), 6, marks=FULL),
         (TGMM_QUANTIZED, dict(K=130, N=520), ("128x1", "64x1"), E4M3, (256, 256, 640), 5),
     ],

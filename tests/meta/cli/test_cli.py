@@ -80,6 +80,7 @@ def test_show_prints_what_was_recorded_on_both_backends(printed):
     assert (seed, verdict) == ("0", "AGREES") and 0.8 < float(ratio) < 1.2
 
 
+@pytest.mark.full
 def test_a_ledger_does_not_differ_from_itself(printed, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert "worse" not in printed("diff", "records", "records", "--fail-on-regression")

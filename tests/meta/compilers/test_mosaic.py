@@ -232,6 +232,7 @@ def kernel_of(result):
     return kernel
 
 
+@pytest.mark.full
 @needs_libtpu
 def test_a_dot_pass_more_is_seen(compiled):
     one, two = kernel_of(compiled["dot"]), kernel_of(compiled["two_dots"])
@@ -325,6 +326,7 @@ def test_errors_are_the_compilers_own(compiled):
         assert path.endswith("pallas_kernels.py") and "jnp.dot" in source[int(line) - 1]
 
 
+@pytest.mark.full
 @needs_libtpu
 def test_runs_are_identical_and_cached(compiled, monkeypatch, tmp_path):
     def figures(result):

@@ -382,6 +382,7 @@ def test_a_struct_compiles_as_its_fields(kernels):
     assert of_structs.instructions == of_fields.instructions
 
 
+@pytest.mark.full
 @needs_triton
 def test_a_hang_costs_its_case_alone(kernels):
     endless = other("compiler_kernels:endless", "sm_90", out="*fp32")

@@ -368,9 +368,12 @@ def test_a_rounding_at_one_visit_of_a_site_is_named():
 
 
 NAMED_AXES = [op for op in OPS if not op.bit_exact and op.axes is not Op.axes]
+USUAL = ("tgmm", "grouped_gemm", "chunk_simple_gla_bwd", "chunk_gated_delta_rule_bwd")
 
 
-@pytest.mark.parametrize("op", NAMED_AXES, ids=[op.name for op in NAMED_AXES])
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, id=op.name, marks=[pytest.mark.full] * (op.name not in USUAL)) for op in NAMED_AXES]
+)
 def test_axes_are_of_outputs_and_inputs(op):
     seen = {}
     for case in (case for case in op.cases if case.tier != "full"):
@@ -400,6 +403,7 @@ def test_three_passes_leave_out_the_product_of_second_pieces(passes, first_piece
     assert in_three_passes("lhs", a, passes) @ in_three_passes("rhs", b, passes) == pytest.approx(expected, rel=1e-15)
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 def test_a_record_says_which_rounding_is_likely(tmp_path):
     op, case = matrix.find(OPS, SMALL)

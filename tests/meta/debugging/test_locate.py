@@ -62,11 +62,15 @@ REGIONS = [
     ("gpu", "tgmm", "existing_out is overwritten, not added", FAULTS, "tl.store(out_tile, "),
 ]
 """The last: the call of the function with the fault, where that leaves the function nothing to compute."""
+USUAL, FULL = (GLA, "tgmm"), [pytest.mark.full]
 
 
 @pytest.mark.parametrize(
     ("backend", "op", "name", "faults", "call"),
-    [pytest.param(*r, id="-".join(r[:3]), marks=getattr(pytest.mark, r[0])) for r in REGIONS],
+    [
+        pytest.param(*r, id="-".join(r[:3]), marks=[getattr(pytest.mark, r[0]), *FULL * (r[1] not in USUAL)])
+        for r in REGIONS
+    ],
 )
 def test_the_statements_between_right_and_wrong_have_the_fault(backend, op, name, faults, call, tmp_path):
     trial, lines = trial_of(faults, name, backend, op, tmp_path)

@@ -312,6 +312,7 @@ def test_an_exception_is_a_failure_whatever_numbers_it_names():
     assert found.judged is None
 
 
+@pytest.mark.full
 def test_what_the_operation_refuses_is_no_step():
     pytest.importorskip("jax")
 

@@ -238,7 +238,7 @@ def test_nor_where_routes_gates_and_lengths_are_others(backend, name, words):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [CHUNK_BACKWARD, CHANNELS_BACKWARD])
+@pytest.mark.parametrize("name", [CHUNK_BACKWARD, pytest.param(CHANNELS_BACKWARD, marks=FULL)])
 def test_nor_in_a_small_backward_pass(name):
     (case,) = OP[name].grid([dict(B=1, T=20, H=1, K=16, V=16)], dtype=["float32"], h0=[True])
     stages, _ = walked(OP[name], case, "gpu")
@@ -392,6 +392,7 @@ def test_ops_without_a_kernel_for_the_backend_are_passed_over():
     assert not any(Path(line.file).stem in ("gmm", "launch") for line in fixed)
 
 
+@pytest.mark.full
 @pytest.mark.tpu
 def test_no_stage_of_a_right_matmul_of_quantised_operands_is_off():
     """The quantiser's scales stay float32 where nothing else rounds, wherever its code is."""

@@ -16,9 +16,10 @@ from mutation.tokens import occurrences
 from parity.backends import load_kernel
 from parity.judging.judge import gates
 from parity.ledger.sources import imported_by, reached
-from parity.op import Case, Op
+from parity.op import BACKENDS, Case, Op
 from parity.trial import Trial
 from tests.matrix import OPS
+from tests.support.agreement import asked
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = {"tpu": "tpu_kernels", "gpu": "gpu_reference"}
@@ -190,15 +191,18 @@ def source_of(module: str) -> str:
 def pairs(faults: Collection[Fault], ops: Collection[Op]) -> list:
     """Parameters (fault, op): each fault with each of these ops that must catch it.
 
-    The first of a name on a backend is in the default tier, the others in the full one.
+    One of each name is in the default tier, the first on the TPU or on the GPU in turn; the others are in the full one.
     """
-    found = {}
+    named: dict[str, list[tuple[Fault, Op]]] = {}
     for fault in faults:
-        for op in (op for op in ops if op.name in fault.ops):
-            rest = found.setdefault((fault.name, fault.backend), [])
-            marks = [getattr(pytest.mark, fault.backend), *([pytest.mark.full] if rest else [])]
-            rest.append(pytest.param(fault, op, id=f"{fault.backend}-{op.name}-{fault.name}", marks=marks))
-    return [each for those in found.values() for each in those]
+        named.setdefault(fault.name, []).extend((fault, op) for op in ops if op.name in fault.ops)
+    found = []
+    for nth, those in enumerate(those for those in named.values() if those):
+        first = next((each for each in those if each[0].backend == BACKENDS[nth % 2]), those[0])
+        for fault, op in those:
+            marks = [getattr(pytest.mark, fault.backend), *([pytest.mark.full] if (fault, op) != first else [])]
+            found.append(pytest.param(fault, op, id=f"{fault.backend}-{op.name}-{fault.name}", marks=marks))
+    return found
 
 
 def first_of_all(faults: Collection[Fault], ops: Collection[Op]) -> list:
@@ -215,7 +219,7 @@ def first_of_all(faults: Collection[Fault], ops: Collection[Op]) -> list:
 def check_is_caught(fault: Fault, op: Op, folder: Path):
     """Fail unless a case of the op's default tier fails with the fault."""
     kernel = getattr(plant(fault, folder), op.name)
-    tried = [case for case in op.cases if case.tier != "full" and fault.where(case)]
+    tried = [case for case in op.cases if case in asked(op, fault.backend) and fault.where(case)]
     tried = tried if fault.data is None else [case.with_data(fault.data) for case in tried]
     assert tried, "no case of the default tier is there to catch it"
     verdicts = {}

@@ -49,10 +49,11 @@ def allowance(a, b, seed, count=64):
 LABELS = {"row": np.arange(ROWS)[:, None], "half": (np.arange(COLUMNS) // 5)[None]}
 
 
-def test_equal_kernels_that_sum_in_another_order_fit():
-    """2,000 of them: no more than two may fail."""
+@pytest.mark.parametrize("seeds", [2, pytest.param(20, marks=pytest.mark.full)])
+def test_equal_kernels_that_sum_in_another_order_fit(seeds):
+    """No more than one in 1,000 may fail: of 200 none, of 2,000 two."""
     failed, ratios = 0, []
-    for seed in range(20):
+    for seed in range(seeds):
         a, b = operands(seed)
         allowed, orders = allowance(a, b, seed), np.random.default_rng(seed)
         for _ in range(100):
@@ -60,7 +61,7 @@ def test_equal_kernels_that_sum_in_another_order_fit():
             fit = allowed.fit("out", y, LABELS)
             failed += fit.verdict() is not None
             ratios.append(fit.ratio)
-    assert failed <= 2
+    assert failed <= len(ratios) / 1000
     assert np.median(ratios) == pytest.approx(1, abs=0.1)
 
 

@@ -7,7 +7,7 @@ from cpu_golden.stages import Stages
 from parity.inputs import draw
 from parity.judging import stages
 from parity.judging.judge import judge, measure_contract
-from parity.op import TIERS
+from parity.op import BACKENDS, TIERS
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.matrix.delta_rule import DELTA_RULES
@@ -43,8 +43,14 @@ def test_the_budget_is_shared_by_the_sites_that_cause_it():
     assert share["acc"] == pytest.approx(7 * share["out"], rel=0.1)
 
 
-@pytest.mark.parametrize(("op", "case"), CASES)
-@pytest.mark.parametrize("backend", ["tpu", "gpu"])
+@pytest.mark.parametrize(
+    ("op", "case", "backend"),
+    [
+        pytest.param(*case.values, backend, id=f"{backend}-{case.id}", marks=[pytest.mark.full] * (nth % 2 != m))
+        for nth, case in enumerate(CASES)
+        for m, backend in enumerate(BACKENDS)  # in turn in the default tier
+    ],
+)
 def test_a_contract_predicts_the_error_of_the_interpreted_kernel(op, case, backend):
     predicted = measure_contract(Trial(op, case, backend))["out"]
     measured = judge(Trial(op, case, backend)).metrics
@@ -83,7 +89,7 @@ def test_sums_of_tiles_are_rounded_once_for_each_and_at_last():
 
 
 STAGED = [op for op in OPS if not op.bit_exact]
-ONE_EACH = {op.golden.__module__: op for op in STAGED}  # of the goldens that share their code
+USUAL = ("tgmm", "moe_layer", "chunk_simple_gla_bwd", "causal_conv1d_bwd")
 
 
 @pytest.mark.parametrize("backend", ["tpu", "gpu"])
@@ -105,7 +111,7 @@ RESULT = {
 
 
 @pytest.mark.parametrize(
-    "op", [pytest.param(op, id=op.name, marks=[] if op in ONE_EACH.values() else [pytest.mark.full]) for op in STAGED]
+    "op", [pytest.param(op, id=op.name, marks=[pytest.mark.full] * (op.name not in USUAL)) for op in STAGED]
 )
 def test_every_op_has_a_budget_over_its_sites(op):
     case = min((c for c in op.cases if c.data == "normal"), key=lambda c: TIERS.index(c.tier))

@@ -171,7 +171,7 @@ def rule(tpu, gpu, dtype="float32", tau=0.0):
     return compare(tpu, gpu, narrow_output=dtype != "float32", tau=tau).verdict
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 def test_equal_kernels_tie(dtype):
     rng = np.random.default_rng(1)
     outcomes = [rule(metrics(rng, 4, dtype), metrics(rng, 4, dtype), dtype).outcome for _ in range(60)]
@@ -232,7 +232,10 @@ def test_a_longer_tail_and_a_bias_are_seen():
     assert rule(biased, biased).passed
 
 
-@pytest.mark.parametrize(("shape", "seeds"), [((2, 4), 2), ((2, 4), 8), ((64, 64), 2), ((72, 128), 8)])
+LARGE = pytest.param((72, 128), 8, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(("shape", "seeds"), [((2, 4), 2), ((2, 4), 8), ((64, 64), 2), LARGE])
 def test_the_largest_of_few_errors_is_no_tail(shape, seeds):
     rng = np.random.default_rng(5)
     outcomes = [rule(*(metrics(rng, 4, seeds=seeds, shape=shape) for _ in "ab")).outcome for _ in range(100)]

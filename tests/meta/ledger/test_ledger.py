@@ -77,6 +77,7 @@ def test_the_command_records_no_case_but_those_that_need_it(recorded, tmp_path):
     assert "records:" not in recorded("-q").stdout
 
 
+@pytest.mark.full
 def test_a_worse_kernel_is_a_regression_and_names_what_moved(recorded):
     recorded.replace("kernels.py", "x + x", "x + x * (1 + 2**-23)")
     worse = recorded("-q")
@@ -96,6 +97,7 @@ def test_a_changed_kernel_of_the_same_figures_is_valid(recorded):
     assert done.returncode == 0 and "records:" not in done.stdout, done.stdout
 
 
+@pytest.mark.full
 def test_other_figures_are_stale_and_fail_only_if_strict(project):
     run = project()
     run.replace("kernels.py", "x + x", "x + x * (1 + 2**-23)")

@@ -234,6 +234,7 @@ def dying(x):
 """
 
 
+@pytest.mark.full
 def test_pytest_reports_what_passed_failed_died_and_was_skipped(project, tmp_path):
     run = project(kernel="bad")
     run.replace("matrix.py", 'gpu="kernels:bad"', 'gpu="kernels:dying"')

@@ -80,8 +80,14 @@ def falsify(ops, tests, backend, examples, kernel=None):
         pytest.fail(text.failure(judged, None, rerun), pytrace=False)
 
 
-@pytest.mark.parametrize("tests", FAMILIES)
-@pytest.mark.parametrize("backend", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in BACKENDS])
+@pytest.mark.parametrize(
+    ("tests", "backend"),
+    [
+        pytest.param(tests, backend, marks=[getattr(pytest.mark, backend), *[pytest.mark.full] * (nth % 2 != m)])
+        for nth, tests in enumerate(FAMILIES)
+        for m, backend in enumerate(BACKENDS)  # in turn in the default tier
+    ],
+)
 def test_drawn_cases_pass(tests, backend):
     falsify(FAMILIES[tests], tests, backend, max(settings().max_examples // EXAMPLES[backend], 1))
 
@@ -97,6 +103,7 @@ def test_a_drawn_case_is_read_back_from_its_id(case):
     assert matrix.find(OPS, case.id)[1].id == case.id
 
 
+@pytest.mark.full
 def test_every_case_of_the_matrix_is_read_back_from_its_id():
     for op in OPS:
         for case in op.cases[:: max(len(op.cases) // 15, 1)]:
@@ -158,6 +165,7 @@ def test_a_fault_planted_in_a_kernel_is_found(tmp_path):
     assert case.M * case.K * case.N * case.G <= 8
 
 
+@pytest.mark.full
 @pytest.mark.tpu
 def test_a_node_id_of_a_case_that_the_matrix_does_not_have_runs():
     root, test = Path(__file__).parents[3], "tests/gmm/test_gmm_tpu.py::test_agrees_with_golden"

@@ -27,6 +27,7 @@ def test_shards_are_balanced_within_a_third(weights, count):
     assert max(loads) - min(loads) <= max(weights.values()) * (1 + 1e-9)
 
 
+@pytest.mark.full
 def test_shards_together_are_the_whole(project, tmp_path):
     run = project()
     whole = run("-q", "--parity-record")

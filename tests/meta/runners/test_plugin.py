@@ -18,7 +18,13 @@ def test_a_good_day_is_quiet(project):
 
 @pytest.mark.parametrize(
     ("arguments", "count"),
-    [(["-m", "smoke"], 2), (["--parity-tier=smoke"], 2), ([], 8), (["--parity-tier=full"], 10), (["-m", "full"], 2)],
+    [
+        pytest.param(["-m", "smoke"], 2, marks=pytest.mark.full),
+        (["--parity-tier=smoke"], 2),
+        ([], 8),
+        (["--parity-tier=full"], 10),
+        pytest.param(["-m", "full"], 2, marks=pytest.mark.full),
+    ],
 )
 def test_tiers(project, arguments, count):
     run = project()("-q", *arguments)

@@ -36,6 +36,7 @@ def test_each_project_has_its_own_kernels_summary_records_and_report(monorepo, w
     assert "1 failed" in run_pytest(monorepo, "-q", "-n0", rerun[1]).stdout
 
 
+@pytest.mark.full
 def test_each_project_has_its_own_history_in_the_report(monorepo):
     given = ("-q", "-n0", "-k", "agrees and M8_N40 and f32")
     run_pytest(monorepo, *given, "--parity-record")

@@ -49,6 +49,7 @@ def owned(tmp_path):
     return run
 
 
+@pytest.mark.full
 def test_a_worker_per_tpu_chip_and_its_successor_owns_the_same(owned):
     workers, printed = owned([f"accel{n}" for n in range(4)], "-n", "7")
     assert "parity workers: 4 of 4 TPU chips, a worker each (7 asked for: a chip belongs to one process)" in printed

@@ -77,6 +77,7 @@ def test_jobs_use_what_others_give():
     assert inputs.keys() == jobs["tpu"]["with"].keys()
 
 
+@pytest.mark.full
 def test_ledgers_of_a_tpu_and_a_gpu_host_are_joined_and_judged(plan, tmp_path, monkeypatch, capsys):
     """The commands of the workflows as they stand, on pretended runners."""
     jobs, _ = plan("tpu-v6e gpu-h200")
