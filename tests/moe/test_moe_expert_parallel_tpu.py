@@ -1,4 +1,4 @@
-"""The layer on eight devices, each with an eighth of the tokens and experts, and the layer on one device."""
+"""The layer on several devices, each with its part of the tokens and experts, and the layer on one device."""
 
 from importlib.util import find_spec
 

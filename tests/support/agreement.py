@@ -13,15 +13,21 @@ Test = Callable[[Run], None]
 
 @cache
 def asked(op: Op, backend: Backend) -> frozenset[Case]:
-    """The cases that the default tier asks a backend: those of the smoke tier, and every other program of the rest, so
-    that each is asked of one backend; the full tier asks all of both.
+    """The cases that the default tier asks a backend: the smoke tier's, every other program of the rest, and what else
+    the faults that are planted in the backend's kernels need to be caught. The full tier asks all of both.
 
     Cases that differ in their data alone share a program.
     """
+    from tests.meta.faults.planting import planted
+
     rest = [case for case in op.cases if case.tier == "default"]
     programs = list(dict.fromkeys(case.with_data("normal") for case in rest))[backend == "gpu" :: 2]
-    smoke = [case for case in op.cases if case.tier == "smoke"]
-    return frozenset((*smoke, *(case for case in rest if case.with_data("normal") in programs)))
+    found = {case for case in op.cases if case.tier == "smoke" or case.with_data("normal") in programs}
+    for fault in planted():
+        if fault.backend == backend and op.name in fault.ops:
+            catching = [case for case in op.cases if case.tier != "full" and fault.where(case)]
+            found |= set() if found & {*catching} else {*catching[:1]}
+    return frozenset(found)
 
 
 def agree(*ops: Op, backend: Backend) -> Test:

@@ -1,5 +1,6 @@
 """Plants faults: in a copy of the source that has a kernel's code, wherever in its package that is."""
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -67,6 +68,13 @@ def gpu(ops: str, old: str, new: str, where: Callable[[Case], bool] = smoke, **o
 def named(faults: dict[str, list[Fault]]) -> list[Fault]:
     """Faults with their names."""
     return [replace(fault, name=name) for name, those in faults.items() for fault in those]
+
+
+@cache
+def planted() -> tuple[Fault, ...]:
+    """Every fault of this folder's tests."""
+    tests = sorted(path.stem for path in Path(__file__).parent.glob("test_faults*.py"))
+    return tuple(fault for test in tests for fault in importlib.import_module(f"{__package__}.{test}").FAULTS)
 
 
 def plant(fault: Fault, folder: Path) -> SimpleNamespace:
