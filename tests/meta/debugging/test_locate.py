@@ -1,13 +1,17 @@
 """`parity stages`: where a NaN is born, and which lines a logic fault is among."""
 
 import linecache
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from parity.cli.stages import screen
-from parity.debugging.attribution import program
-from parity.debugging.attribution.locate import birthplace, locate
-from parity.debugging.attribution.program import Births
+from parity.debugging.attribution import Ranking, Share, program
+from parity.debugging.attribution.locate import birthplace, locate, own_rounding
+from parity.debugging.attribution.program import Births, Line, Run
+from parity.dtypes import round_to
+from parity.op import Contract
 from parity.trial import Trial
 from tests.meta.faults.planting import OP, plant, planted_lines
 from tests.meta.faults.test_faults import FAULTS
@@ -82,3 +86,15 @@ def test_the_statements_between_right_and_wrong_have_the_fault(backend, op, name
         planted = {line.number for line in listed if "planted_" in line.file}
         assert planted & set(lines)
     assert found.ranking is None and "explain" not in screen(found, tmp_path).plain
+
+
+@pytest.mark.parametrize(("error", "is_own"), [(0.0, True), (2.0**-26, True), (2.0**-12, False)])
+@pytest.mark.parametrize(("dtype", "rest"), [("bfloat16", 0.3), ("bfloat16", 0.01), ("float32", 0.3)])
+def test_a_line_does_as_promised_that_rounds_an_output_to_its_dtype_alone(error, is_own, dtype, rest):
+    x = np.random.default_rng(0).normal(size=1000)
+    rounded = round_to(x, "bfloat16").astype(np.float64) * (1 + error)
+    run, lines = Run({"o": x}, {}), (Line("a.py", 1), Line("a.py", 2))
+    ranking = Ranking(tuple(map(Share, lines, (1 - rest, rest))), 1.0, 0.0, run, run)
+    of = SimpleNamespace(run=lambda active: Run({"o": rounded}, {}))
+    found = own_rounding(of, ranking, "o", Contract(out=dtype), frozenset())
+    assert found == (ranking.shares[0] if is_own and dtype == "bfloat16" and rest > 0.05 else None)
