@@ -52,8 +52,13 @@ f32 = having(tier="smoke", dtype="float32")
 bf16 = having(tier="smoke", dtype="bfloat16")
 narrow_output = having(tier="smoke", out="bfloat16")
 fp8 = having(tier="smoke", dtype="float8_e4m3fn", out="float32")
+narrow_input = having(tier="default", dtype="bfloat16")
 layer = having(dtype="float32", data="normal")
 layer_bwd = having(dtype="bfloat16", T=60)
+
+
+def two_heads(c):
+    return c.tier == "default" and c.H > 1 and c.T > 1
 
 
 def gamma(c):
@@ -65,8 +70,18 @@ CHANNEL_FWD, CHANNEL_BWD = "chunk_gla_fwd", "chunk_gla_bwd"
 FWD, BWD = f"{SIMPLE_FWD} {CHANNEL_FWD}", f"{SIMPLE_BWD} {CHANNEL_BWD}"
 STEPS_FWD = "fused_recurrent_simple_gla_fwd fused_recurrent_gla_fwd"
 STEPS_BWD = "fused_recurrent_simple_gla_bwd fused_recurrent_gla_bwd"
+GDN_FWD, GDN_BWD = "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd"
+KDA_FWD, KDA_BWD = "chunk_kda_fwd", "chunk_kda_bwd"
+DELTA_FWD, DELTA_BWD = f"{GDN_FWD} {KDA_FWD}", f"{GDN_BWD} {KDA_BWD}"
+DELTA_STEPS_FWD = "fused_recurrent_gated_delta_rule_fwd fused_recurrent_kda_fwd"
+DELTA_STEPS_BWD = "fused_recurrent_gated_delta_rule_bwd fused_recurrent_kda_bwd"
+GATES_FWD, GATES_BWD = "softplus_gate bounded_gate", "softplus_gate_bwd bounded_gate_bwd"
+CONV, CONV_BWD = "causal_conv1d", "causal_conv1d_bwd"
 GPU_SUMS = "sums = «ADDED(sums, a, b, lhs, rhs, region, step, SCALING)»"
 GPU_STATE = "return «decays.kept * state + (decays.lost * state + update)»"
+GPU_WRITTEN = (
+    "update = «tl.fma(tl.expand_dims(k_row, NEW_AXIS), tl.expand_dims(v_row, 1 - NEW_AXIS), (kept + lost) * residue)»"
+)
 TPU_STATE = (
     'return «decayed(state, decay, dot(load("v"), f32(load("k")) * decay.decay_to_end(scan.p.k), (0, 0), scan))»'
 )
@@ -92,6 +107,15 @@ LOSSES = [
     Loss("sums in one group", "gpu", "gmm tgmm", GPU_SUMS, f32, "region.group == 1"),
     Loss("sums in one step", "gpu", "gmm_quantized", GPU_SUMS, fp8, "step == first + DEPTH"),
     Loss("partial sums", "tpu", "gmm", 'sums = «shown("partial", rows, sums)»', narrow_output),
+    Loss("sums", "tpu", "grouped_dense", "return sums if total is None else «total + sums»", narrow_output),
+    Loss("sums in one step", "tpu", "gmm_quantized grouped_gemm", "return sums if total is None else «total + sums»",
+         fp8, "self.step == 1"),
+    Loss("sums in one step", "gpu", "grouped_gemm", GPU_SUMS, fp8, "step == first + DEPTH"),
+    Loss("sums in one group", "gpu", "gmm_quantized", GPU_SUMS, fp8, "region.group == 1"),
+    Loss("sums in one group", "gpu", "grouped_gemm", GPU_SUMS, fp8, "region.group == 1"),
+    Loss("sums in one expert", "tpu", "moe_layer moe_layer_bwd", 'sums = «shown("acc", rows, sums)»', layer,
+         "visits.group_ids[visit] == 1"),
+    Loss("sums in one expert", "gpu", "moe_layer moe_layer_bwd", GPU_SUMS, layer, "region.group == 1"),
     # scales
     Loss("sums before the scales", "gpu", "gmm_quantized tgmm_quantized",
          "partial = «_dot_of_step(a, b, SCALING.dot)»", fp8),
@@ -108,6 +132,7 @@ LOSSES = [
     # products, weights, and the output
     Loss("products with weights", "tpu", "unpermute", "else «taken * weights[:, j, None]»", bf16),
     Loss("products with weights", "torch", "unpermute", "else «taken * weights[:, j, None]»", bf16),
+    Loss("products with weights in one slot", "tpu", "unpermute", "else «taken * weights[:, j, None]»", bf16, "j == 1"),
     Loss("output, twice rounded", "tpu", "gmm", "result = «sums».astype(out.dtype)", narrow_output),
     Loss("output, twice rounded", "tpu", "tgmm", "out[...] = «total».astype(out.dtype)", narrow_output),
     Loss("output, twice rounded", "tpu", "gmm_quantized grouped_gemm",
@@ -123,6 +148,9 @@ LOSSES = [
     Loss("output, twice rounded", "torch", "unpermute",
          "return «_sum_of(rows, weights, slots)».to(rows.dtype)", bf16),
     Loss("output, twice rounded", "gpu", SIMPLE_FWD, "store_tile(o, «scale * out», row", bf16),
+    Loss("output, twice rounded", "gpu", CHANNEL_FWD, "store_tile(o, «scale * out», row", bf16),
+    Loss("output, twice rounded", "gpu", "grouped_gemm", "result = «sums».to(out.dtype.element_ty)", narrow_output),
+    Loss("output, twice rounded", "tpu", "grouped_dense", "result = «total».astype(self.out.dtype)", narrow_output),
     Loss("output, twice rounded", "tpu", f"{FWD} {BWD}",
          "ref[:, self.rows(i), :] = «x».astype(ref.dtype)", bf16),
     # the layer
@@ -146,6 +174,10 @@ LOSSES = [
          "jax.lax.broadcasted_iota(jnp.int32, state.shape, 0) == 1"),
     Loss("state in one head", "gpu", CHANNEL_FWD,
          "state = «next_state(state, k_columns, v_rows, decays.to_end, decays, SPLIT)»", bf16, "head == 1"),
+    Loss("state in one head", "tpu", SIMPLE_FWD, TPU_STATE, two_heads,
+         "jax.lax.broadcasted_iota(jnp.int32, state.shape, 0) == 1"),
+    Loss("state in one head", "gpu", SIMPLE_FWD,
+         "state = «next_state(state, k_columns, v_rows, decays.to_end, decays, SPLIT)»", two_heads, "head == 1"),
     Loss("gradient of the state", "tpu", BWD,
          'return «decayed(dstate, decay, dot(load("do"), weighted, (0, 0), scan))»', bf16),
     Loss("decay", "tpu", SIMPLE_FWD, "return «finite_exp(jnp.where(i >= j, sums, -jnp.inf))»", bf16),
@@ -169,10 +201,149 @@ LOSSES = [
     Loss("products of a step", "tpu", STEPS_FWD, 'fold_lanes(«after * refs["q_rows"][pl.ds(n, 1), :]»)', bf16),
     Loss("products of a step", "gpu", STEPS_FWD, "tl.reshape(«q_row[None, :] * state», (", bf16),
     Loss("state", "gpu", f"{STEPS_FWD} {STEPS_BWD}", "result = «base + change»", bf16),
+    Loss("state that is read in one step", "tpu", STEPS_FWD, "fold_lanes(«after» * refs", bf16, "n == 3"),
+    Loss("what is written in one step", "tpu", STEPS_FWD, 'decay, «column_of(v, n) * refs["k_rows"][row, :]»)', bf16,
+         "n == 3"),
+    Loss("what is written in one step", "gpu", STEPS_FWD, GPU_WRITTEN, bf16, "row // layout.h == 3"),
+    Loss("what is written in one head", "gpu", "fused_recurrent_simple_gla_fwd", GPU_WRITTEN, two_heads, "head == 1"),
+    Loss("output, twice rounded", "tpu", f"{STEPS_FWD} {DELTA_STEPS_FWD}",
+         'store(refs, visit, rows, "o", «plan.p.scale * refs["o_columns"][...].T»)', bf16),
+    Loss("output, twice rounded", "gpu", STEPS_FWD,
+         "o_row = «scale * tl.sum(tl.sum(tl.reshape(q_row[None, :] * state, (BV, 4, BK // 4)), axis=1), axis=1)»",
+         bf16),
     Loss("dk", "tpu", STEPS_BWD, "dk[row, :] += sum_rows(«column_of(v, n) * pair[0]»)", bf16),
     Loss("dk", "gpu", STEPS_BWD, "dk_row = sum_over_values(«dstate * v_row[None, :]»)", bf16),
     Loss("dg", "tpu", STEPS_BWD, 'sum_rows(«pair[0] * refs["decayed"][rows.start + n, slab, :]»)', bf16),
     Loss("dg", "gpu", STEPS_BWD, "dgate_row = sum_over_values(«dstate * ((kept + lost) * before)»)", bf16),
+    # chunked delta rules
+    Loss("scores", "tpu", DELTA_FWD, 'probe("P", «of_q[0]», 1, 2)', bf16),
+    Loss("scores", "gpu", DELTA_FWD, "scores = «scores.to(tl.float32)»", bf16),
+    Loss("inverse", "tpu", f"{DELTA_FWD} {DELTA_BWD}",
+         't = probe("T", «inverse(probe("A", beta * raw, 1, 2), scan)», 1, 2)', bf16),
+    Loss("inverse", "gpu", f"{DELTA_FWD} {DELTA_BWD}", "inverse = «_inverse(beta[:, None] * raw, LEVELS)»", bf16),
+    Loss("errors of what is recalled", "tpu", DELTA_FWD,
+         'error = probe("error", «f32(self.load(i, "v")) - recalled», 1)', bf16),
+    Loss("errors of what is recalled", "gpu", DELTA_FWD, "v_new = dot(t_rows, beta[:, None] * «error», SPLIT)", bf16),
+    Loss("what is written", "tpu", DELTA_FWD, 'probe("v_new", «dot(t, beta * error, (1, 0), scan)», 1)', bf16),
+    Loss("what is written", "gpu", DELTA_FWD, "v_new = «dot(t_rows, beta[:, None] * error, SPLIT)»", bf16),
+    Loss("state", "tpu", f"{DELTA_FWD} {DELTA_BWD}",
+         "return «decayed(state, s.decay, dot(s.v_new, f32(s.k) * s.decay.decay_to_end(scan.p.k), (0, 0), scan))»",
+         bf16),
+    Loss("state", "gpu", f"{DELTA_FWD} {DELTA_BWD}", GPU_STATE, bf16),
+    Loss("state in one chunk", "tpu", DELTA_FWD,
+         'state[...] = block.probe(i, "h", «_next_state(s, state[...], scan)»)', bf16, "i == 0"),
+    Loss("state in one chunk", "gpu", DELTA_FWD,
+         "state = «next_state(state, k_columns, v_new, decays.to_end, decays, SPLIT)»", bf16, "block == 0"),
+    Loss("state in one head", "tpu", DELTA_FWD,
+         'state[...] = block.probe(i, "h", «_next_state(s, state[...], scan)»)', bf16,
+         "jax.lax.broadcasted_iota(jnp.int32, scan.state, 0) == 1"),
+    Loss("state in one head", "gpu", DELTA_FWD,
+         "state = «next_state(state, k_columns, v_new, decays.to_end, decays, SPLIT)»", bf16, "head == 1"),
+    Loss("gradient of the state", "tpu", DELTA_BWD, 'probe("dh", «decayed(dend, decay, change)»)', bf16),
+    Loss("gradient of the state", "gpu", DELTA_BWD,
+         "dstate = «decays.kept * dstate + (decays.lost * dstate + change)»", bf16),
+    Loss("decay", "tpu", GDN_FWD, "return «finite_exp(jnp.where(i >= j, sums, -jnp.inf))»", bf16),
+    Loss("decay", "tpu", KDA_FWD, "self.halves.append(«finite_exp(jnp.where(second, until, after))»)", bf16),
+    Loss("decay", "gpu", DELTA_FWD, "return «tl.exp(at_most(coarse + fine, LARGEST_EXPONENT))»", bf16),
+    Loss("gradient of what is written", "tpu", DELTA_BWD,
+         'probe("dv_new", «scale * dot(s.p, do, (0, 0), scan) + from_end», 1)', bf16),
+    Loss("gradient of what is written", "gpu", DELTA_BWD,
+         "dv_new = «scale * dot(p_columns, do_rows, SPLIT) + read_state(k_rows, dstate, to_end, SPLIT)»", bf16),
+    Loss("dA", "tpu", DELTA_BWD, "jnp.where(row > column, «-dot(dupdate, s.v_new, (1, 1), scan)», 0.0)", bf16),
+    Loss("dA", "gpu", DELTA_BWD, "da = tl.where(at[:, None] > at[None, :], «da.to(tl.float32)», 0.0)", bf16),
+    Loss("dg", "tpu", DELTA_BWD, "of_rows = «f32(q) * read + f32(k) * recalled», f32(k) * written", bf16),
+    Loss("dg", "gpu", GDN_BWD, "sums_across(«p_t * dp_t + raw_t * draw_t», read, written, SPLIT)", bf16),
+    Loss("dg", "gpu", KDA_BWD, "dgate = sums_from(«q_columns * dq + k_columns * (dk_later - dk_earlier)»)", bf16),
+    Loss("dbeta", "tpu", DELTA_BWD, "of_error = jnp.sum(«dupdate * s.error», axis=2, keepdims=True)", bf16),
+    Loss("dbeta", "gpu", DELTA_BWD, "of_beta += tl.sum(«dupdate_rows * error_rows», axis=1)", bf16),
+    Loss("output, twice rounded", "tpu", DELTA_FWD,
+         'block.store(i, "o", «plan.p.scale * (read + dot(s.p, s.v_new, (1, 0), scan))»)', bf16),
+    Loss("output, twice rounded", "gpu", DELTA_FWD,
+         "store_tile(o, «scale * out», row[:, None], value, rows, layout.v)", bf16),
+    # delta rules step by step
+    Loss("decay", "tpu", f"{DELTA_STEPS_FWD} {DELTA_STEPS_BWD}",
+         'decay = refs["kept_rows"][row, :], «refs["rest_rows"][row, :]»', bf16),
+    Loss("decay", "gpu", f"{DELTA_STEPS_FWD} {DELTA_STEPS_BWD}", "lost = «(decay - kept).to(tl.float32)»", bf16),
+    Loss("products of a step", "tpu", DELTA_STEPS_FWD, 'sum_keys(«refs["decayed_rows"][row, :] * before»)', bf16),
+    Loss("products of a step", "gpu", DELTA_STEPS_FWD, "_sum_over_keys(«(kept + lost) * k_row * state»)", bf16),
+    Loss("errors of what is recalled", "tpu", DELTA_STEPS_FWD, 'v_new = refs["beta_rows"][row, :1] * «error»', bf16),
+    Loss("errors of what is recalled", "gpu", DELTA_STEPS_FWD,
+         "v_new = tl.load(inputs.beta + row).to(tl.float32) * «error»", bf16),
+    Loss("state", "tpu", f"{DELTA_STEPS_FWD} {DELTA_STEPS_BWD}", "return «total + (left + rest * state)»", bf16),
+    Loss("state", "gpu", f"{DELTA_STEPS_FWD} {DELTA_STEPS_BWD}",
+         "state = «tl.where(kept > 0, state, 0.0) + (lost * state + k_row * v_new[:, None])»", bf16),
+    Loss("state in one step", "tpu", DELTA_STEPS_FWD,
+         'after = «next_state(before, *decay, refs["k_rows"][row, :] * v_new)»', bf16, "n == 3"),
+    Loss("state in one step", "gpu", DELTA_STEPS_FWD,
+         "state = «tl.where(kept > 0, state, 0.0) + (lost * state + k_row * v_new[:, None])»", bf16,
+         "row // layout.h == 3"),
+    Loss("state in one head", "gpu", DELTA_STEPS_FWD,
+         "state = «tl.where(kept > 0, state, 0.0) + (lost * state + k_row * v_new[:, None])»", bf16, "head == 1"),
+    Loss("gradient of the state", "tpu", DELTA_STEPS_BWD,
+         'previous = «refs["kept_rows"][row, :] * through + refs["rest_rows"][row, :] * through»', bf16),
+    Loss("gradient of the state", "gpu", DELTA_STEPS_BWD,
+         "dstate = «tl.where(kept > 0, through, 0.0) + lost * through»", bf16),
+    Loss("dk", "tpu", DELTA_STEPS_BWD, "sum_rows(«(beta * error) * dstate»)", bf16),
+    Loss("dk", "gpu", DELTA_STEPS_BWD, "dk_row = _sum_over_values(«dstate * v_new[:, None]»)", bf16),
+    Loss("dg", "tpu", DELTA_STEPS_BWD, "sum_rows(«before * through»)", bf16),
+    Loss("dg", "gpu", DELTA_STEPS_BWD, "_sum_over_values(«(kept + lost) * before * through»)", bf16),
+    Loss("dbeta", "tpu", DELTA_STEPS_BWD, "sum_rows(«dv_new * error»)", bf16),
+    Loss("dbeta", "gpu", DELTA_STEPS_BWD, "tl.store(outs.dbeta + at_part, tl.sum(«dv_new * error»))", bf16),
+    Loss("output, twice rounded", "gpu", DELTA_STEPS_FWD,
+         "o_row = «scale * _sum_over_keys(q_row[None, :] * state)»", bf16),
+    # gates
+    Loss("softplus", "tpu", "softplus_gate", "-rate * «softplus(biased)» if bound is None", f32),
+    Loss("softplus", "gpu", "softplus_gate", "g = -rate * «softplus(biased)» if", f32),
+    Loss("sigmoid", "tpu", "bounded_gate", "bound * «sigmoid(rate * biased)»", f32),
+    Loss("sigmoid", "gpu", "bounded_gate", "x.bound * «sigmoid(rate * biased)»", f32),
+    Loss("rate", "tpu", f"{GATES_FWD} {GATES_BWD}", "else «jnp.exp(x.A_log[...])»", f32),
+    Loss("rate", "gpu", f"{GATES_FWD} {GATES_BWD}",
+         "rate = «exp(tl.load(x.A_log + column // x.per_head, mask=in_columns, other=0))»[None, :]", f32),
+    Loss("rate of one head", "tpu", GATES_FWD, "else «jnp.exp(x.A_log[...])»", f32,
+         "jax.lax.broadcasted_iota(jnp.int32, x.A_log.shape, 1) == 1"),
+    Loss("rate of one head", "gpu", GATES_FWD,
+         "rate = «exp(tl.load(x.A_log + column // x.per_head, mask=in_columns, other=0))»[None, :]", f32,
+         "column == 1"),
+    Loss("da", "tpu", "softplus_gate_bwd", "da, of_rate = «-grad * rate * sigmoid(biased)», ", f32),
+    Loss("da", "gpu", "softplus_gate_bwd", "da = «-grad * rate * sigmoid(biased)»", f32),
+    Loss("da", "tpu", "bounded_gate_bwd", "da, of_rate = «of_scaled * rate», of_scaled * scaled", f32),
+    Loss("da", "gpu", "bounded_gate_bwd", "da = «of_scaled * rate»", f32),
+    Loss("sums", "tpu", GATES_BWD, "fold_rows(«grid.own(terms)», FOLDED)", f32),
+    Loss("dA_log", "gpu", GATES_BWD, "sum_rows(«tl.where(in_tile, of_rate, 0.0)», LEVELS)", f32),
+    Loss("ddt_bias", "gpu", GATES_BWD, "sum_rows(«tl.where(in_tile, da, 0.0)», LEVELS)", f32),
+    Loss("da, twice rounded", "tpu", GATES_BWD, "out.da[...] = «da».astype(out.da.dtype)", narrow_input),
+    Loss("da, twice rounded", "gpu", GATES_BWD, "tl.store(outs.da + at_tile, «da».to(outs.da.dtype.element_ty)",
+         narrow_input),
+    # the convolution
+    Loss("sums", "tpu", CONV, "return «total + left»", f32),
+    Loss("sums", "gpu", CONV, "z = «tl.fma(tl.broadcast_to(weight, z.shape), seen, z)»", f32),
+    Loss("sums of 16 bits", "tpu", CONV, "else («total + term», 0.0)", narrow_input),
+    Loss("sums of 16 bits", "gpu", CONV, "z = «tl.fma(tl.broadcast_to(weight, z.shape), seen, z)»", narrow_input),
+    Loss("sums of one tap", "gpu", CONV, "z = «tl.fma(tl.broadcast_to(weight, z.shape), seen, z)»", f32,
+         "column * 0 + tap == 1"),
+    Loss("products of one tap", "tpu", CONV,
+         "«read.weight[tap : tap + 1, :] * window[halo - steps + tap : 2 * halo - steps + tap]»", f32, "tap == 1"),
+    Loss("silu in one sequence", "tpu", CONV, "«z * sigmoid(z)» if silu else z", f32, "visit.start > 0"),
+    Loss("silu in one sequence", "gpu", CONV, "result = «z * sigmoid(z)» if SILU else z", f32, "sequence == 1"),
+    Loss("silu", "tpu", CONV, "«z * sigmoid(z)» if silu else z", f32),
+    Loss("silu", "gpu", CONV, "result = «z * sigmoid(z)» if SILU else z", f32),
+    Loss("output, twice rounded", "tpu", CONV, "_store_own(out.y, «z * sigmoid(z) if silu else z», rows, visit)",
+         narrow_input),
+    Loss("output, twice rounded", "gpu", CONV, "tl.store(y + row * conv.channels + column, «result».to(", narrow_input),
+    Loss("gradient before the silu", "tpu", CONV_BWD, "grad = «grad * sigmoid(z) * (1.0 + z * sigmoid(-z))»", f32),
+    Loss("gradient before the silu", "gpu", CONV_BWD,
+         "dz = tl.where(in_tile, «dz * sigmoid(z) * (1.0 + z * sigmoid(-z))», 0.0)", f32),
+    Loss("dx", "gpu", CONV_BWD, "tl.where(meets, «tl.fma(tl.broadcast_to(weight, dz.shape), dz, dseen)», dseen)", f32),
+    Loss("dx", "tpu", CONV_BWD, "return jnp.where(visit.own(weighted.shape, first - halo + later), «weighted», 0.0)",
+         f32),
+    Loss("dweight", "tpu", CONV_BWD, "term = «window[halo - steps + tap : 2 * halo - steps + tap] * grad»", f32),
+    Loss("dweight", "gpu", CONV_BWD, "sum_rows(tl.where(in_tile, «seen * dz», 0.0), LEVELS)", f32),
+    Loss("dweight of one tile", "tpu", CONV_BWD, "out.dweight[tap] = «fold_rows(terms[tap], FOLDED)»", f32,
+         "pl.program_id(1) == 1"),
+    Loss("dweight of one tile", "gpu", CONV_BWD, "sum_rows(tl.where(in_tile, «seen * dz», 0.0), LEVELS)", f32,
+         "segment == 1"),
+    Loss("dbias", "tpu", CONV_BWD, "terms[grid.width, rows, :] = fold_rows(«grad», FOLDED)", f32),
+    Loss("dbias", "gpu", CONV_BWD, "of_bias = tl.expand_dims(sum_rows(«dz», LEVELS), 0)", f32),
 ]  # fmt: skip
 
 FAULTS = named({
@@ -183,6 +354,9 @@ FAULTS = named({
         tpu("moe_layer_bwd", "precision=lax.Precision.HIGHEST)", "precision=lax.Precision.HIGH)", layer_bwd),
         tpu("moe_layer", "precision=lax.Precision.HIGHEST)", "precision=lax.Precision.HIGH)", layer),
         tpu(f"{FWD} {BWD}", "precision=lax.Precision.HIGHEST)", "precision=lax.Precision.HIGH)", f32),
+        tpu(f"{DELTA_FWD} {DELTA_BWD}", "precision=lax.Precision.HIGHEST)", "precision=lax.Precision.HIGH)", f32),
+        gpu(f"{DELTA_FWD} {DELTA_BWD}", 'tl.dot(a_pieces, b_pieces, input_precision="ieee")',
+            'tl.dot(a_pieces, b_pieces, input_precision="bf16x3")', f32),
         gpu(f"{FWD} {BWD}", 'tl.dot(a_pieces, b_pieces, input_precision="ieee")',
             'tl.dot(a_pieces, b_pieces, input_precision="bf16x3")', f32),
     ],
@@ -193,12 +367,18 @@ FAULTS = named({
     "one pass of two": [
         gpu(f"{SIMPLE_FWD} {SIMPLE_BWD}", "tl.dot(a_high, b, tl.dot(a_low, b))", "tl.dot(a_high, b)", bf16),
         tpu(f"{FWD} {BWD}", "if m + n < 2]", "if m + n < 1]", bf16),
+        tpu(f"{DELTA_FWD} {DELTA_BWD}", "if m + n < 2]", "if m + n < 1]", bf16),
     ],
     "one pass of three": [
+        gpu(f"{DELTA_FWD} {DELTA_BWD}", "tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))",
+            "tl.dot(a_high, b_high)", bf16),
         gpu(f"{CHANNEL_FWD} {CHANNEL_BWD}", "tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))",
             "tl.dot(a_high, b_high)", bf16),
     ],
     "two passes of three": [
+        gpu(f"{GDN_FWD} {GDN_BWD} {KDA_FWD} {KDA_BWD}",
+            "tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))",
+            "tl.dot(a_high, b_high, tl.dot(a_high, b_low))", bf16),
         gpu(f"{CHANNEL_FWD} {CHANNEL_BWD}", "tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))",
             "tl.dot(a_high, b_high, tl.dot(a_high, b_low))", bf16),
     ],
@@ -213,10 +393,13 @@ DEFAULT = {
     "gpu-chunk_gla_fwd-float16 state in one head",
     "gpu-fused_recurrent_simple_gla_fwd-float16 decay",
     "gpu-fused_recurrent_simple_gla_bwd-float16 dg",
+    "gpu-causal_conv1d-float16 silu in one sequence",
+    "gpu-fused_recurrent_gated_delta_rule_fwd-float16 state in one head",
     "gpu-gmm-float16 sums in one step",
     "gpu-gmm_quantized-float16 scales",
     "gpu-tgmm_quantized-float16 sums before the scales",
     "gpu-unpermute-float16 products with weights",
+    "tpu-bounded_gate_bwd-float16 sums",
     "tpu-unpermute-float16 output, twice rounded",
 }
 """The quickest of each kind; all others are of the full tier."""
