@@ -325,24 +325,24 @@ class RecordedBetween(Between):  # type: ignore[no-untyped-call]
         made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
         is_view = not func._schema.is_mutable and all(x.untyped_storage().data_ptr() in storages for x in made)
         if func._schema.name not in _MEMORY_ALONE and "aten::empty" not in func._schema.name and made and not is_view:
-            self._tape.add(lambda: self._again(func, args, kwargs or {}, result), is_host=True)
+            known = [x if x.is_floating_point() else x.clone() for x in made]
+            self._tape.add(lambda: self._again(func, args, kwargs or {}, made, known), is_host=True)
         return result
 
-    def _again(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _again(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor], known: list[torch.Tensor]) -> None:
+        """Do an operation again into what it made. known: what that was, of which integers must be the same: they may
+        be addresses, and what has been recorded goes by those."""
         errors = interpreter.interpreter_builder.errors
         fresh = Between(errors, self._memory).__torch_dispatch__(func, (), args, kwargs)
-        if func._schema.is_mutable:
-            return
-        for old, new in zip(tree_leaves(result), tree_leaves(fresh), strict=True):
-            if isinstance(old, torch.Tensor) and old.numel():
+        new = [x for x in tree_leaves(fresh) if isinstance(x, torch.Tensor)]
+        for old, x, before in zip(made, new, known, strict=True):
+            if old is not x:
+                numbers = self._memory.of(x)
+                old.copy_(x)
                 if old.is_floating_point():
-                    numbers = self._memory.of(new)
-                    old.copy_(new)
                     self._memory.store(addresses_of(old), numbers)
-                elif old.element_size() == 1:  # codes
-                    old.copy_(new)
-                else:
-                    self._tape.is_whole &= bool(torch.equal(old, new))
+            is_number = old.is_floating_point() or old.element_size() == 1  # or a code
+            self._tape.is_whole &= is_number or bool(torch.equal(old, before))
 
 
 class Lines:
