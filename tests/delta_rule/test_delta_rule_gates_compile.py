@@ -12,6 +12,7 @@ EVERYTHING = [(op, point(op, (dtype, F32), **sizes)) for op in GATES for dtype i
 BACKWARD = [call for call in EVERYTHING if call[0].name == "softplus_gate_bwd" and call[1].dtype == BF16][:1]
 
 
+@pytest.mark.full
 @gpu_code.some_then_all("sm_90", BACKWARD, EVERYTHING)
 def test_compiles_for_gpus(target, calls):
     pytest.importorskip("triton")

@@ -38,7 +38,7 @@ def of_blocks(calls, width):
 
 @pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("k", "v"), SIZES)
-@pytest.mark.parametrize("module", [simple_gla, gla])
+@pytest.mark.parametrize("module", [simple_gla, pytest.param(gla, marks=pytest.mark.full)])
 def test_a_chunked_forward_pass_shows_what_there_is(module, k, v, fused):
     """The decays of each tile of V are those of what is read and of what is written."""
     tiles = -(-v // 16)
@@ -49,7 +49,7 @@ def test_a_chunked_forward_pass_shows_what_there_is(module, k, v, fused):
 
 @pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("k", "v"), SIZES)
-@pytest.mark.parametrize("module", [simple_gla, gla])
+@pytest.mark.parametrize("module", [simple_gla, pytest.param(gla, marks=pytest.mark.full)])
 def test_a_chunked_backward_pass_shows_what_there_is(module, k, v, fused):
     """Of the scores, and of the gradient of a gate per step, a tile of K has a part, which is not shown."""
     tiles_k, tiles_v = -(-k // 32), -(-v // 16)
@@ -68,7 +68,7 @@ def test_a_chunked_backward_pass_shows_what_there_is(module, k, v, fused):
     ("k", "v", "steps"),
     [(16, 16, T), *(pytest.param(*each, marks=pytest.mark.full) for each in ((20, 20, T), (80, 72, 3)))],
 )
-@pytest.mark.parametrize("module", [simple_gla, gla])
+@pytest.mark.parametrize("module", [pytest.param(simple_gla, marks=pytest.mark.full), gla])
 def test_a_recurrent_pass_shows_what_there_is(module, k, v, steps):
     """Tiles of 32 of the largest: forward of V, backward of K. Backward the states twice, and the decays thrice."""
     tiles_k, tiles_v = (1, 1) if k <= 20 else (3, 3)

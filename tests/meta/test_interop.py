@@ -450,7 +450,7 @@ def fake_tensor() -> Any:
         (lambda: torch.zeros(3, device="meta"), "a meta tensor"),
         (lambda: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.quint8), "a quantized quint8 tensor"),
         (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "a nested tensor"),
-        (fake_tensor, "a FakeTensor tensor"),
+        pytest.param(fake_tensor, "a FakeTensor tensor", marks=pytest.mark.full),
     ],
 )
 def test_tensors_without_plain_memory_are_refused(make: Callable[[], Any], got: str) -> None:

@@ -264,7 +264,7 @@ def compiled(tmp_path_factory):
 
 
 @needs_triton
-@pytest.mark.parametrize("scales", [None, "*bf16"])
+@pytest.mark.parametrize("scales", [pytest.param(None, marks=pytest.mark.full), "*bf16"])
 def test_a_field_of_a_struct_is_compiled_as_an_argument_alone_is(kernels, scales):
     operand, given = dict(data="*fp32", scales=scales, size=4096), dict(factor=0.5, BLOCK=1024)
     alone = other("compiler_kernels:scale", "sm_90", x=operand["data"], scales=scales, size=4096, **given)
@@ -366,6 +366,7 @@ def test_a_crash_keeps_its_log(compiled):
     assert "LLVM ERROR" in result.log
 
 
+@pytest.mark.full
 def test_a_struct_compiles_as_its_fields(kernels):
     """A field that is None or 1 is a constant, as an argument is, and pointers are aligned."""
     plain = dict(x="*fp32", scale="*fp32", out="*fp32", rows=1, columns=96, BLOCK=128)

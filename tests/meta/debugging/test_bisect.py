@@ -135,7 +135,9 @@ def test_of_a_merge_the_commit_is_found_that_it_brought(repository, tmp_path, sp
     assert (found.good.commit, found.bad.commit, found.between) == (good, bad, ())
 
 
-@pytest.mark.parametrize("left", ["worktree", "its folder", "its registration"])
+@pytest.mark.parametrize(
+    "left", ["worktree", *(pytest.param(x, marks=pytest.mark.full) for x in ("its folder", "its registration"))]
+)
 def test_a_killed_runs_worktree_goes_and_none_of_the_users(left, repository, tmp_path):
     unbuildable = repository[4]
     bisector = Bisector(tmp_path, CASE, "tpu", 1, tmp_path / "cache")

@@ -199,14 +199,15 @@ def source_of(module: str) -> str:
 def pairs(faults: Collection[Fault], ops: Collection[Op]) -> list:
     """Parameters (fault, op): each fault with each of these ops that must catch it.
 
-    One of each name is in the default tier, the first on the TPU or on the GPU in turn; the others are in the full one.
+    One of every other name is in the default tier, on the TPU and on the GPU in turn; the others are in the full one.
     """
     named: dict[str, list[tuple[Fault, Op]]] = {}
     for fault in faults:
         named.setdefault(fault.name, []).extend((fault, op) for op in ops if op.name in fault.ops)
     found = []
     for nth, those in enumerate(those for those in named.values() if those):
-        first = next((each for each in those if each[0].backend == BACKENDS[nth % 2]), those[0])
+        turn = BACKENDS[nth // 2 % 2]
+        first = None if nth % 2 else next((each for each in those if each[0].backend == turn), those[0])
         for fault, op in those:
             marks = [getattr(pytest.mark, fault.backend), *([pytest.mark.full] if (fault, op) != first else [])]
             found.append(pytest.param(fault, op, id=f"{fault.backend}-{op.name}-{fault.name}", marks=marks))

@@ -147,8 +147,8 @@ def luminance(color):
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1400, 390])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.full)])
+@pytest.mark.parametrize("width", [1400, pytest.param(390, marks=pytest.mark.full)])
 def test_text_is_legible_and_nothing_overlaps(open_page, scheme, width):
     page = open_page(color_scheme=scheme, viewport={"width": width, "height": 900})
     page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")

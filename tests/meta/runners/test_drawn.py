@@ -97,7 +97,7 @@ def test_every_op_is_drawn():
 
 
 @given(st.sampled_from(sorted(OP)).flatmap(lambda name: drawn.cases(OP[name])))
-@settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 def test_a_drawn_case_is_read_back_from_its_id(case):
     assert matrix.parse(OP[case.op], case.id) == case
     assert matrix.find(OPS, case.id)[1].id == case.id

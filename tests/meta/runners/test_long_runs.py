@@ -17,6 +17,7 @@ WITH_AND_WITHOUT_WORKERS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.full
 @given(st.dictionaries(st.text(min_size=1), SECONDS, min_size=1), st.integers(1, 6))
 def test_shards_are_balanced_within_a_third(weights, count):
     dealt = deal(weights, count)

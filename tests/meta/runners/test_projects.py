@@ -70,6 +70,7 @@ def test_a_mistyped_id_names_the_nearest(monorepo):
     assert "double-M8_N40-f23-s0 (nearest: double-M8_N40-f32-s0)" in done.stderr
 
 
+@pytest.mark.full
 def test_the_command_finds_the_project_from_a_folder_below(monorepo):
     (monorepo / "a" / "deep").mkdir()
     assert "double" in run_module("parity", monorepo / "a" / "deep", "list").stdout
