@@ -199,7 +199,7 @@ def test_a_sample_against_fifty_digits(op, common):
         np.testing.assert_allclose(got.o[0, 63, 0], o, rtol=0, atol=1e-13 * np.abs(o).max())
 
 
-@pytest.mark.parametrize("size", ["b", "t", "h", "k", "v"])
+@pytest.mark.parametrize("size", ["b", "t", "h", "hv", "k", "v"])
 @pytest.mark.parametrize("op", OPS)
 def test_sizes_of_zero(op, size):
     forward, backward = problem(op, **({"h": 0, "hv": 0} if size == "h" else {size: 0}))

@@ -66,6 +66,16 @@ def test_gradients_are_those_of_finite_differences(options):
                       every=7)  # fmt: skip
 
 
+@pytest.mark.parametrize("quantised", [dict(quantize="fp8", block_size=32), dict(quantize="mxfp8")], ids=str)
+def test_gradients_of_a_quantised_layer_are_near_those_of_the_plain_one(quantised):
+    given = {name: x.astype(np.float32) for name, x in weights_of(tokens=40, hidden=64, intermediate=96).items()}
+    dout = np.random.default_rng(1).standard_normal(given["x"].shape).astype(np.float32)
+    exact, got = (moe_layer_bwd(**given, dout=dout, top_k=2, **o) for o in ({}, quantised))
+    for name, expected in outputs(exact).items():
+        error = np.linalg.norm(outputs(got)[name] - expected) / np.linalg.norm(expected)
+        assert 0.001 < error < 0.1, name
+
+
 def test_layers_of_all_shards_sum_up_to_the_whole():
     given = weights_of()
     shards = [{name: w[at : at + 2] if w.ndim == 3 else w for name, w in given.items()} for at in (0, 2)]

@@ -39,6 +39,19 @@ def gemm(lhs, rhs, ragged="lhs"):
     return check_grouped_gemm(Quantized(lhs, None), Quantized(rhs, None), ragged=ragged, **options, **SHARED)
 
 
+def test_the_output_has_by_default_the_dtype_of_an_lhs_that_is_not_quantised():
+    wide, narrow = (
+        Quantized(np.ones((8, 64), np.float32), None),
+        Quantized(np.ones((3, 64, 32), E4M3), np.ones((3, 1, 1), np.float32)),
+    )
+    assert check_gmm_quantized(wide, narrow, transpose_rhs=False, **SHARED).out_dtype == "float32"
+    narrow, wide = (
+        Quantized(np.ones((8, 64), E4M3), np.ones((8, 1), np.float32)),
+        Quantized(np.ones((3, 64, 32), np.float32), None),
+    )
+    assert check_gmm_quantized(narrow, wide, transpose_rhs=False, **SHARED).out_dtype == "bfloat16"
+
+
 @pytest.mark.parametrize("x", [[1.0], SimpleNamespace(shape=(8, 64)), SimpleNamespace(dtype=np.float32)])
 def test_what_is_no_array_is_refused_as_that(x):
     wide, narrow = np.ones((8, 64), np.float32), np.ones((8, 64), E4M3)

@@ -10,7 +10,7 @@ from cpu_golden.stages import Stages
 from parity.dtypes import round_to, stochastic
 from parity.judging.fit import KAPPA, RUNS, Allowance, Fit, K, Look, over_seeds
 from parity.judging.judge import explained, gates, judge
-from parity.judging.metrics import Scale, measure
+from parity.judging.metrics import Scale, explained_by, measure
 from parity.judging.rounding import on_unit
 from parity.judging.spread import allowances, runs
 from parity.op import outputs
@@ -274,6 +274,13 @@ def test_an_op_without_a_magnitude_is_judged_by_its_sites():
     assert off.verdict.outcome == "OUT OF BOUND"
 
 
+def test_a_magnitude_that_is_not_derived_is_sigma_over_the_roundoff():
+    trial = Trial(replace(GMM, magnitude=None, chain=None), CASE, "gpu")
+    drawn = list(islice(trial.runs(), RUNS[0]))
+    explained = allowances(drawn, trial.reference.golden, trial.contract.roundoff)["out"].sigma
+    np.testing.assert_allclose(trial.scale("out").magnitude * trial.contract.roundoff, explained, rtol=1e-12)
+
+
 @pytest.mark.parametrize("backend", ["tpu", "gpu"])
 def test_the_runs_of_a_trial_are_of_its_backends_contract(backend):
     """Those of the GPU's are drawn once, for ε is counted in them where no magnitude is derived."""
@@ -300,6 +307,25 @@ def test_what_shows_of_an_error_is_the_same_up_and_down():
     )
     assert up == down
     assert 0.9 < up.ratio < 1.1
+
+
+def test_a_rounded_output_has_the_freedom_that_its_errors_scatter_with():
+    """ν = 2 · mean² / variance of Σ δ², of bfloat16 outputs whose error hardly reaches the next number."""
+    rng = np.random.default_rng(0)
+    golden = rng.uniform(1.0, 2.0, (32, 32))
+    noise = 2.0**-9 * rng.standard_normal((432, 32, 32))
+    allowed = Allowance.of(golden, 2**0.5 * noise[:32], 2.0**-24)
+    ys = (round_to(golden + e, "bfloat16") for e in noise[32:])
+    sums = [float(np.sum(explained_by(y, golden) ** 2 / allowed.smooth)) for y in ys]
+    fit = allowed.fit("o", round_to(golden + noise[-1], "bfloat16"), {})
+    assert fit.freedom[0] == pytest.approx(2 * np.mean(sums) ** 2 / np.var(sums), rel=0.3)
+
+
+def test_what_an_element_may_err_follows_its_row_and_column():
+    """Of 32 runs: a product of a row's and a column's variance is found again, a constant would be off by 100."""
+    sizes = np.outer(np.geomspace(1, 10, 40), np.geomspace(1, 10, 32))
+    allowed = Allowance.of(np.zeros(sizes.shape), sizes * np.random.default_rng(0).standard_normal((32, 40, 32)), U)
+    assert np.abs(np.log2(allowed.smooth / (sizes**2 / 2))).max() < 0.5
 
 
 def test_an_element_that_no_run_moves_may_be_flushed_and_no_more():

@@ -10,6 +10,7 @@ import pytest
 
 from parity.dtypes import round_to
 from parity.judging.metrics import Scale, measure
+from parity.judging.passes import PASSES
 from parity.judging.verdict import (
     TILE,
     Bias,
@@ -116,6 +117,14 @@ def test_what_the_operands_of_each_dot_lose_is_in_its_bound(dot, lost, passes):
         "tf32",
         *(f"bf16x{n}" for n in (1, 2, 3, 6)),
     }
+
+
+@pytest.mark.parametrize("dot", ["bf16x6", "bf16x3"])
+def test_passes_lose_of_a_product_what_their_dot_says(dot):
+    a, b = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32).astype(np.float64)
+    a, b = a[:, None], b[None]
+    lost = np.abs(sum(x @ y for x, y in PASSES[dot](a, b, None, 0)) - a @ b) / np.abs(a @ b)
+    assert 0 < lost.max() <= Contract.DOTS[dot][0]
 
 
 def test_agreement_at_the_bound():
