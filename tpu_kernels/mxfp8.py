@@ -26,7 +26,7 @@ from tpu_kernels._lib.blocks import (
     dual_quantize_blocks,
     quantize_blocks,
 )
-from tpu_kernels._lib.formats import FORMATS, INFINITY, MAGNITUDE, SMALLEST_NORMAL, Format, bits_of, float_of
+from tpu_kernels._lib.formats import FORMATS, INFINITY, MAGNITUDE, SMALLEST_NORMAL, Format, bits_of, float_of, rounded
 
 
 def mxfp8_quantize(
@@ -50,7 +50,7 @@ def mxfp8_quantize(
     q = quantize_blocks(
         _whole_blocks(x, axis), blocks=_mx_blocks(x, axis), scaling=scaling, interpret=resolve_interpret(interpret, x)
     )
-    return Quantized(lax.slice_in_dim(q.qvalue, 0, x.shape[axis], axis=axis), _e8m0(q.scale))
+    return Quantized(lax.slice_in_dim(q.qvalue, 0, x.shape[axis], axis=axis), q.scale)
 
 
 def mxfp8_dual_quantize(
@@ -76,9 +76,9 @@ def mxfp8_dual_quantize(
     dual = dual_quantize_blocks(padded, blocks=blocks, scaling=scaling, interpret=resolve_interpret(interpret, x))
     return DualQuantized(
         dual.rowwise[..., :m, :k],
-        _e8m0(dual.rowwise_scale[..., :m, :]),
+        dual.rowwise_scale[..., :m, :],
         dual.columnwise[..., :m, :k],
-        _e8m0(dual.columnwise_scale[..., :, :k]),
+        dual.columnwise_scale[..., :, :k],
     )
 
 
@@ -105,11 +105,6 @@ def _biased_exponents(scale: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
 
 
-def _e8m0(inverse: jax.Array) -> jax.Array:
-    """The scales of which these powers of two, in float32, are the inverses: 2^127 is that of the smallest."""
-    return lax.bitcast_convert_type((254 - (bits_of(inverse) >> 23)).astype(jnp.uint8), jnp.dtype(E8M0))
-
-
 def _mx_blocks(x: jax.Array, axis: int) -> Blocks:
     return tuple(MX_BLOCK if a == axis else 1 for a in range(x.ndim))
 
@@ -126,6 +121,7 @@ class PowerScales:
 
     format: Format
     rounding: Literal["up", "floor"]
+    scale_dtype = E8M0
 
     def kept(self, absmax: jax.Array) -> jax.Array:
         """The inverse of the power of two, of at least 2^-127, that absmax gives."""
@@ -152,10 +148,25 @@ class PowerScales:
         code = jnp.where(magnitude > INFINITY, target.nan_code, jnp.where(bits < 0, code - 128, code))
         return code.astype(jnp.int8)
 
+    def factor(self, absmax: jax.Array, kept: jax.Array) -> jax.Array:
+        """What is kept, the inverse of the scale."""
+        return kept
+
+    def encode_short(self, x: jax.Array, factor: jax.Array) -> jax.Array:
+        """As `encode`, of finite x in bfloat16."""
+        quotient = x.astype(jnp.float32) * factor
+        if self.rounding == "floor":
+            quotient = jnp.clip(quotient, -self.format.largest, self.format.largest)
+        return rounded(quotient, x, self.format)
+
     def scale(self, kept: jax.Array) -> jax.Array:
         """The power of two whose inverse is kept."""
         byte = 254 - (bits_of(kept) >> 23)
         return float_of(jnp.where(byte == 0, SMALLEST_NORMAL >> 1, byte << 23))  # 2^-127 is subnormal
+
+    def stored(self, kept: jax.Array) -> jax.Array:
+        """The byte of the power of two whose inverse is kept: 2^127 is that of the smallest."""
+        return (254 - (bits_of(kept) >> 23)).astype(jnp.int8)
 
 
 def _decode_by_power(q: jax.Array, byte: jax.Array) -> jax.Array:

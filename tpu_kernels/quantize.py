@@ -3,6 +3,7 @@
 No result depends on how exactly the hardware divides. An approximate quotient only finds the neighbouring values of
 the target format; an exact comparison of x with the midpoint between them, times the scale, decides. The scale itself
 is corrected by its exact remainder. Float32 products are made exact by splitting one factor into two of 12 bits.
+Of finite bfloat16 one product with an inverse does (`FloatScales.encode_short`).
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,17 @@ from tpu_kernels._lib.blocks import (
     dual_quantize_blocks,
     quantize_blocks,
 )
-from tpu_kernels._lib.formats import FORMATS, INFINITY, MAGNITUDE, SMALLEST, SMALLEST_NORMAL, Format, bits_of, float_of
+from tpu_kernels._lib.formats import (
+    FORMATS,
+    INFINITY,
+    MAGNITUDE,
+    SMALLEST,
+    SMALLEST_NORMAL,
+    Format,
+    bits_of,
+    float_of,
+    rounded,
+)
 
 # Where a scale is below 2^-64, it and its block are multiplied by 2^64, lest a partial product be subnormal.
 LIFT = 2.0**64
@@ -91,8 +102,8 @@ def fp8_dual_quantize(
     """`fp8_quantize` of x [M, K] or [G, M, K] by rows and by columns, reading x once for both.
 
     Arguments, result and errors as `cpu_golden.quantize.fp8_dual_quantize`.
-    Blocks of whole axes longer than a tile (512 rows, 1024 columns) and those that `fp8_quantize` transposes take one
-    call each. Sites as `fp8_quantize`, of both: rowwise_absmax and so on.
+    Blocks of whole axes longer than a tile, blocks whose rows no tile holds (2^21 elements, before v6e 2^20), and those
+    that `fp8_quantize` transposes take one call each. Sites as `fp8_quantize`, of both: rowwise_absmax and so on.
     """
     by_rows, by_columns, name = check_dual_quantize(x, block_size, dtype)
     if check_finite:
@@ -124,6 +135,7 @@ class FloatScales:
     """Scales that are any normal float32: absmax divided by the largest value of the format."""
 
     format: Format
+    scale_dtype = "float32"
 
     def kept(self, absmax: jax.Array) -> jax.Array:
         """absmax / largest, correctly rounded, at least the smallest normal number; 1 for one of 0 or subnormal."""
@@ -166,7 +178,29 @@ class FloatScales:
         code = jnp.where(magnitude > INFINITY, target.nan_code, jnp.where(bits < 0, negative, code))
         return code.astype(jnp.int8)
 
+    def factor(self, absmax: jax.Array, kept: jax.Array) -> jax.Array:
+        """1 / scale, a little more or less where the scale was rounded down or up: see `encode_short`."""
+        largest = self.format.largest
+        inverse = 1.0 / kept
+        inverse += inverse * (1.0 - inverse * kept)
+        high, low = _split(kept)
+        remainder = (absmax - largest * high) - largest * low  # exact, as in `kept`
+        return inverse * (1 + 2.0**-21 + 2.0**-18 * jnp.sign(remainder))
+
+    def encode_short(self, x: jax.Array, factor: jax.Array) -> jax.Array:
+        """As `encode`, of x in bfloat16 and a usual scale, both of 8 bits but for the scale's rounding.
+
+        With x and absmax of 8 bits and a midpoint of at most 8, x · largest is the midpoint · absmax, or off by at
+        least 2^-16 of it. A quotient on the midpoint is there by `factor` (2^-18) on the side on which the scale's
+        rounding puts it; without one it is within 2^-20 above it, which the bits that are cut off here hold.
+        """
+        return rounded(x.astype(jnp.float32) * factor, x, self.format, cut=0xF)
+
     def scale(self, kept: jax.Array) -> jax.Array:
+        """What is kept."""
+        return kept
+
+    def stored(self, kept: jax.Array) -> jax.Array:
         """What is kept."""
         return kept
 

@@ -98,6 +98,21 @@ def test_a_scale_at_the_ends_of_what_is_normal_is_the_goldens(name):
         assert to_numpy(ours).tobytes() == theirs.tobytes()
 
 
+@pytest.mark.parametrize("generation", [6, 7])
+def test_finite_bfloat16_is_rounded_as_each_generation_does(generation, monkeypatch):
+    """Every finite pattern behind the largest number of the format (a scale of 1) and behind ones that are no multiples
+    of it: where the chip converts, and where a power of two is added."""
+    monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)
+    jax.clear_caches()
+    patterns = np.arange(0x7F80, dtype=np.uint16)
+    finite = np.resize(np.concatenate([patterns, patterns | 0x8000]), 517 * 126).view(ml_dtypes.bfloat16)
+    finite = np.clip(finite.reshape(517, 126).astype(np.float32), -448, 448)
+    for largest in (448.0, 400.0, 451.0):
+        x = np.concatenate([np.full((517, 2), largest), finite * (largest / 512)], axis=1).astype(ml_dtypes.bfloat16)
+        check(kernels.fp8_quantize(to_jax(x), 1, None), golden.fp8_quantize(x, 1, None))
+    jax.clear_caches()
+
+
 def test_fp8_takes_nan():
     x = to_jax(np.resize(np.array([1, np.nan, -3], np.float32), (1, 96)))
     for quantised in (kernels.fp8_quantize(x, 1, None), mxfp8.mxfp8_quantize(x, 1)):

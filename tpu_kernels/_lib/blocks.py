@@ -4,8 +4,9 @@ A block is read once, for its largest magnitude and its codes; one that is longe
 scale is, how an element becomes a code, and a code a value, is the caller's: a `Scaling`, and a `Decode`.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, reduce
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -19,9 +20,16 @@ from op_arguments.probe import Rename, active, probe, renamed
 from op_arguments.quantize import Blocks, DualQuantized, Quantized, check_finite_values
 from tpu_kernels._lib.arguments import kernel_operand
 from tpu_kernels._lib.call import bytes_of, call, jit
-from tpu_kernels._lib.chip import LANES
+from tpu_kernels._lib.chip import LANES, sublanes
 from tpu_kernels._lib.formats import SMALLEST, Format, finite_magnitude
+from tpu_kernels._lib.lanes import maxima, spread
 from tpu_kernels._lib.layout import SUBLANES, Layout, ScaleBlock, Tiles
+
+USUAL = 2.0**-60
+"""Blocks whose largest magnitude is below take no part in short cuts: their scales' remainders may be subnormal."""
+
+MOST_AT_ONCE = 4 * SUBLANES
+"""Rows of a block that are measured together."""
 
 Decode = Callable[[jax.Array, jax.Array], jax.Array]
 """(codes, their scales) to values."""
@@ -34,28 +42,41 @@ class Scaling(Protocol):
     def format(self) -> Format:
         """That of the codes."""
 
+    @property
+    def scale_dtype(self) -> str:
+        """That of the scales."""
+
     def kept(self, absmax: jax.Array) -> jax.Array:
-        """What the kernel keeps of each block in float32, and returns: its scale, or what `encode` needs of it."""
+        """What the kernel keeps of each block in float32: its scale, or what `encode` needs of it."""
 
     def encode(self, x: jax.Array, kept: jax.Array) -> jax.Array:
         """The int8 bits of x / scale in the format: the exact quotient rounded to nearest even, saturating."""
 
+    def factor(self, absmax: jax.Array, kept: jax.Array) -> jax.Array:
+        """What `encode_short` multiplies the elements of a block by, for one of 0 or of at least `USUAL`."""
+
+    def encode_short(self, x: jax.Array, factor: jax.Array) -> jax.Array:
+        """As `encode`, for finite x in bfloat16: its 8 bits leave no quotient near a midpoint that is not on it."""
+
     def scale(self, kept: jax.Array) -> jax.Array:
         """The scale itself, in float32."""
+
+    def stored(self, kept: jax.Array) -> jax.Array:
+        """The scale as it is returned: of one byte its bits, in int8."""
 
 
 @jit("blocks", "scaling", "interpret")
 def quantize_blocks(
     x: jax.Array, *, blocks: Blocks, scaling: Scaling, interpret: bool | pltpu.InterpretParams
 ) -> Quantized:
-    """The codes of x [...] in the scaling's format, and what it keeps of each block, float32 [..., size / block]."""
+    """The codes of x [...] in the scaling's format, and the scale of each block [..., size / block] in its dtype."""
     scale_shape = tuple(size // block for size, block in zip(x.shape, blocks, strict=True))
     if x.size == 0:
-        return Quantized(jnp.zeros(x.shape, scaling.format.dtype), jnp.ones(scale_shape, jnp.float32))
+        return Quantized(jnp.zeros(x.shape, scaling.format.dtype), jnp.ones(scale_shape, scaling.scale_dtype))
     layout = Layout.of(x.shape, blocks)
     tiles = Tiles.of(layout.shape, [layout.block])
     ((codes, scale),) = _quantize_call(layout.view(x), {str: layout.block}, tiles, scaling, interpret)
-    return Quantized(_qvalue(layout.restore(codes, x.shape), scaling), scale.reshape(scale_shape))
+    return Quantized(layout.restore(codes, x.shape), scale.reshape(scale_shape))
 
 
 def _rowwise(site: str) -> str:
@@ -72,8 +93,9 @@ def dual_quantize_blocks(
 ) -> DualQuantized:
     """`quantize_blocks` by rows and by columns, in one pass over x where both see it alike and in tiles alike."""
     layouts = [Layout.of(x.shape, each) for each in blocks]
-    tiles = Tiles.of(layouts[0].shape, [layout.block for layout in layouts])
-    if x.size == 0 or any(layout.split for layout in layouts) or tiles.steps > 1:
+    tiles = Tiles.of(layouts[0].shape, [layout.block for layout in layouts]) if x.size else None
+    is_byte = jnp.dtype(scaling.scale_dtype).itemsize == 1  # of which no single row can be stored
+    if not tiles or not tiles.is_one_pass or any(each.split for each in layouts) or (is_byte and tiles.steps_r > 1):
         pairs: list[jax.Array] = []
         for each, name in zip(blocks, (_rowwise, _columnwise), strict=True):
             with renamed(name):
@@ -82,7 +104,7 @@ def dual_quantize_blocks(
     outputs: list[jax.Array] = []
     by: dict[Rename, ScaleBlock] = {_rowwise: layouts[0].block, _columnwise: layouts[1].block}
     for codes, scale in _quantize_call(layouts[0].view(x), by, tiles, scaling, interpret):
-        outputs += [_qvalue(codes.reshape(x.shape), scaling), scale.reshape(x.shape[:-2] + scale.shape[1:])]
+        outputs += [codes.reshape(x.shape), scale.reshape(x.shape[:-2] + scale.shape[1:])]
     return DualQuantized(*outputs)
 
 
@@ -103,10 +125,10 @@ def dequantize_blocks(
     block = layout.block
     tiles = Tiles.of(layout.shape, [block])
     a, rows, columns = layout.shape
-    by_blocks = tiles.by_walk(scale.reshape(a, rows // block[0], columns // block[1]), block)
+    by_blocks = scale.reshape(a, rows // block[0], columns // block[1])
     out = jax.ShapeDtypeStruct(layout.shape, dtype)
     values: jax.Array = call(
-        partial(_dequantize_kernel, block=block, decode=decode),
+        partial(_dequantize_kernel, block=block, tiles=tiles, decode=decode),
         name="dequantize",
         grid=(*tiles.walks, tiles.steps),
         parallel=4,
@@ -125,10 +147,6 @@ def check_finite_here(x: jax.Array, nan: bool) -> None:
         check_finite_values(int(np.isinf(values).sum()), int(np.isnan(values).sum()) if nan else 0)
 
 
-def _qvalue(codes: jax.Array, scaling: Scaling) -> jax.Array:
-    return lax.bitcast_convert_type(codes, jnp.dtype(scaling.format.dtype))
-
-
 def _quantize_call(
     x: jax.Array,
     blocks: dict[Rename, ScaleBlock],
@@ -139,10 +157,9 @@ def _quantize_call(
     """x [A, R, C], quantised by each of `blocks`, in one pass (two where tiles share their blocks).
 
     blocks: by the names that a probe is shown their sites under.
-    Qvalues are int8 bits of the format where interpreted.
     """
     x = kernel_operand(x)
-    passes = 1 if tiles.steps == 1 else 2
+    passes = 2 if tiles.spanned else 1
 
     def x_tile(a: Any, i: Any, j: Any, step: Any) -> Any:
         return tiles.at(a, i, j, step % tiles.steps)
@@ -150,10 +167,13 @@ def _quantize_call(
     def q_tile(a: Any, i: Any, j: Any, step: Any) -> Any:
         return tiles.at(a, i, j, jnp.maximum(step - (passes - 1) * tiles.steps, 0))
 
-    # Interpreted, fp8 is made of int8 at the end: XLA's CPU backend copies it by conversions that change NaNs.
-    codes = jax.ShapeDtypeStruct(x.shape, jnp.dtype("int8" if interpret else scaling.format.dtype))
-    scales = [jax.ShapeDtypeStruct((*tiles.walks, *tiles.scales(block)), jnp.float32) for block in blocks.values()]
-    outputs = call(
+    # Interpreted, bytes are int8 until the end: XLA's CPU backend copies fp8 by conversions that change NaNs.
+    dtypes = [jnp.dtype(name) for name in (scaling.format.dtype, scaling.scale_dtype)]
+    code, each = (jnp.dtype(jnp.int8) if interpret and dtype.itemsize == 1 else dtype for dtype in dtypes)
+    a, rows, columns = x.shape
+    codes = jax.ShapeDtypeStruct(x.shape, code)
+    scales = [jax.ShapeDtypeStruct((a, rows // r, columns // c), each) for r, c in blocks.values()]
+    results: list[Quantized] = call(
         partial(_quantize_kernel, blocks=blocks, tiles=tiles, scaling=scaling),
         name="quantize",
         grid=(*tiles.walks, passes * tiles.steps),
@@ -163,6 +183,7 @@ def _quantize_call(
             Quantized(tiles.elements_of(codes, q_tile), tiles.scales_of(scale, block))
             for scale, block in zip(scales, blocks.values(), strict=True)
         ],
+        scratch=[pltpu.VMEM(_given_shape(tiles, block), jnp.float32) for block in blocks.values()],
         cost=pl.CostEstimate(
             flops=40 * x.size * len(blocks),
             transcendentals=0,
@@ -170,151 +191,280 @@ def _quantize_call(
         ),
         interpret=interpret,
     )
-    return [
-        Quantized(q, tiles.from_walks(scale, block)) for (q, scale), block in zip(outputs, blocks.values(), strict=True)
-    ]
+    return [Quantized(*map(lax.bitcast_convert_type, result, dtypes)) for result in results]
 
 
 def _quantize_kernel(
-    x: Any, outputs: list[Quantized], _: None, *, blocks: dict[Rename, ScaleBlock], tiles: Tiles, scaling: Scaling
+    x: Any,
+    outputs: list[Quantized],
+    scratch: list[Any],
+    *,
+    blocks: dict[Rename, ScaleBlock],
+    tiles: Tiles,
+    scaling: Scaling,
 ) -> None:
-    """A step of a walk. The first pass measures the blocks, the last one encodes; the same where a walk is a step."""
-    step, last_step = pl.program_id(3), pl.num_programs(3) - 1
+    """A step of a walk: all of a tile that has whole blocks, the first or the second pass over one that has not."""
+    step = pl.program_id(3)
     _, row, column = tiles.at(0, pl.program_id(1), pl.program_id(2), step % tiles.steps)
-    for out, (name, block) in zip(outputs, blocks.items(), strict=True):
-        tile = _Tile(x, out, block, tiles, scaling, row, column)
-        for_rows = partial(_for_rows, tiles.rows, block[0], out.scale.shape[0])
-        with renamed(name):
-            pl.when(step == 0)(tile.begin)
-            pl.when(step < tiles.steps)(partial(for_rows, tile.measure))
-            pl.when(step == tiles.steps - 1)(tile.finish)
-            pl.when(step > last_step - tiles.steps)(partial(for_rows, tile.encode))
+    ways = [
+        _Way(name, x, out, _Scales(given, block, tiles), scaling, (row, column))
+        for (name, block), out, given in zip(blocks.items(), outputs, scratch, strict=True)
+    ]
+
+    def encode(is_short: bool) -> None:
+        _finish(ways, is_short)
+        _encode(ways, is_short)
+
+    if tiles.spanned:
+        pl.when(step == 0)(partial(_clear, ways))
+        pl.when(step < tiles.steps)(partial(_measure, ways, is_finite=False))
+
+        @pl.when(step == tiles.steps - 1)
+        def finish() -> None:
+            _reduce(ways)
+            _finish(ways, is_short=False)
+
+        pl.when(step >= tiles.steps)(partial(_encode, ways, is_short=False))
+        return
+    may_be_short = x.dtype == jnp.bfloat16 and not active()
+    _clear(ways)
+    _measure(ways, is_finite=may_be_short)
+    _reduce(ways)
+    if not may_be_short:
+        encode(is_short=False)
+        return
+    is_usual = reduce(jnp.logical_and, [way.is_usual() for way in ways])
+
+    @pl.when(jnp.logical_not(is_usual))
+    def measure_again() -> None:
+        _clear(ways)
+        _measure(ways, is_finite=False)
+        _reduce(ways)
+
+    pl.when(is_usual)(partial(encode, is_short=True))
+    pl.when(jnp.logical_not(is_usual))(partial(encode, is_short=False))
 
 
-class _Tile(NamedTuple):
-    """A tile of x, and one pair of outputs that it is quantised to."""
+class _Scales(NamedTuple):
+    """What each block of a tile has, in rows of a reference from row `first` on."""
 
-    x: Any
-    out: Quantized
+    ref: Any
     block: ScaleBlock
     tiles: Tiles
+    first: Any = 0
+
+    @property
+    def is_whole(self) -> tuple[bool, bool]:
+        """Whether a block is a whole axis, of rows and of columns."""
+        return self.block[0] == self.tiles.shape[1], self.block[1] == self.tiles.shape[2]
+
+    def row_of(self, rows: Any) -> Any:
+        """Which row of blocks 32 rows of the tile are in, where they share one."""
+        return 0 if self.is_whole[0] else rows.start // self.block[0]
+
+    def spread(self, rows: Any, columns: Any) -> jax.Array:
+        """What the elements of 32 rows and of some columns have: [rows, columns], or 1 where one is for all."""
+        c, each = self.block[1], self.block[0] == 1 and not self.is_whole[0]
+        own = rows if each else pl.ds(self.first + self.row_of(rows), 1)
+        if self.is_whole[1]:
+            return self.ref[own, :1]
+        if c == 1:
+            return self.ref[own, columns]
+        registers = []
+        for start in range(0, columns.size, LANES):
+            b = (columns.start + start) // c
+            scales = self.ref[own, pl.ds(pl.multiple_of(b // LANES * LANES, LANES), LANES)]
+            registers.append(spread(jnp.broadcast_to(scales, (rows.size, LANES)), b % LANES, c))
+        return jnp.concatenate(registers, axis=1)
+
+
+class _Way(NamedTuple):
+    """One of the ways in which a tile of x is quantised.
+
+    given: memory for what the elements of each block are encoded with, for its maxima before: of rows that share a
+    block one for each row of a register.
+    """
+
+    name: Rename
+    x: Any
+    out: Quantized
+    given: _Scales
     scaling: Scaling
-    row: Any  # of tiles
-    column: Any
+    place: tuple[Any, Any]  # of the tile, counted in tiles
 
-    def begin(self) -> None:
-        """Set the maxima of the blocks, which lie where their scales will, to 0."""
-        self.out.scale[...] = jnp.zeros_like(self.out.scale)
+    @property
+    def is_gathered(self) -> bool:
+        """Whether a block has more rows than are measured at once."""
+        return self.given.tiles.spanned or self.given.is_whole[0] or self.given.block[0] > MOST_AT_ONCE
 
-    def measure(self, rows: Any, own: Any) -> None:
-        """Raise the maxima `own` to those of 32 rows."""
-        scale = self.out.scale
-        values = finite_magnitude(self.x[rows, :].astype(jnp.float32))
-        sizes, tile = self.tiles.shape[1:], (self.tiles.rows, self.tiles.columns)
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that are measured at once."""
+        return SUBLANES if self.is_gathered else max(self.given.block[0], SUBLANES)
+
+    def measure(self, rows: Any, is_finite: bool) -> None:
+        """Put the maxima of rows in their place, infinity for what is not finite; without that unless is_finite."""
+        values = self.x[rows, :]
+        if is_finite:
+            values = jnp.abs(values)
+            values = jnp.where(values < jnp.inf, values, jnp.inf)  # XLA's maximum drops NaN on CPUs
+        else:
+            values = finite_magnitude(values.astype(jnp.float32))
+        ref, block, tiles, _ = self.given
         # A block that is a whole axis ends where the array does; beyond it the tile holds garbage.
-        for axis, first in enumerate((self.row * self.tiles.rows + rows.start, self.column * self.tiles.columns)):
-            size = sizes[axis]
-            if self.block[axis] == size and size % tile[axis]:
-                values = jnp.where(first + lax.broadcasted_iota(jnp.int32, values.shape, axis) < size, values, 0.0)
-        if own.size == 1:
-            values = jnp.max(values, axis=0, keepdims=True)
-        scale[own, :] = jnp.maximum(scale[own, :], _maxima(values, self.block[1], scale.shape[1]))
+        for axis, (size, tile) in enumerate(zip(tiles.shape[1:], (tiles.rows, tiles.columns), strict=True)):
+            if self.given.is_whole[axis] and size % tile:
+                first = self.place[axis] * tile + (rows.start if axis == 0 else 0)
+                values = values.astype(jnp.float32)
+                there = first + lax.broadcasted_iota(jnp.int32, values.shape, axis) < size
+                values = jnp.where(there, values, 0.0)
+        own = rows
+        if block[0] > 1 or self.given.is_whole[0]:
+            values, own = _fold(values), pl.ds(pl.multiple_of(8 * self.given.row_of(rows), 8), 8)
+        if self.given.is_whole[1]:
+            most = jnp.max(values, axis=1, keepdims=True).astype(jnp.float32)
+        elif block[1] == 1:
+            most = values.astype(jnp.float32)
+        else:
+            most = maxima(values, block[1], tiles.scales(block)[1])
+        ref[own, :] = jnp.maximum(ref[own, :], most) if self.is_gathered else jnp.broadcast_to(most, ref[own, :].shape)
 
-    def finish(self) -> None:
-        """Put what is kept of the blocks in the place of their maxima."""
-        scale = self.out.scale
-        absmax = scale[...]
-        scale[...] = self.scaling.kept(absmax)
+    def reduce(self) -> None:
+        """Bring the maxima of each block together, where they are those of the rows of a register."""
+        ref, block, tiles, _ = self.given
+        if block[0] > 1 or self.given.is_whole[0]:
+            count = tiles.scales(block)[0]
+            ref[:count, :] = jnp.max(ref[...].reshape(count, 8, ref.shape[1]), axis=1)
+
+    def is_usual(self) -> Any:
+        """Whether all elements are finite, and the maximum of every block 0 or at least USUAL."""
+        most = self.given.ref[: self.given.tiles.scales(self.given.block)[0], :]
+        is_unusual = jnp.where((most == 0) | ((most >= USUAL) & (most < jnp.inf)), 0.0, 1.0)
+        return jnp.max(is_unusual) == 0
+
+    def finish(self, is_short: bool) -> None:
+        """Return what is kept of the blocks, and put what `encode` (or `encode_short`) needs in place of the maxima."""
+        ref, block, tiles, _ = self.given
+        count = tiles.scales(block)[0]
+        absmax = ref[:count, :]
+        kept = self.scaling.kept(absmax)
+        stored = lax.bitcast_convert_type(self.scaling.stored(kept), self.out.scale.dtype)
+        if tiles.steps_r == 1 or self.given.is_whole[0]:
+            self.out.scale[:count, :] = stored
+        else:
+            for i in range(count):
+                self.out.scale[pl.ds(self.place[0] % tiles.steps_r * count + i, 1), :] = stored[i : i + 1]
+        ref[:count, :] = self.scaling.factor(absmax, kept) if is_short else kept
         if active():
-            first = pl.program_id(1) * scale.shape[0], pl.program_id(2) * scale.shape[1]
-            sizes = self.tiles.shape[1] // self.block[0], self.tiles.shape[2] // self.block[1]
-            there = _is_there(scale.shape, first, sizes)
+            first, end = [], []
+            for axis, each in enumerate(tiles.scales(block)):
+                first.append(0 if self.given.is_whole[axis] else self.place[axis] * each)
+                end.append(jnp.minimum(first[-1] + each, tiles.shape[1 + axis] // block[axis]))
+            there = _is_there(kept.shape, first, end)
             probe("absmax", jnp.where(absmax < SMALLEST, 0.0, absmax), there)
-            probe("scale", self.scaling.scale(scale[...]), there)
+            probe("scale", self.scaling.scale(kept), there)
 
-    def encode(self, rows: Any, own: Any) -> None:
-        """Write the codes of 32 rows."""
-        q, scale = self.out
-        for columns in _slices(self.tiles.columns, self.block[1], scale.shape[1]):
-            kept = _spread(scale[own, :], columns, self.block[1])
+
+def _given_shape(tiles: Tiles, block: ScaleBlock) -> tuple[int, int]:
+    """Of the memory for what the blocks of a tile are given."""
+    rows, _ = tiles.scales(block)
+    return rows if 1 == block[0] < tiles.shape[1] else 8 * rows, tiles.scales_of_walk(block)[1]
+
+
+def _clear(ways: Sequence[_Way]) -> None:
+    for way in ways:
+        if way.is_gathered:
+            way.given.ref[...] = jnp.zeros_like(way.given.ref)
+
+
+def _measure(ways: Sequence[_Way], is_finite: bool) -> None:
+    for way in ways:
+        _for_rows(way.given.tiles.rows, way.rows_at_once, partial(way.measure, is_finite=is_finite))
+
+
+def _reduce(ways: Sequence[_Way]) -> None:
+    for way in ways:
+        way.reduce()
+
+
+def _finish(ways: Sequence[_Way], is_short: bool) -> None:
+    for way in ways:
+        with renamed(way.name):
+            way.finish(is_short)
+
+
+def _encode(ways: Sequence[_Way], is_short: bool) -> None:
+    """Write the codes of a tile; is_short: by `encode_short`."""
+    x, tiles, scaling = ways[0].x, ways[0].given.tiles, ways[0].scaling
+
+    def write(rows: Any, columns: Any) -> None:
+        values = x[rows, columns]
+        for way in ways:
+            given = way.given.spread(rows, columns)
             if active():
-                first = self.row * self.tiles.rows + rows.start, self.column * self.tiles.columns + columns.start
-                each = jnp.broadcast_to(self.scaling.scale(kept), (SUBLANES, columns.stop - columns.start))
-                probe("spread", each, _is_there(each.shape, first, self.tiles.shape[1:]))
-            codes = self.scaling.encode(self.x[rows, columns].astype(jnp.float32), kept)
-            q[rows, columns] = lax.bitcast_convert_type(codes, q.dtype)
+                first = way.place[0] * tiles.rows + rows.start, way.place[1] * tiles.columns + columns.start
+                each = jnp.broadcast_to(scaling.scale(given), values.shape)
+                with renamed(way.name):
+                    probe("spread", each, _is_there(each.shape, first, tiles.shape[1:]))
+            codes = (
+                scaling.encode_short(values, given) if is_short else scaling.encode(values.astype(jnp.float32), given)
+            )
+            way.out.qvalue[rows, columns] = lax.bitcast_convert_type(codes, way.out.qvalue.dtype)
+
+    _for_parts(tiles, [way.given.block for way in ways], write, unroll=4 if is_short else 1)
 
 
-def _is_there(tile: tuple[int, ...], first: tuple[Any, Any], size: tuple[int, ...]) -> jax.Array:
-    """Which elements of a tile, whose first is at `first`, lie inside of an array of that size."""
-    rows, columns = (lax.broadcasted_iota(jnp.int32, tile, axis) + first[axis] < size[axis] for axis in (0, 1))
+def _fold(values: jax.Array) -> jax.Array:
+    """The maxima of rows that lie in the same places of registers: [rows, columns] -> float32 [8, columns]."""
+    rows = sublanes(values.dtype)
+    most = jnp.max(values.reshape(-1, rows, values.shape[1]), axis=0).astype(jnp.float32)
+    return jnp.max(most.reshape(-1, 8, values.shape[1]), axis=0)
+
+
+def _is_there(tile: tuple[int, ...], first: Sequence[Any], end: Sequence[Any]) -> jax.Array:
+    """Which elements of a tile, whose first is at `first`, lie before `end`."""
+    rows, columns = (lax.broadcasted_iota(jnp.int32, tile, axis) + first[axis] < end[axis] for axis in (0, 1))
     return rows & columns
 
 
-def _for_rows(rows: int, block: int, scales: int, body: Callable[[Any, Any], None]) -> None:
-    """Call body with slices of 32 rows of a tile and with the rows of its scales that belong to them."""
+def _for_rows(rows: int, at_once: int, body: Callable[[Any], None]) -> None:
+    """Call body with slices of so many rows of a tile."""
 
     def step(i: Any, _: Any) -> None:
-        first = pl.multiple_of(i * SUBLANES, SUBLANES)
-        if scales == 1:
-            own = pl.ds(0, 1)
-        elif block == 1:
-            own = pl.ds(first, SUBLANES)
-        else:
-            own = pl.ds(first // block, 1)
-        body(pl.ds(first, SUBLANES), own)
+        body(pl.ds(pl.multiple_of(i * at_once, at_once), at_once))
 
-    lax.fori_loop(0, rows // SUBLANES, step, None)
+    lax.fori_loop(0, rows // at_once, step, None)
 
 
-def _slices(width: int, block: int, scales: int) -> Iterator[slice]:
-    """Slices of the columns of a tile: of one block, or of 128 columns of several."""
-    size = 2 * LANES
-    if scales > 1 and block > 1:
-        size = LANES if block % size else size
-    for first in range(0, width, size):
-        yield slice(first, min(first + size, width))
+def _for_parts(tiles: Tiles, blocks: Iterable[ScaleBlock], body: Callable[[Any, Any], None], unroll: int = 1) -> None:
+    """Call body with slices of 256 columns (or 128) of a tile and of 128 rows (or 32), in the same blocks of `blocks`.
+
+    Lanes are permuted alike for all rows of a slice: one pattern serves as many as there are.
+    """
+    columns = LANES if tiles.columns % (2 * LANES) else 2 * LANES
+    many = 4 * SUBLANES
+    alike = all(r in (1, tiles.shape[1]) or r % many == 0 for r, _ in blocks) and tiles.rows % many == 0
+    rows, all_columns = many if alike else SUBLANES, tiles.columns // columns
+    each = 1 if unroll == 1 else math.gcd(all_columns, unroll) if alike else all_columns
+
+    def of_columns(i: Any, _: Any) -> None:
+        def of_rows(j: Any, _: Any) -> None:
+            for n in range(each):
+                first = pl.multiple_of((i * each + n) * columns, columns)
+                body(pl.ds(pl.multiple_of(j * rows, rows), rows), pl.ds(first, columns))
+
+        lax.fori_loop(0, tiles.rows // rows, of_rows, None)
+
+    lax.fori_loop(0, tiles.columns // columns // each, of_columns, None)
 
 
-def _maxima(values: jax.Array, block: int, scales: int) -> jax.Array:
-    """The maximum of each block of columns, [rows, columns] -> [rows, scales]."""
-    if scales == 1:
-        return jnp.max(values, axis=1, keepdims=True)
-    if block == 1:
-        return values
-    maxima = jnp.zeros((values.shape[0], scales), values.dtype)
-    for b in range(scales):
-        # Lanes are sliced by whole registers.
-        first = b * block // LANES * LANES
-        part = values[:, first : first + max(block, LANES)]
-        if block < LANES:
-            lanes = lax.broadcasted_iota(jnp.int32, part.shape, 1)
-            part = jnp.where(lanes // block == b % (LANES // block), part, 0.0)
-        own = lax.broadcasted_iota(jnp.int32, maxima.shape, 1) == b
-        maxima = jnp.where(own, jnp.max(part, axis=1, keepdims=True), maxima)
-    return maxima
-
-
-def _spread(scale: jax.Array, columns: slice, block: int) -> jax.Array:
-    """Broadcast scales [rows, blocks] to a slice of the columns: [rows, columns], or [rows, 1] where one is for all."""
-    if scale.shape[1] == 1:
-        return scale
-    if block == 1:
-        return scale[:, columns]
-    b = columns.start // block
-    wide = scale[:, b : b + 1]
-    lanes = lax.broadcasted_iota(jnp.int32, (scale.shape[0], columns.stop - columns.start), 1)
-    for i in range(1, pl.cdiv(lanes.shape[1], block)):
-        wide = jnp.where(lanes < i * block, wide, scale[:, b + i : b + i + 1])
-    return wide
-
-
-def _dequantize_kernel(given: Quantized, out: Any, _: None, *, block: ScaleBlock, decode: Decode) -> None:
+def _dequantize_kernel(given: Quantized, out: Any, _: None, *, block: ScaleBlock, tiles: Tiles, decode: Decode) -> None:
     q, scale = given
+    step = pl.program_id(3) // tiles.steps_c if not tiles.spanned else 0
+    scales = _Scales(scale, block, tiles, step * tiles.scales(block)[0])
 
-    def write(rows: Any, own: Any) -> None:
-        for columns in _slices(q.shape[1], block[1], scale.shape[1]):
-            wide = decode(q[rows, columns], _spread(scale[own, :], columns, block[1]))
-            out[rows, columns] = wide.astype(out.dtype)
+    def write(rows: Any, columns: Any) -> None:
+        wide = decode(q[rows, columns], scales.spread(rows, columns))
+        out[rows, columns] = wide.astype(out.dtype)
 
-    _for_rows(q.shape[0], block[0], scale.shape[0], write)
+    _for_parts(tiles, [block], write)

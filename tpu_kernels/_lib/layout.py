@@ -3,6 +3,7 @@
 A block that is longer than a tile is a whole axis, and its tiles are walked one after the other.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,11 +14,17 @@ from jax.experimental import pallas as pl
 
 from op_arguments.quantize import Blocks
 from tpu_kernels._lib.call import Block
-from tpu_kernels._lib.chip import LANES, sublanes
+from tpu_kernels._lib.chip import LANES, default_vmem, sublanes
 
 SUBLANES = sublanes(jnp.int8)
-TILE_ROWS, TILE_COLUMNS = 512, 1024
-_TILE = TILE_ROWS * TILE_COLUMNS
+MOST_BLOCK_ROWS = 512  # of a block that is not a whole axis
+MOST_ROWS, MOST_COLUMNS = 8 * MOST_BLOCK_ROWS, 2**14  # of a tile
+
+
+def tile_size() -> int:
+    """The most elements of a tile: of float32, with two results of a byte and all twice buffered, 3/4 of the VMEM."""
+    return default_vmem() // 16
+
 
 ScaleBlock = tuple[int, int]
 """Rows and columns of an array [A, R, C] that share a scale."""
@@ -42,9 +49,10 @@ class Layout(NamedTuple):
         if r == rows and any(block > 1 for block in lead_blocks) and lead_blocks == lead:
             lead, rows, r = (), rows * int(np.prod(lead)), r * int(np.prod(lead))
             lead_blocks = ()
-        by_rows = r in (1, rows) or (r % SUBLANES == 0 and r <= TILE_ROWS)
-        by_columns = c in (1, columns) or (c % LANES == 0 and c <= TILE_COLUMNS) or c in (16, 32, 64)
-        if by_rows and by_columns and all(block == 1 for block in lead_blocks):
+        by_rows = r in (1, rows) or (r % SUBLANES == 0 and r <= MOST_BLOCK_ROWS)
+        by_columns = c in (1, columns) or c % LANES == 0 or c in (16, 32, 64)
+        least = SUBLANES if r in (1, rows) else r, LANES if c in (1, columns) else _width(columns, c)
+        if by_rows and by_columns and math.prod(least) <= tile_size() and all(block == 1 for block in lead_blocks):
             return cls((int(np.prod(lead)), rows, columns), (r, c), None)
         split = tuple(part for size, block in zip(shape, blocks, strict=True) for part in (size // block, block))
         elements = int(np.prod(blocks))
@@ -66,38 +74,59 @@ class Layout(NamedTuple):
         return x.reshape(shape)
 
 
+def _width(columns: int, c: int) -> int:
+    """Columns of a tile of several blocks of c columns: all, or as many as have a register of scales."""
+    return pl.cdiv(columns, LANES) * LANES if columns <= MOST_COLUMNS else LANES * c
+
+
 class Tiles(NamedTuple):
-    """The tile [rows, columns] of an array [A, R, C], and how many of them along each axis share their blocks."""
+    """The tile [rows, columns] of an array [A, R, C], and walks of tiles whose scales are in VMEM together.
+
+    spanned: the tiles of a walk share their blocks, so that they are walked twice; else they follow one another along
+    R, so that their scales fill whole registers.
+    """
 
     shape: tuple[int, int, int]
     rows: int
     columns: int
     steps_r: int
     steps_c: int
+    spanned: bool
 
     @classmethod
     def of(cls, shape: tuple[int, int, int], blocks: Sequence[ScaleBlock]) -> "Tiles":
-        """Tiles of whole blocks; a block that is a whole axis, and longer than a tile can be, is walked in steps."""
+        """Tiles of whole blocks, and of whole rows where those have several; but of parts of a longer whole axis."""
         _, rows, columns = shape
         r, c = (max(sizes) for sizes in zip(*blocks, strict=True))
-        most_r, most_c = TILE_ROWS, TILE_COLUMNS
-        if len(blocks) == 1 and c == columns and r == 1:
-            most_c = 8 * TILE_COLUMNS
-            most_r = min(TILE_ROWS, _TILE // min(columns, most_c) // SUBLANES * SUBLANES)
-        elif len(blocks) == 1 and r == rows and c == 1:
-            most_r = 8 * TILE_ROWS
-            most_c = min(TILE_COLUMNS, _TILE // min(rows, most_r) // LANES * LANES)
-        tile_r, tile_c = min(pl.cdiv(rows, SUBLANES) * SUBLANES, most_r), min(columns, most_c)
-        if r < rows:
-            tile_r = max(tile_r // r * r // SUBLANES * SUBLANES, SUBLANES)
-        if LANES <= c < columns:
-            tile_c = tile_c // c * c
-        steps_r = pl.cdiv(rows, tile_r) if r == rows else 1
-        return cls(shape, tile_r, tile_c, steps_r, pl.cdiv(columns, tile_c) if c == columns else 1)
+        in_tiles = pl.cdiv(rows, SUBLANES) * SUBLANES, pl.cdiv(columns, LANES) * LANES
+        if 1 < c < columns:
+            most_c = _width(columns, c)
+        else:
+            # Eight rows of scales fill a register; where every element has one they take most of the memory.
+            most_r = 8 * r if 1 < r < rows else min(in_tiles[0], MOST_ROWS) if c == 1 else SUBLANES * 4
+            most_c = tile_size() // most_r // LANES * LANES
+        tile_c = min(in_tiles[1], max(most_c, LANES))
+        unit = r if 1 < r < rows else 4 * SUBLANES if tile_size() // tile_c >= 4 * SUBLANES else SUBLANES
+        tile_r = min(in_tiles[0], max(min(tile_size() // tile_c, MOST_ROWS) // unit, 1) * unit)
+        steps_r, steps_c = 1, pl.cdiv(columns, tile_c) if c == columns else 1
+        if r == 1 < rows:
+            tile_r = min(tile_r, MOST_ROWS // 4)
+        elif r < rows > tile_r:
+            tile_r = r << (tile_r // r).bit_length() - 1  # rows of scales that are parts of a register, or whole ones
+        if r == rows:
+            steps_r = pl.cdiv(rows, tile_r)
+        elif r > 1:
+            steps_r = min(8 // math.gcd(8, tile_r // r), pl.cdiv(rows, tile_r))
+        return cls(shape, tile_r, tile_c, steps_r, steps_c, (r == rows and steps_r > 1) or steps_c > 1)
+
+    @property
+    def is_one_pass(self) -> bool:
+        """Whether a tile has whole blocks, and fits VMEM."""
+        return not self.spanned and self.rows * self.columns <= tile_size()
 
     @property
     def steps(self) -> int:
-        """How many tiles share their blocks: a walk of them is one pass."""
+        """How many tiles a walk has."""
         return self.steps_r * self.steps_c
 
     @property
@@ -116,23 +145,16 @@ class Tiles(NamedTuple):
         r, c = block
         return 1 if r == rows else self.rows // r, 1 if c == columns else self.columns // c
 
+    def scales_of_walk(self, block: ScaleBlock) -> tuple[int, int]:
+        """The rows and columns of scales that a walk has in VMEM: whole registers."""
+        rows, columns = self.scales(block)
+        rows *= 1 if block[0] == self.shape[1] else self.steps_r
+        return pl.cdiv(rows, 8) * 8, pl.cdiv(columns, LANES) * LANES
+
     def elements_of(self, array: Any, index: Callable[..., Any]) -> Block:
         """An array [A, R, C] in tiles: `index(*steps)` says which."""
         return Block(array, (None, self.rows, self.columns), index)
 
     def scales_of(self, array: Any, block: ScaleBlock) -> Block:
-        """The scales of a walk, the same at every step, of an array as `by_walk` returns it."""
-        return Block(array, (None, None, None, *self.scales(block)), lambda a, i, j, step: (a, i, j, 0, 0))
-
-    def by_walk(self, scale: jax.Array, block: ScaleBlock) -> jax.Array:
-        """Scales [A, R / r, C / c] as [A, walks of rows, walks of columns, rows, columns], which fit any tile."""
-        rows, columns = self.scales(block)
-        a, walks_r, walks_c = self.walks
-        missing = [(0, 0), (0, walks_r * rows - scale.shape[1]), (0, walks_c * columns - scale.shape[2])]
-        return jnp.pad(scale, missing).reshape(a, walks_r, rows, walks_c, columns).transpose(0, 1, 3, 2, 4)
-
-    def from_walks(self, scale: jax.Array, block: ScaleBlock) -> jax.Array:
-        """The reverse of `by_walk`."""
-        a, walks_r, walks_c, rows, columns = scale.shape
-        flat = scale.transpose(0, 1, 3, 2, 4).reshape(a, walks_r * rows, walks_c * columns)
-        return flat[:, : self.shape[1] // block[0], : self.shape[2] // block[1]]
+        """The scales [A, R / r, C / c] of a walk, the same at every step."""
+        return Block(array, (None, *self.scales_of_walk(block)), lambda a, i, j, step: (a, i, j))

@@ -15,8 +15,8 @@ empty_groups = having(ragged="contracting", groups="empty_first")
 
 FAULTS = named({
     "the scale's exponent is off by one": [
-        tpu("mxfp8_quantize", "return lax.bitcast_convert_type((254 - (bits_of(inverse) >> 23))",
-            "return lax.bitcast_convert_type((255 - (bits_of(inverse) >> 23))", rounded_up),
+        tpu("mxfp8_quantize", "return (254 - (bits_of(kept) >> 23)).astype(jnp.int8)",
+            "return (255 - (bits_of(kept) >> 23)).astype(jnp.int8)", rounded_up),
         gpu("mxfp8_quantize", "FORMAT), exponent.to(tl.uint8)", "FORMAT), (exponent + 1).to(tl.uint8)", rounded_up),
     ],
     "the exponent is rounded down where up is asked for": [
