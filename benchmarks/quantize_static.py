@@ -1,0 +1,200 @@
+"""The quantisers on the real TPU compiler, beside XLA's fusion of the same definition in jnp, without a TPU.
+
+    python -m benchmarks.quantize_static                                every chip, model and operation
+    python -m benchmarks.quantize_static --chip v6e --only fp8_dual     some of them
+    python -m benchmarks.quantize_static --json                         for programs
+
+At 8192 rows of bfloat16 as wide as the models' layers, in blocks of 128 (MXFP8: of 32); a model whose rows such blocks
+do not divide is left out. Cycles are static ones (`parity/compilers/bundles.py`) a row, beside those in which HBM
+moves its bytes. What XLA takes is its own estimate of its fusions; libtpu does not print the one for tpu7x.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks import command
+from benchmarks.command import BENCHMARKED_CHIPS, Done, cells, unseen
+from parity.compilers.mosaic import TOPOLOGIES, Abstract, Compilation, Compiled, roofline
+from parity.compilers.processes import compile_each
+
+ROWS = 8192
+WIDTHS = {"DeepSeek-V3": 7168, "Qwen3-30B-A3B": 2048, "Mixtral-8x7B": 4096, "gpt-oss-120b": 2880}
+HERE = __spec__.name if __spec__ else Path(__file__).stem  # what a compiler process imports; a script has no spec
+LEAST_OF_FLOOR = {"v6e": 0.6, "tpu7x": 0.45}
+MOST_CODE_KB = 400.0
+MOST_OF_XLA = 0.5
+ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
+
+
+@dataclass(frozen=True)
+class Program:
+    """An operation on the activations of a model; axis: None for both."""
+
+    op: str
+    model: str
+    axis: int | None = None
+
+    @property
+    def name(self) -> str:
+        """As in "fp8_quantize axis 1"."""
+        return self.op if self.axis is None else f"{self.op} axis {self.axis}"
+
+    @property
+    def block(self) -> int:
+        """Elements that share a scale."""
+        return 32 if self.op.startswith("mxfp8") else 128
+
+    def compilation(self, chip: str, function: str = "") -> Compilation:
+        """What the compiler is given: the kernel, or another function of the same array."""
+        module = "mxfp8" if self.op.startswith("mxfp8") else "quantize"
+        options: dict[str, Any] = {} if self.axis is None else {"axis": self.axis}
+        options |= {"block": self.block} if function else {"interpret": False}
+        x = Abstract((ROWS, WIDTHS[self.model]), "bfloat16")
+        return Compilation(function or f"tpu_kernels.{module}:{self.op}", chip, (x,), options)
+
+
+PROGRAMS = [
+    Program(op, model, axis)
+    for model, width in WIDTHS.items()
+    for op in ("fp8_quantize", "int8_quantize", "fp8_dual_quantize", "mxfp8_quantize", "mxfp8_dual_quantize")
+    for axis in ((None,) if "dual" in op else (0, 1))
+    if width % Program(op, model).block == 0
+]
+
+
+def in_jnp(x: Any, *, axis: int | None = None, block: int, int8: bool = False, powers: bool = False) -> Any:
+    """The quantised x [M, K] and its scales, as one writes it in jnp: along an axis, or along both."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    if axis is None:
+        return [in_jnp(x, axis=each, block=block, powers=powers) for each in (1, 0)]
+    largest = 127.0 if int8 else 448.0
+    m, k = x.shape
+    blocks = x.astype(jnp.float32).reshape((m // block, block, k) if axis == 0 else (m, k // block, block))
+    absmax = jnp.max(jnp.abs(blocks), axis=1 + axis, keepdims=True)
+    scale = jnp.where(absmax > 0, absmax / largest, 1.0)
+    if powers:
+        bits = lax.bitcast_convert_type(scale, jnp.int32)
+        scale = lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
+    quotient = blocks / scale
+    codes = jnp.round(quotient).astype(jnp.int8) if int8 else quotient.astype(jnp.float8_e4m3fn)
+    return codes.reshape(m, k), scale.squeeze(1 + axis).astype(jnp.float8_e8m0fnu if powers else jnp.float32)
+
+
+fp8_in_jnp = in_jnp
+int8_in_jnp = partial(in_jnp, int8=True)
+mxfp8_in_jnp = partial(in_jnp, powers=True)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. Where the compiler refused the program, error says why and its figures are None."""
+
+    chip: str
+    model: str
+    program: str
+    cycles: float | None = None  # static, a row
+    floor: float | None = None  # cycles in which HBM moves a row's bytes
+    of_floor: float | None = None  # the part of the cycles that the floor is
+    code_kb: float | None = None
+    spills: int | None = None
+    xla: float | None = None  # cycles a row that XLA estimates of its own fusions
+    target: str = ""
+    result: str = ""  # "met", or what is missed by how much
+    error: str = ""
+
+
+def measure(
+    chips: Sequence[str] = BENCHMARKED_CHIPS, only: str = "", jobs: int | None = None, done: Done = unseen
+) -> list[Row]:
+    """The table: each program whose name contains `only`, on each chip, with `jobs` compilers at a time.
+
+    done(count, total) is called as compilations end.
+    """
+    wanted = [(chip, program) for chip in chips for program in PROGRAMS if only in f"{program.name} {program.model}"]
+    answers = command.compile_each(wanted, lambda key: key[1].compilation(key[0]), jobs, done)
+    estimated = [key for key in wanted if key[0] != "tpu7x"]
+    of_jnp = [program.compilation(chip, f"{HERE}:{program.op.split('_')[0]}_in_jnp") for chip, program in estimated]
+    environment = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    of_xla = import_module(HERE).xla_cycles  # by a name that the process knows
+    figures = compile_each(of_xla, of_jnp, 300.0, framework="jax", environment=environment)
+    estimates = {
+        key: figure if isinstance(figure, int) else None for key, figure in zip(estimated, figures, strict=True)
+    }
+    return [_row(chip, program, answers[chip, program], estimates.get((chip, program))) for chip, program in wanted]
+
+
+def xla_cycles(case: Compilation, log: Path) -> int:
+    """The cycles that XLA estimates of all fusions of a function of one array; log: not written."""
+    import jax
+    from jax.experimental import topologies
+
+    device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[case.chip]).devices[0]
+    module, _, name = case.function.partition(":")
+    function = partial(getattr(import_module(module), name), **case.keywords)
+    (x,) = case.arguments
+    shape = jax.ShapeDtypeStruct(x.shape, jax.numpy.dtype(x.dtype), sharding=jax.sharding.SingleDeviceSharding(device))
+    text = jax.jit(function).lower(shape).compile().as_text()
+    return sum(map(int, ESTIMATE.findall(text or "")))
+
+
+def _row(chip: str, program: Program, answer: Compiled, xla: int | None) -> Row:
+    row = Row(chip, program.model, program.name, error=answer.reason)
+    if row.error:
+        return row
+    spans = [roofline(kernel, chip) for kernel in answer.kernels]
+    cycles, floor = (sum(figures) / ROWS for figures in ([s.schedule for s in spans], [s.hbm for s in spans]))
+    row = replace(
+        row,
+        cycles=cycles,
+        floor=floor,
+        of_floor=floor / cycles,
+        code_kb=answer.code_bytes / 1024,
+        spills=sum(kernel.spills for kernel in answer.kernels),
+        xla=None if xla is None else xla / ROWS,
+    )
+    limits = [(" × HBM", cycles / floor, 1 / LEAST_OF_FLOOR[chip]), (" KB", row.code_kb, MOST_CODE_KB)]
+    if row.xla:
+        limits.append((" × XLA", max(cycles, floor) / row.xla, MOST_OF_XLA))
+    target, result = command.judged(limits)
+    return replace(row, target=target, result=result)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; returns the exit code: 1 where the compiler refused a program."""
+    parser = command.static_parser(
+        "quantize_static",
+        "The quantisers on the real TPU compiler, beside XLA's fusion of the same definition.",
+        'programs ("fp8_quantize axis 1 DeepSeek-V3")',
+    )
+    given = parser.parse_args(arguments)
+    table = command.with_bar(given, measure)
+    command.show(given, [asdict(row) for row in table], render(table))
+    return int(any(row.error for row in table))
+
+
+def render(table: Sequence[Row]) -> Table:
+    """The rows as a table for people."""
+    figures = ("cycles", "HBM floor", "of floor", "KB", "spills", "XLA")
+    view = command.table("static cycles a row", ("chip", "model", "program"), figures, ("target", "result"))
+    for row in table:
+        shown = cells(
+            (row.cycles, ".1f"), (row.floor, ".1f"), (row.of_floor, ".0%"),
+            (row.code_kb, ".0f"), (row.spills, ".0f"), (row.xla, ".0f"),
+        )  # fmt: skip
+        view.add_row(row.chip, row.model, row.program, *shown, row.target, row.error or row.result)
+    return view
+
+
+if __name__ == "__main__":
+    sys.exit(main())
