@@ -110,10 +110,12 @@ def locate(
         sliced = of.slice(frozenset(), of_finite=False)
         before = tuple(stage.site for stage in stages[:-1])
         lines = _nearest_first(sliced.lines[found.output], sliced.when)
-        return Located(output, stages, none, region=Region(found.output, before, lines), birthplace=found)
+        if lines or not stages[-1].wrong:
+            return Located(output, stages, none, region=Region(found.output, before, lines), birthplace=found)
     if stages[-1].wrong:
         found_instead = other_call(trial, output, none.outputs[output])
-        return Located(output, stages, none, region=region(of, evaluation, stages, found_instead))
+        entered_in = region(of, evaluation, stages, found_instead)
+        return Located(output, stages, none, region=entered_in, birthplace=found)
     magnitude = {output: trial.reference.magnitude[output]}
     site = stages[-1].site if stages[-1].is_off else ""
     ranking = rank(of, trial.reference.golden, magnitude, done, fixed, (none, everything), site)

@@ -476,7 +476,9 @@ class _Slicer(_Evaluator):
         if name == "swap":
             ref, _, *index = operands
             target = _view(ref, tree_util.tree_unflatten(eqn.params["tree"], index))
-            lines = self.lines_of(*operands[1:]) | self._here(eqn)
+            known = None if self._of_finite else self._lines.get(id(ref))  # of which block of an array this is
+            block = known[1] if known and known[0]() is ref else frozenset()
+            lines = self.lines_of(*operands[1:]) | self._here(eqn) | block
         else:
             source, to, *_ = tree_util.tree_unflatten(eqn.params["tree"], operands)
             target = _referred(to)
