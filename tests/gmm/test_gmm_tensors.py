@@ -45,6 +45,16 @@ def test_tensors_on_several_devices_are_refused():
         gmm(to_torch(draw(40, 60)), elsewhere, to_torch(SIZES))
 
 
+def test_an_offset_on_the_host_goes_to_where_the_kernel_is_and_any_other_stays():
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from gpu_reference._lib.operands import on_device
+
+    offset, elsewhere = torch.tensor([1], dtype=torch.int32), torch.device("meta")
+    assert on_device(offset, elsewhere).device == elsewhere
+    assert on_device(offset, offset.device) is offset
+
+
 def test_goldens_read_any_layout():
     lhs, rhs = draw(80, 120)[::2, ::-2], np.asfortranarray(draw(4, 60, 24))
     plain = golden.gmm(lhs.copy(), np.ascontiguousarray(rhs), SIZES)

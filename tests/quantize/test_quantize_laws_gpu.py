@@ -264,6 +264,7 @@ def test_a_tile_is_as_large_as_its_cell_and_no_program_is_without_work(shape, bl
     back = gpu.dequantize_launch(meta(*shape), blocks, "int8", scale, meta(*shape, dtype=torch.float32))
     fits = all(block == 1 or block <= n for block, n in zip(blocks, tile, strict=True))
     assert len(quantise_it) == (1 if fits else 2)  # a block of several tiles has its largest found first
+    assert (quantise_it[0].arguments["output"].qvalue is None) == (not fits)  # and no codes are stored until it is
     for launch in (*quantise_it, back):
         assert (launch.arguments["TILE_ROWS"], launch.arguments["TILE_COLUMNS"]) == tile
         assert launch.grid == (programs,)
