@@ -40,7 +40,7 @@ ROWS, GATES, KEPT = 2 * STEPS * D, 4 * STEPS, 4 * STEPS // 64 * D * D  # bytes; 
 PAIRS, STATES = STEPS * 64 * 2 * D, 2 * STEPS * D * D  # operations in chunks of 64 steps, and with a state
 PRODUCTS = 2 * M * K * N
 OF_LHS, OF_RHS, OF_OUT = N // 128 * VISITS * 128 * K, VISITS * K * N, M * N  # elements that gmm fetches and writes
-LONG = 16384
+LONG = 2**15
 OF_TGMM = N // 128 * M * K + K // 128 * M * N
 
 # kernel, arrays, options; of each call that they make: its name, operations, and bytes
@@ -70,7 +70,7 @@ COSTS = [
       ("quantize", 40 * 64 * LONG, 3 * 64 * LONG + 4 * LONG)]),
     (fp8_dual_quantize, dict(x=((M, K), BF16)), dict(block_size=8),
      2 * [("quantize", 40 * M * K, 3 * M * K + 4 * M * K // 8)]),
-    (mxfp8_quantize, dict(x=((M, K), BF16)), dict(axis=1), [("quantize", 40 * M * K, 3 * M * K + 4 * M * K // 32)]),
+    (mxfp8_quantize, dict(x=((M, K), BF16)), dict(axis=1), [("quantize", 40 * M * K, 3 * M * K + M * K // 32)]),
     (fp8_dequantize, dict(qvalue=((M, K), E4M3), scale=((M, K // 128), F32)), {},
      [("dequantize", 12 * M * K, 5 * M * K + 4 * M * K // 128)]),
     (gmm_quantized, NARROW_ROWS | BLOCKS | SIZES, dict(tiling=(128, K, 128)),

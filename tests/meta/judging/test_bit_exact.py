@@ -12,7 +12,7 @@ from parity.judging.verdict import identity
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.matrix.quantize import FP8_QUANTIZE
-from tests.meta.faults.planting import ROOT, Fault, plant
+from tests.meta.faults.planting import ROOT, Fault, having, plant, smoke
 
 E4M3 = ml_dtypes.float8_e4m3fn
 CASE = next(case for case in FP8_QUANTIZE.cases if case.tier == "smoke")
@@ -81,7 +81,8 @@ def test_there_is_no_error_to_predict():
 
 OP = {op.name: op for op in OPS}
 FULL = pytest.mark.full
-EVEN = "normal = (aligned + ((1 << (shift - 1)) - 1) + ((aligned >> shift) & 1)) >> shift"
+wide = having(dtype="float32")
+EVEN = "y.astype(jnp.float8_e4m3fn)"
 LARGEST_OF = "exponent = (largest >> 23) - (FORMAT.exponent + 2)"
 STORE = "        tl.store(rowwise.qvalue + position, codes.reshape(TILE_ROWS, TILE_COLUMNS), mask=in_tile)\n"
 ACROSS = """
@@ -91,21 +92,21 @@ ACROSS = """
 FLOAT32 = "up = (beyond > 0) | ((beyond == 0) & (below & 1 == 1))"
 
 
-def planted(backend, op, old, new, change, says, *marks):
-    fault = Fault(says, backend, (op,), old, new)
+def planted(backend, op, old, new, change, says, *marks, where=smoke):
+    fault = Fault(says, backend, (op,), old, new, where)
     return pytest.param(
         fault, change, says, id=f"{backend}-{op}-{change}", marks=[getattr(pytest.mark, backend), *marks]
     )
 
 
 PLANTED = [
-    planted("tpu", "mxfp8_quantize", EVEN, EVEN.replace("((aligned >> shift) & 1)", "1"),
+    planted("tpu", "mxfp8_quantize", EVEN, "float_of(bits_of(y) + 1).astype(jnp.float8_e4m3fn)",
             "ties away from zero at qvalue",
             "rounded otherwise: ties away from zero at qvalue, 100% explained; in rounding ties of qvalue"),
     planted("tpu", "mxfp8_quantize", "return float_of((254 -", "return float_of((253 -",
             "twice the value at scale", "a logic fault everywhere of", FULL),
     planted("tpu", "fp8_quantize", FLOAT32, "up = beyond > -1e30", "rounded away from zero at qvalue",
-            "rounded otherwise: rounded away from zero at qvalue", FULL),
+            "rounded otherwise: rounded away from zero at qvalue", FULL, where=wide),
     planted("gpu", "mxfp8_quantize", LARGEST_OF, LARGEST_OF.replace("exponent + 2", "exponent + 1"),
             "twice the value at scale", "a logic fault everywhere of", FULL),
     planted("gpu", "mxfp8_dual_quantize", STORE, ACROSS + STORE,
@@ -122,7 +123,7 @@ PLANTED = [
 def test_a_difference_is_explained_by_the_change_that_makes_it(fault, change, says, tmp_path):
     pytest.importorskip("jax" if fault.backend == "tpu" else "triton")
     op = OP[fault.ops[0]]
-    case = next(case for case in op.cases if case.tier == "smoke")
+    case = next(case for case in op.cases if fault.where(case))
     found = explain_bits(Trial(op, case, fault.backend, getattr(plant(fault, tmp_path), op.name)))
     assert (str(found.change), not found.judged.verdict.passed) == (change, True), found.conclusion
     assert says in found.conclusion
