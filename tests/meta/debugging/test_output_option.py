@@ -42,8 +42,9 @@ def test_stages_rank_the_lines_of_the_output_that_is_asked_for(output):
     assert right.ranking.none.outputs.keys() >= {"o", "ht"}
 
 
+@pytest.mark.full
 @pytest.mark.tpu
-@pytest.mark.parametrize("output", [pytest.param("o", marks=pytest.mark.full), "ht"])
+@pytest.mark.parametrize("output", ["o", "ht"])
 def test_shrink_keeps_the_verdict_of_the_output_that_is_asked_for(output):
     found = shrink(trial(), output=output)
     assert found.judged.output == output and not found.judged.verdict.passed
