@@ -1,10 +1,11 @@
 """The gates of delta rules on the TPU, or its emulation, against the float64 golden."""
 
-import numpy as np
 import pytest
 
-import cpu_golden.gates
+from parity.judging.judge import judge
+from parity.trial import Trial
 from tests.matrix.delta_rule import GATES
+from tests.matrix.ops import F32
 from tests.support.agreement import agree, are_exact, are_no_worse
 
 test_agrees_with_golden = agree(*GATES, backend="tpu")
@@ -20,13 +21,9 @@ def test_a_tile_of_few_rows_is_a_whole_register(dtype, rows):
     assert Tiles.of(jax.ShapeDtypeStruct((3, 5), dtype)) == ((3, 5), rows, 5)
 
 
+@pytest.mark.tpu
 def test_a_gradient_sums_the_rows_that_there_are_in_the_last_of_several_tiles():
-    jax = pytest.importorskip("jax")
-    import tpu_kernels.gates
-
-    rng = np.random.default_rng(0)
-    a, dg = rng.standard_normal((2, 1, 300, 2)).astype(np.float32)
-    given = {"A_log": np.zeros(2, np.float32)}
-    expected = cpu_golden.gates.softplus_gate_bwd(a, dg, **given)
-    got = tpu_kernels.gates.softplus_gate_bwd(*map(jax.numpy.asarray, (a, dg)), **given)
-    np.testing.assert_allclose(got.dA_log, expected.dA_log, rtol=1e-4)
+    op = next(op for op in GATES if op.name == "softplus_gate_bwd")
+    (case,) = op.grid([dict(B=1, T=300, HV=2)], dtype=[(F32, F32)])
+    judged = judge(Trial(op, case, "tpu"))
+    assert judged.verdict.passed, judged.verdict
