@@ -1,8 +1,8 @@
-"""What a wrong output is the golden of: of another argument than the kernel was given, or of one that it lost.
+"""Names the argument that a kernel mistook: the golden of the changed argument is then the wrong output.
 
-Faults of the host's are mostly of this kind (a scale that is not transposed with its operand, an option that is not
-handed on, an offset that is off by one), and no statement of a kernel shows them: all of them are right of what they
-get. So the golden is run with one argument changed at a time, and where that is the output it is said of which.
+The host makes most of these faults: it does not transpose a scale with its operand, does not hand on an option, passes
+an offset that is off by one. No statement of the kernel shows them, since each is right for what it is given. So the
+golden is run with one argument changed at a time, and compared with the output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WHOLLY = 0.999
 
 @dataclass(frozen=True)
 class Instead:
-    """What an output is, in words, and the arguments that it is that of."""
+    """What an output is, in words, and the names of the arguments that it was computed from."""
 
     words: str
     arguments: tuple[str, ...]
@@ -33,7 +33,11 @@ class Instead:
 
 
 def other_call(trial: Trial, name: str, y: np.ndarray) -> Instead | None:
-    """Of which changed argument the output `y` is the golden; None where it is of none that is tried."""
+    """The changed argument whose golden is the output called `name`; None if no change that is tried gives it.
+
+    y: that output as the kernel returned it, of any dtype, in the golden's shape. A change gives it if `WHOLLY` of the
+    mean square error, weighed by the magnitude, goes. Raises KeyError for an output that the golden does not have.
+    """
     expected, value = trial.reference, y.astype(np.float64)
     golden, magnitude = expected.golden[name], expected.magnitude[name]
     weight = 1 / np.where(magnitude > 0, magnitude, magnitude.max(initial=0.0) or 1.0)

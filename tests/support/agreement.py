@@ -1,14 +1,17 @@
 """The tests that every family has of its ops: they agree with the golden, exactly on integers, no worse on the TPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+import pytest
+
 import parity
-from parity.op import Backend, Case, Op
+from parity.op import BACKENDS, Backend, Case, Op
 from parity.runners.plugin import Run
 
 Test = Callable[[Run], None]
+FULL = [pytest.mark.full]
 
 
 @cache
@@ -28,6 +31,17 @@ def asked(op: Op, backend: Backend) -> frozenset[Case]:
             catching = [case for case in op.cases if case.tier != "full" and fault.where(case)]
             found |= set() if found & {*catching} else {*catching[:1]}
     return frozenset(found)
+
+
+def in_turn(values: Mapping[str, tuple[Any, ...]]) -> list[Any]:
+    """Parameters (*values, backend) by name: each on both backends, in the default tier on one, the two in turn."""
+    return [
+        pytest.param(
+            *each, backend, id=f"{name}-{backend}", marks=[getattr(pytest.mark, backend), *FULL * (nth % 2 != m)]
+        )
+        for nth, (name, each) in enumerate(values.items())
+        for m, backend in enumerate(BACKENDS)
+    ]
 
 
 def agree(*ops: Op, backend: Backend) -> Test:

@@ -7,11 +7,12 @@ from cpu_golden.stages import Stages
 from parity.inputs import draw
 from parity.judging import stages
 from parity.judging.judge import judge, measure_contract
-from parity.op import BACKENDS, TIERS
+from parity.op import TIERS
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.matrix.delta_rule import DELTA_RULES
 from tests.matrix.gmm import GMM, TGMM, representative
+from tests.support.agreement import in_turn
 
 CASES = [pytest.param(op, case, id=case.id) for op in (GMM, TGMM) for case in op.cases
          if representative(case) and case.tier == "smoke"]  # fmt: skip
@@ -43,14 +44,7 @@ def test_the_budget_is_shared_by_the_sites_that_cause_it():
     assert share["acc"] == pytest.approx(7 * share["out"], rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("op", "case", "backend"),
-    [
-        pytest.param(*case.values, backend, id=f"{backend}-{case.id}", marks=[pytest.mark.full] * (nth % 2 != m))
-        for nth, case in enumerate(CASES)
-        for m, backend in enumerate(BACKENDS)  # in turn in the default tier
-    ],
-)
+@pytest.mark.parametrize(("op", "case", "backend"), in_turn({case.id: case.values for case in CASES}))
 def test_a_contract_predicts_the_error_of_the_interpreted_kernel(op, case, backend):
     predicted = measure_contract(Trial(op, case, backend))["out"]
     measured = judge(Trial(op, case, backend)).metrics

@@ -13,7 +13,6 @@ from parity import matrix
 from parity.debugging.shrink import shrink
 from parity.dtypes import round_to
 from parity.judging.judge import judge
-from parity.op import BACKENDS
 from parity.report import text
 from parity.runners import drawn
 from parity.trial import Trial
@@ -27,6 +26,7 @@ from tests.matrix.quantize import QUANTIZERS
 from tests.matrix.quantized_gmm import GMM_QUANTIZED, TGMM_QUANTIZED
 from tests.meta.faults.planting import plant
 from tests.meta.faults.test_faults import FAULTS
+from tests.support.agreement import in_turn
 from tests.support.commands import run_pytest
 
 OP = {op.name: op for op in OPS}
@@ -80,14 +80,7 @@ def falsify(ops, tests, backend, examples, kernel=None):
         pytest.fail(text.failure(judged, None, rerun), pytrace=False)
 
 
-@pytest.mark.parametrize(
-    ("tests", "backend"),
-    [
-        pytest.param(tests, backend, marks=[getattr(pytest.mark, backend), *[pytest.mark.full] * (nth % 2 != m)])
-        for nth, tests in enumerate(FAMILIES)
-        for m, backend in enumerate(BACKENDS)  # in turn in the default tier
-    ],
-)
+@pytest.mark.parametrize(("tests", "backend"), in_turn({tests: (tests,) for tests in FAMILIES}))
 def test_drawn_cases_pass(tests, backend):
     falsify(FAMILIES[tests], tests, backend, max(settings().max_examples // EXAMPLES[backend], 1))
 
