@@ -148,11 +148,10 @@ MISQUANTISED = [
     misquantised("gpu", DUAL, bits.STORE, bits.ACROSS + bits.STORE, "rowwise", FULL),
     misquantised("gpu", "fp8_quantize", "probe(RESULT + \"spread\", tl.broadcast_to(block_scale, in_tile.shape)",
                  "probe(RESULT + \"spread\", tl.broadcast_to(2 * block_scale, in_tile.shape)", "spread", FULL),
-    misquantised("tpu", "mxfp8_quantize", bits.EVEN, bits.EVEN.replace("((aligned >> shift) & 1)", "1"), "qvalue",
+    misquantised("tpu", "mxfp8_quantize", bits.CONVERTED, f"float_of(bits_of(y) + 1){bits.CONVERTED[1:]}", "qvalue",
                  FULL),
     misquantised("tpu", "mxfp8_quantize", "return float_of((254 -", "return float_of((253 -", "scale", FULL),
-    misquantised("tpu", "fp8_quantize", "kept = _spread(scale[own, :], columns,",
-                 "kept = _spread(scale[own, :], slice(0, columns.stop - columns.start),", "spread", FULL),
+    misquantised("tpu", "fp8_quantize", "b = (columns.start + start) // c", "b = start // c", "spread", FULL),
     misquantised("tpu", "fp8_dual_quantize", "return float_of(jnp.where(bits < INFINITY, bits, 0))",
                  "return float_of(jnp.where(bits < INFINITY, bits - 1, 0))", "rowwise_absmax", FULL),
 ]  # fmt: skip

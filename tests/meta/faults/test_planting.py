@@ -2,22 +2,30 @@
 
 import pytest
 
-from tests.meta.debugging import test_explain, test_stages_command
-from tests.meta.faults import test_faults_delta_rule, test_faults_delta_rule_gpu, test_faults_delta_rule_tpu
+from tests.meta.debugging import test_explain, test_stages_command, test_stages_layer
 from tests.meta.faults.answers import FILES
 from tests.meta.faults.planting import OP, places
+from tests.meta.judging import test_bit_exact
+from tests.quantized_gmm import test_quantized_gmm_stages
 
-DELTA_RULES = (test_faults_delta_rule, test_faults_delta_rule_gpu, test_faults_delta_rule_tpu)
+PARAMETERS = {
+    "explain of bits": [test_bit_exact.PLANTED],
+    "stages": [test_stages_command.LOSSES, test_stages_command.FAULTS],
+    "stages of layers": [test_stages_layer.LOSSES, test_stages_layer.FAULTS, test_stages_layer.FAULTS_OF_DENSE],
+    "stages of quantised": [
+        test_quantized_gmm_stages.LOSSES, test_quantized_gmm_stages.FAULTS, test_quantized_gmm_stages.MISQUANTISED,
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("file", [*FILES, *DELTA_RULES], ids=lambda file: file.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.__name__.rpartition(".")[2])
 def test_each_fault_has_one_place(file):
     assert_one_place(file.FAULTS)
 
 
-def test_each_fault_that_stages_are_asked_of_has_one_place():
-    lists = (test_stages_command.LOSSES, test_stages_command.FAULTS)
-    assert_one_place([parameters.values[0] for faults in lists for parameters in faults])
+@pytest.mark.parametrize("asked", PARAMETERS)
+def test_each_fault_that_a_command_is_asked_of_has_one_place(asked):
+    assert_one_place([parameters.values[0] for faults in PARAMETERS[asked] for parameters in faults])
 
 
 def test_each_loss_that_explain_is_asked_of_has_a_place():
@@ -26,6 +34,6 @@ def test_each_loss_that_explain_is_asked_of_has_a_place():
 
 
 def assert_one_place(faults):
-    found = {fault.old: len(places(getattr(OP[fault.ops[0]], fault.backend), fault.old, fault.within))
+    found = {(fault.ops[0], fault.old): len(places(getattr(OP[fault.ops[0]], fault.backend), fault.old, fault.within))
              for fault in faults}  # fmt: skip
     assert {old: count for old, count in found.items() if count != 1} == {}
