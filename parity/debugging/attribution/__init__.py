@@ -226,8 +226,8 @@ def at_sites(run: Run, exact: Run) -> dict[str, float]:
     """By site, the mean square of what is marked there in one run less that in another."""
     errors: dict[str, list[Floats]] = {}
     for got, true in zip(run.marks, exact.marks, strict=True):
-        error = got.value - true.value
-        errors.setdefault(got.site, []).append(error[np.isfinite(error)])
+        there = np.isfinite(got.value) & np.isfinite(true.value)
+        errors.setdefault(got.site, []).append(got.value[there] - true.value[there])
     return {site: float(np.mean(np.concatenate(parts) ** 2)) for site, parts in errors.items() if sum(map(len, parts))}
 
 

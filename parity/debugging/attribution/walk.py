@@ -184,7 +184,7 @@ def _stage(
             there = np.isfinite(exact.value)
             wrong += int(_missing(exact.value[there], of_golden[site]).sum())
             values.append(exact.value[there])
-            errors.append((own.value - exact.value)[there])
+            errors.append(own.value[there] - exact.value[there])
         expected = max(expected, of_contract[site], goldens[()][1].get(site, 0.0))
     error, scale = (np.concatenate(x) if x else np.zeros(0) for x in (errors, values))
     return Stage(site, wrong / max(scale.size, 1), _rms(error) / (_rms(scale) or 1.0), expected, scale.size)

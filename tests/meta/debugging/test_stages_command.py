@@ -11,9 +11,9 @@ import pytest
 
 from parity.cli import main
 from parity.cli.stages import conclusion, screen
-from parity.debugging.attribution import lines_compared_bit_for_bit, program, rank, statement
+from parity.debugging.attribution import at_sites, lines_compared_bit_for_bit, program, rank, statement
 from parity.debugging.attribution.locate import Located
-from parity.debugging.attribution.program import Line, Mark
+from parity.debugging.attribution.program import Line, Mark, Run
 from parity.debugging.attribution.walk import Evaluation, unseen, walk
 from parity.judging.reference import reference
 from parity.trial import Trial
@@ -273,6 +273,18 @@ def test_no_stage_is_wrong_where_every_output_is_right(tmp_path):
     stages, found = walked(op, case, "gpu", getattr(plant(fault, tmp_path), op.name))
     assert (stages[-1].site, stages[-1].wrong, stages[-1].is_off) == ("T", 0.0, True), stages
     assert conclusion(found, tmp_path).startswith("precision is lost at T")
+
+
+def test_values_that_are_not_finite_are_left_out_of_a_stage():
+    values = [np.array([np.inf, np.inf, np.nan, 1.0, 2.0, 2.0]), np.array([np.inf, -np.inf, 1.0, 1.5, 2.0, np.inf])]
+    exact, own = (Run({}, {}, [Mark("state", x, ())]) for x in values)
+    goldens = {(): ({"state": np.array([1.0, 2.0])}, {"state": 0.25})}
+    pairs = {"state": [*zip(exact.marks, own.marks, strict=True)]}
+    with np.errstate(all="raise"):
+        stage = Evaluation(None, exact, own, pairs, goldens, {}).stage("state", False)
+        assert at_sites(own, exact) == {"state": 0.125}
+    assert (stage.wrong, stage.numbers) == (0.0, 3)
+    assert stage.error == pytest.approx(np.sqrt(0.125 / 3))
 
 
 def test_a_site_is_unseen_only_without_any_value():
