@@ -197,6 +197,10 @@ def _readers(names: Sequence[str], when: Mapping[Line, int]) -> tuple[Line, ...]
 def _named(node: ast.AST) -> str | None:
     if isinstance(node, ast.Name):
         return node.id
+    if isinstance(node, ast.Constant):  # a key of a dictionary, or what a tensor is loaded by
+        return str(node.value)
+    if isinstance(node, ast.keyword):
+        return node.arg
     return node.attr if isinstance(node, ast.Attribute) else None
 
 

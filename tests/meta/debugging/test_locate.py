@@ -88,6 +88,15 @@ def test_the_statements_between_right_and_wrong_have_the_fault(backend, op, name
     assert found.ranking is None and "explain" not in screen(found, tmp_path).plain
 
 
+@pytest.mark.tpu
+def test_a_string_names_an_argument_too(tmp_path):
+    name = "the gates of a channel are those of the first"
+    trial, lines = trial_of(FAULTS_GLA, name, "tpu", "chunk_gla_fwd", tmp_path)
+    found = locate(trial, "o", frozenset()).region
+    assert found.instead.arguments == ("gk",)
+    assert {line.number for line in found.readers if "planted_" in line.file} & set(lines)
+
+
 @pytest.mark.parametrize(("error", "is_own"), [(0.0, True), (2.0**-26, True), (2.0**-12, False)])
 @pytest.mark.parametrize(("dtype", "rest"), [("bfloat16", 0.3), ("bfloat16", 0.01), ("float32", 0.3)])
 def test_a_line_does_as_promised_that_rounds_an_output_to_its_dtype_alone(error, is_own, dtype, rest):
