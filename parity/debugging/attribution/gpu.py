@@ -38,6 +38,7 @@ from triton.runtime.interpreter import (
 from op_arguments import probe
 from parity.backends.emulation import foreign, tensor_core
 from parity.backends.emulation.tensor_core import TensorCoreBuilder, scaled
+from parity.backends.gpu import filled_memory
 from parity.debugging.attribution import tape
 from parity.debugging.attribution.program import (
     LAUNCH,
@@ -150,7 +151,7 @@ class TritonProgram:
         tensors = {name: to_torch(x) for name, x in self._inputs.items() if x is not None}
         carried = {"errors": errors, "memory": memory, "lines": lines, "births": births, "tape": taped}
         followed = lines.followed() if lines else taped.recording() if taped else contextlib.nullcontext()
-        with tensor_core.emulated(), _widened(builder, carried), np.errstate(all="ignore"):
+        with tensor_core.emulated(), _widened(builder, carried), np.errstate(all="ignore"), filled_memory():
             with followed, between, probe.probing(mark):
                 result = self._kernel(**tensors, **self._arguments)
             if taped:
@@ -248,8 +249,10 @@ class Memory:
         return self.load(addresses_of(tensor), stored)
 
     @staticmethod
-    def _paged(addresses: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    def _paged(addresses: np.ndarray) -> Iterator[tuple[int, Any]]:
         pages = addresses // _PAGE
+        if pages.size and (pages == pages.flat[0]).all():  # as most are: all of them without asking which
+            return iter([(int(pages.flat[0]), ...)])
         return ((int(page), pages == page) for page in np.unique(pages))
 
 

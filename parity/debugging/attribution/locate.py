@@ -103,7 +103,8 @@ def locate(
     none, everything = of.run(lambda place: place.line in fixed), of.run(lambda place: True)
     evaluation = Evaluation.of_runs(trial, none, everything)
     stages = walk(evaluation, fixed)
-    found = birthplace(of, trial.reference.golden)
+    is_finite = not any(map(len, _wrong(everything, trial.reference.golden).values()))
+    found = None if is_finite else birthplace(of, trial.reference.golden)
     if found and found.birth:
         return Located(output, stages, none, birthplace=found)
     if found:  # what is not finite comes of no operation, but of where it is, or should be, stored
