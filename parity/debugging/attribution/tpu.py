@@ -587,7 +587,12 @@ _EXACT = {
 
 
 def _is_float(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, np.floating)
+    return hasattr(aval, "dtype") and _is_floating(aval.dtype)
+
+
+@cache
+def _is_floating(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, np.floating))
 
 
 def _is_quantised(aval: Any) -> bool:
@@ -626,6 +631,31 @@ def _iota(*, dtype: Any, shape: Sequence[int], dimension: int, **_: Any) -> Any:
     return np.broadcast_to(np.arange(shape[dimension], dtype=dtype).reshape(sizes), shape)
 
 
+def _reshape(x: Any, *, new_sizes: Any, dimensions: Any, **_: Any) -> Any:
+    return x.reshape(new_sizes) if dimensions is None else NotImplemented
+
+
+def _sum(x: Any, *, axes: Any, **_: Any) -> Any:
+    return x.sum(axis=axes) if x.dtype == np.float64 else NotImplemented
+
+
+def _div(x: Any, y: Any) -> Any:
+    return x / y if x.dtype == np.float64 else NotImplemented
+
+
+def _dot(x: Any, y: Any, *, dimension_numbers: Any, **_: Any) -> Any:
+    if not x.dtype == y.dtype == np.float64:
+        return NotImplemented
+    (of_x, of_y), (batch_x, batch_y) = dimension_numbers
+    rows = [n for n in range(x.ndim) if n not in (*of_x, *batch_x)]
+    columns = [n for n in range(y.ndim) if n not in (*of_y, *batch_y)]
+    batch, m, n = [x.shape[n] for n in batch_x], [x.shape[n] for n in rows], [y.shape[n] for n in columns]
+    depth = math.prod(x.shape[n] for n in of_x)
+    left = x.transpose(*batch_x, *rows, *of_x).reshape(*batch, math.prod(m), depth)
+    right = y.transpose(*batch_y, *of_y, *columns).reshape(*batch, depth, math.prod(n))
+    return (left @ right).reshape(*batch, *m, *n)
+
+
 _NUMPY: Mapping[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -648,8 +678,18 @@ _NUMPY: Mapping[str, Callable[..., Any]] = {
     "slice": _slice,
     "convert_element_type": _convert,
     "iota": _iota,
+    "reshape": _reshape,
+    "squeeze": lambda x, *, dimensions, **_: x.squeeze(tuple(dimensions)),
+    "transpose": lambda x, *, permutation, **_: x.transpose(permutation),
+    "concatenate": lambda *xs, dimension, **_: np.concatenate(xs, dimension),
+    "reduce_max": lambda x, *, axes, **_: x.max(axis=axes),
+    "abs": np.abs,
+    "reduce_sum": _sum,
+    "div": _div,
+    "dot_general": _dot,
 }
-"""Operations whose results NumPy has bit for bit, in a hundredth of the time that JAX takes to run one by itself."""
+"""Operations in NumPy, in a hundredth of the time that JAX takes to run one by itself: with the same bits, but for the
+sums and quotients, which are of float64 alone."""
 _NUMPY_DTYPES = frozenset(map(np.dtype, (np.float64, np.float32, np.int32, np.bool_)))
 
 
