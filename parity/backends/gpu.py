@@ -22,8 +22,8 @@ class GpuRunner:
     def __init__(self) -> None:
         self.real = torch.cuda.is_available()
         self._device = "cuda" if self.real else "cpu"
-        with filled_memory():  # what torch loads for it sets the environment: a kernel that is the first would run twice
-            pass
+        with filled_memory():
+            pass  # what torch loads for it sets the environment: the first kernel would be run twice
 
     @property
     def device_kind(self) -> str:

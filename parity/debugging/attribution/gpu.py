@@ -89,7 +89,7 @@ def mark(site: str, value: Any, where: Any = None, **steps: Any) -> Any:
     plain = tuple((name, getattr(step, "value", step)) for name, step in steps.items())
     builder.errors.marks.append(Mark(site, numbers, plain, builder.errors.place(), builder.marked(value)))
     if builder.tape:
-        builder.tape.add(lambda: mark(site, value, where, **steps), is_host=True)
+        builder.tape.add(lambda: mark(site, value, where, **steps), is_mark=True)
     return value
 
 
@@ -265,6 +265,13 @@ def addresses_of(tensor: torch.Tensor) -> np.ndarray:
     return found
 
 
+def _ends(tensor: torch.Tensor) -> np.ndarray:
+    """The addresses of its first and its last element; none of an empty one."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return np.array([begin, begin + last * tensor.element_size()] if tensor.numel() else [], np.uint64)
+
+
 class Between(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What PyTorch does to tensors, in float64."""
 
@@ -326,9 +333,17 @@ class RecordedBetween(Between):  # type: ignore[no-untyped-call]
         given = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)]
         storages = {x.untyped_storage().data_ptr() for x in given}
         made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        for x in (*given, *made):
+            self._tape.keep(x.untyped_storage())
         is_view = not func._schema.is_mutable and all(x.untyped_storage().data_ptr() in storages for x in made)
+        if func._schema.name == "aten::copy_" and given[0].data_ptr() == given[1].data_ptr():
+            return result  # as Triton's interpreter copies arguments back to where they are
         if func._schema.name not in _MEMORY_ALONE and "aten::empty" not in func._schema.name and made and not is_view:
             known = [x if x.is_floating_point() else x.clone() for x in made]
+            for x in given:
+                self._tape.touch(_ends(x))
+            for x in made:
+                self._tape.touch(_ends(x), is_written=True)
             self._tape.add(lambda: self._again(func, args, kwargs or {}, made, known), is_host=True)
         return result
 
@@ -738,6 +753,8 @@ class _WideBuilder(TensorCoreBuilder):
     ) -> TensorHandle:
         """A load; what is masked is `other`."""
         given = None if other is None else _as_own(other)
+        if self.tape:
+            self.tape.touch(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)])
         loaded = super().create_masked_load(ptrs, mask, given, *how)
         if not _is_float(loaded):
             return loaded
@@ -749,6 +766,8 @@ class _WideBuilder(TensorCoreBuilder):
 
     def create_masked_store(self, ptrs: TensorHandle, value: TensorHandle, mask: TensorHandle, *how: Any) -> Any:
         """A store: of the number, and in memory of what it is rounded to."""
+        if self.tape:
+            self.tape.touch(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)], is_written=True)
         if _is_float(value):
             addresses, numbers, masks = np.broadcast_arrays(ptrs.data, _wide(value), mask.data)
             self.memory.store(addresses[masks], numbers[masks])

@@ -48,3 +48,36 @@ def test_a_replay_is_the_evaluation(name, dtype):
         recorded.run(lambda place: place.line == line), program_of(name, dtype).run(lambda place: place.line == line)
     )
     check_same(recorded.run(lambda place: False), exact)
+
+
+@pytest.mark.gpu
+def test_memory_that_is_written_again_is_as_the_evaluation_has_it():
+    pytest.importorskip("triton")
+    from parity.debugging.attribution import gpu
+    from tests.meta.debugging.rewriting_kernel import scaled_twice
+
+    inputs = {"x": np.linspace(0.1, 1.0, 16, dtype=np.float32)}
+    recorded = gpu.make_program(scaled_twice, inputs, {})
+    recorded.run(lambda place: False)
+    everything = recorded.run(lambda place: True)
+    lines = sorted({place.line for place in everything.erring})
+    assert len(lines) == 4
+    for line in lines:
+        for _ in range(2):
+            exact = recorded.run(lambda place: False)
+        fresh = gpu.make_program(scaled_twice, inputs, {})
+        check_same(recorded.run(lambda p, line=line: p.line == line), fresh.run(lambda p, line=line: p.line == line))
+    check_same(recorded.run(lambda place: False), exact)
+
+
+@pytest.mark.gpu
+def test_a_replay_does_what_follows_the_line_that_errs_alone(monkeypatch):
+    recorded, steps = program_of("fused_recurrent_simple_gla_fwd", "float32"), []
+    recorded.run(lambda place: False)
+    monkeypatch.setattr("parity.debugging.attribution.gpu.Errors.now_at", lambda errors, place: steps.append(place))
+    everything = recorded.run(lambda place: True)
+    count, last = len(steps), max(place.line for place in everything.erring)
+    for _ in range(2):
+        steps.clear()
+        recorded.run(lambda place: place.line == last)
+    assert 0 < len(steps) < count / 4
