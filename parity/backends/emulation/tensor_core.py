@@ -31,6 +31,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, ScanOps, TensorHandle
 
@@ -63,10 +64,13 @@ def emulated() -> Iterator[None]:
     before = builder.__class__, builder.options, interpreter._patch_lang
     # The interpreter makes Triton's language its own whenever a kernel calls a function, which takes half of its time:
     # here it does so once.
+    patch_attribute = interpreter._patch_attr
+    interpreter._patch_attr = _called_directly
     language = interpreter._patch_lang(_ALL_OF_TRITON)
+    interpreter._patch_attr = patch_attribute
     # Triton 3.6 takes an array of one element for a number, which NumPy 2.4 forbids.
     language.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
-    for owner, name, value in (*_made_once(), *_sums_of_bfloat16(), *foreign.patches()):
+    for owner, name, value in (*_made_once(), *_compared_once(), *_sums_of_bfloat16(), *foreign.patches()):
         language.set_attr(owner, name, value)
     names = foreign.Globals()
 
@@ -124,6 +128,83 @@ def _made_once() -> list[tuple[Any, str, Callable[..., Any]]]:
         (tl.tensor, "__init__", tensor),
         (interpreter, "_get_np_dtype", np_dtype),
     ]
+
+
+_BUILTIN = tl.core.program_id.__code__
+"""Of what `tl.core.builtin` makes of a function: asks whether there is a semantic, and calls it."""
+
+
+def _called_directly(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Let a function of Triton's language have the interpreter's semantic, without two calls in between that copy what
+    it is given."""
+    function = member.__wrapped__ if getattr(member, "__code__", None) is _BUILTIN else member
+    semantic = TritonSemantic(builder)
+
+    def call(*given: Any, **options: Any) -> Any:
+        options["_semantic"] = semantic
+        return function(*given, **options)
+
+    scope.set_attr(owner, name, call)
+
+
+def _compared_once() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """The patches (owner, name, function) that compare the types of two operands once per pair of names.
+
+    Triton casts and broadcasts the operands of every operation, which takes half of its interpreter's time.
+    """
+    unwrap = tl.core._unwrap_if_constexpr
+    check, broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
+    cast = TritonSemantic.cast
+    known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def unwrapped(value: Any) -> Any:
+        return value if type(value) in _PLAIN else unwrap(value)
+
+    def checked(semantic: Any, lhs: Any, rhs: Any, *options: bool, **named: bool) -> Any:
+        if type(lhs) is not tl.tensor or type(rhs) is not tl.tensor:
+            return check(semantic, lhs, rhs, *options, **named)
+        key = lhs.type.name, rhs.type.name, *options, *named.items()
+        types = known.get(key)
+        if types:
+            return _broadcast_to(lhs, types[0]), _broadcast_to(rhs, types[1])
+        found = check(semantic, lhs, rhs, *options, **named)
+        if all(x.dtype.name == y.dtype.name for x, y in zip((lhs, rhs), found, strict=True)):
+            known[key] = found[0].type, found[1].type
+        return found
+
+    def broadcasted(semantic: Any, lhs: Any, rhs: Any) -> Any:
+        key = lhs.type.name, rhs.type.name, "broadcast"
+        types = known.get(key)
+        if types:
+            return _broadcast_to(lhs, types[0]), _broadcast_to(rhs, types[1])
+        found = broadcast(semantic, lhs, rhs)
+        known[key] = found[0].type, found[1].type
+        return found
+
+    def casted(semantic: Any, value: Any, dtype: Any, rounding: Any = None) -> Any:
+        if rounding is None and value.type.scalar.name == dtype.scalar.name:
+            return value
+        return cast(semantic, value, dtype, rounding)
+
+    return [
+        (tl.core, "_unwrap_if_constexpr", unwrapped),
+        (TritonSemantic, "binary_op_type_checking_impl", checked),
+        (TritonSemantic, "broadcast_impl_value", broadcasted),
+        (TritonSemantic, "cast", casted),
+    ]
+
+
+_PLAIN = frozenset({tl.tensor, tl.dtype, tl.block_type, int, float, bool, str, type(None)})
+"""Types of values that hold no constexpr."""
+
+
+def _broadcast_to(x: Any, type_: Any) -> Any:
+    """A tensor repeated along axes, of that type; x where it has it."""
+    if x.type.name == type_.name:
+        return x
+    data = np.empty([*type_.shape], x.handle.data.dtype)  # np.broadcast_to takes five times as long
+    data[...] = x.handle.data
+    return tl.tensor(TensorHandle(data, x.handle.dtype.scalar), type_)
 
 
 def _sums_of_bfloat16() -> list[tuple[Any, str, Callable[..., Any]]]:
