@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -29,6 +30,10 @@ level 1 on a product and a sum become one FMA, which no TPU has: libtpu's code i
 
 MAPPINGS = 30_000
 """Memory mappings of a process from which on compiled programs are let go: Linux allows 65,530."""
+EVERY = 8
+"""Calls of `free_compiled_programs` between two looks at the mappings, each of which takes a millisecond or more: so
+many tests compile no 300 programs."""
+_LOOKS = itertools.count()
 
 
 class Runner(Protocol):
@@ -160,7 +165,7 @@ def free_compiled_programs(*, finished: bool) -> None:
     beyond the `vm.max_map_count` of a process its compiler crashes. Their memory goes back to the system.
     """
     jax = sys.modules.get("jax")
-    if jax and (finished or _mapped() > MAPPINGS):
+    if jax and (finished or (next(_LOOKS) % EVERY == 0 and _mapped() > MAPPINGS)):
         jax.clear_caches()
         if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
             trim(0)  # glibc keeps what is freed: a third of a process that has compiled twenty scans
