@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -101,19 +102,18 @@ def stochastic(values: Floats, dtype: str, words: Callable[[int], np.ndarray]) -
         return high + stochastic(values - high, "bfloat16", words)
     digits, smallest = FORMATS[dtype]
     values = np.ascontiguousarray(values, np.float64)
-    dropped = np.uint64(53 - digits)
+    dropped = 53 - digits
     noise = words(values.size).reshape(values.shape)
-    noise >>= np.uint64(64) - dropped
+    noise >>= np.uint64(64 - dropped)
     noise += values.view(np.uint64)
-    noise >>= dropped
-    noise <<= dropped
+    noise &= np.uint64(2**64 - 2**dropped)
     rounded = noise.view(np.float64)
     if smallest > SMALLEST:
         tiny = (np.abs(values) < smallest) & (values != 0)
         quantum = smallest * 2.0 ** (1 - digits)
         rounded[tiny] = np.floor(values[tiny] / quantum + words(int(tiny.sum())) * 2.0**-64) * quantum
     with np.errstate(invalid="ignore", over="ignore"):
-        if not np.isfinite(values.sum()):
+        if not math.isfinite(np.add.reduce(values, axis=None)):
             rounded = np.where(np.isfinite(values), rounded, values)
     return rounded
 
