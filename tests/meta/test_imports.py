@@ -30,6 +30,7 @@ MODULES_OF_A_FRAMEWORK = {
     "parity/backends/tpu.py", "parity/backends/gpu.py",
     "parity/backends/emulation/mxu.py", "parity/backends/emulation/tensor_core.py",
     "parity/backends/emulation/foreign.py", "parity/backends/emulation/vector_sums.py",
+    "parity/backends/emulation/pallas.py",
     "parity/debugging/attribution/tpu.py", "parity/debugging/attribution/gpu.py",
     "parity/debugging/attribution/tape.py",
     "parity/contact/tpu.py", "parity/contact/gpu.py",

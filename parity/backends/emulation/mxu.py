@@ -35,7 +35,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core.primitives import dot_general_p, reduce_sum_p
 from jax.interpreters import mlir
 
-from parity.backends.emulation import vector_sums
+from parity.backends.emulation import pallas, vector_sums
 
 DEPTH = 128
 """Rows of the array: how many products are summed before the sum is rounded to float32."""
@@ -54,7 +54,7 @@ def emulated() -> Iterator[None]:
 
     Under `jit` or not, in `pallas_call(interpret=True)` and with `pltpu.InterpretParams`; in the current thread alone.
     What was compiled inside is never used outside, nor the reverse, and coming back finds both. The first use
-    registers a lowering rule that hands every dot outside to JAX's own.
+    registers a lowering rule that hands every dot outside to JAX's own, and shortens Pallas's interpreter.
     """
     _register()
     token = _emulating.set(True)
@@ -68,6 +68,7 @@ def emulated() -> Iterator[None]:
 
 @cache
 def _register() -> None:
+    pallas.shorten()
     dot, sum_ = mlir._platform_specific_lowerings["cpu"][dot_general_p].rule, mlir._lowerings[reduce_sum_p].rule
     mlir.register_lowering(dot_general_p, partial(_lower, dot), platform="cpu")
     mlir.register_lowering(reduce_sum_p, partial(_lower_sum, sum_), platform="cpu")
