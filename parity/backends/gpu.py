@@ -49,12 +49,14 @@ class GpuRunner:
 @contextmanager
 def filled_memory() -> Iterator[None]:
     """Let new tensors be NaN, of integers the largest: what a kernel leaves unwritten is not what was there before."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # fills them (torch.utils.deterministic.fill_uninitialized_memory)
+    before = torch.get_deterministic_debug_mode()
+    # Fills them (torch.utils.deterministic.fill_uninitialized_memory). `use_deterministic_algorithms` does the same, and
+    # loads torch's compiler for it: 1.3 s.
+    torch.set_deterministic_debug_mode("error")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)
 
 
 def make_runner() -> GpuRunner:
