@@ -50,8 +50,8 @@ class GpuRunner:
 def filled_memory() -> Iterator[None]:
     """Let new tensors be NaN, of integers the largest: what a kernel leaves unwritten is not what was there before."""
     before = torch.get_deterministic_debug_mode()
-    # Fills them (torch.utils.deterministic.fill_uninitialized_memory). `use_deterministic_algorithms` does the same, and
-    # loads torch's compiler for it: 1.3 s.
+    # Fills them (torch.utils.deterministic.fill_uninitialized_memory). `use_deterministic_algorithms` loads torch's
+    # compiler to do the same: 1.3 s.
     torch.set_deterministic_debug_mode("error")
     try:
         yield
