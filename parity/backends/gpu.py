@@ -22,8 +22,6 @@ class GpuRunner:
     def __init__(self) -> None:
         self.real = torch.cuda.is_available()
         self._device = "cuda" if self.real else "cpu"
-        with filled_memory():
-            pass  # what torch loads for it sets the environment: the first kernel would be run twice
 
     @property
     def device_kind(self) -> str:
@@ -50,8 +48,8 @@ class GpuRunner:
 def filled_memory() -> Iterator[None]:
     """Let new tensors be NaN, of integers the largest: what a kernel leaves unwritten is not what was there before."""
     before = torch.get_deterministic_debug_mode()
-    # Fills them (torch.utils.deterministic.fill_uninitialized_memory). `use_deterministic_algorithms` loads torch's
-    # compiler to do the same: 1.3 s.
+    # Fills them (torch.utils.deterministic.fill_uninitialized_memory). `use_deterministic_algorithms` does the same
+    # and loads torch's compiler, which takes 1.3 s and sets the environment: the first kernel would run twice.
     torch.set_deterministic_debug_mode("error")
     try:
         yield
