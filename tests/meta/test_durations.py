@@ -26,3 +26,9 @@ def test_what_is_slow_without_a_reason_is_named():
     assert without_reason(summed({f"tests/a.py::test_a[{n}]": 9.0 for n in range(7)})) == [
         "tests/a.py took 63 s of a processor: a file over 60 s must say why"
     ]
+
+
+def test_workers_are_given_files_in_the_order_of_their_seconds(request):
+    assert request.config.option.loadscopereorder is False
+    seconds = [recorded().get(item.nodeid.partition("::")[0], 0.0) for item in request.session.items]
+    assert seconds == sorted(seconds, reverse=True)

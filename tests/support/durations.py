@@ -110,6 +110,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Or pytest-xdist deals out those first that have most tests, and last the one long test of a file.
+    config.option.loadscopereorder = False
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Clock(config))
 
