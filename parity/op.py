@@ -209,9 +209,10 @@ class Case:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # asked for by copy and pickle before any field is set
             raise AttributeError(name)
-        for key, value in (*self.dims, *self.options):
-            if key == name:
-                return value
+        for pairs in (self.dims, self.options):
+            for key, value in pairs:
+                if key == name:
+                    return value
         there = [key for key, _ in (*self.dims, *self.options)]
         raise CaseError(f"case {self.id}: a size or option {one_of(there, name)}")
 
