@@ -15,12 +15,13 @@ from cpu_golden.moe import moe_layer, moe_layer_bwd
 from cpu_golden.permute import permute, unpermute
 from op_arguments.permute import permuted_rows
 from parity import Array, Case, Contract, Groups, Op, abs_of
-from parity.dtypes import UNIT_ROUNDOFF, round_to
+from parity.dtypes import UNIT_ROUNDOFF
 from parity.inputs import DISTRIBUTIONS, stream
 from parity.judging.passes import mxu_x6
 from parity.op import Backend, Given, Inputs
 from tests.matrix import gmm as unquantised
 from tests.matrix.gmm import PATTERNS, SMALL_TILES, grouped, groups_and_out, longest_group, shapes
+from tests.matrix.memories import Drawn
 from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B
 from tests.matrix.ops import BF16, F32, MXU_DEPTH, TRAINED, in_turn, is_backward, op
 from tests.matrix.quantized_gmm import FP8_MMA_DEPTH
@@ -168,8 +169,7 @@ def drawn(c: Case, name: str, shape: tuple[int, ...], dtype: str, size: float = 
     """A tensor of the case's data, times a size; channels that are outliers are x's."""
     channels = -1 if (c.data, name) == ("outliers", "x") else None
     spec = Array(shape, dtype, channels, one_in=one_in)
-    values = DISTRIBUTIONS[c.data](spec, stream(c, name), c.out) * size
-    return Given(round_to(values, dtype))
+    return Drawn(shape, dtype, lambda: DISTRIBUTIONS[c.data](spec, stream(c, name), c.out) * size)
 
 
 def choices(c: Case) -> np.ndarray:
