@@ -202,9 +202,8 @@ def _broadcast_to(x: Any, type_: Any) -> Any:
     """A tensor repeated along axes, of that type; x where it has it."""
     if x.type.name == type_.name:
         return x
-    data = np.empty([*type_.shape], x.handle.data.dtype)  # np.broadcast_to takes five times as long
-    data[...] = x.handle.data
-    return tl.tensor(TensorHandle(data, x.handle.dtype.scalar), type_)
+    # By the builder, whose operations `parity stages` records.
+    return tl.tensor(interpreter.interpreter_builder.create_broadcast(x.handle, type_.shape), type_)
 
 
 def _sums_of_bfloat16() -> list[tuple[Any, str, Callable[..., Any]]]:
@@ -271,6 +270,12 @@ class TensorCoreBuilder(InterpreterBuilder):  # type: ignore[misc]
         with np.errstate(all="ignore"):
             data = fused_dot(scaled(a, a_scale), scaled(b, b_scale, is_rhs=True), d.data, DEPTHS[16])
         return TensorHandle(data, d.dtype.scalar)
+
+    def create_broadcast(self, arg: TensorHandle, shape: Any) -> TensorHandle:
+        """A tensor repeated along axes, or a number."""
+        data = np.empty([*shape], arg.data.dtype)  # np.broadcast_to takes five times as long
+        data[...] = arg.data
+        return TensorHandle(data, arg.dtype.scalar)
 
     def cast_impl(self, src: TensorHandle, dst_type: Any) -> TensorHandle:
         """Any cast but those of 8-bit floats."""
