@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.debugging.attribution import outputs_in_float64
+from parity.debugging.attribution import MENDED, outputs_in_float64
 from parity.debugging.instead import other_call
 from parity.dtypes import UNIT_ROUNDOFF, Floats, cut_off, round_to
 from parity.judging.fit import K
@@ -136,8 +136,9 @@ class Explanation:
     """One case on one backend, explained.
 
     kind: "exact", "rounding" (of the named sites), "noise" (within the bound, and not all of it named), "precision"
-    (beyond it, by no rounding of a named site), "logic", "overflow" (finite in float64 alone), "unknown" (one of these:
-    there is no float64 evaluation), "form" (no result of the golden's form). twin: the same case on integer data.
+    (beyond it, by no rounding of a named site), "unstable" (float64 mends nearly all of it), "logic", "overflow"
+    (finite in float64 alone), "unknown" (one of these: there is no float64 evaluation), "form" (no result of the
+    golden's form). twin: the same case on integer data.
     source: what of the sums the error is made of, where one thing is all of it. alike: what of the golden the output
     has where it is wrong, in words. errors: of the output's elements, in what `symbol` says: |δ|/σ or, without a
     contract's sites, η.
@@ -172,6 +173,8 @@ class Explanation:
             "noise": f"error within its bound, of many roundings of which none stands out{nearest}",
             "precision": f"precision is lost {self.region}, by no named site's rounding alone: in float64 the kernel "
             f"keeps its contract{nearest}",
+            "unstable": f"precision is lost {self.region}, by an unstable computation: in float64 the error is less "
+            f"than {MENDED:g} of it, and still beyond the contract",
             "logic": f"not explained by rounding: a logic fault {self.region}{source}; "
             "in float64 the kernel is wrong too",
             "overflow": f"not finite {self.region}, where in float64 the kernel is and keeps its contract: a narrower "
@@ -266,8 +269,14 @@ def _kind(trial: Trial, judged: Judgement, attribution: Attribution, field: Fiel
     except Exception:  # whatever a broken kernel raises where each of its steps is followed
         return "unknown"
     if not _keeps_contract(trial, judged.output, exact):
-        return "logic"
+        return "unstable" if _is_mended(trial, judged.output, exact, field) else "logic"
     return "overflow" if field.wrong.any() else "precision"
+
+
+def _is_mended(trial: Trial, name: str, exact: Floats, field: Field) -> bool:
+    """Whether an output of a kernel in float64 is right but for a small part of its error."""
+    left = Field.of(exact, trial.reference, name)
+    return not (field.wrong.any() or left.wrong.any()) and left.size < MENDED * field.size
 
 
 def _keeps_contract(trial: Trial, name: str, exact: Floats) -> bool:

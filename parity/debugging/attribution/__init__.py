@@ -33,6 +33,10 @@ CHECKS = (1, 2, 4, 8, 16, 32, 64)
 MOST_ENTRIES = 8
 """Lines of other files that a line is executed for, each of which takes an evaluation to try; of more none is tried."""
 
+MENDED = 0.001
+"""Of a kernel's error, of which less is left in float64 where it is one of precision: float64 has 2^29 times that of
+float32, and leaves a fault of logic as it is. What is left may be beyond the contract where rounding errors grow."""
+
 EXPLAINED = 0.9
 """Where the shares of single lines come to less, lines err together: it is told what goes without each."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cpu_golden.stages import single_pass
-from parity.debugging.attribution import mean_square, program
+from parity.debugging.attribution import MENDED, mean_square, program
 from parity.debugging.attribution.program import Line, Mark, Run
 from parity.dtypes import Floats
 from parity.judging.reference import Reference
@@ -191,8 +191,8 @@ def _stage(
 
 
 def _output(name: str, expected: Reference, exact: Run, own: Run, by_contract: Mapping[str, np.ndarray]) -> Stage:
-    """An output as a stage. An element is wrong if it is far off both in float64 and as the kernel has it; one without
-    a magnitude, of which no error is a rounding, if it is off at all."""
+    """An output as a stage. An element is wrong if it is far off both in float64 and as the kernel has it, and float64
+    does not mend it; one without a magnitude, of which no error is a rounding, if it is off at all."""
     golden, magnitude = expected.golden[name], expected.magnitude[name]
     scored = (magnitude > 0) & np.isfinite(golden)
 
@@ -201,7 +201,8 @@ def _output(name: str, expected: Reference, exact: Run, own: Run, by_contract: M
 
     errors = off(by_contract[name])
     none, everything = exact.outputs, own.outputs
-    wrong = (off(none[name]) > SAME) & (off(everything[name]) > JUMP * errors.max(initial=0.0))
+    exactly, roughly = off(none[name]), off(everything[name])
+    wrong = (exactly > max(SAME, MENDED * _rms(roughly))) & (roughly > JUMP * errors.max(initial=0.0))
     fixed = (magnitude == 0) & np.isfinite(golden)
     count = wrong.sum() + ((none[name] != golden) & (everything[name] != golden) & fixed).sum()
     error = float(np.sqrt(mean_square(everything, none, {name: magnitude})))

@@ -12,14 +12,16 @@ import pytest
 from parity.cli import main
 from parity.cli.stages import conclusion, screen
 from parity.debugging.attribution import at_sites, lines_compared_bit_for_bit, program, rank, statement
-from parity.debugging.attribution.locate import Located
+from parity.debugging.attribution.locate import Located, locate
 from parity.debugging.attribution.program import Line, Mark, Run
 from parity.debugging.attribution.walk import Evaluation, unseen, walk
+from parity.debugging.explain import explain
 from parity.judging.reference import reference
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.meta.faults.planting import ROOT, Fault, plant
 from tests.meta.faults.test_faults_delta_rule_gpu import FAULTS as FAULTS_DELTA_RULE_GPU
+from tests.meta.faults.test_faults_delta_rule_tpu import FAULTS as FAULTS_DELTA_RULE_TPU
 from tests.support.stages import check_a_probe_leaves_nothing, traced, walked
 
 OP = {op.name: op for op in OPS}
@@ -273,6 +275,21 @@ def test_no_stage_is_wrong_where_every_output_is_right(tmp_path):
     stages, found = walked(op, case, "gpu", getattr(plant(fault, tmp_path), op.name))
     assert (stages[-1].site, stages[-1].wrong, stages[-1].is_off) == ("T", 0.0, True), stages
     assert conclusion(found, tmp_path).startswith("precision is lost at T")
+
+
+@FULL
+@pytest.mark.tpu
+def test_what_float64_mends_but_for_a_little_is_lost_precision(tmp_path):
+    """The same powers of longer chunks: what is left in float64 is beyond the contract."""
+    fault = next(f for f in FAULTS_DELTA_RULE_TPU if f.name == "the inverse comes from powers")
+    op = OP[fault.ops[0]]
+    case = next(c for c in op.cases if c.tier != "full" and fault.where(c))
+    trial = Trial(op, case, "tpu", getattr(plant(fault, tmp_path), op.name))
+    found = locate(trial, "o", frozenset())
+    assert [stage.site for stage in found.stages if stage.is_off] == ["T"] and not any(s.wrong for s in found.stages)
+    assert "planted_tpu.py" in conclusion(found, tmp_path)
+    explained = explain(trial, ops=OPS)
+    assert explained.kind == "unstable" and "float64" in explained.conclusion
 
 
 def test_values_that_are_not_finite_are_left_out_of_a_stage():

@@ -96,10 +96,11 @@ CAUSES = {
     "a tile overwrites what it should add to": ("return decayed(state, ",),
     "the scale is not transposed with rhs": ("it is the golden of rhs_scale with its last two axes swapped",),
     "block_size is not forwarded": ("it is the golden of block_size None in the place of 64",),
+    "two passes of three": ("error = bfloat16 at lhs",),
 }
 """What says of a fault as well as its line does what is wrong: read, and found right. The third are the statements that
 round, what was planted is the choice of a dtype; the fourth calls the function that has nothing left to compute; the
-last two are what was planted, in words."""
+next two are what was planted, in words; without the product of lhs's low piece lhs is rounded to its high one."""
 
 
 @dataclass(frozen=True)
