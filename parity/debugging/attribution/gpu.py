@@ -35,7 +35,7 @@ from triton.runtime.interpreter import (
     _get_np_dtype,
 )
 
-from op_arguments import probe
+from op_arguments import options, probe
 from parity.backends.emulation import foreign, tensor_core
 from parity.backends.emulation.tensor_core import TensorCoreBuilder, scaled
 from parity.backends.gpu import filled_memory
@@ -66,7 +66,7 @@ _NAMES = {
     "fp8e5": "float8_e5m2",
 }
 _FRAMEWORKS = tuple(str(Path(module.__file__ or "").parent) for module in (triton, torch, np, contextlib))
-_OURS = {__file__, tape.__file__, tensor_core.__file__, foreign.__file__, probe.__file__}
+_OURS = {__file__, tape.__file__, tensor_core.__file__, foreign.__file__, options.__file__, probe.__file__}
 _MEMORY_ALONE = {"aten::set_", "aten::new_empty", "aten::empty_like", "aten::detach"}  # what computes no numbers
 _EXECUTE = interpreter.GridExecutor.__call__.__code__
 _DEEPEST = 6  # lines of a place that are looked at

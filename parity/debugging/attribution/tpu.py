@@ -31,7 +31,7 @@ from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax._src.pallas import pallas_call
 from jax.extend import core
 
-from op_arguments import probe
+from op_arguments import options, probe
 from parity.backends.emulation import mxu
 from parity.debugging.attribution.program import (
     LAUNCH,
@@ -59,7 +59,7 @@ _mark_p.def_effectful_abstract_eval(lambda where, value, *pieces, **params: (val
 
 _FRAMEWORK = str(Path(jax.__file__).parent)
 _LAUNCHES = str(Path(pallas_call.__file__))
-_NOT_THE_KERNELS = (_FRAMEWORK, __file__, probe.__file__)
+_NOT_THE_KERNELS = (_FRAMEWORK, __file__, options.__file__, probe.__file__)
 
 
 def mark(site: str, value: Any, where: Any = None, **steps: Any) -> Any:
