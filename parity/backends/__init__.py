@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -156,6 +157,20 @@ def prepare_environment() -> None:
         defaults |= {"TRITON_INTERPRET": "1"}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    if (count := os.environ["OPENBLAS_NUM_THREADS"]).isdecimal():
+        _limit_threads(int(count))
+
+
+@cache
+def _limit_threads(count: int) -> None:
+    """Tell the OpenBLAS that NumPy and SciPy have loaded, which reads its variable when it is, how many threads to use.
+
+    Of matrices as small as a case's the others only wait, and take as much of a processor as those that compute.
+    """
+    for library in set(re.findall(r"\S*openblas\S*\.so\S*", _maps())):
+        for name in ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads"):
+            if limit := getattr(ctypes.CDLL(library), name, None):
+                limit(count)
 
 
 def free_compiled_programs(*, finished: bool) -> None:
@@ -172,10 +187,15 @@ def free_compiled_programs(*, finished: bool) -> None:
 
 
 def _mapped() -> int:
+    return _maps().count("\n")
+
+
+def _maps() -> str:
+    """A line for each memory mapping of this process; none where the system is not Linux."""
     try:
-        return Path("/proc/self/maps").read_bytes().count(b"\n")
-    except OSError:  # not Linux
-        return 0
+        return Path("/proc/self/maps").read_text()
+    except OSError:
+        return ""
 
 
 def has_tpu() -> bool:
