@@ -13,7 +13,8 @@ import os
 import runpy
 import signal
 import sys
-import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 LOADED = (
@@ -59,21 +60,25 @@ def become(module: str, folder: str, arguments: list[str], environment: dict[str
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def end(status: int) -> None:
-    """End as an interpreter does, but for what it takes apart: half a second with the frameworks that are loaded."""
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+def ending(command: Callable[[], None]) -> None:
+    """Run a command, and end as an interpreter does but for what it takes apart: half a second of what is loaded."""
+    status = [1]  # of an exception, which the interpreter prints
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status[0])
+
+    atexit.register(leave)  # called after what the command registers, when its threads have ended
+    try:
+        command()
+        status[0] = 0
+    except SystemExit as ended:
+        status[0] = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        raise
 
 
 if __name__ == "__main__":
     asked = serve()
     if asked is not None:
-        try:
-            become(**asked)
-        except SystemExit as ended:
-            if not isinstance(ended.code, int | None):  # a message, which the interpreter prints
-                raise
-            end(ended.code or 0)
+        ending(partial(become, **asked))
