@@ -20,6 +20,7 @@ T comes from substitution (`_lib/triangular.py`). The gradient of a gate is the 
 in `chunk_scan`.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +63,7 @@ class Solved(NamedTuple):
 def chunk_forward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = exact) -> tuple[Array, Array]:
     """A `Forward` scan of `_lib/delta.py`, chunk by chunk.
 
-    Stages: depth, chunk_size, sub_block, values_decayed, wy, inverse, and those of `triangular.inverse`.
+    Stages: depth, chunk_size, sub_block, values_decayed, solved_passes, wy, inverse, and those of `triangular.inverse`.
     Sites: q, k, v, beta, initial_state, c, exponent, decay, kept_exponent, kept, lost, change, decayed, read, product,
     pairs, sum and those of `Stages.dot` as in `chunk_scan.chunk_forward`; raw (the decayed scores of keys, before
     beta), A, those of `inverse` (T), recalled (what the state has for a key), error (v less that), update (beta times
@@ -100,7 +101,7 @@ def chunk_backward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = e
         to_end, kept = decay_of(s.c[..., -1:, :] - s.c, stages), kept_of(s.c[..., -1, :, None], stages)
         p = _scores(s.q, s.k, s.c, "P", stages)
         of_scores = stages("sum", scale * stages.dot(p.mT, do_c))
-        dv_new = stages("dv_new", of_scores + read_through(s.k, to_end, dstate, stages))
+        dv_new = stages("dv_new", of_scores + read_through(s.k, to_end, dstate, _of_solved(stages)))
         dv[..., rows, :], of_beta, da, of_read = _through_inverse(s, dv_new, stages)
         read = stages("read", scale * s.from_start * stages.dot(do_c, s.state.mT))
         written = stages("read", to_end * stages.dot(s.v_new, dstate.mT))
@@ -130,9 +131,20 @@ def _solved(x: DeltaSequence, stages: Stages) -> Solved:
         w = stages("w", stages.dot(t, stages("decayed", beta * (from_start * k))))
         v_new = stages("v_new", u - stages.dot(w, state))
         return Solved(q, k, v, beta, c, from_start, state, raw, t, v, u, w, v_new)
-    error = stages("error", v - read_through(k, from_start, state, stages.renamed(read="recalled")))
-    v_new = stages("v_new", stages.dot(t, stages("update", beta * error)))
+    solved = _of_solved(stages)
+    error = stages("error", v - read_through(k, from_start, state, solved.renamed(read="recalled")))
+    v_new = stages("v_new", solved.dot(t, stages("update", beta * error)))
     return Solved(q, k, v, beta, c, from_start, state, raw, t, error, v, k, v_new)
+
+
+def _of_solved(stages: Stages) -> Stages:
+    """The stages of dots with T, and of those with states that make what it is multiplied by: T magnifies their errors.
+
+    Sites: with solved_passes solved_lhs and solved_rhs for lhs and rhs.
+    """
+    if stages.solved_passes is None:
+        return stages
+    return replace(stages.renamed(lhs="solved_lhs", rhs="solved_rhs"), passes=stages.solved_passes)
 
 
 def _scores(q: Array, k: Array, c: Array, site: str, stages: Stages) -> Array:
@@ -142,7 +154,7 @@ def _scores(q: Array, k: Array, c: Array, site: str, stages: Stages) -> Array:
 def _through_inverse(s: Solved, dv_new: Array, stages: Stages) -> tuple[Array, Array, Array, Array]:
     """(dv, the part of dbeta that is not from A, dA, the part of dk that is from what the state recalls)."""
     if not stages.wy:
-        dupdate = stages("dupdate", stages.dot(s.t.mT, dv_new))
+        dupdate = stages("dupdate", _of_solved(stages).dot(s.t.mT, dv_new))
         dv = stages("dv", s.beta * dupdate)
         da = stages("dA", -np.tril(stages.dot(dupdate, s.v_new.mT), -1))
         of_read = stages("read", -s.from_start * stages.dot(dv, s.state.mT))
@@ -160,7 +172,7 @@ def _through_inverse(s: Solved, dv_new: Array, stages: Stages) -> tuple[Array, A
 def _previous_dstate(
     s: Solved, do: Array, dv_new: Array, dv: Array, scale: float, dstate: Array, stages: Stages
 ) -> Array:
-    read = written_by(s.q, do, scale * s.from_start, stages)
+    read = stages.dot(stages("decayed", s.q * (scale * s.from_start)).mT, do)
     of_error = stages.dot(s.w.mT, dv_new) if stages.wy else written_by(s.k, dv, s.from_start, stages)
     change = stages("sum", read - of_error)
     return stages("dh", decayed(s.c[..., -1, :, None], dstate, change, stages))

@@ -50,10 +50,13 @@ class Stages:
     aligned: the steps of tgmm's sums are counted from the first of all rows, not from the first of each group.
     chunk_size: the chunks of a scan, where a kernel takes other ones than its caller asks for.
     sub_block: rows of a scan's chunk whose pairs are decayed one by one where every channel has its own gate.
-    values_decayed: a decay per step of what is written into a state multiplies v (or do), and not k (or q).
+    values_decayed: a decay per step of what is written into a state multiplies v, and not k; where a scan has no v of
+        its own in the gradient of a state, also do, and not q.
     channels: channels of keys that a scan's backward pass has at a time: what is summed over K in dv and the gradient
         of a decay per step is summed for each such tile, then over them; None: all.
     solve_depth, solve_passes: those of the dots that solve a triangular system; None: those of all others.
+    solved_passes: those of a delta rule's dots with the solution, and with states that make what it solves; None: those
+        of all others.
     inverse: another way than substitution to a delta rule's (I + A)⁻¹: (A, stages) -> T.
     wy: a delta rule's chunk applies the inverse to the values and the keys (u and w) before it meets the state, and not
         to the errors of what the state recalls.
@@ -72,6 +75,7 @@ class Stages:
     channels: int | None = None
     solve_depth: int | None = None
     solve_passes: Passes | None = None
+    solved_passes: Passes | None = None
     inverse: "Inverse | None" = None
     wy: bool = False
 

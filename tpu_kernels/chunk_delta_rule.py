@@ -15,7 +15,8 @@ over k, v, beta and gates alone to keep the state at the start of each block, th
 block's chunks are made again. Elsewhere the states of all chunks go to HBM.
 
 Float32 operands take six passes of the matrix unit, bfloat16 ones enter as they are, and what is float32 beside them as
-the sum of two bfloat16. Any T, and K and V up to 256.
+the sum of two bfloat16, or of three where the inverse magnifies what that leaves out: in the inverse, in products with
+it, and in what of a state goes through it. Any T, and K and V up to 256.
 """
 
 from functools import partial, reduce
@@ -32,8 +33,8 @@ from op_arguments.options import options_of
 from tpu_kernels._lib.arguments import Interpreted
 from tpu_kernels._lib.call import jit
 from tpu_kernels._lib.chunk_block import ChunkBlock
-from tpu_kernels._lib.chunk_decays import Decay, Refs, decayed, probe_decays, read_state
-from tpu_kernels._lib.chunk_dots import dot, f32, iota, ones
+from tpu_kernels._lib.chunk_decays import Decay, Refs, decayed, probe_decays, read_state, written_by
+from tpu_kernels._lib.chunk_dots import WHOLE, dot, f32, iota, ones
 from tpu_kernels._lib.chunk_layout import Layout, block_of
 from tpu_kernels._lib.chunk_layout import call as pallas_call
 from tpu_kernels._lib.delta import DeltaArrays, backward_of_nothing, key_gradient, normalised, take
@@ -282,9 +283,9 @@ class _Block(ChunkBlock):
         row, column = (iota(of_k.shape, axis) for axis in (1, 2))
         raw = probe("raw", jnp.where(row > column, of_k, 0.0), 1, 2)
         t = probe("T", inverse(probe("A", beta * raw, 1, 2), scan), 1, 2)
-        recalled = read_state(k, state, decay, decay.decay_from_start, scan)
+        recalled = read_state(k, state, decay, decay.decay_from_start, scan, WHOLE)
         error = probe("error", f32(self.load(i, "v")) - recalled, 1)
-        v_new = probe("v_new", dot(t, beta * error, (1, 0), scan), 1)
+        v_new = probe("v_new", dot(t, beta * error, (1, 0), scan, WHOLE), 1)
         q, p = (queries[0], probe("P", of_q[0], 1, 2)) if with_q else (None, None)
         return _Solved(q, k, beta, decay, raw, t, p, error, v_new)
 
@@ -294,9 +295,9 @@ class _Block(ChunkBlock):
         s, do, dend = self.solved(i, state, with_q=True), self.load(i, "do"), dstate[...]
         q, k, decay, (row, column) = s.q, s.k, s.decay, (iota(s.raw.shape, axis) for axis in (1, 2))
         from_start, to_end = decay.decay_from_start(scan.p.k), decay.decay_to_end(scan.p.k)
-        from_end = read_state(k, dend, decay, decay.decay_to_end, scan)
+        from_end = read_state(k, dend, decay, decay.decay_to_end, scan, WHOLE)
         dv_new = probe("dv_new", scale * dot(s.p, do, (0, 0), scan) + from_end, 1)
-        dupdate = probe("dupdate", dot(s.t, dv_new, (0, 0), scan), 1)
+        dupdate = probe("dupdate", dot(s.t, dv_new, (0, 0), scan, WHOLE), 1)
         dv = s.beta * dupdate
         self.store(i, "dv", dv)
         dp = probe("dP", jnp.where(row >= column, scale * dot(do, s.v_new, (1, 1), scan), 0.0), 1, 2)
@@ -311,8 +312,8 @@ class _Block(ChunkBlock):
         self.store(i, "dk", written + recalled + dk)
         of_rows = f32(q) * read + f32(k) * recalled, f32(k) * written
         self.store(i, "dgate", self._gate_gradient(dgate, *of_rows, decay, state * dend))
-        change = dot(do, f32(q) * (scale * decay.decay_from_start(scan.p.k)), (0, 0), scan)
-        change -= dot(dv, f32(k) * decay.decay_from_start(scan.p.k), (0, 0), scan)
+        change = dot(do, f32(q) * (scale * from_start), (0, 0), scan)
+        change -= written_by(k, dv, decay, decay.decay_from_start, scan)
         dstate[...] = probe("dh", decayed(dend, decay, change))
 
     def _gate_gradient(
@@ -335,4 +336,4 @@ class _Block(ChunkBlock):
 
 def _next_state(s: _Solved, state: jax.Array, scan: Any) -> jax.Array:
     """The state [heads, V, K] at the end of a chunk."""
-    return decayed(state, s.decay, dot(s.v_new, f32(s.k) * s.decay.decay_to_end(scan.p.k), (0, 0), scan))
+    return decayed(state, s.decay, written_by(s.k, s.v_new, s.decay, s.decay.decay_to_end, scan))

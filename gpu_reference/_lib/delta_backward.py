@@ -95,7 +95,8 @@ def reverse_kernel(
         decays = block_decays(inputs, rows, key, layout.k, 1, SPLIT, ROWS)
         q_columns = load_tile(inputs.q, row[None, :], key, key_rows, layout.k)
         k_columns = load_tile(inputs.k, row[None, :], key, key_rows, layout.k)
-        change = update_of(q_columns, do_rows, scale * decays.from_start, SPLIT)
+        # So do stays as exact as it came.
+        change = dot(scale * decays.from_start * q_columns.to(tl.float32), do_rows, SPLIT)
         change -= update_of(k_columns, dv_rows, decays.from_start, SPLIT)
         dstate = decays.kept * dstate + (decays.lost * dstate + change)
         if INTERPRETED:

@@ -10,7 +10,7 @@ from cpu_golden import causal_conv1d, gated_delta_rule, gates, kda
 from cpu_golden.stages import single_pass
 from parity import Array, Case, Contract, Expected, Gates, Given, Offsets, Op
 from parity.inputs import DISTRIBUTIONS, OFFSETS, stream
-from parity.judging.passes import mxu_x6
+from parity.judging.passes import whole_float32
 from parity.op import Backend, Inputs
 from tests.matrix.gla import by_state, by_step, is_packed, is_power_of_four, is_recurrent, scan_contract
 from tests.matrix.memories import BETAS, RECALLED, RHOS, Drawn, betas, keys, recalled
@@ -75,7 +75,7 @@ def contract(c: Case, backend: Backend) -> Contract:
 
     The recurrent kernels multiply and add in float32 whatever the operands. Of the chunked ones dots of float32 take
     six passes of the MXU, or FMAs of a GPU; beside bfloat16 operands what is float32 is in two bfloat16 pieces, but for
-    the products of the inverse, which are those of float32 always.
+    the products of the inverse, which are those of float32 always. On the TPU so are those with the inverse.
     """
     of_float32 = "bf16x6" if backend == "tpu" else "ieee"
     dot = "ieee" if is_recurrent(c) else "bf16x3" if c.dtype == BF16 else of_float32
@@ -93,13 +93,16 @@ def contract(c: Case, backend: Backend) -> Contract:
 def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
     """The GPU takes fewer rows at a time, as `gpu_reference._lib.chunk_plan` has it, and decays pairs one by one.
 
-    The TPU takes the chunks of the case, and decays pairs in dots."""
+    The TPU takes the chunks of the case, and decays pairs in dots. Where a step has one gate both decay values: beside
+    bfloat16 keys that are exact."""
     if backend == "gpu":
         widest = 4096 // max(1 << (c.K - 1).bit_length(), 16)
         rows = min(c.chunk & -c.chunk, 16 if is_per_channel(c) else 32, max(widest, 16))
         solve = {"solve_depth": 1, "solve_passes": single_pass}
         return {"chunk_size": rows, "values_decayed": not is_per_channel(c), **solve}
-    return {"solve_passes": mxu_x6} | ({"sub_block": 1} if is_per_channel(c) else {})
+    of_gates = {"sub_block": 1} if is_per_channel(c) else {"values_decayed": True}
+    whole = {"solve_passes": whole_float32, "solved_passes": whole_float32} if c.dtype == BF16 else {}
+    return of_gates | whole
 
 
 def chunk_sites(c: Case, backend: Backend) -> Mapping[str, str]:

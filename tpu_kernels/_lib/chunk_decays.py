@@ -242,11 +242,20 @@ class ChannelDecay:
 Decay = StepDecay | ChannelDecay
 
 
-def read_state(x: jax.Array, state: jax.Array, decay: Decay, way: Callable[[int], jax.Array], scan: Scan) -> jax.Array:
-    """(x · way) @ stateᵀ. A decay per row is applied to the sums, which leaves x as exact as it is."""
+def read_state(
+    x: jax.Array, state: jax.Array, decay: Decay, way: Callable[[int], jax.Array], scan: Scan, pieces: int = 2
+) -> jax.Array:
+    """(x · way) @ stateᵀ, in `pieces`. A decay per row is applied to the sums, which leaves x as exact as it is."""
     if decay.per_channel:
-        return dot(f32(x) * way(scan.p.k), state, (1, 1), scan)
-    return way(scan.p.v) * dot(x, state, (1, 1), scan)
+        return dot(f32(x) * way(scan.p.k), state, (1, 1), scan, pieces)
+    return way(scan.p.v) * dot(x, state, (1, 1), scan, pieces)
+
+
+def written_by(k: jax.Array, values: jax.Array, decay: Decay, way: Callable[[int], jax.Array], scan: Scan) -> jax.Array:
+    """valuesᵀ @ (k · way). A decay per row is applied to the values, which leaves k as exact as it is."""
+    if decay.per_channel:
+        return dot(values, f32(k) * way(scan.p.k), (0, 0), scan)
+    return dot(way(scan.p.v) * values, k, (0, 0), scan)
 
 
 def decayed(state: jax.Array, decay: Decay, term: jax.Array) -> jax.Array:

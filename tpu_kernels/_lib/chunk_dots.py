@@ -9,19 +9,22 @@ from jax import lax
 from tpu_kernels._lib.chip import sublanes
 from tpu_kernels._lib.chunk_plan import Scan
 
+WHOLE = 3
+"""Pieces of bfloat16 that have all 24 bits of a float32."""
 
-def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], scan: Scan) -> jax.Array:
+
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], scan: Scan, pieces: int = 2) -> jax.Array:
     """For each head, float32 sums over axis `contract[0]` of its matrix in a and `contract[1]` of that in b.
 
-    A bfloat16 operand enters as it is. One in float32 goes in six passes or, where dots are split, as the sum of two
-    bfloat16: 16 bits, and all products but that of the two lower pieces.
+    A bfloat16 operand enters as it is. One in float32 goes in six passes or, where dots are split, as the sum of
+    `pieces` in bfloat16, two of which have 16 bits, and all products but those below the last piece's.
     """
     x, y = contract[0] + 1, contract[1] + 1
     dot = partial(lax.dot_general, dimension_numbers=(((x,), (y,)), ((0,), (0,))), preferred_element_type=jnp.float32)
     if not scan.split:
         return dot(a, b, precision=lax.Precision.HIGHEST)
-    lhs, rhs = bf16_split(a), bf16_split(b)
-    pairs = [(m, n) for m in range(len(lhs)) for n in range(len(rhs)) if m + n < 2][::-1]
+    lhs, rhs = bf16_split(a, pieces), bf16_split(b, pieces)
+    pairs = [(m, n) for m in range(len(lhs)) for n in range(len(rhs)) if m + n < pieces][::-1]
     if a.shape[x] % sublanes(jnp.bfloat16):
         return reduce(jnp.add, [dot(lhs[m], rhs[n]) for m, n in pairs])
     # One dot of a longer contraction: of the 256 rows of the matrix unit, 128 or 64 would leave most without work.

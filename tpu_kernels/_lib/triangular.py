@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_kernels._lib.chip import LANES
-from tpu_kernels._lib.chunk_dots import dot, iota
+from tpu_kernels._lib.chunk_dots import WHOLE, dot, iota
 from tpu_kernels._lib.chunk_plan import Scan
 
 BLOCK = 16
@@ -17,16 +17,15 @@ def inverse(a: jax.Array, scan: Scan) -> jax.Array:
     """T = (I + A)⁻¹ [heads, C, C] float32, of strictly lower triangular A [heads, C, C].
 
     The rows of the diagonal blocks of 16 are solved one after the other; what is below them follows from products with
-    the halves of twice, four times … as many rows, of float32 in six passes whatever q and k are. No power of A is
-    formed: those of keys with a common component grow like 50^64.
+    the halves of twice, four times … as many rows, of whole float32 whatever q and k are. No power of A is formed:
+    those of keys with a common component grow like 50^64.
     """
-    wide = scan._replace(split=False)
     t, i, j = _of_blocks(a), iota(a.shape, 1), iota(a.shape, 2)
     half = BLOCK
     while half < a.shape[1]:
         apart = i ^ j
         below = jnp.where((i > j) & (apart >= half) & (apart < 2 * half), a, 0.0)
-        t -= dot(t, dot(below, t, (1, 0), wide), (1, 0), wide)
+        t -= dot(t, dot(below, t, (1, 0), scan, WHOLE), (1, 0), scan, WHOLE)
         half *= 2
     return t
 
