@@ -29,7 +29,7 @@ FAULTS = named({
         tpu(FORWARD, "    t, i, j = _of_blocks(a), iota(a.shape, 1), iota(a.shape, 2)\n", POWERS, equal),
     ],
     "the decay comes after the error": [
-        tpu(FORWARD, "recalled = read_state(k, state, decay, decay.decay_from_start, scan)",
+        tpu(FORWARD, "recalled = read_state(k, state, decay, decay.decay_from_start, scan, WHOLE)",
             "recalled = dot(k, state, (1, 1), scan)", float32),
     ],
     "keys are divided by the root of the mean of squares": [

@@ -50,6 +50,7 @@ class Loss(NamedTuple):
 
 f32 = having(tier="smoke", dtype="float32")
 bf16 = having(tier="smoke", dtype="bfloat16")
+of_bf16 = having(dtype="bfloat16")
 narrow_output = having(tier="smoke", out="bfloat16")
 fp8 = having(tier="smoke", dtype="float8_e4m3fn", out="float32")
 narrow_input = having(tier="default", dtype="bfloat16")
@@ -224,11 +225,10 @@ LOSSES = [
     Loss("errors of what is recalled", "tpu", DELTA_FWD,
          'error = probe("error", «f32(self.load(i, "v")) - recalled», 1)', bf16),
     Loss("errors of what is recalled", "gpu", DELTA_FWD, "v_new = dot(t_rows, beta[:, None] * «error», SPLIT)", bf16),
-    Loss("what is written", "tpu", DELTA_FWD, 'probe("v_new", «dot(t, beta * error, (1, 0), scan)», 1)', bf16),
+    Loss("what is written", "tpu", DELTA_FWD, 'probe("v_new", «dot(t, beta * error, (1, 0), scan, WHOLE)», 1)', bf16),
     Loss("what is written", "gpu", DELTA_FWD, "v_new = «dot(t_rows, beta[:, None] * error, SPLIT)»", bf16),
     Loss("state", "tpu", f"{DELTA_FWD} {DELTA_BWD}",
-         "return «decayed(state, s.decay, dot(s.v_new, f32(s.k) * s.decay.decay_to_end(scan.p.k), (0, 0), scan))»",
-         bf16),
+         "return «decayed(state, s.decay, written_by(s.k, s.v_new, s.decay, s.decay.decay_to_end, scan))»", bf16),
     Loss("state", "gpu", f"{DELTA_FWD} {DELTA_BWD}", GPU_STATE, bf16),
     Loss("state in one chunk", "tpu", DELTA_FWD,
          'state[...] = block.probe(i, "h", «_next_state(s, state[...], scan)»)', bf16, "i == 0"),
@@ -366,14 +366,20 @@ FAULTS = named({
     ],
     "one pass of two": [
         gpu(f"{SIMPLE_FWD} {SIMPLE_BWD}", "tl.dot(a_high, b, tl.dot(a_low, b))", "tl.dot(a_high, b)", bf16),
-        tpu(f"{FWD} {BWD}", "if m + n < 2]", "if m + n < 1]", bf16),
-        tpu(f"{DELTA_FWD} {DELTA_BWD}", "if m + n < 2]", "if m + n < 1]", bf16),
+        tpu(f"{FWD} {BWD}", "if m + n < pieces]", "if m + n < pieces - 1]", bf16),
+        tpu(f"{DELTA_FWD} {DELTA_BWD}", "if m + n < pieces]", "if m + n < pieces - 1]", bf16),
     ],
     "one pass of three": [
         gpu(f"{DELTA_FWD} {DELTA_BWD}", "tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))",
             "tl.dot(a_high, b_high)", bf16),
         gpu(f"{CHANNEL_FWD} {CHANNEL_BWD}", "tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))",
             "tl.dot(a_high, b_high)", bf16),
+    ],
+    "two pieces of three": [
+        tpu(GDN_BWD, "WHOLE = 3", "WHOLE = 2", of_bf16),
+        tpu(GDN_BWD, "dot(s.t, dv_new, (0, 0), scan, WHOLE)", "dot(s.t, dv_new, (0, 0), scan)", of_bf16),
+        tpu(GDN_BWD, "read_state(k, dend, decay, decay.decay_to_end, scan, WHOLE)",
+            "read_state(k, dend, decay, decay.decay_to_end, scan)", of_bf16),
     ],
     "two passes of three": [
         gpu(f"{GDN_FWD} {GDN_BWD} {KDA_FWD} {KDA_BWD}",
