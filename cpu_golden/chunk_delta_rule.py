@@ -63,7 +63,7 @@ class Solved(NamedTuple):
 def chunk_forward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = exact) -> tuple[Array, Array]:
     """A `Forward` scan of `_lib/delta.py`, chunk by chunk.
 
-    Stages: depth, chunk_size, sub_block, values_decayed, solved_passes, wy, inverse, and those of `triangular.inverse`.
+    Stages: depth, chunk_size, sub_block, values_decayed, whole_passes, wy, inverse, and those of `triangular.inverse`.
     Sites: q, k, v, beta, initial_state, c, exponent, decay, kept_exponent, kept, lost, change, decayed, read, product,
     pairs, sum and those of `Stages.dot` as in `chunk_scan.chunk_forward`; raw (the decayed scores of keys, before
     beta), A, those of `inverse` (T), recalled (what the state has for a key), error (v less that), update (beta times
@@ -74,7 +74,7 @@ def chunk_forward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = ex
     for rows in chunks_of(x.q, stages.chunk_size or chunk_size):
         s = _solved(x.chunk(rows, state), stages)
         p = _scores(s.q, s.k, s.c, "P", stages)
-        of_state = read_through(s.q, s.from_start, state, stages)
+        of_state = read_through(s.q, s.from_start, state, _whole(stages))
         o[..., rows, :] = x.scale * stages("sum", stages.dot(p, s.v_new) + of_state)
         state = next_state(s.k, s.v_new, s.c, state, stages.renamed(state="h"))
     return stages("o", o), stages("ht", state)
@@ -101,10 +101,10 @@ def chunk_backward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = e
         to_end, kept = decay_of(s.c[..., -1:, :] - s.c, stages), kept_of(s.c[..., -1, :, None], stages)
         p = _scores(s.q, s.k, s.c, "P", stages)
         of_scores = stages("sum", scale * stages.dot(p.mT, do_c))
-        dv_new = stages("dv_new", of_scores + read_through(s.k, to_end, dstate, _of_solved(stages)))
+        dv_new = stages("dv_new", of_scores + read_through(s.k, to_end, dstate, _whole(stages)))
         dv[..., rows, :], of_beta, da, of_read = _through_inverse(s, dv_new, stages)
-        read = stages("read", scale * s.from_start * stages.dot(do_c, s.state.mT))
-        written = stages("read", to_end * stages.dot(s.v_new, dstate.mT))
+        read = stages("read", scale * s.from_start * _whole(stages).dot(do_c, s.state.mT))
+        written = stages("read", to_end * _whole(stages).dot(s.v_new, dstate.mT))
         dp = stages("dP", np.tril(scale * stages.dot(do_c, s.v_new.mT)))
         draw = stages("draw", s.beta * da)
         dq_p, dk_p, pairs_p = pair_gradients([p], dp, s.q, s.k, s.c, stages)
@@ -131,20 +131,20 @@ def _solved(x: DeltaSequence, stages: Stages) -> Solved:
         w = stages("w", stages.dot(t, stages("decayed", beta * (from_start * k))))
         v_new = stages("v_new", u - stages.dot(w, state))
         return Solved(q, k, v, beta, c, from_start, state, raw, t, v, u, w, v_new)
-    solved = _of_solved(stages)
-    error = stages("error", v - read_through(k, from_start, state, solved.renamed(read="recalled")))
-    v_new = stages("v_new", solved.dot(t, stages("update", beta * error)))
+    whole = _whole(stages)
+    error = stages("error", v - read_through(k, from_start, state, whole.renamed(read="recalled")))
+    v_new = stages("v_new", whole.dot(t, stages("update", beta * error)))
     return Solved(q, k, v, beta, c, from_start, state, raw, t, error, v, k, v_new)
 
 
-def _of_solved(stages: Stages) -> Stages:
-    """The stages of dots with T, and of those with states that make what it is multiplied by: T magnifies their errors.
+def _whole(stages: Stages) -> Stages:
+    """The stages of dots with T, which magnifies errors, and of those that read a state.
 
-    Sites: with solved_passes solved_lhs and solved_rhs for lhs and rhs.
+    Sites: with whole_passes whole_lhs and whole_rhs for lhs and rhs.
     """
-    if stages.solved_passes is None:
+    if stages.whole_passes is None:
         return stages
-    return replace(stages.renamed(lhs="solved_lhs", rhs="solved_rhs"), passes=stages.solved_passes)
+    return replace(stages.renamed(lhs="whole_lhs", rhs="whole_rhs"), passes=stages.whole_passes)
 
 
 def _scores(q: Array, k: Array, c: Array, site: str, stages: Stages) -> Array:
@@ -154,10 +154,10 @@ def _scores(q: Array, k: Array, c: Array, site: str, stages: Stages) -> Array:
 def _through_inverse(s: Solved, dv_new: Array, stages: Stages) -> tuple[Array, Array, Array, Array]:
     """(dv, the part of dbeta that is not from A, dA, the part of dk that is from what the state recalls)."""
     if not stages.wy:
-        dupdate = stages("dupdate", _of_solved(stages).dot(s.t.mT, dv_new))
+        dupdate = stages("dupdate", _whole(stages).dot(s.t.mT, dv_new))
         dv = stages("dv", s.beta * dupdate)
         da = stages("dA", -np.tril(stages.dot(dupdate, s.v_new.mT), -1))
-        of_read = stages("read", -s.from_start * stages.dot(dv, s.state.mT))
+        of_read = stages("read", -s.from_start * _whole(stages).dot(dv, s.state.mT))
         return dv, _summed(dupdate * s.error, stages), da, of_read
     du, dw = stages("du", dv_new), stages("dw", -stages.dot(dv_new, s.state.mT))
     values, keys = (stages("decayed", s.beta * x) for x in (s.v, s.from_start * s.k))

@@ -55,8 +55,8 @@ class Stages:
     channels: channels of keys that a scan's backward pass has at a time: what is summed over K in dv and the gradient
         of a decay per step is summed for each such tile, then over them; None: all.
     solve_depth, solve_passes: those of the dots that solve a triangular system; None: those of all others.
-    solved_passes: those of a delta rule's dots with the solution, and with states that make what it solves; None: those
-        of all others.
+    whole_passes: those of a delta rule's dots with the solution, and of those that read a state or its gradient; None:
+        those of all others.
     inverse: another way than substitution to a delta rule's (I + A)⁻¹: (A, stages) -> T.
     wy: a delta rule's chunk applies the inverse to the values and the keys (u and w) before it meets the state, and not
         to the errors of what the state recalls.
@@ -75,7 +75,7 @@ class Stages:
     channels: int | None = None
     solve_depth: int | None = None
     solve_passes: Passes | None = None
-    solved_passes: Passes | None = None
+    whole_passes: Passes | None = None
     inverse: "Inverse | None" = None
     wy: bool = False
 

@@ -15,8 +15,8 @@ over k, v, beta and gates alone to keep the state at the start of each block, th
 block's chunks are made again. Elsewhere the states of all chunks go to HBM.
 
 Float32 operands take six passes of the matrix unit, bfloat16 ones enter as they are, and what is float32 beside them as
-the sum of two bfloat16, or of three where the inverse magnifies what that leaves out: in the inverse, in products with
-it, and in what of a state goes through it. Any T, and K and V up to 256.
+the sum of two bfloat16, or of three, all of it: in the inverse, in products with it, which magnify what is left out, in
+what is read of a state, and in sums of that for gates. Any T, and K and V up to 256.
 """
 
 from functools import partial, reduce
@@ -162,7 +162,7 @@ def _forward_kernel(plan: DeltaPlan, refs: Refs, scan: Any) -> None:
 
     def body(i: Any) -> None:
         s = block.solved(i, state[...], with_q=True)
-        read = read_state(s.q, state[...], s.decay, s.decay.decay_from_start, scan)
+        read = read_state(s.q, state[...], s.decay, s.decay.decay_from_start, scan, WHOLE)
         block.store(i, "o", plan.p.scale * (read + dot(s.p, s.v_new, (1, 0), scan)))
         state[...] = block.probe(i, "h", _next_state(s, state[...], scan))
 
@@ -304,9 +304,9 @@ class _Block(ChunkBlock):
         da = probe("dA", jnp.where(row > column, -dot(dupdate, s.v_new, (1, 1), scan), 0.0), 1, 2)
         of_error = jnp.sum(dupdate * s.error, axis=2, keepdims=True)
         self.store(i, "dbeta", self.row_of(of_error + jnp.sum(da * s.raw, axis=2, keepdims=True)))
-        read = scale * from_start * dot(do, state, (1, 0), scan)
-        recalled = -from_start * dot(dv, state, (1, 0), scan)
-        written = to_end * dot(s.v_new, dend, (1, 0), scan)
+        read = scale * from_start * dot(do, state, (1, 0), scan, WHOLE)
+        recalled = -from_start * dot(dv, state, (1, 0), scan, WHOLE)
+        written = to_end * dot(s.v_new, dend, (1, 0), scan, WHOLE)
         dq, dk, dgate = gradients((q, k), (s.p, s.raw), (dp, s.beta * da), decay, scan)
         self.store(i, "dq", dq + read)
         self.store(i, "dk", written + recalled + dk)
@@ -328,8 +328,8 @@ class _Block(ChunkBlock):
         through = reduce(jnp.add, decay.whole) * sum_rows(states)
         if decay.per_channel:
             row, column = (iota((scan.heads, scan.chunk, scan.chunk), axis) for axis in (1, 2))
-            later = dot(ones(column >= row, scan), read, (1, 0), scan)
-            return pairs + through + later + dot(ones(column < row, scan), written, (1, 0), scan)
+            later = dot(ones(column >= row, scan), read, (1, 0), scan, WHOLE)
+            return pairs + through + later + dot(ones(column < row, scan), written, (1, 0), scan, WHOLE)
         read, written = (jnp.sum(x, axis=2, keepdims=True) for x in (read, written))
         return jnp.sum(through, axis=2, keepdims=True) + of_steps(pairs, read, written, scan)
 

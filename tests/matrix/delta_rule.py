@@ -75,7 +75,8 @@ def contract(c: Case, backend: Backend) -> Contract:
 
     The recurrent kernels multiply and add in float32 whatever the operands. Of the chunked ones dots of float32 take
     six passes of the MXU, or FMAs of a GPU; beside bfloat16 operands what is float32 is in two bfloat16 pieces, but for
-    the products of the inverse, which are those of float32 always. On the TPU so are those with the inverse.
+    the products of the inverse, which are those of float32 always. On the TPU so are products with it, and what is
+    read of a state.
     """
     of_float32 = "bf16x6" if backend == "tpu" else "ieee"
     dot = "ieee" if is_recurrent(c) else "bf16x3" if c.dtype == BF16 else of_float32
@@ -101,7 +102,7 @@ def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
         solve = {"solve_depth": 1, "solve_passes": single_pass}
         return {"chunk_size": rows, "values_decayed": not is_per_channel(c), **solve}
     of_gates = {"sub_block": 1} if is_per_channel(c) else {"values_decayed": True}
-    whole = {"solve_passes": whole_float32, "solved_passes": whole_float32} if c.dtype == BF16 else {}
+    whole = {"solve_passes": whole_float32, "whole_passes": whole_float32} if c.dtype == BF16 else {}
     return of_gates | whole
 
 
