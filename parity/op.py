@@ -110,7 +110,8 @@ class Contract:
 
     dot: `native` (exact products of 16-bit operands), `fp8`, `int8` (exact products, and of int8 exact sums wherever
     no scale changes), `ieee` (exact products of float32), `bf16x6`, `bf16x3`, `bf16x1` (float32 operands in that many
-    bfloat16 passes), `bf16x2` (one float32 operand in two pieces beside one of 16 bits), `tf32`, or `none` (an
+    bfloat16 passes), `bf16x2` (one float32 operand in two pieces beside one of 16 bits), `bf16x3x3` (both in three, and
+    all products but those below the first piece and the last), `tf32`, or `none` (an
     elementwise operation). Source of the roundoffs: `DOTS`.
     outs: the dtypes of the outputs that are not of dtype `out`, by name.
     depth, tile, sites and schedule say where the staged golden rounds as such a kernel does: what the judge holds it to
@@ -141,6 +142,7 @@ class Contract:
         "bf16x6": (2 * 2.0**-8 * 2.0**-14, 6),
         "bf16x3": (2 * 2.0**-8 * 2.0**-7 + 2.0**-14, 3),
         "bf16x2": (UNIT_ROUNDOFF["bfloat16"] ** 2, 2),  # both pieces rounded to nearest
+        "bf16x3x3": (4 * UNIT_ROUNDOFF["bfloat16"] ** 3, 6),  # two products left out, and the ends of both operands
         "bf16x1": (2 * UNIT_ROUNDOFF["bfloat16"], 1),
         "tf32": (2 * 2.0**-10, 1),  # the instruction ignores the low 13 bits: truncation
     }  # fmt: skip

@@ -14,9 +14,9 @@ The forward pass is one kernel. So is the backward pass where its states fit VME
 over k, v, beta and gates alone to keep the state at the start of each block, then in reverse, where the states of a
 block's chunks are made again. Elsewhere the states of all chunks go to HBM.
 
-Float32 operands take six passes of the matrix unit, bfloat16 ones enter as they are, and what is float32 beside them as
-the sum of two bfloat16, or of three, all of it: in the inverse, in products with it, which magnify what is left out, in
-what is read of a state, and in sums of that for gates. Any T, and K and V up to 256.
+Bfloat16 operands enter dots as they are, and what is float32 beside them as the sum of two bfloat16, or of three, which
+are all of it: in the inverse, in products with it, which magnify what is left out, in what is read of a state, and in
+sums for gates. Beside float32 operands three are taken always. Any T, and K and V up to 256.
 """
 
 from functools import partial, reduce
@@ -328,8 +328,8 @@ class _Block(ChunkBlock):
         through = reduce(jnp.add, decay.whole) * sum_rows(states)
         if decay.per_channel:
             row, column = (iota((scan.heads, scan.chunk, scan.chunk), axis) for axis in (1, 2))
-            later = dot(ones(column >= row, scan), read, (1, 0), scan, WHOLE)
-            return pairs + through + later + dot(ones(column < row, scan), written, (1, 0), scan, WHOLE)
+            later = dot(ones(column >= row), read, (1, 0), scan, WHOLE)
+            return pairs + through + later + dot(ones(column < row), written, (1, 0), scan, WHOLE)
         read, written = (jnp.sum(x, axis=2, keepdims=True) for x in (read, written))
         return jnp.sum(through, axis=2, keepdims=True) + of_steps(pairs, read, written, scan)
 

@@ -61,5 +61,5 @@ bf16x3 = in_pieces(((1, 0), (0, 1), (0, 0)))
 whole_float32 = in_pieces(((2, 0), (1, 1), (1, 0), (0, 2), (0, 1), (0, 0)))
 """Operands in three pieces: all of a float32, and all products but those below the last piece's."""
 
-PASSES: Mapping[str, Passes] = {"bf16x6": mxu_x6, "bf16x3": bf16x3, "bf16x2": bf16x3}
+PASSES: Mapping[str, Passes] = {"bf16x6": mxu_x6, "bf16x3x3": whole_float32, "bf16x3": bf16x3, "bf16x2": bf16x3}
 """By the name of a contract's dot; all others take one pass."""

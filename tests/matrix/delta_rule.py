@@ -74,11 +74,11 @@ def contract(c: Case, backend: Backend) -> Contract:
     """Float32 gates, scores, inverses, states and sums everywhere, and one rounding at the end.
 
     The recurrent kernels multiply and add in float32 whatever the operands. Of the chunked ones dots of float32 take
-    six passes of the MXU, or FMAs of a GPU; beside bfloat16 operands what is float32 is in two bfloat16 pieces, but for
-    the products of the inverse, which are those of float32 always. On the TPU so are products with it, and what is
-    read of a state.
+    six products of bfloat16 pieces, or FMAs of a GPU; beside bfloat16 operands what is float32 is in two such pieces,
+    but for the products of the inverse, which are those of float32 always. On the TPU so are products with it, and what
+    is read of a state.
     """
-    of_float32 = "bf16x6" if backend == "tpu" else "ieee"
+    of_float32 = "bf16x3x3" if backend == "tpu" else "ieee"
     dot = "ieee" if is_recurrent(c) else "bf16x3" if c.dtype == BF16 else of_float32
     outs = {"dg": gate_dtype(c), "dbeta": gate_dtype(c), "dh0": F32} if is_backward(c) else {"ht": F32}
     return scan_contract(

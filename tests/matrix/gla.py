@@ -132,7 +132,7 @@ def contract(c: Case, backend: Backend) -> Contract:
     elif c.precision == "bf16x3":
         dot = "bf16x3"
     else:
-        dot = "bf16x6" if backend == "tpu" else "ieee"
+        dot = "bf16x3x3" if backend == "tpu" else "ieee"
     outs = {"dg": gate_dtype(c), "dgk": gate_dtype(c), "dg_gamma": F32, "dh0": F32} if is_backward(c) else {"ht": F32}
     return scan_contract(
         c,

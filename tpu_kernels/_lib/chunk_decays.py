@@ -83,7 +83,7 @@ class StepDecay:
         gates = self._row("gate", scan.gate_terms)
         gates = jnp.where(step > place if scan.backward else step <= place, gates, 0.0)
         step, place = iota((lanes, c), 0) % c, iota((lanes, c), 1)
-        others = ones(step <= place if scan.backward else step > place, scan)
+        others = ones(step <= place if scan.backward else step > place)
         return dot_with_all(gates.astype(jnp.bfloat16), others, scan)
 
     def _row(self, name: str, pieces: int = 1) -> jax.Array:
@@ -111,7 +111,7 @@ class StepDecay:
         row, column = iota(products.shape, 1), iota(products.shape, 2)
         if active():
             probe("dA", scan.p.scale * dproducts, 1, 2, where=row <= column)
-        sums = dot_with_all(products * dscores, ones((row >= column)[0], scan), scan)
+        sums = dot_with_all(products * dscores, ones((row >= column)[0]), scan)
         dq = scan.p.scale * self.decay_from_start(scan.p.k) * dot(load("do"), state[...], (1, 0), scan)
         from_state = jnp.sum(f32(load("q")) * dq, axis=2, keepdims=True)
         store("dq", dq + dot(dscores, load("k"), (0, 0), scan))
@@ -208,8 +208,8 @@ class ChannelDecay:
         dk = self.decay_to_end(scan.p.k) * dot(load("v"), dstate[...], (1, 0), scan)
         # As in `StepDecay.store_gradients`: of the gate of step t, only pairs with t between them, and what passes it.
         dgk = probe("dgate", reduce(jnp.add, self.whole) * sum_rows(state[...] * dstate[...]))
-        read = probe("dgate", dot(ones(i >= j, scan), q * dq, (1, 0), scan), 1)
-        dgk += read + probe("dgate", dot(ones(i < j, scan), k * dk, (1, 0), scan), 1)
+        read = probe("dgate", dot(ones(i >= j), q * dq, (1, 0), scan), 1)
+        dgk += read + probe("dgate", dot(ones(i < j), k * dk, (1, 0), scan), 1)
         dscore = scan.p.scale * jnp.sum(do * v, axis=2, keepdims=True)
         dq, dk = dq + dscore * k, dk + dscore * q
         # Of a pair, at [i, j] as at [j, i].
@@ -224,7 +224,7 @@ class ChannelDecay:
             dk += jnp.where(second, 0.0, decay * ddecayed)
             # Of the same half: from t on in a second one, before t in a first one.
             after = (i ^ j < half) & ((i >= j) ^ (j & half == 0))
-            dgk += dot(ones(after, scan), decayed * ddecayed, (1, 0), scan)
+            dgk += dot(ones(after), decayed * ddecayed, (1, 0), scan)
         dv = read_state(load("k"), dstate[...], self, self.decay_to_end, scan)
         scores = probe("A", scores, 1, 2)
         store("dv", dv + scan.p.scale * dot(scores, load("do"), (1, 0), scan))

@@ -16,13 +16,12 @@ WHOLE = 3
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], scan: Scan, pieces: int = 2) -> jax.Array:
     """For each head, float32 sums over axis `contract[0]` of its matrix in a and `contract[1]` of that in b.
 
-    A bfloat16 operand enters as it is. One in float32 goes in six passes or, where dots are split, as the sum of
-    `pieces` in bfloat16, two of which have 16 bits, and all products but those below the last piece's.
+    A bfloat16 operand enters as it is, one in float32 as the sum of bfloat16 pieces: `WHOLE`, or where dots are split
+    `pieces`, two of which have 16 bits. Products below those of the first piece and the last are left out.
     """
     x, y = contract[0] + 1, contract[1] + 1
     dot = partial(lax.dot_general, dimension_numbers=(((x,), (y,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-    if not scan.split:
-        return dot(a, b, precision=lax.Precision.HIGHEST)
+    pieces = pieces if scan.split else WHOLE
     lhs, rhs = bf16_split(a, pieces), bf16_split(b, pieces)
     pairs = [(m, n) for m in range(len(lhs)) for n in range(len(rhs)) if m + n < pieces][::-1]
     if a.shape[x] % sublanes(jnp.bfloat16):
@@ -44,10 +43,9 @@ def bf16_split(x: jax.Array, count: int = 2) -> list[jax.Array]:
     return [piece, *bf16_split(x - piece.astype(jnp.float32), count - 1)]
 
 
-def ones(where: jax.Array, scan: Scan) -> jax.Array:
-    """1 where it is, else 0, in the dtype that dots multiply."""
-    ones = jnp.where(where, 1.0, 0.0)
-    return ones.astype(jnp.bfloat16) if scan.split else ones
+def ones(where: jax.Array) -> jax.Array:
+    """1 where it is, else 0, as dots take it."""
+    return jnp.where(where, 1.0, 0.0).astype(jnp.bfloat16)
 
 
 def iota(shape: tuple[int, ...], axis: int) -> jax.Array:

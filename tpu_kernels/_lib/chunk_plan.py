@@ -44,9 +44,9 @@ class Scan(NamedTuple):
     """All that is static about a scan.
 
     gate: "constant" (a decay per head), "step" (and step) or "channel" (and channel of k). fused: one kernel does all.
-    split: dots are of bfloat16 terms, else of float32 at HIGHEST. The sequences of p are laid out in t rows for the
-    kernels: `blocks` of `chunks` of `chunk` rows. heads: of a grid step; group: of them, at work at once. unroll:
-    chunks in a turn of the loop that makes just states.
+    split: what dots take of a float32 is two bfloat16, else three, all of it. The sequences of p are laid out in t rows
+    for the kernels: `blocks` of `chunks` of `chunk` rows. heads: of a grid step; group: of them, at work at once.
+    unroll: chunks in a turn of the loop that makes just states.
     """
 
     p: Problem

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_kernels._lib.chunk_decays import ChannelDecay, Decay
-from tpu_kernels._lib.chunk_dots import dot, dot_with_all, f32, iota, ones
+from tpu_kernels._lib.chunk_dots import WHOLE, dot, dot_with_all, f32, iota, ones
 from tpu_kernels._lib.chunk_plan import Scan
 
 
@@ -54,7 +54,7 @@ def gradients(
     between, (i, j) = decay.between(), _steps(scan)
     # The gate of step t decays what goes from before t to t or later. Sums of just these pairs lose nothing to
     # cancellation, as running sums of q·dq - k·dk do.
-    before = ones((i < j)[0], scan)
+    before = ones((i < j)[0])
     pairs = reduce(jnp.add, [dot_with_all(a * da, before, scan) for a, da in zip(products, of_products, strict=True)])
     of_q, of_k = of_q * between, of_k * between
     dk = dot(of_q, q, (0, 0), scan) + (dot(of_k, k, (1, 0), scan) + dot(of_k, k, (0, 0), scan))
@@ -89,7 +89,7 @@ def _gradients_by_channel(
         dk += of_half * (jnp.where(second, 0.0, dqueries) + dkeys)
         # Of the same half: from step i on in a second one, before it in a first one.
         after = (i ^ j < half) & ((j >= i) ^ (i & half == 0))
-        dgate += dot(ones(after, scan), queries * dqueries + keys * dkeys, (1, 0), scan)
+        dgate += dot(ones(after), queries * dqueries + keys * dkeys, (1, 0), scan, WHOLE)
     return dq, dk, dgate
 
 
