@@ -243,8 +243,10 @@ class Expected:
     The cases that `where` admits must end in `verdict` (one of `FAILURES`), and then count as passed; one that passes
     fails, and so does a matrix with a declaration that matches none of its cases. Where an `output` is named, that of
     another one stays a failure. ratio: ε_TPU / ε_GPU by contract, where that is known: a TIE whose interval reaches it
-    is no pass, but seeds too few to tell. Raises ValueError for a verdict that cannot be expected (a broken kernel, or
-    a GPU that is no reference, never is) and for a missing reason.
+    is no pass, but seeds too few to tell. explained: of many cases, in which the contracts say how much: a LOSS is
+    expected as far as they explain it, and what passes passes.
+    Raises ValueError for a verdict that cannot be expected (a broken kernel, or a GPU that is no reference, never is),
+    for a missing reason, and for one that is explained and no LOSS.
     """
 
     where: Callable[[Case], bool]
@@ -252,6 +254,7 @@ class Expected:
     reason: str
     output: str = ""
     ratio: float = math.inf
+    explained: bool = False
 
     FAILURES: ClassVar[tuple[str, ...]] = ("LOSS", "TAIL", "BIAS")
 
@@ -260,11 +263,15 @@ class Expected:
             raise ValueError(f"verdict must be one of {', '.join(self.FAILURES)}, got {self.verdict!r}")
         if not self.reason:
             raise ValueError("reason must say why the failure is expected, got none")
+        if self.explained and self.verdict != "LOSS":
+            raise ValueError(f"verdict must be LOSS where the contracts explain it, got {self.verdict!r}")
 
-    def admits(self, verdict: str, output: str, high: float = 0.0) -> bool:
-        """Whether an output's verdict is the expected failure. high: the upper end of the interval of its ratio."""
+    def admits(self, verdict: str, output: str, low: float, high: float, explained: float) -> bool:
+        """Whether an output's verdict is the expected failure. low, high: the interval of its ratio; explained: what
+        that is at most by contract.
+        """
         failed = verdict == self.verdict or (verdict == "TIE" and high >= self.ratio)
-        return failed and self.output in ("", output)
+        return failed and self.output in ("", output) and (low <= explained or not self.explained)
 
 
 def _spell(name: str, value: Any) -> str:

@@ -144,13 +144,17 @@ def wrong_outputs(golden: Floats) -> Iterator[tuple[str, Floats]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """ε_TPU against ε_GPU over paired seeds: the verdict, the ratio that decided it its interval, and the output."""
+    """ε_TPU against ε_GPU over paired seeds: the verdict, the ratio that decided it, its interval, and the output.
+
+    explained: what the ratio is at most by contract, where a declaration asks for it.
+    """
 
     verdict: Verdict
     ratio: float = float("nan")
     low: float = float("nan")
     high: float = float("nan")
     output: str = ""
+    explained: float = float("nan")
 
 
 def compare(tpu: Sequence[Metrics], gpu: Sequence[Metrics], *, narrow_output: bool, tau: float = 0.0) -> Comparison:
@@ -208,7 +212,7 @@ def tail_log_ratio(a: Sequence[Metrics], b: Sequence[Metrics]) -> tuple[float, f
     2.7/√N of itself. In a few elements it is the largest error, which says nothing.
     """
     logs = np.array([np.log(max(x.eta_q999, 1) / max(y.eta_q999, 1)) for x, y in _pairs(a, b)])
-    return float(logs.mean()), _margin(logs, max(2.7 * (2 / max(x.scored, 1)) ** 0.5 for x in a))
+    return float(logs.mean()), margin_of(logs, max(2.7 * (2 / max(x.scored, 1)) ** 0.5 for x in a))
 
 
 def bias(tpu: Sequence[Metrics], gpu: Sequence[Metrics]) -> Verdict | None:
@@ -246,21 +250,29 @@ class Bias:
         return self.size > 6 * self.noise and self.size > other.size + Z * max(self.noise, other.noise)
 
 
+def is_expected(expected: Expected, compared: Comparison) -> bool:
+    """Whether it is the declared failure."""
+    of_ratio = compared.low, compared.high, compared.explained
+    return expected.admits(compared.verdict.outcome, compared.output, *of_ratio)
+
+
 def held_to(expected: Expected | None, compared: Comparison) -> Verdict:
     """The verdict on an output's comparison where a failure is declared: the declared one passes, and a pass fails.
 
     Every other verdict stays as it is.
     """
     decided = compared.verdict
-    if expected is None:
+    if expected is None or (expected.explained and decided.passed):
         return decided
     why = ": ".join(filter(None, (expected.output, expected.reason)))
-    if expected.admits(decided.outcome, compared.output, compared.high):
+    if expected.explained:
+        why = f"at most {compared.explained:.3g}× by contract: {why}"
+    if is_expected(expected, compared):
         return replace(decided, outcome=f"EXPECTED {expected.verdict}", reason=f"{decided.reason}; {why}")
     if decided.passed:
         reason = f"{decided.outcome} {decided.reason}, declared {expected.verdict}: {why}"
         return replace(decided, outcome="UNEXPECTED PASS", reason=reason)
-    return decided
+    return replace(decided, reason=f"{decided.reason}; {why}") if expected.explained else decided
 
 
 def regression(now: Metrics, then: Metrics, *, narrow_output: bool) -> Verdict | None:
@@ -310,10 +322,10 @@ def _pairs(a: Sequence[Metrics], b: Sequence[Metrics]) -> list[tuple[Metrics, Me
 def _log_ratio(a: Sequence[Metrics], b: Sequence[Metrics], statistic: Statistic) -> tuple[float, float]:
     """The mean over seeds of ln T_a - ln T_b, and z standard errors of it."""
     logs = np.array([statistic.log(x) - statistic.log(y) for x, y in _pairs(a, b)])
-    return float(logs.mean()), _margin(logs, max(statistic.noise(x, y) for x, y in _pairs(a, b)))
+    return float(logs.mean()), margin_of(logs, max(statistic.noise(x, y) for x, y in _pairs(a, b)))
 
 
-def _margin(logs: np.ndarray, noise: float) -> float:
+def margin_of(logs: np.ndarray, noise: float = 0.0) -> float:
     """z standard errors of a mean over seeds: by their own spread, and by `noise` where that is larger."""
     spread = float(logs.std(ddof=1)) if len(logs) > 1 else 0.0
     return Z * max(spread, noise) / float(np.sqrt(len(logs)))

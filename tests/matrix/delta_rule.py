@@ -215,15 +215,19 @@ STATES = dict(h0=[True], ht=[True])
 NORMED = dict(l2norm=[True])
 
 
-NO_FMA = "a gate of -5 leaves a state the last few products, which a TPU rounds one by one: 1.2 times, by contract"
-EXPECTED = {"chunk_kda_fwd": (Expected(lambda c: c.model == KIMI_K3, "LOSS", NO_FMA, output="ht", ratio=1.17),)}
+LONGER = (
+    "what leaves the MXU is rounded before it is added, and the inverse of a chunk of 64 rows magnifies more than "
+    "those of a GPU's blocks of 32 or 16"
+)
 
 rule = partial(op, inputs=inputs, arguments=arguments, contract=contract, axes=axes, representative=representative)
 
 
 def without_cases(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
     """The op of a public function of that name."""
-    spelled, expected = tuple({"chunk"} & defaults.keys()), EXPECTED.get(name, ())
+    spelled, expected = tuple({"chunk"} & defaults.keys()), ()
+    if spelled:
+        expected = (Expected(lambda c: c.dtype == F32, "LOSS", LONGER, explained=True),)
     return rule(getattr(module, name), name, defaults=defaults, spelled=spelled, expected=expected)
 
 

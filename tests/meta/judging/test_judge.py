@@ -317,6 +317,20 @@ def test_of_several_outputs_the_one_that_fails_unexpectedly_decides(device, monk
     assert compared.epsilon("tpu") > 0
 
 
+@pytest.mark.parametrize(("low", "decides"), [(1.1, "EXPECTED LOSS"), (1.3, "LOSS")])
+def test_a_loss_is_held_to_what_both_contracts_make_of_it(device, monkeypatch, low, decides):
+    """The TPU's explains 1.2 times the error that the GPU's does, in every seed."""
+    monkeypatch.setattr(
+        "parity.judging.judge.explained",
+        lambda trial: {"out": SimpleNamespace(variance=np.full(CASE.N, 1.44 if trial.backend == "tpu" else 1.0))},
+    )
+    lost = Comparison(Verdict("LOSS", "G5", ""), 1.5, low, 2.0)
+    monkeypatch.setattr("parity.judging.judge.verdict.compare", lambda *measured, **options: lost)
+    compared = compare(op(expected=(Expected(lambda case: True, "LOSS", "is known", explained=True),)), CASE, 3)
+    assert compared.comparison.verdict.outcome == decides
+    assert compared.comparison.explained == pytest.approx(1.2)
+
+
 def test_the_magnitude_is_the_golden_of_the_absolute_values_of_what_is_named(device):
     pair = op(lambda x, y=None: x - (0 if y is None else y))
     x, y = -np.ones(2), np.array([2.0, -3.0])

@@ -100,6 +100,7 @@ def test_bound_is_the_smaller_of_the_two_and_grows_with_what_operands_lose():
     [
         *((exact, 0.0, 1) for exact in ("none", "native", "fp8", "int8", "ieee")),
         *(("bf16x6", 2.0**-21, 6), ("bf16x3", 2.0**-13, 3), ("bf16x2", 2.0**-16, 2), ("bf16x1", 2.0**-7, 1)),
+        ("bf16x3x3", 2.0**-22, 6),
         ("tf32", 2.0**-9, 1),
     ],
 )
@@ -115,6 +116,7 @@ def test_what_the_operands_of_each_dot_lose_is_in_its_bound(dot, lost, passes):
         "int8",
         "ieee",
         "tf32",
+        "bf16x3x3",
         *(f"bf16x{n}" for n in (1, 2, 3, 6)),
     }
 
@@ -324,7 +326,24 @@ def test_a_tie_that_reaches_the_declared_ratio_is_no_pass(high, held):
 
 
 @pytest.mark.parametrize(
-    "bad", [dict(verdict="UNFIT"), dict(verdict="OUT OF BOUND"), dict(verdict=""), dict(reason="")]
+    ("outcome", "low", "held"), [("LOSS", 1.2, "EXPECTED LOSS"), ("LOSS", 1.4, "LOSS"), ("TIE", 0.9, "TIE")]
+)
+def test_a_loss_is_expected_as_far_as_contracts_explain_it(outcome, low, held):
+    expected = Expected(lambda case: True, "LOSS", "longer chunks", explained=True)
+    judged = held_to(expected, Comparison(Verdict(outcome, "G5", "ε 1.3×"), 1.3, low, 1.5, explained=1.3))
+    assert judged.outcome == held
+    assert ("at most 1.3× by contract: longer chunks" in judged.reason) == (outcome == "LOSS")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(verdict="UNFIT"),
+        dict(verdict="OUT OF BOUND"),
+        dict(verdict=""),
+        dict(reason=""),
+        dict(verdict="TAIL", explained=True),
+    ],
 )
 def test_what_cannot_be_expected(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
