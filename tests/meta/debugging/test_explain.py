@@ -107,7 +107,7 @@ STEPS, STEPS_BACKWARD = "fused_recurrent_simple_gla_fwd", "fused_recurrent_simpl
 HIGHEST = "precision = lax.Precision.HIGHEST if"
 TPU_DOT = "    return lax.dot_general(a, b, axes, precision"
 IEEE = 'tl.dot(a, b, sums, input_precision="ieee")'
-HIGHEST_DOT = "return dot(a, b, precision=lax.Precision.HIGHEST)"
+WHOLE_PIECES = "pieces = pieces if scan.split else WHOLE"
 PIECES = 'pieces = tl.dot(a_pieces, b_pieces, input_precision="ieee")'
 TPU_EXP = "jnp.exp(jnp.minimum(x, WHOLE_EXPONENT))"
 GPU_EXP = "tl.exp(at_most(coarse.to(tl.float64) + fine, LARGEST_EXPONENT)).to(tl.float32)"
@@ -192,9 +192,8 @@ LOSSES = [
     *in_gla("v in tf32", "tpu", SIMPLE, *load_of("v", 10), {"tf32 at v"}),
     *in_gla("v in bf16", "gpu", CHANNELS, V_ROWS, f"{V_ROWS}.to(tl.bfloat16).to(inputs.v.dtype.element_ty)",
             {"bfloat16 at v"}),
-    *in_gla("a pass fewer", "tpu", SIMPLE, HIGHEST_DOT, HIGHEST_DOT.replace("HIGHEST", "HIGH"), {"bf16x3 cut at dot"}),
-    *in_gla("one pass", "tpu", SIMPLE, HIGHEST_DOT, HIGHEST_DOT.replace("HIGHEST", "DEFAULT"),
-            {"bfloat16 at lhs", "bfloat16 at rhs"}),
+    *in_gla("a pass fewer", "tpu", SIMPLE, WHOLE_PIECES, "pieces = 2", {"bf16x3 at dot"}),
+    *in_gla("one pass", "tpu", SIMPLE, WHOLE_PIECES, "pieces = 1", {"bfloat16 at lhs", "bfloat16 at rhs"}),
     *in_gla("tf32", "gpu", SIMPLE, 'input_precision="ieee"', 'input_precision="tf32"',
             {"tf32 cut at lhs", "tf32 cut at rhs"}),
     *in_gla("partial sums in bf16", "gpu", SIMPLE, PIECES, f"{PIECES}.to(tl.bfloat16)", {"bfloat16 at partial"}),
