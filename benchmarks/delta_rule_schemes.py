@@ -1,9 +1,9 @@
 """What ways to a delta rule's inverse cost: the error of o and of the final state, by how alike keys are and by gate.
 
 The chunked golden in the steps of other kernels: dots take operands of bfloat16 and add in float32, u, w and o are
-bfloat16, and only the way to T = (I + A)⁻¹ differs; kernel-parity's takes what is float32 in two pieces. Computed in
-float64 on the CPU, with roundings put in: it shows the scheme, and no kernel ran. Figures are relative rms errors
-against the recurrence.
+bfloat16, and only the way to T = (I + A)⁻¹ differs; kernel-parity's TPU kernel takes what is float32 in two pieces, or
+in three, and meets the state before T. Computed in float64 on the CPU, with roundings put in: it shows the scheme, and
+no kernel ran. Figures are relative rms errors against the recurrence.
 Run: python -m benchmarks.delta_rule_schemes
 """
 
@@ -20,7 +20,7 @@ from cpu_golden._lib.triangular import DOT_SITES, inverse
 from cpu_golden.gated_delta_rule import chunk_gated_delta_rule_fwd, gated_delta_rule_fwd_definition
 from cpu_golden.stages import Inverse, Stages, single_pass
 from parity.dtypes import round_to
-from parity.judging.passes import bf16x3
+from parity.judging.passes import bf16x3, whole_float32
 
 F32, BF16 = "float32", "bfloat16"
 
@@ -80,12 +80,14 @@ class Scheme(NamedTuple):
         def rounding(site: str, value: Array) -> Array:
             return round_to(value, sites[site]).astype(np.float64) if site in sites else value
 
-        passes = single_pass if self.pieces == 1 else bf16x3
-        return Stages(rounding, passes=passes, solve_passes=single_pass, inverse=self.inverse, wy=True)
+        if self.pieces == 1:
+            return Stages(rounding, solve_passes=single_pass, inverse=self.inverse, wy=True)
+        whole = {"solve_passes": whole_float32, "whole_passes": whole_float32}
+        return Stages(rounding, passes=bf16x3, values_decayed=True, **whole)
 
 
 SCHEMES = (
-    Scheme("substitution, two pieces", "kernel-parity", pieces=2),
+    Scheme("substitution, two or three pieces", "kernel-parity", pieces=2),
     Scheme("substitution, T in bf16", "fla", BF16),
     Scheme("substitution, products in one bf16 pass", "tokamax v2", operands=BF16),
     Scheme("powers of 8-row blocks, bf16", "sglang-jax mega_kda", operands=BF16, inverse=by_powers_of_blocks),
