@@ -132,9 +132,11 @@ def test_a_kernel_may_have_most_of_the_vmem_of_every_chip_and_two_cores():
 
 
 BF16 = "bfloat16"
-# dtypes of both operands, whether in pieces, the length of the sums; of each dot its dtype and the length of its sums
+# dtypes of both operands, whether in two pieces, the length of the sums; of each dot its dtype and the length of its sums
 DOTS = [
-    (F32, F32, False, 64, [(F32, 64)]),
+    (F32, F32, False, 64, [(BF16, 384)]),
+    (F32, F32, False, 24, [(BF16, 24)] * 6),
+    (BF16, F32, False, 64, [(BF16, 192)]),
     (BF16, BF16, True, 64, [(BF16, 64)]),
     (F32, BF16, True, 64, [(BF16, 128)]),
     (F32, F32, True, 64, [(BF16, 192)]),
@@ -146,22 +148,20 @@ DOTS = [
 
 @pytest.mark.parametrize(("a", "b", "split", "depth", "expected"), DOTS)
 def test_a_dot_multiplies_pieces_in_one_where_they_fill_registers(a, b, split, depth, expected):
-    """Of float32 two pieces of bfloat16, but not both lower ones with each other: side by side along the sums where
-    those are whole registers of 16 rows, else one after the other, the smallest first."""
+    """Of float32 two or three pieces of bfloat16, but not those below the last one's product: side by side along the
+    sums where those are whole registers of 16 rows, else one after the other, the smallest first."""
     scan = planned("step", backward=False, fused=True, t=64)._replace(split=split)
     dot = partial(chunk_dots.dot, contract=(1, 0), scan=scan)
     shapes = jax.ShapeDtypeStruct((2, 8, depth), a), jax.ShapeDtypeStruct((2, depth, 8), b)
     dots = [each for each, _ in equations(jax.make_jaxpr(dot)(*shapes).jaxpr, "dot_general")]
     assert [(each.invars[0].aval.dtype.name, each.invars[0].aval.shape[2]) for each in dots] == expected
     assert all(each.invars[0].aval.dtype == each.invars[1].aval.dtype for each in dots)
-    assert all(("HIGHEST" in str(each.params["precision"])) != split for each in dots)
+    assert all("HIGHEST" not in str(each.params["precision"]) for each in dots)
 
 
-@pytest.mark.parametrize(("split", "dtype"), [(False, F32), (True, BF16)])
-def test_ones_are_multiplied_as_they_are(split, dtype):
-    scan = planned("step", backward=False, fused=True, t=64)._replace(split=split)
-    ones = chunk_dots.ones(np.array([[True, False]]), scan)
-    assert ones.dtype == dtype
+def test_ones_are_multiplied_as_they_are():
+    ones = chunk_dots.ones(np.array([[True, False]]))
+    assert ones.dtype == BF16
     assert ones.tolist() == [[1, 0]]
 
 
