@@ -132,7 +132,7 @@ def test_a_kernel_may_have_most_of_the_vmem_of_every_chip_and_two_cores():
 
 
 BF16 = "bfloat16"
-# dtypes of both operands, whether in two pieces, the length of the sums; of each dot its dtype and the length of its sums
+# dtypes of both operands, whether in two pieces, the length of sums; of each dot its dtype and the length of its sums
 DOTS = [
     (F32, F32, False, 64, [(BF16, 384)]),
     (F32, F32, False, 24, [(BF16, 24)] * 6),
