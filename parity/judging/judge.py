@@ -302,15 +302,12 @@ def compare(op: Op, case: Case, seeds: int, recorded: Mapping[Backend, Sequence[
                 off = off if backend == "tpu" else verdict.unfit(off)
                 return Compared(case, judged, Comparison(off, output=name))
     comparisons = [
-        replace(
-            verdict.compare(
-                [j.outputs[name] for j in judged["tpu"]],
-                [j.outputs[name] for j in judged["gpu"]],
-                narrow_output=op.contract(case, "tpu").is_narrow(name),
-                tau=op.tau,
-            ),
-            output=name,
-        )
+        verdict.compare(
+            [j.outputs[name] for j in judged["tpu"]],
+            [j.outputs[name] for j in judged["gpu"]],
+            narrow_output=op.contract(case, "tpu").is_narrow(name),
+            tau=op.tau,
+        ).of_output(name, alone=len(judged["tpu"][0].outputs) == 1)
         for name in judged["tpu"][0].outputs
     ]
     expected = op.expectation(case)

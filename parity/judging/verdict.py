@@ -156,6 +156,11 @@ class Comparison:
     output: str = ""
     explained: float = float("nan")
 
+    def of_output(self, name: str, *, alone: bool) -> Comparison:
+        """It, of the output of that name, which the reason has where there are others."""
+        reason = self.verdict.reason if alone else f"{name}: {self.verdict.reason}"
+        return replace(self, output=name, verdict=replace(self.verdict, reason=reason))
+
 
 def compare(tpu: Sequence[Metrics], gpu: Sequence[Metrics], *, narrow_output: bool, tau: float = 0.0) -> Comparison:
     """The rule ε_TPU ≤ ε_GPU (G5 to G7), from the same seeds in the same order.
