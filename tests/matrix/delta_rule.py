@@ -219,15 +219,19 @@ LONGER = (
     "what leaves the MXU is rounded before it is added, and the inverse of a chunk of 64 rows magnifies more than "
     "those of a GPU's blocks of 32 or 16"
 )
+IN_DOTS = "pairs of steps are decayed in two factors, in dots of two bfloat16 pieces, which a GPU multiplies one by one"
 
 rule = partial(op, inputs=inputs, arguments=arguments, contract=contract, axes=axes, representative=representative)
 
 
 def without_cases(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
     """The op of a public function of that name."""
-    spelled, expected = tuple({"chunk"} & defaults.keys()), ()
+    spelled = tuple({"chunk"} & defaults.keys())
+    expected: tuple[Expected, ...] = ()
     if spelled:
         expected = (Expected(lambda c: c.dtype == F32, "LOSS", LONGER, explained=True),)
+    if name == "chunk_kda_bwd":
+        expected += (Expected(lambda c: c.dtype == BF16, "LOSS", IN_DOTS, explained=True),)
     return rule(getattr(module, name), name, defaults=defaults, spelled=spelled, expected=expected)
 
 
