@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -198,12 +198,16 @@ def _frames() -> Iterator[Line]:
     """The lines of kernels and of the host that are being executed, the innermost first, `LAUNCH` between them."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code is not TritonProgram._evaluated.__code__:
-        name = frame.f_code.co_filename
         if frame.f_code is _EXECUTE:
             yield LAUNCH
-        elif not name.startswith(_FRAMEWORKS) and name not in _OURS and not name.startswith("<"):
-            yield Line(name, frame.f_lineno)
+        elif _is_kernels(frame.f_code.co_filename):
+            yield Line(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
+
+
+@cache
+def _is_kernels(file: str) -> bool:
+    return not file.startswith((*_FRAMEWORKS, "<")) and file not in _OURS
 
 
 class Memory:
