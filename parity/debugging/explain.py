@@ -82,6 +82,11 @@ class Rounding:
     depth: int | None = None
     visit: int | None = None
 
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Where it is made: of passes, at both operands."""
+        return OPERANDS if self.dtype in PASSES else (self.site,)
+
     def __str__(self) -> str:
         dtype = "tf32 or float16" if self.dtype == "tf32" and self.site not in OPERANDS else self.dtype
         summed = f" (every {self.depth} products)" if self.depth else ""
@@ -463,7 +468,7 @@ class Seeds:
         Which those are the squares of the error say, whatever the dtype: a rounding errs where what it rounds goes.
         """
         emulator, fields = self.of[0]
-        power, taken = fields[self.name].error ** 2, {r.site for r in best}
+        power, taken = fields[self.name].error ** 2, {site for r in best for site in r.sites}
         likely: list[tuple[float, Rounding]] = []
         for visit in emulator.single_visits():
             if visit.site in taken:
@@ -477,9 +482,9 @@ class Seeds:
 
 def one_more(chosen: tuple[Rounding, ...], candidates: list[Rounding]) -> list[tuple[Rounding, ...]]:
     """The chosen roundings and one more, of a site that has none; sums are all rounded at the same depth."""
-    taken = {r.site for r in chosen}
+    taken = {site for r in chosen for site in r.sites}
     depth = next((r.depth for r in chosen if r.depth), None)
-    return [(*chosen, c) for c in candidates if c.site not in taken and (not c.depth or depth in (None, c.depth))]
+    return [(*chosen, c) for c in candidates if taken.isdisjoint(c.sites) and (not c.depth or depth in (None, c.depth))]
 
 
 class Emulator:
@@ -533,7 +538,7 @@ class Emulator:
         self.emulations += 1
         self.done(self.emulations)
         depth = next((r.depth for r in chosen if r.depth), self.contract.depth)
-        dtypes = {site: (r.dtype, r.visit) for r in chosen for site in (OPERANDS if r.dtype in PASSES else (r.site,))}
+        dtypes = {site: (r.dtype, r.visit) for r in chosen for site in r.sites}
         return self._golden(depth, _rounding(dtypes))
 
     def single_visits(self) -> list[Rounding]:

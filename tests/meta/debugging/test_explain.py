@@ -10,6 +10,8 @@ import pytest
 from parity import matrix
 from parity.cli import main
 from parity.debugging.explain import (
+    DOT,
+    PASSES,
     Emulator,
     Field,
     Rounding,
@@ -18,6 +20,7 @@ from parity.debugging.explain import (
     explain,
     in_three_passes,
     likeness,
+    one_more,
     rounded,
     spelled,
 )
@@ -504,3 +507,9 @@ def test_what_no_site_has_is_no_loss_where_the_case_passes():
     found = explain(Trial(op, next(case for case in op.cases if f32(case)), "tpu"))
     assert (found.kind, found.judged.verdict.outcome) == ("noise", "AGREES")
     assert found.conclusion.startswith("error within its bound")
+
+
+def test_passes_leave_no_other_rounding_of_an_operand():
+    passes, rhs, out = Rounding(DOT, PASSES[0]), Rounding("rhs", "bfloat16"), Rounding("out", "bfloat16")
+    assert one_more((passes,), [rhs, out]) == [(passes, out)]
+    assert one_more((rhs,), [passes, out]) == [(rhs, out)]
