@@ -64,6 +64,7 @@ PRECISION = (
     "21 bits",
     "pass of",
     "passes of",
+    "pieces of",
     "TF32",
     "from powers",
 )
