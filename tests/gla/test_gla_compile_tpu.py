@@ -63,13 +63,7 @@ def check(programs, chip):
 
 def promised(program):
     """The operands of its dots and the passes of each, where it compiles."""
-    if program.op.startswith("fused_recurrent"):
-        return set()
-    return {("f32", 6)} if ieee(program) else {("bf16", 1)}
-
-
-def ieee(program):
-    return program.keywords["q"].dtype == F32 and program.keywords.get("precision") != "bf16x3"
+    return set() if program.op.startswith("fused_recurrent") else {("bf16", 1)}  # what is float32 is in pieces
 
 
 @pytest.mark.parametrize(
