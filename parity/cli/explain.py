@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from rich.progress import TextColumn
 from rich.text import Text
 
@@ -62,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@np.errstate(all="ignore")  # hardware says nothing of what is not finite, and interpreters need not
 def command(given: argparse.Namespace) -> int:
     """`parity explain`: 0 where the case passes, 1 where it fails, 3 where its kernel raised."""
     trial = trial_of(given)

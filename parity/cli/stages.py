@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_argument(parser)
 
 
+@np.errstate(all="ignore")  # hardware says nothing of what is not finite, and interpreters need not
 def command(given: argparse.Namespace) -> int:
     """`parity stages`: 0 where the case passes, 1 where it fails, 3 where its kernel raised."""
     trial, out = trial_of(given), Console(highlight=False, soft_wrap=True, markup=False)

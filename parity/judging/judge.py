@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from parity.backends import runner
+from parity.declared import DeclarationError
 from parity.dtypes import Floats
 from parity.guard import OUTCOMES, Ended
 from parity.judging import verdict
@@ -321,12 +322,19 @@ def compare(op: Op, case: Case, seeds: int, recorded: Mapping[Backend, Sequence[
 
 
 def _explained(op: Op, case: Case, seeds: int, compared: Comparison) -> Comparison:
-    """With what both contracts make of the ratio, at most as sure as the seeds are."""
+    """With what both contracts make of the ratio, at most as sure as the seeds are.
+
+    Raises DeclarationError where one names no sites.
+    """
     logs = []
     for n in range(seeds):
         trials = [Trial(op, case.with_seed(case.seed + n), backend) for backend in BACKENDS]
-        tpu, gpu = (explained(t)[compared.output].variance / t.scale(compared.output).unit ** 2 for t in trials)
-        logs.append(np.log(tpu.mean() / gpu.mean()) / 2)
+        allowed = [explained(trial) for trial in trials]
+        if not all(allowed):
+            raise DeclarationError(op, case, "expected", "must not be explained where a contract names no sites")
+        unit = trials[0].scale(compared.output).unit
+        tpu, gpu = (np.mean(of[compared.output].variance / unit**2) for of in allowed)
+        logs.append(np.log(tpu / gpu) / 2)
     return replace(compared, explained=float(np.exp(np.mean(logs) + verdict.margin_of(np.array(logs)))))
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from parity.declared import DeclarationError
 from parity.dtypes import round_to
 from parity.judging.judge import compare, judge, twin_of
 from parity.judging.magnitude import abs_of
@@ -329,6 +330,14 @@ def test_a_loss_is_held_to_what_both_contracts_make_of_it(device, monkeypatch, l
     compared = compare(op(expected=(Expected(lambda case: True, "LOSS", "is known", explained=True),)), CASE, 3)
     assert compared.comparison.verdict.outcome == decides
     assert compared.comparison.explained == pytest.approx(1.2)
+
+
+def test_no_loss_is_explained_by_a_contract_without_sites(device, monkeypatch):
+    lost = Comparison(Verdict("LOSS", "G5", ""), 1.5, 1.1, 2.0)
+    monkeypatch.setattr("parity.judging.judge.verdict.compare", lambda *measured, **options: lost)
+    known = op(expected=(Expected(lambda case: True, "LOSS", "is known", explained=True),))
+    with pytest.raises(DeclarationError, match="expected must not be explained where a contract names no sites"):
+        compare(known, CASE, 1)
 
 
 def test_the_magnitude_is_the_golden_of_the_absolute_values_of_what_is_named(device):

@@ -111,6 +111,12 @@ def test_a_declared_loss_is_an_xfail_that_must_not_pass(losing):
     assert re.search(r"^LOSS  G5: ε .* τ=0   double-M8_N40-f32-s0", done.stdout, re.MULTILINE)
 
 
+def test_what_passes_passes_where_losses_are_explained(losing):
+    run = losing("c.dtype == 'bfloat16'")
+    run.replace("matrix.py", "'rounds twice')", "'rounds twice', explained=True)")
+    assert "2 failed, 2 passed in" in run("-q").stdout
+
+
 def test_a_declaration_that_matches_no_case_is_refused(losing):
     done = losing("c.M == 7")("-q")
     assert done.returncode != 0
