@@ -52,10 +52,6 @@ from parity.op import Inputs, outputs
 Values = list[Any]
 """NumPy arrays, floating-point ones in float64; a reference is the array (or the view) itself."""
 
-ONE_THREAD = 2**18
-"""Products of a matrix product; of more OpenBLAS takes threads, which wait for each other where cores are shared: 22 ms
-in the place of 0.6."""
-
 _mark_p = core.Primitive("parity_mark")
 # With the effect of a debugging print: JAX drops an operation that has none and whose result nothing needs.
 _EFFECTS = jax.make_jaxpr(lambda: jax.debug.print(""))().effects
@@ -655,8 +651,6 @@ def _dot(x: Any, y: Any, *, dimension_numbers: Any, **_: Any) -> Any:
     columns = [n for n in range(y.ndim) if n not in (*of_y, *batch_y)]
     batch, m, n = [x.shape[n] for n in batch_x], [x.shape[n] for n in rows], [y.shape[n] for n in columns]
     depth = math.prod(x.shape[n] for n in of_x)
-    if math.prod([*m, *n, depth]) > ONE_THREAD:
-        return NotImplemented
     left = x.transpose(*batch_x, *rows, *of_x).reshape(*batch, math.prod(m), depth)
     right = y.transpose(*batch_y, *of_y, *columns).reshape(*batch, depth, math.prod(n))
     return (left @ right).reshape(*batch, *m, *n)
