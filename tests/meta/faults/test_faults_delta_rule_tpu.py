@@ -18,8 +18,8 @@ FORWARD, BACKWARD = "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd"
 POWERS = """\
     power, t = -a, jnp.where(iota(a.shape, 1) == iota(a.shape, 2), 1.0, 0.0) - a
     for _ in range(6):
-        power = dot(power, power, (1, 0), wide)
-        t += dot(t, power, (1, 0), wide)
+        power = dot(power, power, (1, 0), scan, WHOLE)
+        t += dot(t, power, (1, 0), scan, WHOLE)
     return t
 """
 
