@@ -61,7 +61,7 @@ def by_newton(rounds: int) -> Inverse:
 
 class Scheme(NamedTuple):
     """A way to T: its name, who has it, what T and the operands of its dots are rounded to, its steps, and how many
-    pieces of bfloat16 all other dots take what is float32 in."""
+    pieces of bfloat16 all other dots take what is float32 in; with two those with T or a state take three."""
 
     name: str
     peer: str

@@ -111,8 +111,8 @@ class Contract:
     dot: `native` (exact products of 16-bit operands), `fp8`, `int8` (exact products, and of int8 exact sums wherever
     no scale changes), `ieee` (exact products of float32), `bf16x6`, `bf16x3`, `bf16x1` (float32 operands in that many
     bfloat16 passes), `bf16x2` (one float32 operand in two pieces beside one of 16 bits), `bf16x3x3` (both in three, and
-    all products but those below the first piece and the last), `tf32`, or `none` (an
-    elementwise operation). Source of the roundoffs: `DOTS`.
+    all products but those below the first piece and the last), `tf32`, or `none` (an elementwise operation). Source of
+    the roundoffs: `DOTS`.
     outs: the dtypes of the outputs that are not of dtype `out`, by name.
     depth, tile, sites and schedule say where the staged golden rounds as such a kernel does: what the judge holds it to
     (`judging.spread`), and how it is emulated (`judging.stages.emulate`). Without sites only a derived bound decides.

@@ -199,7 +199,7 @@ def _named(node: ast.AST) -> str | None:
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Constant):  # a key of a dictionary, or what a tensor is loaded by
-        return str(node.value)
+        return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.keyword):
         return node.arg
     return node.attr if isinstance(node, ast.Attribute) else None

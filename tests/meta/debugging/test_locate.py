@@ -13,18 +13,11 @@ from parity.debugging.attribution.program import Births, Line, Run
 from parity.dtypes import round_to
 from parity.op import Contract
 from parity.trial import Trial
-from tests.meta.faults.planting import OP, plant, planted_lines
+from tests.meta.faults.planting import OP, trial_of
 from tests.meta.faults.test_faults import FAULTS
 from tests.meta.faults.test_faults_gla import FAULTS as FAULTS_GLA
 
 GLA = "chunk_simple_gla_fwd"
-
-
-def trial_of(faults, name, backend, op, folder):
-    """The first case that shows a fault, with the fault in its kernel; and the lines that were changed."""
-    fault = next(f for f in faults if (f.backend, f.name) == (backend, name) and op in f.ops)
-    case = next(case for case in OP[op].cases if case.tier != "full" and fault.where(case))
-    return Trial(OP[op], case, backend, getattr(plant(fault, folder), op)), planted_lines(fault)
 
 
 BACKENDS = [pytest.param(backend, marks=getattr(pytest.mark, backend)) for backend in ("tpu", "gpu")]

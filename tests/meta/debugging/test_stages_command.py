@@ -19,7 +19,7 @@ from parity.debugging.explain import explain
 from parity.judging.reference import reference
 from parity.trial import Trial
 from tests.matrix import OPS
-from tests.meta.faults.planting import ROOT, Fault, plant
+from tests.meta.faults.planting import ROOT, Fault, plant, trial_of
 from tests.meta.faults.test_faults_delta_rule_gpu import FAULTS as FAULTS_DELTA_RULE_GPU
 from tests.meta.faults.test_faults_delta_rule_tpu import FAULTS as FAULTS_DELTA_RULE_TPU
 from tests.support.stages import check_a_probe_leaves_nothing, traced, walked
@@ -265,14 +265,15 @@ def test_values_in_three_pieces_are_the_ones_that_they_stand_for():
     assert {"dP", "dq"} <= {stage.site for stage in stages} and not any(stage.is_off for stage in stages), stages
 
 
+DELTA_RULE, POWERS = "chunk_gated_delta_rule_fwd", "the inverse comes from powers"
+
+
 @FULL
 @pytest.mark.gpu
 def test_no_stage_is_wrong_where_every_output_is_right(tmp_path):
     """Powers of equal keys reach 1e15 and cancel: float64 keeps what is left of T, not each of its numbers."""
-    fault = next(f for f in FAULTS_DELTA_RULE_GPU if f.name == "the inverse comes from powers")
-    op = OP[fault.ops[0]]
-    case = next(c for c in op.cases if c.tier != "full" and fault.where(c))
-    stages, found = walked(op, case, "gpu", getattr(plant(fault, tmp_path), op.name))
+    trial, _ = trial_of(FAULTS_DELTA_RULE_GPU, POWERS, "gpu", DELTA_RULE, tmp_path)
+    stages, found = walked(trial.op, trial.case, "gpu", trial.kernel)
     assert (stages[-1].site, stages[-1].wrong, stages[-1].is_off) == ("T", 0.0, True), stages
     assert conclusion(found, tmp_path).startswith("precision is lost at T")
 
@@ -281,10 +282,7 @@ def test_no_stage_is_wrong_where_every_output_is_right(tmp_path):
 @pytest.mark.tpu
 def test_what_float64_mends_but_for_a_little_is_lost_precision(tmp_path):
     """The same powers of longer chunks: what is left in float64 is beyond the contract."""
-    fault = next(f for f in FAULTS_DELTA_RULE_TPU if f.name == "the inverse comes from powers")
-    op = OP[fault.ops[0]]
-    case = next(c for c in op.cases if c.tier != "full" and fault.where(c))
-    trial = Trial(op, case, "tpu", getattr(plant(fault, tmp_path), op.name))
+    trial, _ = trial_of(FAULTS_DELTA_RULE_TPU, POWERS, "tpu", DELTA_RULE, tmp_path)
     found = locate(trial, "o", frozenset())
     assert [stage.site for stage in found.stages if stage.is_off] == ["T"] and not any(s.wrong for s in found.stages)
     assert "planted_tpu.py" in conclusion(found, tmp_path)

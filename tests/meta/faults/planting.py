@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,7 +17,7 @@ from mutation.tokens import occurrences
 from parity.backends import load_kernel
 from parity.judging.judge import gates
 from parity.ledger.sources import imported_by, reached
-from parity.op import BACKENDS, Case, Op
+from parity.op import BACKENDS, Backend, Case, Op
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.support.agreement import asked
@@ -91,6 +91,13 @@ def planted_lines(fault: Fault) -> range:
     before, (after,) = source_of(place.module), edited([Edit(place, fault.old, fault.new)]).values()
     end = len(after) - (len(before) - place.end)
     return range(after.count("\n", 0, place.start) + 1, after.count("\n", 0, end) + 2)
+
+
+def trial_of(faults: Iterable[Fault], name: str, backend: Backend, op: str, folder: Path) -> tuple[Trial, range]:
+    """The first case that shows a fault, with the fault in its kernel; and the lines that were changed."""
+    fault = next(f for f in faults if (f.backend, f.name) == (backend, name) and op in f.ops)
+    case = next(case for case in OP[op].cases if case.tier != "full" and fault.where(case))
+    return Trial(OP[op], case, backend, getattr(plant(fault, folder), op)), planted_lines(fault)
 
 
 class Place(NamedTuple):
