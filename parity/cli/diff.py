@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from functools import cache
+from pathlib import Path
 
+from parity import matrix
+from parity.cli.show import by_contract
 from parity.ledger import diff
+from parity.op import Op
 
 ABOUT = "compare two ledgers: what got better or worse beyond noise, and who moved it"
 
@@ -19,6 +24,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(given: argparse.Namespace) -> int:
     """`parity diff`: 1 where a case got worse and --fail-on-regression is given, else 0."""
-    moved = diff.diff(diff.load(given.a, given.root), diff.load(given.b, given.root))
+    a, b = (diff.load(source, given.root) for source in (given.a, given.b))
+    moved = diff.in_contracts(diff.diff(a, b), a, b, _by_contract(given.root))
     print(diff.to_json(moved) if given.json else diff.describe(moved))
     return int(given.fail_on_regression and diff.regressed(moved))
+
+
+def _by_contract(root: Path) -> diff.ByContract:
+    """Of records of the project at root; nothing where it has no matrix: ledgers are compared anywhere."""
+
+    @cache
+    def ops() -> tuple[Op, ...]:
+        try:
+            return matrix.load(root)
+        except ValueError:
+            return ()
+
+    return lambda record: by_contract(ops(), record)

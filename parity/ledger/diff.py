@@ -12,7 +12,7 @@ import math
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -33,11 +33,17 @@ FOLDER = "records"
 """Where a revision keeps its ledgers, below the project's root."""
 SCHEDULES, PLANS = "schedule", "plans"
 """The folders in it that hold what compilers say and how kernels are cut, which are not records of a case."""
+WORST = 5
+"""Changed cases of an op that are named, and held to their contract."""
+BETWEEN = " → "
+"""What is between two kinds of device that are compared; no kind's name has it."""
 SCHEMA = 1
 """Of the JSON that `to_json` writes."""
 
 Key = tuple[str, str, str]
 """Backend, device kind, op."""
+ByContract = Callable[[Record], Mapping[str, float]]
+"""Of a record, how many times its contract's the error of each output is, as a whole; of those where that is known."""
 Change = Literal["worse", "better", "not comparable", "unchanged", "only in A", "only in B"]
 
 # Who can move a result, the likeliest first.
@@ -147,6 +153,7 @@ class CaseDiff:
     beyond: tuple[str, ...] = ()  # tails and biases that changed by more than the verdict allows
     verdicts: tuple[str, ...] = ()  # outcome in A and in B; of several seeds the first that fails
     moved: tuple[str, ...] = ()  # what differs between A and B, the likeliest cause first
+    contract: tuple[float, float] | None = None  # that output's error over its contract's in A and B: `in_contracts`
 
     @property
     def cause(self) -> str:
@@ -166,6 +173,16 @@ class OpDiff:
     device_kind: str  # "NVIDIA H100 → NVIDIA H200" where A and B are of different kinds
     op: str
     cases: tuple[CaseDiff, ...]
+
+    @property
+    def device_kinds(self) -> tuple[str, ...]:
+        """One, or that of A and that of B."""
+        return tuple(self.device_kind.split(BETWEEN))
+
+    @property
+    def changed(self) -> list[CaseDiff]:
+        """The cases that are not what they were: those that got worse first, most first."""
+        return sorted((c for c in self.cases if c.change in ("worse", "better", "not comparable")), key=_severity)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -193,12 +210,41 @@ def diff(a: Mapping[Key, Ledger], b: Mapping[Key, Ledger]) -> list[OpDiff]:
         before = after = kind
         if kind in old + new and len(old) == len(new) == 1:
             before, after = old[0], new[0]
-        kinds = kind if before == after else f"{before} → {after}"
+        kinds = kind if before == after else before + BETWEEN + after
         ledgers = _by_case(a.get((backend, before, op), {})), _by_case(b.get((backend, after, op), {}))
         names = sorted({*ledgers[0], *ledgers[1]})
         cases = tuple(_diff_case(name, *(ledger.get(name, {}) for ledger in ledgers)) for name in names)
         found[backend, kinds, op] = OpDiff(backend, kinds, op, cases)
     return list(found.values())
+
+
+def in_contracts(
+    diffs: Iterable[OpDiff], a: Mapping[Key, Ledger], b: Mapping[Key, Ledger], by_contract: ByContract
+) -> list[OpDiff]:
+    """What `diff(a, b)` has found, with the errors of the `WORST` changed cases of each op in terms of their contract.
+
+    They are root mean squares over the seeds that were compared; None where one of these is not known.
+    """
+    found = []
+    for of_op in diffs:
+        before, *_, after = (*of_op.device_kinds, *of_op.device_kinds)
+        old, new = (_by_case(x.get((of_op.backend, kind, of_op.op), {})) for x, kind in ((a, before), (b, after)))
+        known = {
+            case.case: _in_contract(case.ratio.output, _compared(old[case.case], new[case.case]), by_contract)
+            for case in of_op.changed[:WORST]
+            if case.ratio
+        }
+        cases = tuple(replace(case, contract=known.get(case.case)) for case in of_op.cases)
+        found.append(replace(of_op, cases=cases))
+    return found
+
+
+def _in_contract(
+    output: str, pairs: Sequence[tuple[Record, Record]], by_contract: ByContract
+) -> tuple[float, float] | None:
+    ratios = np.array([[by_contract(record).get(output, math.nan) for record in pair] for pair in pairs])
+    before, now = np.sqrt(np.mean(ratios**2, axis=0))
+    return None if math.isnan(before + now) else (float(before), float(now))
 
 
 def regressed(diffs: Iterable[OpDiff]) -> bool:
@@ -221,10 +267,8 @@ def _by_case(ledger: Ledger) -> dict[str, dict[int, Record]]:
 def _diff_case(name: str, a: Mapping[int, Record], b: Mapping[int, Record]) -> CaseDiff:
     if not a or not b:
         return CaseDiff(name, "only in A" if a else "only in B")
-    pairs = [(a[seed], b[seed]) for seed in sorted(a.keys() & b.keys())]
-    # Seeds that were not recorded again say nothing of what moved, and would hide it.
-    pairs = [(old, new) for old, new in pairs if old != new] or pairs
-    compared = [pair for pair in pairs if _comparable(*pair)]
+    pairs = _pairs(a, b)
+    compared = _compared(a, b)
     change, ratio, beyond = _measured(compared)
     sound = {(_sound(old), _sound(new)) for old, new in pairs}
     if (True, False) in sound:  # whatever became of ε
@@ -236,6 +280,16 @@ def _diff_case(name: str, a: Mapping[int, Record], b: Mapping[int, Record]) -> C
     verdicts = tuple(_outcome(side) for side in zip(*pairs, strict=True))
     moved = _likeliest_first(mover for pair in pairs for mover in _movers(*pair))
     return CaseDiff(name, change, len(compared), ratio, beyond, verdicts, moved)
+
+
+def _pairs(a: Mapping[int, Record], b: Mapping[int, Record]) -> list[tuple[Record, Record]]:
+    """The records of both of each seed. Those not recorded again say nothing of what moved, and would hide it."""
+    pairs = [(a[seed], b[seed]) for seed in sorted(a.keys() & b.keys())]
+    return [(old, new) for old, new in pairs if old != new] or pairs
+
+
+def _compared(a: Mapping[int, Record], b: Mapping[int, Record]) -> list[tuple[Record, Record]]:
+    return [pair for pair in _pairs(a, b) if _comparable(*pair)]
 
 
 def _comparable(a: Record, b: Record) -> bool:
@@ -343,7 +397,7 @@ def _likeliest_first(movers: Iterable[str]) -> tuple[str, ...]:
 # --- telling ---
 
 
-def describe(diffs: Sequence[OpDiff], worst: int = 5) -> str:
+def describe(diffs: Sequence[OpDiff], worst: int = WORST) -> str:
     """One line per op that moved, then its `worst` changed cases: those that got worse first, most first. One line for
     all that did not move."""
     lines = []
@@ -352,10 +406,9 @@ def describe(diffs: Sequence[OpDiff], worst: int = 5) -> str:
         counts = ", ".join(f"{of_op.counts[name]} {name}" for name in _ORDER if name in of_op.counts)
         cause = f"   who moved: {of_op.cause}" if of_op.cause else ""
         lines.append(f"{of_op.op}  {of_op.backend} {of_op.device_kind}: {counts}{cause}")
-        changed = sorted((c for c in of_op.cases if c.change in ("worse", "better", "not comparable")), key=_severity)
-        lines += [f"  {_line(case)}" for case in changed[:worst]]
-        if len(changed) > worst:
-            lines.append(f"  … and {len(changed) - worst} more")
+        lines += [f"  {_line(case)}" for case in of_op.changed[:worst]]
+        if len(of_op.changed) > worst:
+            lines.append(f"  … and {len(of_op.changed) - worst} more")
     if still:
         cases = [case for of_op in still for case in of_op.cases]
         moved = _likeliest_first(mover for case in cases for mover in case.moved)
@@ -376,6 +429,8 @@ def _line(case: CaseDiff) -> str:
     if case.ratio:
         name = case.ratio.statistic if case.ratio.output == "out" else f"{case.ratio.statistic} of {case.ratio.output}"
         parts.append(f"{name} {case.ratio} over {case.seeds} seed{'s' if case.seeds > 1 else ''}")
+    if case.contract:
+        parts.append("{:.3g} → {:.3g} × its contract".format(*case.contract))
     parts += case.beyond
     if len(set(case.verdicts)) > 1:
         parts.append(" → ".join(case.verdicts))
@@ -402,11 +457,8 @@ def _plain(case: CaseDiff) -> dict[str, Any]:
     return plain
 
 
-def show(records: Sequence[Record], by_contract: Callable[[Record], Mapping[str, float]] = lambda record: {}) -> str:
-    """Records for a person: a block for every case, backend and recording, with a line for each of its seeds.
-
-    by_contract: of a record, how many times its contract's the error of each output is, where that is known.
-    """
+def show(records: Sequence[Record], by_contract: ByContract = lambda record: {}) -> str:
+    """Records for a person: a block for every case, backend and recording, with a line for each of its seeds."""
 
     def block(record: Record) -> tuple[str, ...]:
         p = record.provenance
@@ -416,7 +468,7 @@ def show(records: Sequence[Record], by_contract: Callable[[Record], Mapping[str,
     return "\n\n".join("\n".join(_show_block(list(together), by_contract)) for _, together in groupby(ordered, block))
 
 
-def _show_block(records: Sequence[Record], by_contract: Callable[[Record], Mapping[str, float]]) -> Iterator[str]:
+def _show_block(records: Sequence[Record], by_contract: ByContract) -> Iterator[str]:
     record, p = records[0], records[0].provenance
     outcomes = Counter(r.verdict for r in records)
     tree = {True: " with local changes", False: "", None: ""}[p.dirty]

@@ -1,12 +1,18 @@
 """The `parity` command, on somebody else's project and on this one's ledger."""
 
 import json
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from parity import cli
+from parity.backends import EMULATED
+from parity.ledger.read import read
+from parity.ledger.schema import ledger_path
+from tests.support.records import keep
 
 ROOT = Path(__file__).parents[3]
 CASE = "gmm-M300_K200_N160_G6-f32-tiling64x128x128-zipf-s0"
@@ -84,6 +90,19 @@ def test_show_prints_what_was_recorded_on_both_backends(printed):
 def test_a_ledger_does_not_differ_from_itself(printed, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert "worse" not in printed("diff", "records", "records", "--fail-on-regression")
+
+
+def test_diff_tells_how_many_times_its_contract_an_error_was_and_is(printed, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    ledger = read(ledger_path(Path("records"), "tpu", EMULATED, "gmm"))
+    record = next(r for r in ledger.values() if r.case == CASE and r.seed == 0)
+    m = record.outputs["out"]
+    larger = replace(m, epsilon=5 * m.epsilon, tiles=tuple(tuple(5 * x for x in row) for row in m.tiles))
+    for name, metrics in (("before", m), ("now", larger)):
+        keep(tmp_path / name, replace(record, outputs={"out": metrics}))
+    shown = printed("diff", str(tmp_path / "before"), str(tmp_path / "now"))
+    before, now = map(float, re.search(r"(\S+) → (\S+) × its contract", shown).groups())
+    assert 0.8 < before < 1.2 and now == pytest.approx(5 * before, rel=0.01)
 
 
 @pytest.mark.full

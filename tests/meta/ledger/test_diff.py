@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from parity.backends import EMULATED
-from parity.ledger.diff import describe, diff, load, matches, regressed, show, to_json
+from parity.ledger.diff import describe, diff, in_contracts, load, matches, regressed, show, to_json
 from parity.ledger.schema import RecordError, ledger_path
 from tests.support import records
 from tests.support.commands import git
@@ -368,6 +368,32 @@ def test_describe_names_the_worst_cases_first():
 def test_describe_shows_a_changed_verdict():
     text = describe(diff(ledgers(BASE), ledgers(changed(verdict="OUT OF BOUND"))))
     assert "ε 1.0000× [0.9725, 1.0282] over 8 seeds   AGREES → OUT OF BOUND   unexplained" in text
+
+
+def of_a_contract_of(epsilon):
+    return lambda record: {name: m.epsilon / epsilon for name, m in record.outputs.items()}
+
+
+def test_what_moved_is_told_in_terms_of_the_contract():
+    a, b = ledgers(BASE), ledgers(changed(scale=3.0))
+    (of_op,) = found = in_contracts(diff(a, b), a, b, of_a_contract_of(1e-7))
+    assert of_op.cases[0].contract == pytest.approx((1.0, 3.0))
+    assert "over 8 seeds   1 → 3 × its contract   unexplained" in describe(found)
+    assert json.loads(to_json(found))["ops"][0]["cases"][0]["contract"] == pytest.approx([1.0, 3.0])
+
+
+def test_nothing_is_told_of_a_contract_that_is_not_known_for_a_seed():
+    a, b = ledgers(BASE), ledgers(changed(scale=3.0))
+    found = in_contracts(diff(a, b), a, b, lambda record: {"out": 1.0} if record.seed else {})
+    assert "contract" not in describe(found)
+
+
+def test_both_kinds_of_device_are_held_to_the_contract():
+    a = ledgers(changed(where=H100))
+    b = ledgers(changed(scale=3.0, where={**H100, "device_kind": "NVIDIA H200"}))
+    (of_op,) = in_contracts(diff(a, b), a, b, of_a_contract_of(1e-7))
+    assert of_op.device_kinds == ("NVIDIA H100", "NVIDIA H200")
+    assert of_op.cases[0].contract == pytest.approx((1.0, 3.0))
 
 
 def test_json_keeps_everything():
