@@ -246,6 +246,7 @@ def check_is_caught(fault: Fault, op: Op, folder: Path):
             verdicts[case.id] = error
             return
         if not verdicts[case.id].passed:
-            assert "NameError" not in verdicts[case.id].reason, f"the fault has no such name: {verdicts[case.id].reason}"
+            reason = verdicts[case.id].reason
+            assert "NameError" not in reason, f"the fault has no such name: {reason}"
             return
     pytest.fail(f"not caught by any of {len(tried)} cases: {verdicts}")
