@@ -27,6 +27,9 @@ WITH_CALLERS = 3
 REST = 0.02
 """The share of the error that lines which are not asked one by one may make, all together."""
 
+SLIGHT = (REST / 2) ** 2
+"""The share of a line without which less than `REST` of the error goes, unless it mends what another line does."""
+
 CHECKS = (1, 2, 4, 8, 16, 32, 64)
 """After so many lines it is asked what the others make."""
 
@@ -160,16 +163,32 @@ def rank(
     shares: list[Share] = []
     for n, line in enumerate(lines):
         done(2 + n, 2 + len(lines))
-        if n in CHECKS and sum(share.share for share in shares) > 1 - REST:
-            rest = evaluate(lambda place, rest=frozenset(lines[n:]): place.line in rest)  # type: ignore[misc]
+        if n in CHECKS:
+            rest = evaluate(_among(lines[n:]))
             if power(rest) < REST * total and at_site(rest) <= REST * total_at_site:
-                break
+                if sum(share.share for share in shares) > 1 - REST:
+                    break
+                if abs(power(evaluate(_among(lines[:n]))) / total - 1) < NAMED:  # nor do they mend what others do
+                    break
         run = evaluate(_on(line))
         shares.append(Share(line, power(run) / total, sites=at_sites(run, exact)))
     if sum(share.share for share in shares) < EXPLAINED:
-        for n, share in enumerate(shares):
-            done(2 + len(lines) + n, 2 + 2 * len(lines))
-            shares[n] = replace(share, gone=1 - power(evaluate(_off(share.line))) / total)
+        gone: dict[Line, float] = {}
+
+        def ask(group: Sequence[Line]) -> None:
+            """What goes without a line; without each of several the same, where they make little together."""
+            lost = 1 - power(evaluate(_but(group))) / total
+            if len(group) == 1 or abs(lost) < REST:
+                gone.update(dict.fromkeys(group, lost))
+                done(2 + len(lines) + len(gone), 2 + 2 * len(lines))
+                return
+            for half in (group[: len(group) // 2], group[len(group) // 2 :]):
+                ask(half)
+
+        slight = [share.line for share in shares if share.share < SLIGHT]
+        for group in [[share.line] for share in shares if share.share >= SLIGHT] + [slight] * bool(slight):
+            ask(group)
+        shares = [replace(share, gone=gone[share.line]) for share in shares]
     shares.sort(key=lambda share: -max(share.share, share.gone or 0.0))
     for n, share in enumerate(shares[:WITH_CALLERS]):
         places = {place.caller for place in everything.erring if place.line == share.line and place.caller}
@@ -260,12 +279,18 @@ def _statements(file: str) -> tuple[ast.stmt, ...]:
     return tuple(node for node in ast.walk(ast.parse(_source(file))) if isinstance(node, ast.stmt))
 
 
+def _among(lines: Iterable[Line]) -> Active:
+    lines = frozenset(lines)
+    return lambda place: place.line in lines
+
+
 def _on(line: Line) -> Active:
     return lambda place: place.line == line
 
 
-def _off(line: Line) -> Active:
-    return lambda place: place.line != line
+def _but(lines: Iterable[Line]) -> Active:
+    lines = frozenset(lines)
+    return lambda place: place.line not in lines
 
 
 def _by(line: Line, caller: Line) -> Active:
