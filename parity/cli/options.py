@@ -182,6 +182,12 @@ def print_changes(given: argparse.Namespace, changes: Sequence[str], none: str) 
     print(json.dumps(changes, ensure_ascii=False) if given.json else "\n".join(changes) or none)
 
 
+class _Screen(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to `parity.cli.main`: rich's own way is to end the process, which is a kernel's fault there."""
+        raise BrokenPipeError
+
+
 def console(width: int, **options: Any) -> Console:
     """Where a table goes: a terminal folds it, into a file or a log it goes in so many columns. No text is markup."""
-    return Console(width=None if sys.stdout.isatty() else width, markup=False, **options)
+    return _Screen(width=None if sys.stdout.isatty() else width, markup=False, **options)

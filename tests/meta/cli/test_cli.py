@@ -1,5 +1,7 @@
 """The `parity` command, on somebody else's project and on this one's ledger."""
 
+import contextlib
+import io
 import json
 import re
 import sys
@@ -40,6 +42,18 @@ def refused(capsys):
         return " ".join(capsys.readouterr().err.split())
 
     return run
+
+
+def test_a_reader_that_has_seen_enough_is_no_fault_of_a_kernel(monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(cli.os, "dup2", lambda *descriptors: None)
+    with contextlib.redirect_stdout(Closed()) as closed:
+        closed.fileno = lambda: -1
+        assert cli.main(["--root", str(ROOT), "runners"]) == 1
+        assert cli.main(["--root", str(ROOT), "plans"]) == 1
 
 
 def test_list_counts_the_matrix_and_shows_cases_with_contracts(printed):
