@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 
 from rich import box
@@ -14,7 +15,7 @@ from parity.backends import EMULATED
 from parity.cli.options import console, file
 from parity.contact import assumptions
 from parity.contact.session import FAILED, Row, Session
-from parity.contact.steps import ALL_SECONDS, OFF, steps
+from parity.contact.steps import AGREES, ALL_SECONDS, NOT_HERE, OFF, RAN, Step, steps
 from parity.op import BACKENDS
 
 ABOUT = "what to run first on a device that nobody tried before: the most informative first, against the clock"
@@ -61,17 +62,29 @@ def command(given: argparse.Namespace) -> int:
         raise ValueError(f"--kind must name a kind of step, got {', '.join(given.kind)}")
     screen = console(160)
     session = Session(given.root, given.backend, path.resolve())
-    screen.print(session.about["describe"], markup=False, highlight=False)
+    screen.print(session.about["describe"], highlight=False)
     if given.record and session.about["device"] == EMULATED:
         raise ValueError("--record must be used on a device, got an emulated one")
-    rows = session.run(chosen, 60 * given.minutes, lambda row: screen.print(line(row), markup=False, highlight=False))
-    screen.print(table(rows))
     wanted = {step.id for step in chosen}
-    rows = [row for row in rows if row.id in wanted]
-    wrong = [row for row in rows if row.outcome in (*FAILED, OFF)]
-    left = len(chosen) - len(rows)
+    before = [row for row in session.resume() if row.id in wanted]
+    if session.aside:
+        screen.print(f"{path} was another device's or code's: it is {session.aside.name} now", highlight=False)
+    screen.print(HEAD, highlight=False)
+
+    def tell(row: Row) -> None:
+        screen.print(line(row), style="red" if is_wrong(row) else None, highlight=False, soft_wrap=True)
+
+    for row in before:
+        tell(row)
+    rows = [row for row in session.run(chosen, 60 * given.minutes, tell) if row.id in wanted]
+    screen.print(table(chosen, rows))
+    wrong, left = [row for row in rows if is_wrong(row)], len(chosen) - len(rows)
+    for row in wrong if len(rows) > len(wrong) else []:  # once more, below all that is right
+        tell(row)
     screen.print(f"{len(rows)} of {len(chosen)} steps, {len(wrong)} wrong, {left} left", highlight=False)
-    screen.print(f"send home: {path}", markup=False, highlight=False)
+    if left:
+        screen.print("the same command goes on", highlight=False)
+    screen.print(f"send home: {path}", highlight=False)
     if given.record:
         path = assumptions.measured_path(given.root / "records", given.backend, session.about["device"])
         found = [row.more for row in rows if row.kind == "probe" and row.more]
@@ -79,21 +92,30 @@ def command(given: argparse.Namespace) -> int:
     return 1 if wrong or left else 0
 
 
+HEAD = f"{'':12}  {'× allowed':>9}  {'seconds':>7}  step"
+
+
+def is_wrong(row: Row) -> bool:
+    """Whether a step failed, or is off its contract."""
+    return row.outcome in (*FAILED, OFF)
+
+
 def line(row: Row) -> str:
-    """A row as it ends."""
-    return f"{row.outcome:<13}{row.id}  {row.detail}"
+    """A row: what came of the step, its error over what is allowed where that has a measure, and details."""
+    by = f"{row.by:.3g}" if row.outcome in (AGREES, OFF) and isfinite(row.by) else ""
+    return f"{row.outcome:<12}  {by:>9}  {row.seconds:>7.1f}  {row.id}  {row.detail}".rstrip()
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """Whether each step ran, agrees, and by how much it is off its contract."""
+def table(chosen: Sequence[Step], rows: Sequence[Row]) -> Table:
+    """How many steps of each kind came to which outcome, and how many are left."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("step", "ran", "agrees", "× allowed", "seconds", "detail"):
-        shown.add_column(name, overflow="fold")
-    for row in rows:
-        ran = row.outcome not in FAILED
-        judged = {"AGREES": "yes", OFF: "OFF CONTRACT"}.get(row.outcome, "")
-        by = f"{row.by:.3g}" if judged else ""
-        style = None if ran and row.outcome != OFF else "red"
-        cells = (row.id, "yes" if ran else row.outcome, judged, by, f"{row.seconds:.1f}", row.detail)
-        shown.add_row(*cells, style=style)
+    outcomes = [name for name in (AGREES, RAN, NOT_HERE, OFF, *FAILED) if any(row.outcome == name for row in rows)]
+    shown.add_column("")
+    for name in (*outcomes, "left", "seconds"):
+        shown.add_column(name, justify="right")
+    for kind in dict.fromkeys(step.kind for step in chosen):
+        of_kind = [row for row in rows if row.kind == kind]
+        counts = [sum(row.outcome == name for row in of_kind) for name in outcomes]
+        left = sum(step.kind == kind for step in chosen) - len(of_kind)
+        shown.add_row(kind, *(str(n or "") for n in (*counts, left)), f"{sum(row.seconds for row in of_kind):.0f}")
     return shown

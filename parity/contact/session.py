@@ -2,13 +2,17 @@
 
 The file is lines of JSON: the device and the code first, then a row for each step as it ends. A session that finds the
 file of its own device and code goes on where it ended; a step that was under way when all was killed is tried again.
+Any other file that is in its place is kept under another name.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -22,15 +26,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
 
+from parity.compilers.processes import shortened
 from parity.contact.steps import NOT_HERE, Found, Step, perform
 from parity.op import Backend
 
 CRASHED, HUNG, RAISED = "CRASHED", "HUNG", "RAISED"
 FAILED = (CRASHED, HUNG, RAISED)
-LOG_CHARACTERS = 2000
 DEVICE = Step("device", "", 120)
 MODULES = {"gpu": ["torch", "triton"], "tpu": ["jax", "jax.experimental.pallas.tpu"]}
 """What a process starts with: loaded once, before any device is touched."""
+_STACK = re.compile(r'^Current thread .*\n +File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+"""Where the innermost call of the thread was that a signal came to, as faulthandler writes it."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +60,12 @@ class Row:
 
 @dataclass(eq=False)
 class Session:
-    """Where a contact is made, and what it writes."""
+    """Where a contact is made, and what it writes. aside: where the file went that was there and is not its own."""
 
     root: Path
     backend: Backend
     file: Path
+    aside: Path | None = None
 
     @cached_property
     def context(self) -> Any:
@@ -79,7 +86,7 @@ class Session:
     def resume(self) -> list[Row]:
         """The rows of a session of the same device and code, whose file is kept; else none, and a new file.
 
-        A line that a session was killed in while it wrote it is cut off.
+        A line that a session was killed in while it wrote it is cut off. What else is in the file's place is set aside.
         """
         if self.file.exists():
             whole = self.file.read_bytes()
@@ -89,6 +96,8 @@ class Session:
                     rows = [Row(**json.loads(line)) for line in others]
                     os.truncate(self.file, whole.rfind(b"\n") + 1)
                     return rows
+            names = (self.file.with_stem(f"{self.file.stem}-{n}") for n in itertools.count(1))
+            self.aside = self.file.rename(next(name for name in names if not name.exists()))
         self._write("w", self.about)
         return []
 
@@ -121,16 +130,20 @@ class Session:
             sending.close()
             try:
                 answer = _answer(receiving, process, min(step.seconds, left))
+                if answer == HUNG:
+                    _abort(process)
             finally:
                 _end(process)
-            text = log.read().decode(errors="replace")[-LOG_CHARACTERS:]
+            text = log.read().decode(errors="replace")
         took = time.monotonic() - began
         if isinstance(answer, Found):
             return Row(step.kind, step.name, answer.outcome, answer.by, answer.detail, took, answer.more)
         if answer == HUNG and left < step.seconds:
             return None
         outcome, detail = answer if isinstance(answer, tuple) else (HUNG, f"ended after {step.seconds:g} s")
-        return Row(step.kind, step.name, outcome, float("inf"), detail, took, None, text)
+        if place := _STACK.search(text):
+            detail += f", in {Path(place[1]).name}:{place[2]} {place[3]}"
+        return Row(step.kind, step.name, outcome, float("inf"), detail, took, None, shortened(text))
 
     def _write(self, mode: str, line: dict[str, Any]) -> None:
         with self.file.open(mode, encoding="utf-8") as stream:
@@ -149,6 +162,13 @@ def _answer(receiving: Connection, process: Any, seconds: float) -> Found | tupl
         code = process.exitcode
         how = signal.Signals(-code).name if code is not None and code < 0 else f"status {code}"
         return CRASHED, f"the process ended with {how}"
+
+
+def _abort(process: Any) -> None:
+    """Let a process that hangs write where it is into its log, and end."""
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGABRT)
+    process.join(2)
 
 
 def _end(process: Any) -> None:
@@ -174,6 +194,7 @@ def _child(root: Path, backend: Backend, step: Step, sending: Connection, log: s
     stream: TextIO = Path(log).open("w", encoding="utf-8")  # noqa: SIM115 (as long as the process lives)
     for descriptor in (1, 2):
         os.dup2(stream.fileno(), descriptor)
+    faulthandler.enable()  # of a signal that ends this process the log has the stack
     sys.path.insert(0, str(root))
     answer: Found | tuple[str, str]
     try:

@@ -23,7 +23,7 @@ from parity.backends import load_kernel, runner
 from parity.contact import assumptions, probes
 from parity.inputs import draw
 from parity.judging.judge import gates
-from parity.ledger import provenance
+from parity.ledger import provenance, sources
 from parity.op import Backend, Case, Groups, Offsets, Op, outputs
 from parity.trial import Trial
 
@@ -31,6 +31,8 @@ OFFSET = "group_offset"
 """What the kernels call the argument that says which group a shard begins with."""
 PROBE_SECONDS, ALL_SECONDS = 60, 3600
 """A probe's time limit, of which it tries bit patterns for a quarter; and one in which it tries every one."""
+NO_TESTS = 5
+"""The exit code of pytest."""
 AGREES, OFF, RAN, NOT_HERE = "AGREES", "OFF CONTRACT", "RAN", "NOT HERE"
 
 
@@ -52,7 +54,8 @@ class Step:
 class Found:
     """What came of a step: RAN (nothing to compare with), AGREES, or OFF CONTRACT `by` how much.
 
-    by: the error over what is allowed. more: plain data for who reads the file.
+    by: the error over what is allowed, infinite where what differs has no measure. more: plain data for who reads the
+    file.
     """
 
     outcome: str
@@ -130,9 +133,10 @@ def _case(root: Path, backend: Backend, step: Step) -> Found:
     judged = gates(Trial(*matrix.find(matrix.load(root), step.name), backend))
     if judged.verdict.outcome == "CRASH":
         raise RuntimeError(judged.verdict.reason)
-    outcome = AGREES if judged.verdict.passed else OFF
-    detail = "" if judged.verdict.passed else f"{judged.verdict.outcome} {judged.verdict.reason}"
-    return Found(outcome, judged.load if judged.metrics else float("inf"), detail, judged.summary())
+    if judged.verdict.passed:  # without metrics: bit for bit
+        return Found(AGREES, judged.load if judged.metrics else 0.0, "", judged.summary())
+    by = judged.load if judged.metrics else float("inf")
+    return Found(OFF, by, f"{judged.verdict.outcome} {judged.verdict.reason}", judged.summary())
 
 
 def _repeat(root: Path, backend: Backend, step: Step) -> Found:
@@ -183,7 +187,9 @@ def _tests(root: Path, backend: Backend, step: Step) -> Found:
             str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in Path(folder).rglob("*.jsonl")
         }
     last = done.stdout.strip().rpartition("\n")[2]
-    return Found(AGREES if done.returncode == 0 else OFF, float(done.returncode), last, {"records": records})
+    if done.returncode == NO_TESTS:
+        return Found(NOT_HERE, 0.0, "no smoke tests")
+    return Found(*(OFF, float("inf")) if done.returncode else (AGREES, 0.0), last, {"records": records})
 
 
 def _benchmark(root: Path, backend: Backend, step: Step) -> Found:
@@ -212,7 +218,17 @@ def _device(root: Path, backend: Backend, step: Step) -> Found:
         changes = hashlib.sha256(git.run(root, "diff", "HEAD", timeout=30)).hexdigest()
     except (OSError, subprocess.SubprocessError):
         commit = changes = None
-    return Found(RAN, more=about | {"commit": commit, "changes": changes})
+    kernels = "".join(_code(getattr(op, backend)) for op in matrix.load(root))  # which git may know nothing of
+    code = {"commit": commit, "changes": changes, "kernels": hashlib.sha256(kernels.encode()).hexdigest()}
+    return Found(RAN, more=about | code)
+
+
+def _code(kernel: str) -> str:
+    """What a kernel's code is; nothing of one that is not there, as its case will say."""
+    try:
+        return sources.identity(kernel)
+    except (ImportError, AttributeError):
+        return ""
 
 
 _PERFORM: Mapping[str, Callable[[Path, Backend, Step], Found]] = {

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from parity import Array, Contract, Op, matrix
 from parity.contact import assumptions, probes
 from parity.contact.assumptions import ASSUMPTIONS, Assumption
 from parity.contact.session import Row, Session
-from parity.contact.steps import Step, one_each, steps
+from parity.contact.steps import Step, one_each, perform, steps
 from parity.dtypes import round_to
 from parity.judging.judge import gates
 from parity.trial import Trial
@@ -69,7 +70,9 @@ def test_a_kernel_that_takes_its_process_along_costs_its_row_alone(session, outc
     assert bad.outcome == outcome, bad
     assert good.outcome == "AGREES" and good.by <= 1
     if outcome == "CRASHED":
-        assert "SIGSEGV" in bad.detail
+        assert re.search(r"SIGSEGV, in kernels\.py:\d+ good$", bad.detail) and "Segmentation fault" in bad.log
+    elif outcome == "HUNG":
+        assert re.search(r"after 8 s, in kernels\.py:\d+ good$", bad.detail), bad
     elif outcome == "OFF CONTRACT":
         assert 100 < bad.by < 1e6
     elif outcome == "RAISED":
@@ -108,8 +111,12 @@ def test_a_session_ends_in_its_time_and_goes_on_where_it_ended(session):
         assert [row.id for row in after] == [step.id for step in (*steps, another)]
     assert [row.id for row in told] == [step.id for step in (*steps[1:], another)]
 
-    first.file.write_text("\n".join([json.dumps(json.loads(head) | {"device": "another"}), *lines, ""]))
-    assert Session(first.root, "gpu", first.file).resume() == []
+    others = "\n".join([json.dumps(json.loads(head) | {"device": "another"}), *lines, ""])
+    for nth, text in enumerate([others, "something else\n"], 1):
+        first.file.write_text(text)
+        last = Session(first.root, "gpu", first.file)
+        assert last.resume() == [] and last.aside.name == f"contact-{nth}.jsonl"
+        assert last.aside.read_text() == text
 
 
 @pytest.mark.full
@@ -132,11 +139,29 @@ def test_the_command_prints_a_table_and_says_what_is_left(project):
     pytest.importorskip("triton")
     found = project()
     found.write("kernels.py", KERNELS.format(body=BODIES["OFF CONTRACT"]))
-    done = found.parity("contact", "--backend", "gpu", "--kind", "case", "--minutes", "2")
+    command = "contact", "--backend", "gpu", "--kind", "case", "--minutes"
+    done = found.parity(*command, "2")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert f"OFF CONTRACT case {F32}" in done.stdout
-    assert "2 of 2 steps, 1 wrong, 0 left" in done.stdout and "contact-gpu.jsonl" in done.stdout
-    assert (found.folder / "contact-gpu.jsonl").exists()
+    row = rf"^OFF CONTRACT +[\d.e+]+ +[\d.]+  case {F32}  OUT OF BOUND .*$"
+    assert len(re.findall(row, done.stdout, re.MULTILINE)) == 2  # when it comes, and below what is right
+    assert re.search(r"^ case +1 +1 +\d+ *$", done.stdout, re.MULTILINE)
+    assert "2 of 2 steps, 1 wrong, 0 left" in done.stdout and "send home: contact-gpu.jsonl" in done.stdout
+    found.write("kernels.py", KERNELS.format(body=BODIES["OFF CONTRACT"].replace("1.001", "1.002")))
+    done = found.parity(*command, "1e-9")
+    assert "contact-gpu.jsonl was another device's or code's: it is contact-gpu-1.jsonl now" in done.stdout
+    assert "0 of 2 steps, 0 wrong, 2 left\nthe same command goes on\n" in done.stdout
+
+
+def test_what_is_compared_bit_for_bit_and_right_is_off_by_nothing():
+    pytest.importorskip("triton")
+    (op,) = (op for op in OPS if op.name == "swizzle_scales")
+    found = perform(matrix.home(op), "gpu", Step("case", one_each(op)[0].id, 60))
+    assert (found.outcome, found.by) == ("AGREES", 0)
+
+
+def test_a_project_without_smoke_tests_is_not_off_its_contract(project):
+    found = perform(project().folder, "gpu", Step("tests", "smoke", 300))
+    assert (found.outcome, found.detail) == ("NOT HERE", "no smoke tests")
 
 
 def test_steps_come_in_the_order_of_risk_and_cover_every_dtype_path(pytestconfig):
