@@ -188,7 +188,7 @@ def _advance(
     """As `Recurrence`: use(slab, step, state before it, state after it, error of what that before recalled)."""
     load(refs, visit, rows, "k", "v")
     load_decays(refs, visit, rows, plan)
-    load_numbers(refs, rows, "beta")
+    load_numbers(refs, visit, rows, "beta")
     refs["decayed_rows"][...] = _decayed(refs, refs["k_rows"][...])
     state = refs["state"]
 
@@ -233,7 +233,7 @@ def _backward_steps(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
     """Take the gradient of the state back through the steps of a group, with all gradients but dq."""
     load(refs, visit, rows, "q", "k", "do")
     load_decays(refs, visit, rows, plan)
-    load_numbers(refs, rows, "beta")
+    load_numbers(refs, visit, rows, "beta")
     for name in ("dk_rows", "recalled_rows", "dgate_rows", "dbeta_rows"):
         refs[name][...] = jnp.zeros_like(refs[name])
 

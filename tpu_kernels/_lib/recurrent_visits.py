@@ -124,9 +124,12 @@ def store(refs: Refs, visit: Visit, rows: Any, name: str, x: jax.Array) -> None:
     refs[name][rows, :] = own(visit, rows, x, refs[name][rows, :])
 
 
-def load_numbers(refs: Refs, rows: Any, name: str) -> None:
-    """A group's numbers, one per step, in `name`_rows [GROUP, LANES]: a step's in all lanes of its row."""
-    line = refs[name][pl.ds(rows.start // GROUP, 1), :]
+def load_numbers(refs: Refs, visit: Visit, rows: Any, name: str) -> None:
+    """A group's numbers, one per step, in `name`_rows [GROUP, LANES]: a step's in all lanes of its row.
+
+    Zero where a step is not the visit's: NaN times what is zero there would reach the visit's states.
+    """
+    line = own(visit, rows, refs[name][pl.ds(rows.start // GROUP, 1), :], axis=1)
     refs[f"{name}_rows"][...] = jnp.broadcast_to(line, (LANES, GROUP)).T
 
 
