@@ -1,6 +1,9 @@
 """The quantisers on the TPU where the matrix does not look: nothing, a single element, and which rows of a tile go
 through a kernel's loops."""
 
+import itertools
+from collections import Counter
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,8 +12,10 @@ jax = pytest.importorskip("jax")
 
 from cpu_golden import quantize as golden  # noqa: E402
 from parity.interop import to_jax, to_numpy  # noqa: E402
+from tests.support.chips import on  # noqa: E402
 from tpu_kernels import mxfp8  # noqa: E402
 from tpu_kernels import quantize as kernels  # noqa: E402
+from tpu_kernels._lib.layout import Layout, Tiles, tile_size  # noqa: E402
 
 E4M3 = ml_dtypes.float8_e4m3fn
 pytestmark = pytest.mark.tpu
@@ -56,18 +61,18 @@ def test_products_beside_the_smallest_normal_number_are_rounded_before_they_are_
     [
         # No whole registers: on the TPU the elements of a block are laid one below the other.
         ((10, 48), 1, 24),
-        pytest.param((20, 48), 0, 5, marks=pytest.mark.full),
+        ((20, 48), 0, 5),
         ((3, 10, 40), 0, None),
-        pytest.param((4, 6, 40), (0, 2), 2, marks=pytest.mark.full),
+        ((4, 6, 40), (0, 2), 2),
         # Several to a register, or a register and a half; more tiles than one, the last of them not full.
         ((33, 272), 1, 16),
-        pytest.param((1088, 40), 0, 64, marks=pytest.mark.full),
-        pytest.param((8, 1152), 1, 384, marks=pytest.mark.full),
+        ((1088, 40), 0, 64),
+        ((8, 1152), 1, 384),
         ((40, 1100), 1, 1),
         # Longer than a tile, and walked in steps.
-        pytest.param((4200, 140), 0, None, marks=pytest.mark.full),
+        ((4200, 140), 0, None),
         ((2, 530, 1100), (-2, -1), None),
-        pytest.param((40, 9000), 1, None, marks=pytest.mark.full),
+        ((40, 9000), 1, None),
     ],
     ids=str,
 )
@@ -77,6 +82,15 @@ def test_blocks_that_the_matrix_has_none_of_have_each_its_own_scale(shape, axis,
     for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_array_equal(to_numpy(ours).astype(np.float32), theirs.astype(np.float32))
     np.testing.assert_array_equal(to_numpy(kernels.fp8_dequantize(*got)), golden.fp8_dequantize(*expected))
+
+
+def test_blocks_of_which_a_tile_has_less_than_a_register_of_scales_have_each_its_own(monkeypatch):
+    """As 128 rows of 7,168 columns have: a walk of eight tiles writes the scales of each into rows of its own."""
+    monkeypatch.setattr("tpu_kernels._lib.layout.tile_size", lambda: 2**14)
+    x = (np.random.default_rng(0).standard_normal((352, 512)) * np.arange(1, 353)[:, None]).astype(np.float32)
+    got, expected = kernels.fp8_quantize(to_jax(x), (0, 1), 32), golden.fp8_quantize(x, (0, 1), 32)
+    check(got, expected)
+    check([kernels.fp8_dequantize(*got)], [golden.fp8_dequantize(*expected).astype(np.float32)])
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "int8"])
@@ -117,3 +131,30 @@ def test_fp8_takes_nan():
     x = to_jax(np.resize(np.array([1, np.nan, -3], np.float32), (1, 96)))
     for quantised in (kernels.fp8_quantize(x, 1, None), mxfp8.mxfp8_quantize(x, 1)):
         assert np.isnan(to_numpy(quantised.qvalue).astype(np.float32)).sum() == 32
+
+
+@pytest.mark.parametrize("kind", ["TPU v5e", "TPU7x"])
+def test_tiles_have_whole_blocks_and_a_walk_whole_registers_of_scales(kind):
+    """Of every array and block: each tile in one walk, and once but for the last; no more than VMEM holds."""
+    rows_of, columns_of = (1, 33, 96, 1408, 8640), (1, 40, 128, 7168, 40000)
+    with on(kind):
+        for rows, columns, r, c in itertools.product(rows_of, columns_of, (1, 32, 96, 128, None), (1, 32, 128, None)):
+            layout = Layout.of((rows, columns), (r or rows, c or columns))
+            if rows % (r or rows) or columns % (c or columns):
+                continue
+            tiles, (r, c), (a, *size) = Tiles.of(layout.shape, [layout.block]), layout.block, layout.shape
+            where = (layout, tiles)
+            whole = r == size[0], c == size[1]
+            assert (tiles.rows % r == 0 or whole[0]) and (tiles.columns % c == 0 or whole[1]), where
+            assert tiles.rows % 32 == tiles.columns % 128 == 0 and tiles.rows * tiles.columns <= tile_size(), where
+            counts = [-(-n // tile) for n, tile in zip(size, (tiles.rows, tiles.columns), strict=True)]
+            last, found = counts[0] - 1, Counter()
+            for walk in itertools.product(*map(range, tiles.walks)):
+                of_walk = [tuple(map(int, tiles.at(*walk, step))) for step in range(tiles.steps)]
+                found.update(set(of_walk))
+                assert len(set(of_walk)) == tiles.steps or max(row for _, row, _ in of_walk) == last, where
+            assert found == Counter(itertools.product(range(a), *map(range, counts))), where
+            assert tiles.spanned == any(w and n > 1 for w, n in zip(whole, counts, strict=True)), where
+            if not tiles.spanned:
+                kept = tiles.scales_of_walk(layout.block)
+                assert kept[0] % 8 == 0 and (tiles.walks[1] == 1 or kept[0] * r == tiles.steps_r * tiles.rows), where

@@ -131,7 +131,7 @@ def dequantize_blocks(
         partial(_dequantize_kernel, block=block, tiles=tiles, decode=decode),
         name="dequantize",
         grid=(*tiles.walks, tiles.steps),
-        parallel=4,
+        parallel=3 if tiles.is_ragged else 4,
         operands=Quantized(tiles.elements_of(layout.view(qvalue), tiles.at), tiles.scales_of(by_blocks, block)),
         out=tiles.elements_of(out, tiles.at),
         cost=pl.CostEstimate(flops=12 * qvalue.size, transcendentals=0, bytes_accessed=bytes_of(qvalue, scale, out)),
@@ -460,8 +460,8 @@ def _for_parts(tiles: Tiles, blocks: Iterable[ScaleBlock], body: Callable[[Any, 
 
 def _dequantize_kernel(given: Quantized, out: Any, _: None, *, block: ScaleBlock, tiles: Tiles, decode: Decode) -> None:
     q, scale = given
-    step = pl.program_id(3) // tiles.steps_c if not tiles.spanned else 0
-    scales = _Scales(scale, block, tiles, step * tiles.scales(block)[0])
+    _, row, _ = tiles.at(*map(pl.program_id, range(4)))
+    scales = _Scales(scale, block, tiles, 0 if tiles.spanned else row % tiles.steps_r * tiles.scales(block)[0])
 
     def write(rows: Any, columns: Any) -> None:
         wide = decode(q[rows, columns], scales.spread(rows, columns))

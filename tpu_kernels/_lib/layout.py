@@ -135,9 +135,17 @@ class Tiles(NamedTuple):
         a, rows, columns = self.shape
         return a, pl.cdiv(rows, self.rows * self.steps_r), pl.cdiv(columns, self.columns * self.steps_c)
 
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the last walk along R has fewer tiles than steps."""
+        return pl.cdiv(self.shape[1], self.rows) % self.steps_r != 0
+
     def at(self, a: Any, i: Any, j: Any, step: Any) -> tuple[Any, Any, Any]:
-        """The tile at a step of a walk."""
-        return a, i * self.steps_r + step // self.steps_c, j * self.steps_c + step % self.steps_c
+        """The tile at a step of a walk: the last one again at steps beyond it, with the same scales."""
+        row = i * self.steps_r + step // self.steps_c
+        if self.is_ragged:
+            row = jnp.minimum(row, pl.cdiv(self.shape[1], self.rows) - 1)
+        return a, row, j * self.steps_c + step % self.steps_c
 
     def scales(self, block: ScaleBlock) -> tuple[int, int]:
         """How many rows and columns of scales a tile has."""
