@@ -5,6 +5,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from cpu_golden.stages import Stages
 from parity.dtypes import round_to, stochastic
@@ -156,6 +157,74 @@ def test_a_verdict_takes_as_many_runs_as_it_needs(error, count, monkeypatch):
     assert judged.verdict.passed == (not error)
     assert len(drawn) == count
     assert error == 0 or judged.load > 1
+
+
+def shown_of(sigma, up, down):
+    """Mean and variance of what shows of a normal error's square, by summing over its density."""
+    x = np.linspace(-12, 12, 48001)
+    density = np.exp(-(x**2) / 2)
+    over = np.maximum(sigma * x - up, 0) + np.maximum(-sigma * x - down, 0)
+    mean, fourth = (float((over**n * density).sum() / density.sum()) for n in (2, 4))
+    return mean, fourth - mean**2
+
+
+@pytest.mark.parametrize(("shape", "dtype", "worse"), [((20, 18), "float32", 1), ((3, 20, 4), "bfloat16", 6)])
+def test_a_fit_is_what_its_definition_says(shape, dtype, worse):
+    """Element by element, label by label, without an array of any: of 40 runs, some elements larger than others."""
+    draw, count = np.random.default_rng(len(shape)), 40
+    size = np.exp2(draw.integers(-3, 3, shape))
+    golden, runs = draw.standard_normal(shape), draw.standard_normal((count, *shape)) * size * 3e-3
+    y = round_to(golden + draw.standard_normal(shape) * size * 3e-3 * worse, dtype)
+    labels = {"first": np.arange(shape[0]).reshape(-1, *[1] * (len(shape) - 1)), "last": np.arange(shape[-1]) // 2}
+    allowed = Allowance.of(golden, runs, 2.0**-10)
+    fit = allowed.fit("out", y, {**labels, "all": np.zeros(1, int)})
+
+    own = runs.mean(0) ** 2 + runs.var(0, ddof=1) * (1 / 2 - 1 / count)
+    flat = own.reshape(-1, shape[-1])
+    smooth = np.full(flat.shape, flat.mean())
+    for axis in (0, 1):
+        smooth = smooth * (flat.mean(axis, keepdims=True) / flat.mean() if flat.shape[axis] >= 16 else 1)
+    smooth, last = smooth.reshape(shape), (2.0**-10 * golden) ** 2 / 3 + (1024 * 2.0**-126) ** 2
+    delta, weight = explained_by(y, golden), 1 / (smooth + last)
+    sigmas = delta / np.sqrt(np.maximum(own, smooth) + last)
+    assert (fit.sigmas, fit.beyond) == (pytest.approx(sigmas.max()), (sigmas > K).sum())
+    value = round_to(golden, dtype)
+    ends = [(np.nextafter(value, np.array(end, value.dtype)).astype(float) + value) / 2 for end in (np.inf, -np.inf)]
+    shown = np.array(
+        [
+            shown_of(*each)
+            for each in zip(np.sqrt(own).flat, (ends[0] - golden).flat, (golden - ends[1]).flat, strict=True)
+        ]
+    )
+    mean, variance = (part.reshape(shape) for part in shown.T)
+
+    def of(part):
+        """ratio, degrees of freedom of the error, and of a run, of the elements of a mask."""
+        w, model = weight[part], (weight * own)[part]
+        alone = model.sum() ** 2 / (model**2).sum()
+        sums = np.array([(w * run[part] ** 2).sum() for run in runs])
+        together = min(2 * sums.mean() ** 2 / sums.var(ddof=1), alone)
+        freedom = 2 * (w * mean[part]).sum() ** 2 / (w**2 * variance[part]).sum() * together / alone
+        return np.sqrt((w * delta[part] ** 2).sum() / (w * mean[part]).sum()), freedom, together
+
+    def chance(freedom, below):
+        return np.sqrt(max(stats.f.isf(1e-9, freedom, max(below, 1)), 1))
+
+    ratio, freedom, together = of(np.ones(shape, bool))
+    assert fit.ratio == pytest.approx(ratio, rel=1e-4)
+    assert fit.freedom == pytest.approx((freedom, count * together), rel=1e-4)
+    looks, pairs = [("", "", ratio, KAPPA * chance(freedom, 64 * together))], []
+    for axis, names in labels.items():
+        for name in np.unique(names):
+            part = np.broadcast_to(names == name, shape)
+            (ratio, freedom, together), (others, of_rest, _) = of(part), of(~part)
+            looks.append((axis, str(name), ratio, KAPPA * chance(freedom, 64 * together)))
+            pairs.append((axis, str(name), ratio, 1.25 * chance(freedom * 64 / 65, of_rest * 64 / 65), others))
+    for found, expected in ((fit.looks, looks), (fit.pairs, pairs)):
+        found = [tuple(vars(look).values())[: len(expected[0])] for look in found]
+        assert [look[:2] for look in found] == [look[:2] for look in expected]
+        np.testing.assert_allclose([look[2:] for look in found], [look[2:] for look in expected], rtol=1e-3)
+    assert (fit.verdict() is None) == (worse == 1)
 
 
 def test_a_verdict_names_the_output_the_label_and_the_ratio():
