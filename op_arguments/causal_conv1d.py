@@ -47,7 +47,6 @@ class ConvProblem(NamedTuple):
     w: int
     n: int  # sequences: B, or as many as cu_seqlens cuts
     dtype: str
-    packed: bool
 
 
 def check_conv(
@@ -81,7 +80,7 @@ def check_conv(
     _check_steps("initial_state", initial_state, (n, d, width - 1), dtype, exact)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be None or 'silu', got {activation!r}")
-    return ConvProblem(b, t, d, width, n, dtype, cu_seqlens is not None)
+    return ConvProblem(b, t, d, width, n, dtype)
 
 
 def check_conv_gradients(p: ConvProblem, dy: Array, dht: Array | None, exact: bool = False) -> None:
