@@ -22,6 +22,7 @@ COMPILES = "programs of many shapes and options, each of which XLA compiles for 
 INTERPRETS = "Triton's interpreter takes a tenth of a second or more for each launch"
 REASONS = {
     "tests/gla/test_gla_laws.py": COMPILES,
+    "tests/families/test_families_options_tpu.py": COMPILES,
     "tests/gla/test_gla_tpu.py": COMPILES,
     "tests/gmm/test_gmm_tpu.py": COMPILES,
     "tests/quantized_gmm/test_quantized_gmm_tpu.py": COMPILES,

@@ -8,7 +8,6 @@ import hashlib
 import inspect
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,35 +15,18 @@ from parity.declared import golden_of
 from parity.dtypes import Floats, round_to
 from parity.inputs import draw
 from parity.judging.stages import staged
-from parity.op import BACKENDS, Case, Op
+from parity.op import BACKENDS, Op
 from parity.trial import Trial
 from tests.matrix import OPS
-from tests.support.tiny import tiny
+from tests.support.tiny import in_every_way
 
 RECORDED = Path(__file__).parents[1] / "goldens.json"
-ABSENT = dict(existing_out=False, shard=None, capacity=None, weights=False, bias=False, h0=False, ht=False)
-"""Of the tensors that an op may be given none."""
-OTHERS: list[tuple[str, dict[str, Any]]] = [
-    ("chunk", dict(K=160, V=24, T=20)),  # channels of keys in several tiles
-    ("bounded_gate", dict(rate=False)),
-    ("moe_layer", dict(quantize="fp8")),
-    ("moe_layer", dict(quantize="mxfp8")),
-]
-"""What else there is of ops whose names have such a part."""
-
-
-def cases(op: Op) -> list[Case]:
-    """The smallest with all tensors that there are, with as few as can be, with every flag turned, and `OTHERS`."""
-    absent = {name: value for name, value in ABSENT.items() if name in op.defaults}
-    flags = {n: not on for n, on in op.defaults.items() if isinstance(on, bool) and n not in (*ABSENT, "rate")}
-    others = [settings for part, settings in OTHERS if part in op.name]
-    return list(dict.fromkeys(tiny(op, **settings) for settings in ({}, absent, flags, *others)))
 
 
 def digests(op: Op) -> dict[str, str]:
     """Of each output of all cases, in the steps of both backends, 32 bits of a hash."""
     found = {}
-    for case in cases(op):
+    for case in in_every_way(op):
         for backend in BACKENDS:
             for name, y in rounded(Trial(op, case, backend)).items():
                 found.setdefault(name, hashlib.sha256()).update(y.tobytes())

@@ -19,6 +19,16 @@ OF_OP: dict[str, dict[str, Any]] = {
 }
 SCALED = dict.fromkeys(("gmm_quantized", "tgmm_quantized", "grouped_gemm"), ("float8_e4m3fn", "float32"))
 
+ABSENT = dict(existing_out=False, shard=None, capacity=None, weights=False, bias=False, h0=False, ht=False)
+"""Of the tensors that an op may be given none."""
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("chunk", dict(K=160, V=24, T=20)),  # channels of keys in several tiles
+    ("bounded_gate", dict(rate=False)),
+    ("moe_layer", dict(quantize="fp8")),
+    ("moe_layer", dict(quantize="mxfp8")),
+]
+"""What else there is of ops whose names have such a part."""
+
 
 def tiny(op: Op, dtype: tuple[str, str] | None = None, **settings: Any) -> Case:
     """The smallest case of an op with all its tensors; settings: other options, or sizes (capital letters).
@@ -35,3 +45,11 @@ def tiny(op: Op, dtype: tuple[str, str] | None = None, **settings: Any) -> Case:
     chosen = dtype or SCALED.get(op.name, wide)
     (case,) = op.grid([sizes], dtype=[chosen], **{name: [value] for name, value in options.items()})
     return case
+
+
+def in_every_way(op: Op) -> list[Case]:
+    """The smallest with all tensors that there are, with as few as can be, with every flag turned, and `OTHERS`."""
+    absent = {name: value for name, value in ABSENT.items() if name in op.defaults}
+    flags = {n: not on for n, on in op.defaults.items() if isinstance(on, bool) and n not in (*ABSENT, "rate")}
+    others = [settings for part, settings in OTHERS if part in op.name]
+    return list(dict.fromkeys(tiny(op, **settings) for settings in ({}, absent, flags, *others)))
