@@ -20,6 +20,7 @@ from gpu_reference.quantize import fp8_quantize
 from op_arguments.gla import LARGEST_CHUNK
 from parity.compilers.gpu_code import LIMITS
 from parity.compilers.launches import intercepted
+from parity.compilers.ptx import Compiled
 from parity.dtypes import numpy_dtype
 from parity.op import Case, Op
 from tests.matrix.delta_rule import DELTA_RULES
@@ -75,6 +76,11 @@ def refused(found: Iterable[tuple[Op, Case]], target: str) -> dict[str, str]:
     """What the compiler or the chip says of each kernel that it does not take; spilled or not."""
     kernels = gpu_code.kernels(found, target)
     return {name: kernel.result.error for name, kernel in kernels.items() if kernel.result.error is not None}
+
+
+def matrix_instructions(result: Compiled) -> set[str]:
+    """Names of a kernel's instructions of the matrix unit."""
+    return {name for name in result.instructions if "MMA" in name or "mfma" in name}
 
 
 @gpu_code.some_targets("sm_120", "gfx942")
@@ -142,6 +148,25 @@ def test_a_part_of_a_sequence_takes_the_kernels_of_the_whole(op, target):
         return [(launch.name, launch.constants, launch.options) for launch in calls.launched(op, case, target)]
 
     assert kernels(1) == kernels(64) == kernels(8192)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, id=op.name) for op in (*GATED_LINEAR_ATTENTION, *DELTA_RULES) if "chunk" in op.name]
+)
+@gpu_code.EACH_TARGET
+def test_a_part_of_a_sequence_takes_the_matrix_instructions_of_the_whole(op, target):
+    """Whether 16 divides a length, and one of 1, is compiled in: the same kernel is other machine code, of the same
+    dots, or where there is one step of fewer."""
+    route = dict(route="fused") if "route" in op.defaults else {}
+
+    def instructions(T):
+        calls = [(op, tiny(op, (BF16, BF16), T=T, N=1, K=64, V=64, **route))]
+        return [matrix_instructions(kernel.result) for kernel in gpu_code.kernels(calls, target).values()]
+
+    whole = instructions(8192)
+    assert any(whole) and instructions(1000) == whole
+    assert all(one <= all_ for one, all_ in zip(instructions(1), whole, strict=True))
 
 
 @pytest.mark.full
