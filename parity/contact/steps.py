@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,8 +32,10 @@ OFFSET = "group_offset"
 """What the kernels call the argument that says which group a shard begins with."""
 PROBE_SECONDS, ALL_SECONDS = 60, 3600
 """A probe's time limit, of which it tries bit patterns for a quarter; and one in which it tries every one."""
-NO_TESTS = 5
-"""The exit code of pytest."""
+ENDING_SECONDS = 30
+"""What pytest is given to write its records, where its time is over."""
+INTERRUPTED, NO_TESTS = 2, 5
+"""Exit codes of pytest."""
 AGREES, OFF, RAN, NOT_HERE = "AGREES", "OFF CONTRACT", "RAN", "NOT HERE"
 
 
@@ -179,16 +182,19 @@ def _graph(root: Path, backend: Backend, step: Step) -> Found:
 
 
 def _tests(root: Path, backend: Backend, step: Step) -> Found:
-    """The smoke tier of a backend, recorded: its ledger is in `more`."""
+    """The smoke tier of a backend as far as it comes in its time, recorded: its ledger is in `more`."""
     with tempfile.TemporaryDirectory() as folder:
         options = ["-m", f"smoke and {backend}", "--parity-tier=smoke", "--parity-record", f"--parity-records={folder}"]
-        done = _python(root, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options)
+        arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+        done = _python(root, *arguments, seconds=step.seconds - ENDING_SECONDS)
         records = {
             str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in Path(folder).rglob("*.jsonl")
         }
     last = done.stdout.strip().rpartition("\n")[2]
     if done.returncode == NO_TESTS:
         return Found(NOT_HERE, 0.0, "no smoke tests")
+    if done.returncode == INTERRUPTED and "failed" not in last:
+        return Found(RAN, 0.0, f"its time was over: {last}", {"records": records})
     return Found(*(OFF, float("inf")) if done.returncode else (AGREES, 0.0), last, {"records": records})
 
 
@@ -199,11 +205,19 @@ def _benchmark(root: Path, backend: Backend, step: Step) -> Found:
     return Found(RAN, 0.0, "", {"output": done.stdout})
 
 
-def _python(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _python(root: Path, *arguments: str, seconds: float | None = None) -> subprocess.CompletedProcess[str]:
+    """A command of Python that has ended, after so many seconds by an interrupt as from a keyboard."""
     paths = os.pathsep.join(filter(None, [str(root), *sys.path]))
     command = [sys.executable, *arguments]
     environment = {**os.environ, "PYTHONPATH": paths}
-    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=root, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            written = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            written = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, *written)
 
 
 def _device(root: Path, backend: Backend, step: Step) -> Found:

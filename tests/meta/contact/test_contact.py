@@ -17,7 +17,7 @@ from parity import Array, Contract, Op, matrix
 from parity.contact import assumptions, probes
 from parity.contact.assumptions import ASSUMPTIONS, Assumption
 from parity.contact.session import Row, Session
-from parity.contact.steps import Step, one_each, perform, steps
+from parity.contact.steps import ENDING_SECONDS, Step, one_each, perform, steps
 from parity.dtypes import round_to
 from parity.judging.judge import gates
 from parity.trial import Trial
@@ -157,6 +157,18 @@ def test_what_is_compared_bit_for_bit_and_right_is_off_by_nothing():
     (op,) = (op for op in OPS if op.name == "swizzle_scales")
     found = perform(matrix.home(op), "gpu", Step("case", one_each(op)[0].id, 60))
     assert (found.outcome, found.by) == ("AGREES", 0)
+
+
+@pytest.mark.full
+def test_a_smoke_tier_that_takes_too_long_leaves_what_it_recorded(project):
+    pytest.importorskip("jax")
+    found = project()
+    sleep = "@pytest.mark.smoke\n@pytest.mark.tpu\ndef test_later():\n    import time; time.sleep(600)\n"
+    found.write("test_double.py", (found.folder / "test_double.py").read_text() + sleep)
+    of_smoke = perform(found.folder, "tpu", Step("tests", "smoke", ENDING_SECONDS + 20))
+    assert of_smoke.outcome == "RAN" and of_smoke.detail.startswith("its time was over: 2 passed"), of_smoke
+    (path,) = of_smoke.more["records"]
+    assert path.endswith("double.jsonl") and "double-M8_N40-f32-s0" in of_smoke.more["records"][path]
 
 
 def test_a_project_without_smoke_tests_is_not_off_its_contract(project):
