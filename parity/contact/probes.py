@@ -21,8 +21,10 @@ from parity.dtypes import numpy_dtype
 
 SAMPLES = 2**20
 """Of float32's 2^32 bit patterns, that are tried at a time."""
-SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
-LARGEST = float(np.finfo(np.float32).max)
+SMALLEST_NORMAL, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+MARGIN = 1024 * float(np.finfo(np.float32).eps)
+"""How much farther inside of float32's normal range a result is compared: what is off by as much as a contract may
+allow is flushed below it, and infinite above."""
 
 
 class Device(Protocol):
@@ -120,12 +122,14 @@ def _errors(device: Device, assumption: Assumption, seconds: float) -> Measured:
 def _ulps(
     x: np.ndarray, truth: Callable[[np.ndarray], np.ndarray], of_device: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The arguments whose results are normal numbers, and how far off these are; infinite where they are not finite."""
+    """The arguments whose results are safely normal, and how far off these are; infinite where they are not finite."""
     with np.errstate(all="ignore"):
         exact = truth(x.astype(np.float64))
         got = of_device(x).astype(np.float64)
-        normal = (np.abs(exact) >= SMALLEST_NORMAL) & (np.abs(exact) <= LARGEST) & (np.abs(x) >= SMALLEST_NORMAL)
-        x, exact, got = x[normal].astype(np.float64), exact[normal], got[normal]
+        size = np.abs(exact)
+        safe = (size >= SMALLEST_NORMAL * (1 + MARGIN)) & (size <= LARGEST * (1 - MARGIN))
+        safe &= np.abs(x) >= SMALLEST_NORMAL
+        x, exact, got = x[safe].astype(np.float64), exact[safe], got[safe]
         off = np.abs(got - exact) / np.spacing(np.abs(exact).astype(np.float32)).astype(np.float64)
     return x, np.where(np.isfinite(off), off, np.inf)
 

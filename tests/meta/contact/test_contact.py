@@ -226,6 +226,20 @@ def test_a_probe_finds_what_is_otherwise_than_assumed(name):
     assert wrong.share > 1, wrong
 
 
+@pytest.mark.parametrize("x", [-126, np.nextafter(np.float32(128), np.float32(0)), -125.5])
+def test_what_leaves_the_normal_range_by_what_is_allowed_is_no_error(x, monkeypatch):
+    class Leaving(Wrong):
+        def unary(self, x, *, function):
+            with np.errstate(over="ignore"):
+                off = super().unary(x, function=function) * np.float32(1 + np.sign(x) * 2.0**-17)  # up to 128 ulps
+            return np.where(np.abs(off) < probes.SMALLEST_NORMAL, np.float32(0), off)
+
+    monkeypatch.setattr(probes, "patterns", lambda seconds: [np.array([x], np.float32)])
+    allowed = [probes.measure(Leaving("nothing"), Assumption("exp2", "tpu", ulps=ulps)) for ulps in (128, 1)]
+    assert allowed[0].share <= 1
+    assert np.isfinite(allowed[1].share) and (allowed[1].share > 1)
+
+
 def test_every_device_has_an_assumption_of_every_probe_with_its_source(pytestconfig):
     for device in ("cuda", "hip", "tpu"):
         assert [*assumptions.of_device(device)] == [*probes.NAMES]
