@@ -12,9 +12,10 @@ from jax.experimental import pallas as pl  # noqa: E402
 
 from op_arguments.gla import Problem  # noqa: E402
 from op_arguments.gmm import GroupMetadata  # noqa: E402
+from parity.backends.emulation import mxu  # noqa: E402
 from tpu_kernels._lib import decays, recurrent_sums  # noqa: E402
 from tpu_kernels._lib import recurrent_layout as layout  # noqa: E402
-from tpu_kernels.simple_gla import fused_recurrent_simple_gla_bwd  # noqa: E402
+from tpu_kernels.simple_gla import fused_recurrent_simple_gla_bwd, fused_recurrent_simple_gla_fwd  # noqa: E402
 
 pytestmark = pytest.mark.tpu
 UNIT = 2.0**-24  # of what float32 rounds a number to
@@ -110,6 +111,22 @@ def test_a_step_keeps_what_its_roundings_lose(carried, has_decay, adds):
 
 def integers(*shape):
     return np.random.default_rng(sum(shape)).integers(-99, 99, shape).astype(np.float32)
+
+
+def test_an_interpreted_step_has_no_fma():
+    """Product by product and sum by sum in NumPy, it has the same bits: with XLA's FMAs it would be more exact."""
+    rng = np.random.default_rng(0)
+    q, k, v, state = (
+        rng.normal(size=(1, 1, *shape)).astype(np.float32) for shape in ((1, 16), (1, 16), (1, 48), (16, 48))
+    )
+    g = np.full((1, 1, 1), -0.19, np.float32)
+    with mxu.emulated():
+        _, got = fused_recurrent_simple_gla_fwd(
+            q, k, v, g=g, initial_state=state, output_final_state=True, interpret=True
+        )
+    kept, rest = (np.asarray(x)[0, 0, 0] for x in decays.decay_parts(jnp.asarray(g)))
+    total, left = decays.two_sum(kept * state[0, 0], k[0, 0, 0][:, None] * v[0, 0, 0])
+    np.testing.assert_array_equal(got[0, 0], decays.two_sum(total, left + rest * state[0, 0])[0])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 256, 384, 640])
