@@ -7,6 +7,7 @@ digits by chance. So no tile has to be put in its place, and right values in a w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -18,6 +19,7 @@ from cpu_golden.stages import single_pass
 from parity.debugging.attribution import MENDED, mean_square, program
 from parity.debugging.attribution.program import Line, Mark, Run
 from parity.dtypes import Floats
+from parity.judging.fit import UNDERFLOW
 from parity.judging.reference import Reference
 from parity.judging.rounding import Rounding
 from parity.judging.stages import by_contract, emulate, staged
@@ -187,7 +189,11 @@ def _stage(
             errors.append(own.value[there] - exact.value[there])
         expected = max(expected, of_contract[site], goldens[()][1].get(site, 0.0))
     error, scale = (np.concatenate(x) if x else np.zeros(0) for x in (errors, values))
-    return Stage(site, wrong / max(scale.size, 1), _rms(error) / (_rms(scale) or 1.0), expected, scale.size)
+    size = _rms(scale) or 1.0
+    # Of numbers next to the smallest normal one, as a steep gate leaves, a unit that flushes subnormals has little.
+    return Stage(
+        site, wrong / max(scale.size, 1), _rms(error) / size, math.hypot(expected, UNDERFLOW / size), scale.size
+    )
 
 
 def _output(name: str, expected: Reference, exact: Run, own: Run, by_contract: Mapping[str, np.ndarray]) -> Stage:
