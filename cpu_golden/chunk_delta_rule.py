@@ -34,6 +34,7 @@ from cpu_golden._lib.chunks import (
     read_through,
     scores,
     summed,
+    summed_for_pairs,
     written_by,
 )
 from cpu_golden._lib.decays import decay_of, decayed, kept_of
@@ -50,6 +51,7 @@ class Solved(NamedTuple):
     v: Array
     beta: Array
     c: Array
+    of_pairs: Array  # as `summed_for_pairs` has it
     from_start: Array
     state: Array
     raw: Array  # A without beta
@@ -64,16 +66,16 @@ def chunk_forward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = ex
     """A `Forward` scan of `_lib/delta.py`, chunk by chunk.
 
     Stages: depth, chunk_size, sub_block, values_decayed, whole_passes, wy, inverse, and those of `triangular.inverse`.
-    Sites: q, k, v, beta, initial_state, c, exponent, decay, kept_exponent, kept, lost, change, decayed, read, product,
-    pairs, sum and those of `Stages.dot` as in `chunk_scan.chunk_forward`; raw (the decayed scores of keys, before
-    beta), A, those of `inverse` (T), recalled (what the state has for a key), error (v less that), update (beta times
-    that), v_new; with wy u and w instead of the former three; h (the state after each chunk), P, o, ht.
+    Sites: q, k, v, beta, initial_state, c, pair_gate, exponent, decay, kept_exponent, kept, lost, change, decayed,
+    read, product, pairs, sum and those of `Stages.dot` as in `chunk_scan.chunk_forward`; raw (the decayed scores of
+    keys, before beta), A, those of `inverse` (T), recalled (what the state has for a key), error (v less that), update
+    (beta times that), v_new; with wy u and w instead of the former three; h (the state after each chunk), P, o, ht.
     """
     x = x.read(stages)
     o, state = np.zeros(x.v.shape), x.state
     for rows in chunks_of(x.q, stages.chunk_size or chunk_size):
         s = _solved(x.chunk(rows, state), stages)
-        p = _scores(s.q, s.k, s.c, "P", stages)
+        p = _scores(s.q, s.k, s.of_pairs, "P", stages)
         of_state = read_through(s.q, s.from_start, state, _whole(stages))
         o[..., rows, :] = x.scale * stages("sum", stages.dot(p, s.v_new) + of_state)
         state = next_state(s.k, s.v_new, s.c, state, stages.renamed(state="h"))
@@ -99,7 +101,7 @@ def chunk_backward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = e
     for rows, s in zip(reversed(chunks), reversed(solved), strict=True):
         do_c = x.do[..., rows, :]
         to_end, kept = decay_of(s.c[..., -1:, :] - s.c, stages), kept_of(s.c[..., -1, :, None], stages)
-        p = _scores(s.q, s.k, s.c, "P", stages)
+        p = _scores(s.q, s.k, s.of_pairs, "P", stages)
         of_scores = stages("sum", scale * stages.dot(p.mT, do_c))
         dv_new = stages("dv_new", of_scores + read_through(s.k, to_end, dstate, _whole(stages)))
         dv[..., rows, :], of_beta, da, of_read = _through_inverse(s, dv_new, stages)
@@ -107,8 +109,8 @@ def chunk_backward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = e
         written = stages("read", to_end * _whole(stages).dot(s.v_new, dstate.mT))
         dp = stages("dP", np.tril(scale * stages.dot(do_c, s.v_new.mT)))
         draw = stages("draw", s.beta * da)
-        dq_p, dk_p, pairs_p = pair_gradients([p], dp, s.q, s.k, s.c, stages)
-        dk_i, dk_j, pairs_a = pair_gradients([s.raw], draw, s.k, s.k, s.c, stages)
+        dq_p, dk_p, pairs_p = pair_gradients([p], dp, s.q, s.k, s.of_pairs, stages)
+        dk_i, dk_j, pairs_a = pair_gradients([s.raw], draw, s.k, s.k, s.of_pairs, stages)
         dq[..., rows, :] = stages("sum", dq_p + read)
         dk[..., rows, :] = stages("sum", stages("sum", stages("sum", dk_p + written) + of_read) + dk_i + dk_j)
         dbeta[..., rows, :] = stages("of_beta", of_beta + _summed(da * s.raw, stages))
@@ -124,17 +126,18 @@ def _solved(x: DeltaSequence, stages: Stages) -> Solved:
     q, k, v, gate, beta, state, *_ = x
     c = summed(gate, stages)
     from_start = decay_of(c, stages)
-    raw = np.tril(_scores(k, k, c, "raw", stages), -1)
+    of_pairs = summed_for_pairs(gate, c, stages)
+    raw = np.tril(_scores(k, k, of_pairs, "raw", stages), -1)
     t = (stages.inverse or inverse)(stages("A", beta * raw), stages)
     if stages.wy:
         u = stages("u", stages.dot(t, stages("decayed", beta * v)))
         w = stages("w", stages.dot(t, stages("decayed", beta * (from_start * k))))
         v_new = stages("v_new", u - stages.dot(w, state))
-        return Solved(q, k, v, beta, c, from_start, state, raw, t, v, u, w, v_new)
+        return Solved(q, k, v, beta, c, of_pairs, from_start, state, raw, t, v, u, w, v_new)
     whole = _whole(stages)
     error = stages("error", v - read_through(k, from_start, state, whole.renamed(read="recalled")))
     v_new = stages("v_new", whole.dot(t, stages("update", beta * error)))
-    return Solved(q, k, v, beta, c, from_start, state, raw, t, error, v, k, v_new)
+    return Solved(q, k, v, beta, c, of_pairs, from_start, state, raw, t, error, v, k, v_new)
 
 
 def _whole(stages: Stages) -> Stages:

@@ -32,6 +32,7 @@ from cpu_golden._lib.chunks import (
     read_through,
     scores,
     summed,
+    summed_for_pairs,
     written_by,
 )
 from cpu_golden._lib.decays import decay_of, decayed, kept_of
@@ -42,7 +43,8 @@ from cpu_golden.stages import Stages, exact
 def chunk_forward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) -> tuple[Array, Array]:
     """A `Forward` scan of `_lib/scans.py`, chunk by chunk.
 
-    Sites: q, k, v, initial_state, c (sum of the gates since the chunk began), exponent, decay (exp of it),
+    Sites: q, k, v, initial_state, c (sum of the gates since the chunk began), pair_gate (a gate that all channels have,
+    where it is summed between two rows), exponent, decay (exp of it),
     kept_exponent and kept (of what decays a state, the latter less 1 or 0), decayed (an operand of a dot times its
     decay), read (a dot times a decay), product and pairs (what is decayed one by one, and the running sums of that), A
     (the decayed scores), lost, change and state (what decays of a state, what is added to it, and the sum), sum (of
@@ -53,7 +55,7 @@ def chunk_forward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) 
     for rows in chunks_of(q, stages.chunk_size or chunk_size):
         q_c, k_c, v_c = (x[..., rows, :] for x in (q, k, v))
         c = summed(gate[..., rows, :], stages)
-        a = scores(q_c, k_c, c, stages)
+        a = scores(q_c, k_c, summed_for_pairs(gate[..., rows, :], c, stages), stages)
         o[..., rows, :] = scale * stages(
             "sum", stages.dot(a, v_c) + read_through(q_c, decay_of(c, stages), state, stages)
         )
@@ -84,10 +86,11 @@ def chunk_backward(
     for rows, state_c, dstate_c in zip(chunks, states, reversed(dstates), strict=True):
         q_c, k_c, v_c, do_c = (x[..., rows, :] for x in (q, k, v, do))
         c = summed(gate[..., rows, :], stages)
+        of_pairs = summed_for_pairs(gate[..., rows, :], c, stages)
         from_start, to_end = decay_of(c, stages), decay_of(c[..., -1:, :] - c, stages)
         kept = kept_of(c[..., -1, :, None], stages)
         tiles = list(chunks_of(q.mT, stages.channels)) if stages.channels else [slice(None)]
-        a = [scores(q_c[..., keys], k_c[..., keys], of_keys(c, keys), stages) for keys in tiles]
+        a = [scores(q_c[..., keys], k_c[..., keys], of_keys(of_pairs, keys), stages) for keys in tiles]
         da = np.tril(scale * stages.dot(do_c, v_c.mT))
         if c.shape[-1] > 1 and stages.sub_block == 1:  # each row's own score is no part of a dot
             same = np.arange(da.shape[-1])
@@ -95,7 +98,7 @@ def chunk_backward(
         da = stages("dA", da)
         read = stages("read", scale * from_start * stages.dot(do_c, state_c.mT))
         written = stages("read", to_end * stages.dot(v_c, dstate_c.mT))
-        dq[..., rows, :], dk[..., rows, :], of_pairs = pair_gradients(a, da, q_c, k_c, c, stages)
+        dq[..., rows, :], dk[..., rows, :], dpairs = pair_gradients(a, da, q_c, k_c, of_pairs, stages)
         dq[..., rows, :] += read
         dk[..., rows, :] += written
         for n, (a_n, keys) in enumerate(zip(a, tiles, strict=True)):
@@ -103,7 +106,7 @@ def chunk_backward(
             of_state = read_through(k_c[..., keys], of_keys(to_end, keys), dstate_c[..., keys, :], stages)
             tile = stages("sum", of_scores + of_state)
             dv[..., rows, :] = stages("sum", dv[..., rows, :] + tile) if n else tile
-        dgate[..., rows, :] = gate_gradient(of_pairs, q_c * read, k_c * written, state_c * dstate_c, kept, stages)
+        dgate[..., rows, :] = gate_gradient(dpairs, q_c * read, k_c * written, state_c * dstate_c, kept, stages)
     out = [stages("out", x) for x in (dq, dk, dv, dgate)]
     return out[0], out[1], out[2], out[3], dstate
 

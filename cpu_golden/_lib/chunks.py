@@ -29,6 +29,12 @@ def summed(gate: Array, stages: Stages) -> Array:
     return stages("c", np.cumsum(gate, axis=-2))
 
 
+def summed_for_pairs(gate: Array, c: Array, stages: Stages) -> Array:
+    """c as the decays between two rows of a chunk are taken from it: where all channels have one gate, kernels may sum
+    its bfloat16 pieces for them. Sites: pair_gate (what is summed), c."""
+    return c if c.shape[-1] > 1 else summed(stages("pair_gate", gate), stages)
+
+
 def read_through(x: Array, decay: Array, state: Array, stages: Stages) -> Array:
     """(x · decay) @ state. A decay per row is applied to the sums: kernels take an x of 16 bits as it is."""
     if decay.shape[-1] == 1:
@@ -50,7 +56,7 @@ def written_by(k: Array, v: Array, decay: Array, stages: Stages) -> Array:
 
 
 def scores(q: Array, k: Array, c: Array, stages: Stages) -> Array:
-    """A [..., C, C] of a chunk: every pair of rows i ≥ j, decayed from j to i."""
+    """A [..., C, C] of a chunk: every pair of rows i ≥ j, decayed from j to i. c: as `summed_for_pairs` has it."""
     if c.shape[-1] == 1:
         return stages("A", stages.dot(q, k.mT) * _between(c, stages)[..., 0])
     a = np.zeros((*q.shape[:-1], q.shape[-2]))
@@ -69,7 +75,7 @@ def pair_gradients(
     a: list[Array], da: Array, q: Array, k: Array, c: Array, stages: Stages
 ) -> tuple[Array, Array, Array]:
     """The parts of dq, dk and dgate that come from A of each tile of keys, the pairs of rows within the chunk; the
-    last for each i where all channels have one gate, see `_sum_of_step`."""
+    last for each i where all channels have one gate, see `_sum_of_step`. c: as `summed_for_pairs` has it."""
     if c.shape[-1] == 1:
         of_scores = stages("decayed", da * _between(c, stages)[..., 0])
         before = np.tril(np.ones(da.shape[-2:]), -1)  # [t, j]

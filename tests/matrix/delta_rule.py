@@ -12,7 +12,15 @@ from parity import Array, Case, Contract, Expected, Gates, Given, Offsets, Op
 from parity.inputs import DISTRIBUTIONS, OFFSETS, stream
 from parity.judging.passes import whole_float32
 from parity.op import Backend, Inputs
-from tests.matrix.gla import by_state, by_step, is_packed, is_power_of_four, is_recurrent, scan_contract
+from tests.matrix.gla import (
+    by_state,
+    by_step,
+    chunks_fill_lanes,
+    is_packed,
+    is_power_of_four,
+    is_recurrent,
+    scan_contract,
+)
 from tests.matrix.memories import BETAS, RECALLED, RHOS, Drawn, betas, keys, recalled
 from tests.matrix.models import KIMI_K3, KIMI_LINEAR, QWEN3_5, QWEN3_NEXT
 from tests.matrix.ops import BF16, F32, TRAINED, in_turn, is_backward, op
@@ -108,8 +116,9 @@ def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
 
 def chunk_sites(c: Case, backend: Backend) -> Mapping[str, str]:
     """Products of a GPU's dots and FMAs are exact; what leaves the MXU is rounded before it is added. Sums of gates are
-    in two float32. A GPU's exp of float32 is off by two ulps (ex2.approx in the PTX ISA), and of scalar gates it is
-    taken in float64 where dots are not split; there the TPU takes what decays a state from both float32."""
+    in two float32, but for those of two bfloat16 pieces that the MXU sums between two steps. A GPU's exp of float32 is
+    off by two ulps (ex2.approx in the PTX ISA), and of scalar gates it is taken in float64 where dots are not split;
+    there the TPU takes what decays a state from both float32."""
     names = ["decay", "kept", "lost", "change", "decayed", "sum", "acc",
              "raw", "A", "solve_sum", "T", "error", "update", "v_new", "h", "P"]  # fmt: skip
     names += ["product", "pairs"] if is_per_channel(c) else ["recalled"]
@@ -125,6 +134,8 @@ def chunk_sites(c: Case, backend: Backend) -> Mapping[str, str]:
         names += ["up_to"] if is_per_channel(c) else ["pair_terms"]
         names += ["heads"]
     pieces = ["lhs", "rhs"] if c.dtype == BF16 else []
+    if backend == "tpu" and c.dtype == BF16 and not is_per_channel(c) and chunks_fill_lanes(c):
+        pieces.append("pair_gate")
     exp = {"decay": "float32/2"} if backend == "gpu" and "exponent" in names else {}
     return dict.fromkeys(names, F32) | dict.fromkeys(pieces, "bf16x2") | exp
 

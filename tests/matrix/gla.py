@@ -17,6 +17,10 @@ from tests.matrix.ops import BF16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED, in_turn, 
 PIECE = 8  # products that a float32 dot of the GPU's chunked kernels sums one after the other; it adds these in float64
 
 
+LANES = 128
+"""Of a TPU's vector registers."""
+
+
 @lru_cache(maxsize=16)
 def build_alibi_slopes(num_heads: int) -> tuple[float, ...]:
     """ALiBi's slope of each head (Press et al. 2022, arXiv:2108.12409): 2^(-8 i / H), i = 1 … H, for a power of two;
@@ -188,6 +192,7 @@ def sites(c: Case, backend: Backend) -> Mapping[str, str]:
     gates in float64 where dots are not split (in float32 its exp is off by two ulps: ex2.approx in the PTX ISA), and
     what decays a state from exact sums, as the TPU does of scalar gates.
     The TPU's recurrent kernels add what is written to a state without rounding the change.
+    Of gates that the MXU sums it takes two pieces forward, and three, which are a float32, backward.
     """
     split = is_split(c)
     names = ["kept", "state", "acc", *(["dstate", "dgate"] if is_backward(c) else [])]
@@ -207,7 +212,15 @@ def sites(c: Case, backend: Backend) -> Mapping[str, str]:
         names.remove("up_to")
         pieces += ["terms"] if split else []
     exp = ["decay"] if backend == "gpu" and "exponent" in names else []
+    if backend == "tpu" and split and is_simple(c) and c.gates in ("g", "both") and chunks_fill_lanes(c):
+        (names if is_backward(c) else pieces).append("pair_gate")
     return dict.fromkeys(names, F32) | dict.fromkeys(pieces, "bf16x2") | dict.fromkeys(exp, "float32/2")
+
+
+def chunks_fill_lanes(c: Case) -> bool:
+    """Whether two chunks of rows fit a TPU's lanes: its matrix unit then sums the gates between two of these, if it
+    takes bfloat16 pieces of what is float32."""
+    return 2 * (c.chunk & -c.chunk) <= LANES
 
 
 def is_split(c: Case) -> bool:
