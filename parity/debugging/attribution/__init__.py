@@ -176,10 +176,10 @@ def rank(
         gone: dict[Line, float] = {}
 
         def ask(group: Sequence[Line]) -> None:
-            """What goes without a line; without each of several the same, where they make little together."""
+            """What goes without a line; of several that make little together, nothing."""
             lost = 1 - power(evaluate(_but(group))) / total
             if len(group) == 1 or abs(lost) < REST:
-                gone.update(dict.fromkeys(group, lost))
+                gone.update(dict.fromkeys(group, lost if len(group) == 1 else 0.0))
                 done(2 + len(lines) + len(gone), 2 + 2 * len(lines))
                 return
             for half in (group[: len(group) // 2], group[len(group) // 2 :]):

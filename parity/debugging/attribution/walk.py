@@ -190,10 +190,9 @@ def _stage(
         expected = max(expected, of_contract[site], goldens[()][1].get(site, 0.0))
     error, scale = (np.concatenate(x) if x else np.zeros(0) for x in (errors, values))
     size = _rms(scale) or 1.0
-    # Of numbers next to the smallest normal one, as a steep gate leaves, a unit that flushes subnormals has little.
-    return Stage(
-        site, wrong / max(scale.size, 1), _rms(error) / size, math.hypot(expected, UNDERFLOW / size), scale.size
-    )
+    if expected:  # of numbers next to the smallest normal one, as a steep gate leaves, a unit may flush what it rounds
+        expected = math.hypot(expected, UNDERFLOW / size)
+    return Stage(site, wrong / max(scale.size, 1), _rms(error) / size, expected, scale.size)
 
 
 def _output(name: str, expected: Reference, exact: Run, own: Run, by_contract: Mapping[str, np.ndarray]) -> Stage:
