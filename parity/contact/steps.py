@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import math
 import os
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from parity.contact import assumptions, probes
 from parity.inputs import draw
 from parity.judging.judge import gates
 from parity.ledger import provenance, sources
-from parity.op import Backend, Case, Groups, Offsets, Op, outputs
+from parity.op import Backend, Case, Groups, Inputs, Offsets, Op, outputs
 from parity.trial import Trial
 
 OFFSET = "group_offset"
@@ -80,7 +81,7 @@ def steps(root: Path, backend: Backend) -> list[Step]:
         *(Step("probe", name, PROBE_SECONDS) for name in probes.NAMES),
         *(Step("case", case_id, 60) for _, _, case_id in paths),
         *(Step("repeat", one_each(op)[0].id, 60) for op in ops),
-        *(Step("graph", of_shard(op).id, 60) for op in ops if other_sizes(op, of_shard(op))),
+        *(Step("graph", of_sizes(op).id, 120) for op in ops),
         Step("tests", "smoke", 300),
         *(Step("benchmark", path.name, 120) for path in benchmarks if "static" not in path.name),
     ]
@@ -88,32 +89,42 @@ def steps(root: Path, backend: Backend) -> list[Step]:
 
 def one_each(op: Op) -> list[Case]:
     """A case for each dtype path of an op: of every pair of dtypes the first of the cheapest tier, on usual data."""
+    return list({(case.dtype, case.out): case for case in reversed(_cheapest_first(op))}.values())[::-1]
+
+
+def _cheapest_first(op: Op) -> list[Case]:
+    """The cases of an op on usual data and of no model's shape, if there are any; else all."""
     tiers = ("smoke", "default", "full")
     cases = sorted((case for case in op.cases if not case.model), key=lambda case: tiers.index(case.tier))
-    usual = [case for case in cases if case.data == "normal"] or cases or list(op.cases)
-    return list({(case.dtype, case.out): case for case in reversed(usual)}.values())[::-1]
+    return [case for case in cases if case.data == "normal"] or cases or list(op.cases)
 
 
-def of_shard(op: Op) -> Case:
-    """A case of an op's cheapest whose shard does not begin with the first group, if there is one."""
-    cases = one_each(op)
-    return next((case for case in cases if op.arguments(case).get(OFFSET)), cases[0])
+def of_sizes(op: Op) -> Case:
+    """The smallest case of an op that has most of what a captured graph may find changed: sizes of groups, offsets of
+    sequences and a shard's."""
+
+    def rank(case: Case) -> tuple[int, int]:
+        sizes = sum(isinstance(spec, Groups | Offsets) for spec in op.inputs(case).values())
+        return sizes + bool(op.arguments(case).get(OFFSET)), -math.prod(size for _, size in case.dims)
+
+    return max(_cheapest_first(op), key=rank)
 
 
-def other_sizes(op: Op, case: Case) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """The tensors that a captured graph may find changed: group sizes, offsets of sequences and of a shard; before and
-    after."""
-    found = {}
-    drawn, specs = draw(op, case), op.inputs(case)
-    for name, x in drawn.items():
-        if x is not None and isinstance(specs[name], Groups):
-            found[name] = x, x[::-1].copy()
-        elif x is not None and isinstance(specs[name], Offsets):
-            found[name] = x, np.concatenate([[0], np.cumsum(np.diff(x)[::-1])]).astype(x.dtype)
+def redrawn(op: Op, case: Case) -> tuple[Inputs, Inputs]:
+    """The tensors of a case, and those of another draw in their place, sizes and offsets in reverse."""
+    before, after = (
+        {name: x for name, x in draw(op, each).items() if x is not None}
+        for each in (case, case.with_seed(case.seed + 1))
+    )
+    for name, spec in op.inputs(case).items():
+        if isinstance(spec, Groups):
+            after[name] = before[name][::-1].copy()
+        elif isinstance(spec, Offsets):
+            after[name] = np.concatenate([[0], np.cumsum(np.diff(before[name])[::-1])]).astype(before[name].dtype)
     if op.arguments(case).get(OFFSET):
-        first = np.array([op.arguments(case)[OFFSET]], np.int32)
-        found[OFFSET] = first, first - 1
-    return found
+        before[OFFSET] = np.array([op.arguments(case)[OFFSET]], np.int32)
+        after[OFFSET] = before[OFFSET] - 1
+    return before, after
 
 
 def perform(root: Path, backend: Backend, step: Step) -> Found:
@@ -160,25 +171,20 @@ def _same_bits(results: list[list[np.ndarray]], what: str) -> Found:
 
 
 def _graph(root: Path, backend: Backend, step: Step) -> Found:
-    """On a GPU a captured graph, on a TPU a compiled call, with other sizes and offsets than it was made with."""
+    """On a GPU a captured graph, on a TPU a compiled call, with other tensors than it was made with."""
     op, case = matrix.find(matrix.load(root), step.name)
-    sizes = other_sizes(op, case)
-    before, after = ({name: pair[nth] for name, pair in sizes.items()} for nth in range(2))
-    arguments = {name: x for name, x in {**op.arguments(case), **op.route(case)}.items() if name not in sizes}
-    kernel, fixed = load_kernel(getattr(op, backend)), {name: x for name, x in draw(op, case).items() if x is not None}
+    before, after = redrawn(op, case)
+    arguments = {name: x for name, x in {**op.arguments(case), **op.route(case)}.items() if name not in before}
+    kernel = load_kernel(getattr(op, backend))
     if backend == "gpu":
         gpu = importlib.import_module("parity.contact.gpu")
-        replayed = gpu.replayed(kernel, {**fixed, **before}, after, arguments)
-        return _same_bits(list(replayed), "a replayed graph and a call")
+        return _same_bits(list(gpu.replayed(kernel, before, after, arguments)), "a replayed graph and a call")
     import jax
 
-    def traced(**sizes: Any) -> Any:
-        return kernel(**{**fixed, **sizes}, **arguments)
-
-    compiled = jax.jit(traced)
+    compiled, anew = (jax.jit(lambda **tensors: kernel(**tensors, **arguments)) for _ in range(2))
     runner("tpu").run(compiled, before, {})
-    results = [outputs(runner("tpu").run(each, after, {})) for each in (compiled, traced)]
-    return _same_bits([list(result.values()) for result in results], "a compiled call with other sizes and a new one")
+    results = [outputs(runner("tpu").run(each, after, {})) for each in (compiled, anew)]
+    return _same_bits([list(result.values()) for result in results], "a compiled call with other tensors and a new one")
 
 
 def _tests(root: Path, backend: Backend, step: Step) -> Found:
@@ -199,6 +205,8 @@ def _tests(root: Path, backend: Backend, step: Step) -> Found:
 
 
 def _benchmark(root: Path, backend: Backend, step: Step) -> Found:
+    if not runner(backend).real:
+        raise NotImplementedError("needs a device")
     done = _python(root, str(Path("benchmarks", step.name)))
     if done.returncode:
         raise RuntimeError(done.stderr.strip().rpartition("\n")[2] or f"ended with status {done.returncode}")

@@ -17,11 +17,13 @@ from parity import Array, Contract, Op, matrix
 from parity.contact import assumptions, probes
 from parity.contact.assumptions import ASSUMPTIONS, Assumption
 from parity.contact.session import Row, Session
-from parity.contact.steps import ENDING_SECONDS, Step, one_each, perform, steps
+from parity.contact.steps import ENDING_SECONDS, Step, of_sizes, one_each, perform, redrawn, steps
 from parity.dtypes import round_to
 from parity.judging.judge import gates
 from parity.trial import Trial
 from tests.matrix import OPS
+from tests.matrix.delta_rule import DELTA_RULES
+from tests.matrix.gla import GATED_LINEAR_ATTENTION
 from tests.matrix.gmm import GMM
 from tests.support.waiting import until
 
@@ -185,6 +187,21 @@ def test_steps_come_in_the_order_of_risk_and_cover_every_dtype_path(pytestconfig
     assert set(cases) == {case.id for op in OPS for case in one_each(op)}
     assert [name.partition("-")[0] for name in cases[: len(OPS)]] == [op.name for op in OPS]
     assert {(case.dtype, case.out) for case in one_each(GMM)} == {(case.dtype, case.out) for case in GMM.cases}
+
+
+def test_a_captured_graph_finds_sizes_offsets_and_shards_changed():
+    names = {"group_sizes", "cu_seqlens", "group_offset"}
+    changed = {op.name: set[str]() for op in OPS}
+    for op in OPS:
+        before, after = redrawn(op, of_sizes(op))
+        assert {name: (x.shape, x.dtype) for name, x in before.items()} == {
+            name: (x.shape, x.dtype) for name, x in after.items()
+        }
+        assert any(x.tobytes() != after[name].tobytes() for name, x in before.items())
+        changed[op.name] = {name for name in names & {*before} if before[name].tolist() != after[name].tolist()}
+    assert all("cu_seqlens" in changed[op.name] for op in (*GATED_LINEAR_ATTENTION, *DELTA_RULES))
+    assert changed["gmm"] == changed["grouped_gemm"] == {"group_sizes", "group_offset"}
+    assert changed["moe_layer"] == {"group_offset"}
 
 
 class Wrong:
