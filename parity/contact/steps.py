@@ -103,9 +103,10 @@ def of_sizes(op: Op) -> Case:
     """The smallest case of an op that has most of what a captured graph may find changed: sizes of groups, offsets of
     sequences and a shard's."""
 
-    def rank(case: Case) -> tuple[int, int]:
+    def rank(case: Case) -> tuple[bool, int, int]:
         sizes = sum(isinstance(spec, Groups | Offsets) for spec in op.inputs(case).values())
-        return sizes + bool(op.arguments(case).get(OFFSET)), -math.prod(size for _, size in case.dims)
+        elements = math.prod(size for _, size in case.dims)
+        return elements > 0, sizes + bool(op.arguments(case).get(OFFSET)), -elements
 
     return max(_cheapest_first(op), key=rank)
 
