@@ -1,6 +1,7 @@
 """Bad input to every public function: none goes without tests, and no array of another shape or dtype gets by."""
 
 import inspect
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -136,3 +137,26 @@ def test_a_kernel_refuses_float64(package, function, monkeypatch):
     for name, x in arrays(function).items():
         said = refusal(package, function, **{name: x.astype(np.float64)})
         assert said is not None and " must " in said and said.endswith("got float64"), (name, said)
+
+
+NARROW = {
+    ("mxfp8_quantize", "mxfp8_dual_quantize", "fp8_quantize", "fp8_dual_quantize", "int8_quantize"): {"x"},
+    ("int8_dequantize", "fp8_dequantize"): {"scale"},
+    ("gmm_quantized", "tgmm_quantized"): {"lhs_scale", "rhs_scale", "existing_out"},
+    ("grouped_gemm", "grouped_dense"): {"existing_out"},
+    ("grouped_dense_bwd",): {"dout"},
+}
+"""What a golden takes in narrow dtypes alone: what it quantises, scales, and what is added to the result of such."""
+OTHERS_DTYPE = r"must (be float64, got float32|have \w+'s dtype float(32, got float64|64, got float32))$"
+
+
+@pytest.mark.parametrize("function", GOOD)
+def test_a_golden_takes_float64_where_others_are_too(function):
+    refused = set()
+    for name, x in arrays(function).items():
+        said = (
+            refusal("cpu_golden", function, **{name: x.astype(np.float64)}) if x.dtype in (np.float32, BF16) else None
+        )
+        if said and not re.search(OTHERS_DTYPE, said):
+            refused.add(name)
+    assert refused == next((names for functions, names in NARROW.items() if function in functions), set())
