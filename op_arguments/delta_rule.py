@@ -108,7 +108,6 @@ def per_channel(front: Callable[P, R], rule: Callable[..., R]) -> Callable[P, R]
 
     function = backward if "do" in inspect.signature(front).parameters else forward
     name, module = (text.replace("gated_delta_rule", "kda") for text in (front.__name__, front.__module__))
-    function.__qualname__ = name
     doc = f"`{front.__name__}` with a decay per key channel: g [B, T, HV, K]; `cpu_golden.kda.{name}` defines it."
     of_channels = variant(function, front, name, doc)
     of_channels.__module__ = module

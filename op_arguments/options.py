@@ -58,7 +58,7 @@ def _as(function: Callable[..., Any], of: Callable[..., Any], signature: inspect
             raise TypeError(f"{name}() got an unexpected keyword argument {min(unknown)!r}")
         return function(*arguments, **options)
 
-    shown.__name__ = shown.__qualname__ = name
+    shown.__name__ = shown.__qualname__ = function.__qualname__ = name  # Python names the last in its own errors
     shown.__signature__ = signature  # type: ignore[attr-defined]
     return shown
 

@@ -27,6 +27,13 @@ def test_a_kernel_is_shown_with_its_own_name_words_and_options():
         assert ("fused" in shown) == is_routed, name
 
 
+def test_a_missing_argument_is_an_error_of_the_function_called():
+    for package in PACKAGES[1:]:
+        for name, function in public(package).items():
+            with pytest.raises(TypeError, match=rf"^{name.replace('fused_chunk', 'chunk')}\(\) missing"):
+                function()
+
+
 def test_a_misspelt_option_is_an_error_of_the_function_called():
     packages = [public(package) for package in PACKAGES]
     shared = set.intersection(*(set(functions) for functions in packages)) - {"chunk_fwd", "chunk_bwd"}

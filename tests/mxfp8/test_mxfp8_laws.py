@@ -156,7 +156,7 @@ def test_products_beyond_bfloat16_are_infinite():
     np.testing.assert_array_equal(got[:, 0], [np.inf, -np.inf, 2.0**127, 2.0**126])
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (128, 4), (129, 5), (2, 200, 9)])
+@pytest.mark.parametrize("shape", [(1, 1), (128, 4), (129, 5), (2, 200, 9), (0, 3), (5, 0)])
 @pytest.mark.parametrize("backend", EVERYWHERE)
 def test_swizzled_scales_lie_where_the_matrix_unit_looks(backend, shape):
     """cuBLAS's formula, byte by byte, and back."""
