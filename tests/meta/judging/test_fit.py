@@ -176,7 +176,7 @@ ONE = np.eye(1, 80, 7).reshape(20, 4)
     ("shape", "dtype", "worse"), [((20, 18), "float32", 1), ((3, 20, 4), "bfloat16", 6), ((20, 4), "float32", ONE)]
 )
 def test_a_fit_is_what_its_definition_says(shape, dtype, worse):
-    """Of 40 runs, which move elements by more or less, or not at all; beside others without an error a label is not held."""
+    """Of 40 runs, which move elements by more, by less or not at all; to others without an error no label is held."""
     draw, count = np.random.default_rng(len(shape)), 40
     size = np.exp2(draw.integers(-3, 3, shape))
     size[-1] = 0  # nothing is to be seen there

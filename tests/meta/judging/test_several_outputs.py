@@ -8,6 +8,7 @@ import pytest
 
 from parity.dtypes import round_to
 from parity.judging.judge import judge, measure_contract
+from parity.judging.spread import runs
 from parity.judging.stages import emulate
 from parity.op import Contract, Op
 from parity.trial import Trial
@@ -48,6 +49,15 @@ def test_every_output_is_judged_in_its_own_dtype():
     assert (narrow.verdict.outcome, narrow.output) == ("WRONG DTYPE", "ht")
     rounded = judge(Trial(FORWARD, CASE, "tpu", kernel(lambda o, ht: (o, ht.astype(o.dtype).astype(ht.dtype)))))
     assert (rounded.verdict.outcome, rounded.output) == ("OUT OF BOUND", "ht")
+
+
+@pytest.mark.parametrize(("error", "count"), [(1e-6, 4), (1e-5, 16)])
+def test_runs_are_taken_until_every_output_fits(error, count, monkeypatch):
+    """o has no error at all."""
+    drawn = []
+    monkeypatch.setattr("parity.trial.runs", lambda *given: (drawn.append(run) or run for run in runs(*given)))
+    judge(Trial(FORWARD, CASE, "tpu", kernel(lambda o, ht: (o, (ht * (1 + error)).astype(np.float32)))))
+    assert len(drawn) == count
 
 
 @pytest.mark.parametrize(("o_ulps", "ht_ulps", "decides"), [(3, 0, "o"), (0, 2000, "ht"), (3, 2000, "o")])
