@@ -11,7 +11,7 @@ from parity.compilers.kernels import equations  # noqa: E402
 from tpu_kernels._lib.visits import make_group_metadata  # noqa: E402
 from tpu_kernels.gmm import gmm, tgmm  # noqa: E402
 from tpu_kernels.grouped_gemm import grouped_gemm  # noqa: E402
-from tpu_kernels.mxfp8 import mxfp8_quantize  # noqa: E402
+from tpu_kernels.mxfp8 import mxfp8_dual_quantize, mxfp8_quantize  # noqa: E402
 from tpu_kernels.quantize import fp8_dequantize, fp8_dual_quantize, fp8_quantize  # noqa: E402
 from tpu_kernels.quantized_gmm import gmm_quantized, tgmm_quantized  # noqa: E402
 from tpu_kernels.simple_gla import (  # noqa: E402
@@ -40,7 +40,7 @@ ROWS, GATES, KEPT = 2 * STEPS * D, 4 * STEPS, 4 * STEPS // 64 * D * D  # bytes; 
 PAIRS, STATES = STEPS * 64 * 2 * D, 2 * STEPS * D * D  # operations in chunks of 64 steps, and with a state
 PRODUCTS = 2 * M * K * N
 OF_LHS, OF_RHS, OF_OUT = N // 128 * VISITS * 128 * K, VISITS * K * N, M * N  # elements that gmm fetches and writes
-LONG = 2**15
+LONG, WIDE = 2**15, 2**14
 OF_TGMM = N // 128 * M * K + K // 128 * M * N
 
 # kernel, arrays, options; of each call that they make: its name, operations, and bytes
@@ -71,6 +71,10 @@ COSTS = [
     (fp8_dual_quantize, dict(x=((M, K), BF16)), dict(block_size=8),
      2 * [("quantize", 40 * M * K, 3 * M * K + 4 * M * K // 8)]),
     (mxfp8_quantize, dict(x=((M, K), BF16)), dict(axis=1), [("quantize", 40 * M * K, 3 * M * K + M * K // 32)]),
+    (mxfp8_dual_quantize, dict(x=((M, K), BF16)), {}, [("quantize", 80 * M * K, 4 * M * K + 2 * M * K // 32)]),
+    # Tiles of so many columns have fewer rows of scales than a register, and of bytes no single row can be stored.
+    (mxfp8_dual_quantize, dict(x=((M, WIDE), BF16)), {},
+     2 * [("quantize", 40 * M * WIDE, 3 * M * WIDE + M * WIDE // 32)]),
     (fp8_dequantize, dict(qvalue=((M, K), E4M3), scale=((M, K // 128), F32)), {},
      [("dequantize", 12 * M * K, 5 * M * K + 4 * M * K // 128)]),
     (gmm_quantized, NARROW_ROWS | BLOCKS | SIZES, dict(tiling=(128, K, 128)),

@@ -158,3 +158,4 @@ def test_tiles_have_whole_blocks_and_a_walk_whole_registers_of_scales(kind):
             if not tiles.spanned:
                 kept = tiles.scales_of_walk(layout.block)
                 assert kept[0] % 8 == 0 and (tiles.walks[1] == 1 or kept[0] * r == tiles.steps_r * tiles.rows), where
+                assert kept[1] % 128 == 0 and (tiles.walks[2] == 1 or kept[1] * c == tiles.columns), where
