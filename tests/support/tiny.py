@@ -24,6 +24,7 @@ ABSENT = dict(existing_out=False, shard=None, capacity=None, weights=False, bias
 OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("chunk", dict(K=160, V=24, T=20)),  # channels of keys in several tiles
     ("bounded_gate", dict(rate=False)),
+    ("causal_conv1d", dict(W=1)),
     ("moe_layer", dict(quantize="fp8")),
     ("moe_layer", dict(quantize="mxfp8")),
 ]

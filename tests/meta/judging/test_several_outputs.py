@@ -13,6 +13,8 @@ from parity.judging.stages import emulate
 from parity.op import Contract, Op
 from parity.trial import Trial
 from tests.matrix.gla import CHUNK_SIMPLE_GLA
+from tests.matrix.quantize import FP8_QUANTIZE
+from tests.support.tiny import tiny
 
 FORWARD, BACKWARD = CHUNK_SIMPLE_GLA
 CASE = next(c for c in FORWARD.cases if c.tier == "smoke" and c.dtype == "bfloat16")
@@ -49,6 +51,13 @@ def test_every_output_is_judged_in_its_own_dtype():
     assert (narrow.verdict.outcome, narrow.output) == ("WRONG DTYPE", "ht")
     rounded = judge(Trial(FORWARD, CASE, "tpu", kernel(lambda o, ht: (o, ht.astype(o.dtype).astype(ht.dtype)))))
     assert (rounded.verdict.outcome, rounded.output) == ("OUT OF BOUND", "ht")
+
+
+def test_a_trial_has_the_floors_that_its_outputs_are_measured_with():
+    trial = Trial(FORWARD, CASE, "tpu", kernel())
+    assert trial.floors == {name: metrics.floor for name, metrics in judge(trial).outputs.items()}
+    assert trial.floors["o"] > trial.floors["ht"] > 0
+    assert Trial(FP8_QUANTIZE, tiny(FP8_QUANTIZE), "tpu").floors == {}
 
 
 @pytest.mark.parametrize(("error", "count"), [(1e-6, 4), (1e-5, 16)])
