@@ -13,7 +13,7 @@ from tests.support.calls import launched
 from tests.support.tiny import tiny
 
 USUAL = ("gmm",)
-OF_OTHERS = ("permute", "unpermute", "grouped_dense_bwd", "moe_layer", "moe_layer_bwd")
+OF_OTHERS = ("permute", "unpermute", "swizzle_scales", "grouped_dense_bwd", "moe_layer", "moe_layer_bwd")
 """What they launch, if anything, are the kernels of other operations, which are compiled as those. (And a PyTorch
 without CUDA refuses to index tensors of a GPU, or ends the process where autograd takes one, be it without data.)"""
 
