@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from tpu_kernels._lib import chip
-from tpu_kernels._lib.chip import MXU
+from tpu_kernels._lib.chip import LANES, MXU
 
 
 def blocks(size: int, width: int) -> list[Any]:
@@ -27,6 +27,17 @@ def for_blocks(size: int, width: int, body: Callable[[Any], None]) -> None:
             body(block)
     else:
         lax.fori_loop(0, size // width, lambda i, _: body(pl.ds(pl.multiple_of(i * width, width), width)), None)
+
+
+def row_of_columns(ref: Any, nth: Any, columns: Any) -> jax.Array:
+    """Row nth of a block in VMEM, in these columns: [1, columns].
+
+    Where nth is traced Mosaic loads no single register of a row but its first. There all are, and one is taken.
+    """
+    is_later = isinstance(columns.start, int) and columns.start > 0 and columns.size <= LANES
+    if is_later and not isinstance(nth, int):
+        return ref[pl.ds(nth, 1), :][:, columns.start : columns.start + columns.size]
+    return ref[pl.ds(nth, 1), columns]
 
 
 def for_depth(k: int, tk: int, step: Any, last_step: Any, body: Callable[[int], None]) -> None:

@@ -18,6 +18,7 @@ from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.grids import Grid, Operands
 from tpu_kernels._lib.narrow import scales_in_units
 from tpu_kernels._lib.powers import gmm_powers, is_power, tgmm_powers
+from tpu_kernels._lib.products import row_of_columns
 from tpu_kernels._lib.visits import OwnRows
 
 
@@ -156,7 +157,7 @@ def are_in_range(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def row_of(scale: Any | None, part: Any, columns: Any) -> jax.Array | None:
     """The scales [1, columns] of a part of a tile; None where there are none."""
-    return None if scale is None else scale[pl.ds(part, 1), columns]
+    return None if scale is None else row_of_columns(scale, part, columns)
 
 
 def as_columns(row: jax.Array | None) -> jax.Array | None:
