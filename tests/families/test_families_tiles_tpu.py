@@ -1,4 +1,8 @@
-"""What VMEM cannot hold is refused by name before the TPU compiler sees it, and what the delta rules accept fits."""
+"""What VMEM cannot hold is refused by name before the TPU compiler sees it, and what the delta rules accept fits.
+
+Tiles that may be asked for are all that there are; compiled are those where code differs: axes of less than a register,
+of one, of odd numbers of registers, which leave a last block of one where blocks have two, of many, and of a whole one.
+"""
 
 import itertools
 import re
@@ -8,11 +12,12 @@ import pytest
 pytest.importorskip("jax")
 
 from op_arguments.delta_rule import LARGEST_CHUNK, LARGEST_HEAD, DeltaProblem
+from parity.compilers.mosaic import compile_for_tpu
 from tests.matrix.gla import BF16, F32
 from tests.matrix.gmm import GMM, TGMM
 from tests.matrix.mxfp8 import GROUPED_GEMM
-from tests.matrix.quantized_gmm import E4M3, GMM_QUANTIZED, TGMM_QUANTIZED
-from tests.support import calls
+from tests.matrix.quantized_gmm import E4M3, GMM_QUANTIZED, I8, TGMM_QUANTIZED
+from tests.support import calls, tpu_code
 from tests.support.chips import on
 
 PRODUCT = dict(M=8192, K=4096, N=4096, G=8)
@@ -40,6 +45,37 @@ TOO_LARGE = [
     ("TPU7x", "K, V or chunk_size", calls.scan("chunk", "bwd", "g", F32, **SCAN, K=2048, V=2048, chunk=64), 56),
     ("TPU7x", "K and V", calls.scan("fused_recurrent", "fwd", "gk", F32, **SCAN, K=2048, V=4096), 64),
 ]
+
+TILES = [(8, 128, 128), (24, 256, 384), (64, 384, 640), (128, 640, 128), (128, 1024, 256), (256, 128, 1536), (512,) * 3]
+GROUPED = [
+    (GMM, BF16, {}),
+    (GMM, F32, dict(transpose_rhs=True)),
+    (TGMM, BF16, {}),
+    (GMM_QUANTIZED, (E4M3, BF16), dict(lhs_blocks="1x128", rhs_blocks="1x128x128")),
+    (GMM_QUANTIZED, (I8, BF16), dict(lhs_blocks="1xK", rhs_blocks="1xKx1")),
+    (TGMM_QUANTIZED, (E4M3, BF16), dict(lhs_blocks="128x1", rhs_blocks="128x1")),
+    (GROUPED_GEMM, (E4M3, BF16), {}),
+    (GROUPED_GEMM, (E4M3, BF16), dict(ragged="contracting")),
+]
+
+
+@pytest.mark.full
+@tpu_code.needs_compiler
+@tpu_code.EACH_CHIP
+def test_tiles_compile_or_are_refused_by_name(chip):
+    sizes = dict(M=2048, K=1024, N=1536, G=8)
+    asked = [
+        (op, calls.point(op, dtype, **sizes, **options, tiling=tile))
+        for tile in TILES
+        for op, dtype, options in GROUPED
+    ]
+    results = compile_for_tpu([calls.compilation(*call, chip) for call in asked])
+    errors = {case.id: result.error for (_, case), result in zip(asked, results, strict=True) if not result.ok}
+    refused = {
+        name for name, error in errors.items() if re.match("ValueError: tiling must (be smaller|have t[mkn])", error)
+    }
+    assert len(errors) < len(asked) / 4
+    assert {name: error for name, error in errors.items() if name not in refused} == {}
 
 
 @pytest.mark.parametrize(("kind", "argument", "call", "mebibytes"), TOO_LARGE)
