@@ -36,6 +36,8 @@ EVERYTHING = [
     *REPRESENTATIVE,
     gmm(E4M3, "1xK", E4M3, "1xKx1"),
     gmm(E4M3, "1x128", E4M3, "1x128x128", **DEEPSEEK, transpose_rhs=True),
+    gmm(E4M3, "1x32", E4M3, "1x32x1", N=2048),
+    gmm(E4M3, "1x64", E4M3, "1x64x1", N=1408),
     tgmm(E4M3, "128x1", E4M3, "128x1", **DEEPSEEK),
     tgmm(E4M3, "128x1", E4M3, "128x1", K=640, N=1408),  # a last block of columns that is one register
     tgmm(I8, "Mx1", I8, "256x1"),

@@ -69,7 +69,8 @@ def scaled_gmm_tiles(block: int, small: bool, mxfp8: bool, m: int, k: int, n: in
     longest = min(1024 if small and not few and n > 512 else 2048, PARTS * block)
     tk = even_step(k, longest, max(block, MXU) if block < k else MXU)
     weights = 2**21 if small and not mxfp8 else 2**20
-    return tm, tk, even_step(n, min(max(weights // tk // 512 * 512, 512), 2048))
+    most = 1024 if block < LANES else 2048  # v6e keeps the sums of many short blocks in VMEM, for all columns
+    return tm, tk, even_step(n, min(max(weights // tk // 512 * 512, 512), most))
 
 
 def scaled_tgmm_tiles(narrow: bool, small: bool, m: int, k: int, n: int) -> Tile:
