@@ -1,0 +1,228 @@
+"""Chunked delta rules on the real TPU compiler, beside chunk_simple_gla and tokamax's fused one, without a TPU.
+
+    python -m benchmarks.delta_static                           every chip, op, pass and chunk
+    python -m benchmarks.delta_static --chip tpu7x --only kda   some of them
+    python -m benchmarks.delta_static --json                    for programs
+
+At B 2, H 16, T 4096, K = V = 128 in bfloat16. Cycles are static ones (`parity/compilers/bundles.py`) per 64 tokens and
+head, all grid steps counted; two runs print the same. Arguments of ours lie head by head, as the kernels read them:
+from arrays in the default layout XLA makes such copies first. chunk_simple_gla with a gate per step is the yardstick of
+what the inverse and its products cost. tokamax's kernel (0.0.17, on Python 3.12; left out where it cannot be imported)
+has the convolution, the norms and the gates in it, and its dots are of one bfloat16 pass, where ours take two or three
+pieces of what is float32: `benchmarks.delta_rule_schemes` says what that costs in error.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks import command
+from benchmarks.command import BENCHMARKED_CHIPS, Done, cells, unseen
+from benchmarks.gla_static import DTYPE, UNIT, B, H, K, T, V, head_major
+from parity.compilers.mosaic import Abstract, Compilation, Compiled, roofline
+
+HERE = __spec__.name if __spec__ else Path(__file__).stem  # what a compiler process imports; a script has no spec
+TOKAMAX = "tokamax._src.ops.causal_conv1d_gated_delta_rule"
+TAPS = 4  # of tokamax's convolution
+LEAST_OF_FLOOR = {False: 0.35, True: 0.30}  # by whether it is a backward pass
+MOST_SPILLS = 0.1
+MOST_CODE_KB = 1200.0
+MOST_HBM = 1.2
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass of an op, of this project or of a peer."""
+
+    op: str
+    chunk: int
+    backward: bool = False
+    peer: str = "ours"
+
+    @property
+    def name(self) -> str:
+        """As in "chunk_kda backward 64"."""
+        return f"{self.op} {'backward' if self.backward else 'forward'} {self.chunk}"
+
+    def compilation(self, chip: str) -> Compilation:
+        """What the compiler is given."""
+        if self.peer != "ours":
+            return Compilation(f"{HERE}:tokamax_delta_rule", chip, (), _of_tokamax(self))
+        per_channel = self.op == "chunk_kda"
+        module = {"chunk_kda": "kda", "chunk_gated_delta_rule": "gated_delta_rule"}.get(self.op, "simple_gla")
+        sizes = {"q": K, "k": K, "v": V} | ({"do": V} if self.backward else {})
+        arguments: dict[str, Any] = {name: Abstract((B, H, T, size), DTYPE) for name, size in sizes.items()}
+        arguments["g"] = Abstract((B, H, T, K) if per_channel else (B, H, T), "float32")
+        if module != "simple_gla":
+            arguments["beta"] = Abstract((B, H, T), "float32")
+        function = f"tpu_kernels.{module}:{self.op}_{'bwd' if self.backward else 'fwd'}"
+        arguments |= {"function": function, "chunk_size": self.chunk, "interpret": False}
+        return Compilation(f"{head_major.__module__}:{head_major.__name__}", chip, (), arguments)
+
+
+OPS = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_kda")
+PASSES = [Pass(op, chunk, backward) for op in OPS for backward in (False, True) for chunk in (64, 128)]
+PEERS = [Pass(op, chunk, peer="tokamax") for op in OPS[1:] for chunk in (64, 128)]
+
+
+def _of_tokamax(chosen: Pass) -> dict[str, Any]:
+    per_channel, columns = chosen.op == "chunk_kda", H * (2 * K + V)
+    gate = (H, K) if per_channel else (H,)
+    arrays = {
+        "qkv": ((B * T, columns), DTYPE),
+        "b": ((B * T, H), DTYPE),
+        "a": ((B * T, H * K if per_channel else H), DTYPE),
+        "conv_state": ((B + 1, TAPS - 1, columns), DTYPE),
+        "recurrent_state": ((B + 1, H, K, V), "float32"),
+        "conv_weight": ((columns, 1, TAPS), DTYPE),
+        "conv_bias": ((columns,), DTYPE),
+        "a_log": ((H,), "float32"),
+        "dt_bias": (gate, DTYPE),
+        "query_start_loc": ((B + 1,), "int32"),
+        "state_indices": ((B,), "int32"),
+        "distribution": ((3,), "int32"),
+        "seq_lens": ((B,), "int32"),
+    }
+    return {name: Abstract(*array) for name, array in arrays.items()} | {
+        "per_channel": per_channel,
+        "chunk": chosen.chunk,
+    }
+
+
+def tokamax_delta_rule(*, per_channel: bool, chunk: int, **arrays: Any) -> Any:
+    """tokamax's convolution and delta rule of packed sequences, in chunks."""
+    mode = import_module(f"{TOKAMAX}.config").AttentionMode
+    return import_module(f"{TOKAMAX}.wrapper").fused_conv1d_gdn(
+        **arrays,
+        n_kq=H,
+        n_v=H,
+        d_k=K,
+        d_v=V,
+        kernel_size=TAPS,
+        attention_mode=mode.KDA if per_channel else mode.GDN,
+        mixed_tile_size=chunk,
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. Where the compiler refused the program, error says why and its figures are None."""
+
+    chip: str
+    name: str
+    peer: str
+    cycles: float | None = None  # static, per 64 tokens and head
+    of_floor: float | None = None  # of them, those for which the matrix units are busy
+    of_gla: float | None = None  # over those of chunk_simple_gla
+    of_tokamax: float | None = None  # over the fewest of tokamax's
+    spill_share: float | None = None  # of the vector store slots, of the kernel that multiplies most
+    code_kb: float | None = None
+    kernels: int | None = None
+    hbm: float | None = None  # bytes that the kernels move, over those of arguments and results once
+    target: str = ""
+    result: str = ""  # "met", or what is missed by how much
+    error: str = ""
+
+
+def measure(
+    chips: Sequence[str] = BENCHMARKED_CHIPS, only: str = "", jobs: int | None = None, done: Done = unseen
+) -> list[Row]:
+    """The table: each pass whose name contains `only`, with what it is compared with, on each chip, with `jobs`
+    compilers at a time.
+
+    done(count, total) is called as compilations end.
+    """
+    shown = [each for each in (*PASSES, *(PEERS if find_spec("tokamax") else ())) if only in each.name]
+    yardsticks = [replace(each, op=OPS[0]) for each in shown if each.peer == "ours"]
+    keys = [(chip, each) for chip in chips for each in dict.fromkeys((*shown, *yardsticks))]
+    answers = command.compile_each(keys, lambda key: key[1].compilation(key[0]), jobs, done)
+    rows = {key: _row(*key, answer) for key, answer in answers.items()}
+    return [_compared(rows, chip, each) for chip in chips for each in shown]
+
+
+def _row(chip: str, chosen: Pass, answer: Compiled) -> Row:
+    row = Row(chip, chosen.name, chosen.peer, error=answer.reason)
+    if row.error:
+        return row
+    main = max(answer.kernels, key=lambda kernel: kernel.mxu_cycles)
+    if chosen.peer == "ours":
+        spans = [roofline(kernel, chip) for kernel in answer.kernels]
+        cycles, busy, units = sum(s.schedule for s in spans), sum(s.mxu for s in spans), float(UNIT)
+    else:  # a pipeline of its own, a step of which has a chunk of all heads
+        cycles, busy, units = main.static_cycles, main.mxu_cycles, H * chosen.chunk / 64
+    moved = answer.hbm_bytes if chosen.peer == "ours" else None
+    return replace(
+        row,
+        cycles=cycles / units,
+        of_floor=busy / cycles,
+        spill_share=main.spill_share,
+        code_kb=answer.code_bytes / 1024,
+        kernels=len(answer.kernels),
+        hbm=None if moved is None else moved / (answer.argument_bytes + answer.output_bytes),
+    )
+
+
+def _compared(rows: dict[tuple[str, Pass], Row], chip: str, chosen: Pass) -> Row:
+    """The row with its ratios, its targets, and by how much they are missed."""
+    row = rows[chip, chosen]
+    if chosen.peer != "ours" or row.cycles is None or row.of_floor is None:
+        return row
+    gla = rows[chip, replace(chosen, op=OPS[0])].cycles
+    peers = [
+        each.cycles
+        for (on, peer), each in rows.items()
+        if on == chip and peer.peer != "ours" and peer.op == chosen.op and each.cycles and not chosen.backward
+    ]
+    row = replace(row, of_gla=gla and row.cycles / gla, of_tokamax=row.cycles / min(peers) if peers else None)
+    if chosen.op == OPS[0] or chosen.chunk != 64:
+        return row
+    least = LEAST_OF_FLOOR[chosen.backward]
+    limits = [
+        (" × the MXU's cycles", 1 / row.of_floor, 1 / least),
+        (" spills", row.spill_share, MOST_SPILLS),
+        (" KB", row.code_kb, MOST_CODE_KB),
+        (" × HBM", row.hbm, MOST_HBM),
+        *([(" × tokamax", row.of_tokamax, 1.0)] if row.of_tokamax else []),
+    ]
+    target, result = command.judged(limits)
+    return replace(row, target=target, result=result)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; returns the exit code: 1 where the compiler refused a program."""
+    parser = command.static_parser(
+        "delta_static", "Chunked delta rules on the real TPU compiler.", 'passes ("chunk_kda backward 64")'
+    )
+    given = parser.parse_args(arguments)
+    table = command.with_bar(given, measure)
+    command.show(given, [asdict(row) for row in table], render(table))
+    return int(any(row.error for row in table))
+
+
+def render(table: Sequence[Row]) -> Table:
+    """The rows as a table for people."""
+    figures = ("cycles", "of MXU floor", "× gla", "× tokamax", "spills", "KB", "kernels", "× HBM")
+    view = command.table("static cycles per 64 tokens and head", ("chip", "pass", "of"), figures, ("target", "result"))
+    for row in table:
+        shown = cells(
+            (row.cycles, ".0f"),
+            (row.of_floor, ".0%"),
+            (row.of_gla, ".2f"),
+            (row.of_tokamax, ".2f"),
+            (row.spill_share, ".2f"),
+            (row.code_kb, ".0f"),
+            (row.kernels, "d"),
+            (row.hbm, ".2f"),
+        )
+        view.add_row(row.chip, row.name, row.peer, *shown, row.target, row.error or row.result)
+    return view
+
+
+if __name__ == "__main__":
+    sys.exit(main())
