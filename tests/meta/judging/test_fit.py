@@ -353,6 +353,13 @@ def test_an_op_without_a_magnitude_is_judged_by_its_sites():
     assert off.verdict.outcome == "OUT OF BOUND"
 
 
+def test_a_contract_without_sites_is_judged_by_its_derived_bound():
+    silent = replace(GMM, contract=lambda case, backend: replace(GMM.contract(case, backend), sites={}, functions={}))
+    judged = gates(Trial(silent, CASE, "gpu"))
+    assert (judged.verdict.outcome, judged.fit) == ("AGREES", None)
+    assert judged.verdict.reason == f"η = {judged.eta_max:.3g} (bound {judged.bound:.3g})"
+
+
 def test_a_magnitude_that_is_not_derived_is_sigma_over_the_roundoff():
     trial = Trial(replace(GMM, magnitude=None, chain=None), CASE, "gpu")
     drawn = list(islice(trial.runs(), RUNS[0]))
