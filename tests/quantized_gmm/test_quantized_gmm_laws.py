@@ -3,8 +3,12 @@
 import numpy as np
 import pytest
 
+from parity.judging.judge import judge
+from parity.trial import Trial
+from tests.matrix.quantized_gmm import GMM_QUANTIZED, TGMM_QUANTIZED
 from tests.support.formats import BITS_OF, decode
-from tests.support.functions import BACKENDS, run
+from tests.support.functions import BACKENDS, FRAMEWORKS, run
+from tests.support.tiny import tiny
 
 
 @pytest.mark.parametrize(("left", "right"), [("float8_e4m3fn", "float8_e4m3fn"), ("float8_e4m3fn", "float8_e5m2")])
@@ -39,3 +43,17 @@ def test_every_product_of_two_int8_is_exact(backend):
     }
     got = run(backend, "gmm_quantized", inputs, preferred_element_type="float32")
     np.testing.assert_array_equal(got, np.outer(values.astype(int), values.astype(int)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", [GMM_QUANTIZED, TGMM_QUANTIZED], ids=lambda op: op.name)
+def test_sums_of_int8_climb_beyond_float32_and_come_back(op, backend):
+    """Where no scale changes they are int32, whatever they pass on the way."""
+    pytest.importorskip(FRAMEWORKS[backend])
+    of_columns = op is TGMM_QUANTIZED
+    sizes = dict(M=2304, K=32, N=16, G=1) if of_columns else dict(M=8, K=2304, N=16, G=1)
+    whole = dict(lhs_blocks="Mx1", rhs_blocks="Mx1") if of_columns else dict(lhs_blocks="1xK", rhs_blocks="1xKx1")
+    alone = dict(shard=None, existing_out=False, groups="balanced")
+    case = tiny(op, ("int8", "float32"), **sizes, **whole, **alone)
+    judged = judge(Trial(op, case.with_data("integers"), backend))
+    assert judged.verdict.outcome == "EXACT", judged.verdict
