@@ -332,7 +332,10 @@ def test_a_loss_is_held_to_what_both_contracts_make_of_it(device, monkeypatch, l
     assert compared.comparison.explained == pytest.approx(1.2)
 
 
-def test_no_loss_is_explained_by_a_contract_without_sites(device, monkeypatch):
+@pytest.mark.parametrize("silent", [("tpu", "gpu"), ("tpu",), ("gpu",)])
+def test_no_loss_is_explained_by_a_contract_without_sites(device, monkeypatch, silent):
+    of_one = {"out": SimpleNamespace(variance=np.ones(CASE.N))}
+    monkeypatch.setattr("parity.judging.judge.explained", lambda trial: {} if trial.backend in silent else of_one)
     lost = Comparison(Verdict("LOSS", "G5", ""), 1.5, 1.1, 2.0)
     monkeypatch.setattr("parity.judging.judge.verdict.compare", lambda *measured, **options: lost)
     known = op(expected=(Expected(lambda case: True, "LOSS", "is known", explained=True),))
