@@ -24,6 +24,7 @@ ABSENT = dict(existing_out=False, shard=None, capacity=None, weights=False, bias
 OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("chunk", dict(K=160, V=24, T=20)),  # channels of keys in several tiles
     ("chunk_gated_delta_rule", dict(K=160, V=24, T=20, HV=4, l2norm=True)),  # rows that are normalised, too
+    ("tgmm", dict(M=640)),  # sums of more than a unit's depth
     ("simple_gla", dict(H=3, T=20, gates="gamma")),
     ("bounded_gate", dict(rate=False)),
     ("causal_conv1d", dict(W=1)),
