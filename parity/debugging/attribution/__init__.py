@@ -40,6 +40,9 @@ MENDED = 0.001
 """Of a kernel's error, of which less is left in float64 where it is one of precision: float64 has 2^29 times that of
 float32, and leaves a fault of logic as it is. What is left may be beyond the contract where rounding errors grow."""
 
+FEW = 3
+"""Lines that are asked one by one at once."""
+
 EXPLAINED = 0.9
 """Where the shares of single lines come to less, lines err together: it is told what goes without each."""
 
@@ -163,30 +166,34 @@ def rank(
     shares: list[Share] = []
     for n, line in enumerate(lines):
         done(2 + n, 2 + len(lines))
-        if n in CHECKS:
+        explain_all = sum(share.share for share in shares) > 1 - REST
+        if n in CHECKS and (explain_all or n > FEW):
             rest = evaluate(_among(lines[n:]))
-            if power(rest) < REST * total and at_site(rest) <= REST * total_at_site:
-                if sum(share.share for share in shares) > 1 - REST:
-                    break
-                if abs(power(evaluate(_among(lines[:n]))) / total - 1) < NAMED:  # nor do they mend what others do
-                    break
+            make_little = power(rest) < REST * total and at_site(rest) <= REST * total_at_site
+            # Nor may they mend what the others do.
+            if make_little and (explain_all or abs(power(evaluate(_among(lines[:n]))) / total - 1) < NAMED):
+                break
         run = evaluate(_on(line))
         shares.append(Share(line, power(run) / total, sites=at_sites(run, exact)))
     if sum(share.share for share in shares) < EXPLAINED:
         gone: dict[Line, float] = {}
 
+        def without(group: Sequence[Line]) -> float:
+            return 1 - power(evaluate(_but(group))) / total
+
         def ask(group: Sequence[Line]) -> None:
-            """What goes without a line; of several that make little together, nothing."""
-            lost = 1 - power(evaluate(_but(group))) / total
-            if len(group) == 1 or abs(lost) < REST:
-                gone.update(dict.fromkeys(group, lost if len(group) == 1 else 0.0))
-                done(2 + len(lines) + len(gone), 2 + 2 * len(lines))
-                return
-            for half in (group[: len(group) // 2], group[len(group) // 2 :]):
-                ask(half)
+            """What goes without each; of many that make little together, nothing."""
+            if len(group) <= FEW:
+                gone.update({line: without([line]) for line in group})
+            elif abs(without(group)) < REST:
+                gone.update(dict.fromkeys(group, 0.0))
+            else:
+                ask(group[: len(group) // 2])
+                ask(group[len(group) // 2 :])
+            done(2 + len(lines) + len(gone), 2 + 2 * len(lines))
 
         slight = [share.line for share in shares if share.share < SLIGHT]
-        for group in [[share.line] for share in shares if share.share >= SLIGHT] + [slight] * bool(slight):
+        for group in [*([share.line] for share in shares if share.share >= SLIGHT), slight]:
             ask(group)
         shares = [replace(share, gone=gone[share.line]) for share in shares]
     shares.sort(key=lambda share: -max(share.share, share.gone or 0.0))
