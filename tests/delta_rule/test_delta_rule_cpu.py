@@ -239,7 +239,7 @@ def test_stages_see_every_site(op, wy):
     forward, backward = problem(op, t=70)
     seen = set()
     stages = Stages(lambda site, x: seen.add(site) or x, wy=wy)
-    channels = {"product", "pairs"} if op == "kda" else {"read"} if wy else {"read", "recalled"}
+    channels = {"product", "pairs"} if op == "kda" else {"read", "pair_gate"} | (set() if wy else {"recalled"})
     of_channels = {"product", "pairs", "up_to"} if op == "kda" else channels | {"pair_terms"}
     way = WY if wy else ERRORS
     options = dict(use_qk_l2norm_in_kernel=True, stages=stages)

@@ -73,7 +73,7 @@ def is_scan(plan):
 
 
 def is_delta_rule(plan):
-    """Whose inverse has dots of float32 from two blocks on, and whose kernels on the GPU are always the same."""
+    """Whose kernels on the GPU are always the same."""
     return "delta_rule" in plan.op or "kda" in plan.op
 
 
@@ -107,13 +107,11 @@ def depth_of(program):
     return given.shape[-1] if given else 0
 
 
-def test_a_scan_multiplies_bfloat16_unless_operands_and_precision_are_float32(recorded):
+def test_a_chunked_scan_multiplies_bfloat16_alone(recorded):
+    """What is float32 goes in pieces, side by side."""
     for plan, kernel in kernels_of(recorded, CHIPS):
         if plan.op.startswith("chunk"):
-            is_float32 = "-f32" in plan.name and "bf16x3" not in plan.name
-            operands, expected = {operand for *_, operand, _ in kernel["dots"]}, "f32" if is_float32 else "bf16"
-            of_inverse = {"f32"} if is_delta_rule(plan) else set()
-            assert expected in operands <= {expected} | of_inverse, plan.key
+            assert {operand for *_, operand, _ in kernel["dots"]} == {"bf16"}, plan.key
 
 
 def test_tiles_on_the_gpu_are_powers_of_two(recorded):

@@ -394,18 +394,19 @@ def test_stages_see_every_site_and_change_nothing_by_themselves(gates):
         return value
 
     per_channel = {"product", "pairs"} if gates == "gk" else set()  # and then no sum that a decay is applied to
+    of_pairs = per_channel or {"pair_gate"}
     for form, sites in SITES.items():
         for depth in (None, 5):
             seen.clear()
             staged = call(form, "fwd", forward, stages=Stages(watch, depth))
-            chunked = per_channel if form == "chunk" else set()
+            chunked = of_pairs if form == "chunk" else set()
             assert set(seen) == (sites - {"read"} if per_channel else sites) | chunked
             if form == "chunk":
                 assert seen["lhs"] == seen["rhs"]
                 assert (seen["acc"] == seen["lhs"]) == (depth is None)
             np.testing.assert_allclose(staged.o, call("definition", "fwd", forward).o, rtol=1e-11, atol=1e-12)
             staged = call(form, "bwd", forward, **backward, stages=Stages(watch, depth))
-            chunked = (per_channel | {"up_to"} if per_channel else {"pair_terms"}) if form == "chunk" else set()
+            chunked = of_pairs | {"up_to" if per_channel else "pair_terms"} if form == "chunk" else set()
             assert set(seen) == sites | {"do", "dht", "dstate", "dgate"} | BACKWARD_SITES[form] | chunked
             np.testing.assert_allclose(
                 staged.dv, call("definition", "bwd", forward, **backward).dv, rtol=1e-11, atol=1e-12

@@ -107,7 +107,7 @@ GMM = [
     (V7X, FP8, DEEPSEEK, K, N, {}, (1024, 1024, 2048), 128, (8, 8), F32, False),
     (V7X, FP8, DEEPSEEK, K, N, dict(transpose_rhs=True), (1024, 1024, 2048), 128, (8, 8), F32, False),
     (V5E, (I8, I8), DEEPSEEK, K, N, {}, (256, 1024, 512), 128, (8, 8), F32, False),
-    (V7X, MIXED, ("1xK", "1x64x1"), K, N, {}, (1024, 1024, 2048), 64, (0, 16), F32, False),
+    (V7X, MIXED, ("1xK", "1x64x1"), K, N, {}, (1024, 1024, 1024), 64, (0, 16), F32, False),
     (V7X, MIXED, ("1x64", "1xKx1"), K, N, dict(out=F32), (512, 1024, 1024), 64, (16, 0), F32, False),
     (V6E, FP8, CHANNELS, K, N, {}, (1024, 1792, 1024), 256, (0, 0), F32, True),
     (V7X, FP8, CHANNELS, K, N, {}, (1024, 1792, 1024), 1792, (0, 0), F32, False),
