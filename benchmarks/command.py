@@ -130,6 +130,12 @@ def cells(*figures: tuple[float | None, str]) -> list[str]:
     return ["–" if figure is None else format(figure, form) for figure, form in figures]
 
 
+def say_without_tokamax() -> None:
+    """Print that tokamax's rows are left out."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    print(f"tokamax cannot be imported (Python {version}; it needs 3.12): its rows are left out")
+
+
 def show(given: argparse.Namespace, data: Any, *tables: Table) -> None:
     """Print the tables, or with --json the data."""
     if given.json:

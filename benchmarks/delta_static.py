@@ -24,8 +24,8 @@ from rich.table import Table
 
 from benchmarks import command
 from benchmarks.command import BENCHMARKED_CHIPS, Done, cells, unseen
-from benchmarks.gla_static import DTYPE, UNIT, B, H, K, T, V, head_major
-from parity.compilers.mosaic import Abstract, Compilation, Compiled, roofline
+from benchmarks.gla_static import DTYPE, B, H, K, T, V, figures, head_major
+from parity.compilers.mosaic import Abstract, Compilation, Compiled
 
 HERE = __spec__.name if __spec__ else Path(__file__).stem  # what a compiler process imports; a script has no spec
 TOKAMAX = "tokamax._src.ops.causal_conv1d_gated_delta_rule"
@@ -118,7 +118,7 @@ class Row:
     name: str
     peer: str
     cycles: float | None = None  # static, per 64 tokens and head
-    of_floor: float | None = None  # of them, those for which the matrix units are busy
+    floor: float | None = None  # for which the matrix units are busy
     of_gla: float | None = None  # over those of chunk_simple_gla
     of_tokamax: float | None = None  # over the fewest of tokamax's
     spill_share: float | None = None  # of the vector store slots, of the kernel that multiplies most
@@ -150,28 +150,24 @@ def _row(chip: str, chosen: Pass, answer: Compiled) -> Row:
     row = Row(chip, chosen.name, chosen.peer, error=answer.reason)
     if row.error:
         return row
-    main = max(answer.kernels, key=lambda kernel: kernel.mxu_cycles)
+    row = replace(row, kernels=len(answer.kernels))
     if chosen.peer == "ours":
-        spans = [roofline(kernel, chip) for kernel in answer.kernels]
-        cycles, busy, units = sum(s.schedule for s in spans), sum(s.mxu for s in spans), float(UNIT)
-    else:  # a pipeline of its own, a step of which has a chunk of all heads
-        cycles, busy, units = main.static_cycles, main.mxu_cycles, H * chosen.chunk / 64
-    moved = answer.hbm_bytes if chosen.peer == "ours" else None
+        return replace(row, **figures(answer, chip))
+    main = max(answer.kernels, key=lambda kernel: kernel.mxu_cycles)
+    units = H * chosen.chunk / 64  # a pipeline of its own, a step of which has a chunk of all heads
     return replace(
         row,
-        cycles=cycles / units,
-        of_floor=busy / cycles,
+        cycles=main.static_cycles / units,
+        floor=main.mxu_cycles / units,
         spill_share=main.spill_share,
         code_kb=answer.code_bytes / 1024,
-        kernels=len(answer.kernels),
-        hbm=None if moved is None else moved / (answer.argument_bytes + answer.output_bytes),
     )
 
 
 def _compared(rows: dict[tuple[str, Pass], Row], chip: str, chosen: Pass) -> Row:
     """The row with its ratios, its targets, and by how much they are missed."""
     row = rows[chip, chosen]
-    if chosen.peer != "ours" or row.cycles is None or row.of_floor is None:
+    if chosen.peer != "ours" or not row.cycles or not row.floor:
         return row
     gla = rows[chip, replace(chosen, op=OPS[0])].cycles
     peers = [
@@ -184,7 +180,7 @@ def _compared(rows: dict[tuple[str, Pass], Row], chip: str, chosen: Pass) -> Row
         return row
     least = LEAST_OF_FLOOR[chosen.backward]
     limits = [
-        (" × the MXU's cycles", 1 / row.of_floor, 1 / least),
+        (" × the MXU's cycles", row.cycles / row.floor, 1 / least),
         (" spills", row.spill_share, MOST_SPILLS),
         (" KB", row.code_kb, MOST_CODE_KB),
         (" × HBM", row.hbm, MOST_HBM),
@@ -202,17 +198,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     table = command.with_bar(given, measure)
     command.show(given, [asdict(row) for row in table], render(table))
+    if not given.json and not find_spec("tokamax"):
+        command.say_without_tokamax()
     return int(any(row.error for row in table))
 
 
 def render(table: Sequence[Row]) -> Table:
     """The rows as a table for people."""
-    figures = ("cycles", "of MXU floor", "× gla", "× tokamax", "spills", "KB", "kernels", "× HBM")
-    view = command.table("static cycles per 64 tokens and head", ("chip", "pass", "of"), figures, ("target", "result"))
+    names = ("cycles", "MXU floor", "× gla", "× tokamax", "spills", "KB", "kernels", "× HBM")
+    view = command.table("static cycles per 64 tokens and head", ("chip", "pass", "of"), names, ("target", "result"))
     for row in table:
         shown = cells(
             (row.cycles, ".0f"),
-            (row.of_floor, ".0%"),
+            (row.floor, ".0f"),
             (row.of_gla, ".2f"),
             (row.of_tokamax, ".2f"),
             (row.spill_share, ".2f"),

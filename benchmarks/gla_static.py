@@ -123,19 +123,27 @@ def _row(chip: str, scan: Scan, answer: Compiled, default: Compiled) -> Row:
     if row.error:
         return row
     least = answer.argument_bytes + answer.output_bytes
-    spans = [roofline(kernel, chip) for kernel in answer.kernels]
-    main = max(answer.kernels, key=lambda kernel: kernel.mxu_cycles)
     row = replace(
         row,
-        cycles=sum(span.schedule for span in spans) / UNIT,
-        floor=sum(span.mxu for span in spans) / UNIT,
-        spill_share=main.spill_share,
-        code_kb=answer.code_bytes / 1024,
-        hbm=None if answer.hbm_bytes is None else answer.hbm_bytes / least,
+        **figures(answer, chip),
         hbm_default=None if default.hbm_bytes is None else default.hbm_bytes / least,
         temp_mib=answer.temp_bytes / MIB,
     )
     return _judged(row, scan)
+
+
+def figures(answer: Compiled, chip: str) -> dict[str, Any]:
+    """cycles, floor, spill_share, code_kb and hbm of a compiled program, as in `Row`."""
+    spans = [roofline(kernel, chip) for kernel in answer.kernels]
+    main = max(answer.kernels, key=lambda kernel: kernel.mxu_cycles)
+    moved = answer.hbm_bytes
+    return {
+        "cycles": sum(span.schedule for span in spans) / UNIT,
+        "floor": sum(span.mxu for span in spans) / UNIT,
+        "spill_share": main.spill_share,
+        "code_kb": answer.code_bytes / 1024,
+        "hbm": None if moved is None else moved / (answer.argument_bytes + answer.output_bytes),
+    }
 
 
 def _judged(row: Row, scan: Scan) -> Row:

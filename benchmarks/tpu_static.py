@@ -339,8 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = command.with_bar(given, measure)
     command.show(given, [asdict(row) | {"shape": row.shape._asdict()} for row in table], render(table))
     if not given.json and not has_tokamax():
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        print(f"tokamax cannot be imported (Python {version}; it needs 3.12): its rows are left out")
+        command.say_without_tokamax()
     return int(any(row.error and row.peer == "ours" for row in table))
 
 
