@@ -279,8 +279,10 @@ def _kind(trial: Trial, judged: Judgement, attribution: Attribution, field: Fiel
 
 
 def _is_mended(trial: Trial, name: str, exact: Floats, field: Field) -> bool:
-    """Whether an output of a kernel in float64 is right but for a small part of its error, where most is left too: what
-    a fault of logic reads of no array's memory may be anything the next time."""
+    """Whether float64 leaves little of an output's error, and little of each element's that it leaves most of.
+
+    The second, for what a kernel reads beyond its arrays is another number in each run.
+    """
     left = Field.of(exact, trial.reference, name)
     if field.wrong.any() or left.wrong.any() or left.size >= MENDED * field.size:
         return False

@@ -28,7 +28,7 @@ REST = 0.02
 """The share of the error that lines which are not asked one by one may make, all together."""
 
 SLIGHT = (REST / 2) ** 2
-"""The share of a line without which less than `REST` of the error goes, unless it mends what another line does."""
+"""A line with a smaller share takes less than `REST` of the error with it, unless it mends what another line does."""
 
 CHECKS = (1, 2, 4, 8, 16, 32, 64)
 """After so many lines it is asked what the others make."""
@@ -41,7 +41,7 @@ MENDED = 0.001
 float32, and leaves a fault of logic as it is. What is left may be beyond the contract where rounding errors grow."""
 
 FEW = 3
-"""Lines that are asked one by one at once."""
+"""So many lines are asked one by one; more are asked together first."""
 
 EXPLAINED = 0.9
 """Where the shares of single lines come to less, lines err together: it is told what goes without each."""
