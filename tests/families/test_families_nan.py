@@ -1,9 +1,7 @@
 """NaN in an argument is NaN in every element that the operation makes of it, and in no other.
 
 What a scan by chunks is, the recurrence step by step says. Matrix products take whole chunks, in which 0 · NaN is NaN:
-there alone NaN may reach rows, and of `chunk_kda_bwd` channels of dh0, that the recurrence keeps clear of it. So it is
-with the rows of another sequence that a TPU's recurrence goes through before a sequence's first: a NaN of its initial
-state may reach all channels of the first row of dg.
+there alone NaN may reach rows, and of `chunk_kda_bwd` channels of dh0, that the recurrence keeps clear of it.
 """
 
 from itertools import pairwise
@@ -101,9 +99,6 @@ def test_nan_goes_where_the_definition_takes_it(op, backend, dtype, share):
                 mask = mask | rows.reshape(*rows.shape, *[1] * (mask.ndim - 3))
             elif (op.name, output) == ("chunk_kda_bwd", "dh0"):  # a gate per channel, and products of all of them
                 mask = mask | within_states(is_nan(given), case, inputs)[..., None, None]
-            elif (backend, op.name, name, output) == ("tpu", "fused_recurrent_kda_bwd", "initial_state", "dg"):
-                first = np.isin(np.arange(case.T), inputs["cu_seqlens"])[:, None, None]
-                mask = mask | (first & mask.any(-1, keepdims=True))
             elif "chunk" in op.name and output == "dg_gamma":
                 mask = mask | within_chunks(expected, is_nan(given), case, inputs).any((0, 1))
             assert not (found & ~mask).any(), f"NaN in {name} spreads in {output}"

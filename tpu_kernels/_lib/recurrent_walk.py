@@ -141,6 +141,9 @@ def _backward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan, recurrenc
         pl.when(visit.last)(lambda: _begin(dstate, refs.get("dht")))
         pltpu.sync_copy(kept, state)
         for_groups(visit, plan, partial(recurrence.with_dq, visit, refs, plan=plan))
+        if "before" in refs:
+            # A group may begin with steps of another sequence, which make a column that has NaN all NaN: 0 * NaN.
+            pl.when(visit.start < visit.end)(lambda: pltpu.sync_copy(kept, refs["before"].at[visit.start]))
         for_groups(visit, plan, partial(recurrence.go_back, visit, refs, plan=plan), backwards=True)
         if "dh0" in refs:
 
