@@ -44,12 +44,14 @@ def chunk_fwd(
 ) -> Output:
     """(o, ht): `o_t = scale q_t^T S_t`, and the state after the last step where output_final_state, else None.
 
-    q, k [B, T, H, K], v [B, T, H, V]: all float32 or all bfloat16, of any strides. gates as in `take`. chunk_size:
-    rows between the states that are kept where not fused. precision of dots of float32: "ieee" or "bf16x3" (operands in
-    two bfloat16 parts, three products). fused: in one pass over each sequence; None: as `chunk_route`. Other options:
-    `ScanOptions`. Sites shown to a probe: c, decay, kept, A and state.
+    q, k [B, T, H, K], v [B, T, H, V]: all float32 or all bfloat16, of any strides; K is at most 512, or 1024 where they
+    are bfloat16 and there is no gk. gates as in `take`. chunk_size: rows between the states that are kept where not
+    fused. precision of dots of float32: "ieee" or "bf16x3" (operands in two bfloat16 parts, three products). fused: in
+    one pass over each sequence; None: as `chunk_route`. Other options: `ScanOptions`. Sites shown to a probe: c, decay,
+    kept, A and state.
     o has v's shape and dtype and is zero beyond the last sequence; ht [N, H, K, V] is float32.
-    Raises ValueError or TypeError as `take`, and RuntimeError for CPU tensors where Triton's interpreter is off.
+    Raises ValueError or TypeError as `take`, ValueError for a larger K, and RuntimeError for CPU tensors where Triton's
+    interpreter is off.
     """
     return _forward(take(q, k, v, gates, **options), output_final_state)
 
@@ -60,9 +62,10 @@ def chunk_bwd(
 ) -> Gradients:
     """The gradients of `chunk_fwd`'s arguments, given those of o (do) and, if it is not None, of ht (dht).
 
-    do has v's shape and dtype. Gradients have their arguments' dtypes and are zero beyond the last sequence. Held
-    meanwhile, in float32: a state for each block of rows (where not fused, two), and where K has several tiles a copy
-    of dv for each. Sites: those of `chunk_fwd`, dA, dgate and dstate; A and a scalar gate's dgate where K has one tile.
+    do has v's shape and dtype; K is any. Gradients have their arguments' dtypes and are zero beyond the last sequence.
+    Held meanwhile, in float32: a state for each block of rows (where not fused, two), and where K has several tiles a
+    copy of dv for each. Sites: those of `chunk_fwd`, dA, dgate and dstate; A and a scalar gate's dgate where K has one
+    tile.
     Raises as `chunk_fwd`.
     """
     return _backward(take(q, k, v, gates, do, dht, **options))

@@ -18,12 +18,13 @@ and few are best. Every row less costs the backward pass memory for states."""
 BLOCK_ELEMENTS = 4096  # of q or of the state in a block that has all of K, at most (never fewer than 16 rows of either)
 
 FORWARD_TILES = {
-    ("bfloat16", False): (32, 4),
-    ("bfloat16", True): (16, 4),
-    ("float32", False): (16, 8),
-    ("float32", True): (16, 4),
+    ("bfloat16", False): (1024, 32, 4),
+    ("bfloat16", True): (512, 16, 4),
+    ("float32", False): (512, 16, 8),
+    ("float32", True): (512, 16, 4),
 }
-"""(columns of V, warps) by dtype and whether each channel has a gate: at most so many, that little is spilled."""
+"""(K, columns of V, warps) by dtype and whether each channel has a gate: at most so many columns, that little is
+spilled, and so large a K, that 16 rows of q and of k, of float32 but for the first, fit into the 99 KiB of sm_120."""
 
 BACKWARD_TILES = {
     (True, False): (64, 16, 8),
@@ -88,7 +89,8 @@ class Route(NamedTuple):
 def plan_of(scan: Scan, *, backward: bool = False) -> Plan:
     """The plan of a scan, fused or not as asked for, or where that is None, by `chunk_route` on its device.
 
-    A backward pass keeps states for each block, a forward pass for each chunk. Raises TypeError as `check_fused`.
+    A backward pass keeps states for each block, a forward pass for each chunk. Raises as `check_fused` and, of a
+    forward pass, `forward_block`.
     """
     p = scan.p._replace(dtype=dtype_name(scan.inputs.q.dtype))  # interpreted, bfloat16 may have become float32
     split = p.dtype == "bfloat16" or scan.precision != "ieee"  # a dot of bfloat16 operands is no IEEE dot
@@ -125,8 +127,10 @@ def block_rows(p: Problem, chunk_size: int, *, per_channel: bool) -> int:
 
 
 def forward_block(p: Problem, rows: int, *, per_channel: bool) -> Block:
-    """The block of `_forward_kernel`, which has all of K and a tile of V."""
-    values, warps = FORWARD_TILES[p.dtype, per_channel]
+    """The block of `_forward_kernel`, which has all of K and a tile of V. Raises ValueError where K is too large."""
+    largest, values, warps = FORWARD_TILES[p.dtype, per_channel]
+    if p.k > largest:
+        raise ValueError(f"q must have K <= {largest}, got {p.k}")
     keys = block_of(p.k)
     return Block(rows, keys, min(block_of(p.v), values, max(BLOCK_ELEMENTS // keys, 16)), warps)
 

@@ -7,6 +7,7 @@ memory holds tiles of both operands, and smaller ones need less.
 
 import itertools
 from collections.abc import Iterable
+from functools import partial
 
 import pytest
 
@@ -28,7 +29,7 @@ from tests.matrix.gla import BF16, F32, GATED_LINEAR_ATTENTION
 from tests.matrix.gmm import GMM, TGMM, sums_rows
 from tests.matrix.mxfp8 import GROUPED_GEMM
 from tests.matrix.ops import F16
-from tests.matrix.quantize import FP8_DUAL_QUANTIZE, FP8_QUANTIZE, INT8_QUANTIZE
+from tests.matrix.quantize import FP8_DEQUANTIZE, FP8_DUAL_QUANTIZE, FP8_QUANTIZE, INT8_DEQUANTIZE, INT8_QUANTIZE
 from tests.matrix.quantized_gmm import E4M3, E5M2, GMM_QUANTIZED, I8, PLAIN, TGMM_QUANTIZED
 from tests.support import calls, gpu_code
 from tests.support.tiny import tiny
@@ -118,6 +119,16 @@ def test_what_a_device_has_no_memory_for_is_refused_by_name(kernel, refusal):
         kernel()
 
 
+@pytest.mark.parametrize(("dtype", "gates", "largest"), [(BF16, "g", 1024), (BF16, "gk", 512), (F32, "g", 512)])
+def test_a_key_that_some_gpu_has_no_memory_for_is_refused(dtype, gates, largest):
+    """The compiler finds 131,072 bytes of sm_120's 101,376 in half a minute; a backward pass has tiles of K."""
+    call = partial(calls.scan, "chunk", gates=gates, dtype=dtype, B=1, T=64, H=1, V=16)
+    assert calls.launched(*call("fwd", K=largest), "sm_90")
+    with pytest.raises(ValueError, match=rf"^q must have K <= {largest}, got {largest + 1}$"):
+        calls.launched(*call("fwd", K=largest + 1), "sm_90")
+    assert calls.launched(*call("bwd", K=largest + 1), "sm_90")
+
+
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_all_chunk_sizes_make_blocks_of_two_sizes(direction):
     """So that the kernels of two of them are those of all."""
@@ -185,7 +196,14 @@ def test_every_chunk_and_width_of_a_scan_fits(target, chunk, K, V):
 
 @pytest.mark.full
 @gpu_code.EACH_TARGET
-def test_every_block_of_a_quantiser_fits(target):
+def test_the_largest_key_of_all_fits(target):
+    sizes = dict(B=2, T=4096, H=16, K=1024, V=128, chunk=64, route="fused")
+    assert refused([calls.scan("chunk", "fwd", "g", BF16, **sizes)], target) == {}
+
+
+@pytest.mark.full
+@gpu_code.EACH_TARGET
+def test_every_block_of_a_quantiser_or_dequantiser_fits(target):
     sizes = dict(M=4096, K=2048)
     found = [
         (op, calls.point(op, dtype, **sizes, **options))
@@ -197,5 +215,10 @@ def test_every_block_of_a_quantiser_fits(target):
         for axis in ways.get("axis", [None])
         for block in (None, 1, 32, 1024, 2048)
         for options in [dict(block_size=block) | ({} if axis is None else dict(axis=axis))]
+    ]
+    found += [
+        (op, calls.point(op, dtype, **sizes, blocks=f"{rows}x{columns}"))
+        for op, dtype in [(FP8_DEQUANTIZE, (E4M3, F32)), (INT8_DEQUANTIZE, (I8, F32))]
+        for rows, columns in [*itertools.product((1, 32, 1024), repeat=2), (1, "K"), ("M", 1), ("M", "K")]
     ]
     assert refused(found, target) == {}
