@@ -88,25 +88,36 @@ def steps(root: Path, backend: Backend) -> list[Step]:
 
 
 def one_each(op: Op) -> list[Case]:
-    """A case for each dtype path of an op: of every pair of dtypes the first of the cheapest tier, on usual data."""
-    return list({(case.dtype, case.out): case for case in reversed(_cheapest_first(op))}.values())[::-1]
+    """A case for each dtype path of an op: of every pair of dtypes the first that computes something, on usual data and
+    of the cheapest tier if there is one."""
+    found: dict[tuple[str, str], Case] = {}
+    for case in _cheapest_first(op):
+        found.setdefault((case.dtype, case.out), case)
+    return list(found.values())
 
 
 def _cheapest_first(op: Op) -> list[Case]:
-    """The cases of an op on usual data and of no model's shape, if there are any; else all."""
+    """The cases of an op of no model's shape, if there are any: those of no elements last, on other data before."""
     tiers = ("smoke", "default", "full")
-    cases = sorted((case for case in op.cases if not case.model), key=lambda case: tiers.index(case.tier))
-    return [case for case in cases if case.data == "normal"] or cases or list(op.cases)
+
+    def cost(case: Case) -> tuple[bool, bool, int]:
+        return not _elements(case), case.data != "normal", tiers.index(case.tier)
+
+    return sorted([case for case in op.cases if not case.model] or op.cases, key=cost)
+
+
+def _elements(case: Case) -> int:
+    return math.prod(size for _, size in case.dims)
 
 
 def of_sizes(op: Op) -> Case:
     """The smallest case of an op that has most of what a captured graph may find changed: sizes of groups, offsets of
-    sequences and a shard's."""
+    sequences and a shard's; on usual data if there is one."""
 
-    def rank(case: Case) -> tuple[bool, int, int]:
+    def rank(case: Case) -> tuple[bool, bool, int, int]:
         sizes = sum(isinstance(spec, Groups | Offsets) for spec in op.inputs(case).values())
-        elements = math.prod(size for _, size in case.dims)
-        return elements > 0, sizes + bool(op.arguments(case).get(OFFSET)), -elements
+        elements = _elements(case)
+        return elements > 0, case.data == "normal", sizes + bool(op.arguments(case).get(OFFSET)), -elements
 
     return max(_cheapest_first(op), key=rank)
 
