@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from parity.blocks import in_blocks
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -60,13 +63,37 @@ def round_to(values: Floats, dtype: str) -> np.ndarray:
     if target.itemsize >= 4:
         return values.astype(target)
     with np.errstate(over="ignore", invalid="ignore"):
-        single = values.astype(np.float32)
-    inexact = np.isfinite(single) & (single.astype(np.float64) != values)
+        if target.itemsize > 1:
+            return in_blocks(_to_odd, values, dtype=target)
+        narrowed = _from_bfloat16(dtype)
+        return in_blocks(lambda x: narrowed.take(_high_half(_to_odd(x))), values, dtype=target)
+
+
+def _to_odd(values: Floats) -> np.ndarray:
+    """float64 values in float32: of the two neighbours of what is not exact the one with an odd last bit."""
+    single = values.astype(np.float32)
+    wide = single.astype(np.float64)
+    inexact = np.isfinite(single)
+    inexact &= wide != values
     bits = single.view(np.uint32)
-    away = inexact & (np.abs(single.astype(np.float64)) > np.abs(values))
-    bits[...] = np.where(inexact, (bits - away) | 1, bits)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return single.astype(target)
+    bits -= inexact & (np.abs(wide) > np.abs(values))
+    bits |= inexact
+    return single
+
+
+def _high_half(single: np.ndarray) -> np.ndarray:
+    """float32 values in bfloat16, by number of the pattern: again to odd."""
+    bits = single.view(np.uint32)
+    high: np.ndarray = (bits >> np.uint32(16)).astype(np.uint16)
+    high |= bits & np.uint32(0xFFFF) != 0
+    return high
+
+
+@cache
+def _from_bfloat16(dtype: str) -> np.ndarray:
+    """Every bfloat16 in the dtype called `dtype`, by number of its pattern. (A cast of random values to 8 bits waits
+    for branches.)"""
+    return np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(numpy_dtype(dtype))
 
 
 def cut_off(values: Floats, digits: int) -> Floats:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 import ml_dtypes
 import numpy as np
 
+from parity.blocks import ELEMENTS, in_blocks
 from parity.declared import DeclarationError, check_spec, checked_unread
 from parity.dtypes import UNIT_ROUNDOFF, Floats, numpy_dtype, round_to
 from parity.op import Array, Case, Gates, Given, Groups, Inputs, Offsets, Op, Scales, Spec
@@ -106,9 +107,28 @@ def stream(case: Case, argument: str) -> Bits:
 
 def _normal(spec: Array, bits: Bits, out: str) -> np.ndarray:
     """Mean 0, variance 1: eight uniform 32-bit integers summed (Irwin-Hall), which reaches ±4.9."""
-    total = bits((*spec.shape, 4)).view(np.uint32).sum(axis=-1, dtype=np.int64)
     sigma = np.sqrt(8 / 12) * 2.0**32
-    return (total - 8 * 2**31) / sigma
+
+    def value(words: np.ndarray) -> np.ndarray:
+        halves = words >> np.uint64(32)
+        halves += words & np.uint64(2**32 - 1)
+        total = halves[:, 0] + halves[:, 1] + (halves[:, 2] + halves[:, 3])
+        return (total.view(np.int64) - 8 * 2**31) / sigma
+
+    return _from_words(value, spec.shape, bits, count=4)
+
+
+def _from_words(
+    value: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...], bits: Bits, count: int = 1
+) -> Floats:
+    """value(words [n, count]) of each element, of words that are drawn for a block of elements at a time."""
+    values = np.empty(shape)
+    flat = values.reshape(-1)
+    step = ELEMENTS // count
+    for first in range(0, flat.size, step):
+        part = flat[first : first + step]
+        part[...] = value(bits(part.size * count).reshape(-1, count))
+    return values
 
 
 def _one_signed(spec: Array, bits: Bits, out: str) -> np.ndarray:
@@ -117,7 +137,7 @@ def _one_signed(spec: Array, bits: Bits, out: str) -> np.ndarray:
 
 
 def _uniform(shape: tuple[int, ...], bits: Bits) -> np.ndarray:
-    return ((bits(shape) >> np.uint64(11)) + 0.5) * 2.0**-53
+    return _from_words(lambda words: ((words[:, 0] >> np.uint64(11)) + 0.5) * 2.0**-53, shape, bits)
 
 
 def _integers(spec: Array, bits: Bits, out: str) -> np.ndarray:
@@ -131,9 +151,14 @@ def _integers(spec: Array, bits: Bits, out: str) -> np.ndarray:
     digits = 1 - round(np.log2(float(ml_dtypes.finfo(numpy_dtype(out)).eps)))
     words = bits(spec.shape)
     narrow = spec.dtype == "int8" or spec.dtype.startswith("float8")
-    values = np.array([-1.0, -1.0, 1.0, 1.0] if narrow else [-2.0, -1.0, 1.0, 2.0])[words & np.uint64(3)]
-    values *= FP8_EXACT if spec.quantised_inside else 1.0
-    values *= (words >> np.uint64(32)) % np.uint64(spec.one_in) == 0
+    sizes = np.array([-1.0, -1.0, 1.0, 1.0] if narrow else [-2.0, -1.0, 1.0, 2.0])
+    sizes *= FP8_EXACT if spec.quantised_inside else 1.0
+
+    def value(words: np.ndarray) -> np.ndarray:
+        of_words = sizes.take((words & np.uint64(3)).view(np.int64))
+        return of_words if spec.one_in == 1 else of_words * ((words >> np.uint64(32)) % np.uint64(spec.one_in) == 0)
+
+    values = in_blocks(value, words, dtype=np.float64)
     if spec.sum_over is None:
         return values
     # 2·2 per term, and a quarter of the range left for what is added at the end.
@@ -141,24 +166,27 @@ def _integers(spec: Array, bits: Bits, out: str) -> np.ndarray:
     if spec.quantised_inside:
         terms = max(terms // 49, 1)  # (4 · 1.75)² per product; a single one is exact in any case
     length = spec.shape[spec.sum_over]
-    stride = -(-length // terms)
+    stride = np.uint64(max(-(-length // terms), 1))
     position = np.expand_dims(
-        np.arange(length), [a for a in range(len(spec.shape)) if a != spec.sum_over % len(spec.shape)]
+        np.arange(length, dtype=np.uint64), [a for a in range(len(spec.shape)) if a != spec.sum_over % len(spec.shape)]
     )
     # One phase per line along the summed axis: over all lines every position is used.
     phase = np.take(words, [0], axis=spec.sum_over) >> np.uint64(2) if length else words
-    kept = (position + phase % np.uint64(max(stride, 1))) % max(stride, 1) == 0
-    return np.where(kept, values, 0.0)
+    values[position % stride != (stride - phase % stride) % stride] = 0
+    return values
 
 
 def _wide(spec: Array, bits: Bits, out: str) -> np.ndarray:
     """Log-uniform magnitudes over 24 (float16: 8) powers of two, either sign."""
     reach = 4 if "float16" in (spec.dtype, out) else REACH.get(spec.dtype, 12)
-    words = bits(spec.shape)
-    mantissa = 1 + (words >> np.uint64(12)) * 2.0**-52
-    exponent = (words % np.uint64(2 * reach + 1)).astype(np.int64) - reach
-    sign = 1.0 - 2.0 * (bits(spec.shape) & np.uint64(1))
-    return sign * np.ldexp(mantissa, exponent)
+    sizes = np.ldexp(1.0, np.arange(-reach, reach + 1))
+
+    def value(words: np.ndarray, signs: np.ndarray) -> np.ndarray:
+        mantissa = 1 + (words >> np.uint64(12)) * 2.0**-52
+        size = sizes.take((words % np.uint64(sizes.size)).view(np.int64))
+        return mantissa * size * (1.0 - 2.0 * (signs & np.uint64(1)))
+
+    return in_blocks(value, bits(spec.shape), bits(spec.shape), dtype=np.float64)
 
 
 def _outliers(spec: Array, bits: Bits, out: str) -> np.ndarray:
@@ -189,7 +217,7 @@ def _correlated(spec: Array, bits: Bits, out: str) -> np.ndarray:
 def _residuals(spec: Array, bits: Bits, out: str) -> np.ndarray:
     """Normal in rows of sizes down to 2^-12, or as far down as fp8 reaches: what is left of most has converged."""
     exponents = bits(spec.shape[:-1]) % np.uint64(2 * REACH.get(spec.dtype, 6) + 1)
-    return np.ldexp(_normal(spec, bits, out), -exponents.astype(np.int64)[..., None])
+    return _normal(spec, bits, out) * np.ldexp(1.0, -exponents.astype(np.int64))[..., None]
 
 
 def _cancellation(spec: Array, bits: Bits, out: str) -> np.ndarray:

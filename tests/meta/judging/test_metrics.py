@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parity.dtypes import round_to
+from parity.dtypes import numpy_dtype, round_to
 from parity.judging.metrics import MAP, TOP, Scale, eta, explained_by, floor, histogram, measure, tile_map
 
 U32 = 2.0**-24
@@ -14,14 +14,15 @@ NARROW = ["bfloat16", "float16"]
 
 
 def every(dtype: str) -> np.ndarray:
-    """All finite values of a 16-bit dtype, ascending."""
-    values = np.arange(2**16, dtype=np.uint16).view(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    """All finite values of a dtype of 8 or 16 bits, ascending."""
+    target = numpy_dtype(dtype)
+    values = np.arange(2 ** (8 * target.itemsize)).astype(f"u{target.itemsize}").view(target)
     with np.errstate(invalid="ignore"):  # signalling NaNs
         wide = values.astype(np.float64)
     return np.unique(wide[np.isfinite(wide)])
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", [*NARROW, "float8_e4m3fn", "float8_e5m2"])
 def test_round_to_is_nearest_even_at_and_beside_every_tie(dtype):
     values = every(dtype)
     ties = (values[:-1] + values[1:]) / 2
@@ -29,7 +30,7 @@ def test_round_to_is_nearest_even_at_and_beside_every_tie(dtype):
     assert np.array_equal(round_to(below, dtype).astype(np.float64), values[:-1])
     assert np.array_equal(round_to(above, dtype).astype(np.float64), values[1:])
     at = round_to(ties, dtype)
-    assert np.all(at.view(np.uint16) % 2 == 0)
+    assert np.all(at.view(f"u{at.itemsize}") % 2 == 0)
     assert np.all(np.abs(at.astype(np.float64) - ties) == (values[1:] - values[:-1]) / 2)
 
 
