@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -218,7 +219,7 @@ class Case:
         there = [key for key, _ in (*self.dims, *self.options)]
         raise CaseError(f"case {self.id}: a size or option {one_of(there, name)}")
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Readable, stable and unique in the matrix: `gmm-M512_K256_N384_G8-bf16-zipf-s3`."""
         sizes = "_".join(f"{name}{size}" for name, size in self.dims)
