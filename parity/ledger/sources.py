@@ -162,7 +162,7 @@ class Definition:
         """SHA-256 of its code."""
         return self._read[0]
 
-    @property
+    @cached_property
     def texts(self) -> set[str]:
         """The strings that it has or puts together, as regular expressions: what is filled in may be anything.
 
@@ -174,7 +174,7 @@ class Definition:
         named = {pattern for pattern in whole | parts if pattern.replace(ANYTHING, "")}
         return named | {ANYTHING} if whole - named else named
 
-    @property
+    @cached_property
     def labels(self) -> set[str]:
         """The fields of its classes, and the keywords of its calls."""
         nodes = list(ast.walk(self._node))
