@@ -127,6 +127,26 @@ def test_finite_bfloat16_is_rounded_as_each_generation_does(generation, monkeypa
     jax.clear_caches()
 
 
+@pytest.mark.parametrize("generation", [6, 7])
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_ties_under_an_exact_scale_go_to_even(name, generation, monkeypatch):
+    """Every midpoint of the format times 8, in bfloat16, beside the largest number of the format times 8."""
+    monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)
+    jax.clear_caches()
+    codes = np.arange(128, dtype=np.uint8).view(np.int8 if name == "int8" else getattr(ml_dtypes, name))
+    values = codes.astype(np.float64)
+    values = values[np.isfinite(values)]
+    x = np.concatenate([values[-1:], (values[1:] + values[:-1]) / 2, values]) * 8
+    x = np.resize(np.concatenate([x, -x]), (32, 512)).astype(ml_dtypes.bfloat16)
+    x[:, 0] = values[-1] * 8
+    function, options = ("int8_quantize", {}) if name == "int8" else ("fp8_quantize", {"dtype": name})
+    got, expected = (getattr(package, function)(array, 1, None, **options) for package, array in
+                     ((kernels, to_jax(x)), (golden, x)))  # fmt: skip
+    assert np.unique(expected.scale) == 8
+    check(got, expected)
+    jax.clear_caches()
+
+
 def test_fp8_takes_nan():
     x = to_jax(np.resize(np.array([1, np.nan, -3], np.float32), (1, 96)))
     for quantised in (kernels.fp8_quantize(x, 1, None), mxfp8.mxfp8_quantize(x, 1)):

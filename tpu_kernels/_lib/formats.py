@@ -60,9 +60,9 @@ def rounded(y: jax.Array, x: jax.Array, target: Format, cut: int = 0) -> jax.Arr
     values have there.
     """
     if target.dtype == "int8":
-        return bits_of(y + 1.5 * 2.0**23).astype(jnp.int8)
+        return bits_of(_without(cut, y) + 1.5 * 2.0**23).astype(jnp.int8)
     if target.dtype == "float8_e4m3fn" and chip.generation() >= chip.NEWEST:
-        y = float_of(bits_of(y) & ~cut) if cut else y
+        y = _without(cut, y)
         return lax.bitcast_convert_type(y.astype(jnp.float8_e4m3fn), jnp.int8)
     shift = 23 - target.mantissa
     magnitude = float_of(bits_of(y) & (MAGNITUDE ^ cut))
@@ -72,3 +72,8 @@ def rounded(y: jax.Array, x: jax.Array, target: Format, cut: int = 0) -> jax.Arr
     code = bits_of(magnitude + float_of(power + ((shift << 23) + first))) + (power >> shift)
     signs = pltpu.bitcast(pltpu.bitcast(x, jnp.int32) >> 8 & 0x00800080, jnp.int16)
     return (code.astype(jnp.int16) | signs).astype(jnp.int8)
+
+
+def _without(cut: int, y: jax.Array) -> jax.Array:
+    """y without these of its bits."""
+    return float_of(bits_of(y) & ~cut) if cut else y
