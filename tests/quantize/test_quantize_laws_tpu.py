@@ -93,6 +93,23 @@ def test_blocks_of_which_a_tile_has_less_than_a_register_of_scales_have_each_its
     check([kernels.fp8_dequantize(*got)], [golden.fp8_dequantize(*expected).astype(np.float32)])
 
 
+@pytest.mark.parametrize("spoilt", [None, np.inf, np.nan, 0.0, 2.0**-90], ids=str)
+@pytest.mark.parametrize("axis", [0, 1, (0, 1)], ids=str)
+def test_bfloat16_that_is_walked_twice_is_rounded_as_the_golden_does(axis, spoilt, monkeypatch):
+    """By the short way of finite numbers, and not where one block has others, or all are tiny."""
+    monkeypatch.setattr("tpu_kernels._lib.layout.tile_size", lambda: 2**14)
+    x = (np.random.default_rng(0).standard_normal((352, 500)) * np.arange(1, 353)[:, None]).astype(np.float32)
+    if spoilt is not None:
+        x[40:300, 130:400] *= spoilt if spoilt < 1 else 1
+        x[200, 300] = spoilt
+    x = x.astype(ml_dtypes.bfloat16)
+    for dtype in ("float8_e4m3fn", "float8_e5m2"):
+        how = {"dtype": dtype, "check_finite": False}
+        check(kernels.fp8_quantize(to_jax(x), axis, None, **how), golden.fp8_quantize(x, axis, None, **how))
+    how = {"check_finite": False}
+    check(kernels.int8_quantize(to_jax(x), axis, None, **how), golden.int8_quantize(x, axis, None, **how))
+
+
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "int8"])
 def test_a_scale_at_the_ends_of_what_is_normal_is_the_goldens(name):
     """Blocks whose largest element is subnormal, the smallest normal number, or at the limit of what is lifted."""

@@ -183,7 +183,7 @@ def _quantize_call(
             Quantized(tiles.elements_of(codes, q_tile), tiles.scales_of(scale, block))
             for scale, block in zip(scales, blocks.values(), strict=True)
         ],
-        scratch=[pltpu.VMEM(_given_shape(tiles, block), jnp.float32) for block in blocks.values()],
+        scratch=_Scratch.of(x, tiles, list(blocks.values())),
         cost=pl.CostEstimate(
             flops=40 * x.size * len(blocks),
             transcendentals=0,
@@ -194,10 +194,33 @@ def _quantize_call(
     return [Quantized(*map(lax.bitcast_convert_type, result, dtypes)) for result in results]
 
 
+class _Scratch(NamedTuple):
+    """Memory of a walk. given: for what the elements of each block are encoded with, for its maxima before.
+
+    Where tiles are walked twice and may be encoded by `encode_short`: shown, for maxima that are infinite where an
+    element is not finite, and is_short [1], whether the second walk does it.
+    """
+
+    given: list[Any]
+    shown: Any = None
+    is_short: Any = None
+
+    @classmethod
+    def of(cls, x: jax.Array, tiles: Tiles, blocks: Sequence[ScaleBlock]) -> "_Scratch":
+        """For a walk over x."""
+        each = [pltpu.VMEM(_given_shape(tiles, block), jnp.float32) for block in blocks]
+        return cls(each, each, pltpu.SMEM((1,), jnp.int32)) if tiles.spanned and _may_be_short(x) else cls(each)
+
+
+def _may_be_short(x: Any) -> bool:
+    """Whether `encode_short` may encode x: probes are shown what `encode` does."""
+    return bool(x.dtype == jnp.bfloat16 and not active())
+
+
 def _quantize_kernel(
     x: Any,
     outputs: list[Quantized],
-    scratch: list[Any],
+    scratch: _Scratch,
     *,
     blocks: dict[Rename, ScaleBlock],
     tiles: Tiles,
@@ -206,34 +229,29 @@ def _quantize_kernel(
     """A step of a walk: all of a tile that has whole blocks, the first or the second pass over one that has not."""
     step = pl.program_id(3)
     _, row, column = tiles.at(0, pl.program_id(1), pl.program_id(2), step % tiles.steps)
-    ways = [
-        _Way(name, x, out, _Scales(given, block, tiles), scaling, (row, column))
-        for (name, block), out, given in zip(blocks.items(), outputs, scratch, strict=True)
-    ]
+
+    def ways_with(memory: list[Any]) -> list[_Way]:
+        return [
+            _Way(name, x, out, _Scales(given, block, tiles), scaling, (row, column))
+            for (name, block), out, given in zip(blocks.items(), outputs, memory, strict=True)
+        ]
+
+    ways, may_be_short = ways_with(scratch.given), _may_be_short(x)
+    if tiles.spanned:
+        _walk_twice(step, tiles, ways, ways_with(scratch.shown) if may_be_short else [], scratch.is_short)
+        return
 
     def encode(is_short: bool) -> None:
         _finish(ways, is_short)
         _encode(ways, is_short)
 
-    if tiles.spanned:
-        pl.when(step == 0)(partial(_clear, ways))
-        pl.when(step < tiles.steps)(partial(_measure, ways, is_finite=False))
-
-        @pl.when(step == tiles.steps - 1)
-        def finish() -> None:
-            _reduce(ways)
-            _finish(ways, is_short=False)
-
-        pl.when(step >= tiles.steps)(partial(_encode, ways, is_short=False))
-        return
-    may_be_short = x.dtype == jnp.bfloat16 and not active()
     _clear(ways)
     _measure(ways, is_finite=may_be_short)
     _reduce(ways)
     if not may_be_short:
         encode(is_short=False)
         return
-    is_usual = reduce(jnp.logical_and, [way.is_usual() for way in ways])
+    is_usual = _are_usual(ways)
 
     @pl.when(jnp.logical_not(is_usual))
     def measure_again() -> None:
@@ -243,6 +261,31 @@ def _quantize_kernel(
 
     pl.when(is_usual)(partial(encode, is_short=True))
     pl.when(jnp.logical_not(is_usual))(partial(encode, is_short=False))
+
+
+def _walk_twice(step: Any, tiles: Tiles, ways: Sequence["_Way"], shown: Sequence["_Way"], is_short: Any) -> None:
+    """A step of a walk whose tiles share their blocks: the first time they are measured, the second encoded.
+
+    shown: the same ways with memory for maxima that show what is not finite, where codes may be short; is_short: see
+    `_Scratch`.
+    """
+
+    @pl.when(step < tiles.steps)
+    def measure() -> None:
+        pl.when(step == 0)(partial(_clear, [*ways, *shown]))
+        _measure(ways, is_finite=False)
+        _measure(shown, is_finite=True)
+
+    @pl.when(step == tiles.steps - 1)
+    def finish() -> None:
+        _reduce([*ways, *shown])
+        if shown:
+            is_short[0] = _are_usual(shown).astype(jnp.int32)
+
+    for short in (False, True) if shown else (False,):
+        here = is_short[0] == int(short) if shown else True
+        pl.when((step == tiles.steps - 1) & here)(partial(_finish, ways, is_short=short))
+        pl.when((step >= tiles.steps) & here)(partial(_encode, ways, is_short=short))
 
 
 class _Scales(NamedTuple):
@@ -385,6 +428,10 @@ def _measure(ways: Sequence[_Way], is_finite: bool) -> None:
 def _reduce(ways: Sequence[_Way]) -> None:
     for way in ways:
         way.reduce()
+
+
+def _are_usual(ways: Sequence[_Way]) -> Any:
+    return reduce(jnp.logical_and, [way.is_usual() for way in ways])
 
 
 def _finish(ways: Sequence[_Way], is_short: bool) -> None:
