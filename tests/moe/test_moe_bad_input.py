@@ -154,3 +154,15 @@ def test_infinities_saturate_in_both_passes_of_the_golden_matmul(quantized):
     with np.errstate(invalid="ignore"):  # where one pass takes them as they are
         grouped_dense.grouped_dense(lhs, rhs, i32(4, 4), **options)
         grouped_dense.grouped_dense_bwd(lhs, rhs, i32(4, 4), dout, **options)
+
+
+@pytest.mark.parametrize("package", ["tpu_kernels", "gpu_reference"])
+def test_infinities_of_a_matmul_saturate_as_the_goldens_do(package):
+    """Also those of dout, whose values are at hand in the backward pass."""
+    lhs, rhs, dout = f32(8, 32), f32(2, 32, 32), f32(8, 32)
+    for x in (lhs, rhs[1], dout):
+        x[5, 7] = np.inf
+    given, options = (lhs, rhs, i32(4, 4), dout), dict(quantize=True, bwd_quantize=True, block_size=32)
+    found = public(package)["grouped_dense_bwd"](*map(PACKAGES[package], given), **options)
+    for got, expected in zip(found[:2], grouped_dense.grouped_dense_bwd(*given, **options)[:2], strict=True):
+        np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-6)
