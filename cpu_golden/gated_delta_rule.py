@@ -80,13 +80,19 @@ def fused_recurrent_gated_delta_rule_bwd(
 def gated_delta_rule_fwd_definition(
     q: Array, k: Array, v: Array, *, g: Array, beta: Array, **options: Unpack[delta_rule.DeltaFwd]
 ) -> Output:
-    """The recurrence step by step. Arguments, result and errors as `fused_recurrent_gated_delta_rule_fwd`."""
-    return forward(forward_definition, DeltaTensors(q, k, v, g, beta), False, **options)
+    """The recurrence step by step, with g [B, T, HV, K] that of `kda`.
+
+    Arguments, result and errors else as `fused_recurrent_gated_delta_rule_fwd`.
+    """
+    return forward(forward_definition, DeltaTensors(q, k, v, g, beta), g.ndim == 4, **options)
 
 
 @options_of(backward)
 def gated_delta_rule_bwd_definition(
     q: Array, k: Array, v: Array, do: Array, *, g: Array, beta: Array, **options: Unpack[delta_rule.DeltaBwd]
 ) -> DeltaGrads:
-    """The derivative of the recurrence step by step; arguments and result as `fused_recurrent_gated_delta_rule_bwd`."""
-    return backward(backward_definition, DeltaTensors(q, k, v, g, beta), do, False, **options)
+    """The derivative of the recurrence step by step, with g [B, T, HV, K] that of `kda`.
+
+    Arguments, result and errors else as `fused_recurrent_gated_delta_rule_bwd`.
+    """
+    return backward(backward_definition, DeltaTensors(q, k, v, g, beta), do, g.ndim == 4, **options)

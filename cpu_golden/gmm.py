@@ -15,7 +15,7 @@ from cpu_golden._lib.arguments import groups_of, one_tile
 from cpu_golden._lib.visits import active_groups, out_before
 from cpu_golden.stages import Stages, exact
 from op_arguments import Tiling, resolve_tiling
-from op_arguments.gmm import check_gmm, check_tgmm
+from op_arguments.gmm import GmmOptions, TgmmOptions, check_gmm, check_tgmm
 
 
 def gmm(
@@ -79,36 +79,22 @@ def tgmm(
     return stages("out", out)
 
 
-def gmm_definition(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    *,
-    group_offset: int = 0,
-    existing_out: Array | None = None,
-    transpose_rhs: bool = False,
-) -> Array:
-    """`gmm` row by row, straight from the definition, of arguments that it accepts."""
-    weights = (rhs.swapaxes(1, 2) if transpose_rhs else rhs).astype(np.float64)
-    out = out_before(existing_out, lhs.shape[0], weights.shape[2])
-    for row, group in _active_rows(group_sizes, group_offset, len(weights)):
+def gmm_definition(lhs: Array, rhs: Array, group_sizes: Array, **options: Any) -> Array:
+    """`gmm` row by row, straight from the definition, of arguments that it accepts; options are `GmmOptions`."""
+    o = GmmOptions(**options)
+    weights = (rhs.swapaxes(1, 2) if o.transpose_rhs else rhs).astype(np.float64)
+    out = out_before(o.existing_out, lhs.shape[0], weights.shape[2])
+    for row, group in _active_rows(group_sizes, o.group_offset, len(weights)):
         out[row] = lhs[row].astype(np.float64) @ weights[group]
     return out
 
 
-def tgmm_definition(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    *,
-    group_offset: int = 0,
-    num_actual_groups: int | None = None,
-    existing_out: Array | None = None,
-) -> Array:
-    """`tgmm` row by row, straight from the definition, of arguments that it accepts."""
-    groups = len(group_sizes) if num_actual_groups is None else num_actual_groups
-    out = out_before(existing_out, groups, lhs.shape[1], rhs.shape[1])
-    for row, group in _active_rows(group_sizes, group_offset, groups):
+def tgmm_definition(lhs: Array, rhs: Array, group_sizes: Array, **options: Any) -> Array:
+    """`tgmm` row by row, straight from the definition, of arguments that it accepts; options are `TgmmOptions`."""
+    o = TgmmOptions(**options)
+    groups = len(group_sizes) if o.num_actual_groups is None else o.num_actual_groups
+    out = out_before(o.existing_out, groups, lhs.shape[1], rhs.shape[1])
+    for row, group in _active_rows(group_sizes, o.group_offset, groups):
         out[group] += np.outer(lhs[row].astype(np.float64), rhs[row].astype(np.float64))
     return out
 

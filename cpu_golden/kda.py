@@ -11,13 +11,7 @@ from typing import Unpack
 from cpu_golden import Array
 from cpu_golden._lib.delta import ChunkBwd, ChunkFwd, StepBwd, StepFwd, backward, forward
 from cpu_golden.chunk_delta_rule import chunk_backward, chunk_forward
-from cpu_golden.recurrent_delta_rule import (
-    backward_definition,
-    forward_definition,
-    recurrent_backward,
-    recurrent_forward,
-)
-from op_arguments import delta_rule
+from cpu_golden.recurrent_delta_rule import recurrent_backward, recurrent_forward
 from op_arguments.delta_rule import DeltaGrads, DeltaTensors
 from op_arguments.gla import Output
 from op_arguments.options import options_of
@@ -63,19 +57,3 @@ def fused_recurrent_kda_bwd(
     Arguments, result, sites and errors else as `gated_delta_rule.fused_recurrent_gated_delta_rule_bwd`.
     """
     return backward(recurrent_backward, DeltaTensors(q, k, v, g, beta), do, True, **options)
-
-
-@options_of(forward)
-def kda_fwd_definition(
-    q: Array, k: Array, v: Array, *, g: Array, beta: Array, **options: Unpack[delta_rule.DeltaFwd]
-) -> Output:
-    """The recurrence step by step. Arguments, result and errors as `fused_recurrent_kda_fwd`."""
-    return forward(forward_definition, DeltaTensors(q, k, v, g, beta), True, **options)
-
-
-@options_of(backward)
-def kda_bwd_definition(
-    q: Array, k: Array, v: Array, do: Array, *, g: Array, beta: Array, **options: Unpack[delta_rule.DeltaBwd]
-) -> DeltaGrads:
-    """The derivative of the recurrence step by step; arguments and result as `fused_recurrent_kda_bwd`."""
-    return backward(backward_definition, DeltaTensors(q, k, v, g, beta), do, True, **options)

@@ -5,7 +5,7 @@ the operand is not quantised. Groups and shards are those of `cpu_golden/gmm.py`
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,13 +51,13 @@ def gmm_quantized(
     o = _GmmOptions(**options)
     a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, o.group_offset)
     p = check_gmm_quantized(a, b, groups, o.existing_out, o.transpose_rhs, o.preferred_element_type)
-    _, tk, _ = resolve_tiling(o.tiling, one_tile, p.m, p.k, p.n)
-    check_tile("tk", tk, p.block, p.k)
-    a_scale, b_scale = _scale(lhs_scale, lhs.shape), _scale(rhs_scale, rhs.shape)
+    check_tile("tk", resolve_tiling(o.tiling, one_tile, p.m, p.k, p.n)[1], p.block, p.k)
+    wide_a, wide_b = _Operand.of(a), _Operand.of(b)
     out = out_before(o.existing_out, p.m, p.n)
     for group, rows in active_groups(group_sizes, groups.offset, p.groups):
-        weights, b_s = (x[group].T if o.transpose_rhs else x[group] for x in (rhs, b_scale))
-        out[rows] = _staged_blocks(lhs[rows], a_scale[rows], weights, b_s, 0, p.block, o.stages)
+        weights = wide_b.at(group)
+        weights = weights.transposed if o.transpose_rhs else weights
+        out[rows] = _staged_blocks(wide_a.at(rows), weights, 0, p.block, o.stages)
     return o.stages("out", out)
 
 
@@ -75,14 +75,11 @@ def tgmm_quantized(
     o = _TgmmOptions(**options)
     a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, o.group_offset)
     p = check_tgmm_quantized(a, b, groups, o.num_actual_groups, o.existing_out, o.preferred_element_type)
-    tm, _, _ = resolve_tiling(o.tiling, one_tile, p.m, p.k, p.n)
-    check_tile("tm", tm, p.block, p.m)
-    a_scale, b_scale = _scale(lhs_scale, lhs.shape), _scale(rhs_scale, rhs.shape)
+    check_tile("tm", resolve_tiling(o.tiling, one_tile, p.m, p.k, p.n)[0], p.block, p.m)
+    wide_a, wide_b = _Operand.of(a), _Operand.of(b)
     out = out_before(o.existing_out, p.groups, p.k, p.n)
     for group, rows in active_groups(group_sizes, groups.offset, p.groups):
-        out[group] += _staged_blocks(
-            lhs[rows].T, a_scale[rows].T, rhs[rows], b_scale[rows], rows.start, p.block, o.stages
-        )
+        out[group] += _staged_blocks(wide_a.at(rows).transposed, wide_b.at(rows), rows.start, p.block, o.stages)
     return o.stages("out", out)
 
 
@@ -100,34 +97,46 @@ def tgmm_quantized_definition(
     return tgmm_definition(_dequantized(lhs, lhs_scale), _dequantized(rhs, rhs_scale), group_sizes, **options)
 
 
-def _staged_blocks(
-    a: Array,
-    a_scale: Array,
-    b: Array,
-    b_scale: Array,
-    start: int,
-    block: int,
-    stages: Stages,
-) -> Array:
-    """a [I, J] @ b [J, L] with their scales, block by block as the kernels do; J begins at `start` of its blocks."""
-    a, b = a.astype(np.float64), b.astype(np.float64)
+class _Operand(NamedTuple):
+    """The values of an operand as they are, and the scale of each, in float64."""
+
+    values: Array
+    scale: Array
+
+    @classmethod
+    def of(cls, x: Quantized) -> "_Operand":
+        """The whole of it; without a scale every one is 1."""
+        shape = x.qvalue.shape
+        if x.scale is None:
+            return cls(x.qvalue, np.broadcast_to(1.0, shape))
+        return cls(x.qvalue, expand(x.scale, check_scale("scale", x.scale, "qvalue", shape)))
+
+    def at(self, rows: int | slice) -> "_Operand":
+        """These rows of it, or the matrix of this group."""
+        return _Operand(self.values[rows], self.scale[rows])
+
+    @property
+    def transposed(self) -> "_Operand":
+        """Its transpose."""
+        return _Operand(self.values.T, self.scale.T)
+
+
+def _staged_blocks(lhs: _Operand, rhs: _Operand, start: int, block: int, stages: Stages) -> Array:
+    """lhs [I, J] @ rhs [J, L] with their scales, block by block as kernels do; J begins at `start` of its blocks."""
+    a, b = lhs.values.astype(np.float64), rhs.values.astype(np.float64)
     acc = np.zeros((a.shape[0], b.shape[1]))
     first, end, block = 0, a.shape[1], min(block, stages.tile or block)
     while first < end:
         last = min(first + block - (start + first) % block, end)
         inner = stages.dot(a[:, first:last], b[first:last], running="inner")
         # No scale changes within a block: that of its first element is that of all.
-        scales = stages("lhs_scale", a_scale[:, first, None]), stages("rhs_scale", b_scale[None, first])
+        scales = stages("lhs_scale", lhs.scale[:, first, None]), stages("rhs_scale", rhs.scale[None, first])
         scale = stages("scale", scales[0] * scales[1])
         acc = stages("acc", acc + stages("scaled", inner * scale))
         first = last
     return acc
 
 
-def _scale(scale: Array | None, shape: tuple[int, ...]) -> Array:
-    """The scale of every element of an operand, a view of 1 where there is none."""
-    return np.broadcast_to(1.0, shape) if scale is None else expand(scale, check_scale("scale", scale, "qvalue", shape))
-
-
 def _dequantized(qvalue: Array, scale: Array | None) -> Array:
-    return qvalue.astype(np.float64) * _scale(scale, qvalue.shape)
+    x = _Operand.of(Quantized(qvalue, scale))
+    return x.values.astype(np.float64) * x.scale

@@ -12,7 +12,7 @@ import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.arguments import values
-from cpu_golden._lib.scans import Staged, heads_first, sequences_of
+from cpu_golden._lib.scans import Staged, heads_first, read, sequences_of
 from cpu_golden.stages import Stages, exact, tree_sum
 from op_arguments import delta_rule
 from op_arguments.delta_rule import DeltaGrads, DeltaProblem, DeltaTensors
@@ -36,10 +36,8 @@ class DeltaSequence(NamedTuple):
 
     def read(self, stages: Stages) -> "DeltaSequence":
         """What a kernel reads of it. Sites: q, k, v, beta, initial_state, and of a backward pass do, dht."""
-        sites = {"q": "q", "k": "k", "v": "v", "beta": "beta", "do": "do", "state": "initial_state", "dstate": "dht"}
-        given: dict[str, Any] = {name: getattr(self, name) for name in sites}
-        read: dict[str, Any] = {name: stages(sites[name], x) for name, x in given.items() if x is not None}
-        return self._replace(**read)
+        fields = ("q", "k", "v", "beta", "do", "state", "dstate")
+        return self._replace(**read(self, stages, fields))
 
     def chunk(self, rows: slice, state: Array) -> "DeltaSequence":
         """These rows of it, and the state before them."""

@@ -4,7 +4,7 @@ A *scan* computes one `Sequence` (of each of B batch rows) of float64 tensors wi
 [B, H, T, K], v and do [B, H, T, V], gate [B, H, T, K] or [B, H, T, 1], state and dstate [B, H, K, V].
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -32,10 +32,18 @@ class Sequence(NamedTuple):
 
     def read(self, stages: Stages) -> "Sequence":
         """What a kernel reads of it. Sites: q, k, v, initial_state (state), and of a backward pass do, dht (dstate)."""
-        sites = {"q": "q", "k": "k", "v": "v", "do": "do", "state": "initial_state", "dstate": "dht"}
-        given: dict[str, Any] = {name: getattr(self, name) for name in sites}
-        read: dict[str, Any] = {name: stages(sites[name], x) for name, x in given.items() if x is not None}
-        return self._replace(**read)
+        return self._replace(**read(self, stages, ("q", "k", "v", "do", "state", "dstate")))
+
+
+SITES = {"state": "initial_state", "dstate": "dht"}
+"""Of fields that are called otherwise; those of the others have their names."""
+
+
+def read(given: Any, stages: Stages, fields: Iterable[str]) -> dict[str, Any]:
+    """What a kernel reads of those fields of a sequence that are there."""
+    return {
+        name: stages(SITES.get(name, name), getattr(given, name)) for name in fields if getattr(given, name) is not None
+    }
 
 
 Forward = Callable[..., tuple[Array, Array]]

@@ -59,8 +59,9 @@ def problem(op, *, b=2, t=65, h=2, hv=4, k=12, v=20, n=None, common=1.0, gates="
 
 
 def call(op, form, direction, arguments, **options):
-    name = f"{op}_{direction}_definition" if form == "definition" else f"{form}_{op}_{direction}"
-    return getattr(OPS[op], name)(**arguments, **options)
+    if form == "definition":  # one for both
+        return getattr(gated_delta_rule, f"gated_delta_rule_{direction}_definition")(**arguments, **options)
+    return getattr(OPS[op], f"{form}_{op}_{direction}")(**arguments, **options)
 
 
 def check_close(got, expected, tolerance=1e-13):
