@@ -1,12 +1,16 @@
 """What the benchmarks' commands share: compiling with a bar, times on a GPU, targets and tables."""
 
 import argparse
+import inspect
 import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass, field, fields
+from itertools import groupby
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich import box
@@ -23,20 +27,56 @@ Done = Callable[[int, int], None]
 """Called as something ends, with how many have and how many there are."""
 Key = TypeVar("Key")
 T = TypeVar("T")
+Figure = float | None
+Measure = Callable[[Sequence[str], str, int | None, Done], T]
+"""measure(chips, only, jobs, done): what has a name with `only` in it, compiled for these chips, `jobs` at a time."""
+
+
+def figure(heading: str, form: str) -> Any:
+    """A field of a row that is a column of its table, in this format."""
+    return field(default=None, metadata={"heading": heading, "form": form}, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table. Where the compiler refused the program, error says why and its figures are None."""
+
+    chip: str
+    _: KW_ONLY
+    target: str = ""
+    result: str = ""  # "met", or what is missed by how much
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One line of a table of times. Ratios are speeds: this one's over the other's. error: why it was not timed."""
+
+    kernel: str
+    whose: str
+    _: KW_ONLY
+    microseconds: Figure = figure("µs", ".1f")
+    relative_error: Figure = figure("relative error", ".1e")
+    error: str = ""
+
+    @property
+    def result(self) -> str:
+        """Whether it is as fast as asked."""
+        raise NotImplementedError
 
 
 ONE_LIST = "one JSON list, a row each, instead of the table"
 
 
-def unseen(count: int, total: int) -> None:
-    """A `Done` that shows nothing."""
-
-
-def gpu_parser(name: str, description: str) -> argparse.ArgumentParser:
-    """The parser of a benchmark that runs on a GPU."""
-    parser = argparse.ArgumentParser(prog=name, description=description)
+def gpu_parser(measure: Callable[..., Any]) -> argparse.ArgumentParser:
+    """The parser of a benchmark that runs on a GPU; its name and description are those of the module of `measure`."""
+    parser = _parser(inspect.getmodule(measure))
     parser.add_argument("--json", action="store_true", help=ONE_LIST)
     return parser
+
+
+def _parser(module: Any) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=Path(module.__file__).stem, description=module.__doc__.splitlines()[0])
 
 
 def check_device(parser: argparse.ArgumentParser) -> None:
@@ -47,14 +87,28 @@ def check_device(parser: argparse.ArgumentParser) -> None:
         parser.error("this needs a CUDA device, and PyTorch finds none")
 
 
-def static_parser(name: str, description: str, what: str, as_json: str = ONE_LIST) -> argparse.ArgumentParser:
-    """The parser of a benchmark that compiles; what: has names."""
-    parser = argparse.ArgumentParser(prog=name, description=description)
+def measured(
+    arguments: Sequence[str] | None, measure: Measure[T], what: str, as_json: str = ONE_LIST
+) -> tuple[argparse.Namespace, T]:
+    """The options of a benchmark that compiles, and what it measured, with a bar meanwhile; what: has names.
+
+    What it is called and does is read from the module of `measure`.
+    """
+    parser = _parser(inspect.getmodule(measure))
     parser.add_argument("--chip", choices=BENCHMARKED_CHIPS, action="append", help="only this chip (may be repeated)")
     parser.add_argument("--only", default="", metavar="TEXT", help=f"only {what} whose name contains TEXT")
     parser.add_argument("--jobs", type=int, metavar="N", help="compilers at a time (default: one per core)")
     parser.add_argument("--json", action="store_true", help=as_json)
-    return parser
+    given = parser.parse_args(arguments)
+    columns = TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("")
+        return given, measure(
+            given.chip or BENCHMARKED_CHIPS,
+            given.only,
+            given.jobs,
+            lambda count, total: progress.update(task, completed=count, total=total),
+        )
 
 
 def compile_each(
@@ -70,19 +124,6 @@ def compile_each(
     return answers
 
 
-def with_bar(given: argparse.Namespace, measure: Callable[[Sequence[str], str, int | None, Done], T]) -> T:
-    """What `measure` returns for the chips, text and jobs of a command line, with a bar while it compiles."""
-    columns = TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("")
-        return measure(
-            given.chip or BENCHMARKED_CHIPS,
-            given.only,
-            given.jobs,
-            lambda count, total: progress.update(task, completed=count, total=total),
-        )
-
-
 def judged(limits: Iterable[tuple[str, float | None, float]]) -> tuple[str, str]:
     """The targets in words, and what is missed by how much, of (unit, figure, the most that it may be)."""
     limits = list(limits)
@@ -94,6 +135,13 @@ def judged(limits: Iterable[tuple[str, float | None, float]]) -> tuple[str, str]
 def wrong(error: float) -> str:
     """What is wrong with a result of that relative error, nothing if it is rounding alone."""
     return "" if error <= MOST_ERROR else f"wrong: relative error {error:.2g}, at most {MOST_ERROR:.2g} is rounding"
+
+
+def device() -> str:
+    """The GPU that times are of, and PyTorch's version."""
+    import torch
+
+    return f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}"
 
 
 def median_microseconds(run: Callable[[], Any], *, warm_up: int, repeats: int) -> float:
@@ -113,21 +161,36 @@ def median_microseconds(run: Callable[[], Any], *, warm_up: int, repeats: int) -
     return float(statistics.median(times[warm_up:]))
 
 
-def table(title: str, names: Sequence[str], figures: Sequence[str], words: Sequence[str]) -> Table:
-    """An empty table: columns that name a row, its figures, and what is said of it."""
+def table(
+    title: str,
+    rows: Sequence[Any],
+    names: Mapping[str, str],
+    words: Sequence[str] = ("target", "result"),
+    apart: Sequence[str] = (),
+) -> Table:
+    """A table for people: by their headings the fields that name a row, its figures, and what is said of them.
+
+    A row's result is its error where it has one. Rows that differ in a field of `apart` are set apart.
+    """
     view = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for name in names:
-        view.add_column(name, no_wrap=True)
-    for name in figures:
-        view.add_column(name, justify="right", no_wrap=True)
-    for name in words:
-        view.add_column(name)
+    for heading in names:
+        view.add_column(heading, no_wrap=True)
+    figures = [x for x in fields(rows[0]) if x.metadata] if rows else []
+    for each in figures:
+        view.add_column(each.metadata["heading"], justify="right", no_wrap=True)
+    for heading in words:
+        view.add_column(heading)
+    for _, together in groupby(rows, key=lambda row: [getattr(row, name) for name in apart]):
+        for row in together:
+            numbers = (_cell(getattr(row, x.name), x.metadata["form"]) for x in figures)
+            said = (getattr(row, "error", "") * (name == "result") or getattr(row, name) for name in words)
+            view.add_row(*(str(getattr(row, name)) for name in names.values()), *numbers, *said)
+        view.add_section()
     return view
 
 
-def cells(*figures: tuple[float | None, str]) -> list[str]:
-    """Figures in their formats, a dash for one that is not there."""
-    return ["–" if figure is None else format(figure, form) for figure, form in figures]
+def _cell(figure: Figure, form: str) -> str:
+    return "–" if figure is None else format(figure, form)
 
 
 def say_without_tokamax() -> None:

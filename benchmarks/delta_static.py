@@ -20,10 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from benchmarks import command
-from benchmarks.command import BENCHMARKED_CHIPS, Done, cells, unseen
+from benchmarks.command import Done, Figure, figure
 from benchmarks.gla_static import DTYPE, B, H, K, T, V, figures, head_major
 from parity.compilers.mosaic import Abstract, Compilation, Compiled
 
@@ -111,33 +109,23 @@ def tokamax_delta_rule(*, per_channel: bool, chunk: int, **arrays: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the table. Where the compiler refused the program, error says why and its figures are None."""
+class Row(command.Row):
+    """A pass on a chip."""
 
-    chip: str
     name: str
     peer: str
-    cycles: float | None = None  # static, per 64 tokens and head
-    floor: float | None = None  # for which the matrix units are busy
-    of_gla: float | None = None  # over those of chunk_simple_gla
-    of_tokamax: float | None = None  # over the fewest of tokamax's
-    spill_share: float | None = None  # of the vector store slots, of the kernel that multiplies most
-    code_kb: float | None = None
-    kernels: int | None = None
-    hbm: float | None = None  # bytes that the kernels move, over those of arguments and results once
-    target: str = ""
-    result: str = ""  # "met", or what is missed by how much
-    error: str = ""
+    cycles: Figure = figure("cycles", ".0f")  # static, per 64 tokens and head
+    floor: Figure = figure("MXU floor", ".0f")  # for which the matrix units are busy
+    of_gla: Figure = figure("× gla", ".2f")  # over those of chunk_simple_gla
+    of_tokamax: Figure = figure("× tokamax", ".2f")  # over the fewest of tokamax's
+    spill_share: Figure = figure("spills", ".2f")  # of the vector store slots, of the kernel that multiplies most
+    code_kb: Figure = figure("KB", ".0f")
+    kernels: Figure = figure("kernels", "d")
+    hbm: Figure = figure("× HBM", ".2f")  # bytes that the kernels move, over those of arguments and results once
 
 
-def measure(
-    chips: Sequence[str] = BENCHMARKED_CHIPS, only: str = "", jobs: int | None = None, done: Done = unseen
-) -> list[Row]:
-    """The table: each pass whose name contains `only`, with what it is compared with, on each chip, with `jobs`
-    compilers at a time.
-
-    done(count, total) is called as compilations end.
-    """
+def measure(chips: Sequence[str], only: str, jobs: int | None, done: Done) -> list[Row]:
+    """The table: each pass, as `command.Measure`, with what it is compared with."""
     shown = [each for each in (*PASSES, *(PEERS if find_spec("tokamax") else ())) if only in each.name]
     yardsticks = [replace(each, op=OPS[0]) for each in shown if each.peer == "ours"]
     keys = [(chip, each) for chip in chips for each in dict.fromkeys((*shown, *yardsticks))]
@@ -192,34 +180,13 @@ def _compared(rows: dict[tuple[str, Pass], Row], chip: str, chosen: Pass) -> Row
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; returns the exit code: 1 where the compiler refused a program."""
-    parser = command.static_parser(
-        "delta_static", "Chunked delta rules on the real TPU compiler.", 'passes ("chunk_kda backward 64")'
-    )
-    given = parser.parse_args(arguments)
-    table = command.with_bar(given, measure)
-    command.show(given, [asdict(row) for row in table], render(table))
+    given, table = command.measured(arguments, measure, 'passes ("chunk_kda backward 64")')
+    title, names = "static cycles per 64 tokens and head", {"chip": "chip", "pass": "name", "of": "peer"}
+    view = command.table(title, table, names)
+    command.show(given, [asdict(row) for row in table], view)
     if not given.json and not find_spec("tokamax"):
         command.say_without_tokamax()
     return int(any(row.error for row in table))
-
-
-def render(table: Sequence[Row]) -> Table:
-    """The rows as a table for people."""
-    names = ("cycles", "MXU floor", "× gla", "× tokamax", "spills", "KB", "kernels", "× HBM")
-    view = command.table("static cycles per 64 tokens and head", ("chip", "pass", "of"), names, ("target", "result"))
-    for row in table:
-        shown = cells(
-            (row.cycles, ".0f"),
-            (row.floor, ".0f"),
-            (row.of_gla, ".2f"),
-            (row.of_tokamax, ".2f"),
-            (row.spill_share, ".2f"),
-            (row.code_kb, ".0f"),
-            (row.kernels, "d"),
-            (row.hbm, ".2f"),
-        )
-        view.add_row(row.chip, row.name, row.peer, *shown, row.target, row.error or row.result)
-    return view
 
 
 if __name__ == "__main__":

@@ -16,10 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from benchmarks import command
-from benchmarks.command import BENCHMARKED_CHIPS, Done, cells, unseen
+from benchmarks.command import Done, Figure, figure
 from parity.compilers.mosaic import Abstract, Compilation, Compiled, roofline
 
 B, T, H, K, V = 2, 4096, 16, 128, 128
@@ -87,30 +85,21 @@ MOST_TRAINING = 0.55  # of the peak of the unfused pipeline
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the table. Where the compiler refused the program, error says why and its figures are None."""
+class Row(command.Row):
+    """A scan on a chip."""
 
-    chip: str
     scan: str
-    cycles: float | None = None  # static, per 64 tokens and head
-    floor: float | None = None  # for which the matrix units are busy
-    spill_share: float | None = None  # of the vector store slots, of the kernel that multiplies most
-    code_kb: float | None = None
-    hbm: float | None = None  # bytes over the least, arguments head by head
-    hbm_default: float | None = None  # and token by token
-    temp_mib: float | None = None  # of HBM, beside arguments and results
-    target: str = ""
-    result: str = ""  # "met", or what is missed by how much
-    error: str = ""
+    cycles: Figure = figure("cycles", ".1f")  # static, per 64 tokens and head
+    floor: Figure = figure("MXU floor", ".1f")  # for which the matrix units are busy
+    spill_share: Figure = figure("spills", ".2f")  # of the vector store slots, of the kernel that multiplies most
+    code_kb: Figure = figure("KB", ".0f")
+    hbm: Figure = figure("× HBM", ".2f")  # bytes over the least, arguments head by head
+    hbm_default: Figure = figure("× HBM, default layouts", ".2f")  # and token by token
+    temp_mib: Figure = figure("temp MiB", ".0f")  # of HBM, beside arguments and results
 
 
-def measure(
-    chips: Sequence[str] = BENCHMARKED_CHIPS, only: str = "", jobs: int | None = None, done: Done = unseen
-) -> list[Row]:
-    """The table: each scan whose name contains `only`, on each chip, with `jobs` compilers at a time.
-
-    done(count, total) is called as compilations end.
-    """
+def measure(chips: Sequence[str], only: str, jobs: int | None, done: Done) -> list[Row]:
+    """The table: each scan, as `command.Measure`."""
     wanted = [(chip, scan) for chip in chips for scan in SCANS if only in scan.name]
     programs = [(chip, scan, head_major) for chip, scan in wanted for head_major in (True, False)]
 
@@ -173,10 +162,12 @@ class Footprint:
 
     chunk: int
     route: str
-    kept: float
-    forward: float
-    backward: float
-    training: float
+    kept: Figure = figure("kept", ".0f")
+    forward: Figure = figure("forward", ".0f")
+    backward: Figure = figure("backward", ".0f")
+    training: Figure = figure("training", ".0f")
+    of_unfused: Figure = figure("× unfused", ".2f")  # of the unfused pipeline's training
+    result: str = ""
 
 
 def footprints() -> list[Footprint]:
@@ -189,8 +180,16 @@ def footprints() -> list[Footprint]:
             kept = 2 * key + value
             forward = kept + value + kept_states  # o
             backward = kept + value + 2 * key + value + 2 * kept_states  # do; dq, dk, dv; states and their gradients
-            rows.append(Footprint(chunk, route, kept, forward, backward, max(forward, backward)))
-    return rows
+            most = {"kept": kept, "forward": forward, "backward": backward, "training": max(forward, backward)}
+            rows.append(Footprint(chunk, route, **most, of_unfused=1.0))
+    unfused = {row.chunk: row.training for row in rows if row.route == "unfused"}
+    return [_of_unfused(row, row.training / unfused[row.chunk]) if row.route == "fused" else row for row in rows]
+
+
+def _of_unfused(row: Footprint, share: float) -> Footprint:
+    """The row of a fused route, which holds arguments and results alone: what it misses no kernel can reach."""
+    missed = "" if share <= MOST_TRAINING else f"missed by {share / MOST_TRAINING - 1:.0%}, with the least"
+    return replace(row, of_unfused=share, result=missed or "met")
 
 
 # --------------------------------------------------------------------------------------------------- command line
@@ -198,49 +197,14 @@ def footprints() -> list[Footprint]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables; returns the exit code: 1 where the compiler refused a program."""
-    parser = command.static_parser(
-        "gla_static",
-        "Chunked gated linear attention on the real TPU compiler: cycles, HBM, footprint.",
-        'scans ("g backward 64 fused")',
-        "one JSON object of both tables instead of these",
-    )
-    given = parser.parse_args(arguments)
-    table = command.with_bar(given, measure)
+    as_json = "one JSON object of both tables instead of these"
+    given, table = command.measured(arguments, measure, 'scans ("g backward 64 fused")', as_json)
     data = {"scans": [asdict(row) for row in table], "footprints": [asdict(row) for row in footprints()]}
-    command.show(given, data, render(table), render_footprints(footprints()))
+    title, names = "static cycles per 64 tokens and head", {"chip": "chip", "scan": "scan"}
+    scans = command.table(title, table, names)
+    title, names = "HBM footprint in MiB, from shapes", {"chunk": "chunk", "route": "route"}
+    command.show(given, data, scans, command.table(title, footprints(), names, ("result",)))
     return int(any(row.error for row in table))
-
-
-def render(table: Sequence[Row]) -> Table:
-    """The rows as a table for people."""
-    figures = ("cycles", "MXU floor", "spills", "KB", "× HBM", "× HBM, default layouts", "temp MiB")
-    view = command.table("static cycles per 64 tokens and head", ("chip", "scan"), figures, ("target", "result"))
-    for row in table:
-        shown = cells(
-            (row.cycles, ".1f"),
-            (row.floor, ".1f"),
-            (row.spill_share, ".2f"),
-            (row.code_kb, ".0f"),
-            (row.hbm, ".2f"),
-            (row.hbm_default, ".2f"),
-            (row.temp_mib, ".0f"),
-        )
-        view.add_row(row.chip, row.scan, *shown, row.target, row.error or row.result)
-    return view
-
-
-def render_footprints(table: Sequence[Footprint]) -> Table:
-    """The footprints as a table for people, with what of the unfused pipeline's training peak is left."""
-    names = ("kept", "forward", "backward", "training", "× unfused")
-    view = command.table("HBM footprint in MiB, from shapes", ("chunk", "route"), names, ("result",))
-    unfused = {row.chunk: row.training for row in table if row.route == "unfused"}
-    for row in table:
-        share = row.training / unfused[row.chunk]
-        # The fused route holds arguments and results alone: what is missed with them no kernel can reach.
-        result = "met" if share <= MOST_TRAINING else f"missed by {share / MOST_TRAINING - 1:.0%}, with the least"
-        figures = (f"{x:.0f}" for x in (row.kept, row.forward, row.backward, row.training))
-        view.add_row(str(row.chunk), row.route, *figures, f"{share:.2f}", result if row.route == "fused" else "")
-    return view
 
 
 if __name__ == "__main__":

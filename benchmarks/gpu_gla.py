@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import cpu_golden.gla
 import cpu_golden.simple_gla
 from benchmarks import command
+from benchmarks.command import Figure, figure
 from gpu_reference.gla import chunk_gla, fused_recurrent_gla
 from gpu_reference.simple_gla import chunk_simple_gla, fused_chunk_simple_gla, fused_recurrent_simple_gla
 
@@ -51,17 +51,21 @@ KERNELS: list[tuple[Kernel, str]] = [
 
 
 @dataclass(frozen=True)
-class Row:
-    """One contender in one direction. of_peer: speed, the peer's time over this one's. error: why it was not timed."""
+class Row(command.Timed):
+    """One contender in one direction."""
 
-    kernel: str
     direction: str
-    whose: str
     steps: int
-    microseconds: float | None = None
-    of_peer: float | None = None
-    relative_error: float | None = None
-    error: str = ""
+    of_peer: Figure = figure("× peer", ".2f")
+
+    @property
+    def result(self) -> str:
+        """Whether a kernel of ours is as fast as asked."""
+        if self.whose != OURS:
+            return ""
+        if self.of_peer is None:
+            return "no peer to compare with"
+        return "met" if self.of_peer >= FASTER_THAN_PEER else f"{1 - self.of_peer / FASTER_THAN_PEER:.0%} short of it"
 
 
 def measure(steps: int, dtype: torch.dtype) -> Iterator[list[Row]]:
@@ -73,7 +77,7 @@ def measure(steps: int, dtype: torch.dtype) -> Iterator[list[Row]]:
         inputs = {**tensors, gate: _log_decays(gate, steps)}
         expected = _expected(inputs, gate)
         for direction in ("forward", "backward"):
-            blank = Row(f"{ours.__name__} {gate}", direction, OURS, steps)
+            blank = Row(f"{ours.__name__} {gate}", OURS, direction, steps)
             rows = [_measured(replace(blank, whose=whose), ours, inputs, expected) for whose in (OURS, PEER)]
             peer = rows[1].microseconds
             yield [replace(row, of_peer=peer / row.microseconds) if peer and row.microseconds else row for row in rows]
@@ -153,7 +157,7 @@ def _relative_error(result: Tensor, expected: Any) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; returns the exit code: 1 where a kernel of ours is wrong or refused."""
-    parser = command.gpu_parser("gpu_gla", "Gated linear attentions, next to the public package.")
+    parser = command.gpu_parser(measure)
     parser.add_argument("--steps", type=int, nargs="+", default=STEPS, metavar="T", help="default: 4096 65536")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
     given = parser.parse_args(arguments)
@@ -168,29 +172,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for rows in measure(steps, getattr(torch, given.dtype)):
                 table += rows
                 status.update(f"measured {rows[0].kernel} {rows[0].direction}, T {steps}")
-    title = f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {given.dtype}"
-    command.show(given, [asdict(row) for row in table], render(table, title))
-    return int(any(row.error and row.whose == OURS for row in table))
-
-
-def render(table: Sequence[Row], title: str) -> Table:
-    """The rows as a table for people."""
     shape = f"B {BATCH}, H {HEADS}, K {KEYS}, V {VALUES}"
-    title = f"{title}, {shape}: median times, ratios of speed"
-    view = command.table(title, ("T", "kernel", "pass", "whose"), ("µs", "× peer", "relative error"), ("result",))
-    for row in table:
-        shown = command.cells((row.microseconds, ".0f"), (row.of_peer, ".2f"), (row.relative_error, ".2e"))
-        view.add_row(str(row.steps), row.kernel, row.direction, row.whose, *shown, row.error or _result(row))
-    return view
-
-
-def _result(row: Row) -> str:
-    """Whether a kernel of ours is as fast as asked."""
-    if row.whose != OURS:
-        return ""
-    if row.of_peer is None:
-        return "no peer to compare with"
-    return "met" if row.of_peer >= FASTER_THAN_PEER else f"{1 - row.of_peer / FASTER_THAN_PEER:.0%} short of its speed"
+    title = f"{command.device()}, {given.dtype}, {shape}: median times, ratios of speed"
+    names = {"T": "steps", "kernel": "kernel", "pass": "direction", "whose": "whose"}
+    view = command.table(title, table, names, ("result",))
+    command.show(given, [asdict(row) for row in table], view)
+    return int(any(row.error and row.whose == OURS for row in table))
 
 
 if __name__ == "__main__":

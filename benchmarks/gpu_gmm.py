@@ -15,10 +15,10 @@ from itertools import pairwise
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks import command
+from benchmarks.command import Figure, figure
 from gpu_reference.gmm import gmm, tgmm
 from gpu_reference.quantize import fp8_quantize
 from gpu_reference.quantized_gmm import gmm_quantized
@@ -32,22 +32,34 @@ FASTER_THAN_PEERS, FASTER_THAN_BF16 = 0.9, 1.5
 
 
 @dataclass(frozen=True)
-class Row:
-    """One contender at one shape. Ratios are speeds: this one's over the other's. error: why it was not timed."""
+class Row(command.Timed):
+    """One contender at one shape."""
 
-    kernel: str
-    whose: str
     m: int
     k: int
     n: int
     groups: int
-    microseconds: float | None = None
-    teraflops: float | None = None
-    of_best_peer: float | None = None
-    of_dense: float | None = None
-    of_bf16: float | None = None  # our bf16 kernel's
-    relative_error: float | None = None
-    error: str = ""
+    teraflops: Figure = figure("Tflop/s", ".0f")
+    of_best_peer: Figure = figure("× best peer", ".2f")
+    of_dense: Figure = figure("× dense", ".2f")
+    of_bf16: Figure = figure("× our bf16", ".2f")  # our bf16 kernel's
+
+    @property
+    def shape(self) -> str:
+        """As in "2048×512 8"."""
+        return f"{self.k}×{self.n} {self.groups}"
+
+    @property
+    def result(self) -> str:
+        """Whether a kernel of ours is as fast as asked: bf16 against the best peer, fp8 against our bf16."""
+        if self.whose != OURS:
+            return ""
+        got, least, what = self.of_bf16, FASTER_THAN_BF16, "our bf16"
+        if self.kernel.endswith("bf16"):
+            got, least, what = self.of_best_peer, FASTER_THAN_PEERS, "best peer"
+        if got is None:
+            return f"no {what} to compare with"
+        return "met" if got >= least else f"{1 - got / least:.0%} short of {least}× {what}"
 
 
 Contender = tuple[str, Callable[[], Tensor]]
@@ -163,7 +175,7 @@ def _compared(row: Row, best_peer: float | None, dense: float | None, bf16: floa
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; returns the exit code: 1 where a kernel of ours is wrong or refused."""
-    parser = command.gpu_parser("gpu_gmm", "Grouped matmuls in Triton, next to PyTorch's own.")
+    parser = command.gpu_parser(measure)
     parser.add_argument("--rows", type=int, default=32768, metavar="M", help="rows in all groups (default: 32768)")
     given = parser.parse_args(arguments)
     if given.rows < ALIGNMENT or given.rows % ALIGNMENT:
@@ -175,40 +187,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with console.status("measuring") as status:
         for rows in measure(given.rows):
             table += rows
-            status.update(f"measured {rows[0].kernel}, K×N {rows[0].k}×{rows[0].n}, {rows[0].groups} groups")
-    command.show(given, [asdict(row) for row in table], render(table))
+            status.update(f"measured {rows[0].kernel}, K×N G {rows[0].shape}")
+    title = f"{command.device()}: median times, ratios of speed"
+    names = {"K×N G": "shape", "kernel": "kernel", "whose": "whose"}
+    view = command.table(title, table, names, ("result",))
+    command.show(given, [asdict(row) for row in table], view)
     return int(any(row.error and row.whose == OURS for row in table))
-
-
-def render(table: Sequence[Row]) -> Table:
-    """The rows as a table for people."""
-    device = f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}"
-    figures = ("µs", "Tflop/s", "× best peer", "× dense", "× our bf16")
-    title = f"{device}: median times, ratios of speed"
-    view = command.table(title, ("K×N G", "kernel", "whose"), figures, ("result",))
-    for row in table:
-        shown = command.cells(
-            (row.microseconds, ".1f"),
-            (row.teraflops, ".0f"),
-            (row.of_best_peer, ".2f"),
-            (row.of_dense, ".2f"),
-            (row.of_bf16, ".2f"),
-        )
-        view.add_row(f"{row.k}×{row.n} {row.groups}", row.kernel, row.whose, *shown, row.error or _result(row))
-    return view
-
-
-def _result(row: Row) -> str:
-    """Whether a kernel of ours is as fast as asked: bf16 against the best peer, fp8 against our bf16."""
-    if row.whose != OURS:
-        return ""
-    bf16 = row.kernel.endswith("bf16")
-    got, least, what = (
-        (row.of_best_peer, FASTER_THAN_PEERS, "best peer") if bf16 else (row.of_bf16, FASTER_THAN_BF16, "our bf16")
-    )
-    if got is None:
-        return f"no {what} to compare with"
-    return "met" if got >= least else f"{1 - got / least:.0%} short of {least}× {what}"
 
 
 if __name__ == "__main__":

@@ -19,10 +19,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from benchmarks import command
-from benchmarks.command import BENCHMARKED_CHIPS, Done, cells, unseen
+from benchmarks.command import Done, Figure, figure
 from parity.compilers.mosaic import TOPOLOGIES, Abstract, Compilation, Compiled, roofline
 from parity.compilers.processes import compile_each
 
@@ -97,30 +95,21 @@ mxfp8_in_jnp = partial(in_jnp, powers=True)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the table. Where the compiler refused the program, error says why and its figures are None."""
+class Row(command.Row):
+    """A program on a chip."""
 
-    chip: str
     model: str
     program: str
-    cycles: float | None = None  # static, a row
-    floor: float | None = None  # cycles in which HBM moves a row's bytes
-    of_floor: float | None = None  # the part of the cycles that the floor is
-    code_kb: float | None = None
-    spills: int | None = None
-    xla: float | None = None  # cycles a row that XLA estimates of its own fusions
-    target: str = ""
-    result: str = ""  # "met", or what is missed by how much
-    error: str = ""
+    cycles: Figure = figure("cycles", ".1f")  # static, a row
+    floor: Figure = figure("HBM floor", ".1f")  # cycles in which HBM moves a row's bytes
+    of_floor: Figure = figure("of floor", ".0%")  # the part of the cycles that the floor is
+    code_kb: Figure = figure("KB", ".0f")
+    spills: Figure = figure("spills", ".0f")
+    xla: Figure = figure("XLA", ".0f")  # cycles a row that XLA estimates of its own fusions
 
 
-def measure(
-    chips: Sequence[str] = BENCHMARKED_CHIPS, only: str = "", jobs: int | None = None, done: Done = unseen
-) -> list[Row]:
-    """The table: each program whose name contains `only`, on each chip, with `jobs` compilers at a time.
-
-    done(count, total) is called as compilations end.
-    """
+def measure(chips: Sequence[str], only: str, jobs: int | None, done: Done) -> list[Row]:
+    """The table: each program, as `command.Measure`."""
     wanted = [(chip, program) for chip in chips for program in PROGRAMS if only in f"{program.name} {program.model}"]
     answers = command.compile_each(wanted, lambda key: key[1].compilation(key[0]), jobs, done)
     estimated = [key for key in wanted if key[0] != "tpu7x"]
@@ -172,28 +161,11 @@ def _row(chip: str, program: Program, answer: Compiled, xla: int | None) -> Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; returns the exit code: 1 where the compiler refused a program."""
-    parser = command.static_parser(
-        "quantize_static",
-        "The quantisers on the real TPU compiler, beside XLA's fusion of the same definition.",
-        'programs ("fp8_quantize axis 1 DeepSeek-V3")',
-    )
-    given = parser.parse_args(arguments)
-    table = command.with_bar(given, measure)
-    command.show(given, [asdict(row) for row in table], render(table))
+    given, table = command.measured(arguments, measure, 'programs ("fp8_quantize axis 1 DeepSeek-V3")')
+    names = {name: name for name in ("chip", "model", "program")}
+    view = command.table("static cycles a row", table, names)
+    command.show(given, [asdict(row) for row in table], view)
     return int(any(row.error for row in table))
-
-
-def render(table: Sequence[Row]) -> Table:
-    """The rows as a table for people."""
-    figures = ("cycles", "HBM floor", "of floor", "KB", "spills", "XLA")
-    view = command.table("static cycles a row", ("chip", "model", "program"), figures, ("target", "result"))
-    for row in table:
-        shown = cells(
-            (row.cycles, ".1f"), (row.floor, ".1f"), (row.of_floor, ".0%"),
-            (row.code_kb, ".0f"), (row.spills, ".0f"), (row.xla, ".0f"),
-        )  # fmt: skip
-        view.add_row(row.chip, row.model, row.program, *shown, row.target, row.error or row.result)
-    return view
 
 
 if __name__ == "__main__":

@@ -19,10 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
 from benchmarks import command
-from benchmarks.command import BENCHMARKED_CHIPS, Done, cells, unseen
+from benchmarks.command import Done, Figure, figure
 from parity.compilers.chips import CHIPS, Chip
 from parity.compilers.mosaic import Abstract, Compilation, Compiled, CompiledKernel
 
@@ -39,6 +37,9 @@ class Shape(NamedTuple):
     k: int
     n: int
     groups: int
+
+    def __str__(self) -> str:
+        return f"{self.k}×{self.n} {self.groups}"
 
 
 SHAPES = [Shape(8192, k, n, groups) for k, n in ((2048, 512), (512, 2048)) for groups in (8, 64)]
@@ -157,35 +158,26 @@ MOST_CODE_KB = {"tpu7x": 300.0}
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the table. Where the compiler refused the kernel, error says why and its figures are None."""
+class Row(command.Row):
+    """A kernel at a shape on a chip."""
 
-    chip: str
     shape: Shape
     kernel: str
     peer: str
-    cycles: float | None = None  # static, of one whole middle grid step
-    floor: float | None = None  # cycles of the step's multiplications with every matrix unit full
-    of_floor: float | None = None
-    of_bf16: float | None = None  # cycles per multiplication over those of our bf16 kernel of that product
-    of_megablox: float | None = None  # and over those of megablox's
-    spill_share: float | None = None  # of the vector store slots
-    code_kb: float | None = None  # of the program, the group metadata included
-    target: str = ""
-    result: str = ""  # "met", or what is missed by how much
-    error: str = ""
+    cycles: Figure = figure("cycles", ".0f")  # static, of one whole middle grid step
+    floor: Figure = figure("floor", ".0f")  # cycles of the step's multiplications with every matrix unit full
+    of_floor: Figure = figure("× floor", ".2f")
+    of_bf16: Figure = figure("× bf16", ".2f")  # cycles per multiplication over those of our bf16 kernel of that product
+    of_megablox: Figure = figure("× megablox", ".2f")  # and over those of megablox's
+    spill_share: Figure = figure("spills", ".1%")  # of the vector store slots
+    code_kb: Figure = figure("KB", ".0f")  # of the program, the group metadata included
 
 
 Case = tuple[str, Shape, Kernel]
 
 
-def measure(
-    chips: Sequence[str] = BENCHMARKED_CHIPS, only: str = "", jobs: int | None = None, done: Done = unseen
-) -> list[Row]:
-    """The table: each shape and kernel whose name contains `only`, on each chip, with `jobs` compilers at a time.
-
-    done(count, total) is called as compilations end. tokamax's kernels are left out where it cannot be imported.
-    """
+def measure(chips: Sequence[str], only: str, jobs: int | None, done: Done) -> list[Row]:
+    """The table: each kernel at each shape, as `command.Measure`; tokamax's where it can be imported."""
     kernels = [kernel for kernel in KERNELS if not kernel.peer.startswith("tokamax") or has_tokamax()]
     shown = [kernel for kernel in kernels if only in kernel.name]
     products = {kernel.product for kernel in shown}
@@ -330,47 +322,14 @@ def _tokamax_options(tiling: Tile) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; returns the exit code: 1 where the compiler refused a kernel of ours."""
-    parser = command.static_parser(
-        "tpu_static",
-        "Static cycles of grouped matmuls on the real TPU compiler, next to peers'.",
-        "kernels",
-    )
-    given = parser.parse_args(arguments)
-    table = command.with_bar(given, measure)
-    command.show(given, [asdict(row) | {"shape": row.shape._asdict()} for row in table], render(table))
+    given, table = command.measured(arguments, measure, "kernels")
+    names = {"chip": "chip", "K×N G": "shape", "kernel": "kernel", "whose": "peer"}
+    title, apart = "static cycles of one whole middle grid step", ("chip", "shape")
+    view = command.table(title, table, names, apart=apart)
+    command.show(given, [asdict(row) | {"shape": row.shape._asdict()} for row in table], view)
     if not given.json and not has_tokamax():
         command.say_without_tokamax()
     return int(any(row.error and row.peer == "ours" for row in table))
-
-
-def render(table: Sequence[Row]) -> Table:
-    """The rows as a table for people."""
-    names = ("chip", "K×N G", "kernel", "whose")
-    figures = ("cycles", "floor", "× floor", "× bf16", "× megablox", "spills", "KB")
-    view = command.table("static cycles of one whole middle grid step", names, figures, ("target", "result"))
-    last = None
-    for row in table:
-        if last not in (None, (row.chip, row.shape)):
-            view.add_section()
-        last = row.chip, row.shape
-        view.add_row(
-            row.chip,
-            f"{row.shape.k}×{row.shape.n} {row.shape.groups}",
-            row.kernel,
-            row.peer,
-            *cells(
-                (row.cycles, ".0f"),
-                (row.floor, ".0f"),
-                (row.of_floor, ".2f"),
-                (row.of_bf16, ".2f"),
-                (row.of_megablox, ".2f"),
-                (row.spill_share, ".1%"),
-                (row.code_kb, ".0f"),
-            ),
-            row.target,
-            f"[green]{row.result}[/]" if row.result == "met" else f"[red]{row.result or row.error}[/]",
-        )
-    return view
 
 
 if __name__ == "__main__":
