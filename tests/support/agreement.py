@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 
 import parity
+from parity.judging.judge import judge
 from parity.op import BACKENDS, Backend, Case, Op
 from parity.runners.plugin import Run
+from parity.trial import Trial
+from tests.support.functions import FRAMEWORKS
+from tests.support.tiny import in_every_way
 
 Test = Callable[[Run], None]
 FULL = [pytest.mark.full]
@@ -48,6 +52,21 @@ def agree(*ops: Op, backend: Backend) -> Test:
     """The test that every output agrees with the golden."""
     every = frozenset().union(*(asked(op, backend) for op in ops))
     return _held(Run.agrees, *ops, backend=backend, where=every.__contains__)
+
+
+def agree_in_every_way(*ops: Op, backend: Backend) -> Callable[[Op, Case], None]:
+    """The test that each op agrees with the golden in all of `tiny.in_every_way`."""
+
+    @getattr(pytest.mark, backend)
+    @pytest.mark.parametrize(
+        ("op", "case"), [pytest.param(op, case, id=case.id) for op in ops for case in in_every_way(op)]
+    )
+    def test(op: Op, case: Case) -> None:
+        pytest.importorskip(FRAMEWORKS[backend])
+        verdict = judge(Trial(op, case, backend)).verdict
+        assert verdict.passed, verdict
+
+    return test
 
 
 def are_exact(*ops: Op, backend: Backend, where: Callable[[Case], bool] = lambda case: True) -> Test:
