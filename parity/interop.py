@@ -48,12 +48,9 @@ def torch_to_jax(tree: Any, *, dtype: Any = None, narrow_ints: bool = False) -> 
     if dtype is not None and narrow_ints:
         raise ValueError(f"narrow_ints must be left out where dtype is given, got dtype={dtype_name(dtype)!r}")
     import jax
-    import torch
 
     def convert(path: Any, tensor: Any) -> Any:
         name = "tree" + jax.tree_util.keystr(path)
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
         source = _check_torch(name, tensor)
         target = check_output_dtype("dtype", dtype, source, DTYPES)
         if narrow_ints and target in ("int64", "uint64"):
@@ -84,8 +81,6 @@ def jax_to_torch(tree: Any, *, dtype: Any = None) -> Any:
 
     def convert(path: Any, array: Any) -> Any:
         name = "tree" + jax.tree_util.keystr(path)
-        if not isinstance(array, jax.Array):
-            raise TypeError(f"{name} must be a JAX array, got {type(array).__name__}")
         source = _check_jax(name, array)
         target = check_output_dtype("dtype", dtype, source, DTYPES)
         device = torch_device(array)
@@ -188,10 +183,12 @@ def _check_dtype(name: str, array: Any) -> str:
     return check_output_dtype(name, array.dtype, None, DTYPES)
 
 
-def _check_torch(name: str, tensor: "torch.Tensor") -> str:
-    """The name of `tensor`'s dtype, after checking that it is plain memory."""
+def _check_torch(name: str, tensor: Any) -> str:
+    """The name of `tensor`'s dtype, after checking that it is one, and plain memory."""
     import torch
 
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
     for refused, kind in (
         (tensor.is_nested, "a nested"),
         (tensor.layout is not torch.strided, f"a {dtype_name(tensor.layout)}"),
@@ -205,10 +202,12 @@ def _check_torch(name: str, tensor: "torch.Tensor") -> str:
     return _check_dtype(name, tensor)
 
 
-def _check_jax(name: str, array: "jax.Array") -> str:
-    """The name of `array`'s dtype, after checking that its values can be read here and now."""
+def _check_jax(name: str, array: Any) -> str:
+    """The name of `array`'s dtype, after checking that it is one, and that its values can be read here and now."""
     import jax
 
+    if not isinstance(array, jax.Array):
+        raise TypeError(f"{name} must be a JAX array, got {type(array).__name__}")
     if isinstance(array, jax.core.Tracer):
         raise TypeError(
             f"{name} must be a concrete JAX array, got a tracer of {array.aval}: convert outside jit, grad and vmap, "

@@ -2,7 +2,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from parity.backends import runner
 from parity.interop import to_numpy, to_torch
 
 BLOCK = 1024
+T = TypeVar("T")
 
 
 @triton.jit
@@ -103,6 +104,18 @@ def on_streams(
     return [_arrays(result) for result in results]
 
 
+def captured(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A graph of a call's kernels, and the call's result, which the graph fills anew where it is replayed."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        call()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
+
+
 def replayed(
     kernel: Callable[..., Any],
     inputs: Mapping[str, Any],
@@ -116,13 +129,7 @@ def replayed(
     if not torch.cuda.is_available():
         raise NotImplementedError("needs a CUDA device")
     tensors = {name: to_torch(x, device="cuda") for name, x in inputs.items() if x is not None}
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        kernel(**tensors, **arguments)  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = kernel(**tensors, **arguments)
+    graph, result = captured(lambda: kernel(**tensors, **arguments))
     for name, x in changed.items():
         tensors[name].copy_(to_torch(x, device="cuda"))
     graph.replay()

@@ -18,6 +18,7 @@ from gpu_reference.moe import moe_layer, moe_layer_bwd
 from gpu_reference.permute import permute, unpermute
 from op_arguments.probe import probing
 from parity.backends.emulation import tensor_core
+from parity.contact.gpu import captured
 from tests.support.interpreter import interpreted
 
 pytestmark = pytest.mark.gpu
@@ -297,13 +298,7 @@ def test_a_captured_graph_follows_another_routing(quantize):
     """Nothing of the routing is read on the host: a CUDA graph of the layer is replayed with other tokens."""
     given = draw(torch.bfloat16)
     options = dict(top_k=2, capacity=9, quantize=quantize, block_size=32)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        moe_layer(**given, **options)  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = moe_layer(**given, **options)
+    graph, out = captured(lambda: moe_layer(**given, **options))
     before = out.clone()
     for seed in range(3):
         given["x"].copy_(torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(seed)) / 4)

@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ class TritonProgram:
         if self._tape is None:
             self._tape, self._taped = Tape(active, _place), Memory()
             between = RecordedBetween(errors, self._taped, self._tape)
-            run = self._evaluated(_RecordingBuilder, errors, self._taped, between, taped=self._tape)
+            run = self._evaluated(_RecordingBuilder, _Carried(errors, self._taped, tape=self._tape), between)
             self._tape.erring = run.erring
             return run
         if self._tape.is_whole:
@@ -116,10 +117,10 @@ class TritonProgram:
             if self._tape.is_whole:
                 return run
         errors, memory = Errors(active), Memory()
-        return self._evaluated(_WideBuilder, errors, memory, Between(errors, memory))
+        return self._evaluated(_WideBuilder, _Carried(errors, memory), Between(errors, memory))
 
     def _replayed(self, taped: Tape, errors: Errors) -> Run:
-        carried = {"errors": errors, "memory": self._taped, "lines": None, "births": None, "tape": None}
+        carried = _Carried(errors, self._taped)
         with tensor_core.emulated(), _widened(_WideBuilder, carried), np.errstate(all="ignore"), torch.no_grad():
             taped.replay(errors.active, errors.now_at)
         numbers = {name: self._taped.of(x) for name, x in outputs(taped.result).items()}
@@ -129,27 +130,19 @@ class TritonProgram:
         """The outputs as the kernel computes them, what is born on the way noted. fill: what memory begins as."""
         errors, memory = Errors(lambda place: True), Memory()
         with _new_memory_filled(fill):
-            return self._evaluated(_WatchingBuilder, errors, memory, Between(errors, memory), births=births)
+            return self._evaluated(_WatchingBuilder, _Carried(errors, memory, births=births), Between(errors, memory))
 
     def slice(self, right: Set[int], of_finite: bool = True) -> Run:
         """The outputs in float64, and the lines that they and the marks come of."""
         errors, memory = Errors(lambda place: False), Memory()
         lines = Lines(right, memory, of_finite)
+        carried = _Carried(errors, memory, lines=lines)
         with contextlib.nullcontext() if of_finite else _new_memory_filled(np.nan):
-            return self._evaluated(_SlicingBuilder, errors, memory, SlicedBetween(errors, memory, lines), lines)
+            return self._evaluated(_SlicingBuilder, carried, SlicedBetween(errors, memory, lines))
 
-    def _evaluated(
-        self,
-        builder: type,
-        errors: Errors,
-        memory: Memory,
-        between: Between,
-        lines: Lines | None = None,
-        births: Births | None = None,
-        taped: Tape | None = None,
-    ) -> Run:
+    def _evaluated(self, builder: type, carried: _Carried, between: Between) -> Run:
+        errors, memory, lines, taped = carried.errors, carried.memory, carried.lines, carried.tape
         tensors = {name: to_torch(x) for name, x in self._inputs.items() if x is not None}
-        carried = {"errors": errors, "memory": memory, "lines": lines, "births": births, "tape": taped}
         followed = lines.followed() if lines else taped.recording() if taped else contextlib.nullcontext()
         with tensor_core.emulated(), _widened(builder, carried), np.errstate(all="ignore"), filled_memory():
             with followed, between, probe.probing(mark):
@@ -162,6 +155,17 @@ class TritonProgram:
                 return Run(numbers, errors.places, errors.marks)
             of = {name: lines.of_tensor(x) for name, x in found.items()}
             return Run(numbers, errors.places, errors.marks, of, lines.executed.when)
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """What the interpreter's builder has while a program is evaluated."""
+
+    errors: Errors
+    memory: Memory
+    lines: Lines | None = None
+    births: Births | None = None
+    tape: Tape | None = None
 
 
 class Errors:
@@ -507,8 +511,8 @@ class SlicedBetween(Between):  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
-def _widened(wide: type, carried: Mapping[str, Any]) -> Iterator[None]:
-    """Let Triton's interpreter carry float64. carried: what its builder has meanwhile."""
+def _widened(wide: type, carried: _Carried) -> Iterator[None]:
+    """Let Triton's interpreter carry float64."""
     builder = interpreter.interpreter_builder
     before = builder.__class__
     patches = [
@@ -520,13 +524,13 @@ def _widened(wide: type, carried: Mapping[str, Any]) -> Iterator[None]:
     originals = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
     for owner, name, patched in patches:
         setattr(owner, name, patched)
-    vars(builder).update(carried)
+    vars(builder).update(vars(carried))
     builder.__class__ = wide
     try:
         yield
     finally:
         builder.__class__ = before
-        for name in carried:
+        for name in vars(carried):
             delattr(builder, name)
         for owner, name, original in originals:
             setattr(owner, name, original)
@@ -782,16 +786,26 @@ _OPERATIONS = ("create_", "get_", "unary_op", "binary_op", "ternary_op", "cast_i
 """How the names of a builder's operations begin."""
 
 
-class _RecordingBuilder(_WideBuilder):
+class _WrappedBuilder(_WideBuilder):
+    """The same, with another function in the place of each operation's."""
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        return self.wrapped(name, found) if name.startswith(_OPERATIONS) else found
+
+    def wrapped(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        """The function that an operation's is replaced by."""
+        raise NotImplementedError
+
+
+class _RecordingBuilder(_WrappedBuilder):
     """The same, recorded."""
 
     tape: Tape
 
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if not name.startswith(_OPERATIONS):
-            return found
-        return partial(super().__getattribute__("tape").recorded, name, found)
+    def wrapped(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        """The operation, recorded."""
+        return partial(self.tape.recorded, name, operation)
 
 
 class _WatchingBuilder(_WideBuilder):
@@ -835,19 +849,17 @@ def _filled(made: Callable[..., torch.Tensor], value: float) -> Callable[..., to
     return filled
 
 
-class _SlicingBuilder(_WideBuilder):
+class _SlicingBuilder(_WrappedBuilder):
     """The same, with the lines that each value comes of."""
 
     lines: Lines
 
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if not name.startswith(_OPERATIONS):
-            return found
-        lines = super().__getattribute__("lines")
+    def wrapped(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        """The operation, followed."""
+        lines = self.lines
 
         def followed(*arguments: Any) -> Any:
-            result = found(*arguments)
+            result = operation(*arguments)
             if name == "create_masked_store":
                 pointers, value, mask, *_ = arguments
                 addresses, masks = np.broadcast_arrays(pointers.data, mask.data)
