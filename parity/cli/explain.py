@@ -22,7 +22,8 @@ from parity.cli.options import (
     verdict_line,
 )
 from parity.debugging.bits import BitsExplanation, Difference, explain_bits
-from parity.debugging.explain import Contrast, Explanation, explain
+from parity.debugging.contrasts import Contrast
+from parity.debugging.explain import Explanation, explain
 from parity.debugging.sketches import Sketch, explain_record
 from parity.judging.metrics import Metrics, histogram, tile_map
 from parity.judging.verdict import PASSING

@@ -16,7 +16,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from parity.debugging.explain import EXPLAINED, LOCAL, ROUNDINGS, Contrast, contrast, in_parts, rounded
+from parity.debugging.contrasts import LOCAL, Contrast, contrast, in_parts
+from parity.debugging.roundings import EXPLAINED, ROUNDINGS, rounded
 from parity.dtypes import Floats, round_to
 from parity.judging.judge import Judgement, judge
 from parity.judging.metrics import tile_map

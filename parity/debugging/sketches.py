@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parity.debugging.explain import Contrast, Emulator, Field, Rounding, contrast, one_more, spelled
+from parity.debugging.contrasts import Contrast, contrast, spelled
+from parity.debugging.roundings import Emulator, Field, Rounding, one_more
 from parity.dtypes import round_to
 from parity.inputs import hashes
 from parity.judging.fit import Fit, K

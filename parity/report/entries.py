@@ -12,7 +12,8 @@ from typing import Any
 
 from parity import matrix
 from parity.backends import runner
-from parity.debugging.explain import Contrast, explain
+from parity.debugging.contrasts import Contrast
+from parity.debugging.explain import explain
 from parity.judging.judge import Compared, Judgement
 from parity.ledger.provenance import here
 from parity.op import Backend, Op

@@ -9,20 +9,18 @@ import pytest
 
 from parity import matrix
 from parity.cli import main
-from parity.debugging.explain import (
+from parity.debugging.contrasts import contrast, likeness, spelled
+from parity.debugging.explain import explain
+from parity.debugging.roundings import (
     DOT,
     PASSES,
     Emulator,
     Field,
     Rounding,
     attribute,
-    contrast,
-    explain,
     in_three_passes,
-    likeness,
     one_more,
     rounded,
-    spelled,
 )
 from parity.debugging.sketches import explain_record
 from parity.inputs import hashes

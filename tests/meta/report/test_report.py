@@ -11,7 +11,7 @@ import html5lib
 import pytest
 
 from parity import cli
-from parity.debugging.explain import Contrast
+from parity.debugging.contrasts import Contrast
 from parity.judging.verdict import PASSING
 from parity.report import drawing, entries
 from parity.report.entries import COMPARED, Entry, Measured, attribute
