@@ -31,7 +31,10 @@ MODULES_OF_A_FRAMEWORK = {
     "parity/backends/emulation/mxu.py", "parity/backends/emulation/tensor_core.py",
     "parity/backends/emulation/foreign.py", "parity/backends/emulation/vector_sums.py",
     "parity/backends/emulation/pallas.py",
-    "parity/debugging/attribution/tpu.py", "parity/debugging/attribution/gpu.py",
+    "parity/debugging/attribution/tpu.py", "parity/debugging/attribution/tpu_primitives.py",
+    "parity/debugging/attribution/gpu.py", "parity/debugging/attribution/gpu_builders.py",
+    "parity/debugging/attribution/gpu_frames.py", "parity/debugging/attribution/gpu_lines.py",
+    "parity/debugging/attribution/gpu_memory.py", "parity/debugging/attribution/gpu_tensors.py",
     "parity/debugging/attribution/tape.py",
     "parity/contact/tpu.py", "parity/contact/gpu.py",
 }  # fmt: skip

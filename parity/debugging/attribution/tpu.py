@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax, tree_util
+from jax import tree_util
 from jax._src import source_info_util
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax._src.pallas import pallas_call
@@ -45,12 +43,25 @@ from parity.debugging.attribution.program import (
     is_cut,
     note_error,
 )
+from parity.debugging.attribution.tpu_primitives import (
+    Values,
+    bind,
+    block_size,
+    compiled_of,
+    exact_of,
+    in_float64,
+    is_float,
+    is_quantised,
+    own_of,
+    padded_to,
+    referred,
+    unset_memory,
+    view_of,
+    wide_of,
+)
 from parity.dtypes import Floats, round_to
 from parity.interop import to_jax
 from parity.op import Inputs, outputs
-
-Values = list[Any]
-"""NumPy arrays, floating-point ones in float64; a reference is the array (or the view) itself."""
 
 _mark_p = core.Primitive("parity_mark")
 # With the effect of a debugging print: JAX drops an operation that has none and whose result nothing needs.
@@ -92,24 +103,28 @@ class PallasProgram:
         """The outputs in float64 where the lines that `active` admits err, and which lines those are."""
         evaluator = _Evaluator(active, self._sources)
         with jax.enable_x64(True), mxu.emulated(), np.errstate(all="ignore"):
-            results = evaluator.evaluate(self._jaxpr.jaxpr, [*map(_wide, self._jaxpr.consts)], map(_wide, self._inputs))
+            results = self._evaluated(evaluator)
         return Run(outputs(tree_util.tree_unflatten(self._result, results)), evaluator.erring, evaluator.marks)
 
     def births(self, births: Births, fill: float = np.nan) -> Run:
         """The outputs as the kernel computes them, what is born on the way noted. fill: what memory begins as."""
         watcher = _Watcher(births, fill, self._sources)
         with jax.enable_x64(True), mxu.emulated(), np.errstate(all="ignore"):
-            results = watcher.evaluate(self._jaxpr.jaxpr, [*map(_wide, self._jaxpr.consts)], map(_wide, self._inputs))
+            results = self._evaluated(watcher)
         return Run(outputs(tree_util.tree_unflatten(self._result, results)), {}, watcher.marks)
 
     def slice(self, right: Set[int], of_finite: bool = True) -> Run:
         """The outputs in float64, and the lines that they and the marks come of."""
         slicer = _Slicer(right, of_finite, self._sources)
         with jax.enable_x64(True), np.errstate(all="ignore"):
-            results = slicer.evaluate(self._jaxpr.jaxpr, [*map(_wide, self._jaxpr.consts)], map(_wide, self._inputs))
+            results = self._evaluated(slicer)
         named = outputs(tree_util.tree_unflatten(self._result, results))
         lines = outputs(tree_util.tree_unflatten(self._result, [*map(slicer.lines_of, results)]))
         return Run(named, {}, slicer.marks, lines, slicer.executed.when)
+
+    def _evaluated(self, evaluator: _Evaluator) -> Values:
+        consts = [*map(wide_of, self._jaxpr.consts)]
+        return evaluator.evaluate(self._jaxpr.jaxpr, consts, map(wide_of, self._inputs))
 
 
 @contextlib.contextmanager
@@ -181,7 +196,7 @@ class _Evaluator:
 
         def read(var: Any) -> Any:
             aval: Any = var.aval
-            return _wide(np.asarray(var.val, aval.dtype)) if isinstance(var, core.Literal) else env[var]
+            return wide_of(np.asarray(var.val, aval.dtype)) if isinstance(var, core.Literal) else env[var]
 
         for eqn in jaxpr.eqns:
             operands = [*map(read, eqn.invars)]
@@ -196,22 +211,22 @@ class _Evaluator:
         return results
 
     def _operation(self, eqn: Any, operands: Values) -> Values:
-        floats = [_is_float(var.aval) for var in (*eqn.invars, *eqn.outvars)]
+        floats = [is_float(var.aval) for var in (*eqn.invars, *eqn.outvars)]
         if not any(floats):
-            return self._of_bits(operands, _bind(eqn, operands, eqn.params))
+            return self._of_bits(operands, bind(eqn, operands, eqn.params))
         if not any(floats[: len(operands)]):  # an integer made a float
-            own = [_own(x, var.aval) for x, var in zip(operands, eqn.invars, strict=True)]
-            return [*map(_wide, _bind(eqn, own, eqn.params))]
+            own = [own_of(x, var.aval) for x, var in zip(operands, eqn.invars, strict=True)]
+            return [*map(wide_of, bind(eqn, own, eqn.params))]
         if not any(floats[len(operands) :]):  # a comparison
-            return _bind(eqn, operands, _widened(eqn))
-        if _is_quantised(eqn.outvars[0].aval):
+            return bind(eqn, operands, in_float64(eqn))
+        if is_quantised(eqn.outvars[0].aval):
             # What a number becomes in 8 bits is the operation's result, and no error of it.
-            return [round_to(x, str(eqn.outvars[0].aval.dtype)).astype(np.float64) for x in _exact(eqn, operands)]
-        return self._erring(eqn, _exact(eqn, operands), lambda: self._own_and_true(eqn, operands))
+            return [round_to(x, str(eqn.outvars[0].aval.dtype)).astype(np.float64) for x in exact_of(eqn, operands)]
+        return self._erring(eqn, exact_of(eqn, operands), lambda: self._own_and_true(eqn, operands))
 
     def _own_and_true(self, eqn: Any, operands: Values) -> tuple[Values, Values]:
-        own = [_own(x, var.aval) for x, var in zip(operands, eqn.invars, strict=True)]
-        return [*map(_wide, _bind(eqn, own, eqn.params))], _exact(eqn, [*map(_wide, own)])
+        own = [own_of(x, var.aval) for x, var in zip(operands, eqn.invars, strict=True)]
+        return [*map(wide_of, bind(eqn, own, eqn.params))], exact_of(eqn, [*map(wide_of, own)])
 
     def _erring(self, eqn: Any, wide: Values, own_and_true: Callable[[], tuple[Values, Values]]) -> Values:
         """The results, and where the operation errs the difference of the two: rounded, and exact."""
@@ -232,13 +247,13 @@ class _Evaluator:
         """The bits of a number; or the number of bits, which where they are cut or rounded is the whole one, and the
         cut its error."""
         (x,), (var,), (out,) = operands, eqn.invars, eqn.outvars
-        results = [*map(_wide, _bind(eqn, [_own(x, var.aval)], eqn.params))]
-        if not _is_float(out.aval):
-            return self._noted_as(x, results) if _is_float(var.aval) else results
+        results = [*map(wide_of, bind(eqn, [own_of(x, var.aval)], eqn.params))]
+        if not is_float(out.aval):
+            return self._noted_as(x, results) if is_float(var.aval) else results
         number = self._number(x)
         if number is None or number.shape != results[0].shape:
             return results
-        true = _wide(_own(number, out.aval))
+        true = wide_of(own_of(number, out.aval))
         return self._erring(eqn, [number], lambda: (results, [true])) if is_cut(true, results[0]) else results
 
     def _of_bits(self, operands: Values, results: Values) -> Values:
@@ -267,7 +282,7 @@ class _Evaluator:
         caller = self._caller
         if _FRAMEWORK in jaxpr.debug_info.func_src_info:
             self._caller = self._place(eqn)
-        results = self.evaluate(jaxpr, [*map(_wide, consts)], iter(operands))
+        results = self.evaluate(jaxpr, [*map(wide_of, consts)], iter(operands))
         self._caller = caller
         return results
 
@@ -276,15 +291,15 @@ class _Evaluator:
         index, *operands = operands
         branches = eqn.params["branches"]
         branch = branches[min(max(int(index), 0), len(branches) - 1)]
-        return self.evaluate(branch.jaxpr, [*map(_wide, branch.consts)], iter(operands))
+        return self.evaluate(branch.jaxpr, [*map(wide_of, branch.consts)], iter(operands))
 
     def while_loop(self, eqn: Any, operands: Values) -> Values:
         """`lax.while_loop`."""
         test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
         n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         of_test, of_body, carry = operands[:n], operands[n : n + m], operands[n + m :]
-        while self.test(self.evaluate(test.jaxpr, [*map(_wide, test.consts)], iter([*of_test, *carry]))[0]):
-            carry = self.evaluate(body.jaxpr, [*map(_wide, body.consts)], iter([*of_body, *carry]))
+        while self.test(self.evaluate(test.jaxpr, [*map(wide_of, test.consts)], iter([*of_test, *carry]))[0]):
+            carry = self.evaluate(body.jaxpr, [*map(wide_of, body.consts)], iter([*of_body, *carry]))
         return carry
 
     def test(self, condition: Any) -> bool:
@@ -299,7 +314,7 @@ class _Evaluator:
         ys: list[Values] = []
         for step in reversed(steps) if eqn.params["reverse"] else steps:
             arguments = [*consts, *carry, *(x[step] for x in xs)]
-            results = self.evaluate(body.jaxpr, [*map(_wide, body.consts)], iter(arguments))
+            results = self.evaluate(body.jaxpr, [*map(wide_of, body.consts)], iter(arguments))
             carry = results[:m]
             ys.append(results[m:])
         ordered = ys[::-1] if eqn.params["reverse"] else ys
@@ -329,11 +344,11 @@ class _Evaluator:
 
     def padded(self, x: Any, block: Any) -> Any:
         """x in whole blocks."""
-        return _padded(x, block)
+        return padded_to(x, block)
 
     def unset(self, aval: Any) -> Any:
         """Memory that nothing has been stored to."""
-        return _unset(aval)
+        return unset_memory(aval)
 
     def index(self, block: Any, at: tuple[int, ...], scalars: Values) -> Values:
         """Which block of an array a grid step has."""
@@ -343,7 +358,7 @@ class _Evaluator:
     def _block(self, x: Any, block: Any, at: tuple[int, ...], scalars: Values) -> Any:
         index = self.index(block, at, scalars)
         where: list[Any] = []
-        for n, size in zip(map(int, index), map(_block_size, block.block_shape), strict=True):
+        for n, size in zip(map(int, index), map(block_size, block.block_shape), strict=True):
             where.append(n if size is None else slice(n * size, n * size + size))
         return self.chosen(x[(*where, ...)], index)
 
@@ -362,12 +377,12 @@ class _Evaluator:
     def get(self, eqn: Any, operands: Values) -> Values:
         """A load from a reference."""
         ref, *index = operands
-        return [_view(ref, tree_util.tree_unflatten(eqn.params["tree"], index)).copy()]
+        return [view_of(ref, tree_util.tree_unflatten(eqn.params["tree"], index)).copy()]
 
     def swap(self, eqn: Any, operands: Values) -> Values:
         """A store to a reference, of what has been rounded where it was made; the result is what was there."""
         ref, value, *index = operands
-        view = _view(ref, tree_util.tree_unflatten(eqn.params["tree"], index))
+        view = view_of(ref, tree_util.tree_unflatten(eqn.params["tree"], index))
         before = view.copy()
         view[...] = value
         return [before]
@@ -380,7 +395,7 @@ class _Evaluator:
     def dma_start(self, eqn: Any, operands: Values) -> Values:
         """A copy between memories, done at once."""
         source, target, *_ = tree_util.tree_unflatten(eqn.params["tree"], operands)
-        _referred(target)[...] = _referred(source)
+        referred(target)[...] = referred(source)
         return []
 
     def mark(self, eqn: Any, operands: Values) -> Values:
@@ -400,8 +415,8 @@ class _Evaluator:
 
     def bitcast(self, eqn: Any, operands: Values) -> Values:
         """`pltpu.bitcast`, which only a compiled program has."""
-        own = [_own(x, var.aval) for x, var in zip(operands, eqn.invars, strict=True)]
-        return [_wide(_compiled(eqn.primitive, tuple(eqn.params.items()))(*own))]
+        own = [own_of(x, var.aval) for x, var in zip(operands, eqn.invars, strict=True)]
+        return [wide_of(compiled_of(eqn.primitive, tuple(eqn.params.items()))(*own))]
 
     def roll(self, eqn: Any, operands: Values) -> Values:
         """`pltpu.roll`."""
@@ -419,16 +434,16 @@ class _Watcher(_Evaluator):
 
     def _operation(self, eqn: Any, operands: Values) -> Values:
         results = super()._operation(eqn, operands)
-        floats = [np.asarray(x) for x, var in zip(operands, eqn.invars, strict=True) if _is_float(var.aval)]
+        floats = [np.asarray(x) for x, var in zip(operands, eqn.invars, strict=True) if is_float(var.aval)]
         return [
-            self._births.seen(self._place(eqn), floats, x) if _is_float(var.aval) else x
+            self._births.seen(self._place(eqn), floats, x) if is_float(var.aval) else x
             for x, var in zip(results, eqn.outvars, strict=True)
         ]
 
     def unset(self, aval: Any) -> Any:
         """Memory that nothing has been stored to."""
         x = super().unset(aval)
-        return np.full(x.shape, self._fill) if _is_float(aval) else x
+        return np.full(x.shape, self._fill) if is_float(aval) else x
 
 
 class _Slicer(_Evaluator):
@@ -484,15 +499,15 @@ class _Slicer(_Evaluator):
     def _stored(self, name: str, eqn: Any, operands: Values, lines: frozenset[Line]) -> None:
         if name == "swap":
             ref, _, *index = operands
-            target = _view(ref, tree_util.tree_unflatten(eqn.params["tree"], index))
+            target = view_of(ref, tree_util.tree_unflatten(eqn.params["tree"], index))
             known = None if self._of_finite else self._lines.get(id(ref))  # of which block of an array this is
             block = known[1] if known and known[0]() is ref else frozenset()
             lines = self.lines_of(*operands[1:]) | self._here(eqn) | block
         else:
             source, to, *_ = tree_util.tree_unflatten(eqn.params["tree"], operands)
-            target = _referred(to)
+            target = referred(to)
             indices = [x for x in operands if not np.ndim(x)]
-            lines = self.lines_of(_referred(source), *indices) | self._here(eqn)
+            lines = self.lines_of(referred(source), *indices) | self._here(eqn)
         memory = target
         while memory.base is not None:
             memory = memory.base
@@ -555,11 +570,6 @@ _CALLS = {
 """What has a program of its own: its results have the lines that they were given there."""
 
 
-@cache
-def _compiled(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    return jax.jit(partial(primitive.bind, **dict(params)))
-
-
 _RULES: Mapping[str, str] = {
     **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint"), "call"),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call"),
@@ -593,203 +603,6 @@ _EXACT = {
     "max",
     "min",
 }
-
-
-def _is_float(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and _is_floating(aval.dtype)
-
-
-@cache
-def _is_floating(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, np.floating))
-
-
-def _is_quantised(aval: Any) -> bool:
-    return _is_float(aval) and aval.dtype.itemsize == 1
-
-
-def _wide(x: Any) -> Any:
-    x = np.asarray(x)
-    return x.astype(np.float64) if jnp.issubdtype(x.dtype, np.floating) else x
-
-
-def _own(x: Any, aval: Any) -> Any:
-    return x.astype(aval.dtype) if _is_float(aval) else x
-
-
-def _select(which: Any, *values: Any) -> Any:
-    return np.where(which, values[1], values[0]) if len(values) == 2 else NotImplemented
-
-
-def _broadcast(x: Any, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **_: Any) -> Any:
-    sizes = dict(zip(broadcast_dimensions, x.shape, strict=True))
-    return np.broadcast_to(x.reshape([sizes.get(axis, 1) for axis in range(len(shape))]), shape)
-
-
-def _slice(x: Any, *, start_indices: Any, limit_indices: Any, strides: Any) -> Any:
-    return x[tuple(map(slice, start_indices, limit_indices, strides or (1,) * x.ndim))]
-
-
-def _convert(x: Any, *, new_dtype: Any, **_: Any) -> Any:
-    is_cut = jnp.issubdtype(x.dtype, np.floating) and not jnp.issubdtype(new_dtype, np.floating)
-    rounds_twice = new_dtype == _BFLOAT16 and x.dtype != np.float32  # in NumPy, by way of float32
-    return x.astype(new_dtype) if new_dtype in _NUMPY_DTYPES and not is_cut and not rounds_twice else NotImplemented
-
-
-def _iota(*, dtype: Any, shape: Sequence[int], dimension: int, **_: Any) -> Any:
-    sizes = [-1 if axis == dimension else 1 for axis in range(len(shape))]
-    return np.broadcast_to(np.arange(shape[dimension], dtype=dtype).reshape(sizes), shape)
-
-
-def _reshape(x: Any, *, new_sizes: Any, dimensions: Any, **_: Any) -> Any:
-    return x.reshape(new_sizes) if dimensions is None else NotImplemented
-
-
-def _sum(x: Any, *, axes: Any, **_: Any) -> Any:
-    return x.sum(axis=axes) if x.dtype == np.float64 else NotImplemented
-
-
-def _div(x: Any, y: Any) -> Any:
-    if x.dtype == np.int32 and np.all(y):
-        return (x - np.fmod(x, y)) // y  # toward zero
-    return x / y if x.dtype == np.float64 else NotImplemented
-
-
-def _rem(x: Any, y: Any) -> Any:
-    return np.fmod(x, y) if x.dtype == np.int32 and np.all(y) else NotImplemented
-
-
-def _sign(x: Any) -> Any:
-    return np.sign(x) if x.dtype == np.int32 else NotImplemented
-
-
-def _dot(x: Any, y: Any, *, dimension_numbers: Any, **_: Any) -> Any:
-    if not x.dtype == y.dtype == np.float64:
-        return NotImplemented
-    (of_x, of_y), (batch_x, batch_y) = dimension_numbers
-    rows = [n for n in range(x.ndim) if n not in (*of_x, *batch_x)]
-    columns = [n for n in range(y.ndim) if n not in (*of_y, *batch_y)]
-    batch, m, n = [x.shape[n] for n in batch_x], [x.shape[n] for n in rows], [y.shape[n] for n in columns]
-    depth = math.prod(x.shape[n] for n in of_x)
-    left = x.transpose(*batch_x, *rows, *of_x).reshape(*batch, math.prod(m), depth)
-    right = y.transpose(*batch_y, *of_y, *columns).reshape(*batch, depth, math.prod(n))
-    return (left @ right).reshape(*batch, *m, *n)
-
-
-_NUMPY: Mapping[str, Callable[..., Any]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "neg": np.negative,
-    "max": np.maximum,
-    "min": np.minimum,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "not": np.invert,
-    "select_n": _select,
-    "broadcast_in_dim": _broadcast,
-    "slice": _slice,
-    "convert_element_type": _convert,
-    "iota": _iota,
-    "reshape": _reshape,
-    "squeeze": lambda x, *, dimensions, **_: x.squeeze(tuple(dimensions)),
-    "transpose": lambda x, *, permutation, **_: x.transpose(permutation),
-    "concatenate": lambda *xs, dimension, **_: np.concatenate(xs, dimension),
-    "reduce_max": lambda x, *, axes, **_: x.max(axis=axes),
-    "abs": np.abs,
-    "reduce_sum": _sum,
-    "div": _div,
-    "rem": _rem,
-    "sign": _sign,
-    "dot_general": _dot,
-}
-"""Operations in NumPy, in a hundredth of the time that JAX takes to run one by itself: with the same bits, but for the
-sums and quotients, which are of float64 alone."""
-_BFLOAT16 = np.dtype(jnp.bfloat16)
-_NUMPY_DTYPES = frozenset(map(np.dtype, (np.float64, np.float32, _BFLOAT16, np.int32, np.bool_)))
-
-
-def _bind(eqn: Any, operands: Values, params: Mapping[str, Any]) -> Values:
-    in_numpy = _NUMPY.get(eqn.primitive.name)
-    if in_numpy and all(x.dtype in _NUMPY_DTYPES for x in operands):
-        if not isinstance(in_numpy, np.ufunc):
-            result = in_numpy(*operands, **params)
-        else:
-            result = NotImplemented if any(params.values()) else in_numpy(*operands)
-        if result is not NotImplemented:
-            return [np.asarray(result)]
-    if eqn.primitive is lax.scatter_add_p:  # has an addition of its own dtype among its parameters
-        plain = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-        return [np.asarray(lax.scatter_add(*operands, **{name: params[name] for name in plain}))]
-    results = eqn.primitive.bind(*operands, **params)
-    return [*map(np.asarray, results if eqn.primitive.multiple_results else [results])]
-
-
-def _exact(eqn: Any, operands: Values) -> Values:
-    if eqn.primitive.name == "reduce_precision":
-        return operands
-    return _bind(eqn, operands, _widened(eqn))
-
-
-def _widened(eqn: Any) -> dict[str, Any]:
-    """The parameters of an operation with float64 in the place of every other floating-point dtype."""
-
-    def wide(value: Any) -> Any:
-        is_float = isinstance(value, np.dtype) and jnp.issubdtype(value, np.floating)
-        return np.dtype(np.float64) if is_float else value
-
-    return {name: wide(value) for name, value in eqn.params.items()}
-
-
-def _unset(aval: Any) -> Any:
-    """Memory that nothing has been stored to."""
-    is_number = isinstance(getattr(aval, "dtype", None), np.dtype)
-    if not is_number:  # a semaphore
-        return np.zeros(aval.shape, np.int32)
-    return np.full(aval.shape, np.nan) if _is_float(aval) else np.zeros(aval.shape, aval.dtype)
-
-
-def _block_size(size: Any) -> int | None:
-    """Of an axis of a block, None where it is left out."""
-    if size is None or isinstance(size, int):
-        return size
-    inner = getattr(size, "block_size", None)  # pl.Blocked; a squeezed axis has none
-    return None if inner is None else int(inner)
-
-
-def _padded(x: Any, block: Any) -> Any:
-    """x in whole blocks; views of it are the kernel's blocks."""
-    sizes = [_block_size(size) or 1 for size in block.block_shape]
-    shape = [math.ceil(n / size) * size for n, size in zip(x.shape, sizes, strict=True)]
-    padded = np.full(shape, np.nan if x.dtype == np.float64 else 0, x.dtype)
-    padded[tuple(map(slice, x.shape))] = x
-    return padded
-
-
-def _view(ref: Any, transforms: Sequence[Any]) -> Any:
-    """The part of a reference that indexers choose."""
-    for transform in transforms:
-        if not hasattr(transform, "indices"):
-            raise NotImplementedError(f"lines cannot follow a reference through {type(transform).__name__}")
-        where: list[Any] = []
-        for i in transform.indices:
-            if hasattr(i, "stride"):
-                where.append(slice(int(i.start), int(i.start) + int(i.size) * i.stride, i.stride))
-            else:
-                where.append(int(i))
-        ref = ref[(*where, ...)]
-    return ref
-
-
-def _referred(ref: Any) -> Any:
-    return _view(ref.ref, ref.transforms) if hasattr(ref, "transforms") else ref
 
 
 def make_program(kernel: Callable[..., Any], inputs: Inputs, arguments: Mapping[str, Any]) -> PallasProgram:

@@ -169,14 +169,16 @@ def test_a_new_tensor_has_no_number_of_one_that_lay_there(monkeypatch):
     """Memory is used again, and what it held may round to what it holds now, to 8 bits above all."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
-    from parity.debugging.attribution import gpu
+    from parity.debugging.attribution.gpu_frames import Errors
+    from parity.debugging.attribution.gpu_memory import Memory, addresses_of
+    from parity.debugging.attribution.gpu_tensors import Between
 
-    memory = gpu.Memory()
+    memory = Memory()
     old = torch.full((8,), 3.0, dtype=torch.float8_e4m3fn)
-    memory.store(gpu.addresses_of(old), np.full(8, 3.01))
+    memory.store(addresses_of(old), np.full(8, 3.01))
     assert memory.of(old).tolist() == [3.01] * 8
     forgotten = []
-    with monkeypatch.context() as patch, gpu.Between(gpu.Errors(lambda place: False), memory):
+    with monkeypatch.context() as patch, Between(Errors(lambda place: False), memory):
         patch.setattr(memory, "forget", lambda x: forgotten.append(x.data_ptr()))
         view, new = old[2:], torch.zeros(8)
         both = torch.frexp(new)
