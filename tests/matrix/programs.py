@@ -3,9 +3,9 @@
 `PROGRAMS` are compiled and planned, `PLANNED` only planned: sizes at which a plan turns, too many to compile.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from parity import Op
 from parity.compilers.chips import CHIPS
@@ -58,93 +58,78 @@ def quantiser(op: str, model: Experts, **options: Any) -> Program:
     return Program(op, name, f"tpu_kernels.{module}:{op}", arguments, {"interpret": False} | options, work=ROWS)
 
 
+class Heads(NamedTuple):
+    """The sizes of a scan. key_heads: of q and k, where they have their own; sequences: that are packed, 0 for none."""
+
+    batch: int = 2
+    steps: int = 4096
+    key_heads: int | None = None
+    heads: int = 16
+    key_size: int = 128
+    value_size: int = 128
+    sequences: int = 0
+
+    def __str__(self) -> str:
+        heads = f"H{self.heads}" if self.key_heads is None else f"H{self.key_heads}_HV{self.heads}"
+        packed = f"_N{self.sequences}" if self.sequences else ""
+        return f"B{self.batch}_T{self.steps}_{heads}_K{self.key_size}_V{self.value_size}{packed}"
+
+
 def linear_attention(
-    op: str,
-    gates: str,
-    dtype: str,
-    *,
-    batch: int = 2,
-    steps: int = 4096,
-    heads: int = 16,
-    key_size: int = 128,
-    value_size: int = 128,
-    states: bool = False,
-    sequences: int = 0,
-    chips: Sequence[str] | None = None,
-    **options: Any,
+    op: str, gates: str, dtype: str, *, states: bool = False, chips: Sequence[str] | None = None, **options: Any
 ) -> Program:
     """A pass of `simple_gla` (gates "none", "gamma", "g" or "both") or of `gla` (gates "gk").
 
-    states: with those before the first steps, and those after the last. sequences: how many are packed, 0 for none.
+    states: with those before the first steps, and those after the last. options: `Heads`, and the kernel's own.
     Its work is counted in STEPS of one head. chips: LINEAR_ATTENTION_CHIPS unless said.
     """
-    backward = op.endswith("_bwd")
-    keys, values = (Abstract((batch, steps, heads, size), dtype) for size in (key_size, value_size))
-    arguments: dict[str, Any] = {"q": keys, "k": keys, "v": values, **({"do": values} if backward else {})}
-    if gates == "gk":
-        arguments["gk"] = Abstract(keys.shape, "float32")
-    if gates in ("g", "both"):
-        arguments["g"] = Abstract(keys.shape[:3], "float32")
-    if gates in ("gamma", "both"):
-        arguments["g_gamma"] = Abstract((heads,), "float32")
-    if states:
-        state = Abstract((sequences or batch, heads, key_size, value_size), "float32")
-        arguments |= {"initial_state": state} | ({"dht": state} if backward else {"output_final_state": True})
-    if sequences:
-        arguments["cu_seqlens"] = Abstract((sequences + 1,), "int32")
-    shape = f"B{batch}_T{steps}_H{heads}_K{key_size}_V{value_size}" + (f"_N{sequences}" if sequences else "")
-    words = [shape, gates, SHORT[dtype], *(["states"] if states else [])]
-    words += [f"{name}_{value}" for name, value in options.items()]
-    module = "simple_gla" if "simple" in op else "gla"
-    return Program(
-        op,
-        "-".join(words),
-        f"tpu_kernels.{module}:{op}",
-        (),
-        arguments | {"interpret": False} | options,
-        chips=tuple(chips or LINEAR_ATTENTION_CHIPS),
-        work=batch * steps * heads // STEPS,
-        unit=f"{STEPS} steps",
-    )
+    sizes = Heads(**{name: options.pop(name) for name in Heads._fields if name in options})
+    per_step = (sizes.batch, sizes.steps, sizes.heads)
+    shapes = {"gk": (*per_step, sizes.key_size), "g": per_step, "g_gamma": (sizes.heads,)}
+    given = {"gamma": ["g_gamma"], "g": ["g"], "both": ["g", "g_gamma"], "gk": ["gk"]}.get(gates, [])
+    decays = {name: Abstract(shapes[name], "float32") for name in given}
+    return _scan(op, sizes, dtype, decays, states, options, [gates], chips or LINEAR_ATTENTION_CHIPS)
 
 
-def delta_rule(
+def delta_rule(op: str, dtype: str, *, states: bool = False, **options: Any) -> Program:
+    """A pass of `gated_delta_rule` or of `kda`; arguments as `linear_attention`'s, 16 heads of keys unless said."""
+    sizes = Heads(**{"key_heads": 16} | {name: options.pop(name) for name in Heads._fields if name in options})
+    beta = Abstract((sizes.batch, sizes.steps, sizes.heads), "float32")
+    gate = Abstract((*beta.shape, sizes.key_size), "float32") if "kda" in op else beta
+    return _scan(op, sizes, dtype, {"g": gate, "beta": beta}, states, options, [], LINEAR_ATTENTION_CHIPS)
+
+
+def _scan(
     op: str,
+    sizes: Heads,
     dtype: str,
-    *,
-    batch: int = 2,
-    steps: int = 4096,
-    key_heads: int = 16,
-    heads: int = 16,
-    key_size: int = 128,
-    value_size: int = 128,
-    states: bool = False,
-    sequences: int = 0,
-    **options: Any,
+    decays: Mapping[str, Abstract],
+    states: bool,
+    options: Mapping[str, Any],
+    words: Sequence[str],
+    chips: Sequence[str],
 ) -> Program:
-    """A pass of `gated_delta_rule` or of `kda`; arguments as `linear_attention`'s, heads: those of values."""
-    backward, module = op.endswith("_bwd"), "kda" if "kda" in op else "gated_delta_rule"
-    keys = Abstract((batch, steps, key_heads, key_size), dtype)
-    values, beta = Abstract((batch, steps, heads, value_size), dtype), Abstract((batch, steps, heads), "float32")
-    gate = Abstract((*beta.shape, key_size), "float32") if module == "kda" else beta
-    arguments: dict[str, Any] = {"q": keys, "k": keys, "v": values, "g": gate, "beta": beta}
-    arguments |= {"do": values} if backward else {}
+    backward = op.endswith("_bwd")
+    per_step = (sizes.batch, sizes.steps)
+    keys = Abstract((*per_step, sizes.key_heads or sizes.heads, sizes.key_size), dtype)
+    values = Abstract((*per_step, sizes.heads, sizes.value_size), dtype)
+    arguments: dict[str, Any] = {"q": keys, "k": keys, "v": values, **({"do": values} if backward else {}), **decays}
     if states:
-        state = Abstract((sequences or batch, heads, key_size, value_size), "float32")
+        count = sizes.sequences or sizes.batch
+        state = Abstract((count, sizes.heads, sizes.key_size, sizes.value_size), "float32")
         arguments |= {"initial_state": state} | ({"dht": state} if backward else {"output_final_state": True})
-    if sequences:
-        arguments["cu_seqlens"] = Abstract((sequences + 1,), "int32")
-    shape = f"B{batch}_T{steps}_H{key_heads}_HV{heads}_K{key_size}_V{value_size}"
-    words = [shape + (f"_N{sequences}" if sequences else ""), SHORT[dtype], *(["states"] if states else [])]
-    words += [f"{name}_{value}" for name, value in options.items()]
+    if sizes.sequences:
+        arguments["cu_seqlens"] = Abstract((sizes.sequences + 1,), "int32")
+    named = [str(sizes), *words, SHORT[dtype], *["states"] * states, *(f"{name}_{x}" for name, x in options.items())]
+    module = next(name for name in ("simple_gla", "gla", "kda", "gated_delta_rule") if name in op)
     return Program(
         op,
-        "-".join(words),
+        "-".join(named),
         f"tpu_kernels.{module}:{op}",
         (),
         arguments | {"interpret": False} | options,
-        chips=LINEAR_ATTENTION_CHIPS,
-        work=batch * steps * heads // STEPS,
+        chips=tuple(chips),
+        work=sizes.batch * sizes.steps * sizes.heads // STEPS,
         unit=f"{STEPS} steps",
     )
 
