@@ -7,7 +7,7 @@ from cpu_golden import grouped_dense
 from cpu_golden.moe import moe_layer_bwd
 from op_arguments.gmm import Problem
 from op_arguments.grouped_dense import check_dout
-from op_arguments.moe import LayerOptions, check_layer_dout, check_moe_layer
+from op_arguments.moe import LayerOptions, check_expert_parallel, check_layer_dout, check_moe_layer
 from op_arguments.permute import check_permute, check_unpermute
 from tests.support.bad_input import PACKAGES, f16, f32, i32, refusals
 from tests.support.functions import public
@@ -91,6 +91,14 @@ def test_what_is_just_good_enough_is_good():
 def test_a_shard_beyond_the_experts_is_refused_before_a_matmul_is_asked(offset):
     with pytest.raises(ValueError, match=rf"in \[0, E - G\] = \[0, 1\] \(E = 4 .*, G = 3 .*, got {offset}"):
         check_moe_layer(**TENSORS, options=LayerOptions(top_k=2), group_offset=offset)
+
+
+@pytest.mark.parametrize("offset", [1, True, 0.0, None])
+def test_devices_that_share_experts_have_no_shard_of_a_part(offset):
+    layer = check_moe_layer(**TENSORS | dict(w_router=f32(32, 6)), options=LayerOptions(top_k=2), group_offset=0)
+    check_expert_parallel(layer, 2, 0)
+    with pytest.raises(ValueError, match=rf"group_offset must be 0 where .*, got {offset}"):
+        check_expert_parallel(layer, 2, offset)
 
 
 def test_float64_is_let_through_only_where_the_goldens_ask_for_it():

@@ -1,5 +1,7 @@
 """The staged goldens in use: values at the sites, shares of the error, kernels predicted from their contract."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ from cpu_golden.stages import Stages
 from parity.inputs import draw
 from parity.judging import stages
 from parity.judging.judge import judge, measure_contract
-from parity.op import TIERS
+from parity.op import TIERS, Contract
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.matrix.delta_rule import DELTA_RULES
@@ -58,10 +60,6 @@ def test_a_contract_predicts_the_error_of_the_interpreted_kernel(op, case, backe
 
 def test_one_pass_of_bfloat16_is_predicted_as_well():
     """The contract that nobody here makes: what numerics.md calls 'emulated kernel under a contract'."""
-    from dataclasses import replace
-
-    from parity.op import Contract
-
     case = next(c for c in GMM.cases if representative(c) and c.dtype == "float32")
     sites = {"lhs": "bfloat16", "rhs": "bfloat16", "acc": "float32"}
     one_pass = replace(GMM, contract=lambda c, b: Contract(dot="bf16x1", out="float32", depth=128, sites=sites))
@@ -70,6 +68,12 @@ def test_one_pass_of_bfloat16_is_predicted_as_well():
     ieee, bf16, tf = (measure_contract(Trial(op, case, "gpu"))["out"].epsilon for op in (GMM, one_pass, tf32))
     assert 1e3 * ieee < tf < bf16
     assert bf16 == pytest.approx(8 * tf, rel=0.1)  # three digits fewer
+
+
+def test_a_contract_that_says_no_depth_rounds_every_sum():
+    case = next(c for c in GMM.cases if representative(c) and c.dtype == "float32")
+    found = stages.values(Trial(replace(GMM, contract=lambda c, b: Contract(sites={"acc": "float32"})), case, "gpu"))
+    assert len(found["acc"]) == sum(x.shape[1] for x in found["lhs"])
 
 
 def test_sums_of_tiles_are_rounded_once_for_each_and_at_last():

@@ -166,6 +166,10 @@ def test_an_output_that_must_be_zero_is_no_reason_to_mistrust():
     assert mistrusted(np.zeros((4, 4)), np.full((4, 4), 1e-38), "float32", 3.0) is None
 
 
+def test_rows_that_are_the_same_cannot_be_permuted():
+    assert "permuted in its rows" not in dict(wrong_outputs(np.array([[1.0, np.nan], [1.0, np.nan]])))
+
+
 def test_the_wrong_outputs_are_what_they_are_called():
     golden = np.arange(1.0, 2 * TILE * (2 * TILE + 3) + 1).reshape(2 * TILE, 2 * TILE + 3)
     golden[:, -1] = 0  # the last tile is that of the last output other than zero
