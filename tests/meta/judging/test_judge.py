@@ -12,7 +12,8 @@ import pytest
 
 from parity.declared import DeclarationError
 from parity.dtypes import round_to
-from parity.judging.judge import compare, judge, twin_of
+from parity.judging.fit import RUNS
+from parity.judging.judge import compare, explained, judge, twin_of
 from parity.judging.magnitude import abs_of
 from parity.judging.reference import reference
 from parity.judging.verdict import Comparison, Verdict
@@ -349,3 +350,10 @@ def test_the_magnitude_is_the_golden_of_the_absolute_values_of_what_is_named(dev
     assert abs_of("x", "y")(pair, CASE, dict(x=x, y=y)).tolist() == [-1, -2]
     assert abs_of("x")(pair, CASE, dict(x=x, y=y)).tolist() == [-1, 4]
     assert abs_of("x", "y")(pair, CASE, dict(x=x, y=None)).tolist() == [1, 1]
+
+
+def test_what_a_contract_explains_is_told_from_the_fewest_runs():
+    """A golden each, of which the judge alone takes more, where a verdict needs them."""
+    contract = Contract("ieee", "float32", sites={"out": "bfloat16"})
+    allowed = explained(Trial(op(contract=lambda case, backend: contract), CASE, "gpu"))
+    assert {name: len(of.runs) for name, of in allowed.items()} == {"out": RUNS[0]}
