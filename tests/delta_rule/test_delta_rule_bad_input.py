@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from op_arguments.delta_rule import DeltaTensors, check_delta_forward
-from tests.support.bad_input import PACKAGES, call, check_refused, f16, f32, i32
+from tests.support.bad_input import OFFSETS, PACKAGES, call, check_refused, f16, f32, i32
 from tests.support.functions import public
 
 RULES = [f"{form}_{rule}" for rule in ("gated_delta_rule", "kda") for form in ("chunk", "fused_recurrent")]
@@ -81,10 +81,7 @@ ANY = [
     (dict(cu_seqlens=i32(0, 8)), ValueError, "q must have B = 1 with cu_seqlens, got 2 (shape [2, 8, 1, 4])"),
 ]  # fmt: skip
 PACKED = [
-    (dict(cu_seqlens=[0, 3, 8]), TypeError, "cu_seqlens must be an array [N + 1], got list"),
-    (dict(cu_seqlens=i32(1, 3, 3, 8)), ValueError, "cu_seqlens must start at 0, got 1"),
-    (dict(cu_seqlens=i32(0, 5, 3, 8)), ValueError, "cu_seqlens must not decrease, got 3 after 5 at index 2"),
-    (dict(cu_seqlens=i32(0, 3, 3, 7)), ValueError, "cu_seqlens must end at T = 8, got 7"),
+    *OFFSETS,
     (dict(cu_seqlens=i32(0, 3, 8)), ValueError,
      "initial_state must have shape [N, HV, K, V] = [2, 2, 4, 5], got [3, 2, 4, 5]"),
 ]  # fmt: skip

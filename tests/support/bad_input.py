@@ -42,6 +42,21 @@ def i32(*values):
     return np.array(values, np.int32)
 
 
+OFFSETS = [
+    (dict(cu_seqlens=[0, 3, 8]), TypeError, "cu_seqlens must be an array [N + 1], got list"),
+    (dict(cu_seqlens=i32(0, 3, 3, 8)[None]), ValueError, "cu_seqlens must have rank 1 [N + 1], got shape [1, 4]"),
+    (dict(cu_seqlens=np.array([0, 3, 3, 8], np.int16)), TypeError, "cu_seqlens must be int32, got int16"),
+    (dict(cu_seqlens=i32()), ValueError, "cu_seqlens must have N + 1 >= 1 entries, got 0"),
+    (dict(cu_seqlens=i32(1, 3, 3, 8)), ValueError, "cu_seqlens must start at 0, got 1"),
+    (dict(cu_seqlens=i32(0, 5, 3, 8)), ValueError, "cu_seqlens must not decrease, got 3 after 5 at index 2"),
+    (dict(cu_seqlens=i32(0, -1, 3, 8)), ValueError, "cu_seqlens must not decrease, got -1 after 0 at index 1"),
+    (dict(cu_seqlens=i32(0, 3, 9, 8)), ValueError, "cu_seqlens must not decrease, got 8 after 9 at index 3"),
+    (dict(cu_seqlens=i32(0, 3, 3, 7)), ValueError, "cu_seqlens must end at T = 8, got 7"),
+    (dict(cu_seqlens=i32(0, 3, 3, 9)), ValueError, "cu_seqlens must end at T = 8, got 9"),
+]  # fmt: skip
+"""Of sequences that are packed in T = 8 steps: what is refused, with which error and words."""
+
+
 def with_values(*values):
     x = f32(8, 64)
     x[0, : len(values)] = values
