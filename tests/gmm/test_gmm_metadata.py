@@ -56,3 +56,20 @@ def test_traced_sizes_and_offsets_that_could_not_be_checked_are_clipped():
             got = traced(to_jax(np.array(sizes, np.int32)), to_jax(np.array(offset, np.int32)))
             for name, ours, theirs in zip(expected._fields, got, expected, strict=True):
                 assert to_numpy(ours).tolist() == theirs.tolist(), (sizes, offset, name)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("start", "end"), [(0, 1), (255, 257), (256, 512), (300, 1023), (767, 1024), (0, 1024), (512, 512)]
+)
+def test_blocks_of_a_tile_are_those_that_have_rows_of_the_group(start, end):
+    """In order, each once, and none beyond the tile: there a kernel would write what is not its own."""
+    jax = pytest.importorskip("jax")
+    from tpu_kernels._lib.visits import OwnRows, row_block
+
+    tm, visited = 1024, []
+    with jax.disable_jit():
+        OwnRows(start, end, tm).for_blocks(lambda rows: visited.append((int(rows.start), rows.size)))
+    height = row_block(tm)
+    assert height < tm
+    assert visited == [(row, height) for row in range(0, tm, height) if start < min(row + height, end) and row < end]
