@@ -17,10 +17,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from benchmarks import command
-from benchmarks.command import cells
+from benchmarks.command import Figure, figure
 from parity.dtypes import Floats, numpy_dtype, round_to
 from parity.inputs import DISTRIBUTIONS, Bits
 from parity.op import Array
@@ -38,11 +37,11 @@ class Row:
 
     data: str
     dtype: str
-    ours: float
-    words: float  # of the generator alone
-    whole: float | None = None  # of whole arrays
-    faster: float | None = None  # how many times as fast as these
-    same: bool = True
+    ours: Figure = figure("ns", ".1f")
+    words: Figure = figure("generator", ".1f")  # alone
+    whole: Figure = figure("whole arrays", ".1f")
+    faster: Figure = figure("times as fast", ".1f")  # as these
+    result: str = ""
 
 
 def measure(only: str = "", shape: tuple[int, int] = SHAPE, repeats: int = REPEATS) -> list[Row]:
@@ -66,10 +65,11 @@ def _row(data: str, dtype: str, shape: tuple[int, int], repeats: int) -> Row:
     values = ours(counted)
     drawing, words = (_nanoseconds(run, repeats) / values.size for run in (ours, lambda bits: bits(drawn)))
     if data != "normal":
-        return Row(data, dtype, drawing, words)
+        return Row(data, dtype, ours=drawing, words=words)
     same = in_whole(shape, dtype, np.random.Philox(key=KEY).random_raw).tobytes() == values.tobytes()
     whole = _nanoseconds(lambda bits: in_whole(shape, dtype, bits), repeats) / values.size
-    return Row(data, dtype, drawing, words, whole, whole / drawing, same)
+    result = "" if same else "other bits than whole arrays"
+    return Row(data, dtype, ours=drawing, words=words, whole=whole, faster=whole / drawing, result=result)
 
 
 def _nanoseconds(run: Callable[[Bits], Any], repeats: int) -> float:
@@ -103,18 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help=command.ONE_LIST)
     given = parser.parse_args(arguments)
     table = measure(given.only)
-    command.show(given, [asdict(row) for row in table], render(table))
-    return int(not all(row.same for row in table))
-
-
-def render(table: Sequence[Row]) -> Table:
-    """The rows as a table for people."""
-    figures = ("ns", "generator", "whole arrays", "times as fast")
-    view = command.table("processor time an element", ("data", "dtype"), figures, ("result",))
-    for row in table:
-        shown = cells((row.ours, ".1f"), (row.words, ".1f"), (row.whole, ".1f"), (row.faster, ".1f"))
-        view.add_row(row.data, row.dtype, *shown, "" if row.same else "other bits than whole arrays")
-    return view
+    names = {"data": "data", "dtype": "dtype"}
+    view = command.table("processor time an element", table, names, ("result",))
+    command.show(given, [asdict(row) for row in table], view)
+    return int(any(row.result for row in table))
 
 
 if __name__ == "__main__":
