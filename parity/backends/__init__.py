@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import importlib.metadata
 import itertools
@@ -48,7 +49,11 @@ MAPPINGS = 30_000
 EVERY = 8
 """Calls of `free_compiled_programs` between two looks at the mappings, each of which takes a millisecond or more: so
 many tests compile no 300 programs."""
+GROWTH = 400_000_000
+"""Bytes that a process may grow by before compiled programs are let go, and what Python's collector has not seen: it
+counts objects, and few of them hold large arrays."""
 _LOOKS = itertools.count()
+_kept = 0  # bytes, when programs were let go last
 
 
 class Runner(Protocol):
@@ -188,16 +193,31 @@ def _limit_threads(count: int) -> None:
 
 
 def free_compiled_programs(*, finished: bool) -> None:
-    """Let go of every program that JAX has compiled: where its users have `finished`, or this process has many.
+    """Let go of every program that JAX has compiled: where its users have `finished`, it has many, or this process grew.
 
     Each program that XLA compiles for the CPU maps memory (a Pallas kernel in interpret mode about 110 times), and
     beyond the `vm.max_map_count` of a process its compiler crashes. Their memory goes back to the system.
     """
+    global _kept
     jax = sys.modules.get("jax")
-    if jax and (finished or (next(_LOOKS) % EVERY == 0 and _mapped() > MAPPINGS)):
+    grown = _resident() > _kept + GROWTH
+    if not (grown or (jax and (finished or (next(_LOOKS) % EVERY == 0 and _mapped() > MAPPINGS)))):
+        return
+    if jax:
         jax.clear_caches()
-        if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-            trim(0)  # glibc keeps what is freed: a third of a process that has compiled twenty scans
+    if grown:
+        gc.collect()
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)  # glibc keeps what is freed: a third of a process that has compiled twenty scans
+    _kept = _resident()
+
+
+def _resident() -> int:
+    """Bytes of memory that this process has; 0 where the system is not Linux."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def _mapped() -> int:
