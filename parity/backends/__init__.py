@@ -53,7 +53,7 @@ GROWTH = 400_000_000
 """Bytes that a process may grow by before compiled programs are let go, and what Python's collector has not seen: it
 counts objects, and few of them hold large arrays."""
 _LOOKS = itertools.count()
-_kept = 0  # bytes, when programs were let go last
+_kept = 0  # bytes, when Python's collector has run here
 
 
 class Runner(Protocol):
@@ -193,7 +193,7 @@ def _limit_threads(count: int) -> None:
 
 
 def free_compiled_programs(*, finished: bool) -> None:
-    """Let go of every program that JAX has compiled: where its users have `finished`, it has many, or this process grew.
+    """Let go of what JAX has compiled: where its users have `finished`, this process has many programs, or it grew.
 
     Each program that XLA compiles for the CPU maps memory (a Pallas kernel in interpret mode about 110 times), and
     beyond the `vm.max_map_count` of a process its compiler crashes. Their memory goes back to the system.
@@ -209,7 +209,8 @@ def free_compiled_programs(*, finished: bool) -> None:
         gc.collect()
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)  # glibc keeps what is freed: a third of a process that has compiled twenty scans
-    _kept = _resident()
+    if grown:
+        _kept = _resident()
 
 
 def _resident() -> int:
