@@ -55,7 +55,9 @@ def starts_of(sizes: jax.Array, axis: int = 0) -> jax.Array:
 def _rows_of(x: jax.Array, source: jax.Array, slots: jax.Array) -> jax.Array:
     if not x.shape[0]:
         return jnp.zeros((source.shape[0], x.shape[1]), x.dtype)
-    return jnp.where(source[:, None] >= 0, x[source // slots.shape[1]], jnp.zeros((), x.dtype))
+    # A row of zeros to take from: XLA would make a choice of two after the gather another pass over all rows.
+    with_none = jnp.concatenate([x, jnp.zeros((1, x.shape[1]), x.dtype)])
+    return with_none[jnp.where(source >= 0, source // slots.shape[1], x.shape[0])]
 
 
 def _sum_of(rows: jax.Array, weights: jax.Array | None, slots: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ def sanitized(c):
 
 FAULTS = named({
     "the permutation is applied twice": [
-        tpu("permute", "x[source // slots.shape[1]]", "x[source[source // slots.shape[1]] // slots.shape[1]]"),
+        tpu("permute", "source // slots.shape[1], x", "source[source // slots.shape[1]] // slots.shape[1], x"),
         gpu("permute", "x[source.clamp(min=0) // slots.shape[1]]",
             "x[source[source.clamp(min=0) // slots.shape[1]].clamp(min=0) // slots.shape[1]]"),
     ],
