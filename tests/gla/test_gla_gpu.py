@@ -4,11 +4,14 @@ import pytest
 
 from parity.judging.judge import judge
 from parity.trial import Trial
-from tests.matrix.gla import F32, GATED_LINEAR_ATTENTION
-from tests.support.agreement import agree, are_exact
+from tests.matrix.gla import F32, FUSED_RECURRENT_GLA, FUSED_RECURRENT_SIMPLE_GLA, GATED_LINEAR_ATTENTION
+from tests.support.agreement import agree, agree_in_blocks, are_exact
 
 test_agrees_with_golden = agree(*GATED_LINEAR_ATTENTION, backend="gpu")
 test_is_exact_on_integers = are_exact(*GATED_LINEAR_ATTENTION, backend="gpu")
+test_goes_back_through_several_blocks = agree_in_blocks(
+    FUSED_RECURRENT_GLA[1], FUSED_RECURRENT_SIMPLE_GLA[1], module="gpu_reference.fused_recurrent"
+)
 
 
 @pytest.mark.gpu

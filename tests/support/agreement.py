@@ -12,7 +12,8 @@ from parity.op import BACKENDS, Backend, Case, Op
 from parity.runners.plugin import Run
 from parity.trial import Trial
 from tests.support.functions import FRAMEWORKS
-from tests.support.tiny import in_every_way
+from tests.support.interpreter import interpreted
+from tests.support.tiny import in_every_way, tiny
 
 Test = Callable[[Run], None]
 FULL = [pytest.mark.full]
@@ -64,6 +65,20 @@ def agree_in_every_way(*ops: Op, backend: Backend) -> Callable[[Op, Case], None]
     def test(op: Op, case: Case) -> None:
         pytest.importorskip(FRAMEWORKS[backend])
         verdict = judge(Trial(op, case, backend)).verdict
+        assert verdict.passed, verdict
+
+    return test
+
+
+def agree_in_blocks(*ops: Op, module: str) -> Callable[[Op, pytest.MonkeyPatch], None]:
+    """The test that a recurrence of the GPU agrees where it goes back through several blocks, of two steps each."""
+
+    @pytest.mark.gpu
+    @interpreted
+    @pytest.mark.parametrize("op", ops, ids=[op.name for op in ops])
+    def test(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pytest.importorskip(module), "BLOCK", 2)
+        verdict = judge(Trial(op, tiny(op, T=14), "gpu")).verdict
         assert verdict.passed, verdict
 
     return test
