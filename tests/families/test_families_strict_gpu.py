@@ -157,7 +157,10 @@ def params():
 @pytest.mark.gpu
 @interpreted
 @pytest.mark.parametrize(("op", "case"), list(params()))
-def test_programs_touch_what_is_theirs(op, case, strict):
+def test_programs_touch_what_is_theirs(op, case, strict, monkeypatch):
+    """The recurrences go back through several blocks, of two steps each."""
+    for module in ("fused_recurrent", "recurrent_delta_rule"):
+        monkeypatch.setattr(f"gpu_reference.{module}.BLOCK", 2)
     arguments = {**op.arguments(case), **op.route(case)}
     for name, y in outputs(runner("gpu").run(load_kernel(op.gpu), draw(op, case), arguments)).items():
         assert np.isfinite(y).all(), name

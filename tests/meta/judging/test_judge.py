@@ -319,6 +319,15 @@ def test_of_several_outputs_the_one_that_fails_unexpectedly_decides(device, monk
     assert compared.epsilon("tpu") > 0
 
 
+def test_a_comparison_names_its_output_where_there_are_others(device):
+    alone = compare(op(), CASE, 1).comparison
+    assert not alone.verdict.reason.startswith(alone.output)
+    device.kernels = dict.fromkeys(device.kernels, lambda x: Pair(kernel(x), -kernel(x)))
+    of_two = op(both, magnitude=lambda op, case, inputs: Pair(*[third(np.abs(inputs["x"]))] * 2))
+    found = compare(of_two, CASE, 1).comparison
+    assert found.verdict.reason.startswith(f"{found.output}: ")
+
+
 @pytest.mark.parametrize(("low", "decides"), [(1.1, "EXPECTED LOSS"), (1.3, "LOSS")])
 def test_a_loss_is_held_to_what_both_contracts_make_of_it(device, monkeypatch, low, decides):
     """The TPU's explains 1.2 times the error that the GPU's does, in every seed."""
