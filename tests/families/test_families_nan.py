@@ -13,6 +13,7 @@ from parity.backends import load_kernel, runner
 from parity.inputs import draw
 from parity.op import BACKENDS, Case, Inputs, Op, outputs
 from tests.matrix import OPS
+from tests.matrix.delta_rule import DELTA_RULES
 from tests.support.functions import FRAMEWORKS, public
 from tests.support.tiny import tiny
 
@@ -24,6 +25,8 @@ USUAL = {
 USUAL_FIRST = ("tpu", "fused_recurrent_kda_fwd")
 """With NaN in the first element, whose sequence shares registers with the next."""
 BFLOAT16 = ("bfloat16", "bfloat16")
+SHARED = dict(HV=4)
+"""Heads of values, of which two share one of keys."""
 LATE = 0.8
 """Of an argument's elements those before the one that is NaN."""
 CALLS = [
@@ -56,12 +59,23 @@ def of_definition(op: Op, case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
     return {output: is_nan(x) for output, x in result.items()}
 
 
+def value_heads(case: Case) -> int:
+    """The heads of a scan: where several of values share one of keys, those of values."""
+    return dict(case.dims).get("HV", case.H)
+
+
+def rows_of(mask: np.ndarray, case: Case) -> np.ndarray:
+    """The rows [1, T, heads of values] in which a mask of rows has any; a head of keys is in each that shares it."""
+    if mask.ndim < 3 or mask.shape[:2] != (1, case.T):
+        return np.zeros((1, case.T, value_heads(case)), bool)
+    heads = mask.shape[2]
+    return mask.reshape(1, case.T, heads, -1).any(-1).repeat(value_heads(case) // heads, axis=2)
+
+
 def within_chunks(masks: dict[str, np.ndarray], argument: np.ndarray, case: Case, inputs: Inputs) -> np.ndarray:
-    """The rows [1, T, H] in chunks of a head in which the argument or a result is NaN."""
-    rows = np.zeros((1, case.T, case.H), bool)
-    for mask in (*masks.values(), argument):
-        if mask.ndim > 2 and mask.shape[:3] == rows.shape:
-            rows |= mask.reshape(*rows.shape, -1).any(-1)
+    """The rows [1, T, heads of values] in chunks of a head in which the argument or a result of such a head is NaN."""
+    results = [mask for mask in masks.values() if mask.ndim > 2 and mask.shape[2] == value_heads(case)]
+    rows = np.any([rows_of(mask, case) for mask in (*results, argument)], axis=0)
     starts = inputs["cu_seqlens"]
     row = np.arange(case.T)
     sequence = np.searchsorted(starts, row, side="right") - 1
@@ -71,17 +85,14 @@ def within_chunks(masks: dict[str, np.ndarray], argument: np.ndarray, case: Case
 
 def within_states(argument: np.ndarray, case: Case, inputs: Inputs) -> np.ndarray:
     """The states [N, HV] of whose sequence and head of values a row of the argument is NaN."""
-    heads = dict(case.dims).get("HV", case.H)
-    rows = np.zeros((case.T, heads), bool)
-    if argument.shape[:2] == (1, case.T):
-        rows |= argument.reshape(case.T, argument.shape[2], -1).any(-1).repeat(heads // argument.shape[2], axis=1)
+    (rows,) = rows_of(argument, case)
     return np.stack([rows[first:end].any(0) for first, end in pairwise(inputs["cu_seqlens"])])
 
 
 @pytest.mark.parametrize(("op", "backend", "dtype", "share"), CALLS)
 def test_nan_goes_where_the_definition_takes_it(op, backend, dtype, share):
     pytest.importorskip(FRAMEWORKS[backend])
-    case = tiny(op, dtype)
+    case = tiny(op, dtype, **(SHARED if op in DELTA_RULES and dtype is None else {}))
     drawn, arguments = draw(op, case), {**op.arguments(case), **op.route(case)}
     for name, x in drawn.items():
         if x is None or x.dtype.kind in "iu":
@@ -94,8 +105,9 @@ def test_nan_goes_where_the_definition_takes_it(op, backend, dtype, share):
         for output, mask in expected.items():
             found = is_nan(got[output])
             assert not (mask & ~found).any(), f"NaN in {name} is lost in {output}"
-            if "chunk" in op.name and mask.shape[:3] == (1, case.T, case.H):
+            if "chunk" in op.name and mask.shape[:2] == (1, case.T):
                 rows = within_chunks(expected, is_nan(given), case, inputs)
+                rows = rows.reshape(*mask.shape[:3], -1).any(-1)
                 mask = mask | rows.reshape(*rows.shape, *[1] * (mask.ndim - 3))
             elif (op.name, output) == ("chunk_kda_bwd", "dh0"):  # a gate per channel, and products of all of them
                 mask = mask | within_states(is_nan(given), case, inputs)[..., None, None]
