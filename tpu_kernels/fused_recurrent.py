@@ -29,9 +29,9 @@ from op_arguments.options import options_of
 from op_arguments.probe import active, probe
 from tpu_kernels._lib.arguments import Interpreted
 from tpu_kernels._lib.call import jit
-from tpu_kernels._lib.decays import Pair, decayed_sum
+from tpu_kernels._lib.decays import Pair, decayed, decayed_sum
 from tpu_kernels._lib.recurrent_layout import Layout, Plan, make_plan
-from tpu_kernels._lib.recurrent_sums import column_of, fold_lanes, sum_lanes, sum_rows
+from tpu_kernels._lib.recurrent_sums import column_of, fold_rows, sum_folded, sum_keys_of, sum_rows, sums_of_keys
 from tpu_kernels._lib.recurrent_visits import (
     Refs,
     Visit,
@@ -43,10 +43,11 @@ from tpu_kernels._lib.recurrent_visits import (
     is_own,
     load,
     load_decays,
+    own,
     store,
     store_numbers,
 )
-from tpu_kernels._lib.recurrent_walk import Recurrence, group_scratch, nothing
+from tpu_kernels._lib.recurrent_walk import Recurrence, group_scratch
 from tpu_kernels._lib.scans import Arrays, backward_of_nothing, forward_of_nothing, take
 
 SEGMENT = 16  # steps between plain float32 states: divides every chunk size, so calls may be cut at chunk borders
@@ -95,7 +96,7 @@ def _forward(x: Arrays, *, plan: Plan | None, output_final_state: bool, interpre
         "v": layout.by_value(x.v, layout.in_time),
         **layout.gates(x.gates, layout.in_time),
     }
-    scratch = _scratch(plan, columns=("v_columns", "o_columns"), rows=("q_rows", "k_rows"))
+    scratch = _scratch(plan, columns=("v_columns",), rows=("q_rows", "k_rows"))
     return _recurrence().forward(layout, x, operands, scratch, output_final_state)
 
 
@@ -118,8 +119,10 @@ def _backward(x: Arrays, *, plan: Plan | None, interpret: Interpreted) -> Gradie
     }
     scratch = _scratch(
         plan,
-        columns=("v_columns", "do_columns", "dv_columns"),
-        rows=("q_rows", "k_rows", "dq_rows", "dk_rows", "dgate_rows"),
+        columns=("v_columns", "do_columns"),
+        rows=("q_rows", "k_rows"),
+        by_key=("dq", "dk", "dgate"),
+        by_value="dv",
     )
     if plan.gate is not None:
         out["dgate"] = layout.gate_out(x.gates, layout.in_second)
@@ -134,23 +137,21 @@ def _recurrence() -> Recurrence:
     return Recurrence("fused_recurrent", (15, 50), _advance, _advance_with_dq, _backward_step)
 
 
-def _scratch(plan: Plan, columns: tuple[str, ...], rows: tuple[str, ...]) -> dict[str, Any]:
+def _scratch(plan: Plan, rows: tuple[str, ...], **others: Any) -> dict[str, Any]:
     """The state and its residue, and what a group's steps need."""
     rows += ("carried_rows",) if plan.gate is None else ("carried_rows", "kept_rows", "rest_rows")
     state = pltpu.VMEM((2, plan.values, plan.keys), jnp.float32)
-    return {"state": state, **group_scratch(plan, columns, rows)}
+    return {"state": state, **group_scratch(plan, rows=rows, **others)}
 
 
 # ------------------------------------------------------------------------------------------------ a group's steps
 
 
-def _advance(
-    visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[..., None], end: Callable[[Any], None]
-) -> None:
+def _advance(visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[..., None]) -> None:
     """As `Recurrence`: use(slab, step, decayed state before it, state after it)."""
     load(refs, visit, rows, "k", "v")
     load_decays(refs, visit, rows, plan)
-    refs["carried_rows"][...] = _unless(visit.step_of(rows, plan) % SEGMENT == 0)
+    refs["carried_rows"][...] = _carried(visit, rows, plan, 0)
     state = refs["state"]
 
     def advance(slab: Any) -> None:
@@ -166,7 +167,6 @@ def _advance(
             return pair
 
         state[0, slab, :], state[1, slab, :] = for_steps(plan, step, (state[0, slab, :], state[1, slab, :]))
-        end(slab)
 
     for_slabs(plan, advance)
 
@@ -174,25 +174,25 @@ def _advance(
 def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
     """`_advance`, with dq, and with the decayed states that the gradients of gates need."""
     load(refs, visit, rows, "do")
-    dq = refs["dq_rows"]
+    dq = refs["dq_parts"]
     dq[...] = jnp.zeros_like(dq)
 
     def use(slab: Any, n: Any, before: jax.Array, after: jax.Array) -> None:
         if "decayed" in refs:
             refs["decayed"][rows.start + n, slab, :] = before
-        dq[pl.ds(n, 1), :] += sum_rows(column_of(refs["do_columns"][slab, :], n) * after)
+        dq[n] += fold_rows(column_of(refs["do_columns"][slab, :], n) * after)
 
-    _advance(visit, refs, rows, plan, use, nothing)
-    store(refs, visit, rows, "dq", plan.p.scale * dq[...])
+    _advance(visit, refs, rows, plan, use)
+    store(refs, visit, rows, "dq", plan.p.scale * sum_folded(dq))
 
 
 def _backward_step(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
     """Take the gradient of the state back through the steps of a group, with dk, dv and the gradients of gates."""
     load(refs, visit, rows, "q", "k", "v", "do")
     load_decays(refs, visit, rows, plan)
-    refs["carried_rows"][...] = _unless(visit.step_of(rows, plan) % SEGMENT == SEGMENT - 1)
-    dstate, dk = refs["dstate"], refs["dk_rows"]
-    for name in ("dk_rows", "dgate_rows"):
+    refs["carried_rows"][...] = _carried(visit, rows, plan, SEGMENT - 1)
+    dstate, dk = refs["dstate"], refs["dk_parts"]
+    for name in ("dk_parts", "dgate_parts"):
         refs[name][...] = jnp.zeros_like(refs[name])
 
     def go_back(slab: Any) -> None:
@@ -204,31 +204,34 @@ def _backward_step(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
             pair = decayed_sum(pair, refs["carried_rows"][row, :], [], term)
             if active():
                 probe("dstate", pair[0], in_state(visit, rows, n, slab, plan))
-            dk[row, :] += sum_rows(column_of(v, n) * pair[0])
-            refs["products"][n] = fold_lanes(pair[0] * refs["k_rows"][row, :])
+            dk[n] += fold_rows(column_of(v, n) * pair[0])
+            sum_keys_of(refs["dv_parts"], slab, n, pair[0] * refs["k_rows"][row, :])
             if plan.gate is None:
                 return pair
-            refs["dgate_rows"][row, :] += sum_rows(pair[0] * refs["decayed"][rows.start + n, slab, :])
-            return decayed_sum(pair, 1.0, decay_of(refs, n), None)
+            refs["dgate_parts"][n] += fold_rows(pair[0] * refs["decayed"][rows.start + n, slab, :])
+            return decayed(pair, decay_of(refs, n))
 
         pair = dstate[0, slab, :], dstate[1, slab, :]
         dstate[0, slab, :], dstate[1, slab, :] = for_steps(plan, step, pair, backwards=True)
-        refs["dv_columns"][slab, :] = sum_lanes(refs["products"])
 
     for_slabs(plan, go_back)
-    store(refs, visit, rows, "dk", dk[...])
-    store(refs, visit, rows, "dv", refs["dv_columns"][...].T)
+    store(refs, visit, rows, "dk", sum_folded(dk))
+    store(refs, visit, rows, "dv", sums_of_keys(refs["dv_parts"]))
+    if plan.gate is None:
+        return
+    dgate = sum_folded(refs["dgate_parts"])
     if plan.gate == "key":
-        dgate = refs["dgate_rows"][...]
         if active():
             probe("dgate", dgate, is_own(visit, rows.start, dgate.shape, 0) & is_key(plan, dgate.shape))
         store(refs, visit, rows, "dgate", dgate)
-    elif plan.gate == "step":
-        dgate = sum_rows(refs["dgate_rows"][...].T)
+    else:
+        dgate = sum_rows(dgate.T)
         if active():
             probe("dgate", dgate, is_own(visit, rows.start, dgate.shape, 1))
         store_numbers(refs, visit, rows, "dgate", dgate)
 
 
-def _unless(condition: jax.Array) -> jax.Array:
-    return jnp.where(condition, 0.0, 1.0)
+def _carried(visit: Visit, rows: Any, plan: Plan, first: int) -> jax.Array:
+    """1 where a step adds the residue, [GROUP, K]; 0 at the `first` of a segment, and where it is not the visit's."""
+    step = visit.step_of(rows, plan)
+    return own(visit, rows, jnp.where(step % SEGMENT == first, 0.0, 1.0))

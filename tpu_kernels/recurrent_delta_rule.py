@@ -44,7 +44,7 @@ from tpu_kernels._lib.recurrent_visits import (
     store,
     store_numbers,
 )
-from tpu_kernels._lib.recurrent_walk import Recurrence, group_scratch, nothing
+from tpu_kernels._lib.recurrent_walk import Recurrence, group_scratch
 from tpu_kernels._lib.scans import forward_of_nothing
 
 
@@ -100,7 +100,7 @@ def _forward(x: DeltaArrays, *, plan: StepPlan | None, output_final_state: bool,
         return forward_of_nothing(x, output_final_state)
     layout = _layout(x, plan, interpret)
     operands = {**_keys(layout, plan, layout.in_time, q=x.q, k=x.k), **_written(layout, x, layout.in_time)}
-    scratch = _scratch(layout.plan, columns=("v_columns", "o_columns"), rows=("q_rows", "k_rows"))
+    scratch = _scratch(layout.plan, columns=("v_columns",), rows=("q_rows", "k_rows"))
     return _recurrence().forward(layout, x, operands, scratch, output_final_state)
 
 
@@ -182,9 +182,7 @@ def _scratch(plan: Plan, columns: tuple[str, ...], rows: tuple[str, ...]) -> dic
 # ------------------------------------------------------------------------------------------------ a group's steps
 
 
-def _advance(
-    visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[..., None], end: Callable[[Any], None]
-) -> None:
+def _advance(visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[..., None]) -> None:
     """As `Recurrence`: use(slab, step, state before it, state after it, error of what that before recalled)."""
     load(refs, visit, rows, "k", "v")
     load_decays(refs, visit, rows, plan)
@@ -209,7 +207,6 @@ def _advance(
             return after
 
         state[slab, :] = for_steps(plan, step, state[slab, :])
-        end(slab)
 
     for_slabs(plan, advance)
 
@@ -225,7 +222,7 @@ def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None
         refs["errors"][group, slab, :] = with_column(refs["errors"][group, slab, :], n, error)
         dq[pl.ds(n, 1), :] += sum_rows(column_of(refs["do_columns"][slab, :], n) * after)
 
-    _advance(visit, refs, rows, plan, use, nothing)
+    _advance(visit, refs, rows, plan, use)
     store(refs, visit, rows, "dq", plan.p.scale * dq[...])
 
 

@@ -30,6 +30,12 @@ def two_sum(a: jax.Array, b: jax.Array) -> Pair:
     return total, (a - (total - added)) + (b - added)
 
 
+def ordered_two_sum(a: jax.Array, b: jax.Array) -> Pair:
+    """`two_sum` in half as many additions: exact where |a| >= |b| (Dekker 1971), else what it left out is rounded."""
+    total = a + b
+    return total, b - (total - a)
+
+
 def difference(a: Pair, b: Pair) -> jax.Array:
     """a - b, both in two pieces."""
     return (a[0] - b[0]) + (a[1] - b[1])
@@ -68,19 +74,31 @@ def decay_parts(gate: jax.Array, low: jax.Array | float = 0.0) -> Pair:
     return kept, (power - kept) + power * series
 
 
-def decayed_sum(pair: Pair, carried: jax.Array | float, decay: list[jax.Array], term: jax.Array | None) -> Pair:
+def decayed(pair: Pair, decay: list[jax.Array]) -> Pair:
+    """decay · state, rounded to float32, and its residue; pair and decay as those of `decayed_sum`."""
+    return ordered_two_sum(*_decayed(pair, 1.0, decay))
+
+
+def decayed_sum(pair: Pair, carried: jax.Array, decay: list[jax.Array], term: jax.Array) -> Pair:
     """decay · state + term, rounded to float32, and its residue.
 
     pair: the state and its residue, of which `carried` (1 or 0) is added. decay: both parts of `decay_parts`, or none.
     """
     state, residue = pair
-    residue = carried * residue
     if not decay:
-        return two_sum(state, residue if term is None else residue + term)
+        total, left = two_sum(state, term)
+        return ordered_two_sum(total, left + carried * residue)
+    base, change = _decayed(pair, carried, decay)
+    total, left = two_sum(base, term)
+    return ordered_two_sum(total, left + change)
+
+
+def _decayed(pair: Pair, carried: jax.Array | float, decay: list[jax.Array]) -> Pair:
+    """What is whole of a decayed state, and the rest of it with that of its residue."""
+    state, residue = pair
     kept, rest = decay
-    total, left = two_sum(kept * state, jnp.zeros_like(state) if term is None else term)
     # There is no fused multiply-add: what a product loses is the smaller, the nearer the decay is to 1.
-    return two_sum(total, left + (rest * state + (kept + rest) * residue))
+    return kept * state, rest * state + (carried * (kept + rest)) * residue
 
 
 def next_state(state: jax.Array, kept: jax.Array, rest: jax.Array, term: jax.Array) -> jax.Array:

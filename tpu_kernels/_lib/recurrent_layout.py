@@ -15,14 +15,14 @@ from op_arguments.gmm import GroupMetadata
 from tpu_kernels._lib.arguments import Shard
 from tpu_kernels._lib.call import Block, bytes_of, call
 from tpu_kernels._lib.chip import LANES, sublanes
-from tpu_kernels._lib.decays import SMALLEST_EXPONENT, decay_parts, two_sum
+from tpu_kernels._lib.decays import SMALLEST_EXPONENT, Pair, decay_parts, two_sum
 from tpu_kernels._lib.visits import group_metadata
 
 GROUP = sublanes(jnp.bfloat16)  # rows loaded at once: those of a packed 16-bit register
 TILE = 128  # rows of a block
-SLAB = 4096  # most elements of the state that go through a group of steps at a time, in registers
+SLAB = 16384  # most elements of the state that go through a group of steps at a time: fewer wait for one another
 BLOCK_BYTES = 8 * 2**20  # of VMEM, for the states of all steps of a tile
-UNROLL = 4  # steps in the program: more go through registers in fewer cycles, and take the compiler longer
+UNROLL = 2  # steps in the program, where not all of a group's are: more spill registers
 LEAST_VMEM = 16 * 2**20  # bytes: what a kernel has on v5e if it asks for none
 SPARE_VMEM = 4 * 2**20
 
@@ -64,7 +64,7 @@ def make_plan(p: Problem, gates: Gates, *, backward: bool, interpret: Any, rever
     """
     given = [name for name, gate in gates.items() if gate is not None]
     plan = make_step_plan(p, ("key" if "gk" in given else "step") if given else None, backward=backward)
-    return plan and plan._replace(reverse=bool(reverse), unroll=1 if interpret else UNROLL)
+    return plan and plan._replace(reverse=bool(reverse), unroll=1 if interpret else GROUP)
 
 
 def make_step_plan(p: Problem, gate: str | None, *, backward: bool) -> Plan | None:
@@ -88,6 +88,18 @@ def make_step_plan(p: Problem, gate: str | None, *, backward: bool) -> Plan | No
         reverse=False,
         unroll=UNROLL,
     )
+
+
+def step_decays(gates: Mapping[str, Any], p: Problem) -> Pair:
+    """Both parts of each step's decay, [H, B, T]."""
+    g, g_gamma = gates.get("g"), gates.get("g_gamma")
+    high = low = jnp.zeros((p.h, p.b, p.t), jnp.float32)
+    if g is not None:
+        high = jnp.moveaxis(g, 2, 0).astype(jnp.float32)
+    if g_gamma is not None:
+        high, low = two_sum(high, g_gamma[:, None, None])
+        low = jnp.where(jnp.abs(high) < -SMALLEST_EXPONENT, low, 0.0)  # NaN for an infinity
+    return decay_parts(high, low)
 
 
 def order(phase: Any, i: Any, visits: GroupMetadata) -> Any:
@@ -167,14 +179,8 @@ class Layout:
             return {}
         if plan.gate == "key":
             return {"gk": self.by_key(gates["gk"], place)}
-        g, g_gamma = gates.get("g"), gates.get("g_gamma")
-        high = low = jnp.zeros((plan.p.h, plan.rows), jnp.float32)
-        if g is not None:
-            high = jnp.moveaxis(g, 2, 0).reshape(high.shape).astype(jnp.float32)
-        if g_gamma is not None:
-            high, low = two_sum(high, g_gamma[:, None])
-            low = jnp.where(jnp.abs(high) < -SMALLEST_EXPONENT, low, 0.0)  # NaN for an infinity
-        decays = self._in_groups(jnp.stack(decay_parts(high, low), axis=1)).swapaxes(1, 2)
+        decays = jnp.stack(step_decays(gates, plan.p), axis=1).reshape(plan.p.h, 2, plan.rows)
+        decays = self._in_groups(decays).swapaxes(1, 2)
         return {"decays": self._tiles(decays, decays.shape[2:], place)}
 
     def numbers(self, x: jax.Array, place: Place) -> Block:

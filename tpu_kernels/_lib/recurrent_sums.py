@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from tpu_kernels._lib.chip import LANES
+from tpu_kernels._lib.chip import LANES, sublanes
 from tpu_kernels._lib.recurrent_layout import GROUP
+
+SUBLANES = sublanes(jnp.float32)
 
 
 def sum_rows(x: jax.Array) -> jax.Array:
@@ -19,28 +21,33 @@ def sum_rows(x: jax.Array) -> jax.Array:
     return sum((x[..., n : n + 1, :] for n in range(1, x.shape[-2])), start=x[..., :1, :])
 
 
-def sum_lanes(products: Any) -> jax.Array:
-    """[GROUP, R, LANES] -> [R, GROUP], pairwise: the sums of the n-th matrix along its lanes are column n.
+def fold_rows(x: jax.Array) -> jax.Array:
+    """[R, K] -> [SUBLANES, K], pairwise; the few registers that an odd factor of R leaves one by one."""
+    while x.shape[0] % (2 * SUBLANES) == 0:
+        half = x.shape[0] // 2
+        x = x[:half] + x[half:]
+    return sum((x[n : n + SUBLANES] for n in range(SUBLANES, x.shape[0], SUBLANES)), start=x[:SUBLANES])
 
-    Two matrices at a time are made into one, in which they take turns: a lane whose number has a 0 as that bit has the
-    sum of the first's lane and of the lane after it, the other the same of the second. What a sum adds first must not
-    depend on n, the row of a group that a step happens to have.
-    """
-    lane = lax.broadcasted_iota(jnp.int32, products.shape[1:], 1)
-    sums = [products[n] for n in range(GROUP)]
-    distance = 1
+
+def sum_folded(parts: Any) -> jax.Array:
+    """[GROUP, SUBLANES, K] in memory -> [GROUP, K], pairwise: rows of registers are loaded apart, not moved."""
+    sums = [parts[:, n, :] for n in range(SUBLANES)]
     while len(sums) > 1:
-        first = lane & distance == 0
-        sums = [
-            jnp.where(first, a, b) + jnp.where(first, pltpu.roll(a, LANES - distance, 1), pltpu.roll(b, distance, 1))
-            for a, b in zip(sums[::2], sums[1::2], strict=True)
-        ]
-        distance *= 2
-    (total,) = sums
-    while distance < LANES:
-        total += pltpu.roll(total, distance, 1)
-        distance *= 2
-    return total[:, :GROUP]
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
+
+
+def sum_keys_of(parts: Any, slab: Any, n: Any, products: jax.Array) -> None:
+    """Leave the sums over K of a slab's products [R, K] at step n in `parts`, for `sums_of_keys`.
+
+    Transposed first: along lanes every sum would take one register by itself.
+    """
+    parts[slab.start // products.shape[0], n] = fold_rows(products.T)
+
+
+def sums_of_keys(parts: Any) -> jax.Array:
+    """[slabs, GROUP, SUBLANES, R] in memory -> [GROUP, V]."""
+    return jnp.concatenate([sum_folded(parts.at[n]) for n in range(parts.shape[0])], axis=1)
 
 
 def sum_keys(x: jax.Array) -> jax.Array:
@@ -62,6 +69,8 @@ def fold_lanes(x: jax.Array) -> jax.Array:
 
 def column_of(x: jax.Array, n: Any) -> jax.Array:
     """Column n of x [R, GROUP]."""
+    if isinstance(n, int):
+        return x[:, n : n + 1]
     return jnp.sum(jnp.where(_is_column(n), x, 0.0), axis=1, keepdims=True)
 
 

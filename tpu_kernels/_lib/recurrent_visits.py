@@ -4,7 +4,6 @@ A group is GROUP rows that are loaded at once; a slab is as many rows of the sta
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -14,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from op_arguments.gmm import GroupMetadata
 from op_arguments.probe import active, probe
-from tpu_kernels._lib.chip import LANES
+from tpu_kernels._lib.chip import LANES, sublanes
 from tpu_kernels._lib.decays import decay_parts
 from tpu_kernels._lib.recurrent_layout import GROUP, Plan, nth_visit
 
@@ -95,13 +94,19 @@ def for_groups(visit: Visit, plan: Plan, body: Callable[[Any], None], backwards:
 
 def for_slabs(plan: Plan, body: Callable[[Any], None]) -> None:
     """body(slab) for each slab of the state's rows."""
-    lax.fori_loop(
-        0, plan.values // plan.slab, lambda n, _: body(pl.ds(pl.multiple_of(n * plan.slab, plan.slab), plan.slab)), None
-    )
+    slabs = plan.values // plan.slab
+    if slabs == 1:
+        body(pl.ds(0, plan.slab))
+    else:
+        lax.fori_loop(0, slabs, lambda n, _: body(pl.ds(pl.multiple_of(n * plan.slab, plan.slab), plan.slab)), None)
 
 
 def for_steps(plan: Plan, body: Callable[[Any, Carried], Carried], carry: Carried, backwards: bool = False) -> Carried:
     """body(row of its group, carry) for each step of a group, in the order of time or backwards."""
+    if plan.unroll == GROUP:
+        for n in range(GROUP):
+            carry = body(GROUP - 1 - n if backwards != plan.reverse else n, carry)
+        return carry
 
     def step(n: Any, carry: Carried) -> Carried:
         return body(GROUP - 1 - n if backwards != plan.reverse else n, carry)
@@ -130,7 +135,7 @@ def load_numbers(refs: Refs, visit: Visit, rows: Any, name: str) -> None:
     Zero where a step is not the visit's: NaN times what is zero there would reach the visit's states.
     """
     line = own(visit, rows, refs[name][pl.ds(rows.start // GROUP, 1), :], axis=1)
-    refs[f"{name}_rows"][...] = jnp.broadcast_to(line, (LANES, GROUP)).T
+    refs[f"{name}_rows"][...] = _spread(line, LANES)
 
 
 def store_numbers(refs: Refs, visit: Visit, rows: Any, name: str, x: jax.Array) -> None:
@@ -141,19 +146,25 @@ def store_numbers(refs: Refs, visit: Visit, rows: Any, name: str, x: jax.Array) 
 
 def load_decays(refs: Refs, visit: Visit, rows: Any, plan: Plan) -> None:
     """The decays of a group's steps as `decay_parts` has them, none where a row is not the visit's."""
-    of_visit = partial(own, visit, rows)
     if "gk" in refs:
-        decays = decay_parts(of_visit(refs["gk"][rows, :].astype(jnp.float32)))
+        decays = decay_parts(own(visit, rows, refs["gk"][rows, :].astype(jnp.float32)))
     elif "decays" in refs:
-        line, shape = pl.ds(rows.start // GROUP, 1), refs["kept_rows"].shape[::-1]
-        kept, rest = (jnp.broadcast_to(refs["decays"][n, line, :], shape) for n in range(2))
-        decays = of_visit(kept.T, jnp.ones(shape[::-1], jnp.float32)), of_visit(rest.T)
+        line, width = pl.ds(rows.start // GROUP, 1), refs["kept_rows"].shape[1]
+        kept, rest = (refs["decays"][n, line, :] for n in range(2))
+        kept, rest = own(visit, rows, kept, jnp.ones_like(kept), axis=1), own(visit, rows, rest, axis=1)
+        decays = _spread(kept, width), _spread(rest, width)
     else:
         return
     refs["kept_rows"][...], refs["rest_rows"][...] = decays
     if active():
         _, rest = decays
         probe("kept", rest, is_own(visit, rows.start, rest.shape, 0) & is_key(plan, rest.shape))
+
+
+def _spread(line: jax.Array, width: int) -> jax.Array:
+    """[1, GROUP] -> [GROUP, width]: each number in all lanes of its row."""
+    column = jnp.broadcast_to(line, (sublanes(jnp.float32), GROUP)).T[:, :1]
+    return jnp.broadcast_to(column, (GROUP, width))
 
 
 def decay_of(refs: Refs, n: Any) -> list[jax.Array]:

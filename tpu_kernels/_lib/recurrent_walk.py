@@ -16,9 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 from op_arguments.gla import Output
 from op_arguments.gmm import GroupMetadata
 from tpu_kernels._lib.call import Block
-from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.recurrent_layout import GROUP, Layout, Plan, order
-from tpu_kernels._lib.recurrent_sums import fold_lanes, sum_lanes
+from tpu_kernels._lib.recurrent_sums import SUBLANES, sum_keys_of, sums_of_keys
 from tpu_kernels._lib.recurrent_visits import Refs, Visit, for_groups, load, store, visit_of
 
 
@@ -26,8 +25,8 @@ class Recurrence(NamedTuple):
     """What a recurrence does in the steps of a group of rows, and what that costs.
 
     name: its kernels are `name`_fwd and `name`_bwd. flops: of the forward and of the backward pass, for each element of
-    the state at each step. advance(visit, refs, rows, plan, use, end) takes the state through the steps, slab by slab:
-    use(slab, step, state before it, state after it, …), and then end(slab). with_dq(visit, refs, rows, plan=plan) is
+    the state at each step. advance(visit, refs, rows, plan, use) takes the state through the steps, slab by slab:
+    use(slab, step, state before it, state after it, …). with_dq(visit, refs, rows, plan=plan) is
     that with dq, and go_back(visit, refs, rows, plan=plan) takes the gradient of the state back through the steps.
     """
 
@@ -88,10 +87,15 @@ class Recurrence(NamedTuple):
         )
 
 
-def group_scratch(plan: Plan, columns: tuple[str, ...], rows: tuple[str, ...]) -> dict[str, Any]:
-    """Of a group's steps what is to be summed over K, columns along V, rows along K."""
+def group_scratch(
+    plan: Plan, columns: tuple[str, ...], rows: tuple[str, ...], by_key: tuple[str, ...] = (), by_value: str = "o"
+) -> dict[str, Any]:
+    """Of a group's steps columns along V, rows along K, and what is summed in registers and not yet over their rows:
+    sums along K of the whole state, and along V of each slab."""
+    of_values = (plan.values // plan.slab, GROUP, SUBLANES, plan.slab)
     return {
-        "products": pltpu.VMEM((GROUP, plan.slab, LANES), jnp.float32),
+        f"{by_value}_parts": pltpu.VMEM(of_values, jnp.float32),
+        **{f"{name}_parts": pltpu.VMEM((GROUP, SUBLANES, plan.keys), jnp.float32) for name in by_key},
         **{name: pltpu.VMEM((plan.values, GROUP), jnp.float32) for name in columns},
         **{name: pltpu.VMEM((GROUP, plan.keys), jnp.float32) for name in rows},
     }
@@ -112,13 +116,10 @@ def _advance_with_o(visit: Visit, refs: Refs, rows: Any, plan: Plan, advance: Ca
     load(refs, visit, rows, "q")
 
     def use(slab: Any, n: Any, before: jax.Array, after: jax.Array, *_: Any) -> None:
-        refs["products"][n] = fold_lanes(after * refs["q_rows"][pl.ds(n, 1), :])
+        sum_keys_of(refs["o_parts"], slab, n, after * refs["q_rows"][pl.ds(n, 1), :])
 
-    def end(slab: Any) -> None:
-        refs["o_columns"][slab, :] = sum_lanes(refs["products"])
-
-    advance(visit, refs, rows, plan, use, end)
-    store(refs, visit, rows, "o", plan.p.scale * refs["o_columns"][...].T)
+    advance(visit, refs, rows, plan, use)
+    store(refs, visit, rows, "o", plan.p.scale * sums_of_keys(refs["o_parts"]))
 
 
 def _backward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan, recurrence: Recurrence) -> None:
@@ -134,7 +135,7 @@ def _backward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan, recurrenc
 
         @pl.when(~visit.last)
         def _() -> None:
-            for_groups(visit, plan, lambda rows: recurrence.advance(visit, refs, rows, plan, nothing, nothing))
+            for_groups(visit, plan, lambda rows: recurrence.advance(visit, refs, rows, plan, nothing))
 
     @pl.when(phase == 1)
     def _() -> None:
@@ -165,4 +166,4 @@ def _begin(state: Any, given: Any) -> None:
 
 
 def nothing(*_: Any) -> None:
-    """For `use` and `end`."""
+    """For `use`."""

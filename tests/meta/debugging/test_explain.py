@@ -126,8 +126,8 @@ WIDE_SUMS = "sums.astype(jnp.float32)"
 SCALED = f"    sums = {WIDE_SUMS}\n    if columns"
 GPU_RESIDUE = "return result, (base - (result - added)) + (change - added)"
 V_ROWS = "v_rows = load_tile(inputs.v, row[:, None], value, rows, layout.v)"
-TPU_SUM = "total, left + (rest * state + (kept + rest) * residue)"
-TPU_STEP = f"    return two_sum({TPU_SUM})\n"
+TPU_SUM = "total, left + change"
+TPU_STEP = f"    return ordered_two_sum({TPU_SUM})\n"
 
 LOSSES = [
     # dots: passes, operands, sums
@@ -210,7 +210,7 @@ LOSSES = [
             f"    narrow = result{TL_BF16}\n    {GPU_RESIDUE.replace('result, ', 'narrow, (result - narrow) + ')}",
             {"bfloat16 at state"}, tier="default"),
     *in_gla("state in bf16, and with it the one it begins with", "tpu", STEPS, TPU_STEP,
-            f"    state, lost = two_sum({TPU_SUM})\n    return {jnp_rounded('state')}, "
+            f"    state, lost = ordered_two_sum({TPU_SUM})\n    return {jnp_rounded('state')}, "
             f"lost + (state - {jnp_rounded('state')})\n",
             {"bfloat16 at state", "bfloat16 at initial_state"},
             also=[("if given is None else given[...]", f"if given is None else {jnp_rounded('given[...]')}")]),

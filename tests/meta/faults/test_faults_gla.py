@@ -84,8 +84,7 @@ FAULTS = named({
             "tl.maximum((rows.first - sequence_start) // ROWS - 1, 0)"),
     ],
     "the gate decays the new step too": [
-        tpu("fused_recurrent_simple_gla_fwd", "two_sum(kept * state, jnp.zeros_like(state) if term is None else term)",
-            "two_sum(kept * state, jnp.zeros_like(state) if term is None else (kept + rest) * term)"),
+        tpu("fused_recurrent_simple_gla_fwd", "two_sum(base, term)", "two_sum(base, sum(decay) * term)"),
         gpu("fused_recurrent_simple_gla_fwd", "def decay_and_add(state, update, kept, lost):",
             "def decay_and_add(before, new, kept, lost):\n    state = before + new\n    update = tl.zeros_like(new)"),
     ],
