@@ -30,6 +30,7 @@ from op_arguments.probe import active, probe
 from tpu_kernels._lib.arguments import Interpreted
 from tpu_kernels._lib.call import jit
 from tpu_kernels._lib.decays import Pair, decayed, decayed_sum
+from tpu_kernels._lib.recurrent_decode import decode, is_decoding
 from tpu_kernels._lib.recurrent_layout import Layout, Plan, make_plan
 from tpu_kernels._lib.recurrent_sums import column_of, fold_rows, sum_folded, sum_keys_of, sum_rows, sums_of_keys
 from tpu_kernels._lib.recurrent_visits import (
@@ -89,6 +90,8 @@ def recurrent_bwd(
 def _forward(x: Arrays, *, plan: Plan | None, output_final_state: bool, interpret: Interpreted) -> Output:
     if plan is None:
         return forward_of_nothing(x, output_final_state)
+    if is_decoding(plan, x.initial_state):
+        return decode(x, plan, output_final_state, interpret)
     layout = Layout(plan, x.cu_seqlens, interpret)
     operands = {
         "q": layout.by_key(x.q, layout.in_time),

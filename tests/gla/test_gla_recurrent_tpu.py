@@ -1,6 +1,7 @@
 """The parts of the TPU's recurrences, each alone: what a matrix of results, within its bounds, would not tell apart."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from op_arguments.gmm import GroupMetadata  # noqa: E402
 from parity.backends.emulation import mxu  # noqa: E402
 from tpu_kernels._lib import decays, recurrent_sums  # noqa: E402
 from tpu_kernels._lib import recurrent_layout as layout  # noqa: E402
+from tpu_kernels.gla import fused_recurrent_gla_fwd  # noqa: E402
 from tpu_kernels.simple_gla import fused_recurrent_simple_gla_bwd, fused_recurrent_simple_gla_fwd  # noqa: E402
 
 pytestmark = pytest.mark.tpu
@@ -182,6 +184,55 @@ def test_a_sum_of_two_in_order_loses_nothing():
     total, left = (np.asarray(x) for x in decays.ordered_two_sum(jnp.asarray(a), jnp.asarray(b)))
     assert np.array_equal(total, a + b)
     assert np.array_equal([math.fsum(x) for x in zip(a, b, -total, strict=True)], left)
+
+
+# -------------------------------------------------------------------------------------------------------- decoding
+
+GATES = {"gk": ("gk",), "g": ("g",), "g_gamma": ("g_gamma",), "both": ("g", "g_gamma"), "none": ()}
+
+
+def one_step(sequences, heads, keys, values, gates):
+    """The function, its rows and gates, and states, of one step of each sequence."""
+    shapes = {"q": keys, "k": keys, "v": values, "gk": keys}
+    rows = {name: numbers(sequences, 1, heads, shapes[name]) for name in ("q", "k", "v")}
+    if "gk" in gates:
+        return fused_recurrent_gla_fwd, rows | {"gk": -np.abs(numbers(sequences, 1, heads, keys))}
+    given = {"g": -np.abs(numbers(sequences, 1, heads)), "g_gamma": -np.abs(numbers(heads))}
+    return fused_recurrent_simple_gla_fwd, rows | {name: given[name] for name in gates}
+
+
+@pytest.mark.parametrize("gates", GATES.values(), ids=GATES)
+@pytest.mark.parametrize("sizes", [(9, 2, 16, 48), (1, 3, 256, 20)], ids=["two groups", "several registers"])
+def test_decoding_has_the_bits_of_packed_sequences(sizes, gates):
+    function, given = one_step(*sizes, gates)
+    state = numbers(*sizes)
+    states = dict(initial_state=state, output_final_state=True)
+    packed = {name: x if x.ndim < 2 else x.reshape(1, -1, *x.shape[2:]) for name, x in given.items()}
+    o, ht = function(**given, **states)
+    expected, expected_ht = function(**packed, **states, cu_seqlens=np.arange(sizes[0] + 1, dtype=np.int32))
+    assert np.array_equal(np.asarray(o).reshape(expected.shape), expected)
+    assert np.array_equal(ht, expected_ht)
+    assert np.array_equal(function(**given, initial_state=state).o, o)
+
+
+def test_decoding_keeps_sequences_apart():
+    function, given = one_step(9, 2, 16, 48, ("gk",))
+    state = numbers(9, 2, 16, 48)
+    o, ht = function(**given, initial_state=state, output_final_state=True)
+    given = {name: x.copy() for name, x in given.items()}
+    for x in (state, *given.values()):
+        x[4] = np.nan
+    others = np.arange(9) != 4
+    for clean, got in zip((o, ht), function(**given, initial_state=state, output_final_state=True), strict=True):
+        assert np.array_equal(np.asarray(got)[others], np.asarray(clean)[others])
+        assert np.isnan(np.asarray(got)[4]).all()
+
+
+def test_decoding_writes_states_in_place_where_they_are_donated():
+    function, given = one_step(9, 2, 128, 128, ("gk",))
+    call = partial(function, output_final_state=True, interpret=False)
+    lowered = jax.jit(call).trace(**given, initial_state=numbers(9, 2, 128, 128)).lower(lowering_platforms=("tpu",))
+    assert "output_operand_alias<output_tuple_indices = [0], operand_index = 1" in lowered.as_text()
 
 
 # ----------------------------------------------------------------------------------------------------------- plans

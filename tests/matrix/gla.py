@@ -313,6 +313,7 @@ LONG = dict(B=1, T=300, H=2, K=32, V=32)
 PACKED = dict(B=1, T=70, H=2, K=16, V=48, N=5)
 STEPS = dict(B=2, T=20, H=1, K=16, V=48)
 SEVERAL_TILES = dict(B=1, T=8, H=1, K=300, V=20)  # of keys, three: no power of two
+DECODED = dict(B=9, T=1, H=2, K=16, V=48)  # states for a group and part of one
 STEPS_PACKED = dict(B=1, T=20, H=2, K=16, V=48, N=5)
 HEADS = [dict(B=1, T=300, H=heads, K=16, V=16) for heads in (16, 64)]
 GROUPS_OF_HEADS = [dict(B=2, T=40, H=16, K=16, V=16), PACKED | dict(H=32)]
@@ -463,6 +464,7 @@ def with_recurrent_cases(op: Op) -> Op:
             op.grid([STEPS], dtype=[F32], reverse=[True], **last_gate, **STATES),
             op.grid([STEPS], dtype=[F32], data=["residuals"], **STATES),
         ),
+        *([] if is_bwd else [op.grid([DECODED], dtype=[F32, BF16], **last_gate, **STATES)]),
         # Of the forward passes each has one of the two: they share their code.
         op.grid(
             [SEVERAL_TILES],

@@ -175,6 +175,11 @@ def programs() -> Iterator[Program]:
         yield attention(simple, "g", "bfloat16", chunk_size=64)
         yield attention(f"fused_recurrent_simple_gla_{direction}", "gamma", "bfloat16")
         yield attention(f"fused_recurrent_gla_{direction}", "gk", "bfloat16")
+        if direction == "fwd":
+            for sequences in (64, 512):  # decoding: a step of each
+                decoding = partial(linear_attention, dtype="bfloat16", batch=sequences, steps=1, states=True)
+                yield decoding("fused_recurrent_simple_gla_fwd", "gamma")
+                yield decoding("fused_recurrent_gla_fwd", "gk")
         for rule in ("gated_delta_rule", "kda"):
             yield delta_rule(f"chunk_{rule}_{direction}", "bfloat16", chunk_size=64)
             yield delta_rule(f"fused_recurrent_{rule}_{direction}", "bfloat16")

@@ -1,7 +1,7 @@
 """`pl.pallas_call` with everything that a kernel sees under a name: its arrays travel as trees, blocks included."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -50,6 +50,7 @@ def call(
     cost: pl.CostEstimate,
     interpret: bool | pltpu.InterpretParams,
     vmem_limit: int | None = None,
+    in_place: Mapping[str, str] | None = None,
     sized_by: str = "its arguments",
 ) -> Any:
     """The arrays `out` that `kernel(*scalars, operands, out, scratch)` fills.
@@ -57,8 +58,9 @@ def call(
     operands and out are `Block`s, scratch is memory, each alone or in a tree (a NamedTuple, a dictionary), where None
     stands for what a call does without: the kernel finds a reference, or None, in the same place. scalars are arrays
     in SMEM, in trees as well; index maps have them too. The first `parallel` axes of the grid may run in any order.
-    vmem_limit: bytes that the kernel may have, None for what it has if it asks for none. sized_by: the arguments of the
-    caller's caller that blocks grow with.
+    vmem_limit: bytes that the kernel may have, None for what it has if it asks for none. in_place: of two dictionaries,
+    the operand in the memory of which a result is written; XLA copies it first if anyone else reads it. sized_by: the
+    arguments of the caller's caller that blocks grow with.
     Raises ValueError where the blocks, twice buffered, and the scratch do not fit VMEM.
     """
     needed, there = vmem_bytes(operands, out, scratch), min(vmem_limit or default_vmem(), vmem_capacity())
@@ -72,6 +74,8 @@ def call(
     arrays, shapes = ([jax.tree.map(lambda block: block.array, tree)] for tree in (operands, out))
     order: list[Literal["parallel", "arbitrary"]]
     order = ["parallel" if axis < parallel else "arbitrary" for axis in range(len(grid))]
+    first = len(jax.tree.leaves(scalars))
+    places = {first + sorted(operands).index(x): sorted(out).index(y) for x, y in (in_place or {}).items()}
     (results,) = pl.pallas_call(
         kernel,
         out_shape=shapes,
@@ -84,6 +88,7 @@ def call(
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=vmem_limit),
         cost_estimate=cost,
+        input_output_aliases=places,
         interpret=interpret,
         name=name,
     )(*scalars, *arrays)

@@ -1,0 +1,123 @@
+"""One step of gated linear attention for each of many sequences, from their states to their states: decoding.
+
+A step reads and writes a state once and does little else, so HBM bounds it. States stay [K, V], as the caller has them,
+and GROUP of them at a time stream through VMEM, of whatever sequences and heads. v is a row then, and what is
+summed over K is added register by register; k, q and gates by key are columns. The bits are those of
+`fused_recurrent` for sequences of one step: each element in the same operations, each sum over K in the same order.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from op_arguments.gla import Output
+from op_arguments.probe import active, probe
+from tpu_kernels._lib.arguments import Interpreted
+from tpu_kernels._lib.call import Block, bytes_of, call
+from tpu_kernels._lib.chip import sublanes
+from tpu_kernels._lib.decays import decay_parts, next_state
+from tpu_kernels._lib.recurrent_layout import GROUP, LEAST_VMEM, SPARE_VMEM, Plan, step_decays, vmem_bytes
+from tpu_kernels._lib.recurrent_sums import SUBLANES, column_of, fold_rows, sum_folded
+
+MOST_VMEM = 32 * 2**20  # bytes, for the states of a group, in and out and twice buffered
+
+
+def is_decoding(plan: Plan, initial_state: jax.Array | None) -> bool:
+    """Whether `decode` takes the call: one step of each sequence, from a state that needs no padding for it.
+
+    A sum over K begins with halves of K: where these are whole registers, zeros in its place add nothing.
+    """
+    p = plan.p
+    whole = p.k % sublanes(jnp.float32) == 0 and plan.keys % p.k == 0
+    fits = 4 * vmem_bytes((GROUP, p.k, p.v)) <= MOST_VMEM
+    return p.t == 1 and not p.packed and initial_state is not None and whole and fits
+
+
+def decode(x: Any, plan: Plan, output_final_state: bool, interpret: Interpreted) -> Output:
+    """o and, if it is asked for, the states after the step; x: the `Arrays` of a call.
+
+    The states after the step are written in place of the initial ones, where the caller donates these.
+    """
+    p, count = plan.p, plan.p.b * plan.p.h
+    rows = {name: getattr(x, name).reshape(count, -1) for name in "qkv"}
+    if plan.gate == "key":
+        rows["gk"] = x.gates["gk"].reshape(count, -1)
+    elif plan.gate == "step":
+        rows["decays"] = jnp.stack([part[..., 0].T.ravel() for part in step_decays(x.gates, p)], axis=1)
+    operands = {name: _blocks(array) for name, array in rows.items()}
+    states = x.initial_state.reshape(count, p.k, p.v)
+    operands["h0"] = _blocks(states)
+    out = {"o": _blocks(jax.ShapeDtypeStruct((count, p.v), x.v.dtype))}
+    if output_final_state:
+        out["ht"] = _blocks(jax.ShapeDtypeStruct(states.shape, jnp.float32))
+    found = call(
+        partial(_kernel, plan=plan, count=count, unroll=not interpret),
+        name="recurrent_decode",
+        grid=(pl.cdiv(count, GROUP),),
+        parallel=1,
+        operands=operands,
+        out=out,
+        scratch=pltpu.VMEM((GROUP, SUBLANES, p.v), jnp.float32),
+        cost=pl.CostEstimate(
+            flops=13 * count * p.k * p.v,
+            transcendentals=0,
+            bytes_accessed=sum(bytes_of(block.array) for block in (operands | out).values()),
+        ),
+        in_place={"h0": "ht"} if output_final_state else None,
+        interpret=interpret,
+        vmem_limit=max(4 * vmem_bytes((GROUP, p.k, p.v)) + SPARE_VMEM, LEAST_VMEM),
+        sized_by="K and V",
+    )
+    return Output(found["o"].reshape(x.v.shape), found["ht"].reshape(x.initial_state.shape) if "ht" in found else None)
+
+
+def _blocks(array: Any) -> Block:
+    """An array of one entry per state, GROUP of them at a time."""
+    rest = array.shape[1:]
+    return Block(array, (GROUP, *rest), lambda i: (i, *[0] * len(rest)))
+
+
+def _kernel(operands: dict[str, Any], out: dict[str, Any], parts: Any, *, plan: Plan, count: int, unroll: bool) -> None:
+    q, k, v = (operands[name][...].astype(jnp.float32) for name in "qkv")
+    q, k = q.T, k.T
+    decay_of = _decays(operands)
+    there = count - pl.program_id(0) * GROUP
+
+    def step(n: Any, _: Any = None) -> None:
+        written = column_of(k, n) * _row_of(v, n)
+        before, decay = operands["h0"][n], decay_of(n)
+        state = next_state(before, decay[0], decay[1], written) if decay else before + written
+        if active():
+            probe("state", state, jnp.full(state.shape, n < there))
+            if decay:
+                probe("kept", decay[1], jnp.full(decay[1].shape, n < there))
+        if "ht" in out:
+            out["ht"][n] = state
+        parts[n] = fold_rows(column_of(q, n) * state)
+
+    if unroll:
+        for n in range(GROUP):
+            step(n)
+    else:
+        lax.fori_loop(0, GROUP, step, None)
+    out["o"][...] = (plan.p.scale * sum_folded(parts)).astype(out["o"].dtype)
+
+
+def _decays(operands: dict[str, Any]) -> Any:
+    """n -> both parts of the n-th state's decay, of each key [K, 1] or of all [1, 1]; none."""
+    if "gk" in operands:
+        of_keys = [part.T for part in decay_parts(operands["gk"][...].astype(jnp.float32))]
+        return lambda n: [column_of(part, n) for part in of_keys]
+    if "decays" in operands:
+        return lambda n: [operands["decays"][pl.ds(n, 1), pl.ds(part, 1)] for part in range(2)]
+    return lambda n: []
+
+
+def _row_of(x: jax.Array, n: Any) -> jax.Array:
+    """Row n of x [GROUP, V]."""
+    return x[n : n + 1] if isinstance(n, int) else lax.dynamic_slice_in_dim(x, n, 1)
