@@ -126,8 +126,9 @@ def _backward(x: DeltaArrays, *, plan: StepPlan | None, interpret: Interpreted) 
     scratch = _scratch(
         steps,
         columns=("v_columns", "do_columns", "dv_columns"),
-        rows=("q_rows", "k_rows", "dq_rows", "dk_rows", "recalled_rows", "dgate_rows"),
+        rows=("q_rows", "k_rows"),
     ) | {
+        **{f"{name}_rows": pltpu.VMEM((GROUP, steps.keys), jnp.float32) for name in ("dq", "dk", "recalled", "dgate")},
         "dbeta_rows": pltpu.VMEM((GROUP, LANES), jnp.float32),
         "before": pltpu.VMEM((steps.tile, steps.values, steps.keys), jnp.float32),
         "errors": pltpu.VMEM((steps.tile // GROUP, steps.values, GROUP), jnp.float32),
@@ -167,14 +168,14 @@ def _written(layout: Layout, x: DeltaArrays, place: Place) -> dict[str, Block]:
 
 
 def _recurrence() -> Recurrence:
-    return Recurrence("recurrent_delta", (15, 45), _advance, _advance_with_dq, _backward_steps)
+    return Recurrence("recurrent_delta", (15, 45), _load, _advance, _advance_with_dq, _backward_steps)
 
 
 def _scratch(plan: Plan, columns: tuple[str, ...], rows: tuple[str, ...]) -> dict[str, Any]:
-    """The state, and what a group's steps need."""
+    """The state, and what a tile's steps need."""
     return {
         "state": pltpu.VMEM((plan.values, plan.keys), jnp.float32),
-        "beta_rows": pltpu.VMEM((GROUP, LANES), jnp.float32),
+        "beta_rows": pltpu.VMEM((plan.tile, LANES), jnp.float32),
         **group_scratch(plan, columns, (*rows, "kept_rows", "rest_rows", "decayed_rows")),
     }
 
@@ -182,19 +183,23 @@ def _scratch(plan: Plan, columns: tuple[str, ...], rows: tuple[str, ...]) -> dic
 # ------------------------------------------------------------------------------------------------ a group's steps
 
 
+def _load(visit: Visit, refs: Refs, plan: Plan, *names: str) -> None:
+    """As `Recurrence`."""
+    load(refs, visit, plan, *names)
+    load_decays(refs, visit, plan)
+    load_numbers(refs, visit, plan, "beta")
+    refs["decayed_rows"][...] = _decayed(refs, ..., refs["k_rows"][...])
+
+
 def _advance(visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[..., None]) -> None:
     """As `Recurrence`: use(slab, step, state before it, state after it, error of what that before recalled)."""
-    load(refs, visit, rows, "k", "v")
-    load_decays(refs, visit, rows, plan)
-    load_numbers(refs, visit, rows, "beta")
-    refs["decayed_rows"][...] = _decayed(refs, refs["k_rows"][...])
-    state = refs["state"]
+    state, group = refs["state"], rows.start // GROUP
 
     def advance(slab: Any) -> None:
-        v = refs["v_columns"][slab, :]
+        v = refs["v_columns"][group, slab, :]
 
         def step(n: Any, before: jax.Array) -> jax.Array:
-            row = pl.ds(n, 1)
+            row = pl.ds(rows.start + n, 1)
             error = column_of(v, n) - sum_keys(refs["decayed_rows"][row, :] * before)
             v_new = refs["beta_rows"][row, :1] * error
             decay = refs["kept_rows"][row, :], refs["rest_rows"][row, :]
@@ -213,14 +218,13 @@ def _advance(visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[...,
 
 def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
     """`_advance`, with dq, and with the states before the steps and the errors, which the other gradients need."""
-    load(refs, visit, rows, "do")
     dq, group = refs["dq_rows"], rows.start // GROUP
     dq[...] = jnp.zeros_like(dq)
 
     def use(slab: Any, n: Any, before: jax.Array, after: jax.Array, error: jax.Array) -> None:
         refs["before"][rows.start + n, slab, :] = before
         refs["errors"][group, slab, :] = with_column(refs["errors"][group, slab, :], n, error)
-        dq[pl.ds(n, 1), :] += sum_rows(column_of(refs["do_columns"][slab, :], n) * after)
+        dq[pl.ds(n, 1), :] += sum_rows(column_of(refs["do_columns"][group, slab, :], n) * after)
 
     _advance(visit, refs, rows, plan, use)
     store(refs, visit, rows, "dq", plan.p.scale * dq[...])
@@ -228,17 +232,15 @@ def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None
 
 def _backward_steps(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
     """Take the gradient of the state back through the steps of a group, with all gradients but dq."""
-    load(refs, visit, rows, "q", "k", "do")
-    load_decays(refs, visit, rows, plan)
-    load_numbers(refs, visit, rows, "beta")
+    group = rows.start // GROUP
     for name in ("dk_rows", "recalled_rows", "dgate_rows", "dbeta_rows"):
         refs[name][...] = jnp.zeros_like(refs[name])
 
     def go_back(slab: Any) -> None:
-        do, errors = refs["do_columns"][slab, :], refs["errors"][rows.start // GROUP, slab, :]
+        do, errors = refs["do_columns"][group, slab, :], refs["errors"][group, slab, :]
 
         def step(n: Any, dstate: jax.Array) -> jax.Array:
-            row = pl.ds(n, 1)
+            row, sums = pl.ds(rows.start + n, 1), pl.ds(n, 1)
             key, beta, before = (
                 refs["k_rows"][row, :],
                 refs["beta_rows"][row, :1],
@@ -248,12 +250,12 @@ def _backward_steps(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
             error = column_of(errors, n)
             dv_new = sum_keys(key * dstate)
             dv = beta * dv_new
-            refs["dv_columns"][slab, :] = with_column(refs["dv_columns"][slab, :], n, dv)
-            refs["dbeta_rows"][row, :] += sum_rows(dv_new * error)
-            refs["dk_rows"][row, :] += sum_rows((beta * error) * dstate)
-            refs["recalled_rows"][row, :] += sum_rows(dv * before)
+            refs["dv_columns"][group, slab, :] = with_column(refs["dv_columns"][group, slab, :], n, dv)
+            refs["dbeta_rows"][sums, :] += sum_rows(dv_new * error)
+            refs["dk_rows"][sums, :] += sum_rows((beta * error) * dstate)
+            refs["recalled_rows"][sums, :] += sum_rows(dv * before)
             through = dstate - key * dv
-            refs["dgate_rows"][row, :] += sum_rows(before * through)
+            refs["dgate_rows"][sums, :] += sum_rows(before * through)
             previous = refs["kept_rows"][row, :] * through + refs["rest_rows"][row, :] * through
             if active():
                 probe("dh", previous, in_state(visit, rows, n, slab, plan))
@@ -262,16 +264,16 @@ def _backward_steps(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
         refs["dstate"][slab, :] = for_steps(plan, step, refs["dstate"][slab, :], backwards=True)
 
     for_slabs(plan, go_back)
-    store(refs, visit, rows, "dk", refs["dk_rows"][...] - _decayed(refs, refs["recalled_rows"][...]))
-    store(refs, visit, rows, "dv", refs["dv_columns"][...].T)
+    store(refs, visit, rows, "dk", refs["dk_rows"][...] - _decayed(refs, rows, refs["recalled_rows"][...]))
+    store(refs, visit, rows, "dv", refs["dv_columns"][group].T)
     store_numbers(refs, visit, rows, "dbeta", refs["dbeta_rows"][...].T[:1, :])
-    dgate = _decayed(refs, refs["dgate_rows"][...])
+    dgate = _decayed(refs, rows, refs["dgate_rows"][...])
     if plan.gate == "key":
         store(refs, visit, rows, "dgate", dgate)
     else:
         store_numbers(refs, visit, rows, "dgate", sum_rows(dgate.T))
 
 
-def _decayed(refs: Refs, x: jax.Array) -> jax.Array:
-    """Rows x [GROUP, K] of a group times their steps' decays."""
-    return refs["kept_rows"][...] * x + refs["rest_rows"][...] * x
+def _decayed(refs: Refs, rows: Any, x: jax.Array) -> jax.Array:
+    """Rows x [·, K] of a tile times their steps' decays."""
+    return refs["kept_rows"][rows] * x + refs["rest_rows"][rows] * x

@@ -79,15 +79,20 @@ def decayed(pair: Pair, decay: list[jax.Array]) -> Pair:
     return ordered_two_sum(*_decayed(pair, 1.0, decay))
 
 
+def added(pair: Pair, carried: jax.Array, term: jax.Array) -> Pair:
+    """state + term in two pieces that `ordered_two_sum` would round to float32 and its residue; carried as below."""
+    state, residue = pair
+    total, left = two_sum(state, term)
+    return total, left + carried * residue
+
+
 def decayed_sum(pair: Pair, carried: jax.Array, decay: list[jax.Array], term: jax.Array) -> Pair:
     """decay · state + term, rounded to float32, and its residue.
 
     pair: the state and its residue, of which `carried` (1 or 0) is added. decay: both parts of `decay_parts`, or none.
     """
-    state, residue = pair
     if not decay:
-        total, left = two_sum(state, term)
-        return ordered_two_sum(total, left + carried * residue)
+        return ordered_two_sum(*added(pair, carried, term))
     base, change = _decayed(pair, carried, decay)
     total, left = two_sum(base, term)
     return ordered_two_sum(total, left + change)

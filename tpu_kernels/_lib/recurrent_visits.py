@@ -31,9 +31,9 @@ class Visit(NamedTuple):
     first: Any
     last: Any
 
-    def step_of(self, rows: Any, plan: Plan) -> jax.Array:
-        """Which step of its sequence each row of a group is, [GROUP, K]; any for rows that are not the visit's."""
-        row = rows.start + lax.broadcasted_iota(jnp.int32, (GROUP, plan.keys), 0)
+    def step_of(self, plan: Plan) -> jax.Array:
+        """Which step of its sequence each row of a tile is, [tile, K]; any for rows that are not the visit's."""
+        row = lax.broadcasted_iota(jnp.int32, (plan.tile, plan.keys), 0)
         return self.step - row if plan.reverse else self.step + row
 
 
@@ -114,14 +114,15 @@ def for_steps(plan: Plan, body: Callable[[Any, Carried], Carried], carry: Carrie
     return lax.fori_loop(0, GROUP, step, carry, unroll=plan.unroll)
 
 
-def load(refs: Refs, visit: Visit, rows: Any, *names: str) -> None:
-    """Rows of a group in float32, zero where they are not the visit's: of q and k as rows, of v and do as columns."""
+def load(refs: Refs, visit: Visit, plan: Plan, *names: str) -> None:
+    """Rows of a tile in float32, zero where they are not the visit's: q and k as rows, v and do as columns by group."""
     for name in names:
-        x = own(visit, rows, refs[name][rows, :].astype(jnp.float32))
+        x = own(visit, pl.ds(0, plan.tile), refs[name][...].astype(jnp.float32))
         if name in ("q", "k"):
             refs[f"{name}_rows"][...] = x
         else:
-            refs[f"{name}_columns"][...] = x.T
+            for group, rows in enumerate(groups_of(plan)):
+                refs[f"{name}_columns"][group] = x[rows.start : rows.start + GROUP].T
 
 
 def store(refs: Refs, visit: Visit, rows: Any, name: str, x: jax.Array) -> None:
@@ -129,13 +130,14 @@ def store(refs: Refs, visit: Visit, rows: Any, name: str, x: jax.Array) -> None:
     refs[name][rows, :] = own(visit, rows, x, refs[name][rows, :])
 
 
-def load_numbers(refs: Refs, visit: Visit, rows: Any, name: str) -> None:
-    """A group's numbers, one per step, in `name`_rows [GROUP, LANES]: a step's in all lanes of its row.
+def load_numbers(refs: Refs, visit: Visit, plan: Plan, name: str) -> None:
+    """A tile's numbers, one per step, in `name`_rows [tile, LANES]: a step's in all lanes of its row.
 
     Zero where a step is not the visit's: NaN times what is zero there would reach the visit's states.
     """
-    line = own(visit, rows, refs[name][pl.ds(rows.start // GROUP, 1), :], axis=1)
-    refs[f"{name}_rows"][...] = _spread(line, LANES)
+    for group, rows in enumerate(groups_of(plan)):
+        line = own(visit, rows, refs[name][pl.ds(group, 1), :], axis=1)
+        refs[f"{name}_rows"][rows, :] = _spread(line, LANES)
 
 
 def store_numbers(refs: Refs, visit: Visit, rows: Any, name: str, x: jax.Array) -> None:
@@ -144,21 +146,24 @@ def store_numbers(refs: Refs, visit: Visit, rows: Any, name: str, x: jax.Array) 
     refs[name][line, :] = own(visit, rows, x, refs[name][line, :], axis=1)
 
 
-def load_decays(refs: Refs, visit: Visit, rows: Any, plan: Plan) -> None:
-    """The decays of a group's steps as `decay_parts` has them, none where a row is not the visit's."""
+def load_decays(refs: Refs, visit: Visit, plan: Plan) -> None:
+    """The decays of a tile's steps as `decay_parts` has them, none where a row is not the visit's."""
     if "gk" in refs:
-        decays = decay_parts(own(visit, rows, refs["gk"][rows, :].astype(jnp.float32)))
+        gates = own(visit, pl.ds(0, plan.tile), refs["gk"][...].astype(jnp.float32))
+        refs["kept_rows"][...], refs["rest_rows"][...] = decay_parts(gates)
     elif "decays" in refs:
-        line, width = pl.ds(rows.start // GROUP, 1), refs["kept_rows"].shape[1]
-        kept, rest = (refs["decays"][n, line, :] for n in range(2))
-        kept, rest = own(visit, rows, kept, jnp.ones_like(kept), axis=1), own(visit, rows, rest, axis=1)
-        decays = _spread(kept, width), _spread(rest, width)
-    else:
-        return
-    refs["kept_rows"][...], refs["rest_rows"][...] = decays
-    if active():
-        _, rest = decays
-        probe("kept", rest, is_own(visit, rows.start, rest.shape, 0) & is_key(plan, rest.shape))
+        for group, rows in enumerate(groups_of(plan)):
+            kept, rest = (refs["decays"][n, pl.ds(group, 1), :] for n in range(2))
+            kept, rest = own(visit, rows, kept, jnp.ones_like(kept), axis=1), own(visit, rows, rest, axis=1)
+            refs["kept_rows"][rows, :], refs["rest_rows"][rows, :] = (_spread(x, plan.keys) for x in (kept, rest))
+    if active() and "rest_rows" in refs:
+        rest = refs["rest_rows"][...]
+        probe("kept", rest, is_own(visit, 0, rest.shape, 0) & is_key(plan, rest.shape))
+
+
+def groups_of(plan: Plan) -> list[Any]:
+    """The rows of each group of a tile."""
+    return [pl.ds(first, GROUP) for first in range(0, plan.tile, GROUP)]
 
 
 def _spread(line: jax.Array, width: int) -> jax.Array:
@@ -168,5 +173,5 @@ def _spread(line: jax.Array, width: int) -> jax.Array:
 
 
 def decay_of(refs: Refs, n: Any) -> list[jax.Array]:
-    """kept and rest of a group's n-th step, [1, K]; or nothing."""
+    """kept and rest of a tile's n-th row, [1, K]; or nothing."""
     return [refs[name][pl.ds(n, 1), :] for name in ("kept_rows", "rest_rows") if name in refs]

@@ -18,20 +18,22 @@ from op_arguments.gmm import GroupMetadata
 from tpu_kernels._lib.call import Block
 from tpu_kernels._lib.recurrent_layout import GROUP, Layout, Plan, order
 from tpu_kernels._lib.recurrent_sums import SUBLANES, sum_keys_of, sums_of_keys
-from tpu_kernels._lib.recurrent_visits import Refs, Visit, for_groups, load, store, visit_of
+from tpu_kernels._lib.recurrent_visits import Refs, Visit, for_groups, store, visit_of
 
 
 class Recurrence(NamedTuple):
     """What a recurrence does in the steps of a group of rows, and what that costs.
 
     name: its kernels are `name`_fwd and `name`_bwd. flops: of the forward and of the backward pass, for each element of
-    the state at each step. advance(visit, refs, rows, plan, use) takes the state through the steps, slab by slab:
-    use(slab, step, state before it, state after it, …). with_dq(visit, refs, rows, plan=plan) is
-    that with dq, and go_back(visit, refs, rows, plan=plan) takes the gradient of the state back through the steps.
+    the state at each step. load(visit, refs, plan, *names) brings the operands of these names, and what all steps need,
+    into the scratch of a visit. advance(visit, refs, rows, plan, use) takes the state through the steps, slab by slab:
+    use(slab, step, state before it, state after it, …). with_dq(visit, refs, rows, plan=plan) is that with dq, and
+    go_back(visit, refs, rows, plan=plan) takes the gradient of the state back through the steps.
     """
 
     name: str
     flops: tuple[int, int]
+    load: Callable[..., None]
     advance: Callable[..., None]
     with_dq: Callable[..., None]
     go_back: Callable[..., None]
@@ -47,7 +49,7 @@ class Recurrence(NamedTuple):
         if output_final_state:
             out["ht"] = layout.state_out(layout.in_time)
         found = layout.call(
-            partial(_forward_kernel, plan=plan, advance=self.advance),
+            partial(_forward_kernel, plan=plan, recurrence=self),
             operands,
             out,
             scratch,
@@ -90,21 +92,22 @@ class Recurrence(NamedTuple):
 def group_scratch(
     plan: Plan, columns: tuple[str, ...], rows: tuple[str, ...], by_key: tuple[str, ...] = (), by_value: str = "o"
 ) -> dict[str, Any]:
-    """Of a group's steps columns along V, rows along K, and what is summed in registers and not yet over their rows:
-    sums along K of the whole state, and along V of each slab."""
+    """Of a tile's steps columns along V and rows along K. Of a group's what is summed in registers and not yet over
+    their rows: sums along K of the whole state, and along V of each slab."""
     of_values = (plan.values // plan.slab, GROUP, SUBLANES, plan.slab)
     return {
         f"{by_value}_parts": pltpu.VMEM(of_values, jnp.float32),
         **{f"{name}_parts": pltpu.VMEM((GROUP, SUBLANES, plan.keys), jnp.float32) for name in by_key},
-        **{name: pltpu.VMEM((plan.values, GROUP), jnp.float32) for name in columns},
-        **{name: pltpu.VMEM((GROUP, plan.keys), jnp.float32) for name in rows},
+        **{name: pltpu.VMEM((plan.tile // GROUP, plan.values, GROUP), jnp.float32) for name in columns},
+        **{name: pltpu.VMEM((plan.tile, plan.keys), jnp.float32) for name in rows},
     }
 
 
-def _forward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan, advance: Callable[..., None]) -> None:
+def _forward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan, recurrence: Recurrence) -> None:
     visit = visit_of(pl.program_id(1), visits, plan)
     pl.when(visit.first)(lambda: _begin(refs["state"], refs.get("h0")))
-    for_groups(visit, plan, lambda rows: _advance_with_o(visit, refs, rows, plan, advance))
+    recurrence.load(visit, refs, plan, "q", "k", "v")
+    for_groups(visit, plan, lambda rows: _advance_with_o(visit, refs, rows, plan, recurrence.advance))
     if "ht" in refs:
 
         @pl.when(visit.last)
@@ -113,10 +116,8 @@ def _forward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan, advance: C
 
 
 def _advance_with_o(visit: Visit, refs: Refs, rows: Any, plan: Plan, advance: Callable[..., None]) -> None:
-    load(refs, visit, rows, "q")
-
     def use(slab: Any, n: Any, before: jax.Array, after: jax.Array, *_: Any) -> None:
-        sum_keys_of(refs["o_parts"], slab, n, after * refs["q_rows"][pl.ds(n, 1), :])
+        sum_keys_of(refs["o_parts"], slab, n, after * refs["q_rows"][pl.ds(rows.start + n, 1), :])
 
     advance(visit, refs, rows, plan, use)
     store(refs, visit, rows, "o", plan.p.scale * sums_of_keys(refs["o_parts"]))
@@ -135,12 +136,14 @@ def _backward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan, recurrenc
 
         @pl.when(~visit.last)
         def _() -> None:
+            recurrence.load(visit, refs, plan, "k", "v")
             for_groups(visit, plan, lambda rows: recurrence.advance(visit, refs, rows, plan, nothing))
 
     @pl.when(phase == 1)
     def _() -> None:
         pl.when(visit.last)(lambda: _begin(dstate, refs.get("dht")))
         pltpu.sync_copy(kept, state)
+        recurrence.load(visit, refs, plan, "q", "k", "v", "do")
         for_groups(visit, plan, partial(recurrence.with_dq, visit, refs, plan=plan))
         if "before" in refs:
             # A group may begin with steps of another sequence, which make a column that has NaN all NaN: 0 * NaN.

@@ -199,7 +199,7 @@ LOSSES = [
     Loss("decay", "tpu", f"{STEPS_FWD} {STEPS_BWD}", "return kept * state, «rest * state» + (carried", bf16),
     Loss("decay", "gpu", f"{STEPS_FWD} {STEPS_BWD}", "lost = «(decay - kept).to(tl.float32)»", bf16),
     Loss("state that is read", "tpu", STEPS_FWD, 'n, «after» * refs["q_rows"]', bf16),
-    Loss("products of a step", "tpu", STEPS_FWD, 'n, «after * refs["q_rows"][pl.ds(n, 1), :]»)', bf16),
+    Loss("products of a step", "tpu", STEPS_FWD, 'n, «after * refs["q_rows"][pl.ds(rows.start + n, 1), :]»)', bf16),
     Loss("products of a step", "gpu", STEPS_FWD, "tl.reshape(«q_row[None, :] * state», (", bf16),
     Loss("state", "gpu", f"{STEPS_FWD} {STEPS_BWD}", "result = «base + change»", bf16),
     Loss("state that is read in one step", "tpu", STEPS_FWD, 'n, «after» * refs["q_rows"]', bf16, "n == 3"),
