@@ -115,12 +115,13 @@ def _toward_zero(values: Floats, dtype: str) -> Floats:
         return np.where(np.abs(values) < smallest, np.trunc(values / quantum) * quantum, cut_off(values, digits))
 
 
-def stochastic(values: Floats, dtype: str, words: Callable[[int], np.ndarray]) -> Floats:
+def stochastic(values: Floats, dtype: str, words: Callable[[Floats], np.ndarray]) -> Floats:
     """float64 values rounded at random to a neighbour in the dtype called `dtype`, right on average; in float64.
 
-    words: draws that many random uint64. Bits as random as those that the dtype has not are added to a value, and the
-    sum cut off: a carry goes to the next number, across powers of two as well. Values that are not finite stay; no
-    finite one overflows. What is rounded `TOWARD_ZERO` is not random: its error has a sign, and every run shares it.
+    words: a random uint64 for each of some values, in their shape. Bits as random as those that the dtype has not are
+    added to a value, and the sum cut off: a carry goes to the next number, across powers of two as well. Values that
+    are not finite stay; no finite one overflows. What is rounded `TOWARD_ZERO` is not random: its error has a sign, and
+    every run shares it.
     """
     if dtype.endswith(TOWARD_ZERO):
         return _toward_zero(values, dtype)
@@ -130,7 +131,7 @@ def stochastic(values: Floats, dtype: str, words: Callable[[int], np.ndarray]) -
     digits, smallest = FORMATS[dtype]
     values = np.ascontiguousarray(values, np.float64)
     dropped = 53 - digits
-    noise = words(values.size).reshape(values.shape)
+    noise = words(values)
     noise >>= np.uint64(64 - dropped)
     noise += values.view(np.uint64)
     noise &= np.uint64(2**64 - 2**dropped)
@@ -138,7 +139,7 @@ def stochastic(values: Floats, dtype: str, words: Callable[[int], np.ndarray]) -
     if smallest > SMALLEST:
         tiny = (np.abs(values) < smallest) & (values != 0)
         quantum = smallest * 2.0 ** (1 - digits)
-        rounded[tiny] = np.floor(values[tiny] / quantum + words(int(tiny.sum())) * 2.0**-64) * quantum
+        rounded[tiny] = np.floor(values[tiny] / quantum + words(values[tiny]) * 2.0**-64) * quantum
     with np.errstate(invalid="ignore", over="ignore"):
         if not math.isfinite(np.add.reduce(values, axis=None)):
             rounded = np.where(np.isfinite(values), rounded, values)

@@ -3,10 +3,11 @@
 The staged golden runs several times with every site of the contract rounded stochastically (Parker 1997, Monte Carlo
 arithmetic; Croci et al. 2022, Stochastic rounding): a value goes to one of its two neighbours in the site's dtype, with
 the probabilities that make it right on average. A representable value stays as it is, so the model errs where kernels
-do. Its variance is twice that of rounding to nearest (q²/6 against the q²/12 of an error uniform in half a unit q);
-what all runs share is in both: products that a matrix unit leaves out, and what hardware cuts off (`TOWARD_ZERO`), an
-error of one sign. With mean m and variance s² of R runs'
-differences from the golden,
+do; and values with the same significand round alike, as in every kernel: what is computed once for a block, a group of
+heads or equal keys errs in all of them by the same. Its variance is twice that of rounding to nearest (q²/6 against the
+q²/12 of an error uniform in half a unit q); what all runs share is in both: products that a matrix unit leaves out, and
+what hardware cuts off (`TOWARD_ZERO`), an error of one sign. With mean m and variance s² of R runs' differences from
+the golden,
 
     σ² = (m² - s²/R) + s²/2
 
@@ -15,16 +16,19 @@ is the mean square error of kernels that round to nearest at these sites, free o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 
 import numpy as np
 
 from parity.dtypes import Floats, stochastic
-from parity.inputs import Bits, stream
+from parity.inputs import stream
 from parity.judging.fit import Allowance
 from parity.judging.rounding import Rounding, on_unit, staged
 from parity.op import Case, Contract, Inputs, Op
+
+SIGNIFICAND = np.uint64(2**52 - 1)
+MIXING = [(np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB))]
 
 
 def runs(
@@ -36,7 +40,7 @@ def runs(
     The same for the same case and contract.
     """
     for n in count(first):
-        at_random = _at_random(contract, stream(case, f"run {n}"))
+        at_random = _at_random(contract, alike(stream(case, f"run {n}")(1)))
         rounded = staged(op, case, inputs, contract, at_random, **on_unit(contract))
         with np.errstate(invalid="ignore"):
             off = {name: rounded[name] - y for name, y in golden.items()}
@@ -50,7 +54,24 @@ def allowances(drawn: list[dict[str, Floats]], golden: Mapping[str, Floats], rou
     }
 
 
-def _at_random(contract: Contract, words: Bits) -> Rounding:
+def alike(key: np.ndarray) -> Callable[[Floats], np.ndarray]:
+    """Random words (uint64) for float64 values, the same for those of one significand. key: a word, for other ones.
+
+    The finaliser of splitmix64 (Steele, Lea & Flood 2014), less its last step, which the leading bits do not need.
+    """
+
+    def words(values: Floats) -> np.ndarray:
+        mixed = np.ascontiguousarray(values).view(np.uint64) & SIGNIFICAND
+        mixed ^= key
+        for bits, factor in MIXING:
+            mixed ^= mixed >> bits
+            mixed *= factor
+        return mixed
+
+    return words
+
+
+def _at_random(contract: Contract, words: Callable[[Floats], np.ndarray]) -> Rounding:
     def rounding(site: str, value: Floats) -> Floats:
         dtype = contract.sites.get(site)
         return value if dtype is None else stochastic(value, dtype, words)

@@ -1,6 +1,7 @@
 """What a contract explains: random rounding, and the gates that are derived from it, held by simulation."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -13,7 +14,7 @@ from parity.judging.fit import KAPPA, RUNS, Allowance, Fit, K, Look, over_seeds
 from parity.judging.judge import explained, gates, judge
 from parity.judging.metrics import Scale, explained_by, measure
 from parity.judging.rounding import on_unit
-from parity.judging.spread import allowances, runs
+from parity.judging.spread import alike, allowances, runs
 from parity.op import outputs
 from parity.trial import Trial
 from tests.matrix.gla import CHUNK_SIMPLE_GLA
@@ -42,8 +43,10 @@ def operands(seed):
 
 
 def allowance(a, b, seed, count=64):
-    words = np.random.SFC64(seed).random_raw
-    drawn = [summed(a, b, range(TERMS), rounding=lambda x, d: stochastic(x, d, words)) - a @ b for _ in range(count)]
+    drawn = [
+        summed(a, b, range(TERMS), rounding=partial(stochastic, words=alike(key))) - a @ b
+        for key in np.random.SFC64(seed).random_raw(count)
+    ]
     return Allowance.of(a @ b, np.stack(drawn), U)
 
 
@@ -109,9 +112,8 @@ def test_few_runs_say_of_a_kernel_what_many_do(shape):
     "dtype", ["float32", "bfloat16", "float16", "tf32", "float32/2", "bf16x2", "float8_e4m3fn", "float8_e5m2"]
 )
 def test_random_rounding_is_right_on_average_and_to_a_neighbour(dtype):
-    words = np.random.SFC64(1).random_raw
     values = np.random.default_rng(2).uniform(-4, 4, 50)
-    drawn = np.stack([stochastic(values, dtype, words) for _ in range(4000)])
+    drawn = np.stack([stochastic(values, dtype, alike(key)) for key in np.random.SFC64(1).random_raw(4000)])
     for value, of_value in zip(values, drawn.T, strict=True):
         found = np.unique(of_value)
         assert len(found) <= 2
@@ -122,13 +124,26 @@ def test_random_rounding_is_right_on_average_and_to_a_neighbour(dtype):
 
 
 def test_random_rounding_leaves_what_is_representable_and_what_is_not_finite():
-    words = np.random.SFC64(1).random_raw
+    words = alike(np.uint64(1))
     values = np.array([0.0, -0.0, 1.0, -1.5, 2.0**-120, 3.0e38, np.inf, -np.inf, 2.0**-14, 2.0**-24])
     np.testing.assert_array_equal(stochastic(values, "float32", words), values.astype(np.float32))
     assert np.isnan(stochastic(np.array([np.nan, 1.0]), "bfloat16", words)[0])
-    smallest = stochastic(np.full(4000, 2.0**-25), "float16", words)  # half of the smallest subnormal
-    assert set(smallest) == {0.0, 2.0**-24}
-    assert smallest.mean() == pytest.approx(2.0**-25, rel=0.1)
+    smallest = np.array([2.0**-25])  # half of the smallest subnormal
+    drawn = [stochastic(smallest, "float16", alike(key))[0] for key in np.random.SFC64(1).random_raw(4000)]
+    assert set(drawn) == {0.0, 2.0**-24}
+    assert np.mean(drawn) == pytest.approx(2.0**-25, rel=0.1)
+
+
+def test_equal_values_are_rounded_alike_whatever_their_sign_and_power_of_two():
+    """A kernel rounds them so; what is computed once for many elements errs in all of them by the same."""
+    values = np.random.default_rng(0).uniform(1, 2, 2000)
+    both = np.stack([values, values * -8.0])
+    rounded = stochastic(both, "bfloat16", alike(np.uint64(3)))
+    np.testing.assert_array_equal(rounded[1], rounded[0] * -8)
+    others = stochastic(both, "bfloat16", alike(np.uint64(4)))
+    assert abs(np.corrcoef(rounded[0] - values, others[0] - values)[0, 1]) < 0.1
+    near = stochastic(np.nextafter(values, 2), "bfloat16", alike(np.uint64(3)))
+    assert abs(np.corrcoef(rounded[0] > values, near > values)[0, 1]) < 0.9
 
 
 def test_runs_are_the_same_for_the_same_case_and_others_for_another_seed():
