@@ -55,7 +55,7 @@ needed."""
 K = LIMITS[RUNS[-1]]
 """How many σ an element's error may be."""
 UNDERFLOW = 1024 * float(np.finfo(np.float32).tiny)
-"""What units that flush subnormals may lose in a sum of a thousand terms."""
+"""What units that flush subnormals may lose in a sum of a thousand terms: in an element, and in each label."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,7 @@ class Allowance:
         """How y fits. labels: by axis those of each element, of a shape that broadcasts to y's."""
         sigmas = self.sigmas(y)
         delta = np.nan_to_num(explained_by(y, self.golden), posinf=0.0)  # infinite ones are beyond any bound
+        delta = np.maximum(np.abs(delta) - UNDERFLOW, 0)
         sums = _Sums.of(self, delta**2, 1 / (self.smooth + self.last), str(y.dtype))
         fit = sums.fit(output)
         whole = sums.whole

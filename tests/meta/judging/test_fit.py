@@ -134,6 +134,15 @@ def test_random_rounding_leaves_what_is_representable_and_what_is_not_finite():
     assert np.mean(drawn) == pytest.approx(2.0**-25, rel=0.1)
 
 
+@pytest.mark.parametrize(("off", "fits"), [(1e-38, True), (1e-34, False)])
+def test_a_label_may_lose_the_subnormals_that_units_flush(off, fits):
+    """All of a label may be as small as what a state has left after steep decays."""
+    golden = np.stack([np.ones(64), np.full(64, 1e-33)])
+    drawn = np.random.default_rng(0).standard_normal((16, *golden.shape)) * golden * 2.0**-24
+    fit = Allowance.of(golden, drawn, U).fit("dg", golden + np.array([[0.0], [off]]), {"step": np.array([[0], [1]])})
+    assert (fit.verdict() is None) is fits
+
+
 def test_equal_values_are_rounded_alike_whatever_their_sign_and_power_of_two():
     """A kernel rounds them so; what is computed once for many elements errs in all of them by the same."""
     values = np.random.default_rng(0).uniform(1, 2, 2000)
