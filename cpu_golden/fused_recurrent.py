@@ -12,7 +12,7 @@ import numpy as np
 from cpu_golden import Array
 from cpu_golden._lib.decays import decayed, kept_of, sum_to_gate
 from cpu_golden._lib.scans import Sequence
-from cpu_golden.stages import Stages, exact, tree_sum
+from cpu_golden.stages import Stages, exact, folded_sum
 
 BLOCK = 64  # steps between the states that the staged backward pass keeps
 SEGMENT = 16  # steps between states that are rounded for the steps to come
@@ -22,7 +22,7 @@ def recurrent_forward(x: Sequence, *, stages: Stages = exact) -> tuple[Array, Ar
     """The recurrence as the fused recurrent kernels round it: see `_step`. A `Forward` scan.
 
     Sites: q, k, v, initial_state, kept_exponent (a step's gate), kept, lost, written (k_t v_tᵀ), change, state, partial
-    and acc (products of q_t and S_t, and their sums in pairs), out.
+    and acc (products of q_t and S_t, and their sums as `folded_sum` adds), out.
     """
     q, k, v, gate, state, scale, *_ = x.read(stages)
     o, rounded = np.zeros(v.shape), state
@@ -97,9 +97,9 @@ def backward_definition(x: Sequence) -> tuple[Array, Array, Array, Array, Array]
 
 
 def _summed(products: Array, axis: int, stages: Stages) -> Array:
-    """Over an axis, in pairs."""
+    """Over an axis, registers before what they hold: neighbours that cancel do so at the end."""
     terms = np.moveaxis(stages("partial", products), axis, -1)
-    return tree_sum(terms, stages.renamed(sum="acc"))[..., 0]
+    return folded_sum(terms, stages.renamed(sum="acc"))[..., 0]
 
 
 def _step(t: int, k: Array, v: Array, gate: Array, state: Array, stages: Stages) -> tuple[Array, Array]:

@@ -108,6 +108,23 @@ exact = Stages()
 """The stages that round nothing."""
 
 
+ROWS = 8  # of a TPU's register
+
+
+def folded_sum(terms: Array, stages: Callable[[str, Array], Array] = exact) -> Array:
+    """Σ over the last axis of terms [..., N], as [..., 1]: in halves until `ROWS` are left, as registers are added, and
+    these as neighbours in pairs.
+
+    Site: sum (the sums of each level).
+    """
+    size = terms.shape[-1]
+    whole = max(ROWS, 1 << (size - 1).bit_length())
+    terms = np.concatenate([terms, np.zeros((*terms.shape[:-1], whole - size))], axis=-1)
+    while (half := terms.shape[-1] // 2) >= ROWS:
+        terms = stages("sum", terms[..., :half] + terms[..., half:])
+    return tree_sum(terms, stages)
+
+
 def tree_sum(terms: Array, stages: Callable[[str, Array], Array] = exact) -> Array:
     """Σ over the last axis of terms [..., N], as [..., 1]: neighbours in pairs, as vector units add up what lanes hold.
 
