@@ -1,5 +1,7 @@
 """A wrong output that is the golden's of another argument is told by that argument."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -58,3 +60,15 @@ def test_nothing_is_said_of_a_right_output_or_of_any_other():
     assert other_call(trial, output, y) is None
     assert other_call(trial, output, y + np.float32(1)) is None
     assert other_call(trial, output, np.full_like(y, np.nan)) is None
+
+
+def test_a_golden_may_refuse_an_argument_in_any_way():
+    """One that a user writes calls methods of what is not there."""
+    trial, output, y = called("gmm")
+
+    def golden(lhs, **given):
+        lhs.shape  # noqa: B018
+        return trial.op.golden(lhs, **given)
+
+    written = replace(trial, op=replace(trial.op, golden=golden))
+    assert other_call(written, output, y + np.float32(1)) is None
