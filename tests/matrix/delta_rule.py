@@ -137,7 +137,7 @@ def chunk_sites(c: Case, backend: Backend) -> Mapping[str, str]:
     if backend == "tpu" and c.dtype == BF16 and not is_per_channel(c) and chunks_fill_lanes(c):
         pieces.append("pair_gate")
     exp = {"decay": "float32/2"} if backend == "gpu" and "exponent" in names else {}
-    return dict.fromkeys(names, F32) | dict.fromkeys(pieces, "bf16x2") | exp
+    return dict.fromkeys(names, F32) | dict.fromkeys(pieces, "bf16x2") | exp | rsqrt(c, backend)
 
 
 def recurrent_sites(c: Case, backend: Backend) -> Mapping[str, str]:
@@ -146,13 +146,18 @@ def recurrent_sites(c: Case, backend: Backend) -> Mapping[str, str]:
     names += ["change"] if backend == "gpu" else []
     if is_backward(c):
         names += ["dwritten", "dh", "derror", "dchange", "of_beta", "dgate", "heads"]
-    return dict.fromkeys(names, F32)
+    return dict.fromkeys(names, F32) | rsqrt(c, backend)
 
 
 def norm_sites(c: Case) -> list[str]:
     if not is_normed(c):
         return []
     return ["square", "norm", "rstd", "normed", *(["projected"] if is_backward(c) else [])]
+
+
+def rsqrt(c: Case, backend: Backend) -> Mapping[str, str]:
+    """A TPU's is off by two ulps, and XLA's for a CPU by 1.6; GPU kernels divide by a root, each rounded to nearest."""
+    return {"rstd": "float32/2"} if backend == "tpu" and is_normed(c) else {}
 
 
 def axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
