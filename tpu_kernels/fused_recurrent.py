@@ -36,7 +36,7 @@ from tpu_kernels._lib.call import jit
 from tpu_kernels._lib.decays import Pair, added, decayed, decayed_sum, ordered_two_sum
 from tpu_kernels._lib.recurrent_decode import decode, is_decoding
 from tpu_kernels._lib.recurrent_layout import GROUP, Layout, Plan, make_plan
-from tpu_kernels._lib.recurrent_sums import column_of, fold_rows, sum_folded, sum_keys_of, sum_rows, sums_of_keys
+from tpu_kernels._lib.recurrent_sums import column_of, fold_registers, sum_folded, sum_keys_of, sum_rows, sums_of_keys
 from tpu_kernels._lib.recurrent_visits import (
     Refs,
     Visit,
@@ -192,7 +192,7 @@ def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None
     def use(slab: Any, n: Any, before: jax.Array, after: jax.Array) -> None:
         if "decayed" in refs:
             refs["decayed"][rows.start + n, slab, :] = before
-        dq[n] += fold_rows(column_of(refs["do_columns"][group, slab, :], n) * after)
+        dq[n] += fold_registers(column_of(refs["do_columns"][group, slab, :], n) * after)
 
     _advance(visit, refs, rows, plan, use)
     store(refs, visit, rows, "dq", plan.p.scale * sum_folded(dq))
@@ -214,11 +214,11 @@ def _backward_step(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
             pair = ordered_two_sum(*whole)
             if active():
                 probe("dstate", pair[0], in_state(visit, rows, n, slab, plan))
-            dk[n] += fold_rows(column_of(v, n) * pair[0])
+            dk[n] += fold_registers(column_of(v, n) * pair[0])
             sum_keys_of(refs["dv_parts"], slab, n, pair[0] * refs["k_rows"][row, :])
             if plan.gate is None:
                 return pair
-            refs["dgate_parts"][n] += fold_rows(pair[0] * refs["decayed"][rows.start + n, slab, :])
+            refs["dgate_parts"][n] += fold_registers(pair[0] * refs["decayed"][rows.start + n, slab, :])
             return decayed(whole, decay_of(refs, rows.start + n))
 
         pair = dstate[0, slab, :], dstate[1, slab, :]

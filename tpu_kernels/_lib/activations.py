@@ -33,11 +33,11 @@ def softplus(x: jax.Array) -> jax.Array:
 
 
 def fold_rows(x: jax.Array, rows: int = 1) -> jax.Array:
-    """[R, C] -> [rows, C]: sums of rows in pairs; R is `rows` times a power of two."""
-    while x.shape[0] > rows:
+    """[R, C] -> [rows, C]: sums of blocks of `rows` rows in pairs. An odd number of blocks is added one by one."""
+    while x.shape[0] % (2 * rows) == 0:
         half = x.shape[0] // 2
         x = x[:half] + x[half:]
-    return x
+    return sum((x[n : n + rows] for n in range(rows, x.shape[0], rows)), start=x[:rows])
 
 
 def sum_rows_in_pairs(x: jax.Array) -> jax.Array:

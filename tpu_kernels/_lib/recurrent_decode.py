@@ -22,7 +22,7 @@ from tpu_kernels._lib.call import Block, bytes_of, call
 from tpu_kernels._lib.chip import sublanes
 from tpu_kernels._lib.decays import decay_parts, next_state
 from tpu_kernels._lib.recurrent_layout import GROUP, LEAST_VMEM, SPARE_VMEM, Plan, step_decays, vmem_bytes
-from tpu_kernels._lib.recurrent_sums import SUBLANES, column_of, fold_rows, sum_folded
+from tpu_kernels._lib.recurrent_sums import SUBLANES, column_of, fold_registers, sum_folded
 
 MOST_VMEM = 32 * 2**20  # bytes, for the states of a group, in and out and twice buffered
 
@@ -98,7 +98,7 @@ def _kernel(operands: dict[str, Any], out: dict[str, Any], parts: Any, *, plan: 
                 probe("kept", decay[1], jnp.full(decay[1].shape, n < there))
         if "ht" in out:
             out["ht"][n] = state
-        parts[n] = fold_rows(column_of(q, n) * state)
+        parts[n] = fold_registers(column_of(q, n) * state)
 
     if unroll:
         for n in range(GROUP):

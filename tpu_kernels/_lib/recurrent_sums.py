@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from tpu_kernels._lib.activations import fold_rows
 from tpu_kernels._lib.chip import LANES, sublanes
 from tpu_kernels._lib.recurrent_layout import GROUP
 
@@ -21,12 +22,9 @@ def sum_rows(x: jax.Array) -> jax.Array:
     return sum((x[..., n : n + 1, :] for n in range(1, x.shape[-2])), start=x[..., :1, :])
 
 
-def fold_rows(x: jax.Array) -> jax.Array:
-    """[R, K] -> [SUBLANES, K], pairwise; the few registers that an odd factor of R leaves one by one."""
-    while x.shape[0] % (2 * SUBLANES) == 0:
-        half = x.shape[0] // 2
-        x = x[:half] + x[half:]
-    return sum((x[n : n + SUBLANES] for n in range(SUBLANES, x.shape[0], SUBLANES)), start=x[:SUBLANES])
+def fold_registers(x: jax.Array) -> jax.Array:
+    """[R, K] -> [SUBLANES, K]: the sum of the registers that hold R rows, pairwise."""
+    return fold_rows(x, SUBLANES)
 
 
 def sum_folded(parts: Any) -> jax.Array:
@@ -42,7 +40,7 @@ def sum_keys_of(parts: Any, slab: Any, n: Any, products: jax.Array) -> None:
 
     Transposed first: along lanes every sum would take one register by itself.
     """
-    parts[slab.start // products.shape[0], n] = fold_rows(products.T)
+    parts[slab.start // products.shape[0], n] = fold_registers(products.T)
 
 
 def sums_of_keys(parts: Any) -> jax.Array:
