@@ -162,7 +162,7 @@ def sums_by_key(x, slab):
 @pytest.mark.parametrize("rows", [8, 16, 256, 24, 40])
 def test_rows_are_folded_into_a_register(rows):
     x = integers(rows, 128)
-    assert np.array_equal(recurrent_sums.fold_rows(jnp.asarray(x)), x.reshape(-1, 8, 128).sum(0))
+    assert np.array_equal(recurrent_sums.fold_registers(jnp.asarray(x)), x.reshape(-1, 8, 128).sum(0))
 
 
 @pytest.mark.parametrize(("values", "slab"), [(16, 16), (48, 16), (32, 8)])
