@@ -58,9 +58,9 @@ def call(
     operands and out are `Block`s, scratch is memory, each alone or in a tree (a NamedTuple, a dictionary), where None
     stands for what a call does without: the kernel finds a reference, or None, in the same place. scalars are arrays
     in SMEM, in trees as well; index maps have them too. The first `parallel` axes of the grid may run in any order.
-    vmem_limit: bytes that the kernel may have, None for what it has if it asks for none. in_place: of two dictionaries,
-    the operand in the memory of which a result is written; XLA copies it first if anyone else reads it. sized_by: the
-    arguments of the caller's caller that blocks grow with.
+    vmem_limit: bytes that the kernel may have, None for what it has if it asks for none. in_place: an
+    operand's name to that of the result that overwrites it; XLA copies the operand first if anyone else reads it.
+    sized_by: the arguments of the caller's caller that blocks grow with.
     Raises ValueError where the blocks, twice buffered, and the scratch do not fit VMEM.
     """
     needed, there = vmem_bytes(operands, out, scratch), min(vmem_limit or default_vmem(), vmem_capacity())

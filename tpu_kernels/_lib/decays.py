@@ -80,7 +80,7 @@ def decayed(pair: Pair, decay: list[jax.Array]) -> Pair:
 
 
 def added(pair: Pair, carried: jax.Array, term: jax.Array) -> Pair:
-    """state + term in two pieces that `ordered_two_sum` would round to float32 and its residue; carried as below."""
+    """state + term as an unrounded pair: `ordered_two_sum` makes it a float32 and its residue. carried: as below."""
     state, residue = pair
     total, left = two_sum(state, term)
     return total, left + carried * residue
@@ -99,7 +99,7 @@ def decayed_sum(pair: Pair, carried: jax.Array, decay: list[jax.Array], term: ja
 
 
 def _decayed(pair: Pair, carried: jax.Array | float, decay: list[jax.Array]) -> Pair:
-    """What is whole of a decayed state, and the rest of it with that of its residue."""
+    """kept · state, and what else the decayed state and residue are."""
     state, residue = pair
     kept, rest = decay
     # There is no fused multiply-add: what a product loses is the smaller, the nearer the decay is to 1.

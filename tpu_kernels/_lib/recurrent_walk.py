@@ -92,8 +92,10 @@ class Recurrence(NamedTuple):
 def group_scratch(
     plan: Plan, columns: tuple[str, ...], rows: tuple[str, ...], by_key: tuple[str, ...] = (), by_value: str = "o"
 ) -> dict[str, Any]:
-    """Of a tile's steps columns along V and rows along K. Of a group's what is summed in registers and not yet over
-    their rows: sums along K of the whole state, and along V of each slab."""
+    """Scratch for the operands of a tile, columns along V and rows along K, and for the partial sums of a group.
+
+    A partial sum is added over registers and not yet over the rows of one: along V for all keys, along K for each slab.
+    """
     of_values = (plan.values // plan.slab, GROUP, SUBLANES, plan.slab)
     return {
         f"{by_value}_parts": pltpu.VMEM(of_values, jnp.float32),
