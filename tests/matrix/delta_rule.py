@@ -1,6 +1,7 @@
 """The delta rules, their gates and their convolution: cases, how their inputs are drawn, what their kernels promise."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -89,7 +90,7 @@ def contract(c: Case, backend: Backend) -> Contract:
     of_float32 = "bf16x3x3" if backend == "tpu" else "ieee"
     dot = "ieee" if is_recurrent(c) else "bf16x3" if c.dtype == BF16 else of_float32
     outs = {"dg": gate_dtype(c), "dbeta": gate_dtype(c), "dh0": F32} if is_backward(c) else {"ht": F32}
-    return scan_contract(
+    promised = scan_contract(
         c,
         backend,
         dot,
@@ -97,6 +98,8 @@ def contract(c: Case, backend: Backend) -> Contract:
         sites=recurrent_sites(c, backend) if is_recurrent(c) else chunk_sites(c, backend),
         schedule={} if is_recurrent(c) else schedule(c, backend),
     )
+    of_norm = dict.fromkeys(rsqrt(c, backend), ("rsqrt",))
+    return replace(promised, functions={**promised.functions, **of_norm})
 
 
 def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
@@ -156,7 +159,10 @@ def norm_sites(c: Case) -> list[str]:
 
 
 def rsqrt(c: Case, backend: Backend) -> Mapping[str, str]:
-    """A TPU's is off by two ulps, and XLA's for a CPU by 1.6; GPU kernels divide by a root, each rounded to nearest."""
+    """The site of a TPU's rsqrt, emulated: XLA's for a CPU is off by up to 1.6 ulps.
+
+    GPU kernels divide by a root, each rounded to nearest.
+    """
     return {"rstd": "float32/2"} if backend == "tpu" and is_normed(c) else {}
 
 
