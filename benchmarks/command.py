@@ -59,11 +59,6 @@ class Timed:
     relative_error: Figure = figure("relative error", ".1e")
     error: str = ""
 
-    @property
-    def result(self) -> str:
-        """Whether it is as fast as asked."""
-        raise NotImplementedError
-
 
 ONE_LIST = "one JSON list, a row each, instead of the table"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -334,16 +335,16 @@ _OPERATIONS = ("create_", "get_", "unary_op", "binary_op", "ternary_op", "cast_i
 """How the names of a builder's operations begin."""
 
 
-class WrappedBuilder(WideBuilder):
+class WrappedBuilder(WideBuilder, ABC):
     """The same, with another function in the place of each operation's."""
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
         return self.wrapped(name, found) if name.startswith(_OPERATIONS) else found
 
+    @abstractmethod
     def wrapped(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         """The function that an operation's is replaced by."""
-        raise NotImplementedError
 
 
 class RecordingBuilder(WrappedBuilder):
