@@ -7,12 +7,16 @@ import numpy as np
 import numpy.typing as npt
 
 ELEMENTS = 2**13
-"""Of a block. In float64 these are 64 KiB: several fit the second cache, and none has pages of its own, which the
-operating system would give and take for each block."""
+"""Elements of a block: 64 KiB in float64. Several fit the second cache, and the operating system maps no new pages for
+one."""
 
 
 def in_blocks(function: Callable[..., np.ndarray], *arrays: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
-    """function(*arrays), each element of which comes from the arrays' elements there, as an array of that dtype."""
+    """function(*arrays) as an array of `dtype`, in the arrays' layout; they have one shape.
+
+    The function gets blocks [n] of them and returns [n]: each element comes from the arrays' elements in its place.
+    Raises ValueError where the shapes do not broadcast.
+    """
     operands: Any = [*arrays, None]
     flags: Any = [["readonly"]] * len(arrays) + [["writeonly", "allocate"]]
     walk: Any = np.nditer(

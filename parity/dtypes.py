@@ -13,6 +13,8 @@ import numpy as np
 from parity.blocks import in_blocks
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+Words = Callable[[Floats], np.ndarray]
+"""Random uint64 for float64 values, one for each, in their shape."""
 
 SHORT_NAMES = {
     "float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64",
@@ -70,7 +72,7 @@ def round_to(values: Floats, dtype: str) -> np.ndarray:
 
 
 def _to_odd(values: Floats) -> np.ndarray:
-    """float64 values in float32: of the two neighbours of what is not exact the one with an odd last bit."""
+    """float64 values in float32, rounded to odd: an inexact one goes to its neighbour with an odd last bit."""
     single = values.astype(np.float32)
     wide = single.astype(np.float64)
     inexact = np.isfinite(single)
@@ -82,7 +84,7 @@ def _to_odd(values: Floats) -> np.ndarray:
 
 
 def _high_half(single: np.ndarray) -> np.ndarray:
-    """float32 values in bfloat16, by number of the pattern: again to odd."""
+    """The bfloat16 patterns (uint16) of float32 values, rounded to odd."""
     bits = single.view(np.uint32)
     high: np.ndarray = (bits >> np.uint32(16)).astype(np.uint16)
     high |= bits & np.uint32(0xFFFF) != 0
@@ -91,8 +93,10 @@ def _high_half(single: np.ndarray) -> np.ndarray:
 
 @cache
 def _from_bfloat16(dtype: str) -> np.ndarray:
-    """Every bfloat16 in the dtype called `dtype`, by number of its pattern. (A cast of random values to 8 bits waits
-    for branches.)"""
+    """A table [2**16]: each bfloat16 pattern in the dtype called `dtype`.
+
+    A cast of random values to 8 bits waits for branches; this does not.
+    """
     return np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(numpy_dtype(dtype))
 
 
@@ -115,13 +119,12 @@ def _toward_zero(values: Floats, dtype: str) -> Floats:
         return np.where(np.abs(values) < smallest, np.trunc(values / quantum) * quantum, cut_off(values, digits))
 
 
-def stochastic(values: Floats, dtype: str, words: Callable[[Floats], np.ndarray]) -> Floats:
+def stochastic(values: Floats, dtype: str, words: Words) -> Floats:
     """float64 values rounded at random to a neighbour in the dtype called `dtype`, right on average; in float64.
 
-    words: a random uint64 for each of some values, in their shape. Bits as random as those that the dtype has not are
-    added to a value, and the sum cut off: a carry goes to the next number, across powers of two as well. Values that
-    are not finite stay; no finite one overflows. What is rounded `TOWARD_ZERO` is not random: its error has a sign, and
-    every run shares it.
+    Bits of `words` as random as those that the dtype has not are added to a value, and the sum cut off: a carry goes to
+    the next number, across powers of two as well. Values that are not finite stay; no finite one overflows. What is
+    rounded `TOWARD_ZERO` is not random: its error has a sign, and every run shares it.
     """
     if dtype.endswith(TOWARD_ZERO):
         return _toward_zero(values, dtype)

@@ -88,8 +88,7 @@ def steps(root: Path, backend: Backend) -> list[Step]:
 
 
 def one_each(op: Op) -> list[Case]:
-    """A case for each dtype path of an op: of every pair of dtypes the first that computes something, on usual data and
-    of the cheapest tier if there is one."""
+    """One case for each dtype path of an op: the first of every pair of dtypes, as `_cheapest_first` has them."""
     found: dict[tuple[str, str], Case] = {}
     for case in _cheapest_first(op):
         found.setdefault((case.dtype, case.out), case)
@@ -97,7 +96,10 @@ def one_each(op: Op) -> list[Case]:
 
 
 def _cheapest_first(op: Op) -> list[Case]:
-    """The cases of an op of no model's shape, if there are any: those of no elements last, on other data before."""
+    """The cases of an op, cheapest tier first: on usual data, then on other data, then those without elements.
+
+    Cases of a model's shape are left out if there are others.
+    """
     tiers = ("smoke", "default", "full")
 
     def cost(case: Case) -> tuple[bool, bool, int]:

@@ -16,12 +16,12 @@ is the mean square error of kernels that round to nearest at these sites, free o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import count
 
 import numpy as np
 
-from parity.dtypes import Floats, stochastic
+from parity.dtypes import Floats, Words, stochastic
 from parity.inputs import stream
 from parity.judging.fit import Allowance
 from parity.judging.rounding import Rounding, on_unit, staged
@@ -54,10 +54,10 @@ def allowances(drawn: list[dict[str, Floats]], golden: Mapping[str, Floats], rou
     }
 
 
-def alike(key: np.ndarray) -> Callable[[Floats], np.ndarray]:
-    """Random words (uint64) for float64 values, the same for those of one significand. key: a word, for other ones.
+def alike(key: np.uint64 | np.ndarray) -> Words:
+    """Random words that are the same for values of one significand; another key (one uint64) gives others.
 
-    The finaliser of splitmix64 (Steele, Lea & Flood 2014), less its last step, which the leading bits do not need.
+    The finaliser of splitmix64 (Steele, Lea & Flood 2014), without its last step: only the low bits need that.
     """
 
     def words(values: Floats) -> np.ndarray:
@@ -71,7 +71,7 @@ def alike(key: np.ndarray) -> Callable[[Floats], np.ndarray]:
     return words
 
 
-def _at_random(contract: Contract, words: Callable[[Floats], np.ndarray]) -> Rounding:
+def _at_random(contract: Contract, words: Words) -> Rounding:
     def rounding(site: str, value: Floats) -> Floats:
         dtype = contract.sites.get(site)
         return value if dtype is None else stochastic(value, dtype, words)
