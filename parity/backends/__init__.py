@@ -50,10 +50,10 @@ EVERY = 8
 """Calls of `free_compiled_programs` between two looks at the mappings, each of which takes a millisecond or more: so
 many tests compile no 300 programs."""
 GROWTH = 400_000_000
-"""Bytes that a process may grow by before compiled programs are let go, and what Python's collector has not seen: it
-counts objects, and few of them hold large arrays."""
+"""Bytes that a process may grow by before compiled programs and unreachable cycles are freed. Python's collector counts
+objects and not bytes: a few that hold large arrays do not wake it."""
 _LOOKS = itertools.count()
-_kept = 0  # bytes, when Python's collector has run here
+_kept = 0  # bytes that this process had after the last collection here
 
 
 class Runner(Protocol):
@@ -193,17 +193,16 @@ def _limit_threads(count: int) -> None:
 
 
 def free_compiled_programs(*, finished: bool) -> None:
-    """Let go of what JAX has compiled: where its users have `finished`, this process has many programs, or it grew.
+    """Free what JAX has compiled where its users have `finished`, this process has many programs, or it grew.
 
     Each program that XLA compiles for the CPU maps memory (a Pallas kernel in interpret mode about 110 times), and
     beyond the `vm.max_map_count` of a process its compiler crashes. Their memory goes back to the system.
     """
     global _kept
-    jax = sys.modules.get("jax")
     grown = _resident() > _kept + GROWTH
-    if not (grown or (jax and (finished or (next(_LOOKS) % EVERY == 0 and _mapped() > MAPPINGS)))):
+    if not (finished or grown or (next(_LOOKS) % EVERY == 0 and _mapped() > MAPPINGS)):
         return
-    if jax:
+    if jax := sys.modules.get("jax"):
         jax.clear_caches()
     if grown:
         gc.collect()

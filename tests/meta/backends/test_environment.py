@@ -37,7 +37,6 @@ class Ring:
         self.itself = self
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says in a file how much memory a process has")
 @pytest.mark.parametrize("grown", [False, True])
 def test_a_process_that_grew_lets_go_of_what_it_does_not_use(monkeypatch, grown):
     monkeypatch.setattr(backends, "GROWTH", -(1 << 60) if grown else 1 << 60)
