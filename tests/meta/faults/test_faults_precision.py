@@ -213,9 +213,9 @@ LOSSES = [
     Loss("output, twice rounded", "gpu", STEPS_FWD,
          "o_row = «scale * tl.sum(tl.sum(tl.reshape(q_row[None, :] * state, (BV, 4, BK // 4)), axis=1), axis=1)»",
          bf16),
-    Loss("dk", "tpu", STEPS_BWD, "dk[n] += fold_rows(«column_of(v, n) * pair[0]»)", bf16),
+    Loss("dk", "tpu", STEPS_BWD, "dk[n] += fold_registers(«column_of(v, n) * pair[0]»)", bf16),
     Loss("dk", "gpu", STEPS_BWD, "dk_row = sum_over_values(«dstate * v_row[None, :]»)", bf16),
-    Loss("dg", "tpu", STEPS_BWD, 'fold_rows(«pair[0] * refs["decayed"][rows.start + n, slab, :]»)', bf16),
+    Loss("dg", "tpu", STEPS_BWD, 'fold_registers(«pair[0] * refs["decayed"][rows.start + n, slab, :]»)', bf16),
     Loss("dg", "gpu", STEPS_BWD, "dgate_row = sum_over_values(«dstate * ((kept + lost) * before)»)", bf16),
     # chunked delta rules
     Loss("scores", "tpu", DELTA_FWD, 'probe("P", «of_q[0]», 1, 2)', bf16),
