@@ -14,6 +14,7 @@ from parity.inputs import draw
 from parity.op import outputs
 from parity.trial import Trial
 from tests.matrix import OPS
+from tests.support.interpreter import DEVICE
 from tests.support.tiny import tiny
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +41,7 @@ def test_an_offset_in_a_tensor_is_the_int_and_reaches_the_kernels(op, monkeypatc
 
     expected = called(1)
     scalars = [BETWEEN[1:2], BETWEEN[1].int(), BETWEEN[1:2].int(), BETWEEN[1]]
-    for offset in (x.to("cuda") if runner("gpu").real else x for x in scalars):
+    for offset in (x.to(DEVICE) for x in scalars):
         got = called(offset)
         for name, value in expected.items():
             np.testing.assert_array_equal(got[name], value)

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parity.backends import load_kernel, runner
+from parity.backends import load_kernel
 from parity.inputs import draw
 from parity.interop import to_jax, to_torch
 from parity.op import Op
 from tests.matrix import OPS
 from tests.support.functions import FRAMEWORKS, PACKAGES, public
+from tests.support.interpreter import DEVICE
 from tests.support.tiny import tiny
 
 CHOICES = ("permute", "unpermute")
@@ -77,11 +78,10 @@ def test_every_differentiable_function_is_here(backend):
 def test_torch_says_so_where_an_argument_has_changed_since(op, settings):
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
-    device = "cuda" if runner("gpu").real else "cpu"
     options = options_of(op, settings)
 
     def placed(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        return {name: to_torch(x, device=device) for name, x in arrays.items()}
+        return {name: to_torch(x, device=DEVICE) for name, x in arrays.items()}
 
     others = placed({name: other_values(name, x) for name, x in given(op, settings).items()})
 

@@ -1,12 +1,14 @@
 """The visits of a kernel are the golden's, one by one: no result shows one that does nothing."""
 
 import importlib
+from functools import partial
 
 import numpy as np
 import pytest
 
 from cpu_golden._lib.visits import make_group_metadata
 from parity.interop import to_jax, to_numpy, to_torch
+from tests.support.interpreter import DEVICE
 
 SIZES = [(9, 0, 20, 3, 0), (0, 8, 0, 16, 16), (40, 0, 0, 0, 0), (0, 0, 0, 0, 0), (3, 3, 3, 3, 3), (1, 0, 0, 38, 1)]
 
@@ -27,7 +29,7 @@ EDGES = [
     ("package", "module", "convert"),
     [
         pytest.param("tpu_kernels", "_lib.visits", to_jax, marks=pytest.mark.tpu),
-        pytest.param("gpu_reference", "_lib.visits", to_torch, marks=pytest.mark.gpu),
+        pytest.param("gpu_reference", "_lib.visits", partial(to_torch, device=DEVICE), marks=pytest.mark.gpu),
     ],
 )
 def test_visits_are_those_of_the_golden(package, module, convert, cover):

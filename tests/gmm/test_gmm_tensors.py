@@ -5,7 +5,8 @@ import pytest
 
 from cpu_golden import gmm as golden
 from parity.backends import runner
-from parity.interop import to_jax, to_torch
+from parity.interop import to_jax, to_numpy, to_torch
+from tests.support.interpreter import DEVICE
 
 SIZES = np.array([9, 0, 20, 3], np.int32)
 
@@ -21,17 +22,17 @@ def test_strided_and_expanded_tensors_are_read_where_they_are():
     from gpu_reference.gmm import gmm, tgmm
 
     lhs, weights, sizes = draw(40, 60, seed=1), draw(48, 24, seed=2), SIZES
-    strided = to_torch(draw(80, 120, seed=1))[::2, ::2]
+    strided = to_torch(draw(80, 120, seed=1), device=DEVICE)[::2, ::2]
     strided.copy_(to_torch(lhs))
-    spread = torch.zeros(8, dtype=torch.int32)[::2]
+    spread = torch.zeros(8, dtype=torch.int32, device=DEVICE)[::2]
     spread.copy_(to_torch(sizes))
-    expanded = to_torch(weights)[:, :].t()[:, :].unsqueeze(0).expand(4, 24, 48)
+    expanded = to_torch(weights, device=DEVICE)[:, :].t()[:, :].unsqueeze(0).expand(4, 24, 48)
     assert not any(t.is_contiguous() for t in (strided, spread, expanded))
     expected = golden.gmm(lhs[:, :48], np.broadcast_to(weights, (4, 48, 24)), sizes)
     got = gmm(strided[:, :48], expanded, spread, transpose_rhs=True)
-    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(to_numpy(got), expected, rtol=1e-5, atol=1e-5)
     grads = tgmm(strided, strided[:, :24], spread)
-    np.testing.assert_allclose(grads.numpy(), golden.tgmm(lhs, lhs[:, :24], sizes), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(to_numpy(grads), golden.tgmm(lhs, lhs[:, :24], sizes), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from op_arguments.gmm import Problem
 from op_arguments.grouped_dense import check_dout
 from op_arguments.moe import LayerOptions, check_expert_parallel, check_layer_dout, check_moe_layer
 from op_arguments.permute import check_permute, check_unpermute
+from parity.interop import to_numpy
 from tests.support.bad_input import PACKAGES, f16, f32, i32, refusals
 from tests.support.functions import public
 
@@ -173,4 +174,4 @@ def test_infinities_of_a_matmul_saturate_as_the_goldens_do(package):
     given, options = (lhs, rhs, i32(4, 4), dout), dict(quantize=True, bwd_quantize=True, block_size=32)
     found = public(package)["grouped_dense_bwd"](*map(PACKAGES[package], given), **options)
     for got, expected in zip(found[:2], grouped_dense.grouped_dense_bwd(*given, **options)[:2], strict=True):
-        np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-6)
+        np.testing.assert_allclose(to_numpy(got), expected, rtol=1e-6)

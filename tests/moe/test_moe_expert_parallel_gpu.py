@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support import parallel
+from tests.support.interpreter import DEVICE
 
 pytest.importorskip("triton")
 pytest.importorskip("torch")
@@ -25,8 +26,7 @@ def test_bad_shards_are_refused():
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        x, w_router = torch.zeros(8, 16), torch.zeros(16, 4)
-        weights = torch.zeros(4, 16, 16)
+        x, w_router, weights = (torch.zeros(shape, device=DEVICE) for shape in ((8, 16), (16, 4), (4, 16, 16)))
         options = dict(top_k=2, process_group=dist.group.WORLD)
         with pytest.raises(ValueError, match=r"w_gate must have E / devices = 4 / 1 experts on each device, got 2"):
             moe_layer(x, w_router, weights[:2], weights[:2], weights[:2], **options)

@@ -1,11 +1,14 @@
 """grouped_dense as a training step sees it: what it keeps for the backward pass, and what differentiates it."""
 
+from functools import partial
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from cpu_golden.grouped_dense import grouped_dense_bwd
 from parity.interop import to_jax, to_numpy, to_torch
+from tests.support.interpreter import DEVICE
 
 M, K, N, GROUPS = 256, 256, 128, 4
 SIZES = np.array([90, 0, 130, 20], np.int32)
@@ -63,8 +66,7 @@ def test_torch_keeps_fp8_alone(options):
     pytest.importorskip("triton")
     from gpu_reference.grouped_dense import grouped_dense
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    given = {name: to_torch(x, device=device) for name, x in draw().items()}
+    given = {name: to_torch(x, device=DEVICE) for name, x in draw().items()}
     lhs, rhs = given["lhs"].requires_grad_(), given["rhs"].requires_grad_()
     kept = {}
 
@@ -73,7 +75,7 @@ def test_torch_keeps_fp8_alone(options):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = grouped_dense(lhs, rhs, to_torch(SIZES, device=device), **options)
+        out = grouped_dense(lhs, rhs, to_torch(SIZES, device=DEVICE), **options)
     saved = list(kept.values())
     assert {str(x.dtype) for x in saved if x.numel() > GROUPS * K} <= {"torch.float8_e4m3fn", "torch.float32"}
     assert sum(x.nbytes for x in saved) <= allowed()
@@ -123,7 +125,7 @@ def test_auto_is_true_or_false_and_nothing_between(package, framework):
     from importlib import import_module
 
     layer = import_module(f"{package}.grouped_dense").grouped_dense
-    convert = to_jax if framework == "jax" else to_torch
+    convert = to_jax if framework == "jax" else partial(to_torch, device=DEVICE)
     given = {name: convert(x) for name, x in draw().items()}
     results = {
         choice: to_numpy(layer(given["lhs"], given["rhs"], convert(SIZES), quantize=choice)).tobytes()

@@ -19,7 +19,7 @@ from parity.backends.emulation import tensor_core
 from parity.interop import to_numpy, to_torch
 from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_QUANTIZERS
 from tests.support.agreement import agree, are_exact
-from tests.support.interpreter import interpreted
+from tests.support.interpreter import DEVICE, interpreted
 
 pytestmark = pytest.mark.gpu
 
@@ -57,9 +57,8 @@ def swizzled(scale, axis):
 
 
 def on_gpu(*arrays, **arguments):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tensors = [to_torch(x, device=device) for x in arrays]
-    scales = {name: to_torch(x, device=device) for name, x in arguments.items() if isinstance(x, np.ndarray)}
+    tensors = [to_torch(x, device=DEVICE) for x in arrays]
+    scales = {name: to_torch(x, device=DEVICE) for name, x in arguments.items() if isinstance(x, np.ndarray)}
     return to_numpy(gpu.grouped_gemm(*tensors, **arguments | scales, preferred_element_type=torch.float32))
 
 
@@ -142,11 +141,10 @@ def test_strided_and_expanded_operands_are_read_where_they_are():
     expected = golden(
         lhs, np.repeat(rhs, 5, 0), SIZES, lhs_scale=lhs_scale, rhs_scale=np.repeat(rhs_scale, 5, 0), transpose_rhs=True
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def spread(x):
-        every_other = torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=torch.uint8, device=device)[..., ::2]
-        every_other.copy_(to_torch(x.view(np.uint8), device=device))
+        every_other = torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=torch.uint8, device=DEVICE)[..., ::2]
+        every_other.copy_(to_torch(x.view(np.uint8), device=DEVICE))
         return every_other.view(to_torch(x).dtype)
 
     weights, scale = spread(rhs).expand(5, 48, 64), spread(rhs_scale).expand(5, 48, 2)
@@ -155,7 +153,7 @@ def test_strided_and_expanded_operands_are_read_where_they_are():
         got = gpu.grouped_gemm(
             spread(lhs),
             weights,
-            to_torch(SIZES, device=device),
+            to_torch(SIZES, device=DEVICE),
             lhs_scale=spread(lhs_scale),
             rhs_scale=scale,
             transpose_rhs=True,

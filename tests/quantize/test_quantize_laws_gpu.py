@@ -21,10 +21,9 @@ from op_arguments.probe import probing
 from parity.interop import to_numpy, to_torch
 from tests.support.formats import decode, nearest_code, quantise
 from tests.support.functions import public
-from tests.support.interpreter import interpreted
+from tests.support.interpreter import DEVICE, interpreted
 
 pytestmark = pytest.mark.gpu
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 AROUND = 512
 LARGE = {torch.float32: 3e38, torch.uint8: 0x7B}
 TILE = 128 * 128  # elements: 32 for each of the 512 threads of a program
@@ -33,6 +32,10 @@ TILE = 128 * 128  # elements: 32 for each of the 512 threads of a program
 def small(shape, seed=0):
     """Less than one in size, so that a largest one of anything else is seen."""
     return (np.random.default_rng(seed).standard_normal(shape) * 1e-3).astype(np.float32)
+
+
+def on_device(x):
+    return to_torch(x, device=DEVICE)
 
 
 def bytes_of(x):
@@ -121,7 +124,7 @@ def test_a_quotient_a_hair_off_a_tie_is_rounded_to_the_nearer_side(name):
     near = np.stack([np.nextafter(middles, np.float32(0)), middles, np.nextafter(middles, np.float32(np.inf))])
     beside = np.resize(near, (-(-near.size // 31), 31))  # beside the largest value, which makes the scale
     x = np.concatenate([np.full((len(beside), 1), values[-1], np.float32), beside], axis=1)
-    got = mxfp8.mxfp8_quantize(to_torch(x), 1, dtype=name)
+    got = mxfp8.mxfp8_quantize(on_device(x), 1, dtype=name)
     assert (bytes_of(got.scale) == 127).all()
     np.testing.assert_array_equal(bytes_of(got.qvalue), nearest_code(x, name))
 
@@ -132,7 +135,7 @@ def test_a_power_of_two_is_the_least_that_saturates_nothing_to_the_last_bit(name
     exponents = np.arange(-100, 100, 25)
     of_format = (largest * 2.0**exponents).astype(np.float32)
     x = np.stack([np.nextafter(of_format, np.float32(0)), of_format, np.nextafter(of_format, np.float32(np.inf))], 1)
-    got = mxfp8.mxfp8_quantize(to_torch(x.reshape(-1, 1)), 1, dtype=name)
+    got = mxfp8.mxfp8_quantize(on_device(x.reshape(-1, 1)), 1, dtype=name)
     byte = 127 + exponents[:, None] + np.array([0, 0, 1])
     np.testing.assert_array_equal(bytes_of(got.scale).reshape(byte.shape), byte)
 
@@ -149,7 +152,7 @@ def test_of_a_block_larger_than_a_tile_what_is_zero_has_a_scale_of_one(shape, ax
     x[..., 0] = 1e-40
     if isinstance(axis, int) and axis == 0:
         x[:, 1] = 0
-    got, expected = gpu.fp8_quantize(to_torch(x), axis, None), golden.fp8_quantize(x, axis, None)
+    got, expected = gpu.fp8_quantize(on_device(x), axis, None), golden.fp8_quantize(x, axis, None)
     for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_array_equal(bytes_of(ours), bytes_of(theirs))
     assert (to_numpy(got.scale) == 1).any() and (to_numpy(got.scale) != 1).any()
@@ -159,7 +162,7 @@ def test_of_a_block_larger_than_a_tile_what_is_zero_has_a_scale_of_one(shape, ax
 def test_the_dual_quantiser_is_two_where_blocks_are_larger_than_a_tile(name):
     x = small((2, 150, 140))
     x[0, :, 3] = x[1, 5] = 0
-    got, expected = gpu.fp8_dual_quantize(to_torch(x), None, dtype=name), golden.fp8_dual_quantize(x, None, dtype=name)
+    got, expected = gpu.fp8_dual_quantize(on_device(x), None, dtype=name), golden.fp8_dual_quantize(x, None, dtype=name)
     for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_array_equal(bytes_of(ours), bytes_of(theirs))
 
@@ -173,7 +176,7 @@ def test_the_dual_quantiser_is_two_where_blocks_are_larger_than_a_tile(name):
 def test_blocks_lie_where_the_axes_say(shape, axis, block):
     """Of two elements, along axes that are apart, along all; of each its own size."""
     x = (small(shape) * np.arange(1, 1 + math.prod(shape)).reshape(shape)).astype(np.float32)
-    got, expected = gpu.int8_quantize(to_torch(x), axis, block), golden.int8_quantize(x, axis, block)
+    got, expected = gpu.int8_quantize(on_device(x), axis, block), golden.int8_quantize(x, axis, block)
     np.testing.assert_array_equal(to_numpy(got.scale), expected.scale)
     np.testing.assert_array_equal(to_numpy(got.qvalue), expected.qvalue)
     np.testing.assert_array_equal(to_numpy(gpu.int8_dequantize(*got)), golden.int8_dequantize(*expected))
@@ -202,7 +205,7 @@ def with_odd_blocks(name):
 def test_nan_is_refused_by_no_format_that_has_it(name):
     x = with_odd_blocks(name)
     got, expected = (public(package)[name](given, **QUANTISERS[name])
-                     for package, given in (("gpu_reference", to_torch(x)), ("cpu_golden", x)))  # fmt: skip
+                     for package, given in (("gpu_reference", on_device(x)), ("cpu_golden", x)))  # fmt: skip
     for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_array_equal(bytes_of(ours), bytes_of(theirs))
 
@@ -225,7 +228,7 @@ def test_each_stage_is_shown_once_for_each_of_its_values(way):
         return value
 
     with probing(shows):
-        public("gpu_reference")[name](to_torch(x), **arguments)
+        public("gpu_reference")[name](on_device(x), **arguments)
     public("cpu_golden")[name](x, **arguments, stages=Stages(rounding))
     assert shown.keys() == expected.keys()
     for site, value in expected.items():
@@ -281,7 +284,7 @@ def test_a_tile_is_as_large_as_its_cell_and_no_program_is_without_work(shape, bl
 def test_blocks_of_32_lie_along_any_axis(shape, axis):
     """Behind the axis there is something or nothing, and its last block is short or whole."""
     x = small(shape)
-    got, expected = mxfp8.mxfp8_quantize(to_torch(x), axis), golden_mxfp8.mxfp8_quantize(x, axis)
+    got, expected = mxfp8.mxfp8_quantize(on_device(x), axis), golden_mxfp8.mxfp8_quantize(x, axis)
     for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_array_equal(bytes_of(ours), bytes_of(theirs))
     back = mxfp8.mxfp8_dequantize(*got), golden_mxfp8.mxfp8_dequantize(*expected)

@@ -1,4 +1,4 @@
-"""What tests need that look into Triton's interpreter."""
+"""Where Triton's kernels run in these tests, and what tests need that look into its interpreter."""
 
 import os
 from collections import Counter
@@ -11,8 +11,13 @@ import pytest
 
 from op_arguments.probe import probing
 
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is off")
-"""For tests of kernels on the CPU. The root conftest turns the interpreter on where there is no GPU."""
+_IS_ON = os.environ.get("TRITON_INTERPRET") == "1"  # the root conftest sets it where there is no GPU
+
+DEVICE = "cpu" if _IS_ON else "cuda"
+"""Of the tensors that kernels are given: interpreted ones take the CPU's alone, compiled ones a GPU's alone."""
+
+interpreted = pytest.mark.skipif(not _IS_ON, reason="Triton's interpreter is off")
+"""For tests that look into the interpreter, or run a kernel as on another GPU; others take tensors of `DEVICE`."""
 
 
 @contextmanager
