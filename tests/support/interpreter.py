@@ -19,6 +19,9 @@ DEVICE = "cpu" if _IS_ON else "cuda"
 interpreted = pytest.mark.skipif(not _IS_ON, reason="Triton's interpreter is off")
 """For tests that look into the interpreter, or run a kernel as on another GPU; others take tensors of `DEVICE`."""
 
+FOLLOWED = {"tpu": [pytest.mark.tpu], "gpu": [pytest.mark.gpu, interpreted]}
+"""By backend, the marks of a test that follows its kernel step by step, as `parity stages` does."""
+
 
 @contextmanager
 def shown() -> Iterator[Counter[str]]:

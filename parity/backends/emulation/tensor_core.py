@@ -33,7 +33,7 @@ import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, ScanOps, TensorHandle
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, ReduceOps, ScanOps, TensorHandle
 
 from parity.backends.emulation import foreign
 
@@ -54,12 +54,21 @@ FLOAT8 = {
 }
 
 
+def interprets() -> bool:
+    """Whether Triton interprets the kernels of this process: it reads TRITON_INTERPRET when it is imported."""
+    return isinstance(tl.cdiv, InterpretedFunction)
+
+
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
     """Let kernels interpreted inside the context compute as a tensor core does; restored on exit, and may be nested.
 
-    Only kernels that Triton interprets are affected (TRITON_INTERPRET=1), in every thread of the process.
+    Only kernels that Triton interprets are affected (TRITON_INTERPRET=1), in every thread of the process: where it
+    compiles them nothing is changed, for its compiler uses the same language.
     """
+    if not interprets():
+        yield
+        return
     builder = interpreter.interpreter_builder
     before = builder.__class__, builder.options, interpreter._patch_lang
     # The interpreter makes Triton's language its own whenever a kernel calls a function, which takes half of its time:

@@ -89,7 +89,7 @@ class Ranking:
 def program(trial: Trial) -> Program:
     """The call of a trial's kernel, ready to be evaluated, its sites marked.
 
-    Raises ImportError where the backend's framework is missing.
+    Raises ImportError where the backend's framework is missing, NotImplementedError where Triton compiles kernels.
     """
     module = import_module(f"parity.debugging.attribution.{trial.backend}")
     made: Program = module.make_program(trial.kernel, trial.inputs, trial.arguments)

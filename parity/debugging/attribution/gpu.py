@@ -148,5 +148,10 @@ def _filled(made: Callable[..., torch.Tensor], value: float) -> Callable[..., to
 
 
 def make_program(kernel: Callable[..., Any], inputs: Inputs, arguments: Mapping[str, Any]) -> TritonProgram:
-    """See `parity.debugging.attribution.program`."""
+    """See `parity.debugging.attribution.program`. Raises NotImplementedError where Triton compiles kernels."""
+    if not tensor_core.interprets():
+        raise NotImplementedError(
+            "a Triton kernel is followed step by step in Triton's interpreter, which is off beside a GPU: "
+            "hide the GPU (CUDA_VISIBLE_DEVICES=) to follow the kernel as it is emulated"
+        )
     return TritonProgram(kernel, inputs, arguments)

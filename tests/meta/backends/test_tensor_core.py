@@ -324,6 +324,14 @@ def test_nothing_outlasts_the_context():
     assert interpreter_state() == before
 
 
+def test_nothing_is_changed_where_triton_compiles(monkeypatch):
+    """Its compiler uses the same language."""
+    before, language = interpreter_state(), {**vars(tl.tensor), **vars(tl.core)}
+    monkeypatch.setattr(tl, "cdiv", lambda: None)  # not an interpreted function
+    with emulated():
+        assert interpreter_state() == before and {**vars(tl.tensor), **vars(tl.core)} == language
+
+
 def test_outside_the_context_the_interpreter_is_as_it_was():
     lhs, rhs = operands(torch.float32)
     plain = dot(lhs, rhs, precision="tf32")

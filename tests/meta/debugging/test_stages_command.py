@@ -22,6 +22,7 @@ from tests.matrix import OPS
 from tests.meta.faults.planting import ROOT, Fault, plant, trial_of
 from tests.meta.faults.test_faults_delta_rule_gpu import FAULTS as FAULTS_DELTA_RULE_GPU
 from tests.meta.faults.test_faults_delta_rule_tpu import FAULTS as FAULTS_DELTA_RULE_TPU
+from tests.support.interpreter import FOLLOWED, interpreted
 from tests.support.stages import check_a_probe_leaves_nothing, traced, walked
 
 OP = {op.name: op for op in OPS}
@@ -45,7 +46,7 @@ def module_of(op):
 def planted(backend, op, old, new, where, *marks):
     """A case of `test_…`: `old` becomes `new`, and `where` is what must be named."""
     fault = Fault(f"{new} for {old}", backend, (op,), old, new)
-    return pytest.param(fault, where, id=f"{backend}-{op}-{where}", marks=[getattr(pytest.mark, backend), *marks])
+    return pytest.param(fault, where, id=f"{backend}-{op}-{where}", marks=[*FOLLOWED[backend], *marks])
 
 
 FULL = pytest.mark.full
@@ -192,7 +193,7 @@ def sites(backend, op, dtype="float32"):
 IN_DEFAULT = [("tpu", "gmm", "bfloat16"), ("gpu", "gmm", "bfloat16"), ("gpu", "fused_recurrent_gla_fwd", "float32"),
               ("tpu", CHANNELS_BACKWARD, "float32")]  # fmt: skip
 RIGHT = [
-    pytest.param(backend, op, dtype, marks=[getattr(pytest.mark, backend), *tier])
+    pytest.param(backend, op, dtype, marks=[*FOLLOWED[backend], *tier])
     for backend in ("tpu", "gpu")
     for op in ("gmm", "tgmm", *LINEAR_ATTENTIONS)
     for dtype in ("float32", "bfloat16")
@@ -209,7 +210,7 @@ def test_no_stage_of_a_right_kernel_is_off(backend, name, dtype):
 
 
 UNUSUAL = [
-    pytest.param(backend, op, words, marks=[getattr(pytest.mark, backend), FULL])
+    pytest.param(backend, op, words, marks=[*FOLLOWED[backend], FULL])
     for backend in ("tpu", "gpu")
     for op, *words in [
         (CHUNK_BACKWARD, "f32", "both", "unfused"),
@@ -240,6 +241,7 @@ def test_nor_where_routes_gates_and_lengths_are_others(backend, name, words):
 
 
 @pytest.mark.gpu
+@interpreted
 @pytest.mark.parametrize("name", [CHUNK_BACKWARD, pytest.param(CHANNELS_BACKWARD, marks=FULL)])
 def test_nor_in_a_small_backward_pass(name):
     (case,) = OP[name].grid([dict(B=1, T=20, H=1, K=16, V=16)], dtype=["float32"], h0=[True])
@@ -249,6 +251,7 @@ def test_nor_in_a_small_backward_pass(name):
 
 @FULL
 @pytest.mark.gpu
+@interpreted
 def test_it_is_said_of_which_values_a_kernel_has_parts_alone(tmp_path):
     """In float32 K has two tiles, each in a program of its own, and neither has a whole score."""
     _, found = walked(OP[CHUNK_BACKWARD], smoke(OP[CHUNK_BACKWARD]), "gpu")
@@ -258,6 +261,7 @@ def test_it_is_said_of_which_values_a_kernel_has_parts_alone(tmp_path):
 
 @FULL
 @pytest.mark.gpu
+@interpreted
 def test_values_in_three_pieces_are_the_ones_that_they_stand_for():
     op = OP["chunk_gated_delta_rule_bwd"]
     case = next(c for c in op.cases if c.tier != "full" and c.l2norm and c.chunk == 32 and c.dtype == "float32")
@@ -270,6 +274,7 @@ DELTA_RULE, POWERS = "chunk_gated_delta_rule_fwd", "the inverse comes from power
 
 @FULL
 @pytest.mark.gpu
+@interpreted
 def test_no_stage_is_wrong_where_every_output_is_right(tmp_path):
     """Powers of equal keys reach 1e15 and cancel: float64 keeps what is left of T, not each of its numbers."""
     trial, _ = trial_of(FAULTS_DELTA_RULE_GPU, POWERS, "gpu", DELTA_RULE, tmp_path)
@@ -308,7 +313,7 @@ def test_a_site_is_unseen_only_without_any_value():
 
 
 EVALUATED = [
-    pytest.param(backend, op, dtype, marks=[getattr(pytest.mark, backend), *tier])
+    pytest.param(backend, op, dtype, marks=[*FOLLOWED[backend], *tier])
     for backend, op, dtype, tier in [
         ("tpu", "gmm", "float32", []),
         ("tpu", "tgmm", "float32", [FULL]),
@@ -393,6 +398,7 @@ def test_a_compiled_triton_kernel_shows_nothing(path):
 
 
 @pytest.mark.gpu
+@interpreted
 def test_the_command(capsys):
     case = smoke(OP["gmm"], "bfloat16")
     assert main(["--root", str(ROOT), "stages", case.id, "--backend", "gpu"]) == 0
@@ -403,6 +409,7 @@ def test_the_command(capsys):
 
 
 @pytest.mark.gpu
+@interpreted
 def test_the_command_of_what_is_compared_bit_for_bit(capsys):
     case = next(case for case in OP["mxfp8_quantize"].cases if case.M == 37)
     assert main(["--root", str(ROOT), "stages", case.id, "--backend", "gpu"]) == 0

@@ -12,6 +12,7 @@ from parity.judging.reference import reference
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.meta.faults.planting import Fault, plant
+from tests.support.interpreter import FOLLOWED, interpreted
 from tests.support.stages import check_a_probe_leaves_nothing, traced, walked
 
 OP = {op.name: op for op in OPS}
@@ -41,7 +42,7 @@ RIGHT = [
         backend,
         case,
         sites,
-        marks=[getattr(pytest.mark, backend), *[FULL] * (backend == "gpu" and case in HALF_A_GIGABYTE)],
+        marks=[*FOLLOWED[backend], *[FULL] * (backend == "gpu" and case in HALF_A_GIGABYTE)],
         id=f"{backend}-{case}",
     )
     for backend in ("tpu", "gpu")
@@ -69,9 +70,7 @@ def test_no_stage_of_a_right_layer_is_off(backend, case_id, sites):
 def planted(backend, case_id, old, new, site, *marks):
     """`old` becomes `new` in the layer, and `site` is the stage that must be named."""
     fault = Fault(f"{new} for {old}", backend, (case_id.partition("-")[0],), old, new)
-    return pytest.param(
-        fault, case_id, site, id=f"{backend}-{fault.ops[0]}-{site}", marks=[getattr(pytest.mark, backend), *marks]
-    )
+    return pytest.param(fault, case_id, site, id=f"{backend}-{fault.ops[0]}-{site}", marks=[*FOLLOWED[backend], *marks])
 
 
 TAKEN = "take(weights.reshape(-1, 1), plan.source"
@@ -146,6 +145,7 @@ def test_a_loss_of_precision_is_found_at_its_stage_and_line(loss, case_id, site,
 
 @FULL
 @pytest.mark.gpu
+@interpreted
 def test_the_line_named_is_of_the_stage_off_not_of_the_result(tmp_path):
     """In bfloat16 what the matmuls hand on is most of the result's error: a router in bfloat16 hides behind that."""
     op, case = case_of(PLAIN)

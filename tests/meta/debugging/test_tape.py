@@ -5,6 +5,7 @@ import pytest
 
 from parity.trial import Trial
 from tests.matrix import OPS
+from tests.support.interpreter import interpreted
 
 OP = {op.name: op for op in OPS}
 FULL = pytest.mark.full
@@ -37,6 +38,7 @@ def check_same(got, wanted):
 
 
 @pytest.mark.gpu
+@interpreted
 @pytest.mark.parametrize(("name", "dtype"), REPLAYED)
 def test_a_replay_is_the_evaluation(name, dtype):
     recorded = program_of(name, dtype)
@@ -51,6 +53,7 @@ def test_a_replay_is_the_evaluation(name, dtype):
 
 
 @pytest.mark.gpu
+@interpreted
 def test_memory_that_is_written_again_is_as_the_evaluation_has_it():
     pytest.importorskip("triton")
     from parity.debugging.attribution import gpu
@@ -71,6 +74,7 @@ def test_memory_that_is_written_again_is_as_the_evaluation_has_it():
 
 
 @pytest.mark.gpu
+@interpreted
 def test_a_replay_does_what_follows_the_line_that_errs_alone(monkeypatch):
     recorded, steps = program_of("fused_recurrent_simple_gla_fwd", "float32"), []
     recorded.run(lambda place: False)
@@ -81,3 +85,12 @@ def test_a_replay_does_what_follows_the_line_that_errs_alone(monkeypatch):
         steps.clear()
         recorded.run(lambda place: place.line == last)
     assert 0 < len(steps) < count / 4
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_triton_compiles_is_not_followed(monkeypatch):
+    """As on a host with a GPU: the tool says what to do instead."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("parity.backends.emulation.tensor_core.interprets", lambda: False)
+    with pytest.raises(NotImplementedError, match=r"in Triton's interpreter, .*: hide the GPU \(CUDA_VISIBLE_DEVICES=\)"):
+        program_of("gmm", "bfloat16")
