@@ -32,6 +32,7 @@ from tests.matrix.ops import F16
 from tests.matrix.quantize import FP8_DEQUANTIZE, FP8_DUAL_QUANTIZE, FP8_QUANTIZE, INT8_DEQUANTIZE, INT8_QUANTIZE
 from tests.matrix.quantized_gmm import E4M3, E5M2, GMM_QUANTIZED, I8, PLAIN, TGMM_QUANTIZED
 from tests.support import calls, gpu_code
+from tests.support.interpreter import DEVICE
 from tests.support.tiny import tiny
 
 SIZES = dict(M=4096, K=2048, N=1536, G=8)
@@ -52,7 +53,6 @@ GROUPED = [
     (GROUPED_GEMM, (E4M3, F32), dict(rhs_dtype=F32, ragged="contracting")),
 ]
 QUANTISED = GROUPED[2:]
-SIZES_OF_ONE = torch.tensor([8], dtype=torch.int32)
 USUAL = ("chunk_kda_bwd", "fused_recurrent_gla_fwd")
 
 
@@ -102,8 +102,8 @@ def test_a_pipelines_operands_fit_shared_memory(target):
 @pytest.mark.parametrize(
     ("kernel", "refusal"),
     [
-        (lambda: gmm(torch.ones(8, 8), torch.ones(1, 8, 8), SIZES_OF_ONE, tiling=(128, 128, 128)), "tiling must"),
-        (lambda: fp8_quantize(torch.ones(8, 8), axis=-1, block_size=8), "block_size must"),
+        (lambda x: gmm(x, x[None], torch.tensor([8], dtype=torch.int32), tiling=(128, 128, 128)), "tiling must"),
+        (lambda x: fp8_quantize(x, axis=-1, block_size=8), "block_size must"),
     ],
 )
 def test_what_a_device_has_no_memory_for_is_refused_by_name(kernel, refusal):
@@ -115,8 +115,8 @@ def test_what_a_device_has_no_memory_for_is_refused_by_name(kernel, refusal):
         raise OutOfResources(131072, 101376, "shared memory")
 
     expected = rf"^{refusal} be smaller: _\w+_kernel needs 131072 bytes of shared memory, and the device has 101376$"
-    with intercepted(launch), pytest.raises(ValueError, match=expected):
-        kernel()
+    with torch.device(DEVICE), intercepted(launch), pytest.raises(ValueError, match=expected):
+        kernel(torch.ones(8, 8))
 
 
 @pytest.mark.parametrize(("dtype", "gates", "largest"), [(BF16, "g", 1024), (BF16, "gk", 512), (F32, "g", 512)])

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from parity import Array, Contract, Op, matrix
+from parity.backends import EMULATED
 from parity.contact import assumptions, probes
 from parity.contact.assumptions import ASSUMPTIONS, Assumption
 from parity.contact.session import Row, Session
 from parity.contact.steps import ENDING_SECONDS, Step, of_sizes, one_each, perform, redrawn, steps
 from parity.dtypes import round_to
+from parity.interop import to_numpy
 from parity.judging.judge import gates
 from parity.trial import Trial
 from tests.matrix import OPS
@@ -323,7 +325,7 @@ def off_by(ulps):
     """exp, off by up to so many ulps."""
 
     def kernel(x):
-        exact = np.exp(np.asarray(x, np.float64))
+        exact = np.exp(to_numpy(x).astype(np.float64))
         unit = np.spacing(exact.astype(np.float32)).astype(np.float64)
         errors = np.random.default_rng(0).uniform(-ulps, ulps, exact.shape)
         return (exact + errors * unit).astype(np.float32)
@@ -337,7 +339,7 @@ def test_contracts_on_a_device_use_what_was_measured_there(tables):
     trial = Trial(EXP, CASE, "gpu", other=off_by(4))
     tables("gpu", "AMD Instinct MI300X", exp=dict(ulps=7.5, patterns=2**32))
     tables("gpu", H200, exp=dict(ulps=0.8))
-    sites = {"": "float32/2", "NVIDIA B200": "float32/4", "AMD Instinct MI300X": "float32/8", H200: "float32"}
+    sites = {EMULATED: "float32/2", "NVIDIA B200": "float32/4", "AMD Instinct MI300X": "float32/8", H200: "float32"}
     verdicts = {device: gates(replace(trial, device=device)).verdict.outcome for device in sites}
     assert {device: replace(trial, device=device).contract.sites["exp"] for device in sites} == sites
     assert verdicts.pop("AMD Instinct MI300X") == "AGREES"
@@ -347,7 +349,7 @@ def test_contracts_on_a_device_use_what_was_measured_there(tables):
 
 def test_a_sum_that_is_cut_off_is_a_site_toward_zero(tables):
     case = next(case for case in GMM.cases if case.dtype == "bfloat16")
-    of = {backend: Trial(GMM, case, backend) for backend in ("tpu", "gpu")}
+    of = {backend: Trial(GMM, case, backend, device=EMULATED) for backend in ("tpu", "gpu")}
     assert of["gpu"].contract.sites == {"acc": "float32"}
     assert replace(of["gpu"], device=H200).contract.sites == {"acc": "float32 toward zero"}  # as is assumed
     tables("gpu", H200, **{assumptions.DOT_ROUNDS: dict(holds=True)})
@@ -360,7 +362,7 @@ def test_a_sum_that_is_cut_off_is_a_site_toward_zero(tables):
 
 def test_a_conversion_that_is_cut_off_is_a_site_toward_zero(tables):
     def narrow(x):
-        exact = np.exp(np.asarray(x, np.float64))
+        exact = np.exp(to_numpy(x).astype(np.float64))
         return round_to(exact, "bfloat16 toward zero").astype(np.float32)
 
     op = replace(EXP, contract=lambda case, backend: Contract(sites={"exp": "bfloat16"}))
