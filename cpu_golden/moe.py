@@ -174,7 +174,8 @@ def _dot(o: _Options, a: Array, b: Array) -> Array:
 
 def _product(o: _Options, routed: _Routed, lhs: Array, rhs: Array, site: str, transpose_rhs: bool = False) -> Array:
     """Rows of each group times that group's weights, both quantised where that is asked for."""
-    arguments = _shared(o, o.stages.renamed(out=site)) | {"transpose_rhs": transpose_rhs}
+    stages = o.stages if site == "rows" else replace(o.stages, narrow=None)  # the others' results are float32
+    arguments = _shared(o, stages.renamed(out=site)) | {"transpose_rhs": transpose_rhs}
     if o.quantize == "mxfp8":
         a = mxfp8_quantize(_single(lhs), 1, check_finite=False)
         b = mxfp8_quantize(rhs, 2 if transpose_rhs else 1, check_finite=False)

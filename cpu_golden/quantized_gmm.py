@@ -44,9 +44,9 @@ def gmm_quantized(
     b runs over the shorter blocks of K. preferred_element_type: float32, bfloat16 or float16 (default: the
     unquantised lhs's dtype, else bfloat16); it is checked, and the float64 result left unrounded. group_sizes,
     options and errors as `gmm`; a `tiling` whose tk cuts a block is refused.
-    Stages: depth (along K, within a block). Sites: lhs, rhs, partial, inner (a block's running sum: see `Stages.dot`),
-    lhs_scale, rhs_scale, scale (the product of the two), scaled (a block's sum times it), acc (the running sum of
-    these) and out.
+    Stages: depth (along K, within a block), narrow. Sites: lhs, rhs, partial, inner (a block's running sum: see
+    `Stages.dot`), lhs_scale, rhs_scale, scale (the product of the two), scaled (a block's sum times it), acc (the
+    running sum of these) and out.
     """
     o = _GmmOptions(**options)
     a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, o.group_offset)
@@ -128,7 +128,10 @@ def _staged_blocks(lhs: _Operand, rhs: _Operand, start: int, block: int, stages:
     first, end, block = 0, a.shape[1], min(block, stages.tile or block)
     while first < end:
         last = min(first + block - (start + first) % block, end)
-        inner = stages.dot(a[:, first:last], b[first:last], running="inner")
+        if stages.narrow is None:
+            inner = stages.dot(a[:, first:last], b[first:last], running="inner")
+        else:
+            inner = stages("inner", stages.narrow(lhs.values[:, first:last], rhs.values[first:last]))
         # No scale changes within a block: that of its first element is that of all.
         scales = stages("lhs_scale", lhs.scale[:, first, None]), stages("rhs_scale", rhs.scale[None, first])
         scale = stages("scale", scales[0] * scales[1])

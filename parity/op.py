@@ -109,16 +109,17 @@ Spec = Array | Scales | Groups | Offsets | Gates | Given | None
 class Contract:
     """What a kernel promises: how its dots round their operands, what it accumulates in, what it returns.
 
-    dot: `native` (exact products of 16-bit operands), `fp8`, `int8` (exact products, and of int8 exact sums wherever
-    no scale changes), `ieee` (exact products of float32), `bf16x6`, `bf16x3`, `bf16x1` (float32 operands in that many
-    bfloat16 passes), `bf16x2` (one float32 operand in two pieces beside one of 16 bits), `bf16x3x3` (both in three, and
-    all products but those below the first piece and the last), `tf32`, or `none` (an elementwise operation). Source of
-    the roundoffs: `DOTS`.
+    dot: `native` (exact products of 16-bit operands), `fp8`, `int8` (exact products, and of int8 exact sums wherever no
+    scale changes), `fp8 in 14 digits` (sums of less than a float32: `judging.passes`), `ieee` (exact products of
+    float32), `bf16x6`, `bf16x3`, `bf16x1` (float32 operands in that many bfloat16 passes), `bf16x2` (one float32
+    operand in two pieces beside one of 16 bits), `bf16x3x3` (both in three, and all products but those below the first
+    piece and the last), `tf32`, or `none` (an elementwise operation). Source of the roundoffs: `DOTS`.
     outs: the dtypes of the outputs that are not of dtype `out`, by name.
     depth, tile, sites and schedule say where the staged golden rounds as such a kernel does: what the judge holds it to
     (`judging.spread`), and how it is emulated (`judging.stages.emulate`). Without sites only a derived bound decides.
     functions: the functions of the hardware that a site's value comes out of, by the names of docs/assumptions.md: on a
     device the site is what is known of them there (`contact.assumptions.on_device`), and not the dtype in `sites`.
+    unless: the contract in this one's place on a device of which a property does not hold, by the property's name.
     """
 
     dot: str = "none"
@@ -130,12 +131,15 @@ class Contract:
     sites: Mapping[str, str] = field(default_factory=dict)  # of the staged golden, and the dtype they are rounded to
     schedule: Mapping[str, Any] = field(default_factory=dict)  # other fields of the golden's `Stages`
     functions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unless: Mapping[str, Contract] = field(default_factory=dict)
 
     DOTS: ClassVar[Mapping[str, tuple[float, int]]] = {
         # dot: (relative error of a product, from rounding its operands; passes added into one sum)
         "none": (0.0, 1),
         "native": (0.0, 1),
         "fp8": (0.0, 1),
+        # In steps of 32: products, the sum before them and that after them are each cut off at 2^-13 of the largest.
+        "fp8 in 14 digits": (4 * 34 * 2.0**-13, 1),  # of 128 products, whose sum is then added to others in float32
         "int8": (0.0, 1),
         "ieee": (0.0, 1),
         # Pieces of 8 bits, cut off by truncation: what is left after one is up to 2^-7, after two 2^-14 of the whole.

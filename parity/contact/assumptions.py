@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +22,10 @@ from parity.op import Backend, Contract
 class Assumption:
     """A function's largest error on a kind of device, in units of the result's last place (ulp) in float32.
 
-    device: "tpu", "cuda" or "hip". slope: ulps more per unit of the argument's magnitude (an exponential is a product
-    and a power of two: the product's rounding grows with it). holds: of what is no error but a property, whether it is
-    assumed to hold; its name says which. source: who says so. patterns: at how many float32 bit patterns it was
-    measured, 0 where it is assumed.
+    device: "tpu", "cuda", "hopper" (CUDA's sm_89 and sm_90) or "hip". slope: ulps more per unit of the argument's
+    magnitude (an exponential is a product and a power of two: the product's rounding grows with it). holds: of what is
+    no error but a property, whether it is assumed to hold; its name says which. source: who says so. patterns: at how
+    many float32 bit patterns it was measured, 0 where it is assumed.
     """
 
     name: str
@@ -38,6 +39,8 @@ class Assumption:
 
 DOT_ROUNDS = "dot rounds to nearest"
 """Whether sums of the matrix unit are rounded to nearest, and not toward zero: seen in sums of one sign."""
+FP8_SUMS = "fp8 sums keep float32's digits"
+"""Whether the matrix unit keeps as much of a sum of fp8 products as of any other."""
 BFLOAT16_ROUNDS, FLOAT8_ROUNDS = "to_bfloat16 rounds to nearest even", "to_float8_e4m3fn rounds to nearest even"
 CONVERSIONS = {
     "bfloat16": (BFLOAT16_ROUNDS,),
@@ -49,6 +52,7 @@ CONVERSIONS = {
 PTX = "PTX ISA, floating-point instructions; Triton takes the .approx forms"
 AMD = "AMD CDNA3 ISA: 1 ulp, subnormals kept; Triton multiplies by log2(e) first"
 TPU = "the compiled code: a multiply, one vector instruction, a correction; its error is published nowhere"
+HOPPER = "arXiv:2512.07004: tensor cores of Ada and Hopper keep 13 bits of a fraction"
 LOG2E_ROUNDED = 1.5
 """x · log2(e), rounded, as an exponent of two: half an ulp of it is up to this many of the result, times |x|."""
 
@@ -76,6 +80,7 @@ ASSUMPTIONS = (
                 FLOAT8_ROUNDS: (True, PTX),
                 "minimum keeps NaN": (False, PTX + ": min.f32 returns the number"),
                 DOT_ROUNDS: (False, "arXiv:2512.07004: tensor cores truncate"),
+                FP8_SUMS: (True, "arXiv:2512.07004: from sm_100 on; before, of fp8 products by way of float16"),
                 "subnormals are kept": (True, PTX + ", without .ftz"),
             },
             "hip": {
@@ -83,6 +88,7 @@ ASSUMPTIONS = (
                 FLOAT8_ROUNDS: (True, AMD),
                 "minimum keeps NaN": (False, AMD + ": v_min_f32 returns the number"),
                 DOT_ROUNDS: (True, AMD),
+                FP8_SUMS: (True, AMD),
                 "subnormals are kept": (True, AMD),
             },
             "tpu": {
@@ -90,12 +96,22 @@ ASSUMPTIONS = (
                 FLOAT8_ROUNDS: (True, TPU),
                 "minimum keeps NaN": (True, "XLA's minimum does; the instruction's choice is published nowhere"),
                 DOT_ROUNDS: (True, TPU),
+                FP8_SUMS: (True, TPU),
                 "subnormals are kept": (False, "TPUs flush subnormals to zero"),
             },
         }.items()
         for name, (holds, source) in properties.items()
     ),
 )  # fmt: skip
+
+
+ASSUMPTIONS += tuple(
+    Assumption(FP8_SUMS, "hopper", holds=False, source=HOPPER)
+    if known.name == FP8_SUMS
+    else replace(known, device="hopper")
+    for known in ASSUMPTIONS
+    if known.device == "cuda"
+)
 
 
 def measured_path(records: Path, backend: str, device_kind: str) -> Path:
@@ -129,11 +145,13 @@ def keep(path: Path, figures: Mapping[str, Mapping[str, float | bool]]) -> None:
 def on_device(contract: Contract, backend: Backend, kind: str, records: Path) -> Contract:
     """A contract on a device: each of its sites at what is known of the hardware's functions that it comes out of.
 
-    Errors of several functions are added. A sum or a conversion that is cut off is a site toward zero. kind: what the
+    Where a property in its `unless` does not hold, the contract is that one. Errors of several functions are added. A
+    sum or a conversion that is cut off is a site toward zero. kind: what the
     device's framework calls it; records: a ledger's folder, for the measured table.
     Raises ValueError for a function that is off by more than any site may be.
     """
     known = of_device(_maker(backend, kind), measured_path(records, backend, kind))
+    contract = next((other for name, other in contract.unless.items() if not known[name].holds), contract)
     sites = {
         site: _result(dtype, [known[name] for name in (*contract.functions.get(site, ()), *CONVERSIONS.get(dtype, ()))])
         for site, dtype in contract.sites.items()
@@ -145,7 +163,13 @@ def _maker(backend: Backend, kind: str) -> str:
     """The kind of device, as in `Assumption`."""
     if backend == "tpu":
         return "tpu"
-    return "hip" if kind.startswith("AMD") else "cuda"
+    if kind.startswith("AMD"):
+        return "hip"
+    return "hopper" if _ADA_OR_HOPPER.match(kind) else "cuda"
+
+
+_ADA_OR_HOPPER = re.compile(r"NVIDIA (GH|H\d|L\d|.*Ada|GeForce RTX 40)")
+"""Of the names that CUDA calls its devices by."""
 
 
 def _result(dtype: str, functions: Sequence[Assumption]) -> str:

@@ -38,10 +38,10 @@ def _unary_kernel(x, out, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _dot_kernel(a, b, out, K: tl.constexpr):
-    i, k = tl.arange(0, 16), tl.arange(0, K)
-    product = tl.dot(tl.load(a + i[:, None] * K + k[None, :]), tl.load(b + k[:, None] * 16 + i[None, :]))
-    tl.store(out + i[:, None] * 16 + i[None, :], product)
+def _dot_kernel(a, b, out, M: tl.constexpr, K: tl.constexpr):
+    i, j, k = tl.arange(0, M)[:, None], tl.arange(0, 16)[None, :], tl.arange(0, K)
+    product = tl.dot(tl.load(a + i * K + k[None, :]), tl.load(b + k[:, None] * 16 + j))
+    tl.store(out + i * 16 + j, product)
 
 
 def _unary(x, *, function: str, dtype: str = "float32"):
@@ -51,8 +51,8 @@ def _unary(x, *, function: str, dtype: str = "float32"):
 
 
 def _dot(a, b):
-    out = torch.empty(16, 16, dtype=torch.float32, device=a.device)
-    _dot_kernel[(1,)](a, b, out, K=a.shape[1])
+    out = torch.empty(a.shape[0], 16, dtype=torch.float32, device=a.device)
+    _dot_kernel[(1,)](a, b, out, M=a.shape[0], K=a.shape[1])
     return out
 
 
@@ -78,8 +78,10 @@ def device() -> Gpu:
 
 
 def kind() -> str:
-    """Whose GPU: "cuda" or "hip"."""
-    return "hip" if torch.version.hip else "cuda"
+    """As in `parity.contact.assumptions`."""
+    if torch.version.hip:
+        return "hip"
+    return "hopper" if torch.cuda.is_available() and torch.cuda.get_device_capability() in ((8, 9), (9, 0)) else "cuda"
 
 
 def _arrays(result: Any) -> list[np.ndarray]:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from parity.contact.assumptions import DOT_ROUNDS, Assumption
+from parity.contact.assumptions import DOT_ROUNDS, FP8_SUMS, Assumption
 from parity.dtypes import numpy_dtype
 
 SAMPLES = 2**20
@@ -38,7 +38,7 @@ class Device(Protocol):
         """float32 x [n] in a narrower dtype."""
 
     def dot(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """a [16, K] @ b [K, 16] of bfloat16, in float32."""
+        """a [M, K] @ b [K, 16] of bfloat16 or e4m3, in float32."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ CONVERSIONS = {f"to_{dtype} rounds to nearest even": dtype for dtype in ("bfloat
 PROPERTIES: Mapping[str, Callable[[Device], tuple[bool, str]]] = {
     "minimum keeps NaN": lambda device: _keeps_nan(device),
     DOT_ROUNDS: lambda device: _dot_rounds(device),
+    FP8_SUMS: lambda device: _sums_fp8(device),
     "subnormals are kept": lambda device: _keeps_subnormals(device),
 }
 NAMES = (*TRUTHS, *CONVERSIONS, *PROPERTIES)
@@ -164,6 +165,15 @@ def _dot_rounds(device: Device) -> tuple[bool, str]:
     off = (device.dot(a, b) - exact) / np.spacing(exact.astype(np.float32))
     below = float((off < 0).mean())
     return below < 0.9, f"{below:.0%} of 256 sums too small, by {-off.min():.3g} ulp at most"
+
+
+def _sums_fp8(device: Device) -> tuple[bool, str]:
+    """Of 64 rows, which warps multiply together: of fewer Triton multiplies fp8 as float16."""
+    rng = np.random.default_rng(1)
+    a, b = (rng.standard_normal(shape).astype(ml_dtypes.float8_e4m3fn) for shape in ((64, 512), (512, 16)))
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    off = np.abs(device.dot(a, b) - exact) / (np.abs(a.astype(np.float64)) @ np.abs(b.astype(np.float64)))
+    return bool(off.max() < 2.0**-18), f"1,024 sums of 512 products are off by up to {off.max():.2g} of their terms"
 
 
 def _keeps_subnormals(device: Device) -> tuple[bool, str]:

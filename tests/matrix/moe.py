@@ -24,7 +24,7 @@ from tests.matrix.gmm import PATTERNS, SMALL_TILES, grouped, groups_and_out, lon
 from tests.matrix.memories import Drawn
 from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B
 from tests.matrix.ops import BF16, F32, MXU_DEPTH, TRAINED, in_turn, is_backward, op
-from tests.matrix.quantized_gmm import FP8_MMA_DEPTH
+from tests.matrix.quantized_gmm import FP8_MMA_DEPTH, with_narrow_sums
 
 
 def contract(c: Case, backend: Backend) -> Contract:
@@ -45,13 +45,14 @@ def contract(c: Case, backend: Backend) -> Contract:
         functions = wide.functions and unquantised.of_unit(backend, "inner")
         wide = replace(wide, sites={**wide.sites, **scaling}, functions=functions)
     if not backward:
-        return wide
+        return with_narrow_sums(wide, backend)
     tile, schedule = None, wide.schedule
     if c.quantize or c.bwd_quantize:  # rows are cut where blocks are, and a tile within a block is scaled by itself
         block = c.block_size or c.M
         tile = c.tiling[0] if c.tiling and c.tiling[0] < block else None
         schedule = {"aligned": True}
-    return replace(wide, out=c.dtype, outs={"existing_out": c.out}, tile=tile, schedule=schedule)
+    wide = replace(wide, out=c.dtype, outs={"existing_out": c.out}, tile=tile, schedule=schedule)
+    return with_narrow_sums(wide, backend)
 
 
 def chain(c: Case, inputs: Inputs) -> int:
@@ -357,7 +358,8 @@ def layer_contract(c: Case, backend: Backend) -> Contract:
     functions = {**unquantised.of_unit(backend, "inner"), **own}
     if c.quantize == "fp8":
         depth = MXU_DEPTH if backend == "tpu" else FP8_MMA_DEPTH
-        return replace(wide, dot="fp8", depth=depth, sites={"partial": F32, **sites}, functions=functions)
+        fp8 = replace(wide, dot="fp8", depth=depth, sites={"partial": F32, **sites}, functions=functions)
+        return with_narrow_sums(fp8, backend)
     return replace(wide, dot="native", sites={**wide.sites, **sites}, functions=functions)
 
 

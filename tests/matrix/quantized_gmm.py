@@ -15,6 +15,8 @@ from cpu_golden.quantized_gmm import gmm_quantized, tgmm_quantized
 from op_arguments.quantize import Blocks
 from op_arguments.quantized_gmm import dot_dtype
 from parity import Array, Case, Contract, Groups, Op, Scales
+from parity.contact.assumptions import FP8_SUMS
+from parity.judging.passes import fp8_in_14_digits
 from parity.op import Backend, Inputs
 from tests.matrix import gmm as unquantised
 from tests.matrix.gmm import (
@@ -28,7 +30,7 @@ from tests.matrix.gmm import (
     without_transpose,
 )
 from tests.matrix.models import DEEPSEEK_V3, QWEN3_30B, Experts
-from tests.matrix.ops import BF16, F16, F32, MXU_DEPTH, TRAINED, in_turn, one_in
+from tests.matrix.ops import BF16, F16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED, in_turn, one_in
 
 E4M3, E5M2, I8 = "float8_e4m3fn", "float8_e5m2", "int8"
 FP8_MMA_DEPTH = 32  # as `parity.backends.emulation` documents it
@@ -95,13 +97,27 @@ def contract(c: Case, backend: Backend) -> Contract:
     if dot == "fp8":
         depth = MXU_DEPTH if backend == "tpu" else FP8_MMA_DEPTH
         sites = {"partial": F32, **scaling} if backend == "tpu" else scaling
-        return Contract(
+        found = Contract(
             dot="fp8", out=c.out, depth=depth, tile=tile, sites=sites, schedule=schedule,
             functions=unquantised.of_unit(backend, "inner"),
         )  # fmt: skip
+        return with_narrow_sums(found, backend)
     wide = unquantised.contract(replace(c, op="tgmm" if over_rows else "gmm", dtype=dot), backend)
     functions = wide.functions and unquantised.of_unit(backend, "inner")
     return replace(wide, tile=tile, sites={**wide.sites, **scaling}, schedule=schedule, functions=functions)
+
+
+def with_narrow_sums(contract: Contract, backend: Backend) -> Contract:
+    """A contract of fp8 dots with that of tensor cores which keep 14 digits of such a sum; any other as it is.
+
+    There a dot of a float32 result takes float16, which has every value of fp8; for others 14 digits are enough.
+    """
+    if backend != "gpu" or contract.dot != "fp8":
+        return contract
+    dot, schedule = "native", contract.schedule
+    if contract.out != F32:
+        dot, schedule = "fp8 in 14 digits", {**schedule, "narrow": fp8_in_14_digits}
+    return replace(contract, unless={FP8_SUMS: replace(contract, dot=dot, depth=MMA_DEPTH, schedule=schedule)})
 
 
 def chain(c: Case, inputs: Inputs) -> int:

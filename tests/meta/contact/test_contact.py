@@ -22,6 +22,7 @@ from parity.contact.steps import ENDING_SECONDS, Step, of_sizes, one_each, perfo
 from parity.dtypes import round_to
 from parity.interop import to_numpy
 from parity.judging.judge import gates
+from parity.judging.passes import fp8_in_14_digits
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.matrix.delta_rule import DELTA_RULES
@@ -236,7 +237,7 @@ class Wrong:
         nearest = exact.astype(np.float32)
         if self.wrong == assumptions.DOT_ROUNDS:
             return np.where(nearest > exact, np.nextafter(nearest, np.float32(0)), nearest) - np.spacing(nearest)
-        return nearest
+        return fp8_in_14_digits(a, b) if self.wrong == assumptions.FP8_SUMS else nearest
 
 
 @pytest.mark.parametrize("name", probes.NAMES)
@@ -262,7 +263,7 @@ def test_what_leaves_the_normal_range_by_what_is_allowed_is_no_error(x, monkeypa
 
 
 def test_every_device_has_an_assumption_of_every_probe_with_its_source(pytestconfig):
-    for device in ("cuda", "hip", "tpu"):
+    for device in ("cuda", "hopper", "hip", "tpu"):
         assert [*assumptions.of_device(device)] == [*probes.NAMES]
     assert all(assumption.source for assumption in ASSUMPTIONS)
     page = (pytestconfig.rootpath / "docs/assumptions.md").read_text()

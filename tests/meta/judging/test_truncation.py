@@ -2,16 +2,20 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from parity.dtypes import FORMATS, TOWARD_ZERO, cut_off, round_to, stochastic
 from parity.judging.judge import gates, measure_contract
+from parity.judging.passes import fp8_in_14_digits
 from parity.op import Contract
 from parity.trial import Trial
 from tests.matrix.gmm import GMM
 from tests.matrix.ops import BF16, F32, MMA_DEPTH
+from tests.matrix.quantized_gmm import E4M3, GMM_QUANTIZED, TGMM_QUANTIZED, rhs_dtype
 
 CORE = "parity.backends.emulation.tensor_core"
 LONG = dict(M=64, K=1024, N=32, G=2)
@@ -98,3 +102,49 @@ def test_two_bfloat16_that_are_cut_off_lose_what_the_second_lacks():
 def test_a_contract_refuses_a_site_of_no_dtype():
     with pytest.raises(ValueError, match=r"sites\['acc'\] must be one of .*float32 toward zero.*got 'float31'"):
         Contract(sites={"acc": "float31"})
+
+
+FP8 = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+
+
+@pytest.mark.parametrize("data", ["normal", "wide", "positive", "tiny"])
+@pytest.mark.parametrize("dtype", FP8)
+def test_sums_of_fp8_are_those_of_an_h200_bit_for_bit(dtype, data):
+    """[16, 128] @ [128, 16] of a larger tl.dot (wgmma), as Triton 3.9 compiles it."""
+    with np.load(Path(__file__).with_name("h200_fp8_sums.npz")) as seen:
+        lhs, rhs, sums = np.split(seen[f"{dtype} {data}"], [16 * 128, 2 * 16 * 128])
+    found = fp8_in_14_digits(lhs.view(FP8[dtype]).reshape(16, 128), rhs.view(FP8[dtype]).reshape(128, 16))
+    np.testing.assert_array_equal(found, sums.view(np.float32).reshape(16, 16))
+
+
+def test_sums_of_fp8_in_14_digits_keep_nan_to_its_row():
+    a, b = np.ones((3, 64), FP8["e4m3"]), np.ones((64, 2), FP8["e4m3"])
+    a[1, 40] = np.nan
+    np.testing.assert_array_equal(fp8_in_14_digits(a, b), [[64, 64], [np.nan, np.nan], [64, 64]])
+
+
+def narrow_sums(lhs, rhs, acc, depth):
+    """`fused_dot` of fp8 as a Hopper's."""
+    return (acc + fp8_in_14_digits(lhs.astype(FP8["e4m3"]), rhs.astype(FP8["e4m3"]))).astype(np.float32)
+
+
+H200 = "NVIDIA H200"
+FP8_CALLS = [
+    pytest.param(op, case, id=case.id)
+    for op in (GMM_QUANTIZED, TGMM_QUANTIZED)
+    for case in op.cases
+    if (case.tier, case.dtype, rhs_dtype(case), case.out, case.data) == ("smoke", E4M3, E4M3, BF16, "normal")
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "case"), FP8_CALLS)
+def test_a_hopper_keeps_the_contract_of_narrow_sums(op, case, monkeypatch):
+    pytest.importorskip("triton")
+    here, there = Trial(op, case, "gpu"), Trial(op, case, "gpu", device=H200)
+    assert gates(here).verdict.outcome == "AGREES"
+    monkeypatch.setattr(f"{CORE}.fused_dot", narrow_sums)
+    assert gates(here).verdict.outcome == "OUT OF BOUND"
+    judged = gates(there)
+    assert judged.verdict.outcome == "AGREES", judged.verdict
+    assert judged.fit.ratio == pytest.approx(1, abs=0.2)  # of the few that are rounded otherwise

@@ -102,6 +102,7 @@ def test_bound_is_the_smaller_of_the_two_and_grows_with_what_operands_lose():
         *(("bf16x6", 2.0**-21, 6), ("bf16x3", 2.0**-13, 3), ("bf16x2", 2.0**-16, 2), ("bf16x1", 2.0**-7, 1)),
         ("bf16x3x3", 2.0**-22, 6),
         ("tf32", 2.0**-9, 1),
+        ("fp8 in 14 digits", 17 * 2.0**-10, 1),
     ],
 )
 def test_what_the_operands_of_each_dot_lose_is_in_its_bound(dot, lost, passes):
@@ -113,6 +114,7 @@ def test_what_the_operands_of_each_dot_lose_is_in_its_bound(dot, lost, passes):
         "none",
         "native",
         "fp8",
+        "fp8 in 14 digits",
         "int8",
         "ieee",
         "tf32",
