@@ -56,6 +56,7 @@ class Timed:
     whose: str
     _: KW_ONLY
     microseconds: Figure = figure("µs", ".1f")
+    eager: Figure = figure("eager µs", ".0f")
     relative_error: Figure = figure("relative error", ".1e")
     error: str = ""
 
@@ -139,21 +140,38 @@ def device() -> str:
     return f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}"
 
 
-def median_microseconds(run: Callable[[], Any], *, warm_up: int, repeats: int) -> float:
-    """The median time of a run by CUDA events, with a cold L2 cache."""
+def times(run: Callable[[], Any], *, warm_up: int, repeats: int) -> dict[str, float]:
+    """The figures of `Timed`: the median time of a run by CUDA events with a cold L2 cache, captured in a graph, and
+    that of one call after the other, in which the host may take longer than the GPU."""
     import torch
 
+    from parity.contact.gpu import captured
+
+    graph, _ = captured(run)
     cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    times = []
+    found = []
     for _ in range(warm_up + repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         cache.zero_()
-        start.record()
+        found.append(_microseconds(graph.replay))
+    return {"microseconds": statistics.median(found[warm_up:]), "eager": _microseconds(run, repeats)}
+
+
+def _microseconds(run: Callable[[], Any], repeats: int = 1) -> float:
+    """The time of a run, of so many one after the other, by CUDA events."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(repeats):
         run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return float(statistics.median(times[warm_up:]))
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end) * 1e3 / repeats)
+
+
+def brief(row: Timed) -> str:
+    """A row's time in a line of progress."""
+    return f"{row.whose} {row.error or f'{row.microseconds:.0f} µs'}"
 
 
 def table(

@@ -1,13 +1,13 @@
-"""Gated linear attentions in Triton on this machine's GPU, next to the flash-linear-attention package.
+"""Gated linear attentions and delta rules in Triton on this machine's GPU, next to flash-linear-attention's.
 
     pip install flash-linear-attention==0.6.0
     python -m benchmarks.gpu_gla                        bfloat16, 4096 and 65536 steps
-    python -m benchmarks.gpu_gla --steps 4096 --dtype float32 --json
+    python -m benchmarks.gpu_gla --only chunk_kda --steps 4096 --dtype float32 --json
 
 Both contenders get the same tensors in the same run. Each is checked before it is timed against the float64 golden of
 two heads of one batch row: o, or the worst of dq, dk, dv and the gradient of a gate that differs from step to step.
-The backward pass is what `torch.autograd.grad` runs after a forward pass. Times are medians by CUDA events, with a
-cold L2 cache. It needs a CUDA device, and was written where there was none: no time of it has been seen yet.
+The backward pass is what `torch.autograd.grad` runs after a forward pass. Times are medians of a captured graph by CUDA
+events, with a cold L2 cache; eager ones are of calls one after the other. The peer tunes itself first, for minutes.
 """
 
 import importlib
@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, normalize
 
-import cpu_golden.gla
-import cpu_golden.simple_gla
 from benchmarks import command
 from benchmarks.command import Figure, figure
+from gpu_reference.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from gpu_reference.gla import chunk_gla, fused_recurrent_gla
+from gpu_reference.kda import chunk_kda, fused_recurrent_kda
 from gpu_reference.simple_gla import chunk_simple_gla, fused_chunk_simple_gla, fused_recurrent_simple_gla
 
 BATCH, HEADS, KEYS, VALUES = 2, 16, 128, 128
@@ -46,8 +46,14 @@ KERNELS: list[tuple[Kernel, str]] = [
     (chunk_gla, "gk"),
     (fused_recurrent_simple_gla, "g"),
     (fused_recurrent_gla, "gk"),
+    (chunk_gated_delta_rule, "g"),
+    (chunk_kda, "g"),
+    (fused_recurrent_gated_delta_rule, "g"),
+    (fused_recurrent_kda, "g"),
 ]
 """Each with the gate that it is given; the peer's have the same names."""
+PER_CHANNEL, DELTA_RULES = ("gla", "kda"), ("gated_delta_rule", "kda")
+"""Modules whose gate has a value for each channel, and those that take beta and keys of length 1."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +74,18 @@ class Row(command.Timed):
         return "met" if self.of_peer >= FASTER_THAN_PEER else f"{1 - self.of_peer / FASTER_THAN_PEER:.0%} short of it"
 
 
-def measure(steps: int, dtype: torch.dtype) -> Iterator[list[Row]]:
+def measure(kernels: Sequence[tuple[Kernel, str]], steps: int, dtype: torch.dtype) -> Iterator[list[Row]]:
     """The rows of each kernel, in both directions."""
     torch.manual_seed(0)
     sizes = {"q": KEYS, "k": KEYS, "v": VALUES, "do": VALUES}
     tensors = {name: torch.randn(BATCH, steps, HEADS, size, device=DEVICE, dtype=dtype) for name, size in sizes.items()}
-    for ours, gate in KERNELS:
-        inputs = {**tensors, gate: _log_decays(gate, steps)}
-        expected = _expected(inputs, gate)
+    beta = torch.rand(BATCH, steps, HEADS, device=DEVICE, dtype=dtype)
+    for ours, gate in kernels:
+        module = _module(ours)
+        inputs = {**tensors, gate: _log_decays(gate, steps, module in PER_CHANNEL)}
+        if module in DELTA_RULES:
+            inputs |= {"k": normalize(tensors["k"], dim=-1), "beta": beta}
+        expected = _expected(module, inputs)
         for direction in ("forward", "backward"):
             blank = Row(f"{ours.__name__} {gate}", OURS, direction, steps)
             rows = [_measured(replace(blank, whose=whose), ours, inputs, expected) for whose in (OURS, PEER)]
@@ -83,23 +93,27 @@ def measure(steps: int, dtype: torch.dtype) -> Iterator[list[Row]]:
             yield [replace(row, of_peer=peer / row.microseconds) if peer and row.microseconds else row for row in rows]
 
 
-def _log_decays(gate: str, steps: int) -> Tensor:
+def _module(kernel: Kernel) -> str:
+    """The name of the module that a kernel of ours and its golden are in."""
+    return kernel.__module__.rpartition(".")[2]
+
+
+def _log_decays(gate: str, steps: int, per_channel: bool) -> Tensor:
     """float32 gates as models have them: ALiBi's slopes, or a sigmoid's logarithm over 16."""
     if gate == "g_gamma":
         return -(2.0 ** (-8 / HEADS * torch.arange(1.0, HEADS + 1, device=DEVICE)))
-    shape = (BATCH, steps, HEADS, *([KEYS] if gate == "gk" else []))
+    shape = (BATCH, steps, HEADS, *([KEYS] if per_channel else []))
     return logsigmoid(torch.randn(shape, device=DEVICE)) / 16
 
 
-def _expected(inputs: Mapping[str, Tensor], gate: str) -> dict[str, Any]:
+def _expected(module: str, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
     """o and the gradients of CHECKED_HEADS in float64."""
     sampled = {name: _sample(x).numpy() for name, x in inputs.items()}
     do = sampled.pop("do")
-    q, k, v, decays = sampled.values()
-    family: Any = cpu_golden.gla if gate == "gk" else cpu_golden.simple_gla
-    name = family.__name__.replace("cpu_golden.", "chunk_")
-    forward, backward = getattr(family, f"{name}_fwd"), getattr(family, f"{name}_bwd")
-    return {"o": forward(q, k, v, **{gate: decays}).o, **backward(q, k, v, do, **{gate: decays})._asdict()}
+    golden = importlib.import_module(f"cpu_golden.{module}")
+    forward, backward = (getattr(golden, f"chunk_{module}_{way}") for way in ("fwd", "bwd"))
+    gradients = backward(**sampled, do=do)._asdict()
+    return {"o": forward(**sampled).o, **gradients}
 
 
 def _sample(x: Tensor) -> Tensor:
@@ -108,10 +122,10 @@ def _sample(x: Tensor) -> Tensor:
     return heads.detach().double().cpu()
 
 
-def _peer(name: str) -> Kernel:
+def _peer(ours: Kernel) -> Kernel:
     """The peer's kernel of this name, with our names of the arguments."""
-    kernel: Kernel = getattr(importlib.import_module(f"fla.ops.{'simple_gla' if 'simple' in name else 'gla'}"), name)
-    if name == "chunk_gla":
+    kernel: Kernel = getattr(importlib.import_module(f"fla.ops.{_module(ours)}"), ours.__name__)
+    if ours is chunk_gla:
         return lambda q, k, v, gk: kernel(q, k, v, g=gk)
     return kernel
 
@@ -119,9 +133,9 @@ def _peer(name: str) -> Kernel:
 def _measured(row: Row, ours: Kernel, inputs: Mapping[str, Tensor], expected: Mapping[str, Any]) -> Row:
     """The row with its error and, if that is small enough, its time."""
     try:
-        attention = ours if row.whose == OURS else _peer(ours.__name__)
+        attention = ours if row.whose == OURS else _peer(ours)
         run, results = (_forward if row.direction == "forward" else _backward)(attention, inputs)
-    except (ImportError, RuntimeError, NotImplementedError, ValueError, TypeError) as refused:
+    except (ImportError, AttributeError, RuntimeError, NotImplementedError, ValueError, TypeError) as refused:
         if row.whose == OURS:  # what a peer cannot do is a line of the table; what we cannot is a fault
             raise
         return replace(row, error=f"refused: {refused}".splitlines()[0])
@@ -130,7 +144,7 @@ def _measured(row: Row, ours: Kernel, inputs: Mapping[str, Tensor], expected: Ma
     if wrong := command.wrong(error):
         return replace(row, error=wrong)
     del results
-    return replace(row, microseconds=command.median_microseconds(run, warm_up=WARM_UP, repeats=REPEATS))
+    return replace(row, **command.times(run, warm_up=WARM_UP, repeats=REPEATS))
 
 
 def _forward(attention: Kernel, inputs: Mapping[str, Tensor]) -> tuple[Callable[[], Any], dict[str, Tensor]]:
@@ -160,18 +174,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.gpu_parser(measure)
     parser.add_argument("--steps", type=int, nargs="+", default=STEPS, metavar="T", help="default: 4096 65536")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only kernels whose name contains TEXT")
     given = parser.parse_args(arguments)
+    kernels = [(kernel, gate) for kernel, gate in KERNELS if given.only in kernel.__name__]
+    if not kernels:
+        parser.error(f"--only must be part of a kernel's name, got {given.only!r}")
     if min(given.steps) < 1:
         parser.error(f"--steps must be positive, got {min(given.steps)}")
     command.check_device(parser)
 
     console = Console(stderr=True)
     table: list[Row] = []
-    with console.status("measuring") as status:
-        for steps in given.steps:
-            for rows in measure(steps, getattr(torch, given.dtype)):
-                table += rows
-                status.update(f"measured {rows[0].kernel} {rows[0].direction}, T {steps}")
+    for steps in given.steps:
+        for rows in measure(kernels, steps, getattr(torch, given.dtype)):
+            table += rows
+            console.log(f"T {steps}, {rows[0].kernel} {rows[0].direction}: {' · '.join(map(command.brief, rows))}")
     shape = f"B {BATCH}, H {HEADS}, K {KEYS}, V {VALUES}"
     title = f"{command.device()}, {given.dtype}, {shape}: median times, ratios of speed"
     names = {"T": "steps", "kernel": "kernel", "pass": "direction", "whose": "whose"}

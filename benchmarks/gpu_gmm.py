@@ -4,8 +4,8 @@
     python -m benchmarks.gpu_gmm --rows 65536 --json
 
 All of a shape's contenders get the same operands in the same run; each is checked against float64 before it is timed.
-Times are medians by CUDA events, with a cold L2 cache. The dense matmul has the same multiplications and no groups:
-the bound.
+Times are medians of a captured graph by CUDA events, with a cold L2 cache; eager ones are of calls one after the other.
+The dense matmul has the same multiplications and no groups: the bound.
 """
 
 import sys
@@ -162,8 +162,8 @@ def _time(row: Row, run: Callable[[], Tensor], expected: Tensor, flops: int) -> 
         if wrong := command.wrong(error):
             return replace(row, error=wrong)
     del result
-    microseconds = command.median_microseconds(run, warm_up=WARM_UP, repeats=REPEATS)
-    return replace(row, microseconds=microseconds, teraflops=flops / microseconds * 1e-6)
+    found = command.times(run, warm_up=WARM_UP, repeats=REPEATS)
+    return replace(row, **found, teraflops=flops / found["microseconds"] * 1e-6)
 
 
 def _compared(row: Row, best_peer: float | None, dense: float | None, bf16: float | None) -> Row:
@@ -184,10 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     console = Console(stderr=True)
     table: list[Row] = []
-    with console.status("measuring") as status:
-        for rows in measure(given.rows):
-            table += rows
-            status.update(f"measured {rows[0].kernel}, K×N G {rows[0].shape}")
+    for rows in measure(given.rows):
+        table += rows
+        console.log(f"{rows[0].kernel}, K×N G {rows[0].shape}: {' · '.join(map(command.brief, rows))}")
     title = f"{command.device()}: median times, ratios of speed"
     names = {"K×N G": "shape", "kernel": "kernel", "whose": "whose"}
     view = command.table(title, table, names, ("result",))
