@@ -18,9 +18,13 @@ SECONDS = 300  # that a command may take
 
 
 def environment() -> dict[str, str]:
-    """The environment without what it tells the pytest that runs this test: its options, and which worker it is."""
+    """The environment without what it tells the pytest that runs this test: its options, and which worker it is.
+
+    GPUs are hidden: what a command prints is that of a host without one.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PARITY_"))}
-    return kept | {"PYTHONDONTWRITEBYTECODE": "1"}  # of a module that a test edits within a second, it would be stale
+    # Of a module that a test edits within a second, the bytecode would be stale.
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 class Forks:

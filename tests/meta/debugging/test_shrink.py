@@ -16,6 +16,7 @@ from parity.backends import runner
 from parity.debugging.shrink import Shrunk, minimise, script, shrink
 from parity.dtypes import round_to
 from parity.inputs import draw
+from parity.interop import to_numpy
 from parity.judging.judge import judge
 from parity.judging.reference import reference
 from parity.trial import Trial
@@ -226,7 +227,7 @@ def golden_but(spoil):
     """gmm's golden in the dtype of the contract, with something done to the arrays or the result."""
 
     def kernel(preferred_element_type, tiling, **arguments):
-        tensors = {name: np.asarray(x) for name, x in arguments.items() if hasattr(x, "shape")}
+        tensors = {name: to_numpy(x) for name, x in arguments.items() if hasattr(x, "shape")}
         out = round_to(GMM.golden(**arguments | tensors), preferred_element_type)
         return spoil(out, tensors, arguments)
 

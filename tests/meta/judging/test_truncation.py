@@ -16,6 +16,7 @@ from parity.trial import Trial
 from tests.matrix.gmm import GMM
 from tests.matrix.ops import BF16, F32, MMA_DEPTH
 from tests.matrix.quantized_gmm import E4M3, GMM_QUANTIZED, TGMM_QUANTIZED, rhs_dtype
+from tests.support.interpreter import interpreted
 
 CORE = "parity.backends.emulation.tensor_core"
 LONG = dict(M=64, K=1024, N=32, G=2)
@@ -41,6 +42,7 @@ def truncating(lhs, rhs, acc, depth, digits=24):
 
 
 @pytest.mark.gpu
+@interpreted
 @pytest.mark.parametrize("data", ["normal", "one_signed"])
 def test_a_truncating_accumulator_agrees_with_a_contract_that_says_so(data, monkeypatch):
     pytest.importorskip("triton")
@@ -57,6 +59,7 @@ def test_a_truncating_accumulator_agrees_with_a_contract_that_says_so(data, monk
 
 
 @pytest.mark.gpu
+@interpreted
 def test_operands_that_an_instruction_cuts_off_are_such_sites(monkeypatch):
     pytest.importorskip("triton")
     from parity.backends.emulation import tensor_core

@@ -86,7 +86,7 @@ def test_a_run_without_the_plugin_says_so(monorepo):
 def test_frameworks_are_prepared_before_a_conftest_loads_them(monorepo):
     conftest = 'import os\n\nassert os.environ["TRITON_INTERPRET"] == "1" and "JAX_PLATFORMS" in os.environ\n'
     (monorepo / "a" / "conftest.py").write_text(conftest)
-    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ} | {"CUDA_VISIBLE_DEVICES": ""}
     collect = [sys.executable, "-m", "pytest", "-q", "--collect-only"]
     for folder, below in ((monorepo, ["a"]), (monorepo / "a", [])):
         done = subprocess.run([*collect, *below], cwd=folder, env=kept, capture_output=True, text=True)

@@ -8,8 +8,11 @@ from parity.runners.workers import Plan, gpus, plan, tpu_chips
 from tests.support.commands import run_pytest
 
 FAKE = """
+import os
 from pathlib import Path
 import parity.runners.workers
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
 parity.runners.workers.DEV = Path(__file__).parent / "dev"
 """
 OWNS = """
