@@ -183,41 +183,44 @@ def _added(sums, a, b, lhs, rhs, region, first, SCALING: tl.constexpr):
 
     The matrix unit takes the scales of b as [columns, blocks].
     """
+    DOT: tl.constexpr = SCALING.dot
+    LHS_FORMAT: tl.constexpr = SCALING.lhs_format
+    RHS_FORMAT: tl.constexpr = SCALING.rhs_format
     block = first // BLOCK + tl.arange(0, a.shape[1] // BLOCK)
     # A block without rows of the group may have a scale of NaN, and NaN times the zeros here is NaN.
     is_block = (block * BLOCK + BLOCK > region.start) & (block * BLOCK < region.end)
     along, down = block[None, :], block[:, None]
     a_read = region.in_rows & is_block[None, :]
-    a_scales = _scales(lhs.scale, region.group, region.row, along, a_read, True, SCALING.swizzled)
-    if SCALING.dot == "block_scaled":
+    a_scales = _scales(lhs, region.group, region.row, along, a_read, True, SCALING.swizzled)
+    if DOT == "block_scaled":
         b_read = region.in_columns.trans() & is_block[None, :]
-        b_scales = _scales(rhs.scale, region.group, region.column.trans(), along, b_read, False, SCALING.swizzled)
-        A: tl.constexpr = tl.constexpr("e4m3" if SCALING.lhs_format == "float8_e4m3fn" else "e5m2")
-        B: tl.constexpr = tl.constexpr("e4m3" if SCALING.rhs_format == "float8_e4m3fn" else "e5m2")
+        b_scales = _scales(rhs, region.group, region.column.trans(), along, b_read, False, SCALING.swizzled)
+        A: tl.constexpr = tl.constexpr("e4m3" if LHS_FORMAT == "float8_e4m3fn" else "e5m2")
+        B: tl.constexpr = tl.constexpr("e4m3" if RHS_FORMAT == "float8_e4m3fn" else "e5m2")
         sums = tl.dot_scaled(a, a_scales, A, b, b_scales, B, sums)
     else:
         b_read = region.in_columns & is_block[:, None]
-        b_scales = _scales(rhs.scale, region.group, region.column, down, b_read, False, SCALING.swizzled)
-        a = _mxfp8_operand(a, a_scales, 1, SCALING.lhs_format, SCALING.dot)
-        b = _mxfp8_operand(b, b_scales, 0, SCALING.rhs_format, SCALING.dot)
+        b_scales = _scales(rhs, region.group, region.column, down, b_read, False, SCALING.swizzled)
+        a = _mxfp8_operand(a, a_scales, 1, LHS_FORMAT, DOT)
+        b = _mxfp8_operand(b, b_scales, 0, RHS_FORMAT, DOT)
         sums = tl.dot(a, b, sums, input_precision="ieee")
     return sums
 
 
 @triton.jit
-def _scales(scale, group, line, block, is_read, OF_ROWS: tl.constexpr, SWIZZLED: tl.constexpr):
+def _scales(operand, group, line, block, is_read, OF_ROWS: tl.constexpr, SWIZZLED: tl.constexpr):
     """The scales of blocks of a group's lines (OF_ROWS of lhs, or columns of rhs), in bytes; 1 where none is read, or
     there is none."""
     line = line.to(tl.int64)
     block = block.to(tl.int64)
-    if scale is None:
+    if operand.scale is None:
         scales = tl.full(is_read.shape, 127, tl.uint8)
     else:
-        first = scale.data
-        if scale.group is not None:
-            first += group.to(tl.int64) * scale.group
-        stride_line = scale.row if OF_ROWS else scale.column
-        stride_block = scale.column if OF_ROWS else scale.row
+        first = operand.scale
+        if operand.scale_group is not None:
+            first += group.to(tl.int64) * operand.scale_group
+        stride_line = operand.scale_row if OF_ROWS else operand.scale_column
+        stride_block = operand.scale_column if OF_ROWS else operand.scale_row
         if SWIZZLED:
             in_tile = line % 32 * 16 + line % TILE_LINES // 32 * TILE_BLOCKS + block % TILE_BLOCKS
             offset = line // TILE_LINES * stride_line + block // TILE_BLOCKS * stride_block + in_tile

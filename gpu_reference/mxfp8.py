@@ -17,6 +17,7 @@ from torch import Tensor
 from gpu_reference._lib.formats import (
     BLOCK,
     FORMATS,
+    NO_OUTPUT,
     Output,
     as_codes,
     checked,
@@ -60,7 +61,7 @@ def mxfp8_quantize(
     device = checked(x, check_finite, has_nan=True)
     by_rows, planes = _mx_planes(x, axis)
     result = _empty_mxfp8(x, axis)
-    rowwise, columnwise = (result, None) if by_rows else (None, result)
+    rowwise, columnwise = (result, NO_OUTPUT) if by_rows else (NO_OUTPUT, result)
     if x.numel():
         mxfp8_quantize_launch(planes.contiguous(), name, scale_rounding, rowwise, columnwise).run(device)
     return Quantized(*_as_mxfp8(result, name))
@@ -127,11 +128,11 @@ class Planes(NamedTuple):
 
 
 def mxfp8_quantize_launch(
-    planes: Tensor, name: str, scale_rounding: str, rowwise: Output | None, columnwise: Output | None
+    planes: Tensor, name: str, scale_rounding: str, rowwise: Output, columnwise: Output
 ) -> Launch:
     """The kernel that quantises contiguous x [planes, rows, columns] to MXFP8, its codes and scales in bytes.
 
-    rowwise: in blocks of 32 along the columns; columnwise: along the rows; each where it is given.
+    rowwise: in blocks of 32 along the columns; columnwise: along the rows; each but where it is NO_OUTPUT.
     """
     grid, geometry = _mx_geometry(planes)
     outputs = {"rowwise": rowwise, "columnwise": columnwise}
@@ -170,14 +171,14 @@ def _mxfp8_quantize_kernel(
     """One program per tile of a plane, which holds whole blocks along both axes: one load serves both results."""
     plane, row, column, in_tile, position = _mx_tile_of_program(planes, TILE_ROWS, TILE_COLUMNS)
     bits = tl.load(x + position, mask=in_tile, other=0).to(tl.float32).to(tl.int32, bitcast=True)
-    IS_DUAL: tl.constexpr = rowwise is not None and columnwise is not None
-    if rowwise is not None:
+    IS_DUAL: tl.constexpr = rowwise.scale is not None and columnwise.scale is not None
+    if rowwise.scale is not None:
         blocks = bits.reshape(TILE_ROWS, TILE_COLUMNS // BLOCK, BLOCK)
         codes, exponents = _mxfp8_codes(blocks, in_tile, 2, ROUND_UP, FORMAT, "rowwise_" if IS_DUAL else "")
         tl.store(rowwise.qvalue + position, codes.reshape(TILE_ROWS, TILE_COLUMNS), mask=in_tile)
         offset, in_scale = _mx_scales_of_tile(plane, row, column, planes, True)
         tl.store(rowwise.scale + offset, exponents.reshape(TILE_ROWS, TILE_COLUMNS // BLOCK), mask=in_scale)
-    if columnwise is not None:
+    if columnwise.scale is not None:
         blocks = bits.reshape(TILE_ROWS // BLOCK, BLOCK, TILE_COLUMNS)
         codes, exponents = _mxfp8_codes(blocks, in_tile, 1, ROUND_UP, FORMAT, "columnwise_" if IS_DUAL else "")
         tl.store(columnwise.qvalue + position, codes.reshape(TILE_ROWS, TILE_COLUMNS), mask=in_tile)

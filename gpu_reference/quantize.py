@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gpu_reference._lib.formats import (
     FORMATS,
+    NO_OUTPUT,
     SMALLEST,
     Output,
     as_codes,
@@ -188,7 +189,7 @@ class Cells(NamedTuple):
 
 
 def quantize_launches(
-    plane: Tensor, blocks: tuple[int, int], name: str, output: Output, columnwise: Output | None = None
+    plane: Tensor, blocks: tuple[int, int], name: str, output: Output, columnwise: Output = NO_OUTPUT
 ) -> list[Launch]:
     """The kernels that quantise contiguous x [rows, columns] in `blocks`, its codes in bytes: one, or where a block is
     larger than a tile, two, of which the first finds each block's absmax.
@@ -202,8 +203,9 @@ def quantize_launches(
     if all(block <= size for block, size in zip(blocks, (tile["TILE_ROWS"], tile["TILE_COLUMNS"]), strict=True)):
         return [quantize]
     outputs = {"output": output, "columnwise": columnwise}
-    whole = {name: each and each._replace(absmax=_zeros(each.scale)) for name, each in outputs.items()}
-    largest = {name: each and each._replace(qvalue=None) for name, each in whole.items()}
+    asked = {name: each for name, each in outputs.items() if each.scale is not None}
+    whole = {name: each._replace(absmax=_zeros(each.scale)) for name, each in asked.items()}
+    largest = {name: each._replace(qvalue=None) for name, each in whole.items()}
     return [quantize._replace(arguments=quantize.arguments | each) for each in (largest, whole)]
 
 
@@ -258,7 +260,7 @@ def _quantize_kernel(
     """One program per tile of a cell. With columnwise the cell holds blocks of both results. Each is made from its own
     load of the tile, the second from the cache: registers do not hold it through both."""
     tile = _tile_of_program(cells, TILE_ROWS, TILE_COLUMNS)
-    if columnwise is not None:
+    if columnwise.scale is not None:
         _quantize_tile(x, tile, cells, columnwise, REDUCE_ROWS, False, FORMAT, "columnwise_")
         _quantize_tile(x, tile, cells, output, False, REDUCE_COLUMNS, FORMAT, "rowwise_")
     else:

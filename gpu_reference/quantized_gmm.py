@@ -190,16 +190,16 @@ def _tgmm_quantized_kernel(lhs, rhs, task, TILE: tl.constexpr, EXPERTS_BLOCK: tl
 @triton.jit
 def _scales_of_rows(lhs, region):
     """Where the first scale of each row of lhs is."""
-    return lhs.scale.data + region.row.to(tl.int64) // lhs.scale_lines * lhs.scale.row
+    return lhs.scale + region.row.to(tl.int64) // lhs.scale_lines * lhs.scale_row
 
 
 @triton.jit
 def _scales_of_columns(rhs, region):
     """Where the first scale of each column of rhs is."""
-    first = rhs.scale.data
-    if rhs.scale.group is not None:
-        first += region.group.to(tl.int64) // rhs.scale_groups * rhs.scale.group
-    return first + region.column.to(tl.int64) // rhs.scale_lines * rhs.scale.column
+    first = rhs.scale
+    if rhs.scale_group is not None:
+        first += region.group.to(tl.int64) // rhs.scale_groups * rhs.scale_group
+    return first + region.column.to(tl.int64) // rhs.scale_lines * rhs.scale_column
 
 
 @triton.jit
@@ -208,20 +208,23 @@ def _added(sums, a, b, lhs, rhs, region, first, SCALING: tl.constexpr):
 
     Sums of fp8 products stay outside of the tensor core, which may not keep all bits of float32.
     """
-    a = _dot_operand(a, SCALING.lhs_format, SCALING.dot)
-    b = _dot_operand(b, SCALING.rhs_format, SCALING.dot)
+    DOT: tl.constexpr = SCALING.dot
+    LHS_FORMAT: tl.constexpr = SCALING.lhs_format
+    RHS_FORMAT: tl.constexpr = SCALING.rhs_format
+    a = _dot_operand(a, LHS_FORMAT, DOT)
+    b = _dot_operand(b, RHS_FORMAT, DOT)
     if SCALING.lhs_block or SCALING.rhs_block:
-        partial = _dot_of_step(a, b, SCALING.dot)
+        partial = _dot_of_step(a, b, DOT)
         at = tl.full((), 0, tl.int64) + first
         if SCALING.lhs_block:
-            scales = _scales_of_rows(lhs, region) + at // SCALING.lhs_block * lhs.scale.column
+            scales = _scales_of_rows(lhs, region) + at // SCALING.lhs_block * lhs.scale_column
             partial *= tl.load(scales, mask=region.in_rows, other=0)
         if SCALING.rhs_block:
-            scales = _scales_of_columns(rhs, region) + at // SCALING.rhs_block * rhs.scale.row
+            scales = _scales_of_columns(rhs, region) + at // SCALING.rhs_block * rhs.scale_row
             partial *= tl.load(scales, mask=region.in_columns, other=0)
         sums += partial
-    elif SCALING.dot == "fp8" or (SCALING.dot == "int8" and not SCALING.in_int32):
-        sums += _dot_of_step(a, b, SCALING.dot)
+    elif DOT == "fp8" or (DOT == "int8" and not SCALING.in_int32):
+        sums += _dot_of_step(a, b, DOT)
     else:
         sums = tl.dot(a, b, sums, input_precision="ieee", out_dtype=sums.dtype)
     return sums

@@ -33,6 +33,10 @@ class Output(NamedTuple):
     absmax: Any = None
 
 
+NO_OUTPUT = Output(None, None)
+"""In place of a result that is not asked for (as NO_OPERAND in `gpu_reference._lib.operands`)."""
+
+
 class Format(NamedTuple):
     """A narrow format: its largest value is odd · 2^exponent, its smallest 2^least; a value has `mantissa` bits after
     its first (int8, all whose values are multiples of 1: as many as it has); `largest` and `nan` are codes.

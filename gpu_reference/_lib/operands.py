@@ -1,6 +1,7 @@
 """Operands on their way from the caller to a kernel: what the host can read of them, and the structs that kernels take.
 
-Strides are in elements. A field that is None is no argument of the compiled kernel.
+Strides are in elements. A field that is None is no argument of the compiled kernel. For Triton 3.6 a kernel asks
+whether a field is None, never a struct, and structs in a struct come after its tensors: else their ones become None.
 """
 
 import math
@@ -16,8 +17,8 @@ from op_arguments.gmm import Groups
 class Operand(NamedTuple):
     """Matrices in memory, as a dot multiplies them: a tensor, and its strides along rows and columns.
 
-    group: the stride from one group's matrix to the next, None of one that is every group's. scale: its scales, as such
-    matrices; one serves `scale_groups` groups and `scale_lines` lines, which are rows of lhs and columns of rhs.
+    group: the stride from one group's matrix to the next, None of one that is every group's. scale: its scales and
+    their strides; one serves `scale_groups` groups and `scale_lines` lines, which are rows of lhs and columns of rhs.
     """
 
     data: Any
@@ -25,8 +26,15 @@ class Operand(NamedTuple):
     column: Any
     group: Any = None
     scale: Any = None
+    scale_row: Any = None
+    scale_column: Any = None
+    scale_group: Any = None
     scale_groups: Any = 1
     scale_lines: Any = 1
+
+
+NO_OPERAND = Operand(None, None, None)
+"""In place of an operand that is not given."""
 
 
 class Sizes(NamedTuple):
@@ -45,12 +53,13 @@ class Shard(NamedTuple):
     groups: Any
 
 
-def operand(values: Tensor, *, transposed: bool = False, **scale: Any) -> Operand:
-    """The Operand of [rows, columns] or [groups, rows, columns], transposed or not; scale: the fields of its scale."""
+def operand(values: Tensor, *, transposed: bool = False, scale: Operand = NO_OPERAND, **served: int) -> Operand:
+    """The Operand of [rows, columns] or [groups, rows, columns], transposed or not; served: by one of its scales."""
     *group, row, column = values.stride()
     if transposed:
         row, column = column, row
-    return Operand(values, row, column, *group, **scale)
+    of_scale = {"scale": scale.data, "scale_row": scale.row, "scale_column": scale.column, "scale_group": scale.group}
+    return Operand(values, row, column, *group)._replace(**of_scale, **served)
 
 
 def on_device(group_offset: Any, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpu_reference._lib.hardware import bfloat16_as_float32_where_interpreted, check_devices
 from gpu_reference._lib.launch import Launch
-from gpu_reference._lib.operands import Shard, Sizes, on_device, operand
+from gpu_reference._lib.operands import NO_OPERAND, Shard, Sizes, on_device, operand
 from gpu_reference._lib.products import BAND, Task
 from gpu_reference._lib.tiles import Tile, block_of
 from gpu_reference._lib.visits import metadata_launch
@@ -42,9 +42,9 @@ class Plan(NamedTuple):
         self, p: Problem | QuantizedProblem, given: Given, out: Tensor, groups: Any, programs: int, **constants: Any
     ) -> Launch:
         """The kernel's launch in so many programs."""
-        existing_out = None if given.existing_out is None else operand(given.existing_out)
+        existing_out = NO_OPERAND if given.existing_out is None else operand(given.existing_out)
         shard = Shard(given.group_offset, p.experts, p.groups)
-        task = Task(existing_out, out, groups, shard, Sizes(p.m, p.k, p.n))
+        task = Task(out, groups, existing_out, shard, Sizes(p.m, p.k, p.n))
         arguments = {**self.arguments, "task": task, "TILE": self.tile, **constants}
         return Launch(self.kernel, (programs,), arguments, self.options, "tiling")
 

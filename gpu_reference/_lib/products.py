@@ -17,12 +17,12 @@ BAND = tl.constexpr(8)  # visits whose output columns are computed together: wei
 
 
 class Task(NamedTuple):
-    """What every kernel takes besides its operands: an Operand or None, the result, which rows are a group's (its
-    GroupMetadata; group_sizes for a product of groups), a Shard and Sizes."""
+    """What every kernel takes besides its operands: the result, which rows are a group's (its GroupMetadata; for a
+    product of groups group_sizes), an Operand or NO_OPERAND, a Shard and Sizes."""
 
-    existing_out: Any
     out: Any
     groups: Any
+    existing_out: Any
     shard: Any
     sizes: Any
 
@@ -234,7 +234,7 @@ def store_rows(sums, task, visit, region):
     is_inactive = (row < tl.load(visit.shard_offsets)) | (row >= tl.load(visit.shard_offsets + task.shard.groups))
     is_unclaimed = is_inactive & (row < tl.where(visit.is_first, sizes.m, 0))
     # Selects, since 0 * inf of a weight leaves NaN in the sums of rows outside the group.
-    if existing_out is None:
+    if existing_out.data is None:
         result = tl.where(region.in_rows, result, 0.0)
     else:
         existing_tile = pointers(existing_out, region.group, row_offset, column_offset)
@@ -251,7 +251,7 @@ def store_group(sums, task, region):
     in_out = region.in_rows & region.in_columns
     row_offset = region.row.to(tl.int64)
     column_offset = region.column.to(tl.int64)
-    if existing_out is not None:
+    if existing_out.data is not None:
         existing_tile = pointers(existing_out, region.group, row_offset, column_offset)
         sums += tl.load(existing_tile, mask=in_out, other=0).to(tl.float32)
     out_tile = out + (region.group.to(tl.int64) * sizes.k + row_offset) * sizes.n + column_offset

@@ -16,7 +16,7 @@ from cpu_golden import quantize as golden
 from cpu_golden.stages import Stages
 from gpu_reference import mxfp8
 from gpu_reference import quantize as gpu
-from gpu_reference._lib.formats import Output
+from gpu_reference._lib.formats import NO_OUTPUT, Output
 from op_arguments.probe import probing
 from parity.interop import to_numpy, to_torch
 from tests.support.formats import decode, nearest_code, quantise
@@ -102,12 +102,12 @@ def test_the_mxfp8_quantiser_keeps_to_its_arrays(shape):
     for wanted in ((True, True), (True, False), (False, True)):
         of = Guarded()
         results = [
-            Output(*(of.empty(*part.shape) for part in each)) if is_wanted else None
+            Output(*(of.empty(*part.shape) for part in each)) if is_wanted else NO_OUTPUT
             for each, is_wanted in zip(expected, wanted, strict=True)
         ]
         mxfp8.mxfp8_quantize_launch(of(to_torch(x)), "float8_e4m3fn", "up", *results).run(device)
         for result, each, by_rows in zip(results, expected, (True, False), strict=True):
-            if result is not None:
+            if result is not NO_OUTPUT:
                 for got, theirs in zip(result[:2], each, strict=True):
                     np.testing.assert_array_equal(to_numpy(got), theirs.view(np.uint8))
                 wide = of.empty(*shape, dtype=torch.float32)

@@ -120,7 +120,7 @@ LOSSES = [
     Loss("sums in one expert", "gpu", "moe_layer moe_layer_bwd", GPU_SUMS, layer, "region.group == 1"),
     # scales
     Loss("sums before the scales", "gpu", "gmm_quantized tgmm_quantized",
-         "partial = «_dot_of_step(a, b, SCALING.dot)»", fp8),
+         "partial = «_dot_of_step(a, b, DOT)»", fp8),
     Loss("sums before the scales", "tpu", "tgmm_quantized",
          "sums = «multiply(lhs[inner, rows], rhs[inner, columns], contract=(0, 0))»", fp8),
     Loss("sums before the scales", "tpu", "gmm_quantized",

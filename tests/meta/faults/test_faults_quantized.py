@@ -73,8 +73,8 @@ FAULTS = named({
     "every other scale is skipped": [
         tpu("gmm_quantized", "row_of(scales.rhs, part, columns))",
             "row_of(scales.rhs, part // 2 * 2, columns))", stepped),
-        gpu("gmm_quantized", "at // SCALING.rhs_block * rhs.scale.row",
-            "at // SCALING.rhs_block // 2 * 2 * rhs.scale.row", stepped),
+        gpu("gmm_quantized", "at // SCALING.rhs_block * rhs.scale_row",
+            "at // SCALING.rhs_block // 2 * 2 * rhs.scale_row", stepped),
     ],
     "the scale is not transposed with rhs": [
         tpu("gmm_quantized", "by_columns = scale.swapaxes(1, 2) if grid.transpose_rhs else scale",
@@ -97,13 +97,13 @@ FAULTS = named({
             "scale = row_of(self.operands.lhs_scale, i, rows)\n"
             "        sums = 1 / scale.T * multiply("
             "(x.astype(jnp.float32) * scale.T).astype(jnp.bfloat16), weights, contract)", block_scaled),
-        gpu("gmm_quantized", "partial = _dot_of_step(a, b, SCALING.dot)\n"
+        gpu("gmm_quantized", "partial = _dot_of_step(a, b, DOT)\n"
             "        at = tl.full((), 0, tl.int64) + first\n"
             "        if SCALING.lhs_block:\n"
-            "            scales = _scales_of_rows(lhs, region) + at // SCALING.lhs_block * lhs.scale.column\n"
+            "            scales = _scales_of_rows(lhs, region) + at // SCALING.lhs_block * lhs.scale_column\n"
             "            partial *= tl.load(scales, mask=region.in_rows, other=0)\n",
             "at = tl.full((), 0, tl.int64) + first\n"
-            "        scales = _scales_of_rows(lhs, region) + at // SCALING.lhs_block * lhs.scale.column\n"
+            "        scales = _scales_of_rows(lhs, region) + at // SCALING.lhs_block * lhs.scale_column\n"
             "        scale = tl.load(scales, mask=region.in_rows, other=0)\n"
             "        scaled = (a.to(tl.float32) * scale).to(tl.bfloat16)\n"
             '        partial = tl.dot(scaled.to(tl.float32), b.to(tl.float32), input_precision="ieee")\n',
