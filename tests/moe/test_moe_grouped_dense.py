@@ -62,11 +62,14 @@ def test_jax_keeps_fp8_alone(options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_torch_keeps_fp8_alone(options):
+    """And its gradients are those of `grouped_dense_bwd`, whose error the matrix judges: more on a Hopper."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
-    from gpu_reference.grouped_dense import grouped_dense
+    from gpu_reference.grouped_dense import grouped_dense, grouped_dense_bwd
 
     given = {name: to_torch(x, device=DEVICE) for name, x in draw().items()}
+    sizes = to_torch(SIZES, device=DEVICE)
+    expected = grouped_dense_bwd(given["lhs"], given["rhs"], sizes, given["dout"], **options)
     lhs, rhs = given["lhs"].requires_grad_(), given["rhs"].requires_grad_()
     kept = {}
 
@@ -75,13 +78,12 @@ def test_torch_keeps_fp8_alone(options):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = grouped_dense(lhs, rhs, to_torch(SIZES, device=DEVICE), **options)
+        out = grouped_dense(lhs, rhs, sizes, **options)
     saved = list(kept.values())
     assert {str(x.dtype) for x in saved if x.numel() > GROUPS * K} <= {"torch.float8_e4m3fn", "torch.float32"}
     assert sum(x.nbytes for x in saved) <= allowed()
     assert sum(x.nbytes for x in saved) >= M * K + GROUPS * K * N
-    grads = torch.autograd.grad(out, (lhs, rhs), given["dout"])
-    check_gradients(*(to_numpy(x) for x in grads), options)
+    assert all(map(torch.equal, torch.autograd.grad(out, (lhs, rhs), given["dout"]), expected[:2]))
 
 
 @pytest.mark.tpu

@@ -141,6 +141,7 @@ FP8_CALLS = [
 
 
 @pytest.mark.gpu
+@interpreted
 @pytest.mark.parametrize(("op", "case"), FP8_CALLS)
 def test_a_hopper_keeps_the_contract_of_narrow_sums(op, case, monkeypatch):
     pytest.importorskip("triton")
