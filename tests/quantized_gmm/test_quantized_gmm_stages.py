@@ -19,7 +19,7 @@ from tests.matrix.quantize import QUANTIZERS
 from tests.matrix.quantized_gmm import E4M3, F32, GMM_QUANTIZED, TGMM_QUANTIZED
 from tests.meta.faults.planting import Fault, plant
 from tests.meta.judging import test_bit_exact as bits
-from tests.support.interpreter import FOLLOWED, interpreted, shown
+from tests.support.interpreter import INTERPRETED, interpreted, shown
 from tests.support.stages import check_a_probe_leaves_nothing, traced, walked
 
 OPS = {op.name: op for op in (GMM_QUANTIZED, TGMM_QUANTIZED, GROUPED_GEMM)}
@@ -31,7 +31,7 @@ def smoke(op):
 
 def planted(backend, op, old, new, *marks):
     fault = Fault(f"{new} for {old}", backend, (op,), old, new)
-    return pytest.param(fault, id=f"{backend}-{op}", marks=[*FOLLOWED[backend], *marks])
+    return pytest.param(fault, id=f"{backend}-{op}", marks=[*INTERPRETED[backend], *marks])
 
 
 FULL = pytest.mark.full
@@ -80,7 +80,7 @@ def test_a_fault_of_logic_is_found_at_the_sums(fault, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backend", [pytest.param(b, marks=FOLLOWED[b]) for b in ("tpu", "gpu")])
+@pytest.mark.parametrize("backend", [pytest.param(b, marks=INTERPRETED[b]) for b in ("tpu", "gpu")])
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 def test_a_right_kernel_has_both_stages(op, backend):
     pytest.importorskip("jax" if backend == "tpu" else "triton")
@@ -102,7 +102,7 @@ def smallest(op):
 @pytest.mark.parametrize(
     ("backend", "name"),
     [
-        pytest.param(b, name, marks=[*FOLLOWED[b], *([] if (b, name) in QUICK else [FULL])])
+        pytest.param(b, name, marks=[*INTERPRETED[b], *([] if (b, name) in QUICK else [FULL])])
         for b in ("tpu", "gpu")
         for name in QUANTISERS
     ],
@@ -139,7 +139,7 @@ def test_the_power_of_two_that_is_shown_is_the_goldens(rounding):
 
 def misquantised(backend, op, old, new, site, *marks):
     fault = Fault(f"{new} for {old}", backend, (op,), old, new)
-    return pytest.param(fault, site, id=f"{backend}-{op}-{site}", marks=[*FOLLOWED[backend], *marks])
+    return pytest.param(fault, site, id=f"{backend}-{op}-{site}", marks=[*INTERPRETED[backend], *marks])
 
 
 MISQUANTISED = [

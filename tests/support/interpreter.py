@@ -19,8 +19,9 @@ DEVICE = "cpu" if _IS_ON else "cuda"
 interpreted = pytest.mark.skipif(not _IS_ON, reason="Triton's interpreter is off")
 """For tests that look into the interpreter, or run a kernel as on another GPU; others take tensors of `DEVICE`."""
 
-FOLLOWED = {"tpu": [pytest.mark.tpu], "gpu": [pytest.mark.gpu, interpreted]}
-"""By backend, the marks of a test that follows its kernel step by step, as `parity stages` does."""
+INTERPRETED = {"tpu": [pytest.mark.tpu], "gpu": [pytest.mark.gpu, interpreted]}
+"""By backend, the marks of a test of a kernel that is followed step by step, which Triton's interpreter alone allows,
+or that has a fault: one that reads beyond its arrays leaves a process no GPU."""
 
 
 @contextmanager

@@ -16,12 +16,12 @@ from parity.trial import Trial
 from tests.meta.faults.planting import OP, trial_of
 from tests.meta.faults.test_faults import FAULTS
 from tests.meta.faults.test_faults_gla import FAULTS as FAULTS_GLA
-from tests.support.interpreter import FOLLOWED
+from tests.support.interpreter import INTERPRETED
 
 GLA = "chunk_simple_gla_fwd"
 
 
-BACKENDS = [pytest.param(backend, marks=FOLLOWED[backend]) for backend in ("tpu", "gpu")]
+BACKENDS = [pytest.param(backend, marks=INTERPRETED[backend]) for backend in ("tpu", "gpu")]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -65,7 +65,7 @@ USUAL, FULL = (GLA, "tgmm"), [pytest.mark.full]
 
 @pytest.mark.parametrize(
     ("backend", "op", "name", "faults", "call"),
-    [pytest.param(*r, id="-".join(r[:3]), marks=[*FOLLOWED[r[0]], *FULL * (r[1] not in USUAL)]) for r in REGIONS],
+    [pytest.param(*r, id="-".join(r[:3]), marks=[*INTERPRETED[r[0]], *FULL * (r[1] not in USUAL)]) for r in REGIONS],
 )
 def test_the_statements_between_right_and_wrong_have_the_fault(backend, op, name, faults, call, tmp_path):
     trial, lines = trial_of(faults, name, backend, op, tmp_path)

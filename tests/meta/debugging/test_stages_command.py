@@ -22,7 +22,7 @@ from tests.matrix import OPS
 from tests.meta.faults.planting import ROOT, Fault, plant, trial_of
 from tests.meta.faults.test_faults_delta_rule_gpu import FAULTS as FAULTS_DELTA_RULE_GPU
 from tests.meta.faults.test_faults_delta_rule_tpu import FAULTS as FAULTS_DELTA_RULE_TPU
-from tests.support.interpreter import FOLLOWED, interpreted
+from tests.support.interpreter import INTERPRETED, interpreted
 from tests.support.stages import check_a_probe_leaves_nothing, traced, walked
 
 OP = {op.name: op for op in OPS}
@@ -46,7 +46,7 @@ def module_of(op):
 def planted(backend, op, old, new, where, *marks):
     """A case of `test_…`: `old` becomes `new`, and `where` is what must be named."""
     fault = Fault(f"{new} for {old}", backend, (op,), old, new)
-    return pytest.param(fault, where, id=f"{backend}-{op}-{where}", marks=[*FOLLOWED[backend], *marks])
+    return pytest.param(fault, where, id=f"{backend}-{op}-{where}", marks=[*INTERPRETED[backend], *marks])
 
 
 FULL = pytest.mark.full
@@ -193,7 +193,7 @@ def sites(backend, op, dtype="float32"):
 IN_DEFAULT = [("tpu", "gmm", "bfloat16"), ("gpu", "gmm", "bfloat16"), ("gpu", "fused_recurrent_gla_fwd", "float32"),
               ("tpu", CHANNELS_BACKWARD, "float32")]  # fmt: skip
 RIGHT = [
-    pytest.param(backend, op, dtype, marks=[*FOLLOWED[backend], *tier])
+    pytest.param(backend, op, dtype, marks=[*INTERPRETED[backend], *tier])
     for backend in ("tpu", "gpu")
     for op in ("gmm", "tgmm", *LINEAR_ATTENTIONS)
     for dtype in ("float32", "bfloat16")
@@ -210,7 +210,7 @@ def test_no_stage_of_a_right_kernel_is_off(backend, name, dtype):
 
 
 UNUSUAL = [
-    pytest.param(backend, op, words, marks=[*FOLLOWED[backend], FULL])
+    pytest.param(backend, op, words, marks=[*INTERPRETED[backend], FULL])
     for backend in ("tpu", "gpu")
     for op, *words in [
         (CHUNK_BACKWARD, "f32", "both", "unfused"),
@@ -313,7 +313,7 @@ def test_a_site_is_unseen_only_without_any_value():
 
 
 EVALUATED = [
-    pytest.param(backend, op, dtype, marks=[*FOLLOWED[backend], *tier])
+    pytest.param(backend, op, dtype, marks=[*INTERPRETED[backend], *tier])
     for backend, op, dtype, tier in [
         ("tpu", "gmm", "float32", []),
         ("tpu", "tgmm", "float32", [FULL]),

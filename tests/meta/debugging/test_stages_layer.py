@@ -12,7 +12,7 @@ from parity.judging.reference import reference
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.meta.faults.planting import Fault, plant
-from tests.support.interpreter import FOLLOWED, interpreted
+from tests.support.interpreter import INTERPRETED, interpreted
 from tests.support.stages import check_a_probe_leaves_nothing, traced, walked
 
 OP = {op.name: op for op in OPS}
@@ -42,7 +42,7 @@ RIGHT = [
         backend,
         case,
         sites,
-        marks=[*FOLLOWED[backend], *[FULL] * (backend == "gpu" and case in HALF_A_GIGABYTE)],
+        marks=[*INTERPRETED[backend], *[FULL] * (backend == "gpu" and case in HALF_A_GIGABYTE)],
         id=f"{backend}-{case}",
     )
     for backend in ("tpu", "gpu")
@@ -70,7 +70,9 @@ def test_no_stage_of_a_right_layer_is_off(backend, case_id, sites):
 def planted(backend, case_id, old, new, site, *marks):
     """`old` becomes `new` in the layer, and `site` is the stage that must be named."""
     fault = Fault(f"{new} for {old}", backend, (case_id.partition("-")[0],), old, new)
-    return pytest.param(fault, case_id, site, id=f"{backend}-{fault.ops[0]}-{site}", marks=[*FOLLOWED[backend], *marks])
+    return pytest.param(
+        fault, case_id, site, id=f"{backend}-{fault.ops[0]}-{site}", marks=[*INTERPRETED[backend], *marks]
+    )
 
 
 TAKEN = "take(weights.reshape(-1, 1), plan.source"

@@ -21,6 +21,7 @@ from parity.op import BACKENDS, Backend, Case, Op
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.support.agreement import asked
+from tests.support.interpreter import INTERPRETED
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = {"tpu": "tpu_kernels", "gpu": "gpu_reference"}
@@ -216,7 +217,7 @@ def pairs(faults: Collection[Fault], ops: Collection[Op]) -> list:
         turn = BACKENDS[nth // 2 % 2]
         first = None if nth % 2 else next((each for each in those if each[0].backend == turn), those[0])
         for fault, op in those:
-            marks = [getattr(pytest.mark, fault.backend), *([pytest.mark.full] if (fault, op) != first else [])]
+            marks = [*INTERPRETED[fault.backend], *([pytest.mark.full] if (fault, op) != first else [])]
             found.append(pytest.param(fault, op, id=f"{fault.backend}-{op.name}-{fault.name}", marks=marks))
     return found
 
@@ -227,7 +228,7 @@ def first_of_all(faults: Collection[Fault], ops: Collection[Op]) -> list:
     found = []
     for fault in faults:
         op = next(op for op in ops if op.name == fault.ops[0])
-        marks = [getattr(pytest.mark, fault.backend), *([pytest.mark.full] if found else [])]
+        marks = [*INTERPRETED[fault.backend], *([pytest.mark.full] if found else [])]
         found.append(pytest.param(fault, op, id=f"{op.name}-{fault.name}", marks=marks))
     return found
 

@@ -19,6 +19,7 @@ from parity.judging.judge import judge
 from parity.judging.verdict import Verdict
 from parity.runners import lanes
 from parity.trial import Trial
+from tests.support.interpreter import DEVICE
 
 ROOT = Path(__file__).parents[3]
 FE_UPWARD = 0x800
@@ -137,7 +138,7 @@ def test_a_kernel_that_writes_into_its_input_fails_by_name():
 
 def test_a_static_buffer_does_not_hide_that_results_vary():
     torch = pytest.importorskip("torch")
-    buffer = torch.zeros(8)
+    buffer = torch.zeros(8, device=DEVICE)
     found = judge(Trial(DOUBLE, CASE, "gpu", lambda x: buffer.add_(x + x)))
     assert found.verdict.outcome == "NOT REPEATABLE"
 
