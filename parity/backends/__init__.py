@@ -238,9 +238,12 @@ def has_tpu() -> bool:
 
 
 def has_cuda() -> bool:
-    """Whether the files of what torch calls a CUDA device are there and visible, without loading a framework.
+    """Whether kernels run on what torch calls a CUDA device, without loading a framework: its files are there and
+    visible, and Triton is not told to interpret kernels.
 
     NVIDIA's, or AMD's where torch is built for ROCm: the graphics of a laptop's processor are no reason not to emulate.
     """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return False
     there = any(Path("/dev").glob("nvidia[0-9]*")) or (Path("/dev/kfd").exists() and torch_build() == "hip")
     return there and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")

@@ -1,4 +1,4 @@
-"""Triton kernels: on a CUDA device where torch has one, else interpreted with emulated tensor cores."""
+"""Triton kernels: on a CUDA device where torch has one and Triton compiles, else interpreted, tensor cores emulated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GpuRunner:
     name: Backend = "gpu"
 
     def __init__(self) -> None:
-        self.real = torch.cuda.is_available()
+        self.real = torch.cuda.is_available() and not tensor_core.interprets()
         self._device = "cuda" if self.real else "cpu"
 
     @property

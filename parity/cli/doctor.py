@@ -127,7 +127,7 @@ def _lacking(backend: Backend, found: Sequence[Device]) -> str | None:
     elif (built := torch_build()) != ("hip" if found[0].kind.startswith("AMD") else "cuda"):
         why = f"torch is built for {built}" if built else "torch is not installed"
     elif not has_cuda():
-        why = "CUDA_VISIBLE_DEVICES hides it, or its files, /dev/nvidia* or /dev/kfd, are not"
+        why = "CUDA_VISIBLE_DEVICES hides it, TRITON_INTERPRET=1, or its files, /dev/nvidia* or /dev/kfd, are not"
     return why and f"{found[0].kind} is here, {why}"
 
 

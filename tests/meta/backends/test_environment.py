@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from parity import backends
-from parity.backends import free_compiled_programs, prepare_environment
+from parity.backends import free_compiled_programs, has_cuda, prepare_environment
+from tests.support.interpreter import interpreted
 
 BLAS = np.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"]
 
@@ -43,3 +44,26 @@ def test_a_process_that_grew_lets_go_of_what_it_does_not_use(monkeypatch, grown)
     left = weakref.ref(Ring())
     free_compiled_programs(finished=False)
     assert (left() is None) is grown
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("CUDA_VISIBLE_DEVICES", ""), ("CUDA_VISIBLE_DEVICES", "-1"), ("TRITON_INTERPRET", "1")]
+)
+def test_a_gpu_that_is_hidden_or_not_compiled_for_is_none(name, value, monkeypatch):
+    """What is interpreted beside a GPU is not the GPU's result."""
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([folder / "nvidia0"] if "nvidia" in pattern else []))
+    for variable in ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET"):
+        monkeypatch.delenv(variable, raising=False)
+    assert has_cuda()
+    monkeypatch.setenv(name, value)
+    assert not has_cuda()
+
+
+@interpreted
+def test_an_interpreted_kernel_is_emulated_beside_a_gpu_too(monkeypatch):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from parity.backends.gpu import make_runner
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert (make_runner().real, make_runner().device_kind) == (False, backends.EMULATED)
