@@ -15,6 +15,7 @@ from parity.trial import Trial
 from tests.matrix import OPS
 from tests.meta.faults.planting import plant, tpu
 from tests.support.commands import run_module, run_pytest
+from tests.support.interpreter import interpreted
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "README.md").read_text()
@@ -84,6 +85,7 @@ def test_one_failure_prints_what_the_page_quotes(tmp_path):
 LINES = [pytest.param(*row, id=row[2].id, marks=[] if row[0][0] == "tgmm" else pytest.mark.full) for row in rows()]
 
 
+@interpreted
 @pytest.mark.parametrize(("row", "op", "case"), LINES)
 def test_a_line_of_the_table_is_what_the_command_prints(row, op, case):
     line = judge_line(ROOT, int(row[4]), ROOT / "records", Job(op.name, case, {}))

@@ -35,6 +35,7 @@ from tests.meta.faults.planting import plant as plant_fault
 from tests.meta.faults.test_faults import FAULTS
 from tests.meta.faults.test_faults_gla import FAULTS as FAULTS_GLA
 from tests.meta.faults.test_faults_quantized import FAULTS as FAULTS_QUANTIZED
+from tests.support.interpreter import INTERPRETED
 
 OP = {op.name: op for op in OPS}
 
@@ -270,12 +271,12 @@ IN_DEFAULT = [("tpu", "gmm", "a partial K tile is dropped")]
 
 LOGIC = [
     pytest.param(
-        fault, name, id=f"{fault.backend}-{name}-{fault.name}",
-        marks=marks(fault.backend, "default" if (fault.backend, name, fault.name) in IN_DEFAULT else "full"),
+        fault, name, id=f"{fault.backend}-{name}-{fault.name}", marks=[*INTERPRETED[fault.backend], *tier],
     )
     for fault in (*FAULTS, *FAULTS_GLA, *FAULTS_QUANTIZED)
     for name in fault.ops
     if not OP[name].bit_exact and not any(words in fault.name for words in NO_LOGIC)
+    for tier in ([] if (fault.backend, name, fault.name) in IN_DEFAULT else [pytest.mark.full],)
 ]  # fmt: skip
 
 
