@@ -38,7 +38,7 @@ def contract(c: Case, backend: Backend) -> Contract:
     scaling = {"inner": F32, "scale": F32, "scaled": F32, **sums}
     if c.quantize and (c.bwd_quantize or not backward):
         depth = MXU_DEPTH if backend == "tpu" else FP8_MMA_DEPTH
-        sites = {"partial": F32, **scaling}
+        sites = {"partial": F32, **scaling} if backend == "tpu" else scaling
         wide = Contract(dot="fp8", out=c.out, depth=depth, sites=sites, functions=unquantised.of_unit(backend, "inner"))
     else:
         wide = unquantised.contract(replace(c, dtype=F32) if backward and c.out == F32 else c, backend)
