@@ -12,8 +12,9 @@ from triton.language.extra.libdevice import rsqrt  # noqa: E402
 
 from parity.backends.emulation import tensor_core  # noqa: E402
 from parity.backends.emulation.foreign import FUNCTIONS  # noqa: E402
+from tests.support.interpreter import interpreted  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs Triton's interpreter")
+pytestmark = interpreted
 
 
 @triton.jit

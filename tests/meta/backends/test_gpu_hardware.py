@@ -12,12 +12,11 @@ from gpu_reference._lib import hardware
 from parity.backends.emulation.tensor_core import emulated
 from tests.support.interpreter import interpreted
 
-pytestmark = interpreted
-
 CPU = torch.zeros(1)
 ELSEWHERE = torch.zeros(1, device="meta")
 
 
+@interpreted
 def test_tensors_of_the_cpu_need_the_interpreter(monkeypatch):
     with emulated():
         assert hardware.check_devices({"lhs": CPU, "rhs": None}) == torch.device("cpu")
@@ -27,6 +26,7 @@ def test_tensors_of_the_cpu_need_the_interpreter(monkeypatch):
     assert hardware.check_devices({"lhs": ELSEWHERE}) == torch.device("meta")
 
 
+@interpreted
 @pytest.mark.parametrize(
     ("triton", "numpy", "runs"),
     [("3.6.0", "2.4.0", False), ("3.6.0", "2.10.1", False), ("3.6.0", "2.3.5", True), ("3.7.0", "2.4.0", True)],
@@ -49,6 +49,7 @@ def test_all_tensors_are_on_one_device():
         hardware.check_devices({"lhs": CPU, "rhs": ELSEWHERE})
 
 
+@interpreted
 def test_the_interpreters_own_bfloat16_is_found_out():
     assert not hardware.computes_bfloat16(torch.device("cpu"))
     with emulated():
@@ -57,6 +58,7 @@ def test_the_interpreters_own_bfloat16_is_found_out():
     assert hardware.computes_bfloat16(torch.device("cuda"))
 
 
+@interpreted
 def test_float32_replaces_bfloat16_only_where_not_computed():
     seen = []
 
@@ -129,6 +131,7 @@ def test_without_a_device_there_is_no_matrix_unit(monkeypatch):
     assert hardware.supports_matmul(torch.float8_e5m2)
 
 
+@interpreted
 @pytest.mark.parametrize("what", ["_bfloat16_probe_kernel", "cdiv"])
 def test_kernels_are_interpreted_where_both_triton_and_they_are(what, monkeypatch):
     assert hardware.is_interpreted()
@@ -136,6 +139,7 @@ def test_kernels_are_interpreted_where_both_triton_and_they_are(what, monkeypatc
     assert not hardware.is_interpreted()
 
 
+@interpreted
 @pytest.mark.parametrize("added", [None, 0, 0x7FFF, 0x8000], ids=["right", "cut", "half to zero", "half away"])
 def test_bfloat16_that_is_rounded_otherwise_is_found_out(added, monkeypatch):
     """By one program on whole tiles, of ties that go up and down. added: to the bits, before the lower half is cut."""
