@@ -31,8 +31,8 @@ class Explanation:
 
     kind: "exact", "rounding" (of the named sites), "noise" (within the bound, and not all of it named), "precision"
     (beyond it, by no rounding of a named site), "unstable" (float64 mends nearly all of it), "logic", "overflow"
-    (finite in float64 alone), "unknown" (one of these: there is no float64 evaluation), "form" (no result of the
-    golden's form). twin: the same case on integer data.
+    (finite in float64 alone), "unknown" (one of these: there is no float64 evaluation; `why`, if that is said), "form"
+    (no result of the golden's form). twin: the same case on integer data.
     source: what of the sums the error is made of, where one thing is all of it. alike: what of the golden the output
     has where it is wrong, in words. errors: of the output's elements, in what `symbol` says: |δ|/σ or, without a
     contract's sites, η.
@@ -47,6 +47,7 @@ class Explanation:
     errors: Floats | None = None
     symbol: str = "η"
     alike: str = ""
+    why: str = ""
 
     @property
     def region(self) -> str:
@@ -75,7 +76,7 @@ class Explanation:
             "dtype overflows (parity stages says where)",
             "form": f"nothing to explain: {self.judged.verdict.reason}",
             "unknown": f"error {self.region}, not explained by a rounding at the golden's sites{nearest}: a fault of "
-            "logic, or precision lost elsewhere",
+            f"logic, or precision lost elsewhere{self.why and f' ({self.why})'}",
         }[self.kind]
 
 
@@ -108,7 +109,7 @@ def explain(
     axes = trial.axes(name)
     contrasts = contrast(errors, {**axes, **in_parts(errors.shape, axes)})
     attribution = attribute(trial, name, fields, done)
-    kind = _kind(trial, judged, attribution, field, frozenset(ops))
+    kind, why = _kind(trial, judged, attribution, field, frozenset(ops))
     if kind in ("precision", "unknown") and contrasts:
         more = _in_bins(trial, name, field, contrasts[0], done) or attribute(trial, name, fields, done, at_visits=True)
         if more.explained >= EXPLAINED:
@@ -119,7 +120,7 @@ def explain(
         found = source(trial, name, field) if field.power else None
         y = whole[name]
         alike = "" if found else likeness(y, expected.golden[name], axes) or str(other_call(trial, name, y) or "")
-    return Explanation(judged, twin, attribution, contrasts, kind, found, errors, symbol, alike)
+    return Explanation(judged, twin, attribution, contrasts, kind, found, errors, symbol, alike, why)
 
 
 def _in_bins(trial: Trial, name: str, whole: Field, first: Contrast, done: Callable[[int], None]) -> Attribution | None:
@@ -150,21 +151,24 @@ def _errors(trial: Trial, name: str, y: np.ndarray, field: Field) -> tuple[Float
     return np.where(field.wrong, np.inf, np.nan_to_num(errors, posinf=np.inf)), "|δ|/σ" if allowed else "η"
 
 
-def _kind(trial: Trial, judged: Judgement, attribution: Attribution, field: Field, ops: Set[Op]) -> str:
-    """What the error is: a rounding that was found or, of a kernel that fails, logic where float64 does not mend it."""
+def _kind(trial: Trial, judged: Judgement, attribution: Attribution, field: Field, ops: Set[Op]) -> tuple[str, str]:
+    """What the error is: a rounding that was found or, of a kernel that fails, logic where float64 does not mend it.
+
+    With it why that is unknown, of a kernel that cannot be followed.
+    """
     if not field.power and not field.wrong.any():
-        return "exact"
+        return "exact", ""
     if attribution.explained >= EXPLAINED and not field.wrong.any():
-        return "rounding"
+        return "rounding", ""
     if judged.verdict.passed:
-        return "noise"
+        return "noise", ""
     try:
         exact = outputs_in_float64(trial, ops)[judged.output]
-    except Exception:  # whatever a broken kernel raises where each of its steps is followed
-        return "unknown"
+    except Exception as error:  # whatever a broken kernel raises where each of its steps is followed
+        return "unknown", str(error) if isinstance(error, NotImplementedError) else ""
     if not _keeps_contract(trial, judged.output, exact):
-        return "unstable" if _is_mended(trial, judged.output, exact, field) else "logic"
-    return "overflow" if field.wrong.any() else "precision"
+        return "unstable" if _is_mended(trial, judged.output, exact, field) else "logic", ""
+    return "overflow" if field.wrong.any() else "precision", ""
 
 
 def _is_mended(trial: Trial, name: str, exact: Floats, field: Field) -> bool:

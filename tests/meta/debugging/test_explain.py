@@ -483,20 +483,36 @@ def test_what_a_case_promises_is_named_too():
     assert found.attribution.explained > 0.98
 
 
+TOTAL = Op(
+    "total",
+    golden=lambda x, stages=lambda site, value: value: stages("dot", x.astype(np.float64).sum(axis=1)),
+    tpu="kernels:total",
+    gpu="kernels:total",
+    inputs=lambda case: {"x": Array((case.M, case.N), case.dtype)},
+    contract=lambda case, backend: Contract(out=case.out, sites={"dot": "float32"}),
+)
+
+
+def explained_total(kernel):
+    """What is said of a kernel in the place of the sum of rows."""
+    (case,) = TOTAL.grid([dict(M=64, N=8)], dtype=["float32"])
+    return explain(Trial(TOTAL, case, "gpu", other=kernel))
+
+
 @pytest.mark.gpu
 def test_a_site_of_any_name_is_named():
     """Also one that is called as the product of both operands is."""
-    op = Op(
-        "total",
-        golden=lambda x, stages=lambda site, value: value: stages("dot", x.astype(np.float64).sum(axis=1)),
-        tpu="kernels:total",
-        gpu="kernels:total",
-        inputs=lambda case: {"x": Array((case.M, case.N), case.dtype)},
-        contract=lambda case, backend: Contract(out=case.out, sites={"dot": "float32"}),
-    )
-    (case,) = op.grid([dict(M=64, N=8)], dtype=["float32"])
-    found = explain(Trial(op, case, "gpu", other=lambda x: x.double().sum(1).bfloat16().float()))
+    found = explained_total(lambda x: x.double().sum(1).bfloat16().float())
     assert found.conclusion.startswith("error = bfloat16 at dot, 100% explained")
+
+
+@pytest.mark.gpu
+def test_what_only_an_interpreter_could_say_is_left_open(monkeypatch):
+    """As on a host with a GPU, where Triton compiles."""
+    monkeypatch.setattr("parity.backends.emulation.tensor_core.interprets", lambda: False)
+    found = explained_total(lambda x: x[:, 1:].sum(1))
+    assert found.kind == "unknown"
+    assert "a fault of logic, or precision lost elsewhere (a Triton kernel is followed" in found.conclusion
 
 
 @pytest.mark.tpu
