@@ -265,7 +265,7 @@ REGIONS = {
     ("tpu", "gmm_quantized", "the K tail is dropped"): "everywhere: what lhs adds in K block 1 is missing",
 }
 """Where some of the faults are; of the others it is not said here."""
-NO_LOGIC = ("bfloat16", "rounded", "block_size", "not masked")
+NO_LOGIC = ("bfloat16", "rounded", "in float32", "block_size", "not masked")
 """Precision; and what reads beyond a tensor, where there may be anything."""
 IN_DEFAULT = [("tpu", "gmm", "a partial K tile is dropped")]
 
