@@ -21,6 +21,7 @@ from gpu_reference._lib.hardware import bfloat16_as_float32_where_interpreted, c
 from gpu_reference._lib.launch import Launch
 from gpu_reference._lib.layout import rows_of_segment, rows_of_sequence
 from gpu_reference._lib.operands import values
+from gpu_reference._lib.tiles import cdiv, next_power_of_2
 from op_arguments.causal_conv1d import (
     Activation,
     ConvGrads,
@@ -165,12 +166,12 @@ def _segments(p: ConvProblem) -> int:
 
 def _block(p: ConvProblem) -> int:
     """Steps of a tile that holds a state."""
-    return int(triton.next_power_of_2(p.w - 1))
+    return next_power_of_2(p.w - 1)
 
 
 def _launch(kernel: Any, conv: Conv, p: ConvProblem, parts: int, **own: Any) -> Launch:
     """A program for each tile of channels and each of the parts that time is cut into."""
-    grid = (parts * triton.cdiv(p.d, COLUMNS),)
+    grid = (parts * cdiv(p.d, COLUMNS),)
     return Launch(kernel, grid, {"conv": conv, **own, "SEGMENT": ROWS, "TILE_COLUMNS": COLUMNS}, OPTIONS)
 
 

@@ -18,7 +18,6 @@ Nothing is read back from the device. The offsets in a CUDA tensor are not check
 from typing import Any, NamedTuple, Unpack
 
 import torch
-import triton
 from torch import Tensor
 
 from gpu_reference._lib.chunk_plan import Block, backward_block, block_rows
@@ -28,7 +27,7 @@ from gpu_reference._lib.delta_forward import Memory, forward_kernel
 from gpu_reference._lib.delta_pairs import DIAGONAL, Pairs, pairs_kernel
 from gpu_reference._lib.hardware import bfloat16_as_float32_where_interpreted
 from gpu_reference._lib.launch import Launch
-from gpu_reference._lib.tiles import block_of
+from gpu_reference._lib.tiles import block_of, cdiv
 from op_arguments import dtype_name
 from op_arguments.delta_rule import DeltaGrads, DeltaTensors
 from op_arguments.gla import Output
@@ -69,7 +68,7 @@ class Plan(NamedTuple):
 
     def through_sequences(self, kernel: Any, **own: Any) -> None:
         """Run a kernel that has a program for each tile of V, and all of K."""
-        programs = self.delta.p.n * triton.cdiv(self.delta.p.v, self.block.values)
+        programs = self.delta.p.n * cdiv(self.delta.p.v, self.block.values)
         tile = {"BK": self.block.keys, "BV": self.block.values}
         self._launch(kernel, programs, **own, **tile)
 

@@ -40,7 +40,7 @@ from gpu_reference._lib.layout import (
 )
 from gpu_reference._lib.probe import INTERPRETED, probe
 from gpu_reference._lib.scans import Scan, dtypes_of_gradients, take
-from gpu_reference._lib.tiles import block_of
+from gpu_reference._lib.tiles import block_of, cdiv
 from op_arguments.gla import Gates, Gradients, Output, ScanOptions
 from op_arguments.options import options_of
 
@@ -124,7 +124,7 @@ def _backward(scan: Scan, reverse: bool) -> Gradients:
 def _launch(kernel: Any, scan: Scan, reverse: bool, keys: int, columns: int, **own: Any) -> Launch:
     """A program for each tile [keys, columns] of every state; own: the kernel's own arguments."""
     p = scan.p
-    tiles = max(triton.cdiv(p.k, keys), 1) * max(triton.cdiv(p.v, columns), 1)
+    tiles = max(cdiv(p.k, keys), 1) * max(cdiv(p.v, columns), 1)
     chosen = {"REVERSE": reverse, "BK": keys, "BV": columns, "SEGMENT_STEPS": SEGMENT}
     options = {"num_warps": 4, "enable_fp_fusion": True}
     return Launch(kernel, (p.n * p.h * tiles,), {**scan.arguments, **own, **chosen}, options, "K and V")

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from gpu_reference._lib.activations import exp, sigmoid, softplus, sum_rows, sum_rows_in_pairs
 from gpu_reference._lib.hardware import bfloat16_as_float32_where_interpreted, check_devices
 from gpu_reference._lib.launch import Launch
+from gpu_reference._lib.tiles import cdiv, next_power_of_2
 from op_arguments.gates import GateGrads, check_bounded_gate, check_gate_gradient, check_softplus_gate
 
 TILE = 2048  # elements of a program: 16 to a thread; of 32, a backward pass spills
@@ -122,7 +123,7 @@ def _backward(a: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, bound: fl
     tile_rows, _ = _tile(x)
 
     def sums(argument: Tensor | None) -> Tensor | None:
-        shape = triton.cdiv(x.rows, tile_rows), x.channels
+        shape = cdiv(x.rows, tile_rows), x.channels
         return None if argument is None else torch.empty(shape, dtype=torch.float32, device=device)
 
     outs = GateGrads(torch.empty(a.shape, dtype=a.dtype, device=device), sums(A_log), sums(dt_bias))
@@ -138,14 +139,14 @@ def _backward(a: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, bound: fl
 
 def _tile(x: Arrays) -> tuple[int, int]:
     """Rows and columns of a program."""
-    columns = min(int(triton.next_power_of_2(max(x.channels, 1))), COLUMNS)
-    return min(int(triton.next_power_of_2(max(x.rows, 1))), TILE // columns), columns
+    columns = min(next_power_of_2(max(x.channels, 1)), COLUMNS)
+    return min(next_power_of_2(max(x.rows, 1)), TILE // columns), columns
 
 
 def _launch(kernel: Any, x: Arrays, **own: Any) -> Launch:
     """A program for each tile of a."""
     rows, columns = _tile(x)
-    grid = (triton.cdiv(x.rows, rows) * triton.cdiv(x.channels, columns),)
+    grid = (cdiv(x.rows, rows) * cdiv(x.channels, columns),)
     return Launch(kernel, grid, {"x": x, **own, "ROWS": rows, "COLUMNS_OF_TILE": columns}, OPTIONS)
 
 

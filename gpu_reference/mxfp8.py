@@ -31,6 +31,7 @@ from gpu_reference._lib.formats import (
 from gpu_reference._lib.hardware import check_devices
 from gpu_reference._lib.launch import Launch
 from gpu_reference._lib.probe import INTERPRETED, probe
+from gpu_reference._lib.tiles import cdiv
 from op_arguments import dtype_name
 from op_arguments.mxfp8 import (
     MX_BLOCK,
@@ -152,7 +153,7 @@ def _mx_geometry(planes: Tensor) -> tuple[tuple[int], dict[str, Any]]:
     """The grid of programs, and the arguments from which each finds its tile."""
     count, rows, columns = planes.shape
     tile_rows, tile_columns = MX_TILE
-    each = Planes(rows, columns, triton.cdiv(rows, tile_rows), triton.cdiv(columns, tile_columns))
+    each = Planes(rows, columns, cdiv(rows, tile_rows), cdiv(columns, tile_columns))
     arguments = {"planes": each, "TILE_ROWS": tile_rows, "TILE_COLUMNS": tile_columns}
     return (count * each.tiles_down * each.tiles_across,), arguments
 

@@ -35,6 +35,7 @@ from gpu_reference._lib.formats import (
 from gpu_reference._lib.hardware import check_devices
 from gpu_reference._lib.launch import Launch
 from gpu_reference._lib.probe import INTERPRETED, probe
+from gpu_reference._lib.tiles import cdiv, next_power_of_2
 from op_arguments import dtype_name
 from op_arguments.quantize import (
     FP8,
@@ -225,7 +226,7 @@ def _geometry(plane: Tensor, blocks: tuple[int, int]) -> tuple[tuple[int], Cells
     rows, columns = plane.shape
     cell, (tile_rows, tile_columns) = _cells(plane, blocks)
     cells_across = columns // cell[1]
-    parts = triton.cdiv(cell[0], tile_rows), triton.cdiv(cell[1], tile_columns)
+    parts = cdiv(cell[0], tile_rows), cdiv(cell[1], tile_columns)
     tile = {
         "TILE_ROWS": tile_rows,
         "TILE_COLUMNS": tile_columns,
@@ -240,8 +241,8 @@ def _cells(plane: Tensor, blocks: tuple[int, int]) -> tuple[tuple[int, int], tup
     """What a group of programs covers (a block, or the whole of an axis that has none) and one of them, in powers of
     two: along a row first, unless it is the columns that are reduced."""
     rows, columns = (size if block == 1 else block for size, block in zip(plane.shape, blocks, strict=True))
-    tile_columns = min(int(triton.next_power_of_2(columns)), TILE if blocks[0] == 1 else COLUMNS)
-    tile_rows = min(int(triton.next_power_of_2(rows)), TILE // tile_columns)
+    tile_columns = min(next_power_of_2(columns), TILE if blocks[0] == 1 else COLUMNS)
+    tile_rows = min(next_power_of_2(rows), TILE // tile_columns)
     return (rows, columns), (tile_rows, tile_columns)
 
 

@@ -37,7 +37,7 @@ from gpu_reference._lib.layout import (
 )
 from gpu_reference._lib.probe import INTERPRETED, probe
 from gpu_reference._lib.scans import sum_in_order
-from gpu_reference._lib.tiles import block_of
+from gpu_reference._lib.tiles import block_of, cdiv
 from op_arguments.delta_rule import DeltaGrads, DeltaTensors
 from op_arguments.gla import Output
 from op_arguments.options import options_of
@@ -101,7 +101,7 @@ def _backward(delta: Delta) -> DeltaGrads:
     delta = delta.normalised()
     scan = delta.scan
     p, x = delta.p, scan.inputs
-    parts = (triton.cdiv(p.v, _columns(delta)),)
+    parts = (cdiv(p.v, _columns(delta)),)
     dq, dk = (scan.empty_rows(p.k, parts=parts, dtype=torch.float32) for _ in range(2))
     dgate = scan.empty_rows(*x.gate.shape[3:], parts=parts, dtype=torch.float32)
     dbeta = scan.empty_rows(parts=parts, dtype=torch.float32)
@@ -124,7 +124,7 @@ def _launch(kernel: Any, delta: Delta, **own: Any) -> Launch:
     p, columns = delta.p, _columns(delta)
     arguments = {**delta.arguments, **own, "BK": block_of(p.k), "BV": columns}
     options = {"num_warps": 4, "enable_fp_fusion": True}
-    return Launch(kernel, (p.n * p.hv * triton.cdiv(p.v, columns),), arguments, options, "K and V")
+    return Launch(kernel, (p.n * p.hv * cdiv(p.v, columns),), arguments, options, "K and V")
 
 
 @triton.jit

@@ -24,6 +24,7 @@ from gpu_reference._lib.layout import (
     store_tile,
 )
 from gpu_reference._lib.probe import INTERPRETED, probe
+from gpu_reference._lib.tiles import cdiv
 
 
 class Memory(NamedTuple):
@@ -49,7 +50,7 @@ class SumsOverValues(NamedTuple):
 def backward_launch(plan: Plan, states: Tensor, dstates: Tensor, outs: Outs) -> Launch:
     """The kernel that fills `outs` from the states before each block of rows and dstates, the gradients of those after
     each; or if fused, after each sequence [N, H, K, V], which become those before it."""
-    programs = plan.parts * plan.scan.p.h * triton.cdiv(plan.scan.p.k, plan.block.keys)
+    programs = plan.parts * plan.scan.p.h * cdiv(plan.scan.p.k, plan.block.keys)
     return plan.launch(_backward_kernel, programs, states=states, dstates=dstates, outs=outs)
 
 

@@ -23,6 +23,7 @@ from gpu_reference._lib.layout import (
     store_tile,
 )
 from gpu_reference._lib.probe import INTERPRETED, probe
+from gpu_reference._lib.tiles import cdiv
 
 
 def states_launch(
@@ -32,7 +33,7 @@ def states_launch(
     [N, H, K, V] with that after the last; reverse: with the gradients of the states after each."""
     p = plan.scan.p
     keys, values = (min(size, 64) for size in (plan.block.keys, plan.block.values))
-    programs = p.n * p.h * triton.cdiv(p.k, keys) * triton.cdiv(p.v, values)
+    programs = p.n * p.h * cdiv(p.k, keys) * cdiv(p.v, values)
     own = {"first_state": first_state, "states": states, "last_state": last_state, "REVERSE": reverse}
     return plan.launch(_states_kernel, programs, **own, SEGMENT=plan.segment, BK=keys, BV=values)
 
@@ -40,7 +41,7 @@ def states_launch(
 def forward_launch(plan: Plan, first_states: Tensor | None, o: Tensor, last_states: Tensor | None) -> Launch:
     """The kernel that fills o from the state before each sequence (fused) or segment, as `states_launch` leaves
     them; if fused, last_states [N, H, K, V] too."""
-    programs = plan.parts * plan.scan.p.h * triton.cdiv(plan.scan.p.v, plan.block.values)
+    programs = plan.parts * plan.scan.p.h * cdiv(plan.scan.p.v, plan.block.values)
     return plan.launch(_forward_kernel, programs, first_states=first_states, o=o, last_states=last_states)
 
 

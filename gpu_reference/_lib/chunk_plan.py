@@ -3,11 +3,10 @@
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from gpu_reference._lib.launch import Launch
 from gpu_reference._lib.scans import Scan
-from gpu_reference._lib.tiles import block_of
+from gpu_reference._lib.tiles import block_of, cdiv
 from op_arguments import dtype_name
 from op_arguments.gla import Problem, check_fused
 
@@ -110,7 +109,7 @@ def plan_of(scan: Scan, *, backward: bool = False) -> Plan:
 
 def chunk_route(p: Problem, block: Block, chunk_size: int, processors: int, *, backward: bool) -> Route:
     """Whether one pass over each sequence (fused) keeps `processors` multiprocessors busy, or chunks must be spread."""
-    axis, tiles = ("K", triton.cdiv(p.k, block.keys)) if backward else ("V", triton.cdiv(p.v, block.values))
+    axis, tiles = ("K", cdiv(p.k, block.keys)) if backward else ("V", cdiv(p.v, block.values))
     programs = p.n * p.h * tiles
     count = f"{p.n} sequences x {p.h} heads x {tiles} tiles of {axis} = {programs} programs"
     if p.t <= chunk_size:

@@ -92,10 +92,8 @@ def bfloat16_as_float32_where_interpreted(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            leaves = list(_leaves((args, kwargs)))
-            devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
-            is_narrow = any(torch.bfloat16 is (leaf.dtype if isinstance(leaf, Tensor) else leaf) for leaf in leaves)
-            if not is_narrow or computes_bfloat16(devices[0]):
+            device = next(leaf.device for leaf in _leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            if device.type != "cpu" or not _has_bfloat16((args, kwargs)) or computes_bfloat16(device):
                 return function(*args, **kwargs)
             wide_args, wide_kwargs = _each(_in_float32, (args, kwargs))
             return _each(_cast, function(*wide_args, **wide_kwargs), results(*args, **kwargs))
@@ -163,6 +161,11 @@ def _leaves(tree: Any) -> Iterator[Any]:
             yield from _leaves(branch)
     else:
         yield tree
+
+
+def _has_bfloat16(tree: Any) -> bool:
+    """Whether a tensor or a dtype in it is bfloat16."""
+    return any(torch.bfloat16 is (leaf.dtype if isinstance(leaf, Tensor) else leaf) for leaf in _leaves(tree))
 
 
 def _each(change: Callable[..., Any], tree: Any, *others: Any) -> Any:

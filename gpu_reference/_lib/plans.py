@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from gpu_reference._lib.hardware import bfloat16_as_float32_where_interpreted, check_devices
 from gpu_reference._lib.launch import Launch
 from gpu_reference._lib.operands import NO_OPERAND, Shard, Sizes, on_device, operand
 from gpu_reference._lib.products import BAND, Task
-from gpu_reference._lib.tiles import Tile, block_of
+from gpu_reference._lib.tiles import Tile, block_of, cdiv
 from gpu_reference._lib.visits import metadata_launch
 from op_arguments import Tiling
 from op_arguments.gmm import Problem
@@ -59,8 +58,8 @@ class OfRows(Plan):
     def launches(self, p: Problem | QuantizedProblem, given: Given, out: Tensor) -> list[Launch]:
         """A program for every visit that there may be and every tile of columns, in whole bands, after the visits."""
         visits = metadata_launch(given.group_sizes, given.group_offset, p.m, self.tile.m, p.groups, "tiles")
-        bands = triton.cdiv(triton.cdiv(p.m, self.tile.m) + p.groups, BAND.value)
-        programs = bands * BAND.value * triton.cdiv(p.n, self.tile.n)
+        bands = cdiv(cdiv(p.m, self.tile.m) + p.groups, BAND.value)
+        programs = bands * BAND.value * cdiv(p.n, self.tile.n)
         metadata = visits.arguments["metadata"]
         return [visits, self.launch(p, given, out, metadata, programs, EVEN_K=p.k % self.tile.k == 0)]
 
@@ -74,7 +73,7 @@ class OfGroups(Plan):
 
     def launches(self, p: Problem | QuantizedProblem, given: Given, out: Tensor) -> list[Launch]:
         """A program for every tile of every group's output."""
-        programs = p.groups * triton.cdiv(p.k, self.tile.k) * triton.cdiv(p.n, self.tile.n)
+        programs = p.groups * cdiv(p.k, self.tile.k) * cdiv(p.n, self.tile.n)
         sizes = given.group_sizes.contiguous()
         return [self.launch(p, given, out, sizes, programs, EXPERTS_BLOCK=block_of(p.experts))]
 

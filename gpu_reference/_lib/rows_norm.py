@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpu_reference._lib.launch import Launch
 from gpu_reference._lib.probe import INTERPRETED, probe
-from gpu_reference._lib.tiles import block_of
+from gpu_reference._lib.tiles import block_of, cdiv
 from op_arguments.delta_rule import NORM_EPS
 
 BLOCK_ELEMENTS = 4096  # of a program: 32 registers a thread with four warps
@@ -32,7 +32,7 @@ def _launch(kernel: Any, shape: torch.Size, **own: Any) -> Launch:
     block = block_of(columns)
     rows = max(BLOCK_ELEMENTS // block, 1)
     arguments = own | {"count": count, "columns": columns, "ROWS": rows, "BK": block}
-    return Launch(kernel, (triton.cdiv(count, rows),), arguments, {"num_warps": 4, "enable_fp_fusion": True})
+    return Launch(kernel, (cdiv(count, rows),), arguments, {"num_warps": 4, "enable_fp_fusion": True})
 
 
 @triton.jit

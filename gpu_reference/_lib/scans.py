@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from gpu_reference._lib.decays import Gates
 from gpu_reference._lib.hardware import check_devices
 from gpu_reference._lib.layout import Inputs, Layout, Outs
 from gpu_reference._lib.operands import values
+from gpu_reference._lib.tiles import cdiv
 from op_arguments.gla import Gradients, Output, Problem, check_forward, check_gradients, check_precision
 
 
@@ -82,7 +82,7 @@ class Scan(NamedTuple):
         Sums over K (dv and the gradient of a scalar gate) need those of other programs: they are left apart, and added
         in order.
         """
-        tiles = max(triton.cdiv(self.p.k, tile), 1)
+        tiles = max(cdiv(self.p.k, tile), 1)
         dv = self.empty_rows(self.p.v, parts=(tiles,), dtype=None if tiles == 1 else torch.float32)
         dgate = None
         if self.gates.gk is not None:

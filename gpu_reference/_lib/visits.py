@@ -11,7 +11,7 @@ from torch import Tensor
 from gpu_reference._lib.hardware import check_devices
 from gpu_reference._lib.launch import Launch
 from gpu_reference._lib.operands import Shard, on_device, scalar, values
-from gpu_reference._lib.tiles import block_of
+from gpu_reference._lib.tiles import block_of, cdiv
 from op_arguments.gmm import GroupMetadata, check_group_metadata
 
 METADATA_ELEMENTS = 128 * 128  # pairs of a visit and an expert per program of the metadata kernel, in registers
@@ -49,7 +49,7 @@ def metadata_launch(
 ) -> Launch:
     """The kernel of `make_group_metadata`, which fills the "metadata" of its arguments."""
     (experts,) = group_sizes.shape
-    visits = triton.cdiv(m, tm) + groups
+    visits = cdiv(m, tm) + groups
     experts_block = block_of(experts)
     visits_block = min(MOST_VISITS, max(METADATA_ELEMENTS // experts_block, 1))
     metadata = GroupMetadata(*(group_sizes.new_empty(size) for size in (experts + 1, visits, visits, 1)))
@@ -64,7 +64,7 @@ def metadata_launch(
         "EXPERTS_BLOCK": experts_block,
         "VISITS_BLOCK": visits_block,
     }
-    return Launch(_metadata_kernel, (triton.cdiv(max(visits, 1), visits_block),), arguments, {"num_warps": 4})
+    return Launch(_metadata_kernel, (cdiv(max(visits, 1), visits_block),), arguments, {"num_warps": 4})
 
 
 @triton.jit
