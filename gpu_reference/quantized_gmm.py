@@ -144,8 +144,14 @@ def gmm_quantized_plan(
 
     Raises ValueError where the caller's tk is neither a multiple nor a divisor of the block.
     """
-    path = dot_path(lhs.dtype, rhs.dtype, getattr(torch, p.out_dtype), architecture(lhs.device))
-    tile = chosen(tiling, first_filled(GMM_QUANTIZED_TILES[_dot_bytes(path)], p), p)
+    target = architecture(lhs.device)
+    path = dot_path(lhs.dtype, rhs.dtype, getattr(torch, p.out_dtype), target)
+    tiles = GMM_QUANTIZED_TILES[_dot_bytes(path)]
+    if (
+        target == "sm_90" and path.dtype == "fp8"
+    ):  # two tiles of float32, sums and steps, of 128 rows fill its registers
+        tiles = tiles[1:]
+    tile = chosen(tiling, first_filled(tiles, p), p)
     check_tile("tk", tile[1], p.block, p.k)
     tm, tk, tn = fitted(tile, p)
     tk = step_of(tm, _step(tk, path, p.block, p.k), tn, _dot_bytes(path))
@@ -154,7 +160,7 @@ def gmm_quantized_plan(
         "rhs": _operand(rhs, rhs_scale, path, lines=p.rhs_blocks[-1], groups=p.rhs_blocks[0]),
         "SCALING": _scaling(p, path, (lhs, lhs_scale), (rhs, rhs_scale), axis=1),
     }
-    return OfRows(_gmm_quantized_kernel, Tile(tm, tk, tn), arguments, _options(tm, tk, tn, path))
+    return OfRows(_gmm_quantized_kernel, Tile(tm, tk, tn), arguments, _options(tm, tk, tn, path, target))
 
 
 def tgmm_quantized_plan(
@@ -162,7 +168,8 @@ def tgmm_quantized_plan(
 ) -> OfGroups:
     """`tgmm_quantized`: by default the first of TGMM_QUANTIZED_TILES, its tm no longer than a scale block;
     raises for tm as `gmm_quantized_plan` for tk."""
-    path = dot_path(lhs.dtype, rhs.dtype, getattr(torch, p.out_dtype), architecture(lhs.device))
+    target = architecture(lhs.device)
+    path = dot_path(lhs.dtype, rhs.dtype, getattr(torch, p.out_dtype), target)
     tile = chosen(tiling, TGMM_QUANTIZED_TILES[_dot_bytes(path)][0], p)
     check_tile("tm", tile[0], p.block, p.m)
     tm, tk, tn = fitted(tile, p)
@@ -172,7 +179,7 @@ def tgmm_quantized_plan(
         "rhs": _operand(rhs, rhs_scale, path, lines=p.rhs_blocks[1]),
         "SCALING": _scaling(p, path, (lhs, lhs_scale), (rhs, rhs_scale), axis=0),
     }
-    return OfGroups(_tgmm_quantized_kernel, Tile(tm, tk, tn), arguments, _options(tk, tm, tn, path))
+    return OfGroups(_tgmm_quantized_kernel, Tile(tm, tk, tn), arguments, _options(tk, tm, tn, path, target))
 
 
 @triton.jit
@@ -269,11 +276,11 @@ def _dot_bytes(path: DotPath) -> int:
     return 1 if path.dtype in ("fp8", "int8") else int(getattr(torch, path.dtype).itemsize)
 
 
-def _options(rows: int, depth: int, columns: int, path: DotPath) -> dict[str, Any]:
+def _options(rows: int, depth: int, columns: int, path: DotPath, target: str | None) -> dict[str, Any]:
     """As `launch_options`, with warps for two float32 tiles: the sums, and what a step adds to them."""
     element_size = _dot_bytes(path)
     warps = max(4, min(rows * columns * max(element_size, 2) // 4096, 8))
-    return launch_options(rows, depth, columns, element_size) | {"num_warps": warps}
+    return launch_options(rows, depth, columns, element_size, target) | {"num_warps": warps}
 
 
 def _step(tile: int, path: DotPath, block: int, size: int) -> int:

@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 import torch
 from triton.runtime.errors import OutOfResources
 
-STAGE_BYTES = (
-    96 * 1024
-)  # shared memory for the operand tiles in flight; the least that NVIDIA's have is 99 KiB (sm_120)
-AMD_BYTES = 64 * 1024  # all of gfx942's, which has one stage fewer in it: that one's tiles are in registers
+STAGE_BYTES = 96 * 1024
+"""Shared memory for the operand tiles in flight; the least that NVIDIA's have is 99 KiB (sm_120)."""
+HOPPER_BYTES = 200 * 1024
+"""Likewise on sm_90, which has 227 KiB."""
+AMD_BYTES = 64 * 1024
+"""All of gfx942's, which has one stage fewer in it: that one's tiles are in registers."""
 
 
 class Launch(NamedTuple):
@@ -36,10 +38,11 @@ class Launch(NamedTuple):
             raise ValueError(f"{self.sized_by} must be smaller: {self.kernel.fn.__name__} {needs}") from error
 
 
-def launch_options(rows: int, depth: int, columns: int, element_size: int) -> dict[str, Any]:
-    """How to run a kernel whose dot is [rows, depth] @ [depth, columns]."""
+def launch_options(rows: int, depth: int, columns: int, element_size: int, target: str | None = None) -> dict[str, Any]:
+    """How to run a kernel whose dot is [rows, depth] @ [depth, columns] on `target` (None: on any)."""
     stage_bytes = (rows + columns) * depth * element_size
-    stages = min(STAGE_BYTES // stage_bytes, 1 + AMD_BYTES // stage_bytes, 4)
+    everywhere = min(STAGE_BYTES // stage_bytes, 1 + AMD_BYTES // stage_bytes)
+    stages = min(HOPPER_BYTES // stage_bytes if target == "sm_90" else everywhere, 4)
     return {
         "num_warps": max(4, min(rows * columns * element_size // 4096, 8)),
         "num_stages": max(1, stages),

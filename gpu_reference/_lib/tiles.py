@@ -33,10 +33,12 @@ def first_filled(tiles: Sequence[Candidate], p: Problem | QuantizedProblem) -> C
     return next((tile for tile in tiles if tile[0] <= rows), tiles[-1])
 
 
-def fitted(tile: Candidate, p: Problem | QuantizedProblem) -> Tile:
-    """The chosen tile as the kernels need it: powers of two, not far beyond the problem's own size."""
-    tm, tk, tn = (min(block_of(t), block_of(size), LARGEST_TILE) for t, size in zip(tile, (p.m, p.k, p.n), strict=True))
-    return Tile(tm, tk, tn)
+def fitted(tile: Candidate, p: Problem | QuantizedProblem, columns: int = LARGEST_TILE) -> Tile:
+    """The chosen tile as the kernels need it: powers of two, not far beyond the problem's own size, nor beyond
+    LARGEST_TILE and so many columns."""
+    most = (LARGEST_TILE, LARGEST_TILE, columns)
+    of = zip(tile, (p.m, p.k, p.n), most, strict=True)
+    return Tile(*(min(block_of(t), block_of(size), largest) for t, size, largest in of))
 
 
 def step_of(rows: int, depth: int, columns: int, element_size: int) -> int:

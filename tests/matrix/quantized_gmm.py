@@ -114,10 +114,12 @@ def with_narrow_sums(contract: Contract, backend: Backend) -> Contract:
     """
     if backend != "gpu" or contract.dot != "fp8":
         return contract
-    dot, schedule = "native", contract.schedule
+    sites = {site: dtype for site, dtype in contract.sites.items() if site != "partial"}
+    other = replace(contract, dot="native", depth=MMA_DEPTH, sites=sites)
     if contract.out != F32:
-        dot, schedule = "fp8 in 14 digits", {**schedule, "narrow": fp8_in_14_digits}
-    return replace(contract, unless={FP8_SUMS: replace(contract, dot=dot, depth=MMA_DEPTH, schedule=schedule)})
+        schedule = {**contract.schedule, "narrow": fp8_in_14_digits}
+        other = replace(other, dot="fp8 in 14 digits", schedule=schedule)
+    return replace(contract, unless={FP8_SUMS: other})
 
 
 def chain(c: Case, inputs: Inputs) -> int:
