@@ -4,7 +4,7 @@ A quantised operand is a pair (qvalue, scale) as `cpu_golden/quantize.py` makes 
 the operand is not quantised. Groups and shards are those of `cpu_golden/gmm.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,16 +70,17 @@ def tgmm_quantized(
     lhs [M, K] and rhs [M, N] and their scales as in `gmm_quantized`, blocks of the contraction now along M. Blocks
     are those of all M rows: a group that begins inside one uses that block's scale for its part of it. existing_out
     [G, K, N] is added. Everything else as `tgmm`; a `tiling` whose tm cuts a block is refused.
-    Stages and sites as `gmm_quantized`, depth along M.
+    Stages and sites as `gmm_quantized`, depth along M, and never narrow.
     """
     o = _TgmmOptions(**options)
     a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, o.group_offset)
     p = check_tgmm_quantized(a, b, groups, o.num_actual_groups, o.existing_out, o.preferred_element_type)
     check_tile("tm", resolve_tiling(o.tiling, one_tile, p.m, p.k, p.n)[0], p.block, p.m)
     wide_a, wide_b = _Operand.of(a), _Operand.of(b)
+    stages = replace(o.stages, narrow=None)
     out = out_before(o.existing_out, p.groups, p.k, p.n)
     for group, rows in active_groups(group_sizes, groups.offset, p.groups):
-        out[group] += _staged_blocks(wide_a.at(rows).transposed, wide_b.at(rows), rows.start, p.block, o.stages)
+        out[group] += _staged_blocks(wide_a.at(rows).transposed, wide_b.at(rows), rows.start, p.block, stages)
     return o.stages("out", out)
 
 

@@ -46,8 +46,8 @@ class Stages:
     depth: products that are summed before the running sum of a dot is rounded; None: all of them.
     passes: how a matrix unit takes operands that are wider than it is.
     tile: products of a dot that are summed by themselves before they are added to what was summed before; None: all.
-    narrow: how a matrix unit that keeps fewer bits than a float32 sums products of fp8, where results need no more:
-        (a, b) -> a @ b of operands in their own dtypes; None: as all others.
+    narrow: how a matrix unit that keeps fewer bits than a float32 sums products of fp8, where results need no more and
+        the sum runs along memory: (a, b) -> a @ b of operands in their own dtypes; None: as all others.
     router_depth, router_passes: those of a router's matmuls; None: those of all others.
     aligned: the steps of tgmm's sums are counted from the first of all rows, not from the first of each group.
     chunk_size: the chunks of a scan, where a kernel takes other ones than its caller asks for.

@@ -8,6 +8,7 @@ Other scales multiply the whole sum, once. Sums of int8 products are int32 as lo
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # (kernel arguments are what Triton makes of them; every host function below is annotated)
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,7 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu_reference._lib.formats import as_codes, decoded
-from gpu_reference._lib.hardware import architecture, computes_bfloat16, sums_fp8_in_float32, supports_matmul
+from gpu_reference._lib.hardware import (
+    architecture,
+    computes_bfloat16,
+    converts_fp8,
+    sums_fp8_in_float32,
+    supports_matmul,
+)
 from gpu_reference._lib.launch import launch_options
 from gpu_reference._lib.operands import Operand, groups_of, operand
 from gpu_reference._lib.plans import Given, OfGroups, OfRows, product
@@ -52,6 +59,7 @@ Scale = Tensor | None
 Pair = tuple[Tensor, Scale]
 """An operand and its scale."""
 
+CONVERTED = "converted"
 LEAST_DEPTH = 32  # of a dot of 8-bit operands
 INT32_PRODUCTS = 2**31 // 128**2 - 1  # products of int8 that an int32 sum holds, whatever they are
 
@@ -66,8 +74,9 @@ class DotPath(NamedTuple):
 class Scaling(NamedTuple):
     """How a kernel multiplies scaled operands, known when it is compiled.
 
-    dot: as in DotPath. in_int32: whether sums are. Of each operand the format that is decoded ("" of one that the dot
-    takes as it is), and how many elements along the sum share a scale, 0 where all do or there is none.
+    dot: as in DotPath. in_int32: whether sums are. Of each operand the format that is decoded, CONVERTED of one whose
+    conversion is an instruction, "" of one that the dot takes as it is; and how many elements along the sum share a
+    scale, 0 where all do or there is none.
     """
 
     dot: str
@@ -114,8 +123,13 @@ def tgmm_quantized(
     return product(tgmm_quantized_plan, p, operands, Given(group_sizes, o.group_offset, o.existing_out, o.tiling))
 
 
-def dot_path(lhs: torch.dtype, rhs: torch.dtype, out: torch.dtype, target: str | None) -> DotPath:
-    """What the dot of two operand dtypes multiplies on `target` (see `gpu_reference._lib.hardware`), and why."""
+def dot_path(
+    lhs: torch.dtype, rhs: torch.dtype, out: torch.dtype, target: str | None, *, over_rows: bool = False
+) -> DotPath:
+    """What the dot of two operand dtypes multiplies on `target` (see `gpu_reference._lib.hardware`), and why.
+
+    over_rows: whether sums are over the rows of both operands, as tgmm's.
+    """
     dtype = dot_dtype(lhs, rhs)
     if dtype == "int8":
         return DotPath(dtype, "int8 products and their int32 sums are exact")
@@ -127,6 +141,10 @@ def dot_path(lhs: torch.dtype, rhs: torch.dtype, out: torch.dtype, target: str |
         return DotPath("float16", "Triton's own interpreter takes the NaN of e4m3 for a number")
     if not (supports_matmul(lhs, target) and supports_matmul(rhs, target)):
         return DotPath("float16", f"the matrix unit of {target} has no fp8; float16 holds every fp8 value")
+    if over_rows and not sums_fp8_in_float32(target):
+        return DotPath(
+            "float16", f"the tensor cores of {target} take fp8 along the sum alone: bytes of rows would be transposed"
+        )
     if out == torch.float32 and not sums_fp8_in_float32(target):
         return DotPath(
             "float16", f"the tensor cores of {target} keep 13 bits of an fp8 sum, too few for float32 results"
@@ -147,18 +165,17 @@ def gmm_quantized_plan(
     target = architecture(lhs.device)
     path = dot_path(lhs.dtype, rhs.dtype, getattr(torch, p.out_dtype), target)
     tiles = GMM_QUANTIZED_TILES[_dot_bytes(path)]
-    if (
-        target == "sm_90" and path.dtype == "fp8"
-    ):  # two tiles of float32, sums and steps, of 128 rows fill its registers
+    if target == "sm_90" and path.dtype == "fp8":  # of 128 rows sums and steps, both float32, fill its registers
         tiles = tiles[1:]
     tile = chosen(tiling, first_filled(tiles, p), p)
     check_tile("tk", tile[1], p.block, p.k)
     tm, tk, tn = fitted(tile, p)
     tk = step_of(tm, _step(tk, path, p.block, p.k), tn, _dot_bytes(path))
+    formats = [_format(values.dtype, path, target) for values in (lhs, rhs)]
     arguments = {
-        "lhs": _operand(lhs, lhs_scale, path, lines=p.lhs_blocks[0]),
-        "rhs": _operand(rhs, rhs_scale, path, lines=p.rhs_blocks[-1], groups=p.rhs_blocks[0]),
-        "SCALING": _scaling(p, path, (lhs, lhs_scale), (rhs, rhs_scale), axis=1),
+        "lhs": _operand(lhs, lhs_scale, formats[0], lines=p.lhs_blocks[0]),
+        "rhs": _operand(rhs, rhs_scale, formats[1], lines=p.rhs_blocks[-1], groups=p.rhs_blocks[0]),
+        "SCALING": _scaling(p, path, formats, (lhs, lhs_scale), (rhs, rhs_scale), axis=1),
     }
     return OfRows(_gmm_quantized_kernel, Tile(tm, tk, tn), arguments, _options(tm, tk, tn, path, target))
 
@@ -169,15 +186,16 @@ def tgmm_quantized_plan(
     """`tgmm_quantized`: by default the first of TGMM_QUANTIZED_TILES, its tm no longer than a scale block;
     raises for tm as `gmm_quantized_plan` for tk."""
     target = architecture(lhs.device)
-    path = dot_path(lhs.dtype, rhs.dtype, getattr(torch, p.out_dtype), target)
+    path = dot_path(lhs.dtype, rhs.dtype, getattr(torch, p.out_dtype), target, over_rows=True)
     tile = chosen(tiling, TGMM_QUANTIZED_TILES[_dot_bytes(path)][0], p)
     check_tile("tm", tile[0], p.block, p.m)
     tm, tk, tn = fitted(tile, p)
     tm = step_of(tk, _step(tm, path, p.block, p.m), tn, _dot_bytes(path))
+    formats = [_format(values.dtype, path, target) for values in (lhs, rhs)]
     arguments = {
-        "lhs": _operand(lhs, lhs_scale, path, lines=p.lhs_blocks[1], transposed=True),
-        "rhs": _operand(rhs, rhs_scale, path, lines=p.rhs_blocks[1]),
-        "SCALING": _scaling(p, path, (lhs, lhs_scale), (rhs, rhs_scale), axis=0),
+        "lhs": _operand(lhs, lhs_scale, formats[0], lines=p.lhs_blocks[1], transposed=True),
+        "rhs": _operand(rhs, rhs_scale, formats[1], lines=p.rhs_blocks[1]),
+        "SCALING": _scaling(p, path, formats, (lhs, lhs_scale), (rhs, rhs_scale), axis=0),
     }
     return OfGroups(_tgmm_quantized_kernel, Tile(tm, tk, tn), arguments, _options(tk, tm, tn, path, target))
 
@@ -252,9 +270,9 @@ def _times_whole_scales(sums, lhs, rhs, region, SCALING: tl.constexpr):
 
 @triton.jit
 def _dot_operand(tile, FORMAT: tl.constexpr, DOT: tl.constexpr):
-    """A tile as the dot multiplies it: of a FORMAT to be decoded, or ready as it is ("")."""
+    """A tile as the dot multiplies it: FORMAT as in Scaling."""
     if FORMAT != "":
-        tile = decoded(tile, FORMAT)
+        tile = tile.to(tl.float16) if FORMAT == "converted" else decoded(tile, FORMAT)
         if DOT == "float32":
             tile = tile.to(tl.float32)
         elif DOT == "bfloat16":
@@ -290,25 +308,26 @@ def _step(tile: int, path: DotPath, block: int, size: int) -> int:
 
 
 def _operand(
-    values: Tensor, scale: Tensor | None, path: DotPath, *, lines: int, groups: int = 1, transposed: bool = False
+    values: Tensor, scale: Tensor | None, form: str, *, lines: int, groups: int = 1, transposed: bool = False
 ) -> Operand:
     """An operand and its scale; one serves so many groups and lines (rows of lhs, columns of rhs)."""
-    given = as_codes(values) if _is_decoded(values, path) else values
+    given = values if form in ("", CONVERTED) else as_codes(values)
     if scale is None or not values.numel():  # a scale may be as empty as what it scales
         return operand(given, transposed=transposed)
     scales = operand(scale, transposed=transposed)
     return operand(given, transposed=transposed, scale=scales, scale_groups=groups, scale_lines=lines)
 
 
-def _is_decoded(operand: Tensor, path: DotPath) -> bool:
-    """Whether the dot multiplies an operand in another dtype than it has."""
-    return path.dtype not in ("fp8", "int8") and dtype_name(operand.dtype) in NARROW
+def _format(dtype: torch.dtype, path: DotPath, target: str | None) -> str:
+    """The format in `Scaling` of an operand of a dtype."""
+    if path.dtype in ("fp8", "int8") or dtype_name(dtype) not in NARROW:
+        return ""
+    return CONVERTED if converts_fp8(dtype, target) else dtype_name(dtype)
 
 
-def _scaling(p: QuantizedProblem, path: DotPath, lhs: Pair, rhs: Pair, axis: int) -> Scaling:
+def _scaling(p: QuantizedProblem, path: DotPath, formats: Sequence[str], lhs: Pair, rhs: Pair, axis: int) -> Scaling:
     """The Scaling of operands whose sum is over their axis of that number."""
     in_int32 = _sums_in_int32(path, p.block, lhs[0].shape[axis])
-    formats = [dtype_name(values.dtype) if _is_decoded(values, path) else "" for values, _ in (lhs, rhs)]
     blocks = [
         blocks[axis] if scale is not None and scale.shape[axis] > 1 else 0
         for (_, scale), blocks in ((lhs, p.lhs_blocks), (rhs, p.rhs_blocks))

@@ -154,6 +154,11 @@ def sums_fp8_in_float32(target: str) -> bool:
     return _compute_capability(target) not in (89, 90)
 
 
+def converts_fp8(dtype: torch.dtype, target: str | None) -> bool:
+    """Whether fp8 of `dtype` becomes float16 by an instruction on `target`, NaN and all: NVIDIA's do from sm_89 on."""
+    return dtype in _FP8 and target is not None and _compute_capability(target) >= 89
+
+
 def _leaves(tree: Any) -> Iterator[Any]:
     """What stands in nested tuples and dicts."""
     if isinstance(tree, dict | tuple):

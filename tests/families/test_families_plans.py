@@ -123,7 +123,7 @@ def test_tiles_on_the_gpu_are_powers_of_two(recorded):
 
 
 def test_sums_fit_registers_and_tiles_in_flight_fit_shared_memory_on_the_gpu(recorded):
-    """128 registers of a thread at most hold sums; a block has 96 KiB on every GPU (sm_120: 99)."""
+    """128 registers of a thread at most hold sums; a block has 96 KiB on every GPU (sm_120: 99), on Hopper 227."""
     for plan, kernel in kernels_of(recorded, TARGETS):
         constants = kernel["constants"]
         if "TILE.m" in constants:
@@ -132,7 +132,8 @@ def test_sums_fit_registers_and_tiles_in_flight_fit_shared_memory_on_the_gpu(rec
             dot = constants.get("SCALING.dot", "float32" if plan.name.endswith("f32") else "bfloat16")
             size = {"fp8": 1, "int8": 1, "block_scaled": 1, "float32": 4}.get(dot, 2)
             assert rows * n / (32 * kernel["warps"]) <= 128, (plan.key, kernel)
-            assert kernel["stages"] == 1 or kernel["stages"] * (rows + n) * depth * size <= 96 * 1024, plan.key
+            most = (200 if plan.chip == "sm_90" else 96) * 1024
+            assert kernel["stages"] == 1 or kernel["stages"] * (rows + n) * depth * size <= most, plan.key
 
 
 def test_a_scan_is_one_kernel_where_that_keeps_the_gpu_busy(recorded):

@@ -24,7 +24,7 @@ from tests.matrix.gmm import PATTERNS, SMALL_TILES, grouped, groups_and_out, lon
 from tests.matrix.memories import Drawn
 from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B
 from tests.matrix.ops import BF16, F32, MXU_DEPTH, TRAINED, in_turn, is_backward, op
-from tests.matrix.quantized_gmm import FP8_MMA_DEPTH, with_narrow_sums
+from tests.matrix.quantized_gmm import FP8_MMA_DEPTH, float16_tile, with_narrow_sums
 
 
 def contract(c: Case, backend: Backend) -> Contract:
@@ -45,14 +45,15 @@ def contract(c: Case, backend: Backend) -> Contract:
         functions = wide.functions and unquantised.of_unit(backend, "inner")
         wide = replace(wide, sites={**wide.sites, **scaling}, functions=functions)
     if not backward:
-        return with_narrow_sums(wide, backend)
+        own = float16_tile(c, c.block_size or c.K, over_rows=False) if c.out == F32 else None
+        return with_narrow_sums(wide, backend, own)
     tile, schedule = None, wide.schedule
     if c.quantize or c.bwd_quantize:  # rows are cut where blocks are, and a tile within a block is scaled by itself
         block = c.block_size or c.M
         tile = c.tiling[0] if c.tiling and c.tiling[0] < block else None
         schedule = {"aligned": True}
     wide = replace(wide, out=c.dtype, outs={"existing_out": c.out}, tile=tile, schedule=schedule)
-    return with_narrow_sums(wide, backend)
+    return with_narrow_sums(wide, backend, float16_tile(c, c.block_size or c.M, over_rows=True))
 
 
 def chain(c: Case, inputs: Inputs) -> int:
@@ -359,7 +360,7 @@ def layer_contract(c: Case, backend: Backend) -> Contract:
     if c.quantize == "fp8":
         depth = MXU_DEPTH if backend == "tpu" else FP8_MMA_DEPTH
         fp8 = replace(wide, dot="fp8", depth=depth, sites={"partial": F32, **sites}, functions=functions)
-        return with_narrow_sums(fp8, backend)
+        return with_narrow_sums(fp8, backend, None)
     return replace(wide, dot="native", sites={**wide.sites, **sites}, functions=functions)
 
 

@@ -101,25 +101,36 @@ def contract(c: Case, backend: Backend) -> Contract:
             dot="fp8", out=c.out, depth=depth, tile=tile, sites=sites, schedule=schedule,
             functions=unquantised.of_unit(backend, "inner"),
         )  # fmt: skip
-        return with_narrow_sums(found, backend)
+        own = float16_tile(c, block(c), over_rows) if over_rows or c.out == F32 else tile
+        return with_narrow_sums(found, backend, own, over_rows)
     wide = unquantised.contract(replace(c, op="tgmm" if over_rows else "gmm", dtype=dot), backend)
     functions = wide.functions and unquantised.of_unit(backend, "inner")
     return replace(wide, tile=tile, sites={**wide.sites, **scaling}, schedule=schedule, functions=functions)
 
 
-def with_narrow_sums(contract: Contract, backend: Backend) -> Contract:
+def with_narrow_sums(contract: Contract, backend: Backend, tile: int | None, over_rows: bool = False) -> Contract:
     """A contract of fp8 dots with that of tensor cores which keep 14 digits of such a sum; any other as it is.
 
-    There a dot of a float32 result takes float16, which has every value of fp8; for others 14 digits are enough.
+    There a dot of a float32 result or over rows takes float16, which has every value of fp8; for others 14 digits are
+    enough. tile: that of the contract there.
     """
     if backend != "gpu" or contract.dot != "fp8":
         return contract
-    sites = {site: dtype for site, dtype in contract.sites.items() if site != "partial"}
-    other = replace(contract, dot="native", depth=MMA_DEPTH, sites=sites)
-    if contract.out != F32:
+    other = replace(contract, dot="native", depth=MMA_DEPTH, tile=tile)
+    if contract.out != F32 and not over_rows:
         schedule = {**contract.schedule, "narrow": fp8_in_14_digits}
         other = replace(other, dot="fp8 in 14 digits", schedule=schedule)
     return replace(contract, unless={FP8_SUMS: other})
+
+
+def float16_tile(c: Case, block: int, over_rows: bool) -> int | None:
+    """The products of fp8 that a GPU sums by themselves where it multiplies float16: a step of both tiles is in 48 KiB
+    of shared memory, and no longer than a block of scales."""
+    tm, tk, tn = (min(t, GPU_STEP) for t in c.tiling or (64, 64, GPU_STEP))
+    step, others = (tm, tk + tn) if over_rows else (tk, tm + tn)
+    while 2 * others * step > 48 * 1024:
+        step //= 2
+    return step if step < block else None
 
 
 def chain(c: Case, inputs: Inputs) -> int:

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 from gpu_reference.quantized_gmm import dot_path
 from parity.compilers.ptx import case_of, compile_kernels
+from tests.matrix.gmm import sums_rows
 from tests.matrix.quantize import FP8_DEQUANTIZE, FP8_DUAL_QUANTIZE, FP8_QUANTIZE, INT8_QUANTIZE
 from tests.matrix.quantized_gmm import BF16, E4M3, E5M2, F16, F32, GMM_QUANTIZED, I8, PLAIN, TGMM_QUANTIZED, rhs_dtype
 from tests.support import gpu_code
@@ -62,7 +63,8 @@ EVERYTHING = [
 def expected_operands(case, target):
     """The types that the matrix unit multiplies; NVIDIA's has no float32 but a chain of FMAs."""
     dtypes = {case.dtype, rhs_dtype(case)}
-    dtype = dot_path(*(getattr(torch, name) for name in (case.dtype, rhs_dtype(case), case.out)), target).dtype
+    lhs, rhs, out = (getattr(torch, name) for name in (case.dtype, rhs_dtype(case), case.out))
+    dtype = dot_path(lhs, rhs, out, target, over_rows=sums_rows(case)).dtype
     if dtype == "fp8":
         return dtypes
     return set() if dtype == "float32" and target.startswith("sm_") else {dtype}
@@ -79,17 +81,18 @@ def test_compiles(target, calls):
 
 
 @pytest.mark.parametrize(
-    ("target", "out", "dtype", "reason"),
+    ("target", "out", "over_rows", "dtype", "reason"),
     [
-        ("sm_80", BF16, "float16", "no fp8"),
-        ("gfx942", BF16, "float16", "no fp8"),
-        ("sm_90", BF16, "fp8", "added to float32 sums"),
-        ("sm_90", F32, "float16", "13 bits"),
-        ("sm_100", F32, "fp8", "added to float32 sums"),
+        ("sm_80", BF16, False, "float16", "no fp8"),
+        ("gfx942", BF16, True, "float16", "no fp8"),
+        ("sm_90", BF16, False, "fp8", "added to float32 sums"),
+        ("sm_90", BF16, True, "float16", "along the sum alone"),
+        ("sm_90", F32, False, "float16", "13 bits"),
+        ("sm_100", F32, True, "fp8", "added to float32 sums"),
     ],
 )
-def test_fp8_is_widened_where_the_chip_requires_it(target, out, dtype, reason):
-    path = dot_path(torch.float8_e4m3fn, torch.float8_e5m2, getattr(torch, out), target)
+def test_fp8_is_widened_where_the_chip_requires_it(target, out, over_rows, dtype, reason):
+    path = dot_path(torch.float8_e4m3fn, torch.float8_e5m2, getattr(torch, out), target, over_rows=over_rows)
     assert path.dtype == dtype
     assert reason in path.reason
 

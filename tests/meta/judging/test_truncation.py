@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from parity.backends import EMULATED
 from parity.dtypes import FORMATS, TOWARD_ZERO, cut_off, round_to, stochastic
 from parity.judging.judge import gates, measure_contract
 from parity.judging.passes import fp8_in_14_digits
@@ -15,7 +16,7 @@ from parity.op import Contract
 from parity.trial import Trial
 from tests.matrix.gmm import GMM
 from tests.matrix.ops import BF16, F32, MMA_DEPTH
-from tests.matrix.quantized_gmm import E4M3, GMM_QUANTIZED, TGMM_QUANTIZED, rhs_dtype
+from tests.matrix.quantized_gmm import E4M3, GMM_QUANTIZED, rhs_dtype
 from tests.support.interpreter import interpreted
 
 CORE = "parity.backends.emulation.tensor_core"
@@ -132,20 +133,19 @@ def narrow_sums(lhs, rhs, acc, depth):
 
 
 H200 = "NVIDIA H200"
-FP8_CALLS = [
-    pytest.param(op, case, id=case.id)
-    for op in (GMM_QUANTIZED, TGMM_QUANTIZED)
-    for case in op.cases
+FP8_CASES = [
+    case
+    for case in GMM_QUANTIZED.cases
     if (case.tier, case.dtype, rhs_dtype(case), case.out, case.data) == ("smoke", E4M3, E4M3, BF16, "normal")
 ]
 
 
 @pytest.mark.gpu
 @interpreted
-@pytest.mark.parametrize(("op", "case"), FP8_CALLS)
-def test_a_hopper_keeps_the_contract_of_narrow_sums(op, case, monkeypatch):
+@pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: case.id)
+def test_a_hopper_keeps_the_contract_of_narrow_sums(case, monkeypatch):
     pytest.importorskip("triton")
-    here, there = Trial(op, case, "gpu"), Trial(op, case, "gpu", device=H200)
+    here, there = (Trial(GMM_QUANTIZED, case, "gpu", device=device) for device in (EMULATED, H200))
     assert gates(here).verdict.outcome == "AGREES"
     monkeypatch.setattr(f"{CORE}.fused_dot", narrow_sums)
     assert gates(here).verdict.outcome == "OUT OF BOUND"
