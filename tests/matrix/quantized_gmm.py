@@ -126,7 +126,7 @@ def with_narrow_sums(contract: Contract, backend: Backend, tile: int | None, ove
 def float16_tile(c: Case, block: int, over_rows: bool) -> int | None:
     """The products of fp8 that a GPU sums by themselves where it multiplies float16: a step of both tiles is in 48 KiB
     of shared memory, and no longer than a block of scales."""
-    tm, tk, tn = (min(t, GPU_STEP) for t in c.tiling or (64, 64, GPU_STEP))
+    tm, tk, tn = (min(t, GPU_STEP) for t in c.tiling or (GPU_STEP, 64, GPU_STEP))
     step, others = (tm, tk + tn) if over_rows else (tk, tm + tn)
     while 2 * others * step > 48 * 1024:
         step //= 2
