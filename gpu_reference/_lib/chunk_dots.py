@@ -6,9 +6,10 @@ import triton.language as tl
 
 from gpu_reference._lib.hardware import is_interpreted, is_older
 
-PIECE = tl.constexpr(8 if is_interpreted() or not is_older(triton.__version__, 3, 8) else 16)
-"""Products that a float32 dot sums one after the other, before sums are added in float64: as few as Triton compiles.
-Interpreted, kernels sum alike with every Triton."""
+PIECE = tl.constexpr(8)
+"""Products that a float32 dot sums one after the other, before sums are added in float64."""
+DEPTH = tl.constexpr(8 if is_interpreted() or not is_older(triton.__version__, 3, 8) else 16)
+"""Of a float32 dot: Triton before 3.8 compiles none below 16. There every second product is 0, and sums are alike."""
 
 
 @triton.jit
@@ -20,9 +21,12 @@ def dot(a, b, SPLIT: tl.constexpr):
     a float32 one in two bfloat16 parts, and the product of two second parts is left out.
     """
     if not SPLIT:
-        if a.shape[1] > PIECE:
-            a_pieces = tl.permute(tl.reshape(a, (a.shape[0], a.shape[1] // PIECE, PIECE)), (1, 0, 2))
-            b_pieces = tl.reshape(b, (b.shape[0] // PIECE, PIECE, b.shape[1]))
+        if DEPTH > PIECE:
+            a = tl.reshape(tl.join(a, tl.zeros_like(a)), (a.shape[0], a.shape[1] * 2))
+            b = tl.reshape(tl.permute(tl.join(b, tl.zeros_like(b)), (0, 2, 1)), (b.shape[0] * 2, b.shape[1]))
+        if a.shape[1] > DEPTH:
+            a_pieces = tl.permute(tl.reshape(a, (a.shape[0], a.shape[1] // DEPTH, DEPTH)), (1, 0, 2))
+            b_pieces = tl.reshape(b, (b.shape[0] // DEPTH, DEPTH, b.shape[1]))
             pieces = tl.dot(a_pieces, b_pieces, input_precision="ieee")
             result = tl.sum(pieces.to(tl.float64), axis=0).to(tl.float32)
         else:
