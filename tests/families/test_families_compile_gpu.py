@@ -1,6 +1,13 @@
-"""Every kernel compiles for AMD's GPUs both as it is launched with little memory and with 2 GiB and more."""
+"""Every kernel compiles for AMD's GPUs both as it is launched with little memory and with 2 GiB and more, and for
+NVIDIA's with the oldest Triton that pyproject.toml allows."""
 
+import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
+from importlib.metadata import requires
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +16,7 @@ pytest.importorskip("triton")
 
 from parity.compilers.ptx import NEAR, case_of, compile_kernels
 from tests.matrix import OPS
+from tests.support import gpu_code
 from tests.support.calls import launched
 from tests.support.tiny import tiny
 
@@ -48,3 +56,28 @@ def test_compiles_with_memory_of_any_size(op, target):
 def buffer_accesses(results):
     """Loads and stores that have an offset of 32 bits."""
     return sum(n for result in results for name, n in result.instructions.items() if name.startswith("buffer_"))
+
+
+@pytest.mark.full
+def test_compiles_in_the_smoke_tier():
+    calls = [(op, case) for op in OPS if op.name not in OF_OTHERS for case in op.cases if case.tier == "smoke"]
+    found = gpu_code.kernels(calls, "sm_90")
+    errors = {name: kernel.result for name, kernel in found.items() if kernel.result.error is not None}
+    assert errors == {} and len(found) > len(calls)
+
+
+@pytest.mark.full
+def test_compiles_with_the_oldest_triton(tmp_path):
+    """The same test, of a Triton that is installed for it alone."""
+    (oldest,) = (m[1] for m in map(re.compile(r"triton\b.*>=([\d.]+)").match, requires("kernel-parity")) if m)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path, f"triton=={oldest}.*"]
+    fetched = subprocess.run(pip, capture_output=True, text=True)
+    if fetched.returncode:
+        pytest.skip(f"pip cannot fetch Triton {oldest}: {fetched.stderr.strip().splitlines()[-1]}")
+    test = f"{__file__}::{test_compiles_in_the_smoke_tier.__name__}"
+    pytest_alone = [sys.executable, "-m", "pytest", "-n0", "-q", "--parity-tier=full", test]
+    run = subprocess.run(
+        pytest_alone, capture_output=True, text=True, cwd=Path(__file__).parents[2],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert run.returncode == 0 and "1 passed" in run.stdout, run.stdout + run.stderr

@@ -77,6 +77,13 @@ def test_jobs_use_what_others_give():
     assert inputs.keys() == jobs["tpu"]["with"].keys()
 
 
+def test_the_oldest_triton_is_tried_by_a_test_there_is():
+    install, (pytest_, *options, file, _, name) = commands("oldest", "triton")
+    assert install == [".ci/install", "triton,tests"] and pytest_ == ".venv/bin/pytest"
+    assert options == ["-n0", "--parity-tier=full"]
+    assert f"def test_compiles_with_the_{name}(" in (ROOT / file).read_text()
+
+
 @pytest.mark.full
 def test_ledgers_of_a_tpu_and_a_gpu_host_are_joined_and_judged(plan, tmp_path, monkeypatch, capsys):
     """The commands of the workflows as they stand, on pretended runners."""
