@@ -38,6 +38,9 @@ IN_FLOAT32 = {"tf32": 11, **{f"float32/{2**lost}": 24 - lost for lost in range(1
 TOWARD_ZERO = " toward zero"
 """Follows the name of a dtype that hardware rounds to by leaving digits out, as a TF32 instruction does."""
 
+OF_POWER = " of a power"
+"""Follows the name of a dtype where hardware rounds the exponent of two that a value comes out of to float32 first."""
+
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The NumPy (or ml_dtypes) dtype called `name`; raises TypeError for a name neither has."""
@@ -50,6 +53,9 @@ def round_to(values: Floats, dtype: str) -> np.ndarray:
     A direct cast to a narrow dtype goes through float32 and rounds twice; so float32 is entered by rounding to odd
     (Boldo & Melquiond 2008, IEEE TC 57:462), which keeps the sticky bit. A float32 that is `TOWARD_ZERO` is cut off.
     """
+    if dtype.endswith(OF_POWER):
+        values = _powers(values, lambda exponents: exponents.astype(np.float32).astype(np.float64))
+        return round_to(values, dtype.removesuffix(OF_POWER))
     if dtype.endswith(TOWARD_ZERO):
         return _toward_zero(values, dtype).astype(np.float32)
     if dtype in IN_FLOAT32:
@@ -126,6 +132,9 @@ def stochastic(values: Floats, dtype: str, words: Words) -> Floats:
     the next number, across powers of two as well. Values that are not finite stay; no finite one overflows. What is
     rounded `TOWARD_ZERO` is not random: its error has a sign, and every run shares it.
     """
+    if dtype.endswith(OF_POWER):
+        values = _powers(values, lambda exponents: stochastic(exponents, "float32", words))
+        return stochastic(values, dtype.removesuffix(OF_POWER), words)
     if dtype.endswith(TOWARD_ZERO):
         return _toward_zero(values, dtype)
     if dtype == "bf16x2":
@@ -149,6 +158,12 @@ def stochastic(values: Floats, dtype: str, words: Words) -> Floats:
     return rounded
 
 
+def _powers(values: Floats, rounded: Callable[[Floats], Floats]) -> Floats:
+    """float64 values as powers of two of `rounded` exponents."""
+    with np.errstate(divide="ignore"):
+        return np.copysign(np.exp2(rounded(np.log2(np.abs(values)))), values)
+
+
 def _format(name: str) -> tuple[int, float]:
     info = ml_dtypes.finfo(numpy_dtype(name))
     return int(info.nmant) + 1, float(info.smallest_normal)
@@ -160,4 +175,5 @@ FORMATS = {name: _format(name) for name in UNIT_ROUNDOFF if name not in ("tf32",
 FORMATS |= {name: (digits, SMALLEST) for name, digits in IN_FLOAT32.items()}
 """Significant digits (with the leading 1) and smallest normal number of the dtypes that a site may round to."""
 SITES = frozenset(name + how for name in (*FORMATS, "bf16x2") for how in ("", TOWARD_ZERO))
+SITES |= {name + OF_POWER for name in ("float32", *IN_FLOAT32) if name != "tf32"}
 """What a site may be rounded to."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from parity.dtypes import SITES, TOWARD_ZERO
+from parity.dtypes import OF_POWER, SITES, TOWARD_ZERO
 from parity.op import Backend, Contract
 
 
@@ -188,4 +188,4 @@ def _result(dtype: str, functions: Sequence[Assumption]) -> str:
     if lost == math.inf or site not in SITES:
         names = ", ".join(function.name for function in functions)
         raise ValueError(f"{names} must be off by at most 1024 ulps for a contract to hold, got {off:g}")
-    return site
+    return site + OF_POWER * any(function.slope for function in functions)

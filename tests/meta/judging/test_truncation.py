@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 
 from parity.backends import EMULATED
-from parity.dtypes import FORMATS, TOWARD_ZERO, cut_off, round_to, stochastic
+from parity.dtypes import FORMATS, OF_POWER, TOWARD_ZERO, cut_off, round_to, stochastic
 from parity.judging.judge import gates, measure_contract
 from parity.judging.passes import fp8_in_14_digits
+from parity.judging.spread import alike
+from parity.matrix import find
 from parity.op import Contract
 from parity.trial import Trial
+from tests.matrix import OPS
 from tests.matrix.gmm import GMM
 from tests.matrix.ops import BF16, F32, MMA_DEPTH
 from tests.matrix.quantized_gmm import E4M3, GMM_QUANTIZED, rhs_dtype
@@ -152,3 +155,38 @@ def test_a_hopper_keeps_the_contract_of_narrow_sums(case, monkeypatch):
     judged = gates(there)
     assert judged.verdict.outcome == "AGREES", judged.verdict
     assert judged.fit.ratio == pytest.approx(1, abs=0.2)  # of the few that are rounded otherwise
+
+
+def exp_of_hardware(x):
+    """exp of float32 as GPUs take it, but for the errors of ex2.approx itself: a power of two of a rounded product."""
+    return np.exp2((x * np.float32(np.log2(np.e))).astype(np.float32)) if x.dtype == np.float32 else np.exp(x)
+
+
+@pytest.mark.gpu
+@interpreted
+def test_an_exp_that_errs_by_its_argument_is_a_site_of_a_device(monkeypatch):
+    """A first step's gate is an exact float32, its exp off by 1.2 |x| ulps, and with it all that it decays."""
+    pytest.importorskip("triton")
+    from parity.backends.emulation.tensor_core import TensorCoreBuilder
+
+    op, case = find(OPS, "chunk_gla_bwd-B1_T40_H2_K16_V48-f32-steep-h0-ht-chunk32-s0")
+    here, there = (Trial(op, case, "gpu", device=device) for device in (EMULATED, H200))
+    assert there.contract.sites["decay"] == "float32/4 of a power"
+    assert gates(here).verdict.outcome == "AGREES"
+    monkeypatch.setattr(TensorCoreBuilder, "create_exp", lambda self, x: self.unary_op(x, exp_of_hardware))
+    assert gates(here).verdict.outcome == "OUT OF BOUND"
+    assert gates(there).verdict.outcome == "AGREES"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float32/4"])
+def test_a_power_errs_by_its_exponent_in_float32(dtype):
+    values = np.exp(-np.random.default_rng(0).uniform(1, 80, 2**12)) * np.where(np.arange(2**12) % 2, 1, -1)
+    exponents = np.abs(np.log2(np.abs(values))).astype(np.float32)
+    allowed = np.spacing(exponents) + 2.0 ** -(21 if dtype == "float32/4" else 23)
+    words = alike(np.uint64(7))
+    for found in (round_to(values, dtype + OF_POWER), stochastic(values, dtype + OF_POWER, words)):
+        off = np.abs(found / values - 1)
+        assert (off <= allowed).all()
+        assert off.max() > 2.0**-19  # of exponents of 64 to 128
+    exact = np.array([0.0, 1.0, -0.25, 2.0**-90])
+    np.testing.assert_array_equal(stochastic(exact, dtype + OF_POWER, words), exact)
