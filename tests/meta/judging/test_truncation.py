@@ -171,7 +171,7 @@ def test_an_exp_that_errs_by_its_argument_is_a_site_of_a_device(monkeypatch):
 
     op, case = find(OPS, "chunk_gla_bwd-B1_T40_H2_K16_V48-f32-steep-h0-ht-chunk32-s0")
     here, there = (Trial(op, case, "gpu", device=device) for device in (EMULATED, H200))
-    assert there.contract.sites["decay"] == "float32/4 of a power"
+    assert there.contract.sites["decay"] == "float32/2 of a power"
     assert gates(here).verdict.outcome == "AGREES"
     monkeypatch.setattr(TensorCoreBuilder, "create_exp", lambda self, x: self.unary_op(x, exp_of_hardware))
     assert gates(here).verdict.outcome == "OUT OF BOUND"
