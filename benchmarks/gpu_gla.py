@@ -185,10 +185,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     console = Console(stderr=True)
     table: list[Row] = []
-    for steps in given.steps:
-        for rows in measure(kernels, steps, getattr(torch, given.dtype)):
-            table += rows
-            console.log(f"T {steps}, {rows[0].kernel} {rows[0].direction}: {' · '.join(map(command.brief, rows))}")
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        for steps in given.steps:
+            for rows in measure(kernels, steps, getattr(torch, given.dtype)):
+                table += rows
+                console.log(f"T {steps}, {rows[0].kernel} {rows[0].direction}: {' · '.join(map(command.brief, rows))}")
     shape = f"B {BATCH}, H {HEADS}, K {KEYS}, V {VALUES}"
     title = f"{command.device()}, {given.dtype}, {shape}: median times, ratios of speed"
     names = {"T": "steps", "kernel": "kernel", "pass": "direction", "whose": "whose"}

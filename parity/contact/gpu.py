@@ -107,13 +107,19 @@ def on_streams(
 
 
 def captured(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A graph of a call's kernels, and the call's result, which the graph fills anew where it is replayed."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    """A graph of a call's kernels, and the call's result, which the graph fills anew where it is replayed.
+
+    A backward pass runs on its forward pass's stream: where that is to be captured, it must be the current one and not
+    the default.
+    """
+    stream = torch.cuda.current_stream()
+    if stream == torch.cuda.default_stream():
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         call()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         result = call()
     return graph, result
 
