@@ -45,15 +45,18 @@ def contract(c: Case, backend: Backend) -> Contract:
         functions = wide.functions and unquantised.of_unit(backend, "inner")
         wide = replace(wide, sites={**wide.sites, **scaling}, functions=functions)
     if not backward:
-        own = float16_tile(c, c.block_size or c.K, over_rows=False) if c.out == F32 else None
+        own = float16_tile(c, c.block_size, over_rows=False) if c.out == F32 and c.block_size else None
         return with_narrow_sums(wide, backend, own)
     tile, schedule = None, wide.schedule
     if c.quantize or c.bwd_quantize:  # rows are cut where blocks are, and a tile within a block is scaled by itself
         block = c.block_size or c.M
         tile = c.tiling[0] if c.tiling and c.tiling[0] < block else None
+        if backend == "gpu" and wide.dot != "fp8" and c.block_size is None:  # one chain: scales come after it
+            tile = None
         schedule = {"aligned": True}
     wide = replace(wide, out=c.dtype, outs={"existing_out": c.out}, tile=tile, schedule=schedule)
-    return with_narrow_sums(wide, backend, float16_tile(c, c.block_size or c.M, over_rows=True))
+    own = float16_tile(c, c.block_size, over_rows=True) if c.block_size else None
+    return with_narrow_sums(wide, backend, own)
 
 
 def chain(c: Case, inputs: Inputs) -> int:

@@ -101,8 +101,9 @@ def contract(c: Case, backend: Backend) -> Contract:
             dot="fp8", out=c.out, depth=depth, tile=tile, sites=sites, schedule=schedule,
             functions=unquantised.of_unit(backend, "inner"),
         )  # fmt: skip
-        own = float16_tile(c, block(c), over_rows) if over_rows or c.out == F32 else tile
-        return with_narrow_sums(found, backend, own, over_rows)
+        if over_rows or c.out == F32:
+            tile = float16_tile(c, block(c), over_rows) if block(c) < contraction(c) else None
+        return with_narrow_sums(found, backend, tile, over_rows)
     wide = unquantised.contract(replace(c, op="tgmm" if over_rows else "gmm", dtype=dot), backend)
     functions = wide.functions and unquantised.of_unit(backend, "inner")
     return replace(wide, tile=tile, sites={**wide.sites, **scaling}, schedule=schedule, functions=functions)
