@@ -21,7 +21,6 @@ from parity.debugging.attribution.program import Line, Mark, Run
 from parity.dtypes import Floats
 from parity.judging.fit import UNDERFLOW
 from parity.judging.reference import Reference
-from parity.judging.rounding import Rounding
 from parity.judging.stages import by_contract, emulate, staged
 from parity.trial import Trial
 
@@ -218,24 +217,41 @@ def _sites(trial: Trial, steps: Mapping[str, Any]) -> tuple[Mapping[str, Floats]
     """By site, all values of the golden, sorted; and how far they are off under the contract, root mean square."""
     by_the_contract = by_contract(trial.contract)
 
-    def record(rounding: Rounding, **steps: Any) -> dict[str, Floats]:
+    def record(**steps: Any) -> dict[str, list[Floats]]:
         seen: dict[str, list[Floats]] = {}
 
         def watch(site: str, value: Floats) -> Floats:
-            value = rounding(site, value)
-            seen.setdefault(site, []).append(value.ravel())
+            seen.setdefault(site, []).append(value.ravel().copy())
             return value
 
         staged(trial, watch, **steps)
-        return {site: np.concatenate(values) for site, values in seen.items()}
+        return seen
 
+    # They are of every step of every sum: none is in memory twice.
     with np.errstate(invalid="ignore", over="ignore"):
-        exact = record(lambda site, value: value, **steps)
+        exact = record(**steps)
+        squares = {site: np.zeros(2) for site in exact}  # of what is off, and of all
+
+        def compare(site: str, value: Floats) -> Floats:
+            rounded, x = by_the_contract(site, value), exact[site].pop(0)
+            squares[site] += _square(rounded.ravel() - x), _square(x)
+            return rounded
+
+        staged(trial, compare, **steps)
+        off = {site: float(np.sqrt(lost / (all_of_it or 1.0))) for site, (lost, all_of_it) in squares.items()}
         # Narrow passes leave out products of the smallest pieces, and a kernel in float64 makes no such passes.
-        whole = record(lambda site, value: value, **{**steps, "passes": single_pass, "router_passes": None})
-        rounded = record(by_the_contract, **steps)
-        off = {site: _rms(rounded[site] - x) / (_rms(x) or 1.0) for site, x in exact.items()}
-    return {site: np.sort(x[np.isfinite(x)]) for site, x in whole.items()}, off
+        whole = record(**{**steps, "passes": single_pass, "router_passes": None})
+    known = {}
+    for site in [*whole]:
+        values = np.concatenate(whole.pop(site))
+        known[site] = values[np.isfinite(values)]
+        known[site].sort()
+    return known, off
+
+
+def _square(x: Floats) -> float:
+    """Σ x² of what is finite."""
+    return float(np.sum(x**2, where=np.isfinite(x)))
 
 
 def _missing(values: Floats, known: Floats) -> np.ndarray:
