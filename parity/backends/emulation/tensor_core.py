@@ -1,7 +1,7 @@
 """The arithmetic of NVIDIA's matrix units, put into Triton's interpreter.
 
 By itself the interpreter multiplies bfloat16 as integers, truncates to bfloat16, ignores `input_precision`, and sums
-float32 dots in whatever order NumPy likes. Inside `emulated()` a dot does what Triton compiles it to:
+in whatever order NumPy likes. Inside `emulated()` `tl.sum` adds in pairs, and a dot does what Triton compiles it to:
 
 - Operands of 16 or 8 bits and TF32: products are exact, and each instruction adds the products of its own depth
   (DEPTHS) to the accumulator with one rounding. Fasi, Higham, Mikaitis & Pranesh 2021, "Numerical behavior of NVIDIA
@@ -79,7 +79,7 @@ def emulated() -> Iterator[None]:
     interpreter._patch_attr = patch_attribute
     # Triton 3.6 takes an array of one element for a number, which NumPy 2.4 forbids.
     language.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
-    for owner, name, value in (*_made_once(), *_compared_once(), *_sums_of_bfloat16(), *foreign.patches()):
+    for owner, name, value in (*_made_once(), *_compared_once(), *_sums(), *foreign.patches()):
         language.set_attr(owner, name, value)
     names = foreign.Globals()
 
@@ -215,25 +215,18 @@ def _broadcast_to(x: Any, type_: Any) -> Any:
     return tl.tensor(interpreter.interpreter_builder.create_broadcast(x.handle, type_.shape), type_)
 
 
-def _sums_of_bfloat16() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """The patches (owner, name, function) with which bfloat16 is summed: the interpreter adds up its bit patterns.
+def _sums() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """The patches (owner, name, function) with which tiles are summed.
 
-    A sum adds the two halves of an axis until one number is left, as threads do; a running one goes step by step. Each
-    result is rounded to bfloat16.
+    A sum goes in pairs. A running one goes step by step, of bfloat16 with each result rounded: the interpreter adds up
+    its bit patterns.
     """
-    total = ReduceOps.sum
 
     def sum_(reduction: Any, x: Any) -> Any:
-        if x.handle.dtype.scalar != tl.bfloat16:
-            return total(reduction, x)
-        values = _values(x.handle)
-        axes = tuple(range(values.ndim)) if reduction.axis is None else (reduction.axis,)
-        for axis in axes:
-            while values.shape[axis] > 1:
-                first, second = np.split(values, 2, axis)
-                values = _float32_of(_round_to_bfloat16(first.astype(np.float64) + second))
-        bits = _round_to_bfloat16(values)
-        return reduction.to_tensor(bits if reduction.keep_dims else bits.squeeze(axes), x.dtype)
+        bits = x.handle.data
+        values = bits.view(ml_dtypes.bfloat16) if x.dtype == tl.bfloat16 else bits
+        total = sum_in_pairs(values, reduction.axis, keep_dims=reduction.keep_dims)
+        return reduction.to_tensor(total.view(bits.dtype), x.dtype)
 
     def running(original: Callable[..., Any], op: np.ufunc) -> Callable[..., Any]:
         def scanned(scan: Any, x: Any) -> Any:
@@ -328,6 +321,21 @@ class TensorCoreBuilder(InterpreterBuilder):  # type: ignore[misc]
         if dtype == tl.float32:
             return TensorHandle(fma(x.data, y.data, z.data), dtype)
         return super().create_fma(x, y, z)
+
+
+def sum_in_pairs(x: Array, axis: int | None, *, keep_dims: bool) -> Array:
+    """The sum of x over an axis whose length is a power of two, or over all, each addition rounded to x's dtype.
+
+    Neighbours are added in pairs until one is left, as Triton compiles what one thread holds; its lanes and warps are a
+    tree as well. NumPy adds row to row, which rounds more often.
+    """
+    axes = tuple(reversed(range(x.ndim))) if axis is None else (axis,)
+    with np.errstate(all="ignore"):
+        for along in axes:
+            while x.shape[along] > 1:
+                evens, odds = (x.take(range(first, x.shape[along], 2), along) for first in (0, 1))
+                x = evens + odds
+    return x if keep_dims else x.squeeze(axes)
 
 
 def fused_dot(lhs: Array, rhs: Array, acc: Array, depth: int) -> Array:

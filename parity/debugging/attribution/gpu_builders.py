@@ -20,7 +20,7 @@ from triton.runtime.interpreter import (
     _get_np_dtype,
 )
 
-from parity.backends.emulation.tensor_core import TensorCoreBuilder, scaled
+from parity.backends.emulation.tensor_core import TensorCoreBuilder, scaled, sum_in_pairs
 from parity.debugging.attribution.gpu_frames import Errors, place_now
 from parity.debugging.attribution.gpu_memory import Memory
 from parity.debugging.attribution.program import Births, Line, is_cut
@@ -83,7 +83,7 @@ def widened(wide: type, carried: Carried) -> Iterator[None]:
 
 
 def _sum(reduction: Any, data: np.ndarray) -> np.ndarray:
-    return np.asarray(np.sum(data, axis=reduction.axis, keepdims=reduction.keep_dims))
+    return sum_in_pairs(data, reduction.axis, keep_dims=reduction.keep_dims)
 
 
 def _summed(reduction: Any, x: Any, total: Callable[[np.ndarray], np.ndarray]) -> Any:
