@@ -52,6 +52,8 @@ def contract_of(op: Op, case: Case, backend: Backend) -> Contract:
         raise DeclarationError(op, case, f"contract of the {backend}:", str(error)) from error
     if not isinstance(contract, Contract):
         raise DeclarationError(op, case, "contract", f"must return a parity.Contract, got {type(contract).__name__}")
+    for name in contract.unless.keys() - _PROPERTIES:
+        raise DeclarationError(op, case, "contract.unless", one_of(sorted(_PROPERTIES), name))
     for site, names in contract.functions.items():
         field = f"contract.functions[{site!r}]"
         if isinstance(names, str):
@@ -62,6 +64,7 @@ def contract_of(op: Op, case: Case, backend: Backend) -> Contract:
 
 
 _FUNCTIONS = {assumption.name for assumption in ASSUMPTIONS}
+_PROPERTIES = {assumption.name for assumption in ASSUMPTIONS if assumption.holds is not None}
 
 
 def golden_of(op: Op, case: Case, inputs: Inputs, stages: Stages | None = None) -> dict[str, Any]:

@@ -78,6 +78,9 @@ REFUSED = {
         r"contract.functions\['quotient'\] must be one of .*'reciprocl' .nearest: reciprocal",
     ),
     "functions": (contract(functions={"quotient": "exp"}), "contract.functions.* must be a tuple of names, got 'exp'"),
+    "property": (
+        contract(unless={"exp": Contract()}), r"contract.unless must be one of .*fp8 sums keep float32's digits.*'exp'"
+    ),
     "function's site": (contract(functions={"quot": ("exp",)}), "functions' sites must be one of .*nearest: quotient"),
     "dot": (contract(dot="ieeee"), "contract of the tpu: dot must be one of .*'ieeee' .nearest: ieee"),
     "field": (contract(site={}), "contract of the tpu: .*unexpected keyword argument 'site'"),
