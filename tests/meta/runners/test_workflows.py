@@ -78,9 +78,10 @@ def test_jobs_use_what_others_give():
 
 
 def test_the_oldest_triton_is_tried_by_a_test_there_is():
-    install, (pytest_, *options, file, _, name) = commands("oldest", "triton")
+    install, (pytest_, *options, file, _, name), not_skipped = commands("oldest", "triton")
     assert install == [".ci/install", "triton,tests"] and pytest_ == ".venv/bin/pytest"
-    assert options == ["-n0", "--parity-tier=full"]
+    assert options == ["-n0", "--parity-tier=full", "--junitxml=night.xml"]
+    assert not_skipped == ["grep", 'skipped="0"', "night.xml"]
     assert f"def test_compiles_with_the_{name}(" in (ROOT / file).read_text()
 
 
