@@ -141,8 +141,11 @@ def device() -> str:
 
 
 def times(run: Callable[[], Any], *, warm_up: int, repeats: int) -> dict[str, float]:
-    """The figures of `Timed`: the median time of a run by CUDA events with a cold L2 cache, captured in a graph, and
-    that of one call after the other, in which the host may take longer than the GPU."""
+    """The two times of `Timed` by its fields' names, in µs by CUDA events.
+
+    microseconds: the median of a captured graph with a cold L2 cache. eager: of calls one after the other, in which the
+    host may take longer than the GPU.
+    """
     import torch
 
     from parity.contact.gpu import captured
