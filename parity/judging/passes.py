@@ -66,7 +66,7 @@ FRACTION, STEP = 13, 32
 """Bits of an fp8 sum's fraction that tensor cores of Ada and Hopper keep, and products that they add at a time."""
 
 
-def fp8_in_14_digits(a: Floats, b: Floats) -> Floats:
+def fp8_in_14_digits(a: np.ndarray, b: np.ndarray) -> Floats:
     """a [I, J] @ b [J, L] of fp8 as the tensor cores of sm_89 and sm_90 sum it, in float64.
 
     The products of a step and the sum before it are cut off at 2^-13 of the largest of them, by the exponents of
