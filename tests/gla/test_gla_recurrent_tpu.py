@@ -144,6 +144,22 @@ def test_registers_of_lanes_are_summed(registers):
     assert np.array_equal(recurrent_sums.fold_lanes(jnp.asarray(x)), x.reshape(8, registers, 128).sum(1))
 
 
+@pytest.mark.parametrize("keys", [16, 48, 128, 256])
+def test_keys_are_summed_in_pairs_of_neighbours(keys):
+    """Product by product in NumPy, it has the same bits: one key added to the sum of the rest would round once more."""
+    x = np.zeros((8, -(-keys // 128) * 128), np.float32)
+    x[:, :keys] = np.random.default_rng(keys).standard_normal((8, keys))
+    pairs = x.reshape(8, -1, 128).sum(1)
+    while pairs.shape[1] > 1:
+        pairs = pairs[:, ::2] + pairs[:, 1::2]
+
+    def kernel(x, out):
+        out[...] = recurrent_sums.sum_keys(x[...])
+
+    got = pl.pallas_call(kernel, jax.ShapeDtypeStruct((8, 1), jnp.float32), interpret=True)(jnp.asarray(x))
+    np.testing.assert_array_equal(got, pairs)
+
+
 def sums_by_key(x, slab):
     """x [GROUP, V, K] -> [GROUP, V], summed as a kernel does, a slab after the other."""
 

@@ -49,10 +49,10 @@ def sums_of_keys(parts: Any) -> jax.Array:
 
 
 def sum_keys(x: jax.Array) -> jax.Array:
-    """[R, K] -> [R, 1], pairwise."""
+    """[R, K] -> [R, 1], pairwise: each lane takes what lies above it, so that lane 0 has pairs that begin at it."""
     total, distance = fold_lanes(x), 1
     while distance < LANES:
-        total += pltpu.roll(total, distance, 1)
+        total += pltpu.roll(total, LANES - distance, 1)
         distance *= 2
     return total[:, :1]
 
