@@ -29,6 +29,7 @@ from cpu_golden import Array
 from cpu_golden._lib.chunks import (
     chunks_of,
     gate_gradient,
+    in_whole_chunks,
     next_state,
     pair_gradients,
     read_through,
@@ -71,15 +72,16 @@ def chunk_forward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = ex
     keys, before beta), A, those of `inverse` (T), recalled (what the state has for a key), error (v less that), update
     (beta times that), v_new; with wy u and w instead of the former three; h (the state after each chunk), P, o, ht.
     """
-    x = x.read(stages)
+    steps, size = x.q.shape[-2], stages.chunk_size or chunk_size
+    x = in_whole_chunks(x.read(stages), size)
     o, state = np.zeros(x.v.shape), x.state
-    for rows in chunks_of(x.q, stages.chunk_size or chunk_size):
+    for rows in chunks_of(x.q, size):
         s = _solved(x.chunk(rows, state), stages)
         p = _scores(s.q, s.k, s.of_pairs, "P", stages)
         of_state = read_through(s.q, s.from_start, state, _whole(stages))
         o[..., rows, :] = x.scale * stages("sum", stages.dot(p, s.v_new) + of_state)
         state = next_state(s.k, s.v_new, s.c, state, stages.renamed(state="h"))
-    return stages("o", o), stages("ht", state)
+    return stages("o", o[..., :steps, :]), stages("ht", state)
 
 
 def chunk_backward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = exact) -> DeltaSequenceGrads:
@@ -90,9 +92,10 @@ def chunk_backward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = e
     pair_terms, up_to and dgate as in `chunk_scan.chunk_backward`; of_beta (what is summed to dbeta, and the sums), and
     the results dv, dg, dbeta; dq and dk of each value head are sums at `sum`.
     """
-    x = x.read(stages)
+    steps, size = x.q.shape[-2], stages.chunk_size or chunk_size
+    x = in_whole_chunks(x.read(stages), size)
     state, scale, dstate = x.state, x.scale, x.dstate
-    chunks, solved = list(chunks_of(x.q, stages.chunk_size or chunk_size)), []
+    chunks, solved = list(chunks_of(x.q, size)), []
     for rows in chunks:
         s = _solved(x.chunk(rows, state), stages)
         solved.append(s)
@@ -118,8 +121,8 @@ def chunk_backward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = e
         pairs = stages("dgate", pairs_p + pairs_a)
         dgate[..., rows, :] = gate_gradient(pairs, of_rows, s.k * written, s.state * dstate, kept, stages)
         dstate = _previous_dstate(s, do_c, dv_new, dv[..., rows, :], scale, dstate, stages)
-    of_gate, of_beta = stages("dg", dgate), stages("dbeta", dbeta)
-    return DeltaSequenceGrads(dq, dk, dv, of_gate, of_beta, dstate)
+    dq, dk, dv, dgate, dbeta = (x[..., :steps, :] for x in (dq, dk, dv, dgate, dbeta))
+    return DeltaSequenceGrads(dq, dk, dv, stages("dg", dgate), stages("dbeta", dbeta), dstate)
 
 
 def _solved(x: DeltaSequence, stages: Stages) -> Solved:

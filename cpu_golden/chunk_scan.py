@@ -26,6 +26,7 @@ from cpu_golden._lib.chunks import (
     added,
     chunks_of,
     gate_gradient,
+    in_whole_chunks,
     next_state,
     of_keys,
     pair_gradients,
@@ -50,9 +51,10 @@ def chunk_forward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) 
     (the decayed scores), lost, change and state (what decays of a state, what is added to it, and the sum), sum (of
     parts of a result), of every dot lhs, rhs, partial and acc (see `Stages.dot`), and out (o).
     """
-    q, k, v, gate, state, scale, *_ = x.read(stages)
+    steps, size = x.q.shape[-2], stages.chunk_size or chunk_size
+    q, k, v, gate, state, scale, *_ = in_whole_chunks(x.read(stages), size)
     o = np.zeros(v.shape)
-    for rows in chunks_of(q, stages.chunk_size or chunk_size):
+    for rows in chunks_of(q, size):
         q_c, k_c, v_c = (x[..., rows, :] for x in (q, k, v))
         c = summed(gate[..., rows, :], stages)
         a = scores(q_c, k_c, summed_for_pairs(gate[..., rows, :], c, stages), stages)
@@ -60,7 +62,7 @@ def chunk_forward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) 
             "sum", stages.dot(a, v_c) + read_through(q_c, decay_of(c, stages), state, stages)
         )
         state = next_state(k_c, v_c, c, state, stages)
-    return stages("out", o), state
+    return stages("out", o[..., :steps, :]), state
 
 
 def chunk_backward(
@@ -72,9 +74,10 @@ def chunk_backward(
     (those of scores, where all channels have one gate), up_to (sums that a row's own term is taken from), dgate (each
     of the other sums), out (each of the gradients).
     """
-    q, k, v, gate, state, scale, do, dstate = x.read(stages)
+    steps, size = x.q.shape[-2], stages.chunk_size or chunk_size
+    q, k, v, gate, state, scale, do, dstate = in_whole_chunks(x.read(stages), size)
     # What goes from chunk to chunk comes first, so that sites are in the order in which one acts on another.
-    chunks = list(chunks_of(q, stages.chunk_size or chunk_size))
+    chunks = list(chunks_of(q, size))
     states, dstates = [], []
     for rows in chunks:
         states.append(state)
@@ -107,7 +110,7 @@ def chunk_backward(
             tile = stages("sum", of_scores + of_state)
             dv[..., rows, :] = stages("sum", dv[..., rows, :] + tile) if n else tile
         dgate[..., rows, :] = gate_gradient(dpairs, q_c * read, k_c * written, state_c * dstate_c, kept, stages)
-    out = [stages("out", x) for x in (dq, dk, dv, dgate)]
+    out = [stages("out", x[..., :steps, :]) for x in (dq, dk, dv, dgate)]
     return out[0], out[1], out[2], out[3], dstate
 
 

@@ -11,6 +11,7 @@ from cpu_golden._lib.decays import kept_of
 from cpu_golden._lib.scans import Sequence
 from cpu_golden.fused_recurrent import recurrent_backward, recurrent_forward
 from cpu_golden.stages import Stages
+from parity.judging.passes import whole_float32
 from tests.support.differences import check_differences
 
 GATES = ["none", "g", "g_gamma", "both", "gk"]
@@ -460,16 +461,16 @@ def test_of_a_decay_only_what_is_left_of_the_nearer_of_zero_and_one_is_rounded()
 
 
 @pytest.mark.parametrize(
-    ("t", "pairs", "halves"),
+    ("t", "chunk", "pairs", "halves"),
     [
-        (64, [16] * 4, [(16, 16)] * 2 + [(32, 32)]),
-        (40, [16, 16, 8], [(16, 16), (8, 32)]),
-        (17, [16, 1], [(1, 16)]),
-        (16, [16], []),
+        (64, 64, [16] * 4, [(16, 16)] * 2 + [(32, 32)]),
+        (40, 48, [16] * 3, [(16, 16), (16, 32)]),
+        (17, 32, [16] * 2, [(16, 16)]),
+        (16, 16, [16], []),
     ],
 )
-def test_pairs_of_steps_are_decayed_one_by_one_in_blocks_of_sixteen_and_by_halves_beyond(t, pairs, halves):
-    """With gates per channel: the rows of A that are decayed together, later and earlier ones."""
+def test_pairs_of_steps_are_decayed_one_by_one_in_blocks_of_sixteen_and_by_halves_beyond(t, chunk, pairs, halves):
+    """With gates per channel: the rows of A that are decayed together, later and earlier ones, of a filled chunk."""
     forward, _ = problem("gk", t=t, k=3)
     exponents = []
 
@@ -478,9 +479,29 @@ def test_pairs_of_steps_are_decayed_one_by_one_in_blocks_of_sixteen_and_by_halve
             exponents.append(value.shape[2:])
         return value
 
-    call("chunk", "fwd", forward, stages=Stages(rounding))
+    call("chunk", "fwd", forward, chunk_size=chunk, stages=Stages(rounding))
     across = [(rows, 3) for half in halves for rows in half]
-    assert exponents == [*((rows, rows, 3) for rows in pairs), *across, (t, 3), (t, 3)]
+    assert exponents == [*((rows, rows, 3) for rows in pairs), *across, (chunk, 3), (chunk, 3)]
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("gates", ["g", "gk"])
+def test_a_short_last_chunk_is_summed_in_the_steps_of_a_whole_one(gates, direction):
+    """70 steps in chunks of 64 are rounded as those and 58 more of zeros: a unit that makes six passes over a chunk's
+    rows, and sums 128 products at a time, ends its sums where all 64 say."""
+    forward, backward = problem(gates, t=70)
+    given = forward | (backward if direction == "bwd" else {"output_final_state": True})
+    filled = {
+        name: np.pad(x, [(0, 58) if axis == 1 else (0, 0) for axis in range(x.ndim)]) if name in PER_STEP else x
+        for name, x in given.items()
+    }
+    stages = Stages(lambda site, x: x.astype(np.float32).astype(np.float64), depth=128, passes=whole_float32)
+    short, whole = (call("chunk", direction, x, stages=stages)._asdict() for x in (given, filled))
+    for name, y in short.items():
+        x = whole[name]
+        assert (y is None) == (x is None), name
+        if y is not None:
+            np.testing.assert_array_equal(y, x[:, :70] if x.shape[1] == 128 else x, err_msg=name)
 
 
 def test_a_sum_up_to_a_row_has_that_rows_own_term():
