@@ -31,7 +31,7 @@ import numpy as np
 from scipy import special
 
 from parity.dtypes import Floats, round_to
-from parity.judging.metrics import Metrics, Scale, explained_by
+from parity.judging.metrics import UNDERFLOW, Metrics, Scale, explained_by
 from parity.judging.verdict import Verdict
 
 KAPPA = 1.3
@@ -54,8 +54,6 @@ LIMITS = {count: float(-special.stdtrit(count, FALSE / ELEMENTS / 2)) for count 
 needed."""
 K = LIMITS[RUNS[-1]]
 """How many σ an element's error may be."""
-UNDERFLOW = 1024 * float(np.finfo(np.float32).tiny)
-"""What units that flush subnormals may lose in a sum of a thousand terms: in an element, and in each label."""
 
 
 @dataclass(frozen=True)

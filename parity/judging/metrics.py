@@ -29,6 +29,8 @@ MAP = 8
 """Tiles along each of the last two axes of the η map."""
 TOP = 8
 """Worst elements kept."""
+UNDERFLOW = 1024 * float(np.finfo(np.float32).tiny)
+"""What units that flush subnormals may lose in a sum of a thousand terms: in an element, and in each label."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from parity.dtypes import Floats, numpy_dtype, round_to
-from parity.judging.metrics import Metrics, explained_by
+from parity.judging.metrics import UNDERFLOW, Metrics, explained_by
 from parity.op import Expected
 
 Z = 4.0
@@ -118,17 +118,21 @@ def mistrusted(golden: Floats, unit: Floats, dtype: str, bound: float) -> Verdic
 
     It passes where no element errs by more than `bound` units.
     """
-    for name, wrong in wrong_outputs(golden):
+    for name, wrong in wrong_outputs(golden, bound * UNDERFLOW):
         y = round_to(wrong, dtype)
         if not ((explained_by(y, golden) > bound * unit).any() or _wrong_finiteness(y, golden).any()):
             return Verdict("MISTRUSTED", "G3", f"an output that is {name} would pass (bound {bound:.3g})")
     return None
 
 
-def wrong_outputs(golden: Floats) -> Iterator[tuple[str, Floats]]:
-    """Outputs that no case may let pass, by what is wrong with them; only those that differ from the golden."""
+def wrong_outputs(golden: Floats, flushed: float = 0.0) -> Iterator[tuple[str, Floats]]:
+    """Outputs that no case may let pass, by what is wrong with them; only those that differ from the golden.
+
+    flushed: what units that flush subnormals may leave of an element; the last tile is the last with a larger one.
+    """
     rows = golden.reshape(-1, 1) if golden.ndim < 2 else golden
-    nonzero = np.argwhere(np.nan_to_num(rows, posinf=1, neginf=1) != 0)
+    sizes = np.abs(np.nan_to_num(rows, posinf=1, neginf=1))
+    nonzero = np.argwhere(sizes > (flushed if sizes.max(initial=0.0) > flushed else 0.0))
     if not len(nonzero):
         return
     yield "all zero", np.zeros_like(golden)

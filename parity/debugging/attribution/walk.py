@@ -19,7 +19,7 @@ from cpu_golden.stages import single_pass
 from parity.debugging.attribution import MENDED, mean_square, program
 from parity.debugging.attribution.program import Line, Mark, Run
 from parity.dtypes import Floats
-from parity.judging.fit import UNDERFLOW
+from parity.judging.metrics import UNDERFLOW
 from parity.judging.reference import Reference
 from parity.judging.stages import by_contract, emulate, staged
 from parity.trial import Trial

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from parity.dtypes import round_to
-from parity.judging.metrics import Scale, measure
+from parity.judging.metrics import UNDERFLOW, Scale, measure
 from parity.judging.passes import PASSES
 from parity.judging.verdict import (
     TILE,
@@ -166,6 +166,16 @@ def test_an_output_whose_last_tile_is_not_finite_would_not_pass_without_it():
 
 def test_an_output_that_must_be_zero_is_no_reason_to_mistrust():
     assert mistrusted(np.zeros((4, 4)), np.full((4, 4), 1e-38), "float32", 3.0) is None
+
+
+def test_a_tile_that_units_may_flush_is_not_the_last_one():
+    """As a gradient that went through a reset, exp(-80): zero may stand for it, and says nothing of the case."""
+    golden = np.concatenate([np.arange(1.0, 2 * TILE + 1), np.full(TILE, 7e-35)])[:, None]
+    unit = np.maximum(U32 * golden, UNDERFLOW)
+    assert mistrusted(golden, unit, "float32", 8.0) is None
+    dropped = dict(wrong_outputs(golden, 8 * UNDERFLOW))["without its last tile"]
+    assert (dropped[:TILE] == golden[:TILE]).all() and not dropped[TILE:].any()
+    assert "all zero" in mistrusted(golden[2 * TILE :], unit[2 * TILE :], "float32", 8.0).reason
 
 
 def test_rows_that_are_the_same_cannot_be_permuted():
