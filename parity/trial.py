@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -100,10 +99,7 @@ class Trial:
 
     def runs(self) -> Iterator[dict[str, Floats]]:
         """The runs of the contract: see `spread.runs`."""
-        of = self.reference
-        promised = self.op.contract(self.case, "gpu")
-        known = of.runs if self.backend == "gpu" and self.contract == promised else ()
-        return chain(known, runs(self.op, self.case, of.inputs, self.contract, of.golden, len(known)))
+        return runs(self.op, self.case, self.inputs, self.contract, self.reference.golden)
 
     def run(self) -> dict[str, np.ndarray]:
         """What the kernel returns, by output.

@@ -144,6 +144,11 @@ class Allowance:
         return cls(golden, runs, own, _by_row_and_column(own), (roundoff * value) ** 2 / 3 + UNDERFLOW**2)
 
     @property
+    def size(self) -> Floats:
+        """The size of the errors around each element, its row's and column's: a unit."""
+        return np.sqrt(self.smooth + self.last)
+
+    @property
     def sigma(self) -> Floats:
         """σ of each element, as an error of it alone is held to."""
         return np.sqrt(np.maximum(self.variance, self.smooth) + self.last)

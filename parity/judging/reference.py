@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -14,7 +13,7 @@ from parity.dtypes import Floats
 from parity.inputs import draw
 from parity.judging import goldens
 from parity.judging.fit import RUNS
-from parity.judging.spread import allowances, runs
+from parity.judging.spread import allowances, typical_runs
 from parity.op import BACKENDS, Case, Inputs, Op
 
 
@@ -22,15 +21,14 @@ from parity.op import BACKENDS, Case, Inputs, Op
 class Reference:
     """What a case's outputs are measured against: drawn inputs, golden and magnitude by output, and the longest chain.
 
-    Where the op derives no magnitude, it is the error that the GPU's contract explains, in roundoffs of its
-    accumulator, and there is no chain; `runs` are those of that contract that it is from.
+    Where the op derives no magnitude, it is the size of the errors that the GPU's contract explains around the element,
+    of values like these (`spread.typical_runs`), in roundoffs of its accumulator, and there is no chain.
     """
 
     inputs: Inputs
     golden: dict[str, Floats]
     magnitude: dict[str, Floats]
     chain: int
-    runs: Sequence[dict[str, Floats]] = ()
 
 
 @lru_cache(maxsize=4)
@@ -44,12 +42,11 @@ def reference(op: Op, case: Case) -> Reference:
     )
     for backend in BACKENDS:
         check_outs(op, case, contract_of(op, case, backend), golden)
-    drawn: list[dict[str, Floats]] = []
     if op.magnitude is None and not op.bit_exact:
         contract = contract_of(op, case, "gpu")
-        drawn += islice(runs(op, case, inputs, contract, golden), RUNS[0])
+        drawn = list(islice(typical_runs(op, case, inputs, contract, golden), RUNS[0]))
         magnitude = _explained(drawn, golden, contract.roundoff)
-    return Reference(inputs, golden, magnitude, checked_chain(op, case, inputs), drawn)
+    return Reference(inputs, golden, magnitude, checked_chain(op, case, inputs))
 
 
 def _truth(op: Op, case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
@@ -63,4 +60,4 @@ def _truth(op: Op, case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
 
 def _explained(drawn: list[dict[str, Floats]], golden: dict[str, Floats], roundoff: float) -> dict[str, Floats]:
     explained = allowances(drawn, golden, roundoff)
-    return {name: explained[name].sigma / roundoff if y.size else np.zeros(y.shape) for name, y in golden.items()}
+    return {name: explained[name].size / roundoff if y.size else np.zeros(y.shape) for name, y in golden.items()}
