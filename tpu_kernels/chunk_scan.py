@@ -40,8 +40,9 @@ from tpu_kernels._lib.chunk_decays import (
     decayed,
     probe_decays,
     read_state,
+    written_by,
 )
-from tpu_kernels._lib.chunk_dots import dot, f32
+from tpu_kernels._lib.chunk_dots import dot
 from tpu_kernels._lib.chunk_layout import Layout, block_of
 from tpu_kernels._lib.chunk_layout import call as pallas_call
 from tpu_kernels._lib.chunk_plan import Scan, make_scan
@@ -298,10 +299,13 @@ def _output(
 
 def _next_state(load: Load, state: jax.Array, decay: Decay, scan: Scan) -> jax.Array:
     """The state [heads, V, K] at the end of a chunk."""
-    return decayed(state, decay, dot(load("v"), f32(load("k")) * decay.decay_to_end(scan.p.k), (0, 0), scan))
+    return decayed(state, decay, written_by(load("k"), load("v"), decay, decay.decay_to_end, scan))
 
 
 def _previous_dstate(load: Load, dstate: jax.Array, decay: Decay, scan: Scan) -> jax.Array:
     """The gradient [heads, V, K] of the state at the start of a chunk, from that at its end."""
-    weighted = f32(load("q")) * (scan.p.scale * decay.decay_from_start(scan.p.k))
-    return decayed(dstate, decay, dot(load("do"), weighted, (0, 0), scan))
+
+    def way(width: int) -> jax.Array:
+        return scan.p.scale * decay.decay_from_start(width)
+
+    return decayed(dstate, decay, written_by(load("q"), load("do"), decay, way, scan))

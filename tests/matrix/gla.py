@@ -166,15 +166,15 @@ def functions(c: Case, backend: Backend) -> Mapping[str, tuple[str, ...]]:
 
 
 def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
-    """The GPU's chunked kernels take fewer rows at a time, backwards a tile of K, and with a decay per step decay v
-    where a state is written.
+    """With a decay per step chunked kernels decay v where a state is written. The GPU's take fewer rows at a time, and
+    backwards a tile of K.
 
     As `gpu_reference._lib.chunk_plan` has it; the TPU's take the chunks of the case, and in dots all pairs of two rows.
     """
     if is_recurrent(c):
         return {}
     if backend == "tpu":
-        return {} if is_simple(c) else {"sub_block": 1}
+        return {"values_decayed": True} if is_simple(c) else {"sub_block": 1}
     rows = min(c.chunk & -c.chunk, 32 if is_simple(c) else 16, max(4096 // max(1 << (c.K - 1).bit_length(), 16), 16))
     chosen: dict[str, Any] = {"chunk_size": rows}
     if is_simple(c):

@@ -84,9 +84,7 @@ GPU_STATE = "return «decays.kept * state + (decays.lost * state + update)»"
 GPU_WRITTEN = (
     "update = «tl.fma(tl.expand_dims(k_row, NEW_AXIS), tl.expand_dims(v_row, 1 - NEW_AXIS), (kept + lost) * residue)»"
 )
-TPU_STATE = (
-    'return «decayed(state, decay, dot(load("v"), f32(load("k")) * decay.decay_to_end(scan.p.k), (0, 0), scan))»'
-)
+TPU_STATE = 'return «decayed(state, decay, written_by(load("k"), load("v"), decay, decay.decay_to_end, scan))»'
 
 LOSSES = [
     # sums, all of them or of one step, visit, group
@@ -181,7 +179,7 @@ LOSSES = [
     Loss("state in one head", "gpu", SIMPLE_FWD,
          "state = «next_state(state, k_columns, v_rows, decays.to_end, decays, SPLIT)»", two_heads, "head == 1"),
     Loss("gradient of the state", "tpu", BWD,
-         'return «decayed(dstate, decay, dot(load("do"), weighted, (0, 0), scan))»', bf16),
+         'return «decayed(dstate, decay, written_by(load("q"), load("do"), decay, way, scan))»', bf16),
     Loss("decay", "tpu", SIMPLE_FWD, "return «finite_exp(jnp.where(i >= j, sums, -jnp.inf))»", bf16),
     Loss("decay", "tpu", CHANNEL_FWD, "self.halves.append(«finite_exp(jnp.where(second, until, after))»)", bf16),
     Loss("decay", "gpu", FWD, "return «tl.exp(at_most(coarse + fine, LARGEST_EXPONENT))»", bf16),
