@@ -28,7 +28,6 @@ LEFT = {
         "cache._store", "cache._root", "goldens._sources", "parity.judging.reference._truth",
     },
     "meta/backends/test_gpu_hardware.py": {"hardware._bfloat16_probe_kernel"},
-    "moe/test_moe_exchange_gpu.py": {"moe._route", "moe._experts"},
 }  # fmt: skip
 """Private names that tests still use: what they list, forbid, or put something simpler in the place of."""
 

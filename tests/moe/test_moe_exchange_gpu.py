@@ -1,5 +1,5 @@
 # ruff: noqa: E402 (frameworks may be missing, and are asked for before they are imported)
-"""How rows travel between processes, which are threads here, and each expert one factor: the same bits as one process
+"""How rows travel between processes, which are threads here, and matmuls add row by row: the same bits as one process
 has, in buffers for the worst case and no larger."""
 
 import threading
@@ -16,7 +16,7 @@ from gpu_reference._lib import exchange
 from tests.support.interpreter import interpreted
 
 pytestmark = [pytest.mark.gpu, interpreted]
-HIDDEN = 3
+HIDDEN = 32  # so that every row is whole vectors of torch's elementwise functions: the same bits at every place
 
 
 class Processes:
@@ -59,39 +59,49 @@ class Processes:
         return results
 
 
-def experts(seen):
-    """In place of the matmuls of each expert a product with the first of its weights."""
+def row_by_row(seen):
+    """In place of the matmuls of a layer those that add in the same order wherever a row stands. Seen are how many rows
+    each product with experts has, and their group sizes."""
 
-    def multiplied(o, rows, weights, w_gate, w_up, w_down, group_sizes, group_offset):
-        seen.append((len(rows), group_sizes.tolist()))
+    def gmm(lhs, rhs, group_sizes, transpose_rhs=False):
         active = int(group_sizes.sum())
-        factors = w_gate[:, 0, 0].repeat_interleave(group_sizes.long())[:, None]
-        return torch.cat([rows[:active] * weights[:active] * factors, 0 * rows[active:]])
+        groups = torch.arange(len(rhs)).repeat_interleave(group_sizes.long())
+        matrices = rhs.mT if transpose_rhs else rhs
+        out = [(row[:, None] * matrices[group]).sum(0) for row, group in zip(lhs[:active], groups, strict=True)]
+        return torch.stack([*out, *lhs.new_zeros(len(lhs) - active, matrices.shape[2])])
 
-    return multiplied
+    def tgmm(lhs, rhs, group_sizes):
+        out, first = [], 0
+        for size in group_sizes.tolist():
+            rows = zip(lhs[first : first + size], rhs[first : first + size], strict=True)
+            out.append(sum((row[:, None] * other for row, other in rows), lhs.new_zeros(lhs.shape[1], rhs.shape[1])))
+            first += size
+        return torch.stack(out)
+
+    def product(lhs, rhs, group_sizes, transpose_rhs=False, **_):
+        seen.append((len(lhs.qvalue), tuple(group_sizes.tolist())))
+        return gmm(lhs.qvalue, rhs.qvalue, group_sizes, transpose_rhs)
+
+    def weight_product(lhs, rhs, group_sizes, **_):
+        return tgmm(lhs.qvalue, rhs.qvalue, group_sizes)
+
+    return {"gmm": gmm, "tgmm": tgmm, "product": product, "weight_product": weight_product}
 
 
-def route(indices):
-    """In place of the router what each token's number, the first of its elements, says."""
-
-    def chosen(o, x, w_router):
-        taken = indices[x[:, 0].long()]
-        return (x @ w_router).gather(1, taken.long()), taken
-
-    return chosen
-
-
-def choices(tokens, num_experts, top_k, skewed):
-    keys = np.random.default_rng(0).random((tokens, num_experts))
+def routed(tokens, num_experts, skewed):
+    """Tokens that are rows of an identity, and the weights of a router which choose their experts."""
+    rng = np.random.default_rng(0)
+    w_router = torch.zeros(HIDDEN, num_experts)
+    w_router[:tokens] = torch.from_numpy(rng.random((tokens, num_experts)))
     if skewed:
-        keys = keys * 0.5 + np.arange(num_experts)  # everyone likes the first best
-    return torch.from_numpy(keys.argsort(1)[:, :top_k].astype(np.int32))
+        w_router = w_router * 0.5 - torch.arange(num_experts)  # everyone likes the first best
+    return torch.eye(tokens, HIDDEN), w_router
 
 
 def both_passes(given, dout, **options):
     primals = [tensor.detach().requires_grad_() for tensor in given]
     out = moe.moe_layer(*primals, **options)
-    return [out.detach(), *torch.autograd.grad(out, primals[:3], dout)]
+    return [out.detach(), *torch.autograd.grad(out, primals, dout)]
 
 
 @pytest.mark.parametrize(
@@ -108,35 +118,32 @@ def both_passes(given, dout, **options):
 )
 def test_rows_come_to_their_experts_and_back(monkeypatch, processes, tokens, num_experts, top_k, capacity, skewed):
     total, held, rng = processes * tokens, num_experts // processes, np.random.default_rng(1)
-
-    def integers(*shape):
-        return torch.from_numpy(rng.integers(1, 8, shape).astype(np.float32))
-
-    x, w_router, w_gate, dout = (integers(*shape) for shape in
-        ((total, HIDDEN), (HIDDEN, num_experts), (num_experts, HIDDEN, HIDDEN), (total, HIDDEN)))  # fmt: skip
-    x[:, 0] = torch.arange(total)
+    x, w_router = routed(total, num_experts, skewed)
+    w_gate, w_up, w_down = torch.from_numpy(rng.standard_normal((3, num_experts, HIDDEN, HIDDEN), np.float32))
+    dout = torch.from_numpy(rng.standard_normal((total, HIDDEN), np.float32))
     seen, together = [], Processes(processes)
     monkeypatch.setattr(exchange, "dist", together)
-    monkeypatch.setattr(moe, "_experts", experts(seen))
-    monkeypatch.setattr(moe, "_route", route(choices(total, num_experts, top_k, skewed)))
+    for name, function in row_by_row(seen).items():
+        monkeypatch.setattr(moe, name, function)
     options = dict(top_k=top_k, capacity=capacity)
-    expected = both_passes((x, w_router, *[w_gate] * 3), dout, **options)
-    _, whole_sizes = seen.pop()
+    expected = both_passes((x, w_router, w_gate, w_up, w_down), dout, **options)
+    ((_, whole_sizes),) = {*seen}
+    seen.clear()
 
     def part(rank, group):
-        rows, weights = (tensor.chunk(processes)[rank] for tensor in (x, w_gate))
-        return both_passes(
-            (rows, w_router, *[weights] * 3), dout.chunk(processes)[rank], **options, process_group=group
-        )
+        rows, gradient, *experts = (tensor.chunk(processes)[rank] for tensor in (x, dout, w_gate, w_up, w_down))
+        return both_passes((rows, w_router, *experts), gradient, **options, process_group=group)
 
-    out, dx, drouter, dgate = zip(*together.run(part), strict=True)
-    for got, whole in zip((torch.cat(out), torch.cat(dx), sum(drouter), torch.cat(dgate)), expected, strict=True):
+    out, dx, drouter, *dexperts = zip(*together.run(part), strict=True)
+    together_again = torch.cat(out), torch.cat(dx), sum(drouter), *map(torch.cat, dexperts)
+    for got, whole in zip(together_again, expected, strict=True):
         assert torch.equal(got, whole)
     # What of T tokens can go to a process: all their choices, of its experts alone, each in its capacity.
     width = tokens * min(top_k, held) if capacity is None else min(tokens * min(top_k, held), held * capacity)
     assert together.buffers == {processes * width}
     most = processes * width if capacity is None else min(processes * width, held * capacity)
-    assert [rows for rows, _ in seen] == [most] * processes
     # Rows, weights and results; there and, as gradients, back. What fills a buffer is nobody's row.
     assert sum(together.rows) == 6 * sum(whole_sizes)
-    assert sorted(sizes for _, sizes in seen) == sorted(np.reshape(whole_sizes, (processes, held)).tolist())
+    # Three products with experts in a pass.
+    sizes = map(tuple, np.reshape(whole_sizes, (processes, held)).tolist())
+    assert sorted(seen) == sorted(6 * [(most, of_one) for of_one in sizes])
