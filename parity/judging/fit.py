@@ -32,15 +32,13 @@ from scipy import special
 
 from parity.dtypes import Floats, round_to
 from parity.judging.metrics import UNDERFLOW, Metrics, Scale, explained_by
-from parity.judging.verdict import Verdict
+from parity.judging.verdict import FALSE, Verdict
 
 KAPPA = 1.3
 """How many times its contract's error a kernel's may be: what contracts leave out (the order of a sum, an exp). Of 230
 cases of the matrix on both backends none needs more than 1.2."""
 KAPPA_EVEN = 1.25
 """How many times the others' ratio a label's may be: what contracts leave out differs less from label to label."""
-FALSE = 1e-3
-"""False failures that a whole tier may have."""
 ELEMENTS, LOOKS = 1e9, 1e6
 """Elements and labels that a tier looks at, rounded up to a power of ten."""
 RUNS = (4, 16, 64)

@@ -102,6 +102,8 @@ class Judgement:
 
 
 UNDECIDED = Verdict("UNDECIDED", "", "")
+BESIDE = ("G5", "G6", "G7")
+"""The gates that one backend passes beside the other."""
 
 
 def judge(trial: Trial, twin: Judgement | None = None) -> Judgement:
@@ -282,26 +284,34 @@ def compare(op: Op, case: Case, seeds: int, recorded: Mapping[Backend, Sequence[
 
     `recorded` are the judgements of those seeds by a backend that is not here to run them. Where a kernel fails against
     the golden, or over the seeds against its contract (UNFIT: the GPU's), that is the verdict; of several outputs the
-    worst one decides, and is held to what the op expects. Raises ImportError where the framework of a backend that is
-    to be run is missing.
+    worst one decides, and is held to what the op expects. Where both are here none fails beside the other on less than
+    `verdict.SEEDS` seeds. Raises ImportError where the framework of a backend that is to be run is missing.
     """
     recorded = recorded or {}
     judged: dict[Backend, tuple[Judgement, ...]] = dict.fromkeys(BACKENDS, ())
-    for n in range(seeds):
-        for backend in BACKENDS:
-            trial = Trial(op, case.with_seed(case.seed + n), backend)
-            of = recorded.get(backend)
-            judged[backend] += (judge(trial) if of is None else fitted(replace(trial, device=of[n].device), of[n]),)
+    for count in (seeds, max(seeds, verdict.SEEDS)):
+        for n in range(len(judged["tpu"]), count):
+            for backend in BACKENDS:
+                trial = Trial(op, case.with_seed(case.seed + n), backend)
+                of = recorded.get(backend)
+                judged[backend] += (judge(trial) if of is None else fitted(replace(trial, device=of[n].device), of[n]),)
+        compared = Compared(case, dict(judged), _verdict_on(op, case, judged))
+        if recorded or compared.comparison.verdict.passed or compared.comparison.verdict.gate not in BESIDE:
+            break
+    return compared
+
+
+def _verdict_on(op: Op, case: Case, judged: Mapping[Backend, Sequence[Judgement]]) -> Comparison:
+    """The comparison that decides, or what is off the golden or, over the seeds, its contract."""
     if failures := [j for of_backend in judged.values() for j in of_backend if not j.verdict.passed]:
         failed = max(failures, key=lambda j: j.ended)  # the first, but rather one that came to no result
         reason = f"{failed.backend}, seed {failed.case.seed}: {failed.verdict.reason}"
-        return Compared(case, judged, Comparison(replace(failed.verdict, reason=reason)))
+        return Comparison(replace(failed.verdict, reason=reason))
     for backend, of_seeds in judged.items():
         for name in of_seeds[0].fits:
             if off := over_seeds([j.fits[name] for j in of_seeds]):
                 off = replace(off, reason=f"{backend}, {off.reason}")
-                off = off if backend == "tpu" else verdict.unfit(off)
-                return Compared(case, judged, Comparison(off, output=name))
+                return Comparison(off if backend == "tpu" else verdict.unfit(off), output=name)
     comparisons = [
         verdict.compare(
             [j.outputs[name] for j in judged["tpu"]],
@@ -313,12 +323,13 @@ def compare(op: Op, case: Case, seeds: int, recorded: Mapping[Backend, Sequence[
     ]
     expected = op.expectation(case)
     if expected and expected.explained:
+        seeds = len(judged["tpu"])
         comparisons = [c if c.verdict.passed else _explained(op, case, seeds, c) for c in comparisons]
     # A known failure of one output must not hide another's.
     known = [c for c in comparisons if expected and verdict.is_expected(expected, c)]
     unknown = [c for c in comparisons if not c.verdict.passed and c not in known]
     worst = max(unknown or known or comparisons, key=lambda c: c.ratio)
-    return Compared(case, judged, replace(worst, verdict=verdict.held_to(expected, worst)))
+    return replace(worst, verdict=verdict.held_to(expected, worst))
 
 
 def _explained(op: Op, case: Case, seeds: int, compared: Comparison) -> Comparison:

@@ -11,13 +11,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy import special
 
 from parity.dtypes import Floats, numpy_dtype, round_to
 from parity.judging.metrics import UNDERFLOW, Metrics, explained_by
 from parity.op import Expected
 
 Z = 4.0
-"""Standard errors that a difference must exceed before it counts."""
+"""Standard errors that a difference must exceed before it counts, or calls for `SEEDS`."""
+SEEDS = 64
+"""Seeds that the rule ε_TPU ≤ ε_GPU takes to fail, where both backends are at hand: of eight, whose spread is known no
+better than to a third, a tie is beyond four standard errors once in 400 times."""
+FALSE = 1e-3
+"""False failures that a whole tier may have."""
+COMPARED = 1e4
+"""Outputs that a tier compares, rounded up to a power of ten."""
 TAIL = 1.5
 """How many times the GPU's the TPU's 99.9 % quantile of η may be."""
 LEAST = 2.0**-40
@@ -337,4 +345,10 @@ def _log_ratio(a: Sequence[Metrics], b: Sequence[Metrics], statistic: Statistic)
 def margin_of(logs: np.ndarray, noise: float = 0.0) -> float:
     """z standard errors of a mean over seeds: by their own spread, and by `noise` where that is larger."""
     spread = float(logs.std(ddof=1)) if len(logs) > 1 else 0.0
-    return Z * max(spread, noise) / float(np.sqrt(len(logs)))
+    return _z(len(logs)) * max(spread, noise) / float(np.sqrt(len(logs)))
+
+
+def _z(seeds: int) -> float:
+    """Standard errors by which a mean over so many seeds must differ: of `SEEDS` Student's quantile, so that a tier of
+    ties fails falsely no more than once in a thousand times."""
+    return Z if seeds < SEEDS else float(-special.stdtrit(seeds - 1, FALSE / COMPARED))

@@ -109,7 +109,8 @@ class Run:
                 recorded["gpu"].append(entry)
         compared = compare(self.op, self.case, seeds, recorded)
         for judged in compared.judged["tpu"] if recorded else compared.everything:
-            self._record(Trial(self.op, judged.case, judged.backend), judged)
+            if judged.case.seed < self.case.seed + seeds:
+                self._record(Trial(self.op, judged.case, judged.backend), judged)
         self._report(compared.summary())
         if self._reports:
             self._add(entries.of_comparison(self.op, compared, self._rerun()))

@@ -16,7 +16,7 @@ from parity.judging.fit import RUNS
 from parity.judging.judge import compare, explained, judge, twin_of
 from parity.judging.magnitude import abs_of
 from parity.judging.reference import reference
-from parity.judging.verdict import Comparison, Verdict
+from parity.judging.verdict import SEEDS, Comparison, Verdict
 from parity.op import Array, Case, Contract, Expected, Op
 from parity.report import text
 from parity.trial import Trial
@@ -310,13 +310,36 @@ def test_the_summary_of_a_comparison_is_of_the_worst_seed(device):
 )
 def test_of_several_outputs_the_one_that_fails_unexpectedly_decides(device, monkeypatch, a, b, declared, decides):
     device.kernels = dict.fromkeys(device.kernels, lambda x: Pair(kernel(x), -kernel(x)))
-    made = iter(Comparison(Verdict(outcome, "G5", ""), ratio) for outcome, ratio in (a, b))
+    made = itertools.cycle(Comparison(Verdict(outcome, "G5", ""), ratio) for outcome, ratio in (a, b))
     monkeypatch.setattr("parity.judging.judge.verdict.compare", lambda *measured, **options: next(made))
     sizes = dict(magnitude=lambda op, case, inputs: Pair(*[third(np.abs(inputs["x"]))] * 2))
     known = op(both, **sizes, expected=(Expected(lambda case: True, "LOSS", "is known", declared),))
     compared = compare(known, CASE, 1)
     assert compared.comparison.verdict.outcome == decides
     assert compared.epsilon("tpu") > 0
+
+
+@pytest.mark.parametrize(
+    ("outcome", "gate", "more", "seeds"), [("TIE", "G5", {}, 3), ("LOSS", "G5", {}, SEEDS), ("BIAS", "G7", {}, SEEDS),
+                                           ("LOSS", "G5", {"seeds": 80}, 80), ("LOSS", "G5", {"recorded": True}, 3)]
+)  # fmt: skip
+def test_what_fails_on_few_seeds_is_asked_again(device, monkeypatch, outcome, gate, more, seeds):
+    """Where both backends are at hand. A failure against the golden needs no more."""
+    asked = []
+
+    def made(tpu, gpu, **options):
+        asked.append((len(tpu), len(gpu)))
+        return Comparison(Verdict(outcome, gate, ""), 1.5)
+
+    recorded = {"gpu": compare(op(), CASE, 3).judged["gpu"]} if "recorded" in more else None
+    monkeypatch.setattr("parity.judging.judge.verdict.compare", made)
+    compared = compare(op(), CASE, more.get("seeds", 3), recorded)
+    assert asked[-1] == (seeds, seeds)
+    assert len(asked) == 1 + (seeds == SEEDS or seeds == 80)
+    assert [judged.case.seed for judged in compared.judged["tpu"]] == list(range(seeds))
+    assert len(device.ran) < 3 * (seeds + 3)
+    device.kernels["on:gpu"] = lambda x: -kernel(x)
+    assert len(compare(op(), CASE, 3).everything) == 6
 
 
 def test_a_comparison_names_its_output_where_there_are_others(device):
