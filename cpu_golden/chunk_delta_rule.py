@@ -66,7 +66,8 @@ class Solved(NamedTuple):
 def chunk_forward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = exact) -> tuple[Array, Array]:
     """A `Forward` scan of `_lib/delta.py`, chunk by chunk.
 
-    Stages: depth, chunk_size, sub_block, values_decayed, whole_passes, wy, inverse, and those of `triangular.inverse`.
+    Stages: depth, chunk_size, sub_block, kept_whole, values_decayed, whole_passes, wy, inverse, and those of
+    `triangular.inverse`.
     Sites: q, k, v, beta, initial_state, c, pair_gate, exponent, decay, kept_exponent, kept, lost, change, decayed,
     read, product, pairs, sum and those of `Stages.dot` as in `chunk_scan.chunk_forward`; raw (the decayed scores of
     keys, before beta), A, those of `inverse` (T), recalled (what the state has for a key), error (v less that), update

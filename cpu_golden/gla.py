@@ -24,7 +24,7 @@ def chunk_gla_fwd(q: Array, k: Array, v: Array, *, gk: Array, **options: Unpack[
     q, k [B, T, H, K] and v [B, T, H, V]: float32, bfloat16 or float64, all three the same. gk [B, T, H, K]:
     float32, q's dtype or float64. Options as `op_arguments.gla` has them, float64 where float32 is. Returns float64 o
     [B, T, H, V] and ht [N, H, K, V]; an empty sequence's is its initial state.
-    Stages: depth, chunk_size. Sites: those of `chunk_scan.chunk_forward`.
+    Stages: depth, chunk_size, kept_whole. Sites: those of `chunk_scan.chunk_forward`.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`.
     """
     return forward(chunk_forward, q, k, v, {"gk": gk}, **options)
@@ -36,7 +36,8 @@ def chunk_gla_bwd(q: Array, k: Array, v: Array, do: Array, *, gk: Array, **optio
 
     do has q's dtype, dht is float32 or float64; everything else as the forward pass. Returns float64 gradients shaped
     as their arguments, dh0 only where initial_state was given.
-    Stages: depth, chunk_size, channels. Sites: those of `chunk_scan.chunk_backward`; out is dq, dk, dv and dgk.
+    Stages: depth, chunk_size, kept_whole, channels. Sites: those of `chunk_scan.chunk_backward`; out is dq, dk, dv and
+    dgk.
     Raises ValueError or TypeError as `op_arguments.gla.check_gradients`.
     """
     return Grads(**backward(chunk_backward, q, k, v, do, {"gk": gk}, **options).named)

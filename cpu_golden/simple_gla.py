@@ -30,7 +30,7 @@ def chunk_simple_gla_fwd(
     q, k [B, T, H, K] and v [B, T, H, V]: float32, bfloat16 or float64, all three the same. g [B, T, H]: float32, q's
     dtype or float64; g_gamma [H]: float32 or float64. Options as `op_arguments.gla` has them, float64 where float32 is.
     Returns float64 o [B, T, H, V] and ht [N, H, K, V]; an empty sequence's is its initial state.
-    Stages: depth, chunk_size, values_decayed. Sites: those of `chunk_scan.chunk_forward`.
+    Stages: depth, chunk_size, kept_whole, values_decayed. Sites: those of `chunk_scan.chunk_forward`.
     Raises ValueError or TypeError as `op_arguments.gla.check_forward`.
     """
     return forward(chunk_forward, q, k, v, {"g": g, "g_gamma": g_gamma}, **options)
@@ -45,8 +45,8 @@ def chunk_simple_gla_bwd(
     do has q's dtype, dht is float32 or float64; everything else as the forward pass. Returns float64 gradients shaped
     as their arguments: dg [B, T, H] of every step, dg_gamma [H] their sum over B and T (each where that gate was
     given), dh0 [N, H, K, V] where initial_state was.
-    Stages: depth, chunk_size, values_decayed, channels. Sites: those of `chunk_scan.chunk_backward`; out is dq, dk, dv
-    and the gradient of the gates.
+    Stages: depth, chunk_size, kept_whole, values_decayed, channels. Sites: those of `chunk_scan.chunk_backward`; out is
+    dq, dk, dv and the gradient of the gates.
     Raises ValueError or TypeError as `op_arguments.gla.check_gradients`.
     """
     return SimpleGrads(**backward(chunk_backward, q, k, v, do, {"g": g, "g_gamma": g_gamma}, **options).named)

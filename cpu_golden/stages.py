@@ -52,6 +52,7 @@ class Stages:
     aligned: the steps of tgmm's sums are counted from the first of all rows, not from the first of each group.
     chunk_size: the chunks of a scan, where a kernel takes other ones than its caller asks for.
     sub_block: rows of a scan's chunk whose pairs are decayed one by one where every channel has its own gate.
+    kept_whole: what decays a state is rounded as a whole, and not what it is beside 0 or 1.
     values_decayed: a decay per step of what is written into a state multiplies v, and not k; where a scan has no v of
         its own in the gradient of a state, also do, and not q.
     channels: channels of keys that a scan's backward pass has at a time: what is summed over K in dv and the gradient
@@ -74,6 +75,7 @@ class Stages:
     aligned: bool = False
     chunk_size: int | None = None
     sub_block: int = 16
+    kept_whole: bool = False
     values_decayed: bool = False
     channels: int | None = None
     solve_depth: int | None = None

@@ -14,8 +14,8 @@ def decay_of(exponent: Array, stages: Stages) -> Array:
 def kept_of(exponent: Array, stages: Stages) -> Array:
     """exp, of what multiplies a state again and again. Sites: kept_exponent, kept (what is left).
 
-    That is 0 or 1, whichever is nearer, and what is left, which alone is rounded: rounded as a whole, a decay near 1
-    would err by much of what a state forgets.
+    That is 0 or 1, whichever is nearer, and what is left, which alone is rounded: rounded as a whole, as with
+    `kept_whole`, a decay near 1 errs by much of what a state forgets.
     """
     whole, rest = _parts(exponent, stages)
     return whole + rest
@@ -30,7 +30,7 @@ def decayed(exponent: Array, state: Array, written: Array | float, stages: Stage
 
 def _parts(exponent: Array, stages: Stages) -> tuple[Array, Array]:
     decay = np.exp(stages("kept_exponent", exponent))
-    whole = np.where(decay < 0.5, 0.0, 1.0)
+    whole = np.where(stages.kept_whole | (decay < 0.5), 0.0, 1.0)
     return whole, stages("kept", decay - whole)
 
 

@@ -43,7 +43,7 @@ def here(op: Op, backend: Backend, device_kind: str, real: bool, utc: str | None
         real=real,
         kernel=identity(kernel),
         golden=identity_of(inspect.unwrap(op.golden)),
-        revisions={"inputs": inputs.REVISION, "magnitude": magnitude.REVISION, "metrics": metrics.REVISION},
+        revisions={"inputs": inputs.REVISION, "magnitude": magnitude.revision(op), "metrics": metrics.REVISION},
         versions=installed(backend, real),
         flags={
             name: " ".join(value.split())

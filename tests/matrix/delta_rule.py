@@ -1,7 +1,6 @@
 """The delta rules, their gates and their convolution: cases, how their inputs are drawn, what their kernels promise."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.matrix.gla import (
     by_state,
     by_step,
     chunks_fill_lanes,
+    functions,
     is_packed,
     is_power_of_four,
     is_recurrent,
@@ -90,16 +90,16 @@ def contract(c: Case, backend: Backend) -> Contract:
     of_float32 = "bf16x3x3" if backend == "tpu" else "ieee"
     dot = "ieee" if is_recurrent(c) else "bf16x3" if c.dtype == BF16 else of_float32
     outs = {"dg": gate_dtype(c), "dbeta": gate_dtype(c), "dh0": F32} if is_backward(c) else {"ht": F32}
-    promised = scan_contract(
+    of_norm = {"rstd": ("rsqrt",)} if backend == "tpu" and is_normed(c) else {}
+    return scan_contract(
         c,
         backend,
         dot,
         outs=outs,
         sites=recurrent_sites(c, backend) if is_recurrent(c) else chunk_sites(c, backend),
         schedule={} if is_recurrent(c) else schedule(c, backend),
+        functions={**functions(c, backend, c.dtype == BF16, not is_per_channel(c)), **of_norm},
     )
-    of_norm = dict.fromkeys(rsqrt(c, backend), ("rsqrt",))
-    return replace(promised, functions={**promised.functions, **of_norm})
 
 
 def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
@@ -114,7 +114,7 @@ def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
         return {"chunk_size": rows, "values_decayed": not is_per_channel(c), **solve}
     of_gates = {"sub_block": 1} if is_per_channel(c) else {"values_decayed": True}
     whole = {"solve_passes": whole_float32, "whole_passes": whole_float32} if c.dtype == BF16 else {}
-    return of_gates | whole
+    return {"kept_whole": c.dtype == BF16} | of_gates | whole
 
 
 def chunk_sites(c: Case, backend: Backend) -> Mapping[str, str]:
@@ -140,7 +140,7 @@ def chunk_sites(c: Case, backend: Backend) -> Mapping[str, str]:
     if backend == "tpu" and c.dtype == BF16 and not is_per_channel(c) and chunks_fill_lanes(c):
         pieces.append("pair_gate")
     exp = {"decay": "float32/2"} if backend == "gpu" and "exponent" in names else {}
-    return dict.fromkeys(names, F32) | dict.fromkeys(pieces, "bf16x2") | exp | rsqrt(c, backend)
+    return dict.fromkeys(names, F32) | dict.fromkeys(pieces, "bf16x2") | exp
 
 
 def recurrent_sites(c: Case, backend: Backend) -> Mapping[str, str]:
@@ -149,21 +149,13 @@ def recurrent_sites(c: Case, backend: Backend) -> Mapping[str, str]:
     names += ["change"] if backend == "gpu" else []
     if is_backward(c):
         names += ["dwritten", "dh", "derror", "dchange", "of_beta", "dgate", "heads"]
-    return dict.fromkeys(names, F32) | rsqrt(c, backend)
+    return dict.fromkeys(names, F32)
 
 
 def norm_sites(c: Case) -> list[str]:
     if not is_normed(c):
         return []
     return ["square", "norm", "rstd", "normed", *(["projected"] if is_backward(c) else [])]
-
-
-def rsqrt(c: Case, backend: Backend) -> Mapping[str, str]:
-    """The site of a TPU's rsqrt, emulated: XLA's for a CPU is off by up to 1.6 ulps.
-
-    GPU kernels divide by a root, each rounded to nearest.
-    """
-    return {"rstd": "float32/2"} if backend == "tpu" and is_normed(c) else {}
 
 
 def axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:

@@ -145,7 +145,7 @@ def contract(c: Case, backend: Backend) -> Contract:
         outs=outs,
         sites=sites(c, backend),
         schedule=schedule(c, backend),
-        functions=functions(c, backend),
+        functions=functions(c, backend, is_split(c), is_simple(c)),
     )
 
 
@@ -156,13 +156,14 @@ def scan_contract(c: Case, backend: Backend, dot: str, **promised: Any) -> Contr
     return Contract(dot=dot, out=c.out, depth=depth, tile=tile, **promised)
 
 
-def functions(c: Case, backend: Backend) -> Mapping[str, tuple[str, ...]]:
-    """Of the chunked kernels the decays, where they are no float64's, and the matrix unit's sums; the recurrent ones
-    have neither the hardware's exp nor its matrix unit."""
+def functions(c: Case, backend: Backend, split: bool, of_step: bool) -> Mapping[str, tuple[str, ...]]:
+    """Of the chunked kernels the decays, where they are no float64's nor a series', and the matrix unit's sums; the
+    recurrent ones have neither the hardware's exp nor its matrix unit. of_step: all channels have one gate."""
     if is_recurrent(c):
         return {}
-    exp = {"decay": ("exp",)} if backend == "tpu" or is_split(c) or not is_simple(c) else {}
-    return exp | (of_unit(backend) if backend == "tpu" or is_split(c) else {})
+    exp = ["decay"] if backend == "tpu" or split or not of_step else []
+    exp += ["kept"] if backend == "tpu" and split else []
+    return dict.fromkeys(exp, ("exp",)) | (of_unit(backend) if backend == "tpu" or split else {})
 
 
 def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
@@ -174,7 +175,7 @@ def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
     if is_recurrent(c):
         return {}
     if backend == "tpu":
-        return {"values_decayed": True} if is_simple(c) else {"sub_block": 1}
+        return {"kept_whole": is_split(c)} | ({"values_decayed": True} if is_simple(c) else {"sub_block": 1})
     rows = min(c.chunk & -c.chunk, 32 if is_simple(c) else 16, max(4096 // max(1 << (c.K - 1).bit_length(), 16), 16))
     chosen: dict[str, Any] = {"chunk_size": rows}
     if is_simple(c):
