@@ -220,7 +220,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--parity-seed", type=int, default=0, metavar="N", help="draw the inputs of every case from seed N (default: 0)"
     )
     group.addoption(
-        "--parity-seeds", type=int, default=8, metavar="S", help="paired seeds to compare the backends on (default: 8)"
+        "--parity-seeds",
+        type=int,
+        default=8,
+        metavar="S",
+        help="paired seeds to compare the backends on (default: 8), before 64 where it fails",
     )
     group.addoption(
         "--parity-records", type=Path, default=None, metavar="DIR", help="the ledger's folder (default: records)"
