@@ -23,8 +23,8 @@ from tpu_kernels._lib.chunk_decays import (
 from tpu_kernels._lib.chunk_dots import iota
 from tpu_kernels._lib.chunk_plan import Scan
 
-OF_HEADS = {"q", "k", "v", "o", "state", "decay_from_start", "decay_to_end", "between"}
-"""The refs of the forward pass with a decay per head of which each head has a part, along the first axis."""
+OF_HEADS = {"gk", "q", "k", "v", "o", "state", "decay_from_start", "decay_to_end", "between"}
+"""The refs of the forward pass in which each head has a part, along the first axis."""
 
 
 class ChunkBlock:
