@@ -13,21 +13,35 @@ WHOLE = 3
 """Pieces of bfloat16 that have all 24 bits of a float32."""
 
 
-def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], scan: Scan, pieces: int = 2) -> jax.Array:
+def dot(
+    a: jax.Array | list[jax.Array], b: jax.Array, contract: tuple[int, int], scan: Scan, pieces: int = 2
+) -> jax.Array:
     """For each head, float32 sums over axis `contract[0]` of its matrix in a and `contract[1]` of that in b.
 
     A bfloat16 operand enters as it is, one in float32 as the sum of bfloat16 pieces: `WHOLE`, or where dots are split
-    `pieces`, two of which have 16 bits. Products below those of the first piece and the last are left out.
+    `pieces`, two of which have 16 bits. Products below those of the first piece and the last may be left out. Of
+    several dots a list of a's pieces, from `dot_pieces`, saves splitting it again.
     """
     x, y = contract[0] + 1, contract[1] + 1
     dot = partial(lax.dot_general, dimension_numbers=(((x,), (y,)), ((0,), (0,))), preferred_element_type=jnp.float32)
     pieces = pieces if scan.split else WHOLE
-    lhs, rhs = bf16_split(a, pieces), bf16_split(b, pieces)
+    lhs, rhs = a if isinstance(a, list) else bf16_split(a, pieces), bf16_split(b, pieces)
     pairs = [(m, n) for m in range(len(lhs)) for n in range(len(rhs)) if m + n < pieces][::-1]
-    if a.shape[x] % sublanes(jnp.bfloat16):
+    if lhs[0].shape[x] % sublanes(jnp.bfloat16):
         return reduce(jnp.add, [dot(lhs[m], rhs[n]) for m, n in pairs])
+    if contract == (1, 1) and len(lhs) == len(rhs) == 2 and lhs[0].shape[1] <= rhs[0].shape[1]:
+        # What the matrix unit turns as it loads it takes twice as long to load. So each piece of b is loaded once, for
+        # the rows of both pieces of a: side by side as below, one would be loaded twice.
+        rows = jnp.concatenate([jnp.concatenate([piece, piece], 2) for piece in lhs], 1)
+        high, low = jnp.split(dot(rows, jnp.concatenate(rhs, 2)), 2, 1)
+        return low + high
     # One dot of a longer contraction: of the 256 rows of the matrix unit, 128 or 64 would leave most without work.
     return dot(jnp.concatenate([lhs[m] for m, _ in pairs], x), jnp.concatenate([rhs[n] for _, n in pairs], y))
+
+
+def dot_pieces(a: jax.Array, scan: Scan) -> list[jax.Array]:
+    """Of a float32 a what `dot` makes of it, where it is the left operand of several."""
+    return bf16_split(a, 2 if scan.split else WHOLE)
 
 
 def dot_with_all(a: jax.Array, b: jax.Array, scan: Scan) -> jax.Array:
