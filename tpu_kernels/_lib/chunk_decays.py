@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.probe import active
-from tpu_kernels._lib.chip import LANES
-from tpu_kernels._lib.chunk_dots import bf16_split, dot, dot_with_all, f32, iota, ones
+from tpu_kernels._lib.chip import LANES, sublanes
+from tpu_kernels._lib.chunk_dots import bf16_split, dot, dot_pieces, dot_with_all, f32, iota, ones
 from tpu_kernels._lib.chunk_plan import Scan
 from tpu_kernels._lib.decays import decay_parts, difference, finite_exp, running_sums, two_sum
 from tpu_kernels._lib.recurrent_sums import sum_rows
@@ -25,6 +25,7 @@ Probe = Callable[..., Any]
 
 # A step that decays by more leaves nothing of any float32 state, and sums of such steps stay small enough to add.
 STRONGEST_GATE = -256.0
+ROWS = sublanes(jnp.float32)  # of a register
 
 
 class StepDecay:
@@ -164,18 +165,30 @@ class ChannelDecay:
 
     def __init__(self, gk: jax.Array, scan: Scan) -> None:
         """From the log decays [heads, C, K]. Sums of halves are added to sums of wholes: no difference is taken."""
-        # Of the part of a step, the sum up to it and the sum over the rest.
-        until, after = jnp.maximum(f32(gk), STRONGEST_GATE), jnp.zeros(gk.shape, jnp.float32)
-        self.halves, c = [], gk.shape[1]
-        for level in range(c.bit_length() - 1):
+        # Of the part of a step, the sum up to it and the sum over the rest: [heads, registers, ROWS, K].
+        until = jnp.maximum(f32(gk), STRONGEST_GATE).reshape(gk.shape[0], -1, ROWS, gk.shape[2])
+        after = jnp.zeros_like(until)
+        self.halves = []
+        for level in range(ROWS.bit_length() - 1):
             half = 2**level
-            second = _in_second(gk.shape, half)
-            self.halves.append(finite_exp(jnp.where(second, until, after)))
+            second = iota(until.shape, 2) & half != 0
+            self.halves.append(finite_exp(jnp.where(second, until, after)).reshape(gk.shape))
             total = until + after
-            until += jnp.where(second, pltpu.roll(total, half, 1), 0.0)
-            after += jnp.where(second, 0.0, pltpu.roll(total, c - half, 1))
-        self._until, self._after = until, after
-        self.whole = _whole(scan, until[:, c - 1 :])
+            until += jnp.where(second, pltpu.roll(total, half, 2), 0.0)
+            after += jnp.where(second, 0.0, pltpu.roll(total, ROWS - half, 2))
+        # From here on halves are whole registers, and no step of one has another total than the rest.
+        untils, afters = ([x[:, n] for n in range(x.shape[1])] for x in (until, after))
+        totals = [until + after for until, after in zip(untils, afters, strict=True)]
+        registers, half = range(len(totals)), 1
+        while half < len(registers):
+            exponents = [untils[n] if n & half else afters[n] for n in registers]
+            self.halves.append(finite_exp(_rows(exponents)))
+            untils = [untils[n] + totals[n ^ half] if n & half else untils[n] for n in registers]
+            afters = [afters[n] if n & half else afters[n] + totals[n ^ half] for n in registers]
+            totals = [totals[n & ~half] + totals[n | half] for n in registers]
+            half *= 2
+        self._until, self._after = _rows(untils), _rows(afters)
+        self.whole = _whole(scan, self._until[:, -1:])
 
     def probe_sums(self, probe: Probe) -> None:
         """See `StepDecay`."""
@@ -193,11 +206,9 @@ class ChannelDecay:
     def scores(self, load: Load, scan: Scan) -> jax.Array:
         """A [heads, C, C]."""
         q, k = f32(load("q")), f32(load("k"))
-        i, j = _steps(scan)
-        scores = jnp.where(i == j, jnp.sum(q * k, axis=2, keepdims=True), 0.0)
+        scores = _own_scores(q, k, scan)
         for half, _, decayed in self._levels(q, k):
-            products = dot(decayed, decayed, (1, 1), scan)
-            scores = jnp.where((i > j) & _meet(i, j, half), products, scores)
+            scores = _with_scores_across(scores, decayed, half, scan)
         return scores
 
     def store_gradients(self, load: Load, store: Store, state: Any, dstate: Any, scan: Scan, probe: Probe) -> None:
@@ -215,11 +226,13 @@ class ChannelDecay:
         # Of a pair, at [i, j] as at [j, i].
         dscores = dot(load("do"), load("v"), (1, 1), scan), dot(load("v"), load("do"), (1, 1), scan)
         dpairs = probe("dA", scan.p.scale * jnp.where(i < j, *dscores), 1, 2)
-        scores = jnp.where(i == j, jnp.sum(q * k, axis=2, keepdims=True), 0.0)
+        pieces = dot_pieces(dpairs, scan)
+        scores = _own_scores(q, k, scan)
         for half, decay, decayed in self._levels(q, k):
-            meet, second = _meet(i, j, half), _in_second(q.shape, half)
-            scores = jnp.where((i > j) & meet, dot(decayed, decayed, (1, 1), scan), scores)
-            ddecayed = dot(jnp.where(meet, dpairs, 0.0), decayed, (1, 0), scan)
+            second = _in_second(q.shape, half)
+            scores = _with_scores_across(scores, decayed, half, scan)
+            across = _border(i, j) == half
+            ddecayed = dot([jnp.where(across, piece, jnp.zeros_like(piece)) for piece in pieces], decayed, (1, 0), scan)
             dq += jnp.where(second, decay * ddecayed, 0.0)
             dk += jnp.where(second, 0.0, decay * ddecayed)
             # Of the same half: from t on in a second one, before t in a first one.
@@ -275,10 +288,42 @@ def _in_second(shape: tuple[int, ...], half: int) -> jax.Array:
     return iota(shape, 1) & half != 0
 
 
-def _meet(i: jax.Array, j: jax.Array, half: int) -> jax.Array:
-    """Whether i and j are in different halves of a part."""
-    between = i ^ j
-    return (between >= half) & (between < 2 * half)
+def _border(i: jax.Array, j: jax.Array) -> jax.Array:
+    """The size of the halves at whose border i and j meet, the largest power of two in i ^ j; 0 where i = j."""
+    bits = i ^ j
+    for shift in (1, 2, 4, 8):
+        bits |= bits >> shift
+    return bits - (bits >> 1)
+
+
+def _own_scores(q: jax.Array, k: jax.Array, scan: Scan) -> jax.Array:
+    """[heads, C, C] with the scores of each step with itself, which nothing decays."""
+    i, j = _steps(scan)
+    return jnp.where(i == j, jnp.sum(q * k, axis=2, keepdims=True), 0.0)
+
+
+def _with_scores_across(scores: jax.Array, decayed: jax.Array, half: int, scan: Scan) -> jax.Array:
+    """scores with those of the pairs that meet at the border of halves of this size. decayed: as in `_levels`."""
+    i, j = _steps(scan)
+    border = jnp.where(i > j, _border(i, j), 0)
+    if half < ROWS:
+        return jnp.where(border == half, dot(decayed, decayed, (1, 1), scan), scores)
+    # Halves are whole registers: just those with a step that reads are multiplied, or backward one that writes.
+    halves = [slice(first, first + half) for first in range(0, scan.chunk, half)]
+    multiplied = halves[0 if scan.backward else 1 :: 2]
+    products = dot(_rows([decayed[:, rows] for rows in multiplied]), decayed, (1, 1), scan)
+    found = {rows.start: products[:, n * half : (n + 1) * half] for n, rows in enumerate(multiplied)}
+
+    def merged(rows: slice) -> jax.Array:
+        if rows.start not in found:
+            return scores[:, rows]
+        return jnp.where(border[:, rows] == half, found[rows.start], scores[:, rows])
+
+    return _rows([merged(rows) for rows in halves])
+
+
+def _rows(parts: list[jax.Array]) -> jax.Array:
+    return jnp.concatenate(parts, 1)
 
 
 # ------------------------------------------------------------------------------------------------ of a block
