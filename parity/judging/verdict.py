@@ -24,6 +24,8 @@ SEEDS = 64
 better than to a third, a tie is beyond four standard errors once in 400 times."""
 FALSE = 1e-3
 """False failures that a whole tier may have."""
+SAME = 1.02
+"""A ratio that is no loss, however sure: so much do contracts leave out, the order of a sum or the series of an exp."""
 COMPARED = 1e4
 """Outputs that a tier compares, rounded up to a power of ten."""
 TAIL = 1.5
@@ -198,13 +200,14 @@ def unfit(off: Verdict) -> Verdict:
 def parity(tpu: Sequence[Metrics], gpu: Sequence[Metrics], statistic: Statistic, tau: float) -> Comparison:
     """G5: WIN, TIE or LOSS.
 
-    LOSS where mean(ln T_TPU - ln T_GPU) > ln(1 + τ) + z·max(sd, noise)/√S, unless ε_TPU is within 1.05 of the floor;
-    WIN where the mean is below the negative margin. sd is the spread over S seeds, noise what sampling alone causes.
+    LOSS where mean(ln T_TPU - ln T_GPU) > ln(1 + τ) + z·max(sd, noise)/√S, unless it is below ln(1 + τ) + ln `SAME` or
+    ε_TPU is within 1.05 of the floor; WIN where the mean is below the negative margin. sd is the spread over S seeds,
+    noise what sampling alone causes.
     """
     mean, margin = _log_ratio(tpu, gpu, statistic)
     ratio, low, high = (float(np.exp(x)) for x in (mean, mean - margin, mean + margin))
     at_floor = not statistic.narrow and all(t.epsilon <= 1.05 * t.floor for t in tpu)
-    if mean > np.log1p(tau) + margin and not at_floor:
+    if mean > np.log1p(tau) + max(margin, np.log(SAME)) and not at_floor:
         outcome = "LOSS"
     elif mean < -margin:
         outcome = "WIN"

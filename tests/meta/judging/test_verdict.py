@@ -229,6 +229,13 @@ def test_ties_that_few_seeds_take_for_losses_are_none_on_many():
     assert lost[SEEDS] == 0
 
 
+@pytest.mark.parametrize(("ratio", "outcome"), [(1.019, "TIE"), (1.021, "LOSS"), (1 / 1.019, "WIN")])
+def test_a_loss_is_more_than_what_contracts_leave_out(ratio, outcome):
+    """However sure it is."""
+    tpu = [replace(TEMPLATE, epsilon=ratio * TEMPLATE.epsilon, scored=10**9)] * SEEDS
+    assert rule(tpu, [replace(TEMPLATE, scored=10**9)] * SEEDS).outcome == outcome
+
+
 def test_a_narrow_output_is_judged_by_its_misround_rate():
     rng = np.random.default_rng(4)
     worse, better = metrics(rng, 40, "bfloat16"), metrics(rng, 20, "bfloat16")
@@ -519,7 +526,7 @@ def by_the_book(tpu, gpu, narrow_output, tau):
     # The first gate that fails decides.
     outcomes = np.select(
         [
-            (ratio > np.log(1 + tau) + margin) & ~(floored & ~ratio_by),
+            (ratio > np.log(1 + tau) + np.maximum(margin, np.log(1.02))) & ~(floored & ~ratio_by),
             q999.mean(1) > np.log(1.5 * (1 + tau)) + wander,
             (bias[0] > 6 * noise[0]) & (bias[0] > bias[1] + 4 * np.maximum(*noise)),
             ratio < -margin,
