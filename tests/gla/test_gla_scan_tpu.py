@@ -159,6 +159,18 @@ def test_a_dot_multiplies_pieces_in_one_where_they_fill_registers(a, b, split, d
     assert all("HIGHEST" not in str(each.params["precision"]) for each in dots)
 
 
+@pytest.mark.parametrize(("rows", "expected"), [(8, [(16, 256)]), (32, [(32, 384)])])
+def test_pieces_of_a_turned_right_operand_are_loaded_once(rows, expected):
+    """The rows of both pieces of the left one meet both, where they are no more than those that are loaded."""
+    scan = planned("step", backward=False, fused=True, t=64)._replace(split=True)
+    dot = partial(chunk_dots.dot, contract=(1, 1), scan=scan)
+    shapes = jax.ShapeDtypeStruct((2, rows, 128), F32), jax.ShapeDtypeStruct((2, 16, 128), F32)
+    dots = [each for each, _ in equations(jax.make_jaxpr(dot)(*shapes).jaxpr, "dot_general")]
+    assert [each.invars[0].aval.shape[1:] for each in dots] == expected
+    x, y = (np.random.default_rng(0).standard_normal(shape.shape).astype(F32) for shape in shapes)
+    np.testing.assert_allclose(dot(jax.numpy.asarray(x), jax.numpy.asarray(y)), x @ y.swapaxes(1, 2), atol=2e-3)
+
+
 def test_ones_are_multiplied_as_they_are():
     ones = chunk_dots.ones(np.array([[True, False]]))
     assert ones.dtype == BF16
