@@ -140,7 +140,7 @@ def test_gmm_fetches_keeps_and_multiplies_what_its_tile_says(
         blocks.append(((1, 1, parts[1] or 1, tn), ["1", "2" if parts[1] else "", "", "0"]))
     blocks += [((tm, tn), ["1", "0"])] * (2 if options.get("existing_out") else 1)
     assert [(block.shape, axes_of(block)) for block in (*kernel.inputs, *kernel.outputs)] == blocks
-    turned = layout == DEEPSEEK and not wide  # sums are [columns, rows], where the matrix unit multiplies what is given
+    turned = layout == DEEPSEEK  # sums are [columns, rows]
     kept = [((tn, tm) if turned else (tm, tn), sums)]
     kept += [((parts[0] or 1, tm, LANES), F32)] if parts[0] is not None and not turned else []
     kept += [((tm, tk), BF16)] if wide else []
@@ -149,7 +149,7 @@ def test_gmm_fetches_keeps_and_multiplies_what_its_tile_says(
     is_native = not wide and BF16 not in dtypes
     assert multiplied(kernel) == Counter(
         (columns, depth, some) if turned else (some, depth, columns)
-        for rows, width in ((tm, 2 * BLOCK if turned and tn == 2 * BLOCK else BLOCK), (BLOCK, BLOCK))
+        for rows, width in ((tm, 2 * BLOCK if turned and is_native and tn == 2 * BLOCK else BLOCK), (BLOCK, BLOCK))
         for whole in {tk, k % tk or tk}
         for depth in cut(whole, deep)
         for columns in cut(tn, width)

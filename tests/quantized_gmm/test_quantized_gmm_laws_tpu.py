@@ -154,6 +154,7 @@ def test_a_block_that_begins_where_a_group_ends_counts_for_nothing(function, gen
         pytest.param(7, None, 1, (1024, 512, 128), 130, marks=pytest.mark.full),
         pytest.param(6, 256, 1, (256, 512, 1024), 1100, marks=pytest.mark.full),
         (6, 128, 1, (256, 256, 1024), 1100),  # lhs widened under the products of the first columns
+        (6, 128, 128, (512, 256, 512), 512),  # and of all, sums as [columns, rows]
         pytest.param(6, None, 1, (256, 512, 1024), 1100, marks=pytest.mark.full),
     ],
 )
@@ -169,14 +170,22 @@ def test_a_whole_tile_is_multiplied_pass_by_pass(generation, block, columns, til
     check("gmm_quantized", arrays | {"group_sizes": np.array([tm + 20, 60], np.int32)}, tiling=tile)
 
 
-def test_scales_with_a_subnormal_product_multiply_one_by_one(monkeypatch):
-    """2^-140 times sums of 2^23, where one scale of the weights serves 128 columns: the product alone has 9 bits."""
-    monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: 7)
-    m, k, n = 1034, 256, 384
-    arrays = dict(
-        lhs=np.full((m, k), 256, E4M3), rhs=np.full((1, k, n), 256, E4M3), group_sizes=np.array([m], np.int32)
-    )
-    arrays |= dict(lhs_scale=np.full((m, 2), 1.1 * 2.0**-70, F32), rhs_scale=np.full((1, 2, 3), 1.3 * 2.0**-70, F32))
+@pytest.mark.parametrize(
+    ("generation", "value", "exponent"),
+    [
+        (7, 256.0, -70),  # 2^-140 times sums of 2^23: the product alone has 9 bits
+        (6, 2.0**-9, 62),  # of 16 times them: 2^132 is infinite
+    ],
+    ids=["subnormal", "infinite"],
+)
+def test_scales_whose_product_is_out_of_range_multiply_in_turn(generation, value, exponent, monkeypatch):
+    """Where one scale of the weights serves 128 columns, and both are multiplied first."""
+    monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)
+    m, k, n = 1034, 256, 384 if generation == 7 else 256  # a compiled kernel would be found again
+    arrays = dict(lhs=np.full((m, k), value, E4M3), rhs=np.full((1, k, n), value, E4M3))
+    arrays |= dict(group_sizes=np.array([m], np.int32))
+    scales = (1.1 * 2.0**exponent, 1.3 * 2.0**exponent)
+    arrays |= dict(lhs_scale=np.full((m, 2), scales[0], F32), rhs_scale=np.full((1, 2, n // 128), scales[1], F32))
     got = call("gmm_quantized", arrays, tiling=(1024, 256, 128))
     expected = public("cpu_golden")["gmm_quantized"](**arrays, preferred_element_type="float32")
     np.testing.assert_allclose(got, expected, rtol=2.0**-22)

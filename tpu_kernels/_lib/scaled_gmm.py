@@ -58,7 +58,7 @@ def scaled_gmm(operands: Operands, listed: Listed, *, grid: Grid[QuantizedProble
         partial(_kernel, plan=plan),
         name="gmm_quantized",
         listed=listed,
-        scalars=(are_in_range(operands.lhs_scale, operands.rhs_scale) if plan.transposed else None,),
+        scalars=(are_in_range(operands) if plan.transposed else None,),
         operands=specs,
         scratch=_scratch(specs, plan),
     )
@@ -67,8 +67,8 @@ def scaled_gmm(operands: Operands, listed: Listed, *, grid: Grid[QuantizedProble
 def _sums_are_transposed(operands: Operands, changes: Changes, grid: Grid[QuantizedProblem]) -> bool:
     """Whether each scale of rhs covers whole registers of columns: two operations for each sum then, and not three."""
     (tm, _, tn), columns = grid.tile, grid.problem.rhs_blocks[1 if grid.transpose_rhs else 2]
-    is_multiplied_narrow = product_path(operands.lhs, operands.rhs) in ("fp8", "int8")
-    return all(changes) and is_multiplied_narrow and not (columns % LANES or tm % LANES or tn % LANES)
+    are_whole = not (columns % LANES or tm % LANES or tn % LANES)
+    return all(changes) and are_narrow(operands.lhs, operands.rhs) and are_whole
 
 
 def _scratch(specs: Operands, plan: Plan) -> Scratch:
@@ -285,10 +285,13 @@ class _Tile(ScaledTile):
             self.for_columns(partial(self.multiply_columns, parts, rows))
             return
         columns_of, hiding = blocks(self.out.shape[1], MXU), WIDENING_POWERS if self.operands.in_powers else WIDENING
+        if self.plan.transposed:  # its other columns are multiplied in turns, each of which widens rhs anew
+            hiding = len(columns_of)
         for i, inner in enumerate(parts):
             self.lhs[rows, inner] = self.widened_lhs(rows, inner)
             for columns in columns_of[:hiding]:
-                total = self.add(i, inner, rows, columns, self.acc[rows, columns] if i else self.before(rows, columns))
+                before = self.acc[self.at(rows, columns)] if i else self.before(rows, columns)
+                total = self.add(i, inner, rows, columns, before)
                 self.keep(rows, columns, total, last=i == len(parts) - 1)
         for columns in columns_of[hiding:]:
             self.multiply_columns(parts, rows, columns)

@@ -139,15 +139,17 @@ def _padded(x: jax.Array, axis: int, size: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def are_in_range(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Whether each product of two scales, of a and of b, is 0 or a normal number, as int32 [1]; without those that are
-    not finite."""
+def are_in_range(operands: Operands) -> jax.Array:
+    """Whether each product of two scales, one of each operand in its units, is 0 or a normal number, as int32 [1].
 
-    def ends(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    Scales that are not finite are left out.
+    """
+
+    def ends(scale: Any) -> tuple[jax.Array, jax.Array]:
         size = jnp.where(jnp.isfinite(scale) & (scale != 0), jnp.abs(scale), 1)
         return jnp.min(size), jnp.max(size)
 
-    (least_a, most_a), (least_b, most_b) = ends(a), ends(b)
+    (least_a, most_a), (least_b, most_b) = map(ends, scales_in_units(operands))
     in_range = (least_a * least_b >= jnp.finfo(jnp.float32).tiny) & jnp.isfinite(most_a * most_b)
     return in_range.astype(jnp.int32)[None]
 

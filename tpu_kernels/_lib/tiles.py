@@ -66,7 +66,7 @@ def scaled_gmm_tiles(block: int, small: bool, mxfp8: bool, m: int, k: int, n: in
         return 256, min(1024, PARTS * block), 512
     few = block >= MXU and not mxfp8
     tm = 1024 if small and (mxfp8 or few or chip.generation() > 6) else 512
-    longest = min(1024 if small and not few and n > 512 else 2048, PARTS * block)
+    longest = min(1024 if small and not few and n > 1024 else 2048, PARTS * block)
     tk = even_step(k, longest, max(block, MXU) if block < k else MXU)
     weights = 2**21 if small and not mxfp8 else 2**20
     most = 1024 if block < LANES else 2048  # v6e keeps the sums of many short blocks in VMEM, for all columns
