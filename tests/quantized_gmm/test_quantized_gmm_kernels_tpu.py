@@ -171,12 +171,12 @@ def test_gmm_fetches_keeps_and_multiplies_what_its_tile_says(
         assert [(x.shape, str(x.dtype)) for x in made].count(((64, tk), BF16)) == 1  # with masks alone
 
 
-def dots_of_tgmm(tile, dot, own):
+def dots_of_tgmm(tile, dot, own, width_of_own=4 * BLOCK):
     """Of a whole tile, and of a block of own rows."""
     tm, tk, tn = tile
     return Counter(
         (rows, depth, columns)
-        for whole, deep, height, width in ((tm, *dot), (BLOCK, *own, 4 * BLOCK))
+        for whole, deep, height, width in ((tm, *dot), (BLOCK, *own, width_of_own))
         for depth in cut(whole, deep)
         for rows in cut(tk, height)
         for columns in cut(tn, width)
@@ -186,20 +186,20 @@ def dots_of_tgmm(tile, dot, own):
 # kind, dtypes, layout, K, N, options; tile, a whole tile's dot [depth, rows, columns], how deep one of own rows is and
 # how many rows of the result it has, parts of the scales, dtype of the sums, what both are widened to
 TGMM = [
-    (V5E, FP8, COLUMNS, K, N, {}, (512, 512, 512), (128, 256, 512), (128, 256), (4, 4), F32, BF16),
-    (V6E, FP8, COLUMNS, K, N, {}, (1024, 1024, 1024), (128, 256, 512), (128, 256), (8, 8), F32, BF16),
+    (V5E, FP8, COLUMNS, K, N, {}, (512, 512, 512), (128, 512, 512), (128, 256), (4, 4), F32, BF16),
+    (V6E, FP8, COLUMNS, K, N, {}, (1024, 1024, 1024), (128, 512, 512), (128, 256), (8, 8), F32, BF16),
     (V6E, FP8, WHOLE_COLUMNS, K, N, {}, (1024, 1024, 2048), (256, 512, 512), (256, 256), (0, 0), F32, BF16),
-    (V7X, FP8, COLUMNS, K, N, {}, (1024, 1024, 2048), (128, 256, 1024), (128, 256), (8, 8), F32, None),
-    (V7X, FP8, COLUMNS, K, N, ADDED, (1024, 1024, 1024), (128, 256, 1024), (128, 256), (8, 8), F32, None),
+    (V7X, FP8, COLUMNS, K, N, {}, (1024, 1024, 2048), (128, 256, 256), (128, 256), (8, 8), F32, None),
+    (V7X, FP8, COLUMNS, K, N, ADDED, (1024, 1024, 1024), (128, 256, 256), (128, 256), (8, 8), F32, None),
     (V7X, FP8, WHOLE_COLUMNS, K, N, {}, (1024, 1024, 2048), (1024, 896, 1024), (256, 896), (0, 0), F32, None),
-    (V7X, FP8, ("Mx1", "64x1"), K, 512, {}, (1024, 2048, 512), (64, 256, 1024), (64, 256), (0, 16), F32, None),
-    (V7X, MIXED, ("64x1", "Mx1"), 512, N, {}, (1024, 512, 2048), (64, 256, 1024), (64, 256), (16, 0), F32, None),
+    (V7X, FP8, ("Mx1", "64x1"), K, 512, {}, (1024, 2048, 512), (64, 256, 256), (64, 256), (0, 16), F32, None),
+    (V7X, MIXED, ("64x1", "Mx1"), 512, N, {}, (1024, 512, 2048), (64, 256, 256), (64, 256), (16, 0), F32, None),
     (V5E, (I8, I8), WHOLE_COLUMNS, K, N, {}, (512, 512, 512), (256, 256, 1024), (256, 256), (0, 0), "int32", None),
     (V7X, (I8, I8), WHOLE_COLUMNS, K, N, {}, (1024, 1024, 2048), (1024, 896, 1024), (256, 896), (0, 0), "int32", None),
-    (V7X, (I8, I8), ("Mx1", "256x1"), K, N, {}, (1024, 1024, 2048), (256, 256, 1024), (256, 256), (0, 4), F32, None),
+    (V7X, (I8, I8), ("Mx1", "256x1"), K, N, {}, (1024, 1024, 2048), (256, 256, 256), (256, 256), (0, 4), F32, None),
     (V7X, (BF16, I8), (PLAIN, "Mx1"), K, N, {}, (512, 1024, 1024), (512, 512, 512), (256, 256), (None, 0), F32, BF16),
     (V7X, (E4M3, BF16), ("Mx1", PLAIN), K, N, {}, (512, 1024, 1024), (512, 512, 512), (256, 256), (0, None), F32, BF16),
-    (V7X, (F32, E4M3), (PLAIN, "128x1"), K, N, {}, (512, 1024, 1024), (128, 256, 512), (128, 256), (None, 4), F32, F32),
+    (V7X, (F32, E4M3), (PLAIN, "128x1"), K, N, {}, (512, 1024, 1024), (128, 512, 512), (128, 256), (None, 4), F32, F32),
 ]  # fmt: skip
 
 
@@ -221,9 +221,9 @@ def test_tgmm_fetches_keeps_and_multiplies_what_its_tile_says(
     kept = [((tk, tn), sums), ((BLOCK, tk), dtypes[0]), ((BLOCK, tn), dtypes[1])]
     assert scratch == kept + ([((BLOCK, tk), wide), ((tm, tn), wide)] if wide else [])
     check_fits(kind, kernel, scratch)
-    assert multiplied(kernel) == dots_of_tgmm(tile, dot, own)
-    if any(parts) and not wide:  # parts of the scales are walked in a loop
-        assert {dot.count for dot in kernel.dots} == {tm // dot[0], BLOCK // dot[0]}
+    assert multiplied(kernel) == dots_of_tgmm(tile, dot, own, BLOCK if any(parts) else 4 * BLOCK)
+    if any(parts) and not wide:  # parts of the scales are walked in a loop, by twos
+        assert {dot.count for dot in kernel.dots} == {tm // (2 * dot[0]), max(BLOCK // (2 * dot[0]), 1)}
     # The result: in strips of 128 rows, four at a time, where scales of whole columns are taken along.
     strips, height = (1, BLOCK) if parts[0] != 0 else (4, LANES)
     of_out = stored(call, BF16)

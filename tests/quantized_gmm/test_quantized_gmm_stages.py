@@ -41,8 +41,7 @@ SCALED = "tl.load(scales, mask=region.in_columns, other=0)"
 
 LOSSES = [
     planted("tpu", "gmm_quantized", ADDED, f"return sums if total is None else (total + sums){BF16}"),
-    planted("tpu", "tgmm_quantized", "self.acc[rows, columns] = before + sums\n\n        if",
-            f"self.acc[rows, columns] = (before + sums){BF16}\n\n        if", FULL),
+    planted("tpu", "tgmm_quantized", "self.acc[rows, columns] = total", f"self.acc[rows, columns] = total{BF16}", FULL),
     planted("tpu", "grouped_gemm", ADDED, f"return sums if total is None else (total + sums){BF16}", FULL),
     planted("gpu", "tgmm_quantized", f"partial *= {SCALED}", f"partial *= {SCALED}.to(tl.bfloat16).to(tl.float32)",
             FULL),

@@ -130,27 +130,40 @@ class _Tile(ScaledTile):
 
     def multiply(self, lhs: Any, rhs: Any, first_row: Any, first: Any) -> None:
         """Add the products of rows of the tile from first_row on; first: whether no sums of the group are before."""
-        changes = any(self.plan.changes)
+        depth = lhs.shape[0]
+        if any(self.plan.changes):
+            pair = min(2 * self.plan.grid.part, depth)
+            for_blocks(depth, pair, partial(self.multiply_parts, lhs, rhs, first_row, first))
+            return
         height = TALL if self.depth_of_dot > self.operands.lhs.shape[0] and not self.is_widened else MXU
-        multiply = dot if self.is_widened else product
-
-        def multiply_part(inner: Any) -> None:
+        for inner in blocks(depth, self.depth_of_dot):  # few, and no loop: the end of one overlaps the next one's start
             for rows in blocks(lhs.shape[1], height):
-                column = as_columns(self.row_of_part(self.parts.lhs, first_row + inner.start, rows))
                 for columns in blocks(rhs.shape[1], 4 * MXU):
-                    row = self.row_of_part(self.parts.rhs, first_row + inner.start, columns)
-                    zero = jnp.zeros((), self.acc.dtype)
-                    before = jnp.where(first & (inner.start == 0), zero, self.acc[rows, columns])
-                    sums = multiply(lhs[inner, rows], rhs[inner, columns], contract=(0, 0))
-                    if changes:
-                        sums = scaled(sums, column, row)
-                    self.acc[rows, columns] = before + sums
+                    before = self.before(rows, columns, first & (inner.start == 0))
+                    self.acc[rows, columns] = before + self.product(lhs[inner, rows], rhs[inner, columns], (0, 0))
 
-        if changes:
-            for_blocks(lhs.shape[0], min(self.plan.grid.part, lhs.shape[0]), multiply_part)
-        else:  # few, and no loop: the end of one overlaps with the start of the next
-            for inner in blocks(lhs.shape[0], self.depth_of_dot):
-                multiply_part(inner)
+    def multiply_parts(self, lhs: Any, rhs: Any, first_row: Any, first: Any, inner: Any) -> None:
+        """Add the products of the parts at `inner`, each times its scales: sums go through memory once for all of them.
+
+        Scales of lhs become columns, and lhs is transposed, once for all columns of the result.
+        """
+        parts = [pl.ds(inner.start + part.start, part.size) for part in blocks(inner.size, self.plan.grid.part)]
+        for rows in blocks(lhs.shape[1], MXU):
+            scales = [as_columns(self.row_of_part(self.parts.lhs, first_row + part.start, rows)) for part in parts]
+            transposed = [lhs[part, rows].T for part in parts]
+            for columns in blocks(rhs.shape[1], MXU):
+                total = self.before(rows, columns, first & (inner.start == 0))
+                for part, column, x in zip(parts, scales, transposed, strict=True):
+                    row = self.row_of_part(self.parts.rhs, first_row + part.start, columns)
+                    total += scaled(self.product(x, rhs[part, columns], (1, 0)), column, row)
+                self.acc[rows, columns] = total
+
+    def product(self, a: Any, b: Any, contract: tuple[int, int]) -> jax.Array:
+        return dot(a, b, contract) if self.is_widened else product(a, b, contract)
+
+    def before(self, rows: Any, columns: Any, first: Any) -> jax.Array:
+        """The sums so far; first: there are none."""
+        return jnp.where(first, jnp.zeros((), self.acc.dtype), self.acc[rows, columns])
 
     def multiply_own(self, rows: Any) -> None:
         """Add the products of the group's rows among these, one block of rows."""
@@ -190,7 +203,7 @@ class _Tile(ScaledTile):
         for inner in blocks(tm, self.depth_of_dot):
             for columns in blocks(tn, 2 * MXU):
                 wide_rhs[inner, columns] = self.widened(self.operands.rhs, self.operands.rhs_powers, inner, columns)
-            for rows in blocks(tk, MXU if changes or self.operands.in_powers else 2 * MXU):
+            for rows in blocks(tk, MXU if self.operands.in_powers else 2 * MXU):
                 lhs = self.widened(self.operands.lhs, self.operands.lhs_powers, inner, rows)
                 column = as_columns(self.row_of_part(self.parts.lhs, inner.start, rows))
                 for columns in blocks(tn, 2 * MXU):

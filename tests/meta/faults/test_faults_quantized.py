@@ -113,9 +113,8 @@ FAULTS = named({
     "the accumulator is bfloat16": [
         tpu("gmm_quantized", "return sums if total is None else total + sums",
             "return sums if total is None else (total + sums).astype(jnp.bfloat16).astype(sums.dtype)", block_scaled),
-        tpu("tgmm_quantized", "acc[rows, columns] = before + sums\n\n        if changes:",
-            "acc[rows, columns] = (before + sums).astype(jnp.bfloat16).astype(sums.dtype)\n\n        if changes:",
-            block_scaled),
+        tpu("tgmm_quantized", "self.acc[rows, columns] = total",
+            "self.acc[rows, columns] = total.astype(jnp.bfloat16).astype(total.dtype)", block_scaled),
         gpu("gmm_quantized", "sums += partial", "sums = (sums + partial).to(tl.bfloat16).to(tl.float32)", block_scaled),
         gpu("tgmm_quantized", "sums += partial",
             "sums = (sums + partial).to(tl.bfloat16).to(tl.float32)", block_scaled),
