@@ -351,12 +351,15 @@ FUSED_RECURRENT_KDA = both_passes("fused_recurrent_kda", kda, DEFAULTS, with_rec
 # --- gates and convolution ---
 
 
-def gate_inputs(c: Case) -> Mapping[str, Array | None]:
+def gate_inputs(c: Case) -> Mapping[str, Array | Drawn | None]:
     channels = [c.K] if "K" in dict(c.dims) else []
     shape = (c.B, c.T, c.HV, *channels)
+    rates: Array | Drawn = Array((c.HV,), F32)
+    if c.data == "wide":  # exp of which a float32 does not hold
+        rates = Drawn((c.HV,), F32, lambda: DISTRIBUTIONS["normal"](Array((c.HV,), F32), stream(c, "A_log"), c.out))
     given = {
         "a": Array(shape, c.dtype),
-        "A_log": Array((c.HV,), F32) if c.rate else None,
+        "A_log": rates if c.rate else None,
         "dt_bias": Array((c.HV, *channels), F32) if c.bias else None,
     }
     return given | ({"dg": Array(shape, F32)} if is_backward(c) else {})
@@ -373,7 +376,7 @@ def gate_contract(c: Case, backend: Backend) -> Contract:
         names += ["graded", *(of_sigmoid if is_softplus else ["curve", "slope"])]
         names += ["terms"] * c.rate + ["sum"] * (c.rate or c.bias)
         outs = {"dA_log": F32, "ddt_bias": F32}
-    exp = {"exp": "float32/2"} if backend == "gpu" else {}
+    exp = dict.fromkeys(["exp"] + ["rate"] * c.rate, "float32/2") if backend == "gpu" else {}
     return Contract(out=c.dtype if is_backward(c) else F32, outs=outs, sites=dict.fromkeys(names, F32) | exp)
 
 
