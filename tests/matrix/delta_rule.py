@@ -13,6 +13,7 @@ from parity.inputs import DISTRIBUTIONS, OFFSETS, stream
 from parity.judging.passes import whole_float32
 from parity.op import Backend, Inputs
 from tests.matrix.gla import (
+    IN_DOTS,
     by_state,
     by_step,
     chunks_fill_lanes,
@@ -233,7 +234,6 @@ LONGER = (
     "what leaves the MXU is rounded before it is added, and the inverse of a chunk of 64 rows magnifies more than "
     "those of a GPU's blocks of 32 or 16"
 )
-IN_DOTS = "pairs of steps are decayed in two factors, in dots of two bfloat16 pieces, which a GPU multiplies one by one"
 
 rule = partial(op, inputs=inputs, arguments=arguments, contract=contract, axes=axes, representative=representative)
 
