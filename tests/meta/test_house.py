@@ -27,7 +27,6 @@ LEFT = {
     "meta/judging/test_golden_cache.py": {
         "cache._store", "cache._root", "goldens._sources", "parity.judging.reference._truth",
     },
-    "meta/backends/test_gpu_hardware.py": {"hardware._bfloat16_probe_kernel"},
 }  # fmt: skip
 """Private names that tests still use: what they list, forbid, or put something simpler in the place of."""
 

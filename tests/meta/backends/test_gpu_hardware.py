@@ -3,10 +3,14 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
+
+import triton.language as tl
+from triton.runtime import interpreter
 
 from gpu_reference._lib import hardware
 from parity.backends.emulation.tensor_core import emulated
@@ -132,22 +136,31 @@ def test_without_a_device_there_is_no_matrix_unit(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("what", ["_bfloat16_probe_kernel", "cdiv"])
-def test_kernels_are_interpreted_where_both_triton_and_they_are(what, monkeypatch):
+@pytest.mark.parametrize("is_one", [lambda f: f is tl.cdiv, lambda f: f is not tl.cdiv], ids=["Triton's", "the kernel"])
+def test_kernels_are_interpreted_where_both_triton_and_they_are(is_one, monkeypatch):
+    """Not where one of the two is."""
     assert hardware.is_interpreted()
-    monkeypatch.setattr(hardware if what in vars(hardware) else hardware.tl, what, lambda: None)
+
+    class Asked(type):
+        def __instancecheck__(cls, function):
+            return is_one(function)
+
+    monkeypatch.setattr(hardware, "InterpretedFunction", Asked("InterpretedFunction", (), {}))
     assert not hardware.is_interpreted()
 
 
 @interpreted
 @pytest.mark.parametrize("added", [None, 0, 0x7FFF, 0x8000], ids=["right", "cut", "half to zero", "half away"])
 def test_bfloat16_that_is_rounded_otherwise_is_found_out(added, monkeypatch):
-    """By one program on whole tiles, of ties that go up and down. added: to the bits, before the lower half is cut."""
+    """added: to the bits of a float32, before the lower half is cut off."""
+    with emulated():
+        right = interpreter.interpreter_builder.cast_impl
 
-    def probe(lhs, rhs, out):
-        assert lhs.shape == rhs.shape == out.shape == (16, 16)
-        sums = lhs.float() @ rhs.float()
-        out.copy_(sums if added is None else ((sums.view(torch.int32) + added) & ~0xFFFF).view(torch.float32))
+        def cast(handle, dtype):
+            if added is None or (handle.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+                return right(handle, dtype)
+            bits = (handle.data.view(np.uint32) + np.uint32(added)) >> 16
+            return interpreter.TensorHandle(bits.astype(np.uint16), tl.bfloat16)
 
-    monkeypatch.setattr(hardware, "_bfloat16_probe_kernel", {(1,): probe})
-    assert hardware.computes_bfloat16(torch.device("cpu")) == (added is None)
+        monkeypatch.setattr(interpreter.interpreter_builder, "cast_impl", cast, raising=False)
+        assert hardware.computes_bfloat16(torch.device("cpu")) == (added is None)
