@@ -12,7 +12,10 @@ from parity import Array, Case, Contract, Expected, Gates, Given, Offsets, Op
 from parity.inputs import DISTRIBUTIONS, OFFSETS, stream
 from parity.judging.passes import whole_float32
 from parity.op import Backend, Inputs
-from tests.matrix.gla import (
+from tests.matrix.memories import BETAS, RECALLED, RHOS, Drawn, betas, keys, recalled
+from tests.matrix.models import KIMI_K3, KIMI_LINEAR, QWEN3_5, QWEN3_NEXT
+from tests.matrix.ops import BF16, F32, TRAINED, in_turn, is_backward, op
+from tests.matrix.scans import (
     IN_DOTS,
     by_state,
     by_step,
@@ -23,9 +26,6 @@ from tests.matrix.gla import (
     is_recurrent,
     scan_contract,
 )
-from tests.matrix.memories import BETAS, RECALLED, RHOS, Drawn, betas, keys, recalled
-from tests.matrix.models import KIMI_K3, KIMI_LINEAR, QWEN3_5, QWEN3_NEXT
-from tests.matrix.ops import BF16, F32, TRAINED, in_turn, is_backward, op
 
 # --- the rules ---
 

@@ -10,15 +10,19 @@ import numpy as np
 from cpu_golden import gla, simple_gla
 from parity import Array, Case, Contract, Expected, Gates, Offsets, Op
 from parity.op import Backend, Inputs
-from tests.matrix.gmm import of_unit
 from tests.matrix.models import GLA_1B, RING_LINEAR
-from tests.matrix.ops import BF16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED, in_turn, is_backward, op
-
-PIECE = 8  # products that a float32 dot of the GPU's chunked kernels sums one after the other; it adds these in float64
-
-
-LANES = 128
-"""Of a TPU's vector registers."""
+from tests.matrix.ops import BF16, F32, TRAINED, in_turn, is_backward, op
+from tests.matrix.scans import (
+    IN_DOTS,
+    by_state,
+    by_step,
+    chunks_fill_lanes,
+    functions,
+    is_packed,
+    is_power_of_four,
+    is_recurrent,
+    scan_contract,
+)
 
 
 @lru_cache(maxsize=16)
@@ -53,20 +57,12 @@ def is_simple(c: Case) -> bool:
     return "simple" in c.op
 
 
-def is_recurrent(c: Case) -> bool:
-    return "recurrent" in c.op
-
-
 def has_usual_decay(c: Case) -> bool:
     """Whether the case has the default pattern of decays.
 
     Integer data turn every pattern into decays of 0 and 1, so that other patterns would repeat the same twin.
     """
     return c.decay == "sigmoid"
-
-
-def is_packed(c: Case) -> bool:
-    return "N" in dict(c.dims)
 
 
 def gate_dtype(c: Case) -> str:
@@ -100,11 +96,6 @@ def inputs(c: Case) -> Mapping[str, Array | Offsets | Gates | None]:
     if is_backward(c):
         given |= {"do": Array((c.B, c.T, c.H, c.V), **values), "dht": state if c.ht else None}
     return given
-
-
-def is_power_of_four(size: int) -> bool:
-    """Whether the default scale, the reciprocal of the square root of K, is a power of two."""
-    return math.log2(max(size, 1)) % 2 == 0
 
 
 def arguments(c: Case) -> Mapping[str, Any]:
@@ -147,23 +138,6 @@ def contract(c: Case, backend: Backend) -> Contract:
         schedule=schedule(c, backend),
         functions=functions(c, backend, is_split(c), is_simple(c)),
     )
-
-
-def scan_contract(c: Case, backend: Backend, dot: str, **promised: Any) -> Contract:
-    """The contract of a scan whose dots are `dot`; the recurrent kernels have none."""
-    depth = 1 if is_recurrent(c) else MXU_DEPTH if backend == "tpu" else MMA_DEPTH if c.dtype == BF16 else 1
-    tile = PIECE if dot == "ieee" and not is_recurrent(c) else None
-    return Contract(dot=dot, out=c.out, depth=depth, tile=tile, **promised)
-
-
-def functions(c: Case, backend: Backend, split: bool, of_step: bool) -> Mapping[str, tuple[str, ...]]:
-    """Of the chunked kernels the decays, where they are no float64's nor a series', and the matrix unit's sums; the
-    recurrent ones have neither the hardware's exp nor its matrix unit. of_step: all channels have one gate."""
-    if is_recurrent(c):
-        return {}
-    exp = ["decay"] if backend == "tpu" or split or not of_step else []
-    exp += ["kept"] if backend == "tpu" and split else []
-    return dict.fromkeys(exp, ("exp",)) | (of_unit(backend) if backend == "tpu" or split else {})
 
 
 def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
@@ -218,12 +192,6 @@ def sites(c: Case, backend: Backend) -> Mapping[str, str]:
     return dict.fromkeys(names, F32) | dict.fromkeys(pieces, "bf16x2") | dict.fromkeys(exp, "float32/2")
 
 
-def chunks_fill_lanes(c: Case) -> bool:
-    """Whether two chunks of rows fit a TPU's lanes: its matrix unit then sums the gates between two of these, if it
-    takes bfloat16 pieces of what is float32."""
-    return 2 * (c.chunk & -c.chunk) <= LANES
-
-
 def is_split(c: Case) -> bool:
     """Whether dots take bfloat16 pieces of what is float32."""
     return not is_recurrent(c) and (c.dtype == BF16 or c.precision == "bf16x3")
@@ -236,29 +204,6 @@ def axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
     scalar = {name: labels[..., 0] for name, labels in rows.items()}  # without channels
     found = dict.fromkeys(("o", "dq", "dk", "dv", "dgk"), rows) | {"dg": scalar}
     return found | dict.fromkeys(("ht", "dh0"), of_state) | {"v": {"time chunk": rows["time chunk"]}}
-
-
-def by_step(c: Case, inputs: Inputs, heads: int) -> dict[str, np.ndarray]:
-    """Labels of what is [B, T, heads, channels]."""
-    offsets = inputs["cu_seqlens"] if is_packed(c) else np.array([0, c.T])
-    steps = np.arange(c.T)
-    sequence = np.searchsorted(offsets[1:], steps, side="right")
-    done = steps - offsets[np.minimum(sequence, len(offsets) - 2)]
-    chunk = 16 if is_recurrent(c) else c.chunk  # what the recurrent kernels take at a time
-    border = np.where(done == 0, "first step", np.where(np.isin(steps + 1, offsets), "last step", "inside"))
-    found = {"time chunk": done // chunk, "step of the chunk": done % chunk, "sequence boundary": border}
-    if is_packed(c):
-        found["sequence"] = sequence
-    rows = {name: labels[:, None, None] for name, labels in found.items()} | {"head": np.arange(heads)[:, None]}
-    if not is_packed(c):
-        rows["sequence"] = np.arange(c.B)[:, None, None, None]
-    return rows
-
-
-def by_state(c: Case, heads: int) -> dict[str, np.ndarray]:
-    """Labels of what is [N, heads, K, V]."""
-    states = np.arange(c.N if is_packed(c) else c.B)
-    return {"sequence": states[:, None, None, None], "head": np.arange(heads)[:, None, None]}
 
 
 def representative(c: Case) -> bool:
@@ -275,7 +220,6 @@ RECURRENT = DEFAULTS | dict(reverse=False)
 
 
 OF_FEW_STEPS = "what leaves the MXU is rounded before it is added, and of few steps it is as large as the sum"
-IN_DOTS = "pairs of steps are decayed in two factors, in dots of two bfloat16 pieces, which a GPU multiplies one by one"
 
 scan = partial(op, inputs=inputs, arguments=arguments, contract=contract, axes=axes, representative=representative)
 

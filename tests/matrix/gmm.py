@@ -7,11 +7,10 @@ import numpy as np
 
 from cpu_golden.gmm import gmm, tgmm
 from parity import Array, Case, Contract, Expected, Groups, Op, abs_of
-from parity.contact.assumptions import DOT_ROUNDS
 from parity.inputs import GROUPS
 from parity.op import Backend, Inputs
 from tests.matrix.models import GPT_OSS_120B, MODELS
-from tests.matrix.ops import BF16, F16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED, in_turn, one_in, op
+from tests.matrix.ops import BF16, F16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED, in_turn, of_unit, one_in, op
 
 
 class Shapes(NamedTuple):
@@ -54,11 +53,6 @@ def contract(c: Case, backend: Backend) -> Contract:
     if not native:  # a chain of FMAs
         return Contract(dot="ieee", out=c.out, depth=1, sites={"acc": F32})
     return Contract(dot="native", out=c.out, depth=MMA_DEPTH, sites={"acc": F32}, functions=of_unit(backend))
-
-
-def of_unit(backend: Backend, running: str = "acc") -> Mapping[str, tuple[str, ...]]:
-    """The site that a matrix unit's own sums are: on a GPU the running sum, on a TPU what leaves it and is added."""
-    return {"partial" if backend == "tpu" else running: (DOT_ROUNDS,)}
 
 
 def shard(c: Case) -> tuple[int, int]:

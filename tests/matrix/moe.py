@@ -23,7 +23,7 @@ from tests.matrix import gmm as unquantised
 from tests.matrix.gmm import PATTERNS, SMALL_TILES, grouped, groups_and_out, longest_group, shapes
 from tests.matrix.memories import Drawn
 from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B
-from tests.matrix.ops import BF16, F32, MXU_DEPTH, TRAINED, in_turn, is_backward, op
+from tests.matrix.ops import BF16, F32, MXU_DEPTH, TRAINED, in_turn, is_backward, of_unit, op
 from tests.matrix.quantized_gmm import FP8_MMA_DEPTH, float16_tile, with_narrow_sums
 
 
@@ -39,10 +39,10 @@ def contract(c: Case, backend: Backend) -> Contract:
     if c.quantize and (c.bwd_quantize or not backward):
         depth = MXU_DEPTH if backend == "tpu" else FP8_MMA_DEPTH
         sites = {"partial": F32, **scaling} if backend == "tpu" else scaling
-        wide = Contract(dot="fp8", out=c.out, depth=depth, sites=sites, functions=unquantised.of_unit(backend, "inner"))
+        wide = Contract(dot="fp8", out=c.out, depth=depth, sites=sites, functions=of_unit(backend, "inner"))
     else:
         wide = unquantised.contract(replace(c, dtype=F32) if backward and c.out == F32 else c, backend)
-        functions = wide.functions and unquantised.of_unit(backend, "inner")
+        functions = wide.functions and of_unit(backend, "inner")
         wide = replace(wide, sites={**wide.sites, **scaling}, functions=functions)
     if not backward:
         own = float16_tile(c, c.block_size, over_rows=False) if c.out == F32 and c.block_size else None
@@ -359,7 +359,7 @@ def layer_contract(c: Case, backend: Backend) -> Contract:
     if c.quantize is None:
         return replace(wide, sites={**wide.sites, **sites}, functions={**wide.functions, **own})
     sites |= scaling
-    functions = {**unquantised.of_unit(backend, "inner"), **own}
+    functions = {**of_unit(backend, "inner"), **own}
     if c.quantize == "fp8":
         depth = MXU_DEPTH if backend == "tpu" else FP8_MMA_DEPTH
         fp8 = replace(wide, dot="fp8", depth=depth, sites={"partial": F32, **sites}, functions=functions)

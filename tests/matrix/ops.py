@@ -4,11 +4,13 @@ And what the cases of all families have in common.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from parity import Case, Op
+from parity.contact.assumptions import DOT_ROUNDS
+from parity.op import Backend
 
 MXU_DEPTH, MMA_DEPTH = 128, 16  # as `parity.backends.emulation` documents them
 F32, BF16, F16 = "float32", "bfloat16", "float16"
@@ -44,3 +46,8 @@ def in_turn(second: bool, *grids: Sequence[Case]) -> tuple[Case, ...]:
         case if case.tier == "full" or next(turn) % 2 == second else replace(case, tier="full")
         for case in itertools.chain(*grids)
     )
+
+
+def of_unit(backend: Backend, running: str = "acc") -> Mapping[str, tuple[str, ...]]:
+    """The site that a matrix unit's own sums are: on a GPU the running sum, on a TPU what leaves it and is added."""
+    return {"partial" if backend == "tpu" else running: (DOT_ROUNDS,)}

@@ -30,7 +30,7 @@ from tests.matrix.gmm import (
     without_transpose,
 )
 from tests.matrix.models import DEEPSEEK_V3, QWEN3_30B, Experts
-from tests.matrix.ops import BF16, F16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED, in_turn, one_in
+from tests.matrix.ops import BF16, F16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED, in_turn, of_unit, one_in
 
 E4M3, E5M2, I8 = "float8_e4m3fn", "float8_e5m2", "int8"
 FP8_MMA_DEPTH = 32  # as `parity.backends.emulation` documents it
@@ -99,13 +99,13 @@ def contract(c: Case, backend: Backend) -> Contract:
         sites = {"partial": F32, **scaling} if backend == "tpu" else scaling
         found = Contract(
             dot="fp8", out=c.out, depth=depth, tile=tile, sites=sites, schedule=schedule,
-            functions=unquantised.of_unit(backend, "inner"),
+            functions=of_unit(backend, "inner"),
         )  # fmt: skip
         if over_rows or c.out == F32:
             tile = float16_tile(c, block(c), over_rows) if block(c) < contraction(c) else None
         return with_narrow_sums(found, backend, tile, over_rows)
     wide = unquantised.contract(replace(c, op="tgmm" if over_rows else "gmm", dtype=dot), backend)
-    functions = wide.functions and unquantised.of_unit(backend, "inner")
+    functions = wide.functions and of_unit(backend, "inner")
     return replace(wide, tile=tile, sites={**wide.sites, **scaling}, schedule=schedule, functions=functions)
 
 

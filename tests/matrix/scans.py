@@ -1,0 +1,75 @@
+"""What the gated linear attentions and the delta rules have in common: their contracts' units, and labels by step."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from parity import Case, Contract
+from parity.op import Backend, Inputs
+from tests.matrix.ops import BF16, MMA_DEPTH, MXU_DEPTH, of_unit
+
+PIECE = 8  # products that a float32 dot of the GPU's chunked kernels sums one after the other; it adds these in float64
+LANES = 128
+"""Of a TPU's vector registers."""
+IN_DOTS = "pairs of steps are decayed in two factors, in dots of two bfloat16 pieces, which a GPU multiplies one by one"
+
+
+def is_recurrent(c: Case) -> bool:
+    return "recurrent" in c.op
+
+
+def is_packed(c: Case) -> bool:
+    return "N" in dict(c.dims)
+
+
+def is_power_of_four(size: int) -> bool:
+    """Whether the default scale, the reciprocal of the square root of K, is a power of two."""
+    return math.log2(max(size, 1)) % 2 == 0
+
+
+def scan_contract(c: Case, backend: Backend, dot: str, **promised: Any) -> Contract:
+    """The contract of a scan whose dots are `dot`; the recurrent kernels have none."""
+    depth = 1 if is_recurrent(c) else MXU_DEPTH if backend == "tpu" else MMA_DEPTH if c.dtype == BF16 else 1
+    tile = PIECE if dot == "ieee" and not is_recurrent(c) else None
+    return Contract(dot=dot, out=c.out, depth=depth, tile=tile, **promised)
+
+
+def functions(c: Case, backend: Backend, split: bool, of_step: bool) -> Mapping[str, tuple[str, ...]]:
+    """Of the chunked kernels the decays, where they are no float64's nor a series', and the matrix unit's sums; the
+    recurrent ones have neither the hardware's exp nor its matrix unit. of_step: all channels have one gate."""
+    if is_recurrent(c):
+        return {}
+    exp = ["decay"] if backend == "tpu" or split or not of_step else []
+    exp += ["kept"] if backend == "tpu" and split else []
+    return dict.fromkeys(exp, ("exp",)) | (of_unit(backend) if backend == "tpu" or split else {})
+
+
+def chunks_fill_lanes(c: Case) -> bool:
+    """Whether two chunks of rows fit a TPU's lanes: its matrix unit then sums the gates between two of these, if it
+    takes bfloat16 pieces of what is float32."""
+    return 2 * (c.chunk & -c.chunk) <= LANES
+
+
+def by_step(c: Case, inputs: Inputs, heads: int) -> dict[str, np.ndarray]:
+    """Labels of what is [B, T, heads, channels]."""
+    offsets = inputs["cu_seqlens"] if is_packed(c) else np.array([0, c.T])
+    steps = np.arange(c.T)
+    sequence = np.searchsorted(offsets[1:], steps, side="right")
+    done = steps - offsets[np.minimum(sequence, len(offsets) - 2)]
+    chunk = 16 if is_recurrent(c) else c.chunk  # what the recurrent kernels take at a time
+    border = np.where(done == 0, "first step", np.where(np.isin(steps + 1, offsets), "last step", "inside"))
+    found = {"time chunk": done // chunk, "step of the chunk": done % chunk, "sequence boundary": border}
+    if is_packed(c):
+        found["sequence"] = sequence
+    rows = {name: labels[:, None, None] for name, labels in found.items()} | {"head": np.arange(heads)[:, None]}
+    if not is_packed(c):
+        rows["sequence"] = np.arange(c.B)[:, None, None, None]
+    return rows
+
+
+def by_state(c: Case, heads: int) -> dict[str, np.ndarray]:
+    """Labels of what is [N, heads, K, V]."""
+    states = np.arange(c.N if is_packed(c) else c.B)
+    return {"sequence": states[:, None, None, None], "head": np.arange(heads)[:, None, None]}
