@@ -12,20 +12,10 @@ from parity import Array, Case, Contract, Expected, Gates, Given, Offsets, Op
 from parity.inputs import DISTRIBUTIONS, OFFSETS, stream
 from parity.judging.passes import whole_float32
 from parity.op import Backend, Inputs
+from tests.matrix import scans
 from tests.matrix.memories import BETAS, RECALLED, RHOS, Drawn, betas, keys, recalled
 from tests.matrix.models import KIMI_K3, KIMI_LINEAR, QWEN3_5, QWEN3_NEXT
 from tests.matrix.ops import BF16, F32, TRAINED, in_turn, is_backward, op
-from tests.matrix.scans import (
-    IN_DOTS,
-    by_state,
-    by_step,
-    chunks_fill_lanes,
-    functions,
-    is_packed,
-    is_power_of_four,
-    is_recurrent,
-    scan_contract,
-)
 
 # --- the rules ---
 
@@ -46,11 +36,11 @@ def gate_dtype(c: Case) -> str:
 
 def inputs(c: Case) -> Mapping[str, Array | Offsets | Gates | Given | None]:
     """Keys are of length 1 unless the kernel normalises them: of longer ones what is stored would grow without end."""
-    sequences = c.N if is_packed(c) else c.B
+    sequences = c.N if scans.is_packed(c) else c.B
     of_key, of_value = (c.B, c.T, c.H, c.K), (c.B, c.T, c.HV, c.V)
     values = Array(of_value, c.dtype, one_in=max(c.V // 8, 1) * max(c.T // 16, 1))
     state = Array((sequences, c.HV, c.K, c.V), F32, one_in=max(c.K * c.V // 32, 1))
-    lengths = Offsets(c.N, c.T, c.lengths) if is_packed(c) else None
+    lengths = Offsets(c.N, c.T, c.lengths) if scans.is_packed(c) else None
     given = {
         "q": Array(of_key, c.dtype, sum_over=3, one_in=max(c.K // 4, 1)),
         "k": keys(c, of_key, unit=not c.l2norm),
@@ -73,11 +63,11 @@ def inputs(c: Case) -> Mapping[str, Array | Offsets | Gates | Given | None]:
 
 
 def arguments(c: Case) -> Mapping[str, Any]:
-    exact = c.data == "integers" and c.scale is None and not is_power_of_four(c.K)
+    exact = c.data == "integers" and c.scale is None and not scans.is_power_of_four(c.K)
     chosen: dict[str, Any] = {"scale": 0.25 if exact else c.scale, "use_qk_l2norm_in_kernel": is_normed(c)}
     if not is_backward(c):
         chosen["output_final_state"] = c.ht
-    return chosen if is_recurrent(c) else chosen | {"chunk_size": c.chunk}
+    return chosen if scans.is_recurrent(c) else chosen | {"chunk_size": c.chunk}
 
 
 def contract(c: Case, backend: Backend) -> Contract:
@@ -89,17 +79,17 @@ def contract(c: Case, backend: Backend) -> Contract:
     is read of a state.
     """
     of_float32 = "bf16x3x3" if backend == "tpu" else "ieee"
-    dot = "ieee" if is_recurrent(c) else "bf16x3" if c.dtype == BF16 else of_float32
+    dot = "ieee" if scans.is_recurrent(c) else "bf16x3" if c.dtype == BF16 else of_float32
     outs = {"dg": gate_dtype(c), "dbeta": gate_dtype(c), "dh0": F32} if is_backward(c) else {"ht": F32}
     of_norm = {"rstd": ("rsqrt",)} if backend == "tpu" and is_normed(c) else {}
-    return scan_contract(
+    return scans.scan_contract(
         c,
         backend,
         dot,
         outs=outs,
-        sites=recurrent_sites(c, backend) if is_recurrent(c) else chunk_sites(c, backend),
-        schedule={} if is_recurrent(c) else schedule(c, backend),
-        functions={**functions(c, backend, c.dtype == BF16, not is_per_channel(c)), **of_norm},
+        sites=recurrent_sites(c, backend) if scans.is_recurrent(c) else chunk_sites(c, backend),
+        schedule={} if scans.is_recurrent(c) else schedule(c, backend),
+        functions={**scans.functions(c, backend, c.dtype == BF16, not is_per_channel(c)), **of_norm},
     )
 
 
@@ -138,7 +128,7 @@ def chunk_sites(c: Case, backend: Backend) -> Mapping[str, str]:
         names += ["up_to"] if is_per_channel(c) else ["pair_terms"]
         names += ["heads"]
     pieces = ["lhs", "rhs"] if c.dtype == BF16 else []
-    if backend == "tpu" and c.dtype == BF16 and not is_per_channel(c) and chunks_fill_lanes(c):
+    if backend == "tpu" and c.dtype == BF16 and not is_per_channel(c) and scans.chunks_fill_lanes(c):
         pieces.append("pair_gate")
     exp = {"decay": "float32/2"} if backend == "gpu" and "exponent" in names else {}
     return dict.fromkeys(names, F32) | dict.fromkeys(pieces, "bf16x2") | exp
@@ -161,11 +151,12 @@ def norm_sites(c: Case) -> list[str]:
 
 def axes(c: Case, inputs: Inputs) -> Mapping[str, Mapping[str, np.ndarray]]:
     """As those of `tests.matrix.gla`; keys have their own heads."""
-    of_keys, of_values = (by_step(c, inputs, heads) for heads in (c.H, c.HV))
+    of_keys, of_values = (scans.by_step(c, inputs, heads) for heads in (c.H, c.HV))
     scalar = {name: labels[..., 0] for name, labels in of_values.items()}  # without channels
     found = dict.fromkeys(("dq", "dk"), of_keys) | dict.fromkeys(("o", "dv"), of_values)
     found |= {"dg": of_values if is_per_channel(c) else scalar, "dbeta": scalar}
-    return found | dict.fromkeys(("ht", "dh0"), by_state(c, c.HV)) | {"v": {"time chunk": of_values["time chunk"]}}
+    found |= dict.fromkeys(("ht", "dh0"), scans.by_state(c, c.HV))
+    return found | {"v": {"time chunk": of_values["time chunk"]}}
 
 
 def is_usual(c: Case) -> bool:
@@ -245,7 +236,7 @@ def without_cases(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
     if spelled:
         expected = (Expected(lambda c: c.dtype == F32, "LOSS", LONGER, explained=True),)
     if name == "chunk_kda_bwd":
-        expected += (Expected(lambda c: c.dtype == BF16, "LOSS", IN_DOTS, explained=True),)
+        expected += (Expected(lambda c: c.dtype == BF16, "LOSS", scans.IN_DOTS, explained=True),)
     return rule(getattr(module, name), name, defaults=defaults, spelled=spelled, expected=expected)
 
 
@@ -397,14 +388,14 @@ def with_gate_cases(op: Op) -> Op:
 
 
 def conv_inputs(c: Case) -> Mapping[str, Array | Offsets | None]:
-    sequences = c.N if is_packed(c) else c.B
+    sequences = c.N if scans.is_packed(c) else c.B
     steps, state = Array((c.B, c.T, c.D), c.dtype), Array((sequences, c.D, c.W - 1), c.dtype)
     given = {
         "x": steps,
         "weight": Array((c.D, c.W), conv_dtype(c)),
         "bias": Array((c.D,), conv_dtype(c)) if c.bias else None,
         "initial_state": state if c.h0 else None,
-        "cu_seqlens": Offsets(c.N, c.T, c.lengths) if is_packed(c) else None,
+        "cu_seqlens": Offsets(c.N, c.T, c.lengths) if scans.is_packed(c) else None,
     }
     return given | ({"dy": steps, "dht": state if c.ht else None} if is_backward(c) else {})
 
