@@ -20,7 +20,7 @@ BY_CONTRACT = 2
 
 
 def revision(op: Op) -> int:
-    """Of the magnitude that the errors of an op are recorded in."""
+    """The revision of the magnitude that the errors of an op are recorded in."""
     return BY_CONTRACT if op.magnitude is None and not op.bit_exact else REVISION
 
 
