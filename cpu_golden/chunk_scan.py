@@ -97,7 +97,7 @@ def chunk_backward(
         da = np.tril(scale * stages.dot(do_c, v_c.mT))
         if c.shape[-1] > 1 and stages.sub_block == 1:  # each row's own score is no part of a dot
             same = np.arange(da.shape[-1])
-            da[..., same, same] = scale * added(np.moveaxis(do_c * v_c, -1, 0), stages)
+            da[..., same, same] = scale * added(do_c * v_c, -1, stages)
         da = stages("dA", da)
         read = stages("read", scale * from_start * stages.dot(do_c, state_c.mT))
         written = stages("read", to_end * stages.dot(v_c, dstate_c.mT))

@@ -26,7 +26,7 @@ def recurrent_forward(x: Sequence, *, stages: Stages = exact) -> tuple[Array, Ar
     """
     q, k, v, gate, state, scale, *_ = x.read(stages)
     o, rounded = np.zeros(v.shape), state
-    for t in range(q.shape[2]):
+    for t in range(q.shape[-2]):
         state, rounded = _step(t, k, v, gate, state, stages)
         o[..., t, :] = scale * _summed(q[..., t, :, None] * rounded, -2, stages)
     return stages("out", o), rounded
@@ -40,7 +40,7 @@ def recurrent_backward(x: Sequence, *, stages: Stages = exact) -> tuple[Array, A
     Sites: as `recurrent_forward`, do, dht, dwritten, dchange, dstate, decayed (a state), dgate.
     """
     q, k, v, gate, state, scale, do, dstate = x.read(stages)
-    size = q.shape[2]
+    size = q.shape[-2]
     checkpoints = []
     for t in range(size):
         if t % BLOCK == 0:
@@ -73,7 +73,7 @@ def forward_definition(x: Sequence) -> tuple[Array, Array]:
     """The definition: one step after the other. A `Forward` scan."""
     q, k, v, gate, state, scale, *_ = x
     o = np.zeros(v.shape)
-    for t in range(q.shape[2]):
+    for t in range(q.shape[-2]):
         state = np.exp(gate[..., t, :, None]) * state + k[..., t, :, None] * v[..., t, None, :]
         o[..., t, :] = scale * np.sum(q[..., t, :, None] * state, axis=-2)
     return o, state
@@ -83,10 +83,10 @@ def backward_definition(x: Sequence) -> tuple[Array, Array, Array, Array, Array]
     """The derivative of each line of `forward_definition`, in reverse. A `Backward` scan; all states are kept."""
     q, k, v, gate, state, scale, do, dstate = x
     states = [state]
-    for t in range(q.shape[2]):
+    for t in range(q.shape[-2]):
         states.append(np.exp(gate[..., t, :, None]) * states[t] + k[..., t, :, None] * v[..., t, None, :])
     dq, dk, dv, dgate = (np.zeros(x.shape) for x in (q, k, v, gate))
-    for t in reversed(range(q.shape[2])):
+    for t in reversed(range(q.shape[-2])):
         dstate = dstate + scale * q[..., t, :, None] * do[..., t, None, :]
         dq[..., t, :] = scale * np.sum(states[t + 1] * do[..., t, None, :], axis=-1)
         dk[..., t, :] = np.sum(dstate * v[..., t, None, :], axis=-1)

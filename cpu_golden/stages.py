@@ -43,6 +43,8 @@ class Stages:
     A golden reads those that its docstring names.
 
     rounding: (site, value) -> value.
+    runs: how many roundings of the same inputs go on side by side, in a leading axis of every value and every result;
+        None: there is no such axis. A golden that takes it begins with `each_run` of all its tensors.
     depth: products that are summed before the running sum of a dot is rounded; None: all of them.
     passes: how a matrix unit takes operands that are wider than it is.
     tile: products of a dot that are summed by themselves before they are added to what was summed before; None: all.
@@ -66,6 +68,7 @@ class Stages:
     """
 
     rounding: Callable[[str, Array], Array] = _as_it_is
+    runs: int | None = None
     depth: int | None = None
     passes: Passes = single_pass
     tile: int | None = None
@@ -87,6 +90,10 @@ class Stages:
     def __call__(self, site: str, value: Array) -> Array:
         """What goes on from the site in the value's place."""
         return self.rounding(site, value)
+
+    def each_run(self, x: Array) -> Array:
+        """x, to be read only, of every run."""
+        return x if self.runs is None else np.broadcast_to(x, (self.runs, *x.shape))
 
     def renamed(self, **names: str) -> "Stages":
         """These stages for a golden inside another one, some of whose sites have names of their own there."""

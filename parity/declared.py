@@ -167,7 +167,7 @@ def steps_of(op: Op, case: Case, contract: Contract, **others: Any) -> dict[str,
     return steps
 
 
-_STEPS = {field.name for field in fields(Stages)} - {"rounding"}
+_STEPS = {field.name for field in fields(Stages)} - {"rounding", "runs"}
 
 
 def check_sites(op: Op, case: Case, contract: Contract, reached: set[str]) -> None:

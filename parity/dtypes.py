@@ -151,7 +151,8 @@ def stochastic(values: Floats, dtype: str, words: Words) -> Floats:
     if smallest > SMALLEST:
         tiny = (np.abs(values) < smallest) & (values != 0)
         quantum = smallest * 2.0 ** (1 - digits)
-        rounded[tiny] = np.floor(values[tiny] / quantum + words(values[tiny]) * 2.0**-64) * quantum
+        if tiny.any():
+            rounded[tiny] = np.floor(values[tiny] / quantum + words(values)[tiny] * 2.0**-64) * quantum
     with np.errstate(invalid="ignore", over="ignore"):
         if not math.isfinite(np.add.reduce(values, axis=None)):
             rounded = np.where(np.isfinite(values), rounded, values)

@@ -328,6 +328,7 @@ class Op:
     representative: Callable[[Case], bool] = lambda case: True  # cases whose ε are compared in the default tier too
     tau: float = 0.0  # how much larger ε_TPU may be than ε_GPU; anything but 0 needs a reason beside it
     twin: bool = True  # data `integers` come out exact; False where they cannot, as behind a square root
+    at_once: bool = False  # the golden takes `Stages.runs`: several roundings of it are drawn together, which is faster
     bit_exact: bool = False  # the golden returns the outputs' own dtypes, and every bit must be its
     expected: tuple[Expected, ...] = ()  # known failures of the comparison; of several that match, the first counts
     indifferent: tuple[str, ...] = ("interpret",)  # arguments that change no result: a replayed call may have any

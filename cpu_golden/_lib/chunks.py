@@ -82,7 +82,7 @@ def scores(q: Array, k: Array, c: Array, stages: Stages) -> Array:
     a = np.zeros((*q.shape[:-1], q.shape[-2]))
     for rows in chunks_of(q, stages.sub_block):
         k_to_i = stages("decayed", _between(c[..., rows, :], stages) * k[..., None, rows, :])  # [..., i, j, K]
-        a[..., rows, rows] = added(np.moveaxis(q[..., rows, None, :] * k_to_i, -1, 0), stages)
+        a[..., rows, rows] = added(q[..., rows, None, :] * k_to_i, -1, stages)
     for first, second in halves(q, stages.sub_block):
         from_border, to_border = _across(c, first, second, stages)
         q_h = stages("decayed", q[..., second, :] * from_border)
@@ -98,7 +98,7 @@ def pair_gradients(
     last for each i where all channels have one gate, see `_sum_of_step`. c: as `summed_for_pairs` has it."""
     if c.shape[-1] == 1:
         of_scores = stages("decayed", da * _between(c, stages)[..., 0])
-        before = np.tril(np.ones(da.shape[-2:]), -1)  # [t, j]
+        before = np.broadcast_to(np.tril(np.ones(da.shape[-2:]), -1), da.shape)  # [t, j]
         parts = (stages.dot(before, stages("pair_terms", a_n * da).mT) for a_n in a)  # [..., t, i], of all j < t
         of_pairs = reduce(lambda total, x: stages("dgate", total + x), parts)
         return stages.dot(of_scores, k), stages.dot(of_scores.mT, q), of_pairs
@@ -108,8 +108,8 @@ def pair_gradients(
         of_scores = stages(
             "decayed", _between(c[..., rows, :], stages) * np.tril(da_r, -1)[..., None]
         )  # [..., i, j, K]
-        dq_r = added(np.moveaxis(of_scores * k_r[..., None, :, :], -2, 0), stages)
-        dk_r = added(np.moveaxis(of_scores * q_r[..., None, :], -3, 0), stages)
+        dq_r = added(of_scores * k_r[..., None, :, :], -2, stages)
+        dk_r = added(of_scores * q_r[..., None, :], -3, stages)
         read, written = stages("terms", q_r * dq_r), stages("terms", k_r * dk_r)
         dgate[..., rows, :] = _running_from(read - written, stages)
         of_same = np.diagonal(da_r, axis1=-2, axis2=-1)[..., None]  # no gate is between a step and itself
@@ -140,17 +140,18 @@ def gate_gradient(pairs: Array, read: Array, written: Array, states: Array, kept
     read, written = stages("terms", read), stages("terms", written)
     if kept.shape[-2] == 1:
         of_rows = stages.renamed(product="terms", pairs="dgate")
-        read, written = (added(np.moveaxis(x, -1, 0), of_rows)[..., None] for x in (read, written))
+        read, written = (added(x, -1, of_rows)[..., None] for x in (read, written))
         sums: tuple[Array, ...] = (_sum_of_step(pairs, read, written, stages), of_states)
     else:
         sums = pairs, of_states, _sum_from(read), _sum_before(written, stages)
     return reduce(lambda total, x: stages("dgate", total + stages("dgate", x)), sums)
 
 
-def added(terms: Array, stages: Stages) -> Array:
-    """The sum over the first axis, one after the other."""
+def added(terms: Array, axis: int, stages: Stages) -> Array:
+    """The sum over an axis, one after the other."""
+    terms = np.moveaxis(stages("product", terms), axis, 0)
     total = np.zeros(terms.shape[1:])
-    for term in stages("product", terms):
+    for term in terms:
         total = stages("pairs", total + term)
     return total
 

@@ -2,7 +2,8 @@
 
 A *scan* computes one `DeltaSequence` (of each of B batch rows) of float64 tensors with the value heads first, q and k
 [B, HV, T, K], v and do [B, HV, T, V], gate [B, HV, T, K] or [B, HV, T, 1], beta [B, HV, T, 1], state and dstate
-[B, HV, K, V]. Heads of keys are repeated for each value head that shares them, and their gradients summed.
+[B, HV, K, V]; all with an axis of runs before these where `Stages.runs` says so. Heads of keys are repeated for each
+value head that shares them, and their gradients summed.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.arguments import values
-from cpu_golden._lib.scans import Staged, heads_first, read, sequences_of
+from cpu_golden._lib.scans import Staged, heads_first, heads_last, read, sequences_of
 from cpu_golden.stages import Stages, exact, tree_sum
 from op_arguments import delta_rule
 from op_arguments.delta_rule import DeltaGrads, DeltaProblem, DeltaTensors
@@ -110,15 +111,15 @@ def take(
         x, per_channel, scale, initial_state, cu_seqlens, offsets, use_qk_l2norm_in_kernel,
         chunk_size=steps.get("chunk_size", CHUNK_STEP), exact=True,
     )  # fmt: skip
-    q, k, v, g, beta = (np.asarray(tensor, np.float64) for tensor in x)
+    stages = steps.get("stages", exact)
+    q, k, v, g, beta = (stages.each_run(np.asarray(tensor, np.float64)) for tensor in x)
     rstd = None
     if p.l2norm:
-        stages = steps.get("stages", exact)
         (q, of_q), (k, of_k) = normalised(q, stages), normalised(k, stages)
         rstd = of_q, of_k
     wide = DeltaTensors(q, k, v, g if per_channel else g[..., None], beta[..., None])
     states = np.zeros((p.n, p.hv, p.k, p.v)) if initial_state is None else initial_state.astype(np.float64)
-    return Call(p, wide, rstd, states, list(sequences_of(p.t, offsets)), steps)
+    return Call(p, wide, rstd, np.array(stages.each_run(states)), list(sequences_of(p.t, offsets)), steps)
 
 
 @options_of(take)
@@ -132,8 +133,8 @@ def forward(
     call = take(x, per_channel, **options)
     o = np.zeros(call.x.v.shape)
     for rows, n in call.sequences:
-        o_n, call.states[n] = scan(_sequence(call, rows, n), **call.steps)
-        o[:, rows] = o_n.swapaxes(1, 2)
+        o_n, call.states[..., n, :, :, :] = scan(_sequence(call, rows, n), **call.steps)
+        o[..., rows, :, :] = heads_last(o_n)
     return Output(o, call.states if output_final_state else None)
 
 
@@ -148,14 +149,15 @@ def backward(
     call = take(x, per_channel, **options)
     p, stages = call.p, options.get("stages", exact)
     delta_rule.check_delta_gradients(p, do, dht, exact=True)
-    dstates = np.zeros(call.states.shape) if dht is None else dht.astype(np.float64)
-    wide_do = do.astype(np.float64)
-    dq, dk = (np.zeros((p.b, p.t, p.hv, p.k)) for _ in range(2))
-    dv, dg, dbeta = (np.zeros(tensor.shape) for tensor in call.x[2:])
+    dstates = np.zeros(call.states.shape) if dht is None else np.array(stages.each_run(dht.astype(np.float64)))
+    do = stages.each_run(do)
+    of_keys = (*call.x.v.shape[:-1], p.k)
+    dq, dk, dv, dg, dbeta = grads = [np.zeros(shape) for shape in (of_keys, of_keys, *(of.shape for of in call.x[2:]))]
     for rows, n in call.sequences:
-        given = _sequence(call, rows, n)._replace(do=heads_first(wide_do[:, rows]), dstate=dstates[n])
-        *grads, dstates[n] = scan(given, **call.steps)
-        dq[:, rows], dk[:, rows], dv[:, rows], dg[:, rows], dbeta[:, rows] = (grad.swapaxes(1, 2) for grad in grads)
+        given = _sequence(call, rows, n)._replace(do=heads_first(do, rows), dstate=dstates[..., n, :, :, :])
+        *of_rows, dstates[..., n, :, :, :] = scan(given, **call.steps)
+        for grad, grad_n in zip(grads, of_rows, strict=True):
+            grad[..., rows, :, :] = heads_last(grad_n)
     dq, dk = (_of_key_heads(grad, p, stages) for grad in (dq, dk))
     if call.rstd is not None:
         dq, dk = (_of_given(*of, stages) for of in zip((dq, dk), call.x[:2], call.rstd, strict=True))
@@ -178,9 +180,9 @@ def _of_given(grad: Array, x: Array, rstd: Array, stages: Stages) -> Array:
 
 
 def _sequence(call: Call, rows: Array, n: slice) -> DeltaSequence:
-    q, k = (np.repeat(heads_first(tensor[:, rows]), call.p.group, axis=1) for tensor in call.x[:2])
-    v, g, beta = (heads_first(tensor[:, rows]) for tensor in call.x[2:])
-    return DeltaSequence(q, k, v, g, beta, call.states[n], call.p.scale)
+    q, k = (np.repeat(heads_first(tensor, rows), call.p.group, axis=-3) for tensor in call.x[:2])
+    v, g, beta = (heads_first(tensor, rows) for tensor in call.x[2:])
+    return DeltaSequence(q, k, v, g, beta, call.states[..., n, :, :, :], call.p.scale)
 
 
 def _of_key_heads(grad: Array, p: DeltaProblem, stages: Stages) -> Array:
@@ -188,8 +190,8 @@ def _of_key_heads(grad: Array, p: DeltaProblem, stages: Stages) -> Array:
     if p.hv == p.h:
         return grad
     if p.group == 0:
-        return np.zeros((p.b, p.t, p.h, p.k))
-    shared = grad.reshape(p.b, p.t, p.h, p.group, p.k)
+        return np.zeros((*grad.shape[:-2], p.h, p.k))
+    shared = grad.reshape(*grad.shape[:-2], p.h, p.group, p.k)
     total = shared[..., 0, :]
     for member in range(1, p.group):
         total = stages("heads", total + shared[..., member, :])

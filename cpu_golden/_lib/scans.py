@@ -1,7 +1,8 @@
 """Every sequence of a gated linear attention by a scan.
 
 A *scan* computes one `Sequence` (of each of B batch rows) of float64 tensors with the heads first, q and k
-[B, H, T, K], v and do [B, H, T, V], gate [B, H, T, K] or [B, H, T, 1], state and dstate [B, H, K, V].
+[B, H, T, K], v and do [B, H, T, V], gate [B, H, T, K] or [B, H, T, 1], state and dstate [B, H, K, V]; all with an axis
+of runs before these where `Stages.runs` says so.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +12,7 @@ import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.arguments import values
-from cpu_golden.stages import Stages
+from cpu_golden.stages import Stages, exact
 from op_arguments import gla
 from op_arguments.gla import CHUNK_STEP, Gates, Gradients, Output, Problem, check_forward, check_gradients
 from op_arguments.options import options_of
@@ -75,11 +76,12 @@ class StepBwd(gla.StepBwd, Staged, total=False):
 
 
 class Call(NamedTuple):
-    """A checked call: the log decay of every step [B, T, H, K], or [B, T, H, 1] where all channels have the same; the
-    states before the first steps; of every sequence (or of all rows of the batch at once) its steps in the order of
-    time, and its states; and what else the scan takes."""
+    """A checked call: q, k, v; the log decay of every step [B, T, H, K], or [B, T, H, 1] where all channels have the
+    same; the states before the first steps; of every sequence (or of all rows of the batch at once) its steps in the
+    order of time, and its states; and what else the scan takes."""
 
     p: Problem
+    x: tuple[Array, Array, Array]
     gate: Array
     states: Array
     sequences: list[tuple[Array, slice]]
@@ -101,7 +103,10 @@ def take(
     """The checked call of a forward pass, or of the backward pass but for do and dht. Raises as `check_forward`."""
     offsets, chunk_size = values(cu_seqlens), steps.get("chunk_size", CHUNK_STEP)
     p = check_forward(q, k, v, gates, scale, initial_state, cu_seqlens, offsets, chunk_size, exact=True)
-    return Call(p, _gate(gates, p), _states(initial_state, p), list(sequences_of(p.t, offsets, reverse)), steps)
+    each_run = steps.get("stages", exact).each_run
+    x = each_run(q), each_run(k), each_run(v)
+    states = np.array(each_run(_states(initial_state, p)))
+    return Call(p, x, each_run(_gate(gates, p)), states, list(sequences_of(p.t, offsets, reverse)), steps)
 
 
 @options_of(take)
@@ -109,12 +114,12 @@ def forward(
     scan: Forward, q: Array, k: Array, v: Array, gates: Gates, *, output_final_state: bool = False, **options: Any
 ) -> Output:
     """Every sequence by `scan`; arguments as the public functions of `simple_gla` and `gla` take them, checked here."""
-    p, gate, states, sequences, steps = take(q, k, v, gates, **options)
-    o = np.zeros((p.b, p.t, p.h, p.v))
+    p, x, gate, states, sequences, steps = take(q, k, v, gates, **options)
+    o = np.zeros(x[2].shape)
     for rows, n in sequences:
-        q_n, k_n, v_n, gate_n = (heads_first(x[:, rows]) for x in (q, k, v, gate))
-        o_n, states[n] = scan(Sequence(q_n, k_n, v_n, gate_n, states[n], p.scale), **steps)
-        o[:, rows] = o_n.swapaxes(1, 2)
+        q_n, k_n, v_n, gate_n = (heads_first(tensor, rows) for tensor in (*x, gate))
+        o_n, states[..., n, :, :, :] = scan(Sequence(q_n, k_n, v_n, gate_n, states[..., n, :, :, :], p.scale), **steps)
+        o[..., rows, :, :] = heads_last(o_n)
     return Output(o, states if output_final_state else None)
 
 
@@ -123,15 +128,17 @@ def backward(
     scan: Backward, q: Array, k: Array, v: Array, do: Array, gates: Gates, *, dht: Array | None = None, **options: Any
 ) -> Gradients:
     """The gradients of `forward`'s arguments; dh0 only where there is an initial_state."""
-    p, gate, states, sequences, steps = take(q, k, v, gates, **options)
+    p, x, gate, states, sequences, steps = take(q, k, v, gates, **options)
     check_gradients(p, do, dht, exact=True)
-    dstates = _states(dht, p)
-    dq, dk, dv, dgate = (np.zeros(x.shape) for x in (q, k, v, gate))
+    each_run = options.get("stages", exact).each_run
+    do, dstates = each_run(do), np.array(each_run(_states(dht, p)))
+    dq, dk, dv, dgate = grads = [np.zeros(tensor.shape) for tensor in (*x, gate)]
     for rows, n in sequences:
-        q_n, k_n, v_n, gate_n, do_n = (heads_first(x[:, rows]) for x in (q, k, v, gate, do))
-        given = Sequence(q_n, k_n, v_n, gate_n, states[n], p.scale, do_n, dstates[n])
-        *grads, dstates[n] = scan(given, **steps)
-        dq[:, rows], dk[:, rows], dv[:, rows], dgate[:, rows] = (grad.swapaxes(1, 2) for grad in grads)
+        q_n, k_n, v_n, gate_n, do_n = (heads_first(tensor, rows) for tensor in (*x, gate, do))
+        given = Sequence(q_n, k_n, v_n, gate_n, states[..., n, :, :, :], p.scale, do_n, dstates[..., n, :, :, :])
+        *of_rows, dstates[..., n, :, :, :] = scan(given, **steps)
+        for grad, grad_n in zip(grads, of_rows, strict=True):
+            grad[..., rows, :, :] = heads_last(grad_n)
     dh0 = None if options.get("initial_state") is None else dstates
     return Gradients(dq, dk, dv, _gate_gradients(dgate, gates), dh0)
 
@@ -160,14 +167,19 @@ def _gate_gradients(dgate: Array, gates: Gates) -> dict[str, Array | None]:
     """The gradient of each gate that was given, from that of the log decay of every step."""
     if "gk" in gates:
         return {"gk": dgate}
-    of = {"g": dgate[..., 0], "g_gamma": dgate[..., 0].sum(axis=(0, 1))}
-    return {name: None if gate is None else of[name] for name, gate in gates.items()}
+    found = {"g": dgate[..., 0], "g_gamma": dgate[..., 0].sum(axis=(-3, -2))}
+    return {name: None if gate is None else found[name] for name, gate in gates.items()}
 
 
 def _states(given: Array | None, p: Problem) -> Array:
     return np.zeros((p.n, p.h, p.k, p.v)) if given is None else given.astype(np.float64)
 
 
-def heads_first(x: Array) -> Array:
-    """x [B, T, H, …] as float64 [B, H, T, …]."""
-    return np.ascontiguousarray(x.swapaxes(1, 2), dtype=np.float64)
+def heads_first(x: Array, rows: Array) -> Array:
+    """These rows of x [..., T, H, C] as float64 [..., H, T, C]."""
+    return np.ascontiguousarray(x[..., rows, :, :].swapaxes(-3, -2), dtype=np.float64)
+
+
+def heads_last(x: Array) -> Array:
+    """x [..., H, T, C] as [..., T, H, C]."""
+    return x.swapaxes(-3, -2)

@@ -17,23 +17,31 @@ Rounding = Callable[[str, Floats], Floats]
 
 
 def staged(
-    op: Op, case: Case, inputs: Inputs, contract: Contract, rounding: Rounding, **steps: Any
+    op: Op, case: Case, inputs: Inputs, contract: Contract, rounding: Rounding, runs: int | None = None, **steps: Any
 ) -> dict[str, Floats]:
     """The golden's outputs in the steps of a kernel under a contract. steps: those that are otherwise.
 
-    Raises DeclarationError where golden and contract do not speak of the same sites and steps.
+    runs: how many roundings are in a leading axis of every value. Raises DeclarationError where golden and contract do
+    not speak of the same sites and steps, and where an output has not that axis.
     """
     reached: set[str] = set()
+
+    def check_runs(what: str, value: Floats) -> None:
+        if runs is not None and value.shape[:1] != (runs,):
+            raise DeclarationError(op, case, "golden", f"must have {runs} runs of {what}, got {list(value.shape)}")
 
     def watched(site: str, value: Floats) -> Floats:
         reached.add(site)
         dtype = getattr(value, "dtype", type(value).__name__)
         if dtype != np.float64:
             raise DeclarationError(op, case, "golden", f"must hand float64 to its sites, got {dtype} at {site!r}")
+        check_runs(repr(site), value)
         return rounding(site, value)
 
     with np.errstate(all="ignore"):
-        found = golden_of(op, case, inputs, Stages(watched, **steps_of(op, case, contract, **steps)))
+        found = golden_of(op, case, inputs, Stages(watched, runs, **steps_of(op, case, contract, **steps)))
+    for name, y in found.items():
+        check_runs(f"the output {name!r}", y)
     check_sites(op, case, contract, reached)
     return found
 

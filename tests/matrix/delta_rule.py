@@ -237,7 +237,7 @@ def without_cases(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
         expected = (Expected(lambda c: c.dtype == F32, "LOSS", LONGER, explained=True),)
     if name == "chunk_kda_bwd":
         expected += (Expected(lambda c: c.dtype == BF16, "LOSS", scans.IN_DOTS, explained=True),)
-    return rule(getattr(module, name), name, defaults=defaults, spelled=spelled, expected=expected)
+    return rule(getattr(module, name), name, defaults=defaults, spelled=spelled, at_once=True, expected=expected)
 
 
 def ladder(op: Op, shape: Mapping[str, int]) -> tuple[Case, ...]:

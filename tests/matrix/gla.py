@@ -234,6 +234,7 @@ def without_cases(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
         name,
         defaults=defaults if module is simple_gla else {n: d for n, d in defaults.items() if n not in SCALAR_GATES},
         route=route,
+        at_once=True,
         spelled=tuple({"gates", "chunk"} & defaults.keys()),
         expected=tuple(expected) if "precision" in defaults else (),
     )

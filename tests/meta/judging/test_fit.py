@@ -10,6 +10,7 @@ from scipy import stats
 
 from cpu_golden.stages import Stages
 from parity.backends import EMULATED
+from parity.declared import DeclarationError
 from parity.dtypes import round_to, stochastic
 from parity.interop import to_numpy
 from parity.judging.fit import KAPPA, RUNS, Allowance, Fit, K, Look, over_seeds
@@ -17,8 +18,9 @@ from parity.judging.judge import explained, gates, judge, measure_contract
 from parity.judging.metrics import Scale, explained_by, measure
 from parity.judging.rounding import on_unit
 from parity.judging.spread import alike, allowances, runs, typical_runs
-from parity.op import outputs
+from parity.op import BACKENDS, outputs
 from parity.trial import Trial
+from tests.matrix import OPS
 from tests.matrix.gla import CHUNK_SIMPLE_GLA
 from tests.matrix.gmm import GMM, TGMM
 from tests.matrix.moe import GROUPED_DENSE_BWD
@@ -168,6 +170,26 @@ def test_runs_are_the_same_for_the_same_case_and_others_for_another_seed():
     assert (one == again).all()
     assert (one != two).any()
     assert (one != first(CASE.with_seed(1))[0]).any()
+
+
+@pytest.mark.parametrize(("op", "backend"), [(op, backend) for op in OPS if op.at_once for backend in BACKENDS])
+def test_runs_drawn_at_once_are_those_drawn_one_by_one(op, backend, monkeypatch):
+    """Of the case whose outputs are the most: of bfloat16, with states, both passes; the first group is cut in two."""
+    case = max((c for c in op.cases if c.tier == "smoke"), key=lambda c: (c.dtype == "bfloat16", len(c.options)))
+    trial = Trial(op, case, backend)
+    given, contract, golden = trial.inputs, trial.contract, trial.reference.golden
+    monkeypatch.setattr("parity.judging.spread.AT_ONCE", 3 * max(y.size for y in golden.values()))
+    for drawn in (runs, typical_runs):
+        one_by_one = drawn(replace(op, at_once=False), case, given, contract, golden)
+        for ours, expected in zip(islice(drawn(op, case, given, contract, golden), 6), one_by_one, strict=False):
+            assert ours.keys() == expected.keys()
+            for name, y in expected.items():
+                np.testing.assert_array_equal(ours[name], y, err_msg=name)
+
+
+def test_a_golden_that_has_no_axis_of_runs_is_not_drawn_at_once():
+    with pytest.raises(DeclarationError, match=r"golden must have 4 runs of 'lhs', got \["):
+        next(Trial(replace(GMM, at_once=True), CASE, "gpu").runs())
 
 
 @pytest.mark.parametrize(
