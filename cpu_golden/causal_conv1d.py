@@ -6,6 +6,9 @@ for every channel. What comes before a sequence's first step is its state, the W
 sequence's steps are none of the next one's.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 
 from cpu_golden import Array
@@ -13,53 +16,47 @@ from cpu_golden._lib.activations import over_time, sigmoid
 from cpu_golden._lib.arguments import values
 from cpu_golden._lib.scans import sequences_of
 from cpu_golden.stages import Stages, exact
-from op_arguments.causal_conv1d import Activation, ConvGrads, ConvOutput, check_conv, check_conv_gradients
+from op_arguments.causal_conv1d import (
+    ConvGrads,
+    ConvOptions,
+    ConvOutput,
+    ConvProblem,
+    check_conv,
+    check_conv_gradients,
+)
+from op_arguments.options import options_of
 
 
-def causal_conv1d(
-    x: Array,
-    weight: Array,
-    *,
-    bias: Array | None = None,
-    initial_state: Array | None = None,
-    output_final_state: bool = False,
-    activation: Activation = None,
-    cu_seqlens: Array | None = None,
-    stages: Stages = exact,
-) -> ConvOutput:
+@dataclass(frozen=True, kw_only=True)
+class _Options(ConvOptions):
+    stages: Stages = exact
+
+
+@options_of(_Options)
+def causal_conv1d(x: Array, weight: Array, *, output_final_state: bool = False, **options: Any) -> ConvOutput:
     """y [B, T, D] and, with output_final_state, the last W - 1 steps of every sequence, [N, D, W - 1].
 
-    x [B, T, D]: float32, bfloat16 or float64; weight [D, W] and bias [D]: float32, x's dtype or float64; initial_state
-    [N, D, W - 1]: x's dtype or float64, the oldest step first. activation: None or "silu". cu_seqlens [N + 1] int32:
-    where each of the N sequences that are packed into B = 1 begins, and the end T of the last. Returns float64.
+    x [B, T, D]: float32, bfloat16 or float64; weight [D, W]: float32 or x's dtype; options: those of `ConvOptions`, and
+    stages. Any of the tensors may be float64. Returns float64.
     Sites: product, acc (running sums, from the bias on), z (the last of them), exp, above (1 + exp), lesser (of the
     sigmoid and what it lacks of 1), sigmoid, y.
     Raises ValueError or TypeError as `op_arguments.causal_conv1d.check_conv`.
     """
-    offsets = values(cu_seqlens)
-    p = check_conv(x, weight, bias, initial_state, activation, cu_seqlens, offsets, exact=True)
-    before = np.zeros((p.n, p.w - 1, p.d)) if initial_state is None else _steps_first(initial_state)
+    o = _Options(**options)
+    offsets = values(o.cu_seqlens)
+    p = check_conv(x, weight, o, offsets, exact=True)
+    before = _steps_first(o.initial_state, p)
     y, last = np.zeros(x.shape), np.zeros(before.shape)
     for rows, n in sequences_of(p.t, offsets):
         seen = np.concatenate([before[n], x[:, rows].astype(np.float64)], axis=1)
-        z = _convolved(seen, weight, bias, stages)
-        y[:, rows] = z if activation is None else z * sigmoid(z, stages)
+        z = _convolved(seen, weight, o)
+        y[:, rows] = z if o.activation is None else z * sigmoid(z, o.stages)
         last[n] = seen[:, seen.shape[1] - (p.w - 1) :]
-    return ConvOutput(stages("y", y), last.swapaxes(1, 2) if output_final_state else None)
+    return ConvOutput(o.stages("y", y), last.swapaxes(1, 2) if output_final_state else None)
 
 
-def causal_conv1d_bwd(
-    x: Array,
-    weight: Array,
-    dy: Array,
-    *,
-    bias: Array | None = None,
-    initial_state: Array | None = None,
-    dht: Array | None = None,
-    activation: Activation = None,
-    cu_seqlens: Array | None = None,
-    stages: Stages = exact,
-) -> ConvGrads:
+@options_of(_Options)
+def causal_conv1d_bwd(x: Array, weight: Array, dy: Array, *, dht: Array | None = None, **options: Any) -> ConvGrads:
     """The gradients of `causal_conv1d`, for a gradient dy of y and dht of the final states; float64.
 
     dy and dht have x's dtype, or are float64. Sites: those of `causal_conv1d` without y, curve (z times what the
@@ -67,18 +64,18 @@ def causal_conv1d_bwd(
     is summed over time to the gradients of weight and bias), dx, dweight, dbias, dh0.
     Raises ValueError or TypeError as `op_arguments.causal_conv1d.check_conv`.
     """
-    offsets = values(cu_seqlens)
-    p = check_conv(x, weight, bias, initial_state, activation, cu_seqlens, offsets, exact=True)
+    o = _Options(**options)
+    offsets, stages = values(o.cu_seqlens), o.stages
+    p = check_conv(x, weight, o, offsets, exact=True)
     check_conv_gradients(p, dy, dht, exact=True)
-    before = np.zeros((p.n, p.w - 1, p.d)) if initial_state is None else _steps_first(initial_state)
-    dlast = np.zeros(before.shape) if dht is None else _steps_first(dht)
+    before, dlast = (_steps_first(state, p) for state in (o.initial_state, dht))
     taps = weight.astype(np.float64)
     dx, dz, dbefore, terms = (np.zeros(shape) for shape in (x.shape, x.shape, before.shape, (*x.shape, p.w)))
     for rows, n in sequences_of(p.t, offsets):
         seen = np.concatenate([before[n], x[:, rows].astype(np.float64)], axis=1)
         grad = dy[:, rows].astype(np.float64)
-        if activation is not None:
-            grad = _before_silu(grad, _convolved(seen, weight, bias, stages), stages)
+        if o.activation is not None:
+            grad = _before_silu(grad, _convolved(seen, weight, o), stages)
         dseen, size = np.zeros(seen.shape), grad.shape[1]
         for tap in range(p.w):
             part = slice(tap, tap + size)
@@ -89,8 +86,8 @@ def causal_conv1d_bwd(
     return ConvGrads(
         stages("dx", dx),
         stages("dweight", over_time(stages("terms", terms), 2, stages)),
-        None if bias is None else stages("dbias", over_time(dz, 1, stages)),
-        None if initial_state is None else stages("dh0", dbefore.swapaxes(1, 2)),
+        None if o.bias is None else stages("dbias", over_time(dz, 1, stages)),
+        None if o.initial_state is None else stages("dh0", dbefore.swapaxes(1, 2)),
     )
 
 
@@ -100,16 +97,16 @@ def _before_silu(dy: Array, z: Array, stages: Stages) -> Array:
     return stages("dz", stages("graded", dy * sigmoid(z, stages)) * slope)
 
 
-def _convolved(seen: Array, weight: Array, bias: Array | None, stages: Stages) -> Array:
+def _convolved(seen: Array, weight: Array, o: _Options) -> Array:
     """Before the activation: the sums of W steps of `seen`, which begins W - 1 steps before the first."""
     taps = weight.astype(np.float64)
     size = seen.shape[1] - taps.shape[1] + 1
-    z = np.zeros((len(seen), size, len(taps))) + (0.0 if bias is None else bias.astype(np.float64))
+    z = np.zeros((len(seen), size, len(taps))) + (0.0 if o.bias is None else o.bias.astype(np.float64))
     for tap in range(taps.shape[1]):
-        z = stages("acc", z + stages("product", taps[:, tap] * seen[:, tap : tap + size]))
-    return stages("z", z)
+        z = o.stages("acc", z + o.stages("product", taps[:, tap] * seen[:, tap : tap + size]))
+    return o.stages("z", z)
 
 
-def _steps_first(state: Array) -> Array:
-    """A state [N, D, W - 1] as float64 [N, W - 1, D]."""
-    return state.astype(np.float64).swapaxes(1, 2)
+def _steps_first(state: Array | None, p: ConvProblem) -> Array:
+    """A state [N, D, W - 1] as float64 [N, W - 1, D]; of None zeros."""
+    return np.zeros((p.n, p.w - 1, p.d)) if state is None else state.astype(np.float64).swapaxes(1, 2)

@@ -25,12 +25,14 @@ from gpu_reference._lib.tiles import cdiv, next_power_of_2
 from op_arguments.causal_conv1d import (
     Activation,
     ConvGrads,
+    ConvOptions,
     ConvOutput,
     ConvProblem,
     ConvTensors,
     check_conv,
     check_conv_gradients,
 )
+from op_arguments.options import options_of
 
 ROWS, COLUMNS = 32, 64  # of a program's tile: 8 elements to a thread; of 16, a backward pass spills
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
@@ -48,45 +50,29 @@ class Conv(NamedTuple):
     width: Any
 
 
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    activation: Activation = None,
-    cu_seqlens: Tensor | None = None,
-) -> ConvOutput:
+@options_of(ConvOptions)
+def causal_conv1d(x: Tensor, weight: Tensor, *, output_final_state: bool = False, **options: Any) -> ConvOutput:
     """y [B, T, D] and, with output_final_state, ht [N, D, W - 1], in x's dtype; differentiable in its tensors.
 
     Arguments and errors as `cpu_golden.causal_conv1d.causal_conv1d`, without float64; tensors of any strides. Also
     raises as `check_devices`.
     """
-    given = ConvTensors(x, weight, bias, initial_state, cu_seqlens)
-    p = _check(given, activation)
-    return ConvOutput(*_Conv.apply(p, activation, output_final_state, *given[:5]))  # type: ignore[no-untyped-call]
+    o = ConvOptions(**options)
+    p = check_conv(x, weight, o, values(o.cu_seqlens))
+    given = x, weight, o.bias, o.initial_state, o.cu_seqlens
+    return ConvOutput(*_Conv.apply(p, o.activation, output_final_state, *given))  # type: ignore[no-untyped-call]
 
 
-def causal_conv1d_bwd(
-    x: Tensor,
-    weight: Tensor,
-    dy: Tensor,
-    *,
-    bias: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    dht: Tensor | None = None,
-    activation: Activation = None,
-    cu_seqlens: Tensor | None = None,
-) -> ConvGrads:
+@options_of(ConvOptions)
+def causal_conv1d_bwd(x: Tensor, weight: Tensor, dy: Tensor, *, dht: Tensor | None = None, **options: Any) -> ConvGrads:
     """The gradients of `causal_conv1d`, for a gradient dy of y and dht of ht, in their arguments' dtypes.
 
     Arguments and errors as `cpu_golden.causal_conv1d.causal_conv1d_bwd`, without float64, and as `check_devices`.
     """
-    given = ConvTensors(x, weight, bias, initial_state, cu_seqlens, dy, dht)
-    p = _check(given, activation)
+    o = ConvOptions(**options)
+    p = check_conv(x, weight, o, values(o.cu_seqlens))
     check_conv_gradients(p, dy, dht)
-    return _backward(given, p, activation)
+    return _backward(ConvTensors(x, weight, o.bias, o.initial_state, o.cu_seqlens, dy, dht), p, o.activation)
 
 
 class _Conv(torch.autograd.Function):
@@ -106,11 +92,6 @@ class _Conv(torch.autograd.Function):
         dy = torch.zeros_like(given.x) if dy is None else dy
         grads = _backward(given._replace(dy=dy, dht=dht), ctx.p, ctx.activation)
         return None, None, None, *grads, None
-
-
-def _check(given: ConvTensors, activation: Activation) -> ConvProblem:
-    x, weight, bias, initial_state, cu_seqlens, *_ = given
-    return check_conv(x, weight, bias, initial_state, activation, cu_seqlens, values(cu_seqlens))
 
 
 def _conv(given: ConvTensors, p: ConvProblem) -> Conv:

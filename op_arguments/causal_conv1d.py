@@ -1,6 +1,7 @@
 """What the causal convolution takes and returns (defined in `cpu_golden/causal_conv1d.py`)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from op_arguments import Array, check_array, check_shape, dtype_name
@@ -8,6 +9,21 @@ from op_arguments.gla import FLOATS, check_sequences
 
 Activation = Literal["silu"] | None
 ACTIVATIONS = (None, "silu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvOptions:
+    """The options of both passes.
+
+    bias [D]: float32 or x's dtype; initial_state [N, D, W - 1]: x's dtype, the oldest step first. activation: None or
+    "silu". cu_seqlens [N + 1] int32: where each of the N sequences that are packed into B = 1 begins, and the end T of
+    the last.
+    """
+
+    bias: Any = None
+    initial_state: Any = None
+    activation: Activation = None
+    cu_seqlens: Any = None
 
 
 class ConvTensors(NamedTuple):
@@ -50,14 +66,7 @@ class ConvProblem(NamedTuple):
 
 
 def check_conv(
-    x: Array,
-    weight: Array,
-    bias: Array | None,
-    initial_state: Array | None,
-    activation: Activation,
-    cu_seqlens: Array | None,
-    offsets: Sequence[int] | None,
-    exact: bool = False,
+    x: Array, weight: Array, options: ConvOptions, offsets: Sequence[int] | None, exact: bool = False
 ) -> ConvProblem:
     """Check the arguments of `causal_conv1d`; offsets and `exact` as in `op_arguments.gla.check_forward`.
 
@@ -73,13 +82,13 @@ def check_conv(
     check_shape("weight", weight, "D, W", (d, width))
     if not width:
         raise ValueError("weight must have W >= 1, got 0")
-    if bias is not None:
-        check_array("bias", bias, "D", narrow, exact=exact)
-        check_shape("bias", bias, "D", (d,))
-    n = check_sequences(cu_seqlens, offsets, x, "x")
-    _check_steps("initial_state", initial_state, (n, d, width - 1), dtype, exact)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be None or 'silu', got {activation!r}")
+    if options.bias is not None:
+        check_array("bias", options.bias, "D", narrow, exact=exact)
+        check_shape("bias", options.bias, "D", (d,))
+    n = check_sequences(options.cu_seqlens, offsets, x, "x")
+    _check_steps("initial_state", options.initial_state, (n, d, width - 1), dtype, exact)
+    if options.activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be None or 'silu', got {options.activation!r}")
     return ConvProblem(b, t, d, width, n, dtype)
 
 

@@ -7,6 +7,7 @@ those of all visits.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,8 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from op_arguments.causal_conv1d import Activation, ConvGrads, ConvOutput, ConvTensors, check_conv, check_conv_gradients
+from op_arguments.causal_conv1d import ConvGrads, ConvOptions, ConvOutput, ConvTensors, check_conv, check_conv_gradients
 from op_arguments.gmm import GroupMetadata
+from op_arguments.options import options_of
 from tpu_kernels._lib.activations import fold_rows, sigmoid, sum_rows_in_pairs
 from tpu_kernels._lib.arguments import Interpret, Interpreted, Shard, concrete_values, held, resolve_interpret
 from tpu_kernels._lib.call import Block, bytes_of, call, jit
@@ -30,56 +32,46 @@ FOLDED = 8  # rows that a visit's sums are left in: those of a register
 FLOPS = 40  # of an element's activation
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Options(ConvOptions):
+    interpret: Interpret = None
+
+
 class How(NamedTuple):
-    """The options of a call."""
+    """How a call runs."""
 
     silu: bool
     output_final_state: bool
     interpret: Interpreted
 
 
-def causal_conv1d(
-    x: jax.Array,
-    weight: jax.Array,
-    *,
-    bias: jax.Array | None = None,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    activation: Activation = None,
-    cu_seqlens: jax.Array | None = None,
-    interpret: Interpret = None,
-) -> ConvOutput:
+@options_of(_Options)
+def causal_conv1d(x: jax.Array, weight: jax.Array, *, output_final_state: bool = False, **options: Any) -> ConvOutput:
     """y [B, T, D] and, with output_final_state, ht [N, D, W - 1], in x's dtype; differentiable in its arrays.
 
     Arguments and errors as `cpu_golden.causal_conv1d.causal_conv1d`, without float64; values, those of cu_seqlens, are
     checked outside tracing only. interpret: as `tpu_kernels.gmm.gmm`.
     """
-    check_conv(x, weight, bias, initial_state, activation, cu_seqlens, concrete_values(cu_seqlens))
-    how = How(activation == "silu", output_final_state, resolve_interpret(interpret, x))
-    result: ConvOutput = _conv(how, ConvTensors(x, weight, bias, initial_state, held(cu_seqlens)))
+    o = _Options(**options)
+    check_conv(x, weight, o, concrete_values(o.cu_seqlens))
+    how = How(o.activation == "silu", output_final_state, resolve_interpret(o.interpret, x))
+    result: ConvOutput = _conv(how, ConvTensors(x, weight, o.bias, o.initial_state, held(o.cu_seqlens)))
     return result
 
 
+@options_of(_Options)
 def causal_conv1d_bwd(
-    x: jax.Array,
-    weight: jax.Array,
-    dy: jax.Array,
-    *,
-    bias: jax.Array | None = None,
-    initial_state: jax.Array | None = None,
-    dht: jax.Array | None = None,
-    activation: Activation = None,
-    cu_seqlens: jax.Array | None = None,
-    interpret: Interpret = None,
+    x: jax.Array, weight: jax.Array, dy: jax.Array, *, dht: jax.Array | None = None, **options: Any
 ) -> ConvGrads:
     """The gradients of `causal_conv1d`, for a gradient dy of y and dht of ht, in their arguments' dtypes.
 
     Arguments and errors as `cpu_golden.causal_conv1d.causal_conv1d_bwd`, without float64.
     """
-    p = check_conv(x, weight, bias, initial_state, activation, cu_seqlens, concrete_values(cu_seqlens))
+    o = _Options(**options)
+    p = check_conv(x, weight, o, concrete_values(o.cu_seqlens))
     check_conv_gradients(p, dy, dht)
-    how = How(activation == "silu", False, resolve_interpret(interpret, x))
-    return _backward(ConvTensors(x, weight, bias, initial_state, cu_seqlens, dy, dht), how=how)
+    how = How(o.activation == "silu", False, resolve_interpret(o.interpret, x))
+    return _backward(ConvTensors(x, weight, o.bias, o.initial_state, o.cu_seqlens, dy, dht), how=how)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
