@@ -4,6 +4,7 @@ Forward, the data's gradient and the weights' in one function. Groups and shards
 scales those of `cpu_golden/mxfp8.py`.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,29 +15,19 @@ from cpu_golden.gmm import gmm, gmm_definition, tgmm, tgmm_definition
 from cpu_golden.mxfp8 import mxfp8_values
 from cpu_golden.stages import Stages, exact
 from cpu_golden.swizzle import unswizzle_scales
-from op_arguments import Tiling, resolve_tiling
-from op_arguments.grouped_gemm import check_grouped_gemm, check_mxfp8_tile
+from op_arguments import resolve_tiling
+from op_arguments.grouped_gemm import GroupedGemmOptions, check_grouped_gemm, check_mxfp8_tile
 from op_arguments.mxfp8 import MX_BLOCK
-from op_arguments.quantize import Quantized
+from op_arguments.options import options_of
 
 
-def grouped_gemm(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    *,
-    lhs_scale: Array | None = None,
-    rhs_scale: Array | None = None,
-    ragged: str = "lhs",
-    group_offset: int = 0,
-    num_actual_groups: int | None = None,
-    existing_out: Array | None = None,
-    transpose_rhs: bool = False,
-    scale_layout: str = "plain",
-    preferred_element_type: Any = None,
-    tiling: Tiling | None = None,
-    stages: Stages = exact,
-) -> Array:
+@dataclass(frozen=True, kw_only=True)
+class _Options(GroupedGemmOptions):
+    stages: Stages = exact
+
+
+@options_of(_Options)
+def grouped_gemm(lhs: Array, rhs: Array, group_sizes: Array, **options: Any) -> Array:
     """Grouped matmul of MXFP8 operands: forward and the data's gradient (ragged="lhs"), the weights' ("contracting").
 
     ragged="lhs" is `gmm`: lhs [M, K], rhs [G, K, N] (or [G, N, K] with transpose_rhs), out [M, N], summed over K.
@@ -52,65 +43,45 @@ def grouped_gemm(
     whose step along the sum (tk, or tm for "contracting") cuts a block is refused; nothing else depends on it here.
     Stages and sites as `gmm` and `tgmm`.
     """
-    p = check_grouped_gemm(
-        Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, group_offset), ragged,
-        num_actual_groups, existing_out, transpose_rhs, scale_layout, preferred_element_type,
-    )  # fmt: skip
-    tm, tk, _ = resolve_tiling(tiling, one_tile, p.m, p.k, p.n)
-    wide = _mxfp8_operands(lhs, rhs, lhs_scale, rhs_scale, ragged, transpose_rhs, scale_layout)
+    o = _Options(**options)
+    p = check_grouped_gemm(lhs, rhs, groups_of(group_sizes, o.group_offset), o)
+    tm, tk, _ = resolve_tiling(o.tiling, one_tile, p.m, p.k, p.n)
+    wide = _mxfp8_operands(lhs, rhs, o)
     shared: dict[str, Any] = {
-        "group_offset": group_offset,
-        "existing_out": existing_out,
+        "group_offset": o.group_offset,
+        "existing_out": o.existing_out,
         "preferred_element_type": p.out_dtype,
-        "tiling": tiling,
-        "stages": stages,
+        "tiling": o.tiling,
+        "stages": o.stages,
     }
-    if ragged == "contracting":
+    if o.contracting:
         check_mxfp8_tile("tm", tm, p.m)
-        return tgmm(*wide, group_sizes, num_actual_groups=num_actual_groups, **shared)
+        return tgmm(*wide, group_sizes, num_actual_groups=o.num_actual_groups, **shared)
     check_mxfp8_tile("tk", tk, p.k)
-    return gmm(*wide, group_sizes, transpose_rhs=transpose_rhs, **shared)
+    return gmm(*wide, group_sizes, transpose_rhs=o.transpose_rhs, **shared)
 
 
-def grouped_gemm_definition(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    *,
-    ragged: str = "lhs",
-    transpose_rhs: bool = False,
-    num_actual_groups: int | None = None,
-    lhs_scale: Array | None = None,
-    rhs_scale: Array | None = None,
-    scale_layout: str = "plain",
-    **options: Any,
-) -> Array:
-    """`gmm_definition` or `tgmm_definition` of the dequantised operands; options are theirs."""
-    wide = _mxfp8_operands(lhs, rhs, lhs_scale, rhs_scale, ragged, transpose_rhs, scale_layout)
-    if ragged == "contracting":
-        return tgmm_definition(*wide, group_sizes, num_actual_groups=num_actual_groups, **options)
-    return gmm_definition(*wide, group_sizes, transpose_rhs=transpose_rhs, **options)
+def grouped_gemm_definition(lhs: Array, rhs: Array, group_sizes: Array, **options: Any) -> Array:
+    """`gmm_definition` or `tgmm_definition` of the dequantised operands; options are `GroupedGemmOptions`."""
+    o = GroupedGemmOptions(**options)
+    wide = _mxfp8_operands(lhs, rhs, o)
+    shared: dict[str, Any] = {"group_offset": o.group_offset, "existing_out": o.existing_out}
+    if o.contracting:
+        return tgmm_definition(*wide, group_sizes, num_actual_groups=o.num_actual_groups, **shared)
+    return gmm_definition(*wide, group_sizes, transpose_rhs=o.transpose_rhs, **shared)
 
 
-def _mxfp8_operands(
-    lhs: Array,
-    rhs: Array,
-    lhs_scale: Array | None,
-    rhs_scale: Array | None,
-    ragged: str,
-    transpose_rhs: bool,
-    scale_layout: str,
-) -> tuple[Array, Array]:
+def _mxfp8_operands(lhs: Array, rhs: Array, o: GroupedGemmOptions) -> tuple[Array, Array]:
     """Both operands in float64, times their scales where they have any."""
-    axes = (0, 0) if ragged == "contracting" else (1, 2 if transpose_rhs else 1)
 
     def widened(operand: Array, scale: Array | None, axis: int) -> Array:
         if scale is None:
             return operand.astype(np.float64)
-        if scale_layout == "swizzled":
+        if o.swizzled:
             *_, rows = np.delete(operand.shape, axis)
             plain = unswizzle_scales(scale, int(rows), -(-operand.shape[axis] // MX_BLOCK))
             scale = np.moveaxis(plain, -1, axis)
         return mxfp8_values(operand, scale, axis)
 
-    return widened(lhs, lhs_scale, axes[0]), widened(rhs, rhs_scale, axes[1])
+    lhs_axis, rhs_axis = o.summed_axes
+    return widened(lhs, o.lhs_scale, lhs_axis), widened(rhs, o.rhs_scale, rhs_axis)

@@ -6,6 +6,7 @@ Scales, which are powers of two, are multiplied by the matrix unit itself, or in
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # (kernel arguments are what Triton makes of them; every host function below is annotated)
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,9 +25,16 @@ from gpu_reference._lib.tiles import Candidate, Tile, chosen, first_filled, fitt
 from gpu_reference.gmm import TGMM_TILES, gmm, tgmm
 from op_arguments import Tiling, dtype_name
 from op_arguments.gmm import Problem
-from op_arguments.grouped_gemm import Support, check_grouped_gemm, check_mxfp8_tile, check_strict, mxfp8_dot_dtype
+from op_arguments.grouped_gemm import (
+    GroupedGemmOptions,
+    Support,
+    check_grouped_gemm,
+    check_mxfp8_tile,
+    check_strict,
+    mxfp8_dot_dtype,
+)
 from op_arguments.mxfp8 import MX_BLOCK, SWIZZLED_COLUMNS, SWIZZLED_ROWS
-from op_arguments.quantize import Quantized
+from op_arguments.options import options_of
 
 GROUPED_GEMM_TILES: dict[int, tuple[Candidate, ...]] = {
     1: ((128, 128, 128), (64, 128, 128), (32, 128, 128), (16, 128, 128)),
@@ -58,23 +66,13 @@ class Scaling(NamedTuple):
     swizzled: bool
 
 
-def grouped_gemm(
-    lhs: Tensor,
-    rhs: Tensor,
-    group_sizes: Tensor,
-    *,
-    lhs_scale: Tensor | None = None,
-    rhs_scale: Tensor | None = None,
-    ragged: str = "lhs",
-    group_offset: int | Tensor = 0,
-    num_actual_groups: int | None = None,
-    existing_out: Tensor | None = None,
-    transpose_rhs: bool = False,
-    scale_layout: str = "plain",
-    preferred_element_type: torch.dtype | None = None,
-    tiling: Tiling | None = None,
-    strict: bool = False,
-) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class _Options(GroupedGemmOptions):
+    strict: bool = False
+
+
+@options_of(_Options)
+def grouped_gemm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, **options: Any) -> Tensor:
     """Grouped matmul of MXFP8 operands: forward and the data's gradient (ragged="lhs"), the weights' ("contracting").
 
     Arguments, result and errors as `cpu_golden.grouped_gemm.grouped_gemm`, strides, tiling and further errors as `gmm`;
@@ -85,26 +83,25 @@ def grouped_gemm(
     raises ValueError, with the reason, where the path is a fallback: "bfloat16" of two MXFP8 operands. Probes as in
     `gmm_quantized`.
     """
-    p = check_grouped_gemm(
-        Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, group_offset), ragged,
-        num_actual_groups, existing_out, transpose_rhs, scale_layout, preferred_element_type,
-    )  # fmt: skip
+    o = _Options(**options)
+    p = check_grouped_gemm(lhs, rhs, groups_of(group_sizes, o.group_offset), o)
     target = architecture(lhs.device)
     support = _support(lhs.dtype, rhs.dtype, target)
-    check_strict(support, strict)
-    if transpose_rhs:
+    check_strict(support, o.strict)
+    rhs_scale = o.rhs_scale
+    if o.transpose_rhs:
         rhs = rhs.transpose(1, 2)
-        if rhs_scale is not None and scale_layout == "plain":
+        if rhs_scale is not None and not o.swizzled:
             rhs_scale = rhs_scale.transpose(1, 2)
     if support.path == "unquantised":
-        shared: dict[str, Any] = {"group_offset": group_offset, "existing_out": existing_out, "tiling": tiling}
+        shared: dict[str, Any] = {"group_offset": o.group_offset, "existing_out": o.existing_out, "tiling": o.tiling}
         shared["preferred_element_type"] = getattr(torch, p.out_dtype)
-        if ragged == "contracting":
-            return tgmm(lhs, rhs, group_sizes, num_actual_groups=num_actual_groups, **shared)
+        if o.contracting:
+            return tgmm(lhs, rhs, group_sizes, num_actual_groups=o.num_actual_groups, **shared)
         return gmm(lhs, rhs, group_sizes, **shared)
-    operands = {"lhs": lhs, "lhs_scale": lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale}
-    plan = partial(grouped_gemm_plan, ragged=ragged, swizzled=scale_layout == "swizzled", target=target)
-    return product(plan, p, operands, Given(group_sizes, group_offset, existing_out, tiling))
+    operands = {"lhs": lhs, "lhs_scale": o.lhs_scale, "rhs": rhs, "rhs_scale": rhs_scale}
+    plan = partial(grouped_gemm_plan, ragged=o.ragged, swizzled=o.swizzled, target=target)
+    return product(plan, p, operands, Given(group_sizes, o.group_offset, o.existing_out, o.tiling))
 
 
 def grouped_gemm_plan(

@@ -1,15 +1,41 @@
 """What `grouped_gemm` accepts (it is defined in `cpu_golden/grouped_gemm.py`)."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from op_arguments import Array, check_array, dtype_name
-from op_arguments.gmm import Groups, Problem, problem_of_gmm, problem_of_tgmm
+from op_arguments import check_array, dtype_name
+from op_arguments.gmm import GmmOptions, Groups, Problem, TgmmOptions, problem_of_gmm, problem_of_tgmm
 from op_arguments.mxfp8 import MX_BLOCK, WIDE, check_mxfp8_scale
 from op_arguments.quantize import FP8, Quantized
 from op_arguments.quantized_gmm import check_quantized_out, check_tile
 
 RAGGED = ("lhs", "contracting")
 SCALE_LAYOUTS = ("plain", "swizzled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedGemmOptions(GmmOptions, TgmmOptions):
+    """The options of `grouped_gemm`; `cpu_golden.grouped_gemm` says what they are."""
+
+    lhs_scale: Any = None
+    rhs_scale: Any = None
+    ragged: str = "lhs"
+    scale_layout: str = "plain"
+
+    @property
+    def contracting(self) -> bool:
+        """Whether it is a `tgmm`."""
+        return self.ragged == "contracting"
+
+    @property
+    def swizzled(self) -> bool:
+        """Whether scales lie in tiles."""
+        return self.scale_layout == "swizzled"
+
+    @property
+    def summed_axes(self) -> tuple[int, int]:
+        """The axes of lhs and rhs that are summed over, along which the blocks lie."""
+        return (0, 0) if self.contracting else (1, 2 if self.transpose_rhs else 1)
 
 
 class Support(NamedTuple):
@@ -23,40 +49,30 @@ class Support(NamedTuple):
     fallback: bool
 
 
-def check_grouped_gemm(
-    lhs: Quantized,
-    rhs: Quantized,
-    groups: Groups,
-    ragged: str,
-    num_actual_groups: int | None,
-    existing_out: Array | None,
-    transpose_rhs: bool,
-    scale_layout: str,
-    preferred_element_type: Any,
-) -> Problem:
-    """Check the arguments of `grouped_gemm`; operands as in `op_arguments.quantized_gmm.check_gmm_quantized`.
+def check_grouped_gemm(lhs: Any, rhs: Any, groups: Groups, options: GroupedGemmOptions) -> Problem:
+    """Check the arguments of `grouped_gemm`.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, shape or value.
     """
-    for name, value, allowed in (("ragged", ragged, RAGGED), ("scale_layout", scale_layout, SCALE_LAYOUTS)):
+    o = options
+    for name, value, allowed in (("ragged", o.ragged, RAGGED), ("scale_layout", o.scale_layout, SCALE_LAYOUTS)):
         if value not in allowed:
             raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}")
-    contracting = ragged == "contracting"
-    check_array("lhs", lhs.qvalue, "M, K", (*WIDE, *FP8))
-    check_array("rhs", rhs.qvalue, "M, N" if contracting else "G, N, K" if transpose_rhs else "G, K, N", (*WIDE, *FP8))
-    mxfp8_dot_dtype(lhs.qvalue.dtype, rhs.qvalue.dtype)
-    if contracting and transpose_rhs:
+    check_array("lhs", lhs, "M, K", (*WIDE, *FP8))
+    check_array("rhs", rhs, "M, N" if o.contracting else "G, N, K" if o.transpose_rhs else "G, K, N", (*WIDE, *FP8))
+    mxfp8_dot_dtype(lhs.dtype, rhs.dtype)
+    if o.contracting and o.transpose_rhs:
         raise ValueError('transpose_rhs must be False for ragged="contracting", whose rhs is [M, N], got True')
-    if not contracting and num_actual_groups is not None:
-        raise ValueError(f'num_actual_groups must be None for ragged="lhs", got {num_actual_groups}')
-    out_dtype = check_quantized_out(lhs.qvalue, preferred_element_type)
-    if contracting:
-        p = problem_of_tgmm(lhs.qvalue, rhs.qvalue, groups, num_actual_groups, existing_out, out_dtype)
+    if not o.contracting and o.num_actual_groups is not None:
+        raise ValueError(f'num_actual_groups must be None for ragged="lhs", got {o.num_actual_groups}')
+    out_dtype = check_quantized_out(lhs, o.preferred_element_type)
+    if o.contracting:
+        p = problem_of_tgmm(lhs, rhs, groups, o.num_actual_groups, o.existing_out, out_dtype)
     else:
-        p = problem_of_gmm(lhs.qvalue, rhs.qvalue, groups, existing_out, transpose_rhs, out_dtype)
-    lhs_axis, rhs_axis = (0, 0) if contracting else (1, 2 if transpose_rhs else 1)
-    for name, pair, axis in (("lhs", lhs, lhs_axis), ("rhs", rhs, rhs_axis)):
-        _check_operand(name, pair, axis, scale_layout == "swizzled")
+        p = problem_of_gmm(lhs, rhs, groups, o.existing_out, o.transpose_rhs, out_dtype)
+    pairs = ("lhs", Quantized(lhs, o.lhs_scale)), ("rhs", Quantized(rhs, o.rhs_scale))
+    for (name, pair), axis in zip(pairs, o.summed_axes, strict=True):
+        _check_operand(name, pair, axis, o.swizzled)
     return p
 
 

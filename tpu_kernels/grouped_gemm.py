@@ -4,6 +4,7 @@ No TPU multiplies MXFP8: its scales are powers of two, which multiply the operan
 kernels are those of `quantized_gmm`.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from op_arguments import Tiling, resolve_tiling
-from op_arguments.grouped_gemm import Support, check_grouped_gemm, check_mxfp8_tile, check_strict, mxfp8_dot_dtype
+from op_arguments.grouped_gemm import (
+    GroupedGemmOptions,
+    Support,
+    check_grouped_gemm,
+    check_mxfp8_tile,
+    check_strict,
+    mxfp8_dot_dtype,
+)
 from op_arguments.mxfp8 import MX_BLOCK
-from op_arguments.quantize import Quantized
+from op_arguments.options import options_of
 from op_arguments.quantized_gmm import QuantizedProblem
 from tpu_kernels._lib.arguments import Interpret, groups_of, resolve_interpret, shard_of
 from tpu_kernels._lib.chip import sublanes
@@ -28,24 +36,14 @@ from tpu_kernels.mxfp8 import mxfp8_dequantize
 from tpu_kernels.swizzle import unswizzle_scales
 
 
-def grouped_gemm(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    *,
-    lhs_scale: jax.Array | None = None,
-    rhs_scale: jax.Array | None = None,
-    ragged: str = "lhs",
-    group_offset: int | jax.Array = 0,
-    num_actual_groups: int | None = None,
-    existing_out: jax.Array | None = None,
-    transpose_rhs: bool = False,
-    scale_layout: str = "plain",
-    preferred_element_type: Any = None,
-    tiling: Tiling | None = None,
-    strict: bool = False,
-    interpret: Interpret = None,
-) -> jax.Array:
+@dataclass(frozen=True, kw_only=True)
+class _Options(GroupedGemmOptions):
+    strict: bool = False
+    interpret: Interpret = None
+
+
+@options_of(_Options)
+def grouped_gemm(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -> jax.Array:
     """Grouped matmul of MXFP8 operands: forward and the data's gradient (ragged="lhs"), the weights' ("contracting").
 
     Arguments, result and errors as `cpu_golden.grouped_gemm.grouped_gemm`, group_offset, tiling and interpret as
@@ -54,40 +52,39 @@ def grouped_gemm(
     2^-127, itself subnormal: no value of it reaches 2^-118 (e5m2: 2^-111). Which path is taken, and why:
     `grouped_gemm_support`; strict=True refuses a fallback. Sites for a probe as `gmm_quantized`.
     """
-    groups = groups_of(group_sizes, group_offset)
-    p = check_grouped_gemm(
-        Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups, ragged, num_actual_groups, existing_out,
-        transpose_rhs, scale_layout, preferred_element_type,
-    )  # fmt: skip
-    support = grouped_gemm_support(lhs.dtype, rhs.dtype, scale_layout=scale_layout)
-    check_strict(support, strict)
-    contracting = ragged == "contracting"
-    if scale_layout == "swizzled":
-        lhs_axis, rhs_axis = (0, 0) if contracting else (1, 2 if transpose_rhs else 1)
+    o = _Options(**options)
+    groups = groups_of(group_sizes, o.group_offset)
+    p = check_grouped_gemm(lhs, rhs, groups, o)
+    support = grouped_gemm_support(lhs.dtype, rhs.dtype, scale_layout=o.scale_layout)
+    check_strict(support, o.strict)
+    lhs_scale, rhs_scale = o.lhs_scale, o.rhs_scale
+    if o.swizzled:
+        lhs_axis, rhs_axis = o.summed_axes
         lhs_scale = _unswizzled(lhs_scale, lhs.shape, lhs_axis)
         rhs_scale = _unswizzled(rhs_scale, rhs.shape, rhs_axis)
     if support.path != "bfloat16":
         lhs, rhs = (
-            operand if scale is None else mxfp8_dequantize(operand, scale, interpret=interpret)
+            operand if scale is None else mxfp8_dequantize(operand, scale, interpret=o.interpret)
             for operand, scale in ((lhs, lhs_scale), (rhs, rhs_scale))
         )
         shared: dict[str, Any] = {
             "group_offset": groups.offset,
-            "existing_out": existing_out,
+            "existing_out": o.existing_out,
             "preferred_element_type": p.out_dtype,
-            "tiling": tiling,
-            "interpret": interpret,
+            "tiling": o.tiling,
+            "interpret": o.interpret,
         }
-        if contracting:
-            return tgmm(lhs, rhs, group_sizes, num_actual_groups=num_actual_groups, **shared)
-        return gmm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, **shared)
-    summed = max(p.m if contracting else p.k, 1)
+        if o.contracting:
+            return tgmm(lhs, rhs, group_sizes, num_actual_groups=o.num_actual_groups, **shared)
+        return gmm(lhs, rhs, group_sizes, transpose_rhs=o.transpose_rhs, **shared)
+    summed = max(p.m if o.contracting else p.k, 1)
     problem = QuantizedProblem(**vars(p), block=summed, lhs_blocks=tuple(lhs.shape), rhs_blocks=tuple(rhs.shape))
-    small = are_narrow(lhs, rhs) and is_small(existing_out, p.out_dtype)
-    tile = _tile(tiling, problem, contracting, are_narrow(lhs, rhs), small)
-    grid = Grid(problem, tile, resolve_interpret(interpret, lhs), contracting, bool(transpose_rhs))
-    multiply = scaled_tgmm if contracting else scaled_gmm
-    return multiply(Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=existing_out), shard_of(groups, p), grid=grid)
+    small = are_narrow(lhs, rhs) and is_small(o.existing_out, p.out_dtype)
+    tile = _tile(o.tiling, problem, o.contracting, are_narrow(lhs, rhs), small)
+    grid = Grid(problem, tile, resolve_interpret(o.interpret, lhs), o.contracting, bool(o.transpose_rhs))
+    operands = Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=o.existing_out)
+    multiply = scaled_tgmm if o.contracting else scaled_gmm
+    return multiply(operands, shard_of(groups, p), grid=grid)
 
 
 def _tile(tiling: Tiling | None, p: QuantizedProblem, contracting: bool, narrow: bool, small: bool) -> Tile:

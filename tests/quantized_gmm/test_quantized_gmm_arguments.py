@@ -8,7 +8,14 @@ import pytest
 
 from op_arguments import check_array, check_output_dtype
 from op_arguments.gmm import Groups
-from op_arguments.grouped_gemm import RAGGED, Support, check_grouped_gemm, check_mxfp8_tile, check_strict
+from op_arguments.grouped_gemm import (
+    RAGGED,
+    GroupedGemmOptions,
+    Support,
+    check_grouped_gemm,
+    check_mxfp8_tile,
+    check_strict,
+)
 from op_arguments.moe import check_expert_parallel
 from op_arguments.mxfp8 import check_mxfp8_dequantize, check_mxfp8_quantize, check_unswizzle, swizzled_shape
 from op_arguments.quantize import (
@@ -35,8 +42,7 @@ def tgmm(lhs, rhs):
 
 
 def gemm(lhs, rhs, ragged="lhs"):
-    options = dict(num_actual_groups=None, transpose_rhs=False, scale_layout="plain")
-    return check_grouped_gemm(Quantized(lhs, None), Quantized(rhs, None), ragged=ragged, **options, **SHARED)
+    return check_grouped_gemm(lhs, rhs, GROUPS, GroupedGemmOptions(ragged=ragged))
 
 
 def test_the_output_has_by_default_the_dtype_of_an_lhs_that_is_not_quantised():
