@@ -43,8 +43,6 @@ class Stages:
     A golden reads those that its docstring names.
 
     rounding: (site, value) -> value.
-    runs: how many roundings of the same inputs go on side by side, in a leading axis of every value and every result;
-        None: there is no such axis. A golden that takes it begins with `each_run` of all its tensors.
     depth: products that are summed before the running sum of a dot is rounded; None: all of them.
     passes: how a matrix unit takes operands that are wider than it is.
     tile: products of a dot that are summed by themselves before they are added to what was summed before; None: all.
@@ -65,10 +63,11 @@ class Stages:
     inverse: another way than substitution to a delta rule's (I + A)⁻¹: (A, stages) -> T.
     wy: a delta rule's chunk applies the inverse to the values and the keys (u and w) before it meets the state, and not
         to the errors of what the state recalls.
+    runs: how many roundings of the same inputs go on side by side, in a leading axis of every value and every result;
+        None: there is no such axis. A golden that takes it begins with `each_run` of all its tensors.
     """
 
     rounding: Callable[[str, Array], Array] = _as_it_is
-    runs: int | None = None
     depth: int | None = None
     passes: Passes = single_pass
     tile: int | None = None
@@ -86,6 +85,7 @@ class Stages:
     whole_passes: Passes | None = None
     inverse: "Inverse | None" = None
     wy: bool = False
+    runs: int | None = None
 
     def __call__(self, site: str, value: Array) -> Array:
         """What goes on from the site in the value's place."""

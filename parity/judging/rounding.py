@@ -39,7 +39,7 @@ def staged(
         return rounding(site, value)
 
     with np.errstate(all="ignore"):
-        found = golden_of(op, case, inputs, Stages(watched, runs, **steps_of(op, case, contract, **steps)))
+        found = golden_of(op, case, inputs, Stages(watched, runs=runs, **steps_of(op, case, contract, **steps)))
     for name, y in found.items():
         check_runs(f"the output {name!r}", y)
     check_sites(op, case, contract, reached)
