@@ -29,8 +29,13 @@ def in_whole_chunks(x: Steps, chunk_size: int) -> Steps:
     for name in ("q", "k", "v", "gate", "beta", "do"):
         rows = getattr(x, name, None)
         if rows is not None:
-            filled[name] = np.pad(rows, [(0, 0)] * (rows.ndim - 2) + [(0, missing), (0, 0)])
+            filled[name] = filled_up(rows, missing)
     return x._replace(**filled)
+
+
+def filled_up(x: Array, missing: int, mode: Any = "constant") -> Array:
+    """x with so many rows after its last, of zeros or by another mode of np.pad."""
+    return np.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)], mode) if missing else x
 
 
 def chunks_of(q: Array, chunk_size: int) -> Iterator[slice]:
@@ -79,16 +84,19 @@ def scores(q: Array, k: Array, c: Array, stages: Stages) -> Array:
     """A [..., C, C] of a chunk: every pair of rows i ≥ j, decayed from j to i. c: as `summed_for_pairs` has it."""
     if c.shape[-1] == 1:
         return stages("A", stages.dot(q, k.mT) * _between(c, stages)[..., 0])
+    size, sub_block = q.shape[-2], stages.sub_block
+    missing = missing_to_halve(size, sub_block)
+    q, k, c = filled_up(q, missing), filled_up(k, missing), filled_up(c, missing, "edge")
     a = np.zeros((*q.shape[:-1], q.shape[-2]))
-    for rows in chunks_of(q, stages.sub_block):
-        k_to_i = stages("decayed", _between(c[..., rows, :], stages) * k[..., None, rows, :])  # [..., i, j, K]
-        a[..., rows, rows] = added(q[..., rows, None, :] * k_to_i, -1, stages)
-    for first, second in halves(q, stages.sub_block):
-        from_border, to_border = _across(c, first, second, stages)
-        q_h = stages("decayed", q[..., second, :] * from_border)
-        k_h = stages("decayed", k[..., first, :] * to_border)
-        a[..., second, first] = stages.dot(q_h, k_h.mT)
-    return stages("A", a)
+    q_b, k_b, c_b = (blocks(x, sub_block) for x in (q, k, c))
+    k_to_i = stages("decayed", _between(c_b, stages) * k_b[..., None, :, :])  # [..., i, j, K]
+    diagonal(a, sub_block)[...] = added(q_b[..., None, :] * k_to_i, -1, stages)
+    for half in halves(q, sub_block):
+        from_border, to_border = _across(c, half, stages)
+        q_h = stages("decayed", blocks(q, 2 * half)[..., half:, :] * from_border)
+        k_h = stages("decayed", blocks(k, 2 * half)[..., :half, :] * to_border)
+        diagonal(a, 2 * half)[..., half:, :half] = stages.dot(q_h, k_h.mT)
+    return stages("A", a[..., :size, :size])
 
 
 def pair_gradients(
@@ -102,30 +110,34 @@ def pair_gradients(
         parts = (stages.dot(before, stages("pair_terms", a_n * da).mT) for a_n in a)  # [..., t, i], of all j < t
         of_pairs = reduce(lambda total, x: stages("dgate", total + x), parts)
         return stages.dot(of_scores, k), stages.dot(of_scores.mT, q), of_pairs
-    dq, dk, dgate = (np.zeros(x.shape) for x in (q, k, c))
-    for rows in chunks_of(q, stages.sub_block):
-        q_r, k_r, da_r = q[..., rows, :], k[..., rows, :], da[..., rows, rows]
-        of_scores = stages(
-            "decayed", _between(c[..., rows, :], stages) * np.tril(da_r, -1)[..., None]
-        )  # [..., i, j, K]
-        dq_r = added(of_scores * k_r[..., None, :, :], -2, stages)
-        dk_r = added(of_scores * q_r[..., None, :], -3, stages)
-        read, written = stages("terms", q_r * dq_r), stages("terms", k_r * dk_r)
-        dgate[..., rows, :] = _running_from(read - written, stages)
-        of_same = np.diagonal(da_r, axis1=-2, axis2=-1)[..., None]  # no gate is between a step and itself
-        dq[..., rows, :], dk[..., rows, :] = (stages("sum", x) for x in (dq_r + of_same * k_r, dk_r + of_same * q_r))
-    for first, second in halves(q, stages.sub_block):
-        from_border, to_border = _across(c, first, second, stages)
-        k_h = stages("decayed", k[..., first, :] * to_border)
-        q_h = stages("decayed", q[..., second, :] * from_border)
-        dq_h = stages("read", from_border * stages.dot(da[..., second, first], k_h))
-        dk_h = stages("read", to_border * stages.dot(da[..., second, first].mT, q_h))
-        read, written = stages("terms", q[..., second, :] * dq_h), stages("terms", k[..., first, :] * dk_h)
-        for rows, x in ((second, _sum_from(read)), (first, _sum_before(written, stages))):
-            dgate[..., rows, :] = stages("dgate", dgate[..., rows, :] + stages("dgate", x))
-        dq[..., second, :] = stages("sum", dq[..., second, :] + dq_h)
-        dk[..., first, :] = stages("sum", dk[..., first, :] + dk_h)
-    return dq, dk, dgate
+    size, sub_block = q.shape[-2], stages.sub_block
+    missing = missing_to_halve(size, sub_block)
+    q, k, c = filled_up(q, missing), filled_up(k, missing), filled_up(c, missing, "edge")
+    da = filled_up(filled_up(da, missing).mT, missing).mT
+    q_b, k_b, c_b = (blocks(x, sub_block) for x in (q, k, c))
+    da_b = diagonal(da, sub_block)
+    of_scores = stages("decayed", _between(c_b, stages) * np.tril(da_b, -1)[..., None])  # [..., i, j, K]
+    dq_b = added(of_scores * k_b[..., None, :, :], -2, stages)
+    dk_b = added(of_scores * q_b[..., None, :], -3, stages)
+    read, written = stages("terms", q_b * dq_b), stages("terms", k_b * dk_b)
+    dgate = _running_from(read - written, stages).reshape(c.shape)
+    of_same = np.diagonal(da_b, axis1=-2, axis2=-1)[..., None]  # no gate is between a step and itself
+    dq = stages("sum", dq_b + of_same * k_b).reshape(q.shape)
+    dk = stages("sum", dk_b + of_same * q_b).reshape(k.shape)
+    for half in halves(q, sub_block):
+        from_border, to_border = _across(c, half, stages)
+        q_2, k_1 = blocks(q, 2 * half)[..., half:, :], blocks(k, 2 * half)[..., :half, :]
+        da_h = diagonal(da, 2 * half)[..., half:, :half]
+        k_h, q_h = stages("decayed", k_1 * to_border), stages("decayed", q_2 * from_border)
+        dq_h = stages("read", from_border * stages.dot(da_h, k_h))
+        dk_h = stages("read", to_border * stages.dot(da_h.mT, q_h))
+        read, written = stages("terms", q_2 * dq_h), stages("terms", k_1 * dk_h)
+        of_gates = np.concatenate([_sum_before(written, stages), _sum_from(read)], axis=-2)
+        dgate = stages("dgate", dgate + stages("dgate", of_gates).reshape(c.shape))
+        dq, dk = dq.copy(), dk.copy()
+        of_q, of_k = blocks(dq, 2 * half)[..., half:, :], blocks(dk, 2 * half)[..., :half, :]
+        of_q[...], of_k[...] = stages("sum", of_q + dq_h), stages("sum", of_k + dk_h)
+    return dq[..., :size, :], dk[..., :size, :], dgate[..., :size, :]
 
 
 def gate_gradient(pairs: Array, read: Array, written: Array, states: Array, kept: Array, stages: Stages) -> Array:
@@ -149,7 +161,7 @@ def gate_gradient(pairs: Array, read: Array, written: Array, states: Array, kept
 
 def added(terms: Array, axis: int, stages: Stages) -> Array:
     """The sum over an axis, one after the other."""
-    terms = np.moveaxis(stages("product", terms), axis, 0)
+    terms = np.ascontiguousarray(np.moveaxis(stages("product", terms), axis, 0))
     total = np.zeros(terms.shape[1:])
     for term in terms:
         total = stages("pairs", total + term)
@@ -162,20 +174,37 @@ def _between(c: Array, stages: Stages) -> Array:
     return decay_of(np.where(causal, c[..., :, None, :] - c[..., None, :, :], -np.inf), stages)
 
 
-def halves(q: Array, sub_block: int) -> Iterator[tuple[slice, slice]]:
-    """The first and second halves of a chunk, of its halves, and so on down to `sub_block` rows: of the rows of every
-    pair that is in no sub-block, one is in a first half and the other in the second half beside it."""
-    size, half = q.shape[-2], sub_block
-    while half < size:
-        for border in range(half, size, 2 * half):
-            yield slice(border - half, border), slice(border, min(border + half, size))
+def missing_to_halve(size: int, sub_block: int) -> int:
+    """Rows that are missing to `sub_block` times a power of two."""
+    return sub_block * (1 << (-(-size // sub_block) - 1).bit_length()) - size
+
+
+def halves(q: Array, sub_block: int) -> Iterator[int]:
+    """Rows of a half of two sub-blocks, of four of them, and so on up to the chunk: of the rows of every pair that is
+    in no sub-block, one is in a first half and the other in the second half beside it."""
+    half = sub_block
+    while half < q.shape[-2]:
+        yield half
         half *= 2
 
 
-def _across(c: Array, first: slice, second: slice, stages: Stages) -> tuple[Array, Array]:
-    """The decays from the last row of a first half to each of the second, and to it from each of the first."""
-    border = c[..., first.stop - 1, None, :]
-    return decay_of(c[..., second, :] - border, stages), decay_of(border - c[..., first, :], stages)
+def blocks(x: Array, size: int) -> Array:
+    """x [..., C, K] as [..., C / size, size, K], a view of what is contiguous."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] // size, size, x.shape[-1])
+
+
+def diagonal(a: Array, size: int) -> Array:
+    """The blocks on the diagonal of a [..., C, C], [..., C / size, size, size], a view of what is contiguous."""
+    count = a.shape[-1] // size
+    of_blocks: Array = np.einsum("...iaib->...iab", a.reshape(*a.shape[:-2], count, size, count, size))
+    return of_blocks
+
+
+def _across(c: Array, half: int, stages: Stages) -> tuple[Array, Array]:
+    """The decays from the last row of each first half to those of the second, and to it from those of the first."""
+    c = blocks(c, 2 * half)
+    border = c[..., half - 1, None, :]
+    return decay_of(c[..., half:, :] - border, stages), decay_of(border - c[..., :half, :], stages)
 
 
 def _sum_of_step(pairs: Array, read: Array, written: Array, stages: Stages) -> Array:

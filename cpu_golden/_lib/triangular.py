@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden._lib.chunks import chunks_of, halves
+from cpu_golden._lib.chunks import diagonal, filled_up, halves, missing_to_halve
 from cpu_golden.stages import Inverse, Stages
 
 BLOCK = 16
@@ -45,16 +45,17 @@ def inverse(a: Array, stages: Stages, of_block: Inverse = by_rows) -> Array:
     sums of that), those of `Stages.dot` with solve_ before their names, T.
     """
     size = a.shape[-1]
+    missing = missing_to_halve(size, BLOCK)
+    a = filled_up(filled_up(a, missing).mT, missing).mT
     products = replace(
         stages.renamed(**DOT_SITES),
         depth=stages.solve_depth or stages.depth,
         passes=stages.solve_passes or stages.passes,
     )
-    t = np.broadcast_to(np.eye(size), a.shape).copy()
-    for rows in chunks_of(a, BLOCK):
-        t[..., rows, rows] = of_block(a[..., rows, rows], stages)
-    for first, second in halves(a, BLOCK):
-        t[..., second, first] = -products.dot(
-            t[..., second, second], products.dot(a[..., second, first], t[..., first, first])
-        )
-    return np.tril(stages("T", t))
+    t = np.zeros(a.shape)
+    diagonal(t, BLOCK)[...] = of_block(diagonal(a, BLOCK), stages)
+    for half in halves(a, BLOCK):
+        a_h, t_h = diagonal(a, 2 * half), diagonal(t, 2 * half)
+        below = products.dot(a_h[..., half:, :half], t_h[..., :half, :half])
+        t_h[..., half:, :half] = -products.dot(t_h[..., half:, half:], below)
+    return np.tril(stages("T", t[..., :size, :size]))

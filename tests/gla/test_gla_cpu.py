@@ -461,16 +461,12 @@ def test_of_a_decay_only_what_is_left_of_the_nearer_of_zero_and_one_is_rounded()
 
 
 @pytest.mark.parametrize(
-    ("t", "chunk", "pairs", "halves"),
-    [
-        (64, 64, [16] * 4, [(16, 16)] * 2 + [(32, 32)]),
-        (40, 48, [16] * 3, [(16, 16), (16, 32)]),
-        (17, 32, [16] * 2, [(16, 16)]),
-        (16, 16, [16], []),
-    ],
+    ("t", "chunk", "blocks", "halves"),
+    [(64, 64, 4, [(2, 16), (1, 32)]), (40, 48, 4, [(2, 16), (1, 32)]), (17, 32, 2, [(1, 16)]), (16, 16, 1, [])],
 )
-def test_pairs_of_steps_are_decayed_one_by_one_in_blocks_of_sixteen_and_by_halves_beyond(t, chunk, pairs, halves):
-    """With gates per channel: the rows of A that are decayed together, later and earlier ones, of a filled chunk."""
+def test_pairs_of_steps_are_decayed_one_by_one_in_blocks_of_sixteen_and_by_halves_beyond(t, chunk, blocks, halves):
+    """With gates per channel: the rows of A that are decayed together, later and earlier ones, of a filled chunk that
+    is filled up to a power of two."""
     forward, _ = problem("gk", t=t, k=3)
     exponents = []
 
@@ -480,8 +476,8 @@ def test_pairs_of_steps_are_decayed_one_by_one_in_blocks_of_sixteen_and_by_halve
         return value
 
     call("chunk", "fwd", forward, chunk_size=chunk, stages=Stages(rounding))
-    across = [(rows, 3) for half in halves for rows in half]
-    assert exponents == [*((rows, rows, 3) for rows in pairs), *across, (chunk, 3), (chunk, 3)]
+    across = [(*half, 3) for half in halves for _ in ("to the border", "from it")]
+    assert exponents == [(blocks, 16, 16, 3), *across, (chunk, 3), (chunk, 3)]
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
