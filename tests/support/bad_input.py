@@ -45,6 +45,27 @@ def i32(*values):
     return np.array(values, np.int32)
 
 
+def bf16(*shape):
+    return np.ones(shape, ml_dtypes.bfloat16)
+
+
+OF_SCANS = [
+    (dict(q=[1.0]), TypeError, "q must be an array [B, T, H, K], got list"),
+    (dict(k=None), TypeError, "k must be an array [B, T, H, K], got NoneType"),
+    (dict(q=f32(8, 1, 4)), ValueError, "q must have rank 4 [B, T, H, K], got shape [8, 1, 4]"),
+    (dict(q=f16(2, 8, 1, 4)), TypeError, "q must be float32 or bfloat16, got float16"),
+    (dict(k=i8(2, 8, 1, 4)), TypeError, "k must be float32 or bfloat16, got int8"),
+    (dict(k=bf16(2, 8, 1, 4)), TypeError, "k must have q's dtype float32, got bfloat16"),
+    (dict(k=f32(2, 8, 1, 6)), ValueError, "k must have shape [B, T, H, K] = [2, 8, 1, 4], got [2, 8, 1, 6]"),
+    (dict(k=f32(2, 7, 1, 4)), ValueError, "k must have shape [B, T, H, K] = [2, 8, 1, 4], got [2, 7, 1, 4]"),
+    (dict(scale="1"), TypeError, "scale must be a float, got str"),
+    (dict(scale=True), TypeError, "scale must be a float, got bool"),
+    (dict(scale=float("nan")), ValueError, "scale must be finite, got nan"),
+    (dict(scale=float("inf")), ValueError, "scale must be finite, got inf"),
+    (dict(cu_seqlens=i32(0, 8)), ValueError, "q must have B = 1 with cu_seqlens, got 2 (shape [2, 8, 1, 4])"),
+]
+"""The same of q and k [2, 8, 1, 4], whose heads and channels a scan shares with no other tensor."""
+
 OFFSETS = [
     (dict(cu_seqlens=[0, 3, 8]), TypeError, "cu_seqlens must be an array [N + 1], got list"),
     (dict(cu_seqlens=i32(0, 3, 3, 8)[None]), ValueError, "cu_seqlens must have rank 1 [N + 1], got shape [1, 4]"),
