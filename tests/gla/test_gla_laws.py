@@ -4,7 +4,7 @@ constant decays that must stay finite."""
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -328,41 +328,29 @@ def test_strict_memory_is_never_read_before_it_is_written(op):
         assert np.all(error <= 1e-5 * expected.magnitude[name]), name
 
 
-class Gradients(NamedTuple):
-    """Of every argument that has one."""
-
-    dq: Any
-    dk: Any
-    dv: Any
-    dh0: Any
-    dg: Any = None
-    dg_gamma: Any = None
-    dgk: Any = None
-
-
 ARGUMENT_OF = {"dh0": "initial_state"} | {f"d{name}": name for name in ("q", "k", "v", "g", "g_gamma", "gk")}
 
 
-def differentiated(target: str) -> Callable[..., Gradients]:
-    """A backward pass made of the differentiable function of that name, by its own framework."""
+def differentiated(target: str) -> Callable[..., dict[str, Any]]:
+    """The gradients by name, of the differentiable function of that name, as its own framework has them."""
     differentiable = load_kernel(target)
 
-    def by_jax(do: Any, dht: Any, **arguments: Any) -> Gradients:
+    def by_jax(do: Any, dht: Any, **arguments: Any) -> dict[str, Any]:
         import jax
 
         inner = {name: arguments.pop(name) for name in ARGUMENT_OF.values() if name in arguments}
         out, pull = jax.vjp(lambda x: tuple(differentiable(**x, **arguments, output_final_state=True)), inner)
         (grads,) = pull((do, dht))
         assert out[0].dtype == do.dtype
-        return Gradients(**{d: grads[name] for d, name in ARGUMENT_OF.items() if name in grads})
+        return {d: grads[name] for d, name in ARGUMENT_OF.items() if name in grads}
 
-    def by_torch(do: Any, dht: Any, **arguments: Any) -> Gradients:
+    def by_torch(do: Any, dht: Any, **arguments: Any) -> dict[str, Any]:
         import torch
 
         inner = {name: arguments.pop(name).requires_grad_() for name in ARGUMENT_OF.values() if name in arguments}
         out = differentiable(**inner, **arguments, output_final_state=True)
         torch.autograd.backward([out.o, out.ht], [do, dht])
-        return Gradients(**{d: inner[name].grad for d, name in ARGUMENT_OF.items() if name in inner})
+        return {d: inner[name].grad for d, name in ARGUMENT_OF.items() if name in inner}
 
     return by_jax if target.startswith("tpu") else by_torch
 
