@@ -223,6 +223,24 @@ def mixes(op: Op, shape: Mapping[str, int], layouts: list[tuple[str, str]], **op
     return tuple(case for part in parts for case in part)
 
 
+def in_both(
+    op: Op,
+    small: Mapping[str, int],
+    shard: Mapping[str, int],
+    layouts: list[tuple[str, str]],
+    data: str,
+    **options: object,
+) -> tuple[Case, ...]:
+    """Groups, shards and data, in which gmm and tgmm differ by little: of the default tier each has half."""
+    return in_turn(
+        op is _TGMM,
+        one_in(3, mixes(op, small, layouts, dtype=[FP8_BF16], groups=PATTERNS, **options)),
+        one_in(2, mixes(op, shard, layouts, dtype=[FP8], shard=SHARDS, existing_out=[True], groups=["zipf"],
+                        **options)),
+        one_in(2, mixes(op, small, layouts, dtype=[FP8], data=[*DISTRIBUTIONS, data], groups=["short"], **options)),
+    )  # fmt: skip
+
+
 def pairs(
     op: Op, shape: Mapping[str, int], dtypes: list[object], layouts: list[tuple[str, str]], **options: object
 ) -> tuple[Case, ...]:
@@ -297,16 +315,7 @@ def with_gmm_cases(op: Op) -> Op:
         mixes(op, GMM_TILES, [DEEPSEEK], dtype=[FP8], scales=["steps"], groups=["straddle", "one_hot"], **tiles),
         mixes(op, GMM_TILES, [DEEPSEEK], dtype=[FP8_BF16], existing_out=[True], transpose_rhs=[True],
               groups=["one_hot"], **tiles),
-        in_turn(
-            False,
-            one_in(3, mixes(op, GMM_SMALL, [channels], dtype=[FP8_BF16], groups=PATTERNS, **small)),
-            one_in(2, mixes(
-                op, GMM_SHARD, [channels], dtype=[FP8], shard=SHARDS, existing_out=[True], groups=["zipf"], **small
-            )),
-            one_in(2, mixes(
-                op, GMM_SMALL, [channels], dtype=[FP8], data=[*DISTRIBUTIONS, "residuals"], groups=["short"], **small
-            )),
-        ),
+        in_both(op, GMM_SMALL, GMM_SHARD, [channels], "residuals", **small),
         # flashinfer#3650: one NaN in a padded row corrupts its tile
         mixes(op, GMM_SMALL, [("20x64", "2x32x16")], dtype=[FP8], data=["poison"], groups=["short"], **small),
         mixes(op, GMM_SMALL, [ROW_CHANNEL], dtype=[(I8, F32)], data=["poison"], groups=["short"], **small),
@@ -376,16 +385,7 @@ def with_tgmm_cases(op: Op) -> Op:
               groups=["straddle"]),
         mixes(op, TGMM_SMALL, [("64x1", "32x1")], dtype=[FP8], tiling=[(256, 64, 128), (32, 256, 128)],
               scales=["steps"], groups=["straddle"]),
-        in_turn(
-            True,
-            one_in(3, mixes(op, TGMM_SMALL, [COLUMNS], dtype=[FP8_BF16], groups=PATTERNS, **small)),
-            one_in(2, mixes(
-                op, TGMM_SHARD, [COLUMNS], dtype=[FP8], shard=SHARDS, existing_out=[True], groups=["zipf"], **small
-            )),
-            one_in(2, mixes(
-                op, TGMM_SMALL, [COLUMNS], dtype=[FP8], data=[*DISTRIBUTIONS, "correlated"], groups=["short"], **small
-            )),
-        ),
+        in_both(op, TGMM_SMALL, TGMM_SHARD, [COLUMNS], "correlated", **small),
         mixes(op, TGMM_SMALL, [("128x128", "32x1")], dtype=[(I8, F32)], data=["poison"], groups=["short"]),
         mixes(op, dict(M=4096, K=24, N=16, G=2), [("Mx1", "Mx1")], dtype=[(I8, F32)], groups=["one_hot"]),
         *(
