@@ -15,7 +15,7 @@ from parity.op import Backend, Inputs
 from tests.matrix import scans
 from tests.matrix.memories import BETAS, RECALLED, RHOS, Drawn, betas, keys, recalled
 from tests.matrix.models import KIMI_K3, KIMI_LINEAR, QWEN3_5, QWEN3_NEXT
-from tests.matrix.ops import BF16, F32, TRAINED, in_turn, is_backward, op
+from tests.matrix.ops import BF16, F32, TRAINED, in_turn, is_backward, op, sizes
 
 # --- the rules ---
 
@@ -184,26 +184,24 @@ STEPS_PACKED = dict(B=1, T=20, H=1, HV=2, K=16, V=48, N=5)
 DECODE = dict(B=1, T=6, H=2, HV=4, K=16, V=48, N=6)
 ONE_STEP = dict(B=1, T=1, H=2, HV=2, K=16, V=16)
 # Lengths around a chunk's border; K and V that are no multiples of a tile, and up to the largest.
-EDGES = [
-    dict(B=2, T=3, H=1, HV=1, K=32, V=16),
-    dict(B=1, T=63, H=2, HV=2, K=16, V=48),
-    dict(B=1, T=65, H=1, HV=4, K=48, V=100),
-    dict(B=1, T=127, H=1, HV=1, K=100, V=80),
-    dict(B=2, T=129, H=1, HV=2, K=80, V=64),
-]
-WIDE = [
-    dict(B=1, T=40, H=1, HV=1, K=128, V=256),
-    dict(B=1, T=40, H=1, HV=2, K=192, V=128),
-    dict(B=1, T=70, H=1, HV=1, K=256, V=100),
-]
+EDGES = sizes(
+    "B T H HV K V",
+    (2, 3, 1, 1, 32, 16),
+    (1, 63, 2, 2, 16, 48),
+    (1, 65, 1, 4, 48, 100),
+    (1, 127, 1, 1, 100, 80),
+    (2, 129, 1, 2, 80, 64),
+)
+WIDE = sizes("B T H HV K V", (1, 40, 1, 1, 128, 256), (1, 40, 1, 2, 192, 128), (1, 70, 1, 1, 256, 100))
 LONG = dict(B=1, T=300, H=1, HV=2, K=32, V=32)
-EMPTY = [
-    dict(B=0, T=20, H=2, HV=2, K=16, V=16),
-    dict(B=1, T=0, H=2, HV=4, K=16, V=16),
-    dict(B=1, T=20, H=0, HV=0, K=16, V=16),
-    dict(B=1, T=20, H=2, HV=2, K=16, V=0),
-    dict(B=1, T=20, H=2, HV=0, K=16, V=16),
-]
+EMPTY = sizes(
+    "B T H HV K V",
+    (0, 20, 2, 2, 16, 16),
+    (1, 0, 2, 4, 16, 16),
+    (1, 20, 0, 0, 16, 16),
+    (1, 20, 2, 2, 16, 0),
+    (1, 20, 2, 0, 16, 16),
+)
 # One head of a model's keys.
 OF_MODELS = {
     "gated_delta_rule": [

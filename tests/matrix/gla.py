@@ -11,7 +11,7 @@ from cpu_golden import gla, simple_gla
 from parity import Array, Case, Contract, Expected, Gates, Offsets, Op
 from parity.op import Backend, Inputs
 from tests.matrix.models import GLA_1B, RING_LINEAR
-from tests.matrix.ops import BF16, F32, TRAINED, in_turn, is_backward, op
+from tests.matrix.ops import BF16, F32, TRAINED, in_turn, is_backward, op, sizes
 from tests.matrix.scans import (
     IN_DOTS,
     by_state,
@@ -244,14 +244,10 @@ SCALAR_GATES = ("gates", "alibi")
 
 # Lengths around a chunk's border, K and V that are no multiples of a tile, and of 128, and on either side of it.
 ONE_STEP = dict(B=1, T=1, H=2, K=16, V=16)
-EDGES = [
-    dict(B=2, T=3, H=1, K=32, V=16),
-    dict(B=1, T=63, H=2, K=16, V=48),
-    dict(B=2, T=64, H=1, K=64, V=32),
-    dict(B=1, T=65, H=2, K=32, V=100),
-    dict(B=1, T=129, H=1, K=100, V=64),
-]
-WIDE = [dict(B=1, T=40, H=1, K=128, V=256), dict(B=1, T=40, H=1, K=256, V=100)]
+EDGES = sizes(
+    "B T H K V", (2, 3, 1, 32, 16), (1, 63, 2, 16, 48), (2, 64, 1, 64, 32), (1, 65, 2, 32, 100), (1, 129, 1, 100, 64)
+)
+WIDE = sizes("B T H K V", (1, 40, 1, 128, 256), (1, 40, 1, 256, 100))
 SMALL = dict(B=2, T=40, H=1, K=64, V=48)
 SMALL_CHANNELS = dict(B=1, T=40, H=2, K=16, V=48)
 FOUR_BLOCKS = dict(B=1, T=50, H=1, K=100, V=20)  # of 16 rows; K and V are multiples of nothing
@@ -263,12 +259,7 @@ DECODED = dict(B=9, T=1, H=2, K=16, V=48)  # states for a group and part of one
 STEPS_PACKED = dict(B=1, T=20, H=2, K=16, V=48, N=5)
 HEADS = [dict(B=1, T=300, H=heads, K=16, V=16) for heads in (16, 64)]
 GROUPS_OF_HEADS = [dict(B=2, T=40, H=16, K=16, V=16), PACKED | dict(H=32)]
-EMPTY = [
-    dict(B=0, T=20, H=2, K=16, V=16),
-    dict(B=1, T=0, H=2, K=16, V=16),
-    dict(B=1, T=20, H=0, K=16, V=16),
-    dict(B=1, T=20, H=2, K=16, V=0),
-]
+EMPTY = sizes("B T H K V", (0, 20, 2, 16, 16), (1, 0, 2, 16, 16), (1, 20, 0, 16, 16), (1, 20, 2, 16, 0))
 RING = dict(B=1, T=8, H=16, K=128, V=128)  # of models: all that is summed over, and few steps
 GLA = dict(B=1, T=8, H=1, K=256, V=128)
 PACKINGS = ["even", "ragged", "zeros_and_ones", "one"]

@@ -10,7 +10,7 @@ from parity import Array, Case, Contract, Expected, Groups, Op, abs_of
 from parity.inputs import GROUPS
 from parity.op import Backend, Inputs
 from tests.matrix.models import GPT_OSS_120B, MODELS
-from tests.matrix.ops import BF16, F16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED, in_turn, of_unit, one_in, op
+from tests.matrix.ops import BF16, F16, F32, MMA_DEPTH, MXU_DEPTH, TRAINED, in_turn, of_unit, one_in, op, sizes
 
 
 class Shapes(NamedTuple):
@@ -221,12 +221,7 @@ SMALL_TILES = (64, 128, 128)  # several tiles along every axis of a small case, 
 SMALL = [dict(M=300, K=200, N=160, G=6)]
 EDGES = [dict(M=m, K=k, N=n, G=5) for m in (128, 257) for k in (1, 130, 512) for n in (1, 96, 256)]
 ONE_GROUP = [dict(M=m, K=k, N=96, G=1) for m in (128, 257) for k in (1, 130, 512)]
-EMPTY = [
-    dict(M=0, K=64, N=64, G=3),
-    dict(M=64, K=0, N=64, G=3),
-    dict(M=64, K=64, N=0, G=3),
-    dict(M=64, K=64, N=64, G=0),
-]
+EMPTY = sizes("M K N G", (0, 64, 64, 3), (64, 0, 64, 3), (64, 64, 0, 3), (64, 64, 64, 0))
 SHARD = [dict(M=200, K=130, N=96, G=2)]
 SHARDS = [(0, 8), (3, 8), (6, 8)]
 SQUARE = [dict(M=200, K=128, N=128, G=4)]  # where a forgotten transpose still fits

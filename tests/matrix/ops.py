@@ -28,6 +28,11 @@ def is_backward(c: Case) -> bool:
     return c.op.endswith("_bwd")
 
 
+def sizes(axes: str, *rows: tuple[int, ...]) -> list[dict[str, int]]:
+    """A table of shapes: sizes("M K", (3, 4), (5, 6)) is [dict(M=3, K=4), dict(M=5, K=6)]."""
+    return [dict(zip(axes.split(), row, strict=True)) for row in rows]
+
+
 def one_in(n: int, cases: Sequence[Case], first: int = 0) -> tuple[Case, ...]:
     """Every n-th of the cases from the first on, the others in the full tier.
 
