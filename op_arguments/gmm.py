@@ -85,10 +85,8 @@ def check_gmm(
     `exact` also lets float64 operands through: the goldens take them.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, shape or value.
     """
-    check_array("lhs", lhs, "M, K", FLOATS, exact=exact)
-    check_array("rhs", rhs, "G, N, K" if transpose_rhs else "G, K, N", FLOATS, exact=exact)
-    _same_dtype(lhs, rhs)
-    out_dtype = check_output_dtype("preferred_element_type", preferred_element_type, lhs.dtype, FLOATS, exact=exact)
+    of_rhs = "G, N, K" if transpose_rhs else "G, K, N"
+    out_dtype = _check_operands(lhs, rhs, of_rhs, preferred_element_type, exact)
     return problem_of_gmm(lhs, rhs, groups, existing_out, transpose_rhs, out_dtype, exact)
 
 
@@ -102,10 +100,7 @@ def check_tgmm(
     exact: bool = False,
 ) -> Problem:
     """Check the arguments of `tgmm`; as `check_gmm`."""
-    check_array("lhs", lhs, "M, K", FLOATS, exact=exact)
-    check_array("rhs", rhs, "M, N", FLOATS, exact=exact)
-    _same_dtype(lhs, rhs)
-    out_dtype = check_output_dtype("preferred_element_type", preferred_element_type, lhs.dtype, FLOATS, exact=exact)
+    out_dtype = _check_operands(lhs, rhs, "M, N", preferred_element_type, exact)
     return problem_of_tgmm(lhs, rhs, groups, num_actual_groups, existing_out, out_dtype, exact)
 
 
@@ -162,9 +157,13 @@ def check_group_metadata(
     check_groups(Groups(group_sizes, group_offset, sizes), num_groups, m)
 
 
-def _same_dtype(lhs: Array, rhs: Array) -> None:
+def _check_operands(lhs: Array, rhs: Array, of_rhs: str, preferred_element_type: Any, exact: bool) -> str:
+    """The name of the output's dtype, after checking lhs [M, K] and rhs with the axes `of_rhs`."""
+    check_array("lhs", lhs, "M, K", FLOATS, exact=exact)
+    check_array("rhs", rhs, of_rhs, FLOATS, exact=exact)
     if dtype_name(lhs.dtype) != dtype_name(rhs.dtype):
         raise TypeError(f"rhs must have lhs's dtype {dtype_name(lhs.dtype)}, got {dtype_name(rhs.dtype)}")
+    return check_output_dtype("preferred_element_type", preferred_element_type, lhs.dtype, FLOATS, exact=exact)
 
 
 def check_num_actual_groups(num_actual_groups: int | None, group_sizes: Array) -> int:
