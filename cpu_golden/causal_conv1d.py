@@ -16,14 +16,7 @@ from cpu_golden._lib.activations import over_time, sigmoid
 from cpu_golden._lib.arguments import values
 from cpu_golden._lib.scans import sequences_of
 from cpu_golden.stages import Stages, exact
-from op_arguments.causal_conv1d import (
-    ConvGrads,
-    ConvOptions,
-    ConvOutput,
-    ConvProblem,
-    check_conv,
-    check_conv_gradients,
-)
+from op_arguments.causal_conv1d import ConvGrads, ConvOptions, ConvOutput, check_conv, check_conv_gradients
 from op_arguments.options import options_of
 
 
@@ -45,7 +38,7 @@ def causal_conv1d(x: Array, weight: Array, *, output_final_state: bool = False, 
     o = _Options(**options)
     offsets = values(o.cu_seqlens)
     p = check_conv(x, weight, o, offsets, exact=True)
-    before = _steps_first(o.initial_state, p)
+    before = _steps_first(o.initial_state, (p.n, p.d, p.w - 1))
     y, last = np.zeros(x.shape), np.zeros(before.shape)
     for rows, n in sequences_of(p.t, offsets):
         seen = np.concatenate([before[n], x[:, rows].astype(np.float64)], axis=1)
@@ -68,7 +61,7 @@ def causal_conv1d_bwd(x: Array, weight: Array, dy: Array, *, dht: Array | None =
     offsets, stages = values(o.cu_seqlens), o.stages
     p = check_conv(x, weight, o, offsets, exact=True)
     check_conv_gradients(p, dy, dht, exact=True)
-    before, dlast = (_steps_first(state, p) for state in (o.initial_state, dht))
+    before, dlast = (_steps_first(state, (p.n, p.d, p.w - 1)) for state in (o.initial_state, dht))
     taps = weight.astype(np.float64)
     dx, dz, dbefore, terms = (np.zeros(shape) for shape in (x.shape, x.shape, before.shape, (*x.shape, p.w)))
     for rows, n in sequences_of(p.t, offsets):
@@ -107,6 +100,6 @@ def _convolved(seen: Array, weight: Array, o: _Options) -> Array:
     return o.stages("z", z)
 
 
-def _steps_first(state: Array | None, p: ConvProblem) -> Array:
-    """A state [N, D, W - 1] as float64 [N, W - 1, D]; of None zeros."""
-    return np.zeros((p.n, p.w - 1, p.d)) if state is None else state.astype(np.float64).swapaxes(1, 2)
+def _steps_first(state: Array | None, shape: tuple[int, ...]) -> Array:
+    """A state [N, D, W - 1], that of None zero, as float64 [N, W - 1, D]."""
+    return (np.zeros(shape) if state is None else state.astype(np.float64)).swapaxes(1, 2)
