@@ -16,8 +16,8 @@ from cpu_golden.mxfp8 import mxfp8_values
 from cpu_golden.stages import Stages, exact
 from cpu_golden.swizzle import unswizzle_scales
 from op_arguments import resolve_tiling
-from op_arguments.grouped_gemm import GroupedGemmOptions, check_grouped_gemm, check_mxfp8_tile
-from op_arguments.mxfp8 import MX_BLOCK
+from op_arguments.grouped_gemm import GroupedGemmOptions, check_grouped_gemm
+from op_arguments.mxfp8 import MX_BLOCK, check_mxfp8_tile
 from op_arguments.options import options_of
 
 

@@ -25,15 +25,8 @@ from gpu_reference._lib.tiles import Candidate, Tile, chosen, first_filled, fitt
 from gpu_reference.gmm import TGMM_TILES, gmm, tgmm
 from op_arguments import Tiling, dtype_name
 from op_arguments.gmm import Problem
-from op_arguments.grouped_gemm import (
-    GroupedGemmOptions,
-    Support,
-    check_grouped_gemm,
-    check_mxfp8_tile,
-    check_strict,
-    mxfp8_dot_dtype,
-)
-from op_arguments.mxfp8 import MX_BLOCK, SWIZZLED_COLUMNS, SWIZZLED_ROWS
+from op_arguments.grouped_gemm import GroupedGemmOptions, Support, check_grouped_gemm, check_strict
+from op_arguments.mxfp8 import MX_BLOCK, SWIZZLED_COLUMNS, SWIZZLED_ROWS, check_mxfp8_tile, mxfp8_dot_dtype
 from op_arguments.options import options_of
 
 GROUPED_GEMM_TILES: dict[int, tuple[Candidate, ...]] = {

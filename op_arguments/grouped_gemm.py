@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 from op_arguments import check_array, dtype_name
 from op_arguments.gmm import GmmOptions, Groups, Problem, TgmmOptions, problem_of_gmm, problem_of_tgmm
-from op_arguments.mxfp8 import MX_BLOCK, WIDE, check_mxfp8_scale
+from op_arguments.mxfp8 import WIDE, check_mxfp8_scale, mxfp8_dot_dtype
 from op_arguments.quantize import FP8, Quantized
-from op_arguments.quantized_gmm import check_quantized_out, check_tile
+from op_arguments.quantized_gmm import check_quantized_out
 
 RAGGED = ("lhs", "contracting")
 SCALE_LAYOUTS = ("plain", "swizzled")
@@ -76,27 +76,10 @@ def check_grouped_gemm(lhs: Any, rhs: Any, groups: Groups, options: GroupedGemmO
     return p
 
 
-def mxfp8_dot_dtype(lhs: Any, rhs: Any) -> str:
-    """`"mxfp8"` for two fp8 operands, else the dtype of those that are not quantised, to which the other is widened.
-
-    Raises TypeError for two unlike dtypes that are not quantised.
-    """
-    wide = [name for name in (dtype_name(lhs), dtype_name(rhs)) if name not in FP8]
-    if len(set(wide)) > 1:
-        raise TypeError(f"rhs must have lhs's dtype {wide[0]} where neither is quantised, got {wide[1]}")
-    return wide[0] if wide else "mxfp8"
-
-
 def check_strict(support: Support, strict: bool) -> None:
     """Refuse a path that is a fallback where none is wanted."""
     if strict and support.fallback:
         raise ValueError(f"strict must be False for a fallback, {support.path}: {support.reason}")
-
-
-def check_mxfp8_tile(name: str, tile: int, size: int) -> None:
-    """Refuse a tile of part of the contraction axis (of `size`) that is no multiple or divisor of the block, 32."""
-    if tile < size:
-        check_tile(name, tile, MX_BLOCK, size)
 
 
 def _check_operand(name: str, pair: Quantized, axis: int, swizzled: bool) -> None:

@@ -1,9 +1,10 @@
-"""What the quantisers of MXFP8 accept (they are defined in `cpu_golden/mxfp8.py`), and the rule of their scales."""
+"""What the quantisers of MXFP8 accept (they are defined in `cpu_golden/mxfp8.py`), and the rules of their scales."""
 
 from typing import Any
 
 from op_arguments import Array, check_array, check_output_dtype, dtype_name
 from op_arguments.quantize import FP8, check_float
+from op_arguments.quantized_gmm import check_tile
 
 E8M0 = "float8_e8m0fnu"
 MX_BLOCK = 32
@@ -77,6 +78,23 @@ def check_mxfp8_scale(name: str, scale: Any, of: str, shape: tuple[int, ...], ax
         words = f"{of}'s shape {list(shape)} with axis {axis} as ceil({shape[axis]} / 32), {list(expected)}"
     if tuple(scale.shape) != expected:
         raise ValueError(f"{name} must have {words}, got {list(scale.shape)}")
+
+
+def mxfp8_dot_dtype(lhs: Any, rhs: Any) -> str:
+    """`"mxfp8"` for two fp8 operands, else the dtype of those that are not quantised, to which the other is widened.
+
+    Raises TypeError for two unlike dtypes that are not quantised.
+    """
+    wide = [name for name in (dtype_name(lhs), dtype_name(rhs)) if name not in FP8]
+    if len(set(wide)) > 1:
+        raise TypeError(f"rhs must have lhs's dtype {wide[0]} where neither is quantised, got {wide[1]}")
+    return wide[0] if wide else "mxfp8"
+
+
+def check_mxfp8_tile(name: str, tile: int, size: int) -> None:
+    """Refuse a tile of part of the contraction axis (of `size`) that is no multiple or divisor of the block, 32."""
+    if tile < size:
+        check_tile(name, tile, MX_BLOCK, size)
 
 
 def check_swizzle(scale: Array) -> None:

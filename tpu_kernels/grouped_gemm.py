@@ -13,15 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from op_arguments import Tiling, resolve_tiling
-from op_arguments.grouped_gemm import (
-    GroupedGemmOptions,
-    Support,
-    check_grouped_gemm,
-    check_mxfp8_tile,
-    check_strict,
-    mxfp8_dot_dtype,
-)
-from op_arguments.mxfp8 import MX_BLOCK
+from op_arguments.grouped_gemm import GroupedGemmOptions, Support, check_grouped_gemm, check_strict
+from op_arguments.mxfp8 import MX_BLOCK, check_mxfp8_tile, mxfp8_dot_dtype
 from op_arguments.options import options_of
 from op_arguments.quantized_gmm import QuantizedProblem
 from tpu_kernels._lib.arguments import Interpret, groups_of, resolve_interpret, shard_of

@@ -8,16 +8,15 @@ import pytest
 
 from op_arguments import check_array, check_output_dtype
 from op_arguments.gmm import Groups
-from op_arguments.grouped_gemm import (
-    RAGGED,
-    GroupedGemmOptions,
-    Support,
-    check_grouped_gemm,
-    check_mxfp8_tile,
-    check_strict,
-)
+from op_arguments.grouped_gemm import RAGGED, GroupedGemmOptions, Support, check_grouped_gemm, check_strict
 from op_arguments.moe import check_expert_parallel
-from op_arguments.mxfp8 import check_mxfp8_dequantize, check_mxfp8_quantize, check_unswizzle, swizzled_shape
+from op_arguments.mxfp8 import (
+    check_mxfp8_dequantize,
+    check_mxfp8_quantize,
+    check_mxfp8_tile,
+    check_unswizzle,
+    swizzled_shape,
+)
 from op_arguments.quantize import (
     Quantized,
     check_blocks,
