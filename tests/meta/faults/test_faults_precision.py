@@ -1,6 +1,6 @@
 """Losses of precision planted in the kernels: what a contract explains must find them, without integer data or ledger.
 
-`docs/verdicts.md` has what each of them measures.
+`docs/verdicts.md` has what each of them measures, by `power.py` beside this.
 """
 
 import re
@@ -14,7 +14,7 @@ from parity.judging.judge import gates
 from parity.op import Case
 from parity.trial import Trial
 from tests.matrix import OPS
-from tests.meta.faults.planting import Fault, gpu, having, named, pairs, plant, tpu
+from tests.meta.faults.planting import ROOT, Fault, gpu, having, named, pairs, plant, tpu
 
 ROUNDED = {
     ("tpu", "float16"): "jax.lax.reduce_precision({}, 8, 10)",
@@ -419,6 +419,12 @@ def tiered(p):
 
 
 TIERED = [tiered(p) for p in pairs(FAULTS, OPS)]
+
+
+def test_the_documents_have_what_is_seen_of_every_loss():
+    power = (ROOT / "docs" / "verdicts.md").read_text().partition("## Power")[2].partition("Not seen:")[0]
+    documented = [row.split(" | ")[0].removeprefix("| ") for row in power.splitlines() if row.startswith("| ")]
+    assert documented == ["planted", *dict.fromkeys(fault.name.removeprefix("float16 ") for fault in FAULTS)]
 
 
 def test_the_default_tier_has_those_that_it_names():
