@@ -96,16 +96,16 @@ def contract(c: Case, backend: Backend) -> Contract:
 def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
     """The GPU takes fewer rows at a time, as `gpu_reference._lib.chunk_plan` has it, and decays pairs one by one.
 
-    The TPU takes the chunks of the case, and decays pairs in dots. Where a step has one gate both decay values: beside
+    The TPU takes powers of two, and decays pairs in dots. Where a step has one gate both decay values: beside
     bfloat16 keys that are exact."""
     if backend == "gpu":
         widest = 4096 // max(1 << (c.K - 1).bit_length(), 16)
-        rows = min(c.chunk & -c.chunk, 16 if is_per_channel(c) else 32, max(widest, 16))
+        rows = min(scans.rows_of_chunk(c), 16 if is_per_channel(c) else 32, max(widest, 16))
         solve = {"solve_depth": 1, "solve_passes": single_pass}
         return {"chunk_size": rows, "values_decayed": not is_per_channel(c), **solve}
     of_gates = {"sub_block": 1} if is_per_channel(c) else {"values_decayed": True}
     whole = {"solve_passes": whole_float32, "whole_passes": whole_float32} if c.dtype == BF16 else {}
-    return {"kept_whole": c.dtype == BF16} | of_gates | whole
+    return {"chunk_size": scans.rows_of_chunk(c), "kept_whole": c.dtype == BF16} | of_gates | whole
 
 
 def chunk_sites(c: Case, backend: Backend) -> Mapping[str, str]:

@@ -21,6 +21,7 @@ from tests.matrix.scans import (
     is_packed,
     is_power_of_four,
     is_recurrent,
+    rows_of_chunk,
     scan_contract,
 )
 
@@ -144,13 +145,14 @@ def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
     """With a decay per step chunked kernels decay v where a state is written. The GPU's take fewer rows at a time, and
     backwards a tile of K.
 
-    As `gpu_reference._lib.chunk_plan` has it; the TPU's take the chunks of the case, and in dots all pairs of two rows.
+    As `gpu_reference._lib.chunk_plan` has it; the TPU's take powers of two, and in dots all pairs of two rows.
     """
     if is_recurrent(c):
         return {}
     if backend == "tpu":
-        return {"kept_whole": is_split(c)} | ({"values_decayed": True} if is_simple(c) else {"sub_block": 1})
-    rows = min(c.chunk & -c.chunk, 32 if is_simple(c) else 16, max(4096 // max(1 << (c.K - 1).bit_length(), 16), 16))
+        of_gates = {"values_decayed": True} if is_simple(c) else {"sub_block": 1}
+        return {"chunk_size": rows_of_chunk(c), "kept_whole": is_split(c)} | of_gates
+    rows = min(rows_of_chunk(c), 32 if is_simple(c) else 16, max(4096 // max(1 << (c.K - 1).bit_length(), 16), 16))
     chosen: dict[str, Any] = {"chunk_size": rows}
     if is_simple(c):
         chosen["values_decayed"] = True

@@ -46,10 +46,15 @@ def functions(c: Case, backend: Backend, split: bool, of_step: bool) -> Mapping[
     return dict.fromkeys(exp, ("exp",)) | (of_unit(backend) if backend == "tpu" or split else {})
 
 
+def rows_of_chunk(c: Case) -> int:
+    """Of the TPU's kernels, and at most of the GPU's: the largest power of two in what the case asks for."""
+    return int(c.chunk & -c.chunk)
+
+
 def chunks_fill_lanes(c: Case) -> bool:
     """Whether two chunks of rows fit a TPU's lanes: its matrix unit then sums the gates between two of these, if it
     takes bfloat16 pieces of what is float32."""
-    return 2 * (c.chunk & -c.chunk) <= LANES
+    return 2 * rows_of_chunk(c) <= LANES
 
 
 def by_step(c: Case, inputs: Inputs, heads: int) -> dict[str, np.ndarray]:
