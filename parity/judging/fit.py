@@ -35,8 +35,9 @@ from parity.judging.metrics import UNDERFLOW, Metrics, Scale, explained_by
 from parity.judging.verdict import FALSE, Verdict
 
 KAPPA = 1.3
-"""How many times its contract's error a kernel's may be: what contracts leave out (the order of a sum, an exp). Of 230
-cases of the matrix on both backends none needs more than 1.2."""
+"""How many times its contract's error a kernel's may be: what contracts leave out (the order of a sum, an exp).
+Of 1,320 pairs of case and backend, drawn at random, four need more than 1.25 of a seed and four runs, and none more
+than 1.29; over eight seeds and 64 runs these four are at 1.00 to 1.08 times their contract."""
 KAPPA_EVEN = 1.25
 """How many times the others' ratio a label's may be: what contracts leave out differs less from label to label."""
 ELEMENTS, LOOKS = 1e9, 1e6
