@@ -11,8 +11,10 @@ from op_arguments.gla import Problem
 from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.chunk_plan import BLOCK_TOKENS, Scan, block_lengths, first_fitting, rows_of, vmem_budget
 
-# Rows of all heads of a step's chunks at most: with more a program is longer, and keeps less in registers.
-ROWS_AT_ONCE = 256
+# Rows of all heads of a step's chunks at most: the more heads, the less is waited for. With more a program is longer: of
+# a backward pass with a decay per channel, which has half of them, 1.4 MB.
+ROWS_AT_ONCE = 512
+CORES, FEW_HEADS = 2, 4  # each core has a part of b or the heads, but of few heads one may have all
 CHUNK_VALUES = 48  # matrices of a chunk and head that a backward step has at a time
 
 
@@ -54,7 +56,9 @@ def make_plan(p: DeltaProblem, per_channel: bool, *, backward: bool, chunk_size:
     if 0 in (p.b, p.t, p.hv, p.k, p.v, p.n):
         return None
     chunk = chunk_size & -chunk_size
-    most = max(ROWS_AT_ONCE // chunk // (2 if backward or per_channel else 1), 1)
+    most = max(ROWS_AT_ONCE // chunk // (2 if backward and per_channel else 1), 1)
+    if p.b == 1:
+        most = min(most, max(p.hv // CORES, FEW_HEADS))
     heads = [n for n in range(most, 0, -1) if p.hv % n == 0 and (n % p.group == 0 or p.group % n == 0)]
     of_values = Problem(p.b, p.t, p.hv, p.k, p.v, p.n, p.scale, p.dtype, p.packed)
 
