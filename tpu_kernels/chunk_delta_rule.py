@@ -7,8 +7,10 @@ With S the state at a chunk's start, D the decay from step j to step i and decay
 
 (Yang et al. 2024, arXiv:2412.06464; Kimi Linear, arXiv:2510.26692); the formulas of the gradients are those of
 `cpu_golden/chunk_delta_rule.py`. What is between the chunks of a sequence is as in `chunk_scan`: kernels see q, k, v as
-[B, heads, T, ·] and states as [V, K], a grid step takes a block of chunks of a few value heads, and the state stays in
-VMEM along T. The inverse comes from substitution (`_lib/triangular.py`), in float32 whatever q and k are.
+[B, heads, T, ·] and states as [V, K], a grid step takes a block of chunks of up to eight value heads, and the state
+stays in VMEM along T. With one gate for all channels the forward pass has [K, V]: the matrix unit loads states as they
+lie, where it would take twice as long to turn them. The inverse comes from substitution (`_lib/triangular.py`), in
+float32 whatever q and k are.
 
 The forward pass is one kernel. So is the backward pass where its states fit VMEM: it walks the blocks twice, forward
 over k, v, beta and gates alone to keep the state at the start of each block, then in reverse, where the states of a
@@ -95,7 +97,7 @@ def _forward(x: DeltaArrays, *, plan: DeltaPlan | None, output_final_state: bool
         interpret=interpret,
         work=(6, 3),
     )
-    return Output(layout.public(results["o"]), results["ht"].swapaxes(2, 3) if output_final_state else None)
+    return Output(layout.public(results["o"]), layout.turned(results["ht"]) if output_final_state else None)
 
 
 @jit("plan", "interpret")
@@ -139,7 +141,7 @@ def _backward(x: DeltaArrays, *, plan: DeltaPlan | None, interpret: Interpreted)
         dv,
         dg.astype(x.g.dtype),
         dbeta.astype(x.beta.dtype),
-        results["dh0"].swapaxes(2, 3) if x.initial_state is not None else None,
+        layout.turned(results["dh0"]) if x.initial_state is not None else None,
     )
 
 
@@ -335,5 +337,5 @@ class _Block(ChunkBlock):
 
 
 def _next_state(s: _Solved, state: jax.Array, scan: Any) -> jax.Array:
-    """The state [heads, V, K] at the end of a chunk."""
+    """The state at the end of a chunk."""
     return decayed(state, s.decay, written_by(s.k, s.v_new, s.decay, s.decay.decay_to_end, scan))

@@ -100,7 +100,7 @@ def _forward(x: Arrays, *, plan: Scan | None, output_final_state: bool, interpre
         operands = {**layout.rows(q=x.q, k=x.k, v=x.v), **layout.gates}
         operands["states"] = layout.chunk_states(results["states"])
         results |= call(_outputs_kernel, "chunk_outputs", operands, outputs, {}, work=(2, 1))
-    return Output(layout.public(results["o"]), results["ht"].swapaxes(2, 3) if output_final_state else None)
+    return Output(layout.public(results["o"]), layout.turned(results["ht"]) if output_final_state else None)
 
 
 @jit("plan", "interpret")
@@ -135,7 +135,7 @@ def _backward(x: Arrays, *, plan: Scan | None, interpret: Interpreted) -> Gradie
         operands |= {"states": layout.chunk_states(states), "dstates": layout.chunk_states(results["dstates"])}
         results |= call(_gradients_kernel, "chunk_grads", operands, grads, {}, work=(5, 3))
     dq, dk, dv = (layout.public(results[name]) for name in ("dq", "dk", "dv"))
-    dh0 = results["dh0"].swapaxes(2, 3) if starts else None
+    dh0 = layout.turned(results["dh0"]) if starts else None
     return Gradients(dq, dk, dv, _gate_gradients(layout, x.gates, results.get("dgate")), dh0)
 
 

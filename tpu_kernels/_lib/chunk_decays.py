@@ -258,17 +258,17 @@ Decay = StepDecay | ChannelDecay
 def read_state(
     x: jax.Array, state: jax.Array, decay: Decay, way: Callable[[int], jax.Array], scan: Scan, pieces: int = 2
 ) -> jax.Array:
-    """(x · way) @ stateᵀ, in `pieces`. A decay per row is applied to the sums, which leaves x as exact as it is."""
+    """(x · way) @ the state, in `pieces`. A decay per row is applied to the sums, which leaves x as exact as it is."""
+    contract = (1, 0) if scan.by_key else (1, 1)
     if decay.per_channel:
-        return dot(f32(x) * way(scan.p.k), state, (1, 1), scan, pieces)
-    return way(scan.p.v) * dot(x, state, (1, 1), scan, pieces)
+        return dot(f32(x) * way(scan.p.k), state, contract, scan, pieces)
+    return way(scan.p.v) * dot(x, state, contract, scan, pieces)
 
 
 def written_by(k: jax.Array, values: jax.Array, decay: Decay, way: Callable[[int], jax.Array], scan: Scan) -> jax.Array:
-    """valuesᵀ @ (k · way). A decay per row is applied to the values, which leaves k as exact as it is."""
-    if decay.per_channel:
-        return dot(values, f32(k) * way(scan.p.k), (0, 0), scan)
-    return dot(way(scan.p.v) * values, k, (0, 0), scan)
+    """(k · way)ᵀ @ values, as states lie. A decay per row is applied to the values, which leaves k exact."""
+    k, values = (f32(k) * way(scan.p.k), values) if decay.per_channel else (k, way(scan.p.v) * values)
+    return dot(k, values, (0, 0), scan) if scan.by_key else dot(values, k, (0, 0), scan)
 
 
 def decayed(state: jax.Array, decay: Decay, term: jax.Array) -> jax.Array:

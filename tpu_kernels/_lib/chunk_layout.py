@@ -86,12 +86,16 @@ class Layout:
     def states(self, **states: jax.Array | None) -> dict[str, Operand]:
         """States [N, H, K, V] as operands, those that there are."""
         given = {name: x for name, x in states.items() if x is not None}
-        return {name: Operand(x.swapaxes(2, 3), space=pl.ANY) for name, x in given.items()}
+        return {name: Operand(self.turned(x), space=pl.ANY) for name, x in given.items()}
 
     def state_out(self) -> Operand:
         """A state of each sequence."""
         scan = self.scan
-        return Operand(jax.ShapeDtypeStruct((scan.p.n, scan.p.h, scan.p.v, scan.p.k), jnp.float32), space=pl.ANY)
+        return Operand(jax.ShapeDtypeStruct((scan.p.n, scan.p.h, *scan.state[1:]), jnp.float32), space=pl.ANY)
+
+    def turned(self, states: jax.Array) -> jax.Array:
+        """States [N, H, K, V] of the caller as those of the kernels, and back."""
+        return states if self.scan.by_key else states.swapaxes(2, 3)
 
     def rows_out(self, width: int, dtype: Any) -> Operand:
         """An output with a row per step."""
@@ -101,8 +105,8 @@ class Layout:
     def chunk_states(self, states: jax.Array | None = None) -> Operand:
         """A state of each chunk."""
         scan = self.scan
-        shape = (scan.p.b, scan.blocks * scan.chunks, scan.p.h, scan.p.v, scan.p.k)
-        block = (None, scan.chunks, scan.heads, scan.p.v, scan.p.k)
+        shape = (scan.p.b, scan.blocks * scan.chunks, scan.p.h, *scan.state[1:])
+        block = (None, scan.chunks, *scan.state)
         array = jax.ShapeDtypeStruct(shape, jnp.float32) if states is None else states
         return Operand(array, block, lambda b, h, t: (b, t, h, 0, 0))
 

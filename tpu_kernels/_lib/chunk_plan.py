@@ -46,7 +46,7 @@ class Scan(NamedTuple):
     gate: "constant" (a decay per head), "step" (and step) or "channel" (and channel of k). fused: one kernel does all.
     split: what dots take of a float32 is two bfloat16, else three, all of it. The sequences of p are laid out in t rows
     for the kernels: `blocks` of `chunks` of `chunk` rows. heads: of a grid step; group: of them, at work at once.
-    unroll: chunks in a turn of the loop that makes just states.
+    unroll: chunks in a turn of the loop that makes just states. by_key: whether states are [K, V], else [V, K].
     """
 
     p: Problem
@@ -61,6 +61,7 @@ class Scan(NamedTuple):
     group: int
     split: bool = False
     unroll: int = 1
+    by_key: bool = False
 
     @property
     def rows(self) -> int:
@@ -70,7 +71,7 @@ class Scan(NamedTuple):
     @property
     def state(self) -> tuple[int, int, int]:
         """The shape of the states of a grid step's heads."""
-        return self.heads, self.p.v, self.p.k
+        return (self.heads, self.p.k, self.p.v) if self.by_key else (self.heads, self.p.v, self.p.k)
 
     @property
     def masked(self) -> bool:

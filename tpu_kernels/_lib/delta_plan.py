@@ -11,8 +11,8 @@ from op_arguments.gla import Problem
 from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.chunk_plan import BLOCK_TOKENS, Scan, block_lengths, first_fitting, rows_of, vmem_budget
 
-# Rows of all heads of a step's chunks at most: the more heads, the less is waited for. With more a program is longer: of
-# a backward pass with a decay per channel, which has half of them, 1.4 MB.
+# Rows of all heads of a step's chunks at most: the more heads, the less is waited for, and the longer is a program. A
+# backward pass with a decay per channel has half of them, or it would be of 1.4 MB.
 ROWS_AT_ONCE = 512
 CORES, FEW_HEADS = 2, 4  # each core has a part of b or the heads, but of few heads one may have all
 CHUNK_VALUES = 48  # matrices of a chunk and head that a backward step has at a time
@@ -72,6 +72,7 @@ def make_plan(p: DeltaProblem, per_channel: bool, *, backward: bool, chunk_size:
             heads=heads,
             group=heads,
             split=p.dtype != "float32",
+            by_key=not backward and not per_channel,
         )
         return DeltaPlan(p, scan, backward)
 
