@@ -26,7 +26,7 @@ POWERS = """\
 FAULTS = named({
     # FlashKDA's, cuDNN's, vLLM's, tt-metal's and PTO's: exact on keys apart, infinite on equal ones
     "the inverse comes from powers": [
-        tpu(FORWARD, "    t, i, j = _of_blocks(a), iota(a.shape, 1), iota(a.shape, 2)\n", POWERS, equal),
+        tpu(FORWARD, "    heads, c, _ = a.shape\n    beside =", POWERS + "    beside =", equal),
     ],
     "the decay comes after the error": [
         tpu(FORWARD, "recalled = read_state(k, state, decay, decay.decay_from_start, scan, WHOLE)",
