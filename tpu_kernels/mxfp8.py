@@ -19,6 +19,7 @@ from op_arguments.mxfp8 import (
     check_mxfp8_quantize,
 )
 from op_arguments.quantize import Blocks, DualQuantized, Quantized
+from tpu_kernels._lib import chip
 from tpu_kernels._lib.arguments import Interpret, resolve_interpret
 from tpu_kernels._lib.blocks import (
     check_finite_here,
@@ -26,7 +27,17 @@ from tpu_kernels._lib.blocks import (
     dual_quantize_blocks,
     quantize_blocks,
 )
-from tpu_kernels._lib.formats import FORMATS, INFINITY, MAGNITUDE, SMALLEST_NORMAL, Format, bits_of, float_of, rounded
+from tpu_kernels._lib.formats import (
+    FORMATS,
+    INFINITY,
+    MAGNITUDE,
+    SMALLEST_NORMAL,
+    Format,
+    bits_of,
+    float_of,
+    rounded,
+    rounded_short,
+)
 
 
 def mxfp8_quantize(
@@ -123,6 +134,11 @@ class PowerScales:
     rounding: Literal["up", "floor"]
     scale_dtype = E8M0
 
+    @property
+    def factor_dtype(self) -> str:
+        """bfloat16 where the chip computes with it: products with powers of two are exact."""
+        return "bfloat16" if chip.computes_bfloat16() else "float32"
+
     def kept(self, absmax: jax.Array) -> jax.Array:
         """The inverse of the power of two, of at least 2^-127, that absmax gives."""
         largest = int(np.float32(self.format.largest).view(np.int32))
@@ -148,16 +164,17 @@ class PowerScales:
         code = jnp.where(magnitude > INFINITY, target.nan_code, jnp.where(bits < 0, code - 128, code))
         return code.astype(jnp.int8)
 
-    def factor(self, absmax: jax.Array, kept: jax.Array) -> jax.Array:
-        """What is kept, the inverse of the scale."""
-        return kept
+    def short(self, absmax: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What is kept, the inverse of the scale, twice."""
+        kept = self.kept(absmax)
+        return kept, kept
 
     def encode_short(self, x: jax.Array, factor: jax.Array) -> jax.Array:
         """As `encode`, of finite x in bfloat16."""
-        quotient = x.astype(jnp.float32) * factor
+        quotient = x.astype(factor.dtype) * factor
         if self.rounding == "floor":
             quotient = jnp.clip(quotient, -self.format.largest, self.format.largest)
-        return rounded(quotient, x, self.format)
+        return rounded_short(quotient, self.format) if factor.dtype == x.dtype else rounded(quotient, x, self.format)
 
     def scale(self, kept: jax.Array) -> jax.Array:
         """The power of two whose inverse is kept."""

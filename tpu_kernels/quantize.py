@@ -135,7 +135,7 @@ class FloatScales:
     """Scales that are any normal float32: absmax divided by the largest value of the format."""
 
     format: Format
-    scale_dtype = "float32"
+    scale_dtype = factor_dtype = "float32"
 
     def kept(self, absmax: jax.Array) -> jax.Array:
         """absmax / largest, correctly rounded, at least the smallest normal number; 1 for one of 0 or subnormal."""
@@ -144,9 +144,8 @@ class FloatScales:
         lift = jnp.where(small, LIFT, 1.0)
         dividend = absmax * lift
         quotient = dividend * (1 / largest)
-        high, low = _split(quotient)
-        # The remainder is exact, and no quotient lies halfway between two floats: `largest` has an odd factor above 1.
-        quotient += ((dividend - largest * high) - largest * low) * (1 / largest)
+        # No quotient lies halfway between two floats: `largest` has an odd factor above 1.
+        quotient += self._remainder(dividend, quotient) * (1 / largest)
         scale = jnp.maximum(quotient, SMALLEST * lift) * jnp.where(small, 1 / LIFT, 1.0)
         return jnp.where(absmax < SMALLEST, 1.0, scale)
 
@@ -178,14 +177,22 @@ class FloatScales:
         code = jnp.where(magnitude > INFINITY, target.nan_code, jnp.where(bits < 0, negative, code))
         return code.astype(jnp.int8)
 
-    def factor(self, absmax: jax.Array, kept: jax.Array) -> jax.Array:
-        """1 / scale, a little more or less where the scale was rounded down or up: see `encode_short`."""
+    def short(self, absmax: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The scale, and 1 / scale, a little more or less where that was rounded down or up: see `encode_short`."""
         largest = self.format.largest
-        inverse = 1.0 / kept
-        inverse += inverse * (1.0 - inverse * kept)
-        high, low = _split(kept)
-        remainder = (absmax - largest * high) - largest * low  # exact, as in `kept`
-        return inverse * (1 + 2.0**-21 + 2.0**-18 * jnp.sign(remainder))
+        dividend = jnp.where(absmax == 0, largest, absmax)
+        quotient = dividend * (1 / largest)
+        before = self._remainder(dividend, quotient)
+        scale = quotient + before * (1 / largest)
+        remainder = before - largest * (scale - quotient)  # exact: of few bits
+        inverse = 1.0 / scale
+        inverse += inverse * (1.0 - inverse * scale)
+        return scale, inverse * (1 + 2.0**-21 + jnp.clip(remainder * 2.0**100, -(2.0**-18), 2.0**-18))
+
+    def _remainder(self, dividend: jax.Array, scale: jax.Array) -> jax.Array:
+        """What dividend / largest leaves beside an approximate scale, exactly."""
+        high, low = _split(scale)
+        return (dividend - self.format.largest * high) - self.format.largest * low
 
     def encode_short(self, x: jax.Array, factor: jax.Array) -> jax.Array:
         """As `encode`, of x in bfloat16 and a usual scale, both of 8 bits but for the scale's rounding.

@@ -144,6 +144,24 @@ def test_finite_bfloat16_is_rounded_as_each_generation_does(generation, monkeypa
     jax.clear_caches()
 
 
+@pytest.mark.parametrize("generation", [5, 6, 7])
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_every_bfloat16_behind_every_largest_one_is_rounded(name, generation, monkeypatch):
+    """All 128 significands of a block's largest, times all elements down to 2^-35 of it: every quotient there is."""
+    monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)
+    jax.clear_caches()
+    one, steps = np.float32(1).view(np.uint32) >> 16, np.arange(128, dtype=np.uint16)
+    largest = (one + steps).astype(np.uint16)[:, None]
+    below = (one - 35 * 128 + np.arange(36 * 128)).astype(np.uint16)[None]
+    x = np.minimum(below, largest) | np.where(np.arange(36 * 128) % 2, np.uint16(0x8000), np.uint16(0))
+    x = np.concatenate([largest, x, x ^ 0x8000], axis=1).astype(np.uint16).view(ml_dtypes.bfloat16)
+    function, options = ("int8_quantize", {}) if name == "int8" else ("fp8_quantize", {"dtype": name})
+    got, expected = (getattr(package, function)(array, 1, None, **options) for package, array in
+                     ((kernels, to_jax(x)), (golden, x)))  # fmt: skip
+    check(got, expected)
+    jax.clear_caches()
+
+
 @pytest.mark.parametrize("generation", [6, 7])
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "int8"])
 def test_ties_under_an_exact_scale_go_to_even(name, generation, monkeypatch):

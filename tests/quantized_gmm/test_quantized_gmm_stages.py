@@ -150,9 +150,9 @@ MISQUANTISED = [
     misquantised("tpu", "mxfp8_quantize", bits.CONVERTED, f"float_of(bits_of(y) + 1){bits.CONVERTED[1:]}", "qvalue",
                  FULL),
     misquantised("tpu", "mxfp8_quantize", "return float_of((254 -", "return float_of((253 -", "scale", FULL),
-    misquantised("tpu", "fp8_quantize", "b = (columns.start + start) // c", "b = start // c", "spread", FULL),
-    misquantised("tpu", "fp8_dual_quantize", "return float_of(jnp.where(bits < INFINITY, bits, 0))",
-                 "return float_of(jnp.where(bits < INFINITY, bits - 1, 0))", "rowwise_absmax", FULL),
+    misquantised("tpu", "fp8_quantize", "b = _over(columns.start, c) + start // c", "b = start // c", "spread", FULL),
+    misquantised("tpu", "fp8_dual_quantize", "values = jnp.abs(values)",
+                 "values = jnp.abs(values) * (1 - 2.0**-23)", "rowwise_absmax", FULL),
 ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ scale is, how an element becomes a code, and a code a value, is the caller's: a 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
+from itertools import product
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -18,10 +19,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.probe import Rename, active, probe, renamed
 from op_arguments.quantize import Blocks, DualQuantized, Quantized, check_finite_values
+from tpu_kernels._lib import chip
 from tpu_kernels._lib.arguments import kernel_operand
 from tpu_kernels._lib.call import bytes_of, call, jit
 from tpu_kernels._lib.chip import LANES, sublanes
-from tpu_kernels._lib.formats import SMALLEST, Format, finite_magnitude
+from tpu_kernels._lib.formats import SMALLEST, Format
 from tpu_kernels._lib.lanes import maxima, spread
 from tpu_kernels._lib.layout import SUBLANES, Layout, ScaleBlock, Tiles
 
@@ -30,6 +32,9 @@ USUAL = 2.0**-60
 
 MOST_AT_ONCE = 4 * SUBLANES
 """Rows of a block that are measured together."""
+
+SLICE = 4 * SUBLANES, 2 * LANES
+"""Rows and columns that are encoded together, without a loop where an exact comparison of each is much code."""
 
 Decode = Callable[[jax.Array, jax.Array], jax.Array]
 """(codes, their scales) to values."""
@@ -46,14 +51,18 @@ class Scaling(Protocol):
     def scale_dtype(self) -> str:
         """That of the scales."""
 
+    @property
+    def factor_dtype(self) -> str:
+        """That in which `encode_short` is given a factor."""
+
     def kept(self, absmax: jax.Array) -> jax.Array:
         """What the kernel keeps of each block in float32: its scale, or what `encode` needs of it."""
 
     def encode(self, x: jax.Array, kept: jax.Array) -> jax.Array:
         """The int8 bits of x / scale in the format: the exact quotient rounded to nearest even, saturating."""
 
-    def factor(self, absmax: jax.Array, kept: jax.Array) -> jax.Array:
-        """What `encode_short` multiplies the elements of a block by, for one of 0 or of at least `USUAL`."""
+    def short(self, absmax: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`kept`, and what `encode_short` multiplies the elements by, of blocks of 0 or of at least `USUAL`."""
 
     def encode_short(self, x: jax.Array, factor: jax.Array) -> jax.Array:
         """As `encode`, for finite x in bfloat16: its 8 bits leave no quotient near a midpoint that is not on it."""
@@ -303,21 +312,21 @@ class _Scales(NamedTuple):
 
     def row_of(self, rows: Any) -> Any:
         """Which row of blocks 32 rows of the tile are in, where they share one."""
-        return 0 if self.is_whole[0] else rows.start // self.block[0]
+        return 0 if self.is_whole[0] else _over(rows.start, self.block[0])
 
-    def spread(self, rows: Any, columns: Any) -> jax.Array:
-        """What the elements of 32 rows and of some columns have: [rows, columns], or 1 where one is for all."""
+    def spread(self, rows: Any, columns: Any, dtype: Any) -> jax.Array:
+        """What the elements of some rows and columns have, in dtype: [rows, columns], or 1 where one is for all."""
         c, each = self.block[1], self.block[0] == 1 and not self.is_whole[0]
         own = rows if each else pl.ds(self.first + self.row_of(rows), 1)
         if self.is_whole[1]:
-            return self.ref[own, :1]
+            return self.ref[own, :1].astype(dtype)
         if c == 1:
-            return self.ref[own, columns]
+            return self.ref[own, columns].astype(dtype)
         registers = []
         for start in range(0, columns.size, LANES):
-            b = (columns.start + start) // c
-            scales = self.ref[own, pl.ds(pl.multiple_of(b // LANES * LANES, LANES), LANES)]
-            registers.append(spread(jnp.broadcast_to(scales, (rows.size, LANES)), b % LANES, c))
+            b = _over(columns.start, c) + start // c if columns.size % c == 0 else _over(columns.start + start, c)
+            scales = self.ref[own, pl.ds(pl.multiple_of(b & -LANES, LANES), LANES)].astype(dtype)
+            registers.append(spread(jnp.broadcast_to(scales, (rows.size, LANES)), b & (LANES - 1), c))
         return jnp.concatenate(registers, axis=1)
 
 
@@ -336,23 +345,17 @@ class _Way(NamedTuple):
     place: tuple[Any, Any]  # of the tile, counted in tiles
 
     @property
-    def is_gathered(self) -> bool:
-        """Whether a block has more rows than are measured at once."""
-        return self.given.tiles.spanned or self.given.is_whole[0] or self.given.block[0] > MOST_AT_ONCE
-
-    @property
     def rows_at_once(self) -> int:
-        """Rows that are measured at once."""
-        return SUBLANES if self.is_gathered else max(self.given.block[0], SUBLANES)
+        """Rows that may be measured at once."""
+        r = self.given.block[0]
+        return SUBLANES if self.given.tiles.spanned or self.given.is_whole[0] or r > MOST_AT_ONCE else max(r, SUBLANES)
 
-    def measure(self, rows: Any, is_finite: bool) -> None:
-        """Put the maxima of rows in their place, infinity for what is not finite; without that unless is_finite."""
-        values = self.x[rows, :]
-        if is_finite:
-            values = jnp.abs(values)
-            values = jnp.where(values < jnp.inf, values, jnp.inf)  # XLA's maximum drops NaN on CPUs
-        else:
-            values = finite_magnitude(values.astype(jnp.float32))
+    def is_gathered(self, at_once: int) -> bool:
+        """Whether a block has more rows than are measured at once."""
+        return self.given.tiles.spanned or self.given.is_whole[0] or self.given.block[0] > at_once
+
+    def measure(self, rows: Any, values: jax.Array) -> None:
+        """Put the maxima of rows, whose magnitudes are values, in their place."""
         ref, block, tiles, _ = self.given
         # A block that is a whole axis ends where the array does; beyond it the tile holds garbage.
         for axis, (size, tile) in enumerate(zip(tiles.shape[1:], (tiles.rows, tiles.columns), strict=True)):
@@ -370,7 +373,8 @@ class _Way(NamedTuple):
             most = values.astype(jnp.float32)
         else:
             most = maxima(values, block[1], tiles.scales(block)[1])
-        ref[own, :] = jnp.maximum(ref[own, :], most) if self.is_gathered else jnp.broadcast_to(most, ref[own, :].shape)
+        is_gathered = self.is_gathered(rows.size)
+        ref[own, :] = jnp.maximum(ref[own, :], most) if is_gathered else jnp.broadcast_to(most, ref[own, :].shape)
 
     def reduce(self) -> None:
         """Bring the maxima of each block together, where they are those of the rows of a register."""
@@ -381,31 +385,38 @@ class _Way(NamedTuple):
 
     def is_usual(self) -> Any:
         """Whether all elements are finite, and the maximum of every block 0 or at least USUAL."""
-        most = self.given.ref[: self.given.tiles.scales(self.given.block)[0], :]
-        is_unusual = jnp.where((most == 0) | ((most >= USUAL) & (most < jnp.inf)), 0.0, 1.0)
-        return jnp.max(is_unusual) == 0
+        tiles = self.given.tiles
+        most = self.given.ref[: tiles.scales(self.given.block)[0], :]
+        if tiles.shape[1] % tiles.rows or tiles.shape[2] % tiles.columns:  # beyond the array the tile holds garbage
+            most = jnp.where(self.are_there(most.shape), most, 0.0)
+        return (jnp.min(jnp.where(most == 0, USUAL, most)) >= USUAL) & (jnp.max(most) < jnp.inf)
 
     def finish(self, is_short: bool) -> None:
         """Return what is kept of the blocks, and put what `encode` (or `encode_short`) needs in place of the maxima."""
         ref, block, tiles, _ = self.given
         count = tiles.scales(block)[0]
         absmax = ref[:count, :]
-        kept = self.scaling.kept(absmax)
+        kept, given = self.scaling.short(absmax) if is_short else [self.scaling.kept(absmax)] * 2
         stored = lax.bitcast_convert_type(self.scaling.stored(kept), self.out.scale.dtype)
         if tiles.steps_r == 1 or self.given.is_whole[0]:
             self.out.scale[:count, :] = stored
         else:
             for i in range(count):
                 self.out.scale[pl.ds(self.place[0] % tiles.steps_r * count + i, 1), :] = stored[i : i + 1]
-        ref[:count, :] = self.scaling.factor(absmax, kept) if is_short else kept
+        ref[:count, :] = given
         if active():
-            first, end = [], []
-            for axis, each in enumerate(tiles.scales(block)):
-                first.append(0 if self.given.is_whole[axis] else self.place[axis] * each)
-                end.append(jnp.minimum(first[-1] + each, tiles.shape[1 + axis] // block[axis]))
-            there = _is_there(kept.shape, first, end)
+            there = self.are_there(kept.shape)
             probe("absmax", jnp.where(absmax < SMALLEST, 0.0, absmax), there)
             probe("scale", self.scaling.scale(kept), there)
+
+    def are_there(self, shape: tuple[int, ...]) -> jax.Array:
+        """Which of the tile's blocks, of so many rows and columns, the array has."""
+        tiles, block = self.given.tiles, self.given.block
+        first, end = [], []
+        for axis, each in enumerate(tiles.scales(block)):
+            first.append(0 if self.given.is_whole[axis] else self.place[axis] * each)
+            end.append(jnp.minimum(first[-1] + each, tiles.shape[1 + axis] // block[axis]))
+        return _is_there(shape, first, end)
 
 
 def _given_shape(tiles: Tiles, block: ScaleBlock) -> tuple[int, int]:
@@ -414,15 +425,40 @@ def _given_shape(tiles: Tiles, block: ScaleBlock) -> tuple[int, int]:
     return rows if 1 == block[0] < tiles.shape[1] else 8 * rows, tiles.scales_of_walk(block)[1]
 
 
+def _at_once(ways: Sequence[_Way]) -> int:
+    """Rows of a tile that are measured at once."""
+    return min(way.rows_at_once for way in ways)
+
+
 def _clear(ways: Sequence[_Way]) -> None:
     for way in ways:
-        if way.is_gathered:
+        if way.is_gathered(_at_once(ways)):
             way.given.ref[...] = jnp.zeros_like(way.given.ref)
 
 
 def _measure(ways: Sequence[_Way], is_finite: bool) -> None:
-    for way in ways:
-        _for_rows(way.given.tiles.rows, way.rows_at_once, partial(way.measure, is_finite=is_finite))
+    """Measure the blocks of a tile in each way; what is not finite is infinite if is_finite, else 0."""
+    if not ways:
+        return
+    x, tiles, at_once = ways[0].x, ways[0].given.tiles, _at_once(ways)
+
+    def of_rows(rows: Any) -> None:
+        values = x[rows, :] if is_finite or chip.computes_bfloat16() else x[rows, :].astype(jnp.float32)
+        values = jnp.abs(values)
+        values = jnp.where(values < jnp.inf, values, jnp.inf if is_finite else 0)  # XLA's maximum drops NaN on CPUs
+        for way in ways:
+            way.measure(rows, values)
+
+    most = _straight(len(ways)) // (at_once * tiles.columns) if is_finite else 1
+    _for_rows(tiles.rows, at_once, of_rows, _divisor(tiles.rows // at_once, most))
+
+
+def _straight(count: int) -> int:
+    """Elements that are measured or encoded, in `count` ways, without a loop: more hide latency better.
+
+    Before v6e, which computes with bfloat16, that is more code an element, and more that does not fit registers.
+    """
+    return 2**19 // count if chip.computes_bfloat16() else 2**17
 
 
 def _reduce(ways: Sequence[_Way]) -> None:
@@ -443,11 +479,13 @@ def _finish(ways: Sequence[_Way], is_short: bool) -> None:
 def _encode(ways: Sequence[_Way], is_short: bool) -> None:
     """Write the codes of a tile; is_short: by `encode_short`."""
     x, tiles, scaling = ways[0].x, ways[0].given.tiles, ways[0].scaling
+    rarely = not is_short and _may_be_short(x)
+    straight = _straight(len(ways)) if is_short else 1 if rarely else math.prod(SLICE)
 
     def write(rows: Any, columns: Any) -> None:
         values = x[rows, columns]
         for way in ways:
-            given = way.given.spread(rows, columns)
+            given = way.given.spread(rows, columns, scaling.factor_dtype if is_short else "float32")
             if active():
                 first = way.place[0] * tiles.rows + rows.start, way.place[1] * tiles.columns + columns.start
                 each = jnp.broadcast_to(scaling.scale(given), values.shape)
@@ -458,7 +496,12 @@ def _encode(ways: Sequence[_Way], is_short: bool) -> None:
             )
             way.out.qvalue[rows, columns] = lax.bitcast_convert_type(codes, way.out.qvalue.dtype)
 
-    _for_parts(tiles, [way.given.block for way in ways], write, unroll=4 if is_short else 1)
+    _for_parts(tiles, [way.given.block for way in ways], write, straight)
+
+
+def _over(index: Any, size: int) -> Any:
+    """index // size, which for numbers that may be negative is a dozen operations of the scalar unit."""
+    return index >> size.bit_length() - 1 if size & (size - 1) == 0 else lax.div(index, size)
 
 
 def _fold(values: jax.Array) -> jax.Array:
@@ -474,35 +517,42 @@ def _is_there(tile: tuple[int, ...], first: Sequence[Any], end: Sequence[Any]) -
     return rows & columns
 
 
-def _for_rows(rows: int, at_once: int, body: Callable[[Any], None]) -> None:
-    """Call body with slices of so many rows of a tile."""
+def _for_rows(rows: int, at_once: int, body: Callable[[Any], None], unroll: int) -> None:
+    """Call body with slices of so many rows of a tile, `unroll` of them in a step."""
 
     def step(i: Any, _: Any) -> None:
-        body(pl.ds(pl.multiple_of(i * at_once, at_once), at_once))
+        for n in range(unroll):
+            body(pl.ds(pl.multiple_of((i * unroll + n) * at_once, at_once), at_once))
 
-    lax.fori_loop(0, rows // at_once, step, None)
+    lax.fori_loop(0, rows // at_once // unroll, step, None)
 
 
-def _for_parts(tiles: Tiles, blocks: Iterable[ScaleBlock], body: Callable[[Any, Any], None], unroll: int = 1) -> None:
-    """Call body with slices of 256 columns (or 128) of a tile and of 128 rows (or 32), in the same blocks of `blocks`.
+def _for_parts(tiles: Tiles, blocks: Iterable[ScaleBlock], body: Callable[[Any, Any], None], straight: int) -> None:
+    """Call body with slices of a tile, of 256 columns (or 128) and 128 rows (or 32) in the same blocks of `blocks`.
 
-    Lanes are permuted alike for all rows of a slice: one pattern serves as many as there are.
+    Lanes are permuted alike for all rows of a slice: one pattern serves as many as there are. straight: elements that
+    are passed over without a loop; slices are short where it is less than one has.
     """
-    columns = LANES if tiles.columns % (2 * LANES) else 2 * LANES
-    many = 4 * SUBLANES
+    many, columns = SLICE[0], LANES if tiles.columns % SLICE[1] else SLICE[1]
     alike = all(r in (1, tiles.shape[1]) or r % many == 0 for r, _ in blocks) and tiles.rows % many == 0
-    rows, all_columns = many if alike else SUBLANES, tiles.columns // columns
-    each = 1 if unroll == 1 else math.gcd(all_columns, unroll) if alike else all_columns
+    rows, all_columns = many if alike and many * columns <= straight else SUBLANES, tiles.columns // columns
+    each = _divisor(all_columns, straight // (rows * columns))
+    each_rows = _divisor(tiles.rows // rows, straight // (rows * columns * all_columns))
 
     def of_columns(i: Any, _: Any) -> None:
         def of_rows(j: Any, _: Any) -> None:
-            for n in range(each):
-                first = pl.multiple_of((i * each + n) * columns, columns)
-                body(pl.ds(pl.multiple_of(j * rows, rows), rows), pl.ds(first, columns))
+            for m, n in product(range(each_rows), range(each)):
+                first = pl.multiple_of((j * each_rows + m) * rows, rows)
+                body(pl.ds(first, rows), pl.ds(pl.multiple_of((i * each + n) * columns, columns), columns))
 
-        lax.fori_loop(0, tiles.rows // rows, of_rows, None)
+        lax.fori_loop(0, tiles.rows // rows // each_rows, of_rows, None)
 
-    lax.fori_loop(0, tiles.columns // columns // each, of_columns, None)
+    lax.fori_loop(0, all_columns // each, of_columns, None)
+
+
+def _divisor(size: int, most: int) -> int:
+    """The largest divisor of size that is at most `most`, at least 1."""
+    return max(n for n in range(1, max(most, 1) + 1) if size % n == 0)
 
 
 def _dequantize_kernel(given: Quantized, out: Any, _: None, *, block: ScaleBlock, tiles: Tiles, decode: Decode) -> None:
@@ -511,7 +561,8 @@ def _dequantize_kernel(given: Quantized, out: Any, _: None, *, block: ScaleBlock
     scales = _Scales(scale, block, tiles, 0 if tiles.spanned else row % tiles.steps_r * tiles.scales(block)[0])
 
     def write(rows: Any, columns: Any) -> None:
-        wide = decode(q[rows, columns], scales.spread(rows, columns))
+        wide = decode(q[rows, columns], scales.spread(rows, columns, scale.dtype))
         out[rows, columns] = wide.astype(out.dtype)
 
-    _for_parts(tiles, [block], write)
+    is_spread = 1 < block[1] < tiles.shape[2]  # by permutations, whose latency is long
+    _for_parts(tiles, [block], write, _straight(1) if is_spread else math.prod(SLICE))

@@ -68,6 +68,11 @@ def generation() -> int:
     return tpu_generation() or NEWEST
 
 
+def computes_bfloat16() -> bool:
+    """Whether the vector unit computes with bfloat16, two elements of a 32-bit word at a time: from v6e on."""
+    return generation() >= 6
+
+
 def sublanes(dtype: Any) -> int:
     """How many rows of `dtype` a vector register holds: 8 of 32 bits, 16 of 16, 32 of 8."""
     return 32 // jnp.dtype(dtype).itemsize

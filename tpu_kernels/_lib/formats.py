@@ -46,12 +46,6 @@ def float_of(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def finite_magnitude(x: jax.Array) -> jax.Array:
-    """|x|, 0 where that is not finite."""
-    bits = bits_of(x) & MAGNITUDE
-    return float_of(jnp.where(bits < INFINITY, bits, 0))
-
-
 def rounded(y: jax.Array, x: jax.Array, target: Format, cut: int = 0) -> jax.Array:
     """The int8 bits in the format of y, float32 of at most its largest magnitude: rounded to nearest even.
 
@@ -65,13 +59,53 @@ def rounded(y: jax.Array, x: jax.Array, target: Format, cut: int = 0) -> jax.Arr
         y = _without(cut, y)
         return lax.bitcast_convert_type(y.astype(jnp.float8_e4m3fn), jnp.int8)
     shift = 23 - target.mantissa
+    first = -(int(np.float32(target.linear).view(np.int32)) >> shift) & 0xFF  # a byte is left of it in the end
     magnitude = float_of(bits_of(y) & (MAGNITUDE ^ cut))
+    if chip.computes_bfloat16():
+        # Rounded up to the next power of two, y is rounded to that one by its spacing as well.
+        power = _power_of(y.astype(jnp.bfloat16), target)
+        steps = bits_of(magnitude + _pair(power + _both(shift << 7)).astype(jnp.float32)).astype(jnp.int16)
+        return _bytes_of(_words(steps) + (power >> shift - 16), x, first)
     power = bits_of(jnp.maximum(float_of(bits_of(y) & INFINITY), target.linear))
-    # The codes of smaller powers, of which a byte is left in the end, are in the lowest bits of what is added.
-    first = -(int(np.float32(target.linear).view(np.int32)) >> shift) & 0xFF
     code = bits_of(magnitude + float_of(power + ((shift << 23) + first))) + (power >> shift)
-    signs = pltpu.bitcast(pltpu.bitcast(x, jnp.int32) >> 8 & 0x00800080, jnp.int16)
-    return (code.astype(jnp.int16) | signs).astype(jnp.int8)
+    return _bytes_of(_words(code.astype(jnp.int16)), x)
+
+
+def rounded_short(y: jax.Array, target: Format) -> jax.Array:
+    """`rounded` of y in bfloat16, of fp8, where the chip computes with bfloat16."""
+    if chip.generation() >= chip.NEWEST:
+        return lax.bitcast_convert_type(y.astype(target.dtype), jnp.int8)
+    shift = 7 - target.mantissa
+    first = -(int(np.float32(target.linear).view(np.int32)) >> shift + 16) & 0xFF
+    power = _power_of(y, target)
+    added = power + _both(shift << 7)
+    steps = _words(_pair(_words(y) & _both(0x7FFF)) + _pair(added)) - added
+    return _bytes_of(steps + (power >> shift), y, first)
+
+
+def _power_of(y: jax.Array, target: Format) -> jax.Array:
+    """Words of the powers of two of y in bfloat16, at least `linear`."""
+    return _words(jnp.maximum(_pair(_words(y) & _both(0x7F80)), jnp.asarray(target.linear, y.dtype)))
+
+
+def _bytes_of(codes: jax.Array, x: jax.Array, first: int = 0) -> jax.Array:
+    """The low bytes of words of two codes, with `first` added to each and the signs of x in bfloat16."""
+    return pltpu.bitcast(codes + ((_words(x) >> 8 & _both(0x80)) + _both(first)), jnp.int16).astype(jnp.int8)
+
+
+def _both(half: int) -> int:
+    """A word of two equal halves."""
+    return half << 16 | half
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """Words of two rows of 16 bits."""
+    return pltpu.bitcast(x, jnp.int32)
+
+
+def _pair(words: jax.Array) -> jax.Array:
+    """The two rows of bfloat16 in words."""
+    return pltpu.bitcast(words, jnp.bfloat16)
 
 
 def _without(cut: int, y: jax.Array) -> jax.Array:

@@ -45,27 +45,22 @@ def spread(scales: jax.Array, first: Any, block: int) -> jax.Array:
 def _of_parts(registers: list[jax.Array], block: int) -> jax.Array:
     """The maxima of the blocks of up to `block` registers [rows, 128] in one: each register's after the other's.
 
-    Two registers are merged by one permutation: each keeps, of every two halves of what is left of its blocks, the
-    larger values in one half, and leaves the other half to the other register.
+    Two registers are merged by one permutation: each keeps, of every two lanes of its blocks, the larger one in one of
+    them, and leaves the other to the other register; then of every two pairs, and so on.
     """
-    merged: list[jax.Array | None] = [*registers, *[None] * (block - len(registers))]
-    while len(merged) > 1:
-        half = len(merged) // 2
-        merged = [_merge(a, b, half) for a, b in zip(merged[:half], merged[half:], strict=True)]
-    (lanes,) = merged
-    assert lanes is not None
-    each = LANES // block
-    return _permuted(lanes, lambda lane: lane % each * block + lane // each)
+    lanes, each = registers, LANES // block
+    for step in (1 << bit for bit in range(block.bit_length() - 1)):
+        lanes = [_merge(lanes[i : i + 2], step) for i in range(0, len(lanes), 2)]
+    return _permuted(lanes[0], lambda lane: lane % each * block + lane // each)
 
 
-def _merge(a: jax.Array | None, b: jax.Array | None, half: int) -> jax.Array | None:
-    """The larger of lanes i and i ^ half: of a where i has not that bit, of b where it has."""
-    if a is None:
-        return None
-    if b is None:
-        return jnp.maximum(a, _permuted(a, lambda lane: lane ^ half))
-    mine, others = (_where(lambda lane: lane & half == 0, *pair) for pair in ((a, b), (b, a)))
-    return jnp.maximum(mine, _permuted(others, lambda lane: lane ^ half))
+def _merge(registers: list[jax.Array], step: int) -> jax.Array:
+    """The larger of lanes i and i ^ step: of the first register where i has not that bit, else of the second."""
+    a, b = registers[0], registers[-1]
+    if len(registers) == 1:
+        return jnp.maximum(a, _permuted(a, lambda lane: lane ^ step))
+    mine, others = (_where(lambda lane: lane & step == 0, *pair) for pair in ((a, b), (b, a)))
+    return jnp.maximum(mine, _permuted(others, lambda lane: lane ^ step))
 
 
 def _words(x: jax.Array) -> jax.Array:

@@ -76,7 +76,12 @@ class Layout(NamedTuple):
 
 def _width(columns: int, c: int) -> int:
     """Columns of a tile of several blocks of c columns: all, or as many as have a register of scales."""
-    return pl.cdiv(columns, LANES) * LANES if columns <= MOST_COLUMNS else LANES * c
+    return _in_tiles(columns) if columns <= MOST_COLUMNS else LANES * c
+
+
+def _in_tiles(columns: int) -> int:
+    """Columns of a tile of all: whole pairs of registers, as Mosaic loads no single row of one at a changing place."""
+    return pl.cdiv(columns, 2 * LANES) * 2 * LANES if columns > LANES else LANES
 
 
 class Tiles(NamedTuple):
@@ -98,7 +103,7 @@ class Tiles(NamedTuple):
         """Tiles of whole blocks, and of whole rows where those have several; but of parts of a longer whole axis."""
         _, rows, columns = shape
         r, c = (max(sizes) for sizes in zip(*blocks, strict=True))
-        in_tiles = pl.cdiv(rows, SUBLANES) * SUBLANES, pl.cdiv(columns, LANES) * LANES
+        in_tiles = pl.cdiv(rows, SUBLANES) * SUBLANES, _in_tiles(columns)
         if 1 < c < columns:
             most_c = _width(columns, c)
         else:
