@@ -48,7 +48,7 @@ from op_arguments.quantize import (
     check_quantize,
 )
 
-TILE = 128 * 128  # elements of a program: the two block sizes of 128 in one tile, 64 to a thread
+ELEMENTS = 128 * 128  # of a tile: the two block sizes of 128 in one, 64 to a thread of a program
 COLUMNS = 128  # of a tile that is reduced along its columns: whole cache lines, and still many rows
 
 OPTIONS = {"num_warps": 16, "enable_fp_fusion": True}
@@ -189,6 +189,15 @@ class Cells(NamedTuple):
     parts_across: int
 
 
+class Tile(NamedTuple):
+    """The rows and columns of a program, and the axes along which all of a cell have one scale."""
+
+    rows: int
+    columns: int
+    reduce_rows: bool
+    reduce_columns: bool
+
+
 def quantize_launches(
     plane: Tensor, blocks: tuple[int, int], name: str, output: Output, columnwise: Output = NO_OUTPUT
 ) -> list[Launch]:
@@ -199,9 +208,9 @@ def quantize_launches(
     rows.
     """
     grid, cells, tile = _geometry(plane, blocks)
-    arguments = {"x": plane, "output": output, "columnwise": columnwise, "cells": cells, **tile}
+    arguments = {"x": plane, "output": output, "columnwise": columnwise, "cells": cells, "TILE": tile}
     quantize = Launch(_quantize_kernel, grid, arguments | {"FORMAT": FORMATS[name]}, OPTIONS, "block_size")
-    if all(block <= size for block, size in zip(blocks, (tile["TILE_ROWS"], tile["TILE_COLUMNS"]), strict=True)):
+    if blocks[0] <= tile.rows and blocks[1] <= tile.columns:
         return [quantize]
     outputs = {"output": output, "columnwise": columnwise}
     asked = {name: each for name, each in outputs.items() if each.scale is not None}
@@ -217,22 +226,17 @@ def _zeros(scale: Tensor) -> Tensor:
 def dequantize_launch(codes: Tensor, blocks: tuple[int, int], name: str, scale: Tensor, out: Tensor) -> Launch:
     """The kernel that dequantises contiguous codes [rows, columns], as `as_codes` has them, in `blocks`."""
     grid, cells, tile = _geometry(codes, blocks)
-    arguments = {"codes": codes, "scale": scale, "out": out, "cells": cells, **tile, "FORMAT": name}
+    arguments = {"codes": codes, "scale": scale, "out": out, "cells": cells, "TILE": tile, "FORMAT": name}
     return Launch(_dequantize_kernel, grid, arguments, OPTIONS, "block_size")
 
 
-def _geometry(plane: Tensor, blocks: tuple[int, int]) -> tuple[tuple[int], Cells, dict[str, Any]]:
-    """The grid of programs, the cells of the array, and the kernels' arguments of a tile and of what it reduces."""
+def _geometry(plane: Tensor, blocks: tuple[int, int]) -> tuple[tuple[int], Cells, Tile]:
+    """The grid of programs, the cells of the array, and the tile of a program."""
     rows, columns = plane.shape
     cell, (tile_rows, tile_columns) = _cells(plane, blocks)
     cells_across = columns // cell[1]
     parts = cdiv(cell[0], tile_rows), cdiv(cell[1], tile_columns)
-    tile = {
-        "TILE_ROWS": tile_rows,
-        "TILE_COLUMNS": tile_columns,
-        "REDUCE_ROWS": blocks[0] > 1,
-        "REDUCE_COLUMNS": blocks[1] > 1,
-    }
+    tile = Tile(tile_rows, tile_columns, blocks[0] > 1, blocks[1] > 1)
     grid = (rows // cell[0] * cells_across * math.prod(parts),)
     return grid, Cells(columns, *cell, cells_across, *parts), tile
 
@@ -241,31 +245,21 @@ def _cells(plane: Tensor, blocks: tuple[int, int]) -> tuple[tuple[int, int], tup
     """What a group of programs covers (a block, or the whole of an axis that has none) and one of them, in powers of
     two: along a row first, unless it is the columns that are reduced."""
     rows, columns = (size if block == 1 else block for size, block in zip(plane.shape, blocks, strict=True))
-    tile_columns = min(next_power_of_2(columns), TILE if blocks[0] == 1 else COLUMNS)
-    tile_rows = min(next_power_of_2(rows), TILE // tile_columns)
+    tile_columns = min(next_power_of_2(columns), ELEMENTS if blocks[0] == 1 else COLUMNS)
+    tile_rows = min(next_power_of_2(rows), ELEMENTS // tile_columns)
     return (rows, columns), (tile_rows, tile_columns)
 
 
 @triton.jit
-def _quantize_kernel(
-    x,
-    output,
-    columnwise,
-    cells,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    REDUCE_ROWS: tl.constexpr,
-    REDUCE_COLUMNS: tl.constexpr,
-    FORMAT: tl.constexpr,
-):
+def _quantize_kernel(x, output, columnwise, cells, TILE: tl.constexpr, FORMAT: tl.constexpr):
     """One program per tile of a cell. With columnwise the cell holds blocks of both results. Each is made from its own
     load of the tile, the second from the cache: registers do not hold it through both."""
-    tile = _tile_of_program(cells, TILE_ROWS, TILE_COLUMNS)
+    tile = _tile_of_program(cells, TILE)
     if columnwise.scale is not None:
-        _quantize_tile(x, tile, cells, columnwise, REDUCE_ROWS, False, FORMAT, "columnwise_")
-        _quantize_tile(x, tile, cells, output, False, REDUCE_COLUMNS, FORMAT, "rowwise_")
+        _quantize_tile(x, tile, cells, columnwise, TILE.reduce_rows, False, FORMAT, "columnwise_")
+        _quantize_tile(x, tile, cells, output, False, TILE.reduce_columns, FORMAT, "rowwise_")
     else:
-        _quantize_tile(x, tile, cells, output, REDUCE_ROWS, REDUCE_COLUMNS, FORMAT, "")
+        _quantize_tile(x, tile, cells, output, TILE.reduce_rows, TILE.reduce_columns, FORMAT, "")
 
 
 @triton.jit
@@ -310,35 +304,25 @@ def _quantize_tile(
 
 
 @triton.jit
-def _dequantize_kernel(
-    codes,
-    scale,
-    out,
-    cells,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    REDUCE_ROWS: tl.constexpr,
-    REDUCE_COLUMNS: tl.constexpr,
-    FORMAT: tl.constexpr,
-):
+def _dequantize_kernel(codes, scale, out, cells, TILE: tl.constexpr, FORMAT: tl.constexpr):
     """One program per tile of a cell, as in `_quantize_kernel`."""
-    tile = _tile_of_program(cells, TILE_ROWS, TILE_COLUMNS)
+    tile = _tile_of_program(cells, TILE)
     position, in_tile = _elements_of_tile(tile, cells)
-    block, in_block = _blocks_of_tile(tile, cells, REDUCE_ROWS, REDUCE_COLUMNS)
+    block, in_block = _blocks_of_tile(tile, cells, TILE.reduce_rows, TILE.reduce_columns)
     values = decoded(tl.load(codes + position, mask=in_tile, other=0), FORMAT).to(tl.float32)
     product = values * tl.load(scale + block, mask=in_block, other=0)
     tl.store(out + position, flushed(product), mask=in_tile)
 
 
 @triton.jit
-def _tile_of_program(cells, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
-    """This program's cell, the rows [TILE_ROWS, 1] and columns [1, TILE_COLUMNS] of its part of it, int64, and which of
-    them the cell has."""
+def _tile_of_program(cells, TILE: tl.constexpr):
+    """This program's cell, the rows [rows, 1] and columns [1, columns] of its part of it, int64, and which of them the
+    cell has."""
     cell, part_down, part_across = tile_of_program(cells.parts_down, cells.parts_across)
     cell_row = cell // cells.cells_across
     cell_column = cell % cells.cells_across
-    down = part_down.to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
-    across = part_across.to(tl.int64) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
+    down = part_down.to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows)[:, None]
+    across = part_across.to(tl.int64) * TILE.columns + tl.arange(0, TILE.columns)[None, :]
     row = cell_row * cells.cell_rows + down
     column = cell_column * cells.cell_columns + across
     return cell_row, cell_column, row, column, down < cells.cell_rows, across < cells.cell_columns
@@ -353,7 +337,7 @@ def _elements_of_tile(tile, cells):
 
 @triton.jit
 def _blocks_of_tile(tile, cells, REDUCE_ROWS: tl.constexpr, REDUCE_COLUMNS: tl.constexpr):
-    """Where the scales of a tile are, [TILE_ROWS or 1, TILE_COLUMNS or 1], and which of them exist."""
+    """Where the scales of a tile are, [rows or 1, columns or 1], and which of them exist."""
     cell_row, cell_column, row, column, in_rows, in_columns = tile
     columns = cells.columns
     one = tl.arange(0, 1)

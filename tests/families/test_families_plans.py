@@ -115,7 +115,7 @@ def test_a_chunked_scan_multiplies_bfloat16_alone(recorded):
 
 
 def test_tiles_on_the_gpu_are_powers_of_two(recorded):
-    tiles = ("TILE.m", "TILE.k", "TILE.n", "TILE_ROWS", "TILE_COLUMNS", "ROWS", "BK", "BV")
+    tiles = ("TILE.m", "TILE.k", "TILE.n", "TILE.rows", "TILE.columns", "TILE_ROWS", "TILE_COLUMNS", "ROWS", "BK", "BV")
     for plan, kernel in kernels_of(recorded, TARGETS):
         found = {name: size for name, size in kernel["constants"].items() if name in tiles}
         assert all(size & (size - 1) == 0 for size in found.values()), (plan.key, kernel)

@@ -269,7 +269,7 @@ def test_a_tile_is_as_large_as_its_cell_and_no_program_is_without_work(shape, bl
     assert len(quantise_it) == (1 if fits else 2)  # a block of several tiles has its largest found first
     assert (quantise_it[0].arguments["output"].qvalue is None) == (not fits)  # and no codes are stored until it is
     for launch in (*quantise_it, back):
-        assert (launch.arguments["TILE_ROWS"], launch.arguments["TILE_COLUMNS"]) == tile
+        assert launch.arguments["TILE"][:2] == tile
         assert launch.grid == (programs,)
         assert math.prod(tile) <= TILE
         # Products that are compared are exact: fused or not, they have the same bits, and fused is less to do.
