@@ -23,7 +23,7 @@ from torch import Tensor
 from gpu_reference._lib.chunk_plan import Block, backward_block, block_rows
 from gpu_reference._lib.delta import Delta, DeltaOptions, dtypes_of_gradients, take
 from gpu_reference._lib.delta_backward import Outs, gradients_kernel, pair_gradients_kernel, reverse_kernel
-from gpu_reference._lib.delta_forward import Memory, forward_kernel
+from gpu_reference._lib.delta_forward import NO_MEMORY, Memory, forward_kernel
 from gpu_reference._lib.delta_pairs import DIAGONAL, Pairs, pairs_kernel
 from gpu_reference._lib.hardware import bfloat16_as_float32_where_interpreted
 from gpu_reference._lib.launch import Launch
@@ -77,7 +77,7 @@ class Plan(NamedTuple):
         self._launch(kernel, self.slots, **own, BV=self.block.values)
 
     def _launch(self, kernel: Any, programs: int, **own: Any) -> None:
-        arguments = {**self.delta.arguments, **own, "SPLIT": self.split, "ROWS": self.block.rows}
+        arguments = {**self.delta.scan.arguments, **own, "SPLIT": self.split, "ROWS": self.block.rows}
         options = {"num_warps": self.block.warps, "num_stages": 1, "enable_fp_fusion": True}
         launch = Launch(kernel, (programs * self.delta.p.hv,), arguments, options, "K, V or chunk_size")
         launch.run(self.delta.scan.device)
@@ -131,8 +131,8 @@ def _forward(delta: Delta, output_final_state: bool) -> Output:
         return scan.forward_of_nothing(output_final_state)
     plan = plan_of(delta.normalised())
     o, ht = scan.empty_output(output_final_state)
-    own = {"pairs": plan.pairs(with_raw=False), "initial_state": scan.initial_state, "o": o, "memory": None, "ht": ht}
-    plan.through_sequences(forward_kernel, **own)
+    own = {"pairs": plan.pairs(with_raw=False), "initial_state": scan.initial_state, "memory": NO_MEMORY}
+    plan.through_sequences(forward_kernel, **own, o=o, ht=ht)
     return Output(o, ht)
 
 
@@ -157,8 +157,8 @@ def _backward(delta: Delta) -> DeltaGrads:
     dq, dk = (scan.empty_rows(p.k, parts=(1,), dtype=of_heads) for _ in range(2))
     dgate = scan.empty_rows(*x.gate.shape[3:], dtype=x.gate.dtype)
     dbeta = scan.empty_rows(dtype=x.beta.dtype)
-    dpairs = Pairs(scans.empty_pairs(), raw=scans.empty_pairs())
-    left = {"pairs": pairs, "memory": memory, "dpairs": dpairs}
+    memory = memory._replace(dpairs=Pairs(scans.empty_pairs(), raw=scans.empty_pairs()))
+    left = {"pairs": pairs, "memory": memory}
     sums.through_blocks(pair_gradients_kernel, **left, dbeta=dbeta)
     sums.through_blocks(gradients_kernel, **left, outs=Outs(dq, dk, dgate), BK=sums.block.keys)
     return DeltaGrads(*delta.of_keys((dq, dk)), dv, dgate, dbeta, dh0)

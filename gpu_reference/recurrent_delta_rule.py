@@ -122,13 +122,13 @@ def _columns(delta: Delta) -> int:
 def _launch(kernel: Any, delta: Delta, **own: Any) -> Launch:
     """A program for each tile of every state; own: the kernel's own arguments."""
     p, columns = delta.p, _columns(delta)
-    arguments = {**delta.arguments, **own, "BK": block_of(p.k), "BV": columns}
+    arguments = {**delta.scan.arguments, **own, "BK": block_of(p.k), "BV": columns}
     options = {"num_warps": 4, "enable_fp_fusion": True}
     return Launch(kernel, (p.n * p.hv * cdiv(p.v, columns),), arguments, options, "K and V")
 
 
 @triton.jit
-def _forward_kernel(inputs, layout, group, scale, initial_state, o, ht, BK: tl.constexpr, BV: tl.constexpr):
+def _forward_kernel(inputs, layout, scale, initial_state, o, ht, BK: tl.constexpr, BV: tl.constexpr):
     """One program per (sequence, head of values, tile of V)."""
     tile, head, sequence = of_program(layout.v, BV, layout.h)
     start, end = rows_of_sequence(sequence, layout)
@@ -140,8 +140,8 @@ def _forward_kernel(inputs, layout, group, scale, initial_state, o, ht, BK: tl.c
     state = load_state(initial_state, at_state, in_state)
     for step in range((end - start).to(tl.int32)):
         row = (start + step) * layout.h + head
-        state, _, _ = _next_state(inputs, state, row, head, key, value, layout, group)
-        q_row = load_row(inputs.q, _row_of_keys(row, head, layout, group), key, layout.k)
+        state, _, _ = _next_state(inputs, state, row, head, key, value, layout)
+        q_row = load_row(inputs.q, _row_of_keys(row, head, layout), key, layout.k)
         o_row = scale * _sum_over_keys(q_row[None, :] * state)
         store_row(o, o_row, row, value, layout.v)
     store_state(ht, at_state, state, in_state)
@@ -151,7 +151,6 @@ def _forward_kernel(inputs, layout, group, scale, initial_state, o, ht, BK: tl.c
 def _backward_kernel(
     inputs,
     layout,
-    group,
     scale,
     initial_state,
     dht,
@@ -179,7 +178,7 @@ def _backward_kernel(
         at_copy = state_offset(first_copy + step // BLOCK_STEPS, head, key[None, :], value[:, None], layout)
         tl.store(copies + at_copy, state, mask=in_state & (step % BLOCK_STEPS == 0))
         row = (start + step) * layout.h + head
-        state, _, _ = _next_state(inputs, state, row, head, key, value, layout, group)
+        state, _, _ = _next_state(inputs, state, row, head, key, value, layout)
     tl.debug_barrier()  # a thread may load what another has stored
     dstate = load_state(dht, at_state, in_state)
     blocks = tl.cdiv(length, BLOCK_STEPS)
@@ -193,26 +192,26 @@ def _backward_kernel(
             at_block = state_offset(in_block + step, head, key[None, :], value[:, None], layout)
             tl.store(block + at_block, state, mask=in_state)
             row = (start + step) * layout.h + head
-            state, _, _ = _next_state(inputs, state, row, head, key, value, layout, group)
+            state, _, _ = _next_state(inputs, state, row, head, key, value, layout)
         tl.debug_barrier()
         for step_back in range(last - first):
             step = last - 1 - step_back
             at_block = state_offset(in_block + step, head, key[None, :], value[:, None], layout)
             before = tl.load(block + at_block, mask=in_state, other=0)
             row = (start + step) * layout.h + head
-            dstate = _step_back(inputs, outs, before, dstate, scale, row, rows_of_tile, head, key, value, layout, group)
+            dstate = _step_back(inputs, outs, before, dstate, scale, row, rows_of_tile, head, key, value, layout)
         tl.debug_barrier()  # the next block overwrites it
     store_state(dh0, at_state, dstate, in_state)
 
 
 @triton.jit
-def _step_back(inputs, outs, before, dstate, scale, row, rows_of_tile, head, key, value, layout, group):
+def _step_back(inputs, outs, before, dstate, scale, row, rows_of_tile, head, key, value, layout):
     """The gradient of the state `before` a step, given that of the state after it; stores those of the step."""
-    row_of_keys = _row_of_keys(row, head, layout, group)
+    row_of_keys = _row_of_keys(row, head, layout)
     q_row = load_row(inputs.q, row_of_keys, key, layout.k)
     k_row = load_row(inputs.k, row_of_keys, key, layout.k)
     do_row = load_row(inputs.do, row, value, layout.v)
-    after, error, v_new = _next_state(inputs, before, row, head, key, value, layout, group)
+    after, error, v_new = _next_state(inputs, before, row, head, key, value, layout)
     kept, lost = step_decay(inputs, row, head, key, layout.k, 0)
     beta = tl.load(inputs.beta + row).to(tl.float32)
     at_part = rows_of_tile + row
@@ -239,9 +238,9 @@ def _step_back(inputs, outs, before, dstate, scale, row, rows_of_tile, head, key
 
 
 @triton.jit
-def _next_state(inputs, state, row, head, key, value, layout, group):
+def _next_state(inputs, state, row, head, key, value, layout):
     """The state [V, K] after a step, the error of what the one before recalls, and what is written."""
-    k_row = load_row(inputs.k, _row_of_keys(row, head, layout, group), key, layout.k)[None, :]
+    k_row = load_row(inputs.k, _row_of_keys(row, head, layout), key, layout.k)[None, :]
     kept, lost = step_decay(inputs, row, head, key, layout.k, 0)
     error = load_row(inputs.v, row, value, layout.v) - _sum_over_keys((kept + lost) * k_row * state)
     v_new = tl.load(inputs.beta + row).to(tl.float32) * error
@@ -254,9 +253,9 @@ def _next_state(inputs, state, row, head, key, value, layout, group):
 
 
 @triton.jit
-def _row_of_keys(row, head, layout, group):
+def _row_of_keys(row, head, layout):
     """The row in [B T H, K] that `row` of [B T HV, ...] reads."""
-    return (row - head) // group + head // group
+    return (row - head) // layout.group + head // layout.group
 
 
 @triton.jit

@@ -30,11 +30,6 @@ class Delta(NamedTuple):
     scan: Scan
     rstd: tuple[Tensor, Tensor] | None = None
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What every kernel takes."""
-        return {**self.scan.arguments, "group": self.p.group}
-
     def normalised(self) -> "Delta":
         """This with q and k normalised where that is asked for."""
         if not self.p.l2norm or self.scan.is_empty:
@@ -96,7 +91,8 @@ def take(
     do, dht = gradients or (None, None)
     inputs = Inputs(x.q, x.k, x.v, do, beta=x.beta, **{"gk" if per_channel else "g": x.g})
     of_values = Problem(p.b, p.t, p.hv, p.k, p.v, p.n, p.scale, p.dtype, p.packed)
-    return Delta(p, scan_of(of_values, inputs, cu_seqlens, initial_state, dht, chunk_size))
+    scan = scan_of(of_values, inputs, cu_seqlens, initial_state, dht, chunk_size)
+    return Delta(p, scan._replace(layout=scan.layout._replace(group=p.group)))
 
 
 def dtypes_of_gradients(delta: Delta, *_: Any, **__: Any) -> DeltaGrads:

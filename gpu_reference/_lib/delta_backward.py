@@ -50,7 +50,6 @@ class StateGradients(NamedTuple):
 def reverse_kernel(
     inputs,
     layout,
-    group,
     scale,
     pairs,
     dht,
@@ -73,7 +72,7 @@ def reverse_kernel(
     for nth in range(blocks):
         block = blocks - 1 - nth
         rows = Rows(start + block * ROWS, end, head, layout.h)
-        key_rows = rows_of_keys(rows, group)
+        key_rows = rows_of_keys(rows, layout)
         row = rows.first + at
         slot = first_slot(sequence, start, ROWS) + block
         tl.store(memory.dstates + state_offset(slot, head, key, value, layout), dstate, mask=in_state)
@@ -106,20 +105,9 @@ def reverse_kernel(
 
 @triton.jit
 def pair_gradients_kernel(
-    inputs,
-    layout,
-    group,
-    scale,
-    pairs,
-    memory,
-    dpairs,
-    dbeta,
-    SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BV: tl.constexpr,
+    inputs, layout, scale, pairs, memory, dbeta, SPLIT: tl.constexpr, ROWS: tl.constexpr, BV: tl.constexpr
 ):
-    """One program per (block of rows, head of values): fills p and raw of dpairs, which are the gradients of those of
-    `pairs`, and dbeta [B, T, HV]."""
+    """One program per (block of rows, head of values): fills dpairs of `memory`, and dbeta [B, T, HV]."""
     _, rows = rows_of_block(layout, ROWS)
     SUM: tl.constexpr = tl.float32 if SPLIT else tl.float64
     at = tl.arange(0, ROWS)
@@ -146,8 +134,8 @@ def pair_gradients_kernel(
         dp = probe("dP", dp, is_pair, chunk_size=ROWS)
         da = probe("dA", da, is_pair, chunk_size=ROWS)
     beta = load_tile(inputs.beta, row, 0, rows, 1).to(tl.float32)
-    store_tile(dpairs.p, dp, row[:, None], at[None, :], rows, ROWS)
-    store_tile(dpairs.raw, beta[:, None] * da, row[:, None], at[None, :], rows, ROWS)
+    store_tile(memory.dpairs.p, dp, row[:, None], at[None, :], rows, ROWS)
+    store_tile(memory.dpairs.raw, beta[:, None] * da, row[:, None], at[None, :], rows, ROWS)
     store_tile(dbeta, of_beta, row, 0, rows, 1)
 
 
@@ -155,11 +143,9 @@ def pair_gradients_kernel(
 def gradients_kernel(
     inputs,
     layout,
-    group,
     scale,
     pairs,
     memory,
-    dpairs,
     outs,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -168,7 +154,7 @@ def gradients_kernel(
 ):
     """One program per (block of rows, head of values): fills `outs` from what the others left, tile by tile of K."""
     slot, rows = rows_of_block(layout, ROWS)
-    key_rows = rows_of_keys(rows, group)
+    key_rows = rows_of_keys(rows, layout)
     at = tl.arange(0, ROWS)
     row = rows.first + at
     read = tl.full((ROWS,), 0.0, tl.float32)
@@ -186,7 +172,7 @@ def gradients_kernel(
         read_terms = q_columns.to(tl.float32) * dq_tile + k_columns.to(tl.float32) * dk_recalled
         written_terms = k_columns.to(tl.float32) * dk_tile
         dk_tile += dk_recalled
-        dp_t = load_tile(dpairs.p, row[None, :], at[:, None], rows, ROWS)
+        dp_t = load_tile(memory.dpairs.p, row[None, :], at[:, None], rows, ROWS)
         if inputs.gk is None:
             read += tl.sum(read_terms, axis=0)
             written += tl.sum(written_terms, axis=0)
@@ -197,15 +183,15 @@ def gradients_kernel(
             # Before dk is begun: sm_80 has no registers for both.
             store_tile(outs.dq, dq_tile, row[None, :], key, rows, layout.k)
             decay = pair_decays(coarse, fine, False, SPLIT)
-            dp = load_tile(dpairs.p, row[:, None], at[None, :], rows, ROWS)
+            dp = load_tile(memory.dpairs.p, row[:, None], at[None, :], rows, ROWS)
             dk_tile += dot(q_columns, dp * decay, SPLIT)
-            draw = load_tile(dpairs.raw, row[:, None], at[None, :], rows, ROWS)
-            draw_t = load_tile(dpairs.raw, row[None, :], at[:, None], rows, ROWS)
+            draw = load_tile(memory.dpairs.raw, row[:, None], at[None, :], rows, ROWS)
+            draw_t = load_tile(memory.dpairs.raw, row[None, :], at[:, None], rows, ROWS)
             dk_tile += dot(k_columns, draw * decay + draw_t * decay_t, SPLIT)
         else:
-            dp = load_tile(dpairs.p, row[:, None], at[None, :], rows, ROWS)
-            draw = load_tile(dpairs.raw, row[:, None], at[None, :], rows, ROWS)
-            draw_t = load_tile(dpairs.raw, row[None, :], at[:, None], rows, ROWS)
+            dp = load_tile(memory.dpairs.p, row[:, None], at[None, :], rows, ROWS)
+            draw = load_tile(memory.dpairs.raw, row[:, None], at[None, :], rows, ROWS)
+            draw_t = load_tile(memory.dpairs.raw, row[None, :], at[:, None], rows, ROWS)
             dq_inner, dk_inner, dgate_tile = _channel_gradients(
                 q_columns, k_columns, dp, dp_t, draw, draw_t, inputs, rows, key_rows, key, layout.k
             )
@@ -220,8 +206,8 @@ def gradients_kernel(
         decays = block_decays(inputs, rows, 0, layout.k, 1, SPLIT, ROWS)
         p_t = load_tile(pairs.p, row[None, :], at[:, None], rows, ROWS)
         raw_t = load_tile(pairs.raw, row[None, :], at[:, None], rows, ROWS)
-        dp_t = load_tile(dpairs.p, row[None, :], at[:, None], rows, ROWS)
-        draw_t = load_tile(dpairs.raw, row[None, :], at[:, None], rows, ROWS)
+        dp_t = load_tile(memory.dpairs.p, row[None, :], at[:, None], rows, ROWS)
+        draw_t = load_tile(memory.dpairs.raw, row[None, :], at[:, None], rows, ROWS)
         dgate_rows = sums_across(p_t * dp_t + raw_t * draw_t, read, written, SPLIT)
         dgate_rows += (decays.kept + decays.lost) * past
         store_tile(outs.dgate, dgate_rows, row, 0, rows, 1)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from gpu_reference._lib.chunk_decays import block_decays
 from gpu_reference._lib.chunk_dots import dot, next_state, read_state
-from gpu_reference._lib.delta_pairs import rows_of_keys
+from gpu_reference._lib.delta_pairs import Pairs, rows_of_keys
 from gpu_reference._lib.layout import (
     Rows,
     first_slot,
@@ -26,13 +26,18 @@ from gpu_reference._lib.probe import INTERPRETED, probe
 class Memory(NamedTuple):
     """What the kernels of a backward pass leave for each other, float32: states before each block [slots, HV, K, V] and
     their gradients after it, and [B, T, HV, V] error (v less what the state recalls), v_new (what is written), and
-    dupdate, T^T times the gradient of that."""
+    dupdate, T^T times the gradient of that. dpairs: the gradients of p and raw of `Pairs`."""
 
     states: Any
     error: Any
     v_new: Any
     dstates: Any
     dupdate: Any
+    dpairs: Any = Pairs(None)
+
+
+NO_MEMORY = Memory(None, None, None, None, None)
+"""That of a forward pass."""
 
 
 @triton.jit
@@ -52,7 +57,6 @@ def columns_of_program(layout, BK: tl.constexpr, BV: tl.constexpr):
 def forward_kernel(
     inputs,
     layout,
-    group,
     scale,
     pairs,
     initial_state,
@@ -72,7 +76,7 @@ def forward_kernel(
     state = load_state(initial_state, at_sequence, in_state)
     for block in range(tl.cdiv(end - start, ROWS)):
         rows = Rows(start + block * ROWS, end, head, layout.h)
-        key_rows = rows_of_keys(rows, group)
+        key_rows = rows_of_keys(rows, layout)
         row = rows.first + at
         k_rows = load_tile(inputs.k, row[:, None], key_row, key_rows, layout.k)
         from_start = block_decays(inputs, rows, key_row, layout.k, 0, SPLIT, ROWS).from_start
@@ -83,7 +87,7 @@ def forward_kernel(
         v_new = dot(t_rows, beta[:, None] * error, SPLIT)
         if INTERPRETED:
             v_new = probe("v_new", v_new, (row[:, None] < end) & (value < layout.v), chunk_size=ROWS)
-        if memory is not None:
+        if memory.states is not None:
             slot = first_slot(sequence, start, ROWS) + block
             tl.store(memory.states + state_offset(slot, head, key, value, layout), state, mask=in_state)
             store_tile(memory.error, error, row[:, None], value, rows, layout.v)

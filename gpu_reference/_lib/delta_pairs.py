@@ -30,26 +30,18 @@ class Pairs(NamedTuple):
 
 
 @triton.jit
-def rows_of_keys(rows, group):
-    """These rows of the head of keys that the head of values shares with `group` - 1 others."""
-    return Rows(rows.first, rows.end, rows.head // group, rows.heads // group)
+def rows_of_keys(rows, layout):
+    """These rows of the head of keys that the head of values shares with others."""
+    return Rows(rows.first, rows.end, rows.head // layout.group, rows.heads // layout.group)
 
 
 @triton.jit
 def pairs_kernel(
-    inputs,
-    layout,
-    group,
-    scale,
-    pairs,
-    SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BK: tl.constexpr,
+    inputs, layout, scale, pairs, SPLIT: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr
 ):
     """One program per (block of rows, head of values): fills `pairs`. ROWS are DIAGONAL times 2^LEVELS."""
     _, rows = rows_of_block(layout, ROWS)
-    key_rows = rows_of_keys(rows, group)
+    key_rows = rows_of_keys(rows, layout)
     at = tl.arange(0, ROWS)
     row = rows.first + at
     SUM: tl.constexpr = tl.float32 if SPLIT else tl.float64

@@ -44,7 +44,8 @@ class Outs(NamedTuple):
 class Layout(NamedTuple):
     """Which rows are a sequence's, and H, K and V. (A field `values` would be Triton's own, of every tuple.)
 
-    `count` sequences of `steps` rows each, or cut from `steps` rows by cu_seqlens; rows: of all of them.
+    `count` sequences of `steps` rows each, or cut from `steps` rows by cu_seqlens; rows: of all of them. group: of a
+    delta rule, how many heads of values share a head of keys.
     """
 
     cu_seqlens: Any
@@ -54,6 +55,7 @@ class Layout(NamedTuple):
     h: Any
     k: Any
     v: Any
+    group: Any = 1
 
 
 class Rows(NamedTuple):
