@@ -27,6 +27,8 @@ USUAL_FIRST = ("tpu", "fused_recurrent_kda_fwd")
 BFLOAT16 = ("bfloat16", "bfloat16")
 SHARED = dict(HV=4)
 """Heads of values, of which two share one of keys."""
+BLOCKS = dict(chunk=32)
+"""Of a triangular matrix, several in a chunk."""
 LATE = 0.8
 """Of an argument's elements those before the one that is NaN."""
 CALLS = [
@@ -92,7 +94,8 @@ def within_states(argument: np.ndarray, case: Case, inputs: Inputs) -> np.ndarra
 @pytest.mark.parametrize(("op", "backend", "dtype", "share"), CALLS)
 def test_nan_goes_where_the_definition_takes_it(op, backend, dtype, share):
     pytest.importorskip(FRAMEWORKS[backend])
-    case = tiny(op, dtype, **(SHARED if op in DELTA_RULES and dtype is None else {}))
+    shared = SHARED | (BLOCKS if "chunk" in op.defaults else {})
+    case = tiny(op, dtype, **(shared if op in DELTA_RULES and dtype is None else {}))
     drawn, arguments = draw(op, case), {**op.arguments(case), **op.route(case)}
     for name, x in drawn.items():
         if x is None or x.dtype.kind in "iu":

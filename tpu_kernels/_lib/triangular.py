@@ -23,7 +23,7 @@ def inverse(a: jax.Array, scan: Scan) -> jax.Array:
 
     The rows of the diagonal blocks of 16 are solved one after the other; what is below them follows from products with
     blocks of 16, 32, … rows, of whole float32 whatever q and k are. No power of A is formed: those of keys with a
-    common component grow like 50^64. Heads beside each other share a NaN or an infinity.
+    common component grow like 50^64. What is not finite in A makes its column of T NaN, and nothing of another head.
     """
     heads, c, _ = a.shape
     beside = next(n for n in range(max(LANES // c, 1), 0, -1) if heads % n == 0)
@@ -32,9 +32,13 @@ def inverse(a: jax.Array, scan: Scan) -> jax.Array:
     if beside * c < LANES:
         parts.append(jnp.zeros((heads // beside, c, LANES - beside * c), jnp.float32))
     a = jnp.concatenate(parts, 2)
+    finite = jnp.abs(a) < jnp.inf
+    lost = jnp.sum(jnp.where(finite, 0.0, jnp.nan), axis=1, keepdims=True)  # 0 · NaN would reach the heads beside it
+    a = jnp.where(finite, a, 0.0)
     t, size = _by_rows(_blocks(a, BLOCK, c)), BLOCK
     while size < c:
         t, size = _joined(t, _blocks(a, size, c, below=True), scan), 2 * size
+    t += lost
     return jnp.stack([t[:, :, n * c : (n + 1) * c] for n in range(beside)], 1).reshape(heads, c, c)
 
 
