@@ -71,7 +71,6 @@ def alike(key: np.uint64 | np.ndarray) -> Words:
     """Random words that are the same for values of one significand; another key gives others.
 
     key: one uint64, or [R] of those, one for each of the first axis of values.
-
     The finaliser of splitmix64 (Steele, Lea & Flood 2014), without its last step: only the low bits need that.
     """
 
@@ -90,9 +89,8 @@ def _groups(op: Op, golden: Mapping[str, Floats]) -> Iterator[range]:
     """The numbers of the runs that are drawn together: as many as a verdict asks for next, if they are small."""
     size = max((y.size for y in golden.values()), default=0)
     most = max(1, AT_ONCE // max(size, 1)) if op.at_once else 1
-    wanted = chain(RUNS, count(2 * RUNS[-1], RUNS[-1]))
     first = 0
-    for end in wanted:
+    for end in chain(RUNS, count(2 * RUNS[-1], RUNS[-1])):
         for begin in range(first, end, most):
             yield range(begin, min(begin + most, end))
         first = end
@@ -110,11 +108,8 @@ def _drawn(
     rounded = staged(op, case, inputs, contract, rounding, len(group) if op.at_once else None, **steps)
     with np.errstate(invalid="ignore"):
         off = {name: np.nan_to_num(rounded[name] - y, nan=0.0, posinf=0.0, neginf=0.0) for name, y in golden.items()}
-    if not op.at_once:
-        yield off
-        return
     for n in range(len(group)):
-        yield {name: x[n] for name, x in off.items()}
+        yield {name: x[n] if op.at_once else x for name, x in off.items()}
 
 
 def _at_random(contract: Contract, words: Words) -> Rounding:
