@@ -159,7 +159,8 @@ def _called_directly(owner: Any, name: str, member: Any, builder: Any, scope: An
 def _compared_once() -> list[tuple[Any, str, Callable[..., Any]]]:
     """The patches (owner, name, function) that compare the types of two operands once per pair of names.
 
-    Triton casts and broadcasts the operands of every operation, which takes half of its interpreter's time.
+    Triton casts and broadcasts the operands of every operation, which takes half of its interpreter's time. A number
+    becomes a tensor once for each type that it meets.
     """
     unwrap = tl.core._unwrap_if_constexpr
     check, broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
@@ -169,16 +170,22 @@ def _compared_once() -> list[tuple[Any, str, Callable[..., Any]]]:
     def unwrapped(value: Any) -> Any:
         return value if type(value) in _PLAIN else unwrap(value)
 
+    def named_or_spelt(value: Any) -> Any:
+        return value.type.name if type(value) is tl.tensor else (type(value), repr(value))
+
+    def as_known(semantic: Any, value: Any, found: Any) -> Any:
+        if type(found) is tl.tensor:
+            return found
+        return _broadcast_to(casted(semantic, value, found.scalar), found)
+
     def checked(semantic: Any, lhs: Any, rhs: Any, *options: bool, **named: bool) -> Any:
-        if type(lhs) is not tl.tensor or type(rhs) is not tl.tensor:
-            return check(semantic, lhs, rhs, *options, **named)
-        key = lhs.type.name, rhs.type.name, *options, *named.items()
-        types = known.get(key)
-        if types:
-            return _broadcast_to(lhs, types[0]), _broadcast_to(rhs, types[1])
+        key = named_or_spelt(lhs), named_or_spelt(rhs), *options, *named.items()
+        if key in known:
+            x, y = known[key]
+            return as_known(semantic, lhs, x), as_known(semantic, rhs, y)
         found = check(semantic, lhs, rhs, *options, **named)
-        if all(x.dtype.name == y.dtype.name for x, y in zip((lhs, rhs), found, strict=True)):
-            known[key] = found[0].type, found[1].type
+        x, y = (of.type if type(x) is tl.tensor else of for x, of in zip((lhs, rhs), found, strict=True))
+        known[key] = x, y
         return found
 
     def broadcasted(semantic: Any, lhs: Any, rhs: Any) -> Any:
