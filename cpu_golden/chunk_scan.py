@@ -23,13 +23,13 @@ import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.chunks import (
-    added,
     chunks_of,
     gate_gradient,
     in_whole_chunks,
     next_state,
     of_keys,
     pair_gradients,
+    products_added,
     read_through,
     scores,
     summed,
@@ -97,7 +97,7 @@ def chunk_backward(
         da = np.tril(scale * stages.dot(do_c, v_c.mT))
         if c.shape[-1] > 1 and stages.sub_block == 1:  # each row's own score is no part of a dot
             same = np.arange(da.shape[-1])
-            da[..., same, same] = scale * added(do_c * v_c, -1, stages)
+            da[..., same, same] = scale * products_added(do_c * v_c, stages)
         da = stages("dA", da)
         read = stages("read", scale * from_start * stages.dot(do_c, state_c.mT))
         written = stages("read", to_end * stages.dot(v_c, dstate_c.mT))

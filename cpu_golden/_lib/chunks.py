@@ -90,7 +90,7 @@ def scores(q: Array, k: Array, c: Array, stages: Stages) -> Array:
     a = np.zeros((*q.shape[:-1], q.shape[-2]))
     q_b, k_b, c_b = (blocks(x, sub_block) for x in (q, k, c))
     k_to_i = stages("decayed", _between(c_b, stages) * k_b[..., None, :, :])  # [..., i, j, K]
-    diagonal(a, sub_block)[...] = added(q_b[..., None, :] * k_to_i, -1, stages)
+    diagonal(a, sub_block)[...] = products_added(q_b[..., None, :] * k_to_i, stages)
     for half in halves(q, sub_block):
         from_border, to_border = _across(c, half, stages)
         q_h = stages("decayed", blocks(q, 2 * half)[..., half:, :] * from_border)
@@ -157,6 +157,11 @@ def gate_gradient(pairs: Array, read: Array, written: Array, states: Array, kept
     else:
         sums = pairs, of_states, _sum_from(read), _sum_before(written, stages)
     return reduce(lambda total, x: stages("dgate", total + stages("dgate", x)), sums)
+
+
+def products_added(products: Array, stages: Stages) -> Array:
+    """The sum over the last axis, in pairs. Sites: product, pairs."""
+    return tree_sum(stages("product", products), stages.renamed(sum="pairs"))[..., 0]
 
 
 def added(terms: Array, axis: int, stages: Stages) -> Array:
