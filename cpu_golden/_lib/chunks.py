@@ -38,6 +38,11 @@ def filled_up(x: Array, missing: int, mode: Any = "constant") -> Array:
     return np.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)], mode) if missing else x
 
 
+def square_filled_up(a: Array, missing: int) -> Array:
+    """a [..., C, C] with so many rows and columns of zeros after its last."""
+    return filled_up(filled_up(a, missing).mT, missing).mT
+
+
 def chunks_of(q: Array, chunk_size: int) -> Iterator[slice]:
     """The rows of each chunk, the last of which may be shorter."""
     size = q.shape[-2]
@@ -113,7 +118,7 @@ def pair_gradients(
     size, sub_block = q.shape[-2], stages.sub_block
     missing = missing_to_halve(size, sub_block)
     q, k, c = filled_up(q, missing), filled_up(k, missing), filled_up(c, missing, "edge")
-    da = filled_up(filled_up(da, missing).mT, missing).mT
+    da = square_filled_up(da, missing)
     q_b, k_b, c_b = (blocks(x, sub_block) for x in (q, k, c))
     da_b = diagonal(da, sub_block)
     of_scores = stages("decayed", _between(c_b, stages) * np.tril(da_b, -1)[..., None])  # [..., i, j, K]
@@ -122,8 +127,8 @@ def pair_gradients(
     read, written = stages("terms", q_b * dq_b), stages("terms", k_b * dk_b)
     dgate = _running_from(read - written, stages).reshape(c.shape)
     of_same = np.diagonal(da_b, axis1=-2, axis2=-1)[..., None]  # no gate is between a step and itself
-    dq = stages("sum", dq_b + of_same * k_b).reshape(q.shape)
-    dk = stages("sum", dk_b + of_same * q_b).reshape(k.shape)
+    dq = stages("sum", dq_b + of_same * k_b).reshape(q.shape).copy()
+    dk = stages("sum", dk_b + of_same * q_b).reshape(k.shape).copy()
     for half in halves(q, sub_block):
         from_border, to_border = _across(c, half, stages)
         q_2, k_1 = blocks(q, 2 * half)[..., half:, :], blocks(k, 2 * half)[..., :half, :]
@@ -134,7 +139,6 @@ def pair_gradients(
         read, written = stages("terms", q_2 * dq_h), stages("terms", k_1 * dk_h)
         of_gates = np.concatenate([_sum_before(written, stages), _sum_from(read)], axis=-2)
         dgate = stages("dgate", dgate + stages("dgate", of_gates).reshape(c.shape))
-        dq, dk = dq.copy(), dk.copy()
         of_q, of_k = blocks(dq, 2 * half)[..., half:, :], blocks(dk, 2 * half)[..., :half, :]
         of_q[...], of_k[...] = stages("sum", of_q + dq_h), stages("sum", of_k + dk_h)
     return dq[..., :size, :], dk[..., :size, :], dgate[..., :size, :]

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from cpu_golden import Array
-from cpu_golden._lib.chunks import diagonal, filled_up, halves, missing_to_halve
+from cpu_golden._lib.chunks import diagonal, halves, missing_to_halve, square_filled_up
 from cpu_golden.stages import Inverse, Stages
 
 BLOCK = 16
@@ -45,8 +45,7 @@ def inverse(a: Array, stages: Stages, of_block: Inverse = by_rows) -> Array:
     sums of that), those of `Stages.dot` with solve_ before their names, T.
     """
     size = a.shape[-1]
-    missing = missing_to_halve(size, BLOCK)
-    a = filled_up(filled_up(a, missing).mT, missing).mT
+    a = square_filled_up(a, missing_to_halve(size, BLOCK))
     products = replace(
         stages.renamed(**DOT_SITES),
         depth=stages.solve_depth or stages.depth,
