@@ -14,7 +14,7 @@ import numpy as np
 from cpu_golden import Array
 from cpu_golden._lib.activations import over_time, sigmoid
 from cpu_golden._lib.arguments import values
-from cpu_golden._lib.scans import sequences_of
+from cpu_golden._lib.sequences import sequences_of
 from cpu_golden.stages import Stages, exact
 from op_arguments.causal_conv1d import ConvGrads, ConvOptions, ConvOutput, check_conv, check_conv_gradients
 from op_arguments.options import options_of

@@ -39,7 +39,8 @@ from cpu_golden._lib.chunks import (
     written_by,
 )
 from cpu_golden._lib.decays import decay_of, decayed, kept_of
-from cpu_golden._lib.delta import DeltaSequence, DeltaSequenceGrads
+from cpu_golden._lib.delta import DeltaSequenceGrads
+from cpu_golden._lib.sequences import Sequence, loaded
 from cpu_golden._lib.triangular import inverse
 from cpu_golden.stages import Stages, exact, tree_sum
 
@@ -63,8 +64,8 @@ class Solved(NamedTuple):
     v_new: Array
 
 
-def chunk_forward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = exact) -> tuple[Array, Array]:
-    """A `Forward` scan of `_lib/delta.py`, chunk by chunk.
+def chunk_forward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) -> tuple[Array, Array]:
+    """A `Forward` scan of `_lib/sequences.py`, chunk by chunk.
 
     Stages: depth, chunk_size, sub_block, kept_whole, values_decayed, whole_passes, wy, inverse, and those of
     `triangular.inverse`.
@@ -74,10 +75,10 @@ def chunk_forward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = ex
     (beta times that), v_new; with wy u and w instead of the former three; h (the state after each chunk), P, o, ht.
     """
     steps, size = x.q.shape[-2], stages.chunk_size or chunk_size
-    x = in_whole_chunks(x.read(stages), size)
+    x = in_whole_chunks(loaded(x, stages), size)
     o, state = np.zeros(x.v.shape), x.state
     for rows in chunks_of(x.q, size):
-        s = _solved(x.chunk(rows, state), stages)
+        s = _solved(x, rows, state, stages)
         p = _scores(s.q, s.k, s.of_pairs, "P", stages)
         of_state = read_through(s.q, s.from_start, state, _whole(stages))
         o[..., rows, :] = x.scale * stages("sum", stages.dot(p, s.v_new) + of_state)
@@ -85,8 +86,8 @@ def chunk_forward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = ex
     return stages("o", o[..., :steps, :]), stages("ht", state)
 
 
-def chunk_backward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = exact) -> DeltaSequenceGrads:
-    """A `Backward` scan of `_lib/delta.py`, chunk by chunk.
+def chunk_backward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) -> DeltaSequenceGrads:
+    """A `Backward` scan of `_lib/sequences.py`, chunk by chunk.
 
     Stages: as `chunk_forward`. Sites: those of `chunk_forward` without o and ht, do, dht, dv_new, dupdate, dh (the
     gradient of the state before each chunk), dP, dA, draw (that of A without beta), with wy du, dw and dT; terms,
@@ -94,11 +95,11 @@ def chunk_backward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = e
     the results dv, dg, dbeta; dq and dk of each value head are sums at `sum`.
     """
     steps, size = x.q.shape[-2], stages.chunk_size or chunk_size
-    x = in_whole_chunks(x.read(stages), size)
+    x = in_whole_chunks(loaded(x, stages), size)
     state, scale, dstate = x.state, x.scale, x.dstate
     chunks, solved = list(chunks_of(x.q, size)), []
     for rows in chunks:
-        s = _solved(x.chunk(rows, state), stages)
+        s = _solved(x, rows, state, stages)
         solved.append(s)
         state = next_state(s.k, s.v_new, s.c, state, stages.renamed(state="h"))
     dq, dk, dv, dgate, dbeta = (np.zeros(part.shape) for part in (x.q, x.k, x.v, x.gate, x.beta))
@@ -126,8 +127,8 @@ def chunk_backward(x: DeltaSequence, *, chunk_size: int = 64, stages: Stages = e
     return DeltaSequenceGrads(dq, dk, dv, stages("dg", dgate), stages("dbeta", dbeta), dstate)
 
 
-def _solved(x: DeltaSequence, stages: Stages) -> Solved:
-    q, k, v, gate, beta, state, *_ = x
+def _solved(x: Sequence, rows: slice, state: Array, stages: Stages) -> Solved:
+    q, k, v, gate, beta = (tensor[..., rows, :] for tensor in (x.q, x.k, x.v, x.gate, x.beta))
     c = summed(gate, stages)
     from_start = decay_of(c, stages)
     of_pairs = summed_for_pairs(gate, c, stages)

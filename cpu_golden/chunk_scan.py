@@ -37,12 +37,12 @@ from cpu_golden._lib.chunks import (
     written_by,
 )
 from cpu_golden._lib.decays import decay_of, decayed, kept_of
-from cpu_golden._lib.scans import Sequence
+from cpu_golden._lib.sequences import Sequence, loaded
 from cpu_golden.stages import Stages, exact
 
 
 def chunk_forward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) -> tuple[Array, Array]:
-    """A `Forward` scan of `_lib/scans.py`, chunk by chunk.
+    """A `Forward` scan of `_lib/sequences.py`, chunk by chunk.
 
     Sites: q, k, v, initial_state, c (sum of the gates since the chunk began), pair_gate (a gate that all channels have,
     where it is summed between two rows), exponent, decay (exp of it),
@@ -52,7 +52,7 @@ def chunk_forward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) 
     parts of a result), of every dot lhs, rhs, partial and acc (see `Stages.dot`), and out (o).
     """
     steps, size = x.q.shape[-2], stages.chunk_size or chunk_size
-    q, k, v, gate, state, scale, *_ = in_whole_chunks(x.read(stages), size)
+    q, k, v, gate, state, scale, *_ = in_whole_chunks(loaded(x, stages), size)
     o = np.zeros(v.shape)
     for rows in chunks_of(q, size):
         q_c, k_c, v_c = (x[..., rows, :] for x in (q, k, v))
@@ -68,14 +68,14 @@ def chunk_forward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) 
 def chunk_backward(
     x: Sequence, *, chunk_size: int = 64, stages: Stages = exact
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """A `Backward` scan of `_lib/scans.py`, chunk by chunk.
+    """A `Backward` scan of `_lib/sequences.py`, chunk by chunk.
 
     Sites: those of `chunk_forward`, do, dht, dstate, dA, terms (what is summed to the gradient of a gate), pair_terms
     (those of scores, where all channels have one gate), up_to (sums that a row's own term is taken from), dgate (each
     of the other sums), out (each of the gradients).
     """
     steps, size = x.q.shape[-2], stages.chunk_size or chunk_size
-    q, k, v, gate, state, scale, do, dstate = in_whole_chunks(x.read(stages), size)
+    q, k, v, gate, state, scale, _, do, dstate = in_whole_chunks(loaded(x, stages), size)
     # What goes from chunk to chunk comes first, so that sites are in the order in which one acts on another.
     chunks = list(chunks_of(q, size))
     states, dstates = [], []

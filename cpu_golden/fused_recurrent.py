@@ -4,14 +4,14 @@
 
 Katharopoulos et al. 2020 (arXiv:2006.16236) without gates; Yang et al. 2023 (arXiv:2312.06635) with one per key
 channel; one per head and step is the special case of a gate of width 1. What a scan
-is: `_lib/scans.py`.
+is: `_lib/sequences.py`.
 """
 
 import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.decays import decayed, kept_of, sum_to_gate
-from cpu_golden._lib.scans import Sequence
+from cpu_golden._lib.sequences import Sequence, loaded
 from cpu_golden.stages import Stages, exact, folded_sum
 
 BLOCK = 64  # steps between the states that the staged backward pass keeps
@@ -24,7 +24,7 @@ def recurrent_forward(x: Sequence, *, stages: Stages = exact) -> tuple[Array, Ar
     Sites: q, k, v, initial_state, kept_exponent (a step's gate), kept, lost, written (k_t v_tᵀ), change, state, partial
     and acc (products of q_t and S_t, and their sums as `folded_sum` adds), out.
     """
-    q, k, v, gate, state, scale, *_ = x.read(stages)
+    q, k, v, gate, state, scale, *_ = loaded(x, stages)
     o, rounded = np.zeros(v.shape), state
     for t in range(q.shape[-2]):
         state, rounded = _step(t, k, v, gate, state, stages)
@@ -39,7 +39,7 @@ def recurrent_backward(x: Sequence, *, stages: Stages = exact) -> tuple[Array, A
     decays the gradient of the state together with what the step before adds to it.
     Sites: as `recurrent_forward`, do, dht, dwritten, dchange, dstate, decayed (a state), dgate.
     """
-    q, k, v, gate, state, scale, do, dstate = x.read(stages)
+    q, k, v, gate, state, scale, _, do, dstate = loaded(x, stages)
     size = q.shape[-2]
     checkpoints = []
     for t in range(size):
@@ -81,7 +81,7 @@ def forward_definition(x: Sequence) -> tuple[Array, Array]:
 
 def backward_definition(x: Sequence) -> tuple[Array, Array, Array, Array, Array]:
     """The derivative of each line of `forward_definition`, in reverse. A `Backward` scan; all states are kept."""
-    q, k, v, gate, state, scale, do, dstate = x
+    q, k, v, gate, state, scale, _, do, dstate = x
     states = [state]
     for t in range(q.shape[-2]):
         states.append(np.exp(gate[..., t, :, None]) * states[t] + k[..., t, :, None] * v[..., t, None, :])

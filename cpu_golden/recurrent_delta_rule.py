@@ -10,18 +10,19 @@ import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.decays import decayed, kept_of, sum_to_gate
-from cpu_golden._lib.delta import DeltaSequence, DeltaSequenceGrads
+from cpu_golden._lib.delta import DeltaSequenceGrads
+from cpu_golden._lib.sequences import Sequence, loaded
 from cpu_golden.stages import Stages, exact, tree_sum
 
 
-def recurrent_forward(x: DeltaSequence, *, stages: Stages = exact) -> tuple[Array, Array]:
+def recurrent_forward(x: Sequence, *, stages: Stages = exact) -> tuple[Array, Array]:
     """The recurrence as the fused recurrent kernels round it: the decay meets the key, not the state that it reads.
 
     Sites: q, k, v, beta, initial_state, kept_exponent (a step's gate), kept, decayed (a decayed key), partial and acc
     (products of a vector and a state, and their sums in pairs), error (v_t less what the state recalls), v_new, written
     (k_t v_new_tᵀ), lost, change, h (the state after each step), o, ht.
     """
-    q, k, v, gate, beta, state, scale, *_ = x.read(stages)
+    q, k, v, gate, state, scale, beta, *_ = loaded(x, stages)
     o = np.zeros(v.shape)
     for t in range(q.shape[-2]):
         state, *_ = _step(t, k, v, gate, beta, state, stages)
@@ -29,14 +30,14 @@ def recurrent_forward(x: DeltaSequence, *, stages: Stages = exact) -> tuple[Arra
     return stages("o", o), stages("ht", state)
 
 
-def recurrent_backward(x: DeltaSequence, *, stages: Stages = exact) -> DeltaSequenceGrads:
+def recurrent_backward(x: Sequence, *, stages: Stages = exact) -> DeltaSequenceGrads:
     """The derivative of the recurrence as the fused recurrent kernels round it. A `Backward` scan.
 
     Sites: as `recurrent_forward` without o and ht, do, dht, dwritten (scale q_t do_tᵀ), dh (the gradient of the state
     after each step), derror, dchange (what the gradient of the error takes from dh), of_beta, dgate, and the results
     dv, dg, dbeta.
     """
-    q, k, v, gate, beta, state, scale, do, dstate = x.read(stages)
+    q, k, v, gate, state, scale, beta, do, dstate = loaded(x, stages)
     states, errors, written = [state], np.zeros(v.shape), np.zeros(v.shape)
     for t in range(q.shape[-2]):
         state, errors[..., t, :], written[..., t, :] = _step(t, k, v, gate, beta, state, stages)
@@ -61,9 +62,9 @@ def recurrent_backward(x: DeltaSequence, *, stages: Stages = exact) -> DeltaSequ
     return DeltaSequenceGrads(dq, dk, stages("dv", dv), of_gate, of_beta, dstate)
 
 
-def forward_definition(x: DeltaSequence) -> tuple[Array, Array]:
+def forward_definition(x: Sequence) -> tuple[Array, Array]:
     """The definition: one step after the other. A `Forward` scan."""
-    q, k, v, gate, beta, state, scale, *_ = x
+    q, k, v, gate, state, scale, beta, *_ = x
     o = np.zeros(v.shape)
     for t in range(q.shape[-2]):
         state = np.exp(gate[..., t, :, None]) * state
@@ -73,9 +74,9 @@ def forward_definition(x: DeltaSequence) -> tuple[Array, Array]:
     return o, state
 
 
-def backward_definition(x: DeltaSequence) -> DeltaSequenceGrads:
+def backward_definition(x: Sequence) -> DeltaSequenceGrads:
     """The derivative of each line of `forward_definition`, in reverse. A `Backward` scan; all states are kept."""
-    q, k, v, gate, beta, state, scale, do, dstate = x
+    q, k, v, gate, state, scale, beta, do, dstate = x
     kept, errors = [], []  # states after the decay, and errors
     states = [state]
     for t in range(q.shape[-2]):

@@ -5,32 +5,24 @@ c [..., C, K], or [..., C, 1] where all channels have one gate, is the sum of th
 
 from collections.abc import Iterator
 from functools import reduce
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.decays import decay_of, decayed, sum_to_gate
-from cpu_golden._lib.delta import DeltaSequence
-from cpu_golden._lib.scans import Sequence
+from cpu_golden._lib.sequences import Sequence, each_step
 from cpu_golden.stages import Stages, tree_sum
 
-Steps = TypeVar("Steps", Sequence, DeltaSequence)
 
-
-def in_whole_chunks(x: Steps, chunk_size: int) -> Steps:
+def in_whole_chunks(x: Sequence, chunk_size: int) -> Sequence:
     """x with steps of zeros after its last, so that no chunk is shorter than the others.
 
     Kernels fill the last one. A matrix unit that makes several passes over a chunk's rows ends its partial sums, and
     rounds them, where all rows say.
     """
     missing = -x.q.shape[-2] % chunk_size
-    filled: dict[str, Any] = {}
-    for name in ("q", "k", "v", "gate", "beta", "do"):
-        rows = getattr(x, name, None)
-        if rows is not None:
-            filled[name] = filled_up(rows, missing)
-    return x._replace(**filled)
+    return each_step(x, lambda rows: filled_up(rows, missing))
 
 
 def filled_up(x: Array, missing: int, mode: Any = "constant") -> Array:

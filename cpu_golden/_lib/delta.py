@@ -1,19 +1,15 @@
-"""Every sequence of a gated delta rule by a scan: what the chunked and the recurrent form share.
+"""A gated delta rule as the call of a scan: what the chunked and the recurrent form share.
 
-A *scan* computes one `DeltaSequence` (of each of B batch rows) of float64 tensors with the value heads first, q and k
-[B, HV, T, K], v and do [B, HV, T, V], gate [B, HV, T, K] or [B, HV, T, 1], beta [B, HV, T, 1], state and dstate
-[B, HV, K, V]; all with an axis of runs before these where `Stages.runs` says so. Heads of keys are repeated for each
-value head that shares them, and their gradients summed.
+Heads of keys are repeated for each value head that shares them, and their gradients summed.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.arguments import values
-from cpu_golden._lib.scans import Staged, heads_first, heads_last, read, sequences_of
+from cpu_golden._lib.sequences import Backward, Call, Forward, Sequence, Staged, sequences_of, states_of
 from cpu_golden.stages import Stages, exact, tree_sum
 from op_arguments import delta_rule
 from op_arguments.delta_rule import DeltaGrads, DeltaProblem, DeltaTensors
@@ -21,33 +17,8 @@ from op_arguments.gla import CHUNK_STEP, Output
 from op_arguments.options import options_of
 
 
-class DeltaSequence(NamedTuple):
-    """What a scan is given: tensors, the state that it starts from, and for a backward pass the gradients of o and of
-    the final state."""
-
-    q: Array
-    k: Array
-    v: Array
-    gate: Array
-    beta: Array
-    state: Array
-    scale: float
-    do: Any = None
-    dstate: Any = None
-
-    def read(self, stages: Stages) -> "DeltaSequence":
-        """What a kernel reads of it. Sites: q, k, v, beta, initial_state, and of a backward pass do, dht."""
-        fields = ("q", "k", "v", "beta", "do", "state", "dstate")
-        return self._replace(**read(self, stages, fields))
-
-    def chunk(self, rows: slice, state: Array) -> "DeltaSequence":
-        """These rows of it, and the state before them."""
-        steps = {name: getattr(self, name)[..., rows, :] for name in ("q", "k", "v", "gate", "beta")}
-        return self._replace(**steps, state=state, do=None if self.do is None else self.do[..., rows, :])
-
-
 class DeltaSequenceGrads(NamedTuple):
-    """The gradients of a `DeltaSequence`."""
+    """The gradients of the `Sequence` of a delta rule."""
 
     dq: Array
     dk: Array
@@ -55,12 +26,6 @@ class DeltaSequenceGrads(NamedTuple):
     dgate: Array
     dbeta: Array
     dstate: Array
-
-
-Forward = Callable[..., tuple[Array, Array]]
-"""A scan (DeltaSequence, **steps) -> o [B, HV, T, V] and the final state."""
-Backward = Callable[..., DeltaSequenceGrads]
-"""A scan (DeltaSequence, **steps) -> its gradients."""
 
 
 class ChunkFwd(delta_rule.ChunkDeltaFwd, Staged, total=False):
@@ -79,17 +44,11 @@ class StepBwd(delta_rule.DeltaBwd, Staged, total=False):
     """The options of `fused_recurrent_…_bwd`, one step at a time."""
 
 
-class Call(NamedTuple):
-    """A checked call: q, k, v, g (of rank 4) and beta [B, T, HV, 1] in float64, q and k normalised where asked;
-    the reciprocal roots of q and k; states before the first steps; the steps and the states of every sequence; and what
-    else the scan takes."""
+class Normalised(NamedTuple):
+    """Rows of q or k of length 1, and the reciprocals of the lengths that they had."""
 
-    p: DeltaProblem
-    x: DeltaTensors
-    rstd: tuple[Array, Array] | None
-    states: Array
-    sequences: list[tuple[Array, slice]]
-    steps: dict[str, Any]
+    x: Array
+    rstd: Array
 
 
 def take(
@@ -101,8 +60,9 @@ def take(
     cu_seqlens: Array | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     **steps: Any,
-) -> Call:
-    """The checked call of a forward pass, or of the backward pass but for do and dht.
+) -> tuple[DeltaProblem, Call, list[Normalised]]:
+    """The problem, the checked call of its forward pass, or of the backward pass but for do and dht, and q and k where
+    they are normalised.
 
     Raises as `check_delta_forward`.
     """
@@ -113,13 +73,12 @@ def take(
     )  # fmt: skip
     stages = steps.get("stages", exact)
     q, k, v, g, beta = (stages.each_run(np.asarray(tensor, np.float64)) for tensor in x)
-    rstd = None
-    if p.l2norm:
-        (q, of_q), (k, of_k) = normalised(q, stages), normalised(k, stages)
-        rstd = of_q, of_k
-    wide = DeltaTensors(q, k, v, g if per_channel else g[..., None], beta[..., None])
-    states = np.zeros((p.n, p.hv, p.k, p.v)) if initial_state is None else initial_state.astype(np.float64)
-    return Call(p, wide, rstd, np.array(stages.each_run(states)), list(sequences_of(p.t, offsets)), steps)
+    normal = [normalised(tensor, stages) for tensor in (q, k) if p.l2norm]
+    q, k = (np.repeat(keys, p.group, axis=-2) for keys in ([of.x for of in normal] if normal else (q, k)))
+    gate = g if per_channel else g[..., None]
+    states = states_of(initial_state, (p.n, p.hv, p.k, p.v), stages)
+    sequences = Sequence(q, k, v, gate, states, p.scale, beta[..., None])
+    return p, Call(sequences, list(sequences_of(p.t, offsets)), steps), normal
 
 
 @options_of(take)
@@ -130,12 +89,9 @@ def forward(
 
     Sites: those of the scan, and of `normalised`.
     """
-    call = take(x, per_channel, **options)
-    o = np.zeros(call.x.v.shape)
-    for rows, n in call.sequences:
-        o_n, call.states[..., n, :, :, :] = scan(_sequence(call, rows, n), **call.steps)
-        o[..., rows, :, :] = heads_last(o_n)
-    return Output(o, call.states if output_final_state else None)
+    _, call, _ = take(x, per_channel, **options)
+    o, states = call.forward(scan)
+    return Output(o, states if output_final_state else None)
 
 
 @options_of(take)
@@ -146,43 +102,29 @@ def backward(
 
     Sites: those of the scan, of `normalised` and `_of_given`, heads (the sums over the value heads of a head of keys).
     """
-    call = take(x, per_channel, **options)
-    p, stages = call.p, options.get("stages", exact)
+    p, call, normal = take(x, per_channel, **options)
+    stages = options.get("stages", exact)
     delta_rule.check_delta_gradients(p, do, dht, exact=True)
-    dstates = np.zeros(call.states.shape) if dht is None else np.array(stages.each_run(dht.astype(np.float64)))
-    do = stages.each_run(do)
-    of_keys = (*call.x.v.shape[:-1], p.k)
-    dq, dk, dv, dg, dbeta = grads = [np.zeros(shape) for shape in (of_keys, of_keys, *(of.shape for of in call.x[2:]))]
-    for rows, n in call.sequences:
-        given = _sequence(call, rows, n)._replace(do=heads_first(do, rows), dstate=dstates[..., n, :, :, :])
-        *of_rows, dstates[..., n, :, :, :] = scan(given, **call.steps)
-        for grad, grad_n in zip(grads, of_rows, strict=True):
-            grad[..., rows, :, :] = heads_last(grad_n)
+    (dq, dk, dv, dgate, dbeta), dstates = call.backward(scan, do, dht)
     dq, dk = (_of_key_heads(grad, p, stages) for grad in (dq, dk))
-    if call.rstd is not None:
-        dq, dk = (_of_given(*of, stages) for of in zip((dq, dk), call.x[:2], call.rstd, strict=True))
+    if normal:
+        dq, dk = (_of_given(grad, of, stages) for grad, of in zip((dq, dk), normal, strict=True))
+    dg = dgate if per_channel else dgate[..., 0]
     dh0 = None if options.get("initial_state") is None else dstates
-    of_gate = dg if per_channel else dg[..., 0]
-    return DeltaGrads(stages("dq", dq), stages("dk", dk), dv, of_gate, dbeta[..., 0], dh0)
+    return DeltaGrads(stages("dq", dq), stages("dk", dk), dv, dg, dbeta[..., 0], dh0)
 
 
-def normalised(x: Array, stages: Stages) -> tuple[Array, Array]:
+def normalised(x: Array, stages: Stages) -> Normalised:
     """x · rstd and rstd = (Σx² + 1e-6)^-½ of each row. Sites: square, norm (sums of these), rstd, normed."""
     squares = tree_sum(stages("square", x * x), stages.renamed(sum="norm"))
     rstd = stages("rstd", 1 / np.sqrt(stages("norm", squares + delta_rule.NORM_EPS)))
-    return stages("normed", x * rstd), rstd
+    return Normalised(stages("normed", x * rstd), rstd)
 
 
-def _of_given(grad: Array, x: Array, rstd: Array, stages: Stages) -> Array:
-    """The gradient of what was normalised to x. Sites: projected (sums, and what is left of the gradient), normed."""
-    along = tree_sum(stages("projected", grad * x), stages.renamed(sum="projected"))
-    return stages("normed", rstd * stages("projected", grad - x * along))
-
-
-def _sequence(call: Call, rows: Array, n: slice) -> DeltaSequence:
-    q, k = (np.repeat(heads_first(tensor, rows), call.p.group, axis=-3) for tensor in call.x[:2])
-    v, g, beta = (heads_first(tensor, rows) for tensor in call.x[2:])
-    return DeltaSequence(q, k, v, g, beta, call.states[..., n, :, :, :], call.p.scale)
+def _of_given(grad: Array, normal: Normalised, stages: Stages) -> Array:
+    """The gradient of what was normalised. Sites: projected (sums, and what is left of the gradient), normed."""
+    along = tree_sum(stages("projected", grad * normal.x), stages.renamed(sum="projected"))
+    return stages("normed", normal.rstd * stages("projected", grad - normal.x * along))
 
 
 def _of_key_heads(grad: Array, p: DeltaProblem, stages: Stages) -> Array:

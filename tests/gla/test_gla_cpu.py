@@ -8,7 +8,7 @@ import pytest
 
 from cpu_golden import gla, simple_gla
 from cpu_golden._lib.decays import kept_of
-from cpu_golden._lib.scans import Sequence
+from cpu_golden._lib.sequences import Sequence
 from cpu_golden.fused_recurrent import recurrent_backward, recurrent_forward
 from cpu_golden.stages import Stages
 from parity.judging.passes import whole_float32
