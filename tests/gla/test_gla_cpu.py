@@ -13,6 +13,7 @@ from cpu_golden.fused_recurrent import recurrent_backward, recurrent_forward
 from cpu_golden.stages import Stages
 from parity.judging.passes import whole_float32
 from tests.support.differences import check_differences
+from tests.support.sites import watched
 
 GATES = ["none", "g", "g_gamma", "both", "gk"]
 CHUNKS = [16, 48, 64, 128, 256]
@@ -388,25 +389,19 @@ BACKWARD_SITES = {"chunk": {"dA", "terms"}, "fused_recurrent": {"dwritten", "dch
 @pytest.mark.parametrize("gates", ["both", "gk"])
 def test_stages_see_every_site_and_change_nothing_by_themselves(gates):
     forward, backward = problem(gates, t=70)
-    seen = {}
-
-    def watch(site, value):
-        seen[site] = seen.get(site, 0) + 1
-        return value
-
     per_channel = {"product", "pairs"} if gates == "gk" else set()  # and then no sum that a decay is applied to
     of_pairs = per_channel or {"pair_gate"}
     for form, sites in SITES.items():
         for depth in (None, 5):
-            seen.clear()
-            staged = call(form, "fwd", forward, stages=Stages(watch, depth))
+            stages, seen = watched(depth=depth)
+            staged = call(form, "fwd", forward, stages=stages)
             chunked = of_pairs if form == "chunk" else set()
             assert set(seen) == (sites - {"read"} if per_channel else sites) | chunked
             if form == "chunk":
-                assert seen["lhs"] == seen["rhs"]
-                assert (seen["acc"] == seen["lhs"]) == (depth is None)
+                assert seen.count("lhs") == seen.count("rhs")
+                assert (seen.count("acc") == seen.count("lhs")) == (depth is None)
             np.testing.assert_allclose(staged.o, call("definition", "fwd", forward).o, rtol=1e-11, atol=1e-12)
-            staged = call(form, "bwd", forward, **backward, stages=Stages(watch, depth))
+            staged = call(form, "bwd", forward, **backward, stages=stages)
             chunked = of_pairs | {"up_to" if per_channel else "pair_terms"} if form == "chunk" else set()
             assert set(seen) == sites | {"do", "dht", "dstate", "dgate"} | BACKWARD_SITES[form] | chunked
             np.testing.assert_allclose(

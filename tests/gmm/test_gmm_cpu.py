@@ -1,5 +1,6 @@
 """The goldens of gmm and tgmm: against their definition, against exact arithmetic, and their metadata and stages."""
 
+from collections import Counter
 from fractions import Fraction
 
 import ml_dtypes
@@ -14,6 +15,7 @@ from cpu_golden.gmm import gmm, gmm_definition, tgmm, tgmm_definition
 from cpu_golden.stages import Stages, exact
 from tests.matrix.gmm import GMM, TGMM
 from tests.support.definitions import check_definition, distinct
+from tests.support.sites import watched
 
 
 @pytest.mark.parametrize(("op", "case"), distinct(GMM, TGMM, dtypes=False))
@@ -92,16 +94,11 @@ def test_stages_see_every_site_and_change_nothing_by_themselves():
     rng = np.random.default_rng(1)
     lhs, rhs = rng.standard_normal((12, 10)).astype(np.float32), rng.standard_normal((3, 10, 4)).astype(np.float32)
     sizes = np.array([5, 0, 7], np.int32)
-    seen = {}
-
-    def watch(site, value):
-        seen[site] = seen.get(site, 0) + 1
-        return value
-
-    staged = gmm(lhs, rhs, sizes, stages=Stages(watch, depth=4))
-    assert seen == {"lhs": 2, "rhs": 2, "partial": 6, "acc": 6, "out": 1}
+    stages, seen = watched(depth=4)
+    staged = gmm(lhs, rhs, sizes, stages=stages)
+    assert Counter(seen) == {"lhs": 2, "rhs": 2, "partial": 6, "acc": 6, "out": 1}
     np.testing.assert_allclose(staged, gmm_definition(lhs, rhs, sizes), rtol=1e-12, atol=1e-12)
-    staged = tgmm(lhs, lhs, sizes, stages=Stages(watch, depth=4))
+    staged = tgmm(lhs, lhs, sizes, stages=stages)
     np.testing.assert_allclose(staged, tgmm_definition(lhs, lhs, sizes), rtol=1e-12, atol=1e-12)
 
 
@@ -153,8 +150,7 @@ def test_the_offset_of_a_shard_is_an_int_however_it_is_given():
 
 
 def test_a_sum_without_a_depth_is_one_step_wherever_it_begins():
-    seen = []
-    stages = Stages(lambda site, value: seen.append(site) or value)
+    stages, seen = watched()
     assert stages.dot(np.ones((2, 1, 3)), np.ones((3, 1)), running="inner", first=2).tolist() == [[[3]]] * 2
     assert seen == ["lhs", "rhs", "partial", "inner"]
     assert exact.dot(np.ones((2, 0)), np.ones((0, 3))).tolist() == [[0] * 3] * 2

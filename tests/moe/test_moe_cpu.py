@@ -10,6 +10,7 @@ from parity.inputs import draw
 from parity.op import outputs
 from tests.matrix.moe import MOE_LAYER, MOE_LAYER_BWD, routing
 from tests.support.differences import check_differences
+from tests.support.sites import watched
 
 LAYERS = [
     pytest.param(op, case, id=case.id, marks=[pytest.mark.full] if case.tier == "full" else [])
@@ -137,8 +138,7 @@ def test_every_matmul_of_the_experts_asks_for_the_tiling_of_its_own_size():
     [({}, 1), (dict(depth=4), 2), (dict(router_depth=1), 6), (dict(depth=4, router_depth=6), 1)],
 )
 def test_the_router_is_summed_in_steps_of_its_own_or_else_in_those_of_the_matmuls(options, steps):
-    seen = []
-    stages = Stages(lambda site, x: seen.append(site) or x, **options)
+    stages, seen = watched(**options)
     moe_layer(**weights_of(hidden=6), top_k=2, stages=stages)
     assert seen[: seen.index("logits")].count("partial") == steps
 

@@ -7,8 +7,8 @@ import pytest
 from cpu_golden.gmm import gmm
 from cpu_golden.grouped_dense import grouped_dense, grouped_dense_bwd
 from cpu_golden.quantize import fp8_dequantize, fp8_quantize
-from cpu_golden.stages import Stages
 from tests.support.differences import check_differences
+from tests.support.sites import watched
 
 M, K, N, SIZES = 12, 8, 6, np.array([3, 0, 4, 2], np.int32)
 
@@ -107,8 +107,7 @@ def test_the_gradients_of_the_layer_are_summed_in_steps_over_n_and_over_rows(tra
     rhs = rng.standard_normal((3, 6, 10) if transpose_rhs else (3, 10, 6))
     sizes = np.array([5, 0, 7], np.int32)
     for depth, over_n, over_rows in ((2, 3 + 3, 3 + 4), (4, 2 + 2, 2 + 2), (None, 2, 2)):
-        seen = []
-        stages = Stages(lambda site, value, seen=seen: seen.append(site) or value, depth)
+        stages, seen = watched(depth=depth)
         grouped_dense_bwd(lhs, rhs, sizes, dout, transpose_rhs=transpose_rhs, stages=stages)
         assert (seen.count("dlhs"), seen.count("drhs")) == (over_n, over_rows)
         assert seen.count("partial") == over_n + over_rows and "acc" not in seen

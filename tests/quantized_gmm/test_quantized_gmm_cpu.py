@@ -1,5 +1,6 @@
 """The goldens of the block-scaled matmuls: against dequantised operands and exact rationals, and their stages."""
 
+from collections import Counter
 from fractions import Fraction
 
 import numpy as np
@@ -7,9 +8,9 @@ import pytest
 
 from cpu_golden.quantize import fp8_quantize
 from cpu_golden.quantized_gmm import gmm_quantized, gmm_quantized_definition, tgmm_quantized, tgmm_quantized_definition
-from cpu_golden.stages import Stages
 from tests.matrix.quantized_gmm import GMM_QUANTIZED, TGMM_QUANTIZED
 from tests.support.definitions import check_definition, distinct
+from tests.support.sites import watched
 
 
 @pytest.mark.parametrize(("op", "case"), distinct(GMM_QUANTIZED, TGMM_QUANTIZED))
@@ -51,15 +52,9 @@ def test_stages_see_every_site_and_change_nothing_by_themselves():
     lhs, rhs = rng.standard_normal((12, 256)).astype(np.float32), rng.standard_normal((3, 256, 4)).astype(np.float32)
     operands = (*fp8_quantize(lhs, 1, 64), *fp8_quantize(rhs, 1, 128))
     sizes = np.array([5, 0, 7], np.int32)
-    seen = {}
-
-    def watch(site, value):
-        seen[site] = seen.get(site, 0) + 1
-        return value
-
-    staged = gmm_quantized(*operands, sizes, stages=Stages(watch, depth=32))
+    stages, seen = watched(depth=32)
+    staged = gmm_quantized(*operands, sizes, stages=stages)
     # Two groups, four blocks of 64, two steps in each.
     by_block = dict.fromkeys(["lhs", "rhs", "lhs_scale", "rhs_scale", "scale", "scaled", "acc"], 8)
-    expected = {**by_block, "partial": 16, "inner": 16, "out": 1}
-    assert seen == expected
+    assert Counter(seen) == {**by_block, "partial": 16, "inner": 16, "out": 1}
     np.testing.assert_allclose(staged, gmm_quantized(*operands, sizes), rtol=1e-12, atol=1e-12)
