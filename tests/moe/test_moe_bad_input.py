@@ -121,6 +121,16 @@ def test_float64_is_let_through_only_where_the_goldens_ask_for_it():
             check()
 
 
+def with_infinities():
+    """A training step of the layer, one of which is in its tokens, its gradient and each matrix of its experts."""
+    x = f32(6, 32)
+    x[3, 5] = np.inf
+    weights = {name: LAYER[name].copy() for name in ("w_gate", "w_up", "w_down")}
+    for w in weights.values():
+        w[1, 7, 9] = np.inf
+    return LAYER | weights | dict(x=x, dout=x)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")  # in the interpreter, of the router's infinities
 @pytest.mark.parametrize(
     ("package", "quantize"),
@@ -133,25 +143,15 @@ def test_float64_is_let_through_only_where_the_goldens_ask_for_it():
 )
 def test_infinities_of_a_training_step_are_refused_nowhere(package, quantize):
     """Where they could be seen as well: a step does the same on every device, and under a trace."""
-    x = f32(6, 32)
-    x[3, 5] = np.inf
-    weights = {name: LAYER[name].copy() for name in ("w_gate", "w_up", "w_down")}
-    for w in weights.values():
-        w[1, 7, 9] = np.inf
-    given = LAYER | weights | dict(x=x, dout=x)
+    given = with_infinities()
     arrays = {name: PACKAGES[package](value) for name, value in given.items() if isinstance(value, np.ndarray)}
     public(package)["moe_layer_bwd"](**given | arrays, quantize=quantize, block_size=32)
 
 
 @pytest.mark.parametrize("quantize", ["fp8", "mxfp8"])
 def test_infinities_of_a_golden_training_step_saturate_as_well(quantize):
-    x = f32(6, 32)
-    x[3, 5] = np.inf
-    weights = {name: LAYER[name].copy() for name in ("w_gate", "w_up", "w_down")}
-    for w in weights.values():
-        w[1, 7, 9] = np.inf
     with np.errstate(invalid="ignore"):  # in the router, which is not quantised
-        moe_layer_bwd(**LAYER | weights | dict(x=x, dout=x, quantize=quantize, block_size=32))
+        moe_layer_bwd(**with_infinities(), quantize=quantize, block_size=32)
 
 
 @pytest.mark.parametrize("quantized", [(True, False), (False, True), (True, True)])
