@@ -21,12 +21,7 @@ from op_arguments.mxfp8 import (
 from op_arguments.quantize import Blocks, DualQuantized, Quantized
 from tpu_kernels._lib import chip
 from tpu_kernels._lib.arguments import Interpret, resolve_interpret
-from tpu_kernels._lib.blocks import (
-    check_finite_here,
-    dequantize_blocks,
-    dual_quantize_blocks,
-    quantize_blocks,
-)
+from tpu_kernels._lib.blocks import check_finite_here, dequantize_blocks, dual_quantize_blocks, quantize_blocks
 from tpu_kernels._lib.formats import (
     FORMATS,
     INFINITY,
