@@ -20,8 +20,7 @@ from parity.judging.reference import reference
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.meta.faults.planting import ROOT, Fault, plant, trial_of
-from tests.meta.faults.test_faults_delta_rule_gpu import FAULTS as FAULTS_DELTA_RULE_GPU
-from tests.meta.faults.test_faults_delta_rule_tpu import FAULTS as FAULTS_DELTA_RULE_TPU
+from tests.meta.faults.test_faults_delta_rule import FAULTS as FAULTS_DELTA_RULE
 from tests.support.interpreter import INTERPRETED, interpreted
 from tests.support.stages import check_a_probe_leaves_nothing, traced, walked
 
@@ -277,7 +276,7 @@ DELTA_RULE, POWERS = "chunk_gated_delta_rule_fwd", "the inverse comes from power
 @interpreted
 def test_no_stage_is_wrong_where_every_output_is_right(tmp_path):
     """Powers of equal keys reach 1e15 and cancel: float64 keeps what is left of T, not each of its numbers."""
-    trial, _ = trial_of(FAULTS_DELTA_RULE_GPU, POWERS, "gpu", DELTA_RULE, tmp_path)
+    trial, _ = trial_of(FAULTS_DELTA_RULE, POWERS, "gpu", DELTA_RULE, tmp_path)
     stages, found = walked(trial.op, trial.case, "gpu", trial.kernel)
     assert (stages[-1].site, stages[-1].wrong, stages[-1].is_off) == ("T", 0.0, True), stages
     assert conclusion(found, tmp_path).startswith("precision is lost at T")
@@ -287,7 +286,7 @@ def test_no_stage_is_wrong_where_every_output_is_right(tmp_path):
 @pytest.mark.tpu
 def test_what_float64_mends_but_for_a_little_is_lost_precision(tmp_path):
     """The same powers of longer chunks: what is left in float64 is beyond the contract."""
-    trial, _ = trial_of(FAULTS_DELTA_RULE_TPU, POWERS, "tpu", DELTA_RULE, tmp_path)
+    trial, _ = trial_of(FAULTS_DELTA_RULE, POWERS, "tpu", DELTA_RULE, tmp_path)
     found = locate(trial, "o", frozenset())
     assert [stage.site for stage in found.stages if stage.is_off] == ["T"] and not any(s.wrong for s in found.stages)
     assert "planted_tpu.py" in conclusion(found, tmp_path)

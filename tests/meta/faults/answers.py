@@ -34,8 +34,7 @@ from tests.meta.faults import (
     test_faults,
     test_faults_delta_rule,
     test_faults_delta_rule_conv,
-    test_faults_delta_rule_gpu,
-    test_faults_delta_rule_tpu,
+    test_faults_delta_rule_gates,
     test_faults_gla,
     test_faults_moe,
     test_faults_mxfp8,
@@ -52,9 +51,8 @@ FILES = (
     test_faults_quantized,
     test_faults_precision,
     test_faults_delta_rule,
+    test_faults_delta_rule_gates,
     test_faults_delta_rule_conv,
-    test_faults_delta_rule_tpu,
-    test_faults_delta_rule_gpu,
 )
 PRECISION = (
     "bfloat16",

@@ -223,13 +223,14 @@ def pairs(faults: Collection[Fault], ops: Collection[Op]) -> list:
 
 
 def first_of_all(faults: Collection[Fault], ops: Collection[Op]) -> list:
-    """Parameters (fault, op) as of `pairs`, each fault with the first of its ops; only the first of all is in the
+    """Parameters (fault, op) as of `pairs`, each fault with the first of its ops; only the first of a backend is in the
     default tier."""
-    found = []
+    found, begun = [], set()
     for fault in faults:
         op = next(op for op in ops if op.name == fault.ops[0])
-        marks = [*INTERPRETED[fault.backend], *([pytest.mark.full] if found else [])]
-        found.append(pytest.param(fault, op, id=f"{op.name}-{fault.name}", marks=marks))
+        marks = [*INTERPRETED[fault.backend], *([pytest.mark.full] if fault.backend in begun else [])]
+        begun.add(fault.backend)
+        found.append(pytest.param(fault, op, id=f"{fault.backend}-{op.name}-{fault.name}", marks=marks))
     return found
 
 
