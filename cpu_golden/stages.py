@@ -4,8 +4,8 @@ A golden calls `stages(site, value)` wherever a kernel may round. `exact` gives 
 dtypes emulates a kernel under that contract, and any other function watches the values or changes them.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from cpu_golden import Array
 Passes = Callable[[Array, Array, int | None, int], Iterator[tuple[Array, Array]]]
 """The products that a matrix unit adds up for a @ b, of operands [..., I, J] and [..., J, L]: (a, b, depth, first)."""
 
+Sum = Callable[[Array, Array, Array], Array]
+"""(total, a, b) -> total + a @ b, as a matrix unit adds the products of one step."""
 
 Inverse = Callable[[Array, "Stages"], Array]
 """(I + A)⁻¹ of strictly lower triangular A [..., C, C], with the sites of the stages."""
@@ -65,6 +67,7 @@ class Stages:
         to the errors of what the state recalls.
     runs: how many roundings of the same inputs go on side by side, in a leading axis of every value and every result;
         None: there is no such axis. A golden that takes it begins with `each_run` of all its tensors.
+    sums: how a matrix unit adds to a running sum, by its site; to one without a name exactly.
     """
 
     rounding: Callable[[str, Array], Array] = _as_it_is
@@ -86,6 +89,7 @@ class Stages:
     inverse: "Inverse | None" = None
     wy: bool = False
     runs: int | None = None
+    sums: Mapping[str, Sum] = field(default_factory=dict)
 
     def __call__(self, site: str, value: Array) -> Array:
         """What goes on from the site in the value's place."""
@@ -97,7 +101,8 @@ class Stages:
 
     def renamed(self, **names: str) -> "Stages":
         """These stages for a golden inside another one, some of whose sites have names of their own there."""
-        return replace(self, rounding=lambda site, value: self(names.get(site, site), value))
+        sums = {site: self.sums[name] for site in {*names, *self.sums} if (name := names.get(site, site)) in self.sums}
+        return replace(self, rounding=lambda site, value: self(names.get(site, site), value), sums=sums)
 
     def dot(self, a: Array, b: Array, *, running: str = "acc", first: int = 0) -> Array:
         """a [..., I, J] @ b [..., J, L], summed over J in steps of `depth`, the first of which begins at -`first`.
@@ -111,9 +116,13 @@ class Stages:
             total = np.zeros(acc.shape) if n else acc
             offset = 0 if n else first % (self.tile or first + 1)
             for x, y in self.passes(tile_a, tile_b, self.depth, offset):
-                total = self(running, total + self("partial", x @ y))
+                add = self.sums.get(running, self._exactly)
+                total = self(running, add(total, x, y))
             acc = self("tiles", acc + total) if n else total
         return acc if self.tile is None else self(running, acc)
+
+    def _exactly(self, total: Array, a: Array, b: Array) -> Array:
+        return total + self("partial", a @ b)
 
 
 exact = Stages()

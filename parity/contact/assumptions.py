@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parity.dtypes import OF_POWER, SITES, TOWARD_ZERO
+from parity.judging.passes import cut_at_26_digits
 from parity.op import Backend, Contract
 
 
@@ -146,8 +147,8 @@ def on_device(contract: Contract, backend: Backend, kind: str, records: Path) ->
     """A contract on a device: each of its sites at what is known of the hardware's functions that it comes out of.
 
     Where a property in its `unless` does not hold, the contract is that one. Errors of several functions are added. A
-    sum or a conversion that is cut off is a site toward zero. kind: what the
-    device's framework calls it; records: a ledger's folder, for the measured table.
+    sum or a conversion that is cut off is a site toward zero; a matrix unit that does so cuts what it adds, too. kind:
+    what the device's framework calls it; records: a ledger's folder, for the measured table.
     Raises ValueError for a function that is off by more than any site may be.
     """
     known = of_device(_maker(backend, kind), measured_path(records, backend, kind))
@@ -156,7 +157,9 @@ def on_device(contract: Contract, backend: Backend, kind: str, records: Path) ->
         site: _result(dtype, [known[name] for name in (*contract.functions.get(site, ()), *CONVERSIONS.get(dtype, ()))])
         for site, dtype in contract.sites.items()
     }
-    return replace(contract, sites=sites)
+    cut = [] if known[DOT_ROUNDS].holds else [site for site, of in contract.functions.items() if DOT_ROUNDS in of]
+    schedule = {**contract.schedule, "sums": dict.fromkeys(cut, cut_at_26_digits)} if cut else contract.schedule
+    return replace(contract, sites=sites, schedule=schedule)
 
 
 def _maker(backend: Backend, kind: str) -> str:

@@ -62,6 +62,18 @@ bf16x3 = in_pieces(((1, 0), (0, 1), (0, 0)))
 whole_float32 = in_pieces(((2, 0), (1, 1), (1, 0), (0, 2), (0, 1), (0, 0)))
 """Operands in three pieces: all of a float32, and all products but those below the last piece's."""
 
+
+def cut_at_26_digits(total: Floats, a: Floats, b: Floats) -> Floats:
+    """total [..., I, L] + a [..., I, J] @ b [..., J, L] of 16 bits as NVIDIA's tensor cores add one step's products.
+
+    All are cut off at 2^-25 of the largest, by the exponents of operands: where products cancel, what is left of them
+    errs by more than its own rounding. The new sum, which is a site toward zero, is not cut. With that it is bit for
+    bit what `tl.dot` returns on an H200; Khattak & Mikaitis 2025, "Accurate Models of NVIDIA Tensor Cores"
+    (arXiv:2512.07004).
+    """
+    return _aligned(total, a, b, _exponents(a), _exponents(b), 25)
+
+
 FRACTION, STEP = 13, 32
 """Bits of an fp8 sum's fraction that tensor cores of Ada and Hopper keep, and products that they add at a time."""
 
@@ -69,44 +81,41 @@ FRACTION, STEP = 13, 32
 def fp8_in_14_digits(a: np.ndarray, b: np.ndarray) -> Floats:
     """a [I, J] @ b [J, L] of fp8 as the tensor cores of sm_89 and sm_90 sum it, in float64.
 
-    The products of a step and the sum before it are cut off at 2^-13 of the largest of them, by the exponents of
-    operands, and the new sum at its own 14th digit. Bit for bit what `tl.dot` returns on an H200 (wgmma), for normal,
-    wide, positive and subnormal operands of e4m3 and e5m2; Khattak & Mikaitis 2025, "Accurate Models of NVIDIA Tensor
-    Cores" (arXiv:2512.07004).
+    As `cut_at_26_digits` at 2^-13, and each new sum is cut off at its own 14th digit. Bit for bit what `tl.dot`
+    returns on an H200 (wgmma), for normal, wide, positive and subnormal operands of e4m3 and e5m2.
     """
-    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
-    rows = max(1, PRODUCTS // (STEP * b.shape[1]))
-    for start in range(0, len(total), rows):
-        for first in range(0, a.shape[1], STEP):
-            at = slice(start, start + rows), slice(first, first + STEP)
-            total[at[0]] = _fp8_step(total[at[0]], a[at], b[at[1]].T)
-    return total.astype(np.float64)
+    total = np.zeros((a.shape[0], b.shape[1]))
+    for first in range(0, a.shape[1], STEP):
+        x, y = a[:, first : first + STEP], b[first : first + STEP]
+        of_x, of_y = (_exponents(v.astype(np.float64), ml_dtypes.finfo(v.dtype).smallest_normal) for v in (x, y))
+        added = _aligned(total, x.astype(np.float64), y.astype(np.float64), of_x, of_y, FRACTION)
+        with np.errstate(invalid="ignore"):
+            total = cut_off(added, FRACTION + 1)
+    return total
 
 
-PRODUCTS = 2**20
-"""Products that are in memory at a time."""
-
-
-def _fp8_step(total: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """total [I, L] + a [I, J] @ b [L, J].T: every number here has at most 24 digits, so float32 is exact."""
-    products = a.astype(np.float32)[:, None] * b.astype(np.float32)
-    of_products = _exponents(a)[:, None] + _exponents(b)
-    of_products[products == 0] = NONE
-    unit = np.maximum(of_products.max(axis=2), np.where(total == 0, NONE, _exponents(total))) - FRACTION
+def _aligned(total: Floats, a: Floats, b: Floats, of_a: np.ndarray, of_b: np.ndarray, fraction: int) -> Floats:
+    """The sum of `total` and the products, each cut off at 2^-fraction of the largest; of_a, of_b: exponents."""
+    steps = range(a.shape[-1])
+    top = _exponents(total)
+    for j in steps:
+        np.maximum(top, of_a[..., :, j, None] + of_b[..., None, j, :], out=top)
+    unit = np.ldexp(1.0, np.maximum(top, NONE // 2) - fraction)
     with np.errstate(invalid="ignore"):  # NaN and infinity stay what they are
-        products = np.ldexp(products, -unit[..., None], out=products)
-        cut = np.trunc(products, out=products).sum(axis=2) + np.trunc(np.ldexp(total, -unit))
-        return cut_off(np.ldexp(cut, unit), FRACTION + 1).astype(np.float32)
+        cut = np.trunc(total / unit)
+        for j in steps:
+            cut += np.trunc(a[..., :, j, None] * b[..., None, j, :] / unit)
+        return cut * unit
 
 
-NONE = -100
-"""The exponent of zero: below that of every product of fp8."""
+NONE = -1000
+"""The exponent of zero: below that of every product."""
 
 
-def _exponents(x: np.ndarray) -> np.ndarray:
-    """e of each x = m 2^e with 1 ≤ |m| < 2, or of its dtype's smallest normal number, where that is larger."""
-    least = np.frexp(np.float64(ml_dtypes.finfo(x.dtype).smallest_normal))[1] - 1
-    return np.maximum(np.frexp(x.astype(np.float32))[1] - 1, least)
+def _exponents(x: Floats, least: float = 0.0) -> np.ndarray:
+    """e of each x = m 2^e with 1 ≤ |m| < 2, or of `least`, the smallest normal number, where that is larger."""
+    found: np.ndarray = np.frexp(np.maximum(np.abs(x), least))[1] - 1
+    return np.where(x == 0, NONE, found)
 
 
 PASSES: Mapping[str, Passes] = {"bf16x6": mxu_x6, "bf16x3x3": whole_float32, "bf16x3": bf16x3, "bf16x2": bf16x3}

@@ -23,6 +23,7 @@ from tests.matrix.quantized_gmm import E4M3, GMM_QUANTIZED, rhs_dtype
 from tests.support.interpreter import interpreted
 
 CORE = "parity.backends.emulation.tensor_core"
+H200 = "NVIDIA H200"
 LONG = dict(M=64, K=1024, N=32, G=2)
 
 
@@ -92,6 +93,45 @@ def test_rounding_toward_zero_takes_the_neighbour_that_is_no_larger(dtype):
     assert ((values - cut) * np.sign(values) >= 0).all() and (np.abs(values - cut) < unit).all()
 
 
+def of_a_hopper(lhs, rhs, acc, depth):
+    """`fused_dot` of 16 bits as an H200's: a step's products and the sum before are cut off at 2^-25 of the largest."""
+    total = acc.astype(np.float64)
+    for k in range(0, lhs.shape[-1], depth):
+        x, y = lhs[..., k : k + depth].astype(np.float64), rhs[..., k : k + depth, :].astype(np.float64)
+        products = x[..., :, :, None] * y[..., None, :, :]
+        exponents = (np.frexp(x)[1] - 1)[..., :, :, None] + (np.frexp(y)[1] - 1)[..., None, :, :]
+        of_products = np.where(products == 0, -300, exponents).max(-2)
+        unit = np.ldexp(1.0, np.maximum(of_products, np.where(total == 0, -300, np.frexp(total)[1] - 1)) - 25)
+        total = cut_off((np.trunc(products / unit[..., None, :]).sum(-2) + np.trunc(total / unit)) * unit, 24)
+    return total.astype(np.float32)
+
+
+CANCELLING = [
+    "gmm-M300_K200_N160_G6-bf16_f32-tiling64x128x128-short-cancellation-s0",
+    "tgmm-M300_K200_N160_G6-bf16_f32-tiling64x128x128-short-cancellation-s0",
+]
+
+
+@pytest.mark.gpu
+@interpreted
+@pytest.mark.parametrize("case_id", CANCELLING)
+def test_a_hopper_loses_more_of_products_that_cancel(case_id, monkeypatch):
+    pytest.importorskip("triton")
+    op, case = find(OPS, case_id)
+    here, there = (Trial(op, case, "gpu", device=device) for device in (EMULATED, H200))
+    assert gates(here).verdict.outcome == "AGREES"
+    monkeypatch.setattr(f"{CORE}.fused_dot", of_a_hopper)
+    assert gates(here).verdict.outcome == "OUT OF BOUND"
+    judged = gates(there)
+    assert judged.verdict.outcome == "AGREES", judged.verdict
+    assert judged.metrics.epsilon == pytest.approx(ON_AN_H200[op.name], rel=1e-6)
+    assert judged.fit.sigmas == pytest.approx(1, abs=1e-3)  # every step is the contract's
+
+
+ON_AN_H200 = {"gmm": 1.38084946e-10, "tgmm": 7.04080126e-10}
+"""ε of these cases there (Triton 3.9)."""
+
+
 def test_what_is_representable_or_not_finite_stays():
     values = np.array([0.0, 1.0, -1.5, 2.0**-120, np.inf, -np.inf, np.nan])
     for dtype in (F32, "bf16x2"):
@@ -130,12 +170,15 @@ def test_sums_of_fp8_in_14_digits_keep_nan_to_its_row():
     np.testing.assert_array_equal(fp8_in_14_digits(a, b), [[64, 64], [np.nan, np.nan], [64, 64]])
 
 
+def test_sums_of_fp8_in_14_digits_may_have_no_columns():
+    assert fp8_in_14_digits(np.ones((3, 64), FP8["e4m3"]), np.ones((64, 0), FP8["e4m3"])).shape == (3, 0)
+
+
 def narrow_sums(lhs, rhs, acc, depth):
     """`fused_dot` of fp8 as a Hopper's."""
     return (acc + fp8_in_14_digits(lhs.astype(FP8["e4m3"]), rhs.astype(FP8["e4m3"]))).astype(np.float32)
 
 
-H200 = "NVIDIA H200"
 FP8_CASES = [
     case
     for case in GMM_QUANTIZED.cases
