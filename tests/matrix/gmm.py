@@ -153,7 +153,7 @@ def grouped(golden: Callable[..., Any], **settings: Any) -> Op:
         contract=contract,
         chain=terms,
         axes=axes,
-        magnitude=abs_of("lhs", "rhs", "existing_out"),
+        magnitude=abs_of("lhs", "lhs_scale", "rhs", "rhs_scale", "existing_out"),
         unread=inactive,
         spelled=("groups",),
     )
