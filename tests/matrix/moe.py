@@ -28,7 +28,7 @@ from tests.matrix.quantized_gmm import FP8_MMA_DEPTH, float16_tile, with_narrow_
 
 
 def contract(c: Case, backend: Backend) -> Contract:
-    """As gmm_quantized where everything is fp8, else as the pass that is not: it has the wider operands.
+    """As gmm_quantized where all operands are fp8, else as gmm of the wider ones.
 
     Quantising is exact to the bit, and so no part of the error. Gradients have the dtypes of what they are gradients
     of; in the backward pass the result's, which is dout's, is that of an operand.
@@ -36,14 +36,15 @@ def contract(c: Case, backend: Backend) -> Contract:
     backward = c.op == "grouped_dense_bwd"
     sums = {"dlhs": F32, "drhs": F32} if backward else {"acc": F32}
     scaling = {"inner": F32, "scale": F32, "scaled": F32, **sums}
-    if c.quantize and (c.bwd_quantize or not backward):
+    if c.bwd_quantize if backward else c.quantize:
         depth = MXU_DEPTH if backend == "tpu" else FP8_MMA_DEPTH
         sites = {"partial": F32, **scaling} if backend == "tpu" else scaling
         wide = Contract(dot="fp8", out=c.out, depth=depth, sites=sites, functions=of_unit(backend, "inner"))
     else:
         wide = unquantised.contract(replace(c, dtype=F32) if backward and c.out == F32 else c, backend)
-        functions = wide.functions and of_unit(backend, "inner")
-        wide = replace(wide, sites={**wide.sites, **scaling}, functions=functions)
+        running = ["inner"] if c.quantize else ["dlhs", "drhs"] if backward else ["acc"]
+        functions = {site: of for name in running for site, of in of_unit(backend, name).items()}
+        wide = replace(wide, sites={**wide.sites, **scaling}, functions=wide.functions and functions)
     if not backward:
         own = float16_tile(c, c.block_size, over_rows=False) if c.out == F32 and c.block_size else None
         return with_narrow_sums(wide, backend, own)
