@@ -97,7 +97,6 @@ def _backward_kernel(
         if INTERPRETED:  # of a tile of K it is a part
             is_pair = (row[:, None] < end) & (row[None, :] < end)
             scores_t = probe("A", scores_t, is_pair & (layout.k <= BK), chunk_size=ROWS)
-        scores_t *= scale
 
         slot = first_slot(sequence, sequence_start, ROWS) + (rows.first - sequence_start) // ROWS
         memory = Memory(states, slot, dstates, segment, outs.dv + at_tile * layout.v)
@@ -111,7 +110,7 @@ def _backward_kernel(
         dk_tile = sums.dk * decays.to_end
         if inputs.gk is None:
             if outs.dgate is not None:
-                pairs_t = scores_t * sums.products_t
+                pairs_t = scores_t * (scale * sums.products_t)
                 dgate_rows = step_gate_gradient(
                     pairs_t, q_columns, k_columns, dq_tile, dk_tile, sums.past_block, decays, layout.k <= BK, SPLIT
                 )
@@ -182,7 +181,7 @@ def _sums_over_values(
         dv_tile = dot(k_decayed, dstate, SPLIT)
         if len(decays.to_end.shape) == 1:
             dv_tile *= decays.to_end[:, None]
-        dv_tile += dot(scores_t, do_rows, SPLIT)
+        dv_tile += scale * dot(scores_t, do_rows, SPLIT)
         store_tile(memory.dv, dv_tile, row[:, None], value, rows, layout.v)
         if SEGMENT is None:
             dstate = next_state(dstate, q_columns, do_rows, decays.from_start * scale, decays, SPLIT)

@@ -168,7 +168,7 @@ LOSSES = [
     # chunked scans
     Loss("scores", "tpu", FWD, 'return probe("A", «decay.scores(load, scan)», 1, 2)', bf16),
     Loss("scores", "gpu", FWD, "out += dot(«scores», v_rows, SPLIT)", bf16),
-    Loss("scores", "gpu", BWD, "dv_tile += dot(«scores_t», do_rows, SPLIT)", bf16),
+    Loss("scores", "gpu", BWD, "dv_tile += scale * dot(«scores_t», do_rows, SPLIT)", bf16),
     Loss("state", "tpu", f"{FWD} {BWD}", TPU_STATE, bf16),
     Loss("state", "gpu", f"{FWD} {BWD}", GPU_STATE, bf16),
     Loss("state in one chunk", "tpu", FWD,
