@@ -160,10 +160,29 @@ def _route(o: _Static, x: jax.Array, w_router: jax.Array) -> tuple[jax.Array, ja
     logits = _watched("logits", logits, "dlogits")
     _, indices = lax.top_k(lax.stop_gradient(logits), o.top_k)
     if o.renormalize:
-        weights = jax.nn.softmax(jnp.take_along_axis(logits, indices, axis=1))
+        weights = _softmax(jnp.take_along_axis(logits, indices, axis=1))
     else:
-        weights = jnp.take_along_axis(jax.nn.softmax(logits), indices, axis=1)
+        weights = jnp.take_along_axis(_softmax(logits), indices, axis=1)
     return _watched("weights", weights), indices
+
+
+@jax.custom_vjp
+def _softmax(logits: jax.Array) -> jax.Array:
+    """Of each row. What JAX makes of its gradient differs between versions and settings, and errs by more."""
+    return jax.nn.softmax(logits)
+
+
+def _softmax_fwd(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    weights = _softmax(logits)
+    return weights, weights
+
+
+def _softmax_bwd(weights: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
+    of_chosen = weights * grad
+    return (of_chosen - weights * of_chosen.sum(axis=1, keepdims=True),)
+
+
+_softmax.defvjp(_softmax_fwd, _softmax_bwd)
 
 
 def _watched(site: str | None, x: jax.Array, gradient: str | None = None) -> jax.Array:
