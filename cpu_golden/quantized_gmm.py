@@ -70,7 +70,7 @@ def tgmm_quantized(
     lhs [M, K] and rhs [M, N] and their scales as in `gmm_quantized`, blocks of the contraction now along M. Blocks
     are those of all M rows: a group that begins inside one uses that block's scale for its part of it. existing_out
     [G, K, N] is added. Everything else as `tgmm`; a `tiling` whose tm cuts a block is refused.
-    Stages and sites as `gmm_quantized`, depth along M, and never narrow.
+    Stages and sites as `gmm_quantized`, depth along M, aligned, and never narrow.
     """
     o = _TgmmOptions(**options)
     a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, o.group_offset)
@@ -128,9 +128,10 @@ def _staged_blocks(lhs: _Operand, rhs: _Operand, start: int, block: int, stages:
     acc = np.zeros((a.shape[0], b.shape[1]))
     first, end, block = 0, a.shape[1], min(block, stages.tile or block)
     while first < end:
-        last = min(first + block - (start + first) % block, end)
+        into = (start + first) % block
+        last = min(first + block - into, end)
         if stages.narrow is None:
-            inner = stages.dot(a[:, first:last], b[first:last], running="inner")
+            inner = stages.dot(a[:, first:last], b[first:last], running="inner", first=into if stages.aligned else 0)
         else:
             inner = stages("inner", stages.narrow(lhs.values[:, first:last], rhs.values[first:last]))
         # No scale changes within a block: that of its first element is that of all.
