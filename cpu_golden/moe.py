@@ -55,8 +55,9 @@ def moe_layer(
     that each is rounded once; else it has x's dtype.
     Stages: depth, and router_depth and router_passes of the router's matmuls, which are of float32 whatever the others
     are.
-    Sites: logits, weights; gate, up and hidden (what the matmuls hand on), silu, rows (of the last matmul), those of
-    the matmuls and of `unpermute`.
+    Sites: logits; below, grown, total, inverse and weights (of the softmax: logits less the largest, their exp, its
+    sum, one over that); gate, up and hidden (what the matmuls hand on), sigmoid, silu, factor (a part of a product),
+    rows (of the last matmul), those of the matmuls and of `unpermute`.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
     """
     o = _Options(top_k=top_k, **options)
@@ -73,7 +74,7 @@ def moe_layer_bwd(
 
     Float64, shaped as the primals; zero for experts without rows. All else as `moe_layer`.
     Sites: dhidden, dgate and dup (what the matmuls hand on), dterms and dweights (what is summed for each row, and the
-    sums in pairs), dmean, dcentred and dlogits (of the softmax); drows (of each row), dexperts (their
+    sums in pairs), slope, dchosen, dmean, dshared and dlogits (of the softmax); drows (of each row), dexperts (their
     sum for a token) and drouter, the two parts of x's gradient; those of the matmuls and of `unpermute`.
     """
     o = _Options(top_k=top_k, **options)
@@ -103,11 +104,11 @@ def _route(o: _Options, layer: Layer, x: Array, w_router: Array) -> _Routed:
     order = np.lexsort((-logits, ~np.isnan(logits)), axis=1)
     indices = order[:, : o.top_k].astype(np.int32)
     chosen = np.take_along_axis(logits, indices, axis=1)
-    likelihoods = _softmax(logits)
-    weights = _softmax(chosen) if o.renormalize else np.take_along_axis(likelihoods, indices, axis=1)
+    likelihoods = _softmax(logits, o.stages)
+    weights = _softmax(chosen, o.stages) if o.renormalize else np.take_along_axis(likelihoods, indices, axis=1)
     rows = permuted_rows(layer.tokens, o.top_k, layer.experts, o.capacity)
     plan = permutation(indices, layer.experts, o.capacity, rows)
-    return _Routed(indices, o.stages("weights", weights), likelihoods, *plan)
+    return _Routed(indices, weights, likelihoods, *plan)
 
 
 class _Passed(NamedTuple):
@@ -125,7 +126,7 @@ def _forward(o: _Options, x: Array, routed: _Routed, experts: _Experts) -> _Pass
     taken = take_rows(x, routed.source, o.top_k)
     weights = np.append(routed.weights.ravel(), 0.0)[routed.source][:, None]
     gate, up = (_product(o, routed, taken, w, site) for w, site in ((experts.gate, "gate"), (experts.up, "up")))
-    hidden = o.stages("hidden", weights * o.stages("silu", _silu(gate)) * up)
+    hidden = o.stages("hidden", _times(o.stages, weights, _silu(gate, _sigmoid(gate, o.stages), o.stages), up))
     return _Passed(taken, weights, gate, up, hidden, _product(o, routed, hidden, experts.down, "rows"))
 
 
@@ -133,11 +134,13 @@ def _backward(o: _Options, x: Array, w_router: Array, experts: _Experts, routed:
     passed = _forward(o, x, routed, experts)
     drows = take_rows(dout, routed.source, o.top_k)
     dhidden = _product(o, routed, drows, experts.down, "dhidden", transpose_rhs=True)
-    sigmoid, silu = _sigmoid(passed.gate), o.stages("silu", _silu(passed.gate))
-    terms = o.stages("dterms", dhidden * silu * passed.up)
+    sigmoid = _sigmoid(passed.gate, o.stages)
+    silu = _silu(passed.gate, sigmoid, o.stages)
+    terms = o.stages("dterms", _times(o.stages, dhidden, silu, passed.up))
     dweights = tree_sum(terms, o.stages.renamed(sum="dweights"))[:, 0]
-    dgate = o.stages("dgate", dhidden * passed.weights * passed.up * sigmoid * (1 + passed.gate * (1 - sigmoid)))
-    dup = o.stages("dup", dhidden * passed.weights * silu)
+    slope = o.stages("slope", 1 + o.stages("factor", passed.gate * o.stages("factor", 1 - sigmoid)))
+    dgate = o.stages("dgate", _times(o.stages, dhidden, passed.weights, passed.up, sigmoid, slope))
+    dup = o.stages("dup", _times(o.stages, dhidden, passed.weights, silu))
     of_both = ((dgate, experts.gate), (dup, experts.up))
     through_gate, through_up = (_product(o, routed, d, w, "dtaken", transpose_rhs=True) for d, w in of_both)
     dtaken = o.stages("drows", through_gate + through_up)
@@ -155,14 +158,14 @@ def _backward(o: _Options, x: Array, w_router: Array, experts: _Experts, routed:
 
 def _route_bwd(o: _Options, routed: _Routed, dweights: Array) -> Array:
     """The gradient of the logits [T, E] for that of the weights [T, k]: of a softmax over the chosen, or over all."""
-    of_chosen = routed.weights * dweights
+    of_chosen = o.stages("dchosen", routed.weights * dweights)
     mean = o.stages("dmean", of_chosen.sum(axis=1, keepdims=True))
     dlogits = np.zeros(routed.likelihoods.shape)
     if o.renormalize:
-        np.put_along_axis(dlogits, routed.indices, routed.weights * o.stages("dcentred", dweights - mean), axis=1)
+        np.put_along_axis(dlogits, routed.indices, of_chosen - o.stages("dshared", routed.weights * mean), axis=1)
         return dlogits
-    np.put_along_axis(dlogits, routed.indices, o.stages("dcentred", of_chosen), axis=1)
-    return dlogits - routed.likelihoods * mean
+    np.put_along_axis(dlogits, routed.indices, of_chosen, axis=1)
+    return dlogits - o.stages("dshared", routed.likelihoods * mean)
 
 
 def _dot(o: _Options, a: Array, b: Array) -> Array:
@@ -214,15 +217,25 @@ def _single(x: Array) -> Array:
     return x.astype(np.float32) if x.dtype == np.float64 else x
 
 
-def _softmax(x: Array) -> Array:
-    grown = np.exp(x - x.max(axis=1, keepdims=True, initial=-np.inf))
-    return grown / grown.sum(axis=1, keepdims=True)
+def _softmax(x: Array, stages: Stages) -> Array:
+    grown = stages("grown", np.exp(stages("below", x - x.max(axis=1, keepdims=True, initial=-np.inf))))
+    inverse = stages("inverse", 1 / stages("total", grown.sum(axis=1, keepdims=True)))
+    return stages("weights", grown * inverse)
 
 
-def _sigmoid(x: Array) -> Array:
+def _sigmoid(x: Array, stages: Stages) -> Array:
     with np.errstate(over="ignore"):
-        return 1 / (1 + np.exp(-x))
+        return stages("sigmoid", 1 / (1 + np.exp(-x)))
 
 
-def _silu(x: Array) -> Array:
-    return x * _sigmoid(x)
+def _silu(x: Array, sigmoid: Array, stages: Stages) -> Array:
+    with np.errstate(invalid="ignore"):
+        return stages("silu", x * sigmoid)
+
+
+def _times(stages: Stages, product: Array, *factors: Array) -> Array:
+    """The product of all, from the left; each but the whole is at the site factor."""
+    *first, last = factors
+    for factor in first:
+        product = stages("factor", product * factor)
+    return product * last

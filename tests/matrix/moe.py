@@ -339,26 +339,27 @@ def layer_contract(c: Case, backend: Backend) -> Contract:
     """
     between = c.dtype if c.quantize is None else F32
     sites = {
-        "logits": F32,
-        "weights": F32,
+        **dict.fromkeys(("logits", "below", "grown", "total", "inverse", "weights"), F32),
         "gate": between,
         "up": between,
-        "silu": "float32/2",  # of an exp
+        "sigmoid": "float32/2",  # of an exp
+        **dict.fromkeys(("silu", "factor"), F32),
         "hidden": between,
         "rows": c.out,
         "sum": F32,
     }
     if c.op == "moe_layer_bwd":
-        sites |= {"dhidden": between, "dterms": F32, "dweights": F32, "dmean": F32,
-                  "dcentred": F32, "dgate": between, "dup": between, "dtaken": F32, "dlogits": F32,
+        sites |= {"dhidden": between, "dterms": F32, "dweights": F32, "dchosen": F32, "dmean": F32,
+                  "dshared": F32, "slope": F32, "dgate": between, "dup": between, "dtaken": F32, "dlogits": F32,
                   "drows": c.out, "dexperts": c.out, "drouter": c.out}  # fmt: skip
     scaling = {"inner": F32, "scale": F32, "scaled": F32, "acc": F32}
     outs = {"w_router": F32} if c.op == "moe_layer_bwd" else {}
     schedule = {"router_depth": MXU_DEPTH, "router_passes": mxu_x6} if backend == "tpu" else {"router_depth": 1}
-    own = {"silu": ("exp", "reciprocal"), "weights": ("exp", "reciprocal")}
+    own = {"sigmoid": ("exp", "reciprocal"), "grown": ("exp",), "inverse": ("reciprocal",)}
     wide = replace(unquantised.contract(c, backend), outs=outs, schedule=schedule)
     if c.quantize is None:
         return replace(wide, sites={**wide.sites, **sites}, functions={**wide.functions, **own})
+    wide = replace(wide, schedule={**schedule, "aligned": True})
     sites |= scaling
     functions = {**of_unit(backend, "inner"), **own}
     if c.quantize == "fp8":
