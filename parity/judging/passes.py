@@ -87,7 +87,7 @@ def fp8_in_14_digits(a: np.ndarray, b: np.ndarray) -> Floats:
     total = np.zeros((a.shape[0], b.shape[1]))
     for first in range(0, a.shape[1], STEP):
         x, y = a[:, first : first + STEP], b[first : first + STEP]
-        of_x, of_y = (_exponents(v.astype(np.float64), ml_dtypes.finfo(v.dtype).smallest_normal) for v in (x, y))
+        of_x, of_y = (_exponents(v.astype(np.float64), float(ml_dtypes.finfo(v.dtype).smallest_normal)) for v in (x, y))
         added = _aligned(total, x.astype(np.float64), y.astype(np.float64), of_x, of_y, FRACTION)
         with np.errstate(invalid="ignore"):
             total = cut_off(added, FRACTION + 1)
