@@ -15,7 +15,7 @@ from cpu_golden.moe import moe_layer, moe_layer_bwd
 from cpu_golden.permute import permute, unpermute
 from op_arguments.permute import permuted_rows
 from parity import Array, Case, Contract, Groups, Op, abs_of
-from parity.dtypes import UNIT_ROUNDOFF
+from parity.dtypes import UNIT_ROUNDOFF, numpy_dtype
 from parity.inputs import DISTRIBUTIONS, stream
 from parity.judging.passes import mxu_x6
 from parity.op import Backend, Given, Inputs
@@ -24,7 +24,7 @@ from tests.matrix.gmm import PATTERNS, SMALL_TILES, grouped, groups_and_out, lon
 from tests.matrix.memories import Drawn
 from tests.matrix.models import DEEPSEEK_V3, GPT_OSS_120B
 from tests.matrix.ops import BF16, F32, MXU_DEPTH, TRAINED, in_turn, is_backward, of_unit, op
-from tests.matrix.quantized_gmm import FP8_MMA_DEPTH, float16_tile, with_narrow_sums
+from tests.matrix.quantized_gmm import FP8_MMA_DEPTH, gpu_tile, with_narrow_sums
 
 
 def contract(c: Case, backend: Backend) -> Contract:
@@ -46,17 +46,18 @@ def contract(c: Case, backend: Backend) -> Contract:
         functions = {site: of for name in running for site, of in of_unit(backend, name).items()}
         wide = replace(wide, sites={**wide.sites, **scaling}, functions=wide.functions and functions)
     if not backward:
-        own = float16_tile(c, c.block_size, over_rows=False) if c.out == F32 and c.block_size else None
+        own = gpu_tile(c, c.block_size, over_rows=False, size=2) if c.out == F32 and c.block_size else None
         return with_narrow_sums(wide, backend, own)
     tile, schedule = None, wide.schedule
     if c.quantize or c.bwd_quantize:  # rows are cut where blocks are, and a tile within a block is scaled by itself
         block = c.block_size or c.M
         tile = c.tiling[0] if c.tiling and c.tiling[0] < block else None
-        if backend == "gpu" and wide.dot != "fp8" and c.block_size is None:  # one chain: scales come after it
-            tile = None
+        if backend == "gpu" and wide.dot != "fp8" and c.tiling:  # of a whole axis it is one chain: scales come after it
+            size = numpy_dtype(F32 if c.out == F32 else c.dtype).itemsize
+            tile = gpu_tile(c, c.block_size, over_rows=True, size=size) if c.block_size else None
         schedule = {"aligned": True}
     wide = replace(wide, out=c.dtype, outs={"existing_out": c.out}, tile=tile, schedule=schedule)
-    own = float16_tile(c, c.block_size, over_rows=True) if c.block_size else None
+    own = gpu_tile(c, c.block_size, over_rows=True, size=2) if c.block_size else None
     return with_narrow_sums(wide, backend, own)
 
 

@@ -16,6 +16,7 @@ from op_arguments.quantize import Blocks
 from op_arguments.quantized_gmm import dot_dtype
 from parity import Array, Case, Contract, Groups, Op, Scales
 from parity.contact.assumptions import FP8_SUMS
+from parity.dtypes import numpy_dtype
 from parity.judging.passes import fp8_in_14_digits
 from parity.op import Backend, Inputs
 from tests.matrix import gmm as unquantised
@@ -102,10 +103,12 @@ def contract(c: Case, backend: Backend) -> Contract:
             functions=of_unit(backend, "inner"),
         )  # fmt: skip
         if over_rows or c.out == F32:
-            tile = float16_tile(c, block(c), over_rows) if block(c) < contraction(c) else None
+            tile = gpu_tile(c, block(c), over_rows, size=2) if block(c) < contraction(c) else None
         return with_narrow_sums(found, backend, tile, over_rows)
     wide = unquantised.contract(replace(c, op="tgmm" if over_rows else "gmm", dtype=dot), backend)
     functions = wide.functions and of_unit(backend, "inner")
+    if backend == "gpu" and c.tiling and block(c) < contraction(c):
+        tile = gpu_tile(c, block(c), over_rows, numpy_dtype(dot).itemsize)
     return replace(wide, tile=tile, sites={**wide.sites, **scaling}, schedule=schedule, functions=functions)
 
 
@@ -124,12 +127,12 @@ def with_narrow_sums(contract: Contract, backend: Backend, tile: int | None, ove
     return replace(contract, unless={FP8_SUMS: other})
 
 
-def float16_tile(c: Case, block: int, over_rows: bool) -> int | None:
-    """The products of fp8 that a GPU sums by themselves where it multiplies float16: a step of both tiles is in 48 KiB
-    of shared memory, and no longer than a block of scales."""
+def gpu_tile(c: Case, block: int, over_rows: bool, size: int) -> int | None:
+    """The products that a GPU sums by themselves where scales change after a block: a step of both tiles, of `size`
+    bytes an element, is in 48 KiB of shared memory, and no longer than a block."""
     tm, tk, tn = (min(t, GPU_STEP) for t in c.tiling or (GPU_STEP, 64, GPU_STEP))
     step, others = (tm, tk + tn) if over_rows else (tk, tm + tn)
-    while 2 * others * step > 48 * 1024:
+    while size * others * step > 48 * 1024:
         step //= 2
     return step if step < block else None
 
