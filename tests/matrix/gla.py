@@ -229,6 +229,8 @@ scan = partial(op, inputs=inputs, arguments=arguments, contract=contract, axes=a
 def without_cases(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
     """The op of a public function of that name."""
     expected = [Expected(lambda c: c.dtype == F32 and c.precision == "ieee", "LOSS", OF_FEW_STEPS, explained=True)]
+    if name == "chunk_gla_fwd":  # ε is the result's own rounding
+        expected.append(Expected(lambda c: is_split(c) and c.data == "cancellation", "TAIL", IN_DOTS))
     if name == "chunk_gla_bwd":
         expected.append(Expected(is_split, "LOSS", IN_DOTS, explained=True))
     return scan(
