@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu_reference._lib.chunk_decays import block_decays, gate_sums, pair_decays
-from gpu_reference._lib.chunk_dots import dot, next_state
+from gpu_reference._lib.chunk_dots import added_dot, dot, next_state
 from gpu_reference._lib.chunk_pairs import channel_gate_gradient, channel_gradients, channel_scores, step_gate_gradient
 from gpu_reference._lib.chunk_plan import Plan
 from gpu_reference._lib.launch import Launch
@@ -167,8 +167,8 @@ def _sums_over_values(
         do_columns = load_tile(inputs.do, row[None, :], value_column, rows, layout.v)
         v_rows = load_tile(inputs.v, row[:, None], value, rows, layout.v)
         v_columns = load_tile(inputs.v, row[None, :], value_column, rows, layout.v)
-        products += dot(do_rows, v_columns, SPLIT)
-        products_t += dot(v_rows, do_columns, SPLIT)
+        products = added_dot(products, do_rows, v_columns, SPLIT)
+        products_t = added_dot(products_t, v_rows, do_columns, SPLIT)
 
         in_state = (key < layout.k) & (value < layout.v)
         at_state = state_offset(memory.slot, rows.head, key, value, layout)

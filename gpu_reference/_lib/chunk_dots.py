@@ -48,6 +48,16 @@ def dot(a, b, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def added_dot(total, a, b, SPLIT: tl.constexpr):
+    """total + a @ b: of bfloat16 operands one sum of the matrix unit, which compiled it would be in any case."""
+    if SPLIT and a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16:
+        result = tl.dot(a, b, total)
+    else:
+        result = total + dot(a, b, SPLIT)
+    return result
+
+
+@triton.jit
 def halves(x):
     """float32 as a sum of two bfloat16, to 2^-17 of it."""
     high = x.to(tl.bfloat16)
