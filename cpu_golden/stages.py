@@ -68,6 +68,7 @@ class Stages:
     runs: how many roundings of the same inputs go on side by side, in a leading axis of every value and every result;
         None: there is no such axis. A golden that takes it begins with `each_run` of all its tensors.
     sums: how a matrix unit adds to a running sum, by its site; to one without a name exactly.
+    by_halves: vector units add the second half of a register's lanes to the first, and so on; else neighbours in pairs.
     """
 
     rounding: Callable[[str, Array], Array] = _as_it_is
@@ -90,6 +91,7 @@ class Stages:
     wy: bool = False
     runs: int | None = None
     sums: Mapping[str, Sum] = field(default_factory=dict)
+    by_halves: bool = False
 
     def __call__(self, site: str, value: Array) -> Array:
         """What goes on from the site in the value's place."""
@@ -132,7 +134,7 @@ exact = Stages()
 ROWS = 8  # of a TPU's register
 
 
-def folded_sum(terms: Array, stages: Callable[[str, Array], Array] = exact) -> Array:
+def folded_sum(terms: Array, stages: Stages = exact) -> Array:
     """Σ over the last axis of terms [..., N], as [..., 1]: in halves until `ROWS` are left, as registers are added, and
     these as neighbours in pairs.
 
@@ -146,13 +148,18 @@ def folded_sum(terms: Array, stages: Callable[[str, Array], Array] = exact) -> A
     return tree_sum(terms, stages)
 
 
-def tree_sum(terms: Array, stages: Callable[[str, Array], Array] = exact) -> Array:
-    """Σ over the last axis of terms [..., N], as [..., 1]: neighbours in pairs, as vector units add up what lanes hold.
+def tree_sum(terms: Array, stages: Stages = exact) -> Array:
+    """Σ over the last axis of terms [..., N], as [..., 1]: neighbours in pairs, or `by_halves`.
 
     Site: sum (the sums of each level).
     """
-    while terms.shape[-1] > 1:
-        if terms.shape[-1] % 2:
+    size = terms.shape[-1]
+    if stages.by_halves and size:
+        whole = 1 << (size - 1).bit_length()
+        terms = np.concatenate([terms, np.zeros((*terms.shape[:-1], whole - size))], axis=-1)
+    while (size := terms.shape[-1]) > 1:
+        if size % 2:
             terms = np.concatenate([terms, np.zeros((*terms.shape[:-1], 1))], axis=-1)
-        terms = stages("sum", terms[..., ::2] + terms[..., 1::2])
-    return terms if terms.shape[-1] else np.zeros((*terms.shape[:-1], 1))
+        first, second = np.split(terms, 2, -1) if stages.by_halves else (terms[..., ::2], terms[..., 1::2])
+        terms = stages("sum", first + second)
+    return terms if size else np.zeros((*terms.shape[:-1], 1))

@@ -105,7 +105,8 @@ def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
         return {"chunk_size": rows, "values_decayed": not is_per_channel(c), **solve}
     of_gates = {"sub_block": 1} if is_per_channel(c) else {"values_decayed": True}
     whole = {"solve_passes": whole_float32, "whole_passes": whole_float32} if c.dtype == BF16 else {}
-    return {"chunk_size": scans.rows_of_chunk(c), "kept_whole": c.dtype == BF16} | of_gates | whole
+    chosen = {"chunk_size": scans.rows_of_chunk(c), "kept_whole": c.dtype == BF16, "by_halves": True}
+    return chosen | of_gates | whole
 
 
 def chunk_sites(c: Case, backend: Backend) -> Mapping[str, str]:

@@ -151,7 +151,7 @@ def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
         return {}
     if backend == "tpu":
         of_gates = {"values_decayed": True} if is_simple(c) else {"sub_block": 1}
-        return {"chunk_size": rows_of_chunk(c), "kept_whole": is_split(c)} | of_gates
+        return {"chunk_size": rows_of_chunk(c), "kept_whole": is_split(c), "by_halves": True} | of_gates
     rows = min(rows_of_chunk(c), 32 if is_simple(c) else 16, max(4096 // max(1 << (c.K - 1).bit_length(), 16), 16))
     chosen: dict[str, Any] = {"chunk_size": rows}
     if is_simple(c):
