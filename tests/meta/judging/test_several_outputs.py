@@ -60,13 +60,18 @@ def test_a_trial_has_the_floors_that_its_outputs_are_measured_with():
     assert Trial(FP8_QUANTIZE, tiny(FP8_QUANTIZE), "tpu").floors == {}
 
 
-@pytest.mark.parametrize(("error", "count"), [(1e-6, 4), (1e-5, 16)])
-def test_runs_are_taken_until_every_output_fits(error, count, monkeypatch):
-    """o has no error at all."""
+@pytest.mark.parametrize(("error", "share", "count"), [(1e-6, 1, 4), (5e-5, 1, 16), (1, 0.1, 64)])
+def test_runs_are_taken_until_every_output_fits(error, share, count, monkeypatch):
+    """o has no error at all. What is wrong in a few elements may be a quantiser's choice near a tie: some runs show."""
     drawn = []
     monkeypatch.setattr("parity.trial.runs", lambda *given: (drawn.append(run) or run for run in runs(*given)))
-    judge(Trial(FORWARD, CASE, "tpu", kernel(lambda o, ht: (o, (ht * (1 + error)).astype(np.float32)))))
-    assert len(drawn) == count
+
+    def off(o, ht):
+        wrong = np.arange(ht.size).reshape(ht.shape) < share * ht.size
+        return o, np.where(wrong, ht * (1 + error), ht).astype(np.float32)
+
+    judged = judge(Trial(FORWARD, CASE, "tpu", kernel(off)))
+    assert (len(drawn), judged.verdict.passed) == (count, count == 4)
 
 
 @pytest.mark.parametrize(("o_ulps", "ht_ulps", "decides"), [(3, 0, "o"), (0, 2000, "ht"), (3, 2000, "o")])
