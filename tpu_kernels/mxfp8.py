@@ -166,10 +166,13 @@ class PowerScales:
 
     def encode_short(self, x: jax.Array, factor: jax.Array) -> jax.Array:
         """As `encode`, of finite x in bfloat16."""
-        quotient = x.astype(factor.dtype) * factor
-        if self.rounding == "floor":
+        saturates = self.rounding == "floor"
+        if factor.dtype != x.dtype:
+            return rounded(x, factor, self.format, saturates)
+        quotient = x * factor
+        if saturates:
             quotient = jnp.clip(quotient, -self.format.largest, self.format.largest)
-        return rounded_short(quotient, self.format) if factor.dtype == x.dtype else rounded(quotient, x, self.format)
+        return rounded_short(quotient, self.format)
 
     def scale(self, kept: jax.Array) -> jax.Array:
         """The power of two whose inverse is kept."""

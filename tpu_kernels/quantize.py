@@ -196,7 +196,7 @@ class FloatScales:
         least 2^-16 of it. A quotient on the midpoint is there by `factor` (2^-18) on the side on which the scale's
         rounding puts it; without one it is within 2^-20 above it, which the bits that are cut off here hold.
         """
-        return rounded(x.astype(jnp.float32) * factor, x, self.format, cut=0xF)
+        return rounded(x, factor, self.format)
 
     def scale(self, kept: jax.Array) -> jax.Array:
         """What is kept."""

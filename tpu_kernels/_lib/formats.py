@@ -46,29 +46,26 @@ def float_of(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def rounded(y: jax.Array, x: jax.Array, target: Format, cut: int = 0) -> jax.Array:
-    """The int8 bits in the format of y, float32 of at most its largest magnitude: rounded to nearest even.
+def rounded(x: jax.Array, factor: jax.Array, target: Format, saturates: bool = False) -> jax.Array:
+    """The int8 bits in the format of x · factor, rounded to nearest even but for the product's four lowest bits.
 
-    x: bfloat16 of the signs of y; cut: bits of y, of the lowest, that do not count. Where the chip does not convert, a
-    power of two is added that is 2^(23 - mantissa) times that of y: the sum is rounded to the spacing that the format's
-    values have there.
+    x: finite bfloat16. saturates: products may be beyond the format's largest number.
     """
-    if target.dtype == "int8":
-        return bits_of(_without(cut, y) + 1.5 * 2.0**23).astype(jnp.int8)
-    if target.dtype == "float8_e4m3fn" and chip.generation() >= chip.NEWEST:
-        y = _without(cut, y)
-        return lax.bitcast_convert_type(y.astype(jnp.float8_e4m3fn), jnp.int8)
-    shift = 23 - target.mantissa
-    first = -(int(np.float32(target.linear).view(np.int32)) >> shift) & 0xFF  # a byte is left of it in the end
-    magnitude = float_of(bits_of(y) & (MAGNITUDE ^ cut))
-    if chip.computes_bfloat16():
-        # Rounded up to the next power of two, y is rounded to that one by its spacing as well.
-        power = _power_of(y.astype(jnp.bfloat16), target)
-        steps = bits_of(magnitude + _pair(power + _both(shift << 7)).astype(jnp.float32)).astype(jnp.int16)
-        return _bytes_of(_words(steps) + (power >> shift - 16), x, first)
-    power = bits_of(jnp.maximum(float_of(bits_of(y) & INFINITY), target.linear))
-    code = bits_of(magnitude + float_of(power + ((shift << 23) + first))) + (power >> shift)
-    return _bytes_of(_words(code.astype(jnp.int16)), x)
+    if target.dtype == "int8" or (target.dtype == "float8_e4m3fn" and chip.generation() >= chip.NEWEST):
+        y = float_of(bits_of(x.astype(jnp.float32) * factor) & ~0xF)
+        if target.dtype == "int8":
+            return bits_of(y + 1.5 * 2.0**23).astype(jnp.int8)
+        return lax.bitcast_convert_type(y.astype(target.dtype), jnp.int8)
+    y = _pair(_words(x) & _both(0x7FFF)).astype(jnp.float32) * factor
+    if saturates:
+        y = jnp.minimum(y, target.largest)
+    # Below `linear` the mean of y and `linear` is larger. It lies in the binade below, where floats with as many bits
+    # as the format has are half as far from each other as the format's values there.
+    spaced = jnp.maximum(y, 0.5 * y + 0.5 * target.linear)
+    # The exponent and the bits of the format are the upper half of a word now, and bfloat16 rounds to that.
+    codes = float_of(bits_of(spaced) >> 7 - target.mantissa).astype(jnp.bfloat16)
+    first = -(int(np.float32(0.5 * target.linear).view(np.int32)) >> 23 - target.mantissa) & 0xFF
+    return _bytes_of(_words(codes), x, first)
 
 
 def rounded_short(y: jax.Array, target: Format) -> jax.Array:
@@ -106,8 +103,3 @@ def _words(x: jax.Array) -> jax.Array:
 def _pair(words: jax.Array) -> jax.Array:
     """The two rows of bfloat16 in words."""
     return pltpu.bitcast(words, jnp.bfloat16)
-
-
-def _without(cut: int, y: jax.Array) -> jax.Array:
-    """y without these of its bits."""
-    return float_of(bits_of(y) & ~cut) if cut else y
