@@ -32,6 +32,7 @@ from tpu_kernels._lib.formats import (
     float_of,
     rounded,
     rounded_short,
+    rounded_whole,
 )
 
 
@@ -129,10 +130,9 @@ class PowerScales:
     rounding: Literal["up", "floor"]
     scale_dtype = E8M0
 
-    @property
-    def factor_dtype(self) -> str:
-        """bfloat16 where the chip computes with it: products with powers of two are exact."""
-        return "bfloat16" if chip.computes_bfloat16() else "float32"
+    def factor_dtype(self, dtype: Any) -> str:
+        """bfloat16 for elements in it where the chip computes with it: products with powers of two are exact."""
+        return "bfloat16" if dtype == jnp.bfloat16 and chip.computes_bfloat16() else "float32"
 
     def kept(self, absmax: jax.Array) -> jax.Array:
         """The inverse of the power of two, of at least 2^-127, that absmax gives."""
@@ -159,20 +159,20 @@ class PowerScales:
         code = jnp.where(magnitude > INFINITY, target.nan_code, jnp.where(bits < 0, code - 128, code))
         return code.astype(jnp.int8)
 
-    def short(self, absmax: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def short(self, absmax: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
         """What is kept, the inverse of the scale, twice."""
         kept = self.kept(absmax)
         return kept, kept
 
     def encode_short(self, x: jax.Array, factor: jax.Array) -> jax.Array:
-        """As `encode`, of finite x in bfloat16."""
+        """As `encode`, of finite x."""
         saturates = self.rounding == "floor"
         if factor.dtype != x.dtype:
             return rounded(x, factor, self.format, saturates)
         quotient = x * factor
         if saturates:
             quotient = jnp.clip(quotient, -self.format.largest, self.format.largest)
-        return rounded_short(quotient, self.format)
+        return (rounded_short if x.dtype == jnp.bfloat16 else rounded_whole)(quotient, self.format)
 
     def scale(self, kept: jax.Array) -> jax.Array:
         """The power of two whose inverse is kept."""

@@ -34,6 +34,7 @@ from tpu_kernels._lib.formats import (
     bits_of,
     float_of,
     rounded,
+    rounded_beside,
 )
 
 # Where a scale is below 2^-64, it and its block are multiplied by 2^64, lest a partial product be subnormal.
@@ -130,7 +131,11 @@ class FloatScales:
     """Scales that are any normal float32: absmax divided by the largest value of the format."""
 
     format: Format
-    scale_dtype = factor_dtype = "float32"
+    scale_dtype = "float32"
+
+    def factor_dtype(self, dtype: Any) -> str:
+        """float32."""
+        return "float32"
 
     def kept(self, absmax: jax.Array) -> jax.Array:
         """absmax / largest, correctly rounded, at least the smallest normal number; 1 for one of 0 or subnormal."""
@@ -172,8 +177,14 @@ class FloatScales:
         code = jnp.where(magnitude > INFINITY, target.nan_code, jnp.where(bits < 0, negative, code))
         return code.astype(jnp.int8)
 
-    def short(self, absmax: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The scale, and 1 / scale, a little more or less where that was rounded down or up: see `encode_short`."""
+    def short(self, absmax: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """The scale, twice; for bfloat16 it and 1 / scale, a little more or less where that was rounded down or up.
+
+        See `encode_short`.
+        """
+        if dtype != jnp.bfloat16:
+            scale = self.kept(absmax)
+            return scale, scale
         largest = self.format.largest
         dividend = jnp.where(absmax == 0, largest, absmax)
         quotient = dividend * (1 / largest)
@@ -190,13 +201,27 @@ class FloatScales:
         return (dividend - self.format.largest * high) - self.format.largest * low
 
     def encode_short(self, x: jax.Array, factor: jax.Array) -> jax.Array:
-        """As `encode`, of x in bfloat16 and a usual scale, both of 8 bits but for the scale's rounding.
+        """As `encode`, of finite x and a usual scale; of bfloat16, both of 8 bits but for the scale's rounding.
 
         With x and absmax of 8 bits and a midpoint of at most 8, x · largest is the midpoint · absmax, or off by at
         least 2^-16 of it. A quotient on the midpoint is there by `factor` (2^-18) on the side on which the scale's
-        rounding puts it; without one it is within 2^-20 above it, which the bits that are cut off here hold.
+        rounding puts it; without one it is within 2^-20 above it, which the bits that do not count hold. (Where the
+        format is linear they hold 2^-18 of 7/2 steps as well, of the only midpoint there under a scale that was rounded
+        down: it is rounded up also to even.)
         """
-        return rounded(x, factor, self.format)
+        if x.dtype == jnp.bfloat16:
+            return rounded(x, factor, self.format)
+        return self._encode_float(x, factor)
+
+    def _encode_float(self, x: jax.Array, scale: jax.Array) -> jax.Array:
+        """`encode_short` of float32: a number of few bits beside the quotient, times the scale, is exact in two parts.
+
+        Of 5 bits (8 for int8), midpoints are such numbers.
+        """
+        cut = 16 if self.format.dtype == "int8" else 19
+        magnitude, (high, low) = jnp.abs(x), _split(scale)
+        near = float_of((bits_of(magnitude * (1.0 / scale)) + (1 << cut - 1)) & -1 << cut)
+        return rounded_beside(near, magnitude - near * high, near * low, x, self.format)
 
     def scale(self, kept: jax.Array) -> jax.Array:
         """What is kept."""

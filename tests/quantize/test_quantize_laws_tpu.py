@@ -10,6 +10,7 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
+from cpu_golden import mxfp8 as golden_mxfp8  # noqa: E402
 from cpu_golden import quantize as golden  # noqa: E402
 from parity.interop import to_jax, to_numpy  # noqa: E402
 from tests.support.chips import on  # noqa: E402
@@ -179,6 +180,56 @@ def test_ties_under_an_exact_scale_go_to_even(name, generation, monkeypatch):
                      ((kernels, to_jax(x)), (golden, x)))  # fmt: skip
     assert np.unique(expected.scale) == 8
     check(got, expected)
+    jax.clear_caches()
+
+
+def beside_midpoints(name, scale, extra):
+    """float32 [scales, columns]: what a scale makes of every number and midpoint of a format, and floats next to it.
+
+    The first column is the format's largest number times the scale, the second `extra` ones of it.
+    """
+    codes = np.arange(128, dtype=np.uint8).view(np.int8 if name == "int8" else getattr(ml_dtypes, name))
+    values = codes.astype(np.float64)
+    values = values[np.isfinite(values)]
+    wanted = np.concatenate([values, (values[1:] + values[:-1]) / 2])
+    exact = (scale[:, None].astype(np.float64) * wanted).astype(np.float32)
+    largest = (scale * values[-1]).astype(np.float32)[:, None]
+    bits = exact.view(np.int32)[..., None] + np.arange(-2, 3, dtype=np.int32)
+    x = np.minimum(np.maximum(bits, 0).view(np.float32).reshape(len(scale), -1), largest)
+    return np.concatenate([largest, largest * np.float32(extra), x, -x], axis=1)
+
+
+@pytest.mark.parametrize("generation", [5, 6, 7])
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_float32_on_and_beside_midpoints_is_rounded(name, generation, monkeypatch):
+    """Under scales from 2^-59 to 2^100: of many bits, of few, and of those by which midpoints are exact."""
+    monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)
+    jax.clear_caches()
+    rng = np.random.default_rng(0)
+    significands = np.concatenate([1 + rng.random(64), 1 + rng.integers(0, 4096, 32) / 4096, 1 + np.arange(16) / 16])
+    scale = (significands * 2.0 ** rng.integers(-59, 100, significands.size)).astype(np.float32)
+    x = beside_midpoints(name, scale, 1 / 3)
+    function, options = ("int8_quantize", {}) if name == "int8" else ("fp8_quantize", {"dtype": name})
+    got, expected = (getattr(package, function)(array, 1, None, **options) for package, array in
+                     ((kernels, to_jax(x)), (golden, x)))  # fmt: skip
+    check(got, expected)
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("generation", [5, 6, 7])
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("scale_rounding", ["up", "floor"])
+def test_mxfp8_of_float32_beside_midpoints_is_rounded(name, scale_rounding, generation, monkeypatch):
+    """And, with a scale that is rounded down, of numbers up to twice the largest of the format."""
+    monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)
+    jax.clear_caches()
+    x = beside_midpoints(name, np.float32(2.0) ** np.arange(-40, 40, dtype=np.float32), 1)
+    x = np.concatenate([x, np.repeat(x[:, :1], -x.shape[1] % 31, axis=1)], axis=1)
+    most = np.float32(1.9 if scale_rounding == "floor" else 1) * x[:, :1]
+    x = np.concatenate([x.reshape(len(x), -1, 31), np.broadcast_to(most[:, None], (len(x), x.shape[1] // 31, 1))], 2)
+    x = x.reshape(len(x), -1)
+    how = {"dtype": name, "scale_rounding": scale_rounding}
+    check(mxfp8.mxfp8_quantize(to_jax(x), 1, **how), golden_mxfp8.mxfp8_quantize(x, 1, **how))
     jax.clear_caches()
 
 

@@ -51,9 +51,8 @@ class Scaling(Protocol):
     def scale_dtype(self) -> str:
         """That of the scales."""
 
-    @property
-    def factor_dtype(self) -> str:
-        """That in which `encode_short` is given a factor."""
+    def factor_dtype(self, dtype: Any) -> str:
+        """That in which `encode_short` is given a factor for elements in dtype."""
 
     def kept(self, absmax: jax.Array) -> jax.Array:
         """What the kernel keeps of each block in float32: its scale, or what `encode` needs of it."""
@@ -61,11 +60,11 @@ class Scaling(Protocol):
     def encode(self, x: jax.Array, kept: jax.Array) -> jax.Array:
         """The int8 bits of x / scale in the format: the exact quotient rounded to nearest even, saturating."""
 
-    def short(self, absmax: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`kept`, and what `encode_short` multiplies the elements by, of blocks of 0 or of at least `USUAL`."""
+    def short(self, absmax: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """`kept`, and what `encode_short` needs for elements in dtype, of blocks of 0 or of at least `USUAL`."""
 
     def encode_short(self, x: jax.Array, factor: jax.Array) -> jax.Array:
-        """As `encode`, for finite x in bfloat16: its 8 bits leave no quotient near a midpoint that is not on it."""
+        """As `encode`, for finite x; the 8 bits of bfloat16 leave no quotient near a midpoint that is not on it."""
 
     def scale(self, kept: jax.Array) -> jax.Array:
         """The scale itself, in float32."""
@@ -223,7 +222,7 @@ class _Scratch(NamedTuple):
 
 def _may_be_short(x: Any) -> bool:
     """Whether `encode_short` may encode x: probes are shown what `encode` does."""
-    return bool(x.dtype == jnp.bfloat16 and not active())
+    return bool(x.dtype in (jnp.bfloat16, jnp.float32) and not active())
 
 
 def _quantize_kernel(
@@ -396,7 +395,7 @@ class _Way(NamedTuple):
         ref, block, tiles, _ = self.given
         count = tiles.scales(block)[0]
         absmax = ref[:count, :]
-        kept, given = self.scaling.short(absmax) if is_short else [self.scaling.kept(absmax)] * 2
+        kept, given = self.scaling.short(absmax, self.x.dtype) if is_short else [self.scaling.kept(absmax)] * 2
         stored = lax.bitcast_convert_type(self.scaling.stored(kept), self.out.scale.dtype)
         if tiles.steps_r == 1 or self.given.is_whole[0]:
             self.out.scale[:count, :] = stored
@@ -485,7 +484,7 @@ def _encode(ways: Sequence[_Way], is_short: bool) -> None:
     def write(rows: Any, columns: Any) -> None:
         values = x[rows, columns]
         for way in ways:
-            given = way.given.spread(rows, columns, scaling.factor_dtype if is_short else "float32")
+            given = way.given.spread(rows, columns, scaling.factor_dtype(x.dtype) if is_short else "float32")
             if active():
                 first = way.place[0] * tiles.rows + rows.start, way.place[1] * tiles.columns + columns.start
                 each = jnp.broadcast_to(scaling.scale(given), values.shape)

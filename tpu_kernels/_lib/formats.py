@@ -51,14 +51,66 @@ def rounded(x: jax.Array, factor: jax.Array, target: Format, saturates: bool = F
 
     x: finite bfloat16. saturates: products may be beyond the format's largest number.
     """
-    if target.dtype == "int8" or (target.dtype == "float8_e4m3fn" and chip.generation() >= chip.NEWEST):
-        y = float_of(bits_of(x.astype(jnp.float32) * factor) & ~0xF)
-        if target.dtype == "int8":
-            return bits_of(y + 1.5 * 2.0**23).astype(jnp.int8)
-        return lax.bitcast_convert_type(y.astype(target.dtype), jnp.int8)
+    if _converts(target):
+        return _converted(float_of(bits_of(x.astype(jnp.float32) * factor) & ~0xF), target)
     y = _pair(_words(x) & _both(0x7FFF)).astype(jnp.float32) * factor
-    if saturates:
-        y = jnp.minimum(y, target.largest)
+    return _coded(jnp.minimum(y, target.largest) if saturates else y, x, target)
+
+
+def rounded_beside(near: jax.Array, left: jax.Array, least: jax.Array, x: jax.Array, target: Format) -> jax.Array:
+    """The int8 bits in the format of a number close to `near`, signed as x: above it if left > least, below if less.
+
+    All in float32. near: not negative, of 5 significant bits (int8: 8), less than the last one away.
+    """
+    # By 2^-10 of it: less than from one such number to the next.
+    step = jnp.where(left > least, 1 << 13, jnp.where(left < least, -1 << 13, 0))
+    y = float_of(bits_of(near) + step)
+    if _converts(target):
+        return _converted(float_of(bits_of(y) | (bits_of(x) & ~MAGNITUDE)), target)
+    return _coded(y, x.astype(jnp.bfloat16), target)
+
+
+def rounded_whole(y: jax.Array, target: Format) -> jax.Array:
+    """The int8 bits in the format of y, float32 of at most its largest magnitude: all bits of y count. For fp8."""
+    if _converts(target):
+        return _converted(y, target)
+    # A power of two is added that is 2^shift times that of y: the sum is rounded to the spacing of the format there.
+    shift = 23 - target.mantissa
+    power = bits_of(jnp.maximum(float_of(bits_of(y) & INFINITY), target.linear))
+    steps = bits_of(jnp.abs(y) + float_of(power + (shift << 23))) + (power >> shift)
+    first = -(int(np.float32(target.linear).view(np.int32)) >> shift) & 0xFF
+    return _bytes_of(_words(steps.astype(jnp.int16)), y.astype(jnp.bfloat16), first)
+
+
+def rounded_short(y: jax.Array, target: Format) -> jax.Array:
+    """`rounded_whole` of y in bfloat16, where the chip computes with bfloat16."""
+    if chip.generation() >= chip.NEWEST:
+        return _converted(y, target)
+    shift = 7 - target.mantissa
+    first = -(int(np.float32(target.linear).view(np.int32)) >> shift + 16) & 0xFF
+    power = _power_of(y, target)
+    added = power + _both(shift << 7)
+    steps = _words(_pair(_words(y) & _both(0x7FFF)) + _pair(added)) - added
+    return _bytes_of(steps + (power >> shift), y, first)
+
+
+def _converts(target: Format) -> bool:
+    """Whether the chip rounds float32 to the format."""
+    return target.dtype == "int8" or chip.generation() >= chip.NEWEST
+
+
+def _converted(y: jax.Array, target: Format) -> jax.Array:
+    """The int8 bits in the format of y, as the chip rounds it."""
+    if target.dtype == "int8":
+        return bits_of(y + 1.5 * 2.0**23).astype(jnp.int8)
+    return lax.bitcast_convert_type(y.astype(target.dtype), jnp.int8)
+
+
+def _coded(y: jax.Array, x: jax.Array, target: Format) -> jax.Array:
+    """The int8 bits in the fp8 format of y, float32 and not negative, with the signs of x in bfloat16.
+
+    Of y, the lowest four bits do not count; of less than `linear`, what is below 2^-20 of `linear`.
+    """
     # Below `linear` the mean of y and `linear` is larger. It lies in the binade below, where floats with as many bits
     # as the format has are half as far from each other as the format's values there.
     spaced = jnp.maximum(y, 0.5 * y + 0.5 * target.linear)
@@ -66,18 +118,6 @@ def rounded(x: jax.Array, factor: jax.Array, target: Format, saturates: bool = F
     codes = float_of(bits_of(spaced) >> 7 - target.mantissa).astype(jnp.bfloat16)
     first = -(int(np.float32(0.5 * target.linear).view(np.int32)) >> 23 - target.mantissa) & 0xFF
     return _bytes_of(_words(codes), x, first)
-
-
-def rounded_short(y: jax.Array, target: Format) -> jax.Array:
-    """`rounded` of y in bfloat16, of fp8, where the chip computes with bfloat16."""
-    if chip.generation() >= chip.NEWEST:
-        return lax.bitcast_convert_type(y.astype(target.dtype), jnp.int8)
-    shift = 7 - target.mantissa
-    first = -(int(np.float32(target.linear).view(np.int32)) >> shift + 16) & 0xFF
-    power = _power_of(y, target)
-    added = power + _both(shift << 7)
-    steps = _words(_pair(_words(y) & _both(0x7FFF)) + _pair(added)) - added
-    return _bytes_of(steps + (power >> shift), y, first)
 
 
 def _power_of(y: jax.Array, target: Format) -> jax.Array:
