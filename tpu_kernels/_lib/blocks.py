@@ -24,7 +24,7 @@ from tpu_kernels._lib.arguments import kernel_operand
 from tpu_kernels._lib.call import bytes_of, call, jit
 from tpu_kernels._lib.chip import LANES, sublanes
 from tpu_kernels._lib.formats import SMALLEST, Format
-from tpu_kernels._lib.lanes import maxima, spread
+from tpu_kernels._lib.lanes import maxima, maxima_of_rows, spread
 from tpu_kernels._lib.layout import SUBLANES, Layout, ScaleBlock, Tiles
 
 USUAL = 2.0**-60
@@ -379,8 +379,9 @@ class _Way(NamedTuple):
         """Bring the maxima of each block together, where they are those of the rows of a register."""
         ref, block, tiles, _ = self.given
         if block[0] > 1 or self.given.is_whole[0]:
-            count = tiles.scales(block)[0]
-            ref[:count, :] = jnp.max(ref[...].reshape(count, 8, ref.shape[1]), axis=1)
+            for first in range(0, tiles.scales(block)[0], 8):
+                here = range(first, min(first + 8, tiles.scales(block)[0]))
+                ref[here.start : here.stop, :] = maxima_of_rows([ref[8 * i : 8 * i + 8, :] for i in here])[: len(here)]
 
     def is_usual(self) -> Any:
         """Whether all elements are finite, and the maximum of every block 0 or at least USUAL."""

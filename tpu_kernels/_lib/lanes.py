@@ -37,6 +37,24 @@ def maxima(values: jax.Array, block: int, count: int) -> jax.Array:
     return jnp.concatenate(chunks, axis=1).astype(jnp.float32)
 
 
+def maxima_of_rows(blocks: list[jax.Array]) -> jax.Array:
+    """The maxima over the rows of up to 8 blocks [8, columns] of float32: row i has those of block i.
+
+    Two blocks are merged by one rotation of rows, as registers of lanes are below; with it every second row takes its
+    pair from the row after it, which is in the other block's place.
+    """
+    for step in (1, 2, 4):
+        row = lax.broadcasted_iota(jnp.int32, blocks[0].shape, 0)
+        pairs = [(blocks[i], blocks[min(i + 1, len(blocks) - 1)]) for i in range(0, len(blocks), 2)]
+        blocks = [
+            jnp.maximum(
+                jnp.where(row & step == 0, a, b), pltpu.roll(jnp.where(row & step == 0, b, a), 8 - step, axis=0)
+            )
+            for a, b in pairs
+        ]
+    return blocks[0]
+
+
 def spread(scales: jax.Array, first: Any, block: int) -> jax.Array:
     """The scale of each lane of a register of columns, the first of which has scale `first` of `scales` [rows, 128]."""
     return _permuted(scales, lambda lane: first + lane // block)
