@@ -147,12 +147,12 @@ MISQUANTISED = [
     misquantised("gpu", DUAL, bits.STORE, bits.ACROSS + bits.STORE, "rowwise", FULL),
     misquantised("gpu", "fp8_quantize", "probe(RESULT + \"spread\", tl.broadcast_to(block_scale, in_tile.shape)",
                  "probe(RESULT + \"spread\", tl.broadcast_to(2 * block_scale, in_tile.shape)", "spread", FULL),
-    misquantised("tpu", "mxfp8_quantize", bits.CONVERTED, f"float_of(bits_of(y) + 1){bits.CONVERTED[1:]}", "qvalue",
-                 FULL),
-    misquantised("tpu", "mxfp8_quantize", "return float_of((254 -", "return float_of((253 -", "scale", FULL),
+    misquantised("tpu", "mxfp8_quantize", bits.CONVERTED,
+                 f"float_of(bits_of(y.astype(jnp.float32)) + 1){bits.CONVERTED[1:]}", "qvalue", FULL),
+    misquantised("tpu", "mxfp8_quantize", "return float_of((254 +", "return float_of((253 +", "scale", FULL),
     misquantised("tpu", "fp8_quantize", "b = _over(columns.start, c) + start // c", "b = start // c", "spread", FULL),
     misquantised("tpu", "fp8_dual_quantize", "values = jnp.abs(values)",
-                 "values = jnp.abs(values) * (1 - 2.0**-23)", "rowwise_absmax", FULL),
+                 "values = jnp.abs(values) * (1 - 2.0**-8)", "rowwise_absmax", FULL),
 ]  # fmt: skip
 
 
