@@ -26,6 +26,7 @@ from tpu_kernels._lib.formats import (
     FORMATS,
     INFINITY,
     MAGNITUDE,
+    SMALLEST,
     SMALLEST_NORMAL,
     Format,
     bits_of,
@@ -139,8 +140,9 @@ class PowerScales:
         largest = int(np.float32(self.format.largest).view(np.int32))
         # Beyond the mantissa of `largest` a carry makes the exponent one more.
         carry = 0x7FFFFF - (largest & 0x7FFFFF) if self.rounding == "up" else 0
-        exponent = ((bits_of(absmax) + carry) >> 23) - ((largest >> 23) - 127)
-        return float_of((254 - jnp.maximum(exponent, 0)) << 23)
+        first = (largest >> 23) - 127  # the exponent of absmax that gives 2^-127
+        exponent = (bits_of(jnp.maximum(absmax, SMALLEST * 2.0 ** (first - 1))) + carry) >> 23
+        return float_of((254 + first - exponent) << 23)
 
     def encode(self, x: jax.Array, kept: jax.Array) -> jax.Array:
         """The int8 bits of x times the inverse: an exact product, rounded to nearest even."""
@@ -166,13 +168,8 @@ class PowerScales:
 
     def encode_short(self, x: jax.Array, factor: jax.Array) -> jax.Array:
         """As `encode`, of finite x."""
-        saturates = self.rounding == "floor"
-        if factor.dtype != x.dtype:
-            return rounded(x, factor, self.format, saturates)
-        quotient = x * factor
-        if saturates:
-            quotient = jnp.clip(quotient, -self.format.largest, self.format.largest)
-        return (rounded_short if x.dtype == jnp.bfloat16 else rounded_whole)(quotient, self.format)
+        how = rounded if factor.dtype != x.dtype else rounded_short if x.dtype == jnp.bfloat16 else rounded_whole
+        return how(x, factor, self.format, saturates=self.rounding == "floor")
 
     def scale(self, kept: jax.Array) -> jax.Array:
         """The power of two whose inverse is kept."""

@@ -205,9 +205,8 @@ class FloatScales:
 
         With x and absmax of 8 bits and a midpoint of at most 8, x · largest is the midpoint · absmax, or off by at
         least 2^-16 of it. A quotient on the midpoint is there by `factor` (2^-18) on the side on which the scale's
-        rounding puts it; without one it is within 2^-20 above it, which the bits that do not count hold. (Where the
-        format is linear they hold 2^-18 of 7/2 steps as well, of the only midpoint there under a scale that was rounded
-        down: it is rounded up also to even.)
+        rounding puts it; without one it is within 2^-20 above it, which the bits that do not count hold. (Below the
+        format's `linear` they hold 2^-18 too. The only midpoint there under a rounded scale is 7/2 steps: it goes up.)
         """
         if x.dtype == jnp.bfloat16:
             return rounded(x, factor, self.format)

@@ -379,9 +379,11 @@ class _Way(NamedTuple):
         """Bring the maxima of each block together, where they are those of the rows of a register."""
         ref, block, tiles, _ = self.given
         if block[0] > 1 or self.given.is_whole[0]:
-            for first in range(0, tiles.scales(block)[0], 8):
-                here = range(first, min(first + 8, tiles.scales(block)[0]))
-                ref[here.start : here.stop, :] = maxima_of_rows([ref[8 * i : 8 * i + 8, :] for i in here])[: len(here)]
+            count, width = tiles.scales(block)[0], ref.shape[1]
+            for first, column in product(range(0, count, 8), range(0, width, 2 * LANES)):
+                here, columns = range(first, min(first + 8, count)), slice(column, min(column + 2 * LANES, width))
+                most = maxima_of_rows([ref[8 * i : 8 * i + 8, columns] for i in here])
+                ref[here.start : here.stop, columns] = most[: len(here)]
 
     def is_usual(self) -> Any:
         """Whether all elements are finite, and the maximum of every block 0 or at least USUAL."""
@@ -449,7 +451,7 @@ def _measure(ways: Sequence[_Way], is_finite: bool) -> None:
         for way in ways:
             way.measure(rows, values)
 
-    most = _straight(len(ways)) // (at_once * tiles.columns) if is_finite else 1
+    most = _straight(1) // (at_once * tiles.columns) if is_finite else 1
     _for_rows(tiles.rows, at_once, of_rows, _divisor(tiles.rows // at_once, most))
 
 

@@ -47,14 +47,14 @@ def float_of(bits: jax.Array) -> jax.Array:
 
 
 def rounded(x: jax.Array, factor: jax.Array, target: Format, saturates: bool = False) -> jax.Array:
-    """The int8 bits in the format of x · factor, rounded to nearest even but for the product's four lowest bits.
+    """The int8 bits in the format of x · factor, rounded to nearest even but for the product's lowest bits: 4, or 5.
 
-    x: finite bfloat16. saturates: products may be beyond the format's largest number.
+    x: finite bfloat16; factor: float32. saturates: products may be beyond the format's largest number.
     """
     if _converts(target):
-        return _converted(float_of(bits_of(x.astype(jnp.float32) * factor) & ~0xF), target)
-    y = _pair(_words(x) & _both(0x7FFF)).astype(jnp.float32) * factor
-    return _coded(jnp.minimum(y, target.largest) if saturates else y, x, target)
+        y = float_of(bits_of(x.astype(jnp.float32) * factor) & ~0xF)
+        return _converted(_within(y, target, saturates), target)
+    return _coded(_within(_magnitude(x).astype(jnp.float32) * factor, target, saturates), x, target)
 
 
 def rounded_beside(near: jax.Array, left: jax.Array, least: jax.Array, x: jax.Array, target: Format) -> jax.Array:
@@ -70,28 +70,35 @@ def rounded_beside(near: jax.Array, left: jax.Array, least: jax.Array, x: jax.Ar
     return _coded(y, x.astype(jnp.bfloat16), target)
 
 
-def rounded_whole(y: jax.Array, target: Format) -> jax.Array:
-    """The int8 bits in the format of y, float32 of at most its largest magnitude: all bits of y count. For fp8."""
+def rounded_whole(x: jax.Array, factor: jax.Array, target: Format, saturates: bool = False) -> jax.Array:
+    """`rounded` of x in float32, all bits of the product counting, to fp8."""
     if _converts(target):
-        return _converted(y, target)
+        return _converted(_within(x * factor, target, saturates), target)
+    y = _within(jnp.abs(x) * factor, target, saturates)
     # A power of two is added that is 2^shift times that of y: the sum is rounded to the spacing of the format there.
     shift = 23 - target.mantissa
     power = bits_of(jnp.maximum(float_of(bits_of(y) & INFINITY), target.linear))
-    steps = bits_of(jnp.abs(y) + float_of(power + (shift << 23))) + (power >> shift)
+    steps = bits_of(y + float_of(power + (shift << 23))) + (power >> shift)
     first = -(int(np.float32(target.linear).view(np.int32)) >> shift) & 0xFF
-    return _bytes_of(_words(steps.astype(jnp.int16)), y.astype(jnp.bfloat16), first)
+    return _bytes_of(_words(steps.astype(jnp.int16)), x.astype(jnp.bfloat16), first)
 
 
-def rounded_short(y: jax.Array, target: Format) -> jax.Array:
-    """`rounded_whole` of y in bfloat16, where the chip computes with bfloat16."""
-    if chip.generation() >= chip.NEWEST:
-        return _converted(y, target)
+def rounded_short(x: jax.Array, factor: jax.Array, target: Format, saturates: bool = False) -> jax.Array:
+    """`rounded_whole` of x and factor in bfloat16, whose product is exact, where the chip computes with bfloat16."""
+    if _converts(target):
+        return _converted(_within(x * factor, target, saturates), target)
+    y = _within(_magnitude(x) * factor, target, saturates)
     shift = 7 - target.mantissa
-    first = -(int(np.float32(target.linear).view(np.int32)) >> shift + 16) & 0xFF
-    power = _power_of(y, target)
+    power = _words(jnp.maximum(_pair(_words(y) & _both(0x7F80)), jnp.asarray(target.linear, y.dtype)))
     added = power + _both(shift << 7)
-    steps = _words(_pair(_words(y) & _both(0x7FFF)) + _pair(added)) - added
-    return _bytes_of(steps + (power >> shift), y, first)
+    steps = _words(y + _pair(added)) - added
+    first = -(int(np.float32(target.linear).view(np.int32)) >> shift + 16) & 0xFF
+    return _bytes_of(steps + (power >> shift), x, first)
+
+
+def _within(y: jax.Array, target: Format, saturates: bool) -> jax.Array:
+    """y, where it saturates of at most the largest magnitude of the format."""
+    return jnp.clip(y, -target.largest, target.largest) if saturates else y
 
 
 def _converts(target: Format) -> bool:
@@ -109,7 +116,7 @@ def _converted(y: jax.Array, target: Format) -> jax.Array:
 def _coded(y: jax.Array, x: jax.Array, target: Format) -> jax.Array:
     """The int8 bits in the fp8 format of y, float32 and not negative, with the signs of x in bfloat16.
 
-    Of y, the lowest four bits do not count; of less than `linear`, what is below 2^-20 of `linear`.
+    What does not count: the lowest four bits of y (e5m2: five), and of y below `linear` what is below 2^-18 of that.
     """
     # Below `linear` the mean of y and `linear` is larger. It lies in the binade below, where floats with as many bits
     # as the format has are half as far from each other as the format's values there.
@@ -120,9 +127,9 @@ def _coded(y: jax.Array, x: jax.Array, target: Format) -> jax.Array:
     return _bytes_of(_words(codes), x, first)
 
 
-def _power_of(y: jax.Array, target: Format) -> jax.Array:
-    """Words of the powers of two of y in bfloat16, at least `linear`."""
-    return _words(jnp.maximum(_pair(_words(y) & _both(0x7F80)), jnp.asarray(target.linear, y.dtype)))
+def _magnitude(x: jax.Array) -> jax.Array:
+    """|x| of bfloat16, without widening it."""
+    return _pair(_words(x) & _both(0x7FFF))
 
 
 def _bytes_of(codes: jax.Array, x: jax.Array, first: int = 0) -> jax.Array:

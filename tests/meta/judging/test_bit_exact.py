@@ -89,7 +89,8 @@ ACROSS = """
         blocks = bits.reshape(TILE_ROWS // BLOCK, BLOCK, TILE_COLUMNS)
         codes, _ = _mxfp8_codes(blocks, in_tile, 1, ROUND_UP, FORMAT, "columnwise_")
 """
-FLOAT32 = "up = (beyond > 0) | ((beyond == 0) & (below & 1 == 1))"
+FLOAT32 = "y = float_of(bits_of(near) + step)"
+UPWARDS = "y = float_of((bits_of(near) + step + (1 << 20) - 1) & -1 << 20)"
 
 
 def planted(backend, op, old, new, change, says, *marks, where=smoke):
@@ -103,9 +104,9 @@ PLANTED = [
     planted("tpu", "mxfp8_quantize", CONVERTED, "float_of(bits_of(y.astype(jnp.float32)) + 1).astype(target.dtype)",
             "ties away from zero at qvalue",
             "rounded otherwise: ties away from zero at qvalue, 100% explained; in rounding ties of qvalue"),
-    planted("tpu", "mxfp8_quantize", "return float_of((254 -", "return float_of((253 -",
+    planted("tpu", "mxfp8_quantize", "return float_of((254 +", "return float_of((253 +",
             "twice the value at scale", "a logic fault everywhere of", FULL),
-    planted("tpu", "fp8_quantize", FLOAT32, "up = beyond > -1e30", "rounded away from zero at qvalue",
+    planted("tpu", "fp8_quantize", FLOAT32, UPWARDS, "rounded away from zero at qvalue",
             "rounded otherwise: rounded away from zero at qvalue", FULL, where=wide),
     planted("gpu", "mxfp8_quantize", LARGEST_OF, LARGEST_OF.replace("exponent + 2", "exponent + 1"),
             "twice the value at scale", "a logic fault everywhere of", FULL),
