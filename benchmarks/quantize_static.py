@@ -6,7 +6,8 @@
 
 At 8192 rows of bfloat16 as wide as the models' layers, in blocks of 128 (MXFP8: of 32); a model whose rows such blocks
 do not divide is left out. Cycles are static ones (`parity/compilers/bundles.py`) a row, beside those in which HBM
-moves its bytes. What XLA takes is its own estimate of its fusions; libtpu does not print the one for tpu7x.
+moves its bytes. What XLA takes is its own estimate of its fusions; libtpu does not print the one for tpu7x. Code is of
+arrays row by row in memory: XLA lays those of a program's own otherwise where that pads less, and adds copies.
 """
 
 import os
@@ -103,7 +104,10 @@ class Row(command.Row):
     cycles: Figure = figure("cycles", ".1f")  # static, a row
     floor: Figure = figure("HBM floor", ".1f")  # cycles in which HBM moves a row's bytes
     of_floor: Figure = figure("of floor", ".0%")  # the part of the cycles that the floor is
-    code_kb: Figure = figure("KB", ".0f")
+    code_kb: Figure = figure("KB", ".0f")  # of arrays row by row in memory, as kernels hand them on
+    alone_kb: Figure = figure(
+        "KB alone", ".0f"
+    )  # with copies from and to the layouts that XLA picks for a program's own
     spills: Figure = figure("spills", ".0f")
     xla: Figure = figure("XLA", ".0f")  # cycles a row that XLA estimates of its own fusions
 
@@ -114,30 +118,58 @@ def measure(chips: Sequence[str], only: str, jobs: int | None, done: Done) -> li
     answers = command.compile_each(wanted, lambda key: key[1].compilation(key[0]), jobs, done)
     estimated = [key for key in wanted if key[0] != "tpu7x"]
     of_jnp = [program.compilation(chip, f"{HERE}:{program.op.split('_')[0]}_in_jnp") for chip, program in estimated]
+    estimates = dict(zip(estimated, _figures("xla_cycles", of_jnp), strict=True))
+    codes = dict(zip(wanted, _figures("row_major_code", [key[1].compilation(key[0]) for key in wanted]), strict=True))
+    return [_row(*key, answers[key], codes[key], estimates.get(key)) for key in wanted]
+
+
+def _figures(function: str, cases: Sequence[Compilation]) -> list[int | None]:
+    """What a function of this module says of each case, in a process of its own; None where it did not come to that."""
     environment = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    of_xla = import_module(HERE).xla_cycles  # by a name that the process knows
-    figures = compile_each(of_xla, of_jnp, 300.0, framework="jax", environment=environment)
-    estimates = {
-        key: figure if isinstance(figure, int) else None for key, figure in zip(estimated, figures, strict=True)
-    }
-    return [_row(chip, program, answers[chip, program], estimates.get((chip, program))) for chip, program in wanted]
+    there = getattr(import_module(HERE), function)  # by a name that the process knows
+    figures = compile_each(there, cases, 300.0, framework="jax", environment=environment)
+    return [figure if isinstance(figure, int) else None for figure in figures]
 
 
 def xla_cycles(case: Compilation, log: Path) -> int:
     """The cycles that XLA estimates of all fusions of a function of one array; log: not written."""
     import jax
-    from jax.experimental import topologies
 
-    device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[case.chip]).devices[0]
-    module, _, name = case.function.partition(":")
-    function = partial(getattr(import_module(module), name), **case.keywords)
-    (x,) = case.arguments
-    shape = jax.ShapeDtypeStruct(x.shape, jax.numpy.dtype(x.dtype), sharding=jax.sharding.SingleDeviceSharding(device))
+    function, shape, _ = _traceable(case)
     text = jax.jit(function).lower(shape).compile().as_text()
     return sum(map(int, ESTIMATE.findall(text or "")))
 
 
-def _row(chip: str, program: Program, answer: Compiled, xla: int | None) -> Row:
+def row_major_code(case: Compilation, log: Path) -> int:
+    """The bytes of code of a function of an array [M, K], all arrays row by row in memory; log: not written."""
+    import jax
+    from jax.experimental.layout import Format, Layout
+
+    function, shape, mesh = _traceable(case)
+    rows = Format(Layout((0, 1)), shape.sharding)
+    shape = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=rows)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        memory = jax.jit(function, out_shardings=rows).lower(shape).compile().memory_analysis()
+    if memory is None:
+        raise RuntimeError("libtpu gave no memory analysis")
+    return int(memory.generated_code_size_in_bytes)
+
+
+def _traceable(case: Compilation) -> tuple[Any, Any, Any]:
+    """A case's function, the shape of its array, on the chip, and the mesh of that."""
+    import jax
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[case.chip]).devices[:1]
+    mesh = jax.sharding.Mesh(devices, ("core",))
+    module, _, name = case.function.partition(":")
+    function = partial(getattr(import_module(module), name), **case.keywords)
+    (x,) = case.arguments
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return function, jax.ShapeDtypeStruct(x.shape, jax.numpy.dtype(x.dtype), sharding=sharding), mesh
+
+
+def _row(chip: str, program: Program, answer: Compiled, code: int | None, xla: int | None) -> Row:
     row = Row(chip, program.model, program.name, error=answer.reason)
     if row.error:
         return row
@@ -148,11 +180,14 @@ def _row(chip: str, program: Program, answer: Compiled, xla: int | None) -> Row:
         cycles=cycles,
         floor=floor,
         of_floor=floor / cycles,
-        code_kb=answer.code_bytes / 1024,
+        code_kb=None if code is None else code / 1024,
+        alone_kb=answer.code_bytes / 1024,
         spills=sum(kernel.spills for kernel in answer.kernels),
         xla=None if xla is None else xla / ROWS,
     )
-    limits = [(" × HBM", cycles / floor, 1 / LEAST_OF_FLOOR[chip]), (" KB", row.code_kb, MOST_CODE_KB)]
+    limits = [(" × HBM", cycles / floor, 1 / LEAST_OF_FLOOR[chip])]
+    if row.code_kb:
+        limits.append((" KB", row.code_kb, MOST_CODE_KB))
     if row.xla:
         limits.append((" × XLA", max(cycles, floor) / row.xla, MOST_OF_XLA))
     target, result = command.judged(limits)
