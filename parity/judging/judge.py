@@ -184,8 +184,7 @@ Allowed = tuple[Allowance, Fit]
 
 
 FEW = 1 / 8
-"""Elements, as a share, that are no reason to draw no more runs, however wrong they are: what is quantised near a tie
-goes either way, in a kernel and in some runs, and all that is summed from it jumps."""
+"""The share of elements up to which even errors beyond any doubt are no reason to stop drawing runs."""
 
 
 def _allowances(trial: Trial, found: Mapping[str, np.ndarray]) -> dict[str, Allowed]:
@@ -206,6 +205,7 @@ def _allowances(trial: Trial, found: Mapping[str, np.ndarray]) -> dict[str, Allo
         fits = [fit for _, fit in allowed.values()]
         if all(fit.load <= 1 for fit in fits):
             break
+        # What is quantised near a tie goes either way, in a kernel and in some runs, and what is summed from it jumps.
         if any(fit.sigmas > LIMITS[count] and fit.beyond > FEW * found[fit.output].size for fit in fits):
             break
     return allowed
