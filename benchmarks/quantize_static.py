@@ -105,9 +105,7 @@ class Row(command.Row):
     floor: Figure = figure("HBM floor", ".1f")  # cycles in which HBM moves a row's bytes
     of_floor: Figure = figure("of floor", ".0%")  # the part of the cycles that the floor is
     code_kb: Figure = figure("KB", ".0f")  # of arrays row by row in memory, as kernels hand them on
-    alone_kb: Figure = figure(
-        "KB alone", ".0f"
-    )  # with copies from and to the layouts that XLA picks for a program's own
+    alone_kb: Figure = figure("KB alone", ".0f")  # with copies to and from layouts that XLA picks for a program's own
     spills: Figure = figure("spills", ".0f")
     xla: Figure = figure("XLA", ".0f")  # cycles a row that XLA estimates of its own fusions
 
