@@ -134,7 +134,7 @@ exact = Stages()
 ROWS = 8  # of a TPU's register
 
 
-def folded_sum(terms: Array, stages: Stages = exact) -> Array:
+def folded_sum(terms: Array, stages: Callable[[str, Array], Array] = exact) -> Array:
     """Σ over the last axis of terms [..., N], as [..., 1]: in halves until `ROWS` are left, as registers are added, and
     these as neighbours in pairs.
 
@@ -148,18 +148,18 @@ def folded_sum(terms: Array, stages: Stages = exact) -> Array:
     return tree_sum(terms, stages)
 
 
-def tree_sum(terms: Array, stages: Stages = exact) -> Array:
-    """Σ over the last axis of terms [..., N], as [..., 1]: neighbours in pairs, or `by_halves`.
+def tree_sum(terms: Array, stages: Callable[[str, Array], Array] = exact) -> Array:
+    """Σ over the last axis of terms [..., N], as [..., 1]: neighbours in pairs, or as `Stages.by_halves` says.
 
     Site: sum (the sums of each level).
     """
-    size = terms.shape[-1]
-    if stages.by_halves and size:
+    size, by_halves = terms.shape[-1], isinstance(stages, Stages) and stages.by_halves
+    if by_halves and size:
         whole = 1 << (size - 1).bit_length()
         terms = np.concatenate([terms, np.zeros((*terms.shape[:-1], whole - size))], axis=-1)
     while (size := terms.shape[-1]) > 1:
         if size % 2:
             terms = np.concatenate([terms, np.zeros((*terms.shape[:-1], 1))], axis=-1)
-        first, second = np.split(terms, 2, -1) if stages.by_halves else (terms[..., ::2], terms[..., 1::2])
+        first, second = np.split(terms, 2, -1) if by_halves else (terms[..., ::2], terms[..., 1::2])
         terms = stages("sum", first + second)
     return terms if size else np.zeros((*terms.shape[:-1], 1))
