@@ -46,19 +46,18 @@ def contract(c: Case, backend: Backend) -> Contract:
         functions = {site: of for name in running for site, of in of_unit(backend, name).items()}
         wide = replace(wide, sites={**wide.sites, **scaling}, functions=wide.functions and functions)
     if not backward:
-        own = gpu_tile(c, c.block_size, over_rows=False, size=2) if c.out == F32 and c.block_size else None
+        own = gpu_tile(c, c.block_size, over_rows=False, size=2) if c.out == F32 else None
         return with_narrow_sums(wide, backend, own)
     tile, schedule = None, wide.schedule
     if c.quantize or c.bwd_quantize:  # rows are cut where blocks are, and a tile within a block is scaled by itself
         block = c.block_size or c.M
         tile = c.tiling[0] if c.tiling and c.tiling[0] < block else None
-        if backend == "gpu" and wide.dot != "fp8" and c.tiling:  # of a whole axis it is one chain: scales come after it
+        if backend == "gpu" and wide.dot != "fp8" and c.tiling:
             size = numpy_dtype(F32 if c.out == F32 else c.dtype).itemsize
-            tile = gpu_tile(c, c.block_size, over_rows=True, size=size) if c.block_size else None
+            tile = gpu_tile(c, c.block_size, over_rows=True, size=size)
         schedule = {"aligned": True}
     wide = replace(wide, out=c.dtype, outs={"existing_out": c.out}, tile=tile, schedule=schedule)
-    own = gpu_tile(c, c.block_size, over_rows=True, size=2) if c.block_size else None
-    return with_narrow_sums(wide, backend, own)
+    return with_narrow_sums(wide, backend, gpu_tile(c, c.block_size, over_rows=True, size=2))
 
 
 def chain(c: Case, inputs: Inputs) -> int:

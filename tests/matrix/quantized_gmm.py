@@ -127,9 +127,13 @@ def with_narrow_sums(contract: Contract, backend: Backend, tile: int | None, ove
     return replace(contract, unless={FP8_SUMS: other})
 
 
-def gpu_tile(c: Case, block: int, over_rows: bool, size: int) -> int | None:
-    """The products that a GPU sums by themselves where scales change after a block: a step of both tiles, of `size`
-    bytes an element, is in 48 KiB of shared memory, and no longer than a block."""
+def gpu_tile(c: Case, block: int | None, over_rows: bool, size: int) -> int | None:
+    """The products that a GPU sums by themselves where scales change after a block; None where they do not.
+
+    A step of both tiles, of `size` bytes an element, is in 48 KiB of shared memory, and no longer than a block.
+    """
+    if block is None:
+        return None
     tm, tk, tn = (min(t, GPU_STEP) for t in c.tiling or (GPU_STEP, 64, GPU_STEP))
     step, others = (tm, tk + tn) if over_rows else (tk, tm + tn)
     while size * others * step > 48 * 1024:
