@@ -93,6 +93,18 @@ def test_rounding_toward_zero_takes_the_neighbour_that_is_no_larger(dtype):
     assert ((values - cut) * np.sign(values) >= 0).all() and (np.abs(values - cut) < unit).all()
 
 
+def judged_there(op, case, fused_dot, monkeypatch):
+    """The judgement of a kernel with an H200's sums by its contract there; by that of here it fails."""
+    pytest.importorskip("triton")
+    here, there = (Trial(op, case, "gpu", device=device) for device in (EMULATED, H200))
+    assert gates(here).verdict.outcome == "AGREES"
+    monkeypatch.setattr(f"{CORE}.fused_dot", fused_dot)
+    assert gates(here).verdict.outcome == "OUT OF BOUND"
+    judged = gates(there)
+    assert judged.verdict.outcome == "AGREES", judged.verdict
+    return judged
+
+
 def of_a_hopper(lhs, rhs, acc, depth):
     """`fused_dot` of 16 bits as an H200's: a step's products and the sum before are cut off at 2^-25 of the largest."""
     total = acc.astype(np.float64)
@@ -116,14 +128,8 @@ CANCELLING = [
 @interpreted
 @pytest.mark.parametrize("case_id", CANCELLING)
 def test_a_hopper_loses_more_of_products_that_cancel(case_id, monkeypatch):
-    pytest.importorskip("triton")
     op, case = find(OPS, case_id)
-    here, there = (Trial(op, case, "gpu", device=device) for device in (EMULATED, H200))
-    assert gates(here).verdict.outcome == "AGREES"
-    monkeypatch.setattr(f"{CORE}.fused_dot", of_a_hopper)
-    assert gates(here).verdict.outcome == "OUT OF BOUND"
-    judged = gates(there)
-    assert judged.verdict.outcome == "AGREES", judged.verdict
+    judged = judged_there(op, case, of_a_hopper, monkeypatch)
     assert judged.metrics.epsilon == pytest.approx(ON_AN_H200[op.name], rel=1e-6)
     assert judged.fit.sigmas == pytest.approx(1, abs=1e-3)  # every step is the contract's
 
@@ -190,13 +196,7 @@ FP8_CASES = [
 @interpreted
 @pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: case.id)
 def test_a_hopper_keeps_the_contract_of_narrow_sums(case, monkeypatch):
-    pytest.importorskip("triton")
-    here, there = (Trial(GMM_QUANTIZED, case, "gpu", device=device) for device in (EMULATED, H200))
-    assert gates(here).verdict.outcome == "AGREES"
-    monkeypatch.setattr(f"{CORE}.fused_dot", narrow_sums)
-    assert gates(here).verdict.outcome == "OUT OF BOUND"
-    judged = gates(there)
-    assert judged.verdict.outcome == "AGREES", judged.verdict
+    judged = judged_there(GMM_QUANTIZED, case, narrow_sums, monkeypatch)
     assert judged.fit.ratio == pytest.approx(1, abs=0.2)  # of the few that are rounded otherwise
 
 
