@@ -15,7 +15,7 @@ Passes = Callable[[Array, Array, int | None, int], Iterator[tuple[Array, Array]]
 """The products that a matrix unit adds up for a @ b, of operands [..., I, J] and [..., J, L]: (a, b, depth, first)."""
 
 Sum = Callable[[Array, Array, Array], Array]
-"""(total, a, b) -> total + a @ b, as a matrix unit adds the products of one step."""
+"""(total [..., I, L], a [..., I, J], b [..., J, L]) -> total + a @ b, as a matrix unit adds a step's products."""
 
 Inverse = Callable[[Array, "Stages"], Array]
 """(I + A)⁻¹ of strictly lower triangular A [..., C, C], with the sites of the stages."""
