@@ -177,8 +177,6 @@ def a_row_or_two_each(c: Case) -> bool:
 
 def tens_of_rows_each(c: Case) -> bool:
     """Whether most groups have some tens of rows: a tensor core sums 16 in one step, the MXU 128 but in four passes."""
-    if c.M == 150 and c.existing_out and c.groups in ("empty_first", "empty_middle"):
-        return True  # one group fewer, more rows to each: within 1 % of a tie
     some = c.groups in ("balanced", "zipf", "straddle", "short") and (c.M == 150 or c.G == 32)
     return (some or (c.M, c.groups) == (300, "short")) and c.data != "cancellation"
 
