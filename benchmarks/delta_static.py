@@ -5,11 +5,11 @@
     python -m benchmarks.delta_static --json                    for programs
 
 At B 2, H 16, T 4096, K = V = 128 in bfloat16. Cycles are static ones (`parity/compilers/bundles.py`) per 64 tokens and
-head, all grid steps counted; two runs print the same. Arguments of ours lie head by head, as the kernels read them:
-from arrays in the default layout XLA makes such copies first. chunk_simple_gla with a gate per step is the yardstick of
-what the inverse and its products cost. tokamax's kernel (0.0.17, on Python 3.12; left out where it cannot be imported)
-has the convolution, the norms and the gates in it, and its dots are of one bfloat16 pass, where ours take two or three
-pieces of what is float32: `benchmarks.delta_rule_schemes` says what that costs in error.
+head, all grid steps counted; two runs print the same. Arguments of ours are [B, T, H · width], as a projection writes
+them and the kernels read them: arrays [B, T, H, width] XLA lays out anew first. chunk_simple_gla with a gate per step
+is the yardstick of what the inverse and its products cost. tokamax's kernel (0.0.17, on Python 3.12; left out where it
+cannot be imported) has the convolution, the norms and the gates in it, and its dots are of one bfloat16 pass, where
+ours take two or three pieces of what is float32: `benchmarks.delta_rule_schemes` says what that costs in error.
 """
 
 import sys
@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks import command
 from benchmarks.command import Done, Figure, figure
-from benchmarks.gla_static import DTYPE, B, H, K, T, V, figures, head_major
+from benchmarks.gla_static import DTYPE, B, H, K, T, V, figures, of_projections, rows
 from parity.compilers.mosaic import Abstract, Compilation, Compiled
 
 HERE = __spec__.name if __spec__ else Path(__file__).stem  # what a compiler process imports; a script has no spec
@@ -54,14 +54,15 @@ class Pass:
             return Compilation(f"{HERE}:tokamax_delta_rule", chip, (), _of_tokamax(self))
         per_channel = self.op == "chunk_kda"
         module = {"chunk_kda": "kda", "chunk_gated_delta_rule": "gated_delta_rule"}.get(self.op, "simple_gla")
-        sizes = {"q": K, "k": K, "v": V} | ({"do": V} if self.backward else {})
-        arguments: dict[str, Any] = {name: Abstract((B, H, T, size), DTYPE) for name, size in sizes.items()}
-        arguments["g"] = Abstract((B, H, T, K) if per_channel else (B, H, T), "float32")
+        widths = {"q": K, "k": K, "v": V} | ({"do": V} if self.backward else {})
+        arguments: dict[str, Any] = {name: rows(width, DTYPE, projected=True) for name, width in widths.items()}
+        step = Abstract((B, T, H), "float32")
+        arguments["g"] = rows(K, "float32", projected=True) if per_channel else step
         if module != "simple_gla":
-            arguments["beta"] = Abstract((B, H, T), "float32")
+            arguments["beta"] = step
         function = f"tpu_kernels.{module}:{self.op}_{'bwd' if self.backward else 'fwd'}"
         arguments |= {"function": function, "chunk_size": self.chunk, "interpret": False}
-        return Compilation(f"{head_major.__module__}:{head_major.__name__}", chip, (), arguments)
+        return Compilation(f"{of_projections.__module__}:{of_projections.__name__}", chip, (), arguments)
 
 
 OPS = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_kda")

@@ -6,8 +6,8 @@
 
 At B 2, H 16, T 4096, K = V = 128 in bfloat16. Cycles are static ones (`parity/compilers/bundles.py`) per 64 tokens and
 head, all grid steps counted. HBM bytes are those that the whole program reads and writes, over those of its arguments
-and results once: for arguments that lie head by head, as the kernels read them, and for arrays in the default layout,
-token by token, which XLA then has to transpose. All is deterministic: two runs print the same.
+and results once: for arguments [B, T, H · width], as a projection writes them and the kernels read them, and for arrays
+[B, T, H, width], which XLA has to lay out anew. All is deterministic: two runs print the same.
 """
 
 import sys
@@ -42,33 +42,40 @@ class Scan:
         direction, route = "backward" if self.backward else "forward", "fused" if self.fused else "unfused"
         return f"{self.gate} {direction} {self.chunk} {route}"
 
-    def compilation(self, chip: str, head_major: bool) -> Compilation:
+    def compilation(self, chip: str, projected: bool) -> Compilation:
         """What the compiler is given."""
         module, op = ("gla", "gla") if self.gate == "gk" else ("simple_gla", "simple_gla")
         function = f"tpu_kernels.{module}:chunk_{op}_{'bwd' if self.backward else 'fwd'}"
-        sizes = {"q": K, "k": K, "v": V} | ({"do": V} if self.backward else {})
-        order = (B, H, T) if head_major else (B, T, H)
-        arguments = {name: Abstract((*order, size), DTYPE) for name, size in sizes.items()}
-        gates = {"g_gamma": (H,), "g": order, "gk": (*order, K)}
-        arguments[self.gate] = Abstract(gates[self.gate], "float32")
+        widths = {"q": K, "k": K, "v": V} | ({"do": V} if self.backward else {})
+        arguments = {name: rows(width, DTYPE, projected) for name, width in widths.items()}
+        gates = {"g_gamma": Abstract((H,), "float32"), "g": Abstract((B, T, H), "float32")}
+        arguments[self.gate] = gates.get(self.gate) or rows(K, "float32", projected)
         options = {"chunk_size": self.chunk, "fused": self.fused, "interpret": False}
-        if head_major:
-            return Compilation(f"{HERE}:head_major", chip, (), {"function": function, **arguments, **options})
+        if projected:
+            return Compilation(f"{HERE}:of_projections", chip, (), {"function": function, **arguments, **options})
         return Compilation(function, chip, (), arguments | options)
 
 
-def head_major(*, function: str, **arguments: Any) -> Any:
-    """The function of arrays [B, H, T, ·], so that no layout changes on the way to its kernels and back."""
+def rows(width: int, dtype: str, projected: bool) -> Abstract:
+    """The rows of all heads: side by side if they are a projection's."""
+    return Abstract((B, T, H * width) if projected else (B, T, H, width), dtype)
+
+
+def of_projections(*, function: str, **arguments: Any) -> Any:
+    """The function of arrays [B, T, H · width], so that no layout changes on the way to its kernels and back."""
     from importlib import import_module
 
     import jax
 
-    def turned(x: Any) -> Any:
-        return x.swapaxes(1, 2) if getattr(x, "ndim", 0) >= 3 else x
+    def apart(x: Any) -> Any:
+        return x.reshape(B, T, H, -1) if getattr(x, "ndim", 0) == 3 and x.shape[2] > H else x
+
+    def together(x: Any) -> Any:
+        return x.reshape(B, T, -1) if x.shape[:3] == (B, T, H) else x
 
     module, _, name = function.partition(":")
-    turned_arguments = {key: turned(value) for key, value in arguments.items()}
-    return jax.tree.map(turned, getattr(import_module(module), name)(**turned_arguments))
+    results = getattr(import_module(module), name)(**{key: apart(value) for key, value in arguments.items()})
+    return jax.tree.map(together, results)
 
 
 SCANS = [
@@ -93,15 +100,15 @@ class Row(command.Row):
     floor: Figure = figure("MXU floor", ".1f")  # for which the matrix units are busy
     spill_share: Figure = figure("spills", ".2f")  # of the vector store slots, of the kernel that multiplies most
     code_kb: Figure = figure("KB", ".0f")
-    hbm: Figure = figure("× HBM", ".2f")  # bytes over the least, arguments head by head
-    hbm_default: Figure = figure("× HBM, default layouts", ".2f")  # and token by token
+    hbm: Figure = figure("× HBM", ".2f")  # bytes over the least, arguments of projections
+    hbm_default: Figure = figure("× HBM, [B, T, H, ·]", ".2f")  # and laid out anew
     temp_mib: Figure = figure("temp MiB", ".0f")  # of HBM, beside arguments and results
 
 
 def measure(chips: Sequence[str], only: str, jobs: int | None, done: Done) -> list[Row]:
     """The table: each scan, as `command.Measure`."""
     wanted = [(chip, scan) for chip in chips for scan in SCANS if only in scan.name]
-    programs = [(chip, scan, head_major) for chip, scan in wanted for head_major in (True, False)]
+    programs = [(chip, scan, projected) for chip, scan in wanted for projected in (True, False)]
 
     answers = command.compile_each(programs, lambda key: key[1].compilation(key[0], key[2]), jobs, done)
     return [_row(chip, scan, answers[chip, scan, True], answers[chip, scan, False]) for chip, scan in wanted]

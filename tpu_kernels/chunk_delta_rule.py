@@ -6,21 +6,22 @@ With S the state at a chunk's start, D the decay from step j to step i and decay
     o = scale · [decay_from_start · (q S) + tril(q kᵀ · D) v_new]      S' = whole · S + (k · decay_to_end)ᵀ v_new
 
 (Yang et al. 2024, arXiv:2412.06464; Kimi Linear, arXiv:2510.26692); the formulas of the gradients are those of
-`cpu_golden/chunk_delta_rule.py`. What is between the chunks of a sequence is as in `chunk_scan`: kernels see q, k, v as
-[B, heads, T, ·] and states as [V, K], a grid step takes a block of chunks of up to eight value heads, and the state
-stays in VMEM along T. With one gate for all channels the forward pass has [K, V]: the matrix unit loads states as they
-lie, where it would take twice as long to turn them. The inverse comes from substitution (`_lib/triangular.py`), in
+`cpu_golden/chunk_delta_rule.py`. What is between the chunks of a sequence is as in `chunk_scan`: kernels see each
+head's rows by themselves and states as [V, K], a grid step takes a block of chunks of up to eight value heads, and the
+state stays in VMEM along T. With one gate for all channels the forward pass has [K, V]: the matrix unit loads states as
+they lie, where it would take twice as long to turn them. The inverse comes from substitution (`_lib/triangular.py`), in
 float32 whatever q and k are.
 
 The forward pass is one kernel. So is the backward pass where its states fit VMEM: it walks the blocks twice, forward
 over k, v, beta and gates alone to keep the state at the start of each block, then in reverse, where the states of a
-block's chunks are made again. Elsewhere the states of all chunks go to HBM.
+block's chunks are made again and what their systems solve to is kept. Elsewhere the states of all chunks go to HBM.
 
 Bfloat16 operands enter dots as they are, and what is float32 beside them as the sum of two bfloat16, or of three, which
 are all of it: in the inverse, in products with it, which magnify what is left out, in what is read of a state, and in
 sums for gates. Beside float32 operands three are taken always. Any T, and K and V up to 256.
 """
 
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -109,9 +110,7 @@ def _backward(x: DeltaArrays, *, plan: DeltaPlan | None, interpret: Interpreted)
     call = partial(pallas_call, scan, prefetch=layout.prefetch, interpret=interpret)
     before = _before(layout, x)
     after = {**layout.rows(q=x.q, do=x.do), **layout.states(dht=x.dht)}
-    # What is summed over heads, or was normalised, is finished in float32 outside.
-    of_keys = x.q.dtype if p.group == 1 and not p.l2norm else jnp.float32
-    out = {name: layout.rows_out(scan.p.k, of_keys) for name in ("dq", "dk")}
+    out = {name: layout.rows_out(scan.p.k, plan.of_keys) for name in ("dq", "dk")}
     out |= {"dv": layout.rows_out(scan.p.v, x.v.dtype), "dbeta": layout.steps()}
     out["dgate"] = layout.rows_out(scan.p.k, jnp.float32) if scan.gate == "channel" else layout.steps()
     if x.initial_state is not None:
@@ -121,6 +120,7 @@ def _backward(x: DeltaArrays, *, plan: DeltaPlan | None, interpret: Interpreted)
         scratch |= {
             "states": pltpu.VMEM((scan.chunks + 1, *scan.state), jnp.float32),
             "checkpoints": pltpu.VMEM((max(scan.blocks - 1, 1), *scan.state), jnp.float32),
+            "kept": {name: pltpu.VMEM((scan.chunks, *shape), jnp.float32) for name, shape in plan.kept.items()},
         }
         kernel = partial(_backward_kernel, plan)
         results = call(kernel, "chunk_delta_bwd", {**before, **after}, out, scratch, work=(20, 10), walk="twice")
@@ -193,7 +193,9 @@ def _backward_kernel(plan: DeltaPlan, refs: Refs, scan: Any) -> None:
         states[0] = checkpoints[jnp.maximum(index - 1, 0)]
 
     def forward(i: Any) -> None:
-        states[i + 1] = block.probe(i, "h", _next_state(block.solved(i, states[i]), states[i], scan))
+        solved = block.solved(i, states[i])
+        block.keep(i, solved)
+        states[i + 1] = block.probe(i, "h", _next_state(solved, states[i], scan))
 
     block.for_chunks(forward, lambda i: block.load_state("h0", i, states.at[i]))
 
@@ -201,20 +203,25 @@ def _backward_kernel(plan: DeltaPlan, refs: Refs, scan: Any) -> None:
     def _() -> None:
         checkpoints[jnp.minimum(index, max(last - 1, 0))] = states[scan.chunks]
 
-    pl.when(step >= last)(lambda: _back(block))
+    pl.when(step >= last)(lambda: _back(block, lambda i, state: block.kept(i)))
 
 
 def _gradients_kernel(plan: DeltaPlan, refs: Refs, scan: Any) -> None:
     """All gradients, from the states at the start of each chunk."""
-    _back(_Block(plan, refs, block_of(pl.program_id(2), scan.blocks, "back", early=False)))
+    block = _Block(plan, refs, block_of(pl.program_id(2), scan.blocks, "back", early=False))
+    _back(block, partial(block.solved, with_q=True))
 
 
-def _back(block: "_Block") -> None:
-    """The gradients of a block's chunks, the last first, from `states`."""
+def _back(block: "_Block", solved: Callable[[Any, jax.Array], "_Solved"]) -> None:
+    """The gradients of a block's chunks, the last first, from `states`.
+
+    solved: of chunk i, from the state at its start.
+    """
     dstate = block.refs["dstate"]
 
     def body(i: Any) -> None:
-        block.store_gradients(i, block.refs["states"][i], dstate)
+        state = block.refs["states"][i]
+        block.store_gradients(i, solved(i, state), state, dstate)
 
     block.for_chunks(
         body,
@@ -291,10 +298,22 @@ class _Block(ChunkBlock):
         q, p = (queries[0], probe("P", of_q[0], 1, 2)) if with_q else (None, None)
         return _Solved(q, k, beta, decay, raw, t, p, error, v_new)
 
-    def store_gradients(self, i: Any, state: jax.Array, dstate: Any) -> None:
+    def keep(self, i: Any, solved: _Solved) -> None:
+        """Keep what `kept` finds of chunk i."""
+        for name, ref in self.refs["kept"].items():
+            ref[i] = getattr(solved, name)
+
+    def kept(self, i: Any) -> _Solved:
+        """As `solved` with_q, after `keep`."""
+        q, k, decay = self.keys(i, "q"), self.keys(i, "k"), self.decay(i)
+        (p,) = scores([q], k, decay, self.scan)
+        found = {name: ref[i] for name, ref in self.refs["kept"].items()}
+        return _Solved(q=q, k=k, beta=self.beta(i), decay=decay, p=self.probe(i, "P", p, 1, 2), **found)
+
+    def store_gradients(self, i: Any, s: _Solved, state: jax.Array, dstate: Any) -> None:
         """Store the gradients of chunk i, from the state at its start and the gradient of that at its end, a ref."""
         scan, scale, probe = self.scan, self.plan.p.scale, partial(self.probe, i)
-        s, do, dend = self.solved(i, state, with_q=True), self.load(i, "do"), dstate[...]
+        do, dend = self.load(i, "do"), dstate[...]
         q, k, decay, (row, column) = s.q, s.k, s.decay, (iota(s.raw.shape, axis) for axis in (1, 2))
         from_start, to_end = decay.decay_from_start(scan.p.k), decay.decay_to_end(scan.p.k)
         from_end = read_state(k, dend, decay, decay.decay_to_end, scan, WHOLE)

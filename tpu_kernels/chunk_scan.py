@@ -8,8 +8,8 @@ arXiv:2405.21060):
     S' = whole · S + (k · decay_to_end)ᵀ v
 
 What differs between gates is how many decays a step has, one or one per channel of k, and so how A is formed:
-`StepDecay` and `ChannelDecay`. Kernels see q, k, v as [B, H, T, ·] and states as [V, K], so that what decays channels
-is a row of lanes; a grid step takes a block of chunks of a few heads, and the state stays in VMEM along T.
+`StepDecay` and `ChannelDecay`. Kernels see each head's rows by themselves and states as [V, K], so that what decays
+channels is a row of lanes; a grid step takes a block of chunks of a few heads, and the state stays in VMEM along T.
 
 **Fused**: the forward pass is one kernel, and so is the backward pass. That walks the blocks twice: forward, over k and
 v alone, to keep the state at the start of each block in VMEM; then in reverse, where the states of a block's chunks are

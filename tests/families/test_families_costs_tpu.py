@@ -33,7 +33,7 @@ CHANNELS = dict(lhs_scale=((G, K), F32), rhs_scale=((G, N), F32))
 POWERS = dict(lhs_scale=((M, K // 32), E8M0), rhs_scale=((G, K // 32, N), E8M0))
 POWERS_OF_ROWS = dict(lhs_scale=((M // 32, K), E8M0), rhs_scale=((M // 32, N), E8M0))
 TILES = dict(tiling=(128, 128, 128))
-T, STEPS, D = 1024, 2 * 1024 * 4, 128  # of a sequence; of all sequences and heads; K and V
+T, STEPS, D = 2048, 2 * 2048 * 4, 128  # of a sequence; of all sequences and heads; K and V
 FORWARD = dict.fromkeys("qkv", ((2, T, 4, D), BF16)) | dict(g=((2, T, 4), F32))
 BACKWARD = FORWARD | dict(do=((2, T, 4, D), BF16))
 ROWS, GATES, KEPT = 2 * STEPS * D, 4 * STEPS, 4 * STEPS // 64 * D * D  # bytes; a gate is two numbers, its gradient too

@@ -88,11 +88,11 @@ def indices(block: Any, grid: tuple[int, ...]) -> Any:
 def test_every_block_is_fetched_once_or_again_on_the_way_back(gate, fused, backward):
     """Where its index changes. The one kernel of the backward pass walks there, for the states, and back: what they are
     made of is fetched for both ways, but for the block where it turns, and all else waits at that one."""
-    plan = planned(gate, backward=backward, fused=fused, t=1100)
+    plan = planned(gate, backward=backward, fused=fused, t=2200)
     assert plan.blocks > 2
     once, twice = (B * H // plan.heads * visits for visits in (plan.blocks, 2 * plan.blocks - 1))
     early = {"k", "v"} | (set() if gate == "constant" else set(GATES[gate]))
-    for call in traced(gate, backward=backward, fused=fused, t=1100):
+    for call in traced(gate, backward=backward, fused=fused, t=2200):
         mapping, both_ways = call["grid_mapping"], call["name"] == "chunk_bwd"
         assert mapping.grid == (B, H // plan.heads, 2 * plan.blocks - 1 if both_ways else plan.blocks)
         for block in mapping.block_mappings:
@@ -205,7 +205,7 @@ def test_a_group_of_heads_is_finished_after_the_scores_of_the_next(monkeypatch):
     rows = jax.ShapeDtypeStruct((2, 100, 16, 32), BF16)
     gates = {"g": None, "g_gamma": jax.ShapeDtypeStruct((16,), F32)}
     jax.eval_shape(
-        lambda q, gamma: chunk_scan.chunk_fwd(q, q, q, gates={"g": None, "g_gamma": gamma}, chunk_size=32),
+        lambda q, gamma: chunk_scan.chunk_fwd(q, q, q, gates={"g": None, "g_gamma": gamma}, chunk_size=64),
         rows,
         gates["g_gamma"],
     )

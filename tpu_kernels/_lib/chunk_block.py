@@ -42,8 +42,8 @@ class ChunkBlock:
             return
         for head in range(0, self.scan.heads, self.scan.group):
             group = copy(self)
-            heads = pl.ds(head, self.scan.group)
-            group.refs = {name: ref.at[heads] if name in OF_HEADS else ref for name, ref in self.refs.items()}
+            heads = slice(head, head + self.scan.group)
+            group.refs = {name: _of_heads(ref, heads) if name in OF_HEADS else ref for name, ref in self.refs.items()}
             group.scan = self.scan._replace(heads=self.scan.group)
             group.first_head = self.first_head + head
             yield group
@@ -61,7 +61,8 @@ class ChunkBlock:
 
     def load(self, i: Any, name: str) -> jax.Array:
         """The rows [heads, C, ·] of chunk i, zero where they are no steps: there may be NaN, and 0 * NaN is NaN."""
-        x = self.refs[name][:, self.rows(i), :]
+        ref, rows = self.refs[name], self.rows(i)
+        x = jnp.stack([of_head[rows] for of_head in ref]) if isinstance(ref, tuple) else ref[:, rows, :]
         return jnp.where(iota(x.shape, 1) < self.live(i), x, jnp.zeros_like(x)) if self.scan.masked else x
 
     def store(self, i: Any, name: str, x: jax.Array) -> None:
@@ -69,7 +70,10 @@ class ChunkBlock:
         if name not in self.refs:
             return
         ref = self.refs[name]
-        if x.shape[1] == self.scan.chunk:
+        if isinstance(ref, tuple):
+            for of_head, row in zip(ref, x, strict=True):
+                of_head[self.rows(i)] = row.astype(of_head.dtype)
+        elif x.shape[1] == self.scan.chunk:
             ref[:, self.rows(i), :] = x.astype(ref.dtype)
         else:
             ref[:, pl.ds(i, 1), : self.scan.chunk] = x
@@ -164,3 +168,7 @@ class ChunkBlock:
             return chunk == last
         sequence = self.refs["sequence"]
         return (chunk == last) | (sequence[jnp.minimum(chunk + 1, last)] != sequence[chunk])
+
+
+def _of_heads(ref: Any, heads: slice) -> Any:
+    return ref[heads] if isinstance(ref, tuple) else ref.at[heads]

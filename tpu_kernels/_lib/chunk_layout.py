@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels._lib.call import Block, bytes_of
 from tpu_kernels._lib.call import call as call_with_blocks
+from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.chunk_decays import decay_scratch
 from tpu_kernels._lib.chunk_plan import Scan, vmem_limit
 
@@ -19,6 +20,7 @@ class Operand(NamedTuple):
     """An input or output of a kernel: the array, its block, and where block t of a batch row's head block lies.
 
     Without a block it is whole, in `space`. early: the states are made of it, and not just what is made of them.
+    width: the lanes of a head, where heads lie side by side; a kernel then sees a tuple, each head's rows.
     """
 
     array: Any
@@ -26,10 +28,20 @@ class Operand(NamedTuple):
     at: Callable[[Any, Any, Any], tuple[Any, ...]] | None = None
     early: bool = False
     space: Any = None
+    width: int | None = None
+
+    def seen(self, ref: Any) -> Any:
+        """What a kernel sees of its block."""
+        if self.width is None:
+            return ref
+        return tuple(ref.at[:, lane : lane + self.width] for lane in range(0, ref.shape[1], self.width))
 
 
 class Layout:
-    """How arrays lie for the kernels: [B, H, T, ·] with T padded to blocks, each packed sequence on chunks of its own.
+    """How arrays lie for the kernels, with T padded to blocks, each packed sequence on chunks of its own.
+
+    Rows of whole registers are [B, T, H · width], which is how a projection writes and reads them: nothing is moved
+    between it and a kernel. Others are [B, H, T, width].
 
     prefetch, for packed sequences: of each chunk the sequence that it belongs to and how many steps it has, int32. An
     empty sequence has a chunk too, so that its final state is written.
@@ -65,7 +77,7 @@ class Layout:
         self, g: jax.Array | None = None, g_gamma: jax.Array | None = None, gk: jax.Array | None = None
     ) -> dict[str, Operand]:
         if gk is not None:
-            return {"gk": self._rows(self._laid_out(gk), early=True)}
+            return {"gk": self._laid_out(gk, early=True)}
         if g is None:
             gamma = jnp.zeros(self.scan.p.h, jnp.float32) if g_gamma is None else g_gamma
             return {"g_gamma": Operand(gamma, space=pltpu.SMEM)}
@@ -81,7 +93,7 @@ class Layout:
     def rows(self, **tensors: jax.Array) -> dict[str, Operand]:
         """Tensors [B, T, heads, ·] as operands; heads divides those of the scan."""
         # The states are made of k and v.
-        return {name: self._rows(self._laid_out(x), early=name in ("k", "v")) for name, x in tensors.items()}
+        return {name: self._laid_out(x, early=name in ("k", "v")) for name, x in tensors.items()}
 
     def states(self, **states: jax.Array | None) -> dict[str, Operand]:
         """States [N, H, K, V] as operands, those that there are."""
@@ -100,7 +112,8 @@ class Layout:
     def rows_out(self, width: int, dtype: Any) -> Operand:
         """An output with a row per step."""
         scan = self.scan
-        return self._rows(jax.ShapeDtypeStruct((scan.p.b, scan.p.h, scan.t, width), dtype))
+        shape = (scan.t, scan.p.h * width) if _side_by_side(width) else (scan.p.h, scan.t, width)
+        return self._rows(jax.ShapeDtypeStruct((scan.p.b, *shape), dtype), scan.p.h, width)
 
     def chunk_states(self, states: jax.Array | None = None) -> Operand:
         """A state of each chunk."""
@@ -118,8 +131,11 @@ class Layout:
         return Operand(array, block, lambda b, h, t: (b, h, t, 0, 0), early=gates is not None)
 
     def public(self, rows: jax.Array) -> jax.Array:
-        """[B, H, T, ·] of the kernels as [B, T, H, ·] of the caller."""
-        return self._picked(rows.swapaxes(1, 2))
+        """Rows of the kernels as [B, T, H, ·] of the caller."""
+        if rows.ndim == 4:
+            return self._picked(rows.swapaxes(1, 2))
+        rows = self._picked(rows)
+        return rows.reshape(*rows.shape[:2], self.scan.p.h, -1)
 
     def public_steps(self, steps: jax.Array) -> jax.Array:
         """`steps` of the kernels as [B, T, H] of the caller."""
@@ -132,9 +148,15 @@ class Layout:
         shape = (1, self.scan.p.t) + (1,) * (x.ndim - 2)
         return jnp.where(self._is_step.reshape(shape), x[:, self._target], jnp.zeros((), x.dtype))
 
-    def _laid_out(self, x: jax.Array) -> jax.Array:
-        x = (x[:, self._source] if self.prefetch else x).swapaxes(1, 2)
-        return jnp.pad(x, ((0, 0), (0, 0), (0, self.scan.t - x.shape[2]), (0, 0)))
+    def _laid_out(self, x: jax.Array, early: bool) -> Operand:
+        heads, width = x.shape[2:]
+        if _side_by_side(width):
+            x = x.reshape(*x.shape[:2], -1)
+        if self.prefetch:
+            x = x[:, self._source]
+        x = jnp.pad(x, ((0, 0), (0, self.scan.t - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
+        x = x if _side_by_side(width) else x.swapaxes(1, 2)
+        return self._rows(x, heads, width, early)
 
     def _laid_out_steps(self, g: jax.Array) -> jax.Array:
         if self.prefetch:
@@ -144,12 +166,23 @@ class Layout:
         g = g.swapaxes(1, 2).reshape(*sizes, self.scan.chunk)
         return jnp.pad(g, ((0, 0),) * 4 + ((0, lanes - self.scan.chunk),))
 
-    def _rows(self, array: Any, early: bool = False) -> Operand:
-        """Rows of an array [B, heads, T, ·]; with fewer heads than the scan, each is of several in a row."""
-        group = self.scan.p.h // array.shape[1]
-        heads, share = max(self.scan.heads // group, 1), max(group // self.scan.heads, 1)
-        block = (None, heads, self.scan.rows, array.shape[3])
-        return Operand(array, block, lambda b, h, t: (b, h if share == 1 else h // share, t, 0), early)
+    def _rows(self, array: Any, heads: int, width: int, early: bool = False) -> Operand:
+        """Rows of so many heads; with fewer than the scan's, each is of several in a row."""
+        group = self.scan.p.h // heads
+        here, share = max(self.scan.heads // group, 1), max(group // self.scan.heads, 1)
+        rows = self.scan.rows
+
+        def head(h: Any) -> Any:
+            return h if share == 1 else h // share
+
+        if _side_by_side(width):
+            return Operand(array, (None, rows, here * width), lambda b, h, t: (b, t, head(h)), early, width=width)
+        return Operand(array, (None, here, rows, width), lambda b, h, t: (b, head(h), t, 0), early)
+
+
+def _side_by_side(width: int) -> bool:
+    """Whether the rows of heads lie side by side: where each is whole registers."""
+    return width % LANES == 0
 
 
 def call(
@@ -182,6 +215,10 @@ def call(
             lambda b, h, step, *_: at(b, h, block_of(step, scan.blocks, walk, operand.early)),
         )
 
+    def seen(name: str, ref: Any) -> Any:
+        operand = inputs.get(name) or outputs.get(name)
+        return operand.seen(ref) if operand else ref
+
     def nbytes(operand: Operand) -> int:
         twice = walk == "twice" and operand.early
         return bytes_of(operand.array) * (steps if twice else scan.blocks) // scan.blocks
@@ -189,7 +226,7 @@ def call(
     in_chunks, states = work
     all_steps = scan.p.b * scan.p.h * scan.t
     results: dict[str, jax.Array] = call_with_blocks(
-        lambda *trees: kernel({name: ref for tree in trees for name, ref in tree.items()}, scan),
+        lambda *trees: kernel({name: seen(name, ref) for tree in trees for name, ref in tree.items()}, scan),
         name=name,
         grid=(scan.p.b, scan.p.h // scan.heads, steps),
         parallel=2,

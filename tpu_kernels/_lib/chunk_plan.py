@@ -11,13 +11,13 @@ from op_arguments.gla import Gates, Precision, Problem, check_chunk_size, check_
 from tpu_kernels._lib.chip import LANES, vmem_capacity
 
 MIB = 2**20
-BLOCK_TOKENS = 512  # of a grid step, where chunks are shorter
+BLOCK_TOKENS = 1024  # of a grid step, where chunks are shorter
 HEADS = 8  # of a grid step at most: independent work for the scheduler
 UNROLL = (4, 2, 1)  # chunks in a turn of the loop that makes just states
 # Rows of all heads of a step's chunks at most, by gate: with more a program is longer, and no faster.
 ROWS_AT_ONCE = {"constant": 1024, "step": 1024, "channel": 512}
-# Rows of the heads at work at once where heads come in groups: what they need stays in registers.
-ROWS_OF_GROUP = 128
+# Rows of the heads at work at once where heads come in groups, by gate: what they need stays in registers.
+ROWS_OF_GROUP = {"constant": 256, "step": 128, "channel": 128}
 
 Plan = TypeVar("Plan", bound=Any)
 """Of whose `vmem_bytes` there may be too many."""
@@ -159,13 +159,13 @@ def plan(gates: Gates, p: Problem, *, chunk_size: int, backward: bool, fused: bo
     chunk = chunk_size & -chunk_size
     most_rows = ROWS_AT_ONCE[gate] // (1 if p.dtype == "bfloat16" else 2)
     # The more heads in a step, the less is waited for at a chunk's end. Each of two cores has a part of b or the heads.
-    wide = fused and not backward and gate != "channel" and p.dtype == "bfloat16" and 2 * chunk <= ROWS_OF_GROUP
+    wide = fused and not backward and gate != "channel" and p.dtype == "bfloat16" and 2 * chunk <= ROWS_OF_GROUP[gate]
     wide &= p.h % (2 * HEADS) == 0 and p.b * p.h > 2 * HEADS
     most_heads = 2 * HEADS if wide else min(HEADS, p.h, max(most_rows // chunk, 1))
     # Decays that are there already leave registers to spare, if few heads work at once. Of decays per channel there are
     # so many that more heads would spill.
     grouped = gate == "channel" or (wide and gate == "constant")
-    at_once = max(ROWS_OF_GROUP // chunk, 1) if grouped else most_heads
+    at_once = max(ROWS_OF_GROUP[gate] // chunk, 1) if grouped else most_heads
     heads = [n for n in range(most_heads, 0, -1) if p.h % n == 0]
     lengths = block_lengths(p, chunk, BLOCK_TOKENS // chunk // (2 if wide else 1))
 

@@ -1,7 +1,7 @@
 """What is static about a gated delta rule in chunks: its sizes, and into which blocks of chunks and heads it is cut."""
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -31,18 +31,33 @@ class DeltaPlan(NamedTuple):
         return self.scan.fused
 
     @property
+    def of_keys(self) -> Any:
+        """The dtype of dq and dk of a kernel: float32 where they are summed over heads, or are of normalised keys."""
+        return self.p.dtype if self.p.group == 1 and not self.p.l2norm else jnp.float32
+
+    @property
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of what a fused backward pass has of each chunk on the way back and need not solve again."""
+        c, v = self.scan.chunk, self.p.v
+        shapes = {"raw": (c, c), "t": (c, c), "error": (c, v), "v_new": (c, v)}
+        return {name: (self.scan.heads, *shape) for name, shape in shapes.items()}
+
+    @property
     def vmem_bytes(self) -> int:
         """What the blocks, twice buffered, and the scratch of the largest kernel take of VMEM."""
         scan, size = self.scan, jnp.dtype(self.p.dtype).itemsize
         k, v, c = (pl.cdiv(n, LANES) * LANES for n in (self.p.k, self.p.v, scan.chunk))
         state = self.p.v * k * 4
-        of_keys, of_values = (2, 1) if not self.backward else (4, 3)
-        row = (of_keys * k + of_values * v) * (4 if self.backward else size)
+        row = 2 * (k + v) * size  # q, k, v and o or do
+        if self.backward:
+            row += 2 * k * jnp.dtype(self.of_keys).itemsize + v * size
         row += k * 4 * (2 if self.backward else 1) if scan.gate == "channel" else 0
         kept = 1
         if self.backward:
             kept = scan.chunks + scan.blocks + 2 if scan.fused else 2 * scan.chunks + 2
         values = CHUNK_VALUES * scan.chunk * max(c, k, v) * 4
+        if self.backward and scan.fused:
+            values += scan.rows * 2 * (c + v) * 4
         return scan.heads * (2 * scan.rows * row + kept * state + values)
 
 

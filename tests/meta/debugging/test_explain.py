@@ -99,7 +99,7 @@ def in_gla(name, backend, op, old, new, sites, where=f32, tier="full", also=()):
 
 def load_of(name, bits=7):
     """How the TPU's chunked kernels load rows, and that with the tensor of that name rounded."""
-    old = "        x = self.refs[name][:, self.rows(i), :]\n"
+    old = "        x = jnp.stack([of_head[rows] for of_head in ref]) if isinstance(ref, tuple) else ref[:, rows, :]\n"
     return old, f'{old}        x = {jnp_rounded("x", bits)} if name == "{name}" else x\n'
 
 
