@@ -234,7 +234,7 @@ def without_cases(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
     expected: tuple[Expected, ...] = ()
     if spelled:
         expected = (Expected(lambda c: c.dtype == F32, "LOSS", LONGER, explained=True),)
-    if name == "chunk_kda_bwd":
+    if spelled and "kda" in name:
         expected += (Expected(lambda c: c.dtype == BF16, "LOSS", scans.IN_DOTS, explained=True),)
     return rule(getattr(module, name), name, defaults=defaults, spelled=spelled, at_once=True, expected=expected)
 
