@@ -57,7 +57,7 @@ class Scan:
 
 
 def rows(width: int, dtype: str, projected: bool) -> Abstract:
-    """The rows of all heads: side by side if they are a projection's."""
+    """The rows of all heads: [B, T, H · width] if they are a projection's, else [B, T, H, width]."""
     return Abstract((B, T, H * width) if projected else (B, T, H, width), dtype)
 
 

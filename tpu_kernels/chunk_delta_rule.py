@@ -13,8 +13,9 @@ they lie, where it would take twice as long to turn them. The inverse comes from
 float32 whatever q and k are.
 
 The forward pass is one kernel. So is the backward pass where its states fit VMEM: it walks the blocks twice, forward
-over k, v, beta and gates alone to keep the state at the start of each block, then in reverse, where the states of a
-block's chunks are made again and what their systems solve to is kept. Elsewhere the states of all chunks go to HBM.
+over k, v, beta and gates alone to keep the state at the start of each block, then in reverse. There each block's chunks
+are solved again for their states, and what that gives stays in VMEM for their gradients. Elsewhere the states of all
+chunks go to HBM.
 
 Bfloat16 operands enter dots as they are, and what is float32 beside them as the sum of two bfloat16, or of three, which
 are all of it: in the inverse, in products with it, which magnify what is left out, in what is read of a state, and in
@@ -213,9 +214,9 @@ def _gradients_kernel(plan: DeltaPlan, refs: Refs, scan: Any) -> None:
 
 
 def _back(block: "_Block", solved: Callable[[Any, jax.Array], "_Solved"]) -> None:
-    """The gradients of a block's chunks, the last first, from `states`.
+    """Store the gradients of a block's chunks, the last first, from `states`.
 
-    solved: of chunk i, from the state at its start.
+    solved: (i, state at its start) -> chunk i, solved.
     """
     dstate = block.refs["dstate"]
 
@@ -299,12 +300,12 @@ class _Block(ChunkBlock):
         return _Solved(q, k, beta, decay, raw, t, p, error, v_new)
 
     def keep(self, i: Any, solved: _Solved) -> None:
-        """Keep what `kept` finds of chunk i."""
+        """Store the solved chunk i in VMEM, for `kept`."""
         for name, ref in self.refs["kept"].items():
             ref[i] = getattr(solved, name)
 
     def kept(self, i: Any) -> _Solved:
-        """As `solved` with_q, after `keep`."""
+        """Chunk i as `solved` with_q returns it, from what `keep` stored: only the scores of q are computed."""
         q, k, decay = self.keys(i, "q"), self.keys(i, "k"), self.decay(i)
         (p,) = scores([q], k, decay, self.scan)
         found = {name: ref[i] for name, ref in self.refs["kept"].items()}

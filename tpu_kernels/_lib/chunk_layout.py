@@ -31,7 +31,7 @@ class Operand(NamedTuple):
     width: int | None = None
 
     def seen(self, ref: Any) -> Any:
-        """What a kernel sees of its block."""
+        """The block's ref; where heads lie side by side a tuple, each head's rows [rows, width]."""
         if self.width is None:
             return ref
         return tuple(ref.at[:, lane : lane + self.width] for lane in range(0, ref.shape[1], self.width))
@@ -40,8 +40,8 @@ class Operand(NamedTuple):
 class Layout:
     """How arrays lie for the kernels, with T padded to blocks, each packed sequence on chunks of its own.
 
-    Rows of whole registers are [B, T, H · width], which is how a projection writes and reads them: nothing is moved
-    between it and a kernel. Others are [B, H, T, width].
+    If width is a multiple of 128 lanes, rows are [B, T, H · width]: a projection writes and reads these, and XLA
+    transposes nothing between it and a kernel. Other rows are [B, H, T, width].
 
     prefetch, for packed sequences: of each chunk the sequence that it belongs to and how many steps it has, int32. An
     empty sequence has a chunk too, so that its final state is written.
@@ -167,7 +167,7 @@ class Layout:
         return jnp.pad(g, ((0, 0),) * 4 + ((0, lanes - self.scan.chunk),))
 
     def _rows(self, array: Any, heads: int, width: int, early: bool = False) -> Operand:
-        """Rows of so many heads; with fewer than the scan's, each is of several in a row."""
+        """The operand of rows of `heads` heads. If these are fewer than the scan's, neighbours share one."""
         group = self.scan.p.h // heads
         here, share = max(self.scan.heads // group, 1), max(group // self.scan.heads, 1)
         rows = self.scan.rows
@@ -181,7 +181,7 @@ class Layout:
 
 
 def _side_by_side(width: int) -> bool:
-    """Whether the rows of heads lie side by side: where each is whole registers."""
+    """Whether the rows of all heads lie side by side: a head's then begin at a register's first lane."""
     return width % LANES == 0
 
 

@@ -32,12 +32,15 @@ class DeltaPlan(NamedTuple):
 
     @property
     def of_keys(self) -> Any:
-        """The dtype of dq and dk of a kernel: float32 where they are summed over heads, or are of normalised keys."""
+        """The dtype in which a kernel stores dq and dk.
+
+        It is float32 where XLA still sums them over heads or takes them through the norm.
+        """
         return self.p.dtype if self.p.group == 1 and not self.p.l2norm else jnp.float32
 
     @property
     def kept(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of what a fused backward pass has of each chunk on the way back and need not solve again."""
+        """The shape of each field of a solved chunk that a fused backward pass keeps in VMEM for the way back."""
         c, v = self.scan.chunk, self.p.v
         shapes = {"raw": (c, c), "t": (c, c), "error": (c, v), "v_new": (c, v)}
         return {name: (self.scan.heads, *shape) for name, shape in shapes.items()}
