@@ -60,7 +60,7 @@ class DeltaPlan(NamedTuple):
             kept = scan.chunks + scan.blocks + 2 if scan.fused else 2 * scan.chunks + 2
         values = CHUNK_VALUES * scan.chunk * max(c, k, v) * 4
         if self.backward and scan.fused:
-            values += scan.rows * 2 * (c + v) * 4
+            values += scan.rows * 4 * sum(pl.cdiv(shape[-1], LANES) * LANES for shape in self.kept.values())
         return scan.heads * (2 * scan.rows * row + kept * state + values)
 
 
