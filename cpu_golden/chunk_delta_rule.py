@@ -27,15 +27,16 @@ import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.chunks import (
+    GateSums,
     chunks_of,
     gate_gradient,
+    gate_sums,
     in_whole_chunks,
     next_state,
     pair_gradients,
     read_through,
     scores,
-    summed,
-    summed_for_pairs,
+    sums_for_pairs,
     written_by,
 )
 from cpu_golden._lib.decays import decay_of, decayed, kept_of
@@ -52,8 +53,8 @@ class Solved(NamedTuple):
     k: Array
     v: Array
     beta: Array
-    c: Array
-    of_pairs: Array  # as `summed_for_pairs` has it
+    sums: GateSums
+    of_pairs: GateSums  # as `sums_for_pairs` has them
     from_start: Array
     state: Array
     raw: Array  # A without beta
@@ -82,7 +83,7 @@ def chunk_forward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) 
         p = _scores(s.q, s.k, s.of_pairs, "P", stages)
         of_state = read_through(s.q, s.from_start, state, _whole(stages))
         o[..., rows, :] = x.scale * stages("sum", stages.dot(p, s.v_new) + of_state)
-        state = next_state(s.k, s.v_new, s.c, state, stages.renamed(state="h"))
+        state = next_state(s.k, s.v_new, s.sums, state, stages.renamed(state="h"))
     return stages("o", o[..., :steps, :]), stages("ht", state)
 
 
@@ -101,11 +102,11 @@ def chunk_backward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact)
     for rows in chunks:
         s = _solved(x, rows, state, stages)
         solved.append(s)
-        state = next_state(s.k, s.v_new, s.c, state, stages.renamed(state="h"))
+        state = next_state(s.k, s.v_new, s.sums, state, stages.renamed(state="h"))
     dq, dk, dv, dgate, dbeta = (np.zeros(part.shape) for part in (x.q, x.k, x.v, x.gate, x.beta))
     for rows, s in zip(reversed(chunks), reversed(solved), strict=True):
         do_c = x.do[..., rows, :]
-        to_end, kept = decay_of(s.c[..., -1:, :] - s.c, stages), kept_of(s.c[..., -1, :, None], stages)
+        to_end, kept = decay_of(s.sums.after, stages), kept_of(s.sums.whole, stages)
         p = _scores(s.q, s.k, s.of_pairs, "P", stages)
         of_scores = stages("sum", scale * stages.dot(p.mT, do_c))
         dv_new = stages("dv_new", of_scores + read_through(s.k, to_end, dstate, _whole(stages)))
@@ -129,20 +130,20 @@ def chunk_backward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact)
 
 def _solved(x: Sequence, rows: slice, state: Array, stages: Stages) -> Solved:
     q, k, v, gate, beta = (tensor[..., rows, :] for tensor in (x.q, x.k, x.v, x.gate, x.beta))
-    c = summed(gate, stages)
-    from_start = decay_of(c, stages)
-    of_pairs = summed_for_pairs(gate, c, stages)
+    sums = gate_sums(gate, stages)
+    from_start = decay_of(sums.until, stages)
+    of_pairs = sums_for_pairs(gate, sums, stages)
     raw = np.tril(_scores(k, k, of_pairs, "raw", stages), -1)
     t = (stages.inverse or inverse)(stages("A", beta * raw), stages)
     if stages.wy:
         u = stages("u", stages.dot(t, stages("decayed", beta * v)))
         w = stages("w", stages.dot(t, stages("decayed", beta * (from_start * k))))
         v_new = stages("v_new", u - stages.dot(w, state))
-        return Solved(q, k, v, beta, c, of_pairs, from_start, state, raw, t, v, u, w, v_new)
+        return Solved(q, k, v, beta, sums, of_pairs, from_start, state, raw, t, v, u, w, v_new)
     whole = _whole(stages)
     error = stages("error", v - read_through(k, from_start, state, whole.renamed(read="recalled")))
     v_new = stages("v_new", whole.dot(t, stages("update", beta * error)))
-    return Solved(q, k, v, beta, c, of_pairs, from_start, state, raw, t, error, v, k, v_new)
+    return Solved(q, k, v, beta, sums, of_pairs, from_start, state, raw, t, error, v, k, v_new)
 
 
 def _whole(stages: Stages) -> Stages:
@@ -155,8 +156,8 @@ def _whole(stages: Stages) -> Stages:
     return replace(stages.renamed(lhs="whole_lhs", rhs="whole_rhs"), passes=stages.whole_passes)
 
 
-def _scores(q: Array, k: Array, c: Array, site: str, stages: Stages) -> Array:
-    return np.tril(scores(q, k, c, stages.renamed(A=site)))
+def _scores(q: Array, k: Array, sums: GateSums, site: str, stages: Stages) -> Array:
+    return np.tril(scores(q, k, sums, stages.renamed(A=site)))
 
 
 def _through_inverse(s: Solved, dv_new: Array, stages: Stages) -> tuple[Array, Array, Array, Array]:
@@ -183,7 +184,7 @@ def _previous_dstate(
     read = stages.dot(stages("decayed", s.q * (scale * s.from_start)).mT, do)
     of_error = stages.dot(s.w.mT, dv_new) if stages.wy else written_by(s.k, dv, s.from_start, stages)
     change = stages("sum", read - of_error)
-    return stages("dh", decayed(s.c[..., -1, :, None], dstate, change, stages))
+    return stages("dh", decayed(s.sums.whole, dstate, change, stages))
 
 
 def _summed(terms: Array, stages: Stages) -> Array:

@@ -25,6 +25,7 @@ from cpu_golden import Array
 from cpu_golden._lib.chunks import (
     chunks_of,
     gate_gradient,
+    gate_sums,
     in_whole_chunks,
     next_state,
     of_keys,
@@ -32,8 +33,7 @@ from cpu_golden._lib.chunks import (
     products_added,
     read_through,
     scores,
-    summed,
-    summed_for_pairs,
+    sums_for_pairs,
     written_by,
 )
 from cpu_golden._lib.decays import decay_of, decayed, kept_of
@@ -44,8 +44,8 @@ from cpu_golden.stages import Stages, exact
 def chunk_forward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) -> tuple[Array, Array]:
     """A `Forward` scan of `_lib/sequences.py`, chunk by chunk.
 
-    Sites: q, k, v, initial_state, c (sum of the gates since the chunk began), pair_gate (a gate that all channels have,
-    where it is summed between two rows), exponent, decay (exp of it),
+    Sites: q, k, v, initial_state, c (sum of the gates since the chunk began; by halves every sum), pair_gate (a gate
+    that all channels have, where it is summed between two rows), exponent, decay (exp of it),
     kept_exponent and kept (of what decays a state, the latter less 1 or 0), decayed (an operand of a dot times its
     decay), read (a dot times a decay), product and pairs (what is decayed one by one, and the running sums of that), A
     (the decayed scores), lost, change and state (what decays of a state, what is added to it, and the sum), sum (of
@@ -56,12 +56,11 @@ def chunk_forward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) 
     o = np.zeros(v.shape)
     for rows in chunks_of(q, size):
         q_c, k_c, v_c = (x[..., rows, :] for x in (q, k, v))
-        c = summed(gate[..., rows, :], stages)
-        a = scores(q_c, k_c, summed_for_pairs(gate[..., rows, :], c, stages), stages)
-        o[..., rows, :] = scale * stages(
-            "sum", stages.dot(a, v_c) + read_through(q_c, decay_of(c, stages), state, stages)
-        )
-        state = next_state(k_c, v_c, c, state, stages)
+        sums = gate_sums(gate[..., rows, :], stages)
+        a = scores(q_c, k_c, sums_for_pairs(gate[..., rows, :], sums, stages), stages)
+        of_state = read_through(q_c, decay_of(sums.until, stages), state, stages)
+        o[..., rows, :] = scale * stages("sum", stages.dot(a, v_c) + of_state)
+        state = next_state(k_c, v_c, sums, state, stages)
     return stages("out", o[..., :steps, :]), state
 
 
@@ -81,21 +80,21 @@ def chunk_backward(
     states, dstates = [], []
     for rows in chunks:
         states.append(state)
-        state = next_state(k[..., rows, :], v[..., rows, :], summed(gate[..., rows, :], stages), state, stages)
+        state = next_state(k[..., rows, :], v[..., rows, :], gate_sums(gate[..., rows, :], stages), state, stages)
     for rows in reversed(chunks):
         dstates.append(dstate)
         dstate = _previous_dstate(q[..., rows, :], do[..., rows, :], gate[..., rows, :], dstate, scale, stages)
     dq, dk, dv, dgate = (np.zeros(x.shape) for x in (q, k, v, gate))
     for rows, state_c, dstate_c in zip(chunks, states, reversed(dstates), strict=True):
         q_c, k_c, v_c, do_c = (x[..., rows, :] for x in (q, k, v, do))
-        c = summed(gate[..., rows, :], stages)
-        of_pairs = summed_for_pairs(gate[..., rows, :], c, stages)
-        from_start, to_end = decay_of(c, stages), decay_of(c[..., -1:, :] - c, stages)
-        kept = kept_of(c[..., -1, :, None], stages)
+        sums = gate_sums(gate[..., rows, :], stages)
+        of_pairs = sums_for_pairs(gate[..., rows, :], sums, stages)
+        from_start, to_end = decay_of(sums.until, stages), decay_of(sums.after, stages)
+        kept = kept_of(sums.whole, stages)
         tiles = list(chunks_of(q.mT, stages.channels)) if stages.channels else [slice(None)]
-        a = [scores(q_c[..., keys], k_c[..., keys], of_keys(of_pairs, keys), stages) for keys in tiles]
+        a = [scores(q_c[..., keys], k_c[..., keys], of_pairs.of_keys(keys), stages) for keys in tiles]
         da = np.tril(scale * stages.dot(do_c, v_c.mT))
-        if c.shape[-1] > 1 and stages.sub_block == 1:  # each row's own score is no part of a dot
+        if gate.shape[-1] > 1 and stages.sub_block == 1:  # each row's own score is no part of a dot
             same = np.arange(da.shape[-1])
             da[..., same, same] = scale * products_added(do_c * v_c, stages)
         da = stages("dA", da)
@@ -115,6 +114,6 @@ def chunk_backward(
 
 
 def _previous_dstate(q: Array, do: Array, gate: Array, dstate: Array, scale: float, stages: Stages) -> Array:
-    c = summed(gate, stages)
-    written = written_by(q, do, scale * decay_of(c, stages), stages)
-    return stages("dstate", decayed(c[..., -1, :, None], dstate, written, stages))
+    sums = gate_sums(gate, stages)
+    written = written_by(q, do, scale * decay_of(sums.until, stages), stages)
+    return stages("dstate", decayed(sums.whole, dstate, written, stages))

@@ -1,18 +1,18 @@
 """A chunk of steps of a gated linear recurrence, in float64 and staged: decayed scores, states and their gradients.
 
-c [..., C, K], or [..., C, 1] where all channels have one gate, is the sum of the gates since the chunk began.
+Gates are [..., C, K], or [..., C, 1] where all channels have one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.decays import decay_of, decayed, sum_to_gate
 from cpu_golden._lib.sequences import Sequence, each_step
-from cpu_golden.stages import Stages, tree_sum
+from cpu_golden.stages import ROWS, Stages, tree_sum
 
 
 def in_whole_chunks(x: Sequence, chunk_size: int) -> Sequence:
@@ -46,15 +46,59 @@ def of_keys(x: Array, keys: slice) -> Array:
     return x if x.shape[-1] == 1 else x[..., keys]
 
 
-def summed(gate: Array, stages: Stages) -> Array:
-    """c. Site: c."""
-    return stages("c", np.cumsum(gate, axis=-2))
+class GateSums(NamedTuple):
+    """Sums of a chunk's gates, whose exp are its decays, [..., C, K or 1]."""
+
+    until: Array  # c: of the steps up to each
+    after: Array  # of the steps after each
+    halves: Mapping[int, Array]  # see `_summed_by_halves`; empty where they are differences of c
+
+    @property
+    def whole(self) -> Array:
+        """Of all steps, [..., K or 1, 1]."""
+        return self.until[..., -1, :, None]
+
+    def of_keys(self, keys: slice) -> "GateSums":
+        """Those of a tile of keys."""
+        until, after = (of_keys(x, keys) for x in (self.until, self.after))
+        return GateSums(until, after, {half: of_keys(x, keys) for half, x in self.halves.items()})
 
 
-def summed_for_pairs(gate: Array, c: Array, stages: Stages) -> Array:
-    """c as the decays between two rows of a chunk are taken from it: where all channels have one gate, kernels may sum
-    its bfloat16 pieces for them. Sites: pair_gate (what is summed), c."""
-    return c if c.shape[-1] > 1 else summed(stages("pair_gate", gate), stages)
+def gate_sums(gate: Array, stages: Stages) -> GateSums:
+    """Running sums, and differences of these. Channels whose pairs of rows are all decayed in dots (sub_block 1) have
+    no differences, but sums by halves. Site: c."""
+    if gate.shape[-1] > 1 and stages.sub_block == 1:
+        return _summed_by_halves(gate, stages)
+    c = stages("c", np.cumsum(gate, axis=-2))
+    return GateSums(c, c[..., -1:, :] - c, {})
+
+
+def sums_for_pairs(gate: Array, sums: GateSums, stages: Stages) -> GateSums:
+    """The sums that decays between two rows of a chunk are taken from: where all channels have one gate, kernels may
+    sum its bfloat16 pieces for them. Sites: pair_gate (what is summed), c."""
+    return sums if gate.shape[-1] > 1 else gate_sums(stages("pair_gate", gate), stages)
+
+
+def _summed_by_halves(gate: Array, stages: Stages) -> GateSums:
+    """The sums of parts of 2, 4, … rows up to the chunk, each from those of its halves.
+
+    halves: by the rows of a half, the sum from the border of the halves up to each row of the second, and after each
+    row of the first up to it. Site: c (every sum).
+    """
+    size = gate.shape[-2]
+    until = filled_up(gate, missing_to_halve(size, 1))
+    after, total, by_half = np.zeros(until.shape), until, {}
+    for half in halves(until, 1):
+        second = (np.arange(until.shape[-2]) & half != 0)[:, None]
+        by_half[half] = np.where(second, until, after)
+        if half <= ROWS:  # within a register each row has a total of its own
+            total = stages("c", until + after)
+        other = np.roll(blocks(total, 2 * half), half, axis=-2).reshape(total.shape)
+        sums = stages("c", by_half[half] + other)
+        until, after = np.where(second, sums, until), np.where(second, after, sums)
+        if half >= ROWS:
+            total = stages("c", total + other)
+    return GateSums(until[..., :size, :], after[..., :size, :], by_half)
 
 
 def read_through(x: Array, decay: Array, state: Array, stages: Stages) -> Array:
@@ -64,10 +108,10 @@ def read_through(x: Array, decay: Array, state: Array, stages: Stages) -> Array:
     return stages.dot(stages("decayed", x * decay), state)
 
 
-def next_state(k: Array, v: Array, c: Array, state: Array, stages: Stages) -> Array:
+def next_state(k: Array, v: Array, sums: GateSums, state: Array, stages: Stages) -> Array:
     """The state after a chunk in which each row k writes v. Sites: those of `written_by` and `decayed`, state."""
-    written = written_by(k, v, decay_of(c[..., -1:, :] - c, stages), stages)
-    return stages("state", decayed(c[..., -1, :, None], state, written, stages))
+    written = written_by(k, v, decay_of(sums.after, stages), stages)
+    return stages("state", decayed(sums.whole, state, written, stages))
 
 
 def written_by(k: Array, v: Array, decay: Array, stages: Stages) -> Array:
@@ -77,8 +121,9 @@ def written_by(k: Array, v: Array, decay: Array, stages: Stages) -> Array:
     return stages.dot(stages("decayed", k * decay).mT, v)
 
 
-def scores(q: Array, k: Array, c: Array, stages: Stages) -> Array:
-    """A [..., C, C] of a chunk: every pair of rows i ≥ j, decayed from j to i. c: as `summed_for_pairs` has it."""
+def scores(q: Array, k: Array, sums: GateSums, stages: Stages) -> Array:
+    """A [..., C, C] of a chunk: every pair of rows i ≥ j, decayed from j to i. sums: as `sums_for_pairs` has them."""
+    c = sums.until
     if c.shape[-1] == 1:
         return stages("A", stages.dot(q, k.mT) * _between(c, stages)[..., 0])
     size, sub_block = q.shape[-2], stages.sub_block
@@ -89,7 +134,7 @@ def scores(q: Array, k: Array, c: Array, stages: Stages) -> Array:
     k_to_i = stages("decayed", _between(c_b, stages) * k_b[..., None, :, :])  # [..., i, j, K]
     diagonal(a, sub_block)[...] = products_added(q_b[..., None, :] * k_to_i, stages)
     for half in halves(q, sub_block):
-        from_border, to_border = _across(c, half, stages)
+        from_border, to_border = _across(sums, c, half, stages)
         q_h = stages("decayed", blocks(q, 2 * half)[..., half:, :] * from_border)
         k_h = stages("decayed", blocks(k, 2 * half)[..., :half, :] * to_border)
         diagonal(a, 2 * half)[..., half:, :half] = stages.dot(q_h, k_h.mT)
@@ -97,10 +142,11 @@ def scores(q: Array, k: Array, c: Array, stages: Stages) -> Array:
 
 
 def pair_gradients(
-    a: list[Array], da: Array, q: Array, k: Array, c: Array, stages: Stages
+    a: list[Array], da: Array, q: Array, k: Array, sums: GateSums, stages: Stages
 ) -> tuple[Array, Array, Array]:
     """The parts of dq, dk and dgate that come from A of each tile of keys, the pairs of rows within the chunk; the
-    last for each i where all channels have one gate, see `_sum_of_step`. c: as `summed_for_pairs` has it."""
+    last for each i where all channels have one gate, see `_sum_of_step`. sums: as `sums_for_pairs` has them."""
+    c = sums.until
     if c.shape[-1] == 1:
         of_scores = stages("decayed", da * _between(c, stages)[..., 0])
         before = np.broadcast_to(np.tril(np.ones(da.shape[-2:]), -1), da.shape)  # [t, j]
@@ -122,7 +168,7 @@ def pair_gradients(
     dq = stages("sum", dq_b + of_same * k_b).reshape(q.shape).copy()
     dk = stages("sum", dk_b + of_same * q_b).reshape(k.shape).copy()
     for half in halves(q, sub_block):
-        from_border, to_border = _across(c, half, stages)
+        from_border, to_border = _across(sums, c, half, stages)
         q_2, k_1 = blocks(q, 2 * half)[..., half:, :], blocks(k, 2 * half)[..., :half, :]
         da_h = diagonal(da, 2 * half)[..., half:, :half]
         k_h, q_h = stages("decayed", k_1 * to_border), stages("decayed", q_2 * from_border)
@@ -201,11 +247,18 @@ def diagonal(a: Array, size: int) -> Array:
     return of_blocks
 
 
-def _across(c: Array, half: int, stages: Stages) -> tuple[Array, Array]:
-    """The decays from the last row of each first half to those of the second, and to it from those of the first."""
-    c = blocks(c, 2 * half)
-    border = c[..., half - 1, None, :]
-    return decay_of(c[..., half:, :] - border, stages), decay_of(border - c[..., :half, :], stages)
+def _across(sums: GateSums, c: Array, half: int, stages: Stages) -> tuple[Array, Array]:
+    """The decays from the last row of each first half to those of the second, and to it from those of the first.
+
+    c: that of the sums, filled up.
+    """
+    if sums.halves:
+        first, second = np.split(blocks(sums.halves[half], 2 * half), 2, axis=-2)
+    else:
+        c = blocks(c, 2 * half)
+        border = c[..., half - 1, None, :]
+        first, second = border - c[..., :half, :], c[..., half:, :] - border
+    return decay_of(second, stages), decay_of(first, stages)
 
 
 def _sum_of_step(pairs: Array, read: Array, written: Array, stages: Stages) -> Array:

@@ -1,6 +1,7 @@
 """The scan behind the chunked forms on the TPU: in several blocks, what it fetches, keeps and multiplies, and when."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,10 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
+from jax.experimental import pallas as pl  # noqa: E402
+
+from cpu_golden._lib.chunks import gate_sums  # noqa: E402
+from cpu_golden.stages import Stages  # noqa: E402
 from op_arguments.gla import Problem  # noqa: E402
 from parity.compilers.kernels import equations  # noqa: E402
 from parity.judging.judge import judge  # noqa: E402
@@ -15,6 +20,8 @@ from parity.trial import Trial  # noqa: E402
 from tests.matrix.gla import CHUNK_GLA, CHUNK_SIMPLE_GLA, F32  # noqa: E402
 from tpu_kernels import chunk_scan, simple_gla  # noqa: E402
 from tpu_kernels._lib import chunk_dots, chunk_plan  # noqa: E402
+from tpu_kernels._lib.chunk_decays import ChannelDecay  # noqa: E402
+from tpu_kernels._lib.decays import finite_exp  # noqa: E402
 
 pytestmark = pytest.mark.tpu
 
@@ -38,6 +45,25 @@ def test_several_blocks_of_steps_and_heads_agree_with_golden(op, gates, shape, r
     (case,) = op.grid([shape], dtype=[F32], h0=[True], ht=[True], chunk=[16], route=[route], **gates)
     judged = judge(Trial(op, case, "tpu"))
     assert judged.verdict.passed, judged.verdict
+
+
+@pytest.mark.parametrize("chunk", [8, 64])
+def test_gates_of_channels_are_summed_by_halves_as_the_golden_sums_them(chunk):
+    """In float32, bit for bit: until each step, after it, and on both sides of each border of two halves."""
+    gk = -np.random.default_rng(0).exponential(size=(2, chunk, 16)).astype(F32)
+
+    def sums(gk, *outs):
+        decay, shown = ChannelDecay(gk[...], SimpleNamespace(split=True)), []
+        decay.probe_sums(lambda site, value, *_, **where: shown.append(value))
+        for out, value in zip(outs, (*shown, *decay.halves), strict=True):
+            out[...] = value
+
+    in_float32 = Stages(lambda site, x: x.astype(F32).astype(np.float64) if site == "c" else x, sub_block=1)
+    golden = gate_sums(gk.astype(np.float64), in_float32)
+    wanted = [golden.until, golden.after, *map(finite_exp, map(jax.numpy.float32, golden.halves.values()))]
+    out = [jax.ShapeDtypeStruct(gk.shape, F32)] * len(wanted)
+    for found, value in zip(pl.pallas_call(sums, out, interpret=True)(gk), wanted, strict=True):
+        np.testing.assert_array_equal(found, value)
 
 
 B, H, D = 2, 16, 128

@@ -120,9 +120,7 @@ def chunk_sites(c: Case, backend: Backend) -> Mapping[str, str]:
     names += ["read"] if is_backward(c) or not is_per_channel(c) else []
     names += ["solve_acc"] if backend == "tpu" or not is_per_channel(c) else []  # of blocks beyond the first 16 rows
     names += ["partial", "solve_partial", "solve_product"] if backend == "tpu" else []
-    of_one = c.dtype == BF16 or is_per_channel(c)
-    names += ["kept_exponent"] if backend == "tpu" and of_one else []
-    names += ["exponent"] if backend == "tpu" or of_one else []
+    names += scans.exponent_sites(backend, is_split=c.dtype == BF16, per_channel=is_per_channel(c))
     names += norm_sites(c)
     if is_backward(c):
         names += ["dv_new", "dupdate", "dv", "dP", "dA", "draw", "dh", "terms", "of_beta", "dgate"]

@@ -17,6 +17,7 @@ from tests.matrix.scans import (
     by_state,
     by_step,
     chunks_fill_lanes,
+    exponent_sites,
     functions,
     is_packed,
     is_power_of_four,
@@ -182,8 +183,7 @@ def sites(c: Case, backend: Backend) -> Mapping[str, str]:
         names += [] if is_simple(c) else ["product", "pairs"]
         names += ["dA", "terms", "pair_terms" if is_simple(c) else "up_to"] if is_backward(c) else []
         names += ["partial"] if backend == "tpu" else []
-        names += ["kept_exponent"] if backend == "tpu" and (split or not is_simple(c)) else []
-        names += ["exponent"] if backend == "tpu" or split or not is_simple(c) else []
+        names += exponent_sites(backend, is_split=split, per_channel=not is_simple(c))
     pieces = ["lhs", "rhs"] if split else []
     if is_backward(c) and not is_simple(c) and backend == "tpu" and not is_recurrent(c):
         names.remove("up_to")

@@ -46,6 +46,14 @@ def functions(c: Case, backend: Backend, split: bool, of_step: bool) -> Mapping[
     return dict.fromkeys(exp, ("exp",)) | (of_unit(backend) if backend == "tpu" or split else {})
 
 
+def exponent_sites(backend: Backend, *, is_split: bool, per_channel: bool) -> list[str]:
+    """What is rounded of the exponents of a chunk's decays: of the TPU's sums by halves, where channels have their own
+    gates, each, and of sums in two float32 the difference, where its exp is no float64's."""
+    if backend == "tpu":
+        return ["c"] if per_channel else ["exponent", "kept_exponent"] if is_split else ["exponent"]
+    return ["exponent"] if is_split or per_channel else []
+
+
 def rows_of_chunk(c: Case) -> int:
     """Of the TPU's kernels, and at most of the GPU's: the largest power of two in what the case asks for."""
     return int(c.chunk & -c.chunk)
