@@ -13,7 +13,7 @@ from parity.judging import verdict
 from parity.judging.judge import Judgement, compare, judge, measure_contract
 from parity.judging.metrics import Metrics
 from parity.judging.verdict import Verdict
-from parity.ledger.freshness import Freshness, freshness
+from parity.ledger.freshness import Freshness, freshness, in_units_of
 from parity.ledger.provenance import here
 from parity.ledger.read import read_all
 from parity.ledger.schema import Ledger, Provenance, Record
@@ -81,7 +81,8 @@ class Book:
         record, fresh = found
         if not judged.verdict.passed or fresh.status == "INVALID":
             return judged, fresh.status
-        pairs = {name: (m, record.outputs[name]) for name, m in judged.outputs.items() if name in record.outputs}
+        then = record.outputs
+        pairs = {name: (m, in_units_of(m, then[name])) for name, m in judged.outputs.items() if name in then}
         worse = {n: verdict.regression(*p, narrow_output=trial.contract.is_narrow(n)) for n, p in pairs.items()}
         if regressed := {name: decided for name, decided in worse.items() if decided}:
             output = max(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from parity.judging.metrics import Metrics
 from parity.ledger.schema import SHA256, Provenance, Record, plain
 
-SAME_FLOOR = 1e-3
-"""How far, relatively, floors may be apart: another BLAS moves a golden's last bits, and seldom a random rounding."""
+SAME_UNIT = 1e-2
+"""How far, relatively, floors may be apart. Another BLAS or exp moves a golden's last bits, and now and then by them a
+random rounding of one of the four runs that a unit is drawn from. Of these a unit is not known as well as that."""
+SAME_FIGURE = 1e-6
+"""How far, relatively, figures in one unit may be apart."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +38,17 @@ def freshness(
 
     INVALID, so not comparable at all: schema, inputs, a revision or the contract differ, or the golden or the units in
     which errors are counted: the floor of an output, which depends on these alone, is not what it was. VALID, whatever
-    else differs: the figures `measured` now are the recorded ones, but for what the golden's last bits move, see
-    `_agree`. STALE, so to be recorded again: code, tiles, or the environment (versions, driver, device, flags) differ.
-    The environment counts only between two real devices or two emulations: where the record's device is missing, only
-    its code can be checked. An emulation does not depend on the version of Python.
+    else differs: the figures `measured` now are the recorded ones, see `_confirmed`. STALE, so to be recorded again:
+    code, tiles, or the environment (versions, driver, device, flags) differ. The environment counts only between two
+    real devices or two emulations: where the record's device is missing, only its code can be checked. An emulation
+    does not depend on the version of Python.
     """
     then = record.provenance
     if changed := _changes(_identity(then, record.inputs, record.contract), _identity(current, inputs, contract)):
         return Freshness("INVALID", changed)
     if changed := moved_floors(floors, record.outputs):
         return Freshness("INVALID", changed)
-    if measured is not None and _agree(plain(measured), plain(record.outputs)):
+    if measured is not None and _confirmed(measured, record.outputs):
         return Freshness("VALID")
     before, now = _sources(then, record.tiles), _sources(current, tiles)
     if then.real == current.real:
@@ -60,13 +63,36 @@ def moved_floors(floors: Mapping[str, float], recorded: Mapping[str, Metrics]) -
     moved = {
         f"floor of {name}": (m.floor, floors[name])
         for name, m in recorded.items()
-        if name in floors and not math.isclose(floors[name], m.floor, rel_tol=SAME_FLOOR)
+        if name in floors and not math.isclose(floors[name], m.floor, rel_tol=SAME_UNIT)
     }
     return _changes(*({name: pair[n] for name, pair in moved.items()} for n in (0, 1)))
 
 
+def in_units_of(now: Metrics, then: Metrics) -> Metrics:
+    """`then` with its ε in the units of `now`, to be compared: in both the floor is the same error."""
+    return replace(then, epsilon=then.epsilon * (now.floor / then.floor)) if then.floor else then
+
+
+def _confirmed(measured: Mapping[str, Metrics], recorded: Mapping[str, Metrics]) -> bool:
+    """Whether every output's figures are the recorded ones. In a unit that was drawn a little otherwise those are that
+    have none: how many elements err and are misrounded, and ε beside the floor."""
+    return measured.keys() == recorded.keys() and all(_same(m, recorded[name]) for name, m in measured.items())
+
+
+def _same(now: Metrics, then: Metrics) -> bool:
+    if math.isclose(now.floor, then.floor, rel_tol=SAME_FIGURE):
+        return _agree(plain(now), plain(then))
+    epsilon = in_units_of(now, then).epsilon
+    counts = [(m.elements, m.scored, m.wrong_finiteness, m.differing) for m in (now, then)]
+    return (
+        counts[0] == counts[1]
+        and math.isclose(now.misrounded, then.misrounded, rel_tol=SAME_FIGURE)
+        and math.isclose(now.epsilon, epsilon, rel_tol=SAME_UNIT)
+    )
+
+
 def _agree(one: Any, other: Any, name: str = "") -> bool:
-    """Whether figures are the same: counts exactly, numbers to 1e-6, the bias, which may be about 0, also to 1e-8.
+    """Whether figures are the same: counts exactly, numbers to `SAME_FIGURE`, the bias, which may be 0, also to 1e-8.
 
     Another BLAS sums the float64 golden in another order, whose last bits move a float32 result's figures by 2e-9.
     """
@@ -75,7 +101,7 @@ def _agree(one: Any, other: Any, name: str = "") -> bool:
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(_agree, one, other))
     if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-8 if name == "bias" else 0.0)
+        return math.isclose(one, other, rel_tol=SAME_FIGURE, abs_tol=1e-8 if name == "bias" else 0.0)
     return bool(one == other)
 
 

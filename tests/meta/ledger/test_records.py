@@ -21,7 +21,7 @@ from parity import cli
 from parity.backends import EMULATED
 from parity.judging.metrics import Scale, measure
 from parity.ledger import shards
-from parity.ledger.freshness import Freshness, freshness
+from parity.ledger.freshness import Freshness, freshness, in_units_of
 from parity.ledger.provenance import here
 from parity.ledger.read import FILE_LIMIT, LINE_LIMIT, read, read_all
 from parity.ledger.schema import RecordError, canonical, folder_name
@@ -641,7 +641,8 @@ CHANGES = {
     "input": ({}, dict(inputs={"x": OTHER}), "INVALID", "input x 0123456789ab → ffffffffffff"),
     "an input more": ({}, dict(inputs={"x": HASH, "y": OTHER}), "INVALID", "input y none → ffffffffffff"),
     "contract": ({}, dict(contract="tf32/f32/f32"), "INVALID", "contract ieee/float32/float32 → tf32/f32/f32"),
-    "units, nearly": ({}, dict(floors={"out": 0.10009}), "VALID", ""),
+    "units, nearly": ({}, dict(floors={"out": 0.1009}), "VALID", ""),
+    "units, not nearly": ({}, dict(floors={"out": 0.1011}), "INVALID", "floor of out 0.1 → 0.101"),
     "other units": (dict(kernel=OTHER), dict(floors={"out": 2e-8}), "INVALID", "floor of out 0.1 → 2e-08"),
     "kernel": (dict(kernel=OTHER), {}, "STALE", "kernel 0123456789ab → ffffffffffff"),
     "golden": (dict(golden=OTHER), {}, "STALE", "golden fedcba987654 → ffffffffffff"),
@@ -676,6 +677,28 @@ def test_a_record_whose_figures_are_measured_again_is_valid():
     assert freshness_of(RECORD, moved, measured=written) == Freshness("VALID")
     assert freshness_of(RECORD, moved, measured=same, contract="tf32/f32/f32").status == "INVALID"
     assert freshness_of(RECORD, PROVENANCE, measured=other).status == "VALID"
+
+
+UNITS = {
+    # by how much the unit that was drawn here is smaller; what else differs of the figures; status
+    "all alike": (1.008, {}, "VALID"),
+    "far off": (1.012, {}, "INVALID"),
+    "another error": (1.008, dict(epsilon=1.03 * RECORD.outputs["out"].epsilon), "STALE"),
+    "an element more that errs": (1.008, dict(differing=8), "STALE"),
+    "another element misrounded": (1.008, dict(misrounded=0.25 + 1 / 600), "STALE"),
+}
+
+
+@pytest.mark.parametrize(("times", "differ", "status"), UNITS.values(), ids=list(UNITS))
+def test_the_same_errors_in_a_unit_that_was_drawn_a_little_otherwise(times, differ, status):
+    """As where another exp turns a random rounding: figures with a unit move with it, and histogram and tiles too."""
+    then = RECORD.outputs["out"]
+    here = dict(floor=then.floor * times, epsilon=then.epsilon * times, eta_q999=then.eta_q999 * times, tiles=())
+    now = {"out": replace(then, **(here | differ))}
+    floors = {"out": now["out"].floor}
+    moved = replace(PROVENANCE, versions={"triton": "3.10.0"})
+    assert freshness_of(RECORD, moved, floors=floors, measured=now).status == status
+    assert in_units_of(now["out"], then).epsilon == pytest.approx(then.epsilon * times, rel=1e-12)
 
 
 def test_freshness_of_devices():
