@@ -129,6 +129,7 @@ def _as_others(contract: Contract, words: Words, others: Words) -> Rounding:
             return value
         share = 1 - others(value) * 2.0**-65
         other = value * share
-        return value + np.nan_to_num((stochastic(other, dtype, words) - other) / share, posinf=0.0, neginf=0.0)
+        off = (stochastic(other, dtype, words) - other) / share
+        return value + np.where(np.isfinite(off), off, 0.0)
 
     return rounding
