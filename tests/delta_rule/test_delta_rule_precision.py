@@ -94,9 +94,10 @@ def test_a_newton_round_too_few_is_off_contract(op):
                                 for op in DELTA_RULES])  # fmt: skip
 def test_integer_data_are_exact_under_the_contract(op):
     """What the twin of a kernel rests on: no product or sum of it needs more digits than it is rounded to."""
-    usual = [case.with_data("integers") for case in op.cases if is_usual(case) and case.tier != "full"]
-    assert usual
-    for trial in (Trial(op, case, backend) for case in usual for backend in BACKENDS):
+    usual = [case.with_data("integers") for case in op.cases if is_usual(case)]
+    asked = [case for case in usual if case.tier != "full"] or usual[:1]
+    assert asked
+    for trial in (Trial(op, case, backend) for case in asked for backend in BACKENDS):
         for name, y in emulate(trial).items():
             np.testing.assert_array_equal(y.astype(np.float64), trial.reference.golden[name], err_msg=trial.case.id)
             assert trial.reference.golden[name].any() or not y.size
