@@ -53,8 +53,8 @@ class Stages:
     router_depth, router_passes: those of a router's matmuls; None: those of all others.
     aligned: the steps of tgmm's sums are counted from the first of all rows, not from the first of each group.
     chunk_size: the chunks of a scan, where a kernel takes other ones than its caller asks for.
-    sub_block: rows of a scan's chunk whose pairs are decayed one by one where every channel has its own gate. 1: none are,
-        and the gates are summed by halves.
+    sub_block: rows of a scan's chunk whose pairs are decayed one by one where every channel has its own gate; 1: none,
+        and gates are summed by halves.
     kept_whole: what decays a state is rounded as a whole, and not what it is beside 0 or 1.
     values_decayed: a decay per step of what is written into a state multiplies v, and not k; where a scan has no v of
         its own in the gradient of a state, also do, and not q.

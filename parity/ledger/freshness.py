@@ -39,9 +39,9 @@ def freshness(
     INVALID, so not comparable at all: schema, inputs, a revision or the contract differ, or the golden or the units in
     which errors are counted: the floor of an output, which depends on these alone, is not what it was. VALID, whatever
     else differs: the figures `measured` now are the recorded ones, see `_confirmed`. STALE, so to be recorded again:
-    code, tiles, or the environment (versions, driver, device, flags) differ. The environment counts only between two
-    real devices or two emulations: where the record's device is missing, only its code can be checked. An emulation
-    does not depend on the version of Python.
+    code (of a golden where its floors do not say that it is the same), tiles, or the environment (versions, driver,
+    device, flags) differ. The environment counts only between two real devices or two emulations: where the record's
+    device is missing, only its code can be checked. An emulation does not depend on the version of Python.
     """
     then = record.provenance
     if changed := _changes(_identity(then, record.inputs, record.contract), _identity(current, inputs, contract)):
@@ -51,6 +51,8 @@ def freshness(
     if measured is not None and _confirmed(measured, record.outputs):
         return Freshness("VALID")
     before, now = _sources(then, record.tiles), _sources(current, tiles)
+    if _same_golden(floors, record.outputs):
+        del before["golden"], now["golden"]
     if then.real == current.real:
         before |= _environment(then)
         now |= _environment(current)
@@ -68,6 +70,12 @@ def moved_floors(floors: Mapping[str, float], recorded: Mapping[str, Metrics]) -
     return _changes(*({name: pair[n] for name, pair in moved.items()} for n in (0, 1)))
 
 
+def _same_golden(floors: Mapping[str, float], recorded: Mapping[str, Metrics]) -> bool:
+    """Whether a golden gives what it gave, whatever its code is. A floor is the rounding of all its values, none of
+    which moves without it, but those that need no rounding."""
+    return all(m.floor > 0 and _is_figure(floors.get(name, 0.0), m.floor) for name, m in recorded.items())
+
+
 def in_units_of(now: Metrics, then: Metrics) -> Metrics:
     """`then` with its ε in the units of `now`, to be compared: in both the floor is the same error."""
     return replace(then, epsilon=then.epsilon * (now.floor / then.floor)) if then.floor else then
@@ -80,13 +88,13 @@ def _confirmed(measured: Mapping[str, Metrics], recorded: Mapping[str, Metrics])
 
 
 def _same(now: Metrics, then: Metrics) -> bool:
-    if math.isclose(now.floor, then.floor, rel_tol=SAME_FIGURE):
+    if _is_figure(now.floor, then.floor):
         return _agree(plain(now), plain(then))
     epsilon = in_units_of(now, then).epsilon
     counts = [(m.elements, m.scored, m.wrong_finiteness, m.differing) for m in (now, then)]
     return (
         counts[0] == counts[1]
-        and math.isclose(now.misrounded, then.misrounded, rel_tol=SAME_FIGURE)
+        and _is_figure(now.misrounded, then.misrounded)
         and math.isclose(now.epsilon, epsilon, rel_tol=SAME_UNIT)
     )
 
@@ -101,8 +109,12 @@ def _agree(one: Any, other: Any, name: str = "") -> bool:
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(_agree, one, other))
     if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=SAME_FIGURE, abs_tol=1e-8 if name == "bias" else 0.0)
+        return _is_figure(one, other) or (name == "bias" and math.isclose(one, other, abs_tol=1e-8))
     return bool(one == other)
+
+
+def _is_figure(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=SAME_FIGURE)
 
 
 def _identity(provenance: Provenance, inputs: Mapping[str, str], contract: str) -> dict[str, Any]:

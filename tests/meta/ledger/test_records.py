@@ -645,7 +645,8 @@ CHANGES = {
     "units, not nearly": ({}, dict(floors={"out": 0.1011}), "INVALID", "floor of out 0.1 → 0.101"),
     "other units": (dict(kernel=OTHER), dict(floors={"out": 2e-8}), "INVALID", "floor of out 0.1 → 2e-08"),
     "kernel": (dict(kernel=OTHER), {}, "STALE", "kernel 0123456789ab → ffffffffffff"),
-    "golden": (dict(golden=OTHER), {}, "STALE", "golden fedcba987654 → ffffffffffff"),
+    "golden": (dict(golden=OTHER), dict(floors={"out": 0.10009}), "STALE", "golden fedcba987654 → ffffffffffff"),
+    "a golden's code": (dict(golden=OTHER), {}, "VALID", ""),
     "tiles": ({}, dict(tiles=None), "STALE", "tiles 64x128x128 → none"),
     "version": (dict(versions={"python": "3.11.9", "triton": "3.10.0"}), {}, "STALE", "triton 3.9.0 → 3.10.0"),
     "Python": (dict(versions={"python": "3.13.0", "triton": "3.9.0"}), {}, "VALID", ""),
@@ -665,6 +666,11 @@ def freshness_of(given, current, **changes):
 @pytest.mark.parametrize("then, now, status, reason", CHANGES.values(), ids=list(CHANGES))
 def test_freshness_names_what_changed(then, now, status, reason):
     assert freshness_of(RECORD, replace(PROVENANCE, **then), **now) == Freshness(status, reason)
+
+
+def test_the_code_of_a_golden_whose_values_need_no_rounding_counts():
+    exact = replace(RECORD, outputs={name: replace(m, floor=0.0) for name, m in RECORD.outputs.items()})
+    assert freshness_of(exact, replace(PROVENANCE, golden=OTHER)).status == "STALE"
 
 
 def test_a_record_whose_figures_are_measured_again_is_valid():
