@@ -3,6 +3,7 @@
 import re
 import site
 import subprocess
+import sys
 import venv
 from pathlib import Path
 
@@ -36,3 +37,13 @@ def test_example(example, tmp_path):
     shown = verdicts((EXAMPLES / example / "README.md").read_text())
     assert shown[0]
     assert verdicts(done.stdout) == shown, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("example", NAMES)
+def test_the_matrix_of_an_example_is_sound(example):
+    """Those that are made of ours are changed with them."""
+    load = "import sys, pathlib, parity.matrix; sys.path[:0] = ['.', '../..']; parity.matrix.load(pathlib.Path())"
+    done = subprocess.run(
+        [sys.executable, "-c", load], cwd=EXAMPLES / example, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
