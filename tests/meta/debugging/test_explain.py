@@ -360,13 +360,14 @@ def test_what_a_wrong_output_is_instead_is_said():
 
 @pytest.mark.full
 def test_a_rounding_at_one_visit_of_a_site_is_named():
-    """The second of the steps along K alone."""
+    """The second of the steps of 64 along K alone, which is the fourth of 32."""
     op, case = matrix.find(OPS, "gmm-M300_K200_N160_G6-f32-tiling64x128x128-zipf-s0")
+    trial = Trial(op, case, "gpu")
     once = (Rounding("acc", "float16", 64, 1),)
     fields = {"out": field_of(op, case, once)}
-    found = attribute(Trial(op, case, "gpu"), "out", fields, at_visits=True)
-    assert found.explained > 0.99 and [(r.site, r.visit) for r in found.roundings] == [("acc", 1)]
-    assert attribute(Trial(op, case, "gpu"), "out", fields).explained < 0.9
+    found = attribute(trial, "out", fields, at_visits=True)
+    assert found.explained > 0.99 and [(r.site, r.depth * (r.visit + 1)) for r in found.roundings] == [("acc", 128)]
+    assert attribute(trial, "out", fields).explained < 0.9
 
 
 NAMED_AXES = [op for op in OPS if not op.bit_exact and op.axes is not Op.axes]
