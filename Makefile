@@ -1,7 +1,7 @@
 # make parity   install what it runs into .venv, and run the main job: the ε table, and parity-report.html
 # make test     install into .venv and run the linters, the type checker and the test suite
 # make audit    kernels that misbehave, kills at random moments, fuzzed files, odd machines: hours
-# make smoke    only the smoke cases;  make full  everything, in hours; each says what it took
+# make smoke    only the smoke cases;  make full  everything, in hours, or with PART=1/24 a part; each says what it took
 
 PYTHON ?= python3
 VENV := .venv
@@ -28,7 +28,7 @@ smoke: install
 	$(PYTEST) --parity-tier=smoke
 
 full: install
-	$(PYTEST) --parity-tier=full
+	$(PYTEST) --parity-tier=full $(PART:%=--parity-shard=%)
 
 audit: install
 	$(PYTEST) --parity-tier=full tests/meta/audit

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,15 @@ def test_the_gate_runs_what_the_readme_tells_a_new_user():
     (job,) = WORKFLOWS["gate"]["jobs"].values()
     readme = (ROOT / "README.md").read_text()
     assert all(f"    {command}  " in readme for command in job["strategy"]["matrix"]["command"])
+
+
+def test_the_parts_of_the_full_tier_are_all_there():
+    (job,) = WORKFLOWS["full"]["jobs"].values()
+    (words,) = commands("full", "cpu")
+    assert " ".join(words) == "make full PART=${{ matrix.part }}/24"
+    assert job["strategy"]["matrix"]["part"] == list(range(1, 25))
+    asked = subprocess.run(["make", "-n", "full", "PART=3/24"], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert asked.stdout.rstrip().endswith("--parity-tier=full --parity-shard=3/24")
 
 
 def test_jobs_use_what_others_give():
