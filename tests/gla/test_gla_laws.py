@@ -37,7 +37,6 @@ SIZES = dict(H=2, K=20, V=24)
 WHOLE = 40  # steps: in chunks of 16 or 32 the last one is short
 PACKED = (0, WHOLE, 1, 17, 0)
 BORDER = 32
-SPLIT = (BORDER, WHOLE - BORDER, 1, 17, 0)
 TOTAL = sum(PACKED)
 
 
@@ -196,10 +195,14 @@ def test_batch_rows_are_as_alone(kernel, alone):
 
 
 def test_split_at_a_border_is_as_in_one(kernel, alone):
-    """A sequence in two parts: the state goes on from the first to the second, its gradient comes back."""
+    """A sequence in two parts: the state goes on from the first to the second, its gradient comes back.
+
+    Both begin at a border of chunks, and where a recurrence rounds its state, every 16 steps.
+    """
     reverse = is_recurrent(kernel.case) and kernel.case.reverse
     first, second = (1, 0) if reverse else (0, 1)  # in time
-    parts = kernel.packed(SPLIT)
+    lengths = (BORDER, WHOLE - BORDER)
+    parts = kernel.packed((lengths[first], lengths[second], *PACKED[2:]))
     parts["initial_state"][first] = kernel.inputs["initial_state"][1]
     if is_backward(kernel.case):
         forward = next(op for op in GATED_LINEAR_ATTENTION if op.name == kernel.op.name.replace("_bwd", "_fwd"))
