@@ -355,7 +355,8 @@ class Op:
     ) -> tuple[Case, ...]:
         """Every combination of shapes, dtypes, data and option values, as cases.
 
-        A dtype is that of inputs and outputs, or a pair (inputs, outputs).
+        A dtype is that of inputs and outputs, or a pair (inputs, outputs). Raises ValueError for a size that is no
+        whole number and for an option that is none of the op's defaults.
         """
         if tier not in TIERS:
             raise ValueError(f"tier must be one of {', '.join(TIERS)}, got {tier!r}")
@@ -364,6 +365,13 @@ class Op:
             raise ValueError(
                 f"op {self.name}: options must be among its defaults ({known}), got {', '.join(sorted(unknown))}"
             )
+        shapes = tuple(shapes)
+        for name, size in itertools.chain.from_iterable(shape.items() for shape in shapes):
+            if not isinstance(size, int | np.integer):
+                raise ValueError(
+                    f"op {self.name}: size {name} must be a whole number, got {size!r}; anything else is an option:"
+                    f" Op(…, defaults={{{name!r}: {size!r}}})"
+                )
         axes = [options.get(name, (default,)) for name, default in self.defaults.items()]
 
         def build() -> Iterator[Case]:

@@ -183,7 +183,7 @@ class _Search:
         def to(size: int) -> Case:
             return self._step(case, f"{name} {getattr(case, name)} → {size}", dims={name: size})
 
-        for power in range(getattr(case, name).bit_length()):
+        for power in range(int(getattr(case, name)).bit_length()):
             if 2**power < getattr(case, name):
                 smaller = to(2**power)
                 if smaller != case:

@@ -210,6 +210,12 @@ def test_a_size_or_option_that_a_case_lacks_is_refused_by_name():
         HALVED.grid([SIZES], dtype=["float32"], tile=[1])
 
 
+def test_a_size_that_is_no_whole_number_is_refused_by_name():
+    """An id's sizes are whole numbers, and `parity shrink` halves them."""
+    with pytest.raises(ValueError, match=r"op halved: size eps must be a whole number, got 0.1; .*\{'eps': 0.1\}"):
+        HALVED.grid([SIZES | {"eps": 0.1}], dtype=["float32"])
+
+
 def test_outputs_are_told_apart_by_name():
     assert outputs({"a": 1, "b": None}) == {"a": 1}
     for unnamed, got in (((1, 2), "a tuple of 2"), ([1], "a list of 1"), (None, "None")):
