@@ -49,6 +49,11 @@ def specs_of(op: Op, case: Case) -> Mapping[str, Spec]:
         for kind, patterns in ((Groups, GROUPS), (Scales, SCALES), (Offsets, OFFSETS), (Gates, GATES)):
             if isinstance(spec, kind) and isinstance(spec.pattern, str) and spec.pattern not in patterns:
                 raise DeclarationError(op, case, f"inputs[{name!r}].pattern", one_of(patterns, spec.pattern))
+    arrays = {name: spec.sum_over for name, spec in specs.items() if isinstance(spec, Array)}
+    # Along no axis they are normal data. Quantisers have outliers of that kind, whose bytes do not change.
+    if case.data in ALONG_AN_AXIS and arrays and not op.bit_exact and set(arrays.values()) == {None}:
+        what = f"{case.data!r} must be along an axis: parity.Array(…, sum_over=…) of one of {', '.join(arrays)}"
+        raise DeclarationError(op, case, "data", what)
     return specs
 
 
@@ -209,6 +214,8 @@ def _correlated(spec: Array, bits: Bits, out: str) -> np.ndarray:
     Rows of a trained model's activations point much the same way (Ethayarajh 2019, arXiv:1909.00512).
     """
     values = _normal(spec, bits, out)
+    if not spec.shape:
+        return values
     axis = (-1 if spec.sum_over is None else spec.sum_over) % values.ndim
     common = values[tuple(slice(None) if n == axis else slice(1) for n in range(values.ndim))]
     return np.sqrt(0.9) * common + np.sqrt(0.1) * values
@@ -281,6 +288,8 @@ DISTRIBUTIONS: Mapping[str, Callable[[Array, Bits, str], np.ndarray]] = {
     "bits": _bits,
     "ranges": _ranges,
 }
+ALONG_AN_AXIS = ("outliers", "cancellation")
+"""Data that are normal in an array without `sum_over`."""
 
 
 def _one_in(n: int, shape: tuple[int, ...], bits: Bits) -> np.ndarray:

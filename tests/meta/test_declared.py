@@ -100,6 +100,8 @@ REFUSED = {
     "gates": (of_x(Gates((4,), "sigmod")), r"inputs\['x'\].pattern must be one of .*'sigmod' .nearest: sigmoid"),
     "scales": (of_x(Scales((4,), "step")), r"inputs\['x'\].pattern must be one of .*'step' .nearest: steps"),
     "data": (dict(data="cancelling"), "data must be one of normal, .*'cancelling' .nearest: cancellation"),
+    "outliers": (dict(data="outliers"), r"data 'outliers' must be along an axis: .*sum_over=…\) of one of x"),
+    "cancellation": (dict(data="cancellation"), r"data 'cancellation' must be along an axis: .* of one of x"),
     "poison": (dict(data="poison"), "unread must say what is not read"),
     "nonfinite": (dict(data="nonfinite"), "unread must say what is not read"),
     "unread": (
@@ -130,6 +132,8 @@ def test_what_is_declared_as_it_should_be_is_taken():
     assert declared(**golden(lambda y: {"out": y}))
     assert declared(data="of its own", **of_x(Given(np.ones((4, 6), np.float32))))
     assert declared(data="poison", unread=lambda case, inputs: {"x": SQUARE > 2})
+    for data in ("outliers", "cancellation"):
+        assert declared(data=data, **of_x(Array((4, 6), "float32", sum_over=1)))
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -16,8 +16,9 @@ from parity.inputs import (
     group_sizes,
     hashes,
     log_decays,
+    stream,
 )
-from parity.op import Gates, Groups
+from parity.op import Array, Gates, Groups
 from tests.matrix import OPS
 from tests.matrix.gla import GATED_LINEAR_ATTENTION, build_alibi_slopes, make_alibi_g_gamma
 from tests.matrix.gmm import GMM, TGMM
@@ -92,6 +93,11 @@ def test_correlated_rows_point_the_same_way_and_residuals_are_of_many_sizes():
     assert np.median(rows[:-1] @ rows[-1]) == pytest.approx(0.9, abs=0.02)
     sizes = np.log2(np.sqrt(np.mean(values("residuals") ** 2, axis=1)))
     assert (sizes.max(), sizes.min()) == pytest.approx((0, -12), abs=0.2)
+
+
+def test_correlated_data_of_a_scalar_are_a_number():
+    (x,) = DISTRIBUTIONS["correlated"](Array((), "float32"), stream(find(GMM), "eps"), "float32").ravel()
+    assert np.isfinite(x)
 
 
 def test_wide_spans_the_exponents():
