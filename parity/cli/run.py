@@ -119,7 +119,13 @@ def _named(devices: Sequence[str]) -> str:
 
 
 def _of_models(given: argparse.Namespace, ops: Sequence[Op]) -> list[tuple[Op, Case]]:
-    chosen = [(op, case) for op in ops for case in op.cases if case.model and matches(case, given.k)]
+    of_models = [(op, case) for op in ops for case in op.cases if case.model]
+    if not of_models:
+        raise ValueError(
+            "parity run compares cases whose shape a model has, Op.grid(…, model='NAME'), and the matrix has none;"
+            " pytest judges them all"
+        )
+    chosen = [(op, case) for op, case in of_models if matches(case, given.k)]
     if not chosen:
         raise ValueError(f"-k must match a case of a model's shape, got {given.k!r}")
     return chosen

@@ -14,6 +14,7 @@ from parity import cli
 from parity.backends import EMULATED
 from parity.ledger.read import read
 from parity.ledger.schema import ledger_path
+from tests.matrix.gmm import GMM
 from tests.support.records import keep
 
 ROOT = Path(__file__).parents[3]
@@ -78,6 +79,13 @@ def test_list_counts_the_matrix_and_shows_cases_with_contracts(printed):
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments, message, refused, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert message in refused(*arguments)
+
+
+def test_run_says_how_a_case_gets_into_its_table(refused, monkeypatch):
+    """A project's first `parity run`: none of its cases has the shape of a model."""
+    cases = tuple(case for case in GMM.cases if not case.model)
+    monkeypatch.setattr("parity.matrix.load", lambda root: (replace(GMM, cases=cases),))
+    assert "Op.grid(…, model='NAME'), and the matrix has none; pytest judges them all" in refused("run")
 
 
 def test_a_list_of_no_case_fails_and_says_so(capsys):
