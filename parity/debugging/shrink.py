@@ -24,6 +24,7 @@ import numpy as np
 
 from parity.backends import load_kernel, runner
 from parity.dtypes import round_to
+from parity.guard import guarded
 from parity.inputs import draw
 from parity.judging.judge import Judgement, judge
 from parity.judging.verdict import Verdict
@@ -336,17 +337,21 @@ def _check(trial: Trial, shrunk: Shrunk) -> _Check | None:
         raise ValueError(
             "MISTRUSTED is said of a case whose contract allows too much for its data: the kernel's result passes"
         )
-    expected, backend = trial.reference, trial.backend
+    expected, backend, name = trial.reference, trial.backend, judged.output
+    returned = guarded(lambda: runner(backend).run(trial.kernel, trial.inputs, trial.arguments))
     if outcome == "WRONG OUTPUTS":
         names = sorted(expected.golden)
         fields = 'n for n in getattr(result, "_fields", ["out"]) if getattr(result, n, result) is not None'
+        if isinstance(returned, Mapping):
+            fields = "n for n in result if result[n] is not None"
         return _Check(f"sorted({fields})", f"{names}", f"got == {names}")
-    name = judged.output
     golden = expected.golden[name]
-    value = "result" if set(expected.golden) == {"out"} else f"result.{name}"
+    value = f"result.{name}" if hasattr(returned, "_asdict") else "result"
+    if isinstance(returned, Mapping):
+        value = f"result[{name!r}]"
     dtype = str(golden.dtype) if trial.op.bit_exact else trial.contract.dtype(name)
     if outcome == "NOT REPEATABLE":
-        bits = _bits(backend, value.replace("result", "kernel(**arguments)"))
+        bits = _bits(backend, value.replace("result", "kernel(**arguments)", 1))
         return _Check(f"len({{{bits} for _ in range({REPEATS})}})", f"1 result of {REPEATS} runs", "got == 1")
     if outcome in ("WRONG SHAPE", "WRONG DTYPE"):
         form = f'({list(golden.shape)}, "{dtype}")'

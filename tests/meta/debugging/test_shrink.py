@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from cpu_golden.stages import exact
 from parity.backends import runner
 from parity.debugging.shrink import Shrunk, minimise, script, shrink
 from parity.dtypes import round_to
@@ -19,6 +20,7 @@ from parity.inputs import draw
 from parity.interop import to_numpy
 from parity.judging.judge import judge
 from parity.judging.reference import reference
+from parity.op import Array, Contract, Op
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.meta.faults.planting import ROOT, Fault, places, plant
@@ -202,6 +204,43 @@ def test_a_script_shows_what_is_wrong_with_any_op(name, spoil, outcome, tmp_path
     broken = run_alone(text, tmp_path)
     assert (broken.returncode, broken.stdout[:4]) == (1, "got "), broken.stderr
     healthy = run_alone(text.replace("from spoilt import", "from right import"), tmp_path)
+    assert healthy.returncode == 0, healthy.stdout + healthy.stderr
+
+
+def keyed(x, stages=exact):
+    x = x.astype(np.float64)
+    return {"half": stages("half", x / 2), "result": stages("result", x + 1)}
+
+
+KEYED = Op(
+    "keyed",
+    golden=keyed,
+    tpu="keyed:kernel",
+    gpu="",
+    inputs=lambda case: {"x": Array((case.M,), "float32")},
+    contract=lambda case, backend: Contract(sites={"half": "float32", "result": "float32"}),
+    twin=False,
+)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("returned", "outcome"),
+    [('"half": x / 2, "result": x + 2', "OUT OF BOUND"), ('"half": x / 2, "result": None', "WRONG OUTPUTS")],
+    ids=["wrong", "missing"],
+)
+def test_a_script_shows_an_output_of_a_dict(returned, outcome, tmp_path, monkeypatch):
+    (tmp_path / "keyed.py").write_text(f"def kernel(x):\n    return {{{returned}}}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "keyed", raising=False)
+    op = KEYED.with_cases(KEYED.grid([dict(M=8)], dtype=["float32"]))
+    found = shrink(Trial(op, op.cases[0], "tpu"))
+    assert found.failure.outcome == outcome
+    text = script(Trial(op, found.case, "tpu"), found)
+    broken = run_alone(text, tmp_path)
+    assert (broken.returncode, broken.stdout[:4]) == (1, "got "), broken.stderr
+    (tmp_path / "keyed.py").write_text('def kernel(x):\n    return {"half": x / 2, "result": x + 1}\n')
+    healthy = run_alone(text, tmp_path)
     assert healthy.returncode == 0, healthy.stdout + healthy.stderr
 
 
