@@ -17,6 +17,7 @@ from parity.contact import assumptions
 from parity.contact.session import FAILED, Row, Session
 from parity.contact.steps import AGREES, ALL_SECONDS, NOT_HERE, OFF, RAN, Step, steps
 from parity.op import BACKENDS
+from parity.words import one_of
 
 ABOUT = "what to run first on a device that nobody tried before: the most informative first, against the clock"
 
@@ -55,11 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def command(given: argparse.Namespace) -> int:
     """`parity contact`: 0 where all steps were made and none crashed, hung or was off its contract, else 1."""
     path = given.file or Path(f"contact-{given.backend}.jsonl")
-    chosen = [step for step in steps(given.root, given.backend) if not given.kind or step.kind in given.kind]
+    every = steps(given.root, given.backend)
+    chosen = [step for step in every if not given.kind or step.kind in given.kind]
     if given.every_pattern:
         chosen = [replace(step, seconds=ALL_SECONDS) if step.kind == "probe" else step for step in chosen]
     if not chosen:
-        raise ValueError(f"--kind must name a kind of step, got {', '.join(given.kind)}")
+        raise ValueError(f"--kind {one_of(dict.fromkeys(step.kind for step in every), ', '.join(given.kind))}")
     screen = console(160)
     session = Session(given.root, given.backend, path.resolve())
     screen.print(session.about["describe"], highlight=False)

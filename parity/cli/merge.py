@@ -22,7 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """`parity merge`: 1 where a line was lost, else 0. Raises ValueError for shards that were dealt differently."""
+    """`parity merge`: 1 where a line was lost, else 0.
+
+    Raises ValueError for shards that were dealt differently, and for folders that no run has left anything in.
+    """
     into = given.records or given.root / "records"
     notes = shards.together(given.folders)
     records: list[Record] = []
@@ -32,6 +35,9 @@ def command(given: argparse.Namespace) -> int:
         if source != into.resolve():
             left, wrong = left_in_parts(source)
             records, lost = records + left, lost + wrong
+    if not records and not lost and not any((source / shards.FILE).exists() for source in given.folders):
+        folders = ", ".join(map(str, given.folders))
+        raise ValueError(f"DIR must hold a ledger (tpu/…/*.jsonl, gpu/…/*.jsonl), none is in {folders}")
     merged = merge(into, records)
     print(f"{merged.written} records written to {into}; of each case and seed the newest stays")
     if merged.older and not merged.written:

@@ -33,7 +33,10 @@ def command(given: argparse.Namespace) -> int:
     known = {label: Requirement.parse(device) for label, device in matrix.runners(given.root).items()}
     attached = given.attached.replace(",", " ").split()
     if strangers := sorted({*attached} - known.keys()):
-        raise ValueError(f"--attached must be labels of [tool.parity.runners], got {', '.join(strangers)}")
+        there = ", ".join(known) or "none"
+        raise ValueError(
+            f"--attached must be labels of [tool.parity.runners], got {', '.join(strangers)} (there are {there})"
+        )
     jobs = {
         backend: [
             {"label": label, "device": str(device), "extra": extra(device)}

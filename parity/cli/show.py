@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(given: argparse.Namespace) -> int:
     """`parity show`: 0. Raises ValueError for a case that the ledger does not have."""
-    ledgers = diff.load(str(given.records or given.root / "records"), given.root)
+    records = given.records or given.root / "records"
+    ledgers = diff.load(str(records), given.root) if records.exists() else {}
     wanted = re.sub(r"-s\d+$", "", given.case)
     found = [r for ledger in ledgers.values() for r in ledger.values() if re.sub(r"-s\d+$", "", r.case) == wanted]
     if not found:

@@ -73,12 +73,21 @@ def test_list_counts_the_matrix_and_shows_cases_with_contracts(printed):
         (["--root", "/nowhere", "list"], "must be a folder"),
         (["show", "gmm-nothing-s0"], "case must be in the ledger"),
         (["diff", "--", "--hard", "HEAD"], "--hard"),
+        (["contact", "--backend", "gpu", "--kind", "prob"], "--kind must be one of probe, "),
         ([], "COMMAND"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments, message, refused, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert message in refused(*arguments)
+
+
+def test_show_and_merge_say_what_a_project_without_a_ledger_lacks(refused, tmp_path):
+    (tmp_path / "empty").mkdir()
+    says = "case must be in the ledger, got a-M1-f32-s0 (record it: pytest --parity-record -k a-M1-f32-s0)"
+    assert says in refused("--root", str(tmp_path), "show", "a-M1-f32-s0")
+    assert "DIR must hold a ledger" in refused("--root", str(tmp_path), "merge", str(tmp_path / "empty"))
+    assert not (tmp_path / "records").exists()
 
 
 def test_run_says_how_a_case_gets_into_its_table(refused, monkeypatch):

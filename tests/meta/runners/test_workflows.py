@@ -47,7 +47,8 @@ def test_runners_that_are_attached_have_jobs_and_the_others_are_named(plan):
 def test_a_runner_that_nobody_declared_is_wrong_usage(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--root", str(ROOT), "runners", "--attached", "tpu-v9"])
-    assert "must be labels of [tool.parity.runners], got tpu-v9" in capsys.readouterr().err
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"must be labels of [tool.parity.runners], got tpu-v9 (there are {', '.join(DEVICES)})" in said
 
 
 def test_every_kind_of_runner_has_a_label():
