@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """`parity run`: 0 where every verdict passes, else 1."""
+    """`parity run`: 0 where every verdict passes, else 1. Interrupted it prints what is done, and raises then."""
     if given.ray is not None:
         return ray_run.command(given)
     if given.pytest_arguments:
@@ -86,31 +86,41 @@ def command(given: argparse.Namespace) -> int:
     chosen = list(_recorded(given, ops)) if given.recorded else [({}, *case) for case in _of_models(given, ops)]
     screen, utc = console(180), now()
     lines: list[Line | None] = [None] * len(chosen)
+    interrupt = None
     with _progress(screen, len(chosen)) as progress:
-        for n, line in _judge_all(given, chosen):
-            lines[n] = line
-            progress(1, line.case.id)
+        try:
+            for n, line in _judge_all(given, chosen):
+                lines[n] = line
+                progress(1, line.case.id)
+        except KeyboardInterrupt as asked:
+            if not any(lines):
+                raise
+            interrupt = asked
     done = [line for line in lines if line is not None]
     of_kinds: dict[tuple[str, ...], list[Line]] = {}
-    for (kinds, _, _), line in zip(chosen, done, strict=True):
-        of_kinds.setdefault(tuple(kinds.get(b) or runner(b).describe() for b in BACKENDS), []).append(line)
+    for (kinds, _, _), of_case in zip(chosen, lines, strict=True):
+        if of_case is not None:
+            of_kinds.setdefault(tuple(kinds.get(b) or runner(b).describe() for b in BACKENDS), []).append(of_case)
     for devices, compared in of_kinds.items():
         screen.print(_table(compared))
         screen.print(_named(devices), highlight=False)
     failed = [line for line in done if not line.verdict.passed]
     for line in failed:
         screen.print(f"{line.verdict.outcome}: {line.case.id}: {line.verdict.reason}", style="red", highlight=False)
-    print(f"{len(done) - len(failed)} passed, {len(failed)} failed", flush=True)
+    left = f", {len(chosen) - len(done)} not run" if interrupt else ""
+    print(f"{len(done) - len(failed)} passed, {len(failed)} failed{left}", flush=True)
     if given.report:
         from parity.report import page
 
         judged: Sequence[entries.Entry] = [line.entry for line in done]
-        if not given.recorded:  # what was recorded elsewhere would be explained by what runs here
+        if not (given.recorded or interrupt):  # what was recorded elsewhere would be explained by what runs here
             judged = entries.attribute(ops, judged)
         words = [*(["--recorded"] if given.recorded else []), *(["-k", given.k] if given.k else [])]
         run = command_line("parity", "run", *words, "--seeds", given.seeds)
         about = page.Run(run, tuple(map(_named, of_kinds)), utc)
         print(f"report: {page.write(given.report, judged, about, {'.': given.root})}")
+    if interrupt:
+        raise interrupt
     return 1 if failed else 0
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from parity import cli
 from parity.backends import EMULATED
+from parity.cli import run
+from parity.judging.verdict import Verdict
 from parity.ledger.read import read
 from parity.ledger.schema import ledger_path
 from tests.matrix.gmm import GMM
@@ -159,6 +161,17 @@ def good(x):
         os._exit(0)
     raise RuntimeError("no such [/b]")
 """
+
+
+def test_a_table_that_is_interrupted_shows_what_is_done(capsys, monkeypatch):
+    def each(work, jobs, processes, timeout):
+        yield 0, run.Line(jobs[0].case, 2, {"tpu": 1e-9, "gpu": 1e-9}, 0.5, Verdict("TIE", "G5", "ε 1×"), None)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.lanes, "each", each)
+    assert cli.main(["--root", str(ROOT), "run", "-k", "tgmm and mixtral or gmm and mixtral"]) == cli.INTERRUPTED
+    printed = capsys.readouterr().out
+    assert "Mixtral-8x7B" in printed and "1 passed, 0 failed, 1 not run" in printed
 
 
 @pytest.mark.full
