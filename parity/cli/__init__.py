@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         parser.error(f"the project's code must not end this command, it raised SystemExit: {shown(end.code)}")
     except (ValueError, NotImplementedError, MemoryError) as error:  # NotImplementedError: what `stages` cannot follow
-        parser.error(shown(error or type(error).__name__, LONGEST_ERROR))
+        parser.error(shown(error or type(error).__name__, LONGEST_ERROR) + _place(error, given.root))
     except ModuleNotFoundError as error:
         parser.error(shown(f"{(error.name or '').partition('.')[0]} is needed and not installed here: {error}"))
     except BrokenPipeError:  # whoever reads the output, `head` for instance, has seen enough
@@ -53,6 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _place(error: BaseException, root: Path) -> str:
+    """Where the project's own code, a golden for instance, let an error through, in brackets; "" for one of ours."""
+    ours = Path(__file__).parents[1]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_relative_to(ours):
+            return ""
+        if path.is_relative_to(root) and "site-packages" not in path.parts:
+            return f" ({path}:{frame.lineno})"
+    return ""
 
 
 def console_main() -> int:

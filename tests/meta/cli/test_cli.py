@@ -174,6 +174,14 @@ def test_a_table_that_is_interrupted_shows_what_is_done(capsys, monkeypatch):
     assert "Mixtral-8x7B" in printed and "1 passed, 0 failed, 1 not run" in printed
 
 
+def test_an_error_of_a_golden_says_where(project):
+    run = project()
+    run.replace("matrix.py", "    return 2.0", "    raise ValueError('odd rows')\n    return 2.0")
+    done = run.parity("explain", "double-M8_N40-f32-s0")
+    assert done.returncode == 2
+    assert f"error: odd rows ({run.folder / 'matrix.py'}:6)" in done.stderr
+
+
 @pytest.mark.full
 def test_the_table_has_a_line_for_each_model_whatever_crashes(project):
     run = project()
