@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,8 @@ def file(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file in a folder that is there, got {text}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):  # hours before it is written
+        raise argparse.ArgumentTypeError(f"must be a file that may be written, got {text}")
     return path
 
 

@@ -11,6 +11,7 @@ import html5lib
 import pytest
 
 from parity import cli
+from parity.cli import options
 from parity.debugging.contrasts import Contrast
 from parity.judging.verdict import PASSING
 from parity.report import drawing, entries
@@ -312,6 +313,13 @@ def test_parity_run_refuses_a_report_that_it_could_not_write(path, tmp_path, mon
         cli.main(["run", "--report", path])
     assert refused.value.code == 2
     assert f"--report: must be a file in a folder that is there, got {path}" in capsys.readouterr().err
+
+
+def test_a_report_that_may_not_be_written_is_refused_before_the_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(options.os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--report", str(tmp_path / "report.html")])
+    assert "--report: must be a file that may be written, got " in capsys.readouterr().err
 
 
 def test_what_failed_and_the_nearest_to_bounds_are_explained(monkeypatch):
