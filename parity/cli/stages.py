@@ -179,12 +179,15 @@ def _named(share: Share, root: Path) -> str:
 def _born(found: Birthplace, root: Path) -> str:
     where = f"{found.output}[{', '.join(map(str, found.index))}]"
     if (birth := found.birth) is None:
-        whence = "of memory that nothing is stored to, or of outside an array" if not found.left else "of no operation"
+        whence = "of memory that nothing is stored to, or of outside an array"
+        if found.left:
+            whence = "of no operation on finite numbers"
         return f"{found.wrong} elements of the outputs are not finite, or should not be, first {where}: {whence}"
     operands = ", ".join(f"{x:.6g}" for x in birth.operands)
     what = "NaN" if np.isnan(birth.result) else "infinity"
     at = ", ".join(map(str, birth.index))
-    rest = "" if not found.left else f"; without it {found.left} of {found.wrong} are left"
+    without = "without it" if not found.others else f"without it and {found.others} more,"
+    rest = "" if not (found.left or found.others) else f"; {without} {found.left} of {found.wrong} are left"
     return (
         f"{what} is born at {quoted(birth.place.line, root)}: of {operands} at [{at}], in {birth.elements} elements; "
         f"first seen in {where}{rest}"

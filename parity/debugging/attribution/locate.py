@@ -60,9 +60,10 @@ def by_function(lines: Sequence[Line]) -> Iterator[tuple[str, str, range, tuple[
 class Birthplace:
     """Where the values come from that are not finite in outputs and should be, or the other way round.
 
-    birth: the operation without whose own newborn values fewer outputs are wrong; None where no operation is, and
-    they are of memory that nothing is stored to, or of what lies outside an array. wrong, left: wrong elements of the
-    outputs, and those that are left without it. output, index: the first of them.
+    birth: the operation without whose own newborn values fewer outputs are wrong, or where it takes several the first
+    of those, beside `others`; None where no operation is, and they are of memory that nothing is stored to, or of what
+    lies outside an array. wrong, left: wrong elements of the outputs, and those that are left without it. output,
+    index: the first of them.
     """
 
     birth: Birth | None
@@ -70,6 +71,7 @@ class Birthplace:
     left: int
     output: str
     index: tuple[int, ...]
+    others: int = 0
 
 
 @dataclass(frozen=True)
@@ -290,9 +292,15 @@ def birthplace(of: Program, golden: Mapping[str, Floats]) -> Birthplace | None:
             best, left = birth, rest
         if not rest:
             break
-    if best is None:
-        left = sum(len(places) for places in _wrong(of.births(Births(), 0.0), golden).values())
-    return Birthplace(best, count, left, output, index)
+    if best is not None:
+        return Birthplace(best, count, left, output, index)
+    left = sum(len(places) for places in _wrong(of.births(Births(), 0.0), golden).values())
+    if left and seen.found:  # as of exp(a - a) + exp(b - b) of infinities
+        together = Births({birth.place for birth in seen.found})
+        rest = sum(len(places) for places in _wrong(of.births(together), golden).values())
+        if rest < count:
+            return Birthplace(seen.found[0], count, rest, output, index, len(seen.found) - 1)
+    return Birthplace(None, count, left, output, index)
 
 
 def _wrong(run: Run, golden: Mapping[str, Floats]) -> dict[str, np.ndarray]:

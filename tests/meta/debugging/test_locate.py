@@ -1,17 +1,19 @@
 """`parity stages`: where a NaN is born, and which lines a logic fault is among."""
 
 import linecache
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from cpu_golden.stages import exact
 from parity.cli.stages import screen
 from parity.debugging.attribution import Ranking, Share, program
 from parity.debugging.attribution.locate import birthplace, locate, own_rounding
 from parity.debugging.attribution.program import Births, Line, Run
 from parity.dtypes import round_to
-from parity.op import Contract
+from parity.op import Array, Contract, Op
 from parity.trial import Trial
 from tests.meta.faults.planting import OP, trial_of
 from tests.meta.faults.test_faults import FAULTS
@@ -42,6 +44,34 @@ def test_a_kernel_whose_values_are_finite_has_no_birthplace(backend):
     assert birthplace(of, trial.reference.golden) is None
     of.births(births)
     assert births.found == ()
+
+
+def twice(x, stages=exact):
+    return stages("out", 2 * x.astype(np.float64))
+
+
+TWICE = Op(
+    "twice",
+    golden=twice,
+    tpu="twice_kernel:kernel",
+    gpu="",
+    inputs=lambda case: {"x": Array((case.M,), "float32")},
+    contract=lambda case, backend: Contract(sites={"out": "float32"}),
+)
+
+
+@pytest.mark.tpu
+def test_of_two_operations_that_each_make_a_nan_the_first_is_named(tmp_path, monkeypatch):
+    kernel = "def kernel(x):\n    low = x - float('inf')\n    a = low - low\n    return x + x + a + low * 0\n"
+    (tmp_path / "twice_kernel.py").write_text(kernel)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "twice_kernel", raising=False)
+    (case,) = TWICE.grid([dict(M=8)], dtype=["float32"])
+    trial = Trial(TWICE, case, "tpu")
+    found = birthplace(program(trial), trial.reference.golden)
+    assert (found.birth.place.line.number, found.others, found.left) == (3, 1, 0)
+    printed = screen(locate(trial, "out", frozenset()), tmp_path).plain
+    assert "NaN is born at twice_kernel.py:3" in printed and "without it and 1 more, 0 of 8 are left" in printed
 
 
 @pytest.mark.tpu
