@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from parity.inputs import DISTRIBUTIONS
 from tests.support.commands import run_module, run_pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "own-kernels.md").read_text()
@@ -58,6 +59,12 @@ def assert_shown(command, printed):
 def test_the_page_shows_every_file_and_command():
     assert [*FILES] == ["pyproject.toml", "golden.py", "matrix.py", "tpu.py", "gpu.py", "test_attention.py"]
     assert len(PARTS) == 2 * (len(FILES) + 1) + 1 and len(SHOWN) == TUTORIAL.count("    $ ")
+
+
+def test_the_page_names_every_kind_of_data():
+    table = PAGE.partition("| data | |\n")[2].partition("\n\n")[0]
+    named = [name for row in table.splitlines()[1:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(DISTRIBUTIONS)
 
 
 def test_stages_find_the_planted_bug(project):
