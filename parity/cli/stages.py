@@ -165,7 +165,8 @@ def conclusion(found: Located, root: Path) -> str:
     if ranking.exact > FAITHFUL * ranking.error:
         return "no stage is off; the lines are not ranked by their shares alone: in float64 some of the error is left"
     name = found.output
-    beside = f"beside the rounding of {name} at {quoted(found.own.line, root)}, " if found.own else ""
+    own = " and ".join(quoted(share.line, root) for share in found.own)
+    beside = f"beside the rounding of {name} at {own}, " if own else ""
     return f"no stage is off by {JUMP:g} times its contract; {beside}most of the error of {name} is made by {first}"
 
 

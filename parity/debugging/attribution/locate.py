@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -79,8 +80,8 @@ class Located:
     """The stages of a kernel, and what more is known of the first that is off: one of the three.
 
     output: the one whose error the lines are ranked by. none: the evaluation in which nothing rounds. culprit: of the
-    ranking, the line that makes most of the error of the stage that is off, or of the output; own: the one that makes
-    more, and rounds the output to its dtype alone, where there is one.
+    ranking, the line that makes most of the error of the stage that is off, or of the output; own: those that make
+    more, and round the output to its dtype alone.
     """
 
     output: str
@@ -90,7 +91,7 @@ class Located:
     region: Region | None = None
     birthplace: Birthplace | None = None
     culprit: Share | None = None
-    own: Share | None = None
+    own: tuple[Share, ...] = ()
 
 
 def locate(
@@ -122,24 +123,35 @@ def locate(
     magnitude = {output: trial.reference.magnitude[output]}
     site = stages[-1].site if stages[-1].is_off else ""
     ranking = rank(of, trial.reference.golden, magnitude, done, fixed, (none, everything), site)
-    own = None if stages[-1].is_off else own_rounding(of, ranking, output, trial.contract, fixed)
+    own = () if stages[-1].is_off else own_rounding(of, ranking, output, trial.contract, fixed)
     culprit = _culprit(of, ranking, stages[-1], magnitude, fixed, own)
     return Located(output, stages, none, ranking, culprit=culprit, own=own)
 
 
-def own_rounding(of: Program, ranking: Ranking, output: str, contract: Contract, fixed: Set[Line]) -> Share | None:
-    """The line that makes most of an output's error, where it does nothing but round that to its dtype, as promised.
+def own_rounding(of: Program, ranking: Ranking, output: str, contract: Contract, fixed: Set[Line]) -> tuple[Share, ...]:
+    """The lines that make most of an output's error, each of which rounds some of it to its dtype alone, as promised.
 
     None where no other line makes more than `NAMED` of the error, or the output is not narrow.
     """
-    if not contract.is_narrow(output) or len(ranking.shares) < 2 or ranking.shares[1].share < NAMED:
-        return None
-    line = ranking.shares[0].line
-    got = of.run(lambda place: place.line in fixed or place.line == line).outputs[output]
-    promised = round_to(ranking.none.outputs[output], contract.dtype(output)).astype(np.float64)
-    # An error is that of operands in their own dtype, which are not quite the numbers that it is added to.
-    same = np.isclose(got, promised, rtol=SAME, atol=0.0, equal_nan=True)
-    return ranking.shares[0] if np.mean(~same) < OTHERWISE else None
+    own: list[Share] = []
+    exact = ranking.none.outputs[output]
+    promised = round_to(exact, contract.dtype(output)).astype(np.float64)
+    for share, other in pairwise(ranking.shares if contract.is_narrow(output) else ()):
+        if other.share < NAMED:
+            break
+        got = _with_line(of, share.line, fixed).outputs[output]
+        # An error is that of operands in their own dtype, which are not quite the numbers that it is added to.
+        rounded = ~np.isclose(got, exact, rtol=SAME, atol=0.0, equal_nan=True)
+        same = np.isclose(got, promised, rtol=SAME, atol=0.0, equal_nan=True)[rounded]
+        if not same.size or np.mean(~same) >= OTHERWISE:
+            break
+        own.append(share)
+    return tuple(own)
+
+
+def _with_line(of: Program, line: Line, fixed: Set[Line]) -> Run:
+    """The outputs where of the lines that do not always round only this one does."""
+    return of.run(lambda place: place.line in fixed or place.line == line)
 
 
 def _culprit(
@@ -148,11 +160,11 @@ def _culprit(
     last: Stage,
     magnitude: Mapping[str, Floats],
     fixed: Set[Line],
-    own: Share | None,
+    own: tuple[Share, ...],
 ) -> Share | None:
-    """The line that makes most of the error: of the stage that is off, which may be little of the output's. own: one
-    that does as promised."""
-    shares = [share for share in ranking.shares if share is not own]
+    """The line that makes most of the error: of the stage that is off, which may be little of the output's. own: those
+    that do as promised."""
+    shares = [share for share in ranking.shares if share not in own]
     at_site = last.is_off and any(last.site in share.sites for share in shares)
     if at_site:
         shares.sort(key=lambda share: -share.sites.get(last.site, share.share))

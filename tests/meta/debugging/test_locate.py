@@ -127,4 +127,19 @@ def test_a_line_does_as_promised_that_rounds_an_output_to_its_dtype_alone(error,
     ranking = Ranking(tuple(map(Share, lines, (1 - rest, rest))), 1.0, 0.0, run, run)
     of = SimpleNamespace(run=lambda active: Run({"o": rounded}, {}))
     found = own_rounding(of, ranking, "o", Contract(out=dtype), frozenset())
-    assert found == (ranking.shares[0] if is_own and dtype == "bfloat16" and rest > 0.05 else None)
+    assert found == (ranking.shares[:1] if is_own and dtype == "bfloat16" and rest > 0.05 else ())
+
+
+def test_lines_that_each_round_a_part_of_an_output_do_as_promised():
+    """As the two stores of a rotary embedding."""
+    x = np.random.default_rng(0).normal(size=1000)
+    rounded, half = round_to(x, "bfloat16").astype(np.float64), np.arange(1000) < 500
+    run, lines = Run({"o": x}, {}), tuple(Line("a.py", n) for n in (1, 2, 3))
+    ranking = Ranking(tuple(map(Share, lines, (0.4, 0.35, 0.25))), 1.0, 0.0, run, run)
+    parts = {lines[0]: np.where(half, rounded, x), lines[1]: np.where(half, x, rounded), lines[2]: x * (1 + 2.0**-12)}
+
+    def of(active):
+        return Run({"o": next(parts[line] for line in lines if active(SimpleNamespace(line=line)))}, {})
+
+    found = own_rounding(SimpleNamespace(run=of), ranking, "o", Contract(out="bfloat16"), frozenset())
+    assert found == ranking.shares[:2]
