@@ -10,6 +10,7 @@ import pytest
 from cpu_golden import gmm as golden
 from parity.interop import to_numpy
 from tests.support.bad_input import E4M3, E8M0, call
+from tests.support.functions import BACKENDS, run
 
 TM = 512  # two blocks of rows on the TPU; the GPU makes 128 of it
 EDGES = [1, 511, 511, 1, 512]
@@ -63,3 +64,34 @@ def multiply(package, name, operands, k, n, sizes):
 def test_no_row_is_missed_and_none_too_many(package, name, operands, k, n, sizes):
     got, expected = multiply(package, name, operands, k, n, sizes)
     assert np.array_equal(got, expected)
+
+
+BFLOAT16_TIES = [[256.0] * 8, [2.0 * n for n in range(8)], [1.0] * 8]
+FLOAT16_TIES = [[2048.0] * 8, [2.0 * n for n in range(7)] + [65504.0], [1.0] * 8]
+"""What is summed: 257, 259, … are as far from one bfloat16 as from the next; the last float16 is infinite."""
+
+
+@pytest.mark.parametrize(
+    ("terms", "dtype", "out"),
+    [
+        (BFLOAT16_TIES, "bfloat16", "bfloat16"),
+        (FLOAT16_TIES, "float16", "float16"),
+        (BFLOAT16_TIES, E4M3, "bfloat16"),
+    ],
+    ids=["bfloat16", "float16", "fp8"],
+)
+@pytest.mark.parametrize("name", ["gmm", "tgmm"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # by Triton's interpreter
+def test_a_sum_between_two_results_goes_to_the_even_one(backend, name, terms, dtype, out):
+    """Those of the matrix's data, integers as well, are next to never as far from one as from the other."""
+    terms = np.array(terms, dtype)
+    lhs = np.ones((16, 3) if name == "gmm" else (3, 16), dtype)
+    given = dict(lhs=lhs, rhs=terms[None] if name == "gmm" else terms, group_sizes=np.array([len(lhs)], np.int32))
+    function = name if dtype != E4M3 else f"{name}_quantized"
+    if function != name:
+        given |= {f"{side}_scale": np.ones([1] * given[side].ndim, np.float32) for side in ("lhs", "rhs")}
+    got = run(backend, function, given, preferred_element_type=out)
+    with np.errstate(over="ignore"):
+        expected = terms.astype(np.float64).sum(0).astype(out)
+    np.testing.assert_array_equal(got.reshape(16, 8), np.tile(expected, (16, 1)))
