@@ -57,3 +57,23 @@ def test_sums_of_int8_climb_beyond_float32_and_come_back(op, backend):
     case = tiny(op, ("int8", "float32"), **sizes, **whole, **alone)
     judged = judge(Trial(op, case.with_data("integers"), backend))
     assert judged.verdict.outcome == "EXACT", judged.verdict
+
+
+@pytest.mark.parametrize(("value", "exponent"), [(256.0, -70), (2.0**-9, 64)], ids=["subnormal", "infinite"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_both_scales_multiply_sums_where_their_product_is_out_of_range(backend, value, exponent):
+    """2^-140 alone has 9 bits, and 2^128 is infinite; the results are 2^-117 and 2^117."""
+    m, k, n = 16, 256, 128
+    scales = (1.1 * 2.0**exponent, 1.3 * 2.0**exponent)
+    narrow = BITS_OF["float8_e4m3fn"]
+    inputs = {
+        "lhs": np.full((m, k), value, narrow),
+        "lhs_scale": np.full((m, 2), scales[0], np.float32),
+        "rhs": np.full((1, k, n), value, narrow),
+        "rhs_scale": np.full((1, 2, 1), scales[1], np.float32),
+        "group_sizes": np.array([m], np.int32),
+    }
+    got, golden = (
+        run(where, "gmm_quantized", inputs, preferred_element_type="float32") for where in (backend, "golden")
+    )
+    np.testing.assert_allclose(got, golden, rtol=2.0**-22)
