@@ -154,6 +154,17 @@ def test_permute_and_unpermute_are_each_others_gradients():
     assert (slots < 0).any()
 
 
+def test_rows_of_a_token_give_it_one_rounding_of_their_gradients():
+    """Summed in bfloat16 those of 4 experts were rounded three times."""
+    rng = np.random.default_rng(3)
+    x = torch.from_numpy(rng.standard_normal((TOKENS, 16))).to(DEVICE, torch.bfloat16).requires_grad_()
+    indices = torch.arange(4, dtype=torch.int32, device=DEVICE).expand(TOKENS, 4)
+    permuted, slots, _ = permute(x, indices, num_experts=EXPERTS)
+    drows = torch.from_numpy(rng.standard_normal(permuted.shape)).to(DEVICE, torch.bfloat16)
+    expected = drows.double()[slots.long()].sum(1).to(torch.bfloat16)
+    assert torch.equal(torch.autograd.grad(permuted, x, drows)[0], expected)
+
+
 def test_gradients_of_unpermute_hold_no_float32_of_all_choices():
     """At 131072 tokens, 8 choices and 7168 columns it would be 28 GiB."""
     from torch.utils._python_dispatch import TorchDispatchMode
