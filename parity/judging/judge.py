@@ -83,7 +83,9 @@ class Judgement:
     @property
     def load(self) -> float:
         """How near the output that decided came to a bound; above 1 it is beyond."""
-        return self.fit.load if self.fit else self.eta_max / (self.bound or 1)
+        if self.fit and np.isfinite(self.eta_max):
+            return self.fit.load
+        return self.eta_max / (self.bound or 1)
 
     def summary(self) -> dict[str, Any]:
         """The figures that the terminal summary needs, as plain data that survives a trip between processes."""
@@ -142,8 +144,9 @@ def gates(trial: Trial) -> Judgement:
 
     A kernel that raises, or changes what it should not, is judged by that alone (G1: CRASH, OOM, DIRTY). Data
     `integers` must come out exact where the golden is, and bit-exact ops bit for bit (G2); everything else must fit its
-    contract and lie within a derived bound, where there is one (G3). Of several outputs the one nearest to a limit
-    decides. Raises ImportError where the backend's framework is missing, DeclarationError where the op is at fault.
+    contract and lie within a derived bound, where there is one (G3). Of several outputs one that fails G1 decides, else
+    the one nearest to a limit. Raises ImportError where the backend's framework is missing, DeclarationError where the
+    op is at fault.
     """
     op, case, expected = trial.op, trial.case, trial.reference
     real = runner(trial.backend).real
@@ -169,7 +172,7 @@ def gates(trial: Trial) -> Judgement:
         judgements = [
             _judge_output(j, trial, first[j.output], again[j.output], allowed.get(j.output)) for j in undecided
         ]
-    worst = max(judgements, key=lambda j: (not j.verdict.passed, j.load))
+    worst = max(judgements, key=lambda j: (not j.verdict.passed, j.verdict.gate == "G1", j.load))
     return replace(
         worst,
         seconds=seconds,

@@ -87,6 +87,11 @@ def test_the_output_that_is_furthest_from_its_contract_decides(o_ulps, ht_ulps, 
     assert judged.load == max(fit.load for fit in judged.fits.values()) > 1
 
 
+def test_an_output_that_is_not_finite_decides_before_one_that_is_far_off():
+    judged = judge(Trial(FORWARD, CASE, "tpu", kernel(lambda o, ht: (np.full_like(o, np.nan), 2 * ht))))
+    assert (judged.verdict.outcome, judged.output, judged.load) == ("NON-FINITE", "o", np.inf)
+
+
 def test_integer_data_are_exact_where_every_output_holds_its_golden():
     def thirds(**arguments):
         golden = FORWARD.golden(**arguments)
