@@ -50,8 +50,7 @@ def specs_of(op: Op, case: Case) -> Mapping[str, Spec]:
             if isinstance(spec, kind) and isinstance(spec.pattern, str) and spec.pattern not in patterns:
                 raise DeclarationError(op, case, f"inputs[{name!r}].pattern", one_of(patterns, spec.pattern))
     arrays = {name: spec.sum_over for name, spec in specs.items() if isinstance(spec, Array)}
-    # Along no axis they are normal data. Quantisers have outliers of that kind, whose bytes do not change.
-    if case.data in ALONG_AN_AXIS and arrays and not op.bit_exact and set(arrays.values()) == {None}:
+    if case.data in ALONG_AN_AXIS and arrays and set(arrays.values()) == {None}:
         what = f"{case.data!r} must be along an axis: parity.Array(…, sum_over=…) of one of {', '.join(arrays)}"
         raise DeclarationError(op, case, "data", what)
     return specs

@@ -51,7 +51,7 @@ def quantise_arguments(c: Case) -> Mapping[str, object]:
 _QUANTIZE, _DUAL = (
     bit_exact(
         golden,
-        inputs=lambda c: {"x": Array(shape(c), c.dtype)},
+        inputs=lambda c: {"x": Array(shape(c), c.dtype, sum_over=-1)},
         arguments=quantise_arguments,
         axes=axes,
         defaults=dict(axis=-1, rounding="up"),

@@ -64,7 +64,7 @@ def bit_exact(golden: Callable[..., Any], **settings: Any) -> Op:
 def quantiser(golden: Callable[..., Any], **defaults: Any) -> Op:
     return bit_exact(
         golden,
-        inputs=lambda c: {"x": Array(shape(c), c.dtype)},
+        inputs=lambda c: {"x": Array(shape(c), c.dtype, sum_over=-1)},
         arguments=quantise_arguments,
         axes=quantiser_axes,
         defaults=defaults,
