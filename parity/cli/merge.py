@@ -35,7 +35,9 @@ def command(given: argparse.Namespace) -> int:
         if source != into.resolve():
             left, wrong = left_in_parts(source)
             records, lost = records + left, lost + wrong
-    if not records and not lost and not any((source / shards.FILE).exists() for source in given.folders):
+    # What a run has left in parts beside the ledger itself is merged below.
+    left_something = into.resolve() in given.folders or any((source / shards.FILE).exists() for source in given.folders)
+    if not (records or lost or left_something):
         folders = ", ".join(map(str, given.folders))
         raise ValueError(f"DIR must hold a ledger (tpu/…/*.jsonl, gpu/…/*.jsonl), none is in {folders}")
     merged = merge(into, records)
