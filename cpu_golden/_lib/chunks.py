@@ -47,26 +47,32 @@ def of_keys(x: Array, keys: slice) -> Array:
 
 
 class GateSums(NamedTuple):
-    """Sums of a chunk's gates, whose exp are its decays, [..., C, K or 1]."""
+    """Sums of a chunk's gates, each [..., C, K or 1]; decays are their exp."""
 
-    until: Array  # c: of the steps up to each
-    after: Array  # of the steps after each
-    halves: Mapping[int, Array]  # see `_summed_by_halves`; empty where they are differences of c
+    until: Array  # c, the sum of the steps up to each
+    after: Array  # the sum of the steps after each
+    by_half: Mapping[int, Array]  # see `_summed_by_halves`; empty if sums to borders are differences of c
 
     @property
     def whole(self) -> Array:
-        """Of all steps, [..., K or 1, 1]."""
+        """The sum of all steps, [..., K or 1, 1]."""
         return self.until[..., -1, :, None]
 
     def of_keys(self, keys: slice) -> "GateSums":
-        """Those of a tile of keys."""
+        """The sums of a tile of keys."""
         until, after = (of_keys(x, keys) for x in (self.until, self.after))
-        return GateSums(until, after, {half: of_keys(x, keys) for half, x in self.halves.items()})
+        return GateSums(until, after, {half: of_keys(x, keys) for half, x in self.by_half.items()})
+
+    def filled_up(self, missing: int) -> "GateSums":
+        """The sums of a chunk with so many rows more, whose gates are 0."""
+        return self._replace(until=filled_up(self.until, missing, "edge"), after=filled_up(self.after, missing))
 
 
 def gate_sums(gate: Array, stages: Stages) -> GateSums:
-    """Running sums, and differences of these. Channels whose pairs of rows are all decayed in dots (sub_block 1) have
-    no differences, but sums by halves. Site: c."""
+    """The sums of a chunk's gates [..., C, K or 1]: running sums and their differences.
+
+    Gates per channel are summed by halves if dots decay all pairs of rows (sub_block 1). Site: c.
+    """
     if gate.shape[-1] > 1 and stages.sub_block == 1:
         return _summed_by_halves(gate, stages)
     c = stages("c", np.cumsum(gate, axis=-2))
@@ -74,16 +80,18 @@ def gate_sums(gate: Array, stages: Stages) -> GateSums:
 
 
 def sums_for_pairs(gate: Array, sums: GateSums, stages: Stages) -> GateSums:
-    """The sums that decays between two rows of a chunk are taken from: where all channels have one gate, kernels may
-    sum its bfloat16 pieces for them. Sites: pair_gate (what is summed), c."""
+    """The sums that decays between two rows of a chunk are computed from.
+
+    If all channels have one gate, kernels may sum a bfloat16 split of it. Sites: pair_gate (what is summed), c.
+    """
     return sums if gate.shape[-1] > 1 else gate_sums(stages("pair_gate", gate), stages)
 
 
 def _summed_by_halves(gate: Array, stages: Stages) -> GateSums:
-    """The sums of parts of 2, 4, … rows up to the chunk, each from those of its halves.
+    """The sums of parts of 2, 4, … rows up to the chunk, each computed from its halves'.
 
-    halves: by the rows of a half, the sum from the border of the halves up to each row of the second, and after each
-    row of the first up to it. Site: c (every sum).
+    by_half: for each size of a half, the sum from the border of two halves to each row of the second, and from after
+    each row of the first to the border. Site: c (every sum).
     """
     size = gate.shape[-2]
     until = filled_up(gate, missing_to_halve(size, 1))
@@ -123,18 +131,17 @@ def written_by(k: Array, v: Array, decay: Array, stages: Stages) -> Array:
 
 def scores(q: Array, k: Array, sums: GateSums, stages: Stages) -> Array:
     """A [..., C, C] of a chunk: every pair of rows i ≥ j, decayed from j to i. sums: as `sums_for_pairs` has them."""
-    c = sums.until
-    if c.shape[-1] == 1:
-        return stages("A", stages.dot(q, k.mT) * _between(c, stages)[..., 0])
+    if sums.until.shape[-1] == 1:
+        return stages("A", stages.dot(q, k.mT) * _between(sums.until, stages)[..., 0])
     size, sub_block = q.shape[-2], stages.sub_block
     missing = missing_to_halve(size, sub_block)
-    q, k, c = filled_up(q, missing), filled_up(k, missing), filled_up(c, missing, "edge")
+    q, k, sums = filled_up(q, missing), filled_up(k, missing), sums.filled_up(missing)
     a = np.zeros((*q.shape[:-1], q.shape[-2]))
-    q_b, k_b, c_b = (blocks(x, sub_block) for x in (q, k, c))
+    q_b, k_b, c_b = (blocks(x, sub_block) for x in (q, k, sums.until))
     k_to_i = stages("decayed", _between(c_b, stages) * k_b[..., None, :, :])  # [..., i, j, K]
     diagonal(a, sub_block)[...] = products_added(q_b[..., None, :] * k_to_i, stages)
     for half in halves(q, sub_block):
-        from_border, to_border = _across(sums, c, half, stages)
+        from_border, to_border = _across(sums, half, stages)
         q_h = stages("decayed", blocks(q, 2 * half)[..., half:, :] * from_border)
         k_h = stages("decayed", blocks(k, 2 * half)[..., :half, :] * to_border)
         diagonal(a, 2 * half)[..., half:, :half] = stages.dot(q_h, k_h.mT)
@@ -146,29 +153,28 @@ def pair_gradients(
 ) -> tuple[Array, Array, Array]:
     """The parts of dq, dk and dgate that come from A of each tile of keys, the pairs of rows within the chunk; the
     last for each i where all channels have one gate, see `_sum_of_step`. sums: as `sums_for_pairs` has them."""
-    c = sums.until
-    if c.shape[-1] == 1:
-        of_scores = stages("decayed", da * _between(c, stages)[..., 0])
+    if sums.until.shape[-1] == 1:
+        of_scores = stages("decayed", da * _between(sums.until, stages)[..., 0])
         before = np.broadcast_to(np.tril(np.ones(da.shape[-2:]), -1), da.shape)  # [t, j]
         parts = (stages.dot(before, stages("pair_terms", a_n * da).mT) for a_n in a)  # [..., t, i], of all j < t
         of_pairs = reduce(lambda total, x: stages("dgate", total + x), parts)
         return stages.dot(of_scores, k), stages.dot(of_scores.mT, q), of_pairs
     size, sub_block = q.shape[-2], stages.sub_block
     missing = missing_to_halve(size, sub_block)
-    q, k, c = filled_up(q, missing), filled_up(k, missing), filled_up(c, missing, "edge")
+    q, k, sums = filled_up(q, missing), filled_up(k, missing), sums.filled_up(missing)
     da = square_filled_up(da, missing)
-    q_b, k_b, c_b = (blocks(x, sub_block) for x in (q, k, c))
+    q_b, k_b, c_b = (blocks(x, sub_block) for x in (q, k, sums.until))
     da_b = diagonal(da, sub_block)
     of_scores = stages("decayed", _between(c_b, stages) * np.tril(da_b, -1)[..., None])  # [..., i, j, K]
     dq_b = added(of_scores * k_b[..., None, :, :], -2, stages)
     dk_b = added(of_scores * q_b[..., None, :], -3, stages)
     read, written = stages("terms", q_b * dq_b), stages("terms", k_b * dk_b)
-    dgate = _running_from(read - written, stages).reshape(c.shape)
+    dgate = _running_from(read - written, stages).reshape(sums.until.shape)
     of_same = np.diagonal(da_b, axis1=-2, axis2=-1)[..., None]  # no gate is between a step and itself
     dq = stages("sum", dq_b + of_same * k_b).reshape(q.shape).copy()
     dk = stages("sum", dk_b + of_same * q_b).reshape(k.shape).copy()
     for half in halves(q, sub_block):
-        from_border, to_border = _across(sums, c, half, stages)
+        from_border, to_border = _across(sums, half, stages)
         q_2, k_1 = blocks(q, 2 * half)[..., half:, :], blocks(k, 2 * half)[..., :half, :]
         da_h = diagonal(da, 2 * half)[..., half:, :half]
         k_h, q_h = stages("decayed", k_1 * to_border), stages("decayed", q_2 * from_border)
@@ -176,7 +182,7 @@ def pair_gradients(
         dk_h = stages("read", to_border * stages.dot(da_h.mT, q_h))
         read, written = stages("terms", q_2 * dq_h), stages("terms", k_1 * dk_h)
         of_gates = np.concatenate([_sum_before(written, stages), _sum_from(read)], axis=-2)
-        dgate = stages("dgate", dgate + stages("dgate", of_gates).reshape(c.shape))
+        dgate = stages("dgate", dgate + stages("dgate", of_gates).reshape(sums.until.shape))
         of_q, of_k = blocks(dq, 2 * half)[..., half:, :], blocks(dk, 2 * half)[..., :half, :]
         of_q[...], of_k[...] = stages("sum", of_q + dq_h), stages("sum", of_k + dk_h)
     return dq[..., :size, :], dk[..., :size, :], dgate[..., :size, :]
@@ -247,15 +253,12 @@ def diagonal(a: Array, size: int) -> Array:
     return of_blocks
 
 
-def _across(sums: GateSums, c: Array, half: int, stages: Stages) -> tuple[Array, Array]:
-    """The decays from the last row of each first half to those of the second, and to it from those of the first.
-
-    c: that of the sums, filled up.
-    """
-    if sums.halves:
-        first, second = np.split(blocks(sums.halves[half], 2 * half), 2, axis=-2)
+def _across(sums: GateSums, half: int, stages: Stages) -> tuple[Array, Array]:
+    """The decays from the last row of each first half to those of the second, and to it from those of the first."""
+    if sums.by_half:
+        first, second = np.split(blocks(sums.by_half[half], 2 * half), 2, axis=-2)
     else:
-        c = blocks(c, 2 * half)
+        c = blocks(sums.until, 2 * half)
         border = c[..., half - 1, None, :]
         first, second = border - c[..., :half, :], c[..., half:, :] - border
     return decay_of(second, stages), decay_of(first, stages)

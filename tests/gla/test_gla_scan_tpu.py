@@ -60,7 +60,7 @@ def test_gates_of_channels_are_summed_by_halves_as_the_golden_sums_them(chunk):
 
     in_float32 = Stages(lambda site, x: x.astype(F32).astype(np.float64) if site == "c" else x, sub_block=1)
     golden = gate_sums(gk.astype(np.float64), in_float32)
-    wanted = [golden.until, golden.after, *map(finite_exp, map(jax.numpy.float32, golden.halves.values()))]
+    wanted = [golden.until, golden.after, *map(finite_exp, map(jax.numpy.float32, golden.by_half.values()))]
     out = [jax.ShapeDtypeStruct(gk.shape, F32)] * len(wanted)
     for found, value in zip(pl.pallas_call(sums, out, interpret=True)(gk), wanted, strict=True):
         np.testing.assert_array_equal(found, value)
