@@ -35,7 +35,7 @@ def command(given: argparse.Namespace) -> int:
         if source != into.resolve():
             left, wrong = left_in_parts(source)
             records, lost = records + left, lost + wrong
-    # What a run has left in parts beside the ledger itself is merged below.
+    # A run's parts beside the ledger itself are merged below.
     left_something = into.resolve() in given.folders or any((source / shards.FILE).exists() for source in given.folders)
     if not (records or lost or left_something):
         folders = ", ".join(map(str, given.folders))

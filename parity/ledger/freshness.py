@@ -11,8 +11,8 @@ from parity.judging.metrics import Metrics
 from parity.ledger.schema import SHA256, Provenance, Record, plain
 
 SAME_UNIT = 1e-2
-"""How far, relatively, floors may be apart. Another BLAS or exp moves a golden's last bits, and now and then by them a
-random rounding of one of the four runs that a unit is drawn from. Of these a unit is not known as well as that."""
+"""How far, relatively, floors may be apart. Another BLAS or exp moves a golden's last bits, which now and then turn a
+random rounding. Four runs, of which a unit is drawn, tell it less exactly than this."""
 SAME_FIGURE = 1e-6
 """How far, relatively, figures in one unit may be apart."""
 
@@ -71,30 +71,35 @@ def moved_floors(floors: Mapping[str, float], recorded: Mapping[str, Metrics]) -
 
 
 def _same_golden(floors: Mapping[str, float], recorded: Mapping[str, Metrics]) -> bool:
-    """Whether a golden gives what it gave, whatever its code is. A floor is the rounding of all its values, none of
-    which moves without it, but those that need no rounding."""
-    return all(m.floor > 0 and _is_figure(floors.get(name, 0.0), m.floor) for name, m in recorded.items())
+    """Whether a golden returns what was recorded, whatever its code is.
+
+    A floor is the rms of what rounding does to the golden's values: none moves alone. If it is 0 it says nothing.
+    """
+    return all(m.floor > 0 and _is_close(floors.get(name, 0.0), m.floor) for name, m in recorded.items())
 
 
 def in_units_of(now: Metrics, then: Metrics) -> Metrics:
-    """`then` with its ε in the units of `now`, to be compared: in both the floor is the same error."""
+    """`then` with its ε in the unit of `now`: the floor is the same error in both."""
     return replace(then, epsilon=then.epsilon * (now.floor / then.floor)) if then.floor else then
 
 
 def _confirmed(measured: Mapping[str, Metrics], recorded: Mapping[str, Metrics]) -> bool:
-    """Whether every output's figures are the recorded ones. In a unit that was drawn a little otherwise those are that
-    have none: how many elements err and are misrounded, and ε beside the floor."""
+    """Whether every output's figures are the recorded ones, see `_same`."""
     return measured.keys() == recorded.keys() and all(_same(m, recorded[name]) for name, m in measured.items())
 
 
 def _same(now: Metrics, then: Metrics) -> bool:
-    if _is_figure(now.floor, then.floor):
+    """Whether an output's figures are the recorded ones.
+
+    If the unit was drawn a little otherwise, figures without a unit decide: counts, and ε over the floor.
+    """
+    if _is_close(now.floor, then.floor):
         return _agree(plain(now), plain(then))
     epsilon = in_units_of(now, then).epsilon
     counts = [(m.elements, m.scored, m.wrong_finiteness, m.differing) for m in (now, then)]
     return (
         counts[0] == counts[1]
-        and _is_figure(now.misrounded, then.misrounded)
+        and _is_close(now.misrounded, then.misrounded)
         and math.isclose(now.epsilon, epsilon, rel_tol=SAME_UNIT)
     )
 
@@ -109,11 +114,11 @@ def _agree(one: Any, other: Any, name: str = "") -> bool:
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(_agree, one, other))
     if isinstance(one, float) and isinstance(other, float):
-        return _is_figure(one, other) or (name == "bias" and math.isclose(one, other, abs_tol=1e-8))
+        return _is_close(one, other) or (name == "bias" and math.isclose(one, other, abs_tol=1e-8))
     return bool(one == other)
 
 
-def _is_figure(one: float, other: float) -> bool:
+def _is_close(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=SAME_FIGURE)
 
 

@@ -47,8 +47,11 @@ def functions(c: Case, backend: Backend, split: bool, of_step: bool) -> Mapping[
 
 
 def exponent_sites(backend: Backend, *, is_split: bool, per_channel: bool) -> list[str]:
-    """What is rounded of the exponents of a chunk's decays: of the TPU's sums by halves, where channels have their own
-    gates, each, and of sums in two float32 the difference, where its exp is no float64's."""
+    """The sites at which the exponents of a chunk's decays are rounded.
+
+    The TPU rounds each of its sums by halves of gates per channel. Other gates are summed in two float32, of which the
+    difference is rounded; the GPU takes its exp in float64 if dots are not split.
+    """
     if backend == "tpu":
         return ["c"] if per_channel else ["exponent", "kept_exponent"] if is_split else ["exponent"]
     return ["exponent"] if is_split or per_channel else []

@@ -129,9 +129,9 @@ def locate(
 
 
 def own_rounding(of: Program, ranking: Ranking, output: str, contract: Contract, fixed: Set[Line]) -> tuple[Share, ...]:
-    """The lines that make most of an output's error, each of which rounds some of it to its dtype alone, as promised.
+    """The lines that make most of an output's error and only round it to its dtype, as promised; largest first.
 
-    None where no other line makes more than `NAMED` of the error, or the output is not narrow.
+    Empty if no other line makes more than `NAMED` of the error, or the output is not narrow.
     """
     own: list[Share] = []
     exact = ranking.none.outputs[output]
@@ -150,7 +150,7 @@ def own_rounding(of: Program, ranking: Ranking, output: str, contract: Contract,
 
 
 def _with_line(of: Program, line: Line, fixed: Set[Line]) -> Run:
-    """The outputs where of the lines that do not always round only this one does."""
+    """The run in which `line` rounds, and beside it only the lines that always do."""
     return of.run(lambda place: place.line in fixed or place.line == line)
 
 
