@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from parity.op import outputs
-from tests.support.functions import BACKENDS, run
+from tests.support.functions import BACKENDS, of_any_size, run
 
 ROUNDINGS = 8
 """Of 2^-24 of a value. The emulated kernels take up to 4."""
 
-SIZES = np.geomspace(2.0**-6, 80.0, 300)
-X = np.concatenate([-SIZES[::-1], SIZES]).astype(np.float32)
+X = of_any_size(80.0)
 ONES = np.ones((1, 1, X.size), np.float32)
 
 # An argument to a head or channel: nothing is summed.

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from parity.op import outputs
-from tests.support.functions import BACKENDS, run
+from tests.support.functions import BACKENDS, of_any_size, run
 
 ROUNDINGS = 12
 """Of 2^-24 of a result, or of its two terms. The emulated layers take up to 7."""
 
-SIZES = np.geomspace(2.0**-6, 40.0, 200)
-X = np.concatenate([-SIZES[::-1], SIZES]).astype(np.float32)[:, None]
+X = of_any_size(40.0)[:, None]
 ONES = {"w_router": np.ones((1, 1), np.float32)} | dict.fromkeys(
     ("w_gate", "w_up", "w_down"), np.ones((1, 1, 1), np.float32)
 )

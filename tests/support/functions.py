@@ -6,6 +6,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from parity.backends import runner
@@ -32,3 +33,9 @@ def run(backend: str, function: str, inputs: dict[str, Any], **arguments: Any) -
     pytest.importorskip(FRAMEWORKS[backend])
     kernel = public(PACKAGES[backend])[function]
     return kernel(**inputs, **arguments) if backend == "golden" else runner(backend).run(kernel, inputs, arguments)
+
+
+def of_any_size(largest: float) -> np.ndarray:
+    """Float32 arguments [600] of both signs and every size from 2^-6 to `largest`, ascending."""
+    sizes = np.geomspace(2.0**-6, largest, 300)
+    return np.concatenate([-sizes[::-1], sizes]).astype(np.float32)
