@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 from parity import git, inputs
@@ -34,7 +35,7 @@ def here(op: Op, backend: Backend, device_kind: str, real: bool, utc: str | None
     `Provenance`.
     """
     kernel: str = getattr(op, backend)
-    commit, dirty = _git(reached(kernel)[0].module.path.parent)
+    commit, dirty = checkout(reached(kernel)[0].module.path.parent)
     return Provenance(
         schema=SCHEMA,
         op=op.name,
@@ -76,8 +77,12 @@ def installed(backend: Backend, real: bool) -> dict[str, str]:
     return found
 
 
-def _git(folder: Path) -> tuple[str | None, bool | None]:
-    """The commit checked out at `folder` and whether tracked files differ from it; None where git cannot say."""
+@cache
+def checkout(folder: Path) -> tuple[str | None, bool | None]:
+    """The commit checked out that `folder` is of, and whether tracked files differ from it; None where git cannot say.
+
+    Asked once: a process runs the code that it has imported, whatever is checked out later.
+    """
     try:
         commit = git.run(folder, "rev-parse", "HEAD", timeout=30).decode().strip()
         return commit, bool(git.run(folder, "status", "--porcelain", "--untracked-files=no", timeout=30))

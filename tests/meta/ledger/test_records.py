@@ -22,12 +22,13 @@ from parity.backends import EMULATED
 from parity.judging.metrics import Scale, measure
 from parity.ledger import shards
 from parity.ledger.freshness import Freshness, freshness, in_units_of
-from parity.ledger.provenance import here
+from parity.ledger.provenance import checkout, here
 from parity.ledger.read import FILE_LIMIT, LINE_LIMIT, read, read_all
 from parity.ledger.schema import RecordError, canonical, folder_name
 from parity.ledger.sources import identity
 from parity.ledger.write import Merged, Recorder, merge, provenance_line, record_line
 from tests.matrix.gmm import GMM
+from tests.support.commands import git
 from tests.support.records import H200, HASH, METRICS, PROVENANCE, RECORD, keep, path_of, write
 
 ROOT = Path(__file__).parents[3]
@@ -602,7 +603,7 @@ def test_device_kinds_become_folders():
 
 def test_here_describes_this_code_without_loading_a_framework(tmp_path):
     code = (
-        "import sys; from tests.matrix.gmm import GMM; from parity.ledger.provenance import here\n"
+        "import sys; from tests.matrix.gmm import GMM; from parity.ledger.provenance import checkout, here\n"
         "for backend in ('tpu', 'gpu'): print(here(GMM, backend, 'emulated', False).id)\n"
         "print([m for m in ('jax', 'torch', 'triton') if m in sys.modules])\n"
     )
@@ -623,11 +624,25 @@ def test_here_knows_code_versions_flags_and_commit(monkeypatch):
     assert "jax" not in gpu.versions and "torch" not in tpu.versions
     assert gpu.versions["numpy"] == np.__version__
     assert gpu.utc == "2026-01-31T23:59:59Z"
-    monkeypatch.setenv("PATH", "")
-    nowhere = here(GMM, "gpu", EMULATED, False)
-    assert (nowhere.commit, nowhere.dirty) == (None, None)
+    assert (gpu.commit, gpu.dirty) == checkout(ROOT / "gpu_reference")
     with pytest.raises(ModuleNotFoundError):
         here(replace(GMM, gpu="no_such_module:gmm"), "gpu", EMULATED, False)
+
+
+def test_a_folder_has_the_commit_of_its_repository_where_git_can_say(tmp_path, monkeypatch):
+    changed = tmp_path / "repository" / "changed"
+    changed.mkdir(parents=True)
+    (changed / "tracked").touch()
+    git(changed, "init", "-q", "..")
+    git(changed, "add", "tracked")
+    git(changed, "commit", "-q", "-m", "some")
+    head = git(changed, "rev-parse", "HEAD")
+    assert checkout(changed.parent) == (head, False)
+    (changed / "tracked").write_text("otherwise")
+    assert checkout(changed) == (head, True)
+    assert checkout(tmp_path) == (None, None)
+    monkeypatch.setenv("PATH", "")
+    assert checkout(ROOT / "docs") == (None, None)
 
 
 OTHER = "f" * 64
