@@ -13,12 +13,14 @@ jax = pytest.importorskip("jax")
 from cpu_golden import mxfp8 as golden_mxfp8  # noqa: E402
 from cpu_golden import quantize as golden  # noqa: E402
 from parity.interop import to_jax, to_numpy  # noqa: E402
+from tests.support.agreement import crossed  # noqa: E402
 from tests.support.chips import on  # noqa: E402
 from tpu_kernels import mxfp8  # noqa: E402
 from tpu_kernels import quantize as kernels  # noqa: E402
 from tpu_kernels._lib.layout import Layout, Tiles, tile_size  # noqa: E402
 
 E4M3 = ml_dtypes.float8_e4m3fn
+FORMATS = ["float8_e4m3fn", "float8_e5m2", "int8"]
 pytestmark = pytest.mark.tpu
 
 
@@ -94,8 +96,7 @@ def test_blocks_of_which_a_tile_has_less_than_a_register_of_scales_have_each_its
     check([kernels.fp8_dequantize(*got)], [golden.fp8_dequantize(*expected).astype(np.float32)])
 
 
-@pytest.mark.parametrize("spoilt", [None, np.inf, np.nan, 0.0, 2.0**-90], ids=str)
-@pytest.mark.parametrize("axis", [0, 1, (0, 1)], ids=str)
+@pytest.mark.parametrize(("axis", "spoilt"), crossed([0, 1, (0, 1)], [None, np.inf, np.nan, 0.0, 2.0**-90]), ids=str)
 def test_bfloat16_that_is_walked_twice_is_rounded_as_the_golden_does(axis, spoilt, monkeypatch):
     """By the short way of finite numbers, and not where one block has others, or all are tiny."""
     monkeypatch.setattr("tpu_kernels._lib.layout.tile_size", lambda: 2**14)
@@ -111,7 +112,7 @@ def test_bfloat16_that_is_walked_twice_is_rounded_as_the_golden_does(axis, spoil
     check(kernels.int8_quantize(to_jax(x), axis, None, **how), golden.int8_quantize(x, axis, None, **how))
 
 
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_scale_at_the_ends_of_what_is_normal_is_the_goldens(name):
     """Blocks whose largest element is subnormal, the smallest normal number, or at the limit of what is lifted."""
     tiny = np.finfo(np.float32).tiny
@@ -145,8 +146,7 @@ def test_finite_bfloat16_is_rounded_as_each_generation_does(generation, monkeypa
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("generation", [5, 6, 7])
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize(("name", "generation"), crossed(FORMATS, [5, 6, 7]))
 def test_every_bfloat16_behind_every_largest_one_is_rounded(name, generation, monkeypatch):
     """All 128 significands of a block's largest, times all elements down to 2^-35 of it: every quotient there is."""
     monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)
@@ -163,8 +163,7 @@ def test_every_bfloat16_behind_every_largest_one_is_rounded(name, generation, mo
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("generation", [6, 7])
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize(("name", "generation"), crossed(FORMATS, [6, 7]))
 def test_ties_under_an_exact_scale_go_to_even(name, generation, monkeypatch):
     """Every midpoint of the format times 8, in bfloat16, beside the largest number of the format times 8."""
     monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)
@@ -199,8 +198,7 @@ def beside_midpoints(name, scale, extra):
     return np.concatenate([largest, largest * np.float32(extra), x, -x], axis=1)
 
 
-@pytest.mark.parametrize("generation", [5, 6, 7])
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize(("name", "generation"), crossed(FORMATS, [5, 6, 7]))
 def test_float32_on_and_beside_midpoints_is_rounded(name, generation, monkeypatch):
     """Under scales from 2^-59 to 2^100: of many bits, of few, and of those by which midpoints are exact."""
     monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)
@@ -216,9 +214,7 @@ def test_float32_on_and_beside_midpoints_is_rounded(name, generation, monkeypatc
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("generation", [5, 6, 7])
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("scale_rounding", ["up", "floor"])
+@pytest.mark.parametrize(("name", "scale_rounding", "generation"), crossed(FORMATS[:2], ["up", "floor"], [5, 6, 7]))
 def test_mxfp8_of_float32_beside_midpoints_is_rounded(name, scale_rounding, generation, monkeypatch):
     """And, with a scale that is rounded down, of numbers up to twice the largest of the format."""
     monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)

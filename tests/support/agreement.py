@@ -1,7 +1,8 @@
 """The tests that every family has of its ops: they agree with the golden, exactly on integers, no worse on the TPU."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -46,6 +47,15 @@ def in_turn(values: Mapping[str, tuple[Any, ...]]) -> list[Any]:
         )
         for nth, (name, each) in enumerate(values.items())
         for m, backend in enumerate(BACKENDS)
+    ]
+
+
+def crossed(*axes: Sequence[Any]) -> list[Any]:
+    """Parameters, one of each axis: all of them together, in the default tier no more than each value takes."""
+    diagonal = {tuple(n % len(axis) for axis in axes) for n in range(max(map(len, axes)))}
+    return [
+        pytest.param(*(axis[n] for axis, n in zip(axes, at, strict=True)), marks=FULL * (at not in diagonal))
+        for at in product(*(range(len(axis)) for axis in axes))
     ]
 
 

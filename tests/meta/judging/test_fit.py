@@ -18,13 +18,14 @@ from parity.judging.judge import explained, gates, judge, measure_contract
 from parity.judging.metrics import Scale, explained_by, measure
 from parity.judging.rounding import on_unit
 from parity.judging.spread import alike, allowances, runs, typical_runs
-from parity.op import BACKENDS, outputs
+from parity.op import outputs
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.matrix.gla import CHUNK_SIMPLE_GLA
 from tests.matrix.gmm import GMM, TGMM
 from tests.matrix.moe import GROUPED_DENSE_BWD
 from tests.matrix.quantized_gmm import GMM_QUANTIZED
+from tests.support.agreement import in_turn
 
 CASE = next(c for c in GMM.cases if c.tier == "smoke" and c.dtype == "float32")
 ROWS, TERMS, COLUMNS = 12, 48, 10
@@ -172,7 +173,7 @@ def test_runs_are_the_same_for_the_same_case_and_others_for_another_seed():
     assert (one != first(CASE.with_seed(1))[0]).any()
 
 
-@pytest.mark.parametrize(("op", "backend"), [(op, backend) for op in OPS if op.at_once for backend in BACKENDS])
+@pytest.mark.parametrize(("op", "backend"), in_turn({op.name: (op,) for op in OPS if op.at_once}))
 def test_runs_drawn_at_once_are_those_drawn_one_by_one(op, backend, monkeypatch):
     """Of a case with states, beside bfloat16 where there is one; the first group is cut in two."""
     case = max((c for c in op.cases if c.tier == "smoke"), key=lambda c: c.dtype == "bfloat16")
