@@ -266,11 +266,12 @@ def _ranges(spec: Array, bits: Bits, out: str) -> np.ndarray:
     smallest, largest = int(info.minexp), int(info.maxexp)
     sizes = np.ldexp(1.0, np.array([0, largest, smallest - 6, smallest + 6, smallest, smallest // 2, 0]))
     sizes[0] = 0.0
-    rows, columns = spec.shape[-2:]
+    rows, columns = (1, 1, *spec.shape)[-2:]
     edge = 128 if min(rows, columns) >= 128 else 32
     tiles = -(-rows // edge), -(-columns // edge)
     chosen = np.resize(sizes, tiles)
-    return _normal(spec, bits, out) / 8 * np.kron(chosen, np.ones((edge, edge)))[:rows, :columns]
+    of_elements = np.kron(chosen, np.ones((edge, edge)))[:rows, :columns]
+    return _normal(spec, bits, out) / 8 * of_elements.reshape(spec.shape[-2:])
 
 
 DISTRIBUTIONS: Mapping[str, Callable[[Array, Bits, str], np.ndarray]] = {

@@ -189,6 +189,13 @@ def test_ranges_begin_with_zeros_beside_the_largest(shape, edge):
     assert np.abs(beside).max() > 2.0**120
 
 
+def test_ranges_of_an_array_without_rows_are_those_of_one_row():
+    line, row = (DISTRIBUTIONS["ranges"](Array(shape, "bfloat16"), bits(), "bfloat16") for shape in [(100,), (1, 100)])
+    np.testing.assert_array_equal(line, row[0])
+    assert not line[:32].any() and np.abs(line[32:64]).max() > 2.0**120
+    assert DISTRIBUTIONS["ranges"](Array((), "bfloat16"), bits(), "bfloat16") == 0
+
+
 def test_long_integers_quantised_inside_keep_few_enough_terms():
     """A term is up to (4 · 1.75)² of the finest step, and 2^21 of that are exact beside what is added at the end."""
     values = DISTRIBUTIONS["integers"](
