@@ -43,13 +43,14 @@ class Program:
 
 
 def load(root: Path, *, planned: bool = False) -> tuple[Program, ...]:
-    """`PROGRAMS` of the module `programs` beside the matrix of the project at `root`.
+    """`PROGRAMS` of the module `programs`: in the package of the project's matrix at `root`, or beside it.
 
     planned: and `PLANNED`, if it is there: programs that are traced and not compiled, which takes a tenth of a second.
     Raises ValueError where there is no such module, or a program is declared twice.
     """
     matrix.load(root)
-    name = f"{matrix.module(root)}.programs"
+    spec = import_module(matrix.module(root)).__spec__
+    name = f"{spec.parent}.programs" if spec and spec.parent else "programs"
     try:
         module = import_module(name)
         programs: tuple[Program, ...] = tuple(module.PROGRAMS)

@@ -180,5 +180,19 @@ def test_programs_are_declared_once(tmp_path, monkeypatch):
         programs.load(tmp_path)
 
 
+def test_programs_stand_in_the_package_of_a_matrix_or_beside_its_module(tmp_path, monkeypatch):
+    monkeypatch.setattr(programs.matrix, "load", lambda root: ())
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(programs.matrix, "module", lambda root: "alone_matrix")
+    (tmp_path / "alone_matrix.py").touch()
+    (tmp_path / "programs.py").write_text("PROGRAMS = ()\n")
+    assert programs.load(tmp_path) == ()
+    monkeypatch.setattr(programs.matrix, "module", lambda root: "inner.matrix")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "matrix.py").touch()
+    with pytest.raises(ValueError, match=r"^inner\.programs must define PROGRAMS"):
+        programs.load(tmp_path)
+
+
 def test_the_projects_programs_are_sound(pytestconfig):
     assert {program.op for program in programs.load(pytestconfig.rootpath)} >= {"gmm", "tgmm"}
