@@ -54,6 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except Exception as error:
+        place = _place(error, given.root)
+        if not place:  # ours
+            raise
+        parser.error(f"the project's code raised {type(error).__name__}: {shown(error, LONGEST_ERROR)}{place}")
 
 
 def _place(error: BaseException, root: Path) -> str:

@@ -291,7 +291,8 @@ class Bisector:
         try:
             return git.run(self.root, *words, timeout=300).decode().strip()
         except subprocess.CalledProcessError as error:
-            raise ValueError(f"git {' '.join(words)} must succeed, got: {error.stderr.decode().strip()}") from None
+            said = error.stderr.decode().strip()
+            raise ValueError(f"git {' '.join(words)} must succeed at {self.root}, got: {said}") from None
 
 
 def _outputs(answer: Mapping[str, Any]) -> tuple[Mapping[str, Metrics], ...]:

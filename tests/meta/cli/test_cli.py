@@ -180,6 +180,10 @@ def test_an_error_of_a_golden_says_where(project):
     done = run.parity("explain", "double-M8_N40-f32-s0")
     assert done.returncode == 2
     assert f"error: odd rows ({run.folder / 'matrix.py'}:6)" in done.stderr
+    run.replace("matrix.py", "ValueError('odd rows')", "KeyError('odd')")
+    done = run.parity("explain", "double-M8_N40-f32-s0")
+    assert done.returncode == 2
+    assert f"error: the project's code raised KeyError: 'odd' ({run.folder / 'matrix.py'}:6)" in done.stderr
 
 
 @pytest.mark.full
