@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.support.agreement import crossed
+
 ROUNDOFF = 2.0**-24
 
 
@@ -19,8 +21,7 @@ def inverted(a):
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("lost", [np.nan, np.inf])
-@pytest.mark.parametrize("chunk", [16, 64, 128])
+@pytest.mark.parametrize(("chunk", "lost"), crossed([16, 64, 128], [np.nan, np.inf]))
 def test_what_is_not_finite_stays_in_its_head(chunk, lost):
     a = np.tril(np.full((4, chunk, chunk), 0.1, np.float32), -1)
     expected = inverted(a)
@@ -31,8 +32,7 @@ def test_what_is_not_finite_stays_in_its_head(chunk, lost):
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("heads", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("chunk", [16, 32, 64, 128])
+@pytest.mark.parametrize(("chunk", "heads"), crossed([128, 16, 32, 64], [1, 2, 3, 4, 8]))
 def test_the_inverse_is_stable_by_components(heads, chunk):
     """Substitution's own bound (Higham, Accuracy and Stability, 14.2): |T' - T| ≤ γ |T| (I + |A|) |T|."""
     keys = np.random.default_rng(chunk + heads).normal(size=(heads, chunk, 32)) + 1.0  # rho 1

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.support.agreement import crossed
 from tests.support.formats import BITS_OF, FORMATS, decode
 from tests.support.functions import BACKENDS, run
 
@@ -83,9 +84,7 @@ def test_every_bfloat16_is_quantised_as_the_standard_says(backend, name, roundin
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("generation", [5, 6, 7])
-@pytest.mark.parametrize("rounding", ["up", "floor"])
-@pytest.mark.parametrize("name", MX)
+@pytest.mark.parametrize(("name", "rounding", "generation"), crossed(MX, ["up", "floor"], [5, 6, 7]))
 def test_usual_bfloat16_is_rounded_as_each_generation_does(name, rounding, generation, monkeypatch):
     """In tiles without one block that is not finite or that is tiny, which are encoded in other ways."""
     jax = pytest.importorskip("jax")
