@@ -32,8 +32,11 @@ UNIT_ROUNDOFF = {
 }
 """Half an ulp at 1, bounding the relative error of one rounding to nearest."""
 
-IN_FLOAT32 = {"tf32": 11, **{f"float32/{2**lost}": 24 - lost for lost in range(1, 11)}}
-"""Significant digits of what is kept in a float32. float32/2 is what an exp returns that is off by up to two ulps."""
+OFF_BY_ULPS = {f"float32/{2**lost}": 24 - lost for lost in range(1, 11)}
+"""Significant digits of what a function returns in float32: float32/2 of an exp that is off by up to two ulps."""
+
+IN_FLOAT32 = {"tf32": 11, **OFF_BY_ULPS}
+"""Significant digits of what is kept in a float32."""
 
 TOWARD_ZERO = " toward zero"
 """Follows the name of a dtype that hardware rounds to by leaving digits out, as a TF32 instruction does."""
@@ -176,5 +179,5 @@ FORMATS = {name: _format(name) for name in UNIT_ROUNDOFF if name not in ("tf32",
 FORMATS |= {name: (digits, SMALLEST) for name, digits in IN_FLOAT32.items()}
 """Significant digits (with the leading 1) and smallest normal number of the dtypes that a site may round to."""
 SITES = frozenset(name + how for name in (*FORMATS, "bf16x2") for how in ("", TOWARD_ZERO))
-SITES |= {name + OF_POWER for name in ("float32", *IN_FLOAT32) if name != "tf32"}
+SITES |= {name + OF_POWER for name in ("float32", *OFF_BY_ULPS)}
 """What a site may be rounded to."""

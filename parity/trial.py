@@ -97,9 +97,9 @@ class Trial:
     def _axes(self) -> Mapping[str, Mapping[str, np.ndarray]]:
         return checked_axes(self.op, self.case, self.inputs, self.reference.golden)
 
-    def runs(self) -> Iterator[dict[str, Floats]]:
+    def runs(self, *, off_grid: bool = False) -> Iterator[dict[str, Floats]]:
         """The runs of the contract: see `spread.runs`."""
-        return runs(self.op, self.case, self.inputs, self.contract, self.reference.golden)
+        return runs(self.op, self.case, self.inputs, self.contract, self.reference.golden, off_grid=off_grid)
 
     def run(self) -> dict[str, np.ndarray]:
         """What the kernel returns, by output.

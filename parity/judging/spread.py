@@ -16,13 +16,13 @@ is the mean square error of kernels that round to nearest at these sites, free o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from itertools import chain, count
 from typing import Any
 
 import numpy as np
 
-from parity.dtypes import Floats, Words, stochastic
+from parity.dtypes import OF_POWER, OFF_BY_ULPS, Floats, Words, stochastic
 from parity.inputs import stream
 from parity.judging.fit import RUNS, Allowance
 from parity.judging.rounding import Rounding, on_unit, staged
@@ -35,15 +35,17 @@ MIXING = [(np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uin
 
 
 def runs(
-    op: Op, case: Case, inputs: Inputs, contract: Contract, golden: Mapping[str, Floats]
+    op: Op, case: Case, inputs: Inputs, contract: Contract, golden: Mapping[str, Floats], *, off_grid: bool = False
 ) -> Iterator[dict[str, Floats]]:
     """What each output of one run after the other differs from the golden by, 0 where that is not finite.
 
-    The same for the same case and contract.
+    The same for the same case and contract. off_grid: what a function is off by up to n ulps (`OFF_BY_ULPS`) errs as
+    some other value of its size does. The grid of n ulps is the model's: no kernel is exact where a value lies near it.
     """
+    functions = functions_of(contract) if off_grid else ()
     for group in _groups(op, golden):
-        at_random = _at_random(contract, _words(case, "run", group))
-        yield from _drawn(op, case, inputs, contract, golden, group, at_random, **on_unit(contract))
+        rounding = _rounding(contract, case, group, functions)
+        yield from _drawn(op, case, inputs, contract, golden, group, rounding, **on_unit(contract))
 
 
 def typical_runs(
@@ -55,9 +57,13 @@ def typical_runs(
     kernels whose errors are as large, the one whose σ were the unit would look the better: by up to 2.2 times.
     """
     for group in _groups(op, golden):
-        words, others = (_words(case, what, group) for what in ("run", "other"))
-        as_others = _as_others(contract, words, others)
-        yield from _drawn(op, case, inputs, contract, golden, group, as_others, tile=contract.tile)
+        rounding = _rounding(contract, case, group, contract.sites)
+        yield from _drawn(op, case, inputs, contract, golden, group, rounding, tile=contract.tile)
+
+
+def functions_of(contract: Contract) -> frozenset[str]:
+    """The sites of functions that are off by up to so many ulps."""
+    return frozenset(site for site, dtype in contract.sites.items() if dtype.removesuffix(OF_POWER) in OFF_BY_ULPS)
 
 
 def allowances(drawn: list[dict[str, Floats]], golden: Mapping[str, Floats], roundoff: float) -> dict[str, Allowance]:
@@ -112,21 +118,16 @@ def _drawn(
         yield {name: x[n] if op.at_once else x for name, x in off.items()}
 
 
-def _at_random(contract: Contract, words: Words) -> Rounding:
-    def rounding(site: str, value: Floats) -> Floats:
-        dtype = contract.sites.get(site)
-        return value if dtype is None else stochastic(value, dtype, words)
-
-    return rounding
-
-
-def _as_others(contract: Contract, words: Words, others: Words) -> Rounding:
-    """A value errs as one between half of it and itself, in proportion."""
+def _rounding(contract: Contract, case: Case, group: range, as_others: Container[str]) -> Rounding:
+    """At random; at the sites `as_others` a value errs as one between half of it and itself, in proportion."""
+    words, others = (_words(case, what, group) for what in ("run", "other"))
 
     def rounding(site: str, value: Floats) -> Floats:
         dtype = contract.sites.get(site)
         if dtype is None:
             return value
+        if site not in as_others:
+            return stochastic(value, dtype, words)
         share = 1 - others(value) * 2.0**-65
         other = value * share
         off = (stochastic(other, dtype, words) - other) / share

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from cpu_golden.stages import Stages
+from cpu_golden.stages import Stages, exact
 from parity.backends import EMULATED
 from parity.declared import DeclarationError
 from parity.dtypes import round_to, stochastic
@@ -18,7 +18,7 @@ from parity.judging.judge import explained, gates, judge, measure_contract
 from parity.judging.metrics import Scale, explained_by, measure
 from parity.judging.rounding import on_unit
 from parity.judging.spread import alike, allowances, runs, typical_runs
-from parity.op import outputs
+from parity.op import Array, Contract, Op, outputs
 from parity.trial import Trial
 from tests.matrix import OPS
 from tests.matrix.gla import CHUNK_SIMPLE_GLA
@@ -199,7 +199,9 @@ def test_a_golden_that_has_no_axis_of_runs_is_not_drawn_at_once():
 def test_a_verdict_takes_as_many_runs_as_it_needs(error, count, monkeypatch):
     """A pass and an error beyond any doubt need the fewest. error: relative, of a kernel's result."""
     drawn = []
-    monkeypatch.setattr("parity.trial.runs", lambda *given: (drawn.append(run) or run for run in runs(*given)))
+    monkeypatch.setattr(
+        "parity.trial.runs", lambda *given, **how: (drawn.append(run) or run for run in runs(*given, **how))
+    )
     trial = Trial(GMM, CASE, "gpu")
     golden = trial.reference.golden["out"]
     judged = gates(replace(trial, other=lambda **_: (golden * (1 + error)).astype(np.float32)))
@@ -400,6 +402,27 @@ def test_an_op_without_a_magnitude_is_judged_by_its_sites():
     assert 0.05 < agreed.load < 1
     off = gates(spoilt(Trial(bare, CASE, "gpu"), acc="float16"))
     assert off.verdict.outcome == "OUT OF BOUND"
+
+
+def scaled(x, stages=exact):
+    """x [M, N] times a function's result that lies on every grid."""
+    return stages("out", stages("root", np.full((len(x), 1), 1.5)) * x.astype(np.float64))
+
+
+@pytest.mark.parametrize(
+    ("root", "ulps", "right"), [("/4", 0, True), ("/4", 4, True), ("/4", 64, False), ("", 4, False)]
+)
+def test_a_function_that_is_off_by_ulps_may_be_so_where_its_grid_has_the_value(root, ulps, right):
+    op = Op(
+        "scaled", scaled, "none:none", "none:none", lambda case: {"x": Array((case.M, case.N), case.dtype)},
+        lambda case, backend: Contract(sites={"root": f"float32{root}", "out": "float32"}),
+        axes=lambda case, inputs: {"out": {"row": np.arange(case.M)[:, None]}},
+    )  # fmt: skip
+    (case,) = op.grid([dict(M=32, N=64)], dtype=["float32"])
+    factor = np.float32(1.5 + ulps * 2.0**-23)
+    for seed in range(8):
+        judged = gates(Trial(op, case.with_seed(seed), "gpu", other=lambda x: factor * to_numpy(x)))
+        assert judged.verdict.passed == right, judged.verdict
 
 
 def test_a_contract_without_sites_is_judged_by_its_derived_bound():

@@ -64,7 +64,9 @@ def test_a_trial_has_the_floors_that_its_outputs_are_measured_with():
 def test_runs_are_taken_until_every_output_fits(error, share, count, monkeypatch):
     """o has no error at all. What is wrong in a few elements may be a quantiser's choice near a tie: some runs show."""
     drawn = []
-    monkeypatch.setattr("parity.trial.runs", lambda *given: (drawn.append(run) or run for run in runs(*given)))
+    monkeypatch.setattr(
+        "parity.trial.runs", lambda *given, **how: (drawn.append(run) or run for run in runs(*given, **how))
+    )
 
     def off(o, ht):
         wrong = np.arange(ht.size).reshape(ht.shape) < share * ht.size
