@@ -9,7 +9,6 @@ import hashlib
 import importlib
 import math
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -228,7 +227,10 @@ def _benchmark(root: Path, backend: Backend, step: Step) -> Found:
 
 
 def _python(root: Path, *arguments: str, seconds: float | None = None) -> subprocess.CompletedProcess[str]:
-    """A command of Python that has ended, after so many seconds by an interrupt as from a keyboard."""
+    """A command of Python that has ended, after so many seconds by a SIGTERM.
+
+    `supervision` makes an interrupt of it, as from a keyboard; jobs in the background ignore those.
+    """
     paths = os.pathsep.join(filter(None, [str(root), *sys.path]))
     command = [sys.executable, *arguments]
     environment = {**os.environ, "PYTHONPATH": paths}
@@ -237,7 +239,7 @@ def _python(root: Path, *arguments: str, seconds: float | None = None) -> subpro
         try:
             written = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
             written = process.communicate()
     return subprocess.CompletedProcess(command, process.returncode, *written)
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -170,7 +171,11 @@ def test_a_smoke_tier_that_takes_too_long_leaves_what_it_recorded(project):
     found = project()
     sleep = "@pytest.mark.smoke\n@pytest.mark.tpu\ndef test_later():\n    import time; time.sleep(600)\n"
     found.write("test_double.py", (found.folder / "test_double.py").read_text() + sleep)
-    of_smoke = perform(found.folder, "tpu", Step("tests", "smoke", ENDING_SECONDS + 20))
+    ours = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a job in the background
+    try:
+        of_smoke = perform(found.folder, "tpu", Step("tests", "smoke", ENDING_SECONDS + 20))
+    finally:
+        signal.signal(signal.SIGINT, ours)
     assert of_smoke.outcome == "RAN" and of_smoke.detail.startswith("its time was over: 2 passed"), of_smoke
     (path,) = of_smoke.more["records"]
     assert path.endswith("double.jsonl") and "double-M8_N40-f32-s0" in of_smoke.more["records"][path]
