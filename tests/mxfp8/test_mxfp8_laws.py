@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from tests.support.agreement import crossed
-from tests.support.formats import BITS_OF, FORMATS, decode
+from tests.support.formats import BITS_OF, FORMATS, MX, decode
 from tests.support.functions import BACKENDS, run
 
 EVERYWHERE = ["golden", *BACKENDS]
-MX = ["float8_e4m3fn", "float8_e5m2"]
 LARGEST_EXPONENT = {"float8_e4m3fn": 8, "float8_e5m2": 15}  # emax of the standard's tables
 E8M0 = ml_dtypes.float8_e8m0fnu
 

@@ -15,12 +15,12 @@ from cpu_golden import quantize as golden  # noqa: E402
 from parity.interop import to_jax, to_numpy  # noqa: E402
 from tests.support.agreement import crossed  # noqa: E402
 from tests.support.chips import on  # noqa: E402
+from tests.support.formats import FORMATS, MX  # noqa: E402
 from tpu_kernels import mxfp8  # noqa: E402
 from tpu_kernels import quantize as kernels  # noqa: E402
 from tpu_kernels._lib.layout import Layout, Tiles, tile_size  # noqa: E402
 
 E4M3 = ml_dtypes.float8_e4m3fn
-FORMATS = ["float8_e4m3fn", "float8_e5m2", "int8"]
 pytestmark = pytest.mark.tpu
 
 
@@ -146,7 +146,7 @@ def test_finite_bfloat16_is_rounded_as_each_generation_does(generation, monkeypa
     jax.clear_caches()
 
 
-@pytest.mark.parametrize(("name", "generation"), crossed(FORMATS, [5, 6, 7]))
+@pytest.mark.parametrize(("name", "generation"), crossed([*FORMATS], [5, 6, 7]))
 def test_every_bfloat16_behind_every_largest_one_is_rounded(name, generation, monkeypatch):
     """All 128 significands of a block's largest, times all elements down to 2^-35 of it: every quotient there is."""
     monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)
@@ -163,7 +163,7 @@ def test_every_bfloat16_behind_every_largest_one_is_rounded(name, generation, mo
     jax.clear_caches()
 
 
-@pytest.mark.parametrize(("name", "generation"), crossed(FORMATS, [6, 7]))
+@pytest.mark.parametrize(("name", "generation"), crossed([*FORMATS], [6, 7]))
 def test_ties_under_an_exact_scale_go_to_even(name, generation, monkeypatch):
     """Every midpoint of the format times 8, in bfloat16, beside the largest number of the format times 8."""
     monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)
@@ -198,7 +198,7 @@ def beside_midpoints(name, scale, extra):
     return np.concatenate([largest, largest * np.float32(extra), x, -x], axis=1)
 
 
-@pytest.mark.parametrize(("name", "generation"), crossed(FORMATS, [5, 6, 7]))
+@pytest.mark.parametrize(("name", "generation"), crossed([*FORMATS], [5, 6, 7]))
 def test_float32_on_and_beside_midpoints_is_rounded(name, generation, monkeypatch):
     """Under scales from 2^-59 to 2^100: of many bits, of few, and of those by which midpoints are exact."""
     monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)
@@ -214,7 +214,7 @@ def test_float32_on_and_beside_midpoints_is_rounded(name, generation, monkeypatc
     jax.clear_caches()
 
 
-@pytest.mark.parametrize(("name", "scale_rounding", "generation"), crossed(FORMATS[:2], ["up", "floor"], [5, 6, 7]))
+@pytest.mark.parametrize(("name", "scale_rounding", "generation"), crossed(MX, ["up", "floor"], [5, 6, 7]))
 def test_mxfp8_of_float32_beside_midpoints_is_rounded(name, scale_rounding, generation, monkeypatch):
     """And, with a scale that is rounded down, of numbers up to twice the largest of the format."""
     monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)

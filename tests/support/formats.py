@@ -26,6 +26,8 @@ FORMATS = {
     "float8_e5m2": Format(5, 2, 15, 57344.0, 0x7E),
     "int8": Format(0, 7, 0, 127.0, 0),
 }
+MX = ["float8_e4m3fn", "float8_e5m2"]
+"""Those whose blocks have E8M0 scales."""
 BITS_OF = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2, "int8": np.int8}
 
 

@@ -180,7 +180,7 @@ def test_programs_are_declared_once(tmp_path, monkeypatch):
         programs.load(tmp_path)
 
 
-def test_programs_stand_in_the_package_of_a_matrix_or_beside_its_module(tmp_path, monkeypatch):
+def test_programs_stand_in_a_matrix_package_or_beside_a_module(tmp_path, monkeypatch):
     monkeypatch.setattr(programs.matrix, "load", lambda root: ())
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(programs.matrix, "module", lambda root: "alone_matrix")

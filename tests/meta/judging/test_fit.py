@@ -412,7 +412,7 @@ def scaled(x, stages=exact):
 @pytest.mark.parametrize(
     ("root", "ulps", "right"), [("/4", 0, True), ("/4", 4, True), ("/4", 64, False), ("", 4, False)]
 )
-def test_a_function_that_is_off_by_ulps_may_be_so_where_its_grid_has_the_value(root, ulps, right):
+def test_a_function_may_be_off_by_its_ulps_wherever_a_value_lies(root, ulps, right):
     op = Op(
         "scaled", scaled, "none:none", "none:none", lambda case: {"x": Array((case.M, case.N), case.dtype)},
         lambda case, backend: Contract(sites={"root": f"float32{root}", "out": "float32"}),

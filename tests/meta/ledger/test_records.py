@@ -629,7 +629,7 @@ def test_here_knows_code_versions_flags_and_commit(monkeypatch):
         here(replace(GMM, gpu="no_such_module:gmm"), "gpu", EMULATED, False)
 
 
-def test_a_folder_has_the_commit_of_its_repository_where_git_can_say(tmp_path, monkeypatch):
+def test_a_folder_has_its_repositorys_commit_if_git_can_say(tmp_path, monkeypatch):
     changed = tmp_path / "repository" / "changed"
     changed.mkdir(parents=True)
     (changed / "tracked").touch()
