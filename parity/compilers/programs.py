@@ -43,7 +43,9 @@ class Program:
 
 
 def load(root: Path, *, planned: bool = False) -> tuple[Program, ...]:
-    """`PROGRAMS` of the module `programs`: in the package of the project's matrix at `root`, or beside it.
+    """`PROGRAMS` of the project at `root`.
+
+    They stand in the module `programs`: inside the matrix if that is a package, else beside it.
 
     planned: and `PLANNED`, if it is there: programs that are traced and not compiled, which takes a tenth of a second.
     Raises ValueError where there is no such module, or a program is declared twice.

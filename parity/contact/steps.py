@@ -227,9 +227,9 @@ def _benchmark(root: Path, backend: Backend, step: Step) -> Found:
 
 
 def _python(root: Path, *arguments: str, seconds: float | None = None) -> subprocess.CompletedProcess[str]:
-    """A command of Python that has ended, after so many seconds by a SIGTERM.
+    """A command of Python that has ended; after `seconds` it is sent a SIGTERM.
 
-    `supervision` makes an interrupt of it, as from a keyboard; jobs in the background ignore those.
+    `supervision` turns that into a KeyboardInterrupt. A SIGINT would be ignored in a job in the background.
     """
     paths = os.pathsep.join(filter(None, [str(root), *sys.path]))
     command = [sys.executable, *arguments]

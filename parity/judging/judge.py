@@ -191,7 +191,11 @@ FEW = 1 / 8
 
 
 def _allowances(trial: Trial, found: Mapping[str, np.ndarray]) -> dict[str, Allowed]:
-    """Of each output that can be measured; where one does not fit, and a function is off by ulps, off their grid."""
+    """What the contract explains of each measurable output, and how the output fits.
+
+    If one does not fit, and the contract has functions off by ulps, runs off their grid are drawn as well. The better
+    fit of both counts.
+    """
     if not trial.contract.sites and trial.op.magnitude is not None:
         return {}  # it does not say what is rounded
     allowed = _fitted(trial, found, trial.runs())
@@ -202,7 +206,7 @@ def _allowances(trial: Trial, found: Mapping[str, np.ndarray]) -> dict[str, Allo
 
 
 def _fitted(trial: Trial, found: Mapping[str, np.ndarray], drawn: Iterator[dict[str, Floats]]) -> dict[str, Allowed]:
-    """By the first of the drawn runs; by more where an output does not fit the contract."""
+    """As `_allowances`, from the first of the drawn runs, and from more of them if an output does not fit."""
     golden, contract = trial.reference.golden, trial.contract
     taken: list[dict[str, Floats]] = []
     allowed: dict[str, Allowed] = {}

@@ -39,8 +39,8 @@ def runs(
 ) -> Iterator[dict[str, Floats]]:
     """What each output of one run after the other differs from the golden by, 0 where that is not finite.
 
-    The same for the same case and contract. off_grid: what a function is off by up to n ulps (`OFF_BY_ULPS`) errs as
-    some other value of its size does. The grid of n ulps is the model's: no kernel is exact where a value lies near it.
+    The same for the same case and contract. off_grid: at sites of `functions_of` a value errs as some other one of its
+    size. Only the model has a grid of ulps: a kernel errs as well where a value lies on it.
     """
     functions = functions_of(contract) if off_grid else ()
     for group in _groups(op, golden):
@@ -62,7 +62,7 @@ def typical_runs(
 
 
 def functions_of(contract: Contract) -> frozenset[str]:
-    """The sites of functions that are off by up to so many ulps."""
+    """The sites whose values a function returns that is off by ulps (`OFF_BY_ULPS`)."""
     return frozenset(site for site, dtype in contract.sites.items() if dtype.removesuffix(OF_POWER) in OFF_BY_ULPS)
 
 
@@ -119,7 +119,10 @@ def _drawn(
 
 
 def _rounding(contract: Contract, case: Case, group: range, as_others: Container[str]) -> Rounding:
-    """At random; at the sites `as_others` a value errs as one between half of it and itself, in proportion."""
+    """The rounding of a group of runs, at random.
+
+    At the sites `as_others` a value errs as one between half of it and itself, in proportion.
+    """
     words, others = (_words(case, what, group) for what in ("run", "other"))
 
     def rounding(site: str, value: Floats) -> Floats:

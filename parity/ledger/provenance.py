@@ -79,7 +79,7 @@ def installed(backend: Backend, real: bool) -> dict[str, str]:
 
 @cache
 def checkout(folder: Path) -> tuple[str | None, bool | None]:
-    """The commit checked out that `folder` is of, and whether tracked files differ from it; None where git cannot say.
+    """The commit that `folder` has checked out, and whether tracked files differ from it; None if git cannot say.
 
     Asked once: a process runs the code that it has imported, whatever is checked out later.
     """
