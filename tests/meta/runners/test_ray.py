@@ -7,6 +7,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -150,7 +151,9 @@ def cluster():
 def start(cluster, folder, *arguments):
     command = [sys.executable, "-m", "parity", "run", "--ray", cluster.address, "--", *arguments]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=folder, env=environment(), **streams)
+    # Interrupted as in the foreground, whatever these tests are a job of.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, cwd=folder, env=environment(), preexec_fn=heard, **streams)
 
 
 def on(cluster, folder, *arguments):
