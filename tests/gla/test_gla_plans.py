@@ -17,8 +17,6 @@ from tpu_kernels._lib import chunk_decays, recurrent_layout
 from tpu_kernels._lib import chunk_plan as tpu
 from tpu_kernels._lib.decays import finite_exp
 
-pytestmark = pytest.mark.smoke
-
 GATES = {"gamma": {"g": None, "g_gamma": 1}, "g": {"g": 1, "g_gamma": None}, "gk": {"gk": 1}}
 BUDGET = 40 * 2**20  # bytes of VMEM, for which the scans ask
 

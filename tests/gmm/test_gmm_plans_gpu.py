@@ -18,8 +18,6 @@ from tests.support import calls
 from tests.support.calls import point
 from tests.support.interpreter import interpreted
 
-pytestmark = pytest.mark.smoke
-
 E4M3, FLOAT32, BFLOAT16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
 OF_ROWS, OF_GROUPS = ("gmm", "gmm_quantized", "grouped_gemm"), ("tgmm", "tgmm_quantized", "grouped_wgrad")
 OPS = dict(

@@ -4,8 +4,6 @@ import pytest
 
 from tests.support.chips import on
 
-pytestmark = pytest.mark.smoke
-
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "multiplied"),
