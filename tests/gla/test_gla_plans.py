@@ -84,7 +84,7 @@ def test_an_array_takes_whole_registers_of_vmem(shape, size):
 
 
 def test_both_ends_of_a_chunk_are_shown():
-    """What the decays are from its start, and to its end."""
+    """What the decays are from its start, and to its end, of the steps that there are."""
     seen = []
     decay = SimpleNamespace(
         probe_sums=lambda probe: probe("c", "sums"),
@@ -92,5 +92,5 @@ def test_both_ends_of_a_chunk_are_shown():
         decay_to_end=lambda axis: "to",
     )
     with probing(lambda site, value, *_: value):
-        chunk_decays.probe_decays(decay, lambda site, value, *_: seen.append((site, value)))
-    assert seen == [("c", "sums"), ("decay", "from"), ("decay", "to")]
+        chunk_decays.probe_decays(decay, lambda *shown: seen.append(shown))
+    assert seen == [("c", "sums"), ("decay", "from", 1), ("decay", "to", 1)]
