@@ -19,14 +19,15 @@ PAIRS, TRIANGLES = sum(n * n for n in BLOCKS), sum(n * (n + 1) for n in BLOCKS) 
 SIZES = [*(pytest.param(size, size, marks=pytest.mark.full) for size in (16, 20)), (40, 20)]
 
 
-def marked(module, form, direction, k, v, steps=T, **options):
+def marked(module, form, direction, k, v, steps=T, gate=-0.125, **options):
     """By its site, how many values of a head were shown."""
     shapes = dict(q=(1, steps, H, k), k=(1, steps, H, k), v=(1, steps, H, v), initial_state=(1, H, k, v))
     shapes |= dict(gk=(1, steps, H, k)) if module is gla else dict(g=(1, steps, H), g_gamma=(H,))
     shapes |= dict(do=(1, steps, H, v), dht=(1, H, k, v)) if direction == "bwd" else {}
     function = getattr(module, f"{form}_{module.__name__.rpartition('.')[2]}_{direction}")
     with shown() as counts:
-        function(**{name: torch.full(shape, -0.125) for name, shape in shapes.items()}, **options)
+        values = {"gk": gate, "g": gate}
+        function(**{name: torch.full(shape, values.get(name, -0.125)) for name, shape in shapes.items()}, **options)
     assert all(count % H == 0 for count in counts.values())
     return {site: count // H for site, count in counts.items() if count}
 
@@ -45,6 +46,12 @@ def test_a_chunked_forward_pass_shows_what_there_is(module, k, v, fused):
     assert marked(module, "chunk", "fwd", k, v, chunk_size=16, fused=fused) == of_blocks(
         2 * tiles, k if module is gla else 1
     ) | dict(A=tiles * PAIRS, state=len(BLOCKS) * k * v)
+
+
+def test_sums_of_gates_that_are_cut_off_are_not_shown():
+    """They are not the golden's."""
+    found = marked(gla, "chunk", "fwd", 16, 16, chunk_size=16, fused=True, gate=-200.0)
+    assert "c" not in found and found["decay"]
 
 
 @pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.full)])

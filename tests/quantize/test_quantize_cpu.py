@@ -70,6 +70,13 @@ def test_edges_of_float32(name):
     assert (got.scale >= np.finfo(np.float32).tiny).all()
 
 
+def test_a_block_of_one_element_has_a_scale_of_its_own():
+    x = np.float32([[3.0, -0.75, 224.0]])
+    found = fp8_quantize(x, axis=1, block_size=1)
+    np.testing.assert_array_equal(found.qvalue.astype(np.float32), [[448.0, -448.0, 448.0]])
+    np.testing.assert_array_equal(found.scale, np.abs(x) / np.float32(448))
+
+
 def test_every_byte_is_dequantised():
     for name in FORMATS:
         codes = np.arange(256, dtype=np.uint8).view(BITS_OF[name])
