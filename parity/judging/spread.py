@@ -40,11 +40,12 @@ def runs(
     """What each output of one run after the other differs from the golden by, 0 where that is not finite.
 
     The same for the same case and contract. off_grid: at sites of `functions_of` a value errs as some other one of its
-    size. Only the model has a grid of ulps: a kernel errs as well where a value lies on it.
+    size, but for exact ones, which float32 holds. Only the model has a grid of ulps: a kernel errs as well where a
+    value lies on it.
     """
     functions = functions_of(contract) if off_grid else ()
     for group in _groups(op, golden):
-        rounding = _rounding(contract, case, group, functions)
+        rounding = _rounding(contract, case, group, functions, keeps_exact=True)
         yield from _drawn(op, case, inputs, contract, golden, group, rounding, **on_unit(contract))
 
 
@@ -57,7 +58,7 @@ def typical_runs(
     kernels whose errors are as large, the one whose σ were the unit would look the better: by up to 2.2 times.
     """
     for group in _groups(op, golden):
-        rounding = _rounding(contract, case, group, contract.sites)
+        rounding = _rounding(contract, case, group, contract.sites, keeps_exact=False)
         yield from _drawn(op, case, inputs, contract, golden, group, rounding, tile=contract.tile)
 
 
@@ -118,10 +119,13 @@ def _drawn(
         yield {name: x[n] if op.at_once else x for name, x in off.items()}
 
 
-def _rounding(contract: Contract, case: Case, group: range, as_others: Container[str]) -> Rounding:
+def _rounding(
+    contract: Contract, case: Case, group: range, as_others: Container[str], *, keeps_exact: bool
+) -> Rounding:
     """The rounding of a group of runs, at random.
 
-    At the sites `as_others` a value errs as one between half of it and itself, in proportion.
+    At the sites `as_others` a value errs as one between half of it and itself, in proportion. keeps_exact: not one that
+    float32 holds.
     """
     words, others = (_words(case, what, group) for what in ("run", "other"))
 
@@ -134,6 +138,9 @@ def _rounding(contract: Contract, case: Case, group: range, as_others: Container
         share = 1 - others(value) * 2.0**-65
         other = value * share
         off = (stochastic(other, dtype, words) - other) / share
-        return value + np.where(np.isfinite(off), off, 0.0)
+        errs = np.isfinite(off)
+        if keeps_exact:
+            errs &= value != value.astype(np.float32)
+        return value + np.where(errs, off, 0.0)
 
     return rounding

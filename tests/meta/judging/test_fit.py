@@ -404,15 +404,22 @@ def test_an_op_without_a_magnitude_is_judged_by_its_sites():
     assert off.verdict.outcome == "OUT OF BOUND"
 
 
-def scaled(x, stages=exact):
-    """x [M, N] times a function's result that lies on every grid."""
-    return stages("out", stages("root", np.full((len(x), 1), 1.5)) * x.astype(np.float64))
+ON_GRID = 1.5 + 2.0**-45
+"""So near a number of every grid that no run errs."""
 
 
 @pytest.mark.parametrize(
-    ("root", "ulps", "right"), [("/4", 0, True), ("/4", 4, True), ("/4", 64, False), ("", 4, False)]
-)
-def test_a_function_may_be_off_by_its_ulps_wherever_a_value_lies(root, ulps, right):
+    ("value", "root", "ulps", "right"),
+    [(ON_GRID, "/4", 0, True), (ON_GRID, "/4", 4, True), (ON_GRID, "/4", 64, False), (ON_GRID, "", 4, False),
+     (1.5, "/4", 0, True), (1.5, "/4", 4, False)],
+)  # fmt: skip
+def test_a_function_may_be_off_by_its_ulps_wherever_a_value_lies(value, root, ulps, right):
+    """But for one that float32 holds, as exp(0)."""
+
+    def scaled(x, stages=exact):
+        """x [M, N] times a function's result."""
+        return stages("out", stages("root", np.full((len(x), 1), value)) * x.astype(np.float64))
+
     op = Op(
         "scaled", scaled, "none:none", "none:none", lambda case: {"x": Array((case.M, case.N), case.dtype)},
         lambda case, backend: Contract(sites={"root": f"float32{root}", "out": "float32"}),
