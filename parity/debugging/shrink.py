@@ -139,7 +139,7 @@ class _Search:
         if failure is None:
             raise ValueError(f"case must fail on {trial.backend} to be reduced, got {trial.case.id}, which passes")
         self.wanted = failure
-        # Outside the smoke tier an interpreted kernel runs once.
+        # An interpreted kernel runs twice in the smoke tier alone.
         self.tier = trial.case.tier if failure.outcome == "NOT REPEATABLE" else "default"
 
     def _failure(self, trial: Trial) -> Failure | None:
