@@ -1,29 +1,31 @@
 # ruff: noqa: E402 (frameworks may be missing, and are asked for before they are imported)
-"""Rows that the delta rules normalise, more than one program of the GPU's kernel takes."""
+"""Normalised rows of many sequences, of which the GPU's kernel takes some at a time."""
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from gpu_reference._lib.rows_norm import BLOCK_ELEMENTS, norm_gradient_launch, norm_launch
-from op_arguments.delta_rule import NORM_EPS
+from tests.delta_rule.test_delta_rule_cpu import problem
+from tests.support.functions import public
 from tests.support.interpreter import DEVICE
 
-COLUMNS = 256
-ROWS = 2 * BLOCK_ELEMENTS // COLUMNS + 3
-"""Of three programs, the last of three rows."""
+KERNELS = public("gpu_reference")
+SIZES = dict(b=20, t=1, h=2, hv=2, k=256, v=16)
 
 
 @pytest.mark.gpu
-def test_each_row_is_normalised_and_has_its_gradient():
-    """As PyTorch's autograd has both, to some roundoffs."""
-    x, grad = torch.randn(2, ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    normal, rstd, out = torch.empty_like(x), torch.empty(ROWS, device=DEVICE), torch.empty_like(x)
-    norm_launch(x, normal, rstd).run(x.device)
-    norm_gradient_launch(normal, rstd, grad, out).run(x.device)
-    leaf = x.double().requires_grad_()
-    expected = leaf * (leaf.square().sum(dim=1, keepdim=True) + NORM_EPS) ** -0.5
-    expected.backward(grad.double())
-    for got, wanted in ((normal, expected), (out, leaf.grad)):
-        torch.testing.assert_close(got.double(), wanted, rtol=0, atol=1e-7)
+def test_a_normalised_row_knows_nothing_of_other_sequences():
+    """The first and the last of 20 sequences have the bits that they have alone, in both passes."""
+    forward, backward = (
+        {name: torch.from_numpy(x.astype(np.float32)).to(DEVICE) for name, x in part.items()}
+        for part in problem("gated_delta_rule", **SIZES)
+    )
+    for way, given in (("fwd", forward), ("bwd", forward | backward)):
+        function = KERNELS[f"fused_recurrent_gated_delta_rule_{way}"]
+        whole = function(**given, use_qk_l2norm_in_kernel=True)
+        for nth in (0, SIZES["b"] - 1):
+            alone = function(**{name: x[nth : nth + 1] for name, x in given.items()}, use_qk_l2norm_in_kernel=True)
+            for name, x, y in zip(whole._fields, whole, alone, strict=True):
+                assert x is None or torch.equal(x[nth : nth + 1], y), (way, name)
