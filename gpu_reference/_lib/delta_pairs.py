@@ -116,6 +116,7 @@ def _diagonal_inverses(a):
     for nth in range(DIAGONAL - 1):
         known = tl.sum(tl.where(row == nth, inverse, 0.0), axis=1, keep_dims=True)
         weight = tl.sum(tl.where(column == nth, blocks, 0.0), axis=2, keep_dims=True)
+        # Compilers fuse a product and a difference, the interpreter rounds both.
         inverse = tl.where(row > nth, tl.fma(-weight, known, inverse), inverse)
     return tl.reshape(tl.where(is_same, inverse[:, :, None, :], 0.0), (ROWS, ROWS))
 

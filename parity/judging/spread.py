@@ -40,8 +40,7 @@ def runs(
     """What each output of one run after the other differs from the golden by, 0 where that is not finite.
 
     The same for the same case and contract. off_grid: at sites of `functions_of` a value errs as some other one of its
-    size, but for exact ones, which float32 holds. Only the model has a grid of ulps: a kernel errs as well where a
-    value lies on it.
+    size, unless float32 holds it. Only the model has a grid of ulps: a kernel errs as well where a value lies on it.
     """
     functions = functions_of(contract) if off_grid else ()
     for group in _groups(op, golden):

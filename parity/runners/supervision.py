@@ -130,6 +130,6 @@ def _wait(pid: int, awaited: set[signal.Signals]) -> int:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
-        # Stopped (Ctrl-Z) and continued after that second, CPython has `found` of whatever its memory held.
+        # Stopped (Ctrl-Z) for longer than that second, CPython returns a siginfo that it has not filled.
         if found and found.si_signo in PASSED_ON and found.si_code <= 0:
             os.kill(pid, found.si_signo)

@@ -89,8 +89,8 @@ def test_an_inverse_by_powers_is_off_contract(backend):
     "backend", [pytest.param("gpu", marks=INTERPRETED["gpu"]), pytest.param("tpu", marks=pytest.mark.full)]
 )
 def test_an_inverse_rounds_where_the_contract_says(backend):
-    """A GPU takes a row from those below by FMAs. Equal keys leave little of a row, of which products rounded by
-    themselves made 1.9 times as large an error."""
+    """A GPU takes a row from those below by FMAs. Equal keys leave little of a row: where products were rounded by
+    themselves, T was off by 1.9 times its contract."""
     pytest.importorskip("jax" if backend == "tpu" else "triton")
     op = CHUNK_KDA[0]
     case = next(c for c in op.cases if (c.dtype, c.rho, c.beta) == (F32, "equal", "near1"))
