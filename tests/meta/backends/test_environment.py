@@ -1,7 +1,9 @@
 """What frameworks read when they load is said to those that are loaded already; what they leave is let go."""
 
 import ctypes
+import platform
 import re
+import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -29,6 +31,33 @@ def test_a_loaded_openblas_is_told_how_many_threads_to_use(monkeypatch):
         assert library.scipy_openblas_get_num_threads64_() == before + 1
     finally:
         library.scipy_openblas_set_num_threads64_(before)
+
+
+FAULTS = """
+import resource
+import numpy as np
+from parity.backends import prepare_environment
+prepare_environment()
+for n in range(51):
+    if n == 1:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    arrays = [np.ones(2**18) for _ in range(8)]
+    del arrays
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not glibc")
+@pytest.mark.parametrize("chosen", [False, True])
+def test_memory_that_arrays_freed_is_handed_out_again(monkeypatch, chosen):
+    """Fifty times eight arrays of 512 pages each: not one page in twenty is mapped anew, unless a user chose so."""
+    for variable, _ in backends.MALLOC.values():
+        monkeypatch.delenv(variable, raising=False)
+        if chosen:
+            monkeypatch.setenv(variable, "131072")
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    pages = 50 * 8 * 512
+    assert int(done.stdout) > pages / 2 if chosen else int(done.stdout) < pages / 20
 
 
 class Ring:
