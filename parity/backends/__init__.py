@@ -52,10 +52,9 @@ many tests compile no 300 programs."""
 GROWTH = 400_000_000
 """Bytes that a process may grow by before compiled programs and unreachable cycles are freed. Python's collector counts
 objects and not bytes: a few that hold large arrays do not wake it."""
-KEPT_FREE = 2**27
-MALLOC = {-1: ("MALLOC_TRIM_THRESHOLD_", KEPT_FREE), -3: ("MALLOC_MMAP_THRESHOLD_", 2**25)}
-"""Of glibc: `mallopt`'s options (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD) with their variables and the bytes set here, of
-which the second are the most that it takes."""
+KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": (-1, 2**27), "MALLOC_MMAP_THRESHOLD_": (-3, 2**25)}
+"""glibc's variables, each with its option of mallopt(3) and the bytes set here. An array above the second, the most
+that glibc takes, is mapped anew each time."""
 _LOOKS = itertools.count()
 _kept = 0  # bytes that this process had after the last collection here
 
@@ -162,7 +161,8 @@ def prepare_environment() -> None:
 
     Without a TPU, JAX is kept on its CPU backend (a libtpu that is only there to compile would search for chips);
     without a CUDA device, Triton interprets. Variables that are set already stay as they are; XLA_FLAGS gets
-    `INTERPRETED` before what is there, which counts where both name a flag.
+    `INTERPRETED` before what is there, which counts where both name a flag. glibc keeps freed memory for the next
+    arrays.
     """
     defaults = {
         # Triton 3.10 flips this default, which changes results.
@@ -199,15 +199,19 @@ def _limit_threads(count: int) -> None:
 
 @cache
 def _keep_freed_memory() -> None:
-    """Tell glibc to hand out again what arrays have freed, `KEPT_FREE` bytes at most, unless its variables are set.
+    """Tell glibc to keep the memory of freed arrays for the next ones (`KEPT_MEMORY`); variables that are set win.
 
-    By default it maps a large array anew each time, and the system zeroes each page that is first written: a rounding
-    of 2¹⁸ values took four times as long.
+    Mapped anew, each page is zeroed when it is first written: a rounding of 2¹⁸ values took four times as long.
     """
-    if sys.platform == "linux" and (set_option := getattr(ctypes.CDLL(None), "mallopt", None)):
-        for option, (variable, size) in MALLOC.items():
+    if set_option := _of_libc("mallopt"):
+        for variable, (option, size) in KEPT_MEMORY.items():
             if variable not in os.environ:
                 set_option(option, size)
+
+
+def _of_libc(name: str) -> Any:
+    """A function of Linux's C library; None where it has none of that name."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 def free_compiled_programs(*, finished: bool) -> None:
@@ -224,7 +228,7 @@ def free_compiled_programs(*, finished: bool) -> None:
         jax.clear_caches()
     if grown:
         gc.collect()
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+    if trim := _of_libc("malloc_trim"):
         trim(0)  # glibc keeps what is freed: a third of a process that has compiled twenty scans
     if grown:
         _kept = _resident()
