@@ -1,5 +1,5 @@
 # ruff: noqa: E402 (frameworks may be missing, and are asked for before they are imported)
-"""Normalised rows of many sequences, of which the GPU's kernel takes some at a time."""
+"""Normalised rows of more sequences than one program of the GPU's kernel takes."""
 
 import numpy as np
 import pytest
