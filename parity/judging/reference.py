@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 
 import numpy as np
@@ -17,18 +17,34 @@ from parity.judging.spread import allowances, typical_runs
 from parity.op import BACKENDS, Case, Inputs, Op
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reference:
-    """What a case's outputs are measured against: drawn inputs, golden and magnitude by output, and the longest chain.
+    """What a case's outputs are measured against: drawn inputs, golden by output, and the longest chain.
 
-    Where the op derives no magnitude, it is the size of the errors that the GPU's contract explains around the element,
-    of values like these (`spread.typical_runs`), in roundoffs of its accumulator, and there is no chain.
+    derived: the magnitude of each output, where the op derives one; else there is no chain.
     """
 
+    op: Op
+    case: Case
     inputs: Inputs
     golden: dict[str, Floats]
-    magnitude: dict[str, Floats]
+    derived: dict[str, Floats]
     chain: int
+
+    @cached_property
+    def magnitude(self) -> dict[str, Floats]:
+        """Derived or, where the op derives none, the size of the errors that the GPU's contract explains around the
+        element, of values like these (`spread.typical_runs`), in roundoffs of its accumulator.
+        """
+        if self.op.magnitude is not None or self.op.bit_exact:
+            return self.derived
+        contract = contract_of(self.op, self.case, "gpu")
+        drawn = islice(typical_runs(self.op, self.case, self.inputs, contract, self.golden), RUNS[0])
+        explained = allowances(list(drawn), self.golden, contract.roundoff)
+        return {
+            name: explained[name].size / contract.roundoff if y.size else np.zeros(y.shape)
+            for name, y in self.golden.items()
+        }
 
 
 @lru_cache(maxsize=4)
@@ -36,17 +52,13 @@ def reference(op: Op, case: Case) -> Reference:
     """The inputs of a case, drawn, and what its outputs are measured against; the last few are kept."""
     inputs = draw(op, case)
     truth = goldens.shared(op, case, inputs, lambda: _truth(op, case, inputs))
-    golden, magnitude = (
+    golden, derived = (
         {label.removeprefix(what): x for label, x in truth.items() if label.startswith(what)}
         for what in ("golden.", "magnitude.")
     )
     for backend in BACKENDS:
         check_outs(op, case, contract_of(op, case, backend), golden)
-    if op.magnitude is None and not op.bit_exact:
-        contract = contract_of(op, case, "gpu")
-        drawn = list(islice(typical_runs(op, case, inputs, contract, golden), RUNS[0]))
-        magnitude = _explained(drawn, golden, contract.roundoff)
-    return Reference(inputs, golden, magnitude, checked_chain(op, case, inputs))
+    return Reference(op, case, inputs, golden, derived, checked_chain(op, case, inputs))
 
 
 def _truth(op: Op, case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
@@ -56,8 +68,3 @@ def _truth(op: Op, case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
         magnitude = checked_magnitude(op, case, inputs, golden)
     labelled = {"golden": golden, "magnitude": magnitude}
     return {f"{what}.{name}": x for what, of in labelled.items() for name, x in of.items()}
-
-
-def _explained(drawn: list[dict[str, Floats]], golden: dict[str, Floats], roundoff: float) -> dict[str, Floats]:
-    explained = allowances(drawn, golden, roundoff)
-    return {name: explained[name].size / roundoff if y.size else np.zeros(y.shape) for name, y in golden.items()}
