@@ -48,7 +48,7 @@ _NARROW = {jnp.dtype(name) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m
 _FLOATS = _NARROW | {jnp.dtype(name) for name in ("float32", "float16")}
 
 Passes = Callable[[jax.Array, jax.Array], list[tuple[jax.Array, jax.Array]]]
-"""From float32 operands to those of each pass, in the order in which the passes are added."""
+"""From float32 operands to those of each pass, which bfloat16 holds, in the order in which the passes are added."""
 
 
 @contextmanager
@@ -124,22 +124,30 @@ def _passes(dtypes: set[Any], precision: Any) -> Passes | None:
     if type(precision) is tuple:  # one per operand, and not a DotAlgorithm
         precision = max(precision, key=list(lax.Precision).index)
     passes = _PASSES.get(precision)
-    return _bf16x1 if passes and dtypes <= _NARROW else passes
+    return _as_they_are if passes and dtypes <= _NARROW else passes
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def _as_they_are(lhs: jax.Array, rhs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    return [(lhs, rhs)]
 
 
 def _bf16x1(lhs: jax.Array, rhs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-    return [(lhs, rhs)]
+    return [(_rounded(lhs), _rounded(rhs))]
 
 
 def _bf16x3(lhs: jax.Array, rhs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
     (a, a_rest), (b, b_rest) = _split(lhs), _split(rhs)
-    return [(a_rest, b), (a, b_rest), (a, b)]
+    return [(_rounded(a_rest), b), (a, _rounded(b_rest)), (a, b)]
 
 
 def _bf16x6(lhs: jax.Array, rhs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
     (a, a_rest), (b, b_rest) = _split(lhs), _split(rhs)
     (a_mid, a_low), (b_mid, b_low) = _split(a_rest), _split(b_rest)
-    return [(a_low, b), (a, b_low), (a_rest, b_rest), (a_mid, b), (a, b_mid), (a, b)]
+    return [(a_low, b), (a, b_low), (_rounded(a_rest), _rounded(b_rest)), (a_mid, b), (a, b_mid), (a, b)]
 
 
 _PASSES: dict[Any, Passes] = {
@@ -169,23 +177,31 @@ def _dot(lhs: jax.Array, rhs: jax.Array, *, passes: Passes, dimension_numbers: A
     b, rhs_free = _canonical(rhs, rhs_batch, rhs_contract)
 
     def add_filling(accumulator: jax.Array, filling: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        for operands in passes(*(x.astype(jnp.float32) for x in filling)):
-            x, y = (lax.reduce_precision(o, exponent_bits=8, mantissa_bits=7).astype(jnp.float64) for o in operands)
-            exact = lax.dot_general(x, y, (((2,), (2,)), ((0,), (0,))))
+        operands = passes(*filling)
+        wide = {id(x): x.astype(jnp.float64) for pair in operands for x in pair}
+        for x, y in operands:
+            exact = lax.dot_general(wide[id(x)], wide[id(y)], (((2,), (2,)), ((0,), (0,))))
             accumulator += exact.astype(jnp.float32)
         return accumulator, None
 
-    zeros = jnp.zeros((a.shape[1], a.shape[2], b.shape[2]), jnp.float32)
-    accumulator, _ = lax.scan(add_filling, zeros, (a, b))
+    accumulator = jnp.zeros((a.shape[0], a.shape[1], b.shape[1]), jnp.float32)
+    if a.shape[2] <= DEPTH:  # a loop of one step, and zeros, would be more for XLA to compile
+        accumulator, _ = add_filling(accumulator, (a, b))
+    else:
+        accumulator, _ = lax.scan(add_filling, accumulator, (_fillings(a), _fillings(b)))
     batch = tuple(lhs.shape[axis] for axis in lhs_batch)
     return accumulator.reshape(batch + lhs_free + rhs_free).astype(dtype)
 
 
 def _canonical(x: jax.Array, batch: tuple[int, ...], contract: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
-    """x as [fillings, batch, free, DEPTH], its contraction padded with zeros, and the sizes of its free axes."""
+    """x as float32 [batch, free, contraction], and the sizes of its free axes."""
     free = tuple(axis for axis in range(x.ndim) if axis not in {*batch, *contract})
     sizes = tuple(math.prod(x.shape[axis] for axis in axes) for axes in (batch, free, contract))
-    rows = x.transpose(*batch, *free, *contract).reshape(sizes)
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -sizes[2] % DEPTH)))
-    fillings = rows.reshape(*sizes[:2], rows.shape[2] // DEPTH, DEPTH).transpose(2, 0, 1, 3)
-    return fillings, tuple(x.shape[axis] for axis in free)
+    rows = x.astype(jnp.float32).transpose(*batch, *free, *contract).reshape(sizes)
+    return rows, tuple(x.shape[axis] for axis in free)
+
+
+def _fillings(rows: jax.Array) -> jax.Array:
+    """Rows [batch, free, contraction] as [fillings, batch, free, DEPTH], padded with zeros."""
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % DEPTH)))
+    return rows.reshape(*rows.shape[:2], rows.shape[2] // DEPTH, DEPTH).transpose(2, 0, 1, 3)

@@ -41,8 +41,9 @@ def _along(x: jax.Array, axis: int) -> jax.Array:
     size = x.shape[axis]
     width = REGISTER[axis - x.ndim] if x.ndim - axis <= len(REGISTER) else 1
     width = min(width, 1 << (size - 1).bit_length())
-    pad = [(0, -size % width if n == axis else 0) for n in range(x.ndim)]
-    registers = [lax.slice_in_dim(jnp.pad(x, pad), n, n + width, axis=axis) for n in range(0, size, width)]
+    if size % width:
+        x = jnp.pad(x, [(0, -size % width if n == axis else 0) for n in range(x.ndim)])
+    registers = [lax.slice_in_dim(x, n, n + width, axis=axis) for n in range(0, size, width)]
     x = registers[0]
     for register in registers[1:]:
         x = x + register
