@@ -10,6 +10,8 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
+from jax.experimental.pallas import tpu as pltpu  # noqa: E402
+
 from cpu_golden import mxfp8 as golden_mxfp8  # noqa: E402
 from cpu_golden import quantize as golden  # noqa: E402
 from parity.interop import to_jax, to_numpy  # noqa: E402
@@ -110,6 +112,15 @@ def test_bfloat16_that_is_walked_twice_is_rounded_as_the_golden_does(axis, spoil
         check(kernels.fp8_quantize(to_jax(x), axis, None, **how), golden.fp8_quantize(x, axis, None, **how))
     how = {"check_finite": False}
     check(kernels.int8_quantize(to_jax(x), axis, None, **how), golden.int8_quantize(x, axis, None, **how))
+
+
+def test_a_walk_touches_no_memory_that_is_not_there(monkeypatch):
+    """Beyond an array lies its last element for Pallas's usual interpreter, and on a TPU another array."""
+    monkeypatch.setattr("tpu_kernels._lib.layout.tile_size", lambda: 2**14)
+    x = np.random.default_rng(0).standard_normal((352, 500)).astype(ml_dtypes.bfloat16)
+    strict = pltpu.InterpretParams(out_of_bounds_reads="raise")
+    got = kernels.fp8_quantize(to_jax(x), 1, None, check_finite=False, interpret=strict)
+    check(got, golden.fp8_quantize(x, 1, None, check_finite=False))
 
 
 @pytest.mark.parametrize("name", FORMATS)
