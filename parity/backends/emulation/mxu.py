@@ -48,7 +48,7 @@ _NARROW = {jnp.dtype(name) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m
 _FLOATS = _NARROW | {jnp.dtype(name) for name in ("float32", "float16")}
 
 Passes = Callable[[jax.Array, jax.Array], list[tuple[jax.Array, jax.Array]]]
-"""From float32 operands to those of each pass, which bfloat16 holds, in the order in which the passes are added."""
+"""From float32 operands to those of each pass, in the order in which the passes are added."""
 
 
 @contextmanager
@@ -124,30 +124,22 @@ def _passes(dtypes: set[Any], precision: Any) -> Passes | None:
     if type(precision) is tuple:  # one per operand, and not a DotAlgorithm
         precision = max(precision, key=list(lax.Precision).index)
     passes = _PASSES.get(precision)
-    return _as_they_are if passes and dtypes <= _NARROW else passes
-
-
-def _rounded(x: jax.Array) -> jax.Array:
-    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-
-
-def _as_they_are(lhs: jax.Array, rhs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-    return [(lhs, rhs)]
+    return _bf16x1 if passes and dtypes <= _NARROW else passes
 
 
 def _bf16x1(lhs: jax.Array, rhs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-    return [(_rounded(lhs), _rounded(rhs))]
+    return [(lhs, rhs)]
 
 
 def _bf16x3(lhs: jax.Array, rhs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
     (a, a_rest), (b, b_rest) = _split(lhs), _split(rhs)
-    return [(_rounded(a_rest), b), (a, _rounded(b_rest)), (a, b)]
+    return [(a_rest, b), (a, b_rest), (a, b)]
 
 
 def _bf16x6(lhs: jax.Array, rhs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
     (a, a_rest), (b, b_rest) = _split(lhs), _split(rhs)
     (a_mid, a_low), (b_mid, b_low) = _split(a_rest), _split(b_rest)
-    return [(a_low, b), (a, b_low), (_rounded(a_rest), _rounded(b_rest)), (a_mid, b), (a, b_mid), (a, b)]
+    return [(a_low, b), (a, b_low), (a_rest, b_rest), (a_mid, b), (a, b_mid), (a, b)]
 
 
 _PASSES: dict[Any, Passes] = {
@@ -177,10 +169,9 @@ def _dot(lhs: jax.Array, rhs: jax.Array, *, passes: Passes, dimension_numbers: A
     b, rhs_free = _canonical(rhs, rhs_batch, rhs_contract)
 
     def add_filling(accumulator: jax.Array, filling: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        operands = passes(*filling)
-        wide = {id(x): x.astype(jnp.float64) for pair in operands for x in pair}
-        for x, y in operands:
-            exact = lax.dot_general(wide[id(x)], wide[id(y)], (((2,), (2,)), ((0,), (0,))))
+        for operands in passes(*filling):
+            x, y = (lax.reduce_precision(o, exponent_bits=8, mantissa_bits=7).astype(jnp.float64) for o in operands)
+            exact = lax.dot_general(x, y, (((2,), (2,)), ((0,), (0,))))
             accumulator += exact.astype(jnp.float32)
         return accumulator, None
 
