@@ -21,7 +21,7 @@ from parity.op import BACKENDS, Case, Inputs, Op
 class Reference:
     """What a case's outputs are measured against: drawn inputs, golden by output, and the longest chain.
 
-    derived: the magnitude of each output, where the op derives one; else there is no chain.
+    derived: M of each output, in its shape; empty if the op derives none, and chain is then 0.
     """
 
     op: Op
@@ -33,8 +33,11 @@ class Reference:
 
     @cached_property
     def magnitude(self) -> dict[str, Floats]:
-        """Derived or, where the op derives none, the size of the errors that the GPU's contract explains around the
-        element, of values like these (`spread.typical_runs`), in roundoffs of its accumulator.
+        """M of each output, in its shape.
+
+        If the op derives none: the size of the errors around each element that the GPU's contract explains, for values
+        like these (`spread.typical_runs`), in roundoffs of its accumulator. Raises DeclarationError for a golden that
+        does not keep to its sites.
         """
         if self.op.magnitude is not None or self.op.bit_exact:
             return self.derived
