@@ -22,9 +22,8 @@ for an error beyond even the quantile of Student's t with as few degrees of free
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -130,15 +129,17 @@ class Allowance:
     """What a contract explains of one output, from R runs that keep it."""
 
     golden: Floats
-    runs: Floats  # [R, *shape]: what they differ from the golden by; R at least 3
+    runs: Sequence[Floats]  # what each differs from the golden by; at least 3
     variance: Floats  # σ² of each element
     smooth: Floats  # that of its row and column
     last: Floats  # of one rounding of the golden in the accumulator
 
     @classmethod
-    def of(cls, golden: Floats, runs: Floats, roundoff: float) -> Allowance:
+    def of(cls, golden: Floats, runs: Sequence[Floats], roundoff: float) -> Allowance:
         """roundoff: the accumulator's."""
-        own = runs.mean(axis=0) ** 2 + runs.var(axis=0, ddof=1) * (0.5 - 1 / len(runs))
+        count, none = len(runs), np.zeros_like(golden)
+        mean = sum(runs, none) / count
+        own = mean**2 + sum(((run - mean) ** 2 for run in runs), none) / (count - 1) * (0.5 - 1 / count)
         value = np.nan_to_num(golden, posinf=0.0, neginf=0.0)
         return cls(golden, runs, own, _by_row_and_column(own), (roundoff * value) ** 2 / 3 + UNDERFLOW**2)
 
@@ -161,14 +162,14 @@ class Allowance:
         sigmas = self.sigmas(y)
         delta = np.nan_to_num(explained_by(y, self.golden), posinf=0.0)  # infinite ones are beyond any bound
         delta = np.maximum(np.abs(delta) - UNDERFLOW, 0)
-        sums = _Sums.of(self, delta**2, 1 / (self.smooth + self.last), str(y.dtype))
-        fit = sums.fit(output)
-        whole = sums.whole
+        squares = _Squares.of(self, delta**2, 1 / (self.smooth + self.last), str(y.dtype))
+        whole = squares.whole
+        fit = whole.fit(output)
         looks, pairs = [*fit.looks], []
         for axis, of_each in labels.items():
             names, codes = np.unique(of_each, return_inverse=True)
             if len(names) > 1:
-                parts = sums.by(codes.reshape((1,) * (y.ndim - of_each.ndim) + of_each.shape), len(names))
+                parts = squares.by(codes.reshape((1,) * (y.ndim - of_each.ndim) + of_each.shape), len(names))
                 looks += parts.looks(axis, names)
                 pairs += parts.pairs(axis, names, whole)
         largest, beyond = float(sigmas.max(initial=0.0)), int((sigmas > K).sum())
@@ -178,23 +179,24 @@ class Allowance:
         """How an output of `dtype` fits as a whole, of which a record has left the rms of η by tile."""
         shape = self.golden.shape
         square = np.full(shape, measured.power(shape)) * scale.unit**2
-        return _Sums.of(self, square, 1 / scale.unit**2, dtype).fit(output)
+        return _Squares.of(self, square, 1 / scale.unit**2, dtype).whole.fit(output)
 
 
 @dataclass(frozen=True)
-class _Sums:
-    """Weighted sums of squares: over each element by itself, or over the elements of each label."""
+class _Squares:
+    """Weighted squares of each element by itself."""
 
     found: Floats  # w δ²
     expected: Floats  # w E[δ²]
     variance: Floats  # of w δ²
     model: Floats  # w σ²
     model_variance: Floats  # of w e² for a normal e
-    runs: Floats  # [R, …] w d²
+    weight: Floats  # w
+    runs: Sequence[Floats]  # d of each: their squares, all at once, would take as much memory again
 
     @classmethod
-    def of(cls, allowed: Allowance, square: Floats, weight: Floats, dtype: str) -> _Sums:
-        """Of each element of an output of `dtype`; square: δ²."""
+    def of(cls, allowed: Allowance, square: Floats, weight: Floats, dtype: str) -> _Squares:
+        """Of an output of `dtype`; square: δ²."""
         variance = allowed.variance
         sigma = np.sqrt(variance)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -202,20 +204,12 @@ class _Sums:
         second, fourth = (sum(moment(t) for t in cut) for moment in (_second, _fourth))
         model = weight * variance
         shown = model**2 * np.maximum(fourth - second**2, 0)
-        return cls(weight * square, model * second, shown, model, 2 * model**2, weight * allowed.runs**2)
+        return cls(weight * square, model * second, shown, model, 2 * model**2, weight, allowed.runs)
 
-    @cached_property
+    @property
     def whole(self) -> _Sums:
         """The sums over all elements."""
         return self.by(np.zeros((1,) * self.found.ndim, int), 1)
-
-    def fit(self, output: str) -> Fit:
-        """How the output fits as a whole."""
-        whole = self.whole
-        looks = whole.looks("", [""])
-        shown, of_run = (float(n[0]) for n in whole.freedom)
-        ratio = looks[0].ratio if looks else float("nan")
-        return Fit(output, 0.0, 0, ratio, (shown, len(self.runs) * of_run), tuple(looks), ())
 
     def by(self, codes: np.ndarray, count: int) -> _Sums:
         """The sums over the elements of each label, which `codes` numbers, 1 long where all along an axis share one."""
@@ -224,10 +218,28 @@ class _Sums:
         def total(x: Floats) -> Floats:
             return np.bincount(flat, x.sum(axis=shared).ravel(), count).astype(np.float64)
 
-        return self._map(lambda x: total(x) if x is not self.runs else np.stack([total(run) for run in x]))
+        each = (self.found, self.expected, self.variance, self.model, self.model_variance)
+        runs = np.stack([total(self.weight * run**2) for run in self.runs])
+        return _Sums(*[*map(total, each), runs])
 
-    def _map(self, function: Callable[[Floats], Floats]) -> _Sums:
-        return _Sums(**{field.name: function(getattr(self, field.name)) for field in fields(self)})
+
+@dataclass(frozen=True)
+class _Sums:
+    """The sums of these over the elements of each label."""
+
+    found: Floats
+    expected: Floats
+    variance: Floats
+    model: Floats
+    model_variance: Floats
+    runs: Floats  # [R, label]: of w d²
+
+    def fit(self, output: str) -> Fit:
+        """How the output fits as a whole, of sums over all elements."""
+        looks = self.looks("", [""])
+        shown, of_run = (float(n[0]) for n in self.freedom)
+        ratio = looks[0].ratio if looks else float("nan")
+        return Fit(output, 0.0, 0, ratio, (shown, len(self.runs) * of_run), tuple(looks), ())
 
     @property
     def freedom(self) -> tuple[Floats, Floats]:

@@ -188,8 +188,8 @@ def _is_sampled(op: Op, case: Case) -> bool:
     return case.tier == "smoke" and case.seed == 0 and case.dtype == next(dtypes, case.dtype)
 
 
-Allowed = tuple[Allowance, Fit]
-"""What a contract explains of an output, and how what was found fits that."""
+Allowed = tuple[Floats, Fit]
+"""The σ that a contract explains of each element of an output, and how what was found fits it."""
 
 
 FEW = 1 / 8
@@ -219,7 +219,7 @@ def _fitted(trial: Trial, found: Mapping[str, np.ndarray], drawn: Iterator[dict[
     for count in RUNS:
         taken += islice(drawn, count - len(taken))
         allowed = {
-            name: (of, of.fit(name, found[name], trial.axes(name)))
+            name: (of.sigma, of.fit(name, found[name], trial.axes(name)))
             for name, of in allowances(taken, golden, contract.roundoff).items()
             if is_measurable(found[name], golden[name])
         }
@@ -249,7 +249,7 @@ def _judge_output(
     metrics = measure(y, golden, scale)
     unit, bound = scale.unit, judged.bound
     if allowed:
-        unit, bound = allowed[0].sigma, K
+        unit, bound = allowed[0], K
         judged = replace(judged, fits={judged.output: allowed[1]})
     if bad_form:
         decided = bad_form

@@ -68,9 +68,7 @@ def functions_of(contract: Contract) -> frozenset[str]:
 
 def allowances(drawn: list[dict[str, Floats]], golden: Mapping[str, Floats], roundoff: float) -> dict[str, Allowance]:
     """The `Allowance` of each output that has elements."""
-    return {
-        name: Allowance.of(y, np.stack([run[name] for run in drawn]), roundoff) for name, y in golden.items() if y.size
-    }
+    return {name: Allowance.of(y, [run[name] for run in drawn], roundoff) for name, y in golden.items() if y.size}
 
 
 def alike(key: np.uint64 | np.ndarray) -> Words:
