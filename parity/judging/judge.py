@@ -83,7 +83,7 @@ class Judgement:
     @property
     def load(self) -> float:
         """How near the output that decided came to a bound; above 1 it is beyond."""
-        if self.fit and np.isfinite(self.eta_max):
+        if self.fit and self.verdict.outcome != "NON-FINITE":
             return self.fit.load
         return self.eta_max / (self.bound or 1)
 
@@ -101,6 +101,26 @@ class Judgement:
             "passed": self.verdict.passed,
             **figures,
         }
+
+
+class Measured(Mapping[str, Metrics]):
+    """The metrics of what a kernel found, each taken when it is first asked for: a contract may decide without any."""
+
+    def __init__(self, trial: Trial, found: Mapping[str, np.ndarray]) -> None:
+        self._trial, self._taken = trial, dict[str, Metrics]()
+        self._found = {name: y for name, y in found.items() if is_measurable(y, trial.reference.golden[name])}
+
+    def __getitem__(self, name: str) -> Metrics:
+        if name not in self._taken:
+            golden, scale = self._trial.reference.golden[name], self._trial.scale(name)
+            self._taken[name] = measure(self._found[name], golden, scale)
+        return self._taken[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
 
 
 UNDECIDED = Verdict("UNDECIDED", "", "")
@@ -164,7 +184,8 @@ def gates(trial: Trial) -> Judgement:
         wrong = Verdict("WRONG OUTPUTS", "G1", reason)
         return Judgement(case, trial.backend, real, wrong, "", 0.0, seconds=seconds)
     bound = 0.0 if trial.exact else trial.bound
-    undecided = [Judgement(case, trial.backend, real, UNDECIDED, name, bound) for name in first]
+    measured = {} if op.bit_exact else Measured(trial, first)
+    undecided = [Judgement(case, trial.backend, real, UNDECIDED, name, bound, measured) for name in first]
     if op.bit_exact:
         judgements = [_judge_bits(j, expected, first[j.output], again[j.output]) for j in undecided]
     else:
@@ -176,7 +197,6 @@ def gates(trial: Trial) -> Judgement:
     return replace(
         worst,
         seconds=seconds,
-        outputs={name: metrics for j in judgements for name, metrics in j.outputs.items()},
         fits={name: fit for j in judgements for name, fit in j.fits.items()},
         worsts={name: element for j in judgements for name, element in j.worsts.items()},
     )
@@ -241,33 +261,35 @@ def _judge_bits(judged: Judgement, expected: Reference, y: np.ndarray, again: np
 def _judge_output(
     judged: Judgement, trial: Trial, y: np.ndarray, again: np.ndarray, allowed: Allowed | None
 ) -> Judgement:
-    golden = trial.reference.golden[judged.output]
-    dtype, scale = trial.contract.dtype(judged.output), trial.scale(judged.output)
+    golden, dtype = trial.reference.golden[judged.output], trial.contract.dtype(judged.output)
     bad_form = verdict.form(y, again, golden, dtype)
     if bad_form and not is_measurable(y, golden):
         return replace(judged, verdict=bad_form)
-    metrics = measure(y, golden, scale)
-    unit, bound = scale.unit, judged.bound
     if allowed:
         unit, bound = allowed[0], K
         judged = replace(judged, fits={judged.output: allowed[1]})
+    else:
+        unit, bound = trial.scale(judged.output).unit, judged.bound
     if bad_form:
         decided = bad_form
     elif trial.exact:
         decided = verdict.exactness(y, golden)
     else:
-        decided = _agreement(metrics, judged.bound if trial.op.magnitude else np.inf, judged.fit)
+        decided = _agreement(judged, derived=trial.op.magnitude is not None)
         if decided.passed:
             decided = verdict.mistrusted(golden, unit, dtype, bound) or decided
     worsts = {judged.output: _worst(y, golden, unit, bound)} if y.size else {}
-    return replace(judged, verdict=decided, outputs={judged.output: metrics}, worsts=worsts)
+    return replace(judged, verdict=decided, worsts=worsts)
 
 
-def _agreement(metrics: Metrics, bound: float, fit: Fit | None) -> Verdict:
-    """G3: by the contract where it says what is rounded, and by the derived bound."""
+def _agreement(judged: Judgement, *, derived: bool) -> Verdict:
+    """G3: by the contract where it says what is rounded, and by the bound, where one is derived."""
+    fit = judged.fit
     if fit and (off := fit.verdict()):
         return off
-    decided = verdict.agreement(metrics, bound)
+    if fit and not derived:
+        return Verdict("AGREES", "G3", str(fit))
+    decided = verdict.agreement(judged.outputs[judged.output], judged.bound)
     return replace(decided, reason=str(fit)) if fit and decided.passed else decided
 
 
@@ -322,7 +344,9 @@ def compare(op: Op, case: Case, seeds: int, recorded: Mapping[Backend, Sequence[
             for backend in BACKENDS:
                 trial = Trial(op, case.with_seed(case.seed + n), backend)
                 of = recorded.get(backend)
-                judged[backend] += (judge(trial) if of is None else fitted(replace(trial, device=of[n].device), of[n]),)
+                found = judge(trial) if of is None else fitted(replace(trial, device=of[n].device), of[n])
+                # Measured now, as what is measured takes much memory.
+                judged[backend] += (replace(found, outputs=dict(found.outputs)),)
         compared = Compared(case, dict(judged), _verdict_on(op, case, judged))
         if recorded or compared.comparison.verdict.passed or compared.comparison.verdict.gate not in BESIDE:
             break
