@@ -43,7 +43,7 @@ class Book:
             tiles=_tiles(trial.case),
             verdict=judged.verdict.outcome,
             bound=judged.bound,
-            outputs=judged.outputs,
+            outputs=dict(judged.outputs),
             contract_epsilon=contract.epsilon if contract else None,
             seconds=round(judged.seconds, 3),
             provenance=self._here(trial),
