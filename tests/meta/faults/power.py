@@ -1,6 +1,6 @@
 """What the gates see of every loss of precision that is planted in the kernels: the table of docs/verdicts.md.
 
-python -m tests.meta.faults.power [PATTERN]     # rows whose names match; about 20 minutes of a core for all
+python -m tests.meta.faults.power [PATTERN]     # rows whose names match; about 5 minutes of a core for all
 """
 
 import re
