@@ -448,6 +448,16 @@ def test_a_magnitude_that_is_not_derived_is_a_size_of_errors_over_the_roundoff()
     assert 0.8 < np.sqrt(np.mean(explained(trial)["out"].variance / size**2)) < 1.2
 
 
+def test_a_contract_decides_without_a_unit_which_metrics_alone_are_counted_in(monkeypatch):
+    trial = Trial(replace(GMM, magnitude=None, chain=None), CASE.with_seed(1), "gpu")
+    drawn = []
+    monkeypatch.setattr("parity.judging.reference.typical_runs", lambda *given: drawn.append(1) or typical_runs(*given))
+    judged = judge(trial)
+    assert judged.verdict.passed and not drawn
+    epsilon = [judged.outputs["out"].epsilon, judged.summary()["epsilon"]]
+    assert len(set(epsilon)) == len(drawn) == 1 and 0 < epsilon[0] < trial.contract.roundoff
+
+
 def test_kernels_that_err_as_much_have_the_same_epsilon():
     """The TPU splits what is decayed of k, the GPU of v: in σ of the GPU's own runs the TPU's error was 2.2 times."""
     case = next(c for c in FORWARD.cases if (c.data, c.dtype) == ("wide", "bfloat16"))
