@@ -24,7 +24,7 @@ picture:
 test: lint
 	$(PYTEST)
 
-# Of the files that take tests from the matrix: to collect the others as well takes 4 s.
+# Only the files that take tests from the matrix: collecting all of them takes each worker 4 s more.
 smoke: install
 	$(PYTEST) --parity-tier=smoke $$(grep -lE 'agreement|parity\.cases|mark\.smoke' tests/*/test_*.py)
 

@@ -137,9 +137,9 @@ class Allowance:
     @classmethod
     def of(cls, golden: Floats, runs: Sequence[Floats], roundoff: float) -> Allowance:
         """roundoff: the accumulator's."""
-        count, none = len(runs), np.zeros_like(golden)
-        mean = sum(runs, none) / count
-        own = mean**2 + sum(((run - mean) ** 2 for run in runs), none) / (count - 1) * (0.5 - 1 / count)
+        count, zero = len(runs), np.zeros_like(golden)
+        mean = sum(runs, zero) / count
+        own = mean**2 + sum(((run - mean) ** 2 for run in runs), zero) / (count - 1) * (0.5 - 1 / count)
         value = np.nan_to_num(golden, posinf=0.0, neginf=0.0)
         return cls(golden, runs, own, _by_row_and_column(own), (roundoff * value) ** 2 / 3 + UNDERFLOW**2)
 
@@ -184,19 +184,15 @@ class Allowance:
 
 @dataclass(frozen=True)
 class _Squares:
-    """Weighted squares of each element by itself."""
+    """Weighted squares of each element, to be summed."""
 
-    found: Floats  # w δ²
-    expected: Floats  # w E[δ²]
-    variance: Floats  # of w δ²
-    model: Floats  # w σ²
-    model_variance: Floats  # of w e² for a normal e
+    each: tuple[Floats, ...]  # the terms of `_Sums`, in its order, but for those of runs
     weight: Floats  # w
-    runs: Sequence[Floats]  # d of each: their squares, all at once, would take as much memory again
+    runs: Sequence[Floats]  # d of each; squared one by one, as all at once take as much memory again
 
     @classmethod
     def of(cls, allowed: Allowance, square: Floats, weight: Floats, dtype: str) -> _Squares:
-        """Of an output of `dtype`; square: δ²."""
+        """Those of an output of `dtype`; square: δ²."""
         variance = allowed.variance
         sigma = np.sqrt(variance)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -204,12 +200,12 @@ class _Squares:
         second, fourth = (sum(moment(t) for t in cut) for moment in (_second, _fourth))
         model = weight * variance
         shown = model**2 * np.maximum(fourth - second**2, 0)
-        return cls(weight * square, model * second, shown, model, 2 * model**2, weight, allowed.runs)
+        return cls((weight * square, model * second, shown, model, 2 * model**2), weight, allowed.runs)
 
     @property
     def whole(self) -> _Sums:
         """The sums over all elements."""
-        return self.by(np.zeros((1,) * self.found.ndim, int), 1)
+        return self.by(np.zeros((1,) * self.weight.ndim, int), 1)
 
     def by(self, codes: np.ndarray, count: int) -> _Sums:
         """The sums over the elements of each label, which `codes` numbers, 1 long where all along an axis share one."""
@@ -218,24 +214,23 @@ class _Squares:
         def total(x: Floats) -> Floats:
             return np.bincount(flat, x.sum(axis=shared).ravel(), count).astype(np.float64)
 
-        each = (self.found, self.expected, self.variance, self.model, self.model_variance)
         runs = np.stack([total(self.weight * run**2) for run in self.runs])
-        return _Sums(*[*map(total, each), runs])
+        return _Sums(*[*map(total, self.each), runs])
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """The sums of these over the elements of each label."""
+    """Sums of weighted squares over the elements of each label [labels]."""
 
-    found: Floats
-    expected: Floats
-    variance: Floats
-    model: Floats
-    model_variance: Floats
-    runs: Floats  # [R, label]: of w d²
+    found: Floats  # of w δ²
+    expected: Floats  # of w E[δ²]
+    variance: Floats  # of that of w δ²
+    model: Floats  # of w σ²
+    model_variance: Floats  # of that of w e² for a normal e
+    runs: Floats  # [R, labels], of w d²
 
     def fit(self, output: str) -> Fit:
-        """How the output fits as a whole, of sums over all elements."""
+        """How the output fits as a whole; of the sums over all elements."""
         looks = self.looks("", [""])
         shown, of_run = (float(n[0]) for n in self.freedom)
         ratio = looks[0].ratio if looks else float("nan")

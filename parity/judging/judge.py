@@ -104,17 +104,20 @@ class Judgement:
 
 
 class Measured(Mapping[str, Metrics]):
-    """The metrics of what a kernel found, each taken when it is first asked for: a contract may decide without any."""
+    """The metrics of each output that can be compared, measured when they are first asked for.
+
+    A verdict by the contract needs none, and the unit that they are in may take four runs of the golden.
+    """
 
     def __init__(self, trial: Trial, found: Mapping[str, np.ndarray]) -> None:
-        self._trial, self._taken = trial, dict[str, Metrics]()
+        self._trial, self._done = trial, dict[str, Metrics]()
         self._found = {name: y for name, y in found.items() if is_measurable(y, trial.reference.golden[name])}
 
     def __getitem__(self, name: str) -> Metrics:
-        if name not in self._taken:
+        if name not in self._done:
             golden, scale = self._trial.reference.golden[name], self._trial.scale(name)
-            self._taken[name] = measure(self._found[name], golden, scale)
-        return self._taken[name]
+            self._done[name] = measure(self._found[name], golden, scale)
+        return self._done[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)
@@ -345,7 +348,7 @@ def compare(op: Op, case: Case, seeds: int, recorded: Mapping[Backend, Sequence[
                 trial = Trial(op, case.with_seed(case.seed + n), backend)
                 of = recorded.get(backend)
                 found = judge(trial) if of is None else fitted(replace(trial, device=of[n].device), of[n])
-                # Measured now, as what is measured takes much memory.
+                # Measured now: until then a judgement holds its outputs, goldens and inputs.
                 judged[backend] += (replace(found, outputs=dict(found.outputs)),)
         compared = Compared(case, dict(judged), _verdict_on(op, case, judged))
         if recorded or compared.comparison.verdict.passed or compared.comparison.verdict.gate not in BESIDE:

@@ -448,7 +448,7 @@ def test_a_magnitude_that_is_not_derived_is_a_size_of_errors_over_the_roundoff()
     assert 0.8 < np.sqrt(np.mean(explained(trial)["out"].variance / size**2)) < 1.2
 
 
-def test_a_contract_decides_without_a_unit_which_metrics_alone_are_counted_in(monkeypatch):
+def test_a_verdict_by_the_contract_draws_no_unit_of_epsilon(monkeypatch):
     trial = Trial(replace(GMM, magnitude=None, chain=None), CASE.with_seed(1), "gpu")
     drawn = []
     monkeypatch.setattr("parity.judging.reference.typical_runs", lambda *given: drawn.append(1) or typical_runs(*given))
