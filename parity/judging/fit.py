@@ -30,7 +30,7 @@ import numpy as np
 from scipy import special
 
 from parity.dtypes import Floats, round_to
-from parity.judging.metrics import UNDERFLOW, Metrics, Scale, explained_by
+from parity.judging.metrics import UNDERFLOW, Metrics, Scale, explained_by, wrong_finiteness
 from parity.judging.verdict import FALSE, Verdict
 
 KAPPA = 1.3
@@ -75,7 +75,7 @@ class Fit:
     """How one output fits its contract."""
 
     output: str
-    sigmas: float  # the largest |δ| / σ
+    sigmas: float  # the largest |δ| / σ; infinite where one of output and golden is finite and the other not
     beyond: int  # elements whose is larger than `K`
     ratio: float  # the output's as a whole; NaN where nothing is to be seen
     freedom: tuple[float, float]  # degrees of freedom of that: of the error, and of what the runs explain
@@ -172,14 +172,16 @@ class Allowance:
                 parts = squares.by(codes.reshape((1,) * (y.ndim - of_each.ndim) + of_each.shape), len(names))
                 looks += parts.looks(axis, names)
                 pairs += parts.pairs(axis, names, whole)
-        largest, beyond = float(sigmas.max(initial=0.0)), int((sigmas > K).sum())
+        largest = np.inf if wrong_finiteness(y, self.golden).any() else float(sigmas.max(initial=0.0))
+        beyond = int((sigmas > K).sum())
         return replace(fit, sigmas=largest, beyond=beyond, looks=tuple(looks), pairs=tuple(pairs))
 
     def fit_of_sketch(self, output: str, measured: Metrics, scale: Scale, dtype: str) -> Fit:
         """How an output of `dtype` fits as a whole, of which a record has left the rms of η by tile."""
         shape = self.golden.shape
         square = np.full(shape, measured.power(shape)) * scale.unit**2
-        return _Squares.of(self, square, 1 / scale.unit**2, dtype).whole.fit(output)
+        fit = _Squares.of(self, square, 1 / scale.unit**2, dtype).whole.fit(output)
+        return replace(fit, sigmas=np.inf) if measured.wrong_finiteness else fit
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from parity.dtypes import Floats
 from parity.guard import OUTCOMES, Ended
 from parity.judging import verdict
 from parity.judging.fit import LIMITS, RUNS, Allowance, Fit, K, over_seeds
-from parity.judging.metrics import Metrics, explained_by, is_measurable, measure
+from parity.judging.metrics import Metrics, explained_by, is_measurable, measure, wrong_finiteness
 from parity.judging.reference import Reference
 from parity.judging.spread import allowances, functions_of
 from parity.judging.stages import emulate
@@ -83,9 +83,7 @@ class Judgement:
     @property
     def load(self) -> float:
         """How near the output that decided came to a bound; above 1 it is beyond."""
-        if self.fit and self.verdict.outcome != "NON-FINITE":
-            return self.fit.load
-        return self.eta_max / (self.bound or 1)
+        return self.fit.load if self.fit else self.eta_max / (self.bound or 1)
 
     def summary(self) -> dict[str, Any]:
         """The figures that the terminal summary needs, as plain data that survives a trip between processes."""
@@ -228,7 +226,7 @@ def _allowances(trial: Trial, found: Mapping[str, np.ndarray]) -> dict[str, Allo
     if not trial.contract.sites and trial.op.magnitude is not None:
         return {}  # it does not say what is rounded
     allowed = _fitted(trial, found, trial.runs())
-    if functions_of(trial.contract) and any(fit.load > 1 for _, fit in allowed.values()):
+    if functions_of(trial.contract) and any(1 < fit.load < np.inf for _, fit in allowed.values()):
         again = _fitted(trial, found, trial.runs(off_grid=True))
         allowed = {name: min(of, again[name], key=lambda each: each[1].load) for name, of in allowed.items()}
     return allowed
@@ -247,7 +245,7 @@ def _fitted(trial: Trial, found: Mapping[str, np.ndarray], drawn: Iterator[dict[
             if is_measurable(found[name], golden[name])
         }
         fits = [fit for _, fit in allowed.values()]
-        if all(fit.load <= 1 for fit in fits):
+        if not any(1 < fit.load < np.inf for fit in fits):  # no run makes a NaN fit
             break
         # What is quantised near a tie goes either way, in a kernel and in some runs, and what is summed from it jumps.
         if any(fit.sigmas > LIMITS[count] and fit.beyond > FEW * found[fit.output].size for fit in fits):
@@ -298,8 +296,7 @@ def _agreement(judged: Judgement, *, derived: bool) -> Verdict:
 
 def _worst(y: np.ndarray, golden: Floats, unit: Floats, bound: float) -> Worst:
     """The element that errs most, in its unit, and where those are that err by more than `bound` units."""
-    off = np.isfinite(golden) != np.isfinite(y.astype(np.float64))
-    errors = np.where(off, np.inf, np.nan_to_num(explained_by(y, golden) / unit))
+    errors = np.where(wrong_finiteness(y, golden), np.inf, np.nan_to_num(explained_by(y, golden) / unit))
     beyond = np.argwhere(errors > bound)
     index = tuple(int(i) for i in np.unravel_index(int(errors.argmax()), y.shape))
     box = tuple((int(axis.min()), int(axis.max())) for axis in beyond.T) if len(beyond) else ()

@@ -82,6 +82,13 @@ def is_measurable(y: np.ndarray, golden: Floats) -> bool:
     return y.shape == golden.shape and str(y.dtype) in UNIT_ROUNDOFF
 
 
+def wrong_finiteness(y: np.ndarray, golden: Floats) -> np.ndarray:
+    """Which elements are finite in one of y and its golden and not in the other: bool, of their shape."""
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        result: np.ndarray = np.isfinite(golden) != np.isfinite(y.astype(np.float64))
+    return result
+
+
 def explained_by(y: np.ndarray, golden: Floats) -> Floats:
     """|δ|: the smallest change of `golden` (float64) that one correct rounding to y's dtype turns into `y`.
 
@@ -108,9 +115,8 @@ def measure(y: np.ndarray, golden: Floats, scale: Scale) -> Metrics:
     """`Metrics` of an output `y` in its own dtype against its float64 golden of the same shape."""
     with np.errstate(invalid="ignore"):  # signalling NaNs
         value = y.astype(np.float64)
-    finite = np.isfinite(golden)
-    wrong = finite != np.isfinite(value)
-    scored = finite & ~wrong & (scale.magnitude > 0)
+    wrong = wrong_finiteness(y, golden)
+    scored = np.isfinite(golden) & ~wrong & (scale.magnitude > 0)
     rounded = round_to(golden[scored], str(y.dtype))
     e = (value[scored] - golden[scored]) / scale.magnitude[scored]
     errors = np.where(wrong, np.inf, eta(y, golden, scale))

@@ -14,7 +14,7 @@ import numpy as np
 from scipy import special
 
 from parity.dtypes import Floats, numpy_dtype, round_to
-from parity.judging.metrics import UNDERFLOW, Metrics, explained_by
+from parity.judging.metrics import UNDERFLOW, Metrics, explained_by, wrong_finiteness
 from parity.op import Expected
 
 Z = 4.0
@@ -61,16 +61,12 @@ def form(y: np.ndarray, again: np.ndarray, golden: Floats, dtype: str) -> Verdic
         return Verdict("WRONG DTYPE", "G1", f"asked for {dtype}, got {y.dtype}")
     if again.tobytes() != y.tobytes():
         return Verdict("NOT REPEATABLE", "G1", "two runs on the same inputs differ")
-    wrong = _wrong_finiteness(y, golden)
+    wrong = wrong_finiteness(y, golden)
     if wrong.any():
         index = tuple(int(i) for i in np.argwhere(wrong)[0])
         reason = f"{int(wrong.sum())} elements finite in one and not in the other, first at {list(index)}"
         return Verdict("NON-FINITE", "G1", reason)
     return None
-
-
-def _wrong_finiteness(y: np.ndarray, golden: Floats) -> np.ndarray:
-    return np.isfinite(golden) != np.isfinite(y.astype(np.float64))
 
 
 def holds(dtype: str, golden: Floats) -> bool:
@@ -130,7 +126,7 @@ def mistrusted(golden: Floats, unit: Floats, dtype: str, bound: float) -> Verdic
     """
     for name, wrong in wrong_outputs(golden, bound * UNDERFLOW):
         y = round_to(wrong, dtype)
-        if not ((explained_by(y, golden) > bound * unit).any() or _wrong_finiteness(y, golden).any()):
+        if not ((explained_by(y, golden) > bound * unit).any() or wrong_finiteness(y, golden).any()):
             return Verdict("MISTRUSTED", "G3", f"an output that is {name} would pass (bound {bound:.3g})")
     return None
 
