@@ -80,6 +80,17 @@ def round_to(values: Floats, dtype: str) -> np.ndarray:
         return in_blocks(lambda x: narrowed.take(_high_half(_to_odd(x))), values, dtype=target)
 
 
+def neighbour(y: np.ndarray, above: np.ndarray | bool) -> Floats:
+    """The number of y's dtype next to each of y, above or below it; in float64, infinite beyond the last."""
+    infinity = np.array(np.inf, y.dtype)
+    end = infinity if np.isinf(infinity) else ml_dtypes.finfo(y.dtype).max
+    with np.errstate(invalid="ignore", over="ignore"):  # signalling NaNs; beyond float16's last
+        found: Floats = np.nextafter(y, np.where(above, end, -end)).astype(np.float64)
+        if end is not infinity:
+            found = np.where(found == y.astype(np.float64), np.where(above, np.inf, -np.inf), found)
+    return found
+
+
 def _to_odd(values: Floats) -> np.ndarray:
     """float64 values in float32, rounded to odd: an inexact one goes to its neighbour with an odd last bit."""
     single = values.astype(np.float32)

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from parity.dtypes import Floats, round_to
+from parity.dtypes import Floats, neighbour, round_to
 from parity.judging.metrics import UNDERFLOW, Metrics, Scale, explained_by, wrong_finiteness
 from parity.judging.verdict import FALSE, Verdict
 
@@ -297,8 +297,8 @@ def _room(golden: Floats, dtype: str) -> tuple[Floats, Floats]:
     """How far each golden value may go, up and down, before it is rounded to another number of `dtype`."""
     with np.errstate(invalid="ignore", over="ignore"):
         nearest = round_to(golden, dtype)
-        value, infinity = nearest.astype(np.float64), np.array(np.inf, nearest.dtype)
-        above, below = (np.nextafter(nearest, end).astype(np.float64) for end in (infinity, -infinity))
+        value = nearest.astype(np.float64)
+        above, below = (neighbour(nearest, way) for way in (True, False))
         room = (value + above) / 2 - golden, golden - (value + below) / 2
     up, down = (np.where(np.isfinite(x), np.maximum(x, 0.0), np.inf) for x in room)
     return up, down

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.dtypes import UNIT_ROUNDOFF, Floats, round_to
+from parity.dtypes import UNIT_ROUNDOFF, Floats, neighbour, round_to
 
 REVISION = 1
 
@@ -96,12 +96,11 @@ def explained_by(y: np.ndarray, golden: Floats) -> Floats:
     """
     with np.errstate(invalid="ignore"):  # signalling NaNs
         value = y.astype(np.float64)
-    infinity = np.array(np.inf, y.dtype)
-    with np.errstate(invalid="ignore"):
-        up, down = (np.nextafter(y, end).astype(np.float64) for end in (infinity, -infinity))
-        gap_up = np.where(np.isfinite(up), up - value, value - down)
-        gap_down = np.where(np.isfinite(down), value - down, up - value)
-        beyond = np.where(golden > value, golden - value - gap_up / 2, value - golden - gap_down / 2)
+        above = golden > value
+        gap = np.abs(neighbour(y, above) - value)
+        if not np.isfinite(gap).all():  # of the largest number, which rounds as if there were a next
+            gap = np.where(np.isfinite(gap), gap, np.abs(neighbour(y, ~above) - value))
+        beyond = np.abs(golden - value) - gap / 2
     return np.where(np.isfinite(value) & np.isfinite(golden), np.maximum(beyond, 0), np.nan)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parity.dtypes import numpy_dtype, round_to
+from parity.dtypes import neighbour, numpy_dtype, round_to
 from parity.judging.metrics import MAP, TOP, Scale, eta, explained_by, floor, histogram, measure, tile_map
 
 U32 = 2.0**-24
@@ -48,6 +48,26 @@ def test_a_rounded_value_is_explained_by_the_change_that_made_it(dtype, golden, 
     y = round_to(golden + delta, dtype)
     assert explained_by(round_to(golden, dtype), golden) == 0
     assert explained_by(y, golden) <= abs(delta) * (1 + 1e-9) + 1e-30
+
+
+@pytest.mark.parametrize("dtype", [*NARROW, "float8_e4m3fn", "float8_e5m2"])
+def test_a_number_lies_between_its_neighbours(dtype):
+    values = every(dtype)
+    y = round_to(values, dtype)
+    np.testing.assert_array_equal(neighbour(y, True), [*values[1:], np.inf])
+    np.testing.assert_array_equal(neighbour(y, False), [-np.inf, *values[:-1]])
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_the_change_that_explains_a_number_of_eight_bits_is_the_smallest(dtype):
+    values = every(dtype)
+    golden = np.concatenate([values, (values[:-1] + values[1:]) * 0.51, [1.01 * values[-1]]])
+    y, golden = (x.ravel() for x in np.meshgrid(values, golden))
+    delta = explained_by(round_to(y, dtype), golden) * np.sign(y - golden)
+    little = 1e-6 * np.maximum(np.abs(y), values[values > 0].min()) * np.sign(delta)
+    assert (round_to(golden + delta + little, dtype).astype(np.float64) == y).all()
+    short = (golden + delta - little)[delta != 0]
+    assert (round_to(short, dtype).astype(np.float64) != y[delta != 0]).all()
 
 
 @pytest.mark.parametrize("dtype", NARROW)

@@ -140,7 +140,7 @@ def test_agreement_at_the_bound():
     assert agreement(m, m.eta_max * 0.999).outcome == "OUT OF BOUND"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
 def test_obviously_wrong_outputs_are_outside_a_sane_bound(dtype):
     golden, magnitude = draw(np.random.default_rng(0))
     assert mistrusted(golden, U32 * magnitude, dtype, 128.0) is None
