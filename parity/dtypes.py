@@ -156,11 +156,10 @@ def stochastic(values: Floats, dtype: str, words: Words) -> Floats:
         return high + stochastic(values - high, "bfloat16", words)
     digits, smallest = FORMATS[dtype]
     values = np.ascontiguousarray(values, np.float64)
-    dropped = 53 - digits
     noise = words(values)
-    noise >>= np.uint64(64 - dropped)
+    noise >>= np.uint64(11 + digits)
     noise += values.view(np.uint64)
-    noise &= np.uint64(2**64 - 2**dropped)
+    noise &= LEADING[digits]
     rounded = noise.view(np.float64)
     if smallest > SMALLEST:
         tiny = (np.abs(values) < smallest) & (values != 0)
@@ -189,6 +188,8 @@ SMALLEST = float(np.finfo(np.float32).tiny)
 FORMATS = {name: _format(name) for name in UNIT_ROUNDOFF if name not in ("tf32", "float64")}
 FORMATS |= {name: (digits, SMALLEST) for name, digits in IN_FLOAT32.items()}
 """Significant digits (with the leading 1) and smallest normal number of the dtypes that a site may round to."""
+LEADING = [np.uint64(2**64 - 2 ** (53 - digits)) for digits in range(54)]
+"""The bits of a float64 without those below as many significant digits, whose sign and exponent they leave."""
 SITES = frozenset(name + how for name in (*FORMATS, "bf16x2") for how in ("", TOWARD_ZERO))
 SITES |= {name + OF_POWER for name in ("float32", *OFF_BY_ULPS)}
 """What a site may be rounded to."""

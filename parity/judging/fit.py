@@ -155,13 +155,17 @@ class Allowance:
 
     def sigmas(self, y: np.ndarray) -> Floats:
         """|δ| / σ of each element of an output y."""
-        return np.nan_to_num(explained_by(y, self.golden), posinf=np.finfo(float).max) / self.sigma
+        return self._sigmas(explained_by(y, self.golden))
+
+    def _sigmas(self, explained: Floats) -> Floats:
+        return np.nan_to_num(explained, posinf=np.finfo(float).max) / self.sigma
 
     def fit(self, output: str, y: np.ndarray, labels: Mapping[str, np.ndarray]) -> Fit:
         """How y fits. labels: by axis those of each element, of a shape that broadcasts to y's."""
-        sigmas = self.sigmas(y)
-        delta = np.nan_to_num(explained_by(y, self.golden), posinf=0.0)  # infinite ones are beyond any bound
-        delta = np.maximum(np.abs(delta) - UNDERFLOW, 0)
+        explained = explained_by(y, self.golden)
+        sigmas = self._sigmas(explained)
+        delta = np.nan_to_num(explained, posinf=0.0)  # infinite ones are beyond any bound
+        delta = np.maximum(delta - UNDERFLOW, 0)
         squares = _Squares.of(self, delta**2, 1 / (self.smooth + self.last), str(y.dtype))
         whole = squares.whole
         fit = whole.fit(output)
@@ -199,7 +203,7 @@ class _Squares:
         sigma = np.sqrt(variance)
         with np.errstate(divide="ignore", invalid="ignore"):
             cut = [np.where(sigma > 0, side / sigma, np.inf) for side in _room(allowed.golden, dtype)]
-        second, fourth = (sum(moment(t) for t in cut) for moment in (_second, _fourth))
+        second, fourth = map(sum, zip(*map(_moments, cut), strict=True))
         model = weight * variance
         shown = model**2 * np.maximum(fourth - second**2, 0)
         return cls((weight * square, model * second, shown, model, 2 * model**2), weight, allowed.runs)
@@ -304,17 +308,11 @@ def _room(golden: Floats, dtype: str) -> tuple[Floats, Floats]:
     return up, down
 
 
-def _second(t: Floats) -> Floats:
-    """E[(x - t)²; x > t] of a standard normal x."""
+def _moments(t: Floats) -> tuple[Floats, Floats]:
+    """E[(x - t)²; x > t] and E[(x - t)⁴; x > t] of a standard normal x."""
     t = np.minimum(t, 30.0)
-    return np.maximum((1 + t**2) * special.ndtr(-t) - t * _density(t), 0)
-
-
-def _fourth(t: Floats) -> Floats:
-    """E[(x - t)⁴; x > t] of a standard normal x."""
-    t = np.minimum(t, 30.0)
-    return np.maximum((t**4 + 6 * t**2 + 3) * special.ndtr(-t) - (t**3 + 5 * t) * _density(t), 0)
-
-
-def _density(t: Floats) -> Floats:
-    return np.exp(-(t**2) / 2) / np.sqrt(2 * np.pi)
+    square = t**2
+    beyond, density = special.ndtr(-t), np.exp(-square / 2) / np.sqrt(2 * np.pi)
+    second = (1 + square) * beyond - t * density
+    fourth = (square**2 + 6 * square + 3) * beyond - t * (square + 5) * density
+    return np.maximum(second, 0), np.maximum(fourth, 0)

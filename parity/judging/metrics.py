@@ -14,11 +14,11 @@ flush subnormals.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from parity.blocks import in_blocks
 from parity.dtypes import UNIT_ROUNDOFF, Floats, neighbour, round_to
 
 REVISION = 1
@@ -94,6 +94,10 @@ def explained_by(y: np.ndarray, golden: Floats) -> Floats:
 
     NaN where either is not finite.
     """
+    return in_blocks(_explained, y, golden, dtype=np.float64)
+
+
+def _explained(y: np.ndarray, golden: Floats) -> Floats:
     with np.errstate(invalid="ignore"):  # signalling NaNs
         value = y.astype(np.float64)
         above = golden > value
@@ -147,18 +151,20 @@ def floor(golden: Floats, scale: Scale, dtype: str) -> float:
 
 def histogram(errors: Floats) -> tuple[int, ...]:
     """Counts of η > 0 in the bins of `HISTOGRAM`."""
-    logs = np.log2(errors[errors > 0])
-    counts, _ = np.histogram(np.clip(logs, HISTOGRAM[0], np.nextafter(HISTOGRAM[-1], 0)), HISTOGRAM)
-    return tuple(int(count) for count in counts)
+    logs = np.floor(np.log2(errors[errors > 0]))
+    bins = np.clip(logs, HISTOGRAM[0], HISTOGRAM[-2]) - HISTOGRAM[0]
+    return tuple(int(count) for count in np.bincount(bins.astype(int), minlength=len(HISTOGRAM) - 1))
 
 
 def tile_map(errors: Floats) -> tuple[tuple[float, ...], ...]:
     """rms η over `MAP` x `MAP` tiles of the last two axes, all leading axes together."""
     if not errors.size:
         return ()
-    flat = errors.reshape(-1, *((1, 1, *errors.shape)[-2:]))
+    squares = np.square(errors.reshape(-1, *((1, 1, *errors.shape)[-2:]))).mean(axis=0)
     rows, columns = _edges(errors.shape)
-    return tuple(tuple(_rms(flat[:, r0:r1, c0:c1]) for c0, c1 in pairwise(columns)) for r0, r1 in pairwise(rows))
+    sums = np.add.reduceat(np.add.reduceat(squares, rows[:-1], axis=0), columns[:-1], axis=1)
+    means = sums / np.outer(np.diff(rows), np.diff(columns))
+    return tuple(tuple(row) for row in np.sqrt(means).tolist())
 
 
 def _edges(shape: tuple[int, ...]) -> list[np.ndarray]:

@@ -78,9 +78,11 @@ def alike(key: np.uint64 | np.ndarray) -> Words:
     The finaliser of splitmix64 (Steele, Lea & Flood 2014), without its last step: only the low bits need that.
     """
 
+    keys = np.reshape(key, -1)
+
     def words(values: Floats) -> np.ndarray:
         mixed = np.ascontiguousarray(values).view(np.uint64) & SIGNIFICAND
-        mixed ^= np.reshape(key, (-1, *[1] * (mixed.ndim - 1)))
+        mixed ^= keys.reshape((-1,) + (1,) * (mixed.ndim - 1))
         for bits, factor in MIXING:
             mixed ^= mixed >> bits
             mixed *= factor
@@ -134,10 +136,15 @@ def _rounding(
             return stochastic(value, dtype, words)
         share = 1 - others(value) * 2.0**-65
         other = value * share
-        off = (stochastic(other, dtype, words) - other) / share
+        off = stochastic(other, dtype, words)
+        off -= other
+        off /= share
         errs = np.isfinite(off)
         if keeps_exact:
             errs &= value != value.astype(np.float32)
-        return value + np.where(errs, off, 0.0)
+        if not errs.all():
+            off = np.where(errs, off, 0.0)
+        off += value
+        return off
 
     return rounding
