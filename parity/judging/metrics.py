@@ -13,6 +13,7 @@ flush subnormals.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +133,7 @@ def measure(y: np.ndarray, golden: Floats, scale: Scale) -> Metrics:
         floor=floor(golden[scored], scale.at(scored), str(y.dtype)),
         misrounded=float(np.mean(y[scored] != rounded)) if e.size else 0.0,
         eta_max=float(errors.max(initial=0.0)),
-        eta_q999=float(np.quantile(errors, 0.999, method="higher")) if errors.size else 0.0,
+        eta_q999=_nth_largest(errors, max(1, errors.size - math.ceil(0.999 * (errors.size - 1)))),
         bias=float(e.mean() / epsilon) if epsilon else 0.0,
         wrong_finiteness=int(wrong.sum()),
         differing=int((errors > 0).sum()),
@@ -173,13 +174,16 @@ def _edges(shape: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def _largest(values: Floats, count: int) -> Any:
-    """Indices of the `count` largest values, largest first, equal ones in order."""
-    if values.size > count:
-        threshold = np.partition(values, -count)[-count]
-        candidates = np.concatenate([np.flatnonzero(values > threshold), np.flatnonzero(values == threshold)[:count]])
-    else:
-        candidates = np.arange(values.size)
+    """Indices of the `count` largest values, none of which is below 0, largest first, equal ones in order."""
+    threshold = _nth_largest(values, count)
+    candidates = np.concatenate([np.flatnonzero(values > threshold), np.flatnonzero(values == threshold)[:count]])
     return candidates[np.argsort(-values[candidates], kind="stable")][:count]
+
+
+def _nth_largest(values: Floats, nth: int) -> float:
+    """The nth largest of values of which none is below 0. Zeros, mostly many, are left out: equal values take long."""
+    above = values[values > 0]
+    return float(np.partition(above, -nth)[-nth]) if len(above) >= nth else 0.0
 
 
 def _rms(values: Floats) -> float:
