@@ -69,9 +69,10 @@ class Trial:
         return self.reference.inputs
 
     def scale(self, output: str) -> Scale:
-        """The units in which the errors of an output are counted."""
-        expected = self.reference
-        return Scale(expected.magnitude[output], self.contract.roundoff, expected.chain)
+        """The units in which the errors of an output count; M of one that must be exact is 1, if none is derived."""
+        expected, is_drawn = self.reference, self.op.magnitude is None
+        magnitude = np.ones_like(expected.golden[output]) if is_drawn and self.exact else expected.magnitude[output]
+        return Scale(magnitude, self.contract.roundoff, expected.chain)
 
     @property
     def floors(self) -> dict[str, float]:

@@ -181,24 +181,24 @@ def _decode(hint: Any, value: Any, name: str) -> Any:
     Numbers are counts, sizes and errors: none is negative but a bias.
     """
     kind, arguments = _parts_of(hint)
-    if is_dataclass(hint):
-        return _decode_fields(hint, value, f"{name}.")
-    if kind is types.UnionType:  # X | None
-        return None if value is None else _decode(arguments[0], value, name)
-    if kind is tuple and isinstance(value, list):
-        return tuple(_decode(arguments[0], item, f"{name}[{i}]") for i, item in enumerate(value))
-    if kind is Mapping and isinstance(value, dict):
-        return {_decode(str, k, f"a key of {name}"): _decode(arguments[1], v, f"{name}.{k}") for k, v in value.items()}
-    if kind is bool and isinstance(value, bool):
-        return value
-    if kind is str and isinstance(value, str) and value.isprintable():
-        return value
-    if kind is int and type(value) is int and value >= 0:
+    if kind is int and type(value) is int and value >= 0:  # most of all
         return value
     if kind is float and (type(value) in (int, float) or (isinstance(value, str) and value in _NON_FINITE)):
         number = float(value)
         if not number < 0 or name.endswith(".bias"):
             return number
+    if kind is str and isinstance(value, str) and value.isprintable():
+        return value
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is tuple and isinstance(value, list):
+        return tuple(_decode(arguments[0], item, f"{name}[{i}]") for i, item in enumerate(value))
+    if kind is Mapping and isinstance(value, dict):
+        return {_decode(str, k, f"a key of {name}"): _decode(arguments[1], v, f"{name}.{k}") for k, v in value.items()}
+    if kind is types.UnionType:  # X | None
+        return None if value is None else _decode(arguments[0], value, name)
+    if is_dataclass(hint):
+        return _decode_fields(hint, value, f"{name}.")
     raise ValueError(f"{name} must be {_MUST_BE[kind]}, got {reprlib.repr(value)}")
 
 
