@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -166,10 +165,8 @@ def stochastic(values: Floats, dtype: str, words: Words) -> Floats:
         quantum = smallest * 2.0 ** (1 - digits)
         if tiny.any():
             rounded[tiny] = np.floor(values[tiny] / quantum + words(values)[tiny] * 2.0**-64) * quantum
-    with np.errstate(invalid="ignore", over="ignore"):
-        if not math.isfinite(np.add.reduce(values, axis=None)):
-            rounded = np.where(np.isfinite(values), rounded, values)
-    return rounded
+    finite = np.isfinite(values)
+    return rounded if finite.all() else np.where(finite, rounded, values)
 
 
 def _powers(values: Floats, rounded: Callable[[Floats], Floats]) -> Floats:
