@@ -66,11 +66,17 @@ def agree(*ops: Op, backend: Backend) -> Test:
 
 
 def agree_in_every_way(*ops: Op, backend: Backend) -> Callable[[Op, Case], None]:
-    """The test that each op agrees with the golden in all of `tiny.in_every_way`."""
+    """The test that each op agrees with the golden in all of `tiny.in_every_way`; as `in_turn`, for one backend."""
+    every = [(op, case) for op in ops for case in in_every_way(op)]
+    elsewhere = [nth % 2 != BACKENDS.index(backend) for nth in range(len(every))]
 
     @getattr(pytest.mark, backend)
     @pytest.mark.parametrize(
-        ("op", "case"), [pytest.param(op, case, id=case.id) for op in ops for case in in_every_way(op)]
+        ("op", "case"),
+        [
+            pytest.param(op, case, id=case.id, marks=FULL * full)
+            for (op, case), full in zip(every, elsewhere, strict=True)
+        ],
     )
     def test(op: Op, case: Case) -> None:
         pytest.importorskip(FRAMEWORKS[backend])
