@@ -132,7 +132,9 @@ def test_random_rounding_leaves_what_is_representable_and_what_is_not_finite():
     words = alike(np.uint64(1))
     values = np.array([0.0, -0.0, 1.0, -1.5, 2.0**-120, 3.0e38, np.inf, -np.inf, 2.0**-14, 2.0**-24])
     np.testing.assert_array_equal(stochastic(values, "float32", words), values.astype(np.float32))
-    assert np.isnan(stochastic(np.array([np.nan, 1.0]), "bfloat16", words)[0])
+    with_full_nans = np.array([2**63 - 1, 2**64 - 1], np.uint64).view(np.float64)  # as NVIDIA's, of all ones
+    not_finite = np.array([np.nan, np.inf, -np.inf, 1.0, *with_full_nans])
+    np.testing.assert_array_equal(stochastic(not_finite, "bfloat16", words), not_finite)
     smallest = np.array([2.0**-25])  # half of the smallest subnormal
     drawn = [stochastic(smallest, "float16", alike(key))[0] for key in np.random.SFC64(1).random_raw(4000)]
     assert set(drawn) == {0.0, 2.0**-24}

@@ -108,6 +108,17 @@ def test_measure_of_a_known_error():
     assert sum(broken.histogram) == 1
 
 
+@pytest.mark.parametrize(
+    ("elements", "wrong"), [(1, 0), (1, 1), (900, 1), (1001, 1), (2001, 2), (2001, 3), (5000, 4999)]
+)
+def test_the_quantile_is_of_all_errors_zeros_among_them(elements, wrong):
+    golden, y = np.ones(elements), np.ones(elements, np.float32)
+    y[:wrong] += 2.0**-10 * np.arange(1, wrong + 1)
+    scale = Scale(golden, U32, 1)
+    expected = np.quantile(eta(y, golden, scale), 0.999, method="higher")
+    assert measure(y, golden, scale).eta_q999 == expected
+
+
 def test_an_output_without_magnitude_is_not_scored():
     golden, magnitude = np.array([1.0, 0.0, 2.0]), np.array([1.0, 0.0, 4.0])
     y = np.array([1 + 2.0**-10, 0.0, 2 - 2.0**-9], np.float32)
