@@ -160,9 +160,11 @@ def test_a_case_that_lets_a_wrong_output_pass_is_mistrusted(golden, bound, name)
 
 
 def test_an_output_whose_last_tile_is_not_finite_would_not_pass_without_it():
-    golden = np.pad([[np.nan]], [(TILE, 0), (TILE, 0)], constant_values=1.0)
+    beside = np.pad([[np.nan, 1e-9]], [(TILE, 0), (TILE, 0)], constant_values=1.0)  # 0 would pass for the last one
+    golden = beside[:, :-1]
     unit = np.full(golden.shape, U32)
     assert mistrusted(golden + np.eye(TILE + 1), unit, "float32", 128.0) is None
+    assert mistrusted(beside + np.eye(*beside.shape), np.full(beside.shape, U32), "float32", 128.0) is None
     assert "permuted" in mistrusted(np.nan_to_num(golden, nan=1 + 1e-7), unit, "float32", 128.0).reason
 
 
