@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from gpu_reference._lib.chunk_decays import block_decays, gate_sums, pair_decays
-from gpu_reference._lib.chunk_dots import dot, read_state, update_of
+from gpu_reference._lib.chunk_dots import dot, update_of
 from gpu_reference._lib.chunk_pairs import before_rows, one_row, row_where, sums_across, sums_before, sums_from
-from gpu_reference._lib.delta_forward import columns_of_program
+from gpu_reference._lib.delta_forward import columns_of_program, read_state
 from gpu_reference._lib.delta_pairs import rows_of_keys
 from gpu_reference._lib.layout import (
     Rows,

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from gpu_reference._lib.chunk_decays import block_decays
-from gpu_reference._lib.chunk_dots import dot, next_state, read_state
+from gpu_reference._lib.chunk_dots import dot, next_state
+from gpu_reference._lib.chunk_dots import read_state as read_by_one_dot
 from gpu_reference._lib.delta_pairs import Pairs, rows_of_keys
 from gpu_reference._lib.layout import (
     Rows,
@@ -51,6 +52,27 @@ def columns_of_program(layout, BK: tl.constexpr, BV: tl.constexpr):
     in_state = (key < layout.k) & (value < layout.v)
     at_sequence = state_offset(sequence, head, key, value, layout)
     return sequence, head, value, key, key_row, in_state, at_sequence
+
+
+INSTRUCTION = tl.constexpr(16)
+"""Products of one instruction of the matrix units for bfloat16."""
+
+
+@triton.jit
+def read_state(k_rows, state, weight, SPLIT: tl.constexpr):
+    """(weight k) state [R, V] as in `chunk_dots`; of over 128 channels with a gate each by instructions, then added.
+
+    There R and V are 16: in one dot each of the eight warps would hold both operands whole, and spill. Of a batch each
+    holds a part.
+    """
+    if SPLIT and len(weight.shape) == 2 and state.shape[0] > 128:
+        COUNT: tl.constexpr = state.shape[0] // INSTRUCTION
+        rows = tl.reshape(weight * k_rows.to(tl.float32), (k_rows.shape[0], COUNT, INSTRUCTION))
+        parts = dot(tl.permute(rows, (1, 0, 2)), tl.reshape(state, (COUNT, INSTRUCTION, state.shape[1])), SPLIT)
+        result = tl.sum(parts, axis=0)
+    else:
+        result = read_by_one_dot(k_rows, state, weight, SPLIT)
+    return result
 
 
 @triton.jit
