@@ -39,3 +39,9 @@ def framework(request):
     for backend in ("tpu", "gpu"):
         if request.node.get_closest_marker(backend):
             pytest.importorskip(FRAMEWORKS[backend])
+
+
+@pytest.fixture(autouse=True)
+def no_options(monkeypatch):
+    """What options this pytest has from its environment, no other that a test runs has."""
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
