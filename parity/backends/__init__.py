@@ -49,7 +49,7 @@ MAPPINGS = 30_000
 EVERY = 8
 """Calls of `free_compiled_programs` between two looks at the mappings, each of which takes a millisecond or more: so
 many tests compile no 300 programs."""
-GROWTH = 250_000_000
+GROWTH = 150_000_000
 """Bytes that a process may grow by before compiled programs and unreachable cycles are freed. Python's collector counts
 objects and not bytes: a few that hold large arrays do not wake it."""
 KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": (-1, 2**27), "MALLOC_MMAP_THRESHOLD_": (-3, 2**25)}
