@@ -43,11 +43,16 @@ def in_turn(values: Mapping[str, tuple[Any, ...]]) -> list[Any]:
     """Parameters (*values, backend) by name: each on both backends, in the default tier on one, the two in turn."""
     return [
         pytest.param(
-            *each, backend, id=f"{name}-{backend}", marks=[getattr(pytest.mark, backend), *FULL * (nth % 2 != m)]
+            *each, backend, id=f"{name}-{backend}", marks=[getattr(pytest.mark, backend), *_of_turn(nth, backend)]
         )
         for nth, (name, each) in enumerate(values.items())
-        for m, backend in enumerate(BACKENDS)
+        for backend in BACKENDS
     ]
+
+
+def _of_turn(nth: int, backend: Backend) -> list[pytest.MarkDecorator]:
+    """The marks of the nth of several tests that the default tier has on one backend, the two in turn."""
+    return FULL * (nth % 2 != BACKENDS.index(backend))
 
 
 def crossed(*axes: Sequence[Any]) -> list[Any]:
@@ -66,17 +71,13 @@ def agree(*ops: Op, backend: Backend) -> Test:
 
 
 def agree_in_every_way(*ops: Op, backend: Backend) -> Callable[[Op, Case], None]:
-    """The test that each op agrees with the golden in all of `tiny.in_every_way`; as `in_turn`, for one backend."""
+    """The test that each op agrees with the golden in all of `tiny.in_every_way`; in the default tier in turn."""
     every = [(op, case) for op in ops for case in in_every_way(op)]
-    elsewhere = [nth % 2 != BACKENDS.index(backend) for nth in range(len(every))]
 
     @getattr(pytest.mark, backend)
     @pytest.mark.parametrize(
         ("op", "case"),
-        [
-            pytest.param(op, case, id=case.id, marks=FULL * full)
-            for (op, case), full in zip(every, elsewhere, strict=True)
-        ],
+        [pytest.param(*each, id=each[1].id, marks=_of_turn(nth, backend)) for nth, each in enumerate(every)],
     )
     def test(op: Op, case: Case) -> None:
         pytest.importorskip(FRAMEWORKS[backend])
