@@ -80,7 +80,10 @@ def round_to(values: Floats, dtype: str) -> np.ndarray:
 
 
 def neighbour(y: np.ndarray, above: np.ndarray | bool) -> Floats:
-    """The number of y's dtype next to each of y, above or below it; in float64, infinite beyond the last."""
+    """The number of y's dtype next to each of y, in its shape and float64; infinite beyond the last.
+
+    y: of a dtype of `UNIT_ROUNDOFF`. above: whether the one above, not below; of y's shape, or one for all.
+    """
     infinity = np.array(np.inf, y.dtype)
     end = infinity if np.isinf(infinity) else ml_dtypes.finfo(y.dtype).max
     with np.errstate(invalid="ignore", over="ignore"):  # signalling NaNs; beyond float16's last

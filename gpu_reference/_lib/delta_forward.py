@@ -60,10 +60,10 @@ INSTRUCTION = tl.constexpr(16)
 
 @triton.jit
 def read_state(k_rows, state, weight, SPLIT: tl.constexpr):
-    """(weight k) state [R, V] as in `chunk_dots`; of over 128 channels with a gate each by instructions, then added.
+    """(weight k) state [R, V], float32, as `chunk_dots.read_state`.
 
-    There R and V are 16: in one dot each of the eight warps would hold both operands whole, and spill. Of a batch each
-    holds a part.
+    Of more than 128 channels with a gate each it is the sum of a batch of dots, one instruction deep: R and V are 16
+    there, and in one dot each of the eight warps holds both operands whole and spills. In a batch it holds a part.
     """
     if SPLIT and len(weight.shape) == 2 and state.shape[0] > 128:
         COUNT: tl.constexpr = state.shape[0] // INSTRUCTION

@@ -43,5 +43,5 @@ def framework(request):
 
 @pytest.fixture(autouse=True)
 def no_options(monkeypatch):
-    """What options this pytest has from its environment, no other that a test runs has."""
+    """Keep this pytest's PYTEST_ADDOPTS from what a test runs."""
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
