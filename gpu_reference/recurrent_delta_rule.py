@@ -208,7 +208,6 @@ def _backward_kernel(
 def _step_back(inputs, outs, before, dstate, scale, row, rows_of_tile, head, key, value, layout):
     """The gradient of the state `before` a step, given that of the state after it; stores those of the step."""
     row_of_keys = _row_of_keys(row, head, layout)
-    q_row = load_row(inputs.q, row_of_keys, key, layout.k)
     k_row = load_row(inputs.k, row_of_keys, key, layout.k)
     do_row = load_row(inputs.do, row, value, layout.v)
     after, error, v_new = _next_state(inputs, before, row, head, key, value, layout)
@@ -217,6 +216,7 @@ def _step_back(inputs, outs, before, dstate, scale, row, rows_of_tile, head, key
     at_part = rows_of_tile + row
 
     store_row(outs.dq, scale * _sum_over_values(do_row[:, None] * after), at_part, key, layout.k)
+    q_row = load_row(inputs.q, row_of_keys, key, layout.k)  # earlier, it would be in registers all along
     dstate += (scale * q_row)[None, :] * do_row[:, None]
     dv_new = _sum_over_keys(k_row[None, :] * dstate)
     dv_row = beta * dv_new
