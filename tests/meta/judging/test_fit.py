@@ -410,16 +410,10 @@ ON_GRID = 1.5 + 2.0**-45
 """So near a number of every grid that no run errs."""
 
 
-@pytest.mark.parametrize(
-    ("value", "root", "ulps", "right"),
-    [(ON_GRID, "/4", 0, True), (ON_GRID, "/4", 4, True), (ON_GRID, "/4", 64, False), (ON_GRID, "", 4, False),
-     (1.5, "/4", 0, True), (1.5, "/4", 4, False)],
-)  # fmt: skip
-def test_a_function_may_be_off_by_its_ulps_wherever_a_value_lies(value, root, ulps, right):
-    """But for one that float32 holds, as exp(0)."""
+def scaled_by(value, root):
+    """An op that multiplies x [M, N] by a function's result, and a case of it. root: the site's ulps, "/n"."""
 
     def scaled(x, stages=exact):
-        """x [M, N] times a function's result."""
         return stages("out", stages("root", np.full((len(x), 1), value)) * x.astype(np.float64))
 
     op = Op(
@@ -428,10 +422,27 @@ def test_a_function_may_be_off_by_its_ulps_wherever_a_value_lies(value, root, ul
         axes=lambda case, inputs: {"out": {"row": np.arange(case.M)[:, None]}},
     )  # fmt: skip
     (case,) = op.grid([dict(M=32, N=64)], dtype=["float32"])
+    return op, case
+
+
+@pytest.mark.parametrize(
+    ("value", "root", "ulps", "right"),
+    [(ON_GRID, "/4", 0, True), (ON_GRID, "/4", 4, True), (ON_GRID, "/4", 64, False), (ON_GRID, "", 4, False),
+     (1.5, "/4", 0, True), (1.5, "/4", 4, False)],
+)  # fmt: skip
+def test_a_function_may_be_off_by_its_ulps_wherever_a_value_lies(value, root, ulps, right):
+    """But for one that float32 holds, as exp(0)."""
+    op, case = scaled_by(value, root)
     factor = np.float32(1.5 + ulps * 2.0**-23)
     for seed in range(8):
         judged = gates(Trial(op, case.with_seed(seed), "gpu", other=lambda x: factor * to_numpy(x)))
         assert judged.verdict.passed == right, judged.verdict
+
+
+def test_a_value_on_the_grid_errs_in_runs_off_it_alone():
+    trial = Trial(*scaled_by(ON_GRID, "/4"), "gpu")
+    on, off = (np.std([run["out"] for run in islice(trial.runs(off_grid=off), 8)]) for off in (False, True))
+    assert off > 2 * on  # of the results' own rounding
 
 
 def test_a_contract_without_sites_is_judged_by_its_derived_bound():

@@ -427,6 +427,12 @@ def test_of_a_narrow_output_the_misround_rate_must_not_grow():
         assert regression(replace(then, misrounded=rate), then, narrow_output=False) is None
 
 
+def test_the_logarithm_of_a_rate_counts_half_an_element_more():
+    counted = replace(TEMPLATE, scored=15, misrounded=0.2, epsilon=0.5)
+    assert Statistic(narrow=True).log(counted) == pytest.approx(np.log(3.5 / 16), rel=1e-12)
+    assert Statistic(narrow=False).log(counted) == np.log(0.5)
+
+
 def test_the_noise_of_two_counts_is_that_of_each_and_half_an_element():
     few, many = (replace(TEMPLATE, scored=15, misrounded=rate) for rate in (0.1, 0.5))
     assert Statistic(narrow=True).noise(few, many) == pytest.approx(np.sqrt(1 / 2 + 1 / 8), rel=1e-12)
