@@ -14,8 +14,8 @@ float32 whatever q and k are.
 
 The forward pass is one kernel. So is the backward pass where its states fit VMEM: it walks the blocks twice, forward
 over k, v, beta and gates alone to keep the state at the start of each block, then in reverse. There each block's chunks
-are solved again for their states, and what that gives stays in VMEM for their gradients. Elsewhere the states of all
-chunks go to HBM.
+are solved again for their states, and what that gives stays in VMEM for their gradients; k and v are read once where
+all of them fit as well. Elsewhere the states of all chunks go to HBM.
 
 Bfloat16 operands enter dots as they are, and what is float32 beside them as the sum of two bfloat16, or of three, which
 are all of it: in the inverse, in products with it, which magnify what is left out, in what is read of a state, and in
@@ -123,6 +123,8 @@ def _backward(x: DeltaArrays, *, plan: DeltaPlan | None, interpret: Interpreted)
             "checkpoints": pltpu.VMEM((max(scan.blocks - 1, 1), *scan.state), jnp.float32),
             "kept": {name: pltpu.VMEM((scan.chunks, *shape), jnp.float32) for name, shape in plan.kept.items()},
         }
+        if plan.holds:
+            before |= {name: before[name]._replace(held=True) for name in ("k", "v")}
         kernel = partial(_backward_kernel, plan)
         results = call(kernel, "chunk_delta_bwd", {**before, **after}, out, scratch, work=(20, 10), walk="twice")
     else:

@@ -26,7 +26,8 @@ SHAPES = ("B2_T4096_H16_K128_V128-g", "B2_T100", "N5")
 REPRESENTATIVE = tuple(p for p in ALL if p.name.startswith(MODELS) or any(s in p.name for s in SHAPES))
 MIB = 2**20
 DEFAULT_VMEM = {"v4": 16, "v5e": 16, "v5p": 16, "v6e": 32, "tpu7x": 32}  # MiB of a kernel that asks for none
-SCAN_VMEM = 40  # MiB, for which the scans ask
+SCAN_VMEM = 40  # MiB, of 56 for which the scans ask
+HELD_VMEM = 50  # with k and v of a delta rule held for the way back
 MATMULS = ("gmm", "tgmm", "gmm_quantized", "tgmm_quantized", "grouped_gemm")
 
 
@@ -86,6 +87,8 @@ def sizes_of(plan):
 def test_blocks_fit_vmem_twice(recorded):
     for plan, kernel in kernels_of(recorded, CHIPS):
         limit = SCAN_VMEM if is_scan(plan) else DEFAULT_VMEM[plan.chip]
+        if kernel["name"] == "chunk_delta_bwd":
+            limit = HELD_VMEM
         assert kernel["vmem_bytes"] <= limit * MIB, (plan.key, kernel)
 
 

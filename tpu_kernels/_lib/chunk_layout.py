@@ -21,6 +21,7 @@ class Operand(NamedTuple):
 
     Without a block it is whole, in `space`. early: the states are made of it, and not just what is made of them.
     width: the lanes of a head, where heads lie side by side; a kernel then sees a tuple, each head's rows.
+    held: where the blocks are walked twice, they stay in VMEM for the way back.
     """
 
     array: Any
@@ -29,6 +30,7 @@ class Operand(NamedTuple):
     early: bool = False
     space: Any = None
     width: int | None = None
+    held: bool = False
 
     def seen(self, ref: Any) -> Any:
         """The block's ref; where heads lie side by side a tuple, each head's rows [rows, width]."""
@@ -206,34 +208,45 @@ def call(
     steps = 2 * scan.blocks - 1 if walk == "twice" else scan.blocks
 
     def block(operand: Operand) -> Block:
-        at = operand.at
-        if at is None:
+        if operand.at is None:
             return Block(operand.array, space=operand.space)
+        at, walked = operand.at, "there" if operand.held else walk
         return Block(
             operand.array,
             operand.block,
-            lambda b, h, step, *_: at(b, h, block_of(step, scan.blocks, walk, operand.early)),
+            lambda b, h, step, *_: at(b, h, block_of(step, scan.blocks, walked, operand.early)),
         )
+
+    held = {
+        name: pltpu.VMEM((scan.blocks, *filter(None, operand.block)), operand.array.dtype)
+        for name, operand in inputs.items()
+        if operand.held
+    }
 
     def seen(name: str, ref: Any) -> Any:
         operand = inputs.get(name) or outputs.get(name)
         return operand.seen(ref) if operand else ref
 
+    def run(*trees: Mapping[str, Any]) -> None:
+        refs = {name: ref for tree in trees for name, ref in tree.items()}
+        refs |= {name: _held(refs[name], blocks, scan) for name, blocks in refs.pop("held").items()}
+        kernel({name: seen(name, ref) for name, ref in refs.items()}, scan)
+
     def nbytes(operand: Operand) -> int:
-        twice = walk == "twice" and operand.early
+        twice = walk == "twice" and operand.early and not operand.held
         return bytes_of(operand.array) * (steps if twice else scan.blocks) // scan.blocks
 
     in_chunks, states = work
     all_steps = scan.p.b * scan.p.h * scan.t
     results: dict[str, jax.Array] = call_with_blocks(
-        lambda *trees: kernel({name: seen(name, ref) for tree in trees for name, ref in tree.items()}, scan),
+        run,
         name=name,
         grid=(scan.p.b, scan.p.h // scan.heads, steps),
         parallel=2,
         scalars=(prefetch,) if prefetch else (),
         operands={name: block(operand) for name, operand in inputs.items()},
         out={name: block(operand) for name, operand in outputs.items()},
-        scratch={**scratch, **decay_scratch(scan)},
+        scratch={**scratch, **decay_scratch(scan), "held": held},
         cost=pl.CostEstimate(
             flops=all_steps * (in_chunks * scan.chunk * (scan.p.k + scan.p.v) + 2 * states * scan.p.k * scan.p.v),
             transcendentals=all_steps * (1 if scan.gate == "constant" else scan.chunk),
@@ -246,13 +259,28 @@ def call(
     return results
 
 
+def _held(block: Any, blocks: Any, scan: Scan) -> Any:
+    """The ref of a step's block among those held, stored there on the way there."""
+    step = pl.program_id(2)
+    held = blocks.at[block_of(step, scan.blocks, "twice", early=True)]
+
+    @pl.when(step < scan.blocks)
+    def _() -> None:
+        held[...] = block[...]
+
+    return held
+
+
 def block_of(step: Any, blocks: int, walk: str, early: bool) -> Any:
     """The block that an operand has in a grid step.
 
-    Operands only the backward sweep reads stay at the last block, where it begins, during the forward sweep.
+    Operands only the backward sweep reads stay at the last block, where it begins, during the forward sweep; those that
+    only the forward sweep reads, "there", stay at it after that.
     """
     if walk == "once":
         return step
+    if walk == "there":
+        return jnp.minimum(step, blocks - 1)
     if walk == "back":
         return blocks - 1 - step
     return jnp.where(step < blocks - 1, step if early else blocks - 1, 2 * (blocks - 1) - step)

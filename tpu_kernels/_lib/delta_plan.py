@@ -9,7 +9,15 @@ from jax.experimental import pallas as pl
 from op_arguments.delta_rule import DeltaProblem
 from op_arguments.gla import Problem
 from tpu_kernels._lib.chip import LANES
-from tpu_kernels._lib.chunk_plan import BLOCK_TOKENS, Scan, block_lengths, first_fitting, rows_of, vmem_budget
+from tpu_kernels._lib.chunk_plan import (
+    BLOCK_TOKENS,
+    Scan,
+    block_lengths,
+    first_fitting,
+    rows_of,
+    vmem_budget,
+    vmem_limit,
+)
 
 # Rows of all heads of a step's chunks at most: the more heads, the less is waited for, and the longer is a program. A
 # backward pass with a decay per channel has half of them, or it would be of 1.4 MB.
@@ -19,11 +27,15 @@ CHUNK_VALUES = 48  # matrices of a chunk and head that a backward step has at a 
 
 
 class DeltaPlan(NamedTuple):
-    """The problem, and the scan of its value heads. fused: the backward pass is one kernel, its states in VMEM."""
+    """The problem, and the scan of its value heads.
+
+    fused: the backward pass is one kernel, its states in VMEM. holds: there k and v stay as well, read once.
+    """
 
     p: DeltaProblem
     scan: Scan
     backward: bool
+    holds: bool = False
 
     @property
     def fused(self) -> bool:
@@ -61,6 +73,8 @@ class DeltaPlan(NamedTuple):
         values = CHUNK_VALUES * scan.chunk * max(c, k, v) * 4
         if self.backward and scan.fused:
             values += scan.rows * 4 * sum(pl.cdiv(shape[-1], LANES) * LANES for shape in self.kept.values())
+        if self.holds:
+            values += scan.blocks * scan.rows * (k + v) * size
         return scan.heads * (2 * scan.rows * row + kept * state + values)
 
 
@@ -100,4 +114,5 @@ def make_plan(p: DeltaProblem, per_channel: bool, *, backward: bool, chunk_size:
     if plan.vmem_bytes > vmem_budget():
         needs = f"needs {plan.vmem_bytes} bytes of VMEM for blocks and states, and may have {vmem_budget()}"
         raise ValueError(f"K, V or chunk_size must be smaller: a pass {needs}")
-    return plan
+    holding = plan._replace(holds=backward and plan.fused and plan.scan.blocks > 1)
+    return holding if holding.vmem_bytes <= vmem_limit() * 9 // 10 else plan
