@@ -9,6 +9,7 @@ from tests.meta.faults.planting import check_is_caught, first_of_all, gpu, havin
 float32 = having(tier="smoke", dtype="float32")
 equal = having(tier="default", rho="equal", dtype="float32")
 up_to_2 = having(beta="up_to_2", dtype="float32")
+bound = having(tier="default", decay="bound", dtype="float32")
 
 
 def packed(c):
@@ -89,6 +90,20 @@ FAULTS = named({
     "the inverse is not transposed": [
         gpu(GDN_BACKWARD, "t_columns = load_tile(pairs.t, row[None, :], at[:, None], rows, ROWS)",
             "t_columns = load_tile(pairs.t, row[:, None], at[None, :], rows, ROWS)", float32),
+    ],
+    "the inverse has no diagonal": [
+        tpu(GDN, "inverse(probe(\"A\", beta * raw, 1, 2), scan)",
+            "jnp.where(row > column, inverse(beta * raw, scan), 0.0)", float32),
+        gpu(GDN, "inverse = _inverse(beta[:, None] * raw, LEVELS)",
+            "inverse = tl.where(at[:, None] > at[None, :], _inverse(beta[:, None] * raw, LEVELS), 0.0)", float32),
+    ],
+    # tpu-inference's and tokamax's: 64 gates of -5 overflow above the diagonal, and inf times a mask of 0 is NaN
+    "the mask comes after exp": [
+        tpu(GDN_BACKWARD, "finite_exp(jnp.where(i >= j, sums, -jnp.inf))",
+            "jnp.exp(sums) / jnp.where(i >= j, 1.0, jnp.inf)", bound),
+        gpu(GDN_BACKWARD,
+            'scalar_decay(tl.where(is_causal, pair_coarse, float("-inf")), tl.where(is_causal, pair_fine, 0.0), SPLIT)',
+            "tl.exp(pair_coarse + pair_fine) * is_causal.to(tl.float32)", bound),
     ],
     # attention-gym's
     "the gradient of A has a diagonal": [
