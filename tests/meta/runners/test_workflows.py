@@ -1,8 +1,10 @@
 """The workflows: their labels, and their commands on pretended runners."""
 
 import json
+import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,17 @@ def test_the_parts_of_the_full_tier_are_all_there():
     assert job["strategy"]["matrix"]["part"] == list(range(1, 25))
     asked = subprocess.run(["make", "-n", "full", "PART=3/24"], cwd=ROOT, check=True, capture_output=True, text=True)
     assert " --parity-tier=full --parity-shard=3/24\n" in asked.stdout
+
+
+@pytest.mark.full
+def test_make_smoke_names_every_file_of_the_smoke_tier():
+    asked = subprocess.run(["make", "-n", "smoke"], cwd=ROOT, check=True, capture_output=True, text=True)
+    named = re.search(r"--parity-tier=smoke \$\((grep .*)\)$", asked.stdout.strip())
+    files = subprocess.run(["bash", "-c", named[1]], cwd=ROOT, check=True, capture_output=True, text=True)
+    collecting = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--parity-tier=smoke"]
+    collected = subprocess.run(collecting, cwd=ROOT, check=True, capture_output=True, text=True)
+    smoke = set(re.findall(r"^(\S+\.py)::", collected.stdout, re.MULTILINE))
+    assert smoke and smoke <= set(files.stdout.split())
 
 
 def test_jobs_use_what_others_give():
