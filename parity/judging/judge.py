@@ -120,6 +120,10 @@ class Measured(Mapping[str, Metrics]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process has the metrics and not the trial, whose op may be a closure."""
+        return dict, (dict(self),)
+
     def __len__(self) -> int:
         return len(self._found)
 

@@ -2,6 +2,7 @@
 several outputs decides, and which element is shown."""
 
 import itertools
+import pickle
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -109,6 +110,12 @@ def test_arguments_and_route_are_the_kernels_and_its_time_is_taken(device):
         load=judged.load,
     )  # fmt: skip
     assert judged.eta_max == 0
+
+
+def test_a_judgement_goes_to_another_process(device):
+    """As those of `parity shrink` come from theirs; the op's magnitude is a closure."""
+    judged = judge(Trial(op(), CASE, "tpu"))
+    assert pickle.loads(pickle.dumps(judged)) == judged and judged.outputs
 
 
 def test_the_worst_element_and_where_the_bad_ones_lie_are_told(device):
