@@ -88,13 +88,8 @@ LINES = [pytest.param(*row, id=row[2].id, marks=[] if row[0][0] == "tgmm" else p
 @interpreted
 @pytest.mark.parametrize(("row", "op", "case"), LINES)
 def test_a_line_of_the_table_is_what_the_command_prints(row, op, case):
-    """But for the last digit: the golden's last bits depend on the host's BLAS."""
-    number = re.compile(r"\d+(?:\.\d+)?(?:e[-+]\d+)?")
     line = judge_line(ROOT, int(row[4]), ROOT / "records", Job(op.name, case, {}))
-    shown, quoted = " | ".join(cells(line)), " | ".join(row)
-    assert number.sub("#", shown) == number.sub("#", quoted)
-    figures = [[float(n) for n in number.findall(text)] for text in (shown, quoted)]
-    assert figures[0] == pytest.approx(figures[1], rel=2e-3)
+    assert list(cells(line)) == row
 
 
 @pytest.mark.full
