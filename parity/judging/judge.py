@@ -120,12 +120,12 @@ class Measured(Mapping[str, Metrics]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Another process has the metrics and not the trial, whose op may be a closure."""
-        return dict, (dict(self),)
-
     def __len__(self) -> int:
         return len(self._found)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A dictionary of the metrics, for another process: the trial stays here, for its op may have a closure."""
+        return dict, (dict(self),)
 
 
 UNDECIDED = Verdict("UNDECIDED", "", "")
