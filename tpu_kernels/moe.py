@@ -17,8 +17,8 @@ from op_arguments.quantize import Quantized
 from tpu_kernels._lib.arguments import Interpret, Shard, as_vector, resolve_interpret, static_scalar
 from tpu_kernels._lib.call import jit
 from tpu_kernels._lib.exchange import exchange_plans, swap
-from tpu_kernels._lib.pairs import dual_quantized, product, quantized, weight_product
-from tpu_kernels._lib.routing import combine, plan_rows, take
+from tpu_kernels._lib.pairs import dual_quantized, padded, product, quantized, weight_product
+from tpu_kernels._lib.routing import Plan, combine, plan_rows, rows_of, sum_of, take
 from tpu_kernels._lib.tiles import Table
 from tpu_kernels.grouped_gemm import grouped_gemm
 from tpu_kernels.mxfp8 import mxfp8_dual_quantize, mxfp8_quantize
@@ -143,15 +143,13 @@ def _layer(primals: Primals, group_offset: jax.Array, *, o: _Static) -> jax.Arra
     num_experts = w_router.shape[1]
     if o.axis_name is None:
         plan = plan_rows(indices, num_experts, o.capacity, permuted_rows(x.shape[0], o.top_k, num_experts, o.capacity))
-        rows, of_rows = take(x, *plan[:2]), take(weights.reshape(-1, 1), plan.source, plan.slots.reshape(-1, 1))
-        out = _through(o, rows, of_rows, experts, Shard(plan.group_sizes, group_offset))
-        return combine(out, None, plan.slots, plan.source)
+        of_rows = take(weights.reshape(-1, 1), plan.source, plan.slots.reshape(-1, 1))
+        return _through(o, x, of_rows, experts, plan, group_offset)
     sent, received = exchange_plans(o.axis_name, indices, num_experts, o.capacity)
     rows, of_rows = take(x, *sent[:2]), take(weights.reshape(-1, 1), sent.source, sent.slots.reshape(-1, 1))
-    rows, of_rows = (take(swap(t, o.axis_name), received.source, received.slots) for t in (rows, of_rows))
-    out = _through(o, rows, of_rows, experts, Shard(received.group_sizes, group_offset))
-    out = swap(take(out, received.slots.ravel(), received.source[:, None]), o.axis_name)
-    return combine(out, None, sent.slots, sent.source)
+    rows, of_rows = (swap(t, o.axis_name) for t in (rows, of_rows))
+    out = _through(o, rows, take(of_rows, *received[:2]), experts, received, group_offset)
+    return combine(swap(out, o.axis_name), None, sent.slots, sent.source)
 
 
 def _route(o: _Static, x: jax.Array, w_router: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -227,20 +225,31 @@ class Experts(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _through(o: _Static, rows: jax.Array, weights: jax.Array, experts: Experts, shard: Shard) -> jax.Array:
-    """rows [M, D], sorted by expert, through their experts, times their weights [M, 1]."""
-    return _forward(o, rows, weights, experts, shard, is_trained=False)[0]
+def _through(
+    o: _Static, x: jax.Array, weights: jax.Array, experts: Experts, plan: Plan, group_offset: jax.Array
+) -> jax.Array:
+    """x [N, D] through the experts that it goes to by the plan, times the rows' weights [M, 1], and summed: [N, D]."""
+    return _forward(o, x, weights, experts, plan, group_offset, is_trained=False)[0]
 
 
-def _fwd(o: _Static, rows: jax.Array, weights: jax.Array, experts: Experts, shard: Shard) -> tuple[jax.Array, Any]:
-    return _forward(o, rows, weights, experts, shard, is_trained=True)
+def _fwd(
+    o: _Static, x: jax.Array, weights: jax.Array, experts: Experts, plan: Plan, group_offset: jax.Array
+) -> tuple[jax.Array, Any]:
+    return _forward(o, x, weights, experts, plan, group_offset, is_trained=True)
 
 
 def _forward(
-    o: _Static, rows: jax.Array, weights: jax.Array, experts: Experts, shard: Shard, is_trained: bool
+    o: _Static,
+    x: jax.Array,
+    weights: jax.Array,
+    experts: Experts,
+    plan: Plan,
+    group_offset: jax.Array,
+    is_trained: bool,
 ) -> tuple[jax.Array, Any]:
     """The forward pass, and (where it is trained) what the backward pass needs of it."""
-    taken, saved_rows = _activations(o, rows, is_trained)
+    shard = Shard(plan.group_sizes, group_offset)
+    taken, saved_rows = _taken(o, x, plan, is_trained)
     (of_gate, saved_gate), (of_up, saved_up), (of_down, saved_down) = (_weights_of(o, w, is_trained) for w in experts)
     gate, up = (
         _watched(site, _product(o, taken, w, shard, o.between)) for site, w in (("gate", of_gate), ("up", of_up))
@@ -251,12 +260,12 @@ def _forward(
     out = _watched("rows", _product(o, activated, of_down, shard, o.dtype))
     named = zip((saved_rows, saved_hidden, Experts(saved_gate, saved_up, saved_down)), QUANTIZED_RESIDUALS, strict=True)
     operands = [checkpoint_name(kept, name) if o.quantize else kept for kept, name in named]
-    return out, (*operands, gate, up, weights, shard)
+    return sum_of(out, None, plan.slots), (*operands, gate, up, weights, plan, shard)
 
 
 def _bwd(o: _Static, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
-    rows, hidden, experts, gate, up, weights, shard = saved
-    by_rows, by_columns = _activations(o, dout, True)
+    rows, hidden, experts, gate, up, weights, plan, shard = saved
+    by_rows, by_columns = _taken(o, dout, plan, True)
     dhidden = _product(o, by_rows, experts.down, shard, o.between, transpose_rhs=True)
     dhidden = _watched("dhidden", dhidden).astype(jnp.float32)
     gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
@@ -269,14 +278,16 @@ def _bwd(o: _Static, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
     )
     of_both = ((dgate_rows, experts.gate), (dup_rows, experts.up))
     through_gate, through_up = (_product(o, d, w, shard, jnp.float32, transpose_rhs=True) for d, w in of_both)
+    drows = _watched("drows", (through_gate + through_up).astype(o.dtype))
     return (
-        _watched("drows", (through_gate + through_up).astype(o.dtype)),
+        sum_of(drows, None, plan.slots),
         dweights,
         Experts(
             _weight_gradient(o, rows, dgate_columns, shard, experts.gate),
             _weight_gradient(o, rows, dup_columns, shard, experts.up),
             _weight_gradient(o, hidden, by_columns, shard, experts.down),
         ),
+        None,
         None,
     )
 
@@ -285,17 +296,46 @@ _through.defvjp(_fwd, _bwd)
 
 
 @probing(None)  # the layer has no sites within its quantisers and matmuls
+def _taken(o: _Static, x: jax.Array, plan: Plan, is_trained: bool) -> tuple[Quantized, Quantized]:
+    """The rows of x by the plan, as `_activations` of them: quantised before there are several of each where that is
+    the same, so for scales of one row or, by columns, of all."""
+    copied = partial(rows_of, source=plan.source, slots=plan.slots)
+    if o.quantize is None:
+        rows = Quantized(copied(x), None)
+        return rows, rows
+    by_rows = Quantized(*map(copied, _by_rows(o, x)))
+    if not is_trained:
+        return by_rows, Quantized(None, None)
+    if o.quantize == "fp8" and o.block_size is None:
+        is_taken = (plan.slots >= 0).any(axis=1, keepdims=True)  # all are where there is no capacity
+        qvalue, scale = _by_columns(o, x if o.capacity is None else jnp.where(is_taken, x, jnp.zeros_like(x)))
+        return by_rows, Quantized(copied(qvalue), scale)
+    return by_rows, _by_columns(o, copied(x))
+
+
+@probing(None)
 def _activations(o: _Static, x: jax.Array, is_trained: bool) -> tuple[Quantized, Quantized]:
     """x [M, …] as an operand of products of rows, and (where it is trained) of weights' gradients."""
     if o.quantize is None:
         return Quantized(x, None), Quantized(x, None)
-    if o.quantize == "fp8":
-        how = o.block_size, o.interpret
-        return dual_quantized(x, *how) if is_trained else (quantized(x, 1, *how), Quantized(None, None))
     if not is_trained:
-        return mxfp8_quantize(x, 1, check_finite=False, interpret=o.interpret), Quantized(None, None)
+        return _by_rows(o, x), Quantized(None, None)
+    if o.quantize == "fp8":
+        return dual_quantized(x, o.block_size, o.interpret)
     both = mxfp8_dual_quantize(x, check_finite=False, interpret=o.interpret)
     return Quantized(*both[:2]), Quantized(*both[2:])
+
+
+def _by_rows(o: _Static, x: jax.Array) -> Quantized:
+    if o.quantize == "fp8":
+        return quantized(x, 1, o.block_size, o.interpret)
+    return mxfp8_quantize(x, 1, check_finite=False, interpret=o.interpret)
+
+
+def _by_columns(o: _Static, x: jax.Array) -> Quantized:
+    if o.quantize == "fp8":
+        return quantized(padded(x, o.block_size), 0, o.block_size, o.interpret)
+    return mxfp8_quantize(x, 0, check_finite=False, interpret=o.interpret)
 
 
 @probing(None)

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 class Plan(NamedTuple):
@@ -32,13 +33,13 @@ def plan_rows(
 @jax.custom_vjp
 def take(x: jax.Array, source: jax.Array, slots: jax.Array) -> jax.Array:
     """x's row for each source (the choice t·k + j), zero for -1."""
-    return _rows_of(x, source, slots)
+    return rows_of(x, source, slots)
 
 
 @jax.custom_vjp
 def combine(rows: jax.Array, weights: jax.Array | None, slots: jax.Array, source: jax.Array) -> jax.Array:
     """`unpermute`, with the inverse of slots."""
-    return _sum_of(rows, weights, slots).astype(rows.dtype)
+    return sum_of(rows, weights, slots)
 
 
 def inverse(slots: jax.Array, rows: int) -> jax.Array:
@@ -52,30 +53,33 @@ def starts_of(sizes: jax.Array, axis: int = 0) -> jax.Array:
     return jnp.cumsum(sizes, axis) - sizes
 
 
-def _rows_of(x: jax.Array, source: jax.Array, slots: jax.Array) -> jax.Array:
+def rows_of(x: jax.Array, source: jax.Array, slots: jax.Array) -> jax.Array:
+    """x's row for each source (the choice t·k + j); zero for -1: of bytes all bits, as E8M0 has no zero."""
     if not x.shape[0]:
         return jnp.zeros((source.shape[0], x.shape[1]), x.dtype)
+    bits = lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
     # A row of zeros to take from: XLA would make a choice of two after the gather another pass over all rows.
-    with_none = jnp.concatenate([x, jnp.zeros((1, x.shape[1]), x.dtype)])
-    return with_none[jnp.where(source >= 0, source // slots.shape[1], x.shape[0])]
+    with_none = jnp.concatenate([bits, jnp.zeros((1, x.shape[1]), bits.dtype)])
+    taken = with_none[jnp.where(source >= 0, source // slots.shape[1], x.shape[0])]
+    return lax.bitcast_convert_type(taken, x.dtype)
 
 
-def _sum_of(rows: jax.Array, weights: jax.Array | None, slots: jax.Array) -> jax.Array:
-    """Σ_j weights[:, j] · rows[slots[:, j]] in float32, in the order of j."""
+def sum_of(rows: jax.Array, weights: jax.Array | None, slots: jax.Array) -> jax.Array:
+    """Σ_j weights[:, j] · rows[slots[:, j]], summed in float32 in the order of j, in rows' dtype."""
     total = jnp.zeros((slots.shape[0], rows.shape[1]), jnp.float32)
     for j in range(slots.shape[1] if rows.shape[0] else 0):
         taken = rows[slots[:, j]].astype(jnp.float32)
         taken = taken if weights is None else taken * weights[:, j, None]
         total += jnp.where(slots[:, j, None] >= 0, taken, 0.0)
-    return total
+    return total.astype(rows.dtype)
 
 
 def _take_bwd(saved: Any, drows: jax.Array) -> tuple[Any, ...]:
     (slots,) = saved
-    return _sum_of(drows, None, slots).astype(drows.dtype), None, None
+    return sum_of(drows, None, slots), None, None
 
 
-take.defvjp(lambda x, source, slots: (_rows_of(x, source, slots), (slots,)), _take_bwd)
+take.defvjp(lambda x, source, slots: (rows_of(x, source, slots), (slots,)), _take_bwd)
 
 
 def _combine_fwd(rows: jax.Array, weights: jax.Array | None, slots: jax.Array, source: jax.Array) -> tuple[Any, Any]:
@@ -85,10 +89,10 @@ def _combine_fwd(rows: jax.Array, weights: jax.Array | None, slots: jax.Array, s
 
 def _combine_bwd(saved: Any, dout: jax.Array) -> tuple[Any, ...]:
     rows, weights, slots, source = saved
-    drows = _rows_of(dout, source, slots)
+    drows = rows_of(dout, source, slots)
     if weights is None:
         return drows, None, None, None
-    by_row = _rows_of(weights.reshape(-1, 1), source, slots.reshape(-1, 1))
+    by_row = rows_of(weights.reshape(-1, 1), source, slots.reshape(-1, 1))
     dout = dout.astype(jnp.float32)
     # One choice of all tokens at a time: [T, k, D] of them is gigabytes.
     of_choices = [(rows[slot].astype(jnp.float32) * dout).sum(axis=1) for slot in slots.T]
