@@ -24,8 +24,10 @@ it runs
    number of steps that share an output block;
 6. a loop inside it as often as it runs, or once, and counted in `unknown_loops`, if only the data say how often.
 
-Where the grid says that some steps skip the hot part inside the compute stage (a first walk over the blocks, say, that
-makes no results), it counts for the part of the steps that run it.
+Inside a stage a conditional part that does work, and of which the kernel's source says which steps run it (a first walk
+over the blocks, say, that makes no results), is none of these: it counts for the share of the steps that do, and for
+none where the source calls it rare. Its lines say which branch of the source it is. Of the branches of the same steps,
+where the data decide, the hot one counts (2).
 
 Its **static cycles** are these bundles, or, where that is more, the cycles for which its `vmatmul`s occupy the matrix
 units. On tpu7x they queue, so that bundles can be fewer than that; the chips before it space them in the schedule.
@@ -38,6 +40,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from parity.compilers.chips import Chip
+from parity.compilers.kernels import Branch
 
 UNITS = ("MATMUL", "MATPUSH", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL", "SALU")
 """The columns of the utilization file; fills and spills are among the loads and the stores."""
@@ -52,6 +55,8 @@ _VMATMUL = re.compile(r"= vmatmul\.([\w.]+)")
 _PLACE = re.compile(r'loc\("([^"]+)":(\d+)')
 _OPERANDS = {"f32": "f32", "bf16": "bf16", "f8": "fp8", "s8": "int8", "u8": "int8"}
 _STAGE = re.compile(r"= sphi [^;]*iteration index, stage")  # loop-carried: a loop inside may load it from a spill
+ALIKE = 0.5
+"""The least part of lines that a branch of the source and its code have in common, of those that either has."""
 _DELAY_SLOTS = 6  # after a branch, at most
 
 
@@ -280,33 +285,44 @@ def _trips(code: str, condition: str) -> int | None:
 
 @dataclass
 class _Path:
-    """How often each bundle runs in a step: those that run in each, and those that run every few steps. hot: the
-    conditional part that does most of the work, None where that is unconditional."""
+    """How often each bundle runs in a step, on average: those that run in each, and those that run every few steps."""
 
-    runs: Counter[int] = field(default_factory=Counter)
-    periodic: Counter[int] = field(default_factory=Counter)
+    runs: dict[int, float] = field(default_factory=dict)
+    periodic: dict[int, float] = field(default_factory=dict)
     unknown_loops: int = 0
-    hot: Part | None = None
 
-    def add(self, other: "_Path", times: int = 1) -> None:
+    @classmethod
+    def of(cls, bundles: Sequence[int]) -> "_Path":
+        """Each of the bundles once."""
+        return cls(dict.fromkeys(bundles, 1.0))
+
+    @property
+    def total(self) -> float:
+        """Bundles that run in each step."""
+        return sum(self.runs.values())
+
+    def every_few_steps(self) -> "_Path":
+        """What runs in each step of the path, every few steps in place of that."""
+        return _Path(periodic=self.runs)
+
+    def add(self, other: "_Path", times: float = 1) -> None:
         for mine, others in (self.runs, other.runs), (self.periodic, other.periodic):
             for address, runs in others.items():
-                mine[address] += runs * times
+                mine[address] = mine.get(address, 0.0) + runs * times
         self.unknown_loops += other.unknown_loops
 
 
-def schedule(program: Program, chip: Chip, steps_per_block: float = 1.0, busy: float = 1.0) -> Schedule:
+def schedule(program: Program, chip: Chip, steps_per_block: float = 1.0, branches: Sequence[Branch] = ()) -> Schedule:
     """What the program says about the kernel's speed on the chip.
 
-    steps_per_block: steps that share an output block; busy: the part of the steps that run the hot part.
+    steps_per_block: steps that share an output block; branches: what the source says about conditional parts.
     """
-    reader = _Reader(program)
+    reader = _Reader(program, branches)
     bundles = program.bundles
     step = reader.step()
     path = reader.path(step)
-    seldom = reader.in_compute_stage(path) if busy < 1 else _Path()
-    always = {i: times - (1 - busy) * seldom.runs[i] for i, times in path.runs.items()}
-    periodic = {i: (times - (1 - busy) * seldom.periodic[i]) / steps_per_block for i, times in path.periodic.items()}
+    always = dict(path.runs)
+    periodic = {i: times / steps_per_block for i, times in path.periodic.items()}
     runs = {i: always.get(i, 0.0) + periodic.get(i, 0.0) for i in always | periodic}
     vmatmuls: dict[str, float] = {}
     for i, times in runs.items():
@@ -360,16 +376,36 @@ def emitted(program: Program) -> Counter[tuple[str, str]]:
     for address, runs in _Reader(program).everything(program.whole).runs.items():
         for place, vmatmuls in program.bundles[address].instructions:
             for operand, count in vmatmuls.items():
-                counts[place, operand] += runs * count
+                counts[place, operand] += round(runs) * count
     return counts
 
 
 class _Reader:
     """Which bundles a whole middle step runs; the numbers are those of the module's list."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, branches: Sequence[Branch] = ()) -> None:
         self.program = program
         self.multiplies = any(bundle.vmatmuls for bundle in program.bundles)
+        self.known: dict[int, Branch] = {}
+        if branches:
+            self.recognize(program.whole, list(branches))
+
+    def recognize(self, part: Part, left: list[Branch]) -> None:
+        """Fill `known` with the branch that each conditional part of a stage is, by the lines that both have.
+
+        left: those that are not found yet. Of branches of the same lines the first part is the first.
+        """
+        for child in part.inner:
+            if not child.loop and not part.pipelined:
+                lines = self.lines_of(child)
+                alike = [len(lines & branch.places) / len(lines | branch.places) for branch in left if lines]
+                if max(alike, default=0.0) > ALIKE:
+                    self.known[id(child)] = left.pop(alike.index(max(alike)))
+            self.recognize(child, left)
+
+    def lines_of(self, part: Part) -> set[str]:
+        bundles = self.program.bundles[part.start : part.end]
+        return {place for bundle in bundles for place, _ in bundle.instructions} - {""}
 
     def step(self) -> Part:
         part = step = self.program.whole
@@ -381,13 +417,15 @@ class _Reader:
                 step = part
         return step
 
-    def path(self, part: Part) -> _Path:
-        """What a whole middle step runs of a part, the body of an inner loop as often as it runs."""
-        own = _Path(Counter(part.own))
-        inner = [(child, self.path(child)) for child in part.inner]
-        always = [own] + [path for child, path in inner if child.loop]
-        conditional = [(child, path) for child, path in inner if not child.loop]
-        hot = max(conditional, key=lambda c: (self.work(c[1]), -c[1].runs.total()), default=None)
+    def path(self, part: Part, share: float = 1.0) -> _Path:
+        """What a whole middle step runs of a part, the body of an inner loop as often as it runs.
+
+        share: of the steps, those that run the part.
+        """
+        own = _Path.of(part.own)
+        always = [own] + [self.path(child, share) for child in part.inner if child.loop]
+        known, conditional = self.conditional(part, share)
+        hot = max(known + conditional, key=lambda c: (self.work(c[1]), -c[1].total), default=None)
         hottest = max(always, key=self.work)
         if hot and self.work(hot[1]) > self.work(hottest):
             hottest = hot[1]
@@ -395,11 +433,11 @@ class _Reader:
             hot = None
         hot_at = min((i for i in hottest.runs if self.work_of(i)), default=0)
 
-        path = _Path(hot=hot[0] if hot else None)
-        for each in always:
+        path = _Path()
+        for each in always + [each for _, each in known]:
             path.add(each)
-        before: list[Counter[int]] = []
-        after: list[Counter[int]] = []
+        before: list[_Path] = []
+        after: list[_Path] = []
         for child, each in conditional:
             if hot and child is hot[0]:
                 path.add(each)  # 2
@@ -408,11 +446,10 @@ class _Reader:
             elif not self.work(each) and not any(self.program.bundles[i].stores for i in each.runs):
                 path.add(each)  # 4
             elif not self.work(each) or not (self.multiplies or hot):
-                (before if child.start < hot_at else after).append(each.runs)  # 5
+                (before if child.start < hot_at else after).append(each)  # 5
         for alternatives in before, after:
             if alternatives:
-                shortest: Counter[int] = min(alternatives, key=lambda runs: runs.total())
-                path.periodic += shortest
+                path.add(min(alternatives, key=lambda each: each.total).every_few_steps())
         if not part.loop or part.pipelined:
             return path
         repeated = _Path()
@@ -420,19 +457,36 @@ class _Reader:
         repeated.unknown_loops += part.trips is None
         return repeated
 
-    def in_compute_stage(self, step: _Path) -> _Path:
-        """What a step runs of the hot part of its compute stage: nothing where all of that is unconditional."""
-        hot = self.path(step.hot).hot if step.hot else None
-        return self.path(hot) if hot else _Path()
+    def conditional(self, part: Part, share: float) -> tuple[list[tuple[Part, _Path]], list[tuple[Part, _Path]]]:
+        """The conditional parts inside: those of known work, as means over the steps of part, and the others.
+
+        Of branches of the same steps, between which the data decide, only the one that does most.
+        """
+        known: dict[str, tuple[Part, _Path]] = {}
+        others = []
+        for child in part.inner:
+            if child.loop:
+                continue
+            branch = self.known.get(id(child))
+            path = self.path(child, branch.share if branch else share)
+            if branch is None or not self.work(path):
+                others.append((child, path))
+            elif branch.share:
+                mean = _Path()
+                mean.add(path, times=branch.share / share)
+                rival = known.get(branch.of)
+                if rival is None or self.work(mean) > self.work(rival[1]):
+                    known[branch.of or str(child.start)] = child, mean
+        return [*known.values()], others
 
     def everything(self, part: Part) -> _Path:
         """All bundles of a part: of an inner loop as often as it runs, of the loop over the grid one step."""
-        path = _Path(Counter(part.own))
+        path = _Path.of(part.own)
         for child in part.inner:
             path.add(self.everything(child), times=1 if child.pipelined else child.trips or 1)
         return path
 
-    def work(self, path: _Path) -> int:
+    def work(self, path: _Path) -> float:
         return sum(runs * self.work_of(address) for address, runs in path.runs.items())
 
     def work_of(self, address: int) -> int:

@@ -1,12 +1,14 @@
 """What the Pallas kernels of a traced JAX function are: grids, blocks, dots and bytes, read from the jaxpr."""
 
+import hashlib
 import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,8 @@ from parity.compilers.chips import packed_rows
 
 _OPERANDS = {4: "f32", 2: "bf16"}
 _PASSES_OF_HIGHEST = 6
+RARELY = "rarely"
+"""The `jax.named_scope` of conditions that hold for few data."""
 _SCALARS: Mapping[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge")},
     "and": np.logical_and,
@@ -58,11 +62,24 @@ class Dot:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """A conditional part that only some steps of a kernel run. places: "path:line" of all that is in it.
+
+    share: of the steps, those that run it as far as the grid alone says; none where the kernel traces it under the name
+    `RARELY`. of: what the branches of the same steps have in common where the grid does not decide between them, or "".
+    """
+
+    places: frozenset[str]
+    share: float
+    of: str = ""
+
+
+@dataclass(frozen=True)
 class Kernel:
     """A `pallas_call`. grid: its axes, None for a length that is traced; operands: shapes of inputs and outputs.
 
-    name: "" where it has none; estimated_bytes: as its `CostEstimate` has them, None without one. busy: the part of the
-    steps that run the dots that not all run, as far as the grid alone says which do (1: all).
+    name: "" where it has none; estimated_bytes: as its `CostEstimate` has them, None without one; branches: those that
+    not all steps run, as far as the grid alone says.
     """
 
     name: str
@@ -72,7 +89,7 @@ class Kernel:
     outputs: tuple[Block, ...]
     dots: tuple[Dot, ...]
     estimated_bytes: int | None
-    busy: float = 1.0
+    branches: tuple[Branch, ...] = ()
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -120,9 +137,14 @@ class Kernel:
 
 
 def kernels(jaxpr: Any, *, places: bool = True) -> list[Kernel]:
-    """The Pallas kernels in a closed jaxpr, in program order; places: their dots with those in the source."""
+    """The Pallas kernels in a closed jaxpr, in program order; places: with those in the source of what is in them."""
     found = [_kernel(call) for call, _ in equations(jaxpr.jaxpr, "pallas_call", "mpmd_map")]
-    return found if places else [replace(k, dots=tuple(replace(dot, place="") for dot in k.dots)) for k in found]
+    return found if places else [without_places(kernel) for kernel in found]
+
+
+def without_places(kernel: Kernel) -> Kernel:
+    """The kernel wherever its source lies: dots without places, and no branches, which nothing else tells apart."""
+    return replace(kernel, dots=tuple(replace(dot, place="") for dot in kernel.dots), branches=())
 
 
 def equations(jaxpr: Any, *primitives: str, times: int = 1) -> Iterator[tuple[Any, int]]:
@@ -154,46 +176,72 @@ def _kernel(call: Any) -> Kernel:
         dots=tuple(dots.elements()),
         estimated_bytes=None if cost is None else cost.bytes_accessed,
     )
-    return replace(kernel, busy=_busy(jaxprs[0], kernel.lengths)) if grid else kernel
+    return replace(kernel, branches=tuple(_branches(jaxprs[0], kernel.lengths))) if grid else kernel
 
 
-def _busy(jaxpr: Any, lengths: tuple[int, ...]) -> float:
-    """The part of the steps that run any of the dots that not all of them run."""
+def _branches(jaxpr: Any, lengths: tuple[int, ...]) -> list[Branch]:
+    """Those that some steps skip by conditions on the grid alone, or all but a few because the kernel says so."""
     index = [axis.ravel() for axis in np.indices(lengths)]
-    here = np.ones(math.prod(lengths), bool)
-    some = _conditional(jaxpr, {}, here, index)
-    return float(some.mean()) if some.any() else 1.0
+    return list(_conditional(jaxpr, {}, np.ones(math.prod(lengths), bool), index))
 
 
-def _conditional(
-    jaxpr: Any, known: dict[Any, Any], here: npt.NDArray[np.bool_], index: list[Any]
-) -> npt.NDArray[np.bool_]:
-    """Mask of the grid steps that run dots which others skip, by conditions on the grid alone.
+class _AtMost(NamedTuple):
+    """A condition that the data may make true in these steps, and in no others."""
 
-    index: the place of each step on each axis; here: mask of the steps that reach this jaxpr; known: each variable's
-    value in each step.
+    steps: npt.NDArray[np.bool_]
+
+
+def _conditional(jaxpr: Any, known: dict[Any, Any], here: npt.NDArray[np.bool_], index: list[Any]) -> Iterator[Branch]:
+    """The branches in a jaxpr that the steps in `here` reach.
+
+    index: the place of each step on each axis; known: each variable's value in each step.
     """
     from jax.extend.core import jaxprs_in_params
 
-    some = np.zeros_like(here)
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         values = [atom.val if hasattr(atom, "val") else known.get(atom) for atom in equation.invars]
         if name == "program_id":
             known[equation.outvars[0]] = index[equation.params["axis"]]
-        elif name in _SCALARS and all(value is not None for value in values):
-            known[equation.outvars[0]] = _SCALARS[name](*values)
-        elif name == "dot_general" and not here.all():
-            some |= here
         elif name == "cond":
             which, *operands = values
+            is_rare = RARELY in str(equation.source_info.name_stack)
             for nth, branch in enumerate(equation.params["branches"]):
                 inner = {v: x for v, x in zip(branch.jaxpr.invars, operands, strict=True) if x is not None}
-                some |= _conditional(branch.jaxpr, inner, here if which is None else here & (which == nth), index)
+                is_open = which is None or isinstance(which, _AtMost)
+                steps = here & (which.steps if nth else True) if isinstance(which, _AtMost) else here
+                steps = steps if is_open else here & (which == nth)
+                if branch.jaxpr.eqns and (is_rare or not steps.all()):
+                    places = frozenset(_places(branch.jaxpr)) - {""}
+                    of = hashlib.sha256(steps.tobytes()).hexdigest()[:8] if is_open else ""
+                    yield Branch(places, 0.0 if is_rare else float(steps.mean()), of)
+                yield from _conditional(branch.jaxpr, inner, steps, index)
+        elif name in _SCALARS and all(value is not None for value in values):
+            known[equation.outvars[0]] = _of_steps(name, values)
+        elif name == "and" and (bounds := [value for value in values if value is not None]):
+            known[equation.outvars[0]] = _of_steps(name, [*bounds, _AtMost(np.ones_like(here))])
         else:
             for body in jaxprs_in_params(equation.params):
-                some |= _conditional(body, {}, here, index)
-    return some
+                yield from _conditional(body, {}, here, index)
+
+
+def _places(jaxpr: Any) -> Iterator[str]:
+    """Of all equations, at any depth."""
+    from jax.extend.core import jaxprs_in_params
+
+    for equation in jaxpr.eqns:
+        yield _place(equation)
+        for inner in jaxprs_in_params(equation.params):
+            yield from _places(inner)
+
+
+def _of_steps(name: str, values: list[Any]) -> Any:
+    """The value in each step of a primitive of `_SCALARS`; None where it hangs on more than the grid."""
+    if not any(isinstance(value, _AtMost) for value in values):
+        return _SCALARS[name](*values)
+    if name not in ("and", "convert_element_type"):
+        return None
+    return _AtMost(reduce(np.logical_and, [v.steps if isinstance(v, _AtMost) else v for v in values]))
 
 
 def _block(mapping: Any, grid_axes: int) -> Block:

@@ -38,8 +38,8 @@ _ENVIRONMENT = {
 DUMP = (
     "--xla_jf_dump_to={} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
     " --xla_jf_dump_llo_pass_label_regex=final_bundles|static"
+    " --xla_mosaic_enable_llo_source_annotations=true"  # comments in the dump: the code is the same
 )
-_PLACES = " --xla_mosaic_enable_llo_source_annotations=true"  # comments in the dump: the code is the same
 _BEYOND_MEMORY = re.compile(r"Ran out of memory in memory space|would exceed memory")
 
 Outcome = Literal["compiled", "refused", "too large", "crashed", "timed out", "unreadable"]
@@ -183,7 +183,7 @@ def compile_for_tpu(
         dump = Path(folder) if schedule or lines else None
         if dump:
             flags = os.environ.get("LIBTPU_INIT_ARGS", "")
-            environment["LIBTPU_INIT_ARGS"] = f"{flags} {DUMP.format(dump)}{_PLACES if lines else ''}".strip()
+            environment["LIBTPU_INIT_ARGS"] = f"{flags} {DUMP.format(dump)}".strip()
         compile = partial(_answer, dump=dump, lines=lines)
         answers = compile_each(compile, cases, timeout, framework="jax", environment=environment)
     return [Compiled(**vars(answer)) if isinstance(answer, Death) else answer for answer in answers]
@@ -234,7 +234,7 @@ def _compile(case: Compilation, dump: Path | None, lines: bool) -> Compiled:
 
     # The abstract mesh makes questions about the device (get_tpu_info) answer for the target, not for this host.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        key = _cache_key(case, _lowered(trace(), places=lines).as_text(), dump)
+        key = _cache_key(case, _lowered(trace(), places=lines).as_text(), dump, lines)
         known = cache.load("mosaic", key)
         if isinstance(known, Compiled):
             return replace(known, cached=True)
@@ -250,7 +250,7 @@ def _compile(case: Compilation, dump: Path | None, lines: bool) -> Compiled:
         output_bytes=memory.output_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         hbm_bytes=int(costs["bytes accessed"]) if "bytes accessed" in costs else None,
-        kernels=_kernels(dump, case.chip, pallas.kernels(program.jaxpr, places=lines)) if dump else (),
+        kernels=_kernels(dump, case.chip, pallas.kernels(program.jaxpr), lines) if dump else (),
     )
     cache.store("mosaic", key, result)
     return result
@@ -269,21 +269,24 @@ def _lowered(trace: Any, *, places: bool) -> Any:
         jax.config.update(limit, frames)
 
 
-def _cache_key(case: Compilation, module: str, dump: Path | None) -> str:
+def _cache_key(case: Compilation, module: str, dump: Path | None, lines: bool) -> str:
     from importlib.metadata import version
 
     flags = os.environ.get("LIBTPU_INIT_ARGS", "").replace(str(dump), "")
     readers = "".join(Path(file).read_text() for file in (bundles.__file__, chips.__file__, pallas.__file__, __file__))
-    return cache.digest(module, case.chip, str(case.cores), version("libtpu"), version("jaxlib"), flags, readers)
+    versions = version("libtpu"), version("jaxlib")
+    return cache.digest(module, case.chip, str(case.cores), *versions, flags, str(lines), readers)
 
 
-def _kernels(dump: Path, chip: str, calls: Sequence[Kernel]) -> tuple[CompiledKernel, ...]:
-    """Each call with what the dump has of it."""
+def _kernels(dump: Path, chip: str, calls: Sequence[Kernel], lines: bool) -> tuple[CompiledKernel, ...]:
+    """Each call with what the dump has of it, with `lines` of its places in the source too."""
     files = {path.name: path.read_text() for path in sorted(dump.glob("*.txt"))}
     seen: Counter[tuple[str, tuple[tuple[int, ...], ...]]] = Counter()
     compiled = []
     for call in calls:
-        compiled.append(read_dump(files, call, chip, nth=seen[call.name, call.operands]))
+        kernel = read_dump(files, call, chip, nth=seen[call.name, call.operands])
+        elsewhere = replace(kernel, lines=(), line_passes=(), call=pallas.without_places(kernel.call))
+        compiled.append(kernel if lines else elsewhere)
         seen[call.name, call.operands] += 1
     return tuple(compiled)
 
@@ -318,7 +321,7 @@ def read_dump(files: Mapping[str, str], call: Kernel, chip: str, nth: int = 0) -
     for (place, operand), count in bundles.emitted(program).items():
         rows[operand] += count * packed_rows(operand)
         rows_at.setdefault(place, Counter())[operand] += count * packed_rows(operand)
-    schedule = bundles.schedule(program, CHIPS[chip], call.steps_per_block, call.busy)
+    schedule = bundles.schedule(program, CHIPS[chip], call.steps_per_block, call.branches)
     return CompiledKernel(
         **vars(schedule) | {"lines": tuple(replace(line, place=_shown(line.place)) for line in schedule.lines)},
         call=call if call.name else replace(call, name=re.sub(r"(\.\d+)+$", "", instruction)),

@@ -21,7 +21,7 @@ from op_arguments.probe import Rename, active, probe, renamed
 from op_arguments.quantize import Blocks, DualQuantized, Quantized, check_finite_values
 from tpu_kernels._lib import chip
 from tpu_kernels._lib.arguments import kernel_operand
-from tpu_kernels._lib.call import bytes_of, call, jit
+from tpu_kernels._lib.call import bytes_of, call, jit, rarely
 from tpu_kernels._lib.chip import LANES, sublanes
 from tpu_kernels._lib.formats import SMALLEST, Format
 from tpu_kernels._lib.lanes import maxima, maxima_of_rows, spread
@@ -261,14 +261,14 @@ def _quantize_kernel(
         return
     is_usual = _are_usual(ways)
 
-    @pl.when(jnp.logical_not(is_usual))
-    def measure_again() -> None:
+    pl.when(is_usual)(partial(encode, is_short=True))
+
+    @rarely(jnp.logical_not(is_usual))
+    def encode_exactly() -> None:
         _clear(ways)
         _measure(ways, is_finite=False)
         _reduce(ways)
-
-    pl.when(is_usual)(partial(encode, is_short=True))
-    pl.when(jnp.logical_not(is_usual))(partial(encode, is_short=False))
+        encode(is_short=False)
 
 
 def _walk_twice(step: Any, tiles: Tiles, ways: Sequence["_Way"], shown: Sequence["_Way"], is_short: Any) -> None:
@@ -292,8 +292,9 @@ def _walk_twice(step: Any, tiles: Tiles, ways: Sequence["_Way"], shown: Sequence
 
     for short in (False, True) if shown else (False,):
         here = is_short[0] == int(short) if shown else True
-        pl.when((step == tiles.steps - 1) & here)(partial(_finish, ways, is_short=short))
-        pl.when((step >= tiles.steps) & here)(partial(_encode, ways, is_short=short))
+        when = rarely if shown and not short else pl.when
+        when((step == tiles.steps - 1) & here)(partial(_finish, ways, is_short=short))
+        when((step >= tiles.steps) & here)(partial(_encode, ways, is_short=short))
 
 
 class _Scales(NamedTuple):

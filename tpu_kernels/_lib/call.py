@@ -123,6 +123,16 @@ def jit(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return compiled
 
 
+def rarely(condition: Any) -> Callable[[Callable[[], None]], None]:
+    """`pl.when` of what few data make true: who reads the machine code is told by a scope of that name."""
+
+    def called(body: Callable[[], None]) -> None:
+        with jax.named_scope("rarely"):
+            pl.when(condition)(body)
+
+    return called
+
+
 def bytes_of(*arrays: Any) -> int:
     """What arrays take in memory."""
     return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arrays))
