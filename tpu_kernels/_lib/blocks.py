@@ -205,8 +205,8 @@ def _quantize_call(
 class _Scratch(NamedTuple):
     """Memory of a walk. given: for what the elements of each block are encoded with, for its maxima before.
 
-    Where tiles are walked twice and may be encoded by `encode_short`: shown, for maxima that are infinite where an
-    element is not finite, and is_short [1], whether the second walk does it.
+    Where tiles are walked twice and may be encoded by `encode_short`: shown, for maxima that are infinite from where an
+    element is not finite on, and is_short [1], whether the second walk does it.
     """
 
     given: list[Any]
@@ -274,15 +274,25 @@ def _quantize_kernel(
 def _walk_twice(step: Any, tiles: Tiles, ways: Sequence["_Way"], shown: Sequence["_Way"], is_short: Any) -> None:
     """A step of a walk whose tiles share their blocks: the first time they are measured, the second encoded.
 
-    shown: the same ways with memory for maxima that show what is not finite, where codes may be short; is_short: see
-    `_Scratch`.
+    shown: the same ways with memory for maxima that show what is not finite, where codes may be short; as long as all
+    is, they are the maxima. is_short: see `_Scratch`.
     """
 
     @pl.when(step < tiles.steps)
     def measure() -> None:
         pl.when(step == 0)(partial(_clear, [*ways, *shown]))
-        _measure(ways, is_finite=False)
+        if not shown:
+            _measure(ways, is_finite=False)
+            return
         _measure(shown, is_finite=True)
+        is_finite = reduce(jnp.logical_and, [jnp.max(way.given.ref[...]) < jnp.inf for way in shown])
+
+        @pl.when(is_finite)
+        def take() -> None:
+            for way, each in zip(ways, shown, strict=True):
+                way.given.ref[...] = each.given.ref[...]
+
+        rarely(jnp.logical_not(is_finite))(partial(_measure, ways, is_finite=False))
 
     @pl.when(step == tiles.steps - 1)
     def finish() -> None:
