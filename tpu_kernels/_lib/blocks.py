@@ -5,7 +5,7 @@ scale is, how an element becomes a code, and a code a value, is the caller's: a 
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from itertools import product
 from typing import Any, NamedTuple, Protocol
@@ -540,14 +540,18 @@ def _for_rows(rows: int, at_once: int, body: Callable[[Any], None], unroll: int)
     lax.fori_loop(0, rows // at_once // unroll, step, None)
 
 
-def _for_parts(tiles: Tiles, blocks: Iterable[ScaleBlock], body: Callable[[Any, Any], None], straight: int) -> None:
+def _for_parts(tiles: Tiles, blocks: Sequence[ScaleBlock], body: Callable[[Any, Any], None], straight: int) -> None:
     """Call body with slices of a tile, of 256 columns (or 128) and 128 rows (or 32) in the same blocks of `blocks`.
 
-    Lanes are permuted alike for all rows of a slice: one pattern serves as many as there are. straight: elements that
-    are passed over without a loop; slices are short where it is less than one has.
+    Lanes are permuted alike for all rows of a slice: one pattern serves as many as there are. Where each row is a
+    block slices are of 32 rows and up to 1024 columns: they spread one scale. straight: elements that are passed over
+    without a loop; slices are short where it is less than one has.
     """
     many, columns = SLICE[0], LANES if tiles.columns % SLICE[1] else SLICE[1]
     alike = all(r in (1, tiles.shape[1]) or r % many == 0 for r, _ in blocks) and tiles.rows % many == 0
+    if all(block == (1, tiles.shape[2]) for block in blocks):
+        columns *= _divisor(tiles.columns // columns, many // SUBLANES)
+        alike = False
     rows, all_columns = many if alike and many * columns <= straight else SUBLANES, tiles.columns // columns
     each = _divisor(all_columns, straight // (rows * columns))
     each_rows = _divisor(tiles.rows // rows, straight // (rows * columns * all_columns))
