@@ -63,10 +63,10 @@ class Dot:
 
 @dataclass(frozen=True)
 class Branch:
-    """A conditional part that only some steps of a kernel run. places: "path:line" of all that is in it.
+    """A conditional part of a kernel. places: "path:line" of all that is in it.
 
-    share: of the steps, those that run it as far as the grid alone says; none where the kernel traces it under the name
-    `RARELY`. of: what the branches of the same steps have in common where the grid does not decide between them, or "".
+    share: of the steps, those that may run it as far as the grid alone says; none where the kernel traces it under the
+    name `RARELY`. of: the same for all branches of the same steps where the data decide between them, "" where not.
     """
 
     places: frozenset[str]
@@ -78,8 +78,8 @@ class Branch:
 class Kernel:
     """A `pallas_call`. grid: its axes, None for a length that is traced; operands: shapes of inputs and outputs.
 
-    name: "" where it has none; estimated_bytes: as its `CostEstimate` has them, None without one; branches: those that
-    not all steps run, as far as the grid alone says.
+    name: "" where it has none; estimated_bytes: as its `CostEstimate` has them, None without one; branches: in the
+    order of the source.
     """
 
     name: str
@@ -180,7 +180,6 @@ def _kernel(call: Any) -> Kernel:
 
 
 def _branches(jaxpr: Any, lengths: tuple[int, ...]) -> list[Branch]:
-    """Those that some steps skip by conditions on the grid alone, or all but a few because the kernel says so."""
     index = [axis.ravel() for axis in np.indices(lengths)]
     return list(_conditional(jaxpr, {}, np.ones(math.prod(lengths), bool), index))
 
@@ -211,7 +210,7 @@ def _conditional(jaxpr: Any, known: dict[Any, Any], here: npt.NDArray[np.bool_],
                 is_open = which is None or isinstance(which, _AtMost)
                 steps = here & (which.steps if nth else True) if isinstance(which, _AtMost) else here
                 steps = steps if is_open else here & (which == nth)
-                if branch.jaxpr.eqns and (is_rare or not steps.all()):
+                if branch.jaxpr.eqns:
                     places = frozenset(_places(branch.jaxpr)) - {""}
                     of = hashlib.sha256(steps.tobytes()).hexdigest()[:8] if is_open else ""
                     yield Branch(places, 0.0 if is_rare else float(steps.mean()), of)

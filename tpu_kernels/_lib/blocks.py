@@ -261,14 +261,14 @@ def _quantize_kernel(
         return
     is_usual = _are_usual(ways)
 
-    pl.when(is_usual)(partial(encode, is_short=True))
-
     @rarely(jnp.logical_not(is_usual))
-    def encode_exactly() -> None:
+    def measure_again() -> None:
         _clear(ways)
         _measure(ways, is_finite=False)
         _reduce(ways)
-        encode(is_short=False)
+
+    pl.when(is_usual)(partial(encode, is_short=True))
+    rarely(jnp.logical_not(is_usual))(partial(encode, is_short=False))
 
 
 def _walk_twice(step: Any, tiles: Tiles, ways: Sequence["_Way"], shown: Sequence["_Way"], is_short: Any) -> None:
