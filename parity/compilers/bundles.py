@@ -55,8 +55,8 @@ _VMATMUL = re.compile(r"= vmatmul\.([\w.]+)")
 _PLACE = re.compile(r'loc\("([^"]+)":(\d+)')
 _OPERANDS = {"f32": "f32", "bf16": "bf16", "f8": "fp8", "s8": "int8", "u8": "int8"}
 _STAGE = re.compile(r"= sphi [^;]*iteration index, stage")  # loop-carried: a loop inside may load it from a spill
-ALIKE = 0.5
-"""The least part of lines that a branch of the source and its code have in common, of those that either has."""
+ALIKE = 0.3
+"""What a branch of the source and its code have in common at least, see `_alike`."""
 _DELAY_SLOTS = 6  # after a branch, at most
 
 
@@ -380,6 +380,14 @@ def emitted(program: Program) -> Counter[tuple[str, str]]:
     return counts
 
 
+def _alike(lines: Counter[str], places: frozenset[str]) -> float:
+    """The part of the instructions that lie on a branch's lines, times that of its lines that have instructions."""
+    if not lines or not places:
+        return 0.0
+    common = places & lines.keys()
+    return sum(lines[place] for place in common) / lines.total() * len(common) / len(places)
+
+
 class _Reader:
     """Which bundles a whole middle step runs; the numbers are those of the module's list."""
 
@@ -398,14 +406,15 @@ class _Reader:
         for child in part.inner:
             if not child.loop and not part.pipelined:
                 lines = self.lines_of(child)
-                alike = [len(lines & branch.places) / len(lines | branch.places) for branch in left if lines]
+                alike = [_alike(lines, branch.places) for branch in left]
                 if max(alike, default=0.0) > ALIKE:
                     self.known[id(child)] = left.pop(alike.index(max(alike)))
             self.recognize(child, left)
 
-    def lines_of(self, part: Part) -> set[str]:
+    def lines_of(self, part: Part) -> Counter[str]:
+        """How many instructions are on each line."""
         bundles = self.program.bundles[part.start : part.end]
-        return {place for bundle in bundles for place, _ in bundle.instructions} - {""}
+        return Counter(place for bundle in bundles for place, _ in bundle.instructions if place)
 
     def step(self) -> Part:
         part = step = self.program.whole

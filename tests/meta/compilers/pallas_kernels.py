@@ -68,6 +68,29 @@ def mostly_one(a, b):
     return matmul(a, b, body=body)
 
 
+def in_turns(a, b):
+    """The whole product in half of the steps, half of it in the others, and a part once more for data that are rare."""
+
+    def body(x, y, out):
+        clear_first(out)
+
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            out[...] += jnp.dot(x[...], y[...], preferred_element_type=jnp.float32)
+
+        @pl.when(pl.program_id(2) == 1)
+        def _():
+            out[:128] += jnp.dot(x[:128], y[...], preferred_element_type=jnp.float32)
+
+        with jax.named_scope("rarely"):
+
+            @pl.when(jnp.sum(x[:16, :128].astype(jnp.float32)) > 0)
+            def _():
+                out[:64] -= jnp.dot(x[:64], y[...], preferred_element_type=jnp.float32)
+
+    return matmul(a, b, body=body)
+
+
 def two_dots(a, b):
     """A product split in two that one pass could do."""
 

@@ -202,6 +202,7 @@ KERNELS = {
     "two_lines": case("two_lines"),
     "looped": case("looped"),
     "mostly_one": case("mostly_one"),
+    "in_turns": case("in_turns"),
     "scale": case("scale"),
     "pair": case("pair"),
     "own_pipeline": case("own_pipeline"),
@@ -286,9 +287,16 @@ def test_a_loop_counts_as_often_as_it_runs(compiled):
 @needs_libtpu
 def test_what_some_steps_skip_counts_for_those_that_run_it(compiled):
     dot, mostly_one = kernel_of(compiled["dot"]), kernel_of(compiled["mostly_one"])
-    assert [branch.share for branch in mostly_one.call.branches] == [2 / 8]
+    assert [branch.share for branch in mostly_one.call.branches] == [1 / 2, 2 / 8]  # the first clears the result
     # Depth 128 always and 384 at times are, on units 256 deep, one pass and two, where the whole 512 are two.
     assert mostly_one.vmatmuls["bf16"] / dot.vmatmuls["bf16"] == (1 + 2 * 2 / 8) / 2
+
+
+@needs_libtpu
+def test_what_steps_do_in_turns_counts_for_each_and_what_is_rare_for_none(compiled):
+    dot, in_turns = kernel_of(compiled["dot"]), kernel_of(compiled["in_turns"])
+    assert [branch.share for branch in in_turns.call.branches] == [1 / 2, 1 / 2, 1 / 2, 0]
+    assert in_turns.vmatmuls["bf16"] / dot.vmatmuls["bf16"] == (1 + 1 / 2) / 2
 
 
 @needs_libtpu
