@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from op_arguments import Tiling, resolve_tiling
+from op_arguments import resolve_tiling
 from op_arguments.grouped_gemm import GroupedGemmOptions, Support, check_grouped_gemm, check_strict
 from op_arguments.mxfp8 import MX_BLOCK, check_mxfp8_tile, mxfp8_dot_dtype
 from op_arguments.options import options_of
@@ -72,24 +72,24 @@ def grouped_gemm(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **optio
         return gmm(lhs, rhs, group_sizes, transpose_rhs=o.transpose_rhs, **shared)
     summed = max(p.m if o.contracting else p.k, 1)
     problem = QuantizedProblem(**vars(p), block=summed, lhs_blocks=tuple(lhs.shape), rhs_blocks=tuple(rhs.shape))
-    small = are_narrow(lhs, rhs) and is_small(o.existing_out, p.out_dtype)
-    tile = _tile(o.tiling, problem, o.contracting, are_narrow(lhs, rhs), small)
+    tile = _tile(o, problem, are_narrow(lhs, rhs))
     grid = Grid(problem, tile, resolve_interpret(o.interpret, lhs), o.contracting, bool(o.transpose_rhs))
     operands = Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=o.existing_out)
     multiply = scaled_tgmm if o.contracting else scaled_gmm
     return multiply(operands, shard_of(groups, p), grid=grid)
 
 
-def _tile(tiling: Tiling | None, p: QuantizedProblem, contracting: bool, narrow: bool, small: bool) -> Tile:
-    """The tile of a call; narrow, small: see the tables."""
-    if contracting:  # its scales, made bfloat16, leave no room for more columns
+def _tile(o: _Options, p: QuantizedProblem, narrow: bool) -> Tile:
+    """The tile of a call; narrow: see the tables."""
+    if o.contracting:  # its scales, made bfloat16, leave no room for more columns
         table = partial(scaled_tgmm_tiles, narrow, False)
     else:
-        table = partial(scaled_gmm_tiles, p.block, small, True)
-    tile = resolve_tiling(tiling, table, p.m, p.k, p.n)
-    check_mxfp8_tile("tm" if contracting else "tk", tile[0 if contracting else 1], p.block)
+        small, alone = narrow and is_small(o.existing_out, p.out_dtype), narrow and o.existing_out is None
+        table = partial(scaled_gmm_tiles, p.block, small, alone, True)
+    tile = resolve_tiling(o.tiling, table, p.m, p.k, p.n)
+    check_mxfp8_tile("tm" if o.contracting else "tk", tile[0 if o.contracting else 1], p.block)
     # A tile of the powers has whole registers too: 8 rows of them are 256 of an operand.
-    rows = 8 * MX_BLOCK if contracting else sublanes(jnp.int8)
+    rows = 8 * MX_BLOCK if o.contracting else sublanes(jnp.int8)
     tm = min(pl.cdiv(tile[0], rows) * rows, pl.cdiv(p.m, MX_BLOCK) * MX_BLOCK)
     return tm, *fit_tile(tile, p, jnp.int8)[1:]
 

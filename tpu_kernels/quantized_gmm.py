@@ -38,7 +38,7 @@ def gmm_quantized(
     p = check_gmm_quantized(a, b, groups, o.existing_out, o.transpose_rhs, o.preferred_element_type)
     narrow = are_narrow(lhs, rhs)
     small, alone = narrow and is_small(o.existing_out, p.out_dtype), narrow and o.existing_out is None
-    tile = resolve_tiling(o.tiling, partial(scaled_gmm_tiles, p.block, small, False, alone=alone), p.m, p.k, p.n)
+    tile = resolve_tiling(o.tiling, partial(scaled_gmm_tiles, p.block, small, alone, False), p.m, p.k, p.n)
     check_tile("tk", tile[1], p.block, p.k)
     grid = Grid(
         p, fit_tile(tile, p, jnp.int8), resolve_interpret(o.interpret, lhs), transpose_rhs=bool(o.transpose_rhs)

@@ -55,24 +55,23 @@ def fit_tile(tile: Tile, p: Problem | QuantizedProblem, narrowest: Any) -> Tile:
     return fit(tm, sublanes(narrowest), p.m), fit(tk, LANES, p.k), fit(tn, LANES, p.n)
 
 
-def scaled_gmm_tiles(block: int, small: bool, mxfp8: bool, m: int, k: int, n: int, *, alone: bool = False) -> Tile:
+def scaled_gmm_tiles(block: int, small: bool, alone: bool, mxfp8: bool, m: int, k: int, n: int) -> Tile:
     """As large as VMEM allows, as for `gmm`, but no more than PARTS blocks of scales: each is code of its own.
 
-    small: there is room for more columns, in place of longer steps where scales are many (an operand is then scaled and
-    fetched less often), and for more rows, which pay on v6e if scales are few, and for MXFP8: a step begins and ends
-    with work under which nothing is multiplied. alone: no result is given. With few scales there is room for as many
-    rows and columns of float32 then: HBM, not the matrix unit, would bound smaller tiles of fp8 on tpu7x.
+    alone: nothing is added to, so that there is room for more columns, in place of longer steps where scales are many
+    (an operand is then scaled and fetched less often), and for more rows, which pay on v6e if scales are few, and for
+    MXFP8: a step begins and ends with work under which nothing is multiplied, and HBM bounds small tiles of fp8 on
+    tpu7x. small: the result takes 16 bits besides, which leaves room for still more columns.
     """
     if default_vmem() < 2**25:
         return 256, min(1024, PARTS * block), 512
     few = block >= MXU and not mxfp8
-    roomy = small or (few and alone)
-    tm = 1024 if roomy and (mxfp8 or few or chip.generation() > 6) else 512
-    longest = min(1024 if small and not few and n > 1024 else 2048, PARTS * block)
+    tm = 1024 if alone and (mxfp8 or few or chip.generation() > 6) else 512
+    longest = min(1024 if alone and not few and n > 1024 else 2048, PARTS * block)
     tk = even_step(k, longest, max(block, MXU) if block < k else MXU)
-    weights = 2**21 if roomy and not mxfp8 else 2**20
+    weights = 2**21 if alone and not mxfp8 else 2**20
     # v6e keeps the sums of many short blocks in VMEM, for all columns.
-    most = 1024 if block < LANES or (roomy and not small) else 2048
+    most = 1024 if block < LANES or (alone and not small and tk > 512) else 2048
     return tm, tk, even_step(n, min(max(weights // tk // 512 * 512, 512), most))
 
 
