@@ -39,15 +39,16 @@ def plain(op: Op, dtype: str, model: Experts, **options: Any) -> Program:
     return grouped(op, SHORT[dtype], dtype, model, **options)
 
 
-def quantised(op: Op, blocks: str, lhs_blocks: str, rhs_blocks: str, model: Experts) -> Program:
+def quantised(op: Op, blocks: str, lhs_blocks: str, rhs_blocks: str, model: Experts, out: str = "bfloat16") -> Program:
     """gmm_quantized or tgmm_quantized in e4m3."""
     layout = dict(lhs_blocks=lhs_blocks, rhs_blocks=rhs_blocks)
-    return grouped(op, f"e4m3-{blocks}", E4M3, model, out="bfloat16", **layout)
+    return grouped(op, f"e4m3-{blocks}" + "-f32" * (out == "float32"), E4M3, model, out=out, **layout)
 
 
-def mxfp8(ragged: str, model: Experts) -> Program:
+def mxfp8(ragged: str, model: Experts, out: str = "bfloat16") -> Program:
     """grouped_gemm in e4m3."""
-    return grouped(GROUPED_GEMM, f"mxfp8-{ragged}", E4M3, model, out="bfloat16", ragged=ragged)
+    words = f"mxfp8-{ragged}" + "-f32" * (out == "float32")
+    return grouped(GROUPED_GEMM, words, E4M3, model, out=out, ragged=ragged)
 
 
 def quantiser(op: str, model: Experts, **options: Any) -> Program:
@@ -193,6 +194,10 @@ def planned() -> Iterator[Program]:
         for k, n in ((513, 2048), (1024, 1025), (2049, 1024), (3073, 2049), (130, 96)):
             yield plain(op, "bfloat16", Experts(f"K{k}_N{n}", 8, 2, k, n))
         yield plain(op, "bfloat16", Experts("K3073_N4096_f32", 8, 2, 3073, 4096), out="float32")
+    for model in (DEEPSEEK_V3, QWEN3_30B):  # as a layer's matmuls hand on
+        yield quantised(GMM_QUANTIZED, "block128", "1x128", "1x128x128", model, out="float32")
+        yield quantised(GMM_QUANTIZED, "channel", "1xK", "1xKx1", model, out="float32")
+        yield mxfp8("lhs", model, out="float32")
     for direction in ("fwd", "bwd"):
         chunked = partial(linear_attention, f"chunk_simple_gla_{direction}", "g", "bfloat16")
         for chunk_size in (16, 48, 256):
