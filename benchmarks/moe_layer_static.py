@@ -7,7 +7,7 @@
 1024 tokens in bfloat16, each through 8 experts of those that one core of many holds: 8192 rows. A kernel's cycles are
 its static ones (`parity/compilers/bundles.py`), all grid steps counted, beside those in which HBM moves its bytes. Of
 what XLA makes (routing, gathers, activation, layouts of scales) there are bytes alone, as XLA counts them: of a gather
-all that it is taken from. Of a quantiser that walks its tiles twice both walks are counted as the one that stores more.
+all that it is taken from.
 """
 
 import sys

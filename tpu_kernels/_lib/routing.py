@@ -57,11 +57,11 @@ def rows_of(x: jax.Array, source: jax.Array, slots: jax.Array) -> jax.Array:
     """x's row for each source (the choice t·k + j); zero for -1: of bytes all bits, as E8M0 has no zero."""
     if not x.shape[0]:
         return jnp.zeros((source.shape[0], x.shape[1]), x.dtype)
-    bits = lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
+    if x.dtype.itemsize == 1 and x.dtype != jnp.uint8:
+        return lax.bitcast_convert_type(rows_of(lax.bitcast_convert_type(x, jnp.uint8), source, slots), x.dtype)
     # A row of zeros to take from: XLA would make a choice of two after the gather another pass over all rows.
-    with_none = jnp.concatenate([bits, jnp.zeros((1, x.shape[1]), bits.dtype)])
-    taken = with_none[jnp.where(source >= 0, source // slots.shape[1], x.shape[0])]
-    return lax.bitcast_convert_type(taken, x.dtype)
+    with_none = jnp.concatenate([x, jnp.zeros((1, x.shape[1]), x.dtype)])
+    return with_none[jnp.where(source >= 0, source // slots.shape[1], x.shape[0])]
 
 
 def sum_of(rows: jax.Array, weights: jax.Array | None, slots: jax.Array) -> jax.Array:

@@ -149,7 +149,7 @@ LOSSES = [
     Loss("output, twice rounded", "gpu", "tgmm tgmm_quantized",
          "tl.store(out_tile, «sums».to(out.dtype.element_ty), mask=in_out)", narrow_output),
     Loss("output, twice rounded", "tpu", "unpermute",
-         "return «_sum_of(rows, weights, slots)».astype(rows.dtype)", bf16),
+         "return «total».astype(rows.dtype)", bf16),
     Loss("output, twice rounded", "torch", "unpermute",
          "return «_sum_of(rows, weights, slots)».to(rows.dtype)", bf16),
     Loss("output, twice rounded", "gpu", SIMPLE_FWD, "store_tile(o, «scale * out», row", bf16),
