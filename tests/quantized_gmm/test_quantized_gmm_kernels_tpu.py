@@ -108,7 +108,7 @@ GMM = [
     (V7X, FP8, DEEPSEEK, K, N, dict(transpose_rhs=True), (1024, 1024, 2048), 128, (8, 8), F32, False),
     (V5E, (I8, I8), DEEPSEEK, K, N, {}, (256, 1024, 512), 128, (8, 8), F32, False),
     (V7X, MIXED, ("1xK", "1x64x1"), K, N, {}, (1024, 1024, 1024), 64, (0, 16), F32, False),
-    (V7X, MIXED, ("1x64", "1xKx1"), K, N, dict(out=F32), (512, 1024, 1024), 64, (16, 0), F32, False),
+    (V7X, MIXED, ("1x64", "1xKx1"), K, N, dict(out=F32), (1024, 1024, 1024), 64, (16, 0), F32, False),
     (V6E, FP8, CHANNELS, K, N, {}, (1024, 1792, 1024), 256, (0, 0), F32, True),
     (V7X, FP8, CHANNELS, K, N, {}, (1024, 1792, 1024), 1792, (0, 0), F32, False),
     (V7X, FP8, CHANNELS, K, N, ADDED, (512, 1792, 512), 1792, (0, 0), F32, False),
@@ -241,7 +241,7 @@ MXFP8 = [
     (V7X, FP8, K, N, {}, (1024, 1024, 1024), 1024),
     (V7X, FP8, K, N, dict(transpose_rhs=True), (1024, 1024, 1024), 1024),
     (V7X, FP8, K, N, ADDED, (512, 1792, 512), 1792),
-    (V7X, FP8, 2880, 2880, dict(out=F32), (512, 1536, 512), 1536),
+    (V7X, FP8, 2880, 2880, dict(out=F32), (1024, 1024, 1024), 1024),
     (V7X, (BF16, E4M3), K, N, {}, (512, 1792, 512), 1792),
     (V7X, (E4M3, BF16), K, N, dict(transpose_rhs=True), (512, 1792, 512), 1792),
 ]
