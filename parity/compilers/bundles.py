@@ -115,6 +115,11 @@ class Part:
     inner: list["Part"] = field(default_factory=list)
 
     @property
+    def all(self) -> range:
+        """Its bundles."""
+        return range(self.start, self.end)
+
+    @property
     def own(self) -> list[int]:
         """The bundles that are in no part inside."""
         inside = {i for part in self.inner for i in range(part.start, part.end)}
@@ -398,23 +403,25 @@ class _Reader:
         if branches:
             self.recognize(program.whole, list(branches))
 
-    def recognize(self, part: Part, left: list[Branch]) -> None:
+    def recognize(self, part: Part, left: list[Branch], in_stage: bool = False) -> None:
         """Fill `known` with the branch that each conditional part of a stage is, by the lines that both have.
 
-        left: those that are not found yet. Of branches of the same lines the first part is the first.
+        left: those that are not found yet and may be here: a part inside another is a branch inside that one's. Of
+        branches of the same lines the first part is the first.
         """
         for child in part.inner:
-            if not child.loop and not part.pipelined:
-                lines = self.lines_of(child)
-                alike = [_alike(lines, branch.places) for branch in left]
+            inside = left
+            if in_stage and not child.loop:
+                lines, multiplies = self.lines_of(child), any(self.program.bundles[i].vmatmuls for i in child.all)
+                alike = [_alike(lines, branch.places) * (branch.multiplies == multiplies) for branch in left]
                 if max(alike, default=0.0) > ALIKE:
-                    self.known[id(child)] = left.pop(alike.index(max(alike)))
-            self.recognize(child, left)
+                    branch = self.known[id(child)] = left.pop(alike.index(max(alike)))
+                    inside = list(branch.inner)
+            self.recognize(child, inside, in_stage or part.pipelined)
 
     def lines_of(self, part: Part) -> Counter[str]:
         """How many instructions are on each line."""
-        bundles = self.program.bundles[part.start : part.end]
-        return Counter(place for bundle in bundles for place, _ in bundle.instructions if place)
+        return Counter(place for i in part.all for place, _ in self.program.bundles[i].instructions if place)
 
     def step(self) -> Part:
         part = step = self.program.whole
@@ -477,7 +484,7 @@ class _Reader:
             if child.loop:
                 continue
             branch = self.known.get(id(child))
-            path = self.path(child, branch.share if branch else share)
+            path = self.path(child, (branch.share if branch else share) or share)  # what is rare runs whole, if it does
             if branch is None or branch.share == 1 or not self.work(path):
                 others.append((child, path))
             elif branch.share:

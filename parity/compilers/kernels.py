@@ -63,15 +63,18 @@ class Dot:
 
 @dataclass(frozen=True)
 class Branch:
-    """A conditional part of a kernel. places: "path:line" of all that is in it.
+    """A conditional part of a kernel. places: "path:line" of all that is in it; multiplies: whether dots are.
 
     share: of the steps, those that may run it as far as the grid alone says; none where the kernel traces it under the
     name `RARELY`. of: the same for all branches of the same steps where the data decide between them, "" where not.
+    inner: those inside.
     """
 
     places: frozenset[str]
+    multiplies: bool
     share: float
     of: str = ""
+    inner: tuple["Branch", ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Kernel:
     """A `pallas_call`. grid: its axes, None for a length that is traced; operands: shapes of inputs and outputs.
 
     name: "" where it has none; estimated_bytes: as its `CostEstimate` has them, None without one; branches: in the
-    order of the source.
+    order of the source, the outermost.
     """
 
     name: str
@@ -191,7 +194,7 @@ class _AtMost(NamedTuple):
 
 
 def _conditional(jaxpr: Any, known: dict[Any, Any], here: npt.NDArray[np.bool_], index: list[Any]) -> Iterator[Branch]:
-    """The branches in a jaxpr that the steps in `here` reach.
+    """The outermost branches in a jaxpr that the steps in `here` reach.
 
     index: the place of each step on each axis; known: each variable's value in each step.
     """
@@ -210,11 +213,12 @@ def _conditional(jaxpr: Any, known: dict[Any, Any], here: npt.NDArray[np.bool_],
                 is_open = which is None or isinstance(which, _AtMost)
                 steps = here & (which.steps if nth else True) if isinstance(which, _AtMost) else here
                 steps = steps if is_open else here & (which == nth)
+                inside = tuple(_conditional(branch.jaxpr, inner, steps, index))
                 if branch.jaxpr.eqns:
                     places = frozenset(_places(branch.jaxpr)) - {""}
                     of = hashlib.sha256(steps.tobytes()).hexdigest()[:8] if is_open else ""
-                    yield Branch(places, 0.0 if is_rare else float(steps.mean()), of)
-                yield from _conditional(branch.jaxpr, inner, steps, index)
+                    multiplies = any(True for _ in equations(branch.jaxpr, "dot_general"))
+                    yield Branch(places, multiplies, 0.0 if is_rare else float(steps.mean()), of, inside)
         elif name in _SCALARS and all(value is not None for value in values):
             known[equation.outvars[0]] = _of_steps(name, values)
         elif name == "and" and (bounds := [value for value in values if value is not None]):

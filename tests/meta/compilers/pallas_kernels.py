@@ -69,10 +69,13 @@ def mostly_one(a, b):
 
 
 def in_turns(a, b):
-    """The whole product in half of the steps, half of it in the others, and a part once more for data that are rare."""
+    """The whole product in half of the steps, half of it in the others, and parts once more for data that are rare."""
 
     def body(x, y, out):
         clear_first(out)
+
+        def is_positive():
+            return jnp.sum(x[:16, :128].astype(jnp.float32)) > 0
 
         @pl.when(pl.program_id(2) == 0)
         def _():
@@ -82,9 +85,15 @@ def in_turns(a, b):
         def _():
             out[:128] += jnp.dot(x[:128], y[...], preferred_element_type=jnp.float32)
 
+            with jax.named_scope("rarely"):
+
+                @pl.when(is_positive())
+                def _():
+                    out[:32] -= jnp.dot(x[:32], y[...], preferred_element_type=jnp.float32)
+
         with jax.named_scope("rarely"):
 
-            @pl.when(jnp.sum(x[:16, :128].astype(jnp.float32)) > 0)
+            @pl.when(is_positive())
             def _():
                 out[:64] -= jnp.dot(x[:64], y[...], preferred_element_type=jnp.float32)
 
