@@ -91,9 +91,9 @@ COSTS = [
      TILES | dict(lhs_scale=None),
      [("tgmm_quantized", PRODUCTS, 2 * (N // 128) * M * K + K // 128 * M * N + 4 * N + 2 * G * K * N)]),
     (grouped_gemm, NARROW_ROWS | POWERS | SIZES, TILES, [
-        ("powers_in_lanes", 4 * M * K // 32, M * K // 32 + M * K),
+        ("powers_in_lanes", 4 * M * K // 32, M * K // 32 + M * 128),
         ("powers_in_rows", 4 * G * K // 32 * N, 5 * G * K // 32 * N),
-        ("gmm_quantized", PRODUCTS, OF_LHS + OF_RHS + M * K + 4 * G * K // 32 * N + 2 * OF_OUT),
+        ("gmm_quantized", PRODUCTS, OF_LHS + OF_RHS + M * 128 + 4 * G * K // 32 * N + 2 * OF_OUT),
     ]),
     (grouped_gemm, NARROW_WEIGHTS | POWERS_OF_ROWS | SIZES, TILES | dict(ragged="contracting", num_actual_groups=G), [
         ("powers_in_rows", 4 * M // 32 * K, 5 * M // 32 * K),

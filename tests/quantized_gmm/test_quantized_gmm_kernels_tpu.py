@@ -249,19 +249,20 @@ MXFP8 = [
 
 @pytest.mark.parametrize(("kind", "dtypes", "k", "n", "options", "tile", "deep"), MXFP8)
 def test_a_forward_pass_of_mxfp8_has_its_scales_in_whole_registers(kind, dtypes, k, n, options, tile, deep):
-    """A word has the scales of four rows, or one twice; those of a step over K lie in lanes of its own."""
+    """A word has the scales of four rows, or one twice; those of a step over K lie in the lanes of one register."""
     *packed, (kernel, scratch, call) = traced(kind, "gmm", dtypes, "mxfp8", k, n, **options)
     (tm, tk, tn), transposed, steps = tile, options.get("transpose_rhs", False), -(-k // tile[1])
     assert kernel.grid == (-(-n // tn), None, steps)
     blocks = [((tm, tk), ["1", "2"]), ((1, tn, tk), ["1", "0", "2"]) if transposed else ((1, tk, tn), ["1", "2", "0"])]
-    expected = []
+    expected, registers = [], -(-steps // (LANES * 32 // tk))
     if dtypes[0] == E4M3:
         blocks.append(((1, tm // 4, LANES), ["2", "1", ""]))
-        expected.append(("powers_in_lanes", (1, M // 256), (1, 256, k // 32), (1, steps, 64, LANES), "01"))
+        expected.append(("powers_in_lanes", (1, M // 512), (1, 512, k // 32), (1, registers, 128, LANES), "01"))
     if dtypes[1] == E4M3:
         if transposed:
             blocks.append(((1, 1, tn // 4, LANES), ["1", "2", "0", ""]))
-            expected.append(("powers_in_lanes", (G, n // 256), (1, 256, k // 32), (1, steps, 64, LANES), "01"))
+            of_columns = (1, 512, k // 32), (1, registers, 128, LANES)
+            expected.append(("powers_in_lanes", (G, n // 512), *of_columns, "01"))
         else:
             blocks.append(((1, k // 32, tn), ["1", "", "0"]))
             of_rows = (1, -(-k // 32 // 32) * 32, 1024)

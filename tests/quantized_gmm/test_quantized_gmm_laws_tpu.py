@@ -215,6 +215,19 @@ def test_scales_of_what_lies_beyond_4096_elements_are_in_the_next_register():
     np.testing.assert_array_equal(to_numpy(got).astype(F32), expected)
 
 
+@pytest.mark.parametrize("nan", [None, 0, 40, 131])
+def test_tiles_share_a_register_of_scales_as_far_as_its_lanes_go(nan):
+    """Ten tiles of 384 columns, of twelve scales each, and an eleventh in the next register."""
+    rng, (m, k, n) = RNG(), (32, 11 * 384, 128)
+    arrays = dict(
+        lhs=integers((m, k), E4M3, rng), rhs=integers((1, n, k), E4M3, rng), group_sizes=np.array([m], np.int32)
+    )
+    scales = dict(lhs_scale=powers((m, k // 32), E8M0, rng), rhs_scale=powers((1, n, k // 32), E8M0, rng))
+    if nan is not None:
+        scales["lhs_scale"][5, nan] = scales["rhs_scale"][0, 9, nan] = np.nan
+    check("grouped_gemm", arrays | scales, transpose_rhs=True, tiling=(32, 384, 128))
+
+
 @pytest.mark.parametrize("contract", [(0, 0), (1, 0), (1, 1)])
 def test_sums_of_int8_are_exact_where_float32_would_not_be(contract):
     """In bfloat16, as tpu7x multiplies them: 2100 products of 127² are beyond 2^24."""

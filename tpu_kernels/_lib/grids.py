@@ -7,6 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -77,21 +78,23 @@ class Grid(Generic[P]):
         """How deep a dot is where scales change: none does within it."""
         return min(self.problem.block, self.summed[1])
 
-    def block(self, array: Any, axes: str, shape: tuple[int | None, ...] | None = None) -> Block:
+    def block(self, array: Any, axes: str, shape: tuple[int | None, ...] | None = None, shared: int = 1) -> Block:
         """A step's block of an array with these axes: m, k and n in tiles, g the visit's group, - without steps.
 
-        shape: where the block's is not that of the tile.
+        shape: where the block's is not that of the tile. shared: by how many tiles along k.
         """
         tm, tk, tn = self.tile
         if shape is None:
             sizes = {"m": tm, "k": tk, "n": tn, "g": None}
             shape = tuple(sizes[axis] for axis in axes)
-        return Block(kernel_operand(array), shape, partial(self._index, axes))
+        return Block(kernel_operand(array), shape, partial(self._index, axes, shared))
 
-    def _index(self, axes: str, n: Any, second: Any, third: Any, visits: Visits, *_: Any) -> tuple[Any, ...]:
+    def _index(
+        self, axes: str, shared: int, n: Any, second: Any, third: Any, visits: Visits, *_: Any
+    ) -> tuple[Any, ...]:
         k, visit = (second, third) if self.contracting else (third, second)
         of_visit = {"m": visits.tile_ids, "g": visits.group_ids}
-        of_step = {"k": k, "n": n, "-": 0}
+        of_step = {"k": k if shared == 1 else lax.div(k, shared), "n": n, "-": 0}
         return tuple(of_visit[axis][visit] if axis in of_visit else of_step[axis] for axis in axes)
 
     def blocks(self, operands: Operands) -> Operands:

@@ -5,7 +5,7 @@ are moved there (`powers_in_lanes`); where they lie along its rows, a row of sca
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, TypeGuard
 
 import jax
@@ -16,14 +16,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.mxfp8 import E8M0, MX_BLOCK
 from op_arguments.quantized_gmm import QuantizedProblem
-from tpu_kernels._lib.call import Block, bytes_of, call
+from tpu_kernels._lib.call import Block, bytes_of, call, rarely
 from tpu_kernels._lib.chip import LANES, sublanes
 from tpu_kernels._lib.grids import Grid, Operands
 from tpu_kernels._lib.products import blocks, for_blocks, row_of_columns
 
 SUBLANES = sublanes(jnp.int8)
 E8M0_NAN, BFLOAT16_NAN = 0xFF, 0x7FC0
-POWER_ROWS, POWER_COLUMNS = 256, 1024  # of a tile of scales when they are made bfloat16
+POWER_ROWS, POWER_COLUMNS = 512, 1024  # of a tile of scales when they are made bfloat16
 
 
 def is_power(scale: jax.Array | None) -> TypeGuard[jax.Array]:
@@ -32,42 +32,56 @@ def is_power(scale: jax.Array | None) -> TypeGuard[jax.Array]:
 
 
 def powers_in_lanes(scale: jax.Array, size: int, tile: int, interpret: bool | pltpu.InterpretParams) -> jax.Array:
-    """float8_e8m0fnu [A, R, size / 32] in words [A, tiles of size, R / 4, lanes], each tile in whole registers.
+    """float8_e8m0fnu [A, R, size / 32] in words [A, registers, R / 4, lanes]: `tiles_of_register` in each, or a tile.
 
     A word has those of four rows, so that one move along the lanes serves a whole 8-bit register: of 32 rows word i has
     2i, 16 + 2i, 2i + 1 and 17 + 2i, from the lowest byte on, which are a word each of two 16-bit registers.
-    A row's sum is NaN whichever of its scales is: a tile's first one says so for all.
+    A row's sum is NaN whichever of its scales is: a register's first one says so for all.
     """
     a, rows, count = scale.shape
-    tiles, width = pl.cdiv(size, tile), pl.cdiv(tile, MX_BLOCK)
-    lanes, height = pl.cdiv(width, LANES) * LANES, min(POWER_ROWS, pl.cdiv(rows, SUBLANES) * SUBLANES)
+    width = tiles_of_register(size, tile) * pl.cdiv(tile, MX_BLOCK)
+    registers, lanes = pl.cdiv(count, width), pl.cdiv(width, LANES) * LANES
+    height = min(POWER_ROWS, pl.cdiv(rows, SUBLANES) * SUBLANES)
 
     def pack(powers: Any, out: Any, _: None) -> None:
-        def pack_rows(own: Any) -> None:
+        def pack_rows(own: Any, has_nan: bool) -> jax.Array:
             exponents = _exponents(powers[own, :])
             words = pl.ds(own.start // 4, SUBLANES // 4)
-            for t in range(tiles):
-                part = exponents[:, t * width : (t + 1) * width]
-                is_nan = jnp.max(part, axis=1, keepdims=True) == E8M0_NAN
-                is_first = lax.broadcasted_iota(jnp.int32, part.shape, 1) == 0
-                part = jnp.where(is_nan & is_first, E8M0_NAN, part)
+            for n in range(registers):
+                part = exponents[:, n * width : (n + 1) * width]
+                if has_nan:
+                    is_nan = jnp.max(part, axis=1, keepdims=True) == E8M0_NAN
+                    is_first = lax.broadcasted_iota(jnp.int32, part.shape, 1) == 0
+                    part = jnp.where(is_nan & is_first, E8M0_NAN, part)
                 pairs = part[: SUBLANES // 2] | part[SUBLANES // 2 :] << 8
-                out[t, words, pl.ds(0, part.shape[1])] = pltpu.bitcast(pairs.astype(jnp.int16), jnp.int32)
+                out[n, words, pl.ds(0, part.shape[1])] = pltpu.bitcast(pairs.astype(jnp.int16), jnp.int32)
+            return exponents
 
-        for_blocks(height, SUBLANES, pack_rows)
+        # No loop: one packs while another waits for its lanes.
+        largest = reduce(jnp.maximum, [pack_rows(own, has_nan=False) for own in blocks(height, SUBLANES)])
 
-    out = jax.ShapeDtypeStruct((a, tiles, words_of(rows), lanes), jnp.int32)
+        @rarely(jnp.max(largest) == E8M0_NAN)
+        def mark() -> None:
+            for own in blocks(height, SUBLANES):
+                pack_rows(own, has_nan=True)
+
+    out = jax.ShapeDtypeStruct((a, registers, words_of(rows), lanes), jnp.int32)
     words: jax.Array = call(
         pack,
         name="powers_in_lanes",
         grid=(a, pl.cdiv(rows, height)),
         parallel=2,
         operands=Block(scale, (None, height, count), lambda a, i: (a, i, 0)),
-        out=Block(out, (None, tiles, words_of(height), lanes), lambda a, i: (a, 0, i, 0)),
+        out=Block(out, (None, registers, words_of(height), lanes), lambda a, i: (a, 0, i, 0)),
         cost=_cost(scale, out),
         interpret=interpret,
     )
     return words
+
+
+def tiles_of_register(size: int, tile: int) -> int:
+    """How many tiles of an axis share the lanes of a register of `powers_in_lanes`."""
+    return min(max(LANES // pl.cdiv(tile, MX_BLOCK), 1), pl.cdiv(size, tile))
 
 
 def words_of(rows: int) -> int:
@@ -110,12 +124,13 @@ def _cost(scale: jax.Array, out: jax.ShapeDtypeStruct) -> pl.CostEstimate:
 def gmm_powers(operands: Operands, grid: Grid[QuantizedProblem]) -> dict[str, Block]:
     """The words of the scales of gmm's operands, with their blocks: in rows where K lies along rows, [G, K, N]."""
     k, (tm, tk, tn), found = grid.problem.k, grid.tile, {}
+    shared = tiles_of_register(k, tk)
     if (scale := operands.lhs_scale) is not None:
         words = powers_in_lanes(scale[None], k, tk, grid.interpret)[0]
-        found["lhs_powers"] = grid.block(words, "km-", (None, words_of(tm), words.shape[-1]))
+        found["lhs_powers"] = grid.block(words, "km-", (None, words_of(tm), words.shape[-1]), shared=shared)
     if (scale := operands.rhs_scale) is not None and grid.transpose_rhs:
         words = powers_in_lanes(scale, k, tk, grid.interpret)
-        found["rhs_powers"] = grid.block(words, "gkn-", (None, None, words_of(tn), words.shape[-1]))
+        found["rhs_powers"] = grid.block(words, "gkn-", (None, None, words_of(tn), words.shape[-1]), shared=shared)
     elif scale is not None:
         words = powers_in_rows(scale, grid.interpret)
         found["rhs_powers"] = grid.block(words, "g-n", (None, words.shape[1], tn))
@@ -140,10 +155,10 @@ def _exponents(powers: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(powers, jnp.int8).astype(jnp.int32) & 0xFF
 
 
-def times_lanes(x: jax.Array, powers: Any, rows: Any, first: int) -> jax.Array:
+def times_lanes(x: jax.Array, powers: Any, rows: Any, first: int, tile_lane: Any = 0) -> jax.Array:
     """x [R, C] in bfloat16 times the powers of these rows, as `powers_in_lanes` has them, one for 32 columns.
 
-    x begins at column first of the tile, a multiple of 128.
+    x begins at column first of the tile, a multiple of 128, whose own powers begin at lane tile_lane.
     """
     own = pl.ds(rows.start // 4, words_of(rows.size))
     registers = pl.cdiv(rows.size, SUBLANES)
@@ -151,7 +166,7 @@ def times_lanes(x: jax.Array, powers: Any, rows: Any, first: int) -> jax.Array:
     for columns in blocks(x.shape[1], LANES):
         lane = (first + columns.start) // MX_BLOCK
         words = powers[own, pl.ds(lane // LANES * LANES, LANES)]
-        index = lane % LANES + lax.broadcasted_iota(jnp.int32, words.shape, 1) // MX_BLOCK
+        index = tile_lane + lane % LANES + lax.broadcasted_iota(jnp.int32, words.shape, 1) // MX_BLOCK
         words = jnp.take_along_axis(words, index, axis=1, mode="promise_in_bounds")
         halves = [pltpu.bitcast(bits & 0x7F807F80, jnp.bfloat16) for bits in (words << 7, words >> 1)]
         halves = [half.reshape(registers, SUBLANES // 2, LANES) for half in halves]

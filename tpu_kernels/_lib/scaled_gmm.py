@@ -24,7 +24,7 @@ from op_arguments.quantized_gmm import QuantizedProblem
 from tpu_kernels._lib.chip import LANES, MXU
 from tpu_kernels._lib.grids import Grid, Listed, Operands, grouped_matmul
 from tpu_kernels._lib.narrow import EXACT_SUMS, are_narrow, product, product_path, sum_dtype, widen, widen_whole
-from tpu_kernels._lib.powers import times_lanes, times_rows
+from tpu_kernels._lib.powers import tiles_of_register, times_lanes, times_rows
 from tpu_kernels._lib.products import blocks, dot, dot_depth, for_blocks, for_depth
 from tpu_kernels._lib.scales import (
     Changes,
@@ -153,7 +153,13 @@ class _Tile(ScaledTile):
         narrow = self.operands.lhs[rows, inner]
         if self.operands.lhs_powers is None:
             return widen(narrow, self.lhs.dtype)
-        return times_lanes(widen_whole(narrow), self.operands.lhs_powers, rows, inner.start)
+        return times_lanes(widen_whole(narrow), self.operands.lhs_powers, rows, inner.start, self.tile_lane)
+
+    @property
+    def tile_lane(self) -> Any:
+        """From which lane on the powers of an operand have those of this step's tile."""
+        size, shared = self.lhs.shape[1], tiles_of_register(self.plan.grid.problem.k, self.lhs.shape[1])
+        return 0 if shared == 1 else lax.rem(self.step, shared) * (size // MX_BLOCK)
 
     def weights(self, inner: Any, columns: Any) -> jax.Array:
         """rhs as it is multiplied."""
@@ -164,7 +170,7 @@ class _Tile(ScaledTile):
             return weights
         wide = widen_whole(weights)
         if transposed:
-            return times_lanes(wide, powers, columns, inner.start)
+            return times_lanes(wide, powers, columns, inner.start, self.tile_lane)
         first = (0 if self.one_step else self.step * (self.lhs.shape[1] // MX_BLOCK)) + inner.start // MX_BLOCK
         return times_rows(wide, powers, first, columns)
 
