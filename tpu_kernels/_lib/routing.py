@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from op_arguments.mxfp8 import E8M0
+
 
 class Plan(NamedTuple):
     """Which row is whose: source [M], the choice t·k + j of each row or -1; slots and group_sizes as `Permuted`."""
@@ -54,10 +56,10 @@ def starts_of(sizes: jax.Array, axis: int = 0) -> jax.Array:
 
 
 def rows_of(x: jax.Array, source: jax.Array, slots: jax.Array) -> jax.Array:
-    """x's row for each source (the choice t·k + j); zero for -1: of bytes all bits, as E8M0 has no zero."""
+    """x's row for each source (the choice t·k + j), zero for -1; E8M0, which has no zero, its smallest."""
     if not x.shape[0]:
         return jnp.zeros((source.shape[0], x.shape[1]), x.dtype)
-    if x.dtype.itemsize == 1 and x.dtype != jnp.uint8:
+    if x.dtype == jnp.dtype(E8M0):
         return lax.bitcast_convert_type(rows_of(lax.bitcast_convert_type(x, jnp.uint8), source, slots), x.dtype)
     # A row of zeros to take from: XLA would make a choice of two after the gather another pass over all rows.
     with_none = jnp.concatenate([x, jnp.zeros((1, x.shape[1]), x.dtype)])
