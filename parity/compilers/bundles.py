@@ -419,6 +419,10 @@ class _Reader:
                     inside = list(branch.inner)
             self.recognize(child, inside, in_stage or part.pipelined)
 
+    def holds_known(self, part: Part) -> bool:
+        """Whether a branch of the source is inside."""
+        return any(id(child) in self.known or self.holds_known(child) for child in part.inner)
+
     def lines_of(self, part: Part) -> Counter[str]:
         """How many instructions are on each line."""
         return Counter(place for i in part.all for place, _ in self.program.bundles[i].instructions if place)
@@ -441,7 +445,12 @@ class _Reader:
         own = _Path.of(part.own)
         always = [own] + [self.path(child, share) for child in part.inner if child.loop]
         known, conditional = self.conditional(part, share)
-        hot = max(known + conditional, key=lambda c: (self.work(c[1]), -c[1].total), default=None)
+        # What a stage does, and not the copy of an operand that XLA put into VMEM already.
+        hot = max(
+            known + conditional,
+            key=lambda c: (part.pipelined and self.holds_known(c[0]), self.work(c[1]), -c[1].total),
+            default=None,
+        )
         hottest = max(always, key=self.work)
         if hot and self.work(hot[1]) > self.work(hottest):
             hottest = hot[1]

@@ -15,7 +15,7 @@ from parity.cli import main
 from parity.compilers import bundles, cache, mosaic
 from parity.compilers.bundles import UnknownDump, parse
 from parity.compilers.chips import CHIPS
-from parity.compilers.kernels import Block, Dot, Kernel
+from parity.compilers.kernels import Block, Branch, Dot, Kernel
 from parity.compilers.mosaic import Abstract, Compilation, Compiled, compile_for_tpu, read_dump, roofline
 from parity.compilers.programs import Program
 from tests.support.waiting import until
@@ -185,6 +185,21 @@ def test_a_loop_that_loads_the_grids_index_is_not_the_grids():
     columns, rows = ", ".join(bundles.UNITS), "1 " * len(bundles.UNITS) + "\n"
     read = bundles.schedule(parse(program, f"\n{columns}\n{rows}UTILIZATION\n{rows * len(texts)}"), CHIPS["tpu7x"])
     assert (read.vmatmuls, read.step_bundles, read.unknown_loops) == ({"bf16": 3}, 1 + 3 * 4 + 7 + 1, 0)
+
+
+def test_what_copies_an_operand_that_is_in_vmem_is_not_the_stage():
+    """It may store more than a stage, which would then count with all that is rare in it."""
+    used = tuple(int(unit == "VSTORE") for unit in bundles.UNITS)
+    stores = [
+        bundles.Bundle("{ %1 = vst [vmem:%s2] %v3" + place + " }", used)
+        for place in [""] * 11 + [' /* loc("/k.py":5:1 to :9) */'] * 4 + [' /* loc("/k.py":8:1 to :9) */'] * 6 + [""]
+    ]
+    stage = bundles.Part(11, 21, inner=[bundles.Part(11, 15), bundles.Part(15, 21)])
+    steps = bundles.Part(0, 22, loop=True, trips=None, pipelined=True, inner=[bundles.Part(1, 11), stage])
+    branches = [Branch(frozenset({"/k.py:5"}), False, 1.0, "data"), Branch(frozenset({"/k.py:8"}), False, 0.0, "data")]
+    program = bundles.Program(tuple(stores), used, bundles.Part(0, 22, inner=[steps]))
+    read = bundles.schedule(program, CHIPS["v6e"], branches=branches)
+    assert read.step_bundles == 1 + 10 + 4 + 1
 
 
 # -------------------------------------------------------------------------------------------------- the compiler itself
