@@ -32,7 +32,7 @@ def is_power(scale: jax.Array | None) -> TypeGuard[jax.Array]:
 
 
 def powers_in_lanes(scale: jax.Array, size: int, tile: int, interpret: bool | pltpu.InterpretParams) -> jax.Array:
-    """float8_e8m0fnu [A, R, size / 32] in words [A, registers, R / 4, lanes]: `tiles_of_register` in each, or a tile.
+    """float8_e8m0fnu [A, R, size / 32] in words [A, registers, R / 4, lanes], `tiles_of_register` tiles in each.
 
     A word has those of four rows, so that one move along the lanes serves a whole 8-bit register: of 32 rows word i has
     2i, 16 + 2i, 2i + 1 and 17 + 2i, from the lowest byte on, which are a word each of two 16-bit registers.
