@@ -420,7 +420,7 @@ class _Reader:
             self.recognize(child, inside, in_stage or part.pipelined)
 
     def holds_known(self, part: Part) -> bool:
-        """Whether a branch of the source is inside."""
+        """Whether a part inside is a known branch of the source."""
         return any(id(child) in self.known or self.holds_known(child) for child in part.inner)
 
     def lines_of(self, part: Part) -> Counter[str]:
@@ -445,7 +445,7 @@ class _Reader:
         own = _Path.of(part.own)
         always = [own] + [self.path(child, share) for child in part.inner if child.loop]
         known, conditional = self.conditional(part, share)
-        # What a stage does, and not the copy of an operand that XLA put into VMEM already.
+        # The copy of an operand that XLA put into VMEM may store more than the stage; only the stage has branches.
         hot = max(
             known + conditional,
             key=lambda c: (part.pipelined and self.holds_known(c[0]), self.work(c[1]), -c[1].total),

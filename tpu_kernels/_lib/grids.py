@@ -81,7 +81,7 @@ class Grid(Generic[P]):
     def block(self, array: Any, axes: str, shape: tuple[int | None, ...] | None = None, shared: int = 1) -> Block:
         """A step's block of an array with these axes: m, k and n in tiles, g the visit's group, - without steps.
 
-        shape: where the block's is not that of the tile. shared: by how many tiles along k.
+        shape: where the block's is not that of the tile. shared: how many tiles along k have the same block.
         """
         tm, tk, tn = self.tile
         if shape is None:

@@ -56,7 +56,10 @@ def starts_of(sizes: jax.Array, axis: int = 0) -> jax.Array:
 
 
 def rows_of(x: jax.Array, source: jax.Array, slots: jax.Array) -> jax.Array:
-    """x's row for each source (the choice t·k + j), zero for -1; E8M0, which has no zero, its smallest."""
+    """x's row for each source (the choice t·k + j), [M, C] in x's dtype.
+
+    Source -1 gives zeros. E8M0 has no zero and gives its smallest number, 2^-127.
+    """
     if not x.shape[0]:
         return jnp.zeros((source.shape[0], x.shape[1]), x.dtype)
     if x.dtype == jnp.dtype(E8M0):

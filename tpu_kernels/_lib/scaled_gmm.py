@@ -157,7 +157,7 @@ class _Tile(ScaledTile):
 
     @property
     def tile_lane(self) -> Any:
-        """From which lane on the powers of an operand have those of this step's tile."""
+        """The lane at which the E8M0 scales of this step's tile begin in their register."""
         size, shared = self.lhs.shape[1], tiles_of_register(self.plan.grid.problem.k, self.lhs.shape[1])
         return 0 if shared == 1 else lax.rem(self.step, shared) * (size // MX_BLOCK)
 
