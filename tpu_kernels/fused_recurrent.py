@@ -35,7 +35,7 @@ from tpu_kernels._lib.arguments import Interpreted
 from tpu_kernels._lib.call import jit
 from tpu_kernels._lib.decays import Pair, added, decayed, decayed_sum, ordered_two_sum
 from tpu_kernels._lib.recurrent_decode import decode, is_decoding
-from tpu_kernels._lib.recurrent_layout import GROUP, Layout, Plan, make_plan
+from tpu_kernels._lib.recurrent_layout import GROUP, SUBLANES, Layout, Plan, make_plan
 from tpu_kernels._lib.recurrent_sums import column_of, fold_registers, sum_folded, sum_keys_of, sum_rows, sums_of_keys
 from tpu_kernels._lib.recurrent_visits import (
     Refs,
@@ -52,7 +52,7 @@ from tpu_kernels._lib.recurrent_visits import (
     store,
     store_numbers,
 )
-from tpu_kernels._lib.recurrent_walk import Recurrence, group_scratch
+from tpu_kernels._lib.recurrent_walk import Recurrence, step_scratch
 from tpu_kernels._lib.scans import Arrays, backward_of_nothing, forward_of_nothing, take
 
 SEGMENT = 16  # steps between plain float32 states: divides every chunk size, so calls may be cut at chunk borders
@@ -95,7 +95,7 @@ def _forward(x: Arrays, *, plan: Plan | None, output_final_state: bool, interpre
     if plan is None:
         return forward_of_nothing(x, output_final_state)
     if is_decoding(plan, x.initial_state):
-        return decode(x, plan, output_final_state, interpret)
+        return decode({"q": x.q, "k": x.k, "v": x.v}, x.gates, x.initial_state, plan, output_final_state, interpret)
     layout = Layout(plan, x.cu_seqlens, interpret)
     operands = {
         "q": layout.by_key(x.q, layout.in_time),
@@ -103,7 +103,7 @@ def _forward(x: Arrays, *, plan: Plan | None, output_final_state: bool, interpre
         "v": layout.by_value(x.v, layout.in_time),
         **layout.gates(x.gates, layout.in_time),
     }
-    scratch = _scratch(plan, columns=("v_columns",), rows=("q_rows", "k_rows", "carried_rows"))
+    scratch = _scratch(plan, rows=("q", "k", "carried"), columns=("v",), of_values="o")
     return _recurrence().forward(layout, x, operands, scratch, output_final_state)
 
 
@@ -126,10 +126,10 @@ def _backward(x: Arrays, *, plan: Plan | None, interpret: Interpreted) -> Gradie
     }
     scratch = _scratch(
         plan,
-        columns=("v_columns", "do_columns"),
-        rows=("q_rows", "k_rows", "carried_rows", "carried_back_rows"),
-        by_key=("dq", "dk", "dgate"),
-        by_value="dv",
+        rows=("q", "k", "carried", "carried_back"),
+        columns=("v", "do"),
+        of_keys=("dq", "dk", "dgate"),
+        of_values="dv",
     )
     if plan.gate is not None:
         out["dgate"] = layout.gate_out(x.gates, layout.in_second)
@@ -141,14 +141,24 @@ def _backward(x: Arrays, *, plan: Plan | None, interpret: Interpreted) -> Gradie
 
 
 def _recurrence() -> Recurrence:
-    return Recurrence("fused_recurrent", (15, 50), _load, _advance, _advance_with_dq, _backward_step)
+    return Recurrence("fused_recurrent", (15, 50), _load, _advance, _advance_with_o, _advance_with_dq, _backward_step)
 
 
-def _scratch(plan: Plan, rows: tuple[str, ...], **others: Any) -> dict[str, Any]:
-    """The state and its residue, and what a tile's steps need."""
-    rows += () if plan.gate is None else ("kept_rows", "rest_rows")
-    state = pltpu.VMEM((2, plan.values, plan.keys), jnp.float32)
-    return {"state": state, **group_scratch(plan, rows=rows, **others)}
+def _scratch(
+    plan: Plan, *, rows: tuple[str, ...], columns: tuple[str, ...], of_values: str, of_keys: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The state and its residue, and what a tile's steps need; partial sums of values are a slab's."""
+    rows += () if plan.gate is None else ("kept", "rest")
+    return {
+        "state": pltpu.VMEM((2, *plan.state), jnp.float32),
+        f"{of_values}_parts": pltpu.VMEM((plan.values // plan.slab, GROUP, SUBLANES, plan.slab), jnp.float32),
+        **step_scratch(
+            plan,
+            rows=dict.fromkeys(rows, plan.keys),
+            columns=dict.fromkeys(columns, plan.values),
+            parts=dict.fromkeys(of_keys, plan.keys),
+        ),
+    }
 
 
 # ------------------------------------------------------------------------------------------------ a group's steps
@@ -182,6 +192,16 @@ def _advance(visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[...,
         state[0, slab, :], state[1, slab, :] = for_steps(plan, step, (state[0, slab, :], state[1, slab, :]))
 
     for_slabs(plan, advance)
+
+
+def _advance_with_o(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
+    """`_advance`, with o."""
+
+    def use(slab: Any, n: Any, before: jax.Array, after: jax.Array) -> None:
+        sum_keys_of(refs["o_parts"], slab, n, after * refs["q_rows"][pl.ds(rows.start + n, 1), :])
+
+    _advance(visit, refs, rows, plan, use)
+    store(refs, visit, rows, "o", plan.p.scale * sums_of_keys(refs["o_parts"]))
 
 
 def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:

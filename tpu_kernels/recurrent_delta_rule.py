@@ -1,16 +1,17 @@
 """The recurrent forms of the gated delta rules on the TPU: one step of time after the other.
 
 `recurrent_delta_fwd` and `recurrent_delta_bwd` are what `fused_recurrent_*` of `gated_delta_rule.py` and `kda.py` are
-made of; the operations are defined in the modules of these names in `cpu_golden`. Sequences, tiles of rows and states
-[V, K] lie as in `fused_recurrent`, a state of each head of values; q and k are read by every head that shares them, and
-normalised before, where that is asked for. There are no dots: float32 and bfloat16 differ in what is loaded and stored,
-and in nothing between.
+made of; the operations are defined in the modules of these names in `cpu_golden`. Sequences and tiles of rows lie as in
+`fused_recurrent`, a state of each head of values; q and k are read by every head that shares them, and normalised
+before, where that is asked for. There are no dots: float32 and bfloat16 differ in what is loaded and stored, and in
+nothing between.
 
 The decay meets the key where a state is read, and the state where it is written: Sᵀ k of the decayed state is
-Sᵀ (exp(g) k). What the state recalls is taken from v at once, so nothing of a step may wait for the next: a sum over K
-of all rows of the state is made in each. A state is a plain float32 matrix after every step, so a call that goes on
-from it computes the same bits. The backward pass goes through time first and leaves the state before every visit; then
-back, visit by visit, whose states and errors it computes anew and keeps.
+Sᵀ (exp(g) k). What the state recalls is taken from v at once, and the next step waits for it: a sum over K in each. So
+states lie as [K, V], where that sum adds registers, and v, o and what is recalled are rows; q, k and gates by key are
+columns. A state is a plain float32 matrix after every step, so a call that goes on from it computes the same bits. The
+backward pass goes through time first and leaves the state before every visit; then back, visit by visit, whose states
+and errors it computes anew and keeps.
 """
 
 from collections.abc import Callable
@@ -28,23 +29,36 @@ from op_arguments.probe import active, probe
 from tpu_kernels._lib.arguments import Interpreted
 from tpu_kernels._lib.call import Block, jit
 from tpu_kernels._lib.chip import LANES
-from tpu_kernels._lib.decays import next_state
+from tpu_kernels._lib.decays import next_state, times
 from tpu_kernels._lib.delta import DeltaArrays, backward_of_nothing, key_gradient, normalised, take
+from tpu_kernels._lib.recurrent_decode import decode, is_decoding
 from tpu_kernels._lib.recurrent_layout import GROUP, Layout, Place, Plan, make_step_plan
-from tpu_kernels._lib.recurrent_sums import column_of, sum_keys, sum_rows, with_column
+from tpu_kernels._lib.recurrent_sums import (
+    bit_of,
+    column_of,
+    fold_registers,
+    recalled,
+    spread_bits,
+    sum_at_once,
+    sum_folded,
+    sum_rows,
+)
 from tpu_kernels._lib.recurrent_visits import (
     Refs,
     Visit,
+    decay_of,
     for_slabs,
     for_steps,
+    groups_of,
     in_state,
     load,
     load_decays,
     load_numbers,
+    make_columns,
     store,
     store_numbers,
 )
-from tpu_kernels._lib.recurrent_walk import Recurrence, group_scratch
+from tpu_kernels._lib.recurrent_walk import Recurrence, step_scratch
 from tpu_kernels._lib.scans import forward_of_nothing
 
 
@@ -58,7 +72,8 @@ class StepPlan(NamedTuple):
 def make_plan(p: DeltaProblem, per_channel: bool, *, backward: bool) -> StepPlan | None:
     """The plan of a checked problem, None where there is nothing to go through."""
     of_values = Problem(p.b, p.t, p.hv, p.k, p.v, p.n, p.scale, p.dtype, p.packed)
-    steps = make_step_plan(of_values, "key" if per_channel else "step", backward=backward)
+    gate = "key" if per_channel else "step"
+    steps = make_step_plan(of_values, gate, lanes="value", backward=backward)
     return None if steps is None else StepPlan(p, steps)
 
 
@@ -98,9 +113,13 @@ def recurrent_delta_bwd(
 def _forward(x: DeltaArrays, *, plan: StepPlan | None, output_final_state: bool, interpret: Interpreted) -> Output:
     if plan is None:
         return forward_of_nothing(x, output_final_state)
+    if is_decoding(plan.steps, x.initial_state):
+        keys = {name: jnp.repeat(given, plan.p.group, axis=2) for name, given in _key_rows(plan, q=x.q, k=x.k).items()}
+        rows = {**keys, "v": x.v, "beta": x.beta}
+        return decode(rows, _gates(x, plan.steps), x.initial_state, plan.steps, output_final_state, interpret)
     layout = _layout(x, plan, interpret)
     operands = {**_keys(layout, plan, layout.in_time, q=x.q, k=x.k), **_written(layout, x, layout.in_time)}
-    scratch = _scratch(layout.plan, columns=("v_columns",), rows=("q_rows", "k_rows"))
+    scratch = _scratch(layout.plan, parts={"o": layout.plan.values})
     return _recurrence().forward(layout, x, operands, scratch, output_final_state)
 
 
@@ -125,14 +144,10 @@ def _backward(x: DeltaArrays, *, plan: StepPlan | None, interpret: Interpreted) 
     }
     scratch = _scratch(
         steps,
-        columns=("v_columns", "do_columns", "dv_columns"),
-        rows=("q_rows", "k_rows"),
-    ) | {
-        **{f"{name}_rows": pltpu.VMEM((GROUP, steps.keys), jnp.float32) for name in ("dq", "dk", "recalled", "dgate")},
-        "dbeta_rows": pltpu.VMEM((GROUP, LANES), jnp.float32),
-        "before": pltpu.VMEM((steps.tile, steps.values, steps.keys), jnp.float32),
-        "errors": pltpu.VMEM((steps.tile // GROUP, steps.values, GROUP), jnp.float32),
-    }
+        rows={"do": steps.values, "dv": steps.values, "error": steps.values, "dbeta": LANES},
+        parts={"dq": steps.keys, "dk": steps.keys, "dgate": steps.keys if steps.gate == "key" else LANES},
+    )
+    scratch["before"] = pltpu.VMEM((steps.tile, *steps.state), jnp.float32)
     found = _recurrence().both_ways(layout, x, operands, out, scratch)
     dq, dk = (key_gradient(layout.public(found[f"d{n}"], plan.p.k), getattr(x, n), plan.p) for n in ("q", "k"))
     (dg,) = layout.gate_gradients(found["dgate"], gates).values()
@@ -156,9 +171,12 @@ def _keys(layout: Layout, plan: StepPlan, place: Place, **x: jax.Array) -> dict[
         h, visit = place(*step)
         return h // plan.p.group, visit
 
-    return {
-        name: layout.by_key(normalised(given)[0] if plan.p.l2norm else given, of_key_head) for name, given in x.items()
-    }
+    return {name: layout.by_key(rows, of_key_head) for name, rows in _key_rows(plan, **x).items()}
+
+
+def _key_rows(plan: StepPlan, **x: jax.Array) -> dict[str, jax.Array]:
+    """q or k [B, T, H, K], normalised where that is asked for."""
+    return {name: normalised(given)[0] if plan.p.l2norm else given for name, given in x.items()}
 
 
 def _written(layout: Layout, x: DeltaArrays, place: Place) -> dict[str, Block]:
@@ -168,15 +186,20 @@ def _written(layout: Layout, x: DeltaArrays, place: Place) -> dict[str, Block]:
 
 
 def _recurrence() -> Recurrence:
-    return Recurrence("recurrent_delta", (15, 45), _load, _advance, _advance_with_dq, _backward_steps)
+    return Recurrence("recurrent_delta", (15, 45), _load, _advance, _advance_with_o, _advance_with_dq, _backward_steps)
 
 
-def _scratch(plan: Plan, columns: tuple[str, ...], rows: tuple[str, ...]) -> dict[str, Any]:
+def _scratch(plan: Plan, parts: dict[str, int], rows: dict[str, int] | None = None) -> dict[str, Any]:
     """The state, and what a tile's steps need."""
+    decays = ("kept", "rest")
+    rows = {"v": plan.values, "beta": LANES, **(rows or {})}
+    rows |= dict.fromkeys(decays, plan.keys if plan.gate == "key" else LANES)
+    columns = ("q", "k", *(["rest"] if plan.gate == "key" else ()))
+    bits = {"kept_bits": pltpu.VMEM((plan.tile // GROUP, plan.keys, LANES), jnp.int32)} if plan.gate == "key" else {}
     return {
-        "state": pltpu.VMEM((plan.values, plan.keys), jnp.float32),
-        "beta_rows": pltpu.VMEM((plan.tile, LANES), jnp.float32),
-        **group_scratch(plan, columns, (*rows, "kept_rows", "rest_rows", "decayed_rows")),
+        "state": pltpu.VMEM(plan.state, jnp.float32),
+        **bits,
+        **step_scratch(plan, rows=rows, columns=dict.fromkeys(columns, plan.keys), parts=parts),
     }
 
 
@@ -188,92 +211,112 @@ def _load(visit: Visit, refs: Refs, plan: Plan, *names: str) -> None:
     load(refs, visit, plan, *names)
     load_decays(refs, visit, plan)
     load_numbers(refs, visit, plan, "beta")
-    refs["decayed_rows"][...] = _decayed(refs, ..., refs["k_rows"][...])
+    if plan.gate == "key":
+        make_columns(refs["rest_columns"], refs["rest_rows"][...], plan)
+        for group, rows in enumerate(groups_of(plan)):
+            refs["kept_bits"][group] = spread_bits(refs["kept_rows"][rows], LANES)
+
+
+def _column(refs: Refs, name: str, rows: Any, n: Any) -> jax.Array:
+    """What the n-th step of a group has by key, [K, 1]."""
+    return column_of(refs[f"{name}_columns"][rows.start // GROUP], n)
+
+
+def _decay(refs: Refs, rows: Any, n: Any, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    """Both parts of the decay of the n-th step of a group: of each key [K, 1], or of all [1, LANES]."""
+    if plan.gate == "key":
+        kept, rest = bit_of(refs["kept_bits"][rows.start // GROUP], n), _column(refs, "rest", rows, n)
+    else:
+        kept, rest = decay_of(refs, rows.start + n)
+    return kept, rest
 
 
 def _advance(visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[..., None]) -> None:
     """As `Recurrence`: use(slab, step, state before it, state after it, error of what that before recalled)."""
-    state, group = refs["state"], rows.start // GROUP
+    state = refs["state"]
 
     def advance(slab: Any) -> None:
-        v = refs["v_columns"][group, slab, :]
-
         def step(n: Any, before: jax.Array) -> jax.Array:
             row = pl.ds(rows.start + n, 1)
-            error = column_of(v, n) - sum_keys(refs["decayed_rows"][row, :] * before)
-            v_new = refs["beta_rows"][row, :1] * error
-            decay = refs["kept_rows"][row, :], refs["rest_rows"][row, :]
-            after = next_state(before, *decay, refs["k_rows"][row, :] * v_new)
+            key, decay = _column(refs, "k", rows, n), _decay(refs, rows, n, plan)
+            error = refs["v_rows"][row, slab] - recalled(before, key, decay)
+            v_new = refs["beta_rows"][row, :] * error
+            after = next_state(before, decay, key * v_new)
             if active():
                 where = in_state(visit, rows, n, slab, plan)
-                probe("v_new", v_new, where[:, :1])
+                probe("v_new", v_new, where[:1])
                 probe("h", after, where)
             use(slab, n, before, after, error)
             return after
 
-        state[slab, :] = for_steps(plan, step, state[slab, :])
+        state[:, slab] = for_steps(plan, step, state[:, slab])
 
     for_slabs(plan, advance)
 
 
+def _advance_with_o(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
+    """`_advance`, with o."""
+
+    def use(slab: Any, n: Any, before: jax.Array, after: jax.Array, error: jax.Array) -> None:
+        refs["o_parts"][n, :, slab] = fold_registers(_column(refs, "q", rows, n) * after)
+
+    _advance(visit, refs, rows, plan, use)
+    store(refs, visit, rows, "o", plan.p.scale * sum_folded(refs["o_parts"]))
+
+
 def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
     """`_advance`, with dq, and with the states before the steps and the errors, which the other gradients need."""
-    dq, group = refs["dq_rows"], rows.start // GROUP
+    dq = refs["dq_parts"]
     dq[...] = jnp.zeros_like(dq)
 
     def use(slab: Any, n: Any, before: jax.Array, after: jax.Array, error: jax.Array) -> None:
-        refs["before"][rows.start + n, slab, :] = before
-        refs["errors"][group, slab, :] = with_column(refs["errors"][group, slab, :], n, error)
-        dq[pl.ds(n, 1), :] += sum_rows(column_of(refs["do_columns"][group, slab, :], n) * after)
+        row = pl.ds(rows.start + n, 1)
+        refs["before"][rows.start + n, :, slab] = before
+        refs["error_rows"][row, slab] = error
+        dq[n] += _sum_values(refs["do_rows"][row, slab] * after)
 
     _advance(visit, refs, rows, plan, use)
-    store(refs, visit, rows, "dq", plan.p.scale * dq[...])
+    store(refs, visit, rows, "dq", plan.p.scale * sum_folded(dq))
 
 
 def _backward_steps(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
     """Take the gradient of the state back through the steps of a group, with all gradients but dq."""
-    group = rows.start // GROUP
-    for name in ("dk_rows", "recalled_rows", "dgate_rows", "dbeta_rows"):
+    for name in ("dk_parts", "dgate_parts"):
         refs[name][...] = jnp.zeros_like(refs[name])
+    refs["dbeta_rows"][rows, :] = jnp.zeros((GROUP, LANES), jnp.float32)
 
     def go_back(slab: Any) -> None:
-        do, errors = refs["do_columns"][group, slab, :], refs["errors"][group, slab, :]
-
         def step(n: Any, dstate: jax.Array) -> jax.Array:
-            row, sums = pl.ds(rows.start + n, 1), pl.ds(n, 1)
-            key, beta, before = (
-                refs["k_rows"][row, :],
-                refs["beta_rows"][row, :1],
-                refs["before"][rows.start + n, slab, :],
-            )
-            dstate += column_of(do, n) * (plan.p.scale * refs["q_rows"][row, :])
-            error = column_of(errors, n)
-            dv_new = sum_keys(key * dstate)
+            row = pl.ds(rows.start + n, 1)
+            key, beta, error = _column(refs, "k", rows, n), refs["beta_rows"][row, :], refs["error_rows"][row, slab]
+            before = refs["before"][rows.start + n, :, slab]
+            dstate += (plan.p.scale * _column(refs, "q", rows, n)) * refs["do_rows"][row, slab]
+            dv_new = sum_at_once(key * dstate)
             dv = beta * dv_new
-            refs["dv_columns"][group, slab, :] = with_column(refs["dv_columns"][group, slab, :], n, dv)
-            refs["dbeta_rows"][sums, :] += sum_rows(dv_new * error)
-            refs["dk_rows"][sums, :] += sum_rows((beta * error) * dstate)
-            refs["recalled_rows"][sums, :] += sum_rows(dv * before)
-            through = dstate - key * dv
-            refs["dgate_rows"][sums, :] += sum_rows(before * through)
-            previous = refs["kept_rows"][row, :] * through + refs["rest_rows"][row, :] * through
+            refs["dv_rows"][row, slab] = dv
+            refs["dbeta_rows"][row, :] += dv_new * error
+            decay, through = _decay(refs, rows, n, plan), dstate - key * dv
+            decayed = times(decay, before)
+            refs["dk_parts"][n] += _sum_values((beta * error) * dstate - decayed * dv)
+            refs["dgate_parts"][n] += (_sum_values if plan.gate == "key" else fold_registers)(decayed * through)
+            previous = times(decay, through)
             if active():
                 probe("dh", previous, in_state(visit, rows, n, slab, plan))
             return previous
 
-        refs["dstate"][slab, :] = for_steps(plan, step, refs["dstate"][slab, :], backwards=True)
+        refs["dstate"][:, slab] = for_steps(plan, step, refs["dstate"][:, slab], backwards=True)
 
     for_slabs(plan, go_back)
-    store(refs, visit, rows, "dk", refs["dk_rows"][...] - _decayed(refs, rows, refs["recalled_rows"][...]))
-    store(refs, visit, rows, "dv", refs["dv_columns"][group].T)
-    store_numbers(refs, visit, rows, "dbeta", refs["dbeta_rows"][...].T[:1, :])
-    dgate = _decayed(refs, rows, refs["dgate_rows"][...])
+    store(refs, visit, rows, "dk", sum_folded(refs["dk_parts"]))
+    store(refs, visit, rows, "dv", refs["dv_rows"][rows, :])
+    store_numbers(refs, visit, rows, "dbeta", sum_rows(refs["dbeta_rows"][rows, :].T))
+    dgate = sum_folded(refs["dgate_parts"])
     if plan.gate == "key":
         store(refs, visit, rows, "dgate", dgate)
     else:
         store_numbers(refs, visit, rows, "dgate", sum_rows(dgate.T))
 
 
-def _decayed(refs: Refs, rows: Any, x: jax.Array) -> jax.Array:
-    """Rows x [·, K] of a tile times their steps' decays."""
-    return refs["kept_rows"][rows] * x + refs["rest_rows"][rows] * x
+def _sum_values(x: jax.Array) -> jax.Array:
+    """[K, V] -> [SUBLANES, K], partial sums over V."""
+    return fold_registers(x.T)

@@ -1,7 +1,6 @@
 """The parts of the TPU's recurrences, each alone: what a matrix of results, within its bounds, would not tell apart."""
 
 import math
-from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from op_arguments.gmm import GroupMetadata  # noqa: E402
 from parity.backends.emulation import mxu  # noqa: E402
 from tpu_kernels._lib import decays, recurrent_sums  # noqa: E402
 from tpu_kernels._lib import recurrent_layout as layout  # noqa: E402
-from tpu_kernels.gla import fused_recurrent_gla_fwd  # noqa: E402
 from tpu_kernels.simple_gla import fused_recurrent_simple_gla_bwd, fused_recurrent_simple_gla_fwd  # noqa: E402
 
 pytestmark = pytest.mark.tpu
@@ -138,26 +136,29 @@ def test_rows_are_summed(rows):
     assert np.array_equal(recurrent_sums.sum_rows(jnp.asarray(x)), x.sum(0, keepdims=True))
 
 
-@pytest.mark.parametrize("registers", [1, 2, 3, 4, 5])
-def test_registers_of_lanes_are_summed(registers):
-    x = integers(8, registers * 128)
-    assert np.array_equal(recurrent_sums.fold_lanes(jnp.asarray(x)), x.reshape(8, registers, 128).sum(1))
-
-
-@pytest.mark.parametrize("keys", [16, 48, 128, 256])
-def test_keys_are_summed_in_pairs_of_neighbours(keys):
-    """Product by product in NumPy, it has the same bits: one key added to the sum of the rest would round once more."""
-    x = np.zeros((8, -(-keys // 128) * 128), np.float32)
-    x[:, :keys] = np.random.default_rng(keys).standard_normal((8, keys))
-    pairs = x.reshape(8, -1, 128).sum(1)
-    while pairs.shape[1] > 1:
-        pairs = pairs[:, ::2] + pairs[:, 1::2]
+@pytest.mark.parametrize("rows", [16, 48, 128, 256])
+def test_what_a_step_waits_for_is_summed_in_pairs(rows):
+    """Sum by sum in NumPy, it has the same bits: registers in halves, the rest of them in turn, and then their rows."""
+    x = numbers(rows, 128)
+    sums = x.reshape(-1, 8, 128)
+    while len(sums) % 2 == 0:
+        sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+    expected = sum(sums[1:], start=sums[0])
+    for half in (4, 2, 1):
+        expected = expected[:half] + expected[half:]
 
     def kernel(x, out):
-        out[...] = recurrent_sums.sum_keys(x[...])
+        out[...] = recurrent_sums.sum_at_once(x[...])
 
-    got = pl.pallas_call(kernel, jax.ShapeDtypeStruct((8, 1), jnp.float32), interpret=True)(jnp.asarray(x))
-    np.testing.assert_array_equal(got, pairs)
+    got = pl.pallas_call(kernel, jax.ShapeDtypeStruct((1, 128), jnp.float32), interpret=True)(jnp.asarray(x))
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_bits_of_a_group_are_spread_and_taken_one_by_one():
+    kept = (integers(layout.GROUP, 24) > 0).astype(np.float32)
+    bits = recurrent_sums.spread_bits(jnp.asarray(kept), 40)
+    for n, row in enumerate(kept):
+        assert np.array_equal(recurrent_sums.bit_of(bits, n), np.broadcast_to(row[:, None], (24, 40)))
 
 
 def sums_by_key(x, slab):
@@ -202,55 +203,6 @@ def test_a_sum_of_two_in_order_loses_nothing():
     assert np.array_equal([math.fsum(x) for x in zip(a, b, -total, strict=True)], left)
 
 
-# -------------------------------------------------------------------------------------------------------- decoding
-
-GATES = {"gk": ("gk",), "g": ("g",), "g_gamma": ("g_gamma",), "both": ("g", "g_gamma"), "none": ()}
-
-
-def one_step(sequences, heads, keys, values, gates):
-    """The function, its rows and gates, and states, of one step of each sequence."""
-    shapes = {"q": keys, "k": keys, "v": values, "gk": keys}
-    rows = {name: numbers(sequences, 1, heads, shapes[name]) for name in ("q", "k", "v")}
-    if "gk" in gates:
-        return fused_recurrent_gla_fwd, rows | {"gk": -np.abs(numbers(sequences, 1, heads, keys))}
-    given = {"g": -np.abs(numbers(sequences, 1, heads)), "g_gamma": -np.abs(numbers(heads))}
-    return fused_recurrent_simple_gla_fwd, rows | {name: given[name] for name in gates}
-
-
-@pytest.mark.parametrize("gates", GATES.values(), ids=GATES)
-@pytest.mark.parametrize("sizes", [(9, 2, 16, 48), (1, 3, 256, 20)], ids=["two groups", "several registers"])
-def test_decoding_has_the_bits_of_packed_sequences(sizes, gates):
-    function, given = one_step(*sizes, gates)
-    state = numbers(*sizes)
-    states = dict(initial_state=state, output_final_state=True)
-    packed = {name: x if x.ndim < 2 else x.reshape(1, -1, *x.shape[2:]) for name, x in given.items()}
-    o, ht = function(**given, **states)
-    expected, expected_ht = function(**packed, **states, cu_seqlens=np.arange(sizes[0] + 1, dtype=np.int32))
-    assert np.array_equal(np.asarray(o).reshape(expected.shape), expected)
-    assert np.array_equal(ht, expected_ht)
-    assert np.array_equal(function(**given, initial_state=state).o, o)
-
-
-def test_decoding_keeps_sequences_apart():
-    function, given = one_step(9, 2, 16, 48, ("gk",))
-    state = numbers(9, 2, 16, 48)
-    o, ht = function(**given, initial_state=state, output_final_state=True)
-    given = {name: x.copy() for name, x in given.items()}
-    for x in (state, *given.values()):
-        x[4] = np.nan
-    others = np.arange(9) != 4
-    for clean, got in zip((o, ht), function(**given, initial_state=state, output_final_state=True), strict=True):
-        assert np.array_equal(np.asarray(got)[others], np.asarray(clean)[others])
-        assert np.isnan(np.asarray(got)[4]).all()
-
-
-def test_decoding_writes_states_in_place_where_they_are_donated():
-    function, given = one_step(9, 2, 128, 128, ("gk",))
-    call = partial(function, output_final_state=True, interpret=False)
-    lowered = jax.jit(call).trace(**given, initial_state=numbers(9, 2, 128, 128)).lower(lowering_platforms=("tpu",))
-    assert "output_operand_alias<output_tuple_indices = [0], operand_index = 1" in lowered.as_text()
-
-
 # ----------------------------------------------------------------------------------------------------------- plans
 
 
@@ -280,6 +232,13 @@ def test_tiles_and_slabs(changes, direction, expected):
     plan = layout.make_plan(problem(**changes), gates, reverse=False, backward=backward, interpret=False)
     assert (plan.tile, plan.keys, plan.values, plan.slab) == expected
     assert plan.tiles * plan.tile >= plan.rows > (plan.tiles - 1) * plan.tile
+
+
+@pytest.mark.parametrize(("changes", "expected"), [({}, (128, 128, 128)), (dict(k=100, v=300), (112, 384, 128))])
+def test_values_lie_along_lanes_where_steps_wait_for_sums_over_keys(changes, expected):
+    plan = layout.make_step_plan(problem(**changes), "step", lanes="value", backward=False)
+    assert (plan.keys, plan.values, plan.slab) == expected
+    assert plan.state == (plan.keys, plan.values)
 
 
 def test_steps_are_unrolled_where_they_are_compiled():

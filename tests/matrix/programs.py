@@ -178,9 +178,11 @@ def programs() -> Iterator[Program]:
         yield attention(f"fused_recurrent_gla_{direction}", "gk", "bfloat16")
         if direction == "fwd":
             for sequences in (64, 512):  # decoding: a step of each
-                decoding = partial(linear_attention, dtype="bfloat16", batch=sequences, steps=1, states=True)
-                yield decoding("fused_recurrent_simple_gla_fwd", "gamma")
-                yield decoding("fused_recurrent_gla_fwd", "gk")
+                of_each = {"dtype": "bfloat16", "batch": sequences, "steps": 1, "states": True}
+                yield linear_attention("fused_recurrent_simple_gla_fwd", "gamma", **of_each)
+                yield linear_attention("fused_recurrent_gla_fwd", "gk", **of_each)
+                yield delta_rule("fused_recurrent_gated_delta_rule_fwd", heads=32, **of_each)
+                yield delta_rule("fused_recurrent_kda_fwd", key_heads=32, heads=32, **of_each)
         for rule in ("gated_delta_rule", "kda"):
             yield delta_rule(f"chunk_{rule}_{direction}", "bfloat16", chunk_size=64)
             yield delta_rule(f"fused_recurrent_{rule}_{direction}", "bfloat16")

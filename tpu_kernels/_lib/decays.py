@@ -5,6 +5,8 @@ after n steps as n has, and of running sums in one piece differences are as wron
 two pieces.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,8 +108,15 @@ def _decayed(pair: Pair, carried: jax.Array | float, decay: list[jax.Array]) -> 
     return kept * state, rest * state + (carried * (kept + rest)) * residue
 
 
-def next_state(state: jax.Array, kept: jax.Array, rest: jax.Array, term: jax.Array) -> jax.Array:
+def times(decay: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    """x times a decay in two parts."""
+    kept, rest = decay
+    return kept * x + rest * x
+
+
+def next_state(state: jax.Array, decay: Sequence[jax.Array], term: jax.Array) -> jax.Array:
     """decay · state + term in float32, the decay in two parts: what is written is added without being rounded first."""
+    kept, rest = decay
     total, left = two_sum(kept * state, term)
     return total + (left + rest * state)
 

@@ -1,11 +1,13 @@
-"""One step of gated linear attention for each of many sequences, from their states to their states: decoding.
+"""One step of a recurrence for each of many sequences, from their states to their states: decoding.
 
 A step reads and writes a state once and does little else, so HBM bounds it. States stay [K, V], as the caller has them,
 and GROUP of them at a time stream through VMEM, of whatever sequences and heads. v is a row then, and what is
-summed over K is added register by register; k, q and gates by key are columns. The bits are those of
-`fused_recurrent` for sequences of one step: each element in the same operations, each sum over K in the same order.
+summed over K is added register by register; k, q and gates by key are columns. The bits are those of `fused_recurrent`
+and `recurrent_delta_rule` for sequences of one step: each element in the same operations, each sum over K in the same
+order.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -21,8 +23,15 @@ from tpu_kernels._lib.arguments import Interpreted
 from tpu_kernels._lib.call import Block, bytes_of, call
 from tpu_kernels._lib.chip import sublanes
 from tpu_kernels._lib.decays import decay_parts, next_state
-from tpu_kernels._lib.recurrent_layout import GROUP, LEAST_VMEM, SPARE_VMEM, Plan, step_decays, vmem_bytes
-from tpu_kernels._lib.recurrent_sums import SUBLANES, column_of, fold_registers, sum_folded
+from tpu_kernels._lib.recurrent_layout import GROUP, LEAST_VMEM, SPARE_VMEM, SUBLANES, Plan, step_decays, vmem_bytes
+from tpu_kernels._lib.recurrent_sums import (
+    bit_of,
+    column_of,
+    fold_registers,
+    recalled,
+    spread_bits,
+    sum_folded,
+)
 
 MOST_VMEM = 32 * 2**20  # bytes, for the states of a group, in and out and twice buffered
 
@@ -38,21 +47,28 @@ def is_decoding(plan: Plan, initial_state: jax.Array | None) -> bool:
     return p.t == 1 and not p.packed and initial_state is not None and whole and fits
 
 
-def decode(x: Any, plan: Plan, output_final_state: bool, interpret: Interpreted) -> Output:
-    """o and, if it is asked for, the states after the step; x: the `Arrays` of a call.
+def decode(
+    x: Mapping[str, jax.Array],
+    gates: Mapping[str, Any],
+    initial_state: Any,
+    plan: Plan,
+    output_final_state: bool,
+    interpret: Interpreted,
+) -> Output:
+    """o and, if it is asked for, the states after the step; x: q, k and v [B, 1, H, ·], of a delta rule beta besides.
 
     The states after the step are written in place of the initial ones, where the caller donates these.
     """
     p, count = plan.p, plan.p.b * plan.p.h
-    rows = {name: getattr(x, name).reshape(count, -1) for name in "qkv"}
+    rows = {name: array.reshape(count, -1) for name, array in x.items()}
     if plan.gate == "key":
-        rows["gk"] = x.gates["gk"].reshape(count, -1)
+        rows["gk"] = gates["gk"].reshape(count, -1)
     elif plan.gate == "step":
-        rows["decays"] = jnp.stack([part[..., 0].T.ravel() for part in step_decays(x.gates, p)], axis=1)
+        rows["decays"] = jnp.stack([part[..., 0].T.ravel() for part in step_decays(gates, p)], axis=1)
     operands = {name: _blocks(array) for name, array in rows.items()}
-    states = x.initial_state.reshape(count, p.k, p.v)
+    states = initial_state.reshape(count, p.k, p.v)
     operands["h0"] = _blocks(states)
-    out = {"o": _blocks(jax.ShapeDtypeStruct((count, p.v), x.v.dtype))}
+    out = {"o": _blocks(jax.ShapeDtypeStruct((count, p.v), x["v"].dtype))}
     if output_final_state:
         out["ht"] = _blocks(jax.ShapeDtypeStruct(states.shape, jnp.float32))
     found = call(
@@ -64,7 +80,7 @@ def decode(x: Any, plan: Plan, output_final_state: bool, interpret: Interpreted)
         out=out,
         scratch=pltpu.VMEM((GROUP, SUBLANES, p.v), jnp.float32),
         cost=pl.CostEstimate(
-            flops=13 * count * p.k * p.v,
+            flops=15 * count * p.k * p.v,
             transcendentals=0,
             bytes_accessed=sum(bytes_of(block.array) for block in (operands | out).values()),
         ),
@@ -73,7 +89,8 @@ def decode(x: Any, plan: Plan, output_final_state: bool, interpret: Interpreted)
         vmem_limit=max(4 * vmem_bytes((GROUP, p.k, p.v)) + SPARE_VMEM, LEAST_VMEM),
         sized_by="K and V",
     )
-    return Output(found["o"].reshape(x.v.shape), found["ht"].reshape(x.initial_state.shape) if "ht" in found else None)
+    ht = found["ht"].reshape(initial_state.shape) if "ht" in found else None
+    return Output(found["o"].reshape(x["v"].shape), ht)
 
 
 def _blocks(array: Any) -> Block:
@@ -86,16 +103,20 @@ def _kernel(operands: dict[str, Any], out: dict[str, Any], parts: Any, *, plan: 
     q, k, v = (operands[name][...].astype(jnp.float32) for name in "qkv")
     q, k = q.T, k.T
     decay_of = _decays(operands)
-    there = count - pl.program_id(0) * GROUP
+    first = pl.program_id(0) * GROUP
 
     def step(n: Any, _: Any = None) -> None:
-        written = column_of(k, n) * _row_of(v, n)
-        before, decay = operands["h0"][n], decay_of(n)
-        state = next_state(before, decay[0], decay[1], written) if decay else before + written
+        key, written, before, decay = column_of(k, n), _row_of(v, n), operands["h0"][n], decay_of(n)
+        if "beta" in operands:
+            written = operands["beta"][pl.ds(n, 1), :].astype(jnp.float32) * (written - recalled(before, key, decay))
+        state = next_state(before, decay, key * written) if decay else before + key * written
         if active():
-            probe("state", state, jnp.full(state.shape, n < there))
+            there = jnp.full(state.shape, first + n < count)
+            probe("h" if "beta" in operands else "state", state, there)
             if decay:
-                probe("kept", decay[1], jnp.full(decay[1].shape, n < there))
+                probe("kept", decay[1], there[: decay[1].shape[0], : decay[1].shape[1]])
+            if "beta" in operands:
+                probe("v_new", written, there[:1])
         if "ht" in out:
             out["ht"][n] = state
         parts[n] = fold_registers(column_of(q, n) * state)
@@ -111,8 +132,9 @@ def _kernel(operands: dict[str, Any], out: dict[str, Any], parts: Any, *, plan: 
 def _decays(operands: dict[str, Any]) -> Any:
     """n -> both parts of the n-th state's decay, of each key [K, 1] or of all [1, 1]; none."""
     if "gk" in operands:
-        of_keys = [part.T for part in decay_parts(operands["gk"][...].astype(jnp.float32))]
-        return lambda n: [column_of(part, n) for part in of_keys]
+        kept, rest = decay_parts(operands["gk"][...].astype(jnp.float32))
+        kept_bits, rest = spread_bits(kept, operands["v"].shape[1]), rest.T
+        return lambda n: [bit_of(kept_bits, n), column_of(rest, n)]
     if "decays" in operands:
         return lambda n: [operands["decays"][pl.ds(n, 1), pl.ds(part, 1)] for part in range(2)]
     return lambda n: []

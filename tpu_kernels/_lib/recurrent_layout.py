@@ -19,10 +19,10 @@ from tpu_kernels._lib.decays import SMALLEST_EXPONENT, Pair, decay_parts, two_su
 from tpu_kernels._lib.visits import group_metadata
 
 GROUP = sublanes(jnp.bfloat16)  # rows loaded at once: those of a packed 16-bit register
+SUBLANES = sublanes(jnp.float32)
 TILE = 128  # rows of a block
-SLAB = 16384  # most elements of the state that go through a group of steps at a time: fewer wait for one another
+SLAB = 16384  # most elements of a state [V, K] that go through a group of steps at a time: fewer wait for one another
 BLOCK_BYTES = 8 * 2**20  # of VMEM, for the states of all steps of a tile
-UNROLL = 2  # steps in the program, where not all of a group's are: more spill registers
 LEAST_VMEM = 16 * 2**20  # bytes: what a kernel has on v5e if it asks for none
 SPARE_VMEM = 4 * 2**20
 
@@ -33,13 +33,15 @@ Place = Callable[..., tuple[Any, Any]]
 class Plan(NamedTuple):
     """All that is static about a recurrence.
 
-    keys, values: the sizes of p's states, rounded up to whole registers. tile: rows of a block. slab: rows of the state
-    at a time. gate: "step" (one decay for all keys), "key" or None. unroll: of the loops over a group's steps.
+    keys, values: the sizes of p's states, rounded up to whole registers. lanes: "key" where states lie as [V, K], whose
+    lanes are keys, and "value" where they lie as [K, V]. tile: rows of a block. slab: values at a time. gate: "step"
+    (one decay for all keys), "key" or None. unroll: of the loops over a group's steps.
     """
 
     p: Problem
     keys: int
     values: int
+    lanes: str
     tile: int
     slab: int
     gate: str | None
@@ -56,6 +58,11 @@ class Plan(NamedTuple):
         """Tiles that hold all rows."""
         return pl.cdiv(self.rows, self.tile)
 
+    @property
+    def state(self) -> tuple[int, int]:
+        """The shape of a state."""
+        return (self.values, self.keys) if self.lanes == "key" else (self.keys, self.values)
+
 
 def make_plan(p: Problem, gates: Gates, *, backward: bool, interpret: Any, reverse: bool = False) -> Plan | None:
     """The plan of a checked problem, None where there is nothing to go through.
@@ -63,30 +70,35 @@ def make_plan(p: Problem, gates: Gates, *, backward: bool, interpret: Any, rever
     gates: as in `fused_recurrent.recurrent_fwd`, of which only those that are None matter.
     """
     given = [name for name, gate in gates.items() if gate is not None]
-    plan = make_step_plan(p, ("key" if "gk" in given else "step") if given else None, backward=backward)
+    gate = ("key" if "gk" in given else "step") if given else None
+    plan = make_step_plan(p, gate, lanes="key", backward=backward)
     return plan and plan._replace(reverse=bool(reverse), unroll=1 if interpret else GROUP)
 
 
-def make_step_plan(p: Problem, gate: str | None, *, backward: bool) -> Plan | None:
-    """The plan of a recurrence from the first step to the last.
+def make_step_plan(p: Problem, gate: str | None, *, lanes: str, backward: bool) -> Plan | None:
+    """The plan of a recurrence from the first step to the last; lanes and gate as `Plan`'s.
 
     A tile has TILE rows, or no more than there are; backward, when it keeps the states of all its steps, no more than
     fit.
     """
     if 0 in (p.b, p.t, p.h, p.k, p.v, p.n):
         return None
-    keys, values = pl.cdiv(p.k, LANES) * LANES, pl.cdiv(p.v, GROUP) * GROUP
+    keys, values = (
+        pl.cdiv(size, width) * width
+        for size, width in zip((p.k, p.v), (LANES, GROUP) if lanes == "key" else (GROUP, LANES), strict=True)
+    )
     fitting = BLOCK_BYTES // vmem_bytes((values, keys)) if backward else TILE
     tile = min(max(fitting // GROUP * GROUP, GROUP), TILE)
     return Plan(
         p,
         keys,
         values,
+        lanes,
         tile=min(tile, pl.cdiv(p.b * p.t, GROUP) * GROUP),
-        slab=math.gcd(values, 1 << max(SLAB // keys, sublanes(jnp.float32)).bit_length() - 1),
+        slab=LANES if lanes == "value" else math.gcd(values, 1 << max(SLAB // keys, SUBLANES).bit_length() - 1),
         gate=gate,
         reverse=False,
-        unroll=UNROLL,
+        unroll=GROUP,
     )
 
 
@@ -113,7 +125,7 @@ def nth_visit(i: Any, visits: GroupMetadata, plan: Plan) -> Any:
 
 
 class Layout:
-    """How arrays lie for the kernels: rows as [H, B T, ·], states as [N, H, V, K], both padded with zeros.
+    """How arrays lie for the kernels: rows as [H, B T, ·], states as [N, H, *plan.state], both padded with zeros.
 
     visits: pairs of a sequence and a tile that holds rows of it. Blocks are fetched, or written, where a `place` says.
     """
@@ -164,13 +176,14 @@ class Layout:
 
     def state(self, state: jax.Array, place: Place) -> Block:
         """state [N, H, K, V] as an operand."""
-        rest = self.plan.values - self.plan.p.v, self.plan.keys - self.plan.p.k
-        return self._states(jnp.pad(state.swapaxes(2, 3), ((0, 0), (0, 0), (0, rest[0]), (0, rest[1]))), place)
+        state = self._turned(state)
+        rest = [(0, whole - size) for whole, size in zip(self.plan.state, state.shape[2:], strict=True)]
+        return self._states(jnp.pad(state, [(0, 0), (0, 0), *rest]), place)
 
     def state_out(self, place: Place) -> Block:
         """A state of each sequence."""
         plan = self.plan
-        return self._states(jax.ShapeDtypeStruct((plan.p.n, plan.p.h, plan.values, plan.keys), jnp.float32), place)
+        return self._states(jax.ShapeDtypeStruct((plan.p.n, plan.p.h, *plan.state), jnp.float32), place)
 
     def gates(self, gates: Mapping[str, Any], place: Place) -> dict[str, Block]:
         """gk as it is; of gates per step their decays, [H, tiles, 2, groups of a tile, GROUP]."""
@@ -219,7 +232,11 @@ class Layout:
 
     def public_state(self, state: jax.Array | None) -> jax.Array | None:
         """States of the kernels as [N, H, K, V]."""
-        return None if state is None else state[:, :, : self.plan.p.v, : self.plan.p.k].swapaxes(2, 3)
+        return None if state is None else self._turned(state)[:, :, : self.plan.p.k, : self.plan.p.v]
+
+    def _turned(self, state: jax.Array) -> jax.Array:
+        """Between [N, H, K, V] and how states lie here."""
+        return state.swapaxes(2, 3) if self.plan.lanes == "key" else state
 
     def gate_gradients(self, dgate: Any, gates: Mapping[str, Any]) -> dict[str, jax.Array | None]:
         """The gradients of the gates by name, from that of a step's gate."""
@@ -303,5 +320,4 @@ class Layout:
 def vmem_bytes(shape: Sequence[int]) -> int:
     """What a float32 array takes in VMEM."""
     *outer, rows, lanes = shape
-    height = sublanes(jnp.float32)
-    return 4 * int(np.prod(outer)) * pl.cdiv(rows, height) * height * pl.cdiv(lanes, LANES) * LANES
+    return 4 * int(np.prod(outer)) * pl.cdiv(rows, SUBLANES) * SUBLANES * pl.cdiv(lanes, LANES) * LANES

@@ -1,5 +1,6 @@
 """Sums over rows and lanes of registers, in an order that does not depend on where a step happens to lie."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,10 +9,8 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels._lib.activations import fold_rows
-from tpu_kernels._lib.chip import LANES, sublanes
-from tpu_kernels._lib.recurrent_layout import GROUP
-
-SUBLANES = sublanes(jnp.float32)
+from tpu_kernels._lib.decays import times
+from tpu_kernels._lib.recurrent_layout import GROUP, SUBLANES
 
 
 def sum_rows(x: jax.Array) -> jax.Array:
@@ -48,34 +47,40 @@ def sums_of_keys(parts: Any) -> jax.Array:
     return jnp.concatenate([sum_folded(parts.at[n]) for n in range(parts.shape[0])], axis=1)
 
 
-def sum_keys(x: jax.Array) -> jax.Array:
-    """[R, K] -> [R, 1], pairwise: each lane takes what lies above it, so that lane 0 has pairs that begin at it."""
-    total, distance = fold_lanes(x), 1
-    while distance < LANES:
-        total += pltpu.roll(total, LANES - distance, 1)
-        distance *= 2
-    return total[:, :1]
-
-
-def fold_lanes(x: jax.Array) -> jax.Array:
-    """[R, K] -> [R, LANES], sums over K in steps of LANES."""
-    parts = [x[:, first : first + LANES] for first in range(0, x.shape[1], LANES)]
-    while len(parts) > 1:
-        parts = [parts[n] + parts[n + 1] if n + 1 < len(parts) else parts[n] for n in range(0, len(parts), 2)]
-    return parts[0]
+def sum_at_once(x: jax.Array) -> jax.Array:
+    """[R, C] -> [1, C], pairwise; for what waits for it: each row of a register takes the sum, and none is spread."""
+    total, distance = fold_registers(x), SUBLANES // 2
+    while distance:
+        total += pltpu.roll(total, distance, 0)
+        distance //= 2
+    return total[:1]
 
 
 def column_of(x: jax.Array, n: Any) -> jax.Array:
     """Column n of x [R, GROUP]."""
     if isinstance(n, int):
         return x[:, n : n + 1]
-    return jnp.sum(jnp.where(_is_column(n), x, 0.0), axis=1, keepdims=True)
+    is_column = lax.broadcasted_iota(jnp.int32, (1, GROUP), 1) == n
+    return jnp.sum(jnp.where(is_column, x, 0.0), axis=1, keepdims=True)
 
 
-def with_column(x: jax.Array, n: Any, column: jax.Array) -> jax.Array:
-    """x [R, GROUP] with its column n replaced."""
-    return jnp.where(_is_column(n), column, x)
+def recalled(state: jax.Array, key: jax.Array, decay: Sequence[jax.Array]) -> jax.Array:
+    """What a state [K, V] recalls of a key [K, 1] once it has decayed: [1, V]. One decay for all keys meets the sum."""
+    if decay[0].shape[0] == state.shape[0]:
+        return sum_at_once(key * times(decay, state))
+    return times(decay, sum_at_once(key * state))
 
 
-def _is_column(n: Any) -> jax.Array:
-    return lax.broadcasted_iota(jnp.int32, (1, GROUP), 1) == n
+def spread_bits(kept: jax.Array, width: int) -> jax.Array:
+    """kept [GROUP, K], each 0 or 1, as bits of [K, width] int32: row n's is bit n, in all lanes.
+
+    One column to spread for GROUP steps: spreading is what the XLU is slowest at.
+    """
+    row = lax.broadcasted_iota(jnp.int32, kept.shape, 0)
+    bits = jnp.sum(jnp.where(kept > 0, jnp.left_shift(1, row), 0), axis=0, keepdims=True)
+    return jnp.broadcast_to(bits, (width, kept.shape[1])).T
+
+
+def bit_of(bits: jax.Array, n: Any) -> jax.Array:
+    """Bit n of each, as 0 or 1."""
+    return jnp.where(bits & jnp.left_shift(1, n) != 0, 1.0, 0.0)

@@ -1,6 +1,6 @@
 """How the kernels of a recurrence go through time: visits of a tile, groups of its rows, slabs of the state.
 
-A group is GROUP rows that are loaded at once; a slab is as many rows of the state as go through a group in registers.
+A group is GROUP rows that are loaded at once; a slab is as many values of the state as go through a group in registers.
 """
 
 from collections.abc import Callable
@@ -75,9 +75,10 @@ def is_key(plan: Plan, shape: tuple[int, ...]) -> jax.Array:
 
 def in_state(visit: Visit, rows: Any, n: Any, slab: Any, plan: Plan) -> jax.Array:
     """Where a slab of the state is no padding; nowhere unless a group's n-th step is the visit's."""
-    shape = plan.slab, plan.keys
-    is_value = slab.start + lax.broadcasted_iota(jnp.int32, shape, 0) < plan.p.v
-    return is_value & is_key(plan, shape) & is_own(visit, rows.start + n, (1, 1), 0)
+    shape, of_values = ((plan.slab, plan.keys), 0) if plan.lanes == "key" else ((plan.keys, plan.slab), 1)
+    is_value = slab.start + lax.broadcasted_iota(jnp.int32, shape, of_values) < plan.p.v
+    is_key = lax.broadcasted_iota(jnp.int32, shape, 1 - of_values) < plan.p.k
+    return is_value & is_key & is_own(visit, rows.start + n, (1, 1), 0)
 
 
 def for_groups(visit: Visit, plan: Plan, body: Callable[[Any], None], backwards: bool = False) -> None:
@@ -93,7 +94,7 @@ def for_groups(visit: Visit, plan: Plan, body: Callable[[Any], None], backwards:
 
 
 def for_slabs(plan: Plan, body: Callable[[Any], None]) -> None:
-    """body(slab) for each slab of the state's rows."""
+    """body(slab) for each slab of values."""
     slabs = plan.values // plan.slab
     if slabs == 1:
         body(pl.ds(0, plan.slab))
@@ -115,14 +116,19 @@ def for_steps(plan: Plan, body: Callable[[Any, Carried], Carried], carry: Carrie
 
 
 def load(refs: Refs, visit: Visit, plan: Plan, *names: str) -> None:
-    """Rows of a tile in float32, zero where they are not the visit's: q and k as rows, v and do as columns by group."""
+    """Rows of a tile in float32, zero where they are not the visit's, as rows or as columns, or both."""
     for name in names:
         x = own(visit, pl.ds(0, plan.tile), refs[name][...].astype(jnp.float32))
-        if name in ("q", "k"):
+        if f"{name}_rows" in refs:
             refs[f"{name}_rows"][...] = x
-        else:
-            for group, rows in enumerate(groups_of(plan)):
-                refs[f"{name}_columns"][group] = x[rows.start : rows.start + GROUP].T
+        if f"{name}_columns" in refs:
+            make_columns(refs[f"{name}_columns"], x, plan)
+
+
+def make_columns(columns: Any, x: jax.Array, plan: Plan) -> None:
+    """Rows x of a tile as columns by group."""
+    for group, rows in enumerate(groups_of(plan)):
+        columns[group] = x[rows.start : rows.start + GROUP].T
 
 
 def store(refs: Refs, visit: Visit, rows: Any, name: str, x: jax.Array) -> None:
@@ -155,7 +161,8 @@ def load_decays(refs: Refs, visit: Visit, plan: Plan) -> None:
         for group, rows in enumerate(groups_of(plan)):
             kept, rest = (refs["decays"][n, pl.ds(group, 1), :] for n in range(2))
             kept, rest = own(visit, rows, kept, jnp.ones_like(kept), axis=1), own(visit, rows, rest, axis=1)
-            refs["kept_rows"][rows, :], refs["rest_rows"][rows, :] = (_spread(x, plan.keys) for x in (kept, rest))
+            for name, x in (("kept_rows", kept), ("rest_rows", rest)):
+                refs[name][rows, :] = _spread(x, refs[name].shape[1])
     if active() and "rest_rows" in refs:
         rest = refs["rest_rows"][...]
         probe("kept", rest, is_own(visit, 0, rest.shape, 0) & is_key(plan, rest.shape))

@@ -1,10 +1,10 @@
 """The two walks of a recurrence through time: forwards for o, and forwards and back for the gradients.
 
-A kernel goes through the visits of a sequence with its state in VMEM: [V, K], or [2, V, K] where a residue is beside
-it. What happens in the steps of a group of rows is the `Recurrence`'s.
+A kernel goes through the visits of a sequence with its state in VMEM, by itself or with a residue, [2, ...]. What
+happens in the steps of a group of rows is the `Recurrence`'s.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,9 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 from op_arguments.gla import Output
 from op_arguments.gmm import GroupMetadata
 from tpu_kernels._lib.call import Block
-from tpu_kernels._lib.recurrent_layout import GROUP, Layout, Plan, order
-from tpu_kernels._lib.recurrent_sums import SUBLANES, sum_keys_of, sums_of_keys
-from tpu_kernels._lib.recurrent_visits import Refs, Visit, for_groups, store, visit_of
+from tpu_kernels._lib.recurrent_layout import GROUP, SUBLANES, Layout, Plan, order
+from tpu_kernels._lib.recurrent_visits import Refs, for_groups, visit_of
 
 
 class Recurrence(NamedTuple):
@@ -27,14 +26,15 @@ class Recurrence(NamedTuple):
     name: its kernels are `name`_fwd and `name`_bwd. flops: of the forward and of the backward pass, for each element of
     the state at each step. load(visit, refs, plan, *names) brings the operands of these names, and what all steps need,
     into the scratch of a visit. advance(visit, refs, rows, plan, use) takes the state through the steps, slab by slab:
-    use(slab, step, state before it, state after it, …). with_dq(visit, refs, rows, plan=plan) is that with dq, and
-    go_back(visit, refs, rows, plan=plan) takes the gradient of the state back through the steps.
+    use(slab, step, state before it, state after it, …). with_o(visit, refs, rows, plan=plan) is that with o, with_dq
+    with dq, and go_back(visit, refs, rows, plan=plan) takes the gradient of the state back through the steps.
     """
 
     name: str
     flops: tuple[int, int]
     load: Callable[..., None]
     advance: Callable[..., None]
+    with_o: Callable[..., None]
     with_dq: Callable[..., None]
     go_back: Callable[..., None]
 
@@ -89,40 +89,31 @@ class Recurrence(NamedTuple):
         )
 
 
-def group_scratch(
-    plan: Plan, columns: tuple[str, ...], rows: tuple[str, ...], by_key: tuple[str, ...] = (), by_value: str = "o"
+def step_scratch(
+    plan: Plan, *, rows: Mapping[str, int], columns: Mapping[str, int], parts: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Scratch for the operands of a tile, columns along V and rows along K, and for the partial sums of a group.
+    """Scratch for what steps have, by name and size: rows and columns of a tile's, and partial sums of a group's.
 
-    A partial sum is added over registers and not yet over the rows of one: along V for all keys, along K for each slab.
+    A partial sum is added over registers and not yet over the rows of one.
     """
-    of_values = (plan.values // plan.slab, GROUP, SUBLANES, plan.slab)
-    return {
-        f"{by_value}_parts": pltpu.VMEM(of_values, jnp.float32),
-        **{f"{name}_parts": pltpu.VMEM((GROUP, SUBLANES, plan.keys), jnp.float32) for name in by_key},
-        **{name: pltpu.VMEM((plan.tile // GROUP, plan.values, GROUP), jnp.float32) for name in columns},
-        **{name: pltpu.VMEM((plan.tile, plan.keys), jnp.float32) for name in rows},
+    shapes = {
+        **{f"{name}_rows": (plan.tile, size) for name, size in rows.items()},
+        **{f"{name}_columns": (plan.tile // GROUP, size, GROUP) for name, size in columns.items()},
+        **{f"{name}_parts": (GROUP, SUBLANES, size) for name, size in parts.items()},
     }
+    return {name: pltpu.VMEM(shape, jnp.float32) for name, shape in shapes.items()}
 
 
 def _forward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan, recurrence: Recurrence) -> None:
     visit = visit_of(pl.program_id(1), visits, plan)
     pl.when(visit.first)(lambda: _begin(refs["state"], refs.get("h0")))
     recurrence.load(visit, refs, plan, "q", "k", "v")
-    for_groups(visit, plan, lambda rows: _advance_with_o(visit, refs, rows, plan, recurrence.advance))
+    for_groups(visit, plan, partial(recurrence.with_o, visit, refs, plan=plan))
     if "ht" in refs:
 
         @pl.when(visit.last)
         def _() -> None:
             refs["ht"][...] = refs["state"][_plain(refs["state"])]
-
-
-def _advance_with_o(visit: Visit, refs: Refs, rows: Any, plan: Plan, advance: Callable[..., None]) -> None:
-    def use(slab: Any, n: Any, before: jax.Array, after: jax.Array, *_: Any) -> None:
-        sum_keys_of(refs["o_parts"], slab, n, after * refs["q_rows"][pl.ds(rows.start + n, 1), :])
-
-    advance(visit, refs, rows, plan, use)
-    store(refs, visit, rows, "o", plan.p.scale * sums_of_keys(refs["o_parts"]))
 
 
 def _backward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan, recurrence: Recurrence) -> None:
@@ -159,7 +150,7 @@ def _backward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan, recurrenc
 
 
 def _plain(state: Any) -> Any:
-    """The index of a state [V, K] in what holds it, with its residue or by itself."""
+    """The index of a state in what holds it, with its residue or by itself."""
     return 0 if len(state.shape) == 3 else ...
 
 

@@ -1,0 +1,83 @@
+"""Decoding: one step of each of many sequences has the bits of a recurrence, writes states in place, mixes nothing."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+from tpu_kernels.gated_delta_rule import fused_recurrent_gated_delta_rule_fwd  # noqa: E402
+from tpu_kernels.gla import fused_recurrent_gla_fwd  # noqa: E402
+from tpu_kernels.kda import fused_recurrent_kda_fwd  # noqa: E402
+from tpu_kernels.simple_gla import fused_recurrent_simple_gla_fwd  # noqa: E402
+
+pytestmark = pytest.mark.tpu
+SIMPLE = fused_recurrent_simple_gla_fwd
+DELTA = {"gated_delta_rule": fused_recurrent_gated_delta_rule_fwd, "kda": fused_recurrent_kda_fwd}
+OF_FAMILIES = {
+    "gla": (fused_recurrent_gla_fwd, ("gk",)),
+    "simple_gla g": (SIMPLE, ("g",)),
+    "simple_gla gamma": (SIMPLE, ("g_gamma",)),
+    "simple_gla both": (SIMPLE, ("g", "g_gamma")),
+    "simple_gla none": (SIMPLE, ()),
+    **{name: (function, ("beta",)) for name, function in DELTA.items()},
+}
+families = pytest.mark.parametrize("family", OF_FAMILIES)
+
+
+def numbers(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+def one_step(family, sequences, heads, keys, values):
+    """The function of a family, and its rows, gates and states of one step of each sequence."""
+    function, names = OF_FAMILIES[family]
+    is_delta = family in DELTA
+    key_heads = 1 if is_delta else heads
+    per_step = (sequences, 1, heads)
+    of_keys = -np.abs(numbers(*per_step, keys))  # some gates above -ln 2, some below it
+    given = {"gk": of_keys, "g": -np.abs(numbers(*per_step)), "g_gamma": -np.abs(numbers(heads))}
+    given["beta"] = np.abs(numbers(*per_step))
+    rows = {name: numbers(sequences, 1, key_heads, keys) for name in ("q", "k")} | {"v": numbers(*per_step, values)}
+    rows |= {name: given[name] for name in names}
+    if is_delta:
+        rows |= {"g": of_keys if family == "kda" else given["g"]}
+        function = partial(function, use_qk_l2norm_in_kernel=True)
+    return function, rows, numbers(sequences, heads, keys, values)
+
+
+@families
+@pytest.mark.parametrize("sizes", [(9, 2, 16, 48), (1, 3, 256, 20)], ids=["two groups", "several registers"])
+def test_decoding_has_the_bits_of_packed_sequences(sizes, family):
+    function, given, state = one_step(family, *sizes)
+    states = dict(initial_state=state, output_final_state=True)
+    packed = {name: x if x.ndim < 2 else x.reshape(1, -1, *x.shape[2:]) for name, x in given.items()}
+    o, ht = function(**given, **states)
+    expected, expected_ht = function(**packed, **states, cu_seqlens=np.arange(sizes[0] + 1, dtype=np.int32))
+    assert np.array_equal(np.asarray(o).reshape(expected.shape), expected)
+    assert np.array_equal(ht, expected_ht)
+    assert np.array_equal(function(**given, initial_state=state).o, o)
+
+
+@pytest.mark.parametrize("family", ["gla", *DELTA])
+def test_decoding_keeps_sequences_apart(family):
+    function, given, state = one_step(family, 9, 2, 16, 48)
+    o, ht = function(**given, initial_state=state, output_final_state=True)
+    given = {name: x.copy() for name, x in given.items()}
+    for x in (state, *given.values()):
+        x[4] = np.nan
+    others = np.arange(9) != 4
+    for clean, got in zip((o, ht), function(**given, initial_state=state, output_final_state=True), strict=True):
+        assert np.array_equal(np.asarray(got)[others], np.asarray(clean)[others])
+        assert np.isnan(np.asarray(got)[4]).all()
+
+
+@pytest.mark.parametrize("family", ["gla", *DELTA])
+def test_decoding_writes_states_in_place_where_they_are_donated(family):
+    function, given, state = one_step(family, 9, 2, 128, 128)
+    call = partial(function, output_final_state=True, interpret=False)
+    lowered = jax.jit(call).trace(**given, initial_state=state).lower(lowering_platforms=("tpu",))
+    before_states = 2 if family in DELTA else 1  # gates, and beta: operands are in the order of their names
+    alias = f"output_operand_alias<output_tuple_indices = [0], operand_index = {before_states},"
+    assert alias in lowered.as_text()
