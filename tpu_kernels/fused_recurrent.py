@@ -17,7 +17,7 @@ it computes the same bits.
 
 That takes 17 operations of the vector unit for each register of a state at each step: 15 for the state and its residue,
 2 for o. A state of K = V = 128 has 16 registers, and a core four slots: 68 cycles a step is the floor, of which the
-forward pass takes 97 on tpu7x. Back it is three walks, with 15, 18 and 23 operations: 224, of which it takes 280.
+forward pass takes 97 on tpu7x. Back it is three walks, with 15, 18 and 23 operations: 224, of which it takes 285.
 """
 
 from collections.abc import Callable

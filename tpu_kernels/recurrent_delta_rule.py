@@ -6,12 +6,12 @@ made of; the operations are defined in the modules of these names in `cpu_golden
 before, where that is asked for. There are no dots: float32 and bfloat16 differ in what is loaded and stored, and in
 nothing between.
 
-The decay meets the key where a state is read, and the state where it is written: Sᵀ k of the decayed state is
-Sᵀ (exp(g) k). What the state recalls is taken from v at once, and the next step waits for it: a sum over K in each. So
+What the decayed state recalls of k is taken from v at once, and the next step waits for it: a sum over K in each. So
 states lie as [K, V], where that sum adds registers, and v, o and what is recalled are rows; q, k and gates by key are
-columns. A state is a plain float32 matrix after every step, so a call that goes on from it computes the same bits. The
-backward pass goes through time first and leaves the state before every visit; then back, visit by visit, whose states
-and errors it computes anew and keeps.
+columns. A decay by key multiplies the state before that sum, a decay of all keys multiplies the sum. A state is a plain
+float32 matrix after every step, so a call that goes on from it computes the same bits. The backward pass goes through
+time first and leaves the state before every visit. Then it goes back, visit by visit, computes states and errors anew
+and keeps them.
 """
 
 from collections.abc import Callable
@@ -191,16 +191,14 @@ def _recurrence() -> Recurrence:
 
 def _scratch(plan: Plan, parts: dict[str, int], rows: dict[str, int] | None = None) -> dict[str, Any]:
     """The state, and what a tile's steps need."""
-    decays = ("kept", "rest")
-    rows = {"v": plan.values, "beta": LANES, **(rows or {})}
-    rows |= dict.fromkeys(decays, plan.keys if plan.gate == "key" else LANES)
-    columns = ("q", "k", *(["rest"] if plan.gate == "key" else ()))
-    bits = {"kept_bits": pltpu.VMEM((plan.tile // GROUP, plan.keys, LANES), jnp.int32)} if plan.gate == "key" else {}
-    return {
-        "state": pltpu.VMEM(plan.state, jnp.float32),
-        **bits,
-        **step_scratch(plan, rows=rows, columns=dict.fromkeys(columns, plan.keys), parts=parts),
-    }
+    decay = plan.keys if plan.gate == "key" else LANES
+    rows = {"v": plan.values, "beta": LANES, "kept": decay, "rest": decay, **(rows or {})}
+    columns = {"q": plan.keys, "k": plan.keys}
+    scratch = {"state": pltpu.VMEM(plan.state, jnp.float32)}
+    if plan.gate == "key":
+        columns["rest"] = plan.keys
+        scratch["kept_bits"] = pltpu.VMEM((plan.tile // GROUP, plan.keys, LANES), jnp.int32)
+    return scratch | step_scratch(plan, rows=rows, columns=columns, parts=parts)
 
 
 # ------------------------------------------------------------------------------------------------ a group's steps
@@ -223,7 +221,7 @@ def _column(refs: Refs, name: str, rows: Any, n: Any) -> jax.Array:
 
 
 def _decay(refs: Refs, rows: Any, n: Any, plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """Both parts of the decay of the n-th step of a group: of each key [K, 1], or of all [1, LANES]."""
+    """Both parts of the decay of a group's n-th step: [K, LANES] and [K, 1] by key, or [1, LANES] of all keys."""
     if plan.gate == "key":
         kept, rest = bit_of(refs["kept_bits"][rows.start // GROUP], n), _column(refs, "rest", rows, n)
     else:
@@ -318,5 +316,5 @@ def _backward_steps(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
 
 
 def _sum_values(x: jax.Array) -> jax.Array:
-    """[K, V] -> [SUBLANES, K], partial sums over V."""
+    """Partial sums over V: [K, V] -> [SUBLANES, K]."""
     return fold_registers(x.T)

@@ -21,7 +21,6 @@ from op_arguments.gla import Output
 from op_arguments.probe import active, probe
 from tpu_kernels._lib.arguments import Interpreted
 from tpu_kernels._lib.call import Block, bytes_of, call
-from tpu_kernels._lib.chip import sublanes
 from tpu_kernels._lib.decays import decay_parts, next_state
 from tpu_kernels._lib.recurrent_layout import GROUP, LEAST_VMEM, SPARE_VMEM, SUBLANES, Plan, step_decays, vmem_bytes
 from tpu_kernels._lib.recurrent_sums import (
@@ -42,7 +41,7 @@ def is_decoding(plan: Plan, initial_state: jax.Array | None) -> bool:
     A sum over K begins with halves of K: where these are whole registers, zeros in its place add nothing.
     """
     p = plan.p
-    whole = p.k % sublanes(jnp.float32) == 0 and plan.keys % p.k == 0
+    whole = p.k % SUBLANES == 0 and plan.keys % p.k == 0
     fits = 4 * vmem_bytes((GROUP, p.k, p.v)) <= MOST_VMEM
     return p.t == 1 and not p.packed and initial_state is not None and whole and fits
 
@@ -55,8 +54,9 @@ def decode(
     output_final_state: bool,
     interpret: Interpreted,
 ) -> Output:
-    """o and, if it is asked for, the states after the step; x: q, k and v [B, 1, H, ·], of a delta rule beta besides.
+    """o [B, 1, H, V] and, if asked for, the states after the step [B, H, K, V] float32.
 
+    x: q, k and v [B, 1, H, ·], of a delta rule beta [B, 1, H] besides. gates: as `scans.take`'s, by name.
     The states after the step are written in place of the initial ones, where the caller donates these.
     """
     p, count = plan.p, plan.p.b * plan.p.h

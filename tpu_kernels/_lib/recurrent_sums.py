@@ -48,7 +48,10 @@ def sums_of_keys(parts: Any) -> jax.Array:
 
 
 def sum_at_once(x: jax.Array) -> jax.Array:
-    """[R, C] -> [1, C], pairwise; for what waits for it: each row of a register takes the sum, and none is spread."""
+    """The sum over rows, pairwise: [R, C] -> [1, C].
+
+    Rotations leave it in every row of a register: nothing is broadcast while a step waits for it.
+    """
     total, distance = fold_registers(x), SUBLANES // 2
     while distance:
         total += pltpu.roll(total, distance, 0)
@@ -65,16 +68,19 @@ def column_of(x: jax.Array, n: Any) -> jax.Array:
 
 
 def recalled(state: jax.Array, key: jax.Array, decay: Sequence[jax.Array]) -> jax.Array:
-    """What a state [K, V] recalls of a key [K, 1] once it has decayed: [1, V]. One decay for all keys meets the sum."""
+    """What a state [K, V] recalls of a key [K, 1] once it has decayed: [1, V].
+
+    decay: both parts, by key [K, ·] or of all keys [1, ·], which multiply the sum alone.
+    """
     if decay[0].shape[0] == state.shape[0]:
         return sum_at_once(key * times(decay, state))
     return times(decay, sum_at_once(key * state))
 
 
 def spread_bits(kept: jax.Array, width: int) -> jax.Array:
-    """kept [GROUP, K], each 0 or 1, as bits of [K, width] int32: row n's is bit n, in all lanes.
+    """kept [GROUP, K], each 0 or 1, as int32 [K, width]: row n is bit n, the same in all lanes.
 
-    One column to spread for GROUP steps: spreading is what the XLU is slowest at.
+    A column takes the XLU two to four cycles a register to broadcast: this one serves GROUP steps.
     """
     row = lax.broadcasted_iota(jnp.int32, kept.shape, 0)
     bits = jnp.sum(jnp.where(kept > 0, jnp.left_shift(1, row), 0), axis=0, keepdims=True)

@@ -76,9 +76,9 @@ def is_key(plan: Plan, shape: tuple[int, ...]) -> jax.Array:
 def in_state(visit: Visit, rows: Any, n: Any, slab: Any, plan: Plan) -> jax.Array:
     """Where a slab of the state is no padding; nowhere unless a group's n-th step is the visit's."""
     shape, of_values = ((plan.slab, plan.keys), 0) if plan.lanes == "key" else ((plan.keys, plan.slab), 1)
-    is_value = slab.start + lax.broadcasted_iota(jnp.int32, shape, of_values) < plan.p.v
-    is_key = lax.broadcasted_iota(jnp.int32, shape, 1 - of_values) < plan.p.k
-    return is_value & is_key & is_own(visit, rows.start + n, (1, 1), 0)
+    in_values = slab.start + lax.broadcasted_iota(jnp.int32, shape, of_values) < plan.p.v
+    in_keys = lax.broadcasted_iota(jnp.int32, shape, 1 - of_values) < plan.p.k
+    return in_values & in_keys & is_own(visit, rows.start + n, (1, 1), 0)
 
 
 def for_groups(visit: Visit, plan: Plan, body: Callable[[Any], None], backwards: bool = False) -> None:
@@ -116,7 +116,7 @@ def for_steps(plan: Plan, body: Callable[[Any, Carried], Carried], carry: Carrie
 
 
 def load(refs: Refs, visit: Visit, plan: Plan, *names: str) -> None:
-    """Rows of a tile in float32, zero where they are not the visit's, as rows or as columns, or both."""
+    """Load rows of a tile as float32 into `…_rows` and `…_columns`, where there are; zero if not the visit's."""
     for name in names:
         x = own(visit, pl.ds(0, plan.tile), refs[name][...].astype(jnp.float32))
         if f"{name}_rows" in refs:
@@ -126,7 +126,7 @@ def load(refs: Refs, visit: Visit, plan: Plan, *names: str) -> None:
 
 
 def make_columns(columns: Any, x: jax.Array, plan: Plan) -> None:
-    """Rows x of a tile as columns by group."""
+    """Store rows x [tile, ·] as columns [groups, ·, GROUP]."""
     for group, rows in enumerate(groups_of(plan)):
         columns[group] = x[rows.start : rows.start + GROUP].T
 
