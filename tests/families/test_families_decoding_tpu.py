@@ -23,7 +23,6 @@ OF_FAMILIES = {
     "simple_gla none": (SIMPLE, ()),
     **{name: (function, ("beta",)) for name, function in DELTA.items()},
 }
-families = pytest.mark.parametrize("family", OF_FAMILIES)
 
 
 def numbers(*shape):
@@ -47,7 +46,7 @@ def one_step(family, sequences, heads, keys, values):
     return function, rows, numbers(sequences, heads, keys, values)
 
 
-@families
+@pytest.mark.parametrize("family", OF_FAMILIES)
 @pytest.mark.parametrize("sizes", [(9, 2, 16, 48), (1, 3, 256, 20)], ids=["two groups", "several registers"])
 def test_decoding_has_the_bits_of_packed_sequences(sizes, family):
     function, given, state = one_step(family, *sizes)

@@ -234,11 +234,15 @@ def test_tiles_and_slabs(changes, direction, expected):
     assert plan.tiles * plan.tile >= plan.rows > (plan.tiles - 1) * plan.tile
 
 
-@pytest.mark.parametrize(("changes", "expected"), [({}, (128, 128, 128)), (dict(k=100, v=300), (112, 384, 128))])
-def test_values_lie_along_lanes_where_steps_wait_for_sums_over_keys(changes, expected):
-    plan = layout.make_step_plan(problem(**changes), "step", lanes="value", backward=False)
-    assert (plan.keys, plan.values, plan.slab) == expected
-    assert plan.state == (plan.keys, plan.values)
+@pytest.mark.parametrize("lanes", ["key", "value"])
+@pytest.mark.parametrize("sizes", [(1, 1), (100, 300), (128, 128), (300, 24)])
+def test_a_state_fills_registers_and_slabs_divide_it(sizes, lanes):
+    k, v = sizes
+    plan = layout.make_step_plan(problem(k=k, v=v), "step", lanes=lanes, backward=False)
+    assert plan.state == ((plan.values, plan.keys) if lanes == "key" else (plan.keys, plan.values))
+    assert plan.state[0] % layout.GROUP == plan.state[1] % 128 == 0
+    assert 0 <= plan.keys - k < 128 and 0 <= plan.values - v < 128
+    assert plan.values % plan.slab == 0
 
 
 def test_steps_are_unrolled_where_they_are_compiled():
