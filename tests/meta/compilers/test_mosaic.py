@@ -202,6 +202,20 @@ def test_what_copies_an_operand_that_is_in_vmem_is_not_the_stage():
     assert read.step_bundles == 1 + 10 + 4 + 1
 
 
+def test_what_is_rare_counts_for_none_where_it_only_stores():
+    """In a kernel that multiplies, stores are no work: they would count as results of every few steps."""
+    store, dot = (tuple(int(name == unit) for name in bundles.UNITS) for unit in ("VSTORE", "MATMUL"))
+    program = [bundles.Bundle("{ %s1 = sphi }", (0,) * len(bundles.UNITS))]
+    program += [bundles.Bundle('{ %1 = vmatmul.bf16.gmra.mxu0 %v2 /* loc("/k.py":5:1 to :9) */ }', dot)] * 4
+    program += [bundles.Bundle('{ %1 = vst [vmem:%s2] %v3 /* loc("/k.py":8:1 to :9) */ }', store)] * 6
+    stage = bundles.Part(1, 11, inner=[bundles.Part(5, 11)])
+    steps = bundles.Part(0, 11, loop=True, trips=None, pipelined=True, inner=[stage])
+    rare = Branch(frozenset({"/k.py:8"}), False, 0.0, "data")
+    whole = bundles.Program(tuple(program), store, bundles.Part(0, 11, inner=[steps]))
+    read = bundles.schedule(whole, CHIPS["v6e"], branches=[rare])
+    assert (read.step_bundles, read.periodic_bundles) == (1 + 4, 0)
+
+
 # -------------------------------------------------------------------------------------------------- the compiler itself
 
 
