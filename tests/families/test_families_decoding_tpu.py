@@ -1,6 +1,7 @@
 """Decoding: one step of each of many sequences has the bits of a recurrence, writes states in place, mixes nothing."""
 
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -24,6 +25,10 @@ OF_FAMILIES = {
     **{name: (function, ("beta",)) for name, function in DELTA.items()},
 }
 
+# Columns are products of the matrix unit where a state has the registers of one of 128 by 128.
+SIZES = {"two groups": (9, 2, 16, 48), "several registers": (1, 3, 256, 20), "products": (9, 2, 128, 20)}
+BY_PRODUCTS = ("gla", *DELTA)
+
 
 def numbers(*shape):
     return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
@@ -46,20 +51,23 @@ def one_step(family, sequences, heads, keys, values):
     return function, rows, numbers(sequences, heads, keys, values)
 
 
-@pytest.mark.parametrize("family", OF_FAMILIES)
-@pytest.mark.parametrize("sizes", [(9, 2, 16, 48), (1, 3, 256, 20)], ids=["two groups", "several registers"])
+def cases():
+    return [(sizes, family) for sizes in SIZES for family in (BY_PRODUCTS if sizes == "products" else OF_FAMILIES)]
+
+
+@pytest.mark.parametrize(("sizes", "family"), cases())
 def test_decoding_has_the_bits_of_packed_sequences(sizes, family):
-    function, given, state = one_step(family, *sizes)
+    function, given, state = one_step(family, *SIZES[sizes])
     states = dict(initial_state=state, output_final_state=True)
     packed = {name: x if x.ndim < 2 else x.reshape(1, -1, *x.shape[2:]) for name, x in given.items()}
     o, ht = function(**given, **states)
-    expected, expected_ht = function(**packed, **states, cu_seqlens=np.arange(sizes[0] + 1, dtype=np.int32))
+    expected, expected_ht = function(**packed, **states, cu_seqlens=np.arange(SIZES[sizes][0] + 1, dtype=np.int32))
     assert np.array_equal(np.asarray(o).reshape(expected.shape), expected)
     assert np.array_equal(ht, expected_ht)
     assert np.array_equal(function(**given, initial_state=state).o, o)
 
 
-@pytest.mark.parametrize("family", ["gla", *DELTA])
+@pytest.mark.parametrize("family", BY_PRODUCTS)
 def test_decoding_keeps_sequences_apart(family):
     function, given, state = one_step(family, 9, 2, 16, 48)
     o, ht = function(**given, initial_state=state, output_final_state=True)
@@ -72,7 +80,22 @@ def test_decoding_keeps_sequences_apart(family):
         assert np.isnan(np.asarray(got)[4]).all()
 
 
-@pytest.mark.parametrize("family", ["gla", *DELTA])
+@pytest.mark.parametrize("family", BY_PRODUCTS)
+def test_what_is_not_finite_stays_in_its_sequence(family):
+    """Columns are products with 0 and 1, of which 0 * inf is NaN."""
+    function, given, state = one_step(family, *SIZES["products"])
+    if family in DELTA:
+        function = partial(function, use_qk_l2norm_in_kernel=False)
+    call = partial(function, initial_state=state, output_final_state=True)
+    expected, others = call(**given), np.arange(9) != 4
+    for name, value in product(given.keys() & {"q", "k", "gk", "g"}, [np.nan, np.inf, -np.inf]):
+        poisoned = given | {name: given[name].copy()}
+        poisoned[name][4].flat[0] = value
+        for clean, got in zip(expected, call(**poisoned), strict=True):
+            assert np.array_equal(np.asarray(got)[others], np.asarray(clean)[others]), (name, value)
+
+
+@pytest.mark.parametrize("family", BY_PRODUCTS)
 def test_decoding_writes_states_in_place_where_they_are_donated(family):
     function, given, state = one_step(family, 9, 2, 128, 128)
     call = partial(function, output_final_state=True, interpret=False)

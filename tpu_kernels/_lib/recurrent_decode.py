@@ -7,8 +7,8 @@ and `recurrent_delta_rule` for sequences of one step: each element in the same o
 order.
 """
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -20,18 +20,22 @@ from jax.experimental.pallas import tpu as pltpu
 from op_arguments.gla import Output
 from op_arguments.probe import active, probe
 from tpu_kernels._lib.arguments import Interpreted
-from tpu_kernels._lib.call import Block, bytes_of, call
-from tpu_kernels._lib.decays import decay_parts, next_state
+from tpu_kernels._lib.call import Block, bytes_of, call, rarely
+from tpu_kernels._lib.chip import LANES, generation
+from tpu_kernels._lib.decays import decay_parts, next_state, times
 from tpu_kernels._lib.recurrent_layout import GROUP, LEAST_VMEM, SPARE_VMEM, SUBLANES, Plan, step_decays, vmem_bytes
 from tpu_kernels._lib.recurrent_sums import (
+    HALVES,
     bit_of,
     column_of,
+    columns_by_products,
     fold_registers,
-    recalled,
+    multiplies_exactly,
     spread_bits,
     sum_folded,
 )
 
+Column = Callable[[Any], jax.Array]
 MOST_VMEM = 32 * 2**20  # bytes, for the states of a group, in and out and twice buffered
 
 
@@ -78,7 +82,10 @@ def decode(
         parallel=1,
         operands=operands,
         out=out,
-        scratch=pltpu.VMEM((GROUP, SUBLANES, p.v), jnp.float32),
+        scratch={
+            "parts": pltpu.VMEM((GROUP, SUBLANES, p.v), jnp.float32),
+            "written": pltpu.VMEM((GROUP, p.v), jnp.float32),
+        },
         cost=pl.CostEstimate(
             flops=15 * count * p.k * p.v,
             transcendentals=0,
@@ -99,47 +106,117 @@ def _blocks(array: Any) -> Block:
     return Block(array, (GROUP, *rest), lambda i: (i, *[0] * len(rest)))
 
 
-def _kernel(operands: dict[str, Any], out: dict[str, Any], parts: Any, *, plan: Plan, count: int, unroll: bool) -> None:
-    q, k, v = (operands[name][...].astype(jnp.float32) for name in "qkv")
-    q, k = q.T, k.T
-    decay_of = _decays(operands)
-    first = pl.program_id(0) * GROUP
+def _kernel(
+    operands: dict[str, Any], out: dict[str, Any], scratch: dict[str, Any], *, plan: Plan, count: int, unroll: bool
+) -> None:
+    names = operands.keys() & {"q", "k", "gk"}
+    x = {name: operands[name][...].astype(jnp.float32) for name in sorted(names)}
+    if count % GROUP:  # rows beyond the last state may be NaN, which products spread
+        x = {name: jnp.where(_is_state(count, (GROUP, 1)), rows, 0.0) for name, rows in x.items()}
+    if "gk" in x:
+        x["kept"], x["rest"] = decay_parts(x.pop("gk"))
+    multiplied = _multiplied(plan, "beta" in operands)
+    narrow = {"kept", *(name for name in "qk" if operands[name].dtype == jnp.bfloat16)}
 
-    def step(n: Any, _: Any = None) -> None:
-        key, written, before, decay = column_of(k, n), _row_of(v, n), operands["h0"][n], decay_of(n)
-        if "beta" in operands:
-            written = operands["beta"][pl.ds(n, 1), :].astype(jnp.float32) * (written - recalled(before, key, decay))
-        state = next_state(before, decay, key * written) if decay else before + key * written
+    def columns(by_product: set[str]) -> dict[str, Column]:
+        found: dict[str, Column] = {}
+        for name, rows in x.items():
+            if name in by_product:
+                rows = rows.astype(jnp.bfloat16) if name in narrow else rows
+                found[name] = columns_by_products(rows, plan.p.v)
+            elif name == "kept":
+                found[name] = partial(bit_of, spread_bits(rows, plan.p.v))
+            else:
+                found[name] = partial(column_of, rows.T)
+        return found
+
+    steps = partial(_steps, operands, out, scratch, plan=plan, count=count)
+    if not multiplied:
+        steps(columns(multiplied), turn=1 if unroll else GROUP, unroll=unroll)
+        return
+    are_exact = jnp.all(reduce(jnp.logical_and, [multiplies_exactly(x[name], name in narrow) for name in "qk"]))
+    steps(columns(multiplied), turn=GROUP, unroll=unroll, shown=are_exact)
+    # Only now: as the other branch of a condition, steps would wait for it (1,481 cycles in place of 1,423).
+    rarely(jnp.logical_not(are_exact))(lambda: steps(columns(multiplied - {"q", "k"}), turn=GROUP, unroll=False))
+
+
+def _multiplied(plan: Plan, is_delta: bool) -> set[str]:
+    """Names of the columns that are products of the matrix unit: those that make a group's steps shorter.
+
+    None for other states than of 128 by 128: smaller ones wait for a product longer than it saves, and of larger ones
+    a group's steps spill more than fits VMEM.
+    """
+    if vmem_bytes((plan.p.k, plan.p.v)) != vmem_bytes((LANES, LANES)) or (generation() == 5 and not is_delta):
+        return set()
+    return {"q", "k", "kept"} if is_delta else {"q", "k"}
+
+
+def _is_state(count: int, shape: tuple[int, ...]) -> jax.Array:
+    """Where rows of a group are those of one of `count` states."""
+    return pl.program_id(0) * GROUP + lax.broadcasted_iota(jnp.int32, shape, 0) < count
+
+
+def _steps(
+    operands: dict[str, Any],
+    out: dict[str, Any],
+    scratch: dict[str, Any],
+    columns: dict[str, Column],
+    *,
+    plan: Plan,
+    count: int,
+    turn: int,
+    unroll: bool,
+    shown: Any = True,
+) -> None:
+    """Take a group's states through their steps.
+
+    columns: by name, n -> that of the n-th state, [K, 1] or [K, V] of equal lanes. turn: states that recall before one
+    is written, so that none waits for its own sum over K. shown: whether a probe sees them.
+    """
+    parts, written = scratch["parts"], scratch["written"]
+
+    def decay_of(n: Any) -> list[jax.Array]:
+        if plan.gate == "key":
+            return [columns[name](n) for name in ("kept", "rest")]
+        if plan.gate == "step":
+            return [operands["decays"][pl.ds(n, 1), pl.ds(part, 1)] for part in range(2)]
+        return []
+
+    def recall(n: Any) -> None:
+        before = operands["h0"][n]
+        parts[n] = fold_registers(columns["k"](n) * (times(decay_of(n), before) if plan.gate == "key" else before))
+
+    def step(n: Any) -> None:
+        before, decay, term = operands["h0"][n], decay_of(n), columns["k"](n) * written[pl.ds(n, 1), :]
+        state = next_state(before, decay, term) if decay else before + term
         if active():
-            there = jnp.full(state.shape, first + n < count)
+            there = jnp.full(state.shape, shown & (pl.program_id(0) * GROUP + n < count))
             probe("h" if "beta" in operands else "state", state, there)
             if decay:
                 probe("kept", decay[1], there[: decay[1].shape[0], : decay[1].shape[1]])
             if "beta" in operands:
-                probe("v_new", written, there[:1])
+                probe("v_new", written[pl.ds(n, 1), :], there[:1])
         if "ht" in out:
             out["ht"][n] = state
-        parts[n] = fold_registers(column_of(q, n) * state)
+        parts[n] = fold_registers(columns["q"](n) * state)
 
-    if unroll:
-        for n in range(GROUP):
-            step(n)
-    else:
-        lax.fori_loop(0, GROUP, step, None)
+    written[...] = operands["v"][...].astype(jnp.float32)
+    for first in range(0, GROUP, turn):
+        states = pl.ds(first, turn)
+        if "beta" in operands:
+            _for_states(recall, states, unroll)
+            recalled = sum_folded(parts.at[states], HALVES)
+            if plan.gate == "step":
+                recalled = times([operands["decays"][states, pl.ds(part, 1)] for part in range(2)], recalled)
+            written[states] = operands["beta"][states].astype(jnp.float32) * (written[states] - recalled)
+        _for_states(step, states, unroll)
     out["o"][...] = (plan.p.scale * sum_folded(parts)).astype(out["o"].dtype)
 
 
-def _decays(operands: dict[str, Any]) -> Any:
-    """n -> both parts of the n-th state's decay, of each key [K, 1] or of all [1, 1]; none."""
-    if "gk" in operands:
-        kept, rest = decay_parts(operands["gk"][...].astype(jnp.float32))
-        kept_bits, rest = spread_bits(kept, operands["v"].shape[1]), rest.T
-        return lambda n: [bit_of(kept_bits, n), column_of(rest, n)]
-    if "decays" in operands:
-        return lambda n: [operands["decays"][pl.ds(n, 1), pl.ds(part, 1)] for part in range(2)]
-    return lambda n: []
-
-
-def _row_of(x: jax.Array, n: Any) -> jax.Array:
-    """Row n of x [GROUP, V]."""
-    return x[n : n + 1] if isinstance(n, int) else lax.dynamic_slice_in_dim(x, n, 1)
+def _for_states(body: Any, states: Any, unroll: bool) -> None:
+    """body(n) for some states of a group."""
+    if unroll:
+        for n in range(states.start, states.start + states.size):
+            body(n)
+    else:
+        lax.fori_loop(states.start, states.start + states.size, lambda n, _: body(n), None)

@@ -1,6 +1,6 @@
 """Sums over rows and lanes of registers, in an order that does not depend on where a step happens to lie."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,8 +9,13 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels._lib.activations import fold_rows
+from tpu_kernels._lib.chunk_dots import WHOLE, ones
 from tpu_kernels._lib.decays import times
 from tpu_kernels._lib.recurrent_layout import GROUP, SUBLANES
+
+SMALLEST_SUM = 2.0**-102  # its 24 bits end above 2^-126, below which TPUs flush to zero
+HALVES = (0, 4, 2, 6, 1, 5, 3, 7)
+"""The order in which `sum_folded` has the bits of `sum_at_once`."""
 
 
 def sum_rows(x: jax.Array) -> jax.Array:
@@ -26,9 +31,12 @@ def fold_registers(x: jax.Array) -> jax.Array:
     return fold_rows(x, SUBLANES)
 
 
-def sum_folded(parts: Any) -> jax.Array:
-    """[GROUP, SUBLANES, K] in memory -> [GROUP, K], pairwise: rows of registers are loaded apart, not moved."""
-    sums = [parts[:, n, :] for n in range(SUBLANES)]
+def sum_folded(parts: Any, order: Sequence[int] = range(SUBLANES)) -> jax.Array:
+    """[GROUP, SUBLANES, K] in memory -> [GROUP, K], pairwise: rows of registers are loaded apart, not moved.
+
+    order: that of the rows, of which neighbours are added first.
+    """
+    sums = [parts[:, n, :] for n in order]
     while len(sums) > 1:
         sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
     return sums[0]
@@ -65,6 +73,38 @@ def column_of(x: jax.Array, n: Any) -> jax.Array:
         return x[:, n : n + 1]
     is_column = lax.broadcasted_iota(jnp.int32, (1, GROUP), 1) == n
     return jnp.sum(jnp.where(is_column, x, 0.0), axis=1, keepdims=True)
+
+
+def columns_by_products(x: jax.Array, width: int) -> Callable[[Any], jax.Array]:
+    """n -> row n of x [GROUP, K] as a column, [K, width] of equal lanes: a product with 0 and 1.
+
+    The matrix unit broadcasts then, and not the XLU, which takes two to four cycles a register. Exact where
+    `multiplies_exactly` is; a row that is not finite makes every column NaN: 0 * NaN.
+    """
+    pieces = jnp.concatenate([piece.T for piece in _bf16_pieces(x)], axis=1)
+    step = lax.broadcasted_iota(jnp.int32, (pieces.shape[1], width), 0) % GROUP
+    return lambda n: jnp.dot(pieces, ones(step == n), preferred_element_type=jnp.float32)
+
+
+def multiplies_exactly(x: jax.Array, is_bf16: bool) -> jax.Array:
+    """Where float32 x is a finite sum of bfloat16, none too small for the matrix unit; or is one of these."""
+    size = jnp.abs(x)
+    return (size < jnp.inf) & (is_bf16 | (size >= SMALLEST_SUM) | (size == 0))
+
+
+def _bf16_pieces(x: jax.Array) -> list[jax.Array]:
+    """x as a sum of bfloat16, each the first 8 bits of what is left.
+
+    All have x's sign: no partial sum is rounded, in whatever order they are added.
+    """
+    if x.dtype == jnp.bfloat16:
+        return [x]
+    pieces = []
+    for _ in range(WHOLE):
+        piece = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -(2**16), jnp.float32)
+        pieces.append(piece.astype(jnp.bfloat16))
+        x = x - piece
+    return pieces
 
 
 def recalled(state: jax.Array, key: jax.Array, decay: Sequence[jax.Array]) -> jax.Array:
