@@ -12,7 +12,6 @@ from jax.experimental import pallas as pl  # noqa: E402
 from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 
 from op_arguments.gla import Problem  # noqa: E402
-from op_arguments.gmm import GroupMetadata  # noqa: E402
 from parity.backends.emulation import mxu  # noqa: E402
 from tpu_kernels._lib import decays, recurrent_sums  # noqa: E402
 from tpu_kernels._lib import recurrent_layout as layout  # noqa: E402
@@ -281,7 +280,7 @@ def called(monkeypatch, cu_seqlens, reverse=False, **changes):
 def test_what_one_phase_needs_stays_in_the_other(monkeypatch, reverse):
     """Time goes on in phase 0 and back in phase 1: where it turns, what only one of them needs ends or begins."""
     options, visits = called(monkeypatch, [0, 130, 130, 300], reverse)
-    visits = GroupMetadata(*map(np.asarray, visits))
+    visits = layout.SequenceVisits(*map(np.asarray, visits))
     n, spec = int(visits.num_visits[0]), options["grid_spec"]
     assert (n, spec.grid[:2], int(spec.grid[2])) == (5, (1, 2), 5)
     order = list(range(n))[:: -1 if reverse else 1]

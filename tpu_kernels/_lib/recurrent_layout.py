@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.gla import Gates, Problem
-from op_arguments.gmm import GroupMetadata
 from tpu_kernels._lib.arguments import Shard
 from tpu_kernels._lib.call import Block, bytes_of, call
 from tpu_kernels._lib.chip import LANES, sublanes
@@ -49,9 +49,16 @@ class Plan(NamedTuple):
     unroll: int
 
     @property
+    def is_aligned(self) -> bool:
+        """Whether every sequence begins and ends with a group of rows, as the caller has them."""
+        return not self.p.packed and self.p.t % GROUP == 0
+
+    @property
     def rows(self) -> int:
-        """Of all sequences."""
-        return self.p.b * self.p.t
+        """Of all sequences, whole groups of each."""
+        if self.p.packed:
+            return (pl.cdiv(self.p.b * self.p.t, GROUP) + self.p.n) * GROUP
+        return self.p.b * pl.cdiv(self.p.t, GROUP) * GROUP
 
     @property
     def tiles(self) -> int:
@@ -114,46 +121,71 @@ def step_decays(gates: Mapping[str, Any], p: Problem) -> Pair:
     return decay_parts(high, low)
 
 
-def order(phase: Any, i: Any, visits: GroupMetadata) -> Any:
+class SequenceVisits(NamedTuple):
+    """Visits of sequences as `GroupMetadata` has those of groups, offsets of whole groups of rows, and how many steps
+    each sequence has."""
+
+    group_offsets: Any
+    group_ids: Any
+    tile_ids: Any
+    num_visits: Any
+    lengths: Any
+
+
+def order(phase: Any, i: Any, visits: SequenceVisits) -> Any:
     """Which visit in the order of time a step of the backward kernel is about."""
     return jnp.where(phase == 0, i, visits.num_visits[0] - 1 - i)
 
 
-def nth_visit(i: Any, visits: GroupMetadata, plan: Plan) -> Any:
+def nth_visit(i: Any, visits: SequenceVisits, plan: Plan) -> Any:
     """The visit that is the i-th in the order of time."""
     return visits.num_visits[0] - 1 - i if plan.reverse else i
 
 
 class Layout:
-    """How arrays lie for the kernels: rows as [H, B T, ·], states as [N, H, *plan.state], both padded with zeros.
+    """How arrays lie for the kernels: rows as [H, plan.rows, ·], states as [N, H, *plan.state], padded with zeros.
 
-    visits: pairs of a sequence and a tile that holds rows of it. Blocks are fetched, or written, where a `place` says.
+    Each sequence has whole groups of rows: its first step in time is the first of a group, the rows that its last group
+    lacks are zeros. visits: pairs of a sequence and a tile that holds rows of it. Blocks are fetched, or written, where
+    a `place` says.
     """
 
     def __init__(self, plan: Plan, cu_seqlens: jax.Array | None, interpret: bool | pltpu.InterpretParams) -> None:
-        self.plan, self._cu_seqlens, self._interpret = plan, cu_seqlens, interpret
-        lengths = jnp.full(plan.p.n, plan.p.t, jnp.int32) if cu_seqlens is None else jnp.diff(cu_seqlens)
-        sequences = Shard(lengths, jnp.zeros(1, jnp.int32))
-        self.visits = group_metadata(
-            sequences, m=plan.rows, tm=plan.tile, num_groups=plan.p.n, cover="groups", interpret=interpret
+        self.plan, self._interpret = plan, interpret
+        lengths = jnp.full(plan.p.n, plan.p.t, jnp.int32)
+        if cu_seqlens is not None:
+            # Bad offsets go unseen under tracing; clipped, they give wrong numbers, but no access beyond the arrays.
+            cu_seqlens = lax.cummax(jnp.clip(cu_seqlens, 0, plan.p.t))
+            lengths = jnp.diff(cu_seqlens)
+        whole = (lengths + GROUP - 1) // GROUP * GROUP
+        if not plan.is_aligned:
+            self._source, self._target = _places(plan, lengths, whole)
+        visits = group_metadata(
+            Shard(whole, jnp.zeros(1, jnp.int32)),
+            m=plan.rows,
+            tm=plan.tile,
+            num_groups=plan.p.n,
+            cover="groups",
+            interpret=interpret,
         )
+        self.visits = SequenceVisits(**visits._asdict(), lengths=lengths)
 
     # A backward pass goes through time in its first phase, and back in the second. What only one of them needs stays,
     # in the other, where that one ends or begins, so that nothing is fetched or written for it.
-    def in_time(self, h: Any, i: Any, visits: GroupMetadata) -> Any:
+    def in_time(self, h: Any, i: Any, visits: SequenceVisits) -> Any:
         """The place of a forward pass."""
         return h, nth_visit(i, visits, self.plan)
 
-    def in_both(self, h: Any, phase: Any, i: Any, visits: GroupMetadata) -> Any:
+    def in_both(self, h: Any, phase: Any, i: Any, visits: SequenceVisits) -> Any:
         """The place of a backward pass, of what both phases need."""
         return h, nth_visit(order(phase, i, visits), visits, self.plan)
 
-    def in_first(self, h: Any, phase: Any, i: Any, visits: GroupMetadata) -> Any:
+    def in_first(self, h: Any, phase: Any, i: Any, visits: SequenceVisits) -> Any:
         """The place of a backward pass, of what the first phase needs."""
         last = visits.num_visits[0] - 1
         return h, nth_visit(jnp.where(phase == 0, i, last), visits, self.plan)
 
-    def in_second(self, h: Any, phase: Any, i: Any, visits: GroupMetadata) -> Any:
+    def in_second(self, h: Any, phase: Any, i: Any, visits: SequenceVisits) -> Any:
         """The place of a backward pass, of what the second phase needs."""
         last = visits.num_visits[0] - 1
         return h, nth_visit(jnp.where(phase == 0, last, last - i), visits, self.plan)
@@ -192,18 +224,18 @@ class Layout:
             return {}
         if plan.gate == "key":
             return {"gk": self.by_key(gates["gk"], place)}
-        decays = jnp.stack(step_decays(gates, plan.p), axis=1).reshape(plan.p.h, 2, plan.rows)
+        decays = jnp.stack(step_decays(gates, plan.p), axis=1).reshape(plan.p.h, 2, -1)
         decays = self._in_groups(decays).swapaxes(1, 2)
         return {"decays": self._tiles(decays, decays.shape[2:], place)}
 
     def numbers(self, x: jax.Array, place: Place) -> Block:
         """x [B, T, H], one float32 number per step, as [H, tiles, groups of a tile, GROUP]."""
-        x = self._in_groups(jnp.moveaxis(x, 2, 0).reshape(self.plan.p.h, self.plan.rows).astype(jnp.float32))
+        x = self._in_groups(jnp.moveaxis(x, 2, 0).reshape(self.plan.p.h, -1).astype(jnp.float32))
         return self._tiles(x, x.shape[2:], place)
 
     def _in_groups(self, x: jax.Array) -> jax.Array:
         """[..., B T] as [..., tiles, groups of a tile, GROUP]."""
-        plan = self.plan
+        plan, x = self.plan, self._laid_out(x, axis=-1)
         x = jnp.pad(x, (*[(0, 0)] * (x.ndim - 1), (0, plan.tiles * plan.tile - plan.rows)))
         return x.reshape(*x.shape[:-1], plan.tiles, plan.tile // GROUP, GROUP)
 
@@ -223,12 +255,11 @@ class Layout:
         return self.public(x.reshape(self.plan.p.h, -1, 1)[:, : self.plan.rows], 1)[..., 0]
 
     def public(self, x: jax.Array, width: int) -> jax.Array:
-        """Rows [H, B T, ·] of the kernels as [B, T, H, width]; those of no sequence, which none wrote, become zero."""
-        plan = self.plan
-        x = jnp.moveaxis(x[:, :, :width].reshape(plan.p.h, plan.p.b, plan.p.t, width), 0, 2)
-        if self._cu_seqlens is not None:
-            x = jnp.where((jnp.arange(plan.p.t) < self._cu_seqlens[-1])[:, None, None], x, jnp.zeros_like(x))
-        return x
+        """Rows [H, plan.rows, ·] of the kernels as [B, T, H, width]; zero for the caller's rows of no sequence."""
+        plan, x = self.plan, x[:, :, :width]
+        if not plan.is_aligned:
+            x = jnp.take(x, self._target, axis=1, mode="fill", fill_value=0)
+        return jnp.moveaxis(x.reshape(plan.p.h, plan.p.b, plan.p.t, width), 0, 2)
 
     def public_state(self, state: jax.Array | None) -> jax.Array | None:
         """States of the kernels as [N, H, K, V]."""
@@ -292,8 +323,12 @@ class Layout:
         return results
 
     def _heads_first(self, x: jax.Array, width: int) -> jax.Array:
-        x = jnp.moveaxis(x, 2, 0).reshape(x.shape[2], self.plan.rows, x.shape[3])
+        x = self._laid_out(jnp.moveaxis(x, 2, 0).reshape(x.shape[2], -1, x.shape[3]), axis=1)
         return jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2])))
+
+    def _laid_out(self, x: jax.Array, axis: int) -> jax.Array:
+        """The caller's rows along an axis as they lie here, zeros between sequences."""
+        return x if self.plan.is_aligned else jnp.take(x, self._source, axis=axis, mode="fill", fill_value=0)
 
     def _rows(self, array: Any, place: Place) -> Block:
         return self._tiles(array, (self.plan.tile, array.shape[2]), place)
@@ -302,7 +337,7 @@ class Layout:
         """[H, B T, ·] in tiles of rows, or [H, tiles, ...]."""
 
         def index(*step: Any) -> tuple[Any, ...]:
-            visits: GroupMetadata = step[-1]
+            visits: SequenceVisits = step[-1]
             h, visit = place(*step)
             return h, visits.tile_ids[visit], *[0] * (len(array.shape) - 2)
 
@@ -310,11 +345,28 @@ class Layout:
 
     def _states(self, array: Any, place: Place) -> Block:
         def index(*step: Any) -> tuple[Any, ...]:
-            visits: GroupMetadata = step[-1]
+            visits: SequenceVisits = step[-1]
             h, visit = place(*step)
             return visits.group_ids[visit], h, 0, 0
 
         return Block(array, (None, None, *array.shape[2:]), index)
+
+
+def _places(plan: Plan, lengths: jax.Array, whole: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of each row here that of the caller, and of each of the caller's its place here; beyond the last one for none.
+
+    lengths and whole: the steps of each sequence, and the rows of the groups that hold them.
+    """
+    ends = jnp.cumsum(lengths)
+    row = jnp.arange(plan.p.b * plan.p.t, dtype=jnp.int32)
+    sequence = jnp.minimum(jnp.searchsorted(ends, row, side="right"), plan.p.n - 1)
+    ends_here = jnp.cumsum(whole)
+    if plan.reverse:
+        place = ends_here[sequence] - (ends[sequence] - row)
+    else:
+        place = (ends_here - whole)[sequence] + row - (ends - lengths)[sequence]
+    target = jnp.where(row < ends[-1], place, plan.rows)
+    return jnp.full(plan.rows, row.size).at[target].set(row, mode="drop"), target
 
 
 def vmem_bytes(shape: Sequence[int]) -> int:

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from op_arguments.gmm import GroupMetadata
 from op_arguments.probe import active, probe
 from tpu_kernels._lib.chip import LANES, sublanes
 from tpu_kernels._lib.decays import decay_parts
-from tpu_kernels._lib.recurrent_layout import GROUP, Plan, nth_visit
+from tpu_kernels._lib.recurrent_layout import GROUP, Plan, SequenceVisits, nth_visit
 
 Refs = dict[str, Any]
 Carried = TypeVar("Carried")
@@ -37,7 +36,7 @@ class Visit(NamedTuple):
         return self.step - row if plan.reverse else self.step + row
 
 
-def visit_of(i: Any, visits: GroupMetadata, plan: Plan) -> Visit:
+def visit_of(i: Any, visits: SequenceVisits, plan: Plan) -> Visit:
     """The i-th visit in the order of time."""
     last = visits.num_visits[0] - 1
 
@@ -47,6 +46,10 @@ def visit_of(i: Any, visits: GroupMetadata, plan: Plan) -> Visit:
     sequence = sequence_of(i)
     tile_row = visits.tile_ids[nth_visit(i, visits, plan)] * plan.tile
     start, end = visits.group_offsets[sequence] - tile_row, visits.group_offsets[sequence + 1] - tile_row
+    if plan.reverse:
+        start = end - visits.lengths[sequence]
+    else:
+        end = start + visits.lengths[sequence]
     return Visit(
         jnp.maximum(start, 0),
         jnp.minimum(end, plan.tile),

@@ -14,9 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.gla import Output
-from op_arguments.gmm import GroupMetadata
 from tpu_kernels._lib.call import Block
-from tpu_kernels._lib.recurrent_layout import GROUP, SUBLANES, Layout, Plan, order
+from tpu_kernels._lib.recurrent_layout import GROUP, SUBLANES, Layout, Plan, SequenceVisits, order
 from tpu_kernels._lib.recurrent_visits import Refs, for_groups, visit_of
 
 
@@ -104,7 +103,7 @@ def step_scratch(
     return {name: pltpu.VMEM(shape, jnp.float32) for name, shape in shapes.items()}
 
 
-def _forward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan, recurrence: Recurrence) -> None:
+def _forward_kernel(visits: SequenceVisits, refs: Refs, *, plan: Plan, recurrence: Recurrence) -> None:
     visit = visit_of(pl.program_id(1), visits, plan)
     pl.when(visit.first)(lambda: _begin(refs["state"], refs.get("h0")))
     recurrence.load(visit, refs, plan, "q", "k", "v")
@@ -116,7 +115,7 @@ def _forward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan, recurrence
             refs["ht"][...] = refs["state"][_plain(refs["state"])]
 
 
-def _backward_kernel(visits: GroupMetadata, refs: Refs, *, plan: Plan, recurrence: Recurrence) -> None:
+def _backward_kernel(visits: SequenceVisits, refs: Refs, *, plan: Plan, recurrence: Recurrence) -> None:
     phase = pl.program_id(1)
     i = order(phase, pl.program_id(2), visits)
     visit = visit_of(i, visits, plan)
