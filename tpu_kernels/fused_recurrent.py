@@ -32,7 +32,7 @@ from op_arguments.gla import Gates, Gradients, Output
 from op_arguments.options import options_of
 from op_arguments.probe import active, probe
 from tpu_kernels._lib.arguments import Interpreted
-from tpu_kernels._lib.call import jit
+from tpu_kernels._lib.call import jit, rarely
 from tpu_kernels._lib.decays import Pair, added, decayed, decayed_sum, ordered_two_sum
 from tpu_kernels._lib.recurrent_decode import decode, is_decoding
 from tpu_kernels._lib.recurrent_layout import GROUP, SUBLANES, Layout, Plan, make_plan
@@ -40,6 +40,7 @@ from tpu_kernels._lib.recurrent_sums import column_of, fold_registers, sum_folde
 from tpu_kernels._lib.recurrent_visits import (
     Refs,
     Visit,
+    by_key,
     decay_of,
     for_slabs,
     for_steps,
@@ -53,9 +54,19 @@ from tpu_kernels._lib.recurrent_visits import (
     store_numbers,
 )
 from tpu_kernels._lib.recurrent_walk import Recurrence, step_scratch
+from tpu_kernels._lib.relative_states import (
+    added_product,
+    column,
+    decay_to,
+    for_pieces,
+    last_decay,
+    load_relative,
+    outer,
+    relative_scratch,
+    stands_apart,
+    times_pair,
+)
 from tpu_kernels._lib.scans import Arrays, backward_of_nothing, forward_of_nothing, take
-
-SEGMENT = 16  # steps between plain float32 states: divides every chunk size, so calls may be cut at chunk borders
 
 
 @options_of(take, make_plan)
@@ -103,7 +114,7 @@ def _forward(x: Arrays, *, plan: Plan | None, output_final_state: bool, interpre
         "v": layout.by_value(x.v, layout.in_time),
         **layout.gates(x.gates, layout.in_time),
     }
-    scratch = _scratch(plan, rows=("q", "k", "carried"), columns=("v",), of_values="o")
+    scratch = _scratch(plan, of_values="o")
     return _recurrence().forward(layout, x, operands, scratch, output_final_state)
 
 
@@ -126,8 +137,7 @@ def _backward(x: Arrays, *, plan: Plan | None, interpret: Interpreted) -> Gradie
     }
     scratch = _scratch(
         plan,
-        rows=("q", "k", "carried", "carried_back"),
-        columns=("v", "do"),
+        columns=("do",),
         of_keys=("dq", "dk", "dgate"),
         of_values="dv",
     )
@@ -141,23 +151,26 @@ def _backward(x: Arrays, *, plan: Plan | None, interpret: Interpreted) -> Gradie
 
 
 def _recurrence() -> Recurrence:
-    return Recurrence("fused_recurrent", (15, 50), _load, _advance, _advance_with_o, _advance_with_dq, _backward_step)
+    steps = (_either(body) for body in (_advance, _advance_with_o, _advance_with_dq, _backward_step))
+    return Recurrence("fused_recurrent", (15, 50), _load, *steps)
 
 
 def _scratch(
-    plan: Plan, *, rows: tuple[str, ...], columns: tuple[str, ...], of_values: str, of_keys: tuple[str, ...] = ()
+    plan: Plan, *, of_values: str, columns: tuple[str, ...] = (), of_keys: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """The state and its residue, and what a tile's steps need; partial sums of values are a slab's."""
-    rows += () if plan.gate is None else ("kept", "rest")
+    """The state, and what a tile's steps need; partial sums of values are a slab's where they are sums over lanes."""
+    rows = dict.fromkeys(("q", "k", "whole") if plan.gate is None else ("q", "k", "whole", "kept", "rest"), plan.keys)
+    parts = dict.fromkeys(of_keys, plan.keys)
+    if plan.lanes == "key":
+        columns += ("v",)
+        of_slabs = {f"{of_values}_parts": (plan.values // plan.slab, GROUP, SUBLANES, plan.slab)}
+    else:
+        rows["v"], parts[of_values], of_slabs = plan.values, plan.values, {}
     return {
-        "state": pltpu.VMEM((2, *plan.state), jnp.float32),
-        f"{of_values}_parts": pltpu.VMEM((plan.values // plan.slab, GROUP, SUBLANES, plan.slab), jnp.float32),
-        **step_scratch(
-            plan,
-            rows=dict.fromkeys(rows, plan.keys),
-            columns=dict.fromkeys(columns, plan.values),
-            parts=dict.fromkeys(of_keys, plan.keys),
-        ),
+        **(relative_scratch(plan, backward=bool(of_keys)) if plan.relative else {}),
+        "state": pltpu.VMEM(plan.state, jnp.float32),
+        **{name: pltpu.VMEM(shape, jnp.float32) for name, shape in of_slabs.items()},
+        **step_scratch(plan, rows=rows, columns=dict.fromkeys(columns, plan.values), parts=parts),
     }
 
 
@@ -166,86 +179,172 @@ def _scratch(
 
 def _load(visit: Visit, refs: Refs, plan: Plan, *names: str) -> None:
     """As `Recurrence`."""
-    load(refs, visit, plan, *names)
-    load_decays(refs, visit, plan)
-    refs["carried_rows"][...] = _carried(visit, plan, 0)
-    if "carried_back_rows" in refs:
-        refs["carried_back_rows"][...] = _carried(visit, plan, SEGMENT - 1)
+    load(refs, plan, *names)
+    if plan.relative:
+        load_relative(visit, refs, plan, *names)
+    else:
+        _load_decays(visit, refs, pl.ds(0, plan.tile), plan)
 
 
-def _advance(visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[..., None]) -> None:
-    """As `Recurrence`: use(slab, step, decayed state before it, state after it)."""
+def _load_decays(visit: Visit, refs: Refs, rows: Any, plan: Plan) -> None:
+    """The decays of these rows, in two parts and in one: what a residue is times, 0 where a row is not the visit's."""
+    load_decays(refs, visit, plan, rows)
+    ones = jnp.ones((rows.size, plan.keys), jnp.float32)
+    whole = ones if plan.gate is None else refs["kept_rows"][rows, :] + refs["rest_rows"][rows, :]
+    refs["whole_rows"][rows, :] = own(visit, rows, whole)
+
+
+def _either(body: Callable[..., None]) -> Callable[..., None]:
+    """body(visit, refs, rows, plan=plan, relative=…, …) as a group's states are taken."""
+
+    def taken(visit: Visit, refs: Refs, rows: Any, plan: Plan, *args: Any) -> None:
+        if not plan.relative:
+            body(visit, refs, rows, plan, *args, relative=False)
+            return
+        apart = stands_apart(refs, rows)
+        if active():
+            load_decays(refs, visit, plan, rows)
+        pl.when(~apart)(lambda: body(visit, refs, rows, plan, *args, relative=True))
+
+        @rarely(apart)
+        def _() -> None:
+            _load_decays(visit, refs, rows, plan)
+            body(visit, refs, rows, plan._replace(unroll=1), *args, relative=False)
+
+    return taken
+
+
+def _advance(visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[..., None], *, relative: bool) -> None:
+    """As `Recurrence`: use(slab, step, state before it, state after it), of which that before has decayed.
+
+    relative: both are relative to the decays of the group up to the step.
+    """
     state, group = refs["state"], rows.start // GROUP
 
     def advance(slab: Any) -> None:
-        v = refs["v_columns"][group, slab, :]
+        at, v = plan.at(slab), _values(refs, "v", rows, slab, plan, relative)
 
-        def step(n: Any, pair: Pair) -> Pair:
-            row, decay = pl.ds(rows.start + n, 1), decay_of(refs, rows.start + n)
-            before = pair[0] * sum(decay) if decay else pair[0]
-            pair = decayed_sum(pair, refs["carried_rows"][row, :], decay, column_of(v, n) * refs["k_rows"][row, :])
+        def step(n: Any, carry: tuple[Pair, jax.Array]) -> tuple[Pair, jax.Array]:
+            pair, before = carry
+            if relative:
+                pair = added_product(pair, *(_outer(v, refs["k_pieces"][i, group], n, plan) for i in range(2)))
+                after = pair[0] + pair[1]
+            else:
+                k, whole, *decay = (by_key(refs, name, rows.start + n, plan) for name in ("k", "whole", *decays))
+                before = before * whole
+                written = k * (
+                    column_of(v, n) if plan.lanes == "key" else refs["v_rows"][pl.ds(rows.start + n, 1), slab]
+                )
+                pair = decayed_sum(pair, decay, whole, written)
+                after = pair[0]
             if active():
-                probe("state", pair[0], in_state(visit, rows, n, slab, plan))
-            use(slab, n, before, pair[0])
-            return pair
+                seen = sum(part * after for part in decay_to(refs, rows.start + n, plan)) if relative else after
+                probe("state", seen, in_state(visit, rows, n, slab, plan))
+            use(slab, n, before, after)
+            return pair, after
 
-        state[0, slab, :], state[1, slab, :] = for_steps(plan, step, (state[0, slab, :], state[1, slab, :]))
+        before = state[at]
+        pair, after = for_steps(plan, step, ((before, jnp.zeros_like(before)), before))
+        if relative:
+            high, low = times_pair(pair, last_decay(refs, rows, plan))
+            after = high + low
+        state[at] = after
 
+    decays = () if plan.gate is None else ("kept", "rest")
     for_slabs(plan, advance)
 
 
-def _advance_with_o(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
+def _outer(values: jax.Array, keys: jax.Array, n: Any, plan: Plan) -> jax.Array:
+    """The n-th of a group's values times the n-th of its keys, as states lie."""
+    return outer(values, keys, n) if plan.lanes == "key" else outer(keys, values, n)
+
+
+def _values(refs: Refs, name: str, rows: Any, slab: Any, plan: Plan, relative: bool) -> jax.Array:
+    """A slab's values of a group's steps: columns where keys are lanes, `for_pieces` if relative, else rows."""
+    if plan.lanes == "key":
+        columns = refs[f"{name}_columns"][rows.start // GROUP, slab, :]
+        return for_pieces(columns) if relative else columns
+    return refs[f"{name}_rows"][rows, slab]
+
+
+def _advance_with_o(visit: Visit, refs: Refs, rows: Any, plan: Plan, *, relative: bool) -> None:
     """`_advance`, with o."""
+    parts = refs["o_parts"]
 
     def use(slab: Any, n: Any, before: jax.Array, after: jax.Array) -> None:
-        sum_keys_of(refs["o_parts"], slab, n, after * refs["q_rows"][pl.ds(rows.start + n, 1), :])
+        if relative:
+            q = column(refs["q_pieces"][0, rows.start // GROUP], n, plan.slab)
+            parts[n, :, slab] = fold_registers(q * after)
+            return
+        products = by_key(refs, "q", rows.start + n, plan) * after
+        if plan.lanes == "key":
+            sum_keys_of(parts, slab, n, products)
+        else:
+            parts[n, :, slab] = fold_registers(products)
 
-    _advance(visit, refs, rows, plan, use)
-    store(refs, visit, rows, "o", plan.p.scale * sums_of_keys(refs["o_parts"]))
+    _advance(visit, refs, rows, plan, use, relative=relative)
+    found = sums_of_keys(parts) if plan.lanes == "key" else sum_folded(parts)
+    store(refs, visit, rows, "o", plan.p.scale * found)
 
 
-def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
+def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, plan: Plan, *, relative: bool) -> None:
     """`_advance`, with dq, and with the decayed states that the gradients of gates need."""
-    dq, group = refs["dq_parts"], rows.start // GROUP
+    dq = refs["dq_parts"]
     dq[...] = jnp.zeros_like(dq)
 
     def use(slab: Any, n: Any, before: jax.Array, after: jax.Array) -> None:
         if "decayed" in refs:
             refs["decayed"][rows.start + n, slab, :] = before
-        dq[n] += fold_registers(column_of(refs["do_columns"][group, slab, :], n) * after)
+        dq[n] += fold_registers(_column(_values(refs, "do", rows, slab, plan, relative), n, plan, relative) * after)
 
-    _advance(visit, refs, rows, plan, use)
-    store(refs, visit, rows, "dq", plan.p.scale * sum_folded(dq))
+    _advance(visit, refs, rows, plan, use, relative=relative)
+    found = plan.p.scale * sum_folded(dq)
+    store(refs, visit, rows, "dq", found * refs["down_rows"][rows, :] if relative else found)
 
 
-def _backward_step(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
+def _column(x: jax.Array, n: Any, plan: Plan, relative: bool) -> jax.Array:
+    """Column n of x [R, GROUP], in every lane that it is multiplied in."""
+    return column(x[:, :GROUP], n, plan.keys) if relative else column_of(x, n)
+
+
+def _backward_step(visit: Visit, refs: Refs, rows: Any, plan: Plan, *, relative: bool) -> None:
     """Take the gradient of the state back through the steps of a group, with dk, dv and the gradients of gates."""
     dstate, dk, group = refs["dstate"], refs["dk_parts"], rows.start // GROUP
     for name in ("dk_parts", "dgate_parts"):
         refs[name][...] = jnp.zeros_like(refs[name])
 
     def go_back(slab: Any) -> None:
-        v, do = refs["v_columns"][group, slab, :], refs["do_columns"][group, slab, :]
+        v, do = (_values(refs, name, rows, slab, plan, relative) for name in ("v", "do"))
 
         def step(n: Any, pair: Pair) -> Pair:
             row = pl.ds(rows.start + n, 1)
-            term = column_of(do, n) * (plan.p.scale * refs["q_rows"][row, :])
-            whole = added(pair, refs["carried_back_rows"][row, :], term)
-            pair = ordered_two_sum(*whole)
+            if relative:
+                pair = added_product(pair, *(_outer(do, refs["q_pieces"][i, group], n, plan) for i in range(2)))
+                after = pair[0] + pair[1]
+            else:
+                whole = added(pair, 1.0, column_of(do, n) * (plan.p.scale * refs["q_rows"][row, :]))
+                pair = ordered_two_sum(*whole)
+                after = pair[0]
             if active():
-                probe("dstate", pair[0], in_state(visit, rows, n, slab, plan))
-            dk[n] += fold_registers(column_of(v, n) * pair[0])
-            sum_keys_of(refs["dv_parts"], slab, n, pair[0] * refs["k_rows"][row, :])
+                seen = after * refs["up_rows"][row, :] if relative else after
+                probe("dstate", seen, in_state(visit, rows, n, slab, plan))
+            dk[n] += fold_registers(_column(v, n, plan, relative) * after)
+            k = refs["k_relative_rows" if relative else "k_rows"][row, :]
+            sum_keys_of(refs["dv_parts"], slab, n, after * k)
             if plan.gate is None:
                 return pair
-            refs["dgate_parts"][n] += fold_registers(pair[0] * refs["decayed"][rows.start + n, slab, :])
-            return decayed(whole, decay_of(refs, rows.start + n))
+            refs["dgate_parts"][n] += fold_registers(after * refs["decayed"][rows.start + n, slab, :])
+            return pair if relative else decayed(whole, decay_of(refs, rows.start + n))
 
-        pair = dstate[0, slab, :], dstate[1, slab, :]
-        dstate[0, slab, :], dstate[1, slab, :] = for_steps(plan, step, pair, backwards=True)
+        pair = dstate[slab, :], jnp.zeros_like(dstate[slab, :])
+        if relative:
+            pair = times_pair(pair, last_decay(refs, rows, plan))
+        pair = for_steps(plan, step, pair, backwards=True)
+        dstate[slab, :] = pair[0] + pair[1] if relative else pair[0]
 
     for_slabs(plan, go_back)
-    store(refs, visit, rows, "dk", sum_folded(dk))
+    found = sum_folded(dk)
+    store(refs, visit, rows, "dk", found * refs["up_rows"][rows, :] if relative else found)
     store(refs, visit, rows, "dv", sums_of_keys(refs["dv_parts"]))
     if plan.gate is None:
         return
@@ -259,9 +358,3 @@ def _backward_step(visit: Visit, refs: Refs, rows: Any, *, plan: Plan) -> None:
         if active():
             probe("dgate", dgate, is_own(visit, rows.start, dgate.shape, 1))
         store_numbers(refs, visit, rows, "dgate", dgate)
-
-
-def _carried(visit: Visit, plan: Plan, first: int) -> jax.Array:
-    """1 where a step adds the residue, [tile, K]; 0 at the `first` of a segment, and where it is not the visit's."""
-    step = visit.step_of(plan)
-    return own(visit, pl.ds(0, plan.tile), jnp.where(step % SEGMENT == first, 0.0, 1.0))

@@ -206,7 +206,7 @@ def _scratch(plan: Plan, parts: dict[str, int], rows: dict[str, int] | None = No
 
 def _load(visit: Visit, refs: Refs, plan: Plan, *names: str) -> None:
     """As `Recurrence`."""
-    load(refs, visit, plan, *names)
+    load(refs, plan, *names)
     load_decays(refs, visit, plan)
     load_numbers(refs, visit, plan, "beta")
     if plan.gate == "key":

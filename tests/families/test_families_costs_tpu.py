@@ -114,10 +114,10 @@ COSTS = [
         ("chunk_grads", 5 * PAIRS + 3 * STATES, 7 * ROWS + 4 * GATES + 2 * KEPT),
     ]),
     (fused_recurrent_simple_gla_fwd, FORWARD, {},
-     [("fused_recurrent_fwd", 15 * STEPS * D * D, 4 * ROWS + 2 * GATES)]),
-    # k, v and the decays are fetched twice; before each of the visits of 128 steps a state, in two parts, is kept.
+     [("fused_recurrent_fwd", 15 * STEPS * D * D, 4 * ROWS + 4 * GATES)]),
+    # k, v, the gates and their decays are fetched twice; before each of the visits of 128 steps a state is kept.
     (fused_recurrent_simple_gla_bwd, BACKWARD, {}, [
-        ("fused_recurrent_bwd", 50 * STEPS * D * D, (7 + 2) * ROWS + 5 * GATES + 8 * (2 * T // 128 + 2) * 8 * D * D),
+        ("fused_recurrent_bwd", 50 * STEPS * D * D, (7 + 2) * ROWS + 9 * GATES + 8 * (2 * T // 128 + 2) * 4 * D * D),
     ]),
 ]  # fmt: skip
 

@@ -95,7 +95,8 @@ def test_a_step_keeps_what_its_roundings_lose(carried, has_decay, adds):
     given = [jnp.asarray(kept), jnp.asarray(rest)] if has_decay else []
     pair = jnp.asarray(state), jnp.asarray(carried * residue if not adds else residue)
     if adds:
-        pair = decays.decayed_sum(pair, jnp.float32(carried), given, jnp.asarray(term))
+        whole = jnp.asarray(kept + rest if has_decay else kept)
+        pair = decays.decayed_sum(pair, given, jnp.float32(carried) * whole, jnp.asarray(term))
     else:
         pair = decays.decayed(pair, given)
     total, left = (np.asarray(x, np.float64) for x in pair)
@@ -213,9 +214,11 @@ def problem(**changes):
 # what is not as usual, the direction; rows of a tile, keys, values and rows of a slab
 PLANS = [
     ({}, "forward", (128, 128, 128, 128)),
-    (dict(k=100, v=40), "forward", (128, 128, 48, 16)),  # a slab divides the values
-    (dict(k=300, v=24), "forward", (128, 384, 32, 32)),  # and its rows are a power of two
-    (dict(k=1024, v=512), "forward", (128, 1024, 512, 16)),  # of a register at least
+    (dict(k=100, v=40), "forward", (128, 112, 128, 128)),  # values are lanes
+    (dict(k=1024, v=512), "forward", (128, 1024, 512, 128)),
+    (dict(k=100, v=40, dtype="float32"), "forward", (128, 128, 48, 16)),  # a slab divides the values
+    (dict(k=300, v=24, dtype="float32"), "forward", (128, 384, 32, 32)),  # and its rows are a power of two
+    (dict(k=1024, v=512, dtype="float32"), "forward", (128, 1024, 512, 16)),  # of a register at least
     (dict(b=2, t=20), "forward", (48, 128, 128, 128)),  # no more rows than there are
     (dict(b=2, t=20), "backward", (48, 128, 128, 128)),
     ({}, "backward", (128, 128, 128, 128)),  # the states of all steps of a tile in 8 MiB
@@ -285,7 +288,7 @@ def test_what_one_phase_needs_stays_in_the_other(monkeypatch, reverse):
     assert (n, spec.grid[:2], int(spec.grid[2])) == (5, (1, 2), 5)
     order = list(range(n))[:: -1 if reverse else 1]
     on, back, stay = order, order[::-1], order[-1:] * n
-    phases = dict.fromkeys(("k", "v", "decays"), on + back) | {"h0": on + stay}
+    phases = dict.fromkeys(("k", "v", "decays", "gates"), on + back) | {"h0": on + stay}
     for name, of in (spec.in_specs[0] | spec.out_specs[0]).items():
         if name != "kept_states":
             found = [of.index_map(0, phase, i, visits) for phase in range(2) for i in range(n)]

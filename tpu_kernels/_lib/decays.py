@@ -67,45 +67,76 @@ def decay_parts(gate: jax.Array, low: jax.Array | float = 0.0) -> Pair:
     gate = jnp.clip(gate, SMALLEST_EXPONENT, LARGEST_EXPONENT)
     exponent = jnp.clip(jnp.floor(gate / LN2 + 0.5), -127.0, 127.0)
     x = (gate - exponent * LN2_HIGH) - exponent * LN2_LOW + low
-    series = jnp.full_like(x, TAYLOR[0])
-    for coefficient in TAYLOR[1:]:
-        series = series * x + coefficient
-    series = x + x * x * series  # exp(x) - 1
-    power = lax.bitcast_convert_type((exponent.astype(jnp.int32) + 127) << 23, jnp.float32)  # 0 for 2^-127
+    series = x + x * x * _polynomial(x, TAYLOR)  # exp(x) - 1
+    power = _power(exponent)
     kept = jnp.where(gate + low > -LN2, 1.0, 0.0)
     return kept, (power - kept) + power * series
 
 
+def exp_pairs(x: Pair) -> tuple[Pair, Pair]:
+    """exp(x) and exp(-x) of a number in two pieces, likewise: 2^-26 of them off, if they are normal float32 numbers."""
+    exponent = jnp.floor(x[0] / LN2 + 0.5)
+    high, low = two_sum(x[0] - exponent * LN2_HIGH, x[1] - exponent * LN2_LOW)
+    square = high * high
+    # (exp(high) - 1 - high) / high^2: what is even in high, and what is odd.
+    even, odd = _polynomial(square, TAYLOR[1::2]), high * _polynomial(square, TAYLOR[::2])
+    return (
+        _scaled(_power(exponent), high, low + (low * high + square * (even + odd))),
+        _scaled(_power(-exponent), -high, (low * high + square * (even - odd)) - low),
+    )
+
+
+def _scaled(power: jax.Array, high: jax.Array, low: jax.Array) -> Pair:
+    """power · (1 + high + low) in two pieces; added to a constant, XLA would take for exact what is not."""
+    one, left = ordered_two_sum(power, power * high)
+    return ordered_two_sum(one, left + power * low)
+
+
+def _polynomial(x: jax.Array, coefficients: Sequence[float]) -> jax.Array:
+    """The polynomial with these coefficients, that of the highest power first."""
+    value = jnp.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        value = value * x + coefficient
+    return value
+
+
+def _power(exponent: jax.Array) -> jax.Array:
+    """2 to a whole exponent, 0 for -127."""
+    return lax.bitcast_convert_type((exponent.astype(jnp.int32) + 127) << 23, jnp.float32)
+
+
 def decayed(pair: Pair, decay: list[jax.Array]) -> Pair:
     """decay · state, rounded to float32, and its residue; pair and decay as those of `decayed_sum`."""
-    return ordered_two_sum(*_decayed(pair, 1.0, decay))
+    kept, rest = decay
+    return ordered_two_sum(*_decayed(pair, decay, kept + rest))
 
 
-def added(pair: Pair, carried: jax.Array, term: jax.Array) -> Pair:
-    """state + term as an unrounded pair: `ordered_two_sum` makes it a float32 and its residue. carried: as below."""
+def added(pair: Pair, whole: jax.Array | float, term: jax.Array) -> Pair:
+    """state + term as an unrounded pair: `ordered_two_sum` makes it a float32 and its residue. whole: as below."""
     state, residue = pair
     total, left = two_sum(state, term)
-    return total, left + carried * residue
+    return total, left + whole * residue
 
 
-def decayed_sum(pair: Pair, carried: jax.Array, decay: list[jax.Array], term: jax.Array) -> Pair:
+def decayed_sum(pair: Pair, decay: list[jax.Array], whole: jax.Array, term: jax.Array) -> Pair:
     """decay · state + term, rounded to float32, and its residue.
 
-    pair: the state and its residue, of which `carried` (1 or 0) is added. decay: both parts of `decay_parts`, or none.
+    pair: the state and its residue. decay: both parts of `decay_parts`, or none. whole: what the residue is times, the
+    decay in one piece; 0 drops it.
     """
     if not decay:
-        return ordered_two_sum(*added(pair, carried, term))
-    base, change = _decayed(pair, carried, decay)
+        return ordered_two_sum(*added(pair, whole, term))
+    base, change = _decayed(pair, decay, whole)
     total, left = two_sum(base, term)
     return ordered_two_sum(total, left + change)
 
 
-def _decayed(pair: Pair, carried: jax.Array | float, decay: list[jax.Array]) -> Pair:
+def _decayed(pair: Pair, decay: list[jax.Array], whole: jax.Array) -> Pair:
     """kept · state, and what else the decayed state and residue are."""
     state, residue = pair
     kept, rest = decay
     # There is no fused multiply-add: what a product loses is the smaller, the nearer the decay is to 1.
-    return kept * state, rest * state + (carried * (kept + rest)) * residue
+    return kept * state, rest * state + whole * residue
 
 
 def times(decay: Sequence[jax.Array], x: jax.Array) -> jax.Array:

@@ -35,7 +35,8 @@ class Plan(NamedTuple):
 
     keys, values: the sizes of p's states, rounded up to whole registers. lanes: "key" where states lie as [V, K], whose
     lanes are keys, and "value" where they lie as [K, V]. tile: rows of a block. slab: values at a time. gate: "step"
-    (one decay for all keys), "key" or None. unroll: of the loops over a group's steps.
+    (one decay for all keys), "key" or None. unroll: of the loops over a group's steps. relative: whether states are
+    taken relative to the decays of a group where these allow it, `relative_states`.
     """
 
     p: Problem
@@ -47,6 +48,7 @@ class Plan(NamedTuple):
     gate: str | None
     reverse: bool
     unroll: int
+    relative: bool = False
 
     @property
     def is_aligned(self) -> bool:
@@ -70,6 +72,10 @@ class Plan(NamedTuple):
         """The shape of a state."""
         return (self.values, self.keys) if self.lanes == "key" else (self.keys, self.values)
 
+    def at(self, slab: Any) -> tuple[Any, Any]:
+        """Where a slab of a state is."""
+        return (slab, slice(None)) if self.lanes == "key" else (slice(None), slab)
+
 
 def make_plan(p: Problem, gates: Gates, *, backward: bool, interpret: Any, reverse: bool = False) -> Plan | None:
     """The plan of a checked problem, None where there is nothing to go through.
@@ -78,8 +84,9 @@ def make_plan(p: Problem, gates: Gates, *, backward: bool, interpret: Any, rever
     """
     given = [name for name, gate in gates.items() if gate is not None]
     gate = ("key" if "gk" in given else "step") if given else None
-    plan = make_step_plan(p, gate, lanes="key", backward=backward)
-    return plan and plan._replace(reverse=bool(reverse), unroll=1 if interpret else GROUP)
+    relative = p.dtype == "bfloat16"
+    plan = make_step_plan(p, gate, lanes="value" if relative and not backward else "key", backward=backward)
+    return plan and plan._replace(reverse=bool(reverse), unroll=1 if interpret else GROUP, relative=relative)
 
 
 def make_step_plan(p: Problem, gate: str | None, *, lanes: str, backward: bool) -> Plan | None:
@@ -111,6 +118,11 @@ def make_step_plan(p: Problem, gate: str | None, *, lanes: str, backward: bool) 
 
 def step_decays(gates: Mapping[str, Any], p: Problem) -> Pair:
     """Both parts of each step's decay, [H, B, T]."""
+    return decay_parts(*step_gates(gates, p))
+
+
+def step_gates(gates: Mapping[str, Any], p: Problem) -> Pair:
+    """The logarithm of each step's decay in two pieces, [H, B, T]."""
     g, g_gamma = gates.get("g"), gates.get("g_gamma")
     high = low = jnp.zeros((p.h, p.b, p.t), jnp.float32)
     if g is not None:
@@ -118,7 +130,7 @@ def step_decays(gates: Mapping[str, Any], p: Problem) -> Pair:
     if g_gamma is not None:
         high, low = two_sum(high, g_gamma[:, None, None])
         low = jnp.where(jnp.abs(high) < -SMALLEST_EXPONENT, low, 0.0)  # NaN for an infinity
-    return decay_parts(high, low)
+    return high, low
 
 
 class SequenceVisits(NamedTuple):
@@ -218,15 +230,17 @@ class Layout:
         return self._states(jax.ShapeDtypeStruct((plan.p.n, plan.p.h, *plan.state), jnp.float32), place)
 
     def gates(self, gates: Mapping[str, Any], place: Place) -> dict[str, Block]:
-        """gk as it is; of gates per step their decays, [H, tiles, 2, groups of a tile, GROUP]."""
+        """gk as it is; of gates per step their decays, [H, tiles, 2, groups of a tile, GROUP], and the gates likewise
+        where states are relative."""
         plan = self.plan
         if plan.gate is None:
             return {}
         if plan.gate == "key":
             return {"gk": self.by_key(gates["gk"], place)}
-        decays = jnp.stack(step_decays(gates, plan.p), axis=1).reshape(plan.p.h, 2, -1)
-        decays = self._in_groups(decays).swapaxes(1, 2)
-        return {"decays": self._tiles(decays, decays.shape[2:], place)}
+        found = {"decays": step_decays(gates, plan.p)} | ({"gates": step_gates(gates, plan.p)} if plan.relative else {})
+        pairs = {name: jnp.stack(pair, axis=1).reshape(plan.p.h, 2, -1) for name, pair in found.items()}
+        laid_out = {name: self._in_groups(pair).swapaxes(1, 2) for name, pair in pairs.items()}
+        return {name: self._tiles(x, x.shape[2:], place) for name, x in laid_out.items()}
 
     def numbers(self, x: jax.Array, place: Place) -> Block:
         """x [B, T, H], one float32 number per step, as [H, tiles, groups of a tile, GROUP]."""

@@ -105,9 +105,19 @@ def for_slabs(plan: Plan, body: Callable[[Any], None]) -> None:
         lax.fori_loop(0, slabs, lambda n, _: body(pl.ds(pl.multiple_of(n * plan.slab, plan.slab), plan.slab)), None)
 
 
-def for_steps(plan: Plan, body: Callable[[Any, Carried], Carried], carry: Carried, backwards: bool = False) -> Carried:
-    """body(row of its group, carry) for each step of a group, in the order of time or backwards."""
-    if plan.unroll == GROUP:
+def for_steps(
+    plan: Plan,
+    body: Callable[[Any, Carried], Carried],
+    carry: Carried,
+    backwards: bool = False,
+    unroll: int | None = None,
+) -> Carried:
+    """body(row of its group, carry) for each step of a group, in the order of time or backwards.
+
+    unroll: as the plan has it, or otherwise where that is given.
+    """
+    unroll = unroll or plan.unroll
+    if unroll == GROUP:
         for n in range(GROUP):
             carry = body(GROUP - 1 - n if backwards != plan.reverse else n, carry)
         return carry
@@ -115,13 +125,13 @@ def for_steps(plan: Plan, body: Callable[[Any, Carried], Carried], carry: Carrie
     def step(n: Any, carry: Carried) -> Carried:
         return body(GROUP - 1 - n if backwards != plan.reverse else n, carry)
 
-    return lax.fori_loop(0, GROUP, step, carry, unroll=plan.unroll)
+    return lax.fori_loop(0, GROUP, step, carry, unroll=unroll)
 
 
-def load(refs: Refs, visit: Visit, plan: Plan, *names: str) -> None:
-    """Load rows of a tile as float32 into `…_rows` and `…_columns`, where there are; zero if not the visit's."""
+def load(refs: Refs, plan: Plan, *names: str) -> None:
+    """Load rows of a tile as float32 into `…_rows` and `…_columns`, where there are."""
     for name in names:
-        x = own(visit, pl.ds(0, plan.tile), refs[name][...].astype(jnp.float32))
+        x = refs[name][...].astype(jnp.float32)
         if f"{name}_rows" in refs:
             refs[f"{name}_rows"][...] = x
         if f"{name}_columns" in refs:
@@ -146,7 +156,7 @@ def load_numbers(refs: Refs, visit: Visit, plan: Plan, name: str) -> None:
     """
     for group, rows in enumerate(groups_of(plan)):
         line = own(visit, rows, refs[name][pl.ds(group, 1), :], axis=1)
-        refs[f"{name}_rows"][rows, :] = _spread(line, LANES)
+        refs[f"{name}_rows"][rows, :] = spread(line, LANES)
 
 
 def store_numbers(refs: Refs, visit: Visit, rows: Any, name: str, x: jax.Array) -> None:
@@ -155,20 +165,36 @@ def store_numbers(refs: Refs, visit: Visit, rows: Any, name: str, x: jax.Array) 
     refs[name][line, :] = own(visit, rows, x, refs[name][line, :], axis=1)
 
 
-def load_decays(refs: Refs, visit: Visit, plan: Plan) -> None:
-    """The decays of a tile's steps as `decay_parts` has them, none where a row is not the visit's."""
+def load_decays(refs: Refs, visit: Visit, plan: Plan, rows: Any = None) -> None:
+    """Load the decays of a tile's steps, or of those rows, as `decay_parts` has them.
+
+    Rows that are not the visit's have none.
+    """
+    rows = pl.ds(0, plan.tile) if rows is None else rows
     if "gk" in refs:
-        gates = own(visit, pl.ds(0, plan.tile), refs["gk"][...].astype(jnp.float32))
-        refs["kept_rows"][...], refs["rest_rows"][...] = decay_parts(gates)
+        gates = own(visit, rows, refs["gk"][rows, :].astype(jnp.float32))
+        refs["kept_rows"][rows, :], refs["rest_rows"][rows, :] = decay_parts(gates)
     elif "decays" in refs:
-        for group, rows in enumerate(groups_of(plan)):
-            kept, rest = (refs["decays"][n, pl.ds(group, 1), :] for n in range(2))
-            kept, rest = own(visit, rows, kept, jnp.ones_like(kept), axis=1), own(visit, rows, rest, axis=1)
+        for first in range(0, rows.size, GROUP):
+            group = pl.ds(rows.start + first, GROUP)
+            kept, rest = (refs["decays"][n, pl.ds(group.start // GROUP, 1), :] for n in range(2))
+            kept, rest = own(visit, group, kept, jnp.ones_like(kept), axis=1), own(visit, group, rest, axis=1)
             for name, x in (("kept_rows", kept), ("rest_rows", rest)):
-                refs[name][rows, :] = _spread(x, refs[name].shape[1])
+                refs[name][group, :] = spread(x, refs[name].shape[1])
     if active() and "rest_rows" in refs:
-        rest = refs["rest_rows"][...]
-        probe("kept", rest, is_own(visit, 0, rest.shape, 0) & is_key(plan, rest.shape))
+        rest = refs["rest_rows"][rows, :]
+        probe("kept", rest, is_own(visit, rows.start, rest.shape, 0) & is_key(plan, rest.shape))
+
+
+def by_key(refs: Refs, name: str, n: Any, plan: Plan) -> jax.Array:
+    """What a tile's n-th row has by key as states lie: `name`_rows' [1, K], or that as a column [K, 1]."""
+    row = refs[f"{name}_rows"][pl.ds(n, 1), :]
+    return row if plan.lanes == "key" else as_column(row)
+
+
+def as_column(row: jax.Array) -> jax.Array:
+    """[1, C] -> [C, 1]."""
+    return jnp.broadcast_to(row, (sublanes(jnp.float32), row.shape[1])).T[:, :1]
 
 
 def groups_of(plan: Plan) -> list[Any]:
@@ -176,10 +202,9 @@ def groups_of(plan: Plan) -> list[Any]:
     return [pl.ds(first, GROUP) for first in range(0, plan.tile, GROUP)]
 
 
-def _spread(line: jax.Array, width: int) -> jax.Array:
+def spread(line: jax.Array, width: int) -> jax.Array:
     """[1, GROUP] -> [GROUP, width]: each number in all lanes of its row."""
-    column = jnp.broadcast_to(line, (sublanes(jnp.float32), GROUP)).T[:, :1]
-    return jnp.broadcast_to(column, (GROUP, width))
+    return jnp.broadcast_to(as_column(line), (GROUP, width))
 
 
 def decay_of(refs: Refs, n: Any) -> list[jax.Array]:

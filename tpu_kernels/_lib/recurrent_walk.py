@@ -1,7 +1,7 @@
 """The two walks of a recurrence through time: forwards for o, and forwards and back for the gradients.
 
-A kernel goes through the visits of a sequence with its state in VMEM, by itself or with a residue, [2, ...]. What
-happens in the steps of a group of rows is the `Recurrence`'s.
+A kernel goes through the visits of a sequence with its state in VMEM. What happens in the steps of a group of rows is
+the `Recurrence`'s.
 """
 
 from collections.abc import Callable, Mapping
@@ -66,16 +66,16 @@ class Recurrence(NamedTuple):
 
         Phase 0 goes through time and keeps the state before every visit, phase 1 goes back.
         """
-        plan, state = layout.plan, scratch["state"].shape
+        plan = layout.plan
         if x.initial_state is not None:
             operands["h0"] = layout.state(x.initial_state, layout.in_first)
             out["dh0"] = layout.state_out(layout.in_second)
         if x.dht is not None:
             operands["dht"] = layout.state(x.dht, layout.in_second)
         # Written and read by the kernel itself. One head's: heads follow one another.
-        kept = jax.ShapeDtypeStruct((layout.visits.group_ids.shape[0], *state), jnp.float32)
+        kept = jax.ShapeDtypeStruct((layout.visits.group_ids.shape[0], *plan.state), jnp.float32)
         out["kept_states"] = Block(kept, space=pl.ANY)
-        scratch["dstate"] = pltpu.VMEM(state, jnp.float32)
+        scratch["dstate"] = pltpu.VMEM(plan.state, jnp.float32)
         return layout.call(
             partial(_backward_kernel, plan=plan, recurrence=self),
             operands,
@@ -83,7 +83,7 @@ class Recurrence(NamedTuple):
             scratch,
             phases=(2,),
             flops=self.flops[1],
-            times={"k": 2, "v": 2, "gk": 2, "decays": 2, "beta": 2, "kept_states": 2 * plan.p.h},
+            times={"k": 2, "v": 2, "gk": 2, "decays": 2, "gates": 2, "beta": 2, "kept_states": 2 * plan.p.h},
             name=f"{self.name}_bwd",
         )
 
@@ -112,7 +112,7 @@ def _forward_kernel(visits: SequenceVisits, refs: Refs, *, plan: Plan, recurrenc
 
         @pl.when(visit.last)
         def _() -> None:
-            refs["ht"][...] = refs["state"][_plain(refs["state"])]
+            refs["ht"][...] = refs["state"][...]
 
 
 def _backward_kernel(visits: SequenceVisits, refs: Refs, *, plan: Plan, recurrence: Recurrence) -> None:
@@ -145,19 +145,12 @@ def _backward_kernel(visits: SequenceVisits, refs: Refs, *, plan: Plan, recurren
 
             @pl.when(visit.first)
             def _() -> None:
-                refs["dh0"][...] = dstate[_plain(dstate)]
-
-
-def _plain(state: Any) -> Any:
-    """The index of a state in what holds it, with its residue or by itself."""
-    return 0 if len(state.shape) == 3 else ...
+                refs["dh0"][...] = dstate[...]
 
 
 def _begin(state: Any, given: Any) -> None:
-    """A sequence's first state, which has no residue."""
-    state[_plain(state)] = jnp.zeros(state.shape[-2:], jnp.float32) if given is None else given[...]
-    if len(state.shape) == 3:
-        state[1] = jnp.zeros(state.shape[1:], jnp.float32)
+    """A sequence's first state."""
+    state[...] = jnp.zeros(state.shape, jnp.float32) if given is None else given[...]
 
 
 def nothing(*_: Any) -> None:

@@ -85,8 +85,12 @@ FAULTS = named({
     ],
     "the gate decays the new step too": [
         tpu("fused_recurrent_simple_gla_fwd", "two_sum(base, term)", "two_sum(base, sum(decay) * term)"),
+        tpu("fused_recurrent_gla_fwd", "product(k, up)", "product(k, (jnp.ones_like(k), jnp.zeros_like(k)))", bfloat16),
         gpu("fused_recurrent_simple_gla_fwd", "def decay_and_add(state, update, kept, lost):",
             "def decay_and_add(before, new, kept, lost):\n    state = before + new\n    update = tl.zeros_like(new)"),
+    ],
+    "the decays of a group leave out its first step": [
+        tpu("fused_recurrent_gla_bwd", "jnp.where(step >= before,", "jnp.where(step > before,", bfloat16),
     ],
     "the state is bfloat16": [
         tpu(FORWARD, "state[...] = probe(\"state\", _next_state(load, state[...], decay, scan))",

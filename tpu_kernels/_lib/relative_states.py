@@ -1,0 +1,182 @@
+"""States of a gated recurrence relative to what they decay by in a group of steps: sums without decays.
+
+Let D_n be the product of a group's decays up to step n, for each key, and S_n = D_n R_n. Then
+
+    R_n = R_{n-1} + (k_n / D_n) v_nᵀ        E_n = D_n dS_n = E_{n+1} + D_n q_n do_nᵀ
+
+have no decay, and nothing but one addition waits for the step before. The gradient of a decay's logarithm is
+E_n R_{n-1}, summed over values. D_n is known to 2^-26, in two float32. k_n / D_n and D_n q_n are four bfloat16 each,
+and v and do are bfloat16: the matrix unit adds up two of the products exactly in one float32, the others in another.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from tpu_kernels._lib.chip import LANES
+from tpu_kernels._lib.decays import Pair, exp_pairs, ordered_two_sum, two_sum
+from tpu_kernels._lib.recurrent_layout import GROUP, Plan
+from tpu_kernels._lib.recurrent_visits import Refs, Visit, by_key, groups_of, spread
+
+LARGEST_SUM = 20.0  # of the logarithms of a group's decays: numbers relative to them are 2^29 times as large at most
+PIECES = 4  # bfloat16 values that a number is the sum of
+LARGEST = 2.0**60  # of what is multiplied here
+
+
+def load_relative(visit: Visit, refs: Refs, plan: Plan, *names: str) -> None:
+    """Load what a tile's steps need of these names relative to their groups' decays, and which groups stand apart.
+
+    Those are groups with steps of no sequence, with sums of gates beyond LARGEST_SUM, or with numbers beyond LARGEST:
+    what is not finite would reach all steps of its group, as 0 times it is NaN.
+    """
+    k, sums = refs["k_rows"][...], sums_in_groups(_gates(refs, plan), plan)
+    down, up = exp_pairs(sums)
+    _load_pieces(refs, "k", product(k, up), plan)
+    refs["down_rows"][...], refs["lower_down_rows"][...] = down
+    factors = [k * up[0]]
+    if "q" in names:
+        q = refs["q_rows"][...]
+        factors.append(q * down[0])
+        if "up_rows" in refs:
+            refs["k_relative_rows"][...], refs["up_rows"][...] = factors[0], up[0]
+            down = ordered_two_sum(*times_pair(down, (jnp.full_like(k, plan.p.scale), jnp.zeros_like(k))))
+        _load_pieces(refs, "q", product(q, down), plan)
+    given = [refs[name][...].astype(jnp.float32) for name in ("v", "do") if name in names]
+    of_keys = sum((jnp.abs(x) for x in factors), start=jnp.abs(sums[0]) * (LARGEST / LARGEST_SUM))
+    row = lax.broadcasted_iota(jnp.int32, (plan.tile, LANES), 0)
+    apart = jnp.where((visit.start <= row) & (row < visit.end), 0.0, 1.0)
+    of_values = functools.reduce(jnp.add, map(jnp.abs, given))
+    for x in (of_keys, of_values):
+        found = jnp.where(x <= LARGEST, 0.0, 1.0)
+        for lane in range(0, x.shape[1], LANES):
+            some = found[:, lane : lane + LANES]
+            apart = jnp.maximum(apart, jnp.pad(some, ((0, 0), (0, LANES - some.shape[1]))))
+    groups = jnp.max(apart.reshape(-1, GROUP, LANES), axis=1)
+    bit = jnp.left_shift(1, lax.broadcasted_iota(jnp.int32, groups.shape, 0))
+    bits = jnp.max(groups * bit.astype(jnp.float32), axis=1, keepdims=True)
+    refs["apart"][0, 0] = jnp.sum(bits).astype(jnp.int32)
+
+
+def stands_apart(refs: Refs, rows: Any) -> Any:
+    """Whether `load_relative` found that a group does."""
+    return (lax.shift_right_logical(refs["apart"][0, 0], rows.start // GROUP) & 1) != 0
+
+
+def last_decay(refs: Refs, rows: Any, plan: Plan) -> Pair:
+    """The product of a group's decays in two pieces, as states lie."""
+    return decay_to(refs, rows.start + (0 if plan.reverse else GROUP - 1), plan)
+
+
+def decay_to(refs: Refs, n: Any, plan: Plan) -> Pair:
+    """The product of a group's decays up to a tile's n-th row in two pieces, as states lie."""
+    return by_key(refs, "down", n, plan), by_key(refs, "lower_down", n, plan)
+
+
+def relative_scratch(plan: Plan, backward: bool) -> dict[str, Any]:
+    """Scratch for `load_relative`."""
+    groups, by_row = plan.tile // GROUP, plan.lanes == "key"
+
+    def pieces(parts: int) -> Any:
+        rows = PIECES // parts * GROUP, plan.keys
+        # What is masked is float32: not every chip chooses between bfloat16.
+        return pltpu.VMEM((parts, groups, *(rows if by_row else rows[::-1])), jnp.float32 if by_row else jnp.bfloat16)
+
+    names = ("down", "lower_down", "k_relative", "up") if backward else ("down", "lower_down")
+    return {
+        "k_pieces": pieces(2),
+        "q_pieces": pieces(2 if backward else 1),  # forward, columns
+        **{f"{name}_rows": pltpu.VMEM((plan.tile, plan.keys), jnp.float32) for name in names},
+        "apart": pltpu.SMEM((1, 1), jnp.int32),
+    }
+
+
+def _gates(refs: Refs, plan: Plan) -> Pair:
+    """The logarithms of a tile's decays in two pieces, [tile, K]."""
+    shape = plan.tile, plan.keys
+    if "gk" in refs:
+        return refs["gk"][...].astype(jnp.float32), jnp.zeros(shape, jnp.float32)
+    if "gates" in refs:
+        lines = [
+            [spread(refs["gates"][n, pl.ds(g, 1), :], plan.keys) for g in range(shape[0] // GROUP)] for n in (0, 1)
+        ]
+        return jnp.concatenate(lines[0]), jnp.concatenate(lines[1])
+    return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
+
+
+def _load_pieces(refs: Refs, name: str, x: Pair, plan: Plan) -> None:
+    """Store a pair whose larger part has 16 bits as four bfloat16 values, each [GROUP, K] of a group, or [K, GROUP].
+
+    Those that are multiplied at once lie side by side: two and two, or all four.
+    """
+    larger = [upper(part, 8) for part in x]
+    pieces = larger[0], x[0] - larger[0], larger[1], x[1] - larger[1]
+    stored = refs[f"{name}_pieces"]
+    at_once = PIECES // stored.shape[0]
+    for i in range(stored.shape[0]):
+        for group, rows in enumerate(groups_of(plan)):
+            some = [piece[rows.start : rows.start + GROUP] for piece in pieces[i * at_once : (i + 1) * at_once]]
+            of_group = jnp.concatenate(some)
+            stored[i, group] = (of_group if plan.lanes == "key" else of_group.T).astype(stored.dtype)
+
+
+def sums_in_groups(gates: Pair, plan: Plan) -> Pair:
+    """The sums of gates in two pieces [tile, K] over the steps of their group up to each."""
+    high, low = gates
+    nth = lax.broadcasted_iota(jnp.int32, high.shape, 0) % GROUP
+    step = GROUP - 1 - nth if plan.reverse else nth
+    before = 1
+    while before < GROUP:
+        shift = high.shape[0] - before if plan.reverse else before
+        earlier_high, earlier_low = (jnp.where(step >= before, pltpu.roll(x, shift, 0), 0.0) for x in (high, low))
+        high, error = two_sum(high, earlier_high)
+        low += earlier_low + error
+        before *= 2
+    return high, low
+
+
+def product(x: jax.Array, factor: Pair) -> Pair:
+    """x of bfloat16 values times a pair, the larger piece in 16 bits: 2^-32 of it off."""
+    first = upper(factor[0], 16)
+    exact = x * first
+    high = upper(exact, 16)
+    return high, (exact - high) + x * ((factor[0] - first) + factor[1])
+
+
+def times_pair(x: Pair, factor: Pair) -> Pair:
+    """x times factor, neither piece rounded to the other: 2^-33 of it off."""
+    of_x, first = upper(x[0], 12), upper(factor[0], 12)
+    rest = (factor[0] - first) + factor[1]
+    return of_x * first, (x[0] - of_x) * first + (x[0] * rest + x[1] * factor[0])
+
+
+def upper(x: jax.Array, bits: int) -> jax.Array:
+    """x cut off after so many bits."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -(1 << (24 - bits)), jnp.float32)
+
+
+def added_product(pair: Pair, exact: jax.Array, rest: jax.Array) -> Pair:
+    """A pair with a product added to it, of which the matrix unit made two."""
+    total, left = two_sum(pair[0], exact)
+    return total, (pair[1] + left) + rest
+
+
+def for_pieces(columns: jax.Array) -> jax.Array:
+    """Columns [R, GROUP] of bfloat16 values as `outer` takes them with the two pieces of rows: [R, 2 GROUP]."""
+    return jnp.concatenate([columns.astype(jnp.bfloat16)] * 2, axis=1)
+
+
+def outer(columns: jax.Array, rows: jax.Array, n: Any) -> jax.Array:
+    """Column n times row n, of each piece, added up: [R, pieces · GROUP] and [pieces · GROUP, C], or [GROUP, C]."""
+    nth = jnp.where(lax.broadcasted_iota(jnp.int32, rows.shape, 0) % GROUP == n, rows, 0.0).astype(jnp.bfloat16)
+    nth = jnp.concatenate([nth] * (columns.shape[1] // nth.shape[0]))
+    return jnp.dot(columns, nth, preferred_element_type=jnp.float32)
+
+
+def column(x: jax.Array, n: Any, width: int) -> jax.Array:
+    """Column n of x [R, pieces · GROUP] in all lanes, [R, width]: by the matrix unit, which has time."""
+    return outer(x, jnp.ones((GROUP, width), jnp.float32), n)
