@@ -2,22 +2,21 @@
 
 `recurrent_fwd` and `recurrent_bwd` are what `fused_recurrent_simple_gla_*` (gates `g`, `g_gamma`) and
 `fused_recurrent_gla_*` (gate `gk`) are made of; the operations are defined in `cpu_golden/simple_gla.py` and
-`cpu_golden/gla.py`. A head's state stays in VMEM, in float32, and goes through time: S = exp(gate) S + k v^T. It is
-kept as [V, K], so that q, k and gates by key are rows, of which a register is made for nothing; v, do, o and dv are
-columns. There are no dots: float32 and bfloat16 differ in what is loaded and stored, and in nothing between.
+`cpu_golden/gla.py`. A head's state stays in VMEM, in float32, and goes through time: S = exp(gate) S + k v^T.
 
-Sequences lie one after the other in the rows of [B T, ...], also those of a batch. Time is in the grid, by the visits
-of `tpu_kernels._lib.visits`: pairs of a sequence and a tile that holds rows of it, one for an empty
-sequence. Rows of a tile that are not the visit's change nothing.
+Sequences lie one after the other in whole groups of 16 rows. Time is in the grid, by the visits of
+`tpu_kernels._lib.visits`: pairs of a sequence and a tile that holds rows of it, one for an empty sequence.
 
 A slow gate keeps hundreds of steps in a state, and with them hundreds of roundings. So a decay near 1 is kept as its
 difference from 1; what an addition to the state loses is its residue, which the next step adds to it; and residues
-are dropped every SEGMENT steps of a sequence: there the state is a plain float32 matrix, and a call that goes on from
-it computes the same bits.
+are dropped at the end of every group: there the state is a plain float32 matrix, and a call that goes on from it
+computes the same bits. bfloat16 is taken relative to the decays of a group where these allow it: there sums have no
+decay, and the matrix unit makes what they add (`_lib/relative_states.py`). Other groups, and float32, which has no
+exact products there, go step by step, without dots.
 
-That takes 17 operations of the vector unit for each register of a state at each step: 15 for the state and its residue,
-2 for o. A state of K = V = 128 has 16 registers, and a core four slots: 68 cycles a step is the floor, of which the
-forward pass takes 97 on tpu7x. Back it is three walks, with 15, 18 and 23 operations: 224, of which it takes 285.
+States lie as [V, K]: q, k and gates by key are rows, of which a register is made for nothing, v, do, o and dv are
+columns. Of bfloat16 forward they lie as [K, V], as the sum over K for o adds registers then, and no row is needed.
+docs/compilers.md has what bounds the kernels.
 """
 
 from collections.abc import Callable
