@@ -134,12 +134,7 @@ def _backward(x: Arrays, *, plan: Plan | None, interpret: Interpreted) -> Gradie
         "dk": layout.out_by_key(x.k.dtype, layout.in_second),
         "dv": layout.out_by_value(x.v.dtype, layout.in_second),
     }
-    scratch = _scratch(
-        plan,
-        columns=("do",),
-        of_keys=("dq", "dk", "dgate"),
-        of_values="dv",
-    )
+    scratch = _scratch(plan, columns=("do",), of_keys=("dq", "dk", "dgate"), of_values="dv")
     if plan.gate is not None:
         out["dgate"] = layout.gate_out(x.gates, layout.in_second)
         scratch["decayed"] = pltpu.VMEM((plan.tile, plan.values, plan.keys), jnp.float32)
@@ -201,9 +196,12 @@ def _either(body: Callable[..., None]) -> Callable[..., None]:
             body(visit, refs, rows, plan, *args, relative=False)
             return
         apart = stands_apart(refs, rows)
-        if active():
-            load_decays(refs, visit, plan, rows)
-        pl.when(~apart)(lambda: body(visit, refs, rows, plan, *args, relative=True))
+
+        @pl.when(~apart)
+        def _() -> None:
+            if active():
+                load_decays(refs, visit, plan, rows)  # shows them
+            body(visit, refs, rows, plan, *args, relative=True)
 
         @rarely(apart)
         def _() -> None:

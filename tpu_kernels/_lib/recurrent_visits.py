@@ -21,19 +21,12 @@ Carried = TypeVar("Carried")
 
 
 class Visit(NamedTuple):
-    """Rows [start, end) of a tile, and which step of its sequence the tile's row 0 is; whether it is the first visit of
-    its sequence, and the last."""
+    """Rows [start, end) of a tile; whether it is the first visit of its sequence, and the last."""
 
     start: Any
     end: Any
-    step: Any
     first: Any
     last: Any
-
-    def step_of(self, plan: Plan) -> jax.Array:
-        """Which step of its sequence each row of a tile is, [tile, K]; any for rows that are not the visit's."""
-        row = lax.broadcasted_iota(jnp.int32, (plan.tile, plan.keys), 0)
-        return self.step - row if plan.reverse else self.step + row
 
 
 def visit_of(i: Any, visits: SequenceVisits, plan: Plan) -> Visit:
@@ -53,7 +46,6 @@ def visit_of(i: Any, visits: SequenceVisits, plan: Plan) -> Visit:
     return Visit(
         jnp.maximum(start, 0),
         jnp.minimum(end, plan.tile),
-        step=end - 1 if plan.reverse else -start,
         first=(i == 0) | (sequence_of(i - 1) != sequence),
         last=(i == last) | (sequence_of(i + 1) != sequence),
     )
