@@ -43,7 +43,7 @@ TOO_LARGE = [
     ("TPU v5e", "tiling", (GROUPED_GEMM, calls.point(GROUPED_GEMM, (E4M3, F32), **PRODUCT, tiling=(2048,) * 3)), 16),
     ("TPU7x", "K, V or chunk_size", calls.scan("chunk", "fwd", "gk", F32, **SCAN, K=4096, V=4096, chunk=256), 56),
     ("TPU7x", "K, V or chunk_size", calls.scan("chunk", "bwd", "g", F32, **SCAN, K=2048, V=2048, chunk=64), 56),
-    ("TPU7x", "K and V", calls.scan("fused_recurrent", "fwd", "gk", F32, **SCAN, K=2048, V=4096), 64),
+    ("TPU7x", "K and V", calls.scan("fused_recurrent", "fwd", "gk", F32, **SCAN, K=2048, V=8192), 64),
 ]
 
 TILES = [(8, 128, 128), (24, 256, 384), (64, 384, 640), (128, 640, 128), (128, 1024, 256), (256, 128, 1536), (512,) * 3]
