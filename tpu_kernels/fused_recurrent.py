@@ -35,7 +35,15 @@ from tpu_kernels._lib.call import jit, rarely
 from tpu_kernels._lib.decays import Pair, added, decayed, decayed_sum, ordered_two_sum
 from tpu_kernels._lib.recurrent_decode import decode, is_decoding
 from tpu_kernels._lib.recurrent_layout import GROUP, SUBLANES, Layout, Plan, make_plan
-from tpu_kernels._lib.recurrent_sums import column_of, fold_registers, sum_folded, sum_keys_of, sum_rows, sums_of_keys
+from tpu_kernels._lib.recurrent_sums import (
+    column_by_product,
+    column_of,
+    fold_registers,
+    sum_folded,
+    sum_keys_of,
+    sum_rows,
+    sums_of_keys,
+)
 from tpu_kernels._lib.recurrent_visits import (
     Refs,
     Visit,
@@ -55,7 +63,6 @@ from tpu_kernels._lib.recurrent_visits import (
 from tpu_kernels._lib.recurrent_walk import Recurrence, step_scratch
 from tpu_kernels._lib.relative_states import (
     added_product,
-    column,
     decay_to,
     for_pieces,
     last_decay,
@@ -181,7 +188,10 @@ def _load(visit: Visit, refs: Refs, plan: Plan, *names: str) -> None:
 
 
 def _load_decays(visit: Visit, refs: Refs, rows: Any, plan: Plan) -> None:
-    """The decays of these rows, in two parts and in one: what a residue is times, 0 where a row is not the visit's."""
+    """Load the decays of these rows in two parts, and in one, which is 0 where a row is not the visit's.
+
+    A residue is multiplied by the latter: after a sequence's last step it is dropped.
+    """
     load_decays(refs, visit, plan, rows)
     ones = jnp.ones((rows.size, plan.keys), jnp.float32)
     whole = ones if plan.gate is None else refs["kept_rows"][rows, :] + refs["rest_rows"][rows, :]
@@ -189,7 +199,7 @@ def _load_decays(visit: Visit, refs: Refs, rows: Any, plan: Plan) -> None:
 
 
 def _either(body: Callable[..., None]) -> Callable[..., None]:
-    """body(visit, refs, rows, plan=plan, relative=…, …) as a group's states are taken."""
+    """body with `relative` chosen for each group: true unless the group stands apart, or the plan says no."""
 
     def taken(visit: Visit, refs: Refs, rows: Any, plan: Plan, *args: Any) -> None:
         if not plan.relative:
@@ -257,7 +267,10 @@ def _outer(values: jax.Array, keys: jax.Array, n: Any, plan: Plan) -> jax.Array:
 
 
 def _values(refs: Refs, name: str, rows: Any, slab: Any, plan: Plan, relative: bool) -> jax.Array:
-    """A slab's values of a group's steps: columns where keys are lanes, `for_pieces` if relative, else rows."""
+    """A slab's values of a group's steps: columns [slab, ·] where keys are lanes, else rows [GROUP, slab].
+
+    Relative columns are `for_pieces`.
+    """
     if plan.lanes == "key":
         columns = refs[f"{name}_columns"][rows.start // GROUP, slab, :]
         return for_pieces(columns) if relative else columns
@@ -270,7 +283,7 @@ def _advance_with_o(visit: Visit, refs: Refs, rows: Any, plan: Plan, *, relative
 
     def use(slab: Any, n: Any, before: jax.Array, after: jax.Array) -> None:
         if relative:
-            q = column(refs["q_pieces"][0, rows.start // GROUP], n, plan.slab)
+            q = column_by_product(refs["q_pieces"][0, rows.start // GROUP], n, plan.slab)
             parts[n, :, slab] = fold_registers(q * after)
             return
         products = by_key(refs, "q", rows.start + n, plan) * after
@@ -301,7 +314,7 @@ def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, plan: Plan, *, relativ
 
 def _column(x: jax.Array, n: Any, plan: Plan, relative: bool) -> jax.Array:
     """Column n of x [R, GROUP], in every lane that it is multiplied in."""
-    return column(x[:, :GROUP], n, plan.keys) if relative else column_of(x, n)
+    return column_by_product(x[:, :GROUP], n, plan.keys) if relative else column_of(x, n)
 
 
 def _backward_step(visit: Visit, refs: Refs, rows: Any, plan: Plan, *, relative: bool) -> None:

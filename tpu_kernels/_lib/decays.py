@@ -38,6 +38,11 @@ def ordered_two_sum(a: jax.Array, b: jax.Array) -> Pair:
     return total, b - (total - a)
 
 
+def leading(x: jax.Array, bits: int) -> jax.Array:
+    """The first `bits` of the 24 bits of float32 x, cut off: what is left has x's sign."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -(1 << (24 - bits)), jnp.float32)
+
+
 def difference(a: Pair, b: Pair) -> jax.Array:
     """a - b, both in two pieces."""
     return (a[0] - b[0]) + (a[1] - b[1])
@@ -74,7 +79,10 @@ def decay_parts(gate: jax.Array, low: jax.Array | float = 0.0) -> Pair:
 
 
 def exp_pairs(x: Pair) -> tuple[Pair, Pair]:
-    """exp(x) and exp(-x) of a number in two pieces, likewise: 2^-26 of them off, if they are normal float32 numbers."""
+    """exp(x) and exp(-x), each in two pieces, for x in two pieces.
+
+    The relative error is at most 2^-26 where both are normal float32 numbers.
+    """
     exponent = jnp.floor(x[0] / LN2 + 0.5)
     high, low = two_sum(x[0] - exponent * LN2_HIGH, x[1] - exponent * LN2_LOW)
     square = high * high
@@ -87,7 +95,10 @@ def exp_pairs(x: Pair) -> tuple[Pair, Pair]:
 
 
 def _scaled(power: jax.Array, high: jax.Array, low: jax.Array) -> Pair:
-    """power · (1 + high + low) in two pieces; added to a constant, XLA would take for exact what is not."""
+    """power · (1 + high + low) in two pieces.
+
+    power is added, and not 1: XLA simplifies (1 + x) - 1 to x, which is not what float32 gives.
+    """
     one, left = ordered_two_sum(power, power * high)
     return ordered_two_sum(one, left + power * low)
 

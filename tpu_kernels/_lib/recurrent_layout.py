@@ -134,8 +134,7 @@ def step_gates(gates: Mapping[str, Any], p: Problem) -> Pair:
 
 
 class SequenceVisits(NamedTuple):
-    """Visits of sequences as `GroupMetadata` has those of groups, offsets of whole groups of rows, and how many steps
-    each sequence has."""
+    """`GroupMetadata` of sequences, whose offsets are of whole groups of rows, and each sequence's steps, [N]."""
 
     group_offsets: Any
     group_ids: Any
@@ -230,8 +229,10 @@ class Layout:
         return self._states(jax.ShapeDtypeStruct((plan.p.n, plan.p.h, *plan.state), jnp.float32), place)
 
     def gates(self, gates: Mapping[str, Any], place: Place) -> dict[str, Block]:
-        """gk as it is; of gates per step their decays, [H, tiles, 2, groups of a tile, GROUP], and the gates likewise
-        where states are relative."""
+        """gk as it is, or both parts of each step's decay, [H, tiles, 2, groups of a tile, GROUP].
+
+        Where states are relative, both pieces of each step's gate too.
+        """
         plan = self.plan
         if plan.gate is None:
             return {}
@@ -367,9 +368,9 @@ class Layout:
 
 
 def _places(plan: Plan, lengths: jax.Array, whole: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of each row here that of the caller, and of each of the caller's its place here; beyond the last one for none.
+    """The caller's row of each row here, [plan.rows], and the row here of each of the caller's, [B T].
 
-    lengths and whole: the steps of each sequence, and the rows of the groups that hold them.
+    One beyond the last stands for none. lengths, whole: [N], steps of each sequence, and rows of the groups they fill.
     """
     ends = jnp.cumsum(lengths)
     row = jnp.arange(plan.p.b * plan.p.t, dtype=jnp.int32)

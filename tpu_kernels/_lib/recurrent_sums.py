@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels._lib.activations import fold_rows
 from tpu_kernels._lib.chunk_dots import WHOLE, ones
-from tpu_kernels._lib.decays import times
+from tpu_kernels._lib.decays import leading, times
 from tpu_kernels._lib.recurrent_layout import GROUP, SUBLANES
 
 SMALLEST_SUM = 2.0**-102  # its 24 bits end above 2^-126, below which TPUs flush to zero
@@ -82,8 +82,13 @@ def columns_by_products(x: jax.Array, width: int) -> Callable[[Any], jax.Array]:
     `multiplies_exactly` is; a row that is not finite makes every column NaN: 0 * NaN.
     """
     pieces = jnp.concatenate([piece.T for piece in _bf16_pieces(x)], axis=1)
+    return lambda n: column_by_product(pieces, n, width)
+
+
+def column_by_product(pieces: jax.Array, n: Any, width: int) -> jax.Array:
+    """Column n of each bfloat16 piece [R, GROUP] side by side, added up in all lanes: [R, width] float32."""
     step = lax.broadcasted_iota(jnp.int32, (pieces.shape[1], width), 0) % GROUP
-    return lambda n: jnp.dot(pieces, ones(step == n), preferred_element_type=jnp.float32)
+    return jnp.dot(pieces, ones(step == n), preferred_element_type=jnp.float32)
 
 
 def multiplies_exactly(x: jax.Array, is_bf16: bool) -> jax.Array:
@@ -101,7 +106,7 @@ def _bf16_pieces(x: jax.Array) -> list[jax.Array]:
         return [x]
     pieces = []
     for _ in range(WHOLE):
-        piece = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -(2**16), jnp.float32)
+        piece = leading(x, 8)
         pieces.append(piece.astype(jnp.bfloat16))
         x = x - piece
     return pieces

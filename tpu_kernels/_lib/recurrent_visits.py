@@ -97,19 +97,9 @@ def for_slabs(plan: Plan, body: Callable[[Any], None]) -> None:
         lax.fori_loop(0, slabs, lambda n, _: body(pl.ds(pl.multiple_of(n * plan.slab, plan.slab), plan.slab)), None)
 
 
-def for_steps(
-    plan: Plan,
-    body: Callable[[Any, Carried], Carried],
-    carry: Carried,
-    backwards: bool = False,
-    unroll: int | None = None,
-) -> Carried:
-    """body(row of its group, carry) for each step of a group, in the order of time or backwards.
-
-    unroll: as the plan has it, or otherwise where that is given.
-    """
-    unroll = unroll or plan.unroll
-    if unroll == GROUP:
+def for_steps(plan: Plan, body: Callable[[Any, Carried], Carried], carry: Carried, backwards: bool = False) -> Carried:
+    """body(row of its group, carry) for each step of a group, in the order of time or backwards."""
+    if plan.unroll == GROUP:
         for n in range(GROUP):
             carry = body(GROUP - 1 - n if backwards != plan.reverse else n, carry)
         return carry
@@ -117,7 +107,7 @@ def for_steps(
     def step(n: Any, carry: Carried) -> Carried:
         return body(GROUP - 1 - n if backwards != plan.reverse else n, carry)
 
-    return lax.fori_loop(0, GROUP, step, carry, unroll=unroll)
+    return lax.fori_loop(0, GROUP, step, carry, unroll=plan.unroll)
 
 
 def load(refs: Refs, plan: Plan, *names: str) -> None:
@@ -179,7 +169,7 @@ def load_decays(refs: Refs, visit: Visit, plan: Plan, rows: Any = None) -> None:
 
 
 def by_key(refs: Refs, name: str, n: Any, plan: Plan) -> jax.Array:
-    """What a tile's n-th row has by key as states lie: `name`_rows' [1, K], or that as a column [K, 1]."""
+    """Row n of `name`_rows as states lie: [1, K] where keys are lanes, else [K, 1]."""
     row = refs[f"{name}_rows"][pl.ds(n, 1), :]
     return row if plan.lanes == "key" else as_column(row)
 

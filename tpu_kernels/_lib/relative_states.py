@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels._lib.chip import LANES
-from tpu_kernels._lib.decays import Pair, exp_pairs, ordered_two_sum, two_sum
+from tpu_kernels._lib.decays import Pair, exp_pairs, leading, ordered_two_sum, two_sum
 from tpu_kernels._lib.recurrent_layout import GROUP, Plan
 from tpu_kernels._lib.recurrent_visits import Refs, Visit, by_key, groups_of, spread
 
@@ -29,10 +29,10 @@ LARGEST = 2.0**60  # of what is multiplied here
 
 
 def load_relative(visit: Visit, refs: Refs, plan: Plan, *names: str) -> None:
-    """Load what a tile's steps need of these names relative to their groups' decays, and which groups stand apart.
+    """Load a tile's k, q, v and do relative to the decays of their groups, and which groups stand apart.
 
-    Those are groups with steps of no sequence, with sums of gates beyond LARGEST_SUM, or with numbers beyond LARGEST:
-    what is not finite would reach all steps of its group, as 0 times it is NaN.
+    names: the operands that this walk has. A group stands apart if it has rows of no sequence, a sum of gates beyond
+    LARGEST_SUM or a number beyond LARGEST: 0 times what is not finite would be NaN in every step of the group.
     """
     k, sums = refs["k_rows"][...], sums_in_groups(_gates(refs, plan), plan)
     down, up = exp_pairs(sums)
@@ -63,7 +63,7 @@ def load_relative(visit: Visit, refs: Refs, plan: Plan, *names: str) -> None:
 
 
 def stands_apart(refs: Refs, rows: Any) -> Any:
-    """Whether `load_relative` found that a group does."""
+    """Whether these rows are a group that stands apart, a scalar."""
     return (lax.shift_right_logical(refs["apart"][0, 0], rows.start // GROUP) & 1) != 0
 
 
@@ -113,7 +113,7 @@ def _load_pieces(refs: Refs, name: str, x: Pair, plan: Plan) -> None:
 
     Those that are multiplied at once lie side by side: two and two, or all four.
     """
-    larger = [upper(part, 8) for part in x]
+    larger = [leading(part, 8) for part in x]
     pieces = larger[0], x[0] - larger[0], larger[1], x[1] - larger[1]
     stored = refs[f"{name}_pieces"]
     at_once = PIECES // stored.shape[0]
@@ -140,27 +140,28 @@ def sums_in_groups(gates: Pair, plan: Plan) -> Pair:
 
 
 def product(x: jax.Array, factor: Pair) -> Pair:
-    """x of bfloat16 values times a pair, the larger piece in 16 bits: 2^-32 of it off."""
-    first = upper(factor[0], 16)
+    """x times a pair, as a pair whose larger piece has 16 bits; x holds bfloat16 values.
+
+    The relative error is at most 2^-32.
+    """
+    first = leading(factor[0], 16)
     exact = x * first
-    high = upper(exact, 16)
+    high = leading(exact, 16)
     return high, (exact - high) + x * ((factor[0] - first) + factor[1])
 
 
 def times_pair(x: Pair, factor: Pair) -> Pair:
-    """x times factor, neither piece rounded to the other: 2^-33 of it off."""
-    of_x, first = upper(x[0], 12), upper(factor[0], 12)
+    """x times factor as a pair, whose smaller piece may be 2^-11 of the larger one.
+
+    The relative error is at most 2^-33.
+    """
+    of_x, first = leading(x[0], 12), leading(factor[0], 12)
     rest = (factor[0] - first) + factor[1]
     return of_x * first, (x[0] - of_x) * first + (x[0] * rest + x[1] * factor[0])
 
 
-def upper(x: jax.Array, bits: int) -> jax.Array:
-    """x cut off after so many bits."""
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -(1 << (24 - bits)), jnp.float32)
-
-
 def added_product(pair: Pair, exact: jax.Array, rest: jax.Array) -> Pair:
-    """A pair with a product added to it, of which the matrix unit made two."""
+    """pair + exact + rest: two products of the matrix unit, of which the first is added without loss."""
     total, left = two_sum(pair[0], exact)
     return total, (pair[1] + left) + rest
 
@@ -171,12 +172,10 @@ def for_pieces(columns: jax.Array) -> jax.Array:
 
 
 def outer(columns: jax.Array, rows: jax.Array, n: Any) -> jax.Array:
-    """Column n times row n, of each piece, added up: [R, pieces · GROUP] and [pieces · GROUP, C], or [GROUP, C]."""
+    """The outer product of column n and row n, [R, C] float32, added up over their pieces.
+
+    columns [R, pieces · GROUP] bfloat16; rows [pieces · GROUP, C], or [GROUP, C] if every piece has the same.
+    """
     nth = jnp.where(lax.broadcasted_iota(jnp.int32, rows.shape, 0) % GROUP == n, rows, 0.0).astype(jnp.bfloat16)
     nth = jnp.concatenate([nth] * (columns.shape[1] // nth.shape[0]))
     return jnp.dot(columns, nth, preferred_element_type=jnp.float32)
-
-
-def column(x: jax.Array, n: Any, width: int) -> jax.Array:
-    """Column n of x [R, pieces · GROUP] in all lanes, [R, width]: by the matrix unit, which has time."""
-    return outer(x, jnp.ones((GROUP, width), jnp.float32), n)
