@@ -64,7 +64,6 @@ from tpu_kernels._lib.recurrent_walk import Recurrence, step_scratch
 from tpu_kernels._lib.relative_states import (
     added_product,
     decay_to,
-    for_pieces,
     last_decay,
     load_relative,
     outer,
@@ -229,7 +228,7 @@ def _advance(visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[...,
     state, group = refs["state"], rows.start // GROUP
 
     def advance(slab: Any) -> None:
-        at, v = plan.at(slab), _values(refs, "v", rows, slab, plan, relative)
+        at, v = plan.at(slab), _values(refs, "v", rows, slab, plan)
 
         def step(n: Any, carry: tuple[Pair, jax.Array]) -> tuple[Pair, jax.Array]:
             pair, before = carry
@@ -266,14 +265,10 @@ def _outer(values: jax.Array, keys: jax.Array, n: Any, plan: Plan) -> jax.Array:
     return outer(values, keys, n) if plan.lanes == "key" else outer(keys, values, n)
 
 
-def _values(refs: Refs, name: str, rows: Any, slab: Any, plan: Plan, relative: bool) -> jax.Array:
-    """A slab's values of a group's steps: columns [slab, ·] where keys are lanes, else rows [GROUP, slab].
-
-    Relative columns are `for_pieces`.
-    """
+def _values(refs: Refs, name: str, rows: Any, slab: Any, plan: Plan) -> jax.Array:
+    """A slab's values of a group's steps: columns [slab, GROUP] where keys are lanes, else rows [GROUP, slab]."""
     if plan.lanes == "key":
-        columns = refs[f"{name}_columns"][rows.start // GROUP, slab, :]
-        return for_pieces(columns) if relative else columns
+        return refs[f"{name}_columns"][rows.start // GROUP, slab, :]
     return refs[f"{name}_rows"][rows, slab]
 
 
@@ -305,7 +300,7 @@ def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, plan: Plan, *, relativ
     def use(slab: Any, n: Any, before: jax.Array, after: jax.Array) -> None:
         if "decayed" in refs:
             refs["decayed"][rows.start + n, slab, :] = before
-        dq[n] += fold_registers(_column(_values(refs, "do", rows, slab, plan, relative), n, plan, relative) * after)
+        dq[n] += fold_registers(_column(_values(refs, "do", rows, slab, plan), n, plan, relative) * after)
 
     _advance(visit, refs, rows, plan, use, relative=relative)
     found = plan.p.scale * sum_folded(dq)
@@ -314,7 +309,7 @@ def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, plan: Plan, *, relativ
 
 def _column(x: jax.Array, n: Any, plan: Plan, relative: bool) -> jax.Array:
     """Column n of x [R, GROUP], in every lane that it is multiplied in."""
-    return column_by_product(x[:, :GROUP], n, plan.keys) if relative else column_of(x, n)
+    return column_by_product(x.astype(jnp.bfloat16), n, plan.keys) if relative else column_of(x, n)
 
 
 def _backward_step(visit: Visit, refs: Refs, rows: Any, plan: Plan, *, relative: bool) -> None:
@@ -324,7 +319,7 @@ def _backward_step(visit: Visit, refs: Refs, rows: Any, plan: Plan, *, relative:
         refs[name][...] = jnp.zeros_like(refs[name])
 
     def go_back(slab: Any) -> None:
-        v, do = (_values(refs, name, rows, slab, plan, relative) for name in ("v", "do"))
+        v, do = (_values(refs, name, rows, slab, plan) for name in ("v", "do"))
 
         def step(n: Any, pair: Pair) -> Pair:
             row = pl.ds(rows.start + n, 1)

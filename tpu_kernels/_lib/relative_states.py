@@ -166,16 +166,12 @@ def added_product(pair: Pair, exact: jax.Array, rest: jax.Array) -> Pair:
     return total, (pair[1] + left) + rest
 
 
-def for_pieces(columns: jax.Array) -> jax.Array:
-    """Columns [R, GROUP] of bfloat16 values as `outer` takes them with the two pieces of rows: [R, 2 GROUP]."""
-    return jnp.concatenate([columns.astype(jnp.bfloat16)] * 2, axis=1)
-
-
 def outer(columns: jax.Array, rows: jax.Array, n: Any) -> jax.Array:
     """The outer product of column n and row n, [R, C] float32, added up over their pieces.
 
-    columns [R, pieces · GROUP] bfloat16; rows [pieces · GROUP, C], or [GROUP, C] if every piece has the same.
+    columns [R, pieces · GROUP], rows [pieces · GROUP, C]: bfloat16 values; either has GROUP if all pieces share it.
     """
+    depth = max(columns.shape[1], rows.shape[0])
     nth = jnp.where(lax.broadcasted_iota(jnp.int32, rows.shape, 0) % GROUP == n, rows, 0.0).astype(jnp.bfloat16)
-    nth = jnp.concatenate([nth] * (columns.shape[1] // nth.shape[0]))
-    return jnp.dot(columns, nth, preferred_element_type=jnp.float32)
+    columns = jnp.concatenate([columns.astype(jnp.bfloat16)] * (depth // columns.shape[1]), axis=1)
+    return jnp.dot(columns, jnp.concatenate([nth] * (depth // nth.shape[0])), preferred_element_type=jnp.float32)
