@@ -12,16 +12,20 @@ from cpu_golden import Array
 from cpu_golden._lib.decays import decayed, kept_of, sum_to_gate
 from cpu_golden._lib.delta import DeltaSequenceGrads
 from cpu_golden._lib.sequences import Sequence, loaded
+from cpu_golden.chunk_delta_rule import chunk_backward, chunk_forward
 from cpu_golden.stages import Stages, exact, tree_sum
 
 
 def recurrent_forward(x: Sequence, *, stages: Stages = exact) -> tuple[Array, Array]:
     """The recurrence as the fused recurrent kernels round it: the decay meets the key, not the state that it reads.
 
+    Stages: chunk_size, and where it is given all as `chunk_delta_rule.chunk_forward`, in chunks of so many steps.
     Sites: q, k, v, beta, initial_state, kept_exponent (a step's gate), kept, decayed (a decayed key), partial and acc
     (products of a vector and a state, and their sums in pairs), error (v_t less what the state recalls), v_new, written
     (k_t v_new_tᵀ), lost, change, h (the state after each step), o, ht.
     """
+    if stages.chunk_size:
+        return chunk_forward(x, stages=stages)
     q, k, v, gate, state, scale, beta, *_ = loaded(x, stages)
     o = np.zeros(v.shape)
     for t in range(q.shape[-2]):
@@ -33,10 +37,13 @@ def recurrent_forward(x: Sequence, *, stages: Stages = exact) -> tuple[Array, Ar
 def recurrent_backward(x: Sequence, *, stages: Stages = exact) -> DeltaSequenceGrads:
     """The derivative of the recurrence as the fused recurrent kernels round it. A `Backward` scan.
 
+    Stages: as `recurrent_forward`, with `chunk_delta_rule.chunk_backward`.
     Sites: as `recurrent_forward` without o and ht, do, dht, dwritten (scale q_t do_tᵀ), dh (the gradient of the state
     after each step), derror, dchange (what the gradient of the error takes from dh), of_beta, dgate, and the results
     dv, dg, dbeta.
     """
+    if stages.chunk_size:
+        return chunk_backward(x, stages=stages)
     q, k, v, gate, state, scale, beta, do, dstate = loaded(x, stages)
     states, errors, written = [state], np.zeros(v.shape), np.zeros(v.shape)
     for t in range(q.shape[-2]):

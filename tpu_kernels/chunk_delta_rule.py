@@ -58,7 +58,7 @@ def chunk_delta_fwd(x: DeltaTensors, per_channel: bool, *, output_final_state: b
     Raises ValueError or TypeError as `take`.
     """
     arrays, how = take(make_plan, x, per_channel, **options)
-    return _forward(arrays, output_final_state=bool(output_final_state), **how)
+    return forward(arrays, output_final_state=bool(output_final_state), **how)
 
 
 @options_of(take, make_plan)
@@ -72,14 +72,15 @@ def chunk_delta_bwd(
     Raises as `chunk_delta_fwd`.
     """
     arrays, how = take(make_plan, x, per_channel, do, dht, **options)
-    return _backward(arrays, **how)
+    return backward(arrays, **how)
 
 
 # ------------------------------------------------------------------------------------------------------- passes
 
 
 @jit("plan", "output_final_state", "interpret")
-def _forward(x: DeltaArrays, *, plan: DeltaPlan | None, output_final_state: bool, interpret: Interpreted) -> Output:
+def forward(x: DeltaArrays, *, plan: DeltaPlan | None, output_final_state: bool, interpret: Interpreted) -> Output:
+    """o and, with output_final_state, ht of a planned call."""
     if plan is None:
         return forward_of_nothing(x, output_final_state)
     scan = plan.scan
@@ -103,7 +104,8 @@ def _forward(x: DeltaArrays, *, plan: DeltaPlan | None, output_final_state: bool
 
 
 @jit("plan", "interpret")
-def _backward(x: DeltaArrays, *, plan: DeltaPlan | None, interpret: Interpreted) -> DeltaGrads:
+def backward(x: DeltaArrays, *, plan: DeltaPlan | None, interpret: Interpreted) -> DeltaGrads:
+    """The gradients of a planned call's arrays."""
     if plan is None:
         return backward_of_nothing(x)
     p, scan = plan.p, plan.scan

@@ -110,8 +110,8 @@ def recurrent_bwd(
 def _forward(x: Arrays, *, plan: Plan | None, output_final_state: bool, interpret: Interpreted) -> Output:
     if plan is None:
         return forward_of_nothing(x, output_final_state)
-    if is_decoding(plan, x.initial_state):
-        return decode({"q": x.q, "k": x.k, "v": x.v}, x.gates, x.initial_state, plan, output_final_state, interpret)
+    if is_decoding(plan.p, plan.keys, x.initial_state):
+        return decode({"q": x.q, "k": x.k, "v": x.v}, x.gates, x.initial_state, plan.p, output_final_state, interpret)
     layout = Layout(plan, x.cu_seqlens, interpret)
     operands = {
         "q": layout.by_key(x.q, layout.in_time),

@@ -1,7 +1,8 @@
 """NaN in an argument is NaN in every element that the operation makes of it, and in no other.
 
 What a scan by chunks is, the recurrence step by step says. Matrix products take whole chunks, in which 0 · NaN is NaN:
-there alone NaN may reach rows, and of `chunk_kda_bwd` channels of dh0, that the recurrence keeps clear of it.
+there alone NaN may reach rows, and of `chunk_kda_bwd` channels of dh0, that the recurrence keeps clear of it. So does
+the TPU in its recurrent delta rules.
 """
 
 from itertools import pairwise
@@ -14,6 +15,7 @@ from parity.inputs import draw
 from parity.op import BACKENDS, Case, Inputs, Op, outputs
 from tests.matrix import OPS
 from tests.matrix.delta_rule import DELTA_RULES
+from tests.matrix.scans import goes_step_by_step, rows_of_chunk
 from tests.support.functions import FRAMEWORKS, public
 from tests.support.tiny import tiny
 
@@ -81,7 +83,7 @@ def within_chunks(masks: dict[str, np.ndarray], argument: np.ndarray, case: Case
     starts = inputs["cu_seqlens"]
     row = np.arange(case.T)
     sequence = np.searchsorted(starts, row, side="right") - 1
-    chunk = sequence * case.T + (row - starts[sequence]) // case.chunk
+    chunk = sequence * case.T + (row - starts[sequence]) // rows_of_chunk(case)
     return np.stack([rows[:, chunk == which].any(1) for which in chunk], axis=1)
 
 
@@ -97,6 +99,7 @@ def test_nan_goes_where_the_definition_takes_it(op, backend, dtype, share):
     shared = SHARED | (BLOCKS if "chunk" in op.defaults else {})
     case = tiny(op, dtype, **(shared if op in DELTA_RULES and dtype is None else {}))
     drawn, arguments = draw(op, case), {**op.arguments(case), **op.route(case)}
+    takes_chunks = op.name in SCANS and not goes_step_by_step(case, backend)
     for name, x in drawn.items():
         if x is None or x.dtype.kind in "iu":
             continue
@@ -108,12 +111,14 @@ def test_nan_goes_where_the_definition_takes_it(op, backend, dtype, share):
         for output, mask in expected.items():
             found = is_nan(got[output])
             assert not (mask & ~found).any(), f"NaN in {name} is lost in {output}"
-            if "chunk" in op.name and mask.shape[:2] == (1, case.T):
+            if takes_chunks and mask.shape[:2] == (1, case.T):
                 rows = within_chunks(expected, is_nan(given), case, inputs)
                 rows = rows.reshape(*mask.shape[:3], -1).any(-1)
                 mask = mask | rows.reshape(*rows.shape, *[1] * (mask.ndim - 3))
-            elif (op.name, output) == ("chunk_kda_bwd", "dh0"):  # a gate per channel, and products of all of them
+            elif (
+                takes_chunks and op.name.endswith("kda_bwd") and output == "dh0"
+            ):  # a gate per channel, and products of all of them
                 mask = mask | within_states(is_nan(given), case, inputs)[..., None, None]
-            elif "chunk" in op.name and output == "dg_gamma":
+            elif takes_chunks and output == "dg_gamma":
                 mask = mask | within_chunks(expected, is_nan(given), case, inputs).any((0, 1))
             assert not (found & ~mask).any(), f"NaN in {name} spreads in {output}"

@@ -73,13 +73,13 @@ def arguments(c: Case) -> Mapping[str, Any]:
 def contract(c: Case, backend: Backend) -> Contract:
     """Float32 gates, scores, inverses, states and sums everywhere, and one rounding at the end.
 
-    The recurrent kernels multiply and add in float32 whatever the operands. Of the chunked ones dots of float32 take
-    six products of bfloat16 pieces, or FMAs of a GPU; beside bfloat16 operands what is float32 is in two such pieces,
-    but for the products of the inverse, which are those of float32 always. On the TPU so are products with it, and what
-    is read of a state.
+    What goes step by step multiplies and adds in float32 whatever the operands. Of the other kernels dots of float32
+    take six products of bfloat16 pieces, or FMAs of a GPU; beside bfloat16 operands what is float32 is in two such
+    pieces, but for the products of the inverse, which are those of float32 always. On the TPU so are products with it,
+    what is read of a state, and everything in the recurrent kernels, which are chunked ones of 16 steps.
     """
-    of_float32 = "bf16x3x3" if backend == "tpu" else "ieee"
-    dot = "ieee" if scans.is_recurrent(c) else "bf16x3" if c.dtype == BF16 else of_float32
+    by_step = scans.goes_step_by_step(c, backend)
+    dot = "bf16x3" if is_split(c) else "ieee" if by_step or backend == "gpu" else "bf16x3x3"
     outs = {"dg": gate_dtype(c), "dbeta": gate_dtype(c), "dh0": F32} if is_backward(c) else {"ht": F32}
     of_norm = {"rstd": ("rsqrt",)} if backend == "tpu" and is_normed(c) else {}
     return scans.scan_contract(
@@ -87,10 +87,15 @@ def contract(c: Case, backend: Backend) -> Contract:
         backend,
         dot,
         outs=outs,
-        sites=recurrent_sites(c, backend) if scans.is_recurrent(c) else chunk_sites(c, backend),
-        schedule={} if scans.is_recurrent(c) else schedule(c, backend),
-        functions={**scans.functions(c, backend, c.dtype == BF16, not is_per_channel(c)), **of_norm},
+        sites=recurrent_sites(c, backend) if by_step else chunk_sites(c, backend),
+        schedule={} if by_step else schedule(c, backend),
+        functions={**scans.functions(c, backend, is_split(c), not is_per_channel(c)), **of_norm},
     )
+
+
+def is_split(c: Case) -> bool:
+    """Whether dots take two bfloat16 pieces of what is float32."""
+    return c.dtype == BF16 and not scans.is_recurrent(c)
 
 
 def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
@@ -104,8 +109,8 @@ def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
         solve = {"solve_depth": 1, "solve_passes": single_pass}
         return {"chunk_size": rows, "values_decayed": not is_per_channel(c), **solve}
     of_gates = {"sub_block": 1} if is_per_channel(c) else {"values_decayed": True}
-    whole = {"solve_passes": whole_float32, "whole_passes": whole_float32} if c.dtype == BF16 else {}
-    chosen = {"chunk_size": scans.rows_of_chunk(c), "kept_whole": c.dtype == BF16, "by_halves": True}
+    whole = {"solve_passes": whole_float32, "whole_passes": whole_float32} if is_split(c) else {}
+    chosen = {"chunk_size": scans.rows_of_chunk(c), "kept_whole": is_split(c), "by_halves": True}
     return chosen | of_gates | whole
 
 
@@ -120,21 +125,21 @@ def chunk_sites(c: Case, backend: Backend) -> Mapping[str, str]:
     names += ["read"] if is_backward(c) or not is_per_channel(c) else []
     names += ["solve_acc"] if backend == "tpu" or not is_per_channel(c) else []  # of blocks beyond the first 16 rows
     names += ["partial", "solve_partial", "solve_product"] if backend == "tpu" else []
-    names += scans.exponent_sites(backend, is_split=c.dtype == BF16, per_channel=is_per_channel(c))
+    names += scans.exponent_sites(backend, is_split=is_split(c), per_channel=is_per_channel(c))
     names += norm_sites(c)
     if is_backward(c):
         names += ["dv_new", "dupdate", "dv", "dP", "dA", "draw", "dh", "terms", "of_beta", "dgate"]
         names += ["up_to"] if is_per_channel(c) else ["pair_terms"]
         names += ["heads"]
-    pieces = ["lhs", "rhs"] if c.dtype == BF16 else []
-    if backend == "tpu" and c.dtype == BF16 and not is_per_channel(c) and scans.chunks_fill_lanes(c):
+    pieces = ["lhs", "rhs"] if is_split(c) else []
+    if backend == "tpu" and is_split(c) and not is_per_channel(c) and scans.chunks_fill_lanes(c):
         pieces.append("pair_gate")
     exp = {"decay": "float32/2"} if backend == "gpu" and "exponent" in names else {}
     return dict.fromkeys(names, F32) | dict.fromkeys(pieces, "bf16x2") | exp
 
 
 def recurrent_sites(c: Case, backend: Backend) -> Mapping[str, str]:
-    """The TPU's kernels add what is written to a state without rounding the change."""
+    """A TPU that decodes adds what is written to a state without rounding the change."""
     names = ["kept", "decayed", "partial", "acc", "error", "v_new", "written", "lost", "h", *norm_sites(c)]
     names += ["change"] if backend == "gpu" else []
     if is_backward(c):

@@ -8,7 +8,7 @@ import numpy as np
 
 from parity import Case, Contract
 from parity.op import Backend, Inputs
-from tests.matrix.ops import BF16, MMA_DEPTH, MXU_DEPTH, of_unit
+from tests.matrix.ops import BF16, MMA_DEPTH, MXU_DEPTH, is_backward, of_unit
 
 PIECE = 8  # products that a float32 dot of the GPU's chunked kernels sums one after the other; it adds these in float64
 LANES = 128
@@ -18,6 +18,12 @@ IN_DOTS = "pairs of steps are decayed in two factors, in dots of two bfloat16 pi
 
 def is_recurrent(c: Case) -> bool:
     return "recurrent" in c.op
+
+
+def goes_step_by_step(c: Case, backend: Backend) -> bool:
+    """Whether the kernel is a recurrence in fact: of the TPU's recurrent delta rules only those that decode are."""
+    decodes = not is_backward(c) and not is_packed(c) and c.T == 1 and c.h0
+    return is_recurrent(c) and (backend == "gpu" or "gla" in c.op or decodes)
 
 
 def is_packed(c: Case) -> bool:
@@ -30,16 +36,17 @@ def is_power_of_four(size: int) -> bool:
 
 
 def scan_contract(c: Case, backend: Backend, dot: str, **promised: Any) -> Contract:
-    """The contract of a scan whose dots are `dot`; the recurrent kernels have none."""
-    depth = 1 if is_recurrent(c) else MXU_DEPTH if backend == "tpu" else MMA_DEPTH if c.dtype == BF16 else 1
-    tile = PIECE if dot == "ieee" and not is_recurrent(c) else None
+    """The contract of a scan whose dots are `dot`; what goes step by step has none."""
+    by_step = goes_step_by_step(c, backend)
+    depth = 1 if by_step else MXU_DEPTH if backend == "tpu" else MMA_DEPTH if c.dtype == BF16 else 1
+    tile = PIECE if dot == "ieee" and not by_step else None
     return Contract(dot=dot, out=c.out, depth=depth, tile=tile, **promised)
 
 
 def functions(c: Case, backend: Backend, split: bool, of_step: bool) -> Mapping[str, tuple[str, ...]]:
-    """Of the chunked kernels the decays, where they are no float64's nor a series', and the matrix unit's sums; the
-    recurrent ones have neither the hardware's exp nor its matrix unit. of_step: all channels have one gate."""
-    if is_recurrent(c):
+    """Of the chunked kernels the decays, where they are no float64's nor a series', and the matrix unit's sums; what
+    goes step by step has neither the hardware's exp nor its matrix unit. of_step: all channels have one gate."""
+    if goes_step_by_step(c, backend):
         return {}
     exp = ["decay"] if backend == "tpu" or split or not of_step else []
     exp += ["kept"] if backend == "tpu" and split else []
@@ -58,8 +65,11 @@ def exponent_sites(backend: Backend, *, is_split: bool, per_channel: bool) -> li
 
 
 def rows_of_chunk(c: Case) -> int:
-    """Of the TPU's kernels, and at most of the GPU's: the largest power of two in what the case asks for."""
-    return int(c.chunk & -c.chunk)
+    """Of the TPU's kernels, and at most of the GPU's: the largest power of two in what the case asks for.
+
+    Of the recurrent ones what they take at a time.
+    """
+    return 16 if is_recurrent(c) else int(c.chunk & -c.chunk)
 
 
 def chunks_fill_lanes(c: Case) -> bool:
@@ -74,7 +84,7 @@ def by_step(c: Case, inputs: Inputs, heads: int) -> dict[str, np.ndarray]:
     steps = np.arange(c.T)
     sequence = np.searchsorted(offsets[1:], steps, side="right")
     done = steps - offsets[np.minimum(sequence, len(offsets) - 2)]
-    chunk = 16 if is_recurrent(c) else c.chunk  # what the recurrent kernels take at a time
+    chunk = rows_of_chunk(c) if is_recurrent(c) else c.chunk
     border = np.where(done == 0, "first step", np.where(np.isin(steps + 1, offsets), "last step", "inside"))
     found = {"time chunk": done // chunk, "step of the chunk": done % chunk, "sequence boundary": border}
     if is_packed(c):

@@ -2,8 +2,8 @@
 
 A step reads and writes a state once and does little else, so HBM bounds it. States stay [K, V], as the caller has them,
 and GROUP of them at a time stream through VMEM, of whatever sequences and heads. v is a row then, and what is
-summed over K is added register by register; k, q and gates by key are columns. The bits are those of `fused_recurrent`
-and `recurrent_delta_rule` for sequences of one step: each element in the same operations, each sum over K in the same
+summed over K is added register by register; k, q and gates by key are columns. Of gated linear attention the bits are
+those of `fused_recurrent` for sequences of one step: each element in the same operations, each sum over K in the same
 order.
 """
 
@@ -17,15 +17,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from op_arguments.gla import Output
+from op_arguments.gla import Output, Problem
 from op_arguments.probe import active, probe
 from tpu_kernels._lib.arguments import Interpreted
 from tpu_kernels._lib.call import Block, bytes_of, call, rarely
 from tpu_kernels._lib.chip import LANES, generation
 from tpu_kernels._lib.decays import decay_parts, next_state, times
-from tpu_kernels._lib.recurrent_layout import GROUP, LEAST_VMEM, SPARE_VMEM, SUBLANES, Plan, step_decays, vmem_bytes
+from tpu_kernels._lib.recurrent_layout import GROUP, LEAST_VMEM, SPARE_VMEM, SUBLANES, gate_of, step_decays, vmem_bytes
 from tpu_kernels._lib.recurrent_sums import (
-    HALVES,
     bit_of,
     column_of,
     columns_by_products,
@@ -39,13 +38,13 @@ Column = Callable[[Any], jax.Array]
 MOST_VMEM = 32 * 2**20  # bytes, for the states of a group, in and out and twice buffered
 
 
-def is_decoding(plan: Plan, initial_state: jax.Array | None) -> bool:
+def is_decoding(p: Problem, keys: int, initial_state: jax.Array | None) -> bool:
     """Whether `decode` takes the call: one step of each sequence, from a state that needs no padding for it.
 
-    A sum over K begins with halves of K: where these are whole registers, zeros in its place add nothing.
+    keys: what other calls would pad K to. A sum over K begins with halves of K: where these are whole registers, zeros
+    in its place add nothing.
     """
-    p = plan.p
-    whole = p.k % SUBLANES == 0 and plan.keys % p.k == 0
+    whole = p.k % SUBLANES == 0 and keys % p.k == 0
     fits = 4 * vmem_bytes((GROUP, p.k, p.v)) <= MOST_VMEM
     return p.t == 1 and not p.packed and initial_state is not None and whole and fits
 
@@ -54,7 +53,7 @@ def decode(
     x: Mapping[str, jax.Array],
     gates: Mapping[str, Any],
     initial_state: Any,
-    plan: Plan,
+    p: Problem,
     output_final_state: bool,
     interpret: Interpreted,
 ) -> Output:
@@ -63,11 +62,11 @@ def decode(
     x: q, k and v [B, 1, H, ·], of a delta rule beta [B, 1, H] besides. gates: as `scans.take`'s, by name.
     The states after the step are written in place of the initial ones, where the caller donates these.
     """
-    p, count = plan.p, plan.p.b * plan.p.h
+    count, gate = p.b * p.h, gate_of(gates)
     rows = {name: array.reshape(count, -1) for name, array in x.items()}
-    if plan.gate == "key":
+    if gate == "key":
         rows["gk"] = gates["gk"].reshape(count, -1)
-    elif plan.gate == "step":
+    elif gate == "step":
         rows["decays"] = jnp.stack([part[..., 0].T.ravel() for part in step_decays(gates, p)], axis=1)
     operands = {name: _blocks(array) for name, array in rows.items()}
     states = initial_state.reshape(count, p.k, p.v)
@@ -76,7 +75,7 @@ def decode(
     if output_final_state:
         out["ht"] = _blocks(jax.ShapeDtypeStruct(states.shape, jnp.float32))
     found = call(
-        partial(_kernel, plan=plan, count=count, unroll=not interpret),
+        partial(_kernel, p=p, gate=gate, count=count, unroll=not interpret),
         name="recurrent_decode",
         grid=(pl.cdiv(count, GROUP),),
         parallel=1,
@@ -107,7 +106,14 @@ def _blocks(array: Any) -> Block:
 
 
 def _kernel(
-    operands: dict[str, Any], out: dict[str, Any], scratch: dict[str, Any], *, plan: Plan, count: int, unroll: bool
+    operands: dict[str, Any],
+    out: dict[str, Any],
+    scratch: dict[str, Any],
+    *,
+    p: Problem,
+    gate: str | None,
+    count: int,
+    unroll: bool,
 ) -> None:
     names = operands.keys() & {"q", "k", "gk"}
     x = {name: operands[name][...].astype(jnp.float32) for name in sorted(names)}
@@ -115,7 +121,7 @@ def _kernel(
         x = {name: jnp.where(_is_state(count, (GROUP, 1)), rows, 0.0) for name, rows in x.items()}
     if "gk" in x:
         x["kept"], x["rest"] = decay_parts(x.pop("gk"))
-    multiplied = _multiplied(plan, "beta" in operands)
+    multiplied = _multiplied(p, "beta" in operands)
     narrow = {"kept", *(name for name in "qk" if operands[name].dtype == jnp.bfloat16)}
 
     def columns(by_product: set[str]) -> dict[str, Column]:
@@ -123,14 +129,14 @@ def _kernel(
         for name, rows in x.items():
             if name in by_product:
                 rows = rows.astype(jnp.bfloat16) if name in narrow else rows
-                found[name] = columns_by_products(rows, plan.p.v)
+                found[name] = columns_by_products(rows, p.v)
             elif name == "kept":
-                found[name] = partial(bit_of, spread_bits(rows, plan.p.v))
+                found[name] = partial(bit_of, spread_bits(rows, p.v))
             else:
                 found[name] = partial(column_of, rows.T)
         return found
 
-    steps = partial(_steps, operands, out, scratch, plan=plan, count=count)
+    steps = partial(_steps, operands, out, scratch, scale=p.scale, gate=gate, count=count)
     if not multiplied:
         steps(columns(multiplied), turn=1 if unroll else GROUP, unroll=unroll)
         return
@@ -140,13 +146,13 @@ def _kernel(
     rarely(jnp.logical_not(are_exact))(lambda: steps(columns(multiplied - {"q", "k"}), turn=GROUP, unroll=False))
 
 
-def _multiplied(plan: Plan, is_delta: bool) -> set[str]:
+def _multiplied(p: Problem, is_delta: bool) -> set[str]:
     """Names of the columns that are products of the matrix unit: those that make a group's steps shorter.
 
     None for other states than of 128 by 128: smaller ones wait for a product longer than it saves, and of larger ones
     a group's steps spill more than fits VMEM.
     """
-    if vmem_bytes((plan.p.k, plan.p.v)) != vmem_bytes((LANES, LANES)) or (generation() == 5 and not is_delta):
+    if vmem_bytes((p.k, p.v)) != vmem_bytes((LANES, LANES)) or (generation() == 5 and not is_delta):
         return set()
     return {"q", "k", "kept"} if is_delta else {"q", "k"}
 
@@ -162,7 +168,8 @@ def _steps(
     scratch: dict[str, Any],
     columns: dict[str, Column],
     *,
-    plan: Plan,
+    scale: float,
+    gate: str | None,
     count: int,
     turn: int,
     unroll: bool,
@@ -176,15 +183,15 @@ def _steps(
     parts, written = scratch["parts"], scratch["written"]
 
     def decay_of(n: Any) -> list[jax.Array]:
-        if plan.gate == "key":
+        if gate == "key":
             return [columns[name](n) for name in ("kept", "rest")]
-        if plan.gate == "step":
+        if gate == "step":
             return [operands["decays"][pl.ds(n, 1), pl.ds(part, 1)] for part in range(2)]
         return []
 
     def recall(n: Any) -> None:
         before = operands["h0"][n]
-        parts[n] = fold_registers(columns["k"](n) * (times(decay_of(n), before) if plan.gate == "key" else before))
+        parts[n] = fold_registers(columns["k"](n) * (times(decay_of(n), before) if gate == "key" else before))
 
     def step(n: Any) -> None:
         before, decay, term = operands["h0"][n], decay_of(n), columns["k"](n) * written[pl.ds(n, 1), :]
@@ -205,12 +212,12 @@ def _steps(
         states = pl.ds(first, turn)
         if "beta" in operands:
             _for_states(recall, states, unroll)
-            recalled = sum_folded(parts.at[states], HALVES)
-            if plan.gate == "step":
+            recalled = sum_folded(parts.at[states])
+            if gate == "step":
                 recalled = times([operands["decays"][states, pl.ds(part, 1)] for part in range(2)], recalled)
             written[states] = operands["beta"][states].astype(jnp.float32) * (written[states] - recalled)
         _for_states(step, states, unroll)
-    out["o"][...] = (plan.p.scale * sum_folded(parts)).astype(out["o"].dtype)
+    out["o"][...] = (scale * sum_folded(parts)).astype(out["o"].dtype)
 
 
 def _for_states(body: Any, states: Any, unroll: bool) -> None:

@@ -48,7 +48,7 @@ class Plan(NamedTuple):
     gate: str | None
     reverse: bool
     unroll: int
-    relative: bool = False
+    relative: bool
 
     @property
     def is_aligned(self) -> bool:
@@ -80,23 +80,13 @@ class Plan(NamedTuple):
 def make_plan(p: Problem, gates: Gates, *, backward: bool, interpret: Any, reverse: bool = False) -> Plan | None:
     """The plan of a checked problem, None where there is nothing to go through.
 
-    gates: as in `fused_recurrent.recurrent_fwd`, of which only those that are None matter.
-    """
-    given = [name for name, gate in gates.items() if gate is not None]
-    gate = ("key" if "gk" in given else "step") if given else None
-    relative = p.dtype == "bfloat16"
-    plan = make_step_plan(p, gate, lanes="value" if relative and not backward else "key", backward=backward)
-    return plan and plan._replace(reverse=bool(reverse), unroll=1 if interpret else GROUP, relative=relative)
-
-
-def make_step_plan(p: Problem, gate: str | None, *, lanes: str, backward: bool) -> Plan | None:
-    """The plan of a recurrence from the first step to the last; lanes and gate as `Plan`'s.
-
-    A tile has TILE rows, or no more than there are; backward, when it keeps the states of all its steps, no more than
-    fit.
+    gates: as in `fused_recurrent.recurrent_fwd`, of which only those that are None matter. A tile has TILE rows, or no
+    more than there are; backward, when it keeps the states of all its steps, no more than fit.
     """
     if 0 in (p.b, p.t, p.h, p.k, p.v, p.n):
         return None
+    relative = p.dtype == "bfloat16"
+    lanes = "value" if relative and not backward else "key"
     keys, values = (
         pl.cdiv(size, width) * width
         for size, width in zip((p.k, p.v), (LANES, GROUP) if lanes == "key" else (GROUP, LANES), strict=True)
@@ -110,10 +100,17 @@ def make_step_plan(p: Problem, gate: str | None, *, lanes: str, backward: bool) 
         lanes,
         tile=min(tile, pl.cdiv(p.b * p.t, GROUP) * GROUP),
         slab=LANES if lanes == "value" else math.gcd(values, 1 << max(SLAB // keys, SUBLANES).bit_length() - 1),
-        gate=gate,
-        reverse=False,
-        unroll=GROUP,
+        gate=gate_of(gates),
+        reverse=bool(reverse),
+        unroll=1 if interpret else GROUP,
+        relative=relative,
     )
+
+
+def gate_of(gates: Mapping[str, Any]) -> str | None:
+    """Whether decays are by "key", one of a "step", or none."""
+    given = [name for name, gate in gates.items() if gate is not None]
+    return ("key" if "gk" in given else "step") if given else None
 
 
 def step_decays(gates: Mapping[str, Any], p: Problem) -> Pair:
@@ -243,11 +240,6 @@ class Layout:
         laid_out = {name: self._in_groups(pair).swapaxes(1, 2) for name, pair in pairs.items()}
         return {name: self._tiles(x, x.shape[2:], place) for name, x in laid_out.items()}
 
-    def numbers(self, x: jax.Array, place: Place) -> Block:
-        """x [B, T, H], one float32 number per step, as [H, tiles, groups of a tile, GROUP]."""
-        x = self._in_groups(jnp.moveaxis(x, 2, 0).reshape(self.plan.p.h, -1).astype(jnp.float32))
-        return self._tiles(x, x.shape[2:], place)
-
     def _in_groups(self, x: jax.Array) -> jax.Array:
         """[..., B T] as [..., tiles, groups of a tile, GROUP]."""
         plan, x = self.plan, self._laid_out(x, axis=-1)
@@ -260,7 +252,7 @@ class Layout:
         return self.out_by_key(gates["gk"].dtype, place) if plan.gate == "key" else self.numbers_out(place)
 
     def numbers_out(self, place: Place) -> Block:
-        """A result of one float32 number per step, as `numbers`."""
+        """A result of one float32 number per step, as [H, tiles, groups of a tile, GROUP]."""
         plan = self.plan
         shape = (plan.p.h, plan.tiles, plan.tile // GROUP, GROUP)
         return self._tiles(jax.ShapeDtypeStruct(shape, jnp.float32), shape[2:], place)

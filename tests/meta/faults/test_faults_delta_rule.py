@@ -55,7 +55,6 @@ FAULTS = named({
     "the decay comes after the error": [
         tpu(GDN, "recalled = read_state(k, state, decay, decay.decay_from_start, scan, WHOLE)",
             "recalled = dot(k, state, (1, 1), scan)", float32),
-        tpu(STEPS, "return times(decay, sum_at_once(key * state))", "return sum_at_once(key * state)", float32),
         gpu(STEPS, "_sum_over_keys((kept + lost) * k_row * state)", "_sum_over_keys(k_row * state)", float32),
     ],
     # tpu-inference's
@@ -115,9 +114,11 @@ FAULTS = named({
         gpu("chunk_kda_fwd", "store_state(ht, at_sequence, state, in_state)",
             "store_state(ht, at_sequence, state, in_state & (key < tl.where(start < end, layout.k, 0)))", packed),
     ],
+    "a recurrence takes two pieces of what is float32": [
+        tpu(STEPS, "plan._replace(scan=plan.scan._replace(split=False))", "plan",
+            having(tier="smoke", dtype="bfloat16")),
+    ],
     "what a state recalls is missing from dk": [
-        tpu(STEPS_BACKWARD, "_sum_values((beta * error) * dstate - decayed * dv)",
-            "_sum_values((beta * error) * dstate)", float32),
         gpu(STEPS_BACKWARD, "dk_row = _sum_over_values(dstate * v_new[:, None]) - recalled",
             "dk_row = _sum_over_values(dstate * v_new[:, None])", float32),
     ],

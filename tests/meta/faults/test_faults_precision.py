@@ -51,6 +51,7 @@ class Loss(NamedTuple):
 f32 = having(tier="smoke", dtype="float32")
 bf16 = having(tier="smoke", dtype="bfloat16")
 of_bf16 = having(dtype="bfloat16")
+decoding = having(T=1, dtype="float32")
 of_model_bf16 = having(dtype="bfloat16", K=128, V=128, T=72)
 narrow_output = having(tier="smoke", out="bfloat16")
 fp8 = having(tier="smoke", dtype="float8_e4m3fn", out="float32")
@@ -77,6 +78,7 @@ KDA_FWD, KDA_BWD = "chunk_kda_fwd", "chunk_kda_bwd"
 DELTA_FWD, DELTA_BWD = f"{GDN_FWD} {KDA_FWD}", f"{GDN_BWD} {KDA_BWD}"
 DELTA_STEPS_FWD = "fused_recurrent_gated_delta_rule_fwd fused_recurrent_kda_fwd"
 DELTA_STEPS_BWD = "fused_recurrent_gated_delta_rule_bwd fused_recurrent_kda_bwd"
+RULES_FWD, RULES_BWD = f"{DELTA_FWD} {DELTA_STEPS_FWD}", f"{DELTA_BWD} {DELTA_STEPS_BWD}"  # of the TPU, in chunks all
 GATES_FWD, GATES_BWD = "softplus_gate bounded_gate", "softplus_gate_bwd bounded_gate_bwd"
 CONV, CONV_BWD = "causal_conv1d", "causal_conv1d_bwd"
 GPU_SUMS = "sums = «ADDED(sums, a, b, lhs, rhs, region, step, SCALING)»"
@@ -219,72 +221,61 @@ LOSSES = [
     Loss("dg", "tpu", STEPS_BWD, 'fold_registers(«after * refs["decayed"][rows.start + n, slab, :]»)', bf16),
     Loss("dg", "gpu", STEPS_BWD, "dgate_row = sum_over_values(«dstate * ((kept + lost) * before)»)", bf16),
     # chunked delta rules
-    Loss("scores", "tpu", DELTA_FWD, 'probe("P", «of_q[0]», 1, 2)', bf16),
+    Loss("scores", "tpu", RULES_FWD, 'probe("P", «of_q[0]», 1, 2)', bf16),
     Loss("scores", "gpu", DELTA_FWD, "scores = «scores.to(tl.float32)»", bf16),
-    Loss("inverse", "tpu", f"{DELTA_FWD} {DELTA_BWD}",
+    Loss("inverse", "tpu", f"{RULES_FWD} {RULES_BWD}",
          't = probe("T", «inverse(probe("A", beta * raw, 1, 2), scan)», 1, 2)', bf16),
     Loss("inverse", "gpu", f"{DELTA_FWD} {DELTA_BWD}", "inverse = «_inverse(beta[:, None] * raw, LEVELS)»", bf16),
-    Loss("errors of what is recalled", "tpu", DELTA_FWD,
+    Loss("errors of what is recalled", "tpu", RULES_FWD,
          'error = probe("error", «f32(self.load(i, "v")) - recalled», 1)', bf16),
     Loss("errors of what is recalled", "gpu", DELTA_FWD, "v_new = dot(t_rows, beta[:, None] * «error», SPLIT)", bf16),
-    Loss("what is written", "tpu", DELTA_FWD, 'probe("v_new", «dot(t, beta * error, (1, 0), scan, WHOLE)», 1)', bf16),
+    Loss("what is written", "tpu", RULES_FWD, 'probe("v_new", «dot(t, beta * error, (1, 0), scan, WHOLE)», 1)', bf16),
     Loss("what is written", "gpu", DELTA_FWD, "v_new = «dot(t_rows, beta[:, None] * error, SPLIT)»", bf16),
-    Loss("state", "tpu", f"{DELTA_FWD} {DELTA_BWD}",
+    Loss("state", "tpu", f"{RULES_FWD} {RULES_BWD}",
          "return «decayed(state, s.decay, written_by(s.k, s.v_new, s.decay, s.decay.decay_to_end, scan))»", bf16),
     Loss("state", "gpu", f"{DELTA_FWD} {DELTA_BWD}", GPU_STATE, bf16),
-    Loss("state in one chunk", "tpu", DELTA_FWD, TPU_NEXT_DELTA, bf16, "i == 0"),
+    Loss("state in one chunk", "tpu", RULES_FWD, TPU_NEXT_DELTA, bf16, "i == 0"),
     Loss("state in one chunk", "gpu", DELTA_FWD, GPU_NEXT_DELTA, bf16, "block == 0"),
-    Loss("state in one head", "tpu", DELTA_FWD, TPU_NEXT_DELTA, bf16,
+    Loss("state in one head", "tpu", RULES_FWD, TPU_NEXT_DELTA, bf16,
          "jax.lax.broadcasted_iota(jnp.int32, scan.state, 0) == 1"),
     Loss("state in one head", "gpu", DELTA_FWD, GPU_NEXT_DELTA, bf16, "head == 1"),
-    Loss("gradient of the state", "tpu", DELTA_BWD, 'probe("dh", «decayed(dend, decay, change)»)', bf16),
+    Loss("gradient of the state", "tpu", RULES_BWD, 'probe("dh", «decayed(dend, decay, change)»)', bf16),
     Loss("gradient of the state", "gpu", DELTA_BWD,
          "dstate = «decays.kept * dstate + (decays.lost * dstate + change)»", bf16),
     Loss("decay", "tpu", GDN_FWD, "return «finite_exp(jnp.where(i >= j, sums, -jnp.inf))»", bf16),
     Loss("decay", "tpu", KDA_FWD,
          "self.halves.append(«finite_exp(jnp.where(second, until, after))».reshape(gk.shape))", bf16),
     Loss("decay", "gpu", DELTA_FWD, "return «tl.exp(at_most(coarse + fine, LARGEST_EXPONENT))»", bf16),
-    Loss("gradient of what is written", "tpu", DELTA_BWD,
+    Loss("gradient of what is written", "tpu", RULES_BWD,
          'probe("dv_new", «scale * dot(s.p, do, (0, 0), scan) + from_end», 1)', bf16),
     Loss("gradient of what is written", "gpu", DELTA_BWD,
          "dv_new = «scale * dot(p_columns, do_rows, SPLIT) + read_state(k_rows, dstate, to_end, SPLIT)»", bf16),
-    Loss("dA", "tpu", DELTA_BWD, "jnp.where(row > column, «-dot(dupdate, s.v_new, (1, 1), scan)», 0.0)", bf16),
+    Loss("dA", "tpu", RULES_BWD, "jnp.where(row > column, «-dot(dupdate, s.v_new, (1, 1), scan)», 0.0)", bf16),
     Loss("dA", "gpu", DELTA_BWD, "da = tl.where(at[:, None] > at[None, :], «da.to(tl.float32)», 0.0)", bf16),
-    Loss("dg", "tpu", DELTA_BWD, "of_rows = «f32(q) * read + f32(k) * recalled», f32(k) * written", bf16),
+    Loss("dg", "tpu", RULES_BWD, "of_rows = «f32(q) * read + f32(k) * recalled», f32(k) * written", bf16),
     Loss("dg", "gpu", GDN_BWD, "sums_across(«p_t * dp_t + raw_t * draw_t», read, written, SPLIT)", bf16),
     Loss("dg", "gpu", KDA_BWD, "dgate = sums_from(«q_columns * dq + k_columns * (dk_later - dk_earlier)»)", bf16),
-    Loss("dbeta", "tpu", DELTA_BWD, "of_error = jnp.sum(«dupdate * s.error», axis=2, keepdims=True)", bf16),
+    Loss("dbeta", "tpu", RULES_BWD, "of_error = jnp.sum(«dupdate * s.error», axis=2, keepdims=True)", bf16),
     Loss("dbeta", "gpu", DELTA_BWD, "of_beta += tl.sum(«dupdate_rows * error_rows», axis=1)", bf16),
-    Loss("output, twice rounded", "tpu", DELTA_FWD,
+    Loss("output, twice rounded", "tpu", RULES_FWD,
          'block.store(i, "o", «plan.p.scale * (read + dot(s.p, s.v_new, (1, 0), scan))»)', bf16),
     Loss("output, twice rounded", "gpu", DELTA_FWD,
          "store_tile(o, «scale * out», row[:, None], value, rows, layout.v)", bf16),
     # delta rules step by step
-    Loss("decay", "tpu", f"{DELTA_STEPS_FWD} {DELTA_STEPS_BWD}", "return kept, «rest»", bf16),
+    Loss("what is written in decoding", "tpu", DELTA_STEPS_FWD,
+         'written[states] = «operands["beta"][states].astype(jnp.float32) * (written[states] - recalled)»', decoding),
     Loss("decay", "gpu", f"{DELTA_STEPS_FWD} {DELTA_STEPS_BWD}", "lost = «(decay - kept).to(tl.float32)»", bf16),
-    Loss("products of a step", "tpu", "fused_recurrent_gated_delta_rule_fwd", "sum_at_once(«key * state»)", bf16),
-    Loss("products of a step", "tpu", "fused_recurrent_kda_fwd", "sum_at_once(«key * times(decay, state)»)", bf16),
     Loss("products of a step", "gpu", DELTA_STEPS_FWD, "_sum_over_keys(«(kept + lost) * k_row * state»)", bf16),
-    Loss("errors of what is recalled", "tpu", DELTA_STEPS_FWD, 'v_new = refs["beta_rows"][row, :] * «error»', bf16),
     Loss("errors of what is recalled", "gpu", DELTA_STEPS_FWD,
          "v_new = tl.load(inputs.beta + row).to(tl.float32) * «error»", bf16),
-    Loss("state", "tpu", f"{DELTA_STEPS_FWD} {DELTA_STEPS_BWD}", "return «total + (left + rest * state)»", bf16),
     Loss("state", "gpu", f"{DELTA_STEPS_FWD} {DELTA_STEPS_BWD}", GPU_STEP_DELTA, bf16),
-    Loss("state in one step", "tpu", DELTA_STEPS_FWD,
-         "after = «next_state(before, decay, key * v_new)»", bf16, "n == 3"),
     Loss("state in one step", "gpu", DELTA_STEPS_FWD, GPU_STEP_DELTA, bf16, "row // layout.h == 3"),
     Loss("state in one head", "gpu", DELTA_STEPS_FWD, GPU_STEP_DELTA, bf16, "head == 1"),
-    Loss("gradient of the state", "tpu", DELTA_STEPS_BWD, "previous = «times(decay, through)»", bf16),
     Loss("gradient of the state", "gpu", DELTA_STEPS_BWD,
          "dstate = «tl.where(kept > 0, through, 0.0) + lost * through»", bf16),
-    Loss("dk", "tpu", DELTA_STEPS_BWD, "_sum_values(«(beta * error) * dstate - decayed * dv»)", bf16),
     Loss("dk", "gpu", DELTA_STEPS_BWD, "dk_row = _sum_over_values(«dstate * v_new[:, None]»)", bf16),
-    Loss("dg", "tpu", DELTA_STEPS_BWD, "(«decayed * through»)", bf16),
     Loss("dg", "gpu", DELTA_STEPS_BWD, "_sum_over_values(«(kept + lost) * before * through»)", bf16),
-    Loss("dbeta", "tpu", DELTA_STEPS_BWD, 'refs["dbeta_rows"][row, :] += «dv_new * error»', bf16),
     Loss("dbeta", "gpu", DELTA_STEPS_BWD, "tl.store(outs.dbeta + at_part, tl.sum(«dv_new * error»))", bf16),
-    Loss("output, twice rounded", "tpu", DELTA_STEPS_FWD,
-         'store(refs, visit, rows, "o", «plan.p.scale * sum_folded(refs["o_parts"])»)', bf16),
     Loss("output, twice rounded", "gpu", DELTA_STEPS_FWD,
          "o_row = «scale * _sum_over_keys(q_row[None, :] * state)»", bf16),
     # gates
