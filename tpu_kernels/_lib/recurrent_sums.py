@@ -1,21 +1,18 @@
 """Sums over rows and lanes of registers, in an order that does not depend on where a step happens to lie."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels._lib.activations import fold_rows
 from tpu_kernels._lib.chunk_dots import WHOLE, ones
-from tpu_kernels._lib.decays import leading, times
+from tpu_kernels._lib.decays import leading
 from tpu_kernels._lib.recurrent_layout import GROUP, SUBLANES
 
 SMALLEST_SUM = 2.0**-102  # its 24 bits end above 2^-126, below which TPUs flush to zero
-HALVES = (0, 4, 2, 6, 1, 5, 3, 7)
-"""The order in which `sum_folded` has the bits of `sum_at_once`."""
 
 
 def sum_rows(x: jax.Array) -> jax.Array:
@@ -31,12 +28,9 @@ def fold_registers(x: jax.Array) -> jax.Array:
     return fold_rows(x, SUBLANES)
 
 
-def sum_folded(parts: Any, order: Sequence[int] = range(SUBLANES)) -> jax.Array:
-    """[GROUP, SUBLANES, K] in memory -> [GROUP, K], pairwise: rows of registers are loaded apart, not moved.
-
-    order: that of the rows, of which neighbours are added first.
-    """
-    sums = [parts[:, n, :] for n in order]
+def sum_folded(parts: Any) -> jax.Array:
+    """[GROUP, SUBLANES, K] in memory -> [GROUP, K], pairwise: rows of registers are loaded apart, not moved."""
+    sums = [parts[:, n, :] for n in range(SUBLANES)]
     while len(sums) > 1:
         sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
     return sums[0]
@@ -53,18 +47,6 @@ def sum_keys_of(parts: Any, slab: Any, n: Any, products: jax.Array) -> None:
 def sums_of_keys(parts: Any) -> jax.Array:
     """[slabs, GROUP, SUBLANES, R] in memory -> [GROUP, V]."""
     return jnp.concatenate([sum_folded(parts.at[n]) for n in range(parts.shape[0])], axis=1)
-
-
-def sum_at_once(x: jax.Array) -> jax.Array:
-    """The sum over rows, pairwise: [R, C] -> [1, C].
-
-    Rotations leave it in every row of a register: nothing is broadcast while a step waits for it.
-    """
-    total, distance = fold_registers(x), SUBLANES // 2
-    while distance:
-        total += pltpu.roll(total, distance, 0)
-        distance //= 2
-    return total[:1]
 
 
 def column_of(x: jax.Array, n: Any) -> jax.Array:
@@ -110,16 +92,6 @@ def _bf16_pieces(x: jax.Array) -> list[jax.Array]:
         pieces.append(piece.astype(jnp.bfloat16))
         x = x - piece
     return pieces
-
-
-def recalled(state: jax.Array, key: jax.Array, decay: Sequence[jax.Array]) -> jax.Array:
-    """What a state [K, V] recalls of a key [K, 1] once it has decayed: [1, V].
-
-    decay: both parts, by key [K, ·] or of all keys [1, ·], which multiply the sum alone.
-    """
-    if decay[0].shape[0] == state.shape[0]:
-        return sum_at_once(key * times(decay, state))
-    return times(decay, sum_at_once(key * state))
 
 
 def spread_bits(kept: jax.Array, width: int) -> jax.Array:

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from op_arguments.probe import active, probe
-from tpu_kernels._lib.chip import LANES, sublanes
+from tpu_kernels._lib.chip import sublanes
 from tpu_kernels._lib.decays import decay_parts
 from tpu_kernels._lib.recurrent_layout import GROUP, Plan, SequenceVisits, nth_visit
 
@@ -129,16 +129,6 @@ def make_columns(columns: Any, x: jax.Array, plan: Plan) -> None:
 def store(refs: Refs, visit: Visit, rows: Any, name: str, x: jax.Array) -> None:
     """Those rows of a group that are the visit's."""
     refs[name][rows, :] = own(visit, rows, x, refs[name][rows, :])
-
-
-def load_numbers(refs: Refs, visit: Visit, plan: Plan, name: str) -> None:
-    """A tile's numbers, one per step, in `name`_rows [tile, LANES]: a step's in all lanes of its row.
-
-    Zero where a step is not the visit's: NaN times what is zero there would reach the visit's states.
-    """
-    for group, rows in enumerate(groups_of(plan)):
-        line = own(visit, rows, refs[name][pl.ds(group, 1), :], axis=1)
-        refs[f"{name}_rows"][rows, :] = spread(line, LANES)
 
 
 def store_numbers(refs: Refs, visit: Visit, rows: Any, name: str, x: jax.Array) -> None:

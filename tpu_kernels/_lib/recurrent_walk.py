@@ -25,8 +25,8 @@ class Recurrence(NamedTuple):
     name: its kernels are `name`_fwd and `name`_bwd. flops: of the forward and of the backward pass, for each element of
     the state at each step. load(visit, refs, plan, *names) brings the operands of these names, and what all steps need,
     into the scratch of a visit. advance(visit, refs, rows, plan, use) takes the state through the steps, slab by slab:
-    use(slab, step, state before it, state after it, …). with_o(visit, refs, rows, plan=plan) is that with o, with_dq
-    with dq, and go_back(visit, refs, rows, plan=plan) takes the gradient of the state back through the steps.
+    use(slab, step, state before it, state after it). with_o(visit, refs, rows, plan=plan) is that with o, with_dq with
+    dq, and go_back(visit, refs, rows, plan=plan) takes the gradient of the state back through the steps.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Recurrence(NamedTuple):
             scratch,
             phases=(2,),
             flops=self.flops[1],
-            times={"k": 2, "v": 2, "gk": 2, "decays": 2, "gates": 2, "beta": 2, "kept_states": 2 * plan.p.h},
+            times={"k": 2, "v": 2, "gk": 2, "decays": 2, "gates": 2, "kept_states": 2 * plan.p.h},
             name=f"{self.name}_bwd",
         )
 
@@ -137,9 +137,6 @@ def _backward_kernel(visits: SequenceVisits, refs: Refs, *, plan: Plan, recurren
         pltpu.sync_copy(kept, state)
         recurrence.load(visit, refs, plan, "q", "k", "v", "do")
         for_groups(visit, plan, partial(recurrence.with_dq, visit, refs, plan=plan))
-        if "before" in refs:
-            # A group may begin with steps of another sequence, which make a column that has NaN all NaN: 0 * NaN.
-            pl.when(visit.start < visit.end)(lambda: pltpu.sync_copy(kept, refs["before"].at[visit.start]))
         for_groups(visit, plan, partial(recurrence.go_back, visit, refs, plan=plan), backwards=True)
         if "dh0" in refs:
 
