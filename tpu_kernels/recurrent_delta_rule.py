@@ -3,8 +3,9 @@
 `recurrent_delta_fwd` and `recurrent_delta_bwd` are what `fused_recurrent_*` of `gated_delta_rule.py` and `kda.py` are
 made of. A state that takes one step at a time waits in each for a sum over all of it, and leaves the matrix unit idle.
 So CHUNK steps are taken at once, by the kernels of `chunk_delta_rule`, and what `chunk_*` gives away is kept: dots take
-all bits of what is float32, whatever q and k are, and the inverse of 16 rows magnifies little of what is lost. One step
-from a state is `recurrent_decode`'s.
+all bits of what is float32, whatever q and k are, decays come from a series (`decays.decay_parts`) and not from the
+processor's exp, and the inverse of 16 rows magnifies little of what is lost. One step from a state is
+`recurrent_decode`'s.
 """
 
 from typing import Any
@@ -29,7 +30,7 @@ CHUNK = 16
 def make_plan(p: DeltaProblem, per_channel: bool, *, backward: bool) -> DeltaPlan | None:
     """The plan of a checked problem, None where there is nothing to go through."""
     plan = make_chunk_plan(p, per_channel, backward=backward, chunk_size=CHUNK)
-    return plan and plan._replace(scan=plan.scan._replace(split=False))
+    return plan and plan._replace(scan=plan.scan._replace(split=False, series=True))
 
 
 @options_of(take, make_plan)

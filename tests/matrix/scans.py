@@ -44,11 +44,11 @@ def scan_contract(c: Case, backend: Backend, dot: str, **promised: Any) -> Contr
 
 
 def functions(c: Case, backend: Backend, split: bool, of_step: bool) -> Mapping[str, tuple[str, ...]]:
-    """Of the chunked kernels the decays, where they are no float64's nor a series', and the matrix unit's sums; what
-    goes step by step has neither the hardware's exp nor its matrix unit. of_step: all channels have one gate."""
+    """The decays, where they are no float64's nor a series' as in recurrent kernels, and the matrix unit's sums, of
+    which what goes step by step has none. of_step: all channels have one gate."""
     if goes_step_by_step(c, backend):
         return {}
-    exp = ["decay"] if backend == "tpu" or split or not of_step else []
+    exp = ["decay"] if (backend == "tpu" and not is_recurrent(c)) or split or (backend == "gpu" and not of_step) else []
     exp += ["kept"] if backend == "tpu" and split else []
     return dict.fromkeys(exp, ("exp",)) | (of_unit(backend) if backend == "tpu" or split else {})
 

@@ -68,7 +68,7 @@ class StepDecay:
         """See the class."""
         i, j = _steps(self._scan)
         sums = self._products() if self._scan.gate_terms else self._differences()
-        return finite_exp(jnp.where(i >= j, sums, -jnp.inf))
+        return _exp(jnp.where(i >= j, sums, -jnp.inf), self._scan)
 
     def _differences(self) -> jax.Array:
         """The sums of the gates after step j up to step i, for i >= j: those up to i less those up to j."""
@@ -172,7 +172,7 @@ class ChannelDecay:
         for level in range(ROWS.bit_length() - 1):
             half = 2**level
             second = iota(until.shape, 2) & half != 0
-            self.halves.append(finite_exp(jnp.where(second, until, after)).reshape(gk.shape))
+            self.halves.append(_exp(jnp.where(second, until, after), scan).reshape(gk.shape))
             total = until + after
             until += jnp.where(second, pltpu.roll(total, half, 2), 0.0)
             after += jnp.where(second, 0.0, pltpu.roll(total, ROWS - half, 2))
@@ -182,12 +182,12 @@ class ChannelDecay:
         registers, half = range(len(totals)), 1
         while half < len(registers):
             exponents = [untils[n] if n & half else afters[n] for n in registers]
-            self.halves.append(finite_exp(_rows(exponents)))
+            self.halves.append(_exp(_rows(exponents), scan))
             untils = [untils[n] + totals[n ^ half] if n & half else untils[n] for n in registers]
             afters = [afters[n] if n & half else afters[n] + totals[n ^ half] for n in registers]
             totals = [totals[n & ~half] + totals[n | half] for n in registers]
             half *= 2
-        self._until, self._after = _rows(untils), _rows(afters)
+        self._until, self._after, self._scan = _rows(untils), _rows(afters), scan
         self.whole = _whole(scan, self._until[:, -1:])
 
     def probe_sums(self, probe: Probe) -> None:
@@ -197,11 +197,11 @@ class ChannelDecay:
 
     def decay_from_start(self, width: int) -> jax.Array:
         """See the class."""
-        return finite_exp(self._until)
+        return _exp(self._until, self._scan)
 
     def decay_to_end(self, width: int) -> jax.Array:
         """See the class."""
-        return finite_exp(self._after)
+        return _exp(self._after, self._scan)
 
     def scores(self, load: Load, scan: Scan) -> jax.Array:
         """A [heads, C, C]."""
@@ -368,8 +368,8 @@ def prepare_decays(refs: Refs, scan: Scan, first_head: Any) -> None:
         hi, lo = running_sums(*gate, scan.chunk)
         last = hi[:, :, scan.chunk - 1 : scan.chunk], lo[:, :, scan.chunk - 1 : scan.chunk]
         refs["sum_hi"][...], refs["sum_lo"][...] = hi, lo
-        refs["decay_from_start"][...] = finite_exp(hi + lo)
-        refs["decay_to_end"][...] = finite_exp(difference(last, (hi, lo)))
+        refs["decay_from_start"][...] = _exp(hi + lo, scan)
+        refs["decay_to_end"][...] = _exp(difference(last, (hi, lo)), scan)
 
 
 def gammas_of(refs: Refs, scan: Scan, first_head: Any) -> jax.Array:
@@ -387,6 +387,11 @@ def _steps(scan: Scan) -> tuple[jax.Array, jax.Array]:
 def _power(gammas: jax.Array, steps: jax.Array) -> jax.Array:
     """The decay over so many steps. The product is rounded once, where a running sum is at each step."""
     return finite_exp(gammas * f32(steps))
+
+
+def _exp(exponent: jax.Array, scan: Scan) -> jax.Array:
+    """exp, finite everywhere, as the scan takes it."""
+    return reduce(jnp.add, decay_parts(exponent)) if scan.series else finite_exp(exponent)
 
 
 def _whole(scan: Scan, total: jax.Array, low: jax.Array | float = 0.0) -> tuple[jax.Array, ...]:

@@ -44,7 +44,8 @@ class Scan(NamedTuple):
     """All that is static about a scan.
 
     gate: "constant" (a decay per head), "step" (and step) or "channel" (and channel of k). fused: one kernel does all.
-    split: what dots take of a float32 is two bfloat16, else three, all of it. The sequences of p are laid out in t rows
+    split: what dots take of a float32 is two bfloat16, else three, all of it. series: decays of gates per step or
+    channel do not depend on the processor's exp. The sequences of p are laid out in t rows
     for the kernels: `blocks` of `chunks` of `chunk` rows. heads: of a grid step; group: of them, at work at once.
     unroll: chunks in a turn of the loop that makes just states. by_key: whether states are [K, V], else [V, K].
     """
@@ -60,6 +61,7 @@ class Scan(NamedTuple):
     heads: int
     group: int
     split: bool = False
+    series: bool = False
     unroll: int = 1
     by_key: bool = False
 

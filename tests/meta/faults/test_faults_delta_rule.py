@@ -99,7 +99,7 @@ FAULTS = named({
     ],
     # tpu-inference's and tokamax's: 64 gates of -5 overflow above the diagonal, and inf times a mask of 0 is NaN
     "the mask comes after exp": [
-        tpu(GDN_BACKWARD, "finite_exp(jnp.where(i >= j, sums, -jnp.inf))",
+        tpu(GDN_BACKWARD, "_exp(jnp.where(i >= j, sums, -jnp.inf), self._scan)",
             "jnp.exp(sums) / jnp.where(i >= j, 1.0, jnp.inf)", bound),
         gpu(GDN_BACKWARD,
             'scalar_decay(tl.where(is_causal, pair_coarse, float("-inf")), tl.where(is_causal, pair_fine, 0.0), SPLIT)',
@@ -115,7 +115,7 @@ FAULTS = named({
             "store_state(ht, at_sequence, state, in_state & (key < tl.where(start < end, layout.k, 0)))", packed),
     ],
     "a recurrence takes two pieces of what is float32": [
-        tpu(STEPS, "plan._replace(scan=plan.scan._replace(split=False))", "plan",
+        tpu(STEPS, "plan._replace(scan=plan.scan._replace(split=False, series=True))", "plan",
             having(tier="smoke", dtype="bfloat16")),
     ],
     "what a state recalls is missing from dk": [
