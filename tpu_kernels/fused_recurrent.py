@@ -67,9 +67,11 @@ from tpu_kernels._lib.relative_states import (
     last_decay,
     load_relative,
     outer,
+    read_in_group,
     relative_scratch,
     stands_apart,
     times_pair,
+    written_in_group,
 )
 from tpu_kernels._lib.scans import Arrays, backward_of_nothing, forward_of_nothing, take
 
@@ -274,13 +276,12 @@ def _values(refs: Refs, name: str, rows: Any, slab: Any, plan: Plan) -> jax.Arra
 
 def _advance_with_o(visit: Visit, refs: Refs, rows: Any, plan: Plan, *, relative: bool) -> None:
     """`_advance`, with o."""
+    if relative:
+        for_slabs(plan, lambda slab: _take_group(visit, refs, rows, plan, slab))
+        return
     parts = refs["o_parts"]
 
     def use(slab: Any, n: Any, before: jax.Array, after: jax.Array) -> None:
-        if relative:
-            q = column_by_product(refs["q_pieces"][0, rows.start // GROUP], n, plan.slab)
-            parts[n, :, slab] = fold_registers(q * after)
-            return
         products = by_key(refs, "q", rows.start + n, plan) * after
         if plan.lanes == "key":
             sum_keys_of(parts, slab, n, products)
@@ -290,6 +291,17 @@ def _advance_with_o(visit: Visit, refs: Refs, rows: Any, plan: Plan, *, relative
     _advance(visit, refs, rows, plan, use, relative=relative)
     found = sums_of_keys(parts) if plan.lanes == "key" else sum_folded(parts)
     store(refs, visit, rows, "o", plan.p.scale * found)
+
+
+def _take_group(visit: Visit, refs: Refs, rows: Any, plan: Plan, slab: Any) -> None:
+    """Take a slab of the state through all steps of a group at once, with o."""
+    state = refs["state"]
+    before = state[:, slab]
+    refs["o"][rows, slab] = (plan.p.scale * read_in_group(before, refs, rows, slab, plan)).astype(refs["o"].dtype)
+    high, low = times_pair(written_in_group(before, refs, rows, slab), last_decay(refs, rows, plan))
+    state[:, slab] = high + low
+    if active():
+        probe("state", high + low, in_state(visit, rows, 0 if plan.reverse else GROUP - 1, slab, plan))
 
 
 def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, plan: Plan, *, relative: bool) -> None:

@@ -63,7 +63,7 @@ def columns_by_products(x: jax.Array, width: int) -> Callable[[Any], jax.Array]:
     The matrix unit broadcasts then, and not the XLU, which takes two to four cycles a register. Exact where
     `multiplies_exactly` is; a row that is not finite makes every column NaN: 0 * NaN.
     """
-    pieces = jnp.concatenate([piece.T for piece in _bf16_pieces(x)], axis=1)
+    pieces = jnp.concatenate([piece.T for piece in bf16_pieces(x)], axis=1)
     return lambda n: column_by_product(pieces, n, width)
 
 
@@ -79,7 +79,7 @@ def multiplies_exactly(x: jax.Array, is_bf16: bool) -> jax.Array:
     return (size < jnp.inf) & (is_bf16 | (size >= SMALLEST_SUM) | (size == 0))
 
 
-def _bf16_pieces(x: jax.Array) -> list[jax.Array]:
+def bf16_pieces(x: jax.Array) -> list[jax.Array]:
     """x as a sum of bfloat16, each the first 8 bits of what is left.
 
     All have x's sign: no partial sum is rounded, in whatever order they are added.

@@ -10,6 +10,7 @@ and v and do are bfloat16: the matrix unit adds up two of the products exactly i
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,13 +20,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels._lib.chip import LANES
+from tpu_kernels._lib.chunk_dots import WHOLE
 from tpu_kernels._lib.decays import Pair, exp_pairs, leading, ordered_two_sum, two_sum
 from tpu_kernels._lib.recurrent_layout import GROUP, Plan
+from tpu_kernels._lib.recurrent_sums import bf16_pieces
 from tpu_kernels._lib.recurrent_visits import Refs, Visit, by_key, groups_of, spread
 
 LARGEST_SUM = 20.0  # of the logarithms of a group's decays: numbers relative to them are 2^29 times as large at most
 PIECES = 4  # bfloat16 values that a number is the sum of
 LARGEST = 2.0**60  # of what is multiplied here
+SMALLEST = 2.0**-60  # of what is aligned
 
 
 def load_relative(visit: Visit, refs: Refs, plan: Plan, *names: str) -> None:
@@ -36,7 +40,11 @@ def load_relative(visit: Visit, refs: Refs, plan: Plan, *names: str) -> None:
     """
     k, sums = refs["k_rows"][...], sums_in_groups(_gates(refs, plan), plan)
     down, up = exp_pairs(sums)
-    _load_pieces(refs, "k", product(k, up), plan)
+    written = product(k, up)
+    if plan.lanes == "key":
+        _load_pieces(refs, "k", written, plan)
+    else:
+        _load_columns(refs["k_pieces"], written, plan)
     refs["down_rows"][...], refs["lower_down_rows"][...] = down
     factors = [k * up[0]]
     if "q" in names:
@@ -45,7 +53,12 @@ def load_relative(visit: Visit, refs: Refs, plan: Plan, *names: str) -> None:
         if "up_rows" in refs:
             refs["k_relative_rows"][...], refs["up_rows"][...] = factors[0], up[0]
             down = ordered_two_sum(*times_pair(down, (jnp.full_like(k, plan.p.scale), jnp.zeros_like(k))))
-        _load_pieces(refs, "q", product(q, down), plan)
+            _load_pieces(refs, "q", product(q, down), plan)
+        else:
+            high, low = product(q, down)
+            for group, rows in enumerate(groups_of(plan)):
+                of_group = (high + low)[rows.start : rows.start + GROUP]
+                refs["q_pieces"][group] = jnp.concatenate(bf16_pieces(of_group))
     given = [refs[name][...].astype(jnp.float32) for name in ("v", "do") if name in names]
     of_keys = sum((jnp.abs(x) for x in factors), start=jnp.abs(sums[0]) * (LARGEST / LARGEST_SUM))
     row = lax.broadcasted_iota(jnp.int32, (plan.tile, LANES), 0)
@@ -79,17 +92,18 @@ def decay_to(refs: Refs, n: Any, plan: Plan) -> Pair:
 
 def relative_scratch(plan: Plan, backward: bool) -> dict[str, Any]:
     """Scratch for `load_relative`."""
-    groups, by_row = plan.tile // GROUP, plan.lanes == "key"
-
-    def pieces(parts: int) -> Any:
-        rows = PIECES // parts * GROUP, plan.keys
+    groups = plan.tile // GROUP
+    if backward:
         # What is masked is float32: not every chip chooses between bfloat16.
-        return pltpu.VMEM((parts, groups, *(rows if by_row else rows[::-1])), jnp.float32 if by_row else jnp.bfloat16)
-
+        pieces = pltpu.VMEM((2, groups, PIECES // 2 * GROUP, plan.keys), jnp.float32)
+        of_keys, of_queries = pieces, pieces
+    else:
+        of_keys = pltpu.VMEM((groups, plan.keys, LANES), jnp.bfloat16)
+        of_queries = pltpu.VMEM((groups, WHOLE * GROUP, plan.keys), jnp.bfloat16)
     names = ("down", "lower_down", "k_relative", "up") if backward else ("down", "lower_down")
     return {
-        "k_pieces": pieces(2),
-        "q_pieces": pieces(2 if backward else 1),  # forward, columns
+        "k_pieces": of_keys,
+        "q_pieces": of_queries,
         **{f"{name}_rows": pltpu.VMEM((plan.tile, plan.keys), jnp.float32) for name in names},
         "apart": pltpu.SMEM((1, 1), jnp.int32),
     }
@@ -109,19 +123,82 @@ def _gates(refs: Refs, plan: Plan) -> Pair:
 
 
 def _load_pieces(refs: Refs, name: str, x: Pair, plan: Plan) -> None:
-    """Store a pair whose larger part has 16 bits as four bfloat16 values, each [GROUP, K] of a group, or [K, GROUP].
+    """Store a pair whose larger part has 16 bits as four bfloat16 values, each [GROUP, K] of a group.
 
-    Those that are multiplied at once lie side by side: two and two, or all four.
+    Those that are multiplied at once lie side by side: two and two.
     """
-    larger = [leading(part, 8) for part in x]
-    pieces = larger[0], x[0] - larger[0], larger[1], x[1] - larger[1]
-    stored = refs[f"{name}_pieces"]
-    at_once = PIECES // stored.shape[0]
-    for i in range(stored.shape[0]):
+    pieces = _two_pieces(x[0]), _two_pieces(x[1])
+    for i in range(2):
         for group, rows in enumerate(groups_of(plan)):
-            some = [piece[rows.start : rows.start + GROUP] for piece in pieces[i * at_once : (i + 1) * at_once]]
-            of_group = jnp.concatenate(some)
-            stored[i, group] = (of_group if plan.lanes == "key" else of_group.T).astype(stored.dtype)
+            some = [piece[rows.start : rows.start + GROUP] for piece in pieces[i]]
+            refs[f"{name}_pieces"][i, group] = jnp.concatenate(some)
+
+
+def _load_columns(columns: Any, x: Pair, plan: Plan) -> None:
+    """Store a pair whose larger part has 16 bits as five bfloat16 values, each [K, GROUP] of a group, side by side.
+
+    The first is `aligned` over the steps of a group.
+    """
+    for group, rows in enumerate(groups_of(plan)):
+        high, low = (part[rows.start : rows.start + GROUP] for part in x)
+        first = aligned(high)
+        pieces = [first, *_two_pieces(high - first), *_two_pieces(low)]
+        columns[group] = _filled(pieces).T.astype(jnp.bfloat16)
+
+
+def _two_pieces(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of x of 16 bits the first 8 and the others."""
+    first = leading(x, 8)
+    return first, x - first
+
+
+def _filled(pieces: Sequence[jax.Array]) -> jax.Array:
+    """Pieces [GROUP, ·] one below the other, and zeros: [LANES, ·]."""
+    rest = LANES - len(pieces) * GROUP
+    return jnp.concatenate([*pieces, jnp.zeros((rest, pieces[0].shape[1]), pieces[0].dtype)])
+
+
+def aligned(x: jax.Array) -> jax.Array:
+    """x [GROUP, ·] cut off after the 8th bit of the largest in its column, or of `SMALLEST`.
+
+    All are whole multiples of one power of two, at most 255 of them. So sums of GROUP products of two such values are
+    exact in float32, in whatever order they are added.
+    """
+    largest = jnp.maximum(jnp.max(jnp.abs(x), axis=0, keepdims=True), SMALLEST)
+    power = lax.bitcast_convert_type(largest, jnp.int32) & (255 << 23)
+    unit, per_unit = (lax.bitcast_convert_type(bits, jnp.float32) for bits in (power, (254 << 23) - power))
+    return (x * (per_unit * 128.0)).astype(jnp.int32).astype(jnp.float32) * (unit * (1 / 128))
+
+
+def written_in_group(state: jax.Array, refs: Refs, rows: Any, slab: Any) -> Pair:
+    """The relative state [K, V] after a group as a pair, from that before it: all steps at once.
+
+    Products of the aligned pieces add up without loss; all others are smaller by 7 bits and more.
+    """
+    v = refs["v_rows"][rows, slab]
+    first = aligned(v)
+    columns = refs["k_pieces"][rows.start // GROUP]
+    exact = _dot(columns, _filled([first]))
+    rest = _dot(columns, _filled([v - first, v, v, v, v]))
+    return added_product((state, jnp.zeros_like(state)), exact, rest)
+
+
+def read_in_group(state: jax.Array, refs: Refs, rows: Any, slab: Any, plan: Plan) -> jax.Array:
+    """What q reads at each step of a group, [GROUP, V]: of the state before it, and of what its steps have written."""
+    group = rows.start // GROUP
+    q, v = refs["q_pieces"][group], refs["v_rows"][rows, slab]
+    scores = _dot(q, refs["k_pieces"][group])
+    step, before = (lax.broadcasted_iota(jnp.int32, scores.shape, axis) % GROUP for axis in (0, 1))
+    scores = jnp.where(step <= before if plan.reverse else step >= before, scores, 0.0)
+    found = [_dot(jnp.concatenate(bf16_pieces(scores)), _filled([v] * 5))]
+    found += [_dot(q, piece) for piece in bf16_pieces(state)]
+    parts = [x[first : first + GROUP] for x in found for first in range(0, x.shape[0], GROUP)]
+    return functools.reduce(jnp.add, reversed(parts))
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The product of bfloat16 matrices in float32."""
+    return jnp.dot(a, b.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
 
 
 def sums_in_groups(gates: Pair, plan: Plan) -> Pair:
