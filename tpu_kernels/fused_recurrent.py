@@ -183,7 +183,7 @@ def _load(visit: Visit, refs: Refs, plan: Plan, *names: str) -> None:
     """As `Recurrence`."""
     load(refs, plan, *names)
     if plan.relative:
-        load_relative(visit, refs, plan, *names)
+        load_relative(refs, plan, *names)
     else:
         _load_decays(visit, refs, pl.ds(0, plan.tile), plan)
 
@@ -222,8 +222,25 @@ def _either(body: Callable[..., None]) -> Callable[..., None]:
     return taken
 
 
-def _advance(visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[..., None], *, relative: bool) -> None:
-    """As `Recurrence`: use(slab, step, state before it, state after it), of which that before has decayed.
+def _advance(visit: Visit, refs: Refs, rows: Any, plan: Plan, *, relative: bool) -> None:
+    """As `Recurrence`: all steps at once where states are relative."""
+    if relative:
+        for_slabs(plan, lambda slab: _take_group(visit, refs, rows, plan, slab))
+    else:
+        _walk(visit, refs, rows, plan, lambda *_: None, relative=False)
+
+
+def _take_group(visit: Visit, refs: Refs, rows: Any, plan: Plan, slab: Any) -> None:
+    """Take a slab of the state through all steps of a group at once."""
+    at = plan.at(slab)
+    high, low = times_pair(written_in_group(refs["state"][at], refs, rows, slab, plan), last_decay(refs, rows, plan))
+    refs["state"][at] = high + low
+    if active():
+        probe("state", high + low, in_state(visit, rows, 0 if plan.reverse else GROUP - 1, slab, plan))
+
+
+def _walk(visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[..., None], *, relative: bool) -> None:
+    """Take the state through the steps of a group: use(slab, step, state before it, which has decayed, state after it).
 
     relative: both are relative to the decays of the group up to the step.
     """
@@ -235,7 +252,7 @@ def _advance(visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[...,
         def step(n: Any, carry: tuple[Pair, jax.Array]) -> tuple[Pair, jax.Array]:
             pair, before = carry
             if relative:
-                pair = added_product(pair, *(_outer(v, refs["k_pieces"][i, group], n, plan) for i in range(2)))
+                pair = added_product(pair, *(outer(v, refs["k_pieces"][i, group], n) for i in range(2)))
                 after = pair[0] + pair[1]
             else:
                 k, whole, *decay = (by_key(refs, name, rows.start + n, plan) for name in ("k", "whole", *decays))
@@ -252,19 +269,14 @@ def _advance(visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[...,
             return pair, after
 
         before = state[at]
-        pair, after = for_steps(plan, step, ((before, jnp.zeros_like(before)), before))
+        _, after = for_steps(plan, step, ((before, jnp.zeros_like(before)), before))
         if relative:
-            high, low = times_pair(pair, last_decay(refs, rows, plan))
-            after = high + low
-        state[at] = after
+            _take_group(visit, refs, rows, plan, slab)  # for the bits that a call has which goes on from there
+        else:
+            state[at] = after
 
     decays = () if plan.gate is None else ("kept", "rest")
     for_slabs(plan, advance)
-
-
-def _outer(values: jax.Array, keys: jax.Array, n: Any, plan: Plan) -> jax.Array:
-    """The n-th of a group's values times the n-th of its keys, as states lie."""
-    return outer(values, keys, n) if plan.lanes == "key" else outer(keys, values, n)
 
 
 def _values(refs: Refs, name: str, rows: Any, slab: Any, plan: Plan) -> jax.Array:
@@ -277,7 +289,13 @@ def _values(refs: Refs, name: str, rows: Any, slab: Any, plan: Plan) -> jax.Arra
 def _advance_with_o(visit: Visit, refs: Refs, rows: Any, plan: Plan, *, relative: bool) -> None:
     """`_advance`, with o."""
     if relative:
-        for_slabs(plan, lambda slab: _take_group(visit, refs, rows, plan, slab))
+
+        def take(slab: Any) -> None:
+            found = plan.p.scale * read_in_group(refs["state"][:, slab], refs, rows, slab, plan)
+            refs["o"][rows, slab] = found.astype(refs["o"].dtype)
+            _take_group(visit, refs, rows, plan, slab)
+
+        for_slabs(plan, take)
         return
     parts = refs["o_parts"]
 
@@ -288,20 +306,9 @@ def _advance_with_o(visit: Visit, refs: Refs, rows: Any, plan: Plan, *, relative
         else:
             parts[n, :, slab] = fold_registers(products)
 
-    _advance(visit, refs, rows, plan, use, relative=relative)
+    _walk(visit, refs, rows, plan, use, relative=relative)
     found = sums_of_keys(parts) if plan.lanes == "key" else sum_folded(parts)
     store(refs, visit, rows, "o", plan.p.scale * found)
-
-
-def _take_group(visit: Visit, refs: Refs, rows: Any, plan: Plan, slab: Any) -> None:
-    """Take a slab of the state through all steps of a group at once, with o."""
-    state = refs["state"]
-    before = state[:, slab]
-    refs["o"][rows, slab] = (plan.p.scale * read_in_group(before, refs, rows, slab, plan)).astype(refs["o"].dtype)
-    high, low = times_pair(written_in_group(before, refs, rows, slab), last_decay(refs, rows, plan))
-    state[:, slab] = high + low
-    if active():
-        probe("state", high + low, in_state(visit, rows, 0 if plan.reverse else GROUP - 1, slab, plan))
 
 
 def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, plan: Plan, *, relative: bool) -> None:
@@ -314,7 +321,7 @@ def _advance_with_dq(visit: Visit, refs: Refs, rows: Any, plan: Plan, *, relativ
             refs["decayed"][rows.start + n, slab, :] = before
         dq[n] += fold_registers(_column(_values(refs, "do", rows, slab, plan), n, plan, relative) * after)
 
-    _advance(visit, refs, rows, plan, use, relative=relative)
+    _walk(visit, refs, rows, plan, use, relative=relative)
     found = plan.p.scale * sum_folded(dq)
     store(refs, visit, rows, "dq", found * refs["down_rows"][rows, :] if relative else found)
 
@@ -336,7 +343,7 @@ def _backward_step(visit: Visit, refs: Refs, rows: Any, plan: Plan, *, relative:
         def step(n: Any, pair: Pair) -> Pair:
             row = pl.ds(rows.start + n, 1)
             if relative:
-                pair = added_product(pair, *(_outer(do, refs["q_pieces"][i, group], n, plan) for i in range(2)))
+                pair = added_product(pair, *(outer(do, refs["q_pieces"][i, group], n) for i in range(2)))
                 after = pair[0] + pair[1]
             else:
                 whole = added(pair, 1.0, column_of(do, n) * (plan.p.scale * refs["q_rows"][row, :]))

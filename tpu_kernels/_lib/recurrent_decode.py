@@ -2,9 +2,9 @@
 
 A step reads and writes a state once and does little else, so HBM bounds it. States stay [K, V], as the caller has them,
 and GROUP of them at a time stream through VMEM, of whatever sequences and heads. v is a row then, and what is
-summed over K is added register by register; k, q and gates by key are columns. Of gated linear attention the bits are
-those of `fused_recurrent` for sequences of one step: each element in the same operations, each sum over K in the same
-order.
+summed over K is added register by register; k, q and gates by key are columns. Of gated linear attention in
+float32 the bits are those of `fused_recurrent` for sequences of one step: each element in the same operations, each sum
+over K in the same order.
 """
 
 from collections.abc import Callable, Mapping

@@ -24,9 +24,8 @@ class Recurrence(NamedTuple):
 
     name: its kernels are `name`_fwd and `name`_bwd. flops: of the forward and of the backward pass, for each element of
     the state at each step. load(visit, refs, plan, *names) brings the operands of these names, and what all steps need,
-    into the scratch of a visit. advance(visit, refs, rows, plan, use) takes the state through the steps, slab by slab:
-    use(slab, step, state before it, state after it). with_o(visit, refs, rows, plan=plan) is that with o, with_dq with
-    dq, and go_back(visit, refs, rows, plan=plan) takes the gradient of the state back through the steps.
+    into the scratch of a visit. advance(visit, refs, rows, plan=plan) takes the state through the steps, with_o does
+    that with o, with_dq with dq, and go_back takes the gradient of the state back through the steps.
     """
 
     name: str
@@ -129,7 +128,7 @@ def _backward_kernel(visits: SequenceVisits, refs: Refs, *, plan: Plan, recurren
         @pl.when(~visit.last)
         def _() -> None:
             recurrence.load(visit, refs, plan, "k", "v")
-            for_groups(visit, plan, lambda rows: recurrence.advance(visit, refs, rows, plan, nothing))
+            for_groups(visit, plan, partial(recurrence.advance, visit, refs, plan=plan))
 
     @pl.when(phase == 1)
     def _() -> None:
@@ -148,7 +147,3 @@ def _backward_kernel(visits: SequenceVisits, refs: Refs, *, plan: Plan, recurren
 def _begin(state: Any, given: Any) -> None:
     """A sequence's first state."""
     state[...] = jnp.zeros(state.shape, jnp.float32) if given is None else given[...]
-
-
-def nothing(*_: Any) -> None:
-    """For `use`."""

@@ -24,7 +24,7 @@ from tpu_kernels._lib.chunk_dots import WHOLE
 from tpu_kernels._lib.decays import Pair, exp_pairs, leading, ordered_two_sum, two_sum
 from tpu_kernels._lib.recurrent_layout import GROUP, Plan
 from tpu_kernels._lib.recurrent_sums import bf16_pieces
-from tpu_kernels._lib.recurrent_visits import Refs, Visit, by_key, groups_of, spread
+from tpu_kernels._lib.recurrent_visits import Refs, by_key, groups_of, spread
 
 LARGEST_SUM = 20.0  # of the logarithms of a group's decays: numbers relative to them are 2^29 times as large at most
 PIECES = 4  # bfloat16 values that a number is the sum of
@@ -32,25 +32,22 @@ LARGEST = 2.0**60  # of what is multiplied here
 SMALLEST = 2.0**-60  # of what is aligned
 
 
-def load_relative(visit: Visit, refs: Refs, plan: Plan, *names: str) -> None:
+def load_relative(refs: Refs, plan: Plan, *names: str) -> None:
     """Load a tile's k, q, v and do relative to the decays of their groups, and which groups stand apart.
 
-    names: the operands that this walk has. A group stands apart if it has rows of no sequence, a sum of gates beyond
-    LARGEST_SUM or a number beyond LARGEST: 0 times what is not finite would be NaN in every step of the group.
+    names: the operands that this walk has. A group stands apart if it has a sum of gates beyond LARGEST_SUM or a number
+    beyond LARGEST: 0 times what is not finite would be NaN in every step of the group.
     """
     k, sums = refs["k_rows"][...], sums_in_groups(_gates(refs, plan), plan)
     down, up = exp_pairs(sums)
-    written = product(k, up)
-    if plan.lanes == "key":
-        _load_pieces(refs, "k", written, plan)
-    else:
-        _load_columns(refs["k_pieces"], written, plan)
+    written, factors = product(k, up), [k * up[0]]
     refs["down_rows"][...], refs["lower_down_rows"][...] = down
-    factors = [k * up[0]]
+    _load_aligned(refs, written, plan)
     if "q" in names:
         q = refs["q_rows"][...]
         factors.append(q * down[0])
-        if "up_rows" in refs:
+        if "do" in names:
+            _load_pieces(refs, "k", written, plan)
             refs["k_relative_rows"][...], refs["up_rows"][...] = factors[0], up[0]
             down = ordered_two_sum(*times_pair(down, (jnp.full_like(k, plan.p.scale), jnp.zeros_like(k))))
             _load_pieces(refs, "q", product(q, down), plan)
@@ -61,8 +58,7 @@ def load_relative(visit: Visit, refs: Refs, plan: Plan, *names: str) -> None:
                 refs["q_pieces"][group] = jnp.concatenate(bf16_pieces(of_group))
     given = [refs[name][...].astype(jnp.float32) for name in ("v", "do") if name in names]
     of_keys = sum((jnp.abs(x) for x in factors), start=jnp.abs(sums[0]) * (LARGEST / LARGEST_SUM))
-    row = lax.broadcasted_iota(jnp.int32, (plan.tile, LANES), 0)
-    apart = jnp.where((visit.start <= row) & (row < visit.end), 0.0, 1.0)
+    apart = jnp.zeros((plan.tile, LANES), jnp.float32)
     of_values = functools.reduce(jnp.add, map(jnp.abs, given))
     for x in (of_keys, of_values):
         found = jnp.where(x <= LARGEST, 0.0, 1.0)
@@ -93,17 +89,17 @@ def decay_to(refs: Refs, n: Any, plan: Plan) -> Pair:
 def relative_scratch(plan: Plan, backward: bool) -> dict[str, Any]:
     """Scratch for `load_relative`."""
     groups = plan.tile // GROUP
+    aligned = (LANES, plan.keys) if plan.lanes == "key" else (plan.keys, LANES)
+    pieces = {"k_aligned": pltpu.VMEM((groups, *aligned), jnp.bfloat16)}
     if backward:
         # What is masked is float32: not every chip chooses between bfloat16.
-        pieces = pltpu.VMEM((2, groups, PIECES // 2 * GROUP, plan.keys), jnp.float32)
-        of_keys, of_queries = pieces, pieces
+        shape = 2, groups, PIECES // 2 * GROUP, plan.keys
+        pieces |= {f"{name}_pieces": pltpu.VMEM(shape, jnp.float32) for name in "kq"}
     else:
-        of_keys = pltpu.VMEM((groups, plan.keys, LANES), jnp.bfloat16)
-        of_queries = pltpu.VMEM((groups, WHOLE * GROUP, plan.keys), jnp.bfloat16)
+        pieces["q_pieces"] = pltpu.VMEM((groups, WHOLE * GROUP, plan.keys), jnp.bfloat16)
     names = ("down", "lower_down", "k_relative", "up") if backward else ("down", "lower_down")
     return {
-        "k_pieces": of_keys,
-        "q_pieces": of_queries,
+        **pieces,
         **{f"{name}_rows": pltpu.VMEM((plan.tile, plan.keys), jnp.float32) for name in names},
         "apart": pltpu.SMEM((1, 1), jnp.int32),
     }
@@ -134,16 +130,16 @@ def _load_pieces(refs: Refs, name: str, x: Pair, plan: Plan) -> None:
             refs[f"{name}_pieces"][i, group] = jnp.concatenate(some)
 
 
-def _load_columns(columns: Any, x: Pair, plan: Plan) -> None:
-    """Store a pair whose larger part has 16 bits as five bfloat16 values, each [K, GROUP] of a group, side by side.
+def _load_aligned(refs: Refs, x: Pair, plan: Plan) -> None:
+    """Store a pair whose larger part has 16 bits as five bfloat16 values, each [GROUP, K] of a group, as states lie.
 
     The first is `aligned` over the steps of a group.
     """
     for group, rows in enumerate(groups_of(plan)):
         high, low = (part[rows.start : rows.start + GROUP] for part in x)
-        first = aligned(high)
-        pieces = [first, *_two_pieces(high - first), *_two_pieces(low)]
-        columns[group] = _filled(pieces).T.astype(jnp.bfloat16)
+        first = aligned(high, 0)
+        found = _filled([first, *_two_pieces(high - first), *_two_pieces(low)], 0)
+        refs["k_aligned"][group] = (found if plan.lanes == "key" else found.T).astype(jnp.bfloat16)
 
 
 def _two_pieces(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -152,34 +148,38 @@ def _two_pieces(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return first, x - first
 
 
-def _filled(pieces: Sequence[jax.Array]) -> jax.Array:
-    """Pieces [GROUP, ·] one below the other, and zeros: [LANES, ·]."""
-    rest = LANES - len(pieces) * GROUP
-    return jnp.concatenate([*pieces, jnp.zeros((rest, pieces[0].shape[1]), pieces[0].dtype)])
+def _filled(pieces: Sequence[jax.Array], axis: int) -> jax.Array:
+    """Pieces, each of GROUP along the axis, one after the other, and zeros: LANES along the axis."""
+    shape = list(pieces[0].shape)
+    shape[axis] = LANES - len(pieces) * GROUP
+    return jnp.concatenate([*pieces, jnp.zeros(shape, pieces[0].dtype)], axis)
 
 
-def aligned(x: jax.Array) -> jax.Array:
-    """x [GROUP, ·] cut off after the 8th bit of the largest in its column, or of `SMALLEST`.
+def aligned(x: jax.Array, axis: int) -> jax.Array:
+    """x, GROUP along the axis, cut off after the 8th bit of the largest there, or of `SMALLEST`.
 
     All are whole multiples of one power of two, at most 255 of them. So sums of GROUP products of two such values are
     exact in float32, in whatever order they are added.
     """
-    largest = jnp.maximum(jnp.max(jnp.abs(x), axis=0, keepdims=True), SMALLEST)
+    largest = jnp.maximum(jnp.max(jnp.abs(x), axis=axis, keepdims=True), SMALLEST)
     power = lax.bitcast_convert_type(largest, jnp.int32) & (255 << 23)
     unit, per_unit = (lax.bitcast_convert_type(bits, jnp.float32) for bits in (power, (254 << 23) - power))
     return (x * (per_unit * 128.0)).astype(jnp.int32).astype(jnp.float32) * (unit * (1 / 128))
 
 
-def written_in_group(state: jax.Array, refs: Refs, rows: Any, slab: Any) -> Pair:
-    """The relative state [K, V] after a group as a pair, from that before it: all steps at once.
+def written_in_group(state: jax.Array, refs: Refs, rows: Any, slab: Any, plan: Plan) -> Pair:
+    """The relative state after a group as a pair, from a slab of that before it: all steps at once.
 
     Products of the aligned pieces add up without loss; all others are smaller by 7 bits and more.
     """
-    v = refs["v_rows"][rows, slab]
-    first = aligned(v)
-    columns = refs["k_pieces"][rows.start // GROUP]
-    exact = _dot(columns, _filled([first]))
-    rest = _dot(columns, _filled([v - first, v, v, v, v]))
+    group = rows.start // GROUP
+    keys = refs["k_aligned"][group]
+    by_row = plan.lanes == "value"
+    v = refs["v_rows"][rows, slab] if by_row else refs["v_columns"][group, slab, :]
+    steps = 0 if by_row else 1
+    first = aligned(v, steps)
+    values = _filled([first], steps), _filled([v - first, v, v, v, v], steps)
+    exact, rest = (_dot(keys, x) if by_row else _dot(x, keys) for x in values)
     return added_product((state, jnp.zeros_like(state)), exact, rest)
 
 
@@ -187,18 +187,18 @@ def read_in_group(state: jax.Array, refs: Refs, rows: Any, slab: Any, plan: Plan
     """What q reads at each step of a group, [GROUP, V]: of the state before it, and of what its steps have written."""
     group = rows.start // GROUP
     q, v = refs["q_pieces"][group], refs["v_rows"][rows, slab]
-    scores = _dot(q, refs["k_pieces"][group])
+    scores = _dot(q, refs["k_aligned"][group])
     step, before = (lax.broadcasted_iota(jnp.int32, scores.shape, axis) % GROUP for axis in (0, 1))
     scores = jnp.where(step <= before if plan.reverse else step >= before, scores, 0.0)
-    found = [_dot(jnp.concatenate(bf16_pieces(scores)), _filled([v] * 5))]
+    found = [_dot(jnp.concatenate(bf16_pieces(scores)), _filled([v] * 5, 0))]
     found += [_dot(q, piece) for piece in bf16_pieces(state)]
     parts = [x[first : first + GROUP] for x in found for first in range(0, x.shape[0], GROUP)]
     return functools.reduce(jnp.add, reversed(parts))
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The product of bfloat16 matrices in float32."""
-    return jnp.dot(a, b.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    """The product of bfloat16 values in float32."""
+    return jnp.dot(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
 
 
 def sums_in_groups(gates: Pair, plan: Plan) -> Pair:
@@ -244,11 +244,9 @@ def added_product(pair: Pair, exact: jax.Array, rest: jax.Array) -> Pair:
 
 
 def outer(columns: jax.Array, rows: jax.Array, n: Any) -> jax.Array:
-    """The outer product of column n and row n, [R, C] float32, added up over their pieces.
+    """The outer product of column n of [R, GROUP] and row n of each piece [GROUP, C] of rows, added up: [R, C] float32.
 
-    columns [R, pieces · GROUP], rows [pieces · GROUP, C]: bfloat16 values; either has GROUP if all pieces share it.
+    Both hold bfloat16 values; the pieces lie one below the other.
     """
-    depth = max(columns.shape[1], rows.shape[0])
-    nth = jnp.where(lax.broadcasted_iota(jnp.int32, rows.shape, 0) % GROUP == n, rows, 0.0).astype(jnp.bfloat16)
-    columns = jnp.concatenate([columns.astype(jnp.bfloat16)] * (depth // columns.shape[1]), axis=1)
-    return jnp.dot(columns, jnp.concatenate([nth] * (depth // nth.shape[0])), preferred_element_type=jnp.float32)
+    nth = jnp.where(lax.broadcasted_iota(jnp.int32, rows.shape, 0) % GROUP == n, rows, 0.0)
+    return _dot(jnp.concatenate([columns] * (rows.shape[0] // GROUP), axis=1), nth)
