@@ -71,6 +71,25 @@ def test_gates_are_added_up_in_their_group(reverse):
     assert np.max(np.abs(whole(found).reshape(3, 16, 128) - expected)) < 2.0**-44
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_sums_of_aligned_products_are_exact(axis):
+    """With outliers, a column of zeros and one of numbers too small."""
+    keys, values = (np.ldexp(RNG.normal(size=(16, 128)), RNG.integers(-30, 30, (16, 128))) for _ in range(2))
+    keys[:, 0], values[:, 1] = 0.0, 2.0**-100
+    given = [x.astype(np.float32).T if axis else x.astype(np.float32) for x in (keys, values)]
+    found = [np.asarray(relative_states.aligned(jnp.asarray(x), axis)) for x in given]
+    for x, first in zip(given, found, strict=True):
+        largest = np.maximum(np.abs(x).max(axis, keepdims=True), relative_states.SMALLEST)
+        assert (np.abs(x - first) <= largest * 2.0**-7).all()
+        assert np.array_equal(first.astype(jnp.bfloat16).astype(np.float32), first)
+    keys, values = (x.T if axis else x for x in found)
+    sums = [
+        np.add.reduce(keys[order, :, None] * values[order, None], 0) for order in (slice(None), slice(None, None, -1))
+    ]
+    assert np.array_equal(sums[0], sums[1]) and sums[0].dtype == np.float32
+    assert np.array_equal(sums[0], keys.T.astype(np.float64) @ values.astype(np.float64))
+
+
 # ----------------------------------------------------------------------------------------------------------- groups
 
 

@@ -89,6 +89,9 @@ FAULTS = named({
         gpu("fused_recurrent_simple_gla_fwd", "def decay_and_add(state, update, kept, lost):",
             "def decay_and_add(before, new, kept, lost):\n    state = before + new\n    update = tl.zeros_like(new)"),
     ],
+    "a step does not read what it writes": [
+        tpu("fused_recurrent_gla_fwd", "else step >= before", "else step > before", bfloat16),
+    ],
     "the decays of a group leave out its first step": [
         tpu("fused_recurrent_gla_bwd", "jnp.where(step >= before,", "jnp.where(step > before,", bfloat16),
     ],
