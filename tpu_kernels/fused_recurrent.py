@@ -11,11 +11,12 @@ A slow gate keeps hundreds of steps in a state, and with them hundreds of roundi
 difference from 1; what an addition to the state loses is its residue, which the next step adds to it; and residues
 are dropped at the end of every group: there the state is a plain float32 matrix, and a call that goes on from it
 computes the same bits. bfloat16 is taken relative to the decays of a group where these allow it: there sums have no
-decay, and the matrix unit makes what they add (`_lib/relative_states.py`). Other groups, and float32, which has no
-exact products there, go step by step, without dots.
+decay, and the matrix unit makes what they add (`_lib/relative_states.py`), of a whole group at once where no state
+between its steps is needed. Other groups, and float32, which has no exact products there, go step by step, without
+dots.
 
 States lie as [V, K]: q, k and gates by key are rows, of which a register is made for nothing, v, do, o and dv are
-columns. Of bfloat16 forward they lie as [K, V], as the sum over K for o adds registers then, and no row is needed.
+columns. Of bfloat16 forward they lie as [K, V], as the matrix unit reads them for o.
 docs/compilers.md has what bounds the kernels.
 """
 

@@ -2,8 +2,8 @@
 
     S ← exp(g_t) S        S ← S + k_t (beta_t (v_t - Sᵀ k_t))ᵀ        o_t = scale · Sᵀ q_t
 
-The chunked form is a scan of `chunk_delta_rule`: precision, blocks and limits are said there. The recurrent one goes
-step by step, in `recurrent_delta_rule`.
+The chunked form is a scan of `chunk_delta_rule`: precision, blocks and limits are said there. The recurrent one is in
+`recurrent_delta_rule`: few steps at a time, and as precise as one after the other.
 """
 
 from typing import Unpack
@@ -50,9 +50,9 @@ chunk_gated_delta_rule = differentiable(chunk_gated_delta_rule_fwd, chunk_gated_
 def fused_recurrent_gated_delta_rule_fwd(
     q: Array, k: Array, v: Array, *, g: Array, beta: Array, **options: Unpack[StepFwd]
 ) -> Output:
-    """o and, with output_final_state, ht of the recurrence, one step at a time.
+    """o and, with output_final_state, ht of the recurrence, as precise as one step after the other.
 
-    There are no dots. Arguments, dtypes, result and errors as `chunk_gated_delta_rule_fwd`'s, without chunk_size.
+    Arguments, dtypes, result and errors as `chunk_gated_delta_rule_fwd`'s, without chunk_size.
     """
     return recurrent_delta_fwd(DeltaTensors(q, k, v, g, beta), False, **options)
 

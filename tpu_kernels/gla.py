@@ -43,9 +43,9 @@ def chunk_gla_bwd(q: Array, k: Array, v: Array, do: Array, *, gk: Array, **optio
 
 @options_of(recurrent_fwd)
 def fused_recurrent_gla_fwd(q: Array, k: Array, v: Array, *, gk: Array, **options: Unpack[StepFwd]) -> Output:
-    """o and, with output_final_state, ht of the recurrence, one step at a time.
+    """o and, with output_final_state, ht of the recurrence, as precise as one step after the other.
 
-    There are no dots, and so no precision to choose. Arguments and errors as `chunk_gla_fwd`'s.
+    There is no precision to choose. Arguments and errors as `chunk_gla_fwd`'s.
     """
     return recurrent_fwd(q, k, v, gates={"gk": gk}, **options)
 

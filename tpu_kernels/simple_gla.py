@@ -57,9 +57,9 @@ fused_chunk_simple_gla = fused(chunk_simple_gla)
 def fused_recurrent_simple_gla_fwd(
     q: Array, k: Array, v: Array, *, g: Gate = None, g_gamma: Gate = None, **options: Unpack[StepFwd]
 ) -> Output:
-    """o and, with output_final_state, ht of the recurrence, one step at a time.
+    """o and, with output_final_state, ht of the recurrence, as precise as one step after the other.
 
-    There are no dots, and so no precision to choose. Arguments and errors as `chunk_simple_gla_fwd`'s.
+    There is no precision to choose. Arguments and errors as `chunk_simple_gla_fwd`'s.
     """
     return recurrent_fwd(q, k, v, gates={"g": g, "g_gamma": g_gamma}, **options)
 

@@ -33,11 +33,11 @@ class ChunkBwd(delta_rule.ChunkDeltaBwd, Interpreted, total=False):
 
 
 class StepFwd(delta_rule.DeltaFwd, Interpreted, total=False):
-    """The options of `fused_recurrent_…_fwd`, one step at a time."""
+    """The options of `fused_recurrent_…_fwd`."""
 
 
 class StepBwd(delta_rule.DeltaBwd, Interpreted, total=False):
-    """The options of `fused_recurrent_…_bwd`, one step at a time."""
+    """The options of `fused_recurrent_…_bwd`."""
 
 
 class DeltaArrays(NamedTuple):

@@ -7,6 +7,7 @@ Let D_n be the product of a group's decays up to step n, for each key, and S_n =
 have no decay, and nothing but one addition waits for the step before. The gradient of a decay's logarithm is
 E_n R_{n-1}, summed over values. D_n is known to 2^-26, in two float32. k_n / D_n and D_n q_n are four bfloat16 each,
 and v and do are bfloat16: the matrix unit adds up two of the products exactly in one float32, the others in another.
+Of a whole group it adds up exactly what both factors have in their first bits, `aligned` over the group.
 """
 
 import functools
