@@ -90,8 +90,8 @@ def decay_to(refs: Refs, n: Any, plan: Plan) -> Pair:
 def relative_scratch(plan: Plan, backward: bool) -> dict[str, Any]:
     """Scratch for `load_relative`."""
     groups = plan.tile // GROUP
-    aligned = (LANES, plan.keys) if plan.lanes == "key" else (plan.keys, LANES)
-    pieces = {"k_aligned": pltpu.VMEM((groups, *aligned), jnp.bfloat16)}
+    of_keys = (LANES, plan.keys) if plan.lanes == "key" else (plan.keys, LANES)
+    pieces = {"k_aligned": pltpu.VMEM((groups, *of_keys), jnp.bfloat16)}
     if backward:
         # What is masked is float32: not every chip chooses between bfloat16.
         shape = 2, groups, PIECES // 2 * GROUP, plan.keys
