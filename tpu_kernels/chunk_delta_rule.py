@@ -299,7 +299,7 @@ class _Block(ChunkBlock):
         t = probe("T", inverse(probe("A", beta * raw, 1, 2), scan), 1, 2)
         recalled = read_state(k, state, decay, decay.decay_from_start, scan, WHOLE)
         error = probe("error", f32(self.load(i, "v")) - recalled, 1)
-        v_new = probe("v_new", dot(t, beta * error, (1, 0), scan, WHOLE), 1)
+        v_new = probe("v_new", _solution(t, raw, beta, beta * error, scan), 1)
         q, p = (queries[0], probe("P", of_q[0], 1, 2)) if with_q else (None, None)
         return _Solved(q, k, beta, decay, raw, t, p, error, v_new)
 
@@ -323,7 +323,7 @@ class _Block(ChunkBlock):
         from_start, to_end = decay.decay_from_start(scan.p.k), decay.decay_to_end(scan.p.k)
         from_end = read_state(k, dend, decay, decay.decay_to_end, scan, WHOLE)
         dv_new = probe("dv_new", scale * dot(s.p, do, (0, 0), scan) + from_end, 1)
-        dupdate = probe("dupdate", dot(s.t, dv_new, (0, 0), scan, WHOLE), 1)
+        dupdate = probe("dupdate", _solution(s.t, s.raw, s.beta, dv_new, scan, transposed=True), 1)
         dv = s.beta * dupdate
         self.store(i, "dv", dv)
         dp = probe("dP", jnp.where(row >= column, scale * dot(do, s.v_new, (1, 1), scan), 0.0), 1, 2)
@@ -358,6 +358,21 @@ class _Block(ChunkBlock):
             return pairs + through + later + dot(ones(column < row), written, (1, 0), scan, WHOLE)
         read, written = (jnp.sum(x, axis=2, keepdims=True) for x in (read, written))
         return jnp.sum(through, axis=2, keepdims=True) + of_steps(pairs, read, written, scan)
+
+
+def _solution(
+    t: jax.Array, raw: jax.Array, beta: jax.Array, given: jax.Array, scan: Any, *, transposed: bool = False
+) -> jax.Array:
+    """x of (I + A) x = given, or of the transpose of I + A, [heads, C, V]; t: the inverse, A = beta · raw.
+
+    In a recurrence it is refined once: what t and A have lost is in what x leaves of given, and goes.
+    """
+    axes = (0, 0) if transposed else (1, 0)
+    x = dot(t, given, axes, scan, WHOLE)
+    if not scan.series:
+        return x
+    product = dot(raw, beta * x, axes, scan) if transposed else beta * dot(raw, x, axes, scan)
+    return x + dot(t, (given - x) - product, axes, scan)
 
 
 def _next_state(s: _Solved, state: jax.Array, scan: Any) -> jax.Array:

@@ -1,6 +1,6 @@
 """The decays between the steps of a chunk, for each kind of gate, and what is made of them: scores and gradients."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 from typing import Any
 
@@ -20,6 +20,8 @@ Refs = Mapping[str, Any]
 Load = Callable[[str], jax.Array]
 """The rows [heads, C, ·] of a chunk, of the tensor of that name."""
 Store = Callable[[str, jax.Array], None]
+Parts = tuple[jax.Array, ...]
+"""A decay as a sum: of a series what is near it, 0 or 1, and the rest. What is decayed is multiplied by each."""
 Probe = Callable[..., Any]
 """probe(site, value, *axes, where=True): what takes the value's place; `axes` are those that are steps."""
 
@@ -64,11 +66,11 @@ class StepDecay:
     def _decay_to_end(self) -> jax.Array:
         return self._column(self._row("decay_to_end"))
 
-    def between(self) -> jax.Array:
+    def between(self) -> Parts:
         """See the class."""
         i, j = _steps(self._scan)
         sums = self._products() if self._scan.gate_terms else self._differences()
-        return _exp(jnp.where(i >= j, sums, -jnp.inf), self._scan)
+        return _parts(jnp.where(i >= j, sums, -jnp.inf), self._scan)
 
     def _differences(self) -> jax.Array:
         """The sums of the gates after step j up to step i, for i >= j: those up to i less those up to j."""
@@ -96,16 +98,16 @@ class StepDecay:
 
     def scores(self, load: Load, scan: Scan) -> jax.Array:
         """A [heads, C, C]."""
-        return dot(load("q"), load("k"), (1, 1), scan) * self.between()
+        return by_parts(self.between(), dot(load("q"), load("k"), (1, 1), scan))
 
     def store_gradients(self, load: Load, store: Store, state: Any, dstate: Any, scan: Scan, probe: Probe) -> None:
         """Store dq, dk, dv and dg of a chunk, from the refs of the state at its start and the gradient at its end."""
         # Pairs of steps are at [j, i], so that just one of the dots below transposes.
         products = dot(load("k"), load("q"), (1, 1), scan)
         dproducts = dot(load("v"), load("do"), (1, 1), scan)
-        dscores = dproducts * (scan.p.scale * self.between())
+        dscores = by_parts([scan.p.scale * part for part in self.between()], dproducts)
         dv = read_state(load("k"), dstate[...], self, self.decay_to_end, scan)
-        scores = probe("A", products * self.between(), 1, 2)
+        scores = probe("A", by_parts(self.between(), products), 1, 2)
         store("dv", dv + scan.p.scale * dot(scores, load("do"), (1, 0), scan))
         # The gate of step t decays what goes from before t to t or later. Sums of just these pairs lose nothing to
         # cancellation, as running sums of q·dq - k·dk do.
@@ -146,9 +148,9 @@ class ConstantDecay(StepDecay):
         step = iota((self._scan.heads, self._scan.chunk, 1), 1)
         return _power(self._gammas, jnp.maximum(self._live - 1 - step, 0))
 
-    def between(self) -> jax.Array:
+    def between(self) -> Parts:
         """See `StepDecay`."""
-        return self._refs["between"][...]
+        return (self._refs["between"][...],)
 
 
 class ChannelDecay:
@@ -168,11 +170,11 @@ class ChannelDecay:
         # Of the part of a step, the sum up to it and the sum over the rest: [heads, registers, ROWS, K].
         until = jnp.maximum(f32(gk), STRONGEST_GATE).reshape(gk.shape[0], -1, ROWS, gk.shape[2])
         after = jnp.zeros_like(until)
-        self.halves = []
+        self.halves: list[Parts] = []
         for level in range(ROWS.bit_length() - 1):
             half = 2**level
             second = iota(until.shape, 2) & half != 0
-            self.halves.append(_exp(jnp.where(second, until, after), scan).reshape(gk.shape))
+            self.halves.append(tuple(x.reshape(gk.shape) for x in _parts(jnp.where(second, until, after), scan)))
             total = until + after
             until += jnp.where(second, pltpu.roll(total, half, 2), 0.0)
             after += jnp.where(second, 0.0, pltpu.roll(total, ROWS - half, 2))
@@ -182,7 +184,7 @@ class ChannelDecay:
         registers, half = range(len(totals)), 1
         while half < len(registers):
             exponents = [untils[n] if n & half else afters[n] for n in registers]
-            self.halves.append(_exp(_rows(exponents), scan))
+            self.halves.append(_parts(_rows(exponents), scan))
             untils = [untils[n] + totals[n ^ half] if n & half else untils[n] for n in registers]
             afters = [afters[n] if n & half else afters[n] + totals[n ^ half] for n in registers]
             totals = [totals[n & ~half] + totals[n | half] for n in registers]
@@ -233,8 +235,8 @@ class ChannelDecay:
             scores = _with_scores_across(scores, decayed, half, scan)
             across = _border(i, j) == half
             ddecayed = dot([jnp.where(across, piece, jnp.zeros_like(piece)) for piece in pieces], decayed, (1, 0), scan)
-            dq += jnp.where(second, decay * ddecayed, 0.0)
-            dk += jnp.where(second, 0.0, decay * ddecayed)
+            dq += jnp.where(second, by_parts(decay, ddecayed), 0.0)
+            dk += jnp.where(second, 0.0, by_parts(decay, ddecayed))
             # Of the same half: from t on in a second one, before t in a first one.
             after = (i ^ j < half) & ((i >= j) ^ (j & half == 0))
             dgk += dot(ones(after), decayed * ddecayed, (1, 0), scan)
@@ -245,14 +247,19 @@ class ChannelDecay:
         store("dk", dk)
         store("dgate", dgk)
 
-    def _levels(self, q: jax.Array, k: jax.Array) -> Iterator[tuple[int, jax.Array, jax.Array]]:
+    def _levels(self, q: jax.Array, k: jax.Array) -> Iterator[tuple[int, Parts, jax.Array]]:
         """For each size of halves: it, the decays, and what they decay: q in second halves, k in first ones."""
         for level, decay in enumerate(self.halves):
             half = 2**level
-            yield half, decay, decay * jnp.where(_in_second(q.shape, half), q, k)
+            yield half, decay, by_parts(decay, jnp.where(_in_second(q.shape, half), q, k))
 
 
 Decay = StepDecay | ChannelDecay
+
+
+def by_parts(decay: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    """x decayed."""
+    return reduce(jnp.add, [part * x for part in decay])
 
 
 def read_state(
@@ -391,7 +398,12 @@ def _power(gammas: jax.Array, steps: jax.Array) -> jax.Array:
 
 def _exp(exponent: jax.Array, scan: Scan) -> jax.Array:
     """exp, finite everywhere, as the scan takes it."""
-    return reduce(jnp.add, decay_parts(exponent)) if scan.series else finite_exp(exponent)
+    return reduce(jnp.add, _parts(exponent, scan))
+
+
+def _parts(exponent: jax.Array, scan: Scan) -> Parts:
+    """`_exp` as a sum."""
+    return decay_parts(exponent) if scan.series else (finite_exp(exponent),)
 
 
 def _whole(scan: Scan, total: jax.Array, low: jax.Array | float = 0.0) -> tuple[jax.Array, ...]:

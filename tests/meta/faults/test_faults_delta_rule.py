@@ -99,8 +99,8 @@ FAULTS = named({
     ],
     # tpu-inference's and tokamax's: 64 gates of -5 overflow above the diagonal, and inf times a mask of 0 is NaN
     "the mask comes after exp": [
-        tpu(GDN_BACKWARD, "_exp(jnp.where(i >= j, sums, -jnp.inf), self._scan)",
-            "jnp.exp(sums) / jnp.where(i >= j, 1.0, jnp.inf)", bound),
+        tpu(GDN_BACKWARD, "_parts(jnp.where(i >= j, sums, -jnp.inf), self._scan)",
+            "(jnp.exp(sums) / jnp.where(i >= j, 1.0, jnp.inf),)", bound),
         gpu(GDN_BACKWARD,
             'scalar_decay(tl.where(is_causal, pair_coarse, float("-inf")), tl.where(is_causal, pair_fine, 0.0), SPLIT)',
             "tl.exp(pair_coarse + pair_fine) * is_causal.to(tl.float32)", bound),

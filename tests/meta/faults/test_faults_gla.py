@@ -34,8 +34,8 @@ FAULTS = named({
     # exp overflows above the diagonal, and inf times a mask of 0 is NaN
     "the mask comes after exp": [
         # XLA makes a product with a mask a choice
-        tpu(FORWARD, "_exp(jnp.where(i >= j, sums, -jnp.inf), self._scan)",
-            "jnp.exp(sums) / jnp.where(i >= j, 1.0, jnp.inf)", steep),
+        tpu(FORWARD, "_parts(jnp.where(i >= j, sums, -jnp.inf), self._scan)",
+            "(jnp.exp(sums) / jnp.where(i >= j, 1.0, jnp.inf),)", steep),
         gpu(FORWARD,
             'scalar_decay(tl.where(is_causal, pair_coarse, float("-inf")), tl.where(is_causal, pair_fine, 0.0), SPLIT)',
             "tl.exp(pair_coarse + pair_fine) * is_causal.to(tl.float32)", steep),
