@@ -68,12 +68,13 @@ class Solved(NamedTuple):
 def chunk_forward(x: Sequence, *, chunk_size: int = 64, stages: Stages = exact) -> tuple[Array, Array]:
     """A `Forward` scan of `_lib/sequences.py`, chunk by chunk.
 
-    Stages: depth, chunk_size, sub_block, kept_whole, values_decayed, whole_passes, wy, inverse, and those of
+    Stages: depth, chunk_size, sub_block, kept_whole, values_decayed, whole_passes, wy, inverse, refined, and those of
     `triangular.inverse`.
     Sites: q, k, v, beta, initial_state, c, pair_gate, exponent, decay, kept_exponent, kept, lost, change, decayed,
     read, product, pairs, sum and those of `Stages.dot` as in `chunk_scan.chunk_forward`; raw (the decayed scores of
     keys, before beta), A, those of `inverse` (T), recalled (what the state has for a key), error (v less that), update
-    (beta times that), v_new; with wy u and w instead of the former three; h (the state after each chunk), P, o, ht.
+    (beta times that), rest (what is left of an update that is refined), v_new; with wy u and w instead of the former
+    three; h (the state after each chunk), P, o, ht.
     """
     steps, size = x.q.shape[-2], stages.chunk_size or chunk_size
     x = in_whole_chunks(loaded(x, stages), size)
@@ -142,8 +143,17 @@ def _solved(x: Sequence, rows: slice, state: Array, stages: Stages) -> Solved:
         return Solved(q, k, v, beta, sums, of_pairs, from_start, state, raw, t, v, u, w, v_new)
     whole = _whole(stages)
     error = stages("error", v - read_through(k, from_start, state, whole.renamed(read="recalled")))
-    v_new = stages("v_new", whole.dot(t, stages("update", beta * error)))
+    update = stages("update", beta * error)
+    v_new = whole.dot(t, update)
+    if stages.refined:
+        v_new = _corrected(v_new, t, update, stages("rest", beta * whole.dot(raw, v_new)), stages)
+    v_new = stages("v_new", v_new)
     return Solved(q, k, v, beta, sums, of_pairs, from_start, state, raw, t, error, v, k, v_new)
+
+
+def _corrected(x: Array, t: Array, given: Array, product: Array, stages: Stages) -> Array:
+    """x of (I + A) x = given, or of its transpose, less what T, rounded, has lost of it; product: A x. Site: rest."""
+    return x + _whole(stages).dot(t, stages("rest", stages("rest", given - x) - product))
 
 
 def _whole(stages: Stages) -> Stages:
@@ -163,7 +173,11 @@ def _scores(q: Array, k: Array, sums: GateSums, site: str, stages: Stages) -> Ar
 def _through_inverse(s: Solved, dv_new: Array, stages: Stages) -> tuple[Array, Array, Array, Array]:
     """(dv, the part of dbeta that is not from A, dA, the part of dk that is from what the state recalls)."""
     if not stages.wy:
-        dupdate = stages("dupdate", _whole(stages).dot(s.t.mT, dv_new))
+        dupdate = _whole(stages).dot(s.t.mT, dv_new)
+        if stages.refined:
+            product = _whole(stages).dot(s.raw.mT, stages("rest", s.beta * dupdate))
+            dupdate = _corrected(dupdate, s.t.mT, dv_new, product, stages)
+        dupdate = stages("dupdate", dupdate)
         dv = stages("dv", s.beta * dupdate)
         da = stages("dA", -np.tril(stages.dot(dupdate, s.v_new.mT), -1))
         of_read = stages("read", -s.from_start * _whole(stages).dot(dv, s.state.mT))

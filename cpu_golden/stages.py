@@ -66,6 +66,7 @@ class Stages:
     inverse: another way than substitution to a delta rule's (I + A)⁻¹: (A, stages) -> T.
     wy: a delta rule's chunk applies the inverse to the values and the keys (u and w) before it meets the state, and not
         to the errors of what the state recalls.
+    refined: what a delta rule's inverse gives is corrected once, by what it leaves of the system.
     runs: how many roundings of the same inputs go on side by side, in a leading axis of every value and every result;
         None: there is no such axis. A golden that takes it begins with `each_run` of all its tensors.
     sums: how a matrix unit adds to a running sum, by its site; to one without a name exactly.
@@ -90,6 +91,7 @@ class Stages:
     whole_passes: Passes | None = None
     inverse: "Inverse | None" = None
     wy: bool = False
+    refined: bool = False
     runs: int | None = None
     sums: Mapping[str, Sum] = field(default_factory=dict)
     by_halves: bool = False

@@ -111,7 +111,7 @@ def schedule(c: Case, backend: Backend) -> Mapping[str, Any]:
     of_gates = {"sub_block": 1} if is_per_channel(c) else {"values_decayed": True}
     whole = {"solve_passes": whole_float32, "whole_passes": whole_float32} if is_split(c) else {}
     chosen = {"chunk_size": scans.rows_of_chunk(c), "kept_whole": is_split(c), "by_halves": True}
-    return chosen | of_gates | whole
+    return chosen | of_gates | whole | ({"refined": True} if scans.is_recurrent(c) else {})
 
 
 def chunk_sites(c: Case, backend: Backend) -> Mapping[str, str]:
@@ -126,6 +126,7 @@ def chunk_sites(c: Case, backend: Backend) -> Mapping[str, str]:
     names += ["solve_acc"] if backend == "tpu" or not is_per_channel(c) else []  # of blocks beyond the first 16 rows
     names += ["partial", "solve_partial", "solve_product"] if backend == "tpu" else []
     names += scans.exponent_sites(backend, is_split=is_split(c), per_channel=is_per_channel(c))
+    names += ["rest"] if scans.is_recurrent(c) else []
     names += norm_sites(c)
     if is_backward(c):
         names += ["dv_new", "dupdate", "dv", "dP", "dA", "draw", "dh", "terms", "of_beta", "dgate"]
