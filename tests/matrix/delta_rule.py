@@ -235,9 +235,8 @@ rule = partial(op, inputs=inputs, arguments=arguments, contract=contract, axes=a
 def without_cases(name: str, module: Any, defaults: Mapping[str, Any]) -> Op:
     """The op of a public function of that name."""
     spelled = tuple({"chunk"} & defaults.keys())
-    expected: tuple[Expected, ...] = ()
-    if spelled:
-        expected = (Expected(lambda c: c.dtype == F32, "LOSS", LONGER, explained=True),)
+    reason = LONGER if spelled else scans.OF_FEW_STEPS
+    expected: tuple[Expected, ...] = (Expected(lambda c: c.dtype == F32, "LOSS", reason, explained=True),)
     if spelled and "kda" in name:
         expected += (Expected(lambda c: c.dtype == BF16, "LOSS", scans.IN_DOTS, explained=True),)
     return rule(getattr(module, name), name, defaults=defaults, spelled=spelled, at_once=True, expected=expected)

@@ -14,6 +14,7 @@ from tests.matrix.models import GLA_1B, RING_LINEAR
 from tests.matrix.ops import BF16, F32, TRAINED, in_turn, is_backward, op, sizes
 from tests.matrix.scans import (
     IN_DOTS,
+    OF_FEW_STEPS,
     by_state,
     by_step,
     chunks_fill_lanes,
@@ -222,7 +223,6 @@ RECURRENT = DEFAULTS | dict(reverse=False)
 
 
 WHOLE_DECAY = "beside bfloat16 a TPU rounds the decay of a state as a whole, and in one step nothing else is as large"
-OF_FEW_STEPS = "what leaves the MXU is rounded before it is added, and of few steps it is as large as the sum"
 
 scan = partial(op, inputs=inputs, arguments=arguments, contract=contract, axes=axes, representative=representative)
 

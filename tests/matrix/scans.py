@@ -13,6 +13,7 @@ from tests.matrix.ops import BF16, MMA_DEPTH, MXU_DEPTH, is_backward, of_unit
 PIECE = 8  # products that a float32 dot of the GPU's chunked kernels sums one after the other; it adds these in float64
 LANES = 128
 """Of a TPU's vector registers."""
+OF_FEW_STEPS = "what leaves the MXU is rounded before it is added, and of few steps it is as large as the sum"
 IN_DOTS = "pairs of steps are decayed in two factors, in dots of two bfloat16 pieces, which a GPU multiplies one by one"
 
 
