@@ -4,8 +4,8 @@
 made of. A state that takes one step at a time waits in each for a sum over all of it, and leaves the matrix unit idle.
 So CHUNK steps are taken at once, by the kernels of `chunk_delta_rule`, and what `chunk_*` gives away is kept: dots take
 all bits of what is float32, whatever q and k are, decays come from a series (`decays.decay_parts`) and not from the
-processor's exp, and the inverse of 16 rows magnifies little of what is lost. One step from a state is
-`recurrent_decode`'s.
+processor's exp, the inverse of 16 rows magnifies little of what is lost, and what it gives is corrected once. One step
+from a state is `recurrent_decode`'s.
 """
 
 from typing import Any

@@ -227,7 +227,7 @@ LOSSES = [
     # chunked delta rules
     Loss("scores", "tpu", RULES_FWD, 'probe("P", «of_q[0]», 1, 2)', bf16),
     Loss("scores", "gpu", DELTA_FWD, "scores = «scores.to(tl.float32)»", bf16),
-    Loss("inverse", "tpu", f"{RULES_FWD} {RULES_BWD}",
+    Loss("inverse", "tpu", f"{DELTA_FWD} {DELTA_BWD}",
          't = probe("T", «inverse(probe("A", beta * raw, 1, 2), scan)», 1, 2)', bf16),
     Loss("inverse", "gpu", f"{DELTA_FWD} {DELTA_BWD}", "inverse = «_inverse(beta[:, None] * raw, LEVELS)»", bf16),
     Loss("errors of what is recalled", "tpu", RULES_FWD,
