@@ -369,7 +369,7 @@ def _solution(
     """
     axes = (0, 0) if transposed else (1, 0)
     x = dot(t, given, axes, scan, WHOLE)
-    if not scan.series:
+    if not scan.precise:
         return x
     product = dot(raw, beta * x, axes, scan) if transposed else beta * dot(raw, x, axes, scan)
     return x + dot(t, (given - x) - product, axes, scan)

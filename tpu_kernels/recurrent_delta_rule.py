@@ -30,7 +30,7 @@ CHUNK = 16
 def make_plan(p: DeltaProblem, per_channel: bool, *, backward: bool) -> DeltaPlan | None:
     """The plan of a checked problem, None where there is nothing to go through."""
     plan = make_chunk_plan(p, per_channel, backward=backward, chunk_size=CHUNK)
-    return plan and plan._replace(scan=plan.scan._replace(split=False, series=True))
+    return plan and plan._replace(scan=plan.scan._replace(split=False, precise=True))
 
 
 @options_of(take, make_plan)

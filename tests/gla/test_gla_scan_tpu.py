@@ -53,7 +53,7 @@ def test_gates_of_channels_are_summed_by_halves_as_the_golden_sums_them(chunk):
     gk = -np.random.default_rng(0).exponential(size=(2, chunk, 16)).astype(F32)
 
     def sums(gk, *outs):
-        decay, shown = ChannelDecay(gk[...], SimpleNamespace(split=True, series=False)), []
+        decay, shown = ChannelDecay(gk[...], SimpleNamespace(split=True, precise=False)), []
         decay.probe_sums(lambda site, value, *_, **where: shown.append(value))
         for out, value in zip(outs, (*shown, *(part for (part,) in decay.halves)), strict=True):
             out[...] = value

@@ -403,7 +403,7 @@ def _exp(exponent: jax.Array, scan: Scan) -> jax.Array:
 
 def _parts(exponent: jax.Array, scan: Scan) -> Parts:
     """`_exp` as a sum."""
-    return decay_parts(exponent) if scan.series else (finite_exp(exponent),)
+    return decay_parts(exponent) if scan.precise else (finite_exp(exponent),)
 
 
 def _whole(scan: Scan, total: jax.Array, low: jax.Array | float = 0.0) -> tuple[jax.Array, ...]:

@@ -115,7 +115,7 @@ FAULTS = named({
             "store_state(ht, at_sequence, state, in_state & (key < tl.where(start < end, layout.k, 0)))", packed),
     ],
     "a recurrence takes two pieces of what is float32": [
-        tpu(STEPS, "plan._replace(scan=plan.scan._replace(split=False, series=True))", "plan",
+        tpu(STEPS, "plan._replace(scan=plan.scan._replace(split=False, precise=True))", "plan",
             having(tier="smoke", dtype="bfloat16")),
     ],
     "what a state recalls is missing from dk": [
