@@ -44,10 +44,11 @@ class Scan(NamedTuple):
     """All that is static about a scan.
 
     gate: "constant" (a decay per head), "step" (and step) or "channel" (and channel of k). fused: one kernel does all.
-    split: what dots take of a float32 is two bfloat16, else three, all of it. precise: as what goes step by step:
-    decays of gates per step or channel come from a series, and what a delta rule solves is corrected once. The sequences of p are laid out in t rows
-    for the kernels: `blocks` of `chunks` of `chunk` rows. heads: of a grid step; group: of them, at work at once.
-    unroll: chunks in a turn of the loop that makes just states. by_key: whether states are [K, V], else [V, K].
+    split: what dots take of a float32 is two bfloat16, else three, all of it. precise: as what goes step by step is:
+    decays of gates per step or channel come from a series, and what a delta rule solves is corrected once. The
+    sequences of p are laid out in t rows for the kernels: `blocks` of `chunks` of `chunk` rows. heads: of a grid step;
+    group: of them, at work at once. unroll: chunks in a turn of the loop that makes just states. by_key: whether states
+    are [K, V], else [V, K].
     """
 
     p: Problem
