@@ -49,7 +49,7 @@ def functions(c: Case, backend: Backend, split: bool, of_step: bool) -> Mapping[
     which what goes step by step has none. of_step: all channels have one gate."""
     if goes_step_by_step(c, backend):
         return {}
-    exp = ["decay"] if (backend == "tpu" and not is_recurrent(c)) or split or (backend == "gpu" and not of_step) else []
+    exp = ["decay"] if split or (not is_recurrent(c) if backend == "tpu" else not of_step) else []
     exp += ["kept"] if backend == "tpu" and split else []
     return dict.fromkeys(exp, ("exp",)) | (of_unit(backend) if backend == "tpu" or split else {})
 

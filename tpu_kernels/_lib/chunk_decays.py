@@ -35,7 +35,8 @@ class StepDecay:
 
     decay_from_start(width) [heads, C, 1 or width]: from the start of the chunk to each step. decay_to_end(width): from
     after each step to the chunk's end. whole [heads, 1, 1]: both, in the parts of `_whole`. between() [heads, C, C]:
-    from after step j to step i, zero for i < j, at [i, j] in the forward pass and at [j, i] in the backward one.
+    from after step j to step i, zero for i < j, at [i, j] in the forward pass and at [j, i] in the backward one, in
+    parts.
     """
 
     per_channel = False
@@ -158,9 +159,9 @@ class ChannelDecay:
 
     decay_from_start(width), decay_to_end(width) [heads, C, K] and whole [heads, 1, K] as in `StepDecay`. The decay
     between two steps is the product of two that meet between them: at the border of the halves, one step in each, of
-    the smallest part of the chunk that holds both (parts have 2, 4, 8, … steps). halves: for each size of parts,
-    [heads, C, K]: from that border to the steps of the second half, and to it from those of the first. So no exponent
-    is of a longer way than from j to i.
+    the smallest part of the chunk that holds both (parts have 2, 4, 8, … steps). halves: for each size of parts
+    `Parts` of [heads, C, K]: from that border to the steps of the second half, and to it from those of the first. So no
+    exponent is of a longer way than from j to i.
     """
 
     per_channel = True
