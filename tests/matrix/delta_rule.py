@@ -123,8 +123,9 @@ def chunk_sites(c: Case, backend: Backend) -> Mapping[str, str]:
              "raw", "A", "solve_sum", "T", "error", "update", "v_new", "h", "P"]  # fmt: skip
     names += ["product", "pairs"] if is_per_channel(c) else ["recalled"]
     names += ["read"] if is_backward(c) or not is_per_channel(c) else []
-    names += ["solve_acc"] if backend == "tpu" or not is_per_channel(c) else []  # of blocks beyond the first 16 rows
-    names += ["partial", "solve_partial", "solve_product"] if backend == "tpu" else []
+    names += ["partial", "solve_product"] if backend == "tpu" else []
+    if not scans.is_recurrent(c):  # of blocks beyond the first 16 rows
+        names += ["solve_acc", "solve_partial"] if backend == "tpu" else [] if is_per_channel(c) else ["solve_acc"]
     names += scans.exponent_sites(backend, is_split=is_split(c), per_channel=is_per_channel(c))
     names += ["rest"] if scans.is_recurrent(c) else []
     names += norm_sites(c)
