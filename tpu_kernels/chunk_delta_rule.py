@@ -80,7 +80,7 @@ def chunk_delta_bwd(
 
 @jit("plan", "output_final_state", "interpret")
 def forward(x: DeltaArrays, *, plan: DeltaPlan | None, output_final_state: bool, interpret: Interpreted) -> Output:
-    """o and, with output_final_state, ht of a planned call."""
+    """o [B, T, HV, V] in v's dtype and, with output_final_state, ht [N, HV, K, V] float32, of checked arrays."""
     if plan is None:
         return forward_of_nothing(x, output_final_state)
     scan = plan.scan
@@ -105,7 +105,7 @@ def forward(x: DeltaArrays, *, plan: DeltaPlan | None, output_final_state: bool,
 
 @jit("plan", "interpret")
 def backward(x: DeltaArrays, *, plan: DeltaPlan | None, interpret: Interpreted) -> DeltaGrads:
-    """The gradients of a planned call's arrays."""
+    """The gradients of checked arrays, in their shapes and dtypes."""
     if plan is None:
         return backward_of_nothing(x)
     p, scan = plan.p, plan.scan

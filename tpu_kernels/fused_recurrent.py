@@ -1,4 +1,4 @@
-"""The recurrent forms of gated linear attention on the TPU: one step of time after the other.
+"""The recurrent forms of gated linear attention on the TPU: step by step, or 16 steps at once.
 
 `recurrent_fwd` and `recurrent_bwd` are what `fused_recurrent_simple_gla_*` (gates `g`, `g_gamma`) and
 `fused_recurrent_gla_*` (gate `gk`) are made of; the operations are defined in `cpu_golden/simple_gla.py` and

@@ -1,6 +1,6 @@
 """The decays between the steps of a chunk, for each kind of gate, and what is made of them: scores and gradients."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, reduce
 from typing import Any
 
@@ -13,7 +13,7 @@ from op_arguments.probe import active
 from tpu_kernels._lib.chip import LANES, sublanes
 from tpu_kernels._lib.chunk_dots import bf16_split, dot, dot_pieces, dot_with_all, f32, iota, ones
 from tpu_kernels._lib.chunk_plan import Scan
-from tpu_kernels._lib.decays import decay_parts, difference, finite_exp, running_sums, two_sum
+from tpu_kernels._lib.decays import decay_parts, difference, finite_exp, running_sums, times, two_sum
 from tpu_kernels._lib.recurrent_sums import sum_rows
 
 Refs = Mapping[str, Any]
@@ -99,16 +99,16 @@ class StepDecay:
 
     def scores(self, load: Load, scan: Scan) -> jax.Array:
         """A [heads, C, C]."""
-        return by_parts(self.between(), dot(load("q"), load("k"), (1, 1), scan))
+        return times(self.between(), dot(load("q"), load("k"), (1, 1), scan))
 
     def store_gradients(self, load: Load, store: Store, state: Any, dstate: Any, scan: Scan, probe: Probe) -> None:
         """Store dq, dk, dv and dg of a chunk, from the refs of the state at its start and the gradient at its end."""
         # Pairs of steps are at [j, i], so that just one of the dots below transposes.
         products = dot(load("k"), load("q"), (1, 1), scan)
         dproducts = dot(load("v"), load("do"), (1, 1), scan)
-        dscores = by_parts([scan.p.scale * part for part in self.between()], dproducts)
+        dscores = times([scan.p.scale * part for part in self.between()], dproducts)
         dv = read_state(load("k"), dstate[...], self, self.decay_to_end, scan)
-        scores = probe("A", by_parts(self.between(), products), 1, 2)
+        scores = probe("A", times(self.between(), products), 1, 2)
         store("dv", dv + scan.p.scale * dot(scores, load("do"), (1, 0), scan))
         # The gate of step t decays what goes from before t to t or later. Sums of just these pairs lose nothing to
         # cancellation, as running sums of q·dq - k·dk do.
@@ -236,8 +236,8 @@ class ChannelDecay:
             scores = _with_scores_across(scores, decayed, half, scan)
             across = _border(i, j) == half
             ddecayed = dot([jnp.where(across, piece, jnp.zeros_like(piece)) for piece in pieces], decayed, (1, 0), scan)
-            dq += jnp.where(second, by_parts(decay, ddecayed), 0.0)
-            dk += jnp.where(second, 0.0, by_parts(decay, ddecayed))
+            dq += jnp.where(second, times(decay, ddecayed), 0.0)
+            dk += jnp.where(second, 0.0, times(decay, ddecayed))
             # Of the same half: from t on in a second one, before t in a first one.
             after = (i ^ j < half) & ((i >= j) ^ (j & half == 0))
             dgk += dot(ones(after), decayed * ddecayed, (1, 0), scan)
@@ -252,15 +252,10 @@ class ChannelDecay:
         """For each size of halves: it, the decays, and what they decay: q in second halves, k in first ones."""
         for level, decay in enumerate(self.halves):
             half = 2**level
-            yield half, decay, by_parts(decay, jnp.where(_in_second(q.shape, half), q, k))
+            yield half, decay, times(decay, jnp.where(_in_second(q.shape, half), q, k))
 
 
 Decay = StepDecay | ChannelDecay
-
-
-def by_parts(decay: Sequence[jax.Array], x: jax.Array) -> jax.Array:
-    """x decayed."""
-    return reduce(jnp.add, [part * x for part in decay])
 
 
 def read_state(

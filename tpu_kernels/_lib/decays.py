@@ -6,6 +6,7 @@ two pieces.
 """
 
 from collections.abc import Sequence
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -151,9 +152,8 @@ def _decayed(pair: Pair, decay: list[jax.Array], whole: jax.Array) -> Pair:
 
 
 def times(decay: Sequence[jax.Array], x: jax.Array) -> jax.Array:
-    """x times a decay in two parts."""
-    kept, rest = decay
-    return kept * x + rest * x
+    """x times a decay that is the sum of its parts, each multiplied by itself."""
+    return reduce(jnp.add, [part * x for part in decay])
 
 
 def next_state(state: jax.Array, decay: Sequence[jax.Array], term: jax.Array) -> jax.Array:

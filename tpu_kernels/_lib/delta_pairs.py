@@ -6,9 +6,10 @@ from functools import reduce
 import jax
 import jax.numpy as jnp
 
-from tpu_kernels._lib.chunk_decays import ChannelDecay, Decay, by_parts
+from tpu_kernels._lib.chunk_decays import ChannelDecay, Decay
 from tpu_kernels._lib.chunk_dots import WHOLE, dot, dot_with_all, f32, iota, ones
 from tpu_kernels._lib.chunk_plan import Scan
+from tpu_kernels._lib.decays import times
 
 
 def scores(rows: Sequence[jax.Array], k: jax.Array, decay: Decay, scan: Scan) -> list[jax.Array]:
@@ -16,7 +17,7 @@ def scores(rows: Sequence[jax.Array], k: jax.Array, decay: Decay, scan: Scan) ->
     if isinstance(decay, ChannelDecay):
         return _scores_by_channel([f32(x) for x in rows], f32(k), decay, scan)
     between = decay.between()
-    return [by_parts(between, products) for products in _products(rows, k, scan)]
+    return [times(between, products) for products in _products(rows, k, scan)]
 
 
 def _products(rows: Sequence[jax.Array], k: jax.Array, scan: Scan) -> list[jax.Array]:
@@ -31,7 +32,7 @@ def _scores_by_channel(rows: list[jax.Array], k: jax.Array, decay: ChannelDecay,
     found = [jnp.where(i == j, jnp.sum(x * k, axis=2, keepdims=True), 0.0) for x in rows]
     for level, of_half in enumerate(decay.halves):
         here = (i > j) & _meet(i, j, 2**level)
-        products = _products([by_parts(of_half, x) for x in rows], by_parts(of_half, k), scan)
+        products = _products([times(of_half, x) for x in rows], times(of_half, k), scan)
         found = [jnp.where(here, product, rest) for product, rest in zip(products, found, strict=True)]
     return found
 
@@ -56,7 +57,7 @@ def gradients(
     # cancellation, as running sums of q·dq - k·dk do.
     before = ones((i < j)[0])
     pairs = reduce(jnp.add, [dot_with_all(a * da, before, scan) for a, da in zip(products, of_products, strict=True)])
-    of_q, of_k = by_parts(between, of_q), by_parts(between, of_k)
+    of_q, of_k = times(between, of_q), times(between, of_k)
     dk = dot(of_q, q, (0, 0), scan) + (dot(of_k, k, (1, 0), scan) + dot(of_k, k, (0, 0), scan))
     return dot(of_q, k, (1, 0), scan), dk, pairs
 
@@ -81,12 +82,12 @@ def _gradients_by_channel(
     for level, of_half in enumerate(decay.halves):
         half = 2**level
         meet, second = _meet(i, j, half), iota(q.shape, 1) & half != 0
-        keys = by_parts(of_half, k)
-        queries = jnp.where(second, by_parts(of_half, q), keys)
+        keys = times(of_half, k)
+        queries = jnp.where(second, times(of_half, q), keys)
         dqueries = dot(jnp.where(meet, both_q, 0.0), queries, (1, 0), scan)
         dkeys = dot(jnp.where(meet, both_k, 0.0), keys, (1, 0), scan)
-        dq += jnp.where(second, by_parts(of_half, dqueries), 0.0)
-        dk += by_parts(of_half, jnp.where(second, 0.0, dqueries) + dkeys)
+        dq += jnp.where(second, times(of_half, dqueries), 0.0)
+        dk += times(of_half, jnp.where(second, 0.0, dqueries) + dkeys)
         # Of the same half: from step i on in a second one, before it in a first one.
         after = (i ^ j < half) & ((j >= i) ^ (i & half == 0))
         dgate += dot(ones(after), queries * dqueries + keys * dkeys, (1, 0), scan, WHOLE)

@@ -9,7 +9,7 @@ over K in the same order.
 
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,14 @@ from tpu_kernels._lib.recurrent_sums import (
 
 Column = Callable[[Any], jax.Array]
 MOST_VMEM = 32 * 2**20  # bytes, for the states of a group, in and out and twice buffered
+
+
+class Call(NamedTuple):
+    """What is static about a call: its problem, the gate as `recurrent_layout.Plan` has it, how many states."""
+
+    p: Problem
+    gate: str | None
+    states: int
 
 
 def is_decoding(p: Problem, keys: int, initial_state: jax.Array | None) -> bool:
@@ -75,7 +83,7 @@ def decode(
     if output_final_state:
         out["ht"] = _blocks(jax.ShapeDtypeStruct(states.shape, jnp.float32))
     found = call(
-        partial(_kernel, p=p, gate=gate, count=count, unroll=not interpret),
+        partial(_kernel, of=Call(p, gate, count), unroll=not interpret),
         name="recurrent_decode",
         grid=(pl.cdiv(count, GROUP),),
         parallel=1,
@@ -105,23 +113,14 @@ def _blocks(array: Any) -> Block:
     return Block(array, (GROUP, *rest), lambda i: (i, *[0] * len(rest)))
 
 
-def _kernel(
-    operands: dict[str, Any],
-    out: dict[str, Any],
-    scratch: dict[str, Any],
-    *,
-    p: Problem,
-    gate: str | None,
-    count: int,
-    unroll: bool,
-) -> None:
+def _kernel(operands: dict[str, Any], out: dict[str, Any], scratch: dict[str, Any], *, of: Call, unroll: bool) -> None:
     names = operands.keys() & {"q", "k", "gk"}
     x = {name: operands[name][...].astype(jnp.float32) for name in sorted(names)}
-    if count % GROUP:  # rows beyond the last state may be NaN, which products spread
-        x = {name: jnp.where(_is_state(count, (GROUP, 1)), rows, 0.0) for name, rows in x.items()}
+    if of.states % GROUP:  # rows beyond the last state may be NaN, which products spread
+        x = {name: jnp.where(_is_state(of.states, (GROUP, 1)), rows, 0.0) for name, rows in x.items()}
     if "gk" in x:
         x["kept"], x["rest"] = decay_parts(x.pop("gk"))
-    multiplied = _multiplied(p, "beta" in operands)
+    multiplied = _multiplied(of.p, "beta" in operands)
     narrow = {"kept", *(name for name in "qk" if operands[name].dtype == jnp.bfloat16)}
 
     def columns(by_product: set[str]) -> dict[str, Column]:
@@ -129,14 +128,14 @@ def _kernel(
         for name, rows in x.items():
             if name in by_product:
                 rows = rows.astype(jnp.bfloat16) if name in narrow else rows
-                found[name] = columns_by_products(rows, p.v)
+                found[name] = columns_by_products(rows, of.p.v)
             elif name == "kept":
-                found[name] = partial(bit_of, spread_bits(rows, p.v))
+                found[name] = partial(bit_of, spread_bits(rows, of.p.v))
             else:
                 found[name] = partial(column_of, rows.T)
         return found
 
-    steps = partial(_steps, operands, out, scratch, scale=p.scale, gate=gate, count=count)
+    steps = partial(_steps, operands, out, scratch, of=of)
     if not multiplied:
         steps(columns(multiplied), turn=1 if unroll else GROUP, unroll=unroll)
         return
@@ -168,9 +167,7 @@ def _steps(
     scratch: dict[str, Any],
     columns: dict[str, Column],
     *,
-    scale: float,
-    gate: str | None,
-    count: int,
+    of: Call,
     turn: int,
     unroll: bool,
     shown: Any = True,
@@ -183,21 +180,21 @@ def _steps(
     parts, written = scratch["parts"], scratch["written"]
 
     def decay_of(n: Any) -> list[jax.Array]:
-        if gate == "key":
+        if of.gate == "key":
             return [columns[name](n) for name in ("kept", "rest")]
-        if gate == "step":
+        if of.gate == "step":
             return [operands["decays"][pl.ds(n, 1), pl.ds(part, 1)] for part in range(2)]
         return []
 
     def recall(n: Any) -> None:
         before = operands["h0"][n]
-        parts[n] = fold_registers(columns["k"](n) * (times(decay_of(n), before) if gate == "key" else before))
+        parts[n] = fold_registers(columns["k"](n) * (times(decay_of(n), before) if of.gate == "key" else before))
 
     def step(n: Any) -> None:
         before, decay, term = operands["h0"][n], decay_of(n), columns["k"](n) * written[pl.ds(n, 1), :]
         state = next_state(before, decay, term) if decay else before + term
         if active():
-            there = jnp.full(state.shape, shown & (pl.program_id(0) * GROUP + n < count))
+            there = jnp.full(state.shape, shown & (pl.program_id(0) * GROUP + n < of.states))
             probe("h" if "beta" in operands else "state", state, there)
             if decay:
                 probe("kept", decay[1], there[: decay[1].shape[0], : decay[1].shape[1]])
@@ -213,11 +210,11 @@ def _steps(
         if "beta" in operands:
             _for_states(recall, states, unroll)
             recalled = sum_folded(parts.at[states])
-            if gate == "step":
+            if of.gate == "step":
                 recalled = times([operands["decays"][states, pl.ds(part, 1)] for part in range(2)], recalled)
             written[states] = operands["beta"][states].astype(jnp.float32) * (written[states] - recalled)
         _for_states(step, states, unroll)
-    out["o"][...] = (scale * sum_folded(parts)).astype(out["o"].dtype)
+    out["o"][...] = (of.p.scale * sum_folded(parts)).astype(out["o"].dtype)
 
 
 def _for_states(body: Any, states: Any, unroll: bool) -> None:

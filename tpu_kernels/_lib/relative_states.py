@@ -31,6 +31,7 @@ LARGEST_SUM = 20.0  # of the logarithms of a group's decays: numbers relative to
 PIECES = 4  # bfloat16 values that a number is the sum of
 LARGEST = 2.0**60  # of what is multiplied here
 SMALLEST = 2.0**-60  # of what is aligned
+ALIGNED = 5  # bfloat16 values that a number is the sum of where the first is aligned
 
 
 def load_relative(refs: Refs, plan: Plan, *names: str) -> None:
@@ -132,9 +133,9 @@ def _load_pieces(refs: Refs, name: str, x: Pair, plan: Plan) -> None:
 
 
 def _load_aligned(refs: Refs, x: Pair, plan: Plan) -> None:
-    """Store a pair whose larger part has 16 bits as five bfloat16 values, each [GROUP, K] of a group, as states lie.
+    """Store a pair whose larger part has 16 bits as bfloat16 values, each [GROUP, K] of a group, as states lie.
 
-    The first is `aligned` over the steps of a group.
+    There are ALIGNED. The first is `aligned` over the steps of a group.
     """
     for group, rows in enumerate(groups_of(plan)):
         high, low = (part[rows.start : rows.start + GROUP] for part in x)
@@ -157,10 +158,10 @@ def _filled(pieces: Sequence[jax.Array], axis: int) -> jax.Array:
 
 
 def aligned(x: jax.Array, axis: int) -> jax.Array:
-    """x, GROUP along the axis, cut off after the 8th bit of the largest there, or of `SMALLEST`.
+    """The first bits of x, of its shape: those down to the 8th of the largest along the axis, or of `SMALLEST`.
 
-    All are whole multiples of one power of two, at most 255 of them. So sums of GROUP products of two such values are
-    exact in float32, in whatever order they are added.
+    x has GROUP numbers along the axis. What is returned there are multiples of one power of two, at most 255 of it. So
+    sums of GROUP products of two such values are exact in float32, in whatever order they are added.
     """
     largest = jnp.maximum(jnp.max(jnp.abs(x), axis=axis, keepdims=True), SMALLEST)
     power = lax.bitcast_convert_type(largest, jnp.int32) & (255 << 23)
@@ -179,7 +180,7 @@ def written_in_group(state: jax.Array, refs: Refs, rows: Any, slab: Any, plan: P
     v = refs["v_rows"][rows, slab] if by_row else refs["v_columns"][group, slab, :]
     steps = 0 if by_row else 1
     first = aligned(v, steps)
-    values = _filled([first], steps), _filled([v - first, v, v, v, v], steps)
+    values = _filled([first], steps), _filled([v - first, *[v] * (ALIGNED - 1)], steps)
     exact, rest = (_dot(keys, x) if by_row else _dot(x, keys) for x in values)
     return added_product((state, jnp.zeros_like(state)), exact, rest)
 
@@ -191,7 +192,7 @@ def read_in_group(state: jax.Array, refs: Refs, rows: Any, slab: Any, plan: Plan
     scores = _dot(q, refs["k_aligned"][group])
     step, before = (lax.broadcasted_iota(jnp.int32, scores.shape, axis) % GROUP for axis in (0, 1))
     scores = jnp.where(step <= before if plan.reverse else step >= before, scores, 0.0)
-    found = [_dot(jnp.concatenate(bf16_pieces(scores)), _filled([v] * 5, 0))]
+    found = [_dot(jnp.concatenate(bf16_pieces(scores)), _filled([v] * ALIGNED, 0))]
     found += [_dot(q, piece) for piece in bf16_pieces(state)]
     parts = [x[first : first + GROUP] for x in found for first in range(0, x.shape[0], GROUP)]
     return functools.reduce(jnp.add, reversed(parts))

@@ -57,7 +57,7 @@ GPU_DOT = 'return tl.dot(a, b, sums, input_precision="ieee")'
 SCORES = "scores = dot(q_rows, k_columns, SPLIT) * pair_decays(coarse, fine, False, SPLIT)"
 NEXT = "return decays.kept * state + (decays.lost * state + update)"
 PREVIOUS = "_previous_dstate(load, dstate[...], decay, scan)"
-PAIRS = "by_parts(self.between(), products)"
+PAIRS = "times(self.between(), products)"
 OF_PAIRS = "scan.p.scale * jnp.where(i < j, *dscores)"
 OLD_DSTATE = "dstate = next_state(dstate, q_columns, do_rows, decays.from_start * scale, decays, SPLIT)"
 DSTATE_UPDATE = "update = tl.fma(q_row[:, None], do_row[None, :], (kept + lost) * residue)"
@@ -131,7 +131,7 @@ FAULTS = [
             "before = jnp.where(first & (visit == 0), 0.0, before)", "acc", FULL),
     planted("tpu", CHUNK, 'refs["decay_from_start"][...] = _exp(hi + lo, scan)',
             'refs["decay_from_start"][...] = finite_exp(2 * (hi + lo))', "decay", FULL),
-    planted("tpu", CHUNK, "return by_parts(self.between(), dot(load(\"q\"), load(\"k\"), (1, 1), scan))",
+    planted("tpu", CHUNK, "return times(self.between(), dot(load(\"q\"), load(\"k\"), (1, 1), scan))",
             "return dot(load(\"q\"), load(\"k\"), (1, 1), scan)", "A", FULL),
     planted("tpu", CHUNK, "return reduce(lambda rest, part: part * state + rest, reversed(decay.whole), term)",
             "return term", "state", FULL),
