@@ -4,8 +4,8 @@ With S the state at a chunk's start and decays counted inside the chunk, the rec
 o_t = scale · q_tᵀ S_t becomes a few matrix products per chunk (Yang et al. 2024, arXiv:2312.06635; Dao & Gu 2024,
 arXiv:2405.21060):
 
-    o = scale · [decay_from_start · (q S) + A v]        A_ij = Σ_K q_i k_j · decay from step j to step i, for i >= j
-    S' = whole · S + (k · decay_to_end)ᵀ v
+    o = scale · [from_start · (q S) + A v]        A_ij = Σ_K q_i k_j · decay from step j to step i, for i >= j
+    S' = whole · S + (k · to_end)ᵀ v
 
 What differs between gates is how many decays a step has, one or one per channel of k, and so how A is formed:
 `StepDecay` and `ChannelDecay`. Kernels see each head's rows by themselves and states as [V, K], so that what decays
@@ -292,20 +292,16 @@ def _output(
 
     meanwhile() comes before the last product, which has to wait for the scores; it may change the state.
     """
-    read = read_state(block.load(i, "q"), state[...], decay, decay.decay_from_start, block.scan)
+    read = read_state(block.load(i, "q"), state[...], decay, "from_start", block.scan)
     meanwhile()
     return block.scan.p.scale * (read + dot(scores, block.load(i, "v"), (1, 0), block.scan))
 
 
 def _next_state(load: Load, state: jax.Array, decay: Decay, scan: Scan) -> jax.Array:
     """The state [heads, V, K] at the end of a chunk."""
-    return decayed(state, decay, written_by(load("k"), load("v"), decay, decay.decay_to_end, scan))
+    return decayed(state, decay, written_by(load("k"), load("v"), decay, "to_end", scan))
 
 
 def _previous_dstate(load: Load, dstate: jax.Array, decay: Decay, scan: Scan) -> jax.Array:
     """The gradient [heads, V, K] of the state at the start of a chunk, from that at its end."""
-
-    def way(width: int) -> jax.Array:
-        return scan.p.scale * decay.decay_from_start(width)
-
-    return decayed(dstate, decay, written_by(load("q"), load("do"), decay, way, scan))
+    return decayed(dstate, decay, written_by(load("q"), load("do"), decay, "from_start", scan, scan.p.scale))

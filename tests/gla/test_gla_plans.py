@@ -88,9 +88,8 @@ def test_both_ends_of_a_chunk_are_shown():
     seen = []
     decay = SimpleNamespace(
         probe_sums=lambda probe: probe("c", "sums"),
-        decay_from_start=lambda axis: "from",
-        decay_to_end=lambda axis: "to",
+        columns=lambda way, width: (way, width),
     )
     with probing(lambda site, value, *_: value):
         chunk_decays.probe_decays(decay, lambda *shown: seen.append(shown))
-    assert seen == [("c", "sums"), ("decay", "from", 1), ("decay", "to", 1)]
+    assert seen == [("c", "sums"), ("decay", ("from_start", 1), 1), ("decay", ("to_end", 1), 1)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, reduce
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ Load = Callable[[str], jax.Array]
 Store = Callable[[str, jax.Array], None]
 Parts = tuple[jax.Array, ...]
 """A decay as a sum: of a series what is near it, 0 or 1, and the rest. What is decayed is multiplied by each."""
+Way = Literal["from_start", "to_end"]
+"""From the start of the chunk to each step, or from after each step to the chunk's end."""
 Probe = Callable[..., Any]
 """probe(site, value, *axes, where=True): what takes the value's place; `axes` are those that are steps."""
 
@@ -33,10 +35,9 @@ ROWS = sublanes(jnp.float32)  # of a register
 class StepDecay:
     """Decays of heads that have one per step; of `ChannelDecay` the counterpart.
 
-    decay_from_start(width) [heads, C, 1 or width]: from the start of the chunk to each step. decay_to_end(width): from
-    after each step to the chunk's end. whole [heads, 1, 1]: both, in the parts of `_whole`. between() [heads, C, C]:
-    from after step j to step i, zero for i < j, at [i, j] in the forward pass and at [j, i] in the backward one, in
-    parts.
+    columns(way, width) [heads, C, 1 or width]: of each step. whole [heads, 1, 1]: of the chunk, in the parts of
+    `_whole`. between() [heads, C, C]: from after step j to step i, zero for i < j, at [i, j] in the forward pass and at
+    [j, i] in the backward one, in parts.
     """
 
     per_channel = False
@@ -51,21 +52,17 @@ class StepDecay:
         hi, lo = self._row("sum_hi"), self._row("sum_lo")
         probe("c", (hi, lo), 2, where=hi > STRONGEST_GATE)
 
-    def decay_from_start(self, width: int) -> jax.Array:
+    def columns(self, way: Way, width: int) -> jax.Array:
         """See the class."""
-        return self._decay_from_start
-
-    def decay_to_end(self, width: int) -> jax.Array:
-        """See the class."""
-        return self._decay_to_end
+        return self._from_start if way == "from_start" else self._to_end
 
     @cached_property
-    def _decay_from_start(self) -> jax.Array:
-        return self._column(self._row("decay_from_start"))
+    def _from_start(self) -> jax.Array:
+        return self._column(self._row("from_start"))
 
     @cached_property
-    def _decay_to_end(self) -> jax.Array:
-        return self._column(self._row("decay_to_end"))
+    def _to_end(self) -> jax.Array:
+        return self._column(self._row("to_end"))
 
     def between(self) -> Parts:
         """See the class."""
@@ -107,7 +104,7 @@ class StepDecay:
         products = dot(load("k"), load("q"), (1, 1), scan)
         dproducts = dot(load("v"), load("do"), (1, 1), scan)
         dscores = times([scan.p.scale * part for part in self.between()], dproducts)
-        dv = read_state(load("k"), dstate[...], self, self.decay_to_end, scan)
+        dv = read_state(load("k"), dstate[...], self, "to_end", scan)
         scores = probe("A", times(self.between(), products), 1, 2)
         store("dv", dv + scan.p.scale * dot(scores, load("do"), (1, 0), scan))
         # The gate of step t decays what goes from before t to t or later. Sums of just these pairs lose nothing to
@@ -116,10 +113,10 @@ class StepDecay:
         if active():
             probe("dA", scan.p.scale * dproducts, 1, 2, where=row <= column)
         sums = dot_with_all(products * dscores, ones((row >= column)[0]), scan)
-        dq = scan.p.scale * self.decay_from_start(scan.p.k) * dot(load("do"), state[...], (1, 0), scan)
+        dq = scan.p.scale * self.columns("from_start", scan.p.k) * dot(load("do"), state[...], (1, 0), scan)
         from_state = jnp.sum(f32(load("q")) * dq, axis=2, keepdims=True)
         store("dq", dq + dot(dscores, load("k"), (0, 0), scan))
-        dk = self.decay_to_end(scan.p.k) * dot(load("v"), dstate[...], (1, 0), scan)
+        dk = self.columns("to_end", scan.p.k) * dot(load("v"), dstate[...], (1, 0), scan)
         to_state = jnp.sum(f32(load("k")) * dk, axis=2, keepdims=True)
         store("dk", dk + dot(dscores, load("q"), (1, 0), scan))
         whole = reduce(jnp.add, self.whole)
@@ -138,14 +135,10 @@ class ConstantDecay(StepDecay):
     def probe_sums(self, probe: Probe) -> None:
         """There are none, but products."""
 
-    def decay_from_start(self, width: int) -> jax.Array:
+    def columns(self, way: Way, width: int) -> jax.Array:
         """See `StepDecay`."""
-        return self._refs["decay_from_start"][:, :, :width]
-
-    def decay_to_end(self, width: int) -> jax.Array:
-        """See `StepDecay`."""
-        if not self._scan.masked:
-            return self._refs["decay_to_end"][:, :, :width]
+        if way == "from_start" or not self._scan.masked:
+            return self._refs[way][:, :, :width]
         step = iota((self._scan.heads, self._scan.chunk, 1), 1)
         return _power(self._gammas, jnp.maximum(self._live - 1 - step, 0))
 
@@ -157,9 +150,9 @@ class ConstantDecay(StepDecay):
 class ChannelDecay:
     """Decays of heads that have one per step and channel of k.
 
-    decay_from_start(width), decay_to_end(width) [heads, C, K] and whole [heads, 1, K] as in `StepDecay`. The decay
-    between two steps is the product of two that meet between them: at the border of the halves, one step in each, of
-    the smallest part of the chunk that holds both (parts have 2, 4, 8, … steps). halves: for each size of parts
+    columns(way, width) [heads, C, K] and whole [heads, 1, K] as in `StepDecay`. The decay between two steps is the
+    product of two that meet between them: at the border of the halves, one step in each, of the smallest part of the
+    chunk that holds both (parts have 2, 4, 8, … steps). halves: for each size of parts
     `Parts` of [heads, C, K]: from that border to the steps of the second half, and to it from those of the first. So no
     exponent is of a longer way than from j to i.
     """
@@ -198,13 +191,9 @@ class ChannelDecay:
         for sums in (self._until, self._after):
             probe("exponent", sums, 1, where=sums > STRONGEST_GATE)
 
-    def decay_from_start(self, width: int) -> jax.Array:
+    def columns(self, way: Way, width: int) -> jax.Array:
         """See the class."""
-        return _exp(self._until, self._scan)
-
-    def decay_to_end(self, width: int) -> jax.Array:
-        """See the class."""
-        return _exp(self._after, self._scan)
+        return _exp(self._until if way == "from_start" else self._after, self._scan)
 
     def scores(self, load: Load, scan: Scan) -> jax.Array:
         """A [heads, C, C]."""
@@ -218,8 +207,8 @@ class ChannelDecay:
         """Store dq, dk, dv and dgk of a chunk, from the refs of the state at its start and the gradient at its end."""
         q, k, v, do = (f32(load(name)) for name in ("q", "k", "v", "do"))
         i, j = _steps(scan)
-        dq = scan.p.scale * self.decay_from_start(scan.p.k) * dot(load("do"), state[...], (1, 0), scan)
-        dk = self.decay_to_end(scan.p.k) * dot(load("v"), dstate[...], (1, 0), scan)
+        dq = scan.p.scale * self.columns("from_start", scan.p.k) * dot(load("do"), state[...], (1, 0), scan)
+        dk = self.columns("to_end", scan.p.k) * dot(load("v"), dstate[...], (1, 0), scan)
         # As in `StepDecay.store_gradients`: of the gate of step t, only pairs with t between them, and what passes it.
         dgk = probe("dgate", reduce(jnp.add, self.whole) * sum_rows(state[...] * dstate[...]))
         read = probe("dgate", dot(ones(i >= j), q * dq, (1, 0), scan), 1)
@@ -241,7 +230,7 @@ class ChannelDecay:
             # Of the same half: from t on in a second one, before t in a first one.
             after = (i ^ j < half) & ((i >= j) ^ (j & half == 0))
             dgk += dot(ones(after), decayed * ddecayed, (1, 0), scan)
-        dv = read_state(load("k"), dstate[...], self, self.decay_to_end, scan)
+        dv = read_state(load("k"), dstate[...], self, "to_end", scan)
         scores = probe("A", scores, 1, 2)
         store("dv", dv + scan.p.scale * dot(scores, load("do"), (1, 0), scan))
         store("dq", dq)
@@ -258,19 +247,21 @@ class ChannelDecay:
 Decay = StepDecay | ChannelDecay
 
 
-def read_state(
-    x: jax.Array, state: jax.Array, decay: Decay, way: Callable[[int], jax.Array], scan: Scan, pieces: int = 2
-) -> jax.Array:
-    """(x · way) @ the state, in `pieces`. A decay per row is applied to the sums, which leaves x as exact as it is."""
+def read_state(x: jax.Array, state: jax.Array, decay: Decay, way: Way, scan: Scan, pieces: int = 2) -> jax.Array:
+    """(x · decay) @ the state, in `pieces`. A decay per row is applied to the sums, which leaves x exact."""
     contract = (1, 0) if scan.by_key else (1, 1)
     if decay.per_channel:
-        return dot(f32(x) * way(scan.p.k), state, contract, scan, pieces)
-    return way(scan.p.v) * dot(x, state, contract, scan, pieces)
+        return dot(f32(x) * decay.columns(way, scan.p.k), state, contract, scan, pieces)
+    return decay.columns(way, scan.p.v) * dot(x, state, contract, scan, pieces)
 
 
-def written_by(k: jax.Array, values: jax.Array, decay: Decay, way: Callable[[int], jax.Array], scan: Scan) -> jax.Array:
-    """(k · way)ᵀ @ values, as states lie. A decay per row is applied to the values, which leaves k exact."""
-    k, values = (f32(k) * way(scan.p.k), values) if decay.per_channel else (k, way(scan.p.v) * values)
+def written_by(
+    k: jax.Array, values: jax.Array, decay: Decay, way: Way, scan: Scan, scale: float | None = None
+) -> jax.Array:
+    """(k · scale · decay)ᵀ @ values, as states lie. A decay per row is applied to the values, which leaves k exact."""
+    decays = decay.columns(way, scan.p.k if decay.per_channel else scan.p.v)
+    decays = decays if scale is None else scale * decays
+    k, values = (f32(k) * decays, values) if decay.per_channel else (k, decays * values)
     return dot(k, values, (0, 0), scan) if scan.by_key else dot(values, k, (0, 0), scan)
 
 
@@ -282,8 +273,8 @@ def decayed(state: jax.Array, decay: Decay, term: jax.Array) -> jax.Array:
 def probe_decays(decay: Decay, probe: Probe) -> None:
     if active():
         decay.probe_sums(probe)
-        probe("decay", decay.decay_from_start(1), 1)
-        probe("decay", decay.decay_to_end(1), 1)
+        probe("decay", decay.columns("from_start", 1), 1)
+        probe("decay", decay.columns("to_end", 1), 1)
 
 
 def _in_second(shape: tuple[int, ...], half: int) -> jax.Array:
@@ -337,10 +328,10 @@ def decay_scratch(scan: Scan) -> dict[str, Any]:
     if scan.gate == "constant":
         rows = pltpu.VMEM((scan.heads, scan.chunk, max(scan.p.k, scan.p.v)), jnp.float32)
         between = pltpu.VMEM((scan.heads, scan.chunk, scan.chunk), jnp.float32)
-        return {"decay_from_start": rows, "decay_to_end": rows, "between": between}
+        return {"from_start": rows, "to_end": rows, "between": between}
     if scan.gate == "step":
         steps = pltpu.VMEM((scan.heads, *scan.step_shape[3:]), jnp.float32)
-        rows = dict.fromkeys(("sum_hi", "sum_lo", "decay_from_start", "decay_to_end"), steps)
+        rows = dict.fromkeys(("sum_hi", "sum_lo", "from_start", "to_end"), steps)
         if scan.gate_terms:
             lanes = pl.cdiv(scan.gate_terms * scan.chunk, LANES) * LANES
             rows["gate"] = pltpu.VMEM((scan.heads, scan.chunks, lanes), jnp.float32)
@@ -357,9 +348,9 @@ def prepare_decays(refs: Refs, scan: Scan, first_head: Any) -> None:
             gammas = gammas_of(refs, scan, first_head)
             i, j = _steps(scan)
             refs["between"][...] = jnp.where(i >= j, _power(gammas, jnp.maximum(i - j, 0)), 0.0)
-            step = iota(refs["decay_to_end"].shape, 1)
-            refs["decay_from_start"][...] = _power(gammas, step + 1)
-            refs["decay_to_end"][...] = _power(gammas, scan.chunk - 1 - step)
+            step = iota(refs["to_end"].shape, 1)
+            refs["from_start"][...] = _power(gammas, step + 1)
+            refs["to_end"][...] = _power(gammas, scan.chunk - 1 - step)
 
     if scan.gate == "step":
         g = jnp.maximum(refs["g"][...], STRONGEST_GATE)
@@ -371,8 +362,8 @@ def prepare_decays(refs: Refs, scan: Scan, first_head: Any) -> None:
         hi, lo = running_sums(*gate, scan.chunk)
         last = hi[:, :, scan.chunk - 1 : scan.chunk], lo[:, :, scan.chunk - 1 : scan.chunk]
         refs["sum_hi"][...], refs["sum_lo"][...] = hi, lo
-        refs["decay_from_start"][...] = _exp(hi + lo, scan)
-        refs["decay_to_end"][...] = _exp(difference(last, (hi, lo)), scan)
+        refs["from_start"][...] = _exp(hi + lo, scan)
+        refs["to_end"][...] = _exp(difference(last, (hi, lo)), scan)
 
 
 def gammas_of(refs: Refs, scan: Scan, first_head: Any) -> jax.Array:
