@@ -41,6 +41,7 @@ from tpu_kernels._lib.chunk_decays import (
     probe_decays,
     read_state,
     written_by,
+    written_by_each,
 )
 from tpu_kernels._lib.chunk_dots import dot
 from tpu_kernels._lib.chunk_layout import Layout, block_of
@@ -171,6 +172,7 @@ def _forward_kernel(refs: Refs, scan: Scan) -> None:
         waiting: list[Callable[[], None]] = []
         for group in block.groups():
             decay = group.decay(i)
+            decay.spread("to_end", "from_start")
             waiting.append(partial(finish, group, i, decay, _scores(group, i, decay)))
             if len(waiting) > 1:
                 waiting.pop(0)()
@@ -213,11 +215,18 @@ def _backward_kernel(refs: Refs, scan: Scan) -> None:
     def _() -> None:
         states[0] = checkpoints[jnp.maximum(index - 1, 0)]
 
-    def forward(i: Any) -> None:
-        probe = partial(block.probe, i)
-        states[i + 1] = probe("state", _next_state(partial(block.load, i), states[i], block.decay(i), scan))
+    def written(i: Any) -> list[tuple[Decay, jax.Array]]:
+        decays = [block.decay(i + n) for n in range(scan.at_once)]
+        k, v = (block.load(i, name, scan.at_once) for name in ("k", "v"))
+        return list(zip(decays, written_by_each(k, v, decays, scan), strict=True))
 
-    block.for_chunks(forward, lambda i: block.load_state("h0", i, states.at[i]), unroll=scan.unroll)
+    def forward(i: Any, decay: Decay, term: jax.Array) -> None:
+        states[i + 1] = block.probe(i, "state", decayed(states[i], decay, term))
+
+    def enter(i: Any) -> None:
+        block.load_state("h0", i, states.at[i])
+
+    block.for_chunks(forward, enter, before=written, at_once=scan.at_once, unroll=scan.unroll)
 
     @pl.when(step < last)
     def _() -> None:

@@ -104,7 +104,7 @@ def test_all_that_a_delta_rule_accepts_fits_vmem(kind):
                 assert plan.vmem_bytes < vmem_limit()
             except ValueError as error:
                 assert re.fullmatch(
-                    r"K, V or chunk_size must be smaller: .* needs \d+ bytes .* have 10485760", str(error)
+                    r"K, V or chunk_size must be smaller: .* needs \d+ bytes .* have 10569646", str(error)
                 )
                 refused += 1
     assert bool(refused) == (kind == "TPU v4")

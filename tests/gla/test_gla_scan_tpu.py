@@ -17,11 +17,12 @@ from op_arguments.gla import Problem  # noqa: E402
 from parity.compilers.kernels import equations  # noqa: E402
 from parity.judging.judge import judge  # noqa: E402
 from parity.trial import Trial  # noqa: E402
-from tests.matrix.gla import CHUNK_GLA, CHUNK_SIMPLE_GLA, F32  # noqa: E402
+from tests.matrix.gla import BF16, CHUNK_GLA, CHUNK_SIMPLE_GLA, F32  # noqa: E402
 from tpu_kernels import chunk_scan, simple_gla  # noqa: E402
 from tpu_kernels._lib import chunk_dots, chunk_plan  # noqa: E402
 from tpu_kernels._lib.chunk_decays import ChannelDecay  # noqa: E402
 from tpu_kernels._lib.decays import finite_exp  # noqa: E402
+from tpu_kernels._lib.step_numbers import StepNumbers  # noqa: E402
 
 pytestmark = pytest.mark.tpu
 
@@ -64,6 +65,48 @@ def test_gates_of_channels_are_summed_by_halves_as_the_golden_sums_them(chunk):
     out = [jax.ShapeDtypeStruct(gk.shape, F32)] * len(wanted)
     for found, value in zip(pl.pallas_call(sums, out, interpret=True)(gk), wanted, strict=True):
         np.testing.assert_array_equal(found, value)
+
+
+@pytest.mark.parametrize("chunk", [16, 64, 128])
+def test_numbers_of_steps_are_rows_and_columns_bit_for_bit(chunk):
+    """Of a chunk, whatever the others have."""
+    rng = np.random.default_rng(0)
+    numbers = np.exp2(rng.uniform(-40, 0, (2, 2, 3, chunk))).astype(F32)
+    numbers[:, :, 2] = np.nan
+    problem = Problem(b=1, t=3 * chunk, h=2, k=160, v=16, n=1, scale=1.0, dtype=BF16)
+    scan = chunk_plan.plan({"g": 0}, problem, chunk_size=chunk, backward=True, fused=True)
+    scan = scan._replace(heads=2, chunks=3, split=True, spread=True)
+
+    def both(first, second, rows, columns, spread, ref):
+        StepNumbers.keep(ref, first[...], second[...], scan)
+        found = StepNumbers(ref, 1, scan)
+        for n in (0, 1):
+            rows[n], columns[n], spread[n] = found.rows[n], found.column(n), found.spread(n, 160)
+
+    shapes = [(2, 2, 1, chunk), (2, 2, chunk, 1), (2, 2, chunk, 160)]
+    out = [jax.ShapeDtypeStruct(shape, F32) for shape in shapes]
+    call = pl.pallas_call(both, out, scratch_shapes=[StepNumbers.scratch(scan)], interpret=True)
+    rows, columns, spread = call(*numbers)
+    np.testing.assert_array_equal(rows[:, :, 0], numbers[:, :, 1])
+    np.testing.assert_array_equal(columns[..., 0], numbers[:, :, 1])
+    np.testing.assert_array_equal(spread, np.broadcast_to(columns, spread.shape))
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_of_two_chunks_at_once_neither_gets_the_others_nan(chunk):
+    """The second and the first of a pair, of 16 steps. NaN in v is in dk of its step, in dq and dg from there on."""
+    rng = np.random.default_rng(0)
+    q, k, v, do = (jax.numpy.asarray(rng.standard_normal((1, 64, 2, 32)), BF16) for _ in range(4))
+    g = jax.numpy.asarray(-rng.exponential(0.1, (1, 64, 2)), F32)
+    start, end = 16 * chunk, 16 * chunk + 16
+    v = v.at[0, start + 7, 0, 3].set(np.nan)
+    options = dict(g=g, initial_state=np.zeros((1, 2, 32, 32), F32), chunk_size=16, interpret=True)
+    grads = simple_gla.chunk_simple_gla_bwd(q, k, v, do, **options)
+    finite = {name: np.isfinite(np.asarray(x, F32)) for name, x in grads._asdict().items() if x is not None}
+    assert finite["dv"].all() and finite["dh0"].all()
+    assert all(x[0, :, 1].all() for name, x in finite.items() if name != "dh0")
+    assert finite["dk"][0, :start].all() and finite["dk"][0, end:].all() and not finite["dk"][0, start + 7, 0].all()
+    assert all(finite[name][0, :start].all() and not finite[name][0, end, 0].all() for name in ("dq", "dg"))
 
 
 B, H, D = 2, 16, 128
@@ -157,7 +200,6 @@ def test_a_kernel_may_have_most_of_the_vmem_of_every_chip_and_two_cores():
             assert tuple(compiled.dimension_semantics) == ("parallel", "parallel", "arbitrary")
 
 
-BF16 = "bfloat16"
 # dtypes of both operands, whether in two pieces, the length of sums; of each dot its dtype and the length of its sums
 DOTS = [
     (F32, F32, False, 64, [(BF16, 384)]),

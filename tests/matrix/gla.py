@@ -298,6 +298,7 @@ def in_one_pass(op: Op, *grids: tuple[Case, ...]) -> tuple[Case, ...]:
 
 def with_simple_cases(op: Op) -> Op:
     """With the matrix of chunk_simple_gla, forward or backward."""
+    is_bwd = op.name.endswith("_bwd")
     parts = [
         small_cases(op, SMALL, chunk=[16]),
         op.grid([PACKED], dtype=[F32], gates=["both"], chunk=[16], lengths=["zeros_and_ones"], **STATES),
@@ -315,6 +316,8 @@ def with_simple_cases(op: Op) -> Op:
             op.grid([SMALL], dtype=[BF16], data=["one_signed"], chunk=[16], **STATES),
             op.grid([PACKED], dtype=[F32], gates=["both"], chunk=[16], lengths=["ragged"], **STATES),
         ),
+        # The TPU's backward pass takes two chunks at once.
+        *([op.grid([FOUR_BLOCKS], dtype=[BF16], gates=["both"], chunk=[16], **STATES)] if is_bwd else []),
         # What full adds: everything against everything, long sequences, wide heads, ALiBi in many heads and layers.
         op.grid([SMALL], dtype=[F32], gates=["gamma", "both"], chunk=[32], **BOTH_WAYS, **STATES, tier="full"),
         op.grid(EDGES, dtype=[F32], gates=["g", "gamma"], tier="full"),

@@ -73,6 +73,11 @@ def computes_bfloat16() -> bool:
     return generation() >= 6
 
 
+def has_wide_mxu() -> bool:
+    """Whether the matrix unit is `MXU` wide, and not 128: from v6e on."""
+    return generation() >= 6
+
+
 def sublanes(dtype: Any) -> int:
     """How many rows of `dtype` a vector register holds: 8 of 32 bits, 16 of 16, 32 of 8."""
     return 32 // jnp.dtype(dtype).itemsize

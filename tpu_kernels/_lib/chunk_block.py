@@ -1,6 +1,6 @@
 """A grid step's block of chunks of a scan: its rows, its decays, and the states at the ends of its sequences."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any
 
@@ -48,9 +48,9 @@ class ChunkBlock:
             group.first_head = self.first_head + head
             yield group
 
-    def rows(self, i: Any) -> Any:
-        """The rows of chunk i in the block."""
-        return pl.ds(pl.multiple_of(i * self.scan.chunk, self.scan.chunk), self.scan.chunk)
+    def rows(self, i: Any, chunks: int = 1) -> Any:
+        """The rows in the block of so many chunks from chunk i on."""
+        return pl.ds(pl.multiple_of(i * self.scan.chunk, self.scan.chunk), chunks * self.scan.chunk)
 
     def live(self, i: Any) -> Any:
         """How many rows of chunk i are steps; they are its first."""
@@ -59,9 +59,12 @@ class ChunkBlock:
             return self.refs["live"][chunk]
         return jnp.clip(self.scan.p.t - chunk * self.scan.chunk, 0, self.scan.chunk)
 
-    def load(self, i: Any, name: str) -> jax.Array:
-        """The rows [heads, C, ·] of chunk i, zero where they are no steps: there may be NaN, and 0 * NaN is NaN."""
-        ref, rows = self.refs[name], self.rows(i)
+    def load(self, i: Any, name: str, chunks: int = 1) -> jax.Array:
+        """The rows [heads, chunks · C, ·] of so many chunks from chunk i on, zero where they are no steps: there may be
+        NaN, and 0 * NaN is NaN."""
+        if chunks > 1 and self.scan.masked:
+            return jnp.concatenate([self.load(i + n, name) for n in range(chunks)], 1)
+        ref, rows = self.refs[name], self.rows(i, chunks)
         x = jnp.stack([of_head[rows] for of_head in ref]) if isinstance(ref, tuple) else ref[:, rows, :]
         return jnp.where(iota(x.shape, 1) < self.live(i), x, jnp.zeros_like(x)) if self.scan.masked else x
 
@@ -103,16 +106,19 @@ class ChunkBlock:
 
     def for_chunks(
         self,
-        body: Callable[[Any], None],
+        body: Callable[..., None],
         enter: Callable[[Any], None] | None = None,
         leave: Callable[[Any], None] | None = None,
         *,
+        before: Callable[[Any], Sequence[tuple[Any, ...]]] = lambda i: [()],
+        at_once: int = 1,
         reverse: bool = False,
         unroll: int = 1,
     ) -> None:
         """body(i) for each chunk i; enter(i) before that of the first of a sequence and leave(i) after its last.
 
-        In reverse the other way round. unroll: chunks in a turn of the loop.
+        before(i): of each of `at_once` chunks from chunk i on, what else body takes. unroll: chunks in a turn of the
+        loop. In reverse the other way round, and one by one.
         """
         last = self.scan.chunks - 1
         enters, leaves = (self._is_last, self._is_first) if reverse else (self._is_first, self._is_last)
@@ -122,17 +128,21 @@ class ChunkBlock:
                 pl.when(is_there(i))(lambda: action(i))
 
         def step(n: Any, _: None) -> None:
-            i = last - n if reverse else n
+            first = last - n if reverse else n * at_once
+            for i, given in enumerate(before(first)):
+                visit(first + i, *given)
+
+        def visit(i: Any, *given: Any) -> None:
             if self.scan.p.packed:
                 at(i, enters, enter)
-            body(i)
+            body(i, *given)
             if self.scan.p.packed:
                 at(i, leaves, leave)
 
         begin, end = (last, 0) if reverse else (0, last)
         if not self.scan.p.packed:
             at(begin, enters, enter)
-        lax.fori_loop(0, last + 1, step, None, unroll=unroll)
+        lax.fori_loop(0, self.scan.chunks // at_once, step, None, unroll=max(unroll // at_once, 1))
         if not self.scan.p.packed:
             at(end, leaves, leave)
 

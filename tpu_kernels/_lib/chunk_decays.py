@@ -1,6 +1,6 @@
 """The decays between the steps of a chunk, for each kind of gate, and what is made of them: scores and gradients."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 from typing import Any, Literal
 
@@ -10,11 +10,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.probe import active
-from tpu_kernels._lib.chip import LANES, sublanes
-from tpu_kernels._lib.chunk_dots import bf16_split, dot, dot_pieces, dot_with_all, f32, iota, ones
+from tpu_kernels._lib.chunk_dots import WHOLE, Operand, bf16_split, dot, dot_pieces, dot_with_all, f32, iota, ones
 from tpu_kernels._lib.chunk_plan import Scan
-from tpu_kernels._lib.decays import decay_parts, difference, finite_exp, running_sums, times, two_sum
+from tpu_kernels._lib.decays import Pair, decay_parts, difference, finite_exp, running_sums, times, two_sum
 from tpu_kernels._lib.recurrent_sums import sum_rows
+from tpu_kernels._lib.step_numbers import ROWS, StepNumbers
 
 Refs = Mapping[str, Any]
 Load = Callable[[str], jax.Array]
@@ -24,45 +24,57 @@ Parts = tuple[jax.Array, ...]
 """A decay as a sum: of a series what is near it, 0 or 1, and the rest. What is decayed is multiplied by each."""
 Way = Literal["from_start", "to_end"]
 """From the start of the chunk to each step, or from after each step to the chunk's end."""
+WAYS: tuple[Way, Way] = ("from_start", "to_end")
 Probe = Callable[..., Any]
 """probe(site, value, *axes, where=True): what takes the value's place; `axes` are those that are steps."""
 
 # A step that decays by more leaves nothing of any float32 state, and sums of such steps stay small enough to add.
 STRONGEST_GATE = -256.0
-ROWS = sublanes(jnp.float32)  # of a register
 
 
 class StepDecay:
     """Decays of heads that have one per step; of `ChannelDecay` the counterpart.
 
-    columns(way, width) [heads, C, 1 or width]: of each step. whole [heads, 1, 1]: of the chunk, in the parts of
-    `_whole`. between() [heads, C, C]: from after step j to step i, zero for i < j, at [i, j] in the forward pass and at
-    [j, i] in the backward one, in parts.
+    columns(way, width) [heads, C, 1 or width] and rows(way) [heads, 1, C]: of each step. whole [heads, 1, 1]: of the
+    chunk, in the parts of `_whole`. between() [heads, C, C]: from after step j to step i, zero for i < j, at [i, j] in
+    the forward pass and at [j, i] in the backward one, in parts.
     """
 
     per_channel = False
 
     def __init__(self, refs: Refs, i: Any, scan: Scan) -> None:
-        """Of chunk i, from what `prepare_decays` left: rows of a number per step."""
+        """Of chunk i, from what `prepare_decays` left."""
         self._refs, self._chunk, self._scan = refs, i, scan
-        self.whole = _whole(scan, *(self._row(name)[:, :, scan.chunk - 1 :] for name in ("sum_hi", "sum_lo")))
+        self._decays = StepNumbers(refs["decays"], i, scan)
+        self._columns: dict[Way, jax.Array] = {}
+        totals = [self.rows("from_start")] if scan.split else self._sums.rows
+        last = [row[:, :, scan.chunk - 1 :] for row in totals]
+        self.whole: Parts = tuple(last) if scan.split else decay_parts(*last)
+
+    @cached_property
+    def _sums(self) -> StepNumbers:
+        return StepNumbers(self._refs["sums"], self._chunk, self._scan)
 
     def probe_sums(self, probe: Probe) -> None:
         """Show the sums of gates, but those in which one may have been clamped."""
-        hi, lo = self._row("sum_hi"), self._row("sum_lo")
+        hi, lo = self._sums.rows
         probe("c", (hi, lo), 2, where=hi > STRONGEST_GATE)
+
+    def spread(self, *ways: Way) -> None:
+        """Have the matrix unit make the columns, now: where they are needed one would wait for it."""
+        if self._scan.spread:
+            width = max(self._scan.p.k, self._scan.p.v)
+            self._columns |= {way: self._decays.spread(WAYS.index(way), width) for way in ways}
 
     def columns(self, way: Way, width: int) -> jax.Array:
         """See the class."""
-        return self._from_start if way == "from_start" else self._to_end
+        if way not in self._columns:
+            self._columns[way] = self._decays.column(WAYS.index(way))
+        return self._columns[way][:, :, :width]
 
-    @cached_property
-    def _from_start(self) -> jax.Array:
-        return self._column(self._row("from_start"))
-
-    @cached_property
-    def _to_end(self) -> jax.Array:
-        return self._column(self._row("to_end"))
+    def rows(self, way: Way) -> jax.Array:
+        """See the class."""
+        return self._decays.rows[WAYS.index(way)]
 
     def between(self) -> Parts:
         """See the class."""
@@ -72,27 +84,19 @@ class StepDecay:
 
     def _differences(self) -> jax.Array:
         """The sums of the gates after step j up to step i, for i >= j: those up to i less those up to j."""
-        rows = self._row("sum_hi"), self._row("sum_lo")
-        columns = self._column(rows[0]), self._column(rows[1])
+        rows, columns = self._sums.rows, (self._sums.column(0), self._sums.column(1))
         return difference(*((rows, columns) if self._scan.backward else (columns, rows)))
 
     def _products(self) -> jax.Array:
-        """The same by the matrix unit, of just these gates. It makes no columns, which take the longest."""
+        """The same by the matrix unit, of just these gates."""
         scan, c = self._scan, self._scan.chunk
         lanes = scan.gate_terms * c
         place, step = iota((1, c, lanes), 1), iota((1, c, lanes), 2) % c
-        gates = self._row("gate", scan.gate_terms)
+        gates = self._refs["gate"][:, pl.ds(self._chunk, 1), :][:, :, :lanes]
         gates = jnp.where(step > place if scan.backward else step <= place, gates, 0.0)
         step, place = iota((lanes, c), 0) % c, iota((lanes, c), 1)
         others = ones(step <= place if scan.backward else step > place)
         return dot_with_all(gates.astype(jnp.bfloat16), others, scan)
-
-    def _row(self, name: str, pieces: int = 1) -> jax.Array:
-        return self._refs[name][:, pl.ds(self._chunk, 1), : pieces * self._scan.chunk]
-
-    def _column(self, row: jax.Array) -> jax.Array:
-        i, j = _steps(self._scan)
-        return jnp.sum(jnp.where(i == j, row, 0.0), axis=2, keepdims=True)
 
     def scores(self, load: Load, scan: Scan) -> jax.Array:
         """A [heads, C, C]."""
@@ -100,23 +104,27 @@ class StepDecay:
 
     def store_gradients(self, load: Load, store: Store, state: Any, dstate: Any, scan: Scan, probe: Probe) -> None:
         """Store dq, dk, dv and dg of a chunk, from the refs of the state at its start and the gradient at its end."""
-        # Pairs of steps are at [j, i], so that just one of the dots below transposes.
+        # Pairs of steps are at [j, i], so that just one of the dots below transposes. In this order, of those that were
+        # tried, the units wait the least.
         products = dot(load("k"), load("q"), (1, 1), scan)
         dproducts = dot(load("v"), load("do"), (1, 1), scan)
-        dscores = times([scan.p.scale * part for part in self.between()], dproducts)
-        dv = read_state(load("k"), dstate[...], self, "to_end", scan)
-        scores = probe("A", times(self.between(), products), 1, 2)
-        store("dv", dv + scan.p.scale * dot(scores, load("do"), (1, 0), scan))
-        # The gate of step t decays what goes from before t to t or later. Sums of just these pairs lose nothing to
-        # cancellation, as running sums of q·dq - k·dk do.
         row, column = iota(products.shape, 1), iota(products.shape, 2)
         if active():
             probe("dA", scan.p.scale * dproducts, 1, 2, where=row <= column)
-        sums = dot_with_all(products * dscores, ones((row >= column)[0]), scan)
+        dscores = times([scan.p.scale * part for part in self.between()], dproducts)
+        dend = dot_pieces(dstate[...], scan)
+        self.spread("to_end")
+        dv = read_state(load("k"), dend, self, "to_end", scan)
+        scores = probe("A", times(self.between(), products), 1, 2)
+        self.spread("from_start")
         dq = scan.p.scale * self.columns("from_start", scan.p.k) * dot(load("do"), state[...], (1, 0), scan)
         from_state = jnp.sum(f32(load("q")) * dq, axis=2, keepdims=True)
+        store("dv", dv + scan.p.scale * dot(scores, load("do"), (1, 0), scan))
+        # The gate of step t decays what goes from before t to t or later. Sums of just these pairs lose nothing to
+        # cancellation, as running sums of q·dq - k·dk do.
+        sums = dot_with_all(products * dscores, ones((row >= column)[0]), scan)
         store("dq", dq + dot(dscores, load("k"), (0, 0), scan))
-        dk = self.columns("to_end", scan.p.k) * dot(load("v"), dstate[...], (1, 0), scan)
+        dk = self.columns("to_end", scan.p.k) * dot(load("v"), dend, (1, 0), scan)
         to_state = jnp.sum(f32(load("k")) * dk, axis=2, keepdims=True)
         store("dk", dk + dot(dscores, load("q"), (1, 0), scan))
         whole = reduce(jnp.add, self.whole)
@@ -135,12 +143,21 @@ class ConstantDecay(StepDecay):
     def probe_sums(self, probe: Probe) -> None:
         """There are none, but products."""
 
+    def spread(self, *ways: Way) -> None:
+        """They are."""
+
     def columns(self, way: Way, width: int) -> jax.Array:
         """See `StepDecay`."""
         if way == "from_start" or not self._scan.masked:
             return self._refs[way][:, :, :width]
         step = iota((self._scan.heads, self._scan.chunk, 1), 1)
         return _power(self._gammas, jnp.maximum(self._live - 1 - step, 0))
+
+    def rows(self, way: Way) -> jax.Array:
+        """See `StepDecay`."""
+        step = iota((self._scan.heads, 1, self._scan.chunk), 2)
+        steps = step + 1 if way == "from_start" else jnp.maximum(self._live - 1 - step, 0)
+        return _power(self._gammas, steps)
 
     def between(self) -> Parts:
         """See `StepDecay`."""
@@ -190,6 +207,9 @@ class ChannelDecay:
         """See `StepDecay`."""
         for sums in (self._until, self._after):
             probe("exponent", sums, 1, where=sums > STRONGEST_GATE)
+
+    def spread(self, *ways: Way) -> None:
+        """They have no columns."""
 
     def columns(self, way: Way, width: int) -> jax.Array:
         """See the class."""
@@ -247,7 +267,7 @@ class ChannelDecay:
 Decay = StepDecay | ChannelDecay
 
 
-def read_state(x: jax.Array, state: jax.Array, decay: Decay, way: Way, scan: Scan, pieces: int = 2) -> jax.Array:
+def read_state(x: jax.Array, state: Operand, decay: Decay, way: Way, scan: Scan, pieces: int = 2) -> jax.Array:
     """(x · decay) @ the state, in `pieces`. A decay per row is applied to the sums, which leaves x exact."""
     contract = (1, 0) if scan.by_key else (1, 1)
     if decay.per_channel:
@@ -263,6 +283,23 @@ def written_by(
     decays = decays if scale is None else scale * decays
     k, values = (f32(k) * decays, values) if decay.per_channel else (k, decays * values)
     return dot(k, values, (0, 0), scan) if scan.by_key else dot(values, k, (0, 0), scan)
+
+
+def written_by_each(k: jax.Array, values: jax.Array, decays: Sequence[Decay], scan: Scan) -> list[jax.Array]:
+    """`written_by` to the end of each of `scan.at_once` chunks, of k and values [heads, rows of all, ·].
+
+    Of several, decays per step multiply values that are turned, [heads, V, rows of all]: they need not be columns. What
+    is not finite in a chunk may reach what those beside it write, and so gradients of its own.
+    """
+    of_steps = [decay for decay in decays if isinstance(decay, StepDecay)]
+    if scan.at_once == 1:
+        return [written_by(k, values, decay, "to_end", scan) for decay in decays]
+    rows = jnp.concatenate([decay.rows("to_end") for decay in of_steps], 2)
+    turned = dot_pieces(values.swapaxes(1, 2) * rows, scan)
+    keys = jnp.split(k, scan.at_once, 1)
+    lines = [[key if n == m else jnp.zeros_like(key) for m in range(len(keys))] for n, key in enumerate(keys)]
+    diagonal = jnp.concatenate([jnp.concatenate(line, 2) for line in lines], 1)
+    return jnp.split(dot(turned, diagonal, (1, 0), scan), scan.at_once, 2)
 
 
 def decayed(state: jax.Array, decay: Decay, term: jax.Array) -> jax.Array:
@@ -330,12 +367,12 @@ def decay_scratch(scan: Scan) -> dict[str, Any]:
         between = pltpu.VMEM((scan.heads, scan.chunk, scan.chunk), jnp.float32)
         return {"from_start": rows, "to_end": rows, "between": between}
     if scan.gate == "step":
-        steps = pltpu.VMEM((scan.heads, *scan.step_shape[3:]), jnp.float32)
-        rows = dict.fromkeys(("sum_hi", "sum_lo", "from_start", "to_end"), steps)
+        scratch = {"decays": StepNumbers.scratch(scan)}
         if scan.gate_terms:
-            lanes = pl.cdiv(scan.gate_terms * scan.chunk, LANES) * LANES
-            rows["gate"] = pltpu.VMEM((scan.heads, scan.chunks, lanes), jnp.float32)
-        return rows
+            scratch["gate"] = pltpu.VMEM((scan.heads, scan.chunks, (WHOLE + 1) * scan.chunk), jnp.float32)
+        if not scan.gate_terms or active():
+            scratch["sums"] = StepNumbers.scratch(scan)
+        return scratch
     return {}
 
 
@@ -356,14 +393,25 @@ def prepare_decays(refs: Refs, scan: Scan, first_head: Any) -> None:
         g = jnp.maximum(refs["g"][...], STRONGEST_GATE)
         gamma = jnp.maximum(refs["g_gamma"][...], STRONGEST_GATE) if "g_gamma" in refs else jnp.zeros_like(g)
         gate = two_sum(g, gamma)
-        if scan.gate_terms:
-            pieces = [f32(piece)[:, :, : scan.chunk] for piece in bf16_split(gate[0], scan.gate_terms)]
-            refs["gate"][:, :, : scan.gate_terms * scan.chunk] = jnp.concatenate(pieces, 2)
-        hi, lo = running_sums(*gate, scan.chunk)
-        last = hi[:, :, scan.chunk - 1 : scan.chunk], lo[:, :, scan.chunk - 1 : scan.chunk]
-        refs["sum_hi"][...], refs["sum_lo"][...] = hi, lo
-        refs["from_start"][...] = _exp(hi + lo, scan)
-        refs["to_end"][...] = _exp(difference(last, (hi, lo)), scan)
+        sums, (until, after) = _summed(gate, refs, scan)
+        if "sums" in refs:
+            StepNumbers.keep(refs["sums"], *sums, scan)
+        StepNumbers.keep(refs["decays"], _exp(until, scan), _exp(after, scan), scan)
+
+
+def _summed(gate: Pair, refs: Refs, scan: Scan) -> tuple[Pair, Pair]:
+    """The sums of gates up to each step, a number as two; and those as one and over the rest of the chunk."""
+    c = scan.chunk
+    if scan.gate_terms:
+        pieces = [*bf16_split(gate[0], WHOLE), gate[1].astype(jnp.bfloat16)]
+        gates = refs["gate"][...] = jnp.concatenate([f32(piece)[:, :, :c] for piece in pieces], 2)
+        step, place = iota((gates.shape[2], 2 * c), 0) % c, iota((gates.shape[2], 2 * c), 1)
+        both = dot_with_all(gates.astype(jnp.bfloat16), ones((step <= place % c) == (place < c)), scan)
+        until, after = jnp.split(both, 2, 2)
+        return (until, jnp.zeros_like(until)), (until, after)
+    hi, lo = running_sums(*gate, c)
+    last = hi[:, :, c - 1 : c], lo[:, :, c - 1 : c]
+    return (hi, lo), (hi + lo, difference(last, (hi, lo)))
 
 
 def gammas_of(refs: Refs, scan: Scan, first_head: Any) -> jax.Array:

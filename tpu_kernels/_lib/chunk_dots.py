@@ -12,20 +12,21 @@ from tpu_kernels._lib.chunk_plan import Scan
 WHOLE = 3
 """Pieces of bfloat16 that have all 24 bits of a float32."""
 
+Operand = jax.Array | list[jax.Array]
+"""A matrix per head, or its pieces."""
 
-def dot(
-    a: jax.Array | list[jax.Array], b: jax.Array, contract: tuple[int, int], scan: Scan, pieces: int = 2
-) -> jax.Array:
+
+def dot(a: Operand, b: Operand, contract: tuple[int, int], scan: Scan, pieces: int = 2) -> jax.Array:
     """For each head, float32 sums over axis `contract[0]` of its matrix in a and `contract[1]` of that in b.
 
     A bfloat16 operand enters as it is, one in float32 as the sum of bfloat16 pieces: `WHOLE`, or where dots are split
-    `pieces`, two of which have 16 bits. Products below those of the first piece and the last may be left out. Of
-    several dots a list of a's pieces, from `dot_pieces`, saves splitting it again.
+    `pieces`, two of which have 16 bits. Products below those of the first piece and the last may be left out. For
+    several dots a list of pieces, from `dot_pieces`, saves splitting an operand again.
     """
     x, y = contract[0] + 1, contract[1] + 1
     dot = partial(lax.dot_general, dimension_numbers=(((x,), (y,)), ((0,), (0,))), preferred_element_type=jnp.float32)
     pieces = pieces if scan.split else WHOLE
-    lhs, rhs = a if isinstance(a, list) else bf16_split(a, pieces), bf16_split(b, pieces)
+    lhs, rhs = (given if isinstance(given, list) else bf16_split(given, pieces) for given in (a, b))
     pairs = [(m, n) for m in range(len(lhs)) for n in range(len(rhs)) if m + n < pieces][::-1]
     if lhs[0].shape[x] % sublanes(jnp.bfloat16):
         return reduce(jnp.add, [dot(lhs[m], rhs[n]) for m, n in pairs])
@@ -40,7 +41,7 @@ def dot(
 
 
 def dot_pieces(a: jax.Array, scan: Scan) -> list[jax.Array]:
-    """Of a float32 a what `dot` makes of it, where it is the left operand of several."""
+    """Of a float32 a what `dot` makes of it, where it is an operand of several."""
     return bf16_split(a, 2 if scan.split else WHOLE)
 
 

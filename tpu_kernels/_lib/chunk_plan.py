@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from op_arguments.gla import Gates, Precision, Problem, check_chunk_size, check_fused, check_precision
-from tpu_kernels._lib.chip import LANES, vmem_capacity
+from tpu_kernels._lib.chip import LANES, has_wide_mxu, vmem_capacity
 
 MIB = 2**20
 BLOCK_TOKENS = 1024  # of a grid step, where chunks are shorter
@@ -30,7 +30,7 @@ def vmem_limit() -> int:
 
 def vmem_budget() -> int:
     """Of these the bytes for blocks, states and what else is planned here: 40 MiB, 10 on v4."""
-    return vmem_capacity() * 5 // 8
+    return vmem_capacity() * 63 // 100
 
 
 class Route(NamedTuple):
@@ -47,8 +47,9 @@ class Scan(NamedTuple):
     split: what dots take of a float32 is two bfloat16, else three, all of it. precise: as what goes step by step is:
     decays of gates per step or channel come from a series, and what a delta rule solves is corrected once. The
     sequences of p are laid out in t rows for the kernels: `blocks` of `chunks` of `chunk` rows. heads: of a grid step;
-    group: of them, at work at once. unroll: chunks in a turn of the loop that makes just states. by_key: whether states
-    are [K, V], else [V, K].
+    group: of them, at work at once. unroll: chunks in a turn of the loop that makes just states. spread: whether the
+    matrix unit makes columns of decays per step and takes two chunks at once: it has the time where it is 256 wide.
+    by_key: whether states are [K, V], else [V, K].
     """
 
     p: Problem
@@ -64,6 +65,7 @@ class Scan(NamedTuple):
     split: bool = False
     precise: bool = False
     unroll: int = 1
+    spread: bool = False
     by_key: bool = False
 
     @property
@@ -80,6 +82,16 @@ class Scan(NamedTuple):
     def masked(self) -> bool:
         """Whether some rows are no steps."""
         return self.p.packed or self.p.t != self.blocks * self.rows
+
+    @property
+    def at_once(self) -> int:
+        """Chunks of which the backward pass makes what they write into states in one dot: side by side they fill lanes.
+
+        Not of other sequences, as 0 · NaN is NaN. Not all of a block: without its loop, XLA's CPU compiler would round
+        an interpreted kernel in another way.
+        """
+        several = self.backward and self.spread and not self.p.packed
+        return 2 if several and self.chunks > 2 and self.chunks % 2 == 0 else 1
 
     @property
     def gate_terms(self) -> int:
@@ -145,7 +157,9 @@ def make_scan(
         scan = blocks(fused=False)
     # The next chunk's product does not wait for the state. XLA's CPU compiler would round each in its own way.
     unroll = 1 if interpret else next(n for n in UNROLL if scan.chunks % n == 0)
-    return scan._replace(split=p.dtype != "float32" or precision != "ieee", unroll=unroll)
+    split = p.dtype != "float32" or precision != "ieee"
+    spread = split and scan.gate != "channel" and 2 * scan.chunk <= LANES and has_wide_mxu()
+    return scan._replace(split=split, unroll=unroll, spread=spread, by_key=spread and not backward)
 
 
 def chunk_route(gates: Gates, p: Problem, *, chunk_size: int = 64, backward: bool = False) -> Route:

@@ -113,7 +113,7 @@ WHOLE_PIECES = "pieces = pieces if scan.split else WHOLE"
 PIECES = 'pieces = tl.dot(a_pieces, b_pieces, input_precision="ieee")'
 TPU_EXP = "jnp.exp(jnp.minimum(x, WHOLE_EXPONENT))"
 GPU_EXP = "tl.exp(at_most(coarse.to(tl.float64) + fine, LARGEST_EXPONENT)).to(tl.float32)"
-LAST_SUMS = "last = hi[:, :, scan.chunk - 1 : scan.chunk]"
+LAST_SUMS = "last = hi[:, :, c - 1 : c]"
 TPU_NEXT_STATE = "_next_state(load, state[...], decay, scan)"
 TPU_PREVIOUS_DSTATE = "_previous_dstate(load, dstate[...], decay, scan)"
 NEXT_STATE = "state = next_state(state, k_columns, v_rows, decays.to_end, decays, SPLIT)"
@@ -178,7 +178,7 @@ LOSSES = [
     *in_gla("P in bf16", "gpu", CHANNELS, "dot(scores, v_rows, SPLIT)", f"dot(scores{TL_BF16}, v_rows, SPLIT)",
             {"bfloat16 at A"}),
     *in_gla("cumsum in bf16", "tpu", SIMPLE, LAST_SUMS,
-            f"hi, lo = {jnp_rounded('hi + lo')}, jnp.zeros_like(lo)\n        {LAST_SUMS}", {"bfloat16 at c"}),
+            f"hi, lo = {jnp_rounded('hi + lo')}, jnp.zeros_like(lo)\n    {LAST_SUMS}", {"bfloat16 at c"}),
     *in_gla("cumsum in bf16", "gpu", SIMPLE, "    return coarse, fine\n\n\n@triton.jit\ndef decay(",
             f"    return (coarse + fine){TL_BF16}, fine * 0\n\n\n@triton.jit\ndef decay(", {"bfloat16 at c"}),
     *in_gla("exp of a bf16", "tpu", SIMPLE, TPU_EXP, f"jnp.exp({jnp_rounded('jnp.minimum(x, WHOLE_EXPONENT)')})",

@@ -8,6 +8,7 @@ from tests.meta.faults.planting import check_is_caught, gpu, having, named, pair
 bfloat16 = having(tier="smoke", dtype="bfloat16")
 steep = having(decay="steep", dtype="float32")
 both = having(gates="both")
+two_chunks = having(gates="both", dtype="bfloat16", T=50)
 
 
 def constant(c):
@@ -67,6 +68,9 @@ FAULTS = named({
         tpu(FORWARD, "return reduce(lambda rest, part: part * state + rest, reversed(decay.whole), term)",
             "return term"),
         gpu(BACKWARD, "torch.add(total, part, out=total if nth else None)", "part"),
+    ],
+    "of two chunks at once each writes the other's keys": [
+        tpu(BACKWARD, "[[key if n == m else", "[[key if n != m else", two_chunks),
     ],
     "rows beyond a sequence are not masked": [
         tpu(FORWARD,

@@ -1,0 +1,57 @@
+"""Numbers per step of the chunks of a block, which decays need as rows and as columns."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from tpu_kernels._lib.chip import LANES, sublanes
+from tpu_kernels._lib.chunk_dots import WHOLE, bf16_split, dot_with_all, f32, iota, ones
+from tpu_kernels._lib.chunk_plan import Scan
+
+ROWS = sublanes(jnp.float32)  # of a register: the bfloat16 pieces of two numbers, and both
+
+
+class StepNumbers:
+    """Two numbers of each step of a chunk, as rows and as columns.
+
+    They lie in VMEM, a chunk of a head in a register, with their bfloat16 pieces where the matrix unit spreads these.
+    """
+
+    def __init__(self, ref: Any, chunk: Any, scan: Scan) -> None:
+        self._ref, self._first, self._scan = ref, chunk * ROWS, scan
+
+    @staticmethod
+    def scratch(scan: Scan) -> Any:
+        """Of all chunks of a block."""
+        return pltpu.VMEM((scan.heads, scan.chunks * ROWS, max(scan.chunk, LANES)), jnp.float32)
+
+    @staticmethod
+    def keep(ref: Any, first: jax.Array, second: jax.Array, scan: Scan) -> None:
+        """Store both numbers of the steps of all chunks, [heads, chunks, C or more]."""
+        numbers = first, second
+        pieces = [f32(piece) for number in numbers for piece in bf16_split(number, WHOLE)] if scan.spread else []
+        for n, row in (*enumerate(pieces), *enumerate(numbers, ROWS - 2)):
+            ref[:, pl.ds(n, scan.chunks, ROWS), : row.shape[2]] = row
+
+    @property
+    def rows(self) -> tuple[jax.Array, jax.Array]:
+        """Both, [heads, 1, C]."""
+        return self._rows(ROWS - 2, 1), self._rows(ROWS - 1, 1)
+
+    def _rows(self, first: int, count: int) -> jax.Array:
+        return self._ref[:, pl.ds(self._first + first, count), :][:, :, : self._scan.chunk]
+
+    def column(self, n: int) -> jax.Array:
+        """The first number or the second, [heads, C, 1]: a sum over lanes for every eight steps."""
+        i, j = (iota((1, self._scan.chunk, self._scan.chunk), axis) for axis in (1, 2))
+        return jnp.sum(jnp.where(i == j, self.rows[n], 0.0), axis=2, keepdims=True)
+
+    def spread(self, n: int, width: int) -> jax.Array:
+        """The same, [heads, C, width]: the matrix unit adds up the number's pieces in all lanes."""
+        tile, piece = self._rows(0, ROWS), iota((ROWS, LANES), 0)
+        of_number = ones((piece >= n * WHOLE) & (piece < (n + 1) * WHOLE))
+        column = dot_with_all(tile.swapaxes(1, 2).astype(jnp.bfloat16), of_number, self._scan)
+        return jnp.concatenate([column] * pl.cdiv(width, LANES), 2)[:, :, :width]
