@@ -67,21 +67,22 @@ def test_gates_of_channels_are_summed_by_halves_as_the_golden_sums_them(chunk):
         np.testing.assert_array_equal(found, value)
 
 
-@pytest.mark.parametrize("chunk", [16, 64, 128])
-def test_numbers_of_steps_are_rows_and_columns_bit_for_bit(chunk):
+@pytest.mark.parametrize(("chunk", "is_spread"), [(16, True), (64, True), (64, False), (256, False)])
+def test_numbers_of_steps_are_rows_and_columns_bit_for_bit(chunk, is_spread):
     """Of a chunk, whatever the others have."""
     rng = np.random.default_rng(0)
     numbers = np.exp2(rng.uniform(-40, 0, (2, 2, 3, chunk))).astype(F32)
     numbers[:, :, 2] = np.nan
     problem = Problem(b=1, t=3 * chunk, h=2, k=160, v=16, n=1, scale=1.0, dtype=BF16)
     scan = chunk_plan.plan({"g": 0}, problem, chunk_size=chunk, backward=True, fused=True)
-    scan = scan._replace(heads=2, chunks=3, split=True, spread=True)
+    scan = scan._replace(heads=2, chunks=3, split=True, spread=is_spread)
 
     def both(first, second, rows, columns, spread, ref):
         StepNumbers.keep(ref, first[...], second[...], scan)
         found = StepNumbers(ref, 1, scan)
         for n in (0, 1):
-            rows[n], columns[n], spread[n] = found.rows[n], found.column(n), found.spread(n, 160)
+            rows[n], columns[n] = found.rows[n], found.column(n)
+            spread[n] = found.spread(n, 160) if is_spread else jax.numpy.broadcast_to(columns[n], spread[n].shape)
 
     shapes = [(2, 2, 1, chunk), (2, 2, chunk, 1), (2, 2, chunk, 160)]
     out = [jax.ShapeDtypeStruct(shape, F32) for shape in shapes]

@@ -17,32 +17,37 @@ ROWS = sublanes(jnp.float32)  # of a register: the bfloat16 pieces of two number
 class StepNumbers:
     """Two numbers of each step of a chunk, as rows and as columns.
 
-    They lie in VMEM, a chunk of a head in a register, with their bfloat16 pieces where the matrix unit spreads these.
+    They lie in VMEM, a row for all chunks; where the matrix unit spreads them, with their bfloat16 pieces, a register
+    for each chunk of a head.
     """
 
     def __init__(self, ref: Any, chunk: Any, scan: Scan) -> None:
-        self._ref, self._first, self._scan = ref, chunk * ROWS, scan
+        self._ref, self._chunk, self._scan = ref, chunk, scan
 
     @staticmethod
     def scratch(scan: Scan) -> Any:
         """Of all chunks of a block."""
-        return pltpu.VMEM((scan.heads, scan.chunks * ROWS, max(scan.chunk, LANES)), jnp.float32)
+        rows = ROWS if scan.spread else 2
+        return pltpu.VMEM((scan.heads, rows * scan.chunks, max(scan.chunk, LANES)), jnp.float32)
 
     @staticmethod
     def keep(ref: Any, first: jax.Array, second: jax.Array, scan: Scan) -> None:
         """Store both numbers of the steps of all chunks, [heads, chunks, C or more]."""
         numbers = first, second
         pieces = [f32(piece) for number in numbers for piece in bf16_split(number, WHOLE)] if scan.spread else []
-        for n, row in (*enumerate(pieces), *enumerate(numbers, ROWS - 2)):
-            ref[:, pl.ds(n, scan.chunks, ROWS), : row.shape[2]] = row
+        for n, row in enumerate((*pieces, *numbers)):
+            rows = pl.ds(n, scan.chunks, ROWS) if scan.spread else pl.ds(n * scan.chunks, scan.chunks)
+            ref[:, rows, : row.shape[2]] = row
 
     @property
     def rows(self) -> tuple[jax.Array, jax.Array]:
         """Both, [heads, 1, C]."""
-        return self._rows(ROWS - 2, 1), self._rows(ROWS - 1, 1)
+        if self._scan.spread:
+            return self._load(ROWS * self._chunk + 2 * WHOLE), self._load(ROWS * self._chunk + 2 * WHOLE + 1)
+        return self._load(self._chunk), self._load(self._scan.chunks + self._chunk)
 
-    def _rows(self, first: int, count: int) -> jax.Array:
-        return self._ref[:, pl.ds(self._first + first, count), :][:, :, : self._scan.chunk]
+    def _load(self, first: Any, count: int = 1) -> jax.Array:
+        return self._ref[:, pl.ds(first, count), :][:, :, : self._scan.chunk]
 
     def column(self, n: int) -> jax.Array:
         """The first number or the second, [heads, C, 1]: a sum over lanes for every eight steps."""
@@ -51,7 +56,7 @@ class StepNumbers:
 
     def spread(self, n: int, width: int) -> jax.Array:
         """The same, [heads, C, width]: the matrix unit adds up the number's pieces in all lanes."""
-        tile, piece = self._rows(0, ROWS), iota((ROWS, LANES), 0)
+        tile, piece = self._load(ROWS * self._chunk, ROWS), iota((ROWS, LANES), 0)
         of_number = ones((piece >= n * WHOLE) & (piece < (n + 1) * WHOLE))
         column = dot_with_all(tile.swapaxes(1, 2).astype(jnp.bfloat16), of_number, self._scan)
         return jnp.concatenate([column] * pl.cdiv(width, LANES), 2)[:, :, :width]
