@@ -35,9 +35,9 @@ STRONGEST_GATE = -256.0
 class StepDecay:
     """Decays of heads that have one per step; of `ChannelDecay` the counterpart.
 
-    columns(way, width) [heads, C, 1 or width] and rows(way) [heads, 1, C]: of each step. whole [heads, 1, 1]: of the
-    chunk, in the parts of `_whole`. between() [heads, C, C]: from after step j to step i, zero for i < j, at [i, j] in
-    the forward pass and at [j, i] in the backward one, in parts.
+    columns(way, width) [heads, C, 1 or width] and row_to_end() [heads, 1, C]: of each step. whole [heads, 1, 1]: of
+    the chunk, in the parts of `_whole`. between() [heads, C, C]: from after step j to step i, zero for i < j, at [i, j]
+    in the forward pass and at [j, i] in the backward one, in parts.
     """
 
     per_channel = False
@@ -47,7 +47,7 @@ class StepDecay:
         self._refs, self._chunk, self._scan = refs, i, scan
         self._decays = StepNumbers(refs["decays"], i, scan)
         self._columns: dict[Way, jax.Array] = {}
-        totals = [self.rows("from_start")] if scan.split else self._sums.rows
+        totals = self._decays.rows[:1] if scan.split else self._sums.rows
         last = [row[:, :, scan.chunk - 1 :] for row in totals]
         self.whole: Parts = tuple(last) if scan.split else decay_parts(*last)
 
@@ -72,9 +72,9 @@ class StepDecay:
             self._columns[way] = self._decays.column(WAYS.index(way))
         return self._columns[way][:, :, :width]
 
-    def rows(self, way: Way) -> jax.Array:
+    def row_to_end(self) -> jax.Array:
         """See the class."""
-        return self._decays.rows[WAYS.index(way)]
+        return self._decays.rows[1]
 
     def between(self) -> Parts:
         """See the class."""
@@ -144,7 +144,7 @@ class ConstantDecay(StepDecay):
         """There are none, but products."""
 
     def spread(self, *ways: Way) -> None:
-        """They are."""
+        """They are there already."""
 
     def columns(self, way: Way, width: int) -> jax.Array:
         """See `StepDecay`."""
@@ -153,11 +153,10 @@ class ConstantDecay(StepDecay):
         step = iota((self._scan.heads, self._scan.chunk, 1), 1)
         return _power(self._gammas, jnp.maximum(self._live - 1 - step, 0))
 
-    def rows(self, way: Way) -> jax.Array:
+    def row_to_end(self) -> jax.Array:
         """See `StepDecay`."""
         step = iota((self._scan.heads, 1, self._scan.chunk), 2)
-        steps = step + 1 if way == "from_start" else jnp.maximum(self._live - 1 - step, 0)
-        return _power(self._gammas, steps)
+        return _power(self._gammas, jnp.maximum(self._live - 1 - step, 0))
 
     def between(self) -> Parts:
         """See `StepDecay`."""
@@ -209,7 +208,7 @@ class ChannelDecay:
             probe("exponent", sums, 1, where=sums > STRONGEST_GATE)
 
     def spread(self, *ways: Way) -> None:
-        """They have no columns."""
+        """They are there, in all lanes."""
 
     def columns(self, way: Way, width: int) -> jax.Array:
         """See the class."""
@@ -291,11 +290,10 @@ def written_by_each(k: jax.Array, values: jax.Array, decays: Sequence[Decay], sc
     Of several, decays per step multiply values that are turned, [heads, V, rows of all]: they need not be columns. What
     is not finite in a chunk may reach what those beside it write, and so gradients of its own.
     """
-    of_steps = [decay for decay in decays if isinstance(decay, StepDecay)]
     if scan.at_once == 1:
         return [written_by(k, values, decay, "to_end", scan) for decay in decays]
-    rows = jnp.concatenate([decay.rows("to_end") for decay in of_steps], 2)
-    turned = dot_pieces(values.swapaxes(1, 2) * rows, scan)
+    decay = jnp.concatenate([decay.row_to_end() for decay in decays if isinstance(decay, StepDecay)], 2)
+    turned = dot_pieces(values.swapaxes(1, 2) * decay, scan)
     keys = jnp.split(k, scan.at_once, 1)
     lines = [[key if n == m else jnp.zeros_like(key) for m in range(len(keys))] for n, key in enumerate(keys)]
     diagonal = jnp.concatenate([jnp.concatenate(line, 2) for line in lines], 1)
