@@ -58,6 +58,7 @@ fp8 = having(tier="smoke", dtype="float8_e4m3fn", out="float32")
 narrow_input = having(tier="default", dtype="bfloat16")
 layer = having(dtype="float32", data="normal")
 layer_bwd = having(dtype="bfloat16", T=60)
+two_chunks = having(dtype="bfloat16", T=50)  # at once
 
 
 def two_heads(c):
@@ -171,7 +172,8 @@ LOSSES = [
     Loss("scores", "tpu", FWD, 'return probe("A", «decay.scores(load, scan)», 1, 2)', bf16),
     Loss("scores", "gpu", FWD, "out += dot(«scores», v_rows, SPLIT)", bf16),
     Loss("scores", "gpu", BWD, "dv_tile += scale * dot(«scores_t», do_rows, SPLIT)", bf16),
-    Loss("state", "tpu", f"{FWD} {BWD}", TPU_STATE, bf16),
+    Loss("state", "tpu", FWD, TPU_STATE, bf16),
+    Loss("state", "tpu", BWD, 'block.probe(i, "state", «decayed(states[i], decay, term)»)', bf16),
     Loss("state", "gpu", f"{FWD} {BWD}", GPU_STATE, bf16),
     Loss("state in one chunk", "tpu", FWD,
          'state[...] = probe("state", «_next_state(load, state[...], decay, scan)»)', f32, "i == 0"),
@@ -189,6 +191,12 @@ LOSSES = [
     Loss("decay", "gpu", FWD, "return «tl.exp(at_most(coarse + fine, LARGEST_EXPONENT))»", bf16),
     Loss("decay of float64", "gpu", SIMPLE_FWD,
          "result = «tl.exp(at_most(coarse.to(tl.float64) + fine, LARGEST_EXPONENT)).to(tl.float32)»", f32),
+    Loss("decay as a column", "tpu", f"{SIMPLE_FWD} {SIMPLE_BWD}",
+         "column = «dot_with_all(tile.swapaxes(1, 2).astype(jnp.bfloat16), of_number, self._scan)»", bf16),
+    Loss("sums of gates", "tpu", f"{SIMPLE_FWD} {SIMPLE_BWD}",
+         "both = «dot_with_all(gates.astype(jnp.bfloat16), ones((step <= place % c) == (place < c)), scan)»", bf16),
+    Loss("what two chunks write", "tpu", SIMPLE_BWD,
+         "return jnp.split(«dot(turned, diagonal, (1, 0), scan)», scan.at_once, 2)", two_chunks),
     Loss("dA", "tpu", SIMPLE_BWD, 'dproducts = «dot(load("v"), load("do"), (1, 1), scan)»', bf16),
     Loss("dA", "tpu", CHANNEL_BWD, 'dpairs = «probe("dA", scan.p.scale * jnp.where(i < j, *dscores), 1, 2)»', bf16),
     Loss("dA", "gpu", BWD, "«products.to(tl.float32)»\n    products_t", bf16),
