@@ -57,8 +57,12 @@ class StepDecay:
 
     def probe_sums(self, probe: Probe) -> None:
         """Show the sums of gates, but those in which one may have been clamped."""
-        hi, lo = self._sums.rows
-        probe("c", (hi, lo), 2, where=hi > STRONGEST_GATE)
+        sums = self._sums.rows
+        if not self._scan.gate_terms:
+            probe("c", sums, 2, where=sums[0] > STRONGEST_GATE)
+            return
+        for exponent in sums:
+            probe("exponent", exponent, 2, where=exponent > STRONGEST_GATE)
 
     def spread(self, *ways: Way) -> None:
         """Have the matrix unit make the columns, now: where they are needed one would wait for it."""
@@ -96,7 +100,7 @@ class StepDecay:
         gates = jnp.where(step > place if scan.backward else step <= place, gates, 0.0)
         step, place = iota((lanes, c), 0) % c, iota((lanes, c), 1)
         others = ones(step <= place if scan.backward else step > place)
-        return dot_with_all(gates.astype(jnp.bfloat16), others, scan)
+        return dot_with_all(gates, others, scan, 1)
 
     def scores(self, load: Load, scan: Scan) -> jax.Array:
         """A [heads, C, C]."""
@@ -391,25 +395,26 @@ def prepare_decays(refs: Refs, scan: Scan, first_head: Any) -> None:
         g = jnp.maximum(refs["g"][...], STRONGEST_GATE)
         gamma = jnp.maximum(refs["g_gamma"][...], STRONGEST_GATE) if "g_gamma" in refs else jnp.zeros_like(g)
         gate = two_sum(g, gamma)
-        sums, (until, after) = _summed(gate, refs, scan)
+        sums, until, after = _summed(gate, refs, scan)
         if "sums" in refs:
             StepNumbers.keep(refs["sums"], *sums, scan)
         StepNumbers.keep(refs["decays"], _exp(until, scan), _exp(after, scan), scan)
 
 
-def _summed(gate: Pair, refs: Refs, scan: Scan) -> tuple[Pair, Pair]:
-    """The sums of gates up to each step, a number as two; and those as one and over the rest of the chunk."""
+def _summed(gate: Pair, refs: Refs, scan: Scan) -> tuple[Pair, jax.Array, jax.Array]:
+    """The sums of gates up to each step and over the rest of the chunk; before these what is kept of them: both, or
+    where the matrix unit does not make them the first as two numbers."""
     c = scan.chunk
     if scan.gate_terms:
-        pieces = [*bf16_split(gate[0], WHOLE), gate[1].astype(jnp.bfloat16)]
+        pieces = [*bf16_split(gate[0], WHOLE), *bf16_split(gate[1], 1)]
         gates = refs["gate"][...] = jnp.concatenate([f32(piece)[:, :, :c] for piece in pieces], 2)
         step, place = iota((gates.shape[2], 2 * c), 0) % c, iota((gates.shape[2], 2 * c), 1)
-        both = dot_with_all(gates.astype(jnp.bfloat16), ones((step <= place % c) == (place < c)), scan)
+        both = dot_with_all(gates, ones((step <= place % c) == (place < c)), scan, 1)
         until, after = jnp.split(both, 2, 2)
-        return (until, jnp.zeros_like(until)), (until, after)
+        return (until, after), until, after
     hi, lo = running_sums(*gate, c)
     last = hi[:, :, c - 1 : c], lo[:, :, c - 1 : c]
-    return (hi, lo), (hi + lo, difference(last, (hi, lo)))
+    return (hi, lo), hi + lo, difference(last, (hi, lo))
 
 
 def gammas_of(refs: Refs, scan: Scan, first_head: Any) -> jax.Array:

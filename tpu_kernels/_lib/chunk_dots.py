@@ -45,9 +45,12 @@ def dot_pieces(a: jax.Array, scan: Scan) -> list[jax.Array]:
     return bf16_split(a, 2 if scan.split else WHOLE)
 
 
-def dot_with_all(a: jax.Array, b: jax.Array, scan: Scan) -> jax.Array:
-    """For each head, the product of its matrix in a and the matrix b, which the matrix unit loads once."""
-    return dot(a.reshape(1, -1, a.shape[2]), b[None], (1, 0), scan).reshape(*a.shape[:2], b.shape[1])
+def dot_with_all(a: jax.Array, b: jax.Array, scan: Scan, pieces: int = 2) -> jax.Array:
+    """For each head, the product of its matrix in a and the matrix b, which the matrix unit loads once.
+
+    pieces as in `dot`: 1 of what is bfloat16 in float32.
+    """
+    return dot(a.reshape(1, -1, a.shape[2]), b[None], (1, 0), scan, pieces).reshape(*a.shape[:2], b.shape[1])
 
 
 def bf16_split(x: jax.Array, count: int = 2) -> list[jax.Array]:

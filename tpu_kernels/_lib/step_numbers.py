@@ -58,5 +58,5 @@ class StepNumbers:
         """The same, [heads, C, width]: the matrix unit adds up the number's pieces in all lanes."""
         tile, piece = self._load(ROWS * self._chunk, ROWS), iota((ROWS, LANES), 0)
         of_number = ones((piece >= n * WHOLE) & (piece < (n + 1) * WHOLE))
-        column = dot_with_all(tile.swapaxes(1, 2).astype(jnp.bfloat16), of_number, self._scan)
+        column = dot_with_all(tile.swapaxes(1, 2), of_number, self._scan, 1)
         return jnp.concatenate([column] * pl.cdiv(width, LANES), 2)[:, :, :width]

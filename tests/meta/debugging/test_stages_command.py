@@ -182,7 +182,9 @@ def sites(backend, op, dtype="float32"):
     outs = ("dq", "dk", "dv", "dg" if "simple" in op else "dgk", "dh0") if backward else ("o", "ht")
     if "recurrent" in op:
         return ("kept", "state", *(("dstate", "dgate") if backward else ()), *outs)
-    gates = ("exponent", "decay") if (backend, "simple" in op) == ("tpu", False) else ("c", "decay")
+    # What the TPU's matrix unit sums is one float32.
+    of_sums = backend == "tpu" and (dtype == "bfloat16" or "simple" not in op)
+    gates = ("exponent" if of_sums else "c", "decay")
     if not backward:
         return (*gates, "A", "state", *outs) if backend == "tpu" else (*gates, "A", "kept", "state", *outs)
     if backend == "tpu":
