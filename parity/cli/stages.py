@@ -44,6 +44,8 @@ FAITHFUL = 0.1
 """What is left of the error where no line errs, at most, of a kernel that float64 makes exact."""
 LEAST = 0.001
 """Shares below are not shown."""
+MOST = 10
+"""Times its line's share that a call may make alone: one that makes more rounds what another has split."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +104,8 @@ def _append_ranking(out: Text, ranking: Ranking, root: Path) -> None:
         out.append(f"{share.share:7.1%}{gone}  {quoted(share.line, root)}\n")
         for caller, part in share.callers:
             if part >= LEAST:
-                out.append(f"         {part:7.1%}  by {quoted(caller, root)}\n", "dim")
+                alone = f"{part:7.1%}" if part <= MOST * max(share.share, LEAST) else "  not alone"
+                out.append(f"         {alone}  by {quoted(caller, root)}\n", "dim")
 
 
 def _append_region(out: Text, region: Region, output: str, root: Path) -> None:

@@ -11,10 +11,18 @@ import pytest
 
 from parity.cli import main
 from parity.cli.stages import conclusion, screen
-from parity.debugging.attribution import at_sites, lines_compared_bit_for_bit, program, rank, statement
+from parity.debugging.attribution import (
+    Ranking,
+    Share,
+    at_sites,
+    lines_compared_bit_for_bit,
+    program,
+    rank,
+    statement,
+)
 from parity.debugging.attribution.locate import Located, locate
 from parity.debugging.attribution.program import Line, Mark, Run
-from parity.debugging.attribution.walk import Evaluation, unseen, walk
+from parity.debugging.attribution.walk import Evaluation, Stage, unseen, walk
 from parity.debugging.explain import explain
 from parity.judging.reference import reference
 from parity.trial import Trial
@@ -102,6 +110,17 @@ LOSSES = [
     planted("gpu", CHUNK, NEXT, f"return ({NEXT[7:]}){GPU_BF16}",
             f"return ({NEXT[7:]}){GPU_BF16}", FULL),
 ]  # fmt: skip
+
+
+def test_a_call_that_rounds_what_another_has_split_has_no_share(tmp_path):
+    """Alone it loses what all of the kernel does not: 400 times the error of its line."""
+    line, one, other = (Line(str(tmp_path / "kernel.py"), number) for number in (1, 2, 3))
+    (tmp_path / "kernel.py").write_text("split\none\nother\n")
+    none = Run({}, {}, [])
+    ranking = Ranking((Share(line, 0.9, callers=((one, 400.0), (other, 0.9))),), 1e-8, 1e-18, none, none)
+    stage = Stage("out", wrong=0.0, error=1e-8, expected=1e-8, numbers=1)
+    shown = screen(Located("out", (stage,), none, ranking), tmp_path).plain
+    assert "not alone  by kernel.py:2" in shown and "90.0%  by kernel.py:3" in shown
 
 
 @pytest.mark.parametrize(("loss", "line"), LOSSES)
