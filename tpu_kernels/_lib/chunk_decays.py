@@ -230,6 +230,8 @@ class ChannelDecay:
         """Store dq, dk, dv and dgk of a chunk, from the refs of the state at its start and the gradient at its end."""
         q, k, v, do = (f32(load(name)) for name in ("q", "k", "v", "do"))
         i, j = _steps(scan)
+        # In this order, of those that were tried, the units wait the least.
+        dv = read_state(load("k"), dstate[...], self, "to_end", scan)
         dq = scan.p.scale * self.columns("from_start", scan.p.k) * dot(load("do"), state[...], (1, 0), scan)
         dk = self.columns("to_end", scan.p.k) * dot(load("v"), dstate[...], (1, 0), scan)
         # As in `StepDecay.store_gradients`: of the gate of step t, only pairs with t between them, and what passes it.
@@ -245,15 +247,14 @@ class ChannelDecay:
         scores = _own_scores(q, k, scan)
         for half, decay, decayed in self._levels(q, k):
             second = _in_second(q.shape, half)
-            scores = _with_scores_across(scores, decayed, half, scan)
             across = _border(i, j) == half
             ddecayed = dot([jnp.where(across, piece, jnp.zeros_like(piece)) for piece in pieces], decayed, (1, 0), scan)
+            scores = _with_scores_across(scores, decayed, half, scan)
             dq += jnp.where(second, times(decay, ddecayed), 0.0)
             dk += jnp.where(second, 0.0, times(decay, ddecayed))
             # Of the same half: from t on in a second one, before t in a first one.
             after = (i ^ j < half) & ((i >= j) ^ (j & half == 0))
             dgk += dot(ones(after), decayed * ddecayed, (1, 0), scan)
-        dv = read_state(load("k"), dstate[...], self, "to_end", scan)
         scores = probe("A", scores, 1, 2)
         store("dv", dv + scan.p.scale * dot(scores, load("do"), (1, 0), scan))
         store("dq", dq)
