@@ -2,8 +2,8 @@
 
 With S the state at a chunk's start, D the decay from step j to step i and decays counted inside the chunk,
 
-    A = beta · strict_lower(k kᵀ · D)        v_new = (I + A)⁻¹ beta (v - from_start · k S)
-    o = scale · [from_start · (q S) + tril(q kᵀ · D) v_new]      S' = whole · S + (k · to_end)ᵀ v_new
+    A = beta · strict_lower(k kᵀ · D)        v_new = (I + A)⁻¹ beta (v - decay_from_start · k S)
+    o = scale · [decay_from_start · (q S) + tril(q kᵀ · D) v_new]      S' = whole · S + (k · decay_to_end)ᵀ v_new
 
 (Yang et al. 2024, arXiv:2412.06464; Kimi Linear, arXiv:2510.26692); the formulas of the gradients are those of
 `cpu_golden/chunk_delta_rule.py`. What is between the chunks of a sequence is as in `chunk_scan`: kernels see each
@@ -169,7 +169,7 @@ def _forward_kernel(plan: DeltaPlan, refs: Refs, scan: Any) -> None:
 
     def body(i: Any) -> None:
         s = block.solved(i, state[...], with_q=True)
-        read = read_state(s.q, state[...], s.decay, "from_start", scan, WHOLE)
+        read = read_state(s.q, state[...], s.decay, "decay_from_start", scan, WHOLE)
         block.store(i, "o", plan.p.scale * (read + dot(s.p, s.v_new, (1, 0), scan)))
         state[...] = block.probe(i, "h", _next_state(s, state[...], scan))
 
@@ -297,7 +297,7 @@ class _Block(ChunkBlock):
         row, column = (iota(of_k.shape, axis) for axis in (1, 2))
         raw = probe("raw", jnp.where(row > column, of_k, 0.0), 1, 2)
         t = probe("T", inverse(probe("A", beta * raw, 1, 2), scan), 1, 2)
-        recalled = read_state(k, state, decay, "from_start", scan, WHOLE)
+        recalled = read_state(k, state, decay, "decay_from_start", scan, WHOLE)
         error = probe("error", f32(self.load(i, "v")) - recalled, 1)
         v_new = probe("v_new", _solution(t, raw, beta, beta * error, scan), 1)
         q, p = (queries[0], probe("P", of_q[0], 1, 2)) if with_q else (None, None)
@@ -320,8 +320,8 @@ class _Block(ChunkBlock):
         scan, scale, probe = self.scan, self.plan.p.scale, partial(self.probe, i)
         do, dend = self.load(i, "do"), dstate[...]
         q, k, decay, (row, column) = s.q, s.k, s.decay, (iota(s.raw.shape, axis) for axis in (1, 2))
-        from_start, to_end = (decay.columns(way, scan.p.k) for way in ("from_start", "to_end"))
-        from_end = read_state(k, dend, decay, "to_end", scan, WHOLE)
+        from_start, to_end = (decay.columns(way, scan.p.k) for way in ("decay_from_start", "decay_to_end"))
+        from_end = read_state(k, dend, decay, "decay_to_end", scan, WHOLE)
         dv_new = probe("dv_new", scale * dot(s.p, do, (0, 0), scan) + from_end, 1)
         dupdate = probe("dupdate", _solution(s.t, s.raw, s.beta, dv_new, scan, transposed=True), 1)
         dv = s.beta * dupdate
@@ -339,7 +339,7 @@ class _Block(ChunkBlock):
         of_rows = f32(q) * read + f32(k) * recalled, f32(k) * written
         self.store(i, "dgate", self._gate_gradient(dgate, *of_rows, decay, state * dend))
         change = dot(do, f32(q) * (scale * from_start), (0, 0), scan)
-        change -= written_by(k, dv, decay, "from_start", scan)
+        change -= written_by(k, dv, decay, "decay_from_start", scan)
         dstate[...] = probe("dh", decayed(dend, decay, change))
 
     def _gate_gradient(
@@ -377,4 +377,4 @@ def _solution(
 
 def _next_state(s: _Solved, state: jax.Array, scan: Any) -> jax.Array:
     """The state at the end of a chunk."""
-    return decayed(state, s.decay, written_by(s.k, s.v_new, s.decay, "to_end", scan))
+    return decayed(state, s.decay, written_by(s.k, s.v_new, s.decay, "decay_to_end", scan))

@@ -4,8 +4,8 @@ With S the state at a chunk's start and decays counted inside the chunk, the rec
 o_t = scale · q_tᵀ S_t becomes a few matrix products per chunk (Yang et al. 2024, arXiv:2312.06635; Dao & Gu 2024,
 arXiv:2405.21060):
 
-    o = scale · [from_start · (q S) + A v]        A_ij = Σ_K q_i k_j · decay from step j to step i, for i >= j
-    S' = whole · S + (k · to_end)ᵀ v
+    o = scale · [decay_from_start · (q S) + A v]        A_ij = Σ_K q_i k_j · decay from step j to step i, for i >= j
+    S' = whole · S + (k · decay_to_end)ᵀ v
 
 What differs between gates is how many decays a step has, one or one per channel of k, and so how A is formed:
 `StepDecay` and `ChannelDecay`. Kernels see each head's rows by themselves and states as [V, K], so that what decays
@@ -172,7 +172,7 @@ def _forward_kernel(refs: Refs, scan: Scan) -> None:
         waiting: list[Callable[[], None]] = []
         for group in block.groups():
             decay = group.decay(i)
-            decay.spread("to_end", "from_start")
+            decay.spread("decay_to_end", "decay_from_start")
             waiting.append(partial(finish, group, i, decay, _scores(group, i, decay)))
             if len(waiting) > 1:
                 waiting.pop(0)()
@@ -301,16 +301,16 @@ def _output(
 
     meanwhile() comes before the last product, which has to wait for the scores; it may change the state.
     """
-    read = read_state(block.load(i, "q"), state[...], decay, "from_start", block.scan)
+    read = read_state(block.load(i, "q"), state[...], decay, "decay_from_start", block.scan)
     meanwhile()
     return block.scan.p.scale * (read + dot(scores, block.load(i, "v"), (1, 0), block.scan))
 
 
 def _next_state(load: Load, state: jax.Array, decay: Decay, scan: Scan) -> jax.Array:
     """The state [heads, V, K] at the end of a chunk."""
-    return decayed(state, decay, written_by(load("k"), load("v"), decay, "to_end", scan))
+    return decayed(state, decay, written_by(load("k"), load("v"), decay, "decay_to_end", scan))
 
 
 def _previous_dstate(load: Load, dstate: jax.Array, decay: Decay, scan: Scan) -> jax.Array:
     """The gradient [heads, V, K] of the state at the start of a chunk, from that at its end."""
-    return decayed(dstate, decay, written_by(load("q"), load("do"), decay, "from_start", scan, scan.p.scale))
+    return decayed(dstate, decay, written_by(load("q"), load("do"), decay, "decay_from_start", scan, scan.p.scale))

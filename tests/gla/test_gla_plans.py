@@ -92,4 +92,4 @@ def test_both_ends_of_a_chunk_are_shown():
     )
     with probing(lambda site, value, *_: value):
         chunk_decays.probe_decays(decay, lambda *shown: seen.append(shown))
-    assert seen == [("c", "sums"), ("decay", ("from_start", 1), 1), ("decay", ("to_end", 1), 1)]
+    assert seen == [("c", "sums"), ("decay", ("decay_from_start", 1), 1), ("decay", ("decay_to_end", 1), 1)]

@@ -23,7 +23,7 @@ from tpu_kernels._lib.chunk_decays import (
 from tpu_kernels._lib.chunk_dots import iota
 from tpu_kernels._lib.chunk_plan import Scan
 
-OF_HEADS = {"gk", "q", "k", "v", "o", "state", "from_start", "to_end", "between"}
+OF_HEADS = {"gk", "q", "k", "v", "o", "state", "decay_from_start", "decay_to_end", "between"}
 """The refs of the forward pass in which each head has a part, along the first axis."""
 
 

@@ -22,9 +22,9 @@ Load = Callable[[str], jax.Array]
 Store = Callable[[str, jax.Array], None]
 Parts = tuple[jax.Array, ...]
 """A decay as a sum: of a series what is near it, 0 or 1, and the rest. What is decayed is multiplied by each."""
-Way = Literal["from_start", "to_end"]
+Way = Literal["decay_from_start", "decay_to_end"]
 """From the start of the chunk to each step, or from after each step to the chunk's end."""
-WAYS: tuple[Way, Way] = ("from_start", "to_end")
+WAYS: tuple[Way, Way] = ("decay_from_start", "decay_to_end")
 Probe = Callable[..., Any]
 """probe(site, value, *axes, where=True): what takes the value's place; `axes` are those that are steps."""
 
@@ -117,18 +117,18 @@ class StepDecay:
             probe("dA", scan.p.scale * dproducts, 1, 2, where=row <= column)
         dscores = times([scan.p.scale * part for part in self.between()], dproducts)
         dend = dot_pieces(dstate[...], scan)
-        self.spread("to_end")
-        dv = read_state(load("k"), dend, self, "to_end", scan)
+        self.spread("decay_to_end")
+        dv = read_state(load("k"), dend, self, "decay_to_end", scan)
         scores = probe("A", times(self.between(), products), 1, 2)
-        self.spread("from_start")
-        dq = scan.p.scale * self.columns("from_start", scan.p.k) * dot(load("do"), state[...], (1, 0), scan)
+        self.spread("decay_from_start")
+        dq = scan.p.scale * self.columns("decay_from_start", scan.p.k) * dot(load("do"), state[...], (1, 0), scan)
         from_state = jnp.sum(f32(load("q")) * dq, axis=2, keepdims=True)
         store("dv", dv + scan.p.scale * dot(scores, load("do"), (1, 0), scan))
         # The gate of step t decays what goes from before t to t or later. Sums of just these pairs lose nothing to
         # cancellation, as running sums of q·dq - k·dk do.
         sums = dot_with_all(products * dscores, ones((row >= column)[0]), scan)
         store("dq", dq + dot(dscores, load("k"), (0, 0), scan))
-        dk = self.columns("to_end", scan.p.k) * dot(load("v"), dend, (1, 0), scan)
+        dk = self.columns("decay_to_end", scan.p.k) * dot(load("v"), dend, (1, 0), scan)
         to_state = jnp.sum(f32(load("k")) * dk, axis=2, keepdims=True)
         store("dk", dk + dot(dscores, load("q"), (1, 0), scan))
         whole = reduce(jnp.add, self.whole)
@@ -152,7 +152,7 @@ class ConstantDecay(StepDecay):
 
     def columns(self, way: Way, width: int) -> jax.Array:
         """See `StepDecay`."""
-        if way == "from_start" or not self._scan.masked:
+        if way == "decay_from_start" or not self._scan.masked:
             return self._refs[way][:, :, :width]
         step = iota((self._scan.heads, self._scan.chunk, 1), 1)
         return _power(self._gammas, jnp.maximum(self._live - 1 - step, 0))
@@ -216,7 +216,7 @@ class ChannelDecay:
 
     def columns(self, way: Way, width: int) -> jax.Array:
         """See the class."""
-        return _exp(self._until if way == "from_start" else self._after, self._scan)
+        return _exp(self._until if way == "decay_from_start" else self._after, self._scan)
 
     def scores(self, load: Load, scan: Scan) -> jax.Array:
         """A [heads, C, C]."""
@@ -231,9 +231,9 @@ class ChannelDecay:
         q, k, v, do = (f32(load(name)) for name in ("q", "k", "v", "do"))
         i, j = _steps(scan)
         # In this order, of those that were tried, the units wait the least.
-        dv = read_state(load("k"), dstate[...], self, "to_end", scan)
-        dq = scan.p.scale * self.columns("from_start", scan.p.k) * dot(load("do"), state[...], (1, 0), scan)
-        dk = self.columns("to_end", scan.p.k) * dot(load("v"), dstate[...], (1, 0), scan)
+        dv = read_state(load("k"), dstate[...], self, "decay_to_end", scan)
+        dq = scan.p.scale * self.columns("decay_from_start", scan.p.k) * dot(load("do"), state[...], (1, 0), scan)
+        dk = self.columns("decay_to_end", scan.p.k) * dot(load("v"), dstate[...], (1, 0), scan)
         # As in `StepDecay.store_gradients`: of the gate of step t, only pairs with t between them, and what passes it.
         dgk = probe("dgate", reduce(jnp.add, self.whole) * sum_rows(state[...] * dstate[...]))
         read = probe("dgate", dot(ones(i >= j), q * dq, (1, 0), scan), 1)
@@ -296,7 +296,7 @@ def written_by_each(k: jax.Array, values: jax.Array, decays: Sequence[Decay], sc
     is not finite in a chunk may reach what those beside it write, and so gradients of its own.
     """
     if scan.at_once == 1:
-        return [written_by(k, values, decay, "to_end", scan) for decay in decays]
+        return [written_by(k, values, decay, "decay_to_end", scan) for decay in decays]
     decay = jnp.concatenate([decay.row_to_end() for decay in decays if isinstance(decay, StepDecay)], 2)
     turned = dot_pieces(values.swapaxes(1, 2) * decay, scan)
     keys = jnp.split(k, scan.at_once, 1)
@@ -313,8 +313,8 @@ def decayed(state: jax.Array, decay: Decay, term: jax.Array) -> jax.Array:
 def probe_decays(decay: Decay, probe: Probe) -> None:
     if active():
         decay.probe_sums(probe)
-        probe("decay", decay.columns("from_start", 1), 1)
-        probe("decay", decay.columns("to_end", 1), 1)
+        probe("decay", decay.columns("decay_from_start", 1), 1)
+        probe("decay", decay.columns("decay_to_end", 1), 1)
 
 
 def _in_second(shape: tuple[int, ...], half: int) -> jax.Array:
@@ -368,7 +368,7 @@ def decay_scratch(scan: Scan) -> dict[str, Any]:
     if scan.gate == "constant":
         rows = pltpu.VMEM((scan.heads, scan.chunk, max(scan.p.k, scan.p.v)), jnp.float32)
         between = pltpu.VMEM((scan.heads, scan.chunk, scan.chunk), jnp.float32)
-        return {"from_start": rows, "to_end": rows, "between": between}
+        return {"decay_from_start": rows, "decay_to_end": rows, "between": between}
     if scan.gate == "step":
         scratch = {"decays": StepNumbers.scratch(scan)}
         if scan.gate_terms:
@@ -388,9 +388,9 @@ def prepare_decays(refs: Refs, scan: Scan, first_head: Any) -> None:
             gammas = gammas_of(refs, scan, first_head)
             i, j = _steps(scan)
             refs["between"][...] = jnp.where(i >= j, _power(gammas, jnp.maximum(i - j, 0)), 0.0)
-            step = iota(refs["to_end"].shape, 1)
-            refs["from_start"][...] = _power(gammas, step + 1)
-            refs["to_end"][...] = _power(gammas, scan.chunk - 1 - step)
+            step = iota(refs["decay_to_end"].shape, 1)
+            refs["decay_from_start"][...] = _power(gammas, step + 1)
+            refs["decay_to_end"][...] = _power(gammas, scan.chunk - 1 - step)
 
     if scan.gate == "step":
         g = jnp.maximum(refs["g"][...], STRONGEST_GATE)
@@ -403,8 +403,10 @@ def prepare_decays(refs: Refs, scan: Scan, first_head: Any) -> None:
 
 
 def _summed(gate: Pair, refs: Refs, scan: Scan) -> tuple[Pair, jax.Array, jax.Array]:
-    """The sums of gates up to each step and over the rest of the chunk; before these what is kept of them: both, or
-    where the matrix unit does not make them the first as two numbers."""
+    """Two numbers to keep, and the sums of gates up to each step and after it, [heads, chunks, C or more].
+
+    The numbers are both sums if the matrix unit computes them, else the first sum as two float32.
+    """
     c = scan.chunk
     if scan.gate_terms:
         pieces = [*bf16_split(gate[0], WHOLE), *bf16_split(gate[1], 1)]

@@ -26,7 +26,7 @@ class StepNumbers:
 
     @staticmethod
     def scratch(scan: Scan) -> Any:
-        """Of all chunks of a block."""
+        """The VMEM that `keep` fills, of all chunks of a block."""
         rows = ROWS if scan.spread else 2
         return pltpu.VMEM((scan.heads, rows * scan.chunks, max(scan.chunk, LANES)), jnp.float32)
 
@@ -55,7 +55,7 @@ class StepNumbers:
         return jnp.sum(jnp.where(i == j, self.rows[n], 0.0), axis=2, keepdims=True)
 
     def spread(self, n: int, width: int) -> jax.Array:
-        """The same, [heads, C, width]: the matrix unit adds up the number's pieces in all lanes."""
+        """The first number or the second, [heads, C, width]: the matrix unit adds up its pieces in all lanes."""
         tile, piece = self._load(ROWS * self._chunk, ROWS), iota((ROWS, LANES), 0)
         of_number = ones((piece >= n * WHOLE) & (piece < (n + 1) * WHOLE))
         column = dot_with_all(tile.swapaxes(1, 2), of_number, self._scan, 1)

@@ -53,7 +53,7 @@ FAULTS = named({
             float32),
     ],
     "the decay comes after the error": [
-        tpu(GDN, 'recalled = read_state(k, state, decay, "from_start", scan, WHOLE)',
+        tpu(GDN, 'recalled = read_state(k, state, decay, "decay_from_start", scan, WHOLE)',
             "recalled = dot(k, state, (1, 1), scan)", float32),
         gpu(STEPS, "_sum_over_keys((kept + lost) * k_row * state)", "_sum_over_keys(k_row * state)", float32),
     ],

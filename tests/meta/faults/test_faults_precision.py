@@ -87,7 +87,7 @@ GPU_STATE = "return «decays.kept * state + (decays.lost * state + update)»"
 GPU_WRITTEN = (
     "update = «tl.fma(tl.expand_dims(k_row, NEW_AXIS), tl.expand_dims(v_row, 1 - NEW_AXIS), (kept + lost) * residue)»"
 )
-TPU_STATE = 'return «decayed(state, decay, written_by(load("k"), load("v"), decay, "to_end", scan))»'
+TPU_STATE = 'return «decayed(state, decay, written_by(load("k"), load("v"), decay, "decay_to_end", scan))»'
 TPU_SUMS = 'sums = «shown("acc", rows, sums)»'
 SLOT_PRODUCTS = "else «taken * weights[:, j, None]»"
 GPU_NEXT = "state = «next_state(state, k_columns, v_rows, decays.to_end, decays, SPLIT)»"
@@ -185,7 +185,8 @@ LOSSES = [
          "jax.lax.broadcasted_iota(jnp.int32, state.shape, 0) == 1"),
     Loss("state in one head", "gpu", SIMPLE_FWD, GPU_NEXT, two_heads, "head == 1"),
     Loss("gradient of the state", "tpu", BWD,
-         'return «decayed(dstate, decay, written_by(load("q"), load("do"), decay, "from_start", scan, scan.p.scale))»',
+         'return «decayed(dstate, decay, written_by(load("q"), load("do"), decay, "decay_from_start", scan, '
+         "scan.p.scale))»",
          bf16),
     Loss("decay", "tpu", FWD, "return decay_parts(exponent) if scan.precise else («finite_exp(exponent)»,)", bf16),
     Loss("decay", "gpu", FWD, "return «tl.exp(at_most(coarse + fine, LARGEST_EXPONENT))»", bf16),
@@ -245,7 +246,7 @@ LOSSES = [
     Loss("what is written", "tpu", RULES_FWD, 'probe("v_new", «_solution(t, raw, beta, beta * error, scan)», 1)', bf16),
     Loss("what is written", "gpu", DELTA_FWD, "v_new = «dot(t_rows, beta[:, None] * error, SPLIT)»", bf16),
     Loss("state", "tpu", f"{RULES_FWD} {RULES_BWD}",
-         'return «decayed(state, s.decay, written_by(s.k, s.v_new, s.decay, "to_end", scan))»', bf16),
+         'return «decayed(state, s.decay, written_by(s.k, s.v_new, s.decay, "decay_to_end", scan))»', bf16),
     Loss("state", "gpu", f"{DELTA_FWD} {DELTA_BWD}", GPU_STATE, bf16),
     Loss("state in one chunk", "tpu", RULES_FWD, TPU_NEXT_DELTA, bf16, "i == 0"),
     Loss("state in one chunk", "gpu", DELTA_FWD, GPU_NEXT_DELTA, bf16, "block == 0"),
@@ -378,8 +379,8 @@ FAULTS = named({
     "two pieces of three": [
         tpu(GDN_BWD, "WHOLE = 3", "WHOLE = 2", of_bf16),
         tpu(GDN_BWD, "dot(t, given, axes, scan, WHOLE)", "dot(t, given, axes, scan)", of_bf16),
-        tpu(GDN_BWD, 'read_state(k, dend, decay, "to_end", scan, WHOLE)',
-            'read_state(k, dend, decay, "to_end", scan)', of_model_bf16),
+        tpu(GDN_BWD, 'read_state(k, dend, decay, "decay_to_end", scan, WHOLE)',
+            'read_state(k, dend, decay, "decay_to_end", scan)', of_model_bf16),
     ],
     "two passes of three": [
         gpu(f"{GDN_FWD} {GDN_BWD} {KDA_FWD} {KDA_BWD}",
