@@ -375,6 +375,7 @@ TGMM_SMALL = dict(M=384, K=160, N=128, G=5)
 TGMM_SHARD = dict(M=256, K=96, N=64, G=2)
 TGMM_MIX = dict(M=512, K=64, N=64, G=4)
 TGMM_LONG = dict(M=1024, K=128, N=64, G=3)
+TGMM_DOTS = dict(M=1024, K=384, N=384, G=2)  # more dots in straight-line code than wait for no other's sums on tpu7x
 
 
 def with_tgmm_cases(op: Op) -> Op:
@@ -390,6 +391,7 @@ def with_tgmm_cases(op: Op) -> Op:
         # primatrix/tokamax#4: the count of sub-blocks is taken from tk instead of tm, wrong where tm > block
         mixes(op, TGMM_SMALL, [COLUMNS], dtype=[FP8], tiling=[(384, 128, 128), (64, 128, 64)], scales=["steps"],
               groups=["straddle"]),
+        mixes(op, TGMM_DOTS, [COLUMNS], dtype=[FP8], tiling=[(256, 384, 384)], scales=["steps"], groups=["straddle"]),
         mixes(op, TGMM_SMALL, [("64x1", "32x1")], dtype=[FP8], tiling=[(256, 64, 128), (32, 256, 128)],
               scales=["steps"], groups=["straddle"]),
         in_both(op, TGMM_SMALL, TGMM_SHARD, [COLUMNS], "correlated", **small),

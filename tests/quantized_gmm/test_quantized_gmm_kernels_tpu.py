@@ -189,11 +189,11 @@ TGMM = [
     (V5E, FP8, COLUMNS, K, N, {}, (512, 512, 512), (128, 512, 512), (128, 256), (4, 4), F32, BF16),
     (V6E, FP8, COLUMNS, K, N, {}, (1024, 1024, 1024), (128, 512, 512), (128, 256), (8, 8), F32, BF16),
     (V6E, FP8, WHOLE_COLUMNS, K, N, {}, (1024, 1024, 2048), (256, 512, 512), (256, 256), (0, 0), F32, BF16),
-    (V7X, FP8, COLUMNS, K, N, {}, (1024, 1024, 2048), (128, 256, 256), (128, 256), (8, 8), F32, None),
-    (V7X, FP8, COLUMNS, K, N, ADDED, (1024, 1024, 1024), (128, 256, 256), (128, 256), (8, 8), F32, None),
+    (V7X, FP8, COLUMNS, K, N, {}, (1024, 1024, 2048), (128, 128, 256), (128, 128), (8, 8), F32, None),
+    (V7X, FP8, COLUMNS, K, N, ADDED, (1024, 1024, 1024), (128, 128, 256), (128, 128), (8, 8), F32, None),
     (V7X, FP8, WHOLE_COLUMNS, K, N, {}, (1024, 1024, 2048), (1024, 896, 1024), (256, 896), (0, 0), F32, None),
-    (V7X, FP8, ("Mx1", "64x1"), K, 512, {}, (1024, 2048, 512), (64, 256, 256), (64, 256), (0, 16), F32, None),
-    (V7X, MIXED, ("64x1", "Mx1"), 512, N, {}, (1024, 512, 2048), (64, 256, 256), (64, 256), (16, 0), F32, None),
+    (V7X, FP8, ("Mx1", "64x1"), K, 512, {}, (1024, 2048, 512), (64, 128, 256), (64, 128), (0, 16), F32, None),
+    (V7X, MIXED, ("64x1", "Mx1"), 512, N, {}, (1024, 512, 2048), (64, 128, 256), (64, 128), (16, 0), F32, None),
     (V5E, (I8, I8), WHOLE_COLUMNS, K, N, {}, (512, 512, 512), (256, 256, 1024), (256, 256), (0, 0), "int32", None),
     (V7X, (I8, I8), WHOLE_COLUMNS, K, N, {}, (1024, 1024, 2048), (1024, 896, 1024), (256, 896), (0, 0), "int32", None),
     (V7X, (I8, I8), ("Mx1", "256x1"), K, N, {}, (1024, 1024, 2048), (256, 256, 256), (256, 256), (0, 4), F32, None),
@@ -222,8 +222,13 @@ def test_tgmm_fetches_keeps_and_multiplies_what_its_tile_says(
     assert scratch == kept + ([((BLOCK, tk), wide), ((tm, tn), wide)] if wide else [])
     check_fits(kind, kernel, scratch)
     assert multiplied(kernel) == dots_of_tgmm(tile, dot, own, BLOCK if any(parts) else 4 * BLOCK)
-    if any(parts) and not wide:  # parts of the scales are walked in a loop, by twos
-        assert {dot.count for dot in kernel.dots} == {tm // (2 * dot[0]), max(BLOCK // (2 * dot[0]), 1)}
+    if any(parts) and not wide:
+        loops = {dot.count for dot in kernel.dots}
+        if dtypes[0] == I8:  # parts of the scales are walked in a loop, by twos
+            assert loops == {tm // (2 * dot[0]), max(BLOCK // (2 * dot[0]), 1)}
+        else:  # 256 dots are straight-line code
+            whole, of_own = (depth // dot[0] * tk * tn // (dot[1] * dot[2]) for depth in (tm, BLOCK))
+            assert loops == {max(whole // 256, 1), max(of_own // 256, 1)}
     # The result: in strips of 128 rows, four at a time, where scales of whole columns are taken along.
     strips, height = (1, BLOCK) if parts[0] != 0 else (4, LANES)
     of_out = stored(call, BF16)

@@ -36,12 +36,13 @@ def planted(backend, op, old, new, *marks):
 
 FULL = pytest.mark.full
 BF16 = ".astype(jnp.bfloat16).astype(jnp.float32)"
+STORED = "self.acc[strip, columns] = total"
 ADDED = "return sums if total is None else total + sums"
 SCALED = "tl.load(scales, mask=region.in_columns, other=0)"
 
 LOSSES = [
     planted("tpu", "gmm_quantized", ADDED, f"return sums if total is None else (total + sums){BF16}"),
-    planted("tpu", "tgmm_quantized", "self.acc[rows, columns] = total", f"self.acc[rows, columns] = total{BF16}", FULL),
+    planted("tpu", "tgmm_quantized", STORED, f"{STORED}{BF16}", FULL),
     planted("tpu", "grouped_gemm", ADDED, f"return sums if total is None else (total + sums){BF16}", FULL),
     planted("gpu", "tgmm_quantized", f"partial *= {SCALED}", f"partial *= {SCALED}.to(tl.bfloat16).to(tl.float32)",
             FULL),

@@ -113,11 +113,15 @@ FAULTS = named({
     "the accumulator is bfloat16": [
         tpu("gmm_quantized", "return sums if total is None else total + sums",
             "return sums if total is None else (total + sums).astype(jnp.bfloat16).astype(sums.dtype)", block_scaled),
-        tpu("tgmm_quantized", "self.acc[rows, columns] = total",
-            "self.acc[rows, columns] = total.astype(jnp.bfloat16).astype(total.dtype)", block_scaled),
+        tpu("tgmm_quantized", "self.acc[strip, columns] = total",
+            "self.acc[strip, columns] = total.astype(jnp.bfloat16).astype(total.dtype)", block_scaled),
         gpu("gmm_quantized", "sums += partial", "sums = (sums + partial).to(tl.bfloat16).to(tl.float32)", block_scaled),
         gpu("tgmm_quantized", "sums += partial",
             "sums = (sums + partial).to(tl.bfloat16).to(tl.float32)", block_scaled),
+    ],
+    "a dot that waits for sums multiplies them": [
+        tpu("tgmm_quantized", "jnp.where(true, words[:8], bits[:, :width])", "bits[:, :width]",
+            lambda c: c.K == 384 and c.N == 384),
     ],
     "the group's boundary is masked in its first block alone": [
         tpu("tgmm_quantized", "self.own.copy(",
