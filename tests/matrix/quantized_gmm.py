@@ -297,6 +297,7 @@ GMM_SHARD = dict(M=200, K=256, N=96, G=2)
 GMM_SQUARE = dict(M=80, K=256, N=256, G=4)  # where a forgotten transpose still fits
 GMM_TAIL = dict(M=80, K=384, N=128, G=4)  # K % tk != 0 (maxtext#1183)
 GMM_TILES = dict(M=384, K=384, N=384, G=3)  # whole tiles of a group, and of one scale of the weights
+GMM_DOTS = dict(M=512, K=640, N=512, G=2)  # more dots of a tile than there may be on their way on tpu7x, as TGMM_DOTS
 GMM_CLIMB = dict(M=24, K=4096, N=24, G=2)
 
 
@@ -322,6 +323,8 @@ def with_gmm_cases(op: Op) -> Op:
         mixes(op, GMM_TILES, [DEEPSEEK], dtype=[FP8], scales=["steps"], groups=["straddle", "one_hot"], **tiles),
         mixes(op, GMM_TILES, [DEEPSEEK], dtype=[FP8_BF16], existing_out=[True], transpose_rhs=[True],
               groups=["one_hot"], **tiles),
+        mixes(op, GMM_DOTS, [DEEPSEEK], dtype=[FP8], tiling=[(256, 640, 512)], transpose_rhs=[True],
+              groups=["straddle"]),
         in_both(op, GMM_SMALL, GMM_SHARD, [channels], "residuals", **small),
         # flashinfer#3650: one NaN in a padded row corrupts its tile
         mixes(op, GMM_SMALL, [("20x64", "2x32x16")], dtype=[FP8], data=["poison"], groups=["short"], **small),
@@ -375,7 +378,7 @@ TGMM_SMALL = dict(M=384, K=160, N=128, G=5)
 TGMM_SHARD = dict(M=256, K=96, N=64, G=2)
 TGMM_MIX = dict(M=512, K=64, N=64, G=4)
 TGMM_LONG = dict(M=1024, K=128, N=64, G=3)
-TGMM_DOTS = dict(M=1024, K=384, N=384, G=2)  # more dots in straight-line code than wait for no other's sums on tpu7x
+TGMM_DOTS = dict(M=1024, K=512, N=384, G=2)
 
 
 def with_tgmm_cases(op: Op) -> Op:
@@ -391,7 +394,7 @@ def with_tgmm_cases(op: Op) -> Op:
         # primatrix/tokamax#4: the count of sub-blocks is taken from tk instead of tm, wrong where tm > block
         mixes(op, TGMM_SMALL, [COLUMNS], dtype=[FP8], tiling=[(384, 128, 128), (64, 128, 64)], scales=["steps"],
               groups=["straddle"]),
-        mixes(op, TGMM_DOTS, [COLUMNS], dtype=[FP8], tiling=[(256, 384, 384)], scales=["steps"], groups=["straddle"]),
+        mixes(op, TGMM_DOTS, [COLUMNS], dtype=[FP8], tiling=[(256, 512, 384)], groups=["straddle"]),
         mixes(op, TGMM_SMALL, [("64x1", "32x1")], dtype=[FP8], tiling=[(256, 64, 128), (32, 256, 128)],
               scales=["steps"], groups=["straddle"]),
         in_both(op, TGMM_SMALL, TGMM_SHARD, [COLUMNS], "correlated", **small),

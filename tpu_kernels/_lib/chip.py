@@ -13,6 +13,8 @@ from op_arguments.quantized_gmm import dot_dtype
 
 LANES = 128
 """Of a vector register; it has 8 sublanes of 32 bits."""
+REGISTER = 8 * LANES
+"""Numbers of 32 bits in a vector register."""
 MXU = 256
 """The width of the matrix unit on v6e and tpu7x; fewer rows cost no less than loading its weights."""
 NEWEST = 7

@@ -10,9 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels._lib import chip
-from tpu_kernels._lib.chip import LANES, MXU
-
-IN_FLIGHT = 10  # dots of 128 rows, from an operand to the sums: fewer leave the units idle, more fill the registers
+from tpu_kernels._lib.chip import LANES, MXU, REGISTER
 
 
 def blocks(size: int, width: int) -> list[Any]:
@@ -75,16 +73,21 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
-def held_back(x: jax.Array, dots: Sequence[jax.Array], true: Any) -> jax.Array:
+def held_back(x: jax.Array, dots: Sequence[jax.Array], registers: int, true: Any) -> jax.Array:
     """x, an operand of the dot that follows `dots`, as it is: its product waits for their sums.
 
     The compiler for tpu7x multiplies as early as it can. Sums that are to be scaled are then more than the registers
-    hold, and go through memory. true: what is true, and the compiler cannot know it.
+    hold, and go through memory. registers: how many of sums may be on their way; with fewer the units are idle. true:
+    what is true, and the compiler cannot know it.
     """
-    if len(dots) < IN_FLIGHT:
+    before = 0
+    for sums in reversed(dots):
+        before += sums.size
+        if before >= registers * REGISTER:
+            break
+    else:
         return x
-    sums = dots[-IN_FLIGHT]
-    row = sums.shape[0] * 3 // 4 // 8 * 8
+    row = (before - registers * REGISTER) // sums.shape[1] // 8 * 8
     words, width = pltpu.bitcast(x, jnp.int32), x.shape[1]
     bits = jnp.concatenate([pltpu.bitcast(sums[row : row + 8, :LANES], jnp.int32)] * pl.cdiv(width, LANES), axis=1)
     return pltpu.bitcast(jnp.concatenate([jnp.where(true, words[:8], bits[:, :width]), words[8:]], axis=0), x.dtype)

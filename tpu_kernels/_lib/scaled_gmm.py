@@ -7,7 +7,7 @@ a row and multiplies all lanes at once. Powers of two multiply the operands befo
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from tpu_kernels._lib.chip import LANES, MXU
 from tpu_kernels._lib.grids import Grid, Listed, Operands, grouped_matmul
 from tpu_kernels._lib.narrow import EXACT_SUMS, are_narrow, product, product_path, sum_dtype, widen, widen_whole
 from tpu_kernels._lib.powers import tiles_of_register, times_lanes, times_rows
-from tpu_kernels._lib.products import blocks, dot, dot_depth, for_blocks, for_depth
+from tpu_kernels._lib.products import blocks, dot, dot_depth, for_blocks, for_depth, held_back
 from tpu_kernels._lib.scales import (
     Changes,
     Plan,
@@ -39,6 +39,7 @@ from tpu_kernels._lib.scales import (
 )
 from tpu_kernels._lib.visits import Visits
 
+IN_FLIGHT = 480  # registers of sums, from an operand to where they are added up
 WIDENED_ROWS = 64  # at a time, so that they stay in registers
 WIDENING, WIDENING_POWERS = 3, 5  # blocks of columns whose products hide, on v6e, that lhs is widened; with powers
 
@@ -147,6 +148,12 @@ class _Tile(ScaledTile):
         depth = min(depth, EXACT_SUMS) if self.acc.dtype == jnp.int32 else depth
         return self.plan.grid.part if any(self.plan.changes) else depth
 
+    @cached_property
+    def is_held_back(self) -> bool:
+        """Whether products are so fast that they have to wait for sums, see `held_back`."""
+        is_fp8 = product_path(self.operands.lhs, self.operands.rhs) == "fp8"
+        return self.plan.transposed and self.plan.grid.transpose_rhs and is_fp8
+
     # ---- operands
 
     def widened_lhs(self, rows: Any, inner: Any) -> jax.Array:
@@ -231,9 +238,11 @@ class _Tile(ScaledTile):
             return None
         return jnp.where(self.step == 0, jnp.zeros((), self.acc.dtype), self.acc[self.at(rows, columns)])
 
-    def add(self, i: int, inner: Any, rows: Any, columns: Any, total: Any) -> jax.Array:
-        """total, and the products of part i, which lies at `inner` of K."""
+    def add(self, i: int, inner: Any, rows: Any, columns: Any, total: Any, dots: Sequence[jax.Array] = ()) -> jax.Array:
+        """total, and the products of part i, which lies at `inner` of K; dots: those that these may wait for."""
         x, weights = self.lhs[rows, inner], self.weights(inner, columns)
+        if self.is_held_back:
+            x = held_back(x, dots, IN_FLIGHT, self.own.end > 0)
         contract = (1, 1 if self.plan.grid.transpose_rhs else 0)
         multiply = dot if self.operands.in_powers else product
         sums = multiply(weights, x, contract[::-1]) if self.plan.transposed else multiply(x, weights, contract)
@@ -288,7 +297,8 @@ class _Tile(ScaledTile):
         self.prepare(rows, pl.cdiv(depth, self.plan.grid.part))
         parts = blocks(depth, self.depth_of_dot)
         if not self.is_widened or self.masked:
-            self.for_columns(partial(self.multiply_columns, parts, rows))
+            dots: list[jax.Array] = []
+            self.for_columns(lambda columns: self.multiply_columns(parts, rows, columns, [] if self.masked else dots))
             return
         columns_of, hiding = blocks(self.out.shape[1], MXU), WIDENING_POWERS if self.operands.in_powers else WIDENING
         if self.plan.transposed:  # its other columns are multiplied in turns, each of which widens rhs anew
@@ -300,14 +310,16 @@ class _Tile(ScaledTile):
                 total = self.add(i, inner, rows, columns, before)
                 self.keep(rows, columns, total, last=i == len(parts) - 1)
         for columns in columns_of[hiding:]:
-            self.multiply_columns(parts, rows, columns)
+            self.multiply_columns(parts, rows, columns, [])
 
-    def multiply_columns(self, parts: list[Any], rows: Any, columns: Any) -> None:
+    def multiply_columns(self, parts: list[Any], rows: Any, columns: Any, dots: list[jax.Array]) -> None:
+        """Multiply these columns; dots: the products so far in straight-line code."""
         turns = [pl.ds(rows.start + block.start, block.size) for block in blocks(rows.size, MXU)]
         for some in turns if self.plan.transposed and len(turns) > 1 else [rows]:
             total = self.before(some, columns)
             for i, inner in enumerate(parts):
-                total = self.add(i, inner, some, columns, total)
+                total = self.add(i, inner, some, columns, total, dots)
+                dots.append(total)
             self.keep(some, columns, total, last=True)
 
 

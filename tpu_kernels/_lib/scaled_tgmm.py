@@ -27,6 +27,7 @@ from tpu_kernels._lib.visits import COPY_ROWS, Visits, row_block
 
 PARTS = 8  # of a tile that are added up in straight-line code
 DOTS = 256  # in straight-line code: a loop's first sums are there 270 bundles after it begins
+IN_FLIGHT = 296  # registers of sums, from an operand to where they are added up
 STRIPS = 4  # of 128 rows, that are stored in straight-line code
 TALL = 896  # rows of a dot that the matrix unit adds up by itself: of multiples of 128 the fastest in tgmm on tpu7x
 
@@ -170,7 +171,7 @@ class _Tile(ScaledTile):
                 total = self.before(strip, columns, first)
                 for part, column, x in zip(parts, scales, transposed, strict=True):
                     row = self.row_of_part(self.parts.rhs, first_row + part.start, columns)
-                    x = held_back(x, dots, self.own.end > 0) if self.is_held_back else x
+                    x = held_back(x, dots, IN_FLIGHT, self.own.end > 0) if self.is_held_back else x
                     total += scaled(self.product(x, rhs[part, columns], (1, 0)), column, row)
                     dots.append(total)
                 self.acc[strip, columns] = total

@@ -120,8 +120,10 @@ FAULTS = named({
             "sums = (sums + partial).to(tl.bfloat16).to(tl.float32)", block_scaled),
     ],
     "a dot that waits for sums multiplies them": [
+        tpu("gmm_quantized", "jnp.where(true, words[:8], bits[:, :width])", "bits[:, :width]",
+            lambda c: c.K == 640 and c.N == 512),
         tpu("tgmm_quantized", "jnp.where(true, words[:8], bits[:, :width])", "bits[:, :width]",
-            lambda c: c.K == 384 and c.N == 384),
+            lambda c: c.K == 512 and c.N == 384),
     ],
     "the group's boundary is masked in its first block alone": [
         tpu("tgmm_quantized", "self.own.copy(",
