@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels._lib import chip
-from tpu_kernels._lib.chip import LANES, MXU, REGISTER
+from tpu_kernels._lib.chip import LANES, MXU, REGISTER, sublanes
 
 
 def blocks(size: int, width: int) -> list[Any]:
@@ -86,6 +86,8 @@ def held_back(x: jax.Array, dots: Sequence[jax.Array], registers: int, true: Any
         if before >= registers * REGISTER:
             break
     else:
+        return x
+    if x.shape[0] % sublanes(x.dtype) or sums.shape[1] < LANES:  # no whole register
         return x
     row = (before - registers * REGISTER) // sums.shape[1] // 8 * 8
     words, width = pltpu.bitcast(x, jnp.int32), x.shape[1]
