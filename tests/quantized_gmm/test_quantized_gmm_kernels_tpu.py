@@ -229,8 +229,8 @@ def test_tgmm_fetches_keeps_and_multiplies_what_its_tile_says(
         else:  # 256 dots are straight-line code
             whole, of_own = (depth // dot[0] * tk * tn // (dot[1] * dot[2]) for depth in (tm, BLOCK))
             assert loops == {max(whole // 256, 1), max(of_own // 256, 1)}
-    # The result: in strips of 128 rows, four at a time, where scales of whole columns are taken along.
-    strips, height = (1, BLOCK) if parts[0] != 0 else (4, LANES)
+    # The result: in strips of 128 rows, eight at a time, where scales of whole columns are taken along.
+    strips, height = (1, BLOCK) if parts[0] != 0 else (min(8, tk // LANES), LANES)
     of_out = stored(call, BF16)
     assert of_out.pop((height, 512)) >= strips * tn // 512 > 0
     of_wide = {(32, tk), (32, tn), (dot[0], 512)} if wide == BF16 else set()

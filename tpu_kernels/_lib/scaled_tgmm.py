@@ -28,7 +28,7 @@ from tpu_kernels._lib.visits import COPY_ROWS, Visits, row_block
 PARTS = 8  # of a tile that are added up in straight-line code
 DOTS = 256  # in straight-line code: a loop's first sums are there 270 bundles after it begins
 IN_FLIGHT = 296  # registers of sums, from an operand to where they are added up
-STRIPS = 4  # of 128 rows, that are stored in straight-line code
+STRIPS = 8  # of 128 rows, that are stored in straight-line code
 TALL = 896  # rows of a dot that the matrix unit adds up by itself: of multiples of 128 the fastest in tgmm on tpu7x
 
 
