@@ -323,8 +323,6 @@ def with_gmm_cases(op: Op) -> Op:
         mixes(op, GMM_TILES, [DEEPSEEK], dtype=[FP8], scales=["steps"], groups=["straddle", "one_hot"], **tiles),
         mixes(op, GMM_TILES, [DEEPSEEK], dtype=[FP8_BF16], existing_out=[True], transpose_rhs=[True],
               groups=["one_hot"], **tiles),
-        mixes(op, GMM_DOTS, [DEEPSEEK], dtype=[FP8], tiling=[(256, 640, 512)], transpose_rhs=[True],
-              groups=["straddle"]),
         in_both(op, GMM_SMALL, GMM_SHARD, [channels], "residuals", **small),
         # flashinfer#3650: one NaN in a padded row corrupts its tile
         mixes(op, GMM_SMALL, [("20x64", "2x32x16")], dtype=[FP8], data=["poison"], groups=["short"], **small),
@@ -337,6 +335,8 @@ def with_gmm_cases(op: Op) -> Op:
         model(op, DEEPSEEK_V3, dict(M=256, K=DEEPSEEK_V3.hidden, N=128), DEEPSEEK, DEEPSEEK_V3.name, dtype=[FP8],
               tier="full"),
         model(op, QWEN3_30B, dict(M=256, K=QWEN3_30B.hidden, N=128), DEEPSEEK, dtype=[FP8_BF16]),
+        mixes(op, GMM_DOTS, [DEEPSEEK], dtype=[FP8], tiling=[(256, 640, 512)], transpose_rhs=[True],
+              groups=["straddle"]),
         model(op, DEEPSEEK_V3, dict(M=256, K=DEEPSEEK_V3.hidden, N=128), ROW_CHANNEL, dtype=[(I8, F32)], tier="full"),
         # What full adds: everything against everything.
         mixes(op, GMM_LONG, [("1x512", "1x256x1")], dtype=[(I8, F32)], scales=["steps"], groups=["straddle"],
@@ -394,7 +394,6 @@ def with_tgmm_cases(op: Op) -> Op:
         # primatrix/tokamax#4: the count of sub-blocks is taken from tk instead of tm, wrong where tm > block
         mixes(op, TGMM_SMALL, [COLUMNS], dtype=[FP8], tiling=[(384, 128, 128), (64, 128, 64)], scales=["steps"],
               groups=["straddle"]),
-        mixes(op, TGMM_DOTS, [COLUMNS], dtype=[FP8], tiling=[(256, 512, 384)], groups=["straddle"]),
         mixes(op, TGMM_SMALL, [("64x1", "32x1")], dtype=[FP8], tiling=[(256, 64, 128), (32, 256, 128)],
               scales=["steps"], groups=["straddle"]),
         in_both(op, TGMM_SMALL, TGMM_SHARD, [COLUMNS], "correlated", **small),
@@ -404,6 +403,7 @@ def with_tgmm_cases(op: Op) -> Op:
             mixes(op, shape, [("Mx1", "Mx1")], dtype=[FP8_BF16], groups=["balanced"])
             for shape in (dict(M=0, K=64, N=64, G=3), dict(M=64, K=0, N=64, G=3))
         ),
+        mixes(op, TGMM_DOTS, [COLUMNS], dtype=[FP8], tiling=[(256, 512, 384)], groups=["straddle"]),
         model(op, DEEPSEEK_V3, dict(M=256, K=DEEPSEEK_V3.hidden // 8, N=128), COLUMNS, DEEPSEEK_V3.name, dtype=[FP8],
               tier="full"),
         model(op, QWEN3_30B, dict(M=256, K=QWEN3_30B.hidden // 8, N=128), COLUMNS, dtype=[FP8_BF16], tier="full"),
