@@ -74,11 +74,12 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
 
 
 def held_back(x: jax.Array, dots: Sequence[jax.Array], registers: int, true: Any) -> jax.Array:
-    """x, an operand of the dot that follows `dots`, as it is: its product waits for their sums.
+    """x itself [rows, depth], bit for bit, so that its dot waits for the sums of dots before it.
 
-    The compiler for tpu7x multiplies as early as it can. Sums that are to be scaled are then more than the registers
-    hold, and go through memory. registers: how many of sums may be on their way; with fewer the units are idle. true:
-    what is true, and the compiler cannot know it.
+    The compiler for tpu7x multiplies as early as it can. Sums [rows, columns] that have yet to be scaled then need more
+    registers than there are, and go through memory. So one register of x is selected from itself and bits of the sums
+    in `dots` (the last one just before) that are `registers` back: with fewer on their way the units are idle, with
+    more they spill. true: a condition that holds, and the compiler cannot know it, else it drops the selection.
     """
     before = 0
     for sums in reversed(dots):

@@ -19,15 +19,15 @@ from op_arguments.probe import active, probe
 from op_arguments.quantized_gmm import QuantizedProblem
 from tpu_kernels._lib.chip import LANES, MXU
 from tpu_kernels._lib.grids import Grid, Listed, Operands, grouped_matmul
-from tpu_kernels._lib.narrow import product, product_path, sum_dtype, widen, widen_whole, widened_to
+from tpu_kernels._lib.narrow import product, sum_dtype, widen, widen_whole, widened_to
 from tpu_kernels._lib.powers import times_rows
-from tpu_kernels._lib.products import blocks, dot, dot_depth, for_blocks, held_back
+from tpu_kernels._lib.products import blocks, dot, dot_depth, for_blocks
 from tpu_kernels._lib.scales import Plan, ScaledTile, Scales, as_columns, row_of, scaled, scaled_blocks
 from tpu_kernels._lib.visits import COPY_ROWS, Visits, row_block
 
-PARTS = 8  # of a tile that are added up in straight-line code
-DOTS = 256  # in straight-line code: a loop's first sums are there 270 bundles after it begins
-IN_FLIGHT = 296  # registers of sums, from an operand to where they are added up
+PARTS, PARTS_IN_FP8 = 2, 8  # of a tile that are added up before sums are stored
+DOTS = 256  # of 128 rows in straight-line code: a loop's first sums are there 270 bundles after it begins
+IN_FLIGHT = 296  # registers of sums on their way: 9 dots idle, 11 spill, see `products.held_back`
 STRIPS = 8  # of 128 rows, that are stored in straight-line code
 TALL = 896  # rows of a dot that the matrix unit adds up by itself: of multiples of 128 the fastest in tgmm on tpu7x
 
@@ -111,11 +111,6 @@ class _Tile(ScaledTile):
     def depth_of_dot(self) -> int:
         return self.plan.grid.part if any(self.plan.changes) else dot_depth(changed=True)
 
-    @cached_property
-    def is_held_back(self) -> bool:
-        """Whether products are so fast that they have to wait for sums, see `held_back`."""
-        return product_path(self.operands.lhs, self.operands.rhs) == "fp8"
-
     @property
     def parts(self) -> Scales:
         return self.plan.changes.of_parts(self.operands.lhs_scale, self.operands.rhs_scale)
@@ -140,7 +135,7 @@ class _Tile(ScaledTile):
         """Add the products of rows of the tile from first_row on; first: whether no sums of the group are before."""
         depth = lhs.shape[0]
         if any(self.plan.changes):
-            width = (PARTS if self.is_held_back else 2) * self.plan.grid.part
+            width = (PARTS_IN_FP8 if self.multiplies_fp8 else PARTS) * self.plan.grid.part
             for_blocks(depth, min(width, depth), partial(self.multiply_parts, lhs, rhs, first_row, first))
             return
         height = TALL if self.depth_of_dot > self.operands.lhs.shape[0] and not self.is_widened else MXU
@@ -159,19 +154,22 @@ class _Tile(ScaledTile):
         for_blocks(lhs.shape[1], height, partial(self.multiply_strips, lhs, rhs, first_row, first, parts))
 
     def multiply_strips(self, lhs: Any, rhs: Any, first_row: Any, first: Any, parts: list[Any], rows: Any) -> None:
-        """Add them for these rows, strip by strip: scales of lhs become columns, and lhs is transposed, once."""
+        """Add them for these rows of the result, strip by strip.
+
+        Scales of lhs become columns, and lhs is transposed, once for all columns of the result.
+        """
         of_lhs = [self.row_of_part(self.parts.lhs, first_row + part.start, rows) for part in parts]
         dots: list[jax.Array] = []
-        for strip in blocks(rows.size, LANES if self.is_held_back else MXU):
-            end = strip.start + strip.size
-            scales = [as_columns(None if row is None else row[:, strip.start : end]) for row in of_lhs]
-            strip = pl.ds(rows.start + strip.start, strip.size)
+        for block in blocks(rows.size, LANES if self.multiplies_fp8 else MXU):
+            end = block.start + block.size
+            scales = [as_columns(None if row is None else row[:, block.start : end]) for row in of_lhs]
+            strip = pl.ds(rows.start + block.start, block.size)
             transposed = [lhs[part, strip].T for part in parts]
             for columns in blocks(rhs.shape[1], MXU):
                 total = self.before(strip, columns, first)
                 for part, column, x in zip(parts, scales, transposed, strict=True):
                     row = self.row_of_part(self.parts.rhs, first_row + part.start, columns)
-                    x = held_back(x, dots, IN_FLIGHT, self.own.end > 0) if self.is_held_back else x
+                    x = self.held_back(x, dots, IN_FLIGHT) if self.multiplies_fp8 else x
                     total += scaled(self.product(x, rhs[part, columns], (1, 0)), column, row)
                     dots.append(total)
                 self.acc[strip, columns] = total

@@ -5,6 +5,7 @@ a tile has a row of scales for each of its parts, or a single one that multiplie
 two multiply the operands before the dot instead (`_lib/powers.py`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,9 +17,9 @@ from op_arguments.quantized_gmm import QuantizedProblem
 from tpu_kernels._lib.call import Block
 from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.grids import Grid, Operands
-from tpu_kernels._lib.narrow import scales_in_units
+from tpu_kernels._lib.narrow import product_path, scales_in_units
 from tpu_kernels._lib.powers import gmm_powers, is_power, tgmm_powers
-from tpu_kernels._lib.products import row_of_columns
+from tpu_kernels._lib.products import held_back, row_of_columns
 from tpu_kernels._lib.visits import OwnRows
 
 
@@ -73,6 +74,15 @@ class ScaledTile:
     @property
     def is_widened(self) -> bool:
         return self.scratch.wide_lhs is not None
+
+    @property
+    def multiplies_fp8(self) -> bool:
+        """Whether the matrix unit multiplies both operands as they are, in fp8: faster than their sums are scaled."""
+        return product_path(self.operands.lhs, self.operands.rhs) == "fp8"
+
+    def held_back(self, x: jax.Array, dots: Sequence[jax.Array], registers: int) -> jax.Array:
+        """x as `products.held_back` returns it: a tile that is multiplied has rows, which the compiler cannot know."""
+        return held_back(x, dots, registers, self.own.end > 0)
 
 
 def scaled_blocks(operands: Operands, grid: Grid[QuantizedProblem]) -> tuple[Operands, Changes]:

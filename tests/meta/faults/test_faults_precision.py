@@ -136,7 +136,7 @@ LOSSES = [
          "partial *= «tl.load(scales, mask=region.in_rows, other=0)»", fp8),
     Loss("scales", "tpu", "gmm_quantized", "else «scales.lhs[part, rows, :]»", fp8),
     Loss("scales", "tpu", "tgmm_quantized",
-         "[«as_columns(None if row is None else row[:, strip.start : end])» for row in of_lhs]", fp8),
+         "[«as_columns(None if row is None else row[:, block.start : end])» for row in of_lhs]", fp8),
     # products, weights, and the output
     Loss("products with weights", "tpu", "unpermute", SLOT_PRODUCTS, bf16),
     Loss("products with weights", "torch", "unpermute", SLOT_PRODUCTS, bf16),
