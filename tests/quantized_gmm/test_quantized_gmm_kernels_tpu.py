@@ -239,15 +239,6 @@ def test_tgmm_fetches_keeps_and_multiplies_what_its_tile_says(
     assert call["cost_estimate"].transcendentals == 0
 
 
-@pytest.mark.parametrize(("k", "n"), [(20, 2048), (50, 2048), (1024, 64), (2048, 200)])
-def test_dots_of_few_rows_or_columns_wait_where_they_have_whole_registers(k, n):
-    """A dot that waits for another's sums takes a register of both: 32 rows of lhs, and 128 columns of the sums."""
-    ((kernel, _, call),) = traced(V7X, "tgmm", FP8, COLUMNS, k, n)
-    assert {(dot.rows, dot.columns) for dot in kernel.dots} == {(min(k, LANES), min(n, 2 * LANES))}
-    waiting = [x for x, _ in equations(call["jaxpr"], "select_n") if x.invars[1].aval.shape == (8, LANES)]
-    assert bool(waiting) == (k % 32 == 0 and n >= LANES)
-
-
 # kind, dtypes, K, N, options; tile, how deep a dot is
 MXFP8 = [
     (V5E, FP8, K, N, {}, (256, 1024, 512), 256),

@@ -109,6 +109,15 @@ def test_of_nothing_there_is_zero_or_what_was_there(function, m, k, n, groups, e
     check(function, arrays)
 
 
+@pytest.mark.parametrize(("k", "n"), [(20, 2048), (50, 2048), (1024, 64), (2048, 200)])
+def test_tgmm_in_blocks_is_exact_however_few_rows_or_columns(k, n):
+    """Of a whole tile and of parts of one, with as many dots as wait for sums: 20 rows are no whole register."""
+    rng, m = RNG(), 2048
+    arrays = dict(lhs=integers((m, k), E4M3, rng), rhs=integers((m, n), E4M3, rng))
+    arrays |= dict(lhs_scale=powers((m // 128, k), F32, rng), rhs_scale=powers((m // 128, n), F32, rng))
+    check("tgmm_quantized", arrays | {"group_sizes": np.array([1200, 848], np.int32)})
+
+
 @pytest.mark.parametrize(
     ("sizes", "existing"), [([40], False), ([40], True), ([32, 5], True), ([0, 0], True), ([3, 90], False)]
 )
