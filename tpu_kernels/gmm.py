@@ -21,7 +21,7 @@ from op_arguments import Tiling, resolve_tiling
 from op_arguments.gmm import Problem, check_gmm, check_tgmm
 from op_arguments.probe import active, probe
 from tpu_kernels._lib import chip
-from tpu_kernels._lib.arguments import Interpret, groups_of, resolve_interpret, shard_of
+from tpu_kernels._lib.arguments import GmmOptions, Interpret, groups_of, resolve_interpret, shard_of
 from tpu_kernels._lib.chip import MXU
 from tpu_kernels._lib.grids import Grid, Listed, Operands, grouped_matmul
 from tpu_kernels._lib.products import blocks, dot, dot_depth, for_depth
@@ -51,12 +51,31 @@ def gmm(
     registers; default: `_gmm_tiles`. interpret: as `pl.pallas_call`; None interprets where there is no TPU.
     `jax.shard_map` takes it with check_vma=False. Sites for a probe: partial and acc.
     """
-    groups = groups_of(group_sizes, group_offset)
-    p = check_gmm(lhs, rhs, groups, existing_out, transpose_rhs, preferred_element_type)
-    table = partial(_gmm_tiles, lhs.dtype, is_small(existing_out, p.out_dtype))
-    tile = fit_tile(resolve_tiling(tiling, table, p.m, p.k, p.n), p, jnp.bfloat16)
-    grid = Grid(p, tile, resolve_interpret(interpret, lhs), transpose_rhs=bool(transpose_rhs))
-    return _gmm(Operands(lhs, rhs, existing_out=existing_out), shard_of(groups, p), grid=grid)
+    return gmm_onto(
+        None,
+        lhs,
+        rhs,
+        group_sizes,
+        group_offset=group_offset,
+        existing_out=existing_out,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type,
+        tiling=tiling,
+        interpret=interpret,
+    )
+
+
+def gmm_onto(
+    addend: jax.Array | None, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **options: Any
+) -> jax.Array:
+    """`gmm` that adds addend [M, N] float32, or nothing, to its sums before they are rounded; options: `gmm`'s."""
+    o = GmmOptions(**options)
+    groups = groups_of(group_sizes, o.group_offset)
+    p = check_gmm(lhs, rhs, groups, o.existing_out, o.transpose_rhs, o.preferred_element_type)
+    table = partial(_gmm_tiles, lhs.dtype, is_small(p.out_dtype, o.existing_out, addend))
+    tile = fit_tile(resolve_tiling(o.tiling, table, p.m, p.k, p.n), p, jnp.bfloat16)
+    grid = Grid(p, tile, resolve_interpret(o.interpret, lhs), transpose_rhs=bool(o.transpose_rhs))
+    return _gmm(Operands(lhs, rhs, existing_out=o.existing_out, addend=addend), shard_of(groups, p), grid=grid)
 
 
 def tgmm(
@@ -78,7 +97,7 @@ def tgmm(
     """
     groups = groups_of(group_sizes, group_offset)
     p = check_tgmm(lhs, rhs, groups, num_actual_groups, existing_out, preferred_element_type)
-    table = partial(_tgmm_tiles, lhs.dtype, is_small(existing_out, p.out_dtype))
+    table = partial(_tgmm_tiles, lhs.dtype, is_small(p.out_dtype, existing_out))
     tile = fit_tile(resolve_tiling(tiling, table, p.m, p.k, p.n), p, jnp.bfloat16)
     grid = Grid(p, tile, resolve_interpret(interpret, lhs), contracting=True)
     return _tgmm(Operands(lhs, rhs, existing_out=existing_out), shard_of(groups, p), grid=grid)
@@ -147,6 +166,8 @@ def _gmm_kernel(visits: Visits, operands: Operands, out: Any, acc: Any, *, k: in
         return probe(site, sums, own.mask(rows.start, sums.shape), depth=deep)
 
     def store(rows: Any, columns: Any, sums: jax.Array, masked: bool) -> None:
+        if operands.addend is not None:
+            sums += operands.addend[rows, columns]
         result = sums.astype(out.dtype)
         if masked:
             own.store(out, rows, columns, result)

@@ -143,7 +143,7 @@ def _bwd(options: _Static, saved: tuple[Quantized, Quantized, Shard], dout: jax.
     else:
         by_rows, by_columns = Quantized(dout, None), Quantized(with_rows(dout, lhs.qvalue.shape[0]), None)
     shared: dict[str, Any] = {"preferred_element_type": options.dtype, "interpret": options.interpret}
-    by_gmm = {"transpose_rhs": not options.transpose_rhs, "tiling": options.swapped_tiling}
+    by_gmm: dict[str, Any] = {"transpose_rhs": not options.transpose_rhs, "tiling": options.swapped_tiling}
     with renamed(_at_dlhs):
         dlhs = product(by_rows, rhs, shard, **by_gmm, **shared)
     left, right, tiling = lhs, by_columns, options.tiling

@@ -24,7 +24,7 @@ from tpu_kernels._lib.narrow import are_narrow
 from tpu_kernels._lib.scaled_gmm import scaled_gmm
 from tpu_kernels._lib.scaled_tgmm import scaled_tgmm
 from tpu_kernels._lib.tiles import Tile, fit_tile, is_small, scaled_gmm_tiles, scaled_tgmm_tiles
-from tpu_kernels.gmm import gmm, tgmm
+from tpu_kernels.gmm import gmm_onto, tgmm
 from tpu_kernels.mxfp8 import mxfp8_dequantize
 from tpu_kernels.swizzle import unswizzle_scales
 
@@ -45,6 +45,13 @@ def grouped_gemm(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **optio
     2^-127, itself subnormal: no value of it reaches 2^-118 (e5m2: 2^-111). Which path is taken, and why:
     `grouped_gemm_support`; strict=True refuses a fallback. Sites for a probe as `gmm_quantized`.
     """
+    return grouped_gemm_onto(None, lhs, rhs, group_sizes, **options)
+
+
+def grouped_gemm_onto(
+    addend: jax.Array | None, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **options: Any
+) -> jax.Array:
+    """`grouped_gemm` with ragged="lhs" that adds addend to its sums, as `gmm_onto`."""
     o = _Options(**options)
     groups = groups_of(group_sizes, o.group_offset)
     p = check_grouped_gemm(lhs, rhs, groups, o)
@@ -69,22 +76,22 @@ def grouped_gemm(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **optio
         }
         if o.contracting:
             return tgmm(lhs, rhs, group_sizes, num_actual_groups=o.num_actual_groups, **shared)
-        return gmm(lhs, rhs, group_sizes, transpose_rhs=o.transpose_rhs, **shared)
+        return gmm_onto(addend, lhs, rhs, group_sizes, transpose_rhs=o.transpose_rhs, **shared)
     summed = max(p.m if o.contracting else p.k, 1)
     problem = QuantizedProblem(**vars(p), block=summed, lhs_blocks=tuple(lhs.shape), rhs_blocks=tuple(rhs.shape))
-    tile = _tile(o, problem, are_narrow(lhs, rhs))
+    tile = _tile(o, problem, are_narrow(lhs, rhs), addend)
     grid = Grid(problem, tile, resolve_interpret(o.interpret, lhs), o.contracting, bool(o.transpose_rhs))
-    operands = Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=o.existing_out)
+    operands = Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=o.existing_out, addend=addend)
     multiply = scaled_tgmm if o.contracting else scaled_gmm
     return multiply(operands, shard_of(groups, p), grid=grid)
 
 
-def _tile(o: _Options, p: QuantizedProblem, narrow: bool) -> Tile:
+def _tile(o: _Options, p: QuantizedProblem, narrow: bool, addend: jax.Array | None) -> Tile:
     """The tile of a call; narrow: see the tables."""
     if o.contracting:  # its scales, made bfloat16, leave no room for more columns
         table = partial(scaled_tgmm_tiles, narrow, False)
     else:
-        small, alone = narrow and is_small(o.existing_out, p.out_dtype), narrow and o.existing_out is None
+        small, alone = narrow and is_small(p.out_dtype, o.existing_out, addend), narrow and o.existing_out is None
         table = partial(scaled_gmm_tiles, p.block, small, alone, True)
     tile = resolve_tiling(o.tiling, table, p.m, p.k, p.n)
     check_mxfp8_tile("tm" if o.contracting else "tk", tile[0 if o.contracting else 1], p.block)

@@ -20,7 +20,7 @@ from tpu_kernels._lib.exchange import exchange_plans, swap
 from tpu_kernels._lib.pairs import dual_quantized, padded, product, quantized, weight_product
 from tpu_kernels._lib.routing import Plan, combine, plan_rows, rows_of, sum_of, take
 from tpu_kernels._lib.tiles import Table
-from tpu_kernels.grouped_gemm import grouped_gemm
+from tpu_kernels.grouped_gemm import grouped_gemm_onto
 from tpu_kernels.mxfp8 import mxfp8_dual_quantize, mxfp8_quantize
 
 QUANTIZED_RESIDUALS = ("moe_layer_rows", "moe_layer_hidden", "moe_layer_weights")
@@ -276,9 +276,9 @@ def _bwd(o: _Static, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
     (dgate_rows, dgate_columns), (dup_rows, dup_columns) = (
         _activations(o, _watched(site, d.astype(o.between)), True) for site, d in (("dgate", dgate), ("dup", dup))
     )
-    of_both = ((dgate_rows, experts.gate), (dup_rows, experts.up))
-    through_gate, through_up = (_product(o, d, w, shard, jnp.float32, transpose_rhs=True) for d, w in of_both)
-    drows = _watched("drows", (through_gate + through_up).astype(o.dtype))
+    through_gate = _product(o, dgate_rows, experts.gate, shard, jnp.float32, transpose_rhs=True)
+    drows = _product(o, dup_rows, experts.up, shard, o.dtype, transpose_rhs=True, addend=through_gate)
+    drows = _watched("drows", drows)
     return (
         sum_of(drows, None, plan.slots),
         dweights,
@@ -354,17 +354,15 @@ def _weights_of(o: _Static, w: jax.Array, is_trained: bool) -> tuple[Quantized, 
 
 @probing(None)
 def _product(
-    o: _Static, lhs: Quantized, rhs: Quantized, shard: Shard, dtype: Any, transpose_rhs: bool = False
+    o: _Static, lhs: Quantized, rhs: Quantized, shard: Shard, dtype: Any, **arguments: Any
 ) -> jax.Array:
-    arguments: dict[str, Any] = {
-        "transpose_rhs": transpose_rhs,
+    arguments |= {
         "preferred_element_type": dtype,
         "tiling": o.tiling,
         "interpret": o.interpret,
     }
-    return (
-        _mxfp8_product(lhs, rhs, shard, **arguments) if o.quantize == "mxfp8" else product(lhs, rhs, shard, **arguments)
-    )
+    multiply = _mxfp8_product if o.quantize == "mxfp8" else product
+    return multiply(lhs, rhs, shard, **arguments)
 
 
 @probing(None)
@@ -380,8 +378,8 @@ def _weight_gradient(o: _Static, lhs: Quantized, rhs: Quantized, shard: Shard, o
     return weight_product(lhs, rhs, shard, **arguments)
 
 
-def _mxfp8_product(lhs: Quantized, rhs: Quantized, shard: Shard, **arguments: Any) -> jax.Array:
-    scales = {"lhs_scale": lhs.scale, "rhs_scale": rhs.scale}
-    return grouped_gemm(
-        lhs.qvalue, rhs.qvalue, shard.group_sizes, group_offset=shard.group_offset, **scales, **arguments
-    )
+def _mxfp8_product(
+    lhs: Quantized, rhs: Quantized, shard: Shard, addend: jax.Array | None = None, **arguments: Any
+) -> jax.Array:
+    arguments |= {"lhs_scale": lhs.scale, "rhs_scale": rhs.scale, "group_offset": shard.group_offset}
+    return grouped_gemm_onto(addend, lhs.qvalue, rhs.qvalue, shard.group_sizes, **arguments)

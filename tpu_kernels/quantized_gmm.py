@@ -33,19 +33,31 @@ def gmm_quantized(
     multiplies: `tpu_kernels._lib.chip.matmul_path`. On v5e, v5p and v6e scales of e4m3fn are infinite from 2^124 on: 16
     times them is what is used. Site for a probe: acc, the finished sums.
     """
+    return gmm_quantized_onto(None, lhs, lhs_scale, rhs, rhs_scale, group_sizes, **options)
+
+
+def gmm_quantized_onto(
+    addend: Array | None,
+    lhs: Array,
+    lhs_scale: Array | None,
+    rhs: Array,
+    rhs_scale: Array | None,
+    group_sizes: Array,
+    **options: Any,
+) -> Array:
+    """`gmm_quantized` that adds addend to its sums, as `gmm_onto`."""
     o = GmmOptions(**options)
     a, b, groups = Quantized(lhs, lhs_scale), Quantized(rhs, rhs_scale), groups_of(group_sizes, o.group_offset)
     p = check_gmm_quantized(a, b, groups, o.existing_out, o.transpose_rhs, o.preferred_element_type)
     narrow = are_narrow(lhs, rhs)
-    small, alone = narrow and is_small(o.existing_out, p.out_dtype), narrow and o.existing_out is None
+    small, alone = narrow and is_small(p.out_dtype, o.existing_out, addend), narrow and o.existing_out is None
     tile = resolve_tiling(o.tiling, partial(scaled_gmm_tiles, p.block, small, alone, False), p.m, p.k, p.n)
     check_tile("tk", tile[1], p.block, p.k)
     grid = Grid(
         p, fit_tile(tile, p, jnp.int8), resolve_interpret(o.interpret, lhs), transpose_rhs=bool(o.transpose_rhs)
     )
-    return scaled_gmm(
-        Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=o.existing_out), shard_of(groups, p), grid=grid
-    )
+    operands = Operands(lhs, rhs, lhs_scale, rhs_scale, existing_out=o.existing_out, addend=addend)
+    return scaled_gmm(operands, shard_of(groups, p), grid=grid)
 
 
 @options_of(TgmmOptions)
@@ -61,7 +73,7 @@ def tgmm_quantized(
     p = check_tgmm_quantized(a, b, groups, o.num_actual_groups, o.existing_out, o.preferred_element_type)
     narrow = are_narrow(lhs, rhs)
     # What is widened and scaled part by part leaves no room for more columns.
-    small = narrow and is_small(o.existing_out, p.out_dtype) and (p.block >= p.m or widened_to(lhs, rhs) is None)
+    small = narrow and is_small(p.out_dtype, o.existing_out) and (p.block >= p.m or widened_to(lhs, rhs) is None)
     tile = resolve_tiling(o.tiling, partial(scaled_tgmm_tiles, narrow, small), p.m, p.k, p.n)
     check_tile("tm", tile[0], p.block, p.m)
     grid = Grid(p, fit_tile(tile, p, jnp.int8), resolve_interpret(o.interpret, lhs), contracting=True)

@@ -128,6 +128,26 @@ def test_rows_of_a_token_give_it_one_rounding_of_their_gradients():
     np.testing.assert_array_equal(to_numpy(backward(to_jax(drows))[0]), expected)
 
 
+@pytest.mark.parametrize("quantize", [None, "fp8", pytest.param("mxfp8", marks=pytest.mark.full)])
+def test_a_tokens_gradient_depends_on_no_other_token(quantize):
+    """Neither where they fill tiles, which are multiplied whole, nor where they do not."""
+    rng = np.random.default_rng(4)
+    size, tile = 128, 256 if quantize else 512  # gmm masks the rows of smaller ones, whole or not
+    tokens, some = 2 * tile, tile + 44
+
+    def drawn(*shape):
+        return to_jax((rng.standard_normal(shape) / 8).astype(ml_dtypes.bfloat16))
+
+    weights = {name: drawn(1, size, size) for name in ("w_gate", "w_up", "w_down")}
+    weights["w_router"] = drawn(size, 1)
+    x, dout = drawn(tokens, size), drawn(tokens, size)
+    all_of_them, few = (
+        moe_layer_bwd(x[:n], dout=dout[:n], **weights, top_k=1, quantize=quantize, tiling=(tile, size, size)).x
+        for n in (tokens, some)
+    )
+    assert np.array_equal(to_numpy(all_of_them)[:some], to_numpy(few))
+
+
 def test_sizes_stay_on_the_device():
     """Nothing of the routing is read on the host: the layer traces with abstract values, in both directions."""
     given = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in draw(ml_dtypes.bfloat16).items()}

@@ -27,6 +27,7 @@ class Operands(NamedTuple):
     """What a grouped matmul reads, None for what it does without: arrays, their `Block`s, or references in a kernel.
 
     A scale is as the caller has it, then as `_lib/scales.py` lays it out; MXFP8's are powers (`_lib/powers.py`) then.
+    addend [M, N] float32 is added to gmm's sums before they are rounded.
     """
 
     lhs: Any
@@ -36,6 +37,7 @@ class Operands(NamedTuple):
     lhs_powers: Any = None
     rhs_powers: Any = None
     existing_out: Any = None
+    addend: Any = None
 
     @property
     def in_powers(self) -> bool:
@@ -98,14 +100,11 @@ class Grid(Generic[P]):
         return tuple(of_visit[axis][visit] if axis in of_visit else of_step[axis] for axis in axes)
 
     def blocks(self, operands: Operands) -> Operands:
-        """lhs, rhs and existing_out with their blocks; the others are for who knows how they are laid out."""
+        """lhs, rhs and what is laid out as the result with their blocks; scales are for who knows how they are."""
         rhs = "mn" if self.contracting else "gnk" if self.transpose_rhs else "gkn"
-        existing_out = operands.existing_out
-        return Operands(
-            self.block(operands.lhs, "mk"),
-            self.block(operands.rhs, rhs),
-            existing_out=None if existing_out is None else self.block(existing_out, self.out_axes),
-        )
+        beside = {"existing_out": operands.existing_out, "addend": operands.addend}
+        found = {name: self.block(array, self.out_axes) for name, array in beside.items() if array is not None}
+        return Operands(self.block(operands.lhs, "mk"), self.block(operands.rhs, rhs), **found)
 
     def visits(self, shard: Shard) -> Listed:
         """Those of the shard's groups."""
@@ -171,7 +170,8 @@ def grouped_matmul(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Arra
             return jnp.zeros(grid.out_shape, p.out_dtype) if existing_out is None else existing_out
         if p.k == 0:
             lhs, rhs = (jnp.zeros([max(size, 1) for size in x.shape], x.dtype) for x in (operands.lhs, operands.rhs))
-            operands, grid = Operands(lhs, rhs, existing_out=existing_out), replace(grid, problem=replace(p, k=1))
+            operands = Operands(lhs, rhs, existing_out=existing_out, addend=operands.addend)
+            grid = replace(grid, problem=replace(p, k=1))
         return multiply(operands, grid.visits(shard), grid=grid)
 
     return multiplied

@@ -8,18 +8,19 @@ import jax.numpy as jnp
 from op_arguments.probe import probing
 from op_arguments.quantize import Quantized
 from tpu_kernels._lib.arguments import Interpret, Shard
-from tpu_kernels.gmm import gmm, tgmm
+from tpu_kernels.gmm import gmm_onto, tgmm
 from tpu_kernels.quantize import fp8_dual_quantize, fp8_quantize
-from tpu_kernels.quantized_gmm import gmm_quantized, tgmm_quantized
+from tpu_kernels.quantized_gmm import gmm_quantized_onto, tgmm_quantized
 
 
-def product(lhs: Quantized, rhs: Quantized, shard: Shard, **arguments: Any) -> jax.Array:
-    """`gmm`, or where an operand is quantised `gmm_quantized`."""
+def product(
+    lhs: Quantized, rhs: Quantized, shard: Shard, addend: jax.Array | None = None, **arguments: Any
+) -> jax.Array:
+    """`gmm`, or where an operand is quantised `gmm_quantized`; addend: see `gmm_onto`."""
+    of_shard = arguments | {"group_offset": shard.group_offset}
     if lhs.scale is None and rhs.scale is None:
-        return gmm(
-            *_same_dtype(lhs.qvalue, rhs.qvalue), shard.group_sizes, group_offset=shard.group_offset, **arguments
-        )
-    return gmm_quantized(*lhs, *rhs, shard.group_sizes, group_offset=shard.group_offset, **arguments)
+        return gmm_onto(addend, *_same_dtype(lhs.qvalue, rhs.qvalue), shard.group_sizes, **of_shard)
+    return gmm_quantized_onto(addend, *lhs, *rhs, shard.group_sizes, **of_shard)
 
 
 def weight_product(lhs: Quantized, rhs: Quantized, shard: Shard, **arguments: Any) -> jax.Array:

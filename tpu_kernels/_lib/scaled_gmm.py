@@ -276,13 +276,16 @@ class _Tile(ScaledTile):
             self.acc[self.at(rows, columns)] = total
 
     def store(self, rows: Any, columns: Any, sums: jax.Array) -> None:
+        addend = self.operands.addend
         if self.plan.transposed:
-            total = (sums if active() else sums.astype(self.out.dtype)).T
+            total = (sums.astype(self.out.dtype) if addend is None and not active() else sums).T
         else:
             whole = self.plan.changes.of_all(self.scratch.lhs_columns, self.operands.rhs_scale)
             total = scaled_by(whole, 0, sums, rows, columns)
         if active():
             total = probe("acc", total, self.own.mask(rows.start, total.shape))
+        if addend is not None:
+            total += addend[rows, columns]
         result = total.astype(self.out.dtype)
         if self.masked:
             self.own.store(self.out, rows, columns, result)

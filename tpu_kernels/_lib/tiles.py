@@ -31,9 +31,9 @@ class Table(NamedTuple):
         return dict(self.tiles)[m, k, n]
 
 
-def is_small(existing_out: jax.Array | None, out_dtype: str) -> bool:
-    """Whether a result takes so little memory that there is room for a larger tile: 16 bits, and none to add to."""
-    return existing_out is None and jnp.dtype(out_dtype).itemsize == 2
+def is_small(out_dtype: str, *beside: jax.Array | None) -> bool:
+    """Whether a result takes so little memory that there is room for a larger tile: 16 bits, and none beside it."""
+    return all(array is None for array in beside) and jnp.dtype(out_dtype).itemsize == 2
 
 
 def even_step(size: int, longest: int, unit: int = MXU) -> int:
