@@ -143,13 +143,13 @@ def _layer(primals: Primals, group_offset: jax.Array, *, o: _Static) -> jax.Arra
     num_experts = w_router.shape[1]
     if o.axis_name is None:
         plan = plan_rows(indices, num_experts, o.capacity, permuted_rows(x.shape[0], o.top_k, num_experts, o.capacity))
-        of_rows = take(weights.reshape(-1, 1), plan.source, plan.slots.reshape(-1, 1))
+        of_rows = take(weights.reshape(-1, 1), plan.places.of_choices)
         return _through(o, x, of_rows, experts, plan, group_offset)
     sent, received = exchange_plans(o.axis_name, indices, num_experts, o.capacity)
-    rows, of_rows = take(x, *sent[:2]), take(weights.reshape(-1, 1), sent.source, sent.slots.reshape(-1, 1))
+    rows, of_rows = take(x, sent.places), take(weights.reshape(-1, 1), sent.places.of_choices)
     rows, of_rows = (swap(t, o.axis_name) for t in (rows, of_rows))
-    out = _through(o, rows, take(of_rows, *received[:2]), experts, received, group_offset)
-    return combine(swap(out, o.axis_name), None, sent.slots, sent.source)
+    out = _through(o, rows, take(of_rows, received.places), experts, received, group_offset)
+    return combine(swap(out, o.axis_name), None, sent.places)
 
 
 def _route(o: _Static, x: jax.Array, w_router: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -260,7 +260,7 @@ def _forward(
     out = _watched("rows", _product(o, activated, of_down, shard, o.dtype))
     named = zip((saved_rows, saved_hidden, Experts(saved_gate, saved_up, saved_down)), QUANTIZED_RESIDUALS, strict=True)
     operands = [checkpoint_name(kept, name) if o.quantize else kept for kept, name in named]
-    return sum_of(out, None, plan.slots), (*operands, gate, up, weights, plan, shard)
+    return sum_of(out, None, plan.places), (*operands, gate, up, weights, plan, shard)
 
 
 def _bwd(o: _Static, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
@@ -280,7 +280,7 @@ def _bwd(o: _Static, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
     drows = _product(o, dup_rows, experts.up, shard, o.dtype, transpose_rhs=True, addend=through_gate)
     drows = _watched("drows", drows)
     return (
-        sum_of(drows, None, plan.slots),
+        sum_of(drows, None, plan.places),
         dweights,
         Experts(
             _weight_gradient(o, rows, dgate_columns, shard, experts.gate),
@@ -299,7 +299,7 @@ _through.defvjp(_fwd, _bwd)
 def _taken(o: _Static, x: jax.Array, plan: Plan, is_trained: bool) -> tuple[Quantized, Quantized]:
     """The rows of x by the plan, as `_activations` of them: quantised before there are several of each where that is
     the same, so for scales of one row or, by columns, of all."""
-    copied = partial(rows_of, source=plan.source, slots=plan.slots)
+    copied = partial(rows_of, places=plan.places)
     if o.quantize is None:
         rows = Quantized(copied(x), None)
         return rows, rows
@@ -307,7 +307,7 @@ def _taken(o: _Static, x: jax.Array, plan: Plan, is_trained: bool) -> tuple[Quan
     if not is_trained:
         return by_rows, Quantized(None, None)
     if o.quantize == "fp8" and o.block_size is None:
-        is_taken = (plan.slots >= 0).any(axis=1, keepdims=True)  # all are where there is no capacity
+        is_taken = (plan.places.slots >= 0).any(axis=1, keepdims=True)  # all are where there is no capacity
         qvalue, scale = _by_columns(o, x if o.capacity is None else jnp.where(is_taken, x, jnp.zeros_like(x)))
         return by_rows, Quantized(copied(qvalue), scale)
     return by_rows, _by_columns(o, copied(x))
@@ -353,9 +353,7 @@ def _weights_of(o: _Static, w: jax.Array, is_trained: bool) -> tuple[Quantized, 
 
 
 @probing(None)
-def _product(
-    o: _Static, lhs: Quantized, rhs: Quantized, shard: Shard, dtype: Any, **arguments: Any
-) -> jax.Array:
+def _product(o: _Static, lhs: Quantized, rhs: Quantized, shard: Shard, dtype: Any, **arguments: Any) -> jax.Array:
     arguments |= {
         "preferred_element_type": dtype,
         "tiling": o.tiling,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from op_arguments.permute import Permuted, check_permute, check_unpermute
 from tpu_kernels._lib.arguments import held
-from tpu_kernels._lib.routing import combine, plan_rows, take
+from tpu_kernels._lib.routing import Places, combine, plan_rows, take
 
 
 def permute(x: jax.Array, indices: jax.Array, *, num_experts: int, capacity: int | None = None) -> Permuted:
@@ -32,14 +32,14 @@ def unpermute(rows: jax.Array, slots: jax.Array, weights: jax.Array | None = Non
 @partial(jax.jit, static_argnums=(2, 3, 4))
 def _permute(x: jax.Array, indices: jax.Array, num_experts: int, capacity: int | None, rows: int) -> Permuted:
     plan = plan_rows(indices, num_experts, capacity, rows)
-    return Permuted(take(x, plan.source, plan.slots), plan.slots, plan.group_sizes)
+    return Permuted(take(x, plan.places), plan.places.slots, plan.group_sizes)
 
 
 @jax.jit
 def _unpermute(rows: jax.Array, weights: jax.Array | None, slots: jax.Array) -> jax.Array:
     at = jnp.where(slots < 0, rows.shape[0], slots).ravel()
     source = jnp.full(rows.shape[0], -1).at[at].set(jnp.arange(slots.size), mode="drop")
-    return combine(rows, weights, slots, source)
+    return combine(rows, weights, Places(source, slots))
 
 
 def _range_of(values: Any) -> tuple[int, int] | None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from op_arguments.permute import permuted_rows
-from tpu_kernels._lib.routing import Plan, inverse, plan_rows, starts_of
+from tpu_kernels._lib.routing import Places, Plan, inverse, plan_rows, starts_of
 
 
 def exchange_plans(axis_name: str, indices: jax.Array, num_experts: int, capacity: int | None) -> tuple[Plan, Plan]:
@@ -27,11 +27,12 @@ def exchange_plans(axis_name: str, indices: jax.Array, num_experts: int, capacit
     sizes = plan.group_sizes.reshape(devices, groups)
     starts = starts_of(sizes.sum(axis=1))
     column = jnp.arange(width)
-    source = plan.source[jnp.minimum(starts[:, None] + column, plan.source.shape[0] - 1)]
+    source, slots = plan.places.source, plan.places.slots
+    source = source[jnp.minimum(starts[:, None] + column, source.shape[0] - 1)]
     source = jnp.where(column < sizes.sum(axis=1)[:, None], source, -1).ravel()
     device = indices // groups
-    slots = jnp.where(plan.slots >= 0, device * width + plan.slots - starts[device], -1)
-    sent = Plan(source, slots, plan.group_sizes)
+    slots = jnp.where(slots >= 0, device * width + slots - starts[device], -1)
+    sent = Plan(Places(source, slots), plan.group_sizes)
 
     sizes = lax.all_to_all(sizes, axis_name, 0, 0)  # [devices, G]: rows that each of them sends to each expert here
     ends = jnp.cumsum(sizes, axis=1)
@@ -40,7 +41,7 @@ def exchange_plans(axis_name: str, indices: jax.Array, num_experts: int, capacit
     places = jnp.take_along_axis(begins, expert, axis=1) + column
     slots = jnp.where(expert < groups, places, -1).ravel()
     rows = slots.size if capacity is None else min(slots.size, groups * capacity)
-    return sent, Plan(inverse(slots, rows), slots[:, None], sizes.sum(axis=0))
+    return sent, Plan(Places(inverse(slots, rows), slots[:, None]), sizes.sum(axis=0))
 
 
 def swap(buffer: jax.Array, axis_name: str) -> jax.Array:

@@ -76,12 +76,12 @@ def planted(backend, case_id, old, new, site, *marks):
     )
 
 
-TAKEN = "take(weights.reshape(-1, 1), plan.source"
+TAKEN = "take(weights.reshape(-1, 1), plan."
 FAULTS = [
     planted("tpu", PLAIN, '(("gate", of_gate), ("up", of_up))', '(("gate", of_up), ("up", of_gate))', "gate"),
     planted("tpu", PLAIN, TAKEN, TAKEN.replace("weights", "weights[:, ::-1]"), "hidden", FULL),
     planted("tpu", F32_BWD, "sigmoid * (1 + gate * (1 - sigmoid))", "sigmoid * (1 + gate * sigmoid)", "dgate", FULL),
-    planted("tpu", F32_BWD, "sum_of(drows, None, plan.slots)", "2 * sum_of(drows, None, plan.slots)", "dexperts", FULL),
+    planted("tpu", F32_BWD, "sum_of(drows, None, plan.", "2 * sum_of(drows, None, plan.", "dexperts", FULL),
     planted("gpu", PLAIN, '(("gate", of_gate), ("up", of_up))', '(("gate", of_up), ("up", of_gate))', "gate", FULL),
     planted("gpu", PLAIN, TAKEN, TAKEN.replace("weights", "weights.flip(1)"), "hidden", FULL),
     planted("gpu", F32_BWD, "sigmoid * (1 + gate * (1 - sigmoid))", "sigmoid * (1 + gate * sigmoid)", "dgate", FULL),

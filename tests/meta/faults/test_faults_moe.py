@@ -12,6 +12,7 @@ def drops(c):
     return bool(c.capacity) and c.tier == "smoke"
 
 
+fp8 = having(quantize="fp8")
 idle_experts = having(data="poison")
 
 
@@ -21,15 +22,15 @@ def sanitized(c):
 
 FAULTS = named({
     "the permutation is applied twice": [
-        tpu("permute", "source // slots.shape[1], x", "source[source // slots.shape[1]] // slots.shape[1], x"),
+        tpu("permute", "x[places.source // top_k]", "x[places.source[places.source // top_k] // top_k]"),
         gpu("permute", "x[source.clamp(min=0) // slots.shape[1]]",
             "x[source[source.clamp(min=0) // slots.shape[1]].clamp(min=0) // slots.shape[1]]"),
     ],
     "a weight is applied to the wrong slot": [
         tpu("unpermute", "taken * weights[:, j, None]", "taken * weights[:, j - 1, None]"),
         gpu("unpermute", "taken * weights[:, j, None]", "taken * weights[:, j - 1, None]"),
-        tpu("moe_layer", "take(weights.reshape(-1, 1), plan.source",
-            "take(weights[:, ::-1].reshape(-1, 1), plan.source"),
+        tpu("moe_layer", "take(weights.reshape(-1, 1), plan.places",
+            "take(weights[:, ::-1].reshape(-1, 1), plan.places"),
         gpu("moe_layer", "take(weights.reshape(-1, 1), plan.source",
             "take(weights.flip(1).reshape(-1, 1), plan.source"),
     ],
@@ -38,6 +39,18 @@ FAULTS = named({
             "jnp.where(position >= 0, starts_of(", drops),
         gpu("permute", "torch.where(position < group_sizes[choices], starts_of(",
             "torch.where(position >= 0, starts_of(", drops),
+    ],
+    "dropped tokens are taken to have rows": [
+        tpu("permute", "Places(inverse(slots, rows), slots.reshape(indices.shape))",
+            "Places(inverse(slots, rows), slots.reshape(indices.shape), is_full=True)", drops),
+        tpu("moe_layer_bwd", "Places(inverse(slots, rows), slots.reshape(indices.shape))",
+            "Places(inverse(slots, rows), slots.reshape(indices.shape), is_full=True)", fp8),
+    ],
+    "rows' gradients lack one of their two parts": [
+        tpu("moe_layer_bwd", "if operands.addend is not None:", "if operands.addend is not None and not masked:",
+            idle_experts),
+        tpu("moe_layer_bwd", "if addend is not None:", "if addend is not None and not self.masked:", fp8),
+        gpu("moe_layer_bwd", "drows += _product(", "drows = _product(", fp8),
     ],
     "isnan where isfinite is meant": [
         tpu("moe_layer_bwd", "jnp.where(jnp.isfinite(grad), grad,", "jnp.where(~jnp.isnan(grad), grad,", sanitized),
