@@ -6,8 +6,8 @@
 
 1024 tokens in bfloat16, each through 8 experts of those that one core of many holds: 8192 rows. A kernel's cycles are
 its static ones (`parity/compilers/bundles.py`), all grid steps counted, beside those in which HBM moves its bytes. Of
-what XLA makes (routing, gathers, activation, layouts of scales) there are bytes alone, as XLA counts them: of a gather
-all that it is taken from.
+what XLA makes (routing, sums of rows, activation, layouts of scales) they are XLA's own estimate, which has none of
+sorts and gathers; its bytes are XLA's too, of a gather all that it is taken from.
 """
 
 import sys
@@ -71,7 +71,7 @@ class Row(command.Row):
     form: str
     program: str
     calls: Figure = figure("calls", ".0f")
-    cycles: Figure = figure("cycles", ",.0f")  # static, of all calls
+    cycles: Figure = figure("cycles", ",.0f")  # static, of all calls; XLA's by its estimate
     hbm: Figure = figure("HBM", ",.0f")  # cycles in which HBM moves the bytes of all calls
     share: Figure = figure("share", ".0%")  # of the layer's cycles
     of_bf16: Figure = figure("× bf16", ".2f")  # of a layer: its cycles over the bf16 layer's
@@ -110,7 +110,7 @@ def _rows(layer: Layer, answer: Compiled, of_bf16_layer: Compiled) -> list[Row]:
 
 
 def _cycles(answer: Compiled, chip: str) -> float:
-    return sum(roofline(kernel, chip).schedule for kernel in answer.kernels)
+    return sum(roofline(kernel, chip).schedule for kernel in answer.kernels) + (answer.xla_cycles or 0)
 
 
 def _programs(layer: Layer, answer: Compiled) -> list[Row]:
@@ -125,7 +125,7 @@ def _programs(layer: Layer, answer: Compiled) -> list[Row]:
         rows.append(Row(*layer, name, calls=len(kernels), cycles=cycles, hbm=hbm))
     peaks = CHIPS[layer.chip]
     left = (answer.hbm_bytes or 0) - sum(kernel.call.hbm_bytes for kernel in answer.kernels)
-    return [*rows, Row(*layer, OF_XLA, hbm=max(left, 0) / peaks.hbm_gbs * peaks.ghz)]
+    return [*rows, Row(*layer, OF_XLA, cycles=answer.xla_cycles, hbm=max(left, 0) / peaks.hbm_gbs * peaks.ghz)]
 
 
 def _name(kernel: CompiledKernel) -> str:

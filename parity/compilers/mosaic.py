@@ -9,6 +9,7 @@ lowers, and compiles nothing, also where code only moved.
 import importlib
 import os
 import re
+import shutil
 import tempfile
 import time
 import traceback
@@ -40,6 +41,7 @@ DUMP = (
     " --xla_jf_dump_llo_pass_label_regex=final_bundles|static"
     " --xla_mosaic_enable_llo_source_annotations=true"  # comments in the dump: the code is the same
 )
+_NO_ESTIMATE = 2**63 - 1
 _BEYOND_MEMORY = re.compile(r"Ran out of memory in memory space|would exceed memory")
 
 Outcome = Literal["compiled", "refused", "too large", "crashed", "timed out", "unreadable"]
@@ -126,7 +128,8 @@ class Compiled:
     memory; `crashed`, `timed out`: so did the compiler; `unreadable`: it left a dump in an unknown format.
     code is its error's code (E2001) and location the line of ours that it blames, "path:line", each empty where it
     names none; log is what it wrote before it crashed or hung. hbm_bytes: what XLA counts for the whole program, None
-    where it counts none. kernels: with `schedule`, the Pallas kernels in program order. cached: nothing was compiled.
+    where it counts none. kernels: with `schedule`, the Pallas kernels in program order. xla_cycles: with `schedule`,
+    what XLA estimates of all else that it runs, where it does. cached: nothing was compiled.
     """
 
     outcome: Outcome
@@ -140,6 +143,7 @@ class Compiled:
     temp_bytes: int = 0
     hbm_bytes: int | None = None
     kernels: tuple[CompiledKernel, ...] = ()
+    xla_cycles: int | None = None
     cached: bool = False
 
     @property
@@ -191,8 +195,9 @@ def compile_for_tpu(
 
 def _answer(case: Compilation, log: Path, *, dump: Path | None, lines: bool) -> Compiled:
     """What the compiler says of a case: whatever it raises is an answer."""
-    for left in dump.glob("*") if dump else ():
-        left.unlink()
+    if dump:  # what the case before left
+        shutil.rmtree(dump)
+        dump.mkdir()
     start = time.perf_counter()
     try:
         answer = _compile(case, dump, lines)
@@ -239,7 +244,8 @@ def _compile(case: Compilation, dump: Path | None, lines: bool) -> Compiled:
         if isinstance(known, Compiled):
             return replace(known, cached=True)
         program = trace()  # anew: JAX lowers a trace once
-        compiled = _lowered(program, places=True).compile()  # so that errors have them
+        options = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True} if dump else None
+        compiled = _lowered(program, places=True).compile(options)  # with places, so that errors have them
     memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
     if memory is None:
         raise RuntimeError("libtpu gave no memory analysis")
@@ -251,6 +257,7 @@ def _compile(case: Compilation, dump: Path | None, lines: bool) -> Compiled:
         temp_bytes=memory.temp_size_in_bytes,
         hbm_bytes=int(costs["bytes accessed"]) if "bytes accessed" in costs else None,
         kernels=_kernels(dump, case.chip, pallas.kernels(program.jaxpr), lines) if dump else (),
+        xla_cycles=_xla_cycles(dump) if dump else None,
     )
     cache.store("mosaic", key, result)
     return result
@@ -289,6 +296,16 @@ def _kernels(dump: Path, chip: str, calls: Sequence[Kernel], lines: bool) -> tup
         compiled.append(kernel if lines else elsewhere)
         seen[call.name, call.operands] += 1
     return tuple(compiled)
+
+
+def _xla_cycles(dump: Path) -> int | None:
+    """The sum of what XLA estimates of a program's instructions; it has no estimate of Pallas kernels, nor of sorts,
+    gathers and loops."""
+    module = max((path.read_text() for path in dump.glob("*.after_codegen.txt")), key=len, default=None)
+    if module is None:
+        return None
+    estimates = map(int, re.findall(r'"estimated_cycles":"(\d+)"', module.partition("\nENTRY ")[2]))
+    return sum(cycles for cycles in estimates if cycles != _NO_ESTIMATE)
 
 
 def read_dump(files: Mapping[str, str], call: Kernel, chip: str, nth: int = 0) -> CompiledKernel:

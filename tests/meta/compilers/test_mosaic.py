@@ -227,6 +227,7 @@ def case(name, chip="tpu7x", dtype="bfloat16", size=1024, **options):
 KERNELS = {
     "half_refused": case("half_refused"),
     "dot": case("dot"),
+    "beside_xla": case("beside_xla"),
     "two_dots": case("two_dots"),
     "two_lines": case("two_lines"),
     "looped": case("looped"),
@@ -270,6 +271,13 @@ def test_a_dot_pass_more_is_seen(compiled):
     assert [p.emitted for p in one.passes] == [1] and one.passes[0].dots == 1
     assert two.passes[0].dots == 2 and two.vmatmuls["bf16"] == 2 * one.vmatmuls["bf16"]
     assert two.mxu_cycles == 2 * one.mxu_cycles
+
+
+@needs_libtpu
+def test_what_xla_computes_beside_kernels_is_counted(compiled):
+    alone, beside = compiled["dot"], compiled["beside_xla"]
+    assert alone.xla_cycles == 0 and kernel_of(alone).static_cycles == kernel_of(beside).static_cycles
+    assert beside.xla_cycles > 2 * 1024 * 1024 * 2 / CHIPS["tpu7x"].hbm_gbs * CHIPS["tpu7x"].ghz  # it reads and writes
 
 
 @needs_libtpu
