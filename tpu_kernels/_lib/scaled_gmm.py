@@ -23,7 +23,16 @@ from op_arguments.probe import active, probe
 from op_arguments.quantized_gmm import QuantizedProblem
 from tpu_kernels._lib.chip import LANES, MXU
 from tpu_kernels._lib.grids import Grid, Listed, Operands, grouped_matmul
-from tpu_kernels._lib.narrow import EXACT_SUMS, are_narrow, product, product_path, sum_dtype, widen, widen_whole
+from tpu_kernels._lib.narrow import (
+    EXACT_SUMS,
+    are_narrow,
+    product,
+    product_path,
+    scales_in_units,
+    sum_dtype,
+    widen,
+    widen_whole,
+)
 from tpu_kernels._lib.powers import tiles_of_register, times_lanes, times_rows
 from tpu_kernels._lib.products import blocks, dot, dot_depth, for_blocks, for_depth
 from tpu_kernels._lib.scales import (
@@ -54,12 +63,14 @@ class Scratch(NamedTuple):
 def scaled_gmm(operands: Operands, listed: Listed, *, grid: Grid[QuantizedProblem]) -> jax.Array:
     """[M, N] of checked operands with scales, of float32 or MXFP8's."""
     specs, changes = scaled_blocks(operands, grid)
-    plan = Plan(grid, changes, _sums_are_transposed(operands, changes, grid))
+    plan, in_range = Plan(grid, changes, _sums_are_transposed(operands, changes, grid)), None
+    if plan.transposed:  # lhs's scales as they are laid out, in whole registers; rhs's before they are repeated
+        in_range = are_in_range(specs.lhs_scale.array, list(scales_in_units(operands))[1])
     return grid.call(
         partial(_kernel, plan=plan),
         name="gmm_quantized",
         listed=listed,
-        scalars=(are_in_range(operands) if plan.transposed else None,),
+        scalars=(in_range,),
         operands=specs,
         scratch=_scratch(specs, plan),
     )

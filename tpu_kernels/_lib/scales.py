@@ -149,7 +149,7 @@ def _padded(x: jax.Array, axis: int, size: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def are_in_range(operands: Operands) -> jax.Array:
+def are_in_range(lhs_scale: Any, rhs_scale: Any) -> jax.Array:
     """Whether each product of two scales, one of each operand in its units, is 0 or a normal number, as int32 [1].
 
     Scales that are not finite are left out.
@@ -159,7 +159,7 @@ def are_in_range(operands: Operands) -> jax.Array:
         size = jnp.where(jnp.isfinite(scale) & (scale != 0), jnp.abs(scale), 1)
         return jnp.min(size), jnp.max(size)
 
-    (least_a, most_a), (least_b, most_b) = map(ends, scales_in_units(operands))
+    (least_a, most_a), (least_b, most_b) = map(ends, (lhs_scale, rhs_scale))
     in_range = (least_a * least_b >= jnp.finfo(jnp.float32).tiny) & jnp.isfinite(most_a * most_b)
     return in_range.astype(jnp.int32)[None]
 
