@@ -4,7 +4,7 @@ import hashlib
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -98,18 +98,19 @@ class Kernel:
     def lengths(self) -> tuple[int, ...]:
         """The length of each grid axis. A traced axis has a step for each tile along it, as if all tiles were whole.
 
-        An axis of single entries, such as the groups whose matrices a kernel picks, has no tiles.
+        Those tiles are of outputs, or of inputs where no output has any: an input may have smaller ones beside them, as
+        a convolution reads the last rows of the tile before. An axis of single entries, such as the groups whose
+        matrices a kernel picks, has no tiles.
         """
-        lengths = []
-        for axis, length in enumerate(self.grid):
-            tiles = [
-                count
-                for block in self.inputs + self.outputs
-                for count, size, axes in zip(block.counts, block.shape, block.axes, strict=True)
-                if axis in axes and size > 1
-            ]
-            lengths.append(max(tiles, default=1) if length is None else length)
-        return tuple(lengths)
+
+        def tiles(axis: int, blocks: Sequence[Block]) -> list[int]:
+            sizes = (zip(block.counts, block.shape, block.axes, strict=True) for block in blocks)
+            return [count for each in sizes for count, size, axes in each if axis in axes and size > 1]
+
+        return tuple(
+            max(tiles(axis, self.outputs) or tiles(axis, self.inputs), default=1) if length is None else length
+            for axis, length in enumerate(self.grid)
+        )
 
     @property
     def steps(self) -> int:
