@@ -20,14 +20,16 @@ from jax.experimental.pallas import tpu as pltpu
 from op_arguments.causal_conv1d import ConvGrads, ConvOptions, ConvOutput, ConvTensors, check_conv, check_conv_gradients
 from op_arguments.gmm import GroupMetadata
 from op_arguments.options import options_of
-from tpu_kernels._lib.activations import fold_rows, sigmoid, sum_rows_in_pairs
+from tpu_kernels._lib.activations import fold_nearby, fold_rows, sigmoid, sigmoid_and_rest, sum_rows_in_pairs
 from tpu_kernels._lib.arguments import Interpret, Interpreted, Shard, concrete_values, held, resolve_interpret
-from tpu_kernels._lib.call import Block, bytes_of, call, jit
-from tpu_kernels._lib.chip import sublanes
+from tpu_kernels._lib.call import Block, bytes_of, call, jit, rarely
+from tpu_kernels._lib.chip import LANES, sublanes
 from tpu_kernels._lib.decays import two_sum
 from tpu_kernels._lib.visits import group_metadata
 
 TILE_ROWS, TILE_COLUMNS = 256, 512
+LONG_TILES = 1024, 512  # rows of a tile where sequences are whole multiples of them
+AT_ONCE = 256  # rows of a tile with parts of sequences that are computed in straight-line code
 FOLDED = 8  # rows that a visit's sums are left in: those of a register
 FLOPS = 40  # of an element's activation
 
@@ -159,11 +161,13 @@ class Grid(NamedTuple):
     def of(cls, arrays: ConvTensors) -> "Grid":
         """That of a call: tiles as large as the array, and at most TILE_ROWS by TILE_COLUMNS."""
         b, t, d = arrays.x.shape
-        width = arrays.weight.shape[1]
+        width, packed = arrays.weight.shape[1], arrays.cu_seqlens is not None
         halo = max(1 << max(2 * width - 3, 0).bit_length(), sublanes(arrays.x.dtype))
-        tile_rows = max(min(1 << (b * t - 1).bit_length(), TILE_ROWS), halo)
-        sequences = b if arrays.cu_seqlens is None else arrays.cu_seqlens.shape[0] - 1
-        return cls(b * t, d, sequences, width, tile_rows, min(d, TILE_COLUMNS), halo)
+        longest = next((rows for rows in LONG_TILES if t % rows == 0 and not packed), TILE_ROWS)
+        tile_rows = max(min(1 << (b * t - 1).bit_length(), longest), halo)
+        tile_columns = d if d < LANES else min(d // LANES * LANES, TILE_COLUMNS)
+        sequences = arrays.cu_seqlens.shape[0] - 1 if packed else b
+        return cls(b * t, d, sequences, width, tile_rows, tile_columns, halo)
 
     @property
     def most_visits(self) -> int:
@@ -258,21 +262,52 @@ class Grid(NamedTuple):
             interpret=how.interpret,
         )
 
+    @property
+    def lanes(self) -> int:
+        """Columns that are computed together: those of a register, whose rows lie one after another in memory, so that
+        a load may begin at any of them."""
+        return min(self.tile_columns, LANES)
+
     def _scratch(self, backward: bool) -> list[Any]:
         """Rows of a tile with as many halos as a kernel needs, and a backward pass's terms of each tap and the bias."""
-        rows, columns = self.tile_rows, self.tile_columns
-        halos = [pltpu.VMEM((rows + n * self.halo, columns), jnp.float32) for n in ((2, 2, 1) if backward else (1,))]
-        terms = pltpu.VMEM((self.width + 1, rows // self.halo * FOLDED, columns), jnp.float32)
+        rows, lanes = self.tile_rows, self.lanes
+        halos = [pltpu.VMEM((rows + n * self.halo, lanes), jnp.float32) for n in ((2, 2, 1) if backward else (1,))]
+        terms = pltpu.VMEM((self.width + 1, pl.cdiv(rows, AT_ONCE) * FOLDED, lanes), jnp.float32)
         return [*halos, terms] if backward else halos
 
-    def for_groups(self, rows: int, body: Callable[[Any, Any], None]) -> None:
-        """body(rows, first) for each group of `halo` of the rows: a slice of them, and the first one."""
+    def for_parts(self, body: Callable[["Group"], None]) -> None:
+        """body for all rows of each part of a tile's columns."""
+
+        def part(n: Any, _: None) -> None:
+            body(Group(pl.ds(pl.multiple_of(n * self.lanes, self.lanes), self.lanes), 0, self.tile_rows))
+
+        lax.fori_loop(0, self.tile_columns // self.lanes, part, None)
+
+    def for_groups(self, of: "Group", body: Callable[["Group"], None]) -> None:
+        """body for each group of the rows."""
+        size = min(AT_ONCE, of.size)
 
         def group(n: Any, _: None) -> None:
-            first = pl.multiple_of(n * self.halo, self.halo)
-            body(pl.ds(first, self.halo), first)
+            body(of._replace(first=pl.multiple_of(n * size, size), size=size))
 
-        lax.fori_loop(0, rows // self.halo, group, None)
+        lax.fori_loop(0, of.size // size, group, None)
+
+
+class Group(NamedTuple):
+    """Rows of a part of a tile's columns, from `first` on."""
+
+    columns: Any
+    first: Any
+    size: int
+
+    @property
+    def rows(self) -> Any:
+        """Which they are."""
+        return pl.ds(self.first, self.size)
+
+    def after(self, rows: Any) -> Any:
+        """Those `rows` later."""
+        return pl.ds(self.first + rows, self.size)
 
 
 class Visit(NamedTuple):
@@ -282,9 +317,9 @@ class Visit(NamedTuple):
     end: Any
     exactly: bool
 
-    def own(self, shape: tuple[int, ...], first: Any) -> jax.Array:
-        """Which rows, from `first` on, are the sequence's."""
-        row = first + lax.broadcasted_iota(jnp.int32, shape, 0)
+    def own(self, at: Group, later: Any = 0) -> jax.Array:
+        """Which rows of a group, or so many rows later, are the sequence's: as a column."""
+        row = at.first + later + lax.broadcasted_iota(jnp.int32, (at.size, 1), 0)
         return (self.start <= row) & (row < self.end)
 
 
@@ -300,15 +335,33 @@ def _forward_kernel(
 ) -> None:
     (seen,) = scratch
     visit = _visit(visits, read, grid)
-    _lay_out(read, seen, visit, grid)
+    is_whole = (visit.start <= 0) & (visit.end >= grid.tile_rows)
 
-    def group(rows: Any, first: Any) -> None:
-        z = _convolved(read, seen, first, visit, grid)
-        _store_own(out.y, z * sigmoid(z) if silu else z, rows, visit)
+    def activated(at: Group) -> jax.Array:
+        z = _convolved(read, seen, at, visit, grid)
+        return z * sigmoid(z) if silu else z
 
-    grid.for_groups(grid.tile_rows, group)
-    if out.ht is not None:
-        pl.when(visit.end <= grid.tile_rows)(lambda: _copy_steps(out.ht, seen, visit.end, grid))
+    def store_state(at: Group) -> None:
+        if out.ht is not None:
+            pl.when(visit.end <= grid.tile_rows)(lambda: _copy_steps(out.ht, seen, visit.end, at, grid))
+
+    @pl.when(is_whole)
+    def _() -> None:
+        def store(at: Group) -> None:
+            _lay_out(read, seen, at, visit, grid)
+            out.y[at.rows, at.columns] = activated(at).astype(out.y.dtype)
+            store_state(at)
+
+        grid.for_parts(store)
+
+    @rarely(~is_whole)
+    def _() -> None:
+        def store_own(at: Group) -> None:
+            _lay_out(read, seen, at, visit, grid)
+            grid.for_groups(at, lambda at: _store_own(out.y, activated(at), at, visit))
+            store_state(at)
+
+        grid.for_parts(store_own)
 
 
 def _backward_kernel(
@@ -316,77 +369,95 @@ def _backward_kernel(
 ) -> None:
     """What is seen and dz have rows of both halos, dseen of that before the tile."""
     seen, dz, dseen, terms = scratch
-    visit, halo = _visit(visits, read, grid), grid.halo
-    _lay_out(read, seen, visit, grid)
-    dz[:halo, :] = jnp.zeros((halo, grid.tile_columns), jnp.float32)
-    dz[halo : halo + grid.tile_rows, :] = read.dy[...].astype(jnp.float32)
-    dz[halo + grid.tile_rows :, :] = read.dy_after[...].astype(jnp.float32)
+    visit, halo, rows = _visit(visits, read, grid), grid.halo, grid.tile_rows
+    begins = visit.start <= 0 if out.dh0 is None else visit.start < 0
+    ends = rows if read.dht is None else rows + grid.width
+    is_whole = begins & (visit.end >= ends)
 
-    def before_silu(rows: Any, first: Any) -> None:
-        later = pl.ds(first + halo, halo)
-        grad = dz[later, :]
-        if silu:
-            z = _convolved(read, seen, first, visit, grid)
-            grad = grad * sigmoid(z) * (1.0 + z * sigmoid(-z))
-        dz[later, :] = jnp.where(visit.own(grad.shape, first), grad, 0.0)
+    def before_silu(at: Group, dy: jax.Array) -> jax.Array:
+        grad = dy.astype(jnp.float32)
+        if not silu:
+            return grad
+        z = _convolved(read, seen, at, visit, grid)
+        of_z, rest = sigmoid_and_rest(z)
+        return grad * of_z * (1.0 + z * rest)
 
-    def of_seen(rows: Any, first: Any) -> None:
-        dseen[rows, :] = _gradient_of_seen(read, dz, first, visit, grid)
+    def of_part(at: Group, masked: bool) -> None:
+        def fill_dz(at: Group) -> None:
+            dz[at.after(halo), :] = before_silu(at, read.dy[at.rows, at.columns])
 
-    def of_tile(rows: Any, first: Any) -> None:
-        _store_own(out.dx, dseen[pl.ds(first + halo, halo), :], rows, visit)
-        _fill_terms(terms, seen, dz, first, visit, grid)
+        def fill_dseen(at: Group) -> None:
+            dseen[at.after(halo), :] = _gradient_of_seen(read, dz, at, visit, grid, True)
 
-    grid.for_groups(grid.tile_rows + halo, before_silu)
-    grid.for_groups(grid.tile_rows + halo, of_seen)
-    if read.dht is not None:
-        _add_gradient_of_state(read.dht, dseen, visit, grid)
-    if out.dh0 is not None:
-        pl.when(visit.start >= 0)(lambda: _copy_steps(out.dh0, dseen, visit.start, grid))
-    grid.for_groups(grid.tile_rows, of_tile)
-    for tap in range(grid.width):
-        out.dweight[tap] = fold_rows(terms[tap], FOLDED)
-    if out.dbias is not None:
-        out.dbias[0] = fold_rows(terms[grid.width], FOLDED)
+        def store(at: Group) -> None:
+            if masked:
+                _store_own(out.dx, dseen[at.after(halo), :], at, visit)
+            else:
+                store_dx(at, False)
+            folded = pl.ds(pl.multiple_of(at.first // at.size * FOLDED, FOLDED), FOLDED)
+            for tap, term in enumerate(_terms(seen, dz, at, grid)):
+                terms[tap, folded, :] = fold_nearby(jnp.where(visit.own(at), term, 0.0) if masked else term, FOLDED)
+
+        def store_dx(at: Group, masked: bool) -> None:
+            out.dx[at.rows, at.columns] = _gradient_of_seen(read, dz, at, visit, grid, masked).astype(out.dx.dtype)
+
+        _lay_out(read, seen, at, visit, grid)
+        grid.for_groups(at, fill_dz)
+        dz[halo + rows :, :] = before_silu(at._replace(first=rows, size=halo), read.dy_after[:, at.columns])
+        if masked:
+            fill_dseen(at._replace(first=-halo, size=halo))
+            grid.for_groups(at, fill_dseen)
+            if read.dht is not None:
+                _add_gradient_of_state(read.dht, dseen, visit, at, grid)
+            if out.dh0 is not None:
+                pl.when(visit.start >= 0)(lambda: _copy_steps(out.dh0, dseen, visit.start, at, grid))
+        grid.for_groups(at, store)
+        if not masked:  # of its last rows some of what comes later is not the sequence's
+            store_dx(at._replace(first=rows - halo, size=halo), True)
+        for tap in range(grid.width):
+            out.dweight[tap, :, at.columns] = fold_rows(terms[tap], FOLDED)
+        if out.dbias is not None:
+            out.dbias[0, :, at.columns] = fold_rows(terms[grid.width], FOLDED)
+
+    pl.when(is_whole)(lambda: grid.for_parts(partial(of_part, masked=False)))
+    rarely(~is_whole)(lambda: grid.for_parts(partial(of_part, masked=True)))
 
 
-def _lay_out(read: Read, seen: Any, visit: Visit, grid: Grid) -> None:
+def _lay_out(read: Read, seen: Any, at: Group, visit: Visit, grid: Grid) -> None:
     """Fill `seen`: row `halo` is the tile's first one. A sequence's first rows find its state before them, or zero."""
     halo, rows, steps = grid.halo, grid.tile_rows, grid.width - 1
-    seen[:halo, :] = read.before[...].astype(jnp.float32)
-    seen[halo : halo + rows, :] = read.x[...].astype(jnp.float32)
+    seen[:halo, :] = read.before[:, at.columns].astype(jnp.float32)
+    seen[halo : halo + rows, :] = read.x[:, at.columns].astype(jnp.float32)
     if read.after is not None:
-        seen[halo + rows :, :] = read.after[...].astype(jnp.float32)
+        seen[halo + rows :, :] = read.after[:, at.columns].astype(jnp.float32)
 
     @pl.when(visit.start > -steps)
     def _() -> None:
         for step in range(steps):
-            row = pl.ds(halo + visit.start - steps + step, 1)
-            seen[row, :] = jnp.zeros((1, grid.tile_columns)) if read.state is None else read.state[step : step + 1, :]
+            before = jnp.zeros((1, grid.lanes)) if read.state is None else read.state[step : step + 1, at.columns]
+            seen[pl.ds(halo + visit.start - steps + step, 1), :] = before
 
 
-def _convolved(read: Read, seen: Any, first: Any, visit: Visit, grid: Grid) -> jax.Array:
-    """The sums of W steps up to each row of a group, the first of which is `first`, before the activation."""
-    halo, steps = grid.halo, grid.width - 1
-    window = seen[pl.ds(first, 2 * halo), :]
-    z = jnp.broadcast_to(jnp.float32(0) if read.bias is None else read.bias[...], (halo, grid.tile_columns))
+def _convolved(read: Read, seen: Any, at: Group, visit: Visit, grid: Grid) -> jax.Array:
+    """The sums of W steps up to each row of a group, before the activation."""
+    bias = jnp.float32(0) if read.bias is None else read.bias[:, at.columns]
     products = (
-        read.weight[tap : tap + 1, :] * window[halo - steps + tap : 2 * halo - steps + tap] for tap in range(grid.width)
+        read.weight[tap : tap + 1, at.columns] * seen[at.after(grid.halo - (grid.width - 1) + tap), :]
+        for tap in range(grid.width)
     )
-    return _sum(z, products, visit)
+    return _sum(jnp.broadcast_to(bias, (at.size, grid.lanes)), products, visit)
 
 
-def _gradient_of_seen(read: Read, dz: Any, first: Any, visit: Visit, grid: Grid) -> jax.Array:
-    """That of rows of `seen`, from its row `first` on: of x, and before a sequence's first row of its state."""
-    halo, steps = grid.halo, grid.width - 1
-    window = dz[pl.ds(first, 2 * halo), :]
+def _gradient_of_seen(read: Read, dz: Any, at: Group, visit: Visit, grid: Grid, masked: bool) -> jax.Array:
+    """That of rows of `seen`: of x, and before a sequence's first row of its state; masked: some may be others'."""
+    steps = grid.width - 1
 
     def product(tap: int) -> jax.Array:
         later = steps - tap
-        weighted = read.weight[tap : tap + 1, :] * window[later : later + halo]
-        return jnp.where(visit.own(weighted.shape, first - halo + later), weighted, 0.0)  # 0 * NaN is NaN
+        weighted = read.weight[tap : tap + 1, at.columns] * dz[at.after(grid.halo + later), :]
+        return jnp.where(visit.own(at, later), weighted, 0.0) if masked else weighted  # 0 * NaN is NaN
 
-    return _sum(jnp.zeros((halo, grid.tile_columns), jnp.float32), map(product, range(grid.width)), visit)
+    return _sum(jnp.zeros((at.size, grid.lanes), jnp.float32), map(product, range(grid.width)), visit)
 
 
 def _sum(total: jax.Array, terms: Iterable[jax.Array], visit: Visit) -> jax.Array:
@@ -398,19 +469,13 @@ def _sum(total: jax.Array, terms: Iterable[jax.Array], visit: Visit) -> jax.Arra
     return total + left
 
 
-def _fill_terms(terms: Any, seen: Any, dz: Any, first: Any, visit: Visit, grid: Grid) -> None:
-    """What a group adds to the gradients of each tap and of the bias, in FOLDED rows."""
-    halo, steps = grid.halo, grid.width - 1
-    rows = pl.ds(pl.multiple_of(first // (halo // FOLDED), FOLDED), FOLDED)
-    window, grad = seen[pl.ds(first, 2 * halo), :], dz[pl.ds(first + halo, halo), :]
-    own = visit.own(grad.shape, first)
-    for tap in range(grid.width):
-        term = window[halo - steps + tap : 2 * halo - steps + tap] * grad
-        terms[tap, rows, :] = fold_rows(jnp.where(own, term, 0.0), FOLDED)
-    terms[grid.width, rows, :] = fold_rows(grad, FOLDED)
+def _terms(seen: Any, dz: Any, at: Group, grid: Grid) -> Iterable[jax.Array]:
+    """What the rows of a group add to the gradients of each tap and of the bias."""
+    grad = dz[at.after(grid.halo), :]
+    return *(seen[at.after(grid.halo - (grid.width - 1) + tap), :] * grad for tap in range(grid.width)), grad
 
 
-def _add_gradient_of_state(dht: Any, dseen: Any, visit: Visit, grid: Grid) -> None:
+def _add_gradient_of_state(dht: Any, dseen: Any, visit: Visit, at: Group, grid: Grid) -> None:
     """Add that of the final state to the W - 1 rows before the sequence's end, as far as dseen has them."""
     steps = grid.width - 1
     for step in range(steps):
@@ -418,17 +483,17 @@ def _add_gradient_of_state(dht: Any, dseen: Any, visit: Visit, grid: Grid) -> No
 
         @pl.when((row >= 0) & (row < dseen.shape[0]))
         def _(row: Any = row, step: int = step) -> None:
-            dseen[pl.ds(row, 1), :] = dseen[pl.ds(row, 1), :] + dht[step : step + 1, :]
+            dseen[pl.ds(row, 1), :] = dseen[pl.ds(row, 1), :] + dht[step : step + 1, at.columns]
 
 
-def _copy_steps(state: Any, seen: Any, end: Any, grid: Grid) -> None:
+def _copy_steps(state: Any, seen: Any, end: Any, at: Group, grid: Grid) -> None:
     """The W - 1 rows before a tile's row `end`."""
     steps = grid.width - 1
     for step in range(steps):
-        state[step : step + 1, :] = seen[pl.ds(grid.halo + end - steps + step, 1), :]
+        state[step : step + 1, at.columns] = seen[pl.ds(grid.halo + end - steps + step, 1), :]
 
 
-def _store_own(out: Any, x: jax.Array, rows: Any, visit: Visit) -> None:
+def _store_own(out: Any, x: jax.Array, at: Group, visit: Visit) -> None:
     """Those rows of a group that are the visit's; the others are those of other visits."""
-    others = out[rows, :].astype(jnp.float32)
-    out[rows, :] = jnp.where(visit.own(x.shape, rows.start), x, others).astype(out.dtype)
+    others = out[at.rows, at.columns].astype(jnp.float32)
+    out[at.rows, at.columns] = jnp.where(visit.own(at), x, others).astype(out.dtype)

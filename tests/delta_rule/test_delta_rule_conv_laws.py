@@ -30,11 +30,12 @@ def convolved(backend, x, **given):
 
 
 @ON_EACH
-def test_a_convolution_goes_on_from_its_state_bit_by_bit(backend):
+@pytest.mark.parametrize(("steps", "cuts"), [(45, (1, 2, 32, 44)), (512, (300,))])
+def test_a_convolution_goes_on_from_its_state_bit_by_bit(backend, steps, cuts):
     pytest.importorskip(FRAMEWORKS[backend])
-    x, state = drawn(1, 45, 8), drawn(8, 3)[None]
+    x, state = drawn(1, steps, 8), drawn(8, 3)[None]
     y, ht = convolved(backend, x, initial_state=state)
-    for cut in (1, 2, 32, 44):
+    for cut in cuts:
         first, kept = convolved(backend, x[:, :cut], initial_state=state)
         second, last = convolved(backend, x[:, cut:], initial_state=kept)
         np.testing.assert_array_equal(np.concatenate([first, second], axis=1), y)

@@ -433,6 +433,7 @@ def conv_dtype(c: Case) -> str:
 
 CONV, CONV_PACKED = dict(B=2, T=20, D=33, W=4), dict(B=1, T=20, D=16, W=4, N=5)
 CONV_LONG = dict(B=1, T=300, D=16, W=4, N=5)  # several tiles of rows, on both backends
+CONV_TILES = dict(B=1, T=1536, D=136, W=4)  # tiles that are a sequence's alone, and more columns than a register has
 CONV_OF_ONE = dict(B=1, T=72, D=512, W=4)  # q, k and v of one head of a model's keys
 CONV_DEFAULTS = dict(activation="silu", bias=True, wide_weight=False, h0=True, ht=True, lengths="zeros_and_ones")
 
@@ -443,8 +444,11 @@ def with_conv_cases(op: Op) -> Op:
         op.grid([CONV], dtype=[F32], tier="smoke"),
         op.grid([CONV_PACKED], dtype=[BF16]),
         op.grid([CONV_LONG], dtype=[F32], activation=[""]),
+        op.grid([CONV_TILES], dtype=[BF16], wide_weight=[True]),
         op.grid([CONV, CONV_PACKED], dtype=[F32, BF16], activation=["", "silu"], bias=[False, True], h0=[False, True],
                 ht=[False, True], tier="full"),
+        op.grid([CONV_TILES], dtype=[F32], bias=[False, True], h0=[False], ht=[False], tier="full"),
+        op.grid([CONV_TILES], dtype=[BF16], wide_weight=[True], h0=[False], ht=[False], tier="full"),
         op.grid([CONV_PACKED], dtype=[BF16], wide_weight=[True], tier="full"),
         op.grid([CONV_PACKED], dtype=[F32, BF16], lengths=PACKINGS, tier="full"),
         op.grid([CONV], dtype=[F32, BF16], data=["wide", *TRAINED], tier="full"),

@@ -13,9 +13,15 @@ def exp_of_minus(x: jax.Array) -> jax.Array:
 
 def sigmoid(x: jax.Array) -> jax.Array:
     """1 / (1 + exp(-x)); near 1 as what it lacks of 1, or the rounding of 1 + exp(-x) would be twice its own."""
+    return sigmoid_and_rest(x)[0]
+
+
+def sigmoid_and_rest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`sigmoid` of x, and of -x: what it lacks of 1."""
     small = exp_of_minus(x)
     lesser = small / (1.0 + small)
-    return jnp.where(x < 0, lesser, 1.0 - lesser)
+    greater, is_negative = 1.0 - lesser, x < 0
+    return jnp.where(is_negative, lesser, greater), jnp.where(is_negative, greater, lesser)
 
 
 def softplus(x: jax.Array) -> jax.Array:
@@ -38,6 +44,12 @@ def fold_rows(x: jax.Array, rows: int = 1) -> jax.Array:
         half = x.shape[0] // 2
         x = x[:half] + x[half:]
     return sum((x[n : n + rows] for n in range(rows, x.shape[0], rows)), start=x[:rows])
+
+
+def fold_nearby(x: jax.Array, rows: int) -> jax.Array:
+    """`fold_rows` of a power of two of blocks, neighbours first: few sums wait for others."""
+    half = x.shape[0] // 2
+    return x if x.shape[0] == rows else fold_nearby(x[:half], rows) + fold_nearby(x[half:], rows)
 
 
 def sum_rows_in_pairs(x: jax.Array) -> jax.Array:

@@ -18,8 +18,8 @@ FAULTS = named({
         gpu(FORWARD, "mask=in_tile & (row >= start), other=0", "mask=in_tile & (row >= 0), other=0"),
     ],
     "taps are in the reverse order": [
-        tpu(FORWARD, "read.weight[tap : tap + 1, :] * window[halo - steps + tap : 2 * halo - steps + tap]",
-            "read.weight[steps - tap : steps - tap + 1, :] * window[halo - steps + tap : 2 * halo - steps + tap]"),
+        tpu(FORWARD, "read.weight[tap : tap + 1, at.columns] * seen",
+            "read.weight[grid.width - 1 - tap : grid.width - tap, at.columns] * seen"),
         gpu(FORWARD, "conv.given.weight + column * WIDTH + tap", "conv.given.weight + column * WIDTH + WIDTH - 1 - tap",
             within="_convolved"),
     ],
@@ -32,7 +32,7 @@ FAULTS = named({
     ],
     "silu comes before the bias": [
         tpu(FORWARD, "z * sigmoid(z) if silu else z",
-            "(z - read.bias[...]) * sigmoid(z - read.bias[...]) + read.bias[...]"),
+            "(z - read.bias[:, at.columns]) * sigmoid(z - read.bias[:, at.columns]) + read.bias[:, at.columns]"),
         gpu(FORWARD, "result = z * sigmoid(z) if SILU else z",
             "bias = tl.load(conv.given.bias + column, mask=in_columns, other=0).to(tl.float32)\n"
             "    result = (z - bias) * sigmoid(z - bias) + bias"),
@@ -41,8 +41,8 @@ FAULTS = named({
         tpu(FORWARD, "jnp.maximum(first - 1, 0)", "jnp.maximum(first, 0)", long),
     ],
     "the final state lacks what the initial one still has": [
-        tpu(FORWARD, "_copy_steps(out.ht, seen, visit.end, grid)",
-            "_copy_steps(out.ht, seen, jnp.maximum(visit.end, visit.start + grid.width - 1), grid)", long),
+        tpu(FORWARD, "_copy_steps(out.ht, seen, visit.end, at, grid)",
+            "_copy_steps(out.ht, seen, jnp.maximum(visit.end, visit.start + grid.width - 1), at, grid)", long),
         gpu(FORWARD, "end - (WIDTH - 1) + step, column, in_state, WIDTH",
             "tl.maximum(end - (WIDTH - 1), start) + step, column, in_state, WIDTH", long),
     ],
@@ -50,7 +50,7 @@ FAULTS = named({
         tpu(BACKWARD, "sum_rows_in_pairs(jnp.where(visited, dbias[0], 0.0))", "sum_rows_in_pairs(dbias[0][:FOLDED])"),
     ],
     "the gradient of a step comes from the next sequence too": [
-        tpu(BACKWARD, "jnp.where(visit.own(grad.shape, first), grad, 0.0)", "grad"),
+        tpu(BACKWARD, "jnp.where(visit.own(at, later), weighted, 0.0) if masked else weighted", "weighted"),
         gpu(BACKWARD, "(later >= start) & (later < end)", "(later >= start) & (later < conv.count * conv.steps)"),
     ],
     "the gradient of a final state stops at its sequence's first step": [
@@ -60,8 +60,9 @@ FAULTS = named({
             long),
     ],
     "the gradient of the weight is summed in bfloat16": [
-        tpu(BACKWARD, "fold_rows(jnp.where(own, term, 0.0), FOLDED)",
-            "fold_rows(jnp.where(own, term, 0.0).astype(jnp.bfloat16), FOLDED).astype(jnp.float32)"),
+        tpu(BACKWARD, "fold_nearby(jnp.where(visit.own(at), term, 0.0) if masked else term, FOLDED)",
+            "fold_nearby((jnp.where(visit.own(at), term, 0.0) if masked else term).astype(jnp.bfloat16), FOLDED)"
+            ".astype(jnp.float32)"),
         gpu(BACKWARD, "sum_rows(tl.where(in_tile, seen * dz, 0.0), LEVELS)",
             "sum_rows(tl.where(in_tile, seen * dz, 0.0).to(tl.bfloat16), LEVELS).to(tl.float32)"),
     ],
