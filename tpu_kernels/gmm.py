@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments import Tiling, resolve_tiling
 from op_arguments.gmm import Problem, check_gmm, check_tgmm
+from op_arguments.options import options_of
 from op_arguments.probe import active, probe
 from tpu_kernels._lib import chip
 from tpu_kernels._lib.arguments import GmmOptions, Interpret, groups_of, resolve_interpret, shard_of
@@ -65,6 +66,7 @@ def gmm(
     )
 
 
+@options_of(GmmOptions)
 def gmm_onto(
     addend: jax.Array | None, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **options: Any
 ) -> jax.Array:

@@ -48,6 +48,7 @@ def grouped_gemm(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **optio
     return grouped_gemm_onto(None, lhs, rhs, group_sizes, **options)
 
 
+@options_of(_Options)
 def grouped_gemm_onto(
     addend: jax.Array | None, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **options: Any
 ) -> jax.Array:

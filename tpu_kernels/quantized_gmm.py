@@ -36,6 +36,7 @@ def gmm_quantized(
     return gmm_quantized_onto(None, lhs, lhs_scale, rhs, rhs_scale, group_sizes, **options)
 
 
+@options_of(GmmOptions)
 def gmm_quantized_onto(
     addend: Array | None,
     lhs: Array,
