@@ -28,8 +28,8 @@ from tpu_kernels._lib.decays import two_sum
 from tpu_kernels._lib.visits import group_metadata
 
 TILE_ROWS, TILE_COLUMNS = 256, 512
-LONG_TILES = 1024, 512  # rows of a tile where sequences are whole multiples of them
-AT_ONCE = 256  # rows of a tile with parts of sequences that are computed in straight-line code
+LONG_TILES = 1024, 512  # rows of a tile where every sequence is a multiple of them
+AT_ONCE = 256  # rows in straight-line code: more spill backward, and with masks are much code
 FOLDED = 8  # rows that a visit's sums are left in: those of a register
 FLOPS = 40  # of an element's activation
 
@@ -159,7 +159,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, arrays: ConvTensors) -> "Grid":
-        """That of a call: tiles as large as the array, and at most TILE_ROWS by TILE_COLUMNS."""
+        """That of a call: tiles of at most TILE_ROWS by TILE_COLUMNS, or of the rows of LONG_TILES."""
         b, t, d = arrays.x.shape
         width, packed = arrays.weight.shape[1], arrays.cu_seqlens is not None
         halo = max(1 << max(2 * width - 3, 0).bit_length(), sublanes(arrays.x.dtype))
@@ -264,8 +264,7 @@ class Grid(NamedTuple):
 
     @property
     def lanes(self) -> int:
-        """Columns that are computed together: those of a register, whose rows lie one after another in memory, so that
-        a load may begin at any of them."""
+        """How many columns are computed together: a register's. In memory row follows row, and a load begins at any."""
         return min(self.tile_columns, LANES)
 
     def _scratch(self, backward: bool) -> list[Any]:
@@ -276,7 +275,7 @@ class Grid(NamedTuple):
         return [*halos, terms] if backward else halos
 
     def for_parts(self, body: Callable[["Group"], None]) -> None:
-        """body for all rows of each part of a tile's columns."""
+        """Call body with all rows of each `lanes` columns of a tile."""
 
         def part(n: Any, _: None) -> None:
             body(Group(pl.ds(pl.multiple_of(n * self.lanes, self.lanes), self.lanes), 0, self.tile_rows))
@@ -284,7 +283,7 @@ class Grid(NamedTuple):
         lax.fori_loop(0, self.tile_columns // self.lanes, part, None)
 
     def for_groups(self, of: "Group", body: Callable[["Group"], None]) -> None:
-        """body for each group of the rows."""
+        """Call body with each AT_ONCE of the rows."""
         size = min(AT_ONCE, of.size)
 
         def group(n: Any, _: None) -> None:
@@ -294,7 +293,7 @@ class Grid(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Rows of a part of a tile's columns, from `first` on."""
+    """`size` rows from `first` on, of `lanes` columns of a tile."""
 
     columns: Any
     first: Any
@@ -302,11 +301,11 @@ class Group(NamedTuple):
 
     @property
     def rows(self) -> Any:
-        """Which they are."""
+        """The slice of these rows."""
         return pl.ds(self.first, self.size)
 
     def after(self, rows: Any) -> Any:
-        """Those `rows` later."""
+        """The slice of as many rows that begins `rows` later."""
         return pl.ds(self.first + rows, self.size)
 
 
@@ -318,7 +317,7 @@ class Visit(NamedTuple):
     exactly: bool
 
     def own(self, at: Group, later: Any = 0) -> jax.Array:
-        """Which rows of a group, or so many rows later, are the sequence's: as a column."""
+        """Mask [size, 1] of the rows of a group that are the sequence's; later: of the rows so many later."""
         row = at.first + later + lax.broadcasted_iota(jnp.int32, (at.size, 1), 0)
         return (self.start <= row) & (row < self.end)
 
@@ -341,27 +340,17 @@ def _forward_kernel(
         z = _convolved(read, seen, at, visit, grid)
         return z * sigmoid(z) if silu else z
 
-    def store_state(at: Group) -> None:
+    def of_part(at: Group, masked: bool) -> None:
+        _lay_out(read, seen, at, visit, grid)
+        if masked:
+            grid.for_groups(at, lambda at: _store_own(out.y, activated(at), at, visit))
+        else:
+            out.y[at.rows, at.columns] = activated(at).astype(out.y.dtype)
         if out.ht is not None:
             pl.when(visit.end <= grid.tile_rows)(lambda: _copy_steps(out.ht, seen, visit.end, at, grid))
 
-    @pl.when(is_whole)
-    def _() -> None:
-        def store(at: Group) -> None:
-            _lay_out(read, seen, at, visit, grid)
-            out.y[at.rows, at.columns] = activated(at).astype(out.y.dtype)
-            store_state(at)
-
-        grid.for_parts(store)
-
-    @rarely(~is_whole)
-    def _() -> None:
-        def store_own(at: Group) -> None:
-            _lay_out(read, seen, at, visit, grid)
-            grid.for_groups(at, lambda at: _store_own(out.y, activated(at), at, visit))
-            store_state(at)
-
-        grid.for_parts(store_own)
+    pl.when(is_whole)(lambda: grid.for_parts(partial(of_part, masked=False)))
+    rarely(~is_whole)(lambda: grid.for_parts(partial(of_part, masked=True)))
 
 
 def _backward_kernel(

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from op_arguments.gates import GateGrads, check_bounded_gate, check_gate_gradient, check_softplus_gate
-from tpu_kernels._lib.activations import fold_rows, sigmoid, softplus, sum_rows_in_pairs
+from tpu_kernels._lib.activations import fold_rows, sigmoid, sigmoid_and_rest, softplus, sum_rows_in_pairs
 from tpu_kernels._lib.arguments import Interpret, Interpreted, resolve_interpret
 from tpu_kernels._lib.call import Block, bytes_of, call, jit
 from tpu_kernels._lib.chip import sublanes
@@ -218,7 +218,8 @@ def _backward_kernel(operands: Any, out: GateGrads, scratch: Any, *, grid: Tiles
         da, of_rate = -grad * rate * sigmoid(biased), -grad * rate * softplus(biased)
     else:
         scaled = rate * biased
-        of_scaled = grad * (bound * (sigmoid(scaled) * sigmoid(-scaled)))
+        opened, rest = sigmoid_and_rest(scaled)
+        of_scaled = grad * (bound * (opened * rest))
         da, of_rate = of_scaled * rate, of_scaled * scaled
     out.da[...] = da.astype(out.da.dtype)
     for sums, terms in ((out.dA_log, of_rate), (out.ddt_bias, da)):

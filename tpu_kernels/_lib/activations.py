@@ -17,7 +17,7 @@ def sigmoid(x: jax.Array) -> jax.Array:
 
 
 def sigmoid_and_rest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`sigmoid` of x, and of -x: what it lacks of 1."""
+    """`sigmoid` of x and of -x, from one exponential and one division."""
     small = exp_of_minus(x)
     lesser = small / (1.0 + small)
     greater, is_negative = 1.0 - lesser, x < 0
@@ -47,7 +47,7 @@ def fold_rows(x: jax.Array, rows: int = 1) -> jax.Array:
 
 
 def fold_nearby(x: jax.Array, rows: int) -> jax.Array:
-    """`fold_rows` of a power of two of blocks, neighbours first: few sums wait for others."""
+    """`fold_rows` of 2^n blocks that adds neighbours first, so that few sums are in registers at a time."""
     half = x.shape[0] // 2
     return x if x.shape[0] == rows else fold_nearby(x[:half], rows) + fold_nearby(x[half:], rows)
 

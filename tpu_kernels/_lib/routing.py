@@ -24,12 +24,12 @@ class Places:
 
     @property
     def of_choices(self) -> "Places":
-        """Those of what every choice has for itself, of [T · k, ...]."""
+        """The places of choices: for what each has of its own, [T · k, C], in place of each token."""
         return replace(self, slots=self.slots.reshape(-1, 1))
 
 
 class Plan(NamedTuple):
-    """Rows sorted by expert, and how many each has, as `Permuted`."""
+    """Where rows are, sorted by expert, and how many each expert has: group_sizes [E] as `Permuted`."""
 
     places: Places
     group_sizes: jax.Array
@@ -53,13 +53,13 @@ def plan_rows(
 
 @jax.custom_vjp
 def take(x: jax.Array, places: Places) -> jax.Array:
-    """`rows_of`."""
+    """x's row for each source [M, C]: `rows_of`, differentiable in x."""
     return rows_of(x, places)
 
 
 @jax.custom_vjp
 def combine(rows: jax.Array, weights: jax.Array | None, places: Places) -> jax.Array:
-    """`sum_of`."""
+    """Each token's rows, weighted and summed [T, C]: `sum_of`, differentiable in rows and weights."""
     return sum_of(rows, weights, places)
 
 

@@ -109,10 +109,8 @@ def test_a_traced_axis_has_a_step_for_each_tile_of_the_result():
     """Rows that a step reads of its neighbour's are a smaller tile of the same axis."""
     neighbour = Block((M, K), (16, TK), 16 * TK * 2, (BY_VISIT, BY_K))
     assert GMM.lengths == replace(GMM, inputs=(neighbour, *GMM.inputs)).lengths == (1, M // TM, 2)
-    summed = Block(
-        (GROUPS, K, N), (1, TK, TN), TK * TN * 4, (BY_VISIT, BY_K, BY_N)
-    )  # a matrix each, not a tile of rows
-    assert replace(GMM, outputs=(summed,)).lengths == GMM.lengths
+    of_groups = Block((GROUPS, K, N), (1, TK, TN), TK * TN * 4, (BY_VISIT, BY_K, BY_N))
+    assert replace(GMM, outputs=(of_groups,)).lengths == GMM.lengths  # a matrix for each group is no tile of rows
 
 
 @pytest.mark.parametrize("chip, tflops", [("v4", 275), ("v5e", 197), ("v5p", 459), ("v6e", 918), ("tpu7x", 2307)])
