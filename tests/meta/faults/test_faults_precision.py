@@ -366,8 +366,8 @@ FAULTS = named({
     ],
     "one pass of two": [
         gpu(f"{SIMPLE_FWD} {SIMPLE_BWD}", "tl.dot(a_high, b, tl.dot(a_low, b))", "tl.dot(a_high, b)", bf16),
-        tpu(f"{FWD} {BWD}", "if m + n < pieces]", "if m + n < pieces - 1]", bf16),
-        tpu(f"{DELTA_FWD} {DELTA_BWD}", "if m + n < pieces]", "if m + n < pieces - 1]", bf16),
+        tpu(f"{FWD} {BWD}", "if m + n < pieces]", "if m + n < max(pieces - 1, 1)]", bf16),
+        tpu(f"{DELTA_FWD} {DELTA_BWD}", "if m + n < pieces]", "if m + n < max(pieces - 1, 1)]", bf16),
     ],
     "one pass of three": [
         gpu(f"{DELTA_FWD} {DELTA_BWD}", "tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))",
