@@ -14,9 +14,9 @@ it runs
 
 1. all unconditional bundles. The check of a condition is unconditional, and so are the delay slots of its branch;
 2. of the conditional parts that do the kernel's work the one that does most of it, and of those that do the same the
-   shortest: a whole tile against a masked one. Work is `vmatmul`, in a kernel without any it is vector stores. What
-   encloses this *hot* part runs too; the outermost is the compute stage of the pipeline, whose condition fails only in
-   the first and the last steps;
+   shortest, with its part of 5: a whole tile against a masked one. Work is `vmatmul`, in a kernel without any it is
+   vector stores. What encloses this *hot* part runs too; the outermost is the compute stage of the pipeline, whose
+   condition fails only in the first and the last steps;
 3. in the other stages of the pipeline everything: they copy operands that XLA put into VMEM;
 4. conditional parts that neither do work nor store vectors: they start copies or wait for them;
 5. of the conditional parts that store vectors and do no work, one before the hot code (initial values) and one after
@@ -322,7 +322,7 @@ def schedule(program: Program, chip: Chip, steps_per_block: float = 1.0, branche
 
     steps_per_block: steps that share an output block; branches: what the source says about conditional parts.
     """
-    reader = _Reader(program, branches)
+    reader = _Reader(program, branches, steps_per_block)
     bundles = program.bundles
     step = reader.step()
     path = reader.path(step)
@@ -396,8 +396,9 @@ def _alike(lines: Counter[str], places: frozenset[str]) -> float:
 class _Reader:
     """Which bundles a whole middle step runs; the numbers are those of the module's list."""
 
-    def __init__(self, program: Program, branches: Sequence[Branch] = ()) -> None:
+    def __init__(self, program: Program, branches: Sequence[Branch] = (), steps_per_block: float = 1.0) -> None:
         self.program = program
+        self.steps_per_block = steps_per_block
         self.multiplies = any(bundle.vmatmuls for bundle in program.bundles)
         self.known: dict[int, Branch] = {}
         if branches:
@@ -448,7 +449,7 @@ class _Reader:
         # The copy of an operand that XLA put into VMEM may store more than the stage; only the stage has branches.
         hot = max(
             known + conditional,
-            key=lambda c: (part.pipelined and self.holds_known(c[0]), self.work(c[1]), -c[1].total),
+            key=lambda c: (part.pipelined and self.holds_known(c[0]), self.work(c[1]), -self.length(c[1])),
             default=None,
         )
         hottest = max(always, key=self.work)
@@ -510,6 +511,10 @@ class _Reader:
         for child in part.inner:
             path.add(self.everything(child), times=1 if child.pipelined else child.trips or 1)
         return path
+
+    def length(self, path: _Path) -> float:
+        """Bundles of a step, with its part of those that run every few steps."""
+        return path.total + sum(path.periodic.values()) / self.steps_per_block
 
     def work(self, path: _Path) -> float:
         return sum(runs * self.work_of(address) for address, runs in path.runs.items())

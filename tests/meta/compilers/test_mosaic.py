@@ -224,6 +224,20 @@ def test_what_is_rare_counts_for_none_where_it_only_stores():
     assert (read.step_bundles, read.periodic_bundles) == (1 + 4, 0)
 
 
+def test_results_of_every_few_steps_count_where_branches_do_the_same():
+    """A branch that stores as it multiplies, and a shorter one whose results are stored after it."""
+    store, dot = (tuple(int(name == unit) for name in bundles.UNITS) for unit in ("VSTORE", "MATMUL"))
+    dots = [bundles.Bundle("{ %1 = vmatmul.bf16.gmra.mxu0 %v2 }", dot)] * 4
+    stores = [bundles.Bundle("{ %1 = vst [vmem:%s2] %v3 }", store)] * 6
+    program = (bundles.Bundle("{ %s1 = sphi }", (0,) * len(bundles.UNITS)), *dots, *stores[:3], *dots, *stores)
+    later = bundles.Part(8, 18, inner=[bundles.Part(8, 12), bundles.Part(12, 18)])
+    stage = bundles.Part(1, 18, inner=[bundles.Part(1, 8), later])
+    steps = bundles.Part(0, 18, loop=True, trips=None, pipelined=True, inner=[stage])
+    whole = bundles.Program(program, store, bundles.Part(0, 18, inner=[steps]))
+    read = [bundles.schedule(whole, CHIPS["v6e"], steps_per_block) for steps_per_block in (1, 4)]
+    assert [(each.step_bundles, each.periodic_bundles) for each in read] == [(1 + 4 + 3, 0), (1 + 4, 6 / 4)]
+
+
 # -------------------------------------------------------------------------------------------------- the compiler itself
 
 
