@@ -86,4 +86,6 @@ def scaled_tgmm_tiles(narrow: bool, small: bool, m: int, k: int, n: int) -> Tile
     tm = 1024 if narrow else 512
     if k <= 512:
         return tm, 512, 2048
-    return (tm, 2048, 512) if n <= 512 else (tm, 1024, even_step(n, 2048 if small else 1024))
+    if n <= (1024 if small else 512):
+        return tm, 2048, max(n, 512)
+    return tm, 1024, even_step(n, 2048 if small else 1024)
