@@ -404,6 +404,10 @@ def with_tgmm_cases(op: Op) -> Op:
             for shape in (dict(M=0, K=64, N=64, G=3), dict(M=64, K=0, N=64, G=3))
         ),
         mixes(op, TGMM_DOTS, [COLUMNS], dtype=[FP8], tiling=[(256, 512, 384)], groups=["straddle"]),
+        # groups of one tile, and of two
+        mixes(op, TGMM_MIX, [COLUMNS, ("Mx1", "Mx1")], dtype=[FP8], scales=["steps"], tiling=[(128, 64, 64)],
+              groups=["balanced"]),
+        mixes(op, TGMM_MIX, [COLUMNS], dtype=[FP8_BF16], scales=["steps"], tiling=[(64, 64, 64)], groups=["balanced"]),
         model(op, DEEPSEEK_V3, dict(M=256, K=DEEPSEEK_V3.hidden // 8, N=128), COLUMNS, DEEPSEEK_V3.name, dtype=[FP8],
               tier="full"),
         model(op, QWEN3_30B, dict(M=256, K=QWEN3_30B.hidden // 8, N=128), COLUMNS, dtype=[FP8_BF16], tier="full"),

@@ -171,12 +171,12 @@ def test_gmm_fetches_keeps_and_multiplies_what_its_tile_says(
         assert [(x.shape, str(x.dtype)) for x in made].count(((64, tk), BF16)) == 1  # with masks alone
 
 
-def dots_of_tgmm(tile, dot, own, width_of_own=4 * BLOCK):
-    """Of a whole tile, and of a block of own rows."""
+def dots_of_tgmm(tile, dot, own, width_of_own=4 * BLOCK, at_once=True):
+    """Of a whole tile, and of a block of own rows; at_once: of a tile that is a whole group too, which is not kept."""
     tm, tk, tn = tile
     return Counter(
         (rows, depth, columns)
-        for whole, deep, height, width in ((tm, *dot), (BLOCK, *own, width_of_own))
+        for whole, deep, height, width in ((tm, *dot), *[(tm, *dot)] * at_once, (BLOCK, *own, width_of_own))
         for depth in cut(whole, deep)
         for rows in cut(tk, height)
         for columns in cut(tn, width)
@@ -221,7 +221,8 @@ def test_tgmm_fetches_keeps_and_multiplies_what_its_tile_says(
     kept = [((tk, tn), sums), ((BLOCK, tk), dtypes[0]), ((BLOCK, tn), dtypes[1])]
     assert scratch == kept + ([((BLOCK, tk), wide), ((tm, tn), wide)] if wide else [])
     check_fits(kind, kernel, scratch)
-    assert multiplied(kernel) == dots_of_tgmm(tile, dot, own, BLOCK if any(parts) else 4 * BLOCK)
+    at_once = bool(wide) or not any(parts) or tm <= (2 if dtypes[0] == I8 else 8) * dot[0]
+    assert multiplied(kernel) == dots_of_tgmm(tile, dot, own, BLOCK if any(parts) else 4 * BLOCK, at_once)
     if any(parts) and not wide:
         loops = {dot.count for dot in kernel.dots}
         if dtypes[0] == I8:  # parts of the scales are walked in a loop, by twos
@@ -232,10 +233,12 @@ def test_tgmm_fetches_keeps_and_multiplies_what_its_tile_says(
     # The result: in strips of 128 rows, eight at a time, where scales of whole columns are taken along.
     strips, height = (1, BLOCK) if parts[0] != 0 else (min(8, tk // LANES), LANES)
     of_out = stored(call, BF16)
+    of_only = {(rows, columns) for rows in cut(tk, dot[1]) for columns in cut(tn, dot[2])} if at_once else set()
+    assert of_only <= of_out.keys()
     assert of_out.pop((height, 512)) >= strips * tn // 512 > 0
     of_wide = {(32, tk), (32, tn), (dot[0], 512)} if wide == BF16 else set()
     own = {(32, tk) for dtype in dtypes[:1] if dtype == BF16} | {(32, tn) for dtype in dtypes[1:] if dtype == BF16}
-    assert set(of_out) <= of_wide | own
+    assert of_out.keys() <= of_wide | own | of_only
     assert call["cost_estimate"].transcendentals == 0
 
 

@@ -152,6 +152,33 @@ def test_a_block_that_begins_where_a_group_ends_counts_for_nothing(function, gen
     np.testing.assert_array_equal(call(function, arrays, tiling=(256, 128, 128), **options), expected)
 
 
+@pytest.mark.parametrize("generation", [6, 7])
+@pytest.mark.parametrize(
+    ("function", "blocks"),
+    [
+        ("tgmm_quantized", (128, 128)),
+        ("tgmm_quantized", (128, None)),
+        ("tgmm_quantized", (None, 64)),
+        ("tgmm_quantized", (None, None)),
+        ("tgmm_quantized", (32, 32)),  # more parts than are added up at once
+        ("grouped_gemm", (32, 32)),
+    ],
+)
+def test_a_group_of_one_tile_is_as_exact_as_one_of_two(function, blocks, generation, monkeypatch):
+    """Beside an empty one, and two that share a tile: its sums are results, and are not kept."""
+    monkeypatch.setattr("tpu_kernels._lib.chip.generation", lambda: generation)
+    rng, m, tm = RNG(), 1792, 512
+    k, n = 130 + generation, 140 + generation  # no other test has these sizes: a compiled kernel would be found again
+    of_scale, options = (E8M0, {"ragged": "contracting"}) if function == "grouped_gemm" else (F32, {})
+    arrays = dict(lhs=integers((m, k), E4M3, rng), rhs=integers((m, n), E4M3, rng))
+    for name, block, columns in zip(("lhs", "rhs"), blocks, (k, n), strict=True):
+        arrays[f"{name}_scale"] = powers((m // block if block else 1, columns), of_scale, rng)
+    if function == "tgmm_quantized":
+        arrays["existing_out"] = integers((5, k, n), F32, rng)
+    arrays["group_sizes"] = np.array([tm, 0, 2 * tm, 100, 156], np.int32)
+    check(function, arrays, tiling=(tm, 128, 128), **options)
+
+
 @pytest.mark.parametrize(
     ("generation", "block", "columns", "tile", "n"),
     [

@@ -36,7 +36,7 @@ def planted(backend, op, old, new, *marks):
 
 FULL = pytest.mark.full
 BF16 = ".astype(jnp.bfloat16).astype(jnp.float32)"
-STORED = "self.acc[strip, columns] = total"
+STORED = "self.acc[rows, columns] = total"
 ADDED = "return sums if total is None else total + sums"
 SCALED = "tl.load(scales, mask=region.in_columns, other=0)"
 

@@ -51,6 +51,11 @@ def other_blocks(c):
     return c.block_size in (32, 64)
 
 
+def tiled(c):
+    """Groups of whole tiles."""
+    return c.groups == "balanced" and c.M == 512
+
+
 def overwritten(c):
     return c.existing_out and not c.shard
 
@@ -113,8 +118,8 @@ FAULTS = named({
     "the accumulator is bfloat16": [
         tpu("gmm_quantized", "return sums if total is None else total + sums",
             "return sums if total is None else (total + sums).astype(jnp.bfloat16).astype(sums.dtype)", block_scaled),
-        tpu("tgmm_quantized", "self.acc[strip, columns] = total",
-            "self.acc[strip, columns] = total.astype(jnp.bfloat16).astype(total.dtype)", block_scaled),
+        tpu("tgmm_quantized", "self.acc[rows, columns] = total",
+            "self.acc[rows, columns] = total.astype(jnp.bfloat16).astype(total.dtype)", block_scaled),
         gpu("gmm_quantized", "sums += partial", "sums = (sums + partial).to(tl.bfloat16).to(tl.float32)", block_scaled),
         gpu("tgmm_quantized", "sums += partial",
             "sums = (sums + partial).to(tl.bfloat16).to(tl.float32)", block_scaled),
@@ -124,6 +129,17 @@ FAULTS = named({
             lambda c: c.K == 640 and c.N == 512),
         tpu("tgmm_quantized", "jnp.where(true, words[:8], bits[:, :width])", "bits[:, :width]",
             lambda c: c.K == 512 and c.N == 384),
+    ],
+    "the first tile of a group is taken for its only one": [
+        tpu("tgmm_quantized", "only = whole & first_of_group & last_of_group", "only = whole & first_of_group", tiled),
+    ],
+    "the last tile of a group is taken for its only one": [
+        tpu("tgmm_quantized", "only = whole & first_of_group & last_of_group", "only = whole & last_of_group", tiled),
+    ],
+    "a group's only tile is stored without what scales all of it": [
+        tpu("tgmm_quantized", "            self.store(rows, columns, total, column)\n        else",
+            "            self.out[rows, columns] = total.astype(self.out.dtype)\n        else",
+            lambda c: tiled(c) and c.lhs_blocks == "Mx1"),
     ],
     "the group's boundary is masked in its first block alone": [
         tpu("tgmm_quantized", "self.own.copy(",
