@@ -143,7 +143,7 @@ def test_gmm_fetches_keeps_and_multiplies_what_its_tile_says(
     turned = layout == DEEPSEEK  # sums are [columns, rows]
     kept = [((tn, tm) if turned else (tm, tn), sums)]
     kept += [((parts[0] or 1, tm, LANES), F32)] if parts[0] is not None and not turned else []
-    kept += [((tm, tk), BF16)] if wide else []
+    kept += [((-(-tk // LANES), tm, LANES), BF16)] if wide else []
     assert scratch == kept
     check_fits(kind, kernel, scratch)
     is_native = not wide and BF16 not in dtypes
@@ -277,7 +277,7 @@ def test_a_forward_pass_of_mxfp8_has_its_scales_in_whole_registers(kind, dtypes,
             expected.append(("powers_in_rows", (G, 1, -(-n // 1024)), of_rows, of_rows, "012"))
     blocks += [((tm, tn), ["1", "0"])] * (2 if options.get("existing_out") else 1)
     assert [(block.shape, axes_of(block)) for block in (*kernel.inputs, *kernel.outputs)] == blocks
-    assert scratch == [((tm, tn), F32), *([((tm, tk), BF16)] if dtypes[0] == E4M3 else [])]
+    assert scratch == [((tm, tn), F32), *([((-(-tk // LANES), tm, LANES), BF16)] if dtypes[0] == E4M3 else [])]
     check_fits(kind, kernel, scratch)
     assert multiplied(kernel) == Counter(
         (rows, depth, columns)

@@ -7,7 +7,7 @@ a row and multiplies all lanes at once. Powers of two multiply the operands befo
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -56,7 +56,7 @@ WIDENING, WIDENING_POWERS = 3, 5  # blocks of columns whose products hide, on v6
 class Scratch(NamedTuple):
     acc: Any
     lhs_columns: Any = None  # scales of lhs, a column in every lane for each part
-    wide_lhs: Any = None
+    wide_lhs: Any = None  # by 128 columns: 16 rows of them are one register there, of more they are two halves
 
 
 @grouped_matmul
@@ -90,7 +90,7 @@ def _scratch(specs: Operands, plan: Plan) -> Scratch:
         parts = tk // plan.grid.part if plan.changes.lhs else 1
         scratch = scratch._replace(lhs_columns=pltpu.VMEM((parts, tm, LANES), jnp.float32))
     if specs.lhs_powers is not None or (are_narrow(lhs, rhs) and product_path(lhs, rhs) == "bfloat16"):
-        scratch = scratch._replace(wide_lhs=pltpu.VMEM((tm, tk), jnp.bfloat16))
+        scratch = scratch._replace(wide_lhs=pltpu.VMEM((pl.cdiv(tk, LANES), tm, LANES), jnp.bfloat16))
     return scratch
 
 
@@ -145,13 +145,13 @@ class _Tile(ScaledTile):
     in_range: Any = None
 
     @property
-    def lhs(self) -> Any:
-        """lhs as it is multiplied."""
-        return self.operands.lhs if self.scratch.wide_lhs is None else self.scratch.wide_lhs
+    def depth(self) -> int:
+        """How much of K a tile has."""
+        return int(self.operands.lhs.shape[1])
 
     @property
     def one_step(self) -> bool:
-        return bool(self.lhs.shape[1] == self.plan.grid.problem.k)
+        return self.depth == self.plan.grid.problem.k
 
     @cached_property
     def depth_of_dot(self) -> int:
@@ -166,17 +166,31 @@ class _Tile(ScaledTile):
 
     # ---- operands
 
+    def lhs(self, rows: Any, inner: Any) -> jax.Array:
+        """lhs as it is multiplied."""
+        wide = self.scratch.wide_lhs
+        if wide is None:
+            return self.operands.lhs[rows, inner]
+        return jnp.concatenate([wide[tile, rows, lanes] for tile, lanes in by_lanes(inner)], axis=1)
+
+    def widen_lhs(self, rows: Any, inner: Any) -> None:
+        """Make lhs what `lhs` returns."""
+        x, first = self.widened_lhs(rows, inner), 0
+        for tile, lanes in by_lanes(inner):
+            self.scratch.wide_lhs[tile, rows, lanes] = x[:, first : first + lanes.size]
+            first += lanes.size
+
     def widened_lhs(self, rows: Any, inner: Any) -> jax.Array:
         narrow = self.operands.lhs[rows, inner]
         if self.operands.lhs_powers is None:
-            return widen(narrow, self.lhs.dtype)
+            return widen(narrow, self.scratch.wide_lhs.dtype)
         return times_lanes(widen_whole(narrow), self.operands.lhs_powers, rows, inner.start, self.tile_lane)
 
     @property
     def tile_lane(self) -> Any:
         """The lane at which the E8M0 scales of this step's tile begin in their register."""
-        size, shared = self.lhs.shape[1], tiles_of_register(self.plan.grid.problem.k, self.lhs.shape[1])
-        return 0 if shared == 1 else lax.rem(self.step, shared) * (size // MX_BLOCK)
+        shared = tiles_of_register(self.plan.grid.problem.k, self.depth)
+        return 0 if shared == 1 else lax.rem(self.step, shared) * (self.depth // MX_BLOCK)
 
     def weights(self, inner: Any, columns: Any) -> jax.Array:
         """rhs as it is multiplied."""
@@ -188,7 +202,7 @@ class _Tile(ScaledTile):
         wide = widen_whole(weights)
         if transposed:
             return times_lanes(wide, powers, columns, inner.start, self.tile_lane)
-        first = (0 if self.one_step else self.step * (self.lhs.shape[1] // MX_BLOCK)) + inner.start // MX_BLOCK
+        first = (0 if self.one_step else self.step * (self.depth // MX_BLOCK)) + inner.start // MX_BLOCK
         return times_rows(wide, powers, first, columns)
 
     def prepare(self, rows: Any, parts: int) -> None:
@@ -201,7 +215,7 @@ class _Tile(ScaledTile):
 
             def widen_rows(i: Any, carry: None) -> None:
                 some = pl.ds(pl.multiple_of(rows.start + i * height, height), height)
-                self.lhs[some, :] = self.widened_lhs(some, pl.ds(0, self.lhs.shape[1]))
+                self.widen_lhs(some, pl.ds(0, self.depth))
 
             lax.fori_loop(0, rows.size // height, widen_rows, None)
         if self.scratch.lhs_columns is not None:
@@ -227,8 +241,10 @@ class _Tile(ScaledTile):
         Where blocks of scales are long this is no loop: the sums of a pass are scaled under the products of the next.
         Shorter ones are too much code for that.
         """
-        tm, part = self.lhs.shape[0], self.plan.grid.part
-        if not are_narrow(self.lhs, self.operands.rhs):  # what is widened in registers is widened once
+        tm, part = self.operands.lhs.shape[0], self.plan.grid.part
+        if self.is_widened or not are_narrow(
+            self.operands.lhs, self.operands.rhs
+        ):  # what is widened in registers is widened once
             body(pl.ds(0, tm))
         elif part >= 2 * MXU:
             for rows in blocks(tm, MXU):
@@ -250,7 +266,7 @@ class _Tile(ScaledTile):
 
     def add(self, i: int, inner: Any, rows: Any, columns: Any, total: Any, dots: Sequence[jax.Array] = ()) -> jax.Array:
         """total, and the products of part i, which lies at `inner` of K; dots: the sums that these may wait for."""
-        x, weights = self.lhs[rows, inner], self.weights(inner, columns)
+        x, weights = self.lhs(rows, inner), self.weights(inner, columns)
         if self.waits:
             x = self.held_back(x, dots, IN_FLIGHT)
         contract = (1, 1 if self.plan.grid.transpose_rhs else 0)
@@ -317,7 +333,7 @@ class _Tile(ScaledTile):
         if self.plan.transposed:  # its other columns are multiplied in turns, each of which widens rhs anew
             hiding = len(columns_of)
         for i, inner in enumerate(parts):
-            self.lhs[rows, inner] = self.widened_lhs(rows, inner)
+            self.widen_lhs(rows, inner)
             for columns in columns_of[:hiding]:
                 before = self.acc[self.at(rows, columns)] if i else self.before(rows, columns)
                 total = self.add(i, inner, rows, columns, before)
@@ -340,3 +356,13 @@ def scaled_by(scales: Scales, part: int, sums: jax.Array, rows: Any, columns: An
     """Sums [rows, columns] times the scales of a part: of lhs as columns in every lane, of rhs as rows."""
     column = None if scales.lhs is None else scales.lhs[part, rows, :]
     return scaled(sums, column, row_of(scales.rhs, part, columns))
+
+
+def by_lanes(columns: Any) -> Iterator[tuple[int, Any]]:
+    """The tiles of 128 columns that these are in, each with its lanes."""
+    first, end = columns.start, columns.start + columns.size
+    while first < end:
+        tile, lane = divmod(first, LANES)
+        size = min(LANES - lane, end - first)
+        yield tile, pl.ds(lane, size)
+        first += size
