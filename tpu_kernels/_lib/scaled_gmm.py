@@ -40,6 +40,7 @@ from tpu_kernels._lib.scales import (
     Plan,
     ScaledTile,
     Scales,
+    added,
     are_in_range,
     as_columns,
     row_of,
@@ -278,7 +279,7 @@ class _Tile(ScaledTile):
             parts = self.plan.changes.of_parts(self.scratch.lhs_columns, self.operands.rhs_scale)
             sums = scaled_by(parts, i, sums, rows, columns)
         sums = sums.astype(self.acc.dtype)
-        return sums if total is None else total + sums
+        return added(total, sums)
 
     def scaled_transposed(self, sums: jax.Array, i: int, rows: Any, columns: Any) -> jax.Array:
         """Sums [columns, rows] times the scales of part i.

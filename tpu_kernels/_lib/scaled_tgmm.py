@@ -22,7 +22,7 @@ from tpu_kernels._lib.grids import Grid, Listed, Operands, grouped_matmul
 from tpu_kernels._lib.narrow import product, sum_dtype, widen, widen_whole, widened_to
 from tpu_kernels._lib.powers import times_rows
 from tpu_kernels._lib.products import blocks, dot, dot_depth, for_blocks
-from tpu_kernels._lib.scales import Plan, ScaledTile, Scales, as_columns, row_of, scaled, scaled_blocks
+from tpu_kernels._lib.scales import Plan, ScaledTile, Scales, added, as_columns, row_of, scaled, scaled_blocks
 from tpu_kernels._lib.visits import COPY_ROWS, Visits, row_block
 
 PARTS, PARTS_IN_FP8 = 2, 8  # of a tile that are added up before sums are stored
@@ -307,8 +307,3 @@ class _Tile(ScaledTile):
         """Strip by strip: a strip's column of scales is made while the strip before is stored."""
         for strip in blocks(rows.size, LANES):
             self.store_sums(pl.ds(rows.start + strip.start, strip.size))
-
-
-def added(before: jax.Array | None, sums: jax.Array) -> jax.Array:
-    """sums, and what was there before, if anything."""
-    return sums if before is None else before + sums

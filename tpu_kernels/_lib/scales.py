@@ -186,3 +186,8 @@ def scaled(sums: jax.Array, columns: jax.Array | None, row: jax.Array | None) ->
     if row is not None:
         sums *= row
     return sums
+
+
+def added(total: jax.Array | None, sums: jax.Array) -> jax.Array:
+    """total + sums, or sums alone where there is no total so far."""
+    return sums if total is None else total + sums
