@@ -449,7 +449,7 @@ class _Reader:
         # The copy of an operand that XLA put into VMEM may store more than the stage; only the stage has branches.
         hot = max(
             known + conditional,
-            # A mean over steps is rounded.
+            # Means over steps of the same work differ in their last bits.
             key=lambda c: (part.pipelined and self.holds_known(c[0]), round(self.work(c[1]), 6), -self.length(c[1])),
             default=None,
         )

@@ -57,7 +57,7 @@ WIDENING, WIDENING_POWERS = 3, 5  # blocks of columns whose products hide, on v6
 class Scratch(NamedTuple):
     acc: Any
     lhs_columns: Any = None  # scales of lhs, a column in every lane for each part
-    wide_lhs: Any = None  # by 128 columns: 16 rows of them are one register there, of more they are two halves
+    wide_lhs: Any = None  # [K / 128, tm, 128]: of more columns the halves of a register lie apart
 
 
 @grouped_matmul
@@ -175,7 +175,7 @@ class _Tile(ScaledTile):
         return jnp.concatenate([wide[tile, rows, lanes] for tile, lanes in by_lanes(inner)], axis=1)
 
     def widen_lhs(self, rows: Any, inner: Any) -> None:
-        """Make lhs what `lhs` returns."""
+        """Widen lhs here, for `lhs`."""
         x, first = self.widened_lhs(rows, inner), 0
         for tile, lanes in by_lanes(inner):
             self.scratch.wide_lhs[tile, rows, lanes] = x[:, first : first + lanes.size]

@@ -107,9 +107,10 @@ def _kernel(visits: Visits, operands: Operands, out: Any, scratch: Scratch, *, p
 
 @dataclass(frozen=True)
 class _Tile(ScaledTile):
-    """A visit's tile; first: whether it is the first of its group, which is known of an only visit.
+    """A visit's tile.
 
-    only: whether it is whole and the group's only one. Its sums are stored as results, and never kept.
+    first: whether it is the first of its group, a bool where that is known. only: whether it is whole and the group's
+    only one: its sums are results, and are not kept.
     """
 
     first: Any
@@ -134,7 +135,7 @@ class _Tile(ScaledTile):
 
     @property
     def sums_at_once(self) -> bool:
-        """Whether the code of a whole tile is one with the end of its sums."""
+        """Whether a whole tile's sums end in straight-line code, where their results can be stored."""
         return self.is_widened or not any(self.plan.changes) or self.operands.lhs.shape[0] <= self.width
 
     # ---- sums
@@ -206,13 +207,13 @@ class _Tile(ScaledTile):
         return dot(a, b, contract) if self.is_widened else product(a, b, contract)
 
     def before(self, rows: Any, columns: Any, first: Any) -> Any:
-        """The sums so far, None where it is known that there are none; first: there are none."""
+        """The sums so far, None if there are none for certain; first: whether there are none, for certain if a bool."""
         if isinstance(first, bool):
             return None if first else self.acc[rows, columns]
         return jnp.where(first, jnp.zeros((), self.acc.dtype), self.acc[rows, columns])
 
     def keep(self, rows: Any, columns: Any, total: jax.Array, column: Any, last: bool = True) -> None:
-        """Keep sums, or, the last of an only visit, store their results; column: `column_of_all`.
+        """Keep the sums in memory; those of an only visit are results at last, and stored. column: `column_of_all`.
 
         last: whether nothing of the tile is left to add.
         """

@@ -79,7 +79,7 @@ def scaled_tgmm_tiles(narrow: bool, small: bool, m: int, k: int, n: int) -> Tile
     """As large an output block as VMEM allows, and twice as many rows where both operands are narrow.
 
     A step has costs that do not grow with its rows: the scales of whole columns, and results to store.
-    small: there is room for twice the columns.
+    small: there is room for a block twice as large.
     """
     if default_vmem() < 2**25:
         return 512, 512, 512
