@@ -80,15 +80,20 @@ class _Lane(Generic[J, R]):
 
     def answer(self, seconds: float | None) -> tuple[R | Death] | None:
         """What came of the job, None while it is under way."""
-        with contextlib.suppress(EOFError, OSError):
-            if self._began is None and self.connection.poll():
-                self._began = self.connection.recv()
-            if self.connection.poll():
-                return (self.connection.recv(),)
-        if seconds and self._began and time.monotonic() - self._began > seconds:
+        # Asked before the connection is looked at: what a process said before it died is there by then.
+        lives = self._process.exitcode is None
+        try:
+            while self.connection.poll():
+                message = self.connection.recv()
+                if self._began is not None:
+                    return (message,)
+                self._began = message
+        except (EOFError, OSError):
+            lives = False
+        if lives and seconds and self._began and time.monotonic() - self._began > seconds:
             self.end()
             return (Death(None),)
-        if self._process.exitcode is None and not self.connection.poll():
+        if lives:
             return None
         self._process.join(POLL)
         status = self._process.exitcode

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import warnings
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import numpy as np
@@ -181,6 +182,12 @@ def test_a_dying_job_costs_that_job_alone():
     assert found == {
         0: 0, 1: lanes.Death(0), 2: lanes.Death(-signal.SIGSEGV), 3: lanes.Death(None), 4: 16, 5: 25
     }  # fmt: skip
+
+
+def test_a_message_that_comes_after_one_looked_is_no_death(monkeypatch):
+    poll = Connection.poll
+    monkeypatch.setattr(Connection, "poll", lambda self: poll(self) or (wait([self], 10) and False))
+    assert dict(lanes.each(work, [4, 5], 2)) == {0: 16, 1: 25}
 
 
 @pytest.mark.parametrize("status", [0, 5])
