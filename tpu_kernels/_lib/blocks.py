@@ -182,7 +182,7 @@ def _quantize_call(
     codes = jax.ShapeDtypeStruct(x.shape, code)
     scales = [jax.ShapeDtypeStruct((a, rows // r, columns // c), each) for r, c in blocks.values()]
     results: list[Quantized] = call(
-        partial(_quantize_kernel, blocks=blocks, tiles=tiles, scaling=scaling),
+        partial(_quantize_kernel, blocks=blocks, tiles=tiles, scaling=scaling, is_interpreted=bool(interpret)),
         name="quantize",
         grid=(*tiles.walks, passes * tiles.steps),
         parallel=3,
@@ -205,8 +205,8 @@ def _quantize_call(
 class _Scratch(NamedTuple):
     """Memory of a walk. given: for what the elements of each block are encoded with, for its maxima before.
 
-    Where tiles are walked twice and may be encoded by `encode_short`: shown, for maxima that are infinite from where an
-    element is not finite on, and is_short [1], whether the second walk does it.
+    Where tiles are walked twice and may be encoded by `encode_short`: shown, for maxima that are not finite from where
+    an element is not, and is_short [1], whether the second walk does it.
     """
 
     given: list[Any]
@@ -233,6 +233,7 @@ def _quantize_kernel(
     blocks: dict[Rename, ScaleBlock],
     tiles: Tiles,
     scaling: Scaling,
+    is_interpreted: bool,
 ) -> None:
     """A step of a walk: all of a tile that has whole blocks, the first or the second pass over one that has not."""
     step = pl.program_id(3)
@@ -240,7 +241,7 @@ def _quantize_kernel(
 
     def ways_with(memory: list[Any]) -> list[_Way]:
         return [
-            _Way(name, x, out, _Scales(given, block, tiles), scaling, (row, column))
+            _Way(name, x, out, _Scales(given, block, tiles), scaling, (row, column), is_interpreted)
             for (name, block), out, given in zip(blocks.items(), outputs, memory, strict=True)
         ]
 
@@ -353,6 +354,7 @@ class _Way(NamedTuple):
     given: _Scales
     scaling: Scaling
     place: tuple[Any, Any]  # of the tile, counted in tiles
+    is_interpreted: bool
 
     @property
     def rows_at_once(self) -> int:
@@ -450,7 +452,7 @@ def _clear(ways: Sequence[_Way]) -> None:
 
 
 def _measure(ways: Sequence[_Way], is_finite: bool) -> None:
-    """Measure the blocks of a tile in each way; what is not finite is infinite if is_finite, else 0."""
+    """Measure the blocks of a tile in each way; what is not finite is infinite or NaN if is_finite, else 0."""
     if not ways:
         return
     x, tiles, at_once = ways[0].x, ways[0].given.tiles, _at_once(ways)
@@ -458,7 +460,8 @@ def _measure(ways: Sequence[_Way], is_finite: bool) -> None:
     def of_rows(rows: Any) -> None:
         values = x[rows, :] if is_finite or chip.computes_bfloat16() else x[rows, :].astype(jnp.float32)
         values = jnp.abs(values)
-        values = jnp.where(values < jnp.inf, values, jnp.inf if is_finite else 0)  # XLA's maximum drops NaN on CPUs
+        if not is_finite or ways[0].is_interpreted:  # XLA's maximum drops NaN on CPUs; a TPU's is NaN
+            values = jnp.where(values < jnp.inf, values, jnp.inf if is_finite else 0)
         for way in ways:
             way.measure(rows, values)
 
