@@ -51,29 +51,26 @@ def rounded(x: jax.Array, factor: jax.Array, target: Format, saturates: bool = F
 
     x: finite bfloat16; factor: float32. saturates: products may be beyond the format's largest number.
     """
-    if _converts(target):
+    if is_converted(target):
         y = float_of(bits_of(x.astype(jnp.float32) * factor) & ~0xF)
-        return _converted(_within(y, target, saturates), target)
+        return converted(_within(y, target, saturates), target)
     return _coded(_within(_magnitude(x).astype(jnp.float32) * factor, target, saturates), x, target)
 
 
 def rounded_beside(near: jax.Array, left: jax.Array, least: jax.Array, x: jax.Array, target: Format) -> jax.Array:
-    """The int8 bits in the format of a number close to `near`, signed as x: above it if left > least, below if less.
+    """The int8 bits in an fp8 format of a number close to `near`, signed as x: above it if left > least, below if less.
 
-    All in float32. near: not negative, of 5 significant bits (int8: 8), less than the last one away.
+    All in float32. near: not negative, of 5 significant bits, less than the last one away. Where none `is_converted`.
     """
     # By 2^-10 of it: less than from one such number to the next.
     step = jnp.where(left > least, 1 << 13, jnp.where(left < least, -1 << 13, 0))
-    y = float_of(bits_of(near) + step)
-    if _converts(target):
-        return _converted(float_of(bits_of(y) | (bits_of(x) & ~MAGNITUDE)), target)
-    return _coded(y, x.astype(jnp.bfloat16), target)
+    return _coded(float_of(bits_of(near) + step), x.astype(jnp.bfloat16), target)
 
 
 def rounded_whole(x: jax.Array, factor: jax.Array, target: Format, saturates: bool = False) -> jax.Array:
     """`rounded` of x in float32, all bits of the product counting, to fp8."""
-    if _converts(target):
-        return _converted(_within(x * factor, target, saturates), target)
+    if is_converted(target):
+        return converted(_within(x * factor, target, saturates), target)
     y = _within(jnp.abs(x) * factor, target, saturates)
     # A power of two is added that is 2^shift times that of y: the sum is rounded to the spacing of the format there.
     shift = 23 - target.mantissa
@@ -85,8 +82,8 @@ def rounded_whole(x: jax.Array, factor: jax.Array, target: Format, saturates: bo
 
 def rounded_short(x: jax.Array, factor: jax.Array, target: Format, saturates: bool = False) -> jax.Array:
     """`rounded_whole` of x and factor in bfloat16, whose product is exact, where the chip computes with bfloat16."""
-    if _converts(target):
-        return _converted(_within(x * factor, target, saturates), target)
+    if is_converted(target):
+        return converted(_within(x * factor, target, saturates), target)
     y = _within(_magnitude(x) * factor, target, saturates)
     shift = 7 - target.mantissa
     power = _words(jnp.maximum(_pair(_words(y) & _both(0x7F80)), jnp.asarray(target.linear, y.dtype)))
@@ -101,12 +98,12 @@ def _within(y: jax.Array, target: Format, saturates: bool) -> jax.Array:
     return jnp.clip(y, -target.largest, target.largest) if saturates else y
 
 
-def _converts(target: Format) -> bool:
+def is_converted(target: Format) -> bool:
     """Whether the chip rounds float32 to the format."""
     return target.dtype == "int8" or chip.generation() >= chip.NEWEST
 
 
-def _converted(y: jax.Array, target: Format) -> jax.Array:
+def converted(y: jax.Array, target: Format) -> jax.Array:
     """The int8 bits in the format of y, as the chip rounds it."""
     if target.dtype == "int8":
         return bits_of(y + 1.5 * 2.0**23).astype(jnp.int8)

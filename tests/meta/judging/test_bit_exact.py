@@ -89,8 +89,8 @@ ACROSS = """
         blocks = bits.reshape(TILE_ROWS // BLOCK, BLOCK, TILE_COLUMNS)
         codes, _ = _mxfp8_codes(blocks, in_tile, 1, ROUND_UP, FORMAT, "columnwise_")
 """
-FLOAT32 = "y = float_of(bits_of(near) + step)"
-UPWARDS = "y = float_of((bits_of(near) + step + (1 << 20) - 1) & -1 << 20)"
+FLOAT32 = "y = near * (1 + jnp.clip(beyond, -(2.0**-12), 2.0**-12))"
+UPWARDS = FLOAT32.replace("y = ", "y = float_of((bits_of(") + ") + (1 << 20) - 1) & -1 << 20)"
 
 
 def planted(backend, op, old, new, change, says, *marks, where=smoke):
