@@ -26,8 +26,8 @@ it runs
 
 Inside a stage a conditional part that does work, and that by the kernel's source not all steps run (a first walk over
 the blocks, say, that makes no results), is none of these: it counts for the share of the steps that do. One that the
-source calls rare counts for none, whatever it does. Its lines say which branch of the source it is. Of the branches of
-the same steps, where the data decide, the one that does most counts.
+source calls rare counts for none, whatever it does, and what runs where that does not, in each. Its lines say which
+branch of the source it is. Of the branches of the same steps, where the data decide, the one that does most counts.
 
 Its **static cycles** are these bundles, or, where that is more, the cycles for which its `vmatmul`s occupy the matrix
 units. On tpu7x they queue, so that bundles can be fewer than that; the chips before it space them in the schedule.
@@ -496,7 +496,7 @@ class _Reader:
                 continue
             branch = self.known.get(id(child))
             path = self.path(child, (branch.share if branch else share) or share)  # what is rare runs whole, if it does
-            if branch is None or (branch.share and (branch.share == 1 or not self.work(path))):
+            if branch is None or (branch.share and not branch.is_usual and (branch.share == 1 or not self.work(path))):
                 others.append((child, path))
             elif branch.share:
                 mean = _Path()

@@ -67,7 +67,7 @@ class Branch:
 
     share: of the steps, those that may run it as far as the grid alone says; none where the kernel traces it under the
     name `RARELY`. of: the same for all branches of the same steps where the data decide between them, "" where not.
-    inner: those inside.
+    is_usual: whether what is rare runs where it does not. inner: those inside.
     """
 
     places: frozenset[str]
@@ -75,6 +75,7 @@ class Branch:
     share: float
     of: str = ""
     inner: tuple["Branch", ...] = ()
+    is_usual: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,7 @@ def _conditional(jaxpr: Any, known: dict[Any, Any], here: npt.NDArray[np.bool_],
     """
     from jax.extend.core import jaxprs_in_params
 
+    usual = _usual(jaxpr)
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         values = [atom.val if hasattr(atom, "val") else known.get(atom) for atom in equation.invars]
@@ -208,7 +210,7 @@ def _conditional(jaxpr: Any, known: dict[Any, Any], here: npt.NDArray[np.bool_],
             known[equation.outvars[0]] = index[equation.params["axis"]]
         elif name == "cond":
             which, *operands = values
-            is_rare = RARELY in str(equation.source_info.name_stack)
+            is_rare = _is_rare(equation)
             for nth, branch in enumerate(equation.params["branches"]):
                 inner = {v: x for v, x in zip(branch.jaxpr.invars, operands, strict=True) if x is not None}
                 is_open = which is None or isinstance(which, _AtMost)
@@ -219,7 +221,8 @@ def _conditional(jaxpr: Any, known: dict[Any, Any], here: npt.NDArray[np.bool_],
                     places = frozenset(_places(branch.jaxpr)) - {""}
                     of = hashlib.sha256(steps.tobytes()).hexdigest()[:8] if is_open else ""
                     multiplies = any(True for _ in equations(branch.jaxpr, "dot_general"))
-                    yield Branch(places, multiplies, 0.0 if is_rare else float(steps.mean()), of, inside)
+                    share = 0.0 if is_rare else float(steps.mean())
+                    yield Branch(places, multiplies, share, of, inside, is_usual=equation in usual)
         elif name in _SCALARS and all(value is not None for value in values):
             known[equation.outvars[0]] = _of_steps(name, values)
         elif name == "and" and (bounds := [value for value in values if value is not None]):
@@ -227,6 +230,27 @@ def _conditional(jaxpr: Any, known: dict[Any, Any], here: npt.NDArray[np.bool_],
         else:
             for body in jaxprs_in_params(equation.params):
                 yield from _conditional(body, {}, here, index)
+
+
+def _is_rare(equation: Any) -> bool:
+    return RARELY in str(equation.source_info.name_stack)
+
+
+def _usual(jaxpr: Any) -> list[Any]:
+    """The `cond`s in a jaxpr that run where a rare one does not, by conditions of which one is the other's opposite."""
+    meanings: dict[Any, tuple[Any, bool]] = {}  # of a variable: it says that another holds, or that it does not
+    conds = []
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name not in ("not", "convert_element_type", "cond") or hasattr(equation.invars[0], "val"):
+            continue
+        value, holds = meanings.get(equation.invars[0], (equation.invars[0], True))
+        if name == "cond":
+            conds.append((equation, value, holds))
+        else:
+            meanings[equation.outvars[0]] = value, holds != (name == "not")
+    rare = {(value, holds) for equation, value, holds in conds if _is_rare(equation)}
+    return [equation for equation, value, holds in conds if (value, not holds) in rare and not _is_rare(equation)]
 
 
 def _places(jaxpr: Any) -> Iterator[str]:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from parity.cli import main
 from parity.compilers import bundles, cache, mosaic
 from parity.compilers.bundles import UnknownDump, parse
 from parity.compilers.chips import CHIPS
-from parity.compilers.kernels import Block, Branch, Dot, Kernel
+from parity.compilers.kernels import Block, Branch, Dot, Kernel, kernels
 from parity.compilers.mosaic import Abstract, Compilation, Compiled, compile_for_tpu, read_dump, roofline
 from parity.compilers.programs import Program
 from tests.support.waiting import until
@@ -490,3 +491,30 @@ def test_wrong_usage():
         compile_for_tpu([case("dot", cores=0)])
     with pytest.raises(ValueError, match="timeout must be at least 1 s, got 0"):
         compile_for_tpu([case("dot")], timeout=0)
+
+
+def test_what_runs_where_a_rare_part_does_not_runs_in_each_step():
+    """Also where a loop stores more, beside which it would be taken for results of every few steps."""
+    store = tuple(int(name == "VSTORE") for name in bundles.UNITS)
+    stores = [
+        bundles.Bundle("{ %1 = vst [vmem:%s2] %v3" + place + " }", store)
+        for place in [""] * 12 + [' /* loc("/k.py":5:1 to :9) */'] * 6 + [' /* loc("/k.py":8:1 to :9) */'] * 4
+    ]
+    parts = [bundles.Part(1, 12, loop=True, trips=2), bundles.Part(12, 18), bundles.Part(18, 22)]
+    stage = bundles.Part(1, 22, inner=parts)
+    steps = bundles.Part(0, 22, loop=True, trips=None, pipelined=True, inner=[stage])
+    whole = bundles.Program(tuple(stores), store, bundles.Part(0, 22, inner=[steps]))
+    usual = Branch(frozenset({"/k.py:5"}), False, 1.0, "data", is_usual=True)
+    rare = Branch(frozenset({"/k.py:8"}), False, 0.0, "data")
+    read = bundles.schedule(whole, CHIPS["v6e"], branches=[usual, rare])
+    assert (read.step_bundles, read.periodic_bundles) == (1 + 2 * 11 + 6, 0)
+
+
+def test_what_runs_where_a_rare_part_does_not_is_seen_in_the_source():
+    jax = pytest.importorskip("jax")
+    from tpu_kernels.quantize import fp8_quantize
+
+    x = jax.ShapeDtypeStruct((256, 256), "bfloat16")
+    quantise = partial(fp8_quantize, axis=1, check_finite=False, interpret=False)
+    (kernel,) = kernels(jax.make_jaxpr(quantise)(x))
+    assert [(branch.share, branch.is_usual) for branch in kernel.branches] == [(0, False), (1, True), (0, False)]
