@@ -1,5 +1,6 @@
 """The layer of a mixture of SwiGLU experts on the TPU; it is defined in `cpu_golden/moe.py`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from op_arguments.quantize import Quantized
 from tpu_kernels._lib.arguments import Interpret, Shard, as_vector, resolve_interpret, static_scalar
 from tpu_kernels._lib.call import jit
 from tpu_kernels._lib.exchange import exchange_plans, swap
+from tpu_kernels._lib.made import Made, Make
 from tpu_kernels._lib.pairs import dual_quantized, padded, product, quantized, weight_product
 from tpu_kernels._lib.routing import Plan, combine, plan_rows, rows_of, sum_of, take
 from tpu_kernels._lib.tiles import Table
@@ -254,9 +256,7 @@ def _forward(
     gate, up = (
         _watched(site, _product(o, taken, w, shard, o.between)) for site, w in (("gate", of_gate), ("up", of_up))
     )
-    hidden = (weights * jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(o.between)
-    hidden = _watched("hidden", hidden)
-    activated, saved_hidden = _activations(o, hidden, is_trained)
+    ((activated, saved_hidden),), _ = _made(o, _hidden, ("hidden",), weights, gate, up, is_trained=is_trained)
     out = _watched("rows", _product(o, activated, of_down, shard, o.dtype))
     named = zip((saved_rows, saved_hidden, Experts(saved_gate, saved_up, saved_down)), QUANTIZED_RESIDUALS, strict=True)
     operands = [checkpoint_name(kept, name) if o.quantize else kept for kept, name in named]
@@ -267,15 +267,11 @@ def _bwd(o: _Static, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
     rows, hidden, experts, gate, up, weights, plan, shard = saved
     by_rows, by_columns = _taken(o, dout, plan, True)
     dhidden = _product(o, by_rows, experts.down, shard, o.between, transpose_rhs=True)
-    dhidden = _watched("dhidden", dhidden).astype(jnp.float32)
-    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-    sigmoid, silu = jax.nn.sigmoid(gate), jax.nn.silu(gate)
-    dweights = _watched("dweights", (dhidden * silu * up).sum(axis=1, keepdims=True))
-    dgate = dhidden * weights * up * sigmoid * (1 + gate * (1 - sigmoid))
-    dup = dhidden * weights * silu
-    (dgate_rows, dgate_columns), (dup_rows, dup_columns) = (
-        _activations(o, _watched(site, d.astype(o.between)), True) for site, d in (("dgate", dgate), ("dup", dup))
+    dhidden = _watched("dhidden", dhidden)
+    ((dgate_rows, dgate_columns), (dup_rows, dup_columns)), dweights = _made(
+        o, _gradients, ("dgate", "dup"), weights, gate, up, dhidden, is_trained=True
     )
+    dweights = _watched("dweights", dweights)
     through_gate = _product(o, dgate_rows, experts.gate, shard, jnp.float32, transpose_rhs=True)
     drows = _product(o, dup_rows, experts.up, shard, o.dtype, transpose_rhs=True, addend=through_gate)
     drows = _watched("drows", drows)
@@ -311,6 +307,29 @@ def _taken(o: _Static, x: jax.Array, plan: Plan, is_trained: bool) -> tuple[Quan
         qvalue, scale = _by_columns(o, x if o.capacity is None else jnp.where(is_taken, x, jnp.zeros_like(x)))
         return by_rows, Quantized(copied(qvalue), scale)
     return by_rows, _by_columns(o, copied(x))
+
+
+def _hidden(weights: jax.Array, gate: jax.Array, up: jax.Array) -> Made:
+    """What the experts' last matmul multiplies."""
+    return Made((weights * jax.nn.silu(gate) * up,))
+
+
+def _gradients(weights: jax.Array, gate: jax.Array, up: jax.Array, dhidden: jax.Array) -> Made:
+    """The gradients of gate and up, and what is summed up to those of weights."""
+    sigmoid, silu = jax.nn.sigmoid(gate), jax.nn.silu(gate)
+    dgate = dhidden * weights * up * sigmoid * (1 + gate * (1 - sigmoid))
+    dup = dhidden * weights * silu
+    return Made((dgate, dup), dhidden * silu * up)
+
+
+def _made(
+    o: _Static, make: Make, sites: Sequence[str], weights: jax.Array, *arrays: jax.Array, is_trained: bool
+) -> tuple[list[tuple[Quantized, Quantized]], Any]:
+    """`_activations` of what `make` makes of weights [M, 1] and arrays [M, F], and sums [M, 1] of its terms, if any."""
+    made = make(weights, *(x.astype(jnp.float32) for x in arrays))
+    shown = [_watched(site, x.astype(o.between)) for site, x in zip(sites, made.arrays, strict=True)]
+    sums = None if made.terms is None else made.terms.sum(axis=1, keepdims=True)
+    return [_activations(o, x, is_trained) for x in shown], sums
 
 
 @probing(None)

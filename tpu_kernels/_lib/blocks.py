@@ -87,11 +87,11 @@ def quantize_blocks(
     return Quantized(layout.restore(codes, x.shape), scale.reshape(scale_shape))
 
 
-def _rowwise(site: str) -> str:
+def rowwise(site: str) -> str:
     return f"rowwise_{site}"
 
 
-def _columnwise(site: str) -> str:
+def columnwise(site: str) -> str:
     return f"columnwise_{site}"
 
 
@@ -105,12 +105,12 @@ def dual_quantize_blocks(
     is_byte = jnp.dtype(scaling.scale_dtype).itemsize == 1  # of which no single row can be stored
     if not tiles or not tiles.is_one_pass or any(each.split for each in layouts) or (is_byte and tiles.steps_r > 1):
         pairs: list[jax.Array] = []
-        for each, name in zip(blocks, (_rowwise, _columnwise), strict=True):
+        for each, name in zip(blocks, (rowwise, columnwise), strict=True):
             with renamed(name):
                 pairs += quantize_blocks(x, blocks=each, scaling=scaling, interpret=interpret)
         return DualQuantized(*pairs)
     outputs: list[jax.Array] = []
-    by: dict[Rename, ScaleBlock] = {_rowwise: layouts[0].block, _columnwise: layouts[1].block}
+    by: dict[Rename, ScaleBlock] = {rowwise: layouts[0].block, columnwise: layouts[1].block}
     for codes, scale in _quantize_call(layouts[0].view(x), by, tiles, scaling, interpret):
         outputs += [codes.reshape(x.shape), scale.reshape(x.shape[:-2] + scale.shape[1:])]
     return DualQuantized(*outputs)
@@ -175,9 +175,7 @@ def _quantize_call(
     def q_tile(a: Any, i: Any, j: Any, step: Any) -> Any:
         return tiles.at(a, i, j, jnp.maximum(step - (passes - 1) * tiles.steps, 0))
 
-    # Interpreted, bytes are int8 until the end: XLA's CPU backend copies fp8 by conversions that change NaNs.
-    dtypes = [jnp.dtype(name) for name in (scaling.format.dtype, scaling.scale_dtype)]
-    code, each = (jnp.dtype(jnp.int8) if interpret and dtype.itemsize == 1 else dtype for dtype in dtypes)
+    code, each = stored_dtypes(scaling, interpret)
     a, rows, columns = x.shape
     codes = jax.ShapeDtypeStruct(x.shape, code)
     scales = [jax.ShapeDtypeStruct((a, rows // r, columns // c), each) for r, c in blocks.values()]
@@ -199,7 +197,22 @@ def _quantize_call(
         ),
         interpret=interpret,
     )
-    return [Quantized(*map(lax.bitcast_convert_type, result, dtypes)) for result in results]
+    return [as_returned(result, scaling) for result in results]
+
+
+def stored_dtypes(scaling: Scaling, interpret: bool | pltpu.InterpretParams) -> list[jnp.dtype[Any]]:
+    """The dtypes in which a kernel stores codes and scales.
+
+    Interpreted, bytes are int8 until the end: XLA's CPU backend copies fp8 by conversions that change NaNs.
+    """
+    dtypes = [jnp.dtype(name) for name in (scaling.format.dtype, scaling.scale_dtype)]
+    return [jnp.dtype(jnp.int8) if interpret and dtype.itemsize == 1 else dtype for dtype in dtypes]
+
+
+def as_returned(stored: Quantized, scaling: Scaling) -> Quantized:
+    """What a kernel stored, in the dtypes of codes and scales."""
+    dtypes = scaling.format.dtype, scaling.scale_dtype
+    return Quantized(*(lax.bitcast_convert_type(x, jnp.dtype(name)) for x, name in zip(stored, dtypes, strict=True)))
 
 
 class _Scratch(NamedTuple):
@@ -216,7 +229,7 @@ class _Scratch(NamedTuple):
     @classmethod
     def of(cls, x: jax.Array, tiles: Tiles, blocks: Sequence[ScaleBlock]) -> "_Scratch":
         """For a walk over x."""
-        each = [pltpu.VMEM(_given_shape(tiles, block), jnp.float32) for block in blocks]
+        each = given_memory(tiles, blocks)
         return cls(each, each, pltpu.SMEM((1,), jnp.int32)) if tiles.spanned and _may_be_short(x) else cls(each)
 
 
@@ -239,40 +252,45 @@ def _quantize_kernel(
     step = pl.program_id(3)
     _, row, column = tiles.at(0, pl.program_id(1), pl.program_id(2), step % tiles.steps)
 
-    def ways_with(memory: list[Any]) -> list[_Way]:
+    def ways_with(memory: list[Any]) -> list[Way]:
         return [
-            _Way(name, x, out, _Scales(given, block, tiles), scaling, (row, column), is_interpreted)
+            Way(name, x, out, TileScales(given, block, tiles), scaling, (row, column), is_interpreted)
             for (name, block), out, given in zip(blocks.items(), outputs, memory, strict=True)
         ]
 
     ways, may_be_short = ways_with(scratch.given), _may_be_short(x)
     if tiles.spanned:
         _walk_twice(step, tiles, ways, ways_with(scratch.shown) if may_be_short else [], scratch.is_short)
-        return
+    else:
+        quantize_tile([ways])
+
+
+def quantize_tile(tiles: Sequence[Sequence["Way"]]) -> None:
+    """Measure and encode a tile that has whole blocks, of each array in its ways."""
+    may_be_short = _may_be_short(tiles[0][0].x)
+
+    def measure(is_finite: bool) -> None:
+        for ways in tiles:
+            _clear(ways)
+            _measure(ways, is_finite)
+            _reduce(ways)
 
     def encode(is_short: bool) -> None:
-        _finish(ways, is_short)
-        _encode(ways, is_short)
+        for ways in tiles:
+            _finish(ways, is_short)
+            _encode(ways, is_short)
 
-    _clear(ways)
-    _measure(ways, is_finite=may_be_short)
-    _reduce(ways)
+    measure(is_finite=may_be_short)
     if not may_be_short:
         encode(is_short=False)
         return
-    is_usual = _are_usual(ways)
-
-    @rarely(jnp.logical_not(is_usual))
-    def measure_again() -> None:
-        _clear(ways)
-        _measure(ways, is_finite=False)
-        _reduce(ways)
-
+    is_usual = reduce(jnp.logical_and, map(_are_usual, tiles))
+    rarely(jnp.logical_not(is_usual))(partial(measure, is_finite=False))
     pl.when(is_usual)(partial(encode, is_short=True))
     rarely(jnp.logical_not(is_usual))(partial(encode, is_short=False))
 
 
-def _walk_twice(step: Any, tiles: Tiles, ways: Sequence["_Way"], shown: Sequence["_Way"], is_short: Any) -> None:
+def _walk_twice(step: Any, tiles: Tiles, ways: Sequence["Way"], shown: Sequence["Way"], is_short: Any) -> None:
     """A step of a walk whose tiles share their blocks: the first time they are measured, the second encoded.
 
     shown: the same ways with memory for maxima that show what is not finite, where codes may be short; as long as all
@@ -308,7 +326,7 @@ def _walk_twice(step: Any, tiles: Tiles, ways: Sequence["_Way"], shown: Sequence
         when((step >= tiles.steps) & here)(partial(_encode, ways, is_short=short))
 
 
-class _Scales(NamedTuple):
+class TileScales(NamedTuple):
     """What each block of a tile has, in rows of a reference from row `first` on."""
 
     ref: Any
@@ -341,7 +359,7 @@ class _Scales(NamedTuple):
         return jnp.concatenate(registers, axis=1)
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
     """One of the ways in which a tile of x is quantised.
 
     given: memory for what the elements of each block are encoded with, for its maxima before: of rows that share a
@@ -351,7 +369,7 @@ class _Way(NamedTuple):
     name: Rename
     x: Any
     out: Quantized
-    given: _Scales
+    given: TileScales
     scaling: Scaling
     place: tuple[Any, Any]  # of the tile, counted in tiles
     is_interpreted: bool
@@ -434,24 +452,28 @@ class _Way(NamedTuple):
         return _is_there(shape, first, end)
 
 
-def _given_shape(tiles: Tiles, block: ScaleBlock) -> tuple[int, int]:
-    """Of the memory for what the blocks of a tile are given."""
-    rows, _ = tiles.scales(block)
-    return rows if 1 == block[0] < tiles.shape[1] else 8 * rows, tiles.scales_of_walk(block)[1]
+def given_memory(tiles: Tiles, blocks: Sequence[ScaleBlock]) -> list[Any]:
+    """Memory for what the blocks of a tile are given, in each way."""
+
+    def shape(block: ScaleBlock) -> tuple[int, int]:
+        rows, _ = tiles.scales(block)
+        return rows if 1 == block[0] < tiles.shape[1] else 8 * rows, tiles.scales_of_walk(block)[1]
+
+    return [pltpu.VMEM(shape(block), jnp.float32) for block in blocks]
 
 
-def _at_once(ways: Sequence[_Way]) -> int:
+def _at_once(ways: Sequence[Way]) -> int:
     """Rows of a tile that are measured at once."""
     return min(way.rows_at_once for way in ways)
 
 
-def _clear(ways: Sequence[_Way]) -> None:
+def _clear(ways: Sequence[Way]) -> None:
     for way in ways:
         if way.is_gathered(_at_once(ways)):
             way.given.ref[...] = jnp.zeros_like(way.given.ref)
 
 
-def _measure(ways: Sequence[_Way], is_finite: bool) -> None:
+def _measure(ways: Sequence[Way], is_finite: bool) -> None:
     """Measure the blocks of a tile in each way; what is not finite is infinite or NaN if is_finite, else 0."""
     if not ways:
         return
@@ -477,22 +499,22 @@ def _straight(count: int) -> int:
     return 2**19 // count if chip.computes_bfloat16() else 2**17
 
 
-def _reduce(ways: Sequence[_Way]) -> None:
+def _reduce(ways: Sequence[Way]) -> None:
     for way in ways:
         way.reduce()
 
 
-def _are_usual(ways: Sequence[_Way]) -> Any:
+def _are_usual(ways: Sequence[Way]) -> Any:
     return reduce(jnp.logical_and, [way.is_usual() for way in ways])
 
 
-def _finish(ways: Sequence[_Way], is_short: bool) -> None:
+def _finish(ways: Sequence[Way], is_short: bool) -> None:
     for way in ways:
         with renamed(way.name):
             way.finish(is_short)
 
 
-def _encode(ways: Sequence[_Way], is_short: bool) -> None:
+def _encode(ways: Sequence[Way], is_short: bool) -> None:
     """Write the codes of a tile; is_short: by `encode_short`."""
     x, tiles, scaling = ways[0].x, ways[0].given.tiles, ways[0].scaling
     rarely = not is_short and _may_be_short(x)
@@ -578,7 +600,7 @@ def _divisor(size: int, most: int) -> int:
 def _dequantize_kernel(given: Quantized, out: Any, _: None, *, block: ScaleBlock, tiles: Tiles, decode: Decode) -> None:
     q, scale = given
     _, row, _ = tiles.at(*map(pl.program_id, range(4)))
-    scales = _Scales(scale, block, tiles, 0 if tiles.spanned else row % tiles.steps_r * tiles.scales(block)[0])
+    scales = TileScales(scale, block, tiles, 0 if tiles.spanned else row % tiles.steps_r * tiles.scales(block)[0])
 
     def write(rows: Any, columns: Any) -> None:
         wide = decode(q[rows, columns], scales.spread(rows, columns, scale.dtype))

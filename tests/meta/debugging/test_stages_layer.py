@@ -117,7 +117,7 @@ def test_a_fault_of_a_backward_matmul_is_found_in_its_own_sums(fault, case_id, s
 
 
 HIDDEN = {
-    "tpu": "weights * jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)",
+    "tpu": "weights * jax.nn.silu(gate) * up",
     "gpu": "weights * _silu(gate.float()) * up.float()",
 }
 DUP = "dup = dhidden * weights * silu"
