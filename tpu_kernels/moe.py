@@ -11,19 +11,24 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from op_arguments.moe import Layer, LayerGrads, LayerOptions, check_expert_parallel, check_layer_dout, check_moe_layer
+from op_arguments.mxfp8 import MX_BLOCK
 from op_arguments.options import options_of
 from op_arguments.permute import permuted_rows
 from op_arguments.probe import active, probe, probing
 from op_arguments.quantize import Quantized
 from tpu_kernels._lib.arguments import Interpret, Shard, as_vector, resolve_interpret, static_scalar
+from tpu_kernels._lib.blocks import Scaling
 from tpu_kernels._lib.call import jit
 from tpu_kernels._lib.exchange import exchange_plans, swap
-from tpu_kernels._lib.made import Made, Make
+from tpu_kernels._lib.formats import FORMATS
+from tpu_kernels._lib.layout import ScaleBlock
+from tpu_kernels._lib.made import Made, Make, quantize_made, tiles_made
 from tpu_kernels._lib.pairs import dual_quantized, padded, product, quantized, weight_product
 from tpu_kernels._lib.routing import Plan, combine, plan_rows, rows_of, sum_of, take
 from tpu_kernels._lib.tiles import Table
 from tpu_kernels.grouped_gemm import grouped_gemm_onto
-from tpu_kernels.mxfp8 import mxfp8_dual_quantize, mxfp8_quantize
+from tpu_kernels.mxfp8 import PowerScales, mxfp8_dual_quantize, mxfp8_quantize
+from tpu_kernels.quantize import FloatScales
 
 QUANTIZED_RESIDUALS = ("moe_layer_rows", "moe_layer_hidden", "moe_layer_weights")
 """What `jax.checkpoint` policies call the operands that a quantised `moe_layer` keeps for its backward pass."""
@@ -325,11 +330,30 @@ def _gradients(weights: jax.Array, gate: jax.Array, up: jax.Array, dhidden: jax.
 def _made(
     o: _Static, make: Make, sites: Sequence[str], weights: jax.Array, *arrays: jax.Array, is_trained: bool
 ) -> tuple[list[tuple[Quantized, Quantized]], Any]:
-    """`_activations` of what `make` makes of weights [M, 1] and arrays [M, F], and sums [M, 1] of its terms, if any."""
+    """`_activations` of what `make` makes of weights [M, 1] and arrays [M, F], and sums [M, 1] of its terms, if any.
+
+    They are quantised where they are made, if tiles allow and no probe asks for what is at the `sites`.
+    """
+    blocks, scaling = _ways(o, is_trained)
+    tiles = tiles_made(make, arrays, blocks, scaling) if blocks and active() is None else None
+    if tiles is not None:
+        how: Any = {"blocks": blocks, "scaling": scaling, "tiles": tiles, "interpret": o.interpret}
+        quantized, of_rows = quantize_made(weights[:, 0], *arrays, make=make, **how)
+        return [(ways[0], ways[1] if is_trained else Quantized(None, None)) for ways in quantized], of_rows[:, None]
     made = make(weights, *(x.astype(jnp.float32) for x in arrays))
     shown = [_watched(site, x.astype(o.between)) for site, x in zip(sites, made.arrays, strict=True)]
     sums = None if made.terms is None else made.terms.sum(axis=1, keepdims=True)
     return [_activations(o, x, is_trained) for x in shown], sums
+
+
+def _ways(o: _Static, is_trained: bool) -> tuple[tuple[ScaleBlock, ...], Scaling]:
+    """The blocks of activations by rows, and (where it is trained) by columns, and their scales; none per channel."""
+    target = FORMATS["float8_e4m3fn"]
+    scaling: Scaling = PowerScales(target, "up") if o.quantize == "mxfp8" else FloatScales(target)
+    block = {None: None, "fp8": o.block_size, "mxfp8": MX_BLOCK}[o.quantize]
+    if block is None:
+        return (), scaling
+    return ((1, block), (block, 1))[: 1 + is_trained], scaling
 
 
 @probing(None)

@@ -397,6 +397,7 @@ _LAYER, _LAYER_BWD = (
 LAYER = dict(T=60, D=128, F=128, E=4, k=2)
 IDLE = dict(T=9, D=72, F=40, E=12, k=2)  # experts without a token, and multiples of nothing
 DROPS = dict(T=33, D=72, F=40, E=5, k=3)
+TILED = dict(T=128, D=128, F=256, E=4, k=2)  # what lies between matmuls fills tiles in which it is made and quantised
 
 
 def with_layer_cases(op: Op) -> Op:
@@ -430,6 +431,9 @@ def with_layer_cases(op: Op) -> Op:
         op.grid([IDLE], dtype=[F32, BF16], quantize=[None, "mxfp8"], data=["poison", "nonfinite"],
                 sanitize_grads=[False, True], tier="full"),
         op.grid([dict(T=0, D=32, F=32, E=4, k=2), dict(T=1, D=32, F=32, E=4, k=4)], dtype=[F32], tier="full"),
+        op.grid([TILED], dtype=[BF16], quantize=["fp8", "mxfp8"],
+                tier="full" if op.name == "moe_layer" else "default"),
+        op.grid([TILED], dtype=[BF16], quantize=["fp8", "mxfp8"], data=["outliers", *TRAINED], tier="full"),
     ]  # fmt: skip
     return op.with_cases(*parts)
 

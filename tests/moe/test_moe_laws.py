@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from op_arguments.probe import probing
 from parity.interop import to_jax, to_numpy
 
 jax = pytest.importorskip("jax")
@@ -23,6 +24,24 @@ def draw(dtype=np.float32, experts=EXPERTS):
               "w_up": (experts, HIDDEN, INTERMEDIATE), "w_down": (experts, INTERMEDIATE, HIDDEN)}  # fmt: skip
     given = {name: (rng.standard_normal(shape) / 4).astype(np.float32) for name, shape in shapes.items()}
     return {name: to_jax(x if name == "w_router" else x.astype(dtype)) for name, x in given.items()}
+
+
+@pytest.mark.parametrize("quantize", ["fp8", pytest.param("mxfp8", marks=pytest.mark.full)])
+def test_what_is_quantised_where_it_is_made_has_the_bits_of_what_is_seen(quantize):
+    """A probe sees arrays in memory; sums over a row, of weights' gradients, have another order there."""
+    rng = np.random.default_rng(0)
+    tokens, hidden, intermediate = 128, 128, 256
+    shapes = {"x": (tokens, hidden), "w_router": (hidden, 2), "w_gate": (2, hidden, intermediate),
+              "w_up": (2, hidden, intermediate), "w_down": (2, intermediate, hidden),
+              "dout": (tokens, hidden)}  # fmt: skip
+    given = {name: to_jax(rng.standard_normal(shape).astype(np.float32) / 8) for name, shape in shapes.items()}
+    alone = moe_layer_bwd(**given, top_k=2, quantize=quantize)
+    with probing(lambda site, value, where=None, **steps: value):
+        seen = moe_layer_bwd(**given, top_k=2, quantize=quantize)
+    for name in ("w_gate", "w_up", "w_down"):
+        assert to_numpy(getattr(alone, name)).tobytes() == to_numpy(getattr(seen, name)).tobytes(), name
+    for name in ("x", "w_router"):
+        np.testing.assert_allclose(to_numpy(getattr(alone, name)), to_numpy(getattr(seen, name)), rtol=1e-4, atol=1e-5)
 
 
 def test_a_dropped_choice_adds_nothing_and_the_other_weights_stay():

@@ -99,22 +99,26 @@ class Tiles(NamedTuple):
     spanned: bool
 
     @classmethod
-    def of(cls, shape: tuple[int, int, int], blocks: Sequence[ScaleBlock]) -> "Tiles":
-        """Tiles of whole blocks, and of whole rows where those have several; but of parts of a longer whole axis."""
+    def of(cls, shape: tuple[int, int, int], blocks: Sequence[ScaleBlock], size: int | None = None) -> "Tiles":
+        """Tiles of whole blocks, and of whole rows where those have several; but of parts of a longer whole axis.
+
+        size: the most elements of one, if not `tile_size`.
+        """
+        size = size or tile_size()
         _, rows, columns = shape
         r, c = (max(sizes) for sizes in zip(*blocks, strict=True))
         in_tiles = pl.cdiv(rows, SUBLANES) * SUBLANES, _in_tiles(columns)
-        is_held = r == rows and c == 1 and in_tiles[0] * LANES <= tile_size()
+        is_held = r == rows and c == 1 and in_tiles[0] * LANES <= size
         longest = in_tiles[0] if is_held else MOST_ROWS
         if 1 < c < columns:
             most_c = _width(columns, c)
         else:
             # Eight rows of scales fill a register; where every element has one they take most of the memory.
             most_r = 8 * r if 1 < r < rows else min(in_tiles[0], longest) if c == 1 else SUBLANES * 4
-            most_c = tile_size() // most_r // LANES * LANES
+            most_c = size // most_r // LANES * LANES
         tile_c = min(in_tiles[1], max(most_c, LANES))
-        unit = r if 1 < r < rows else 4 * SUBLANES if tile_size() // tile_c >= 4 * SUBLANES else SUBLANES
-        tile_r = min(in_tiles[0], max(min(tile_size() // tile_c, longest) // unit, 1) * unit)
+        unit = r if 1 < r < rows else 4 * SUBLANES if size // tile_c >= 4 * SUBLANES else SUBLANES
+        tile_r = min(in_tiles[0], max(min(size // tile_c, longest) // unit, 1) * unit)
         steps_r, steps_c = 1, pl.cdiv(columns, tile_c) if c == columns else 1
         if r == 1 < rows:
             tile_r = min(tile_r, MOST_ROWS // 4)

@@ -1,9 +1,40 @@
-"""Arrays that are made of others, element by element, and quantised."""
+"""Arrays that are quantised where they are made: an elementwise function of others, which memory never holds.
 
-from collections.abc import Callable
-from typing import NamedTuple
+A tile of each array is made in VMEM, and there it is measured and encoded as `_lib/blocks.py` does it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from op_arguments.probe import Rename
+from op_arguments.quantize import Quantized
+from tpu_kernels._lib.blocks import (
+    Scaling,
+    TileScales,
+    Way,
+    as_returned,
+    columnwise,
+    given_memory,
+    quantize_tile,
+    rowwise,
+    stored_dtypes,
+)
+from tpu_kernels._lib.call import Block, bytes_of, call, jit
+from tpu_kernels._lib.chip import LANES
+from tpu_kernels._lib.layout import SUBLANES, ScaleBlock, Tiles, tile_size
+
+COLUMNS = 2 * LANES
+"""That are made together, of `SUBLANES` rows: what a function has between fits the registers."""
+
+MOST_ROWS = 8 * LANES
+"""Of a tile: what each row has, a factor and scales, takes a register for eight rows."""
 
 
 class Made(NamedTuple):
@@ -14,4 +45,153 @@ class Made(NamedTuple):
 
 
 Make = Callable[..., Made]
-"""Of float32: a factor for each row and some arrays, to as many rows."""
+"""Of float32: a factor for each row, in every column of it, and rows of some arrays, to as many rows."""
+
+
+class _Operands(NamedTuple):
+    factors: Any
+    arrays: list[Any]
+
+
+class _Output(NamedTuple):
+    ways: list[list[Quantized]]
+    sums: Any
+
+
+class _Scratch(NamedTuple):
+    """Memory of a tile: the arrays made, a value for each row in all lanes, and `given_memory` of each array."""
+
+    made: list[Any]
+    of_rows: Any
+    given: list[list[Any]]
+
+
+def tiles_made(make: Make, arrays: Sequence[Any], blocks: Sequence[ScaleBlock], scaling: Scaling) -> Tiles | None:
+    """The tiles in which `quantize_made` quantises what `make` makes of arrays [M, N]; None where it does not.
+
+    They have whole rows and blocks, in whole registers. Arrays that are given are twice in VMEM, those made with codes.
+    """
+    m, n = arrays[0].shape
+    if not (m and n) or m % LANES or n % COLUMNS:
+        return None
+    size = min(tile_size() * 3 // (2 * (len(arrays) + _count(make, len(arrays)))), MOST_ROWS * n)
+    tiles = Tiles.of((1, m, n), blocks, size)
+    fits = tiles.columns == n and tiles.rows * n <= size and not tiles.spanned and tiles.rows % LANES == 0
+    is_byte = jnp.dtype(scaling.scale_dtype).itemsize == 1  # of which no single row can be stored
+    return tiles if fits and not (is_byte and tiles.steps_r > 1) else None
+
+
+def _count(make: Make, arrays: int) -> int:
+    """How many arrays `make` makes of so many."""
+    rows = jax.ShapeDtypeStruct((SUBLANES, COLUMNS), jnp.float32)
+    return len(jax.eval_shape(make, rows, *[rows] * arrays).arrays)
+
+
+@jit("make", "blocks", "scaling", "tiles", "interpret")
+def quantize_made(
+    factors: jax.Array,
+    *arrays: jax.Array,
+    make: Make,
+    blocks: tuple[ScaleBlock, ...],
+    scaling: Scaling,
+    tiles: Tiles,
+    interpret: bool | pltpu.InterpretParams,
+) -> tuple[list[list[Quantized]], jax.Array]:
+    """Each array that `make` makes of factors [M] and arrays [M, N], quantised in each of `blocks`; and sums [M].
+
+    These are of make's terms over each row, 0 where it has none. blocks: by rows, and where there are two by columns.
+    tiles: those of `tiles_made`.
+    """
+    m, n = arrays[0].shape
+    count = _count(make, len(arrays))
+    code, each = stored_dtypes(scaling, interpret)
+    codes = jax.ShapeDtypeStruct((1, m, n), code)
+    scales = [jax.ShapeDtypeStruct((1, m // r, n // c), each) for r, c in blocks]
+    sums = jax.ShapeDtypeStruct((1, 1, m), jnp.float32)
+
+    def elements(array: Any) -> Block:
+        return tiles.elements_of(array, tiles.at)
+
+    def of_rows(array: Any) -> Block:
+        return Block(array, (None, 1, tiles.rows), lambda *steps: (0, 0, tiles.at(*steps)[1]))
+
+    def ways() -> list[Quantized]:
+        return [
+            Quantized(elements(codes), tiles.scales_of(scale, block))
+            for scale, block in zip(scales, blocks, strict=True)
+        ]
+
+    found: _Output = call(
+        partial(
+            _kernel,
+            make=make,
+            blocks=dict(zip((rowwise, columnwise), blocks, strict=False)),
+            tiles=tiles,
+            scaling=scaling,
+            is_interpreted=bool(interpret),
+        ),
+        name="quantize",
+        grid=(*tiles.walks, tiles.steps),
+        parallel=3,
+        operands=_Operands(of_rows(factors.reshape(1, 1, m)), [elements(x[None]) for x in arrays]),
+        out=_Output([ways() for _ in range(count)], of_rows(sums)),
+        scratch=_Scratch(
+            [pltpu.VMEM((tiles.rows, tiles.columns), jnp.float32) for _ in range(count)],
+            pltpu.VMEM((tiles.rows, LANES), jnp.float32),
+            [given_memory(tiles, blocks) for _ in range(count)],
+        ),
+        cost=pl.CostEstimate(
+            flops=(20 + 40 * len(blocks)) * m * n * count,
+            transcendentals=m * n,
+            bytes_accessed=bytes_of(factors, arrays, sums, [[codes] * len(blocks), scales] * count),
+        ),
+        interpret=interpret,
+    )
+    quantized = [[as_returned(way, scaling) for way in each] for each in found.ways]
+    return [[Quantized(q.qvalue[0], q.scale[0]) for q in each] for each in quantized], found.sums[0, 0]
+
+
+def _kernel(
+    operands: _Operands,
+    out: _Output,
+    scratch: _Scratch,
+    *,
+    make: Make,
+    blocks: Mapping[Rename, ScaleBlock],
+    tiles: Tiles,
+    scaling: Scaling,
+    is_interpreted: bool,
+) -> None:
+    _, row, column = tiles.at(*map(pl.program_id, range(4)))
+    scratch.of_rows[...] = jnp.broadcast_to(operands.factors[...], (LANES, tiles.rows)).T
+
+    def make_rows(i: Any, _: None) -> None:
+        rows = pl.ds(pl.multiple_of(i * SUBLANES, SUBLANES), SUBLANES)
+        factors = jnp.concatenate([scratch.of_rows[rows, :]] * (COLUMNS // LANES), axis=1)
+        terms = []
+        for first in range(0, tiles.columns, COLUMNS):
+            columns = pl.ds(first, COLUMNS)
+            made = make(factors, *(x[rows, columns] for x in operands.arrays))
+            for x, values in zip(scratch.made, made.arrays, strict=True):
+                x[rows, columns] = values
+            terms.append(jnp.zeros_like(factors) if made.terms is None else made.terms)
+        sums = jnp.sum(_in_pairs(terms), axis=1, keepdims=True)
+        scratch.of_rows[rows, :] = jnp.broadcast_to(sums, (SUBLANES, LANES))
+
+    lax.fori_loop(0, tiles.rows // SUBLANES, make_rows, None)
+    out.sums[...] = scratch.of_rows[...].T[:1, :]
+    quantize_tile(
+        [
+            [
+                Way(name, x, way, TileScales(memory, block, tiles), scaling, (row, column), is_interpreted)
+                for (name, block), way, memory in zip(blocks.items(), ways, given, strict=True)
+            ]
+            for x, ways, given in zip(scratch.made, out.ways, scratch.given, strict=True)
+        ]
+    )
+
+
+def _in_pairs(parts: Sequence[jax.Array]) -> jax.Array:
+    """The sum of all parts; those that lie nearby first, so that few are in registers at a time."""
+    half = len(parts) // 2
+    return _in_pairs(parts[:half]) + _in_pairs(parts[half:]) if half else parts[0]
