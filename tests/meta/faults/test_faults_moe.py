@@ -14,6 +14,7 @@ def drops(c):
 
 fp8 = having(quantize="fp8")
 idle_experts = having(data="poison")
+made = having(T=128, data="normal")
 
 
 def sanitized(c):
@@ -51,6 +52,15 @@ FAULTS = named({
             idle_experts),
         tpu("moe_layer_bwd", "if addend is not None:", "if addend is not None and not self.masked:", fp8),
         gpu("moe_layer_bwd", "drows += _product(", "drows = _product(", fp8),
+    ],
+    "what is made in a tile is not all of it": [
+        tpu("moe_layer_bwd", "lax.fori_loop(0, tiles.rows // SUBLANES, make_rows",
+            "lax.fori_loop(0, tiles.rows // SUBLANES - 1, make_rows", made),
+        tpu("moe_layer_bwd", "jnp.sum(_in_pairs(terms)", "jnp.sum(terms[0]", made),
+    ],
+    "what is made takes what is another's": [
+        tpu("moe_layer_bwd", "[scratch.of_rows[rows, :]]", "[scratch.of_rows[pl.ds(0, SUBLANES), :]]", made),
+        tpu("moe_layer_bwd", "in zip(scratch.made, out.ways,", "in zip(scratch.made[::-1], out.ways,", made),
     ],
     "isnan where isfinite is meant": [
         tpu("moe_layer_bwd", "jnp.where(jnp.isfinite(grad), grad,", "jnp.where(~jnp.isnan(grad), grad,", sanitized),
