@@ -265,18 +265,18 @@ def _quantize_kernel(
         quantize_tile([ways])
 
 
-def quantize_tile(tiles: Sequence[Sequence["Way"]]) -> None:
-    """Measure and encode a tile that has whole blocks, of each array in its ways."""
-    may_be_short = _may_be_short(tiles[0][0].x)
+def quantize_tile(arrays: Sequence[Sequence["Way"]]) -> None:
+    """Measure and encode a tile that has whole blocks: of each array, of one dtype, in its ways."""
+    may_be_short = _may_be_short(arrays[0][0].x)
 
     def measure(is_finite: bool) -> None:
-        for ways in tiles:
+        for ways in arrays:
             _clear(ways)
             _measure(ways, is_finite)
             _reduce(ways)
 
     def encode(is_short: bool) -> None:
-        for ways in tiles:
+        for ways in arrays:
             _finish(ways, is_short)
             _encode(ways, is_short)
 
@@ -284,7 +284,7 @@ def quantize_tile(tiles: Sequence[Sequence["Way"]]) -> None:
     if not may_be_short:
         encode(is_short=False)
         return
-    is_usual = reduce(jnp.logical_and, map(_are_usual, tiles))
+    is_usual = reduce(jnp.logical_and, map(_are_usual, arrays))
     rarely(jnp.logical_not(is_usual))(partial(measure, is_finite=False))
     pl.when(is_usual)(partial(encode, is_short=True))
     rarely(jnp.logical_not(is_usual))(partial(encode, is_short=False))
