@@ -26,7 +26,8 @@ def draw(dtype=np.float32, experts=EXPERTS):
     return {name: to_jax(x if name == "w_router" else x.astype(dtype)) for name, x in given.items()}
 
 
-@pytest.mark.parametrize("quantize", ["fp8", pytest.param("mxfp8", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("quantize", ["fp8", "mxfp8"])
 def test_what_is_quantised_where_it_is_made_has_the_bits_of_what_is_seen(quantize):
     """A probe sees arrays in memory; sums over a row, of weights' gradients, have another order there."""
     rng = np.random.default_rng(0)
