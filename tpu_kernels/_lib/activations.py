@@ -47,8 +47,8 @@ def fold_rows(x: jax.Array, rows: int = 1) -> jax.Array:
 
 
 def fold_nearby(x: jax.Array, rows: int) -> jax.Array:
-    """`fold_rows` of 2^n blocks that adds neighbours first, so that few sums are in registers at a time."""
-    half = x.shape[0] // 2
+    """`fold_rows` that adds neighbours first, so that few sums are in registers at a time."""
+    half = x.shape[0] // rows // 2 * rows
     return x if x.shape[0] == rows else fold_nearby(x[:half], rows) + fold_nearby(x[half:], rows)
 
 

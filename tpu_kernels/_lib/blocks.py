@@ -102,8 +102,7 @@ def dual_quantize_blocks(
     """`quantize_blocks` by rows and by columns, in one pass over x where both see it alike and in tiles alike."""
     layouts = [Layout.of(x.shape, each) for each in blocks]
     tiles = Tiles.of(layouts[0].shape, [layout.block for layout in layouts]) if x.size else None
-    is_byte = jnp.dtype(scaling.scale_dtype).itemsize == 1  # of which no single row can be stored
-    if not tiles or not tiles.is_one_pass or any(each.split for each in layouts) or (is_byte and tiles.steps_r > 1):
+    if not tiles or not tiles.is_one_pass or any(each.split for each in layouts) or not stores_scales(tiles, scaling):
         pairs: list[jax.Array] = []
         for each, name in zip(blocks, (rowwise, columnwise), strict=True):
             with renamed(name):
@@ -198,6 +197,11 @@ def _quantize_call(
         interpret=interpret,
     )
     return [as_returned(result, scaling) for result in results]
+
+
+def stores_scales(tiles: Tiles, scaling: Scaling) -> bool:
+    """Whether each tile of a walk can store its rows of scales: of bytes no single row can be stored."""
+    return tiles.steps_r == 1 or jnp.dtype(scaling.scale_dtype).itemsize > 1
 
 
 def stored_dtypes(scaling: Scaling, interpret: bool | pltpu.InterpretParams) -> list[jnp.dtype[Any]]:

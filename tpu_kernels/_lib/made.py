@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.probe import Rename
 from op_arguments.quantize import Quantized
+from tpu_kernels._lib.activations import fold_nearby
 from tpu_kernels._lib.blocks import (
     Scaling,
     TileScales,
@@ -25,6 +26,7 @@ from tpu_kernels._lib.blocks import (
     quantize_tile,
     rowwise,
     stored_dtypes,
+    stores_scales,
 )
 from tpu_kernels._lib.call import Block, bytes_of, call, jit
 from tpu_kernels._lib.chip import LANES
@@ -77,8 +79,7 @@ def tiles_made(make: Make, arrays: Sequence[Any], blocks: Sequence[ScaleBlock], 
     size = min(tile_size() * 3 // (2 * (len(arrays) + _count(make, len(arrays)))), MOST_ROWS * n)
     tiles = Tiles.of((1, m, n), blocks, size)
     fits = tiles.columns == n and tiles.rows * n <= size and not tiles.spanned and tiles.rows % LANES == 0
-    is_byte = jnp.dtype(scaling.scale_dtype).itemsize == 1  # of which no single row can be stored
-    return tiles if fits and not (is_byte and tiles.steps_r > 1) else None
+    return tiles if fits and stores_scales(tiles, scaling) else None
 
 
 def _count(make: Make, arrays: int) -> int:
@@ -175,7 +176,7 @@ def _kernel(
             for x, values in zip(scratch.made, made.arrays, strict=True):
                 x[rows, columns] = values
             terms.append(jnp.zeros_like(factors) if made.terms is None else made.terms)
-        sums = jnp.sum(_in_pairs(terms), axis=1, keepdims=True)
+        sums = jnp.sum(fold_nearby(jnp.concatenate(terms), SUBLANES), axis=1, keepdims=True)
         scratch.of_rows[rows, :] = jnp.broadcast_to(sums, (SUBLANES, LANES))
 
     lax.fori_loop(0, tiles.rows // SUBLANES, make_rows, None)
@@ -189,9 +190,3 @@ def _kernel(
             for x, ways, given in zip(scratch.made, out.ways, scratch.given, strict=True)
         ]
     )
-
-
-def _in_pairs(parts: Sequence[jax.Array]) -> jax.Array:
-    """The sum of all parts; those that lie nearby first, so that few are in registers at a time."""
-    half = len(parts) // 2
-    return _in_pairs(parts[:half]) + _in_pairs(parts[half:]) if half else parts[0]
