@@ -21,8 +21,8 @@ from tpu_kernels._lib.blocks import Scaling
 from tpu_kernels._lib.call import jit
 from tpu_kernels._lib.exchange import exchange_plans, swap
 from tpu_kernels._lib.formats import FORMATS
+from tpu_kernels._lib.fused_quantize import Compute, Computed, quantize_computed, tiles_computed
 from tpu_kernels._lib.layout import ScaleBlock
-from tpu_kernels._lib.made import Made, Make, quantize_made, tiles_made
 from tpu_kernels._lib.pairs import dual_quantized, padded, product, quantized, weight_product
 from tpu_kernels._lib.routing import Plan, combine, plan_rows, rows_of, sum_of, take
 from tpu_kernels._lib.tiles import Table
@@ -173,7 +173,7 @@ def _route(o: _Static, x: jax.Array, w_router: jax.Array) -> tuple[jax.Array, ja
 
 @jax.custom_vjp
 def _softmax(logits: jax.Array) -> jax.Array:
-    """Of each row. What JAX makes of its gradient differs between versions and settings, and errs by more."""
+    """Of each row. What JAX computes of its gradient differs between versions and settings, and errs by more."""
     return jax.nn.softmax(logits)
 
 
@@ -261,7 +261,7 @@ def _forward(
     gate, up = (
         _watched(site, _product(o, taken, w, shard, o.between)) for site, w in (("gate", of_gate), ("up", of_up))
     )
-    ((activated, saved_hidden),), _ = _made(o, _hidden, ("hidden",), weights, gate, up, is_trained=is_trained)
+    ((activated, saved_hidden),), _ = _computed(o, _hidden, ("hidden",), weights, gate, up, is_trained=is_trained)
     out = _watched("rows", _product(o, activated, of_down, shard, o.dtype))
     named = zip((saved_rows, saved_hidden, Experts(saved_gate, saved_up, saved_down)), QUANTIZED_RESIDUALS, strict=True)
     operands = [checkpoint_name(kept, name) if o.quantize else kept for kept, name in named]
@@ -273,7 +273,7 @@ def _bwd(o: _Static, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
     by_rows, by_columns = _taken(o, dout, plan, True)
     dhidden = _product(o, by_rows, experts.down, shard, o.between, transpose_rhs=True)
     dhidden = _watched("dhidden", dhidden)
-    ((dgate_rows, dgate_columns), (dup_rows, dup_columns)), dweights = _made(
+    ((dgate_rows, dgate_columns), (dup_rows, dup_columns)), dweights = _computed(
         o, _gradients, ("dgate", "dup"), weights, gate, up, dhidden, is_trained=True
     )
     dweights = _watched("dweights", dweights)
@@ -314,35 +314,35 @@ def _taken(o: _Static, x: jax.Array, plan: Plan, is_trained: bool) -> tuple[Quan
     return by_rows, _by_columns(o, copied(x))
 
 
-def _hidden(weights: jax.Array, gate: jax.Array, up: jax.Array) -> Made:
+def _hidden(weights: jax.Array, gate: jax.Array, up: jax.Array) -> Computed:
     """What the experts' last matmul multiplies."""
-    return Made((weights * jax.nn.silu(gate) * up,))
+    return Computed((weights * jax.nn.silu(gate) * up,))
 
 
-def _gradients(weights: jax.Array, gate: jax.Array, up: jax.Array, dhidden: jax.Array) -> Made:
+def _gradients(weights: jax.Array, gate: jax.Array, up: jax.Array, dhidden: jax.Array) -> Computed:
     """The gradients of gate and up, and what is summed up to those of weights."""
     sigmoid, silu = jax.nn.sigmoid(gate), jax.nn.silu(gate)
     dgate = dhidden * weights * up * sigmoid * (1 + gate * (1 - sigmoid))
     dup = dhidden * weights * silu
-    return Made((dgate, dup), dhidden * silu * up)
+    return Computed((dgate, dup), dhidden * silu * up)
 
 
-def _made(
-    o: _Static, make: Make, sites: Sequence[str], weights: jax.Array, *arrays: jax.Array, is_trained: bool
+def _computed(
+    o: _Static, compute: Compute, sites: Sequence[str], weights: jax.Array, *arrays: jax.Array, is_trained: bool
 ) -> tuple[list[tuple[Quantized, Quantized]], Any]:
-    """`_activations` of what `make` makes of weights [M, 1] and arrays [M, F], and sums [M, 1] of its terms, if any.
+    """`_activations` of the results of `compute`, and sums [M, 1] of its terms, if any. weights [M, 1], arrays [M, F].
 
-    They are quantised where they are made, if tiles allow and no probe asks for what is at the `sites`.
+    They are quantised where they are computed, if tiles allow and no probe asks for what is at the `sites`.
     """
     blocks, scaling = _ways(o, is_trained)
-    tiles = tiles_made(make, arrays, blocks, scaling) if blocks and active() is None else None
+    tiles = tiles_computed(compute, arrays, blocks, scaling) if blocks and active() is None else None
     if tiles is not None:
         how: Any = {"blocks": blocks, "scaling": scaling, "tiles": tiles, "interpret": o.interpret}
-        quantized, of_rows = quantize_made(weights[:, 0], *arrays, make=make, **how)
+        quantized, of_rows = quantize_computed(weights[:, 0], *arrays, compute=compute, **how)
         return [(ways[0], ways[1] if is_trained else Quantized(None, None)) for ways in quantized], of_rows[:, None]
-    made = make(weights, *(x.astype(jnp.float32) for x in arrays))
-    shown = [_watched(site, x.astype(o.between)) for site, x in zip(sites, made.arrays, strict=True)]
-    sums = None if made.terms is None else made.terms.sum(axis=1, keepdims=True)
+    computed = compute(weights, *(x.astype(jnp.float32) for x in arrays))
+    shown = [_watched(site, x.astype(o.between)) for site, x in zip(sites, computed.arrays, strict=True)]
+    sums = None if computed.terms is None else computed.terms.sum(axis=1, keepdims=True)
     return [_activations(o, x, is_trained) for x in shown], sums
 
 

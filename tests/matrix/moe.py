@@ -397,7 +397,7 @@ _LAYER, _LAYER_BWD = (
 LAYER = dict(T=60, D=128, F=128, E=4, k=2)
 IDLE = dict(T=9, D=72, F=40, E=12, k=2)  # experts without a token, and multiples of nothing
 DROPS = dict(T=33, D=72, F=40, E=5, k=3)
-TILED = dict(T=128, D=128, F=512, E=4, k=2)  # what lies between matmuls fills tiles in which it is made and quantised
+TILED = dict(T=128, D=128, F=512, E=4, k=2)  # what lies between matmuls fills the tiles of a fused quantiser
 
 
 def with_layer_cases(op: Op) -> Op:

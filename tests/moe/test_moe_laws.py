@@ -28,7 +28,7 @@ def draw(dtype=np.float32, experts=EXPERTS):
 
 @pytest.mark.full
 @pytest.mark.parametrize("quantize", ["fp8", "mxfp8"])
-def test_what_is_quantised_where_it_is_made_has_the_bits_of_what_is_seen(quantize):
+def test_what_is_quantised_where_it_is_computed_has_the_bits_of_what_is_seen(quantize):
     """A probe sees arrays in memory; sums over a row, of weights' gradients, have another order there."""
     rng = np.random.default_rng(0)
     tokens, hidden, intermediate = 128, 128, 256
@@ -41,8 +41,9 @@ def test_what_is_quantised_where_it_is_made_has_the_bits_of_what_is_seen(quantiz
         seen = moe_layer_bwd(**given, top_k=2, quantize=quantize)
     for name in ("w_gate", "w_up", "w_down"):
         assert to_numpy(getattr(alone, name)).tobytes() == to_numpy(getattr(seen, name)).tobytes(), name
-    for name in ("x", "w_router"):
-        np.testing.assert_allclose(to_numpy(getattr(alone, name)), to_numpy(getattr(seen, name)), rtol=1e-4, atol=1e-5)
+    for name in ("x", "w_router"):  # 512 terms in another order: a few roundings of the largest
+        ours, theirs = to_numpy(getattr(alone, name)), to_numpy(getattr(seen, name))
+        assert np.abs(ours - theirs).max() <= 8 * 2.0**-24 * np.abs(theirs).max(), name
 
 
 def test_a_dropped_choice_adds_nothing_and_the_other_weights_stay():

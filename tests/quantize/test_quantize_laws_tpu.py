@@ -22,8 +22,8 @@ from tests.support.formats import FORMATS, MX  # noqa: E402
 from tpu_kernels import mxfp8  # noqa: E402
 from tpu_kernels import quantize as kernels  # noqa: E402
 from tpu_kernels._lib.formats import FORMATS as TPU_FORMATS  # noqa: E402
+from tpu_kernels._lib.fused_quantize import Computed, quantize_computed, tiles_computed  # noqa: E402
 from tpu_kernels._lib.layout import Layout, Tiles, tile_size  # noqa: E402
-from tpu_kernels._lib.made import Made, quantize_made, tiles_made  # noqa: E402
 
 E4M3 = ml_dtypes.float8_e4m3fn
 pytestmark = pytest.mark.tpu
@@ -278,30 +278,29 @@ def test_tiles_have_whole_blocks_and_a_walk_whole_registers_of_scales(kind):
 
 def scaled_and_cut(factors, x, y):
     """Two arrays, and terms to sum: exact, as factors are powers of two and the numbers small."""
-    return Made((factors * x, jnp.maximum(factors * y, 0.0)), factors * jnp.abs(x))
+    return Computed((factors * x, jnp.maximum(factors * y, 0.0)), factors * jnp.abs(x))
 
 
 @pytest.mark.parametrize("both", [True, False], ids=["both", "rows"])
 @pytest.mark.parametrize("name", ["fp8", "mxfp8"])
-def test_what_is_quantised_where_it_is_made_has_its_bits(name, both, monkeypatch):
-    """In three tiles, of which the last has fewer rows; and in one of them numbers that no short way takes."""
+def test_what_is_quantised_where_it_is_computed_has_its_bits(name, both):
+    """In two tiles, the second with fewer rows; each has numbers that no short way takes."""
     target, block = TPU_FORMATS["float8_e4m3fn"], 32 if name == "mxfp8" else 128
     scaling = mxfp8.PowerScales(target, "up") if name == "mxfp8" else kernels.FloatScales(target)
-    monkeypatch.setattr("tpu_kernels._lib.made.tile_size", lambda: 2**18)
-    m, n = 640, 256
+    m, n = 1152, 256
     rng = np.random.default_rng(0)
     factors = 2.0 ** rng.integers(-3, 4, m).astype(np.float32)
     x, y = (rng.integers(-(2**14), 2**14, (m, n)).astype(np.float32) for _ in range(2))
     x[300, [3, 200]] = np.nan, np.inf
-    y[500:504] *= np.float32(2.0**-100)
+    y[1100:1104] *= np.float32(2.0**-100)
     arrays, blocks = (to_jax(x), to_jax(y)), ((1, block), (block, 1))[: 1 + both]
-    tiles = tiles_made(scaled_and_cut, arrays, blocks, scaling)
+    tiles = tiles_computed(scaled_and_cut, arrays, blocks, scaling)
     assert tiles.rows < m and m % tiles.rows
-    found, sums = quantize_made(
-        to_jax(factors), *arrays, make=scaled_and_cut, blocks=blocks, scaling=scaling, tiles=tiles, interpret=True
+    found, sums = quantize_computed(
+        to_jax(factors), *arrays, compute=scaled_and_cut, blocks=blocks, scaling=scaling, tiles=tiles, interpret=True
     )
-    made = scaled_and_cut(factors[:, None], x, y)
-    for quantized, values in zip(found, made.arrays, strict=True):
+    computed = scaled_and_cut(factors[:, None], x, y)
+    for quantized, values in zip(found, computed.arrays, strict=True):
         for way, axis in zip(quantized, (1, 0), strict=False):
             expected = (
                 golden_mxfp8.mxfp8_quantize(np.asarray(values), axis, check_finite=False)
@@ -310,4 +309,4 @@ def test_what_is_quantised_where_it_is_made_has_its_bits(name, both, monkeypatch
             )
             check(way, expected)
     finite = np.isfinite(x).all(axis=1)
-    assert np.array_equal(to_numpy(sums)[finite], np.asarray(made.terms, np.float64).sum(axis=1)[finite])
+    assert np.array_equal(to_numpy(sums)[finite], np.asarray(computed.terms, np.float64).sum(axis=1)[finite])

@@ -14,7 +14,7 @@ def drops(c):
 
 fp8 = having(quantize="fp8")
 idle_experts = having(data="poison")
-made = having(T=128, data="normal")
+computed = having(T=128, data="normal")
 
 
 def sanitized(c):
@@ -53,14 +53,14 @@ FAULTS = named({
         tpu("moe_layer_bwd", "if addend is not None:", "if addend is not None and not self.masked:", fp8),
         gpu("moe_layer_bwd", "drows += _product(", "drows = _product(", fp8),
     ],
-    "what is made in a tile is not all of it": [
-        tpu("moe_layer_bwd", "lax.fori_loop(0, tiles.rows // SUBLANES, make_rows",
-            "lax.fori_loop(0, tiles.rows // SUBLANES - 1, make_rows", made),
-        tpu("moe_layer_bwd", "jnp.sum(fold_nearby(jnp.concatenate(terms), SUBLANES)", "jnp.sum(terms[0]", made),
+    "what is computed in a tile is not all of it": [
+        tpu("moe_layer_bwd", "lax.fori_loop(0, tiles.rows // SUBLANES, compute_rows",
+            "lax.fori_loop(0, tiles.rows // SUBLANES - 1, compute_rows", computed),
+        tpu("moe_layer_bwd", "jnp.sum(fold_nearby(jnp.concatenate(terms), SUBLANES)", "jnp.sum(terms[0]", computed),
     ],
-    "what is made takes what is another's": [
-        tpu("moe_layer_bwd", "[scratch.of_rows[rows, :]]", "[scratch.of_rows[pl.ds(0, SUBLANES), :]]", made),
-        tpu("moe_layer_bwd", "in zip(scratch.made, out.ways,", "in zip(scratch.made[::-1], out.ways,", made),
+    "what is computed takes what is another's": [
+        tpu("moe_layer_bwd", "[scratch.of_rows[rows, :]]", "[scratch.of_rows[pl.ds(0, SUBLANES), :]]", computed),
+        tpu("moe_layer_bwd", "zip(scratch.computed, out.ways,", "zip(scratch.computed[::-1], out.ways,", computed),
     ],
     "isnan where isfinite is meant": [
         tpu("moe_layer_bwd", "jnp.where(jnp.isfinite(grad), grad,", "jnp.where(~jnp.isnan(grad), grad,", sanitized),

@@ -162,9 +162,9 @@ LOSSES = [
     Loss("output, twice rounded", "tpu", f"{FWD} {BWD}",
          "ref[:, self.rows(i), :] = «x».astype(ref.dtype)", bf16),
     # the layer
-    Loss("silu", "tpu", "moe_layer", "Made((weights * «jax.nn.silu(gate)» * up", layer),
+    Loss("silu", "tpu", "moe_layer", "Computed((weights * «jax.nn.silu(gate)» * up", layer),
     Loss("silu", "torch", "moe_layer", "(weights * «_silu(gate.float())» * up.float())", layer),
-    Loss("weights", "tpu", "moe_layer", "Made((«weights» * jax.nn.silu", layer),
+    Loss("weights", "tpu", "moe_layer", "Computed((«weights» * jax.nn.silu", layer),
     Loss("weights", "torch", "moe_layer", "(«weights» * _silu(gate.float()) * up.float())", layer),
     Loss("gradient of weights", "torch", "moe_layer_bwd",
          'dweights = «probe("dweights", (dhidden * silu * up).sum(1, keepdim=True))»', layer_bwd),

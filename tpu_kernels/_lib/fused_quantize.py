@@ -1,6 +1,6 @@
-"""Arrays that are quantised where they are made: an elementwise function of others, which memory never holds.
+"""Arrays that are quantised where they are computed: an elementwise function of others, which memory never holds.
 
-A tile of each array is made in VMEM, and there it is measured and encoded as `_lib/blocks.py` does it.
+A tile of each array is computed in VMEM, and there it is measured and encoded as `_lib/blocks.py` does it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,20 +33,20 @@ from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.layout import SUBLANES, ScaleBlock, Tiles, tile_size
 
 COLUMNS = 2 * LANES
-"""That are made together, of `SUBLANES` rows: what a function has between fits the registers."""
+"""That are computed together, of `SUBLANES` rows: what a function has between fits the registers."""
 
 MOST_ROWS = 8 * LANES
 """Of a tile: what each row has, a factor and scales, takes a register for eight rows."""
 
 
-class Made(NamedTuple):
-    """What a `Make` returns: the arrays, and terms of which the sum over each row is wanted, or None."""
+class Computed(NamedTuple):
+    """What a `Compute` returns: the arrays, and terms of which the sum over each row is wanted, or None."""
 
     arrays: tuple[jax.Array, ...]
     terms: jax.Array | None = None
 
 
-Make = Callable[..., Made]
+Compute = Callable[..., Computed]
 """Of float32: a factor for each row, in every column of it, and rows of some arrays, to as many rows."""
 
 
@@ -61,50 +61,52 @@ class _Output(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Memory of a tile: the arrays made, a value for each row in all lanes, and `given_memory` of each array."""
+    """Memory of a tile: the arrays computed, a value for each row in all lanes, and `given_memory` of each array."""
 
-    made: list[Any]
+    computed: list[Any]
     of_rows: Any
     given: list[list[Any]]
 
 
-def tiles_made(make: Make, arrays: Sequence[Any], blocks: Sequence[ScaleBlock], scaling: Scaling) -> Tiles | None:
-    """The tiles in which `quantize_made` quantises what `make` makes of arrays [M, N]; None where it does not.
+def tiles_computed(
+    compute: Compute, arrays: Sequence[Any], blocks: Sequence[ScaleBlock], scaling: Scaling
+) -> Tiles | None:
+    """The tiles of `quantize_computed` for arrays [M, N]; None where it does not take them.
 
-    They have whole rows and blocks, in whole registers. Arrays that are given are twice in VMEM, those made with codes.
+    A tile has whole rows and blocks, in whole registers. VMEM holds given arrays twice, computed ones once.
     """
     m, n = arrays[0].shape
     if not (m and n) or m % LANES or n % COLUMNS:
         return None
-    size = min(tile_size() * 3 // (2 * (len(arrays) + _count(make, len(arrays)))), MOST_ROWS * n)
+    size = min(tile_size() * 3 // (2 * (len(arrays) + _count(compute, len(arrays)))), MOST_ROWS * n)
     tiles = Tiles.of((1, m, n), blocks, size)
     fits = tiles.columns == n and tiles.rows * n <= size and not tiles.spanned and tiles.rows % LANES == 0
     return tiles if fits and stores_scales(tiles, scaling) else None
 
 
-def _count(make: Make, arrays: int) -> int:
-    """How many arrays `make` makes of so many."""
+def _count(compute: Compute, arrays: int) -> int:
+    """How many arrays `compute` computes of so many."""
     rows = jax.ShapeDtypeStruct((SUBLANES, COLUMNS), jnp.float32)
-    return len(jax.eval_shape(make, rows, *[rows] * arrays).arrays)
+    return len(jax.eval_shape(compute, rows, *[rows] * arrays).arrays)
 
 
-@jit("make", "blocks", "scaling", "tiles", "interpret")
-def quantize_made(
+@jit("compute", "blocks", "scaling", "tiles", "interpret")
+def quantize_computed(
     factors: jax.Array,
     *arrays: jax.Array,
-    make: Make,
+    compute: Compute,
     blocks: tuple[ScaleBlock, ...],
     scaling: Scaling,
     tiles: Tiles,
     interpret: bool | pltpu.InterpretParams,
 ) -> tuple[list[list[Quantized]], jax.Array]:
-    """Each array that `make` makes of factors [M] and arrays [M, N], quantised in each of `blocks`; and sums [M].
+    """The results of `compute`, each quantised in each of `blocks`, and the sums [M] of its terms over each row.
 
-    These are of make's terms over each row, 0 where it has none. blocks: by rows, and where there are two by columns.
-    tiles: those of `tiles_made`.
+    factors [M] and arrays [M, N]: float32, what it computes from. Sums are 0 where it has no terms.
+    blocks: by rows, and by columns if there are two. tiles: those of `tiles_computed`.
     """
     m, n = arrays[0].shape
-    count = _count(make, len(arrays))
+    count = _count(compute, len(arrays))
     code, each = stored_dtypes(scaling, interpret)
     codes = jax.ShapeDtypeStruct((1, m, n), code)
     scales = [jax.ShapeDtypeStruct((1, m // r, n // c), each) for r, c in blocks]
@@ -125,7 +127,7 @@ def quantize_made(
     found: _Output = call(
         partial(
             _kernel,
-            make=make,
+            compute=compute,
             blocks=dict(zip((rowwise, columnwise), blocks, strict=False)),
             tiles=tiles,
             scaling=scaling,
@@ -157,7 +159,7 @@ def _kernel(
     out: _Output,
     scratch: _Scratch,
     *,
-    make: Make,
+    compute: Compute,
     blocks: Mapping[Rename, ScaleBlock],
     tiles: Tiles,
     scaling: Scaling,
@@ -166,20 +168,20 @@ def _kernel(
     _, row, column = tiles.at(*map(pl.program_id, range(4)))
     scratch.of_rows[...] = jnp.broadcast_to(operands.factors[...], (LANES, tiles.rows)).T
 
-    def make_rows(i: Any, _: None) -> None:
+    def compute_rows(i: Any, _: None) -> None:
         rows = pl.ds(pl.multiple_of(i * SUBLANES, SUBLANES), SUBLANES)
         factors = jnp.concatenate([scratch.of_rows[rows, :]] * (COLUMNS // LANES), axis=1)
         terms = []
         for first in range(0, tiles.columns, COLUMNS):
             columns = pl.ds(first, COLUMNS)
-            made = make(factors, *(x[rows, columns] for x in operands.arrays))
-            for x, values in zip(scratch.made, made.arrays, strict=True):
+            computed = compute(factors, *(x[rows, columns] for x in operands.arrays))
+            for x, values in zip(scratch.computed, computed.arrays, strict=True):
                 x[rows, columns] = values
-            terms.append(jnp.zeros_like(factors) if made.terms is None else made.terms)
+            terms.append(jnp.zeros_like(factors) if computed.terms is None else computed.terms)
         sums = jnp.sum(fold_nearby(jnp.concatenate(terms), SUBLANES), axis=1, keepdims=True)
         scratch.of_rows[rows, :] = jnp.broadcast_to(sums, (SUBLANES, LANES))
 
-    lax.fori_loop(0, tiles.rows // SUBLANES, make_rows, None)
+    lax.fori_loop(0, tiles.rows // SUBLANES, compute_rows, None)
     out.sums[...] = scratch.of_rows[...].T[:1, :]
     quantize_tile(
         [
@@ -187,6 +189,6 @@ def _kernel(
                 Way(name, x, way, TileScales(memory, block, tiles), scaling, (row, column), is_interpreted)
                 for (name, block), way, memory in zip(blocks.items(), ways, given, strict=True)
             ]
-            for x, ways, given in zip(scratch.made, out.ways, scratch.given, strict=True)
+            for x, ways, given in zip(scratch.computed, out.ways, scratch.given, strict=True)
         ]
     )
