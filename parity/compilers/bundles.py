@@ -57,6 +57,8 @@ _OPERANDS = {"f32": "f32", "bf16": "bf16", "f8": "fp8", "s8": "int8", "u8": "int
 _STAGE = re.compile(r"= sphi [^;]*iteration index, stage")  # loop-carried: a loop inside may load it from a spill
 ALIKE = 0.3
 """What a branch of the source and its code have in common at least, see `_alike`."""
+OURS = 4
+"""Bundles to an instruction of the source, at most, in a part that is of the source: others lie on a line of it too."""
 _DELAY_SLOTS = 6  # after a branch, at most
 
 
@@ -113,6 +115,11 @@ class Part:
     trips: int | None = 1
     pipelined: bool = False
     inner: list["Part"] = field(default_factory=list)
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether it is, or holds, the loop over the grid; a grid of one step has none."""
+        return self.pipelined or any(part.has_pipeline for part in self.inner)
 
     @property
     def all(self) -> range:
@@ -255,9 +262,12 @@ def _parts(bundles: Sequence[Bundle]) -> list[Part]:
 
 
 def nested(parts: list[Part]) -> list[Part]:
-    """The outermost parts, with the others inside. Raises UnknownDump for parts that overlap."""
+    """The outermost parts, with the others inside. Raises UnknownDump for parts that overlap.
+
+    A loop may end with the delay slots of its branch, beyond the conditional part that is nothing but the loop.
+    """
     outermost: list[Part] = []
-    for part in sorted(parts, key=lambda p: (p.start, -p.end, p.loop)):
+    for part in sorted(parts, key=lambda p: (p.start, -p.end if p.loop else -p.end - _DELAY_SLOTS, p.loop)):
         siblings = outermost
         while siblings and siblings[-1].end > part.start:
             enclosing = siblings[-1]
@@ -402,17 +412,27 @@ class _Reader:
         self.multiplies = any(bundle.vmatmuls for bundle in program.bundles)
         self.known: dict[int, Branch] = {}
         if branches:
-            self.recognize(program.whole, list(branches))
+            self.recognize(program.whole, list(branches), in_stage=not program.whole.has_pipeline)
 
     def recognize(self, part: Part, left: list[Branch], in_stage: bool = False) -> None:
         """Fill `known` with the branch that each conditional part of a stage is, by the lines that both have.
 
         left: those that are not found yet and may be here: a part inside another is a branch inside that one's. Of
-        branches of the same lines the first part is the first.
+        branches of the same lines the first part is the first. One line may be that of all, where JAX traced what it
+        differentiates: then the parts of one part are the branches in their order. The shortest may have no part.
         """
+        conditional = [child for child in part.inner if in_stage and not child.loop]
+        by_order = len(left) > 1 and len(frozenset().union(*(branch.places for branch in left))) == 1
+        if by_order:
+            parts = [child for child in conditional if self.lines_of(child).total() * OURS > len(child.all)]
+            open_ones = [branch for branch in left if branch.of or branch.share < 1]  # what always runs is no branch
+            by_length = sorted(range(len(open_ones)), key=lambda n: -open_ones[n].operations)
+            if len(parts) <= len(open_ones):
+                longest = [open_ones[n] for n in sorted(by_length[: len(parts)])]
+                self.known |= zip(map(id, parts), longest, strict=True)
         for child in part.inner:
-            inside = left
-            if in_stage and not child.loop:
+            inside = list(self.known[id(child)].inner) if id(child) in self.known else left
+            if child in conditional and not by_order:
                 lines, multiplies = self.lines_of(child), any(self.program.bundles[i].vmatmuls for i in child.all)
                 alike = [_alike(lines, branch.places) * (branch.multiplies == multiplies) for branch in left]
                 if max(alike, default=0.0) > ALIKE:

@@ -67,7 +67,7 @@ class Branch:
 
     share: of the steps, those that may run it as far as the grid alone says; none where the kernel traces it under the
     name `RARELY`. of: the same for all branches of the same steps where the data decide between them, "" where not.
-    is_usual: whether what is rare runs where it does not. inner: those inside.
+    is_usual: whether what is rare runs where it does not. inner: those inside. operations: all that it traces.
     """
 
     places: frozenset[str]
@@ -76,6 +76,7 @@ class Branch:
     of: str = ""
     inner: tuple["Branch", ...] = ()
     is_usual: bool = False
+    operations: int = 0
 
 
 @dataclass(frozen=True)
@@ -218,11 +219,13 @@ def _conditional(jaxpr: Any, known: dict[Any, Any], here: npt.NDArray[np.bool_],
                 steps = steps if is_open else here & (which == nth)
                 inside = tuple(_conditional(branch.jaxpr, inner, steps, index))
                 if branch.jaxpr.eqns:
-                    places = frozenset(_places(branch.jaxpr)) - {""}
+                    places = list(_places(branch.jaxpr))
                     of = hashlib.sha256(steps.tobytes()).hexdigest()[:8] if is_open else ""
                     multiplies = any(True for _ in equations(branch.jaxpr, "dot_general"))
                     share = 0.0 if is_rare else float(steps.mean())
-                    yield Branch(places, multiplies, share, of, inside, is_usual=equation in usual)
+                    yield Branch(
+                        frozenset(places) - {""}, multiplies, share, of, inside, equation in usual, len(places)
+                    )
         elif name in _SCALARS and all(value is not None for value in values):
             known[equation.outvars[0]] = _of_steps(name, values)
         elif name == "and" and (bounds := [value for value in values if value is not None]):

@@ -174,6 +174,12 @@ def test_a_loop_may_begin_in_the_delay_slots_of_the_one_before():
         bundles.nested([bundles.Part(0, 100, loop=True), bundles.Part(50, 200, loop=True)])
 
 
+def test_a_conditional_loop_may_end_in_the_delay_slots_of_its_branch():
+    """What it is in ends where its branch does, and yet is around it."""
+    loop = bundles.Part(10, 102, loop=True, trips=8)
+    assert bundles.nested([loop, bundles.Part(10, 100)]) == [bundles.Part(10, 100, inner=[replace(loop, end=100)])]
+
+
 def test_a_loop_that_loads_the_grids_index_is_not_the_grids():
     """The comment on what the grid's loop carries goes with the value, into memory and back."""
     index = "%s7 = sphi %s6, %s8 /* phi copy :: iteration index, stage = 0 */"
@@ -493,21 +499,51 @@ def test_wrong_usage():
         compile_for_tpu([case("dot")], timeout=0)
 
 
+def of_stores(*lines):
+    """A bundle for each of these lines that stores a register: 0 is none of the source's."""
+    store = tuple(int(name == "VSTORE") for name in bundles.UNITS)
+    places = [f' /* loc("/k.py":{line}:1 to :9) */' if line else "" for line in lines]
+    return tuple(bundles.Bundle("{ %1 = vst [vmem:%s2] %v3" + place + " }", store) for place in places), store
+
+
+def usual_and_rare(*lines):
+    """What runs in each step, and beside it what is rare, on lines of the source."""
+    places = [frozenset({f"/k.py:{line}"}) for line in lines]
+    return [Branch(places[0], False, 1.0, "data", is_usual=True), Branch(places[1], False, 0.0, "data")]
+
+
 def test_what_runs_where_a_rare_part_does_not_runs_in_each_step():
     """Also where a loop stores more, beside which it would be taken for results of every few steps."""
-    store = tuple(int(name == "VSTORE") for name in bundles.UNITS)
-    stores = [
-        bundles.Bundle("{ %1 = vst [vmem:%s2] %v3" + place + " }", store)
-        for place in [""] * 12 + [' /* loc("/k.py":5:1 to :9) */'] * 6 + [' /* loc("/k.py":8:1 to :9) */'] * 4
-    ]
     parts = [bundles.Part(1, 12, loop=True, trips=2), bundles.Part(12, 18), bundles.Part(18, 22)]
     stage = bundles.Part(1, 22, inner=parts)
     steps = bundles.Part(0, 22, loop=True, trips=None, pipelined=True, inner=[stage])
-    whole = bundles.Program(tuple(stores), store, bundles.Part(0, 22, inner=[steps]))
-    usual = Branch(frozenset({"/k.py:5"}), False, 1.0, "data", is_usual=True)
-    rare = Branch(frozenset({"/k.py:8"}), False, 0.0, "data")
-    read = bundles.schedule(whole, CHIPS["v6e"], branches=[usual, rare])
+    whole = bundles.Program(*of_stores(*[0] * 12, *[5] * 6, *[8] * 4), bundles.Part(0, 22, inner=[steps]))
+    read = bundles.schedule(whole, CHIPS["v6e"], branches=usual_and_rare(5, 8))
     assert (read.step_bundles, read.periodic_bundles) == (1 + 2 * 11 + 6, 0)
+
+
+def test_a_grid_of_one_step_has_branches_as_others():
+    """It has no loop over the grid; of what is not known there the part that stores more would count."""
+    whole = bundles.Part(0, 22, inner=[bundles.Part(12, 16), bundles.Part(16, 22)])
+    read = bundles.schedule(
+        bundles.Program(*of_stores(*[0] * 12, *[5] * 4, *[8] * 6), whole), CHIPS["v6e"], branches=usual_and_rare(5, 8)
+    )
+    assert read.step_bundles == 12 + 4
+
+
+@pytest.mark.parametrize("copies", [0, 5], ids=["alone", "after a copy"])
+def test_branches_of_one_line_are_told_apart_by_their_order(copies):
+    """One that always runs has no code of its own, and the shortest may have none; of a copy that the compiler makes a
+    bundle is on that line too."""
+    lines = [0] * 12 + [5] * bool(copies) + [0] * copies + [5] * 10
+    parts = [bundles.Part(12, len(lines) - 10)] * bool(copies)
+    parts += [bundles.Part(len(lines) - 10, len(lines) - 6), bundles.Part(len(lines) - 6, len(lines))]
+    usual, rare = (replace(branch, operations=9) for branch in usual_and_rare(5, 5))
+    always = replace(usual, of="", is_usual=False)
+    first = replace(always, share=0.5, operations=2)
+    whole = bundles.Program(*of_stores(*lines), bundles.Part(0, len(lines), inner=parts))
+    read = bundles.schedule(whole, CHIPS["v6e"], branches=[always, first, usual, rare])
+    assert read.step_bundles == 12 + 4
 
 
 def test_what_runs_where_a_rare_part_does_not_is_seen_in_the_source():
