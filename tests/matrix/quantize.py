@@ -90,6 +90,7 @@ MATRIX = [dict(M=256, K=384)]
 ODD = [dict(M=37, K=96)]
 WEIGHTS = [dict(G=3, K=128, N=256)]
 EMPTY = [dict(M=0, K=128)]
+LONG = [dict(M=3, K=2**16 + 512)]  # rows of more than a TPU's tile
 # Zero blocks, subnormal ones (tpu-inference#1867: absmax 1e-40 gives NaN), the smallest and the largest; every bit.
 EXTREME = ["ranges", "bits"]
 ALONG = [1, 0, (0, 1)]  # 1x128, 128x1, 128x128
@@ -105,6 +106,7 @@ def with_quantiser_cases(quantiser: Op, to: list[str]) -> Op:
         quantiser.grid(ODD, dtype=[(F16, to[0])], data=["bits"], axis=[-1], block_size=[32]),
         quantiser.grid(WEIGHTS, dtype=[(BF16, to[0])], data=["wide"], axis=[(1, 2)]),
         quantiser.grid(EMPTY, dtype=[(BF16, to[0])], axis=[1]),
+        quantiser.grid(LONG, dtype=[(BF16, to[0])], axis=[1], block_size=[None]),
         quantiser.grid(
             MATRIX, dtype=[(dtype, q) for dtype in (BF16, F32, F16) for q in to], axis=ALONG,
             data=EXTREME, block_size=[32, 128, None], tier="full",

@@ -282,10 +282,11 @@ def scaled_and_cut(factors, x, y):
 
 
 @pytest.mark.parametrize("both", [True, False], ids=["both", "rows"])
-@pytest.mark.parametrize("name", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("name", ["fp8", "per channel", "mxfp8"])
 def test_what_is_quantised_where_it_is_computed_has_its_bits(name, both):
-    """In two tiles, the second with fewer rows; each has numbers that no short way takes."""
-    target, block = TPU_FORMATS["float8_e4m3fn"], 32 if name == "mxfp8" else 128
+    """In two tiles, the second with fewer rows; each has numbers that no short way takes. Per channel they share all
+    columns, of which two have such numbers."""
+    target, block = TPU_FORMATS["float8_e4m3fn"], {"fp8": 128, "per channel": None, "mxfp8": 32}[name]
     scaling = mxfp8.PowerScales(target, "up") if name == "mxfp8" else kernels.FloatScales(target)
     m, n = 1152, 256
     rng = np.random.default_rng(0)
@@ -293,7 +294,8 @@ def test_what_is_quantised_where_it_is_computed_has_its_bits(name, both):
     x, y = (rng.integers(-(2**14), 2**14, (m, n)).astype(np.float32) for _ in range(2))
     x[300, [3, 200]] = np.nan, np.inf
     y[1100:1104] *= np.float32(2.0**-100)
-    arrays, blocks = (to_jax(x), to_jax(y)), ((1, block), (block, 1))[: 1 + both]
+    y[1090, 7] = np.inf
+    arrays, blocks = (to_jax(x), to_jax(y)), ((1, block or n), (block or m, 1))[: 1 + both]
     tiles = tiles_computed(scaled_and_cut, arrays, blocks, scaling)
     assert tiles.rows < m and m % tiles.rows
     found, sums = quantize_computed(

@@ -1,11 +1,11 @@
 """The kernels that quantise and dequantise arrays in blocks that share a scale.
 
-A block is read once, for its largest magnitude and its codes; one that is longer than a tile is walked twice. What a
+A block is read once, for its largest magnitude and its codes; one that is longer than a tile by two kernels. What a
 scale is, how an element becomes a code, and a code a value, is the caller's: a `Scaling`, and a `Decode`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from itertools import product
 from typing import Any, NamedTuple, Protocol
@@ -83,7 +83,7 @@ def quantize_blocks(
         return Quantized(jnp.zeros(x.shape, scaling.format.dtype), jnp.ones(scale_shape, scaling.scale_dtype))
     layout = Layout.of(x.shape, blocks)
     tiles = Tiles.of(layout.shape, [layout.block])
-    ((codes, scale),) = _quantize_call(layout.view(x), {str: layout.block}, tiles, scaling, interpret)
+    ((codes, scale),) = _quantized(layout.view(x), Pass({str: layout.block}, tiles, scaling, interpret))
     return Quantized(layout.restore(codes, x.shape), scale.reshape(scale_shape))
 
 
@@ -110,7 +110,7 @@ def dual_quantize_blocks(
         return DualQuantized(*pairs)
     outputs: list[jax.Array] = []
     by: dict[Rename, ScaleBlock] = {rowwise: layouts[0].block, columnwise: layouts[1].block}
-    for codes, scale in _quantize_call(layouts[0].view(x), by, tiles, scaling, interpret):
+    for codes, scale in _quantized(layouts[0].view(x), Pass(by, tiles, scaling, interpret)):
         outputs += [codes.reshape(x.shape), scale.reshape(x.shape[:-2] + scale.shape[1:])]
     return DualQuantized(*outputs)
 
@@ -154,49 +154,50 @@ def check_finite_here(x: jax.Array, nan: bool) -> None:
         check_finite_values(int(np.isinf(values).sum()), int(np.isnan(values).sum()) if nan else 0)
 
 
-def _quantize_call(
-    x: jax.Array,
-    blocks: dict[Rename, ScaleBlock],
-    tiles: Tiles,
-    scaling: Scaling,
-    interpret: bool | pltpu.InterpretParams,
-) -> list[Quantized]:
-    """x [A, R, C], quantised by each of `blocks`, in one pass (two where tiles share their blocks).
-
-    blocks: by the names that a probe is shown their sites under.
-    """
+def _quantized(x: jax.Array, how: "Pass") -> list[Quantized]:
+    """x [A, R, C], quantised by each of the pass's blocks."""
     x = kernel_operand(x)
-    passes = 2 if tiles.spanned else 1
-
-    def x_tile(a: Any, i: Any, j: Any, step: Any) -> Any:
-        return tiles.at(a, i, j, step % tiles.steps)
-
-    def q_tile(a: Any, i: Any, j: Any, step: Any) -> Any:
-        return tiles.at(a, i, j, jnp.maximum(step - (passes - 1) * tiles.steps, 0))
-
-    code, each = stored_dtypes(scaling, interpret)
-    a, rows, columns = x.shape
-    codes = jax.ShapeDtypeStruct(x.shape, code)
-    scales = [jax.ShapeDtypeStruct((a, rows // r, columns // c), each) for r, c in blocks.values()]
-    results: list[Quantized] = call(
-        partial(_quantize_kernel, blocks=blocks, tiles=tiles, scaling=scaling, is_interpreted=bool(interpret)),
+    results = how.results(x)
+    stored: list[Any] = call(
+        partial(_quantize_kernel, how=how),
         name="quantize",
-        grid=(*tiles.walks, passes * tiles.steps),
+        grid=(*how.tiles.walks, how.tiles.steps),
         parallel=3,
-        operands=tiles.elements_of(x, x_tile),
-        out=[
-            Quantized(tiles.elements_of(codes, q_tile), tiles.scales_of(scale, block))
-            for scale, block in zip(scales, blocks.values(), strict=True)
-        ],
-        scratch=_Scratch.of(x, tiles, list(blocks.values())),
+        operands=how.tiles.elements_of(x, how.tiles.at),
+        out=results,
+        scratch=how.memory(),
         cost=pl.CostEstimate(
-            flops=40 * x.size * len(blocks),
+            flops=x.size * sum(2 if how.tiles.shares(block) else 40 for block in how.blocks.values()),
             transcendentals=0,
-            bytes_accessed=passes * bytes_of(x) + bytes_of([codes] * len(blocks), scales),
+            bytes_accessed=bytes_of(x, [block.array for block in jax.tree.leaves(results)]),
         ),
-        interpret=interpret,
+        interpret=how.interpret,
     )
-    return [as_returned(result, scaling) for result in results]
+    return how.returned(x, stored)
+
+
+def _encoded(x: jax.Array, maxima: "Maxima", how: "Pass") -> Quantized:
+    """x [A, R, C] in blocks that were measured, as kernels store it."""
+    tiles, (block,) = how.tiles, how.blocks.values()
+    out, (given,) = how.codes(block), how.memory()
+    stored: Quantized = call(
+        partial(_encode_kernel, how=how),
+        name="encode",
+        grid=(*tiles.walks, tiles.steps),
+        parallel=3,
+        operands=_Measured(
+            tiles.elements_of(x, tiles.at), jax.tree.map(lambda each: tiles.maxima_of(each, block), maxima)
+        ),
+        out=out,
+        scratch=_Scratch(given, None if maxima.shown is None else pltpu.SMEM((1,), jnp.int32)),
+        cost=pl.CostEstimate(
+            flops=40 * x.size,
+            transcendentals=0,
+            bytes_accessed=bytes_of(x, maxima, [block.array for block in out]),
+        ),
+        interpret=how.interpret,
+    )
+    return stored
 
 
 def stores_scales(tiles: Tiles, scaling: Scaling) -> bool:
@@ -204,37 +205,26 @@ def stores_scales(tiles: Tiles, scaling: Scaling) -> bool:
     return tiles.steps_r == 1 or jnp.dtype(scaling.scale_dtype).itemsize > 1
 
 
-def stored_dtypes(scaling: Scaling, interpret: bool | pltpu.InterpretParams) -> list[jnp.dtype[Any]]:
-    """The dtypes in which a kernel stores codes and scales.
+class Maxima(NamedTuple):
+    """The largest magnitudes of blocks that tiles share, of rows that share one each in its place of a register.
 
-    Interpreted, bytes are int8 until the end: XLA's CPU backend copies fp8 by conversions that change NaNs.
+    finite: of what is finite. shown: not finite from where an element is not; None where no code may be short.
     """
-    dtypes = [jnp.dtype(name) for name in (scaling.format.dtype, scaling.scale_dtype)]
-    return [jnp.dtype(jnp.int8) if interpret and dtype.itemsize == 1 else dtype for dtype in dtypes]
+
+    finite: Any
+    shown: Any
 
 
-def as_returned(stored: Quantized, scaling: Scaling) -> Quantized:
-    """What a kernel stored, in the dtypes of codes and scales."""
-    dtypes = scaling.format.dtype, scaling.scale_dtype
-    return Quantized(*(lax.bitcast_convert_type(x, jnp.dtype(name)) for x, name in zip(stored, dtypes, strict=True)))
+class _Measured(NamedTuple):
+    x: Any
+    maxima: Maxima
 
 
 class _Scratch(NamedTuple):
-    """Memory of a walk. given: for what the elements of each block are encoded with, for its maxima before.
+    """Memory of a walk that encodes: what each block is given, and whether by `encode_short` [1], where that may be."""
 
-    Where tiles are walked twice and may be encoded by `encode_short`: shown, for maxima that are not finite from where
-    an element is not, and is_short [1], whether the second walk does it.
-    """
-
-    given: list[Any]
-    shown: Any = None
-    is_short: Any = None
-
-    @classmethod
-    def of(cls, x: jax.Array, tiles: Tiles, blocks: Sequence[ScaleBlock]) -> "_Scratch":
-        """For a walk over x."""
-        each = given_memory(tiles, blocks)
-        return cls(each, each, pltpu.SMEM((1,), jnp.int32)) if tiles.spanned and _may_be_short(x) else cls(each)
+    given: Any
+    is_short: Any
 
 
 def _may_be_short(x: Any) -> bool:
@@ -242,92 +232,134 @@ def _may_be_short(x: Any) -> bool:
     return bool(x.dtype in (jnp.bfloat16, jnp.float32) and not active())
 
 
-def _quantize_kernel(
-    x: Any,
-    outputs: list[Quantized],
-    scratch: _Scratch,
-    *,
-    blocks: dict[Rename, ScaleBlock],
-    tiles: Tiles,
-    scaling: Scaling,
-    is_interpreted: bool,
-) -> None:
-    """A step of a walk: all of a tile that has whole blocks, the first or the second pass over one that has not."""
-    step = pl.program_id(3)
-    _, row, column = tiles.at(0, pl.program_id(1), pl.program_id(2), step % tiles.steps)
+class Pass(NamedTuple):
+    """A pass over an array [A, R, C] in tiles, by each of `blocks`.
 
-    def ways_with(memory: list[Any]) -> list[Way]:
+    Tiles are quantised. Blocks that several share are measured, and encoded in a pass of their own.
+    blocks: by the names that a probe is shown their sites under.
+    """
+
+    blocks: Mapping[Rename, ScaleBlock]
+    tiles: Tiles
+    scaling: Scaling
+    interpret: bool | pltpu.InterpretParams
+
+    def results(self, x: Any) -> list[Any]:
+        """What a kernel returns of x by each of the blocks: codes and scales, or `Maxima`."""
         return [
-            Way(name, x, out, TileScales(given, block, tiles), scaling, (row, column), is_interpreted)
-            for (name, block), out, given in zip(blocks.items(), outputs, memory, strict=True)
+            self._maxima(block, _may_be_short(x)) if self.tiles.shares(block) else self.codes(block)
+            for block in self.blocks.values()
         ]
 
-    ways, may_be_short = ways_with(scratch.given), _may_be_short(x)
-    if tiles.spanned:
-        _walk_twice(step, tiles, ways, ways_with(scratch.shown) if may_be_short else [], scratch.is_short)
-    else:
-        quantize_tile([ways])
+    def _maxima(self, block: ScaleBlock, may_be_short: bool) -> "Maxima":
+        each = self.tiles.maxima_of(jax.ShapeDtypeStruct(self.tiles.maxima_shape(block), jnp.float32), block)
+        return Maxima(each, each if may_be_short else None)
+
+    def codes(self, block: ScaleBlock) -> Quantized:
+        """What a kernel returns that encodes.
+
+        Interpreted, bytes are int8 until the end: XLA's CPU backend copies fp8 by conversions that change NaNs.
+        """
+        a, rows, columns = self.tiles.shape
+        dtypes = [jnp.dtype(name) for name in (self.scaling.format.dtype, self.scaling.scale_dtype)]
+        stored = [jnp.dtype(jnp.int8) if self.interpret and dtype.itemsize == 1 else dtype for dtype in dtypes]
+        shapes = (a, rows, columns), (a, rows // block[0], columns // block[1])
+        codes, scale = map(jax.ShapeDtypeStruct, shapes, stored)
+        return Quantized(self.tiles.elements_of(codes, self.tiles.at), self.tiles.scales_of(scale, block))
+
+    def memory(self) -> list[Any]:
+        """For what the blocks of a tile are given."""
+        return [pltpu.VMEM(self.tiles.maxima(block), jnp.float32) for block in self.blocks.values()]
+
+    def tile(self, x: Any, results: list[Any], memory: list[Any]) -> "Tile":
+        """Within a kernel, the tile of x at this step; results and memory: as the methods of these names."""
+        _, *place = self.tiles.at(*map(pl.program_id, range(4)))
+        tile = Tile(x, [], [])
+        for (name, block), result, given in zip(self.blocks.items(), results, memory, strict=True):
+            blocks = TileBlocks(x, TileScales(given, block, self.tiles), place, bool(self.interpret))
+            if isinstance(result, Maxima):
+                tile.shared.append(Maxima(*(ref if ref is None else blocks.kept_in(ref) for ref in result)))
+            else:
+                tile.ways.append(Way(name, blocks, result, self.scaling))
+        return tile
+
+    def returned(self, x: jax.Array, stored: Sequence["Quantized | Maxima"]) -> list[Quantized]:
+        """What a kernel stored of x, in the dtypes of codes and scales; where that is maxima, x is encoded."""
+        quantized, dtypes = [], (self.scaling.format.dtype, self.scaling.scale_dtype)
+        for got, (name, block) in zip(stored, self.blocks.items(), strict=True):
+            if isinstance(got, Maxima):
+                tiles = Tiles.of(self.tiles.shape, [block])
+                got = _encoded(x, got, self._replace(blocks={name: block}, tiles=tiles))
+            parts = zip(got, map(jnp.dtype, dtypes), strict=True)
+            quantized.append(Quantized(*(lax.bitcast_convert_type(part, dtype) for part, dtype in parts)))
+        return quantized
 
 
-def quantize_tile(arrays: Sequence[Sequence["Way"]]) -> None:
-    """Measure and encode a tile that has whole blocks: of each array, of one dtype, in its ways."""
-    may_be_short = _may_be_short(arrays[0][0].x)
+def _quantize_kernel(x: Any, results: list[Any], memory: list[Any], *, how: Pass) -> None:
+    quantize_tile([how.tile(x, results, memory)])
+
+
+def quantize_tile(arrays: "Sequence[Tile]") -> None:
+    """Measure a tile of each array, all of one dtype, and encode it in its ways."""
+    may_be_short = _may_be_short(arrays[0].x)
+    encoded = [tile.ways for tile in arrays if tile.ways]
+    maxima = [each for tile in arrays for each in tile.shared]
+    memory: list[TileBlocks] = jax.tree.leaves(maxima, is_leaf=lambda each: isinstance(each, TileBlocks))
 
     def measure(is_finite: bool) -> None:
-        for ways in arrays:
-            _clear(ways)
-            _measure(ways, is_finite)
-            _reduce(ways)
+        for tile in arrays:
+            own = [way.blocks for way in tile.ways]
+            _clear(own)
+            _measure([*own, *(each.shown if is_finite else each.finite for each in tile.shared)], is_finite)
+            _reduce(own)
 
     def encode(is_short: bool) -> None:
-        for ways in arrays:
+        for ways in encoded:
             _finish(ways, is_short)
             _encode(ways, is_short)
 
+    def usual() -> None:
+        for each in maxima:
+            each.finite.given.ref[...] = each.shown.given.ref[...]
+        encode(is_short=True)
+
+    step, steps = pl.program_id(3), pl.num_programs(3)
+    if maxima:
+        pl.when(step == 0)(partial(_clear, memory))
     measure(is_finite=may_be_short)
-    if not may_be_short:
+    if may_be_short:
+        are_usual = [way.blocks.is_usual() for ways in encoded for way in ways]
+        is_usual = reduce(jnp.logical_and, are_usual + [each.shown.is_finite() for each in maxima])
+        rarely(jnp.logical_not(is_usual))(partial(measure, is_finite=False))
+        pl.when(is_usual)(usual)
+        rarely(jnp.logical_not(is_usual))(partial(encode, is_short=False))
+    else:
         encode(is_short=False)
-        return
-    is_usual = reduce(jnp.logical_and, map(_are_usual, arrays))
-    rarely(jnp.logical_not(is_usual))(partial(measure, is_finite=False))
-    pl.when(is_usual)(partial(encode, is_short=True))
-    rarely(jnp.logical_not(is_usual))(partial(encode, is_short=False))
+    if maxima:
+        pl.when(step == steps - 1)(partial(_reduce, memory))
 
 
-def _walk_twice(step: Any, tiles: Tiles, ways: Sequence["Way"], shown: Sequence["Way"], is_short: Any) -> None:
-    """A step of a walk whose tiles share their blocks: the first time they are measured, the second encoded.
+def _encode_kernel(operands: _Measured, out: Quantized, scratch: _Scratch, *, how: Pass) -> None:
+    """A step of a walk over tiles whose blocks were measured."""
+    step, (finite, shown) = pl.program_id(3), operands.maxima
+    ways = how.tile(operands.x, [out], [scratch.given]).ways
 
-    shown: the same ways with memory for maxima that show what is not finite, where codes may be short; as long as all
-    is, they are the maxima. is_short: see `_Scratch`.
-    """
+    @pl.when(step == 0)
+    def begin() -> None:
+        scratch.given[...] = finite[...]
+        if shown is not None:
+            scratch.is_short[0] = ways[0].blocks.kept_in(shown).is_usual().astype(jnp.int32)
 
-    @pl.when(step < tiles.steps)
-    def measure() -> None:
-        pl.when(step == 0)(partial(_clear, [*ways, *shown]))
-        if not shown:
-            _measure(ways, is_finite=False)
-            return
-        _measure(shown, is_finite=True)
-        is_finite = reduce(jnp.logical_and, [jnp.max(way.given.ref[...]) < jnp.inf for way in shown])
+    def encode(is_short: bool) -> None:
+        pl.when(step == 0)(partial(_finish, ways, is_short))
+        _encode(ways, is_short)
 
-        @pl.when(is_finite)
-        def take() -> None:
-            for way, each in zip(ways, shown, strict=True):
-                way.given.ref[...] = each.given.ref[...]
-
-        rarely(jnp.logical_not(is_finite))(partial(_measure, ways, is_finite=False))
-
-    @pl.when(step == tiles.steps - 1)
-    def finish() -> None:
-        _reduce([*ways, *shown])
-        if shown:
-            is_short[0] = _are_usual(shown).astype(jnp.int32)
-
-    for short in (False, True) if shown else (False,):
-        here = is_short[0] == int(short) if shown else True
-        when = rarely if shown and not short else pl.when
-        when((step == tiles.steps - 1) & here)(partial(_finish, ways, is_short=short))
-        when((step >= tiles.steps) & here)(partial(_encode, ways, is_short=short))
+    if shown is None:
+        encode(is_short=False)
+    else:
+        is_short = scratch.is_short[0] == 1
+        pl.when(is_short)(partial(encode, is_short=True))
+        rarely(jnp.logical_not(is_short))(partial(encode, is_short=False))
 
 
 class TileScales(NamedTuple):
@@ -337,6 +369,11 @@ class TileScales(NamedTuple):
     block: ScaleBlock
     tiles: Tiles
     first: Any = 0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other tiles have parts of the same blocks."""
+        return self.tiles.shares(self.block)
 
     @property
     def is_whole(self) -> tuple[bool, bool]:
@@ -363,30 +400,31 @@ class TileScales(NamedTuple):
         return jnp.concatenate(registers, axis=1)
 
 
-class Way(NamedTuple):
-    """One of the ways in which a tile of x is quantised.
+class TileBlocks(NamedTuple):
+    """The blocks of a tile of x.
 
     given: memory for what the elements of each block are encoded with, for its maxima before: of rows that share a
     block one for each row of a register.
     """
 
-    name: Rename
     x: Any
-    out: Quantized
     given: TileScales
-    scaling: Scaling
-    place: tuple[Any, Any]  # of the tile, counted in tiles
+    place: Sequence[Any]  # of the tile, counted in tiles: its row and column
     is_interpreted: bool
+
+    def kept_in(self, ref: Any) -> "TileBlocks":
+        """The same blocks with other memory."""
+        return self._replace(given=self.given._replace(ref=ref))
 
     @property
     def rows_at_once(self) -> int:
         """Rows that may be measured at once."""
         r = self.given.block[0]
-        return SUBLANES if self.given.tiles.spanned or self.given.is_whole[0] or r > MOST_AT_ONCE else max(r, SUBLANES)
+        return SUBLANES if self.given.is_shared or self.given.is_whole[0] or r > MOST_AT_ONCE else max(r, SUBLANES)
 
     def is_gathered(self, at_once: int) -> bool:
         """Whether a block has more rows than are measured at once."""
-        return self.given.tiles.spanned or self.given.is_whole[0] or self.given.block[0] > at_once
+        return self.given.is_shared or self.given.is_whole[0] or self.given.block[0] > at_once
 
     def measure(self, rows: Any, values: jax.Array) -> None:
         """Put the maxima of rows, whose magnitudes are values, in their place."""
@@ -420,6 +458,10 @@ class Way(NamedTuple):
                 most = maxima_of_rows([ref[8 * i : 8 * i + 8, columns] for i in here])
                 ref[here.start : here.stop, columns] = most[: len(here)]
 
+    def is_finite(self) -> Any:
+        """Whether all that was measured is."""
+        return jnp.max(self.given.ref[...]) < jnp.inf
+
     def is_usual(self) -> Any:
         """Whether all elements are finite, and the maximum of every block 0 or at least USUAL."""
         tiles = self.given.tiles
@@ -427,24 +469,6 @@ class Way(NamedTuple):
         if tiles.shape[1] % tiles.rows or tiles.shape[2] % tiles.columns:  # beyond the array the tile holds garbage
             most = jnp.where(self.are_there(most.shape), most, 0.0)
         return (jnp.min(jnp.where(most == 0, USUAL, most)) >= USUAL) & (jnp.max(most) < jnp.inf)
-
-    def finish(self, is_short: bool) -> None:
-        """Return what is kept of the blocks, and put what `encode` (or `encode_short`) needs in place of the maxima."""
-        ref, block, tiles, _ = self.given
-        count = tiles.scales(block)[0]
-        absmax = ref[:count, :]
-        kept, given = self.scaling.short(absmax, self.x.dtype) if is_short else [self.scaling.kept(absmax)] * 2
-        stored = lax.bitcast_convert_type(self.scaling.stored(kept), self.out.scale.dtype)
-        if tiles.steps_r == 1 or self.given.is_whole[0]:
-            self.out.scale[:count, :] = stored
-        else:
-            for i in range(count):
-                self.out.scale[pl.ds(self.place[0] % tiles.steps_r * count + i, 1), :] = stored[i : i + 1]
-        ref[:count, :] = given
-        if active():
-            there = self.are_there(kept.shape)
-            probe("absmax", jnp.where(absmax < SMALLEST, 0.0, absmax), there)
-            probe("scale", self.scaling.scale(kept), there)
 
     def are_there(self, shape: tuple[int, ...]) -> jax.Array:
         """Which of the tile's blocks, of so many rows and columns, the array has."""
@@ -456,40 +480,64 @@ class Way(NamedTuple):
         return _is_there(shape, first, end)
 
 
-def given_memory(tiles: Tiles, blocks: Sequence[ScaleBlock]) -> list[Any]:
-    """Memory for what the blocks of a tile are given, in each way."""
+class Way(NamedTuple):
+    """One of the ways in which a tile is quantised."""
 
-    def shape(block: ScaleBlock) -> tuple[int, int]:
-        rows, _ = tiles.scales(block)
-        return rows if 1 == block[0] < tiles.shape[1] else 8 * rows, tiles.scales_of_walk(block)[1]
+    name: Rename
+    blocks: TileBlocks
+    out: Quantized
+    scaling: Scaling
 
-    return [pltpu.VMEM(shape(block), jnp.float32) for block in blocks]
+    def finish(self, is_short: bool) -> None:
+        """Return what is kept of the blocks, and put what `encode` (or `encode_short`) needs in place of the maxima."""
+        given, place = self.blocks.given, self.blocks.place
+        ref, block, tiles, _ = given
+        count = tiles.scales(block)[0]
+        absmax = ref[:count, :]
+        kept, factors = self.scaling.short(absmax, self.blocks.x.dtype) if is_short else [self.scaling.kept(absmax)] * 2
+        stored = lax.bitcast_convert_type(self.scaling.stored(kept), self.out.scale.dtype)
+        if tiles.steps_r == 1 or block[0] == 1 or given.is_whole[0]:
+            self.out.scale[:count, :] = stored
+        else:
+            for i in range(count):
+                self.out.scale[pl.ds(place[0] % tiles.steps_r * count + i, 1), :] = stored[i : i + 1]
+        ref[:count, :] = factors
+        if active():
+            there = self.blocks.are_there(kept.shape)
+            probe("absmax", jnp.where(absmax < SMALLEST, 0.0, absmax), there)
+            probe("scale", self.scaling.scale(kept), there)
 
 
-def _at_once(ways: Sequence[Way]) -> int:
+class Tile(NamedTuple):
+    """A tile of an array, the ways in which it is quantised, and `Maxima` of the blocks that it shares."""
+
+    x: Any
+    ways: list[Way]
+    shared: list[Maxima]
+
+
+def _at_once(blocks: Sequence[TileBlocks]) -> int:
     """Rows of a tile that are measured at once."""
-    return min(way.rows_at_once for way in ways)
+    return min(each.rows_at_once for each in blocks)
 
 
-def _clear(ways: Sequence[Way]) -> None:
-    for way in ways:
-        if way.is_gathered(_at_once(ways)):
-            way.given.ref[...] = jnp.zeros_like(way.given.ref)
+def _clear(blocks: Sequence[TileBlocks]) -> None:
+    for each in blocks:
+        if each.is_gathered(_at_once(blocks)):
+            each.given.ref[...] = jnp.zeros_like(each.given.ref)
 
 
-def _measure(ways: Sequence[Way], is_finite: bool) -> None:
+def _measure(blocks: Sequence[TileBlocks], is_finite: bool) -> None:
     """Measure the blocks of a tile in each way; what is not finite is infinite or NaN if is_finite, else 0."""
-    if not ways:
-        return
-    x, tiles, at_once = ways[0].x, ways[0].given.tiles, _at_once(ways)
+    x, tiles, at_once = blocks[0].x, blocks[0].given.tiles, _at_once(blocks)
 
     def of_rows(rows: Any) -> None:
         values = x[rows, :] if is_finite or chip.computes_bfloat16() else x[rows, :].astype(jnp.float32)
         values = jnp.abs(values)
-        if not is_finite or ways[0].is_interpreted:  # XLA's maximum drops NaN on CPUs; a TPU's is NaN
+        if not is_finite or blocks[0].is_interpreted:  # XLA's maximum drops NaN on CPUs; a TPU's is NaN
             values = jnp.where(values < jnp.inf, values, jnp.inf if is_finite else 0)
-        for way in ways:
-            way.measure(rows, values)
+        for each in blocks:
+            each.measure(rows, values)
 
     most = _straight(1) // (at_once * tiles.columns) if is_finite else 1
     _for_rows(tiles.rows, at_once, of_rows, _divisor(tiles.rows // at_once, most))
@@ -503,13 +551,9 @@ def _straight(count: int) -> int:
     return 2**19 // count if chip.computes_bfloat16() else 2**17
 
 
-def _reduce(ways: Sequence[Way]) -> None:
-    for way in ways:
-        way.reduce()
-
-
-def _are_usual(ways: Sequence[Way]) -> Any:
-    return reduce(jnp.logical_and, [way.is_usual() for way in ways])
+def _reduce(blocks: Sequence[TileBlocks]) -> None:
+    for each in blocks:
+        each.reduce()
 
 
 def _finish(ways: Sequence[Way], is_short: bool) -> None:
@@ -520,16 +564,17 @@ def _finish(ways: Sequence[Way], is_short: bool) -> None:
 
 def _encode(ways: Sequence[Way], is_short: bool) -> None:
     """Write the codes of a tile; is_short: by `encode_short`."""
-    x, tiles, scaling = ways[0].x, ways[0].given.tiles, ways[0].scaling
+    x, given, (row, column), _ = ways[0].blocks
+    tiles, scaling = given.tiles, ways[0].scaling
     rarely = not is_short and _may_be_short(x)
     straight = _straight(len(ways)) if is_short else 1 if rarely else math.prod(SLICE)
 
     def write(rows: Any, columns: Any) -> None:
         values = x[rows, columns]
         for way in ways:
-            given = way.given.spread(rows, columns, scaling.factor_dtype(x.dtype) if is_short else "float32")
+            given = way.blocks.given.spread(rows, columns, scaling.factor_dtype(x.dtype) if is_short else "float32")
             if active():
-                first = way.place[0] * tiles.rows + rows.start, way.place[1] * tiles.columns + columns.start
+                first = row * tiles.rows + rows.start, column * tiles.columns + columns.start
                 each = jnp.broadcast_to(scaling.scale(given), values.shape)
                 with renamed(way.name):
                     probe("spread", each, _is_there(each.shape, first, tiles.shape[1:]))
@@ -538,7 +583,7 @@ def _encode(ways: Sequence[Way], is_short: bool) -> None:
             )
             way.out.qvalue[rows, columns] = lax.bitcast_convert_type(codes, way.out.qvalue.dtype)
 
-    _for_parts(tiles, [way.given.block for way in ways], write, straight)
+    _for_parts(tiles, [way.blocks.given.block for way in ways], write, straight)
 
 
 def _over(index: Any, size: int) -> Any:

@@ -3,7 +3,7 @@
 A tile of each array is computed in VMEM, and there it is measured and encoded as `_lib/blocks.py` does it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,21 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from op_arguments.probe import Rename
 from op_arguments.quantize import Quantized
 from tpu_kernels._lib.activations import fold_nearby
-from tpu_kernels._lib.blocks import (
-    Scaling,
-    TileScales,
-    Way,
-    as_returned,
-    columnwise,
-    given_memory,
-    quantize_tile,
-    rowwise,
-    stored_dtypes,
-    stores_scales,
-)
+from tpu_kernels._lib.blocks import Pass, Scaling, columnwise, quantize_tile, rowwise, stores_scales
 from tpu_kernels._lib.call import Block, bytes_of, call, jit
 from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.layout import SUBLANES, ScaleBlock, Tiles, tile_size
@@ -56,12 +44,15 @@ class _Operands(NamedTuple):
 
 
 class _Output(NamedTuple):
-    ways: list[list[Quantized]]
+    """Of each array the pass's results, the sums, and the arrays themselves if tiles share blocks, else none."""
+
+    results: list[list[Any]]
     sums: Any
+    kept: list[Any]
 
 
 class _Scratch(NamedTuple):
-    """Memory of a tile: the arrays computed, a value for each row in all lanes, and `given_memory` of each array."""
+    """Memory of a tile: the arrays that are not kept, a value for each row in all lanes, and the pass's of each."""
 
     computed: list[Any]
     of_rows: Any
@@ -73,14 +64,15 @@ def tiles_computed(
 ) -> Tiles | None:
     """The tiles of `quantize_computed` for arrays [M, N]; None where it does not take them.
 
-    A tile has whole rows and blocks, in whole registers. VMEM holds given arrays twice, computed ones once.
+    A tile has whole rows, in whole registers, and whole blocks but of a whole column. VMEM holds given arrays twice,
+    and computed ones once, or twice where memory keeps them.
     """
     m, n = arrays[0].shape
     if not (m and n) or m % LANES or n % COLUMNS:
         return None
     size = min(tile_size() * 3 // (2 * (len(arrays) + _count(compute, len(arrays)))), MOST_ROWS * n)
-    tiles = Tiles.of((1, m, n), blocks, size)
-    fits = tiles.columns == n and tiles.rows * n <= size and not tiles.spanned and tiles.rows % LANES == 0
+    tiles = Tiles.of((1, m, n), blocks, size // (LANES * n) * LANES * n)
+    fits = tiles.columns == n and tiles.rows * n <= size and tiles.rows % LANES == 0
     return tiles if fits and stores_scales(tiles, scaling) else None
 
 
@@ -107,10 +99,11 @@ def quantize_computed(
     """
     m, n = arrays[0].shape
     count = _count(compute, len(arrays))
-    code, each = stored_dtypes(scaling, interpret)
-    codes = jax.ShapeDtypeStruct((1, m, n), code)
-    scales = [jax.ShapeDtypeStruct((1, m // r, n // c), each) for r, c in blocks]
+    how = Pass(dict(zip((rowwise, columnwise), blocks, strict=False)), tiles, scaling, interpret)
+    computed = jax.ShapeDtypeStruct((1, m, n), jnp.float32)
     sums = jax.ShapeDtypeStruct((1, 1, m), jnp.float32)
+    results = [how.results(computed) for _ in range(count)]
+    kept = [computed] * count if tiles.spanned else []
 
     def elements(array: Any) -> Block:
         return tiles.elements_of(array, tiles.at)
@@ -118,54 +111,34 @@ def quantize_computed(
     def of_rows(array: Any) -> Block:
         return Block(array, (None, 1, tiles.rows), lambda *steps: (0, 0, tiles.at(*steps)[1]))
 
-    def ways() -> list[Quantized]:
-        return [
-            Quantized(elements(codes), tiles.scales_of(scale, block))
-            for scale, block in zip(scales, blocks, strict=True)
-        ]
-
     found: _Output = call(
-        partial(
-            _kernel,
-            compute=compute,
-            blocks=dict(zip((rowwise, columnwise), blocks, strict=False)),
-            tiles=tiles,
-            scaling=scaling,
-            is_interpreted=bool(interpret),
-        ),
+        partial(_kernel, compute=compute, how=how),
         name="quantize",
         grid=(*tiles.walks, tiles.steps),
         parallel=3,
         operands=_Operands(of_rows(factors.reshape(1, 1, m)), [elements(x[None]) for x in arrays]),
-        out=_Output([ways() for _ in range(count)], of_rows(sums)),
+        out=_Output(results, of_rows(sums), list(map(elements, kept))),
         scratch=_Scratch(
-            [pltpu.VMEM((tiles.rows, tiles.columns), jnp.float32) for _ in range(count)],
+            [pltpu.VMEM((tiles.rows, tiles.columns), jnp.float32) for _ in range(count - len(kept))],
             pltpu.VMEM((tiles.rows, LANES), jnp.float32),
-            [given_memory(tiles, blocks) for _ in range(count)],
+            [how.memory() for _ in range(count)],
         ),
         cost=pl.CostEstimate(
             flops=(20 + 40 * len(blocks)) * m * n * count,
             transcendentals=m * n,
-            bytes_accessed=bytes_of(factors, arrays, sums, [[codes] * len(blocks), scales] * count),
+            bytes_accessed=bytes_of(factors, arrays, sums, kept, [block.array for block in jax.tree.leaves(results)]),
         ),
         interpret=interpret,
     )
-    quantized = [[as_returned(way, scaling) for way in each] for each in found.ways]
+    quantized = [
+        how.returned(x, stored) for x, stored in zip(found.kept or [computed] * count, found.results, strict=True)
+    ]
     return [[Quantized(q.qvalue[0], q.scale[0]) for q in each] for each in quantized], found.sums[0, 0]
 
 
-def _kernel(
-    operands: _Operands,
-    out: _Output,
-    scratch: _Scratch,
-    *,
-    compute: Compute,
-    blocks: Mapping[Rename, ScaleBlock],
-    tiles: Tiles,
-    scaling: Scaling,
-    is_interpreted: bool,
-) -> None:
-    _, row, column = tiles.at(*map(pl.program_id, range(4)))
+def _kernel(operands: _Operands, out: _Output, scratch: _Scratch, *, compute: Compute, how: Pass) -> None:
+    tiles = how.tiles
+    arrays = out.kept or scratch.computed
     scratch.of_rows[...] = jnp.broadcast_to(operands.factors[...], (LANES, tiles.rows)).T
 
     def compute_rows(i: Any, _: None) -> None:
@@ -175,7 +148,7 @@ def _kernel(
         for first in range(0, tiles.columns, COLUMNS):
             columns = pl.ds(first, COLUMNS)
             computed = compute(factors, *(x[rows, columns] for x in operands.arrays))
-            for x, values in zip(scratch.computed, computed.arrays, strict=True):
+            for x, values in zip(arrays, computed.arrays, strict=True):
                 x[rows, columns] = values
             terms.append(jnp.zeros_like(factors) if computed.terms is None else computed.terms)
         sums = jnp.sum(fold_nearby(jnp.concatenate(terms), SUBLANES), axis=1, keepdims=True)
@@ -184,11 +157,5 @@ def _kernel(
     lax.fori_loop(0, tiles.rows // SUBLANES, compute_rows, None)
     out.sums[...] = scratch.of_rows[...].T[:1, :]
     quantize_tile(
-        [
-            [
-                Way(name, x, way, TileScales(memory, block, tiles), scaling, (row, column), is_interpreted)
-                for (name, block), way, memory in zip(blocks.items(), ways, given, strict=True)
-            ]
-            for x, ways, given in zip(scratch.computed, out.ways, scratch.given, strict=True)
-        ]
+        [how.tile(x, results, given) for x, results, given in zip(arrays, out.results, scratch.given, strict=True)]
     )

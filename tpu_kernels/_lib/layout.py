@@ -164,10 +164,29 @@ class Tiles(NamedTuple):
         r, c = block
         return 1 if r == rows else self.rows // r, 1 if c == columns else self.columns // c
 
+    def shares(self, block: ScaleBlock) -> bool:
+        """Whether tiles of a walk have parts of the same blocks."""
+        _, rows, columns = self.shape
+        return (block[0] == rows and self.steps_r > 1) or (block[1] == columns and self.steps_c > 1)
+
+    def maxima(self, block: ScaleBlock) -> tuple[int, int]:
+        """The rows and columns of maxima that a tile has: of rows that share a block one for each of a register."""
+        rows, _ = self.scales(block)
+        return rows if 1 == block[0] < self.shape[1] else 8 * rows, self.scales_of_walk(block)[1]
+
+    def maxima_shape(self, block: ScaleBlock) -> tuple[int, int, int]:
+        """Of the maxima of an array."""
+        a, rows, columns = self.shape
+        return a, rows if 1 == block[0] < rows else 8 * (rows // block[0]), columns // block[1]
+
+    def maxima_of(self, array: Any, block: ScaleBlock) -> Block:
+        """The maxima of a walk, the same at every step."""
+        return Block(array, (None, *self.maxima(block)), lambda a, i, j, step: (a, i, j))
+
     def scales_of_walk(self, block: ScaleBlock) -> tuple[int, int]:
         """The rows and columns of scales that a walk has in VMEM: whole registers."""
         rows, columns = self.scales(block)
-        rows *= 1 if block[0] == self.shape[1] else self.steps_r
+        rows *= self.steps_r if 1 < block[0] < self.shape[1] else 1
         return pl.cdiv(rows, 8) * 8, pl.cdiv(columns, LANES) * LANES
 
     def elements_of(self, array: Any, index: Callable[..., Any]) -> Block:
@@ -175,5 +194,9 @@ class Tiles(NamedTuple):
         return Block(array, (None, self.rows, self.columns), index)
 
     def scales_of(self, array: Any, block: ScaleBlock) -> Block:
-        """The scales [A, R / r, C / c] of a walk, the same at every step."""
-        return Block(array, (None, *self.scales_of_walk(block)), lambda a, i, j, step: (a, i, j))
+        """The scales [A, R / r, C / c] of a walk, the same at every step; of a tile where each row has one."""
+
+        def index(a: Any, i: Any, j: Any, step: Any) -> Any:
+            return a, self.at(a, i, j, step)[1] if 1 == block[0] < self.shape[1] else i, j
+
+        return Block(array, (None, *self.scales_of_walk(block)), index)

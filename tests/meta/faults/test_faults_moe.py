@@ -60,7 +60,7 @@ FAULTS = named({
     ],
     "what is computed takes what is another's": [
         tpu("moe_layer_bwd", "[scratch.of_rows[rows, :]]", "[scratch.of_rows[pl.ds(0, SUBLANES), :]]", computed),
-        tpu("moe_layer_bwd", "zip(scratch.computed, out.ways,", "zip(scratch.computed[::-1], out.ways,", computed),
+        tpu("moe_layer_bwd", "zip(arrays, out.results,", "zip(arrays[::-1], out.results,", computed),
     ],
     "isnan where isfinite is meant": [
         tpu("moe_layer_bwd", "jnp.where(jnp.isfinite(grad), grad,", "jnp.where(~jnp.isnan(grad), grad,", sanitized),

@@ -56,6 +56,11 @@ def tiled(c):
     return c.groups == "balanced" and c.M == 512
 
 
+def in_tiles(c):
+    """Blocks of more than a tile."""
+    return c.block_size is None and c.K > 2**16
+
+
 def overwritten(c):
     return c.existing_out and not c.shard
 
@@ -163,6 +168,9 @@ FAULTS = named({
         tpu("fp8_quantize int8_quantize", "return jnp.where(absmax < SMALLEST, 1.0, scale)",
             "return jnp.where(absmax < SMALLEST, 0.0, scale)", zero_blocks),
         gpu("fp8_quantize int8_quantize", "tl.where(largest == 0, ONE,", "tl.where(largest == 0, 0,", zero_blocks),
+    ],
+    "a scale is that of the last tile alone": [
+        tpu("fp8_quantize int8_quantize", "pl.when(step == 0)(partial(_clear, memory))", "_clear(memory)", in_tiles),
     ],
     "block_size is not forwarded": [
         tpu("grouped_dense grouped_dense_bwd", "fp8_quantize(x, axis, block_size",
