@@ -334,8 +334,8 @@ def _computed(
 
     They are quantised where they are computed, if tiles allow and no probe asks for what is at the `sites`.
     """
-    blocks, scaling = _ways(o, is_trained)
-    tiles = tiles_computed(compute, arrays, blocks, scaling) if blocks and active() is None else None
+    blocks, scaling = _ways(o, arrays[0].shape, is_trained)
+    tiles = tiles_computed(compute, arrays, blocks, scaling) if o.quantize and active() is None else None
     if tiles is not None:
         how: Any = {"blocks": blocks, "scaling": scaling, "tiles": tiles, "interpret": o.interpret}
         quantized, of_rows = quantize_computed(weights[:, 0], *arrays, compute=compute, **how)
@@ -346,14 +346,12 @@ def _computed(
     return [_activations(o, x, is_trained) for x in shown], sums
 
 
-def _ways(o: _Static, is_trained: bool) -> tuple[tuple[ScaleBlock, ...], Scaling]:
-    """The blocks of activations by rows, and (where it is trained) by columns, and their scales; none per channel."""
-    target = FORMATS["float8_e4m3fn"]
+def _ways(o: _Static, shape: tuple[int, ...], is_trained: bool) -> tuple[tuple[ScaleBlock, ...], Scaling]:
+    """The blocks of activations [M, F] by rows, and (where it is trained) by columns, and their scales."""
+    target, block = FORMATS["float8_e4m3fn"], MX_BLOCK if o.quantize == "mxfp8" else o.block_size
     scaling: Scaling = PowerScales(target, "up") if o.quantize == "mxfp8" else FloatScales(target)
-    block = {None: None, "fp8": o.block_size, "mxfp8": MX_BLOCK}[o.quantize]
-    if block is None:
-        return (), scaling
-    return ((1, block), (block, 1))[: 1 + is_trained], scaling
+    by_rows, by_columns = (1, block or shape[1]), (block or shape[0], 1)
+    return (by_rows, by_columns)[: 1 + is_trained], scaling
 
 
 @probing(None)

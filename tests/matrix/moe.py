@@ -398,6 +398,7 @@ LAYER = dict(T=60, D=128, F=128, E=4, k=2)
 IDLE = dict(T=9, D=72, F=40, E=12, k=2)  # experts without a token, and multiples of nothing
 DROPS = dict(T=33, D=72, F=40, E=5, k=3)
 TILED = dict(T=128, D=128, F=512, E=4, k=2)  # what lies between matmuls fills the tiles of a fused quantiser
+TILES = dict(T=144, D=128, F=256, E=16, k=8)  # and two of them, which share columns
 
 
 def with_layer_cases(op: Op) -> Op:
@@ -434,6 +435,8 @@ def with_layer_cases(op: Op) -> Op:
         op.grid([TILED], dtype=[BF16], quantize=["fp8", "mxfp8"],
                 tier="full" if op.name == "moe_layer" else "default"),
         op.grid([TILED], dtype=[BF16], quantize=["fp8", "mxfp8"], data=["outliers", *TRAINED], tier="full"),
+        op.grid([TILES], dtype=[BF16], quantize=["fp8"], block_size=[None],
+                data=["normal", "outliers", *TRAINED], tier="full"),
     ]  # fmt: skip
     return op.with_cases(*parts)
 

@@ -27,18 +27,22 @@ def draw(dtype=np.float32, experts=EXPERTS):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("quantize", ["fp8", "mxfp8"])
-def test_what_is_quantised_where_it_is_computed_has_the_bits_of_what_is_seen(quantize):
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [(128, dict(quantize="fp8")), (128, dict(quantize="mxfp8")), (576, dict(quantize="fp8", block_size=None))],
+    ids=["blocks", "mxfp8", "per channel in two tiles"],
+)
+def test_what_is_quantised_where_it_is_computed_has_the_bits_of_what_is_seen(tokens, options):
     """A probe sees arrays in memory; sums over a row, of weights' gradients, have another order there."""
     rng = np.random.default_rng(0)
-    tokens, hidden, intermediate = 128, 128, 256
+    hidden, intermediate = 128, 256
     shapes = {"x": (tokens, hidden), "w_router": (hidden, 2), "w_gate": (2, hidden, intermediate),
               "w_up": (2, hidden, intermediate), "w_down": (2, intermediate, hidden),
               "dout": (tokens, hidden)}  # fmt: skip
     given = {name: to_jax(rng.standard_normal(shape).astype(np.float32) / 8) for name, shape in shapes.items()}
-    alone = moe_layer_bwd(**given, top_k=2, quantize=quantize)
+    alone = moe_layer_bwd(**given, top_k=2, **options)
     with probing(lambda site, value, where=None, **steps: value):
-        seen = moe_layer_bwd(**given, top_k=2, quantize=quantize)
+        seen = moe_layer_bwd(**given, top_k=2, **options)
     for name in ("w_gate", "w_up", "w_down"):
         assert to_numpy(getattr(alone, name)).tobytes() == to_numpy(getattr(seen, name)).tobytes(), name
     for name in ("x", "w_router"):  # 512 terms in another order: a few roundings of the largest
