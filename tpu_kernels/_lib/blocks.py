@@ -540,7 +540,7 @@ def _measure(blocks: Sequence[TileBlocks], is_finite: bool) -> None:
             each.measure(rows, values)
 
     most = _straight(1) // (at_once * tiles.columns) if is_finite else 1
-    _for_rows(tiles.rows, at_once, of_rows, _divisor(tiles.rows // at_once, most))
+    _for_rows(tiles.rows, at_once, of_rows, divisor(tiles.rows // at_once, most))
 
 
 def _straight(count: int) -> int:
@@ -624,11 +624,11 @@ def _for_parts(tiles: Tiles, blocks: Sequence[ScaleBlock], body: Callable[[Any, 
     many, columns = SLICE[0], LANES if tiles.columns % SLICE[1] else SLICE[1]
     alike = all(r in (1, tiles.shape[1]) or r % many == 0 for r, _ in blocks) and tiles.rows % many == 0
     if all(block == (1, tiles.shape[2]) for block in blocks):
-        columns *= _divisor(tiles.columns // columns, many // SUBLANES)
+        columns *= divisor(tiles.columns // columns, many // SUBLANES)
         alike = False
     rows, all_columns = many if alike and many * columns <= straight else SUBLANES, tiles.columns // columns
-    each = _divisor(all_columns, straight // (rows * columns))
-    each_rows = _divisor(tiles.rows // rows, straight // (rows * columns * all_columns))
+    each = divisor(all_columns, straight // (rows * columns))
+    each_rows = divisor(tiles.rows // rows, straight // (rows * columns * all_columns))
 
     def of_columns(i: Any, _: Any) -> None:
         def of_rows(j: Any, _: Any) -> None:
@@ -641,7 +641,7 @@ def _for_parts(tiles: Tiles, blocks: Sequence[ScaleBlock], body: Callable[[Any, 
     lax.fori_loop(0, all_columns // each, of_columns, None)
 
 
-def _divisor(size: int, most: int) -> int:
+def divisor(size: int, most: int) -> int:
     """The largest divisor of size that is at most `most`, at least 1."""
     return max(n for n in range(1, max(most, 1) + 1) if size % n == 0)
 

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.quantize import Quantized
 from tpu_kernels._lib.activations import fold_nearby
-from tpu_kernels._lib.blocks import Pass, Scaling, columnwise, quantize_tile, rowwise, stores_scales
+from tpu_kernels._lib.blocks import Pass, Scaling, columnwise, divisor, quantize_tile, rowwise, stores_scales
 from tpu_kernels._lib.call import Block, bytes_of, call, jit
 from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.layout import SUBLANES, ScaleBlock, Tiles, tile_size
@@ -71,7 +71,9 @@ def tiles_computed(
     if not (m and n) or m % LANES or n % COLUMNS:
         return None
     size = min(tile_size() * 3 // (2 * (len(arrays) + _count(compute, len(arrays)))), MOST_ROWS * n)
-    tiles = Tiles.of((1, m, n), blocks, size // (LANES * n) * LANES * n)
+    most = size // (LANES * n)
+    even = divisor(m // LANES, most)  # of tiles that share columns one with fewer rows costs all of them a mask
+    tiles = Tiles.of((1, m, n), blocks, (even if 2 * even > most else most) * LANES * n)
     fits = tiles.columns == n and tiles.rows * n <= size and tiles.rows % LANES == 0
     return tiles if fits and stores_scales(tiles, scaling) else None
 
