@@ -4,7 +4,8 @@ With σ_i² what the contract explains of an element (`parity.judging.spread`) a
 explains it (`metrics.explained_by`):
 
 - *Elements*: |δ_i| ≤ k σ_i. σ_i is that of the element's own runs or, where that is larger, of its row and column, so
-  that a few small runs make no lucky zero, and never less than one rounding of the result in the accumulator.
+  that a few small runs make no lucky zero, and never less than one rounding of the result in the accumulator; nor so
+  little that a kernel may not jump as a run did.
 - *The whole, and each label* (a head, a group, a tile): ratio² = Σ w δ² / Σ w E[δ²] ≤ κ² F. How much of an error
   shows depends on where the golden value lies between two roundings of the output's dtype, so E[δ²] is that of a normal
   error of variance σ_i², cut off at both. Weights w = 1 / (row and column mean of σ²) let small elements count as well.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,9 @@ ELEMENTS, LOOKS = 1e9, 1e6
 """Elements and labels that a tier looks at, rounded up to a power of ten."""
 RUNS = (4, 16, 64)
 """Runs of the contract that a verdict takes: what passes on few needs no more."""
+OF_LARGEST = 2
+"""How many times the largest error of a run an element's may be. Of errors that are spread as a sum's are it is less
+than k σ. What is quantised near a tie jumps in one run of many: k σ of 64 such runs is 0.8 of the jump."""
 MANY = 16
 """Elements whose mean square is their size: of fewer, the runs that are small by chance would weigh most."""
 LEAST_FREEDOM = 0.5
@@ -151,7 +156,8 @@ class Allowance:
     @property
     def sigma(self) -> Floats:
         """σ of each element, as an error of it alone is held to."""
-        return np.sqrt(np.maximum(self.variance, self.smooth) + self.last)
+        largest = reduce(np.maximum, map(np.abs, self.runs)) * (OF_LARGEST / K)
+        return np.maximum(np.sqrt(np.maximum(self.variance, self.smooth) + self.last), largest)
 
     def sigmas(self, y: np.ndarray) -> Floats:
         """|δ| / σ of each element of an output y."""

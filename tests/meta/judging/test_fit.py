@@ -445,6 +445,33 @@ def test_a_value_on_the_grid_errs_in_runs_off_it_alone():
     assert off > 2 * on  # of the results' own rounding
 
 
+RARELY = 1 / 100
+"""How often a run rounds a number near a step beyond it."""
+
+
+def steps_of(x, stages=exact):
+    """Whether x is below 1: on the diagonal just so, and everywhere else by a number that float32 holds."""
+    near = 1 - 2.0**-24 * (1 - RARELY - np.arange(len(x)) * 2.0**-20)
+    return (stages("near", np.where(np.eye(len(x)), near, x.astype(np.float64))) < 1).astype(np.float64)
+
+
+@pytest.mark.parametrize("place", ["where a run does", "where none does"])
+def test_a_kernel_may_jump_where_one_run_of_many_does(place):
+    op = Op(
+        "steps", steps_of, "none:none", "none:none", lambda case: {"x": Array((case.M, case.N), case.dtype)},
+        lambda case, backend: Contract(sites={"near": "float32"}),
+    )  # fmt: skip
+    (case,) = op.grid([dict(M=256, N=256)], dtype=["float32"])
+    trial = Trial(op, case, "gpu")
+    jumps = sum(np.diagonal(run["out"] != 0).astype(int) for run in islice(trial.runs(), RUNS[-1]))
+    once = int(np.flatnonzero(jumps == 1)[0])
+    found = trial.reference.golden["out"].astype(np.float32)
+    index = (once, once if place == "where a run does" else once - 1)
+    found[index] = 1 - found[index]
+    judged = gates(replace(trial, other=lambda x: found))
+    assert judged.verdict.outcome == ("AGREES" if place == "where a run does" else "OUT OF BOUND"), judged.verdict
+
+
 def test_a_contract_without_sites_is_judged_by_its_derived_bound():
     silent = replace(GMM, contract=lambda case, backend: replace(GMM.contract(case, backend), sites={}, functions={}))
     judged = gates(Trial(silent, CASE, "gpu"))
