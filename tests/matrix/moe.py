@@ -435,6 +435,7 @@ def with_layer_cases(op: Op) -> Op:
         op.grid([TILED], dtype=[BF16], quantize=["fp8", "mxfp8"],
                 tier="full" if op.name == "moe_layer" else "default"),
         op.grid([TILED], dtype=[BF16], quantize=["fp8", "mxfp8"], data=["outliers", *TRAINED], tier="full"),
+        op.grid([TILED], dtype=[F32], quantize=["fp8"], data=["outliers"], tier="full"),
         op.grid([TILES], dtype=[BF16], quantize=["fp8"], block_size=[None],
                 data=["normal", "outliers", *TRAINED], tier="full"),
     ]  # fmt: skip
