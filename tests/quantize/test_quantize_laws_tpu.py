@@ -276,6 +276,16 @@ def test_tiles_have_whole_blocks_and_a_walk_whole_registers_of_scales(kind):
                 assert kept[1] % 128 == 0 and (tiles.walks[2] == 1 or kept[1] * c == tiles.columns), where
 
 
+@pytest.mark.parametrize("wide", [768, 4096], ids=["rows follow", "columns follow"])
+def test_a_tile_without_loops_has_the_bits_of_one_with_them(wide, monkeypatch):
+    """As a TPU has them; interpreted, there is a loop over each."""
+    x = np.random.default_rng(0).standard_normal((128, wide)).astype(np.float32)
+    monkeypatch.setattr("tpu_kernels._lib.blocks._straight", lambda *_: 2**17)
+    for quantize, target in ((kernels.fp8_dual_quantize, golden.fp8_dual_quantize),
+                             (mxfp8.mxfp8_dual_quantize, golden_mxfp8.mxfp8_dual_quantize)):  # fmt: skip
+        check(quantize(to_jax(x)), target(x))
+
+
 def scaled_and_cut(factors, x, y):
     """Two arrays, and terms to sum: exact, as factors are powers of two and the numbers small."""
     return Computed((factors * x, jnp.maximum(factors * y, 0.0)), factors * jnp.abs(x))

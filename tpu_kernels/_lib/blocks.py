@@ -135,7 +135,7 @@ def dequantize_blocks(
     by_blocks = scale.reshape(a, rows // block[0], columns // block[1])
     out = jax.ShapeDtypeStruct(layout.shape, dtype)
     values: jax.Array = call(
-        partial(_dequantize_kernel, block=block, tiles=tiles, decode=decode),
+        partial(_dequantize_kernel, block=block, tiles=tiles, decode=decode, is_interpreted=bool(interpret)),
         name="dequantize",
         grid=(*tiles.walks, tiles.steps),
         parallel=3 if tiles.is_ragged else 4,
@@ -539,15 +539,18 @@ def _measure(blocks: Sequence[TileBlocks], is_finite: bool) -> None:
         for each in blocks:
             each.measure(rows, values)
 
-    most = _straight(1) // (at_once * tiles.columns) if is_finite else 1
+    most = _straight(1, blocks[0].is_interpreted) // (at_once * tiles.columns) if is_finite else 1
     _for_rows(tiles.rows, at_once, of_rows, divisor(tiles.rows // at_once, most))
 
 
-def _straight(count: int) -> int:
+def _straight(count: int, is_interpreted: bool) -> int:
     """Elements that are measured or encoded, in `count` ways, without a loop: more hide latency better.
 
     Before v6e, which computes with bfloat16, that is more code an element, and more that does not fit registers.
+    Interpreted, a loop compiles faster.
     """
+    if is_interpreted:
+        return math.prod(SLICE)
     return 2**19 // count if chip.computes_bfloat16() else 2**17
 
 
@@ -564,10 +567,10 @@ def _finish(ways: Sequence[Way], is_short: bool) -> None:
 
 def _encode(ways: Sequence[Way], is_short: bool) -> None:
     """Write the codes of a tile; is_short: by `encode_short`."""
-    x, given, (row, column), _ = ways[0].blocks
+    x, given, (row, column), is_interpreted = ways[0].blocks
     tiles, scaling = given.tiles, ways[0].scaling
     rarely = not is_short and _may_be_short(x)
-    straight = _straight(len(ways)) if is_short else 1 if rarely else math.prod(SLICE)
+    straight = _straight(len(ways), is_interpreted) if is_short else 1 if rarely else math.prod(SLICE)
 
     def write(rows: Any, columns: Any) -> None:
         values = x[rows, columns]
@@ -646,7 +649,9 @@ def divisor(size: int, most: int) -> int:
     return max(n for n in range(1, max(most, 1) + 1) if size % n == 0)
 
 
-def _dequantize_kernel(given: Quantized, out: Any, _: None, *, block: ScaleBlock, tiles: Tiles, decode: Decode) -> None:
+def _dequantize_kernel(
+    given: Quantized, out: Any, _: None, *, block: ScaleBlock, tiles: Tiles, decode: Decode, is_interpreted: bool
+) -> None:
     q, scale = given
     _, row, _ = tiles.at(*map(pl.program_id, range(4)))
     scales = TileScales(scale, block, tiles, 0 if tiles.spanned else row % tiles.steps_r * tiles.scales(block)[0])
@@ -656,4 +661,4 @@ def _dequantize_kernel(given: Quantized, out: Any, _: None, *, block: ScaleBlock
         out[rows, columns] = wide.astype(out.dtype)
 
     is_spread = 1 < block[1] < tiles.shape[2]  # by permutations, whose latency is long
-    _for_parts(tiles, [block], write, _straight(1) if is_spread else math.prod(SLICE))
+    _for_parts(tiles, [block], write, _straight(1, is_interpreted) if is_spread else math.prod(SLICE))
