@@ -280,7 +280,7 @@ def test_tiles_have_whole_blocks_and_a_walk_whole_registers_of_scales(kind):
 def test_a_tile_without_loops_has_the_bits_of_one_with_them(wide, monkeypatch):
     """As a TPU has them; interpreted, there is a loop over each."""
     x = np.random.default_rng(0).standard_normal((128, wide)).astype(np.float32)
-    monkeypatch.setattr("tpu_kernels._lib.blocks._straight", lambda *_: 2**17)
+    monkeypatch.setattr("tpu_kernels._lib.blocks.unrolled", lambda *_: 2**17)
     for quantize, target in ((kernels.fp8_dual_quantize, golden.fp8_dual_quantize),
                              (mxfp8.mxfp8_dual_quantize, golden_mxfp8.mxfp8_dual_quantize)):  # fmt: skip
         check(quantize(to_jax(x)), target(x))

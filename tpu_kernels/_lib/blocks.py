@@ -539,11 +539,11 @@ def _measure(blocks: Sequence[TileBlocks], is_finite: bool) -> None:
         for each in blocks:
             each.measure(rows, values)
 
-    most = _straight(1, blocks[0].is_interpreted) // (at_once * tiles.columns) if is_finite else 1
+    most = unrolled(1, blocks[0].is_interpreted) // (at_once * tiles.columns) if is_finite else 1
     _for_rows(tiles.rows, at_once, of_rows, divisor(tiles.rows // at_once, most))
 
 
-def _straight(count: int, is_interpreted: bool) -> int:
+def unrolled(count: int, is_interpreted: bool) -> int:
     """Elements that are measured or encoded, in `count` ways, without a loop: more hide latency better.
 
     Before v6e, which computes with bfloat16, that is more code an element, and more that does not fit registers.
@@ -570,7 +570,7 @@ def _encode(ways: Sequence[Way], is_short: bool) -> None:
     x, given, (row, column), is_interpreted = ways[0].blocks
     tiles, scaling = given.tiles, ways[0].scaling
     rarely = not is_short and _may_be_short(x)
-    straight = _straight(len(ways), is_interpreted) if is_short else 1 if rarely else math.prod(SLICE)
+    straight = unrolled(len(ways), is_interpreted) if is_short else 1 if rarely else math.prod(SLICE)
 
     def write(rows: Any, columns: Any) -> None:
         values = x[rows, columns]
@@ -661,4 +661,4 @@ def _dequantize_kernel(
         out[rows, columns] = wide.astype(out.dtype)
 
     is_spread = 1 < block[1] < tiles.shape[2]  # by permutations, whose latency is long
-    _for_parts(tiles, [block], write, _straight(1, is_interpreted) if is_spread else math.prod(SLICE))
+    _for_parts(tiles, [block], write, unrolled(1, is_interpreted) if is_spread else math.prod(SLICE))
