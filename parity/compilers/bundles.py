@@ -58,7 +58,8 @@ _STAGE = re.compile(r"= sphi [^;]*iteration index, stage")  # loop-carried: a lo
 ALIKE = 0.3
 """What a branch of the source and its code have in common at least, see `_alike`."""
 OURS = 4
-"""Bundles to an instruction of the source, at most, in a part that is of the source: others lie on a line of it too."""
+"""Bundles to an instruction with a line of the source, at most, in a part that is the source's: the compiler's own
+parts have a few such instructions too."""
 _DELAY_SLOTS = 6  # after a branch, at most
 
 
@@ -418,18 +419,13 @@ class _Reader:
         """Fill `known` with the branch that each conditional part of a stage is, by the lines that both have.
 
         left: those that are not found yet and may be here: a part inside another is a branch inside that one's. Of
-        branches of the same lines the first part is the first. One line may be that of all, where JAX traced what it
-        differentiates: then the parts of one part are the branches in their order. The shortest may have no part.
+        branches of the same lines the first part is the first. Where JAX traced what it differentiates, one line may be
+        that of all: see `_recognize_by_order`.
         """
         conditional = [child for child in part.inner if in_stage and not child.loop]
         by_order = len(left) > 1 and len(frozenset().union(*(branch.places for branch in left))) == 1
         if by_order:
-            parts = [child for child in conditional if self.lines_of(child).total() * OURS > len(child.all)]
-            open_ones = [branch for branch in left if branch.of or branch.share < 1]  # what always runs is no branch
-            by_length = sorted(range(len(open_ones)), key=lambda n: -open_ones[n].operations)
-            if len(parts) <= len(open_ones):
-                longest = [open_ones[n] for n in sorted(by_length[: len(parts)])]
-                self.known |= zip(map(id, parts), longest, strict=True)
+            self._recognize_by_order(conditional, left)
         for child in part.inner:
             inside = list(self.known[id(child)].inner) if id(child) in self.known else left
             if child in conditional and not by_order:
@@ -439,6 +435,15 @@ class _Reader:
                     branch = self.known[id(child)] = left.pop(alike.index(max(alike)))
                     inside = list(branch.inner)
             self.recognize(child, inside, in_stage or part.pipelined)
+
+    def _recognize_by_order(self, conditional: Sequence[Part], left: Sequence[Branch]) -> None:
+        """Fill `known` with the branches that parts are by their order; the shortest branches may have no part."""
+        parts = [child for child in conditional if self.lines_of(child).total() * OURS > len(child.all)]
+        branches = [branch for branch in left if branch.of or branch.share < 1]  # what always runs has no condition
+        if len(parts) > len(branches):
+            return
+        by_length = sorted(range(len(branches)), key=lambda n: -branches[n].operations)
+        self.known |= zip(map(id, parts), (branches[n] for n in sorted(by_length[: len(parts)])), strict=True)
 
     def holds_known(self, part: Part) -> bool:
         """Whether a part inside is a known branch of the source."""
