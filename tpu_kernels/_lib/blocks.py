@@ -169,14 +169,14 @@ def _quantized(x: jax.Array, how: "Pass") -> list[Quantized]:
         cost=pl.CostEstimate(
             flops=x.size * sum(2 if how.tiles.shares(block) else 40 for block in how.blocks.values()),
             transcendentals=0,
-            bytes_accessed=bytes_of(x, [block.array for block in jax.tree.leaves(results)]),
+            bytes_accessed=bytes_of(x, results),
         ),
         interpret=how.interpret,
     )
     return how.returned(x, stored)
 
 
-def _encoded(x: jax.Array, maxima: "Maxima", how: "Pass") -> Quantized:
+def _encoded(x: jax.Array, measured: "Maxima", how: "Pass") -> Quantized:
     """x [A, R, C] in blocks that were measured, as kernels store it."""
     tiles, (block,) = how.tiles, how.blocks.values()
     out, (given,) = how.codes(block), how.memory()
@@ -185,16 +185,10 @@ def _encoded(x: jax.Array, maxima: "Maxima", how: "Pass") -> Quantized:
         name="encode",
         grid=(*tiles.walks, tiles.steps),
         parallel=3,
-        operands=_Measured(
-            tiles.elements_of(x, tiles.at), jax.tree.map(lambda each: tiles.maxima_of(each, block), maxima)
-        ),
+        operands=_Measured(tiles.elements_of(x, tiles.at), jax.tree.map(partial(tiles.maxima_of, block), measured)),
         out=out,
-        scratch=_Scratch(given, None if maxima.shown is None else pltpu.SMEM((1,), jnp.int32)),
-        cost=pl.CostEstimate(
-            flops=40 * x.size,
-            transcendentals=0,
-            bytes_accessed=bytes_of(x, maxima, [block.array for block in out]),
-        ),
+        scratch=_Scratch(given, None if measured.shown is None else pltpu.SMEM((1,), jnp.int32)),
+        cost=pl.CostEstimate(flops=40 * x.size, transcendentals=0, bytes_accessed=bytes_of(x, measured, out)),
         interpret=how.interpret,
     )
     return stored
@@ -252,7 +246,7 @@ class Pass(NamedTuple):
         ]
 
     def _maxima(self, block: ScaleBlock, may_be_short: bool) -> "Maxima":
-        each = self.tiles.maxima_of(jax.ShapeDtypeStruct(self.tiles.maxima_shape(block), jnp.float32), block)
+        each = self.tiles.maxima_of(block)
         return Maxima(each, each if may_be_short else None)
 
     def codes(self, block: ScaleBlock) -> Quantized:
@@ -303,8 +297,8 @@ def quantize_tile(arrays: "Sequence[Tile]") -> None:
     """Measure a tile of each array, all of one dtype, and encode it in its ways."""
     may_be_short = _may_be_short(arrays[0].x)
     encoded = [tile.ways for tile in arrays if tile.ways]
-    maxima = [each for tile in arrays for each in tile.shared]
-    memory: list[TileBlocks] = jax.tree.leaves(maxima, is_leaf=lambda each: isinstance(each, TileBlocks))
+    shared = [each for tile in arrays for each in tile.shared]
+    memory: list[TileBlocks] = jax.tree.leaves(shared, is_leaf=lambda each: isinstance(each, TileBlocks))
 
     def measure(is_finite: bool) -> None:
         for tile in arrays:
@@ -319,23 +313,23 @@ def quantize_tile(arrays: "Sequence[Tile]") -> None:
             _encode(ways, is_short)
 
     def usual() -> None:
-        for each in maxima:
+        for each in shared:
             each.finite.given.ref[...] = each.shown.given.ref[...]
         encode(is_short=True)
 
     step, steps = pl.program_id(3), pl.num_programs(3)
-    if maxima:
+    if shared:
         pl.when(step == 0)(partial(_clear, memory))
     measure(is_finite=may_be_short)
     if may_be_short:
         are_usual = [way.blocks.is_usual() for ways in encoded for way in ways]
-        is_usual = reduce(jnp.logical_and, are_usual + [each.shown.is_finite() for each in maxima])
+        is_usual = reduce(jnp.logical_and, are_usual + [each.shown.is_finite() for each in shared])
         rarely(jnp.logical_not(is_usual))(partial(measure, is_finite=False))
         pl.when(is_usual)(usual)
         rarely(jnp.logical_not(is_usual))(partial(encode, is_short=False))
     else:
         encode(is_short=False)
-    if maxima:
+    if shared:
         pl.when(step == steps - 1)(partial(_reduce, memory))
 
 
@@ -386,8 +380,8 @@ class TileScales(NamedTuple):
 
     def spread(self, rows: Any, columns: Any, dtype: Any) -> jax.Array:
         """What the elements of some rows and columns have, in dtype: [rows, columns], or 1 where one is for all."""
-        c, each = self.block[1], self.block[0] == 1 and not self.is_whole[0]
-        own = rows if each else pl.ds(self.first + self.row_of(rows), 1)
+        c = self.block[1]
+        own = rows if self.tiles.is_by_row(self.block) else pl.ds(self.first + self.row_of(rows), 1)
         if self.is_whole[1]:
             return self.ref[own, :1].astype(dtype)
         if c == 1:

@@ -134,5 +134,6 @@ def rarely(condition: Any) -> Callable[[Callable[[], None]], None]:
 
 
 def bytes_of(*arrays: Any) -> int:
-    """What arrays take in memory."""
-    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arrays))
+    """What arrays take in memory, given as such or as the arrays of `Block`s, in trees."""
+    leaves = (leaf.array if isinstance(leaf, Block) else leaf for leaf in jax.tree.leaves(arrays))
+    return sum(array.size * array.dtype.itemsize for array in leaves)

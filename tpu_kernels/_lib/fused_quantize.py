@@ -128,7 +128,7 @@ def quantize_computed(
         cost=pl.CostEstimate(
             flops=(20 + 40 * len(blocks)) * m * n * count,
             transcendentals=m * n,
-            bytes_accessed=bytes_of(factors, arrays, sums, kept, [block.array for block in jax.tree.leaves(results)]),
+            bytes_accessed=bytes_of(factors, arrays, sums, kept, results),
         ),
         interpret=interpret,
     )

@@ -151,7 +151,7 @@ class Grid(Generic[P]):
             visits = tiles_m + p.groups - 1
             rows, matrices = (p.m, p.groups) if tiles_k == 1 else (visits * self.tile[0], visits)
             fetched = tiles_n * rows * p.k * lhs.dtype.itemsize + matrices * p.k * p.n * rhs.dtype.itemsize
-        once = sum(bytes_of(block.array) for block in (*jax.tree.leaves(operands[2:]), out))
+        once = bytes_of(operands[2:], out)
         return pl.CostEstimate(flops=2 * p.m * p.k * p.n, transcendentals=0, bytes_accessed=fetched + once)
 
 

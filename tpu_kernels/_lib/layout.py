@@ -169,18 +169,20 @@ class Tiles(NamedTuple):
         _, rows, columns = self.shape
         return (block[0] == rows and self.steps_r > 1) or (block[1] == columns and self.steps_c > 1)
 
+    def is_by_row(self, block: ScaleBlock) -> bool:
+        """Whether each row has scales of its own, where there are several."""
+        return 1 == block[0] < self.shape[1]
+
     def maxima(self, block: ScaleBlock) -> tuple[int, int]:
-        """The rows and columns of maxima that a tile has: of rows that share a block one for each of a register."""
+        """The rows and columns of maxima that a tile has: eight rows for a block that rows share, as a register has."""
         rows, _ = self.scales(block)
-        return rows if 1 == block[0] < self.shape[1] else 8 * rows, self.scales_of_walk(block)[1]
+        return rows if self.is_by_row(block) else 8 * rows, self.scales_of_walk(block)[1]
 
-    def maxima_shape(self, block: ScaleBlock) -> tuple[int, int, int]:
-        """Of the maxima of an array."""
+    def maxima_of(self, block: ScaleBlock, array: Any = None) -> Block:
+        """The maxima of a walk, the same at every step; of a result where there is no array."""
         a, rows, columns = self.shape
-        return a, rows if 1 == block[0] < rows else 8 * (rows // block[0]), columns // block[1]
-
-    def maxima_of(self, array: Any, block: ScaleBlock) -> Block:
-        """The maxima of a walk, the same at every step."""
+        shape = a, rows if self.is_by_row(block) else 8 * (rows // block[0]), columns // block[1]
+        array = jax.ShapeDtypeStruct(shape, jnp.float32) if array is None else array
         return Block(array, (None, *self.maxima(block)), lambda a, i, j, step: (a, i, j))
 
     def scales_of_walk(self, block: ScaleBlock) -> tuple[int, int]:
@@ -197,6 +199,6 @@ class Tiles(NamedTuple):
         """The scales [A, R / r, C / c] of a walk, the same at every step; of a tile where each row has one."""
 
         def index(a: Any, i: Any, j: Any, step: Any) -> Any:
-            return a, self.at(a, i, j, step)[1] if 1 == block[0] < self.shape[1] else i, j
+            return a, self.at(a, i, j, step)[1] if self.is_by_row(block) else i, j
 
         return Block(array, (None, *self.scales_of_walk(block)), index)

@@ -96,7 +96,7 @@ def decode(
         cost=pl.CostEstimate(
             flops=15 * count * p.k * p.v,
             transcendentals=0,
-            bytes_accessed=sum(bytes_of(block.array) for block in (operands | out).values()),
+            bytes_accessed=bytes_of(operands, out),
         ),
         in_place={"h0": "ht"} if output_final_state else None,
         interpret=interpret,
