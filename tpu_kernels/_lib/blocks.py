@@ -167,7 +167,7 @@ def _quantized(x: jax.Array, how: "Pass") -> list[Quantized]:
         out=results,
         scratch=how.memory(),
         cost=pl.CostEstimate(
-            flops=x.size * sum(2 if how.tiles.shares(block) else 40 for block in how.blocks.values()),
+            flops=how.operations * x.size,
             transcendentals=0,
             bytes_accessed=bytes_of(x, results),
         ),
@@ -237,6 +237,11 @@ class Pass(NamedTuple):
     tiles: Tiles
     scaling: Scaling
     interpret: bool | pltpu.InterpretParams
+
+    @property
+    def operations(self) -> int:
+        """Of each element: to measure and encode it, or to measure it alone."""
+        return sum(2 if self.tiles.shares(block) else 40 for block in self.blocks.values())
 
     def results(self, x: Any) -> list[Any]:
         """What a kernel returns of x by each of the blocks: codes and scales, or `Maxima`."""

@@ -126,7 +126,7 @@ def quantize_computed(
             [how.memory() for _ in range(count)],
         ),
         cost=pl.CostEstimate(
-            flops=(20 + 40 * len(blocks)) * m * n * count,
+            flops=(20 + how.operations) * m * n * count,
             transcendentals=m * n,
             bytes_accessed=bytes_of(factors, arrays, sums, kept, results),
         ),
