@@ -294,8 +294,7 @@ def scaled_and_cut(factors, x, y):
 @pytest.mark.parametrize("both", [True, False], ids=["both", "rows"])
 @pytest.mark.parametrize("name", ["fp8", "per channel", "mxfp8"])
 def test_what_is_quantised_where_it_is_computed_has_its_bits(name, both):
-    """In two tiles, the second with fewer rows; each has numbers that no short way takes. Per channel they share all
-    columns, of which two have such numbers."""
+    """In two tiles, the second with fewer rows; no short way takes all. Per channel both share columns."""
     target, block = TPU_FORMATS["float8_e4m3fn"], {"fp8": 128, "per channel": None, "mxfp8": 32}[name]
     scaling = mxfp8.PowerScales(target, "up") if name == "mxfp8" else kernels.FloatScales(target)
     m, n = 1152, 256

@@ -533,8 +533,8 @@ def test_a_grid_of_one_step_has_branches_as_others():
 
 @pytest.mark.parametrize("copies", [0, 5], ids=["alone", "after a copy"])
 def test_branches_of_one_line_are_told_apart_by_their_order(copies):
-    """One that always runs has no code of its own, and the shortest may have none; of a copy that the compiler makes a
-    bundle is on that line too."""
+    """One that always runs has no code of its own, and the shortest may have none. A copy that the compiler makes has a
+    bundle on that line too."""
     lines = [0] * 12 + [5] * bool(copies) + [0] * copies + [5] * 10
     parts = [bundles.Part(12, len(lines) - 10)] * bool(copies)
     parts += [bundles.Part(len(lines) - 10, len(lines) - 6), bundles.Part(len(lines) - 6, len(lines))]
