@@ -99,7 +99,7 @@ def _group_metadata_kernel(
         return end
 
     group_offsets[0] = 0
-    lax.fori_loop(0, experts, add_size, 0)
+    lax.fori_loop(0, experts, add_size, 0, unroll=8)
     offset = group_offset[0]
 
     def add_visits(group: Any, first_tile: Any, end_tile: Any, visit: Any) -> Any:
