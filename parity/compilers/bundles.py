@@ -420,17 +420,18 @@ class _Reader:
 
         left: those that are not found yet and may be here: a part inside another is a branch inside that one's. Of
         branches of the same lines the first part is the first. Where JAX traced what it differentiates, one line may be
-        that of all: see `_recognize_by_order`.
+        that of all, and the program of an equal call, with other lines, that of this one: see `_recognize_by_order`.
         """
         conditional = [child for child in part.inner if in_stage and not child.loop]
-        by_order = len(left) > 1 and len(frozenset().union(*(branch.places for branch in left))) == 1
+        by_order = len(frozenset().union(*(branch.places for branch in left))) == 1 and (
+            len(left) > 1 or not any(self.likeness(child, left[0]) > ALIKE for child in conditional)
+        )
         if by_order:
             self._recognize_by_order(conditional, left)
         for child in part.inner:
             inside = list(self.known[id(child)].inner) if id(child) in self.known else left
             if child in conditional and not by_order:
-                lines, multiplies = self.lines_of(child), any(self.program.bundles[i].vmatmuls for i in child.all)
-                alike = [_alike(lines, branch.places) * (branch.multiplies == multiplies) for branch in left]
+                alike = [self.likeness(child, branch) for branch in left]
                 if max(alike, default=0.0) > ALIKE:
                     branch = self.known[id(child)] = left.pop(alike.index(max(alike)))
                     inside = list(branch.inner)
@@ -444,6 +445,11 @@ class _Reader:
             return
         by_length = sorted(range(len(branches)), key=lambda n: -branches[n].operations)
         self.known |= zip(map(id, parts), (branches[n] for n in sorted(by_length[: len(parts)])), strict=True)
+
+    def likeness(self, part: Part, branch: Branch) -> float:
+        """How much a part is a branch, by the lines that both have; 0 where only one of them multiplies."""
+        multiplies = any(self.program.bundles[i].vmatmuls for i in part.all)
+        return _alike(self.lines_of(part), branch.places) * (branch.multiplies == multiplies)
 
     def holds_known(self, part: Part) -> bool:
         """Whether a part inside is a known branch of the source."""

@@ -546,6 +546,14 @@ def test_branches_of_one_line_are_told_apart_by_their_order(copies):
     assert read.step_bundles == 12 + 4
 
 
+def test_a_branch_is_known_in_the_program_of_an_equal_call():
+    """XLA compiles equal kernels once, with the lines of one of their calls."""
+    whole = bundles.Part(0, 18, inner=[bundles.Part(12, 18)])
+    _, rare = usual_and_rare(8, 8)
+    read = bundles.schedule(bundles.Program(*of_stores(*[0] * 12, *[5] * 6), whole), CHIPS["v6e"], branches=[rare])
+    assert (read.step_bundles, read.periodic_bundles) == (12, 0)
+
+
 def test_what_runs_where_a_rare_part_does_not_is_seen_in_the_source():
     jax = pytest.importorskip("jax")
     from tpu_kernels.quantize import fp8_quantize
