@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -15,6 +16,13 @@ from tpu_kernels._lib.chip import default_vmem, vmem_capacity
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_interpreted: ContextVar[bool] = ContextVar("interpreted")
+
+
+def is_interpreted() -> bool:
+    """Whether the kernel that is traced here will be interpreted."""
+    return _interpreted.get()
 
 
 @dataclass(frozen=True)
@@ -76,8 +84,16 @@ def call(
     order = ["parallel" if axis < parallel else "arbitrary" for axis in range(len(grid))]
     first = len(jax.tree.leaves(scalars))
     places = {first + sorted(operands).index(x): sorted(out).index(y) for x, y in (in_place or {}).items()}
+
+    def traced(*references: Any) -> None:
+        token = _interpreted.set(bool(interpret))
+        try:
+            kernel(*references)
+        finally:
+            _interpreted.reset(token)
+
     (results,) = pl.pallas_call(
-        kernel,
+        traced,
         out_shape=shapes,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),

@@ -19,7 +19,7 @@ from op_arguments.quantized_gmm import QuantizedProblem
 from tpu_kernels._lib.call import Block, bytes_of, call, rarely
 from tpu_kernels._lib.chip import LANES, sublanes
 from tpu_kernels._lib.grids import Grid, Operands
-from tpu_kernels._lib.products import blocks, for_blocks, row_of_columns
+from tpu_kernels._lib.products import blocks, for_blocks, over_rows, repeated_row
 
 SUBLANES = sublanes(jnp.int8)
 E8M0_NAN, BFLOAT16_NAN = 0xFF, 0x7FC0
@@ -189,9 +189,9 @@ def times_rows(
     """
     spread = []
     for block, rows in enumerate(blocks(x.shape[0], MX_BLOCK)):
-        words = row_of_columns(powers, first + block, columns)
+        words = repeated_row(powers, first + block, columns)
         if is_own is not None:
             words = jnp.where(is_own(first + block), words, 0)
-        wide = pltpu.bitcast(jnp.broadcast_to(words, (MX_BLOCK // 2, x.shape[1])), jnp.bfloat16)
+        wide = pltpu.bitcast(over_rows(words, MX_BLOCK // 2), jnp.bfloat16)
         spread.append(wide[: rows.size])
     return x * jnp.concatenate(spread, axis=0)

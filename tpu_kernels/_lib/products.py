@@ -10,7 +10,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels._lib import chip
+from tpu_kernels._lib.call import is_interpreted
 from tpu_kernels._lib.chip import LANES, MXU, REGISTER, sublanes
+
+HEIGHT = sublanes(jnp.float32)  # rows of a register of 32 bits
 
 
 def blocks(size: int, width: int) -> list[Any]:
@@ -30,15 +33,24 @@ def for_blocks(size: int, width: int, body: Callable[[Any], None]) -> None:
         lax.fori_loop(0, size // width, lambda i, _: body(pl.ds(pl.multiple_of(i * width, width), width)), None)
 
 
-def row_of_columns(ref: Any, nth: Any, columns: Any) -> jax.Array:
-    """Row nth of a block in VMEM, in these columns: [1, columns].
+def repeated_row(ref: Any, nth: Any, columns: Any) -> jax.Array:
+    """Row nth of a block in VMEM, in these columns, in each row of a register: [8, columns] of 32 bits.
 
-    Where nth is traced Mosaic loads no single register of a row but its first. There all are, and one is taken.
+    A load with a stride of 0 repeats it. Interpreters know none, and Mosaic none where the data say which row: there an
+    operation does. Such loads begin at a block's first column, and what is not wanted is dropped.
     """
-    is_later = isinstance(columns.start, int) and columns.start > 0 and columns.size <= LANES
-    if is_later and not isinstance(nth, int):
-        return ref[pl.ds(nth, 1), :][:, columns.start : columns.start + columns.size]
-    return ref[pl.ds(nth, 1), columns]
+    if isinstance(columns.start, int):
+        wanted = slice(columns.start, columns.start + columns.size)
+    else:
+        ref, wanted = ref.at[:, columns], slice(None)
+    is_strided = isinstance(nth, int) and not is_interpreted()
+    row = ref[pl.ds(nth, HEIGHT, stride=0) if is_strided else pl.ds(nth, 1), :][:, wanted]
+    return jnp.broadcast_to(row, (HEIGHT, row.shape[1]))
+
+
+def over_rows(row: jax.Array, height: int) -> jax.Array:
+    """A `repeated_row` [8, columns] as [height, columns]: the same registers over and over."""
+    return jnp.concatenate([row] * pl.cdiv(height, HEIGHT), axis=0)[:height]
 
 
 def for_depth(k: int, tk: int, step: Any, last_step: Any, body: Callable[[int], None]) -> None:

@@ -34,7 +34,7 @@ from tpu_kernels._lib.narrow import (
     widen_whole,
 )
 from tpu_kernels._lib.powers import tiles_of_register, times_lanes, times_rows
-from tpu_kernels._lib.products import blocks, dot, dot_depth, for_blocks, for_depth
+from tpu_kernels._lib.products import blocks, dot, dot_depth, for_blocks, for_depth, over_rows, repeated_row
 from tpu_kernels._lib.scales import (
     Changes,
     Plan,
@@ -203,7 +203,12 @@ class _Tile(ScaledTile):
         wide = widen_whole(weights)
         if transposed:
             return times_lanes(wide, powers, columns, inner.start, self.tile_lane)
-        first = (0 if self.one_step else self.step * (self.depth // MX_BLOCK)) + inner.start // MX_BLOCK
+        first, of_step = inner.start // MX_BLOCK, self.depth // MX_BLOCK
+        if not self.one_step:
+            if of_step % 8:
+                first += self.step * of_step
+            else:
+                powers = powers.at[pl.ds(pl.multiple_of(self.step * of_step, of_step), of_step)]
         return times_rows(wide, powers, first, columns)
 
     def prepare(self, rows: Any, parts: int) -> None:
@@ -286,14 +291,15 @@ class _Tile(ScaledTile):
 
         With masks one by one, where a product of two is no normal number.
         """
-        of_rows, found = self.operands.lhs_scale[pl.ds(i, 1), rows], []
+        of_rows, found = repeated_row(self.operands.lhs_scale, i, rows), []
         for tile in blocks(columns.size, LANES):
-            same = self.operands.rhs_scale[pl.ds(i, 1), pl.ds(columns.start + tile.start, LANES)]
+            same = repeated_row(self.operands.rhs_scale, i, pl.ds(columns.start + tile.start, LANES))
             of_columns = jnp.concatenate([same] * (rows.size // LANES), axis=1)
             both = of_rows * of_columns
             one_by_one = jnp.where(self.in_range, both, of_rows), jnp.where(self.in_range, 1.0, of_columns)
             times = one_by_one if self.masked else (both,)
-            found.append(math.prod(times, start=sums[tile.start : tile.start + LANES].astype(jnp.float32)))
+            each = [over_rows(factor, LANES) for factor in times]
+            found.append(math.prod(each, start=sums[tile.start : tile.start + LANES].astype(jnp.float32)))
         return jnp.concatenate(found, axis=0)
 
     def keep(self, rows: Any, columns: Any, total: jax.Array, last: bool) -> None:

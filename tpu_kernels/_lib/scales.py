@@ -19,7 +19,7 @@ from tpu_kernels._lib.chip import LANES
 from tpu_kernels._lib.grids import Grid, Operands
 from tpu_kernels._lib.narrow import product_path, scales_in_units
 from tpu_kernels._lib.powers import gmm_powers, is_power, tgmm_powers
-from tpu_kernels._lib.products import held_back, row_of_columns
+from tpu_kernels._lib.products import held_back, over_rows, repeated_row
 from tpu_kernels._lib.visits import OwnRows
 
 
@@ -168,23 +168,23 @@ def are_in_range(lhs_scale: Any, rhs_scale: Any) -> jax.Array:
 
 
 def row_of(scale: Any | None, part: Any, columns: Any) -> jax.Array | None:
-    """The scales [1, columns] of a part of a tile; None where there are none."""
-    return None if scale is None else row_of_columns(scale, part, columns)
+    """The scales of a part of a tile, a `repeated_row` [8, columns]; None where there are none."""
+    return None if scale is None else repeated_row(scale, part, columns)
 
 
 def as_columns(row: jax.Array | None) -> jax.Array | None:
-    """A row of scales [1, I], if any, as a column, in every lane [I, 128]: taken from there, none is broadcast."""
-    return None if row is None else jnp.broadcast_to(row, (LANES, row.shape[1])).T
+    """A `repeated_row` [8, I] of scales, if any, as a column in every lane [I, 128]: taken so none is broadcast."""
+    return None if row is None else over_rows(row, LANES).T
 
 
 def scaled(sums: jax.Array, columns: jax.Array | None, row: jax.Array | None) -> jax.Array:
-    """sums [I, J] in float32, times a column of scales, given in every lane [I, 128], and a row [1, J] of them."""
+    """sums [I, J] in float32, times a column of scales, in every lane [I, 128], and a `repeated_row` [8, J] of them."""
     sums = sums.astype(jnp.float32)
     if columns is not None:
         width = sums.shape[1]
         sums *= jnp.concatenate([columns] * pl.cdiv(width, LANES), axis=1)[:, :width]
     if row is not None:
-        sums *= row
+        sums *= over_rows(row, sums.shape[0])
     return sums
 
 

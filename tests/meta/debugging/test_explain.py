@@ -153,7 +153,7 @@ LOSSES = [
     # scales
     *in_quantized("lhs_scale in bf16", "tpu", TPU_SCALE, jnp_rounded(TPU_SCALE), {"bfloat16 at lhs_scale"}),
     *in_quantized("lhs_scale in bf16", "gpu", GPU_SCALE, GPU_SCALE + TL_BF16, {"bfloat16 at lhs_scale"}),
-    *in_quantized("rhs_scale in bf16", "tpu", "        sums *= row\n", f"        sums *= {jnp_rounded('row')}\n",
+    *in_quantized("rhs_scale in bf16", "tpu", "over_rows(row, sums", f"over_rows({jnp_rounded('row')}, sums",
                   {"bfloat16 at rhs_scale"}, "tgmm"),
     *in_quantized("rhs_scale in bf16", "gpu", GPU_COLUMN_SCALE, GPU_COLUMN_SCALE + TL_BF16,
                   {"bfloat16 at rhs_scale"}, "tgmm"),

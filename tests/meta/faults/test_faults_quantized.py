@@ -93,8 +93,8 @@ FAULTS = named({
             "rhs_scale", stepped_and_transposed),
     ],
     "a scale of the weights serves the next columns too": [
-        tpu("gmm_quantized", "pl.ds(columns.start + tile.start, LANES)]",
-            "pl.ds(columns.start, LANES)]", stepped_in_tiles),
+        tpu("gmm_quantized", "pl.ds(columns.start + tile.start, LANES))",
+            "pl.ds(columns.start, LANES))", stepped_in_tiles),
     ],
     "the K tail is dropped": [
         tpu("gmm_quantized", "pl.when(step == last_step)(lambda: body(rest))", "pass", k_tail),
