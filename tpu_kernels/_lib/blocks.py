@@ -21,7 +21,7 @@ from op_arguments.probe import Rename, active, probe, renamed
 from op_arguments.quantize import Blocks, DualQuantized, Quantized, check_finite_values
 from tpu_kernels._lib import chip
 from tpu_kernels._lib.arguments import kernel_operand
-from tpu_kernels._lib.call import bytes_of, call, jit, rarely
+from tpu_kernels._lib.call import bytes_of, call, is_interpreted, jit, rarely
 from tpu_kernels._lib.chip import LANES, sublanes
 from tpu_kernels._lib.formats import SMALLEST, Format
 from tpu_kernels._lib.lanes import maxima, maxima_of_rows, spread
@@ -135,7 +135,7 @@ def dequantize_blocks(
     by_blocks = scale.reshape(a, rows // block[0], columns // block[1])
     out = jax.ShapeDtypeStruct(layout.shape, dtype)
     values: jax.Array = call(
-        partial(_dequantize_kernel, block=block, tiles=tiles, decode=decode, is_interpreted=bool(interpret)),
+        partial(_dequantize_kernel, block=block, tiles=tiles, decode=decode),
         name="dequantize",
         grid=(*tiles.walks, tiles.steps),
         parallel=3 if tiles.is_ragged else 4,
@@ -275,7 +275,7 @@ class Pass(NamedTuple):
         _, *place = self.tiles.at(*map(pl.program_id, range(4)))
         tile = Tile(x, [], [])
         for (name, block), result, given in zip(self.blocks.items(), results, memory, strict=True):
-            blocks = TileBlocks(x, TileScales(given, block, self.tiles), place, bool(self.interpret))
+            blocks = TileBlocks(x, TileScales(given, block, self.tiles), place)
             if isinstance(result, Maxima):
                 tile.shared.append(Maxima(*(ref if ref is None else blocks.kept_in(ref) for ref in result)))
             else:
@@ -409,7 +409,6 @@ class TileBlocks(NamedTuple):
     x: Any
     given: TileScales
     place: Sequence[Any]  # of the tile, counted in tiles: its row and column
-    is_interpreted: bool
 
     def kept_in(self, ref: Any) -> "TileBlocks":
         """The same blocks with other memory."""
@@ -533,22 +532,22 @@ def _measure(blocks: Sequence[TileBlocks], is_finite: bool) -> None:
     def of_rows(rows: Any) -> None:
         values = x[rows, :] if is_finite or chip.computes_bfloat16() else x[rows, :].astype(jnp.float32)
         values = jnp.abs(values)
-        if not is_finite or blocks[0].is_interpreted:  # XLA's maximum drops NaN on CPUs; a TPU's is NaN
+        if not is_finite or is_interpreted():  # XLA's maximum drops NaN on CPUs; a TPU's is NaN
             values = jnp.where(values < jnp.inf, values, jnp.inf if is_finite else 0)
         for each in blocks:
             each.measure(rows, values)
 
-    most = unrolled(1, blocks[0].is_interpreted) // (at_once * tiles.columns) if is_finite else 1
+    most = unrolled(1) // (at_once * tiles.columns) if is_finite else 1
     _for_rows(tiles.rows, at_once, of_rows, divisor(tiles.rows // at_once, most))
 
 
-def unrolled(count: int, is_interpreted: bool) -> int:
+def unrolled(count: int) -> int:
     """Elements that are measured or encoded, in `count` ways, without a loop: more hide latency better.
 
     Before v6e, which computes with bfloat16, that is more code an element, and more that does not fit registers.
     Interpreted, a loop compiles faster.
     """
-    if is_interpreted:
+    if is_interpreted():
         return math.prod(SLICE)
     return 2**19 // count if chip.computes_bfloat16() else 2**17
 
@@ -566,10 +565,10 @@ def _finish(ways: Sequence[Way], is_short: bool) -> None:
 
 def _encode(ways: Sequence[Way], is_short: bool) -> None:
     """Write the codes of a tile; is_short: by `encode_short`."""
-    x, given, (row, column), is_interpreted = ways[0].blocks
+    x, given, (row, column) = ways[0].blocks
     tiles, scaling = given.tiles, ways[0].scaling
     rarely = not is_short and _may_be_short(x)
-    straight = unrolled(len(ways), is_interpreted) if is_short else 1 if rarely else math.prod(SLICE)
+    straight = unrolled(len(ways)) if is_short else 1 if rarely else math.prod(SLICE)
 
     def write(rows: Any, columns: Any) -> None:
         values = x[rows, columns]
@@ -648,9 +647,7 @@ def divisor(size: int, most: int) -> int:
     return max(n for n in range(1, max(most, 1) + 1) if size % n == 0)
 
 
-def _dequantize_kernel(
-    given: Quantized, out: Any, _: None, *, block: ScaleBlock, tiles: Tiles, decode: Decode, is_interpreted: bool
-) -> None:
+def _dequantize_kernel(given: Quantized, out: Any, _: None, *, block: ScaleBlock, tiles: Tiles, decode: Decode) -> None:
     q, scale = given
     _, row, _ = tiles.at(*map(pl.program_id, range(4)))
     scales = TileScales(scale, block, tiles, 0 if tiles.spanned else row % tiles.steps_r * tiles.scales(block)[0])
@@ -660,4 +657,4 @@ def _dequantize_kernel(
         out[rows, columns] = wide.astype(out.dtype)
 
     is_spread = 1 < block[1] < tiles.shape[2]  # by permutations, whose latency is long
-    _for_parts(tiles, [block], write, unrolled(1, is_interpreted) if is_spread else math.prod(SLICE))
+    _for_parts(tiles, [block], write, unrolled(1) if is_spread else math.prod(SLICE))

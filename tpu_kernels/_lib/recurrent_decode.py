@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from op_arguments.gla import Output, Problem
 from op_arguments.probe import active, probe
 from tpu_kernels._lib.arguments import Interpreted
-from tpu_kernels._lib.call import Block, bytes_of, call, rarely
+from tpu_kernels._lib.call import Block, bytes_of, call, is_interpreted, rarely
 from tpu_kernels._lib.chip import LANES, generation
 from tpu_kernels._lib.decays import decay_parts, next_state, times
 from tpu_kernels._lib.recurrent_layout import GROUP, LEAST_VMEM, SPARE_VMEM, SUBLANES, gate_of, step_decays, vmem_bytes
@@ -83,7 +83,7 @@ def decode(
     if output_final_state:
         out["ht"] = _blocks(jax.ShapeDtypeStruct(states.shape, jnp.float32))
     found = call(
-        partial(_kernel, of=Call(p, gate, count), unroll=not interpret),
+        partial(_kernel, of=Call(p, gate, count)),
         name="recurrent_decode",
         grid=(pl.cdiv(count, GROUP),),
         parallel=1,
@@ -113,7 +113,7 @@ def _blocks(array: Any) -> Block:
     return Block(array, (GROUP, *rest), lambda i: (i, *[0] * len(rest)))
 
 
-def _kernel(operands: dict[str, Any], out: dict[str, Any], scratch: dict[str, Any], *, of: Call, unroll: bool) -> None:
+def _kernel(operands: dict[str, Any], out: dict[str, Any], scratch: dict[str, Any], *, of: Call) -> None:
     names = operands.keys() & {"q", "k", "gk"}
     x = {name: operands[name][...].astype(jnp.float32) for name in sorted(names)}
     if of.states % GROUP:  # rows beyond the last state may be NaN, which products spread
@@ -135,7 +135,7 @@ def _kernel(operands: dict[str, Any], out: dict[str, Any], scratch: dict[str, An
                 found[name] = partial(column_of, rows.T)
         return found
 
-    steps = partial(_steps, operands, out, scratch, of=of)
+    steps, unroll = partial(_steps, operands, out, scratch, of=of), not is_interpreted()
     if not multiplied:
         steps(columns(multiplied), turn=1 if unroll else GROUP, unroll=unroll)
         return
