@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from op_arguments.mxfp8 import E8M0, MX_BLOCK
 from op_arguments.quantized_gmm import QuantizedProblem
+from tpu_kernels._lib import chip
 from tpu_kernels._lib.call import Block, bytes_of, call, rarely
 from tpu_kernels._lib.chip import LANES, sublanes
 from tpu_kernels._lib.grids import Grid, Operands
@@ -188,8 +189,9 @@ def times_rows(
     x begins at block first of the powers' axis. A block that is not is_own counts for nothing: it may have NaN.
     """
     spread = []
+    by_load = chip.generation() < 7  # where the matrix unit bounds, products wait longer for loads: 8% in gmm on tpu7x
     for block, rows in enumerate(blocks(x.shape[0], MX_BLOCK)):
-        words = repeated_row(powers, first + block, columns)
+        words = repeated_row(powers, first + block, columns, by_load)
         if is_own is not None:
             words = jnp.where(is_own(first + block), words, 0)
         wide = pltpu.bitcast(over_rows(words, MX_BLOCK // 2), jnp.bfloat16)

@@ -33,18 +33,18 @@ def for_blocks(size: int, width: int, body: Callable[[Any], None]) -> None:
         lax.fori_loop(0, size // width, lambda i, _: body(pl.ds(pl.multiple_of(i * width, width), width)), None)
 
 
-def repeated_row(ref: Any, nth: Any, columns: Any) -> jax.Array:
+def repeated_row(ref: Any, nth: Any, columns: Any, by_load: bool = True) -> jax.Array:
     """Row nth of a block in VMEM, in these columns, in each row of a register: [8, columns] of 32 bits.
 
-    A load with a stride of 0 repeats it. Interpreters know none, and Mosaic none where the data say which row: there an
-    operation does. Such loads begin at a block's first column, and what is not wanted is dropped.
+    by_load: with a stride of 0, and not by an operation of the vector unit. Interpreters have no such loads, and Mosaic
+    none of a row that the data choose. They begin at a block's first column; the compiler drops what is not used.
     """
     if isinstance(columns.start, int):
         wanted = slice(columns.start, columns.start + columns.size)
     else:
         ref, wanted = ref.at[:, columns], slice(None)
-    is_strided = isinstance(nth, int) and not is_interpreted()
-    row = ref[pl.ds(nth, HEIGHT, stride=0) if is_strided else pl.ds(nth, 1), :][:, wanted]
+    by_load &= isinstance(nth, int) and not is_interpreted()
+    row = ref[pl.ds(nth, HEIGHT, stride=0) if by_load else pl.ds(nth, 1), :][:, wanted]
     return jnp.broadcast_to(row, (HEIGHT, row.shape[1]))
 
 
