@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from op_arguments.mxfp8 import MX_BLOCK
 from op_arguments.probe import active, probe
 from op_arguments.quantized_gmm import QuantizedProblem
+from tpu_kernels._lib import chip
 from tpu_kernels._lib.chip import LANES, MXU
 from tpu_kernels._lib.grids import Grid, Listed, Operands, grouped_matmul
 from tpu_kernels._lib.narrow import (
@@ -290,7 +291,8 @@ class _Tile(ScaledTile):
 
         With masks one by one, where a product of two is no normal number.
         """
-        of_rows, found = repeated_row(self.operands.lhs_scale, i, rows), []
+        by_load = chip.generation() != 6  # 2% fewer cycles on tpu7x, 0.3% more on v6e
+        of_rows, found = repeated_row(self.operands.lhs_scale, i, rows, by_load), []
         for tile in blocks(columns.size, LANES):
             same = repeated_row(self.operands.rhs_scale, i, pl.ds(columns.start + tile.start, LANES))
             of_columns = jnp.concatenate([same] * (rows.size // LANES), axis=1)
