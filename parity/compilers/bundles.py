@@ -461,7 +461,7 @@ class _Reader:
 
     def step(self) -> Part:
         part = step = self.program.whole
-        while part.inner:
+        while part.inner and self.program.whole.has_pipeline:
             part = max(part.inner, key=lambda inner: self.work(self.path(inner)))
             if part.pipelined:
                 return part

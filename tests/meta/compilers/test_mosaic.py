@@ -531,6 +531,13 @@ def test_a_grid_of_one_step_has_branches_as_others():
     assert read.step_bundles == 12 + 4
 
 
+def test_a_kernel_without_a_grid_has_one_step():
+    """Its loops are no steps, also where only the data say how often they run."""
+    whole = bundles.Part(0, 20, inner=[bundles.Part(12, 18, loop=True, trips=None)])
+    read = bundles.schedule(bundles.Program(*of_stores(*[5] * 20), whole), CHIPS["v6e"])
+    assert (read.step_bundles, read.unknown_loops) == (20, 1)
+
+
 @pytest.mark.parametrize("copies", [0, 5], ids=["alone", "after a copy"])
 def test_branches_of_one_line_are_told_apart_by_their_order(copies):
     """One that always runs has no code of its own, and the shortest may have none. A copy that the compiler makes has a
