@@ -104,7 +104,7 @@ FAULTS = named({
     "scales are applied before the dot, in bfloat16": [
         tpu("gmm_quantized",
             "sums = multiply(weights, x, contract[::-1]) if self.plan.transposed else multiply(x, weights, contract)",
-            "scale = row_of(self.operands.lhs_scale, i, rows)\n"
+            "scale = row_of(self.operands.lhs_scale, i, rows)[:1]\n"
             "        sums = 1 / scale.T * multiply("
             "(x.astype(jnp.float32) * scale.T).astype(jnp.bfloat16), weights, contract)", block_scaled),
         gpu("gmm_quantized", "partial = _dot_of_step(a, b, DOT)\n"
