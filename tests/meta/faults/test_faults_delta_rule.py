@@ -37,7 +37,7 @@ GPU_POWERS = """\
 FAULTS = named({
     # FlashKDA's, cuDNN's, vLLM's, tt-metal's and PTO's: exact on keys apart, infinite on equal ones
     "the inverse comes from powers": [
-        tpu(GDN, "    heads, c, _ = a.shape\n    beside =", TPU_POWERS + "    beside =", equal),
+        tpu(GDN, "    beside =", TPU_POWERS + "    beside =", equal),
         *(gpu(op,
             "    inverse = _diagonal_inverses(a)\n    for level in tl.static_range(0, LEVELS):\n"
             "        inverse = _joined(inverse, a, DIAGONAL << level)\n    return inverse", GPU_POWERS, equal)

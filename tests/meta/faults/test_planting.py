@@ -1,10 +1,13 @@
 """Faults have a place to be planted in: asked of all of them at once, where most are planted in the full tier alone."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.meta.debugging import test_explain, test_stages_command, test_stages_layer
 from tests.meta.faults.answers import FILES
-from tests.meta.faults.planting import OP, places
+from tests.meta.faults.planting import OP, Edit, edited, places, planted
 from tests.meta.judging import test_bit_exact
 from tests.quantized_gmm import test_quantized_gmm_stages
 
@@ -21,6 +24,21 @@ PARAMETERS = {
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.__name__.rpartition(".")[2])
 def test_each_fault_has_one_place(file):
     assert_one_place(file.FAULTS)
+
+
+def test_each_fault_has_names_that_are_known(tmp_path):
+    """A kernel that crashes is not one that errs."""
+    names = {}
+    for n, fault in enumerate(planted()):
+        place = places(getattr(OP[fault.ops[0]], fault.backend), fault.old, fault.within)[0]
+        (source,) = edited([Edit(place, fault.old, fault.new)]).values()
+        (tmp_path / f"{n}.py").write_text(source)
+        names[f"{n}.py"] = fault.name
+    check = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F821", "--output-format=concise", "."]
+    found = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True)
+    unknown = [line for line in found.stdout.splitlines() if "F821" in line]
+    assert [(names[line.partition(":")[0]], line) for line in unknown] == []
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 @pytest.mark.parametrize("asked", PARAMETERS)
