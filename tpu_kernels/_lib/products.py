@@ -49,7 +49,12 @@ def repeated_row(ref: Any, nth: Any, columns: Any, by_load: bool = True) -> jax.
 
 
 def over_rows(row: jax.Array, height: int) -> jax.Array:
-    """A `repeated_row` [8, columns] as [height, columns]: the same registers over and over."""
+    """A `repeated_row` [8, columns] as [height, columns]: the same registers over and over.
+
+    Interpreted, where it has no registers, it is broadcast: many parts take XLA longer to compile.
+    """
+    if is_interpreted():
+        return jnp.broadcast_to(row[:1], (height, row.shape[1]))
     return jnp.concatenate([row] * pl.cdiv(height, HEIGHT), axis=0)[:height]
 
 
