@@ -205,9 +205,9 @@ class _Tile(ScaledTile):
         if transposed:
             return times_lanes(wide, powers, columns, inner.start, self.tile_lane)
         first, of_step = inner.start // MX_BLOCK, self.depth // MX_BLOCK
-        if not self.one_step and of_step % 8:
+        if not self.one_step and (of_step % 8 or powers.shape[0] % of_step):
             first += self.step * of_step
-        elif not self.one_step:  # whole registers, of which each row's place is known
+        elif not self.one_step:  # whole registers in each step, in which each row's place is known
             powers = powers.at[pl.ds(pl.multiple_of(self.step * of_step, of_step), of_step)]
         return times_rows(wide, powers, first, columns)
 
