@@ -88,6 +88,24 @@ def test_groups_of_any_size_are_exact_and_the_tail_is_not_read(backend, ragged):
     assert np.count_nonzero(expected) > expected.size // 2
 
 
+@pytest.mark.parametrize("form", ["forward", "transposed"])
+@pytest.mark.parametrize("backend", EVERYWHERE)
+def test_a_last_step_that_is_short_has_powers_of_its_own(backend, form):
+    """Of 320 columns in steps of 256, whose blocks of scales are not whole steps."""
+    rng, sizes, k = np.random.default_rng(2), np.array([40, 56], np.int32), 320
+    shape, scales = ((24, k), (24, k // 32)) if form == "transposed" else ((k, 24), (k // 32, 24))
+    inputs = {
+        "lhs": rng.integers(-2, 3, (96, k)).astype(E4M3),
+        "rhs": rng.integers(-2, 3, (2, *shape)).astype(E4M3),
+        "group_sizes": sizes,
+        "lhs_scale": (2.0 ** rng.integers(-1, 2, (96, k // 32))).astype(E8M0),
+        "rhs_scale": (2.0 ** rng.integers(-1, 2, (2, *scales))).astype(E8M0),
+    }
+    options = {"transpose_rhs": form == "transposed", "tiling": (32, 256, 128)}
+    got = run(backend, "grouped_gemm", inputs, preferred_element_type="float32", **options)
+    np.testing.assert_array_equal(got, grouped_gemm(**inputs, transpose_rhs=form == "transposed"))
+
+
 @pytest.mark.parametrize("form", ["forward", "transposed", "contracting"])
 @pytest.mark.parametrize("backend", EVERYWHERE)
 def test_a_scale_of_nan_is_in_its_sums_and_no_others(backend, form):
