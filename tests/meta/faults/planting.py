@@ -80,10 +80,15 @@ def planted() -> tuple[Fault, ...]:
 
 def plant(fault: Fault, folder: Path) -> SimpleNamespace:
     """The fault's ops on its backend by name, with the fault in them."""
+    return with_sources(sources_with(fault), fault.backend, fault.ops, folder)
+
+
+def sources_with(fault: Fault) -> dict[str, str]:
+    """The source of the module that has the fault, by its name."""
     target = getattr(OP[fault.ops[0]], fault.backend)
     found = places(target, fault.old, fault.within)
     assert len(found) == 1, f"{fault.old!r} occurs {len(found)} times in what {target} reaches: {found}"
-    return with_sources(edited([Edit(found[0], fault.old, fault.new)]), fault.backend, fault.ops, folder)
+    return edited([Edit(found[0], fault.old, fault.new)])
 
 
 def planted_lines(fault: Fault) -> range:
