@@ -419,8 +419,9 @@ class _Reader:
         """Fill `known` with the branch that each conditional part of a stage is, by the lines that both have.
 
         left: those that are not found yet and may be here: a part inside another is a branch inside that one's. Of
-        branches of the same lines the first part is the first. Where JAX traced what it differentiates, one line may be
-        that of all, and the program of an equal call, with other lines, that of this one: see `_recognize_by_order`.
+        branches of the same lines the first part is the first. Their order tells branches apart where JAX gave all one
+        line, as it does to what it differentiates; and where a single one's line is not in the program. XLA compiles
+        equal kernels once, with the lines of another call then.
         """
         conditional = [child for child in part.inner if in_stage and not child.loop]
         by_order = len(frozenset().union(*(branch.places for branch in left))) == 1 and (
