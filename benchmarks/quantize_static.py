@@ -7,7 +7,8 @@
 At 8192 rows of bfloat16 as wide as the models' layers, in blocks of 128 (MXFP8: of 32); a model whose rows such blocks
 do not divide is left out. Cycles are static ones (`parity/compilers/bundles.py`) a row, beside those in which HBM
 moves its bytes. What XLA takes is its own estimate of its fusions; libtpu does not print the one for tpu7x. Code is of
-arrays row by row in memory: XLA lays those of a program's own otherwise where that pads less, and adds copies.
+elements and codes row by row in memory, as kernels hand them on: XLA lays those of a program's own otherwise where that
+pads less, which is in columns where these are 2880, and adds copies.
 """
 
 import os
@@ -104,7 +105,7 @@ class Row(command.Row):
     cycles: Figure = figure("cycles", ".1f")  # static, a row
     floor: Figure = figure("HBM floor", ".1f")  # cycles in which HBM moves a row's bytes
     of_floor: Figure = figure("of floor", ".0%")  # the part of the cycles that the floor is
-    code_kb: Figure = figure("KB", ".0f")  # of arrays row by row in memory, as kernels hand them on
+    code_kb: Figure = figure("KB", ".0f")  # with elements and codes row by row in memory, as kernels hand them on
     alone_kb: Figure = figure("KB alone", ".0f")  # with copies to and from layouts that XLA picks for a program's own
     spills: Figure = figure("spills", ".0f")
     xla: Figure = figure("XLA", ".0f")  # cycles a row that XLA estimates of its own fusions
@@ -139,15 +140,17 @@ def xla_cycles(case: Compilation, log: Path) -> int:
 
 
 def row_major_code(case: Compilation, log: Path) -> int:
-    """The bytes of code of a function of an array [M, K], all arrays row by row in memory; log: not written."""
+    """The bytes of code of a quantiser of an array [M, K]: it and codes row by row in memory; log: not written."""
     import jax
     from jax.experimental.layout import Format, Layout
 
     function, shape, mesh = _traceable(case)
-    rows = Format(Layout((0, 1)), shape.sharding)
+    rows, scales = Format(Layout((0, 1)), shape.sharding), Format(Layout.AUTO, shape.sharding)
     shape = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=rows)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        memory = jax.jit(function, out_shardings=rows).lower(shape).compile().memory_analysis()
+        results = jax.eval_shape(function, shape)
+        formats = jax.tree.map(lambda result: rows if result.shape == shape.shape else scales, results)
+        memory = jax.jit(function, out_shardings=formats).lower(shape).compile().memory_analysis()
     if memory is None:
         raise RuntimeError("libtpu gave no memory analysis")
     return int(memory.generated_code_size_in_bytes)

@@ -286,6 +286,17 @@ def test_a_tile_without_loops_has_the_bits_of_one_with_them(wide, monkeypatch):
         check(quantize(to_jax(x)), target(x))
 
 
+@pytest.mark.parametrize("shape", [(256, 96), (1100, 64), (2, 384, 160)], ids=str)
+def test_scales_that_are_stored_column_by_column_are_those_of_their_rows(shape):
+    """In one tile, in two of which the second is shorter, and of several arrays; no two rows have scales alike."""
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    x *= np.exp2(np.arange(shape[-2]) % 101 - 50).astype(np.float32)[:, None]
+    x[..., 5, 40] = np.nan
+    check(mxfp8.mxfp8_quantize(to_jax(x), -1), golden_mxfp8.mxfp8_quantize(x, -1))
+    x = x[..., : shape[-2] // 32 * 32, :]
+    check(mxfp8.mxfp8_dual_quantize(to_jax(x)), golden_mxfp8.mxfp8_dual_quantize(x))
+
+
 def scaled_and_cut(factors, x, y):
     """Two arrays, and terms to sum: exact, as factors are powers of two and the numbers small."""
     return Computed((factors * x, jnp.maximum(factors * y, 0.0)), factors * jnp.abs(x))

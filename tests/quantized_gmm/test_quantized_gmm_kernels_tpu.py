@@ -257,7 +257,10 @@ MXFP8 = [
 
 @pytest.mark.parametrize(("kind", "dtypes", "k", "n", "options", "tile", "deep"), MXFP8)
 def test_a_forward_pass_of_mxfp8_has_its_scales_in_whole_registers(kind, dtypes, k, n, options, tile, deep):
-    """A word has the scales of four rows, or one twice; those of a step over K lie in the lanes of one register."""
+    """A word has the scales of four rows, or one twice; those of a step over K lie in the lanes of one register.
+
+    What packs words reads scales column by column, as quantisers store them.
+    """
     *packed, (kernel, scratch, call) = traced(kind, "gmm", dtypes, "mxfp8", k, n, **options)
     (tm, tk, tn), transposed, steps = tile, options.get("transpose_rhs", False), -(-k // tile[1])
     assert kernel.grid == (-(-n // tn), None, steps)
@@ -265,11 +268,11 @@ def test_a_forward_pass_of_mxfp8_has_its_scales_in_whole_registers(kind, dtypes,
     expected, registers = [], -(-steps // (LANES * 32 // tk))
     if dtypes[0] == E4M3:
         blocks.append(((1, tm // 4, LANES), ["2", "1", ""]))
-        expected.append(("powers_in_lanes", (1, M // 512), (1, 512, k // 32), (1, registers, 128, LANES), "01"))
+        expected.append(("powers_in_lanes", (1, M // 512), (1, k // 32, 512), (1, registers, 128, LANES), "01"))
     if dtypes[1] == E4M3:
         if transposed:
             blocks.append(((1, 1, tn // 4, LANES), ["1", "2", "0", ""]))
-            of_columns = (1, 512, k // 32), (1, registers, 128, LANES)
+            of_columns = (1, k // 32, 512), (1, registers, 128, LANES)
             expected.append(("powers_in_lanes", (G, n // 512), *of_columns, "01"))
         else:
             blocks.append(((1, k // 32, tn), ["1", "", "0"]))

@@ -251,6 +251,20 @@ def test_scales_of_what_lies_beyond_4096_elements_are_in_the_next_register():
     np.testing.assert_array_equal(to_numpy(got).astype(F32), expected)
 
 
+@pytest.mark.parametrize("is_nan", [False, True])
+def test_words_are_the_same_whether_scales_are_read_by_rows_or_by_columns(is_nan):
+    """By columns where there are whole registers of rows: 32 rows by themselves are read as rows."""
+    scale = powers((2, 640, 24), E8M0, RNG())
+    if is_nan:
+        scale[1, [70, 600], [3, 20]] = np.nan
+
+    def words(scale):
+        return to_numpy(powers_of_two.powers_in_lanes(to_jax(scale), 768, 384, True))
+
+    alone = [words(scale[:, first : first + 32]) for first in range(0, 640, 32)]
+    np.testing.assert_array_equal(words(scale), np.concatenate(alone, axis=2))
+
+
 @pytest.mark.parametrize("nan", [None, 0, 40, 131])
 def test_tiles_share_a_register_of_scales_as_far_as_its_lanes_go(nan):
     """Ten tiles of 384 columns, of twelve scales each, and an eleventh in the next register."""

@@ -25,7 +25,7 @@ from tpu_kernels._lib.call import bytes_of, call, is_interpreted, jit, rarely
 from tpu_kernels._lib.chip import LANES, sublanes
 from tpu_kernels._lib.formats import SMALLEST, Format
 from tpu_kernels._lib.lanes import maxima, maxima_of_rows, spread
-from tpu_kernels._lib.layout import SUBLANES, Layout, ScaleBlock, Tiles
+from tpu_kernels._lib.layout import SUBLANES, Layout, ScaleBlock, Tiles, lie_along_columns
 
 USUAL = 2.0**-60
 """Blocks whose largest magnitude is below take no part in short cuts: their scales' remainders may be subnormal."""
@@ -262,9 +262,17 @@ class Pass(NamedTuple):
         a, rows, columns = self.tiles.shape
         dtypes = [jnp.dtype(name) for name in (self.scaling.format.dtype, self.scaling.scale_dtype)]
         stored = [jnp.dtype(jnp.int8) if self.interpret and dtype.itemsize == 1 else dtype for dtype in dtypes]
-        shapes = (a, rows, columns), (a, rows // block[0], columns // block[1])
-        codes, scale = map(jax.ShapeDtypeStruct, shapes, stored)
-        return Quantized(self.tiles.elements_of(codes, self.tiles.at), self.tiles.scales_of(scale, block))
+        tiles, shape = self.tiles, (a, rows // block[0], columns // block[1])
+        codes, scale = map(jax.ShapeDtypeStruct, ((a, rows, columns), shape), stored)
+        scales = tiles.scales_of(scale, block)
+        return Quantized(tiles.elements_of(codes, tiles.at), scales.turned() if self.turns(block) else scales)
+
+    def turns(self, block: ScaleBlock) -> bool:
+        """Whether scales of rows are stored column by column, [A, C / c, R]: bytes, where that takes less memory."""
+        tiles, (_, rows, columns) = self.tiles, self.tiles.shape
+        is_byte = jnp.dtype(self.scaling.scale_dtype).itemsize == 1
+        less = lie_along_columns(rows, columns // block[1])
+        return is_byte and less and tiles.is_by_row(block) and tiles.rows % LANES == 0
 
     def memory(self) -> list[Any]:
         """For what the blocks of a tile are given."""
@@ -279,7 +287,7 @@ class Pass(NamedTuple):
             if isinstance(result, Maxima):
                 tile.shared.append(Maxima(*(ref if ref is None else blocks.kept_in(ref) for ref in result)))
             else:
-                tile.ways.append(Way(name, blocks, result, self.scaling))
+                tile.ways.append(Way(name, blocks, result, self.scaling, self.turns(block)))
         return tile
 
     def returned(self, x: jax.Array, stored: Sequence["Quantized | Maxima"]) -> list[Quantized]:
@@ -289,6 +297,8 @@ class Pass(NamedTuple):
             if isinstance(got, Maxima):
                 tiles = Tiles.of(self.tiles.shape, [block])
                 got = _encoded(x, got, self._replace(blocks={name: block}, tiles=tiles))
+            if self.turns(block):
+                got = got._replace(scale=got.scale.swapaxes(1, 2))
             parts = zip(got, map(jnp.dtype, dtypes), strict=True)
             quantized.append(Quantized(*(lax.bitcast_convert_type(part, dtype) for part, dtype in parts)))
         return quantized
@@ -485,6 +495,7 @@ class Way(NamedTuple):
     blocks: TileBlocks
     out: Quantized
     scaling: Scaling
+    turns: bool  # as `Pass.turns`
 
     def finish(self, is_short: bool) -> None:
         """Return what is kept of the blocks, and put what `encode` (or `encode_short`) needs in place of the maxima."""
@@ -493,8 +504,11 @@ class Way(NamedTuple):
         count = tiles.scales(block)[0]
         absmax = ref[:count, :]
         kept, factors = self.scaling.short(absmax, self.blocks.x.dtype) if is_short else [self.scaling.kept(absmax)] * 2
-        stored = lax.bitcast_convert_type(self.scaling.stored(kept), self.out.scale.dtype)
-        if tiles.steps_r == 1 or block[0] == 1 or given.is_whole[0]:
+        stored = self.scaling.stored(kept)
+        stored = lax.bitcast_convert_type(stored.T if self.turns else stored, self.out.scale.dtype)
+        if self.turns:
+            self.out.scale[...] = stored
+        elif tiles.steps_r == 1 or block[0] == 1 or given.is_whole[0]:
             self.out.scale[:count, :] = stored
         else:
             for i in range(count):

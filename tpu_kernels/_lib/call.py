@@ -44,6 +44,17 @@ class Block:
         """As Pallas has it."""
         return pl.BlockSpec(memory_space=self.space) if self.index is None else pl.BlockSpec(self.shape, self.index)
 
+    def turned(self) -> "Block":
+        """The same block of the transposed array, its last two axes swapped."""
+
+        def swapped(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+            return *axes[:-2], axes[-1], axes[-2]
+
+        index, array = self.index, self.array
+        is_result = isinstance(array, jax.ShapeDtypeStruct)
+        array = jax.ShapeDtypeStruct(swapped(array.shape), array.dtype) if is_result else array.swapaxes(-2, -1)
+        return Block(array, swapped(self.shape), index and (lambda *steps: swapped(index(*steps))))
+
 
 def call(
     kernel: Callable[..., None],

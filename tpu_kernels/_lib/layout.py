@@ -30,6 +30,11 @@ ScaleBlock = tuple[int, int]
 """Rows and columns of an array [A, R, C] that share a scale."""
 
 
+def lie_along_columns(rows: int, columns: int) -> bool:
+    """Whether an array [..., rows, columns] takes less memory column by column, as XLA keeps a program's own then."""
+    return pl.cdiv(rows, LANES) * columns < rows * pl.cdiv(columns, LANES)
+
+
 class Layout(NamedTuple):
     """How a kernel sees an array: its shape as [A, R, C], and the rows r and columns c of a block.
 
@@ -122,6 +127,7 @@ class Tiles(NamedTuple):
         steps_r, steps_c = 1, pl.cdiv(columns, tile_c) if c == columns else 1
         if r == 1 < rows:
             tile_r = min(tile_r, MOST_ROWS // 4)
+            tile_r -= tile_r % LANES if LANES < tile_r < in_tiles[0] else 0  # their scales may lie along lanes
         elif r < rows > tile_r:
             tile_r = r << (tile_r // r).bit_length() - 1  # rows of scales that are parts of a register, or whole ones
         if r == rows:
