@@ -1,14 +1,15 @@
-"""The quantisers on the real TPU compiler, beside XLA's fusion of the same definition in jnp, without a TPU.
+"""Quantisers and dequantisers on the real TPU compiler, beside XLA's fusion of the same in jnp, without a TPU.
 
     python -m benchmarks.quantize_static                                every chip, model and operation
     python -m benchmarks.quantize_static --chip v6e --only fp8_dual     some of them
     python -m benchmarks.quantize_static --json                         for programs
 
 At 8192 rows of bfloat16 as wide as the models' layers, in blocks of 128 (MXFP8: of 32); a model whose rows such blocks
-do not divide is left out. Cycles are static ones (`parity/compilers/bundles.py`) a row, beside those in which HBM
-moves its bytes. What XLA takes is its own estimate of its fusions; libtpu does not print the one for tpu7x. Code is of
-elements and codes row by row in memory, as kernels hand them on: XLA lays those of a program's own otherwise where that
-pads less, which is in columns where these are 2880, and adds copies.
+do not divide is left out. MXFP8 is dequantised to bfloat16, fp8 and int8 to float32. Cycles are static ones
+(`parity/compilers/bundles.py`) a row, beside those in which HBM moves its bytes. What XLA takes is its own estimate of
+its fusions; libtpu does not print the one for tpu7x. Code is of elements and codes row by row in memory, as kernels
+hand them on: XLA lays those of a program's own otherwise where that pads less, which is in columns where these are
+2880, and adds copies.
 """
 
 import os
@@ -27,6 +28,8 @@ from parity.compilers.mosaic import TOPOLOGIES, Abstract, Compilation, Compiled,
 from parity.compilers.processes import compile_each
 
 ROWS = 8192
+OPS = ("fp8_quantize", "int8_quantize", "fp8_dual_quantize", "mxfp8_quantize", "mxfp8_dual_quantize",
+       "fp8_dequantize", "int8_dequantize", "mxfp8_dequantize")  # fmt: skip
 WIDTHS = {"DeepSeek-V3": 7168, "Qwen3-30B-A3B": 2048, "Mixtral-8x7B": 4096, "gpt-oss-120b": 2880}
 HERE = __spec__.name if __spec__ else Path(__file__).stem  # what a compiler process imports; a script has no spec
 LEAST_OF_FLOOR = {"v6e": 0.6, "tpu7x": 0.45}
@@ -49,35 +52,59 @@ class Program:
         return self.op if self.axis is None else f"{self.op} axis {self.axis}"
 
     @property
+    def is_mxfp8(self) -> bool:
+        """Whether scales are powers of two, for 32 elements."""
+        return self.op.startswith("mxfp8")
+
+    @property
+    def dequantizes(self) -> bool:
+        """Whether arguments are codes and scales."""
+        return self.op.endswith("dequantize")
+
+    @property
     def block(self) -> int:
         """Elements that share a scale."""
-        return 32 if self.op.startswith("mxfp8") else 128
+        return 32 if self.is_mxfp8 else 128
 
-    def compilation(self, chip: str, function: str = "") -> Compilation:
-        """What the compiler is given: the kernel, or another function of the same array."""
-        module = "mxfp8" if self.op.startswith("mxfp8") else "quantize"
-        options: dict[str, Any] = {} if self.axis is None else {"axis": self.axis}
-        options |= {"block": self.block} if function else {"interpret": False}
-        x = Abstract((ROWS, WIDTHS[self.model]), "bfloat16")
-        return Compilation(function or f"tpu_kernels.{module}:{self.op}", chip, (x,), options)
+    def kernel(self, chip: str) -> Compilation:
+        """What the compiler is given."""
+        axis: dict[str, Any] = {} if self.axis is None or self.dequantizes else {"axis": self.axis}
+        module = "mxfp8" if self.is_mxfp8 else "quantize"
+        return self._compilation(chip, f"tpu_kernels.{module}:{self.op}", axis | {"interpret": False})
+
+    def beside(self, chip: str) -> Compilation:
+        """The same in jnp."""
+        if self.dequantizes:
+            return self._compilation(chip, f"{HERE}:dequantized_in_jnp", {})
+        how = {"axis": self.axis, "block": self.block, "int8": self.op.startswith("int8"), "powers": self.is_mxfp8}
+        return self._compilation(chip, f"{HERE}:quantized_in_jnp", how)
+
+    def _compilation(self, chip: str, function: str, options: dict[str, Any]) -> Compilation:
+        shape = m, k = ROWS, WIDTHS[self.model]
+        if not self.dequantizes:
+            return Compilation(function, chip, (Abstract(shape, "bfloat16"),), options)
+        codes = Abstract(shape, "int8" if self.op.startswith("int8") else "float8_e4m3fn")
+        of_blocks = (m, k // self.block) if self.axis else (m // self.block, k)
+        scale = Abstract(of_blocks, "float8_e8m0fnu" if self.is_mxfp8 else "float32")
+        return Compilation(function, chip, (codes, scale), options | ({"dtype": "bfloat16"} if self.is_mxfp8 else {}))
 
 
 PROGRAMS = [
     Program(op, model, axis)
     for model, width in WIDTHS.items()
-    for op in ("fp8_quantize", "int8_quantize", "fp8_dual_quantize", "mxfp8_quantize", "mxfp8_dual_quantize")
+    for op in OPS
     for axis in ((None,) if "dual" in op else (0, 1))
     if width % Program(op, model).block == 0
 ]
 
 
-def in_jnp(x: Any, *, axis: int | None = None, block: int, int8: bool = False, powers: bool = False) -> Any:
+def quantized_in_jnp(x: Any, *, axis: int | None, block: int, int8: bool, powers: bool) -> Any:
     """The quantised x [M, K] and its scales, as one writes it in jnp: along an axis, or along both."""
     import jax.numpy as jnp
     from jax import lax
 
     if axis is None:
-        return [in_jnp(x, axis=each, block=block, powers=powers) for each in (1, 0)]
+        return [quantized_in_jnp(x, axis=each, block=block, int8=int8, powers=powers) for each in (1, 0)]
     largest = 127.0 if int8 else 448.0
     m, k = x.shape
     blocks = x.astype(jnp.float32).reshape((m // block, block, k) if axis == 0 else (m, k // block, block))
@@ -91,9 +118,13 @@ def in_jnp(x: Any, *, axis: int | None = None, block: int, int8: bool = False, p
     return codes.reshape(m, k), scale.squeeze(1 + axis).astype(jnp.float8_e8m0fnu if powers else jnp.float32)
 
 
-fp8_in_jnp = in_jnp
-int8_in_jnp = partial(in_jnp, int8=True)
-mxfp8_in_jnp = partial(in_jnp, powers=True)
+def dequantized_in_jnp(codes: Any, scale: Any, *, dtype: str = "float32") -> Any:
+    """codes [M, K] times the scales of their blocks, which lie along one axis."""
+    import jax.numpy as jnp
+
+    (m, k), (rows, columns) = codes.shape, scale.shape
+    blocks = codes.astype(jnp.float32).reshape(rows, m // rows, columns, k // columns)
+    return (blocks * scale.astype(jnp.float32)[:, None, :, None]).reshape(m, k).astype(dtype)
 
 
 @dataclass(frozen=True)
@@ -114,11 +145,10 @@ class Row(command.Row):
 def measure(chips: Sequence[str], only: str, jobs: int | None, done: Done) -> list[Row]:
     """The table: each program, as `command.Measure`."""
     wanted = [(chip, program) for chip in chips for program in PROGRAMS if only in f"{program.name} {program.model}"]
-    answers = command.compile_each(wanted, lambda key: key[1].compilation(key[0]), jobs, done)
+    answers = command.compile_each(wanted, lambda key: key[1].kernel(key[0]), jobs, done)
     estimated = [key for key in wanted if key[0] != "tpu7x"]
-    of_jnp = [program.compilation(chip, f"{HERE}:{program.op.split('_')[0]}_in_jnp") for chip, program in estimated]
-    estimates = dict(zip(estimated, _figures("xla_cycles", of_jnp), strict=True))
-    codes = dict(zip(wanted, _figures("row_major_code", [key[1].compilation(key[0]) for key in wanted]), strict=True))
+    estimates = dict(zip(estimated, _figures("xla_cycles", [of.beside(chip) for chip, of in estimated]), strict=True))
+    codes = dict(zip(wanted, _figures("row_major_code", [of.kernel(chip) for chip, of in wanted]), strict=True))
     return [_row(*key, answers[key], codes[key], estimates.get(key)) for key in wanted]
 
 
@@ -131,33 +161,38 @@ def _figures(function: str, cases: Sequence[Compilation]) -> list[int | None]:
 
 
 def xla_cycles(case: Compilation, log: Path) -> int:
-    """The cycles that XLA estimates of all fusions of a function of one array; log: not written."""
+    """The cycles that XLA estimates of all fusions of a function of arrays; log: not written."""
     import jax
 
-    function, shape, _ = _traceable(case)
-    text = jax.jit(function).lower(shape).compile().as_text()
+    function, arguments, _ = _traceable(case)
+    text = jax.jit(function).lower(*arguments).compile().as_text()
     return sum(map(int, ESTIMATE.findall(text or "")))
 
 
 def row_major_code(case: Compilation, log: Path) -> int:
-    """The bytes of code of a quantiser of an array [M, K]: it and codes row by row in memory; log: not written."""
+    """The bytes of code of a function, arrays of the first one's shape row by row in memory; log: not written."""
     import jax
     from jax.experimental.layout import Format, Layout
 
-    function, shape, mesh = _traceable(case)
-    rows, scales = Format(Layout((0, 1)), shape.sharding), Format(Layout.AUTO, shape.sharding)
-    shape = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=rows)
+    function, arguments, mesh = _traceable(case)
+    elements, sharding = arguments[0].shape, arguments[0].sharding
+    rows, scales = Format(Layout((0, 1)), sharding), Format(Layout.AUTO, sharding)
+    arguments = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arguments]
+
+    def formats(arrays: Any) -> Any:
+        return jax.tree.map(lambda array: rows if array.shape == elements else scales, arrays)
+
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        results = jax.eval_shape(function, shape)
-        formats = jax.tree.map(lambda result: rows if result.shape == shape.shape else scales, results)
-        memory = jax.jit(function, out_shardings=formats).lower(shape).compile().memory_analysis()
+        given, returned = formats(tuple(arguments)), formats(jax.eval_shape(function, *arguments))
+        compiled = jax.jit(function, in_shardings=given, out_shardings=returned).lower(*arguments).compile()
+    memory = compiled.memory_analysis()
     if memory is None:
         raise RuntimeError("libtpu gave no memory analysis")
     return int(memory.generated_code_size_in_bytes)
 
 
-def _traceable(case: Compilation) -> tuple[Any, Any, Any]:
-    """A case's function, the shape of its array, on the chip, and the mesh of that."""
+def _traceable(case: Compilation) -> tuple[Any, list[Any], Any]:
+    """A case's function, the shapes of its arrays, on the chip, and the mesh of that."""
     import jax
     from jax.experimental import topologies
 
@@ -165,9 +200,11 @@ def _traceable(case: Compilation) -> tuple[Any, Any, Any]:
     mesh = jax.sharding.Mesh(devices, ("core",))
     module, _, name = case.function.partition(":")
     function = partial(getattr(import_module(module), name), **case.keywords)
-    (x,) = case.arguments
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return function, jax.ShapeDtypeStruct(x.shape, jax.numpy.dtype(x.dtype), sharding=sharding), mesh
+    shapes = [
+        jax.ShapeDtypeStruct(each.shape, jax.numpy.dtype(each.dtype), sharding=sharding) for each in case.arguments
+    ]
+    return function, shapes, mesh
 
 
 def _row(chip: str, program: Program, answer: Compiled, code: int | None, xla: int | None) -> Row:

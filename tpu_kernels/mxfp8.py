@@ -95,22 +95,15 @@ def mxfp8_dequantize(
 ) -> jax.Array:
     """qvalue · scale [...] in dtype; arguments, result and errors as `cpu_golden.mxfp8.mxfp8_dequantize`."""
     axis, name = check_mxfp8_dequantize(qvalue, scale, dtype)
-    whole, exponents = _whole_blocks(qvalue, axis), _biased_exponents(scale)
-    blocks = _mx_blocks(qvalue, axis)
     wide = dequantize_blocks(
-        whole,
-        exponents,
-        blocks=blocks,
+        _whole_blocks(qvalue, axis),
+        scale,
+        blocks=_mx_blocks(qvalue, axis),
         decode=_decode_by_power,
         dtype=name,
         interpret=resolve_interpret(interpret, qvalue),
     )
     return lax.slice_in_dim(wide, 0, qvalue.shape[axis], axis=axis)
-
-
-def _biased_exponents(scale: jax.Array) -> jax.Array:
-    """The bytes of float8_e8m0fnu scales as int32: their exponents plus 127, and 255 for NaN."""
-    return lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
 
 
 def _mx_blocks(x: jax.Array, axis: int) -> Blocks:
@@ -181,8 +174,12 @@ class PowerScales:
         return (254 - (bits_of(kept) >> 23)).astype(jnp.int8)
 
 
-def _decode_by_power(q: jax.Array, byte: jax.Array) -> jax.Array:
-    """q · 2^(byte - 127), zero where that is subnormal, NaN for a byte of 255; by two powers, as one is no float32."""
+def _decode_by_power(q: jax.Array, power: jax.Array) -> jax.Array:
+    """q · 2^(byte - 127), zero where that is subnormal, NaN for a byte of 255; by two powers, as one is no float32.
+
+    power: a float32 that has the byte for its exponent's bits.
+    """
+    byte = bits_of(power) >> 23
     low = byte >> 1
     values = q.astype(jnp.float32)
     bits = bits_of(values * float_of((low + 64) << 23) * float_of((byte - low + 63) << 23))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from op_arguments.mxfp8 import E8M0
 from parity import Op
 from parity.compilers.chips import CHIPS
 from parity.compilers.mosaic import Abstract
@@ -55,8 +56,21 @@ def quantiser(op: str, model: Experts, **options: Any) -> Program:
     """A quantiser of a batch's activations, as they enter a model's up projection."""
     name = "-".join([model.name, *(f"{word}_{value}" for word, value in options.items())])
     arguments = (Abstract((ROWS, model.hidden), "bfloat16"),)
-    module = "mxfp8" if op.startswith("mxfp8") else "quantize"
-    return Program(op, name, f"tpu_kernels.{module}:{op}", arguments, {"interpret": False} | options, work=ROWS)
+    return Program(op, name, _quantisation(op), arguments, {"interpret": False} | options, work=ROWS)
+
+
+def dequantiser(op: str, model: Experts, axis: int) -> Program:
+    """A dequantiser of the same activations, whose blocks lie along an axis."""
+    block, scales = (32, E8M0) if op.startswith("mxfp8") else (128, "float32")
+    of_blocks = (ROWS, model.hidden // block) if axis else (ROWS // block, model.hidden)
+    codes = Abstract((ROWS, model.hidden), "int8" if op.startswith("int8") else E4M3)
+    options: dict[str, Any] = {"interpret": False} | ({"dtype": "bfloat16"} if scales == E8M0 else {})
+    arguments = (codes, Abstract(of_blocks, scales))
+    return Program(op, f"{model.name}-axis_{axis}", _quantisation(op), arguments, options, work=ROWS)
+
+
+def _quantisation(op: str) -> str:
+    return f"tpu_kernels.{'mxfp8' if op.startswith('mxfp8') else 'quantize'}:{op}"
 
 
 class Heads(NamedTuple):
@@ -165,6 +179,9 @@ def programs() -> Iterator[Program]:
         yield quantiser(name, DEEPSEEK_V3, axis=1)
     yield quantiser("fp8_dual_quantize", DEEPSEEK_V3)
     yield quantiser("mxfp8_dual_quantize", DEEPSEEK_V3)
+    for name in ("fp8_dequantize", "int8_dequantize", "mxfp8_dequantize"):
+        yield dequantiser(name, DEEPSEEK_V3, axis=0)
+        yield dequantiser(name, DEEPSEEK_V3, axis=1)
     for direction in ("fwd", "bwd"):
         simple = f"chunk_simple_gla_{direction}"
         attention = partial(linear_attention, chips=tuple(CHIPS))

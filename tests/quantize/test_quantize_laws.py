@@ -63,11 +63,15 @@ def test_a_quotient_a_hair_off_a_tie_is_rounded_to_the_nearer_side(backend, name
     assert got.qvalue.tobytes() == codes.tobytes()
 
 
+@pytest.mark.parametrize("is_usual", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_byte_is_dequantised(backend, name):
+def test_every_byte_is_dequantised(backend, name, is_usual):
+    """Where all scales of a tile are usual ones, the TPU has one product for an element."""
     codes = np.tile(np.arange(256, dtype=np.uint8).view(BITS_OF[name]), (8, 1))
     scale = np.array([1, 0.1, 3e-38, 2.0**-126, 1e36, 2.0**127, 1 / 3, 448], np.float32)[:, None]
+    if is_usual:
+        scale = np.clip(scale, 2.0**-60, 2.0**60)
     function = "int8_dequantize" if name == "int8" else "fp8_dequantize"
     got = run(backend, function, {"qvalue": codes, "scale": scale})
     with np.errstate(over="ignore"):

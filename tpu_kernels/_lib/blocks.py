@@ -23,12 +23,15 @@ from tpu_kernels._lib import chip
 from tpu_kernels._lib.arguments import kernel_operand
 from tpu_kernels._lib.call import bytes_of, call, is_interpreted, jit, rarely
 from tpu_kernels._lib.chip import LANES, sublanes
-from tpu_kernels._lib.formats import SMALLEST, Format
+from tpu_kernels._lib.formats import SMALLEST, Format, exponents, float_of
 from tpu_kernels._lib.lanes import maxima, maxima_of_rows, spread
-from tpu_kernels._lib.layout import SUBLANES, Layout, ScaleBlock, Tiles, lie_along_columns
+from tpu_kernels._lib.layout import SUBLANES, Layout, ScaleBlock, Tiles
 
 USUAL = 2.0**-60
-"""Blocks whose largest magnitude is below take no part in short cuts: their scales' remainders may be subnormal."""
+"""Blocks whose largest magnitude is below take no part in short cuts: their scales' remainders may be subnormal.
+
+Nor do scales below it, or beyond its inverse, when codes are multiplied: products may be.
+"""
 
 MOST_AT_ONCE = 4 * SUBLANES
 """Rows of a block that are measured together."""
@@ -125,22 +128,29 @@ def dequantize_blocks(
     dtype: str,
     interpret: bool | pltpu.InterpretParams,
 ) -> jax.Array:
-    """decode(qvalue, scale) [...] in dtype, the scale of each block [..., size / block] repeated over it."""
+    """decode(qvalue, scale) [...] in dtype, the scale of each block [..., size / block] repeated over it.
+
+    Scales are float32, or bytes of float8_e8m0fnu, which decode is given as the exponent bits of a float32.
+    """
     if qvalue.size == 0:
         return jnp.zeros(qvalue.shape, dtype)
     layout = Layout.of(qvalue.shape, blocks)
     block = layout.block
     tiles = Tiles.of(layout.shape, [block])
     a, rows, columns = layout.shape
-    by_blocks = scale.reshape(a, rows // block[0], columns // block[1])
+    scales = tiles.scales_of(scale.reshape(a, rows // block[0], columns // block[1]), block)
     out = jax.ShapeDtypeStruct(layout.shape, dtype)
     values: jax.Array = call(
         partial(_dequantize_kernel, block=block, tiles=tiles, decode=decode),
         name="dequantize",
         grid=(*tiles.walks, tiles.steps),
         parallel=3 if tiles.is_ragged else 4,
-        operands=Quantized(tiles.elements_of(layout.view(qvalue), tiles.at), tiles.scales_of(by_blocks, block)),
+        operands=Quantized(
+            tiles.elements_of(layout.view(qvalue), tiles.at),
+            scales.turned() if tiles.turns(block, scale.dtype) else scales,
+        ),
         out=tiles.elements_of(out, tiles.at),
+        scratch=None if scale.dtype == jnp.float32 else pltpu.VMEM(tiles.scales_of_walk(block), jnp.float32),
         cost=pl.CostEstimate(flops=12 * qvalue.size, transcendentals=0, bytes_accessed=bytes_of(qvalue, scale, out)),
         interpret=interpret,
     )
@@ -268,11 +278,8 @@ class Pass(NamedTuple):
         return Quantized(tiles.elements_of(codes, tiles.at), scales.turned() if self.turns(block) else scales)
 
     def turns(self, block: ScaleBlock) -> bool:
-        """Whether scales of rows are stored column by column, [A, C / c, R]: bytes, where that takes less memory."""
-        tiles, (_, rows, columns) = self.tiles, self.tiles.shape
-        is_byte = jnp.dtype(self.scaling.scale_dtype).itemsize == 1
-        less = lie_along_columns(rows, columns // block[1])
-        return is_byte and less and tiles.is_by_row(block) and tiles.rows % LANES == 0
+        """Whether a kernel stores scales column by column."""
+        return self.tiles.turns(block, self.scaling.scale_dtype)
 
     def memory(self) -> list[Any]:
         """For what the blocks of a tile are given."""
@@ -661,14 +668,32 @@ def divisor(size: int, most: int) -> int:
     return max(n for n in range(1, max(most, 1) + 1) if size % n == 0)
 
 
-def _dequantize_kernel(given: Quantized, out: Any, _: None, *, block: ScaleBlock, tiles: Tiles, decode: Decode) -> None:
-    q, scale = given
-    _, row, _ = tiles.at(*map(pl.program_id, range(4)))
-    scales = TileScales(scale, block, tiles, 0 if tiles.spanned else row % tiles.steps_r * tiles.scales(block)[0])
+def _dequantize_kernel(
+    given: Quantized, out: Any, powers: Any, *, block: ScaleBlock, tiles: Tiles, decode: Decode
+) -> None:
+    """powers: memory for scales that are bytes, in float32."""
+    q, ref = given
+    steps = [pl.program_id(axis) for axis in range(4)]
+    if powers is not None:
+        powers[...] = float_of(exponents(ref[...], tiles.turns(block, ref.dtype)) << 23)
+        ref = powers
+    first = 0 if tiles.spanned else tiles.at(*steps)[1] % tiles.steps_r * tiles.scales(block)[0]
+    scales = TileScales(ref, block, tiles, first)
+    start = [index * size for index, size in zip(tiles.scales_at(block, *steps)[1:], ref.shape, strict=True)]
+    end = [size // each for size, each in zip(tiles.shape[1:], block, strict=True)]
+    found = jnp.where(_is_there(ref.shape, start, end), ref[...], 1.0)
+    is_usual = (jnp.min(found) >= USUAL) & (jnp.max(found) <= 1 / USUAL)
+    # Products of codes with powers of two are exact in bfloat16 too.
+    short = out.dtype if powers is not None and chip.computes_bfloat16() else jnp.dtype(jnp.float32)
 
-    def write(rows: Any, columns: Any) -> None:
-        wide = decode(q[rows, columns], scales.spread(rows, columns, scale.dtype))
+    def write(rows: Any, columns: Any, is_short: bool) -> None:
+        if is_short:
+            wide = q[rows, columns].astype(short) * scales.spread(rows, columns, short)
+        else:
+            wide = decode(q[rows, columns], scales.spread(rows, columns, jnp.float32))
         out[rows, columns] = wide.astype(out.dtype)
 
     is_spread = 1 < block[1] < tiles.shape[2]  # by permutations, whose latency is long
-    _for_parts(tiles, [block], write, unrolled(1) if is_spread else math.prod(SLICE))
+    straight = unrolled(1) if is_spread else math.prod(SLICE)
+    pl.when(is_usual)(lambda: _for_parts(tiles, [block], partial(write, is_short=True), straight))
+    rarely(jnp.logical_not(is_usual))(lambda: _for_parts(tiles, [block], partial(write, is_short=False), 1))

@@ -41,6 +41,15 @@ def bits_of(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
+def exponents(powers: jax.Array, turned: bool = False) -> jax.Array:
+    """The bits, as int32, of powers of two in float8_e8m0fnu: the exponents of the same numbers in float32 or bfloat16.
+
+    turned: whether these lie column by column, [C, R].
+    """
+    bits = lax.bitcast_convert_type(powers, jnp.int8)
+    return (bits.T if turned else bits).astype(jnp.int32) & 0xFF
+
+
 def float_of(bits: jax.Array) -> jax.Array:
     """The float32 of these bits."""
     return lax.bitcast_convert_type(bits, jnp.float32)

@@ -5,6 +5,7 @@ A block that is longer than a tile is a whole axis, and its tiles are walked one
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -201,10 +202,16 @@ class Tiles(NamedTuple):
         """An array [A, R, C] in tiles: `index(*steps)` says which."""
         return Block(array, (None, self.rows, self.columns), index)
 
+    def scales_at(self, block: ScaleBlock, a: Any, i: Any, j: Any, step: Any) -> tuple[Any, Any, Any]:
+        """Which scales a step needs, counted in `scales_of_walk`: a walk's, or a tile's where each row has one."""
+        return a, self.at(a, i, j, step)[1] if self.is_by_row(block) else i, j
+
     def scales_of(self, array: Any, block: ScaleBlock) -> Block:
         """The scales [A, R / r, C / c] of a walk, the same at every step; of a tile where each row has one."""
+        return Block(array, (None, *self.scales_of_walk(block)), partial(self.scales_at, block))
 
-        def index(a: Any, i: Any, j: Any, step: Any) -> Any:
-            return a, self.at(a, i, j, step)[1] if self.is_by_row(block) else i, j
-
-        return Block(array, (None, *self.scales_of_walk(block)), index)
+    def turns(self, block: ScaleBlock, dtype: Any) -> bool:
+        """Whether scales of rows lie in memory column by column, [A, C / c, R]: bytes, where that takes less of it."""
+        _, rows, columns = self.shape
+        less = lie_along_columns(rows, columns // block[1]) and self.rows % LANES == 0
+        return less and self.is_by_row(block) and jnp.dtype(dtype).itemsize == 1

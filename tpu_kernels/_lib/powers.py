@@ -19,6 +19,7 @@ from op_arguments.quantized_gmm import QuantizedProblem
 from tpu_kernels._lib import chip
 from tpu_kernels._lib.call import Block, bytes_of, call, rarely
 from tpu_kernels._lib.chip import LANES, sublanes
+from tpu_kernels._lib.formats import exponents
 from tpu_kernels._lib.grids import Grid, Operands
 from tpu_kernels._lib.layout import lie_along_columns
 from tpu_kernels._lib.products import blocks, for_blocks, over_rows, repeated_row
@@ -51,18 +52,18 @@ def powers_in_lanes(scale: jax.Array, size: int, tile: int, interpret: bool | pl
 
     def pack(powers: Any, out: Any, _: None) -> None:
         def pack_rows(own: Any, has_nan: bool) -> jax.Array:
-            exponents = _exponents(powers[:, own] if turned else powers[own, :], turned)
+            own_exponents = exponents(powers[:, own] if turned else powers[own, :], turned)
             for rows in blocks(own.size, SUBLANES):
                 words = pl.ds((own.start + rows.start) // 4, SUBLANES // 4)
                 for n in range(registers):
-                    part = exponents[rows.start : rows.start + SUBLANES, n * width : (n + 1) * width]
+                    part = own_exponents[rows.start : rows.start + SUBLANES, n * width : (n + 1) * width]
                     if has_nan:
                         is_nan = jnp.max(part, axis=1, keepdims=True) == E8M0_NAN
                         is_first = lax.broadcasted_iota(jnp.int32, part.shape, 1) == 0
                         part = jnp.where(is_nan & is_first, E8M0_NAN, part)
                     pairs = part[: SUBLANES // 2] | part[SUBLANES // 2 :] << 8
                     out[n, words, pl.ds(0, part.shape[1])] = pltpu.bitcast(pairs.astype(jnp.int16), jnp.int32)
-            return exponents
+            return own_exponents
 
         # In a loop each group of rows waits for its own lanes: packing took 1.6 times the cycles on tpu7x.
         parts = blocks(height, LANES if turned else SUBLANES)
@@ -104,8 +105,8 @@ def powers_in_rows(scale: jax.Array, interpret: bool | pltpu.InterpretParams) ->
 
     def unpack(powers: Any, out: Any, _: None) -> None:
         def unpack_rows(own: Any) -> None:
-            exponents = _exponents(powers[own, :])
-            bits = jnp.where(exponents == E8M0_NAN, BFLOAT16_NAN, exponents << 7)
+            found = exponents(powers[own, :])
+            bits = jnp.where(found == E8M0_NAN, BFLOAT16_NAN, found << 7)
             out[own, :] = bits | bits << 16
 
         for_blocks(height, SUBLANES, unpack_rows)
@@ -156,12 +157,6 @@ def tgmm_powers(operands: Operands, grid: Grid[QuantizedProblem]) -> dict[str, B
             words = powers_in_rows(scale[None], grid.interpret)[0]
             found[name] = grid.block(words, axes, (tm // MX_BLOCK, width))
     return found
-
-
-def _exponents(powers: jax.Array, turned: bool = False) -> jax.Array:
-    """The bits, as int32, of powers of two in float8_e8m0fnu: bfloat16's exponents of the same numbers."""
-    bits = lax.bitcast_convert_type(powers, jnp.int8)
-    return (bits.T if turned else bits).astype(jnp.int32) & 0xFF
 
 
 def times_lanes(x: jax.Array, powers: Any, rows: Any, first: int, tile_lane: Any = 0) -> jax.Array:
