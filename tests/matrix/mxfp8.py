@@ -176,6 +176,7 @@ _GEMM = grouped(
 
 SMALL = dict(M=300, K=256, N=160, G=6)
 ROWS = dict(M=600, K=136, N=160, G=6)  # three tiles of 256 rows, the fewest that a tile of scales has on the TPU
+WHOLE = dict(M=256, K=96, N=128, G=3)  # rows of whole registers, whose scales the TPU reads column by column
 ODD_K = dict(M=80, K=300, N=48, G=4)  # a short last block, in the second tile
 ODD_M = dict(M=301, K=40, N=48, G=4)
 SHARD, SHARD_ROWS = dict(M=200, K=96, N=64, G=2), dict(M=300, K=64, N=48, G=2)
@@ -213,6 +214,7 @@ def with_gemm_cases(op: Op) -> Op:
         op.grid([SMALL], dtype=[(E4M3, F32), (E4M3, BF16)], groups=["straddle"], tier="smoke", **forward),
         op.grid([ROWS], dtype=[(E4M3, F32)], groups=["straddle"], tier="smoke", **backward),
         op.grid([SMALL], dtype=mxfp8, scales=["steps"], transpose_rhs=[True], groups=["zipf"], **forward),
+        op.grid([WHOLE], dtype=mxfp8, scales=["steps"], transpose_rhs=[True], groups=["zipf"], **forward),
         op.grid([ODD_K], dtype=mxfp8, ragged=FORWARD, tiling=[(32, 256, 128)], scales=["steps"], groups=["ones"]),
         op.grid([ODD_M], dtype=mxfp8, scales=["steps"], groups=["straddle"], **backward),
         op.grid([SMALL], dtype=mxfp8, data=["poison", "residuals"], groups=["short"], **forward),

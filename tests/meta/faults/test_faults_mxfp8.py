@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_DUAL_QUANTIZE, MXFP8_QUANTIZE
+from tests.matrix.mxfp8 import GROUPED_GEMM, MXFP8_DEQUANTIZE, MXFP8_DUAL_QUANTIZE, MXFP8_QUANTIZE, WHOLE
 from tests.meta.faults.planting import check_is_caught, gpu, having, named, pairs, tpu
 
-OPS = (GROUPED_GEMM, MXFP8_QUANTIZE, MXFP8_DUAL_QUANTIZE)
+OPS = (GROUPED_GEMM, MXFP8_QUANTIZE, MXFP8_DUAL_QUANTIZE, MXFP8_DEQUANTIZE)
 
 
 rounded_up = having(tier="smoke", rounding="up")
@@ -23,6 +23,15 @@ FAULTS = named({
         tpu("mxfp8_quantize", 'if self.rounding == "up" else 0', 'if self.rounding == "down" else 0', rounded_up),
         gpu("mxfp8_quantize", "exponent += ((largest & 0x007FFFFF) > 0x00600000).to(tl.int32)",
             "exponent += 0", rounded_up),
+    ],
+    "a row has another row's scale": [
+        tpu("mxfp8_quantize", "stored.T if self.turns", "stored.T[:, ::-1] if self.turns"),
+        tpu("mxfp8_dual_quantize", "stored.T if self.turns", "stored.T[:, ::-1] if self.turns"),
+        tpu("mxfp8_dequantize", "(bits.T if turned", "(bits.T[::-1] if turned"),
+        tpu("grouped_gemm", "(bits.T if turned", "(bits.T[::-1] if turned", having(**WHOLE)),
+    ],
+    "no product counts as subnormal": [
+        tpu("mxfp8_dequantize", "(jnp.min(found) >= USUAL) & (jnp.max(found) <= 1 / USUAL)", "jnp.min(found) >= 0"),
     ],
     "the columnwise payload is the rowwise one": [
         tpu("mxfp8_dual_quantize", "dual.columnwise[..., :m, :k]", "dual.rowwise[..., :m, :k]", rounded_up),
