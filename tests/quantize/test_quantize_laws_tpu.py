@@ -252,28 +252,29 @@ def test_fp8_takes_nan():
 def test_tiles_have_whole_blocks_and_a_walk_whole_registers_of_scales(kind):
     """Of every array and block: each tile in one walk, and once but for the last; no more than VMEM holds."""
     rows_of, columns_of = (1, 33, 96, 1408, 8640), (1, 40, 128, 7168, 40000)
-    with on(kind):
-        for rows, columns, r, c in itertools.product(rows_of, columns_of, (1, 32, 96, 128, None), (1, 32, 128, None)):
+    for rows, columns, r, c in itertools.product(rows_of, columns_of, (1, 32, 96, 128, None), (1, 32, 128, None)):
+        if rows % (r or rows) or columns % (c or columns):
+            continue
+        with on(kind):
             layout = Layout.of((rows, columns), (r or rows, c or columns))
-            if rows % (r or rows) or columns % (c or columns):
-                continue
-            tiles, (r, c), (a, *size) = Tiles.of(layout.shape, [layout.block]), layout.block, layout.shape
-            where = (layout, tiles)
-            whole = r == size[0], c == size[1]
-            assert (tiles.rows % r == 0 or whole[0]) and (tiles.columns % c == 0 or whole[1]), where
-            assert tiles.rows % 32 == tiles.columns % 128 == 0 and tiles.rows * tiles.columns <= tile_size(), where
-            counts = [-(-n // tile) for n, tile in zip(size, (tiles.rows, tiles.columns), strict=True)]
-            last, found = counts[0] - 1, Counter()
-            for walk in itertools.product(*map(range, tiles.walks)):
-                of_walk = [tuple(map(int, tiles.at(*walk, step))) for step in range(tiles.steps)]
-                found.update(set(of_walk))
-                assert len(set(of_walk)) == tiles.steps or max(row for _, row, _ in of_walk) == last, where
-            assert found == Counter(itertools.product(range(a), *map(range, counts))), where
-            assert tiles.spanned == any(w and n > 1 for w, n in zip(whole, counts, strict=True)), where
-            if not tiles.spanned:
-                kept = tiles.scales_of_walk(layout.block)
-                assert kept[0] % 8 == 0 and (tiles.walks[1] == 1 or kept[0] * r == tiles.steps_r * tiles.rows), where
-                assert kept[1] % 128 == 0 and (tiles.walks[2] == 1 or kept[1] * c == tiles.columns), where
+            tiles, most = Tiles.of(layout.shape, [layout.block]), tile_size()
+        (r, c), (a, *size) = layout.block, layout.shape
+        where = (layout, tiles)
+        whole = r == size[0], c == size[1]
+        assert (tiles.rows % r == 0 or whole[0]) and (tiles.columns % c == 0 or whole[1]), where
+        assert tiles.rows % 32 == tiles.columns % 128 == 0 and tiles.rows * tiles.columns <= most, where
+        counts = [-(-n // tile) for n, tile in zip(size, (tiles.rows, tiles.columns), strict=True)]
+        last, found = counts[0] - 1, Counter()
+        for walk in itertools.product(*map(range, tiles.walks)):
+            of_walk = [tuple(map(int, tiles.at(*walk, step))) for step in range(tiles.steps)]
+            found.update(set(of_walk))
+            assert len(set(of_walk)) == tiles.steps or max(row for _, row, _ in of_walk) == last, where
+        assert found == Counter(itertools.product(range(a), *map(range, counts))), where
+        assert tiles.spanned == any(w and n > 1 for w, n in zip(whole, counts, strict=True)), where
+        if not tiles.spanned:
+            kept = tiles.scales_of_walk(layout.block)
+            assert kept[0] % 8 == 0 and (tiles.walks[1] == 1 or kept[0] * r == tiles.steps_r * tiles.rows), where
+            assert kept[1] % 128 == 0 and (tiles.walks[2] == 1 or kept[1] * c == tiles.columns), where
 
 
 @pytest.mark.parametrize("wide", [768, 4096], ids=["rows follow", "columns follow"])
