@@ -308,7 +308,7 @@ class _Evaluator:
 
     def scan(self, eqn: Any, operands: Values) -> Values:
         """`lax.scan`, and a `lax.fori_loop` of a known length."""
-        body, n, m = eqn.params["jaxpr"], eqn.params["num_consts"], eqn.params["num_carry"]
+        body, (n, m) = eqn.params["jaxpr"], _consts_and_carry(eqn.params)
         consts, carry, xs = operands[:n], operands[n : n + m], operands[n + m :]
         steps = range(eqn.params["length"])
         ys: list[Values] = []
@@ -423,6 +423,14 @@ class _Evaluator:
         if eqn.params["stride"] is not None:
             raise NotImplementedError("lines cannot follow pltpu.roll with a stride")
         return [np.roll(operands[0], int(operands[1]), eqn.params["axis"])]
+
+
+def _consts_and_carry(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # jax 0.11.2
+    return len(consts), len(carry)
 
 
 class _Watcher(_Evaluator):
