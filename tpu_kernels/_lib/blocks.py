@@ -138,17 +138,14 @@ def dequantize_blocks(
     block = layout.block
     tiles = Tiles.of(layout.shape, [block])
     a, rows, columns = layout.shape
-    scales = tiles.scales_of(scale.reshape(a, rows // block[0], columns // block[1]), block)
+    by_blocks = scale.reshape(a, rows // block[0], columns // block[1])
     out = jax.ShapeDtypeStruct(layout.shape, dtype)
     values: jax.Array = call(
         partial(_dequantize_kernel, block=block, tiles=tiles, decode=decode),
         name="dequantize",
         grid=(*tiles.walks, tiles.steps),
         parallel=3 if tiles.is_ragged else 4,
-        operands=Quantized(
-            tiles.elements_of(layout.view(qvalue), tiles.at),
-            scales.turned() if tiles.turns(block, scale.dtype) else scales,
-        ),
+        operands=Quantized(tiles.elements_of(layout.view(qvalue), tiles.at), tiles.scales_of(by_blocks, block)),
         out=tiles.elements_of(out, tiles.at),
         scratch=None if scale.dtype == jnp.float32 else pltpu.VMEM(tiles.scales_of_walk(block), jnp.float32),
         cost=pl.CostEstimate(flops=12 * qvalue.size, transcendentals=0, bytes_accessed=bytes_of(qvalue, scale, out)),
@@ -272,14 +269,9 @@ class Pass(NamedTuple):
         a, rows, columns = self.tiles.shape
         dtypes = [jnp.dtype(name) for name in (self.scaling.format.dtype, self.scaling.scale_dtype)]
         stored = [jnp.dtype(jnp.int8) if self.interpret and dtype.itemsize == 1 else dtype for dtype in dtypes]
-        tiles, shape = self.tiles, (a, rows // block[0], columns // block[1])
-        codes, scale = map(jax.ShapeDtypeStruct, ((a, rows, columns), shape), stored)
-        scales = tiles.scales_of(scale, block)
-        return Quantized(tiles.elements_of(codes, tiles.at), scales.turned() if self.turns(block) else scales)
-
-    def turns(self, block: ScaleBlock) -> bool:
-        """Whether a kernel stores scales column by column."""
-        return self.tiles.turns(block, self.scaling.scale_dtype)
+        shapes = (a, rows, columns), (a, rows // block[0], columns // block[1])
+        codes, scale = map(jax.ShapeDtypeStruct, shapes, stored)
+        return Quantized(self.tiles.elements_of(codes, self.tiles.at), self.tiles.scales_of(scale, block))
 
     def memory(self) -> list[Any]:
         """For what the blocks of a tile are given."""
@@ -294,7 +286,7 @@ class Pass(NamedTuple):
             if isinstance(result, Maxima):
                 tile.shared.append(Maxima(*(ref if ref is None else blocks.kept_in(ref) for ref in result)))
             else:
-                tile.ways.append(Way(name, blocks, result, self.scaling, self.turns(block)))
+                tile.ways.append(Way(name, blocks, result, self.scaling))
         return tile
 
     def returned(self, x: jax.Array, stored: Sequence["Quantized | Maxima"]) -> list[Quantized]:
@@ -304,7 +296,7 @@ class Pass(NamedTuple):
             if isinstance(got, Maxima):
                 tiles = Tiles.of(self.tiles.shape, [block])
                 got = _encoded(x, got, self._replace(blocks={name: block}, tiles=tiles))
-            if self.turns(block):
+            if self.tiles.has_transposed(block, got.scale.dtype):
                 got = got._replace(scale=got.scale.swapaxes(1, 2))
             parts = zip(got, map(jnp.dtype, dtypes), strict=True)
             quantized.append(Quantized(*(lax.bitcast_convert_type(part, dtype) for part, dtype in parts)))
@@ -502,7 +494,6 @@ class Way(NamedTuple):
     blocks: TileBlocks
     out: Quantized
     scaling: Scaling
-    turns: bool  # as `Pass.turns`
 
     def finish(self, is_short: bool) -> None:
         """Return what is kept of the blocks, and put what `encode` (or `encode_short`) needs in place of the maxima."""
@@ -511,9 +502,10 @@ class Way(NamedTuple):
         count = tiles.scales(block)[0]
         absmax = ref[:count, :]
         kept, factors = self.scaling.short(absmax, self.blocks.x.dtype) if is_short else [self.scaling.kept(absmax)] * 2
+        transposed = tiles.has_transposed(block, self.out.scale.dtype)
         stored = self.scaling.stored(kept)
-        stored = lax.bitcast_convert_type(stored.T if self.turns else stored, self.out.scale.dtype)
-        if self.turns:
+        stored = lax.bitcast_convert_type(stored.T if transposed else stored, self.out.scale.dtype)
+        if transposed:
             self.out.scale[...] = stored
         elif tiles.steps_r == 1 or block[0] == 1 or given.is_whole[0]:
             self.out.scale[:count, :] = stored
@@ -675,7 +667,7 @@ def _dequantize_kernel(
     q, ref = given
     steps = [pl.program_id(axis) for axis in range(4)]
     if powers is not None:
-        powers[...] = float_of(exponents(ref[...], tiles.turns(block, ref.dtype)) << 23)
+        powers[...] = float_of(exponents(ref[...], tiles.has_transposed(block, ref.dtype)) << 23)
         ref = powers
     first = 0 if tiles.spanned else tiles.at(*steps)[1] % tiles.steps_r * tiles.scales(block)[0]
     scales = TileScales(ref, block, tiles, first)

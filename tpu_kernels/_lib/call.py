@@ -44,8 +44,8 @@ class Block:
         """As Pallas has it."""
         return pl.BlockSpec(memory_space=self.space) if self.index is None else pl.BlockSpec(self.shape, self.index)
 
-    def turned(self) -> "Block":
-        """The same block of the transposed array, its last two axes swapped."""
+    def transposed(self) -> "Block":
+        """The same block of the array [..., B, A], transposed from [..., A, B]."""
 
         def swapped(axes: tuple[Any, ...]) -> tuple[Any, ...]:
             return *axes[:-2], axes[-1], axes[-2]

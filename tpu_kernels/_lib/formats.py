@@ -41,13 +41,13 @@ def bits_of(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
-def exponents(powers: jax.Array, turned: bool = False) -> jax.Array:
-    """The bits, as int32, of powers of two in float8_e8m0fnu: the exponents of the same numbers in float32 or bfloat16.
+def exponents(scales: jax.Array, transposed: bool) -> jax.Array:
+    """The bytes of E8M0 scales as int32 [R, C]: biased exponents of the same numbers in float32.
 
-    turned: whether these lie column by column, [C, R].
+    scales: float8_e8m0fnu [R, C], or [C, R] if transposed.
     """
-    bits = lax.bitcast_convert_type(powers, jnp.int8)
-    return (bits.T if turned else bits).astype(jnp.int32) & 0xFF
+    bits = lax.bitcast_convert_type(scales, jnp.int8)
+    return (bits.T if transposed else bits).astype(jnp.int32) & 0xFF
 
 
 def float_of(bits: jax.Array) -> jax.Array:

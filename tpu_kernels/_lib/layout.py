@@ -31,9 +31,12 @@ ScaleBlock = tuple[int, int]
 """Rows and columns of an array [A, R, C] that share a scale."""
 
 
-def lie_along_columns(rows: int, columns: int) -> bool:
-    """Whether an array [..., rows, columns] takes less memory column by column, as XLA keeps a program's own then."""
-    return pl.cdiv(rows, LANES) * columns < rows * pl.cdiv(columns, LANES)
+def is_transposed(rows: int, columns: int, tile_rows: int) -> bool:
+    """Whether E8M0 scales [rows, columns], loaded in tiles of `tile_rows`, lie transposed in memory.
+
+    XLA transposes arguments and results of a program where that pads less: a kernel that does not is given copies.
+    """
+    return pl.cdiv(rows, LANES) * columns < rows * pl.cdiv(columns, LANES) and tile_rows % LANES == 0
 
 
 class Layout(NamedTuple):
@@ -128,7 +131,7 @@ class Tiles(NamedTuple):
         steps_r, steps_c = 1, pl.cdiv(columns, tile_c) if c == columns else 1
         if r == 1 < rows:
             tile_r = min(tile_r, MOST_ROWS // 4)
-            tile_r -= tile_r % LANES if LANES < tile_r < in_tiles[0] else 0  # their scales may lie along lanes
+            tile_r -= tile_r % LANES if LANES < tile_r < in_tiles[0] else 0  # else their scales cannot be transposed
         elif r < rows > tile_r:
             tile_r = r << (tile_r // r).bit_length() - 1  # rows of scales that are parts of a register, or whole ones
         if r == rows:
@@ -207,11 +210,15 @@ class Tiles(NamedTuple):
         return a, self.at(a, i, j, step)[1] if self.is_by_row(block) else i, j
 
     def scales_of(self, array: Any, block: ScaleBlock) -> Block:
-        """The scales [A, R / r, C / c] of a walk, the same at every step; of a tile where each row has one."""
-        return Block(array, (None, *self.scales_of_walk(block)), partial(self.scales_at, block))
+        """The scales [A, R / r, C / c] of a walk, the same at every step; of a tile where each row has one.
 
-    def turns(self, block: ScaleBlock, dtype: Any) -> bool:
-        """Whether scales of rows lie in memory column by column, [A, C / c, R]: bytes, where that takes less of it."""
+        Those of rows are [A, C / c, R] in memory where `has_transposed`.
+        """
+        scales = Block(array, (None, *self.scales_of_walk(block)), partial(self.scales_at, block))
+        return scales.transposed() if self.has_transposed(block, array.dtype) else scales
+
+    def has_transposed(self, block: ScaleBlock, dtype: Any) -> bool:
+        """Whether the scales of rows are transposed in memory: those of a byte may be."""
         _, rows, columns = self.shape
-        less = lie_along_columns(rows, columns // block[1]) and self.rows % LANES == 0
-        return less and self.is_by_row(block) and jnp.dtype(dtype).itemsize == 1
+        is_byte_of_row = self.is_by_row(block) and jnp.dtype(dtype).itemsize == 1
+        return is_byte_of_row and is_transposed(rows, columns // block[1], self.rows)

@@ -25,10 +25,10 @@ FAULTS = named({
             "exponent += 0", rounded_up),
     ],
     "a row has another row's scale": [
-        tpu("mxfp8_quantize", "stored.T if self.turns", "stored.T[:, ::-1] if self.turns"),
-        tpu("mxfp8_dual_quantize", "stored.T if self.turns", "stored.T[:, ::-1] if self.turns"),
-        tpu("mxfp8_dequantize", "(bits.T if turned", "(bits.T[::-1] if turned"),
-        tpu("grouped_gemm", "(bits.T if turned", "(bits.T[::-1] if turned", having(**WHOLE)),
+        tpu("mxfp8_quantize", "stored.T if transposed", "stored.T[:, ::-1] if transposed"),
+        tpu("mxfp8_dual_quantize", "stored.T if transposed", "stored.T[:, ::-1] if transposed"),
+        tpu("mxfp8_dequantize", "(bits.T if transposed", "(bits.T[::-1] if transposed"),
+        tpu("grouped_gemm", "(bits.T if transposed", "(bits.T[::-1] if transposed", having(**WHOLE)),
     ],
     "no product counts as subnormal": [
         tpu("mxfp8_dequantize", "(jnp.min(found) >= USUAL) & (jnp.max(found) <= 1 / USUAL)", "jnp.min(found) >= 0"),
