@@ -288,7 +288,7 @@ def test_a_tile_without_loops_has_the_bits_of_one_with_them(wide, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(256, 96), (1100, 64), (2, 384, 160)], ids=str)
-def test_scales_that_are_stored_column_by_column_are_those_of_their_rows(shape):
+def test_scales_of_rows_are_those_of_the_golden(shape):
     """In one tile, in two of which the second is shorter, and of several arrays; no two rows have scales alike."""
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     x *= np.exp2(np.arange(shape[-2]) % 101 - 50).astype(np.float32)[:, None]

@@ -252,17 +252,16 @@ def test_scales_of_what_lies_beyond_4096_elements_are_in_the_next_register():
 
 
 @pytest.mark.parametrize("is_nan", [False, True])
-def test_words_are_the_same_whether_scales_are_read_by_rows_or_by_columns(is_nan):
-    """By columns where there are whole registers of rows: 32 rows by themselves are read as rows."""
-    scale = powers((2, 640, 24), E8M0, RNG())
+def test_each_of_many_rows_and_columns_has_its_own_scales(is_nan):
+    """Of both operands: 640 rows are in two tiles of scales, the second shorter, and whole registers of both."""
+    rng, (m, k, n) = RNG(), (640, 768, 256)
+    arrays = dict(
+        lhs=integers((m, k), E4M3, rng), rhs=integers((1, n, k), E4M3, rng), group_sizes=np.array([m], np.int32)
+    )
+    scales = dict(lhs_scale=powers((m, k // 32), E8M0, rng), rhs_scale=powers((1, n, k // 32), E8M0, rng))
     if is_nan:
-        scale[1, [70, 600], [3, 20]] = np.nan
-
-    def words(scale):
-        return to_numpy(powers_of_two.powers_in_lanes(to_jax(scale), 768, 384, True))
-
-    alone = [words(scale[:, first : first + 32]) for first in range(0, 640, 32)]
-    np.testing.assert_array_equal(words(scale), np.concatenate(alone, axis=2))
+        scales["lhs_scale"][[70, 600], [3, 20]] = scales["rhs_scale"][0, 200, 7] = np.nan
+    check("grouped_gemm", arrays | scales, transpose_rhs=True, tiling=(128, 384, 128))
 
 
 @pytest.mark.parametrize("nan", [None, 0, 40, 131])
