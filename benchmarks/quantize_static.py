@@ -8,8 +8,7 @@ At 8192 rows of bfloat16 as wide as the models' layers, in blocks of 128 (MXFP8:
 do not divide is left out. MXFP8 is dequantised to bfloat16, fp8 and int8 to float32. Cycles are static ones
 (`parity/compilers/bundles.py`) a row, beside those in which HBM moves its bytes. What XLA takes is its own estimate of
 its fusions; libtpu does not print the one for tpu7x. Code is of elements and codes row by row in memory, as kernels
-hand them on: XLA lays those of a program's own otherwise where that pads less, which is in columns where these are
-2880, and adds copies.
+hand them on. XLA transposes arguments and results of a program where that pads less, as of 2880 columns, by copies.
 """
 
 import os
@@ -67,7 +66,7 @@ class Program:
         return 32 if self.is_mxfp8 else 128
 
     def kernel(self, chip: str) -> Compilation:
-        """What the compiler is given."""
+        """The kernel, as the compiler is given it."""
         axis: dict[str, Any] = {} if self.axis is None or self.dequantizes else {"axis": self.axis}
         module = "mxfp8" if self.is_mxfp8 else "quantize"
         return self._compilation(chip, f"tpu_kernels.{module}:{self.op}", axis | {"interpret": False})
@@ -170,7 +169,7 @@ def xla_cycles(case: Compilation, log: Path) -> int:
 
 
 def row_major_code(case: Compilation, log: Path) -> int:
-    """The bytes of code of a function, arrays of the first one's shape row by row in memory; log: not written."""
+    """The bytes of code of a function whose elements and codes, alike in shape, lie row by row; log: not written."""
     import jax
     from jax.experimental.layout import Format, Layout
 

@@ -176,7 +176,7 @@ _GEMM = grouped(
 
 SMALL = dict(M=300, K=256, N=160, G=6)
 ROWS = dict(M=600, K=136, N=160, G=6)  # three tiles of 256 rows, the fewest that a tile of scales has on the TPU
-WHOLE = dict(M=256, K=96, N=128, G=3)  # rows of whole registers, whose scales the TPU reads column by column
+WHOLE = dict(M=256, K=96, N=128, G=3)  # rows of whole registers: the TPU reads their scales transposed
 ODD_K = dict(M=80, K=300, N=48, G=4)  # a short last block, in the second tile
 ODD_M = dict(M=301, K=40, N=48, G=4)
 SHARD, SHARD_ROWS = dict(M=200, K=96, N=64, G=2), dict(M=300, K=64, N=48, G=2)

@@ -70,6 +70,7 @@ def dequantiser(op: str, model: Experts, axis: int) -> Program:
 
 
 def _quantisation(op: str) -> str:
+    """The function of an op, as a compiler's process imports it."""
     return f"tpu_kernels.{'mxfp8' if op.startswith('mxfp8') else 'quantize'}:{op}"
 
 

@@ -429,7 +429,7 @@ def _consts_and_carry(params: Mapping[str, Any]) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carried."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()  # jax 0.11.2
+    consts, carry, _ = params["ft_in"].unpack()  # since jax 0.11.2
     return len(consts), len(carry)
 
 
