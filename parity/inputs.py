@@ -171,9 +171,8 @@ def _integers(spec: Array, bits: Bits, out: str) -> np.ndarray:
         terms = max(terms // 49, 1)  # (4 · 1.75)² per product; a single one is exact in any case
     length = spec.shape[spec.sum_over]
     stride = np.uint64(max(-(-length // terms), 1))
-    position = np.expand_dims(
-        np.arange(length, dtype=np.uint64), [a for a in range(len(spec.shape)) if a != spec.sum_over % len(spec.shape)]
-    )
+    others = tuple(a for a in range(len(spec.shape)) if a != spec.sum_over % len(spec.shape))
+    position = np.expand_dims(np.arange(length, dtype=np.uint64), others)
     # One phase per line along the summed axis: over all lines every position is used.
     phase = np.take(words, [0], axis=spec.sum_over) >> np.uint64(2) if length else words
     values[position % stride != (stride - phase % stride) % stride] = 0

@@ -227,7 +227,7 @@ def _check_jax(name: str, array: Any) -> str:
 def _check_x64(name: str, dtype: str) -> None:
     import jax
 
-    if dtype in ("float64", "int64", "uint64") and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+    if dtype in ("float64", "int64", "uint64") and not jax.enable_x64.value:
         is_float = dtype == "float64"
         narrow = "this leaf to float32 (.float())" if is_float else "integers (torch_to_jax(…, narrow_ints=True))"
         raise TypeError(

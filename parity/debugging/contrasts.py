@@ -119,7 +119,7 @@ def in_parts(shape: tuple[int, ...], axes: Mapping[str, np.ndarray]) -> dict[str
         edges = np.unique(np.linspace(0, size, min(PARTS, size) + 1).astype(int))
         names = [f"{low}-{high - 1}" if high - low > 1 else str(low) for low, high in pairwise(edges)]
         labels = np.repeat(np.array(names), np.diff(edges))
-        parts[f"axis {n}"] = np.expand_dims(labels, [a for a in range(len(shape)) if a != n])
+        parts[f"axis {n}"] = np.expand_dims(labels, tuple(a for a in range(len(shape)) if a != n))
     return parts
 
 

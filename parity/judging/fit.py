@@ -221,7 +221,7 @@ class _Squares:
 
     def by(self, codes: np.ndarray, count: int) -> _Sums:
         """The sums over the elements of each label, which `codes` numbers, 1 long where all along an axis share one."""
-        shared, flat = tuple(np.flatnonzero(np.equal(codes.shape, 1))), codes.ravel()
+        shared, flat = tuple(axis for axis, size in enumerate(codes.shape) if size == 1), codes.ravel()
 
         def total(x: Floats) -> Floats:
             return np.bincount(flat, x.sum(axis=shared).ravel(), count).astype(np.float64)
@@ -286,7 +286,7 @@ def _chance(freedom: Any, of_denominator: Any) -> Floats:
     return np.maximum(quantile, 1.0)
 
 
-def _over(a: Floats, b: Floats) -> Floats:
+def _over(a: Floats, b: Floats | float) -> Floats:
     """a / b, 0 where b is."""
     return np.divide(a, b, out=np.zeros(np.broadcast_shapes(np.shape(a), np.shape(b))), where=b > 0)
 
@@ -296,7 +296,7 @@ def _by_row_and_column(variance: Floats) -> Floats:
     1, and columns along all others; where one has fewer than `MANY` elements, the mean of all takes its place."""
     shape = tuple(size for size in variance.shape if size > 1)
     rows = variance.reshape(-1, shape[-1] if shape else 1)
-    smooth = np.full(rows.shape, rows.mean() if rows.size else 0.0)
+    smooth: Floats = np.full(rows.shape, rows.mean() if rows.size else 0.0)
     for axis in (0, 1):
         if rows.shape[axis] >= MANY:
             smooth *= _over(rows.mean(axis=axis, keepdims=True), rows.mean())
