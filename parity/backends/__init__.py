@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import importlib
-import importlib.metadata
 import itertools
 import os
 import platform
@@ -18,7 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from packaging.version import Version
 
 from parity.backends.devices import torch_build
 from parity.guard import Ended
@@ -28,18 +25,10 @@ from parity.words import nearest
 EMULATED = "emulated"
 """The device kind of everything that no accelerator computed."""
 
-
-def _interpreted() -> str:
-    flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
-    if platform.machine() == "x86_64":
-        flags.append("--xla_cpu_max_isa=AVX")  # without FMA
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        if Version(importlib.metadata.version("jaxlib")) < Version("0.11"):  # later ones know no such flag
-            flags.append("--xla_cpu_use_fusion_emitters=false")
-    return " ".join(flags)
-
-
-INTERPRETED = _interpreted()
+INTERPRETED = (
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+) + (" --xla_cpu_max_isa=AVX" if platform.machine() == "x86_64" else "")
 """XLA's flags where Pallas kernels are interpreted: each runs a few times, and most of the time goes to compiling, half
 of it to XLA's fusion emitters. Where a processor has FMAs, XLA makes them of some products and sums whatever its level;
 no TPU has any: libtpu's code is vmul.f32 and vadd.f32."""
