@@ -62,8 +62,10 @@ def test_every_kind_of_runner_has_a_label():
 
 def test_the_gate_runs_what_the_readme_tells_a_new_user():
     (job,) = WORKFLOWS["gate"]["jobs"].values()
+    each = job["strategy"]["matrix"]
     readme = (ROOT / "README.md").read_text()
-    assert all(f"    {command}  " in readme for command in job["strategy"]["matrix"]["command"])
+    assert all(f"    {command}  " in readme for command in each["command"])
+    assert f'requires-python = ">={each["python"][0]}"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_the_parts_of_the_full_tier_are_all_there():
