@@ -42,6 +42,7 @@ REASONS = {
     "tests/families/test_families_schedule_tpu.py::test_a_representative_program": "production shapes, compiled",
     "tests/moe/test_moe_expert_parallel_tpu.py::test_several_devices_give_what_one_does": "devices, and one",
     "tests/meta/cli/test_cli.py::test_the_table_has_a_line_for_each_model_whatever_crashes": "every model's line",
+    "tests/meta/faults/test_faults_moe.py::test_a_planted_fault_is_caught": "a layer's kernels, each traced anew",
     "tests/meta/debugging/test_shrink.py::test_a_planted_fault_is_reduced_and_its_script_shows_it": "a whole reduction",
     "tests/meta/ledger/test_ledger.py::test_a_killed_worker_loses_nothing_that_was_recorded_before": "two workers",
     "tests/meta/runners/test_crashes.py::test_a_dying_case_costs_that_case_alone": "six processes that end, and others",
