@@ -323,9 +323,10 @@ def test_integer_sums_of_gla_are_exact_and_not_all_zero(op):
 def test_every_default_draw_is_valid_and_every_id_unique():
     ids = [case.id for _, case in DEFAULT]
     assert len(set(ids)) == len(ids) >= 340
-    for op, case in DEFAULT:
-        if not case.model:
-            op.golden(**draw(op, case), **op.arguments(case))
+    with np.errstate(invalid="ignore"):  # some data are not finite
+        for op, case in DEFAULT:
+            if not case.model:
+                op.golden(**draw(op, case), **op.arguments(case))
 
 
 def test_ml_dtypes_are_found_by_name():
