@@ -115,7 +115,8 @@ def test_a_declared_loss_is_an_xfail_that_must_not_pass(losing):
 def test_what_passes_passes_where_losses_are_explained(losing):
     run = losing("c.dtype == 'bfloat16'")
     run.replace("matrix.py", "'rounds twice')", "'rounds twice', explained=True)")
-    assert "2 failed, 2 passed in" in run("-q").stdout
+    done = run("-q")
+    assert "2 failed, 2 passed in" in done.stdout, done.stdout
 
 
 def test_a_declaration_that_matches_no_case_is_refused(losing):
