@@ -116,7 +116,7 @@ PLANTED = [
             "of rowwise: columnwise_spread in the place of the value at rowwise_spread, 100% explained"),
     planted("tpu", "swizzle_scales", "split.swapaxes(-4, -2)", "split.swapaxes(-4, -3)", "None",
             "a logic fault all over of out: the golden's own numbers, at other places"),
-    planted("tpu", "fp8_dequantize", "product, magnitude = values * factor,", "product, magnitude = values * -factor,",
+    planted("tpu", "fp8_dequantize", "wide = q[rows, columns].astype(short)", "wide = -q[rows, columns].astype(short)",
             "None", "a logic fault all over of out: signs differ", FULL),
 ]  # fmt: skip
 
