@@ -124,7 +124,7 @@ DUP = "dup = dhidden * weights * silu"
 LOSSES = [
     planted("tpu", F32_BWD, "precision=lax.Precision.HIGHEST)\n    logits = ",
             "precision=lax.Precision.DEFAULT)\n    logits = ", "logits", FULL),
-    planted("tpu", MXFP8, f"({HIDDEN['tpu']})", f"({HIDDEN['tpu']}){BF16['tpu']}", "hidden", FULL),
+    planted("tpu", MXFP8, f"({HIDDEN['tpu']},)", f"(({HIDDEN['tpu']}){BF16['tpu']},)", "hidden", FULL),
     planted("tpu", F32_BWD, DUP, f"dup = (dhidden * weights * silu){BF16['tpu']}", "dup", FULL),
     planted("gpu", F32_BWD, "gmm(x.float(), w_router", f"gmm(x.float(), w_router{BF16['gpu']}", "logits", FULL),
     planted("gpu", MXFP8, f"({HIDDEN['gpu']})", f"({HIDDEN['gpu']}){BF16['gpu']}", "hidden", FULL),
