@@ -25,13 +25,17 @@ from parity.words import nearest
 EMULATED = "emulated"
 """The device kind of everything that no accelerator computed."""
 
-INTERPRETED = (
-    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-) + (" --xla_cpu_max_isa=AVX" if platform.machine() == "x86_64" else "")
-"""XLA's flags where Pallas kernels are interpreted: each runs a few times, and most of the time goes to compiling, half
-of it to XLA's fusion emitters. Where a processor has FMAs, XLA makes them of some products and sums whatever its level;
-no TPU has any: libtpu's code is vmul.f32 and vadd.f32."""
+INTERPRETED = " ".join(
+    [
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_parallel_codegen_split_count=1",
+        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+        *(["--xla_cpu_max_isa=AVX"] if platform.machine() == "x86_64" else []),  # without FMA
+    ]
+)
+"""XLA's flags where Pallas kernels are interpreted. Each runs a few times, so most of the time goes to compiling, half
+of it to XLA's fusion emitters. Where a processor has FMAs, XLA makes them of some products and sums whatever its
+level; no TPU has any: libtpu's code is vmul.f32 and vadd.f32."""
 
 MAPPINGS = 30_000
 """Memory mappings of a process from which on compiled programs are let go: Linux allows 65,530."""
