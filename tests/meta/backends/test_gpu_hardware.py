@@ -162,6 +162,6 @@ def test_bfloat16_that_is_rounded_otherwise_is_found_out(added, monkeypatch):
             bits = (handle.data.view(np.uint32) + np.uint32(added)) >> 16
             return interpreter.TensorHandle(bits.astype(np.uint16), tl.bfloat16)
 
-        # setattr of older pytests would leave `right` in it.
+        # With setattr, pytest 8.3 leaves `right` on the builder, for all later tests.
         monkeypatch.setitem(vars(interpreter.interpreter_builder), "cast_impl", cast)
         assert hardware.computes_bfloat16(torch.device("cpu")) == (added is None)

@@ -83,7 +83,7 @@ def sums_kernel(x, total, row, running, M: tl.constexpr, N: tl.constexpr):
     tile = tl.load(x + i * N + j)
     tl.store(total + tl.arange(0, 1), tl.sum(tile, axis=None, keep_dims=True).reshape(1))
     tl.store(row + tl.arange(0, M), tl.sum(tile, axis=1))
-    # Its dtype named: before Triton 3.9 it would make float32 of bfloat16 first.
+    # Without a dtype, Triton before 3.9 sums bfloat16 in float32.
     tl.store(running + i * N + j, tl.cumsum(tile, axis=1, dtype=tile.dtype))
 
 
