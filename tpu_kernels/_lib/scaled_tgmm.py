@@ -28,7 +28,7 @@ from tpu_kernels._lib.visits import COPY_ROWS, Visits, row_block
 PARTS, PARTS_IN_FP8 = 2, 8  # of a tile that are added up before sums are stored
 DOTS = 192  # of 128 rows in straight-line code: a loop's first sums are there 270 bundles after it begins
 DOTS_OF_ONLY = 512  # where a group has no other tile
-IN_FLIGHT = 296  # registers of sums on their way: 9 dots idle, 11 spill, see `products.held_back`
+IN_FLIGHT = 300  # registers of sums on their way: 9 dots idle, 11 spill, see `products.held_back`
 STRIPS = 8  # of 128 rows, that are stored in straight-line code
 TALL = 896  # rows of a dot that the matrix unit adds up by itself: of multiples of 128 the fastest in tgmm on tpu7x
 
