@@ -461,10 +461,11 @@ def with_conv_cases(op: Op) -> Op:
 
 GATES = tuple(
     with_gate_cases(
-        op(getattr(gates, name), name, inputs=gate_inputs, contract=gate_contract, defaults=dict(rate=True, bias=True))
+        op(getattr(gates, name), name, inputs=gate_inputs, contract=gate_contract, defaults=dict(rate=True, bias=True),
+           twin=False)
     )
     for name in ("softplus_gate", "softplus_gate_bwd", "bounded_gate", "bounded_gate_bwd")
-)
+)  # fmt: skip
 OF_STATES = "the gradient of a state is a sum of one to three products, of which a GPU's FMA rounds one fewer"
 CONV_LOSSES = (
     # Of the cases without SiLU where eight seeds tell; by contract √(11 / 10).
