@@ -40,6 +40,7 @@ from tpu_kernels._lib.recurrent_sums import (
     column_by_product,
     column_of,
     fold_registers,
+    row_of,
     sum_folded,
     sum_keys_of,
     sum_rows,
@@ -258,9 +259,12 @@ def _walk(visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[..., No
             else:
                 k, whole, *decay = (by_key(refs, name, rows.start + n, plan) for name in ("k", "whole", *decays))
                 before = before * whole
-                written = k * (
-                    column_of(v, n) if plan.lanes == "key" else refs["v_rows"][pl.ds(rows.start + n, 1), slab]
-                )
+                if plan.lanes == "key":
+                    written = k * column_of(v, n)
+                elif isinstance(n, int) or isinstance(slab.start, int):
+                    written = k * refs["v_rows"][pl.ds(rows.start + n, 1), slab]
+                else:  # Mosaic loads no row of columns that are not known
+                    written = k * row_of(v, n)
                 pair = decayed_sum(pair, decay, whole, written)
                 after = pair[0]
             if active():

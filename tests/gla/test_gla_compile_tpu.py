@@ -30,6 +30,7 @@ def representative():
         yield linear_attention(f"fused_recurrent_gla_{direction}", "gk", F32, **SMALL, reverse=True)
     yield linear_attention("chunk_gla_bwd", "gk", BF16, **LONG, chunk_size=64)
     yield linear_attention("fused_recurrent_simple_gla_fwd", "both", BF16, **PACKED)
+    yield linear_attention("fused_recurrent_gla_fwd", "gk", BF16, **SMALL, key_size=256, value_size=256)
 
 
 def everything(op):

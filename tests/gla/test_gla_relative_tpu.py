@@ -163,6 +163,18 @@ def test_groups_stand_apart(direction, change, monkeypatch):
     assert all(same(run(direction, *given), one_by_one(monkeypatch, direction, *given)))
 
 
+@pytest.mark.parametrize("gate", [-5.0, in_full(-0.1)])
+def test_slabs_of_values_have_the_bits_that_each_has_alone(gate):
+    """Where a group stands apart, the compiler knows neither the row nor the slab of a step's values."""
+    q, k, _, do, gk, _ = arguments(40, gate)
+    v = jnp.asarray(RNG.normal(size=(1, 40, 1, 256)), jnp.bfloat16)
+    state = jnp.asarray(RNG.normal(size=(1, 1, 32, 256)), jnp.float32)
+    o, ht = run("forward", q, k, v, do, gk, state)
+    for slab in (slice(0, 128), slice(128, 256)):
+        alone = run("forward", q, k, v[..., slab], do, gk, state[..., slab])
+        assert all(same((o[..., slab], ht[..., slab]), alone))
+
+
 @pytest.mark.parametrize(
     ("direction", "dtype", "reverse"),
     [("forward", "bfloat16", False), in_full("forward", "bfloat16", True), in_full("forward", "float32", False)]

@@ -57,6 +57,12 @@ def column_of(x: jax.Array, n: Any) -> jax.Array:
     return jnp.sum(jnp.where(is_column, x, 0.0), axis=1, keepdims=True)
 
 
+def row_of(x: jax.Array, n: Any) -> jax.Array:
+    """Row n of x [GROUP, C], which need not be known."""
+    is_row = lax.broadcasted_iota(jnp.int32, (GROUP, 1), 0) == n
+    return jnp.sum(jnp.where(is_row, x, 0.0), axis=0, keepdims=True)
+
+
 def columns_by_products(x: jax.Array, width: int) -> Callable[[Any], jax.Array]:
     """n -> row n of x [GROUP, K] as a column, [K, width] of equal lanes: a product with 0 and 1.
 
