@@ -259,12 +259,7 @@ def _walk(visit: Visit, refs: Refs, rows: Any, plan: Plan, use: Callable[..., No
             else:
                 k, whole, *decay = (by_key(refs, name, rows.start + n, plan) for name in ("k", "whole", *decays))
                 before = before * whole
-                if plan.lanes == "key":
-                    written = k * column_of(v, n)
-                elif isinstance(n, int) or isinstance(slab.start, int):
-                    written = k * refs["v_rows"][pl.ds(rows.start + n, 1), slab]
-                else:  # Mosaic loads no row of columns that are not known
-                    written = k * row_of(v, n)
+                written = k * (column_of if plan.lanes == "key" else row_of)(v, n)
                 pair = decayed_sum(pair, decay, whole, written)
                 after = pair[0]
             if active():

@@ -58,7 +58,7 @@ def column_of(x: jax.Array, n: Any) -> jax.Array:
 
 
 def row_of(x: jax.Array, n: Any) -> jax.Array:
-    """Row n of x [GROUP, C], which need not be known."""
+    """Row n of x [GROUP, C], as [1, C]: Mosaic loads no row where neither n nor the columns are known."""
     is_row = lax.broadcasted_iota(jnp.int32, (GROUP, 1), 0) == n
     return jnp.sum(jnp.where(is_row, x, 0.0), axis=0, keepdims=True)
 
