@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import jax
+import numpy as np
 
 from parity.backends import EMULATED, check_unwritten, to_numpy_tree
 from parity.backends.emulation import mxu
@@ -22,11 +24,25 @@ class TpuRunner:
     def __init__(self) -> None:
         self.real = jax.default_backend() == "tpu"
         self._device = jax.devices("tpu" if self.real else "cpu")[0]
+        if not self.real and self._fuses_products():
+            warnings.warn(
+                "TPU kernels are emulated with fused multiply-adds, which no TPU has, so verdicts on float32 may be "
+                "wrong: call parity.backends.prepare_environment before JAX is used",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     @property
     def device_kind(self) -> str:
         """What JAX calls the TPU, or `emulated`."""
         return self._device.device_kind if self.real else EMULATED
+
+    def _fuses_products(self) -> bool:
+        """Whether a product and a sum are rounded once, together."""
+        x = np.float32(1 + 2**-12)
+        with jax.default_device(self._device):
+            left = jax.jit(lambda a, b, c: a * b + c)(x, x, -np.float32(1 + 2**-11))  # of x², 2^-24 is rounded off
+        return bool(left)
 
     def describe(self) -> str:
         """The device, or what stands in for it."""

@@ -12,10 +12,17 @@ import numpy as np
 import pytest
 
 from parity import backends
-from parity.backends import free_compiled_programs, has_cuda, prepare_environment
+from parity.backends import INTERPRETED, free_compiled_programs, has_cuda, prepare_environment
 from tests.support.interpreter import interpreted
 
 BLAS = np.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"]
+
+
+def _processor() -> list[str]:
+    """What a processor of x86 can do, as Linux has it; of others nothing."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.split() for line in lines if line.startswith("flags")), [])
 
 
 @pytest.mark.skipif(
@@ -61,6 +68,16 @@ def test_memory_of_freed_arrays_is_used_again(monkeypatch, chosen):
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
     mapped_anew = float(done.stdout)
     assert mapped_anew > 0.5 if chosen else mapped_anew < 0.05
+
+
+@pytest.mark.skipif("fma" not in _processor(), reason="the processor has no fused multiply-add, or does not say")
+@pytest.mark.parametrize(("flags", "warned"), [(INTERPRETED, False), ("", True)])
+def test_an_emulated_tpu_that_fuses_products_is_warned_of(monkeypatch, flags, warned):
+    """As where JAX was used before the flags were there: then a residue of a sum is lost that no TPU loses."""
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    ask = "from parity.backends import runner; runner('tpu')"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    assert ("RuntimeWarning: TPU kernels are emulated with fused multiply-adds" in done.stderr) is warned
 
 
 class Ring:
