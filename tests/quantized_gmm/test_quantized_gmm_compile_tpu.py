@@ -27,6 +27,7 @@ def tgmm(lhs, lhs_blocks, rhs, rhs_blocks, **settings):
 REPRESENTATIVE = [
     gmm(E4M3, "1x512", E5M2, "1x512x1"),
     gmm(I8, "1xK", I8, "1xKx1"),
+    gmm(I8, "1xK", I8, "1xKx1", M=200, N=520),  # tiles that are no whole registers
     gmm(BF16, PLAIN, I8, "1x128x1"),
     tgmm(E4M3, "Mx1", E4M3, "Mx1"),
     (FP8_QUANTIZE, point(FP8_QUANTIZE, (BF16, E4M3), **SIZES, axis=1)),

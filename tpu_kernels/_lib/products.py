@@ -37,14 +37,16 @@ def repeated_row(ref: Any, nth: Any, columns: Any, by_load: bool = True) -> jax.
     """Row nth of a block in VMEM, in all rows of a register: [8, columns] of 32 bits.
 
     by_load: whether a load with a stride of 0 repeats it, in place of an operation of the vector unit. Interpreters
-    have no such loads, and Mosaic has none for a row that the data choose: there an operation repeats it all the same.
-    These loads begin at a block's first column, and the compiler drops those that are not used.
+    have no such loads, and Mosaic has none for a row that the data choose, nor of several registers the last of which
+    is not full: there an operation repeats it all the same. These loads begin at a block's first column, and the
+    compiler drops those that are not used.
     """
+    width = ref.shape[1]
+    by_load &= isinstance(nth, int) and (width < LANES or width % LANES == 0) and not is_interpreted()
     if isinstance(columns.start, int):
         wanted = slice(columns.start, columns.start + columns.size)
     else:
         ref, wanted = ref.at[:, columns], slice(None)
-    by_load &= isinstance(nth, int) and not is_interpreted()
     row = ref[pl.ds(nth, HEIGHT, stride=0) if by_load else pl.ds(nth, 1), :][:, wanted]
     return jnp.broadcast_to(row, (HEIGHT, row.shape[1]))
 
