@@ -19,9 +19,9 @@ Precision = Literal["ieee", "bf16x3"]
 class ScanOptions(TypedDict, total=False):
     """What every form takes besides q, k, v and its gates; defaults are None.
 
-    scale: a float, default K^-0.5. initial_state [N, H, K, V] float32: the states before the first steps, default zero.
-    cu_seqlens [N + 1] int32: where each of the N sequences that are packed into B = 1 begins, and the end T of the
-    last; without it every row of the batch is one (N = B).
+    scale: a float, which is taken as a float32, default K^-0.5. initial_state [N, H, K, V] float32: the states before
+    the first steps, default zero. cu_seqlens [N + 1] int32: where each of the N sequences that are packed into B = 1
+    begins, and the end T of the last; without it every row of the batch is one (N = B).
     """
 
     scale: float | None

@@ -77,6 +77,15 @@ class Call(NamedTuple):
         return grads, dstates
 
 
+def in_float32(scale: float) -> float:
+    """The scale that kernels multiply by: no GPU's and no TPU's are given a constant of 64 bits.
+
+    Exact, it would differ from theirs by up to half a unit, in all elements alike. Where sums of one sign leave less
+    error than that, every kernel would be off.
+    """
+    return float(np.float32(scale))
+
+
 def loaded(x: Sequence, stages: Stages) -> Sequence:
     """x as a kernel loads it. Sites: q, k, v, initial_state, of a delta rule beta, of a backward pass do and dht."""
     return _each(x, LOADED, lambda name, tensor: stages(LOADED[name], tensor))

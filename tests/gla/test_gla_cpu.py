@@ -196,7 +196,7 @@ def test_gradients_are_those_of_autograd(gates, form):
     for t in range(70):
         state = torch.einsum("bhk,bhkv->bhkv", decay[:, t].exp(), state)
         state = state + torch.einsum("bhk,bhv->bhkv", leaves["k"][:, t], leaves["v"][:, t])
-        rows.append(torch.einsum("bhk,bhkv->bhv", leaves["q"][:, t], state) / 3.0)
+        rows.append(torch.einsum("bhk,bhkv->bhv", leaves["q"][:, t], state) * float(np.float32(1 / 3)))
     o = torch.stack(rows, dim=1)
     torch.autograd.backward([o, state], [torch.from_numpy(backward[name]) for name in ("do", "dht")])
     got = call(form, "fwd", forward, output_final_state=True)
@@ -222,7 +222,7 @@ def test_a_sample_against_fifty_digits(gates, steepness):
             if name in forward:
                 gate = gate + exactly(forward[name][axes])
         summed = np.concatenate([np.full((1, 3), mpmath.mpf(0), object), np.cumsum(gate, axis=0)])
-        scale = mpmath.mpf(3) ** -0.5
+        scale = mpmath.mpf(float(np.float32(3**-0.5)))
 
         def decay(i, j, c):
             return mpmath.exp(summed[min(i, 20) + 1, c] - summed[j + 1, c])
