@@ -9,6 +9,8 @@ explains it (`metrics.explained_by`):
 - *The whole, and each label* (a head, a group, a tile): ratio² = Σ w δ² / Σ w E[δ²] ≤ κ² F. How much of an error
   shows depends on where the golden value lies between two roundings of the output's dtype, so E[δ²] is that of a normal
   error of variance σ_i², cut off at both. Weights w = 1 / (row and column mean of σ²) let small elements count as well.
+  What an emulation of the contract, which rounds to nearest, has beyond 1 is allowed as well (`Fit.beside`): random
+  rounding has twice its variance where values lie anywhere between two numbers, but as much at a tie.
 - *Label beside label*: one label's ratio² over that of all others of its axis, or over 1 where they are better than
   their contract, ≤ κ_even² F.
 
@@ -92,6 +94,12 @@ class Fit:
         """The largest share that any gate finds used up; above 1 that gate fails."""
         return max(self.sigmas / K, *(look.load for look in (*self.looks, *self.pairs)), 0.0)
 
+    def beside(self, emulated: Fit) -> Fit:
+        """This fit, each look held to what the same look of the `emulated` contract has, where that is above 1."""
+        has = {(look.axis, look.label): max(look.ratio, 1.0) for look in emulated.looks}
+        looks = [replace(look, limit=look.limit * has[look.axis, look.label]) for look in self.looks]
+        return replace(self, looks=tuple(looks))
+
     def __str__(self) -> str:
         times = f", {self.ratio:.3g} × its contract" if self.ratio == self.ratio else ""
         return f"{self.output}: {self.sigmas:.3g} σ (bound {K:.3g}){times}"
@@ -114,19 +122,26 @@ class Fit:
         return f"{look.ratio:.3g} × its contract{where}{others}"
 
 
-def over_seeds(fits: Sequence[Fit]) -> Verdict | None:
+def over_seeds(fits: Sequence[Fit], emulated: Sequence[Fit] = ()) -> Verdict | None:
     """OFF CONTRACT where one output of several seeds is so as a whole, though none by itself need be; else None.
 
-    Of few elements a seed says little: those of all together say more.
+    Of few elements a seed says little: those of all together say more. emulated: as `Fit.beside`, of each seed.
     """
     shown = [fit for fit in fits if fit.freedom[0] >= LEAST_FREEDOM]
     if not shown:
         return None
-    freedom, of_runs = (np.array([fit.freedom[n] for fit in shown]) for n in (0, 1))
-    ratio = float(np.sqrt(np.average([fit.ratio**2 for fit in shown], weights=freedom)))
-    if ratio <= KAPPA * float(np.sqrt(_chance(freedom.sum(), of_runs.sum()))):
+    freedom, of_runs = (sum(fit.freedom[n] for fit in shown) for n in (0, 1))
+    ratio = _of_all(shown)
+    limit = KAPPA * float(np.sqrt(_chance(freedom, of_runs)))
+    if ratio <= limit * max(1.0, _of_all([fit for fit in emulated if fit.freedom[0] >= LEAST_FREEDOM])):
         return None
     return Verdict("OFF CONTRACT", "G3", f"{fits[0].output}: {ratio:.3g} × its contract over {len(fits)} seeds")
+
+
+def _of_all(fits: Sequence[Fit]) -> float:
+    """The ratio of several seeds together; 0 of none."""
+    freedom = [fit.freedom[0] for fit in fits]
+    return float(np.sqrt(np.average([fit.ratio**2 for fit in fits], weights=freedom))) if fits else 0.0
 
 
 @dataclass(frozen=True)

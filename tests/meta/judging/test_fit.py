@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from cpu_golden.stages import Stages, exact
+from cpu_golden.stages import Stages, exact, folded_sum
 from parity.backends import EMULATED
 from parity.declared import DeclarationError
-from parity.dtypes import round_to, stochastic
+from parity.dtypes import cut_off, round_to, stochastic
 from parity.interop import to_numpy
 from parity.judging.fit import KAPPA, RUNS, Allowance, Fit, K, Look, over_seeds
 from parity.judging.judge import explained, gates, judge, measure_contract
@@ -330,6 +330,27 @@ def test_an_output_of_one_element_is_judged_over_the_seeds():
     assert over_seeds([replace(one, ratio=1.5)] * 8) is None
     assert over_seeds([replace(one, freedom=(0.1, 2.0))] * 8) is None  # nothing is to be seen
     assert over_seeds([replace(one, freedom=(1.0, 1.0))] * 8) is None  # the runs themselves say too little
+
+
+def test_sums_that_are_ties_are_held_to_the_emulated_contract():
+    """The last sum of 24 terms of one sign is a tie every other time, where to nearest errs by √2 of what σ says; times
+    0.3 it is no number of the result's, which would hide that. A kernel whose terms are cut to 20 bits is caught."""
+    terms = np.random.default_rng(0).uniform(1, 1.2, (60, 64, 24)).astype(np.float32).astype(np.float64)
+    factor, nearest = float(np.float32(0.3)), partial(round_to, dtype="float32")
+
+    def kernel(rounding, x=terms):
+        return factor * folded_sum(x, lambda _, sums: np.asarray(rounding(sums), np.float64))[..., 0]
+
+    golden = factor * terms.sum(axis=-1)
+    keys = np.random.SFC64(1).random_raw(RUNS[-1])
+    drawn = [kernel(partial(stochastic, dtype="float32", words=alike(key))) - golden for key in keys]
+    allowed = Allowance.of(golden, drawn, U)
+    right, wrong = (allowed.fit("o", nearest(kernel(nearest, x)), {}) for x in (terms, cut_off(terms, 20)))
+    assert over_seeds([right] * 8).outcome == "OFF CONTRACT"
+    assert over_seeds([right] * 8, [right] * 8) is None
+    assert over_seeds([wrong] * 8, [right] * 8).outcome == "OFF CONTRACT"
+    assert right.load == pytest.approx(right.beside(right).load * right.ratio)
+    assert wrong.beside(right).verdict() is not None
 
 
 def spoilt(trial, **changes):
