@@ -285,6 +285,7 @@ def with_chunk_cases(op: Op) -> Op:
         op.grid([SMALL], dtype=[F32], h0=[False, True], ht=[False, True], tier="full"),
         op.grid([SMALL], dtype=[BF16], narrow_gates=[True], l2norm=[False, True], **STATES, tier="full"),
         op.grid([SMALL], dtype=[F32, BF16], data=TRAINED, **NORMED, tier="full"),
+        op.grid([SMALL | dict(K=96)], dtype=[F32], data=["one_signed"], **NORMED, **STATES, tier="full"),
         op.grid(EDGES + WIDE, dtype=[F32, BF16], rho=[1.0], tier="full"),
         op.grid([LONG], dtype=[F32, BF16], decay=DECAYS, rho=[1.0], chunk=[64, 128], ht=[True], tier="full"),
         op.grid([PACKED], dtype=[F32, BF16], lengths=PACKINGS, chunk=[16], **STATES, tier="full"),
