@@ -143,8 +143,14 @@ class Kernel:
 
 
 def kernels(jaxpr: Any, *, places: bool = True) -> list[Kernel]:
-    """The Pallas kernels in a closed jaxpr, in program order; places: with those in the source of what is in them."""
-    found = [_kernel(call) for call, _ in equations(jaxpr.jaxpr, "pallas_call", "mpmd_map")]
+    """The Pallas kernels in a closed jaxpr, in program order; places: with those in the source of what is in them.
+
+    One whose results nothing takes is none of them: XLA drops it.
+    """
+    from jax.interpreters.partial_eval import dce_jaxpr
+
+    live, _ = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
+    found = [_kernel(call) for call, _ in equations(live, "pallas_call", "mpmd_map")]
     return found if places else [without_places(kernel) for kernel in found]
 
 
