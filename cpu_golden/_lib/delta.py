@@ -9,7 +9,7 @@ import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.arguments import values
-from cpu_golden._lib.sequences import Backward, Call, Forward, Sequence, Staged, in_float32, sequences_of, states_of
+from cpu_golden._lib.sequences import Backward, Call, Forward, Sequence, Staged, sequences_of, states_of
 from cpu_golden.stages import Stages, exact, tree_sum
 from op_arguments import delta_rule
 from op_arguments.delta_rule import DeltaGrads, DeltaProblem, DeltaTensors
@@ -77,7 +77,7 @@ def take(
     q, k = (np.repeat(keys, p.group, axis=-2) for keys in ([of.x for of in normal] if normal else (q, k)))
     gate = g if per_channel else g[..., None]
     states = states_of(initial_state, (p.n, p.hv, p.k, p.v), stages)
-    sequences = Sequence(q, k, v, gate, states, in_float32(p.scale), beta[..., None])
+    sequences = Sequence(q, k, v, gate, states, p.scale, beta[..., None])
     return p, Call(sequences, list(sequences_of(p.t, offsets)), steps), normal
 
 

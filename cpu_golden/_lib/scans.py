@@ -6,7 +6,7 @@ import numpy as np
 
 from cpu_golden import Array
 from cpu_golden._lib.arguments import values
-from cpu_golden._lib.sequences import Backward, Call, Forward, Sequence, Staged, in_float32, sequences_of, states_of
+from cpu_golden._lib.sequences import Backward, Call, Forward, Sequence, Staged, sequences_of, states_of
 from cpu_golden.stages import exact
 from op_arguments import gla
 from op_arguments.gla import CHUNK_STEP, Gates, Gradients, Output, Problem, check_forward, check_gradients
@@ -49,7 +49,7 @@ def take(
     p = check_forward(q, k, v, gates, scale, initial_state, cu_seqlens, offsets, chunk_size, exact=True)
     stages = steps.get("stages", exact)
     q, k, v, gate = (stages.each_run(tensor) for tensor in (q, k, v, _gate(gates, p)))
-    x = Sequence(q, k, v, gate, states_of(initial_state, (p.n, p.h, p.k, p.v), stages), in_float32(p.scale))
+    x = Sequence(q, k, v, gate, states_of(initial_state, (p.n, p.h, p.k, p.v), stages), p.scale)
     return p, Call(x, list(sequences_of(p.t, offsets, reverse)), steps)
 
 

@@ -77,15 +77,6 @@ class Call(NamedTuple):
         return grads, dstates
 
 
-def in_float32(scale: float) -> float:
-    """The scale that kernels multiply by: no GPU's and no TPU's are given a constant of 64 bits.
-
-    Exact, it would differ from theirs by up to half a unit, in all elements alike. Where sums of one sign leave less
-    error than that, every kernel would be off.
-    """
-    return float(np.float32(scale))
-
-
 def loaded(x: Sequence, stages: Stages) -> Sequence:
     """x as a kernel loads it. Sites: q, k, v, initial_state, of a delta rule beta, of a backward pass do and dht."""
     return _each(x, LOADED, lambda name, tensor: stages(LOADED[name], tensor))
@@ -112,7 +103,12 @@ def sequences_of(t: int, offsets: list[int] | None, reverse: bool = False) -> It
 
 
 def _sequence(x: Sequence, rows: Array, n: slice) -> Sequence:
-    """One sequence of all: these steps, as float64 [..., H, T, C], and these states."""
+    """One sequence of all: these steps, as float64 [..., H, T, C], and these states; its scale is a float32.
+
+    Kernels multiply by no other. An exact scale differs by up to half a unit, in all elements alike: where sums of one
+    sign leave less error than that, every kernel would be off.
+    """
+    x = x._replace(scale=float(np.float32(x.scale)))
     steps = each_step(x, lambda tensor: np.ascontiguousarray(_swapped(tensor[..., rows, :, :]), dtype=np.float64))
     return _each(steps, ("state", "dstate"), lambda _, state: state[..., n, :, :, :])
 
