@@ -13,9 +13,9 @@ from parity.inputs import draw
 from parity.op import Op, outputs
 from tests.matrix import OPS
 from tests.support.tiny import tiny
+from tests.support.tpu_code import WITHOUT_KERNELS
 
 pytestmark = pytest.mark.tpu
-WITHOUT_KERNELS = ("permute", "unpermute", "swizzle_scales")
 USUAL = ("gmm", "fp8_quantize", "chunk_gla_fwd")
 FEW_STEPS = dict(T=10, H=1)
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {

@@ -16,6 +16,7 @@ Call = tuple[Op, Case]
 needs_compiler = pytest.mark.skipif(
     find_spec("libtpu") is None, reason="the TPU compiler is not installed: pip install libtpu"
 )
+WITHOUT_KERNELS = ("permute", "unpermute", "swizzle_scales")  # they are XLA's
 EACH_CHIP = pytest.mark.parametrize("chip", CHIPS)
 
 

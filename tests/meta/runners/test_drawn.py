@@ -1,4 +1,4 @@
-"""Cases that no one chose, of every op on both backends, judged like those of the matrix."""
+"""Cases that no one chose, of every op on both backends, judged like those of the matrix, and compiled for TPUs."""
 
 import re
 from dataclasses import replace
@@ -26,6 +26,7 @@ from tests.matrix.quantize import QUANTIZERS
 from tests.matrix.quantized_gmm import GMM_QUANTIZED, TGMM_QUANTIZED
 from tests.meta.faults.planting import plant
 from tests.meta.faults.test_faults import FAULTS
+from tests.support import tpu_code
 from tests.support.agreement import in_turn
 from tests.support.commands import run_pytest
 
@@ -43,6 +44,9 @@ FAMILIES = {
 """The tests that run an op's cases, without the backend."""
 EXAMPLES = {"tpu": 100, "gpu": 50}
 """For how many examples of an ordinary property one run of a kernel stands: interpreted, a TPU's compiles first."""
+
+COMPILED = 8
+"""Cases of an op that a chip's compiler is given, in one process: the first is the smallest that there is."""
 
 
 class Failing(Exception):
@@ -83,6 +87,23 @@ def falsify(ops, tests, backend, examples, kernel=None):
 @pytest.mark.parametrize(("tests", "backend"), in_turn({tests: (tests,) for tests in FAMILIES}))
 def test_drawn_cases_pass(tests, backend):
     falsify(FAMILIES[tests], tests, backend, max(settings().max_examples // EXAMPLES[backend], 1))
+
+
+@pytest.mark.full
+@tpu_code.needs_compiler
+@tpu_code.EACH_CHIP
+@pytest.mark.parametrize("op", [op for op in OPS if op.name not in tpu_code.WITHOUT_KERNELS], ids=lambda op: op.name)
+def test_drawn_cases_compile(op, chip):
+    """No chip took `gmm_quantized` of 200 rows, a size that no program of the matrix has."""
+    found = []
+
+    @settings(max_examples=COMPILED, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(drawn.cases(op))
+    def collect(case):
+        found.append((op, case))
+
+    collect()
+    tpu_code.compiled(found, chip)
 
 
 def test_every_op_is_drawn():
