@@ -95,9 +95,12 @@ class Fit:
         return max(self.sigmas / K, *(look.load for look in (*self.looks, *self.pairs)), 0.0)
 
     def beside(self, emulated: Fit) -> Fit:
-        """This fit, each look held to what the same look of the `emulated` contract has, where that is above 1."""
+        """This fit, with limits times the ratios of the `emulated` contract, look by look, where those are above 1.
+
+        An output of the wrong dtype may have other looks: those keep their limits.
+        """
         has = {(look.axis, look.label): max(look.ratio, 1.0) for look in emulated.looks}
-        looks = [replace(look, limit=look.limit * has[look.axis, look.label]) for look in self.looks]
+        looks = [replace(look, limit=look.limit * has.get((look.axis, look.label), 1.0)) for look in self.looks]
         return replace(self, looks=tuple(looks))
 
     def __str__(self) -> str:
@@ -127,15 +130,19 @@ def over_seeds(fits: Sequence[Fit], emulated: Sequence[Fit] = ()) -> Verdict | N
 
     Of few elements a seed says little: those of all together say more. emulated: as `Fit.beside`, of each seed.
     """
-    shown = [fit for fit in fits if fit.freedom[0] >= LEAST_FREEDOM]
+    shown = _shown(fits)
     if not shown:
         return None
     freedom, of_runs = (sum(fit.freedom[n] for fit in shown) for n in (0, 1))
-    ratio = _of_all(shown)
-    limit = KAPPA * float(np.sqrt(_chance(freedom, of_runs)))
-    if ratio <= limit * max(1.0, _of_all([fit for fit in emulated if fit.freedom[0] >= LEAST_FREEDOM])):
+    ratio, limit = _of_all(shown), KAPPA * float(np.sqrt(_chance(freedom, of_runs)))
+    if ratio <= limit * max(1.0, _of_all(_shown(emulated))):
         return None
     return Verdict("OFF CONTRACT", "G3", f"{fits[0].output}: {ratio:.3g} × its contract over {len(fits)} seeds")
+
+
+def _shown(fits: Sequence[Fit]) -> list[Fit]:
+    """Those in which anything is to be seen."""
+    return [fit for fit in fits if fit.freedom[0] >= LEAST_FREEDOM]
 
 
 def _of_all(fits: Sequence[Fit]) -> float:

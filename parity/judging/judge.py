@@ -379,7 +379,8 @@ def _verdict_on(op: Op, case: Case, judged: Mapping[Backend, Sequence[Judgement]
             if not over_seeds(fits):
                 continue
             trials = [Trial(op, j.case, backend, device=j.device) for j in of_seeds]
-            if off := over_seeds(fits, [_emulated(trial, explained(trial))[name] for trial in trials]):
+            emulated = [_emulated(trial, explained(trial)) for trial in trials]
+            if off := over_seeds(fits, [of_seed[name] for of_seed in emulated if name in of_seed]):
                 off = replace(off, reason=f"{backend}, {off.reason}")
                 return Comparison(off if backend == "tpu" else verdict.unfit(off), output=name)
     comparisons = [

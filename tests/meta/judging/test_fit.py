@@ -351,6 +351,7 @@ def test_sums_that_are_ties_are_held_to_the_emulated_contract():
     assert over_seeds([wrong] * 8, [right] * 8).outcome == "OFF CONTRACT"
     assert right.load == pytest.approx(right.beside(right).load * right.ratio)
     assert wrong.beside(right).verdict() is not None
+    assert wrong.beside(replace(right, looks=())) == wrong
 
 
 def spoilt(trial, **changes):
