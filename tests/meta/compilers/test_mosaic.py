@@ -567,5 +567,17 @@ def test_what_runs_where_a_rare_part_does_not_is_seen_in_the_source():
 
     x = jax.ShapeDtypeStruct((256, 256), "bfloat16")
     quantise = partial(fp8_quantize, axis=1, check_finite=False, interpret=False)
-    (kernel,) = kernels(jax.make_jaxpr(lambda x: (quantise(-x), quantise(x))[1])(x))  # of the other nothing is taken
+    (kernel,) = kernels(jax.make_jaxpr(quantise)(x))
     assert [(branch.share, branch.is_usual) for branch in kernel.branches] == [(0, False), (1, True), (0, False)]
+
+
+def test_a_kernel_whose_result_is_dropped_is_none_of_a_programs():
+    """XLA compiles no such kernel, so that no dump has it."""
+    jax = pytest.importorskip("jax")
+    from tpu_kernels.quantize import fp8_quantize
+
+    def second_of_two(x):
+        return [fp8_quantize(part, axis=1, check_finite=False, interpret=False) for part in (x[:128], x)][1]
+
+    (kernel,) = kernels(jax.make_jaxpr(second_of_two)(jax.ShapeDtypeStruct((256, 256), "bfloat16")))
+    assert kernel.operands[0] == (1, 256, 256)
