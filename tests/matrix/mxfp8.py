@@ -120,11 +120,12 @@ def wide_dtype(c: Case) -> str:
 def contract(c: Case, backend: Backend) -> Contract:
     """Products of dequantised operands: a block-scaled matrix unit's are the same, and exact as well.
 
-    What is summed over rows is cut where blocks are, which are those of all rows.
+    What is summed over rows is cut where blocks are, which are those of all rows; where there are none it is tgmm.
     """
     name = "tgmm" if sums_rows(c) else "gmm"
     wide = unquantised.contract(replace(c, op=name, dtype=wide_dtype(c)), backend)
-    return replace(wide, schedule={"aligned": True}) if sums_rows(c) else wide
+    has_blocks = c.dtype in FP8 or rhs_dtype(c) in FP8
+    return replace(wide, schedule={"aligned": True}) if sums_rows(c) and has_blocks else wide
 
 
 def scales(c: Case, name: str, dtype: str, sizes: tuple[int, ...], axis: int) -> Mapping[str, Scales]:
@@ -237,6 +238,7 @@ def with_gemm_cases(op: Op) -> Op:
         pairs(op, PAIRS[1:2], SHARD, groups=["straddle"], tier="full", **forward),
         pairs(op, PAIRS + PLAIN_PAIRS, SMALL, groups=["zipf"], transpose_rhs=[False, True], tier="full", **forward),
         pairs(op, PAIRS + PLAIN_PAIRS, ROWS, groups=["zipf"], tier="full", **backward),
+        pairs(op, PLAIN_PAIRS, ROWS, data=["cancellation"], groups=["straddle"], tier="full", **backward),
         op.grid([SMALL], dtype=mxfp8, groups=PATTERNS, existing_out=[False, True], tier="full", **forward),
         op.grid([ROWS], dtype=mxfp8, groups=PATTERNS, existing_out=[False, True], tier="full", **backward),
         op.grid([SMALL], dtype=mxfp8, data=DISTRIBUTIONS + TRAINED, groups=["short"], scales=["varied", "steps"],
